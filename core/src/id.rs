@@ -1,0 +1,205 @@
+//! Newtypes for every identity and amount the system speaks of.
+//!
+//! Not here: how an identity is made (hashes are made in [`crate::prefix`], epochs by
+//! [`crate::index`]) and how it looks on the wire (`kvfleet-proto`).
+
+use std::fmt;
+
+macro_rules! number {
+    ($(#[$doc:meta])* $name:ident($inner:ty), $label:literal) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub struct $name(pub $inner);
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!($label, "{}"), self.0)
+            }
+        }
+    };
+}
+
+number!(
+    /// A storage node: one process that keeps blocks. Chosen by the operator, unique in a cluster.
+    NodeId(u32), "node-");
+number!(
+    /// An instance: one process that runs the model.
+    InstanceId(u32), "instance-");
+number!(
+    /// A router: one voter of the replicated index.
+    RouterId(u64), "router-");
+number!(
+    /// A tenant. Tenant 0 is the default tenant of a cluster that does not separate tenants.
+    TenantId(u32), "tenant-");
+number!(
+    /// Number a node is given each time it joins; announcements of an older one are ignored.
+    /// Given out by the index, strictly growing per node, starting at 1.
+    Epoch(u64), "epoch-");
+number!(
+    /// Position of an announce batch in the stream of one (node, epoch); starts at 1, no gaps.
+    Seq(u64), "seq-");
+number!(
+    /// A time-bounded promise that blocks stay, given to a reader or to a save under way.
+    LeaseId(u64), "lease-");
+number!(
+    /// A hold without a time limit, with a named owner, ended by release.
+    PinId(u64), "pin-");
+number!(
+    /// A prefix subtree with its own time to live.
+    GroupId(u32), "group-");
+number!(
+    /// A request as the frontend counts it; names it in traces, reports and miss reasons.
+    RequestId(u64), "request-");
+number!(
+    /// A point in time in microseconds. The caller says since when; only differences mean anything.
+    Timestamp(u64), "t+");
+
+impl Timestamp {
+    /// Time from `earlier` to `self`; zero when `earlier` is later (clocks may step back).
+    #[must_use]
+    pub fn since(self, earlier: Timestamp) -> std::time::Duration {
+        std::time::Duration::from_micros(self.0.saturating_sub(earlier.0))
+    }
+
+    /// The point `span` after this one, saturating at the end of time.
+    #[must_use]
+    pub fn after(self, span: std::time::Duration) -> Timestamp {
+        let micros = u64::try_from(span.as_micros()).unwrap_or(u64::MAX);
+        Timestamp(self.0.saturating_add(micros))
+    }
+}
+
+macro_rules! digest {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub struct $name(pub [u8; 16]);
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!(stringify!($name), "({})"), self)
+            }
+        }
+
+        impl $name {
+            /// Reads the sixteen bytes, or nothing when the length is another one.
+            #[must_use]
+            pub fn from_slice(bytes: &[u8]) -> Option<Self> {
+                <[u8; 16]>::try_from(bytes).ok().map(Self)
+            }
+
+            /// Reads thirty-two hexadecimal digits, the form `Display` writes.
+            #[must_use]
+            pub fn from_hex(text: &str) -> Option<Self> {
+                if text.len() != 32 || !text.is_ascii() {
+                    return None;
+                }
+                let mut bytes = [0u8; 16];
+                for (position, byte) in bytes.iter_mut().enumerate() {
+                    *byte = u8::from_str_radix(&text[2 * position..2 * position + 2], 16).ok()?;
+                }
+                Some(Self(bytes))
+            }
+        }
+    };
+}
+
+digest!(
+    /// Keyed hash of a block *and everything before it*: identity manifest, tenant salt, all earlier
+    /// tokens, own tokens. Equal hashes mean equal KV bytes.
+    BlockHash
+);
+digest!(
+    /// Digest of an identity manifest (weights, dtype, layout, geometry, RoPE, adapter …).
+    IdentityDigest
+);
+
+/// Where on a node a block is. Ordered from slow to fast, so `max` is the fastest tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum Tier {
+    /// Local flash, read with direct I/O.
+    Ssd = 0,
+    /// Host memory of the node.
+    Dram = 1,
+    /// Memory of the accelerator.
+    Gpu = 2,
+}
+
+impl Tier {
+    /// All tiers, slow to fast.
+    pub const ALL: [Tier; 3] = [Tier::Ssd, Tier::Dram, Tier::Gpu];
+
+    /// The tier with this number, if there is one.
+    #[must_use]
+    pub fn from_u8(number: u8) -> Option<Tier> {
+        Tier::ALL.get(usize::from(number)).copied()
+    }
+
+    /// Lower-case name as used in metrics and reports.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        ["ssd", "dram", "gpu"][self as usize]
+    }
+}
+
+/// What kind of request a block was made for; with the turn it is the [`Category`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum RequestKind {
+    /// Unknown or plain chat text.
+    #[default]
+    Text = 0,
+    /// Chat about an uploaded file.
+    File = 1,
+    /// Image, audio or video in the prompt.
+    Multimodal = 2,
+    /// Retrieval or web search.
+    Search = 3,
+    /// Programmatic single-turn call.
+    Api = 4,
+    /// Tool-calling agent loop.
+    Agent = 5,
+    /// Reasoning ("thinking") chat.
+    Thinking = 6,
+}
+
+impl RequestKind {
+    /// Every kind, in the order of its number.
+    pub const ALL: [RequestKind; 7] = [
+        RequestKind::Text,
+        RequestKind::File,
+        RequestKind::Multimodal,
+        RequestKind::Search,
+        RequestKind::Api,
+        RequestKind::Agent,
+        RequestKind::Thinking,
+    ];
+
+    /// The kind with this number; unknown numbers are `Text`, so that a newer peer is understood.
+    #[must_use]
+    pub fn from_u8(number: u8) -> RequestKind {
+        RequestKind::ALL.get(usize::from(number)).copied().unwrap_or_default()
+    }
+
+    /// Lower-case name as used in metrics and reports.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        ["text", "file", "multimodal", "search", "api", "agent", "thinking"][self as usize]
+    }
+}
+
+/// Request type and turn number: blocks of one category share a reuse curve (ATC '25 §3.3).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Category {
+    /// Type of the request.
+    pub kind: RequestKind,
+    /// Turn of the conversation, counted from 1; 0 when unknown. Saturates at 255.
+    pub turn: u8,
+}

@@ -1,0 +1,202 @@
+//! The closed list of what may enter the Raft log, and what applying it answers.
+//!
+//! Not here: what a command does (`index/mod.rs`) and its bytes (`index/codec.rs`). Load and heat
+//! never appear in this list: they are soft state of a router.
+
+use crate::id::{BlockHash, Epoch, GroupId, InstanceId, NodeId, PinId, Seq, TenantId, Tier};
+
+/// Everything that can be written to the log. Each command is deterministic: equal logs give equal
+/// indexes on every replica.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Command {
+    /// A node starts (or starts anew). Gets a fresh [`Epoch`]; blocks of its earlier epochs vanish.
+    Join(NodeRecord),
+    /// A node went silent: everything it announced under `epoch` stops counting, in O(1).
+    Fence {
+        /// The silent node.
+        node: NodeId,
+        /// The epoch that is over. Ignored when the node has joined again since.
+        epoch: Epoch,
+    },
+    /// A node says goodbye; like `Fence`, and the node is forgotten.
+    Leave {
+        /// The leaving node.
+        node: NodeId,
+        /// The epoch it leaves.
+        epoch: Epoch,
+    },
+    /// Ownership changes of one or more nodes, gathered in one batch window.
+    Announce(Vec<Announcement>),
+    /// Keep these blocks wherever they are until unpinned.
+    Pin(Pin),
+    /// End a pin. Only its owner may.
+    Unpin {
+        /// The pin to end.
+        pin: PinId,
+        /// Who asks; must be the pin's owner.
+        owner: String,
+    },
+    /// Bytes a tenant may hold on each node; `None` lifts the limit.
+    SetQuota {
+        /// The tenant.
+        tenant: TenantId,
+        /// Limit in bytes per node.
+        bytes: Option<u64>,
+    },
+    /// Time to live of a group, in milliseconds since last use; `None` lifts it.
+    SetTtl {
+        /// The group.
+        group: GroupId,
+        /// Time to live in milliseconds.
+        ttl_ms: Option<u64>,
+    },
+}
+
+/// What the cluster knows about a node that joined.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeRecord {
+    /// The node.
+    pub node: NodeId,
+    /// Where block bytes are served, `host:port` (QUIC).
+    pub data_address: String,
+    /// Where control calls are served, `host:port` (gRPC).
+    pub control_address: String,
+    /// Host name, to recognise an instance on the same host.
+    pub host: String,
+    /// The instance that uses this node as its own, if any.
+    pub instance: Option<InstanceId>,
+    /// Digest of the identity manifest it serves; must equal the cluster's first one.
+    pub identity: crate::id::IdentityDigest,
+    /// Size of one block in bytes.
+    pub block_bytes: u64,
+}
+
+/// One batch of changes of one node, in the order in which they happened there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Announcement {
+    /// Who announces.
+    pub node: NodeId,
+    /// Under which epoch; older ones are ignored.
+    pub epoch: Epoch,
+    /// Number of this batch, previous one plus one.
+    pub seq: Seq,
+    /// What changed.
+    pub changes: Vec<Change>,
+}
+
+/// A change of ownership on one node. Blocks are listed in prefix order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// A run of consecutive blocks became readable in `tier`.
+    Stored {
+        /// Hash before the first block; `None` at the start of a prefix.
+        parent: Option<BlockHash>,
+        /// The blocks, each the child of the one before.
+        blocks: Vec<BlockHash>,
+        /// Where.
+        tier: Tier,
+    },
+    /// Blocks went from one tier to another.
+    Moved {
+        /// The blocks, in any order.
+        blocks: Vec<BlockHash>,
+        /// Where they were.
+        from: Tier,
+        /// Where they are now.
+        to: Tier,
+    },
+    /// The copies in `tier` are gone.
+    Dropped {
+        /// The blocks, in any order.
+        blocks: Vec<BlockHash>,
+        /// Where they were.
+        tier: Tier,
+    },
+    /// Everything this node announced before is void (start of a full re-announcement).
+    Cleared,
+}
+
+/// A hold on blocks, with an owner, kept by every node that has them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pin {
+    /// The pin.
+    pub pin: PinId,
+    /// Who may end it.
+    pub owner: String,
+    /// What it holds.
+    pub blocks: Vec<BlockHash>,
+}
+
+/// Answer of applying one [`Command`]. `Announce` answers once per announcement, in order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Applied {
+    /// `Join`: the node's new epoch.
+    Joined(Epoch),
+    /// The command took effect.
+    Done,
+    /// The command named something that is not so (older epoch, already gone): no effect.
+    Ignored,
+    /// The command was refused, with the reason for the caller.
+    Refused(Refusal),
+    /// `Announce`: one outcome per announcement.
+    Announced(Vec<AnnounceOutcome>),
+}
+
+/// Why a command was refused. Refusals change nothing.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// The joining node serves bytes of another identity than the cluster.
+    #[error(
+        "identity {theirs} differs from the cluster's {ours}: start the node with the same model manifest"
+    )]
+    Identity {
+        /// The cluster's identity.
+        ours: crate::id::IdentityDigest,
+        /// The node's identity.
+        theirs: crate::id::IdentityDigest,
+    },
+    /// The pin belongs to someone else.
+    #[error("pin {pin} belongs to {owner:?}: only its owner may end it")]
+    NotOwner {
+        /// The pin.
+        pin: PinId,
+        /// Its owner.
+        owner: String,
+    },
+    /// A pin with this number exists with other contents.
+    #[error("{0} exists with other blocks or another owner: choose another number")]
+    PinExists(PinId),
+    /// A named limit of the index was exceeded.
+    #[error("{what} is {got}, the limit is {limit}")]
+    OverLimit {
+        /// Which limit.
+        what: String,
+        /// What was asked.
+        got: u64,
+        /// The limit.
+        limit: u64,
+    },
+}
+
+/// What became of one announcement.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AnnounceOutcome {
+    /// Applied; the next one must carry this sequence number.
+    Applied {
+        /// Next expected number.
+        next: Seq,
+    },
+    /// Seen before; nothing changed.
+    Duplicate {
+        /// Next expected number.
+        next: Seq,
+    },
+    /// One or more batches are missing: the node must send `Cleared` and everything it holds, under
+    /// number `expected`.
+    Gap {
+        /// The number that was expected.
+        expected: Seq,
+    },
+    /// The epoch is over: the node must join again.
+    Fenced,
+}

@@ -1,0 +1,2 @@
+//! The replicated index.
+pub mod command;

@@ -1,0 +1,8 @@
+//! Every decision of kvfleet, pure: no clock, no thread, no file, no socket, no randomly seeded map.
+//! Time, chance and identity come in as arguments; commands go out as values.
+//!
+//! Not here: anything that can wait, fail for a reason outside the program, or be observed.
+
+pub mod evict;
+pub mod id;
+pub mod index;

@@ -1,0 +1,294 @@
+//! Moves block bytes between processes: one pair of traits, several paths behind it.
+//!
+//! A client holds a [`Path`] to a node; a node gives a [`BlockService`] to a path's server side. What
+//! goes over a path is a closed list: fetch, save, release, ping. Routing, choosing and retrying are
+//! not here (`client/`), nor is what a node does with a request (`node/`), nor are control calls.
+//!
+//! Normal outcomes (`Hit`, `Partial`, `Busy`, `Miss`) are values; [`PathError`] is for broken things.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::time::Duration;
+
+use kv_core::id::{
+    BlockHash, Category, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, Seq, TenantId, Tier,
+};
+use kvfleet_proto::frame::Frame;
+
+/// A boxed future, so that paths can be chosen at run time.
+pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// Who is asking and for what request: the part that fetch and save share.
+#[derive(Clone, Debug)]
+pub struct Asker {
+    /// Lease under which the blocks of this request are held on the node until released.
+    pub lease: LeaseId,
+    /// The request, for traces and miss reasons.
+    pub request: RequestId,
+    /// Whose blocks.
+    pub tenant: TenantId,
+    /// Category of the request, for the eviction policy.
+    pub category: Category,
+    /// Identity the bytes must have.
+    pub identity: IdentityDigest,
+    /// W3C `traceparent`, empty when the request is not traced.
+    pub traceparent: String,
+}
+
+/// Ask for consecutive blocks of a prefix.
+#[derive(Clone, Debug)]
+pub struct FetchRequest {
+    /// Who asks.
+    pub asker: Asker,
+    /// Epoch of the node that the caller was told; another epoch is a miss.
+    pub epoch: Epoch,
+    /// Offset of the first block in its prefix, in blocks.
+    pub first_offset_blocks: u32,
+    /// The blocks, in prefix order.
+    pub hashes: Vec<BlockHash>,
+    /// Time after which recomputing is cheaper than waiting.
+    pub deadline: Duration,
+}
+
+/// What the node says before it sends bytes. `blocks` counts from the first block asked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FetchAnswer {
+    /// All blocks follow. One tier per block.
+    Hit {
+        /// Tier each block is read from.
+        tiers: Vec<Tier>,
+    },
+    /// Only the leading blocks follow.
+    Partial {
+        /// Tier of each block that follows.
+        tiers: Vec<Tier>,
+        /// Why the rest does not.
+        reason: MissReason,
+    },
+    /// A named limit is reached; ask again after the hint, or recompute.
+    Busy {
+        /// When asking again makes sense.
+        retry_after: Duration,
+    },
+    /// Nothing follows.
+    Miss {
+        /// Why.
+        reason: MissReason,
+    },
+}
+
+/// Why a block was not delivered. Closed; numbers are the wire form.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum MissReason {
+    /// The node does not hold the block (evicted since, or never stored).
+    NotHeld = 1,
+    /// The caller's epoch is not the node's: the index was stale.
+    StaleEpoch = 2,
+    /// The identity asked is not the one this node serves.
+    IdentityDiffers = 3,
+    /// The bytes did not match their checksum, hash or identity.
+    Corrupt = 4,
+    /// The deadline passed.
+    TooLate = 5,
+    /// The node could not be reached or broke off.
+    NodeLost = 6,
+    /// A named limit was reached.
+    Busy = 7,
+    /// The medium failed to give the bytes.
+    MediumFailed = 8,
+}
+
+/// Ask to save consecutive blocks of a prefix.
+#[derive(Clone, Debug)]
+pub struct SaveRequest {
+    /// Who asks.
+    pub asker: Asker,
+    /// Hash before the first block; `None` at the start of a prefix.
+    pub parent: Option<BlockHash>,
+    /// Offset of the first block in its prefix, in blocks.
+    pub first_offset_blocks: u32,
+    /// The blocks, in prefix order.
+    pub hashes: Vec<BlockHash>,
+    /// Encoded size of the largest frame that will follow, in bytes.
+    pub frame_bytes: u64,
+}
+
+/// What the node wants of an offered save.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SaveOffer {
+    /// Send the frames of the blocks marked `true`, in order.
+    Wanted(Vec<bool>),
+    /// A named limit is reached.
+    Busy {
+        /// When offering again makes sense.
+        retry_after: Duration,
+    },
+    /// Nothing of this save can be taken (quota, identity, size).
+    Refused(SaveRefusal),
+}
+
+/// Why a node takes nothing of a save. Closed; numbers are the wire form.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum SaveRefusal {
+    /// The tenant's quota is used up.
+    Quota = 1,
+    /// Identity differs from what the node serves.
+    IdentityDiffers = 2,
+    /// Frames are larger than the node's largest size class, or empty.
+    FrameSize = 3,
+    /// No tier admits new blocks (all held, or the medium is full).
+    Full = 4,
+}
+
+/// What became of a save.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SaveDone {
+    /// Blocks written and committed.
+    pub stored_blocks: u32,
+    /// Blocks that were there already.
+    pub present_blocks: u32,
+    /// Blocks the node did not take (no room, wrong checksum).
+    pub refused_blocks: u32,
+    /// Encoded bytes written.
+    pub stored_bytes: u64,
+    /// Where this becomes visible: the announce batch that carries it.
+    pub visible_at: Option<VisibleAt>,
+}
+
+/// A point in a node's announce stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct VisibleAt {
+    /// The node.
+    pub node: NodeId,
+    /// Its epoch.
+    pub epoch: Epoch,
+    /// The batch.
+    pub seq: Seq,
+}
+
+/// Result of [`Path::save`]: the offer's refusal, or what was done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SaveAnswer {
+    /// The save ran to its end.
+    Done(SaveDone),
+    /// See [`SaveOffer::Busy`].
+    Busy {
+        /// When offering again makes sense.
+        retry_after: Duration,
+    },
+    /// See [`SaveOffer::Refused`].
+    Refused(SaveRefusal),
+}
+
+/// Something is broken between here and the node.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum PathError {
+    /// The peer could not be reached.
+    #[error("cannot reach {peer}: {cause}")]
+    Unreachable {
+        /// Who.
+        peer: String,
+        /// What the system said.
+        cause: String,
+    },
+    /// The peer's or our certificate was refused.
+    #[error(
+        "{peer} and this process do not trust each other: {cause}; both need certificates of the same cluster authority"
+    )]
+    Untrusted {
+        /// Who.
+        peer: String,
+        /// What TLS said.
+        cause: String,
+    },
+    /// The connection broke during the operation.
+    #[error("connection to {peer} broke: {cause}")]
+    Broken {
+        /// Who.
+        peer: String,
+        /// What happened.
+        cause: String,
+    },
+    /// The peer sent something that is not of this protocol.
+    #[error("{peer} sent {what}")]
+    Protocol {
+        /// Who.
+        peer: String,
+        /// What was wrong.
+        what: String,
+    },
+    /// The deadline passed.
+    #[error("{peer} did not answer within {after:?}")]
+    TimedOut {
+        /// Who.
+        peer: String,
+        /// How long we waited.
+        after: Duration,
+    },
+}
+
+/// A client's way to one node. Cheap to share; operations run side by side.
+pub trait Path: Send + Sync {
+    /// Fetches blocks in prefix order. Every frame whose *header* parses is handed to `sink` as it
+    /// arrives (checksums are the caller's to verify); the answer comes back at the end. When the
+    /// stream breaks or the deadline passes midway, the frames already delivered stand and the answer
+    /// is `Partial`.
+    fn fetch<'a>(
+        &'a self,
+        request: FetchRequest,
+        sink: &'a mut (dyn FnMut(Frame) + Send),
+    ) -> BoxFuture<'a, Result<FetchAnswer, PathError>>;
+
+    /// Offers blocks and sends the wanted ones; `source(position)` gives the frame of `hashes[position]`.
+    fn save<'a>(
+        &'a self,
+        request: SaveRequest,
+        source: &'a (dyn Fn(usize) -> Frame + Send + Sync),
+    ) -> BoxFuture<'a, Result<SaveAnswer, PathError>>;
+
+    /// Ends a lease; returns once the node has taken note.
+    fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>>;
+
+    /// Round trip, for liveness and latency estimates.
+    fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>>;
+}
+
+/// Opens paths to nodes by address.
+pub trait Dialer: Send + Sync {
+    /// A path to the node whose blocks are served at `address` (`host:port`).
+    fn dial(&self, address: String) -> BoxFuture<'_, Result<std::sync::Arc<dyn Path>, PathError>>;
+}
+
+/// What a node answers to a fetch: the answer first, then the frames as they become readable.
+#[derive(Debug)]
+pub struct FetchReply {
+    /// The answer; its tiers say how many frames should follow.
+    pub answer: FetchAnswer,
+    /// The frames in prefix order. Ends early when the medium fails; the path then reports `Partial`.
+    pub frames: tokio::sync::mpsc::Receiver<Frame>,
+    /// The node's epoch, checked by the caller against the one it asked for.
+    pub epoch: Epoch,
+}
+
+/// A save under way on the node's side. Dropping it without `finish` aborts what was not committed.
+pub trait SaveSession: Send {
+    /// Takes the frame of the next wanted block.
+    fn put(&mut self, frame: Frame) -> BoxFuture<'_, ()>;
+
+    /// Commits and answers.
+    fn finish(self: Box<Self>) -> BoxFuture<'static, SaveDone>;
+}
+
+/// The node's side of a path.
+pub trait BlockService: Send + Sync + 'static {
+    /// Answers a fetch.
+    fn fetch(&self, request: FetchRequest) -> BoxFuture<'_, FetchReply>;
+
+    /// Answers a save's offer; with a session when the offer is `Wanted`.
+    fn save(&self, request: SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)>;
+
+    /// Ends a lease.
+    fn release(&self, lease: LeaseId) -> BoxFuture<'_, ()>;
+}
