@@ -6,3 +6,8 @@
 pub mod evict;
 pub mod id;
 pub mod index;
+pub mod math;
+pub mod place;
+pub mod prefix;
+pub mod schedule;
+pub mod tier;

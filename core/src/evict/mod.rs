@@ -3,10 +3,19 @@
 //! A policy sees keys, times and categories. It never sees locks, I/O, bytes or metrics, and it does
 //! not decide *when* to evict (that is [`crate::tier`]).
 
+pub mod fifo;
+pub mod lru;
+mod queue;
+pub mod reuse_prob;
+pub mod workload;
+
+#[cfg(test)]
+mod suite;
+
 use crate::id::{Category, Timestamp};
 
 /// Dense number of a resident block, given by the tier book: small, reused after removal, so that a
-/// policy can keep its links in plain vectors.
+/// policy can keep its links in plain vectors. The two largest numbers are not allowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockKey(pub u32);
 
@@ -23,8 +32,9 @@ pub struct BlockTraits {
 
 /// An eviction policy over the blocks resident in one tier.
 ///
-/// Contract, held by `tests::policy_suite`: `insert` of a new key, `access` and `remove` of a present
-/// one; `victim` names a present, unspared block or nothing, and does not remove it.
+/// Contract, held by the policy suite that every policy's tests run: `insert` of a new key, `access`,
+/// `settle` and `remove` of a present one (of an absent one they do nothing); `victim` names a present,
+/// unspared block or nothing, changes no order and does not remove it; equal calls give equal victims.
 pub trait Policy: Send {
     /// Name as written on the command line and in metrics.
     fn name(&self) -> &'static str;
@@ -32,8 +42,15 @@ pub trait Policy: Send {
     /// A block became resident.
     fn insert(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp);
 
-    /// A resident block was used by a request with these traits.
+    /// A resident block was used by a request with these traits. Called once per block and request, from
+    /// the tail of the prefix to its head.
     fn access(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp);
+
+    /// The request that brought the block ended. Called instead of `access` for the blocks it inserted, in
+    /// the same order from tail to head: it gives them their place, but it is not another use.
+    fn settle(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
+        self.access(key, traits, now);
+    }
 
     /// A resident block left the tier, for whatever reason.
     fn remove(&mut self, key: BlockKey);
@@ -51,5 +68,33 @@ pub trait Policy: Send {
     /// Whether no block is resident.
     fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+}
+
+/// The names [`by_name`] knows, in the order they are listed to a person.
+pub const NAMES: [&str; 3] = ["fifo", "lru", "workload"];
+
+/// A fresh policy with this name, or nothing when no policy has it. `seed` feeds the policies that draw;
+/// none of the present ones does.
+#[must_use]
+pub fn by_name(name: &str, _seed: u64) -> Option<Box<dyn Policy>> {
+    Some(match name {
+        "fifo" => Box::new(fifo::Fifo::new()),
+        "lru" => Box::new(lru::Lru::new()),
+        "workload" => Box::new(workload::Workload::new()),
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_name_gives_the_policy_of_that_name() {
+        for name in NAMES {
+            assert_eq!(by_name(name, 0).map(|policy| policy.name()), Some(name));
+        }
+        assert!(by_name("LRU", 0).is_none());
     }
 }

@@ -18,7 +18,8 @@ pub enum Command {
         /// The epoch that is over. Ignored when the node has joined again since.
         epoch: Epoch,
     },
-    /// A node says goodbye; like `Fence`, and the node is forgotten.
+    /// A node says goodbye; like `Fence`, and the node is forgotten (its last epoch is not, so that
+    /// epochs only grow). A fenced node may still leave.
     Leave {
         /// The leaving node.
         node: NodeId,
@@ -65,7 +66,7 @@ pub struct NodeRecord {
     pub host: String,
     /// The instance that uses this node as its own, if any.
     pub instance: Option<InstanceId>,
-    /// Digest of the identity manifest it serves; must equal the cluster's first one.
+    /// Digest of the identity manifest it serves; must equal that of the nodes already known.
     pub identity: crate::id::IdentityDigest,
     /// Size of one block in bytes.
     pub block_bytes: u64,
@@ -96,7 +97,8 @@ pub enum Change {
         /// Where.
         tier: Tier,
     },
-    /// Blocks went from one tier to another.
+    /// Blocks went from one tier to another: afterwards they are not in `from` and are in `to`, known
+    /// before or not.
     Moved {
         /// The blocks, in any order.
         blocks: Vec<BlockHash>,
@@ -132,9 +134,10 @@ pub struct Pin {
 pub enum Applied {
     /// `Join`: the node's new epoch.
     Joined(Epoch),
-    /// The command took effect.
+    /// The command took effect: the state is another one.
     Done,
-    /// The command named something that is not so (older epoch, already gone): no effect.
+    /// The command named something that is not so (older epoch, already gone) or asked for what is so
+    /// already: no effect.
     Ignored,
     /// The command was refused, with the reason for the caller.
     Refused(Refusal),

@@ -1,2 +1,295 @@
-//! The replicated index.
+//! The replicated index: a state machine that maps blocks to the nodes that hold them.
+//!
+//! Commands go in through [`Index::apply`], in log order; lookups come out of
+//! [`Index::longest_prefix`]. Equal logs give equal indexes, byte-equal snapshots and equal digests,
+//! whatever each replica has swept or restored on the way. Not here: the log, time, load, and any
+//! promise about bytes: an answer says where a block should be, the reader checks that it is.
+//!
+//! Next: `command.rs` for what can be said, `nodes.rs` for epochs and fencing, `table.rs` for the map.
+
 pub mod command;
+
+mod bytes;
+mod codec;
+mod directives;
+mod holders;
+mod limits;
+mod lookup;
+mod nodes;
+mod snapshot;
+mod table;
+#[cfg(test)]
+mod tests;
+
+pub use bytes::CodecError;
+pub use codec::COMMAND_BYTES_MAX;
+pub use holders::TierSet;
+pub use limits::{
+    ANNOUNCE_BLOCKS_MAX, ANNOUNCE_CHANGES_MAX, COPIES_MAX, IndexLimits, NODES_MAX, PIN_BLOCKS_MAX,
+    PINNED_BLOCKS_MAX, PINS_MAX, QUOTAS_MAX, TEXT_BYTES_MAX, TTLS_MAX,
+};
+pub use lookup::{Holder, HolderRun, PrefixMatch};
+pub use nodes::NodeState;
+pub use snapshot::SnapshotError;
+
+use command::{AnnounceOutcome, Announcement, Applied, Change, Command, NodeRecord, Pin, Refusal};
+use directives::Directives;
+use limits::{added_blocks, within};
+use nodes::{Exhausted, Nodes, SLOTS_MAX};
+use table::BlockTable;
+
+use crate::id::{BlockHash, Epoch, GroupId, NodeId, Seq, TenantId};
+
+/// Places the sweep visits after a command that names no block. A thousand places cost about ten
+/// microseconds, so that ten million stale holds are gone after ten thousand commands.
+/// One in tests, so that readers meet stale holds.
+const SWEEP_PLACES_MIN: usize = if cfg!(test) { 1 } else { 1_024 };
+/// Places the sweep visits per block a command adds: more than one, so that it outruns growth.
+const SWEEP_PLACES_PER_BLOCK: u64 = 4;
+
+/// Counts of the logical state: equal on replicas that applied the same log.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct IndexStats {
+    /// Distinct blocks that some live node holds.
+    pub blocks: u64,
+    /// (node, block) pairs; tiers are not counted apart.
+    pub copies: u64,
+    /// Pins in force.
+    pub pins: u64,
+    /// Blocks of all pins.
+    pub pinned_blocks: u64,
+    /// Nodes known, live or fenced.
+    pub nodes: u64,
+    /// Nodes whose epoch counts.
+    pub live_nodes: u64,
+    /// Tenants with a quota.
+    pub quotas: u64,
+    /// Groups with a time to live.
+    pub ttls: u64,
+}
+
+/// The replicated map from prefix to holders, with everything else that the log decides.
+#[derive(Clone, Debug, Default)]
+pub struct Index {
+    limits: IndexLimits,
+    nodes: Nodes,
+    directives: Directives,
+    table: BlockTable,
+}
+
+impl Index {
+    /// An empty index. All replicas of a cluster must use equal limits.
+    #[must_use]
+    pub fn new(limits: IndexLimits) -> Self {
+        Self { limits, ..Self::default() }
+    }
+
+    /// Applies one command of the log. Never fails: what cannot be done is an answer.
+    pub fn apply(&mut self, command: &Command) -> Applied {
+        let applied = self.limits.check(command).and_then(|()| self.apply_checked(command));
+        self.sweep_after(command);
+        applied.unwrap_or_else(Applied::Refused)
+    }
+
+    fn apply_checked(&mut self, command: &Command) -> Result<Applied, Refusal> {
+        match command {
+            Command::Join(record) => self.join(record),
+            Command::Fence { node, epoch } => Ok(self.fence(*node, *epoch)),
+            Command::Leave { node, epoch } => Ok(self.leave(*node, *epoch)),
+            Command::Announce(batch) => self.announce(batch),
+            Command::Pin(pin) => self.directives.pin(pin, &self.limits),
+            Command::Unpin { pin, owner } => self.directives.unpin(*pin, owner),
+            Command::SetQuota { tenant, bytes } => self.directives.set_quota(*tenant, *bytes, &self.limits),
+            Command::SetTtl { group, ttl_ms } => self.directives.set_ttl(*group, *ttl_ms, &self.limits),
+        }
+    }
+
+    fn join(&mut self, record: &NodeRecord) -> Result<Applied, Refusal> {
+        if let Some(ours) = self.nodes.identity()
+            && ours != record.identity
+        {
+            return Err(Refusal::Identity { ours, theirs: record.identity });
+        }
+        let known = self.nodes.get(record.node).is_some();
+        let grown = self.nodes.len() as u64 + u64::from(!known);
+        within("nodes", grown, self.limits.nodes_max.min(SLOTS_MAX).into())?;
+        let (epoch, exhausted) = self.nodes.join(record.clone());
+        self.recycle(exhausted);
+        Ok(Applied::Joined(epoch))
+    }
+
+    fn fence(&mut self, node: NodeId, epoch: Epoch) -> Applied {
+        let Some(slot) = self.nodes.slot_of(node) else { return Applied::Ignored };
+        match self.nodes.state_mut(slot) {
+            Some(state) if state.live && state.epoch == epoch => state.live = false,
+            _ => return Applied::Ignored,
+        }
+        let exhausted = self.nodes.void(slot);
+        self.recycle(exhausted);
+        Applied::Done
+    }
+
+    fn leave(&mut self, node: NodeId, epoch: Epoch) -> Applied {
+        let Some(slot) = self.nodes.slot_of(node) else { return Applied::Ignored };
+        if self.nodes.state(slot).is_none_or(|state| state.epoch != epoch) {
+            return Applied::Ignored;
+        }
+        let exhausted = self.nodes.leave(slot);
+        self.recycle(exhausted);
+        Applied::Done
+    }
+
+    fn announce(&mut self, batch: &[Announcement]) -> Result<Applied, Refusal> {
+        within("copies in the index", self.nodes.copies() + added_blocks(batch), self.limits.copies_max)?;
+        Ok(Applied::Announced(batch.iter().map(|one| self.announce_one(one)).collect()))
+    }
+
+    fn announce_one(&mut self, announcement: &Announcement) -> AnnounceOutcome {
+        let Some(slot) = self.nodes.slot_of(announcement.node) else { return AnnounceOutcome::Fenced };
+        let state = match self.nodes.state_mut(slot) {
+            Some(state) if state.live && state.epoch == announcement.epoch => state,
+            _ => return AnnounceOutcome::Fenced,
+        };
+        let expected = state.next_seq;
+        if announcement.seq < expected {
+            return AnnounceOutcome::Duplicate { next: expected };
+        }
+        if announcement.seq > expected || expected.0 == u64::MAX {
+            return AnnounceOutcome::Gap { expected };
+        }
+        let next = Seq(expected.0 + 1);
+        state.next_seq = next;
+        for change in &announcement.changes {
+            self.change(slot, change);
+        }
+        AnnounceOutcome::Applied { next }
+    }
+
+    fn change(&mut self, slot: u16, change: &Change) {
+        let (blocks, gone, added) = match change {
+            Change::Stored { blocks, tier, .. } => (blocks, TierSet::NONE, TierSet::only(*tier)),
+            Change::Moved { blocks, from, to } => (blocks, TierSet::only(*from), TierSet::only(*to)),
+            Change::Dropped { blocks, tier } => (blocks, TierSet::only(*tier), TierSet::NONE),
+            Change::Cleared => {
+                let exhausted = self.nodes.void(slot);
+                return self.recycle(exhausted);
+            }
+        };
+        self.change_blocks(slot, blocks, gone, added);
+    }
+
+    fn change_blocks(&mut self, slot: u16, blocks: &[BlockHash], gone: TierSet, added: TierSet) {
+        let table = &mut self.table;
+        self.nodes.count_changes(slot, blocks, |hash, incarnations| {
+            table.change(hash, slot, gone, added, incarnations)
+        });
+    }
+
+    fn recycle(&mut self, exhausted: Exhausted) {
+        if let Exhausted(Some(slot)) = exhausted {
+            self.table.forget_slot(slot);
+        }
+    }
+
+    fn sweep_after(&mut self, command: &Command) {
+        let added = match command {
+            Command::Announce(batch) => added_blocks(batch),
+            _ => 0,
+        };
+        let places = usize::try_from(added.saturating_mul(SWEEP_PLACES_PER_BLOCK)).unwrap_or(usize::MAX);
+        self.sweep(places.max(SWEEP_PLACES_MIN));
+    }
+
+    /// Frees memory of holds that no longer count, looking at no more than `places` places of the
+    /// table. Every command does some of it; an idle router may call it for more. Changes nothing
+    /// that anyone can see.
+    pub fn sweep(&mut self, places: usize) {
+        if self.stale_holds() > 0 {
+            self.table.sweep(places, self.nodes.incarnations());
+        }
+    }
+
+    /// Holds that no longer count and still take memory. Local to this replica.
+    #[must_use]
+    pub fn stale_holds(&self) -> u64 {
+        self.table.holds() - self.nodes.copies()
+    }
+
+    /// Counts of the logical state. O(nodes), and O(blocks) while stale holds wait for the sweep.
+    #[must_use]
+    pub fn stats(&self) -> IndexStats {
+        IndexStats {
+            blocks: self.count_blocks(),
+            copies: self.nodes.copies(),
+            pins: self.directives.pins.len() as u64,
+            pinned_blocks: self.directives.pinned_blocks,
+            nodes: self.nodes.len() as u64,
+            live_nodes: self.nodes.iter().filter(|state| state.live).count() as u64,
+            quotas: self.directives.quotas.len() as u64,
+            ttls: self.directives.ttls.len() as u64,
+        }
+    }
+
+    fn count_blocks(&self) -> u64 {
+        if self.stale_holds() == 0 {
+            return self.table.len() as u64;
+        }
+        let incarnations = self.nodes.incarnations();
+        let counts = |holds: &[holders::Held]| holds.iter().any(|held| held.is_current(incarnations));
+        self.table.iter().filter(|(_, holds)| counts(holds)).count() as u64
+    }
+
+    /// Every node that joined and did not leave, by ascending id.
+    pub fn nodes(&self) -> impl Iterator<Item = &NodeState> {
+        self.nodes.iter()
+    }
+
+    /// One node, if it joined and did not leave.
+    #[must_use]
+    pub fn node(&self, node: NodeId) -> Option<&NodeState> {
+        self.nodes.get(node)
+    }
+
+    /// Epoch of a node (fenced ones too) and the number its next announcement must carry.
+    #[must_use]
+    pub fn next_seq(&self, node: NodeId) -> Option<(Epoch, Seq)> {
+        self.nodes.get(node).map(|state| (state.epoch, state.next_seq))
+    }
+
+    /// Whether everything announced under this epoch is void for good: the node was fenced, left, or
+    /// joined again. A node or an epoch that this replica has not heard of yet is not over.
+    #[must_use]
+    pub fn is_over(&self, node: NodeId, epoch: Epoch) -> bool {
+        match self.nodes.get(node) {
+            Some(state) => state.epoch > epoch || (state.epoch == epoch && !state.live),
+            None => self.nodes.departed_epoch(node).is_some_and(|last| epoch <= last),
+        }
+    }
+
+    /// The identity every node must serve: that of the nodes known; none before the first join.
+    #[must_use]
+    pub fn identity(&self) -> Option<crate::id::IdentityDigest> {
+        self.nodes.identity()
+    }
+
+    /// Pins in force, by ascending number.
+    pub fn pins(&self) -> impl Iterator<Item = &Pin> {
+        self.directives.pins.values()
+    }
+
+    /// Bytes per node of each tenant that has a quota, by ascending tenant.
+    pub fn quotas(&self) -> impl Iterator<Item = (TenantId, u64)> + '_ {
+        self.directives.quotas.iter().map(|(&tenant, &bytes)| (tenant, bytes))
+    }
+
+    /// Milliseconds of each group that has a time to live, by ascending group.
+    pub fn ttls(&self) -> impl Iterator<Item = (GroupId, u64)> + '_ {
+        self.directives.ttls.iter().map(|(&group, &ttl_ms)| (group, ttl_ms))
+    }
+
+    /// The limits it was made with.
+    #[must_use]
+    pub fn limits(&self) -> &IndexLimits {
+        &self.limits
+    }
+}

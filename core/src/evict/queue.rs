@@ -1,0 +1,187 @@
+//! Intrusive queues of blocks: links in one vector indexed by [`BlockKey`], any number of queues over it.
+//!
+//! Every operation is O(1) and allocates only when a key larger than all before appears. A block is in
+//! at most one queue. Not here: why a block stands where it stands (the policies beside this file).
+
+use super::BlockKey;
+
+/// No neighbour.
+const NONE: u32 = u32::MAX;
+/// Not in any queue. Kept in `colder`, so that a resident block costs no further byte.
+const ABSENT: u32 = u32::MAX - 1;
+
+#[derive(Clone, Copy, Debug)]
+struct Link {
+    colder: u32,
+    warmer: u32,
+}
+
+/// The links of all blocks of one tier.
+#[derive(Debug, Default)]
+pub(super) struct Links(Vec<Link>);
+
+/// One queue, from the cold end (leaves first) to the warm end.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Queue {
+    cold: u32,
+    warm: u32,
+    len: usize,
+}
+
+impl Default for Queue {
+    fn default() -> Self {
+        Queue { cold: NONE, warm: NONE, len: 0 }
+    }
+}
+
+impl Queue {
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(super) fn coldest(&self) -> Option<BlockKey> {
+        some(self.cold)
+    }
+
+    pub(super) fn warmest(&self) -> Option<BlockKey> {
+        some(self.warm)
+    }
+}
+
+fn some(raw: u32) -> Option<BlockKey> {
+    (raw != NONE).then_some(BlockKey(raw))
+}
+
+impl Links {
+    /// Whether the block is in a queue.
+    pub(super) fn contains(&self, key: BlockKey) -> bool {
+        self.0.get(key.0 as usize).is_some_and(|link| link.colder != ABSENT)
+    }
+
+    /// The neighbour that leaves later than `key`.
+    pub(super) fn warmer(&self, key: BlockKey) -> Option<BlockKey> {
+        some(self.0[key.0 as usize].warmer)
+    }
+
+    /// The neighbour that leaves before `key`.
+    pub(super) fn colder(&self, key: BlockKey) -> Option<BlockKey> {
+        some(self.0[key.0 as usize].colder)
+    }
+
+    /// Puts an absent block at the warm end.
+    pub(super) fn push_warm(&mut self, queue: &mut Queue, key: BlockKey) {
+        self.splice(queue, key, queue.warm, NONE);
+    }
+
+    /// Puts an absent block right before `next`, which is in `queue`.
+    pub(super) fn insert_colder_than(&mut self, queue: &mut Queue, key: BlockKey, next: BlockKey) {
+        self.splice(queue, key, self.0[next.0 as usize].colder, next.0);
+    }
+
+    /// Puts an absent block right after `previous`, which is in `queue`.
+    pub(super) fn insert_warmer_than(&mut self, queue: &mut Queue, key: BlockKey, previous: BlockKey) {
+        self.splice(queue, key, previous.0, self.0[previous.0 as usize].warmer);
+    }
+
+    fn splice(&mut self, queue: &mut Queue, key: BlockKey, colder: u32, warmer: u32) {
+        debug_assert!(!self.contains(key), "block {} is already in a queue", key.0);
+        let at = key.0 as usize;
+        if at >= self.0.len() {
+            self.0.resize(at + 1, Link { colder: ABSENT, warmer: NONE });
+        }
+        self.0[at] = Link { colder, warmer };
+        match some(colder) {
+            Some(key_colder) => self.0[key_colder.0 as usize].warmer = key.0,
+            None => queue.cold = key.0,
+        }
+        match some(warmer) {
+            Some(key_warmer) => self.0[key_warmer.0 as usize].colder = key.0,
+            None => queue.warm = key.0,
+        }
+        queue.len += 1;
+    }
+
+    /// Takes a block out of the queue it is in.
+    pub(super) fn unlink(&mut self, queue: &mut Queue, key: BlockKey) {
+        debug_assert!(self.contains(key), "block {} is in no queue", key.0);
+        let Link { colder, warmer } = self.0[key.0 as usize];
+        match some(colder) {
+            Some(key_colder) => self.0[key_colder.0 as usize].warmer = warmer,
+            None => queue.cold = warmer,
+        }
+        match some(warmer) {
+            Some(key_warmer) => self.0[key_warmer.0 as usize].colder = colder,
+            None => queue.warm = colder,
+        }
+        self.0[key.0 as usize] = Link { colder: ABSENT, warmer: NONE };
+        queue.len -= 1;
+    }
+
+    /// The first block from the cold end that `spared` does not hold.
+    pub(super) fn coldest_unspared(
+        &self,
+        queue: &Queue,
+        spared: &dyn Fn(BlockKey) -> bool,
+    ) -> Option<BlockKey> {
+        let mut at = queue.coldest();
+        while let Some(key) = at {
+            if !spared(key) {
+                return Some(key);
+            }
+            at = self.warmer(key);
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn order(links: &Links, queue: &Queue) -> Vec<u32> {
+        let forward: Vec<u32> =
+            std::iter::successors(queue.coldest(), |&key| links.warmer(key)).map(|key| key.0).collect();
+        let mut backward: Vec<u32> =
+            std::iter::successors(queue.warmest(), |&key| links.colder(key)).map(|key| key.0).collect();
+        backward.reverse();
+        assert_eq!(forward, backward);
+        assert_eq!(forward.len(), queue.len());
+        forward
+    }
+
+    #[test]
+    fn blocks_keep_the_order_they_were_put_in() {
+        let (mut links, mut queue) = (Links::default(), Queue::default());
+        for key in [5, 1, 9] {
+            links.push_warm(&mut queue, BlockKey(key));
+        }
+        links.insert_colder_than(&mut queue, BlockKey(2), BlockKey(5));
+        links.insert_warmer_than(&mut queue, BlockKey(3), BlockKey(9));
+        links.insert_colder_than(&mut queue, BlockKey(4), BlockKey(9));
+        assert_eq!(order(&links, &queue), [2, 5, 1, 4, 9, 3]);
+        for (key, left) in [(2, vec![5, 1, 4, 9, 3]), (3, vec![5, 1, 4, 9]), (1, vec![5, 4, 9])] {
+            links.unlink(&mut queue, BlockKey(key));
+            assert!(!links.contains(BlockKey(key)));
+            assert_eq!(order(&links, &queue), left);
+        }
+    }
+
+    #[test]
+    fn two_queues_share_one_vector_of_links() {
+        let (mut links, mut even, mut odd) = (Links::default(), Queue::default(), Queue::default());
+        for key in 0..10 {
+            links.push_warm(if key % 2 == 0 { &mut even } else { &mut odd }, BlockKey(key));
+        }
+        assert_eq!(order(&links, &even), [0, 2, 4, 6, 8]);
+        assert_eq!(order(&links, &odd), [1, 3, 5, 7, 9]);
+    }
+
+    #[test]
+    fn an_empty_queue_has_no_victim_and_a_spared_one_neither() {
+        let (mut links, mut queue) = (Links::default(), Queue::default());
+        assert_eq!(links.coldest_unspared(&queue, &|_| false), None);
+        links.push_warm(&mut queue, BlockKey(0));
+        assert_eq!(links.coldest_unspared(&queue, &|_| true), None);
+        assert_eq!(links.coldest_unspared(&queue, &|_| false), Some(BlockKey(0)));
+    }
+}

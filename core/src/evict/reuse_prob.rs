@@ -1,0 +1,270 @@
+//! Per category: how likely a block is used again, given the time since its last use (ATC '25 §4).
+//!
+//! A [`ReuseCurve`] is the fitted answer, [`Observed`] the sliding sample it is fitted from. Not here:
+//! which block leaves ([`super::workload`]) and the numbers of the fit ([`crate::math::exponential`]).
+
+use crate::id::RequestKind;
+use crate::math::exponential::Exponential;
+
+/// Newest samples kept of each quantity per category. 1,024 put the error of a fitted mean at about 3 %
+/// (1/√n) and cost 8 KiB per category.
+pub const SAMPLES_MAX: usize = 1024;
+/// Fewer samples than this do not move a curve: below 32 the error of a fitted mean passes 18 %.
+pub const SAMPLES_MIN: usize = 32;
+/// Shortest life a curve works with, in microseconds. A millisecond, so that a category never seen reused
+/// still has a finite rank, below every other.
+pub const LIFE_MIN_US: f64 = 1e3;
+/// What remains of the counts of uses and reuses after a fit. At 0.9 and one fit a minute they remember ten
+/// minutes, the time within which most reuses come.
+pub const COUNTS_KEPT: f64 = 0.9;
+
+/// Mean reuse interval assumed of conversations before the first fit, in microseconds: the mean of the
+/// exponential that puts 80 % of reuses within 10 min (ATC '25, trace A).
+const CHAT_INTERVAL_US: f64 = 373e6;
+/// The same for programmatic calls and tool loops: 80 % within 10 s (trace B).
+const API_INTERVAL_US: f64 = 6.2e6;
+/// Life assumed before the first fit, in microseconds: the P90 life of trace A.
+const LIFE_US: f64 = 612e6;
+
+/// Chance of a reuse within the remaining life of a block, as a function of the time since last use.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ReuseCurve {
+    interval: Exponential,
+    life_us: f64,
+    ln_chance_of_life: f64,
+}
+
+impl ReuseCurve {
+    /// The curve for reuse intervals like `interval` (in microseconds) and blocks that live `life_us`.
+    #[must_use]
+    pub fn new(interval: Exponential, life_us: f64) -> Self {
+        let life_us = life_us.max(LIFE_MIN_US);
+        ReuseCurve { interval, life_us, ln_chance_of_life: interval.ln_chance_within(0.0, life_us) }
+    }
+
+    /// The curve assumed of a kind of request before anything was observed; nothing only if a constant
+    /// above were not positive.
+    fn assumed(kind: RequestKind) -> Option<Self> {
+        let mean = match kind {
+            RequestKind::Api | RequestKind::Agent => API_INTERVAL_US,
+            _ => CHAT_INTERVAL_US,
+        };
+        Exponential::with_mean(mean).map(|interval| Self::new(interval, LIFE_US))
+    }
+
+    /// Natural logarithm of `F(t + life) − F(t)` for `t` microseconds since last use. The logarithm orders
+    /// blocks as the chance does, costs no exponential per comparison and never rounds to zero.
+    #[must_use]
+    pub fn ln_reuse_prob(&self, idle_us: u64) -> f64 {
+        self.ln_chance_of_life - idle_us as f64 / self.interval.mean()
+    }
+
+    /// Mean reuse interval, in microseconds.
+    #[must_use]
+    pub fn interval_us(&self) -> f64 {
+        self.interval.mean()
+    }
+
+    /// Expected life of a block, in microseconds: bounds the window in which a reuse still counts.
+    #[must_use]
+    pub fn life_us(&self) -> f64 {
+        self.life_us
+    }
+}
+
+/// The newest [`SAMPLES_MAX`] values of one quantity.
+#[derive(Clone, Debug, Default)]
+struct Window {
+    values: Vec<f64>,
+    oldest: usize,
+}
+
+impl Window {
+    fn push(&mut self, value: f64) {
+        if self.values.len() < SAMPLES_MAX {
+            self.values.push(value);
+        } else {
+            self.values[self.oldest] = value;
+            self.oldest = (self.oldest + 1) % SAMPLES_MAX;
+        }
+    }
+}
+
+/// What was seen of one category, and the curve last fitted to it.
+///
+/// Life is measured from a use in the category: how long the block goes on being used, which is the time to its
+/// next use, or nothing if there is none. Counting uses and reuses, and not the blocks that left, keeps this
+/// right for a category whose dead blocks are never evicted.
+#[derive(Clone, Debug)]
+pub struct Observed {
+    intervals: Window,
+    uses: f64,
+    reuses: f64,
+    curve: ReuseCurve,
+}
+
+impl Observed {
+    /// Nothing seen yet: the curve is the one assumed of the kind.
+    #[must_use]
+    pub fn nothing(kind: RequestKind) -> Option<Self> {
+        let curve = ReuseCurve::assumed(kind)?;
+        Some(Observed { intervals: Window::default(), uses: 0.0, reuses: 0.0, curve })
+    }
+
+    /// A block was used by a request of the category.
+    pub fn used(&mut self) {
+        self.uses += 1.0;
+    }
+
+    /// A block of the category was used again `interval_us` after its last use. Always counted; the interval
+    /// enters the sample only when `is_sampled`.
+    pub fn reused(&mut self, interval_us: u64, is_sampled: bool) {
+        self.reuses += 1.0;
+        if is_sampled && interval_us > 0 {
+            self.intervals.push(interval_us as f64);
+        }
+    }
+
+    /// Fits the curve to what was seen lately; what was seen too rarely is taken from `wider`, the curve of a
+    /// wider population (all categories together).
+    pub fn refit(&mut self, wider: &ReuseCurve) {
+        let enough_intervals = self.intervals.values.len() >= SAMPLES_MIN;
+        let fitted = Exponential::fit(self.intervals.values.iter().copied()).filter(|_| enough_intervals);
+        let interval = fitted.unwrap_or(wider.interval);
+        let enough_uses = self.uses >= SAMPLES_MIN as f64;
+        let used_again = (self.reuses / self.uses).min(1.0);
+        let life_us = if enough_uses { used_again * interval.mean() } else { wider.life_us };
+        self.curve = ReuseCurve::new(interval, life_us);
+        self.uses *= COUNTS_KEPT;
+        self.reuses *= COUNTS_KEPT;
+    }
+
+    /// The curve in force.
+    #[must_use]
+    pub fn curve(&self) -> &ReuseCurve {
+        &self.curve
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    const SECOND: u64 = 1_000_000;
+
+    fn observed() -> Observed {
+        Observed::nothing(RequestKind::Text).unwrap()
+    }
+
+    /// Fits with itself as the wider population: what is seen too rarely stays.
+    fn refit(seen: &mut Observed) {
+        let before = *seen.curve();
+        seen.refit(&before);
+    }
+
+    #[test]
+    fn what_is_seen_too_rarely_is_taken_from_all_categories() {
+        let (mut seen, mut all) = (observed(), observed());
+        (0..100).for_each(|_| {
+            all.used();
+            all.reused(3 * SECOND, true);
+        });
+        refit(&mut all);
+        seen.reused(SECOND, true);
+        seen.refit(all.curve());
+        assert_eq!(seen.curve(), all.curve());
+    }
+
+    #[test]
+    fn every_kind_has_a_curve_before_anything_is_seen() {
+        for kind in RequestKind::ALL {
+            assert!(Observed::nothing(kind).is_some(), "{}", kind.name());
+        }
+    }
+
+    #[test]
+    fn a_chance_falls_with_idle_time_and_rises_with_life() {
+        let interval = Exponential::with_mean(1e8).unwrap();
+        let (short, long) = (ReuseCurve::new(interval, 1e7), ReuseCurve::new(interval, 1e9));
+        for idle in [0, SECOND, 100 * SECOND] {
+            assert!(short.ln_reuse_prob(idle) < long.ln_reuse_prob(idle));
+            assert!(short.ln_reuse_prob(idle + SECOND) < short.ln_reuse_prob(idle));
+        }
+    }
+
+    #[test]
+    fn the_value_is_the_difference_of_the_curve_over_the_life() {
+        let interval = Exponential::with_mean(50e6).unwrap();
+        let curve = ReuseCurve::new(interval, 30e6);
+        let expected = interval.cdf(40e6 + 30e6) - interval.cdf(40e6);
+        assert!((curve.ln_reuse_prob(40 * SECOND).exp() - expected).abs() < 1e-12);
+    }
+
+    #[test]
+    fn too_few_samples_change_nothing() {
+        let mut seen = observed();
+        let assumed = *seen.curve();
+        (0..SAMPLES_MIN - 1).for_each(|_| seen.reused(SECOND, true));
+        refit(&mut seen);
+        assert_eq!(*seen.curve(), assumed);
+        seen.reused(SECOND, true);
+        refit(&mut seen);
+        assert!((seen.curve().interval_us() - 1e6).abs() < 1.0);
+    }
+
+    #[test]
+    fn the_sample_slides_so_old_behaviour_is_forgotten() {
+        let mut seen = observed();
+        (0..SAMPLES_MAX).for_each(|_| seen.reused(1000 * SECOND, true));
+        refit(&mut seen);
+        assert!((seen.curve().interval_us() - 1e9).abs() < 1.0);
+        (0..SAMPLES_MAX).for_each(|_| seen.reused(2 * SECOND, true));
+        refit(&mut seen);
+        assert!((seen.curve().interval_us() - 2e6).abs() < 1.0);
+    }
+
+    #[test]
+    fn a_second_touch_at_the_same_instant_is_no_reuse() {
+        let mut seen = observed();
+        (0..100).for_each(|_| seen.reused(0, true));
+        let assumed = *seen.curve();
+        refit(&mut seen);
+        assert_eq!(*seen.curve(), assumed);
+    }
+
+    #[test]
+    fn an_interval_outside_the_sample_is_counted_but_not_fitted() {
+        let mut seen = observed();
+        (0..100).for_each(|_| seen.reused(SECOND, false));
+        (0..200).for_each(|_| seen.used());
+        let mean = seen.curve().interval_us();
+        refit(&mut seen);
+        assert!((seen.curve().interval_us() - mean).abs() < 1e-6);
+        assert!((seen.curve().life_us() - mean / 2.0).abs() < 1.0);
+    }
+
+    #[test]
+    fn blocks_used_once_end_the_life_but_leave_a_rank() {
+        let mut seen = observed();
+        (0..100).for_each(|_| seen.used());
+        refit(&mut seen);
+        assert!((seen.curve().life_us() - LIFE_MIN_US).abs() < 1e-6);
+        assert!(seen.curve().ln_reuse_prob(0).is_finite());
+    }
+
+    #[test]
+    fn the_share_of_reused_blocks_is_remembered_for_some_fits_only() {
+        let mut seen = observed();
+        (0..1000).for_each(|_| seen.used());
+        refit(&mut seen);
+        for _ in 0..100 {
+            (0..100).for_each(|_| {
+                seen.used();
+                seen.reused(10 * SECOND, true);
+            });
+            refit(&mut seen);
+        }
+        assert!(seen.curve().life_us() > 0.99 * 10e6);
+    }
+}

@@ -1,0 +1,337 @@
+//! Commands as bytes and back: what a log record holds.
+//!
+//! A record is a format number, a tag and a body. An announce keeps its heads (who, what, how many)
+//! together and all hashes in one column behind them, so that a block costs its sixteen bytes and a run
+//! two or three more; a run that continues the one before it does not repeat its parent. Not here:
+//! what commands mean, and whether they are within limits ([`super::IndexLimits`]).
+
+use super::bytes::{CodecError, Reader, invalid, put_number, put_option, put_text, tier};
+use super::command::{Announcement, Change, Command, NodeRecord, Pin};
+use crate::id::{BlockHash, Epoch, GroupId, InstanceId, NodeId, PinId, Seq, TenantId, Tier};
+
+/// Format of the records this release writes and reads.
+const FORMAT: u8 = 1;
+/// Longest record: four times what the default limits of an announce come to.
+pub const COMMAND_BYTES_MAX: usize = 16 * 1024 * 1024;
+/// Announcements and changes in one record. A head takes a byte or two and 64 bytes in memory, so this
+/// is what bounds the memory that a small record can ask for: 64 MiB.
+const HEADS_MAX: usize = 1024 * 1024;
+
+const JOIN: u8 = 1;
+const FENCE: u8 = 2;
+const LEAVE: u8 = 3;
+const ANNOUNCE: u8 = 4;
+const PIN: u8 = 5;
+const UNPIN: u8 = 6;
+const SET_QUOTA: u8 = 7;
+const SET_TTL: u8 = 8;
+
+/// Lowest two bits of a change's head: its kind. Then two bits of tier, two of the tier it goes to.
+const CLEARED: u8 = 0;
+const STORED: u8 = 1;
+const MOVED: u8 = 2;
+const DROPPED: u8 = 3;
+/// A `Stored` run whose parent stands in the column before its blocks.
+const PARENT_GIVEN: u8 = 1 << 6;
+/// A `Stored` run whose parent is the hash before it in the column.
+const PARENT_BEFORE: u8 = 1 << 7;
+
+impl Command {
+    /// The command as one log record.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = vec![FORMAT];
+        match self {
+            Command::Join(record) => {
+                out.push(JOIN);
+                put_record(&mut out, record);
+            }
+            Command::Fence { node, epoch } => put_node_epoch(&mut out, FENCE, *node, *epoch),
+            Command::Leave { node, epoch } => put_node_epoch(&mut out, LEAVE, *node, *epoch),
+            Command::Announce(batch) => {
+                out.push(ANNOUNCE);
+                put_announce(&mut out, batch);
+            }
+            Command::Pin(pin) => {
+                out.push(PIN);
+                put_pin(&mut out, pin);
+            }
+            Command::Unpin { pin, owner } => {
+                out.push(UNPIN);
+                put_number(&mut out, pin.0);
+                put_text(&mut out, owner);
+            }
+            Command::SetQuota { tenant, bytes } => put_setting(&mut out, SET_QUOTA, tenant.0, *bytes),
+            Command::SetTtl { group, ttl_ms } => put_setting(&mut out, SET_TTL, group.0, *ttl_ms),
+        }
+        out
+    }
+
+    /// Reads one log record.
+    ///
+    /// # Errors
+    /// Any bytes but those that [`Command::encode`] writes are refused, with the place and the reason.
+    pub fn decode(bytes: &[u8]) -> Result<Command, CodecError> {
+        if bytes.len() > COMMAND_BYTES_MAX {
+            return Err(CodecError::TooLong { got: bytes.len() as u64, limit: COMMAND_BYTES_MAX as u64 });
+        }
+        let mut reader = Reader::new(bytes);
+        let format = reader.byte()?;
+        if format != FORMAT {
+            return Err(CodecError::Format { got: format.into(), known: FORMAT.into() });
+        }
+        let command = read_body(&mut reader)?;
+        reader.finish()?;
+        Ok(command)
+    }
+}
+
+fn read_body(reader: &mut Reader<'_>) -> Result<Command, CodecError> {
+    let at = reader.at();
+    let tag = reader.byte()?;
+    Ok(match tag {
+        JOIN => Command::Join(read_record(reader)?),
+        FENCE => {
+            let (node, epoch) = read_node_epoch(reader)?;
+            Command::Fence { node, epoch }
+        }
+        LEAVE => {
+            let (node, epoch) = read_node_epoch(reader)?;
+            Command::Leave { node, epoch }
+        }
+        ANNOUNCE => Command::Announce(read_announce(reader)?),
+        PIN => Command::Pin(read_pin(reader)?),
+        UNPIN => Command::Unpin { pin: PinId(reader.number("pin")?), owner: reader.text("owner")? },
+        SET_QUOTA => Command::SetQuota {
+            tenant: TenantId(reader.number_u32("tenant")?),
+            bytes: reader.option("quota")?,
+        },
+        SET_TTL => Command::SetTtl {
+            group: GroupId(reader.number_u32("group")?),
+            ttl_ms: reader.option("time to live")?,
+        },
+        other => return Err(invalid("command tag", at, other.into())),
+    })
+}
+
+fn put_node_epoch(out: &mut Vec<u8>, tag: u8, node: NodeId, epoch: Epoch) {
+    out.push(tag);
+    put_number(out, node.0.into());
+    put_number(out, epoch.0);
+}
+
+fn read_node_epoch(reader: &mut Reader<'_>) -> Result<(NodeId, Epoch), CodecError> {
+    Ok((NodeId(reader.number_u32("node")?), Epoch(reader.number("epoch")?)))
+}
+
+fn put_setting(out: &mut Vec<u8>, tag: u8, key: u32, value: Option<u64>) {
+    out.push(tag);
+    put_number(out, key.into());
+    put_option(out, value);
+}
+
+pub(super) fn put_record(out: &mut Vec<u8>, record: &NodeRecord) {
+    let NodeRecord { node, data_address, control_address, host, instance, identity, block_bytes } = record;
+    put_number(out, node.0.into());
+    put_text(out, data_address);
+    put_text(out, control_address);
+    put_text(out, host);
+    put_option(out, instance.map(|instance| instance.0.into()));
+    out.extend_from_slice(&identity.0);
+    put_number(out, *block_bytes);
+}
+
+pub(super) fn read_record(reader: &mut Reader<'_>) -> Result<NodeRecord, CodecError> {
+    Ok(NodeRecord {
+        node: NodeId(reader.number_u32("node")?),
+        data_address: reader.text("data address")?,
+        control_address: reader.text("control address")?,
+        host: reader.text("host name")?,
+        instance: reader.option_u32("instance")?.map(InstanceId),
+        identity: reader.identity()?,
+        block_bytes: reader.number("block size")?,
+    })
+}
+
+pub(super) fn put_pin(out: &mut Vec<u8>, pin: &Pin) {
+    put_number(out, pin.pin.0);
+    put_text(out, &pin.owner);
+    put_number(out, pin.blocks.len() as u64);
+    put_hashes(out, &pin.blocks);
+}
+
+pub(super) fn read_pin(reader: &mut Reader<'_>) -> Result<Pin, CodecError> {
+    let pin = PinId(reader.number("pin")?);
+    let owner = reader.text("owner")?;
+    let count = reader.count("pinned blocks", 16)?;
+    Ok(Pin { pin, owner, blocks: reader.hashes(count)? })
+}
+
+fn put_hashes(out: &mut Vec<u8>, hashes: &[BlockHash]) {
+    out.reserve(16 * hashes.len());
+    for hash in hashes {
+        out.extend_from_slice(&hash.0);
+    }
+}
+
+/// The hash in front of the column's end, if there is one.
+fn last_hash(column: &[u8]) -> Option<BlockHash> {
+    BlockHash::from_slice(column.last_chunk::<16>()?)
+}
+
+fn put_announce(out: &mut Vec<u8>, batch: &[Announcement]) {
+    let mut column = Vec::new();
+    put_number(out, batch.len() as u64);
+    for one in batch {
+        put_number(out, one.node.0.into());
+        put_number(out, one.epoch.0);
+        put_number(out, one.seq.0);
+        put_number(out, one.changes.len() as u64);
+        for change in &one.changes {
+            put_change(out, &mut column, change);
+        }
+    }
+    out.extend_from_slice(&column);
+}
+
+fn put_change(out: &mut Vec<u8>, column: &mut Vec<u8>, change: &Change) {
+    let (head, blocks) = match change {
+        Change::Cleared => return out.push(CLEARED),
+        Change::Stored { parent, blocks, tier } => {
+            let tier = (*tier as u8) << 2;
+            let head = match parent {
+                None => STORED | tier,
+                Some(parent) if last_hash(column) == Some(*parent) => STORED | tier | PARENT_BEFORE,
+                Some(parent) => {
+                    column.extend_from_slice(&parent.0);
+                    STORED | tier | PARENT_GIVEN
+                }
+            };
+            (head, blocks)
+        }
+        Change::Moved { blocks, from, to } => (MOVED | (*from as u8) << 2 | (*to as u8) << 4, blocks),
+        Change::Dropped { blocks, tier } => (DROPPED | (*tier as u8) << 2, blocks),
+    };
+    out.push(head);
+    put_number(out, blocks.len() as u64);
+    put_hashes(column, blocks);
+}
+
+/// A change before its hashes are read.
+struct Head {
+    at: usize,
+    bits: u8,
+    blocks: usize,
+}
+
+/// An announcement before its hashes are read.
+struct Heads {
+    node: NodeId,
+    epoch: Epoch,
+    seq: Seq,
+    changes: Vec<Head>,
+}
+
+fn read_announce(reader: &mut Reader<'_>) -> Result<Vec<Announcement>, CodecError> {
+    let mut heads_left = HEADS_MAX;
+    let announcements = read_head_count(reader, "announcements", 4, &mut heads_left)?;
+    let mut batch = Vec::new();
+    for _ in 0..announcements {
+        batch.push(read_heads(reader, &mut heads_left)?);
+    }
+    let column = Reader::clone(reader);
+    let mut hashes = Column { bytes: column, before: None };
+    let announcements = batch
+        .into_iter()
+        .map(|heads| hashes.fill(heads))
+        .collect::<Result<Vec<Announcement>, CodecError>>()?;
+    *reader = hashes.bytes;
+    Ok(announcements)
+}
+
+fn read_head_count(
+    reader: &mut Reader<'_>,
+    what: &'static str,
+    bytes_each: usize,
+    heads_left: &mut usize,
+) -> Result<usize, CodecError> {
+    let at = reader.at();
+    let count = reader.count(what, bytes_each)?;
+    *heads_left = heads_left.checked_sub(count).ok_or(invalid(what, at, count as u64))?;
+    Ok(count)
+}
+
+fn read_heads(reader: &mut Reader<'_>, heads_left: &mut usize) -> Result<Heads, CodecError> {
+    let (node, epoch) = read_node_epoch(reader)?;
+    let seq = Seq(reader.number("sequence number")?);
+    let changes = read_head_count(reader, "changes", 1, heads_left)?;
+    let changes = (0..changes).map(|_| read_head(reader)).collect::<Result<Vec<Head>, CodecError>>()?;
+    Ok(Heads { node, epoch, seq, changes })
+}
+
+fn read_head(reader: &mut Reader<'_>) -> Result<Head, CodecError> {
+    let at = reader.at();
+    let bits = reader.byte()?;
+    let blocks = if bits == CLEARED { 0 } else { reader.count("blocks", 16)? };
+    Ok(Head { at, bits, blocks })
+}
+
+/// The hashes of an announce, read in the order of its heads.
+struct Column<'a> {
+    bytes: Reader<'a>,
+    before: Option<BlockHash>,
+}
+
+impl Column<'_> {
+    fn fill(&mut self, heads: Heads) -> Result<Announcement, CodecError> {
+        let Heads { node, epoch, seq, changes } = heads;
+        let changes =
+            changes.iter().map(|head| self.change(head)).collect::<Result<Vec<Change>, CodecError>>()?;
+        Ok(Announcement { node, epoch, seq, changes })
+    }
+
+    fn change(&mut self, head: &Head) -> Result<Change, CodecError> {
+        let Head { at, bits, blocks } = *head;
+        let first = tier(bits >> 2 & 3, at)?;
+        let parent_bits = bits & (PARENT_GIVEN | PARENT_BEFORE);
+        let plain = |used: u8| {
+            if bits & !used == 0 { Ok(()) } else { Err(invalid("change", at, bits.into())) }
+        };
+        match bits & 3 {
+            STORED => {
+                plain(3 | 3 << 2 | parent_bits)?;
+                let parent = self.parent(parent_bits, at)?;
+                Ok(Change::Stored { parent, blocks: self.hashes(blocks)?, tier: first })
+            }
+            MOVED => {
+                plain(3 | 3 << 2 | 3 << 4)?;
+                let to: Tier = tier(bits >> 4 & 3, at)?;
+                Ok(Change::Moved { blocks: self.hashes(blocks)?, from: first, to })
+            }
+            DROPPED => {
+                plain(3 | 3 << 2)?;
+                Ok(Change::Dropped { blocks: self.hashes(blocks)?, tier: first })
+            }
+            _ => plain(0).map(|()| Change::Cleared),
+        }
+    }
+
+    /// A parent that is named though it is the hash before has a shorter form, so it is refused.
+    fn parent(&mut self, bits: u8, at: usize) -> Result<Option<BlockHash>, CodecError> {
+        let parent = match bits {
+            0 => return Ok(None),
+            PARENT_BEFORE => self.before,
+            PARENT_GIVEN => Some(self.bytes.hash()?).filter(|parent| Some(*parent) != self.before),
+            _ => None,
+        };
+        let parent = parent.ok_or(invalid("parent", at, bits.into()))?;
+        self.before = Some(parent);
+        Ok(Some(parent))
+    }
+
+    fn hashes(&mut self, count: usize) -> Result<Vec<BlockHash>, CodecError> {
+        let hashes = self.bytes.hashes(count)?;
+        self.before = hashes.last().copied().or(self.before);
+        Ok(hashes)
+    }
+}

@@ -1,0 +1,236 @@
+//! The nodes of the cluster: their records, epochs, announce positions, and the slots that make
+//! fencing O(1).
+//!
+//! Not here: which blocks they hold (`table.rs`); only how many, and the digest over them.
+
+use std::collections::BTreeMap;
+
+use super::command::NodeRecord;
+use super::holders::{Held, TierSet};
+use super::lookup::Holder;
+use super::table::Changed;
+use crate::id::{BlockHash, Epoch, IdentityDigest, NodeId, Seq, Tier};
+
+/// Last epochs of nodes that left, kept one by one. Above it, the lowest is folded into a floor that
+/// every new node starts above: epochs still only grow, they just skip some numbers.
+pub(super) const DEPARTED_MAX: usize = if cfg!(test) { 2 } else { 4_096 };
+
+/// Last incarnation of a slot before it starts over. Small in tests, so that they get there.
+const INCARNATION_MAX: u32 = if cfg!(test) { 3 } else { u32::MAX };
+
+/// Slots at most: their numbers are sixteen bits wide.
+pub(super) const SLOTS_MAX: u32 = 65_536;
+
+/// What the index knows about one node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeState {
+    /// What it said when it joined.
+    pub record: NodeRecord,
+    /// The epoch of its last join.
+    pub epoch: Epoch,
+    /// Whether that epoch still counts. A fenced node stays known until it joins again or leaves.
+    pub live: bool,
+    /// Number its next announcement must carry.
+    pub next_seq: Seq,
+    /// Distinct blocks it holds.
+    pub blocks: u64,
+    /// Blocks it holds per tier, by tier number; a block in two tiers counts in both.
+    pub tier_blocks: [u64; 3],
+    /// Sum of the digests of its holds: order does not matter, each hold can be taken out again.
+    pub(super) digest_sum: u128,
+}
+
+impl NodeState {
+    pub(super) fn new(record: NodeRecord, epoch: Epoch) -> Self {
+        Self { record, epoch, live: true, next_seq: Seq(1), blocks: 0, tier_blocks: [0; 3], digest_sum: 0 }
+    }
+
+    /// Books the change of one hold.
+    pub(super) fn count(&mut self, hash: BlockHash, changed: Changed) {
+        let Changed { before, after } = changed;
+        if before == after {
+            return;
+        }
+        self.blocks = self.blocks + u64::from(!after.is_empty()) - u64::from(!before.is_empty());
+        for tier in Tier::ALL {
+            let blocks = &mut self.tier_blocks[tier as usize];
+            *blocks = *blocks + u64::from(after.contains(tier)) - u64::from(before.contains(tier));
+        }
+        self.digest_sum =
+            self.digest_sum.wrapping_add(hold_digest(hash, after)).wrapping_sub(hold_digest(hash, before));
+    }
+
+    fn forget_blocks(&mut self) {
+        self.blocks = 0;
+        self.tier_blocks = [0; 3];
+        self.digest_sum = 0;
+    }
+}
+
+/// Digest of one hold; nothing held is zero, so that sums come out equal.
+fn hold_digest(hash: BlockHash, tiers: TierSet) -> u128 {
+    if tiers.is_empty() {
+        return 0;
+    }
+    xxhash_rust::xxh3::xxh3_128_with_seed(&hash.0, u64::from(tiers.bits()))
+}
+
+fn next_epoch(last: Epoch) -> Epoch {
+    Epoch(last.0.saturating_add(1))
+}
+
+/// A slot whose incarnations ran out: every hold of it must leave the table before it is used again.
+#[must_use]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Exhausted(pub(super) Option<u16>);
+
+/// Every node that joined and did not leave.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Nodes {
+    by_id: BTreeMap<NodeId, u16>,
+    slots: Vec<Option<NodeState>>,
+    /// One per slot. Kept apart from the states because a lookup compares only these.
+    incarnations: Vec<u32>,
+    free: Vec<u16>,
+    /// Sum of the blocks of all nodes.
+    copies: u64,
+    /// Last epoch of nodes that left.
+    pub(super) departed: BTreeMap<NodeId, Epoch>,
+    /// Every node new to the index starts above this epoch.
+    pub(super) epoch_floor: Epoch,
+}
+
+impl Nodes {
+    pub(super) fn len(&self) -> usize {
+        self.by_id.len()
+    }
+
+    pub(super) fn get(&self, node: NodeId) -> Option<&NodeState> {
+        self.state(*self.by_id.get(&node)?)
+    }
+
+    /// Every node by ascending id.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &NodeState> {
+        self.by_id.values().filter_map(|&slot| self.state(slot))
+    }
+
+    pub(super) fn state(&self, slot: u16) -> Option<&NodeState> {
+        self.slots.get(usize::from(slot))?.as_ref()
+    }
+
+    pub(super) fn state_mut(&mut self, slot: u16) -> Option<&mut NodeState> {
+        self.slots.get_mut(usize::from(slot))?.as_mut()
+    }
+
+    pub(super) fn slot_of(&self, node: NodeId) -> Option<u16> {
+        self.by_id.get(&node).copied()
+    }
+
+    pub(super) fn incarnations(&self) -> &[u32] {
+        &self.incarnations
+    }
+
+    /// Makes a change to each block, given the incarnations to compare with, and books what came of it
+    /// for the node of the slot.
+    pub(super) fn count_changes(
+        &mut self,
+        slot: u16,
+        blocks: &[BlockHash],
+        mut change: impl FnMut(BlockHash, &[u32]) -> Changed,
+    ) {
+        let Some(Some(state)) = self.slots.get_mut(usize::from(slot)) else { return };
+        self.copies -= state.blocks;
+        for &hash in blocks {
+            state.count(hash, change(hash, &self.incarnations));
+        }
+        self.copies += state.blocks;
+    }
+
+    /// The identity all nodes share; open again when the last node has left.
+    pub(super) fn identity(&self) -> Option<IdentityDigest> {
+        self.iter().next().map(|state| state.record.identity)
+    }
+
+    /// (node, block) pairs that count.
+    pub(super) fn copies(&self) -> u64 {
+        self.copies
+    }
+
+    /// A hold as readers see it, if it still counts.
+    pub(super) fn holder(&self, held: &Held) -> Option<Holder> {
+        if !held.is_current(&self.incarnations) {
+            return None;
+        }
+        let state = self.state(held.slot)?;
+        Some(Holder { node: state.record.node, epoch: state.epoch, tier: held.tiers.fastest()? })
+    }
+
+    /// Takes a node in under its next epoch.
+    pub(super) fn join(&mut self, record: NodeRecord) -> (Epoch, Exhausted) {
+        let node = record.node;
+        if let Some(slot) = self.slot_of(node) {
+            let epoch = next_epoch(self.state(slot).map(|state| state.epoch).unwrap_or_default());
+            let exhausted = self.void(slot);
+            self.slots[usize::from(slot)] = Some(NodeState::new(record, epoch));
+            return (epoch, exhausted);
+        }
+        let last = self.departed.remove(&node).unwrap_or_default().max(self.epoch_floor);
+        let epoch = next_epoch(last);
+        self.insert(NodeState::new(record, epoch));
+        (epoch, Exhausted(None))
+    }
+
+    /// Gives a state a slot. The caller has checked that the node is not known and that there is room.
+    pub(super) fn insert(&mut self, state: NodeState) -> u16 {
+        let slot = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(None);
+            self.incarnations.push(0);
+            (self.slots.len() - 1) as u16
+        });
+        self.by_id.insert(state.record.node, slot);
+        self.slots[usize::from(slot)] = Some(state);
+        slot
+    }
+
+    /// Voids everything the node of a slot announced, in O(1).
+    pub(super) fn void(&mut self, slot: u16) -> Exhausted {
+        if let Some(Some(state)) = self.slots.get_mut(usize::from(slot)) {
+            self.copies -= state.blocks;
+            state.forget_blocks();
+        }
+        let incarnation = &mut self.incarnations[usize::from(slot)];
+        if *incarnation == INCARNATION_MAX {
+            *incarnation = 0;
+            return Exhausted(Some(slot));
+        }
+        *incarnation += 1;
+        Exhausted(None)
+    }
+
+    /// Forgets a node, but not its epoch.
+    pub(super) fn leave(&mut self, slot: u16) -> Exhausted {
+        let exhausted = self.void(slot);
+        if let Some(state) = self.slots[usize::from(slot)].take() {
+            self.by_id.remove(&state.record.node);
+            self.free.push(slot);
+            self.remember_departed(state.record.node, state.epoch);
+        }
+        exhausted
+    }
+
+    /// The epoch that every later join of an unknown node is above, if it is known to have been here.
+    pub(super) fn departed_epoch(&self, node: NodeId) -> Option<Epoch> {
+        let own = self.departed.get(&node).copied();
+        own.max(Some(self.epoch_floor)).filter(|last| *last > Epoch::default())
+    }
+
+    fn remember_departed(&mut self, node: NodeId, epoch: Epoch) {
+        self.departed.insert(node, epoch);
+        while self.departed.len() > DEPARTED_MAX {
+            let lowest = self.departed.iter().map(|(&node, &epoch)| (epoch, node)).min();
+            let Some((epoch, node)) = lowest else { return };
+            self.departed.remove(&node);
+            self.epoch_floor = self.epoch_floor.max(epoch);
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! Every limit: the last value that fits, the first that does not, and that a refusal changes nothing.
+
+use super::*;
+
+fn refused(what: &str, got: u64, limit: u64) -> Applied {
+    Applied::Refused(Refusal::OverLimit { what: what.to_owned(), got, limit })
+}
+
+/// An index with node 1 and these limits.
+fn limited(limits: IndexLimits) -> Index {
+    let mut index = Index::new(limits);
+    assert_eq!(index.apply(&Command::Join(record(1))), Applied::Joined(Epoch(1)));
+    index
+}
+
+/// The first command fits, the second is refused and leaves no trace.
+fn fits_then_not(index: &mut Index, fits: &Command, not: &Command, answer: &Applied) {
+    assert!(!matches!(index.apply(fits), Applied::Refused(_) | Applied::Ignored), "{fits:?}");
+    let before = (index.snapshot(), index.digest());
+    assert_eq!(index.apply(not), *answer);
+    assert_eq!((index.snapshot(), index.digest()), before);
+}
+
+fn say(seq: u64, changes: Vec<Change>) -> Command {
+    Command::Announce(vec![announcement(1, 1, seq, changes)])
+}
+
+#[test]
+fn blocks_of_one_announce() {
+    let mut index = limited(IndexLimits { announce_blocks_max: 4, ..IndexLimits::default() });
+    let fits = say(1, vec![stored([1, 2], Tier::Dram), dropped([1], Tier::Dram), dropped([2], Tier::Dram)]);
+    let not = say(2, vec![stored([1, 2, 3], Tier::Dram), moved([4, 5], Tier::Dram, Tier::Ssd)]);
+    fits_then_not(&mut index, &fits, &not, &refused("blocks in one announce", 5, 4));
+    assert_eq!(index.next_seq(NodeId(1)), Some((Epoch(1), Seq(2))), "the number is still to come");
+}
+
+#[test]
+fn changes_of_one_announce() {
+    let mut index = limited(IndexLimits { announce_changes_max: 3, ..IndexLimits::default() });
+    let fits = say(1, vec![Change::Cleared, Change::Cleared]);
+    let not = say(2, vec![Change::Cleared, Change::Cleared, Change::Cleared]);
+    fits_then_not(&mut index, &fits, &not, &refused("changes in one announce", 4, 3));
+    let empty = Command::Announce((2..6).map(|seq| announcement(1, 1, seq, vec![])).collect());
+    assert_eq!(index.apply(&empty), refused("changes in one announce", 4, 3));
+}
+
+#[test]
+fn copies_in_all_but_dropping_is_always_possible() {
+    let mut index = limited(IndexLimits { copies_max: 3, ..IndexLimits::default() });
+    let fits = say(1, vec![stored([1, 2, 3], Tier::Dram)]);
+    let not = say(2, vec![stored([4], Tier::Dram)]);
+    fits_then_not(&mut index, &fits, &not, &refused("copies in the index", 4, 3));
+    fits_then_not(
+        &mut index,
+        &say(2, vec![dropped([1], Tier::Dram)]),
+        &say(3, vec![stored(4..6, Tier::Ssd)]),
+        &refused("copies in the index", 4, 3),
+    );
+}
+
+#[test]
+fn nodes_known() {
+    let mut index = limited(IndexLimits { nodes_max: 2, ..IndexLimits::default() });
+    fits_then_not(&mut index, &Command::Join(record(2)), &Command::Join(record(3)), &refused("nodes", 3, 2));
+    assert_eq!(index.apply(&Command::Join(record(1))), Applied::Joined(Epoch(2)), "known nodes may return");
+    index.apply(&fence(2, 1));
+    assert_eq!(index.apply(&Command::Join(record(3))), refused("nodes", 3, 2), "fenced nodes are known");
+    index.apply(&leave(2, 1));
+    assert_eq!(index.apply(&Command::Join(record(3))), Applied::Joined(Epoch(1)));
+}
+
+#[test]
+fn pins() {
+    let limits =
+        IndexLimits { pin_blocks_max: 3, pinned_blocks_max: 4, pins_max: 3, ..IndexLimits::default() };
+    let mut index = limited(limits);
+    let pin = |number, blocks| Command::Pin(pin(number, "ops", blocks));
+    fits_then_not(&mut index, &pin(1, 0..3), &pin(2, 0..4), &refused("blocks of one pin", 4, 3));
+    fits_then_not(&mut index, &pin(2, 0..1), &pin(3, 0..1), &refused("blocks of all pins", 5, 4));
+    fits_then_not(&mut index, &pin(3, 0..0), &pin(4, 0..0), &refused("pins", 4, 3));
+    index.apply(&Command::Unpin { pin: PinId(1), owner: "ops".to_owned() });
+    assert_eq!(index.apply(&pin(4, 0..3)), Applied::Done, "ended pins give their room back");
+}
+
+#[test]
+fn quotas_and_times_to_live() {
+    let mut index = limited(IndexLimits { quotas_max: 1, ttls_max: 1, ..IndexLimits::default() });
+    let quota = |tenant| Command::SetQuota { tenant: TenantId(tenant), bytes: Some(7) };
+    fits_then_not(&mut index, &quota(1), &quota(2), &refused("tenants with a quota", 2, 1));
+    let ttl = |group| Command::SetTtl { group: GroupId(group), ttl_ms: Some(7) };
+    fits_then_not(&mut index, &ttl(1), &ttl(2), &refused("groups with a time to live", 2, 1));
+    let other = Command::SetTtl { group: GroupId(1), ttl_ms: Some(8) };
+    assert_eq!(index.apply(&other), Applied::Done, "a value may be replaced at the limit");
+}
+
+#[test]
+fn texts() {
+    let mut index = limited(IndexLimits { text_bytes_max: 14, ..IndexLimits::default() });
+    let join = |change: &dyn Fn(&mut NodeRecord)| {
+        let mut record = record(2);
+        change(&mut record);
+        Command::Join(record)
+    };
+    let long = || "x".repeat(15);
+    let cases = [
+        (join(&|record| record.data_address = long()), "data address length in bytes"),
+        (join(&|record| record.control_address = long()), "control address length in bytes"),
+        (join(&|record| record.host = long()), "host name length in bytes"),
+        (Command::Pin(pin(1, &long(), [])), "owner length in bytes"),
+        (Command::Unpin { pin: PinId(1), owner: long() }, "owner length in bytes"),
+    ];
+    for (command, what) in cases {
+        assert_eq!(index.apply(&command), refused(what, 15, 14));
+        assert!(index.limits().check(&command).is_err(), "a router refuses it before it proposes");
+    }
+    assert_eq!(index.apply(&join(&|record| record.host = "x".repeat(14))), Applied::Joined(Epoch(1)));
+}
+
+#[test]
+fn a_full_command_within_the_default_limits_is_a_valid_record() {
+    let limits = IndexLimits::default();
+    let per_change = 4;
+    let changes = limits.announce_blocks_max / per_change;
+    let change = |number: u32| Change::Stored {
+        parent: Some(block(u64::from(number) + 1_000_000)),
+        blocks: blocks((0..u64::from(per_change)).map(|one| u64::from(number * per_change) + one)),
+        tier: Tier::Dram,
+    };
+    let full = say(1, (0..changes).map(change).collect());
+    assert_eq!(limits.check(&full), Ok(()));
+    let record = full.encode();
+    assert!(record.len() < COMMAND_BYTES_MAX, "{} bytes", record.len());
+    assert!(Command::decode(&record) == Ok(full));
+    let widest = Command::Pin(pin(1, "ops", 0..u64::from(limits.pin_blocks_max)));
+    assert_eq!(limits.check(&widest), Ok(()));
+    assert!(Command::decode(&widest.encode()) == Ok(widest));
+}

@@ -1,0 +1,118 @@
+//! The longest prefix: where it ends, how it is cut into runs, and who appears in them.
+
+use super::*;
+
+const D: Tier = Tier::Dram;
+
+#[test]
+fn an_empty_request_or_index_matches_nothing() {
+    let index = Fixture::with_nodes(1);
+    assert_eq!(index.lookup([]), PrefixMatch::default());
+    assert_eq!(index.lookup([1, 2]), PrefixMatch::default());
+    assert_eq!(index.lookup([]).union_blocks(), 0);
+    assert_eq!(index.lookup([]).per_node(NodeId(1)), 0);
+    assert_eq!(index.lookup([]).nodes().count(), 0);
+}
+
+#[test]
+fn the_prefix_ends_at_the_first_block_nobody_holds() {
+    let mut index = Fixture::with_nodes(2);
+    index.say(1, vec![stored([1, 2, 4], D)]);
+    index.say(2, vec![stored([4, 5], D)]);
+    assert_eq!(index.runs([1, 2, 3, 4, 5]), [(0, 2, vec![(1, D)])]);
+    assert_eq!(index.runs([3, 4]), []);
+}
+
+#[test]
+fn neighbours_with_equal_holders_are_one_run() {
+    let mut index = Fixture::with_nodes(3);
+    index.say(1, vec![stored([1, 2, 3, 4, 5], D)]);
+    index.say(2, vec![stored([1, 2], D)]);
+    index.say(3, vec![stored([4, 5, 6], Tier::Ssd)]);
+    let expected = vec![
+        (0, 2, vec![(1, D), (2, D)]),
+        (2, 1, vec![(1, D)]),
+        (3, 2, vec![(1, D), (3, Tier::Ssd)]),
+        (5, 1, vec![(3, Tier::Ssd)]),
+    ];
+    assert_eq!(index.runs(1..=9), expected);
+    let found = index.lookup(1..=9);
+    assert_eq!(found.union_blocks(), 6);
+    assert_eq!([1, 2, 3, 9].map(|node| found.per_node(NodeId(node))), [5, 2, 0, 0]);
+    assert_eq!(found.nodes().collect::<Vec<_>>(), [NodeId(1), NodeId(2)]);
+}
+
+#[test]
+fn another_tier_starts_another_run() {
+    let mut index = Fixture::with_nodes(1);
+    index.say(1, vec![stored([1, 2], D), stored([3], Tier::Ssd)]);
+    assert_eq!(index.runs([1, 2, 3]), [(0, 2, vec![(1, D)]), (2, 1, vec![(1, Tier::Ssd)])]);
+}
+
+#[test]
+fn tiers_below_the_fastest_do_not_cut_a_run() {
+    let mut index = Fixture::with_nodes(1);
+    index.say(1, vec![stored([1, 2, 3], D), stored([2], Tier::Ssd)]);
+    assert_eq!(index.runs([1, 2, 3]), [(0, 3, vec![(1, D)])]);
+}
+
+#[test]
+fn holders_come_in_the_order_of_nodes_not_of_arrival() {
+    let mut index = Fixture::with_nodes(0);
+    for node in [5, 2, 9, 1, 7] {
+        index.join(node);
+        index.say(node, vec![stored([1], D)]);
+    }
+    let order: Vec<u32> = index.lookup([1]).runs[0].holders.iter().map(|one| one.node.0).collect();
+    assert_eq!(order, [1, 2, 5, 7, 9]);
+}
+
+#[test]
+fn dead_holders_do_not_cut_a_run() {
+    let mut index = Fixture::with_nodes(2);
+    index.say(1, vec![stored([1, 2, 3, 4], D)]);
+    index.say(2, vec![stored([2, 3], D)]);
+    index.0.apply(&fence(2, 1));
+    assert_eq!(index.runs([1, 2, 3, 4]), [(0, 4, vec![(1, D)])]);
+}
+
+#[test]
+fn holders_carry_the_epoch_of_now() {
+    let mut index = Fixture::with_nodes(1);
+    index.join(1);
+    index.say(1, vec![stored([1], D)]);
+    let found = index.lookup([1]);
+    assert_eq!(found.runs[0].holders[0], Holder { node: NodeId(1), epoch: Epoch(2), tier: D });
+    assert_eq!(found.runs[0].holder(NodeId(1)), Some(&found.runs[0].holders[0]));
+    assert_eq!(found.runs[0].holder(NodeId(2)), None);
+}
+
+#[test]
+fn a_gap_in_one_node_ends_its_own_prefix_only() {
+    let mut index = Fixture::with_nodes(2);
+    index.say(1, vec![stored([1, 3], D)]);
+    index.say(2, vec![stored([1, 2, 3], D)]);
+    let found = index.lookup([1, 2, 3]);
+    assert_eq!((found.per_node(NodeId(1)), found.per_node(NodeId(2))), (1, 3));
+}
+
+#[test]
+fn a_request_may_repeat_a_block() {
+    let mut index = Fixture::with_nodes(1);
+    index.say(1, vec![stored([1], D)]);
+    assert_eq!(index.runs([1, 1, 1]), [(0, 3, vec![(1, D)])]);
+}
+
+#[test]
+fn many_blocks_and_hashes_that_differ_in_few_bits_are_all_found() {
+    // Counters in either half of the hash: what a hand-made hash looks like.
+    let mut index = Fixture::with_nodes(1);
+    let hash = |number: u64| {
+        let shift = if number.is_multiple_of(2) { 0 } else { 64 };
+        BlockHash((u128::from(number) << shift).to_le_bytes())
+    };
+    let hashes: Vec<BlockHash> = (0..20_000).map(hash).collect();
+    index.say(1, vec![Change::Stored { parent: None, blocks: hashes.clone(), tier: D }]);
+    assert_eq!(index.0.longest_prefix(&hashes).union_blocks(), 20_000);
+    assert_eq!(index.0.stats().blocks, 20_000);
+}

@@ -1,0 +1,125 @@
+//! The index against its promises: one file per promise, and what they share.
+//!
+//! `reference.rs` is the naive index that everything is compared with.
+#![allow(clippy::unwrap_used)]
+
+mod announce;
+mod codec;
+mod determinism;
+mod limits;
+mod lookup;
+mod membership;
+mod operators;
+mod random;
+mod reference;
+mod snapshot;
+mod sweep;
+
+use super::command::*;
+use super::*;
+use crate::id::{BlockHash, IdentityDigest, InstanceId, PinId, Tier};
+
+/// The block with this number; numbers order as hashes do not, so that sorting is put to the test.
+fn block(number: u64) -> BlockHash {
+    let mut hash = [0; 16];
+    hash[..8].copy_from_slice(&number.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes());
+    hash[8..].copy_from_slice(&number.to_be_bytes());
+    BlockHash(hash)
+}
+
+fn blocks(numbers: impl IntoIterator<Item = u64>) -> Vec<BlockHash> {
+    numbers.into_iter().map(block).collect()
+}
+
+fn record(node: u32) -> NodeRecord {
+    NodeRecord {
+        node: NodeId(node),
+        data_address: format!("10.0.0.{node}:7000"),
+        control_address: format!("10.0.0.{node}:7001"),
+        host: format!("h{node}"),
+        instance: node.is_multiple_of(2).then_some(InstanceId(node)),
+        identity: IdentityDigest([1; 16]),
+        block_bytes: 4_096,
+    }
+}
+
+fn stored(numbers: impl IntoIterator<Item = u64>, tier: Tier) -> Change {
+    Change::Stored { parent: None, blocks: blocks(numbers), tier }
+}
+
+fn dropped(numbers: impl IntoIterator<Item = u64>, tier: Tier) -> Change {
+    Change::Dropped { blocks: blocks(numbers), tier }
+}
+
+fn moved(numbers: impl IntoIterator<Item = u64>, from: Tier, to: Tier) -> Change {
+    Change::Moved { blocks: blocks(numbers), from, to }
+}
+
+fn announcement(node: u32, epoch: u64, seq: u64, changes: Vec<Change>) -> Announcement {
+    Announcement { node: NodeId(node), epoch: Epoch(epoch), seq: Seq(seq), changes }
+}
+
+fn fence(node: u32, epoch: u64) -> Command {
+    Command::Fence { node: NodeId(node), epoch: Epoch(epoch) }
+}
+
+fn leave(node: u32, epoch: u64) -> Command {
+    Command::Leave { node: NodeId(node), epoch: Epoch(epoch) }
+}
+
+fn pin(number: u64, owner: &str, numbers: impl IntoIterator<Item = u64>) -> Pin {
+    Pin { pin: PinId(number), owner: owner.to_owned(), blocks: blocks(numbers) }
+}
+
+/// A run as `(start, len, [(node, tier)])`.
+type PlainRun = (u32, u32, Vec<(u32, Tier)>);
+
+/// An index with a few words to say things to it.
+struct Fixture(Index);
+
+impl Fixture {
+    /// Nodes 1 to `nodes`, each in epoch 1.
+    fn with_nodes(nodes: u32) -> Self {
+        let mut fixture = Self(Index::new(IndexLimits::default()));
+        for node in 1..=nodes {
+            assert_eq!(fixture.join(node), Applied::Joined(Epoch(1)));
+        }
+        fixture
+    }
+
+    fn join(&mut self, node: u32) -> Applied {
+        self.0.apply(&Command::Join(record(node)))
+    }
+
+    fn announce(&mut self, node: u32, epoch: u64, seq: u64, changes: Vec<Change>) -> AnnounceOutcome {
+        match self.0.apply(&Command::Announce(vec![announcement(node, epoch, seq, changes)])) {
+            Applied::Announced(outcomes) => outcomes[0],
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Announces under the current epoch and the expected number.
+    fn say(&mut self, node: u32, changes: Vec<Change>) {
+        let (epoch, seq) = self.0.next_seq(NodeId(node)).unwrap();
+        let outcome = self.announce(node, epoch.0, seq.0, changes);
+        assert_eq!(outcome, AnnounceOutcome::Applied { next: Seq(seq.0 + 1) });
+    }
+
+    fn lookup(&self, numbers: impl IntoIterator<Item = u64>) -> PrefixMatch {
+        self.0.longest_prefix(&blocks(numbers))
+    }
+
+    /// Runs in plain numbers.
+    fn runs(&self, numbers: impl IntoIterator<Item = u64>) -> Vec<PlainRun> {
+        let run = |run: &HolderRun| {
+            let holders = run.holders.iter().map(|holder| (holder.node.0, holder.tier)).collect();
+            (run.start_blocks, run.len_blocks, holders)
+        };
+        self.lookup(numbers).runs.iter().map(run).collect()
+    }
+
+    /// Blocks from the start that somebody holds.
+    fn reach(&self, numbers: impl IntoIterator<Item = u64>) -> u32 {
+        self.lookup(numbers).union_blocks()
+    }
+}

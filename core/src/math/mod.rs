@@ -1,0 +1,3 @@
+//! Numbers only: fits and searches that know nothing of blocks, time or nodes.
+
+pub mod exponential;

@@ -1,0 +1,244 @@
+//! Predicted TTFT of a candidate: which blocks it fetches from whom, and what queue, transfer and prefill
+//! come to.
+//!
+//! Not here: which candidates exist and which one is taken (`mod.rs`), and the speeds (`profile.rs`).
+//!
+//! **Where to stop fetching.** Let p be the tokens fetched of an input of N. Transfer grows linearly in p
+//! inside a run, because a run has one source and a partly filled tail block moves its filled tokens
+//! only; a new source adds its latency once, at its first token. Prefill of the rest is
+//! a·(N−p) + b·(N²−p²)/2, which is concave in p for b ≥ 0. Linear plus concave is concave, and a concave
+//! function takes its least value over an interval at one of its ends; the upward step of a new source's
+//! latency lies right behind an end. So the best p over *all* p is 0 or the end of a run, and `plan` is
+//! exact by trying those. Algorithm 1 of Mooncake (FAST '25) compares only "own prefix" with "best
+//! prefix" under a balancing threshold; both are among the ends tried here, so no threshold is needed.
+
+use smallvec::SmallVec;
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::RouteRequest;
+use super::decision::Source;
+use super::fleet::Fleet;
+use super::load::Load;
+use super::profile::{HardwareProfile, Lane};
+use crate::id::NodeId;
+use crate::index::{Holder, HolderRun, PrefixMatch};
+
+/// What an instance would do for a request, and how long that takes, its queue left out.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Plan {
+    /// What it fetches, in prefix order, without gaps from block 0.
+    pub sources: SmallVec<[Source; 4]>,
+    pub fetch_blocks: u32,
+    pub recompute_tokens: u32,
+    pub transfer_us: u64,
+    pub prefill_us: u64,
+    /// Leading blocks that the instance's own node holds.
+    pub overlap_blocks: u32,
+    /// Leading blocks that live nodes hold.
+    pub held_blocks: u32,
+}
+
+/// Time until the work ahead of a new request is done: its prefill, one step per request, and what the
+/// running requests add to the new one's own step.
+pub(super) fn queue_us(profile: &HardwareProfile, load: &Load) -> u64 {
+    let prefill = load.tokens_ahead().saturating_mul(profile.prefill_ns_per_token);
+    let steps = load.requests_ahead().saturating_mul(profile.step_ns);
+    let running = u64::from(load.running).saturating_mul(profile.step_ns_per_running);
+    prefill.saturating_add(steps).saturating_add(running) / NS_PER_US
+}
+
+const NS_PER_US: u64 = 1_000;
+
+/// Makes the plans of one request. What all plans share is worked out once: which holders are live, and
+/// the best one of each run for an instance without a node.
+pub(super) struct Planner<'a> {
+    request: &'a RouteRequest,
+    profile: &'a HardwareProfile,
+    runs: SmallVec<[Run; 8]>,
+}
+
+impl<'a> Planner<'a> {
+    pub(super) fn new(request: &'a RouteRequest, matched: &PrefixMatch, fleet: &'a Fleet) -> Self {
+        let mut planner = Self { request, profile: &fleet.profile, runs: SmallVec::new() };
+        let mut held_blocks = 0;
+        for run in &matched.runs {
+            let Some(run) = planner.resolve(run, held_blocks, fleet) else { break };
+            held_blocks = run.end_blocks;
+            planner.runs.push(run);
+        }
+        planner
+    }
+
+    /// Whether a plan for an instance at this node could differ from one for an instance without a node.
+    pub(super) fn holds_any(&self, node: NodeId) -> bool {
+        self.runs.iter().any(|run| run.held_by(node).is_some())
+    }
+
+    /// The plan of least transfer and prefill for an instance whose own node is `own`.
+    pub(super) fn plan(&self, own: Option<NodeId>) -> Plan {
+        let mut best = Plan { prefill_us: self.prefill_us(0), ..Plan::default() };
+        let mut sources = SmallVec::<[Source; 4]>::new();
+        let (mut transfer_ns, mut overlap_blocks) = (0u64, 0);
+        for run in &self.runs {
+            let leg = self.leg(run, own, sources.last());
+            if overlap_blocks == run.start_blocks && own == Some(leg.holder.node) {
+                overlap_blocks = run.end_blocks;
+            }
+            extend(&mut sources, &leg, run);
+            transfer_ns = transfer_ns.saturating_add(leg.ns);
+            let (transfer_us, prefill_us) =
+                (transfer_ns.div_ceil(NS_PER_US), self.prefill_us(run.end_blocks));
+            // At equal time fetch: it leaves the instance free for others.
+            if transfer_us.saturating_add(prefill_us) <= best.transfer_us.saturating_add(best.prefill_us) {
+                best = Plan { fetch_blocks: run.end_blocks, transfer_us, prefill_us, ..best };
+            }
+        }
+        truncate(&mut sources, best.fetch_blocks);
+        let recompute_tokens = self.request.input_tokens - self.tokens(best.fetch_blocks);
+        let held_blocks = self.runs.last().map_or(0, |run| run.end_blocks);
+        Plan { sources, recompute_tokens, overlap_blocks, held_blocks, ..best }
+    }
+
+    /// The part of a run that the request asks for and live nodes hold, if it joins on to what is held
+    /// before it.
+    fn resolve(&self, run: &HolderRun, held_blocks: u32, fleet: &Fleet) -> Option<Run> {
+        let end_blocks = run.start_blocks.saturating_add(run.len_blocks).min(self.request.blocks);
+        if run.start_blocks > held_blocks || end_blocks <= held_blocks {
+            return None;
+        }
+        let tokens = u64::from(self.tokens(end_blocks) - self.tokens(held_blocks));
+        let live = |holder: &Holder| fleet.live(holder.node).filter(|live| live.epoch == holder.epoch);
+        let mut holds: SmallVec<[Hold; 4]> = run
+            .holders
+            .iter()
+            .filter_map(|holder| live(holder).map(|live| self.hold(holder, live.link, tokens)))
+            .collect();
+        holds.sort_unstable_by_key(|hold| hold.holder.node);
+        let nearest = holds.iter().min_by_key(|hold| hold.rank(hold.far.latency_ns)).copied()?;
+        Some(Run { start_blocks: held_blocks, end_blocks, holds, nearest })
+    }
+
+    fn hold(&self, holder: &Holder, link: Option<Lane>, tokens: u64) -> Hold {
+        let near = self.profile.tier(holder.tier);
+        let far = near.through(link.unwrap_or(self.profile.network));
+        let way =
+            |lane: Lane| Way { latency_ns: lane.latency_ns, stream_ns: self.profile.stream_ns(lane, tokens) };
+        Hold { holder: *holder, near: way(near), far: way(far), turn: self.turn_of(holder.node) }
+    }
+
+    /// The best source of a run: the own node when it holds it, which spares the network, else the holder
+    /// with the least time. Equal holders take turns by request, so that none serves everyone.
+    fn leg(&self, run: &Run, own: Option<NodeId>, last: Option<&Source>) -> Leg {
+        let goes_on = |hold: &Hold| last.is_some_and(|last| continues(last, &hold.holder));
+        if let Some(hold) = own.and_then(|node| run.held_by(node)) {
+            return Leg::new(hold, hold.near, goes_on(hold));
+        }
+        // Going on with the source before spares its latency, so it may beat the nearest.
+        let same = last.and_then(|last| run.held_by(last.node)).filter(|hold| goes_on(hold));
+        match same {
+            Some(same) if same.rank(0) <= run.nearest.rank(run.nearest.far.latency_ns) => {
+                Leg::new(same, same.far, true)
+            }
+            _ => Leg::new(&run.nearest, run.nearest.far, false),
+        }
+    }
+
+    /// Tokens in the first `blocks` blocks of the request.
+    fn tokens(&self, blocks: u32) -> u32 {
+        blocks.saturating_mul(self.request.block_tokens).min(self.request.input_tokens)
+    }
+
+    fn prefill_us(&self, fetched_blocks: u32) -> u64 {
+        let context = self.tokens(fetched_blocks);
+        let new = self.request.input_tokens - context;
+        let prefill_ns = self.profile.prefill_ns(context.into(), new.into());
+        prefill_ns.saturating_add(self.profile.step_ns).div_ceil(NS_PER_US)
+    }
+
+    fn turn_of(&self, node: NodeId) -> u64 {
+        let mut bytes = [0u8; 12];
+        bytes[..8].copy_from_slice(&self.request.request.0.to_le_bytes());
+        bytes[8..].copy_from_slice(&node.0.to_le_bytes());
+        xxh3_64(&bytes)
+    }
+}
+
+/// Consecutive blocks with the live nodes that hold all of them.
+struct Run {
+    start_blocks: u32,
+    end_blocks: u32,
+    /// By ascending node; at least one.
+    holds: SmallVec<[Hold; 4]>,
+    /// The best of them for an instance at no node.
+    nearest: Hold,
+}
+
+impl Run {
+    fn held_by(&self, node: NodeId) -> Option<&Hold> {
+        self.holds.binary_search_by_key(&node, |hold| hold.holder.node).ok().map(|rank| &self.holds[rank])
+    }
+}
+
+/// One live node that holds a run, and how long the run takes from there.
+#[derive(Clone, Copy)]
+struct Hold {
+    holder: Holder,
+    /// To an instance at the same node.
+    near: Way,
+    /// To any other instance.
+    far: Way,
+    /// Orders equally good holders, another way for every request.
+    turn: u64,
+}
+
+impl Hold {
+    /// Orders holders from afar: by time, then by turn.
+    fn rank(&self, latency_ns: u64) -> (u64, u64, NodeId) {
+        (latency_ns.saturating_add(self.far.stream_ns), self.turn, self.holder.node)
+    }
+}
+
+/// A lane with the time a run takes through it.
+#[derive(Clone, Copy)]
+struct Way {
+    latency_ns: u64,
+    stream_ns: u64,
+}
+
+/// One run from one holder.
+struct Leg {
+    holder: Holder,
+    /// Whether the source before is the same, so that its latency was paid.
+    extends: bool,
+    ns: u64,
+}
+
+impl Leg {
+    fn new(hold: &Hold, way: Way, extends: bool) -> Self {
+        let latency_ns = if extends { 0 } else { way.latency_ns };
+        Self { holder: hold.holder, extends, ns: latency_ns.saturating_add(way.stream_ns) }
+    }
+}
+
+fn continues(last: &Source, holder: &Holder) -> bool {
+    (last.node, last.epoch, last.tier) == (holder.node, holder.epoch, holder.tier)
+}
+
+fn extend(sources: &mut SmallVec<[Source; 4]>, leg: &Leg, run: &Run) {
+    let len_blocks = run.end_blocks - run.start_blocks;
+    match sources.last_mut() {
+        Some(last) if leg.extends => last.len_blocks += len_blocks,
+        _ => {
+            let Holder { node, epoch, tier } = leg.holder;
+            sources.push(Source { node, epoch, tier, start_blocks: run.start_blocks, len_blocks });
+        }
+    }
+}
+
+/// Cuts the sources back to the first `blocks` blocks.
+fn truncate(sources: &mut SmallVec<[Source; 4]>, blocks: u32) {
+    sources.retain(|source| source.start_blocks < blocks);
+    if let Some(last) = sources.last_mut() {
+        last.len_blocks = last.len_blocks.min(blocks - last.start_blocks);
+    }
+}

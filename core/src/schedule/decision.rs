@@ -1,0 +1,220 @@
+//! What routing answers: a decision with its plan and reasons, or a rejection with a time to come back.
+//!
+//! Not here: how it was reached (`mod.rs`) and its wire form (`kvfleet-proto`).
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::id::{Epoch, InstanceId, NodeId, RequestId, Tier};
+use crate::index::Holder;
+
+/// Predicted time to first token, by part. Modelled under the fleet's profile, in microseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Prediction {
+    /// Until the work ahead is done.
+    pub queue_us: u64,
+    /// Until the fetched KV is there.
+    pub transfer_us: u64,
+    /// Until the rest is computed and the first token is out.
+    pub prefill_us: u64,
+}
+
+impl Prediction {
+    /// Time to first token: transfer + queue + prefill (Mooncake, FAST '25, Algorithm 1).
+    #[must_use]
+    pub fn ttft_us(&self) -> u64 {
+        self.queue_us.saturating_add(self.transfer_us).saturating_add(self.prefill_us)
+    }
+}
+
+/// Consecutive blocks to fetch from one tier of one node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Source {
+    /// From whom.
+    pub node: NodeId,
+    /// Under which epoch the node announced them.
+    pub epoch: Epoch,
+    /// Where they are there.
+    pub tier: Tier,
+    /// Offset of the first block.
+    pub start_blocks: u32,
+    /// How many.
+    pub len_blocks: u32,
+}
+
+/// An instance that was looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Candidate {
+    /// The instance.
+    pub instance: InstanceId,
+    /// What the request would cost there; zero when it was filtered.
+    pub predicted: Prediction,
+    /// Leading blocks that its own node holds; 0 when it was filtered.
+    pub overlap_blocks: u32,
+    /// Why it was not considered, if so.
+    pub filtered: Option<Filtered>,
+}
+
+/// Why an instance was not considered. Closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Filtered {
+    /// Its last report is too old.
+    Stale {
+        /// Age of the report.
+        age: Duration,
+    },
+    /// Too many tokens are ahead.
+    QueueFull {
+        /// How many.
+        tokens: u64,
+    },
+}
+
+impl fmt::Display for Filtered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Filtered::Stale { age } => write!(f, "no report for {} ms", age.as_millis()),
+            Filtered::QueueFull { tokens } => write!(f, "{tokens} tokens are queued"),
+        }
+    }
+}
+
+/// Why the decision is what it is. Closed; each one says something that was decisive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reason {
+    /// The chosen instance had the least predicted TTFT.
+    LeastTtft {
+        /// Candidates it was compared with.
+        others: u32,
+        /// How much later the next best would have been, in microseconds.
+        margin_us: u64,
+    },
+    /// Several instances were equally good; the request's number chose among them.
+    Tie {
+        /// How many, the chosen one included.
+        among: u32,
+    },
+    /// No other instance could take it.
+    OnlyCandidate,
+    /// Its own node holds the leading blocks.
+    OwnOverlap {
+        /// How many.
+        blocks: u32,
+    },
+    /// Blocks come over the network from other nodes: the prefix gets another copy.
+    RemoteFetch {
+        /// How many.
+        blocks: u32,
+    },
+    /// Blocks that are held are computed again because that is faster.
+    RecomputeCheaper {
+        /// How many.
+        blocks: u32,
+    },
+    /// No live node holds the first block.
+    NothingHeld,
+    /// The index names more blocks, from one on whose holders are not live.
+    HolderGone {
+        /// How many, that one included.
+        blocks: u32,
+    },
+    /// New blocks are saved on the ring's node, as the instance has no live node of its own.
+    SavedByRing {
+        /// Where.
+        node: NodeId,
+    },
+    /// No live node can take new blocks.
+    NowhereToSave,
+    /// Instances were left out.
+    Filtered {
+        /// Those without a fresh report.
+        stale: u32,
+        /// Those with a full queue.
+        full: u32,
+    },
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Reason::LeastTtft { others, margin_us } => {
+                write!(f, "least predicted TTFT of {} instances, next best {margin_us} us later", others + 1)
+            }
+            Reason::Tie { among } => write!(f, "equal TTFT on {among} instances, spread by request"),
+            Reason::OnlyCandidate => write!(f, "only instance that can take it"),
+            Reason::OwnOverlap { blocks } => write!(f, "own node holds the first {blocks} blocks"),
+            Reason::RemoteFetch { blocks } => write!(f, "{blocks} blocks come from other nodes"),
+            Reason::RecomputeCheaper { blocks } => {
+                write!(f, "{blocks} held blocks are faster to recompute than to fetch")
+            }
+            Reason::NothingHeld => write!(f, "no live node holds the first block"),
+            Reason::HolderGone { blocks } => {
+                write!(f, "{blocks} blocks lie from one on whose holders are not live")
+            }
+            Reason::SavedByRing { node } => write!(f, "new blocks go to {node} by the ring"),
+            Reason::NowhereToSave => write!(f, "no live node takes new blocks"),
+            Reason::Filtered { stale, full } => {
+                write!(f, "left out {stale} instances without a fresh report and {full} with a full queue")
+            }
+        }
+    }
+}
+
+/// Where a request runs, where its KV comes from, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Decision {
+    /// The request.
+    pub request: RequestId,
+    /// Where it runs.
+    pub instance: InstanceId,
+    /// What is fetched, in prefix order and without gaps from block 0.
+    pub sources: Vec<Source>,
+    /// Leading blocks to fetch: what `sources` sum to.
+    pub fetch_blocks: u32,
+    /// Blocks behind them, to compute.
+    pub recompute_blocks: u32,
+    /// Prompt tokens to compute.
+    pub recompute_tokens: u32,
+    /// Where new blocks are best saved, in DRAM; nothing when no live node takes any.
+    pub save_to: Option<Holder>,
+    /// What the request will cost there.
+    pub predicted: Prediction,
+    /// Every instance looked at: the chosen one first, then by TTFT, then the filtered ones.
+    pub candidates: Vec<Candidate>,
+    /// Why.
+    pub reasons: Vec<Reason>,
+}
+
+/// No instance can take the request now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{reason}; ask again in {} ms", retry_after.as_millis())]
+pub struct Rejection {
+    /// Why.
+    pub reason: RejectReason,
+    /// When asking again makes sense.
+    pub retry_after: Duration,
+}
+
+/// Why no instance can take a request. Closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RejectReason {
+    /// No instance ever reported.
+    #[error("no instance has reported to this router: start one")]
+    NoInstance,
+    /// Instances are known, and none has reported lately.
+    #[error("none of {instances} instances has reported for {} ms", youngest.as_millis())]
+    AllStale {
+        /// How many are known.
+        instances: u32,
+        /// Age of the latest report.
+        youngest: Duration,
+    },
+    /// Every instance with a fresh report has a full queue.
+    #[error("all {instances} instances have full queues, the shortest has {tokens} tokens")]
+    AllFull {
+        /// How many have a fresh report.
+        instances: u32,
+        /// Tokens in the shortest queue.
+        tokens: u64,
+    },
+}

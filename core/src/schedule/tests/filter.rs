@@ -1,0 +1,135 @@
+//! Who is left out, and what is answered when nobody is left.
+
+use super::*;
+
+fn aged(n: u32, age: Duration) -> Instance {
+    Instance { reported_at: Timestamp(NOW.0 - age.as_micros() as u64), ..instance(n) }
+}
+
+fn queued(n: u32, tokens: u64) -> Instance {
+    Instance { load: Load::reported(tokens, 0, 0), ..instance(n) }
+}
+
+fn of(instances: &[Instance]) -> Fleet {
+    let mut fleet = Fleet::new(ROUND);
+    instances.iter().for_each(|&instance| fleet.put_instance(instance));
+    fleet
+}
+
+fn route(fleet: &Fleet) -> Result<Decision, Rejection> {
+    choose(&request(4), &PrefixMatch::default(), fleet, NOW)
+}
+
+#[test]
+fn both_limits_include_their_own_value() {
+    let tick = Duration::from_micros(1);
+    for (instance, taken) in [
+        (aged(1, REPORT_STALE_AFTER), true),
+        (aged(1, REPORT_STALE_AFTER + tick), false),
+        (queued(1, QUEUE_TOKENS_MAX), true),
+        (queued(1, QUEUE_TOKENS_MAX + 1), false),
+    ] {
+        assert_eq!(route(&of(&[instance])).is_ok(), taken, "{instance:?}");
+    }
+}
+
+#[test]
+fn what_was_routed_since_the_report_counts_against_the_queue_limit() {
+    let mut fleet = of(&[queued(1, QUEUE_TOKENS_MAX)]);
+    fleet.load_mut(InstanceId(1)).unwrap().routed_tokens = 1;
+    assert!(route(&fleet).is_err());
+}
+
+#[test]
+fn a_report_from_the_future_is_fresh() {
+    let ahead = Instance { reported_at: NOW.after(Duration::from_secs(60)), ..instance(1) };
+    assert!(route(&of(&[ahead])).is_ok());
+}
+
+#[test]
+fn a_stale_instance_is_left_out_and_named() {
+    let fleet = of(&[aged(1, Duration::from_secs(3)), queued(2, 1_000_000), queued(3, u64::MAX)]);
+    let decision = route(&fleet).unwrap();
+    assert_eq!(decision.instance, InstanceId(2));
+    let filtered: Vec<_> = decision.candidates.iter().map(|c| (c.instance.0, c.filtered)).collect();
+    let stale = Filtered::Stale { age: Duration::from_secs(3) };
+    let full = Filtered::QueueFull { tokens: u64::MAX };
+    assert_eq!(filtered, [(2, None), (1, Some(stale)), (3, Some(full))]);
+    assert_eq!(stale.to_string(), "no report for 3000 ms");
+    assert_eq!(full.to_string(), format!("{} tokens are queued", u64::MAX));
+    let said: Vec<_> = decision.reasons.iter().map(Reason::to_string).collect();
+    assert!(said.contains(&"only instance that can take it".into()), "{said:?}");
+    assert!(
+        said.contains(&"left out 1 instances without a fresh report and 1 with a full queue".into()),
+        "{said:?}"
+    );
+}
+
+#[test]
+fn rejections_say_why_and_when_to_come_back() {
+    let cases: &[(&[Instance], &str, Duration)] = &[
+        (&[], "no instance has reported to this router: start one; ask again in 200 ms", RETRY_UNREPORTED),
+        (
+            &[aged(1, Duration::from_secs(9)), aged(2, Duration::from_secs(5))],
+            "none of 2 instances has reported for 5000 ms; ask again in 200 ms",
+            RETRY_UNREPORTED,
+        ),
+        (
+            // 10,000 tokens above the limit are 1 s of prefill.
+            &[queued(1, QUEUE_TOKENS_MAX + 20_000), queued(2, QUEUE_TOKENS_MAX + 10_000)],
+            "all 2 instances have full queues, the shortest has 4204304 tokens; ask again in 1000 ms",
+            Duration::from_secs(1),
+        ),
+        (
+            &[aged(1, Duration::from_secs(9)), queued(2, QUEUE_TOKENS_MAX + 1)],
+            "all 1 instances have full queues, the shortest has 4194305 tokens; ask again in 50 ms",
+            RETRY_FULL_MIN,
+        ),
+        (
+            &[queued(2, u64::MAX)],
+            "all 1 instances have full queues, the shortest has 18446744073709551615 tokens; ask again in 5000 ms",
+            RETRY_FULL_MAX,
+        ),
+    ];
+    for (instances, said, retry_after) in cases {
+        let rejection = route(&of(instances)).unwrap_err();
+        assert_eq!(rejection.to_string(), *said);
+        assert_eq!(rejection.retry_after, *retry_after);
+    }
+}
+
+#[test]
+fn limits_are_the_fleets() {
+    let mut fleet = of(&[aged(1, Duration::from_millis(500))]);
+    fleet.limits.report_stale_after = Duration::from_millis(499);
+    assert!(matches!(route(&fleet).unwrap_err().reason, RejectReason::AllStale { instances: 1, .. }));
+    fleet.limits.report_stale_after = Duration::from_millis(500);
+    assert!(route(&fleet).is_ok());
+    fleet.put_instance(queued(1, 11));
+    fleet.limits.queue_tokens_max = 10;
+    assert!(matches!(route(&fleet).unwrap_err().reason, RejectReason::AllFull { tokens: 11, .. }));
+}
+
+#[test]
+fn a_fleet_keeps_one_record_an_instance_in_order() {
+    let mut fleet = of(&[instance(3), instance(1), queued(3, 5)]);
+    let ids = |fleet: &Fleet| fleet.instances().iter().map(|i| i.id.0).collect::<Vec<_>>();
+    assert_eq!(ids(&fleet), [1, 3]);
+    assert_eq!(fleet.instance(InstanceId(3)).unwrap().load.queue_tokens, 5);
+    assert!(fleet.remove_instance(InstanceId(2)).is_none());
+    assert!(fleet.load_mut(InstanceId(2)).is_none());
+    assert_eq!(fleet.remove_instance(InstanceId(1)).unwrap().id, InstanceId(1));
+    assert_eq!(ids(&fleet), [3]);
+}
+
+#[test]
+fn a_node_named_twice_counts_in_its_latest_epoch() {
+    let mut fleet = Fleet::new(ROUND);
+    fleet.set_nodes(vec![live(2), LiveNode { epoch: Epoch(4), ..live(1) }, live(1)]);
+    let nodes: Vec<_> = fleet.nodes().iter().map(|n| (n.node.0, n.epoch.0)).collect();
+    assert_eq!(nodes, [(1, 4), (2, 1)]);
+    assert_eq!(fleet.ring().len(), 2);
+    fleet.set_nodes(vec![live(2)]);
+    assert!(fleet.live(NodeId(1)).is_none());
+    assert_eq!(fleet.ring().len(), 1);
+}

@@ -1,0 +1,94 @@
+//! Tests of routing: how fleets and prefixes are written down, then tables, brute force and properties.
+#![allow(clippy::unwrap_used)]
+
+mod brute;
+mod filter;
+mod loads;
+mod plans;
+mod profiles;
+mod properties;
+mod ties;
+
+use super::*;
+use crate::id::{Epoch, InstanceId};
+use crate::index::HolderRun;
+
+/// A speed at which every number of a test can be checked by hand: 100 µs a token, no attention term, a
+/// step of 1 ms, 1,000 bytes a token; DRAM 10 µs + 10 µs a token, SSD 100 µs + 50 µs, network 20 µs +
+/// 20 µs.
+pub(super) const ROUND: HardwareProfile = HardwareProfile {
+    name: "round",
+    prefill_ns_per_token: 100_000,
+    prefill_ps_per_token_context: 0,
+    step_ns: 1_000_000,
+    step_ns_per_running: 10_000,
+    kv_bytes_per_token: 1_000,
+    gpu: Lane { latency_ns: 0, bytes_per_s: 1_000_000_000 },
+    dram: Lane { latency_ns: 10_000, bytes_per_s: 100_000_000 },
+    ssd: Lane { latency_ns: 100_000, bytes_per_s: 20_000_000 },
+    network: Lane { latency_ns: 20_000, bytes_per_s: 50_000_000 },
+};
+
+pub(super) const NOW: Timestamp = Timestamp(10_000_000);
+pub(super) const BLOCK_TOKENS: u32 = 10;
+
+/// A request of `blocks` full blocks.
+pub(super) fn request(blocks: u32) -> RouteRequest {
+    RouteRequest {
+        request: RequestId(7),
+        tenant: TenantId(0),
+        category: Category::default(),
+        blocks,
+        first_block: (blocks > 0).then_some(BlockHash([9; 16])),
+        block_tokens: BLOCK_TOKENS,
+        input_tokens: blocks * BLOCK_TOKENS,
+        output_tokens: 0,
+    }
+}
+
+pub(super) fn holder(node: u32, tier: Tier) -> Holder {
+    Holder { node: NodeId(node), epoch: Epoch(1), tier }
+}
+
+/// Runs by length and holders, one behind the other.
+pub(super) fn prefix(runs: &[(u32, &[(u32, Tier)])]) -> PrefixMatch {
+    let mut start_blocks = 0;
+    let mut all = Vec::new();
+    for &(len_blocks, holders) in runs {
+        let holders = holders.iter().map(|&(node, tier)| holder(node, tier)).collect();
+        all.push(HolderRun { start_blocks, len_blocks, holders });
+        start_blocks += len_blocks;
+    }
+    PrefixMatch { runs: all }
+}
+
+/// Instance `n` whose own node is `n`, idle and just reported.
+pub(super) fn instance(n: u32) -> Instance {
+    Instance { id: InstanceId(n), node: Some(NodeId(n)), load: Load::default(), reported_at: NOW }
+}
+
+pub(super) fn live(node: u32) -> LiveNode {
+    LiveNode { node: NodeId(node), epoch: Epoch(1), weight: 1, blocks: 0, link: None }
+}
+
+/// `count` idle instances, each with a live node of the same number, counted from 1.
+pub(super) fn fleet(count: u32) -> Fleet {
+    let mut fleet = Fleet::new(ROUND);
+    fleet.set_nodes((1..=count).map(live).collect());
+    (1..=count).for_each(|n| fleet.put_instance(instance(n)));
+    fleet
+}
+
+pub(super) fn with_load(mut fleet: Fleet, n: u32, load: Load) -> Fleet {
+    *fleet.load_mut(InstanceId(n)).unwrap() = load;
+    fleet
+}
+
+/// Sources as (node, start, len).
+pub(super) fn sources(decision: &Decision) -> Vec<(u32, u32, u32)> {
+    decision.sources.iter().map(|s| (s.node.0, s.start_blocks, s.len_blocks)).collect()
+}
+
+pub(super) fn chosen(request: &RouteRequest, matched: &PrefixMatch, fleet: &Fleet) -> Decision {
+    choose(request, matched, fleet, NOW).unwrap()
+}

@@ -1,0 +1,316 @@
+//! What is fetched from whom, and what the prediction says: one line a case.
+
+use super::*;
+
+const DRAM: Tier = Tier::Dram;
+const SSD: Tier = Tier::Ssd;
+
+struct Case {
+    name: &'static str,
+    blocks: u32,
+    runs: &'static [(u32, &'static [(u32, Tier)])],
+    /// Where it must run, what it must fetch, and (queue, transfer, prefill) in µs.
+    instance: u32,
+    sources: &'static [(u32, u32, u32)],
+    predicted: (u64, u64, u64),
+}
+
+/// A fleet of three idle instances; instances 2 and 3 have 30 tokens (3,000 µs) queued, so that where
+/// nothing speaks for another one, instance 1 is taken.
+fn three() -> Fleet {
+    let busy = Load::reported(30, 0, 0);
+    with_load(with_load(fleet(3), 2, busy), 3, busy)
+}
+
+const CASES: &[Case] = &[
+    Case { name: "nothing held", blocks: 4, runs: &[], instance: 1, sources: &[], predicted: (0, 0, 5_000) },
+    Case {
+        // 40 tokens at 10 µs + 10; the step remains.
+        name: "all in own DRAM",
+        blocks: 4,
+        runs: &[(4, &[(1, DRAM)])],
+        instance: 1,
+        sources: &[(1, 0, 4)],
+        predicted: (0, 410, 1_000),
+    },
+    Case {
+        // Over the network the narrower lane counts, latencies add up: 30 + 40 x 20.
+        name: "all on another node, its instance is busy: copy the prefix",
+        blocks: 4,
+        runs: &[(4, &[(2, DRAM)])],
+        instance: 1,
+        sources: &[(2, 0, 4)],
+        predicted: (0, 830, 1_000),
+    },
+    Case {
+        // Fetching 20 blocks from afar costs 4,030, waiting at their node 3,000 + 2,010.
+        name: "a longer transfer still beats the queue",
+        blocks: 20,
+        runs: &[(20, &[(2, DRAM)])],
+        instance: 1,
+        sources: &[(2, 0, 20)],
+        predicted: (0, 4_030, 1_000),
+    },
+    Case {
+        // From afar 8,030, at its node 3,000 + 4,010.
+        name: "the queue beats a transfer that is long enough",
+        blocks: 40,
+        runs: &[(40, &[(2, DRAM)])],
+        instance: 2,
+        sources: &[(2, 0, 40)],
+        predicted: (3_000, 4_010, 1_000),
+    },
+    Case {
+        name: "the rest is computed",
+        blocks: 6,
+        runs: &[(2, &[(1, DRAM)])],
+        instance: 1,
+        sources: &[(1, 0, 2)],
+        predicted: (0, 210, 5_000),
+    },
+    Case {
+        // Own SSD: 100 + 40 x 50; another node's DRAM would be 830.
+        name: "own node first, although another is faster",
+        blocks: 4,
+        runs: &[(4, &[(1, SSD), (2, DRAM)])],
+        instance: 1,
+        sources: &[(1, 0, 4)],
+        predicted: (0, 2_100, 1_000),
+    },
+    Case {
+        name: "of two others the faster tier",
+        blocks: 4,
+        runs: &[(4, &[(2, SSD), (3, DRAM)])],
+        instance: 1,
+        sources: &[(3, 0, 4)],
+        predicted: (0, 830, 1_000),
+    },
+    Case {
+        name: "own head, foreign tail",
+        blocks: 4,
+        runs: &[(2, &[(1, DRAM), (2, DRAM)]), (2, &[(2, DRAM)])],
+        instance: 1,
+        sources: &[(1, 0, 2), (2, 2, 2)],
+        predicted: (0, 210 + 430, 1_000),
+    },
+    Case {
+        // One source over two runs: its latency once.
+        name: "runs of one holder are one source",
+        blocks: 4,
+        runs: &[(2, &[(2, DRAM)]), (2, &[(2, DRAM), (3, SSD)])],
+        instance: 1,
+        sources: &[(2, 0, 4)],
+        predicted: (0, 830, 1_000),
+    },
+    Case {
+        name: "the same node in two tiers is two sources",
+        blocks: 4,
+        runs: &[(2, &[(1, DRAM)]), (2, &[(1, SSD)])],
+        instance: 1,
+        sources: &[(1, 0, 2), (1, 2, 2)],
+        predicted: (0, 210 + 1_100, 1_000),
+    },
+    Case {
+        name: "blocks behind the request's last one are not asked for",
+        blocks: 3,
+        runs: &[(8, &[(1, DRAM)])],
+        instance: 1,
+        sources: &[(1, 0, 3)],
+        predicted: (0, 310, 1_000),
+    },
+];
+
+#[test]
+fn plans_are_as_written() {
+    for case in CASES {
+        let decision = chosen(&request(case.blocks), &prefix(case.runs), &three());
+        let predicted = decision.predicted;
+        assert_eq!(decision.instance, InstanceId(case.instance), "{}", case.name);
+        assert_eq!(sources(&decision), case.sources, "{}", case.name);
+        let parts = (predicted.queue_us, predicted.transfer_us, predicted.prefill_us);
+        assert_eq!(parts, case.predicted, "{}", case.name);
+        let fetched: u32 = case.sources.iter().map(|s| s.2).sum();
+        assert_eq!(decision.fetch_blocks, fetched, "{}", case.name);
+        assert_eq!(decision.recompute_blocks, case.blocks - fetched, "{}", case.name);
+        assert_eq!(decision.recompute_tokens, (case.blocks - fetched) * BLOCK_TOKENS, "{}", case.name);
+    }
+}
+
+/// One instance with a node, and a foreign node 2 whose link is `bytes_per_s`.
+fn slow_link(bytes_per_s: u64) -> Fleet {
+    let mut fleet = fleet(1);
+    let link = Some(Lane { latency_ns: 20_000, bytes_per_s });
+    fleet.set_nodes(vec![live(1), LiveNode { link, ..live(2) }]);
+    fleet
+}
+
+#[test]
+fn a_tail_that_is_slower_to_fetch_than_to_compute_is_cut() {
+    let matched = prefix(&[(2, &[(1, DRAM)]), (2, &[(2, DRAM)])]);
+    // 5 MB/s is 200 µs a token, twice the time of computing it.
+    let decision = chosen(&request(4), &matched, &slow_link(5_000_000));
+    assert_eq!(sources(&decision), [(1, 0, 2)]);
+    assert_eq!((decision.fetch_blocks, decision.recompute_blocks), (2, 2));
+    assert!(decision.reasons.contains(&Reason::RecomputeCheaper { blocks: 2 }), "{:?}", decision.reasons);
+    // 20 MB/s is 50 µs a token: now it pays.
+    let decision = chosen(&request(4), &matched, &slow_link(20_000_000));
+    assert_eq!(sources(&decision), [(1, 0, 2), (2, 2, 2)]);
+}
+
+#[test]
+fn a_slow_middle_is_fetched_for_the_sake_of_what_lies_behind() {
+    // Middle run of 1 block: 30 + 10 x 200 = 2,030 to save 1,000. Behind it 8 own blocks that save 8,000.
+    let matched = prefix(&[(1, &[(2, DRAM)]), (8, &[(1, DRAM)])]);
+    let decision = chosen(&request(9), &matched, &slow_link(5_000_000));
+    assert_eq!(sources(&decision), [(2, 0, 1), (1, 1, 8)]);
+    // With one own block behind it, it does not pay: nothing is fetched.
+    let matched = prefix(&[(1, &[(2, DRAM)]), (1, &[(1, DRAM)])]);
+    let decision = chosen(&request(2), &matched, &slow_link(5_000_000));
+    assert_eq!(sources(&decision), []);
+    assert_eq!(decision.predicted.ttft_us(), 3_000);
+}
+
+#[test]
+fn a_link_that_carries_nothing_is_never_used() {
+    let decision = chosen(&request(4), &prefix(&[(4, &[(2, DRAM)])]), &slow_link(0));
+    assert_eq!(sources(&decision), []);
+    assert_eq!(decision.recompute_tokens, 40);
+}
+
+#[test]
+fn at_equal_time_the_blocks_are_fetched() {
+    let mut fleet = fleet(1);
+    // A token costs the same either way, and the lane has no latency.
+    fleet.profile.gpu = Lane { latency_ns: 0, bytes_per_s: 10_000_000 };
+    let decision = chosen(&request(4), &prefix(&[(4, &[(1, Tier::Gpu)])]), &fleet);
+    assert_eq!(decision.fetch_blocks, 4);
+    assert_eq!(decision.predicted.ttft_us(), 4_000 + 1_000);
+}
+
+#[test]
+fn a_partly_filled_tail_moves_its_tokens_only() {
+    let request = RouteRequest { input_tokens: 33, ..request(4) };
+    let decision = chosen(&request, &prefix(&[(4, &[(1, DRAM)])]), &fleet(1));
+    assert_eq!(decision.predicted.transfer_us, 10 + 330);
+    assert_eq!((decision.fetch_blocks, decision.recompute_blocks, decision.recompute_tokens), (4, 0, 0));
+}
+
+#[test]
+fn tokens_behind_the_last_block_are_computed() {
+    let request = RouteRequest { input_tokens: 55, ..request(4) };
+    let decision = chosen(&request, &prefix(&[(4, &[(1, DRAM)])]), &fleet(1));
+    assert_eq!(decision.recompute_tokens, 15);
+    assert_eq!(decision.predicted.prefill_us, 1_000 + 1_500);
+}
+
+#[test]
+fn an_empty_prompt_is_routed_and_costs_a_step() {
+    let decision = chosen(&request(0), &PrefixMatch::default(), &fleet(2));
+    assert_eq!(decision.predicted.ttft_us(), 1_000);
+    assert_eq!((decision.fetch_blocks, decision.recompute_blocks), (0, 0));
+}
+
+#[test]
+fn an_instance_without_a_node_fetches_from_afar() {
+    let mut fleet = fleet(1);
+    fleet.put_instance(Instance { node: None, ..instance(1) });
+    let decision = chosen(&request(4), &prefix(&[(4, &[(1, DRAM)])]), &fleet);
+    assert_eq!(sources(&decision), [(1, 0, 4)]);
+    assert_eq!(decision.predicted.transfer_us, 830);
+    assert!(decision.reasons.contains(&Reason::RemoteFetch { blocks: 4 }));
+    assert_eq!(decision.candidates[0].overlap_blocks, 0);
+}
+
+#[test]
+fn holders_that_are_not_live_end_the_prefix() {
+    let matched = prefix(&[(2, &[(1, DRAM)]), (2, &[(2, DRAM)]), (2, &[(1, DRAM)])]);
+    let mut one = fleet(1);
+    let decision = chosen(&request(6), &matched, &one);
+    assert_eq!(sources(&decision), [(1, 0, 2)], "node 2 is not listed");
+    assert!(decision.reasons.contains(&Reason::HolderGone { blocks: 4 }), "{:?}", decision.reasons);
+    one.set_nodes(vec![live(1), LiveNode { epoch: Epoch(2), ..live(2) }]);
+    assert_eq!(sources(&chosen(&request(6), &matched, &one)), [(1, 0, 2)], "node 2 has started anew");
+    one.set_nodes(vec![live(1), live(2)]);
+    assert_eq!(sources(&chosen(&request(6), &matched, &one)), [(1, 0, 2), (2, 2, 2), (1, 4, 2)]);
+}
+
+#[test]
+fn runs_that_leave_a_gap_or_repeat_are_not_followed() {
+    let held = |start_blocks, len_blocks| HolderRun {
+        start_blocks,
+        len_blocks,
+        holders: std::iter::once(holder(1, DRAM)).collect(),
+    };
+    for (runs, fetch_blocks) in [
+        (vec![held(1, 3)], 0),
+        (vec![held(0, 2), held(3, 1)], 2),
+        (vec![held(0, 2), held(0, 2), held(2, 2)], 2),
+        (vec![held(0, 0), held(0, 4)], 0),
+        (vec![held(0, u32::MAX), held(u32::MAX, u32::MAX)], 4),
+    ] {
+        let decision = chosen(&request(4), &PrefixMatch { runs: runs.clone() }, &fleet(1));
+        assert_eq!(decision.fetch_blocks, fetch_blocks, "{runs:?}");
+    }
+}
+
+#[test]
+fn equal_holders_take_turns_by_request() {
+    let mut fleet = fleet(9);
+    for n in 2..=9 {
+        fleet.remove_instance(InstanceId(n));
+    }
+    let everyone: Vec<_> = (2..=9).map(|n| (n, DRAM)).collect();
+    let matched = prefix(&[(4, &everyone)]);
+    let serves = |id| {
+        let decision = chosen(&RouteRequest { request: RequestId(id), ..request(4) }, &matched, &fleet);
+        decision.sources[0].node.0
+    };
+    let mut count = [0u32; 10];
+    (0..800).for_each(|id| count[serves(id) as usize] += 1);
+    assert_eq!(count[..2], [0, 0]);
+    assert!(count[2..].iter().all(|&n| (60..=140).contains(&n)), "{count:?}");
+}
+
+#[test]
+fn saves_go_to_the_own_node_then_by_the_ring_then_nowhere() {
+    let mut fleet = fleet(1);
+    let matched = PrefixMatch::default();
+    let save_to = |fleet: &Fleet| chosen(&request(4), &matched, fleet).save_to;
+    assert_eq!(save_to(&fleet), Some(holder(1, DRAM)));
+    fleet.set_nodes(vec![live(2)]);
+    assert_eq!(save_to(&fleet), Some(holder(2, DRAM)), "own node is dead");
+    assert!(chosen(&request(4), &matched, &fleet).reasons.contains(&Reason::SavedByRing { node: NodeId(2) }));
+    fleet.set_nodes(vec![LiveNode { weight: 0, ..live(1) }, live(2)]);
+    assert_eq!(save_to(&fleet), Some(holder(2, DRAM)), "own node takes nothing");
+    fleet.set_nodes(Vec::new());
+    assert_eq!(save_to(&fleet), None);
+    assert!(chosen(&request(4), &matched, &fleet).reasons.contains(&Reason::NowhereToSave));
+}
+
+#[test]
+fn the_ring_keeps_one_prefix_together_until_its_node_is_overfull() {
+    let mut fleet = fleet(1);
+    fleet.put_instance(Instance { node: None, ..instance(1) });
+    let with = |fleet: &mut Fleet, full: Option<NodeId>| {
+        let mut nodes: Vec<_> = (1..=4).map(|n| LiveNode { blocks: 100, ..live(n) }).collect();
+        nodes.iter_mut().filter(|n| Some(n.node) == full).for_each(|n| n.blocks = 1_000);
+        fleet.set_nodes(nodes);
+        chosen(&request(4), &PrefixMatch::default(), fleet).save_to.unwrap().node
+    };
+    let home = with(&mut fleet, None);
+    assert_eq!(with(&mut fleet, None), home);
+    assert_ne!(with(&mut fleet, Some(home)), home);
+}
+
+#[test]
+fn the_decision_tells_why_in_words() {
+    let matched = prefix(&[(2, &[(1, DRAM)]), (2, &[(2, DRAM)])]);
+    let said: Vec<_> =
+        chosen(&request(4), &matched, &three()).reasons.iter().map(Reason::to_string).collect();
+    let expected = [
+        "least predicted TTFT of 3 instances, next best 3000 us later",
+        "own node holds the first 2 blocks",
+        "2 blocks come from other nodes",
+    ];
+    assert_eq!(said, expected);
+}

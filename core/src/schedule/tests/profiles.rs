@@ -1,0 +1,100 @@
+//! The named profiles: that they are found, that they are sane, and the arithmetic on them.
+
+use super::*;
+
+#[test]
+fn names_are_unique_and_found() {
+    for profile in PROFILES {
+        assert_eq!(HardwareProfile::by_name(profile.name), Some(*profile));
+        assert_eq!(PROFILES.iter().filter(|other| other.name == profile.name).count(), 1);
+    }
+    assert_eq!(HardwareProfile::by_name("h100"), None);
+    assert_eq!(HardwareProfile::default().name, "laptop-emulated");
+}
+
+#[test]
+fn nearer_and_faster_tiers_are_nearer_and_faster() {
+    for profile in PROFILES {
+        for pair in Tier::ALL.windows(2) {
+            let (slow, fast) = (profile.tier(pair[0]), profile.tier(pair[1]));
+            assert!(
+                slow.latency_ns > fast.latency_ns && slow.bytes_per_s < fast.bytes_per_s,
+                "{}",
+                profile.name
+            );
+        }
+    }
+}
+
+#[test]
+fn a_long_held_prefix_is_worth_fetching_everywhere() {
+    for &profile in PROFILES {
+        let mut fleet = fleet(2);
+        fleet.profile = profile;
+        for tier in Tier::ALL {
+            let request = RouteRequest { block_tokens: 16, input_tokens: 8_192, ..request(512) };
+            let decision = chosen(&request, &prefix(&[(512, &[(2, tier)])]), &fleet);
+            assert_eq!(decision.fetch_blocks, 512, "{} {tier:?}", profile.name);
+        }
+    }
+}
+
+/// Replays count cache hits under this profile, so it must never prefer to recompute a held block, not
+/// even a tail of one token alone on the slowest tier of another node.
+#[test]
+fn the_emulated_profile_fetches_whatever_is_held() {
+    let mut fleet = fleet(2);
+    fleet.profile = HardwareProfile::by_name("laptop-emulated").unwrap();
+    fleet.put_instance(Instance { node: None, ..instance(1) });
+    fleet.remove_instance(InstanceId(2));
+    for tail_tokens in [1, 2, 512] {
+        let request = RouteRequest { block_tokens: 512, input_tokens: 512 + tail_tokens, ..request(2) };
+        let matched = prefix(&[(1, &[(1, Tier::Dram)]), (1, &[(2, Tier::Ssd)])]);
+        assert_eq!(chosen(&request, &matched, &fleet).fetch_blocks, 2, "{tail_tokens}");
+    }
+}
+
+#[test]
+fn prefill_has_a_linear_and_a_quadratic_part() {
+    let profile = HardwareProfile { prefill_ps_per_token_context: 2_000, ..ROUND };
+    for (context, new, ns) in [
+        (0, 0, 0),
+        (1_000, 0, 0),
+        (0, 10, 1_000_000 + 100),
+        (1_000, 10, 1_000_000 + 20_000 + 100),
+        (u64::MAX, u64::MAX, u64::MAX),
+    ] {
+        assert_eq!(profile.prefill_ns(context, new), ns, "{context} {new}");
+    }
+}
+
+#[test]
+fn prefill_in_two_parts_takes_as_long_as_in_one() {
+    let profile = HardwareProfile::by_name("h100-8b").unwrap();
+    for cut in [0, 2, 4_096, 131_000, 131_072] {
+        let parts = profile.prefill_ns(0, cut) + profile.prefill_ns(cut, 131_072 - cut);
+        assert_eq!(parts, profile.prefill_ns(0, 131_072), "{cut}");
+    }
+}
+
+#[test]
+fn streams_round_up_and_never_overflow() {
+    let lane = |bytes_per_s| Lane { latency_ns: 0, bytes_per_s };
+    for (bytes_per_s, tokens, ns) in [
+        (1_000_000_000, 0, 0),
+        (1_000_000_000, 3, 3_000),
+        (3_000_000_000, 1, 334),
+        (0, 0, 0),
+        (0, 1, u64::MAX),
+        (1, u64::MAX, u64::MAX),
+    ] {
+        assert_eq!(ROUND.stream_ns(lane(bytes_per_s), tokens), ns, "{bytes_per_s} {tokens}");
+    }
+}
+
+#[test]
+fn a_lane_through_another_adds_latency_and_takes_the_narrower_rate() {
+    let (a, b) = (Lane { latency_ns: 1, bytes_per_s: 10 }, Lane { latency_ns: 2, bytes_per_s: 5 });
+    assert_eq!(a.through(b), Lane { latency_ns: 3, bytes_per_s: 5 });
+    assert_eq!(b.through(a), a.through(b));
+}

@@ -1,0 +1,280 @@
+//! The book itself: its state, its accounts, and what may be read from it.
+//!
+//! The situations are beside it: `fetch`, `save`, `lease`, `pressure` (who gives way) and `moves`
+//! (actions out, results in).
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
+
+use super::changes::{self, ChangeLog, Standing};
+use super::entry::{Entry, Meta, Slab};
+use super::lease::Lease;
+use super::moves::Action;
+use super::watermark::TierLimits;
+use crate::evict::{BlockKey, Policy};
+use crate::id::{BlockHash, LeaseId, TenantId, Tier, Timestamp};
+use crate::index::command::Change;
+
+/// What bounds a book.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// Size and marks of DRAM.
+    pub dram: TierLimits,
+    /// Size and marks of SSD.
+    pub ssd: TierLimits,
+    /// Time after which an unreleased lease ends by itself.
+    pub lease: Duration,
+    /// Leases held at once; above it callers are told `Busy`.
+    pub leases_max: usize,
+    /// Seeds the hash table, so that no caller can aim at one bucket.
+    pub seed: u64,
+}
+
+/// Account and policy of one tier.
+pub(super) struct Shelf {
+    pub(super) limits: TierLimits,
+    pub(super) policy: Box<dyn Policy>,
+    /// In the capacity's unit.
+    pub(super) used: u64,
+    pub(super) stats: TierStats,
+}
+
+impl Shelf {
+    fn new(limits: TierLimits, policy: Box<dyn Policy>) -> Shelf {
+        Shelf { limits, policy, used: 0, stats: TierStats { admitting: true, ..TierStats::default() } }
+    }
+}
+
+/// Counts of one tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TierStats {
+    /// Blocks that have their place here.
+    pub blocks: u64,
+    /// Their slots, in bytes.
+    pub used_bytes: u64,
+    /// Blocks that left for a slower tier since the start.
+    pub demoted_blocks: u64,
+    /// Blocks that came from a slower tier since the start.
+    pub promoted_blocks: u64,
+    /// Blocks dropped by pressure since the start.
+    pub dropped_blocks: u64,
+    /// Whether new blocks may come in.
+    pub admitting: bool,
+}
+
+/// A block found on the SSD at start.
+pub type Found = Meta;
+
+/// What is where on this node.
+pub struct Book {
+    pub(super) slab: Slab,
+    pub(super) dram: Shelf,
+    pub(super) ssd: Shelf,
+    pub(super) leases: BTreeMap<LeaseId, Lease>,
+    pub(super) deadlines: BTreeSet<(Timestamp, LeaseId)>,
+    pub(super) lease_span: Duration,
+    pub(super) leases_max: usize,
+    pub(super) tenants: BTreeMap<TenantId, u64>,
+    pub(super) quotas: BTreeMap<TenantId, u64>,
+    pub(super) pins: BTreeSet<BlockHash>,
+    pub(super) changes: ChangeLog,
+    pub(super) drops: VecDeque<Action>,
+    pub(super) promotes: VecDeque<BlockKey>,
+    pub(super) demotes: VecDeque<BlockKey>,
+}
+
+impl Book {
+    /// An empty book with one policy instance per tier.
+    #[must_use]
+    pub fn new(limits: &Limits, dram: Box<dyn Policy>, ssd: Box<dyn Policy>) -> Book {
+        Book {
+            slab: Slab::new(limits.seed),
+            dram: Shelf::new(limits.dram, dram),
+            ssd: Shelf::new(limits.ssd, ssd),
+            leases: BTreeMap::new(),
+            deadlines: BTreeSet::new(),
+            lease_span: limits.lease,
+            leases_max: limits.leases_max,
+            tenants: BTreeMap::new(),
+            quotas: BTreeMap::new(),
+            pins: BTreeSet::new(),
+            changes: ChangeLog::default(),
+            drops: VecDeque::new(),
+            promotes: VecDeque::new(),
+            demotes: VecDeque::new(),
+        }
+    }
+
+    /// Takes in a block found on the SSD at start. `None` when it is known already or does not fit.
+    pub fn restore(&mut self, found: Found, now: Timestamp) -> Option<BlockKey> {
+        let cost = self.ssd.limits.capacity.cost(found.charge.ssd);
+        if self.slab.find(&found.hash).is_some() || !self.ssd.limits.fits(self.ssd.used, cost) {
+            return None;
+        }
+        let pinned = self.pins.contains(&found.hash);
+        let key = self.slab.add(found, Tier::Ssd, pinned);
+        self.charge(key, Tier::Ssd);
+        self.charge_tenant(found.tenant, found.charge.frame);
+        if let Some(entry) = self.slab.get_mut(key) {
+            entry.copies.ssd = true;
+            entry.announced = Some(Tier::Ssd);
+            entry.ranked = true;
+        }
+        self.ssd.policy.insert(key, found.traits, now);
+        self.changes.stored(found.parent, found.hash, Tier::Ssd);
+        Some(key)
+    }
+
+    /// The block's description while the book knows the key.
+    #[must_use]
+    pub fn meta(&self, key: BlockKey) -> Option<Meta> {
+        self.slab.get(key).map(|entry| entry.meta)
+    }
+
+    /// The tier the index knows for this block, if it is readable.
+    #[must_use]
+    pub fn tier_of(&self, hash: &BlockHash) -> Option<Tier> {
+        self.slab.find(hash).and_then(|key| self.slab.get(key)).and_then(|entry| entry.announced)
+    }
+
+    /// Changes since the last call, in order.
+    pub fn take_changes(&mut self) -> Vec<Change> {
+        self.changes.take()
+    }
+
+    /// Everything readable as `Stored` runs, parents first; pending changes are void after it.
+    pub fn announce_all(&mut self) -> Vec<Change> {
+        self.changes.take();
+        let standing = self.slab.iter().filter_map(|(_, entry)| {
+            Some(Standing {
+                hash: entry.meta.hash,
+                parent: entry.meta.parent,
+                offset_blocks: entry.meta.traits.offset_blocks,
+                tier: entry.announced?,
+            })
+        });
+        changes::full(standing.collect())
+    }
+
+    /// Counts of a tier.
+    #[must_use]
+    pub fn stats(&self, tier: Tier) -> TierStats {
+        self.shelf(tier).stats
+    }
+
+    /// Leases held now.
+    #[must_use]
+    pub fn lease_count(&self) -> usize {
+        self.leases.len()
+    }
+
+    /// Resident blocks that a directive holds.
+    #[must_use]
+    pub fn pinned_blocks(&self) -> u64 {
+        self.pins.iter().filter(|hash| self.slab.find(hash).is_some()).count() as u64
+    }
+
+    /// Bytes per tenant, with the quota where there is one.
+    pub fn tenants(&self) -> impl Iterator<Item = (TenantId, u64, Option<u64>)> {
+        self.tenants.iter().map(|(&tenant, &bytes)| (tenant, bytes, self.quotas.get(&tenant).copied()))
+    }
+
+    /// Background work of the policies; about once a second.
+    pub fn refit(&mut self, now: Timestamp) {
+        self.dram.policy.refit(now);
+        self.ssd.policy.refit(now);
+    }
+
+    /// Lets new blocks into a tier, or stops it; what is there stays readable.
+    pub fn set_admitting(&mut self, tier: Tier, admitting: bool) {
+        self.shelf_mut(tier).stats.admitting = admitting;
+    }
+
+    pub(super) fn shelf(&self, tier: Tier) -> &Shelf {
+        if tier == Tier::Ssd { &self.ssd } else { &self.dram }
+    }
+
+    pub(super) fn shelf_mut(&mut self, tier: Tier) -> &mut Shelf {
+        if tier == Tier::Ssd { &mut self.ssd } else { &mut self.dram }
+    }
+
+    /// Whether the tier exists and takes new blocks.
+    pub(super) fn open(&self, tier: Tier) -> bool {
+        let shelf = self.shelf(tier);
+        shelf.stats.admitting && shelf.limits.capacity.amount() > 0
+    }
+
+    pub(super) fn cost(&self, entry: &Entry, tier: Tier) -> (u64, u64) {
+        let slot = slot_bytes(&entry.meta, tier);
+        (self.shelf(tier).limits.capacity.cost(slot), u64::from(slot))
+    }
+
+    /// Gives the block its place in `tier` and charges it there.
+    pub(super) fn charge(&mut self, key: BlockKey, tier: Tier) {
+        let Some((cost, bytes)) = self.slab.get(key).map(|entry| self.cost(entry, tier)) else { return };
+        let shelf = self.shelf_mut(tier);
+        shelf.used += cost;
+        shelf.stats.used_bytes += bytes;
+        shelf.stats.blocks += 1;
+        if let Some(entry) = self.slab.get_mut(key) {
+            entry.place = Some(tier);
+        }
+    }
+
+    /// Takes the block out of its place: account and policy. Returns the tier it had.
+    pub(super) fn discharge(&mut self, key: BlockKey) -> Option<Tier> {
+        let entry = self.slab.get_mut(key)?;
+        let tier = entry.place.take()?;
+        let ranked = std::mem::take(&mut entry.ranked);
+        let (cost, bytes) = self.slab.get(key).map(|entry| self.cost(entry, tier))?;
+        let shelf = self.shelf_mut(tier);
+        shelf.used -= cost;
+        shelf.stats.used_bytes -= bytes;
+        shelf.stats.blocks -= 1;
+        if ranked {
+            shelf.policy.remove(key);
+        }
+        Some(tier)
+    }
+
+    /// Makes the block known to its tier's policy as just used.
+    pub(super) fn rank(&mut self, key: BlockKey, now: Timestamp) {
+        let Some(entry) = self.slab.get_mut(key) else { return };
+        let (Some(tier), traits) = (entry.place, entry.meta.traits) else { return };
+        let known = std::mem::replace(&mut entry.ranked, true);
+        let policy = &mut self.shelf_mut(tier).policy;
+        if known {
+            policy.access(key, traits, now);
+        } else {
+            policy.insert(key, traits, now);
+        }
+    }
+
+    pub(super) fn charge_tenant(&mut self, tenant: TenantId, bytes: u32) {
+        *self.tenants.entry(tenant).or_default() += u64::from(bytes);
+    }
+
+    pub(super) fn discharge_tenant(&mut self, tenant: TenantId, bytes: u32) {
+        if let Some(used) = self.tenants.get_mut(&tenant) {
+            *used -= u64::from(bytes);
+            if *used == 0 {
+                self.tenants.remove(&tenant);
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Book {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Book")
+            .field("dram", &self.dram.stats)
+            .field("ssd", &self.ssd.stats)
+            .field("leases", &self.leases.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Slot a block takes in a tier, in bytes.
+pub(super) fn slot_bytes(meta: &Meta, tier: Tier) -> u32 {
+    if tier == Tier::Ssd { meta.charge.ssd } else { meta.charge.dram }
+}

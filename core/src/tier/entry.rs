@@ -1,0 +1,238 @@
+//! One block as the book sees it, and the slab that gives blocks dense numbers.
+//!
+//! Not here: any decision about a block.
+
+use std::hash::{BuildHasher, Hasher};
+
+use hashbrown::HashMap;
+
+use super::Charge;
+use crate::evict::{BlockKey, BlockTraits};
+use crate::id::{BlockHash, TenantId, Tier};
+
+/// What a block is, apart from where it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Meta {
+    /// The block.
+    pub hash: BlockHash,
+    /// Hash before it; `None` at the start of a prefix.
+    pub parent: Option<BlockHash>,
+    /// Who saved it.
+    pub tenant: TenantId,
+    /// What the policy knows.
+    pub traits: BlockTraits,
+    /// What it costs.
+    pub charge: Charge,
+}
+
+/// Which tiers hold a copy of the bytes right now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Copies {
+    pub(super) dram: bool,
+    pub(super) ssd: bool,
+}
+
+impl Copies {
+    pub(super) fn has(self, tier: Tier) -> bool {
+        match tier {
+            Tier::Dram => self.dram,
+            Tier::Ssd => self.ssd,
+            Tier::Gpu => false,
+        }
+    }
+
+    pub(super) fn set(&mut self, tier: Tier, present: bool) {
+        match tier {
+            Tier::Dram => self.dram = present,
+            Tier::Ssd => self.ssd = present,
+            Tier::Gpu => {}
+        }
+    }
+}
+
+/// One block.
+#[derive(Clone, Debug)]
+pub(super) struct Entry {
+    pub(super) meta: Meta,
+    /// Distinguishes two blocks that had the same key one after the other.
+    pub(super) serial: u64,
+    /// Where it should be and is charged; `None` once it is on its way out.
+    pub(super) place: Option<Tier>,
+    /// Where its bytes are.
+    pub(super) copies: Copies,
+    /// Target of the one move in flight.
+    pub(super) moving: Option<Tier>,
+    /// The tier the index was told, if it was told.
+    pub(super) announced: Option<Tier>,
+    /// Bytes are still on their way in.
+    pub(super) writing: bool,
+    /// The policy of its place knows it.
+    pub(super) ranked: bool,
+    /// Leases that hold it.
+    pub(super) leases: u32,
+    /// A directive holds it.
+    pub(super) pinned: bool,
+    /// A reader waits for its bytes in DRAM.
+    pub(super) awaited: bool,
+    /// It stands in the queue of moves to be started.
+    pub(super) queued: bool,
+}
+
+impl Entry {
+    pub(super) fn held(&self) -> bool {
+        self.leases > 0 || self.pinned || self.writing
+    }
+}
+
+/// Entries by dense key, and keys by hash.
+#[derive(Debug)]
+pub(super) struct Slab {
+    entries: Vec<Option<Entry>>,
+    free: Vec<BlockKey>,
+    by_hash: HashMap<BlockHash, BlockKey, Fold>,
+    serial: u64,
+}
+
+impl Slab {
+    pub(super) fn new(seed: u64) -> Slab {
+        let by_hash = HashMap::with_hasher(Fold { seed });
+        Slab { entries: Vec::new(), free: Vec::new(), by_hash, serial: 0 }
+    }
+
+    pub(super) fn find(&self, hash: &BlockHash) -> Option<BlockKey> {
+        self.by_hash.get(hash).copied()
+    }
+
+    pub(super) fn get(&self, key: BlockKey) -> Option<&Entry> {
+        self.entries.get(key.0 as usize)?.as_ref()
+    }
+
+    pub(super) fn get_mut(&mut self, key: BlockKey) -> Option<&mut Entry> {
+        self.entries.get_mut(key.0 as usize)?.as_mut()
+    }
+
+    /// Adds a block that is not in the map yet.
+    pub(super) fn add(&mut self, meta: Meta, place: Tier, pinned: bool) -> BlockKey {
+        self.serial += 1;
+        let entry = Entry {
+            meta,
+            serial: self.serial,
+            place: Some(place),
+            copies: Copies::default(),
+            moving: None,
+            announced: None,
+            writing: false,
+            ranked: false,
+            leases: 0,
+            pinned,
+            awaited: false,
+            queued: false,
+        };
+        let key = self.free.pop().unwrap_or_else(|| {
+            self.entries.push(None);
+            BlockKey(u32::try_from(self.entries.len() - 1).unwrap_or(u32::MAX))
+        });
+        self.entries[key.0 as usize] = Some(entry);
+        self.by_hash.insert(meta.hash, key);
+        key
+    }
+
+    /// Makes the hash unknown; the entry stays until its bytes are gone.
+    pub(super) fn forget_hash(&mut self, key: BlockKey) {
+        let Some(hash) = self.get(key).map(|entry| entry.meta.hash) else { return };
+        if self.by_hash.get(&hash) == Some(&key) {
+            self.by_hash.remove(&hash);
+        }
+    }
+
+    pub(super) fn remove(&mut self, key: BlockKey) {
+        self.forget_hash(key);
+        if let Some(entry) = self.entries.get_mut(key.0 as usize)
+            && entry.take().is_some()
+        {
+            self.free.push(key);
+        }
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (BlockKey, &Entry)> {
+        (0u32..).zip(&self.entries).filter_map(|(number, entry)| Some((BlockKey(number), entry.as_ref()?)))
+    }
+}
+
+/// Hashes block hashes, which are uniform already; the seed keeps a caller from aiming at one bucket.
+#[derive(Clone, Debug)]
+pub(super) struct Fold {
+    pub(super) seed: u64,
+}
+
+pub(super) struct FoldState(u64);
+
+impl BuildHasher for Fold {
+    type Hasher = FoldState;
+
+    fn build_hasher(&self) -> FoldState {
+        FoldState(self.seed | 1)
+    }
+}
+
+impl Hasher for FoldState {
+    fn write(&mut self, bytes: &[u8]) {
+        for part in bytes.chunks(8) {
+            let mut word = [0u8; 8];
+            word[..part.len()].copy_from_slice(part);
+            let product = u128::from(self.0 ^ u64::from_le_bytes(word)) * 0x9E37_79B9_7F4A_7C15_u128;
+            self.0 = (product as u64) ^ ((product >> 64) as u64);
+        }
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn meta(number: u8) -> Meta {
+        Meta {
+            hash: BlockHash([number; 16]),
+            parent: None,
+            tenant: TenantId(0),
+            traits: BlockTraits::default(),
+            charge: Charge::default(),
+        }
+    }
+
+    #[test]
+    fn keys_are_dense_and_reused_with_another_serial() {
+        let mut slab = Slab::new(7);
+        let first = slab.add(meta(1), Tier::Dram, false);
+        let second = slab.add(meta(2), Tier::Dram, false);
+        assert_eq!((first, second), (BlockKey(0), BlockKey(1)));
+        let serial = slab.get(first).unwrap().serial;
+        slab.remove(first);
+        assert_eq!(slab.find(&BlockHash([1; 16])), None);
+        assert_eq!(slab.add(meta(3), Tier::Ssd, false), first);
+        assert_ne!(slab.get(first).unwrap().serial, serial);
+    }
+
+    #[test]
+    fn forgetting_a_hash_leaves_a_newer_block_of_that_hash_alone() {
+        let mut slab = Slab::new(7);
+        let old = slab.add(meta(1), Tier::Dram, false);
+        slab.forget_hash(old);
+        let new = slab.add(meta(1), Tier::Dram, false);
+        slab.remove(old);
+        assert_eq!(slab.find(&BlockHash([1; 16])), Some(new));
+    }
+
+    #[test]
+    fn the_hash_spreads_over_low_bits() {
+        let fold = Fold { seed: 99 };
+        let low: std::collections::BTreeSet<u64> =
+            (0..=255u8).map(|n| fold.hash_one(BlockHash([n; 16])) & 0xff).collect();
+        assert!(low.len() > 120, "only {} of 256 buckets used", low.len());
+    }
+}

@@ -1,0 +1,60 @@
+//! A reader asks for consecutive blocks: which it gets, from where, and what must be loaded first.
+
+use super::book::Book;
+use super::{Asker, LeasesFull};
+use crate::evict::BlockKey;
+use crate::id::{BlockHash, Tier, Timestamp};
+
+/// One block that a fetch reaches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reach {
+    /// Its key, valid while the lease holds it.
+    pub key: BlockKey,
+    /// Where its bytes are now. From SSD they are loaded first; completion is [`Book::on_moved`] to DRAM.
+    pub tier: Tier,
+}
+
+/// What a fetch reaches: the leading blocks up to the first one that is not held.
+pub type Reached = Vec<Reach>;
+
+impl Book {
+    /// Leases the leading blocks that are readable and starts loading those on SSD.
+    ///
+    /// # Errors
+    /// [`LeasesFull`] when the lease is new and the limit is reached.
+    pub fn fetch(
+        &mut self,
+        asker: Asker,
+        hashes: &[BlockHash],
+        now: Timestamp,
+    ) -> Result<Reached, LeasesFull> {
+        let keys: Vec<BlockKey> = hashes.iter().map_while(|hash| self.readable(hash)).collect();
+        if keys.is_empty() {
+            return Ok(Vec::new());
+        }
+        self.open_lease(asker, now)?;
+        // Hold all before any promotion, or loading the first could push out the last.
+        for &key in &keys {
+            self.hold(asker.lease, key);
+        }
+        Ok(keys.into_iter().map(|key| self.reach(key, now)).collect())
+    }
+
+    fn reach(&mut self, key: BlockKey, now: Timestamp) -> Reach {
+        if self.slab.get(key).is_some_and(|entry| entry.place == Some(Tier::Ssd)) {
+            self.promote(key, now);
+        }
+        let Some(entry) = self.slab.get_mut(key) else { return Reach { key, tier: Tier::Ssd } };
+        if entry.copies.dram {
+            return Reach { key, tier: Tier::Dram };
+        }
+        entry.awaited = true;
+        self.settle(key);
+        Reach { key, tier: Tier::Ssd }
+    }
+
+    pub(super) fn readable(&self, hash: &BlockHash) -> Option<BlockKey> {
+        let key = self.slab.find(hash)?;
+        self.slab.get(key).is_some_and(|entry| !entry.writing).then_some(key)
+    }
+}

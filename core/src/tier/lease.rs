@@ -1,0 +1,133 @@
+//! Leases and pins: who holds a block, and what the end of a request does to the order of eviction.
+//!
+//! A lease is one request on this node. At its end the request's blocks are touched from tail to
+//! head, so that the head of a prefix is always younger than its tail.
+
+use std::collections::BTreeSet;
+
+use super::book::Book;
+use super::{Asker, LeasesFull};
+use crate::evict::BlockKey;
+use crate::id::{BlockHash, Category, LeaseId, TenantId, Tier, Timestamp};
+
+/// One request under way.
+#[derive(Clone, Debug)]
+pub(super) struct Lease {
+    category: Category,
+    deadline: Timestamp,
+    /// Ordered by offset.
+    blocks: BTreeSet<Hold>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Hold {
+    offset_blocks: u32,
+    key: BlockKey,
+    serial: u64,
+}
+
+impl Book {
+    /// Opens the lease or renews it.
+    pub(super) fn open_lease(&mut self, asker: Asker, now: Timestamp) -> Result<(), LeasesFull> {
+        if let Some(lease) = self.leases.get_mut(&asker.lease) {
+            lease.category = asker.category;
+            self.renew(asker.lease, now);
+            return Ok(());
+        }
+        if self.leases.len() >= self.leases_max {
+            return Err(LeasesFull { limit: self.leases_max });
+        }
+        let deadline = now.after(self.lease_span);
+        let lease = Lease { category: asker.category, deadline, blocks: BTreeSet::new() };
+        self.leases.insert(asker.lease, lease);
+        self.deadlines.insert((deadline, asker.lease));
+        Ok(())
+    }
+
+    /// Starts the lease's time anew; it is unknown once it ended.
+    pub fn renew(&mut self, id: LeaseId, now: Timestamp) {
+        let deadline = now.after(self.lease_span);
+        if let Some(lease) = self.leases.get_mut(&id) {
+            self.deadlines.remove(&(lease.deadline, id));
+            lease.deadline = deadline;
+            self.deadlines.insert((deadline, id));
+        }
+    }
+
+    pub(super) fn hold(&mut self, id: LeaseId, key: BlockKey) {
+        let (Some(lease), Some(entry)) = (self.leases.get_mut(&id), self.slab.get_mut(key)) else { return };
+        let hold = Hold { offset_blocks: entry.meta.traits.offset_blocks, key, serial: entry.serial };
+        if lease.blocks.insert(hold) {
+            entry.leases += 1;
+        }
+    }
+
+    /// Ends a request: its blocks are free to go, and have just been used, tail first.
+    pub fn release(&mut self, id: LeaseId, now: Timestamp) {
+        let Some(lease) = self.leases.remove(&id) else { return };
+        self.deadlines.remove(&(lease.deadline, id));
+        let live: Vec<BlockKey> = lease.blocks.iter().rev().filter_map(|hold| self.let_go(*hold)).collect();
+        for key in live {
+            self.touch(key, lease.category, now);
+        }
+    }
+
+    fn let_go(&mut self, hold: Hold) -> Option<BlockKey> {
+        let entry = self.slab.get_mut(hold.key).filter(|entry| entry.serial == hold.serial)?;
+        entry.leases -= 1;
+        (!entry.writing && entry.place.is_some()).then_some(hold.key)
+    }
+
+    /// The block was used: newest in its tier's policy, and up to DRAM if it is below.
+    fn touch(&mut self, key: BlockKey, category: Category, now: Timestamp) {
+        // An earlier block of the same request may have pushed it out.
+        let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.place.is_some()) else { return };
+        entry.meta.traits.category = category;
+        if entry.place == Some(Tier::Ssd) {
+            self.promote(key, now);
+        }
+        self.rank(key, now);
+    }
+
+    /// Ends every lease whose time is over. Returns how many.
+    pub fn expire(&mut self, now: Timestamp) -> usize {
+        let mut ended = 0;
+        while let Some(&(deadline, id)) = self.deadlines.first() {
+            if deadline > now {
+                break;
+            }
+            self.release(id, now);
+            ended += 1;
+        }
+        ended
+    }
+
+    /// Replaces the set of pinned blocks. Pins also hold for blocks that come later.
+    pub fn set_pins(&mut self, pins: BTreeSet<BlockHash>) {
+        let old = std::mem::replace(&mut self.pins, pins);
+        for hash in &old {
+            self.mark_pinned(hash);
+        }
+        let new: Vec<BlockHash> = self.pins.difference(&old).copied().collect();
+        for hash in &new {
+            self.mark_pinned(hash);
+        }
+    }
+
+    fn mark_pinned(&mut self, hash: &BlockHash) {
+        let pinned = self.pins.contains(hash);
+        if let Some(entry) = self.slab.find(hash).and_then(|key| self.slab.get_mut(key)) {
+            entry.pinned = pinned;
+        }
+    }
+
+    /// Replaces the quotas, in bytes per tenant, and drops what is over and not held.
+    pub fn set_quotas(&mut self, quotas: impl IntoIterator<Item = (TenantId, u64)>, now: Timestamp) {
+        self.quotas = quotas.into_iter().collect();
+        let quotas: Vec<(TenantId, u64)> =
+            self.quotas.iter().map(|(&tenant, &bytes)| (tenant, bytes)).collect();
+        for (tenant, quota) in quotas {
+            self.shrink_tenant(tenant, quota, 0, now);
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! The tier book of one node: what is where, who holds it, what moves next. Pure.
+//!
+//! The book decides *logically and at once* in which tier a block belongs; bytes follow later. Each
+//! entry has a place where it should be and the copies that exist, and the difference comes out as
+//! [`Action`]s. Whoever runs them reports back with [`Book::on_moved`] or [`Book::on_move_failed`].
+//! Because decisions do not wait for bytes, DRAM and SSD together behave as one policy of the summed
+//! capacity, whatever the disk does.
+//!
+//! Not here: bytes, slots, files (`kvfleet-node`), nor which block is the victim ([`crate::evict`]).
+
+mod book;
+mod changes;
+mod entry;
+mod fetch;
+mod lease;
+mod moves;
+mod pressure;
+mod save;
+#[cfg(test)]
+mod tests;
+mod watermark;
+
+pub use book::{Book, Found, Limits, TierStats};
+pub use changes::ChangeLog;
+pub use entry::Meta;
+pub use fetch::{Reach, Reached};
+pub use moves::{Action, Room};
+pub use save::{Offer, Offered, RefusedBy};
+pub use watermark::{Capacity, TierLimits};
+
+use crate::id::{Category, LeaseId, TenantId};
+
+pub use crate::evict::BlockKey;
+
+/// Who asks: the part of a fetch or save that the book needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Asker {
+    /// The lease under which this request's blocks are held.
+    pub lease: LeaseId,
+    /// Whose bytes.
+    pub tenant: TenantId,
+    /// Category of the request, handed to the policy.
+    pub category: Category,
+}
+
+/// What one block costs, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Charge {
+    /// Encoded frame, counted against the tenant's quota.
+    pub frame: u32,
+    /// Slot in DRAM.
+    pub dram: u32,
+    /// Slot on SSD.
+    pub ssd: u32,
+}
+
+/// The book holds as many leases as it may; the caller answers `Busy`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{limit} leases are held already")]
+pub struct LeasesFull {
+    /// The limit.
+    pub limit: usize,
+}

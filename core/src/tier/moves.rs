@@ -1,0 +1,188 @@
+//! Actions out, results in: how bytes follow the places that the book has decided.
+//!
+//! At most one move per block is in flight. When it ends, the book looks at where the block should be
+//! *now*, so a block demoted and wanted back meanwhile costs nothing more.
+
+use super::book::Book;
+use crate::evict::BlockKey;
+use crate::id::{BlockHash, Tier, Timestamp};
+
+/// Something to do with bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Write the block's DRAM bytes to SSD; then [`Book::on_moved`] to SSD.
+    Demote {
+        /// The block.
+        key: BlockKey,
+        /// Its hash, for the medium's header and for logs.
+        hash: BlockHash,
+    },
+    /// Read the block's SSD bytes into DRAM; then [`Book::on_moved`] to DRAM.
+    Promote {
+        /// The block.
+        key: BlockKey,
+        /// Its hash, to check what was read.
+        hash: BlockHash,
+    },
+    /// Free the block's DRAM bytes (readers that hold them keep them). Needs no answer.
+    DropDram {
+        /// The block; its key may be given out again after this.
+        key: BlockKey,
+    },
+    /// Free the block's SSD slot. Needs no answer.
+    DropSsd {
+        /// The block; its key may be given out again after this.
+        key: BlockKey,
+    },
+}
+
+/// Which moves can start now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// A DRAM slot for a promotion is free.
+    pub dram: bool,
+    /// An SSD slot for a demotion is free.
+    pub ssd: bool,
+}
+
+impl Book {
+    /// The next thing to do: drops first, then loads (someone waits), then demotions.
+    pub fn next_action(&mut self, room: Room) -> Option<Action> {
+        if let Some(action) = self.drops.pop_front() {
+            return Some(action);
+        }
+        if room.dram
+            && let Some(key) = self.next_due(Tier::Dram)
+        {
+            return self.start(key, Tier::Dram);
+        }
+        if room.ssd
+            && let Some(key) = self.next_due(Tier::Ssd)
+        {
+            return self.start(key, Tier::Ssd);
+        }
+        None
+    }
+
+    fn next_due(&mut self, to: Tier) -> Option<BlockKey> {
+        loop {
+            let queue = if to == Tier::Dram { &mut self.promotes } else { &mut self.demotes };
+            let key = queue.pop_front()?;
+            if let Some(entry) = self.slab.get_mut(key) {
+                entry.queued = false;
+            }
+            if self.due(key) == Some(to) {
+                return Some(key);
+            }
+            // It changed its mind while it waited: it may have to stand in the other queue.
+            self.enqueue(key);
+        }
+    }
+
+    fn start(&mut self, key: BlockKey, to: Tier) -> Option<Action> {
+        let entry = self.slab.get_mut(key)?;
+        entry.moving = Some(to);
+        let hash = entry.meta.hash;
+        Some(if to == Tier::Dram { Action::Promote { key, hash } } else { Action::Demote { key, hash } })
+    }
+
+    /// The move this block needs now, if it can start.
+    fn due(&self, key: BlockKey) -> Option<Tier> {
+        let entry = self.slab.get(key)?;
+        if entry.moving.is_some() || entry.writing {
+            return None;
+        }
+        let place = entry.place?;
+        let load = !entry.copies.dram && (entry.awaited || place == Tier::Dram);
+        if load && entry.copies.ssd {
+            return Some(Tier::Dram);
+        }
+        (place == Tier::Ssd && !entry.copies.ssd && entry.copies.dram).then_some(Tier::Ssd)
+    }
+
+    fn enqueue(&mut self, key: BlockKey) {
+        let Some(to) = self.due(key) else { return };
+        let Some(entry) = self.slab.get_mut(key) else { return };
+        if !std::mem::replace(&mut entry.queued, true) {
+            if to == Tier::Dram { &mut self.promotes } else { &mut self.demotes }.push_back(key);
+        }
+    }
+
+    /// A move ended well.
+    pub fn on_moved(&mut self, key: BlockKey, to: Tier) {
+        let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.moving == Some(to)) else { return };
+        entry.moving = None;
+        entry.copies.set(to, true);
+        if to == Tier::Dram {
+            entry.awaited = false;
+        }
+        self.settle(key);
+    }
+
+    /// A move failed. A block that could not be read is gone; one that could not be written stays in
+    /// DRAM if there is room and is gone otherwise.
+    pub fn on_move_failed(&mut self, key: BlockKey, to: Tier, now: Timestamp) {
+        let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.moving == Some(to)) else { return };
+        entry.moving = None;
+        entry.awaited = false;
+        let place = entry.place;
+        if to == Tier::Dram && place.is_some() {
+            self.drop_block(key);
+        } else if place == Some(Tier::Ssd) {
+            self.keep_in_dram(key, now);
+        } else {
+            self.settle(key);
+        }
+    }
+
+    fn keep_in_dram(&mut self, key: BlockKey, now: Timestamp) {
+        // An older block may not push out a newer one because the disk failed, unless it is held.
+        let Some(entry) = self.slab.get(key) else { return };
+        let (held, cost) = (entry.held(), self.cost(entry, Tier::Dram).0);
+        let welcome = held || self.dram.limits.fits(self.dram.used, cost);
+        if !welcome || !self.promote(key, now) {
+            self.drop_block(key);
+        } else if self.slab.get(key).is_some_and(|entry| entry.leases == 0) {
+            self.rank(key, now);
+        }
+    }
+
+    /// Brings what exists in line with what should: drops surplus copies, announces, queues a move.
+    pub(super) fn settle(&mut self, key: BlockKey) {
+        let Some(entry) = self.slab.get_mut(key) else { return };
+        if entry.moving.is_some() || entry.writing {
+            return;
+        }
+        let Some(place) = entry.place else { return self.clear_out(key) };
+        if !entry.copies.has(place) || (entry.awaited && !entry.copies.dram) {
+            return self.enqueue(key);
+        }
+        let (hash, announced) = (entry.meta.hash, entry.announced.replace(place));
+        entry.awaited = false;
+        let other = if place == Tier::Dram { Tier::Ssd } else { Tier::Dram };
+        let surplus = entry.copies.has(other);
+        entry.copies.set(other, false);
+        if surplus {
+            self.drops.push_back(drop_action(key, other));
+        }
+        if let Some(from) = announced.filter(|&from| from != place) {
+            self.changes.moved(hash, from, place);
+        }
+    }
+
+    /// The block is over: free its copies, then its key.
+    fn clear_out(&mut self, key: BlockKey) {
+        let Some(entry) = self.slab.get_mut(key) else { return };
+        let copies = std::mem::take(&mut entry.copies);
+        for tier in [Tier::Dram, Tier::Ssd] {
+            if copies.has(tier) {
+                self.drops.push_back(drop_action(key, tier));
+            }
+        }
+        self.slab.remove(key);
+    }
+}
+
+fn drop_action(key: BlockKey, tier: Tier) -> Action {
+    if tier == Tier::Ssd { Action::DropSsd { key } } else { Action::DropDram { key } }
+}

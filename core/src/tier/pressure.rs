@@ -1,0 +1,131 @@
+//! Who gives way: making room in a tier, demoting, dropping, promoting, and a tenant's own limit.
+//!
+//! The policy names the victim; held blocks are never offered to it.
+
+use super::book::{Book, slot_bytes};
+use crate::evict::BlockKey;
+use crate::id::{TenantId, Tier, Timestamp};
+
+impl Book {
+    /// Makes room for a slot of `slot` bytes, evicting by the marks. `false` when too much is held.
+    pub(super) fn reserve(&mut self, tier: Tier, slot: u32, now: Timestamp) -> bool {
+        let shelf = self.shelf(tier);
+        let (limits, cost) = (shelf.limits, shelf.limits.capacity.cost(slot));
+        if cost > limits.capacity.amount() {
+            return false;
+        }
+        if let Some(goal) = limits.goal(shelf.used, cost) {
+            while self.shelf(tier).used.saturating_add(cost) > goal && self.evict_one(tier, now) {}
+        }
+        limits.fits(self.shelf(tier).used, cost)
+    }
+
+    fn evict_one(&mut self, tier: Tier, now: Timestamp) -> bool {
+        let Some(victim) = self.victim(tier, None, now) else { return false };
+        if tier == Tier::Dram && self.open(Tier::Ssd) {
+            self.demote(victim, now);
+        } else {
+            self.shelf_mut(tier).stats.dropped_blocks += 1;
+            self.drop_block(victim);
+        }
+        true
+    }
+
+    fn victim(&mut self, tier: Tier, of: Option<TenantId>, now: Timestamp) -> Option<BlockKey> {
+        let slab = &self.slab;
+        let spared = |key: BlockKey| {
+            slab.get(key)
+                .is_none_or(|entry| entry.held() || of.is_some_and(|tenant| entry.meta.tenant != tenant))
+        };
+        let shelf = if tier == Tier::Ssd { &mut self.ssd } else { &mut self.dram };
+        shelf.policy.victim(now, &spared)
+    }
+
+    /// DRAM to SSD; dropped when nothing there may give way.
+    fn demote(&mut self, key: BlockKey, now: Timestamp) {
+        let Some(slot) = self.meta(key).map(|meta| meta.charge.ssd) else { return };
+        self.discharge(key);
+        if self.reserve(Tier::Ssd, slot, now) {
+            self.dram.stats.demoted_blocks += 1;
+            self.charge(key, Tier::Ssd);
+            self.rank(key, now);
+            self.settle(key);
+        } else {
+            self.dram.stats.dropped_blocks += 1;
+            self.drop_block(key);
+        }
+    }
+
+    /// SSD to DRAM, if something there may give way. The block keeps its place otherwise.
+    ///
+    /// The caller ranks it: a leased block enters the policy at release.
+    pub(super) fn promote(&mut self, key: BlockKey, now: Timestamp) -> bool {
+        let Some(slot) = self.meta(key).map(|meta| meta.charge.dram) else { return false };
+        if !self.can_take(slot, now) {
+            return false;
+        }
+        // Leave the SSD first: whoever is demoted for this block takes its room there.
+        self.discharge(key);
+        if !self.reserve(Tier::Dram, slot, now) {
+            // Not reachable while `can_take` is right; the block goes back to where its bytes are.
+            self.charge(key, Tier::Ssd);
+            self.rank(key, now);
+            return false;
+        }
+        self.charge(key, Tier::Dram);
+        self.dram.stats.promoted_blocks += 1;
+        self.settle(key);
+        true
+    }
+
+    /// Whether DRAM has room for the slot, or would after one eviction.
+    fn can_take(&mut self, slot: u32, now: Timestamp) -> bool {
+        let (limits, used) = (self.dram.limits, self.dram.used);
+        let cost = limits.capacity.cost(slot);
+        if !self.open(Tier::Dram) || limits.fits(used, cost) {
+            return self.open(Tier::Dram);
+        }
+        let Some(victim) = self.victim(Tier::Dram, None, now) else { return false };
+        let Some(meta) = self.meta(victim) else { return false };
+        let freed = limits.capacity.cost(slot_bytes(&meta, Tier::Dram));
+        limits.fits(used.saturating_sub(freed), cost)
+    }
+
+    /// Ends a block: out of the accounts, unknown to readers, its copies dropped.
+    pub(super) fn drop_block(&mut self, key: BlockKey) {
+        self.discharge(key);
+        let Some(entry) = self.slab.get_mut(key) else { return };
+        let meta = entry.meta;
+        if let Some(tier) = entry.announced.take() {
+            self.changes.dropped(meta.hash, tier);
+        }
+        self.discharge_tenant(meta.tenant, meta.charge.frame);
+        self.slab.forget_hash(key);
+        self.settle(key);
+    }
+
+    /// Brings a tenant to `quota` with `coming` bytes more, by dropping its own coldest blocks, SSD first.
+    pub(super) fn shrink_tenant(
+        &mut self,
+        tenant: TenantId,
+        quota: u64,
+        coming: u64,
+        now: Timestamp,
+    ) -> bool {
+        if coming > quota {
+            return false;
+        }
+        for tier in [Tier::Ssd, Tier::Dram] {
+            while self.tenant_bytes(tenant).saturating_add(coming) > quota {
+                let Some(victim) = self.victim(tier, Some(tenant), now) else { break };
+                self.shelf_mut(tier).stats.dropped_blocks += 1;
+                self.drop_block(victim);
+            }
+        }
+        self.tenant_bytes(tenant).saturating_add(coming) <= quota
+    }
+
+    fn tenant_bytes(&self, tenant: TenantId) -> u64 {
+        self.tenants.get(&tenant).copied().unwrap_or(0)
+    }
+}

@@ -1,0 +1,133 @@
+//! New blocks come in: what is wanted of an offer, and the end of each write.
+
+use super::book::Book;
+use super::entry::Meta;
+use super::{Asker, Charge, LeasesFull};
+use crate::evict::{BlockKey, BlockTraits};
+use crate::id::{BlockHash, TenantId, Tier, Timestamp};
+
+/// Answer for one offered block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Offered {
+    /// Room is reserved under this key; end it with [`Book::commit`] or [`Book::abort`]. Run the drops
+    /// of [`Book::next_action`] before keeping bytes under it: the key may have been another block's.
+    Wanted(BlockKey),
+    /// It is here, or another save is writing it: no bytes needed.
+    Present,
+    /// It cannot be taken.
+    Refused(RefusedBy),
+}
+
+/// Why an offered block is not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RefusedBy {
+    /// The tenant's quota, and nothing of the tenant may leave.
+    Quota,
+    /// Every block that could give way is held, or no tier admits new blocks.
+    Full,
+}
+
+/// Consecutive blocks of a prefix, offered in one save.
+#[derive(Clone, Copy, Debug)]
+pub struct Offer<'a> {
+    /// Hash before the first one.
+    pub parent: Option<BlockHash>,
+    /// Offset of the first one, in blocks.
+    pub first_offset_blocks: u32,
+    /// The blocks, in prefix order.
+    pub hashes: &'a [BlockHash],
+    /// What each of them costs at most.
+    pub charge: Charge,
+}
+
+impl Book {
+    /// Leases what is present, reserves room for the rest.
+    ///
+    /// # Errors
+    /// [`LeasesFull`] when the lease is new and the limit is reached.
+    pub fn offer(
+        &mut self,
+        asker: Asker,
+        offer: Offer<'_>,
+        now: Timestamp,
+    ) -> Result<Vec<Offered>, LeasesFull> {
+        self.open_lease(asker, now)?;
+        // Present blocks are held first: making room for an early block must not drop a later one.
+        for hash in offer.hashes {
+            if let Some(key) = self.readable(hash) {
+                self.hold(asker.lease, key);
+            }
+        }
+        let mut parent = offer.parent;
+        let mut answers = Vec::with_capacity(offer.hashes.len());
+        for (&hash, offset_blocks) in offer.hashes.iter().zip(offer.first_offset_blocks..) {
+            let traits = BlockTraits { category: asker.category, offset_blocks, bytes: offer.charge.frame };
+            let meta = Meta { hash, parent, tenant: asker.tenant, traits, charge: offer.charge };
+            answers.push(self.offer_block(asker, meta, now));
+            parent = Some(hash);
+        }
+        Ok(answers)
+    }
+
+    fn offer_block(&mut self, asker: Asker, meta: Meta, now: Timestamp) -> Offered {
+        if self.slab.find(&meta.hash).is_some() {
+            return Offered::Present;
+        }
+        if !self.within_quota(asker.tenant, meta.charge, now) {
+            return Offered::Refused(RefusedBy::Quota);
+        }
+        let Some(tier) = self.admit(meta.charge, now) else {
+            return Offered::Refused(RefusedBy::Full);
+        };
+        let pinned = self.pins.contains(&meta.hash);
+        let key = self.slab.add(meta, tier, pinned);
+        self.charge(key, tier);
+        self.charge_tenant(meta.tenant, meta.charge.frame);
+        if let Some(entry) = self.slab.get_mut(key) {
+            entry.writing = true;
+        }
+        self.hold(asker.lease, key);
+        Offered::Wanted(key)
+    }
+
+    /// Room for a new block: in DRAM, or on SSD when nothing in DRAM may give way.
+    fn admit(&mut self, charge: Charge, now: Timestamp) -> Option<Tier> {
+        [(Tier::Dram, charge.dram), (Tier::Ssd, charge.ssd)]
+            .into_iter()
+            .find(|&(tier, slot)| self.open(tier) && self.reserve(tier, slot, now))
+            .map(|(tier, _)| tier)
+    }
+
+    fn within_quota(&mut self, tenant: TenantId, charge: Charge, now: Timestamp) -> bool {
+        match self.quotas.get(&tenant) {
+            Some(&quota) => self.shrink_tenant(tenant, quota, u64::from(charge.frame), now),
+            None => true,
+        }
+    }
+
+    /// The bytes of a wanted block are in DRAM and verified: from now on it is readable.
+    pub fn commit(&mut self, key: BlockKey, now: Timestamp) {
+        let Some(entry) = self.slab.get_mut(key) else { return };
+        if !std::mem::take(&mut entry.writing) {
+            return;
+        }
+        entry.copies.dram = true;
+        entry.announced = Some(Tier::Dram);
+        let (meta, leases) = (entry.meta, entry.leases);
+        self.changes.stored(meta.parent, meta.hash, Tier::Dram);
+        // A leased block enters its policy at release, tail before head.
+        if leases == 0 {
+            self.rank(key, now);
+        }
+        self.settle(key);
+    }
+
+    /// The bytes of a wanted block did not come, or were wrong.
+    pub fn abort(&mut self, key: BlockKey) {
+        let Some(entry) = self.slab.get(key).filter(|entry| entry.writing) else { return };
+        let meta = entry.meta;
+        self.discharge(key);
+        self.discharge_tenant(meta.tenant, meta.charge.frame);
+        self.slab.remove(key);
+    }
+}

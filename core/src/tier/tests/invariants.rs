@@ -1,0 +1,274 @@
+//! Random operations in random order, with moves that finish late or fail: the books always balance.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::*;
+use crate::index::command::Change;
+use proptest::prelude::*;
+
+#[derive(Clone, Debug)]
+enum Op {
+    Fetch { lease: u64, first: u64, count: u64 },
+    Offer { lease: u64, first: u64, count: u64, tenant: u32 },
+    CommitOldest,
+    AbortOldest,
+    Release { lease: u64 },
+    Expire { at: u64 },
+    Start { dram: bool, ssd: bool },
+    Finish { well: bool },
+    Pin { numbers: BTreeSet<u64> },
+    Quota { bytes: u64 },
+    Admit { ssd: bool },
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let lease = 0u64..6;
+    prop_oneof![
+        4 => (lease.clone(), 0u64..20, 1u64..6).prop_map(|(lease, first, count)| Op::Fetch { lease, first, count }),
+        6 => (lease.clone(), 0u64..20, 1u64..6, 0u32..2)
+            .prop_map(|(lease, first, count, tenant)| Op::Offer { lease, first, count, tenant }),
+        8 => Just(Op::CommitOldest),
+        1 => Just(Op::AbortOldest),
+        4 => lease.prop_map(|lease| Op::Release { lease }),
+        1 => (0u64..30_000_000).prop_map(|at| Op::Expire { at }),
+        8 => any::<(bool, bool)>().prop_map(|(dram, ssd)| Op::Start { dram, ssd }),
+        8 => prop::bool::weighted(0.85).prop_map(|well| Op::Finish { well }),
+        1 => prop::collection::btree_set(0u64..25, 0..3).prop_map(|numbers| Op::Pin { numbers }),
+        1 => (0u64..900).prop_map(|bytes| Op::Quota { bytes }),
+        1 => any::<bool>().prop_map(|ssd| Op::Admit { ssd }),
+    ]
+}
+
+/// The book with what a store around it would know.
+struct World {
+    book: Book,
+    now: u64,
+    writing: Vec<BlockKey>,
+    moving: Vec<Action>,
+    /// What an index that applied every change believes.
+    index: BTreeMap<BlockHash, Tier>,
+    /// Copies that a store would keep, by key.
+    bytes: BTreeSet<(BlockKey, Tier)>,
+    quota: Option<u64>,
+}
+
+impl World {
+    fn new(dram: TierLimits, ssd: TierLimits) -> World {
+        World {
+            book: book(dram, ssd),
+            now: 0,
+            writing: Vec::new(),
+            moving: Vec::new(),
+            index: BTreeMap::new(),
+            bytes: BTreeSet::new(),
+            quota: None,
+        }
+    }
+
+    fn run(&mut self, op: &Op) {
+        self.now += 1000;
+        let now = Timestamp(self.now);
+        match op.clone() {
+            Op::Fetch { lease, first, count } => {
+                let all: Vec<BlockHash> = (first..first + count).map(hash).collect();
+                self.book.fetch(asker(lease), &all, now).unwrap();
+            }
+            Op::Offer { lease, first, count, tenant } => self.offer(lease, first, count, tenant),
+            Op::CommitOldest if !self.writing.is_empty() => {
+                let key = self.writing.remove(0);
+                assert!(self.bytes.insert((key, Tier::Dram)), "{key:?} has bytes of another block");
+                self.book.commit(key, now);
+            }
+            Op::AbortOldest if !self.writing.is_empty() => self.book.abort(self.writing.remove(0)),
+            Op::Release { lease } => self.book.release(LeaseId(lease), now),
+            Op::Expire { at } => {
+                self.book.expire(Timestamp(at));
+            }
+            Op::Start { dram, ssd } => self.start(Room { dram, ssd }),
+            Op::Finish { well } if !self.moving.is_empty() => self.finish(well),
+            Op::Pin { numbers } => self.book.set_pins(numbers.into_iter().map(hash).collect()),
+            Op::Quota { bytes } => {
+                self.book.set_quotas([(TenantId(1), bytes)], now);
+                self.quota = Some(bytes);
+            }
+            Op::Admit { ssd } => self.book.set_admitting(Tier::Ssd, ssd),
+            Op::CommitOldest | Op::AbortOldest | Op::Finish { .. } => {}
+        }
+        self.drop_bytes();
+    }
+
+    fn offer(&mut self, lease: u64, first: u64, count: u64, tenant: u32) {
+        let all: Vec<BlockHash> = (first..first + count).map(hash).collect();
+        let parent = first.checked_sub(1).map(hash);
+        let who = Asker { tenant: TenantId(tenant), ..asker(lease) };
+        let offer = Offer {
+            parent,
+            first_offset_blocks: u32::try_from(first).unwrap(),
+            hashes: &all,
+            charge: CHARGE,
+        };
+        let before = self.tenant_bytes(tenant);
+        for answer in self.book.offer(who, offer, Timestamp(self.now)).unwrap() {
+            if let Offered::Wanted(key) = answer {
+                self.writing.push(key);
+            }
+        }
+        if let (1, Some(quota)) = (tenant, self.quota) {
+            let after = self.tenant_bytes(1);
+            assert!(after <= quota || after <= before, "{after} bytes, quota {quota}");
+        }
+        self.drop_bytes();
+    }
+
+    fn tenant_bytes(&self, tenant: u32) -> u64 {
+        self.book.tenants().find(|row| row.0 == TenantId(tenant)).map_or(0, |row| row.1)
+    }
+
+    fn drop_bytes(&mut self) {
+        while let Some(action) = self.book.next_action(Room { dram: false, ssd: false }) {
+            self.take_drop(action);
+        }
+    }
+
+    fn take_drop(&mut self, action: Action) {
+        let copy = match action {
+            Action::DropDram { key } => (key, Tier::Dram),
+            Action::DropSsd { key } => (key, Tier::Ssd),
+            other => panic!("{other:?} without room"),
+        };
+        assert!(self.bytes.remove(&copy), "{copy:?} was not there");
+    }
+
+    fn start(&mut self, room: Room) {
+        match self.book.next_action(room) {
+            Some(Action::Demote { key, hash }) => {
+                assert!(room.ssd && self.bytes.contains(&(key, Tier::Dram)));
+                self.moving.push(Action::Demote { key, hash });
+            }
+            Some(Action::Promote { key, hash }) => {
+                assert!(room.dram && self.bytes.contains(&(key, Tier::Ssd)));
+                self.moving.push(Action::Promote { key, hash });
+            }
+            Some(drop) => self.take_drop(drop),
+            None => {}
+        }
+    }
+
+    fn finish(&mut self, well: bool) {
+        let (key, to) = match self.moving.remove(self.moving.len() / 2) {
+            Action::Demote { key, .. } => (key, Tier::Ssd),
+            Action::Promote { key, .. } => (key, Tier::Dram),
+            _ => unreachable!("only moves are kept"),
+        };
+        if well {
+            assert!(self.bytes.insert((key, to)));
+            self.book.on_moved(key, to);
+        } else {
+            self.book.on_move_failed(key, to, Timestamp(self.now));
+        }
+    }
+
+    fn apply_changes(&mut self) {
+        for change in self.book.take_changes() {
+            apply(&mut self.index, change);
+        }
+    }
+
+    fn check(&mut self) {
+        let held = self.held();
+        self.apply_changes();
+        let told: BTreeMap<BlockHash, Tier> = self
+            .book
+            .slab
+            .iter()
+            .filter_map(|(_, entry)| Some((entry.meta.hash, entry.announced?)))
+            .collect();
+        assert_eq!(self.index, told, "the index and the book disagree");
+        for tier in [Tier::Dram, Tier::Ssd] {
+            self.check_account(tier);
+        }
+        for (key, entry) in self.book.slab.iter() {
+            assert_eq!(self.bytes.contains(&(key, Tier::Dram)), entry.copies.dram);
+            assert_eq!(self.bytes.contains(&(key, Tier::Ssd)), entry.copies.ssd);
+            if entry.announced.is_some() {
+                assert!(entry.copies.dram || entry.copies.ssd, "announced without bytes");
+            }
+            let at_rest = entry.place.is_some() && !entry.writing && entry.moving.is_none() && !entry.queued;
+            if at_rest {
+                let one = entry.copies.dram != entry.copies.ssd;
+                assert!(one && entry.copies.has(entry.place.unwrap()), "{entry:?}");
+                assert_eq!(entry.announced, entry.place);
+            }
+        }
+        assert!(held.iter().all(|hash| self.book.slab.find(hash).is_some()));
+    }
+
+    fn held(&self) -> BTreeSet<BlockHash> {
+        self.book
+            .slab
+            .iter()
+            .filter(|(_, e)| e.held() && e.place.is_some())
+            .map(|(_, e)| e.meta.hash)
+            .collect()
+    }
+
+    fn check_account(&self, tier: Tier) {
+        let stats = self.book.stats(tier);
+        let here: Vec<_> = self.book.slab.iter().filter(|(_, entry)| entry.place == Some(tier)).collect();
+        assert_eq!(stats.blocks, here.len() as u64);
+        let bytes: u64 = here.iter().map(|(_, entry)| u64::from(book::slot_bytes(&entry.meta, tier))).sum();
+        assert_eq!(stats.used_bytes, bytes);
+        let shelf = self.book.shelf(tier);
+        assert!(shelf.used <= shelf.limits.capacity.amount(), "{tier:?} over its capacity");
+        assert_eq!(shelf.policy.len(), here.iter().filter(|(_, entry)| entry.ranked).count());
+    }
+}
+
+fn apply(index: &mut BTreeMap<BlockHash, Tier>, change: Change) {
+    match change {
+        Change::Stored { blocks, tier, .. } => index.extend(blocks.into_iter().map(|block| (block, tier))),
+        Change::Moved { blocks, from, to } => {
+            for block in blocks {
+                assert_eq!(index.insert(block, to), Some(from));
+            }
+        }
+        Change::Dropped { blocks, tier } => {
+            for block in blocks {
+                assert_eq!(index.remove(&block), Some(tier));
+            }
+        }
+        Change::Cleared => index.clear(),
+    }
+}
+
+fn limits(capacity: u64, bytes: bool, slot: u64, marks: (f64, f64)) -> TierLimits {
+    let capacity =
+        if bytes { Capacity::Bytes(capacity * slot + slot / 2) } else { Capacity::Blocks(capacity) };
+    TierLimits { capacity, watermark_high: marks.0, watermark_low: marks.1 }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 600, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_books_balance_whatever_happens(
+        dram in 0u64..8, ssd in 0u64..8, bytes in any::<bool>(),
+        marks in prop_oneof![Just((1.0, 1.0)), Just((0.9, 0.5))],
+        ops in prop::collection::vec(op(), 1..150),
+    ) {
+        let mut world = World::new(limits(dram, bytes, 128, marks), limits(ssd, bytes, 4096, marks));
+        for op in &ops {
+            let held = world.held();
+            world.run(op);
+            world.check();
+            // Only a failed medium or the end of the hold takes a held block away.
+            if matches!(op, Op::Fetch { .. } | Op::Offer { .. } | Op::CommitOldest | Op::Start { .. } | Op::Quota { .. }) {
+                prop_assert!(held.iter().all(|hash| world.book.slab.find(hash).is_some()), "{op:?} took a held block");
+            }
+        }
+        let full = world.book.announce_all();
+        let before = std::mem::take(&mut world.index);
+        full.into_iter().for_each(|change| apply(&mut world.index, change));
+        prop_assert_eq!(before, world.index);
+    }
+}

@@ -1,0 +1,123 @@
+//! Tests of the book: situations by hand, random operations against invariants, and an exact
+//! comparison with a reference LRU.
+#![allow(clippy::unwrap_used)]
+
+mod exact_lru;
+mod invariants;
+mod situations;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::*;
+use crate::evict::{BlockTraits, Policy};
+use crate::id::{BlockHash, Tier, Timestamp};
+
+/// Order of last use, kept the simplest way there is.
+#[derive(Default)]
+pub(super) struct PlainLru {
+    clock: u64,
+    order: BTreeMap<u64, BlockKey>,
+    stamps: BTreeMap<BlockKey, u64>,
+}
+
+impl Policy for PlainLru {
+    fn name(&self) -> &'static str {
+        "plain-lru"
+    }
+
+    fn insert(&mut self, key: BlockKey, _: BlockTraits, _: Timestamp) {
+        self.clock += 1;
+        assert!(self.stamps.insert(key, self.clock).is_none(), "{key:?} inserted twice");
+        self.order.insert(self.clock, key);
+    }
+
+    fn access(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
+        self.remove(key);
+        self.insert(key, traits, now);
+    }
+
+    fn remove(&mut self, key: BlockKey) {
+        let stamp = self.stamps.remove(&key).expect("removed a key that is not there");
+        self.order.remove(&stamp);
+    }
+
+    fn victim(&mut self, _: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
+        self.order.values().copied().find(|&key| !spared(key))
+    }
+
+    fn len(&self) -> usize {
+        self.order.len()
+    }
+}
+
+pub(super) const CHARGE: Charge = Charge { frame: 100, dram: 128, ssd: 4096 };
+
+pub(super) fn book(dram: TierLimits, ssd: TierLimits) -> Book {
+    let limits = Limits { dram, ssd, lease: Duration::from_secs(10), leases_max: 64, seed: 1 };
+    Book::new(&limits, Box::<PlainLru>::default(), Box::<PlainLru>::default())
+}
+
+pub(super) fn blocks(dram: u64, ssd: u64) -> Book {
+    book(TierLimits::exact(Capacity::Blocks(dram)), TierLimits::exact(Capacity::Blocks(ssd)))
+}
+
+pub(super) fn hash(number: u64) -> BlockHash {
+    let mut bytes = [0u8; 16];
+    bytes[..8].copy_from_slice(&number.to_le_bytes());
+    BlockHash(bytes)
+}
+
+pub(super) fn asker(lease: u64) -> Asker {
+    Asker { lease: LeaseId(lease), tenant: TenantId(0), category: Category::default() }
+}
+
+pub(super) const ALL_ROOM: Room = Room { dram: true, ssd: true };
+
+/// Runs every action to its end, as a disk without delay would.
+pub(super) fn drain(book: &mut Book) {
+    while let Some(action) = book.next_action(ALL_ROOM) {
+        match action {
+            Action::Demote { key, .. } => book.on_moved(key, Tier::Ssd),
+            Action::Promote { key, .. } => book.on_moved(key, Tier::Dram),
+            Action::DropDram { .. } | Action::DropSsd { .. } => {}
+        }
+    }
+}
+
+pub(super) fn hashes(numbers: &[u64]) -> Vec<BlockHash> {
+    numbers.iter().map(|&number| hash(number)).collect()
+}
+
+pub(super) fn offer(book: &mut Book, lease: u64, numbers: &[u64], now: u64) -> Vec<Offered> {
+    let all = hashes(numbers);
+    let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
+    book.offer(asker(lease), offer, Timestamp(now)).unwrap()
+}
+
+/// One whole request: fetch the leading hits, save the rest, release. Returns the hits.
+pub(super) fn request(book: &mut Book, numbers: &[u64], now: u64) -> usize {
+    let all = hashes(numbers);
+    let hits = book.fetch(asker(now), &all, Timestamp(now)).unwrap().len();
+    drain(book);
+    if hits < all.len() {
+        let parent = hits.checked_sub(1).map(|last| all[last]);
+        let offer = Offer {
+            parent,
+            first_offset_blocks: u32::try_from(hits).unwrap(),
+            hashes: &all[hits..],
+            charge: CHARGE,
+        };
+        let offered = book.offer(asker(now), offer, Timestamp(now)).unwrap();
+        drain(book);
+        for answer in offered {
+            if let Offered::Wanted(key) = answer {
+                book.commit(key, Timestamp(now));
+                drain(book);
+            }
+        }
+    }
+    book.release(LeaseId(now), Timestamp(now));
+    drain(book);
+    hits
+}

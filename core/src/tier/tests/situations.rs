@@ -1,0 +1,232 @@
+//! One situation per test, written out by hand.
+
+use std::collections::BTreeSet;
+
+use super::*;
+use crate::index::command::Change;
+
+fn wanted(answers: &[Offered]) -> Vec<BlockKey> {
+    answers
+        .iter()
+        .filter_map(|answer| if let Offered::Wanted(key) = answer { Some(*key) } else { None })
+        .collect()
+}
+
+#[test]
+fn a_block_is_readable_only_after_its_commit() {
+    let mut book = blocks(4, 0);
+    let keys = wanted(&offer(&mut book, 1, &[1], 0));
+    assert!(book.fetch(asker(2), &[hash(1)], Timestamp(0)).unwrap().is_empty());
+    assert!(book.take_changes().is_empty());
+    book.commit(keys[0], Timestamp(0));
+    assert_eq!(book.fetch(asker(2), &[hash(1)], Timestamp(0)).unwrap().len(), 1);
+    let stored = Change::Stored { parent: None, blocks: vec![hash(1)], tier: Tier::Dram };
+    assert_eq!(book.take_changes(), vec![stored]);
+}
+
+#[test]
+fn an_aborted_write_leaves_nothing() {
+    let mut book = blocks(4, 0);
+    let keys = wanted(&offer(&mut book, 1, &[1], 0));
+    book.abort(keys[0]);
+    assert_eq!(book.stats(Tier::Dram).blocks, 0);
+    assert_eq!(book.tenants().count(), 0);
+    assert_eq!(wanted(&offer(&mut book, 1, &[1], 0)).len(), 1);
+    book.release(LeaseId(1), Timestamp(1));
+}
+
+#[test]
+fn blocks_of_a_running_request_are_never_victims() {
+    let mut book = blocks(2, 0);
+    for key in wanted(&offer(&mut book, 1, &[1, 2], 0)) {
+        book.commit(key, Timestamp(0));
+    }
+    let answers = offer(&mut book, 2, &[3], 0);
+    assert_eq!(answers, vec![Offered::Refused(RefusedBy::Full)]);
+    book.release(LeaseId(1), Timestamp(1));
+    assert_eq!(wanted(&offer(&mut book, 2, &[3], 1)).len(), 1);
+    // The tail gave way, the head stayed.
+    assert!(book.tier_of(&hash(1)).is_some());
+    assert!(book.tier_of(&hash(2)).is_none());
+}
+
+#[test]
+fn an_unreleased_lease_expires_with_the_effect_of_a_release() {
+    let mut book = blocks(1, 0);
+    for key in wanted(&offer(&mut book, 1, &[1], 0)) {
+        book.commit(key, Timestamp(0));
+    }
+    assert_eq!(book.expire(Timestamp(9_999_999)), 0);
+    assert_eq!(book.expire(Timestamp(10_000_000)), 1);
+    assert_eq!(wanted(&offer(&mut book, 2, &[2], 10_000_001)).len(), 1);
+}
+
+#[test]
+fn a_pinned_block_stays_until_unpinned() {
+    let mut book = blocks(1, 0);
+    request(&mut book, &[1], 1);
+    book.set_pins(BTreeSet::from([hash(1)]));
+    assert_eq!(book.pinned_blocks(), 1);
+    request(&mut book, &[2], 2);
+    assert_eq!(book.tier_of(&hash(1)), Some(Tier::Dram));
+    book.set_pins(BTreeSet::new());
+    request(&mut book, &[2], 3);
+    assert_eq!(book.tier_of(&hash(1)), None);
+}
+
+#[test]
+fn a_pin_holds_a_block_that_comes_later() {
+    let mut book = blocks(1, 0);
+    book.set_pins(BTreeSet::from([hash(1)]));
+    request(&mut book, &[1], 1);
+    request(&mut book, &[2], 2);
+    assert_eq!(book.tier_of(&hash(1)), Some(Tier::Dram));
+}
+
+#[test]
+fn a_tenant_over_quota_loses_its_own_coldest_first_and_nobody_elses() {
+    let mut book = blocks(10, 0);
+    request(&mut book, &[1], 1);
+    book.set_quotas([(TenantId(7), 200)], Timestamp(2));
+    for number in [11, 12, 13] {
+        let mut who = asker(number);
+        who.tenant = TenantId(7);
+        let all = [hash(number)];
+        let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
+        for key in wanted(&book.offer(who, offer, Timestamp(number)).unwrap()) {
+            book.commit(key, Timestamp(number));
+        }
+        book.release(LeaseId(number), Timestamp(number));
+    }
+    assert_eq!(book.tier_of(&hash(11)), None);
+    assert!(book.tier_of(&hash(1)).is_some());
+    assert_eq!(book.tenants().find(|use_| use_.0 == TenantId(7)), Some((TenantId(7), 200, Some(200))));
+}
+
+#[test]
+fn a_quota_that_nothing_can_make_room_in_is_refused() {
+    let mut book = blocks(10, 0);
+    book.set_quotas([(TenantId(0), 150)], Timestamp(0));
+    let answers = offer(&mut book, 1, &[1, 2], 0);
+    assert!(matches!(answers[..], [Offered::Wanted(_), Offered::Refused(RefusedBy::Quota)]), "{answers:?}");
+}
+
+#[test]
+fn a_demotion_taken_back_before_it_started_moves_no_bytes() {
+    let mut book = blocks(1, 4);
+    request(&mut book, &[1], 1);
+    let keys = wanted(&offer(&mut book, 2, &[2], 2));
+    // Block 1 should go to SSD now, but nobody ran the action yet; block 2 fails and 1 is read again.
+    book.abort(keys[0]);
+    let reach = book.fetch(asker(3), &[hash(1)], Timestamp(3)).unwrap();
+    assert_eq!(reach[0].tier, Tier::Dram);
+    assert_eq!(book.next_action(ALL_ROOM), None);
+    assert_eq!(book.tier_of(&hash(1)), Some(Tier::Dram));
+}
+
+#[test]
+fn a_block_read_while_it_is_demoted_is_served_from_dram_and_stays() {
+    let mut book = blocks(1, 4);
+    request(&mut book, &[1], 1);
+    let keys = wanted(&offer(&mut book, 2, &[2], 2));
+    let Some(Action::Demote { key, .. }) = book.next_action(ALL_ROOM) else { panic!("no demotion") };
+    book.abort(keys[0]);
+    assert_eq!(book.fetch(asker(3), &[hash(1)], Timestamp(3)).unwrap()[0].tier, Tier::Dram);
+    book.on_moved(key, Tier::Ssd);
+    assert_eq!(book.next_action(ALL_ROOM), Some(Action::DropSsd { key }));
+    assert_eq!(book.tier_of(&hash(1)), Some(Tier::Dram));
+}
+
+#[test]
+fn a_failed_write_to_ssd_drops_the_block_when_dram_is_full() {
+    let mut book = blocks(1, 4);
+    request(&mut book, &[1], 1);
+    book.take_changes();
+    for key in wanted(&offer(&mut book, 2, &[2], 2)) {
+        book.commit(key, Timestamp(2));
+    }
+    let Some(Action::Demote { key, .. }) = book.next_action(ALL_ROOM) else { panic!("no demotion") };
+    book.on_move_failed(key, Tier::Ssd, Timestamp(3));
+    assert_eq!(book.tier_of(&hash(1)), None);
+    assert_eq!(book.next_action(ALL_ROOM), Some(Action::DropDram { key }));
+    assert_eq!(book.stats(Tier::Ssd).blocks, 0);
+}
+
+#[test]
+fn a_failed_read_drops_the_block_and_says_so() {
+    let mut book = blocks(1, 4);
+    request(&mut book, &[1], 1);
+    request(&mut book, &[2], 2);
+    book.take_changes();
+    assert_eq!(book.fetch(asker(3), &[hash(1)], Timestamp(3)).unwrap()[0].tier, Tier::Ssd);
+    let promoted = std::iter::from_fn(|| book.next_action(Room { dram: true, ssd: false }))
+        .find_map(|action| if let Action::Promote { key, .. } = action { Some(key) } else { None });
+    book.on_move_failed(promoted.unwrap(), Tier::Dram, Timestamp(4));
+    let dropped = Change::Dropped { blocks: vec![hash(1)], tier: Tier::Ssd };
+    assert!(book.take_changes().contains(&dropped));
+    assert!(book.fetch(asker(4), &[hash(1)], Timestamp(5)).unwrap().is_empty());
+    book.release(LeaseId(3), Timestamp(6));
+}
+
+#[test]
+fn an_ssd_block_is_read_even_when_dram_is_all_held() {
+    let mut book = blocks(1, 4);
+    request(&mut book, &[1], 1);
+    request(&mut book, &[2], 2);
+    assert_eq!(book.fetch(asker(3), &[hash(2)], Timestamp(3)).unwrap().len(), 1);
+    assert_eq!(book.fetch(asker(4), &[hash(1)], Timestamp(4)).unwrap()[0].tier, Tier::Ssd);
+    let Some(Action::Promote { key, .. }) = book.next_action(ALL_ROOM) else { panic!("no load") };
+    book.on_moved(key, Tier::Dram);
+    assert_eq!(book.next_action(ALL_ROOM), Some(Action::DropDram { key }));
+    assert_eq!(book.tier_of(&hash(1)), Some(Tier::Ssd));
+}
+
+#[test]
+fn an_ssd_that_stopped_admitting_makes_dram_drop() {
+    let mut book = blocks(1, 4);
+    book.set_admitting(Tier::Ssd, false);
+    request(&mut book, &[1], 1);
+    request(&mut book, &[2], 2);
+    assert_eq!(book.tier_of(&hash(1)), None);
+    assert_eq!(book.stats(Tier::Ssd).blocks, 0);
+}
+
+#[test]
+fn blocks_found_at_start_are_announced_and_read() {
+    let mut book = blocks(2, 2);
+    for (number, parent) in [(1, None), (2, Some(hash(1))), (3, Some(hash(2)))] {
+        let traits =
+            BlockTraits { offset_blocks: u32::try_from(number).unwrap() - 1, ..BlockTraits::default() };
+        let found = Found { hash: hash(number), parent, tenant: TenantId(0), traits, charge: CHARGE };
+        assert_eq!(book.restore(found, Timestamp(0)).is_some(), number < 3);
+    }
+    let stored = Change::Stored { parent: None, blocks: hashes(&[1, 2]), tier: Tier::Ssd };
+    assert_eq!(book.announce_all(), vec![stored]);
+    assert_eq!(request(&mut book, &[1, 2], 1), 2);
+    assert_eq!(book.tier_of(&hash(1)), Some(Tier::Dram));
+}
+
+#[test]
+fn too_many_leases_are_refused_and_known_ones_go_on() {
+    let mut book = blocks(4, 0);
+    for lease in 0..64 {
+        offer(&mut book, lease, &[1], 0);
+    }
+    let all = [hash(1)];
+    let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
+    assert_eq!(book.offer(asker(64), offer, Timestamp(0)), Err(LeasesFull { limit: 64 }));
+    assert!(book.offer(asker(3), offer, Timestamp(0)).is_ok());
+}
+
+#[test]
+fn marks_evict_a_stretch_at_once() {
+    let dram = TierLimits { capacity: Capacity::Bytes(128 * 10), watermark_high: 0.9, watermark_low: 0.5 };
+    let mut book = book(dram, TierLimits::exact(Capacity::Bytes(0)));
+    for number in 1..=9 {
+        request(&mut book, &[number], number);
+    }
+    assert_eq!(book.stats(Tier::Dram).blocks, 9);
+    request(&mut book, &[10], 10);
+    assert_eq!(book.stats(Tier::Dram).blocks, 5);
+    assert_eq!(book.stats(Tier::Dram).used_bytes, 5 * 128);
+}

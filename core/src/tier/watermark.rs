@@ -1,0 +1,104 @@
+//! Capacities and marks: when a tier must give way, and down to which level. Numbers only.
+
+/// Size of a tier. Blocks are counted in one of two units; mixing frame sizes wants bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Capacity {
+    /// Slot bytes.
+    Bytes(u64),
+    /// Whole blocks, whatever their size.
+    Blocks(u64),
+}
+
+impl Capacity {
+    /// The amount in its own unit.
+    #[must_use]
+    pub fn amount(self) -> u64 {
+        match self {
+            Capacity::Bytes(amount) | Capacity::Blocks(amount) => amount,
+        }
+    }
+
+    /// What a block with a slot of `slot_bytes` takes of it.
+    #[must_use]
+    pub fn cost(self, slot_bytes: u32) -> u64 {
+        match self {
+            Capacity::Bytes(_) => u64::from(slot_bytes),
+            Capacity::Blocks(_) => 1,
+        }
+    }
+}
+
+/// Size and marks of a tier. Both marks at 1.0 make it exact: it evicts only what it must.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TierLimits {
+    /// Size; zero switches the tier off.
+    pub capacity: Capacity,
+    /// Share of the capacity above which the tier evicts, 0 to 1.
+    pub watermark_high: f64,
+    /// Share it then evicts down to, at most the high mark.
+    pub watermark_low: f64,
+}
+
+impl TierLimits {
+    /// Limits with exact marks.
+    #[must_use]
+    pub fn exact(capacity: Capacity) -> TierLimits {
+        TierLimits { capacity, watermark_high: 1.0, watermark_low: 1.0 }
+    }
+
+    /// The level to evict down to so that `cost` more fits below the marks; `None` when nothing needs to go.
+    #[must_use]
+    pub fn goal(&self, used: u64, cost: u64) -> Option<u64> {
+        let wanted = used.saturating_add(cost);
+        (wanted > self.level(self.watermark_high)).then(|| self.level(self.watermark_low))
+    }
+
+    /// Whether `cost` more fits at all.
+    #[must_use]
+    pub fn fits(&self, used: u64, cost: u64) -> bool {
+        used.saturating_add(cost) <= self.capacity.amount()
+    }
+
+    fn level(&self, share: f64) -> u64 {
+        let amount = self.capacity.amount();
+        if share >= 1.0 {
+            return amount;
+        }
+        // Exact below 2^53 bytes (8 PiB), far above any tier.
+        (amount as f64 * share.max(0.0)) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exact_marks_ask_for_eviction_only_when_full() {
+        let limits = TierLimits::exact(Capacity::Blocks(3));
+        assert_eq!(limits.goal(2, 1), None);
+        assert_eq!(limits.goal(3, 1), Some(3));
+        assert!(limits.fits(2, 1));
+        assert!(!limits.fits(3, 1));
+    }
+
+    #[test]
+    fn marks_free_a_stretch_at_once() {
+        let limits = TierLimits { capacity: Capacity::Bytes(1000), watermark_high: 0.9, watermark_low: 0.5 };
+        assert_eq!(limits.goal(800, 100), None);
+        assert_eq!(limits.goal(801, 100), Some(500));
+    }
+
+    #[test]
+    fn a_block_costs_its_slot_or_one() {
+        assert_eq!(Capacity::Bytes(10).cost(4096), 4096);
+        assert_eq!(Capacity::Blocks(10).cost(4096), 1);
+    }
+
+    #[test]
+    fn an_absent_tier_takes_nothing() {
+        let limits = TierLimits::exact(Capacity::Bytes(0));
+        assert!(!limits.fits(0, 1));
+        assert_eq!(limits.goal(0, 1), Some(0));
+    }
+}
