@@ -1,0 +1,13 @@
+//! Generates the Rust of `proto/*.proto` with protox, so that no protoc has to be installed.
+
+use std::error::Error;
+
+/// Everything that is compiled; imports are found beside them.
+const FILES: [&str; 4] = ["router.proto", "node.proto", "instance.proto", "data.proto"];
+
+fn main() -> Result<(), Box<dyn Error>> {
+    println!("cargo:rerun-if-changed=proto");
+    let descriptors = protox::compile(FILES, ["proto"])?;
+    tonic_prost_build::configure().emit_rerun_if_changed(false).compile_fds(descriptors)?;
+    Ok(())
+}

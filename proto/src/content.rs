@@ -1,0 +1,111 @@
+//! Block bytes as a deterministic function of the block hash, so that every fetched byte can be checked
+//! against what should have been saved.
+//!
+//! Used by stand-in engines and by checks only. Not random in any cryptographic sense, and not a
+//! checksum (the frame has its own).
+
+use kv_core::id::BlockHash;
+
+/// Bytes written per step.
+const STRIDE: usize = 8;
+
+/// Odd constants of the splitmix and wyrand families: full period, good avalanche.
+const STEP: u64 = 0x9E37_79B9_7F4A_7C15;
+const MIX: u64 = 0xE703_7ED1_A0B4_28DB;
+
+/// One word of the stream at `position`: a counter, mixed. Any position can be made without the others.
+#[inline(always)]
+fn word(key: (u64, u64), position: u64) -> u64 {
+    let counter = key.0.wrapping_add(position.wrapping_mul(STEP));
+    let product = u128::from(counter ^ MIX) * u128::from(counter ^ key.1);
+    #[expect(clippy::cast_possible_truncation, reason = "folds the two halves of the product")]
+    let folded = (product as u64) ^ ((product >> 64) as u64);
+    folded
+}
+
+/// The two halves of the hash.
+fn key(hash: BlockHash) -> (u64, u64) {
+    let (words, _) = hash.0.as_chunks::<8>();
+    (u64::from_le_bytes(words[0]), u64::from_le_bytes(words[1]))
+}
+
+/// Fills `bytes` with the content of block `hash`. A longer buffer continues a shorter one.
+pub fn fill(hash: BlockHash, bytes: &mut [u8]) {
+    let key = key(hash);
+    let (words, tail) = bytes.as_chunks_mut::<STRIDE>();
+    let mut position = 0;
+    for chunk in words {
+        *chunk = word(key, position).to_le_bytes();
+        position += 1;
+    }
+    let last = word(key, position).to_le_bytes();
+    let tail_bytes = tail.len();
+    tail.copy_from_slice(&last[..tail_bytes]);
+}
+
+/// Whether `bytes` are exactly the content of block `hash`.
+#[must_use]
+pub fn matches(hash: BlockHash, bytes: &[u8]) -> bool {
+    let key = key(hash);
+    let (words, tail) = bytes.as_chunks::<STRIDE>();
+    let mut position = 0;
+    let mut difference = 0u64;
+    for chunk in words {
+        difference |= u64::from_le_bytes(*chunk) ^ word(key, position);
+        position += 1;
+    }
+    difference == 0 && tail == &word(key, position).to_le_bytes()[..tail.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn content_matches_itself_at_every_length() {
+        let mut long = vec![0; 200];
+        fill(BlockHash([7; 16]), &mut long);
+        for length in 0..long.len() {
+            let mut bytes = vec![0; length];
+            fill(BlockHash([7; 16]), &mut bytes);
+            assert!(matches(BlockHash([7; 16]), &bytes));
+            assert_eq!(bytes, long[..length], "a longer buffer continues a shorter one");
+        }
+    }
+
+    #[test]
+    fn every_flipped_bit_is_seen() {
+        let mut bytes = vec![0; 77];
+        fill(BlockHash([9; 16]), &mut bytes);
+        for bit in 0..bytes.len() * 8 {
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            assert!(!matches(BlockHash([9; 16]), &bytes), "bit {bit}");
+            bytes[bit / 8] ^= 1 << (bit % 8);
+        }
+    }
+
+    #[test]
+    fn neighbouring_hashes_differ_nearly_everywhere() {
+        let mut zero = vec![0; 4096];
+        fill(BlockHash([0; 16]), &mut zero);
+        for byte in 0..16 {
+            for bit in 0..8 {
+                let mut hash = [0; 16];
+                hash[byte] = 1 << bit;
+                let mut other = vec![0; 4096];
+                fill(BlockHash(hash), &mut other);
+                let equal = zero.iter().zip(&other).filter(|(a, b)| a == b).count();
+                assert!(equal < 128, "hash bit {byte}.{bit}: {equal} equal bytes");
+            }
+        }
+    }
+
+    #[test]
+    fn content_has_no_short_period() {
+        let mut bytes = vec![0; 1 << 16];
+        fill(BlockHash([3; 16]), &mut bytes);
+        let (words, _) = bytes.as_chunks::<8>();
+        let distinct: std::collections::BTreeSet<_> = words.iter().collect();
+        assert_eq!(distinct.len(), words.len());
+    }
+}

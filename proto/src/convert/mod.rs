@@ -1,0 +1,60 @@
+//! Conversions between wire types and `kv-core` types, and the one error they share.
+//!
+//! One file per subject: `index` (what goes into the replicated index) and `schedule` (what surrounds
+//! a route call). Not here: meaning. A message that converts may still be refused by whoever gets it.
+
+mod index;
+mod schedule;
+
+pub use index::{
+    announcement_from_pb, announcement_to_pb, change_from_pb, change_to_pb, changes_from_pb, hash_field,
+    hashes_from_bytes, hashes_to_bytes, identity_field, join_to_pb, node_record_from_pb, parent_from_bytes,
+    parent_to_bytes, tier_field,
+};
+pub use schedule::{category_from_parts, category_from_pb, category_to_parts, category_to_pb, holder_tier};
+
+/// Bytes of one hash on the wire.
+pub const HASH_BYTES: usize = 16;
+
+/// A field of a message that does not say what it must.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ConvertError {
+    /// A list of hashes is not a whole number of hashes.
+    #[error("{field} has {bytes} bytes, which is not a whole number of 16-byte hashes")]
+    HashList {
+        /// The field.
+        field: &'static str,
+        /// Its length in bytes.
+        bytes: usize,
+    },
+    /// A digest field has another length than 16 (or, where a value may be absent, 0) bytes.
+    #[error("{field} has {bytes} bytes, expected 16")]
+    Digest {
+        /// The field.
+        field: &'static str,
+        /// Its length in bytes.
+        bytes: usize,
+    },
+    /// A tier number that names no tier.
+    #[error("{field} is {number}, expected 0 (ssd), 1 (dram) or 2 (gpu)")]
+    Tier {
+        /// The field.
+        field: &'static str,
+        /// The number.
+        number: u32,
+    },
+    /// A field that must be there is not.
+    #[error("{field} is absent")]
+    Absent {
+        /// The field.
+        field: &'static str,
+    },
+    /// An enumerated number outside its closed list.
+    #[error("{field} is {number}, which names nothing known")]
+    Unknown {
+        /// The field.
+        field: &'static str,
+        /// The number.
+        number: u32,
+    },
+}

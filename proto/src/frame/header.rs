@@ -1,0 +1,201 @@
+//! The frame header: writing it, reading it, and how many bytes a reader of a stream still needs.
+//!
+//! Not here: the payload and its checksums (the parent module).
+
+use std::ops::Range;
+
+use kv_core::id::{BlockHash, IdentityDigest};
+
+use super::{FrameError, HEADER_FIXED_BYTES, KeyForm, MAGIC, PAYLOAD_BYTES_MAX, SLICES_MAX, VERSION};
+
+/// Bytes of one entry of the slice table.
+pub(super) const SLICE_ENTRY_BYTES: usize = 8;
+
+/// Bytes from which the header's own length is known: magic to slice count.
+const START_BYTES: usize = 16;
+
+/// Where the slice table begins.
+const TABLE_AT: usize = 48;
+
+/// What a reader of a stream needs next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Need {
+    /// At least this many bytes from the frame's start before its length can be known.
+    Header(usize),
+    /// The whole frame has this many bytes.
+    Frame(usize),
+}
+
+/// How long the frame is whose first bytes are these. Checks everything that is there, so that a stream
+/// of something else is refused before any memory is taken for it.
+///
+/// # Errors
+/// When the bytes do not begin a frame within the limits.
+pub fn parse_header(start: &[u8]) -> Result<Need, FrameError> {
+    if start.len() < START_BYTES {
+        return check_magic(start).map(|()| Need::Header(START_BYTES));
+    }
+    let (_, slices) = read_start(start)?;
+    if start.len() < header_len(slices) {
+        return Ok(Need::Header(header_len(slices)));
+    }
+    Header::read(start)?;
+    Ok(Need::Frame(header_len(slices) + table_payload_len(start, slices)?))
+}
+
+/// Everything a header says besides the slice table.
+#[derive(Debug)]
+pub(super) struct Header {
+    pub(super) identity: IdentityDigest,
+    pub(super) hash: BlockHash,
+    pub(super) key_form: KeyForm,
+    pub(super) slices: usize,
+}
+
+impl Header {
+    /// Reads and checks the header at the start of `bytes`; what follows is not looked at.
+    pub(super) fn read(bytes: &[u8]) -> Result<Header, FrameError> {
+        if bytes.len() < START_BYTES {
+            check_magic(bytes)?;
+            return Err(FrameError::Cut { got: bytes.len(), needed: HEADER_FIXED_BYTES });
+        }
+        let (key_form, slices) = read_start(bytes)?;
+        let length = header_len(slices);
+        let header = bytes.get(..length).ok_or(FrameError::Cut { got: bytes.len(), needed: length })?;
+        let (covered, crc) = header.split_at(length - 4);
+        if crc32c::crc32c(covered) != u32_at(crc, 0) {
+            return Err(FrameError::HeaderChecksum);
+        }
+        Ok(Header {
+            identity: IdentityDigest(array_at(header, 16)),
+            hash: BlockHash(array_at(header, 32)),
+            key_form,
+            slices,
+        })
+    }
+
+    /// Writes the header at the start of `frame`, whose payload is in place.
+    pub(super) fn write(&self, slice_bytes: &[u32], frame: &mut [u8]) {
+        let length = header_len(slice_bytes.len());
+        let (header, payload) = frame.split_at_mut(length);
+        header[..4].copy_from_slice(&MAGIC);
+        header[4..6].copy_from_slice(&VERSION.to_le_bytes());
+        let length_field = u16::try_from(length).expect("SLICES_MAX keeps the header below 64 KiB");
+        header[6..8].copy_from_slice(&length_field.to_le_bytes());
+        header[8] = number(self.key_form);
+        let count = u32::try_from(self.slices).expect("SLICES_MAX is far below 2^32");
+        header[12..16].copy_from_slice(&count.to_le_bytes());
+        header[16..32].copy_from_slice(&self.identity.0);
+        header[32..48].copy_from_slice(&self.hash.0);
+        write_table(slice_bytes, payload, &mut header[TABLE_AT..length - 4]);
+        let crc = crc32c::crc32c(&header[..length - 4]);
+        header[length - 4..].copy_from_slice(&crc.to_le_bytes());
+    }
+}
+
+fn write_table(slice_bytes: &[u32], mut payload: &[u8], table: &mut [u8]) {
+    let (entries, _) = table.as_chunks_mut::<SLICE_ENTRY_BYTES>();
+    for (entry, bytes) in entries.iter_mut().zip(slice_bytes) {
+        let (slice, rest) = payload.split_at(*bytes as usize);
+        payload = rest;
+        entry[..4].copy_from_slice(&bytes.to_le_bytes());
+        entry[4..].copy_from_slice(&crc32c::crc32c(slice).to_le_bytes());
+    }
+}
+
+/// One line of the slice table, with where its slice lies in the frame.
+pub(super) struct Entry {
+    start: usize,
+    bytes: usize,
+    pub(super) crc: u32,
+}
+
+impl Entry {
+    pub(super) fn range(&self) -> Range<usize> {
+        self.start..self.start + self.bytes
+    }
+}
+
+/// The slice table of a frame. Bytes that hold no whole header have no entries.
+pub(super) fn entries(bytes: &[u8]) -> impl Iterator<Item = Entry> + '_ {
+    let slices = read_start_checked(bytes).unwrap_or(0);
+    let table = bytes.get(TABLE_AT..header_len(slices) - 4).unwrap_or(&[]);
+    let (entries, _) = table.as_chunks::<SLICE_ENTRY_BYTES>();
+    entries.iter().scan(header_len(slices), |start, entry| {
+        let bytes = u32_at(entry, 0) as usize;
+        let found = Entry { start: *start, bytes, crc: u32_at(entry, 4) };
+        *start += bytes;
+        Some(found)
+    })
+}
+
+/// Payload bytes by the table of a header that was read.
+pub(super) fn table_payload_len(bytes: &[u8], slices: usize) -> Result<usize, FrameError> {
+    let table = &bytes[TABLE_AT..header_len(slices) - 4];
+    let (entries, _) = table.as_chunks::<SLICE_ENTRY_BYTES>();
+    payload_len(entries.iter().map(|entry| u32_at(entry, 0)))
+}
+
+/// Sum of the slices, within [`PAYLOAD_BYTES_MAX`].
+pub(super) fn payload_len(slice_bytes: impl Iterator<Item = u32>) -> Result<usize, FrameError> {
+    let sum: u64 = slice_bytes.map(u64::from).sum();
+    usize::try_from(sum).ok().filter(|sum| *sum <= PAYLOAD_BYTES_MAX).ok_or(FrameError::TooLarge(sum))
+}
+
+/// A slice count within [`SLICES_MAX`].
+pub(super) fn slice_count(slices: usize) -> Result<usize, FrameError> {
+    if (1..=SLICES_MAX).contains(&slices) { Ok(slices) } else { Err(FrameError::SliceCount(slices)) }
+}
+
+/// Header bytes of a frame with so many slices.
+pub(super) fn header_len(slices: usize) -> usize {
+    HEADER_FIXED_BYTES + slices * SLICE_ENTRY_BYTES
+}
+
+fn check_magic(start: &[u8]) -> Result<(), FrameError> {
+    let there = start.len().min(MAGIC.len());
+    if start[..there] == MAGIC[..there] { Ok(()) } else { Err(FrameError::Magic) }
+}
+
+fn read_start_checked(bytes: &[u8]) -> Option<usize> {
+    (bytes.len() >= START_BYTES).then(|| read_start(bytes).ok().map(|(_, slices)| slices))?
+}
+
+/// Reads the first sixteen bytes: key form and slice count.
+fn read_start(start: &[u8]) -> Result<(KeyForm, usize), FrameError> {
+    check_magic(start)?;
+    let version = u16::from_le_bytes([start[4], start[5]]);
+    if version != VERSION {
+        return Err(FrameError::Version(version));
+    }
+    if start[9..12] != [0; 3] {
+        return Err(FrameError::Header("reserved bytes are not zero"));
+    }
+    let key_form = match start[8] {
+        0 => KeyForm::Raw,
+        1 => KeyForm::Rotated,
+        _ => return Err(FrameError::Header("unknown key form")),
+    };
+    let slices = slice_count(u32_at(start, 12) as usize)?;
+    if usize::from(u16::from_le_bytes([start[6], start[7]])) != header_len(slices) {
+        return Err(FrameError::Header("length does not fit the slice count"));
+    }
+    Ok((key_form, slices))
+}
+
+fn number(form: KeyForm) -> u8 {
+    match form {
+        KeyForm::Raw => 0,
+        KeyForm::Rotated => 1,
+    }
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(array_at(bytes, at))
+}
+
+fn array_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    let mut array = [0; N];
+    array.copy_from_slice(&bytes[at..at + N]);
+    array
+}

@@ -1,0 +1,182 @@
+//! Frames against truncation, flipped bits and hostile bytes.
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::content;
+use proptest::prelude::*;
+
+const IDENTITY: IdentityDigest = IdentityDigest([1; 16]);
+const HASH: BlockHash = BlockHash([2; 16]);
+
+fn frame(slice_bytes: &[u32]) -> Frame {
+    let mut builder = FrameBuilder::new(IDENTITY, HASH, KeyForm::Raw, slice_bytes).unwrap();
+    content::fill(HASH, builder.payload_mut());
+    builder.seal()
+}
+
+/// What a stream reader does: asks for bytes until the frame is whole.
+fn read_stream(bytes: &[u8]) -> Result<usize, FrameError> {
+    let mut have = 0;
+    loop {
+        match parse_header(&bytes[..have])? {
+            Need::Frame(total) => return Ok(total),
+            Need::Header(needed) if needed <= bytes.len() => {
+                assert!(needed > have, "a reader that gets what it asked for makes progress");
+                have = needed;
+            }
+            Need::Header(needed) => return Err(FrameError::Cut { got: bytes.len(), needed }),
+        }
+    }
+}
+
+#[test]
+fn a_sealed_frame_parses_verifies_and_gives_its_slices() {
+    let slices = [10, 0, 7, 4096];
+    let sealed = frame(&slices);
+    assert_eq!(sealed.bytes.len(), encoded_len(&slices));
+    let parsed = Frame::parse(sealed.bytes.clone()).unwrap();
+    assert_eq!(parsed, sealed);
+    parsed.verify(IDENTITY, HASH).unwrap();
+    assert_eq!(parsed.key_form(), KeyForm::Raw);
+    assert_eq!(parsed.slice_count(), 4);
+    assert!(content::matches(HASH, &parsed.payload()));
+    let joined: Vec<u8> = (0..4).flat_map(|layer| parsed.slice(layer).unwrap()).collect();
+    assert_eq!(joined, parsed.payload());
+    assert_eq!(parsed.slice(1).unwrap().len(), 0);
+    assert_eq!(parsed.slice(4), None);
+    assert_eq!(read_stream(&parsed.bytes), Ok(parsed.bytes.len()));
+}
+
+#[test]
+fn the_layout_is_the_documented_one() {
+    let frame = frame(&[3, 5]);
+    assert_eq!(&frame.bytes[..16], b"KVF1\x01\x00\x44\x00\x00\x00\x00\x00\x02\x00\x00\x00");
+    assert_eq!(frame.bytes[16..32], IDENTITY.0);
+    assert_eq!(frame.bytes[32..48], HASH.0);
+    assert_eq!(frame.bytes[48..52], 3u32.to_le_bytes());
+    assert_eq!(frame.bytes[52..56], crc32c::crc32c(&frame.bytes[68..71]).to_le_bytes());
+    assert_eq!(frame.bytes[64..68], crc32c::crc32c(&frame.bytes[..64]).to_le_bytes());
+}
+
+#[test]
+fn seal_refuses_what_does_not_fit() {
+    let refused =
+        |slices: &[u32], payload: &[u8]| seal(IDENTITY, HASH, KeyForm::Rotated, slices, payload).unwrap_err();
+    assert_eq!(refused(&[], &[]), FrameError::SliceCount(0));
+    assert_eq!(refused(&[1; SLICES_MAX + 1], &[]), FrameError::SliceCount(SLICES_MAX + 1));
+    assert_eq!(refused(&[u32::MAX; 2], &[]), FrameError::TooLarge(2 * u64::from(u32::MAX)));
+    assert_eq!(refused(&[2], &[0; 3]), FrameError::Header("payload is not the sum of its slices"));
+    let frame = seal(IDENTITY, HASH, KeyForm::Rotated, &[1; SLICES_MAX], &[9; SLICES_MAX]).unwrap();
+    assert_eq!(frame.key_form(), KeyForm::Rotated);
+    Frame::parse(frame.bytes).unwrap().verify(IDENTITY, HASH).unwrap();
+}
+
+#[test]
+fn every_truncation_is_refused() {
+    let whole = frame(&[33, 5]).bytes;
+    for length in 0..whole.len() {
+        let error = Frame::parse(whole.slice(..length)).unwrap_err();
+        assert!(matches!(error, FrameError::Cut { got, needed } if got == length && needed > got), "{error}");
+        if length < header_len(2) {
+            assert!(read_stream(&whole[..length]).is_err());
+        }
+    }
+}
+
+#[test]
+fn bytes_after_a_frame_are_refused() {
+    let mut longer = frame(&[3]).bytes.to_vec();
+    longer.push(0);
+    let needed = longer.len() - 1;
+    assert_eq!(Frame::parse(longer.into()), Err(FrameError::Trailing { needed, extra: 1 }));
+}
+
+#[test]
+fn every_flipped_bit_is_refused_or_fails_to_verify() {
+    let whole = frame(&[33, 5]).bytes;
+    for bit in 0..whole.len() * 8 {
+        let mut bytes = whole.to_vec();
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        let trusted = Frame::parse(bytes.into()).and_then(|frame| frame.verify(IDENTITY, HASH));
+        assert!(trusted.is_err(), "bit {bit} of byte {} went unseen", bit / 8);
+    }
+}
+
+#[test]
+fn another_block_or_identity_is_refused() {
+    let frame = frame(&[8]);
+    let (block, identity) = (BlockHash([9; 16]), IdentityDigest([9; 16]));
+    assert_eq!(frame.verify(IDENTITY, block), Err(FrameError::OtherBlock { got: HASH, wanted: block }));
+    assert_eq!(
+        frame.verify(identity, HASH),
+        Err(FrameError::OtherIdentity { got: IDENTITY, wanted: identity })
+    );
+}
+
+/// A header whose checksum is right but whose table asks for too much: a hostile peer can compute CRCs.
+#[test]
+fn an_oversized_table_is_refused_before_memory_is_taken() {
+    let mut bytes = frame(&[8]).bytes.to_vec();
+    bytes[48..52].copy_from_slice(&u32::MAX.to_le_bytes());
+    let crc = crc32c::crc32c(&bytes[..56]);
+    bytes[56..60].copy_from_slice(&crc.to_le_bytes());
+    assert_eq!(parse_header(&bytes), Err(FrameError::TooLarge(u64::from(u32::MAX))));
+    assert_eq!(Frame::parse(bytes.into()), Err(FrameError::TooLarge(u64::from(u32::MAX))));
+}
+
+#[test]
+fn other_streams_are_refused_at_their_first_bytes() {
+    assert_eq!(parse_header(b""), Ok(Need::Header(16)));
+    assert_eq!(parse_header(b"KV"), Ok(Need::Header(16)));
+    assert_eq!(parse_header(b"GET / HTTP/1.1"), Err(FrameError::Magic));
+    let mut newer = frame(&[8]).bytes.to_vec();
+    newer[4] = 2;
+    assert_eq!(parse_header(&newer), Err(FrameError::Version(2)));
+}
+
+/// A frame whose bytes were replaced after parsing must not make the accessors panic.
+#[test]
+fn accessors_stay_within_whatever_bytes_there_are() {
+    let mut broken = frame(&[8, 8]);
+    for length in 0..broken.bytes.len() {
+        broken.bytes.truncate(broken.bytes.len() - length.min(1));
+        let _ = (broken.slice(0), broken.slice(1), broken.payload(), broken.slice_count());
+        let _ = (broken.key_form(), broken.verify(IDENTITY, HASH));
+    }
+}
+
+proptest! {
+    #[test]
+    fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        prop_assert!(Frame::parse(bytes.clone().into()).is_err());
+        prop_assert!(read_stream(&bytes).is_err());
+    }
+
+    #[test]
+    fn frames_with_random_bytes_over_them_are_never_trusted_wrongly(
+        slices in prop::collection::vec(0u32..40, 1..8),
+        at in any::<prop::sample::Index>(),
+        noise in prop::collection::vec(any::<u8>(), 1..30),
+    ) {
+        let whole = frame(&slices).bytes;
+        let mut bytes = whole.to_vec();
+        let at = at.index(bytes.len());
+        for (byte, noise) in bytes[at..].iter_mut().zip(&noise) {
+            *byte = *noise;
+        }
+        let changed = bytes != whole;
+        let trusted = Frame::parse(bytes.into()).and_then(|frame| frame.verify(IDENTITY, HASH)).is_ok();
+        prop_assert_eq!(trusted, !changed);
+    }
+
+    #[test]
+    fn any_slices_survive(slices in prop::collection::vec(0u32..2000, 1..40)) {
+        let frame = frame(&slices);
+        prop_assert_eq!(read_stream(&frame.bytes), Ok(encoded_len(&slices)));
+        let parsed = Frame::parse(frame.bytes).unwrap();
+        prop_assert!(parsed.verify(IDENTITY, HASH).is_ok());
+        for (layer, bytes) in slices.iter().enumerate() {
+            prop_assert_eq!(parsed.slice(layer).unwrap().len(), *bytes as usize);
+        }
+    }
+}

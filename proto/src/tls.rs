@@ -1,0 +1,303 @@
+//! Who a process is to the rest of the cluster: one cluster authority, one certificate, one key.
+//!
+//! [`TlsFiles`] are read and checked *together* at start, so that a wrong file is an error with a name
+//! and a remedy there and not a refused handshake later. Out come the configurations of both stacks:
+//! tonic for control calls, rustls for QUIC. Both directions are always authenticated.
+//!
+//! Not here: making certificates (`cli/`) and opening connections.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustls::client::WebPkiServerVerifier;
+use rustls::client::danger::ServerCertVerifier;
+use rustls::crypto::CryptoProvider;
+use rustls::server::WebPkiClientVerifier;
+use rustls::sign::CertifiedKey;
+use rustls::{CertificateError, RootCertStore};
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use tonic::transport::{Certificate, ClientTlsConfig, ServerTlsConfig};
+
+/// Name every certificate of the cluster carries and every client asks for. Addresses change, the
+/// cluster does not.
+pub const SERVER_NAME: &str = "kvfleet";
+
+/// Application protocol of the block path. Another number is another protocol: handshakes fail early.
+pub const ALPN: &[u8] = b"kvfleet/1";
+
+/// The three PEM files of a process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// Certificate of the cluster authority.
+    pub ca: PathBuf,
+    /// Certificate (chain) of this process, issued by that authority for [`SERVER_NAME`].
+    pub cert: PathBuf,
+    /// Private key of that certificate.
+    pub key: PathBuf,
+}
+
+/// Why the files of an identity cannot be used. Every message names the file and what to do.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TlsError {
+    /// A file cannot be read.
+    #[error("cannot read {what} {}: {cause}; check the path and its permissions", path.display())]
+    Unreadable {
+        /// What the file should hold.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        cause: String,
+    },
+    /// A file holds no PEM section of the wanted kind.
+    #[error("{} holds no {what} in PEM form ({cause}); {remedy}", path.display())]
+    NotPem {
+        /// What the file should hold.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// What was found.
+        cause: String,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// The key is not the certificate's.
+    #[error(
+        "key {} does not belong to certificate {}: {cause}; use the pair that was made together",
+        key.display(), cert.display()
+    )]
+    KeyMismatch {
+        /// The certificate's file.
+        cert: PathBuf,
+        /// The key's file.
+        key: PathBuf,
+        /// What TLS said.
+        cause: String,
+    },
+    /// The certificate is not one the cluster would accept.
+    #[error("certificate {} is not accepted under authority {}: {cause}; {remedy}", cert.display(), ca.display())]
+    Refused {
+        /// The certificate's file.
+        cert: PathBuf,
+        /// The authority's file.
+        ca: PathBuf,
+        /// What is wrong.
+        cause: String,
+        /// What to do.
+        remedy: &'static str,
+    },
+}
+
+/// A checked identity, ready to make the configurations of both stacks.
+#[derive(Clone)]
+pub struct Identity {
+    ca_pem: Vec<u8>,
+    cert_pem: Vec<u8>,
+    key_pem: Vec<u8>,
+    roots: Arc<RootCertStore>,
+    certified: Arc<CertifiedKey>,
+}
+
+impl std::fmt::Debug for Identity {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Identity(..)")
+    }
+}
+
+/// The one place that names the cryptography provider. tonic takes the process default, so that is
+/// set here too (the first caller wins; a second install is refused and changes nothing).
+#[must_use]
+pub fn provider() -> Arc<CryptoProvider> {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    Arc::new(rustls::crypto::ring::default_provider())
+}
+
+impl TlsFiles {
+    /// Reads and checks the three files.
+    ///
+    /// # Errors
+    /// Names the first file that is missing, of another kind, not matching, or not accepted.
+    pub fn load(&self) -> Result<Identity, TlsError> {
+        let ca = read("cluster authority", &self.ca)?;
+        let cert = read("certificate", &self.cert)?;
+        let key = read("private key", &self.key)?;
+        Checked { files: self }.identity(ca, cert, key)
+    }
+}
+
+fn read(what: &'static str, path: &Path) -> Result<Vec<u8>, TlsError> {
+    let unreadable = |error: std::io::Error| TlsError::Unreadable {
+        what,
+        path: path.to_owned(),
+        cause: error.to_string(),
+    };
+    std::fs::read(path).map_err(unreadable)
+}
+
+/// Builds an identity, with the file names for its errors.
+struct Checked<'a> {
+    files: &'a TlsFiles,
+}
+
+impl Checked<'_> {
+    fn identity(&self, ca_pem: Vec<u8>, cert_pem: Vec<u8>, key_pem: Vec<u8>) -> Result<Identity, TlsError> {
+        let roots = Arc::new(self.roots(&ca_pem)?);
+        let remedy = "give the certificate file of this process";
+        let chain = certificates("certificate", &self.files.cert, &cert_pem, remedy)?;
+        let key = PrivateKeyDer::from_pem_slice(&key_pem).map_err(|error| TlsError::NotPem {
+            what: "private key",
+            path: self.files.key.clone(),
+            cause: error.to_string(),
+            remedy: "give the key file that was made with the certificate",
+        })?;
+        self.accepted(&roots, &chain)?;
+        let certified = self.pair(chain, key)?;
+        Ok(Identity { ca_pem, cert_pem, key_pem, roots, certified: Arc::new(certified) })
+    }
+
+    fn roots(&self, ca_pem: &[u8]) -> Result<RootCertStore, TlsError> {
+        let remedy = "give the certificate (not the key) of the cluster authority";
+        let mut roots = RootCertStore::empty();
+        for certificate in certificates("certificate", &self.files.ca, ca_pem, remedy)? {
+            roots.add(certificate).map_err(|error| TlsError::NotPem {
+                what: "usable certificate",
+                path: self.files.ca.clone(),
+                cause: error.to_string(),
+                remedy,
+            })?;
+        }
+        Ok(roots)
+    }
+
+    fn pair(
+        &self,
+        chain: Vec<CertificateDer<'static>>,
+        key: PrivateKeyDer<'static>,
+    ) -> Result<CertifiedKey, TlsError> {
+        CertifiedKey::from_der(chain, key, &provider()).map_err(|error| TlsError::KeyMismatch {
+            cert: self.files.cert.clone(),
+            key: self.files.key.clone(),
+            cause: error.to_string(),
+        })
+    }
+
+    /// Looks at our own certificate the way a peer will.
+    fn accepted(
+        &self,
+        roots: &Arc<RootCertStore>,
+        chain: &[CertificateDer<'static>],
+    ) -> Result<(), TlsError> {
+        let refused = |error: &dyn std::fmt::Display, remedy| TlsError::Refused {
+            cert: self.files.cert.clone(),
+            ca: self.files.ca.clone(),
+            cause: error.to_string(),
+            remedy,
+        };
+        let verifier = WebPkiServerVerifier::builder_with_provider(Arc::clone(roots), provider())
+            .build()
+            .map_err(|error| refused(&error, "give the certificate of the cluster authority"))?;
+        let (leaf, intermediates) = chain.split_first().expect("certificates() returns at least one");
+        verifier
+            .verify_server_cert(leaf, intermediates, &server_name(), &[], UnixTime::now())
+            .map(|_| ())
+            .map_err(|error| refused(&error, remedy(&error)))
+    }
+}
+
+fn remedy(error: &rustls::Error) -> &'static str {
+    use CertificateError as Bad;
+    match error {
+        rustls::Error::InvalidCertificate(Bad::UnknownIssuer | Bad::BadSignature) => {
+            "both files must come from the same cluster authority"
+        }
+        rustls::Error::InvalidCertificate(Bad::Expired | Bad::ExpiredContext { .. }) => {
+            "issue a new certificate"
+        }
+        rustls::Error::InvalidCertificate(Bad::NotValidYet | Bad::NotValidYetContext { .. }) => {
+            "check the clock of this machine"
+        }
+        rustls::Error::InvalidCertificate(Bad::NotValidForName | Bad::NotValidForNameContext { .. }) => {
+            "issue it with the subject alternative name \"kvfleet\""
+        }
+        _ => "issue a new certificate under this authority",
+    }
+}
+
+fn certificates(
+    what: &'static str,
+    path: &Path,
+    pem: &[u8],
+    remedy: &'static str,
+) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let not_pem = |cause: String| TlsError::NotPem { what, path: path.to_owned(), cause, remedy };
+    let found = CertificateDer::pem_slice_iter(pem)
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| not_pem(error.to_string()))?;
+    if found.is_empty() { Err(not_pem("no certificate section found".to_owned())) } else { Ok(found) }
+}
+
+fn server_name() -> ServerName<'static> {
+    ServerName::try_from(SERVER_NAME).expect("the constant is a valid DNS name")
+}
+
+impl Identity {
+    /// The same checks as [`TlsFiles::load`] on PEM text in memory, for tests and for processes that
+    /// make their own certificates.
+    ///
+    /// # Errors
+    /// As [`TlsFiles::load`], with `memory:` names in place of files.
+    pub fn from_pem(ca: &[u8], cert: &[u8], key: &[u8]) -> Result<Identity, TlsError> {
+        let files = TlsFiles { ca: "memory:ca".into(), cert: "memory:cert".into(), key: "memory:key".into() };
+        Checked { files: &files }.identity(ca.to_vec(), cert.to_vec(), key.to_vec())
+    }
+
+    /// For a tonic server: shows our certificate, demands one of the cluster.
+    #[must_use]
+    pub fn server_tls(&self) -> ServerTlsConfig {
+        ServerTlsConfig::new()
+            .identity(tonic::transport::Identity::from_pem(&self.cert_pem, &self.key_pem))
+            .client_ca_root(Certificate::from_pem(&self.ca_pem))
+    }
+
+    /// For a tonic channel: shows our certificate, demands [`SERVER_NAME`] of the cluster.
+    #[must_use]
+    pub fn client_tls(&self) -> ClientTlsConfig {
+        ClientTlsConfig::new()
+            .domain_name(SERVER_NAME)
+            .ca_certificate(Certificate::from_pem(&self.ca_pem))
+            .identity(tonic::transport::Identity::from_pem(&self.cert_pem, &self.key_pem))
+    }
+
+    /// For the server end of QUIC: TLS 1.3, mutual, [`ALPN`].
+    #[must_use]
+    pub fn quic_server(&self) -> rustls::ServerConfig {
+        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::clone(&self.roots), provider())
+            .build()
+            .expect("the roots were checked to hold a certificate");
+        let mut config = rustls::ServerConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .expect("ring supports TLS 1.3")
+            .with_client_cert_verifier(verifier)
+            .with_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(Arc::clone(&self.certified))));
+        config.alpn_protocols = vec![ALPN.to_vec()];
+        config
+    }
+
+    /// For the client end of QUIC: TLS 1.3, mutual, [`ALPN`]; connect to [`SERVER_NAME`].
+    #[must_use]
+    pub fn quic_client(&self) -> rustls::ClientConfig {
+        let mut config = rustls::ClientConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .expect("ring supports TLS 1.3")
+            .with_root_certificates(Arc::clone(&self.roots))
+            .with_client_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(Arc::clone(
+                &self.certified,
+            ))));
+        config.alpn_protocols = vec![ALPN.to_vec()];
+        config
+    }
+}
+
+#[cfg(test)]
+mod tests;
