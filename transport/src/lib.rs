@@ -15,6 +15,11 @@ use kv_core::id::{
 };
 use kvfleet_proto::frame::Frame;
 
+pub mod loopback;
+pub mod quic;
+pub mod suite;
+mod wire;
+
 /// A boxed future, so that paths can be chosen at run time.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
@@ -99,6 +104,64 @@ pub enum MissReason {
     MediumFailed = 8,
 }
 
+impl MissReason {
+    /// Every reason, in the order of its number.
+    pub const ALL: [MissReason; 8] = [
+        MissReason::NotHeld,
+        MissReason::StaleEpoch,
+        MissReason::IdentityDiffers,
+        MissReason::Corrupt,
+        MissReason::TooLate,
+        MissReason::NodeLost,
+        MissReason::Busy,
+        MissReason::MediumFailed,
+    ];
+
+    /// Lower-case name as used in metrics and reports.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            MissReason::NotHeld => "not_held",
+            MissReason::StaleEpoch => "stale_epoch",
+            MissReason::IdentityDiffers => "identity_differs",
+            MissReason::Corrupt => "corrupt",
+            MissReason::TooLate => "too_late",
+            MissReason::NodeLost => "node_lost",
+            MissReason::Busy => "busy",
+            MissReason::MediumFailed => "medium_failed",
+        }
+    }
+}
+
+impl FetchAnswer {
+    /// This answer when only `delivered` blocks came, because of `reason`. Unchanged when all came.
+    #[must_use]
+    pub fn cut_short(self, delivered: usize, reason: MissReason) -> FetchAnswer {
+        match self {
+            FetchAnswer::Hit { mut tiers } | FetchAnswer::Partial { mut tiers, .. }
+                if delivered < tiers.len() =>
+            {
+                tiers.truncate(delivered);
+                if tiers.is_empty() {
+                    FetchAnswer::Miss { reason }
+                } else {
+                    FetchAnswer::Partial { tiers, reason }
+                }
+            }
+            complete => complete,
+        }
+    }
+
+    /// Blocks that follow, or should.
+    #[must_use]
+    pub fn tiers(&self) -> &[Tier] {
+        match self {
+            FetchAnswer::Hit { tiers } | FetchAnswer::Partial { tiers, .. } => tiers,
+            FetchAnswer::Busy { .. } | FetchAnswer::Miss { .. } => &[],
+        }
+    }
+}
+
 /// Ask to save consecutive blocks of a prefix.
 #[derive(Clone, Debug)]
 pub struct SaveRequest {
@@ -140,6 +203,12 @@ pub enum SaveRefusal {
     FrameSize = 3,
     /// No tier admits new blocks (all held, or the medium is full).
     Full = 4,
+}
+
+impl SaveRefusal {
+    /// Every refusal, in the order of its number.
+    pub const ALL: [SaveRefusal; 4] =
+        [SaveRefusal::Quota, SaveRefusal::IdentityDiffers, SaveRefusal::FrameSize, SaveRefusal::Full];
 }
 
 /// What became of a save.
@@ -218,6 +287,14 @@ pub enum PathError {
         peer: String,
         /// What was wrong.
         what: String,
+    },
+    /// Our own request is larger than any peer takes.
+    #[error("request has {bytes} bytes, the limit is {limit}: ask for fewer blocks at once")]
+    TooLarge {
+        /// Its encoded size.
+        bytes: usize,
+        /// The limit.
+        limit: usize,
     },
     /// The deadline passed.
     #[error("{peer} did not answer within {after:?}")]

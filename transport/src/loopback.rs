@@ -1,0 +1,323 @@
+//! Paths inside one process, with faults on demand: for tests of everything above a transport.
+//!
+//! No socket and no clock of its own: delays use tokio's time, so they are virtual where that is paused.
+//! Every fault is drawn from a seed and the number of the operation, so a run repeats.
+//! Not here: encryption, messages and limits (`quic.rs`).
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use kv_core::id::LeaseId;
+use kvfleet_proto::frame::Frame;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use tokio::time::{Instant, sleep, timeout_at};
+
+use crate::{
+    BlockService, BoxFuture, Dialer, FetchAnswer, FetchReply, FetchRequest, MissReason, Path, PathError,
+    SaveAnswer, SaveOffer, SaveRequest,
+};
+
+/// Time after which a save, release or ping without answer counts as lost, unless set otherwise.
+pub const LOST_AFTER: Duration = Duration::from_secs(10);
+
+/// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
+const DEADLINE_MAX: Duration = Duration::from_secs(3600);
+
+/// What goes wrong, and how often. The default is nothing. Probabilities are clamped to 0..=1.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Faults {
+    /// Reproduces a run.
+    pub seed: u64,
+    /// Time every operation takes before the node sees it.
+    pub delay: Duration,
+    /// Probability that an operation never gets an answer.
+    pub loss: f64,
+    /// Time after which a save, release or ping without answer counts as lost.
+    pub lost_after: Duration,
+    /// Frames after which the connection breaks, in every operation that moves frames.
+    pub cut_after: Option<u32>,
+    /// Probability per frame that one of its bits is flipped.
+    pub corrupt: f64,
+    /// Probability per frame of a fetch that it changes places with the next one.
+    pub reorder: f64,
+}
+
+impl Default for Faults {
+    fn default() -> Faults {
+        Faults {
+            seed: 0,
+            delay: Duration::ZERO,
+            loss: 0.0,
+            lost_after: LOST_AFTER,
+            cut_after: None,
+            corrupt: 0.0,
+            reorder: 0.0,
+        }
+    }
+}
+
+/// A network of services in this process; also the dialer to them. Clones share everything.
+#[derive(Clone, Default)]
+pub struct Loopback(Arc<Network>);
+
+#[derive(Default)]
+struct Network {
+    services: Mutex<BTreeMap<String, Arc<dyn BlockService>>>,
+    faults: Mutex<Faults>,
+    operations: AtomicU64,
+}
+
+impl std::fmt::Debug for Loopback {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Loopback").field("addresses", &self.services().keys()).finish_non_exhaustive()
+    }
+}
+
+impl Loopback {
+    /// An empty network with these faults.
+    #[must_use]
+    pub fn new(faults: Faults) -> Loopback {
+        let network = Loopback::default();
+        network.set_faults(faults);
+        network
+    }
+
+    /// Changes what goes wrong from the next operation on.
+    pub fn set_faults(&self, faults: Faults) {
+        *self.0.faults.lock().unwrap_or_else(PoisonError::into_inner) = faults;
+    }
+
+    fn faults(&self) -> Faults {
+        self.0.faults.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Serves `service` at `address`, in place of whatever was there.
+    pub fn serve(&self, address: &str, service: Arc<dyn BlockService>) {
+        self.services().insert(address.to_owned(), service);
+    }
+
+    /// Stops serving `address`; operations under way break off.
+    pub fn stop(&self, address: &str) {
+        self.services().remove(address);
+    }
+
+    fn services(&self) -> MutexGuard<'_, BTreeMap<String, Arc<dyn BlockService>>> {
+        self.0.services.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Draws the fate of one operation.
+    fn fate(&self) -> Fate {
+        let faults = self.faults();
+        let number = self.0.operations.fetch_add(1, Ordering::Relaxed);
+        let mut random = ChaCha8Rng::seed_from_u64(faults.seed);
+        random.set_stream(number);
+        Fate { faults, random }
+    }
+}
+
+impl Dialer for Loopback {
+    fn dial(&self, address: String) -> BoxFuture<'_, Result<Arc<dyn Path>, PathError>> {
+        Box::pin(async move {
+            if self.services().contains_key(&address) {
+                Ok(Arc::new(LoopbackPath { network: self.clone(), peer: address }) as Arc<dyn Path>)
+            } else {
+                Err(PathError::Unreachable { peer: address, cause: "nobody serves there".to_owned() })
+            }
+        })
+    }
+}
+
+/// What happens to one operation.
+struct Fate {
+    faults: Faults,
+    random: ChaCha8Rng,
+}
+
+impl Fate {
+    fn strikes(&mut self, probability: f64) -> bool {
+        self.random.random_bool(probability.clamp(0.0, 1.0))
+    }
+
+    /// The way there: takes its time, and may never end.
+    async fn travel(&mut self) {
+        sleep(self.faults.delay).await;
+        if self.strikes(self.faults.loss) {
+            std::future::pending::<()>().await;
+        }
+    }
+
+    fn cuts(&self, frames: usize) -> bool {
+        self.faults.cut_after.is_some_and(|limit| frames >= limit as usize)
+    }
+
+    /// The frame as it arrives; nothing when not even its header survived.
+    fn carry(&mut self, frame: Frame) -> Option<Frame> {
+        if !self.strikes(self.faults.corrupt) {
+            return Some(frame);
+        }
+        let bit = self.random.random_range(0..frame.bytes.len() * 8);
+        Frame::parse(flip(&frame.bytes, bit)).ok()
+    }
+}
+
+fn flip(bytes: &Bytes, bit: usize) -> Bytes {
+    let mut flipped = BytesMut::from(&bytes[..]);
+    flipped[bit / 8] ^= 1 << (bit % 8);
+    flipped.freeze()
+}
+
+struct LoopbackPath {
+    network: Loopback,
+    peer: String,
+}
+
+impl LoopbackPath {
+    fn service(&self) -> Result<Arc<dyn BlockService>, PathError> {
+        let found = self.network.services().get(&self.peer).cloned();
+        found.ok_or_else(|| self.broken("nobody serves there any more"))
+    }
+
+    /// Whether the service that began an operation still serves.
+    fn serves(&self, service: &Arc<dyn BlockService>) -> bool {
+        self.service().is_ok_and(|current| Arc::ptr_eq(&current, service))
+    }
+
+    fn broken(&self, cause: &str) -> PathError {
+        PathError::Broken { peer: self.peer.clone(), cause: cause.to_owned() }
+    }
+
+    async fn within<T>(&self, work: impl Future<Output = Result<T, PathError>>) -> Result<T, PathError> {
+        let after = self.network.faults().lost_after;
+        tokio::time::timeout(after, work)
+            .await
+            .unwrap_or_else(|_| Err(PathError::TimedOut { peer: self.peer.clone(), after }))
+    }
+
+    async fn fetch_all(
+        &self,
+        request: FetchRequest,
+        sink: &mut (dyn FnMut(Frame) + Send),
+    ) -> Result<FetchAnswer, PathError> {
+        let deadline = Instant::now() + request.deadline.min(DEADLINE_MAX);
+        let epoch = request.epoch;
+        let mut fate = self.network.fate();
+        let service = self.service()?;
+        let asked = async {
+            fate.travel().await;
+            service.fetch(request).await
+        };
+        let Ok(mut reply) = timeout_at(deadline, asked).await else {
+            return Ok(FetchAnswer::Miss { reason: MissReason::TooLate });
+        };
+        if reply.epoch != epoch && !reply.answer.tiers().is_empty() {
+            return Ok(FetchAnswer::Miss { reason: MissReason::StaleEpoch });
+        }
+        let mut delivered = 0;
+        let transfer = self.transfer(&service, &mut reply, &mut fate, &mut delivered, sink);
+        let reason = timeout_at(deadline, transfer).await.unwrap_or(MissReason::TooLate);
+        Ok(reply.answer.cut_short(delivered, reason))
+    }
+
+    /// Moves frames until all came or something ends it; counts in `delivered`.
+    async fn transfer(
+        &self,
+        service: &Arc<dyn BlockService>,
+        reply: &mut FetchReply,
+        fate: &mut Fate,
+        delivered: &mut usize,
+        sink: &mut (dyn FnMut(Frame) + Send),
+    ) -> MissReason {
+        let wanted = reply.answer.tiers().len();
+        let mut held: Option<Frame> = None;
+        while *delivered < wanted {
+            if fate.cuts(*delivered) || !self.serves(service) {
+                return MissReason::NodeLost;
+            }
+            let frame = match (reply.frames.recv().await, held.take()) {
+                (Some(frame), None) if *delivered + 1 < wanted && fate.strikes(fate.faults.reorder) => {
+                    held = Some(frame);
+                    continue;
+                }
+                (Some(frame), earlier) => {
+                    held = earlier;
+                    frame
+                }
+                (None, Some(earlier)) => earlier,
+                (None, None) => return MissReason::MediumFailed,
+            };
+            for frame in [Some(frame), held.take()].into_iter().flatten() {
+                let Some(frame) = fate.carry(frame) else { return MissReason::Corrupt };
+                sink(frame);
+                *delivered += 1;
+            }
+        }
+        MissReason::NotHeld
+    }
+
+    async fn save_all(
+        &self,
+        request: SaveRequest,
+        source: &(dyn Fn(usize) -> Frame + Send + Sync),
+    ) -> Result<SaveAnswer, PathError> {
+        let mut fate = self.network.fate();
+        let service = self.service()?;
+        fate.travel().await;
+        let (wanted, mut session) = match service.save(request).await {
+            (SaveOffer::Wanted(wanted), Some(session)) => (wanted, session),
+            (SaveOffer::Wanted(_), None) => return Err(self.broken("no session for a wanted save")),
+            (SaveOffer::Busy { retry_after }, _) => return Ok(SaveAnswer::Busy { retry_after }),
+            (SaveOffer::Refused(refusal), _) => return Ok(SaveAnswer::Refused(refusal)),
+        };
+        let positions = wanted.iter().enumerate().filter(|(_, wanted)| **wanted);
+        for (sent, (position, _)) in positions.enumerate() {
+            if fate.cuts(sent) || !self.serves(&service) {
+                return Err(self.broken("the connection was cut"));
+            }
+            let frame = fate.carry(source(position)).ok_or_else(|| self.broken("a frame header broke"))?;
+            session.put(frame).await;
+        }
+        Ok(SaveAnswer::Done(session.finish().await))
+    }
+}
+
+impl Path for LoopbackPath {
+    fn fetch<'a>(
+        &'a self,
+        request: FetchRequest,
+        sink: &'a mut (dyn FnMut(Frame) + Send),
+    ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
+        Box::pin(self.fetch_all(request, sink))
+    }
+
+    fn save<'a>(
+        &'a self,
+        request: SaveRequest,
+        source: &'a (dyn Fn(usize) -> Frame + Send + Sync),
+    ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
+        Box::pin(self.within(self.save_all(request, source)))
+    }
+
+    fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {
+        Box::pin(self.within(async move {
+            self.network.fate().travel().await;
+            self.service()?.release(lease).await;
+            Ok(())
+        }))
+    }
+
+    fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>> {
+        Box::pin(self.within(async move {
+            let asked = Instant::now();
+            self.network.fate().travel().await;
+            self.service()?;
+            Ok(asked.elapsed())
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,147 @@
+//! The suite over the loopback, and what its faults do.
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::behaviour_suite;
+use crate::suite::{self, MemoryService, Pair, fetch_request, frame, hash, hashes, in_dram, save_request};
+
+const ADDRESS: &str = "node:1";
+
+async fn pair_on(network: &Loopback, service: Arc<dyn BlockService>) -> Pair {
+    network.serve(ADDRESS, service);
+    let path = network.dial(ADDRESS.to_owned()).await.unwrap();
+    Pair { path, keep: Box::new(()) }
+}
+
+async fn pair(service: Arc<dyn BlockService>) -> Pair {
+    pair_on(&Loopback::default(), service).await
+}
+
+behaviour_suite!(pair);
+
+fn holding(blocks: u32) -> Arc<MemoryService> {
+    let service = MemoryService::default();
+    (0..blocks).for_each(|number| service.hold(frame(hash(number), 4000)));
+    Arc::new(service)
+}
+
+async fn faulty(faults: Faults, service: &Arc<MemoryService>) -> (Loopback, Arc<dyn Path>) {
+    println!("seed {}", faults.seed);
+    let network = Loopback::new(faults);
+    let path = pair_on(&network, service.clone()).await.path;
+    (network, path)
+}
+
+/// Blocks that came whole and in place, before the first that did not.
+async fn usable(path: &dyn Path, blocks: u32) -> (FetchAnswer, usize) {
+    let mut frames = Vec::new();
+    let answer = path.fetch(fetch_request(&hashes(blocks)), &mut |frame| frames.push(frame)).await.unwrap();
+    assert_eq!(frames.len(), answer.tiers().len());
+    let good = |(number, frame): (u32, Frame)| frame.verify(suite::IDENTITY, hash(number)).is_ok();
+    (answer, (0..).zip(frames).take_while(|pair| good(pair.clone())).count())
+}
+
+#[tokio::test]
+async fn a_cut_leaves_what_came_before() {
+    let faults = Faults { cut_after: Some(2), ..Faults::default() };
+    let service = holding(5);
+    let (network, path) = faulty(faults, &service).await;
+    let expected = FetchAnswer::Partial { tiers: in_dram(2), reason: MissReason::NodeLost };
+    assert_eq!(usable(path.as_ref(), 5).await, (expected, 2));
+    let (save, empty) = (save_request(&hashes(9)), holding(0));
+    network.serve(ADDRESS, empty.clone());
+    let error = suite::save(path.as_ref(), save, 100).await.unwrap_err();
+    assert!(matches!(error, PathError::Broken { .. }), "{error}");
+    assert!(!empty.holds(hash(0)), "a cut save leaves nothing");
+}
+
+#[tokio::test]
+async fn every_corruption_is_seen() {
+    let service = holding(8);
+    let mut seen = 0;
+    for seed in 0..200 {
+        let (_, path) = faulty(Faults { seed, corrupt: 0.3, ..Faults::default() }, &service).await;
+        let (answer, good) = usable(path.as_ref(), 8).await;
+        assert!(good <= answer.tiers().len());
+        seen += usize::from(good < 8);
+    }
+    assert!(seen > 100, "corruption strikes: {seen} of 200");
+}
+
+#[tokio::test]
+async fn corrupt_saves_are_refused_block_by_block() {
+    for seed in 0..50 {
+        let service = holding(0);
+        let (network, path) = faulty(Faults { seed, corrupt: 0.5, ..Faults::default() }, &service).await;
+        let result = suite::save(path.as_ref(), save_request(&hashes(8)), 4000).await;
+        network.set_faults(Faults::default());
+        let stored = (0..8).filter(|number| service.holds(hash(*number))).count();
+        match result {
+            Ok(answer) => assert_eq!(suite::done(answer).stored_blocks as usize, stored),
+            Err(_) => assert_eq!(stored, 0),
+        }
+    }
+}
+
+#[tokio::test]
+async fn reordered_frames_are_not_the_blocks_in_their_place() {
+    let service = holding(8);
+    let mut disturbed = 0;
+    for seed in 0..100 {
+        let (_, path) = faulty(Faults { seed, reorder: 0.2, ..Faults::default() }, &service).await;
+        let (answer, good) = usable(path.as_ref(), 8).await;
+        assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(8) }, "nothing is lost");
+        disturbed += usize::from(good < 8);
+    }
+    assert!(disturbed > 30, "reordering strikes: {disturbed} of 100");
+}
+
+#[tokio::test]
+async fn a_lost_operation_ends_by_its_own_limit() {
+    let service = holding(2);
+    let lost_after = Duration::from_millis(1);
+    let (_, path) = faulty(Faults { loss: 1.0, lost_after, ..Faults::default() }, &service).await;
+    let request = FetchRequest { deadline: lost_after, ..fetch_request(&hashes(2)) };
+    let answer = suite::fetch(path.as_ref(), request).await.unwrap();
+    assert_eq!(answer, FetchAnswer::Miss { reason: MissReason::TooLate });
+    assert!(matches!(path.ping().await, Err(PathError::TimedOut { after, .. }) if after == lost_after));
+    assert!(matches!(path.release(LeaseId(1)).await, Err(PathError::TimedOut { .. })));
+    let save = suite::save(path.as_ref(), save_request(&hashes(1)), 10).await;
+    assert!(matches!(save, Err(PathError::TimedOut { .. })));
+}
+
+#[tokio::test]
+async fn delay_is_waited_for() {
+    let service = holding(1);
+    let delay = Duration::from_millis(3);
+    let (_, path) = faulty(Faults { delay, ..Faults::default() }, &service).await;
+    assert!(path.ping().await.unwrap() >= delay);
+}
+
+#[tokio::test]
+async fn a_stopped_node_is_lost() {
+    let service = holding(3);
+    let (network, path) = faulty(Faults::default(), &service).await;
+    network.stop(ADDRESS);
+    let mut nothing = |_| panic!("no frame can come");
+    let error = path.fetch(fetch_request(&hashes(3)), &mut nothing).await.unwrap_err();
+    assert!(matches!(error, PathError::Broken { .. }), "{error}");
+    let error = network.dial(ADDRESS.to_owned()).await.err().unwrap();
+    assert!(matches!(error, PathError::Unreachable { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn equal_seeds_give_equal_runs() {
+    let service = holding(8);
+    let mut runs = Vec::new();
+    for _ in 0..2 {
+        let faults = Faults { seed: 11, corrupt: 0.1, reorder: 0.1, ..Faults::default() };
+        let (_, path) = faulty(faults, &service).await;
+        let mut results = Vec::new();
+        for _ in 0..20 {
+            results.push(usable(path.as_ref(), 8).await);
+        }
+        runs.push(results);
+    }
+    assert_eq!(runs[0], runs[1]);
+}

@@ -1,0 +1,97 @@
+//! Opening connections to nodes.
+//!
+//! A TLS 1.3 client finishes its handshake before the server has looked at the client's certificate, so
+//! a path counts as open only after a ping came back. Not here: what runs over a path (`path.rs`).
+
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use kvfleet_proto::tls::{Identity, SERVER_NAME};
+use quinn::crypto::rustls::QuicClientConfig;
+use quinn::{ClientConfig, Connection, Endpoint, default_runtime};
+
+use super::path::QuicPath;
+use super::{QuicConfig, path_error};
+use crate::{BoxFuture, Dialer, Path, PathError};
+
+/// Opens QUIC paths. One UDP socket per address family, shared by all paths.
+#[derive(Debug)]
+pub struct QuicDialer {
+    client: ClientConfig,
+    config: QuicConfig,
+    /// Sockets, IPv4 first, opened when first needed.
+    endpoints: Mutex<[Option<Endpoint>; 2]>,
+}
+
+impl QuicDialer {
+    /// A dialer that shows `identity` and trusts its authority. Opens no socket yet.
+    #[must_use]
+    pub fn new(identity: &Identity, config: QuicConfig) -> QuicDialer {
+        let crypto = QuicClientConfig::try_from(identity.quic_client())
+            .expect("ring has the cipher suite that QUIC's first packets need");
+        let mut client = ClientConfig::new(Arc::new(crypto));
+        client.transport_config(config.transport());
+        QuicDialer { client, config, endpoints: Mutex::new([None, None]) }
+    }
+
+    async fn open(&self, peer: &str) -> Result<Arc<dyn Path>, PathError> {
+        let address = resolve(peer).await?;
+        let connection = self.connect(peer, address).await?;
+        let path = QuicPath::new(connection, peer.to_owned(), self.config.stall_timeout);
+        path.ping().await?;
+        Ok(Arc::new(path))
+    }
+
+    async fn connect(&self, peer: &str, address: SocketAddr) -> Result<Connection, PathError> {
+        let unreachable = |cause: String| PathError::Unreachable { peer: peer.to_owned(), cause };
+        let endpoint = self.endpoint(address).map_err(|error| unreachable(error.to_string()))?;
+        let connecting = endpoint
+            .connect_with(self.client.clone(), address, SERVER_NAME)
+            .map_err(|error| unreachable(error.to_string()))?;
+        connecting.await.map_err(|error| match path_error(peer, &error) {
+            PathError::Broken { cause, .. } => unreachable(cause),
+            other => other,
+        })
+    }
+
+    fn endpoint(&self, address: SocketAddr) -> std::io::Result<Endpoint> {
+        let mut endpoints = self.endpoints.lock().unwrap_or_else(PoisonError::into_inner);
+        let slot = &mut endpoints[usize::from(address.is_ipv6())];
+        if let Some(endpoint) = slot {
+            return Ok(endpoint.clone());
+        }
+        let any = match address {
+            SocketAddr::V4(_) => SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)),
+            SocketAddr::V6(_) => SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)),
+        };
+        let runtime = default_runtime().ok_or_else(|| std::io::Error::other("no tokio runtime here"))?;
+        let socket = std::net::UdpSocket::bind(any)?;
+        let endpoint = Endpoint::new(self.config.endpoint(), None, socket, runtime)?;
+        Ok(slot.insert(endpoint).clone())
+    }
+}
+
+impl Dialer for QuicDialer {
+    fn dial(&self, address: String) -> BoxFuture<'_, Result<Arc<dyn Path>, PathError>> {
+        Box::pin(async move { within(&address, self.config.dial_timeout, self.open(&address)).await })
+    }
+}
+
+/// The first address behind `peer`.
+async fn resolve(peer: &str) -> Result<SocketAddr, PathError> {
+    let unreachable = |cause: String| PathError::Unreachable { peer: peer.to_owned(), cause };
+    let mut found = tokio::net::lookup_host(peer).await.map_err(|error| unreachable(error.to_string()))?;
+    found.next().ok_or_else(|| unreachable("the name has no address".to_owned()))
+}
+
+/// `work`, or [`PathError::TimedOut`] after `limit`.
+pub(super) async fn within<T>(
+    peer: &str,
+    limit: Duration,
+    work: impl Future<Output = Result<T, PathError>>,
+) -> Result<T, PathError> {
+    tokio::time::timeout(limit, work)
+        .await
+        .unwrap_or_else(|_| Err(PathError::TimedOut { peer: peer.to_owned(), after: limit }))
+}

@@ -1,0 +1,315 @@
+//! The node's end: accepts connections, reads what each stream asks, lets the [`BlockService`] answer.
+//!
+//! Limits are enforced here, before the service is asked, so that a refused operation costs nothing and
+//! leases nothing. Not here: what a node does with a request (`node/`).
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use kvfleet_proto::data;
+use kvfleet_proto::frame::FRAME_BYTES_MAX;
+use kvfleet_proto::tls::Identity;
+use kvfleet_proto::trace_context;
+use quinn::crypto::rustls::QuicServerConfig;
+use quinn::{Connection, Endpoint, RecvStream, SendStream, default_runtime};
+use tokio::sync::Semaphore;
+use tokio::task::{JoinHandle, JoinSet};
+use tracing::Instrument;
+
+use super::stream::{ItemError, encode, read_frame, read_message, write_frame, write_message};
+use super::{CODE_DONE, CODE_REFUSED, CONNECTIONS_MAX, QuicConfig, RETRY_AFTER, SAVES_AT_ONCE_MAX};
+use crate::wire::{self, Operation};
+use crate::{BlockService, FetchAnswer, FetchRequest, PathError, SaveOffer, SaveRequest, SaveSession};
+
+/// Frame size assumed before the first frame was sent, in bytes.
+const FRAME_BYTES_GUESS: u64 = 64 << 10;
+
+/// Time for connections to say goodbye when the server closes.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Why a server cannot listen.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot listen on udp {address}: {cause}; choose a free port or stop the process that holds it")]
+pub struct BindError {
+    /// Where.
+    pub address: SocketAddr,
+    /// What the system said.
+    pub cause: std::io::Error,
+}
+
+/// Serves a node's blocks over QUIC until closed or dropped.
+#[derive(Debug)]
+pub struct QuicServer {
+    endpoint: Endpoint,
+    local: SocketAddr,
+    accepting: JoinHandle<()>,
+}
+
+/// What all streams of a server share.
+struct Shared {
+    service: Arc<dyn BlockService>,
+    saves: Semaphore,
+    inflight_bytes: AtomicU64,
+    inflight_bytes_max: u64,
+    largest_frame: AtomicU64,
+    stall_timeout: Duration,
+}
+
+impl QuicServer {
+    /// Listens on `address` (port 0: any) with the default settings. Needs a tokio runtime.
+    ///
+    /// # Errors
+    /// When the address cannot be bound.
+    pub fn bind(
+        address: SocketAddr,
+        identity: &Identity,
+        service: Arc<dyn BlockService>,
+    ) -> Result<QuicServer, BindError> {
+        QuicServer::bind_with(address, identity, &QuicConfig::default(), service)
+    }
+
+    /// Like [`QuicServer::bind`], with settings.
+    ///
+    /// # Errors
+    /// When the address cannot be bound.
+    pub fn bind_with(
+        address: SocketAddr,
+        identity: &Identity,
+        config: &QuicConfig,
+        service: Arc<dyn BlockService>,
+    ) -> Result<QuicServer, BindError> {
+        let failed = |cause| BindError { address, cause };
+        let crypto = QuicServerConfig::try_from(identity.quic_server())
+            .expect("ring has the cipher suite that QUIC's first packets need");
+        let mut server = quinn::ServerConfig::with_crypto(Arc::new(crypto));
+        server.transport_config(config.transport());
+        let socket = std::net::UdpSocket::bind(address).map_err(failed)?;
+        let runtime = default_runtime().ok_or_else(|| failed(std::io::Error::other("no tokio runtime")))?;
+        let endpoint = Endpoint::new(config.endpoint(), Some(server), socket, runtime).map_err(failed)?;
+        let local = endpoint.local_addr().map_err(failed)?;
+        let shared = Arc::new(Shared::new(service, config));
+        let accepting = tokio::spawn(accept(endpoint.clone(), shared));
+        Ok(QuicServer { endpoint, local, accepting })
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub fn local_addr(&self) -> SocketAddr {
+        self.local
+    }
+
+    /// Ends every operation and connection; returns when peers were told or a second has passed.
+    pub async fn close(self) {
+        self.endpoint.close(CODE_DONE, b"server closes");
+        let _ = tokio::time::timeout(CLOSE_TIMEOUT, self.endpoint.wait_idle()).await;
+    }
+}
+
+impl Drop for QuicServer {
+    fn drop(&mut self) {
+        self.endpoint.close(CODE_DONE, b"server closes");
+        self.accepting.abort();
+    }
+}
+
+async fn accept(endpoint: Endpoint, shared: Arc<Shared>) {
+    let mut connections = JoinSet::new();
+    while let Some(incoming) = endpoint.accept().await {
+        while connections.try_join_next().is_some() {}
+        if connections.len() >= CONNECTIONS_MAX {
+            incoming.refuse();
+            continue;
+        }
+        let shared = Arc::clone(&shared);
+        connections.spawn(async move {
+            match incoming.await {
+                Ok(connection) => serve_connection(connection, shared).await,
+                Err(error) => tracing::debug!(%error, "handshake failed"),
+            }
+        });
+    }
+}
+
+async fn serve_connection(connection: Connection, shared: Arc<Shared>) {
+    let mut streams = JoinSet::new();
+    while let Ok((send, recv)) = connection.accept_bi().await {
+        while streams.try_join_next().is_some() {}
+        let shared = Arc::clone(&shared);
+        streams.spawn(async move {
+            let mut stream = Stream { send, recv };
+            if let Err(error) = shared.serve(&mut stream).await {
+                tracing::debug!(%error, "operation ended early");
+                stream.refuse();
+            }
+        });
+    }
+}
+
+/// Both halves of one operation's stream.
+struct Stream {
+    send: SendStream,
+    recv: RecvStream,
+}
+
+impl Stream {
+    fn refuse(&mut self) {
+        let _ = self.send.reset(CODE_REFUSED);
+        let _ = self.recv.stop(CODE_REFUSED);
+    }
+
+    async fn answer<M: prost::Message>(&mut self, message: &M) -> Result<(), ServeError> {
+        Ok(write_message(&mut self.send, encode(message)?).await?)
+    }
+}
+
+/// Why an operation ended before its end. Only ever logged: the peer sees its stream reset.
+#[derive(Debug, thiserror::Error)]
+enum ServeError {
+    #[error("peer sent {0}")]
+    Item(#[from] ItemError),
+    #[error("peer asked something that makes no sense: {0}")]
+    Request(#[from] kvfleet_proto::convert::ConvertError),
+    #[error("cannot answer: {0}")]
+    Write(#[from] quinn::WriteError),
+    #[error("cannot answer: {0}")]
+    Encode(#[from] PathError),
+    #[error("peer went quiet")]
+    Stalled(#[from] tokio::time::error::Elapsed),
+    #[error("peer gave up")]
+    GaveUp,
+    #[error("save ended after {got} of {wanted} frames")]
+    SaveCut { got: usize, wanted: usize },
+}
+
+impl Shared {
+    fn new(service: Arc<dyn BlockService>, config: &QuicConfig) -> Shared {
+        Shared {
+            service,
+            saves: Semaphore::new(SAVES_AT_ONCE_MAX),
+            inflight_bytes: AtomicU64::new(0),
+            inflight_bytes_max: config.fetch_bytes_in_flight_max,
+            largest_frame: AtomicU64::new(FRAME_BYTES_GUESS),
+            stall_timeout: config.stall_timeout,
+        }
+    }
+
+    async fn serve(&self, stream: &mut Stream) -> Result<(), ServeError> {
+        let request: data::DataRequest = self.timed(read_message(&mut stream.recv)).await??;
+        let span = tracing::debug_span!("serve_blocks");
+        trace_context::set_parent(&span, &request.traceparent);
+        let operation = wire::operation_from_pb(request)?;
+        self.run(operation, stream).instrument(span).await?;
+        let _ = stream.send.finish();
+        Ok(())
+    }
+
+    async fn run(&self, operation: Operation, stream: &mut Stream) -> Result<(), ServeError> {
+        match operation {
+            Operation::Fetch(request) => self.fetch(request, stream).await,
+            Operation::Save(request) => self.save(request, stream).await,
+            Operation::Release(lease) => {
+                self.service.release(lease).await;
+                stream.answer(&pong()).await
+            }
+            Operation::Ping => stream.answer(&pong()).await,
+        }
+    }
+
+    async fn fetch(&self, request: FetchRequest, stream: &mut Stream) -> Result<(), ServeError> {
+        let Some(_reserved) = self.reserve(request.hashes.len()) else {
+            let busy = FetchAnswer::Busy { retry_after: RETRY_AFTER };
+            return stream.answer(&wire::head_to_pb(&busy, request.epoch)).await;
+        };
+        let mut reply = self.service.fetch(request).await;
+        stream.answer(&wire::head_to_pb(&reply.answer, reply.epoch)).await?;
+        let mut stopped = std::pin::pin!(stream.send.stopped());
+        for _ in reply.answer.tiers() {
+            // A reader that gave up must not wait here for a slow medium, holding its reservation.
+            let frame = tokio::select! {
+                frame = reply.frames.recv() => frame,
+                _ = &mut stopped => None,
+            };
+            let Some(frame) = frame else { break };
+            self.largest_frame.fetch_max(frame.bytes.len() as u64, Ordering::Relaxed);
+            write_frame(&mut stream.send, &frame).await?;
+        }
+        Ok(())
+    }
+
+    async fn save(&self, request: SaveRequest, stream: &mut Stream) -> Result<(), ServeError> {
+        let Ok(_permit) = self.saves.try_acquire() else {
+            let busy = SaveOffer::Busy { retry_after: RETRY_AFTER };
+            return stream.answer(&wire::offer_to_pb(&busy)).await;
+        };
+        let limit = usize::try_from(request.frame_bytes).unwrap_or(usize::MAX).min(FRAME_BYTES_MAX);
+        let (offer, session) = self.service.save(request).await;
+        stream.answer(&wire::offer_to_pb(&offer)).await?;
+        let (SaveOffer::Wanted(wanted), Some(session)) = (offer, session) else { return Ok(()) };
+        let wanted = wanted.iter().filter(|wanted| **wanted).count();
+        let stopped = stream.send.stopped();
+        let session = tokio::select! {
+            session = self.take(stream, session, wanted, limit) => session?,
+            _ = stopped => return Err(ServeError::GaveUp),
+        };
+        let done = session.finish().await;
+        stream.answer(&wire::done_to_pb(&done)).await
+    }
+
+    /// Takes the frames of a save up to its end. Dropped midway, it drops the session: nothing is kept.
+    async fn take(
+        &self,
+        stream: &mut Stream,
+        mut session: Box<dyn SaveSession>,
+        wanted: usize,
+        limit: usize,
+    ) -> Result<Box<dyn SaveSession>, ServeError> {
+        for got in 0..wanted {
+            let frame = self.timed(read_frame(&mut stream.recv, limit)).await??;
+            session.put(frame.ok_or(ServeError::SaveCut { got, wanted })?).await;
+        }
+        self.expect_end(stream).await?;
+        Ok(session)
+    }
+
+    /// A save commits only when the peer says that it is complete.
+    async fn expect_end(&self, stream: &mut Stream) -> Result<(), ServeError> {
+        match self.timed(stream.recv.read_chunk(1, true)).await?.map_err(ItemError::from)? {
+            None => Ok(()),
+            Some(_) => Err(ItemError::Oversized { what: "bytes after a save", bytes: 1, limit: 0 }.into()),
+        }
+    }
+
+    async fn timed<T>(&self, work: impl Future<Output = T>) -> Result<T, tokio::time::error::Elapsed> {
+        tokio::time::timeout(self.stall_timeout, work).await
+    }
+
+    /// Room for an answer of `blocks` blocks; nothing when too much is under way. A single answer larger
+    /// than the limit passes when it is alone, or it could never be served.
+    fn reserve(&self, blocks: usize) -> Option<Reserved<'_>> {
+        let bytes = (blocks as u64).saturating_mul(self.largest_frame.load(Ordering::Relaxed));
+        let fits = |inflight: u64| {
+            let after = inflight.saturating_add(bytes);
+            (inflight == 0 || after <= self.inflight_bytes_max).then_some(after)
+        };
+        let before = self.inflight_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok()?;
+        Some(Reserved { inflight_bytes: &self.inflight_bytes, bytes: before.saturating_add(bytes) - before })
+    }
+}
+
+/// Bytes counted as under way until dropped.
+struct Reserved<'a> {
+    inflight_bytes: &'a AtomicU64,
+    bytes: u64,
+}
+
+impl Drop for Reserved<'_> {
+    fn drop(&mut self) {
+        self.inflight_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+fn pong() -> data::Pong {
+    data::Pong { version: wire::PROTOCOL_VERSION }
+}

@@ -1,0 +1,303 @@
+//! The suite over QUIC, and what only QUIC has: certificates, hostile bytes, limits, lost peers.
+#![allow(clippy::unwrap_used)]
+
+use std::net::{Ipv4Addr, SocketAddr};
+
+use kvfleet_proto::data;
+use kvfleet_proto::tls::{Identity, SERVER_NAME};
+use quinn::crypto::rustls::QuicClientConfig;
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+
+use super::stream::{MESSAGE_BYTES_MAX, encode, read_message};
+use super::*;
+use crate::suite::{
+    self, MemoryService, PATIENCE, Pair, fetch_request, frame, hash, hashes, in_dram, save_request,
+};
+use crate::{BlockService, Dialer, FetchAnswer, MissReason, SaveOffer, SaveRequest, behaviour_suite, wire};
+
+const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
+
+struct Authority(CertifiedIssuer<'static, KeyPair>);
+
+impl Authority {
+    fn new() -> Authority {
+        let mut params = CertificateParams::new(vec![]).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        Authority(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+    }
+
+    fn member(&self) -> Identity {
+        let key = KeyPair::generate().unwrap();
+        let params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).unwrap();
+        let cert = params.signed_by(&key, &self.0).unwrap();
+        Identity::from_pem(self.0.pem().as_bytes(), cert.pem().as_bytes(), key.serialize_pem().as_bytes())
+            .unwrap()
+    }
+}
+
+async fn pair(service: Arc<dyn BlockService>) -> Pair {
+    let authority = Authority::new();
+    let server = QuicServer::bind(ANY, &authority.member(), service).unwrap();
+    let dialer = QuicDialer::new(&authority.member(), QuicConfig::default());
+    let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
+    Pair { path, keep: Box::new((server, dialer)) }
+}
+
+behaviour_suite!(pair);
+
+fn holding(blocks: u32) -> Arc<MemoryService> {
+    let service = MemoryService::default();
+    (0..blocks).for_each(|number| service.hold(frame(hash(number), 4000)));
+    Arc::new(service)
+}
+
+async fn dial_error(server: &QuicServer, identity: &Identity) -> PathError {
+    let dialer = QuicDialer::new(identity, QuicConfig::default());
+    dialer.dial(server.local_addr().to_string()).await.err().unwrap()
+}
+
+#[tokio::test]
+async fn a_peer_of_another_authority_is_untrusted() {
+    let server = QuicServer::bind(ANY, &Authority::new().member(), holding(0)).unwrap();
+    let error = dial_error(&server, &Authority::new().member()).await;
+    assert!(matches!(error, PathError::Untrusted { .. }), "{error}");
+    assert!(error.to_string().contains("certificates of the same cluster authority"), "{error}");
+}
+
+/// A raw client: our endpoint, any TLS configuration.
+async fn raw(server: &QuicServer, tls: rustls::ClientConfig) -> (quinn::Endpoint, quinn::Connection) {
+    let mut endpoint = quinn::Endpoint::client(ANY).unwrap();
+    let crypto = QuicClientConfig::try_from(tls).unwrap();
+    endpoint.set_default_client_config(quinn::ClientConfig::new(Arc::new(crypto)));
+    let connection = endpoint.connect(server.local_addr(), SERVER_NAME).unwrap().await.unwrap();
+    (endpoint, connection)
+}
+
+#[tokio::test]
+async fn a_peer_without_certificate_is_refused() {
+    let authority = Authority::new();
+    let server = QuicServer::bind(ANY, &authority.member(), holding(0)).unwrap();
+    let mut tls = authority.member().quic_client();
+    tls.client_auth_cert_resolver = Arc::new(NoCertificate);
+    let (_endpoint, connection) = raw(&server, tls).await;
+    let error = path_error("node", &connection.closed().await);
+    assert!(matches!(error, PathError::Untrusted { .. }), "{error}");
+}
+
+#[derive(Debug)]
+struct NoCertificate;
+
+impl rustls::client::ResolvesClientCert for NoCertificate {
+    fn resolve(&self, _: &[&[u8]], _: &[rustls::SignatureScheme]) -> Option<Arc<rustls::sign::CertifiedKey>> {
+        None
+    }
+
+    fn has_certs(&self) -> bool {
+        false
+    }
+}
+
+#[tokio::test]
+async fn nobody_there_is_an_error_and_not_a_wait() {
+    let silent = std::net::UdpSocket::bind(ANY).unwrap();
+    let config = QuicConfig { dial_timeout: Duration::from_millis(200), ..QuicConfig::default() };
+    let dialer = QuicDialer::new(&Authority::new().member(), config);
+    let error = dialer.dial(silent.local_addr().unwrap().to_string()).await.err().unwrap();
+    assert!(matches!(error, PathError::TimedOut { .. }), "{error}");
+    let error = dialer.dial("not an address".to_owned()).await.err().unwrap();
+    assert!(matches!(error, PathError::Unreachable { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn a_port_in_use_is_named() {
+    let held = std::net::UdpSocket::bind(ANY).unwrap();
+    let address = held.local_addr().unwrap();
+    let error = QuicServer::bind(address, &Authority::new().member(), holding(0)).unwrap_err().to_string();
+    assert!(error.starts_with(&format!("cannot listen on udp {address}: ")), "{error}");
+    assert!(error.ends_with("choose a free port or stop the process that holds it"), "{error}");
+}
+
+/// What the server does with bytes that are not a request: it resets the stream and lives on.
+async fn refused(connection: &quinn::Connection, bytes: &[u8]) {
+    let (mut send, mut recv) = connection.open_bi().await.unwrap();
+    let _ = send.write_all(bytes).await;
+    let _ = send.finish();
+    let ended = tokio::time::timeout(PATIENCE, recv.read_to_end(1 << 20)).await.unwrap();
+    assert!(ended.is_err(), "an answer of {} bytes", ended.unwrap().len());
+}
+
+#[tokio::test]
+async fn hostile_bytes_are_refused_and_the_server_lives_on() {
+    let authority = Authority::new();
+    let server = QuicServer::bind(ANY, &authority.member(), holding(1)).unwrap();
+    let (_endpoint, connection) = raw(&server, authority.member().quic_client()).await;
+    refused(&connection, b"").await;
+    refused(&connection, b"\x01").await;
+    refused(&connection, b"GET / HTTP/1.1\r\n\r\n").await;
+    refused(&connection, &u32::MAX.to_le_bytes()).await;
+    refused(&connection, &u32::try_from(MESSAGE_BYTES_MAX + 1).unwrap().to_le_bytes()).await;
+    refused(&connection, b"\x05\x00\x00\x00abc").await;
+    refused(&connection, b"\x03\x00\x00\x00\xff\xff\xff").await;
+    refused(&connection, &encode(&data::DataRequest::default()).unwrap()).await;
+    let mut bad = data::Fetch { hashes: vec![0; 17], identity: vec![0; 16], ..data::Fetch::default() };
+    let ask = |fetch| data::DataRequest {
+        op: Some(data::data_request::Op::Fetch(fetch)),
+        traceparent: "garbage".into(),
+    };
+    refused(&connection, &encode(&ask(bad.clone())).unwrap()).await;
+    bad.hashes.pop();
+    bad.identity.pop();
+    refused(&connection, &encode(&ask(bad)).unwrap()).await;
+    drop(connection);
+
+    let dialer = QuicDialer::new(&authority.member(), QuicConfig::default());
+    let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
+    let answer = suite::fetch(path.as_ref(), fetch_request(&hashes(1))).await.unwrap();
+    assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(1) });
+}
+
+/// Offers a save by hand and sends `frames` in place of good ones.
+async fn save_bytes(connection: &quinn::Connection, frame_bytes: u64, frames: &[u8]) {
+    let (mut send, mut recv) = connection.open_bi().await.unwrap();
+    let request = SaveRequest { frame_bytes, ..save_request(&hashes(1)) };
+    send.write_all(&encode(&wire::save_to_pb(&request)).unwrap()).await.unwrap();
+    let offer: data::SaveOffer = read_message(&mut recv).await.unwrap();
+    assert!(matches!(wire::offer_from_pb(&offer, 1), Ok(SaveOffer::Wanted(_))));
+    let _ = send.write_all(frames).await;
+    let _ = send.finish();
+    let ended = tokio::time::timeout(PATIENCE, recv.read_to_end(1 << 20)).await.unwrap();
+    assert!(ended.is_err(), "such a save must not be answered");
+}
+
+#[tokio::test]
+async fn hostile_saves_leave_nothing() {
+    let authority = Authority::new();
+    let service = holding(0);
+    let server = QuicServer::bind(ANY, &authority.member(), service.clone()).unwrap();
+    let (_endpoint, connection) = raw(&server, authority.member().quic_client()).await;
+    let good = frame(hash(0), 1000).bytes;
+    let size = good.len() as u64;
+    save_bytes(&connection, size, b"").await;
+    save_bytes(&connection, size, b"no frame at all").await;
+    save_bytes(&connection, size, &good[..good.len() - 1]).await;
+    save_bytes(&connection, size - 1, &good).await;
+    save_bytes(&connection, size, &[&good[..], b"x"].concat()).await;
+    let mut flipped = good.to_vec();
+    flipped[20] ^= 1;
+    save_bytes(&connection, size, &flipped).await;
+    tokio::time::timeout(PATIENCE, service.aborts_seen(6)).await.unwrap();
+    assert!(!service.holds(hash(0)));
+}
+
+/// A node that answers with a fixed head and then bytes of our choice.
+async fn fetch_from_hostile_node(head: data::FetchHead, frames: Vec<u8>) -> Result<FetchAnswer, PathError> {
+    let authority = Authority::new();
+    let crypto = quinn::crypto::rustls::QuicServerConfig::try_from(authority.member().quic_server()).unwrap();
+    let server = quinn::ServerConfig::with_crypto(Arc::new(crypto));
+    let endpoint = quinn::Endpoint::server(server, ANY).unwrap();
+    let address = endpoint.local_addr().unwrap();
+    let serving = tokio::spawn(async move {
+        let connection = endpoint.accept().await.unwrap().await.unwrap();
+        while let Ok((mut send, mut recv)) = connection.accept_bi().await {
+            let request: data::DataRequest = read_message(&mut recv).await.unwrap();
+            let answer = match wire::operation_from_pb(request).unwrap() {
+                wire::Operation::Ping => encode(&data::Pong { version: wire::PROTOCOL_VERSION }).unwrap(),
+                _ => [&encode(&head).unwrap()[..], &frames].concat().into(),
+            };
+            let _ = send.write_chunk(answer).await;
+            let _ = send.finish();
+        }
+    });
+    let dialer = QuicDialer::new(&authority.member(), QuicConfig::default());
+    let path = dialer.dial(address.to_string()).await.unwrap();
+    let answer = suite::fetch(path.as_ref(), fetch_request(&hashes(2))).await;
+    serving.abort();
+    answer
+}
+
+#[tokio::test]
+async fn a_hostile_node_ends_the_usable_prefix() {
+    let hit = wire::head_to_pb(&FetchAnswer::Hit { tiers: in_dram(2) }, suite::EPOCH);
+    let good = frame(hash(0), 1000).bytes;
+    let partial = |reason| FetchAnswer::Partial { tiers: in_dram(1), reason };
+
+    let noise = [&good[..], b"noise noise noise noise"].concat();
+    assert_eq!(fetch_from_hostile_node(hit.clone(), noise).await.unwrap(), partial(MissReason::Corrupt));
+    let cut = [&good[..], &good[..100]].concat();
+    assert_eq!(fetch_from_hostile_node(hit.clone(), cut).await.unwrap(), partial(MissReason::NodeLost));
+    let short = good.to_vec();
+    assert_eq!(fetch_from_hostile_node(hit.clone(), short).await.unwrap(), partial(MissReason::MediumFailed));
+    let extra = [&good[..], &frame(hash(1), 10).bytes, &good].concat();
+    let whole = FetchAnswer::Hit { tiers: in_dram(2) };
+    assert_eq!(fetch_from_hostile_node(hit.clone(), extra).await.unwrap(), whole);
+
+    let liar = data::FetchHead { blocks: 9, ..hit };
+    let error = fetch_from_hostile_node(liar, Vec::new()).await.unwrap_err();
+    assert!(matches!(error, PathError::Protocol { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn an_oversized_request_is_refused_before_it_is_sent() {
+    let pair = pair(holding(0)).await;
+    let request = fetch_request(&hashes(70_000));
+    let error = suite::fetch(pair.path.as_ref(), request).await.unwrap_err();
+    assert!(matches!(error, PathError::TooLarge { .. }), "{error}");
+    assert!(error.to_string().ends_with("ask for fewer blocks at once"), "{error}");
+}
+
+#[tokio::test]
+async fn too_many_bytes_in_flight_are_busy() {
+    let authority = Authority::new();
+    let service = holding(2);
+    let config = QuicConfig { fetch_bytes_in_flight_max: 1, ..QuicConfig::default() };
+    let server = QuicServer::bind_with(ANY, &authority.member(), &config, service.clone()).unwrap();
+    let dialer = QuicDialer::new(&authority.member(), config);
+    let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
+    service.set_gate(1);
+    let seen = tokio::sync::watch::Sender::new(0);
+    let mut watch = seen.subscribe();
+    let first = async {
+        let mut sink = |_| seen.send_modify(|seen| *seen += 1);
+        path.fetch(fetch_request(&hashes(2)), &mut sink).await.unwrap()
+    };
+    let second = async {
+        watch.wait_for(|seen| *seen == 1).await.unwrap();
+        let busy = suite::fetch(path.as_ref(), fetch_request(&hashes(2))).await.unwrap();
+        service.set_gate(10);
+        busy
+    };
+    let (first, second) = tokio::join!(first, second);
+    assert_eq!(first, FetchAnswer::Hit { tiers: in_dram(2) }, "one alone passes, however large");
+    assert_eq!(second, FetchAnswer::Busy { retry_after: RETRY_AFTER });
+    let again = suite::fetch(path.as_ref(), fetch_request(&hashes(2))).await.unwrap();
+    assert_eq!(again, FetchAnswer::Hit { tiers: in_dram(2) }, "the reservation was given back");
+}
+
+#[tokio::test]
+async fn a_node_that_closes_midway_leaves_what_came() {
+    let authority = Authority::new();
+    let service = holding(3);
+    let server = QuicServer::bind(ANY, &authority.member(), service.clone()).unwrap();
+    let dialer = QuicDialer::new(&authority.member(), QuicConfig::default());
+    let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
+    service.set_gate(2);
+    let seen = tokio::sync::watch::Sender::new(0);
+    let fetching = async {
+        let mut sink = |_| seen.send_modify(|seen| *seen += 1);
+        path.fetch(fetch_request(&hashes(3)), &mut sink).await.unwrap()
+    };
+    let closing = async {
+        seen.subscribe().wait_for(|seen| *seen == 2).await.unwrap();
+        server.close().await;
+    };
+    let (answer, ()) = tokio::join!(fetching, closing);
+    assert_eq!(answer, FetchAnswer::Partial { tiers: in_dram(2), reason: MissReason::NodeLost });
+    assert!(matches!(path.ping().await, Err(PathError::Broken { .. })));
+}
+
+#[test]
+fn settings_out_of_range_are_clamped() {
+    for (asked, used) in [(0, MTU_MIN), (1452, 1452), (u16::MAX, MTU_MAX)] {
+        assert_eq!(QuicConfig { mtu_max: asked, ..QuicConfig::default() }.mtu(), used);
+    }
+}

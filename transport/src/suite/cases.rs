@@ -1,0 +1,166 @@
+//! The cases of the suite, one function each. The name says what must hold.
+#![allow(missing_docs)]
+
+use std::time::Duration;
+
+use kv_core::id::{Epoch, LeaseId};
+use tokio::time::timeout;
+
+use super::{
+    EPOCH, MemoryService, PATIENCE, done, fetch, fetch_request, frame, hash, hashes, in_dram, save,
+    save_request,
+};
+use crate::{FetchAnswer, FetchRequest, MissReason, Path, SaveAnswer, SaveRefusal};
+
+/// A deadline that passes while a closed gate holds frames back, and not before open ones passed.
+const SHORT: Duration = Duration::from_secs(2);
+
+fn hold(service: &MemoryService, blocks: u32, bytes: u32) {
+    for number in 0..blocks {
+        service.hold(frame(hash(number), bytes));
+    }
+}
+
+async fn answer(path: &dyn Path, blocks: u32) -> FetchAnswer {
+    fetch(path, fetch_request(&hashes(blocks))).await.expect("the path is whole")
+}
+
+pub async fn fetch_hit(service: &MemoryService, path: &dyn Path) {
+    hold(service, 3, 1000);
+    assert_eq!(answer(path, 3).await, FetchAnswer::Hit { tiers: in_dram(3) });
+}
+
+pub async fn fetch_partial(service: &MemoryService, path: &dyn Path) {
+    hold(service, 4, 1000);
+    service.forget(hash(2));
+    let expected = FetchAnswer::Partial { tiers: in_dram(2), reason: MissReason::NotHeld };
+    assert_eq!(answer(path, 4).await, expected);
+}
+
+pub async fn fetch_miss(service: &MemoryService, path: &dyn Path) {
+    hold(service, 1, 1000);
+    service.forget(hash(0));
+    assert_eq!(answer(path, 3).await, FetchAnswer::Miss { reason: MissReason::NotHeld });
+    let mut request = fetch_request(&hashes(1));
+    request.asker.identity.0[0] ^= 1;
+    let expected = FetchAnswer::Miss { reason: MissReason::IdentityDiffers };
+    assert_eq!(fetch(path, request).await.expect("the path is whole"), expected);
+}
+
+pub async fn fetch_busy(service: &MemoryService, path: &dyn Path) {
+    let retry_after = Duration::from_millis(7);
+    service.set_busy(Some(retry_after));
+    assert_eq!(answer(path, 3).await, FetchAnswer::Busy { retry_after });
+}
+
+pub async fn fetch_of_nothing(_: &MemoryService, path: &dyn Path) {
+    assert_eq!(answer(path, 0).await, FetchAnswer::Hit { tiers: Vec::new() });
+}
+
+pub async fn fetch_many_blocks(service: &MemoryService, path: &dyn Path) {
+    hold(service, 2000, 300);
+    assert_eq!(answer(path, 2000).await, FetchAnswer::Hit { tiers: in_dram(2000) });
+}
+
+pub async fn fetch_big_block(service: &MemoryService, path: &dyn Path) {
+    hold(service, 2, 9 << 20);
+    assert_eq!(answer(path, 2).await, FetchAnswer::Hit { tiers: in_dram(2) });
+}
+
+pub async fn fetch_stale_epoch(service: &MemoryService, path: &dyn Path) {
+    hold(service, 3, 1000);
+    service.set_epoch(Epoch(EPOCH.0 + 1));
+    assert_eq!(answer(path, 3).await, FetchAnswer::Miss { reason: MissReason::StaleEpoch });
+}
+
+pub async fn fetch_ends_early(service: &MemoryService, path: &dyn Path) {
+    hold(service, 3, 1000);
+    service.fail_medium();
+    assert_eq!(answer(path, 3).await, FetchAnswer::Miss { reason: MissReason::MediumFailed });
+}
+
+pub async fn deadline_before_any_block(service: &MemoryService, path: &dyn Path) {
+    hold(service, 3, 1000);
+    service.set_gate(0);
+    let request = FetchRequest { deadline: Duration::from_millis(20), ..fetch_request(&hashes(3)) };
+    let expected = FetchAnswer::Miss { reason: MissReason::TooLate };
+    assert_eq!(fetch(path, request).await.expect("a late answer is an answer"), expected);
+    service.set_gate(100);
+    assert_eq!(answer(path, 3).await, FetchAnswer::Hit { tiers: in_dram(3) }, "the path goes on");
+}
+
+pub async fn deadline_between_frames(service: &MemoryService, path: &dyn Path) {
+    hold(service, 5, 1000);
+    service.set_gate(2);
+    let request = FetchRequest { deadline: SHORT, ..fetch_request(&hashes(5)) };
+    let expected = FetchAnswer::Partial { tiers: in_dram(2), reason: MissReason::TooLate };
+    assert_eq!(fetch(path, request).await.expect("what came stands"), expected);
+}
+
+pub async fn save_takes_the_wanted(service: &MemoryService, path: &dyn Path) {
+    hold(service, 3, 1000);
+    let result = done(save(path, save_request(&hashes(5)), 1000).await.expect("the path is whole"));
+    assert_eq!((result.stored_blocks, result.present_blocks, result.refused_blocks), (2, 3, 0));
+    assert_eq!(result.stored_bytes, 2 * frame(hash(0), 1000).bytes.len() as u64);
+    let visible = result.visible_at.expect("something was stored");
+    assert_eq!((visible.epoch, visible.seq.0), (EPOCH, 1));
+    assert_eq!(answer(path, 5).await, FetchAnswer::Hit { tiers: in_dram(5) });
+
+    let again = done(save(path, save_request(&hashes(5)), 1000).await.expect("the path is whole"));
+    assert_eq!((again.stored_blocks, again.present_blocks, again.visible_at), (0, 5, None));
+}
+
+pub async fn save_refused(service: &MemoryService, path: &dyn Path) {
+    for refusal in SaveRefusal::ALL {
+        service.set_refuse(Some(refusal));
+        let result = save(path, save_request(&hashes(2)), 1000).await.expect("a refusal is an answer");
+        assert_eq!(result, SaveAnswer::Refused(refusal));
+    }
+    assert!(!service.holds(hash(0)));
+}
+
+pub async fn save_busy(service: &MemoryService, path: &dyn Path) {
+    let retry_after = Duration::from_millis(9);
+    service.set_busy(Some(retry_after));
+    let result = save(path, save_request(&hashes(2)), 1000).await.expect("busy is an answer");
+    assert_eq!(result, SaveAnswer::Busy { retry_after });
+}
+
+pub async fn aborted_save_leaves_nothing(service: &MemoryService, path: &dyn Path) {
+    service.set_gate(1);
+    tokio::select! {
+        result = save(path, save_request(&hashes(3)), 1000) => panic!("the gate was closed: {result:?}"),
+        () = service.puts_seen(2) => {}
+    }
+    timeout(PATIENCE, service.aborts_seen(1)).await.expect("the node notices that its peer gave up");
+    service.set_gate(100);
+    assert!((0..3).all(|number| !service.holds(hash(number))), "nothing of it was committed");
+    let again = done(save(path, save_request(&hashes(3)), 1000).await.expect("the path goes on"));
+    assert_eq!(again.stored_blocks, 3);
+}
+
+pub async fn release_reaches_the_node(service: &MemoryService, path: &dyn Path) {
+    path.release(LeaseId(42)).await.expect("the path is whole");
+    assert_eq!(service.released(), [LeaseId(42)]);
+}
+
+pub async fn operations_run_side_by_side(service: &MemoryService, path: &dyn Path) {
+    hold(service, 8, 100_000);
+    service.set_gate(0);
+    let stuck = async { answer(path, 1).await };
+    let passing = async {
+        path.ping().await.expect("a ping passes a stuck fetch");
+        path.release(LeaseId(1)).await.expect("a release passes a stuck fetch");
+        service.set_gate(1_000_000);
+        let (a, b, c, d) = tokio::join!(answer(path, 8), answer(path, 8), answer(path, 8), answer(path, 8));
+        for result in [a, b, c, d] {
+            assert_eq!(result, FetchAnswer::Hit { tiers: in_dram(8) });
+        }
+    };
+    let (first, ()) = timeout(PATIENCE, async { tokio::join!(stuck, passing) }).await.expect("no deadlock");
+    assert_eq!(first, FetchAnswer::Hit { tiers: in_dram(1) });
+}
+
+pub async fn ping_answers(_: &MemoryService, path: &dyn Path) {
+    assert!(path.ping().await.expect("the path is whole") < PATIENCE);
+}

@@ -1,0 +1,239 @@
+//! A block service in memory, with handles to make it slow, busy or broken. For tests only; the real one
+//! is `node/`.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use kv_core::id::{BlockHash, Epoch, LeaseId, NodeId, Seq, Tier};
+use kvfleet_proto::frame::Frame;
+use tokio::sync::{Semaphore, mpsc, watch};
+
+use super::{EPOCH, IDENTITY};
+use crate::{
+    BlockService, BoxFuture, FetchAnswer, FetchReply, FetchRequest, MissReason, SaveDone, SaveOffer,
+    SaveRefusal, SaveRequest, SaveSession, VisibleAt,
+};
+
+/// Frames handed over ahead of their reader.
+const FRAMES_AHEAD: usize = 4;
+
+/// What was observed and what is set, behind one lock.
+#[derive(Debug)]
+struct State {
+    blocks: BTreeMap<BlockHash, Frame>,
+    released: Vec<LeaseId>,
+    busy: Option<Duration>,
+    refuse: Option<SaveRefusal>,
+    epoch: Epoch,
+    seq: u64,
+}
+
+/// Blocks in a map. Clones share them.
+#[derive(Clone, Debug)]
+pub struct MemoryService(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    state: Mutex<State>,
+    /// Frames that may still pass, in either direction.
+    gate: Semaphore,
+    puts: watch::Sender<usize>,
+    aborted: watch::Sender<usize>,
+}
+
+impl Default for MemoryService {
+    fn default() -> MemoryService {
+        let state = State {
+            blocks: BTreeMap::new(),
+            released: Vec::new(),
+            busy: None,
+            refuse: None,
+            epoch: EPOCH,
+            seq: 0,
+        };
+        MemoryService(Arc::new(Inner {
+            state: Mutex::new(state),
+            gate: Semaphore::new(Semaphore::MAX_PERMITS / 2),
+            puts: watch::Sender::new(0),
+            aborted: watch::Sender::new(0),
+        }))
+    }
+}
+
+impl MemoryService {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Holds `frame` from now on.
+    pub fn hold(&self, frame: Frame) {
+        self.state().blocks.insert(frame.hash, frame);
+    }
+
+    /// Forgets a block.
+    pub fn forget(&self, hash: BlockHash) {
+        self.state().blocks.remove(&hash);
+    }
+
+    /// Whether it holds this block.
+    #[must_use]
+    pub fn holds(&self, hash: BlockHash) -> bool {
+        self.state().blocks.contains_key(&hash)
+    }
+
+    /// Leases released so far, in order.
+    #[must_use]
+    pub fn released(&self) -> Vec<LeaseId> {
+        self.state().released.clone()
+    }
+
+    /// Answers `Busy` from now on, or no longer.
+    pub fn set_busy(&self, retry_after: Option<Duration>) {
+        self.state().busy = retry_after;
+    }
+
+    /// Refuses saves from now on, or no longer.
+    pub fn set_refuse(&self, refusal: Option<SaveRefusal>) {
+        self.state().refuse = refusal;
+    }
+
+    /// Serves under another epoch from now on.
+    pub fn set_epoch(&self, epoch: Epoch) {
+        self.state().epoch = epoch;
+    }
+
+    /// Lets only so many more frames pass.
+    pub fn set_gate(&self, frames: usize) {
+        self.0.gate.forget_permits(Semaphore::MAX_PERMITS);
+        self.0.gate.add_permits(frames);
+    }
+
+    /// Fails the medium: frames that have not passed never will, and nobody waits for them.
+    pub fn fail_medium(&self) {
+        self.0.gate.close();
+    }
+
+    /// Returns once so many frames of saves have arrived.
+    pub async fn puts_seen(&self, frames: usize) {
+        let _ = self.0.puts.subscribe().wait_for(|seen| *seen >= frames).await;
+    }
+
+    /// Returns once so many saves were aborted.
+    pub async fn aborts_seen(&self, saves: usize) {
+        let _ = self.0.aborted.subscribe().wait_for(|seen| *seen >= saves).await;
+    }
+
+    fn answer(&self, request: &FetchRequest) -> (FetchAnswer, Vec<Frame>, Epoch) {
+        let state = self.state();
+        if let Some(retry_after) = state.busy {
+            return (FetchAnswer::Busy { retry_after }, Vec::new(), state.epoch);
+        }
+        if request.asker.identity != IDENTITY {
+            let answer = FetchAnswer::Miss { reason: MissReason::IdentityDiffers };
+            return (answer, Vec::new(), state.epoch);
+        }
+        let frames: Vec<Frame> =
+            request.hashes.iter().map_while(|hash| state.blocks.get(hash).cloned()).collect();
+        let hit = FetchAnswer::Hit { tiers: vec![Tier::Dram; request.hashes.len()] };
+        (hit.cut_short(frames.len(), MissReason::NotHeld), frames, state.epoch)
+    }
+}
+
+impl BlockService for MemoryService {
+    fn fetch(&self, request: FetchRequest) -> BoxFuture<'_, FetchReply> {
+        let (answer, found, epoch) = self.answer(&request);
+        let (sender, frames) = mpsc::channel(FRAMES_AHEAD);
+        let service = self.clone();
+        tokio::spawn(async move {
+            for frame in found {
+                let Ok(passed) = service.0.gate.acquire().await else { return };
+                passed.forget();
+                if sender.send(frame).await.is_err() {
+                    return;
+                }
+            }
+        });
+        Box::pin(std::future::ready(FetchReply { answer, frames, epoch }))
+    }
+
+    fn save(&self, request: SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {
+        let state = self.state();
+        let answer = if let Some(retry_after) = state.busy {
+            (SaveOffer::Busy { retry_after }, None)
+        } else if let Some(refusal) = state.refuse {
+            (SaveOffer::Refused(refusal), None)
+        } else {
+            let wanted: Vec<bool> =
+                request.hashes.iter().map(|hash| !state.blocks.contains_key(hash)).collect();
+            let session = Session {
+                service: self.clone(),
+                wanted: wanted.iter().zip(&request.hashes).filter(|(w, _)| **w).map(|(_, h)| *h).collect(),
+                present: wanted.iter().filter(|wanted| !**wanted).count(),
+                arrived: Vec::new(),
+                finished: false,
+            };
+            (SaveOffer::Wanted(wanted), Some(Box::new(session) as Box<dyn SaveSession>))
+        };
+        drop(state);
+        Box::pin(std::future::ready(answer))
+    }
+
+    fn release(&self, lease: LeaseId) -> BoxFuture<'_, ()> {
+        self.state().released.push(lease);
+        Box::pin(std::future::ready(()))
+    }
+}
+
+struct Session {
+    service: MemoryService,
+    wanted: Vec<BlockHash>,
+    present: usize,
+    arrived: Vec<Frame>,
+    finished: bool,
+}
+
+impl SaveSession for Session {
+    fn put(&mut self, frame: Frame) -> BoxFuture<'_, ()> {
+        Box::pin(async move {
+            self.arrived.push(frame);
+            self.service.0.puts.send_modify(|seen| *seen += 1);
+            if let Ok(passed) = self.service.0.gate.acquire().await {
+                passed.forget();
+            }
+        })
+    }
+
+    fn finish(mut self: Box<Self>) -> BoxFuture<'static, SaveDone> {
+        self.finished = true;
+        let mut state = self.service.state();
+        let mut done = SaveDone { present_blocks: count(self.present), ..SaveDone::default() };
+        for (frame, hash) in self.arrived.iter().zip(&self.wanted) {
+            if frame.verify(IDENTITY, *hash).is_err() {
+                done.refused_blocks += 1;
+                continue;
+            }
+            done.stored_blocks += 1;
+            done.stored_bytes += frame.bytes.len() as u64;
+            state.blocks.insert(*hash, frame.clone());
+        }
+        if done.stored_blocks > 0 {
+            state.seq += 1;
+            done.visible_at = Some(VisibleAt { node: NodeId(1), epoch: state.epoch, seq: Seq(state.seq) });
+        }
+        drop(state);
+        Box::pin(std::future::ready(done))
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        if !self.finished {
+            self.service.0.aborted.send_modify(|seen| *seen += 1);
+        }
+    }
+}
+
+fn count(blocks: usize) -> u32 {
+    u32::try_from(blocks).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,371 @@
+//! The messages of `data.proto` as the types of this crate, both ways.
+//!
+//! Not here: reading and writing them on a stream (`quic/stream.rs`). Whatever a peer may send is
+//! checked here, so that the code behind sees only values that make sense.
+
+use std::time::Duration;
+
+use kv_core::id::{Epoch, IdentityDigest, LeaseId, NodeId, RequestId, Seq, TenantId, Tier};
+use kvfleet_proto::convert::{
+    ConvertError, category_from_parts, category_to_parts, hashes_from_bytes, hashes_to_bytes, identity_field,
+    parent_from_bytes, parent_to_bytes, tier_field,
+};
+use kvfleet_proto::data;
+
+use crate::{
+    Asker, FetchAnswer, FetchRequest, MissReason, SaveAnswer, SaveDone, SaveOffer, SaveRefusal, SaveRequest,
+    VisibleAt,
+};
+
+/// Version this end speaks, told in every pong.
+pub(crate) const PROTOCOL_VERSION: u32 = 1;
+
+/// Numbers of `FetchHead.outcome` and `SaveOffer.outcome`.
+mod outcome {
+    pub(super) const HIT: u32 = 1;
+    pub(super) const PARTIAL: u32 = 2;
+    pub(super) const BUSY: u32 = 3;
+    pub(super) const MISS: u32 = 4;
+    pub(super) const WANTED: u32 = 1;
+    pub(super) const REFUSED: u32 = 2;
+}
+
+/// What a client asks on a fresh stream.
+#[derive(Debug)]
+pub(crate) enum Operation {
+    Fetch(FetchRequest),
+    Save(SaveRequest),
+    Release(LeaseId),
+    Ping,
+}
+
+pub(crate) fn operation_from_pb(request: data::DataRequest) -> Result<Operation, ConvertError> {
+    use data::data_request::Op;
+    let traceparent = request.traceparent;
+    match request.op.ok_or(ConvertError::Absent { field: "op" })? {
+        Op::Fetch(fetch) => fetch_from_pb(&fetch, traceparent).map(Operation::Fetch),
+        Op::Save(save) => save_from_pb(&save, traceparent).map(Operation::Save),
+        Op::Release(data::Release { lease }) => Ok(Operation::Release(LeaseId(lease))),
+        Op::Ping(data::Ping {}) => Ok(Operation::Ping),
+    }
+}
+
+fn fetch_from_pb(fetch: &data::Fetch, traceparent: String) -> Result<FetchRequest, ConvertError> {
+    Ok(FetchRequest {
+        asker: Asker {
+            lease: LeaseId(fetch.lease),
+            request: RequestId(fetch.request),
+            tenant: TenantId(fetch.tenant),
+            category: category_from_parts(fetch.kind, fetch.turn),
+            identity: identity_field("fetch.identity", &fetch.identity)?,
+            traceparent,
+        },
+        epoch: Epoch(fetch.epoch),
+        first_offset_blocks: fetch.first_offset_blocks,
+        hashes: hashes_from_bytes("fetch.hashes", &fetch.hashes)?,
+        deadline: Duration::from_micros(fetch.deadline_us),
+    })
+}
+
+fn save_from_pb(save: &data::Save, traceparent: String) -> Result<SaveRequest, ConvertError> {
+    Ok(SaveRequest {
+        asker: Asker {
+            lease: LeaseId(save.lease),
+            request: RequestId(save.request),
+            tenant: TenantId(save.tenant),
+            category: category_from_parts(save.kind, save.turn),
+            identity: identity_field("save.identity", &save.identity)?,
+            traceparent,
+        },
+        parent: parent_from_bytes("save.parent", &save.parent)?,
+        first_offset_blocks: save.first_offset_blocks,
+        hashes: hashes_from_bytes("save.hashes", &save.hashes)?,
+        frame_bytes: save.frame_bytes,
+    })
+}
+
+pub(crate) fn fetch_to_pb(request: &FetchRequest) -> data::DataRequest {
+    let (kind, turn) = category_to_parts(request.asker.category);
+    let fetch = data::Fetch {
+        lease: request.asker.lease.0,
+        request: request.asker.request.0,
+        tenant: request.asker.tenant.0,
+        kind,
+        turn,
+        identity: identity_bytes(request.asker.identity),
+        epoch: request.epoch.0,
+        first_offset_blocks: request.first_offset_blocks,
+        hashes: hashes_to_bytes(&request.hashes),
+        deadline_us: u64::try_from(request.deadline.as_micros()).unwrap_or(u64::MAX),
+    };
+    data::DataRequest {
+        op: Some(data::data_request::Op::Fetch(fetch)),
+        traceparent: request.asker.traceparent.clone(),
+    }
+}
+
+pub(crate) fn save_to_pb(request: &SaveRequest) -> data::DataRequest {
+    let (kind, turn) = category_to_parts(request.asker.category);
+    let save = data::Save {
+        lease: request.asker.lease.0,
+        request: request.asker.request.0,
+        tenant: request.asker.tenant.0,
+        kind,
+        turn,
+        identity: identity_bytes(request.asker.identity),
+        parent: parent_to_bytes(request.parent),
+        first_offset_blocks: request.first_offset_blocks,
+        hashes: hashes_to_bytes(&request.hashes),
+        frame_bytes: request.frame_bytes,
+    };
+    data::DataRequest {
+        op: Some(data::data_request::Op::Save(save)),
+        traceparent: request.asker.traceparent.clone(),
+    }
+}
+
+pub(crate) fn release_to_pb(lease: LeaseId) -> data::DataRequest {
+    let op = data::data_request::Op::Release(data::Release { lease: lease.0 });
+    data::DataRequest { op: Some(op), traceparent: String::new() }
+}
+
+pub(crate) fn ping_to_pb() -> data::DataRequest {
+    data::DataRequest { op: Some(data::data_request::Op::Ping(data::Ping {})), traceparent: String::new() }
+}
+
+fn identity_bytes(identity: IdentityDigest) -> Vec<u8> {
+    identity.0.to_vec()
+}
+
+pub(crate) fn head_to_pb(answer: &FetchAnswer, epoch: Epoch) -> data::FetchHead {
+    let mut head = data::FetchHead { epoch: epoch.0, ..data::FetchHead::default() };
+    match answer {
+        FetchAnswer::Hit { tiers } => {
+            head.outcome = outcome::HIT;
+            set_tiers(&mut head, tiers);
+        }
+        FetchAnswer::Partial { tiers, reason } => {
+            head.outcome = outcome::PARTIAL;
+            head.reason = *reason as u32;
+            set_tiers(&mut head, tiers);
+        }
+        FetchAnswer::Busy { retry_after } => {
+            head.outcome = outcome::BUSY;
+            head.retry_after_ms = millis(*retry_after);
+        }
+        FetchAnswer::Miss { reason } => {
+            head.outcome = outcome::MISS;
+            head.reason = *reason as u32;
+        }
+    }
+    head
+}
+
+fn set_tiers(head: &mut data::FetchHead, tiers: &[Tier]) {
+    head.blocks = u32::try_from(tiers.len()).unwrap_or(u32::MAX);
+    head.tiers = tiers.iter().map(|tier| *tier as u8).collect();
+}
+
+/// Reads the head of a fetch of `asked` blocks: the answer and the node's epoch.
+pub(crate) fn head_from_pb(
+    head: &data::FetchHead,
+    asked: usize,
+) -> Result<(FetchAnswer, Epoch), ConvertError> {
+    let tiers = || tiers_from_pb(head, asked);
+    let answer = match head.outcome {
+        outcome::HIT if head.tiers.len() == asked => FetchAnswer::Hit { tiers: tiers()? },
+        outcome::PARTIAL => FetchAnswer::Partial { tiers: tiers()?, reason: reason_from_pb(head.reason)? },
+        outcome::BUSY => FetchAnswer::Busy { retry_after: Duration::from_millis(head.retry_after_ms) },
+        outcome::MISS => FetchAnswer::Miss { reason: reason_from_pb(head.reason)? },
+        number => return Err(ConvertError::Unknown { field: "head.outcome", number }),
+    };
+    Ok((answer, Epoch(head.epoch)))
+}
+
+fn tiers_from_pb(head: &data::FetchHead, asked: usize) -> Result<Vec<Tier>, ConvertError> {
+    let told = head.tiers.len();
+    if told > asked || u32::try_from(told) != Ok(head.blocks) {
+        return Err(ConvertError::Unknown { field: "head.blocks", number: head.blocks });
+    }
+    head.tiers.iter().map(|tier| tier_field("head.tiers", u32::from(*tier))).collect()
+}
+
+fn reason_from_pb(number: u32) -> Result<MissReason, ConvertError> {
+    MissReason::ALL
+        .into_iter()
+        .find(|reason| *reason as u32 == number)
+        .ok_or(ConvertError::Unknown { field: "head.reason", number })
+}
+
+pub(crate) fn offer_to_pb(offer: &SaveOffer) -> data::SaveOffer {
+    let mut wire = data::SaveOffer::default();
+    match offer {
+        SaveOffer::Wanted(wanted) => {
+            wire.outcome = outcome::WANTED;
+            wire.wanted = wanted.iter().map(|wanted| u8::from(*wanted)).collect();
+        }
+        SaveOffer::Busy { retry_after } => {
+            wire.outcome = outcome::BUSY;
+            wire.retry_after_ms = millis(*retry_after);
+        }
+        SaveOffer::Refused(refusal) => {
+            wire.outcome = outcome::REFUSED;
+            wire.reason = *refusal as u32;
+        }
+    }
+    wire
+}
+
+/// Reads the answer to an offer of `offered` blocks.
+pub(crate) fn offer_from_pb(offer: &data::SaveOffer, offered: usize) -> Result<SaveOffer, ConvertError> {
+    match offer.outcome {
+        outcome::WANTED if offer.wanted.len() == offered => {
+            Ok(SaveOffer::Wanted(offer.wanted.iter().map(|wanted| *wanted != 0).collect()))
+        }
+        outcome::BUSY => Ok(SaveOffer::Busy { retry_after: Duration::from_millis(offer.retry_after_ms) }),
+        outcome::REFUSED => SaveRefusal::ALL
+            .into_iter()
+            .find(|refusal| *refusal as u32 == offer.reason)
+            .map(SaveOffer::Refused)
+            .ok_or(ConvertError::Unknown { field: "offer.reason", number: offer.reason }),
+        number => Err(ConvertError::Unknown { field: "offer.outcome", number }),
+    }
+}
+
+pub(crate) fn done_to_pb(done: &SaveDone) -> data::SaveDone {
+    let visible = done.visible_at.unwrap_or(VisibleAt { node: NodeId(0), epoch: Epoch(0), seq: Seq(0) });
+    data::SaveDone {
+        stored_blocks: done.stored_blocks,
+        present_blocks: done.present_blocks,
+        refused_blocks: done.refused_blocks,
+        stored_bytes: done.stored_bytes,
+        epoch: visible.epoch.0,
+        seq: visible.seq.0,
+        node: visible.node.0,
+        reason: 0,
+    }
+}
+
+/// Reads what became of a save. Sequence numbers start at 1, so 0 says that nothing was announced.
+pub(crate) fn done_from_pb(done: &data::SaveDone) -> SaveAnswer {
+    let visible = VisibleAt { node: NodeId(done.node), epoch: Epoch(done.epoch), seq: Seq(done.seq) };
+    SaveAnswer::Done(SaveDone {
+        stored_blocks: done.stored_blocks,
+        present_blocks: done.present_blocks,
+        refused_blocks: done.refused_blocks,
+        stored_bytes: done.stored_bytes,
+        visible_at: (done.seq != 0).then_some(visible),
+    })
+}
+
+/// Whole milliseconds, rounded up so that a short hint does not become none.
+fn millis(span: Duration) -> u64 {
+    u64::try_from(span.as_micros().div_ceil(1000)).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use kv_core::id::{BlockHash, Category, RequestKind};
+
+    fn asker() -> Asker {
+        Asker {
+            lease: LeaseId(1),
+            request: RequestId(2),
+            tenant: TenantId(3),
+            category: Category { kind: RequestKind::Agent, turn: 4 },
+            identity: IdentityDigest([5; 16]),
+            traceparent: "tp".into(),
+        }
+    }
+
+    #[test]
+    fn requests_survive_the_wire() {
+        let fetch = FetchRequest {
+            asker: asker(),
+            epoch: Epoch(6),
+            first_offset_blocks: 7,
+            hashes: vec![BlockHash([8; 16]); 3],
+            deadline: Duration::from_micros(9),
+        };
+        let back = operation_from_pb(fetch_to_pb(&fetch)).unwrap();
+        assert_eq!(format!("{back:?}"), format!("{:?}", Operation::Fetch(fetch)));
+        let save = SaveRequest {
+            asker: asker(),
+            parent: Some(BlockHash([1; 16])),
+            first_offset_blocks: 7,
+            hashes: vec![BlockHash([8; 16]); 3],
+            frame_bytes: 10,
+        };
+        let back = operation_from_pb(save_to_pb(&save)).unwrap();
+        assert_eq!(format!("{back:?}"), format!("{:?}", Operation::Save(save)));
+        assert!(matches!(operation_from_pb(release_to_pb(LeaseId(4))), Ok(Operation::Release(LeaseId(4)))));
+        assert!(matches!(operation_from_pb(ping_to_pb()), Ok(Operation::Ping)));
+        assert!(operation_from_pb(data::DataRequest::default()).is_err());
+    }
+
+    #[test]
+    fn heads_survive_the_wire() {
+        let tiers = vec![Tier::Dram, Tier::Ssd];
+        let mut answers = vec![
+            FetchAnswer::Hit { tiers: tiers.clone() },
+            FetchAnswer::Busy { retry_after: Duration::from_millis(3) },
+        ];
+        for reason in MissReason::ALL {
+            answers.push(FetchAnswer::Partial { tiers: tiers.clone(), reason });
+            answers.push(FetchAnswer::Miss { reason });
+        }
+        for answer in answers {
+            assert_eq!(head_from_pb(&head_to_pb(&answer, Epoch(4)), 2), Ok((answer, Epoch(4))));
+        }
+    }
+
+    #[test]
+    fn heads_that_make_no_sense_are_refused() {
+        let hit = head_to_pb(&FetchAnswer::Hit { tiers: vec![Tier::Dram; 2] }, Epoch(1));
+        assert!(head_from_pb(&hit, 3).is_err(), "a hit with a block too few");
+        assert!(head_from_pb(&hit, 1).is_err(), "a hit with a block too many");
+        let bad = [
+            data::FetchHead { tiers: vec![0, 9], ..hit.clone() },
+            data::FetchHead { blocks: 7, ..hit.clone() },
+            data::FetchHead { outcome: 9, ..hit.clone() },
+            data::FetchHead { outcome: outcome::MISS, reason: 99, ..hit },
+        ];
+        for head in bad {
+            assert!(head_from_pb(&head, 2).is_err(), "{head:?}");
+        }
+    }
+
+    #[test]
+    fn offers_and_results_survive_the_wire() {
+        let mut offers = vec![
+            SaveOffer::Wanted(vec![true, false]),
+            SaveOffer::Busy { retry_after: Duration::from_millis(3) },
+        ];
+        offers.extend(SaveRefusal::ALL.map(SaveOffer::Refused));
+        for offer in offers {
+            assert_eq!(offer_from_pb(&offer_to_pb(&offer), 2), Ok(offer));
+        }
+        let wanted = offer_to_pb(&SaveOffer::Wanted(vec![true]));
+        assert!(offer_from_pb(&wanted, 2).is_err());
+        assert!(offer_from_pb(&data::SaveOffer { outcome: 2, reason: 77, ..wanted }, 2).is_err());
+        let visible_at = Some(VisibleAt { node: NodeId(1), epoch: Epoch(2), seq: Seq(3) });
+        for visible_at in [None, visible_at] {
+            let done = SaveDone {
+                stored_blocks: 1,
+                present_blocks: 2,
+                refused_blocks: 3,
+                stored_bytes: 4,
+                visible_at,
+            };
+            assert_eq!(done_from_pb(&done_to_pb(&done)), SaveAnswer::Done(done));
+        }
+    }
+
+    #[test]
+    fn hints_round_up() {
+        assert_eq!(millis(Duration::from_micros(1)), 1);
+        assert_eq!(millis(Duration::from_millis(2)), 2);
+    }
+}
