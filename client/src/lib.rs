@@ -1,1 +1,112 @@
-//! Placeholder.
+//! What frontends and engines link: route, fetch, save, and the release that ends a request.
+//!
+//! [`Client`] holds the routers of a cluster and a path to every node it was sent to. Where the verbs
+//! live: `route.rs` (with lookup, status and report), `fetch.rs`, `save.rs`, `control.rs` (a node's own
+//! calls); how routers are tried in turn is `retry.rs`, how paths are kept is `paths.rs`.
+//!
+//! Not here: choosing (the router does), computing, and what a block's bytes mean. The client proves
+//! that a frame is the block asked; everything doubtful is a miss with a reason, never a wrong byte.
+
+use std::sync::Arc;
+
+use kvfleet_proto::tls::Identity;
+use kvfleet_transport::Dialer;
+use kvfleet_transport::quic::{QuicConfig, QuicDialer};
+
+mod control;
+mod fetch;
+mod paths;
+mod retry;
+mod route;
+mod save;
+
+pub use control::ControlError;
+pub use fetch::{FetchCall, FetchError, FetchOutcome, FetchedBlock, HeldLease, SourceMiss};
+pub use retry::RouterError;
+pub use route::{RouteAnswer, RouteCall, RouteError};
+pub use save::{BackgroundSave, SAVE_QUEUE_BYTES_MAX, SAVE_QUEUE_CALLS_MAX, SaveBusy, SaveCall, SaveError};
+
+pub use kvfleet_transport::{Asker, MissReason, SaveAnswer, SaveDone, SaveRefusal, VisibleAt};
+
+use paths::Paths;
+use retry::Routers;
+use save::SaveQueue;
+
+/// What a client needs to know.
+#[derive(Clone, Debug)]
+pub struct ClientConfig {
+    /// Routers, `host:port` each; tried in this order until one answers, then kept.
+    pub routers: Vec<String>,
+    /// Certificates of this process.
+    pub identity: Identity,
+    /// Seed of the jitter between retries; give each process its own.
+    pub seed: u64,
+    /// Settings of the block path.
+    pub quic: QuicConfig,
+}
+
+impl ClientConfig {
+    /// Defaults for everything but the cluster; the jitter is seeded from the process number.
+    #[must_use]
+    pub fn new(routers: Vec<String>, identity: Identity) -> ClientConfig {
+        ClientConfig { routers, identity, seed: u64::from(std::process::id()), quic: QuicConfig::default() }
+    }
+}
+
+/// Why a client cannot be made.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ClientError {
+    /// No router was named.
+    #[error("no router is named: give at least one HOST:PORT")]
+    NoRouters,
+    /// A router's address is not one.
+    #[error("router {address:?} is not HOST:PORT: {cause}")]
+    RouterAddress {
+        /// What was given.
+        address: String,
+        /// What is wrong.
+        cause: String,
+    },
+}
+
+/// A handle to a cluster. Clones share connections and queues.
+#[derive(Clone)]
+pub struct Client {
+    routers: Arc<Routers>,
+    paths: Arc<Paths>,
+    saves: Arc<SaveQueue>,
+    identity: Identity,
+}
+
+impl std::fmt::Debug for Client {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Client").field("routers", &self.routers.addresses()).finish_non_exhaustive()
+    }
+}
+
+impl Client {
+    /// A client over QUIC. Connects when first used. Needs a tokio runtime.
+    ///
+    /// # Errors
+    /// When no router is named or an address is malformed.
+    pub fn new(config: ClientConfig) -> Result<Client, ClientError> {
+        let dialer = QuicDialer::new(&config.identity, config.quic.clone());
+        Client::with_dialer(config, Arc::new(dialer))
+    }
+
+    /// A client over any transport.
+    ///
+    /// # Errors
+    /// As [`Client::new`].
+    pub fn with_dialer(config: ClientConfig, dialer: Arc<dyn Dialer>) -> Result<Client, ClientError> {
+        Ok(Client {
+            routers: Arc::new(Routers::new(&config.routers, &config.identity, config.seed)?),
+            paths: Arc::new(Paths::new(dialer)),
+            saves: Arc::new(SaveQueue::default()),
+            identity: config.identity,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,338 @@
+//! Fetch: the cached part of a prefix, from all its sources at once, proven block by block.
+//!
+//! A block counts only while every earlier one came: what is handed out is contiguous from block 0.
+//! Waiting ends at one deadline for everything, because after it recomputing is cheaper. Not here:
+//! which sources (the router's decision) and recomputing (the engine).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, TenantId, Tier};
+use kvfleet_proto::frame::Frame;
+use kvfleet_proto::pb;
+use kvfleet_proto::trace_context::current_traceparent;
+use kvfleet_transport::{Asker, FetchAnswer, FetchRequest, MissReason, Path, PathError};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout_at};
+
+use crate::Client;
+use crate::paths::{Found, Paths};
+
+/// Longest deadline; more is the same as none, and would overflow the clock.
+const DEADLINE_MAX: Duration = Duration::from_secs(3600);
+
+/// Fetch what a decision says is cached.
+#[derive(Clone, Debug)]
+pub struct FetchCall {
+    /// Lease that holds the blocks on the nodes until released.
+    pub lease: LeaseId,
+    /// The request.
+    pub request: RequestId,
+    /// Whose.
+    pub tenant: TenantId,
+    /// Its category.
+    pub category: Category,
+    /// Identity the bytes must have.
+    pub identity: IdentityDigest,
+    /// Blocks of the whole request, in prefix order.
+    pub hashes: Vec<BlockHash>,
+    /// The decision's sources: consecutive segments from block 0.
+    pub sources: Vec<pb::Source>,
+    /// Time after which recomputing is cheaper than waiting.
+    pub deadline: Duration,
+}
+
+/// A block that came, proven to be the one asked.
+#[derive(Clone, Debug)]
+pub struct FetchedBlock {
+    /// Its bytes.
+    pub frame: Frame,
+    /// Tier it was read from.
+    pub tier: Tier,
+    /// Node it came from.
+    pub node: NodeId,
+}
+
+/// What came of a fetch.
+#[derive(Clone, Debug, Default)]
+pub struct FetchOutcome {
+    /// Blocks from block 0 on, without gaps, all verified.
+    pub blocks: Vec<FetchedBlock>,
+    /// Encoded bytes of `blocks`.
+    pub bytes: u64,
+    /// Encoded bytes of all frames that arrived, usable or not.
+    pub received_bytes: u64,
+    /// Frames that arrived and were not the block asked, whole.
+    pub wrong_blocks: u32,
+    /// Sources that delivered less than the decision promised.
+    pub misses: Vec<SourceMiss>,
+    /// Leases now held, to be released when the request ends.
+    pub leases: Vec<HeldLease>,
+}
+
+/// A source that fell short.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SourceMiss {
+    /// The node.
+    pub node: NodeId,
+    /// Its data address.
+    pub address: String,
+    /// First block of the request that it did not deliver.
+    pub first_missing_block: u32,
+    /// Why.
+    pub reason: MissReason,
+}
+
+impl std::fmt::Display for SourceMiss {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {} from block {}", self.node, self.reason.name(), self.first_missing_block)
+    }
+}
+
+/// A lease on one node.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct HeldLease {
+    /// Data address of the node.
+    pub address: String,
+    /// The lease.
+    pub lease: LeaseId,
+}
+
+/// Why a fetch could not even begin. That blocks did not come is no error (see [`FetchOutcome::misses`]).
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FetchError {
+    /// The sources are not consecutive segments from block 0 within the request.
+    #[error(
+        "source {position} covers blocks {start} to {end}, expected it to begin at {expected} and end by {asked}"
+    )]
+    Sources {
+        /// Which source.
+        position: usize,
+        /// Its first block.
+        start: u32,
+        /// One past its last block.
+        end: u64,
+        /// Where it should begin.
+        expected: u64,
+        /// Blocks of the request.
+        asked: usize,
+    },
+}
+
+impl Client {
+    /// Fetches from all sources at once and verifies every frame: identity, hash, checksums.
+    ///
+    /// # Errors
+    /// When the sources make no sense for these hashes.
+    pub async fn fetch(&self, call: FetchCall) -> Result<FetchOutcome, FetchError> {
+        check_sources(&call)?;
+        let deadline = Instant::now() + call.deadline.min(DEADLINE_MAX);
+        let mut running = JoinSet::new();
+        for (position, source) in call.sources.iter().enumerate() {
+            let one = OneSource::new(&call, source, deadline);
+            let paths = Arc::clone(&self.paths);
+            running.spawn(async move { (position, one.run(&paths).await) });
+        }
+        let mut came: Vec<_> = call.sources.iter().map(|_| Came::default()).collect();
+        while let Some(ended) = running.join_next().await {
+            // A source whose task panicked has delivered nothing; its default says that it is lost.
+            if let Ok((position, result)) = ended {
+                came[position] = result;
+            }
+        }
+        Ok(assemble(&call, came))
+    }
+
+    /// Ends leases, on all nodes at once. What cannot be released expires by itself; the failures come
+    /// back for the log.
+    pub async fn release(&self, leases: &[HeldLease]) -> Vec<(HeldLease, PathError)> {
+        let mut running = JoinSet::new();
+        for held in leases {
+            let (held, paths) = (held.clone(), Arc::clone(&self.paths));
+            running.spawn(async move { release_one(&paths, &held).await.err().map(|error| (held, error)) });
+        }
+        running.join_all().await.into_iter().flatten().collect()
+    }
+}
+
+async fn release_one(paths: &Paths, held: &HeldLease) -> Result<(), PathError> {
+    let Found { path, .. } = paths.get(&held.address).await?;
+    let released = path.release(held.lease).await;
+    if let Err(error) = &released {
+        paths.failed(&held.address, &path, error).await;
+    }
+    released
+}
+
+fn check_sources(call: &FetchCall) -> Result<(), FetchError> {
+    let mut expected = 0u64;
+    for (position, source) in call.sources.iter().enumerate() {
+        let end = u64::from(source.start_blocks) + u64::from(source.len_blocks);
+        if u64::from(source.start_blocks) != expected || end > call.hashes.len() as u64 {
+            let (start, asked) = (source.start_blocks, call.hashes.len());
+            return Err(FetchError::Sources { position, start, end, expected, asked });
+        }
+        expected = end;
+    }
+    Ok(())
+}
+
+/// What came from one source. The default is a source that is lost.
+#[derive(Default)]
+struct Came {
+    /// The leading blocks that are proven.
+    frames: Vec<Frame>,
+    tiers: Vec<Tier>,
+    received_bytes: u64,
+    wrong_blocks: u32,
+    /// Why not all; nothing when all came.
+    reason: Option<MissReason>,
+    /// Whether the node may hold a lease now.
+    leased: bool,
+}
+
+/// One source's part of a fetch.
+struct OneSource {
+    address: String,
+    request: FetchRequest,
+    deadline: Instant,
+}
+
+impl OneSource {
+    fn new(call: &FetchCall, source: &pb::Source, deadline: Instant) -> OneSource {
+        let start = source.start_blocks as usize;
+        let hashes = call.hashes[start..start + source.len_blocks as usize].to_vec();
+        OneSource {
+            address: source.address.clone(),
+            request: FetchRequest {
+                asker: Asker {
+                    lease: call.lease,
+                    request: call.request,
+                    tenant: call.tenant,
+                    category: call.category,
+                    identity: call.identity,
+                    traceparent: current_traceparent(),
+                },
+                epoch: Epoch(source.epoch),
+                first_offset_blocks: source.start_blocks,
+                hashes,
+                deadline: Duration::ZERO,
+            },
+            deadline,
+        }
+    }
+
+    async fn run(self, paths: &Paths) -> Came {
+        loop {
+            let found = match timeout_at(self.deadline, paths.get(&self.address)).await {
+                Ok(Ok(found)) => found,
+                Ok(Err(error)) => return lost(&self.address, &error, false),
+                Err(_) => return Came { reason: Some(MissReason::TooLate), ..Came::default() },
+            };
+            let (came, error) = self.fetch_over(&found.path).await;
+            let Some(error) = error else {
+                if came.reason == Some(MissReason::NodeLost) {
+                    paths.forget(&self.address, &found.path).await;
+                }
+                return came;
+            };
+            paths.failed(&self.address, &found.path, &error).await;
+            // A kept path may have died unnoticed, as when its node restarted: dial once more.
+            if !found.kept || !matches!(error, PathError::Broken { .. }) {
+                return lost(&self.address, &error, true);
+            }
+        }
+    }
+
+    /// One attempt. An error means that nothing came.
+    async fn fetch_over(&self, path: &Arc<dyn Path>) -> (Came, Option<PathError>) {
+        let mut came = Came { leased: true, ..Came::default() };
+        let mut request = self.request.clone();
+        request.deadline = self.deadline.saturating_duration_since(Instant::now());
+        let mut check = |frame: Frame| self.take(&mut came, frame);
+        let answer = match path.fetch(request, &mut check).await {
+            Ok(answer) => answer,
+            Err(error) => return (came, Some(error)),
+        };
+        self.conclude(&mut came, &answer);
+        (came, None)
+    }
+
+    /// Proves a frame. The first that is not the block asked ends what is usable of this source.
+    fn take(&self, came: &mut Came, frame: Frame) {
+        came.received_bytes += frame.bytes.len() as u64;
+        if came.wrong_blocks > 0 {
+            return;
+        }
+        let proven = self
+            .request
+            .hashes
+            .get(came.frames.len())
+            .is_some_and(|hash| frame.verify(self.request.asker.identity, *hash).is_ok());
+        if proven {
+            came.frames.push(frame);
+        } else {
+            came.wrong_blocks += 1;
+        }
+    }
+
+    fn conclude(&self, came: &mut Came, answer: &FetchAnswer) {
+        came.tiers = answer.tiers().to_vec();
+        came.frames.truncate(came.tiers.len());
+        let told = match answer {
+            FetchAnswer::Hit { .. } => None,
+            FetchAnswer::Partial { reason, .. } | FetchAnswer::Miss { reason } => Some(*reason),
+            FetchAnswer::Busy { .. } => Some(MissReason::Busy),
+        };
+        let complete = came.frames.len() == self.request.hashes.len();
+        came.reason = match told {
+            _ if came.wrong_blocks > 0 => Some(MissReason::Corrupt),
+            _ if complete => None,
+            Some(reason) => Some(reason),
+            None => Some(MissReason::MediumFailed),
+        };
+        came.leased = !matches!(told, Some(MissReason::Busy));
+    }
+}
+
+fn lost(address: &str, error: &PathError, leased: bool) -> Came {
+    tracing::debug!(address, %error, "source lost");
+    let reason = match error {
+        PathError::TimedOut { .. } => MissReason::TooLate,
+        _ => MissReason::NodeLost,
+    };
+    Came { reason: Some(reason), leased, ..Came::default() }
+}
+
+/// Puts the sources' parts together up to the first block that is missing.
+fn assemble(call: &FetchCall, came: Vec<Came>) -> FetchOutcome {
+    let mut outcome = FetchOutcome::default();
+    let mut whole = true;
+    for (source, came) in call.sources.iter().zip(came) {
+        let node = NodeId(source.node);
+        let delivered = u32::try_from(came.frames.len()).unwrap_or(u32::MAX);
+        outcome.received_bytes += came.received_bytes;
+        outcome.wrong_blocks += came.wrong_blocks;
+        let short = delivered < source.len_blocks;
+        if whole {
+            for (frame, tier) in came.frames.into_iter().zip(came.tiers) {
+                outcome.bytes += frame.bytes.len() as u64;
+                outcome.blocks.push(FetchedBlock { frame, tier, node });
+            }
+        }
+        if short {
+            outcome.misses.push(SourceMiss {
+                node,
+                address: source.address.clone(),
+                first_missing_block: source.start_blocks.saturating_add(delivered),
+                reason: came.reason.unwrap_or(MissReason::NodeLost),
+            });
+        }
+        whole &= !short;
+        let held = HeldLease { address: source.address.clone(), lease: call.lease };
+        if came.leased && !outcome.leases.contains(&held) {
+            outcome.leases.push(held);
+        }
+    }
+    outcome
+}

@@ -1,0 +1,134 @@
+//! The calls that routers answer: route, lookup, status, report.
+//!
+//! Not here: which router (`retry.rs`), and what is done with a decision (`fetch.rs`, `save.rs`).
+
+use std::time::Duration;
+
+use kv_core::id::{BlockHash, Category, IdentityDigest, RequestId, TenantId};
+use kvfleet_proto::convert::{category_to_pb, hashes_to_bytes};
+use kvfleet_proto::pb;
+use kvfleet_proto::trace_context::current_traceparent;
+use tonic::{Request, Status};
+
+use crate::{Client, RouterError};
+
+/// Time for one load report: the next one follows anyway.
+const REPORT_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// Where should this request run?
+#[derive(Clone, Debug)]
+pub struct RouteCall {
+    /// The request.
+    pub request: RequestId,
+    /// Whose.
+    pub tenant: TenantId,
+    /// Its category.
+    pub category: Category,
+    /// Its blocks in prefix order.
+    pub hashes: Vec<BlockHash>,
+    /// Tokens per block.
+    pub block_tokens: u32,
+    /// Tokens of the whole prompt; the last block may be partly filled.
+    pub input_tokens: u32,
+    /// Expected answer in tokens; 0 when unknown.
+    pub output_tokens: u32,
+    /// Identity of the KV.
+    pub identity: IdentityDigest,
+    /// Saves whose effect the answer must have seen.
+    pub after: Vec<pb::Seen>,
+}
+
+/// What a router says to a route call.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RouteAnswer {
+    /// An instance, with the sources of its KV.
+    Decided(pb::Decision),
+    /// No instance can take it now.
+    Rejected {
+        /// Why.
+        reason: String,
+        /// When asking again makes sense.
+        retry_after: Duration,
+    },
+}
+
+/// Why a route call has no answer.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum RouteError {
+    /// See [`RouterError`].
+    #[error(transparent)]
+    Router(#[from] RouterError),
+    /// A router answered without saying anything.
+    #[error("a router gave neither a decision nor a rejection: run the same release on both ends")]
+    Empty,
+}
+
+impl Client {
+    /// Asks where a request should run.
+    ///
+    /// # Errors
+    /// When no router answers, or one refuses the call as wrong.
+    pub async fn route(&self, call: RouteCall) -> Result<RouteAnswer, RouteError> {
+        let message = pb::RouteRequest {
+            request: call.request.0,
+            tenant: call.tenant.0,
+            category: Some(category_to_pb(call.category)),
+            hashes: hashes_to_bytes(&call.hashes),
+            block_tokens: call.block_tokens,
+            input_tokens: call.input_tokens,
+            output_tokens: call.output_tokens,
+            identity: call.identity.0.to_vec(),
+            after: call.after,
+            traceparent: current_traceparent(),
+        };
+        let ask = |mut router: RouterOf, message| async move { router.route(message).await };
+        let reply: pb::RouteReply = self.routers.call(&message, ask).await?;
+        match reply.answer.ok_or(RouteError::Empty)? {
+            pb::route_reply::Answer::Decision(decision) => Ok(RouteAnswer::Decided(decision)),
+            pb::route_reply::Answer::Rejected(rejected) => Ok(RouteAnswer::Rejected {
+                reason: rejected.reason,
+                retry_after: Duration::from_millis(rejected.retry_after_ms),
+            }),
+        }
+    }
+
+    /// Asks who holds which part of a prefix.
+    ///
+    /// # Errors
+    /// When no router answers, or one refuses the call as wrong.
+    pub async fn lookup(
+        &self,
+        hashes: &[BlockHash],
+        after: Vec<pb::Seen>,
+    ) -> Result<pb::LookupReply, RouterError> {
+        let message = pb::LookupRequest { hashes: hashes_to_bytes(hashes), after };
+        self.routers
+            .call(&message, |mut router: RouterOf, message| async move { router.lookup(message).await })
+            .await
+    }
+
+    /// Asks the router that answered last for its view of the cluster.
+    ///
+    /// # Errors
+    /// When no router answers.
+    pub async fn status(&self) -> Result<pb::StatusReply, RouterError> {
+        let message = pb::StatusRequest {};
+        self.routers
+            .call(&message, |mut router: RouterOf, message| async move { router.status(message).await })
+            .await
+    }
+
+    /// Tells every router the load of an instance, at once. Load is soft: failures come back for the
+    /// log, one per router that did not take it, and are not tried again.
+    pub async fn report(&self, report: &pb::ReportRequest) -> Vec<(String, Status)> {
+        let mut calls = tokio::task::JoinSet::new();
+        for (address, mut router) in self.routers.each() {
+            let (address, mut request) = (address.to_owned(), Request::new(report.clone()));
+            request.set_timeout(REPORT_TIMEOUT);
+            calls.spawn(async move { router.report(request).await.err().map(|status| (address, status)) });
+        }
+        calls.join_all().await.into_iter().flatten().collect()
+    }
+}
+
+type RouterOf = pb::router_client::RouterClient<tonic::transport::Channel>;

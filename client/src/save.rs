@@ -1,0 +1,177 @@
+//! Save: new blocks to a node, awaited or in the background.
+//!
+//! The background queue is bounded in calls and bytes; above that the caller is told at once and keeps
+//! nothing waiting: a block that is not saved costs a recompute later, a queue without end costs the
+//! process. Not here: which node (the decision says), and what the node does with the blocks.
+
+use std::sync::Arc;
+
+use kv_core::id::BlockHash;
+use kvfleet_proto::frame::Frame;
+use kvfleet_transport::{Asker, PathError, SaveAnswer, SaveRequest};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::paths::Found;
+use crate::{Client, HeldLease};
+
+/// Saves in the background, running or waiting: a few seconds of a busy instance's requests.
+pub const SAVE_QUEUE_CALLS_MAX: usize = 256;
+
+/// Frames of saves in the background, in bytes: they are the engine's memory until sent.
+pub const SAVE_QUEUE_BYTES_MAX: usize = 256 << 20;
+
+/// Background saves that run at once. More would only share one link.
+const SAVES_AT_ONCE: usize = 4;
+
+/// Save new blocks of a request.
+#[derive(Clone, Debug)]
+pub struct SaveCall {
+    /// Who saves; the lease is the one of the request's fetch.
+    pub asker: Asker,
+    /// Data address of the node.
+    pub address: String,
+    /// Hash before the first block; `None` at the start of a prefix.
+    pub parent: Option<BlockHash>,
+    /// Offset of the first block in its prefix, in blocks.
+    pub first_offset_blocks: u32,
+    /// The blocks in prefix order.
+    pub frames: Vec<Frame>,
+}
+
+impl SaveCall {
+    /// The lease this save holds on its node.
+    #[must_use]
+    pub fn lease(&self) -> HeldLease {
+        HeldLease { address: self.address.clone(), lease: self.asker.lease }
+    }
+
+    fn bytes(&self) -> usize {
+        self.frames.iter().map(|frame| frame.bytes.len()).sum()
+    }
+
+    fn request(&self) -> SaveRequest {
+        SaveRequest {
+            asker: self.asker.clone(),
+            parent: self.parent,
+            first_offset_blocks: self.first_offset_blocks,
+            hashes: self.frames.iter().map(|frame| frame.hash).collect(),
+            frame_bytes: self.frames.iter().map(|frame| frame.bytes.len() as u64).max().unwrap_or(0),
+        }
+    }
+}
+
+/// A save nobody waits for, with the leases that end after it.
+#[derive(Clone, Debug)]
+pub struct BackgroundSave {
+    /// What is saved.
+    pub call: SaveCall,
+    /// Leases of the request's fetch; the save's own is released too.
+    pub then_release: Vec<HeldLease>,
+}
+
+/// Why a save has no answer. A node's refusal and `Busy` are answers, not errors.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum SaveError {
+    /// There is nothing to save.
+    #[error("a save without blocks: leave it out")]
+    Empty,
+    /// The node could not be reached or broke off; what it had not committed is gone.
+    #[error(transparent)]
+    Path(#[from] PathError),
+}
+
+/// The background queue is full: [`SAVE_QUEUE_CALLS_MAX`] or [`SAVE_QUEUE_BYTES_MAX`] is reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{bytes} bytes do not fit the save queue now: drop this save, the blocks can be computed again")]
+pub struct SaveBusy {
+    /// What was offered.
+    pub bytes: usize,
+}
+
+/// Room for background saves, and how many run.
+pub(crate) struct SaveQueue {
+    calls: Arc<Semaphore>,
+    bytes: Arc<Semaphore>,
+    running: Arc<Semaphore>,
+}
+
+impl Default for SaveQueue {
+    fn default() -> SaveQueue {
+        SaveQueue {
+            calls: Arc::new(Semaphore::new(SAVE_QUEUE_CALLS_MAX)),
+            bytes: Arc::new(Semaphore::new(SAVE_QUEUE_BYTES_MAX)),
+            running: Arc::new(Semaphore::new(SAVES_AT_ONCE)),
+        }
+    }
+}
+
+impl SaveQueue {
+    fn enter(&self, bytes: usize) -> Result<[OwnedSemaphorePermit; 2], SaveBusy> {
+        let busy = SaveBusy { bytes };
+        let room = u32::try_from(bytes).map_err(|_| busy)?;
+        let call = Arc::clone(&self.calls).try_acquire_owned().map_err(|_| busy)?;
+        let room = Arc::clone(&self.bytes).try_acquire_many_owned(room).map_err(|_| busy)?;
+        Ok([call, room])
+    }
+}
+
+impl Client {
+    /// Saves and waits for the commit: the answer says from which announce batch on the blocks are
+    /// visible. The lease stays until released.
+    ///
+    /// # Errors
+    /// When there is nothing to save, or the node is lost on the way.
+    pub async fn save(&self, call: &SaveCall) -> Result<SaveAnswer, SaveError> {
+        if call.frames.is_empty() {
+            return Err(SaveError::Empty);
+        }
+        loop {
+            let Found { path, kept } = self.paths.get(&call.address).await?;
+            let saved = path.save(call.request(), &|position| call.frames[position].clone()).await;
+            let Err(error) = saved else { return Ok(saved?) };
+            self.paths.failed(&call.address, &path, &error).await;
+            // As with a fetch: a kept path may have died unnoticed. Saving twice is harmless, a block
+            // that was committed is simply present.
+            if !kept || !matches!(error, PathError::Broken { .. }) {
+                return Err(error.into());
+            }
+        }
+    }
+
+    /// Takes a save into the background and returns at once. When it ended, well or not, its leases are
+    /// released. Needs a tokio runtime.
+    ///
+    /// # Errors
+    /// When the queue is full; nothing was taken, and the leases are still the caller's.
+    pub fn save_in_background(&self, save: BackgroundSave) -> Result<(), SaveBusy> {
+        let room = self.saves.enter(save.call.bytes())?;
+        let client = self.clone();
+        tokio::spawn(async move {
+            let _turn = client.saves.running.acquire().await;
+            client.run_background(save).await;
+            drop(room);
+        });
+        Ok(())
+    }
+
+    async fn run_background(&self, save: BackgroundSave) {
+        let BackgroundSave { call, then_release: mut leases } = save;
+        match self.save(&call).await {
+            Ok(answer) => tracing::debug!(?answer, address = call.address, "saved"),
+            Err(error) => tracing::warn!(%error, address = call.address, "save failed"),
+        }
+        if !leases.contains(&call.lease()) {
+            leases.push(call.lease());
+        }
+        for (held, error) in self.release(&leases).await {
+            tracing::debug!(%error, address = held.address, "lease left to expire");
+        }
+    }
+
+    /// Waits until every background save that was taken so far has ended.
+    pub async fn saves_ended(&self) {
+        let all = u32::try_from(SAVE_QUEUE_CALLS_MAX).unwrap_or(u32::MAX);
+        // Fails only when the semaphore is closed, which nothing does.
+        let _ = self.saves.calls.acquire_many(all).await;
+    }
+}

@@ -1,0 +1,7 @@
+//! The client against loopback nodes with faults, and against fake routers over mutual TLS.
+#![allow(clippy::unwrap_used)]
+
+mod authority;
+mod fetching;
+mod routing;
+mod saving;

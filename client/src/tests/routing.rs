@@ -1,0 +1,222 @@
+//! Route with failover, against fake routers over mutual TLS.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use kv_core::id::{Category, IdentityDigest, RequestId, TenantId};
+use kvfleet_proto::pb;
+use kvfleet_proto::pb::router_server::{Router, RouterServer};
+use kvfleet_proto::tls::Identity;
+use kvfleet_transport::suite::hashes;
+use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tonic::{Code, Request, Response, Status, Streaming};
+
+use super::authority::{Authority, config};
+use crate::{Client, ClientError, RouteAnswer, RouteCall, RouteError, RouterError};
+
+/// Answers every route call the same way, and counts.
+#[derive(Clone)]
+struct Fake {
+    answer: Result<pb::RouteReply, Code>,
+    calls: Arc<AtomicU32>,
+}
+
+type Answer<T> = Result<Response<T>, Status>;
+
+fn absent<T>() -> Answer<T> {
+    Err(Status::unimplemented("not in this fake"))
+}
+
+#[tonic::async_trait]
+impl Router for Fake {
+    type AnnounceStream = ReceiverStream<Result<pb::AnnounceReply, Status>>;
+
+    async fn route(&self, request: Request<pb::RouteRequest>) -> Answer<pb::RouteReply> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        assert_eq!(request.get_ref().hashes.len(), 48);
+        self.answer.clone().map(Response::new).map_err(|code| Status::new(code, "as told"))
+    }
+    async fn lookup(&self, request: Request<pb::LookupRequest>) -> Answer<pb::LookupReply> {
+        let len_blocks = u32::try_from(request.get_ref().hashes.len() / 16).unwrap();
+        let run = pb::HolderRun { start_blocks: 0, len_blocks, holders: vec![] };
+        Ok(Response::new(pb::LookupReply { runs: vec![run], freshness: None }))
+    }
+    async fn report(&self, _: Request<pb::ReportRequest>) -> Answer<pb::ReportReply> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        Ok(Response::new(pb::ReportReply::default()))
+    }
+    async fn status(&self, _: Request<pb::StatusRequest>) -> Answer<pb::StatusReply> {
+        Ok(Response::new(pb::StatusReply { term: 4, ..pb::StatusReply::default() }))
+    }
+    async fn join(&self, _: Request<pb::JoinRequest>) -> Answer<pb::JoinReply> {
+        absent()
+    }
+    async fn announce(&self, _: Request<Streaming<pb::AnnounceRequest>>) -> Answer<Self::AnnounceStream> {
+        absent()
+    }
+    async fn pin(&self, _: Request<pb::PinRequest>) -> Answer<pb::AdminReply> {
+        absent()
+    }
+    async fn unpin(&self, _: Request<pb::UnpinRequest>) -> Answer<pb::AdminReply> {
+        absent()
+    }
+    async fn set_quota(&self, _: Request<pb::SetQuotaRequest>) -> Answer<pb::AdminReply> {
+        absent()
+    }
+    async fn set_ttl(&self, _: Request<pb::SetTtlRequest>) -> Answer<pb::AdminReply> {
+        absent()
+    }
+    async fn leave(&self, _: Request<pb::LeaveRequest>) -> Answer<pb::AdminReply> {
+        absent()
+    }
+}
+
+fn decision(instance: u32) -> pb::RouteReply {
+    let decision = pb::Decision { instance, ..pb::Decision::default() };
+    pb::RouteReply { answer: Some(pb::route_reply::Answer::Decision(decision)), freshness: None }
+}
+
+/// Serves a fake router; its address, its count, its task.
+async fn serve(
+    identity: &Identity,
+    answer: Result<pb::RouteReply, Code>,
+) -> (String, Arc<AtomicU32>, tokio::task::JoinHandle<()>) {
+    let calls = Arc::new(AtomicU32::new(0));
+    let fake = Fake { answer, calls: Arc::clone(&calls) };
+    let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
+    let listener = tokio::net::TcpListener::bind(any).await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let mut server = tonic::transport::Server::builder().tls_config(identity.server_tls()).unwrap();
+    let serving = tokio::spawn(async move {
+        let incoming = TcpListenerStream::new(listener);
+        server.add_service(RouterServer::new(fake)).serve_with_incoming(incoming).await.unwrap();
+    });
+    (address, calls, serving)
+}
+
+/// An address where nobody listens.
+fn nobody() -> String {
+    let held = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    held.local_addr().unwrap().to_string()
+}
+
+fn route_call() -> RouteCall {
+    RouteCall {
+        request: RequestId(1),
+        tenant: TenantId(0),
+        category: Category::default(),
+        hashes: hashes(3),
+        block_tokens: 16,
+        input_tokens: 48,
+        output_tokens: 0,
+        identity: IdentityDigest([1; 16]),
+        after: vec![],
+    }
+}
+
+fn instance(answer: RouteAnswer) -> u32 {
+    match answer {
+        RouteAnswer::Decided(decision) => decision.instance,
+        other => panic!("expected a decision, got {other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn a_dead_router_is_passed_over_and_the_good_one_kept() {
+    let authority = Authority::new();
+    let (good, calls, _serving) = serve(&authority.member(), Ok(decision(7))).await;
+    let (full, refusals, _serving_full) = serve(&authority.member(), Err(Code::ResourceExhausted)).await;
+    let client = Client::new(config(vec![nobody(), full, good], authority.member())).unwrap();
+    for _ in 0..5 {
+        assert_eq!(instance(client.route(route_call()).await.unwrap()), 7);
+    }
+    assert_eq!(calls.load(Ordering::Relaxed), 5);
+    assert_eq!(refusals.load(Ordering::Relaxed), 1, "asked once, then the good one is kept");
+    assert_eq!(client.status().await.unwrap().term, 4);
+    assert_eq!(client.lookup(&hashes(3), vec![]).await.unwrap().runs[0].len_blocks, 3);
+}
+
+#[tokio::test]
+async fn when_the_kept_router_dies_another_answers() {
+    let authority = Authority::new();
+    let (first, _, serving) = serve(&authority.member(), Ok(decision(1))).await;
+    let (second, _, _serving) = serve(&authority.member(), Ok(decision(2))).await;
+    let client = Client::new(config(vec![first, second], authority.member())).unwrap();
+    assert_eq!(instance(client.route(route_call()).await.unwrap()), 1);
+    serving.abort();
+    let _ = serving.await;
+    let mut answers = Vec::new();
+    while answers.last() != Some(&2) {
+        answers.push(instance(client.route(route_call()).await.unwrap()));
+    }
+}
+
+#[tokio::test]
+async fn answers_that_another_router_would_repeat_end_the_call() {
+    let authority = Authority::new();
+    let (wrong, calls, _serving) = serve(&authority.member(), Err(Code::InvalidArgument)).await;
+    let (other, others, _serving_other) = serve(&authority.member(), Ok(decision(1))).await;
+    let client = Client::new(config(vec![wrong.clone(), other], authority.member())).unwrap();
+    let error = client.route(route_call()).await.unwrap_err();
+    assert_eq!(error.to_string(), format!("router {wrong} refused the call: as told"));
+    assert_eq!((calls.load(Ordering::Relaxed), others.load(Ordering::Relaxed)), (1, 0));
+}
+
+#[tokio::test]
+async fn rejections_and_empty_answers_are_told_apart() {
+    let authority = Authority::new();
+    let rejected = pb::Rejected { reason: "no instance".into(), retry_after_ms: 30 };
+    let reply = pb::RouteReply { answer: Some(pb::route_reply::Answer::Rejected(rejected)), freshness: None };
+    let (address, _, _serving) = serve(&authority.member(), Ok(reply)).await;
+    let client = Client::new(config(vec![address], authority.member())).unwrap();
+    let expected =
+        RouteAnswer::Rejected { reason: "no instance".into(), retry_after: Duration::from_millis(30) };
+    assert_eq!(client.route(route_call()).await.unwrap(), expected);
+
+    let (address, _, _serving) = serve(&authority.member(), Ok(pb::RouteReply::default())).await;
+    let client = Client::new(config(vec![address], authority.member())).unwrap();
+    assert!(matches!(client.route(route_call()).await, Err(RouteError::Empty)));
+}
+
+#[tokio::test]
+async fn when_nobody_answers_the_error_names_who_was_asked() {
+    let authority = Authority::new();
+    let (a, b) = (nobody(), nobody());
+    let client = Client::new(config(vec![a.clone(), b.clone()], authority.member())).unwrap();
+    let error = client.route(route_call()).await.unwrap_err();
+    assert!(matches!(error, RouteError::Router(RouterError::NoneAnswered { .. })), "{error}");
+    assert!(error.to_string().starts_with(&format!("none of the routers {a}, {b} answered")), "{error}");
+}
+
+#[tokio::test]
+async fn a_router_of_another_authority_is_not_believed() {
+    let (address, calls, _serving) = serve(&Authority::new().member(), Ok(decision(1))).await;
+    let client = Client::new(config(vec![address], Authority::new().member())).unwrap();
+    assert!(client.route(route_call()).await.is_err());
+    assert_eq!(calls.load(Ordering::Relaxed), 0);
+}
+
+#[tokio::test]
+async fn a_report_goes_to_every_router() {
+    let authority = Authority::new();
+    let (first, one, _serving) = serve(&authority.member(), Ok(decision(1))).await;
+    let (second, two, _serving_second) = serve(&authority.member(), Ok(decision(1))).await;
+    let dead = nobody();
+    let client = Client::new(config(vec![first, dead.clone(), second], authority.member())).unwrap();
+    let failed = client.report(&pb::ReportRequest::default()).await;
+    assert_eq!(failed.iter().map(|(address, _)| address.clone()).collect::<Vec<_>>(), [dead]);
+    assert_eq!((one.load(Ordering::Relaxed), two.load(Ordering::Relaxed)), (1, 1));
+}
+
+#[tokio::test]
+async fn malformed_addresses_are_named() {
+    let identity = Authority::new().member();
+    let error = |routers| Client::new(config(routers, identity.clone())).unwrap_err();
+    assert_eq!(error(vec![]), ClientError::NoRouters);
+    for bad in ["localhost", "host:port", "host:99999", "a b:1"] {
+        let message = error(vec![bad.to_owned()]).to_string();
+        assert!(message.starts_with(&format!("router {bad:?} is not HOST:PORT: ")), "{message}");
+    }
+}
