@@ -1,1 +1,25 @@
-//! Placeholder.
+//! The global scheduler: serves route calls and holds the Raft-replicated index.
+//!
+//! [`Router::start`] builds one router from its config: log and snapshot from disk, consensus with the other
+//! voters, the control server. Reads are answered by every replica from its published view; writes go
+//! through the leader's log. Not here: block bytes (they never pass a router), reading config files, the
+//! metrics endpoint (both the process's).
+
+mod background;
+mod clock;
+pub mod config;
+mod directives;
+mod error;
+mod ingest;
+mod liveness;
+mod metrics;
+mod raft;
+mod server;
+mod start;
+mod view;
+
+pub use config::{AnnounceConfig, ConfigError, RouterConfig, TimingsConfig, TlsConfig, VoterConfig};
+pub use error::StartError;
+pub use raft::disk::LogError;
+pub use raft::snapshot_file::SnapshotFileError;
+pub use start::Router;

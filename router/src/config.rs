@@ -1,0 +1,382 @@
+//! What an operator can set for a router, with defaults, and what is refused and why.
+//!
+//! Not here: reading the file (the process that starts the router does) and the meaning of a value where it
+//! is used. Limits nobody should need to turn are constants beside their use.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kv_core::schedule::{HardwareProfile, PROFILES};
+use serde::{Deserialize, Serialize};
+
+/// Configuration of one router. Every field has a default except that voters, data directory and
+/// certificate files must be given for the config to be valid.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RouterConfig {
+    /// Number of this router among the voters; at least 1.
+    pub id: u64,
+    /// Address to listen on, `ip:port`. Port 0 takes a free one (only with a single voter).
+    pub listen: String,
+    /// Address the others reach this router at, `host:port`. Empty: the one in `voters`.
+    pub advertise: String,
+    /// Every router that votes, this one included; the same list on every router.
+    pub voters: Vec<VoterConfig>,
+    /// Directory for the Raft log and snapshots; made when absent. One router, one directory.
+    pub data_dir: PathBuf,
+    /// Certificate files.
+    pub tls: TlsConfig,
+    /// Heartbeats, elections, silence.
+    pub timings: TimingsConfig,
+    /// How announcements are gathered.
+    pub announce: AnnounceConfig,
+    /// Named hardware profile that predicts TTFT (see `kv_core::schedule::PROFILES`).
+    pub profile: String,
+    /// Log entries between two snapshots.
+    pub snapshot_every_entries: u64,
+    /// (node, block) pairs the index may hold. The same on every router.
+    pub index_copies_max: u64,
+}
+
+/// One voter.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VoterConfig {
+    /// Its number.
+    pub id: u64,
+    /// Where the others reach it, `host:port`.
+    pub address: String,
+}
+
+/// Certificate files, PEM.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TlsConfig {
+    /// Certificate of the cluster authority.
+    pub ca: PathBuf,
+    /// Certificate of this process.
+    pub cert: PathBuf,
+    /// Private key of that certificate.
+    pub key: PathBuf,
+}
+
+/// Times, in milliseconds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TimingsConfig {
+    /// Between two heartbeats of the Raft leader.
+    pub heartbeat_ms: u64,
+    /// Shortest time without a leader before an election.
+    pub election_min_ms: u64,
+    /// Longest such time; each wait is drawn between the two.
+    pub election_max_ms: u64,
+    /// Silence of a node after which it is fenced.
+    pub silence_ms: u64,
+}
+
+/// How announcements become proposals.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct AnnounceConfig {
+    /// Longest an announcement waits for company, milliseconds.
+    pub window_ms: u64,
+    /// Blocks that make a proposal full, and the most one announcement may hold.
+    pub blocks_max: usize,
+}
+
+impl Default for RouterConfig {
+    fn default() -> Self {
+        RouterConfig {
+            id: 1,
+            listen: "127.0.0.1:7400".into(),
+            advertise: String::new(),
+            voters: Vec::new(),
+            data_dir: PathBuf::new(),
+            tls: TlsConfig::default(),
+            timings: TimingsConfig::default(),
+            announce: AnnounceConfig::default(),
+            profile: HardwareProfile::default().name.into(),
+            snapshot_every_entries: 5_000,
+            index_copies_max: kv_core::index::COPIES_MAX,
+        }
+    }
+}
+
+impl Default for TimingsConfig {
+    fn default() -> Self {
+        TimingsConfig { heartbeat_ms: 100, election_min_ms: 300, election_max_ms: 600, silence_ms: 800 }
+    }
+}
+
+impl Default for AnnounceConfig {
+    fn default() -> Self {
+        AnnounceConfig { window_ms: 10, blocks_max: 65_536 }
+    }
+}
+
+/// Voters of one cluster: beyond this an election costs more than another failure is worth.
+const VOTERS_MAX: usize = 9;
+
+/// Largest announce batch. Half of what one command may hold (`kv_core::index::ANNOUNCE_BLOCKS_MAX`), since
+/// the index counts announcements and changes against the same number.
+const BLOCKS_MAX: usize = 131_072;
+
+/// Why a configuration is refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("config key `{key}`: {problem}")]
+pub struct ConfigError {
+    /// The key, as written in the file.
+    pub key: &'static str,
+    /// What is wrong and what to write.
+    pub problem: String,
+}
+
+fn refuse<T>(key: &'static str, problem: impl Into<String>) -> Result<T, ConfigError> {
+    Err(ConfigError { key, problem: problem.into() })
+}
+
+impl RouterConfig {
+    /// Checks everything that can be checked without touching the disk or the network.
+    ///
+    /// # Errors
+    /// The first key that is wrong, and what to write instead.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        self.check_identity()?;
+        self.check_voters()?;
+        self.check_files()?;
+        self.timings.check()?;
+        self.announce.check()?;
+        self.check_rest()
+    }
+
+    fn check_identity(&self) -> Result<(), ConfigError> {
+        if self.id == 0 {
+            return refuse("id", "0 means \"nobody\"; number routers from 1");
+        }
+        if self.listen.parse::<SocketAddr>().is_err() {
+            let given = &self.listen;
+            return refuse("listen", format!("{given:?} is not ip:port; write for example \"0.0.0.0:7400\""));
+        }
+        Ok(())
+    }
+
+    fn check_voters(&self) -> Result<(), ConfigError> {
+        if self.voters.is_empty() {
+            return refuse(
+                "voters",
+                "is empty; list every router that votes, this one included, with id and address",
+            );
+        }
+        if self.voters.len() > VOTERS_MAX {
+            return refuse(
+                "voters",
+                format!(
+                    "has {} routers, the limit is {VOTERS_MAX}; three or five are usual",
+                    self.voters.len()
+                ),
+            );
+        }
+        for (position, voter) in self.voters.iter().enumerate() {
+            if voter.id == 0 {
+                return refuse("voters", "id 0 means \"nobody\"; number routers from 1");
+            }
+            if !is_host_port(&voter.address) {
+                return refuse(
+                    "voters",
+                    format!("address {:?} of router {} is not host:port", voter.address, voter.id),
+                );
+            }
+            if self.voters[..position]
+                .iter()
+                .any(|other| other.id == voter.id || other.address == voter.address)
+            {
+                return refuse(
+                    "voters",
+                    format!(
+                        "router {} at {} is listed twice; ids and addresses are unique",
+                        voter.id, voter.address
+                    ),
+                );
+            }
+        }
+        match self.voters.iter().find(|voter| voter.id == self.id) {
+            None => refuse(
+                "voters",
+                format!("does not list this router (id {}); add it or correct `id`", self.id),
+            ),
+            Some(own) if !self.advertise.is_empty() && self.advertise != own.address => refuse(
+                "advertise",
+                format!(
+                    "{:?} differs from this router's address {:?} in `voters`; write the same, or leave it out",
+                    self.advertise, own.address
+                ),
+            ),
+            Some(_) => Ok(()),
+        }
+    }
+
+    fn check_files(&self) -> Result<(), ConfigError> {
+        if self.data_dir.as_os_str().is_empty() {
+            return refuse("data_dir", "is empty; name a directory that survives restarts");
+        }
+        let files = [("tls.ca", &self.tls.ca), ("tls.cert", &self.tls.cert), ("tls.key", &self.tls.key)];
+        match files.into_iter().find(|(_, file)| file.as_os_str().is_empty()) {
+            Some((key, _)) => refuse(
+                key,
+                "is empty; every connection is mutually authenticated, so all three files are needed",
+            ),
+            None => Ok(()),
+        }
+    }
+
+    fn check_rest(&self) -> Result<(), ConfigError> {
+        if HardwareProfile::by_name(&self.profile).is_none() {
+            let known: Vec<_> = PROFILES.iter().map(|profile| profile.name).collect();
+            return refuse(
+                "profile",
+                format!("{:?} is not known; choose one of {}", self.profile, known.join(", ")),
+            );
+        }
+        if !(100..=1_000_000).contains(&self.snapshot_every_entries) {
+            return refuse(
+                "snapshot_every_entries",
+                format!("{} is outside 100 to 1000000", self.snapshot_every_entries),
+            );
+        }
+        if self.index_copies_max == 0 {
+            return refuse("index_copies_max", "0 would refuse every block");
+        }
+        Ok(())
+    }
+
+    /// Address the other routers know this one by.
+    pub(crate) fn own_address(&self) -> &str {
+        self.voters.iter().find(|voter| voter.id == self.id).map_or("", |voter| &voter.address)
+    }
+
+    /// The profile named, or the default one when the config was not validated.
+    pub(crate) fn hardware(&self) -> HardwareProfile {
+        HardwareProfile::by_name(&self.profile).unwrap_or_default()
+    }
+}
+
+fn is_host_port(address: &str) -> bool {
+    let parts = address.rsplit_once(':');
+    parts.is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0))
+}
+
+impl TimingsConfig {
+    fn check(&self) -> Result<(), ConfigError> {
+        if !(10..=10_000).contains(&self.heartbeat_ms) {
+            return refuse("timings.heartbeat_ms", format!("{} is outside 10 to 10000", self.heartbeat_ms));
+        }
+        if self.election_min_ms < 2 * self.heartbeat_ms {
+            return refuse(
+                "timings.election_min_ms",
+                format!(
+                    "{} is below two heartbeats ({}); one lost heartbeat would cost the leader",
+                    self.election_min_ms,
+                    2 * self.heartbeat_ms
+                ),
+            );
+        }
+        if self.election_max_ms <= self.election_min_ms {
+            return refuse(
+                "timings.election_max_ms",
+                format!("{} is not above election_min_ms ({})", self.election_max_ms, self.election_min_ms),
+            );
+        }
+        if !(200..=60_000).contains(&self.silence_ms) {
+            return refuse(
+                "timings.silence_ms",
+                format!("{} is outside 200 to 60000; nodes speak every 100 ms", self.silence_ms),
+            );
+        }
+        Ok(())
+    }
+
+    /// Silence of its quorum after which a leader counts as deposed: by then the others may have elected.
+    pub(crate) fn office(&self) -> Duration {
+        Duration::from_millis(self.election_max_ms + self.heartbeat_ms)
+    }
+
+    pub(crate) fn silence(&self) -> Duration {
+        Duration::from_millis(self.silence_ms)
+    }
+}
+
+impl AnnounceConfig {
+    fn check(&self) -> Result<(), ConfigError> {
+        if self.window_ms > 1_000 {
+            return refuse(
+                "announce.window_ms",
+                format!(
+                    "{} is above 1000: nodes would wait too long for their acknowledgement",
+                    self.window_ms
+                ),
+            );
+        }
+        if !(1..=BLOCKS_MAX).contains(&self.blocks_max) {
+            return refuse(
+                "announce.blocks_max",
+                format!("{} is outside 1 to {BLOCKS_MAX}", self.blocks_max),
+            );
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn valid() -> RouterConfig {
+        RouterConfig {
+            voters: vec![
+                VoterConfig { id: 1, address: "a:1".into() },
+                VoterConfig { id: 2, address: "b:1".into() },
+            ],
+            data_dir: "/data".into(),
+            tls: TlsConfig { ca: "ca".into(), cert: "cert".into(), key: "key".into() },
+            ..RouterConfig::default()
+        }
+    }
+
+    fn refused(change: impl FnOnce(&mut RouterConfig)) -> String {
+        let mut config = valid();
+        change(&mut config);
+        config.validate().expect_err("must be refused").to_string()
+    }
+
+    #[test]
+    fn a_complete_config_is_valid() {
+        assert_eq!(valid().validate(), Ok(()));
+    }
+
+    #[test]
+    fn every_refusal_names_its_key() {
+        type Change = fn(&mut RouterConfig);
+        let cases: [(&str, Change); 15] = [
+            ("`id`", |config| config.id = 0),
+            ("`listen`", |config| config.listen = "localhost".into()),
+            ("`voters`", |config| config.voters.clear()),
+            ("`voters`", |config| config.id = 7),
+            ("`voters`", |config| config.voters[1].id = 1),
+            ("`voters`", |config| config.voters[1].address = "a".into()),
+            ("`advertise`", |config| config.advertise = "c:1".into()),
+            ("`data_dir`", |config| config.data_dir = PathBuf::new()),
+            ("`tls.key`", |config| config.tls.key = PathBuf::new()),
+            ("`timings.election_min_ms`", |config| config.timings.election_min_ms = 150),
+            ("`timings.election_max_ms`", |config| config.timings.election_max_ms = 300),
+            ("`timings.silence_ms`", |config| config.timings.silence_ms = 0),
+            ("`announce.blocks_max`", |config| config.announce.blocks_max = 0),
+            ("`profile`", |config| config.profile = "abacus".into()),
+            ("`snapshot_every_entries`", |config| config.snapshot_every_entries = 1),
+        ];
+        for (key, change) in cases {
+            let message = refused(change);
+            assert!(message.contains(key), "{message:?} does not name {key}");
+        }
+    }
+}

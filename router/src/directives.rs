@@ -1,0 +1,98 @@
+//! What every node must respect (pins, quotas, TTLs), as one message that is rebuilt when it changes.
+//!
+//! The version is a checksum of the contents, so that every router gives equal contents the same version
+//! and a node that reconnects elsewhere need not take them again. Not here: keeping a pin (the nodes do).
+
+use std::sync::Arc;
+
+use kv_core::index::Index;
+use kvfleet_proto::{convert, pb};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use crate::view::published::Published;
+
+/// The directives an index stands for.
+pub(crate) fn of(index: &Index) -> pb::Directives {
+    let quotas = index.quotas().map(|(tenant, bytes)| pb::Quota { tenant: tenant.0, bytes });
+    let pins = index
+        .pins()
+        .map(|pin| pb::PinnedBlocks { pin: pin.pin.0, blocks: convert::hashes_to_bytes(&pin.blocks) });
+    let ttls = index.ttls().map(|(group, ttl_ms)| pb::GroupTtl { group: group.0, ttl_ms });
+    let mut directives =
+        pb::Directives { version: 0, quotas: quotas.collect(), pins: pins.collect(), ttls: ttls.collect() };
+    directives.version = version(&directives);
+    directives
+}
+
+/// Two checksums over the contents, the second started by the first; never 0, which means "none yet".
+fn version(directives: &pb::Directives) -> u64 {
+    let mut crc = 0u32;
+    let mut count = 0u32;
+    let mut add = |bytes: &[u8]| {
+        crc = crc32c::crc32c_append(crc, bytes);
+        count = crc32c::crc32c_append(count.rotate_left(7) ^ crc, bytes);
+    };
+    for quota in &directives.quotas {
+        add(&quota.tenant.to_le_bytes());
+        add(&quota.bytes.to_le_bytes());
+    }
+    add(b"pins");
+    for pin in &directives.pins {
+        add(&pin.pin.to_le_bytes());
+        add(&pin.blocks);
+    }
+    add(b"ttls");
+    for ttl in &directives.ttls {
+        add(&ttl.group.to_le_bytes());
+        add(&ttl.ttl_ms.to_le_bytes());
+    }
+    (u64::from(count) << 32 | u64::from(crc)).max(1)
+}
+
+/// Starts the task that rebuilds the directives when a published change touched them.
+pub(crate) fn start(
+    published: Arc<Published>,
+    stop: CancellationToken,
+) -> watch::Receiver<Arc<pb::Directives>> {
+    let mut touched = published.rules_changes();
+    touched.mark_unchanged();
+    let (sender, receiver) = watch::channel(Arc::new(of(&published.read().index)));
+    tokio::spawn(async move {
+        while let Some(Ok(())) = stop.run_until_cancelled(touched.changed()).await {
+            let next = of(&published.read().index);
+            sender.send_if_modified(|current| {
+                let changed = **current != next;
+                if changed {
+                    *current = Arc::new(next);
+                }
+                changed
+            });
+        }
+    });
+    receiver
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kv_core::id::{BlockHash, PinId, TenantId};
+    use kv_core::index::IndexLimits;
+    use kv_core::index::command::{Command, Pin};
+
+    #[test]
+    fn equal_contents_have_equal_versions_and_others_differ() {
+        let mut index = Index::new(IndexLimits::default());
+        let empty = of(&index);
+        assert_ne!(empty.version, 0);
+        index.apply(&Command::SetQuota { tenant: TenantId(1), bytes: Some(10) });
+        let quota = of(&index);
+        let pin = Pin { pin: PinId(1), owner: "me".into(), blocks: vec![BlockHash([1; 16])] };
+        index.apply(&Command::Pin(pin));
+        let pinned = of(&index);
+        assert_eq!(pinned.pins.len(), 1);
+        assert!(empty.version != quota.version && quota.version != pinned.version);
+        index.apply(&Command::Unpin { pin: PinId(1), owner: "me".into() });
+        assert_eq!(of(&index), quota);
+    }
+}

@@ -1,0 +1,59 @@
+//! Why a router did not start, in words that say what to do.
+//!
+//! Not here: errors of single calls; those are answered to the caller.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::config::ConfigError;
+use crate::raft::disk::LogError;
+use crate::raft::snapshot_file::SnapshotFileError;
+
+/// Why [`crate::Router::start`] failed. Nothing keeps running after it.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The configuration is not valid.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// A certificate file is missing, unreadable or not what it should be.
+    #[error("router certificates: {0}")]
+    Tls(#[from] kvfleet_proto::tls::TlsError),
+    /// The listen address is taken.
+    #[error(
+        "{listen} is in use by another process: stop it, or set `listen` to a free port and `voters` to match"
+    )]
+    PortInUse {
+        /// The address.
+        listen: String,
+    },
+    /// The listen address cannot be had for another reason.
+    #[error(
+        "cannot listen on {listen}: {source}; check that the address belongs to this machine and the port is allowed"
+    )]
+    Listen {
+        /// The address.
+        listen: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The data directory cannot be made.
+    #[error("data directory {path} cannot be made: {source}; check `data_dir` and its permissions", path = path.display())]
+    DataDir {
+        /// The directory.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The Raft log was refused.
+    #[error(transparent)]
+    Log(#[from] LogError),
+    /// The snapshot was refused.
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotFileError),
+    /// The metrics registry already holds a router.
+    #[error("metrics: {0}; give every router of a process its own registry")]
+    Metrics(#[from] prometheus::Error),
+    /// Consensus did not start.
+    #[error("consensus did not start: {0}")]
+    Consensus(String),
+}

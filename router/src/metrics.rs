@@ -1,0 +1,173 @@
+//! What a router counts and times: wrappers around calls, not threads through them.
+//!
+//! Not here: serving the numbers (the process does) and spans (at the calls).
+
+use std::time::Duration;
+
+use kv_core::index::command::AnnounceOutcome;
+use prometheus::{
+    Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, Opts, Registry, exponential_buckets,
+};
+
+/// Handles on this router's metrics; clones share them.
+#[derive(Clone)]
+pub(crate) struct Metrics {
+    route_seconds: Histogram,
+    decisions: IntCounterVec,
+    lookups: IntCounter,
+    proposals: IntCounter,
+    batch_announcements: Histogram,
+    batch_blocks: Histogram,
+    outcomes: IntCounterVec,
+    busy: IntCounter,
+    fences: IntCounter,
+    seen_timeouts: IntCounter,
+    applied_index: IntGauge,
+    term: IntGauge,
+    leader: IntGauge,
+    log_bytes: IntGauge,
+    index_copies: IntGauge,
+}
+
+/// How a route call ended.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Routed {
+    Chosen,
+    Rejected,
+    Invalid,
+}
+
+impl Metrics {
+    /// Makes and registers everything.
+    ///
+    /// # Errors
+    /// When the registry already has metrics of a router: one registry per router.
+    pub(crate) fn register(registry: &Registry) -> prometheus::Result<Metrics> {
+        let micros_up = |name: &str, help: &str| -> prometheus::Result<Histogram> {
+            let buckets = exponential_buckets(10e-6, 2.0, 16)?;
+            let histogram = Histogram::with_opts(HistogramOpts::new(name, help).buckets(buckets))?;
+            registry.register(Box::new(histogram.clone()))?;
+            Ok(histogram)
+        };
+        let sizes = |name: &str, help: &str| -> prometheus::Result<Histogram> {
+            let buckets = exponential_buckets(1.0, 4.0, 10)?;
+            let histogram = Histogram::with_opts(HistogramOpts::new(name, help).buckets(buckets))?;
+            registry.register(Box::new(histogram.clone()))?;
+            Ok(histogram)
+        };
+        Ok(Metrics {
+            route_seconds: micros_up("kvfleet_route_seconds", "Time a route call took")?,
+            decisions: labelled(
+                registry,
+                "kvfleet_route_decisions_total",
+                "Route calls by how they ended",
+                "outcome",
+            )?,
+            lookups: counter(registry, "kvfleet_lookups_total", "Lookup calls")?,
+            proposals: counter(registry, "kvfleet_announce_proposals_total", "Announce proposals submitted")?,
+            batch_announcements: sizes(
+                "kvfleet_announce_batch_announcements",
+                "Announcements in one proposal",
+            )?,
+            batch_blocks: sizes("kvfleet_announce_batch_blocks", "Blocks in one announce proposal")?,
+            outcomes: labelled(
+                registry,
+                "kvfleet_announce_outcomes_total",
+                "Announcements by what became of them",
+                "outcome",
+            )?,
+            busy: counter(
+                registry,
+                "kvfleet_announce_busy_total",
+                "Announcements refused because the queue was full",
+            )?,
+            fences: counter(registry, "kvfleet_fences_total", "Silent nodes fenced by this router")?,
+            seen_timeouts: counter(
+                registry,
+                "kvfleet_seen_timeouts_total",
+                "Reads answered before this replica had seen what they asked for",
+            )?,
+            applied_index: gauge(registry, "kvfleet_applied_index", "Last applied log entry")?,
+            term: gauge(registry, "kvfleet_term", "Raft term")?,
+            leader: gauge(registry, "kvfleet_is_leader", "1 while this router leads")?,
+            log_bytes: gauge(registry, "kvfleet_log_bytes", "Bytes of log entries held in memory")?,
+            index_copies: gauge(registry, "kvfleet_index_copies", "(node, block) pairs of live nodes")?,
+        })
+    }
+
+    pub(crate) fn routed(&self, outcome: Routed, took: Duration) {
+        let label = match outcome {
+            Routed::Chosen => "chosen",
+            Routed::Rejected => "rejected",
+            Routed::Invalid => "invalid",
+        };
+        self.decisions.with_label_values(&[label]).inc();
+        self.route_seconds.observe(took.as_secs_f64());
+    }
+
+    pub(crate) fn looked_up(&self) {
+        self.lookups.inc();
+    }
+
+    #[allow(clippy::cast_precision_loss)]
+    pub(crate) fn proposed(&self, announcements: usize, blocks: usize) {
+        self.proposals.inc();
+        self.batch_announcements.observe(announcements as f64);
+        self.batch_blocks.observe(blocks as f64);
+    }
+
+    pub(crate) fn announced(&self, outcome: AnnounceOutcome) {
+        let label = match outcome {
+            AnnounceOutcome::Applied { .. } => "applied",
+            AnnounceOutcome::Duplicate { .. } => "duplicate",
+            AnnounceOutcome::Gap { .. } => "gap",
+            AnnounceOutcome::Fenced => "fenced",
+        };
+        self.outcomes.with_label_values(&[label]).inc();
+    }
+
+    pub(crate) fn busy(&self) {
+        self.busy.inc();
+    }
+
+    pub(crate) fn seen_timeout(&self) {
+        self.seen_timeouts.inc();
+    }
+
+    pub(crate) fn fenced(&self) {
+        self.fences.inc();
+    }
+
+    pub(crate) fn standing(&self, applied_index: u64, term: u64, leads: bool) {
+        self.applied_index.set(gauge_value(applied_index));
+        self.term.set(gauge_value(term));
+        self.leader.set(i64::from(leads));
+    }
+
+    pub(crate) fn sizes(&self, log_bytes: u64, index_copies: u64) {
+        self.log_bytes.set(gauge_value(log_bytes));
+        self.index_copies.set(gauge_value(index_copies));
+    }
+}
+
+fn gauge_value(value: u64) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}
+
+fn counter(registry: &Registry, name: &str, help: &str) -> prometheus::Result<IntCounter> {
+    let counter = IntCounter::new(name, help)?;
+    registry.register(Box::new(counter.clone()))?;
+    Ok(counter)
+}
+
+fn gauge(registry: &Registry, name: &str, help: &str) -> prometheus::Result<IntGauge> {
+    let gauge = IntGauge::new(name, help)?;
+    registry.register(Box::new(gauge.clone()))?;
+    Ok(gauge)
+}
+
+fn labelled(registry: &Registry, name: &str, help: &str, label: &str) -> prometheus::Result<IntCounterVec> {
+    let counters = IntCounterVec::new(Opts::new(name, help), &[label])?;
+    registry.register(Box::new(counters.clone()))?;
+    Ok(counters)
+}

@@ -1,0 +1,378 @@
+//! The Raft log as records in one redb file: how a record looks, how the file is opened and checked,
+//! how one batch of operations becomes one durable transaction.
+//!
+//! Every record carries a CRC32C over its key and its bytes, and the file names its first and last
+//! entry, so a flipped bit, a torn page and a lost tail are all found at open. A file that fails is
+//! refused, never repaired by guessing: a voter that forgets what it acknowledged can lose other
+//! routers' commits. Not here: when a batch is made (`disk_thread.rs`) and what openraft sees
+//! (`log_store.rs`).
+
+use std::collections::VecDeque;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+
+use redb::{Database, ReadableDatabase, ReadableTable, Table, TableDefinition};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::{Entry, LogId, Vote};
+
+/// Name of the log file inside the data directory.
+pub(crate) const LOG_FILE: &str = "raft.redb";
+
+/// A log being made; it takes its name once it is whole.
+const NEW_FILE: &str = "raft.redb.new";
+
+/// Version of the record layout; another one is refused.
+const FORMAT: u64 = 1;
+
+/// Page cache of redb. Small, because entries are read from memory and the file only at start.
+const CACHE_BYTES: usize = 16 << 20;
+
+const ENTRIES: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("entries");
+const META: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("meta");
+
+const KEY_FORMAT: &str = "format";
+const KEY_ROUTER: &str = "router";
+const KEY_VOTE: &str = "vote";
+const KEY_PURGED: &str = "purged";
+const KEY_COMMITTED: &str = "committed";
+const KEY_LAST: &str = "last";
+
+/// Why a log file was not opened.
+#[derive(Debug, thiserror::Error)]
+pub enum LogError {
+    /// A record does not match its checksum, or one that must be there is missing.
+    #[error(
+        "raft log {path} is corrupted: {what}. This router refuses to start because it can no longer prove what it \
+         acknowledged. Move the router's data directory away and start it with an empty one while the other routers are \
+         healthy: they send it what it lost"
+    )]
+    Corrupt {
+        /// The file.
+        path: PathBuf,
+        /// Which record, and what is wrong with it.
+        what: String,
+    },
+    /// The file belongs to another router.
+    #[error(
+        "raft log {path} belongs to router {found}, this is router {wanted}: correct `id` or `data_dir` in the config"
+    )]
+    OtherRouter {
+        /// The file.
+        path: PathBuf,
+        /// Whose it is.
+        found: u64,
+        /// Who we are.
+        wanted: u64,
+    },
+    /// The record layout is of another release.
+    #[error(
+        "raft log {path} has format {found}, this release reads {FORMAT}: start the release that wrote it"
+    )]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// Its format number.
+        found: u64,
+    },
+    /// Another process has the file open.
+    #[error(
+        "raft log {path} is in use by another process: stop the other router or give this one its own data_dir"
+    )]
+    InUse {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The file system refused.
+    #[error("raft log {path} cannot be opened: {source}; check that the directory exists and is writable")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+/// Everything the file held when it was opened.
+#[derive(Debug, Default)]
+pub(crate) struct Recovered {
+    pub(crate) vote: Option<Vote>,
+    pub(crate) purged: Option<LogId>,
+    pub(crate) committed: Option<LogId>,
+    pub(crate) entries: VecDeque<Entry>,
+}
+
+/// One change of the file.
+#[derive(Debug)]
+pub(crate) enum Change {
+    Vote(Vote),
+    Append(Vec<Entry>),
+    /// Remove every entry with this index or a higher one; `last` is the last index that stays.
+    Truncate {
+        from: u64,
+    },
+    Purge(LogId),
+    Committed(Option<LogId>),
+}
+
+/// The open file. One thread owns it.
+pub(crate) struct Disk {
+    database: Database,
+}
+
+impl Disk {
+    /// Opens or creates the file, checks every record and returns what it holds.
+    pub(crate) fn open(directory: &Path, router: u64) -> Result<(Disk, Recovered), LogError> {
+        let path = directory.join(LOG_FILE);
+        // redb checks what it reads with assertions in places; a damaged file must end in a message.
+        let opened = catch_unwind(AssertUnwindSafe(|| open_checked(&path, router)));
+        opened.unwrap_or_else(|_| Err(corrupt(&path, "its page structure is damaged")))
+    }
+
+    /// A log on another kind of file, for tests of what a disk can do.
+    #[cfg(test)]
+    pub(crate) fn on(device: impl redb::StorageBackend) -> Disk {
+        let database = Database::builder().create_with_backend(device);
+        Disk { database: database.expect("a new device") }
+    }
+
+    /// Makes all changes durable in one transaction, in order.
+    ///
+    /// # Errors
+    /// What the file system said (no space, I/O error). Nothing of the batch is visible then.
+    pub(crate) fn commit<'a>(&self, changes: impl Iterator<Item = &'a Change>) -> io::Result<()> {
+        let transaction = self.database.begin_write().map_err(io::Error::other)?;
+        {
+            let mut entries = transaction.open_table(ENTRIES).map_err(io::Error::other)?;
+            let mut meta = transaction.open_table(META).map_err(io::Error::other)?;
+            for change in changes {
+                write_change(change, &mut entries, &mut meta)?;
+            }
+        }
+        transaction.commit().map_err(commit_error)
+    }
+}
+
+fn commit_error(error: redb::CommitError) -> io::Error {
+    match error {
+        redb::CommitError::Storage(redb::StorageError::Io(source)) => source,
+        other => io::Error::other(other),
+    }
+}
+
+fn storage_error(error: redb::StorageError) -> io::Error {
+    match error {
+        redb::StorageError::Io(source) => source,
+        other => io::Error::other(other),
+    }
+}
+
+type Entries<'t> = Table<'t, u64, &'static [u8]>;
+type Meta<'t> = Table<'t, &'static str, &'static [u8]>;
+
+fn write_change(change: &Change, entries: &mut Entries<'_>, meta: &mut Meta<'_>) -> io::Result<()> {
+    match change {
+        Change::Vote(vote) => put_meta(meta, KEY_VOTE, vote),
+        Change::Committed(committed) => put_meta(meta, KEY_COMMITTED, committed),
+        Change::Append(new) => append(new, entries, meta),
+        Change::Truncate { from } => {
+            entries.retain_in(*from.., |_, _| false).map_err(storage_error)?;
+            put_meta(meta, KEY_LAST, &from.checked_sub(1))
+        }
+        Change::Purge(upto) => {
+            entries.retain_in(..=upto.index(), |_, _| false).map_err(storage_error)?;
+            put_meta(meta, KEY_PURGED, upto)
+        }
+    }
+}
+
+fn append(new: &[Entry], entries: &mut Entries<'_>, meta: &mut Meta<'_>) -> io::Result<()> {
+    for entry in new {
+        let index = entry.log_id.index();
+        let record = seal(&index.to_le_bytes(), entry)?;
+        entries.insert(index, record.as_slice()).map_err(storage_error)?;
+    }
+    match new.last() {
+        Some(last) => put_meta(meta, KEY_LAST, &Some(last.log_id.index())),
+        None => Ok(()),
+    }
+}
+
+fn put_meta<T: Serialize>(meta: &mut Meta<'_>, key: &'static str, value: &T) -> io::Result<()> {
+    let record = seal(key.as_bytes(), value)?;
+    meta.insert(key, record.as_slice()).map_err(storage_error)?;
+    Ok(())
+}
+
+/// CRC32C over key and payload, then the payload: a record moved to another key fails too.
+fn seal<T: Serialize>(key: &[u8], value: &T) -> io::Result<Vec<u8>> {
+    let mut record = vec![0; 4];
+    rmp_serde::encode::write(&mut record, value).map_err(io::Error::other)?;
+    let crc = checksum(key, &record[4..]);
+    record[..4].copy_from_slice(&crc.to_le_bytes());
+    Ok(record)
+}
+
+fn checksum(key: &[u8], payload: &[u8]) -> u32 {
+    crc32c::crc32c_append(crc32c::crc32c(key), payload)
+}
+
+fn unseal<T: DeserializeOwned>(key: &[u8], record: &[u8]) -> Result<T, String> {
+    let Some((crc, payload)) = record.split_first_chunk::<4>() else {
+        return Err(format!("is {} bytes long, shorter than its checksum", record.len()));
+    };
+    let (stored, computed) = (u32::from_le_bytes(*crc), checksum(key, payload));
+    if stored != computed {
+        return Err(format!("has checksum {stored:08x}, its bytes give {computed:08x}"));
+    }
+    rmp_serde::from_slice(payload).map_err(|error| format!("does not decode: {error}"))
+}
+
+fn corrupt(path: &Path, what: impl Into<String>) -> LogError {
+    LogError::Corrupt { path: path.to_owned(), what: what.into() }
+}
+
+fn open_checked(path: &Path, router: u64) -> Result<(Disk, Recovered), LogError> {
+    // redb takes an empty file for a new one; this log never leaves one behind.
+    if std::fs::metadata(path).is_ok_and(|file| file.len() == 0) {
+        return Err(corrupt(path, "it is empty"));
+    }
+    if !path.exists() {
+        make(path, router)?;
+    }
+    let disk = open_file(path).map_err(|error| open_error(path, error))?;
+    claim(&disk, path, router)?;
+    let recovered = recover(&disk, path)?;
+    Ok((disk, recovered))
+}
+
+fn open_file(path: &Path) -> Result<Disk, redb::DatabaseError> {
+    let database = Database::builder().set_cache_size(CACHE_BYTES).create(path)?;
+    Ok(Disk { database })
+}
+
+/// Makes an empty log under another name first: a process killed meanwhile leaves no log, not half of one.
+fn make(path: &Path, router: u64) -> Result<(), LogError> {
+    let failed = |source| LogError::Io { path: path.to_owned(), source };
+    let new = path.with_file_name(NEW_FILE);
+    let disk = match open_file(&new) {
+        Err(redb::DatabaseError::DatabaseAlreadyOpen) => {
+            return Err(LogError::InUse { path: path.to_owned() });
+        }
+        // What a killed process left; nothing was ever acknowledged from it.
+        Err(_) if new.exists() => {
+            std::fs::remove_file(&new).map_err(failed)?;
+            open_file(&new)
+        }
+        opened => opened,
+    };
+    let disk = disk.map_err(|error| open_error(path, error))?;
+    claim(&disk, path, router)?;
+    drop(disk);
+    std::fs::rename(&new, path).map_err(failed)?;
+    let directory = path.parent().unwrap_or(Path::new("."));
+    std::fs::File::open(directory).and_then(|directory| directory.sync_all()).map_err(failed)
+}
+
+fn open_error(path: &Path, error: redb::DatabaseError) -> LogError {
+    use redb::{DatabaseError, StorageError};
+    match error {
+        DatabaseError::DatabaseAlreadyOpen => LogError::InUse { path: path.to_owned() },
+        DatabaseError::Storage(StorageError::Io(source)) if source.kind() == io::ErrorKind::InvalidData => {
+            corrupt(path, format!("it is no log file ({source})"))
+        }
+        DatabaseError::Storage(StorageError::Io(source)) => LogError::Io { path: path.to_owned(), source },
+        other => corrupt(path, other.to_string()),
+    }
+}
+
+/// Writes format and router number into a new file; compares them in an old one.
+fn claim(disk: &Disk, path: &Path, router: u64) -> Result<(), LogError> {
+    let damaged = |error: &dyn std::fmt::Display| corrupt(path, error.to_string());
+    let transaction = disk.database.begin_write().map_err(|error| damaged(&error))?;
+    {
+        let entries = transaction.open_table(ENTRIES).map_err(|error| damaged(&error))?;
+        let mut meta = transaction.open_table(META).map_err(|error| damaged(&error))?;
+        let format: Option<u64> = get_meta(&meta, path, KEY_FORMAT)?;
+        match format {
+            None if entries.iter().is_ok_and(|mut all| all.next().is_none()) => {
+                put_meta(&mut meta, KEY_FORMAT, &FORMAT).map_err(|error| damaged(&error))?;
+                put_meta(&mut meta, KEY_ROUTER, &router).map_err(|error| damaged(&error))?;
+            }
+            None => return Err(corrupt(path, "record \"format\" is missing")),
+            Some(FORMAT) => {}
+            Some(found) => return Err(LogError::Format { path: path.to_owned(), found }),
+        }
+        let owner: Option<u64> = get_meta(&meta, path, KEY_ROUTER)?;
+        match owner {
+            Some(found) if found == router => {}
+            Some(found) => {
+                return Err(LogError::OtherRouter { path: path.to_owned(), found, wanted: router });
+            }
+            None => return Err(corrupt(path, "record \"router\" is missing")),
+        }
+    }
+    transaction.commit().map_err(|error| LogError::Io { path: path.to_owned(), source: commit_error(error) })
+}
+
+fn get_meta<T: DeserializeOwned>(
+    meta: &impl ReadableTable<&'static str, &'static [u8]>,
+    path: &Path,
+    key: &'static str,
+) -> Result<Option<T>, LogError> {
+    let record = meta.get(key).map_err(|error| corrupt(path, format!("record {key:?}: {error}")))?;
+    let Some(record) = record else { return Ok(None) };
+    let value = unseal(key.as_bytes(), record.value());
+    value.map(Some).map_err(|what| corrupt(path, format!("record {key:?} {what}")))
+}
+
+fn recover(disk: &Disk, path: &Path) -> Result<Recovered, LogError> {
+    let damaged = |error: &dyn std::fmt::Display| corrupt(path, error.to_string());
+    let transaction = disk.database.begin_read().map_err(|error| damaged(&error))?;
+    let meta = transaction.open_table(META).map_err(|error| damaged(&error))?;
+    let table = transaction.open_table(ENTRIES).map_err(|error| damaged(&error))?;
+    let committed: Option<Option<LogId>> = get_meta(&meta, path, KEY_COMMITTED)?;
+    let last: Option<Option<u64>> = get_meta(&meta, path, KEY_LAST)?;
+    let mut recovered = Recovered {
+        vote: get_meta(&meta, path, KEY_VOTE)?,
+        purged: get_meta(&meta, path, KEY_PURGED)?,
+        committed: committed.flatten(),
+        entries: VecDeque::new(),
+    };
+    for row in table.iter().map_err(|error| damaged(&error))? {
+        let (key, record) = row.map_err(|error| damaged(&error))?;
+        let entry = checked_entry(path, key.value(), record.value())?;
+        recovered.entries.push_back(entry);
+    }
+    check_bounds(path, &recovered, last.flatten())?;
+    Ok(recovered)
+}
+
+fn checked_entry(path: &Path, index: u64, record: &[u8]) -> Result<Entry, LogError> {
+    let entry: Entry = unseal(&index.to_le_bytes(), record)
+        .map_err(|what| corrupt(path, format!("the record of entry {index} {what}")))?;
+    if entry.log_id.index() != index {
+        let inside = entry.log_id.index();
+        return Err(corrupt(path, format!("the record of entry {index} holds entry {inside}")));
+    }
+    Ok(entry)
+}
+
+/// No hole after the purged entry, and the last entry is the one the file says it is.
+fn check_bounds(path: &Path, recovered: &Recovered, last: Option<u64>) -> Result<(), LogError> {
+    let mut expected = recovered.purged.map_or(0, |purged| purged.index() + 1);
+    for entry in &recovered.entries {
+        if entry.log_id.index() != expected {
+            return Err(corrupt(path, format!("entry {expected} is missing")));
+        }
+        expected += 1;
+    }
+    match last {
+        Some(last) if last >= expected => {
+            Err(corrupt(path, format!("entries {expected} to {last} are missing")))
+        }
+        _ => Ok(()),
+    }
+}

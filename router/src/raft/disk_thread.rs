@@ -1,0 +1,138 @@
+//! The one thread that writes the log file: it gathers what waits and commits it at once.
+//!
+//! Group commit: while one transaction is being synced, appends pile up in the channel; the next
+//! transaction takes them all, so a thousand appends cost one sync. Order in the channel is order on
+//! disk, for votes, appends, truncations and purges alike. After a failed commit the thread answers
+//! every later request with the same error: a log that lost one write must not take the next one.
+//! Not here: what is readable from memory (`log_store.rs`) and how records look (`disk.rs`).
+
+use std::io;
+use std::thread;
+
+use openraft::storage::IOFlushed;
+use tokio::sync::{mpsc, oneshot};
+
+use super::disk::{Change, Disk};
+use super::{LogId, TypeConfig};
+
+/// Requests waiting for the disk. openraft sends one append per group of entries, so this is far above
+/// what it keeps in flight; above it the sender waits, which is the back pressure we want.
+const QUEUE_REQUESTS_MAX: usize = 1024;
+
+/// Requests in one transaction: bounds the memory and the time of a single sync.
+const BATCH_REQUESTS_MAX: usize = 512;
+
+/// Who is told when a request is durable.
+pub(crate) enum Done {
+    /// openraft, for appended entries.
+    Flushed(IOFlushed<TypeConfig>),
+    /// A caller that waits.
+    Reply(oneshot::Sender<io::Result<()>>),
+    /// Nobody: order on disk is all that matters.
+    Nobody,
+}
+
+impl Done {
+    fn complete(self, result: io::Result<()>) {
+        match self {
+            Done::Flushed(callback) => callback.io_completed(result),
+            // The waiting side may have gone away with the router; the write stands either way.
+            Done::Reply(reply) => drop(reply.send(result)),
+            Done::Nobody => {}
+        }
+    }
+}
+
+struct Request {
+    change: Change,
+    done: Done,
+}
+
+/// Where requests go. When the last sender is gone the thread writes what waits and ends.
+#[derive(Clone)]
+pub(crate) struct DiskQueue {
+    sender: mpsc::Sender<Request>,
+}
+
+impl DiskQueue {
+    /// Starts the thread. Join the handle after dropping every queue, to know the file is closed.
+    pub(crate) fn start(disk: Disk) -> io::Result<(DiskQueue, thread::JoinHandle<()>)> {
+        let (sender, receiver) = mpsc::channel(QUEUE_REQUESTS_MAX);
+        let thread = thread::Builder::new().name("raft-log".into()).spawn(move || run(&disk, receiver))?;
+        Ok((DiskQueue { sender }, thread))
+    }
+
+    /// Puts a change in line; `done` hears when it is durable.
+    pub(crate) async fn send(&self, change: Change, done: Done) -> io::Result<()> {
+        self.sender.send(Request { change, done }).await.map_err(|_| gone())
+    }
+
+    /// Puts a change in line and waits until it is durable.
+    pub(crate) async fn send_durable(&self, change: Change) -> io::Result<()> {
+        let (reply, durable) = oneshot::channel();
+        self.send(change, Done::Reply(reply)).await?;
+        durable.await.map_err(|_| gone())?
+    }
+}
+
+fn gone() -> io::Error {
+    io::Error::other("the raft log thread has ended")
+}
+
+fn run(disk: &Disk, mut requests: mpsc::Receiver<Request>) {
+    let mut committed: Option<Option<LogId>> = None;
+    let mut failed: Option<(io::ErrorKind, String)> = None;
+    while let Some(first) = requests.blocking_recv() {
+        let batch = gather(first, &mut requests, &mut committed);
+        if batch.is_empty() {
+            continue;
+        }
+        let result = match &failed {
+            Some((kind, text)) => Err(io::Error::new(*kind, text.clone())),
+            None => write(disk, &batch, committed.take()),
+        };
+        if let (Err(error), None) = (&result, &failed) {
+            tracing::error!(%error, "the raft log can no longer be written; this router stops voting");
+            failed = Some((error.kind(), error.to_string()));
+        }
+        for request in batch {
+            request.done.complete(copy(&result));
+        }
+    }
+    if let (Some(last), None) = (committed, failed)
+        && let Err(error) = disk.commit([Change::Committed(last)].iter())
+    {
+        tracing::warn!(%error, "the committed pointer was not saved; the next start learns it from the leader");
+    }
+}
+
+/// Takes what waits. The committed pointer needs no sync of its own: it rides with the next batch,
+/// since losing it costs a restarted router a moment of catching up and nothing else.
+fn gather(
+    first: Request,
+    requests: &mut mpsc::Receiver<Request>,
+    committed: &mut Option<Option<LogId>>,
+) -> Vec<Request> {
+    let mut batch = Vec::new();
+    let mut next = Some(first);
+    while let Some(request) = next {
+        match request.change {
+            Change::Committed(log_id) => *committed = Some(log_id),
+            _ => batch.push(request),
+        }
+        next = if batch.len() < BATCH_REQUESTS_MAX { requests.try_recv().ok() } else { None };
+    }
+    batch
+}
+
+fn write(disk: &Disk, batch: &[Request], committed: Option<Option<LogId>>) -> io::Result<()> {
+    let committed = committed.map(Change::Committed);
+    disk.commit(batch.iter().map(|request| &request.change).chain(committed.iter()))
+}
+
+fn copy(result: &io::Result<()>) -> io::Result<()> {
+    match result {
+        Ok(()) => Ok(()),
+        Err(error) => Err(io::Error::new(error.kind(), error.to_string())),
+    }
+}

@@ -1,0 +1,194 @@
+//! Raft calls to the other routers: gRPC with mutual TLS, one lazily connected channel per peer.
+//!
+//! Payloads are MessagePack of openraft's own types. A snapshot travels as a stream of parts. Not here:
+//! the receiving side (`service.rs`) and when to call (openraft).
+
+use std::future::Future;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::future::{Either, select};
+use kvfleet_proto::pb;
+use kvfleet_proto::pb::raft_client::RaftClient;
+use openraft::OptionalSend;
+use openraft::errors::{NetworkError, RPCError, ReplicationClosed, StreamingError, Unreachable};
+use openraft::impls::BasicNode;
+use openraft::network::{RPCOption, RaftNetworkFactory, RaftNetworkV2};
+
+use openraft::raft::{
+    AppendEntriesRequest, AppendEntriesResponse, SnapshotResponse, TransferLeaderRequest,
+    TransferLeaderResponse, VoteRequest, VoteResponse,
+};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
+use tonic::{Code, Request, Status};
+
+use super::{SHARD, Snapshot, SnapshotMeta, TypeConfig, Vote};
+
+/// Largest Raft message taken or sent: one replication message (`REPLICATION_BYTES_MAX`), whose single
+/// entry may itself be a full announce batch, with room for its envelope.
+pub(crate) const RAFT_MESSAGE_BYTES_MAX: usize = 32 << 20;
+
+/// Bytes of one part of a snapshot: large enough to stream at line speed, small enough not to hold up
+/// heartbeats that share the connection.
+const SNAPSHOT_PART_BYTES: usize = 1 << 20;
+
+/// Time to open a connection before the peer counts as unreachable. Below the shortest election timeout,
+/// so that a dead peer does not cost a candidate its turn.
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(250);
+
+/// A ping on an idle connection, to notice a peer that vanished without a word.
+const KEEPALIVE: Duration = Duration::from_secs(2);
+
+/// Makes a client per peer.
+#[derive(Clone)]
+pub(crate) struct Network {
+    tls: ClientTlsConfig,
+}
+
+impl Network {
+    pub(crate) fn new(tls: ClientTlsConfig) -> Network {
+        Network { tls }
+    }
+
+    fn channel(&self, address: &str) -> Result<Channel, String> {
+        let endpoint = Endpoint::from_shared(format!("https://{address}"))
+            .map_err(|error| format!("{address} is no address: {error}"))?
+            .connect_timeout(CONNECT_TIMEOUT)
+            .http2_keep_alive_interval(KEEPALIVE)
+            .keep_alive_timeout(KEEPALIVE)
+            .keep_alive_while_idle(true)
+            .tcp_nodelay(true)
+            .tls_config(self.tls.clone())
+            .map_err(|error| format!("TLS towards {address}: {error}"))?;
+        Ok(endpoint.connect_lazy())
+    }
+}
+
+impl RaftNetworkFactory<TypeConfig> for Network {
+    type Network = Peer;
+
+    async fn new_client(&mut self, target: u64, node: &BasicNode) -> Peer {
+        let client = self.channel(&node.addr).map(|channel| {
+            RaftClient::new(channel)
+                .max_decoding_message_size(RAFT_MESSAGE_BYTES_MAX)
+                .max_encoding_message_size(RAFT_MESSAGE_BYTES_MAX)
+        });
+        Peer { target, client }
+    }
+}
+
+/// One peer.
+pub(crate) struct Peer {
+    target: u64,
+    client: Result<RaftClient<Channel>, String>,
+}
+
+type RpcError = RPCError<TypeConfig>;
+
+impl Peer {
+    fn client(&self) -> Result<RaftClient<Channel>, RpcError> {
+        match &self.client {
+            Ok(client) => Ok(client.clone()),
+            Err(why) => Err(RPCError::Unreachable(Unreachable::from_string(why.clone()))),
+        }
+    }
+}
+
+/// A frame with a deadline.
+fn request<T: Serialize>(message: &T, deadline: Duration) -> Result<Request<pb::RaftFrame>, RpcError> {
+    let payload =
+        rmp_serde::to_vec_named(message).map_err(|error| RPCError::Network(NetworkError::new(&error)))?;
+    let mut request = Request::new(pb::RaftFrame { shard: SHARD, payload });
+    request.set_timeout(deadline);
+    Ok(request)
+}
+
+fn reply<T: DeserializeOwned>(answer: Result<tonic::Response<pb::RaftFrame>, Status>) -> Result<T, RpcError> {
+    let frame = answer.map_err(|status| failed(&status))?.into_inner();
+    rmp_serde::from_slice(&frame.payload).map_err(|error| RPCError::Network(NetworkError::new(&error)))
+}
+
+/// A peer that is not there is left alone for a while; anything else is tried again at once.
+fn failed(status: &Status) -> RpcError {
+    match status.code() {
+        Code::Unavailable | Code::Unimplemented => RPCError::Unreachable(Unreachable::new(status)),
+        _ => RPCError::Network(NetworkError::new(status)),
+    }
+}
+
+impl RaftNetworkV2<TypeConfig> for Peer {
+    type SnapshotData = Bytes;
+
+    async fn append_entries(
+        &mut self,
+        rpc: AppendEntriesRequest<TypeConfig>,
+        option: RPCOption,
+    ) -> Result<AppendEntriesResponse<TypeConfig>, RpcError> {
+        reply(self.client()?.append(request(&rpc, option.hard_ttl())?).await)
+    }
+
+    async fn vote(
+        &mut self,
+        rpc: VoteRequest<TypeConfig>,
+        option: RPCOption,
+    ) -> Result<VoteResponse<TypeConfig>, RpcError> {
+        reply(self.client()?.vote(request(&rpc, option.hard_ttl())?).await)
+    }
+
+    async fn pre_vote(
+        &mut self,
+        rpc: VoteRequest<TypeConfig>,
+        option: RPCOption,
+    ) -> Result<VoteResponse<TypeConfig>, RpcError> {
+        reply(self.client()?.pre_vote(request(&rpc, option.hard_ttl())?).await)
+    }
+
+    async fn full_snapshot(
+        &mut self,
+        vote: Vote,
+        snapshot: Snapshot,
+        cancel: impl Future<Output = ReplicationClosed> + OptionalSend + 'static,
+        option: RPCOption,
+    ) -> Result<SnapshotResponse<TypeConfig>, StreamingError<TypeConfig>> {
+        tracing::info!(peer = self.target, bytes = snapshot.snapshot.len(), "sending a snapshot");
+        let mut client = self.client()?;
+        let head = SnapshotHead { vote, meta: snapshot.meta, bytes: snapshot.snapshot.len() as u64 };
+        let head = rmp_serde::to_vec_named(&head).map_err(|error| NetworkError::new(&error))?;
+        let mut request = Request::new(futures_util::stream::iter(parts(head, snapshot.snapshot)));
+        request.set_timeout(option.hard_ttl());
+        let sending = Box::pin(client.snapshot(request));
+        match select(sending, Box::pin(cancel)).await {
+            Either::Left((answer, _)) => Ok(reply(answer)?),
+            Either::Right((closed, _)) => Err(StreamingError::Closed(closed)),
+        }
+    }
+
+    async fn transfer_leader(
+        &mut self,
+        rpc: TransferLeaderRequest<TypeConfig>,
+        option: RPCOption,
+    ) -> Result<TransferLeaderResponse<TypeConfig>, RpcError> {
+        reply(self.client()?.transfer_leader(request(&rpc, option.hard_ttl())?).await)
+    }
+}
+
+/// First part of a snapshot stream.
+#[derive(Serialize, serde::Deserialize)]
+pub(crate) struct SnapshotHead {
+    pub(crate) vote: Vote,
+    pub(crate) meta: SnapshotMeta,
+    /// Bytes of data that follow.
+    pub(crate) bytes: u64,
+}
+
+fn parts(head: Vec<u8>, data: Bytes) -> impl Iterator<Item = pb::SnapshotPart> {
+    let first = pb::SnapshotPart { shard: SHARD, head, data: Vec::new() };
+    let starts = (0..data.len()).step_by(SNAPSHOT_PART_BYTES);
+    let rest = starts.map(move |start| {
+        let end = data.len().min(start + SNAPSHOT_PART_BYTES);
+        pb::SnapshotPart { shard: SHARD, head: Vec::new(), data: data[start..end].to_vec() }
+    });
+    std::iter::once(first).chain(rest)
+}

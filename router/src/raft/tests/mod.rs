@@ -1,0 +1,49 @@
+//! The store against openraft's own suite, against restarts and against damage.
+#![allow(clippy::unwrap_used)]
+
+mod damage;
+mod full_disk;
+mod restart;
+mod suite;
+
+use std::path::Path;
+
+use kv_core::id::TenantId;
+use kv_core::index::command::Command;
+use openraft::entry::RaftEntry;
+use openraft::storage::{RaftLogStorage, RaftLogStorageExt};
+use openraft::vote::RaftLeaderIdExt;
+
+use super::log_store::{LogGuard, LogStore};
+use super::{Entry, LeaderId, LogId, Payload, Proposal};
+
+/// The router these stores belong to.
+const ROUTER: u64 = 1;
+
+fn log_id(term: u64, index: u64) -> LogId {
+    LogId::new(LeaderId::new_committed(term, ROUTER), index)
+}
+
+/// Entry `index` of term 1, a command whose contents depend on the index.
+fn entry(index: u64) -> Entry {
+    let command = Command::SetQuota { tenant: TenantId(7), bytes: Some(index) };
+    Entry::new(log_id(1, index), Payload::Normal(Proposal::of(&command)))
+}
+
+fn open(directory: &Path) -> (LogStore, LogGuard) {
+    LogStore::open(directory, ROUTER).unwrap()
+}
+
+/// Ends a store the way a router does, so that the file can be opened again.
+async fn close(store: LogStore, guard: LogGuard) {
+    drop(store);
+    tokio::task::spawn_blocking(move || guard.join()).await.unwrap();
+}
+
+/// A closed log with the entries 0 to `last` in `directory`.
+async fn written(directory: &Path, last: u64) {
+    let (mut store, guard) = open(directory);
+    store.save_vote(&super::Vote::new_committed(1, ROUTER)).await.unwrap();
+    store.blocking_append((0..=last).map(entry)).await.unwrap();
+    close(store, guard).await;
+}

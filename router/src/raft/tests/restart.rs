@@ -1,0 +1,97 @@
+//! What a restarted router reads is what it acknowledged.
+
+use std::ops::RangeInclusive;
+
+use openraft::storage::{IOFlushed, RaftLogReader, RaftLogStorage, RaftLogStorageExt};
+use tempfile::TempDir;
+
+use super::super::disk::LogError;
+use super::super::log_store::LogStore;
+use super::super::{Entry, Vote};
+use super::{ROUTER, close, entry, log_id, open};
+
+async fn entries(store: &mut LogStore) -> Vec<Entry> {
+    store.try_get_log_entries(..).await.unwrap()
+}
+
+fn expected(indexes: RangeInclusive<u64>) -> Vec<Entry> {
+    indexes.map(entry).collect()
+}
+
+#[tokio::test]
+async fn an_appended_entry_is_readable_before_it_is_durable() {
+    let directory = TempDir::new().unwrap();
+    let (mut store, guard) = open(directory.path());
+    let mut reader = store.get_log_reader().await;
+    for index in 0..200 {
+        store.append([entry(index)], IOFlushed::noop()).await.unwrap();
+        assert_eq!(reader.try_get_log_entries(index..=index).await.unwrap(), [entry(index)]);
+    }
+    drop(reader);
+    close(store, guard).await;
+}
+
+#[tokio::test]
+async fn everything_acknowledged_survives() {
+    let directory = TempDir::new().unwrap();
+    let vote = Vote::new_committed(3, ROUTER);
+    let (mut store, guard) = open(directory.path());
+    store.save_vote(&vote).await.unwrap();
+    store.blocking_append((0..=20).map(entry)).await.unwrap();
+    store.truncate_after(Some(log_id(1, 15))).await.unwrap();
+    store.purge(log_id(1, 4)).await.unwrap();
+    store.save_committed(Some(log_id(1, 12))).await.unwrap();
+    close(store, guard).await;
+
+    let (mut store, guard) = open(directory.path());
+    assert_eq!(store.read_vote().await.unwrap(), Some(vote));
+    assert_eq!(store.read_committed().await.unwrap(), Some(log_id(1, 12)));
+    assert_eq!(entries(&mut store).await, expected(5..=15));
+    let state = store.get_log_state().await.unwrap();
+    assert_eq!(state.last_purged_log_id, Some(log_id(1, 4)));
+    assert_eq!(state.last_log_id, Some(log_id(1, 15)));
+    store.blocking_append([entry(16)]).await.unwrap();
+    close(store, guard).await;
+    let (mut store, _guard) = open(directory.path());
+    assert_eq!(entries(&mut store).await, expected(5..=16));
+}
+
+#[tokio::test]
+async fn a_purge_beyond_the_log_leaves_an_empty_log_there() {
+    let directory = TempDir::new().unwrap();
+    let (mut store, guard) = open(directory.path());
+    store.blocking_append((0..=3).map(entry)).await.unwrap();
+    store.purge(log_id(1, 90)).await.unwrap();
+    close(store, guard).await;
+    let (mut store, _guard) = open(directory.path());
+    assert_eq!(store.get_log_state().await.unwrap().last_log_id, Some(log_id(1, 90)));
+    store.blocking_append([entry(91)]).await.unwrap();
+    assert_eq!(entries(&mut store).await, expected(91..=91));
+}
+
+#[tokio::test]
+async fn one_log_has_one_router_and_one_process() {
+    let directory = TempDir::new().unwrap();
+    let (store, guard) = open(directory.path());
+    assert!(matches!(LogStore::open(directory.path(), ROUTER), Err(LogError::InUse { .. })));
+    close(store, guard).await;
+    let other = LogStore::open(directory.path(), ROUTER + 1);
+    let Err(LogError::OtherRouter { found: ROUTER, wanted, .. }) = other else { panic!("must be refused") };
+    assert_eq!(wanted, ROUTER + 1);
+}
+
+#[tokio::test]
+async fn replication_is_read_in_bounded_bytes() {
+    let directory = TempDir::new().unwrap();
+    let (mut store, guard) = open(directory.path());
+    let large = |index| {
+        let proposal =
+            super::super::Proposal(vec![1; super::super::log_store::REPLICATION_BYTES_MAX / 2].into());
+        Entry { log_id: log_id(1, index), payload: super::super::Payload::Normal(proposal) }
+    };
+    store.blocking_append((0..4).map(large)).await.unwrap();
+    let read = store.limited_get_log_entries(0, 4).await.unwrap();
+    assert_eq!(read.len(), 1, "two halves and their envelopes are above the limit");
+    assert_eq!(store.try_get_log_entries(0..4).await.unwrap().len(), 4);
+    close(store, guard).await;
+}

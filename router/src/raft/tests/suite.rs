@@ -1,0 +1,27 @@
+//! openraft's storage suite on this store: the contract that a wrong store breaks silently.
+
+use kv_core::index::IndexLimits;
+use openraft::StorageError;
+use openraft::testing::log::{StoreBuilder, Suite};
+use tempfile::TempDir;
+
+use super::super::TypeConfig;
+use super::super::log_store::LogStore;
+use super::super::state_machine::StateMachine;
+use super::ROUTER;
+
+struct Builder;
+
+impl StoreBuilder<TypeConfig, LogStore, StateMachine, TempDir> for Builder {
+    async fn build(&self) -> Result<(TempDir, LogStore, StateMachine), StorageError<TypeConfig>> {
+        let directory = TempDir::new().unwrap();
+        let (log, _) = LogStore::open(directory.path(), ROUTER).unwrap();
+        let machine = StateMachine::open(directory.path(), IndexLimits::default()).unwrap();
+        Ok((directory, log, machine))
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn openraft_storage_suite() {
+    Suite::test_all(Builder).await.unwrap();
+}

@@ -1,0 +1,88 @@
+//! Join, leave, pins, quotas, TTLs: one command each, answered after commit, on the leader.
+//!
+//! Not here: what the command does (`kv_core::index`), and how nodes hear of it (`crate::directives`).
+
+use std::sync::Arc;
+
+use kv_core::id::{Epoch, GroupId, NodeId, PinId, TenantId};
+use kv_core::index::command::{Applied, Command, Pin, Refusal};
+use kvfleet_proto::{convert, pb};
+use tonic::Status;
+
+use super::{Shared, check, not_proposed};
+
+/// Proposes a checked command on the leader and gives its log index and answer.
+async fn commit(shared: &Shared, command: Command) -> Result<(u64, Applied), Status> {
+    shared.leader_only()?;
+    let limits = *shared.published.read().index.limits();
+    let command = check::within_limits(&limits, command)?;
+    shared.consensus.propose(&command).await.map_err(not_proposed)
+}
+
+async fn admin(shared: &Shared, command: Command) -> Result<pb::AdminReply, Status> {
+    let (applied_index, applied) = commit(shared, command).await?;
+    match applied {
+        Applied::Refused(refusal) => Err(refused(&refusal)),
+        Applied::Ignored => Ok(pb::AdminReply { applied_index, changed: false }),
+        Applied::Done | Applied::Joined(_) | Applied::Announced(_) => {
+            Ok(pb::AdminReply { applied_index, changed: true })
+        }
+    }
+}
+
+fn refused(refusal: &Refusal) -> Status {
+    let text = refusal.to_string();
+    match refusal {
+        Refusal::Identity { .. } => Status::permission_denied(text),
+        Refusal::NotOwner { .. } => Status::permission_denied(text),
+        Refusal::PinExists(_) => Status::already_exists(text),
+        Refusal::OverLimit { .. } => Status::resource_exhausted(text),
+    }
+}
+
+/// A node starts: it gets a fresh epoch and what it must respect.
+pub(super) async fn join(shared: &Arc<Shared>, request: &pb::JoinRequest) -> Result<pb::JoinReply, Status> {
+    let record = convert::node_record_from_pb(request).map_err(check::invalid)?;
+    let node = record.node;
+    let (_, applied) = commit(shared, Command::Join(record)).await?;
+    match applied {
+        Applied::Joined(epoch) => {
+            tracing::info!(%node, %epoch, address = request.data_address, "joined");
+            shared.silence.lock().heard(node, epoch, shared.clock.now());
+            let directives = pb::Directives::clone(&shared.directives.borrow());
+            Ok(pb::JoinReply { epoch: epoch.0, directives: Some(directives) })
+        }
+        Applied::Refused(refusal) => Err(refused(&refusal)),
+        other => Err(Status::internal(format!("a join was answered by {other:?}"))),
+    }
+}
+
+/// A node says goodbye.
+pub(super) async fn leave(shared: &Shared, request: &pb::LeaveRequest) -> Result<pb::AdminReply, Status> {
+    admin(shared, Command::Leave { node: NodeId(request.node), epoch: Epoch(request.epoch) }).await
+}
+
+pub(super) async fn pin(shared: &Shared, request: pb::PinRequest) -> Result<pb::AdminReply, Status> {
+    let blocks = check::hashes("blocks", &request.blocks)?;
+    if blocks.is_empty() || request.owner.is_empty() {
+        return Err(check::invalid("a pin needs at least one block and an owner who may end it"));
+    }
+    admin(shared, Command::Pin(Pin { pin: PinId(request.pin), owner: request.owner, blocks })).await
+}
+
+pub(super) async fn unpin(shared: &Shared, request: pb::UnpinRequest) -> Result<pb::AdminReply, Status> {
+    admin(shared, Command::Unpin { pin: PinId(request.pin), owner: request.owner }).await
+}
+
+pub(super) async fn set_quota(
+    shared: &Shared,
+    request: &pb::SetQuotaRequest,
+) -> Result<pb::AdminReply, Status> {
+    let bytes = (!request.lift).then_some(request.bytes);
+    admin(shared, Command::SetQuota { tenant: TenantId(request.tenant), bytes }).await
+}
+
+pub(super) async fn set_ttl(shared: &Shared, request: &pb::SetTtlRequest) -> Result<pb::AdminReply, Status> {
+    let ttl_ms = (!request.lift).then_some(request.ttl_ms);
+    admin(shared, Command::SetTtl { group: GroupId(request.group), ttl_ms }).await
+}

@@ -1,0 +1,48 @@
+//! Limits on what a caller may send, and the words in which a breach is answered.
+//!
+//! Not here: limits of the index itself (`kv_core::index::IndexLimits`, checked before a proposal).
+
+use kv_core::id::BlockHash;
+use kv_core::index::{IndexLimits, command::Command};
+use kvfleet_proto::convert;
+use kvfleet_proto::pb;
+use tonic::Status;
+
+/// Blocks of one request: a million tokens in blocks of sixteen, 1 MiB of hashes.
+pub(crate) const REQUEST_BLOCKS_MAX: usize = 65_536;
+
+/// Tokens per block: the largest block the system cuts is 512; the rest is room.
+pub(crate) const BLOCK_TOKENS_MAX: u32 = 4_096;
+
+/// Points of announce streams a reader may wait for: one per node of a large cluster.
+pub(crate) const SEEN_MAX: usize = 4_096;
+
+/// Bytes of an address or a host name: a DNS name (253) with a port, doubled.
+pub(crate) const TEXT_BYTES_MAX: usize = 512;
+
+/// What a broken field is answered with.
+pub(crate) fn invalid(error: impl std::fmt::Display) -> Status {
+    Status::invalid_argument(error.to_string())
+}
+
+/// Refuses more than `limit` of something.
+pub(crate) fn at_most(what: &str, got: usize, limit: usize) -> Result<(), Status> {
+    if got <= limit { Ok(()) } else { Err(invalid(format!("{what} is {got}, the limit is {limit}"))) }
+}
+
+/// Block hashes of a request, in prefix order.
+pub(crate) fn hashes(field: &'static str, bytes: &[u8]) -> Result<Vec<BlockHash>, Status> {
+    at_most(&format!("{field} in blocks"), bytes.len() / convert::HASH_BYTES, REQUEST_BLOCKS_MAX)?;
+    convert::hashes_from_bytes(field, bytes).map_err(invalid)
+}
+
+/// Points to wait for.
+pub(crate) fn seen(after: &[pb::Seen]) -> Result<(), Status> {
+    at_most("number of points in `after`", after.len(), SEEN_MAX)
+}
+
+/// A command within the limits of the index, so that it is refused before it costs a log entry.
+pub(crate) fn within_limits(limits: &IndexLimits, command: Command) -> Result<Command, Status> {
+    limits.check(&command).map_err(invalid)?;
+    Ok(command)
+}

@@ -1,0 +1,167 @@
+//! The router's control calls: checks what comes in, asks view and consensus, words what goes out.
+//!
+//! One file per situation: `route` and `lookup` (any replica), `announce` (a node's stream, leader only),
+//! `admin` (leader only), `status`. Not here: decisions (`kv_core`) and the Raft calls
+//! (`crate::raft::service`).
+
+mod admin;
+mod announce;
+mod check;
+mod lookup;
+mod route;
+mod status;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvfleet_proto::pb;
+use parking_lot::Mutex;
+use tokio::sync::watch;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status, Streaming};
+
+use crate::clock::Clock;
+use crate::ingest::Ingest;
+use crate::liveness::Silence;
+use crate::metrics::Metrics;
+use crate::raft::handle::{Consensus, LeaderAt, ProposeError};
+use crate::view::fleet::FleetView;
+use crate::view::published::{Published, Replica};
+
+/// Metadata key that carries the leader's address in a "not the leader" answer.
+pub(crate) const LEADER_KEY: &str = "kvfleet-leader";
+
+/// Largest control message taken: an announce batch of the largest size, with its envelope.
+pub(crate) const CONTROL_MESSAGE_BYTES_MAX: usize = 8 << 20;
+
+/// Everything a call may need.
+pub(crate) struct Shared {
+    pub(crate) published: Arc<Published>,
+    pub(crate) fleet: Arc<FleetView>,
+    pub(crate) silence: Arc<Mutex<Silence>>,
+    pub(crate) ingest: Ingest,
+    pub(crate) consensus: Consensus,
+    pub(crate) metrics: Metrics,
+    pub(crate) clock: Clock,
+    /// What every node must respect, newest version.
+    pub(crate) directives: watch::Receiver<Arc<pb::Directives>>,
+    /// Most blocks one announcement may hold.
+    pub(crate) announce_blocks_max: usize,
+    pub(crate) stop: CancellationToken,
+}
+
+impl Shared {
+    /// How fresh a read of `replica` is.
+    fn freshness(&self, replica: &Replica) -> pb::Freshness {
+        let age = self.consensus.contact_age().map_or(u64::MAX, millis);
+        pb::Freshness {
+            applied_index: replica.applied_index(),
+            age_ms: age,
+            leader: self.consensus.is_leader(),
+            router: self.consensus.id(),
+        }
+    }
+
+    /// Passes on the leader only.
+    fn leader_only(&self) -> Result<(), Status> {
+        if self.consensus.is_leader() { Ok(()) } else { Err(not_leader(self.consensus.leader())) }
+    }
+}
+
+/// Whole milliseconds, saturating.
+fn millis(span: Duration) -> u64 {
+    u64::try_from(span.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// The answer of a router that does not lead, with the address of the one that does.
+fn not_leader(leader: Option<LeaderAt>) -> Status {
+    let Some(leader) = leader else {
+        return Status::unavailable("no leader is known to this router; try again in a moment");
+    };
+    let text = format!("router {} at {} leads; ask there", leader.router, leader.address);
+    let mut status = Status::failed_precondition(text);
+    if let Ok(address) = leader.address.parse() {
+        status.metadata_mut().insert(LEADER_KEY, address);
+    }
+    status
+}
+
+/// The answer to a command that was not applied.
+fn not_proposed(error: ProposeError) -> Status {
+    match error {
+        ProposeError::NotLeader(leader) => not_leader(leader),
+        unknown @ ProposeError::Unknown(_) => Status::aborted(unknown.to_string()),
+        stopped @ ProposeError::Stopped(_) => Status::unavailable(stopped.to_string()),
+    }
+}
+
+/// The service tonic calls; one line per call.
+#[derive(Clone)]
+pub(crate) struct RouterService {
+    shared: Arc<Shared>,
+}
+
+impl RouterService {
+    pub(crate) fn new(shared: Arc<Shared>) -> RouterService {
+        RouterService { shared }
+    }
+}
+
+type Answer<T> = Result<Response<T>, Status>;
+
+#[tonic::async_trait]
+impl pb::router_server::Router for RouterService {
+    type AnnounceStream = ReceiverStream<Result<pb::AnnounceReply, Status>>;
+
+    async fn route(&self, request: Request<pb::RouteRequest>) -> Answer<pb::RouteReply> {
+        let started = Instant::now();
+        let answer = route::route(&self.shared, request.into_inner()).await;
+        self.shared.metrics.routed(route::outcome(&answer), started.elapsed());
+        answer.map(Response::new)
+    }
+
+    async fn lookup(&self, request: Request<pb::LookupRequest>) -> Answer<pb::LookupReply> {
+        self.shared.metrics.looked_up();
+        lookup::lookup(&self.shared, request.into_inner()).await.map(Response::new)
+    }
+
+    async fn report(&self, request: Request<pb::ReportRequest>) -> Answer<pb::ReportReply> {
+        route::report(&self.shared, request.into_inner()).map(Response::new)
+    }
+
+    async fn status(&self, _: Request<pb::StatusRequest>) -> Answer<pb::StatusReply> {
+        status::status(&self.shared).await.map(Response::new)
+    }
+
+    async fn join(&self, request: Request<pb::JoinRequest>) -> Answer<pb::JoinReply> {
+        admin::join(&self.shared, &request.into_inner()).await.map(Response::new)
+    }
+
+    async fn announce(
+        &self,
+        request: Request<Streaming<pb::AnnounceRequest>>,
+    ) -> Answer<Self::AnnounceStream> {
+        announce::open(Arc::clone(&self.shared), request.into_inner()).await.map(Response::new)
+    }
+
+    async fn pin(&self, request: Request<pb::PinRequest>) -> Answer<pb::AdminReply> {
+        admin::pin(&self.shared, request.into_inner()).await.map(Response::new)
+    }
+
+    async fn unpin(&self, request: Request<pb::UnpinRequest>) -> Answer<pb::AdminReply> {
+        admin::unpin(&self.shared, request.into_inner()).await.map(Response::new)
+    }
+
+    async fn set_quota(&self, request: Request<pb::SetQuotaRequest>) -> Answer<pb::AdminReply> {
+        admin::set_quota(&self.shared, &request.into_inner()).await.map(Response::new)
+    }
+
+    async fn set_ttl(&self, request: Request<pb::SetTtlRequest>) -> Answer<pb::AdminReply> {
+        admin::set_ttl(&self.shared, &request.into_inner()).await.map(Response::new)
+    }
+
+    async fn leave(&self, request: Request<pb::LeaveRequest>) -> Answer<pb::AdminReply> {
+        admin::leave(&self.shared, &request.into_inner()).await.map(Response::new)
+    }
+}

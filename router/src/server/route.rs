@@ -1,0 +1,148 @@
+//! Route: look up, choose, note, answer. Report: take the load that choosing needs.
+//!
+//! Not here: the choice (`kv_core::schedule`) and the load's bookkeeping (`crate::view::fleet`).
+
+use kv_core::id::{InstanceId, NodeId, RequestId, TenantId};
+use kv_core::index::Index;
+use kv_core::schedule::{self, Candidate, Decision, Load, Prediction, Rejection, RouteRequest, Source};
+use kvfleet_proto::{convert, pb, trace_context};
+use tonic::Status;
+use tracing::Instrument;
+
+use super::lookup::{data_address, holder_to_pb, wait_seen};
+use super::{Shared, check, millis};
+use crate::metrics::Routed;
+use crate::view::fleet::{INSTANCES_MAX, Receipt, Report};
+
+/// Answers a route call, under a span that continues the caller's trace.
+pub(super) async fn route(shared: &Shared, request: pb::RouteRequest) -> Result<pb::RouteReply, Status> {
+    let span = tracing::info_span!("route", request = request.request, tenant = request.tenant);
+    trace_context::set_parent(&span, &request.traceparent);
+    decide(shared, request).instrument(span).await
+}
+
+async fn decide(shared: &Shared, request: pb::RouteRequest) -> Result<pb::RouteReply, Status> {
+    let hashes = check::hashes("hashes", &request.hashes)?;
+    let asked = asked(&request, &hashes)?;
+    wait_seen(shared, &request.after).await?;
+    let replica = shared.published.read();
+    check_identity(&replica.index, &request.identity)?;
+    let matched = replica.index.longest_prefix(&hashes);
+    let now = shared.clock.now();
+    let chosen = shared.fleet.decide(|fleet| schedule::choose(&asked, &matched, fleet, now));
+    let answer = match chosen {
+        Ok((decision, address)) => {
+            pb::route_reply::Answer::Decision(decision_to_pb(&replica.index, &decision, address))
+        }
+        Err(rejection) => pb::route_reply::Answer::Rejected(rejection_to_pb(&rejection)),
+    };
+    Ok(pb::RouteReply { answer: Some(answer), freshness: Some(shared.freshness(&replica)) })
+}
+
+/// How a call ended, for the metrics.
+pub(super) fn outcome(answer: &Result<pb::RouteReply, Status>) -> Routed {
+    match answer.as_ref().map(|reply| &reply.answer) {
+        Ok(Some(pb::route_reply::Answer::Decision(_))) => Routed::Chosen,
+        Ok(_) => Routed::Rejected,
+        Err(_) => Routed::Invalid,
+    }
+}
+
+fn asked(request: &pb::RouteRequest, hashes: &[kv_core::id::BlockHash]) -> Result<RouteRequest, Status> {
+    if !(1..=check::BLOCK_TOKENS_MAX).contains(&request.block_tokens) {
+        let (got, limit) = (request.block_tokens, check::BLOCK_TOKENS_MAX);
+        return Err(check::invalid(format!("block_tokens is {got}, expected 1 to {limit}")));
+    }
+    let blocks = u32::try_from(hashes.len()).map_err(check::invalid)?;
+    Ok(RouteRequest {
+        request: RequestId(request.request),
+        tenant: TenantId(request.tenant),
+        category: convert::category_from_pb(request.category.as_ref()),
+        blocks,
+        first_block: hashes.first().copied(),
+        block_tokens: request.block_tokens,
+        input_tokens: request.input_tokens,
+        output_tokens: request.output_tokens,
+    })
+}
+
+/// A request of another identity can have no hit here; saying so beats a silent miss.
+fn check_identity(index: &Index, identity: &[u8]) -> Result<(), Status> {
+    if identity.is_empty() {
+        return Ok(());
+    }
+    let theirs = convert::identity_field("identity", identity).map_err(check::invalid)?;
+    match index.identity() {
+        Some(ours) if ours != theirs => Err(check::invalid(format!(
+            "identity {theirs} differs from the cluster's {ours}: use the model manifest the nodes were started with"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+fn decision_to_pb(index: &Index, decision: &Decision, instance_address: String) -> pb::Decision {
+    pb::Decision {
+        instance: decision.instance.0,
+        instance_address,
+        sources: decision.sources.iter().map(|source| source_to_pb(index, source)).collect(),
+        fetch_blocks: decision.fetch_blocks,
+        recompute_blocks: decision.recompute_blocks,
+        save_to: decision.save_to.as_ref().map(|holder| holder_to_pb(index, holder)),
+        predicted: Some(prediction_to_pb(&decision.predicted)),
+        candidates: decision.candidates.iter().map(candidate_to_pb).collect(),
+        reasons: decision.reasons.iter().map(ToString::to_string).collect(),
+    }
+}
+
+fn source_to_pb(index: &Index, source: &Source) -> pb::Source {
+    pb::Source {
+        node: source.node.0,
+        epoch: source.epoch.0,
+        address: data_address(index, source.node),
+        start_blocks: source.start_blocks,
+        len_blocks: source.len_blocks,
+        tier: source.tier as u32,
+    }
+}
+
+fn prediction_to_pb(predicted: &Prediction) -> pb::Prediction {
+    let Prediction { queue_us, transfer_us, prefill_us } = *predicted;
+    pb::Prediction { queue_us, transfer_us, prefill_us }
+}
+
+fn candidate_to_pb(candidate: &Candidate) -> pb::Candidate {
+    pb::Candidate {
+        instance: candidate.instance.0,
+        predicted: Some(prediction_to_pb(&candidate.predicted)),
+        overlap_blocks: candidate.overlap_blocks,
+        filtered: candidate.filtered.map(|why| why.to_string()).unwrap_or_default(),
+    }
+}
+
+fn rejection_to_pb(rejection: &Rejection) -> pb::Rejected {
+    pb::Rejected { reason: rejection.reason.to_string(), retry_after_ms: millis(rejection.retry_after) }
+}
+
+/// Takes a load report.
+pub(super) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::ReportReply, Status> {
+    check::at_most("length of address", request.address.len(), check::TEXT_BYTES_MAX)?;
+    if request.address.is_empty() && !request.leaving {
+        return Err(check::invalid("address is empty: say where the instance takes requests, host:port"));
+    }
+    let report = Report {
+        instance: InstanceId(request.instance),
+        address: request.address,
+        node: request.has_node.then_some(NodeId(request.node)),
+        load: Load::reported(request.queue_tokens, request.running, request.waiting),
+        sequence: request.sequence,
+        started_us: request.started_us,
+        leaving: request.leaving,
+    };
+    if shared.fleet.report(report, shared.clock.now()) == Receipt::Full {
+        return Err(Status::resource_exhausted(format!(
+            "{INSTANCES_MAX} instances are known, which is the limit"
+        )));
+    }
+    let replica = shared.published.read();
+    Ok(pb::ReportReply { freshness: Some(shared.freshness(&replica)) })
+}

@@ -1,0 +1,242 @@
+//! One running router: how it is put together and how it is taken apart.
+//!
+//! Not here: anything it does in between.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvfleet_proto::pb::raft_server::RaftServer;
+use kvfleet_proto::pb::router_server::RouterServer;
+use kvfleet_proto::tls::{Identity, TlsFiles};
+use parking_lot::Mutex;
+use prometheus::Registry;
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Server;
+use tonic::transport::server::TcpIncoming;
+
+use crate::background::Background;
+use crate::clock::Clock;
+use crate::config::RouterConfig;
+use crate::directives;
+use crate::error::StartError;
+use crate::ingest::{Gather, Ingest};
+use crate::liveness::{self, Silence};
+use crate::metrics::Metrics;
+use crate::raft::boot::{self, Booted};
+use crate::raft::handle::Consensus;
+use crate::raft::log_store::LogGuard;
+use crate::raft::network::RAFT_MESSAGE_BYTES_MAX;
+use crate::raft::service::RaftService;
+use crate::server::{CONTROL_MESSAGE_BYTES_MAX, RouterService, Shared};
+use crate::view::fleet::FleetView;
+
+/// Longest a stopping leader waits for another router to take over; an idle transfer takes under a
+/// millisecond, and without it the others elect within their timeout anyway.
+const HANDOVER_MAX: Duration = Duration::from_secs(1);
+
+/// Longest a stopping router waits for calls under way.
+const DRAIN_MAX: Duration = Duration::from_secs(2);
+
+/// A ping on a connection that says nothing, and the time for its answer: a peer that vanished without a
+/// word must not leave its streams here for good.
+const KEEPALIVE: Duration = Duration::from_secs(5);
+
+/// Longest it waits for the log file to be closed.
+const CLOSE_MAX: Duration = Duration::from_secs(10);
+
+/// A running router. Dropping it without [`Router::shutdown`] leaves its tasks running until the runtime
+/// ends.
+pub struct Router {
+    local_addr: SocketAddr,
+    consensus: Consensus,
+    stop: CancellationToken,
+    serving: JoinHandle<()>,
+    guard: LogGuard,
+}
+
+impl Router {
+    /// Starts a router and returns once it serves; it may not have found a leader yet. Metrics go into
+    /// `registry`, which must not hold another router's.
+    ///
+    /// # Errors
+    /// [`StartError`]: an invalid config, certificates, a port in use, a log or snapshot that is corrupted.
+    pub async fn start(config: RouterConfig, registry: &Registry) -> Result<Router, StartError> {
+        config.validate()?;
+        let files = TlsFiles {
+            ca: config.tls.ca.clone(),
+            cert: config.tls.cert.clone(),
+            key: config.tls.key.clone(),
+        };
+        let identity = files.load()?;
+        let listener = listen(&config.listen).await?;
+        let local_addr = listener
+            .local_addr()
+            .map_err(|source| StartError::Listen { listen: config.listen.clone(), source })?;
+        let metrics = Metrics::register(registry)?;
+        std::fs::create_dir_all(&config.data_dir)
+            .map_err(|source| StartError::DataDir { path: config.data_dir.clone(), source })?;
+        let booted = boot::boot(&config, identity.client_tls()).await?;
+        let stop = CancellationToken::new();
+        // Whatever fails from here on takes the standing tasks with it.
+        let started = stop.clone().drop_guard();
+        let Booted { consensus, contact, published, log_bytes, guard } = booted;
+        let parts = Parts { config: &config, consensus: &consensus, metrics, stop: &stop };
+        let shared = parts.assemble(published, log_bytes);
+        let raft_service = RaftService::new(consensus.raft().clone(), contact);
+        let serving = serve(listener, &identity, RouterService::new(shared), raft_service, stop.clone())?;
+        consensus.raft().run();
+        let router = Router { local_addr, consensus, stop, serving, guard };
+        if let Err(error) = boot::initialize(&router.consensus, &config).await {
+            router.halt().await;
+            return Err(error);
+        }
+        started.disarm();
+        tracing::info!(router = config.id, %local_addr, address = config.own_address(), "serving");
+        Ok(router)
+    }
+
+    /// Where this router listens.
+    #[must_use]
+    pub fn local_addr(&self) -> SocketAddr {
+        self.local_addr
+    }
+
+    /// Whether this router leads, as far as it knows.
+    #[must_use]
+    pub fn is_leader(&self) -> bool {
+        self.consensus.is_leader()
+    }
+
+    /// Resolves when consensus has stopped for good on this router (its disk failed, say), with the reason.
+    /// The process should end then: the router cannot serve fresh answers any more.
+    pub async fn failed(&self) -> String {
+        self.consensus.failed().await
+    }
+
+    /// Hands leadership over if this router leads, ends the calls under way, closes the log.
+    pub async fn shutdown(self) {
+        if self.consensus.is_leader() {
+            let handed_over = self.consensus.hand_over();
+            if tokio::time::timeout(HANDOVER_MAX, handed_over).await.is_err() {
+                tracing::warn!("no other router took over in time; they will elect");
+            }
+        }
+        self.halt().await;
+    }
+
+    /// Stops without handing over leadership, as a process that is killed does; only the log file is closed
+    /// in order. For tests of leader loss.
+    pub async fn halt(self) {
+        self.stop.cancel();
+        if let Err(error) = self.consensus.raft().shutdown().await {
+            tracing::error!(%error, "consensus ended badly");
+        }
+        let Router { consensus, mut serving, guard, .. } = self;
+        if tokio::time::timeout(DRAIN_MAX, &mut serving).await.is_err() {
+            tracing::warn!("calls under way were cut off");
+            serving.abort();
+            drop(serving.await);
+        }
+        drop(consensus);
+        let closed = tokio::task::spawn_blocking(move || guard.join());
+        if tokio::time::timeout(CLOSE_MAX, closed).await.is_err() {
+            tracing::error!("the raft log was not closed in time");
+        }
+    }
+}
+
+async fn listen(address: &str) -> Result<TcpListener, StartError> {
+    TcpListener::bind(address).await.map_err(|source| match source.kind() {
+        io::ErrorKind::AddrInUse => StartError::PortInUse { listen: address.into() },
+        _ => StartError::Listen { listen: address.into(), source },
+    })
+}
+
+/// What every part is made from.
+struct Parts<'a> {
+    config: &'a RouterConfig,
+    consensus: &'a Consensus,
+    metrics: Metrics,
+    stop: &'a CancellationToken,
+}
+
+impl Parts<'_> {
+    /// Starts the standing tasks and returns what calls share.
+    fn assemble(
+        &self,
+        published: Arc<crate::view::published::Published>,
+        log_bytes: Box<dyn Fn() -> u64 + Send + Sync>,
+    ) -> Arc<Shared> {
+        let clock = Clock::start();
+        let fleet = Arc::new(FleetView::new(self.config.hardware()));
+        let silence = Arc::new(Mutex::new(Silence::new(self.config.timings.silence())));
+        let gather = Gather {
+            window: Duration::from_millis(self.config.announce.window_ms),
+            blocks_max: self.config.announce.blocks_max,
+        };
+        let ingest =
+            Ingest::start(gather, self.consensus.clone(), clock, self.metrics.clone(), self.stop.clone());
+        tokio::spawn(liveness::run(
+            Arc::clone(&silence),
+            Arc::clone(&published),
+            self.consensus.clone(),
+            clock,
+            self.metrics.clone(),
+            self.stop.clone(),
+        ));
+        let background = Background {
+            published: Arc::clone(&published),
+            fleet: Arc::clone(&fleet),
+            consensus: self.consensus.clone(),
+            metrics: self.metrics.clone(),
+            log_bytes,
+        };
+        tokio::spawn(background.run(self.stop.clone()));
+        Arc::new(Shared {
+            directives: directives::start(Arc::clone(&published), self.stop.clone()),
+            published,
+            fleet,
+            silence,
+            ingest,
+            consensus: self.consensus.clone(),
+            metrics: self.metrics.clone(),
+            clock,
+            announce_blocks_max: self.config.announce.blocks_max,
+            stop: self.stop.clone(),
+        })
+    }
+}
+
+/// Serves control and Raft calls on one port until `stop`.
+fn serve(
+    listener: TcpListener,
+    identity: &Identity,
+    router: RouterService,
+    raft: RaftService,
+    stop: CancellationToken,
+) -> Result<JoinHandle<()>, StartError> {
+    let router = RouterServer::new(router)
+        .max_decoding_message_size(CONTROL_MESSAGE_BYTES_MAX)
+        .max_encoding_message_size(CONTROL_MESSAGE_BYTES_MAX);
+    let raft = RaftServer::new(raft)
+        .max_decoding_message_size(RAFT_MESSAGE_BYTES_MAX)
+        .max_encoding_message_size(RAFT_MESSAGE_BYTES_MAX);
+    let server = Server::builder()
+        .http2_keepalive_interval(Some(KEEPALIVE))
+        .http2_keepalive_timeout(Some(KEEPALIVE))
+        .tls_config(identity.server_tls())
+        .map_err(|error| StartError::Consensus(format!("TLS: {error}")))?
+        .add_service(router)
+        .add_service(raft);
+    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+    Ok(tokio::spawn(async move {
+        let ended = server.serve_with_incoming_shutdown(incoming, stop.cancelled_owned()).await;
+        if let Err(error) = ended {
+            tracing::error!(%error, "the control server ended");
+        }
+    }))
+}

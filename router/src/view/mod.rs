@@ -1,0 +1,7 @@
+//! What this router knows: the published index (replicated) and the load of instances (soft).
+//!
+//! Reads are answered from here and never touch the log. Not here: who changes the index
+//! (`crate::raft::state_machine`) and who decides (`kv_core::schedule`).
+
+pub(crate) mod fleet;
+pub(crate) mod published;

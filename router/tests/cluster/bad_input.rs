@@ -1,0 +1,178 @@
+//! Wrong configs, wrong certificates, wrong calls: each gets an answer that says what is wrong.
+
+use kvfleet_proto::pb;
+use kvfleet_proto::pb::announce_reply::Body as Reply;
+use kvfleet_router::{StartError, TlsConfig};
+use tempfile::TempDir;
+use tonic::Code;
+
+use crate::harness::{
+    Cluster, HANG, certificates, channel, free_address, join_request, prefix, start, stored,
+};
+
+fn route_request() -> pb::RouteRequest {
+    pb::RouteRequest {
+        request: 1,
+        block_tokens: 16,
+        input_tokens: 32,
+        hashes: prefix(41, 2).concat(),
+        ..Default::default()
+    }
+}
+
+fn report(instance: u32, sequence: u64) -> pb::ReportRequest {
+    pb::ReportRequest { instance, address: "i:1".into(), sequence, started_us: 1, ..Default::default() }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn malformed_calls_are_answered_with_the_limit() {
+    let cluster = Cluster::start(1, |_| {}).await;
+    cluster.leader().await;
+    let mut client = cluster.client(1);
+    let cases = [
+        (pb::RouteRequest { hashes: vec![1; 17], ..route_request() }, "hashes has 17 bytes"),
+        (pb::RouteRequest { hashes: vec![1; 16 * 65_537], ..route_request() }, "the limit is 65536"),
+        (pb::RouteRequest { block_tokens: 0, ..route_request() }, "block_tokens is 0"),
+        (pb::RouteRequest { block_tokens: 5_000, ..route_request() }, "expected 1 to 4096"),
+        (pb::RouteRequest { identity: vec![1; 3], ..route_request() }, "identity has 3 bytes"),
+        (
+            pb::RouteRequest { after: vec![pb::Seen::default(); 4_097], ..route_request() },
+            "the limit is 4096",
+        ),
+    ];
+    for (request, expected) in cases {
+        let status = client.route(request).await.unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument, "{status}");
+        assert!(status.message().contains(expected), "{:?} does not say {expected:?}", status.message());
+    }
+    let nobody = pb::PinRequest { pin: 1, owner: String::new(), blocks: prefix(41, 1).concat() };
+    assert_eq!(client.pin(nobody).await.unwrap_err().code(), Code::InvalidArgument);
+    let nowhere = pb::JoinRequest { data_address: String::new(), ..join_request(1) };
+    assert_eq!(client.join(nowhere).await.unwrap_err().code(), Code::InvalidArgument);
+    let nameless = pb::ReportRequest { address: String::new(), ..report(1, 1) };
+    assert_eq!(client.report(nameless).await.unwrap_err().code(), Code::InvalidArgument);
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn routing_rejects_without_instances_and_chooses_with_one() {
+    let cluster = Cluster::start(1, |_| {}).await;
+    cluster.leader().await;
+    let mut client = cluster.client(1);
+    let reply = client.route(route_request()).await.unwrap().into_inner();
+    let Some(pb::route_reply::Answer::Rejected(rejected)) = reply.answer else { panic!("{reply:?}") };
+    assert!(
+        rejected.reason.contains("no instance has reported") && rejected.retry_after_ms > 0,
+        "{rejected:?}"
+    );
+
+    let mut node = cluster.node(4).await;
+    let seen = node.store(&prefix(41, 1)).await;
+    let own = pb::ReportRequest { node: 4, has_node: true, ..report(4, 1) };
+    client.report(own).await.unwrap();
+    let request = pb::RouteRequest { after: vec![seen], identity: vec![7; 16], ..route_request() };
+    let reply = client.route(request).await.unwrap().into_inner();
+    let Some(pb::route_reply::Answer::Decision(decision)) = reply.answer else { panic!("{reply:?}") };
+    assert_eq!((decision.instance, decision.instance_address.as_str()), (4, "i:1"));
+    assert_eq!(decision.fetch_blocks + decision.recompute_blocks, 2);
+    let save_to = decision.save_to.unwrap();
+    assert_eq!((save_to.node, save_to.epoch, save_to.address.as_str()), (4, node.epoch, "127.0.0.1:9004"));
+    assert!(!decision.reasons.is_empty() && decision.candidates.len() == 1);
+
+    let foreign = pb::RouteRequest { identity: vec![8; 16], ..route_request() };
+    let status = client.route(foreign).await.unwrap_err();
+    assert!(status.message().contains("differs from the cluster's"), "{status}");
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_of_another_identity_is_refused() {
+    let cluster = Cluster::start(1, |_| {}).await;
+    let _node = cluster.node(1).await;
+    let other = pb::JoinRequest { identity: vec![8; 16], ..join_request(2) };
+    let status = cluster.client(1).join(other).await.unwrap_err();
+    assert_eq!(status.code(), Code::PermissionDenied);
+    assert!(status.message().contains("same model manifest"), "{status}");
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_that_breaks_the_rules_ends_with_a_reason() {
+    let cluster = Cluster::start(1, |config| config.announce.blocks_max = 8).await;
+    let broken = async |changes: Vec<pb::Change>| {
+        let mut node = cluster.node(1).await;
+        node.send(1, changes).await;
+        loop {
+            match tokio::time::timeout(HANG, node.replies.message()).await.unwrap() {
+                Ok(Some(reply)) if matches!(reply.body, Some(Reply::Directives(_))) => {}
+                Ok(other) => panic!("{other:?}"),
+                Err(status) => return status,
+            }
+        }
+    };
+    let status = broken(vec![stored(&prefix(42, 9))]).await;
+    assert!(
+        status.code() == Code::InvalidArgument && status.message().contains("is 9, the limit is 8"),
+        "{status}"
+    );
+    let status = broken(vec![stored(&[]); 10]).await;
+    assert!(
+        status.code() == Code::InvalidArgument && status.message().contains("is 9, the limit is 8"),
+        "{status}"
+    );
+    let status = broken(vec![pb::Change { change: None }]).await;
+    assert_eq!(status.code(), Code::InvalidArgument, "{status}");
+    // The cluster is none the worse for it.
+    cluster.node(1).await.store(&prefix(42, 8)).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn strangers_are_not_served() {
+    let cluster = Cluster::start(1, |_| {}).await;
+    cluster.leader().await;
+    let elsewhere = TempDir::new().unwrap();
+    let address = cluster.configs[0].listen.clone();
+    let foreign = channel(&certificates(elsewhere.path()), &address);
+    let mut client = pb::router_client::RouterClient::new(foreign);
+    client.status(pb::StatusRequest {}).await.expect_err("another authority");
+    let plain = tonic::transport::Endpoint::from_shared(format!("http://{address}")).unwrap().connect_lazy();
+    let mut client = pb::router_client::RouterClient::new(plain);
+    client.status(pb::StatusRequest {}).await.expect_err("no TLS");
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_start_that_cannot_work_says_why() {
+    let mut cluster = Cluster::start(1, |_| {}).await;
+    let config = cluster.configs[0].clone();
+    let taken = start(config.clone()).await.err().unwrap();
+    assert!(matches!(taken, StartError::PortInUse { .. }), "{taken}");
+    assert!(taken.to_string().contains(&config.listen), "{taken}");
+
+    let mut same_data = config.clone();
+    same_data.listen = free_address();
+    let in_use = start(same_data).await.err().unwrap();
+    assert!(in_use.to_string().contains("in use by another process"), "{in_use}");
+
+    let mut no_certificates = config.clone();
+    no_certificates.listen = free_address();
+    no_certificates.tls = TlsConfig { ca: "/nowhere/ca.pem".into(), ..config.tls.clone() };
+    let absent = start(no_certificates).await.err().unwrap();
+    assert!(
+        matches!(absent, StartError::Tls(_)) && absent.to_string().contains("/nowhere/ca.pem"),
+        "{absent}"
+    );
+
+    let mut no_voters = config.clone();
+    no_voters.voters.clear();
+    assert!(matches!(start(no_voters).await.err().unwrap(), StartError::Config(_)));
+
+    cluster.take(1).shutdown().await;
+    let mut other_router = config.clone();
+    other_router.id = 2;
+    other_router.voters[0].id = 2;
+    let wrong = start(other_router).await.err().unwrap();
+    assert!(wrong.to_string().contains("belongs to router 1"), "{wrong}");
+    start(config).await.unwrap().shutdown().await;
+}

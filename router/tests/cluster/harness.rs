@@ -1,0 +1,320 @@
+//! Routers in this process over real gRPC with mutual TLS on loopback, and a stand-in for a node.
+//!
+//! Waiting is always for a state, with a limit that only a hang reaches; nothing here measures time.
+
+use std::future::Future;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use kvfleet_proto::pb;
+use kvfleet_proto::pb::announce_reply::Body as Reply;
+use kvfleet_proto::pb::announce_request::Body as Word;
+use kvfleet_proto::pb::router_client::RouterClient;
+use kvfleet_proto::tls::TlsFiles;
+use kvfleet_router::{Router, RouterConfig, StartError, TimingsConfig, TlsConfig, VoterConfig};
+use tempfile::TempDir;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Streaming};
+
+/// A hang, on any machine this runs on.
+pub const HANG: Duration = Duration::from_secs(60);
+
+/// Waits until `probe` gives something.
+pub async fn until<T, F: Future<Output = Option<T>>>(what: &str, mut probe: impl FnMut() -> F) -> T {
+    let found = async {
+        loop {
+            if let Some(found) = probe().await {
+                return found;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    match tokio::time::timeout(HANG, found).await {
+        Ok(found) => found,
+        Err(_) => panic!("waited {HANG:?} for: {what}"),
+    }
+}
+
+/// Makes an authority and one certificate under it in `directory`.
+pub fn certificates(directory: &Path) -> TlsConfig {
+    let authority_key = rcgen::KeyPair::generate().unwrap();
+    let mut authority = rcgen::CertificateParams::new(Vec::<String>::new()).unwrap();
+    authority.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    let authority_pem = authority.self_signed(&authority_key).unwrap().pem();
+    let issuer = rcgen::Issuer::new(authority, authority_key);
+    let key = rcgen::KeyPair::generate().unwrap();
+    let params = rcgen::CertificateParams::new(vec!["kvfleet".to_owned(), "router".to_owned()]).unwrap();
+    let certificate = params.signed_by(&key, &issuer).unwrap();
+    let write = |name: &str, text: String| -> PathBuf {
+        let path = directory.join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    };
+    TlsConfig {
+        ca: write("ca.pem", authority_pem),
+        cert: write("cert.pem", certificate.pem()),
+        key: write("key.pem", key.serialize_pem()),
+    }
+}
+
+pub fn free_address() -> String {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().to_string()
+}
+
+pub async fn start(config: RouterConfig) -> Result<Router, StartError> {
+    Router::start(config, &prometheus::Registry::new()).await
+}
+
+/// A cluster; routers are numbered from 1.
+pub struct Cluster {
+    pub directory: TempDir,
+    pub configs: Vec<RouterConfig>,
+    pub routers: Vec<Option<Router>>,
+    channels: Vec<Channel>,
+}
+
+impl Cluster {
+    /// Starts `count` routers. Elections wait longer than in production, so that a busy machine does not
+    /// elect for sport; silence is as given.
+    pub async fn start(count: u64, change: impl Fn(&mut RouterConfig)) -> Cluster {
+        let directory = TempDir::new().unwrap();
+        let tls = certificates(directory.path());
+        let voters: Vec<_> = (1..=count).map(|id| VoterConfig { id, address: free_address() }).collect();
+        let configs: Vec<_> = voters
+            .iter()
+            .map(|own| {
+                let mut config = RouterConfig {
+                    id: own.id,
+                    listen: own.address.clone(),
+                    voters: voters.clone(),
+                    data_dir: directory.path().join(format!("router-{}", own.id)),
+                    tls: tls.clone(),
+                    timings: TimingsConfig { silence_ms: 30_000, ..TimingsConfig::default() },
+                    ..RouterConfig::default()
+                };
+                change(&mut config);
+                config
+            })
+            .collect();
+        let channels = voters.iter().map(|voter| channel(&tls, &voter.address)).collect();
+        let routers = voters.iter().map(|_| None).collect();
+        let mut cluster = Cluster { directory, configs, routers, channels };
+        for id in 1..=count {
+            cluster.start_router(id).await;
+        }
+        cluster
+    }
+
+    pub async fn start_router(&mut self, id: u64) {
+        let at = usize::try_from(id - 1).unwrap();
+        let router = start(self.configs[at].clone()).await;
+        self.routers[at] = Some(router.unwrap_or_else(|error| panic!("router {id}: {error}")));
+    }
+
+    pub fn take(&mut self, id: u64) -> Router {
+        self.routers[usize::try_from(id - 1).unwrap()].take().expect("the router runs")
+    }
+
+    pub fn running(&self) -> Vec<u64> {
+        (1..).zip(&self.routers).filter(|(_, router)| router.is_some()).map(|(id, _)| id).collect()
+    }
+
+    pub fn client(&self, id: u64) -> RouterClient<Channel> {
+        RouterClient::new(self.channels[usize::try_from(id - 1).unwrap()].clone())
+    }
+
+    pub async fn status(&self, id: u64) -> Option<pb::StatusReply> {
+        self.client(id).status(pb::StatusRequest {}).await.ok().map(tonic::Response::into_inner)
+    }
+
+    /// The leader that a majority of the running routers agrees on, itself included.
+    pub async fn leader(&self) -> u64 {
+        until("a leader", || async {
+            let mut agreed = Vec::new();
+            for id in self.running() {
+                agreed.push(self.status(id).await?.leader);
+            }
+            let leader = *agreed.first()?;
+            (leader > 0 && self.running().contains(&leader) && agreed.iter().all(|one| *one == leader))
+                .then_some(leader)
+        })
+        .await
+    }
+
+    /// A running router that does not lead.
+    pub async fn follower(&self) -> u64 {
+        let leader = self.leader().await;
+        self.running().into_iter().find(|id| *id != leader).unwrap()
+    }
+
+    /// Waits until every running router has applied the same entry, and checks that they then hold the
+    /// same state.
+    pub async fn assert_equal_replicas(&self) {
+        let digests = until("equal applied indexes", || async {
+            let mut seen = Vec::new();
+            for id in self.running() {
+                let status = self.status(id).await?;
+                seen.push((status.applied_index, status.digest));
+            }
+            seen.iter().all(|(applied, _)| *applied == seen[0].0).then_some(seen)
+        })
+        .await;
+        assert!(digests.iter().all(|one| *one == digests[0]), "replicas differ: {digests:?}");
+    }
+
+    /// Calls the leader, wherever it is, until it answers.
+    pub async fn on_leader<T, F>(&self, call: impl Fn(RouterClient<Channel>) -> F) -> T
+    where
+        F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,
+    {
+        until("an answer of the leader", || async {
+            let leader = self.leader().await;
+            match call(self.client(leader)).await {
+                Ok(reply) => Some(reply.into_inner()),
+                Err(status)
+                    if matches!(
+                        status.code(),
+                        Code::FailedPrecondition | Code::Unavailable | Code::Aborted
+                    ) =>
+                {
+                    None
+                }
+                Err(status) => panic!("{status}"),
+            }
+        })
+        .await
+    }
+
+    pub async fn lookup(&self, id: u64, hashes: &[[u8; 16]], after: Vec<pb::Seen>) -> pb::LookupReply {
+        let request = pb::LookupRequest { hashes: hashes.concat(), after };
+        self.client(id).lookup(request).await.unwrap().into_inner()
+    }
+
+    /// Joins a node and opens its stream at the leader.
+    pub async fn node(&self, node: u32) -> Node {
+        let request = join_request(node);
+        let joined = self.on_leader(|mut client| {
+            let request = request.clone();
+            async move { client.join(request).await }
+        });
+        let epoch = joined.await.epoch;
+        self.reconnect(node, epoch, 1).await
+    }
+
+    /// Opens a stream for a node that has joined before.
+    pub async fn reconnect(&self, node: u32, epoch: u64, seq: u64) -> Node {
+        let (words, replies) = until("a stream at the leader", || async {
+            let (words, receiver) = mpsc::channel(64);
+            let leader = self.leader().await;
+            let opened = self.client(leader).announce(ReceiverStream::new(receiver)).await;
+            opened.ok().map(|replies| (words, replies.into_inner()))
+        })
+        .await;
+        Node { node, epoch, seq, words, replies }
+    }
+
+    pub async fn shutdown(mut self) {
+        for id in self.running() {
+            self.take(id).shutdown().await;
+        }
+    }
+}
+
+pub fn channel(tls: &TlsConfig, address: &str) -> Channel {
+    let files = TlsFiles { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() };
+    let identity = files.load().unwrap();
+    let endpoint = Endpoint::from_shared(format!("https://{address}")).unwrap();
+    endpoint.timeout(HANG).tls_config(identity.client_tls()).unwrap().connect_lazy()
+}
+
+pub fn join_request(node: u32) -> pb::JoinRequest {
+    pb::JoinRequest {
+        node,
+        data_address: format!("127.0.0.1:{}", 9_000 + node),
+        control_address: format!("127.0.0.1:{}", 9_500 + node),
+        host: "here".into(),
+        instance: node,
+        has_instance: true,
+        identity: vec![7; 16],
+        block_bytes: 4_096,
+    }
+}
+
+/// A node's end of its stream.
+pub struct Node {
+    pub node: u32,
+    pub epoch: u64,
+    /// Number of the next batch.
+    pub seq: u64,
+    pub words: mpsc::Sender<pb::AnnounceRequest>,
+    pub replies: Streaming<pb::AnnounceReply>,
+}
+
+impl Node {
+    async fn say(&self, word: Word) {
+        let request = pb::AnnounceRequest { node: self.node, epoch: self.epoch, body: Some(word) };
+        self.words.send(request).await.expect("the stream is open");
+    }
+
+    /// Sends a batch under number `seq`.
+    pub async fn send(&self, seq: u64, changes: Vec<pb::Change>) {
+        self.say(Word::Batch(pb::Batch { seq, changes })).await;
+    }
+
+    /// The next reply that is not a push of directives.
+    pub async fn reply(&mut self) -> Reply {
+        loop {
+            let message = tokio::time::timeout(HANG, self.replies.message()).await.expect("a reply in time");
+            match message.expect("no error on the stream").expect("the stream is open").body {
+                Some(Reply::Directives(_)) => {}
+                Some(reply) => return reply,
+                None => panic!("an empty reply"),
+            }
+        }
+    }
+
+    /// Announces blocks as stored and waits for the acknowledgement; sends again when told to.
+    pub async fn store(&mut self, blocks: &[[u8; 16]]) -> pb::Seen {
+        let seq = self.seq;
+        loop {
+            self.send(seq, vec![stored(blocks)]).await;
+            match self.reply().await {
+                Reply::Ack(ack) if ack.seq >= seq => break,
+                Reply::Busy(busy) => tokio::time::sleep(Duration::from_millis(busy.retry_after_ms)).await,
+                other => panic!("batch {seq} was answered by {other:?}"),
+            }
+        }
+        self.seq += 1;
+        pb::Seen { node: self.node, epoch: self.epoch, seq }
+    }
+}
+
+pub fn stored(blocks: &[[u8; 16]]) -> pb::Change {
+    let stored = pb::Stored { parent: Vec::new(), blocks: blocks.concat(), tier: 1 };
+    pb::Change { change: Some(pb::change::Change::Stored(stored)) }
+}
+
+pub fn cleared() -> pb::Change {
+    pb::Change { change: Some(pb::change::Change::Cleared(pb::Cleared {})) }
+}
+
+/// A prefix of `len` made-up hashes that depends on `seed`.
+pub fn prefix(seed: u64, len: u64) -> Vec<[u8; 16]> {
+    (0..len).map(|offset| (u128::from(seed) << 64 | u128::from(offset + 1)).to_le_bytes()).collect()
+}
+
+/// Start, length, and (node, epoch) of every holder.
+pub type Run = (u32, u32, Vec<(u32, u64)>);
+
+/// What a lookup says of holders, without its freshness.
+pub fn holders(reply: &pb::LookupReply) -> Vec<Run> {
+    let runs = reply.runs.iter();
+    runs.map(|run| {
+        let holders = run.holders.iter().map(|holder| (holder.node, holder.epoch)).collect();
+        (run.start_blocks, run.len_blocks, holders)
+    })
+    .collect()
+}

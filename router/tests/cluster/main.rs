@@ -1,0 +1,8 @@
+//! Three routers over real connections: agreement, failover, restarts, nodes that come and go, and bad input.
+#![allow(clippy::unwrap_used, missing_docs, unreachable_pub)]
+
+mod agreement;
+mod bad_input;
+mod harness;
+mod nodes;
+mod restarts;

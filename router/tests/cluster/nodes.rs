@@ -1,0 +1,169 @@
+//! A node's life: join, announce, gaps, silence, a second start, directives.
+
+use std::time::Duration;
+
+use kvfleet_proto::pb;
+use kvfleet_proto::pb::announce_reply::Body as Reply;
+
+use crate::harness::{Cluster, HANG, cleared, holders, join_request, prefix, stored, until};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gap_is_answered_by_a_resync_and_repaired_by_it() {
+    let cluster = Cluster::start(3, |_| {}).await;
+    let mut node = cluster.node(1).await;
+    let blocks = prefix(21, 12);
+    node.store(&blocks[..4]).await;
+    // Batch 2 is lost; 3 and 4 follow. One resync answers both.
+    node.send(3, vec![stored(&blocks[4..8])]).await;
+    node.send(4, vec![stored(&blocks[8..])]).await;
+    assert_eq!(node.reply().await, Reply::Resync(pb::Resync { expected: 2 }));
+    node.send(2, vec![cleared(), stored(&blocks)]).await;
+    assert_eq!(node.reply().await, Reply::Ack(pb::Ack { seq: 2 }));
+    // What came before is a duplicate, acknowledged up to what is known.
+    node.send(1, vec![stored(&blocks[..4])]).await;
+    assert_eq!(node.reply().await, Reply::Ack(pb::Ack { seq: 2 }));
+    let seen = vec![pb::Seen { node: 1, epoch: node.epoch, seq: 2 }];
+    let follower = cluster.follower().await;
+    assert_eq!(holders(&cluster.lookup(follower, &blocks, seen).await), [(0, 12, vec![(1, node.epoch)])]);
+    cluster.assert_equal_replicas().await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_second_join_fences_the_first() {
+    let cluster = Cluster::start(3, |_| {}).await;
+    let mut old = cluster.node(1).await;
+    let blocks = prefix(22, 6);
+    old.store(&blocks).await;
+    let mut new = cluster.node(1).await;
+    assert_eq!(new.epoch, old.epoch + 1);
+    assert_eq!(old.reply().await, Reply::Fenced(pb::Fenced {}));
+    let leader = cluster.leader().await;
+    assert_eq!(holders(&cluster.lookup(leader, &blocks, vec![]).await), [], "the first epoch is over");
+    new.store(&blocks[..3]).await;
+    assert_eq!(holders(&cluster.lookup(leader, &blocks, vec![]).await), [(0, 3, vec![(1, new.epoch)])]);
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_silent_node_is_fenced_on_every_replica_and_a_speaking_one_is_not() {
+    let cluster = Cluster::start(3, |config| config.timings.silence_ms = 800).await;
+    let mut speaking = cluster.node(1).await;
+    let mut silent = cluster.node(2).await;
+    let blocks = prefix(23, 6);
+    speaking.store(&blocks).await;
+    silent.store(&blocks).await;
+    let words = speaking.words.clone();
+    let epoch = speaking.epoch;
+    let heart = tokio::spawn(async move {
+        let body = Some(pb::announce_request::Body::Heartbeat(pb::Heartbeat::default()));
+        let beat = pb::AnnounceRequest { node: 1, epoch, body };
+        while words.send(beat.clone()).await.is_ok() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    });
+    for id in cluster.running() {
+        until("the fence of node 2", || async {
+            let status = cluster.status(id).await?;
+            let live: Vec<_> = status.nodes.iter().filter(|node| node.live).map(|node| node.node).collect();
+            (live == [1]).then_some(())
+        })
+        .await;
+        assert_eq!(holders(&cluster.lookup(id, &blocks, vec![]).await), [(0, 6, vec![(1, epoch)])]);
+    }
+    // It need not speak to hear of it.
+    assert_eq!(silent.reply().await, Reply::Fenced(pb::Fenced {}));
+    heart.abort();
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_hears_of_pins_quotas_and_ttls() {
+    let cluster = Cluster::start(3, |_| {}).await;
+    let mut node = cluster.node(1).await;
+    let blocks = prefix(24, 2);
+    let pin = pb::PinRequest { pin: 3, owner: "test".into(), blocks: blocks.concat() };
+    cluster
+        .on_leader(|mut client| {
+            let pin = pin.clone();
+            async move { client.pin(pin).await }
+        })
+        .await;
+    let quota = pb::SetQuotaRequest { tenant: 5, bytes: 1_000, lift: false };
+    cluster.on_leader(|mut client| async move { client.set_quota(quota).await }).await;
+    let ttl = pb::SetTtlRequest { group: 6, ttl_ms: 70, lift: false };
+    cluster.on_leader(|mut client| async move { client.set_ttl(ttl).await }).await;
+    let heard = async {
+        loop {
+            let reply = node.replies.message().await.unwrap().expect("the stream is open");
+            if let Some(Reply::Directives(all)) = reply.body
+                && !all.pins.is_empty()
+                && !all.quotas.is_empty()
+                && !all.ttls.is_empty()
+            {
+                return all;
+            }
+        }
+    };
+    let all = tokio::time::timeout(HANG, heard).await.unwrap();
+    assert_eq!(all.pins, [pb::PinnedBlocks { pin: 3, blocks: blocks.concat() }]);
+    assert_eq!(all.quotas, [pb::Quota { tenant: 5, bytes: 1_000 }]);
+    assert_eq!(all.ttls, [pb::GroupTtl { group: 6, ttl_ms: 70 }]);
+    // Another router gives the same contents the same version.
+    let joined = cluster.on_leader(|mut client| async move { client.join(join_request(2)).await }).await;
+    assert_eq!(joined.directives.unwrap(), all);
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_at_a_deposed_leader_is_sent_to_the_new_one() {
+    let mut cluster = Cluster::start(3, |_| {}).await;
+    let mut node = cluster.node(1).await;
+    let blocks = prefix(25, 3);
+    node.store(&blocks).await;
+    let old = cluster.leader().await;
+    let stopping = cluster.take(old);
+    let stopped = tokio::spawn(stopping.shutdown());
+    // Either it is told where to go, or the stream ends: never silence.
+    let last = tokio::time::timeout(HANG, async {
+        loop {
+            match node.replies.message().await {
+                Ok(Some(reply)) => match reply.body {
+                    Some(Reply::NotLeader(leader)) => return Some(leader),
+                    _ => continue,
+                },
+                Ok(None) | Err(_) => return None,
+            }
+        }
+    })
+    .await
+    .unwrap();
+    if let Some(leader) = last {
+        assert_ne!(leader.leader, old);
+    }
+    stopped.await.unwrap();
+    let mut again = cluster.reconnect(1, node.epoch, node.seq).await;
+    again.store(&prefix(26, 3)).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_nodes_at_once_all_get_their_acknowledgements() {
+    let cluster = Cluster::start(3, |_| {}).await;
+    let mut tasks = Vec::new();
+    for number in 1..=8u32 {
+        let mut node = cluster.node(number).await;
+        tasks.push(tokio::spawn(async move {
+            for round in 0..50u64 {
+                node.store(&prefix(u64::from(number) * 1_000 + round, 16)).await;
+            }
+        }));
+    }
+    for task in tasks {
+        task.await.unwrap();
+    }
+    cluster.assert_equal_replicas().await;
+    let leader = cluster.leader().await;
+    assert_eq!(cluster.status(leader).await.unwrap().index_copies, 8 * 50 * 16);
+    cluster.shutdown().await;
+}

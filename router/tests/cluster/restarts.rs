@@ -1,0 +1,152 @@
+//! What comes back after a restart is what was there; what is damaged is refused.
+
+use kvfleet_proto::pb;
+use kvfleet_router::StartError;
+
+use crate::harness::{Cluster, holders, prefix, start, until};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_same_answers_after_all_routers_restart() {
+    let seed = 31;
+    println!("seed {seed}");
+    let mut cluster = Cluster::start(3, |_| {}).await;
+    let mut node = cluster.node(1).await;
+    let prefixes: Vec<_> = (0..200).map(|number| prefix(seed + number, 1 + number % 9)).collect();
+    let mut seen = pb::Seen::default();
+    for blocks in &prefixes {
+        seen = node.store(blocks).await;
+    }
+    let mut before = Vec::new();
+    for blocks in &prefixes {
+        before.push(holders(&cluster.lookup(1, blocks, vec![seen]).await));
+    }
+    for id in cluster.running() {
+        cluster.take(id).halt().await;
+    }
+    for id in 1..=3 {
+        cluster.start_router(id).await;
+    }
+    cluster.leader().await;
+    for id in 1..=3 {
+        for (blocks, expected) in prefixes.iter().zip(&before) {
+            assert_eq!(&holders(&cluster.lookup(id, blocks, vec![seen]).await), expected, "router {id}");
+        }
+    }
+    cluster.assert_equal_replicas().await;
+    cluster.shutdown().await;
+}
+
+async fn quotas(cluster: &Cluster, tenants: std::ops::Range<u32>) {
+    for tenant in tenants {
+        let quota = pb::SetQuotaRequest { tenant, bytes: u64::from(tenant), lift: false };
+        cluster.on_leader(|mut client| async move { client.set_quota(quota).await }).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_router_that_was_away_is_brought_up_by_a_snapshot_and_restarts_from_it() {
+    let mut cluster = Cluster::start(3, |config| config.snapshot_every_entries = 100).await;
+    let mut node = cluster.node(1).await;
+    let blocks = prefix(32, 30);
+    let seen = node.store(&blocks).await;
+    let away = cluster.follower().await;
+    cluster.take(away).halt().await;
+    // More entries than are kept behind a snapshot, so that the log alone cannot bring it up.
+    quotas(&cluster, 0..600).await;
+    let leader = cluster.leader().await;
+    until("a snapshot", || async { (cluster.status(leader).await?.snapshot_index > 500).then_some(()) })
+        .await;
+    cluster.start_router(away).await;
+    until("the snapshot's arrival", || async {
+        (cluster.status(away).await?.snapshot_index > 500).then_some(())
+    })
+    .await;
+    assert_eq!(holders(&cluster.lookup(away, &blocks, vec![seen]).await), [(0, 30, vec![(1, 1)])]);
+    cluster.assert_equal_replicas().await;
+    cluster.take(away).halt().await;
+    cluster.start_router(away).await;
+    cluster.leader().await;
+    cluster.assert_equal_replicas().await;
+    assert_eq!(holders(&cluster.lookup(away, &blocks, vec![seen]).await), [(0, 30, vec![(1, 1)])]);
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_router_whose_disk_was_replaced_is_filled_by_the_others() {
+    let mut cluster = Cluster::start(3, |_| {}).await;
+    let mut node = cluster.node(1).await;
+    let blocks = prefix(33, 30);
+    let seen = node.store(&blocks).await;
+    let wiped = cluster.follower().await;
+    cluster.take(wiped).halt().await;
+    std::fs::remove_dir_all(cluster.directory.path().join(format!("router-{wiped}"))).unwrap();
+    cluster.start_router(wiped).await;
+    cluster.leader().await;
+    cluster.assert_equal_replicas().await;
+    assert_eq!(holders(&cluster.lookup(wiped, &blocks, vec![seen]).await), [(0, 30, vec![(1, 1)])]);
+    cluster.shutdown().await;
+}
+
+/// Flips bytes in the middle of a file until the router refuses it, and gives the refusal.
+async fn refused_after_damage(cluster: &Cluster, id: u64, file: &str, needle: &[u8]) -> StartError {
+    let config = cluster.configs[usize::try_from(id - 1).unwrap()].clone();
+    let path = config.data_dir.join(file);
+    let mut bytes = std::fs::read(&path).unwrap();
+    let hits: Vec<_> =
+        (0..bytes.len() - needle.len()).filter(|at| bytes[*at..].starts_with(needle)).collect();
+    assert!(!hits.is_empty(), "the marker is in {file}");
+    for at in hits {
+        bytes[at] ^= 0x55;
+    }
+    std::fs::write(&path, bytes).unwrap();
+    match start(config).await {
+        Ok(_) => panic!("a router started from a damaged {file}"),
+        Err(error) => error,
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_corrupted_log_or_snapshot_is_named_and_refused() {
+    let mut cluster = Cluster::start(3, |config| config.snapshot_every_entries = 100).await;
+    let marker = b"an owner nobody else would have".to_vec();
+    let owner = String::from_utf8(marker.clone()).unwrap();
+    let pin = pb::PinRequest { pin: 1, owner, blocks: prefix(34, 1).concat() };
+    cluster
+        .on_leader(|mut client| {
+            let pin = pin.clone();
+            async move { client.pin(pin).await }
+        })
+        .await;
+    quotas(&cluster, 0..150).await;
+    for id in 1..=2 {
+        until("a snapshot", || async { (cluster.status(id).await?.snapshot_index > 0).then_some(()) }).await;
+    }
+    for id in 1..=3 {
+        cluster.take(id).halt().await;
+    }
+    let log = refused_after_damage(&cluster, 1, "raft.redb", &marker).await;
+    assert!(matches!(log, StartError::Log(_)), "{log}");
+    assert!(log.to_string().contains("raft.redb is corrupted"), "{log}");
+    let snapshot = refused_after_damage(&cluster, 2, "snapshot.kvf", &marker).await;
+    assert!(matches!(snapshot, StartError::Snapshot(_)), "{snapshot}");
+    assert!(snapshot.to_string().contains("snapshot.kvf is corrupted"), "{snapshot}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lost_snapshot_is_noticed_by_the_log() {
+    let mut cluster = Cluster::start(1, |config| config.snapshot_every_entries = 100).await;
+    quotas(&cluster, 0..600).await;
+    until("a snapshot", || async { (cluster.status(1).await?.snapshot_index > 500).then_some(()) }).await;
+    quotas(&cluster, 600..620).await;
+    cluster.take(1).halt().await;
+    let snapshot = cluster.configs[0].data_dir.join("snapshot.kvf");
+    let kept = std::fs::read(&snapshot).unwrap();
+    std::fs::remove_file(&snapshot).unwrap();
+    let error = start(cluster.configs[0].clone()).await.err().expect("must be refused");
+    assert!(error.to_string().contains("the log begins after entry"), "{error}");
+    // The other way round, the router would have forgotten its vote.
+    std::fs::write(&snapshot, kept).unwrap();
+    std::fs::remove_file(cluster.configs[0].data_dir.join("raft.redb")).unwrap();
+    let error = start(cluster.configs[0].clone()).await.err().expect("must be refused");
+    assert!(error.to_string().contains("raft.redb is corrupted: it is new"), "{error}");
+}
