@@ -1,1 +1,19 @@
-//! Placeholder.
+//! A storage node: serves and saves KV blocks from DRAM and SSD, and tells the routers what it holds.
+//!
+//! [`Node::start`] puts the parts together: `store` (the one task that owns the tier book) over `arena`
+//! (DRAM) and `tiers` (SSD), `serve` (block path), `server` (control calls), `announce` (the routers).
+//! Not here: decisions (`kv_core::tier`), and anything that votes.
+
+pub mod announce;
+pub mod arena;
+pub mod config;
+mod metrics;
+mod serve;
+pub mod server;
+mod start;
+pub mod store;
+pub mod tiers;
+
+pub use config::{ConfigError, IdentitySection, NodeConfig, QuotaSection, TlsSection};
+pub use serve::{REQUEST_BLOCKS_MAX, SAVE_ROOM_WAIT};
+pub use start::{Node, StartError};

@@ -1,0 +1,319 @@
+//! What a node is told at start: one validated structure; unknown keys are refused by its reader.
+//!
+//! Not here: reading files and environment (`kvfleet`'s command line).
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kv_core::evict;
+use kv_core::prefix::{IdentityManifest, KeyForm, ManifestError};
+use kv_core::tier::{Capacity, TierLimits};
+use kvfleet_proto::frame::{HEADER_FIXED_BYTES, PAYLOAD_BYTES_MAX, SLICES_MAX};
+use serde::{Deserialize, Serialize};
+
+/// Configuration of a node. Every field has a default except the certificates and the routers, which
+/// have none that would work.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct NodeConfig {
+    /// Number of this node, unique in the cluster.
+    pub id: u32,
+    /// Where block bytes are served (QUIC), `ip:port`; port 0 lets the system choose.
+    pub data_listen: String,
+    /// Where control calls are served (gRPC), `ip:port`; port 0 lets the system choose.
+    pub control_listen: String,
+    /// Host name or address that others reach this node by; empty takes the listening address.
+    pub advertise: String,
+    /// Name of the host, to recognise instances on it.
+    pub host: String,
+    /// The instance that uses this node as its own, if any.
+    pub instance: Option<u32>,
+    /// gRPC addresses of the routers, `host:port`. Without any, the node serves but nobody is told.
+    pub routers: Vec<String>,
+    /// Directory of the SSD tier's files.
+    pub data_dir: PathBuf,
+    /// DRAM for blocks in bytes.
+    pub dram_bytes: u64,
+    /// DRAM for blocks as a number of blocks; when set, `dram_bytes` is not used.
+    pub dram_blocks: Option<u64>,
+    /// SSD for blocks in bytes; 0 switches the tier off.
+    pub ssd_bytes: u64,
+    /// SSD for blocks as a number of blocks; when set, `ssd_bytes` is not used.
+    pub ssd_blocks: Option<u64>,
+    /// Largest payload of one block in bytes.
+    pub block_bytes: u64,
+    /// Eviction policy: `lru`, `fifo` or `workload`.
+    pub policy: String,
+    /// Share of a tier above which it evicts.
+    pub watermark_high: f64,
+    /// Share it evicts down to.
+    pub watermark_low: f64,
+    /// Time after which an unreleased lease ends, in milliseconds.
+    pub lease_ms: u64,
+    /// Block bytes being sent or loaded for readers at once; above it readers are told `Busy`.
+    pub fetch_inflight_bytes: u64,
+    /// Use io_uring for the SSD tier where the kernel permits it.
+    pub io_uring: bool,
+    /// What the blocks are blocks of.
+    pub identity: IdentitySection,
+    /// Certificates.
+    pub tls: TlsSection,
+    /// Quotas until the routers say otherwise.
+    pub quotas: Vec<QuotaSection>,
+}
+
+/// The identity manifest as written in a file; fields as in [`IdentityManifest`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+#[allow(missing_docs)]
+pub struct IdentitySection {
+    pub model: String,
+    pub weights_digest: String,
+    pub dtype: String,
+    pub layout: String,
+    pub layers: u32,
+    pub tp: u32,
+    pub pp: u32,
+    pub rank: u32,
+    pub block_tokens: u32,
+    pub rope: String,
+    /// Keys are stored before the rotary embedding.
+    pub raw_keys: bool,
+    pub adapter: String,
+}
+
+/// PEM files of this process.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TlsSection {
+    /// Certificate of the cluster authority.
+    pub ca: PathBuf,
+    /// Certificate of this process.
+    pub cert: PathBuf,
+    /// Its private key.
+    pub key: PathBuf,
+}
+
+/// A tenant's limit on this node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct QuotaSection {
+    /// The tenant.
+    pub tenant: u32,
+    /// Its limit in bytes.
+    pub bytes: u64,
+}
+
+impl Default for NodeConfig {
+    fn default() -> Self {
+        NodeConfig {
+            id: 1,
+            data_listen: "127.0.0.1:0".to_owned(),
+            control_listen: "127.0.0.1:0".to_owned(),
+            advertise: String::new(),
+            host: "localhost".to_owned(),
+            instance: None,
+            routers: Vec::new(),
+            data_dir: PathBuf::from("kvfleet-node"),
+            dram_bytes: 1 << 30,
+            dram_blocks: None,
+            ssd_bytes: 0,
+            ssd_blocks: None,
+            block_bytes: 2 << 20,
+            policy: "workload".to_owned(),
+            watermark_high: 0.95,
+            watermark_low: 0.90,
+            lease_ms: 10_000,
+            fetch_inflight_bytes: 1 << 30,
+            io_uring: true,
+            identity: IdentitySection::default(),
+            tls: TlsSection::default(),
+            quotas: Vec::new(),
+        }
+    }
+}
+
+impl Default for IdentitySection {
+    fn default() -> Self {
+        IdentitySection::from(&IdentityManifest::default())
+    }
+}
+
+impl From<&IdentityManifest> for IdentitySection {
+    fn from(manifest: &IdentityManifest) -> Self {
+        let manifest = manifest.clone();
+        IdentitySection {
+            model: manifest.model,
+            weights_digest: manifest.weights_digest,
+            dtype: manifest.dtype,
+            layout: manifest.layout,
+            layers: manifest.layers,
+            tp: manifest.tp,
+            pp: manifest.pp,
+            rank: manifest.rank,
+            block_tokens: manifest.block_tokens,
+            rope: manifest.rope,
+            raw_keys: manifest.key_form == KeyForm::Raw,
+            adapter: manifest.adapter,
+        }
+    }
+}
+
+impl IdentitySection {
+    /// The manifest this describes.
+    #[must_use]
+    pub fn manifest(&self) -> IdentityManifest {
+        let own = self.clone();
+        IdentityManifest {
+            model: own.model,
+            weights_digest: own.weights_digest,
+            dtype: own.dtype,
+            layout: own.layout,
+            layers: own.layers,
+            tp: own.tp,
+            pp: own.pp,
+            rank: own.rank,
+            block_tokens: own.block_tokens,
+            rope: own.rope,
+            key_form: if own.raw_keys { KeyForm::Raw } else { KeyForm::Rotated },
+            adapter: own.adapter,
+        }
+    }
+}
+
+/// A value that cannot work. Names the key and what to write.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum ConfigError {
+    /// A value is outside what is possible.
+    #[error("{key} is {got}: {remedy}")]
+    Value {
+        /// The key.
+        key: &'static str,
+        /// What was given.
+        got: String,
+        /// What to do.
+        remedy: String,
+    },
+    /// The identity manifest is refused.
+    #[error("identity: {0}")]
+    Identity(#[from] ManifestError),
+}
+
+impl NodeConfig {
+    /// Checks everything that can be checked without touching the machine.
+    ///
+    /// # Errors
+    /// The first key that cannot work.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        self.identity.manifest().validate()?;
+        if self.block_bytes == 0 || self.block_bytes > PAYLOAD_BYTES_MAX as u64 {
+            let remedy = format!("give the payload of one block, 1 to {PAYLOAD_BYTES_MAX} bytes");
+            return wrong("block_bytes", &self.block_bytes, remedy);
+        }
+        if evict::by_name(&self.policy, 0).is_none() {
+            return wrong("policy", &self.policy, format!("choose one of {}", evict::NAMES.join(", ")));
+        }
+        self.validate_marks()?;
+        if self.lease_ms == 0 {
+            return wrong("lease_ms", &0, "give at least 1; the default is 10000".to_owned());
+        }
+        if self.fetch_inflight_bytes < self.frame_bytes_max() as u64 {
+            let remedy = format!("at least one frame must fit: {} bytes", self.frame_bytes_max());
+            return wrong("fetch_inflight_bytes", &self.fetch_inflight_bytes, remedy);
+        }
+        self.validate_capacity()
+    }
+
+    fn validate_marks(&self) -> Result<(), ConfigError> {
+        let share = 0.0..=1.0;
+        if !share.contains(&self.watermark_high) || self.watermark_high == 0.0 {
+            return wrong(
+                "watermark_high",
+                &self.watermark_high,
+                "give a share above 0 and up to 1".to_owned(),
+            );
+        }
+        if !share.contains(&self.watermark_low) || self.watermark_low > self.watermark_high {
+            let remedy = format!("give a share from 0 to watermark_high ({})", self.watermark_high);
+            return wrong("watermark_low", &self.watermark_low, remedy);
+        }
+        Ok(())
+    }
+
+    fn validate_capacity(&self) -> Result<(), ConfigError> {
+        if self.dram_capacity().amount() == 0 && self.ssd_capacity().amount() == 0 {
+            return wrong("dram_bytes", &0, "give this node some DRAM or SSD to keep blocks in".to_owned());
+        }
+        if let Capacity::Bytes(bytes @ 1..) = self.dram_capacity()
+            && bytes < self.frame_bytes_max() as u64
+        {
+            let remedy = format!("one block takes up to {} bytes; give more, or 0", self.frame_bytes_max());
+            return wrong("dram_bytes", &bytes, remedy);
+        }
+        Ok(())
+    }
+
+    /// Encoded size of the largest frame this node takes, in bytes: two slices a layer (keys, values).
+    #[must_use]
+    pub fn frame_bytes_max(&self) -> usize {
+        let slices = (self.identity.layers as usize).saturating_mul(2).clamp(1, SLICES_MAX);
+        HEADER_FIXED_BYTES + slices * 8 + usize::try_from(self.block_bytes).unwrap_or(usize::MAX / 4)
+    }
+
+    /// Size of the DRAM tier.
+    #[must_use]
+    pub fn dram_capacity(&self) -> Capacity {
+        self.dram_blocks.map_or(Capacity::Bytes(self.dram_bytes), Capacity::Blocks)
+    }
+
+    /// Size of the SSD tier.
+    #[must_use]
+    pub fn ssd_capacity(&self) -> Capacity {
+        self.ssd_blocks.map_or(Capacity::Bytes(self.ssd_bytes), Capacity::Blocks)
+    }
+
+    pub(crate) fn limits(&self, capacity: Capacity) -> TierLimits {
+        TierLimits { capacity, watermark_high: self.watermark_high, watermark_low: self.watermark_low }
+    }
+
+    pub(crate) fn lease(&self) -> Duration {
+        Duration::from_millis(self.lease_ms)
+    }
+}
+
+fn wrong<T>(key: &'static str, got: &dyn ToString, remedy: String) -> Result<T, ConfigError> {
+    Err(ConfigError::Value { key, got: got.to_string(), remedy })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn the_default_is_valid() {
+        assert_eq!(NodeConfig::default().validate(), Ok(()));
+        assert_eq!(IdentitySection::default().manifest(), IdentityManifest::default());
+    }
+
+    #[test]
+    fn each_wrong_value_names_its_key() {
+        let good = NodeConfig::default;
+        let cases = [
+            ("block_bytes", NodeConfig { block_bytes: 0, ..good() }),
+            ("policy", NodeConfig { policy: "mru".to_owned(), ..good() }),
+            ("watermark_high", NodeConfig { watermark_high: 1.5, ..good() }),
+            ("watermark_low", NodeConfig { watermark_low: 0.99, ..good() }),
+            ("lease_ms", NodeConfig { lease_ms: 0, ..good() }),
+            ("fetch_inflight_bytes", NodeConfig { fetch_inflight_bytes: 5, ..good() }),
+            ("dram_bytes", NodeConfig { dram_bytes: 0, ..good() }),
+            ("dram_bytes", NodeConfig { dram_bytes: 100, ..good() }),
+        ];
+        for (key, config) in cases {
+            let message = config.validate().unwrap_err().to_string();
+            assert!(message.starts_with(key), "{message}");
+        }
+        let bad = IdentitySection { block_tokens: 3, ..IdentitySection::default() };
+        assert!(NodeConfig { identity: bad, ..good() }.validate().is_err());
+    }
+}

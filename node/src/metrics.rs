@@ -1,0 +1,104 @@
+//! Prometheus figures of a node. Wrappers only: nothing here decides anything.
+
+use kv_core::id::Tier;
+use kv_core::tier::TierStats;
+use prometheus::{IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
+
+/// All figures of one node. Clones share them.
+#[derive(Clone, Debug)]
+pub(crate) struct Metrics {
+    blocks: IntGaugeVec,
+    bytes: IntGaugeVec,
+    demoted: IntGaugeVec,
+    promoted: IntGaugeVec,
+    dropped: IntGaugeVec,
+    admitting: IntGaugeVec,
+    hits: IntCounterVec,
+    saved_bytes: IntCounter,
+    refused_blocks: IntCounter,
+    ssd_errors: IntCounter,
+    leases: IntGauge,
+    moves: IntGauge,
+}
+
+impl Metrics {
+    /// Makes and registers them.
+    pub(crate) fn new(registry: &Registry) -> Result<Metrics, prometheus::Error> {
+        let by_tier = |name: &str, help: &str| -> Result<IntGaugeVec, prometheus::Error> {
+            let gauge = IntGaugeVec::new(Opts::new(name, help), &["tier"])?;
+            registry.register(Box::new(gauge.clone()))?;
+            Ok(gauge)
+        };
+        let counter = |name: &str, help: &str| -> Result<IntCounter, prometheus::Error> {
+            let counter = IntCounter::new(name, help)?;
+            registry.register(Box::new(counter.clone()))?;
+            Ok(counter)
+        };
+        let gauge = |name: &str, help: &str| -> Result<IntGauge, prometheus::Error> {
+            let gauge = IntGauge::new(name, help)?;
+            registry.register(Box::new(gauge.clone()))?;
+            Ok(gauge)
+        };
+        let hits =
+            IntCounterVec::new(Opts::new("kvfleet_node_hits_total", "Blocks given to readers"), &["tier"])?;
+        registry.register(Box::new(hits.clone()))?;
+        Ok(Metrics {
+            blocks: by_tier("kvfleet_node_blocks", "Blocks that have their place in the tier")?,
+            bytes: by_tier("kvfleet_node_bytes", "Bytes of their slots")?,
+            demoted: by_tier(
+                "kvfleet_node_demoted_blocks",
+                "Blocks that left for a slower tier since start",
+            )?,
+            promoted: by_tier(
+                "kvfleet_node_promoted_blocks",
+                "Blocks that came from a slower tier since start",
+            )?,
+            dropped: by_tier("kvfleet_node_dropped_blocks", "Blocks dropped by pressure since start")?,
+            admitting: by_tier("kvfleet_node_admitting", "1 while the tier takes new blocks")?,
+            hits,
+            saved_bytes: counter("kvfleet_node_saved_bytes_total", "Encoded bytes committed")?,
+            refused_blocks: counter("kvfleet_node_refused_blocks_total", "Frames refused after an offer")?,
+            ssd_errors: counter("kvfleet_node_ssd_errors_total", "Reads and writes of the SSD that failed")?,
+            leases: gauge("kvfleet_node_leases", "Requests under way")?,
+            moves: gauge("kvfleet_node_moves", "Moves between DRAM and SSD in flight")?,
+        })
+    }
+
+    pub(crate) fn hit(&self, tier: Tier) {
+        self.hits.with_label_values(&[tier.name()]).inc();
+    }
+
+    pub(crate) fn saved(&self, bytes: usize) {
+        self.saved_bytes.inc_by(bytes as u64);
+    }
+
+    pub(crate) fn refused(&self, blocks: u32) {
+        self.refused_blocks.inc_by(u64::from(blocks));
+    }
+
+    pub(crate) fn ssd_error(&self) {
+        self.ssd_errors.inc();
+    }
+
+    pub(crate) fn tier(&self, tier: Tier, stats: &TierStats) {
+        let label = &[tier.name()];
+        set(&self.blocks.with_label_values(label), stats.blocks);
+        set(&self.bytes.with_label_values(label), stats.used_bytes);
+        set(&self.demoted.with_label_values(label), stats.demoted_blocks);
+        set(&self.promoted.with_label_values(label), stats.promoted_blocks);
+        set(&self.dropped.with_label_values(label), stats.dropped_blocks);
+        set(&self.admitting.with_label_values(label), u64::from(stats.admitting));
+    }
+
+    pub(crate) fn leases(&self, count: usize) {
+        set(&self.leases, count as u64);
+    }
+
+    pub(crate) fn moves(&self, count: usize) {
+        set(&self.moves, count as u64);
+    }
+}
+
+fn set(gauge: &IntGauge, value: u64) {
+    gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
+}

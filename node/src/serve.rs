@@ -1,0 +1,371 @@
+//! Fetch and save as they come from the wire, on top of the store.
+//!
+//! Bytes in DRAM are handed out by reference. What is saved is checked against what was offered before
+//! it is committed. Not here: the wire (`kvfleet-transport`) and who holds what (`store`).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kv_core::evict::BlockKey;
+use kv_core::id::{BlockHash, IdentityDigest, LeaseId, Tier};
+use kv_core::tier::{Asker, Offered, RefusedBy};
+use kvfleet_proto::frame::Frame;
+use kvfleet_proto::trace_context;
+use kvfleet_transport::{
+    BlockService, BoxFuture, FetchAnswer, FetchReply, FetchRequest, MissReason, SaveDone, SaveOffer,
+    SaveRefusal, SaveRequest, SaveSession,
+};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::time::Instant;
+use tracing::Instrument;
+
+use crate::arena::{Arena, Purpose};
+use crate::metrics::Metrics;
+use crate::store::{Ask, BUSY_RETRY, FetchPlan, OfferPlan, Planned, PlannedBytes, Reserved, StoreHandle};
+
+/// How long a save waits for a DRAM slot while demotions are under way, before the block is refused.
+pub const SAVE_ROOM_WAIT: Duration = Duration::from_secs(2);
+
+/// Blocks in one fetch or save: 1 Mi tokens in blocks of 16, the longest prompt anyone serves.
+pub const REQUEST_BLOCKS_MAX: usize = 65_536;
+
+/// In-flight bytes are counted in units of this many, so that large limits fit the counter.
+const PERMIT_BYTES: u64 = 1024;
+
+/// How long a waiting save sleeps at most before it asks for a slot again (a wake-up may be missed).
+const ROOM_POLL: Duration = Duration::from_millis(5);
+
+/// The node's side of every path.
+#[derive(Clone, Debug)]
+pub(crate) struct Service {
+    store: StoreHandle,
+    arena: Arena,
+    identity: IdentityDigest,
+    frame_bytes_max: usize,
+    inflight: Arc<Semaphore>,
+    inflight_permits: u32,
+    metrics: Metrics,
+}
+
+impl Service {
+    pub(crate) fn new(
+        store: StoreHandle,
+        arena: Arena,
+        identity: IdentityDigest,
+        frame_bytes_max: usize,
+        inflight_bytes: u64,
+        metrics: Metrics,
+    ) -> Service {
+        let inflight_permits = u32::try_from(inflight_bytes / PERMIT_BYTES).unwrap_or(u32::MAX).max(1);
+        let inflight = Arc::new(Semaphore::new(inflight_permits as usize));
+        Service { store, arena, identity, frame_bytes_max, inflight, inflight_permits, metrics }
+    }
+
+    async fn answer_fetch(&self, request: FetchRequest) -> FetchReply {
+        let reason = self.refuse_fetch(&request);
+        if let Some(reason) = reason {
+            return self.without_frames(FetchAnswer::Miss { reason });
+        }
+        let asker = asker(&request.asker);
+        let (deadline, asked) = (Instant::now() + request.deadline, request.hashes.len());
+        let hashes = request.hashes;
+        let identity = self.identity;
+        let held = hashes.clone();
+        match self.store.try_ask(|reply| Ask::Fetch { asker, hashes, reply }).await {
+            Ok(FetchPlan::Blocks(plan)) if plan.is_empty() => {
+                self.without_frames(FetchAnswer::Miss { reason: MissReason::NotHeld })
+            }
+            Ok(FetchPlan::Blocks(plan)) => {
+                let Some(permit) = self.permit(&plan) else { return self.busy() };
+                let tiers: Vec<Tier> = plan.iter().map(|block| block.tier).collect();
+                let answer = if tiers.len() == asked {
+                    FetchAnswer::Hit { tiers }
+                } else {
+                    FetchAnswer::Partial { tiers, reason: MissReason::NotHeld }
+                };
+                let frames = stream(identity, held, plan, deadline, permit);
+                FetchReply { answer, frames, epoch: self.store.shared.epoch() }
+            }
+            Ok(FetchPlan::Busy) | Err(_) => self.busy(),
+        }
+    }
+
+    fn refuse_fetch(&self, request: &FetchRequest) -> Option<MissReason> {
+        if request.asker.identity != self.identity {
+            return Some(MissReason::IdentityDiffers);
+        }
+        if request.epoch != self.store.shared.epoch() {
+            return Some(MissReason::StaleEpoch);
+        }
+        (request.hashes.is_empty() || request.hashes.len() > REQUEST_BLOCKS_MAX)
+            .then_some(MissReason::NotHeld)
+    }
+
+    /// Room for what must be loaded; blocks in DRAM are only referred to. `None` when there is none.
+    fn permit(&self, plan: &[Planned]) -> Option<Option<OwnedSemaphorePermit>> {
+        let loading = plan.iter().filter(|block| matches!(block.bytes, PlannedBytes::Loading(_)));
+        let bytes: u64 = loading.map(|block| u64::from(block.frame_bytes)).sum();
+        if bytes == 0 {
+            return Some(None);
+        }
+        // A request larger than the whole limit takes all of it and runs alone.
+        let count =
+            u32::try_from(bytes.div_ceil(PERMIT_BYTES)).unwrap_or(u32::MAX).min(self.inflight_permits);
+        Arc::clone(&self.inflight).try_acquire_many_owned(count).ok().map(Some)
+    }
+
+    fn busy(&self) -> FetchReply {
+        self.without_frames(FetchAnswer::Busy { retry_after: BUSY_RETRY })
+    }
+
+    fn without_frames(&self, answer: FetchAnswer) -> FetchReply {
+        let (_, frames) = mpsc::channel(1);
+        FetchReply { answer, frames, epoch: self.store.shared.epoch() }
+    }
+
+    async fn answer_save(&self, request: SaveRequest) -> (SaveOffer, Option<Box<dyn SaveSession>>) {
+        if request.asker.identity != self.identity {
+            return (SaveOffer::Refused(SaveRefusal::IdentityDiffers), None);
+        }
+        let frame_bytes = match u32::try_from(request.frame_bytes) {
+            Ok(bytes) if bytes > 0 && bytes as usize <= self.frame_bytes_max => bytes,
+            _ => return (SaveOffer::Refused(SaveRefusal::FrameSize), None),
+        };
+        if request.hashes.is_empty() || request.hashes.len() > REQUEST_BLOCKS_MAX {
+            return (SaveOffer::Refused(SaveRefusal::FrameSize), None);
+        }
+        let (asker, hashes) = (asker(&request.asker), request.hashes.clone());
+        let (parent, first_offset_blocks) = (request.parent, request.first_offset_blocks);
+        let ask = |reply| Ask::Offer { asker, parent, first_offset_blocks, hashes, frame_bytes, reply };
+        match self.store.try_ask(ask).await {
+            Ok(OfferPlan::Blocks(reserved)) => self.open_session(&request, frame_bytes, reserved),
+            Ok(OfferPlan::Busy) | Err(_) => (SaveOffer::Busy { retry_after: BUSY_RETRY }, None),
+        }
+    }
+
+    fn open_session(
+        &self,
+        request: &SaveRequest,
+        frame_bytes: u32,
+        reserved: Reserved,
+    ) -> (SaveOffer, Option<Box<dyn SaveSession>>) {
+        // No await between here and the session: it answers for the reserved blocks from now on.
+        let answers = reserved.into_answers();
+        if let Some(refusal) = all_refused(&answers) {
+            return (SaveOffer::Refused(refusal), None);
+        }
+        let count = |kind: fn(&Offered) -> bool| u32::try_from(answers.iter().filter(|a| kind(a)).count());
+        let wanted = answers.iter().zip(&request.hashes).filter_map(|(answer, hash)| match answer {
+            Offered::Wanted(key) => Some((*key, *hash)),
+            _ => None,
+        });
+        let mut wanted: Vec<(BlockKey, BlockHash)> = wanted.collect();
+        wanted.reverse();
+        let session = Session {
+            service: self.clone(),
+            lease: request.asker.lease,
+            frame_bytes: frame_bytes as usize,
+            wanted,
+            done: SaveDone {
+                present_blocks: count(|answer| matches!(answer, Offered::Present)).unwrap_or(u32::MAX),
+                refused_blocks: count(|answer| matches!(answer, Offered::Refused(_))).unwrap_or(u32::MAX),
+                ..SaveDone::default()
+            },
+        };
+        let marks = answers.iter().map(|answer| matches!(answer, Offered::Wanted(_))).collect();
+        (SaveOffer::Wanted(marks), Some(Box::new(session)))
+    }
+}
+
+fn asker(asker: &kvfleet_transport::Asker) -> Asker {
+    Asker { lease: asker.lease, tenant: asker.tenant, category: asker.category }
+}
+
+fn all_refused(answers: &[Offered]) -> Option<SaveRefusal> {
+    let mut refusal = None;
+    for answer in answers {
+        let Offered::Refused(by) = answer else { return None };
+        refusal.get_or_insert(match by {
+            RefusedBy::Quota => SaveRefusal::Quota,
+            RefusedBy::Full => SaveRefusal::Full,
+        });
+    }
+    refusal
+}
+
+/// The planned blocks as frames, in order; ends at the first that cannot be had in time.
+fn stream(
+    identity: IdentityDigest,
+    hashes: Vec<BlockHash>,
+    plan: Vec<Planned>,
+    deadline: Instant,
+    permit: Option<OwnedSemaphorePermit>,
+) -> mpsc::Receiver<Frame> {
+    let (send, frames) = mpsc::channel(plan.len().max(1));
+    let mut blocks = hashes.into_iter().zip(plan);
+    // What is in DRAM needs no task: the frames are references and all fit the channel.
+    for (hash, block) in blocks.by_ref() {
+        match block.bytes {
+            PlannedBytes::Ready(bytes) => drop(send.try_send(Frame { bytes, identity, hash })),
+            loading => {
+                let rest = blocks.map(|(hash, block)| (hash, block.bytes));
+                let rest: Vec<_> = std::iter::once((hash, loading)).chain(rest).collect();
+                tokio::spawn(stream_rest(identity, rest, deadline, send, permit));
+                break;
+            }
+        }
+    }
+    frames
+}
+
+async fn stream_rest(
+    identity: IdentityDigest,
+    rest: Vec<(BlockHash, PlannedBytes)>,
+    deadline: Instant,
+    send: mpsc::Sender<Frame>,
+    permit: Option<OwnedSemaphorePermit>,
+) {
+    for (hash, bytes) in rest {
+        let Some(bytes) = in_time(bytes, deadline).await else { break };
+        if send.send(Frame { bytes, identity, hash }).await.is_err() {
+            break;
+        }
+    }
+    drop(permit);
+}
+
+async fn in_time(bytes: PlannedBytes, deadline: Instant) -> Option<Bytes> {
+    match bytes {
+        PlannedBytes::Ready(bytes) => Some(bytes),
+        PlannedBytes::Loading(told) => tokio::time::timeout_at(deadline, told).await.ok()?.ok()?.ok(),
+    }
+}
+
+impl BlockService for Service {
+    fn fetch(&self, request: FetchRequest) -> BoxFuture<'_, FetchReply> {
+        let span = tracing::info_span!("node_fetch", request = %request.asker.request, blocks = request.hashes.len());
+        trace_context::set_parent(&span, &request.asker.traceparent);
+        Box::pin(self.answer_fetch(request).instrument(span))
+    }
+
+    fn save(&self, request: SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {
+        let span =
+            tracing::info_span!("node_save", request = %request.asker.request, blocks = request.hashes.len());
+        trace_context::set_parent(&span, &request.asker.traceparent);
+        Box::pin(self.answer_save(request).instrument(span))
+    }
+
+    fn release(&self, lease: LeaseId) -> BoxFuture<'_, ()> {
+        Box::pin(async move {
+            // A node that stops has no leases left to end.
+            let _ = self.store.ask(|reply| Ask::Release { lease, reply }).await;
+        })
+    }
+}
+
+/// A save under way.
+struct Session {
+    service: Service,
+    lease: LeaseId,
+    frame_bytes: usize,
+    /// Still to come, last first.
+    wanted: Vec<(BlockKey, BlockHash)>,
+    done: SaveDone,
+}
+
+impl Session {
+    async fn take(&mut self, frame: Frame) {
+        let Some((key, hash)) = self.wanted.pop() else {
+            self.done.refused_blocks += 1;
+            return;
+        };
+        // From here on the block is ours to end, one way or the other, even if this future is dropped.
+        let mut pending = Pending { store: &self.service.store, key: Some(key) };
+        match self.keep(&frame, hash).await {
+            Some(bytes) => {
+                let (lease, len) = (self.lease, bytes.len() as u64);
+                if self.service.store.tell(Ask::Put { lease, key, bytes }).await.is_ok() {
+                    pending.key = None;
+                    self.done.stored_blocks += 1;
+                    self.done.stored_bytes += len;
+                }
+            }
+            None => {
+                self.done.refused_blocks += 1;
+                self.service.metrics.refused(1);
+            }
+        }
+    }
+
+    /// The frame's bytes in the arena, if they are what was offered and there is room.
+    async fn keep(&self, frame: &Frame, hash: BlockHash) -> Option<Bytes> {
+        let len = frame.bytes.len();
+        if len > self.frame_bytes {
+            tracing::warn!(%hash, len, offered = self.frame_bytes, "a frame is larger than offered");
+            return None;
+        }
+        // Parsed again: what the peer's fields claim is not what its bytes say.
+        let parsed = Frame::parse(frame.bytes.clone());
+        if let Err(cause) = parsed.and_then(|parsed| parsed.verify(self.service.identity, hash)) {
+            tracing::warn!(%hash, %cause, "a saved frame is refused");
+            return None;
+        }
+        let waiting = tokio::time::timeout(SAVE_ROOM_WAIT, self.room(len));
+        let mut slot = waiting.await.ok()?;
+        slot.copy_from_slice(&frame.bytes);
+        Some(slot.freeze())
+    }
+
+    async fn room(&self, len: usize) -> crate::arena::SlotMut {
+        loop {
+            if let Some(slot) = self.service.arena.take(len, Purpose::Save) {
+                return slot;
+            }
+            // A timeout only means: look again.
+            let _ = tokio::time::timeout(ROOM_POLL, self.service.arena.freed()).await;
+        }
+    }
+
+    fn abort_rest(&mut self) {
+        let keys: Vec<BlockKey> = std::mem::take(&mut self.wanted).into_iter().map(|(key, _)| key).collect();
+        if !keys.is_empty() {
+            self.service.store.tell_later(Ask::Abort { keys });
+        }
+    }
+}
+
+/// A reserved block whose bytes are being taken; aborted unless it was put.
+struct Pending<'a> {
+    store: &'a StoreHandle,
+    key: Option<BlockKey>,
+}
+
+impl Drop for Pending<'_> {
+    fn drop(&mut self) {
+        if let Some(key) = self.key {
+            self.store.tell_later(Ask::Abort { keys: vec![key] });
+        }
+    }
+}
+
+impl SaveSession for Session {
+    fn put(&mut self, frame: Frame) -> BoxFuture<'_, ()> {
+        Box::pin(self.take(frame))
+    }
+
+    fn finish(mut self: Box<Self>) -> BoxFuture<'static, SaveDone> {
+        Box::pin(async move {
+            self.done.refused_blocks += u32::try_from(self.wanted.len()).unwrap_or(u32::MAX);
+            self.abort_rest();
+            let at = self.service.store.ask(|reply| Ask::Position { reply }).await;
+            SaveDone { visible_at: at.ok().flatten(), ..self.done.clone() }
+        })
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.abort_rest();
+    }
+}

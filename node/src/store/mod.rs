@@ -1,0 +1,391 @@
+//! The one task that owns the tier book, and with it every slot of DRAM and SSD of this node.
+//!
+//! Requests come in over a bounded channel, ends of SSD jobs over another; after each, the task runs
+//! what the book says and hands the changes to the outbox. Situations are beside: `fetching`, `saving`,
+//! `moving`, `status`. Not here: decisions (`kv_core::tier`) and the wire (`serve`).
+
+mod fetching;
+mod moving;
+mod saving;
+mod status;
+
+pub use fetching::{FetchPlan, Planned, PlannedBytes};
+pub(crate) use saving::charge;
+pub use saving::{OfferPlan, Reserved};
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use kv_core::evict::BlockKey;
+use kv_core::id::{BlockHash, Epoch, LeaseId, NodeId, Seq, TenantId, Timestamp};
+use kv_core::tier::{Asker, Book};
+use kvfleet_proto::pb;
+use kvfleet_transport::VisibleAt;
+use parking_lot::Mutex;
+use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio_util::sync::CancellationToken;
+
+use crate::announce::outbox::Outbox;
+use crate::arena::Arena;
+use crate::metrics::Metrics;
+use crate::tiers::ssd::{Done, SlotId, Ssd};
+use moving::{Load, Move, Trouble};
+
+/// Requests waiting for the task. It answers one in microseconds, so a full queue is some
+/// milliseconds of work; beyond it callers are told `Busy`.
+pub const STORE_QUEUE_MAX: usize = 1024;
+
+/// What a caller is told to wait when the queue is full.
+pub const BUSY_RETRY: Duration = Duration::from_millis(20);
+
+/// Housekeeping interval: leases, retries, gauges.
+const TICK: Duration = Duration::from_millis(20);
+
+/// Interval of the policies' background work.
+const REFIT: Duration = Duration::from_secs(1);
+
+/// What the task is asked.
+#[derive(Debug)]
+pub enum Ask {
+    /// Which of these blocks can be read, and their bytes.
+    Fetch {
+        /// Who asks.
+        asker: Asker,
+        /// The blocks.
+        hashes: Vec<BlockHash>,
+        /// The answer.
+        reply: oneshot::Sender<FetchPlan>,
+    },
+    /// Which of these blocks are wanted.
+    Offer {
+        /// Who asks.
+        asker: Asker,
+        /// Hash before the first one.
+        parent: Option<BlockHash>,
+        /// Offset of the first one.
+        first_offset_blocks: u32,
+        /// The blocks.
+        hashes: Vec<BlockHash>,
+        /// Encoded size of the largest frame.
+        frame_bytes: u32,
+        /// The answer.
+        reply: oneshot::Sender<OfferPlan>,
+    },
+    /// The verified bytes of a wanted block.
+    Put {
+        /// The save's lease, kept alive.
+        lease: LeaseId,
+        /// The reserved block.
+        key: BlockKey,
+        /// Its frame, in the arena.
+        bytes: Bytes,
+    },
+    /// Wanted blocks that will not come.
+    Abort {
+        /// Their keys.
+        keys: Vec<BlockKey>,
+    },
+    /// Where everything put so far becomes visible.
+    Position {
+        /// The answer.
+        reply: oneshot::Sender<Option<VisibleAt>>,
+    },
+    /// A request ended.
+    Release {
+        /// Its lease.
+        lease: LeaseId,
+        /// Note taken.
+        reply: oneshot::Sender<()>,
+    },
+    /// The routers gave a new epoch.
+    Joined {
+        /// The epoch.
+        epoch: Epoch,
+        /// Note taken: the outbox announces everything.
+        reply: oneshot::Sender<()>,
+    },
+    /// The routers' directives.
+    Directives {
+        /// Pinned blocks.
+        pins: BTreeSet<BlockHash>,
+        /// Quotas in bytes.
+        quotas: Vec<(TenantId, u64)>,
+    },
+    /// Announce everything anew; from `expected` on when the leader said so.
+    Reannounce {
+        /// The number the leader expects.
+        expected: Option<Seq>,
+        /// Note taken.
+        reply: oneshot::Sender<()>,
+    },
+    /// Everything there is to know.
+    Status {
+        /// The answer.
+        reply: oneshot::Sender<pb::NodeStatusReply>,
+    },
+}
+
+/// What the task shares with the others.
+#[derive(Debug)]
+pub struct Shared {
+    /// This node.
+    pub node: NodeId,
+    /// Announcements on their way.
+    pub outbox: Mutex<Outbox>,
+    /// Something new is in the outbox.
+    pub outbox_filled: Notify,
+    /// Last acknowledged announcement.
+    pub acked: watch::Sender<(Epoch, Seq)>,
+    epoch: AtomicU64,
+    dram_bytes: AtomicU64,
+    ssd_bytes: AtomicU64,
+}
+
+impl Shared {
+    /// Nothing announced, no epoch.
+    #[must_use]
+    pub fn new(node: NodeId) -> Shared {
+        Shared {
+            node,
+            outbox: Mutex::new(Outbox::default()),
+            outbox_filled: Notify::new(),
+            acked: watch::Sender::new((Epoch(0), Seq(0))),
+            epoch: AtomicU64::new(0),
+            dram_bytes: AtomicU64::new(0),
+            ssd_bytes: AtomicU64::new(0),
+        }
+    }
+
+    /// The present epoch; 0 before the first join.
+    #[must_use]
+    pub fn epoch(&self) -> Epoch {
+        Epoch(self.epoch.load(Ordering::Acquire))
+    }
+
+    /// Bytes in use in DRAM and on SSD, for heartbeats.
+    #[must_use]
+    pub fn used_bytes(&self) -> (u64, u64) {
+        (self.dram_bytes.load(Ordering::Relaxed), self.ssd_bytes.load(Ordering::Relaxed))
+    }
+}
+
+/// A way to ask the task.
+#[derive(Clone, Debug)]
+pub struct StoreHandle {
+    asks: mpsc::Sender<Ask>,
+    /// Shared state.
+    pub shared: Arc<Shared>,
+}
+
+/// The task's queue is full, or the node is stopping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Full;
+
+impl StoreHandle {
+    /// Asks at once or not at all.
+    pub(crate) async fn try_ask<T>(&self, ask: impl FnOnce(oneshot::Sender<T>) -> Ask) -> Result<T, Full> {
+        let (reply, answer) = oneshot::channel();
+        self.asks.try_send(ask(reply)).map_err(|_| Full)?;
+        answer.await.map_err(|_| Full)
+    }
+
+    /// Asks and waits for room: for parts of something already accepted.
+    pub(crate) async fn ask<T>(&self, ask: impl FnOnce(oneshot::Sender<T>) -> Ask) -> Result<T, Full> {
+        let (reply, answer) = oneshot::channel();
+        self.asks.send(ask(reply)).await.map_err(|_| Full)?;
+        answer.await.map_err(|_| Full)
+    }
+
+    pub(crate) async fn tell(&self, ask: Ask) -> Result<(), Full> {
+        self.asks.send(ask).await.map_err(|_| Full)
+    }
+
+    /// For destructors: at once if there is room, in the background otherwise.
+    pub(crate) fn tell_later(&self, ask: Ask) {
+        tell_later(&self.asks, ask);
+    }
+}
+
+fn tell_later(asks: &mpsc::Sender<Ask>, ask: Ask) {
+    if let Err(mpsc::error::TrySendError::Full(ask)) = asks.try_send(ask)
+        && let Ok(runtime) = tokio::runtime::Handle::try_current()
+    {
+        let asks = asks.clone();
+        runtime.spawn(async move { asks.send(ask).await });
+    }
+}
+
+/// Bytes of one block.
+#[derive(Debug, Default)]
+struct Row {
+    dram: Option<Bytes>,
+    ssd: Option<SlotId>,
+}
+
+/// What the store is made of.
+pub(crate) struct Parts {
+    pub(crate) book: Book,
+    pub(crate) policy: String,
+    pub(crate) arena: Arena,
+    pub(crate) ssd: Option<Ssd>,
+    pub(crate) done: mpsc::UnboundedReceiver<Done>,
+    pub(crate) rows: Vec<(BlockKey, SlotId)>,
+    pub(crate) frame_bytes_max: usize,
+    pub(crate) capacities: Capacities,
+    pub(crate) quarantined: u64,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) metrics: Metrics,
+    pub(crate) started: Instant,
+}
+
+pub(crate) use status::Capacities;
+
+/// The task's state.
+pub(crate) struct Store {
+    parts: Parts,
+    /// Its own queue, for answers that nobody heard; weak, so that the task ends with its askers.
+    asks: mpsc::WeakSender<Ask>,
+    rows: Vec<Row>,
+    moves: HashMap<u64, Move>,
+    next_token: u64,
+    loads: HashMap<BlockKey, Load>,
+    trouble: Option<Trouble>,
+    refitted: Instant,
+}
+
+impl Store {
+    /// Starts the task.
+    pub(crate) fn start(
+        mut parts: Parts,
+        stop: CancellationToken,
+    ) -> (StoreHandle, tokio::task::JoinHandle<()>) {
+        let (asks, inbox) = mpsc::channel(STORE_QUEUE_MAX);
+        let weak = asks.downgrade();
+        let handle = StoreHandle { asks, shared: Arc::clone(&parts.shared) };
+        let found = std::mem::take(&mut parts.rows);
+        let mut store = Store {
+            refitted: parts.started,
+            parts,
+            asks: weak,
+            rows: Vec::new(),
+            moves: HashMap::new(),
+            next_token: 0,
+            loads: HashMap::new(),
+            trouble: None,
+        };
+        for (key, slot) in found {
+            store.row(key).ssd = Some(slot);
+        }
+        (handle, tokio::spawn(store.run(inbox, stop)))
+    }
+
+    async fn run(mut self, mut inbox: mpsc::Receiver<Ask>, stop: CancellationToken) {
+        let mut tick = tokio::time::interval(TICK);
+        tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        self.pump();
+        loop {
+            let arena = self.parts.arena.clone();
+            tokio::select! {
+                () = stop.cancelled() => break,
+                ask = inbox.recv() => match ask {
+                    Some(ask) => self.answer(ask),
+                    None => break,
+                },
+                Some(done) = self.parts.done.recv() => self.on_done(done),
+                () = arena.freed() => {}
+                _ = tick.tick() => self.tick(),
+            }
+            self.pump();
+        }
+    }
+
+    fn answer(&mut self, ask: Ask) {
+        // A caller that went away drops its end; what it asked for is done anyway.
+        match ask {
+            Ask::Fetch { asker, hashes, reply } => drop(reply.send(self.fetch(asker, &hashes))),
+            Ask::Offer { asker, parent, first_offset_blocks, hashes, frame_bytes, reply } => {
+                let plan = self.offer(asker, parent, first_offset_blocks, &hashes, frame_bytes);
+                drop(reply.send(plan));
+            }
+            Ask::Put { lease, key, bytes } => self.put(lease, key, bytes),
+            Ask::Abort { keys } => keys.into_iter().for_each(|key| self.parts.book.abort(key)),
+            Ask::Position { reply } => drop(reply.send(self.position())),
+            Ask::Release { lease, reply } => {
+                self.parts.book.release(lease, self.now());
+                let _ = reply.send(());
+            }
+            Ask::Joined { epoch, reply } => {
+                self.joined(epoch);
+                let _ = reply.send(());
+            }
+            Ask::Directives { pins, quotas } => {
+                self.parts.book.set_pins(pins);
+                self.parts.book.set_quotas(quotas, self.now());
+            }
+            Ask::Reannounce { expected, reply } => {
+                self.reannounce(expected);
+                let _ = reply.send(());
+            }
+            Ask::Status { reply } => drop(reply.send(self.status())),
+        }
+    }
+
+    fn joined(&mut self, epoch: Epoch) {
+        let everything = self.parts.book.announce_all();
+        self.parts.shared.outbox.lock().joined(epoch, everything);
+        self.parts.shared.epoch.store(epoch.0, Ordering::Release);
+        self.parts.shared.outbox_filled.notify_one();
+    }
+
+    fn reannounce(&mut self, expected: Option<Seq>) {
+        let everything = self.parts.book.announce_all();
+        let mut outbox = self.parts.shared.outbox.lock();
+        match expected {
+            Some(expected) => outbox.resync(expected, everything),
+            None => outbox.refill(everything),
+        }
+        drop(outbox);
+        self.parts.shared.outbox_filled.notify_one();
+    }
+
+    fn position(&mut self) -> Option<VisibleAt> {
+        self.tell_changes();
+        let (epoch, seq) = self.parts.shared.outbox.lock().position()?;
+        Some(VisibleAt { node: self.parts.shared.node, epoch, seq })
+    }
+
+    /// Hands the book's changes to the outbox.
+    fn tell_changes(&mut self) {
+        let changes = self.parts.book.take_changes();
+        if !changes.is_empty() {
+            self.parts.shared.outbox.lock().push(changes);
+            self.parts.shared.outbox_filled.notify_one();
+        }
+    }
+
+    fn tick(&mut self) {
+        let now = self.now();
+        self.parts.book.expire(now);
+        if self.refitted.elapsed() >= REFIT {
+            self.refitted = Instant::now();
+            self.parts.book.refit(now);
+        }
+        self.retry_ssd();
+        self.show();
+    }
+
+    fn now(&self) -> Timestamp {
+        Timestamp(u64::try_from(self.parts.started.elapsed().as_micros()).unwrap_or(u64::MAX))
+    }
+
+    fn row(&mut self, key: BlockKey) -> &mut Row {
+        let position = key.0 as usize;
+        if self.rows.len() <= position {
+            self.rows.resize_with(position + 1, Row::default);
+        }
+        &mut self.rows[position]
+    }
+}

@@ -1,0 +1,90 @@
+//! What the node says about itself: status replies and gauges.
+
+use std::sync::atomic::Ordering;
+
+use kv_core::id::Tier;
+use kv_core::tier::Capacity;
+use kvfleet_proto::pb;
+
+use super::Store;
+
+/// Sizes as configured, for status.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Capacities {
+    pub(crate) dram: Capacity,
+    pub(crate) ssd: Capacity,
+    /// Slot of the largest frame in each tier, to show a number of blocks as bytes.
+    pub(crate) dram_slot: u64,
+    pub(crate) ssd_slot: u64,
+}
+
+fn bytes(capacity: Capacity, slot: u64) -> u64 {
+    match capacity {
+        Capacity::Bytes(bytes) => bytes,
+        Capacity::Blocks(blocks) => blocks.saturating_mul(slot),
+    }
+}
+
+impl Store {
+    pub(super) fn status(&self) -> pb::NodeStatusReply {
+        let outbox = self.parts.shared.outbox.lock();
+        pb::NodeStatusReply {
+            node: self.parts.shared.node.0,
+            epoch: self.parts.shared.epoch().0,
+            announced_seq: outbox.last().0,
+            acknowledged_seq: outbox.acked().0,
+            tiers: vec![self.tier_status(Tier::Dram), self.tier_status(Tier::Ssd)],
+            leases: self.parts.book.lease_count() as u64,
+            tenants: self.tenants(),
+            quarantined_files: self.parts.quarantined,
+            pinned_blocks: self.parts.book.pinned_blocks(),
+            policy: self.parts.policy.clone(),
+        }
+    }
+
+    fn tier_status(&self, tier: Tier) -> pb::TierStatus {
+        let stats = self.parts.book.stats(tier);
+        let sizes = self.parts.capacities;
+        let capacity_bytes = match tier {
+            Tier::Ssd => bytes(sizes.ssd, sizes.ssd_slot),
+            Tier::Dram | Tier::Gpu => bytes(sizes.dram, sizes.dram_slot),
+        };
+        pb::TierStatus {
+            tier: tier as u32,
+            capacity_bytes,
+            used_bytes: stats.used_bytes,
+            blocks: stats.blocks,
+            admitting: stats.admitting && capacity_bytes > 0,
+            why_not: self.why_not(tier, capacity_bytes),
+        }
+    }
+
+    fn why_not(&self, tier: Tier, capacity_bytes: u64) -> String {
+        match &self.trouble {
+            Some(trouble) if tier == Tier::Ssd => trouble.reason.clone(),
+            _ if capacity_bytes == 0 => "switched off".to_owned(),
+            _ => String::new(),
+        }
+    }
+
+    fn tenants(&self) -> Vec<pb::TenantUse> {
+        let row = |(tenant, bytes, quota): (kv_core::id::TenantId, u64, Option<u64>)| pb::TenantUse {
+            tenant: tenant.0,
+            bytes,
+            quota_bytes: quota.unwrap_or(0),
+            has_quota: quota.is_some(),
+        };
+        self.parts.book.tenants().map(row).collect()
+    }
+
+    /// Brings gauges and heartbeat figures up to date.
+    pub(super) fn show(&self) {
+        let (dram, ssd) = (self.parts.book.stats(Tier::Dram), self.parts.book.stats(Tier::Ssd));
+        self.parts.shared.dram_bytes.store(dram.used_bytes, Ordering::Relaxed);
+        self.parts.shared.ssd_bytes.store(ssd.used_bytes, Ordering::Relaxed);
+        self.parts.metrics.tier(Tier::Dram, &dram);
+        self.parts.metrics.tier(Tier::Ssd, &ssd);
+        self.parts.metrics.leases(self.parts.book.lease_count());
+        self.parts.metrics.moves(self.moves.len());
+    }
+}

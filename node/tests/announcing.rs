@@ -1,0 +1,228 @@
+//! A node and a router that records: what it hears, in which order, through losses of every kind.
+#![allow(clippy::unwrap_used)]
+
+mod world;
+
+use std::os::unix::fs::FileExt;
+
+use kv_core::id::{LeaseId, Tier};
+use kvfleet_node::{Node, NodeConfig};
+use kvfleet_proto::convert;
+use kvfleet_proto::pb::{self, announce_reply};
+use kvfleet_transport::{FetchAnswer, MissReason};
+use world::*;
+
+async fn settle(world: &World, node: &Node) -> pb::SettleReply {
+    let mut control = world.control(node.control_addr()).await;
+    control.settle(pb::SettleRequest { timeout_ms: 30_000 }).await.unwrap().into_inner()
+}
+
+#[tokio::test]
+async fn saves_become_visible_under_the_number_that_was_promised() {
+    let world = World::new();
+    let router = FakeRouter::default();
+    let node = start(&world.config(&[router.serve(&world.identity).await])).await;
+    let epoch = router.joined().await;
+    let path = world.dial(node.data_addr()).await;
+    let at = eventually("the node knows its epoch", async || save(&*path, 1, 0..4).await.visible_at).await;
+    assert_eq!((at.node.0, at.epoch.0), (3, epoch));
+    router.holds("the batch arrives", |state| state.next > at.seq.0).await;
+    assert_eq!(router.state.lock().blocks.len(), 4);
+    let join = router.state.lock().joins[0].clone();
+    assert_eq!(join.data_address, node.data_addr().to_string());
+    assert_eq!(join.control_address, node.control_addr().to_string());
+    let settled = settle(&world, &node).await;
+    assert!(settled.settled && settled.epoch == epoch && settled.acknowledged_seq >= at.seq.0, "{settled:?}");
+    router.holds("heartbeats go on", |state| state.heartbeats > 3).await;
+    let (answer, _) = fetch(&*path, 9, epoch, &hashes(0..4)).await;
+    assert_eq!(answer, FetchAnswer::Hit { tiers: vec![Tier::Dram; 4] });
+}
+
+#[tokio::test]
+async fn blocks_saved_while_routers_are_away_are_announced_later() {
+    let world = World::new();
+    let router = FakeRouter::default();
+    router.state.lock().leader_elsewhere = Some(String::from("127.0.0.1:1"));
+    let node = start(&world.config(&[router.serve(&world.identity).await])).await;
+    let path = world.dial(node.data_addr()).await;
+    assert_eq!(save(&*path, 1, 0..4).await.stored_blocks, 4);
+    router.state.lock().leader_elsewhere = None;
+    router.holds("all blocks are announced", |state| state.blocks.len() == 4).await;
+}
+
+#[tokio::test]
+async fn the_leader_is_followed() {
+    let world = World::new();
+    let (leader, follower) = (FakeRouter::default(), FakeRouter::default());
+    let leader_address = leader.serve(&world.identity).await;
+    follower.state.lock().leader_elsewhere = Some(leader_address);
+    let node = start(&world.config(&[follower.serve(&world.identity).await])).await;
+    leader.joined().await;
+    let path = world.dial(node.data_addr()).await;
+    save(&*path, 1, 0..2).await;
+    leader.holds("the leader hears", |state| state.blocks.len() == 2).await;
+    assert_eq!(follower.state.lock().epoch, 0);
+}
+
+#[tokio::test]
+async fn a_new_leader_gets_the_rest_under_the_same_epoch() {
+    let world = World::new();
+    let (old, new) = (FakeRouter::default(), FakeRouter::default());
+    let new_address = new.serve(&world.identity).await;
+    let node = start(&world.config(&[old.serve(&world.identity).await])).await;
+    old.joined().await;
+    let path = world.dial(node.data_addr()).await;
+    save(&*path, 1, 0..2).await;
+    settle(&world, &node).await;
+    {
+        // The new leader has the log of the old one, one batch short.
+        let mut state = new.state.lock();
+        (state.epoch, state.next) = (1, old.state.lock().next - 1);
+    }
+    old.state.lock().leader_elsewhere = Some(new_address.clone());
+    let away = announce_reply::Body::NotLeader(pb::NotLeader { leader: 2, address: new_address });
+    old.state.lock().scripted = vec![away];
+    save(&*path, 2, 2..4).await;
+    new.holds("everything is known", |state| state.blocks.len() == 4).await;
+    assert!(new.state.lock().joins.is_empty(), "no new epoch was needed");
+}
+
+#[tokio::test]
+async fn a_fenced_node_joins_again_and_announces_everything() {
+    let world = World::new();
+    let router = FakeRouter::default();
+    let node = start(&world.config(&[router.serve(&world.identity).await])).await;
+    router.joined().await;
+    let path = world.dial(node.data_addr()).await;
+    save(&*path, 1, 0..3).await;
+    settle(&world, &node).await;
+    router.state.lock().epoch = 7;
+    router.holds("a new epoch", |state| state.epoch == 8 && state.blocks.len() == 3).await;
+    eventually("old epochs miss", async || {
+        let (answer, _) = fetch(&*path, 2, 1, &hashes(0..1)).await;
+        (answer == FetchAnswer::Miss { reason: MissReason::StaleEpoch }).then_some(())
+    })
+    .await;
+    assert_eq!(fetch(&*path, 3, 8, &hashes(0..3)).await.1, 3);
+}
+
+#[tokio::test]
+async fn gaps_and_busy_leaders_lose_nothing() {
+    let world = World::new();
+    let router = FakeRouter::default();
+    let node = start(&world.config(&[router.serve(&world.identity).await])).await;
+    router.joined().await;
+    let path = world.dial(node.data_addr()).await;
+    save(&*path, 1, 0..2).await;
+    settle(&world, &node).await;
+    let busy = pb::Busy { retry_after_ms: 5, seq: router.state.lock().next };
+    router.state.lock().scripted = vec![announce_reply::Body::Busy(busy)];
+    save(&*path, 2, 10..12).await;
+    router.holds("the busy batch came again", |state| state.blocks.len() == 4).await;
+    {
+        let mut state = router.state.lock();
+        state.next -= 1;
+        state.blocks.clear();
+    }
+    save(&*path, 3, 20..21).await;
+    router.holds("the gap was filled", |state| state.blocks.len() == 5).await;
+}
+
+#[tokio::test]
+async fn directives_pin_and_limit() {
+    let world = World::new();
+    let router = FakeRouter::default();
+    let config = NodeConfig { dram_blocks: Some(2), ..world.config(&[router.serve(&world.identity).await]) };
+    let node = start(&config).await;
+    router.joined().await;
+    let path = world.dial(node.data_addr()).await;
+    let pins = vec![pb::PinnedBlocks { pin: 1, blocks: convert::hashes_to_bytes(&[hash(0)]) }];
+    let quotas = vec![pb::Quota { tenant: 5, bytes: 1 }];
+    router.state.lock().directives = Some(pb::Directives { version: 4, pins, quotas, ttls: vec![] });
+    save(&*path, 1, 0..1).await;
+    let mut control = world.control(node.control_addr()).await;
+    eventually("the pin counts", async || {
+        let status = control.node_status(pb::NodeStatusRequest {}).await.unwrap().into_inner();
+        (status.pinned_blocks == 1).then_some(())
+    })
+    .await;
+    for number in 1..5 {
+        save(&*path, 1 + number, number * 10..number * 10 + 1).await;
+    }
+    let epoch = router.state.lock().epoch;
+    assert_eq!(fetch(&*path, 50, epoch, &[hash(0)]).await.1, 1, "the pinned block stayed");
+}
+
+/// A node with two blocks in DRAM and the rest on SSD, as the router knows it.
+async fn spread(world: &World, router: &FakeRouter) -> (Node, NodeConfig) {
+    let address = router.serve(&world.identity).await;
+    let config = NodeConfig { dram_blocks: Some(2), ssd_blocks: Some(30), ..world.config(&[address]) };
+    let node = start(&config).await;
+    router.joined().await;
+    let path = world.dial(node.data_addr()).await;
+    for number in 0..10 {
+        save(&*path, number, number..number + 1).await;
+    }
+    router
+        .holds("eight blocks are on SSD", |state| {
+            state.blocks.values().filter(|tier| **tier == Tier::Ssd).count() == 8
+        })
+        .await;
+    (node, config)
+}
+
+async fn after_restart(world: &World, router: &FakeRouter, config: &NodeConfig) -> Node {
+    let node = start_again(config).await;
+    router
+        .holds("the second epoch knows the SSD blocks", |state| {
+            state.epoch == 2
+                && state.blocks.len() >= 8
+                && state.blocks.values().all(|tier| *tier == Tier::Ssd)
+        })
+        .await;
+    let path = world.dial(node.data_addr()).await;
+    let epoch = 2;
+    for number in 0..8 {
+        let (answer, frames) = fetch(&*path, 100 + number, epoch, &[hash(number)]).await;
+        assert_eq!(frames, 1, "block {number}: {answer:?}");
+        path.release(LeaseId(100 + number)).await.unwrap();
+    }
+    node
+}
+
+#[tokio::test]
+async fn blocks_on_ssd_are_hits_again_after_a_restart() {
+    let (world, router) = (World::new(), FakeRouter::default());
+    let (node, config) = spread(&world, &router).await;
+    node.shutdown().await;
+    after_restart(&world, &router, &config).await.shutdown().await;
+}
+
+#[tokio::test]
+async fn blocks_on_ssd_survive_a_node_that_stopped_without_a_word() {
+    let (world, router) = (World::new(), FakeRouter::default());
+    let (node, config) = spread(&world, &router).await;
+    drop(node);
+    after_restart(&world, &router, &config).await;
+}
+
+#[tokio::test]
+async fn bytes_corrupted_on_ssd_are_never_served_and_their_block_is_taken_back() {
+    let (world, router) = (World::new(), FakeRouter::default());
+    let (node, config) = spread(&world, &router).await;
+    node.shutdown().await;
+    let file = config.data_dir.join("blocks-8192.kvs");
+    let file = std::fs::OpenOptions::new().write(true).open(file).unwrap();
+    let slots = (file.metadata().unwrap().len() - 4096) / 8192;
+    for slot in 0..slots {
+        file.write_all_at(b"not what was saved", 4096 + slot * 8192 + 3000).unwrap();
+    }
+    let node = start_again(&config).await;
+    router.holds("headers are in order", |state| state.epoch == 2 && state.blocks.len() >= 8).await;
+    let path = world.dial(node.data_addr()).await;
+    let known: Vec<_> = router.state.lock().blocks.keys().copied().collect();
+    for (lease, block) in (0u64..).zip(&known) {
+        assert_eq!(fetch(&*path, 500 + lease, 2, &[*block]).await.1, 0);
+    }
+    router.holds("all corrupt blocks are taken back", |state| state.blocks.is_empty()).await;
+}

@@ -1,0 +1,242 @@
+//! A node over real QUIC: saving, fetching, refusing, limits, and errors at start.
+#![allow(clippy::unwrap_used)]
+
+mod world;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use kv_core::id::{Epoch, IdentityDigest, LeaseId, TenantId, Tier};
+use kvfleet_node::tiers::ssd::SsdFaults;
+use kvfleet_node::{Node, NodeConfig, QuotaSection, TlsSection};
+use kvfleet_proto::frame::Frame;
+use kvfleet_proto::pb;
+use kvfleet_transport::{FetchAnswer, MissReason, SaveAnswer, SaveRefusal};
+use prometheus::Registry;
+use world::*;
+
+#[tokio::test]
+async fn what_was_saved_is_fetched_without_any_router() {
+    let world = World::new();
+    let node = start(&world.config(&[])).await;
+    let path = world.dial(node.data_addr()).await;
+    let done = save(&*path, 1, 0..5).await;
+    assert_eq!((done.stored_blocks, done.present_blocks, done.refused_blocks), (5, 0, 0));
+    assert_eq!(done.visible_at, None, "nobody gave an epoch yet");
+    let (answer, frames) = fetch(&*path, 2, 0, &hashes(0..5)).await;
+    assert_eq!((answer, frames), (FetchAnswer::Hit { tiers: vec![Tier::Dram; 5] }, 5));
+    let (answer, frames) = fetch(&*path, 2, 0, &hashes(0..8)).await;
+    let partial = FetchAnswer::Partial { tiers: vec![Tier::Dram; 5], reason: MissReason::NotHeld };
+    assert_eq!((answer, frames), (partial, 5));
+    let (answer, _) = fetch(&*path, 3, 0, &hashes(50..51)).await;
+    assert_eq!(answer, FetchAnswer::Miss { reason: MissReason::NotHeld });
+    assert_eq!(save(&*path, 4, 0..6).await.present_blocks, 5);
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn another_epoch_or_identity_is_a_miss_with_its_reason() {
+    let world = World::new();
+    let node = start(&world.config(&[])).await;
+    let path = world.dial(node.data_addr()).await;
+    save(&*path, 1, 0..1).await;
+    let (answer, _) = fetch(&*path, 2, 9, &hashes(0..1)).await;
+    assert_eq!(answer, FetchAnswer::Miss { reason: MissReason::StaleEpoch });
+    let mut request = fetch_request(3, Epoch(0), &hashes(0..1));
+    request.asker.identity = IdentityDigest([9; 16]);
+    let answer = path.fetch(request, &mut |_| panic!("bytes of another identity")).await.unwrap();
+    assert_eq!(answer, FetchAnswer::Miss { reason: MissReason::IdentityDiffers });
+    let all = hashes(5..6);
+    let mut request = save_request(4, 5, &all);
+    request.asker.identity = IdentityDigest([9; 16]);
+    let answer = path.save(request, &|position| frame(all[position])).await.unwrap();
+    assert_eq!(answer, SaveAnswer::Refused(SaveRefusal::IdentityDiffers));
+}
+
+#[tokio::test]
+async fn wrong_bytes_are_counted_and_never_served() {
+    let world = World::new();
+    let node = start(&world.config(&[])).await;
+    let path = world.dial(node.data_addr()).await;
+    let all = hashes(0..3);
+    let request = save_request(1, 0, &all);
+    let damaged = |position: usize| {
+        let good = frame(all[position]);
+        match position {
+            1 => {
+                let mut bytes = good.bytes.to_vec();
+                *bytes.last_mut().unwrap() ^= 1;
+                Frame { bytes: bytes.into(), ..good }
+            }
+            2 => frame(hash(77)),
+            _ => good,
+        }
+    };
+    let SaveAnswer::Done(done) = path.save(request, &damaged).await.unwrap() else { panic!("not done") };
+    assert_eq!((done.stored_blocks, done.refused_blocks), (1, 2));
+    path.release(LeaseId(1)).await.unwrap();
+    assert_eq!(fetch(&*path, 2, 0, &all).await.1, 1);
+    assert_eq!(fetch(&*path, 2, 0, &hashes(77..78)).await.1, 0);
+    let status = status(&world, &node).await;
+    assert_eq!(status.tiers[0].blocks, 1, "room of refused blocks is free again");
+    assert_eq!(save(&*path, 3, 0..3).await.stored_blocks, 2);
+}
+
+#[tokio::test]
+async fn frames_too_large_are_refused_before_they_are_sent() {
+    let world = World::new();
+    let node = start(&world.config(&[])).await;
+    let path = world.dial(node.data_addr()).await;
+    let all = hashes(0..1);
+    let mut request = save_request(1, 0, &all);
+    request.frame_bytes = 1 << 20;
+    let answer = path.save(request, &|_| panic!("must not be asked for")).await.unwrap();
+    assert_eq!(answer, SaveAnswer::Refused(SaveRefusal::FrameSize));
+}
+
+#[tokio::test]
+async fn a_tier_holds_exactly_its_blocks_and_drops_the_oldest() {
+    let world = World::new();
+    let node = start(&NodeConfig { dram_blocks: Some(4), ..world.config(&[]) }).await;
+    let path = world.dial(node.data_addr()).await;
+    for number in 0..6 {
+        assert_eq!(save(&*path, number, number * 10..number * 10 + 1).await.stored_blocks, 1);
+    }
+    assert_eq!(status(&world, &node).await.tiers[0].blocks, 4);
+    for number in 0..6 {
+        let expected = usize::from(number >= 2);
+        assert_eq!(fetch(&*path, 100 + number, 0, &[hash(number * 10)]).await.1, expected, "block {number}");
+    }
+}
+
+#[tokio::test]
+async fn a_request_larger_than_the_node_keeps_its_head() {
+    let world = World::new();
+    let node = start(&NodeConfig { dram_blocks: Some(4), ..world.config(&[]) }).await;
+    let path = world.dial(node.data_addr()).await;
+    let done = save(&*path, 1, 0..10).await;
+    assert_eq!((done.stored_blocks, done.refused_blocks), (4, 6));
+    assert_eq!(fetch(&*path, 2, 0, &hashes(0..10)).await.1, 4);
+}
+
+#[tokio::test]
+async fn a_tenant_never_holds_more_than_its_quota() {
+    let world = World::new();
+    let bytes = frame(hash(0)).bytes.len() as u64 * 2;
+    let quotas = vec![QuotaSection { tenant: 0, bytes }];
+    let node = start(&NodeConfig { quotas, ..world.config(&[]) }).await;
+    let path = world.dial(node.data_addr()).await;
+    let done = save(&*path, 1, 0..3).await;
+    assert_eq!((done.stored_blocks, done.refused_blocks), (2, 1));
+    let tenants = status(&world, &node).await.tenants;
+    assert_eq!(
+        tenants,
+        vec![pb::TenantUse { tenant: TenantId(0).0, bytes, quota_bytes: bytes, has_quota: true }]
+    );
+}
+
+#[tokio::test]
+async fn dram_gives_way_to_ssd_and_blocks_come_back_from_there() {
+    for io_uring in [true, false] {
+        let world = World::new();
+        let config = NodeConfig { dram_blocks: Some(2), ssd_blocks: Some(20), io_uring, ..world.config(&[]) };
+        let node = start(&config).await;
+        let path = world.dial(node.data_addr()).await;
+        for number in 0..10 {
+            save(&*path, number, number * 10..number * 10 + 1).await;
+        }
+        for number in 0..10 {
+            assert_eq!(fetch(&*path, 100 + number, 0, &[hash(number * 10)]).await.1, 1, "block {number}");
+            path.release(LeaseId(100 + number)).await.unwrap();
+        }
+        let status = status(&world, &node).await;
+        assert_eq!((status.tiers[0].blocks, status.tiers[1].blocks), (2, 8));
+    }
+}
+
+#[tokio::test]
+async fn a_request_larger_than_dram_is_read_from_ssd_at_once() {
+    let world = World::new();
+    let config = NodeConfig { dram_blocks: Some(3), ssd_blocks: Some(60), ..world.config(&[]) };
+    let node = start(&config).await;
+    let path = world.dial(node.data_addr()).await;
+    assert_eq!(save(&*path, 1, 0..50).await.stored_blocks, 50);
+    for lease in 2..5 {
+        assert_eq!(fetch(&*path, lease, 0, &hashes(0..50)).await.1, 50);
+        path.release(LeaseId(lease)).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_full_disk_stops_the_tier_and_not_the_node() {
+    let world = World::new();
+    let config = NodeConfig { dram_blocks: Some(2), ssd_blocks: Some(20), ..world.config(&[]) };
+    let faults = Arc::new(SsdFaults::default());
+    let node = Node::start_with_faults(config, &Registry::new(), Arc::clone(&faults)).await.unwrap();
+    let path = world.dial(node.data_addr()).await;
+    faults.write_errno.store(libc::ENOSPC, Ordering::Relaxed);
+    for number in 0..6 {
+        assert_eq!(save(&*path, number, number * 10..number * 10 + 1).await.stored_blocks, 1);
+    }
+    let why = eventually("the tier stops admitting", async || {
+        let ssd = status(&world, &node).await.tiers[1].clone();
+        (!ssd.admitting).then_some(ssd.why_not)
+    })
+    .await;
+    assert!(why.contains("space"), "{why}");
+    assert!(why.contains("again every 5 s"), "{why}");
+    assert_eq!(fetch(&*path, 99, 0, &[hash(50)]).await.1, 1, "the newest block is still served");
+}
+
+#[tokio::test]
+async fn a_failing_medium_is_a_miss_and_the_block_goes() {
+    let world = World::new();
+    let config = NodeConfig { dram_blocks: Some(1), ssd_blocks: Some(20), ..world.config(&[]) };
+    let faults = Arc::new(SsdFaults::default());
+    let node = Node::start_with_faults(config, &Registry::new(), Arc::clone(&faults)).await.unwrap();
+    let path = world.dial(node.data_addr()).await;
+    faults.read_errno.store(libc::EIO, Ordering::Relaxed);
+    // Each try saves one more, so that an older one is on SSD only some time.
+    let mut number = 0;
+    let lost = eventually("a block is on SSD only", async || {
+        number += 1;
+        save(&*path, number, number * 10..number * 10 + 1).await;
+        let older = hash(number.saturating_sub(3).max(1) * 10);
+        let (answer, frames) = fetch(&*path, 1_000 + number, 0, &[older]).await;
+        path.release(LeaseId(1_000 + number)).await.unwrap();
+        (frames == 0 && answer != FetchAnswer::Miss { reason: MissReason::NotHeld }).then_some(older)
+    })
+    .await;
+    faults.read_errno.store(0, Ordering::Relaxed);
+    let (answer, _) = fetch(&*path, 5_000, 0, &[lost]).await;
+    assert_eq!(answer, FetchAnswer::Miss { reason: MissReason::NotHeld });
+    assert_eq!(save(&*path, 5_001, 7..8).await.stored_blocks, 1, "the node goes on");
+}
+
+#[tokio::test]
+async fn each_bad_start_says_what_to_do() {
+    let world = World::new();
+    let good = world.config(&[]);
+    let node = start(&good).await;
+    let taken = [node.data_addr().to_string(), node.control_addr().to_string()];
+    let file = world.dir.path().join("a-file");
+    std::fs::write(&file, b"").unwrap();
+    let gone = TlsSection { cert: world.dir.path().join("none.pem"), ..good.tls.clone() };
+    let cases = [
+        (NodeConfig { data_listen: taken[0].clone(), ..good.clone() }, "choose a free port"),
+        (NodeConfig { control_listen: taken[1].clone(), ..good.clone() }, "choose a free port"),
+        (NodeConfig { control_listen: "here".to_owned(), ..good.clone() }, "control_listen is \"here\""),
+        (NodeConfig { tls: gone, ..good.clone() }, "none.pem"),
+        (NodeConfig { data_dir: file.join("x"), ssd_blocks: Some(4), ..good.clone() }, "a-file/x"),
+        (NodeConfig { policy: "newest".to_owned(), ..good.clone() }, "choose one of"),
+    ];
+    for (config, expected) in cases {
+        let message = Node::start(config, &Registry::new()).await.unwrap_err().to_string();
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+async fn status(world: &World, node: &Node) -> pb::NodeStatusReply {
+    let mut control = world.control(node.control_addr()).await;
+    control.node_status(pb::NodeStatusRequest {}).await.unwrap().into_inner()
+}

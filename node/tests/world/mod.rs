@@ -1,0 +1,354 @@
+//! What the node's tests stand in: a certificate authority, a router that records, and a client.
+#![allow(clippy::unwrap_used, unreachable_pub, dead_code)]
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::Path as FilePath;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, LeaseId, RequestId, TenantId, Tier};
+use kv_core::index::command::Change;
+use kvfleet_node::{Node, NodeConfig, TlsSection};
+use kvfleet_proto::frame::{Frame, KeyForm, seal};
+use kvfleet_proto::pb::node_control_client::NodeControlClient;
+use kvfleet_proto::pb::router_server::{Router, RouterServer};
+use kvfleet_proto::pb::{self, announce_reply, announce_request};
+use kvfleet_proto::tls::{Identity, SERVER_NAME, TlsFiles};
+use kvfleet_proto::{content, convert};
+use kvfleet_transport::quic::{QuicConfig, QuicDialer};
+use kvfleet_transport::{Asker, Dialer, FetchAnswer, FetchRequest, Path, SaveAnswer, SaveDone, SaveRequest};
+use parking_lot::Mutex;
+use prometheus::Registry;
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use tokio::sync::mpsc;
+use tokio_stream::Stream;
+use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tonic::transport::{Channel, Endpoint, Server};
+use tonic::{Request, Response, Status, Streaming};
+
+/// Payload of a test block in bytes.
+pub const BLOCK_BYTES: usize = 6000;
+
+/// A directory with the files of one cluster.
+pub struct World {
+    pub dir: tempfile::TempDir,
+    pub identity: Identity,
+}
+
+impl World {
+    pub fn new() -> World {
+        let dir = tempfile::tempdir().unwrap();
+        write_certificates(dir.path());
+        let identity = files(dir.path()).load().unwrap();
+        World { dir, identity }
+    }
+
+    pub fn config(&self, routers: &[String]) -> NodeConfig {
+        let files = files(self.dir.path());
+        NodeConfig {
+            id: 3,
+            routers: routers.to_vec(),
+            data_dir: self.dir.path().join("ssd"),
+            dram_blocks: Some(64),
+            ssd_blocks: Some(0),
+            block_bytes: BLOCK_BYTES as u64,
+            policy: "lru".to_owned(),
+            watermark_high: 1.0,
+            watermark_low: 1.0,
+            tls: TlsSection { ca: files.ca, cert: files.cert, key: files.key },
+            ..NodeConfig::default()
+        }
+    }
+
+    pub async fn dial(&self, address: SocketAddr) -> Arc<dyn Path> {
+        let dialer = QuicDialer::new(&self.identity, QuicConfig::default());
+        dialer.dial(address.to_string()).await.unwrap()
+    }
+
+    pub async fn control(&self, address: SocketAddr) -> NodeControlClient<Channel> {
+        let endpoint = Endpoint::from_shared(format!("https://{address}")).unwrap();
+        let channel = endpoint.tls_config(self.identity.client_tls()).unwrap().connect().await.unwrap();
+        NodeControlClient::new(channel)
+    }
+}
+
+fn files(dir: &FilePath) -> TlsFiles {
+    TlsFiles { ca: dir.join("ca.pem"), cert: dir.join("cert.pem"), key: dir.join("key.pem") }
+}
+
+fn write_certificates(dir: &FilePath) {
+    let mut params = CertificateParams::new(vec![]).unwrap();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+    let key = KeyPair::generate().unwrap();
+    let params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).unwrap();
+    let cert = params.signed_by(&key, &authority).unwrap();
+    let files = files(dir);
+    std::fs::write(files.ca, authority.pem()).unwrap();
+    std::fs::write(files.cert, cert.pem()).unwrap();
+    std::fs::write(files.key, key.serialize_pem()).unwrap();
+}
+
+pub async fn start(config: &NodeConfig) -> Node {
+    Node::start(config.clone(), &Registry::new()).await.unwrap()
+}
+
+/// Starts as soon as an earlier node of the same directory is gone.
+pub async fn start_again(config: &NodeConfig) -> Node {
+    eventually("the SSD directory is free", async || Node::start(config.clone(), &Registry::new()).await.ok())
+        .await
+}
+
+pub fn our_identity() -> IdentityDigest {
+    NodeConfig::default().identity.manifest().digest()
+}
+
+pub fn hash(number: u64) -> BlockHash {
+    let mut bytes = [0xabu8; 16];
+    bytes[..8].copy_from_slice(&number.to_le_bytes());
+    BlockHash(bytes)
+}
+
+pub fn hashes(numbers: std::ops::Range<u64>) -> Vec<BlockHash> {
+    numbers.map(hash).collect()
+}
+
+pub fn frame(hash: BlockHash) -> Frame {
+    let mut payload = vec![0u8; BLOCK_BYTES];
+    content::fill(hash, &mut payload);
+    let half = u32::try_from(BLOCK_BYTES / 2).unwrap();
+    seal(our_identity(), hash, KeyForm::Rotated, &[half, half], &payload).unwrap()
+}
+
+pub fn asker(lease: u64) -> Asker {
+    Asker {
+        lease: LeaseId(lease),
+        request: RequestId(lease),
+        tenant: TenantId(0),
+        category: Category::default(),
+        identity: our_identity(),
+        traceparent: String::new(),
+    }
+}
+
+pub fn fetch_request(lease: u64, epoch: Epoch, hashes: &[BlockHash]) -> FetchRequest {
+    FetchRequest {
+        asker: asker(lease),
+        epoch,
+        first_offset_blocks: 0,
+        hashes: hashes.to_vec(),
+        deadline: Duration::from_secs(20),
+    }
+}
+
+/// Fetches; every frame that arrives must be whole and right.
+pub async fn fetch(path: &dyn Path, lease: u64, epoch: u64, hashes: &[BlockHash]) -> (FetchAnswer, usize) {
+    let mut frames = Vec::new();
+    let request = fetch_request(lease, Epoch(epoch), hashes);
+    let answer = path.fetch(request, &mut |frame| frames.push(frame)).await.unwrap();
+    for (frame, hash) in frames.iter().zip(hashes) {
+        frame.verify(our_identity(), *hash).unwrap();
+        assert!(content::matches(*hash, &frame.payload()), "wrong bytes for {hash}");
+    }
+    (answer, frames.len())
+}
+
+pub fn save_request(lease: u64, first: u64, hashes: &[BlockHash]) -> SaveRequest {
+    SaveRequest {
+        asker: asker(lease),
+        parent: first.checked_sub(1).map(hash),
+        first_offset_blocks: u32::try_from(first).unwrap(),
+        hashes: hashes.to_vec(),
+        frame_bytes: frame(hash(0)).bytes.len() as u64,
+    }
+}
+
+/// Saves blocks `numbers` under `lease` and ends it.
+pub async fn save(path: &dyn Path, lease: u64, numbers: std::ops::Range<u64>) -> SaveDone {
+    let all = hashes(numbers.clone());
+    let request = save_request(lease, numbers.start, &all);
+    let answer = path.save(request, &|position| frame(all[position])).await.unwrap();
+    path.release(LeaseId(lease)).await.unwrap();
+    match answer {
+        SaveAnswer::Done(done) => done,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Tries until it holds; panics after a minute. The pauses only spare the machine.
+pub async fn eventually<T>(what: &str, mut test: impl AsyncFnMut() -> Option<T>) -> T {
+    let tries = async {
+        loop {
+            if let Some(value) = test().await {
+                break value;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), tries).await.unwrap_or_else(|_| panic!("never: {what}"))
+}
+
+/// What a recording router knows and how it behaves.
+#[derive(Default)]
+pub struct Recorded {
+    pub joins: Vec<pb::JoinRequest>,
+    pub epoch: u64,
+    pub next: u64,
+    pub blocks: BTreeMap<BlockHash, Tier>,
+    pub heartbeats: u64,
+    /// Joins and streams are answered with this leader's address.
+    pub leader_elsewhere: Option<String>,
+    /// Answers that go out in place of the next acknowledgements.
+    pub scripted: Vec<announce_reply::Body>,
+    pub directives: Option<pb::Directives>,
+}
+
+/// A router that applies announcements to a map.
+#[derive(Clone, Default)]
+pub struct FakeRouter {
+    pub state: Arc<Mutex<Recorded>>,
+}
+
+impl FakeRouter {
+    /// Serves on a free port; the task ends with the test's runtime.
+    pub async fn serve(&self, identity: &Identity) -> String {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let mut server = Server::builder().tls_config(identity.server_tls()).unwrap();
+        let served = server.add_service(RouterServer::new(self.clone()));
+        tokio::spawn(served.serve_with_incoming(TcpListenerStream::new(listener)));
+        address
+    }
+
+    pub async fn joined(&self) -> u64 {
+        eventually("the node joins", async || Some(self.state.lock().epoch).filter(|epoch| *epoch > 0)).await
+    }
+
+    pub async fn holds(&self, what: &str, test: impl Fn(&Recorded) -> bool) {
+        eventually(what, async || test(&self.state.lock()).then_some(())).await;
+    }
+
+    pub fn in_tier(&self, tier: Tier) -> usize {
+        self.state.lock().blocks.values().filter(|held| **held == tier).count()
+    }
+
+    fn moved_on(&self) -> Option<Status> {
+        let leader = self.state.lock().leader_elsewhere.clone()?;
+        let mut status = Status::failed_precondition("not the leader");
+        status.metadata_mut().insert("kvfleet-leader", leader.parse().unwrap());
+        Some(status)
+    }
+}
+
+impl Recorded {
+    fn answer(&mut self, request: &pb::AnnounceRequest) -> Option<announce_reply::Body> {
+        if request.epoch != self.epoch {
+            return Some(announce_reply::Body::Fenced(pb::Fenced {}));
+        }
+        let Some(announce_request::Body::Batch(batch)) = &request.body else {
+            self.heartbeats += 1;
+            return self.directives.take().map(announce_reply::Body::Directives);
+        };
+        if let Some(scripted) = self.scripted.pop() {
+            return Some(scripted);
+        }
+        if batch.seq > self.next {
+            return Some(announce_reply::Body::Resync(pb::Resync { expected: self.next }));
+        }
+        if batch.seq == self.next {
+            self.next += 1;
+            let changes = convert::changes_from_pb(&batch.changes).unwrap();
+            changes.into_iter().for_each(|change| self.apply(change));
+        }
+        Some(announce_reply::Body::Ack(pb::Ack { seq: self.next - 1 }))
+    }
+
+    fn apply(&mut self, change: Change) {
+        match change {
+            Change::Stored { blocks, tier, .. } => self.blocks.extend(blocks.into_iter().map(|b| (b, tier))),
+            Change::Moved { blocks, to, .. } => self.blocks.extend(blocks.into_iter().map(|b| (b, to))),
+            Change::Dropped { blocks, .. } => blocks.iter().for_each(|block| {
+                self.blocks.remove(block);
+            }),
+            Change::Cleared => self.blocks.clear(),
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl Router for FakeRouter {
+    type AnnounceStream = Pin<Box<dyn Stream<Item = Result<pb::AnnounceReply, Status>> + Send>>;
+
+    async fn join(&self, request: Request<pb::JoinRequest>) -> Result<Response<pb::JoinReply>, Status> {
+        if let Some(status) = self.moved_on() {
+            return Err(status);
+        }
+        let mut state = self.state.lock();
+        state.joins.push(request.into_inner());
+        state.epoch += 1;
+        state.next = 1;
+        state.blocks.clear();
+        Ok(Response::new(pb::JoinReply { epoch: state.epoch, directives: None }))
+    }
+
+    async fn announce(
+        &self,
+        request: Request<Streaming<pb::AnnounceRequest>>,
+    ) -> Result<Response<Self::AnnounceStream>, Status> {
+        if let Some(status) = self.moved_on() {
+            return Err(status);
+        }
+        let (send, replies) = mpsc::channel(16);
+        let (state, mut stream) = (Arc::clone(&self.state), request.into_inner());
+        tokio::spawn(async move {
+            while let Ok(Some(message)) = stream.message().await {
+                let body = state.lock().answer(&message);
+                let last = matches!(body, Some(announce_reply::Body::NotLeader(_)));
+                if let Some(body) = body
+                    && (send.send(Ok(pb::AnnounceReply { body: Some(body) })).await.is_err() || last)
+                {
+                    break;
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(replies))))
+    }
+
+    async fn route(&self, _: Request<pb::RouteRequest>) -> Result<Response<pb::RouteReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
+    async fn lookup(&self, _: Request<pb::LookupRequest>) -> Result<Response<pb::LookupReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
+    async fn report(&self, _: Request<pb::ReportRequest>) -> Result<Response<pb::ReportReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
+    async fn status(&self, _: Request<pb::StatusRequest>) -> Result<Response<pb::StatusReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
+    async fn pin(&self, _: Request<pb::PinRequest>) -> Result<Response<pb::AdminReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
+    async fn unpin(&self, _: Request<pb::UnpinRequest>) -> Result<Response<pb::AdminReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
+    async fn set_quota(&self, _: Request<pb::SetQuotaRequest>) -> Result<Response<pb::AdminReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
+    async fn set_ttl(&self, _: Request<pb::SetTtlRequest>) -> Result<Response<pb::AdminReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
+    async fn leave(&self, _: Request<pb::LeaveRequest>) -> Result<Response<pb::AdminReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+}
