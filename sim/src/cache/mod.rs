@@ -1,0 +1,176 @@
+//! One tier replayed over a trace: the production policies of `kv_core::evict` on block numbers alone.
+//!
+//! The rules are the ones the reference figures were made with: a hit counts only while every earlier block
+//! of the request hit; blocks of the running request are never victims; inside a request the tail is older
+//! than the head; a resident block behind the first miss counts as a miss but is touched. Not here: the
+//! offline bound ([`optimal`]), bytes, several tiers, time spent.
+
+pub mod optimal;
+
+use crate::trace::Request;
+use kv_core::evict::{BlockKey, BlockTraits, Policy};
+use kv_core::id::Timestamp;
+use serde::Serialize;
+use std::collections::HashMap;
+
+/// How often a policy's background work runs, in microseconds of virtual time.
+const REFIT_EVERY_US: u64 = 1_000_000;
+
+/// What a replay counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Outcome {
+    /// Requests replayed.
+    pub requests: u64,
+    /// Blocks asked for.
+    pub block_accesses: u64,
+    /// Blocks found, counted while every earlier block of the request was found.
+    pub block_hits: u64,
+    /// Blocks that left to make room.
+    pub evictions: u64,
+}
+
+impl Outcome {
+    /// Hits over accesses, 0 to 1; 0 for nothing asked.
+    #[must_use]
+    pub fn hit_rate(&self) -> f64 {
+        if self.block_accesses == 0 { 0.0 } else { self.block_hits as f64 / self.block_accesses as f64 }
+    }
+
+    pub(crate) fn count(&mut self, accesses: usize, hits: usize) {
+        self.requests += 1;
+        self.block_accesses += accesses as u64;
+        self.block_hits += hits as u64;
+    }
+}
+
+/// A tier of a fixed number of equal blocks under one policy.
+pub struct Cache {
+    policy: Box<dyn Policy>,
+    capacity_blocks: usize,
+    keys: HashMap<u64, BlockKey>,
+    /// Per key: the block it stands for and the request that last held it.
+    slots: Vec<Slot>,
+    free: Vec<BlockKey>,
+    outcome: Outcome,
+    refitted_us: u64,
+}
+
+#[derive(Clone, Copy)]
+struct Slot {
+    block: u64,
+    running: u64,
+}
+
+impl Cache {
+    /// An empty tier. At least one block; more than [`BlockKey`] can number is as good as unbounded.
+    #[must_use]
+    pub fn new(policy: Box<dyn Policy>, capacity_blocks: usize) -> Self {
+        Cache {
+            policy,
+            capacity_blocks: capacity_blocks.max(1),
+            keys: HashMap::new(),
+            slots: Vec::new(),
+            free: Vec::new(),
+            outcome: Outcome::default(),
+            refitted_us: 0,
+        }
+    }
+
+    /// Serves one request and keeps its blocks. Gives the number of leading blocks that hit.
+    pub fn serve(&mut self, request: &Request) -> usize {
+        let now = Timestamp(request.arrival_us);
+        if now.0 >= self.refitted_us + REFIT_EVERY_US {
+            self.refitted_us = now.0;
+            self.policy.refit(now);
+        }
+        let hits = request.blocks.iter().take_while(|block| self.keys.contains_key(block)).count();
+        self.outcome.count(request.blocks.len(), hits);
+        // Numbers requests from 1, so that a fresh slot belongs to none.
+        let running = self.outcome.requests;
+        let held: Vec<Option<BlockKey>> =
+            request.blocks.iter().map(|block| self.keys.get(block).copied()).collect();
+        held.iter().flatten().for_each(|key| self.slots[key.0 as usize].running = running);
+        let placed = self.admit(request, &held, now);
+        for (offset, (key, was_held)) in placed.into_iter().zip(held).enumerate().rev() {
+            let Some(key) = key else { continue };
+            let traits = traits(request, offset);
+            match was_held {
+                Some(_) => self.policy.access(key, traits, now),
+                None => self.policy.settle(key, traits, now),
+            }
+        }
+        hits
+    }
+
+    /// Makes every block of the request resident while there is somebody to make room.
+    fn admit(
+        &mut self,
+        request: &Request,
+        held: &[Option<BlockKey>],
+        now: Timestamp,
+    ) -> Vec<Option<BlockKey>> {
+        let mut placed = Vec::with_capacity(held.len());
+        for (offset, (&block, held)) in request.blocks.iter().zip(held).enumerate() {
+            // The same block twice in one request is resident by its second appearance.
+            let key = held.or_else(|| self.keys.get(&block).copied()).or_else(|| {
+                let key = self.room(now)?;
+                self.slots[key.0 as usize] = Slot { block, running: self.outcome.requests };
+                self.keys.insert(block, key);
+                self.policy.insert(key, traits(request, offset), now);
+                Some(key)
+            });
+            placed.push(key);
+        }
+        placed
+    }
+
+    /// A free key, if need be a victim's; nothing when the running request holds everything.
+    fn room(&mut self, now: Timestamp) -> Option<BlockKey> {
+        if self.keys.len() < self.capacity_blocks {
+            return self.free.pop().or_else(|| {
+                let key = BlockKey(u32::try_from(self.slots.len()).ok().filter(|&raw| raw < u32::MAX - 1)?);
+                self.slots.push(Slot { block: 0, running: 0 });
+                Some(key)
+            });
+        }
+        let (slots, running) = (&self.slots, self.outcome.requests);
+        let victim = self.policy.victim(now, &|key| slots[key.0 as usize].running == running)?;
+        self.policy.remove(victim);
+        self.keys.remove(&self.slots[victim.0 as usize].block);
+        self.outcome.evictions += 1;
+        Some(victim)
+    }
+
+    /// What was counted so far.
+    #[must_use]
+    pub fn outcome(&self) -> Outcome {
+        self.outcome
+    }
+
+    /// Blocks resident now.
+    #[must_use]
+    pub fn resident_blocks(&self) -> usize {
+        self.keys.len()
+    }
+}
+
+fn traits(request: &Request, offset: usize) -> BlockTraits {
+    let offset_blocks = u32::try_from(offset).unwrap_or(u32::MAX);
+    BlockTraits { category: request.category, offset_blocks, bytes: 1 }
+}
+
+/// Replays requests, in the order given, through one tier of `capacity_blocks` blocks.
+pub fn simulate<'a>(
+    policy: Box<dyn Policy>,
+    capacity_blocks: usize,
+    requests: impl IntoIterator<Item = &'a Request>,
+) -> Outcome {
+    let mut cache = Cache::new(policy, capacity_blocks);
+    for request in requests {
+        cache.serve(request);
+    }
+    cache.outcome()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,186 @@
+//! Everything that can be wrong with a line of a trace, in words that say what to do.
+//!
+//! Not here: what happens next ([`super::reader`] ends or skips, as its strictness says).
+
+use serde::Serialize;
+use std::fmt;
+use thiserror::Error;
+
+/// A trace could not be read any further, or (lenient) a line was skipped for this.
+#[derive(Debug, Error)]
+#[error("trace line {line}: {problem}")]
+pub struct TraceError {
+    /// Line of the file, counted from 1.
+    pub line: u64,
+    /// What is wrong with it.
+    #[source]
+    pub problem: Problem,
+}
+
+/// What is wrong with a line.
+#[derive(Debug, Error)]
+pub enum Problem {
+    /// The bytes could not be read at all. Ends lenient reading too.
+    #[error("could not be read: {0}")]
+    Io(#[from] std::io::Error),
+    /// The line has no end within the limit. Ends lenient reading too.
+    #[error("expected a line end within {limit_bytes} bytes; is this a trace with one JSON object a line?")]
+    TooLong {
+        /// The limit it passed.
+        limit_bytes: usize,
+    },
+    /// Not a JSON object.
+    #[error("expected one JSON object, found {found}")]
+    Malformed {
+        /// What was there instead.
+        found: String,
+    },
+    /// The file ends inside its last line.
+    #[error(
+        "the file ends inside this line ({found}); fetch the file again, or skip the line with --lenient"
+    )]
+    Truncated {
+        /// What the parser said.
+        found: String,
+    },
+    /// A key the format needs is absent.
+    #[error("expected the key \"{key}\" of the {format} format, found only {found}")]
+    MissingKey {
+        /// The absent key.
+        key: &'static str,
+        /// The format the file is read as.
+        format: &'static str,
+        /// The keys that are there.
+        found: String,
+    },
+    /// A key the format does not have.
+    #[error("unknown key \"{key}\"; the {format} format has {expected}")]
+    UnknownKey {
+        /// The unknown key.
+        key: String,
+        /// The format the file is read as.
+        format: &'static str,
+        /// The keys of the format.
+        expected: String,
+    },
+    /// A value of the wrong type or out of range.
+    #[error("expected {expected} as \"{key}\", found {found}")]
+    BadValue {
+        /// Key of the value.
+        key: &'static str,
+        /// What was expected.
+        expected: String,
+        /// What was there, shortened.
+        found: String,
+    },
+    /// The same prefix twice in one request.
+    #[error("expected every id of \"hash_ids\" once, found {id} at positions {first} and {second}")]
+    DuplicateBlock {
+        /// The repeated id.
+        id: u64,
+        /// Where it is first, counted from 0.
+        first: usize,
+        /// Where it is again.
+        second: usize,
+    },
+    /// The number of blocks does not fit the input length.
+    #[error(
+        "expected {expected} hash_ids (input_length {input_tokens} in blocks of {block_tokens}), found {found}"
+    )]
+    BlockCount {
+        /// Blocks the input length needs.
+        expected: u64,
+        /// Blocks listed.
+        found: usize,
+        /// Input length in tokens.
+        input_tokens: u32,
+        /// Tokens per block of the format.
+        block_tokens: u32,
+    },
+    /// The request arrives before the one above it.
+    #[error(
+        "expected a timestamp not before {before_us} us (line {before_line}), found {found_us} us; sort the file by timestamp"
+    )]
+    Unsorted {
+        /// Arrival of the latest good line.
+        before_us: u64,
+        /// That line.
+        before_line: u64,
+        /// Arrival of this line.
+        found_us: u64,
+    },
+    /// The file holds no request.
+    #[error("expected at least one request, found an empty file")]
+    Empty,
+}
+
+/// Kind of a [`Problem`], for counting.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reason {
+    /// The bytes could not be read.
+    Io,
+    /// No line end in sight.
+    TooLong,
+    /// Not a JSON object.
+    Malformed,
+    /// The file ends inside the line.
+    Truncated,
+    /// A key is absent.
+    MissingKey,
+    /// A key is unknown.
+    UnknownKey,
+    /// A value is of the wrong type or out of range.
+    BadValue,
+    /// An id appears twice.
+    DuplicateBlock,
+    /// Number of ids and input length disagree.
+    BlockCount,
+    /// Earlier than the line above.
+    Unsorted,
+    /// No request at all.
+    Empty,
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Reason::Io => "unreadable",
+            Reason::TooLong => "line too long",
+            Reason::Malformed => "malformed JSON",
+            Reason::Truncated => "truncated",
+            Reason::MissingKey => "missing key",
+            Reason::UnknownKey => "unknown key",
+            Reason::BadValue => "bad value",
+            Reason::DuplicateBlock => "duplicate block",
+            Reason::BlockCount => "wrong number of blocks",
+            Reason::Unsorted => "unsorted timestamp",
+            Reason::Empty => "empty file",
+        })
+    }
+}
+
+impl Problem {
+    /// Kind of the problem.
+    #[must_use]
+    pub fn reason(&self) -> Reason {
+        match self {
+            Problem::Io(_) => Reason::Io,
+            Problem::TooLong { .. } => Reason::TooLong,
+            Problem::Malformed { .. } => Reason::Malformed,
+            Problem::Truncated { .. } => Reason::Truncated,
+            Problem::MissingKey { .. } => Reason::MissingKey,
+            Problem::UnknownKey { .. } => Reason::UnknownKey,
+            Problem::BadValue { .. } => Reason::BadValue,
+            Problem::DuplicateBlock { .. } => Reason::DuplicateBlock,
+            Problem::BlockCount { .. } => Reason::BlockCount,
+            Problem::Unsorted { .. } => Reason::Unsorted,
+            Problem::Empty => Reason::Empty,
+        }
+    }
+
+    /// Whether reading cannot go on behind it, however lenient.
+    pub(super) fn is_final(&self) -> bool {
+        matches!(self.reason(), Reason::Io | Reason::TooLong | Reason::Empty)
+    }
+}

@@ -1,0 +1,280 @@
+//! Tests of the readers: good lines of both formats, and every way a line can be bad with its message.
+
+#![allow(clippy::unwrap_used)]
+
+use super::super::Writer;
+use super::*;
+use kv_core::id::{Category, RequestKind};
+use proptest::prelude::*;
+
+const GOOD: &str = r#"{"timestamp": 1500, "input_length": 1025, "output_length": 7, "hash_ids": [0, 4, 9]}"#;
+const CHAT: &str = concat!(
+    r#"{"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.114, "input_length": 33, "output_length": 132, "#,
+    r#""type": "search", "turn": 2, "hash_ids": [7, 7, 8]}"#
+);
+
+fn strict(text: &str) -> Result<Vec<Request>, TraceError> {
+    read(text.as_bytes(), Format::Detect, Strictness::Strict).collect()
+}
+
+/// The message for a file that ends in a bad line.
+fn message(text: &str) -> String {
+    strict(text).unwrap_err().to_string()
+}
+
+fn lenient(text: &str) -> (Vec<Request>, Skipped) {
+    let mut reader = read(text.as_bytes(), Format::Detect, Strictness::Lenient);
+    let requests = reader.by_ref().map(Result::unwrap).collect();
+    (requests, reader.skipped().clone())
+}
+
+#[test]
+fn a_line_of_mooncake() {
+    let requests = strict(&format!("{GOOD}\n")).unwrap();
+    let expected = Request {
+        arrival_us: 1_500_000,
+        input_tokens: 1025,
+        output_tokens: 7,
+        block_tokens: 512,
+        blocks: vec![0, 4, 9],
+        ..Request::default()
+    };
+    assert_eq!(requests, [expected]);
+}
+
+#[test]
+fn a_line_of_bailian_is_chained() {
+    let mut reader = read(CHAT.as_bytes(), Format::Detect, Strictness::Strict);
+    let request = reader.next().unwrap().unwrap();
+    assert!(reader.next().is_none());
+    assert_eq!(reader.format(), Format::Bailian);
+    assert_eq!((request.arrival_us, request.chat, request.parent), (61_114_000, Some(159), Some(55)));
+    assert_eq!(request.category, Category { kind: RequestKind::Search, turn: 2 });
+    assert_eq!(request.blocks, bailian::chain(&[7, 7, 8]));
+}
+
+#[test]
+fn a_root_has_no_parent_and_an_unknown_type_is_counted_as_text() {
+    let line = CHAT.replace("55", "-1").replace("search", "hologram");
+    let mut reader = read(line.as_bytes(), Format::Bailian, Strictness::Strict);
+    let request = reader.next().unwrap().unwrap();
+    assert_eq!((request.parent, request.category.kind), (None, RequestKind::Text));
+    assert_eq!(reader.unknown_kinds(), 1);
+}
+
+#[test]
+fn blank_lines_and_a_last_line_without_line_end_are_fine() {
+    assert_eq!(strict(&format!("\n{GOOD}\n  \r\n{GOOD}")).unwrap().len(), 2);
+}
+
+#[test]
+fn every_bad_line_says_where_what_was_expected_and_what_came() {
+    let bad = |from: &str, to: &str| message(&format!("{GOOD}\n{}\n", GOOD.replace(from, to)));
+    assert!(bad("{", "{{").starts_with("trace line 2: expected one JSON object, found key must be a string"));
+    assert_eq!(message("[1, 2]\n"), "trace line 1: expected one JSON object, found [1,2]");
+    assert_eq!(
+        bad("\"output_length\": 7, ", ""),
+        "trace line 2: expected the key \"output_length\" of the mooncake format, \
+         found only \"hash_ids\", \"input_length\", \"timestamp\""
+    );
+    assert_eq!(
+        bad("\"hash_ids\"", "\"extra\": 1, \"hash_ids\""),
+        "trace line 2: unknown key \"extra\"; the mooncake format has timestamp, input_length, output_length, hash_ids"
+    );
+    assert_eq!(
+        bad("[0, 4, 9]", "[0, 4, 0]"),
+        "trace line 2: expected every id of \"hash_ids\" once, found 0 at positions 0 and 2"
+    );
+    assert_eq!(
+        bad("[0, 4, 9]", "[0, 4]"),
+        "trace line 2: expected 3 hash_ids (input_length 1025 in blocks of 512), found 2"
+    );
+    assert_eq!(
+        bad("1500", "1499"),
+        "trace line 2: expected a timestamp not before 1500000 us (line 1), found 1499000 us; sort the file by timestamp"
+    );
+    assert_eq!(message(""), "trace line 1: expected at least one request, found an empty file");
+}
+
+#[test]
+fn numbers_out_of_range_are_refused() {
+    let bad = |from: &str, to: &str| message(&GOOD.replace(from, to));
+    let lengths = "expected a whole number from 1 to 16777216 as \"input_length\", found";
+    for (value, found) in
+        [("-5", "-5"), ("0", "0"), ("1e300", "1e+300"), ("\"many\"", "\"many\""), ("1.5", "1.5")]
+    {
+        assert_eq!(bad("1025", value), format!("trace line 1: {lengths} {found}"));
+    }
+    assert!(
+        bad("1500", "-1").contains("expected a number from 0 to 3162240000000 as \"timestamp\", found -1")
+    );
+    assert!(bad("1500", "1e99").contains("as \"timestamp\", found 1e+99"));
+    assert!(
+        bad("[0, 4, 9]", "[0, -4, 9]")
+            .contains("expected only whole numbers from 0 as \"hash_ids\", found -4")
+    );
+    assert!(bad("[0, 4, 9]", "7").contains("expected a list of block ids as \"hash_ids\", found 7"));
+    assert!(bad("\"output_length\": 7", "\"output_length\": null").contains("found null"));
+}
+
+#[test]
+fn a_long_foreign_value_is_shortened() {
+    let text = message(&GOOD.replace("1025", &format!("\"{}\"", "x".repeat(10_000))));
+    assert!(text.len() < 200, "{text}");
+}
+
+#[test]
+fn a_file_cut_inside_its_last_line_says_so() {
+    for cut in [1, 20, GOOD.len() - 1] {
+        let text = message(&format!("{GOOD}\n{}", &GOOD[..cut]));
+        assert!(text.starts_with("trace line 2: the file ends inside this line"), "{text}");
+        assert!(text.contains("--lenient"), "{text}");
+    }
+    // The same bytes with a line behind them are malformed, not truncated.
+    let text = message(&format!("{}\n{GOOD}\n", &GOOD[..20]));
+    assert!(text.contains("expected one JSON object"), "{text}");
+}
+
+#[test]
+fn bytes_that_are_no_text_are_malformed() {
+    let error = read(&b"\xff\xfe\x00\n"[..], Format::Detect, Strictness::Strict).next().unwrap().unwrap_err();
+    assert_eq!(error.problem.reason(), Reason::Malformed);
+}
+
+#[test]
+fn a_strict_reader_ends_behind_its_error() {
+    let text = format!("{GOOD}\nnonsense\n{GOOD}\n");
+    let mut reader = read(text.as_bytes(), Format::Detect, Strictness::Strict);
+    assert!(reader.next().unwrap().is_ok());
+    assert!(reader.next().unwrap().is_err());
+    assert!(reader.next().is_none());
+}
+
+#[test]
+fn a_lenient_reader_skips_and_counts_each_reason() {
+    let text = [
+        "nonsense".to_owned(),
+        GOOD.to_owned(),
+        GOOD.replace("1500", "3"),
+        GOOD.replace("[0, 4, 9]", "[1, 1, 1]"),
+        GOOD.replace("[0, 4, 9]", "[1]"),
+        GOOD.replace("1025", "-1"),
+        GOOD.replace("timestamp", "time"),
+        GOOD.replace("{", "{\"more\": 1, "),
+        GOOD.to_owned(),
+        GOOD[..30].to_owned(),
+    ]
+    .join("\n");
+    let (requests, skipped) = lenient(&text);
+    assert_eq!(requests.len(), 2);
+    let expected = [
+        (Reason::Malformed, 1),
+        (Reason::Truncated, 1),
+        (Reason::MissingKey, 1),
+        (Reason::UnknownKey, 1),
+        (Reason::BadValue, 1),
+        (Reason::DuplicateBlock, 1),
+        (Reason::BlockCount, 1),
+        (Reason::Unsorted, 1),
+    ];
+    assert_eq!(skipped, expected.into_iter().collect());
+}
+
+/// A reader whose bytes never end a line.
+struct Endless;
+
+impl Read for Endless {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        into.fill(b'[');
+        Ok(into.len())
+    }
+}
+
+#[test]
+fn a_line_without_end_is_refused_even_by_a_lenient_reader() {
+    let endless = std::io::BufReader::new(Endless);
+    let mut reader = read(endless, Format::Detect, Strictness::Lenient);
+    assert_eq!(reader.next().unwrap().unwrap_err().problem.reason(), Reason::TooLong);
+    assert!(reader.next().is_none());
+}
+
+#[test]
+fn nested_depth_is_no_crash() {
+    let text = "[".repeat(100_000) + "\n";
+    assert!(message(&text).contains("expected one JSON object"));
+}
+
+fn any_request() -> impl Strategy<Value = Request> {
+    let ids = prop::collection::btree_set(any::<u64>(), 1..20);
+    (ids, 0..16_u32, 0..9000_u32, 0..7_u8, 1..300_u32, any::<u32>()).prop_map(
+        |(ids, short, output_tokens, kind, turn, chat)| Request {
+            input_tokens: ids.len() as u32 * 16 - short,
+            output_tokens,
+            block_tokens: 16,
+            blocks: ids.into_iter().collect(),
+            category: Category {
+                kind: RequestKind::from_u8(kind),
+                turn: u8::try_from(turn).unwrap_or(u8::MAX),
+            },
+            chat: Some(u64::from(chat)),
+            parent: (turn > 1).then_some(u64::from(chat) + 1),
+            turn,
+            ..Request::default()
+        },
+    )
+}
+
+fn round_trip(requests: &[Request], format: Format) -> Vec<Request> {
+    let mut writer = Writer::new(Vec::new(), format);
+    requests.iter().for_each(|request| writer.write(request).unwrap());
+    let bytes = writer.finish().unwrap();
+    read(&bytes[..], Format::Detect, Strictness::Strict).map(Result::unwrap).collect()
+}
+
+proptest! {
+    #[test]
+    fn what_is_written_as_bailian_is_read_back(
+        mut requests in prop::collection::vec(any_request(), 1..10), gaps in prop::collection::vec(0..1_u64 << 40, 10),
+    ) {
+        let mut now = 0;
+        for (request, gap) in requests.iter_mut().zip(gaps) {
+            now += gap;
+            request.arrival_us = now;
+        }
+        let mut expected = requests.clone();
+        expected.iter_mut().for_each(|request| request.blocks = bailian::chain(&request.blocks));
+        prop_assert_eq!(round_trip(&requests, Format::Bailian), expected);
+    }
+
+    #[test]
+    fn what_is_written_as_mooncake_is_read_back_without_its_conversation(request in any_request(), ms in 0..1_u64 << 40) {
+        let tokens = request.blocks.len() as u32 * 512;
+        let request =
+            Request { arrival_us: ms * 1000, block_tokens: 512, input_tokens: tokens, ..request };
+        let expected = Request { category: Category::default(), chat: None, parent: None, turn: 0, ..request.clone() };
+        prop_assert_eq!(round_trip(&[request], Format::Mooncake), [expected]);
+    }
+
+    #[test]
+    fn no_bytes_make_a_reader_panic(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        let _ = read(&bytes[..], Format::Detect, Strictness::Lenient).count();
+        let _ = read(&bytes[..], Format::Bailian, Strictness::Strict).count();
+    }
+
+    #[test]
+    fn no_damaged_line_makes_a_reader_panic(at in 0..150_usize, byte in any::<u8>()) {
+        for line in [GOOD, CHAT] {
+            let mut bytes = line.as_bytes().to_vec();
+            let at = at % bytes.len();
+            bytes[at] = byte;
+            let _ = read(&bytes[..], Format::Detect, Strictness::Lenient).count();
+        }
+    }
+}
+
+#[test]
+fn a_request_in_foreign_blocks_is_not_written() {
+    let request = Request { block_tokens: 64, ..Request::default() };
+    let error = Writer::new(Vec::new(), Format::Mooncake).write(&request).unwrap_err();
+    assert!(error.to_string().contains("blocks of 512 tokens, the request has 64"));
+}
