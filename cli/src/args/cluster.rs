@@ -1,0 +1,83 @@
+//! Arguments that shape a local cluster, shared by `up`, `replay` and `demo`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::sizes::{Capacity, Watermarks, parse_bytes};
+
+/// The shape of a local cluster.
+#[derive(Clone, Debug, Args)]
+pub struct ShapeArgs {
+    /// Routers (voters of the replicated index).
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=9))]
+    pub routers: u32,
+    /// Storage nodes.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub nodes: u32,
+    /// Stand-in instances; instance N uses node N as its own.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub instances: u32,
+    /// Bytes of one block, all layers together.
+    #[arg(long, default_value = "16KiB", value_parser = parse_bytes)]
+    pub block_bytes: u64,
+    /// DRAM of each node: bytes, blocks (1000b), share of the trace's unique blocks over all nodes
+    /// (10%), or unbounded.
+    #[arg(long)]
+    pub dram: Option<Capacity>,
+    /// SSD of each node, in the same forms; 0 for none.
+    #[arg(long)]
+    pub ssd: Option<Capacity>,
+    /// Eviction policy of the nodes.
+    #[arg(long, default_value = "lru", value_parser = policy)]
+    pub policy: String,
+    /// Fill levels HIGH:LOW of each tier: above HIGH a node evicts down to LOW.
+    #[arg(long)]
+    pub watermarks: Option<Watermarks>,
+    /// Hardware profile under which compute is modelled.
+    #[arg(long, default_value_t = default_profile(), value_parser = profile)]
+    pub profile: String,
+    /// Share of the modelled compute time that instances really wait; 0 never waits.
+    #[arg(long, default_value_t = 0.0)]
+    pub time_scale: f64,
+    /// Where processes keep their data and logs; kept afterwards. Without it, a temporary directory.
+    #[arg(long, value_name = "DIR")]
+    pub data_dir: Option<PathBuf>,
+    /// Export spans of every process to this OTLP collector.
+    #[arg(long, value_name = "URL")]
+    pub otlp: Option<String>,
+    /// Log filter of the processes, as in RUST_LOG; their logs lie in the data directory.
+    #[arg(long, value_name = "FILTER", default_value = "info")]
+    pub log: String,
+    /// Set one key of every router, as router.KEY=VALUE, node.KEY=VALUE or instance.KEY=VALUE.
+    #[arg(long = "set", value_name = "ROLE.KEY=VALUE")]
+    pub overrides: Vec<String>,
+}
+
+/// `kvfleet up`.
+#[derive(Clone, Debug, Args)]
+pub struct UpArgs {
+    /// The cluster.
+    #[command(flatten)]
+    pub shape: ShapeArgs,
+    /// First port: routers listen there and above. Without it, free ports are chosen.
+    #[arg(long, value_name = "PORT")]
+    pub base_port: Option<u16>,
+    /// Print what is ready as one JSON object instead of text.
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn default_profile() -> String {
+    kv_core::schedule::HardwareProfile::default().name.to_owned()
+}
+
+fn profile(text: &str) -> Result<String, String> {
+    let known: Vec<_> = kv_core::schedule::PROFILES.iter().map(|profile| profile.name).collect();
+    if known.contains(&text) { Ok(text.to_owned()) } else { Err(format!("there are {}", known.join(", "))) }
+}
+
+fn policy(text: &str) -> Result<String, String> {
+    let known = kv_core::evict::NAMES;
+    if known.contains(&text) { Ok(text.to_owned()) } else { Err(format!("there are {}", known.join(", "))) }
+}

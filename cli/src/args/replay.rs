@@ -1,0 +1,137 @@
+//! Arguments of `replay` and `demo`.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::Args;
+
+use super::admin::ConnectArgs;
+use super::cluster::ShapeArgs;
+use super::faults::Fault;
+use super::trace::TraceFormat;
+
+/// How fast requests are started.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Speed {
+    /// As fast as the cluster answers.
+    Max,
+    /// So many times faster than the trace's timestamps.
+    Times(f64),
+}
+
+impl FromStr for Speed {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "max" {
+            return Ok(Speed::Max);
+        }
+        let number = text.trim_end_matches(['x', 'X', '×']);
+        match number.parse::<f64>() {
+            Ok(times) if times.is_finite() && times > 0.0 => Ok(Speed::Times(times)),
+            _ => Err(format!("`{text}` is no speed: expected max, or a number like 10x")),
+        }
+    }
+}
+
+impl std::fmt::Display for Speed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Speed::Max => f.write_str("max"),
+            Speed::Times(times) => write!(f, "{times}x"),
+        }
+    }
+}
+
+/// `kvfleet replay TRACE`.
+#[derive(Clone, Debug, Args)]
+pub struct ReplayArgs {
+    /// The trace: one JSON object a line.
+    #[arg(value_name = "TRACE")]
+    pub trace: PathBuf,
+    /// Format of the trace.
+    #[arg(long, value_enum, default_value_t = TraceFormat::Auto)]
+    pub format: TraceFormat,
+    /// Skip malformed lines and count them, instead of stopping at the first.
+    #[arg(long)]
+    pub lenient: bool,
+    /// Serve only the first N requests.
+    #[arg(long, value_name = "N")]
+    pub limit: Option<usize>,
+    /// The cluster to start; ignored with --cluster.
+    #[command(flatten)]
+    pub shape: ShapeArgs,
+    /// A running cluster to use instead of starting one.
+    #[command(flatten)]
+    pub connect: ConnectArgs,
+    /// Start requests as fast as possible (max), or N times as fast as the trace (10x).
+    #[arg(long, default_value = "max")]
+    pub speed: Speed,
+    /// Requests under way at the same time.
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub concurrency: u16,
+    /// One request after the other, in the trace's order. Always so when capacity is bounded, unless
+    /// --no-sequential.
+    #[arg(long, overrides_with = "no_sequential")]
+    pub sequential: bool,
+    /// Serve side by side even when capacity is bounded: hit rates then vary from run to run.
+    #[arg(long)]
+    pub no_sequential: bool,
+    /// Kill a process (SIGKILL) at a share of the requests: node:2@30%, router-leader@50%.
+    #[arg(long, value_name = "PROCESS@PERCENT")]
+    pub kill: Vec<Fault>,
+    /// Start a process again: node:2@60%.
+    #[arg(long, value_name = "PROCESS@PERCENT")]
+    pub restart: Vec<Fault>,
+    /// Seed of everything that is left to chance.
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Tenant the requests belong to.
+    #[arg(long, default_value_t = 0)]
+    pub tenant: u32,
+    /// Tokens of one block; by default what the format says (512 for Mooncake, 16 for Bailian).
+    #[arg(long, value_name = "N")]
+    pub block_tokens: Option<u32>,
+    /// Least time a fetch is given before it counts as a miss, in milliseconds.
+    #[arg(long, value_name = "MS", default_value_t = 10_000)]
+    pub fetch_floor_ms: u64,
+    /// Write report.json and plots into this folder.
+    #[arg(long, value_name = "DIR")]
+    pub report: Option<PathBuf>,
+    /// No progress bar.
+    #[arg(long)]
+    pub quiet: bool,
+}
+
+/// `kvfleet demo`.
+#[derive(Clone, Debug, Args)]
+pub struct DemoArgs {
+    /// Requests of the generated trace.
+    #[arg(long, default_value_t = 1500)]
+    pub requests: usize,
+    /// Seed of the generated trace.
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Where report and plots go.
+    #[arg(long, value_name = "DIR", default_value = "kvfleet-demo")]
+    pub report: PathBuf,
+    /// No progress bar.
+    #[arg(long)]
+    pub quiet: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn speeds_are_read_and_written() {
+        assert_eq!("max".parse::<Speed>().unwrap(), Speed::Max);
+        assert_eq!("10x".parse::<Speed>().unwrap(), Speed::Times(10.0));
+        assert_eq!("2.5×".parse::<Speed>().unwrap(), Speed::Times(2.5));
+        for text in ["0x", "-1x", "fast", "infx", ""] {
+            assert!(text.parse::<Speed>().unwrap_err().contains("expected max"), "{text}");
+        }
+    }
+}

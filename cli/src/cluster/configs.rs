@@ -1,0 +1,137 @@
+//! Configuration files of a local cluster's processes: what a person would write, written for them.
+//!
+//! Not here: what the keys mean. Flags of the form `role.key=value` are applied last and checked like
+//! any other layer.
+
+use std::path::PathBuf;
+
+use kvfleet_node::{IdentitySection, NodeConfig};
+use kvfleet_router::{RouterConfig, VoterConfig};
+
+use super::{ChildId, Cluster, name};
+use crate::certificates::{Authority, CertificateFiles};
+use crate::config::{ProcessConfig, Settings, load, parse_override, to_toml};
+use crate::instance::{InstanceConfig, TlsPaths};
+use crate::process::Role;
+
+/// Writes the configuration of a child and returns its path.
+pub(super) fn write(cluster: &Cluster, id: ChildId) -> anyhow::Result<PathBuf> {
+    let certificate = Authority::open(&cluster.certificates())?.issue(&name(id))?;
+    let number = u32::try_from(id.1)?;
+    let text = match id.0 {
+        Role::Router => to_toml(&settings(cluster, router(cluster, id.1, certificate)))?,
+        Role::Node => to_toml(&settings(cluster, node(cluster, number, certificate)))?,
+        Role::Instance => to_toml(&settings(cluster, instance(cluster, number, certificate)))?,
+    };
+    let path = cluster.directory().join("config").join(format!("{}.toml", name(id)));
+    if let Some(directory) = path.parent() {
+        std::fs::create_dir_all(directory)?;
+    }
+    std::fs::write(&path, text)?;
+    apply_overrides(cluster, id.0, &path)?;
+    Ok(path)
+}
+
+fn settings<T>(cluster: &Cluster, service: T) -> Settings<T> {
+    let process = ProcessConfig {
+        otlp: cluster.shape().otlp.clone(),
+        log: cluster.shape().log.clone(),
+        ..ProcessConfig::default()
+    };
+    Settings { process, service }
+}
+
+fn router(cluster: &Cluster, number: u64, files: CertificateFiles) -> RouterConfig {
+    let voters =
+        cluster.routers.iter().map(|(id, address)| VoterConfig { id: *id, address: address.clone() });
+    RouterConfig {
+        id: number,
+        listen: cluster.router_address(number).unwrap_or_default().to_owned(),
+        voters: voters.collect(),
+        data_dir: cluster.directory().join(name((Role::Router, number))),
+        tls: kvfleet_router::TlsConfig { ca: files.ca, cert: files.cert, key: files.key },
+        profile: cluster.shape().profile.clone(),
+        ..RouterConfig::default()
+    }
+}
+
+fn node(cluster: &Cluster, number: u32, files: CertificateFiles) -> NodeConfig {
+    let shape = cluster.shape();
+    let marks = shape.watermarks.unwrap_or_else(|| {
+        let product = NodeConfig::default();
+        (product.watermark_high, product.watermark_low)
+    });
+    NodeConfig {
+        id: number,
+        instance: (number <= shape.instances).then_some(number),
+        routers: cluster.router_addresses(),
+        data_dir: cluster.directory().join(name((Role::Node, number.into()))),
+        dram_blocks: Some(shape.capacity.dram_blocks),
+        ssd_blocks: (shape.capacity.ssd_blocks > 0).then_some(shape.capacity.ssd_blocks),
+        block_bytes: shape.block_bytes,
+        policy: shape.policy.clone(),
+        watermark_high: marks.0,
+        watermark_low: marks.1,
+        identity: IdentitySection::from(&shape.manifest()),
+        tls: kvfleet_node::TlsSection { ca: files.ca, cert: files.cert, key: files.key },
+        ..NodeConfig::default()
+    }
+}
+
+fn instance(cluster: &Cluster, number: u32, files: CertificateFiles) -> InstanceConfig {
+    let shape = cluster.shape();
+    InstanceConfig {
+        instance: number,
+        routers: cluster.router_addresses(),
+        node: if number <= shape.nodes { i64::from(number) } else { -1 },
+        tls: TlsPaths { ca: files.ca, cert: files.cert, key: files.key },
+        profile: shape.profile.clone(),
+        identity: shape.manifest().digest().to_string(),
+        block_bytes: shape.block_bytes,
+        layers: shape.layers,
+        fetch_floor_ms: shape.fetch_floor_ms,
+        time_scale: shape.time_scale,
+        ..InstanceConfig::default()
+    }
+}
+
+/// Lays the flags for this role over the file and writes it again.
+fn apply_overrides(cluster: &Cluster, role: Role, path: &std::path::Path) -> anyhow::Result<()> {
+    let mut layers = vec![];
+    for text in &cluster.shape().overrides {
+        let (of, rest) = split_role(text)?;
+        if of == role {
+            layers.push(parse_override(rest).map_err(anyhow::Error::msg)?);
+        }
+    }
+    if layers.is_empty() {
+        return Ok(());
+    }
+    let text = match role {
+        Role::Router => to_toml(&load::<RouterConfig>(Some(path), &layers)?)?,
+        Role::Node => to_toml(&load::<NodeConfig>(Some(path), &layers)?)?,
+        Role::Instance => to_toml(&load::<InstanceConfig>(Some(path), &layers)?)?,
+    };
+    Ok(std::fs::write(path, text)?)
+}
+
+fn split_role(text: &str) -> anyhow::Result<(Role, &str)> {
+    let roles = [Role::Router, Role::Node, Role::Instance];
+    let found =
+        roles.into_iter().find_map(|role| Some((role, text.strip_prefix(role.name())?.strip_prefix('.')?)));
+    found.ok_or_else(|| {
+        anyhow::anyhow!("--set {text}: expected router.KEY=VALUE, node.KEY=VALUE or instance.KEY=VALUE")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn a_set_flag_names_its_role() {
+        assert_eq!(split_role("node.policy=fifo").unwrap(), (Role::Node, "policy=fifo"));
+        assert!(split_role("policy=fifo").unwrap_err().to_string().contains("expected router.KEY=VALUE"));
+    }
+}

@@ -1,0 +1,242 @@
+//! A cluster on this machine: routers, nodes and instances as child processes of one binary.
+//!
+//! Used by `up`, `replay` and `demo`, and by tests that break clusters on purpose. Children die with
+//! this process however it ends (they follow their standard input), and are reaped by [`Cluster::stop`].
+//! Not here: what is asked of a cluster once it runs.
+
+mod child;
+mod configs;
+mod faults;
+mod ports;
+mod shape;
+mod wait;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use kvfleet_proto::tls::{Identity, TlsFiles};
+
+use crate::certificates::{Authority, CertificateFiles, files};
+use crate::process::Role;
+
+pub(crate) use child::cpu_time_of;
+pub use child::{Child, ChildError};
+pub use faults::Killed;
+pub use shape::{LAYERS, NodeCapacity, Shape, manifest};
+
+/// How long children get to stop after SIGTERM before they are killed.
+const STOP_GRACE: Duration = Duration::from_secs(5);
+
+/// How often starting is tried with other ports when one was taken in between.
+const START_ATTEMPTS: u32 = 3;
+
+/// Role under which this process's own certificate is made.
+pub const ADMIN_ROLE: &str = "admin";
+
+/// A child's name: its role and number.
+pub type ChildId = (Role, u64);
+
+/// A running cluster. Dropping it kills every child; [`Cluster::stop`] stops them cleanly.
+#[derive(Debug)]
+pub struct Cluster {
+    shape: Shape,
+    routers: BTreeMap<u64, String>,
+    children: BTreeMap<ChildId, Child>,
+    // Behind the children, because fields are dropped in order: nobody writes there any more.
+    directory: Directory,
+    leader_killed: Option<u64>,
+    cpu_of_ended: Duration,
+}
+
+/// The data directory: kept when it was named, removed at the end when it is temporary.
+#[derive(Debug)]
+enum Directory {
+    Kept(PathBuf),
+    Temporary(tempfile::TempDir),
+}
+
+impl Directory {
+    fn path(&self) -> &Path {
+        match self {
+            Directory::Kept(path) => path,
+            Directory::Temporary(dir) => dir.path(),
+        }
+    }
+}
+
+impl Cluster {
+    /// Starts every process and waits until a leader is elected, every node has joined and every
+    /// instance has reported. On an error everything that was started is stopped.
+    pub async fn start(shape: Shape) -> anyhow::Result<Self> {
+        let mut attempt = 1;
+        loop {
+            let error = match Self::start_once(shape.clone()).await {
+                Ok(cluster) => return Ok(cluster),
+                Err(error) => error,
+            };
+            let taken = error.downcast_ref::<ChildError>().is_some_and(ChildError::is_port_taken);
+            if !taken || shape.base_port.is_some() || attempt == START_ATTEMPTS {
+                return Err(error);
+            }
+            attempt += 1;
+        }
+    }
+
+    async fn start_once(shape: Shape) -> anyhow::Result<Self> {
+        let directory = match &shape.data_dir {
+            Some(path) => {
+                std::fs::create_dir_all(path).map_err(|cause| {
+                    anyhow::anyhow!("cannot make {}: {cause}; choose another --data-dir", path.display())
+                })?;
+                Directory::Kept(path.canonicalize()?)
+            }
+            None => Directory::Temporary(tempfile::Builder::new().prefix("kvfleet-").tempdir()?),
+        };
+        let routers = ports::router_addresses(&shape, directory.path())?;
+        let mut cluster = Self {
+            shape,
+            routers,
+            children: BTreeMap::new(),
+            directory,
+            leader_killed: None,
+            cpu_of_ended: Duration::ZERO,
+        };
+        match cluster.start_all().await {
+            Ok(()) => Ok(cluster),
+            Err(error) => {
+                cluster.stop().await;
+                Err(error)
+            }
+        }
+    }
+
+    async fn start_all(&mut self) -> anyhow::Result<()> {
+        Authority::open(&self.certificates())?.issue(ADMIN_ROLE)?;
+        let counts = [
+            (Role::Router, self.shape.routers),
+            (Role::Node, self.shape.nodes),
+            (Role::Instance, self.shape.instances),
+        ];
+        for (role, count) in counts {
+            for number in 1..=u64::from(count) {
+                self.spawn((role, number))?;
+            }
+            for number in 1..=u64::from(count) {
+                self.ready((role, number)).await?;
+            }
+        }
+        wait::until_serving(self).await
+    }
+
+    /// Writes the child's configuration and starts it; [`Cluster::ready`] waits for it.
+    fn spawn(&mut self, id: ChildId) -> anyhow::Result<()> {
+        let config = configs::write(self, id)?;
+        let log = self.directory().join("logs").join(format!("{}.log", name(id)));
+        let child = Child::spawn(&self.shape.binary, id, &config, &log)?;
+        self.children.insert(id, child);
+        Ok(())
+    }
+
+    async fn ready(&mut self, id: ChildId) -> anyhow::Result<()> {
+        match self.children.get_mut(&id) {
+            Some(child) => Ok(child.wait_ready().await?),
+            None => Err(anyhow::anyhow!("{} was not started", name(id))),
+        }
+    }
+
+    /// Addresses of all routers, in the order of their numbers, running or not.
+    #[must_use]
+    pub fn router_addresses(&self) -> Vec<String> {
+        self.routers.values().cloned().collect()
+    }
+
+    /// What the cluster was asked to be.
+    #[must_use]
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// Where data, configurations, certificates and logs are.
+    #[must_use]
+    pub fn directory(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// Directory of the certificates.
+    #[must_use]
+    pub fn certificates(&self) -> PathBuf {
+        self.directory().join("certificates")
+    }
+
+    /// Certificate files of `role`, as made at start.
+    #[must_use]
+    pub fn certificate_files(&self, role: &str) -> CertificateFiles {
+        files(&self.certificates(), role)
+    }
+
+    /// The identity with which commands call this cluster.
+    pub fn identity(&self) -> anyhow::Result<Identity> {
+        let files = self.certificate_files(ADMIN_ROLE);
+        Ok(TlsFiles { ca: files.ca, cert: files.cert, key: files.key }.load()?)
+    }
+
+    /// The child with this role and number, running or killed.
+    #[must_use]
+    pub fn child(&self, id: ChildId) -> Option<&Child> {
+        self.children.get(&id)
+    }
+
+    /// Every child.
+    pub fn children(&self) -> impl Iterator<Item = (&ChildId, &Child)> {
+        self.children.iter()
+    }
+
+    /// Children that ended although nobody asked them to.
+    pub fn crashed(&mut self) -> Vec<String> {
+        let ended = self.children.iter_mut().filter_map(|(id, child)| child.crashed().map(|how| (*id, how)));
+        ended.map(|(id, how)| format!("{} ended: {how}", name(id))).collect()
+    }
+
+    /// Processor time that all processes of the cluster have used so far, ended ones included.
+    #[must_use]
+    pub fn cpu_time(&self) -> Duration {
+        self.children.values().filter_map(Child::cpu_time).sum::<Duration>() + self.cpu_of_ended
+    }
+
+    /// Stops every child cleanly, kills those that do not stop in time, reaps all.
+    pub async fn stop(mut self) {
+        for role in [Role::Instance, Role::Node, Role::Router] {
+            let stopping = self.children.iter_mut().filter(|((of, _), _)| *of == role);
+            let stops: Vec<_> = stopping.map(|(_, child)| child.stop(STOP_GRACE)).collect();
+            futures_join(stops).await;
+        }
+    }
+}
+
+impl Drop for Cluster {
+    /// Kills and reaps whatever [`Cluster::stop`] did not: an interrupted start, a panic.
+    fn drop(&mut self) {
+        for child in self.children.values_mut() {
+            child.kill_now();
+        }
+        for child in self.children.values_mut() {
+            child.reap_now(STOP_GRACE);
+        }
+    }
+}
+
+/// `router-1`, `node-2`: names of files, certificates and messages.
+#[must_use]
+pub fn name((role, number): ChildId) -> String {
+    format!("{}-{number}", role.name())
+}
+
+async fn futures_join<F: Future<Output = ()>>(all: Vec<F>) {
+    let mut all: Vec<_> = all.into_iter().map(Box::pin).collect();
+    std::future::poll_fn(|context| {
+        all.retain_mut(|one| one.as_mut().poll(context).is_pending());
+        if all.is_empty() { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
+    })
+    .await;
+}

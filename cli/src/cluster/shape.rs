@@ -1,0 +1,144 @@
+//! What a local cluster should be: counts, capacities, identity. Made from flags or by tests.
+
+use std::path::PathBuf;
+
+use kv_core::prefix::IdentityManifest;
+
+use crate::args::{ShapeArgs, Target};
+
+/// Layers of an emulated block.
+pub const LAYERS: u32 = 32;
+
+/// Capacity of each node, in blocks of the cluster's size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NodeCapacity {
+    /// Blocks in DRAM.
+    pub dram_blocks: u64,
+    /// Blocks on SSD; 0 for no SSD tier.
+    pub ssd_blocks: u64,
+}
+
+/// What a local cluster should be.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    /// The `kvfleet` binary.
+    pub binary: PathBuf,
+    /// Number of routers.
+    pub routers: u32,
+    /// Number of nodes.
+    pub nodes: u32,
+    /// Number of instances; instance N has node N as its own, if there is one.
+    pub instances: u32,
+    /// Payload of one block in bytes.
+    pub block_bytes: u64,
+    /// Tokens of one block.
+    pub block_tokens: u32,
+    /// Layers of one block.
+    pub layers: u32,
+    /// Capacity of each node.
+    pub capacity: NodeCapacity,
+    /// Eviction policy of the nodes.
+    pub policy: String,
+    /// High and low fill level of each tier; none for the product's defaults.
+    pub watermarks: Option<(f64, f64)>,
+    /// Hardware profile for modelled compute.
+    pub profile: String,
+    /// Share of the modelled compute that is waited for.
+    pub time_scale: f64,
+    /// Least time a fetch is given, in milliseconds.
+    pub fetch_floor_ms: u64,
+    /// Seed of what nodes leave to chance.
+    pub seed: u64,
+    /// Data directory to keep; none for a temporary one.
+    pub data_dir: Option<PathBuf>,
+    /// First port of the routers; none for free ones.
+    pub base_port: Option<u16>,
+    /// OTLP collector; empty for none.
+    pub otlp: String,
+    /// Log filter of the processes.
+    pub log: String,
+    /// Further keys, as `role.key=value`.
+    pub overrides: Vec<String>,
+}
+
+impl Shape {
+    /// One router, one node, one instance with room for a thousand blocks of 4 KiB: a base to change.
+    #[must_use]
+    pub fn small(binary: PathBuf) -> Self {
+        Self {
+            binary,
+            routers: 1,
+            nodes: 1,
+            instances: 1,
+            block_bytes: 4096,
+            block_tokens: 512,
+            layers: 4,
+            capacity: NodeCapacity { dram_blocks: 1000, ssd_blocks: 0 },
+            policy: "lru".to_owned(),
+            watermarks: Some((1.0, 1.0)),
+            profile: kv_core::schedule::HardwareProfile::default().name.to_owned(),
+            time_scale: 0.0,
+            fetch_floor_ms: 10_000,
+            seed: 1,
+            data_dir: None,
+            base_port: None,
+            otlp: String::new(),
+            log: "info".to_owned(),
+            overrides: vec![],
+        }
+    }
+
+    /// The identity that every process of this cluster serves.
+    #[must_use]
+    pub fn manifest(&self) -> IdentityManifest {
+        manifest(self.block_tokens, self.layers)
+    }
+}
+
+/// The emulated model with this block geometry.
+#[must_use]
+pub fn manifest(block_tokens: u32, layers: u32) -> IdentityManifest {
+    IdentityManifest { block_tokens, layers, ..IdentityManifest::default() }
+}
+
+impl Shape {
+    /// What the flags say, for this very binary; capacity and base port are the command's to add.
+    pub fn from_args(args: &ShapeArgs) -> anyhow::Result<Self> {
+        let binary = std::env::current_exe().map_err(|cause| {
+            anyhow::anyhow!("this program cannot find its own file to start processes: {cause}")
+        })?;
+        Ok(Self {
+            routers: args.routers,
+            nodes: args.nodes,
+            instances: args.instances,
+            block_bytes: args.block_bytes,
+            layers: LAYERS,
+            policy: args.policy.clone(),
+            watermarks: args.watermarks.map(|marks| (marks.high, marks.low)),
+            profile: args.profile.clone(),
+            time_scale: args.time_scale,
+            data_dir: args.data_dir.clone(),
+            otlp: args.otlp.clone().unwrap_or_default(),
+            log: args.log.clone(),
+            overrides: args.overrides.clone(),
+            ..Self::small(binary)
+        })
+    }
+
+    /// Whether a fault's target exists in a cluster of this shape.
+    pub fn check_target(args: &ShapeArgs, target: Target) -> Result<(), String> {
+        let check = |what: &str, number: u64, count: u32| {
+            if (1..=u64::from(count)).contains(&number) {
+                Ok(())
+            } else {
+                Err(format!("there is no {what} {number}: the cluster has {what}s 1 to {count}"))
+            }
+        };
+        match target {
+            Target::Node(number) => check("node", number.into(), args.nodes),
+            Target::Router(number) => check("router", number, args.routers),
+            Target::Instance(number) => check("instance", number.into(), args.instances),
+            Target::RouterLeader => Ok(()),
+        }
+    }
+}

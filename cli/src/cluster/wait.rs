@@ -1,0 +1,100 @@
+//! Waits until a cluster serves: one leader everyone knows, every node joined, every instance known to
+//! every router.
+
+use std::time::Duration;
+
+use kvfleet_proto::pb;
+use tokio::time::Instant;
+
+use super::{Child, Cluster};
+use crate::calls::RouterCalls;
+use crate::connect::client;
+use crate::process::Role;
+
+/// How long a started cluster may take until it serves.
+const SERVING_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Time between two looks.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// Returns when the cluster serves, or says what is missing.
+pub(super) async fn until_serving(cluster: &mut Cluster) -> anyhow::Result<()> {
+    let routers = RouterCalls::all(&cluster.running_routers(), &cluster.identity()?)?;
+    let deadline = Instant::now() + SERVING_TIMEOUT;
+    loop {
+        let missing = missing(cluster, &routers).await;
+        let Some(missing) = missing else { return Ok(()) };
+        let crashed = cluster.crashed();
+        if !crashed.is_empty() {
+            anyhow::bail!(
+                "{}; logs are in {}",
+                crashed.join(", "),
+                cluster.directory().join("logs").display()
+            );
+        }
+        if Instant::now() > deadline {
+            anyhow::bail!(
+                "after {SERVING_TIMEOUT:?} {missing}; logs are in {}",
+                cluster.directory().join("logs").display()
+            );
+        }
+        tokio::time::sleep(LOOK_EVERY).await;
+    }
+}
+
+/// Returns when the routers have taken in everything the node has announced, its blocks on SSD included.
+pub(super) async fn until_settled(cluster: &Cluster, number: u64) -> anyhow::Result<()> {
+    let Some(ready) = cluster.child((Role::Node, number)).and_then(Child::ready) else {
+        anyhow::bail!("node {number} is not running");
+    };
+    let client = client(&cluster.running_routers(), &cluster.identity()?)?;
+    let reply = client.settle(&ready.address("control"), SERVING_TIMEOUT).await?;
+    if reply.settled {
+        return Ok(());
+    }
+    anyhow::bail!("after {SERVING_TIMEOUT:?} the routers have not taken in what node {number} announced")
+}
+
+/// The first thing that is missing.
+async fn missing(cluster: &Cluster, routers: &[RouterCalls]) -> Option<String> {
+    for router in routers {
+        let status = match router.status().await {
+            Ok(status) => status,
+            Err(status) => return Some(format!("router {} does not answer: {status}", router.address)),
+        };
+        if let Some(what) = missing_in(cluster, &status) {
+            return Some(format!("router {} {what}", status.router));
+        }
+    }
+    None
+}
+
+fn missing_in(cluster: &Cluster, status: &pb::StatusReply) -> Option<String> {
+    if status.leader == 0 {
+        return Some("knows no leader".to_owned());
+    }
+    // By address, because a process that was started again is known under its old one for a while.
+    let address = |role, number, purpose| {
+        cluster
+            .child((role, number))
+            .and_then(Child::ready)
+            .map(|ready| ready.address(purpose))
+            .unwrap_or_default()
+    };
+    let joined = |number: u64| {
+        let address = address(Role::Node, number, "data");
+        status
+            .nodes
+            .iter()
+            .any(|node| u64::from(node.node) == number && node.live && node.data_address == address)
+    };
+    if let Some(number) = cluster.wanted(Role::Node).find(|&number| !joined(number)) {
+        return Some(format!("does not see node {number}"));
+    }
+    let reported =
+        |number: u64| status.instances.iter().any(|instance| u64::from(instance.instance) == number);
+    cluster
+        .wanted(Role::Instance)
+        .find(|&number| !reported(number))
+        .map(|number| format!("has no report of instance {number}"))
+}

@@ -1,0 +1,172 @@
+//! Reads a process's configuration: defaults, then the TOML file, then `KVFLEET_*`, then flags.
+//!
+//! Every key is checked against the keys of the defaults, so that a typo is an error that names the
+//! nearest valid key. What the keys mean is not here: `RouterConfig`, `NodeConfig` and
+//! `InstanceConfig` say that, and validate themselves.
+
+mod keys;
+mod layers;
+
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use toml::{Table, Value};
+
+pub use keys::KeyError;
+pub use layers::{Override, environment_overrides, parse_override};
+
+/// Key of the table that holds what every process has (logs, metrics, tracing).
+pub const PROCESS_TABLE: &str = "process";
+
+/// Why a configuration was refused. Each message says where the value came from and what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file could not be read.
+    #[error("cannot read {}: {cause}; give a readable file with --config", path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        cause: std::io::Error,
+    },
+    /// The file is not TOML.
+    #[error("{}: not valid TOML: {cause}", path.display())]
+    Syntax {
+        /// The file.
+        path: PathBuf,
+        /// Line, column and expectation.
+        cause: Box<toml::de::Error>,
+    },
+    /// A key is unknown or a value has the wrong type.
+    #[error("{origin}: {error}")]
+    Key {
+        /// File, environment variable or flag.
+        origin: String,
+        /// What is wrong with it.
+        error: KeyError,
+    },
+    /// A value of the right type that the service does not understand.
+    #[error("{origin}: {cause}")]
+    Value {
+        /// The layers that were merged.
+        origin: String,
+        /// What was expected.
+        cause: String,
+    },
+    /// The defaults do not serialise: a defect of the program, never of the input.
+    #[error("the built-in defaults cannot be read: {0}")]
+    Defaults(String),
+}
+
+/// What every process has besides its service.
+#[derive(Clone, Debug, Serialize, serde::Deserialize, PartialEq, Eq)]
+#[serde(default, deny_unknown_fields)]
+pub struct ProcessConfig {
+    /// `host:port` of the Prometheus text endpoint; empty for none, port 0 for any free one.
+    pub metrics_listen: String,
+    /// OTLP gRPC collector (`http://host:4317`); empty for no export.
+    pub otlp: String,
+    /// Log filter in the syntax of `RUST_LOG`.
+    pub log: String,
+    /// Log as JSON objects, one a line.
+    pub log_json: bool,
+}
+
+impl Default for ProcessConfig {
+    fn default() -> Self {
+        Self {
+            metrics_listen: "127.0.0.1:0".to_owned(),
+            otlp: String::new(),
+            log: "info".to_owned(),
+            log_json: false,
+        }
+    }
+}
+
+/// A service's configuration with what every process has.
+#[derive(Clone, Debug)]
+pub struct Settings<T> {
+    /// Logs, metrics, tracing.
+    pub process: ProcessConfig,
+    /// The service's own keys.
+    pub service: T,
+}
+
+/// Reads the layers over `T::default()`: the file (if any), then `overrides` in order.
+pub fn load<T>(file: Option<&Path>, overrides: &[Override]) -> Result<Settings<T>, ConfigError>
+where
+    T: Default + Serialize + DeserializeOwned,
+{
+    let schema = schema::<T>()?;
+    let mut merged = Table::new();
+    let mut origins = vec![];
+    if let Some(path) = file {
+        let origin = path.display().to_string();
+        let table = read_table(path)?;
+        keys::check(&table, &schema).map_err(|error| ConfigError::Key { origin: origin.clone(), error })?;
+        layers::merge(&mut merged, table);
+        origins.push(origin);
+    }
+    for layer in overrides {
+        let fail = |error| ConfigError::Key { origin: layer.origin.clone(), error };
+        let table = layer.to_table(&schema).map_err(fail)?;
+        keys::check(&table, &schema).map_err(fail)?;
+        layers::merge(&mut merged, table);
+        origins.push(layer.origin.clone());
+    }
+    typed(merged, &origins.join(" + "))
+}
+
+/// A service's configuration as the text of a file that [`load`] reads back.
+pub fn to_toml<T: Serialize>(settings: &Settings<T>) -> Result<String, ConfigError> {
+    let as_table = |value: Result<Value, toml::ser::Error>| match value {
+        Ok(Value::Table(table)) => Ok(table),
+        Ok(_) => Err(ConfigError::Defaults("a configuration must be a table".to_owned())),
+        Err(cause) => Err(ConfigError::Defaults(cause.to_string())),
+    };
+    let mut table = as_table(Value::try_from(&settings.service))?;
+    table.insert(PROCESS_TABLE.to_owned(), Value::Table(as_table(Value::try_from(&settings.process))?));
+    toml::to_string(&table).map_err(|cause| ConfigError::Defaults(cause.to_string()))
+}
+
+/// The valid keys with a value of the valid type each, as JSON because it keeps absent options.
+fn schema<T: Default + Serialize>() -> Result<serde_json::Value, ConfigError> {
+    let to_json = |value: Result<serde_json::Value, serde_json::Error>| {
+        value.map_err(|cause| ConfigError::Defaults(cause.to_string()))
+    };
+    let mut schema = to_json(serde_json::to_value(T::default()))?;
+    let process = to_json(serde_json::to_value(ProcessConfig::default()))?;
+    match schema.as_object_mut() {
+        Some(object) => {
+            object.insert(PROCESS_TABLE.to_owned(), process);
+            Ok(schema)
+        }
+        None => Err(ConfigError::Defaults("a configuration must be a table".to_owned())),
+    }
+}
+
+fn read_table(path: &Path) -> Result<Table, ConfigError> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|cause| ConfigError::Unreadable { path: path.to_owned(), cause })?;
+    text.parse::<Table>()
+        .map_err(|cause| ConfigError::Syntax { path: path.to_owned(), cause: Box::new(cause) })
+}
+
+/// Splits the process table off and lets serde have the last word on both parts.
+fn typed<T: DeserializeOwned>(mut merged: Table, origin: &str) -> Result<Settings<T>, ConfigError> {
+    let origin = if origin.is_empty() { "built-in defaults" } else { origin };
+    let fail = |cause: toml::de::Error| ConfigError::Value {
+        origin: origin.to_owned(),
+        cause: cause.to_string().trim_end().replace('\n', " "),
+    };
+    let process = merged.remove(PROCESS_TABLE).unwrap_or_else(|| Value::Table(Table::new()));
+    Ok(Settings {
+        process: process.try_into().map_err(fail)?,
+        service: Value::Table(merged).try_into().map_err(fail)?,
+    })
+}
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;

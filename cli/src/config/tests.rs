@@ -1,0 +1,143 @@
+//! Tests of configuration layers and of the messages that wrong ones get.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+
+use super::*;
+
+#[derive(Debug, Clone, PartialEq, Serialize, serde::Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Sample {
+    listen: String,
+    queue_blocks_max: u32,
+    watermark_high: f64,
+    data_dir: Option<String>,
+    peers: BTreeMap<String, String>,
+    tls: Files,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Serialize, serde::Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Files {
+    cert: String,
+    key: String,
+}
+
+impl Default for Sample {
+    fn default() -> Self {
+        Self {
+            listen: "127.0.0.1:0".into(),
+            queue_blocks_max: 10,
+            watermark_high: 0.95,
+            data_dir: None,
+            peers: BTreeMap::new(),
+            tls: Files::default(),
+        }
+    }
+}
+
+fn read(text: &str, overrides: &[Override]) -> Result<Settings<Sample>, String> {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("node.toml");
+    std::fs::write(&path, text).unwrap();
+    load(Some(&path), overrides)
+        .map_err(|error| error.to_string().replace(&path.display().to_string(), "node.toml"))
+}
+
+#[test]
+fn nothing_given_is_the_defaults() {
+    let settings = load::<Sample>(None, &[]).unwrap();
+    assert_eq!(settings.service, Sample::default());
+    assert_eq!(settings.process, ProcessConfig::default());
+}
+
+#[test]
+fn later_layers_win_key_by_key() {
+    let environment = environment_overrides([("KVFLEET_LISTEN".to_owned(), "b:1".to_owned())].into_iter());
+    let flags = [Override::flag("--set", "tls.key", "flag.pem")];
+    let layers: Vec<_> = environment.into_iter().chain(flags).collect();
+    let text = "listen = 'a:1'\nqueue_blocks_max = 7\n[tls]\ncert = 'file.pem'\nkey = 'file.key'\n";
+    let sample = read(text, &layers).unwrap().service;
+    assert_eq!(sample.listen, "b:1", "the environment is above the file");
+    assert_eq!(sample.queue_blocks_max, 7);
+    assert_eq!(sample.tls, Files { cert: "file.pem".into(), key: "flag.pem".into() });
+}
+
+#[test]
+fn an_unknown_key_names_the_nearest() {
+    let message = read("listne = 'a:1'", &[]).unwrap_err();
+    assert_eq!(message, "node.toml: unknown key `listne`; the nearest valid key is `listen`");
+    let message = read("[tls]\ncrt = 'x'", &[]).unwrap_err();
+    assert_eq!(message, "node.toml: unknown key `tls.crt`; the nearest valid key is `tls.cert`");
+}
+
+#[test]
+fn a_key_at_the_wrong_level_is_found() {
+    let message = read("cert = 'x'", &[]).unwrap_err();
+    assert_eq!(message, "node.toml: unknown key `cert`; the nearest valid key is `tls.cert`");
+}
+
+#[test]
+fn a_key_like_nothing_lists_what_there_is() {
+    let message = read("zzzz = 1", &[]).unwrap_err();
+    assert!(message.contains("valid keys here: data_dir, listen"), "{message}");
+}
+
+#[test]
+fn a_wrong_type_says_what_was_expected() {
+    let message = read("queue_blocks_max = 'many'", &[]).unwrap_err();
+    assert_eq!(
+        message,
+        "node.toml: key `queue_blocks_max` is a string (\"many\"), expected a whole number (default 10)"
+    );
+    let message = read("", &[Override::flag("--set", "queue_blocks_max", "1.5")]).unwrap_err();
+    assert!(message.starts_with("flag --set: key `queue_blocks_max` is a float"), "{message}");
+}
+
+#[test]
+fn an_unknown_variable_is_an_error_too() {
+    let layers = environment_overrides([("KVFLEET_TLS__CRET".to_owned(), "x".to_owned())].into_iter());
+    let message = read("", &layers).unwrap_err();
+    assert_eq!(
+        message,
+        "environment variable KVFLEET_TLS__CRET: unknown key `tls.cret`; the nearest valid key is `tls.cert`"
+    );
+}
+
+#[test]
+fn options_maps_and_numbers_are_understood() {
+    let sample = read("data_dir = 'd'\nwatermark_high = 1\n[peers]\nany = 'name'", &[]).unwrap().service;
+    assert_eq!(sample.data_dir.as_deref(), Some("d"));
+    assert_eq!(sample.peers["any"], "name");
+}
+
+#[test]
+fn a_value_out_of_range_names_the_file() {
+    let message = read("queue_blocks_max = -1", &[]).unwrap_err();
+    assert!(message.starts_with("node.toml: "), "{message}");
+    assert!(message.contains("-1"), "{message}");
+}
+
+#[test]
+fn broken_toml_and_absent_files_name_the_file() {
+    let message = read("listen = ", &[]).unwrap_err();
+    assert!(message.starts_with("node.toml: not valid TOML"), "{message}");
+    let message = load::<Sample>(Some(Path::new("/nonexistent/x.toml")), &[]).unwrap_err().to_string();
+    assert!(message.starts_with("cannot read /nonexistent/x.toml"), "{message}");
+}
+
+#[test]
+fn what_is_written_is_read_back() {
+    let mut settings = load::<Sample>(None, &[]).unwrap();
+    settings.service.data_dir = Some("d".into());
+    settings.process.log = "debug".into();
+    let back = read(&to_toml(&settings).unwrap(), &[]).unwrap();
+    assert_eq!(back.service, settings.service);
+    assert_eq!(back.process, settings.process);
+}
+
+#[test]
+fn a_set_flag_needs_a_key_and_a_value() {
+    assert!(parse_override("novalue").unwrap_err().contains("KEY=VALUE"));
+    assert_eq!(parse_override("a.b = c").unwrap(), Override::flag("--set", "a.b", "c"));
+}

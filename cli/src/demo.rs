@@ -1,0 +1,36 @@
+//! `kvfleet demo`: a short generated trace on three routers, three nodes and three instances, with a
+//! node killed half way.
+
+use clap::Parser;
+
+use crate::args::{Args, Command, DemoArgs};
+use crate::replay;
+use crate::report;
+use crate::trace::write_generated;
+
+/// Runs the demo; says whether every request ended with right bytes.
+pub async fn run(args: &DemoArgs) -> anyhow::Result<bool> {
+    let directory = tempfile::Builder::new().prefix("kvfleet-demo-").tempdir()?;
+    let trace = directory.path().join("consumer.jsonl");
+    write_generated("consumer", args.seed, args.requests, &trace)?;
+    println!(
+        "a consumer trace of {} requests; three routers, three nodes, three instances; node 2 dies half way",
+        args.requests
+    );
+    let seed = args.seed.to_string();
+    let mut words = vec!["kvfleet", "replay", "--kill", "node:2@50%", "--seed", &seed];
+    if args.quiet {
+        words.push("--quiet");
+    }
+    let words = words.iter().map(std::ffi::OsStr::new);
+    let paths = [trace.as_os_str(), std::ffi::OsStr::new("--report"), args.report.as_os_str()];
+    // The demo is a replay that anyone could type; parsing it keeps the two from drifting apart.
+    let Command::Replay(replay) = Args::try_parse_from(words.chain(paths))?.command else {
+        anyhow::bail!("the demo's own command line is no replay");
+    };
+    let outcome = replay::run(&replay).await?;
+    print!("{}", report::table(&outcome.report));
+    println!("\nreport and plots are in {}:", args.report.display());
+    outcome.files.iter().for_each(|file| println!("  {}", file.display()));
+    Ok(outcome.is_good())
+}

@@ -1,0 +1,92 @@
+//! The blocks of a stand-in engine: made from their hash, and checked against it byte by byte.
+//!
+//! Not here: frames and checksums (`kvfleet_proto::frame`), and moving them.
+
+use kv_core::id::{BlockHash, IdentityDigest};
+use kvfleet_proto::content;
+use kvfleet_proto::frame::{Frame, FrameBuilder, FrameError, KeyForm};
+
+/// How blocks are cut.
+#[derive(Clone, Debug)]
+pub(super) struct BlockShape {
+    identity: IdentityDigest,
+    slice_bytes: Vec<u32>,
+}
+
+/// What comparing fetched bytes with what they must be says.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Checked {
+    /// Bytes compared.
+    pub(super) verified_bytes: u64,
+    /// Bytes of blocks that differ.
+    pub(super) wrong_bytes: u64,
+}
+
+impl BlockShape {
+    /// Blocks of `block_bytes` in `layers` slices that differ by at most one byte. Fails when no frame can
+    /// be cut that way.
+    pub(super) fn new(identity: IdentityDigest, block_bytes: u64, layers: u32) -> Result<Self, FrameError> {
+        let (each, longer) = (block_bytes / u64::from(layers.max(1)), block_bytes % u64::from(layers.max(1)));
+        let slice = |layer: u64| u32::try_from(each + u64::from(layer < longer)).unwrap_or(u32::MAX);
+        let shape = Self { identity, slice_bytes: (0..layers.into()).map(slice).collect() };
+        shape.builder(BlockHash::default())?;
+        Ok(shape)
+    }
+
+    fn builder(&self, hash: BlockHash) -> Result<FrameBuilder, FrameError> {
+        FrameBuilder::new(self.identity, hash, KeyForm::default(), &self.slice_bytes)
+    }
+
+    /// Payload size of a block.
+    pub(super) fn payload_bytes(&self) -> u64 {
+        self.slice_bytes.iter().map(|bytes| u64::from(*bytes)).sum()
+    }
+
+    /// The frame of block `hash`: content from the hash, layer after layer, sealed.
+    pub(super) fn make(&self, hash: BlockHash) -> Frame {
+        let mut builder = self.builder(hash).expect("a frame of these slices was made when the shape was");
+        content::fill(hash, builder.payload_mut());
+        builder.seal()
+    }
+
+    /// Compares every byte of a fetched block, and its size, with what they must be.
+    pub(super) fn check(&self, hash: BlockHash, frame: &Frame) -> Checked {
+        let payload = frame.payload();
+        let bytes = payload.len() as u64;
+        let is_right = bytes == self.payload_bytes() && content::matches(hash, &payload);
+        Checked { verified_bytes: bytes, wrong_bytes: if is_right { 0 } else { bytes } }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn shape() -> BlockShape {
+        BlockShape::new(IdentityDigest([1; 16]), 4099, 4).unwrap()
+    }
+
+    #[test]
+    fn a_block_is_cut_into_layers_without_loss() {
+        let frame = shape().make(BlockHash([7; 16]));
+        assert_eq!(frame.slice_count(), 4);
+        assert_eq!(frame.payload().len(), 4099);
+        frame.verify(IdentityDigest([1; 16]), BlockHash([7; 16])).unwrap();
+    }
+
+    #[test]
+    fn a_right_block_passes_and_any_other_does_not() {
+        let hash = BlockHash([7; 16]);
+        let frame = shape().make(hash);
+        assert_eq!(shape().check(hash, &frame), Checked { verified_bytes: 4099, wrong_bytes: 0 });
+        let other = shape().check(BlockHash([8; 16]), &frame);
+        assert_eq!(other, Checked { verified_bytes: 4099, wrong_bytes: 4099 });
+        let short = BlockShape::new(IdentityDigest([1; 16]), 100, 1).unwrap().make(hash);
+        assert_eq!(
+            shape().check(hash, &short).wrong_bytes,
+            100,
+            "a cut block is wrong even if its start is right"
+        );
+    }
+}

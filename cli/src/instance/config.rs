@@ -1,0 +1,159 @@
+//! Keys of an instance's configuration.
+
+use std::path::PathBuf;
+
+use kv_core::schedule::{HardwareProfile, PROFILES};
+use kvfleet_proto::frame::PAYLOAD_BYTES_MAX;
+use kvfleet_proto::tls::TlsFiles;
+use serde::{Deserialize, Serialize};
+
+/// Everything an instance can be told. Unknown keys are errors.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct InstanceConfig {
+    /// Number of this instance, unique in the cluster.
+    pub instance: u32,
+    /// `host:port` of its gRPC service; port 0 for any free one.
+    pub listen: String,
+    /// `host:port` of every router.
+    pub routers: Vec<String>,
+    /// Number of its own node; −1 when it has none.
+    pub node: i64,
+    /// Host name, to recognise a node on the same host.
+    pub host: String,
+    /// Certificates.
+    pub tls: TlsPaths,
+    /// Name of the hardware profile under which compute is accounted.
+    pub profile: String,
+    /// Identity of the KV it makes: 32 hexadecimal digits, the same as the nodes'.
+    pub identity: String,
+    /// Payload of one block in bytes, all layers together.
+    pub block_bytes: u64,
+    /// Layers a block is split into; slices differ by at most one byte.
+    pub layers: u32,
+    /// Least time a fetch is given, in milliseconds: on a machine shared by a whole cluster the
+    /// modelled time to recompute says nothing about the time to fetch.
+    pub fetch_floor_ms: u64,
+    /// Share of the modelled prefill time that is really waited for; 0 never waits, 1 is real time.
+    pub time_scale: f64,
+    /// Time between load reports, in milliseconds.
+    pub report_ms: u64,
+}
+
+/// Files of this process's certificate.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TlsPaths {
+    /// The cluster's authority.
+    pub ca: PathBuf,
+    /// Certificate.
+    pub cert: PathBuf,
+    /// Key.
+    pub key: PathBuf,
+}
+
+impl From<&TlsPaths> for TlsFiles {
+    fn from(paths: &TlsPaths) -> Self {
+        TlsFiles { ca: paths.ca.clone(), cert: paths.cert.clone(), key: paths.key.clone() }
+    }
+}
+
+impl Default for InstanceConfig {
+    fn default() -> Self {
+        Self {
+            instance: 1,
+            listen: "127.0.0.1:0".to_owned(),
+            routers: vec![],
+            node: -1,
+            host: "localhost".to_owned(),
+            tls: TlsPaths::default(),
+            profile: HardwareProfile::default().name.to_owned(),
+            identity: String::new(),
+            block_bytes: 16 * 1024,
+            layers: 4,
+            fetch_floor_ms: 50,
+            time_scale: 0.0,
+            report_ms: 200,
+        }
+    }
+}
+
+impl InstanceConfig {
+    /// Largest block an instance makes: what a frame holds.
+    pub const BLOCK_BYTES_MAX: u64 = PAYLOAD_BYTES_MAX as u64;
+
+    /// Checks what types cannot say.
+    pub fn validate(&self) -> Result<(), String> {
+        if self.routers.is_empty() {
+            return Err("routers is empty: list the address of every router".to_owned());
+        }
+        if HardwareProfile::by_name(&self.profile).is_none() {
+            let known: Vec<_> = PROFILES.iter().map(|profile| profile.name).collect();
+            return Err(format!("profile {:?} is unknown; there are {}", self.profile, known.join(", ")));
+        }
+        if self.layers == 0 || u64::from(self.layers) > self.block_bytes {
+            return Err(format!(
+                "layers is {}: expected 1 to block_bytes ({})",
+                self.layers, self.block_bytes
+            ));
+        }
+        if self.block_bytes > Self::BLOCK_BYTES_MAX {
+            return Err(format!(
+                "block_bytes is {}, the limit is {}",
+                self.block_bytes,
+                Self::BLOCK_BYTES_MAX
+            ));
+        }
+        if !(0.0..=1000.0).contains(&self.time_scale) {
+            return Err(format!("time_scale is {}: expected 0 to 1000", self.time_scale));
+        }
+        if self.report_ms == 0 {
+            return Err("report_ms is 0: expected at least 1".to_owned());
+        }
+        Ok(())
+    }
+
+    /// The profile named in the configuration, or the default one.
+    #[must_use]
+    pub fn hardware(&self) -> HardwareProfile {
+        HardwareProfile::by_name(&self.profile).unwrap_or_default()
+    }
+
+    /// Its own node, if it has one.
+    #[must_use]
+    pub fn own_node(&self) -> Option<u32> {
+        u32::try_from(self.node).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn valid() -> InstanceConfig {
+        InstanceConfig { routers: vec!["127.0.0.1:1".into()], ..InstanceConfig::default() }
+    }
+
+    #[test]
+    fn the_default_needs_only_routers() {
+        assert!(InstanceConfig::default().validate().unwrap_err().contains("routers is empty"));
+        valid().validate().unwrap();
+    }
+
+    #[test]
+    fn wrong_values_say_what_was_expected() {
+        let wrong = |change: fn(&mut InstanceConfig), expected: &str| {
+            let mut config = valid();
+            change(&mut config);
+            let message = config.validate().unwrap_err();
+            assert!(message.contains(expected), "{message}");
+        };
+        wrong(|config| config.profile = "b200".into(), "there are ");
+        wrong(|config| config.layers = 0, "expected 1 to block_bytes");
+        wrong(|config| config.layers = 1 << 20, "expected 1 to block_bytes");
+        wrong(|config| config.block_bytes = 1 << 40, "the limit is");
+        wrong(|config| config.time_scale = f64::NAN, "expected 0 to 1000");
+        wrong(|config| config.report_ms = 0, "at least 1");
+    }
+}

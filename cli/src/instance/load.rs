@@ -1,0 +1,83 @@
+//! What an instance is doing right now: requests under way and their tokens.
+//!
+//! Not here: sending it to the routers (`report.rs`).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+/// Counters shared by every call.
+#[derive(Debug, Default)]
+pub(super) struct Working {
+    tokens: AtomicU64,
+    running: AtomicU32,
+    served: AtomicU64,
+}
+
+/// A point in time of [`Working`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Snapshot {
+    /// Prompt tokens of requests under way, as long as they are not accounted.
+    pub(super) queue_tokens: u64,
+    /// Requests under way.
+    pub(super) running: u32,
+    /// Requests ended.
+    pub(super) served: u64,
+}
+
+impl Working {
+    pub(super) fn snapshot(&self) -> Snapshot {
+        Snapshot {
+            queue_tokens: self.tokens.load(Ordering::Relaxed),
+            running: self.running.load(Ordering::Relaxed),
+            served: self.served.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// A request under way; counted until dropped, however its call ends.
+#[derive(Debug)]
+pub(super) struct Running {
+    working: Arc<Working>,
+    tokens: u64,
+    /// Tokens that were ahead of it when it came.
+    pub(super) tokens_ahead: u64,
+}
+
+impl Running {
+    pub(super) fn begin(working: &Arc<Working>, tokens: u64) -> Self {
+        let tokens_ahead = working.tokens.fetch_add(tokens, Ordering::Relaxed);
+        working.running.fetch_add(1, Ordering::Relaxed);
+        Self { working: Arc::clone(working), tokens, tokens_ahead }
+    }
+
+    /// Its prefill is over: it still runs, and no longer stands in the queue.
+    pub(super) fn prefilled(&mut self) {
+        self.working.tokens.fetch_sub(std::mem::take(&mut self.tokens), Ordering::Relaxed);
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.prefilled();
+        self.working.running.fetch_sub(1, Ordering::Relaxed);
+        self.working.served.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_counts_from_its_start_to_its_end() {
+        let working = Arc::new(Working::default());
+        let first = Running::begin(&working, 100);
+        let mut second = Running::begin(&working, 50);
+        assert_eq!((first.tokens_ahead, second.tokens_ahead), (0, 100));
+        assert_eq!(working.snapshot(), Snapshot { queue_tokens: 150, running: 2, served: 0 });
+        second.prefilled();
+        assert_eq!(working.snapshot().queue_tokens, 100);
+        drop((first, second));
+        assert_eq!(working.snapshot(), Snapshot { queue_tokens: 0, running: 0, served: 2 });
+    }
+}

@@ -1,0 +1,52 @@
+//! Counters of an instance for Prometheus. Wraps answers; the serving code does not know of it.
+
+use kvfleet_proto::pb;
+use prometheus::{IntCounter, IntCounterVec, IntGauge, Opts, Registry};
+
+/// What an instance counts.
+#[derive(Clone, Debug)]
+pub(super) struct Metrics {
+    requests: IntCounter,
+    blocks: IntCounterVec,
+    bytes: IntCounterVec,
+    running: IntGauge,
+}
+
+impl Metrics {
+    pub(super) fn register(registry: &Registry) -> Result<Self, prometheus::Error> {
+        let counters =
+            |name: &str, help: &str, label: &str| IntCounterVec::new(Opts::new(name, help), &[label]);
+        let metrics = Self {
+            requests: IntCounter::new("kvfleet_instance_requests_total", "Requests served")?,
+            blocks: counters("kvfleet_instance_blocks_total", "Blocks by what became of them", "outcome")?,
+            bytes: counters("kvfleet_instance_bytes_total", "Block bytes by what was done with them", "act")?,
+            running: IntGauge::new("kvfleet_instance_running", "Requests under way")?,
+        };
+        registry.register(Box::new(metrics.requests.clone()))?;
+        registry.register(Box::new(metrics.blocks.clone()))?;
+        registry.register(Box::new(metrics.bytes.clone()))?;
+        registry.register(Box::new(metrics.running.clone()))?;
+        Ok(metrics)
+    }
+
+    pub(super) fn running(&self, requests: u32) {
+        self.running.set(i64::from(requests));
+    }
+
+    pub(super) fn answered(&self, reply: &pb::RunReply) {
+        self.requests.inc();
+        let blocks =
+            |outcome: &str, count: u32| self.blocks.with_label_values(&[outcome]).inc_by(count.into());
+        blocks("hit_dram", reply.hit_dram_blocks);
+        blocks("hit_ssd", reply.hit_ssd_blocks);
+        blocks("hit_gpu", reply.hit_gpu_blocks);
+        blocks("computed", reply.asked_blocks.saturating_sub(reply.hit_blocks));
+        blocks("saved", reply.saved_blocks);
+        blocks("refused", reply.refused_blocks);
+        let bytes = |act: &str, count: u64| self.bytes.with_label_values(&[act]).inc_by(count);
+        bytes("fetched", reply.fetched_bytes);
+        bytes("verified", reply.verified_bytes);
+        bytes("wrong", reply.wrong_bytes);
+        bytes("saved", reply.saved_bytes);
+    }
+}

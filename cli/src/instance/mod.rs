@@ -1,0 +1,16 @@
+//! The stand-in engine: fetches and saves as an engine would, and accounts compute instead of doing it.
+//!
+//! What it answers is measured (bytes, hits, times of fetch and save) except for what carries
+//! "modelled" in its name. Not here: choosing where a request runs (router), and a real model.
+
+mod blocks;
+mod config;
+mod load;
+mod metrics;
+mod report;
+mod request;
+mod serve;
+mod start;
+
+pub use config::{InstanceConfig, TlsPaths};
+pub use start::{Instance, StartError};

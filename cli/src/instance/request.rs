@@ -1,0 +1,137 @@
+//! The instance's gRPC service: reads requests, refuses what makes no sense, numbers leases.
+//!
+//! Not here: serving (`serve.rs`).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use kv_core::id::{BlockHash, Category, LeaseId, RequestId, TenantId};
+use kvfleet_proto::convert::{category_from_pb, hashes_from_bytes};
+use kvfleet_proto::pb;
+use kvfleet_proto::pb::instance_server::Instance;
+use tonic::{Request, Response, Status};
+use tracing::Instrument;
+
+use super::metrics::Metrics;
+use super::serve::Engine;
+
+/// Bits of a lease that count; those above name the instance, so that no two instances share one.
+const LEASE_COUNTER_BITS: u32 = 44;
+
+/// A request, read and found sensible.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) request: RequestId,
+    pub(super) tenant: TenantId,
+    pub(super) category: Category,
+    pub(super) hashes: Vec<BlockHash>,
+    pub(super) block_tokens: u32,
+    pub(super) input_tokens: u32,
+    pub(super) sources: Vec<pb::Source>,
+    pub(super) save_to: Option<String>,
+    pub(super) wait_save: bool,
+}
+
+/// The service.
+pub(super) struct Service {
+    engine: Arc<Engine>,
+    metrics: Metrics,
+    next_lease: AtomicU64,
+}
+
+impl Service {
+    pub(super) fn new(engine: Engine, metrics: Metrics) -> Self {
+        let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let counter_mask = (1u64 << LEASE_COUNTER_BITS) - 1;
+        // Counting on from the microsecond of the start: an instance that starts again does not meet the
+        // leases it had, because it makes far fewer than one a microsecond.
+        let first = u64::try_from(started.as_micros()).unwrap_or_default() & counter_mask;
+        let instance = u64::from(engine.config.instance) << LEASE_COUNTER_BITS;
+        Self { engine: Arc::new(engine), metrics, next_lease: AtomicU64::new(instance.wrapping_add(first)) }
+    }
+}
+
+#[tonic::async_trait]
+impl Instance for Service {
+    async fn run(&self, request: Request<pb::RunRequest>) -> Result<Response<pb::RunReply>, Status> {
+        let request = request.into_inner();
+        let span = tracing::info_span!("run", request = request.request);
+        kvfleet_proto::trace_context::set_parent(&span, &request.traceparent);
+        let job = read(request)?;
+        let lease = LeaseId(self.next_lease.fetch_add(1, Ordering::Relaxed));
+        let reply = Arc::clone(&self.engine).serve(job, lease).instrument(span).await;
+        self.metrics.answered(&reply);
+        Ok(Response::new(reply))
+    }
+
+    async fn instance_status(
+        &self,
+        _: Request<pb::InstanceStatusRequest>,
+    ) -> Result<Response<pb::InstanceStatusReply>, Status> {
+        let now = self.engine.working.snapshot();
+        Ok(Response::new(pb::InstanceStatusReply {
+            instance: self.engine.config.instance,
+            served: now.served,
+            queue_tokens: now.queue_tokens,
+            running: now.running,
+        }))
+    }
+}
+
+fn read(request: pb::RunRequest) -> Result<Job, Status> {
+    let wrong = |what: String| Status::invalid_argument(what);
+    let hashes = hashes_from_bytes("hashes", &request.hashes).map_err(|cause| wrong(cause.to_string()))?;
+    let decision =
+        request.decision.ok_or_else(|| wrong("decision is missing: route the request first".to_owned()))?;
+    Ok(Job {
+        request: RequestId(request.request),
+        tenant: TenantId(request.tenant),
+        category: category_from_pb(request.category.as_ref()),
+        hashes,
+        block_tokens: request.block_tokens,
+        input_tokens: request.input_tokens,
+        sources: decision.sources,
+        save_to: decision.save_to.map(|holder| holder.address),
+        wait_save: request.wait_save,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn request(sources: Vec<(u32, u32)>) -> pb::RunRequest {
+        let sources = sources
+            .into_iter()
+            .map(|(start_blocks, len_blocks)| pb::Source {
+                start_blocks,
+                len_blocks,
+                ..pb::Source::default()
+            })
+            .collect();
+        pb::RunRequest {
+            hashes: vec![7; 48],
+            decision: Some(pb::Decision { sources, ..pb::Decision::default() }),
+            ..pb::RunRequest::default()
+        }
+    }
+
+    #[test]
+    fn a_sensible_request_is_taken() {
+        let job = read(request(vec![(0, 1), (1, 2)])).unwrap();
+        assert_eq!((job.hashes.len(), job.sources.len()), (3, 2));
+        assert!(read(request(vec![])).is_ok(), "nothing to fetch is a normal decision");
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_its_reason() {
+        let refused = |request| read(request).unwrap_err().message().to_owned();
+        let mut cut = request(vec![]);
+        cut.hashes.pop();
+        assert!(read(cut).is_err());
+        let undecided = pb::RunRequest { decision: None, ..request(vec![]) };
+        assert!(refused(undecided).contains("decision is missing"));
+    }
+}

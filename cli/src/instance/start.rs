@@ -1,0 +1,141 @@
+//! Starts an instance: reads its certificates, binds, reports, serves; and stops it.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kv_core::id::IdentityDigest;
+use kvfleet_client::Client;
+use kvfleet_proto::pb::instance_server::InstanceServer;
+use kvfleet_proto::tls::{TlsError, TlsFiles};
+use prometheus::Registry;
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::TcpListenerStream;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Server;
+
+use super::blocks::BlockShape;
+use super::config::InstanceConfig;
+use super::load::Working;
+use super::metrics::Metrics;
+use super::report::Reporter;
+use super::request::Service;
+use super::serve::Engine;
+
+/// How long calls under way get to end when the instance stops.
+const STOP_GRACE: Duration = Duration::from_secs(3);
+
+/// Largest request message: the hashes of the longest prompt stay far below.
+const REQUEST_BYTES_MAX: usize = 64 << 20;
+
+/// Why an instance did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// A value that types cannot refuse.
+    #[error("config key {0}")]
+    Config(String),
+    /// Certificates.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    /// The address is taken or not ours.
+    #[error("cannot listen on {address}: {cause}; choose another `listen`, or stop what uses it")]
+    Listen {
+        /// The address asked for.
+        address: String,
+        /// What the system said.
+        cause: std::io::Error,
+    },
+    /// A part could not be set up.
+    #[error("{0}")]
+    SetUp(String),
+}
+
+/// A running instance.
+#[derive(Debug)]
+pub struct Instance {
+    address: SocketAddr,
+    stop: CancellationToken,
+    tasks: Vec<JoinHandle<()>>,
+}
+
+impl Instance {
+    /// Starts serving and reporting.
+    pub async fn start(config: InstanceConfig, registry: &Registry) -> Result<Self, StartError> {
+        config.validate().map_err(StartError::Config)?;
+        let digest = IdentityDigest::from_hex(&config.identity).ok_or_else(|| {
+            StartError::Config(format!("identity {:?} is not 32 hexadecimal digits", config.identity))
+        })?;
+        let identity = TlsFiles::from(&config.tls).load()?;
+        let listener = listen(&config.listen).await?;
+        let address = listener.local_addr().map_err(|cause| set_up(&cause))?;
+        let metrics = Metrics::register(registry).map_err(|cause| set_up(&cause))?;
+        let working = Arc::new(Working::default());
+        let reporter =
+            Reporter::new(&config, &address.to_string(), &identity).map_err(|cause| set_up(&cause))?;
+        let engine = Engine {
+            client: client(&config, &identity)?,
+            digest,
+            blocks: BlockShape::new(digest, config.block_bytes, config.layers)
+                .map_err(|cause| set_up(&cause))?,
+            profile: config.hardware(),
+            working: Arc::clone(&working),
+            config,
+        };
+        let stop = CancellationToken::new();
+        let mut tasks = reporter.spawn(&working, &metrics, &stop);
+        let service =
+            InstanceServer::new(Service::new(engine, metrics)).max_decoding_message_size(REQUEST_BYTES_MAX);
+        let server = Server::builder().tls_config(identity.server_tls()).map_err(|cause| set_up(&cause))?;
+        tasks.push(tokio::spawn(serve(server, service, listener, stop.clone())));
+        Ok(Self { address, stop, tasks })
+    }
+
+    /// Where it serves.
+    #[must_use]
+    pub fn local_addr(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Says goodbye to the routers, lets calls end for a moment, and stops.
+    pub async fn shutdown(self) {
+        self.stop.cancel();
+        let all = async {
+            for task in self.tasks {
+                // A task that panicked has been logged by its panic; stopping goes on.
+                let _ = task.await;
+            }
+        };
+        if tokio::time::timeout(STOP_GRACE, all).await.is_err() {
+            tracing::warn!("calls under way were cut off");
+        }
+    }
+}
+
+fn client(config: &InstanceConfig, identity: &kvfleet_proto::tls::Identity) -> Result<Client, StartError> {
+    crate::connect::client(&config.routers, identity).map_err(|cause| set_up(&cause))
+}
+
+async fn listen(address: &str) -> Result<TcpListener, StartError> {
+    TcpListener::bind(address)
+        .await
+        .map_err(|cause| StartError::Listen { address: address.to_owned(), cause })
+}
+
+fn set_up(cause: &dyn std::fmt::Display) -> StartError {
+    StartError::SetUp(cause.to_string())
+}
+
+async fn serve(
+    mut server: Server,
+    service: InstanceServer<Service>,
+    listener: TcpListener,
+    stop: CancellationToken,
+) {
+    let incoming = TcpListenerStream::new(listener);
+    let served =
+        server.add_service(service).serve_with_incoming_shutdown(incoming, stop.cancelled_owned()).await;
+    if let Err(cause) = served {
+        tracing::error!(%cause, "instance stopped serving");
+    }
+}

@@ -1,0 +1,42 @@
+//! Prometheus text over HTTP: `/metrics`, and `/healthz` that answers as long as the process serves.
+//!
+//! Not here: what is counted (each service registers its own) and security: this endpoint shows
+//! numbers only, so it speaks plain HTTP and listens on the loopback unless configured otherwise.
+
+use std::net::SocketAddr;
+
+use axum::Router;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::IntoResponse;
+use axum::routing::get;
+use prometheus::{Encoder, Registry, TextEncoder};
+use tokio::net::TcpListener;
+
+/// Binds and serves in the background until the runtime ends; `None` when `listen` is empty.
+pub(super) async fn serve(listen: &str, registry: Registry) -> anyhow::Result<Option<SocketAddr>> {
+    if listen.is_empty() {
+        return Ok(None);
+    }
+    let listener = TcpListener::bind(listen).await.map_err(|cause| {
+        anyhow::anyhow!("cannot listen on {listen} for metrics: {cause}; set process.metrics_listen to a free port, or to \"\" for none")
+    })?;
+    let bound = listener.local_addr()?;
+    let app = Router::new()
+        .route("/metrics", get(move || std::future::ready(render(&registry))))
+        .route("/healthz", get(|| std::future::ready("ok\n")));
+    tokio::spawn(async move {
+        if let Err(cause) = axum::serve(listener, app).await {
+            tracing::warn!(%cause, "metrics endpoint stopped");
+        }
+    });
+    Ok(Some(bound))
+}
+
+fn render(registry: &Registry) -> impl IntoResponse + use<> {
+    let encoder = TextEncoder::new();
+    let mut text = vec![];
+    if let Err(cause) = encoder.encode(&registry.gather(), &mut text) {
+        tracing::warn!(%cause, "metrics cannot be written as text");
+    }
+    ([(CONTENT_TYPE, encoder.format_type().to_owned())], text)
+}

@@ -1,0 +1,208 @@
+//! What a replay measures, request by request, and what it adds up to.
+//!
+//! Not here: how it is written and drawn (`crate::report`). Modelled numbers are kept in fields of
+//! their own that say so.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// One request that ended.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Sample {
+    /// Time since the first request was started.
+    pub at: Duration,
+    /// Blocks asked for.
+    pub asked_blocks: u32,
+    /// Blocks served from GPU memory, DRAM, SSD.
+    pub hit_blocks: TierBlocks,
+    /// Bytes that came from nodes.
+    pub fetched_bytes: u64,
+    /// Of these, compared with what they must be.
+    pub verified_bytes: u64,
+    /// Of these, wrong.
+    pub wrong_bytes: u64,
+    /// Bytes stored on nodes.
+    pub saved_bytes: u64,
+    /// Blocks stored on nodes.
+    pub saved_blocks: u32,
+    /// Blocks that a node had already.
+    pub present_blocks: u32,
+    /// Blocks that no node took.
+    pub refused_blocks: u32,
+    /// Time of the successful route call.
+    pub route_us: u64,
+    /// Time of the fetch; nothing when nothing was fetched.
+    pub fetch_us: Option<u64>,
+    /// Time of the save; nothing when nothing was saved.
+    pub save_us: Option<u64>,
+    /// Time from start to end as the caller sees it, retries included.
+    pub total_us: u64,
+    /// The instance that served it.
+    pub instance: u32,
+    /// Modelled, not measured.
+    pub modelled: ModelledSample,
+}
+
+/// Blocks by tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TierBlocks {
+    /// From GPU memory.
+    pub gpu: u32,
+    /// From DRAM.
+    pub dram: u32,
+    /// From SSD.
+    pub ssd: u32,
+}
+
+impl TierBlocks {
+    /// All tiers together.
+    #[must_use]
+    pub fn sum(&self) -> u32 {
+        self.gpu + self.dram + self.ssd
+    }
+}
+
+/// What the hardware profile says a request would take on that hardware. Nothing here was measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ModelledSample {
+    /// Waiting for the work ahead.
+    pub queue_us: u64,
+    /// Moving the KV.
+    pub transfer_us: u64,
+    /// Computing the rest.
+    pub prefill_us: u64,
+    /// Computing the whole prompt, had nothing been cached.
+    pub prefill_uncached_us: u64,
+}
+
+impl ModelledSample {
+    /// Modelled time to first token.
+    #[must_use]
+    pub fn ttft_us(&self) -> u64 {
+        self.queue_us + self.transfer_us + self.prefill_us
+    }
+}
+
+/// A fault that was carried out, with what was lost by it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FaultMark {
+    /// Time since the first request was started.
+    pub at: Duration,
+    /// `kill` or `restart`.
+    pub kind: &'static str,
+    /// As typed: `node:2`, `router-leader`.
+    pub target: String,
+    /// The process it was: `node-2`, `router-1`.
+    pub process: String,
+    /// Requests that had been started by then.
+    pub at_request: usize,
+    /// Milliseconds from SIGKILL until no router named the node any more.
+    pub unrouted_ms: Option<f64>,
+    /// Milliseconds from SIGKILL until a new leader had committed a write.
+    pub leader_ms: Option<f64>,
+    /// Milliseconds from the start command until the process served.
+    pub serving_ms: Option<f64>,
+}
+
+/// Everything a replay measured.
+#[derive(Clone, Debug, Default)]
+pub struct Measured {
+    /// Ended requests in the order of their ends.
+    pub samples: Vec<Sample>,
+    /// Faults in the order of their moments.
+    pub faults: Vec<FaultMark>,
+    /// Failed attempts by kind; the request behind one may have ended well later.
+    pub errors: BTreeMap<String, u64>,
+    /// Sources that did not deliver all they were asked for, by reason.
+    pub misses: BTreeMap<String, u64>,
+    /// Requests that never ended well.
+    pub failed: u64,
+    /// From the first start to the last end.
+    pub wall: Duration,
+    /// Processor time of all processes of the cluster; nothing for a cluster of someone else.
+    pub cluster_cpu: Option<Duration>,
+    /// Processor time of this process.
+    pub driver_cpu: Duration,
+    /// Whether it was stopped before its end.
+    pub interrupted: bool,
+}
+
+impl Measured {
+    /// Sum of one quantity over all samples.
+    pub fn sum(&self, of: impl Fn(&Sample) -> u64) -> u64 {
+        self.samples.iter().map(of).sum()
+    }
+
+    /// Hits over accesses, 0 when nothing was asked.
+    #[must_use]
+    pub fn hit_rate(&self) -> f64 {
+        let asked = self.sum(|sample| sample.asked_blocks.into());
+        let hits = self.sum(|sample| sample.hit_blocks.sum().into());
+        ratio(hits, asked)
+    }
+}
+
+/// `part / whole`, 0 for an empty whole.
+#[must_use]
+pub fn ratio(part: u64, whole: u64) -> f64 {
+    // Counts of a replay stay far below 2^52.
+    #[expect(clippy::cast_precision_loss)]
+    let ratio = part as f64 / whole.max(1) as f64;
+    ratio
+}
+
+/// Percentiles of a set of numbers, by the nearest rank.
+#[derive(Clone, Debug, Default)]
+pub struct Percentiles {
+    sorted: Vec<u64>,
+}
+
+impl FromIterator<u64> for Percentiles {
+    fn from_iter<T: IntoIterator<Item = u64>>(values: T) -> Self {
+        let mut sorted: Vec<u64> = values.into_iter().collect();
+        sorted.sort_unstable();
+        Self { sorted }
+    }
+}
+
+impl Percentiles {
+    /// The value that `share` (0 to 1) of all values do not exceed; 0 when there are none.
+    #[must_use]
+    pub fn at(&self, share: f64) -> u64 {
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
+        let rank = (share * self.sorted.len() as f64).ceil() as usize;
+        self.sorted.get(rank.saturating_sub(1)).copied().unwrap_or_default()
+    }
+
+    /// How many values there are.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.sorted.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_values_that_occurred() {
+        let hundred: Percentiles = (1..=100).rev().collect();
+        assert_eq!((hundred.at(0.5), hundred.at(0.99), hundred.at(1.0)), (50, 99, 100));
+        assert_eq!(hundred.at(0.0), 1);
+        assert_eq!(Percentiles::default().at(0.5), 0);
+        assert_eq!([7].into_iter().collect::<Percentiles>().at(0.99), 7);
+    }
+
+    #[test]
+    fn the_hit_rate_is_over_blocks() {
+        let sample = |asked_blocks, dram, ssd| Sample {
+            asked_blocks,
+            hit_blocks: TierBlocks { gpu: 0, dram, ssd },
+            ..Sample::default()
+        };
+        let measured = Measured { samples: vec![sample(10, 3, 1), sample(2, 2, 0)], ..Measured::default() };
+        assert!((measured.hit_rate() - 0.5).abs() < 1e-12);
+        assert!(Measured::default().hit_rate().abs() < 1e-12);
+    }
+}

@@ -1,0 +1,191 @@
+//! A trace read and hashed, ready to be served.
+//!
+//! Not here: the formats (`kvfleet_sim::trace`) and what a hash covers (`kv_core::prefix`).
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::BufReader;
+use std::path::Path;
+
+use kv_core::id::{BlockHash, Category};
+use kv_core::prefix::{IdentityManifest, PrefixHasher};
+
+use crate::args::TraceFormat;
+use crate::trace::open_trace;
+
+/// One request of a trace with the hashes of its blocks.
+#[derive(Clone, Debug)]
+pub struct Prepared {
+    /// When it arrived, since the first request.
+    pub arrival_us: u64,
+    /// Its blocks in prefix order.
+    pub hashes: Vec<BlockHash>,
+    /// Tokens of its prompt.
+    pub input_tokens: u32,
+    /// Tokens it generated.
+    pub output_tokens: u32,
+    /// Its category.
+    pub category: Category,
+}
+
+/// A whole trace.
+#[derive(Clone, Debug, Default)]
+pub struct Workload {
+    /// Requests in arrival order.
+    pub requests: Vec<Prepared>,
+    /// Distinct blocks of all requests.
+    pub unique_blocks: u64,
+    /// Tokens of one block.
+    pub block_tokens: u32,
+    /// Lines that were skipped in lenient reading.
+    pub skipped_lines: u64,
+}
+
+/// What to read and how.
+#[derive(Clone, Debug)]
+pub struct Reading<'a> {
+    /// The file.
+    pub path: &'a Path,
+    /// Its format.
+    pub format: TraceFormat,
+    /// Whether malformed lines are skipped and counted.
+    pub lenient: bool,
+    /// How many requests are wanted; all when absent.
+    pub limit: Option<usize>,
+    /// Tokens of one block, when not what the format says.
+    pub block_tokens: Option<u32>,
+    /// Tenant whose salt goes into the hashes.
+    pub tenant: u32,
+    /// Layers of a block, part of the identity.
+    pub layers: u32,
+}
+
+/// The salt of a tenant of a local cluster. A fleet's salts are secrets of its own; a replay's are not.
+#[must_use]
+pub fn tenant_salt(tenant: u32) -> [u8; 32] {
+    let mut salt = [0; 32];
+    salt[..4].copy_from_slice(&tenant.to_le_bytes());
+    salt
+}
+
+/// Reads and hashes a trace.
+pub fn prepare(reading: &Reading<'_>) -> anyhow::Result<Workload> {
+    let file = File::open(reading.path).map_err(|cause| {
+        anyhow::anyhow!("cannot read {}: {cause}; give the path of a trace", reading.path.display())
+    })?;
+    let mut requests = open_trace(BufReader::new(file), reading.format, reading.lenient);
+    let mut workload = Workload::default();
+    let mut unique = HashSet::new();
+    let mut hasher = None;
+    while reading.limit.is_none_or(|limit| workload.requests.len() < limit) {
+        let Some(request) = requests.next() else { break };
+        let request = request.map_err(|error| anyhow::anyhow!("{}: {error}", reading.path.display()))?;
+        if workload.block_tokens == 0 {
+            workload.block_tokens = reading.block_tokens.unwrap_or(request.block_tokens);
+        }
+        let hasher = hasher.get_or_insert_with(|| hasher_for(reading, workload.block_tokens));
+        let hashes = hasher.chain_ids(&request.blocks);
+        unique.extend(hashes.iter().copied());
+        workload.requests.push(Prepared {
+            arrival_us: request.arrival_us,
+            hashes,
+            input_tokens: request.input_tokens,
+            output_tokens: request.output_tokens,
+            category: request.category,
+        });
+    }
+    workload.unique_blocks = unique.len() as u64;
+    workload.skipped_lines = requests.skipped().values().sum();
+    if workload.requests.is_empty() {
+        anyhow::bail!(
+            "{}: no request to serve{}",
+            reading.path.display(),
+            skipped_note(workload.skipped_lines)
+        );
+    }
+    start_at_zero(&mut workload.requests);
+    Ok(workload)
+}
+
+fn hasher_for(reading: &Reading<'_>, block_tokens: u32) -> PrefixHasher {
+    let manifest = IdentityManifest { block_tokens, layers: reading.layers, ..IdentityManifest::default() };
+    PrefixHasher::new(&manifest, &tenant_salt(reading.tenant))
+}
+
+fn skipped_note(skipped: u64) -> String {
+    if skipped == 0 { String::new() } else { format!(" ({skipped} malformed lines were skipped)") }
+}
+
+fn start_at_zero(requests: &mut [Prepared]) {
+    let first = requests.first().map_or(0, |request| request.arrival_us);
+    for request in requests {
+        request.arrival_us = request.arrival_us.saturating_sub(first);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn reading(path: &Path) -> Reading<'_> {
+        Reading {
+            path,
+            format: TraceFormat::Auto,
+            lenient: false,
+            limit: None,
+            block_tokens: None,
+            tenant: 0,
+            layers: 32,
+        }
+    }
+
+    const TWO: &str = concat!(
+        r#"{"timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}"#,
+        "\n",
+        r#"{"timestamp": 2500, "input_length": 1500, "output_length": 5, "hash_ids": [0, 1, 2]}"#,
+        "\n",
+    );
+
+    #[test]
+    fn equal_prefixes_have_equal_hashes() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("t.jsonl");
+        std::fs::write(&path, TWO).unwrap();
+        let workload = prepare(&reading(&path)).unwrap();
+        assert_eq!(workload.unique_blocks, 3);
+        assert_eq!(workload.block_tokens, 512);
+        assert_eq!(workload.requests[0].hashes, workload.requests[1].hashes[..2]);
+        assert_eq!(workload.requests[1].arrival_us, 1_500_000, "time starts with the first request");
+    }
+
+    #[test]
+    fn tenants_do_not_share_hashes() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("t.jsonl");
+        std::fs::write(&path, TWO).unwrap();
+        let ours = prepare(&reading(&path)).unwrap();
+        let theirs = prepare(&Reading { tenant: 1, ..reading(&path) }).unwrap();
+        assert_ne!(ours.requests[0].hashes[0], theirs.requests[0].hashes[0]);
+    }
+
+    #[test]
+    fn a_bad_line_is_named_with_its_file_or_skipped() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("t.jsonl");
+        std::fs::write(&path, format!("{TWO}not json\n")).unwrap();
+        let message = prepare(&reading(&path)).unwrap_err().to_string();
+        assert!(message.contains("t.jsonl") && message.contains("line 3"), "{message}");
+        let workload = prepare(&Reading { lenient: true, ..reading(&path) }).unwrap();
+        assert_eq!((workload.requests.len(), workload.skipped_lines), (2, 1));
+    }
+
+    #[test]
+    fn an_empty_trace_and_an_absent_one_are_errors() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("t.jsonl");
+        assert!(prepare(&reading(&path)).unwrap_err().to_string().contains("cannot read"));
+        std::fs::write(&path, "").unwrap();
+        assert!(prepare(&reading(&path)).unwrap_err().to_string().contains("no request to serve"));
+    }
+}

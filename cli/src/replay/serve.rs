@@ -1,0 +1,249 @@
+//! Serves one request as a frontend would: route, hand the decision to the instance, take its answer.
+//!
+//! A request ends well by hit or by recompute, whatever died on the way: failed attempts are counted and
+//! repeated with a fresh decision. Not here: what the instance does with it.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kv_core::id::{IdentityDigest, RequestId, TenantId};
+use kv_core::schedule::HardwareProfile;
+use kvfleet_client::{Client, RouteAnswer, RouteCall};
+use kvfleet_proto::convert::category_to_pb;
+use kvfleet_proto::pb::{self, Seen};
+use kvfleet_proto::tls::Identity;
+use parking_lot::Mutex;
+use tonic::transport::Channel;
+use tracing::Instrument;
+
+use super::measure::{ModelledSample, Sample, TierBlocks};
+use super::prepare::Prepared;
+use super::watch::Watch;
+use crate::calls::{channel, run_on_instance};
+
+/// How long a request is tried before it counts as failed. A cluster heals within seconds; a request
+/// that cannot be served for this long points at something that will not heal.
+const GIVE_UP_AFTER: Duration = Duration::from_secs(60);
+
+/// Time between two attempts, unless a router says otherwise.
+const RETRY_EVERY: Duration = Duration::from_millis(50);
+
+/// What a request is served with.
+pub(super) struct Server {
+    pub(super) client: Client,
+    pub(super) identity: Identity,
+    pub(super) digest: IdentityDigest,
+    pub(super) tenant: TenantId,
+    pub(super) block_tokens: u32,
+    pub(super) profile: HardwareProfile,
+    pub(super) watch: Arc<Watch>,
+    /// Channels by instance address; few, and never removed.
+    pub(super) instances: Mutex<HashMap<String, Channel>>,
+}
+
+/// A request that ended.
+#[derive(Debug)]
+pub(super) struct Ended {
+    pub(super) request: usize,
+    /// Since the start of the replay.
+    pub(super) at: Duration,
+    pub(super) served: Served,
+}
+
+/// How it ended.
+#[derive(Debug, Default)]
+pub(super) struct Served {
+    /// What was measured; nothing when every attempt failed.
+    pub(super) sample: Option<Sample>,
+    /// Where what it saved becomes visible.
+    pub(super) saved_at: Vec<Seen>,
+    /// Leading blocks that were hits.
+    pub(super) hit_blocks: usize,
+    /// Failed attempts.
+    pub(super) errors: Vec<String>,
+    /// Sources that fell short.
+    pub(super) misses: Vec<String>,
+}
+
+/// Why an attempt failed, and when the next one makes sense.
+struct Retry {
+    kind: String,
+    after: Duration,
+}
+
+impl Server {
+    /// Serves request `number`, visible saves of which `after` lists.
+    pub(super) async fn serve(&self, number: usize, request: &Prepared, after: Vec<Seen>) -> Served {
+        let begun = Instant::now();
+        let mut served = Served::default();
+        while begun.elapsed() < GIVE_UP_AFTER {
+            let span = tracing::info_span!("request", number);
+            match self.attempt(number, request, after.clone()).instrument(span).await {
+                Ok((mut sample, reply)) => {
+                    sample.total_us = micros(begun.elapsed());
+                    served.hit_blocks = reply.hit_blocks as usize;
+                    served.saved_at = reply.saved_at;
+                    served.misses = reply.misses;
+                    served.sample = Some(sample);
+                    return served;
+                }
+                Err(retry) => {
+                    served.errors.push(retry.kind);
+                    tokio::time::sleep(retry.after).await;
+                }
+            }
+        }
+        served
+    }
+
+    async fn attempt(
+        &self,
+        number: usize,
+        request: &Prepared,
+        after: Vec<Seen>,
+    ) -> Result<(Sample, pb::RunReply), Retry> {
+        let begun = Instant::now();
+        let decision = self.route(number, request, after).await?;
+        let route_us = micros(begun.elapsed());
+        self.watch.decided(&decision);
+        let transfer_us = decision.predicted.map(|predicted| predicted.transfer_us).unwrap_or_default();
+        let instance = decision.instance;
+        let reply = self.run(number, request, decision).await?;
+        let sample = self.sample(request, &reply, &Routed { route_us, transfer_us, instance });
+        Ok((sample, reply))
+    }
+
+    async fn route(
+        &self,
+        number: usize,
+        request: &Prepared,
+        after: Vec<Seen>,
+    ) -> Result<pb::Decision, Retry> {
+        let call = RouteCall {
+            request: RequestId(number as u64),
+            tenant: self.tenant,
+            category: request.category,
+            hashes: request.hashes.clone(),
+            block_tokens: self.block_tokens,
+            input_tokens: request.input_tokens,
+            output_tokens: request.output_tokens,
+            identity: self.digest,
+            after,
+        };
+        match self.client.route(call).await {
+            Ok(RouteAnswer::Decided(decision)) => Ok(decision),
+            Ok(RouteAnswer::Rejected { reason, retry_after }) => Err(Retry {
+                kind: format!("route rejected: {}", kind_of(&reason)),
+                after: retry_after.max(RETRY_EVERY),
+            }),
+            Err(error) => Err(Retry {
+                kind: format!("route failed: {}", kind_of(&error.to_string())),
+                after: RETRY_EVERY,
+            }),
+        }
+    }
+
+    async fn run(
+        &self,
+        number: usize,
+        request: &Prepared,
+        decision: pb::Decision,
+    ) -> Result<pb::RunReply, Retry> {
+        let failed = |error: String| Retry {
+            kind: format!("instance failed: {}", kind_of(&error)),
+            after: RETRY_EVERY,
+        };
+        let address = decision.instance_address.clone();
+        let channel = self.instance(&address).map_err(|error| failed(error.to_string()))?;
+        let run = pb::RunRequest {
+            request: number as u64,
+            tenant: self.tenant.0,
+            category: Some(category_to_pb(request.category)),
+            hashes: request.hashes.iter().flat_map(|hash| hash.0).collect(),
+            block_tokens: self.block_tokens,
+            input_tokens: request.input_tokens,
+            output_tokens: request.output_tokens,
+            decision: Some(decision),
+            wait_save: true,
+            traceparent: kvfleet_proto::trace_context::current_traceparent(),
+        };
+        run_on_instance(channel, run).await.map_err(|status| failed(format!("{:?}", status.code())))
+    }
+
+    fn instance(&self, address: &str) -> anyhow::Result<Channel> {
+        let mut known = self.instances.lock();
+        if let Some(channel) = known.get(address) {
+            return Ok(channel.clone());
+        }
+        let new = channel(address, &self.identity)?;
+        known.insert(address.to_owned(), new.clone());
+        Ok(new)
+    }
+
+    fn sample(&self, request: &Prepared, reply: &pb::RunReply, routed: &Routed) -> Sample {
+        let (fetched, saved) = (reply.fetched_bytes > 0, reply.saved_blocks > 0);
+        Sample {
+            at: Duration::ZERO,
+            asked_blocks: reply.asked_blocks,
+            hit_blocks: TierBlocks {
+                gpu: reply.hit_gpu_blocks,
+                dram: reply.hit_dram_blocks,
+                ssd: reply.hit_ssd_blocks,
+            },
+            fetched_bytes: reply.fetched_bytes,
+            verified_bytes: reply.verified_bytes,
+            wrong_bytes: reply.wrong_bytes,
+            saved_bytes: reply.saved_bytes,
+            saved_blocks: reply.saved_blocks,
+            present_blocks: reply.present_blocks,
+            refused_blocks: reply.refused_blocks,
+            route_us: routed.route_us,
+            fetch_us: fetched.then_some(reply.fetch_us),
+            save_us: saved.then_some(reply.save_us),
+            total_us: 0,
+            instance: routed.instance,
+            modelled: ModelledSample {
+                queue_us: reply.modelled_queue_us,
+                transfer_us: routed.transfer_us,
+                prefill_us: reply.modelled_prefill_us,
+                prefill_uncached_us: self.profile.prefill_ns(0, request.input_tokens.into()) / 1_000,
+            },
+        }
+    }
+}
+
+/// What routing said and how long it took.
+struct Routed {
+    route_us: u64,
+    transfer_us: u64,
+    instance: u32,
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
+/// Texts without the numbers in them, so that equal failures are counted together.
+fn kind_of(text: &str) -> String {
+    let mut kind = String::new();
+    for character in text.chars() {
+        match character {
+            '0'..='9' if kind.ends_with('N') => {}
+            '0'..='9' => kind.push('N'),
+            other => kind.push(other),
+        }
+    }
+    kind
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_failures_are_counted_together() {
+        assert_eq!(kind_of("no report for 812 ms"), "no report for N ms");
+        assert_eq!(kind_of("127.0.0.1:20031 refused"), kind_of("127.0.0.1:29 refused"));
+    }
+}

@@ -1,0 +1,371 @@
+//! The keys of `report.json`. They are a contract: scripts read them, so they change only by addition.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use crate::replay::{FaultMark, Measured, Percentiles, Sample, ratio};
+
+/// What was replayed and how.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Config {
+    /// The trace's file.
+    pub trace: String,
+    /// Requests in the file that were to be served.
+    pub trace_requests: u64,
+    /// Distinct blocks among them.
+    pub unique_blocks: u64,
+    /// Lines that lenient reading skipped.
+    pub skipped_lines: u64,
+    /// Tokens of one block.
+    pub block_tokens: u32,
+    /// Bytes of one block; 0 when the cluster was someone else's.
+    pub block_bytes: u64,
+    /// Routers, nodes, instances.
+    pub routers: u32,
+    /// Storage nodes.
+    pub nodes: u32,
+    /// Stand-in instances.
+    pub instances: u32,
+    /// DRAM per node as asked for.
+    pub dram: String,
+    /// SSD per node as asked for.
+    pub ssd: String,
+    /// The same in blocks.
+    pub dram_blocks_per_node: u64,
+    /// The same in blocks.
+    pub ssd_blocks_per_node: u64,
+    /// Eviction policy.
+    pub policy: String,
+    /// Fill levels.
+    pub watermarks: String,
+    /// Requests at a time; 1 means in the trace's order.
+    pub concurrency: u64,
+    /// Whether requests ran strictly one after the other.
+    pub sequential: bool,
+    /// Speed.
+    pub speed: String,
+    /// Tenant.
+    pub tenant: u32,
+    /// Kills as asked for.
+    pub kill: Vec<String>,
+    /// Restarts as asked for.
+    pub restart: Vec<String>,
+    /// Version of this program.
+    pub version: String,
+}
+
+/// What the report is about: its configuration and the names that go with it.
+#[derive(Clone, Debug)]
+pub struct Subject {
+    /// Configuration of the replay.
+    pub config: Config,
+    /// Seed.
+    pub seed: u64,
+    /// Hardware profile of everything modelled.
+    pub profile: String,
+}
+
+/// `report.json`. Everything outside [`Modelled`] was measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// Requests that were to be served.
+    pub requests: u64,
+    /// Requests that ended, by hit or by recompute.
+    pub requests_ended: u64,
+    /// Requests that never ended well.
+    pub requests_failed: u64,
+    /// Whether it was stopped before its end.
+    pub interrupted: bool,
+    /// Blocks asked for by ended requests.
+    pub block_accesses: u64,
+    /// Of these, served from the cache.
+    pub block_hits: u64,
+    /// `block_hits / block_accesses`.
+    pub hit_rate: f64,
+    /// Hits by tier.
+    pub hits_by_tier: TierCounts,
+    /// Bytes that came from nodes.
+    pub fetched_bytes: u64,
+    /// Of these, compared with what they must be.
+    pub verified_bytes: u64,
+    /// Of these, wrong. Anything but 0 is a defect.
+    pub wrong_bytes: u64,
+    /// Bytes stored on nodes.
+    pub saved_bytes: u64,
+    /// Blocks stored on nodes.
+    pub saved_blocks: u64,
+    /// Blocks offered that a node had already.
+    pub present_blocks: u64,
+    /// Blocks that no node took.
+    pub refused_blocks: u64,
+    /// Time of route calls, microseconds.
+    pub route_us: Latency,
+    /// Time of fetches, microseconds.
+    pub fetch_us: Latency,
+    /// Time of saves, microseconds.
+    pub save_us: Latency,
+    /// Time of requests as their caller sees them, microseconds.
+    pub request_us: Latency,
+    /// From the first start to the last end, seconds.
+    pub wall_s: f64,
+    /// Ended requests over wall time.
+    pub requests_per_s: f64,
+    /// Processor time, seconds.
+    pub cpu: Cpu,
+    /// Failed attempts by kind.
+    pub errors: BTreeMap<String, u64>,
+    /// Sources that did not deliver everything, by reason.
+    pub misses: BTreeMap<String, u64>,
+    /// Processes killed, with what each kill cost.
+    pub kills: Vec<Fault>,
+    /// Processes started again.
+    pub restarts: Vec<Fault>,
+    /// Seed of everything left to chance.
+    pub seed: u64,
+    /// What was replayed and how.
+    pub config: Config,
+    /// What a hardware profile says, never measured.
+    pub modelled: Modelled,
+}
+
+/// Counts by tier.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct TierCounts {
+    /// GPU memory.
+    pub gpu: u64,
+    /// DRAM.
+    pub dram: u64,
+    /// SSD.
+    pub ssd: u64,
+}
+
+/// Percentiles of a time.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Latency {
+    /// Median.
+    pub p50: u64,
+    /// 90th percentile.
+    pub p90: u64,
+    /// 99th percentile.
+    pub p99: u64,
+    /// Largest.
+    pub max: u64,
+    /// How many were measured.
+    pub count: usize,
+}
+
+impl Latency {
+    fn of(values: impl Iterator<Item = u64>) -> Self {
+        let values: Percentiles = values.collect();
+        Self {
+            p50: values.at(0.5),
+            p90: values.at(0.9),
+            p99: values.at(0.99),
+            max: values.at(1.0),
+            count: values.count(),
+        }
+    }
+}
+
+/// Processor time.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Cpu {
+    /// Routers, nodes and instances; absent when the cluster was someone else's.
+    pub cluster_s: Option<f64>,
+    /// This process.
+    pub driver_s: f64,
+}
+
+/// A fault with what was lost by it.
+#[derive(Clone, Debug, Serialize)]
+pub struct Fault {
+    /// As asked for.
+    pub target: String,
+    /// The process it was.
+    pub process: String,
+    /// Seconds into the replay.
+    pub at_s: f64,
+    /// Requests started by then.
+    pub at_request: usize,
+    /// Killed node: milliseconds until no router named it any more.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub unrouted_ms: Option<f64>,
+    /// Killed leader: milliseconds until a new one had committed a write.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub leader_ms: Option<f64>,
+    /// Restart: milliseconds until it served.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub serving_ms: Option<f64>,
+}
+
+impl From<&FaultMark> for Fault {
+    fn from(mark: &FaultMark) -> Self {
+        Self {
+            target: mark.target.clone(),
+            process: mark.process.clone(),
+            at_s: mark.at.as_secs_f64(),
+            at_request: mark.at_request,
+            unrouted_ms: mark.unrouted_ms,
+            leader_ms: mark.leader_ms,
+            serving_ms: mark.serving_ms,
+        }
+    }
+}
+
+/// What the named profile says the same requests would have taken on that hardware.
+#[derive(Clone, Debug, Serialize)]
+pub struct Modelled {
+    /// Name of the hardware profile.
+    pub profile: String,
+    /// Always the same words, so that nobody takes these numbers for measurements.
+    pub note: &'static str,
+    /// Time to first token, microseconds.
+    pub ttft_us: Latency,
+    /// Prefill of what was not cached, microseconds.
+    pub prefill_us: Latency,
+    /// Prefill of whole prompts, had nothing been cached, microseconds.
+    pub prefill_uncached_us: Latency,
+    /// Share of all prefill time that the cache saved.
+    pub prefill_saved_share: f64,
+}
+
+impl Report {
+    /// Adds a replay up.
+    #[must_use]
+    pub fn new(subject: Subject, measured: &Measured) -> Self {
+        let sum = |of: fn(&Sample) -> u64| measured.sum(of);
+        let latency = |of: fn(&Sample) -> Option<u64>| Latency::of(measured.samples.iter().filter_map(of));
+        let faults =
+            |kind| measured.faults.iter().filter(move |mark| mark.kind == kind).map(Fault::from).collect();
+        let ended = measured.samples.len() as u64;
+        let wall_s = measured.wall.as_secs_f64();
+        #[expect(clippy::cast_precision_loss)]
+        let requests_per_s = ended as f64 / wall_s.max(1e-9);
+        Self {
+            requests: subject.config.trace_requests,
+            requests_ended: ended,
+            requests_failed: measured.failed,
+            interrupted: measured.interrupted,
+            block_accesses: sum(|sample| sample.asked_blocks.into()),
+            block_hits: sum(|sample| sample.hit_blocks.sum().into()),
+            hit_rate: measured.hit_rate(),
+            hits_by_tier: TierCounts {
+                gpu: sum(|sample| sample.hit_blocks.gpu.into()),
+                dram: sum(|sample| sample.hit_blocks.dram.into()),
+                ssd: sum(|sample| sample.hit_blocks.ssd.into()),
+            },
+            fetched_bytes: sum(|sample| sample.fetched_bytes),
+            verified_bytes: sum(|sample| sample.verified_bytes),
+            wrong_bytes: sum(|sample| sample.wrong_bytes),
+            saved_bytes: sum(|sample| sample.saved_bytes),
+            saved_blocks: sum(|sample| sample.saved_blocks.into()),
+            present_blocks: sum(|sample| sample.present_blocks.into()),
+            refused_blocks: sum(|sample| sample.refused_blocks.into()),
+            route_us: latency(|sample| Some(sample.route_us)),
+            fetch_us: latency(|sample| sample.fetch_us),
+            save_us: latency(|sample| sample.save_us),
+            request_us: latency(|sample| Some(sample.total_us)),
+            wall_s,
+            requests_per_s,
+            cpu: Cpu {
+                cluster_s: measured.cluster_cpu.map(|cpu| cpu.as_secs_f64()),
+                driver_s: measured.driver_cpu.as_secs_f64(),
+            },
+            errors: measured.errors.clone(),
+            misses: measured.misses.clone(),
+            kills: faults("kill"),
+            restarts: faults("restart"),
+            seed: subject.seed,
+            modelled: Modelled::new(subject.profile, measured),
+            config: subject.config,
+        }
+    }
+}
+
+impl Modelled {
+    fn new(profile: String, measured: &Measured) -> Self {
+        let latency = |of: fn(&Sample) -> u64| Latency::of(measured.samples.iter().map(of));
+        let prefill = measured.sum(|sample| sample.modelled.prefill_us);
+        let uncached = measured.sum(|sample| sample.modelled.prefill_uncached_us);
+        Self {
+            profile,
+            note: "modelled under the named hardware profile, not measured",
+            ttft_us: latency(|sample| sample.modelled.ttft_us()),
+            prefill_us: latency(|sample| sample.modelled.prefill_us),
+            prefill_uncached_us: latency(|sample| sample.modelled.prefill_uncached_us),
+            prefill_saved_share: ratio(uncached.saturating_sub(prefill), uncached),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::replay::TierBlocks;
+
+    fn measured() -> Measured {
+        let sample = Sample {
+            asked_blocks: 4,
+            hit_blocks: TierBlocks { gpu: 0, dram: 2, ssd: 1 },
+            fetched_bytes: 300,
+            verified_bytes: 300,
+            saved_bytes: 100,
+            route_us: 10,
+            fetch_us: Some(20),
+            ..Sample::default()
+        };
+        let mark = FaultMark {
+            at: std::time::Duration::from_millis(1500),
+            kind: "kill",
+            target: "node:2".into(),
+            process: "node-2".into(),
+            at_request: 1,
+            unrouted_ms: Some(901.5),
+            leader_ms: None,
+            serving_ms: None,
+        };
+        Measured { samples: vec![sample.clone(), sample], faults: vec![mark], ..Measured::default() }
+    }
+
+    #[test]
+    fn the_stable_keys_are_there() {
+        let subject = Subject { config: Config::default(), seed: 7, profile: "laptop-emulated".into() };
+        let json = serde_json::to_value(Report::new(subject, &measured())).unwrap();
+        for key in [
+            "requests",
+            "requests_ended",
+            "block_accesses",
+            "block_hits",
+            "hit_rate",
+            "fetched_bytes",
+            "verified_bytes",
+            "wrong_bytes",
+            "saved_bytes",
+            "kills",
+            "seed",
+            "config",
+        ] {
+            assert!(json.get(key).is_some(), "{key}");
+        }
+        for key in ["route_us", "fetch_us", "save_us"] {
+            assert!(json[key]["p50"].is_u64() && json[key]["p99"].is_u64(), "{key}");
+        }
+        assert_eq!(json["hit_rate"], 0.75);
+        assert_eq!(json["kills"][0]["unrouted_ms"], 901.5);
+        assert!(json["kills"][0].get("leader_ms").is_none());
+        assert_eq!(json["seed"], 7);
+        assert_eq!(json["save_us"]["count"], 0);
+    }
+
+    #[test]
+    fn modelled_numbers_live_in_their_own_object() {
+        let subject = Subject { config: Config::default(), seed: 7, profile: "h100-8b".into() };
+        let json = serde_json::to_value(Report::new(subject, &measured())).unwrap();
+        assert_eq!(json["modelled"]["profile"], "h100-8b");
+        let outside =
+            json.as_object().unwrap().keys().filter(|key| key.contains("ttft") || key.contains("prefill"));
+        assert_eq!(outside.count(), 0);
+    }
+}

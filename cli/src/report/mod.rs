@@ -1,0 +1,33 @@
+//! The report of a replay: `report.json` with stable keys, plots, and a table on standard output.
+//!
+//! What was measured and what a hardware profile says never share an object, a table or a plot.
+
+mod json;
+mod plots;
+mod table;
+
+use std::path::{Path, PathBuf};
+
+use crate::replay::Measured;
+
+pub use json::{Config, Report, Subject};
+pub(crate) use plots::{Axes, Canvas, PALETTE};
+
+/// Writes `report.json` and the plots into `directory`, and says what was written.
+pub fn write(directory: &Path, report: &Report, measured: &Measured) -> anyhow::Result<Vec<PathBuf>> {
+    std::fs::create_dir_all(directory).map_err(|cause| {
+        anyhow::anyhow!("cannot make {}: {cause}; choose another --report", directory.display())
+    })?;
+    let json = directory.join("report.json");
+    std::fs::write(&json, serde_json::to_string_pretty(report)? + "\n")
+        .map_err(|cause| anyhow::anyhow!("cannot write {}: {cause}", json.display()))?;
+    let mut written = vec![json];
+    written.extend(plots::draw_all(directory, report, measured)?);
+    Ok(written)
+}
+
+/// The table that ends a replay.
+#[must_use]
+pub fn table(report: &Report) -> String {
+    table::render(report)
+}

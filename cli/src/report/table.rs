@@ -1,0 +1,156 @@
+//! The table on standard output that ends a replay.
+
+use std::fmt::Write;
+
+use super::json::{Fault, Latency, Report};
+use super::plots::human_bytes;
+
+/// Width of the first column in characters.
+const LABEL_CHARS: usize = 16;
+
+/// The whole table.
+pub(super) fn render(report: &Report) -> String {
+    let mut out = String::new();
+    requests(&mut out, report);
+    blocks(&mut out, report);
+    times(&mut out, report);
+    faults(&mut out, report);
+    modelled(&mut out, report);
+    out
+}
+
+fn row(out: &mut String, label: &str, text: &str) {
+    // Writing to a string cannot fail.
+    let _ = writeln!(out, "  {label:LABEL_CHARS$} {text}");
+}
+
+fn requests(out: &mut String, report: &Report) {
+    let _ = writeln!(out, "measured");
+    let mut text = format!(
+        "{} of {} ended in {:.1} s ({:.0}/s)",
+        report.requests_ended, report.requests, report.wall_s, report.requests_per_s
+    );
+    if report.requests_failed > 0 {
+        let _ = write!(text, ", {} FAILED", report.requests_failed);
+    }
+    if report.interrupted {
+        text.push_str(", interrupted");
+    }
+    row(out, "requests", &text);
+    for (kind, count) in &report.errors {
+        row(out, "  attempts failed", &format!("{count} x {kind}"));
+    }
+    let cluster = report.cpu.cluster_s.map(|cpu| format!("{cpu:.1} s cluster, ")).unwrap_or_default();
+    row(out, "cpu", &format!("{cluster}{:.1} s this process", report.cpu.driver_s));
+}
+
+fn blocks(out: &mut String, report: &Report) {
+    let tiers = report.hits_by_tier;
+    let text = format!(
+        "{:.2} %  ({} of {} blocks; {} DRAM, {} SSD)",
+        100.0 * report.hit_rate,
+        report.block_hits,
+        report.block_accesses,
+        tiers.dram,
+        tiers.ssd
+    );
+    row(out, "hit rate", &text);
+    let text = format!(
+        "{} fetched, {} verified, {} WRONG; {} saved",
+        human_bytes(report.fetched_bytes),
+        human_bytes(report.verified_bytes),
+        report.wrong_bytes,
+        human_bytes(report.saved_bytes)
+    );
+    row(out, "bytes", &text.replace("0 WRONG", "0 wrong"));
+    for (reason, count) in &report.misses {
+        row(out, "  short fetches", &format!("{count} x {reason}"));
+    }
+    if report.refused_blocks > 0 {
+        row(out, "  not stored", &format!("{} blocks refused by nodes", report.refused_blocks));
+    }
+}
+
+fn times(out: &mut String, report: &Report) {
+    let all = [
+        ("route", report.route_us),
+        ("fetch", report.fetch_us),
+        ("save", report.save_us),
+        ("request", report.request_us),
+    ];
+    for (label, latency) in all {
+        row(out, label, &times_of(latency));
+    }
+}
+
+fn times_of(latency: Latency) -> String {
+    format!(
+        "p50 {}  p90 {}  p99 {}  max {}  ({})",
+        human_us(latency.p50),
+        human_us(latency.p90),
+        human_us(latency.p99),
+        human_us(latency.max),
+        latency.count
+    )
+}
+
+fn faults(out: &mut String, report: &Report) {
+    for fault in &report.kills {
+        row(out, "killed", &fault_text(fault));
+    }
+    for fault in &report.restarts {
+        row(out, "restarted", &fault_text(fault));
+    }
+}
+
+fn fault_text(fault: &Fault) -> String {
+    let mut text = format!("{} at {:.1} s", fault.process, fault.at_s);
+    let mut add = |what: &str, ms: Option<f64>| {
+        if let Some(ms) = ms {
+            let _ = write!(text, ", {what} {ms:.0} ms");
+        }
+    };
+    add("unrouted after", fault.unrouted_ms);
+    add("new leader committed after", fault.leader_ms);
+    add("served again after", fault.serving_ms);
+    text
+}
+
+fn modelled(out: &mut String, report: &Report) {
+    let modelled = &report.modelled;
+    let _ = writeln!(out, "modelled under profile {} (not measured)", modelled.profile);
+    row(out, "TTFT", &times_of(modelled.ttft_us));
+    row(out, "prefill saved", &format!("{:.1} % of all prefill time", 100.0 * modelled.prefill_saved_share));
+}
+
+/// Microseconds in the unit a person would choose.
+fn human_us(us: u64) -> String {
+    #[expect(clippy::cast_precision_loss)]
+    let exact = us as f64;
+    match us {
+        0..1_000 => format!("{us} us"),
+        1_000..1_000_000 => format!("{:.1} ms", exact / 1e3),
+        _ => format!("{:.2} s", exact / 1e6),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::json::{Config, Subject};
+    use super::*;
+    use crate::replay::Measured;
+
+    #[test]
+    fn the_table_says_what_is_measured_and_what_is_not() {
+        let subject = Subject { config: Config::default(), seed: 1, profile: "h100-8b".into() };
+        let text = render(&Report::new(subject, &Measured::default()));
+        assert!(text.starts_with("measured\n"), "{text}");
+        assert!(text.contains("modelled under profile h100-8b (not measured)"), "{text}");
+        assert!(text.contains("0 wrong"), "{text}");
+    }
+
+    #[test]
+    fn times_are_in_readable_units() {
+        assert_eq!([human_us(999), human_us(1_500), human_us(2_500_000)], ["999 us", "1.5 ms", "2.50 s"]);
+    }
+}

@@ -1,0 +1,74 @@
+//! `kvfleet trace gen`: writes a generated trace.
+//!
+//! Not here: what a trace of a kind looks like (`kvfleet_sim::generate`).
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
+
+use kvfleet_sim::generate::{Generator, Kind, Spec};
+use kvfleet_sim::trace::{BAILIAN_BLOCK_TOKENS, Format, MOONCAKE_BLOCK_TOKENS, Writer};
+
+use crate::args::{GenArgs, TraceFormat};
+
+/// Generates to a file or to standard output.
+pub(super) fn run(args: &GenArgs) -> anyhow::Result<()> {
+    let kind = kind(&args.kind)?;
+    let format = match args.format {
+        TraceFormat::Mooncake => Format::Mooncake,
+        TraceFormat::Auto | TraceFormat::Bailian => Format::Bailian,
+    };
+    let spec = spec(kind, args.seed, args.requests as u64, format, args.sessions_per_s)?;
+    match &args.output {
+        Some(path) => {
+            write(&spec, format, create(path)?)?;
+            eprintln!("wrote {} requests to {}", args.requests, path.display());
+            Ok(())
+        }
+        None => write(&spec, format, std::io::stdout().lock()),
+    }
+}
+
+/// Generates a trace in Mooncake's format into `path`, as `kvfleet demo` replays it.
+pub(crate) fn write_generated(kind: &str, seed: u64, requests: usize, path: &Path) -> anyhow::Result<()> {
+    let kind = self::kind(kind)?;
+    let spec = spec(kind, seed, requests as u64, Format::Mooncake, Some(DEMO_SESSIONS_PER_S))?;
+    write(&spec, Format::Mooncake, create(path)?)
+}
+
+/// New sessions a second in the demo: few enough that sessions take several turns within its requests.
+const DEMO_SESSIONS_PER_S: f64 = 0.5;
+
+pub(super) fn kind(name: &str) -> anyhow::Result<Kind> {
+    Kind::by_name(name).ok_or_else(|| {
+        let known: Vec<_> = Kind::ALL.iter().map(|kind| kind.name()).collect();
+        anyhow::anyhow!("kind {name} is unknown: there are {}", known.join(", "))
+    })
+}
+
+fn spec(
+    kind: Kind,
+    seed: u64,
+    requests: u64,
+    format: Format,
+    sessions_per_s: Option<f64>,
+) -> anyhow::Result<Spec> {
+    if sessions_per_s.is_some_and(|rate| !rate.is_finite() || rate <= 0.0) {
+        anyhow::bail!("--sessions-per-s must be above 0");
+    }
+    let block_tokens = if format == Format::Mooncake { MOONCAKE_BLOCK_TOKENS } else { BAILIAN_BLOCK_TOKENS };
+    Ok(Spec { block_tokens, sessions_per_s, ..Spec::new(kind, seed, requests) })
+}
+
+fn create(path: &Path) -> anyhow::Result<File> {
+    File::create(path).map_err(|cause| anyhow::anyhow!("cannot write {}: {cause}", path.display()))
+}
+
+fn write(spec: &Spec, format: Format, output: impl Write) -> anyhow::Result<()> {
+    let mut writer = Writer::new(BufWriter::new(output), format);
+    for request in Generator::new(*spec) {
+        writer.write(&request)?;
+    }
+    writer.finish()?.flush()?;
+    Ok(())
+}

@@ -1,0 +1,33 @@
+//! `kvfleet trace stats` and `kvfleet trace gen`, and how every command opens a trace.
+//!
+//! Not here: the formats, the statistics and the generator (`kvfleet-sim`).
+
+mod generate;
+mod plots;
+mod stats;
+
+pub(crate) use generate::write_generated;
+
+use std::io::BufRead;
+
+use kvfleet_sim::trace::{Format, Reader, Strictness, read};
+
+use crate::args::{TraceCommand, TraceFormat};
+
+/// Runs a trace command.
+pub fn run(command: &TraceCommand) -> anyhow::Result<()> {
+    match command {
+        TraceCommand::Stats(args) => stats::run(args),
+        TraceCommand::Gen(args) => generate::run(args),
+    }
+}
+
+/// Opens a trace in the format asked for.
+pub(crate) fn open_trace<R: BufRead>(input: R, format: TraceFormat, lenient: bool) -> Reader<R> {
+    let format = match format {
+        TraceFormat::Auto => Format::Detect,
+        TraceFormat::Mooncake => Format::Mooncake,
+        TraceFormat::Bailian => Format::Bailian,
+    };
+    read(input, format, if lenient { Strictness::Lenient } else { Strictness::Strict })
+}

@@ -1,0 +1,100 @@
+//! `kvfleet up`: a cluster on this machine until Ctrl-C.
+
+use serde::Serialize;
+
+use crate::args::{Capacity, UpArgs};
+use crate::cluster::{Cluster, NodeCapacity, Shape, name};
+use crate::process::{Role, stop_requested};
+
+/// DRAM of each node when nothing else is said: small enough for a laptop, large enough to see hits.
+const DRAM_DEFAULT: Capacity = Capacity::Bytes(256 << 20);
+
+/// What is ready, for scripts.
+#[derive(Debug, Serialize)]
+struct UpReply {
+    routers: Vec<String>,
+    tls_dir: String,
+    data_dir: String,
+    processes: Vec<crate::process::Ready>,
+}
+
+/// Starts the cluster, says where it is, and stops it when asked to.
+pub async fn run(args: &UpArgs) -> anyhow::Result<()> {
+    let shape = shape(args)?;
+    let stop = stop_requested(false);
+    tokio::pin!(stop);
+    let mut cluster = tokio::select! {
+        cluster = Cluster::start(shape) => cluster?,
+        why = &mut stop => { why?; return Ok(()); }
+    };
+    print(args, &cluster)?;
+    let outcome = tokio::select! {
+        why = &mut stop => why.map(|_| ()).map_err(Into::into),
+        crashed = first_crash(&mut cluster) => Err(anyhow::anyhow!("{crashed}; its log is in {}", cluster.directory().join("logs").display())),
+    };
+    cluster.stop().await;
+    outcome
+}
+
+fn shape(args: &UpArgs) -> anyhow::Result<Shape> {
+    let shape = Shape::from_args(&args.shape)?;
+    let blocks = |capacity: Capacity, flag: &str| match capacity {
+        Capacity::Share(_) | Capacity::Unbounded => {
+            anyhow::bail!(
+                "{flag} {capacity} needs a trace to be a share of: give bytes (512MiB) or blocks (1000b)"
+            )
+        }
+        sized => Ok(sized.blocks_per_node(0, args.shape.nodes, args.shape.block_bytes)),
+    };
+    let capacity = NodeCapacity {
+        dram_blocks: blocks(args.shape.dram.unwrap_or(DRAM_DEFAULT), "--dram")?,
+        ssd_blocks: blocks(args.shape.ssd.unwrap_or(Capacity::None), "--ssd")?,
+    };
+    Ok(Shape {
+        capacity,
+        watermarks: args.shape.watermarks.map(|marks| (marks.high, marks.low)),
+        base_port: args.base_port,
+        ..shape
+    })
+}
+
+async fn first_crash(cluster: &mut Cluster) -> String {
+    /// How soon a crash is noticed; nothing waits for it.
+    const LOOK_EVERY: std::time::Duration = std::time::Duration::from_millis(500);
+    loop {
+        if let Some(crashed) = cluster.crashed().into_iter().next() {
+            return crashed;
+        }
+        tokio::time::sleep(LOOK_EVERY).await;
+    }
+}
+
+fn print(args: &UpArgs, cluster: &Cluster) -> anyhow::Result<()> {
+    let processes: Vec<_> = cluster.children().filter_map(|(_, child)| child.ready().cloned()).collect();
+    let reply = UpReply {
+        routers: cluster.router_addresses(),
+        tls_dir: cluster.certificates().display().to_string(),
+        data_dir: cluster.directory().display().to_string(),
+        processes,
+    };
+    if args.json {
+        println!("{}", serde_json::to_string(&reply)?);
+        return Ok(());
+    }
+    for ready in &reply.processes {
+        let role =
+            [Role::Router, Role::Node, Role::Instance].into_iter().find(|role| role.name() == ready.role);
+        let name = role.map_or_else(|| ready.role.clone(), |role| name((role, ready.number)));
+        let addresses: Vec<_> =
+            ready.addresses.iter().map(|(purpose, address)| format!("{purpose} {address}")).collect();
+        println!("  {name:12} {}", addresses.join("  "));
+    }
+    println!("data and logs in {}", reply.data_dir);
+    println!(
+        "look at it with\n  kvfleet status --cluster {} --tls-dir {}",
+        reply.routers.join(","),
+        reply.tls_dir
+    );
+    println!("Ctrl-C stops it");
+    Ok(())
+}

@@ -1,0 +1,116 @@
+//! Nonsense in, a message out that says what was wrong, where, and what to do.
+
+use std::net::TcpListener;
+
+use kvfleet::certificates::Authority;
+
+use crate::support::Place;
+
+#[test]
+fn an_unknown_config_key_names_the_nearest_for_every_process() {
+    let place = Place::new();
+    let cases = [
+        ("router", "votres", "voters"),
+        ("node", "dram_byte", "dram_bytes"),
+        ("instance", "routres", "routers"),
+    ];
+    for (role, key, nearest) in cases {
+        let file = format!("{role}.toml");
+        std::fs::write(place.path(&file), format!("{key} = 1\n")).unwrap();
+        place.run(&[role, "--config", &file]).refused(&[&file, key, "nearest valid key", nearest]);
+    }
+}
+
+#[test]
+fn wrong_values_say_what_was_expected() {
+    let place = Place::new();
+    place.run(&["node", "--set", "block_bytes=lots"]).refused(&[
+        "flag --set",
+        "block_bytes",
+        "a whole number",
+    ]);
+    place.run(&["node", "--set", "policy=magic"]).refused(&["policy", "magic", "lru"]);
+    place.run(&["router", "--config", "nowhere.toml"]).refused(&["cannot read nowhere.toml"]);
+    place.run(&["instance"]).refused(&["routers is empty"]);
+}
+
+#[test]
+fn absent_and_foreign_certificates_are_named() {
+    let place = Place::new();
+    let files = Authority::open(&place.path("ours")).unwrap().issue("node-1").unwrap();
+    let theirs = Authority::open(&place.path("theirs")).unwrap().issue("node-1").unwrap();
+    let node = |ca: &std::path::Path, cert: &std::path::Path| {
+        let set = |key: &str, path: &std::path::Path| format!("tls.{key}={}", path.display());
+        let (ca, cert, key) = (set("ca", ca), set("cert", cert), set("key", &files.key));
+        place.run(&[
+            "node",
+            "--set",
+            &ca,
+            "--set",
+            &cert,
+            "--set",
+            &key,
+            "--set",
+            "dram_bytes=1048576",
+            "--set",
+            "block_bytes=4096",
+        ])
+    };
+    node(&place.path("absent.pem"), &files.cert).refused(&["absent.pem", "cannot read"]);
+    node(&theirs.ca, &files.cert).refused(&["not accepted under authority"]);
+    node(&files.ca, &theirs.cert).refused(&["node-1"]);
+}
+
+#[test]
+fn malformed_traces_are_refused_by_line_or_skipped() {
+    let place = Place::new();
+    place.trace(5);
+    let mut text = std::fs::read_to_string(place.path("trace.jsonl")).unwrap();
+    text.push_str("{\"timestamp\": \"soon\"}\n");
+    std::fs::write(place.path("bad.jsonl"), &text).unwrap();
+    place.run(&["replay", "bad.jsonl"]).refused(&["bad.jsonl", "line 6", "timestamp"]);
+    place.run(&["trace", "stats", "bad.jsonl"]).refused(&["bad.jsonl", "line 6"]);
+    let said = place.run(&["trace", "stats", "bad.jsonl", "--lenient"]).ok();
+    assert!(said.contains("skipped lines     1"), "{said}");
+    place.run(&["replay", "nowhere.jsonl"]).refused(&["cannot read nowhere.jsonl"]);
+}
+
+#[test]
+fn impossible_wishes_are_refused_before_anything_starts() {
+    let place = Place::new();
+    place.trace(5);
+    let refused = |words: &[&str], parts: &[&str]| {
+        place.run(&[&["replay", "trace.jsonl"], words].concat()).refused(parts);
+    };
+    refused(&["--kill", "node:9@50%"], &["there is no node 9", "1 to 3"]);
+    refused(&["--kill", "node:1"], &["PROCESS@PERCENT"]);
+    refused(&["--dram", "some"], &["expected bytes"]);
+    refused(&["--dram", "1%", "--nodes", "64"], &["no room for one block"]);
+    refused(&["--policy", "magic"], &["there are", "lru"]);
+    refused(&["--limit", "0"], &["--limit 0"]);
+    refused(&["--speed", "soon"], &["expected max"]);
+    refused(&["--cluster", "127.0.0.1:1"], &["--tls-dir"]);
+    refused(&["--cluster", "127.0.0.1:1", "--kill", "node:1@1%"], &["cluster of this command's own"]);
+    assert_eq!(place.leftovers(), Vec::<std::path::PathBuf>::new());
+}
+
+#[test]
+fn a_taken_port_is_named() {
+    let place = Place::new();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    place
+        .run(&["up", "--base-port", &port])
+        .refused(&[&format!("port {port} of router 1 is in use"), "--base-port"]);
+    assert_eq!(place.leftovers(), Vec::<std::path::PathBuf>::new());
+}
+
+#[test]
+fn a_cluster_that_is_not_there_is_said_to_be_unreachable() {
+    let place = Place::new();
+    Authority::open(&place.path("tls")).unwrap().issue("admin").unwrap();
+    let ran = place.run(&["status", "--cluster", "127.0.0.1:9", "--tls-dir", "tls"]);
+    ran.refused(&["router 127.0.0.1:9 cannot be reached", "is it running"]);
+    place.run(&["status"]).refused(&["no cluster named", "KVFLEET_CLUSTER"]);
+    place.run(&["status", "--cluster", "127.0.0.1:9", "--tls-dir", "nowhere"]).refused(&["nowhere/ca.pem"]);
+}

@@ -1,0 +1,10 @@
+//! The built `kvfleet` binary from outside: clusters of real processes that are replayed on, broken,
+//! interrupted and given nonsense.
+#![allow(clippy::unwrap_used)]
+
+mod bad_input;
+mod lifecycle;
+mod replay;
+mod restart;
+mod support;
+mod trace;

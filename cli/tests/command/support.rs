@@ -1,0 +1,154 @@
+//! Running the binary in a directory of its own, so that tests do not meet and leftovers are seen.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+use kvfleet::cluster::{NodeCapacity, Shape};
+use serde_json::Value;
+
+/// Longest a test waits for something that must happen; far above what it takes.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A place for one test.
+pub(crate) struct Place {
+    dir: tempfile::TempDir,
+}
+
+impl Place {
+    pub(crate) fn new() -> Self {
+        let place = Self { dir: tempfile::tempdir().unwrap() };
+        std::fs::create_dir(place.temporary()).unwrap();
+        place
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Where the binary makes its temporary directories.
+    pub(crate) fn temporary(&self) -> PathBuf {
+        self.path("tmp")
+    }
+
+    pub(crate) fn command(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(binary());
+        command.args(words).current_dir(self.dir.path()).env("TMPDIR", self.temporary());
+        command
+    }
+
+    pub(crate) fn run(&self, words: &[&str]) -> Ran {
+        Ran::of(&self.command(words).output().unwrap())
+    }
+
+    /// A small deterministic trace with conversations that come back.
+    pub(crate) fn trace(&self, requests: usize) -> PathBuf {
+        let path = self.path("trace.jsonl");
+        let count = requests.to_string();
+        let words = [
+            "trace",
+            "gen",
+            "--kind",
+            "consumer",
+            "--format",
+            "mooncake",
+            "--requests",
+            &count,
+            "--seed",
+            "7",
+            "--sessions-per-s",
+            "0.1",
+            "-o",
+            path.to_str().unwrap(),
+        ];
+        self.run(&words).ok();
+        path
+    }
+
+    /// Replays `trace` with further words and returns the report.
+    pub(crate) fn replay(&self, words: &[&str]) -> Value {
+        let report = self.path("report");
+        let mut all = vec!["replay", "trace.jsonl", "--quiet", "--report", "report"];
+        all.extend(words);
+        let ran = self.run(&all);
+        let text = std::fs::read_to_string(report.join("report.json"));
+        let text = text.unwrap_or_else(|cause| panic!("no report ({cause}): {}", ran.all()));
+        let json: Value = serde_json::from_str(&text).unwrap();
+        println!("{}", ran.all());
+        json
+    }
+
+    /// Whether any process runs with a command line that names this place.
+    pub(crate) fn processes(&self) -> Vec<String> {
+        let needle = self.dir.path().to_str().unwrap().to_owned();
+        let entries = std::fs::read_dir("/proc").unwrap().flatten();
+        let lines = entries.filter_map(|entry| std::fs::read(entry.path().join("cmdline")).ok());
+        let texts = lines.map(|line| String::from_utf8_lossy(&line).replace('\0', " "));
+        texts.filter(|text| text.contains(&needle)).collect()
+    }
+
+    pub(crate) fn leftovers(&self) -> Vec<PathBuf> {
+        std::fs::read_dir(self.temporary()).unwrap().flatten().map(|entry| entry.path()).collect()
+    }
+}
+
+pub(crate) fn binary() -> &'static Path {
+    Path::new(env!("CARGO_BIN_EXE_kvfleet"))
+}
+
+/// Waits until something is so.
+pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < PATIENCE, "waited in vain until {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// A cluster for tests that break it themselves.
+pub(crate) fn shape(place: &Place, capacity: NodeCapacity) -> Shape {
+    Shape {
+        routers: 3,
+        nodes: 2,
+        instances: 2,
+        layers: kvfleet::cluster::LAYERS,
+        capacity,
+        data_dir: Some(place.path("cluster")),
+        ..Shape::small(binary().to_owned())
+    }
+}
+
+/// What a run of the binary said.
+pub(crate) struct Ran {
+    pub(crate) code: Option<i32>,
+    pub(crate) out: String,
+    pub(crate) err: String,
+}
+
+impl Ran {
+    fn of(output: &Output) -> Self {
+        Self {
+            code: output.status.code(),
+            out: String::from_utf8_lossy(&output.stdout).into_owned(),
+            err: String::from_utf8_lossy(&output.stderr).into_owned(),
+        }
+    }
+
+    pub(crate) fn all(&self) -> String {
+        format!("exit {:?}\n{}\n{}", self.code, self.out, self.err)
+    }
+
+    pub(crate) fn ok(self) -> String {
+        assert_eq!(self.code, Some(0), "{}", self.all());
+        self.out
+    }
+
+    /// Asserts failure with a message that holds every one of `parts`.
+    pub(crate) fn refused(&self, parts: &[&str]) {
+        assert!(!matches!(self.code, Some(0) | None), "{}", self.all());
+        assert!(!self.err.contains("panicked"), "{}", self.all());
+        for part in parts {
+            assert!(self.err.contains(part), "{part:?} is not in: {}", self.all());
+        }
+    }
+}
