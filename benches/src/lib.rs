@@ -1,1 +1,13 @@
-//! Placeholder.
+//! The bench harness: runs our side and a peer's side by side and states the outcome as a ratio.
+//!
+//! Not here: what is measured (one file per claim beside `main.rs`) and how tables become a document
+//! (`cargo xtask bench`). Absolute figures of a shared machine mean little; both sides run in the same
+//! process, in alternating order, and the ratio of each run counts.
+
+mod clock;
+mod measure;
+mod row;
+
+pub use clock::{Spent, spend};
+pub use measure::{Outcome, RUNS_MIN, side_by_side};
+pub use row::{Better, Row, table};

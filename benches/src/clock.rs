@@ -1,0 +1,70 @@
+//! Two clocks: wall time, and CPU time of the whole process.
+//!
+//! Not here: how often something is measured (`measure.rs`).
+
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
+
+/// What an action took.
+#[derive(Clone, Copy, Debug)]
+pub struct Spent {
+    /// By the clock on the wall.
+    pub wall: Duration,
+    /// Of all threads of this process, in user and kernel. Steadier than wall time on a shared machine.
+    pub cpu: Duration,
+}
+
+impl Spent {
+    /// Microseconds of CPU for each of `count` operations.
+    #[must_use]
+    pub fn cpu_us_per(&self, count: u64) -> f64 {
+        self.cpu.as_secs_f64() * 1e6 / count as f64
+    }
+
+    /// Operations a CPU-second.
+    #[must_use]
+    pub fn per_cpu_s(&self, count: u64) -> f64 {
+        count as f64 / self.cpu.as_secs_f64()
+    }
+
+    /// Operations a second of wall time.
+    #[must_use]
+    pub fn per_wall_s(&self, count: u64) -> f64 {
+        count as f64 / self.wall.as_secs_f64()
+    }
+}
+
+/// Does something and says what it took.
+pub fn spend<T>(action: impl FnOnce() -> T) -> (T, Spent) {
+    let (wall, cpu) = (Instant::now(), cpu_time());
+    let result = action();
+    (result, Spent { wall: wall.elapsed(), cpu: cpu_time().saturating_sub(cpu) })
+}
+
+fn cpu_time() -> Duration {
+    let now = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::new(now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs() as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_takes_cpu_time_and_waiting_takes_wall_time() {
+        let (sum, busy) = spend(|| (0..20_000_000u64).map(std::hint::black_box).sum::<u64>());
+        assert_eq!(sum, 199_999_990_000_000);
+        assert!(busy.cpu > Duration::ZERO);
+        let (_, idle) = spend(|| std::sync::mpsc::channel::<()>().1.recv_timeout(Duration::from_millis(1)));
+        assert!(idle.wall >= Duration::from_millis(1));
+    }
+
+    #[test]
+    fn rates_are_counts_over_seconds() {
+        let spent = Spent { wall: Duration::from_secs(4), cpu: Duration::from_secs(2) };
+        assert_eq!(spent.per_cpu_s(10), 5.0);
+        assert_eq!(spent.per_wall_s(10), 2.5);
+        assert_eq!(spent.cpu_us_per(4), 500_000.0);
+    }
+}

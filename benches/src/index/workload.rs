@@ -1,0 +1,110 @@
+//! The blocks that all sides of the index bench store and look up; the same on every run.
+//!
+//! Not here: what is timed (`index.rs`).
+
+use kv_core::id::{BlockHash, IdentityDigest, NodeId, Seq, Tier};
+use kv_core::index::command::{Announcement, Change, Command, NodeRecord};
+use rand::seq::IndexedRandom;
+use rand::{RngCore, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+pub(super) const NODES: u32 = 64;
+const CHAIN_BLOCKS: usize = 500;
+const SHARED_BLOCKS: usize = 64;
+const SHARED_BY: usize = 16;
+const RUN_BLOCKS: usize = 16;
+/// Announcements gathered into one command, as a router gathers them.
+const BATCH: usize = 64;
+const SEED: u64 = 20_240_711;
+
+/// Chains of block hashes, each held by one node, together with the order in which they are announced.
+pub(super) struct Workload {
+    chains: Vec<Vec<BlockHash>>,
+    strange: Vec<BlockHash>,
+}
+
+impl Workload {
+    /// As many chains as make up about `copies` stored blocks.
+    pub(super) fn new(copies: u64) -> Self {
+        let mut random = ChaCha8Rng::seed_from_u64(SEED);
+        let count = (copies as usize).div_ceil(CHAIN_BLOCKS);
+        let mut chains: Vec<Vec<BlockHash>> = Vec::with_capacity(count);
+        for number in 0..count {
+            let mut chain = match number % SHARED_BY {
+                0 => hashes(&mut random, SHARED_BLOCKS),
+                behind => chains[number - behind][..SHARED_BLOCKS].to_vec(),
+            };
+            chain.extend(hashes(&mut random, CHAIN_BLOCKS - SHARED_BLOCKS));
+            chains.push(chain);
+        }
+        Self { chains, strange: hashes(&mut random, CHAIN_BLOCKS) }
+    }
+
+    pub(super) fn chains(&self) -> impl Iterator<Item = &[BlockHash]> {
+        self.chains.iter().map(Vec::as_slice)
+    }
+
+    /// A chain that nobody holds.
+    pub(super) fn strange(&self) -> &[BlockHash] {
+        &self.strange
+    }
+
+    /// `count` chains drawn at random, so that no cache knows the next one.
+    pub(super) fn shuffled(&self, count: usize) -> Vec<&[BlockHash]> {
+        let mut random = ChaCha8Rng::seed_from_u64(SEED + 1);
+        (0..count).filter_map(|_| self.chains.choose(&mut random)).map(Vec::as_slice).collect()
+    }
+
+    /// Blocks that are announced, each time one is.
+    pub(super) fn stored_blocks(&self) -> u64 {
+        (self.chains.len() * CHAIN_BLOCKS) as u64
+    }
+
+    /// Runs with the node that announces them, in the order in which every side stores them.
+    pub(super) fn runs(&self) -> impl Iterator<Item = (NodeId, &[BlockHash])> {
+        let nodes = (0..NODES).map(NodeId).cycle();
+        self.chains
+            .iter()
+            .zip(nodes)
+            .flat_map(|(chain, node)| chain.chunks(RUN_BLOCKS).map(move |run| (node, run)))
+    }
+
+    /// The same as commands of the log: every node joins, then announcements in batches.
+    pub(super) fn commands(&self) -> impl Iterator<Item = Command> {
+        let joins = (0..NODES).map(|node| Command::Join(record(node)));
+        let mut seq = [0u64; NODES as usize];
+        let announcements: Vec<_> = self
+            .runs()
+            .map(move |(node, run)| {
+                seq[node.0 as usize] += 1;
+                let stored = Change::Stored { parent: None, blocks: run.to_vec(), tier: Tier::Dram };
+                let (epoch, seq) = (kv_core::id::Epoch(1), Seq(seq[node.0 as usize]));
+                Announcement { node, epoch, seq, changes: vec![stored] }
+            })
+            .collect();
+        let batches: Vec<_> =
+            announcements.chunks(BATCH).map(|batch| Command::Announce(batch.to_vec())).collect();
+        joins.chain(batches)
+    }
+}
+
+fn hashes(random: &mut ChaCha8Rng, count: usize) -> Vec<BlockHash> {
+    let mut hash = || {
+        let mut bytes = [0u8; 16];
+        random.fill_bytes(&mut bytes);
+        BlockHash(bytes)
+    };
+    (0..count).map(|_| hash()).collect()
+}
+
+fn record(node: u32) -> NodeRecord {
+    NodeRecord {
+        node: NodeId(node),
+        data_address: String::new(),
+        control_address: String::new(),
+        host: String::new(),
+        instance: None,
+        identity: IdentityDigest::default(),
+        block_bytes: 1,
+    }
+}

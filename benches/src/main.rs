@@ -1,0 +1,78 @@
+//! `benches NAME`: one bench by name, as a table or as JSON lines. Run it through `cargo xtask bench`,
+//! which builds it for release.
+//!
+//! Not here: the harness (`lib.rs`) and what each bench does (one file each beside this one).
+
+mod choose;
+mod index;
+mod transport;
+
+use benches::{RUNS_MIN, Row, table};
+use clap::Parser;
+
+/// A bench that can be run.
+struct Bench {
+    name: &'static str,
+    about: &'static str,
+    run: fn(&Effort) -> anyhow::Result<Vec<Row>>,
+}
+
+/// How much work a bench puts into its figures.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Effort {
+    /// Runs of both sides per row.
+    pub(crate) runs: usize,
+    /// A tenth of the size and of the repetitions: to see that it works, not what it gives.
+    pub(crate) quick: bool,
+}
+
+impl Effort {
+    /// `full`, or a tenth of it when quick.
+    pub(crate) fn scaled(&self, full: u64) -> u64 {
+        if self.quick { full.div_ceil(10) } else { full }
+    }
+}
+
+const BENCHES: &[Bench] = &[
+    Bench { name: "index", about: index::ABOUT, run: index::run },
+    Bench { name: "choose", about: choose::ABOUT, run: choose::run },
+    Bench { name: "transport", about: transport::ABOUT, run: transport::run },
+];
+
+/// Peers side by side, judged by ratio.
+#[derive(Parser)]
+#[command(name = "benches")]
+struct Args {
+    /// Which bench; without one, all names are listed with what they compare.
+    name: Option<String>,
+    /// One JSON object a line instead of a table.
+    #[arg(long)]
+    json: bool,
+    /// Runs of both sides per row, at least five.
+    #[arg(long, default_value_t = 7)]
+    runs: usize,
+    /// A tenth of the work: to see that it works, not what it gives.
+    #[arg(long)]
+    quick: bool,
+}
+
+fn main() -> anyhow::Result<()> {
+    let args = Args::parse();
+    let Some(name) = &args.name else {
+        BENCHES.iter().for_each(|bench| println!("{}\t{}", bench.name, bench.about));
+        return Ok(());
+    };
+    let Some(bench) = BENCHES.iter().find(|bench| bench.name == name) else {
+        let names: Vec<_> = BENCHES.iter().map(|bench| bench.name).collect();
+        anyhow::bail!("no bench is called {name:?}: use one of {}", names.join(", "));
+    };
+    let rows = (bench.run)(&Effort { runs: args.runs.max(RUNS_MIN), quick: args.quick })?;
+    if args.json {
+        for row in &rows {
+            println!("{}", serde_json::to_string(row)?);
+        }
+    } else {
+        println!("{}: {}\n\n{}", bench.name, bench.about, table(&rows));
+    }
+    Ok(())
+}

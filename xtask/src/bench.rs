@@ -1,0 +1,265 @@
+//! `cargo xtask bench`: builds the benches for release, runs one and shows what it says, or runs all and
+//! writes `docs/BENCHMARKS.md` from their JSON lines.
+//!
+//! Not here: what is measured and how (`benches/`).
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, bail};
+use clap::Args;
+use serde::Deserialize;
+
+/// What to run.
+#[derive(Args, Debug)]
+pub(crate) struct BenchArgs {
+    /// Name of a bench; without one, their names and what they compare are listed.
+    #[arg(conflicts_with = "all")]
+    name: Option<String>,
+    /// One JSON object a line instead of a table.
+    #[arg(long, conflicts_with = "all")]
+    json: bool,
+    /// Run every bench and write docs/BENCHMARKS.md.
+    #[arg(long, conflicts_with = "quick")]
+    all: bool,
+    /// Runs of both sides per row, at least five.
+    #[arg(long)]
+    runs: Option<usize>,
+    /// A tenth of the work: to see that it works, not what it gives.
+    #[arg(long)]
+    quick: bool,
+}
+
+/// Runs what was asked for.
+///
+/// # Errors
+/// When a bench does not build, fails, or says something that is no row.
+pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
+    let mut options: Vec<String> = args.runs.iter().map(|runs| format!("--runs={runs}")).collect();
+    if args.all {
+        return write_all(&options);
+    }
+    options.extend(args.name);
+    options.extend(args.json.then(|| "--json".to_owned()));
+    options.extend(args.quick.then(|| "--quick".to_owned()));
+    let status = benches(&options).status().context("cannot start cargo")?;
+    if !status.success() {
+        bail!("the bench ended with {status}; what it said is above");
+    }
+    Ok(())
+}
+
+/// The benches with these arguments, built for release if need be.
+fn benches(options: &[String]) -> Command {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    command.args(["run", "--quiet", "--release", "--package", "benches", "--"]);
+    command.args(options).current_dir(root());
+    command
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// What a run printed, while its complaints go where ours go.
+fn output(options: &[String]) -> anyhow::Result<String> {
+    let output = benches(options).stderr(Stdio::inherit()).output().context("cannot start cargo")?;
+    if !output.status.success() {
+        bail!("`benches {}` ended with {}; what it said is above", options.join(" "), output.status);
+    }
+    String::from_utf8(output.stdout).context("a bench printed bytes that are no text")
+}
+
+fn write_all(options: &[String]) -> anyhow::Result<()> {
+    let mut sections = Vec::new();
+    for line in output(&[])?.lines() {
+        let (name, about) = line.split_once('\t').context("the list of benches has a line without a tab")?;
+        eprintln!("running {name}");
+        let own = [name.to_owned(), "--json".to_owned()];
+        let rows = rows(&output(&[&own[..], options].concat())?)?;
+        sections.push(Section { name: name.to_owned(), about: about.to_owned(), rows });
+    }
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
+    let text = document(&sections, &Machine::read(), &date(now.as_secs() / 86_400));
+    let path = root().join("docs/BENCHMARKS.md");
+    std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    eprintln!("wrote docs/BENCHMARKS.md");
+    Ok(())
+}
+
+/// One JSON line of a bench: exactly these keys.
+#[derive(Debug, Deserialize, PartialEq)]
+#[serde(deny_unknown_fields)]
+struct Row {
+    bench: String,
+    row: String,
+    unit: String,
+    ours: f64,
+    peer: String,
+    theirs: f64,
+    ratio: f64,
+    better: String,
+    runs: u32,
+    min: f64,
+    max: f64,
+}
+
+struct Section {
+    name: String,
+    about: String,
+    rows: Vec<Row>,
+}
+
+fn rows(text: &str) -> anyhow::Result<Vec<Row>> {
+    let row = |line: &str| serde_json::from_str(line).with_context(|| format!("not a bench row: {line}"));
+    let rows: Vec<Row> = text.lines().map(row).collect::<anyhow::Result<_>>()?;
+    if rows.is_empty() {
+        bail!("a bench printed no row");
+    }
+    Ok(rows)
+}
+
+/// What the figures were measured on.
+struct Machine {
+    cpu: String,
+    cores: usize,
+    memory_gib: f64,
+    kernel: String,
+}
+
+impl Machine {
+    fn read() -> Self {
+        let file = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+        let memory_kib: f64 = field(&file("/proc/meminfo"), "MemTotal")
+            .and_then(|value| value.trim_end_matches("kB").trim().parse().ok())
+            .unwrap_or(0.0);
+        Self {
+            cpu: field(&file("/proc/cpuinfo"), "model name").unwrap_or_else(|| "unknown CPU".to_owned()),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            memory_gib: memory_kib / 1_048_576.0,
+            kernel: file("/proc/sys/kernel/osrelease").trim().to_owned(),
+        }
+    }
+}
+
+/// The value of the first `name : value` line.
+fn field(text: &str, name: &str) -> Option<String> {
+    let mut pairs = text.lines().filter_map(|line| line.split_once(':'));
+    pairs.find(|(key, _)| key.trim() == name).map(|(_, value)| value.trim().to_owned())
+}
+
+/// `YYYY-MM-DD` of a day counted from 1970-01-01 (days to civil, with years that start in March).
+fn date(days: u64) -> String {
+    let shifted = days + 719_468;
+    let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted_month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
+    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    format!("{year:04}-{month:02}-{day:02}")
+}
+
+const INTRO: &str = "\
+# Benchmarks
+
+Written by `cargo xtask bench --all`; do not edit. Both sides of a row run in the same process in alternating
+order. *ours* and *theirs* are medians; the ratio (ours over theirs) is the median over runs, with the least
+and the greatest run in brackets. On a shared machine only the ratios mean something.
+";
+
+fn document(sections: &[Section], machine: &Machine, date: &str) -> String {
+    let Machine { cpu, cores, memory_gib, kernel } = machine;
+    let mut text =
+        format!("{INTRO}\n{date}, {cpu}, {cores} cores, {memory_gib:.1} GiB of memory, Linux {kernel}.\n");
+    for section in sections {
+        let _ = write!(text, "\n## {}\n\n{}.\n\n", section.name, capitalised(&section.about));
+        text.push_str("| row | unit | ours | theirs | peer | ratio | better | runs |\n");
+        text.push_str("| --- | --- | ---: | ---: | --- | ---: | --- | ---: |\n");
+        section.rows.iter().for_each(|row| text.push_str(&line(row)));
+    }
+    text
+}
+
+fn line(row: &Row) -> String {
+    let Row { row, unit, ours, peer, theirs, ratio, better, runs, min, max, .. } = row;
+    let [ours, theirs, ratio, min, max] = [ours, theirs, ratio, min, max].map(|value| figure(*value));
+    format!("| {row} | {unit} | {ours} | {theirs} | {peer} | {ratio} ({min}–{max}) | {better} | {runs} |\n")
+}
+
+/// Three significant digits or so, without an exponent.
+fn figure(value: f64) -> String {
+    match value.abs() {
+        v if v >= 100.0 => format!("{value:.0}"),
+        v if v >= 10.0 => format!("{value:.1}"),
+        v if v >= 0.1 => format!("{value:.2}"),
+        _ => format!("{value:.4}"),
+    }
+}
+
+fn capitalised(text: &str) -> String {
+    let mut letters = text.chars();
+    letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LINE: &str = r#"{"bench":"index","row":"lookup","unit":"µs CPU","ours":4.5,"peer":"naive","theirs":9.0,"ratio":0.5,"better":"lower","runs":7,"min":0.4,"max":0.6}"#;
+
+    #[test]
+    fn dates_are_civil() {
+        for (days, text) in [
+            (0, "1970-01-01"),
+            (58, "1970-02-28"),
+            (59, "1970-03-01"),
+            (11_016, "2000-02-29"),
+            (11_017, "2000-03-01"),
+            (20_453, "2025-12-31"),
+            (47_541, "2100-03-01"),
+        ] {
+            assert_eq!(date(days), text);
+        }
+    }
+
+    #[test]
+    fn every_row_must_have_exactly_the_agreed_keys() {
+        assert_eq!(rows(LINE).map(|rows| rows.len()).map_err(|e| e.to_string()), Ok(1));
+        for wrong in ["", "no json", &LINE.replace("\"runs\":7,", ""), &LINE.replace("{", "{\"extra\":1,")] {
+            assert!(rows(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn the_document_states_machine_date_and_rows() -> anyhow::Result<()> {
+        let section = Section { name: "index".into(), about: "one replica".into(), rows: rows(LINE)? };
+        let machine = Machine { cpu: "CPU X".into(), cores: 2, memory_gib: 23.5, kernel: "6.1".into() };
+        let text = document(&[section], &machine, "2026-01-02");
+        let expected = "
+2026-01-02, CPU X, 2 cores, 23.5 GiB of memory, Linux 6.1.
+
+## index
+
+One replica.
+
+| row | unit | ours | theirs | peer | ratio | better | runs |
+| --- | --- | ---: | ---: | --- | ---: | --- | ---: |
+| lookup | µs CPU | 4.50 | 9.00 | naive | 0.50 (0.40–0.60) | lower | 7 |
+";
+        assert_eq!(text.strip_prefix(INTRO), Some(expected));
+        Ok(())
+    }
+
+    #[test]
+    fn fields_of_proc_files_are_found() {
+        let text = "processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nmodel name\t: Other\n";
+        assert_eq!(field(text, "model name").as_deref(), Some("Some CPU @ 2 GHz"));
+        assert_eq!(field("MemTotal:       100 kB\n", "MemTotal").as_deref(), Some("100 kB"));
+        assert_eq!(field(text, "name"), None);
+    }
+}
