@@ -1,0 +1,192 @@
+//! Three routers as processes: started, killed without warning, started again on the same data.
+//!
+//! Not here: when any of this happens (`workload.rs` says) and what must hold (`invariants/`).
+
+use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use kvfleet_proto::pb;
+use kvfleet_proto::pb::router_client::RouterClient;
+use kvfleet_proto::tls::{Identity, TlsFiles, provider};
+use kvfleet_router::{RouterConfig, TlsConfig, VoterConfig};
+use tempfile::TempDir;
+use tonic::transport::{Channel, Endpoint};
+
+use crate::certificates;
+
+/// Routers of a cluster: the smallest number of which one may die.
+pub const ROUTERS_COUNT: usize = 3;
+
+/// Longest a call may take: an election and a disk on a busy machine, with room.
+pub const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Anything that keeps a suite from running; what it finds is not among these.
+pub type Trouble = Box<dyn std::error::Error + Send + Sync>;
+
+/// Client of one router.
+pub type Client = RouterClient<Channel>;
+
+/// The addresses of the routers and how to speak with them. Cheap to clone; knows nothing of processes.
+#[derive(Clone)]
+pub struct Contacts {
+    clients: Vec<Client>,
+}
+
+impl Contacts {
+    /// Client of the router at this position.
+    #[must_use]
+    pub fn client(&self, position: usize) -> Client {
+        self.clients[position % self.clients.len()].clone()
+    }
+
+    /// Status of one router, if it answers.
+    pub async fn status(&self, position: usize) -> Option<pb::StatusReply> {
+        let answer = self.client(position).status(pb::StatusRequest {}).await;
+        answer.ok().map(tonic::Response::into_inner)
+    }
+
+    /// Position of the router that says of itself that it leads, if one does.
+    pub async fn leader(&self) -> Option<usize> {
+        for position in 0..self.clients.len() {
+            if self.status(position).await.is_some_and(|status| status.leader == status.router) {
+                return Some(position);
+            }
+        }
+        None
+    }
+}
+
+/// A running cluster. Dropping it kills every process.
+pub struct Cluster {
+    program: PathBuf,
+    folder: TempDir,
+    processes: Vec<Option<Child>>,
+    contacts: Contacts,
+}
+
+impl Cluster {
+    /// Makes certificates and configurations, and starts every router with the given program.
+    ///
+    /// # Errors
+    /// When a router does not come up.
+    pub fn start(program: &Path) -> Result<Cluster, Trouble> {
+        let folder = tempfile::tempdir()?;
+        let tls = certificates::make(folder.path()).map_err(|error| error.to_string())?;
+        let addresses = free_addresses(ROUTERS_COUNT)?;
+        for position in 0..ROUTERS_COUNT {
+            let text = toml::to_string(&config(position, &addresses, folder.path(), &tls))?;
+            std::fs::write(config_path(folder.path(), position), text)?;
+        }
+        let contacts = contacts(&addresses, &tls)?;
+        let processes = (0..ROUTERS_COUNT).map(|_| None).collect();
+        let mut cluster = Cluster { program: program.to_owned(), folder, processes, contacts };
+        for position in 0..ROUTERS_COUNT {
+            cluster.start_router(position)?;
+        }
+        Ok(cluster)
+    }
+
+    /// How to speak with the routers.
+    #[must_use]
+    pub fn contacts(&self) -> Contacts {
+        self.contacts.clone()
+    }
+
+    /// Whether the router at this position runs.
+    #[must_use]
+    pub fn is_running(&self, position: usize) -> bool {
+        self.processes[position].is_some()
+    }
+
+    /// How many routers run.
+    #[must_use]
+    pub fn running(&self) -> usize {
+        self.processes.iter().flatten().count()
+    }
+
+    /// Ends a router's process with SIGKILL.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    pub fn kill(&mut self, position: usize) -> Result<(), Trouble> {
+        if let Some(mut process) = self.processes[position].take() {
+            process.kill()?;
+            process.wait()?;
+        }
+        Ok(())
+    }
+
+    /// Starts a router on the data it had. Does nothing when it runs.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn start_router(&mut self, position: usize) -> Result<(), Trouble> {
+        if self.is_running(position) {
+            return Ok(());
+        }
+        let mut process = Command::new(&self.program)
+            .arg(config_path(self.folder.path(), position))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let output = process.stdout.take().ok_or("a router has no output")?;
+        let mut line = String::new();
+        BufReader::new(output).read_line(&mut line)?;
+        if line.trim() != "ready" {
+            let status = process.wait()?;
+            return Err(format!("router {position} did not start ({status}); its message is above").into());
+        }
+        self.processes[position] = Some(process);
+        Ok(())
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        for process in self.processes.iter_mut().flatten() {
+            drop(process.kill());
+            drop(process.wait());
+        }
+    }
+}
+
+fn config_path(folder: &Path, position: usize) -> PathBuf {
+    folder.join(format!("router-{position}.toml"))
+}
+
+fn config(position: usize, addresses: &[String], folder: &Path, tls: &TlsFiles) -> RouterConfig {
+    let voters = (1..).zip(addresses).map(|(id, address)| VoterConfig { id, address: address.clone() });
+    RouterConfig {
+        id: position as u64 + 1,
+        listen: addresses[position].clone(),
+        voters: voters.collect(),
+        data_dir: folder.join(format!("data-{position}")),
+        tls: TlsConfig { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() },
+        // Small, so that snapshots and purged logs happen within a test.
+        snapshot_every_entries: 100,
+        ..RouterConfig::default()
+    }
+}
+
+/// Addresses that were free a moment ago. All are held until the last is found, so that they differ.
+fn free_addresses(count: usize) -> Result<Vec<String>, Trouble> {
+    let listeners: Result<Vec<TcpListener>, _> =
+        (0..count).map(|_| TcpListener::bind("127.0.0.1:0")).collect();
+    let addresses: Result<Vec<_>, _> = listeners?.iter().map(TcpListener::local_addr).collect();
+    Ok(addresses?.iter().map(ToString::to_string).collect())
+}
+
+fn contacts(addresses: &[String], tls: &TlsFiles) -> Result<Contacts, Trouble> {
+    drop(provider());
+    let identity: Identity = tls.load()?;
+    let client = |address: &String| -> Result<Client, Trouble> {
+        let endpoint = Endpoint::from_shared(format!("https://{address}"))?
+            .tls_config(identity.client_tls())?
+            .connect_timeout(CALL_TIMEOUT);
+        Ok(RouterClient::new(endpoint.connect_lazy()))
+    };
+    Ok(Contacts { clients: addresses.iter().map(client).collect::<Result<_, _>>()? })
+}

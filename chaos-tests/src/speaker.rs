@@ -1,0 +1,265 @@
+//! A stand-in node: joins, announces what it is told to hold, starts anew, falls silent. No bytes.
+//!
+//! Keeps one batch under way and sends it again until a router acknowledges it, whoever leads. Not here:
+//! when it is told what (`drive.rs`), and a real node (`kvfleet-node` has its own suites).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kv_core::id::{BlockHash, Tier};
+use kv_core::index::command::Change;
+use kvfleet_proto::pb::announce_reply::Body as Reply;
+use kvfleet_proto::pb::announce_request::Body as Word;
+use kvfleet_proto::{convert, pb};
+use parking_lot::Mutex;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{interval, sleep, timeout};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+
+use crate::cluster::{CALL_TIMEOUT, Contacts, ROUTERS_COUNT};
+use crate::oracle::{Holdings, Oracle};
+use crate::workload::chain;
+
+/// Orders that wait for a stand-in node; above it the driver waits, so that kills meet work under way.
+pub const ORDERS_MAX: usize = 4;
+
+/// Between two heartbeats, as real nodes do.
+const HEARTBEAT: Duration = Duration::from_millis(100);
+
+/// Heartbeats after which a batch without an answer is taken elsewhere: five seconds.
+const UNANSWERED_BEATS_MAX: u32 = 50;
+
+/// Before another router is tried.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// What a stand-in node is told.
+pub enum Order {
+    /// Hold this many first blocks of these chains.
+    Hold(Vec<(u32, u32)>),
+    /// Leave out a number.
+    SkipNumber,
+    /// Start anew.
+    Restart,
+    /// Say nothing more.
+    Silence,
+    /// Speak again.
+    Wake,
+    /// Answer when everything before is acknowledged: whether the node speaks.
+    Settle(oneshot::Sender<bool>),
+}
+
+/// A batch under way.
+#[derive(Clone)]
+struct Batch {
+    seq: u64,
+    changes: Vec<Change>,
+}
+
+/// Why a stream ended.
+enum End {
+    /// Try another router.
+    Elsewhere,
+    /// The epoch is over.
+    Fenced,
+    /// No more orders.
+    Finished,
+    /// An order ended the stream.
+    Ordered,
+}
+
+/// A stand-in node.
+pub struct Speaker {
+    node: u32,
+    contacts: Contacts,
+    oracle: Arc<Mutex<Oracle>>,
+    orders: mpsc::Receiver<Order>,
+    epoch: Option<u64>,
+    next_seq: u64,
+    holdings: Holdings,
+    pending: Option<Batch>,
+    is_silent: bool,
+    position: usize,
+}
+
+impl Speaker {
+    /// Starts a stand-in node as a task; it ends when the sender of its orders is dropped.
+    #[must_use]
+    pub fn start(node: u32, contacts: Contacts, oracle: Arc<Mutex<Oracle>>) -> mpsc::Sender<Order> {
+        let (sender, orders) = mpsc::channel(ORDERS_MAX);
+        let speaker = Speaker {
+            node,
+            contacts,
+            oracle,
+            orders,
+            epoch: None,
+            next_seq: 1,
+            holdings: Holdings::new(),
+            pending: None,
+            is_silent: false,
+            position: 0,
+        };
+        tokio::spawn(speaker.run());
+        sender
+    }
+
+    async fn run(mut self) {
+        loop {
+            let end = match self.epoch {
+                _ if self.is_silent => match self.orders.recv().await {
+                    Some(order) => self.obey(order),
+                    None => End::Finished,
+                },
+                None => self.join().await,
+                Some(epoch) => self.converse(epoch).await.unwrap_or(End::Elsewhere),
+            };
+            match end {
+                End::Finished => return,
+                End::Fenced => self.epoch = None,
+                End::Ordered => {}
+                End::Elsewhere => {
+                    self.position = (self.position + 1) % ROUTERS_COUNT;
+                    sleep(PAUSE).await;
+                }
+            }
+        }
+    }
+
+    /// Asks one router for an epoch; with it, everything is announced again.
+    async fn join(&mut self) -> End {
+        let request = pb::JoinRequest {
+            node: self.node,
+            data_address: "127.0.0.1:1".into(),
+            control_address: "127.0.0.1:2".into(),
+            host: "localhost".into(),
+            identity: vec![7; 16],
+            block_bytes: 4096,
+            ..pb::JoinRequest::default()
+        };
+        let mut client = self.contacts.client(self.position);
+        match timeout(CALL_TIMEOUT, client.join(request)).await {
+            Ok(Ok(reply)) => {
+                let epoch = reply.into_inner().epoch;
+                self.oracle.lock().joined(self.node, epoch);
+                self.epoch = Some(epoch);
+                self.pending = Some(Batch { seq: 1, changes: everything(&self.holdings) });
+                End::Ordered
+            }
+            _ => End::Elsewhere,
+        }
+    }
+
+    /// Speaks on one stream until it ends. Nothing is lost with it: what is under way is sent again.
+    async fn converse(&mut self, epoch: u64) -> Option<End> {
+        let (words, receiver) = mpsc::channel(ORDERS_MAX);
+        let mut client = self.contacts.client(self.position);
+        let request = ReceiverStream::new(receiver);
+        let mut replies = timeout(CALL_TIMEOUT, client.announce(request)).await.ok()?.ok()?.into_inner();
+        let mut beat = interval(HEARTBEAT);
+        let mut unanswered = 0;
+        self.send(epoch, &words).await?;
+        loop {
+            tokio::select! {
+                _ = beat.tick() => {
+                    unanswered += u32::from(self.pending.is_some());
+                    if unanswered > UNANSWERED_BEATS_MAX {
+                        return Some(End::Elsewhere);
+                    }
+                    words.send(self.word(epoch, Word::Heartbeat(pb::Heartbeat::default()))).await.ok()?;
+                }
+                reply = next_reply(&mut replies) => {
+                    unanswered = 0;
+                    match self.hear(epoch, &reply?) {
+                        Some(End::Ordered) => self.send(epoch, &words).await?,
+                        None => {}
+                        end => return end,
+                    }
+                }
+                order = self.orders.recv(), if self.pending.is_none() => match order.map(|order| self.obey(order)) {
+                    None => return Some(End::Finished),
+                    Some(End::Ordered) if !self.is_silent => self.send(epoch, &words).await?,
+                    Some(end) => return Some(end),
+                },
+            }
+        }
+    }
+
+    fn word(&self, epoch: u64, body: Word) -> pb::AnnounceRequest {
+        pb::AnnounceRequest { node: self.node, epoch, body: Some(body) }
+    }
+
+    /// Sends the batch under way, if there is one.
+    async fn send(&self, epoch: u64, words: &mpsc::Sender<pb::AnnounceRequest>) -> Option<()> {
+        let Some(batch) = &self.pending else { return Some(()) };
+        let changes = batch.changes.iter().map(convert::change_to_pb).collect();
+        words.send(self.word(epoch, Word::Batch(pb::Batch { seq: batch.seq, changes }))).await.ok()
+    }
+
+    /// Takes a reply. `Ordered` means that the batch under way must be sent (again).
+    fn hear(&mut self, epoch: u64, reply: &Reply) -> Option<End> {
+        match reply {
+            Reply::Ack(ack) => {
+                if self.pending.as_ref().is_some_and(|batch| batch.seq <= ack.seq) {
+                    self.pending = None;
+                    self.next_seq = ack.seq + 1;
+                    self.oracle.lock().acknowledged(self.node, epoch, ack.seq, &self.holdings);
+                }
+                None
+            }
+            Reply::Resync(resync) => {
+                let mut changes = vec![Change::Cleared];
+                changes.extend(everything(&self.holdings));
+                self.pending = Some(Batch { seq: resync.expected, changes });
+                Some(End::Ordered)
+            }
+            Reply::Busy(_) => Some(End::Ordered),
+            Reply::Fenced(_) => Some(End::Fenced),
+            Reply::NotLeader(_) => Some(End::Elsewhere),
+            Reply::Directives(_) => None,
+        }
+    }
+
+    fn obey(&mut self, order: Order) -> End {
+        match order {
+            Order::Hold(wanted) => {
+                let changes =
+                    wanted.into_iter().filter_map(|(number, len)| self.change(number, len)).collect();
+                self.pending = Some(Batch { seq: self.next_seq, changes });
+            }
+            Order::SkipNumber => self.next_seq += 1,
+            Order::Restart => return End::Fenced,
+            Order::Silence => self.is_silent = true,
+            Order::Wake => self.is_silent = false,
+            Order::Settle(answer) => drop(answer.send(!self.is_silent)),
+        }
+        End::Ordered
+    }
+
+    /// What changes when the node is to hold `len` first blocks of a chain.
+    fn change(&mut self, number: u32, len: u32) -> Option<Change> {
+        let held = self.holdings.insert(number, len).unwrap_or(0);
+        let blocks = chain(number);
+        let (held, len) = (held as usize, len as usize);
+        match len.cmp(&held) {
+            std::cmp::Ordering::Greater => Some(stored(&blocks, held, len)),
+            std::cmp::Ordering::Less => {
+                Some(Change::Dropped { blocks: blocks[len..held].to_vec(), tier: Tier::Dram })
+            }
+            std::cmp::Ordering::Equal => None,
+        }
+    }
+}
+
+async fn next_reply(replies: &mut Streaming<pb::AnnounceReply>) -> Option<Reply> {
+    replies.message().await.ok()??.body
+}
+
+fn stored(blocks: &[BlockHash], from: usize, to: usize) -> Change {
+    let parent = from.checked_sub(1).map(|position| blocks[position]);
+    Change::Stored { parent, blocks: blocks[from..to].to_vec(), tier: Tier::Dram }
+}
+
+fn everything(holdings: &Holdings) -> Vec<Change> {
+    let held = holdings.iter().filter(|(_, len)| **len > 0);
+    held.map(|(number, len)| stored(&chain(*number), 0, *len as usize)).collect()
+}

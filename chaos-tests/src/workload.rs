@@ -1,0 +1,155 @@
+//! A plan from a seed: who announces, pins, falls silent, and which routers die when.
+//!
+//! Equal seeds give equal plans. Not here: carrying it out (`drive.rs`). How the plan meets the cluster
+//! still depends on timing; the invariants must hold for every timing.
+
+use kv_core::id::BlockHash;
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::cluster::ROUTERS_COUNT;
+
+/// Stand-in nodes of a run.
+pub const NODES_COUNT: u32 = 4;
+
+/// Prefixes the nodes hold parts of.
+pub const CHAINS_COUNT: u32 = 6;
+
+/// Blocks of a prefix.
+pub const CHAIN_BLOCKS: u32 = 24;
+
+/// One thing that happens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// A node stores or drops blocks at the tail of what it holds of a chain, in one batch.
+    Hold {
+        /// The node.
+        node: u32,
+        /// Chain and how many of its first blocks the node holds afterwards.
+        wanted: Vec<(u32, u32)>,
+    },
+    /// A node leaves out a number in its announcements.
+    SkipNumber {
+        /// The node.
+        node: u32,
+    },
+    /// A node starts anew: joins, gets an epoch, announces everything again.
+    RestartNode {
+        /// The node.
+        node: u32,
+    },
+    /// A node says nothing more until it is woken.
+    Silence {
+        /// The node.
+        node: u32,
+    },
+    /// A silent node speaks again.
+    Wake {
+        /// The node.
+        node: u32,
+    },
+    /// Someone pins a chain.
+    Pin {
+        /// Number of the pin.
+        pin: u64,
+        /// What it holds.
+        chain: u32,
+    },
+    /// The pin's owner ends it.
+    Unpin {
+        /// Number of the pin.
+        pin: u64,
+    },
+    /// The leader dies.
+    KillLeader,
+    /// A router dies, if that leaves a majority.
+    KillRouter {
+        /// Its position.
+        router: usize,
+    },
+    /// Every router dies at once and starts again.
+    KillAll,
+    /// Dead routers start again.
+    RestartRouters,
+    /// Every router is asked where it stands.
+    Look,
+}
+
+/// The hashes of a chain. Any distinct hashes would do; these name chain and position.
+#[must_use]
+pub fn chain(number: u32) -> Vec<BlockHash> {
+    let block = |position: u32| {
+        let mut bytes = [0xa5; 16];
+        bytes[..4].copy_from_slice(&number.to_be_bytes());
+        bytes[4..8].copy_from_slice(&position.to_be_bytes());
+        BlockHash(bytes)
+    };
+    (0..CHAIN_BLOCKS).map(block).collect()
+}
+
+/// A plan of this many steps. The first kill of a leader and the death of all routers are always in it.
+#[must_use]
+pub fn plan(seed: u64, steps: usize) -> Vec<Step> {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    let mut pins = 0;
+    let mut plan: Vec<Step> = (0..steps).map(|_| step(&mut random, &mut pins)).collect();
+    plan.insert(steps / 3, Step::KillLeader);
+    plan.insert(2 * steps / 3, Step::KillAll);
+    plan
+}
+
+fn step(random: &mut ChaCha8Rng, pins: &mut u64) -> Step {
+    let node = random.random_range(1..=NODES_COUNT);
+    match random.random_range(0..100) {
+        0..60 => Step::Hold { node, wanted: wanted(random) },
+        60..64 => Step::SkipNumber { node },
+        64..68 => Step::RestartNode { node },
+        68..71 => Step::Silence { node },
+        71..76 => Step::Wake { node },
+        76..84 => {
+            *pins += 1;
+            Step::Pin { pin: *pins, chain: random.random_range(0..CHAINS_COUNT) }
+        }
+        84..88 => Step::Unpin { pin: random.random_range(1..=(*pins).max(1)) },
+        88..90 => Step::KillLeader,
+        90..92 => Step::KillRouter { router: random.random_range(0..ROUTERS_COUNT) },
+        92..96 => Step::RestartRouters,
+        _ => Step::Look,
+    }
+}
+
+fn wanted(random: &mut ChaCha8Rng) -> Vec<(u32, u32)> {
+    let chains: Vec<u32> = (0..CHAINS_COUNT).collect();
+    let count = random.random_range(1..=3);
+    let chosen = chains.choose_multiple(random, count).copied().collect::<Vec<_>>();
+    chosen.into_iter().map(|chain| (chain, random.random_range(0..=CHAIN_BLOCKS))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_seeds_give_equal_plans() {
+        assert_eq!(plan(7, 100), plan(7, 100));
+        assert_ne!(plan(7, 100), plan(8, 100));
+    }
+
+    #[test]
+    fn every_plan_kills_the_leader_and_once_everyone() {
+        for seed in 0..20 {
+            let plan = plan(seed, 30);
+            assert!(plan.contains(&Step::KillLeader));
+            assert!(plan.contains(&Step::KillAll));
+        }
+    }
+
+    #[test]
+    fn chains_share_no_block() {
+        let mut all: Vec<BlockHash> = (0..CHAINS_COUNT).flat_map(chain).collect();
+        all.sort();
+        all.dedup();
+        assert_eq!(all.len(), (CHAINS_COUNT * CHAIN_BLOCKS) as usize);
+    }
+}
