@@ -1,0 +1,234 @@
+//! Rule: crates depend on each other as `docs/ARCHITECTURE.md` says, and on nothing the boundary forbids.
+//!
+//! The allowed arrows are read from the table of that document, so that code and document cannot part.
+//! Not here: where inside a crate a package is named (`homes.rs`).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::process::Command;
+
+use anyhow::{Context, ensure};
+use serde_json::Value;
+
+use super::{Tree, Violation};
+
+/// Where the arrows are drawn: rows `| folder | package | may depend on | … |`.
+const DOCUMENT: &str = "docs/ARCHITECTURE.md";
+
+/// Title of the column with the arrows.
+const ARROWS_COLUMN: &str = "may depend on";
+
+/// What the pure crate may link: none of these reads a clock, a file, a socket, or spawns.
+const CORE_PACKAGES: [&str; 5] = ["blake3", "hashbrown", "smallvec", "thiserror", "xxhash-rust"];
+
+/// Package and what its closure must not hold: control never carries block bytes, data never votes.
+const NEVER: [(&str, &[&str]); 3] = [
+    ("kvfleet-router", &["kvfleet-transport", "quinn", "kvfleet-node"]),
+    ("kvfleet-node", &["openraft", "redb", "kvfleet-router"]),
+    ("kv-core", &["tokio", "mio", "socket2", "parking_lot"]),
+];
+
+/// Package and the packages it names directly.
+type Graph = BTreeMap<String, BTreeSet<String>>;
+
+/// Finds arrows the document does not draw and packages a crate must never reach.
+pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
+    let members = members(&metadata(tree)?)?;
+    let locked = locked(tree.text("Cargo.lock").context("Cargo.lock is missing")?)?;
+    let drawn = drawn(tree.text(DOCUMENT).unwrap_or_default())?;
+    let mut found = wrong_arrows(&members, &drawn);
+    found.extend(impure(&members));
+    found.extend(reached(&locked, &NEVER));
+    Ok(found)
+}
+
+/// What cargo knows of the members; needs no network.
+fn metadata(tree: &Tree) -> anyhow::Result<Value> {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--no-deps", "--format-version", "1", "--offline"])
+        .current_dir(tree.root())
+        .output()
+        .context("cannot start cargo metadata")?;
+    ensure!(output.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(serde_json::from_slice(&output.stdout)?)
+}
+
+/// A member: direct dependencies for the program itself, and those for tests and build scripts.
+#[derive(Default)]
+struct Member {
+    normal: BTreeSet<String>,
+    other: BTreeSet<String>,
+}
+
+type Members = BTreeMap<String, Member>;
+
+fn members(metadata: &Value) -> anyhow::Result<Members> {
+    let mut members = Members::new();
+    for package in metadata["packages"].as_array().context("cargo metadata lists no packages")? {
+        let name = package["name"].as_str().context("a package has no name")?;
+        let member = members.entry(name.to_owned()).or_default();
+        for dependency in package["dependencies"].as_array().context("a package lists no dependencies")? {
+            let name = dependency["name"].as_str().context("a dependency has no name")?.to_owned();
+            let kind = if dependency["kind"].is_null() { &mut member.normal } else { &mut member.other };
+            kind.insert(name);
+        }
+    }
+    Ok(members)
+}
+
+/// Every package of the lock file with what it depends on, whatever the version.
+fn locked(text: &str) -> anyhow::Result<Graph> {
+    let lock: toml::Table = toml::from_str(text).context("Cargo.lock cannot be read")?;
+    let mut graph = Graph::new();
+    for package in lock.get("package").and_then(|list| list.as_array()).context("Cargo.lock is empty")? {
+        let name =
+            package.get("name").and_then(|name| name.as_str()).context("a locked package has no name")?;
+        let dependencies = package.get("dependencies").and_then(|list| list.as_array());
+        let names = dependencies.into_iter().flatten().filter_map(|dependency| dependency.as_str());
+        let names = names.filter_map(|dependency| dependency.split(' ').next()).map(str::to_owned);
+        graph.entry(name.to_owned()).or_default().extend(names);
+    }
+    Ok(graph)
+}
+
+/// Arrows of the document: package to the packages it may use. `everything` stands for all members.
+fn drawn(document: &str) -> anyhow::Result<Graph> {
+    let mut column = None;
+    let mut rows = Vec::new();
+    for line in document.lines().filter(|line| line.starts_with('|')) {
+        let cells: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
+        if let Some(position) = cells.iter().position(|cell| *cell == ARROWS_COLUMN) {
+            column = Some(position);
+        } else if let Some(cell) = column.and_then(|position| cells.get(position)) {
+            let names = cell.split(',').map(|name| name.trim().trim_matches('`').to_owned());
+            let package = cells.get(1).copied().unwrap_or_default().trim_matches('`');
+            rows.push((package.to_owned(), names.collect::<BTreeSet<String>>()));
+        }
+    }
+    ensure!(!rows.is_empty(), "{DOCUMENT} has no table with a column `{ARROWS_COLUMN}`");
+    let all: BTreeSet<String> = rows.iter().map(|(package, _)| package.clone()).collect();
+    let widen = |names: BTreeSet<String>| if names.contains("everything") { all.clone() } else { names };
+    Ok(rows.into_iter().map(|(package, names)| (package, widen(names))).collect())
+}
+
+fn wrong_arrows(members: &Members, drawn: &Graph) -> Vec<Violation> {
+    let mut found = Vec::new();
+    for (package, member) in members {
+        let Some(allowed) = drawn.get(package) else {
+            found.push(Violation::new(
+                DOCUMENT,
+                0,
+                format!("`{package}` is missing from the table of crates"),
+            ));
+            continue;
+        };
+        let ours = member.normal.union(&member.other).filter(|name| members.contains_key(*name));
+        for name in ours.filter(|name| !allowed.contains(*name)) {
+            found.push(Violation::new(
+                DOCUMENT,
+                0,
+                format!("`{package}` depends on `{name}`: no such arrow is drawn"),
+            ));
+        }
+    }
+    found
+}
+
+fn impure(members: &Members) -> Vec<Violation> {
+    let linked = members.get("kv-core").map(|core| core.normal.clone()).unwrap_or_default();
+    let foreign = linked.into_iter().filter(|name| !CORE_PACKAGES.contains(&name.as_str()));
+    foreign
+        .map(|name| {
+            let what = format!("`{name}` is not on the list of packages the pure crate may link");
+            Violation::new("core/Cargo.toml", 0, what)
+        })
+        .collect()
+}
+
+fn reached(locked: &Graph, never: &[(&str, &[&str])]) -> Vec<Violation> {
+    let mut found = Vec::new();
+    for (package, forbidden) in never {
+        let closure = closure(locked, package);
+        for name in forbidden.iter().filter(|name| closure.contains(**name)) {
+            found.push(Violation::new(
+                "Cargo.lock",
+                0,
+                format!("`{package}` reaches `{name}`, which it never may"),
+            ));
+        }
+    }
+    found
+}
+
+/// Everything `package` reaches, itself included.
+fn closure<'graph>(graph: &'graph Graph, package: &'graph str) -> BTreeSet<&'graph str> {
+    let mut seen = BTreeSet::new();
+    let mut open = vec![package];
+    while let Some(name) = open.pop() {
+        if seen.insert(name) {
+            open.extend(graph.get(name).into_iter().flatten().map(String::as_str));
+        }
+    }
+    seen
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    const TABLE: &str = "| folder | package | may depend on | what |\n| --- | --- | --- | --- |\n\
+        | `core/` | `kv-core` | nothing | x |\n| `router/` | `kvfleet-router` | `kv-core` | x |\n\
+        | `benches/` | `benches` | everything | x |\n";
+
+    fn set(names: &[&str]) -> BTreeSet<String> {
+        names.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    fn member(normal: &[&str], other: &[&str]) -> Member {
+        Member { normal: set(normal), other: set(other) }
+    }
+
+    fn wrong(package: &str, normal: &[&str], other: &[&str]) -> usize {
+        let mut members: Members =
+            ["kv-core", "kvfleet-router", "benches"].map(|name| (name.to_owned(), Member::default())).into();
+        members.insert(package.to_owned(), member(normal, other));
+        wrong_arrows(&members, &drawn(TABLE).unwrap()).len()
+    }
+
+    #[test]
+    fn refuses_an_arrow_that_is_not_drawn() {
+        assert_eq!(wrong("kv-core", &["kvfleet-router"], &[]), 1);
+        assert_eq!(wrong("kvfleet-router", &["benches"], &[]), 1);
+        assert_eq!(wrong("kvfleet-router", &[], &["benches"]), 1, "tests may not cross either");
+        assert_eq!(wrong("stranger", &[], &[]), 1, "a crate the document does not know");
+        assert_eq!(wrong("kvfleet-router", &["kv-core", "tokio"], &[]), 0);
+        assert_eq!(wrong("benches", &["kv-core", "kvfleet-router"], &[]), 0);
+        assert!(drawn("no table").is_err());
+    }
+
+    #[test]
+    fn refuses_a_pure_crate_that_links_anything_new() {
+        let core = |normal: &[&str], other: &[&str]| [("kv-core".to_owned(), member(normal, other))].into();
+        assert_eq!(impure(&core(&["blake3", "tokio"], &[])).len(), 1);
+        assert_eq!(impure(&core(&["blake3"], &["proptest"])).len(), 0);
+    }
+
+    #[test]
+    fn refuses_what_is_reached_through_others() {
+        let lock = "[[package]]\nname = \"a\"\ndependencies = [\"b 1.0.0\"]\n\
+            [[package]]\nname = \"b\"\ndependencies = [\"quinn\"]\n[[package]]\nname = \"quinn\"\n";
+        let graph = locked(lock).unwrap();
+        assert_eq!(reached(&graph, &[("a", &["quinn"])]).len(), 1);
+        assert_eq!(reached(&graph, &[("quinn", &["a"])]).len(), 0);
+        assert!(locked("").is_err());
+    }
+
+    #[test]
+    fn members_keep_the_kinds_apart() {
+        let metadata = serde_json::json!({"packages": [{"name": "a", "dependencies": [
+            {"name": "b", "kind": null}, {"name": "c", "kind": "dev"}]}]});
+        let members = members(&metadata).unwrap();
+        assert_eq!(members["a"].normal, set(&["b"]));
+        assert_eq!(members["a"].other, set(&["c"]));
+    }
+}

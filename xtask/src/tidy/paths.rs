@@ -1,0 +1,116 @@
+//! Rule: a path that a document names exists, and so does a test that is said to hold an invariant.
+//!
+//! Not here: whether the document describes the file rightly.
+
+use super::{Tree, Violation};
+
+/// Documents whose every path is checked.
+const DOCUMENTS: [&str; 5] =
+    ["README.md", "docs/ARCHITECTURE.md", "docs/PAPERS.md", "docs/GLOSSARY.md", "docs/ERRORS.md"];
+
+/// Folders whose files documents speak of; other words with a slash are no paths of ours.
+const FOLDERS: [&str; 16] = [
+    "core",
+    "proto",
+    "transport",
+    "router",
+    "node",
+    "client",
+    "sim",
+    "cli",
+    "chaos-tests",
+    "benches",
+    "xtask",
+    "docs",
+    "scripts",
+    ".ci",
+    ".config",
+    ".cargo",
+];
+
+/// Finds paths and tests that do not exist.
+pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
+    let mut found = Vec::new();
+    let records = tree.texts().filter(|(path, _)| path.starts_with("docs/adr/"));
+    let documents = DOCUMENTS.iter().filter_map(|path| tree.text(path).map(|text| (*path, text)));
+    for (path, text) in documents.chain(records) {
+        for (position, line) in text.lines().enumerate() {
+            found.extend(missing(tree, path, line).map(|what| Violation::new(path, position + 1, what)));
+        }
+    }
+    Ok(found)
+}
+
+/// What this line names and the tree lacks.
+fn missing<'line>(
+    tree: &Tree,
+    document: &str,
+    line: &'line str,
+) -> impl Iterator<Item = String> + use<'line> {
+    let quoted = line.split('`').skip(1).step_by(2).filter(|name| is_path(name)).filter_map(|name| {
+        let (path, test) = name.split_once("::").map_or((name, None), |(path, test)| (path, Some(test)));
+        (!stands(tree, path, test)).then(|| format!("`{name}` does not exist"))
+    });
+    let linked =
+        line.split("](").skip(1).filter_map(|rest| rest.split_once(')')).filter_map(|(target, _)| {
+            let target = target.split('#').next().unwrap_or_default();
+            let is_ours = !target.is_empty() && !target.contains(':');
+            (is_ours && !tree.exists(&resolve(document, target)))
+                .then(|| format!("link to `{target}` leads nowhere"))
+        });
+    quoted.chain(linked).collect::<Vec<_>>().into_iter()
+}
+
+/// Whether the path exists and, when a test is named, the file (or a file of the folder) has it.
+fn stands(tree: &Tree, path: &str, test: Option<&str>) -> bool {
+    let Some(test) = test else { return tree.exists(path) };
+    let declaration = format!("fn {test}(");
+    tree.texts().any(|(known, text)| known.starts_with(path) && text.contains(&declaration))
+}
+
+fn is_path(name: &str) -> bool {
+    let is_plain = name.chars().all(|letter| letter.is_ascii_alphanumeric() || "/._-:".contains(letter));
+    is_plain && name.split_once('/').is_some_and(|(first, _)| FOLDERS.contains(&first))
+}
+
+/// Path of a link relative to the document it stands in.
+fn resolve(document: &str, target: &str) -> String {
+    let mut parts: Vec<&str> = document.split('/').collect();
+    parts.pop();
+    for part in target.split('/') {
+        match part {
+            "" | "." => {}
+            ".." => drop(parts.pop()),
+            name => parts.push(name),
+        }
+    }
+    parts.join("/")
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    const CODE: (&str, &str) = ("core/src/place.rs", "#[test]\nfn ring_moves_little() {}");
+
+    fn found(line: &str) -> usize {
+        let files = [CODE, ("docs/PAPERS.md", line), ("docs/adr/0001-runs.md", "x")];
+        check(&Tree::of(&files)).unwrap().len()
+    }
+
+    #[test]
+    fn refuses_what_does_not_exist() {
+        assert_eq!(found("| ring | `core/src/ring.rs` |"), 1);
+        assert_eq!(found("see `core/src/place.rs::no_such_test`"), 1);
+        assert_eq!(found("see [why](adr/0002-gone.md)"), 1);
+        assert_eq!(found("`core/src/a.rs` and `core/src/b.rs`"), 2);
+    }
+
+    #[test]
+    fn accepts_what_exists_and_what_is_no_path() {
+        assert_eq!(found("`core/src/place.rs`, `core/src/`, `core/src/place.rs::ring_moves_little`"), 0);
+        assert_eq!(found("[why](adr/0001-runs.md#context) [out](https://example.org/x)"), 0);
+        assert_eq!(found("`route/fetch`, `host:port`, `a/b/c.rs`"), 0);
+    }
+}

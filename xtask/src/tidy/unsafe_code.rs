@@ -1,0 +1,88 @@
+//! Rule: unsafe code stands only in the files listed here, and every listed file has some.
+//!
+//! Not here: whether a block is justified (clippy demands a `SAFETY` comment on each).
+
+use syn::visit::Visit;
+
+use super::{Tree, Violation};
+
+/// Files that may hold unsafe code. Adding one needs a decision record.
+const UNSAFE_FILES: &[&str] =
+    &["node/src/arena.rs", "node/src/tiers/ssd/buffer.rs", "node/src/tiers/ssd/ring.rs"];
+
+/// Finds unsafe code elsewhere, and listed files without any.
+pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
+    Ok(judge(tree, UNSAFE_FILES))
+}
+
+fn judge(tree: &Tree, allowed: &[&str]) -> Vec<Violation> {
+    let mut found = Vec::new();
+    for source in tree.sources() {
+        let mut places = Places::default();
+        places.visit_file(&source.syntax);
+        let is_allowed = allowed.contains(&source.path.as_str());
+        match places.lines.first() {
+            Some(line) if !is_allowed => {
+                let what = "unsafe code outside the listed files (xtask/src/tidy/unsafe_code.rs)";
+                found.push(Violation::new(&source.path, *line, what));
+            }
+            None if is_allowed => {
+                found.push(Violation::new(&source.path, 0, "listed for unsafe code but has none: unlist it"));
+            }
+            _ => {}
+        }
+    }
+    for path in allowed.iter().filter(|path| !tree.exists(path)) {
+        found.push(Violation::new(path, 0, "listed for unsafe code but does not exist"));
+    }
+    found
+}
+
+/// Lines with unsafe code.
+#[derive(Default)]
+struct Places {
+    lines: Vec<usize>,
+}
+
+impl<'ast> Visit<'ast> for Places {
+    fn visit_expr_unsafe(&mut self, block: &'ast syn::ExprUnsafe) {
+        self.lines.push(block.unsafe_token.span.start().line);
+    }
+    fn visit_signature(&mut self, signature: &'ast syn::Signature) {
+        self.lines.extend(signature.unsafety.iter().map(|token| token.span.start().line));
+    }
+    fn visit_item_impl(&mut self, item: &'ast syn::ItemImpl) {
+        self.lines.extend(item.unsafety.iter().map(|token| token.span.start().line));
+        syn::visit::visit_item_impl(self, item);
+    }
+    fn visit_item_trait(&mut self, item: &'ast syn::ItemTrait) {
+        self.lines.extend(item.unsafety.iter().map(|token| token.span.start().line));
+        syn::visit::visit_item_trait(self, item);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refuses_unsafe_code_elsewhere() {
+        for text in [
+            "fn a() { unsafe { b() } }",
+            "unsafe fn a() {}",
+            "struct A; unsafe impl Send for A {}",
+            "unsafe trait A {}",
+            "struct A; impl A { fn a() { let _ = [1].map(|_| unsafe { b() }); } }",
+        ] {
+            let tree = Tree::of(&[("core/src/a.rs", text)]);
+            assert_eq!(judge(&tree, &[]).len(), 1, "{text}");
+            assert!(judge(&tree, &["core/src/a.rs"]).is_empty(), "{text}");
+        }
+    }
+
+    #[test]
+    fn refuses_a_listed_file_without_unsafe_code() {
+        let tree = Tree::of(&[("core/src/a.rs", "fn a() {}")]);
+        assert_eq!(judge(&tree, &["core/src/a.rs", "core/src/gone.rs"]).len(), 2);
+    }
+}
