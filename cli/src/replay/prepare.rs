@@ -186,6 +186,7 @@ mod tests {
         let path = dir.path().join("t.jsonl");
         assert!(prepare(&reading(&path)).unwrap_err().to_string().contains("cannot read"));
         std::fs::write(&path, "").unwrap();
-        assert!(prepare(&reading(&path)).unwrap_err().to_string().contains("no request to serve"));
+        let message = prepare(&reading(&path)).unwrap_err().to_string();
+        assert!(message.contains("t.jsonl") && message.contains("found an empty file"), "{message}");
     }
 }
