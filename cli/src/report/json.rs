@@ -66,7 +66,7 @@ pub struct Subject {
     pub profile: String,
 }
 
-/// `report.json`. Everything outside [`Modelled`] was measured.
+/// `report.json`. Everything outside `modelled` was measured.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     /// Requests that were to be served.
