@@ -224,7 +224,7 @@ impl Speaker {
             Order::Hold(wanted) => {
                 let changes =
                     wanted.into_iter().filter_map(|(number, len)| self.change(number, len)).collect();
-                self.pending = Some(Batch { seq: self.next_seq, changes });
+                self.hold_back(changes);
             }
             Order::SkipNumber => self.next_seq += 1,
             Order::Restart => return End::Fenced,
@@ -233,6 +233,15 @@ impl Speaker {
             Order::Settle(answer) => drop(answer.send(!self.is_silent)),
         }
         End::Ordered
+    }
+
+    /// Puts changes into the batch under way. A batch is there already only when orders came in silence:
+    /// then none of it was sent, and they go out together.
+    fn hold_back(&mut self, changes: Vec<Change>) {
+        match &mut self.pending {
+            Some(unsent) => unsent.changes.extend(changes),
+            None => self.pending = Some(Batch { seq: self.next_seq, changes }),
+        }
     }
 
     /// What changes when the node is to hold `len` first blocks of a chain.
