@@ -201,6 +201,8 @@ fn subject(args: &ReplayArgs, workload: &Workload, shape: Option<&Shape>) -> Sub
     let texts = |faults: &[Fault]| faults.iter().map(ToString::to_string).collect();
     let capacity = shape.map(|shape| shape.capacity);
     let own = shape.is_some();
+    // What a cluster of someone else is made of is not ours to claim.
+    let known = |text: String| if own { text } else { String::new() };
     let config = Config {
         trace: args.trace.display().to_string(),
         trace_requests: workload.requests.len() as u64,
@@ -211,12 +213,12 @@ fn subject(args: &ReplayArgs, workload: &Workload, shape: Option<&Shape>) -> Sub
         routers: if own { args.shape.routers } else { 0 },
         nodes: if own { args.shape.nodes } else { 0 },
         instances: if own { args.shape.instances } else { 0 },
-        dram: dram(args).to_string(),
-        ssd: args.shape.ssd.unwrap_or(Capacity::None).to_string(),
+        dram: known(dram(args).to_string()),
+        ssd: known(args.shape.ssd.unwrap_or(Capacity::None).to_string()),
         dram_blocks_per_node: capacity.map_or(0, |capacity| capacity.dram_blocks),
         ssd_blocks_per_node: capacity.map_or(0, |capacity| capacity.ssd_blocks),
-        policy: args.shape.policy.clone(),
-        watermarks: args.shape.watermarks.map_or("1:1".to_owned(), |marks| marks.to_string()),
+        policy: known(args.shape.policy.clone()),
+        watermarks: known(args.shape.watermarks.map_or("1:1".to_owned(), |marks| marks.to_string())),
         concurrency: concurrency(args) as u64,
         sequential: is_sequential(args),
         speed: args.speed.to_string(),

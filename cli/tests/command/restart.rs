@@ -48,7 +48,6 @@ fn prefixes(place: &Place) -> Vec<Vec<u8>> {
 async fn the_ssd_blocks_of_a_restarted_node_are_hits_again() {
     let place = Place::new();
     place.trace(120);
-    // Far less DRAM than the trace has blocks, so that most of them have to be on SSD.
     let capacity = NodeCapacity { dram_blocks: 100, ssd_blocks: 20_000 };
     let mut cluster = Cluster::start(shape(&place, capacity)).await.unwrap();
     let first = tokio::task::block_in_place(|| replay_on(&place, &cluster));
@@ -71,7 +70,7 @@ async fn the_ssd_blocks_of_a_restarted_node_are_hits_again() {
 #[tokio::test(flavor = "multi_thread")]
 async fn restarted_routers_know_what_they_knew() {
     let place = Place::new();
-    place.trace(400);
+    place.trace(300);
     let capacity = NodeCapacity { dram_blocks: 20_000, ssd_blocks: 0 };
     let mut cluster = Cluster::start(shape(&place, capacity)).await.unwrap();
     tokio::task::block_in_place(|| replay_on(&place, &cluster));
