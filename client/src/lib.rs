@@ -28,7 +28,7 @@ pub use save::{BackgroundSave, SAVE_QUEUE_BYTES_MAX, SAVE_QUEUE_CALLS_MAX, SaveB
 
 pub use kvfleet_transport::{Asker, MissReason, SaveAnswer, SaveDone, SaveRefusal, VisibleAt};
 
-use paths::Paths;
+use paths::{COOL_DOWN, Paths};
 use retry::Routers;
 use save::SaveQueue;
 
@@ -101,7 +101,7 @@ impl Client {
     pub fn with_dialer(config: ClientConfig, dialer: Arc<dyn Dialer>) -> Result<Client, ClientError> {
         Ok(Client {
             routers: Arc::new(Routers::new(&config.routers, &config.identity, config.seed)?),
-            paths: Arc::new(Paths::new(dialer)),
+            paths: Arc::new(Paths::new(dialer, COOL_DOWN)),
             saves: Arc::new(SaveQueue::default()),
             identity: config.identity,
         })

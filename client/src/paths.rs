@@ -16,7 +16,7 @@ const PATHS_MAX: usize = 1024;
 
 /// How long an address that could not be reached is left alone. A dead node is fenced in less than a
 /// second; until then requests that still name it must not each wait for a handshake.
-const COOL_DOWN: Duration = Duration::from_secs(1);
+pub(crate) const COOL_DOWN: Duration = Duration::from_secs(1);
 
 type Slot = Arc<tokio::sync::Mutex<State>>;
 
@@ -44,8 +44,8 @@ pub(crate) struct Found {
 }
 
 impl Paths {
-    pub(crate) fn new(dialer: Arc<dyn Dialer>) -> Paths {
-        Paths { dialer, slots: Mutex::default(), cool_down: COOL_DOWN }
+    pub(crate) fn new(dialer: Arc<dyn Dialer>, cool_down: Duration) -> Paths {
+        Paths { dialer, slots: Mutex::default(), cool_down }
     }
 
     /// The path to `address`, dialled if there is none.
@@ -134,7 +134,7 @@ mod tests {
 
     fn deaf(permits: usize, cool_down: Duration) -> (Arc<Deaf>, Arc<Paths>) {
         let deaf = Arc::new(Deaf { dials: AtomicUsize::new(0), may_fail: Semaphore::new(permits) });
-        let paths = Paths { cool_down, ..Paths::new(deaf.clone()) };
+        let paths = Paths::new(deaf.clone(), cool_down);
         (deaf, Arc::new(paths))
     }
 

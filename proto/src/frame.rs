@@ -203,11 +203,17 @@ impl Frame {
     /// # Errors
     /// Names the first thing that differs.
     pub fn verify(&self, identity: IdentityDigest, hash: BlockHash) -> Result<(), FrameError> {
-        if self.identity != identity {
-            return Err(FrameError::OtherIdentity { got: self.identity, wanted: identity });
+        // What the bytes say counts, not the fields beside them, which anyone may have set.
+        let header = Header::read(&self.bytes)?;
+        for got in [self.identity, header.identity] {
+            if got != identity {
+                return Err(FrameError::OtherIdentity { got, wanted: identity });
+            }
         }
-        if self.hash != hash {
-            return Err(FrameError::OtherBlock { got: self.hash, wanted: hash });
+        for got in [self.hash, header.hash] {
+            if got != hash {
+                return Err(FrameError::OtherBlock { got, wanted: hash });
+            }
         }
         self.verify_bytes()
     }

@@ -1,12 +1,14 @@
 //! Certificates of a test cluster, and a client over loopback nodes.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvfleet_proto::tls::Identity;
 use kvfleet_transport::loopback::{Faults, Loopback};
 use kvfleet_transport::suite::{MemoryService, frame, hash};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 
+use crate::paths::Paths;
 use crate::{Client, ClientConfig};
 
 pub(super) struct Authority(CertifiedIssuer<'static, KeyPair>);
@@ -31,10 +33,13 @@ pub(super) fn config(routers: Vec<String>, identity: Identity) -> ClientConfig {
     ClientConfig { seed: 1, ..ClientConfig::new(routers, identity) }
 }
 
-/// A client whose nodes are reached over `network`; its routers are never asked.
+/// A client whose nodes are reached over `network`; its routers are never asked, and an address that
+/// could not be reached is dialled again at once.
 pub(super) fn client_on(network: &Loopback) -> Client {
     let config = config(vec!["127.0.0.1:1".to_owned()], Authority::new().member());
-    Client::with_dialer(config, Arc::new(network.clone())).unwrap()
+    let client = Client::with_dialer(config, Arc::new(network.clone())).unwrap();
+    let paths = Paths::new(Arc::new(network.clone()), Duration::ZERO);
+    Client { paths: Arc::new(paths), ..client }
 }
 
 /// Bytes of content of every block here.

@@ -113,6 +113,19 @@ fn another_block_or_identity_is_refused() {
     );
 }
 
+/// The fields beside the bytes are public; what they say must not make other bytes trusted.
+#[test]
+fn fields_that_contradict_the_bytes_are_refused() {
+    let (block, identity) = (BlockHash([9; 16]), IdentityDigest([9; 16]));
+    let renamed = Frame { hash: block, ..frame(&[8]) };
+    assert_eq!(renamed.verify(IDENTITY, block), Err(FrameError::OtherBlock { got: HASH, wanted: block }));
+    let moved = Frame { identity, ..frame(&[8]) };
+    assert_eq!(
+        moved.verify(identity, HASH),
+        Err(FrameError::OtherIdentity { got: IDENTITY, wanted: identity })
+    );
+}
+
 /// A header whose checksum is right but whose table asks for too much: a hostile peer can compute CRCs.
 #[test]
 fn an_oversized_table_is_refused_before_memory_is_taken() {
