@@ -20,6 +20,7 @@ pub(crate) struct Metrics {
     batch_blocks: Histogram,
     outcomes: IntCounterVec,
     busy: IntCounter,
+    unlisted: IntCounter,
     fences: IntCounter,
     seen_timeouts: IntCounter,
     applied_index: IntGauge,
@@ -81,6 +82,11 @@ impl Metrics {
                 "kvfleet_announce_busy_total",
                 "Announcements refused because the queue was full",
             )?,
+            unlisted: counter(
+                registry,
+                "kvfleet_index_unlisted_blocks_total",
+                "Announced blocks that a full index did not list (raise index_copies_max)",
+            )?,
             fences: counter(registry, "kvfleet_fences_total", "Silent nodes fenced by this router")?,
             seen_timeouts: counter(
                 registry,
@@ -123,6 +129,9 @@ impl Metrics {
             AnnounceOutcome::Gap { .. } => "gap",
             AnnounceOutcome::Fenced => "fenced",
         };
+        if let AnnounceOutcome::Applied { unlisted, .. } = outcome {
+            self.unlisted.inc_by(unlisted);
+        }
         self.outcomes.with_label_values(&[label]).inc();
     }
 

@@ -188,6 +188,8 @@ pub enum AnnounceOutcome {
     Applied {
         /// Next expected number.
         next: Seq,
+        /// Blocks that the index, being full, did not list: readers will miss them.
+        unlisted: u64,
     },
     /// Seen before; nothing changed.
     Duplicate {

@@ -36,7 +36,7 @@ use command::{AnnounceOutcome, Announcement, Applied, Change, Command, NodeRecor
 use directives::Directives;
 use limits::{added_blocks, within};
 use nodes::{Exhausted, Nodes, SLOTS_MAX};
-use table::BlockTable;
+use table::{BlockTable, Tiers};
 
 use crate::id::{BlockHash, Epoch, GroupId, NodeId, Seq, TenantId};
 
@@ -96,7 +96,7 @@ impl Index {
             Command::Join(record) => self.join(record),
             Command::Fence { node, epoch } => Ok(self.fence(*node, *epoch)),
             Command::Leave { node, epoch } => Ok(self.leave(*node, *epoch)),
-            Command::Announce(batch) => self.announce(batch),
+            Command::Announce(batch) => Ok(self.announce(batch)),
             Command::Pin(pin) => self.directives.pin(pin, &self.limits),
             Command::Unpin { pin, owner } => self.directives.unpin(*pin, owner),
             Command::SetQuota { tenant, bytes } => self.directives.set_quota(*tenant, *bytes, &self.limits),
@@ -139,9 +139,8 @@ impl Index {
         Applied::Done
     }
 
-    fn announce(&mut self, batch: &[Announcement]) -> Result<Applied, Refusal> {
-        within("copies in the index", self.nodes.copies() + added_blocks(batch), self.limits.copies_max)?;
-        Ok(Applied::Announced(batch.iter().map(|one| self.announce_one(one)).collect()))
+    fn announce(&mut self, batch: &[Announcement]) -> Applied {
+        Applied::Announced(batch.iter().map(|one| self.announce_one(one)).collect())
     }
 
     fn announce_one(&mut self, announcement: &Announcement) -> AnnounceOutcome {
@@ -159,30 +158,36 @@ impl Index {
         }
         let next = Seq(expected.0 + 1);
         state.next_seq = next;
-        for change in &announcement.changes {
-            self.change(slot, change);
-        }
-        AnnounceOutcome::Applied { next }
+        let unlisted = announcement.changes.iter().map(|change| self.change(slot, change)).sum();
+        AnnounceOutcome::Applied { next, unlisted }
     }
 
-    fn change(&mut self, slot: u16, change: &Change) {
+    /// Makes one change, and counts the blocks that a full index did not list.
+    fn change(&mut self, slot: u16, change: &Change) -> u64 {
         let (blocks, gone, added) = match change {
             Change::Stored { blocks, tier, .. } => (blocks, TierSet::NONE, TierSet::only(*tier)),
             Change::Moved { blocks, from, to } => (blocks, TierSet::only(*from), TierSet::only(*to)),
             Change::Dropped { blocks, tier } => (blocks, TierSet::only(*tier), TierSet::NONE),
             Change::Cleared => {
                 let exhausted = self.nodes.void(slot);
-                return self.recycle(exhausted);
+                self.recycle(exhausted);
+                return 0;
             }
         };
-        self.change_blocks(slot, blocks, gone, added);
+        self.change_blocks(slot, blocks, (gone, added), self.limits.copies_max)
     }
 
-    fn change_blocks(&mut self, slot: u16, blocks: &[BlockHash], gone: TierSet, added: TierSet) {
+    fn change_blocks(
+        &mut self,
+        slot: u16,
+        blocks: &[BlockHash],
+        (gone, added): (TierSet, TierSet),
+        copies_max: u64,
+    ) -> u64 {
         let table = &mut self.table;
-        self.nodes.count_changes(slot, blocks, |hash, incarnations| {
-            table.change(hash, slot, gone, added, incarnations)
-        });
+        self.nodes.count_changes(slot, blocks, copies_max, |hash, may_list, incarnations| {
+            table.change(hash, slot, Tiers { gone, added, may_list }, incarnations)
+        })
     }
 
     fn recycle(&mut self, exhausted: Exhausted) {

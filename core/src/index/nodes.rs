@@ -130,20 +130,28 @@ impl Nodes {
         &self.incarnations
     }
 
-    /// Makes a change to each block, given the incarnations to compare with, and books what came of it
-    /// for the node of the slot.
+    /// Makes a change to each block, given whether there is room for one more copy and the incarnations
+    /// to compare with, and books what came of it for the node of the slot. Answers how many blocks had
+    /// no room.
     pub(super) fn count_changes(
         &mut self,
         slot: u16,
         blocks: &[BlockHash],
-        mut change: impl FnMut(BlockHash, &[u32]) -> Changed,
-    ) {
-        let Some(Some(state)) = self.slots.get_mut(usize::from(slot)) else { return };
+        copies_max: u64,
+        mut change: impl FnMut(BlockHash, bool, &[u32]) -> Option<Changed>,
+    ) -> u64 {
+        let Some(Some(state)) = self.slots.get_mut(usize::from(slot)) else { return 0 };
         self.copies -= state.blocks;
+        let mut unlisted = 0;
         for &hash in blocks {
-            state.count(hash, change(hash, &self.incarnations));
+            let room = self.copies + state.blocks < copies_max;
+            match change(hash, room, &self.incarnations) {
+                Some(changed) => state.count(hash, changed),
+                None => unlisted += 1,
+            }
         }
         self.copies += state.blocks;
+        unlisted
     }
 
     /// The identity all nodes share; open again when the last node has left.

@@ -257,7 +257,7 @@ impl Index {
             let tiers = TierSet::from_bits(bits).filter(|tiers| !tiers.is_empty());
             let tiers = tiers.ok_or(invalid("tiers", at, bits.into()))?;
             before = Some(slot);
-            self.change_blocks(slot, &[hash], TierSet::NONE, tiers);
+            self.change_blocks(slot, &[hash], (TierSet::NONE, tiers), u64::MAX);
         }
         Ok(())
     }

@@ -36,6 +36,15 @@ pub(super) struct Changed {
     pub(super) after: TierSet,
 }
 
+/// What a change does to the tiers of a hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Tiers {
+    pub(super) gone: TierSet,
+    pub(super) added: TierSet,
+    /// Whether a copy that was not there may be added.
+    pub(super) may_list: bool,
+}
+
 /// Blocks and their holders, with the holds that are only waiting for the sweep.
 #[derive(Clone, Debug, Default)]
 pub(super) struct BlockTable {
@@ -73,30 +82,30 @@ impl BlockTable {
         self.table.iter().map(|block| (block.hash, block.holders.as_slice()))
     }
 
-    /// Takes the tiers of `gone` from the hold of `slot` on a block and adds those of `added`. Stale
-    /// holds on the block go on the way.
+    /// Takes tiers from the hold of `slot` on a block and adds others. Stale holds on the block go on the
+    /// way. Nothing when the block would have to be listed and may not.
     pub(super) fn change(
         &mut self,
         hash: BlockHash,
         slot: u16,
-        gone: TierSet,
-        added: TierSet,
+        Tiers { gone, added, may_list }: Tiers,
         incarnations: &[u32],
-    ) -> Changed {
-        let Some(&incarnation) = incarnations.get(usize::from(slot)) else {
-            return Changed { before: TierSet::NONE, after: TierSet::NONE };
-        };
+    ) -> Option<Changed> {
+        let &incarnation = incarnations.get(usize::from(slot))?;
         let spot =
             self.table.entry(probe_start(hash), |block| block.hash == hash, |block| probe_start(block.hash));
         let mut spot = match spot {
             Entry::Vacant(spot) => {
                 let after = added;
                 if !after.is_empty() {
+                    if !may_list {
+                        return None;
+                    }
                     let held = Held { incarnation, slot, tiers: after };
                     spot.insert(Indexed { hash, holders: Holders::One(held) });
                     self.holds += 1;
                 }
-                return Changed { before: TierSet::NONE, after };
+                return Some(Changed { before: TierSet::NONE, after });
             }
             Entry::Occupied(spot) => spot,
         };
@@ -104,14 +113,15 @@ impl BlockTable {
         self.holds -= holders.as_slice().len() as u64;
         holders.retain(|held| held.is_current(incarnations));
         let before = holders.tiers(slot);
-        let after = before.changed(gone, added);
+        let is_refused = before.is_empty() && !added.is_empty() && !may_list;
+        let after = if is_refused { before } else { before.changed(gone, added) };
         holders.put(Held { incarnation, slot, tiers: after });
         let left = holders.as_slice().len() as u64;
         self.holds += left;
         if left == 0 {
             spot.remove();
         }
-        Changed { before, after }
+        (!is_refused).then_some(Changed { before, after })
     }
 
     /// Frees stale holds in the next `places` places of the table.

@@ -9,9 +9,9 @@ fn numbers_start_at_one_and_have_no_gaps() {
         |index: &mut Fixture, seq, number| index.announce(1, 1, seq, vec![stored([number], Tier::Dram)]);
     assert_eq!(say(&mut index, 0, 90), AnnounceOutcome::Duplicate { next: Seq(1) });
     assert_eq!(say(&mut index, 2, 91), AnnounceOutcome::Gap { expected: Seq(1) });
-    assert_eq!(say(&mut index, 1, 1), AnnounceOutcome::Applied { next: Seq(2) });
+    assert_eq!(say(&mut index, 1, 1), applied(2));
     assert_eq!(say(&mut index, 1, 92), AnnounceOutcome::Duplicate { next: Seq(2) });
-    assert_eq!(say(&mut index, 2, 2), AnnounceOutcome::Applied { next: Seq(3) });
+    assert_eq!(say(&mut index, 2, 2), applied(3));
     assert_eq!(say(&mut index, 5, 93), AnnounceOutcome::Gap { expected: Seq(3) });
     assert_eq!(say(&mut index, u64::MAX, 94), AnnounceOutcome::Gap { expected: Seq(3) });
     assert_eq!(index.0.stats().copies, 2, "only applied batches leave a trace");
@@ -44,7 +44,7 @@ fn other_epochs_are_fenced() {
 #[test]
 fn one_batch_answers_each_announcement_in_order() {
     let mut index = Fixture::with_nodes(2);
-    let applied = index.0.apply(&Command::Announce(vec![
+    let answer = index.0.apply(&Command::Announce(vec![
         announcement(1, 1, 1, vec![stored([1], Tier::Dram)]),
         announcement(2, 7, 1, vec![stored([2], Tier::Dram)]),
         announcement(1, 1, 3, vec![stored([3], Tier::Dram)]),
@@ -53,13 +53,13 @@ fn one_batch_answers_each_announcement_in_order() {
         announcement(1, 1, 1, vec![]),
     ]));
     assert_eq!(
-        applied,
+        answer,
         Applied::Announced(vec![
-            AnnounceOutcome::Applied { next: Seq(2) },
+            applied(2),
             AnnounceOutcome::Fenced,
             AnnounceOutcome::Gap { expected: Seq(2) },
-            AnnounceOutcome::Applied { next: Seq(3) },
-            AnnounceOutcome::Applied { next: Seq(2) },
+            applied(3),
+            applied(2),
             AnnounceOutcome::Duplicate { next: Seq(3) },
         ])
     );

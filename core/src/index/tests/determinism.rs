@@ -214,7 +214,8 @@ fn random_lives_meet_what_they_should() {
                 Applied::Refused(Refusal::NotOwner { .. }) => "not owner",
                 Applied::Refused(Refusal::PinExists(_)) => "pin exists",
                 Applied::Announced(outcomes) => match outcomes[0] {
-                    AnnounceOutcome::Applied { .. } => "applied",
+                    AnnounceOutcome::Applied { unlisted: 0, .. } => "applied",
+                    AnnounceOutcome::Applied { .. } => "unlisted",
                     AnnounceOutcome::Duplicate { .. } => "duplicate",
                     AnnounceOutcome::Gap { .. } => "gap",
                     AnnounceOutcome::Fenced => "fenced",
@@ -235,6 +236,7 @@ fn random_lives_meet_what_they_should() {
         "not owner",
         "pin exists",
         "applied",
+        "unlisted",
         "duplicate",
         "gap",
         "fenced",

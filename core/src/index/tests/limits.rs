@@ -45,17 +45,25 @@ fn changes_of_one_announce() {
 }
 
 #[test]
-fn copies_in_all_but_dropping_is_always_possible() {
-    let mut index = limited(IndexLimits { copies_max: 3, ..IndexLimits::default() });
-    let fits = say(1, vec![stored([1, 2, 3], Tier::Dram)]);
-    let not = say(2, vec![stored([4], Tier::Dram)]);
-    fits_then_not(&mut index, &fits, &not, &refused("copies in the index", 4, 3));
-    fits_then_not(
-        &mut index,
-        &say(2, vec![dropped([1], Tier::Dram)]),
-        &say(3, vec![stored(4..6, Tier::Ssd)]),
-        &refused("copies in the index", 4, 3),
-    );
+fn a_full_index_lists_no_more_and_goes_on() {
+    let mut index = Fixture(limited(IndexLimits { copies_max: 3, ..IndexLimits::default() }));
+    let unlisted = |index: &mut Fixture, seq, changes| match index.announce(1, 1, seq, changes) {
+        AnnounceOutcome::Applied { next, unlisted } => {
+            assert_eq!(next, Seq(seq + 1));
+            unlisted
+        }
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(unlisted(&mut index, 1, vec![stored(1..6, Tier::Dram)]), 2);
+    assert_eq!(index.0.stats().copies, 3);
+    assert_eq!(index.reach(1..6), 3, "the head of a prefix is what counts");
+    // What is listed may change its tiers; what is not stays out, whatever is said of it.
+    let told = vec![moved([1, 4], Tier::Dram, Tier::Ssd), stored([2], Tier::Ssd), dropped([5], Tier::Dram)];
+    assert_eq!(unlisted(&mut index, 2, told), 1);
+    assert_eq!(index.0.stats().copies, 3);
+    // Room that one change makes serves the next of the same announcement.
+    assert_eq!(unlisted(&mut index, 3, vec![dropped([3], Tier::Dram), stored([4, 5], Tier::Dram)]), 1);
+    assert_eq!(index.0.stats().copies, 3);
 }
 
 #[test]

@@ -77,6 +77,11 @@ type PlainRun = (u32, u32, Vec<(u32, Tier)>);
 /// An index with a few words to say things to it.
 struct Fixture(Index);
 
+/// An announcement that was taken whole.
+fn applied(next: u64) -> AnnounceOutcome {
+    AnnounceOutcome::Applied { next: Seq(next), unlisted: 0 }
+}
+
 impl Fixture {
     /// Nodes 1 to `nodes`, each in epoch 1.
     fn with_nodes(nodes: u32) -> Self {
@@ -102,7 +107,7 @@ impl Fixture {
     fn say(&mut self, node: u32, changes: Vec<Change>) {
         let (epoch, seq) = self.0.next_seq(NodeId(node)).unwrap();
         let outcome = self.announce(node, epoch.0, seq.0, changes);
-        assert_eq!(outcome, AnnounceOutcome::Applied { next: Seq(seq.0 + 1) });
+        assert_eq!(outcome, applied(seq.0 + 1));
     }
 
     fn lookup(&self, numbers: impl IntoIterator<Item = u64>) -> PrefixMatch {

@@ -17,7 +17,7 @@ pub(super) fn tight() -> IndexLimits {
         nodes_max: 4,
         announce_blocks_max: 24,
         announce_changes_max: 12,
-        copies_max: 80,
+        copies_max: 12,
         pin_blocks_max: 4,
         pinned_blocks_max: 8,
         pins_max: 3,

@@ -140,25 +140,25 @@ impl Reference {
 
     fn announce(&mut self, batch: &[Announcement]) -> Answer {
         let mut changes = batch.len();
-        let (mut named, mut added) = (0, 0);
+        let mut named = 0;
         for change in batch.iter().flat_map(|one| &one.changes) {
             changes += 1;
-            let (all, new) = match change {
-                Change::Stored { blocks, .. } | Change::Moved { blocks, .. } => (blocks.len(), blocks.len()),
-                Change::Dropped { blocks, .. } => (blocks.len(), 0),
-                Change::Cleared => (0, 0),
+            named += match change {
+                Change::Stored { blocks, .. }
+                | Change::Moved { blocks, .. }
+                | Change::Dropped { blocks, .. } => blocks.len(),
+                Change::Cleared => 0,
             };
-            named += all;
-            added += new;
         }
         limit("changes in one announce", changes, self.limits.announce_changes_max.into())?;
         limit("blocks in one announce", named, self.limits.announce_blocks_max.into())?;
-        let copies: usize = self.nodes.values().map(|node| node.blocks.len()).sum();
-        limit("copies in the index", copies + added, self.limits.copies_max)?;
         Ok(Applied::Announced(batch.iter().map(|one| self.announce_one(one)).collect()))
     }
 
     fn announce_one(&mut self, one: &Announcement) -> AnnounceOutcome {
+        let others: usize =
+            self.nodes.iter().filter(|(id, _)| **id != one.node.0).map(|(_, node)| node.blocks.len()).sum();
+        let room = (self.limits.copies_max as usize).saturating_sub(others);
         let Some(node) = self.nodes.get_mut(&one.node.0) else { return AnnounceOutcome::Fenced };
         if !node.live || node.epoch != one.epoch.0 {
             return AnnounceOutcome::Fenced;
@@ -170,10 +170,8 @@ impl Reference {
             return AnnounceOutcome::Gap { expected: Seq(node.next) };
         }
         node.next += 1;
-        for change in &one.changes {
-            node.change(change);
-        }
-        AnnounceOutcome::Applied { next: Seq(node.next) }
+        let unlisted = one.changes.iter().map(|change| node.change(change, room)).sum();
+        AnnounceOutcome::Applied { next: Seq(node.next), unlisted }
     }
 
     fn pin(&mut self, pin: &Pin) -> Answer {
@@ -268,18 +266,28 @@ impl Reference {
 }
 
 impl ReferenceNode {
-    fn change(&mut self, change: &Change) {
+    /// Answers how many blocks found no room.
+    fn change(&mut self, change: &Change, room: usize) -> u64 {
+        let mut unlisted = 0;
         match change {
             Change::Stored { blocks, tier, .. } => {
                 for hash in blocks {
-                    self.blocks.entry(*hash).or_default().insert(*tier);
+                    if self.blocks.contains_key(hash) || self.blocks.len() < room {
+                        self.blocks.entry(*hash).or_default().insert(*tier);
+                    } else {
+                        unlisted += 1;
+                    }
                 }
             }
             Change::Moved { blocks, from, to } => {
                 for hash in blocks {
-                    let tiers = self.blocks.entry(*hash).or_default();
-                    tiers.remove(from);
-                    tiers.insert(*to);
+                    if self.blocks.contains_key(hash) || self.blocks.len() < room {
+                        let tiers = self.blocks.entry(*hash).or_default();
+                        tiers.remove(from);
+                        tiers.insert(*to);
+                    } else {
+                        unlisted += 1;
+                    }
                 }
             }
             Change::Dropped { blocks, tier } => {
@@ -290,6 +298,7 @@ impl ReferenceNode {
             }
             Change::Cleared => self.blocks.clear(),
         }
+        unlisted
     }
 
     /// Exactly `next - 1` announcements that end in this node's blocks.
