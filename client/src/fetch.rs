@@ -130,7 +130,7 @@ impl Client {
         let mut running = JoinSet::new();
         for (position, source) in call.sources.iter().enumerate() {
             let one = OneSource::new(&call, source, deadline);
-            let paths = Arc::clone(&self.paths);
+            let paths = self.paths.clone();
             running.spawn(async move { (position, one.run(&paths).await) });
         }
         let mut came: Vec<_> = call.sources.iter().map(|_| Came::default()).collect();
@@ -148,7 +148,7 @@ impl Client {
     pub async fn release(&self, leases: &[HeldLease]) -> Vec<(HeldLease, PathError)> {
         let mut running = JoinSet::new();
         for held in leases {
-            let (held, paths) = (held.clone(), Arc::clone(&self.paths));
+            let (held, paths) = (held.clone(), self.paths.clone());
             running.spawn(async move { release_one(&paths, &held).await.err().map(|error| (held, error)) });
         }
         running.join_all().await.into_iter().flatten().collect()
@@ -156,10 +156,11 @@ impl Client {
 }
 
 async fn release_one(paths: &Paths, held: &HeldLease) -> Result<(), PathError> {
-    let Found { path, .. } = paths.get(&held.address).await?;
+    // No epoch: a node that was lost is not waited for again to say goodbye.
+    let Found { path, .. } = paths.get(&held.address, None).await?;
     let released = path.release(held.lease).await;
     if let Err(error) = &released {
-        paths.failed(&held.address, &path, error).await;
+        paths.failed(&held.address, None, &path, error);
     }
     released
 }
@@ -224,24 +225,29 @@ impl OneSource {
 
     async fn run(self, paths: &Paths) -> Came {
         loop {
-            let found = match timeout_at(self.deadline, paths.get(&self.address)).await {
+            let found = match timeout_at(self.deadline, paths.get(&self.address, self.epoch())).await {
                 Ok(Ok(found)) => found,
                 Ok(Err(error)) => return lost(&self.address, &error, false),
                 Err(_) => return Came { reason: Some(MissReason::TooLate), ..Came::default() },
             };
             let (came, error) = self.fetch_over(&found.path).await;
             let Some(error) = error else {
-                if came.reason == Some(MissReason::NodeLost) {
-                    paths.forget(&self.address, &found.path).await;
+                // A stream that was cut says nothing of the others; a path that ended does.
+                if let Some(error) = found.path.failure() {
+                    paths.failed(&self.address, self.epoch(), &found.path, &error);
                 }
                 return came;
             };
-            paths.failed(&self.address, &found.path, &error).await;
+            paths.failed(&self.address, self.epoch(), &found.path, &error);
             // A kept path may have died unnoticed, as when its node restarted: dial once more.
             if !found.kept || !matches!(error, PathError::Broken { .. }) {
                 return lost(&self.address, &error, true);
             }
         }
+    }
+
+    fn epoch(&self) -> Option<Epoch> {
+        Some(self.request.epoch)
     }
 
     /// One attempt. An error means that nothing came.
@@ -297,11 +303,7 @@ impl OneSource {
 
 fn lost(address: &str, error: &PathError, leased: bool) -> Came {
     tracing::debug!(address, %error, "source lost");
-    let reason = match error {
-        PathError::TimedOut { .. } => MissReason::TooLate,
-        _ => MissReason::NodeLost,
-    };
-    Came { reason: Some(reason), leased, ..Came::default() }
+    Came { reason: Some(MissReason::NodeLost), leased, ..Came::default() }
 }
 
 /// Puts the sources' parts together up to the first block that is missing.

@@ -24,7 +24,9 @@ pub use control::ControlError;
 pub use fetch::{FetchCall, FetchError, FetchOutcome, FetchedBlock, HeldLease, SourceMiss};
 pub use retry::RouterError;
 pub use route::{RouteAnswer, RouteCall, RouteError};
-pub use save::{BackgroundSave, SAVE_QUEUE_BYTES_MAX, SAVE_QUEUE_CALLS_MAX, SaveBusy, SaveCall, SaveError};
+pub use save::{
+    BackgroundSave, FrameSource, SAVE_QUEUE_BYTES_MAX, SAVE_QUEUE_CALLS_MAX, SaveBusy, SaveCall, SaveError,
+};
 
 pub use kvfleet_transport::{Asker, MissReason, SaveAnswer, SaveDone, SaveRefusal, VisibleAt};
 
@@ -73,7 +75,7 @@ pub enum ClientError {
 #[derive(Clone)]
 pub struct Client {
     routers: Arc<Routers>,
-    paths: Arc<Paths>,
+    paths: Paths,
     saves: Arc<SaveQueue>,
     identity: Identity,
 }
@@ -101,7 +103,7 @@ impl Client {
     pub fn with_dialer(config: ClientConfig, dialer: Arc<dyn Dialer>) -> Result<Client, ClientError> {
         Ok(Client {
             routers: Arc::new(Routers::new(&config.routers, &config.identity, config.seed)?),
-            paths: Arc::new(Paths::new(dialer, COOL_DOWN)),
+            paths: Paths::new(dialer, COOL_DOWN),
             saves: Arc::new(SaveQueue::default()),
             identity: config.identity,
         })

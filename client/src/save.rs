@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use kv_core::id::BlockHash;
+use kv_core::id::{BlockHash, Epoch};
 use kvfleet_proto::frame::Frame;
 use kvfleet_transport::{Asker, PathError, SaveAnswer, SaveRequest};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -23,19 +23,40 @@ pub const SAVE_QUEUE_BYTES_MAX: usize = 256 << 20;
 /// Background saves that run at once. More would only share one link.
 const SAVES_AT_ONCE: usize = 4;
 
+/// Gives the frame of the block at a position of a save, when the node wants it and not before.
+pub type FrameSource = Arc<dyn Fn(usize) -> Frame + Send + Sync>;
+
 /// Save new blocks of a request.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct SaveCall {
     /// Who saves; the lease is the one of the request's fetch.
     pub asker: Asker,
     /// Data address of the node.
     pub address: String,
+    /// Epoch in which the router named the node.
+    pub epoch: Epoch,
     /// Hash before the first block; `None` at the start of a prefix.
     pub parent: Option<BlockHash>,
     /// Offset of the first block in its prefix, in blocks.
     pub first_offset_blocks: u32,
     /// The blocks in prefix order.
-    pub frames: Vec<Frame>,
+    pub hashes: Vec<BlockHash>,
+    /// Encoded size of the largest frame, in bytes.
+    pub frame_bytes: u64,
+    /// Where the frames come from.
+    pub frame: FrameSource,
+}
+
+impl std::fmt::Debug for SaveCall {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SaveCall")
+            .field("asker", &self.asker)
+            .field("address", &self.address)
+            .field("epoch", &self.epoch)
+            .field("first_offset_blocks", &self.first_offset_blocks)
+            .field("blocks", &self.hashes.len())
+            .finish_non_exhaustive()
+    }
 }
 
 impl SaveCall {
@@ -45,8 +66,9 @@ impl SaveCall {
         HeldLease { address: self.address.clone(), lease: self.asker.lease }
     }
 
+    /// What the caller keeps for this save at most.
     fn bytes(&self) -> usize {
-        self.frames.iter().map(|frame| frame.bytes.len()).sum()
+        usize::try_from(self.frame_bytes).unwrap_or(usize::MAX).saturating_mul(self.hashes.len())
     }
 
     fn request(&self) -> SaveRequest {
@@ -54,8 +76,8 @@ impl SaveCall {
             asker: self.asker.clone(),
             parent: self.parent,
             first_offset_blocks: self.first_offset_blocks,
-            hashes: self.frames.iter().map(|frame| frame.hash).collect(),
-            frame_bytes: self.frames.iter().map(|frame| frame.bytes.len() as u64).max().unwrap_or(0),
+            hashes: self.hashes.clone(),
+            frame_bytes: self.frame_bytes,
         }
     }
 }
@@ -122,14 +144,15 @@ impl Client {
     /// # Errors
     /// When there is nothing to save, or the node is lost on the way.
     pub async fn save(&self, call: &SaveCall) -> Result<SaveAnswer, SaveError> {
-        if call.frames.is_empty() {
+        if call.hashes.is_empty() {
             return Err(SaveError::Empty);
         }
         loop {
-            let Found { path, kept } = self.paths.get(&call.address).await?;
-            let saved = path.save(call.request(), &|position| call.frames[position].clone()).await;
+            let epoch = Some(call.epoch);
+            let Found { path, kept } = self.paths.get(&call.address, epoch).await?;
+            let saved = path.save(call.request(), &*call.frame).await;
             let Err(error) = saved else { return Ok(saved?) };
-            self.paths.failed(&call.address, &path, &error).await;
+            self.paths.failed(&call.address, epoch, &path, &error);
             // As with a fetch: a kept path may have died unnoticed. Saving twice is harmless, a block
             // that was committed is simply present.
             if !kept || !matches!(error, PathError::Broken { .. }) {

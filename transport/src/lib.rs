@@ -328,6 +328,9 @@ pub trait Path: Send + Sync {
     /// Ends a lease; returns once the node has taken note.
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>>;
 
+    /// Why this path is of no more use; nothing while it may work. Answers at once, from what is known.
+    fn failure(&self) -> Option<PathError>;
+
     /// Round trip, for liveness and latency estimates.
     fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>>;
 }

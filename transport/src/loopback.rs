@@ -309,6 +309,10 @@ impl Path for LoopbackPath {
         }))
     }
 
+    fn failure(&self) -> Option<PathError> {
+        self.service().err()
+    }
+
     fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>> {
         Box::pin(self.within(async move {
             let asked = Instant::now();

@@ -2,7 +2,8 @@
 //!
 //! On a stream: a length-delimited message asks, a length-delimited message answers, block frames follow
 //! one after another. This file holds what both ends share: settings, limits, error mapping. The node's
-//! end is `quic/server.rs`, the client's `quic/dialer.rs` and `quic/path.rs`, bytes are `quic/stream.rs`.
+//! end is `quic/server.rs`, the client's `quic/dialer.rs` and `quic/path.rs`, bytes are `quic/stream.rs`,
+//! lost peers are noticed in `quic/watchdog.rs`.
 //!
 //! QUIC spends a CPU on encryption: it is the path that always works, not the fast one.
 
@@ -17,6 +18,7 @@ mod dialer;
 mod path;
 mod server;
 mod stream;
+mod watchdog;
 
 pub use dialer::QuicDialer;
 pub use server::{BindError, QuicServer};
@@ -62,6 +64,13 @@ const CODE_REFUSED: VarInt = VarInt::from_u32(1);
 /// Connection closed because its owner ended.
 const CODE_DONE: VarInt = VarInt::from_u32(0);
 
+/// Connection closed because nothing came from the peer any more.
+const CODE_SILENT: VarInt = VarInt::from_u32(2);
+
+/// How often an idle connection says something, so that silence means something: five small datagrams a
+/// second, and their answers.
+const KEEP_ALIVE: Duration = Duration::from_millis(200);
+
 /// Settings of both ends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QuicConfig {
@@ -69,10 +78,11 @@ pub struct QuicConfig {
     /// carries; 6,000 gave 1.6 to 1.9 times the throughput of 1,452 on loopback; a path that
     /// carries less is found to carry less.
     pub mtu_max: u16,
-    /// Silence after which a connection counts as broken.
+    /// Silence after which a peer counts as lost, whatever its host says. A process that died is noticed
+    /// sooner, because its host refuses datagrams to the closed port.
+    pub silence_max: Duration,
+    /// Silence after which QUIC itself gives a connection up, on either end: the backstop.
     pub idle_timeout: Duration,
-    /// How often an idle connection is kept awake; well below the idle timeout.
-    pub keep_alive: Duration,
     /// Time for a handshake and the ping that confirms it.
     pub dial_timeout: Duration,
     /// Time without progress after which a save or release counts as lost.
@@ -85,11 +95,11 @@ impl Default for QuicConfig {
     fn default() -> QuicConfig {
         QuicConfig {
             mtu_max: 6000,
-            // A dead node is fenced after 0.8 s: a request that was talking to it should not hang much
-            // longer than that before it recomputes.
+            // Routers fence a node that is silent for 0.8 s: behind a longer silence there is nothing to
+            // wait for. Three keep-alives fit before it.
+            silence_max: Duration::from_millis(750),
             idle_timeout: Duration::from_millis(1_500),
-            keep_alive: Duration::from_millis(300),
-            dial_timeout: Duration::from_millis(1_500),
+            dial_timeout: Duration::from_secs(1),
             stall_timeout: Duration::from_secs(10),
             fetch_bytes_in_flight_max: FETCH_BYTES_IN_FLIGHT_MAX,
         }
@@ -112,7 +122,7 @@ impl QuicConfig {
             .stream_receive_window(VarInt::from_u32(STREAM_WINDOW_BYTES))
             .receive_window(VarInt::from_u32(CONNECTION_WINDOW_BYTES))
             .send_window(u64::from(CONNECTION_WINDOW_BYTES))
-            .keep_alive_interval(Some(self.keep_alive))
+            .keep_alive_interval(Some(KEEP_ALIVE))
             .max_idle_timeout(IdleTimeout::try_from(self.idle_timeout).ok())
             .mtu_discovery_config(Some(discovery));
         Arc::new(transport)
@@ -132,8 +142,11 @@ fn path_error(peer: &str, error: &ConnectionError) -> PathError {
     let code = match error {
         ConnectionError::TransportError(error) => u64::from(error.code),
         ConnectionError::ConnectionClosed(close) => u64::from(close.error_code),
-        // Silence, not a goodbye: the peer is dead or cut off, and dialling again would only wait more.
-        ConnectionError::TimedOut => return PathError::Unreachable { peer, cause },
+        // Silence, not a goodbye: the peer is dead or cut off, and dialling again would only wait more. A
+        // path still in use is closed at this end only by its watchdog.
+        ConnectionError::TimedOut | ConnectionError::LocallyClosed => {
+            return PathError::Unreachable { peer, cause: "nothing comes from it any more".to_owned() };
+        }
         _ => return PathError::Broken { peer, cause },
     };
     match code {

@@ -4,7 +4,7 @@
 
 use kv_core::id::{BlockHash, IdentityDigest};
 use kvfleet_proto::content;
-use kvfleet_proto::frame::{Frame, FrameBuilder, FrameError, KeyForm};
+use kvfleet_proto::frame::{Frame, FrameBuilder, FrameError, KeyForm, encoded_len};
 
 /// How blocks are cut.
 #[derive(Clone, Debug)]
@@ -40,6 +40,11 @@ impl BlockShape {
     /// Payload size of a block.
     pub(super) fn payload_bytes(&self) -> u64 {
         self.slice_bytes.iter().map(|bytes| u64::from(*bytes)).sum()
+    }
+
+    /// Size of a block's frame.
+    pub(super) fn frame_bytes(&self) -> u64 {
+        encoded_len(&self.slice_bytes) as u64
     }
 
     /// The frame of block `hash`: content from the hash, layer after layer, sealed.

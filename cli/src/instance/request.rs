@@ -29,7 +29,7 @@ pub(super) struct Job {
     pub(super) block_tokens: u32,
     pub(super) input_tokens: u32,
     pub(super) sources: Vec<pb::Source>,
-    pub(super) save_to: Option<String>,
+    pub(super) save_to: Option<pb::Holder>,
     pub(super) wait_save: bool,
 }
 
@@ -92,7 +92,7 @@ fn read(request: pb::RunRequest) -> Result<Job, Status> {
         block_tokens: request.block_tokens,
         input_tokens: request.input_tokens,
         sources: decision.sources,
-        save_to: decision.save_to.map(|holder| holder.address),
+        save_to: decision.save_to,
         wait_save: request.wait_save,
     })
 }

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kv_core::id::{IdentityDigest, LeaseId, Tier};
+use kv_core::id::{Epoch, IdentityDigest, LeaseId, Tier};
 use kv_core::schedule::HardwareProfile;
 use kvfleet_client::{Asker, Client, FetchCall, FetchOutcome, HeldLease, SaveAnswer, SaveCall, SaveDone};
 use kvfleet_proto::pb;
@@ -29,7 +29,7 @@ const SAVE_OFFERS_MAX: u32 = 20;
 pub(super) struct Engine {
     pub(super) client: Client,
     pub(super) digest: IdentityDigest,
-    pub(super) blocks: BlockShape,
+    pub(super) blocks: Arc<BlockShape>,
     pub(super) profile: HardwareProfile,
     pub(super) working: Arc<Working>,
     pub(super) config: InstanceConfig,
@@ -151,16 +151,22 @@ impl Engine {
         if new.is_empty() {
             return None;
         }
-        let Some(address) = &job.save_to else {
+        let Some(node) = &job.save_to else {
             reply.refused_blocks += blocks_u32(new.len());
             return None;
         };
         let call = SaveCall {
             asker: asker.clone(),
-            address: address.clone(),
+            address: node.address.clone(),
+            epoch: Epoch(node.epoch),
             parent: known.last().copied(),
             first_offset_blocks: blocks_u32(known.len()),
-            frames: new.iter().map(|hash| self.blocks.make(*hash)).collect(),
+            hashes: new.to_vec(),
+            frame_bytes: self.blocks.frame_bytes(),
+            frame: {
+                let (blocks, hashes) = (Arc::clone(&self.blocks), new.to_vec());
+                Arc::new(move |position| blocks.make(hashes[position]))
+            },
         };
         let begun = Instant::now();
         match self.offer(&call).await {

@@ -77,6 +77,7 @@ impl Instance {
             client: client(&config, &identity)?,
             digest,
             blocks: BlockShape::new(digest, config.block_bytes, config.layers)
+                .map(Arc::new)
                 .map_err(|cause| set_up(&cause))?,
             profile: config.hardware(),
             working: Arc::clone(&working),

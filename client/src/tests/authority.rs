@@ -39,7 +39,7 @@ pub(super) fn client_on(network: &Loopback) -> Client {
     let config = config(vec!["127.0.0.1:1".to_owned()], Authority::new().member());
     let client = Client::with_dialer(config, Arc::new(network.clone())).unwrap();
     let paths = Paths::new(Arc::new(network.clone()), Duration::ZERO);
-    Client { paths: Arc::new(paths), ..client }
+    Client { paths, ..client }
 }
 
 /// Bytes of content of every block here.

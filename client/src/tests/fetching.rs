@@ -127,8 +127,10 @@ async fn a_node_that_came_back_is_found_again() {
     network.stop("node:0");
     let outcome = client.fetch(call(4, vec![source(0, 0, 4)])).await.unwrap();
     assert_eq!(outcome.misses, [miss(0, 0, MissReason::NodeLost)]);
+    services[0].set_epoch(Epoch(EPOCH.0 + 1));
     network.serve("node:0", std::sync::Arc::new(services[0].clone()));
-    let outcome = client.fetch(call(4, vec![source(0, 0, 4)])).await.unwrap();
+    let again = pb::Source { epoch: EPOCH.0 + 1, ..source(0, 0, 4) };
+    let outcome = client.fetch(call(4, vec![again])).await.unwrap();
     assert_eq!(outcome.blocks.len(), 4);
 }
 

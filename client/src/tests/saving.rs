@@ -1,10 +1,11 @@
 //! Save: awaited and in the background, and what the queue refuses.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use kv_core::id::LeaseId;
 use kvfleet_transport::loopback::Faults;
-use kvfleet_transport::suite::{asker, done, frame, hash};
+use kvfleet_transport::suite::{EPOCH, asker, done, frame, hash};
 use kvfleet_transport::{PathError, SaveAnswer, SaveRefusal};
 
 use super::authority::{CONTENT_BYTES, client_on, network};
@@ -14,9 +15,14 @@ fn call(blocks: std::ops::Range<u32>) -> SaveCall {
     SaveCall {
         asker: asker(7),
         address: "node:0".to_owned(),
+        epoch: EPOCH,
         parent: None,
         first_offset_blocks: blocks.start,
-        frames: blocks.map(|number| frame(hash(number), CONTENT_BYTES)).collect(),
+        hashes: blocks.clone().map(hash).collect(),
+        frame_bytes: frame(hash(0), CONTENT_BYTES).bytes.len() as u64,
+        frame: Arc::new(move |position| {
+            frame(hash(blocks.start + u32::try_from(position).unwrap()), CONTENT_BYTES)
+        }),
     }
 }
 

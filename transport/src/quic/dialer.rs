@@ -12,6 +12,7 @@ use quinn::crypto::rustls::QuicClientConfig;
 use quinn::{ClientConfig, Connection, Endpoint, default_runtime};
 
 use super::path::QuicPath;
+use super::watchdog::{refused, watch};
 use super::{QuicConfig, path_error};
 use crate::{BoxFuture, Dialer, Path, PathError};
 
@@ -38,8 +39,9 @@ impl QuicDialer {
     async fn open(&self, peer: &str) -> Result<Arc<dyn Path>, PathError> {
         let address = resolve(peer).await?;
         let connection = self.connect(peer, address).await?;
-        let path = QuicPath::new(connection, peer.to_owned(), self.config.stall_timeout);
+        let path = QuicPath::new(connection.clone(), peer.to_owned(), self.config.stall_timeout);
         path.ping().await?;
+        tokio::spawn(watch(connection, self.config.silence_max));
         Ok(Arc::new(path))
     }
 
@@ -49,10 +51,13 @@ impl QuicDialer {
         let connecting = endpoint
             .connect_with(self.client.clone(), address, SERVER_NAME)
             .map_err(|error| unreachable(error.to_string()))?;
-        connecting.await.map_err(|error| match path_error(peer, &error) {
-            PathError::Broken { cause, .. } => unreachable(cause),
-            other => other,
-        })
+        tokio::select! {
+            connected = connecting => connected.map_err(|error| match path_error(peer, &error) {
+                PathError::Broken { cause, .. } => unreachable(cause),
+                other => other,
+            }),
+            () = refused(address) => Err(unreachable("nothing listens there".to_owned())),
+        }
     }
 
     fn endpoint(&self, address: SocketAddr) -> std::io::Result<Endpoint> {

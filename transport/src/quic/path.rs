@@ -167,6 +167,10 @@ impl Path for QuicPath {
         })
     }
 
+    fn failure(&self) -> Option<PathError> {
+        self.connection.close_reason().map(|error| path_error(&self.peer, &error))
+    }
+
     fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>> {
         Box::pin(async move {
             let asked = Instant::now();

@@ -1,6 +1,8 @@
 //! The suite over QUIC, and what only QUIC has: certificates, hostile bytes, limits, lost peers.
 #![allow(clippy::unwrap_used)]
 
+mod lost;
+
 use std::net::{Ipv4Addr, SocketAddr};
 
 use kvfleet_proto::data;
