@@ -71,13 +71,18 @@ impl Cluster {
     pub async fn start(shape: Shape) -> anyhow::Result<Self> {
         let mut attempt = 1;
         loop {
+            let ports_given =
+                shape.base_port.is_some() || shape.data_dir.as_deref().is_some_and(ports::are_kept);
             let error = match Self::start_once(shape.clone()).await {
                 Ok(cluster) => return Ok(cluster),
                 Err(error) => error,
             };
             let taken = error.downcast_ref::<ChildError>().is_some_and(ChildError::is_port_taken);
-            if !taken || shape.base_port.is_some() || attempt == START_ATTEMPTS {
+            if !taken || ports_given || attempt == START_ATTEMPTS {
                 return Err(error);
+            }
+            if let Some(directory) = &shape.data_dir {
+                ports::forget(directory, shape.routers)?;
             }
             attempt += 1;
         }

@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use std::net::{TcpListener, UdpSocket};
 use std::path::Path;
 
+use super::name;
 use super::shape::Shape;
+use crate::process::Role;
 
 /// Ports are chosen below the range that systems hand out for outgoing connections, so that none of
 /// those takes a router's port while it restarts.
@@ -33,6 +35,24 @@ pub(super) fn router_addresses(shape: &Shape, directory: &Path) -> anyhow::Resul
     Ok(addresses)
 }
 
+/// Whether an earlier start chose the addresses for this data directory, or left Raft data in it.
+pub(super) fn are_kept(directory: &Path) -> bool {
+    directory.join(FILE).exists() || directory.join(name((Role::Router, 1))).exists()
+}
+
+/// Takes back a choice that was made for a start that failed, and the Raft data that names its voters by
+/// it. Only for a directory whose addresses were not kept before that start.
+pub(super) fn forget(directory: &Path, routers: u32) -> std::io::Result<()> {
+    let gone = |removed: std::io::Result<()>| match removed {
+        Err(cause) if cause.kind() != std::io::ErrorKind::NotFound => Err(cause),
+        _ => Ok(()),
+    };
+    for number in 1..=u64::from(routers) {
+        gone(std::fs::remove_dir_all(directory.join(name((Role::Router, number)))))?;
+    }
+    gone(std::fs::remove_file(directory.join(FILE)))
+}
+
 fn read_kept(file: &Path) -> anyhow::Result<Option<BTreeMap<u64, String>>> {
     match std::fs::read_to_string(file) {
         Ok(text) => serde_json::from_str(&text).map(Some).map_err(|cause| {
@@ -48,15 +68,24 @@ fn check_kept(
     shape: &Shape,
     directory: &Path,
 ) -> anyhow::Result<BTreeMap<u64, String>> {
-    if kept.len() == shape.routers as usize {
-        return Ok(kept);
+    if kept.len() != shape.routers as usize {
+        anyhow::bail!(
+            "{} holds the data of {} routers, --routers says {}: use the same number or another --data-dir",
+            directory.display(),
+            kept.len(),
+            shape.routers
+        );
     }
-    anyhow::bail!(
-        "{} holds the data of {} routers, --routers says {}: use the same number or another --data-dir",
-        directory.display(),
-        kept.len(),
-        shape.routers
-    )
+    let first = kept.values().next().map(String::as_str).unwrap_or_default();
+    if let Some(base) = shape.base_port
+        && !kept.values().zip(u32::from(base)..).all(|(address, port)| address.ends_with(&format!(":{port}")))
+    {
+        anyhow::bail!(
+            "{} holds the data of routers from {first} on, --base-port says {base}: leave out --base-port, or use another --data-dir",
+            directory.display()
+        );
+    }
+    Ok(kept)
 }
 
 fn from_base(base: u16, count: u32) -> anyhow::Result<Vec<u16>> {
@@ -117,5 +146,32 @@ mod tests {
         let other = Shape { routers: 5, ..shape };
         let message = router_addresses(&other, dir.path()).unwrap_err().to_string();
         assert!(message.contains("holds the data of 3 routers"), "{message}");
+    }
+
+    #[test]
+    fn another_base_port_than_the_kept_one_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let shape = Shape { routers: 2, ..Shape::small("kvfleet".into()) };
+        std::fs::write(dir.path().join(FILE), r#"{"1":"127.0.0.1:25000","2":"127.0.0.1:25001"}"#).unwrap();
+        let same = Shape { base_port: Some(25_000), ..shape.clone() };
+        assert_eq!(router_addresses(&same, dir.path()).unwrap().len(), 2);
+        let other = Shape { base_port: Some(25_001), ..shape };
+        let message = router_addresses(&other, dir.path()).unwrap_err().to_string();
+        assert!(message.contains("from 127.0.0.1:25000 on, --base-port says 25001"), "{message}");
+        assert!(message.contains("leave out --base-port"), "{message}");
+    }
+
+    #[test]
+    fn a_choice_that_failed_is_taken_back_with_what_was_built_on_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let shape = Shape { routers: 2, ..Shape::small("kvfleet".into()) };
+        assert!(!are_kept(dir.path()));
+        router_addresses(&shape, dir.path()).unwrap();
+        assert!(are_kept(dir.path()));
+        std::fs::create_dir(dir.path().join("router-1")).unwrap();
+        std::fs::create_dir(dir.path().join("node-1")).unwrap();
+        forget(dir.path(), 2).unwrap();
+        assert!(!are_kept(dir.path()) && !dir.path().join("router-1").exists());
+        assert!(dir.path().join("node-1").exists(), "a node's data names no router");
     }
 }
