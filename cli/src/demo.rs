@@ -4,15 +4,21 @@
 use clap::Parser;
 
 use crate::args::{Args, Command, DemoArgs};
+use crate::process::Stop;
 use crate::replay;
 use crate::report;
 use crate::trace::write_generated;
 
 /// Runs the demo; says whether every request ended with right bytes.
-pub async fn run(args: &DemoArgs) -> anyhow::Result<bool> {
+pub async fn run(args: &DemoArgs, stop: &Stop) -> anyhow::Result<bool> {
     let directory = tempfile::Builder::new().prefix("kvfleet-demo-").tempdir()?;
     let trace = directory.path().join("consumer.jsonl");
-    write_generated("consumer", args.seed, args.requests, &trace)?;
+    let (seed, requests, path) = (args.seed, args.requests, trace.clone());
+    let generated = tokio::task::spawn_blocking(move || write_generated("consumer", seed, requests, &path));
+    tokio::select! {
+        generated = generated => generated??,
+        _ = stop.requested() => anyhow::bail!("stopped before there was anything to replay"),
+    }
     println!(
         "a consumer trace of {} requests; three routers, three nodes, three instances; node 2 dies half way",
         args.requests
@@ -28,9 +34,10 @@ pub async fn run(args: &DemoArgs) -> anyhow::Result<bool> {
     let Command::Replay(replay) = Args::try_parse_from(words.chain(paths))?.command else {
         anyhow::bail!("the demo's own command line is no replay");
     };
-    let outcome = replay::run(&replay).await?;
+    let outcome = replay::run(&replay, stop).await?;
     print!("{}", report::table(&outcome.report));
+    let files = outcome.files()?;
     println!("\nreport and plots are in {}:", args.report.display());
-    outcome.files.iter().for_each(|file| println!("  {}", file.display()));
+    files.iter().for_each(|file| println!("  {}", file.display()));
     Ok(outcome.is_good())
 }

@@ -1,11 +1,18 @@
 //! The `kvfleet` command: parses what was typed and calls it. What the commands do is in the library.
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Parser;
 use kvfleet::args::{Args, Command};
-use kvfleet::process::{Role, run as run_process};
+use kvfleet::process::{Role, Stop, run as run_process};
 use kvfleet::{admin, demo, replay, report, status, trace, up};
+
+/// How long work that cannot be cancelled, such as reading a trace, may hold up the end.
+const LAST_WORK: Duration = Duration::from_secs(1);
+
+/// Exit status after a second Ctrl-C: that of a process ended by SIGINT, as shells count.
+const EXIT_INTERRUPTED: u8 = 130;
 
 fn main() -> ExitCode {
     let args = Args::parse();
@@ -13,21 +20,27 @@ fn main() -> ExitCode {
         Ok(runtime) => runtime,
         Err(cause) => return fail(&anyhow::anyhow!("cannot start threads: {cause}")),
     };
-    match runtime.block_on(dispatch(args.command)) {
-        Ok(code) => code,
-        Err(error) => fail(&error),
-    }
+    let code = runtime.block_on(dispatch(args.command)).unwrap_or_else(|error| fail(&error));
+    runtime.shutdown_timeout(LAST_WORK);
+    code
 }
 
 async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
     match command {
-        Command::Demo(args) => Ok(exit_code(demo::run(&args).await?)),
-        Command::Up(args) => up::run(&args).await.map(|()| ExitCode::SUCCESS),
+        Command::Demo(args) => {
+            until_insisted(async |stop| Ok(exit_code(demo::run(&args, stop).await?))).await
+        }
+        Command::Up(args) => {
+            until_insisted(async |stop| up::run(&args, stop).await.map(|()| ExitCode::SUCCESS)).await
+        }
         Command::Replay(args) => {
-            let outcome = replay::run(&args).await?;
-            print!("{}", report::table(&outcome.report));
-            outcome.files.iter().for_each(|file| println!("wrote {}", file.display()));
-            Ok(exit_code(outcome.is_good()))
+            until_insisted(async |stop| {
+                let outcome = replay::run(&args, stop).await?;
+                print!("{}", report::table(&outcome.report));
+                outcome.files()?.iter().for_each(|file| println!("wrote {}", file.display()));
+                Ok(exit_code(outcome.is_good()))
+            })
+            .await
         }
         Command::Status(args) => status::run(&args).await.map(|()| ExitCode::SUCCESS),
         Command::Trace(command) => trace::run(&command).map(|()| ExitCode::SUCCESS),
@@ -40,7 +53,20 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// A replay that lost a request or saw a wrong byte is a failure even though it has a report.
+/// Runs a command that holds child processes and temporary directories. Signals are heard before it
+/// begins; at the second one it is dropped, and with it all that it holds.
+async fn until_insisted(
+    command: impl AsyncFnOnce(&Stop) -> anyhow::Result<ExitCode>,
+) -> anyhow::Result<ExitCode> {
+    let stop = Stop::of_command()?;
+    tokio::select! {
+        code = command(&stop) => code,
+        () = stop.insisted() => Ok(ExitCode::from(EXIT_INTERRUPTED)),
+    }
+}
+
+/// A replay that lost a request, saw a wrong byte or did not do what it was asked is a failure even though
+/// it has a report.
 fn exit_code(is_good: bool) -> ExitCode {
     if is_good { ExitCode::SUCCESS } else { ExitCode::from(2) }
 }

@@ -4,7 +4,8 @@ use serde::Serialize;
 
 use crate::args::{Capacity, UpArgs};
 use crate::cluster::{Cluster, NodeCapacity, Shape, name};
-use crate::process::{Role, stop_requested};
+use crate::instance::InstanceConfig;
+use crate::process::{Role, Stop};
 
 /// DRAM of each node when nothing else is said: small enough for a laptop, large enough to see hits.
 const DRAM_DEFAULT: Capacity = Capacity::Bytes(256 << 20);
@@ -19,17 +20,15 @@ struct UpReply {
 }
 
 /// Starts the cluster, says where it is, and stops it when asked to.
-pub async fn run(args: &UpArgs) -> anyhow::Result<()> {
+pub async fn run(args: &UpArgs, stop: &Stop) -> anyhow::Result<()> {
     let shape = shape(args)?;
-    let stop = stop_requested(false);
-    tokio::pin!(stop);
     let mut cluster = tokio::select! {
         cluster = Cluster::start(shape) => cluster?,
-        why = &mut stop => { why?; return Ok(()); }
+        _ = stop.requested() => return Ok(()),
     };
     print(args, &cluster)?;
     let outcome = tokio::select! {
-        why = &mut stop => why.map(|_| ()).map_err(Into::into),
+        _ = stop.requested() => Ok(()),
         crashed = first_crash(&mut cluster) => Err(anyhow::anyhow!("{crashed}; its log is in {}", cluster.directory().join("logs").display())),
     };
     cluster.stop().await;
@@ -54,6 +53,9 @@ fn shape(args: &UpArgs) -> anyhow::Result<Shape> {
         capacity,
         watermarks: args.shape.watermarks.map(|marks| (marks.high, marks.low)),
         base_port: args.base_port,
+        block_tokens: args.block_tokens,
+        // What an instance waits for when nothing else is said; a replay that counts hits waits longer.
+        fetch_floor_ms: InstanceConfig::default().fetch_floor_ms,
         ..shape
     })
 }
@@ -97,4 +99,22 @@ fn print(args: &UpArgs, cluster: &Cluster) -> anyhow::Result<()> {
     );
     println!("Ctrl-C stops it");
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use clap::Parser;
+
+    use super::*;
+    use crate::args::{Args, Command};
+
+    #[test]
+    fn a_cluster_is_what_its_flags_say_and_waits_as_the_product_does() {
+        let words = ["kvfleet", "up", "--block-tokens", "16", "--base-port", "30000"];
+        let Command::Up(args) = Args::try_parse_from(words).unwrap().command else { panic!("not up") };
+        let shape = shape(&args).unwrap();
+        assert_eq!((shape.block_tokens, shape.base_port), (16, Some(30_000)));
+        assert_eq!(shape.fetch_floor_ms, InstanceConfig::default().fetch_floor_ms);
+    }
 }

@@ -17,6 +17,28 @@ pub struct ConnectArgs {
     pub tls_dir: Option<PathBuf>,
 }
 
+/// A running cluster to replay on. By flag only: a cluster that happens to be named in the environment
+/// must not get the load of a replay.
+#[derive(Clone, Debug, Args)]
+pub struct TargetArgs {
+    /// Addresses of routers of a running cluster to use instead of starting one, separated by commas. Its
+    /// blocks must have the trace's tokens: see --block-tokens of `kvfleet up`.
+    #[arg(long, value_name = "ADDR[,ADDR]", value_delimiter = ',')]
+    pub cluster: Vec<String>,
+    /// With --cluster: directory with the cluster's ca.pem and this command's admin.pem and admin.key.
+    #[arg(long, value_name = "DIR", env = "KVFLEET_TLS_DIR")]
+    pub tls_dir: Option<PathBuf>,
+}
+
+impl TargetArgs {
+    /// How to reach it, if one was named.
+    #[must_use]
+    pub fn connect(&self) -> Option<ConnectArgs> {
+        let connect = ConnectArgs { cluster: self.cluster.clone(), tls_dir: self.tls_dir.clone() };
+        (!self.cluster.is_empty()).then_some(connect)
+    }
+}
+
 /// `kvfleet status`.
 #[derive(Clone, Debug, Args)]
 pub struct StatusArgs {

@@ -60,12 +60,24 @@ pub struct UpArgs {
     /// The cluster.
     #[command(flatten)]
     pub shape: ShapeArgs,
+    /// Tokens of one block, part of the identity of the KV: a replay on this cluster must use the same
+    /// (512 in Mooncake traces, 16 in Bailian's).
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = block_tokens())]
+    pub block_tokens: u32,
     /// First port: routers listen there and above. Without it, free ports are chosen.
     #[arg(long, value_name = "PORT")]
     pub base_port: Option<u16>,
     /// Print what is ready as one JSON object instead of text.
     #[arg(long)]
     pub json: bool,
+}
+
+/// Most tokens of one block: what routers take.
+const BLOCK_TOKENS_MAX: i64 = 4096;
+
+/// Reads a number of tokens that a block can have.
+pub(super) fn block_tokens() -> clap::builder::RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..=BLOCK_TOKENS_MAX)
 }
 
 fn default_profile() -> String {

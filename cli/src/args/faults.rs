@@ -25,6 +25,17 @@ pub enum FaultKind {
     Restart,
 }
 
+impl FaultKind {
+    /// As typed, without the dashes.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            FaultKind::Kill => "kill",
+            FaultKind::Restart => "restart",
+        }
+    }
+}
+
 /// A target and the moment.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Fault {

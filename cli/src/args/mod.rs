@@ -10,7 +10,7 @@ mod replay;
 mod sizes;
 mod trace;
 
-pub use admin::{ConnectArgs, PinArgs, QuotaArgs, StatusArgs, UnpinArgs};
+pub use admin::{ConnectArgs, PinArgs, QuotaArgs, StatusArgs, TargetArgs, UnpinArgs};
 pub use cluster::{ShapeArgs, UpArgs};
 pub use faults::{Fault, FaultKind, Target};
 pub use process::ProcessArgs;
@@ -20,9 +20,19 @@ pub use trace::{GenArgs, StatsArgs, TraceCommand, TraceFormat};
 
 use clap::{Parser, Subcommand};
 
+/// What exit statuses mean, for the end of the help.
+const EXIT_STATUSES: &str = "\
+Exit status:
+  0    done, and all of it right
+  1    refused, or could not be done; the message says what to do
+  2    replay and demo: there is a report, and something in it is not as it must be: wrong bytes, a
+       request that failed, a process that crashed, a fault that was not carried out or whose cost
+       could not be measured, or an interruption; also a command line that cannot be read
+  130  stopped at once by a second Ctrl-C";
+
 /// A cluster-wide KV cache for LLM inference with a replicated index.
 #[derive(Debug, Parser)]
-#[command(name = "kvfleet", version, about, max_term_width = 100)]
+#[command(name = "kvfleet", version, about, max_term_width = 100, after_help = EXIT_STATUSES)]
 pub struct Args {
     /// What to do.
     #[command(subcommand)]
@@ -33,10 +43,12 @@ pub struct Args {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Generate a short trace, start a cluster, replay the trace with a node killed half way.
+    #[command(after_help = EXIT_STATUSES)]
     Demo(DemoArgs),
     /// Start routers, nodes and instances on this machine and keep them until Ctrl-C.
     Up(UpArgs),
     /// Serve a request trace: route, fetch, account compute, save; then report.
+    #[command(after_help = EXIT_STATUSES)]
     Replay(Box<ReplayArgs>),
     /// Show routers, nodes, instances and the index of a running cluster.
     Status(StatusArgs),

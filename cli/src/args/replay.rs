@@ -5,8 +5,8 @@ use std::str::FromStr;
 
 use clap::Args;
 
-use super::admin::ConnectArgs;
-use super::cluster::ShapeArgs;
+use super::admin::TargetArgs;
+use super::cluster::{ShapeArgs, block_tokens};
 use super::faults::Fault;
 use super::trace::TraceFormat;
 
@@ -19,6 +19,12 @@ pub enum Speed {
     Times(f64),
 }
 
+/// Slowest pace: a minute of the trace takes most of a day.
+const TIMES_MIN: f64 = 0.001;
+
+/// Fastest pace: a month of the trace takes seconds, which is as good as `max`.
+const TIMES_MAX: f64 = 1_000_000.0;
+
 impl FromStr for Speed {
     type Err = String;
 
@@ -28,8 +34,10 @@ impl FromStr for Speed {
         }
         let number = text.trim_end_matches(['x', 'X', '×']);
         match number.parse::<f64>() {
-            Ok(times) if times.is_finite() && times > 0.0 => Ok(Speed::Times(times)),
-            _ => Err(format!("`{text}` is no speed: expected max, or a number like 10x")),
+            Ok(times) if (TIMES_MIN..=TIMES_MAX).contains(&times) => Ok(Speed::Times(times)),
+            _ => Err(format!(
+                "`{text}` is no speed: expected max, or a number like 10x from {TIMES_MIN}x to {TIMES_MAX}x"
+            )),
         }
     }
 }
@@ -63,7 +71,7 @@ pub struct ReplayArgs {
     pub shape: ShapeArgs,
     /// A running cluster to use instead of starting one.
     #[command(flatten)]
-    pub connect: ConnectArgs,
+    pub target: TargetArgs,
     /// Start requests as fast as possible (max), or N times as fast as the trace (10x).
     #[arg(long, default_value = "max")]
     pub speed: Speed,
@@ -83,14 +91,15 @@ pub struct ReplayArgs {
     /// Start a process again: node:2@60%.
     #[arg(long, value_name = "PROCESS@PERCENT")]
     pub restart: Vec<Fault>,
-    /// Seed of everything that is left to chance.
+    /// Seed of the pauses between repeated route calls, the one thing a replay leaves to chance. When
+    /// processes answer is up to the machine, and no seed repeats that.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// Tenant the requests belong to.
     #[arg(long, default_value_t = 0)]
     pub tenant: u32,
     /// Tokens of one block; by default what the format says (512 for Mooncake, 16 for Bailian).
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = block_tokens())]
     pub block_tokens: Option<u32>,
     /// Least time a fetch is given before it counts as a miss, in milliseconds.
     #[arg(long, value_name = "MS", default_value_t = 10_000)]
@@ -109,7 +118,7 @@ pub struct DemoArgs {
     /// Requests of the generated trace.
     #[arg(long, default_value_t = 1500)]
     pub requests: usize,
-    /// Seed of the generated trace.
+    /// Seed of the generated trace, and of its replay.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// Where report and plots go.
@@ -130,7 +139,7 @@ mod tests {
         assert_eq!("max".parse::<Speed>().unwrap(), Speed::Max);
         assert_eq!("10x".parse::<Speed>().unwrap(), Speed::Times(10.0));
         assert_eq!("2.5×".parse::<Speed>().unwrap(), Speed::Times(2.5));
-        for text in ["0x", "-1x", "fast", "infx", ""] {
+        for text in ["0x", "-1x", "fast", "infx", "", "1e-300x", "1e300x", "NaNx"] {
             assert!(text.parse::<Speed>().unwrap_err().contains("expected max"), "{text}");
         }
     }

@@ -1,10 +1,27 @@
 //! Breaking a running cluster on purpose: kill and start again.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+use kvfleet_proto::pb;
 
 use super::{ChildId, Cluster, name, wait};
 use crate::calls::RouterCalls;
 use crate::process::Role;
+
+/// How long the routers may take until one of them leads: a few elections.
+const LEADER_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Time between two looks for a leader.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// A router that says of itself that it leads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Leader {
+    /// Its number.
+    pub number: u64,
+    /// The term it leads in.
+    pub term: u64,
+}
 
 /// A process that was killed.
 #[derive(Clone, Copy, Debug)]
@@ -34,35 +51,41 @@ impl Cluster {
         self.routers.get(&number).map(String::as_str)
     }
 
-    /// Kills a child with SIGKILL and reaps it.
+    /// Kills a child with SIGKILL and reaps it. One that ended by itself is not killed but stays a crash.
     pub async fn kill(&mut self, id: ChildId) -> anyhow::Result<Killed> {
         let Some(child) = self.children.get_mut(&id).filter(|child| child.is_wanted()) else {
             anyhow::bail!("{} is not running: it cannot be killed", name(id));
         };
+        if let Some(how) = child.crashed() {
+            anyhow::bail!("{} has ended by itself ({how}): it cannot be killed", name(id));
+        }
         self.cpu_of_ended += child.cpu_time().unwrap_or_default();
         let at = child.kill().await?;
         Ok(Killed { child: id, at })
     }
 
-    /// Kills whichever router leads.
-    pub async fn kill_leader(&mut self) -> anyhow::Result<Killed> {
-        let leader = self.leader().await?;
-        let killed = self.kill((Role::Router, leader)).await?;
-        self.leader_killed = Some(leader);
-        Ok(killed)
+    /// Kills whichever router leads, waiting for one that does. Answers the leader it was.
+    pub async fn kill_leader(&mut self) -> anyhow::Result<(Killed, Leader)> {
+        let begun = Instant::now();
+        let leader = loop {
+            match self.leader().await {
+                Ok(leader) => break leader,
+                Err(error) if begun.elapsed() > LEADER_PATIENCE => return Err(error),
+                Err(_) => tokio::time::sleep(LOOK_EVERY).await,
+            }
+        };
+        let killed = self.kill((Role::Router, leader.number)).await?;
+        self.leader_killed = Some(leader.number);
+        Ok((killed, leader))
     }
 
-    /// Number of the router that the running ones agree to follow.
-    pub async fn leader(&self) -> anyhow::Result<u64> {
+    /// The router that says of itself that it leads; what others say of it may be old.
+    pub async fn leader(&self) -> anyhow::Result<Leader> {
+        let mut said = vec![];
         for router in RouterCalls::all(&self.running_routers(), &self.identity()?)? {
-            if let Ok(status) = router.status().await
-                && status.leader != 0
-                && self.wanted(Role::Router).any(|number| number == status.leader)
-            {
-                return Ok(status.leader);
-            }
+            said.extend(router.status().await);
         }
-        anyhow::bail!("no router leads at this moment")
+        leader_of(&said).ok_or_else(|| anyhow::anyhow!("no router leads at this moment"))
     }
 
     /// The leader killed last, for a restart.
@@ -74,6 +97,8 @@ impl Cluster {
     /// Starts a child again with the same configuration and data, and waits until it serves. A router
     /// alone may wait for others: see [`Cluster::until_serving`].
     pub async fn restart(&mut self, id: ChildId) -> anyhow::Result<()> {
+        let crashed = self.crashed_now();
+        self.crashes.extend(crashed.into_iter().filter(|(crashed, _)| *crashed == id));
         if self.children.get(&id).is_some_and(|child| child.is_wanted()) {
             self.stop_child(id).await;
         }
@@ -97,5 +122,27 @@ impl Cluster {
             wait::until_settled(self, number).await?;
         }
         Ok(())
+    }
+}
+
+/// Of routers that lead by their own word, the one of the highest term: an old leader may not know yet.
+fn leader_of(said: &[pb::StatusReply]) -> Option<Leader> {
+    let leading = said.iter().filter(|status| status.leader != 0 && status.leader == status.router);
+    let leaders = leading.map(|status| Leader { number: status.router, term: status.term });
+    leaders.max_by_key(|leader| leader.term)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_leader_says_so_itself_and_in_the_highest_term() {
+        let says =
+            |router, leader, term| pb::StatusReply { router, leader, term, ..pb::StatusReply::default() };
+        assert_eq!(leader_of(&[says(1, 2, 4), says(3, 2, 4)]), None, "that others name it proves nothing");
+        assert_eq!(leader_of(&[says(1, 0, 4)]), None);
+        let both = [says(1, 1, 4), says(2, 2, 5), says(3, 1, 4)];
+        assert_eq!(leader_of(&both), Some(Leader { number: 2, term: 5 }));
     }
 }

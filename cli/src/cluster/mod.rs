@@ -22,7 +22,7 @@ use crate::process::Role;
 
 pub(crate) use child::cpu_time_of;
 pub use child::{Child, ChildError};
-pub use faults::Killed;
+pub use faults::{Killed, Leader};
 pub use shape::{LAYERS, NodeCapacity, Shape, manifest};
 
 /// How long children get to stop after SIGTERM before they are killed.
@@ -46,6 +46,8 @@ pub struct Cluster {
     // Behind the children, because fields are dropped in order: nobody writes there any more.
     directory: Directory,
     leader_killed: Option<u64>,
+    /// Crashes of children that were started again since.
+    crashes: Vec<(ChildId, std::process::ExitStatus)>,
     cpu_of_ended: Duration,
 }
 
@@ -105,6 +107,7 @@ impl Cluster {
             children: BTreeMap::new(),
             directory,
             leader_killed: None,
+            crashes: vec![],
             cpu_of_ended: Duration::ZERO,
         };
         match cluster.start_all().await {
@@ -197,10 +200,20 @@ impl Cluster {
         self.children.iter()
     }
 
-    /// Children that ended although nobody asked them to.
+    /// Children that are gone although nobody asked them to end.
     pub fn crashed(&mut self) -> Vec<String> {
-        let ended = self.children.iter_mut().filter_map(|(id, child)| child.crashed().map(|how| (*id, how)));
-        ended.map(|(id, how)| format!("{} ended: {how}", name(id))).collect()
+        self.crashed_now().into_iter().map(crash_text).collect()
+    }
+
+    /// The same, with those that were started again since.
+    pub fn ever_crashed(&mut self) -> Vec<String> {
+        let now = self.crashed_now();
+        self.crashes.iter().copied().chain(now).map(crash_text).collect()
+    }
+
+    fn crashed_now(&mut self) -> Vec<(ChildId, std::process::ExitStatus)> {
+        let children = self.children.iter_mut();
+        children.filter_map(|(id, child)| child.crashed().map(|how| (*id, how))).collect()
     }
 
     /// Processor time that all processes of the cluster have used so far, ended ones included.
@@ -229,6 +242,10 @@ impl Drop for Cluster {
             child.reap_now(STOP_GRACE);
         }
     }
+}
+
+fn crash_text((id, how): (ChildId, std::process::ExitStatus)) -> String {
+    format!("{} ended: {how}", name(id))
 }
 
 /// `router-1`, `node-2`: names of files, certificates and messages.

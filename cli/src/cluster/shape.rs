@@ -47,8 +47,6 @@ pub struct Shape {
     pub time_scale: f64,
     /// Least time a fetch is given, in milliseconds.
     pub fetch_floor_ms: u64,
-    /// Seed of what nodes leave to chance.
-    pub seed: u64,
     /// Data directory to keep; none for a temporary one.
     pub data_dir: Option<PathBuf>,
     /// First port of the routers; none for free ones.
@@ -79,7 +77,6 @@ impl Shape {
             profile: kv_core::schedule::HardwareProfile::default().name.to_owned(),
             time_scale: 0.0,
             fetch_floor_ms: 10_000,
-            seed: 1,
             data_dir: None,
             base_port: None,
             otlp: String::new(),

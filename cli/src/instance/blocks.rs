@@ -16,9 +16,9 @@ pub(super) struct BlockShape {
 /// What comparing fetched bytes with what they must be says.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Checked {
-    /// Bytes compared.
+    /// Bytes compared and right.
     pub(super) verified_bytes: u64,
-    /// Bytes of blocks that differ.
+    /// Bytes of a block that differs.
     pub(super) wrong_bytes: u64,
 }
 
@@ -47,6 +47,12 @@ impl BlockShape {
         encoded_len(&self.slice_bytes) as u64
     }
 
+    /// Payload in `encoded_bytes` of frames of this shape; of other frames, about that.
+    pub(super) fn payload_of(&self, encoded_bytes: u64) -> u64 {
+        let (whole, rest) = (encoded_bytes / self.frame_bytes(), encoded_bytes % self.frame_bytes());
+        whole * self.payload_bytes() + rest.min(self.payload_bytes())
+    }
+
     /// The frame of block `hash`: content from the hash, layer after layer, sealed.
     pub(super) fn make(&self, hash: BlockHash) -> Frame {
         let mut builder = self.builder(hash).expect("a frame of these slices was made when the shape was");
@@ -58,8 +64,11 @@ impl BlockShape {
     pub(super) fn check(&self, hash: BlockHash, frame: &Frame) -> Checked {
         let payload = frame.payload();
         let bytes = payload.len() as u64;
-        let is_right = bytes == self.payload_bytes() && content::matches(hash, &payload);
-        Checked { verified_bytes: bytes, wrong_bytes: if is_right { 0 } else { bytes } }
+        if bytes == self.payload_bytes() && content::matches(hash, &payload) {
+            Checked { verified_bytes: bytes, wrong_bytes: 0 }
+        } else {
+            Checked { verified_bytes: 0, wrong_bytes: bytes }
+        }
     }
 }
 
@@ -86,7 +95,7 @@ mod tests {
         let frame = shape().make(hash);
         assert_eq!(shape().check(hash, &frame), Checked { verified_bytes: 4099, wrong_bytes: 0 });
         let other = shape().check(BlockHash([8; 16]), &frame);
-        assert_eq!(other, Checked { verified_bytes: 4099, wrong_bytes: 4099 });
+        assert_eq!(other, Checked { verified_bytes: 0, wrong_bytes: 4099 });
         let short = BlockShape::new(IdentityDigest([1; 16]), 100, 1).unwrap().make(hash);
         assert_eq!(
             shape().check(hash, &short).wrong_bytes,

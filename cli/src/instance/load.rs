@@ -39,15 +39,13 @@ impl Working {
 pub(super) struct Running {
     working: Arc<Working>,
     tokens: u64,
-    /// Tokens that were ahead of it when it came.
-    pub(super) tokens_ahead: u64,
 }
 
 impl Running {
     pub(super) fn begin(working: &Arc<Working>, tokens: u64) -> Self {
-        let tokens_ahead = working.tokens.fetch_add(tokens, Ordering::Relaxed);
+        working.tokens.fetch_add(tokens, Ordering::Relaxed);
         working.running.fetch_add(1, Ordering::Relaxed);
-        Self { working: Arc::clone(working), tokens, tokens_ahead }
+        Self { working: Arc::clone(working), tokens }
     }
 
     /// Its prefill is over: it still runs, and no longer stands in the queue.
@@ -73,7 +71,6 @@ mod tests {
         let working = Arc::new(Working::default());
         let first = Running::begin(&working, 100);
         let mut second = Running::begin(&working, 50);
-        assert_eq!((first.tokens_ahead, second.tokens_ahead), (0, 100));
         assert_eq!(working.snapshot(), Snapshot { queue_tokens: 150, running: 2, served: 0 });
         second.prefilled();
         assert_eq!(working.snapshot().queue_tokens, 100);

@@ -47,6 +47,7 @@ impl Metrics {
         bytes("fetched", reply.fetched_bytes);
         bytes("verified", reply.verified_bytes);
         bytes("wrong", reply.wrong_bytes);
+        bytes("unused", reply.unused_bytes);
         bytes("saved", reply.saved_bytes);
     }
 }

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kv_core::id::{Epoch, IdentityDigest, LeaseId, Tier};
+use kv_core::id::{BlockHash, Epoch, IdentityDigest, LeaseId, Tier};
 use kv_core::schedule::HardwareProfile;
 use kvfleet_client::{Asker, Client, FetchCall, FetchOutcome, HeldLease, SaveAnswer, SaveCall, SaveDone};
 use kvfleet_proto::pb;
@@ -44,7 +44,7 @@ impl Engine {
             pb::RunReply { asked_blocks: blocks_u32(job.hashes.len()), ..pb::RunReply::default() };
         let asker = self.asker(&job, lease);
         let mut leases = self.fetch(&job, &asker, &mut reply).await;
-        self.account(&job, running.tokens_ahead, &mut reply).await;
+        self.account(&job, &mut reply).await;
         running.prefilled();
         if job.wait_save {
             leases.extend(self.save(&job, &asker, &mut reply).await);
@@ -87,15 +87,19 @@ impl Engine {
             sources: job.sources.clone(),
             deadline: self.deadline(job),
         };
-        let outcome = match self.client.fetch(call).await {
+        let outcome = self.client.fetch(call).await;
+        reply.fetch_us = micros(begun.elapsed());
+        let outcome = match outcome {
             Ok(outcome) => outcome,
             Err(error) => {
                 reply.misses.push(error.to_string());
                 return BTreeSet::new();
             }
         };
-        reply.fetch_us = micros(begun.elapsed());
-        self.check(job, &outcome, reply);
+        count_fetched(&self.blocks, &job.hashes, &outcome, reply);
+        if reply.wrong_bytes > 0 {
+            tracing::error!(request = %job.request, bytes = reply.wrong_bytes, "fetched bytes are not what they must be");
+        }
         reply.misses = outcome.misses.iter().map(|miss| miss.reason.name().to_owned()).collect();
         outcome.leases.into_iter().collect()
     }
@@ -108,39 +112,15 @@ impl Engine {
         recompute.max(Duration::from_millis(self.config.fetch_floor_ms)).min(FETCH_TIME_MAX)
     }
 
-    /// Counts leading right blocks as hits, by tier. A wrong block ends them: it would be computed anew.
-    fn check(&self, job: &Job, outcome: &FetchOutcome, reply: &mut pb::RunReply) {
-        let mut is_prefix_right = true;
-        for (hash, block) in job.hashes.iter().zip(&outcome.blocks) {
-            let checked = self.blocks.check(*hash, &block.frame);
-            reply.fetched_bytes += block.frame.payload().len() as u64;
-            reply.verified_bytes += checked.verified_bytes;
-            reply.wrong_bytes += checked.wrong_bytes;
-            is_prefix_right &= checked.wrong_bytes == 0;
-            if is_prefix_right {
-                reply.hit_blocks += 1;
-                match block.tier {
-                    Tier::Gpu => reply.hit_gpu_blocks += 1,
-                    Tier::Dram => reply.hit_dram_blocks += 1,
-                    Tier::Ssd => reply.hit_ssd_blocks += 1,
-                }
-            }
-        }
-        if reply.wrong_bytes > 0 {
-            tracing::error!(request = %job.request, bytes = reply.wrong_bytes, "fetched bytes are not what they must be");
-        }
-    }
-
-    /// What the profile says the rest takes; waited for only as far as the configuration says.
-    async fn account(&self, job: &Job, tokens_ahead: u64, reply: &mut pb::RunReply) {
-        let cached = (u64::from(reply.hit_blocks) * u64::from(job.block_tokens)).min(job.input_tokens.into());
-        let new = u64::from(job.input_tokens) - cached;
-        let prefill_ns = self.profile.step_ns.saturating_add(self.profile.prefill_ns(cached, new));
-        reply.modelled_prefill_us = prefill_ns / 1_000;
-        reply.modelled_queue_us = self.profile.prefill_ns(0, tokens_ahead) / 1_000;
+    /// What the profile says the rest takes, and the whole would have; waited for only as far as the
+    /// configuration says.
+    async fn account(&self, job: &Job, reply: &mut pb::RunReply) {
+        let prefill = modelled_prefill(&self.profile, job, reply.hit_blocks);
+        reply.modelled_profile = self.profile.name.to_owned();
+        reply.modelled_prefill_us = micros(prefill);
+        reply.modelled_prefill_uncached_us = micros(modelled_prefill(&self.profile, job, 0));
         if self.config.time_scale > 0.0 {
-            let modelled = Duration::from_nanos(prefill_ns);
-            tokio::time::sleep(modelled.mul_f64(self.config.time_scale)).await;
+            tokio::time::sleep(prefill.mul_f64(self.config.time_scale)).await;
         }
     }
 
@@ -205,6 +185,45 @@ impl Engine {
     }
 }
 
+/// Counts what arrived by what became of it, and leading right blocks as hits. A wrong block ends them: it
+/// would be computed anew.
+fn count_fetched(shape: &BlockShape, hashes: &[BlockHash], outcome: &FetchOutcome, reply: &mut pb::RunReply) {
+    let mut is_prefix_right = true;
+    let mut handed_out_bytes = 0;
+    for (hash, block) in hashes.iter().zip(&outcome.blocks) {
+        let checked = shape.check(*hash, &block.frame);
+        handed_out_bytes += checked.verified_bytes + checked.wrong_bytes;
+        reply.verified_bytes += checked.verified_bytes;
+        reply.wrong_bytes += checked.wrong_bytes;
+        if checked.wrong_bytes > 0 {
+            reply.wrong_blocks += 1;
+            is_prefix_right = false;
+        }
+        if is_prefix_right {
+            reply.hit_blocks += 1;
+            match block.tier {
+                Tier::Gpu => reply.hit_gpu_blocks += 1,
+                Tier::Dram => reply.hit_dram_blocks += 1,
+                Tier::Ssd => reply.hit_ssd_blocks += 1,
+            }
+        }
+    }
+    // What was not handed out is known by its encoded size only; without headers it is payload again.
+    let kept_back_bytes = shape.payload_of(outcome.received_bytes.saturating_sub(outcome.bytes));
+    let refused_bytes = kept_back_bytes.min(u64::from(outcome.wrong_blocks) * shape.payload_bytes());
+    reply.wrong_blocks += outcome.wrong_blocks;
+    reply.wrong_bytes += refused_bytes;
+    reply.unused_bytes += kept_back_bytes - refused_bytes;
+    reply.fetched_bytes += handed_out_bytes + kept_back_bytes;
+}
+
+/// Modelled time of computing a prompt of which so many leading blocks were hits.
+fn modelled_prefill(profile: &HardwareProfile, job: &Job, hit_blocks: u32) -> Duration {
+    let input = u64::from(job.input_tokens);
+    let cached = (u64::from(hit_blocks) * u64::from(job.block_tokens)).min(input);
+    Duration::from_nanos(profile.step_ns.saturating_add(profile.prefill_ns(cached, input - cached)))
+}
+
 fn count_saved(done: &SaveDone, block_bytes: u64, reply: &mut pb::RunReply) {
     reply.saved_blocks += done.stored_blocks;
     reply.saved_bytes += u64::from(done.stored_blocks) * block_bytes;
@@ -222,6 +241,101 @@ fn blocks_u32(blocks: usize) -> u32 {
     u32::try_from(blocks).unwrap_or(u32::MAX)
 }
 
+/// At least 1: in an answer, 0 says that there was nothing to time.
 fn micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use kv_core::id::{Category, NodeId, RequestId, TenantId};
+    use kvfleet_client::FetchedBlock;
+
+    use super::*;
+
+    /// Payload of the blocks here; their frames are longer by a header.
+    const PAYLOAD: u64 = 4099;
+
+    fn shape() -> BlockShape {
+        BlockShape::new(IdentityDigest([1; 16]), PAYLOAD, 4).unwrap()
+    }
+
+    fn hash(number: u8) -> BlockHash {
+        BlockHash([number; 16])
+    }
+
+    /// Blocks 1 to `handed_out`, and as many further frames that arrived and were kept back.
+    fn outcome(handed_out: u8, kept_back: u64) -> FetchOutcome {
+        let block =
+            |number| FetchedBlock { frame: shape().make(hash(number)), tier: Tier::Dram, node: NodeId(1) };
+        let blocks: Vec<_> = (1..=handed_out).map(block).collect();
+        let bytes = blocks.iter().map(|block| block.frame.bytes.len() as u64).sum();
+        let frame_bytes = shape().make(hash(1)).bytes.len() as u64;
+        assert!(frame_bytes > PAYLOAD, "frames have headers, so the two units differ");
+        FetchOutcome {
+            blocks,
+            bytes,
+            received_bytes: bytes + kept_back * frame_bytes,
+            ..FetchOutcome::default()
+        }
+    }
+
+    fn counted(outcome: &FetchOutcome) -> pb::RunReply {
+        let mut reply = pb::RunReply::default();
+        count_fetched(&shape(), &[1, 2, 3, 4].map(hash), outcome, &mut reply);
+        let sum = reply.verified_bytes + reply.wrong_bytes + reply.unused_bytes;
+        assert_eq!(reply.fetched_bytes, sum, "all that arrived is accounted for: {reply:?}");
+        reply
+    }
+
+    #[test]
+    fn of_an_honest_fetch_everything_is_verified() {
+        let reply = counted(&outcome(3, 0));
+        assert_eq!((reply.fetched_bytes, reply.verified_bytes), (3 * PAYLOAD, 3 * PAYLOAD));
+        assert_eq!((reply.hit_blocks, reply.wrong_blocks, reply.unused_bytes), (3, 0, 0));
+    }
+
+    #[test]
+    fn a_frame_that_failed_its_checks_is_wrong_bytes() {
+        let reply = counted(&FetchOutcome { wrong_blocks: 1, ..outcome(2, 1) });
+        assert_eq!((reply.fetched_bytes, reply.verified_bytes), (3 * PAYLOAD, 2 * PAYLOAD));
+        assert_eq!((reply.wrong_bytes, reply.wrong_blocks, reply.hit_blocks), (PAYLOAD, 1, 2));
+    }
+
+    #[test]
+    fn bytes_that_differ_behind_a_right_checksum_are_wrong() {
+        let mut outcome = outcome(3, 0);
+        outcome.blocks[1].frame = shape().make(hash(9));
+        let reply = counted(&outcome);
+        assert_eq!((reply.fetched_bytes, reply.verified_bytes), (3 * PAYLOAD, 2 * PAYLOAD));
+        assert_eq!((reply.wrong_bytes, reply.wrong_blocks, reply.hit_blocks), (PAYLOAD, 1, 1));
+    }
+
+    #[test]
+    fn what_arrived_behind_a_gap_is_counted_apart() {
+        let reply = counted(&outcome(1, 2));
+        assert_eq!((reply.fetched_bytes, reply.verified_bytes), (3 * PAYLOAD, PAYLOAD));
+        assert_eq!((reply.unused_bytes, reply.wrong_bytes), (2 * PAYLOAD, 0));
+    }
+
+    #[test]
+    fn a_full_hit_and_no_hit_are_modelled_on_the_same_basis() {
+        let profile = HardwareProfile::default();
+        let job = Job {
+            request: RequestId(1),
+            tenant: TenantId(0),
+            category: Category::default(),
+            hashes: vec![],
+            block_tokens: 512,
+            input_tokens: 1000,
+            sources: vec![],
+            save_to: None,
+            wait_save: true,
+        };
+        let step = Duration::from_nanos(profile.step_ns);
+        assert_eq!(modelled_prefill(&profile, &job, 2), step);
+        let whole = step + Duration::from_nanos(profile.prefill_ns(0, 1000));
+        assert_eq!(modelled_prefill(&profile, &job, 0), whole);
+    }
 }

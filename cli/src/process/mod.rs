@@ -10,5 +10,5 @@ mod start;
 mod telemetry;
 
 pub use ready::{Ready, ReadyError};
-pub use signals::{StopSignal, stop_requested};
+pub use signals::{Stop, StopSignal};
 pub use start::{Role, run};

@@ -1,11 +1,21 @@
-//! When a process should stop: SIGTERM, SIGINT, or the end of its parent.
+//! When a process should stop: SIGTERM, SIGINT, SIGHUP, or the end of its parent.
 //!
-//! Not here: what stopping means for a service.
+//! Not here: what stopping means for a service or a command.
 
-use std::io::Read;
+use std::io::{Read, Write};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+/// How long a service gets from the request to stop until its process ends whatever still holds it up.
+/// Longer than any service takes, and than whoever started it waits before SIGKILL.
+const FORCE_EXIT_AFTER: Duration = Duration::from_secs(10);
+
+/// Exit status of a process that did not stop in time.
+const EXIT_FORCED: i32 = 1;
 
 /// Why a stop was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,21 +24,100 @@ pub enum StopSignal {
     Interrupt,
     /// SIGTERM.
     Terminate,
+    /// The terminal is gone.
+    HangUp,
     /// The process that started this one is gone.
     ParentGone,
 }
 
-/// Returns at the first request to stop. With `follow_parent`, the end of standard input counts as
-/// one: the parent holds the other end of that pipe and cannot go, however it dies, without closing it.
-pub async fn stop_requested(follow_parent: bool) -> std::io::Result<StopSignal> {
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut parent = watch_parent(follow_parent);
-    Ok(tokio::select! {
-        _ = terminate.recv() => StopSignal::Terminate,
-        _ = interrupt.recv() => StopSignal::Interrupt,
-        Some(()) = parent.recv() => StopSignal::ParentGone,
-    })
+/// Requests to stop, heard from the moment this is made, whatever the process is busy with: the first
+/// one asks for an orderly end, the second one for an end at once.
+#[derive(Clone, Debug, Default)]
+pub struct Stop {
+    asked: CancellationToken,
+    insisted: CancellationToken,
+    why: Arc<OnceLock<StopSignal>>,
+}
+
+impl Stop {
+    /// For a command that a person typed.
+    pub fn of_command() -> std::io::Result<Self> {
+        let stop = Self::default();
+        tokio::spawn(stop.clone().listen(Heard::new(false)?, |_| {
+            say("stopping (again to stop at once)");
+        }));
+        Ok(stop)
+    }
+
+    /// For a service: once asked to stop it ends within [`FORCE_EXIT_AFTER`], by force if need be. With
+    /// `follow_parent`, the end of standard input counts as a request: the parent holds the other end of
+    /// that pipe and cannot go, however it dies, without closing it.
+    pub fn of_service(follow_parent: bool) -> std::io::Result<Self> {
+        let stop = Self::default();
+        tokio::spawn(stop.clone().listen(Heard::new(follow_parent)?, |_| {
+            std::thread::spawn(force_exit);
+        }));
+        Ok(stop)
+    }
+
+    /// Returns at the first request.
+    pub async fn requested(&self) -> StopSignal {
+        self.asked.cancelled().await;
+        self.why.get().copied().unwrap_or(StopSignal::Terminate)
+    }
+
+    /// Returns at the second request.
+    pub async fn insisted(&self) {
+        self.insisted.cancelled().await;
+    }
+
+    /// Cancelled at the first request.
+    #[must_use]
+    pub fn token(&self) -> &CancellationToken {
+        &self.asked
+    }
+
+    async fn listen(self, mut heard: Heard, at_first: impl Fn(StopSignal)) {
+        loop {
+            let why = heard.next().await;
+            if self.asked.is_cancelled() {
+                self.insisted.cancel();
+            } else {
+                // The only one that sets it.
+                let _ = self.why.set(why);
+                self.asked.cancel();
+                at_first(why);
+            }
+        }
+    }
+}
+
+/// The signals, registered.
+struct Heard {
+    terminate: Signal,
+    interrupt: Signal,
+    hang_up: Signal,
+    parent: mpsc::Receiver<()>,
+}
+
+impl Heard {
+    fn new(follow_parent: bool) -> std::io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            hang_up: signal(SignalKind::hangup())?,
+            parent: watch_parent(follow_parent),
+        })
+    }
+
+    async fn next(&mut self) -> StopSignal {
+        tokio::select! {
+            _ = self.terminate.recv() => StopSignal::Terminate,
+            _ = self.interrupt.recv() => StopSignal::Interrupt,
+            _ = self.hang_up.recv() => StopSignal::HangUp,
+            Some(()) = self.parent.recv() => StopSignal::ParentGone,
+        }
+    }
 }
 
 /// A plain thread, because a read of standard input cannot be cancelled and must not hold up a runtime.
@@ -40,7 +129,22 @@ fn watch_parent(follow: bool) -> mpsc::Receiver<()> {
             while matches!(std::io::stdin().lock().read(&mut ignored), Ok(bytes) if bytes > 0) {}
             // The receiver may be gone already: then the process is stopping for another reason.
             let _ = gone.blocking_send(());
+            // From here and not from the listener: nobody is left to kill this process, even if its runtime
+            // is too busy to listen.
+            force_exit();
         });
     }
     parent
+}
+
+/// Ends the process after a grace, from a thread that nothing else can hold up.
+fn force_exit() {
+    std::thread::sleep(FORCE_EXIT_AFTER);
+    say(&format!("did not stop within {FORCE_EXIT_AFTER:?}: ended by force"));
+    std::process::exit(EXIT_FORCED);
+}
+
+/// Says something to a person who may have hung up.
+fn say(text: &str) {
+    let _ = writeln!(std::io::stderr(), "kvfleet: {text}");
 }

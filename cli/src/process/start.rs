@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 
 use prometheus::Registry;
 
-use super::{Ready, stop_requested, telemetry};
+use super::{Ready, Stop, telemetry};
 use crate::args::ProcessArgs;
 use crate::config::{Settings, environment_overrides, load};
 use crate::instance::{Instance, InstanceConfig};
@@ -95,14 +95,21 @@ async fn serve<T>(
     settings: Settings<T>,
     start: impl AsyncFnOnce(T, &Registry) -> anyhow::Result<(Service, Vec<(&'static str, SocketAddr)>)>,
 ) -> anyhow::Result<()> {
+    let stop = Stop::of_service(args.follow_parent)?;
     let telemetry = telemetry::install(&settings.process, &format!("kvfleet-{}", role.name()))?;
     let registry = Registry::new();
-    let stop = stop_requested(args.follow_parent);
     let metrics = super::metrics::serve(&settings.process.metrics_listen, registry.clone()).await?;
-    let (service, mut addresses) = start(settings.service, &registry).await?;
+    let (service, mut addresses) = tokio::select! {
+        started = start(settings.service, &registry) => started?,
+        why = stop.requested() => {
+            tracing::info!(?why, "stopped before it served");
+            telemetry.finish();
+            return Ok(());
+        }
+    };
     addresses.extend(metrics.map(|address| ("metrics", address)));
     announce(role, number, &addresses)?;
-    let why = stop.await?;
+    let why = stop.requested().await;
     tracing::info!(?why, "stopping");
     match service {
         Service::Router(router) => router.shutdown().await,

@@ -1,12 +1,13 @@
-//! Drives a replay: starts requests in a fair order, carries out faults at their moments, gathers what
-//! was measured, and stops early when asked to, with what has ended so far.
+//! Drives a replay: starts requests in a fair order and not before they arrive, carries out faults at
+//! their moments, gathers what was measured, and stops early when asked to, with what has ended so far.
 //!
 //! Not here: serving one request (`serve.rs`) and what a fault does (`faults.rs`).
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::task::JoinSet;
+use tokio::task::{Id, JoinError, JoinSet};
 use tokio_util::sync::CancellationToken;
 
 use super::faults::Faults;
@@ -34,9 +35,19 @@ pub(super) struct Pace {
     pub(super) speed: Speed,
 }
 
+impl Pace {
+    /// When a request arrives, since the start of the replay; nothing when it need not be waited for. At
+    /// the slowest pace the latest moment a trace can name is longer than any clock counts.
+    fn arrival(&self, request: &Prepared) -> Option<Duration> {
+        let Speed::Times(times) = self.speed else { return None };
+        let arrival = Duration::from_micros(request.arrival_us).as_secs_f64() / times;
+        Some(Duration::try_from_secs_f64(arrival).unwrap_or(Duration::MAX))
+    }
+}
+
 /// A replay under way.
-pub(super) struct Drive<'a> {
-    pub(super) requests: &'a Arc<Vec<Prepared>>,
+pub(super) struct Drive {
+    pub(super) requests: Arc<Vec<Prepared>>,
     pub(super) server: Arc<Server>,
     pub(super) pace: Pace,
     pub(super) faults: Faults,
@@ -50,11 +61,14 @@ struct State {
     order: Order,
     visible: Visible,
     under_way: JoinSet<Ended>,
+    /// Which request a task serves, should it be lost.
+    request_of: HashMap<Id, usize>,
     measured: Measured,
 }
 
-impl Drive<'_> {
-    /// Runs to the end of the trace or to the stop. `cluster` is the one to break, if it is ours.
+impl Drive {
+    /// Runs to the end of the trace, to the stop, or until a router refuses. `cluster` is the one to break,
+    /// if it is ours.
     pub(super) async fn run(mut self, mut cluster: Option<&mut Cluster>) -> Measured {
         let mut state = State {
             started_at: Instant::now(),
@@ -62,62 +76,86 @@ impl Drive<'_> {
             order: Order::new(self.requests.len(), self.pace.concurrency),
             visible: Visible::default(),
             under_way: JoinSet::new(),
+            request_of: HashMap::new(),
             measured: Measured::default(),
         };
         let cpu_before = (cpu_time_of(std::process::id()), cluster.as_deref().map(Cluster::cpu_time));
-        while !state.order.is_done() && !self.stop.is_cancelled() {
-            self.faults
-                .due(state.started, state.started_at, &mut state.visible, cluster.as_deref_mut())
-                .await;
+        while !state.order.is_done() && !self.is_over(&state) {
+            if self.is_fault_next(&state) {
+                self.break_what_is_due(&mut state, cluster.as_deref_mut()).await;
+            }
             self.start_all_that_may(&mut state);
             self.wait_for_one(&mut state).await;
         }
         self.drain(&mut state).await;
-        self.faults.due(state.started, state.started_at, &mut state.visible, cluster.as_deref_mut()).await;
-        state.measured.wall = state.started_at.elapsed();
         let cpu_now = (cpu_time_of(std::process::id()), cluster.as_deref().map(Cluster::cpu_time));
         state.measured.driver_cpu =
             cpu_now.0.unwrap_or_default().saturating_sub(cpu_before.0.unwrap_or_default());
         state.measured.cluster_cpu =
             cpu_now.1.zip(cpu_before.1).map(|(now, before)| now.saturating_sub(before));
+        if state.order.is_done() {
+            self.break_what_is_due(&mut state, cluster).await;
+        }
+        let marks = self.faults.finish(&self.server.watch, &self.stop).await;
+        state.measured.faults = marks.done;
+        state.measured.faults_not_done = marks.not_done;
+        state.measured.faults_not_measured = marks.not_measured;
         state.measured.interrupted = self.stop.is_cancelled();
-        let (faults, not_done) = self.faults.finish(&self.server.watch).await;
-        state.measured.faults = faults;
-        not_done.into_iter().for_each(|fault| count(&mut state.measured.errors, format!("fault {fault}"), 1));
         self.progress.finish();
         state.measured
     }
 
-    /// Starts requests until the next one has to wait for an end, a moment or a fault.
+    fn is_over(&self, state: &State) -> bool {
+        self.stop.is_cancelled() || state.measured.refused.is_some()
+    }
+
+    /// Whether a fault comes before the next request. One at 100 % comes before none: it waits for the last
+    /// end, so that it costs no request and no time of the replay.
+    fn is_fault_next(&self, state: &State) -> bool {
+        state.started < self.requests.len() && self.faults.is_due(state.started)
+    }
+
+    async fn break_what_is_due(&mut self, state: &mut State, cluster: Option<&mut Cluster>) {
+        tokio::select! {
+            () = self.faults.due(state.started, state.started_at, &mut state.visible, cluster) => {}
+            () = self.stop.cancelled() => {}
+        }
+    }
+
+    /// Starts requests until the next one has to wait for an end, its arrival or a fault.
     fn start_all_that_may(&self, state: &mut State) {
-        let requests = self.requests;
-        while !self.faults.is_due(state.started) && self.is_time_for_next(state) {
-            let Some(next) = state.order.start_next(|request| &requests[request].hashes) else { return };
+        let requests = &self.requests;
+        let since = state.started_at.elapsed();
+        while !self.is_over(state) && !self.is_fault_next(state) {
+            let next = state.order.start_next(
+                |request| &requests[request].hashes,
+                |request| self.pace.arrival(&requests[request]).is_none_or(|arrival| arrival <= since),
+            );
+            let Some(next) = next else { return };
             state.started += 1;
             let after = state.visible.needed(&requests[next].hashes);
             let (server, requests, begun) =
                 (Arc::clone(&self.server), Arc::clone(requests), state.started_at);
-            state.under_way.spawn(async move {
+            let task = state.under_way.spawn(async move {
                 let served = server.serve(next, &requests[next], after).await;
                 Ended { request: next, at: begun.elapsed(), served }
             });
+            state.request_of.insert(task.id(), next);
         }
     }
 
-    /// When the next request arrives, for a paced replay.
-    fn next_arrival(&self, state: &State) -> Option<Duration> {
-        let Speed::Times(times) = self.pace.speed else { return None };
-        let next = self.requests.get(state.started)?;
-        Some(Duration::from_micros(next.arrival_us).div_f64(times))
-    }
-
-    fn is_time_for_next(&self, state: &State) -> bool {
-        self.next_arrival(state).is_none_or(|arrival| state.started_at.elapsed() >= arrival)
+    /// When the next request arrives, if that is worth waiting for.
+    fn next_arrival(&self, state: &State) -> Option<tokio::time::Instant> {
+        let next = state.order.next_to_arrive()?;
+        let arrival = state.started_at.checked_add(self.pace.arrival(&self.requests[next])?)?;
+        (arrival > Instant::now()).then(|| arrival.into())
     }
 
     async fn wait_for_one(&self, state: &mut State) {
-        let arrival = self.next_arrival(state).filter(|_| !self.is_time_for_next(state));
-        let until = arrival.map(|arrival| tokio::time::Instant::from_std(state.started_at + arrival));
+        if self.is_fault_next(state) {
+            return;
+        }
+        let until = self.next_arrival(state);
         let next_moment = async {
             match until {
                 Some(until) => tokio::time::sleep_until(until).await,
@@ -125,32 +163,40 @@ impl Drive<'_> {
             }
         };
         tokio::select! {
-            Some(ended) = state.under_way.join_next() => self.take(state, ended),
+            Some(ended) = state.under_way.join_next_with_id() => self.take(state, ended),
             () = next_moment => {}
             () = self.stop.cancelled() => {}
-            else => {}
         }
     }
 
     /// After a stop, requests under way may end for a moment and then are dropped.
     async fn drain(&self, state: &mut State) {
         let deadline = tokio::time::Instant::now() + INTERRUPT_GRACE;
-        while let Ok(Some(ended)) = tokio::time::timeout_at(deadline, state.under_way.join_next()).await {
+        while let Ok(Some(ended)) =
+            tokio::time::timeout_at(deadline, state.under_way.join_next_with_id()).await
+        {
             self.take(state, ended);
         }
         state.under_way.shutdown().await;
     }
 
-    fn take(&self, state: &mut State, ended: Result<Ended, tokio::task::JoinError>) {
-        let Ok(ended) = ended else {
+    fn take(&self, state: &mut State, ended: Result<(Id, Ended), JoinError>) {
+        let id = ended.as_ref().map_or_else(JoinError::id, |(id, _)| *id);
+        if let Some(request) = state.request_of.remove(&id) {
+            state.order.end(request);
+        }
+        let Ok((_, ended)) = ended else {
             count(&mut state.measured.errors, "a request's task was lost".to_owned(), 1);
             state.measured.failed += 1;
             return;
         };
-        state.order.end(ended.request);
-        let Served { sample, saved_at, hit_blocks, errors, misses } = ended.served;
+        state.measured.wall = state.measured.wall.max(ended.at);
+        let Served { sample, saved_at, hit_blocks, errors, misses, refused, profile } = ended.served;
         errors.into_iter().for_each(|error| count(&mut state.measured.errors, error, 1));
         misses.into_iter().for_each(|miss| count(&mut state.measured.misses, miss, 1));
+        if let Some(refused) = refused {
+            state.measured.refused.get_or_insert(refused);
+        }
         let Some(mut sample) = sample else {
             state.measured.failed += 1;
             return;
@@ -158,6 +204,9 @@ impl Drive<'_> {
         sample.at = ended.at;
         state.visible.saved(&self.requests[ended.request].hashes[hit_blocks..], &saved_at);
         self.progress.ended(&sample);
+        if state.measured.profiles.len() < TEXTS_MAX {
+            state.measured.profiles.insert(profile);
+        }
         state.measured.samples.push(sample);
     }
 }
@@ -166,4 +215,99 @@ impl Drive<'_> {
 fn count(counts: &mut std::collections::BTreeMap<String, u64>, text: String, by: u64) {
     let known = counts.len() < TEXTS_MAX || counts.contains_key(&text);
     *counts.entry(if known { text } else { "other".to_owned() }).or_default() += by;
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use kv_core::id::{IdentityDigest, TenantId};
+    use kvfleet_client::{Client, ClientConfig};
+    use kvfleet_proto::tls::TlsFiles;
+
+    use super::super::watch::Watch;
+    use super::*;
+    use crate::certificates::Authority;
+
+    /// A replay of so many requests on routers that nobody asks.
+    fn drive(requests: usize) -> Drive {
+        let dir = tempfile::tempdir().unwrap();
+        let files = Authority::open(dir.path()).unwrap().issue("admin").unwrap();
+        let identity = TlsFiles { ca: files.ca, cert: files.cert, key: files.key }.load().unwrap();
+        let server = Server {
+            client: Client::new(ClientConfig::new(vec!["127.0.0.1:9".into()], identity.clone())).unwrap(),
+            identity,
+            digest: IdentityDigest([1; 16]),
+            tenant: TenantId(0),
+            block_tokens: 512,
+            watch: Arc::new(Watch::default()),
+            instances: parking_lot::Mutex::default(),
+        };
+        let request = Prepared {
+            arrival_us: 0,
+            hashes: vec![],
+            input_tokens: 1,
+            output_tokens: 1,
+            category: kv_core::id::Category::default(),
+        };
+        Drive {
+            requests: Arc::new(vec![request; requests]),
+            faults: Faults::plan(&[], &[], requests, &server.watch),
+            server: Arc::new(server),
+            pace: Pace { concurrency: 4, speed: Speed::Max },
+            progress: Progress::new(requests, true),
+            stop: CancellationToken::new(),
+        }
+    }
+
+    fn state(drive: &Drive) -> State {
+        State {
+            started_at: Instant::now(),
+            started: 0,
+            order: Order::new(drive.requests.len(), drive.pace.concurrency),
+            visible: Visible::default(),
+            under_way: JoinSet::new(),
+            request_of: HashMap::new(),
+            measured: Measured::default(),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_request_whose_task_is_lost_has_ended_and_failed() {
+        let drive = drive(1);
+        let mut state = state(&drive);
+        let request = state.order.start_next(|_| &[], |_| true).unwrap();
+        let task = state.under_way.spawn(async { panic!("lost") });
+        state.request_of.insert(task.id(), request);
+        drive.wait_for_one(&mut state).await;
+        assert!(state.order.is_done(), "or the replay waits for ever");
+        assert_eq!(state.measured.failed, 1);
+    }
+
+    #[tokio::test]
+    async fn a_refusal_starts_nothing_more() {
+        let drive = drive(3);
+        let mut state = state(&drive);
+        let request = state.order.start_next(|_| &[], |_| true).unwrap();
+        let served = Served { refused: Some("why".into()), ..Served::default() };
+        let task = state.under_way.spawn(async move { Ended { request, at: Duration::ZERO, served } });
+        state.request_of.insert(task.id(), request);
+        drive.wait_for_one(&mut state).await;
+        drive.start_all_that_may(&mut state);
+        assert_eq!((state.started, state.measured.refused.as_deref()), (0, Some("why")));
+    }
+
+    #[test]
+    fn no_arrival_and_no_pace_is_too_much_for_the_clock() {
+        let request = |arrival_us| Prepared {
+            arrival_us,
+            hashes: vec![],
+            input_tokens: 1,
+            output_tokens: 1,
+            category: kv_core::id::Category::default(),
+        };
+        let pace = |times| Pace { concurrency: 1, speed: Speed::Times(times) };
+        assert_eq!(pace(2.0).arrival(&request(3_000_000)), Some(Duration::from_millis(1500)));
+        assert_eq!(pace(1e-300).arrival(&request(u64::MAX)), Some(Duration::MAX));
+        assert_eq!(Pace { concurrency: 1, speed: Speed::Max }.arrival(&request(5)), None);
+    }
 }

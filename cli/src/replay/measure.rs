@@ -3,7 +3,7 @@
 //! Not here: how it is written and drawn (`crate::report`). Modelled numbers are kept in fields of
 //! their own that say so.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// One request that ended.
@@ -15,12 +15,16 @@ pub struct Sample {
     pub asked_blocks: u32,
     /// Blocks served from GPU memory, DRAM, SSD.
     pub hit_blocks: TierBlocks,
-    /// Bytes that came from nodes.
+    /// Bytes that came from nodes, whatever became of them.
     pub fetched_bytes: u64,
-    /// Of these, compared with what they must be.
+    /// Of these, compared with what they must be, and right.
     pub verified_bytes: u64,
-    /// Of these, wrong.
+    /// Of these, compared and wrong, or refused by their checks.
     pub wrong_bytes: u64,
+    /// Blocks of the wrong bytes.
+    pub wrong_blocks: u32,
+    /// Of the bytes that came, those behind a gap: of no use, and so not compared.
+    pub unused_bytes: u64,
     /// Bytes stored on nodes.
     pub saved_bytes: u64,
     /// Blocks stored on nodes.
@@ -31,9 +35,9 @@ pub struct Sample {
     pub refused_blocks: u32,
     /// Time of the successful route call.
     pub route_us: u64,
-    /// Time of the fetch; nothing when nothing was fetched.
+    /// Time of the fetch, however it ended; nothing when there was nothing to fetch.
     pub fetch_us: Option<u64>,
-    /// Time of the save; nothing when nothing was saved.
+    /// Time of the save, however it ended; nothing when there was nothing to save.
     pub save_us: Option<u64>,
     /// Time from start to end as the caller sees it, retries included.
     pub total_us: u64,
@@ -62,11 +66,11 @@ impl TierBlocks {
     }
 }
 
-/// What the hardware profile says a request would take on that hardware. Nothing here was measured.
+/// What the instance's hardware profile says a request would take on that hardware. Nothing here was
+/// measured. Waiting behind other requests is left out: how many wait here depends on how fast this machine
+/// moves bytes, and that is measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ModelledSample {
-    /// Waiting for the work ahead.
-    pub queue_us: u64,
     /// Moving the KV.
     pub transfer_us: u64,
     /// Computing the rest.
@@ -76,10 +80,10 @@ pub struct ModelledSample {
 }
 
 impl ModelledSample {
-    /// Modelled time to first token.
+    /// Modelled time to first token of a request that waits for no other.
     #[must_use]
     pub fn ttft_us(&self) -> u64 {
-        self.queue_us + self.transfer_us + self.prefill_us
+        self.transfer_us + self.prefill_us
     }
 }
 
@@ -111,13 +115,23 @@ pub struct Measured {
     pub samples: Vec<Sample>,
     /// Faults in the order of their moments.
     pub faults: Vec<FaultMark>,
+    /// Faults asked for that were not carried out, and why.
+    pub faults_not_done: Vec<String>,
+    /// Kills whose cost could not be measured.
+    pub faults_not_measured: Vec<String>,
+    /// Processes that ended although nobody asked them to, and how.
+    pub crashed: Vec<String>,
+    /// Why a router refused to serve this replay at all.
+    pub refused: Option<String>,
+    /// Names of the profiles under which instances modelled their compute.
+    pub profiles: BTreeSet<String>,
     /// Failed attempts by kind; the request behind one may have ended well later.
     pub errors: BTreeMap<String, u64>,
     /// Sources that did not deliver all they were asked for, by reason.
     pub misses: BTreeMap<String, u64>,
     /// Requests that never ended well.
     pub failed: u64,
-    /// From the first start to the last end.
+    /// From the first start to the last end of a request.
     pub wall: Duration,
     /// Processor time of all processes of the cluster; nothing for a cluster of someone else.
     pub cluster_cpu: Option<Duration>,

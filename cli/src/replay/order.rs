@@ -2,7 +2,8 @@
 //!
 //! A request may overtake another unless it shares a block that the other one is the first to bring:
 //! such a block is not visible before that one has ended. With bounded capacity even touching a block
-//! matters to what is evicted, so there only one request runs at a time. Pure: no clock, no tasks.
+//! matters to what is evicted, so there only one request runs at a time. A request that has not arrived
+//! yet neither starts nor keeps others from starting. Pure: no clock, no tasks.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -45,11 +46,15 @@ impl Order {
     }
 
     /// The next request that may start now, which then counts as running.
-    pub(super) fn start_next<'a>(&mut self, blocks_of: impl Fn(usize) -> &'a [BlockHash]) -> Option<usize> {
+    pub(super) fn start_next<'a>(
+        &mut self,
+        blocks_of: impl Fn(usize) -> &'a [BlockHash],
+        has_arrived: impl Fn(usize) -> bool,
+    ) -> Option<usize> {
         if self.running == self.running_max {
             return None;
         }
-        while self.may_admit() {
+        while self.next_to_arrive().is_some_and(&has_arrived) {
             self.admit(self.admitted, blocks_of(self.admitted));
         }
         let next = self.free.pop_first()?;
@@ -78,9 +83,10 @@ impl Order {
         self.ended == self.requests
     }
 
-    fn may_admit(&self) -> bool {
+    /// The request whose arrival is next to be waited for; nothing when none is left, or when enough wait.
+    pub(super) fn next_to_arrive(&self) -> Option<usize> {
         let waiting_max = if self.running_max == 1 { 1 } else { self.running_max * WAITING_PER_RUNNING };
-        self.admitted < self.requests && self.admitted - self.ended < waiting_max
+        (self.admitted < self.requests && self.admitted - self.ended < waiting_max).then_some(self.admitted)
     }
 
     fn admit(&mut self, request: usize, blocks: &[BlockHash]) {
@@ -113,7 +119,52 @@ mod tests {
     }
 
     fn start(order: &mut Order, blocks: &[Vec<BlockHash>]) -> Option<usize> {
-        order.start_next(|request| &blocks[request])
+        order.start_next(|request| &blocks[request], |_| true)
+    }
+
+    /// Starts all that may start at `now`, by a clock that is a number.
+    fn start_at(order: &mut Order, blocks: &[Vec<BlockHash>], arrivals: &[u64], now: u64) -> Vec<usize> {
+        let mut next = || order.start_next(|request| &blocks[request], |request| arrivals[request] <= now);
+        std::iter::from_fn(&mut next).collect()
+    }
+
+    #[test]
+    fn nothing_starts_before_it_arrives_and_nobody_waits_for_others_to_arrive() {
+        // 1 shares a block with 0 and waits for its end; 2 shares nothing and arrives late.
+        let blocks = vec![vec![block(1)], vec![block(1)], vec![block(2)]];
+        let arrivals = [0, 10, 1000];
+        let mut order = Order::new(3, 4);
+        assert_eq!(start_at(&mut order, &blocks, &arrivals, 0), [0]);
+        assert_eq!(order.next_to_arrive(), Some(1));
+        assert_eq!(
+            start_at(&mut order, &blocks, &arrivals, 20),
+            [] as [usize; 0],
+            "2 does not take 1's turn"
+        );
+        assert_eq!(order.next_to_arrive(), Some(2));
+        order.end(0);
+        assert_eq!(
+            start_at(&mut order, &blocks, &arrivals, 30),
+            [1],
+            "1 has arrived: 2's arrival is not its own"
+        );
+        assert_eq!(start_at(&mut order, &blocks, &arrivals, 999), [] as [usize; 0]);
+        assert_eq!(start_at(&mut order, &blocks, &arrivals, 1000), [2]);
+        assert_eq!(order.next_to_arrive(), None);
+    }
+
+    #[test]
+    fn every_request_starts_at_its_arrival_while_there_is_room() {
+        let blocks: Vec<_> = (0..20).map(|number| vec![block(number)]).collect();
+        let arrivals: Vec<u64> = (0..20).map(|number| number * 100).collect();
+        let mut order = Order::new(20, 2);
+        for now in 0..2000 {
+            for started in start_at(&mut order, &blocks, &arrivals, now) {
+                assert_eq!(arrivals[started], now);
+                order.end(started);
+            }
+        }
+        assert!(order.is_done());
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::collections::HashSet;
 use std::fs::File;
 use std::io::BufReader;
 use std::path::Path;
+use std::sync::Arc;
 
 use kv_core::id::{BlockHash, Category};
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
@@ -31,8 +32,8 @@ pub struct Prepared {
 /// A whole trace.
 #[derive(Clone, Debug, Default)]
 pub struct Workload {
-    /// Requests in arrival order.
-    pub requests: Vec<Prepared>,
+    /// Requests in arrival order. Shared, because a trace may fill most of the memory.
+    pub requests: Arc<Vec<Prepared>>,
     /// Distinct blocks of all requests.
     pub unique_blocks: u64,
     /// Tokens of one block.
@@ -75,9 +76,10 @@ pub fn prepare(reading: &Reading<'_>) -> anyhow::Result<Workload> {
     })?;
     let mut requests = open_trace(BufReader::new(file), reading.format, reading.lenient);
     let mut workload = Workload::default();
+    let mut prepared = vec![];
     let mut unique = HashSet::new();
     let mut hasher = None;
-    while reading.limit.is_none_or(|limit| workload.requests.len() < limit) {
+    while reading.limit.is_none_or(|limit| prepared.len() < limit) {
         let Some(request) = requests.next() else { break };
         let request = request.map_err(|error| anyhow::anyhow!("{}: {error}", reading.path.display()))?;
         if workload.block_tokens == 0 {
@@ -86,7 +88,7 @@ pub fn prepare(reading: &Reading<'_>) -> anyhow::Result<Workload> {
         let hasher = hasher.get_or_insert_with(|| hasher_for(reading, workload.block_tokens));
         let hashes = hasher.chain_ids(&request.blocks);
         unique.extend(hashes.iter().copied());
-        workload.requests.push(Prepared {
+        prepared.push(Prepared {
             arrival_us: request.arrival_us,
             hashes,
             input_tokens: request.input_tokens,
@@ -96,14 +98,15 @@ pub fn prepare(reading: &Reading<'_>) -> anyhow::Result<Workload> {
     }
     workload.unique_blocks = unique.len() as u64;
     workload.skipped_lines = requests.skipped().values().sum();
-    if workload.requests.is_empty() {
+    if prepared.is_empty() {
         anyhow::bail!(
             "{}: no request to serve{}",
             reading.path.display(),
             skipped_note(workload.skipped_lines)
         );
     }
-    start_at_zero(&mut workload.requests);
+    start_at_zero(&mut prepared);
+    workload.requests = Arc::new(prepared);
     Ok(workload)
 }
 

@@ -1,11 +1,12 @@
 //! From the arguments of `replay` to its report: read, start or join a cluster, drive, write.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use kv_core::id::TenantId;
-use kv_core::schedule::HardwareProfile;
+use kvfleet_client::{Client, ClientConfig};
 use kvfleet_proto::tls::Identity;
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::drive::{Drive, Pace};
@@ -16,9 +17,10 @@ use super::progress::Progress;
 use super::serve::Server;
 use super::watch::Watch;
 use crate::args::{Capacity, Fault, ReplayArgs};
+use crate::calls::{RouterCalls, explain};
 use crate::cluster::{Cluster, LAYERS, NodeCapacity, Shape, manifest};
-use crate::connect::{Connection, client};
-use crate::process::stop_requested;
+use crate::connect::Connection;
+use crate::process::Stop;
 use crate::report::{self, Config, Report, Subject};
 
 /// Blocks a node has room for beyond what the trace needs when capacity is unbounded: a block may lie
@@ -30,50 +32,101 @@ const UNBOUNDED_SPARE_BLOCKS: u64 = 4096;
 pub struct Outcome {
     /// Everything that was measured, added up.
     pub report: Report,
-    /// `report.json` and plots.
-    pub files: Vec<PathBuf>,
+    written: anyhow::Result<Vec<PathBuf>>,
 }
 
 impl Outcome {
-    /// Whether every request ended and every byte was right.
+    /// Whether every request ended, every byte was right, and all that was asked for was done and measured.
     #[must_use]
     pub fn is_good(&self) -> bool {
-        self.report.wrong_bytes == 0 && self.report.requests_failed == 0 && !self.report.interrupted
+        let report = &self.report;
+        report.wrong_bytes == 0
+            && report.wrong_blocks == 0
+            && report.requests_failed == 0
+            && !report.interrupted
+            && report.refused.is_none()
+            && report.crashed.is_empty()
+            && report.faults_not_done.is_empty()
+            && report.faults_not_measured.is_empty()
+    }
+
+    /// `report.json` and plots, or why they could not be written.
+    pub fn files(&self) -> anyhow::Result<&[PathBuf]> {
+        self.written.as_deref().map_err(|error| anyhow::anyhow!("{error:#}"))
     }
 }
 
-/// Runs a replay to its end, or to Ctrl-C.
-pub async fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
+/// Runs a replay to its end, or until it is asked to stop.
+pub async fn run(args: &ReplayArgs, stop: &Stop) -> anyhow::Result<Outcome> {
     check(args)?;
-    let workload = prepare(&Reading {
-        path: &args.trace,
-        format: args.format,
-        lenient: args.lenient,
-        limit: args.limit,
-        block_tokens: args.block_tokens,
-        tenant: args.tenant,
-        layers: LAYERS,
-    })?;
-    let stop = stop_on_signal();
-    let (measured, shape) = if args.connect.cluster.is_empty() {
-        on_own_cluster(args, &workload, &stop).await?
-    } else {
-        let connection = Connection::open(&args.connect)?;
-        let measured = drive(args, &workload, (connection.routers, connection.identity), None, &stop).await?;
-        (measured, None)
+    let Some(workload) = read(args, stop).await? else { anyhow::bail!("stopped before the trace was read") };
+    let stop = stop.token();
+    let (measured, shape) = match args.target.connect() {
+        None => on_own_cluster(args, &workload, stop).await?,
+        Some(connect) => {
+            let connection = Connection::open(&connect)?;
+            until_answered(connection.all()?, stop).await?;
+            let target = (connection.routers, connection.identity);
+            (drive(args, &workload, target, None, stop).await?, None)
+        }
     };
-    let subject = subject(args, &workload, shape.as_ref());
-    let report = Report::new(subject, &measured);
-    let files = match &args.report {
-        Some(directory) => report::write(directory, &report, &measured)?,
-        None => vec![],
+    if let Some(why) = measured.refused.as_ref().filter(|_| measured.samples.is_empty()) {
+        anyhow::bail!("{why}");
+    }
+    let report = Report::new(subject(args, &workload, shape.as_ref(), &measured), &measured);
+    let written = match &args.report {
+        Some(directory) => report::write(directory, &report, &measured),
+        None => Ok(vec![]),
     };
-    Ok(Outcome { report, files })
+    Ok(Outcome { report, written })
 }
 
-/// What only makes sense together.
+/// Reads the trace beside the signals: a long one takes a while.
+async fn read(args: &ReplayArgs, stop: &Stop) -> anyhow::Result<Option<Workload>> {
+    let args = args.clone();
+    let reading = tokio::task::spawn_blocking(move || {
+        prepare(&Reading {
+            path: &args.trace,
+            format: args.format,
+            lenient: args.lenient,
+            limit: args.limit,
+            block_tokens: args.block_tokens,
+            tenant: args.tenant,
+            layers: LAYERS,
+        })
+    });
+    tokio::select! {
+        workload = reading => workload?.map(Some),
+        _ = stop.requested() => Ok(None),
+    }
+}
+
+/// Refuses a cluster of which no router answers, before every request is tried on it in vain.
+async fn until_answered(routers: Vec<RouterCalls>, stop: &CancellationToken) -> anyhow::Result<()> {
+    let ask = |router: RouterCalls| async move {
+        router.status().await.map(|_| ()).map_err(|status| explain(&router.address, &status))
+    };
+    let mut asks: JoinSet<Result<(), String>> = routers.into_iter().map(ask).collect();
+    let mut problems = vec![];
+    let answered = async {
+        while let Some(asked) = asks.join_next().await {
+            match asked? {
+                Ok(()) => return Ok(()),
+                Err(problem) => problems.push(problem),
+            }
+        }
+        anyhow::bail!("{}", problems.join("\n  "))
+    };
+    tokio::select! {
+        answered = answered => answered,
+        // What comes next sees the stop too, and reports it.
+        () = stop.cancelled() => Ok(()),
+    }
+}
+
+/// What only makes sense together, and what would be noticed only after hours.
 fn check(args: &ReplayArgs) -> anyhow::Result<()> {
-    let foreign = !args.connect.cluster.is_empty();
+    let foreign = args.target.connect().is_some();
     if foreign && (!args.kill.is_empty() || !args.restart.is_empty()) {
         anyhow::bail!("--kill and --restart need a cluster of this command's own: leave out --cluster");
     }
@@ -84,24 +137,15 @@ fn check(args: &ReplayArgs) -> anyhow::Result<()> {
         Shape::check_target(&args.shape, fault.target)
             .map_err(|problem| anyhow::anyhow!("{fault}: {problem}"))?;
     }
-    Ok(())
+    args.report.as_deref().map_or(Ok(()), check_writable)
 }
 
-/// A token that is cancelled at the first SIGINT or SIGTERM; a second one ends the process at once, and
-/// the children with it.
-fn stop_on_signal() -> CancellationToken {
-    let stop = CancellationToken::new();
-    let token = stop.clone();
-    tokio::spawn(async move {
-        if stop_requested(false).await.is_ok() {
-            token.cancel();
-            eprintln!("stopping: the report covers what has ended (again to stop at once)");
-        }
-        if stop_requested(false).await.is_ok() {
-            std::process::exit(130);
-        }
-    });
-    stop
+/// Makes the report's directory and tries a file in it, which goes again at once.
+fn check_writable(directory: &Path) -> anyhow::Result<()> {
+    let tried = std::fs::create_dir_all(directory).and_then(|()| tempfile::tempfile_in(directory));
+    tried.map(|_| ()).map_err(|cause| {
+        anyhow::anyhow!("cannot write into {}: {cause}; choose another --report", directory.display())
+    })
 }
 
 async fn on_own_cluster(
@@ -116,13 +160,9 @@ async fn on_own_cluster(
     };
     let target = (cluster.router_addresses(), cluster.identity()?);
     let measured = drive(args, workload, target, Some(&mut cluster), stop).await;
-    let crashed = cluster.crashed();
+    let crashed = cluster.ever_crashed();
     cluster.stop().await;
-    let mut measured = measured?;
-    for child in crashed {
-        measured.errors.insert(child, 1);
-    }
-    Ok((measured, Some(shape)))
+    Ok((Measured { crashed, ..measured? }, Some(shape)))
 }
 
 async fn drive(
@@ -134,17 +174,20 @@ async fn drive(
 ) -> anyhow::Result<Measured> {
     let watch = Arc::new(Watch::default());
     let server = Server {
-        client: client(&routers, &identity)?,
+        // It only routes: settings of the block path do not matter here.
+        client: Client::new(ClientConfig {
+            seed: args.seed,
+            ..ClientConfig::new(routers, identity.clone())
+        })?,
         identity,
         digest: manifest(workload.block_tokens, LAYERS).digest(),
         tenant: TenantId(args.tenant),
         block_tokens: workload.block_tokens,
-        profile: HardwareProfile::by_name(&args.shape.profile).unwrap_or_default(),
         watch: Arc::clone(&watch),
         instances: parking_lot::Mutex::default(),
     };
     let drive = Drive {
-        requests: &Arc::new(workload.requests.clone()),
+        requests: Arc::clone(&workload.requests),
         server: Arc::new(server),
         pace: Pace { concurrency: concurrency(args), speed: args.speed },
         faults: Faults::plan(&args.kill, &args.restart, workload.requests.len(), &watch),
@@ -156,7 +199,7 @@ async fn drive(
 
 /// Bounded capacity makes what is evicted depend on the order, so the trace's own order is kept there.
 fn is_sequential(args: &ReplayArgs) -> bool {
-    let bounded = args.connect.cluster.is_empty() && dram(args) != Capacity::Unbounded;
+    let bounded = args.target.connect().is_none() && dram(args) != Capacity::Unbounded;
     args.sequential || (bounded && !args.no_sequential)
 }
 
@@ -192,12 +235,11 @@ fn shape(args: &ReplayArgs, workload: &Workload) -> anyhow::Result<Shape> {
         capacity: capacity(args, workload)?,
         watermarks: Some(watermarks),
         fetch_floor_ms: args.fetch_floor_ms,
-        seed: args.seed,
         ..Shape::from_args(&args.shape)?
     })
 }
 
-fn subject(args: &ReplayArgs, workload: &Workload, shape: Option<&Shape>) -> Subject {
+fn subject(args: &ReplayArgs, workload: &Workload, shape: Option<&Shape>, measured: &Measured) -> Subject {
     let texts = |faults: &[Fault]| faults.iter().map(ToString::to_string).collect();
     let capacity = shape.map(|shape| shape.capacity);
     let own = shape.is_some();
@@ -227,5 +269,39 @@ fn subject(args: &ReplayArgs, workload: &Workload, shape: Option<&Shape>) -> Sub
         restart: texts(&args.restart),
         version: env!("CARGO_PKG_VERSION").to_owned(),
     };
-    Subject { config, seed: args.seed, profile: args.shape.profile.clone() }
+    let profiles: Vec<_> = measured.profiles.iter().map(String::as_str).collect();
+    let profile = if profiles.is_empty() { known(args.shape.profile.clone()) } else { profiles.join(", ") };
+    Subject { config, seed: args.seed, profile }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn outcome(measured: &Measured) -> Outcome {
+        let subject = Subject { config: Config::default(), seed: 1, profile: String::new() };
+        Outcome { report: Report::new(subject, measured), written: Ok(vec![]) }
+    }
+
+    #[test]
+    fn whatever_is_not_as_it_must_be_is_not_good() {
+        use super::super::measure::Sample;
+        assert!(outcome(&Measured::default()).is_good());
+        let text = || vec!["x".to_owned()];
+        let sampled = |sample| Measured { samples: vec![sample], ..Measured::default() };
+        let bad = [
+            Measured { failed: 1, ..Measured::default() },
+            Measured { interrupted: true, ..Measured::default() },
+            Measured { refused: Some("x".into()), ..Measured::default() },
+            Measured { crashed: text(), ..Measured::default() },
+            Measured { faults_not_done: text(), ..Measured::default() },
+            Measured { faults_not_measured: text(), ..Measured::default() },
+            sampled(Sample { wrong_bytes: 1, ..Sample::default() }),
+            sampled(Sample { wrong_blocks: 1, ..Sample::default() }),
+        ];
+        for measured in bad {
+            assert!(!outcome(&measured).is_good(), "{measured:?}");
+        }
+    }
 }

@@ -8,8 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kv_core::id::{IdentityDigest, RequestId, TenantId};
-use kv_core::schedule::HardwareProfile;
-use kvfleet_client::{Client, RouteAnswer, RouteCall};
+use kvfleet_client::{Client, RouteAnswer, RouteCall, RouteError, RouterError};
 use kvfleet_proto::convert::category_to_pb;
 use kvfleet_proto::pb::{self, Seen};
 use kvfleet_proto::tls::Identity;
@@ -36,7 +35,6 @@ pub(super) struct Server {
     pub(super) digest: IdentityDigest,
     pub(super) tenant: TenantId,
     pub(super) block_tokens: u32,
-    pub(super) profile: HardwareProfile,
     pub(super) watch: Arc<Watch>,
     /// Channels by instance address; few, and never removed.
     pub(super) instances: Mutex<HashMap<String, Channel>>,
@@ -64,12 +62,47 @@ pub(super) struct Served {
     pub(super) errors: Vec<String>,
     /// Sources that fell short.
     pub(super) misses: Vec<String>,
+    /// Why no request of this replay can be served, with what to do about it.
+    pub(super) refused: Option<String>,
+    /// Profile under which the instance modelled its compute.
+    pub(super) profile: String,
 }
 
-/// Why an attempt failed, and when the next one makes sense.
-struct Retry {
-    kind: String,
-    after: Duration,
+/// Why an attempt failed.
+enum Failed {
+    /// The next one may go better, after a while.
+    Once { kind: String, after: Duration },
+    /// No other attempt and no other request will do better.
+    Finally(String),
+}
+
+impl Failed {
+    fn of_route(error: &RouteError, block_tokens: u32) -> Self {
+        match error {
+            RouteError::Router(RouterError::NoneAnswered { .. }) => Failed::Once {
+                kind: format!("route failed: {}", kind_of(&error.to_string())),
+                after: RETRY_EVERY,
+            },
+            RouteError::Router(RouterError::Refused { .. }) | RouteError::Empty => {
+                Failed::Finally(explain_refusal(&error.to_string(), block_tokens))
+            }
+        }
+    }
+
+    fn on_instance(error: &str) -> Self {
+        Failed::Once { kind: format!("instance failed: {}", kind_of(error)), after: RETRY_EVERY }
+    }
+}
+
+/// A router's refusal, with the flag that cures the one a person meets: of the identity a replay uses, the
+/// tokens of a block are all that can be chosen.
+fn explain_refusal(error: &str, block_tokens: u32) -> String {
+    if error.contains("identity") {
+        return format!(
+            "{error}; the trace's blocks have {block_tokens} tokens here: start the cluster with `kvfleet up --block-tokens {block_tokens}`, or give this replay the cluster's --block-tokens"
+        );
+    }
+    error.to_owned()
 }
 
 impl Server {
@@ -85,12 +118,17 @@ impl Server {
                     served.hit_blocks = reply.hit_blocks as usize;
                     served.saved_at = reply.saved_at;
                     served.misses = reply.misses;
+                    served.profile = reply.modelled_profile;
                     served.sample = Some(sample);
                     return served;
                 }
-                Err(retry) => {
-                    served.errors.push(retry.kind);
-                    tokio::time::sleep(retry.after).await;
+                Err(Failed::Once { kind, after }) => {
+                    served.errors.push(kind);
+                    tokio::time::sleep(after).await;
+                }
+                Err(Failed::Finally(why)) => {
+                    served.refused = Some(why);
+                    return served;
                 }
             }
         }
@@ -102,7 +140,7 @@ impl Server {
         number: usize,
         request: &Prepared,
         after: Vec<Seen>,
-    ) -> Result<(Sample, pb::RunReply), Retry> {
+    ) -> Result<(Sample, pb::RunReply), Failed> {
         let begun = Instant::now();
         let decision = self.route(number, request, after).await?;
         let route_us = micros(begun.elapsed());
@@ -110,7 +148,7 @@ impl Server {
         let transfer_us = decision.predicted.map(|predicted| predicted.transfer_us).unwrap_or_default();
         let instance = decision.instance;
         let reply = self.run(number, request, decision).await?;
-        let sample = self.sample(request, &reply, &Routed { route_us, transfer_us, instance });
+        let sample = sample(&reply, &Routed { route_us, transfer_us, instance });
         Ok((sample, reply))
     }
 
@@ -119,7 +157,7 @@ impl Server {
         number: usize,
         request: &Prepared,
         after: Vec<Seen>,
-    ) -> Result<pb::Decision, Retry> {
+    ) -> Result<pb::Decision, Failed> {
         let call = RouteCall {
             request: RequestId(number as u64),
             tenant: self.tenant,
@@ -133,14 +171,11 @@ impl Server {
         };
         match self.client.route(call).await {
             Ok(RouteAnswer::Decided(decision)) => Ok(decision),
-            Ok(RouteAnswer::Rejected { reason, retry_after }) => Err(Retry {
+            Ok(RouteAnswer::Rejected { reason, retry_after }) => Err(Failed::Once {
                 kind: format!("route rejected: {}", kind_of(&reason)),
                 after: retry_after.max(RETRY_EVERY),
             }),
-            Err(error) => Err(Retry {
-                kind: format!("route failed: {}", kind_of(&error.to_string())),
-                after: RETRY_EVERY,
-            }),
+            Err(error) => Err(Failed::of_route(&error, self.block_tokens)),
         }
     }
 
@@ -149,13 +184,9 @@ impl Server {
         number: usize,
         request: &Prepared,
         decision: pb::Decision,
-    ) -> Result<pb::RunReply, Retry> {
-        let failed = |error: String| Retry {
-            kind: format!("instance failed: {}", kind_of(&error)),
-            after: RETRY_EVERY,
-        };
+    ) -> Result<pb::RunReply, Failed> {
         let address = decision.instance_address.clone();
-        let channel = self.instance(&address).map_err(|error| failed(error.to_string()))?;
+        let channel = self.instance(&address).map_err(|error| Failed::on_instance(&error.to_string()))?;
         let run = pb::RunRequest {
             request: number as u64,
             tenant: self.tenant.0,
@@ -168,7 +199,8 @@ impl Server {
             wait_save: true,
             traceparent: kvfleet_proto::trace_context::current_traceparent(),
         };
-        run_on_instance(channel, run).await.map_err(|status| failed(format!("{:?}", status.code())))
+        let ran = run_on_instance(channel, run).await;
+        ran.map_err(|status| Failed::on_instance(&format!("{:?}", status.code())))
     }
 
     fn instance(&self, address: &str) -> anyhow::Result<Channel> {
@@ -180,36 +212,38 @@ impl Server {
         known.insert(address.to_owned(), new.clone());
         Ok(new)
     }
+}
 
-    fn sample(&self, request: &Prepared, reply: &pb::RunReply, routed: &Routed) -> Sample {
-        let (fetched, saved) = (reply.fetched_bytes > 0, reply.saved_blocks > 0);
-        Sample {
-            at: Duration::ZERO,
-            asked_blocks: reply.asked_blocks,
-            hit_blocks: TierBlocks {
-                gpu: reply.hit_gpu_blocks,
-                dram: reply.hit_dram_blocks,
-                ssd: reply.hit_ssd_blocks,
-            },
-            fetched_bytes: reply.fetched_bytes,
-            verified_bytes: reply.verified_bytes,
-            wrong_bytes: reply.wrong_bytes,
-            saved_bytes: reply.saved_bytes,
-            saved_blocks: reply.saved_blocks,
-            present_blocks: reply.present_blocks,
-            refused_blocks: reply.refused_blocks,
-            route_us: routed.route_us,
-            fetch_us: fetched.then_some(reply.fetch_us),
-            save_us: saved.then_some(reply.save_us),
-            total_us: 0,
-            instance: routed.instance,
-            modelled: ModelledSample {
-                queue_us: reply.modelled_queue_us,
-                transfer_us: routed.transfer_us,
-                prefill_us: reply.modelled_prefill_us,
-                prefill_uncached_us: self.profile.prefill_ns(0, request.input_tokens.into()) / 1_000,
-            },
-        }
+fn sample(reply: &pb::RunReply, routed: &Routed) -> Sample {
+    // An instance leaves out the time of what it did not try; what it tried counts however it ended.
+    let tried = |us: u64| (us > 0).then_some(us);
+    Sample {
+        at: Duration::ZERO,
+        asked_blocks: reply.asked_blocks,
+        hit_blocks: TierBlocks {
+            gpu: reply.hit_gpu_blocks,
+            dram: reply.hit_dram_blocks,
+            ssd: reply.hit_ssd_blocks,
+        },
+        fetched_bytes: reply.fetched_bytes,
+        verified_bytes: reply.verified_bytes,
+        wrong_bytes: reply.wrong_bytes,
+        wrong_blocks: reply.wrong_blocks,
+        unused_bytes: reply.unused_bytes,
+        saved_bytes: reply.saved_bytes,
+        saved_blocks: reply.saved_blocks,
+        present_blocks: reply.present_blocks,
+        refused_blocks: reply.refused_blocks,
+        route_us: routed.route_us,
+        fetch_us: tried(reply.fetch_us),
+        save_us: tried(reply.save_us),
+        total_us: 0,
+        instance: routed.instance,
+        modelled: ModelledSample {
+            transfer_us: routed.transfer_us,
+            prefill_us: reply.modelled_prefill_us,
+            prefill_uncached_us: reply.modelled_prefill_uncached_us,
+        },
     }
 }
 
@@ -240,6 +274,39 @@ fn kind_of(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_fetch_or_a_save_that_brought_nothing_took_its_time_all_the_same() {
+        let routed = Routed { route_us: 1, transfer_us: 2, instance: 3 };
+        let slow = pb::RunReply { fetch_us: 9_000_000, save_us: 7_000_000, ..pb::RunReply::default() };
+        let sampled = sample(&slow, &routed);
+        assert_eq!((sampled.fetch_us, sampled.save_us), (Some(9_000_000), Some(7_000_000)));
+        let idle = sample(&pb::RunReply::default(), &routed);
+        assert_eq!((idle.fetch_us, idle.save_us), (None, None), "nothing was tried");
+    }
+
+    #[test]
+    fn the_modelled_numbers_are_the_instances_own() {
+        let reply = pb::RunReply {
+            modelled_prefill_us: 40,
+            modelled_prefill_uncached_us: 100,
+            ..pb::RunReply::default()
+        };
+        let modelled = sample(&reply, &Routed { route_us: 1, transfer_us: 2, instance: 3 }).modelled;
+        assert_eq!((modelled.prefill_us, modelled.prefill_uncached_us, modelled.ttft_us()), (40, 100, 42));
+    }
+
+    #[test]
+    fn a_refusal_is_final_and_silence_is_not() {
+        let status = tonic::Status::invalid_argument("identity A differs from the cluster's B");
+        let refused = RouterError::Refused { address: "127.0.0.1:1".into(), status: status.clone() };
+        let Failed::Finally(why) = Failed::of_route(&refused.into(), 16) else { panic!("not final") };
+        assert!(why.contains("differs from the cluster's B"), "{why}");
+        assert!(why.contains("kvfleet up --block-tokens 16"), "{why}");
+        assert!(matches!(Failed::of_route(&RouteError::Empty, 16), Failed::Finally(_)));
+        let silent = RouterError::NoneAnswered { addresses: vec![], status };
+        assert!(matches!(Failed::of_route(&silent.into(), 16), Failed::Once { .. }));
+    }
 
     #[test]
     fn equal_failures_are_counted_together() {

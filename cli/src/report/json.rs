@@ -85,12 +85,16 @@ pub struct Report {
     pub hit_rate: f64,
     /// Hits by tier.
     pub hits_by_tier: TierCounts,
-    /// Bytes that came from nodes.
+    /// Payload bytes that came from nodes, whatever became of them: verified, wrong or unused.
     pub fetched_bytes: u64,
-    /// Of these, compared with what they must be.
+    /// Of these, compared with what they must be, and right.
     pub verified_bytes: u64,
-    /// Of these, wrong. Anything but 0 is a defect.
+    /// Of these, compared and wrong, or refused by their checks. Anything but 0 is a defect.
     pub wrong_bytes: u64,
+    /// Blocks of the wrong bytes.
+    pub wrong_blocks: u64,
+    /// Of the fetched bytes, those behind a gap: of no use to the request, and so not compared.
+    pub unused_bytes: u64,
     /// Bytes stored on nodes.
     pub saved_bytes: u64,
     /// Blocks stored on nodes.
@@ -101,13 +105,13 @@ pub struct Report {
     pub refused_blocks: u64,
     /// Time of route calls, microseconds.
     pub route_us: Latency,
-    /// Time of fetches, microseconds.
+    /// Time of fetches, however they ended, microseconds.
     pub fetch_us: Latency,
-    /// Time of saves, microseconds.
+    /// Time of saves, however they ended, microseconds.
     pub save_us: Latency,
     /// Time of requests as their caller sees them, microseconds.
     pub request_us: Latency,
-    /// From the first start to the last end, seconds.
+    /// From the first start to the last end of a request, seconds.
     pub wall_s: f64,
     /// Ended requests over wall time.
     pub requests_per_s: f64,
@@ -121,7 +125,15 @@ pub struct Report {
     pub kills: Vec<Fault>,
     /// Processes started again.
     pub restarts: Vec<Fault>,
-    /// Seed of everything left to chance.
+    /// Faults asked for that were not carried out, and why.
+    pub faults_not_done: Vec<String>,
+    /// Kills whose cost could not be measured: their number is null.
+    pub faults_not_measured: Vec<String>,
+    /// Processes that ended although nobody asked them to, and how.
+    pub crashed: Vec<String>,
+    /// Why a router refused to serve on, if one did.
+    pub refused: Option<String>,
+    /// Seed of the pauses between repeated route calls.
     pub seed: u64,
     /// What was replayed and how.
     pub config: Config,
@@ -177,7 +189,7 @@ pub struct Cpu {
     pub driver_s: f64,
 }
 
-/// A fault with what was lost by it.
+/// A fault with what was lost by it. A number that does not apply, or has none, is null.
 #[derive(Clone, Debug, Serialize)]
 pub struct Fault {
     /// As asked for.
@@ -189,13 +201,10 @@ pub struct Fault {
     /// Requests started by then.
     pub at_request: usize,
     /// Killed node: milliseconds until no router named it any more.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub unrouted_ms: Option<f64>,
     /// Killed leader: milliseconds until a new one had committed a write.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub leader_ms: Option<f64>,
     /// Restart: milliseconds until it served.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub serving_ms: Option<f64>,
 }
 
@@ -216,11 +225,11 @@ impl From<&FaultMark> for Fault {
 /// What the named profile says the same requests would have taken on that hardware.
 #[derive(Clone, Debug, Serialize)]
 pub struct Modelled {
-    /// Name of the hardware profile.
+    /// Name of the instances' hardware profile; names, where they differ.
     pub profile: String,
     /// Always the same words, so that nobody takes these numbers for measurements.
     pub note: &'static str,
-    /// Time to first token, microseconds.
+    /// Time to first token of requests that wait for no other, microseconds.
     pub ttft_us: Latency,
     /// Prefill of what was not cached, microseconds.
     pub prefill_us: Latency,
@@ -258,6 +267,8 @@ impl Report {
             fetched_bytes: sum(|sample| sample.fetched_bytes),
             verified_bytes: sum(|sample| sample.verified_bytes),
             wrong_bytes: sum(|sample| sample.wrong_bytes),
+            wrong_blocks: sum(|sample| sample.wrong_blocks.into()),
+            unused_bytes: sum(|sample| sample.unused_bytes),
             saved_bytes: sum(|sample| sample.saved_bytes),
             saved_blocks: sum(|sample| sample.saved_blocks.into()),
             present_blocks: sum(|sample| sample.present_blocks.into()),
@@ -276,6 +287,10 @@ impl Report {
             misses: measured.misses.clone(),
             kills: faults("kill"),
             restarts: faults("restart"),
+            faults_not_done: measured.faults_not_done.clone(),
+            faults_not_measured: measured.faults_not_measured.clone(),
+            crashed: measured.crashed.clone(),
+            refused: measured.refused.clone(),
             seed: subject.seed,
             modelled: Modelled::new(subject.profile, measured),
             config: subject.config,
@@ -290,7 +305,7 @@ impl Modelled {
         let uncached = measured.sum(|sample| sample.modelled.prefill_uncached_us);
         Self {
             profile,
-            note: "modelled under the named hardware profile, not measured",
+            note: "modelled under the named hardware profile without waiting for other requests, not measured",
             ttft_us: latency(|sample| sample.modelled.ttft_us()),
             prefill_us: latency(|sample| sample.modelled.prefill_us),
             prefill_uncached_us: latency(|sample| sample.modelled.prefill_uncached_us),
@@ -342,8 +357,14 @@ mod tests {
             "fetched_bytes",
             "verified_bytes",
             "wrong_bytes",
+            "wrong_blocks",
+            "unused_bytes",
             "saved_bytes",
             "kills",
+            "faults_not_done",
+            "faults_not_measured",
+            "crashed",
+            "refused",
             "seed",
             "config",
         ] {
@@ -354,7 +375,8 @@ mod tests {
         }
         assert_eq!(json["hit_rate"], 0.75);
         assert_eq!(json["kills"][0]["unrouted_ms"], 901.5);
-        assert!(json["kills"][0].get("leader_ms").is_none());
+        let leader_ms = json["kills"][0].get("leader_ms");
+        assert!(leader_ms.is_some_and(serde_json::Value::is_null), "no number is null, not an absent key");
         assert_eq!(json["seed"], 7);
         assert_eq!(json["save_us"]["count"], 0);
     }

@@ -41,6 +41,12 @@ fn requests(out: &mut String, report: &Report) {
         row(out, "  attempts failed", &format!("{count} x {kind}"));
     }
     let cluster = report.cpu.cluster_s.map(|cpu| format!("{cpu:.1} s cluster, ")).unwrap_or_default();
+    for how in &report.crashed {
+        row(out, "  CRASHED", how);
+    }
+    if let Some(why) = &report.refused {
+        row(out, "  REFUSED", why);
+    }
     row(out, "cpu", &format!("{cluster}{:.1} s this process", report.cpu.driver_s));
 }
 
@@ -55,14 +61,20 @@ fn blocks(out: &mut String, report: &Report) {
         tiers.ssd
     );
     row(out, "hit rate", &text);
+    let wrong = match report.wrong_bytes {
+        0 => "0 wrong".to_owned(),
+        bytes => format!("{bytes} WRONG in {} blocks", report.wrong_blocks),
+    };
     let text = format!(
-        "{} fetched, {} verified, {} WRONG; {} saved",
+        "{} fetched, {} verified, {wrong}; {} saved",
         human_bytes(report.fetched_bytes),
         human_bytes(report.verified_bytes),
-        report.wrong_bytes,
         human_bytes(report.saved_bytes)
     );
-    row(out, "bytes", &text.replace("0 WRONG", "0 wrong"));
+    row(out, "bytes", &text);
+    if report.unused_bytes > 0 {
+        row(out, "  of no use", &format!("{} came behind a gap", human_bytes(report.unused_bytes)));
+    }
     for (reason, count) in &report.misses {
         row(out, "  short fetches", &format!("{count} x {reason}"));
     }
@@ -101,6 +113,12 @@ fn faults(out: &mut String, report: &Report) {
     for fault in &report.restarts {
         row(out, "restarted", &fault_text(fault));
     }
+    for fault in &report.faults_not_done {
+        row(out, "NOT DONE", fault);
+    }
+    for fault in &report.faults_not_measured {
+        row(out, "NOT MEASURED", fault);
+    }
 }
 
 fn fault_text(fault: &Fault) -> String {
@@ -119,7 +137,7 @@ fn fault_text(fault: &Fault) -> String {
 fn modelled(out: &mut String, report: &Report) {
     let modelled = &report.modelled;
     let _ = writeln!(out, "modelled under profile {} (not measured)", modelled.profile);
-    row(out, "TTFT", &times_of(modelled.ttft_us));
+    row(out, "TTFT, no queue", &times_of(modelled.ttft_us));
     row(out, "prefill saved", &format!("{:.1} % of all prefill time", 100.0 * modelled.prefill_saved_share));
 }
 
@@ -147,6 +165,24 @@ mod tests {
         assert!(text.starts_with("measured\n"), "{text}");
         assert!(text.contains("modelled under profile h100-8b (not measured)"), "{text}");
         assert!(text.contains("0 wrong"), "{text}");
+    }
+
+    #[test]
+    fn what_is_wrong_is_loud() {
+        use crate::replay::Sample;
+        let wrong = Sample { wrong_bytes: 163_840, wrong_blocks: 10, ..Sample::default() };
+        let measured = Measured {
+            samples: vec![wrong],
+            crashed: vec!["node-1 ended: signal 9".into()],
+            faults_not_done: vec!["kill node:2@50%: why".into()],
+            faults_not_measured: vec!["kill router-leader (router-1)".into()],
+            ..Measured::default()
+        };
+        let subject = Subject { config: Config::default(), seed: 1, profile: String::new() };
+        let text = render(&Report::new(subject, &measured));
+        for part in ["163840 WRONG in 10 blocks", "CRASHED", "NOT DONE", "NOT MEASURED"] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
     }
 
     #[test]

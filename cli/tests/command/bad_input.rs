@@ -89,6 +89,12 @@ fn impossible_wishes_are_refused_before_anything_starts() {
     refused(&["--policy", "magic"], &["there are", "lru"]);
     refused(&["--limit", "0"], &["--limit 0"]);
     refused(&["--speed", "soon"], &["expected max"]);
+    refused(&["--speed", "1e-300x"], &["expected max"]);
+    refused(&["--block-tokens", "0"], &["--block-tokens", "1..="]);
+    refused(
+        &["--report", "trace.jsonl/report"],
+        &["cannot write into trace.jsonl/report", "another --report"],
+    );
     refused(&["--cluster", "127.0.0.1:1"], &["--tls-dir"]);
     refused(&["--cluster", "127.0.0.1:1", "--kill", "node:1@1%"], &["cluster of this command's own"]);
     assert_eq!(place.leftovers(), Vec::<std::path::PathBuf>::new());
@@ -111,6 +117,31 @@ fn a_cluster_that_is_not_there_is_said_to_be_unreachable() {
     Authority::open(&place.path("tls")).unwrap().issue("admin").unwrap();
     let ran = place.run(&["status", "--cluster", "127.0.0.1:9", "--tls-dir", "tls"]);
     ran.refused(&["router 127.0.0.1:9 cannot be reached", "is it running"]);
+    place.trace(5);
+    let words = ["replay", "trace.jsonl", "--cluster", "127.0.0.1:9,127.0.0.1:10", "--tls-dir", "tls"];
+    let begun = std::time::Instant::now();
+    place.run(&words).refused(&["router 127.0.0.1:9 cannot be reached", "127.0.0.1:10", "is it running"]);
+    assert!(begun.elapsed() < std::time::Duration::from_secs(30), "no request is tried before");
     place.run(&["status"]).refused(&["no cluster named", "KVFLEET_CLUSTER"]);
     place.run(&["status", "--cluster", "127.0.0.1:9", "--tls-dir", "nowhere"]).refused(&["nowhere/ca.pem"]);
+}
+
+#[test]
+fn a_cluster_named_in_the_environment_is_not_replayed_on() {
+    let place = Place::new();
+    place.trace(5);
+    let elsewhere = ("KVFLEET_CLUSTER", "127.0.0.1:9");
+    let words = ["replay", "trace.jsonl", "--kill", "node:9@50%"];
+    place.run_with(elsewhere, &words).refused(&["there is no node 9"]);
+    let demo = ["demo", "--requests", "20", "--report", "report", "--quiet"];
+    assert!(place.run_with(elsewhere, &demo).ok().contains("20 of 20 ended"));
+}
+
+#[test]
+fn the_help_says_what_exit_statuses_mean() {
+    let place = Place::new();
+    for words in [&["--help"][..], &["replay", "--help"], &["demo", "--help"]] {
+        let said = place.run(words).ok();
+        assert!(said.contains("Exit status") && said.contains("130"), "{said}");
+    }
 }

@@ -1,8 +1,12 @@
 //! Starting, looking at, interrupting: nothing may be left behind.
 
+use std::fs::File;
 use std::io::{BufRead, BufReader};
-use std::process::{Child, Stdio};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
 
+use kvfleet::certificates::Authority;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -19,8 +23,12 @@ fn assert_nothing_left(place: &Place) {
 
 /// `kvfleet up --json`, ready, with what it said.
 fn up(place: &Place) -> (Child, Value) {
+    up_with(place, &[])
+}
+
+fn up_with(place: &Place, more: &[&str]) -> (Child, Value) {
     let words = ["up", "--json", "--nodes", "2", "--instances", "2", "--dram", "8MiB", "--ssd", "8MiB"];
-    let mut child = place.command(&words).stdout(Stdio::piped()).spawn().unwrap();
+    let mut child = place.command(&[&words[..], more].concat()).stdout(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
     (child, serde_json::from_str(&line).unwrap())
@@ -86,6 +94,83 @@ fn get(address: &str, path: &str) -> String {
     let mut text = String::new();
     stream.read_to_string(&mut text).unwrap();
     text
+}
+
+#[test]
+fn a_terminal_that_is_gone_stops_everything() {
+    let place = Place::new();
+    let (mut child, _) = up(&place);
+    signal(&child, Signal::HUP);
+    assert!(child.wait().unwrap().success());
+    assert_nothing_left(&place);
+}
+
+#[test]
+fn a_second_ctrl_c_ends_at_once_and_leaves_nothing() {
+    let place = Place::new();
+    let (mut child, _) = up(&place);
+    // A node that does not hear SIGTERM holds up the orderly end.
+    let node = Pid::from_raw(place.pid_of("node-1").unwrap()).unwrap();
+    kill_process(node, Signal::STOP).unwrap();
+    signal(&child, Signal::INT);
+    until("the orderly end has begun", || place.pid_of("instance-1").is_none());
+    signal(&child, Signal::INT);
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert_nothing_left(&place);
+}
+
+/// Open without waiting for the other end, as Linux numbers it.
+const O_NONBLOCK: i32 = 0o4000;
+
+#[test]
+fn a_process_whose_start_hangs_does_not_outlive_its_parent() {
+    let place = Place::new();
+    // A certificate that nobody ever writes: reading it hangs.
+    let pipe = place.path("ca.pem");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let files = Authority::open(&place.path("tls")).unwrap().issue("instance-1").unwrap();
+    let set = |key: &str, path: &Path| format!("tls.{key}={}", path.display());
+    let words = [
+        "instance".to_owned(),
+        "--follow-parent".to_owned(),
+        "--set=routers=[\"127.0.0.1:9\"]".to_owned(),
+        format!("--set=identity={}", "ab".repeat(16)),
+        format!("--set={}", set("ca", &pipe)),
+        format!("--set={}", set("cert", &files.cert)),
+        format!("--set={}", set("key", &files.key)),
+    ];
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let mut child = place.command(&words).stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    let mut writer = None;
+    until("it reads the certificate", || {
+        // Fails as long as nobody reads.
+        writer = File::options().write(true).custom_flags(O_NONBLOCK).open(&pipe).ok();
+        writer.is_some()
+    });
+    drop(child.stdin.take());
+    until("it is gone", || child.try_wait().unwrap().is_some());
+    assert_eq!(child.wait().unwrap().code(), Some(1), "ended by force");
+}
+
+#[test]
+fn a_replay_with_other_blocks_than_the_clusters_is_told_which_flag() {
+    let place = Place::new();
+    place.trace(20);
+    let (mut child, said) = up_with(&place, &["--block-tokens", "16"]);
+    let routers: Vec<_> = said["routers"].as_array().unwrap().iter().map(|r| r.as_str().unwrap()).collect();
+    let (routers, tls) = (routers.join(","), said["tls_dir"].as_str().unwrap());
+    let words = ["replay", "trace.jsonl", "--quiet", "--cluster", &routers, "--tls-dir", tls];
+    place.run(&words).refused(&["differs from the cluster's", "--block-tokens 512"]);
+    let theirs = [&words[..], &["--block-tokens", "16", "--profile", "h100-8b"]].concat();
+    let text = place.run(&theirs).ok();
+    assert!(text.contains("modelled under profile laptop-emulated"), "the instances' own: {text}");
+    let strangers = Authority::open(&place.path("strangers")).unwrap();
+    strangers.issue("admin").unwrap();
+    let strange = place.path("strangers");
+    let words = ["replay", "trace.jsonl", "--cluster", &routers, "--tls-dir", strange.to_str().unwrap()];
+    place.run(&words).refused(&["cannot be reached", "--tls-dir's certificates"]);
+    signal(&child, Signal::TERM);
+    assert!(child.wait().unwrap().success());
 }
 
 #[test]

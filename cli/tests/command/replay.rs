@@ -5,16 +5,22 @@ use std::io::BufReader;
 use kv_core::evict;
 use kvfleet_sim::cache::simulate;
 use kvfleet_sim::trace::{Format, Request, Strictness, read};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::support::Place;
+use crate::support::{Place, until};
 
 /// What must hold of every replay.
 fn assert_sound(report: &Value) {
     assert_eq!(report["requests_ended"], report["requests"], "{report:#}");
     assert_eq!(report["requests_failed"], 0, "{report:#}");
     assert_eq!(report["wrong_bytes"], 0, "{report:#}");
-    assert_eq!(report["verified_bytes"], report["fetched_bytes"], "{report:#}");
+    assert_eq!(report["wrong_blocks"], 0, "{report:#}");
+    let bytes = |key: &str| report[key].as_u64().unwrap();
+    assert_eq!(bytes("verified_bytes") + bytes("unused_bytes"), bytes("fetched_bytes"), "{report:#}");
+    for problems in ["faults_not_done", "faults_not_measured", "crashed"] {
+        assert_eq!(report[problems], serde_json::json!([]), "{report:#}");
+    }
 }
 
 fn requests(place: &Place) -> Vec<Request> {
@@ -35,6 +41,7 @@ fn with_room_for_everything_every_possible_hit_is_one() {
     assert!(report["block_hits"].as_u64().unwrap() > 0);
     let hits = report["block_hits"].as_u64().unwrap();
     assert_eq!(report["fetched_bytes"].as_u64().unwrap(), hits * 4096, "a hit is a block that came");
+    assert_eq!(report["verified_bytes"], report["fetched_bytes"], "and every one was compared");
     assert_eq!(place.leftovers(), Vec::<std::path::PathBuf>::new());
 }
 
@@ -69,6 +76,7 @@ fn a_killed_node_and_a_killed_leader_cost_time_and_nothing_else() {
     let kills = report["kills"].as_array().unwrap();
     assert_eq!(kills.len(), 2, "{report:#}");
     assert!(kills[0]["unrouted_ms"].is_f64(), "{report:#}");
+    assert!(kills[0]["leader_ms"].is_null(), "{report:#}");
     assert!(kills[1]["leader_ms"].is_f64(), "{report:#}");
     assert!(report["block_hits"].as_u64().unwrap() > 0);
     assert_eq!(report["seed"], 1);
@@ -89,4 +97,42 @@ fn a_killed_node_that_comes_back_serves_again() {
     assert_sound(&report);
     assert_eq!(report["restarts"][0]["process"], "node-1");
     assert!(report["restarts"][0]["serving_ms"].is_f64(), "{report:#}");
+}
+
+#[test]
+fn a_kill_whose_cost_has_no_number_is_no_success() {
+    let place = Place::new();
+    place.trace(20);
+    let alone = ["--routers", "1", "--nodes", "1", "--instances", "1", "--block-bytes", "4KiB"];
+    // After the only router, none will lead.
+    let (report, code) = place.replay_with_code(&[&alone[..], &["--kill", "router-leader@100%"]].concat());
+    assert_eq!(report["requests_ended"], 20, "a fault at 100 % comes after the last end: {report:#}");
+    let number = |value: &Value| value.as_f64().unwrap();
+    let at_s = number(&report["kills"][0]["at_s"]);
+    assert!(number(&report["wall_s"]) <= at_s, "and is no time of the replay: {report:#}");
+    assert!(report["kills"][0]["leader_ms"].is_null(), "{report:#}");
+    assert_eq!(report["faults_not_measured"].as_array().unwrap().len(), 1, "{report:#}");
+    assert_eq!(code, Some(2));
+}
+
+#[test]
+fn a_crash_and_a_fault_that_did_not_happen_are_no_success() {
+    let place = Place::new();
+    place.trace(300);
+    let words = ["replay", "trace.jsonl", "--quiet", "--report", "report", "--speed", "500x"];
+    // The same instance twice: the second kill finds nobody.
+    let kills = ["--kill", "instance:2@1%", "--kill", "instance:2@2%", "--block-bytes", "4KiB"];
+    let mut child = place.command(&[&words[..], &kills].concat()).spawn().unwrap();
+    until("the instance runs", || place.pid_of("instance-2").is_some());
+    until("requests are served", || place.pid_of("instance-2").is_none());
+    let node = Pid::from_raw(place.pid_of("node-3").unwrap()).unwrap();
+    kill_process(node, Signal::KILL).unwrap();
+    let code = child.wait().unwrap().code();
+    let text = std::fs::read_to_string(place.path("report/report.json")).unwrap();
+    let report: Value = serde_json::from_str(&text).unwrap();
+    let named = |key: &str| report[key][0].as_str().unwrap_or_default().to_owned();
+    assert!(named("crashed").contains("node-3 ended: signal: 9"), "{report:#}");
+    assert!(named("faults_not_done").contains("instance-2 is not running"), "{report:#}");
+    assert_eq!(report["requests_failed"], 0, "{report:#}");
+    assert_eq!(code, Some(2));
 }

@@ -1,5 +1,6 @@
 //! Running the binary in a directory of its own, so that tests do not meet and leftovers are seen.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
@@ -37,6 +38,11 @@ impl Place {
         command
     }
 
+    /// The same with a variable in the environment.
+    pub(crate) fn run_with(&self, variable: (&str, &str), words: &[&str]) -> Ran {
+        Ran::of(&self.command(words).env(variable.0, variable.1).output().unwrap())
+    }
+
     pub(crate) fn run(&self, words: &[&str]) -> Ran {
         Ran::of(&self.command(words).output().unwrap())
     }
@@ -67,6 +73,11 @@ impl Place {
 
     /// Replays `trace` with further words and returns the report.
     pub(crate) fn replay(&self, words: &[&str]) -> Value {
+        self.replay_with_code(words).0
+    }
+
+    /// The same with the exit status.
+    pub(crate) fn replay_with_code(&self, words: &[&str]) -> (Value, Option<i32>) {
         let report = self.path("report");
         let mut all = vec!["replay", "trace.jsonl", "--quiet", "--report", "report"];
         all.extend(words);
@@ -75,16 +86,27 @@ impl Place {
         let text = text.unwrap_or_else(|cause| panic!("no report ({cause}): {}", ran.all()));
         let json: Value = serde_json::from_str(&text).unwrap();
         println!("{}", ran.all());
-        json
+        (json, ran.code)
     }
 
     /// Whether any process runs with a command line that names this place.
     pub(crate) fn processes(&self) -> Vec<String> {
+        self.command_lines().into_values().collect()
+    }
+
+    /// The number of the process with this configuration, once it runs.
+    pub(crate) fn pid_of(&self, name: &str) -> Option<i32> {
+        let config = format!("/{name}.toml");
+        self.command_lines().into_iter().find_map(|(pid, line)| line.contains(&config).then_some(pid))
+    }
+
+    fn command_lines(&self) -> BTreeMap<i32, String> {
         let needle = self.dir.path().to_str().unwrap().to_owned();
         let entries = std::fs::read_dir("/proc").unwrap().flatten();
-        let lines = entries.filter_map(|entry| std::fs::read(entry.path().join("cmdline")).ok());
-        let texts = lines.map(|line| String::from_utf8_lossy(&line).replace('\0', " "));
-        texts.filter(|text| text.contains(&needle)).collect()
+        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+        let lines = pids.filter_map(|pid| Some((pid, std::fs::read(format!("/proc/{pid}/cmdline")).ok()?)));
+        let texts = lines.map(|(pid, line)| (pid, String::from_utf8_lossy(&line).replace('\0', " ")));
+        texts.filter(|(_, text)| text.contains(&needle)).collect()
     }
 
     pub(crate) fn leftovers(&self) -> Vec<PathBuf> {
