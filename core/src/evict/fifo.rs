@@ -1,7 +1,8 @@
 //! First in, first out: a block leaves in the order it came, however often it is used.
 //!
 //! Not here: recency. The one reordering is [`Policy::settle`], which gives the blocks of one request
-//! their order among themselves (tail before head) once the request ends.
+//! their order among themselves (tail before head) once the request ends. A held block keeps its place
+//! in the queue, since it must leave in its turn afterwards, so a victim is searched past the held ones.
 
 use super::queue::{Links, Queue};
 use super::{BlockKey, BlockTraits, Policy};

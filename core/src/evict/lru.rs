@@ -3,7 +3,7 @@
 //! Not here: frequency, size, category. Ties inside one request are settled by the caller, who touches
 //! the tail of a prefix before its head.
 
-use super::queue::{Links, Queue};
+use super::queue::{Links, Parked, Queue};
 use super::{BlockKey, BlockTraits, Policy};
 use crate::id::Timestamp;
 
@@ -12,6 +12,7 @@ use crate::id::Timestamp;
 pub struct Lru {
     links: Links,
     queue: Queue,
+    parked: Parked,
 }
 
 impl Lru {
@@ -33,13 +34,20 @@ impl Policy for Lru {
     }
 
     fn access(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
-        if self.links.contains(key) {
+        if self.links.contains(key) || self.parked.contains(key) {
             self.insert(key, traits, now);
         }
     }
 
-    fn remove(&mut self, key: BlockKey) {
+    fn park(&mut self, key: BlockKey) {
         if self.links.contains(key) {
+            self.links.unlink(&mut self.queue, key);
+            self.parked.insert(key);
+        }
+    }
+
+    fn remove(&mut self, key: BlockKey) {
+        if !self.parked.take(key) && self.links.contains(key) {
             self.links.unlink(&mut self.queue, key);
         }
     }
@@ -49,7 +57,7 @@ impl Policy for Lru {
     }
 
     fn len(&self) -> usize {
-        self.queue.len()
+        self.queue.len() + self.parked.len()
     }
 }
 
@@ -67,6 +75,24 @@ mod tests {
     fn the_longest_unused_block_leaves_first() {
         let order = suite::eviction_order(&mut Lru::new(), "+1 +2 +3 use1 +4 use2");
         assert_eq!(order, [3, 1, 4, 2]);
+    }
+
+    #[test]
+    fn a_parked_block_is_not_walked_past_and_comes_back_as_the_newest() {
+        let mut lru = Lru::new();
+        for key in 0..4 {
+            lru.insert(BlockKey(key), BlockTraits::default(), Timestamp(0));
+        }
+        lru.park(BlockKey(0));
+        let asked = std::cell::Cell::new(0);
+        let spared = |_| {
+            asked.set(asked.get() + 1);
+            false
+        };
+        assert_eq!(lru.victim(Timestamp(1), &spared), Some(BlockKey(1)));
+        assert_eq!(asked.get(), 1);
+        lru.access(BlockKey(0), BlockTraits::default(), Timestamp(2));
+        assert_eq!(suite::eviction_order(&mut lru, ""), [1, 2, 3, 0]);
     }
 
     #[test]

@@ -52,6 +52,11 @@ pub trait Policy: Send {
         self.access(key, traits, now);
     }
 
+    /// Something holds the resident block from now on: until its next `insert`, `access` or `settle` it is
+    /// no victim and need not be walked past. Without an implementation it stays where it is, and `spared`
+    /// keeps it; then a victim costs a step per held block in front of it.
+    fn park(&mut self, _key: BlockKey) {}
+
     /// A resident block left the tier, for whatever reason.
     fn remove(&mut self, key: BlockKey);
 

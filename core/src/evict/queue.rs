@@ -134,6 +134,44 @@ impl Links {
     }
 }
 
+/// Resident blocks that stand in no queue because something holds them. A key is in here or in a queue.
+#[derive(Debug, Default)]
+pub(super) struct Parked {
+    marks: Vec<bool>,
+    len: usize,
+}
+
+impl Parked {
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(super) fn contains(&self, key: BlockKey) -> bool {
+        self.marks.get(key.0 as usize).is_some_and(|mark| *mark)
+    }
+
+    /// Puts an absent block in.
+    pub(super) fn insert(&mut self, key: BlockKey) {
+        let at = key.0 as usize;
+        if at >= self.marks.len() {
+            self.marks.resize(at + 1, false);
+        }
+        debug_assert!(!self.marks[at], "block {} is parked already", key.0);
+        self.marks[at] = true;
+        self.len += 1;
+    }
+
+    /// Takes a block out; `false` when it was not in.
+    pub(super) fn take(&mut self, key: BlockKey) -> bool {
+        let was = self.contains(key);
+        if was {
+            self.marks[key.0 as usize] = false;
+            self.len -= 1;
+        }
+        was
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -16,6 +16,7 @@ enum Act {
     Access(u32, BlockTraits),
     Settle(u32, BlockTraits),
     Remove(u32),
+    Park(u32),
     Wait(u64),
     Refit,
     /// Ask for a victim while every key with a set bit is spared, and evict it.
@@ -36,7 +37,8 @@ fn any_act() -> impl Strategy<Value = Act> {
         4 => (key.clone(), any_traits()).prop_map(|(key, traits)| Act::Insert(key, traits)),
         4 => (key.clone(), any_traits()).prop_map(|(key, traits)| Act::Access(key, traits)),
         1 => (key.clone(), any_traits()).prop_map(|(key, traits)| Act::Settle(key, traits)),
-        1 => key.prop_map(Act::Remove),
+        1 => key.clone().prop_map(Act::Remove),
+        2 => key.prop_map(Act::Park),
         2 => (0..90_000_000_u64).prop_map(Act::Wait),
         1 => Just(Act::Refit),
         3 => any::<u64>().prop_map(Act::Evict),
@@ -49,7 +51,7 @@ struct Trail(Vec<Option<BlockKey>>);
 
 /// Runs `acts` and checks every answer against the plain set of resident keys.
 fn run(policy: &mut dyn Policy, acts: &[Act]) -> Trail {
-    let mut resident = BTreeSet::new();
+    let (mut resident, mut parked) = (BTreeSet::new(), BTreeSet::new());
     let mut now = Timestamp(0);
     let mut trail = Vec::new();
     for act in acts {
@@ -57,17 +59,31 @@ fn run(policy: &mut dyn Policy, acts: &[Act]) -> Trail {
             Act::Insert(key, traits) => {
                 policy.insert(BlockKey(key), traits, now);
                 resident.insert(BlockKey(key));
+                parked.remove(&BlockKey(key));
             }
-            Act::Access(key, traits) => policy.access(BlockKey(key), traits, now),
-            Act::Settle(key, traits) => policy.settle(BlockKey(key), traits, now),
+            Act::Access(key, traits) => {
+                policy.access(BlockKey(key), traits, now);
+                parked.remove(&BlockKey(key));
+            }
+            Act::Settle(key, traits) => {
+                policy.settle(BlockKey(key), traits, now);
+                parked.remove(&BlockKey(key));
+            }
             Act::Remove(key) => {
                 policy.remove(BlockKey(key));
                 resident.remove(&BlockKey(key));
+                parked.remove(&BlockKey(key));
+            }
+            Act::Park(key) => {
+                policy.park(BlockKey(key));
+                if resident.contains(&BlockKey(key)) {
+                    parked.insert(BlockKey(key));
+                }
             }
             Act::Wait(micros) => now.0 += micros,
             Act::Refit => policy.refit(now),
             Act::Evict(spared) => {
-                let victim = checked_victim(policy, &resident, now, spared);
+                let victim = checked_victim(policy, &resident, &parked, now, spared);
                 if let Some(key) = victim {
                     policy.remove(key);
                     resident.remove(&key);
@@ -78,6 +94,10 @@ fn run(policy: &mut dyn Policy, acts: &[Act]) -> Trail {
         assert_eq!(policy.len(), resident.len());
         assert_eq!(policy.is_empty(), resident.is_empty());
     }
+    // Whatever was held is let go in the end, or it could not leave.
+    for key in parked {
+        policy.settle(key, BlockTraits::default(), now);
+    }
     trail.extend(drain(policy, now).into_iter().map(Some));
     assert_eq!(trail.iter().rev().take(resident.len()).flatten().count(), resident.len());
     Trail(trail)
@@ -86,10 +106,11 @@ fn run(policy: &mut dyn Policy, acts: &[Act]) -> Trail {
 fn checked_victim(
     policy: &mut dyn Policy,
     resident: &BTreeSet<BlockKey>,
+    parked: &BTreeSet<BlockKey>,
     now: Timestamp,
     spared: u64,
 ) -> Option<BlockKey> {
-    let is_spared = |key: BlockKey| spared >> (key.0 % 64) & 1 == 1;
+    let is_spared = |key: BlockKey| spared >> (key.0 % 64) & 1 == 1 || parked.contains(&key);
     let victim = policy.victim(now, &is_spared);
     match victim {
         Some(key) => assert!(resident.contains(&key) && !is_spared(key), "{key:?} may not leave"),

@@ -5,7 +5,7 @@
 //! queue per category ordered by last use leaves W heads to compare: a victim costs O(W), not O(N).
 //! Frequency is deliberately absent. Not here: the curves ([`super::reuse_prob`]).
 
-use super::queue::{Links, Queue};
+use super::queue::{Links, Parked, Queue};
 use super::reuse_prob::{Observed, ReuseCurve};
 use super::{BlockKey, BlockTraits, Policy};
 use crate::id::{Category, RequestKind, Timestamp};
@@ -54,6 +54,8 @@ pub struct Workload {
     categories: Vec<CategoryQueue>,
     /// All categories together: what one that is seen too rarely is taken for.
     all: Option<Observed>,
+    /// Held blocks; what is known of them stays in `blocks`.
+    parked: Parked,
     len: usize,
     uses: u32,
     clock: Timestamp,
@@ -99,6 +101,7 @@ impl Workload {
             blocks: Vec::new(),
             categories: RequestKind::ALL.into_iter().flat_map(of_kind).collect(),
             all: Observed::nothing(RequestKind::default()),
+            parked: Parked::default(),
             len: 0,
             uses: 0,
             clock: Timestamp(0),
@@ -143,6 +146,14 @@ impl Workload {
         category.renew_head(&self.blocks);
         self.len -= 1;
         resident
+    }
+
+    /// Takes a block out of its queue or from among the parked ones; nothing when it is not resident.
+    fn take_out(&mut self, key: BlockKey) -> Option<Resident> {
+        if self.parked.take(key) {
+            return Some(self.blocks[key.0 as usize]);
+        }
+        self.links.contains(key).then(|| self.dequeue(key))
     }
 
     fn count_use(&mut self, category: Category) {
@@ -235,19 +246,14 @@ impl Policy for Workload {
 
     fn insert(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
         let now = self.advance(now);
-        if self.links.contains(key) {
-            self.dequeue(key);
-        }
+        self.take_out(key);
         self.enqueue(key, resident(traits, now));
         self.count_use(traits.category);
     }
 
     fn access(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
-        if !self.links.contains(key) {
-            return;
-        }
+        let Some(before) = self.take_out(key) else { return };
         let now = self.advance(now);
-        let before = self.dequeue(key);
         let interval_us = now.0 - before.last_use.0;
         let is_sampled = self.is_sampled();
         self.categories[usize::from(before.category)].observed.reused(interval_us, is_sampled);
@@ -259,17 +265,21 @@ impl Policy for Workload {
     }
 
     fn settle(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
-        if self.links.contains(key) {
+        if self.take_out(key).is_some() {
             let now = self.advance(now);
-            self.dequeue(key);
             self.enqueue(key, resident(traits, now));
         }
     }
 
-    fn remove(&mut self, key: BlockKey) {
+    fn park(&mut self, key: BlockKey) {
         if self.links.contains(key) {
             self.dequeue(key);
+            self.parked.insert(key);
         }
+    }
+
+    fn remove(&mut self, key: BlockKey) {
+        self.take_out(key);
     }
 
     fn victim(&mut self, now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
@@ -307,7 +317,7 @@ impl Policy for Workload {
     }
 
     fn len(&self) -> usize {
-        self.len
+        self.len + self.parked.len()
     }
 }
 

@@ -28,6 +28,21 @@ fn within_a_category_the_longest_unused_leaves_first() {
 }
 
 #[test]
+fn a_parked_block_keeps_what_was_known_of_it() {
+    let mut policy = Workload::new();
+    for key in 0..3 {
+        policy.insert(BlockKey(key), text(key), Timestamp(u64::from(key)));
+    }
+    policy.park(BlockKey(0));
+    assert_eq!((policy.len(), policy.victim(Timestamp(5), &|_| false)), (3, Some(BlockKey(1))));
+    policy.settle(BlockKey(0), text(0), Timestamp(5));
+    assert_eq!(policy.victim(Timestamp(5), &|_| false), Some(BlockKey(1)));
+    policy.park(BlockKey(1));
+    policy.remove(BlockKey(1));
+    assert_eq!((policy.len(), policy.victim(Timestamp(5), &|_| false)), (2, Some(BlockKey(2))));
+}
+
+#[test]
 fn blocks_used_at_one_instant_leave_from_the_tail_in_whatever_order_they_came() {
     for order in [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 4, 0, 3, 1]] {
         let mut policy = Workload::new();
