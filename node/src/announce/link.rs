@@ -29,6 +29,14 @@ pub(crate) const HEARTBEAT: Duration = Duration::from_millis(100);
 /// How long a router may take to accept a connection or a join.
 const CALL_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// A ping on the connection, to notice a router that went silent without closing it (a partition, a
+/// stopped process): nothing else would before TCP gives up, after a quarter of an hour.
+const KEEPALIVE: Duration = Duration::from_millis(300);
+
+/// How long a router may take to answer a ping: more than a busy machine's pauses, and short against the
+/// time that an unrouted node costs.
+const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// Messages handed to a stream and not yet taken by the connection.
 const STREAM_AHEAD: usize = 16;
 
@@ -57,13 +65,14 @@ struct Session {
     seek: Seek,
     epoch: Option<Epoch>,
     directives_version: u64,
+    joined: Option<Instant>,
 }
 
 impl Link {
     /// Runs until `stop`.
     pub(crate) async fn run(self, stop: CancellationToken) {
         let seek = Seek::new(&self.routers);
-        let mut session = Session { link: self, seek, epoch: None, directives_version: 0 };
+        let mut session = Session { link: self, seek, epoch: None, directives_version: 0, joined: None };
         tokio::select! {
             () = stop.cancelled() => {}
             () = session.run() => {}
@@ -83,9 +92,7 @@ impl Session {
             match self.visit(&address).await {
                 Ended::Leader(leader) => self.seek.leader_is(&leader),
                 Ended::Fenced => {
-                    tracing::warn!(epoch = ?self.epoch, "the routers ended this node's epoch; joining again");
-                    self.epoch = None;
-                    self.link.shared().outbox.lock().fenced();
+                    self.fenced();
                     self.seek.leader_is(&address);
                 }
                 Ended::Lost(cause) if !said => {
@@ -100,6 +107,22 @@ impl Session {
             }
             said = false;
         }
+    }
+
+    fn fenced(&mut self) {
+        let lived = self.joined.map_or(Duration::MAX, |joined| joined.elapsed());
+        match self.seek.fenced(lived) {
+            Some(rivals) => tracing::error!(
+                node = self.link.record.node.0, epoch = ?self.epoch, in_a_row = rivals,
+                "the routers end this node's epochs as soon as it joins: another process probably runs with the \
+                 same id; give each node an id of its own",
+            ),
+            None => {
+                tracing::warn!(epoch = ?self.epoch, "the routers ended this node's epoch; joining again");
+            }
+        }
+        self.epoch = None;
+        self.link.shared().outbox.lock().fenced();
     }
 
     /// One connection from its opening to its end.
@@ -130,6 +153,9 @@ impl Session {
             .and_then(|endpoint| endpoint.tls_config(self.link.identity.client_tls()))
             .map_err(|cause| cause.to_string())?
             .connect_timeout(CALL_TIMEOUT)
+            .http2_keep_alive_interval(KEEPALIVE)
+            .keep_alive_timeout(KEEPALIVE_TIMEOUT)
+            .keep_alive_while_idle(true)
             .tcp_nodelay(true);
         let channel = timeout(CALL_TIMEOUT, endpoint.connect()).await.map_err(|late| late.to_string())?;
         channel.map(RouterClient::new).map_err(|cause| chain(&cause))
@@ -144,7 +170,7 @@ impl Session {
         };
         let epoch = Epoch(reply.epoch);
         tracing::info!(%epoch, "joined the cluster");
-        self.epoch = Some(epoch);
+        (self.epoch, self.joined) = (Some(epoch), Some(Instant::now()));
         let stopped = || Ended::Lost("the node is stopping".to_owned());
         self.link.store.ask(|reply| Ask::Joined { epoch, reply }).await.map_err(|_| stopped())?;
         if let Some(directives) = reply.directives {
@@ -178,7 +204,10 @@ impl Session {
                 },
                 reply = replies.message() => match reply {
                     Ok(Some(reply)) => {
-                        self.seek.worked(address);
+                        // Only an acknowledgement says that this router leads and knows our epoch.
+                        if matches!(reply.body, Some(announce_reply::Body::Ack(_))) {
+                            self.seek.worked(address);
+                        }
                         match self.on_reply(reply).await {
                             Ok(Some(wait)) => hold_until = Instant::now() + wait,
                             Ok(None) => {}

@@ -12,6 +12,19 @@ const PAUSE_MAX: Duration = Duration::from_millis(800);
 /// Leader hints followed in a row before a pause; two routers that point at each other end here.
 const HINTS_MAX: u32 = 4;
 
+/// A fence this soon after a join, or so soon after the pauses that both rivals keep, is hardly a machine
+/// that lost its network again.
+const FENCED_SOON: Duration = Duration::from_secs(5);
+
+/// Fences in a row, each soon after its join, before somebody else with the same id is suspected.
+const RIVALS_SUSPECTED: u32 = 3;
+
+/// Pause before the join after the second fence in a row; it doubles from there.
+const REJOIN_MIN: Duration = Duration::from_millis(100);
+
+/// Longest pause before a join: two nodes with one id then cost the routers a few joins a minute.
+const REJOIN_MAX: Duration = Duration::from_secs(20);
+
 /// The order of tries.
 #[derive(Debug)]
 pub(crate) struct Seek {
@@ -20,6 +33,10 @@ pub(crate) struct Seek {
     hints_followed: u32,
     tried: usize,
     pause: Duration,
+    fences: u32,
+    /// Pause of the last fence, and what of it is still to be waited.
+    backoff: Duration,
+    rejoin: Duration,
 }
 
 impl Seek {
@@ -30,20 +47,24 @@ impl Seek {
             hints_followed: 0,
             tried: 0,
             pause: PAUSE_MIN,
+            fences: 0,
+            backoff: Duration::ZERO,
+            rejoin: Duration::ZERO,
         }
     }
 
     /// Whom to try, after which pause. `None` without any router.
     pub(crate) fn next(&mut self) -> Option<(String, Duration)> {
+        let rejoin = std::mem::take(&mut self.rejoin);
         if let Some(hint) = self.hint.take() {
             self.hints_followed += 1;
-            return Some((hint, Duration::ZERO));
+            return Some((hint, rejoin));
         }
         let address = self.routers.front()?.clone();
         self.routers.rotate_left(1);
-        let mut wait = Duration::ZERO;
+        let mut wait = rejoin;
         if self.tried >= self.routers.len() {
-            wait = self.pause;
+            wait = wait.max(self.pause);
             self.pause = (self.pause * 2).min(PAUSE_MAX);
             self.tried = 0;
             self.hints_followed = 0;
@@ -57,6 +78,24 @@ impl Seek {
         if !address.is_empty() && self.hints_followed < HINTS_MAX {
             self.hint = Some(address.to_owned());
         }
+    }
+
+    /// The routers ended the epoch, `lived` after its join. Soon and again and again means that two nodes
+    /// take the same id from each other: the next join waits, and from some fences on their number comes
+    /// back, to be told to a person.
+    pub(crate) fn fenced(&mut self, lived: Duration) -> Option<u32> {
+        if lived >= FENCED_SOON + self.backoff * 2 {
+            (self.fences, self.backoff) = (0, Duration::ZERO);
+            return None;
+        }
+        self.fences += 1;
+        // The first may be the end of an epoch that an earlier process of this node had.
+        let doublings = self.fences.checked_sub(2);
+        self.backoff = doublings.map_or(Duration::ZERO, |doublings| {
+            REJOIN_MIN.saturating_mul(1u32.checked_shl(doublings).unwrap_or(u32::MAX)).min(REJOIN_MAX)
+        });
+        self.rejoin = self.backoff;
+        (self.fences >= RIVALS_SUSPECTED).then_some(self.fences)
     }
 
     /// It worked: the next trouble starts from the beginning, with the same router.
@@ -105,6 +144,24 @@ mod tests {
         }
         seek.worked("b:1");
         assert_eq!(seek.next().unwrap(), ("b:1".to_owned(), Duration::ZERO));
+    }
+
+    #[test]
+    fn fences_soon_after_joins_make_growing_pauses_and_name_a_rival() {
+        let mut seek = seek();
+        let soon = Duration::from_millis(20);
+        let mut waits = Vec::new();
+        for round in 1..=12u32 {
+            assert_eq!(seek.fenced(soon), (round >= RIVALS_SUSPECTED).then_some(round));
+            seek.worked("a:1");
+            seek.leader_is("a:1");
+            waits.push(seek.next().unwrap().1);
+        }
+        assert_eq!(waits[..4], [0, 100, 200, 400].map(Duration::from_millis));
+        assert_eq!(waits.last(), Some(&REJOIN_MAX));
+        assert!(seek.fenced(REJOIN_MAX + FENCED_SOON).is_some(), "the rival only kept its own pause");
+        assert_eq!(seek.fenced(REJOIN_MAX * 2 + FENCED_SOON), None);
+        assert_eq!(seek.fenced(soon), None, "counted from the beginning");
     }
 
     #[test]

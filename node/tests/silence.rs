@@ -1,0 +1,72 @@
+//! A node whose router goes silent without closing anything: it must be somewhere else soon.
+#![allow(clippy::unwrap_used)]
+
+mod world;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use world::*;
+
+/// Far below the quarter of an hour after which TCP itself gives up, far above the link's own limits.
+const SOON: Duration = Duration::from_secs(20);
+
+/// A relay that keeps its connections open and, once frozen, passes nothing on.
+async fn relay(target: String, frozen: Arc<AtomicBool>) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    tokio::spawn(async move {
+        loop {
+            let (near, _) = listener.accept().await.unwrap();
+            let far = TcpStream::connect(&target).await.unwrap();
+            let (near_in, near_out) = near.into_split();
+            let (far_in, far_out) = far.into_split();
+            tokio::spawn(pass(near_in, far_out, Arc::clone(&frozen)));
+            tokio::spawn(pass(far_in, near_out, Arc::clone(&frozen)));
+        }
+    });
+    address
+}
+
+async fn pass(
+    mut from: tokio::net::tcp::OwnedReadHalf,
+    mut to: tokio::net::tcp::OwnedWriteHalf,
+    frozen: Arc<AtomicBool>,
+) {
+    let mut buffer = vec![0u8; 16 << 10];
+    loop {
+        let Ok(got @ 1..) = from.read(&mut buffer).await else { break };
+        if frozen.load(Ordering::Relaxed) {
+            // Swallowed: neither end is told.
+            continue;
+        }
+        if to.write_all(&buffer[..got]).await.is_err() {
+            break;
+        }
+    }
+    if frozen.load(Ordering::Relaxed) {
+        std::future::pending::<()>().await;
+    }
+}
+
+#[tokio::test]
+async fn a_leader_that_goes_silent_is_left_for_another_router() {
+    let world = World::new();
+    let (silent, other) = (FakeRouter::default(), FakeRouter::default());
+    let frozen = Arc::new(AtomicBool::new(false));
+    let first = relay(silent.serve(&world.identity).await, Arc::clone(&frozen)).await;
+    let second = other.serve(&world.identity).await;
+    let node = start(&world.config(&[first, second])).await;
+    silent.joined().await;
+    let path = world.dial(node.data_addr()).await;
+    save(&*path, 1, 0..2).await;
+    silent.holds("the first router hears", |state| state.blocks.len() == 2).await;
+    assert_eq!(other.state.lock().epoch, 0);
+    frozen.store(true, Ordering::Relaxed);
+    let asked = Instant::now();
+    other.holds("the second router hears everything", |state| state.blocks.len() == 2).await;
+    assert!(asked.elapsed() < SOON, "it took {:?}", asked.elapsed());
+}
