@@ -1,10 +1,10 @@
-//! The node's DRAM: one mapping made at start, cut into slots of a few size classes, shared by readers
-//! without copying.
+//! The node's DRAM: one mapping made at start, cut into equal slots, shared by readers without copying.
 //!
 //! A slot has one writer ([`SlotMut`]) until it is frozen into [`Bytes`]; its memory is given out again
-//! only after the last reader dropped its copy. Classes are learned from the frame sizes that come, so
-//! a node with one frame size can use all of it. A slot never changes its class; a frame whose own
-//! class is used up may take a slot of a larger one. Not here: which block has which slot (`store`).
+//! only after the last reader dropped its copy. Every slot holds the largest frame of this node: a node
+//! keeps blocks of one model, whose frames have one size, and with slots of several sizes whoever chooses
+//! lengths could use up the ones that the others need. A shorter frame takes a whole slot and is charged
+//! for it. Not here: which block has which slot (`store`).
 
 #![allow(unsafe_code)]
 
@@ -19,10 +19,6 @@ use tokio::sync::Notify;
 /// Slots are whole cache lines, in bytes.
 pub const SLOT_ALIGN_BYTES: usize = 64;
 
-/// Size classes of one arena. Frames of one model have one or two sizes; more classes only spread
-/// memory over sizes that are never asked for again.
-pub const CLASSES_MAX: usize = 8;
-
 /// Who wants a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
@@ -30,6 +26,17 @@ pub enum Purpose {
     Save,
     /// Bytes that come from SSD. May use the reserve, so that SSD and DRAM can always trade places.
     Load,
+}
+
+/// How an arena is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ArenaShape {
+    /// Length of the largest frame, in bytes.
+    pub frame_bytes_max: usize,
+    /// Slots in all.
+    pub slots: usize,
+    /// Slots of these that saves leave alone.
+    pub reserve_slots: usize,
 }
 
 /// The arena. Clones share it.
@@ -41,70 +48,81 @@ pub struct Arena {
 #[derive(Debug)]
 struct Inner {
     memory: Mapping,
-    reserve_bytes: usize,
+    slot_bytes: usize,
+    slots: usize,
+    reserve_slots: usize,
     state: Mutex<State>,
     freed: Notify,
 }
 
+/// Slots from `fresh` on were never given out.
 #[derive(Debug, Default)]
 struct State {
-    carved: usize,
-    free_bytes: usize,
-    classes: Vec<Class>,
-}
-
-#[derive(Debug)]
-struct Class {
-    slot_bytes: usize,
+    fresh: usize,
     free: Vec<usize>,
 }
 
-/// Slot size for a frame of `frame_bytes`.
+/// Slot size for frames of up to `frame_bytes`.
 #[must_use]
 pub fn slot_bytes(frame_bytes: usize) -> usize {
     frame_bytes.max(1).next_multiple_of(SLOT_ALIGN_BYTES)
 }
 
+impl ArenaShape {
+    /// Memory it takes, in bytes; nothing when no machine has so much.
+    #[must_use]
+    pub fn bytes(&self) -> Option<usize> {
+        slot_bytes(self.frame_bytes_max).checked_mul(self.slots.max(1))
+    }
+}
+
 impl Arena {
-    /// Maps `bytes`, of which saves leave `reserve_bytes` alone.
+    /// Maps the memory of `shape`.
     ///
     /// # Errors
     /// What the system said when it refused the mapping.
-    pub fn new(bytes: usize, reserve_bytes: usize) -> std::io::Result<Arena> {
-        let memory = Mapping::new(bytes.max(SLOT_ALIGN_BYTES))?;
-        let inner =
-            Inner { memory, reserve_bytes, state: Mutex::new(State::default()), freed: Notify::new() };
+    pub fn new(shape: ArenaShape) -> std::io::Result<Arena> {
+        let bytes = shape.bytes().ok_or(std::io::ErrorKind::OutOfMemory)?;
+        let inner = Inner {
+            memory: Mapping::new(bytes)?,
+            slot_bytes: slot_bytes(shape.frame_bytes_max),
+            slots: shape.slots,
+            reserve_slots: shape.reserve_slots,
+            state: Mutex::new(State::default()),
+            freed: Notify::new(),
+        };
         Ok(Arena { inner: Arc::new(inner) })
     }
 
-    /// A slot for `len` bytes, or nothing while there is none.
+    /// A slot for `len` bytes; nothing while there is none, or when no frame may be so long.
     #[must_use]
     pub fn take(&self, len: usize, purpose: Purpose) -> Option<SlotMut> {
-        let total = self.inner.memory.len;
-        let mut state = self.inner.state.lock();
-        let left = total - state.carved + state.free_bytes;
-        let keep = if purpose == Purpose::Save { self.inner.reserve_bytes } else { 0 };
-        if left < keep + slot_bytes(len) {
+        let inner = &self.inner;
+        if len > inner.slot_bytes {
             return None;
         }
-        let (offset, slot_bytes) = state.take(slot_bytes(len), total)?;
-        Some(SlotMut { slot: Slot { inner: Arc::clone(&self.inner), offset, slot_bytes, len } })
+        let mut state = inner.state.lock();
+        if !inner.has_room(&state, purpose) {
+            return None;
+        }
+        let number = state.free.pop().unwrap_or_else(|| {
+            state.fresh += 1;
+            state.fresh - 1
+        });
+        Some(SlotMut { slot: Slot { inner: Arc::clone(inner), number, len } })
     }
 
     /// Bytes in slots that are given out.
     #[must_use]
     pub fn used_bytes(&self) -> usize {
         let state = self.inner.state.lock();
-        state.carved - state.free_bytes
+        (state.fresh - state.free.len()) * self.inner.slot_bytes
     }
 
-    /// Whether a slot for `len` bytes can be had now.
+    /// Whether [`Self::take`] would give a slot now.
     #[must_use]
-    pub fn has_room(&self, len: usize, purpose: Purpose) -> bool {
-        let state = self.inner.state.lock();
-        let left = self.inner.memory.len - state.carved + state.free_bytes;
-        let keep = if purpose == Purpose::Save { self.inner.reserve_bytes } else { 0 };
-        left >= keep + slot_bytes(len)
+    pub fn has_room(&self, purpose: Purpose) -> bool {
+        self.inner.has_room(&self.inner.state.lock(), purpose)
     }
 
     /// Waits until some slot came back. Ask again after it; it may wake for nothing.
@@ -113,49 +131,10 @@ impl Arena {
     }
 }
 
-impl State {
-    fn take(&mut self, wanted: usize, total: usize) -> Option<(usize, usize)> {
-        let class = self.class_for(wanted);
-        if let Some(offset) = class.and_then(|class| self.classes[class].free.pop()) {
-            let slot_bytes = class.map_or(wanted, |class| self.classes[class].slot_bytes);
-            self.free_bytes -= slot_bytes;
-            return Some((offset, slot_bytes));
-        }
-        let slot_bytes = class.map_or(wanted, |class| self.classes[class].slot_bytes);
-        if class.is_some() && self.carved + slot_bytes <= total {
-            let offset = self.carved;
-            self.carved += slot_bytes;
-            return Some((offset, slot_bytes));
-        }
-        self.take_larger(wanted)
-    }
-
-    fn take_larger(&mut self, wanted: usize) -> Option<(usize, usize)> {
-        let class = self.classes.iter_mut().filter(|class| class.slot_bytes >= wanted);
-        let class = class.filter(|class| !class.free.is_empty()).min_by_key(|class| class.slot_bytes)?;
-        let offset = class.free.pop()?;
-        self.free_bytes -= class.slot_bytes;
-        Some((offset, class.slot_bytes))
-    }
-
-    /// The class of this size; learned if there may be another one, else the next larger.
-    fn class_for(&mut self, wanted: usize) -> Option<usize> {
-        if let Some(found) = self.classes.iter().position(|class| class.slot_bytes == wanted) {
-            return Some(found);
-        }
-        if self.classes.len() < CLASSES_MAX {
-            self.classes.push(Class { slot_bytes: wanted, free: Vec::new() });
-            return Some(self.classes.len() - 1);
-        }
-        let larger = self.classes.iter().enumerate().filter(|(_, class)| class.slot_bytes > wanted);
-        larger.min_by_key(|(_, class)| class.slot_bytes).map(|(position, _)| position)
-    }
-
-    fn give_back(&mut self, offset: usize, slot_bytes: usize) {
-        if let Some(class) = self.classes.iter_mut().find(|class| class.slot_bytes == slot_bytes) {
-            class.free.push(offset);
-            self.free_bytes += slot_bytes;
-        }
+impl Inner {
+    fn has_room(&self, state: &State, purpose: Purpose) -> bool {
+        let left = self.slots - state.fresh + state.free.len();
+        left > if purpose == Purpose::Save { self.reserve_slots } else { 0 }
     }
 }
 
@@ -163,24 +142,30 @@ impl State {
 #[derive(Debug)]
 struct Slot {
     inner: Arc<Inner>,
-    offset: usize,
-    slot_bytes: usize,
+    number: usize,
     len: usize,
+}
+
+impl Slot {
+    fn start(&self) -> *mut u8 {
+        self.inner.memory.at(self.number * self.inner.slot_bytes)
+    }
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.inner.state.lock().give_back(self.offset, self.slot_bytes);
+        self.inner.state.lock().free.push(self.number);
         self.inner.freed.notify_waiters();
     }
 }
 
 impl AsRef<[u8]> for Slot {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: the range lies inside the mapping (it was carved there), the mapping lives as long as
-        // `inner`, it is initialised (zero pages), and nobody writes it: the only writer, `SlotMut`, was
-        // consumed when this slot was shared or owns it exclusively.
-        unsafe { std::slice::from_raw_parts(self.inner.memory.at(self.offset), self.len) }
+        // SAFETY: the range lies inside the mapping (`number` is below `slots` and `len` is at most
+        // `slot_bytes`, both checked in `take`), the mapping lives as long as `inner`, it is initialised
+        // (zero pages), and nobody writes it: the only writer, `SlotMut`, was consumed when this slot was
+        // shared or owns it exclusively.
+        unsafe { std::slice::from_raw_parts(self.start(), self.len) }
     }
 }
 
@@ -208,9 +193,9 @@ impl Deref for SlotMut {
 
 impl DerefMut for SlotMut {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `Slot::as_ref`; `&mut self` makes this the only reference, because a slot's
-        // range overlaps no other slot that is given out.
-        unsafe { std::slice::from_raw_parts_mut(self.slot.inner.memory.at(self.slot.offset), self.slot.len) }
+        // SAFETY: as in `Slot::as_ref`; `&mut self` makes this the only reference, because a number is
+        // given out to one slot at a time and the ranges of different numbers do not overlap.
+        unsafe { std::slice::from_raw_parts_mut(self.slot.start(), self.slot.len) }
     }
 }
 
@@ -251,7 +236,7 @@ impl Mapping {
 
     fn at(&self, offset: usize) -> *mut u8 {
         debug_assert!(offset < self.len);
-        // SAFETY: callers pass offsets of carved slots, which lie inside the mapping.
+        // SAFETY: callers pass the offset of a slot that was given out, which lies inside the mapping.
         unsafe { self.base.as_ptr().add(offset) }
     }
 }
@@ -274,21 +259,42 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
 
+    fn arena(slots: usize, reserve_slots: usize) -> Arena {
+        Arena::new(ArenaShape { frame_bytes_max: 128, slots, reserve_slots }).unwrap()
+    }
+
     #[test]
-    fn one_frame_size_uses_the_whole_arena() {
-        let arena = Arena::new(128 * 10, 0).unwrap();
-        let slots: Vec<SlotMut> = std::iter::from_fn(|| arena.take(100, Purpose::Save)).collect();
-        assert_eq!(slots.len(), 10);
-        assert_eq!(arena.used_bytes(), 1280);
-        drop(slots);
+    fn every_slot_can_be_had_whatever_lengths_came_before() {
+        let arena = arena(10, 0);
+        // Lengths of every kind, each held for a while: none of them may cost the largest its place.
+        for len in 1..=128 {
+            let slots: Vec<SlotMut> = std::iter::from_fn(|| arena.take(len, Purpose::Save)).collect();
+            assert_eq!(slots.len(), 10, "frames of {len} bytes");
+        }
+        let small: Vec<SlotMut> = (1..=9).map(|len| arena.take(len, Purpose::Save).unwrap()).collect();
+        assert_eq!(arena.used_bytes(), 9 * 128);
+        assert_eq!(arena.take(128, Purpose::Save).unwrap().len(), 128);
+        drop(small);
         assert_eq!(arena.used_bytes(), 0);
-        let again: Vec<SlotMut> = std::iter::from_fn(|| arena.take(128, Purpose::Save)).collect();
-        assert_eq!(again.len(), 10);
+    }
+
+    #[test]
+    fn room_is_what_taking_gives() {
+        let arena = arena(3, 1);
+        let mut slots = Vec::new();
+        for purpose in [Purpose::Save, Purpose::Save, Purpose::Save, Purpose::Load, Purpose::Load] {
+            let room = arena.has_room(purpose);
+            let slot = arena.take(100, purpose);
+            assert_eq!(room, slot.is_some());
+            slots.extend(slot);
+        }
+        assert_eq!(slots.len(), 3);
+        assert!(arena.take(129, Purpose::Load).is_none(), "no frame is so long");
     }
 
     #[test]
     fn memory_is_reused_only_after_the_last_reader_is_gone() {
-        let arena = Arena::new(64, 0).unwrap();
+        let arena = arena(1, 0);
         let mut slot = arena.take(3, Purpose::Save).unwrap();
         slot.copy_from_slice(b"abc");
         let first = slot.freeze();
@@ -304,10 +310,10 @@ mod tests {
 
     #[test]
     fn slots_never_overlap() {
-        let arena = Arena::new(64 * 64, 0).unwrap();
+        let arena = arena(30, 0);
         let mut slots = Vec::new();
         for round in 0u8..40 {
-            let len = usize::from(round) * 7 % 190 + 1;
+            let len = usize::from(round) * 7 % 128 + 1;
             if let Some(mut slot) = arena.take(len, Purpose::Save) {
                 slot.fill(round);
                 slots.push((round, slot.freeze()));
@@ -322,29 +328,17 @@ mod tests {
 
     #[test]
     fn saves_leave_the_reserve_to_loads() {
-        let arena = Arena::new(64 * 4, 64 * 2).unwrap();
+        let arena = arena(4, 2);
         let saves: Vec<SlotMut> = std::iter::from_fn(|| arena.take(64, Purpose::Save)).collect();
         assert_eq!(saves.len(), 2);
-        assert!(!arena.has_room(64, Purpose::Save));
+        assert!(!arena.has_room(Purpose::Save));
         let loads: Vec<SlotMut> = std::iter::from_fn(|| arena.take(64, Purpose::Load)).collect();
         assert_eq!(loads.len(), 2);
     }
 
     #[test]
-    fn a_full_class_borrows_from_a_larger_one() {
-        let arena = Arena::new(64 + 256, 0).unwrap();
-        let small = arena.take(64, Purpose::Save).unwrap();
-        drop(arena.take(256, Purpose::Save).unwrap());
-        let borrowed = arena.take(64, Purpose::Save).unwrap();
-        assert_eq!(borrowed.len(), 64);
-        assert!(arena.take(64, Purpose::Save).is_none());
-        drop((small, borrowed));
-        assert!(arena.take(256, Purpose::Save).is_some());
-    }
-
-    #[test]
     fn readers_on_other_threads_see_what_was_written() {
-        let arena = Arena::new(64 * 8, 0).unwrap();
+        let arena = arena(8, 0);
         let mut slot = arena.take(64, Purpose::Save).unwrap();
         slot.fill(7);
         let bytes = slot.freeze();

@@ -15,5 +15,5 @@ pub mod store;
 pub mod tiers;
 
 pub use config::{ConfigError, IdentitySection, NodeConfig, QuotaSection, TlsSection};
-pub use serve::{REQUEST_BLOCKS_MAX, SAVE_ROOM_WAIT};
-pub use start::{Node, StartError};
+pub use serve::{FETCH_TIME_MAX, REQUEST_BLOCKS_MAX, SAVE_ROOM_WAIT};
+pub use start::{Node, NodeFailed, StartError};

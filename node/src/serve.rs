@@ -3,7 +3,6 @@
 //! Bytes in DRAM are handed out by reference. What is saved is checked against what was offered before
 //! it is committed. Not here: the wire (`kvfleet-transport`) and who holds what (`store`).
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -16,7 +15,7 @@ use kvfleet_transport::{
     BlockService, BoxFuture, FetchAnswer, FetchReply, FetchRequest, MissReason, SaveDone, SaveOffer,
     SaveRefusal, SaveRequest, SaveSession,
 };
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::time::Instant;
 use tracing::Instrument;
 
@@ -30,8 +29,8 @@ pub const SAVE_ROOM_WAIT: Duration = Duration::from_secs(2);
 /// Blocks in one fetch or save: 1 Mi tokens in blocks of 16, the longest prompt anyone serves.
 pub const REQUEST_BLOCKS_MAX: usize = 65_536;
 
-/// In-flight bytes are counted in units of this many, so that large limits fit the counter.
-const PERMIT_BYTES: u64 = 1024;
+/// Longest time a fetch may take, whatever its deadline: no recomputation takes longer.
+pub const FETCH_TIME_MAX: Duration = Duration::from_secs(60);
 
 /// How long a waiting save sleeps at most before it asks for a slot again (a wake-up may be missed).
 const ROOM_POLL: Duration = Duration::from_millis(5);
@@ -43,8 +42,6 @@ pub(crate) struct Service {
     arena: Arena,
     identity: IdentityDigest,
     frame_bytes_max: usize,
-    inflight: Arc<Semaphore>,
-    inflight_permits: u32,
     metrics: Metrics,
 }
 
@@ -54,12 +51,9 @@ impl Service {
         arena: Arena,
         identity: IdentityDigest,
         frame_bytes_max: usize,
-        inflight_bytes: u64,
         metrics: Metrics,
     ) -> Service {
-        let inflight_permits = u32::try_from(inflight_bytes / PERMIT_BYTES).unwrap_or(u32::MAX).max(1);
-        let inflight = Arc::new(Semaphore::new(inflight_permits as usize));
-        Service { store, arena, identity, frame_bytes_max, inflight, inflight_permits, metrics }
+        Service { store, arena, identity, frame_bytes_max, metrics }
     }
 
     async fn answer_fetch(&self, request: FetchRequest) -> FetchReply {
@@ -67,24 +61,27 @@ impl Service {
         if let Some(reason) = reason {
             return self.without_frames(FetchAnswer::Miss { reason });
         }
+        if request.hashes.is_empty() {
+            return self.without_frames(FetchAnswer::Hit { tiers: Vec::new() });
+        }
         let asker = asker(&request.asker);
-        let (deadline, asked) = (Instant::now() + request.deadline, request.hashes.len());
+        let deadline = Instant::now() + request.deadline.min(FETCH_TIME_MAX);
+        let asked = request.hashes.len();
         let hashes = request.hashes;
         let identity = self.identity;
         let held = hashes.clone();
         match self.store.try_ask(|reply| Ask::Fetch { asker, hashes, reply }).await {
-            Ok(FetchPlan::Blocks(plan)) if plan.is_empty() => {
+            Ok(FetchPlan::Blocks { blocks, .. }) if blocks.is_empty() => {
                 self.without_frames(FetchAnswer::Miss { reason: MissReason::NotHeld })
             }
-            Ok(FetchPlan::Blocks(plan)) => {
-                let Some(permit) = self.permit(&plan) else { return self.busy() };
-                let tiers: Vec<Tier> = plan.iter().map(|block| block.tier).collect();
+            Ok(FetchPlan::Blocks { blocks, permit }) => {
+                let tiers: Vec<Tier> = blocks.iter().map(|block| block.tier).collect();
                 let answer = if tiers.len() == asked {
                     FetchAnswer::Hit { tiers }
                 } else {
                     FetchAnswer::Partial { tiers, reason: MissReason::NotHeld }
                 };
-                let frames = stream(identity, held, plan, deadline, permit);
+                let frames = stream(identity, held, blocks, deadline, permit);
                 FetchReply { answer, frames, epoch: self.store.shared.epoch() }
             }
             Ok(FetchPlan::Busy) | Err(_) => self.busy(),
@@ -98,21 +95,7 @@ impl Service {
         if request.epoch != self.store.shared.epoch() {
             return Some(MissReason::StaleEpoch);
         }
-        (request.hashes.is_empty() || request.hashes.len() > REQUEST_BLOCKS_MAX)
-            .then_some(MissReason::NotHeld)
-    }
-
-    /// Room for what must be loaded; blocks in DRAM are only referred to. `None` when there is none.
-    fn permit(&self, plan: &[Planned]) -> Option<Option<OwnedSemaphorePermit>> {
-        let loading = plan.iter().filter(|block| matches!(block.bytes, PlannedBytes::Loading(_)));
-        let bytes: u64 = loading.map(|block| u64::from(block.frame_bytes)).sum();
-        if bytes == 0 {
-            return Some(None);
-        }
-        // A request larger than the whole limit takes all of it and runs alone.
-        let count =
-            u32::try_from(bytes.div_ceil(PERMIT_BYTES)).unwrap_or(u32::MAX).min(self.inflight_permits);
-        Arc::clone(&self.inflight).try_acquire_many_owned(count).ok().map(Some)
+        (request.hashes.len() > REQUEST_BLOCKS_MAX).then_some(MissReason::NotHeld)
     }
 
     fn busy(&self) -> FetchReply {
@@ -132,7 +115,9 @@ impl Service {
             Ok(bytes) if bytes > 0 && bytes as usize <= self.frame_bytes_max => bytes,
             _ => return (SaveOffer::Refused(SaveRefusal::FrameSize), None),
         };
-        if request.hashes.is_empty() || request.hashes.len() > REQUEST_BLOCKS_MAX {
+        let offsets_end = u32::try_from(request.hashes.len()).ok();
+        let offsets_end = offsets_end.and_then(|blocks| request.first_offset_blocks.checked_add(blocks));
+        if request.hashes.is_empty() || request.hashes.len() > REQUEST_BLOCKS_MAX || offsets_end.is_none() {
             return (SaveOffer::Refused(SaveRefusal::FrameSize), None);
         }
         let (asker, hashes) = (asker(&request.asker), request.hashes.clone());
@@ -200,7 +185,7 @@ fn stream(
     hashes: Vec<BlockHash>,
     plan: Vec<Planned>,
     deadline: Instant,
-    permit: Option<OwnedSemaphorePermit>,
+    permit: OwnedSemaphorePermit,
 ) -> mpsc::Receiver<Frame> {
     let (send, frames) = mpsc::channel(plan.len().max(1));
     let mut blocks = hashes.into_iter().zip(plan);
@@ -224,10 +209,22 @@ async fn stream_rest(
     rest: Vec<(BlockHash, PlannedBytes)>,
     deadline: Instant,
     send: mpsc::Sender<Frame>,
-    permit: Option<OwnedSemaphorePermit>,
+    permit: OwnedSemaphorePermit,
 ) {
     for (hash, bytes) in rest {
-        let Some(bytes) = in_time(bytes, deadline).await else { break };
+        let bytes = tokio::select! {
+            bytes = in_time(bytes, deadline) => bytes,
+            // Nobody reads any more: the room for loads is for those who do.
+            () = send.closed() => break,
+        };
+        let bytes = match bytes {
+            Ok(bytes) => bytes,
+            Err(reason) => {
+                // The head of the answer is gone already; the reader sees an early end.
+                tracing::debug!(%hash, reason = reason.name(), "a fetch ends before this block");
+                break;
+            }
+        };
         if send.send(Frame { bytes, identity, hash }).await.is_err() {
             break;
         }
@@ -235,10 +232,13 @@ async fn stream_rest(
     drop(permit);
 }
 
-async fn in_time(bytes: PlannedBytes, deadline: Instant) -> Option<Bytes> {
+async fn in_time(bytes: PlannedBytes, deadline: Instant) -> Result<Bytes, MissReason> {
     match bytes {
-        PlannedBytes::Ready(bytes) => Some(bytes),
-        PlannedBytes::Loading(told) => tokio::time::timeout_at(deadline, told).await.ok()?.ok()?.ok(),
+        PlannedBytes::Ready(bytes) => Ok(bytes),
+        PlannedBytes::Loading(told) => match tokio::time::timeout_at(deadline, told).await {
+            Ok(told) => told.unwrap_or(Err(MissReason::NodeLost)),
+            Err(_) => Err(MissReason::TooLate),
+        },
     }
 }
 
@@ -264,7 +264,8 @@ impl BlockService for Service {
     }
 }
 
-/// A save under way.
+/// A save under way. Each block that was put is whole and verified, and stays when the save ends early;
+/// only what did not come is given back.
 struct Session {
     service: Service,
     lease: LeaseId,

@@ -10,7 +10,7 @@ use kv_core::index::command::NodeRecord;
 use kv_core::tier::{Book, Capacity, Found, Limits};
 use kvfleet_proto::pb::node_control_server::NodeControlServer;
 use kvfleet_proto::tls::{Identity, TlsError, TlsFiles};
-use kvfleet_transport::quic::{BindError, QuicServer};
+use kvfleet_transport::quic::{BindError, QuicConfig, QuicServer};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -18,13 +18,13 @@ use tokio_stream::wrappers::TcpListenerStream;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::announce::link::Link;
-use crate::arena::{self, Arena};
+use crate::arena::{Arena, ArenaShape};
 use crate::config::{ConfigError, NodeConfig};
 use crate::metrics::Metrics;
 use crate::serve::Service;
 use crate::server::Control;
-use crate::store::{self, Capacities, Parts, Shared, Store, StoreHandle};
-use crate::tiers::ssd::{self, Done, FoundBlock, ScanReport, Ssd, SsdConfig, SsdError, SsdFaults, format};
+use crate::store::{Capacities, LoadBudget, Parts, Shared, SlotSizes, Store, StoreHandle};
+use crate::tiers::ssd::{self, Done, FoundBlock, ScanReport, Ssd, SsdConfig, SsdError, SsdFaults};
 
 /// Slots beyond the DRAM capacity for blocks being loaded from SSD; saves never take them, so the two
 /// tiers can trade places even when both are full.
@@ -95,6 +95,7 @@ pub struct Node {
     control_addr: SocketAddr,
     tasks: Vec<JoinHandle<()>>,
     stop: CancellationToken,
+    failed: CancellationToken,
     _guard: DropGuard,
 }
 
@@ -131,15 +132,16 @@ impl Node {
         let parts = open_parts(&config, arena.clone(), shared, metrics.clone(), faults).await?;
         let (store, store_task) = Store::start(parts, stop.clone());
         let service = service(&config, store.clone(), arena, metrics);
-        let data = QuicServer::bind(data_listen, &identity, Arc::new(service))?;
+        let data = QuicServer::bind_with(data_listen, &identity, &quic(&config), Arc::new(service))?;
         let data_addr = data.local_addr();
-        let mut tasks = vec![store_task];
+        let failed = CancellationToken::new();
+        let mut tasks = vec![tokio::spawn(watch(store_task, stop.clone(), failed.clone()))];
         tasks.push(serve_control(control, &identity, store.clone(), &stop)?);
         let record = record(&config, data_addr, control_addr);
         let link = Link { record, routers: config.routers, identity, store };
         tasks.push(tokio::spawn(link.run(stop.clone())));
         tracing::info!(node = config.id, %data_addr, %control_addr, "node serves");
-        Ok(Node { data, data_addr, control_addr, tasks, stop, _guard: guard })
+        Ok(Node { data, data_addr, control_addr, tasks, stop, failed, _guard: guard })
     }
 
     /// Where block bytes are served.
@@ -152,6 +154,13 @@ impl Node {
     #[must_use]
     pub fn control_addr(&self) -> SocketAddr {
         self.control_addr
+    }
+
+    /// Returns once the node cannot go on, after it said why in the log and left the cluster; never while
+    /// it serves. The process should then end with an error.
+    pub async fn failed(&self) -> NodeFailed {
+        self.failed.cancelled().await;
+        NodeFailed
     }
 
     /// Stops serving, ends what is under way and waits until everything is closed.
@@ -168,6 +177,24 @@ impl Node {
     }
 }
 
+/// The task that owns every block ended although nobody stopped the node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the node failed: the task that owns its blocks ended; its log says why. Start it again")]
+pub struct NodeFailed;
+
+/// Waits for the store's task. Without it nothing can be fetched or saved, so a node that lost it must not
+/// go on telling the routers that it is there.
+async fn watch(store: JoinHandle<()>, stop: CancellationToken, failed: CancellationToken) {
+    let ended = store.await;
+    if stop.is_cancelled() && ended.is_ok() {
+        return;
+    }
+    let cause = ended.err().map_or_else(|| "it returned".to_owned(), |cause| cause.to_string());
+    tracing::error!(cause, "the task that owns all blocks ended; the node stops");
+    failed.cancel();
+    stop.cancel();
+}
+
 fn address(key: &'static str, text: &str) -> Result<SocketAddr, StartError> {
     text.parse().map_err(|_| StartError::Address { key, got: text.to_owned() })
 }
@@ -182,19 +209,25 @@ fn local(listener: &TcpListener) -> Result<SocketAddr, StartError> {
     listener.local_addr().map_err(|cause| StartError::ControlListen { address: unknown, cause })
 }
 
-fn open_arena(config: &NodeConfig) -> Result<Arena, StartError> {
-    let slot = arena::slot_bytes(config.frame_bytes_max());
+pub(crate) fn open_arena(config: &NodeConfig) -> Result<Arena, StartError> {
+    let slot = u64::from(SlotSizes::new(config.frame_bytes_max()).dram);
     let tier = match config.dram_capacity() {
-        Capacity::Bytes(bytes) => bytes,
-        Capacity::Blocks(blocks) => blocks.saturating_mul(slot as u64),
+        Capacity::Bytes(bytes) => bytes / slot,
+        Capacity::Blocks(blocks) => blocks,
     };
-    let bytes = tier.saturating_add(((LOAD_SLOTS + SAVE_SLOTS) * slot) as u64);
-    let failed = |cause| StartError::Arena { bytes, cause };
-    let length = usize::try_from(bytes).map_err(|_| failed(std::io::ErrorKind::OutOfMemory.into()))?;
-    Arena::new(length, LOAD_SLOTS * slot).map_err(failed)
+    let slots = tier.saturating_add((LOAD_SLOTS + SAVE_SLOTS) as u64);
+    let failed = |cause| StartError::Arena { bytes: slots.saturating_mul(slot), cause };
+    let slots = usize::try_from(slots).map_err(|_| failed(std::io::ErrorKind::OutOfMemory.into()))?;
+    let frame_bytes_max = config.frame_bytes_max();
+    Arena::new(ArenaShape { frame_bytes_max, slots, reserve_slots: LOAD_SLOTS }).map_err(failed)
 }
 
-async fn open_parts(
+/// The transport counts what it sends, the store what it loads: the same limit for both.
+fn quic(config: &NodeConfig) -> QuicConfig {
+    QuicConfig { fetch_bytes_in_flight_max: config.fetch_inflight_bytes, ..QuicConfig::default() }
+}
+
+pub(crate) async fn open_parts(
     config: &NodeConfig,
     arena: Arena,
     shared: Arc<Shared>,
@@ -205,20 +238,16 @@ async fn open_parts(
     let mut book = book(config);
     let (send, done) = mpsc::unbounded_channel();
     let (mut ssd, report) = open_ssd(config, send, faults).await?;
-    let rows = restore(&mut book, ssd.as_mut(), &report.blocks, config.ssd_capacity());
+    let frame_bytes_max = config.frame_bytes_max();
+    let slots = SlotSizes::new(frame_bytes_max);
+    let rows = restore(&mut book, ssd.as_mut(), &report.blocks, config.ssd_capacity(), slots);
     let quotas = config.quotas.iter().map(|quota| (TenantId(quota.tenant), quota.bytes));
-    book.set_quotas(quotas, Timestamp(0));
+    book.set_quotas(quotas);
     if ssd.is_some() {
         let (blocks, damaged) = (rows.len(), report.damaged_slots);
         tracing::info!(blocks, damaged, quarantined = report.quarantined.len(), "SSD tier read");
     }
-    let frame_bytes_max = config.frame_bytes_max();
-    let capacities = Capacities {
-        dram: config.dram_capacity(),
-        ssd: config.ssd_capacity(),
-        dram_slot: arena::slot_bytes(frame_bytes_max) as u64,
-        ssd_slot: format::slot_bytes(frame_bytes_max) as u64,
-    };
+    let capacities = Capacities { dram: config.dram_capacity(), ssd: config.ssd_capacity(), slots };
     let (policy, quarantined) = (config.policy.clone(), report.quarantined.len() as u64);
     Ok(Parts {
         book,
@@ -228,6 +257,7 @@ async fn open_parts(
         done,
         rows,
         frame_bytes_max,
+        budget: LoadBudget::new(config.fetch_inflight_bytes),
         capacities,
         quarantined,
         shared,
@@ -267,32 +297,30 @@ async fn open_ssd(
         return Ok((None, ScanReport::default()));
     }
     let (dir, identity) = (config.data_dir.clone(), config.identity.manifest().digest());
-    let ssd = SsdConfig { dir, identity, capacity, uring: config.io_uring, faults };
+    let (frame_bytes_max, uring) = (config.frame_bytes_max(), config.io_uring);
+    let ssd = SsdConfig { dir, identity, capacity, frame_bytes_max, uring, faults };
     let opened = tokio::task::spawn_blocking(move || Ssd::open(&ssd, done)).await;
     let (ssd, report) = opened.map_err(|_| StartError::Interrupted)??;
     Ok((Some(ssd), report))
 }
 
-/// Hands the found blocks to the book, oldest first; when they are too many the oldest go.
+/// Hands the found blocks to the book, oldest first; when they are too many the oldest go. Each gets a
+/// time of its own: one time for all would make their place in the order a matter of offsets, not of age,
+/// and each of a million blocks a search for that place.
 fn restore(
     book: &mut Book,
     ssd: Option<&mut Ssd>,
     found: &[FoundBlock],
     capacity: Capacity,
+    slots: SlotSizes,
 ) -> Vec<(BlockKey, ssd::SlotId)> {
     let Some(ssd) = ssd else { return Vec::new() };
-    let mut left = capacity.amount();
-    let fitting = found.iter().rev().take_while(|block| {
-        let cost = capacity.cost(store::charge(block.header.traits.bytes).ssd);
-        let fits = cost <= left;
-        left = left.saturating_sub(cost);
-        fits
-    });
-    let skipped = found.len() - fitting.count();
+    let fitting = usize::try_from(capacity.amount() / capacity.cost(slots.ssd)).unwrap_or(usize::MAX);
+    let skipped = found.len().saturating_sub(fitting);
     let mut rows = Vec::new();
     for (position, block) in found.iter().enumerate() {
         let header = block.header;
-        let charge = store::charge(header.traits.bytes);
+        let charge = slots.charge(header.traits.bytes);
         let known = Found {
             hash: header.hash,
             parent: header.parent,
@@ -300,7 +328,7 @@ fn restore(
             traits: header.traits,
             charge,
         };
-        match (position >= skipped).then(|| book.restore(known, Timestamp(0))).flatten() {
+        match (position >= skipped).then(|| book.restore(known, Timestamp(position as u64))).flatten() {
             Some(key) => rows.push((key, block.slot)),
             None => ssd.free(block.slot),
         }
@@ -308,9 +336,9 @@ fn restore(
     rows
 }
 
-fn service(config: &NodeConfig, store: StoreHandle, arena: Arena, metrics: Metrics) -> Service {
+pub(crate) fn service(config: &NodeConfig, store: StoreHandle, arena: Arena, metrics: Metrics) -> Service {
     let identity = config.identity.manifest().digest();
-    Service::new(store, arena, identity, config.frame_bytes_max(), config.fetch_inflight_bytes, metrics)
+    Service::new(store, arena, identity, config.frame_bytes_max(), metrics)
 }
 
 fn serve_control(
@@ -344,5 +372,32 @@ fn record(config: &NodeConfig, data: SocketAddr, control: SocketAddr) -> NodeRec
         instance: config.instance.map(InstanceId),
         identity: config.identity.manifest().digest(),
         block_bytes: config.block_bytes,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_limit_of_bytes_in_flight_reaches_the_transport() {
+        let config = NodeConfig { fetch_inflight_bytes: 123_456_789, ..NodeConfig::default() };
+        assert_eq!(quic(&config).fetch_bytes_in_flight_max, 123_456_789);
+    }
+
+    #[tokio::test]
+    async fn a_node_whose_store_ends_stops_and_says_so() {
+        let (stop, failed) = (CancellationToken::new(), CancellationToken::new());
+        let broken = tokio::spawn(async { panic!("a defect in the store") });
+        watch(broken, stop.clone(), failed.clone()).await;
+        assert!(stop.is_cancelled() && failed.is_cancelled());
+    }
+
+    #[tokio::test]
+    async fn a_node_that_was_stopped_did_not_fail() {
+        let (stop, failed) = (CancellationToken::new(), CancellationToken::new());
+        stop.cancel();
+        watch(tokio::spawn(async {}), stop, failed.clone()).await;
+        assert!(!failed.is_cancelled());
     }
 }

@@ -5,11 +5,11 @@ mod world;
 
 use std::os::unix::fs::FileExt;
 
-use kv_core::id::{LeaseId, Tier};
+use kv_core::id::{LeaseId, TenantId, Tier};
 use kvfleet_node::{Node, NodeConfig};
 use kvfleet_proto::convert;
 use kvfleet_proto::pb::{self, announce_reply};
-use kvfleet_transport::{FetchAnswer, MissReason};
+use kvfleet_transport::{FetchAnswer, MissReason, SaveAnswer, SaveRefusal};
 use world::*;
 
 async fn settle(world: &World, node: &Node) -> pb::SettleReply {
@@ -151,6 +151,11 @@ async fn directives_pin_and_limit() {
     }
     let epoch = router.state.lock().epoch;
     assert_eq!(fetch(&*path, 50, epoch, &[hash(0)]).await.1, 1, "the pinned block stayed");
+    let all = hashes(90..91);
+    let mut request = save_request(60, 90, &all);
+    request.asker.tenant = TenantId(5);
+    let answer = path.save(request, &|position| frame(all[position])).await.unwrap();
+    assert_eq!(answer, SaveAnswer::Refused(SaveRefusal::Quota), "tenant 5 may hold one byte");
 }
 
 /// A node with two blocks in DRAM and the rest on SSD, as the router knows it.

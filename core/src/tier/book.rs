@@ -10,6 +10,7 @@ use super::changes::{self, ChangeLog, Standing};
 use super::entry::{Entry, Meta, Slab};
 use super::lease::Lease;
 use super::moves::Action;
+use super::quota::QuotaRows;
 use super::watermark::TierLimits;
 use crate::evict::{BlockKey, Policy};
 use crate::id::{BlockHash, LeaseId, TenantId, Tier, Timestamp};
@@ -76,6 +77,8 @@ pub struct Book {
     pub(super) leases_max: usize,
     pub(super) tenants: BTreeMap<TenantId, u64>,
     pub(super) quotas: BTreeMap<TenantId, u64>,
+    pub(super) quota_rows: QuotaRows,
+    pub(super) stamp: u64,
     pub(super) pins: BTreeSet<BlockHash>,
     pub(super) changes: ChangeLog,
     pub(super) drops: VecDeque<Action>,
@@ -97,6 +100,8 @@ impl Book {
             leases_max: limits.leases_max,
             tenants: BTreeMap::new(),
             quotas: BTreeMap::new(),
+            quota_rows: QuotaRows::default(),
+            stamp: 0,
             pins: BTreeSet::new(),
             changes: ChangeLog::default(),
             drops: VecDeque::new(),
@@ -106,6 +111,9 @@ impl Book {
     }
 
     /// Takes in a block found on the SSD at start. `None` when it is known already or does not fit.
+    ///
+    /// Blocks come oldest first, each with a later time than the one before: the policy keeps their order
+    /// of age and takes each in at its warm end.
     pub fn restore(&mut self, found: Found, now: Timestamp) -> Option<BlockKey> {
         let cost = self.ssd.limits.capacity.cost(found.charge.ssd);
         if self.slab.find(&found.hash).is_some() || !self.ssd.limits.fits(self.ssd.used, cost) {
@@ -118,9 +126,8 @@ impl Book {
         if let Some(entry) = self.slab.get_mut(key) {
             entry.copies.ssd = true;
             entry.announced = Some(Tier::Ssd);
-            entry.ranked = true;
         }
-        self.ssd.policy.insert(key, found.traits, now);
+        self.rank(key, now);
         self.changes.stored(found.parent, found.hash, Tier::Ssd);
         Some(key)
     }
@@ -223,6 +230,7 @@ impl Book {
 
     /// Takes the block out of its place: account and policy. Returns the tier it had.
     pub(super) fn discharge(&mut self, key: BlockKey) -> Option<Tier> {
+        self.unlist(key);
         let entry = self.slab.get_mut(key)?;
         let tier = entry.place.take()?;
         let ranked = std::mem::take(&mut entry.ranked);
@@ -237,16 +245,45 @@ impl Book {
         Some(tier)
     }
 
-    /// Makes the block known to its tier's policy as just used.
+    /// Makes the block known to its tier's policy as just used. While something holds it, it stands
+    /// outside the order.
     pub(super) fn rank(&mut self, key: BlockKey, now: Timestamp) {
+        self.unlist(key);
+        self.stamp += 1;
+        let stamp = self.stamp;
         let Some(entry) = self.slab.get_mut(key) else { return };
-        let (Some(tier), traits) = (entry.place, entry.meta.traits) else { return };
+        entry.stamp = stamp;
+        let (Some(tier), traits, held) = (entry.place, entry.meta.traits, entry.held()) else { return };
         let known = std::mem::replace(&mut entry.ranked, true);
         let policy = &mut self.shelf_mut(tier).policy;
         if known {
             policy.access(key, traits, now);
         } else {
             policy.insert(key, traits, now);
+        }
+        if held {
+            policy.park(key);
+        }
+        self.list(key);
+    }
+
+    /// Takes a block that is held from now on out of every order of eviction: looking for a victim must
+    /// not cost a step per held block. [`Self::rank`] or [`Self::unpark`] brings it back.
+    pub(super) fn park(&mut self, key: BlockKey) {
+        self.unlist(key);
+        let Some(entry) = self.slab.get(key).filter(|entry| entry.ranked) else { return };
+        if let Some(tier) = entry.place {
+            self.shelf_mut(tier).policy.park(key);
+        }
+    }
+
+    /// Brings back a block whose pin ended: as the newest, without counting as a use.
+    pub(super) fn unpark(&mut self, key: BlockKey, now: Timestamp) {
+        let Some(entry) = self.slab.get(key).filter(|entry| entry.ranked && !entry.held()) else { return };
+        let traits = entry.meta.traits;
+        if let Some(tier) = entry.place {
+            self.shelf_mut(tier).policy.settle(key, traits, now);
+            self.list(key);
         }
     }
 

@@ -8,7 +8,7 @@ use hashbrown::HashMap;
 
 use super::Charge;
 use crate::evict::{BlockKey, BlockTraits};
-use crate::id::{BlockHash, TenantId, Tier};
+use crate::id::{BlockHash, LeaseId, TenantId, Tier};
 
 /// What a block is, apart from where it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,6 +66,10 @@ pub(super) struct Entry {
     pub(super) announced: Option<Tier>,
     /// Bytes are still on their way in.
     pub(super) writing: bool,
+    /// The lease whose save brings them; it alone holds the block meanwhile.
+    pub(super) writer: Option<LeaseId>,
+    /// Order of last uses in the book; larger is later.
+    pub(super) stamp: u64,
     /// The policy of its place knows it.
     pub(super) ranked: bool,
     /// Leases that hold it.
@@ -122,6 +126,8 @@ impl Slab {
             moving: None,
             announced: None,
             writing: false,
+            writer: None,
+            stamp: 0,
             ranked: false,
             leases: 0,
             pinned,

@@ -40,6 +40,14 @@ impl Book {
         Ok(keys.into_iter().map(|key| self.reach(key, now)).collect())
     }
 
+    /// Bytes of the leading readable blocks that a fetch would have to load first. Changes nothing.
+    #[must_use]
+    pub fn bytes_to_load(&self, hashes: &[BlockHash]) -> u64 {
+        let keys = hashes.iter().map_while(|hash| self.readable(hash));
+        let entries = keys.filter_map(|key| self.slab.get(key));
+        entries.filter(|entry| !entry.copies.dram).map(|entry| u64::from(entry.meta.charge.frame)).sum()
+    }
+
     fn reach(&mut self, key: BlockKey, now: Timestamp) -> Reach {
         if self.slab.get(key).is_some_and(|entry| entry.place == Some(Tier::Ssd)) {
             self.promote(key, now);

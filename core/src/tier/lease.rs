@@ -59,7 +59,25 @@ impl Book {
         let hold = Hold { offset_blocks: entry.meta.traits.offset_blocks, key, serial: entry.serial };
         if lease.blocks.insert(hold) {
             entry.leases += 1;
+            if entry.leases == 1 {
+                self.park(key);
+            }
         }
+    }
+
+    /// Forgets that a lease held a block that never came.
+    pub(super) fn unhold(&mut self, key: BlockKey) {
+        let Some(entry) = self.slab.get(key) else { return };
+        let hold = Hold { offset_blocks: entry.meta.traits.offset_blocks, key, serial: entry.serial };
+        if let Some(lease) = entry.writer.and_then(|writer| self.leases.get_mut(&writer)) {
+            lease.blocks.remove(&hold);
+        }
+    }
+
+    /// Blocks a lease holds, for tests of what it costs.
+    #[cfg(test)]
+    pub(super) fn held_by(&self, id: LeaseId) -> usize {
+        self.leases.get(&id).map_or(0, |lease| lease.blocks.len())
     }
 
     /// Ends a request: its blocks are free to go, and have just been used, tail first.
@@ -67,9 +85,13 @@ impl Book {
         let Some(lease) = self.leases.remove(&id) else { return };
         self.deadlines.remove(&(lease.deadline, id));
         let live: Vec<BlockKey> = lease.blocks.iter().rev().filter_map(|hold| self.let_go(*hold)).collect();
+        let tenants: BTreeSet<TenantId> =
+            live.iter().filter_map(|key| self.slab.get(*key)).map(|entry| entry.meta.tenant).collect();
         for key in live {
             self.touch(key, lease.category, now);
         }
+        // A quota lowered while the request ran holds from here on.
+        tenants.into_iter().for_each(|tenant| self.enforce_quota(tenant));
     }
 
     fn let_go(&mut self, hold: Hold) -> Option<BlockKey> {
@@ -103,31 +125,25 @@ impl Book {
     }
 
     /// Replaces the set of pinned blocks. Pins also hold for blocks that come later.
-    pub fn set_pins(&mut self, pins: BTreeSet<BlockHash>) {
+    pub fn set_pins(&mut self, pins: BTreeSet<BlockHash>, now: Timestamp) {
         let old = std::mem::replace(&mut self.pins, pins);
-        for hash in &old {
-            self.mark_pinned(hash);
-        }
-        let new: Vec<BlockHash> = self.pins.difference(&old).copied().collect();
-        for hash in &new {
-            self.mark_pinned(hash);
+        let ended: Vec<BlockHash> = old.difference(&self.pins).copied().collect();
+        let begun: Vec<BlockHash> = self.pins.difference(&old).copied().collect();
+        for hash in ended.iter().chain(&begun) {
+            self.mark_pinned(hash, now);
         }
     }
 
-    fn mark_pinned(&mut self, hash: &BlockHash) {
+    fn mark_pinned(&mut self, hash: &BlockHash, now: Timestamp) {
         let pinned = self.pins.contains(hash);
-        if let Some(entry) = self.slab.find(hash).and_then(|key| self.slab.get_mut(key)) {
-            entry.pinned = pinned;
-        }
-    }
-
-    /// Replaces the quotas, in bytes per tenant, and drops what is over and not held.
-    pub fn set_quotas(&mut self, quotas: impl IntoIterator<Item = (TenantId, u64)>, now: Timestamp) {
-        self.quotas = quotas.into_iter().collect();
-        let quotas: Vec<(TenantId, u64)> =
-            self.quotas.iter().map(|(&tenant, &bytes)| (tenant, bytes)).collect();
-        for (tenant, quota) in quotas {
-            self.shrink_tenant(tenant, quota, 0, now);
+        let Some(key) = self.slab.find(hash) else { return };
+        let Some(entry) = self.slab.get_mut(key) else { return };
+        let before = entry.held();
+        entry.pinned = pinned;
+        match (before, entry.held()) {
+            (false, true) => self.park(key),
+            (true, false) => self.unpark(key, now),
+            _ => {}
         }
     }
 }

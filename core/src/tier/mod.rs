@@ -15,6 +15,7 @@ mod fetch;
 mod lease;
 mod moves;
 mod pressure;
+mod quota;
 mod save;
 #[cfg(test)]
 mod tests;

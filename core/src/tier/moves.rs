@@ -33,6 +33,8 @@ pub enum Action {
     DropSsd {
         /// The block; its key may be given out again after this.
         key: BlockKey,
+        /// Its hash: whoever still waits for its bytes gets none.
+        hash: BlockHash,
     },
 }
 
@@ -119,6 +121,13 @@ impl Book {
         self.settle(key);
     }
 
+    /// A move found no slot after all: nothing is wrong, it stands in line again.
+    pub fn on_move_delayed(&mut self, key: BlockKey, to: Tier) {
+        let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.moving == Some(to)) else { return };
+        entry.moving = None;
+        self.settle(key);
+    }
+
     /// A move failed. A block that could not be read is gone; one that could not be written stays in
     /// DRAM if there is room and is gone otherwise.
     pub fn on_move_failed(&mut self, key: BlockKey, to: Tier, now: Timestamp) {
@@ -163,7 +172,7 @@ impl Book {
         let surplus = entry.copies.has(other);
         entry.copies.set(other, false);
         if surplus {
-            self.drops.push_back(drop_action(key, other));
+            self.drops.push_back(drop_action(key, hash, other));
         }
         if let Some(from) = announced.filter(|&from| from != place) {
             self.changes.moved(hash, from, place);
@@ -173,16 +182,16 @@ impl Book {
     /// The block is over: free its copies, then its key.
     fn clear_out(&mut self, key: BlockKey) {
         let Some(entry) = self.slab.get_mut(key) else { return };
-        let copies = std::mem::take(&mut entry.copies);
+        let (copies, hash) = (std::mem::take(&mut entry.copies), entry.meta.hash);
         for tier in [Tier::Dram, Tier::Ssd] {
             if copies.has(tier) {
-                self.drops.push_back(drop_action(key, tier));
+                self.drops.push_back(drop_action(key, hash, tier));
             }
         }
         self.slab.remove(key);
     }
 }
 
-fn drop_action(key: BlockKey, tier: Tier) -> Action {
-    if tier == Tier::Ssd { Action::DropSsd { key } } else { Action::DropDram { key } }
+fn drop_action(key: BlockKey, hash: BlockHash, tier: Tier) -> Action {
+    if tier == Tier::Ssd { Action::DropSsd { key, hash } } else { Action::DropDram { key } }
 }

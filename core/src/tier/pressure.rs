@@ -1,10 +1,11 @@
-//! Who gives way: making room in a tier, demoting, dropping, promoting, and a tenant's own limit.
+//! Who gives way: making room in a tier, demoting, dropping, promoting.
 //!
-//! The policy names the victim; held blocks are never offered to it.
+//! The policy names the victim; held blocks stand outside its order. A tenant's own limit is in `quota`.
 
 use super::book::{Book, slot_bytes};
+use super::entry::Entry;
 use crate::evict::BlockKey;
-use crate::id::{TenantId, Tier, Timestamp};
+use crate::id::{Tier, Timestamp};
 
 impl Book {
     /// Makes room for a slot of `slot` bytes, evicting by the marks. `false` when too much is held.
@@ -21,7 +22,7 @@ impl Book {
     }
 
     fn evict_one(&mut self, tier: Tier, now: Timestamp) -> bool {
-        let Some(victim) = self.victim(tier, None, now) else { return false };
+        let Some(victim) = self.victim(tier, now) else { return false };
         if tier == Tier::Dram && self.open(Tier::Ssd) {
             self.demote(victim, now);
         } else {
@@ -31,12 +32,9 @@ impl Book {
         true
     }
 
-    fn victim(&mut self, tier: Tier, of: Option<TenantId>, now: Timestamp) -> Option<BlockKey> {
+    fn victim(&mut self, tier: Tier, now: Timestamp) -> Option<BlockKey> {
         let slab = &self.slab;
-        let spared = |key: BlockKey| {
-            slab.get(key)
-                .is_none_or(|entry| entry.held() || of.is_some_and(|tenant| entry.meta.tenant != tenant))
-        };
+        let spared = |key: BlockKey| slab.get(key).is_none_or(Entry::held);
         let shelf = if tier == Tier::Ssd { &mut self.ssd } else { &mut self.dram };
         shelf.policy.victim(now, &spared)
     }
@@ -85,7 +83,7 @@ impl Book {
         if !self.open(Tier::Dram) || limits.fits(used, cost) {
             return self.open(Tier::Dram);
         }
-        let Some(victim) = self.victim(Tier::Dram, None, now) else { return false };
+        let Some(victim) = self.victim(Tier::Dram, now) else { return false };
         let Some(meta) = self.meta(victim) else { return false };
         let freed = limits.capacity.cost(slot_bytes(&meta, Tier::Dram));
         limits.fits(used.saturating_sub(freed), cost)
@@ -102,30 +100,5 @@ impl Book {
         self.discharge_tenant(meta.tenant, meta.charge.frame);
         self.slab.forget_hash(key);
         self.settle(key);
-    }
-
-    /// Brings a tenant to `quota` with `coming` bytes more, by dropping its own coldest blocks, SSD first.
-    pub(super) fn shrink_tenant(
-        &mut self,
-        tenant: TenantId,
-        quota: u64,
-        coming: u64,
-        now: Timestamp,
-    ) -> bool {
-        if coming > quota {
-            return false;
-        }
-        for tier in [Tier::Ssd, Tier::Dram] {
-            while self.tenant_bytes(tenant).saturating_add(coming) > quota {
-                let Some(victim) = self.victim(tier, Some(tenant), now) else { break };
-                self.shelf_mut(tier).stats.dropped_blocks += 1;
-                self.drop_block(victim);
-            }
-        }
-        self.tenant_bytes(tenant).saturating_add(coming) <= quota
-    }
-
-    fn tenant_bytes(&self, tenant: TenantId) -> u64 {
-        self.tenants.get(&tenant).copied().unwrap_or(0)
     }
 }

@@ -58,26 +58,39 @@ impl Book {
                 self.hold(asker.lease, key);
             }
         }
-        let mut parent = offer.parent;
+        let (mut parent, mut refused) = (offer.parent, None);
         let mut answers = Vec::with_capacity(offer.hashes.len());
-        for (&hash, offset_blocks) in offer.hashes.iter().zip(offer.first_offset_blocks..) {
+        for (&hash, position) in offer.hashes.iter().zip(0u32..) {
+            let offset_blocks = offer.first_offset_blocks.saturating_add(position);
             let traits = BlockTraits { category: asker.category, offset_blocks, bytes: offer.charge.frame };
             let meta = Meta { hash, parent, tenant: asker.tenant, traits, charge: offer.charge };
-            answers.push(self.offer_block(asker, meta, now));
+            answers.push(self.offer_block(asker, meta, &mut refused, now));
             parent = Some(hash);
         }
         Ok(answers)
     }
 
-    fn offer_block(&mut self, asker: Asker, meta: Meta, now: Timestamp) -> Offered {
+    fn offer_block(
+        &mut self,
+        asker: Asker,
+        meta: Meta,
+        refused: &mut Option<RefusedBy>,
+        now: Timestamp,
+    ) -> Offered {
         if self.slab.find(&meta.hash).is_some() {
             return Offered::Present;
         }
-        if !self.within_quota(asker.tenant, meta.charge, now) {
-            return Offered::Refused(RefusedBy::Quota);
+        // What stood in the way of one block of an offer stands in the way of the later ones, which cost
+        // the same: an offer only ever takes room.
+        if let Some(by) = *refused {
+            return Offered::Refused(by);
         }
-        let Some(tier) = self.admit(meta.charge, now) else {
-            return Offered::Refused(RefusedBy::Full);
+        let tier = match self.admissible(asker.tenant, meta.charge, now) {
+            Ok(tier) => tier,
+            Err(by) => {
+                *refused = Some(by);
+                return Offered::Refused(by);
+            }
         };
         let pinned = self.pins.contains(&meta.hash);
         let key = self.slab.add(meta, tier, pinned);
@@ -85,6 +98,7 @@ impl Book {
         self.charge_tenant(meta.tenant, meta.charge.frame);
         if let Some(entry) = self.slab.get_mut(key) {
             entry.writing = true;
+            entry.writer = Some(asker.lease);
         }
         self.hold(asker.lease, key);
         Offered::Wanted(key)
@@ -98,19 +112,25 @@ impl Book {
             .map(|(tier, _)| tier)
     }
 
-    fn within_quota(&mut self, tenant: TenantId, charge: Charge, now: Timestamp) -> bool {
-        match self.quotas.get(&tenant) {
-            Some(&quota) => self.shrink_tenant(tenant, quota, u64::from(charge.frame), now),
-            None => true,
+    fn admissible(&mut self, tenant: TenantId, charge: Charge, now: Timestamp) -> Result<Tier, RefusedBy> {
+        if let Some(&quota) = self.quotas.get(&tenant)
+            && !self.shrink_tenant(tenant, quota, u64::from(charge.frame))
+        {
+            return Err(RefusedBy::Quota);
         }
+        self.admit(charge, now).ok_or(RefusedBy::Full)
     }
 
-    /// The bytes of a wanted block are in DRAM and verified: from now on it is readable.
-    pub fn commit(&mut self, key: BlockKey, now: Timestamp) {
+    /// The bytes of a wanted block are in DRAM and verified: from now on it is readable. `charge` is what
+    /// it really costs, at most what was offered; the difference is free again.
+    pub fn commit(&mut self, key: BlockKey, charge: Charge, now: Timestamp) {
         let Some(entry) = self.slab.get_mut(key) else { return };
         if !std::mem::take(&mut entry.writing) {
             return;
         }
+        entry.writer = None;
+        self.recharge(key, charge);
+        let Some(entry) = self.slab.get_mut(key) else { return };
         entry.copies.dram = true;
         entry.announced = Some(Tier::Dram);
         let (meta, leases) = (entry.meta, entry.leases);
@@ -120,12 +140,35 @@ impl Book {
             self.rank(key, now);
         }
         self.settle(key);
+        if leases == 0 {
+            self.enforce_quota(meta.tenant);
+        }
+    }
+
+    fn recharge(&mut self, key: BlockKey, charge: Charge) {
+        let Some(entry) = self.slab.get(key) else { return };
+        let (tenant, place, offered) = (entry.meta.tenant, entry.place, entry.meta.charge);
+        debug_assert!(
+            charge.frame <= offered.frame && charge.dram <= offered.dram && charge.ssd <= offered.ssd,
+            "{charge:?} is more than {offered:?}"
+        );
+        self.discharge(key);
+        self.discharge_tenant(tenant, offered.frame);
+        if let Some(entry) = self.slab.get_mut(key) {
+            entry.meta.charge = charge;
+            entry.meta.traits.bytes = charge.frame;
+        }
+        self.charge_tenant(tenant, charge.frame);
+        if let Some(tier) = place {
+            self.charge(key, tier);
+        }
     }
 
     /// The bytes of a wanted block did not come, or were wrong.
     pub fn abort(&mut self, key: BlockKey) {
         let Some(entry) = self.slab.get(key).filter(|entry| entry.writing) else { return };
         let meta = entry.meta;
+        self.unhold(key);
         self.discharge(key);
         self.discharge_tenant(meta.tenant, meta.charge.frame);
         self.slab.remove(key);

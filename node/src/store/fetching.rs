@@ -1,20 +1,51 @@
 //! A fetch: bytes that are in DRAM at once, the others as they are loaded.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use kv_core::id::{BlockHash, Tier};
 use kv_core::tier::{Asker, Reach};
 use kvfleet_transport::MissReason;
-use tokio::sync::oneshot;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
 use super::Store;
+
+/// Loaded bytes are counted in units of this many, so that large limits fit the counter.
+const PERMIT_BYTES: u64 = 1024;
+
+/// Bytes being loaded from SSD for readers at once; blocks in DRAM are only referred to and cost nothing.
+#[derive(Clone, Debug)]
+pub(crate) struct LoadBudget {
+    permits: Arc<Semaphore>,
+    permits_max: u32,
+}
+
+impl LoadBudget {
+    pub(crate) fn new(bytes: u64) -> LoadBudget {
+        let permits_max = u32::try_from(bytes / PERMIT_BYTES).unwrap_or(u32::MAX).max(1);
+        LoadBudget { permits: Arc::new(Semaphore::new(permits_max as usize)), permits_max }
+    }
+
+    /// Room for `bytes`, given back when the permit is dropped. A request larger than the whole budget
+    /// takes all of it and runs alone. `None` while there is no room.
+    pub(crate) fn take(&self, bytes: u64) -> Option<OwnedSemaphorePermit> {
+        let count = u32::try_from(bytes.div_ceil(PERMIT_BYTES)).unwrap_or(u32::MAX).min(self.permits_max);
+        Arc::clone(&self.permits).try_acquire_many_owned(count).ok()
+    }
+}
 
 /// The task's answer to a fetch.
 #[derive(Debug)]
 pub enum FetchPlan {
-    /// Too many leases.
+    /// Too many leases, or too much being loaded. Nothing is leased.
     Busy,
-    /// The leading blocks that are held; empty for none.
-    Blocks(Vec<Planned>),
+    /// What there is.
+    Blocks {
+        /// The leading blocks that are held; empty for none.
+        blocks: Vec<Planned>,
+        /// Part of the budget for what must be loaded, kept while it is.
+        permit: OwnedSemaphorePermit,
+    },
 }
 
 /// One block of a fetch.
@@ -22,8 +53,6 @@ pub enum FetchPlan {
 pub struct Planned {
     /// Where it is read from.
     pub tier: Tier,
-    /// Encoded size in bytes.
-    pub frame_bytes: u32,
     /// Its bytes, now or later.
     pub bytes: PlannedBytes,
 }
@@ -40,8 +69,15 @@ pub enum PlannedBytes {
 impl Store {
     pub(super) fn fetch(&mut self, asker: Asker, hashes: &[BlockHash]) -> FetchPlan {
         let now = self.now();
+        // The room first: a fetch told to come again must not leave a lease and running loads behind.
+        let Some(permit) = self.parts.budget.take(self.parts.book.bytes_to_load(hashes)) else {
+            return FetchPlan::Busy;
+        };
         match self.parts.book.fetch(asker, hashes, now) {
-            Ok(reached) => FetchPlan::Blocks(reached.into_iter().map(|reach| self.plan(reach)).collect()),
+            Ok(reached) => {
+                let blocks = reached.into_iter().zip(hashes).map(|(reach, hash)| self.plan(reach, *hash));
+                FetchPlan::Blocks { blocks: blocks.collect(), permit }
+            }
             Err(full) => {
                 tracing::debug!(%full, "fetch told to come again");
                 FetchPlan::Busy
@@ -49,17 +85,16 @@ impl Store {
         }
     }
 
-    fn plan(&mut self, reach: Reach) -> Planned {
-        let frame_bytes = self.parts.book.meta(reach.key).map_or(0, |meta| meta.charge.frame);
+    fn plan(&mut self, reach: Reach, hash: BlockHash) -> Planned {
         self.parts.metrics.hit(reach.tier);
         let bytes = match (reach.tier, self.row(reach.key).dram.clone()) {
             (Tier::Dram, Some(bytes)) => PlannedBytes::Ready(bytes),
             _ => {
                 let (tell, told) = oneshot::channel();
-                self.loads.entry(reach.key).or_default().waiting.push(tell);
+                self.loads.entry(hash).or_default().waiting.push(tell);
                 PlannedBytes::Loading(told)
             }
         };
-        Planned { tier: reach.tier, frame_bytes, bytes }
+        Planned { tier: reach.tier, bytes }
     }
 }

@@ -8,9 +8,12 @@ mod fetching;
 mod moving;
 mod saving;
 mod status;
+#[cfg(test)]
+mod tests;
 
+pub(crate) use fetching::LoadBudget;
 pub use fetching::{FetchPlan, Planned, PlannedBytes};
-pub(crate) use saving::charge;
+pub(crate) use saving::SlotSizes;
 pub use saving::{OfferPlan, Reserved};
 
 use std::collections::{BTreeSet, HashMap};
@@ -234,6 +237,7 @@ pub(crate) struct Parts {
     pub(crate) done: mpsc::UnboundedReceiver<Done>,
     pub(crate) rows: Vec<(BlockKey, SlotId)>,
     pub(crate) frame_bytes_max: usize,
+    pub(crate) budget: LoadBudget,
     pub(crate) capacities: Capacities,
     pub(crate) quarantined: u64,
     pub(crate) shared: Arc<Shared>,
@@ -251,7 +255,8 @@ pub(crate) struct Store {
     rows: Vec<Row>,
     moves: HashMap<u64, Move>,
     next_token: u64,
-    loads: HashMap<BlockKey, Load>,
+    /// By hash and not by key: a key is given out again, and what was read is checked against the hash.
+    loads: HashMap<BlockHash, Load>,
     trouble: Option<Trouble>,
     refitted: Instant,
 }
@@ -322,8 +327,8 @@ impl Store {
                 let _ = reply.send(());
             }
             Ask::Directives { pins, quotas } => {
-                self.parts.book.set_pins(pins);
-                self.parts.book.set_quotas(quotas, self.now());
+                self.parts.book.set_pins(pins, self.now());
+                self.parts.book.set_quotas(quotas);
             }
             Ask::Reannounce { expected, reply } => {
                 self.reannounce(expected);

@@ -12,11 +12,14 @@ use tokio::sync::oneshot;
 
 use super::Store;
 use crate::arena::Purpose;
-use crate::tiers::ssd::{Done, ReadFault, SlotHeader, SlotId};
+use crate::tiers::ssd::{Done, JOBS_MAX, ReadFault, STAGING_SLOTS, SlotHeader, SlotId, Ssd};
 
-/// Moves in flight: enough to keep an NVMe queue full, and no more slots between two places than the
-/// staging of either tier has.
+/// Moves in flight: enough to keep an NVMe queue full. A block on its way holds a slot on both sides; on
+/// SSD the staging slots cover all of them, in DRAM a load also waits for one of the arena's free slots.
 pub(crate) const MOVES_MAX: usize = 48;
+
+const _: () = assert!(MOVES_MAX as u64 <= STAGING_SLOTS, "each move needs a slot beside those in use");
+const _: () = assert!(MOVES_MAX <= JOBS_MAX, "the SSD thread takes a job for each move");
 
 /// After a write error the SSD tier takes no new blocks for this long, then tries again.
 pub(crate) const SSD_RETRY: Duration = Duration::from_secs(5);
@@ -25,6 +28,7 @@ pub(crate) const SSD_RETRY: Duration = Duration::from_secs(5);
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Move {
     key: BlockKey,
+    hash: BlockHash,
     slot: SlotId,
 }
 
@@ -49,31 +53,36 @@ impl Store {
                 Action::Demote { key, hash } => self.demote(key, hash),
                 Action::Promote { key, hash } => self.promote(key, hash),
                 Action::DropDram { key } => self.row(key).dram = None,
-                Action::DropSsd { key } => self.drop_ssd(key),
+                Action::DropSsd { key, hash } => self.drop_ssd(key, hash),
             }
         }
         self.tell_changes();
     }
 
     fn next_action(&mut self) -> Option<Action> {
-        let (free, frame) = (self.moves.len() < MOVES_MAX, self.parts.frame_bytes_max);
-        let dram = free && self.parts.arena.has_room(frame, Purpose::Load);
+        let free = self.moves.len() < MOVES_MAX;
+        let dram = free && self.parts.arena.has_room(Purpose::Load);
         // While the SSD is in trouble demotions may "start": they fail at once and the blocks go.
-        let space = self.parts.ssd.as_ref().is_none_or(|ssd| ssd.has_room(frame));
+        let space = self.parts.ssd.as_ref().is_none_or(Ssd::has_room);
         let ssd = self.trouble.is_some() || (free && space);
         self.parts.book.next_action(Room { dram, ssd })
     }
 
     fn demote(&mut self, key: BlockKey, hash: BlockHash) {
-        if let Err(cause) = self.try_demote(key, hash) {
-            if self.trouble.is_none() {
-                self.stop_admitting(&cause);
+        match self.try_demote(key, hash) {
+            Ok(true) => {}
+            Ok(false) => self.parts.book.on_move_delayed(key, Tier::Ssd),
+            Err(cause) => {
+                if self.trouble.is_none() {
+                    self.stop_admitting(&cause);
+                }
+                self.parts.book.on_move_failed(key, Tier::Ssd, self.now());
             }
-            self.parts.book.on_move_failed(key, Tier::Ssd, self.now());
         }
     }
 
-    fn try_demote(&mut self, key: BlockKey, hash: BlockHash) -> io::Result<()> {
+    /// `Ok(false)` when there is no slot now, which is no failure.
+    fn try_demote(&mut self, key: BlockKey, hash: BlockHash) -> io::Result<bool> {
         if self.trouble.is_some() {
             return Err(io::ErrorKind::Other.into());
         }
@@ -82,42 +91,52 @@ impl Store {
         let mut traits = meta.traits;
         traits.bytes = u32::try_from(frame.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
         let ssd = self.parts.ssd.as_mut().ok_or(io::ErrorKind::NotFound)?;
-        let slot = ssd.take(frame.len())?.ok_or(io::ErrorKind::QuotaExceeded)?;
+        let Some(slot) = ssd.take(frame.len())? else { return Ok(false) };
         let header = SlotHeader { hash, parent: meta.parent, tenant: meta.tenant, traits, sequence: 0 };
         self.next_token += 1;
         if let Err(cause) = ssd.write(self.next_token, slot, header, frame) {
             ssd.free(slot);
             return Err(cause);
         }
-        self.moves.insert(self.next_token, Move { key, slot });
-        Ok(())
+        self.moves.insert(self.next_token, Move { key, hash, slot });
+        Ok(true)
     }
 
     fn promote(&mut self, key: BlockKey, hash: BlockHash) {
-        if let Err(cause) = self.try_promote(key, hash) {
-            tracing::error!(%cause, %hash, "a block could not be loaded");
-            self.load_failed(key, MissReason::MediumFailed);
+        match self.try_promote(key, hash) {
+            Ok(true) => {}
+            Ok(false) => self.parts.book.on_move_delayed(key, Tier::Dram),
+            Err(cause) => {
+                tracing::error!(%cause, %hash, "a block could not be loaded");
+                self.load_failed(key, hash, MissReason::MediumFailed);
+            }
         }
     }
 
-    fn try_promote(&mut self, key: BlockKey, hash: BlockHash) -> io::Result<()> {
+    /// `Ok(false)` when there is no slot now, which is no failure.
+    fn try_promote(&mut self, key: BlockKey, hash: BlockHash) -> io::Result<bool> {
         let slot = self.row(key).ssd.ok_or(io::ErrorKind::NotFound)?;
         let meta = self.parts.book.meta(key).ok_or(io::ErrorKind::NotFound)?;
         let len = meta.traits.bytes as usize;
-        let into = self.parts.arena.take(len, Purpose::Load).ok_or(io::ErrorKind::OutOfMemory)?;
+        if len > self.parts.frame_bytes_max {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        let Some(into) = self.parts.arena.take(len, Purpose::Load) else { return Ok(false) };
         let ssd = self.parts.ssd.as_ref().ok_or(io::ErrorKind::NotFound)?;
         self.next_token += 1;
         ssd.read(self.next_token, slot, hash, into)?;
-        self.moves.insert(self.next_token, Move { key, slot });
-        Ok(())
+        self.moves.insert(self.next_token, Move { key, hash, slot });
+        Ok(true)
     }
 
-    fn drop_ssd(&mut self, key: BlockKey) {
+    fn drop_ssd(&mut self, key: BlockKey, hash: BlockHash) {
         if let Some(slot) = self.row(key).ssd.take()
             && let Some(ssd) = self.parts.ssd.as_mut()
         {
             ssd.free(slot);
         }
+        // A block may go before its load began; whoever waits for it must hear that it will not come.
+        self.tell_waiting(hash, &Err(MissReason::NotHeld));
     }
 
     pub(super) fn on_done(&mut self, done: Done) {
@@ -128,7 +147,7 @@ impl Store {
     }
 
     fn on_written(&mut self, token: u64, result: io::Result<()>) {
-        let Some(Move { key, slot }) = self.moves.remove(&token) else { return };
+        let Some(Move { key, slot, .. }) = self.moves.remove(&token) else { return };
         match result {
             Ok(()) => {
                 self.row(key).ssd = Some(slot);
@@ -145,33 +164,32 @@ impl Store {
     }
 
     fn on_read(&mut self, token: u64, result: Result<Bytes, ReadFault>) {
-        let Some(Move { key, .. }) = self.moves.remove(&token) else { return };
+        let Some(Move { key, hash, .. }) = self.moves.remove(&token) else { return };
         match result {
             Ok(bytes) => {
                 self.row(key).dram = Some(bytes.clone());
-                self.tell_waiting(key, &Ok(bytes));
+                self.tell_waiting(hash, &Ok(bytes));
                 self.parts.book.on_moved(key, Tier::Dram);
             }
             Err(fault) => {
-                let hash = self.parts.book.meta(key).map(|meta| meta.hash).unwrap_or_default();
                 tracing::error!(%fault, %hash, "a block on SSD is unusable and was dropped");
                 self.parts.metrics.ssd_error();
                 let reason = match fault {
                     ReadFault::Medium(_) => MissReason::MediumFailed,
                     ReadFault::Corrupt(_) => MissReason::Corrupt,
                 };
-                self.load_failed(key, reason);
+                self.load_failed(key, hash, reason);
             }
         }
     }
 
-    fn load_failed(&mut self, key: BlockKey, reason: MissReason) {
-        self.tell_waiting(key, &Err(reason));
+    fn load_failed(&mut self, key: BlockKey, hash: BlockHash, reason: MissReason) {
+        self.tell_waiting(hash, &Err(reason));
         self.parts.book.on_move_failed(key, Tier::Dram, self.now());
     }
 
-    fn tell_waiting(&mut self, key: BlockKey, result: &Result<Bytes, MissReason>) {
-        for waiting in self.loads.remove(&key).unwrap_or_default().waiting {
+    fn tell_waiting(&mut self, hash: BlockHash, result: &Result<Bytes, MissReason>) {
+        for waiting in self.loads.remove(&hash).unwrap_or_default().waiting {
             // A reader past its deadline is gone.
             let _ = waiting.send(result.clone());
         }

@@ -47,13 +47,26 @@ impl Drop for Reserved {
     }
 }
 
-/// What a frame of this size costs.
-pub(crate) fn charge(frame_bytes: u32) -> Charge {
-    let whole = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX);
-    Charge {
-        frame: frame_bytes,
-        dram: whole(arena::slot_bytes(frame_bytes as usize)),
-        ssd: whole(format::slot_bytes(frame_bytes as usize)),
+/// Slots of this node, in bytes. Every block takes one, whatever its length.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SlotSizes {
+    pub(crate) dram: u32,
+    pub(crate) ssd: u32,
+}
+
+impl SlotSizes {
+    /// For frames of up to `frame_bytes_max`.
+    pub(crate) fn new(frame_bytes_max: usize) -> SlotSizes {
+        let whole = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX);
+        SlotSizes {
+            dram: whole(arena::slot_bytes(frame_bytes_max)),
+            ssd: whole(format::slot_bytes(frame_bytes_max)),
+        }
+    }
+
+    /// What a frame costs.
+    pub(crate) fn charge(self, frame_bytes: u32) -> Charge {
+        Charge { frame: frame_bytes, dram: self.dram, ssd: self.ssd }
     }
 }
 
@@ -67,7 +80,12 @@ impl Store {
         frame_bytes: u32,
     ) -> OfferPlan {
         let now = self.now();
-        let offer = Offer { parent, first_offset_blocks, hashes, charge: charge(frame_bytes) };
+        let offer = Offer {
+            parent,
+            first_offset_blocks,
+            hashes,
+            charge: self.parts.capacities.slots.charge(frame_bytes),
+        };
         match self.parts.book.offer(asker, offer, now) {
             Ok(answers) => OfferPlan::Blocks(Reserved { answers, asks: self.asks.clone() }),
             Err(full) => {
@@ -80,8 +98,11 @@ impl Store {
     pub(super) fn put(&mut self, lease: LeaseId, key: BlockKey, bytes: Bytes) {
         let now = self.now();
         self.parts.metrics.saved(bytes.len());
+        // The frame may be shorter than the offer said.
+        let length = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
+        let charge = self.parts.capacities.slots.charge(length);
         self.row(key).dram = Some(bytes);
         self.parts.book.renew(lease, now);
-        self.parts.book.commit(key, now);
+        self.parts.book.commit(key, charge, now);
     }
 }

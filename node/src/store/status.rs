@@ -7,21 +7,21 @@ use kv_core::tier::Capacity;
 use kvfleet_proto::pb;
 
 use super::Store;
+use super::saving::SlotSizes;
 
 /// Sizes as configured, for status.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Capacities {
     pub(crate) dram: Capacity,
     pub(crate) ssd: Capacity,
-    /// Slot of the largest frame in each tier, to show a number of blocks as bytes.
-    pub(crate) dram_slot: u64,
-    pub(crate) ssd_slot: u64,
+    /// A block's slot in each tier.
+    pub(crate) slots: SlotSizes,
 }
 
-fn bytes(capacity: Capacity, slot: u64) -> u64 {
+fn bytes(capacity: Capacity, slot: u32) -> u64 {
     match capacity {
         Capacity::Bytes(bytes) => bytes,
-        Capacity::Blocks(blocks) => blocks.saturating_mul(slot),
+        Capacity::Blocks(blocks) => blocks.saturating_mul(u64::from(slot)),
     }
 }
 
@@ -46,8 +46,8 @@ impl Store {
         let stats = self.parts.book.stats(tier);
         let sizes = self.parts.capacities;
         let capacity_bytes = match tier {
-            Tier::Ssd => bytes(sizes.ssd, sizes.ssd_slot),
-            Tier::Dram | Tier::Gpu => bytes(sizes.dram, sizes.dram_slot),
+            Tier::Ssd => bytes(sizes.ssd, sizes.slots.ssd),
+            Tier::Dram | Tier::Gpu => bytes(sizes.dram, sizes.slots.dram),
         };
         pb::TierStatus {
             tier: tier as u32,

@@ -10,12 +10,13 @@ use proptest::prelude::*;
 enum Op {
     Fetch { lease: u64, first: u64, count: u64 },
     Offer { lease: u64, first: u64, count: u64, tenant: u32 },
-    CommitOldest,
+    CommitOldest { frame: u32 },
     AbortOldest,
     Release { lease: u64 },
     Expire { at: u64 },
     Start { dram: bool, ssd: bool },
     Finish { well: bool },
+    Delay,
     Pin { numbers: BTreeSet<u64> },
     Quota { bytes: u64 },
     Admit { ssd: bool },
@@ -27,12 +28,13 @@ fn op() -> impl Strategy<Value = Op> {
         4 => (lease.clone(), 0u64..20, 1u64..6).prop_map(|(lease, first, count)| Op::Fetch { lease, first, count }),
         6 => (lease.clone(), 0u64..20, 1u64..6, 0u32..2)
             .prop_map(|(lease, first, count, tenant)| Op::Offer { lease, first, count, tenant }),
-        8 => Just(Op::CommitOldest),
+        8 => (1u32..=100).prop_map(|frame| Op::CommitOldest { frame }),
         1 => Just(Op::AbortOldest),
         4 => lease.prop_map(|lease| Op::Release { lease }),
         1 => (0u64..30_000_000).prop_map(|at| Op::Expire { at }),
         8 => any::<(bool, bool)>().prop_map(|(dram, ssd)| Op::Start { dram, ssd }),
         8 => prop::bool::weighted(0.85).prop_map(|well| Op::Finish { well }),
+        2 => Just(Op::Delay),
         1 => prop::collection::btree_set(0u64..25, 0..3).prop_map(|numbers| Op::Pin { numbers }),
         1 => (0u64..900).prop_map(|bytes| Op::Quota { bytes }),
         1 => any::<bool>().prop_map(|ssd| Op::Admit { ssd }),
@@ -74,10 +76,11 @@ impl World {
                 self.book.fetch(asker(lease), &all, now).unwrap();
             }
             Op::Offer { lease, first, count, tenant } => self.offer(lease, first, count, tenant),
-            Op::CommitOldest if !self.writing.is_empty() => {
+            Op::CommitOldest { frame } if !self.writing.is_empty() => {
                 let key = self.writing.remove(0);
                 assert!(self.bytes.insert((key, Tier::Dram)), "{key:?} has bytes of another block");
-                self.book.commit(key, now);
+                let charge = Charge { frame, dram: frame.next_multiple_of(64), ssd: 4096 };
+                self.book.commit(key, charge, now);
             }
             Op::AbortOldest if !self.writing.is_empty() => self.book.abort(self.writing.remove(0)),
             Op::Release { lease } => self.book.release(LeaseId(lease), now),
@@ -86,13 +89,14 @@ impl World {
             }
             Op::Start { dram, ssd } => self.start(Room { dram, ssd }),
             Op::Finish { well } if !self.moving.is_empty() => self.finish(well),
-            Op::Pin { numbers } => self.book.set_pins(numbers.into_iter().map(hash).collect()),
+            Op::Delay if !self.moving.is_empty() => self.delay(),
+            Op::Pin { numbers } => self.book.set_pins(numbers.into_iter().map(hash).collect(), now),
             Op::Quota { bytes } => {
-                self.book.set_quotas([(TenantId(1), bytes)], now);
+                self.book.set_quotas([(TenantId(1), bytes)]);
                 self.quota = Some(bytes);
             }
             Op::Admit { ssd } => self.book.set_admitting(Tier::Ssd, ssd),
-            Op::CommitOldest | Op::AbortOldest | Op::Finish { .. } => {}
+            Op::CommitOldest { .. } | Op::AbortOldest | Op::Finish { .. } | Op::Delay => {}
         }
         self.drop_bytes();
     }
@@ -133,7 +137,7 @@ impl World {
     fn take_drop(&mut self, action: Action) {
         let copy = match action {
             Action::DropDram { key } => (key, Tier::Dram),
-            Action::DropSsd { key } => (key, Tier::Ssd),
+            Action::DropSsd { key, .. } => (key, Tier::Ssd),
             other => panic!("{other:?} without room"),
         };
         assert!(self.bytes.remove(&copy), "{copy:?} was not there");
@@ -168,6 +172,14 @@ impl World {
         }
     }
 
+    fn delay(&mut self) {
+        match self.moving.remove(0) {
+            Action::Demote { key, .. } => self.book.on_move_delayed(key, Tier::Ssd),
+            Action::Promote { key, .. } => self.book.on_move_delayed(key, Tier::Dram),
+            _ => unreachable!("only moves are kept"),
+        }
+    }
+
     fn apply_changes(&mut self) {
         for change in self.book.take_changes() {
             apply(&mut self.index, change);
@@ -187,6 +199,7 @@ impl World {
         for tier in [Tier::Dram, Tier::Ssd] {
             self.check_account(tier);
         }
+        self.check_tenants();
         for (key, entry) in self.book.slab.iter() {
             assert_eq!(self.bytes.contains(&(key, Tier::Dram)), entry.copies.dram);
             assert_eq!(self.bytes.contains(&(key, Tier::Ssd)), entry.copies.ssd);
@@ -210,6 +223,21 @@ impl World {
             .filter(|(_, e)| e.held() && e.place.is_some())
             .map(|(_, e)| e.meta.hash)
             .collect()
+    }
+
+    fn leased(&self) -> BTreeSet<BlockHash> {
+        let slab = self.book.slab.iter().filter(|(_, e)| (e.leases > 0 || e.pinned) && e.place.is_some());
+        slab.map(|(_, e)| e.meta.hash).collect()
+    }
+
+    fn check_tenants(&self) {
+        for (tenant, bytes, _) in self.book.tenants() {
+            let of = self.book.slab.iter().filter(|(_, e)| e.place.is_some() && e.meta.tenant == tenant);
+            assert_eq!(bytes, of.map(|(_, e)| u64::from(e.meta.charge.frame)).sum::<u64>());
+        }
+        for (_, entry) in self.book.slab.iter().filter(|(_, entry)| entry.announced.is_some()) {
+            assert_eq!(entry.meta.traits.bytes, entry.meta.charge.frame);
+        }
     }
 
     fn check_account(&self, tier: Tier) {
@@ -258,11 +286,12 @@ proptest! {
     ) {
         let mut world = World::new(limits(dram, bytes, 128, marks), limits(ssd, bytes, 4096, marks));
         for op in &ops {
-            let held = world.held();
+            // The end of its write ends what a write alone held.
+            let held = if matches!(op, Op::CommitOldest { .. }) { world.leased() } else { world.held() };
             world.run(op);
             world.check();
             // Only a failed medium or the end of the hold takes a held block away.
-            if matches!(op, Op::Fetch { .. } | Op::Offer { .. } | Op::CommitOldest | Op::Start { .. } | Op::Quota { .. }) {
+            if matches!(op, Op::Fetch { .. } | Op::Offer { .. } | Op::CommitOldest { .. } | Op::Start { .. } | Op::Quota { .. }) {
                 prop_assert!(held.iter().all(|hash| world.book.slab.find(hash).is_some()), "{op:?} took a held block");
             }
         }

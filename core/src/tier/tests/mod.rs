@@ -6,7 +6,7 @@ mod exact_lru;
 mod invariants;
 mod situations;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::*;
@@ -19,6 +19,7 @@ pub(super) struct PlainLru {
     clock: u64,
     order: BTreeMap<u64, BlockKey>,
     stamps: BTreeMap<BlockKey, u64>,
+    parked: BTreeSet<BlockKey>,
 }
 
 impl Policy for PlainLru {
@@ -37,17 +38,29 @@ impl Policy for PlainLru {
         self.insert(key, traits, now);
     }
 
+    fn park(&mut self, key: BlockKey) {
+        if let Some(stamp) = self.stamps.remove(&key) {
+            self.order.remove(&stamp);
+            self.parked.insert(key);
+        }
+    }
+
     fn remove(&mut self, key: BlockKey) {
+        if self.parked.remove(&key) {
+            return;
+        }
         let stamp = self.stamps.remove(&key).expect("removed a key that is not there");
         self.order.remove(&stamp);
     }
 
     fn victim(&mut self, _: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
-        self.order.values().copied().find(|&key| !spared(key))
+        let coldest = self.order.values().copied().next()?;
+        assert!(!spared(coldest), "a held block stands in the order, where every victim is searched past it");
+        Some(coldest)
     }
 
     fn len(&self) -> usize {
-        self.order.len()
+        self.order.len() + self.parked.len()
     }
 }
 
@@ -112,7 +125,7 @@ pub(super) fn request(book: &mut Book, numbers: &[u64], now: u64) -> usize {
         drain(book);
         for answer in offered {
             if let Offered::Wanted(key) = answer {
-                book.commit(key, Timestamp(now));
+                book.commit(key, CHARGE, Timestamp(now));
                 drain(book);
             }
         }

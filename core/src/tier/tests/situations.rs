@@ -18,7 +18,7 @@ fn a_block_is_readable_only_after_its_commit() {
     let keys = wanted(&offer(&mut book, 1, &[1], 0));
     assert!(book.fetch(asker(2), &[hash(1)], Timestamp(0)).unwrap().is_empty());
     assert!(book.take_changes().is_empty());
-    book.commit(keys[0], Timestamp(0));
+    book.commit(keys[0], CHARGE, Timestamp(0));
     assert_eq!(book.fetch(asker(2), &[hash(1)], Timestamp(0)).unwrap().len(), 1);
     let stored = Change::Stored { parent: None, blocks: vec![hash(1)], tier: Tier::Dram };
     assert_eq!(book.take_changes(), vec![stored]);
@@ -39,7 +39,7 @@ fn an_aborted_write_leaves_nothing() {
 fn blocks_of_a_running_request_are_never_victims() {
     let mut book = blocks(2, 0);
     for key in wanted(&offer(&mut book, 1, &[1, 2], 0)) {
-        book.commit(key, Timestamp(0));
+        book.commit(key, CHARGE, Timestamp(0));
     }
     let answers = offer(&mut book, 2, &[3], 0);
     assert_eq!(answers, vec![Offered::Refused(RefusedBy::Full)]);
@@ -54,7 +54,7 @@ fn blocks_of_a_running_request_are_never_victims() {
 fn an_unreleased_lease_expires_with_the_effect_of_a_release() {
     let mut book = blocks(1, 0);
     for key in wanted(&offer(&mut book, 1, &[1], 0)) {
-        book.commit(key, Timestamp(0));
+        book.commit(key, CHARGE, Timestamp(0));
     }
     assert_eq!(book.expire(Timestamp(9_999_999)), 0);
     assert_eq!(book.expire(Timestamp(10_000_000)), 1);
@@ -65,11 +65,11 @@ fn an_unreleased_lease_expires_with_the_effect_of_a_release() {
 fn a_pinned_block_stays_until_unpinned() {
     let mut book = blocks(1, 0);
     request(&mut book, &[1], 1);
-    book.set_pins(BTreeSet::from([hash(1)]));
+    book.set_pins(BTreeSet::from([hash(1)]), Timestamp(2));
     assert_eq!(book.pinned_blocks(), 1);
     request(&mut book, &[2], 2);
     assert_eq!(book.tier_of(&hash(1)), Some(Tier::Dram));
-    book.set_pins(BTreeSet::new());
+    book.set_pins(BTreeSet::new(), Timestamp(2));
     request(&mut book, &[2], 3);
     assert_eq!(book.tier_of(&hash(1)), None);
 }
@@ -77,7 +77,7 @@ fn a_pinned_block_stays_until_unpinned() {
 #[test]
 fn a_pin_holds_a_block_that_comes_later() {
     let mut book = blocks(1, 0);
-    book.set_pins(BTreeSet::from([hash(1)]));
+    book.set_pins(BTreeSet::from([hash(1)]), Timestamp(2));
     request(&mut book, &[1], 1);
     request(&mut book, &[2], 2);
     assert_eq!(book.tier_of(&hash(1)), Some(Tier::Dram));
@@ -87,14 +87,14 @@ fn a_pin_holds_a_block_that_comes_later() {
 fn a_tenant_over_quota_loses_its_own_coldest_first_and_nobody_elses() {
     let mut book = blocks(10, 0);
     request(&mut book, &[1], 1);
-    book.set_quotas([(TenantId(7), 200)], Timestamp(2));
+    book.set_quotas([(TenantId(7), 200)]);
     for number in [11, 12, 13] {
         let mut who = asker(number);
         who.tenant = TenantId(7);
         let all = [hash(number)];
         let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
         for key in wanted(&book.offer(who, offer, Timestamp(number)).unwrap()) {
-            book.commit(key, Timestamp(number));
+            book.commit(key, CHARGE, Timestamp(number));
         }
         book.release(LeaseId(number), Timestamp(number));
     }
@@ -106,7 +106,7 @@ fn a_tenant_over_quota_loses_its_own_coldest_first_and_nobody_elses() {
 #[test]
 fn a_quota_that_nothing_can_make_room_in_is_refused() {
     let mut book = blocks(10, 0);
-    book.set_quotas([(TenantId(0), 150)], Timestamp(0));
+    book.set_quotas([(TenantId(0), 150)]);
     let answers = offer(&mut book, 1, &[1, 2], 0);
     assert!(matches!(answers[..], [Offered::Wanted(_), Offered::Refused(RefusedBy::Quota)]), "{answers:?}");
 }
@@ -133,7 +133,7 @@ fn a_block_read_while_it_is_demoted_is_served_from_dram_and_stays() {
     book.abort(keys[0]);
     assert_eq!(book.fetch(asker(3), &[hash(1)], Timestamp(3)).unwrap()[0].tier, Tier::Dram);
     book.on_moved(key, Tier::Ssd);
-    assert_eq!(book.next_action(ALL_ROOM), Some(Action::DropSsd { key }));
+    assert_eq!(book.next_action(ALL_ROOM), Some(Action::DropSsd { key, hash: hash(1) }));
     assert_eq!(book.tier_of(&hash(1)), Some(Tier::Dram));
 }
 
@@ -143,7 +143,7 @@ fn a_failed_write_to_ssd_drops_the_block_when_dram_is_full() {
     request(&mut book, &[1], 1);
     book.take_changes();
     for key in wanted(&offer(&mut book, 2, &[2], 2)) {
-        book.commit(key, Timestamp(2));
+        book.commit(key, CHARGE, Timestamp(2));
     }
     let Some(Action::Demote { key, .. }) = book.next_action(ALL_ROOM) else { panic!("no demotion") };
     book.on_move_failed(key, Tier::Ssd, Timestamp(3));
@@ -229,4 +229,169 @@ fn marks_evict_a_stretch_at_once() {
     request(&mut book, &[10], 10);
     assert_eq!(book.stats(Tier::Dram).blocks, 5);
     assert_eq!(book.stats(Tier::Dram).used_bytes, 5 * 128);
+}
+
+#[test]
+fn a_frame_shorter_than_offered_costs_what_it_is() {
+    let mut book = book(TierLimits::exact(Capacity::Bytes(256)), TierLimits::exact(Capacity::Bytes(0)));
+    book.set_quotas([(TenantId(0), 200)]);
+    let keys = wanted(&offer(&mut book, 1, &[1], 0));
+    book.commit(keys[0], Charge { frame: 40, dram: 64, ssd: 4096 }, Timestamp(0));
+    assert_eq!(book.meta(keys[0]).map(|meta| (meta.traits.bytes, meta.charge.frame)), Some((40, 40)));
+    assert_eq!(book.stats(Tier::Dram).used_bytes, 64);
+    assert_eq!(book.tenants().next(), Some((TenantId(0), 40, Some(200))));
+    assert_eq!(wanted(&offer(&mut book, 1, &[2], 0)).len(), 1, "the difference is free again");
+}
+
+#[test]
+fn the_first_refusal_of_an_offer_answers_for_the_rest() {
+    let mut book = blocks(2, 0);
+    request(&mut book, &[1], 1);
+    let answers = offer(&mut book, 2, &[2, 3, 4, 1, 5], 2);
+    assert!(matches!(answers[0], Offered::Wanted(_)));
+    let full = Offered::Refused(RefusedBy::Full);
+    assert_eq!(answers[1..], [full, full, Offered::Present, full]);
+}
+
+/// A policy that counts the blocks it was asked to spare.
+#[derive(Default)]
+struct Counting(PlainLru, std::sync::Arc<std::sync::atomic::AtomicUsize>);
+
+impl Policy for Counting {
+    fn name(&self) -> &'static str {
+        "counting"
+    }
+
+    fn insert(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
+        self.0.insert(key, traits, now);
+    }
+
+    fn access(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
+        self.0.access(key, traits, now);
+    }
+
+    fn park(&mut self, key: BlockKey) {
+        self.0.park(key);
+    }
+
+    fn remove(&mut self, key: BlockKey) {
+        self.0.remove(key);
+    }
+
+    fn victim(&mut self, now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
+        self.1.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        self.0.victim(now, spared)
+    }
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+#[test]
+fn an_offer_to_a_full_node_asks_the_policy_once() {
+    let asked = std::sync::Arc::<std::sync::atomic::AtomicUsize>::default();
+    let dram = TierLimits::exact(Capacity::Blocks(8));
+    let ssd = TierLimits::exact(Capacity::Blocks(0));
+    let limits = Limits { dram, ssd, lease: Duration::from_secs(10), leases_max: 64, seed: 1 };
+    let counting = Counting(PlainLru::default(), std::sync::Arc::clone(&asked));
+    let mut book = Book::new(&limits, Box::new(counting), Box::<PlainLru>::default());
+    let held: Vec<u64> = (1..=8).collect();
+    for key in wanted(&offer(&mut book, 1, &held, 0)) {
+        book.commit(key, CHARGE, Timestamp(0));
+    }
+    let more: Vec<u64> = (100..200).collect();
+    let answers = offer(&mut book, 2, &more, 1);
+    assert!(answers.iter().all(|answer| *answer == Offered::Refused(RefusedBy::Full)));
+    assert_eq!(asked.load(std::sync::atomic::Ordering::Relaxed), 1);
+}
+
+#[test]
+fn a_tenant_at_its_quota_gives_way_without_asking_for_other_victims() {
+    let asked = std::sync::Arc::<std::sync::atomic::AtomicUsize>::default();
+    let dram = TierLimits::exact(Capacity::Blocks(100));
+    let ssd = TierLimits::exact(Capacity::Blocks(0));
+    let limits = Limits { dram, ssd, lease: Duration::from_secs(10), leases_max: 64, seed: 1 };
+    let counting = Counting(PlainLru::default(), std::sync::Arc::clone(&asked));
+    let mut book = Book::new(&limits, Box::new(counting), Box::<PlainLru>::default());
+    for number in 0..50 {
+        request(&mut book, &[number], number);
+    }
+    book.set_quotas([(TenantId(7), 300)]);
+    for number in 100..110 {
+        let all = [hash(number)];
+        let who = Asker { tenant: TenantId(7), ..asker(number) };
+        let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
+        for key in wanted(&book.offer(who, offer, Timestamp(number)).unwrap()) {
+            book.commit(key, CHARGE, Timestamp(number));
+        }
+        book.release(LeaseId(number), Timestamp(number));
+    }
+    let left: Vec<u64> = (100..110).filter(|number| book.tier_of(&hash(*number)).is_some()).collect();
+    assert_eq!(left, [107, 108, 109], "the coldest of the tenant went first");
+    assert!((0..50).all(|number| book.tier_of(&hash(number)).is_some()));
+    assert_eq!(asked.load(std::sync::atomic::Ordering::Relaxed), 0, "nobody else was looked at");
+}
+
+#[test]
+fn a_quota_set_later_finds_the_blocks_that_are_there_coldest_first() {
+    let mut book = blocks(10, 0);
+    for number in [3, 1, 2] {
+        request(&mut book, &[number], number);
+    }
+    request(&mut book, &[3], 9);
+    book.set_quotas([(TenantId(0), 100)]);
+    let left: Vec<u64> = (1..=3).filter(|number| book.tier_of(&hash(*number)).is_some()).collect();
+    assert_eq!(left, [3]);
+}
+
+#[test]
+fn a_quota_lowered_while_blocks_are_held_is_kept_at_their_release() {
+    let mut book = blocks(10, 0);
+    for key in wanted(&offer(&mut book, 1, &[1, 2, 3], 0)) {
+        book.commit(key, CHARGE, Timestamp(0));
+    }
+    book.set_quotas([(TenantId(0), 100)]);
+    assert_eq!(book.tenants().next(), Some((TenantId(0), 300, Some(100))));
+    book.release(LeaseId(1), Timestamp(1));
+    assert_eq!(book.tenants().next(), Some((TenantId(0), 100, Some(100))));
+    assert!(book.tier_of(&hash(1)).is_some(), "the head stayed");
+}
+
+#[test]
+fn aborted_blocks_leave_their_lease() {
+    let mut book = blocks(4, 0);
+    for round in 0..50 {
+        for key in wanted(&offer(&mut book, 1, &[round], 0)) {
+            book.abort(key);
+        }
+    }
+    assert_eq!(book.held_by(LeaseId(1)), 0);
+}
+
+#[test]
+fn the_last_offset_there_is_does_not_overflow() {
+    let mut book = blocks(4, 0);
+    let all = hashes(&[1, 2]);
+    let offer = Offer { parent: None, first_offset_blocks: u32::MAX, hashes: &all, charge: CHARGE };
+    assert_eq!(wanted(&book.offer(asker(1), offer, Timestamp(0)).unwrap()).len(), 2);
+}
+
+#[test]
+fn a_move_without_a_slot_stands_in_line_again() {
+    let mut book = blocks(1, 4);
+    request(&mut book, &[1], 1);
+    offer(&mut book, 2, &[2], 2);
+    let Some(Action::Demote { key, .. }) = book.next_action(ALL_ROOM) else { panic!("no demotion") };
+    book.on_move_delayed(key, Tier::Ssd);
+    assert_eq!(book.next_action(ALL_ROOM), Some(Action::Demote { key, hash: hash(1) }));
+}
+
+#[test]
+fn what_a_fetch_would_load_is_known_before_it_leases_anything() {
+    let mut book = blocks(1, 4);
+    request(&mut book, &[1], 1);
+    request(&mut book, &[2], 2);
+    assert_eq!(book.bytes_to_load(&hashes(&[2, 1, 9])), 100, "block 2 is in DRAM, 9 nowhere");
+    assert_eq!(book.lease_count(), 0);
 }

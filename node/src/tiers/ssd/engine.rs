@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, TryRecvError};
 
 use bytes::Bytes;
@@ -72,9 +72,29 @@ pub struct SsdFaults {
     pub write_errno: AtomicI32,
     /// Every read fails with this error number.
     pub read_errno: AtomicI32,
+    /// One more than the number of the slot that cannot be read at start; 0 for none.
+    pub unreadable_slot: AtomicU32,
+    /// The first page of no file can be read at start.
+    pub unreadable_heads: AtomicBool,
 }
 
 impl SsdFaults {
+    /// What a test makes of reading the slot with this number at start.
+    pub(crate) fn scan(&self, number: u32) -> io::Result<()> {
+        match self.unreadable_slot.load(Ordering::Relaxed) {
+            slot if slot == number + 1 => Err(io::Error::from_raw_os_error(libc::EIO)),
+            _ => Ok(()),
+        }
+    }
+
+    /// What a test makes of reading a file's first page at start.
+    pub(crate) fn scan_head(&self) -> io::Result<()> {
+        match self.unreadable_heads.load(Ordering::Relaxed) {
+            true => Err(io::Error::from_raw_os_error(libc::EIO)),
+            false => Ok(()),
+        }
+    }
+
     fn apply(fault: &AtomicI32, result: io::Result<()>) -> io::Result<()> {
         match fault.load(Ordering::Relaxed) {
             0 => result,

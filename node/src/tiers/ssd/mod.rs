@@ -41,7 +41,7 @@ pub const JOBS_MAX: usize = 128;
 /// Operations open in the ring at once; NVMe devices reach their full rate well below this.
 pub const QUEUE_DEPTH: usize = 64;
 
-/// Slots beyond the capacity, for blocks that are between two places. As many as moves in flight.
+/// Slots beyond the capacity, for blocks that are between two places: at least as many as moves in flight.
 pub const STAGING_SLOTS: u64 = 64;
 
 /// How the tier is opened.
@@ -53,6 +53,8 @@ pub struct SsdConfig {
     pub identity: IdentityDigest,
     /// Size.
     pub capacity: Capacity,
+    /// Length of the largest frame, in bytes.
+    pub frame_bytes_max: usize,
     /// Try io_uring (otherwise plain calls).
     pub uring: bool,
     /// Faults for tests.
@@ -97,8 +99,10 @@ impl Ssd {
         if !direct {
             tracing::warn!(dir = %config.dir.display(), "direct I/O is refused here; the SSD tier goes through the page cache");
         }
-        let mut space = Space::new(&config.dir, config.identity, direct, config.capacity, STAGING_SLOTS);
-        let report = scan::scan(&config.dir, config.identity, direct, &mut space).map_err(failed)?;
+        let (dir, identity) = (&config.dir, config.identity);
+        let mut space =
+            Space::new(dir, identity, direct, config.frame_bytes_max, config.capacity, STAGING_SLOTS);
+        let report = scan::scan(dir, identity, direct, &mut space, &config.faults).map_err(failed)?;
         let (jobs, inbox) = sync_channel(JOBS_MAX);
         let (uring, faults) = (config.uring, Arc::clone(&config.faults));
         let thread = std::thread::Builder::new()
@@ -121,16 +125,16 @@ impl Ssd {
         Ok((ssd, report))
     }
 
-    /// Whether a frame of this size would find a slot.
+    /// Whether [`Self::take`] would find a slot now.
     #[must_use]
-    pub fn has_room(&self, frame_bytes: usize) -> bool {
-        self.space.has_room(frame_bytes)
+    pub fn has_room(&self) -> bool {
+        self.space.has_room()
     }
 
     /// A slot for a frame; `Ok(None)` while all are in use.
     ///
     /// # Errors
-    /// What the file system said; `StorageFull` when it is full.
+    /// What the file system said; `StorageFull` when it is full. `InvalidInput` for a frame longer than any.
     pub fn take(&mut self, frame_bytes: usize) -> io::Result<Option<SlotId>> {
         self.space.take(frame_bytes)
     }
@@ -167,12 +171,8 @@ impl Ssd {
     }
 
     fn target(&self, slot: SlotId) -> Target {
-        let class = &self.space.classes[slot.class];
-        Target {
-            file: Arc::clone(&class.file),
-            offset: self.space.offset(slot),
-            slot_bytes: class.slot_bytes,
-        }
+        let file = &self.space.files[slot.file];
+        Target { file: Arc::clone(&file.file), offset: self.space.offset(slot), slot_bytes: file.slot_bytes }
     }
 
     fn send(&self, job: Job) -> io::Result<()> {

@@ -1,6 +1,9 @@
 //! What a directory holds at start: good slots, damaged ones (skipped, counted), files that cannot be
 //! trusted (renamed to `*.quarantined`, never read again).
 //!
+//! A slot that the medium cannot read costs that slot: it is counted and not used again before the next
+//! start. Only a file whose first page is unusable is set aside.
+//!
 //! Payloads are not read here; they are verified when they are served.
 
 use std::collections::HashMap;
@@ -12,8 +15,12 @@ use std::path::{Path, PathBuf};
 use kv_core::id::{BlockHash, IdentityDigest};
 use kvfleet_proto::frame::{Need, parse_header};
 
+use super::engine::SsdFaults;
 use super::format::{FRAME_AT, PAGE_BYTES, SlotHeader, check_superblock};
-use super::space::{SlotId, Space, open, slot_bytes_of};
+use super::space::{Mark, SlotId, Space, open, slot_bytes_of};
+
+/// What follows the name of a file that was set aside.
+const QUARANTINED: &str = ".quarantined";
 
 /// A block found at start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,7 +36,7 @@ pub struct FoundBlock {
 pub struct ScanReport {
     /// Blocks, oldest first.
     pub blocks: Vec<FoundBlock>,
-    /// Slots skipped because header or frame header were damaged.
+    /// Slots skipped: header or frame header damaged, frame longer than any of this node, or unreadable.
     pub damaged_slots: u64,
     /// Files set aside, by their new names.
     pub quarantined: Vec<PathBuf>,
@@ -38,25 +45,25 @@ pub struct ScanReport {
 /// Reads all slot files of `dir` into `space`.
 ///
 /// # Errors
-/// When the directory or a file cannot be read for a reason outside its contents.
+/// When the directory cannot be read or a file in it cannot be opened or renamed.
 pub(crate) fn scan(
     dir: &Path,
     identity: IdentityDigest,
     direct: bool,
     space: &mut Space,
+    faults: &SsdFaults,
 ) -> io::Result<ScanReport> {
     let mut report = ScanReport::default();
     for path in slot_files(dir)? {
-        if path.extension().is_some_and(|extension| extension == "quarantined") {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        if name.contains(QUARANTINED) {
             report.quarantined.push(path);
             continue;
         }
-        let Some(slot_bytes) = path.file_name().and_then(|name| slot_bytes_of(name.to_str()?)) else {
-            continue;
-        };
-        match check_file(&path, slot_bytes, identity)? {
-            Ok(()) => scan_file(&path, slot_bytes, identity, direct, space, &mut report)?,
-            Err(reason) => report.quarantined.push(quarantine(&path, reason)?),
+        let Some(slot_bytes) = slot_bytes_of(name) else { continue };
+        match check_file(&path, slot_bytes, identity, faults)? {
+            Ok(()) => scan_file(&path, slot_bytes, identity, direct, space, faults, &mut report)?,
+            Err(reason) => report.quarantined.push(quarantine(&path, &reason)?),
         }
     }
     report.blocks.sort_unstable_by_key(|found| found.header.sequence);
@@ -75,25 +82,43 @@ fn check_file(
     path: &Path,
     slot_bytes: usize,
     identity: IdentityDigest,
-) -> io::Result<Result<(), &'static str>> {
+    faults: &SsdFaults,
+) -> io::Result<Result<(), String>> {
     let file = File::open(path)?;
     let mut page = vec![0u8; PAGE_BYTES];
-    match file.read_exact_at(&mut page, 0) {
+    match faults.scan_head().and_then(|()| file.read_exact_at(&mut page, 0)) {
         Ok(()) => {}
-        Err(cause) if cause.kind() == io::ErrorKind::UnexpectedEof => return Ok(Err("it is cut off")),
-        Err(cause) => return Err(cause),
+        Err(cause) if cause.kind() == io::ErrorKind::UnexpectedEof => {
+            return Ok(Err("it is cut off".to_owned()));
+        }
+        Err(cause) => return Ok(Err(format!("its first page cannot be read: {cause}"))),
     }
     let slot = u32::try_from(slot_bytes).unwrap_or(u32::MAX);
-    Ok(check_superblock(&page, slot, identity))
+    Ok(check_superblock(&page, slot, identity).map_err(str::to_owned))
 }
 
 fn quarantine(path: &Path, reason: &str) -> io::Result<PathBuf> {
-    let mut target = path.as_os_str().to_owned();
-    target.push(".quarantined");
-    let target = PathBuf::from(target);
+    let target = free_name(path)?;
     std::fs::rename(path, &target)?;
     tracing::error!(file = %target.display(), reason, "SSD file set aside; its blocks are not served");
     Ok(target)
+}
+
+/// A name beside `path` that no file has: what was set aside before may be somebody's evidence.
+fn free_name(path: &Path) -> io::Result<PathBuf> {
+    let mut number = 0u64;
+    loop {
+        let mut target = path.as_os_str().to_owned();
+        target.push(QUARANTINED);
+        if number > 0 {
+            target.push(format!(".{number}"));
+        }
+        let target = PathBuf::from(target);
+        if !target.try_exists()? {
+            return Ok(target);
+        }
+        number += 1;
+    }
 }
 
 fn scan_file(
@@ -102,28 +127,35 @@ fn scan_file(
     identity: IdentityDigest,
     direct: bool,
     space: &mut Space,
+    faults: &SsdFaults,
     report: &mut ScanReport,
 ) -> io::Result<()> {
     let file = File::open(path)?;
     let body = file.metadata()?.len().saturating_sub(PAGE_BYTES as u64);
     let slots = u32::try_from(body / slot_bytes as u64).unwrap_or(u32::MAX);
-    let mut taken = vec![false; slots as usize];
-    let class = space.classes.len();
+    let mut marks = vec![Mark::Free; slots as usize];
+    let (index, frame_bytes_max) = (space.files.len(), space.frame_bytes_max);
     for number in 0..slots {
         let at = PAGE_BYTES as u64 + u64::from(number) * slot_bytes as u64;
-        match read_slot(&file, at, slot_bytes, identity)? {
-            Ok(Some(header)) => {
-                taken[number as usize] = true;
-                report.blocks.push(FoundBlock { slot: SlotId { class, number }, header });
+        let damage = match faults.scan(number).and_then(|()| read_slot(&file, at, slot_bytes, identity)) {
+            Ok(Ok(Some(header))) if header.traits.bytes as usize <= frame_bytes_max => {
+                marks[number as usize] = Mark::Block;
+                report.blocks.push(FoundBlock { slot: SlotId { file: index, number }, header });
+                continue;
             }
-            Ok(None) => {}
-            Err(reason) => {
-                report.damaged_slots += 1;
-                tracing::warn!(file = %path.display(), slot = number, reason, "damaged slot skipped");
+            Ok(Ok(None)) => continue,
+            Ok(Ok(Some(_))) => "its frame is longer than any of this node".to_owned(),
+            Ok(Err(reason)) => reason.to_owned(),
+            Err(cause) => {
+                // Writing to it might fail too, or worse, seem to work.
+                marks[number as usize] = Mark::Lost;
+                cause.to_string()
             }
-        }
+        };
+        report.damaged_slots += 1;
+        tracing::warn!(file = %path.display(), slot = number, reason = damage, "damaged slot skipped");
     }
-    space.adopt(slot_bytes, open(path, direct)?, slots, &taken);
+    space.adopt(slot_bytes, open(path, direct)?, &marks);
     Ok(())
 }
 

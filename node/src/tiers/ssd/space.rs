@@ -1,6 +1,9 @@
-//! Files and their slots: which are free, which file a size class has, how much may be in use.
+//! Files and their slots: which are free, which file new blocks go to, how much may be in use.
 //!
-//! Not here: contents and I/O.
+//! New blocks go to one file whose slots hold the largest frame of this node, for the reason told at
+//! [`crate::arena`]. Files of other slot sizes (from a time with another `block_bytes`) are only read; what
+//! leaves them, and what leaves a slot beyond a capacity that shrank, goes back to the file system at once.
+//! So the disk holds the capacity and the staging slots, and not more. Not here: contents and I/O.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -10,11 +13,9 @@ use std::sync::Arc;
 
 use kv_core::id::IdentityDigest;
 use kv_core::tier::Capacity;
+use rustix::fs::FallocateFlags;
 
 use super::format::{PAGE_BYTES, slot_bytes, superblock};
-
-/// Size classes, each with its file. As for the arena, a model has one or two frame sizes.
-pub(crate) const CLASSES_MAX: usize = 8;
 
 /// Slots by which a file grows at once, so that the file system is asked rarely.
 const GROW_SLOTS: u64 = 64;
@@ -22,18 +23,32 @@ const GROW_SLOTS: u64 = 64;
 /// A slot of one file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SlotId {
-    pub(crate) class: usize,
+    pub(crate) file: usize,
     pub(crate) number: u32,
+}
+
+/// What a slot of a file found at start is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mark {
+    /// It may be given out.
+    Free,
+    /// It holds a block.
+    Block,
+    /// It cannot be read; another one takes its turn.
+    Lost,
 }
 
 /// One file of equal slots.
 #[derive(Debug)]
-pub(crate) struct ClassFile {
+pub(crate) struct SlotFile {
     pub(crate) slot_bytes: usize,
     pub(crate) file: Arc<File>,
-    pub(crate) free: Vec<u32>,
-    pub(crate) next: u32,
+    /// Slots that may be given out again; those from `next` on were never given out.
+    free: Vec<u32>,
+    next: u32,
     grown: u64,
+    /// Slots below this number may be given out; none of a file that is only read.
+    limit: u64,
 }
 
 /// All files of the tier.
@@ -42,9 +57,9 @@ pub(crate) struct Space {
     dir: PathBuf,
     identity: IdentityDigest,
     direct: bool,
-    pub(crate) classes: Vec<ClassFile>,
-    capacity: Capacity,
-    staging_slots: u64,
+    pub(crate) frame_bytes_max: usize,
+    pub(crate) files: Vec<SlotFile>,
+    slots_max: u64,
     used: u64,
 }
 
@@ -54,87 +69,100 @@ impl Space {
         dir: &Path,
         identity: IdentityDigest,
         direct: bool,
+        frame_bytes_max: usize,
         capacity: Capacity,
         staging_slots: u64,
     ) -> Space {
-        Space { dir: dir.to_owned(), identity, direct, classes: Vec::new(), capacity, staging_slots, used: 0 }
+        let cost = u32::try_from(slot_bytes(frame_bytes_max)).unwrap_or(u32::MAX);
+        let slots_max = capacity.amount() / capacity.cost(cost) + staging_slots;
+        let (dir, files) = (dir.to_owned(), Vec::new());
+        Space { dir, identity, direct, frame_bytes_max, files, slots_max, used: 0 }
     }
 
-    /// Takes over a file found at start, with the numbers of its slots in use.
-    pub(crate) fn adopt(&mut self, slot_bytes: usize, file: File, slots: u32, taken: &[bool]) -> usize {
-        let free = (0..slots).rev().filter(|&number| !taken[number as usize]).collect();
-        let in_use = taken.iter().filter(|taken| **taken).count() as u64;
-        self.used += in_use * self.cost(slot_bytes);
-        let class =
-            ClassFile { slot_bytes, file: Arc::new(file), free, next: slots, grown: u64::from(slots) };
-        self.classes.push(class);
-        self.classes.len() - 1
+    /// Takes over a file found at start, with a mark per slot.
+    pub(crate) fn adopt(&mut self, slot_bytes: usize, file: File, marks: &[Mark]) {
+        let slots = u32::try_from(marks.len()).unwrap_or(u32::MAX);
+        let count = |mark: Mark| marks.iter().filter(|other| **other == mark).count() as u64;
+        let ours = slot_bytes == self.slot_bytes();
+        let limit = if ours { self.slots_max + count(Mark::Lost) } else { 0 };
+        let (file, grown) = (Arc::new(file), u64::from(slots));
+        let mut found = SlotFile { slot_bytes, file, free: Vec::new(), next: slots, grown, limit };
+        let free = (0..slots).rev().filter(|&number| marks[number as usize] == Mark::Free);
+        let (free, beyond): (Vec<u32>, Vec<u32>) = free.partition(|&number| u64::from(number) < limit);
+        found.free = free;
+        found.punch_all(&beyond);
+        self.used += count(Mark::Block);
+        self.files.push(found);
     }
 
     /// A slot for a frame; `Ok(None)` while all that may be used are.
     ///
     /// # Errors
-    /// When a new file is needed and cannot be made, or a file cannot grow.
+    /// When the file is needed and cannot be made or cannot grow, or no frame may be so long.
     pub(crate) fn take(&mut self, frame_bytes: usize) -> io::Result<Option<SlotId>> {
-        let class = self.class_for(slot_bytes(frame_bytes))?;
-        let Some(class) = class else { return Ok(None) };
-        let cost = self.cost(self.classes[class].slot_bytes);
-        if self.used + cost > self.capacity.amount() + self.staging_slots * cost {
+        if frame_bytes > self.frame_bytes_max {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        if !self.has_room() {
             return Ok(None);
         }
-        let number = self.classes[class].take()?;
-        self.used += cost;
-        Ok(Some(SlotId { class, number }))
+        let file = match self.files.iter().position(|file| file.slot_bytes == self.slot_bytes()) {
+            Some(found) => found,
+            None => self.create()?,
+        };
+        let number = self.files[file].take()?;
+        self.used += 1;
+        Ok(Some(SlotId { file, number }))
     }
 
     pub(crate) fn give_back(&mut self, slot: SlotId) {
-        self.used -= self.cost(self.classes[slot.class].slot_bytes);
-        self.classes[slot.class].free.push(slot.number);
+        self.used -= 1;
+        let file = &mut self.files[slot.file];
+        if u64::from(slot.number) < file.limit {
+            file.free.push(slot.number);
+        } else {
+            file.punch_all(&[slot.number]);
+        }
     }
 
-    /// Whether a frame of this size would find a slot.
-    pub(crate) fn has_room(&self, frame_bytes: usize) -> bool {
-        let cost = self.cost(slot_bytes(frame_bytes));
-        self.used + cost <= self.capacity.amount() + self.staging_slots * cost
+    /// Whether [`Self::take`] would find a slot now.
+    pub(crate) fn has_room(&self) -> bool {
+        self.used < self.slots_max
+    }
+
+    /// Slot size of new blocks.
+    pub(crate) fn slot_bytes(&self) -> usize {
+        slot_bytes(self.frame_bytes_max)
     }
 
     pub(crate) fn offset(&self, slot: SlotId) -> u64 {
-        PAGE_BYTES as u64 + u64::from(slot.number) * self.classes[slot.class].slot_bytes as u64
+        self.files[slot.file].offset(slot.number)
     }
 
-    fn cost(&self, slot_bytes: usize) -> u64 {
-        self.capacity.cost(u32::try_from(slot_bytes).unwrap_or(u32::MAX))
-    }
-
-    fn class_for(&mut self, slot_bytes: usize) -> io::Result<Option<usize>> {
-        if let Some(found) = self.classes.iter().position(|class| class.slot_bytes == slot_bytes) {
-            return Ok(Some(found));
-        }
-        if self.classes.len() < CLASSES_MAX {
-            return self.create(slot_bytes).map(Some);
-        }
-        let larger = self.classes.iter().enumerate().filter(|(_, class)| class.slot_bytes > slot_bytes);
-        Ok(larger.min_by_key(|(_, class)| class.slot_bytes).map(|(position, _)| position))
-    }
-
-    fn create(&mut self, slot_bytes: usize) -> io::Result<usize> {
+    fn create(&mut self) -> io::Result<usize> {
+        let slot_bytes = self.slot_bytes();
         let path = self.dir.join(file_name(slot_bytes));
         let plain = OpenOptions::new().read(true).write(true).create(true).truncate(true).open(&path)?;
         let slot = u32::try_from(slot_bytes).map_err(|_| io::ErrorKind::InvalidInput)?;
         plain.write_all_at(&superblock(slot, self.identity), 0)?;
         plain.sync_all()?;
         File::open(&self.dir)?.sync_all()?;
-        let file = open(&path, self.direct)?;
-        Ok(self.adopt(slot_bytes, file, 0, &[]))
+        self.adopt(slot_bytes, open(&path, self.direct)?, &[]);
+        Ok(self.files.len() - 1)
     }
 }
 
-impl ClassFile {
+impl SlotFile {
+    fn offset(&self, number: u32) -> u64 {
+        PAGE_BYTES as u64 + u64::from(number) * self.slot_bytes as u64
+    }
+
+    /// A slot below the limit. There is one as long as fewer slots than `slots_max` are in use.
     fn take(&mut self) -> io::Result<u32> {
         if let Some(number) = self.free.pop() {
             return Ok(number);
         }
-        if u64::from(self.next) == self.grown {
+        if u64::from(self.next) >= self.grown {
             self.grow()?;
         }
         let number = self.next;
@@ -145,10 +173,10 @@ impl ClassFile {
     /// Reserves room on the medium, so that a full one is noticed here and not in the middle of a block.
     fn grow(&mut self) -> io::Result<()> {
         let from = PAGE_BYTES as u64 + self.grown * self.slot_bytes as u64;
-        let mut slots = GROW_SLOTS;
+        let mut slots = GROW_SLOTS.min(self.limit.saturating_sub(self.grown)).max(1);
         loop {
             let bytes = slots * self.slot_bytes as u64;
-            match rustix::fs::fallocate(&*self.file, rustix::fs::FallocateFlags::empty(), from, bytes) {
+            match rustix::fs::fallocate(&*self.file, FallocateFlags::empty(), from, bytes) {
                 Ok(()) => break,
                 Err(rustix::io::Errno::OPNOTSUPP) => {
                     self.file.set_len(from + bytes)?;
@@ -161,14 +189,28 @@ impl ClassFile {
         self.grown += slots;
         Ok(())
     }
+
+    /// Gives the room of slots back to the file system; they read as never written afterwards.
+    fn punch_all(&self, numbers: &[u32]) {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        for &number in numbers {
+            let punched =
+                rustix::fs::fallocate(&*self.file, flags, self.offset(number), self.slot_bytes as u64);
+            if let Err(cause) = punched {
+                // The block is forgotten all the same; only its room stays taken.
+                tracing::warn!(%cause, slot = number, "a slot that is no longer used keeps its room on the SSD");
+                return;
+            }
+        }
+    }
 }
 
-/// Name of the file of a size class.
+/// Name of the file with slots of this size.
 pub(crate) fn file_name(slot_bytes: usize) -> String {
     format!("blocks-{slot_bytes}.kvs")
 }
 
-/// The size class a file's name stands for.
+/// The slot size a file's name stands for.
 pub(crate) fn slot_bytes_of(name: &str) -> Option<usize> {
     let number: usize = name.strip_prefix("blocks-")?.strip_suffix(".kvs")?.parse().ok()?;
     (number > 0 && number.is_multiple_of(PAGE_BYTES) && u32::try_from(number).is_ok()).then_some(number)
@@ -200,16 +242,80 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
 
+    fn space(dir: &Path, frame_bytes_max: usize, capacity: Capacity) -> Space {
+        Space::new(dir, IdentityDigest([1; 16]), false, frame_bytes_max, capacity, 1)
+    }
+
     #[test]
     fn slots_end_at_the_capacity_and_come_back() {
         let dir = tempfile::tempdir().unwrap();
-        let mut space = Space::new(dir.path(), IdentityDigest([1; 16]), false, Capacity::Blocks(3), 1);
+        let mut space = space(dir.path(), 100, Capacity::Blocks(3));
         let slots: Vec<SlotId> = std::iter::from_fn(|| space.take(100).unwrap()).collect();
         assert_eq!(slots.len(), 4);
-        assert!(!space.has_room(100));
+        assert!(!space.has_room());
         space.give_back(slots[2]);
+        assert!(space.has_room());
         assert_eq!(space.take(100).unwrap(), Some(slots[2]));
-        assert_eq!(space.offset(SlotId { class: 0, number: 2 }), 3 * 4096);
+        assert_eq!(space.offset(SlotId { file: 0, number: 2 }), 3 * 4096);
+    }
+
+    #[test]
+    fn every_slot_can_be_had_and_the_disk_holds_the_capacity_whatever_lengths_came_before() {
+        for capacity in [Capacity::Blocks(3), Capacity::Bytes(3 * 20_480 + 4096)] {
+            let dir = tempfile::tempdir().unwrap();
+            let mut space = space(dir.path(), 20_000, capacity);
+            for len in (1..=20_000).step_by(1_900).chain([20_000]) {
+                let slots: Vec<SlotId> = std::iter::from_fn(|| space.take(len).unwrap()).collect();
+                assert_eq!(slots.len(), 4, "frames of {len} bytes");
+                slots.into_iter().for_each(|slot| space.give_back(slot));
+            }
+            assert!(space.take(20_001).is_err(), "no frame is so long");
+            let disk: u64 = std::fs::read_dir(dir.path())
+                .unwrap()
+                .map(|file| file.unwrap().metadata().unwrap().len())
+                .sum();
+            assert!(disk <= 4096 + 4 * 20_480, "{disk} bytes");
+        }
+    }
+
+    #[test]
+    fn a_file_of_another_slot_size_is_only_read_and_gives_its_room_back() {
+        use std::os::unix::fs::MetadataExt;
+        let dir = tempfile::tempdir().unwrap();
+        let mut old = space(dir.path(), 3900, Capacity::Blocks(3));
+        for _ in 0..3 {
+            let slot = old.take(3900).unwrap().unwrap();
+            let page = [7u8; PAGE_BYTES];
+            old.files[0].file.write_all_at(&page, old.offset(slot)).unwrap();
+        }
+        let path = dir.path().join(file_name(8192));
+        assert!(!path.exists());
+        let mut space = space(dir.path(), 8000, Capacity::Blocks(3));
+        let file = dir.path().join(file_name(old.slot_bytes()));
+        space.adopt(old.slot_bytes(), open(&file, false).unwrap(), &[Mark::Block, Mark::Free, Mark::Block]);
+        let before = file.metadata().unwrap().blocks();
+        space.give_back(SlotId { file: 0, number: 0 });
+        assert!(file.metadata().unwrap().blocks() < before, "the room goes back to the file system");
+        let fresh: Vec<SlotId> = std::iter::from_fn(|| space.take(100).unwrap()).collect();
+        assert_eq!(fresh.len(), 3, "the block that is left counts");
+        assert!(fresh.iter().all(|slot| slot.file == 1) && path.exists());
+    }
+
+    #[test]
+    fn slots_beyond_a_capacity_that_shrank_are_not_given_out_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut large = space(dir.path(), 100, Capacity::Blocks(9));
+        while large.take(100).unwrap().is_some() {}
+        let mut small = space(dir.path(), 100, Capacity::Blocks(2));
+        let mut marks = [Mark::Free; 10];
+        (marks[0], marks[8]) = (Mark::Block, Mark::Block);
+        small.adopt(4096, open(&dir.path().join(file_name(4096)), false).unwrap(), &marks);
+        let mut numbers: Vec<u32> =
+            std::iter::from_fn(|| small.take(100).unwrap()).map(|slot| slot.number).collect();
+        assert_eq!(numbers, [1]);
+        small.give_back(SlotId { file: 0, number: 8 });
+        numbers.extend(small.take(100).unwrap().map(|slot| slot.number));
+        assert_eq!(numbers, [1, 2]);
     }
 
     #[test]

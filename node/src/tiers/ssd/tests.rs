@@ -11,7 +11,7 @@ use kvfleet_proto::frame::{KeyForm, seal};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;
-use crate::arena::{Arena, Purpose};
+use crate::arena::{Arena, ArenaShape, Purpose};
 
 const IDENTITY: IdentityDigest = IdentityDigest([7; 16]);
 
@@ -27,6 +27,7 @@ fn config(dir: &Path, uring: bool) -> SsdConfig {
         dir: dir.to_owned(),
         identity: IDENTITY,
         capacity: Capacity::Blocks(16),
+        frame_bytes_max: frame(0).len(),
         uring,
         faults: Arc::default(),
     }
@@ -35,7 +36,8 @@ fn config(dir: &Path, uring: bool) -> SsdConfig {
 fn open(config: &SsdConfig) -> Bench {
     let (send, done) = unbounded_channel();
     let (ssd, report) = Ssd::open(config, send).unwrap();
-    Bench { ssd, done, report, arena: Arena::new(1 << 20, 0).unwrap() }
+    let shape = ArenaShape { frame_bytes_max: 8192, slots: 16, reserve_slots: 0 };
+    Bench { ssd, done, report, arena: Arena::new(shape).unwrap() }
 }
 
 fn hash(number: u8) -> BlockHash {
@@ -187,6 +189,68 @@ fn a_damaged_superblock_sets_the_file_aside() {
     bench.save(2).unwrap();
     drop(bench);
     assert_eq!(open(&config(dir.path(), true)).report.quarantined.len(), 1, "named again at every start");
+}
+
+#[test]
+fn files_set_aside_before_are_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    for number in 1..=3 {
+        let mut bench = open(&config(dir.path(), true));
+        bench.save(number).unwrap();
+        drop(bench);
+        overwrite(&only_file(dir.path()), 9, &[number]);
+    }
+    let aside = open(&config(dir.path(), true)).report.quarantined;
+    assert_eq!(aside.len(), 3);
+    let mut marks: Vec<u8> = aside.iter().map(|path| std::fs::read(path).unwrap()[9]).collect();
+    marks.sort_unstable();
+    assert_eq!(marks, [1, 2, 3], "each with its own contents");
+}
+
+#[test]
+fn an_unreadable_slot_costs_that_slot_and_is_not_used_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut bench = open(&config(dir.path(), true));
+    let slots: Vec<SlotId> = (1..=3).map(|number| bench.save(number).unwrap()).collect();
+    drop(bench);
+    let config = config(dir.path(), true);
+    config.faults.unreadable_slot.store(slots[1].number + 1, Ordering::Relaxed);
+    let mut bench = open(&config);
+    assert_eq!((bench.report.blocks.len(), bench.report.damaged_slots), (2, 1));
+    assert!(bench.report.quarantined.is_empty());
+    let all = usize::try_from(16 + STAGING_SLOTS).unwrap();
+    let fresh: Vec<SlotId> = std::iter::from_fn(|| bench.ssd.take(frame(0).len()).unwrap()).collect();
+    assert_eq!(fresh.len(), all - 2, "another one takes its turn");
+    assert!(fresh.iter().all(|slot| slot.number != slots[1].number));
+}
+
+#[test]
+fn a_file_whose_first_page_is_unreadable_is_set_aside() {
+    let dir = tempfile::tempdir().unwrap();
+    open(&config(dir.path(), true)).save(1).unwrap();
+    let config = config(dir.path(), true);
+    config.faults.unreadable_heads.store(true, Ordering::Relaxed);
+    let mut bench = open(&config);
+    assert_eq!((bench.report.blocks.len(), bench.report.quarantined.len()), (0, 1));
+    bench.save(2).unwrap();
+}
+
+#[test]
+fn blocks_of_another_block_size_are_read_where_they_lie() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut bench = open(&config(dir.path(), true));
+    bench.save(1).unwrap();
+    drop(bench);
+    let larger = SsdConfig { frame_bytes_max: 20_000, ..config(dir.path(), true) };
+    let mut bench = open(&larger);
+    let found = bench.report.blocks[0];
+    assert_eq!(bench.load(1, found.slot).unwrap(), frame(1));
+    let fresh = bench.save(2).unwrap();
+    assert_eq!(bench.load(2, fresh).unwrap(), frame(2));
+    drop(bench);
+    let smaller = SsdConfig { frame_bytes_max: 100, ..config(dir.path(), true) };
+    let bench = open(&smaller);
+    assert_eq!((bench.report.blocks.len(), bench.report.damaged_slots), (0, 2), "they fit no DRAM slot");
 }
 
 #[test]

@@ -1,0 +1,94 @@
+//! A tenant's own limit: its unheld blocks from the coldest on, and what a quota makes of them.
+//!
+//! Only tenants with a quota are listed, so that being at the limit costs a step per block that leaves
+//! and nothing per block of anybody else. Coldest means longest unused here, whatever the tier's policy
+//! prefers. Not here: which tenant has which quota (a directive or the configuration).
+
+use std::collections::BTreeMap;
+
+use super::book::Book;
+use crate::evict::BlockKey;
+use crate::id::{TenantId, Tier};
+
+/// Unheld blocks of one tenant, by the stamp of their last use.
+#[derive(Debug, Default)]
+struct Row {
+    dram: BTreeMap<u64, BlockKey>,
+    ssd: BTreeMap<u64, BlockKey>,
+}
+
+impl Row {
+    fn of(&mut self, tier: Tier) -> &mut BTreeMap<u64, BlockKey> {
+        if tier == Tier::Ssd { &mut self.ssd } else { &mut self.dram }
+    }
+}
+
+/// The rows of all tenants with a quota.
+#[derive(Debug, Default)]
+pub(super) struct QuotaRows(BTreeMap<TenantId, Row>);
+
+impl Book {
+    /// Lists a block that is ranked and not held, if its tenant has a quota.
+    pub(super) fn list(&mut self, key: BlockKey) {
+        let Some(entry) = self.slab.get(key).filter(|entry| entry.ranked && !entry.held()) else { return };
+        if let (Some(tier), Some(row)) = (entry.place, self.quota_rows.0.get_mut(&entry.meta.tenant)) {
+            row.of(tier).insert(entry.stamp, key);
+        }
+    }
+
+    /// Takes a block off its tenant's row, before its place or stamp changes or while it is held.
+    pub(super) fn unlist(&mut self, key: BlockKey) {
+        let Some(entry) = self.slab.get(key) else { return };
+        if let (Some(tier), Some(row)) = (entry.place, self.quota_rows.0.get_mut(&entry.meta.tenant)) {
+            row.of(tier).remove(&entry.stamp);
+        }
+    }
+
+    /// Replaces the quotas, in bytes per tenant, and drops what is over and not held. What is held is
+    /// dropped when its request ends.
+    pub fn set_quotas(&mut self, quotas: impl IntoIterator<Item = (TenantId, u64)>) {
+        self.quotas = quotas.into_iter().collect();
+        let quotas = &self.quotas;
+        self.quota_rows.0.retain(|tenant, _| quotas.contains_key(tenant));
+        let tenants: Vec<TenantId> = quotas.keys().copied().collect();
+        let fresh: Vec<TenantId> =
+            tenants.iter().copied().filter(|tenant| !self.quota_rows.0.contains_key(tenant)).collect();
+        if !fresh.is_empty() {
+            self.quota_rows.0.extend(fresh.iter().map(|tenant| (*tenant, Row::default())));
+            let keys = self.slab.iter().filter(|(_, entry)| fresh.contains(&entry.meta.tenant));
+            let keys: Vec<BlockKey> = keys.map(|(key, _)| key).collect();
+            keys.into_iter().for_each(|key| self.list(key));
+        }
+        for tenant in tenants {
+            self.enforce_quota(tenant);
+        }
+    }
+
+    /// Drops what the tenant holds above its quota and nobody uses.
+    pub(super) fn enforce_quota(&mut self, tenant: TenantId) {
+        if let Some(&quota) = self.quotas.get(&tenant) {
+            self.shrink_tenant(tenant, quota, 0);
+        }
+    }
+
+    /// Brings a tenant to `quota` with `coming` bytes more, by dropping its own coldest blocks, SSD first.
+    /// `false` when too much of it is held.
+    pub(super) fn shrink_tenant(&mut self, tenant: TenantId, quota: u64, coming: u64) -> bool {
+        if coming > quota {
+            return false;
+        }
+        for tier in [Tier::Ssd, Tier::Dram] {
+            while self.tenant_bytes(tenant).saturating_add(coming) > quota {
+                let row = self.quota_rows.0.get_mut(&tenant);
+                let Some(victim) = row.and_then(|row| row.of(tier).values().next().copied()) else { break };
+                self.shelf_mut(tier).stats.dropped_blocks += 1;
+                self.drop_block(victim);
+            }
+        }
+        self.tenant_bytes(tenant).saturating_add(coming) <= quota
+    }
+
+    fn tenant_bytes(&self, tenant: TenantId) -> u64 {
+        self.tenants.get(&tenant).copied().unwrap_or(0)
+    }
+}

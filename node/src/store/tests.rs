@@ -1,0 +1,319 @@
+//! The store with its disk and its service, without the wire: readers that wait, limits, restarts.
+#![allow(clippy::unwrap_used)]
+
+use std::time::Duration;
+
+use kv_core::id::{Category, IdentityDigest, RequestId, TenantId, Tier};
+use kvfleet_proto::frame::{Frame, KeyForm, seal};
+use kvfleet_transport::{
+    BlockService, FetchAnswer, FetchRequest, MissReason, SaveOffer, SaveRefusal, SaveRequest,
+};
+use tokio::time::timeout;
+
+use super::*;
+use crate::NodeConfig;
+use crate::arena::{Purpose, SlotMut};
+use crate::serve::Service;
+use crate::start;
+
+/// Longest wait for something that must happen.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+const BLOCK_BYTES: usize = 6000;
+
+struct Bench {
+    store: StoreHandle,
+    service: Service,
+    arena: Arena,
+    stop: CancellationToken,
+    task: tokio::task::JoinHandle<()>,
+}
+
+fn config(dir: &std::path::Path, dram_blocks: u64, ssd_blocks: u64) -> NodeConfig {
+    NodeConfig {
+        data_dir: dir.join("ssd"),
+        dram_blocks: Some(dram_blocks),
+        ssd_blocks: Some(ssd_blocks),
+        block_bytes: BLOCK_BYTES as u64,
+        policy: "lru".to_owned(),
+        watermark_high: 1.0,
+        watermark_low: 1.0,
+        ..NodeConfig::default()
+    }
+}
+
+async fn open(config: &NodeConfig) -> Bench {
+    let arena = start::open_arena(config).unwrap();
+    let shared = Arc::new(Shared::new(NodeId(1)));
+    let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
+    let parts =
+        start::open_parts(config, arena.clone(), shared, metrics.clone(), Arc::default()).await.unwrap();
+    let stop = CancellationToken::new();
+    let (store, task) = Store::start(parts, stop.clone());
+    let service = start::service(config, store.clone(), arena.clone(), metrics);
+    Bench { store, service, arena, stop, task }
+}
+
+fn identity() -> IdentityDigest {
+    NodeConfig::default().identity.manifest().digest()
+}
+
+fn hash(number: u64) -> BlockHash {
+    let mut bytes = [0xcd; 16];
+    bytes[..8].copy_from_slice(&number.to_le_bytes());
+    BlockHash(bytes)
+}
+
+fn frame(number: u64, payload: usize) -> Frame {
+    let fill = vec![number as u8; payload];
+    seal(identity(), hash(number), KeyForm::Rotated, &[u32::try_from(payload).unwrap()], &fill).unwrap()
+}
+
+fn asker(lease: u64) -> kvfleet_transport::Asker {
+    kvfleet_transport::Asker {
+        lease: LeaseId(lease),
+        request: RequestId(lease),
+        tenant: TenantId(0),
+        category: Category::default(),
+        identity: identity(),
+        traceparent: String::new(),
+    }
+}
+
+fn save_request(lease: u64, numbers: std::ops::Range<u64>) -> SaveRequest {
+    SaveRequest {
+        asker: asker(lease),
+        parent: None,
+        first_offset_blocks: u32::try_from(numbers.start).unwrap(),
+        hashes: numbers.map(hash).collect(),
+        frame_bytes: frame(0, BLOCK_BYTES).bytes.len() as u64,
+    }
+}
+
+fn fetch_request(lease: u64, numbers: std::ops::Range<u64>) -> FetchRequest {
+    FetchRequest {
+        asker: asker(lease),
+        epoch: Epoch(0),
+        first_offset_blocks: 0,
+        hashes: numbers.map(hash).collect(),
+        deadline: Duration::from_micros(u64::MAX),
+    }
+}
+
+impl Bench {
+    /// Saves blocks with payloads of `bytes(number)`; the lease stays. Returns how many were stored.
+    async fn save(&self, lease: u64, numbers: std::ops::Range<u64>, bytes: impl Fn(u64) -> usize) -> u32 {
+        let (offer, session) = self.service.save(save_request(lease, numbers.clone())).await;
+        let (SaveOffer::Wanted(wanted), Some(mut session)) = (offer, session) else { return 0 };
+        for (number, _) in numbers.zip(wanted).filter(|(_, wanted)| *wanted) {
+            session.put(frame(number, bytes(number))).await;
+        }
+        session.finish().await.stored_blocks
+    }
+
+    async fn saved(&self, lease: u64, numbers: std::ops::Range<u64>) {
+        let count = numbers.end - numbers.start;
+        assert_eq!(u64::from(self.save(lease, numbers, |_| BLOCK_BYTES).await), count);
+        self.service.release(LeaseId(lease)).await;
+    }
+
+    /// Fetches; the frames that came are right.
+    async fn fetch(&self, lease: u64, numbers: std::ops::Range<u64>) -> (FetchAnswer, usize) {
+        let mut reply = self.service.fetch(fetch_request(lease, numbers.clone())).await;
+        let mut got = 0;
+        while let Some(frame) = timeout(PATIENCE, reply.frames.recv()).await.unwrap() {
+            frame.verify(identity(), hash(numbers.start + got)).unwrap();
+            got += 1;
+        }
+        (reply.answer, usize::try_from(got).unwrap())
+    }
+
+    async fn status(&self) -> pb::NodeStatusReply {
+        self.store.ask(|reply| Ask::Status { reply }).await.unwrap()
+    }
+
+    async fn until(&self, what: &str, test: impl Fn(&pb::NodeStatusReply, usize) -> bool) {
+        let tries = async {
+            while !test(&self.status().await, self.arena.used_bytes()) {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        timeout(PATIENCE, tries).await.unwrap_or_else(|_| panic!("never: {what}"));
+    }
+
+    /// Takes every DRAM slot that is left, so that nothing can be loaded.
+    fn no_room(&self) -> Vec<SlotMut> {
+        std::iter::from_fn(|| self.arena.take(1, Purpose::Load)).collect()
+    }
+
+    async fn quota(&self, bytes: u64) {
+        let quotas = vec![(TenantId(0), bytes)];
+        self.store.tell(Ask::Directives { pins: BTreeSet::new(), quotas }).await.unwrap();
+    }
+
+    async fn close(self) {
+        self.stop.cancel();
+        self.task.await.unwrap();
+    }
+}
+
+/// A node whose block 0 is on SSD only, and whose one DRAM block is held under lease 3.
+async fn block_on_ssd(config: &NodeConfig) -> Bench {
+    let bench = open(config).await;
+    bench.saved(1, 0..1).await;
+    bench.saved(2, 1..2).await;
+    let slot = crate::arena::slot_bytes(config.frame_bytes_max());
+    bench.until("block 0 is on SSD only", |status, used| status.tiers[1].blocks == 1 && used == slot).await;
+    assert_eq!(bench.fetch(3, 1..2).await.1, 1);
+    bench
+}
+
+#[tokio::test]
+async fn readers_of_a_block_that_goes_before_its_load_hear_it_and_get_no_other_bytes() {
+    let dir = tempfile::tempdir().unwrap();
+    let bench = block_on_ssd(&config(dir.path(), 1, 8)).await;
+    let room = bench.no_room();
+    let mut reply = bench.service.fetch(fetch_request(4, 0..1)).await;
+    assert_eq!(reply.answer, FetchAnswer::Hit { tiers: vec![Tier::Ssd] });
+    bench.service.release(LeaseId(4)).await;
+    // The load cannot begin, and the block is nobody's: its tenant's quota makes it go.
+    bench.quota(frame(0, BLOCK_BYTES).bytes.len() as u64).await;
+    let end = timeout(PATIENCE, reply.frames.recv()).await.expect("the reader is told");
+    assert!(end.is_none());
+    // Another block takes over the key, and nobody is left who could take it for the first.
+    bench.quota(u64::MAX).await;
+    drop(room);
+    bench.saved(5, 7..8).await;
+    assert_eq!(bench.fetch(6, 7..8).await.1, 1);
+    assert_eq!(bench.fetch(6, 0..1).await.0, FetchAnswer::Miss { reason: MissReason::NotHeld });
+}
+
+#[tokio::test]
+async fn a_fetch_told_to_come_again_leaves_no_lease_and_a_reader_that_left_no_load() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(dir.path(), 1, 8);
+    config.fetch_inflight_bytes = config.frame_bytes_max() as u64;
+    let bench = block_on_ssd(&config).await;
+    let room = bench.no_room();
+    let waiting = bench.service.fetch(fetch_request(4, 0..1)).await;
+    assert_eq!(waiting.answer, FetchAnswer::Hit { tiers: vec![Tier::Ssd] });
+    let leases = bench.status().await.leases;
+    let busy = bench.service.fetch(fetch_request(5, 0..1)).await.answer;
+    assert!(matches!(busy, FetchAnswer::Busy { .. }), "{busy:?}");
+    assert_eq!(bench.status().await.leases, leases, "nothing is held for a request that was sent away");
+    // What is in DRAM costs nothing of the budget.
+    assert_eq!(bench.fetch(6, 1..2).await.1, 1);
+    // The first reader goes; its load never began, its deadline is in no near future.
+    drop(waiting);
+    let tries = async {
+        while matches!(bench.service.fetch(fetch_request(7, 0..1)).await.answer, FetchAnswer::Busy { .. }) {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    timeout(PATIENCE, tries).await.expect("the budget is free again");
+    drop(room);
+    assert_eq!(bench.fetch(8, 0..1).await.1, 1);
+}
+
+#[tokio::test]
+async fn frames_shorter_than_offered_come_back_from_ssd() {
+    let dir = tempfile::tempdir().unwrap();
+    let bench = open(&config(dir.path(), 2, 30)).await;
+    let length = |number: u64| 100 + usize::try_from(number).unwrap() * 290;
+    for number in 0..20 {
+        assert_eq!(bench.save(number, number..number + 1, length).await, 1);
+        bench.service.release(LeaseId(number)).await;
+    }
+    for number in 0..20 {
+        assert_eq!(bench.fetch(100 + number, number..number + 1).await.1, 1, "block {number}");
+        bench.service.release(LeaseId(100 + number)).await;
+    }
+    let status = bench.status().await;
+    assert_eq!((status.tiers[0].blocks, status.tiers[1].blocks), (2, 18));
+    assert!(status.tiers[1].admitting);
+    let bytes: usize = (0..20).map(|number| frame(number, length(number)).bytes.len()).sum();
+    assert_eq!(status.tenants[0].bytes, bytes as u64, "a tenant pays for what it saved");
+}
+
+#[tokio::test]
+async fn lengths_that_came_before_leave_the_largest_frame_its_place() {
+    let dir = tempfile::tempdir().unwrap();
+    for bytes in [false, true] {
+        let mut config = config(&dir.path().join(bytes.to_string()), 4, 12);
+        if bytes {
+            let slot = crate::store::SlotSizes::new(config.frame_bytes_max());
+            (config.dram_blocks, config.ssd_blocks) = (None, None);
+            (config.dram_bytes, config.ssd_bytes) = (4 * u64::from(slot.dram), 12 * u64::from(slot.ssd));
+        }
+        let bench = open(&config).await;
+        let length =
+            |number: u64| if number < 100 { 1 + usize::try_from(number).unwrap() * 57 } else { BLOCK_BYTES };
+        for number in (0..100).chain(200..230) {
+            assert_eq!(bench.save(number, number..number + 1, length).await, 1, "block {number}");
+            bench.service.release(LeaseId(number)).await;
+        }
+        let full = |status: &pb::NodeStatusReply| status.tiers[0].blocks + status.tiers[1].blocks == 16;
+        bench.until("both tiers are full", |status, _| full(status)).await;
+        for number in 214..230 {
+            assert_eq!(bench.fetch(1000 + number, number..number + 1).await.1, 1, "block {number}");
+            bench.service.release(LeaseId(1000 + number)).await;
+        }
+        let status = bench.status().await;
+        assert!(status.tiers[1].admitting && full(&status), "{:?}", status.tiers);
+        bench.close().await;
+    }
+}
+
+#[tokio::test]
+async fn after_a_restart_the_oldest_block_leaves_first() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = NodeConfig { policy: "workload".to_owned(), ..config(dir.path(), 0, 6) };
+    let bench = open(&config).await;
+    for number in 0..6 {
+        bench.saved(number, number..number + 1).await;
+        bench.until("it is on SSD", |status, used| status.tiers[1].blocks == number + 1 && used == 0).await;
+    }
+    bench.close().await;
+    let bench = open(&config).await;
+    bench.saved(10, 50..51).await;
+    let mut there = Vec::new();
+    for number in 0..6 {
+        if bench.fetch(20 + number, number..number + 1).await.1 == 1 {
+            there.push(number);
+        }
+    }
+    assert_eq!(there, [1, 2, 3, 4, 5], "not the one furthest down its prefix");
+}
+
+#[tokio::test]
+async fn what_was_put_stays_when_a_save_ends_early() {
+    let dir = tempfile::tempdir().unwrap();
+    let bench = open(&config(dir.path(), 8, 0)).await;
+    let (_, session) = bench.service.save(save_request(1, 0..3)).await;
+    let mut session = session.unwrap();
+    session.put(frame(0, BLOCK_BYTES)).await;
+    drop(session);
+    bench.until("the rest is given back", |status, _| status.tiers[0].blocks == 1).await;
+    let (answer, frames) = bench.fetch(2, 0..3).await;
+    let head = FetchAnswer::Partial { tiers: vec![Tier::Dram], reason: MissReason::NotHeld };
+    assert_eq!((answer, frames), (head, 1));
+    assert_eq!(bench.save(3, 0..3, |_| BLOCK_BYTES).await, 2);
+}
+
+#[tokio::test]
+async fn a_fetch_of_nothing_is_a_hit_of_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let bench = open(&config(dir.path(), 2, 0)).await;
+    assert_eq!(bench.fetch(1, 0..0).await, (FetchAnswer::Hit { tiers: Vec::new() }, 0));
+}
+
+#[tokio::test]
+async fn offsets_past_the_last_number_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let bench = open(&config(dir.path(), 2, 0)).await;
+    let request = SaveRequest { first_offset_blocks: u32::MAX, ..save_request(1, 0..2) };
+    let (offer, session) = bench.service.save(request).await;
+    assert!(session.is_none());
+    assert_eq!(offer, SaveOffer::Refused(SaveRefusal::FrameSize));
+    bench.saved(2, 0..1).await;
+}
