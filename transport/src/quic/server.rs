@@ -1,7 +1,8 @@
 //! The node's end: accepts connections, reads what each stream asks, lets the [`BlockService`] answer.
 //!
 //! Limits are enforced here, before the service is asked, so that a refused operation costs nothing and
-//! leases nothing. Not here: what a node does with a request (`node/`).
+//! leases nothing. Every operation has an end: each read and write is bounded by the stall timeout, a fetch
+//! by its deadline, a save by a time of its own. Not here: what a node does with a request (`node/`).
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -25,6 +26,17 @@ use crate::{BlockService, FetchAnswer, FetchRequest, PathError, SaveOffer, SaveR
 
 /// Frame size assumed before the first frame was sent, in bytes.
 const FRAME_BYTES_GUESS: u64 = 64 << 10;
+
+/// Longest time a fetch holds its part of the bytes in flight, whatever deadline it names.
+pub const FETCH_TIME_MAX: Duration = Duration::from_secs(60);
+
+/// How much longer than its deadline a fetch is served. The reader's own clock ends it first and says
+/// `TooLate`; this only ends what a reader that is gone or hostile left behind.
+const DEADLINE_GRACE: Duration = Duration::from_secs(1);
+
+/// Longest time a save may take: all of [`SAVES_AT_ONCE_MAX`] with 256 MiB each need two minutes on a
+/// gigabit link. Without it a peer that sends one frame per stall timeout would keep its place for days.
+pub const SAVE_TIME_MAX: Duration = Duration::from_secs(300);
 
 /// Time for connections to say goodbye when the server closes.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -55,7 +67,18 @@ struct Shared {
     inflight_bytes_max: u64,
     largest_frame: AtomicU64,
     stall_timeout: Duration,
+    times: Times,
 }
+
+/// How long operations may take in all.
+#[derive(Clone, Copy, Debug)]
+struct Times {
+    fetch_max: Duration,
+    save_max: Duration,
+    grace: Duration,
+}
+
+const TIMES: Times = Times { fetch_max: FETCH_TIME_MAX, save_max: SAVE_TIME_MAX, grace: DEADLINE_GRACE };
 
 impl QuicServer {
     /// Listens on `address` (port 0: any) with the default settings. Needs a tokio runtime.
@@ -80,6 +103,16 @@ impl QuicServer {
         config: &QuicConfig,
         service: Arc<dyn BlockService>,
     ) -> Result<QuicServer, BindError> {
+        QuicServer::bind_timed(address, identity, config, TIMES, service)
+    }
+
+    fn bind_timed(
+        address: SocketAddr,
+        identity: &Identity,
+        config: &QuicConfig,
+        times: Times,
+        service: Arc<dyn BlockService>,
+    ) -> Result<QuicServer, BindError> {
         let failed = |cause| BindError { address, cause };
         let crypto = QuicServerConfig::try_from(identity.quic_server())
             .expect("ring has the cipher suite that QUIC's first packets need");
@@ -89,7 +122,7 @@ impl QuicServer {
         let runtime = default_runtime().ok_or_else(|| failed(std::io::Error::other("no tokio runtime")))?;
         let endpoint = Endpoint::new(config.endpoint(), Some(server), socket, runtime).map_err(failed)?;
         let local = endpoint.local_addr().map_err(failed)?;
-        let shared = Arc::new(Shared::new(service, config));
+        let shared = Arc::new(Shared::new(service, config, times));
         let accepting = tokio::spawn(accept(endpoint.clone(), shared));
         Ok(QuicServer { endpoint, local, accepting })
     }
@@ -158,10 +191,6 @@ impl Stream {
         let _ = self.send.reset(CODE_REFUSED);
         let _ = self.recv.stop(CODE_REFUSED);
     }
-
-    async fn answer<M: prost::Message>(&mut self, message: &M) -> Result<(), ServeError> {
-        Ok(write_message(&mut self.send, encode(message)?).await?)
-    }
 }
 
 /// Why an operation ended before its end. Only ever logged: the peer sees its stream reset.
@@ -184,7 +213,7 @@ enum ServeError {
 }
 
 impl Shared {
-    fn new(service: Arc<dyn BlockService>, config: &QuicConfig) -> Shared {
+    fn new(service: Arc<dyn BlockService>, config: &QuicConfig, times: Times) -> Shared {
         Shared {
             service,
             saves: Semaphore::new(SAVES_AT_ONCE_MAX),
@@ -192,6 +221,7 @@ impl Shared {
             inflight_bytes_max: config.fetch_bytes_in_flight_max,
             largest_frame: AtomicU64::new(FRAME_BYTES_GUESS),
             stall_timeout: config.stall_timeout,
+            times,
         }
     }
 
@@ -207,33 +237,42 @@ impl Shared {
 
     async fn run(&self, operation: Operation, stream: &mut Stream) -> Result<(), ServeError> {
         match operation {
-            Operation::Fetch(request) => self.fetch(request, stream).await,
-            Operation::Save(request) => self.save(request, stream).await,
-            Operation::Release(lease) => {
-                self.service.release(lease).await;
-                stream.answer(&pong()).await
+            Operation::Fetch(request) => {
+                let limit = request.deadline.saturating_add(self.times.grace).min(self.times.fetch_max);
+                tokio::time::timeout(limit, self.fetch(request, stream)).await?
             }
-            Operation::Ping => stream.answer(&pong()).await,
+            Operation::Save(request) => {
+                tokio::time::timeout(self.times.save_max, self.save(request, stream)).await?
+            }
+            Operation::Release(lease) => {
+                self.timed(self.service.release(lease)).await?;
+                self.answer(stream, &pong()).await
+            }
+            Operation::Ping => self.answer(stream, &pong()).await,
         }
+    }
+
+    async fn answer<M: prost::Message>(&self, stream: &mut Stream, message: &M) -> Result<(), ServeError> {
+        Ok(self.timed(write_message(&mut stream.send, encode(message)?)).await??)
     }
 
     async fn fetch(&self, request: FetchRequest, stream: &mut Stream) -> Result<(), ServeError> {
         let Some(_reserved) = self.reserve(request.hashes.len()) else {
             let busy = FetchAnswer::Busy { retry_after: RETRY_AFTER };
-            return stream.answer(&wire::head_to_pb(&busy, request.epoch)).await;
+            return self.answer(stream, &wire::head_to_pb(&busy, request.epoch)).await;
         };
         let mut reply = self.service.fetch(request).await;
-        stream.answer(&wire::head_to_pb(&reply.answer, reply.epoch)).await?;
+        self.answer(stream, &wire::head_to_pb(&reply.answer, reply.epoch)).await?;
         let mut stopped = std::pin::pin!(stream.send.stopped());
         for _ in reply.answer.tiers() {
-            // A reader that gave up must not wait here for a slow medium, holding its reservation.
+            // A reader that gave up must not keep its reservation while a slow medium works for it.
             let frame = tokio::select! {
                 frame = reply.frames.recv() => frame,
                 _ = &mut stopped => None,
             };
             let Some(frame) = frame else { break };
             self.largest_frame.fetch_max(frame.bytes.len() as u64, Ordering::Relaxed);
-            write_frame(&mut stream.send, &frame).await?;
+            self.timed(write_frame(&mut stream.send, &frame)).await??;
         }
         Ok(())
     }
@@ -241,11 +280,11 @@ impl Shared {
     async fn save(&self, request: SaveRequest, stream: &mut Stream) -> Result<(), ServeError> {
         let Ok(_permit) = self.saves.try_acquire() else {
             let busy = SaveOffer::Busy { retry_after: RETRY_AFTER };
-            return stream.answer(&wire::offer_to_pb(&busy)).await;
+            return self.answer(stream, &wire::offer_to_pb(&busy)).await;
         };
         let limit = usize::try_from(request.frame_bytes).unwrap_or(usize::MAX).min(FRAME_BYTES_MAX);
         let (offer, session) = self.service.save(request).await;
-        stream.answer(&wire::offer_to_pb(&offer)).await?;
+        self.answer(stream, &wire::offer_to_pb(&offer)).await?;
         let (SaveOffer::Wanted(wanted), Some(session)) = (offer, session) else { return Ok(()) };
         let wanted = wanted.iter().filter(|wanted| **wanted).count();
         let stopped = stream.send.stopped();
@@ -254,10 +293,11 @@ impl Shared {
             _ = stopped => return Err(ServeError::GaveUp),
         };
         let done = session.finish().await;
-        stream.answer(&wire::done_to_pb(&done)).await
+        self.answer(stream, &wire::done_to_pb(&done)).await
     }
 
-    /// Takes the frames of a save up to its end. Dropped midway, it drops the session: nothing is kept.
+    /// Takes the frames of a save up to its end. Dropped midway, it drops the session, which gives back
+    /// what did not come; whether blocks that were put already stay is the service's to say.
     async fn take(
         &self,
         stream: &mut Stream,
@@ -273,7 +313,7 @@ impl Shared {
         Ok(session)
     }
 
-    /// A save commits only when the peer says that it is complete.
+    /// A save is answered only when the peer says that it is complete.
     async fn expect_end(&self, stream: &mut Stream) -> Result<(), ServeError> {
         match self.timed(stream.recv.read_chunk(1, true)).await?.map_err(ItemError::from)? {
             None => Ok(()),
@@ -313,3 +353,7 @@ impl Drop for Reserved<'_> {
 fn pong() -> data::Pong {
     data::Pong { version: wire::PROTOCOL_VERSION }
 }
+
+#[cfg(test)]
+#[path = "server_tests.rs"]
+mod tests;
