@@ -77,10 +77,10 @@ impl ArenaShape {
 }
 
 impl Arena {
-    /// Maps the memory of `shape`.
+    /// Takes the memory of `shape` from the system: all of it, now.
     ///
     /// # Errors
-    /// What the system said when it refused the mapping.
+    /// When the machine has not so much, or what the system said when it refused.
     pub fn new(shape: ArenaShape) -> std::io::Result<Arena> {
         let bytes = shape.bytes().ok_or(std::io::ErrorKind::OutOfMemory)?;
         let inner = Inner {
@@ -216,7 +216,12 @@ impl Mapping {
     #[cfg(not(miri))]
     fn new(len: usize) -> std::io::Result<Mapping> {
         use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
-        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        if let Some(available) = available_bytes()
+            && (len as u64) > available
+        {
+            return Err(std::io::Error::other(format!("the machine has {available} bytes available")));
+        }
+        let flags = MapFlags::PRIVATE;
         // SAFETY: a fresh anonymous mapping at an address of the kernel's choice aliases nothing.
         let base =
             unsafe { mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)? };
@@ -225,7 +230,19 @@ impl Mapping {
             tracing::debug!(%cause, "huge pages are not available for the arena");
         }
         let base = NonNull::new(base.cast()).ok_or(std::io::ErrorKind::OutOfMemory)?;
-        Ok(Mapping { base, len })
+        let mapping = Mapping { base, len };
+        // Pages that are only found missing under load would end the process in the middle of a save.
+        // SAFETY: the range is the mapping just made; populating it writes nothing that anyone reads.
+        match unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxPopulateWrite) } {
+            Ok(()) => {}
+            Err(rustix::io::Errno::INVAL) => {
+                tracing::debug!(
+                    "this kernel cannot populate the arena at start; pages come as they are used"
+                );
+            }
+            Err(cause) => return Err(cause.into()),
+        }
+        Ok(mapping)
     }
 
     #[cfg(miri)]
@@ -239,6 +256,14 @@ impl Mapping {
         // SAFETY: callers pass the offset of a slot that was given out, which lies inside the mapping.
         unsafe { self.base.as_ptr().add(offset) }
     }
+}
+
+/// Memory that can be had without swapping, as the kernel estimates it; nothing where it does not say.
+#[cfg(not(miri))]
+fn available_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 impl Drop for Mapping {
@@ -290,6 +315,27 @@ mod tests {
         }
         assert_eq!(slots.len(), 3);
         assert!(arena.take(129, Purpose::Load).is_none(), "no frame is so long");
+    }
+
+    #[test]
+    #[cfg(not(miri))]
+    fn memory_that_the_machine_lacks_is_refused_at_start() {
+        let shape = ArenaShape { frame_bytes_max: 1 << 20, slots: 1 << 24, reserve_slots: 0 };
+        let cause = Arena::new(shape).unwrap_err().to_string();
+        assert!(cause.contains("bytes available"), "{cause}");
+    }
+
+    #[test]
+    #[cfg(not(miri))]
+    fn memory_is_there_from_the_start() {
+        let bytes = 32 << 20;
+        let resident = || {
+            let status = std::fs::read_to_string("/proc/self/statm").unwrap();
+            status.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
+        };
+        let before = resident();
+        let _arena = Arena::new(ArenaShape { frame_bytes_max: bytes, slots: 1, reserve_slots: 0 }).unwrap();
+        assert!(resident() >= before + bytes * 3 / 4, "only an address range was taken");
     }
 
     #[test]

@@ -40,7 +40,8 @@ pub struct NodeConfig {
     pub ssd_bytes: u64,
     /// SSD for blocks as a number of blocks; when set, `ssd_bytes` is not used.
     pub ssd_blocks: Option<u64>,
-    /// Largest payload of one block in bytes.
+    /// Largest payload of one block in bytes. Every block takes the room of the largest, so give the real
+    /// size.
     pub block_bytes: u64,
     /// Eviction policy: `lru`, `fifo` or `workload`.
     pub policy: String,

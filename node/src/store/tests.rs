@@ -241,7 +241,7 @@ async fn lengths_that_came_before_leave_the_largest_frame_its_place() {
     for bytes in [false, true] {
         let mut config = config(&dir.path().join(bytes.to_string()), 4, 12);
         if bytes {
-            let slot = crate::store::SlotSizes::new(config.frame_bytes_max());
+            let slot = SlotSizes::new(config.frame_bytes_max());
             (config.dram_blocks, config.ssd_blocks) = (None, None);
             (config.dram_bytes, config.ssd_bytes) = (4 * u64::from(slot.dram), 12 * u64::from(slot.ssd));
         }

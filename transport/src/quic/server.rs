@@ -28,7 +28,7 @@ use crate::{BlockService, FetchAnswer, FetchRequest, PathError, SaveOffer, SaveR
 const FRAME_BYTES_GUESS: u64 = 64 << 10;
 
 /// Longest time a fetch holds its part of the bytes in flight, whatever deadline it names.
-pub const FETCH_TIME_MAX: Duration = Duration::from_secs(60);
+const FETCH_TIME_MAX: Duration = Duration::from_secs(60);
 
 /// How much longer than its deadline a fetch is served. The reader's own clock ends it first and says
 /// `TooLate`; this only ends what a reader that is gone or hostile left behind.
@@ -36,7 +36,7 @@ const DEADLINE_GRACE: Duration = Duration::from_secs(1);
 
 /// Longest time a save may take: all of [`SAVES_AT_ONCE_MAX`] with 256 MiB each need two minutes on a
 /// gigabit link. Without it a peer that sends one frame per stall timeout would keep its place for days.
-pub const SAVE_TIME_MAX: Duration = Duration::from_secs(300);
+const SAVE_TIME_MAX: Duration = Duration::from_secs(300);
 
 /// Time for connections to say goodbye when the server closes.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);

@@ -191,7 +191,11 @@ mod tests {
 
     #[test]
     fn both_backends_do_the_same() {
-        round_trip(Ring::new(16, true));
+        let uring = Ring::new(16, true);
+        if uring.name() != "io_uring" {
+            println!("SKIPPED io_uring: the kernel refuses it here; only plain calls were tested");
+        }
+        round_trip(uring);
         round_trip(Ring::new(16, false));
     }
 }
