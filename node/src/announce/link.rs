@@ -283,6 +283,13 @@ impl Session {
             }
         }
         let quotas = directives.quotas.iter().map(|quota| (TenantId(quota.tenant), quota.bytes)).collect();
+        if !directives.ttls.is_empty() && self.directives_version != directives.version {
+            let groups = directives.ttls.len();
+            tracing::warn!(
+                groups,
+                "the routers set times to live, which this version of the node does not act on"
+            );
+        }
         self.directives_version = directives.version;
         let _ = self.link.store.tell(Ask::Directives { pins, quotas }).await;
     }

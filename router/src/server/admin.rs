@@ -83,6 +83,12 @@ pub(super) async fn set_quota(
 }
 
 pub(super) async fn set_ttl(shared: &Shared, request: &pb::SetTtlRequest) -> Result<pb::AdminReply, Status> {
-    let ttl_ms = (!request.lift).then_some(request.ttl_ms);
-    admin(shared, Command::SetTtl { group: GroupId(request.group), ttl_ms }).await
+    // An acknowledgement would be a promise that nobody keeps.
+    if !request.lift {
+        return Err(Status::unimplemented(
+            "times to live are not acted on by nodes yet; pin what must stay, or set a quota for what must not \
+             take room",
+        ));
+    }
+    admin(shared, Command::SetTtl { group: GroupId(request.group), ttl_ms: None }).await
 }

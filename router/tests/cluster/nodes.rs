@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::announce_reply::Body as Reply;
+use tonic::Code;
 
 use crate::harness::{Cluster, HANG, cleared, holders, join_request, prefix, stored, until};
 
@@ -78,7 +79,7 @@ async fn a_silent_node_is_fenced_on_every_replica_and_a_speaking_one_is_not() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_node_hears_of_pins_quotas_and_ttls() {
+async fn a_node_hears_of_pins_and_quotas() {
     let cluster = Cluster::start(3, |_| {}).await;
     let mut node = cluster.node(1).await;
     let blocks = prefix(24, 2);
@@ -91,15 +92,12 @@ async fn a_node_hears_of_pins_quotas_and_ttls() {
         .await;
     let quota = pb::SetQuotaRequest { tenant: 5, bytes: 1_000, lift: false };
     cluster.on_leader(|mut client| async move { client.set_quota(quota).await }).await;
-    let ttl = pb::SetTtlRequest { group: 6, ttl_ms: 70, lift: false };
-    cluster.on_leader(|mut client| async move { client.set_ttl(ttl).await }).await;
     let heard = async {
         loop {
             let reply = node.replies.message().await.unwrap().expect("the stream is open");
             if let Some(Reply::Directives(all)) = reply.body
                 && !all.pins.is_empty()
                 && !all.quotas.is_empty()
-                && !all.ttls.is_empty()
             {
                 return all;
             }
@@ -108,10 +106,18 @@ async fn a_node_hears_of_pins_quotas_and_ttls() {
     let all = tokio::time::timeout(HANG, heard).await.unwrap();
     assert_eq!(all.pins, [pb::PinnedBlocks { pin: 3, blocks: blocks.concat() }]);
     assert_eq!(all.quotas, [pb::Quota { tenant: 5, bytes: 1_000 }]);
-    assert_eq!(all.ttls, [pb::GroupTtl { group: 6, ttl_ms: 70 }]);
+    assert!(all.ttls.is_empty());
     // Another router gives the same contents the same version.
     let joined = cluster.on_leader(|mut client| async move { client.join(join_request(2)).await }).await;
     assert_eq!(joined.directives.unwrap(), all);
+    // No node would act on a time to live, so none is promised; lifting one stays possible.
+    let ttl = pb::SetTtlRequest { group: 6, ttl_ms: 70, lift: false };
+    let leader = cluster.leader().await;
+    let refused = cluster.client(leader).set_ttl(ttl).await.unwrap_err();
+    assert_eq!(refused.code(), Code::Unimplemented);
+    assert!(refused.message().starts_with("times to live are not acted on by nodes yet"), "{refused}");
+    let lift = pb::SetTtlRequest { lift: true, ..ttl };
+    cluster.on_leader(|mut client| async move { client.set_ttl(lift).await }).await;
     cluster.shutdown().await;
 }
 
