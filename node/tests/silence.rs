@@ -37,8 +37,7 @@ async fn pass(
     frozen: Arc<AtomicBool>,
 ) {
     let mut buffer = vec![0u8; 16 << 10];
-    loop {
-        let Ok(got @ 1..) = from.read(&mut buffer).await else { break };
+    while let Ok(got @ 1..) = from.read(&mut buffer).await {
         if frozen.load(Ordering::Relaxed) {
             // Swallowed: neither end is told.
             continue;
