@@ -40,6 +40,16 @@ enum Service {
     Instance(Instance),
 }
 
+impl Service {
+    /// Why it cannot go on; never returns while it serves.
+    async fn failed(&self) -> anyhow::Error {
+        match self {
+            Service::Node(node) => node.failed().await.into(),
+            Service::Router(_) | Service::Instance(_) => std::future::pending().await,
+        }
+    }
+}
+
 /// Runs a process until it is asked to stop.
 pub async fn run(role: Role, args: &ProcessArgs) -> anyhow::Result<()> {
     match role {
@@ -109,15 +119,23 @@ async fn serve<T>(
     };
     addresses.extend(metrics.map(|address| ("metrics", address)));
     announce(role, number, &addresses)?;
-    let why = stop.requested().await;
-    tracing::info!(?why, "stopping");
+    let failure = tokio::select! {
+        why = stop.requested() => {
+            tracing::info!(?why, "stopping");
+            None
+        }
+        failure = service.failed() => {
+            tracing::error!(%failure, "stopping");
+            Some(failure)
+        }
+    };
     match service {
         Service::Router(router) => router.shutdown().await,
         Service::Node(node) => node.shutdown().await,
         Service::Instance(instance) => instance.shutdown().await,
     }
     telemetry.finish();
-    Ok(())
+    failure.map_or(Ok(()), Err)
 }
 
 /// Prints the READY line: the only line a process writes to standard output.
