@@ -104,7 +104,9 @@ pub fn explain(address: &str, status: &Status) -> String {
             root_cause(status)
         ),
         Code::DeadlineExceeded | Code::Cancelled => {
-            format!("router {address} did not answer within {CALL_TIMEOUT:?}")
+            format!(
+                "router {address} did not answer within {CALL_TIMEOUT:?}; try again, or name another one in --cluster"
+            )
         }
         _ => format!("router {address}: {}", status.message()),
     }

@@ -169,6 +169,8 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use std::os::unix::fs::PermissionsExt;
 
+    use kvfleet_errors_doc::says;
+
     use super::*;
 
     #[test]
@@ -196,9 +198,8 @@ mod tests {
         let authority = Authority::open(dir.path()).unwrap();
         let files = authority.issue("node-1").unwrap();
         std::fs::remove_file(&files.key).unwrap();
-        let message = authority.issue("node-1").unwrap_err().to_string();
-        assert!(message.contains("node-1.pem is there without"), "{message}");
-        assert!(message.contains("node-1.key"), "{message}");
+        let error = authority.issue("node-1").unwrap_err();
+        says("half of a local cluster's certificate", &error, &[&dir.path().display().to_string()]);
     }
 
     #[test]
@@ -206,7 +207,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         drop(Authority::open(dir.path()).unwrap());
         std::fs::write(dir.path().join(AUTHORITY_KEY), "not a key").unwrap();
-        let message = Authority::open(dir.path()).unwrap_err().to_string();
-        assert!(message.contains("ca.key"), "{message}");
+        let error = Authority::open(dir.path()).unwrap_err();
+        says("a local authority with a damaged key", &error, &[&dir.path().display().to_string()]);
     }
 }

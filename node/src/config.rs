@@ -219,7 +219,7 @@ impl NodeConfig {
             return wrong("lease_ms", &0, "give at least 1; the default is 10000".to_owned());
         }
         if self.fetch_inflight_bytes < self.frame_bytes_max() as u64 {
-            let remedy = format!("at least one frame must fit: {} bytes", self.frame_bytes_max());
+            let remedy = format!("one frame must fit, give at least {}", self.frame_bytes_max());
             return wrong("fetch_inflight_bytes", &self.fetch_inflight_bytes, remedy);
         }
         self.validate_capacity()
@@ -289,6 +289,8 @@ fn wrong<T>(key: &'static str, got: &dyn ToString, remedy: String) -> Result<T, 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use kvfleet_errors_doc::says;
+
     use super::*;
 
     #[test]
@@ -299,22 +301,21 @@ mod tests {
 
     #[test]
     fn each_wrong_value_names_its_key() {
-        let good = NodeConfig::default;
-        let cases = [
-            ("block_bytes", NodeConfig { block_bytes: 0, ..good() }),
-            ("policy", NodeConfig { policy: "mru".to_owned(), ..good() }),
-            ("watermark_high", NodeConfig { watermark_high: 1.5, ..good() }),
-            ("watermark_low", NodeConfig { watermark_low: 0.99, ..good() }),
-            ("lease_ms", NodeConfig { lease_ms: 0, ..good() }),
-            ("fetch_inflight_bytes", NodeConfig { fetch_inflight_bytes: 5, ..good() }),
-            ("dram_bytes", NodeConfig { dram_bytes: 0, ..good() }),
-            ("dram_bytes", NodeConfig { dram_bytes: 100, ..good() }),
-        ];
-        for (key, config) in cases {
-            let message = config.validate().unwrap_err().to_string();
-            assert!(message.starts_with(key), "{message}");
-        }
-        let bad = IdentitySection { block_tokens: 3, ..IdentitySection::default() };
-        assert!(NodeConfig { identity: bad, ..good() }.validate().is_err());
+        let refused = |change: fn(&mut NodeConfig)| {
+            let mut config = NodeConfig::default();
+            change(&mut config);
+            config.validate().unwrap_err()
+        };
+        says("a node: block_bytes", &refused(|config| config.block_bytes = 0), &[]);
+        says("a node: policy", &refused(|config| config.policy = "mru".to_owned()), &[]);
+        says("a node: watermark_high", &refused(|config| config.watermark_high = 1.5), &[]);
+        says("a node: watermark_low", &refused(|config| config.watermark_low = 0.99), &[]);
+        says("a node: lease_ms", &refused(|config| config.lease_ms = 0), &[]);
+        says("a node: fetch_inflight_bytes", &refused(|config| config.fetch_inflight_bytes = 5), &[]);
+        says("a node without DRAM and SSD", &refused(|config| config.dram_bytes = 0), &[]);
+        says("a node: DRAM for less than a block", &refused(|config| config.dram_bytes = 100), &[]);
+        says("a node: identity.block_tokens", &refused(|config| config.identity.block_tokens = 3), &[]);
+        says("a node: identity.layers", &refused(|config| config.identity.layers = 0), &[]);
+        says("a node: identity.rank", &refused(|config| config.identity.rank = 8), &[]);
     }
 }

@@ -12,6 +12,9 @@ mod serve;
 pub mod server;
 mod start;
 pub mod store;
+#[cfg(test)]
+#[path = "../tests/world/log.rs"]
+mod test_log;
 pub mod tiers;
 
 pub use config::{ConfigError, IdentitySection, NodeConfig, QuotaSection, TlsSection};

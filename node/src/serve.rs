@@ -303,13 +303,13 @@ impl Session {
     async fn keep(&self, frame: &Frame, hash: BlockHash) -> Option<Bytes> {
         let len = frame.bytes.len();
         if len > self.frame_bytes {
-            tracing::warn!(%hash, len, offered = self.frame_bytes, "a frame is larger than offered");
+            tracing::warn!(%hash, len, offered = self.frame_bytes, "a frame is larger than offered, check the instance that sent it");
             return None;
         }
         // Parsed again: what the peer's fields claim is not what its bytes say.
         let parsed = Frame::parse(frame.bytes.clone());
         if let Err(cause) = parsed.and_then(|parsed| parsed.verify(self.service.identity, hash)) {
-            tracing::warn!(%hash, %cause, "a saved frame is refused");
+            tracing::warn!(%hash, %cause, "a saved frame is refused, check the instance that sent it");
             return None;
         }
         let waiting = tokio::time::timeout(SAVE_ROOM_WAIT, self.room(len));

@@ -5,7 +5,9 @@ mod world;
 
 use std::os::unix::fs::FileExt;
 
-use kv_core::id::{LeaseId, TenantId, Tier};
+use kv_core::id::{IdentityDigest, LeaseId, TenantId, Tier};
+use kv_core::index::command::Refusal;
+use kvfleet_errors_doc::says;
 use kvfleet_node::{Node, NodeConfig};
 use kvfleet_proto::convert;
 use kvfleet_proto::pb::{self, announce_reply};
@@ -158,6 +160,24 @@ async fn directives_pin_and_limit() {
     assert_eq!(answer, SaveAnswer::Refused(SaveRefusal::Quota), "tenant 5 may hold one byte");
 }
 
+#[tokio::test]
+async fn a_node_that_the_routers_refuse_says_so_once_and_serves_on() {
+    let (world, router, log) = (World::new(), FakeRouter::default(), Log::start());
+    let (ours, theirs) = (IdentityDigest([7; 16]), our_identity());
+    router.state.lock().refusal = Some(Refusal::Identity { ours, theirs }.to_string());
+    let address = router.serve(&world.identity).await;
+    let node = start(&world.config(std::slice::from_ref(&address))).await;
+    router.holds("the node tries again", |state| state.joins.len() > 2).await;
+    let varying = [address, ours.to_string(), theirs.to_string()];
+    let varying = varying.each_ref().map(String::as_str);
+    says("a node of another identity, in its own log", &log.line("refuse this node"), &varying);
+    assert_eq!(log.count("refuse this node"), 1);
+    let path = world.dial(node.data_addr()).await;
+    assert_eq!(save(&*path, 1, 0..1).await.stored_blocks, 1);
+    router.state.lock().refusal = None;
+    router.holds("the node is taken in", |state| state.blocks.len() == 1).await;
+}
+
 /// A node with two blocks in DRAM and the rest on SSD, as the router knows it.
 async fn spread(world: &World, router: &FakeRouter) -> (Node, NodeConfig) {
     let address = router.serve(&world.identity).await;
@@ -222,6 +242,7 @@ async fn bytes_corrupted_on_ssd_are_never_served_and_their_block_is_taken_back()
     for slot in 0..slots {
         file.write_all_at(b"not what was saved", 4096 + slot * 8192 + 3000).unwrap();
     }
+    let log = Log::start();
     let node = start_again(&config).await;
     router.holds("headers are in order", |state| state.epoch == 2 && state.blocks.len() >= 8).await;
     let path = world.dial(node.data_addr()).await;
@@ -229,5 +250,8 @@ async fn bytes_corrupted_on_ssd_are_never_served_and_their_block_is_taken_back()
     for (lease, block) in (0u64..).zip(&known) {
         assert_eq!(fetch(&*path, 500 + lease, 2, &[*block]).await.1, 0);
     }
+    let hashes: Vec<String> = known.iter().map(ToString::to_string).collect();
+    let varying: Vec<&str> = hashes.iter().map(String::as_str).collect();
+    says("bytes that rotted on SSD", &log.line("unusable"), &varying);
     router.holds("all corrupt blocks are taken back", |state| state.blocks.is_empty()).await;
 }

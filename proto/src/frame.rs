@@ -67,7 +67,7 @@ pub enum FrameError {
         extra: usize,
     },
     /// Not a frame.
-    #[error("not a block frame: it does not begin with KVF1")]
+    #[error("not a block frame, it does not begin with KVF1: check what sent it")]
     Magic,
     /// A layout this reader does not know.
     #[error("frame version {0} is not known here, expected {VERSION}: run the same release on both ends")]
@@ -79,7 +79,7 @@ pub enum FrameError {
     #[error("frame has {0} slices, expected 1 to {SLICES_MAX}")]
     SliceCount(usize),
     /// More payload than [`PAYLOAD_BYTES_MAX`].
-    #[error("frame payload has {0} bytes, the limit is {PAYLOAD_BYTES_MAX}")]
+    #[error("frame payload has {0} bytes, the limit is {PAYLOAD_BYTES_MAX}: make blocks smaller")]
     TooLarge(u64),
     /// The header's checksum is wrong.
     #[error("frame header does not match its checksum")]

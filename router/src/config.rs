@@ -184,7 +184,10 @@ impl RouterConfig {
             if !is_host_port(&voter.address) {
                 return refuse(
                     "voters",
-                    format!("address {:?} of router {} is not host:port", voter.address, voter.id),
+                    format!(
+                        "address {:?} of router {} is not host:port; write for example \"router-1:7400\"",
+                        voter.address, voter.id
+                    ),
                 );
             }
             if self.voters[..position]
@@ -194,7 +197,7 @@ impl RouterConfig {
                 return refuse(
                     "voters",
                     format!(
-                        "router {} at {} is listed twice; ids and addresses are unique",
+                        "router {} at {} is listed twice; give each router its own id and address",
                         voter.id, voter.address
                     ),
                 );
@@ -241,11 +244,11 @@ impl RouterConfig {
         if !(100..=1_000_000).contains(&self.snapshot_every_entries) {
             return refuse(
                 "snapshot_every_entries",
-                format!("{} is outside 100 to 1000000", self.snapshot_every_entries),
+                format!("{} is outside 100 to 1000000; 5000 is usual", self.snapshot_every_entries),
             );
         }
         if self.index_copies_max == 0 {
-            return refuse("index_copies_max", "0 would refuse every block");
+            return refuse("index_copies_max", "0 would refuse every block; leave it out for 100 million");
         }
         Ok(())
     }
@@ -269,13 +272,16 @@ fn is_host_port(address: &str) -> bool {
 impl TimingsConfig {
     fn check(&self) -> Result<(), ConfigError> {
         if !(10..=10_000).contains(&self.heartbeat_ms) {
-            return refuse("timings.heartbeat_ms", format!("{} is outside 10 to 10000", self.heartbeat_ms));
+            return refuse(
+                "timings.heartbeat_ms",
+                format!("{} is outside 10 to 10000; 100 is usual", self.heartbeat_ms),
+            );
         }
         if self.election_min_ms < 2 * self.heartbeat_ms {
             return refuse(
                 "timings.election_min_ms",
                 format!(
-                    "{} is below two heartbeats ({}); one lost heartbeat would cost the leader",
+                    "{} is below two heartbeats, so one lost heartbeat would cost the leader; give at least {}",
                     self.election_min_ms,
                     2 * self.heartbeat_ms
                 ),
@@ -284,13 +290,19 @@ impl TimingsConfig {
         if self.election_max_ms <= self.election_min_ms {
             return refuse(
                 "timings.election_max_ms",
-                format!("{} is not above election_min_ms ({})", self.election_max_ms, self.election_min_ms),
+                format!(
+                    "{} is not above election_min_ms ({}); twice as much is usual",
+                    self.election_max_ms, self.election_min_ms
+                ),
             );
         }
         if !(200..=60_000).contains(&self.silence_ms) {
             return refuse(
                 "timings.silence_ms",
-                format!("{} is outside 200 to 60000; nodes speak every 100 ms", self.silence_ms),
+                format!(
+                    "{} is outside 200 to 60000; nodes speak every 100 ms, and 800 is usual",
+                    self.silence_ms
+                ),
             );
         }
         Ok(())
@@ -312,7 +324,7 @@ impl AnnounceConfig {
             return refuse(
                 "announce.window_ms",
                 format!(
-                    "{} is above 1000: nodes would wait too long for their acknowledgement",
+                    "{} is above 1000, and nodes would wait too long for their acknowledgement; 10 is usual",
                     self.window_ms
                 ),
             );
@@ -320,7 +332,7 @@ impl AnnounceConfig {
         if !(1..=BLOCKS_MAX).contains(&self.blocks_max) {
             return refuse(
                 "announce.blocks_max",
-                format!("{} is outside 1 to {BLOCKS_MAX}", self.blocks_max),
+                format!("{} is outside 1 to {BLOCKS_MAX}; 65536 is usual", self.blocks_max),
             );
         }
         Ok(())
@@ -329,6 +341,8 @@ impl AnnounceConfig {
 
 #[cfg(test)]
 mod tests {
+    use kvfleet_errors_doc::says;
+
     use super::*;
 
     fn valid() -> RouterConfig {
@@ -356,27 +370,30 @@ mod tests {
 
     #[test]
     fn every_refusal_names_its_key() {
-        type Change = fn(&mut RouterConfig);
-        let cases: [(&str, Change); 15] = [
-            ("`id`", |config| config.id = 0),
-            ("`listen`", |config| config.listen = "localhost".into()),
-            ("`voters`", |config| config.voters.clear()),
-            ("`voters`", |config| config.id = 7),
-            ("`voters`", |config| config.voters[1].id = 1),
-            ("`voters`", |config| config.voters[1].address = "a".into()),
-            ("`advertise`", |config| config.advertise = "c:1".into()),
-            ("`data_dir`", |config| config.data_dir = PathBuf::new()),
-            ("`tls.key`", |config| config.tls.key = PathBuf::new()),
-            ("`timings.election_min_ms`", |config| config.timings.election_min_ms = 150),
-            ("`timings.election_max_ms`", |config| config.timings.election_max_ms = 300),
-            ("`timings.silence_ms`", |config| config.timings.silence_ms = 0),
-            ("`announce.blocks_max`", |config| config.announce.blocks_max = 0),
-            ("`profile`", |config| config.profile = "abacus".into()),
-            ("`snapshot_every_entries`", |config| config.snapshot_every_entries = 1),
-        ];
-        for (key, change) in cases {
-            let message = refused(change);
-            assert!(message.contains(key), "{message:?} does not name {key}");
-        }
+        says("a router: id", &refused(|config| config.id = 0), &[]);
+        says("a router: listen", &refused(|config| config.listen = "localhost".into()), &[]);
+        says("a router: no voters", &refused(|config| config.voters.clear()), &[]);
+        says("a router: itself not among the voters", &refused(|config| config.id = 7), &[]);
+        says("a router: a voter twice", &refused(|config| config.voters[1].id = 1), &[]);
+        says("a router: a voter numbered 0", &refused(|config| config.voters[1].id = 0), &[]);
+        says("a router: a voter's address", &refused(|config| config.voters[1].address = "b".into()), &[]);
+        let voter = |id| VoterConfig { id, address: format!("a:{id}") };
+        says(
+            "a router: too many voters",
+            &refused(|config| config.voters = (1..=10).map(voter).collect()),
+            &[],
+        );
+        says("a router: advertise", &refused(|config| config.advertise = "c:1".into()), &[]);
+        says("a router: data_dir", &refused(|config| config.data_dir = PathBuf::new()), &[]);
+        says("a router: a certificate file", &refused(|config| config.tls.key = PathBuf::new()), &[]);
+        says("a router: heartbeat_ms", &refused(|config| config.timings.heartbeat_ms = 1), &[]);
+        says("a router: election_min_ms", &refused(|config| config.timings.election_min_ms = 150), &[]);
+        says("a router: election_max_ms", &refused(|config| config.timings.election_max_ms = 300), &[]);
+        says("a router: silence_ms", &refused(|config| config.timings.silence_ms = 0), &[]);
+        says("a router: window_ms", &refused(|config| config.announce.window_ms = 5_000), &[]);
+        says("a router: blocks_max", &refused(|config| config.announce.blocks_max = 0), &[]);
+        says("a router: profile", &refused(|config| config.profile = "abacus".into()), &[]);
+        says("a router: snapshot_every_entries", &refused(|config| config.snapshot_every_entries = 1), &[]);
+        says("a router: index_copies_max", &refused(|config| config.index_copies_max = 0), &[]);
     }
 }

@@ -255,7 +255,7 @@ pub enum SaveAnswer {
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum PathError {
     /// The peer could not be reached.
-    #[error("cannot reach {peer}: {cause}")]
+    #[error("cannot reach {peer}: {cause}; check that it runs and that its address is right")]
     Unreachable {
         /// Who.
         peer: String,
@@ -297,7 +297,7 @@ pub enum PathError {
         limit: usize,
     },
     /// The deadline passed.
-    #[error("{peer} did not answer within {after:?}")]
+    #[error("{peer} did not answer within {after:?}; check that it runs and that its port is open")]
     TimedOut {
         /// Who.
         peer: String,

@@ -184,8 +184,12 @@ pub(crate) fn head_from_pb(
 
 fn tiers_from_pb(head: &data::FetchHead, asked: usize) -> Result<Vec<Tier>, ConvertError> {
     let told = head.tiers.len();
-    if told > asked || u32::try_from(told) != Ok(head.blocks) {
-        return Err(ConvertError::Unknown { field: "head.blocks", number: head.blocks });
+    if told > asked {
+        return Err(ConvertError::Count { field: "length of head.tiers", number: told, expected: asked });
+    }
+    if u32::try_from(told) != Ok(head.blocks) {
+        let number = usize::try_from(head.blocks).unwrap_or(usize::MAX);
+        return Err(ConvertError::Count { field: "head.blocks", number, expected: told });
     }
     head.tiers.iter().map(|tier| tier_field("head.tiers", u32::from(*tier))).collect()
 }

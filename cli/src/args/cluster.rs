@@ -86,10 +86,18 @@ fn default_profile() -> String {
 
 fn profile(text: &str) -> Result<String, String> {
     let known: Vec<_> = kv_core::schedule::PROFILES.iter().map(|profile| profile.name).collect();
-    if known.contains(&text) { Ok(text.to_owned()) } else { Err(format!("there are {}", known.join(", "))) }
+    if known.contains(&text) {
+        Ok(text.to_owned())
+    } else {
+        Err(format!("choose one of {}", known.join(", ")))
+    }
 }
 
 fn policy(text: &str) -> Result<String, String> {
     let known = kv_core::evict::NAMES;
-    if known.contains(&text) { Ok(text.to_owned()) } else { Err(format!("there are {}", known.join(", "))) }
+    if known.contains(&text) {
+        Ok(text.to_owned())
+    } else {
+        Err(format!("choose one of {}", known.join(", ")))
+    }
 }

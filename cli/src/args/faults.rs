@@ -111,6 +111,8 @@ impl fmt::Display for Fault {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use kvfleet_errors_doc::says;
+
     use super::*;
 
     #[test]
@@ -125,6 +127,8 @@ mod tests {
         for text in ["node:2", "node:2@30", "node:2@130%", "node@3%", "disk:1@3%", "node:x@3%"] {
             assert!(text.parse::<Fault>().unwrap_err().contains("expected"), "{text}");
         }
+        says("a fault without its moment", &"node:2".parse::<Fault>().unwrap_err(), &[]);
+        says("a fault of no known process", &"disk:1@3%".parse::<Fault>().unwrap_err(), &[]);
     }
 
     #[test]

@@ -91,12 +91,16 @@ fn check_kept(
 fn from_base(base: u16, count: u32) -> anyhow::Result<Vec<u16>> {
     (0..count)
         .map(|offset| {
-            let port = u16::try_from(u32::from(base) + offset)
-                .map_err(|_| anyhow::anyhow!("--base-port {base} leaves no room for {count} routers"))?;
+            let port = u16::try_from(u32::from(base) + offset).map_err(|_| {
+                anyhow::anyhow!("--base-port {base} leaves no room for {count} routers: give a lower one")
+            })?;
             if is_free(port) {
                 return Ok(port);
             }
-            anyhow::bail!("port {port} of router {} is in use: choose another --base-port", offset + 1)
+            anyhow::bail!(
+                "port {port} of router {} is in use: choose another --base-port, or stop what uses it",
+                offset + 1
+            )
         })
         .collect()
 }
@@ -111,7 +115,9 @@ fn free_ports(count: u32) -> anyhow::Result<Vec<u16>> {
     if free.len() == count as usize {
         return Ok(free);
     }
-    anyhow::bail!("no {count} free ports from {PORT_MIN} to {PORT_END}")
+    anyhow::bail!(
+        "no {count} free ports from {PORT_MIN} to {PORT_END}: stop what uses them, or give --base-port"
+    )
 }
 
 fn is_free(port: u16) -> bool {
@@ -121,19 +127,21 @@ fn is_free(port: u16) -> bool {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use kvfleet_errors_doc::says;
+
     use super::*;
 
     #[test]
     fn a_taken_port_is_named() {
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = taken.local_addr().unwrap().port();
-        let message = from_base(port, 1).unwrap_err().to_string();
-        assert_eq!(message, format!("port {port} of router 1 is in use: choose another --base-port"));
+        let error = from_base(port, 1).unwrap_err();
+        says("a port in use, of a router of `up`", &error, &[&port.to_string()]);
     }
 
     #[test]
     fn the_last_port_is_the_last() {
-        assert!(from_base(65_535, 2).unwrap_err().to_string().contains("no room for 2 routers"));
+        says("a base port too near the last one", &from_base(65_535, 2).unwrap_err(), &[]);
     }
 
     #[test]
@@ -144,8 +152,9 @@ mod tests {
         assert_eq!(first.len(), 3);
         assert_eq!(router_addresses(&shape, dir.path()).unwrap(), first);
         let other = Shape { routers: 5, ..shape };
-        let message = router_addresses(&other, dir.path()).unwrap_err().to_string();
-        assert!(message.contains("holds the data of 3 routers"), "{message}");
+        let error = router_addresses(&other, dir.path()).unwrap_err();
+        let here = dir.path().display().to_string();
+        says("data of another number of routers", &error, &[&here]);
     }
 
     #[test]
@@ -157,8 +166,8 @@ mod tests {
         assert_eq!(router_addresses(&same, dir.path()).unwrap().len(), 2);
         let other = Shape { base_port: Some(25_001), ..shape };
         let message = router_addresses(&other, dir.path()).unwrap_err().to_string();
-        assert!(message.contains("from 127.0.0.1:25000 on, --base-port says 25001"), "{message}");
-        assert!(message.contains("leave out --base-port"), "{message}");
+        let varying = dir.path().display().to_string();
+        says("a data directory whose routers listen elsewhere", &message, &[&varying]);
     }
 
     #[test]

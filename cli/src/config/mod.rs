@@ -31,12 +31,16 @@ pub enum ConfigError {
         cause: std::io::Error,
     },
     /// The file is not TOML.
-    #[error("{}: not valid TOML: {cause}", path.display())]
+    #[error("{}:{line}:{column}: not valid TOML: {cause}; correct that line", path.display())]
     Syntax {
         /// The file.
         path: PathBuf,
-        /// Line, column and expectation.
-        cause: Box<toml::de::Error>,
+        /// Where, counted from 1.
+        line: usize,
+        /// Character of the line, counted from 1.
+        column: usize,
+        /// What was expected, on one line.
+        cause: String,
     },
     /// A key is unknown or a value has the wrong type.
     #[error("{origin}: {error}")]
@@ -47,7 +51,7 @@ pub enum ConfigError {
         error: KeyError,
     },
     /// A value of the right type that the service does not understand.
-    #[error("{origin}: {cause}")]
+    #[error("{origin}: {cause}; correct that key")]
     Value {
         /// The layers that were merged.
         origin: String,
@@ -149,8 +153,20 @@ fn schema<T: Default + Serialize>() -> Result<serde_json::Value, ConfigError> {
 fn read_table(path: &Path) -> Result<Table, ConfigError> {
     let text = std::fs::read_to_string(path)
         .map_err(|cause| ConfigError::Unreadable { path: path.to_owned(), cause })?;
-    text.parse::<Table>()
-        .map_err(|cause| ConfigError::Syntax { path: path.to_owned(), cause: Box::new(cause) })
+    text.parse::<Table>().map_err(|cause| syntax(path, &text, &cause))
+}
+
+/// The place as editors count it. The parser's own text draws it with lines below each other.
+fn syntax(path: &Path, text: &str, cause: &toml::de::Error) -> ConfigError {
+    let at = cause.span().map_or(0, |span| span.start);
+    let before = text.get(..at).unwrap_or_default();
+    let column = before.rsplit('\n').next().map_or(0, |line| line.chars().count()) + 1;
+    ConfigError::Syntax {
+        path: path.to_owned(),
+        line: before.matches('\n').count() + 1,
+        column,
+        cause: cause.message().replace('\n', ", "),
+    }
 }
 
 /// Splits the process table off and lets serde have the last word on both parts.
@@ -158,13 +174,24 @@ fn typed<T: DeserializeOwned>(mut merged: Table, origin: &str) -> Result<Setting
     let origin = if origin.is_empty() { "built-in defaults" } else { origin };
     let fail = |cause: toml::de::Error| ConfigError::Value {
         origin: origin.to_owned(),
-        cause: cause.to_string().trim_end().replace('\n', " "),
+        cause: in_words(&cause.to_string().trim_end().replace('\n', " ")),
     };
     let process = merged.remove(PROCESS_TABLE).unwrap_or_else(|| Value::Table(Table::new()));
     Ok(Settings {
         process: process.try_into().map_err(fail)?,
         service: Value::Table(merged).try_into().map_err(fail)?,
     })
+}
+
+/// What serde expected, for readers who do not know the types of this program.
+fn in_words(text: &str) -> String {
+    const TYPES: [(&str, &str); 4] = [
+        ("expected u16", "expected a whole number from 0 to 65535"),
+        ("expected u32", "expected a whole number from 0 to 4294967295"),
+        ("expected u64", "expected a whole number from 0"),
+        ("expected usize", "expected a whole number from 0"),
+    ];
+    TYPES.iter().fold(text.to_owned(), |text, (of_serde, plain)| text.replace(of_serde, plain))
 }
 
 #[cfg(test)]

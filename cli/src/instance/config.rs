@@ -89,7 +89,7 @@ impl InstanceConfig {
         }
         if HardwareProfile::by_name(&self.profile).is_none() {
             let known: Vec<_> = PROFILES.iter().map(|profile| profile.name).collect();
-            return Err(format!("profile {:?} is unknown; there are {}", self.profile, known.join(", ")));
+            return Err(format!("profile {:?} is unknown; choose one of {}", self.profile, known.join(", ")));
         }
         if self.layers == 0 || u64::from(self.layers) > self.block_bytes {
             return Err(format!(
@@ -99,7 +99,7 @@ impl InstanceConfig {
         }
         if self.block_bytes > Self::BLOCK_BYTES_MAX {
             return Err(format!(
-                "block_bytes is {}, the limit is {}",
+                "block_bytes is {}, the limit is {}: give the nodes' block_bytes",
                 self.block_bytes,
                 Self::BLOCK_BYTES_MAX
             ));
@@ -129,6 +129,8 @@ impl InstanceConfig {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use kvfleet_errors_doc::says;
+
     use super::*;
 
     fn valid() -> InstanceConfig {
@@ -137,23 +139,22 @@ mod tests {
 
     #[test]
     fn the_default_needs_only_routers() {
-        assert!(InstanceConfig::default().validate().unwrap_err().contains("routers is empty"));
+        says("an instance without routers", &InstanceConfig::default().validate().unwrap_err(), &[]);
         valid().validate().unwrap();
     }
 
     #[test]
     fn wrong_values_say_what_was_expected() {
-        let wrong = |change: fn(&mut InstanceConfig), expected: &str| {
+        let wrong = |change: fn(&mut InstanceConfig)| {
             let mut config = valid();
             change(&mut config);
-            let message = config.validate().unwrap_err();
-            assert!(message.contains(expected), "{message}");
+            config.validate().unwrap_err()
         };
-        wrong(|config| config.profile = "b200".into(), "there are ");
-        wrong(|config| config.layers = 0, "expected 1 to block_bytes");
-        wrong(|config| config.layers = 1 << 20, "expected 1 to block_bytes");
-        wrong(|config| config.block_bytes = 1 << 40, "the limit is");
-        wrong(|config| config.time_scale = f64::NAN, "expected 0 to 1000");
-        wrong(|config| config.report_ms = 0, "at least 1");
+        says("an instance: unknown profile", &wrong(|config| config.profile = "b200".into()), &[]);
+        says("an instance: no layers", &wrong(|config| config.layers = 0), &[]);
+        says("an instance: more layers than bytes", &wrong(|config| config.layers = 1 << 20), &[]);
+        says("an instance: block_bytes", &wrong(|config| config.block_bytes = 1 << 40), &[]);
+        says("an instance: time_scale", &wrong(|config| config.time_scale = f64::NAN), &[]);
+        says("an instance: report_ms", &wrong(|config| config.report_ms = 0), &[]);
     }
 }

@@ -10,9 +10,10 @@ use std::sync::Arc;
 
 use kv_core::id::{BlockHash, Category};
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
+use kvfleet_sim::trace::Skipped;
 
 use crate::args::TraceFormat;
-use crate::trace::open_trace;
+use crate::trace::{open_trace, skipped_text};
 
 /// One request of a trace with the hashes of its blocks.
 #[derive(Clone, Debug)]
@@ -38,8 +39,8 @@ pub struct Workload {
     pub unique_blocks: u64,
     /// Tokens of one block.
     pub block_tokens: u32,
-    /// Lines that were skipped in lenient reading.
-    pub skipped_lines: u64,
+    /// Lines that were skipped in lenient reading, by reason.
+    pub skipped: Skipped,
 }
 
 /// What to read and how.
@@ -97,12 +98,12 @@ pub fn prepare(reading: &Reading<'_>) -> anyhow::Result<Workload> {
         });
     }
     workload.unique_blocks = unique.len() as u64;
-    workload.skipped_lines = requests.skipped().values().sum();
+    workload.skipped = requests.skipped().clone();
     if prepared.is_empty() {
         anyhow::bail!(
-            "{}: no request to serve{}",
+            "{}: no request to serve, skipped lines: {}; give a trace, and its format with --format",
             reading.path.display(),
-            skipped_note(workload.skipped_lines)
+            skipped_text(&workload.skipped)
         );
     }
     start_at_zero(&mut prepared);
@@ -115,10 +116,6 @@ fn hasher_for(reading: &Reading<'_>, block_tokens: u32) -> PrefixHasher {
     PrefixHasher::new(&manifest, &tenant_salt(reading.tenant))
 }
 
-fn skipped_note(skipped: u64) -> String {
-    if skipped == 0 { String::new() } else { format!(" ({skipped} malformed lines were skipped)") }
-}
-
 fn start_at_zero(requests: &mut [Prepared]) {
     let first = requests.first().map_or(0, |request| request.arrival_us);
     for request in requests {
@@ -129,6 +126,9 @@ fn start_at_zero(requests: &mut [Prepared]) {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use kvfleet_errors_doc::says;
+    use kvfleet_sim::trace::Reason;
+
     use super::*;
 
     fn reading(path: &Path) -> Reading<'_> {
@@ -177,17 +177,22 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("t.jsonl");
         std::fs::write(&path, format!("{TWO}not json\n")).unwrap();
-        let message = prepare(&reading(&path)).unwrap_err().to_string();
-        assert!(message.contains("t.jsonl") && message.contains("line 3"), "{message}");
+        let here = dir.path().display().to_string();
+        says("a bad line, with its file", &prepare(&reading(&path)).unwrap_err(), &[&here]);
         let workload = prepare(&Reading { lenient: true, ..reading(&path) }).unwrap();
-        assert_eq!((workload.requests.len(), workload.skipped_lines), (2, 1));
+        assert_eq!((workload.requests.len(), workload.skipped), (2, [(Reason::Malformed, 1)].into()));
+        std::fs::write(&path, "not json\n").unwrap();
+        let error = prepare(&Reading { lenient: true, ..reading(&path) }).unwrap_err();
+        says("nothing but bad lines, with --lenient", &error, &[&here]);
     }
 
     #[test]
     fn an_empty_trace_and_an_absent_one_are_errors() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("t.jsonl");
-        assert!(prepare(&reading(&path)).unwrap_err().to_string().contains("cannot read"));
+        let here = dir.path().display().to_string();
+        says("a trace that is not there", &prepare(&reading(&path)).unwrap_err(), &[&here]);
+        says("a directory in place of a trace", &prepare(&reading(dir.path())).unwrap_err(), &[&here]);
         std::fs::write(&path, "").unwrap();
         assert!(prepare(&reading(&path)).unwrap_err().to_string().contains("expected at least one request"));
     }

@@ -115,6 +115,7 @@ async fn until_answered(routers: Vec<RouterCalls>, stop: &CancellationToken) -> 
                 Err(problem) => problems.push(problem),
             }
         }
+        problems.sort();
         anyhow::bail!("{}", problems.join("\n  "))
     };
     tokio::select! {
@@ -249,7 +250,8 @@ fn subject(args: &ReplayArgs, workload: &Workload, shape: Option<&Shape>, measur
         trace: args.trace.display().to_string(),
         trace_requests: workload.requests.len() as u64,
         unique_blocks: workload.unique_blocks,
-        skipped_lines: workload.skipped_lines,
+        skipped_lines: workload.skipped.values().sum(),
+        skipped_lines_by_reason: workload.skipped.clone(),
         block_tokens: workload.block_tokens,
         block_bytes: if own { args.shape.block_bytes } else { 0 },
         routers: if own { args.shape.routers } else { 0 },

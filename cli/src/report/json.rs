@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use kvfleet_sim::trace::Skipped;
 use serde::Serialize;
 
 use crate::replay::{FaultMark, Measured, Percentiles, Sample, ratio};
@@ -17,6 +18,8 @@ pub struct Config {
     pub unique_blocks: u64,
     /// Lines that lenient reading skipped.
     pub skipped_lines: u64,
+    /// The same by reason.
+    pub skipped_lines_by_reason: Skipped,
     /// Tokens of one block.
     pub block_tokens: u32,
     /// Bytes of one block; 0 when the cluster was someone else's.

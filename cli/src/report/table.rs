@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use super::json::{Fault, Latency, Report};
 use super::plots::human_bytes;
+use crate::trace::skipped_text;
 
 /// Width of the first column in characters.
 const LABEL_CHARS: usize = 16;
@@ -37,6 +38,9 @@ fn requests(out: &mut String, report: &Report) {
         text.push_str(", interrupted");
     }
     row(out, "requests", &text);
+    if report.config.skipped_lines > 0 {
+        row(out, "  skipped lines", &skipped_text(&report.config.skipped_lines_by_reason));
+    }
     for (kind, count) in &report.errors {
         row(out, "  attempts failed", &format!("{count} x {kind}"));
     }
@@ -154,6 +158,9 @@ fn human_us(us: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use kvfleet_errors_doc::says;
+    use kvfleet_sim::trace::Reason;
+
     use super::super::json::{Config, Subject};
     use super::*;
     use crate::replay::Measured;
@@ -183,6 +190,16 @@ mod tests {
         for part in ["163840 WRONG in 10 blocks", "CRASHED", "NOT DONE", "NOT MEASURED"] {
             assert!(text.contains(part), "{part}: {text}");
         }
+    }
+
+    #[test]
+    fn lines_that_were_skipped_are_counted_by_reason() {
+        let skipped = [(Reason::Malformed, 2), (Reason::Unsorted, 1)].into();
+        let config = Config { skipped_lines: 3, skipped_lines_by_reason: skipped, ..Config::default() };
+        let subject = Subject { config, seed: 1, profile: "h100-8b".into() };
+        let text = render(&Report::new(subject, &Measured::default()));
+        let line = text.lines().find(|line| line.contains("skipped")).unwrap_or_default();
+        says("bad lines in a replay, with --lenient", &line, &[]);
     }
 
     #[test]

@@ -42,7 +42,7 @@ const DEMO_SESSIONS_PER_S: f64 = 0.5;
 pub(super) fn kind(name: &str) -> anyhow::Result<Kind> {
     Kind::by_name(name).ok_or_else(|| {
         let known: Vec<_> = Kind::ALL.iter().map(|kind| kind.name()).collect();
-        anyhow::anyhow!("kind {name} is unknown: there are {}", known.join(", "))
+        anyhow::anyhow!("kind {name} is unknown: choose one of {}", known.join(", "))
     })
 }
 

@@ -10,7 +10,7 @@ pub(crate) use generate::write_generated;
 
 use std::io::BufRead;
 
-use kvfleet_sim::trace::{Format, Reader, Strictness, read};
+use kvfleet_sim::trace::{Format, Reader, Skipped, Strictness, read};
 
 use crate::args::{TraceCommand, TraceFormat};
 
@@ -30,4 +30,10 @@ pub(crate) fn open_trace<R: BufRead>(input: R, format: TraceFormat, lenient: boo
         TraceFormat::Bailian => Format::Bailian,
     };
     read(input, format, if lenient { Strictness::Lenient } else { Strictness::Strict })
+}
+
+/// What a lenient reader left out, for a person: `3 (2 malformed JSON, 1 unsorted timestamp)`.
+pub(crate) fn skipped_text(skipped: &Skipped) -> String {
+    let reasons: Vec<_> = skipped.iter().map(|(reason, count)| format!("{count} {reason}")).collect();
+    format!("{} ({})", skipped.values().sum::<u64>(), reasons.join(", "))
 }

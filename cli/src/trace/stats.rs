@@ -10,10 +10,10 @@ use kvfleet_sim::generate::Kind;
 use kvfleet_sim::stats::curve::{CapacityPoint, OPTIMAL, SHARES, capacity_curve};
 use kvfleet_sim::stats::published::{Claim, compare};
 use kvfleet_sim::stats::{Characteristics, ReuseTimes, characterise};
-use kvfleet_sim::trace::Request;
+use kvfleet_sim::trace::{Request, Skipped};
 use serde::Serialize;
 
-use super::{open_trace, plots};
+use super::{open_trace, plots, skipped_text};
 use crate::args::StatsArgs;
 
 /// Rows of reuse times shown per category; all of them are in the JSON.
@@ -24,6 +24,7 @@ const CATEGORIES_SHOWN: usize = 8;
 pub(super) struct TraceStats {
     pub(super) file: String,
     pub(super) skipped_lines: u64,
+    pub(super) skipped_lines_by_reason: Skipped,
     pub(super) characteristics: Characteristics,
     pub(super) capacity_curve: Vec<CapacityPoint>,
     /// The published numbers of the kind named with `--compare`.
@@ -33,8 +34,8 @@ pub(super) struct TraceStats {
 /// Reads, characterises, prints.
 pub(super) fn run(args: &StatsArgs) -> anyhow::Result<()> {
     let kind = args.compare.as_deref().map(super::generate::kind).transpose()?;
-    let (requests, skipped_lines) = read_all(args)?;
-    let stats = gather(args, &requests, skipped_lines, kind);
+    let (requests, skipped) = read_all(args)?;
+    let stats = gather(args, &requests, skipped, kind);
     if let Some(directory) = &args.plots {
         for file in plots::draw_all(directory, &stats)? {
             eprintln!("wrote {}", file.display());
@@ -48,7 +49,7 @@ pub(super) fn run(args: &StatsArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn read_all(args: &StatsArgs) -> anyhow::Result<(Vec<Request>, u64)> {
+fn read_all(args: &StatsArgs) -> anyhow::Result<(Vec<Request>, Skipped)> {
     let path = args.file.display();
     let file = File::open(&args.file)
         .map_err(|cause| anyhow::anyhow!("cannot read {path}: {cause}; give the path of a trace"))?;
@@ -59,17 +60,21 @@ fn read_all(args: &StatsArgs) -> anyhow::Result<(Vec<Request>, u64)> {
         requests.push(request.map_err(|error| anyhow::anyhow!("{path}: {error}"))?);
     }
     if requests.is_empty() {
-        anyhow::bail!("{path}: no request to characterise");
+        let skipped = skipped_text(reader.skipped());
+        anyhow::bail!(
+            "{path}: no request to characterise, skipped lines: {skipped}; give a trace, and its format with --format"
+        );
     }
-    Ok((requests, reader.skipped().values().sum()))
+    Ok((requests, reader.skipped().clone()))
 }
 
-fn gather(args: &StatsArgs, requests: &[Request], skipped_lines: u64, kind: Option<Kind>) -> TraceStats {
+fn gather(args: &StatsArgs, requests: &[Request], skipped: Skipped, kind: Option<Kind>) -> TraceStats {
     let characteristics = characterise(requests.iter().cloned());
     let policies: Vec<&str> = kv_core::evict::NAMES.iter().copied().chain([OPTIMAL]).collect();
     TraceStats {
         file: args.file.display().to_string(),
-        skipped_lines,
+        skipped_lines: skipped.values().sum(),
+        skipped_lines_by_reason: skipped,
         capacity_curve: capacity_curve(
             requests,
             characteristics.unique_blocks,
@@ -98,7 +103,7 @@ fn overview(out: &mut String, stats: &TraceStats) {
     let _ = writeln!(out, "{}", stats.file);
     let _ = writeln!(out, "  requests          {} in {:.0} s", of.requests, of.duration_s);
     if stats.skipped_lines > 0 {
-        let _ = writeln!(out, "  skipped lines     {}", stats.skipped_lines);
+        let _ = writeln!(out, "  skipped lines     {}", skipped_text(&stats.skipped_lines_by_reason));
     }
     let _ = writeln!(
         out,

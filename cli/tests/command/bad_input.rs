@@ -3,6 +3,7 @@
 use std::net::TcpListener;
 
 use kvfleet::certificates::Authority;
+use kvfleet_errors_doc::says;
 
 use crate::support::Place;
 
@@ -19,6 +20,8 @@ fn an_unknown_config_key_names_the_nearest_for_every_process() {
         std::fs::write(place.path(&file), format!("{key} = 1\n")).unwrap();
         place.run(&[role, "--config", &file]).refused(&[&file, key, "nearest valid key", nearest]);
     }
+    let ran = place.run(&["node", "--config", "node.toml"]);
+    says("an unknown key, from a process", &ran.refused(&[]), &[]);
 }
 
 #[test]
@@ -70,8 +73,12 @@ fn malformed_traces_are_refused_by_line_or_skipped() {
     std::fs::write(place.path("bad.jsonl"), &text).unwrap();
     place.run(&["replay", "bad.jsonl"]).refused(&["bad.jsonl", "line 6", "timestamp"]);
     place.run(&["trace", "stats", "bad.jsonl"]).refused(&["bad.jsonl", "line 6"]);
+    says("a bad line, from a command", &place.run(&["trace", "stats", "bad.jsonl"]).refused(&[]), &[]);
+    text.push_str("nonsense\n{\"timestamp\": 9");
+    std::fs::write(place.path("bad.jsonl"), &text).unwrap();
     let said = place.run(&["trace", "stats", "bad.jsonl", "--lenient"]).ok();
-    assert!(said.contains("skipped lines     1"), "{said}");
+    let skipped = said.lines().find(|line| line.contains("skipped")).unwrap_or_default();
+    says("bad lines, with --lenient", &skipped, &[]);
     place.run(&["replay", "nowhere.jsonl"]).refused(&["cannot read nowhere.jsonl"]);
 }
 
@@ -79,24 +86,22 @@ fn malformed_traces_are_refused_by_line_or_skipped() {
 fn impossible_wishes_are_refused_before_anything_starts() {
     let place = Place::new();
     place.trace(5);
-    let refused = |words: &[&str], parts: &[&str]| {
-        place.run(&[&["replay", "trace.jsonl"], words].concat()).refused(parts);
-    };
-    refused(&["--kill", "node:9@50%"], &["there is no node 9", "1 to 3"]);
-    refused(&["--kill", "node:1"], &["PROCESS@PERCENT"]);
-    refused(&["--dram", "some"], &["expected bytes"]);
-    refused(&["--dram", "1%", "--nodes", "64"], &["no room for one block"]);
-    refused(&["--policy", "magic"], &["there are", "lru"]);
-    refused(&["--limit", "0"], &["--limit 0"]);
-    refused(&["--speed", "soon"], &["expected max"]);
-    refused(&["--speed", "1e-300x"], &["expected max"]);
-    refused(&["--block-tokens", "0"], &["--block-tokens", "1..="]);
-    refused(
-        &["--report", "trace.jsonl/report"],
-        &["cannot write into trace.jsonl/report", "another --report"],
-    );
-    refused(&["--cluster", "127.0.0.1:1"], &["--tls-dir"]);
-    refused(&["--cluster", "127.0.0.1:1", "--kill", "node:1@1%"], &["cluster of this command's own"]);
+    let refused =
+        |words: &[&str]| place.run(&[&["replay", "trace.jsonl"], words].concat()).refused(&[]).to_owned();
+    says("a fault on a node that is not there", &refused(&["--kill", "node:9@50%"]), &[]);
+    says("a fault without its moment, from `replay`", &refused(&["--kill", "node:1"]), &[]);
+    says("a size that is none", &refused(&["--dram", "some"]), &[]);
+    says("less DRAM than a block", &refused(&["--dram", "1%", "--nodes", "64"]), &[]);
+    says("a policy that is none", &refused(&["--policy", "magic"]), &[]);
+    says("a replay of no request", &refused(&["--limit", "0"]), &[]);
+    says("a speed that is none", &refused(&["--speed", "soon"]), &[]);
+    says("a pace that no clock counts", &refused(&["--speed", "1e-300x"]), &[]);
+    says("blocks of no tokens, from `replay`", &refused(&["--block-tokens", "0"]), &[]);
+    let unwritable = refused(&["--report", "trace.jsonl/report"]);
+    says("a report folder that cannot be written", &unwritable, &[]);
+    says("a cluster without its certificates", &refused(&["--cluster", "127.0.0.1:1"]), &[]);
+    let foreign = refused(&["--cluster", "127.0.0.1:1", "--kill", "node:1@1%"]);
+    says("a fault on somebody else's cluster", &foreign, &[]);
     assert_eq!(place.leftovers(), Vec::<std::path::PathBuf>::new());
 }
 
@@ -108,6 +113,21 @@ fn a_taken_port_is_named() {
     place
         .run(&["up", "--base-port", &port])
         .refused(&[&format!("port {port} of router 1 is in use"), "--base-port"]);
+    let address = format!("127.0.0.1:{port}");
+    let ran = place.run(&["node", "--metrics-listen", &address]);
+    says("a port in use, of the metrics", &ran.refused(&[]), &[&port]);
+    let files = Authority::open(&place.path("tls")).unwrap().issue("instance-1").unwrap();
+    let keys = [
+        format!("listen={address}"),
+        "routers=[\"127.0.0.1:1\"]".to_owned(),
+        format!("identity={}", "07".repeat(16)),
+        format!("tls.ca={}", files.ca.display()),
+        format!("tls.cert={}", files.cert.display()),
+        format!("tls.key={}", files.key.display()),
+    ];
+    let words: Vec<&str> =
+        std::iter::once("instance").chain(keys.iter().flat_map(|key| ["--set", key.as_str()])).collect();
+    says("a port in use, of an instance", &place.run(&words).refused(&[]), &[&port]);
     assert_eq!(place.leftovers(), Vec::<std::path::PathBuf>::new());
 }
 
@@ -116,14 +136,15 @@ fn a_cluster_that_is_not_there_is_said_to_be_unreachable() {
     let place = Place::new();
     Authority::open(&place.path("tls")).unwrap().issue("admin").unwrap();
     let ran = place.run(&["status", "--cluster", "127.0.0.1:9", "--tls-dir", "tls"]);
-    ran.refused(&["router 127.0.0.1:9 cannot be reached", "is it running"]);
+    says("a router that does not run", &ran.refused(&[]), &[]);
     place.trace(5);
     let words = ["replay", "trace.jsonl", "--cluster", "127.0.0.1:9,127.0.0.1:10", "--tls-dir", "tls"];
     let begun = std::time::Instant::now();
-    place.run(&words).refused(&["router 127.0.0.1:9 cannot be reached", "127.0.0.1:10", "is it running"]);
+    says("a replay on a cluster of which no router answers", &place.run(&words).refused(&[]), &[]);
     assert!(begun.elapsed() < std::time::Duration::from_secs(30), "no request is tried before");
-    place.run(&["status"]).refused(&["no cluster named", "KVFLEET_CLUSTER"]);
-    place.run(&["status", "--cluster", "127.0.0.1:9", "--tls-dir", "nowhere"]).refused(&["nowhere/ca.pem"]);
+    says("no cluster named", &place.run(&["status"]).refused(&[]), &[]);
+    let ran = place.run(&["status", "--cluster", "127.0.0.1:9", "--tls-dir", "nowhere"]);
+    says("a directory without certificates", &ran.refused(&[]), &[]);
 }
 
 #[test]

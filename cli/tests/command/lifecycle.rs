@@ -1,16 +1,17 @@
 //! Starting, looking at, interrupting: nothing may be left behind.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use kvfleet::certificates::Authority;
+use kvfleet_errors_doc::says;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::support::{Place, until};
+use crate::support::{Place, Ran, until};
 
 fn signal(child: &Child, signal: Signal) {
     kill_process(Pid::from_raw(child.id().cast_signed()).unwrap(), signal).unwrap();
@@ -53,6 +54,9 @@ fn up_serves_until_it_is_told_to_stop() {
     let text = place.run(&["status", "--cluster", cluster, "--tls-dir", tls]).ok();
     assert!(text.contains("leads") && text.contains("live"), "{text}");
     administer(&place, &routers.join(","), tls);
+    Authority::open(&place.path("theirs")).unwrap().issue("admin").unwrap();
+    let foreign = place.run(&["status", "--cluster", cluster, "--tls-dir", "theirs"]);
+    says("a command with certificates of another cluster", &foreign.refused(&[]), &[cluster]);
     signal(&child, Signal::TERM);
     assert!(child.wait().unwrap().success());
     assert_nothing_left(&place);
@@ -65,7 +69,8 @@ fn administer(place: &Place, cluster: &str, tls: &str) {
     let pin = ["pin", "--pin", "7", "--owner", "me", hash.as_str()];
     assert!(place.run(&[&pin[..], &reach].concat()).ok().contains("pin 7 holds 1 blocks"));
     let other = ["unpin", "--pin", "7", "--owner", "somebody"];
-    place.run(&[&other[..], &reach].concat()).refused(&["belongs to"]);
+    let ran = place.run(&[&other[..], &reach].concat());
+    says("a pin of somebody else", &ran.refused(&[]), &[]);
     let unpin = ["unpin", "--pin", "7", "--owner", "me"];
     assert!(place.run(&[&unpin[..], &reach].concat()).ok().contains("is ended"));
     let quota = ["quota", "--tenant", "3", "--bytes", "1MiB"];
@@ -88,7 +93,7 @@ fn every_process_shows_metrics() {
 }
 
 fn get(address: &str, path: &str) -> String {
-    use std::io::{Read, Write};
+    use std::io::Write;
     let mut stream = std::net::TcpStream::connect(address).unwrap();
     write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
     let mut text = String::new();
@@ -152,6 +157,15 @@ fn a_process_whose_start_hangs_does_not_outlive_its_parent() {
     assert_eq!(child.wait().unwrap().code(), Some(1), "ended by force");
 }
 
+/// The text with every identity shown as dots.
+fn identities(text: &str) -> String {
+    let is_identity = |word: &str| word.len() == 32 && word.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let shown = |word: &str| {
+        if is_identity(word.trim_end_matches([':', ';'])) { "…".to_owned() } else { word.to_owned() }
+    };
+    text.split(' ').map(shown).collect::<Vec<_>>().join(" ")
+}
+
 #[test]
 fn a_replay_with_other_blocks_than_the_clusters_is_told_which_flag() {
     let place = Place::new();
@@ -160,7 +174,11 @@ fn a_replay_with_other_blocks_than_the_clusters_is_told_which_flag() {
     let routers: Vec<_> = said["routers"].as_array().unwrap().iter().map(|r| r.as_str().unwrap()).collect();
     let (routers, tls) = (routers.join(","), said["tls_dir"].as_str().unwrap());
     let words = ["replay", "trace.jsonl", "--quiet", "--cluster", &routers, "--tls-dir", tls];
-    place.run(&words).refused(&["differs from the cluster's", "--block-tokens 512"]);
+    says(
+        "a replay with blocks of another size than the cluster's",
+        &identities(place.run(&words).refused(&[])),
+        &[],
+    );
     let theirs = [&words[..], &["--block-tokens", "16", "--profile", "h100-8b"]].concat();
     let text = place.run(&theirs).ok();
     assert!(text.contains("modelled under profile laptop-emulated"), "the instances' own: {text}");
@@ -168,7 +186,8 @@ fn a_replay_with_other_blocks_than_the_clusters_is_told_which_flag() {
     strangers.issue("admin").unwrap();
     let strange = place.path("strangers");
     let words = ["replay", "trace.jsonl", "--cluster", &routers, "--tls-dir", strange.to_str().unwrap()];
-    place.run(&words).refused(&["cannot be reached", "--tls-dir's certificates"]);
+    let varying: Vec<&str> = routers.split(',').collect();
+    says("a replay with certificates of another cluster", &place.run(&words).refused(&[]), &varying);
     signal(&child, Signal::TERM);
     assert!(child.wait().unwrap().success());
 }
@@ -183,8 +202,34 @@ fn children_do_not_outlive_a_killed_parent() {
     until("every process is gone", || place.processes().is_empty());
 }
 
-/// A replay that would take hours, interrupted as soon as `is_time` says so.
-fn interrupted(is_time: impl Fn(&Place) -> bool) -> (Place, Option<i32>) {
+#[test]
+fn a_process_stops_at_ctrl_c() {
+    let place = Place::new();
+    let files = Authority::open(&place.path("tls")).unwrap().issue("node-1").unwrap();
+    let keys = [
+        format!("tls.ca={}", files.ca.display()),
+        format!("tls.cert={}", files.cert.display()),
+        format!("tls.key={}", files.key.display()),
+        "dram_bytes=1048576".to_owned(),
+        "block_bytes=4096".to_owned(),
+    ];
+    let words: Vec<&str> =
+        std::iter::once("node").chain(keys.iter().flat_map(|key| ["--set", key.as_str()])).collect();
+    let mut child = place.command(&words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.starts_with("READY "), "{line}");
+    signal(&child, Signal::INT);
+    assert!(child.wait().unwrap().success());
+    let mut log = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut log).unwrap();
+    let line = log.lines().find(|line| line.contains("stopping")).unwrap_or(&log);
+    // The time stands before it.
+    says("Ctrl-C on a process that serves", &line.split_once(' ').unwrap_or_default().1, &[]);
+}
+
+/// A replay that would take hours, interrupted as soon as `is_time` says so: how it ended, and what it said.
+fn interrupted(is_time: impl Fn(&Place) -> bool) -> (Place, Ran) {
     let place = Place::new();
     place.trace(200);
     let words = [
@@ -198,21 +243,33 @@ fn interrupted(is_time: impl Fn(&Place) -> bool) -> (Place, Option<i32>) {
         "--block-bytes",
         "4KiB",
     ];
-    let mut child = place.command(&words).stdout(Stdio::null()).spawn().unwrap();
+    let child = place.command(&words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     until("it is time", || is_time(&place));
     signal(&child, Signal::INT);
-    let code = child.wait().unwrap().code();
-    (place, code)
+    let ran = Ran::of(&child.wait_with_output().unwrap());
+    (place, ran)
+}
+
+/// How many requests ended, from the table that ends every replay.
+fn requests_row(ran: &Ran) -> String {
+    let row = ran.out.lines().find(|line| line.trim_start().starts_with("requests"));
+    row.unwrap_or_else(|| panic!("no table: {}", ran.all())).to_owned()
 }
 
 #[test]
 fn ctrl_c_during_a_replay_reports_what_ended_and_leaves_nothing() {
     // Instances have written their logs: the cluster is about to serve, or does already.
-    let (place, code) = interrupted(|place| {
+    let (place, ran) = interrupted(|place| {
         let clusters = place.leftovers();
         clusters.iter().any(|dir| dir.join("logs/instance-3.log").metadata().is_ok_and(|log| log.len() > 0))
     });
-    assert_eq!(code, Some(2), "an interrupted replay is no success");
+    assert_eq!(ran.code, Some(2), "an interrupted replay is no success: {}", ran.all());
+    says("Ctrl-C during a replay, at once", &ran.err, &[]);
+    let ended = requests_row(&ran);
+    let (count, rest) = ended.split_once(" of 200 ended in ").unwrap();
+    let count = count.rsplit(' ').next().unwrap();
+    let times = rest.split_once(", interrupted").unwrap().0;
+    says("Ctrl-C during a replay, in its report", &ended, &[&format!("{count} of 200"), times]);
     assert_nothing_left(&place);
     let report = std::fs::read_to_string(place.path("report/report.json")).unwrap();
     let report: Value = serde_json::from_str(&report).unwrap();
@@ -221,6 +278,7 @@ fn ctrl_c_during_a_replay_reports_what_ended_and_leaves_nothing() {
 
 #[test]
 fn ctrl_c_during_the_start_leaves_nothing() {
-    let (place, _) = interrupted(|place| !place.leftovers().is_empty());
+    let (place, ran) = interrupted(|place| !place.leftovers().is_empty());
     assert_nothing_left(&place);
+    says("Ctrl-C while a replay starts its cluster", &requests_row(&ran), &[]);
 }

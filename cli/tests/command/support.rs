@@ -34,6 +34,10 @@ impl Place {
 
     pub(crate) fn command(&self, words: &[&str]) -> Command {
         let mut command = Command::new(binary());
+        // What steers the tests is no configuration of the program.
+        for (variable, _) in std::env::vars().filter(|(variable, _)| variable.starts_with("KVFLEET_")) {
+            command.env_remove(variable);
+        }
         command.args(words).current_dir(self.dir.path()).env("TMPDIR", self.temporary());
         command
     }
@@ -148,7 +152,7 @@ pub(crate) struct Ran {
 }
 
 impl Ran {
-    fn of(output: &Output) -> Self {
+    pub(crate) fn of(output: &Output) -> Self {
         Self {
             code: output.status.code(),
             out: String::from_utf8_lossy(&output.stdout).into_owned(),
@@ -165,12 +169,13 @@ impl Ran {
         self.out
     }
 
-    /// Asserts failure with a message that holds every one of `parts`.
-    pub(crate) fn refused(&self, parts: &[&str]) {
+    /// Asserts failure with a message that holds every one of `parts`, and returns the whole message.
+    pub(crate) fn refused(&self, parts: &[&str]) -> &str {
         assert!(!matches!(self.code, Some(0) | None), "{}", self.all());
         assert!(!self.err.contains("panicked"), "{}", self.all());
         for part in parts {
             assert!(self.err.contains(part), "{part:?} is not in: {}", self.all());
         }
+        &self.err
     }
 }

@@ -159,7 +159,7 @@ pub enum Refusal {
         theirs: crate::id::IdentityDigest,
     },
     /// The pin belongs to someone else.
-    #[error("pin {pin} belongs to {owner:?}: only its owner may end it")]
+    #[error("{pin} belongs to {owner:?}: only its owner may end it")]
     NotOwner {
         /// The pin.
         pin: PinId,
@@ -170,7 +170,7 @@ pub enum Refusal {
     #[error("{0} exists with other blocks or another owner: choose another number")]
     PinExists(PinId),
     /// A named limit of the index was exceeded.
-    #[error("{what} is {got}, the limit is {limit}")]
+    #[error("{what} is {got}, the limit is {limit}: send less")]
     OverLimit {
         /// Which limit.
         what: String,

@@ -170,7 +170,7 @@ fn a_geometry_that_no_model_has_is_refused() {
     assert_eq!(zero(IdentityManifest { pp: 0, ..base() }), "pp");
     let wrong_rank = IdentityManifest { tp: 4, pp: 2, rank: 8, ..base() };
     let error = wrong_rank.validate().unwrap_err();
-    assert_eq!(error.to_string(), "rank is 8, but tp 4 x pp 2 has ranks 0 to 7");
+    assert_eq!(error.to_string(), "rank is 8, but tp 4 x pp 2 has ranks 0 to 7: choose one of them");
     let widest = IdentityManifest { tp: u32::MAX, pp: u32::MAX, rank: u32::MAX, ..base() };
     assert_eq!(widest.validate(), Ok(()));
 }

@@ -17,7 +17,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, tim
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Status, Streaming};
+use tonic::{Code, Status, Streaming};
 
 use super::outbox::Batch;
 use super::seek::Seek;
@@ -57,6 +57,8 @@ enum Ended {
     Lost(String),
     Leader(String),
     Fenced,
+    /// Not for this node, whoever is asked.
+    Refused(String),
 }
 
 /// Registration and stream state between connections.
@@ -87,6 +89,7 @@ impl Link {
 impl Session {
     async fn run(&mut self) {
         let mut said = false;
+        let mut refused = None;
         while let Some((address, wait)) = self.seek.next() {
             sleep(wait).await;
             match self.visit(&address).await {
@@ -94,6 +97,18 @@ impl Session {
                 Ended::Fenced => {
                     self.fenced();
                     self.seek.leader_is(&address);
+                }
+                Ended::Refused(cause) => {
+                    // Said once, however often it is tried again and whatever else went wrong before.
+                    if refused.as_ref() != Some(&cause) {
+                        tracing::error!(
+                            address,
+                            cause,
+                            "the routers refuse this node: nothing is routed to it"
+                        );
+                        refused = Some(cause);
+                    }
+                    continue;
                 }
                 Ended::Lost(cause) if !said => {
                     said = true;
@@ -317,6 +332,7 @@ impl Session {
 fn ended(status: &Status) -> Ended {
     match status.metadata().get(LEADER_KEY).and_then(|value| value.to_str().ok()) {
         Some(leader) if !leader.is_empty() => Ended::Leader(leader.to_owned()),
+        _ if status.code() == Code::PermissionDenied => Ended::Refused(status.message().to_owned()),
         _ => Ended::Lost(format!("{}: {}", status.code(), status.message())),
     }
 }

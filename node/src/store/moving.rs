@@ -172,7 +172,7 @@ impl Store {
                 self.parts.book.on_moved(key, Tier::Dram);
             }
             Err(fault) => {
-                tracing::error!(%fault, %hash, "a block on SSD is unusable and was dropped");
+                tracing::error!(%fault, %hash, "a block on SSD is unusable and was dropped; check the medium when this repeats");
                 self.parts.metrics.ssd_error();
                 let reason = match fault {
                     ReadFault::Medium(_) => MissReason::MediumFailed,
@@ -197,7 +197,12 @@ impl Store {
 
     fn stop_admitting(&mut self, cause: &io::Error) {
         self.parts.metrics.ssd_error();
-        let reason = format!("writing failed: {cause}; trying again every {} s", SSD_RETRY.as_secs());
+        let remedy = match cause.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "make room there or lower ssd_bytes",
+            _ => "check the medium",
+        };
+        let reason =
+            format!("writing failed: {cause}; {remedy}; trying again every {} s", SSD_RETRY.as_secs());
         if self.trouble.is_none() {
             tracing::error!(reason, "the SSD tier stops admitting blocks");
         }

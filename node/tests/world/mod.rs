@@ -1,6 +1,8 @@
 //! What the node's tests stand in: a certificate authority, a router that records, and a client.
 #![allow(clippy::unwrap_used, unreachable_pub, dead_code)]
 
+mod log;
+
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::Path as FilePath;
@@ -27,6 +29,9 @@ use tokio_stream::Stream;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tonic::transport::{Channel, Endpoint, Server};
 use tonic::{Request, Response, Status, Streaming};
+
+#[allow(unused_imports)] // not every test reads the log
+pub(crate) use self::log::Log;
 
 /// Payload of a test block in bytes.
 pub const BLOCK_BYTES: usize = 6000;
@@ -198,6 +203,8 @@ pub struct Recorded {
     pub next: u64,
     pub blocks: BTreeMap<BlockHash, Tier>,
     pub heartbeats: u64,
+    /// Joins are refused with these words.
+    pub refusal: Option<String>,
     /// Joins and streams are answered with this leader's address.
     pub leader_elsewhere: Option<String>,
     /// Answers that go out in place of the next acknowledgements.
@@ -287,6 +294,9 @@ impl Router for FakeRouter {
         }
         let mut state = self.state.lock();
         state.joins.push(request.into_inner());
+        if let Some(refusal) = &state.refusal {
+            return Err(Status::permission_denied(refusal));
+        }
         state.epoch += 1;
         state.next = 1;
         state.blocks.clear();

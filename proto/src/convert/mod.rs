@@ -20,7 +20,7 @@ pub const HASH_BYTES: usize = 16;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConvertError {
     /// A list of hashes is not a whole number of hashes.
-    #[error("{field} has {bytes} bytes, which is not a whole number of 16-byte hashes")]
+    #[error("{field} has {bytes} bytes, which is no whole number of hashes: send 16 bytes for each block")]
     HashList {
         /// The field.
         field: &'static str,
@@ -44,13 +44,23 @@ pub enum ConvertError {
         number: u32,
     },
     /// A field that must be there is not.
-    #[error("{field} is absent")]
+    #[error("{field} is absent: it must be given")]
     Absent {
         /// The field.
         field: &'static str,
     },
+    /// A count that contradicts what came with it.
+    #[error("{field} is {number}, expected {expected}: run the same release on both ends")]
+    Count {
+        /// The field.
+        field: &'static str,
+        /// The number.
+        number: usize,
+        /// What the rest of the message, or the call, says.
+        expected: usize,
+    },
     /// An enumerated number outside its closed list.
-    #[error("{field} is {number}, which names nothing known")]
+    #[error("{field} is {number}, which names nothing known here: run the same release on both ends")]
     Unknown {
         /// The field.
         field: &'static str,

@@ -3,6 +3,7 @@
 
 use super::*;
 use crate::content;
+use kvfleet_errors_doc::says;
 use proptest::prelude::*;
 
 const IDENTITY: IdentityDigest = IdentityDigest([1; 16]);
@@ -134,6 +135,7 @@ fn an_oversized_table_is_refused_before_memory_is_taken() {
     let crc = crc32c::crc32c(&bytes[..56]);
     bytes[56..60].copy_from_slice(&crc.to_le_bytes());
     assert_eq!(parse_header(&bytes), Err(FrameError::TooLarge(u64::from(u32::MAX))));
+    says("a frame that claims to be huge", &parse_header(&bytes).unwrap_err(), &[]);
     assert_eq!(Frame::parse(bytes.into()), Err(FrameError::TooLarge(u64::from(u32::MAX))));
 }
 
@@ -145,6 +147,8 @@ fn other_streams_are_refused_at_their_first_bytes() {
     let mut newer = frame(&[8]).bytes.to_vec();
     newer[4] = 2;
     assert_eq!(parse_header(&newer), Err(FrameError::Version(2)));
+    says("bytes that are no frame", &parse_header(b"GET / HTTP/1.1").unwrap_err(), &[]);
+    says("a frame of another release", &parse_header(&newer).unwrap_err(), &[]);
 }
 
 /// A frame whose bytes were replaced after parsing must not make the accessors panic.

@@ -92,7 +92,7 @@ fn run(disk: &Disk, mut requests: mpsc::Receiver<Request>) {
             None => write(disk, &batch, committed.take()),
         };
         if let (Err(error), None) = (&result, &failed) {
-            tracing::error!(%error, "the raft log can no longer be written; this router stops voting");
+            tracing::error!(%error, "the raft log cannot be written, this router stops voting: make room, then restart it");
             failed = Some((error.kind(), error.to_string()));
         }
         for request in batch {

@@ -40,7 +40,7 @@ pub enum SnapshotFileError {
         quarantine: PathBuf,
     },
     /// The file system refused.
-    #[error("snapshot {path} cannot be read or written: {source}")]
+    #[error("snapshot {path} cannot be read or written: {source}; check the disk and the permissions")]
     Io {
         /// The file.
         path: PathBuf,

@@ -27,12 +27,16 @@ pub(crate) fn invalid(error: impl std::fmt::Display) -> Status {
 
 /// Refuses more than `limit` of something.
 pub(crate) fn at_most(what: &str, got: usize, limit: usize) -> Result<(), Status> {
-    if got <= limit { Ok(()) } else { Err(invalid(format!("{what} is {got}, the limit is {limit}"))) }
+    if got <= limit {
+        Ok(())
+    } else {
+        Err(invalid(format!("{what} is {got}, the limit is {limit}: send less")))
+    }
 }
 
 /// Block hashes of a request, in prefix order.
 pub(crate) fn hashes(field: &'static str, bytes: &[u8]) -> Result<Vec<BlockHash>, Status> {
-    at_most(&format!("{field} in blocks"), bytes.len() / convert::HASH_BYTES, REQUEST_BLOCKS_MAX)?;
+    at_most(&format!("number of {field}"), bytes.len() / convert::HASH_BYTES, REQUEST_BLOCKS_MAX)?;
     convert::hashes_from_bytes(field, bytes).map_err(invalid)
 }
 

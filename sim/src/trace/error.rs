@@ -8,7 +8,7 @@ use thiserror::Error;
 
 /// A trace could not be read any further, or (lenient) a line was skipped for this.
 #[derive(Debug, Error)]
-#[error("trace line {line}: {problem}")]
+#[error("trace line {line}: {problem}; {}", problem.remedy())]
 pub struct TraceError {
     /// Line of the file, counted from 1.
     pub line: u64,
@@ -24,7 +24,7 @@ pub enum Problem {
     #[error("could not be read: {0}")]
     Io(#[from] std::io::Error),
     /// The line has no end within the limit. Ends lenient reading too.
-    #[error("expected a line end within {limit_bytes} bytes; is this a trace with one JSON object a line?")]
+    #[error("expected a line end within {limit_bytes} bytes")]
     TooLong {
         /// The limit it passed.
         limit_bytes: usize,
@@ -36,9 +36,7 @@ pub enum Problem {
         found: String,
     },
     /// The file ends inside its last line.
-    #[error(
-        "the file ends inside this line ({found}); fetch the file again, or skip the line with --lenient"
-    )]
+    #[error("the file ends inside this line ({found})")]
     Truncated {
         /// What the parser said.
         found: String,
@@ -83,6 +81,14 @@ pub enum Problem {
         /// Where it is again.
         second: usize,
     },
+    /// Another line has the same chat number.
+    #[error("expected every \"chat_id\" once, found {chat}, which line {before_line} has")]
+    DuplicateRequest {
+        /// The repeated number.
+        chat: u64,
+        /// Line that has it already.
+        before_line: u64,
+    },
     /// The number of blocks does not fit the input length.
     #[error(
         "expected {expected} hash_ids (input_length {input_tokens} in blocks of {block_tokens}), found {found}"
@@ -98,9 +104,7 @@ pub enum Problem {
         block_tokens: u32,
     },
     /// The request arrives before the one above it.
-    #[error(
-        "expected a timestamp not before {before_us} us (line {before_line}), found {found_us} us; sort the file by timestamp"
-    )]
+    #[error("expected a timestamp not before {before_us} us (line {before_line}), found {found_us} us")]
     Unsorted {
         /// Arrival of the latest good line.
         before_us: u64,
@@ -134,6 +138,8 @@ pub enum Reason {
     BadValue,
     /// An id appears twice.
     DuplicateBlock,
+    /// A chat number stands on two lines.
+    DuplicateRequest,
     /// Number of ids and input length disagree.
     BlockCount,
     /// Earlier than the line above.
@@ -153,6 +159,7 @@ impl fmt::Display for Reason {
             Reason::UnknownKey => "unknown key",
             Reason::BadValue => "bad value",
             Reason::DuplicateBlock => "duplicate block",
+            Reason::DuplicateRequest => "duplicate request",
             Reason::BlockCount => "wrong number of blocks",
             Reason::Unsorted => "unsorted timestamp",
             Reason::Empty => "empty file",
@@ -173,9 +180,31 @@ impl Problem {
             Problem::UnknownKey { .. } => Reason::UnknownKey,
             Problem::BadValue { .. } => Reason::BadValue,
             Problem::DuplicateBlock { .. } => Reason::DuplicateBlock,
+            Problem::DuplicateRequest { .. } => Reason::DuplicateRequest,
             Problem::BlockCount { .. } => Reason::BlockCount,
             Problem::Unsorted { .. } => Reason::Unsorted,
             Problem::Empty => Reason::Empty,
+        }
+    }
+
+    /// What to do about it.
+    fn remedy(&self) -> &'static str {
+        match self.reason() {
+            Reason::Io => "give a file that this process may read",
+            Reason::TooLong => "give a trace with one JSON object a line",
+            Reason::Empty => "give a trace with at least one line",
+            Reason::Truncated => "fetch the file again, or skip the line with --lenient",
+            Reason::MissingKey => {
+                "add it, name the file's format with --format, or skip the line with --lenient"
+            }
+            Reason::UnknownKey => {
+                "remove it, name the file's format with --format, or skip the line with --lenient"
+            }
+            Reason::DuplicateRequest => "remove one of the two lines, or skip the second with --lenient",
+            Reason::Unsorted => "sort the file by timestamp, or skip the line with --lenient",
+            Reason::Malformed | Reason::BadValue | Reason::DuplicateBlock | Reason::BlockCount => {
+                "correct the line, or skip it with --lenient"
+            }
         }
     }
 

@@ -16,12 +16,28 @@ pub(super) struct Line {
 
 /// Says what a value is, shortened.
 pub(super) fn shown(value: &Value) -> String {
-    let text = value.to_string();
+    shortened(&value.to_string())
+}
+
+fn shortened(text: &str) -> String {
     if text.chars().count() <= SHOWN_CHARS_MAX {
-        return text;
+        return text.to_owned();
     }
     let start: String = text.chars().take(SHOWN_CHARS_MAX).collect();
     format!("{start}…")
+}
+
+/// The parser's words with the place in the line. It counts lines too, but is only ever given one.
+fn parser_said(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    let what = text.rsplit_once(" at line ").map_or(text.as_str(), |(what, _)| what);
+    format!("{what} at column {}", error.column())
+}
+
+/// The start of a line that is no JSON, quoted, so that control bytes do nothing to a terminal.
+fn quoted(bytes: &[u8]) -> String {
+    let text = String::from_utf8_lossy(&bytes[..bytes.len().min(4 * SHOWN_CHARS_MAX)]);
+    format!("{:?}", shortened(text.trim()))
 }
 
 /// Parses a line as a JSON object. `ended` says whether the line had its line end.
@@ -29,8 +45,10 @@ pub(super) fn parse(bytes: &[u8], ended: bool) -> Result<Map<String, Value>, Pro
     match serde_json::from_slice::<Value>(bytes) {
         Ok(Value::Object(values)) => Ok(values),
         Ok(other) => Err(Problem::Malformed { found: shown(&other) }),
-        Err(error) if error.is_eof() && !ended => Err(Problem::Truncated { found: error.to_string() }),
-        Err(error) => Err(Problem::Malformed { found: error.to_string() }),
+        Err(error) if error.is_eof() && !ended => Err(Problem::Truncated { found: parser_said(&error) }),
+        Err(error) => {
+            Err(Problem::Malformed { found: format!("{} ({})", quoted(bytes), parser_said(&error)) })
+        }
     }
 }
 

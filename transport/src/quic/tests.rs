@@ -5,6 +5,7 @@ mod lost;
 
 use std::net::{Ipv4Addr, SocketAddr};
 
+use kvfleet_errors_doc::says;
 use kvfleet_proto::data;
 use kvfleet_proto::tls::{Identity, SERVER_NAME};
 use quinn::crypto::rustls::QuicClientConfig;
@@ -63,7 +64,7 @@ async fn a_peer_of_another_authority_is_untrusted() {
     let server = QuicServer::bind(ANY, &Authority::new().member(), holding(0)).unwrap();
     let error = dial_error(&server, &Authority::new().member()).await;
     assert!(matches!(error, PathError::Untrusted { .. }), "{error}");
-    assert!(error.to_string().contains("certificates of the same cluster authority"), "{error}");
+    says("a peer of another authority", &error, &[&server.local_addr().to_string()]);
 }
 
 /// A raw client: our endpoint, any TLS configuration.
@@ -84,6 +85,7 @@ async fn a_peer_without_certificate_is_refused() {
     let (_endpoint, connection) = raw(&server, tls).await;
     let error = path_error("node", &connection.closed().await);
     assert!(matches!(error, PathError::Untrusted { .. }), "{error}");
+    says("a peer without a certificate", &error, &[]);
 }
 
 #[derive(Debug)]
@@ -106,17 +108,18 @@ async fn nobody_there_is_an_error_and_not_a_wait() {
     let dialer = QuicDialer::new(&Authority::new().member(), config);
     let error = dialer.dial(silent.local_addr().unwrap().to_string()).await.err().unwrap();
     assert!(matches!(error, PathError::TimedOut { .. }), "{error}");
+    says("a node that does not answer", &error, &[&silent.local_addr().unwrap().to_string()]);
     let error = dialer.dial("not an address".to_owned()).await.err().unwrap();
     assert!(matches!(error, PathError::Unreachable { .. }), "{error}");
+    says("a node's address that is none", &error, &[]);
 }
 
 #[tokio::test]
 async fn a_port_in_use_is_named() {
     let held = std::net::UdpSocket::bind(ANY).unwrap();
     let address = held.local_addr().unwrap();
-    let error = QuicServer::bind(address, &Authority::new().member(), holding(0)).unwrap_err().to_string();
-    assert!(error.starts_with(&format!("cannot listen on udp {address}: ")), "{error}");
-    assert!(error.ends_with("choose a free port or stop the process that holds it"), "{error}");
+    let error = QuicServer::bind(address, &Authority::new().member(), holding(0)).unwrap_err();
+    says("a port in use, of block bytes", &error, &[&address.to_string()]);
 }
 
 /// What the server does with bytes that are not a request: it resets the stream and lives on.
@@ -221,21 +224,31 @@ async fn fetch_from_hostile_node(head: data::FetchHead, frames: Vec<u8>) -> Resu
 async fn a_hostile_node_ends_the_usable_prefix() {
     let hit = wire::head_to_pb(&FetchAnswer::Hit { tiers: in_dram(2) }, suite::EPOCH);
     let good = frame(hash(0), 1000).bytes;
-    let partial = |reason| FetchAnswer::Partial { tiers: in_dram(1), reason };
+    let only_first = |answer: Result<FetchAnswer, PathError>| match answer.unwrap() {
+        FetchAnswer::Partial { tiers, reason } if tiers == in_dram(1) => reason,
+        other => panic!("{other:?}"),
+    };
 
     let noise = [&good[..], b"noise noise noise noise"].concat();
-    assert_eq!(fetch_from_hostile_node(hit.clone(), noise).await.unwrap(), partial(MissReason::Corrupt));
+    let reason = only_first(fetch_from_hostile_node(hit.clone(), noise).await);
+    assert_eq!(reason, MissReason::Corrupt);
+    says("a node that answers with other bytes", &reason.name(), &[]);
     let cut = [&good[..], &good[..100]].concat();
-    assert_eq!(fetch_from_hostile_node(hit.clone(), cut).await.unwrap(), partial(MissReason::NodeLost));
+    let reason = only_first(fetch_from_hostile_node(hit.clone(), cut).await);
+    assert_eq!(reason, MissReason::NodeLost);
+    says("a node that breaks off inside a block", &reason.name(), &[]);
     let short = good.to_vec();
-    assert_eq!(fetch_from_hostile_node(hit.clone(), short).await.unwrap(), partial(MissReason::MediumFailed));
+    let reason = only_first(fetch_from_hostile_node(hit.clone(), short).await);
+    assert_eq!(reason, MissReason::MediumFailed);
+    says("a node that sends fewer blocks than it said", &reason.name(), &[]);
     let extra = [&good[..], &frame(hash(1), 10).bytes, &good].concat();
     let whole = FetchAnswer::Hit { tiers: in_dram(2) };
     assert_eq!(fetch_from_hostile_node(hit.clone(), extra).await.unwrap(), whole);
 
     let liar = data::FetchHead { blocks: 9, ..hit };
     let error = fetch_from_hostile_node(liar, Vec::new()).await.unwrap_err();
-    assert!(matches!(error, PathError::Protocol { .. }), "{error}");
+    let PathError::Protocol { peer, .. } = &error else { panic!("{error}") };
+    says("a node that says more blocks than were asked", &error, &[peer]);
 }
 
 #[tokio::test]
@@ -244,7 +257,7 @@ async fn an_oversized_request_is_refused_before_it_is_sent() {
     let request = fetch_request(&hashes(70_000));
     let error = suite::fetch(pair.path.as_ref(), request).await.unwrap_err();
     assert!(matches!(error, PathError::TooLarge { .. }), "{error}");
-    assert!(error.to_string().ends_with("ask for fewer blocks at once"), "{error}");
+    says("a request above the limit of a message", &error, &[]);
 }
 
 #[tokio::test]

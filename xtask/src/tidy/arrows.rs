@@ -27,6 +27,9 @@ const NEVER: [(&str, &[&str]); 3] = [
     ("kv-core", &["tokio", "mio", "socket2", "parking_lot"]),
 ];
 
+/// Packages for tests only: the tests of any crate may use them, no program may.
+const FOR_TESTS: [&str; 1] = ["kvfleet-errors-doc"];
+
 /// Package and the packages it names directly.
 type Graph = BTreeMap<String, BTreeSet<String>>;
 
@@ -121,7 +124,10 @@ fn wrong_arrows(members: &Members, drawn: &Graph) -> Vec<Violation> {
             ));
             continue;
         };
-        let ours = member.normal.union(&member.other).filter(|name| members.contains_key(*name));
+        let for_tests = |name: &String| FOR_TESTS.contains(&name.as_str());
+        let in_tests = member.other.iter().filter(|name| !for_tests(name));
+        let used: BTreeSet<&String> = member.normal.iter().chain(in_tests).collect();
+        let ours = used.into_iter().filter(|name| members.contains_key(*name));
         for name in ours.filter(|name| !allowed.contains(*name)) {
             found.push(Violation::new(
                 DOCUMENT,
@@ -204,6 +210,20 @@ mod tests {
         assert_eq!(wrong("kvfleet-router", &["kv-core", "tokio"], &[]), 0);
         assert_eq!(wrong("benches", &["kv-core", "kvfleet-router"], &[]), 0);
         assert!(drawn("no table").is_err());
+    }
+
+    #[test]
+    fn refuses_a_program_with_a_package_for_tests() {
+        for package in FOR_TESTS {
+            let row = format!("{TABLE}| `errors-doc/` | `{package}` | nothing | x |\n");
+            let wrong = |normal: &[&str], other: &[&str]| {
+                let crates = [("kvfleet-router", member(normal, other)), (package, member(&[], &[]))];
+                let members = crates.map(|(name, member)| (name.to_owned(), member)).into();
+                wrong_arrows(&members, &drawn(&row).unwrap()).len()
+            };
+            assert_eq!(wrong(&[], &[package]), 0);
+            assert_eq!(wrong(&[package], &[]), 1);
+        }
     }
 
     #[test]

@@ -5,6 +5,7 @@
 
 mod arrows;
 mod constants;
+mod errors;
 mod glossary;
 mod homes;
 mod length;
@@ -57,6 +58,7 @@ const RULES: &[Rule] = &[
     ("one word for one thing", glossary::check),
     ("length of functions", length::check),
     ("paths in documents", paths::check),
+    ("errors as tests got them", errors::check),
     ("every file is reached", reach::check),
     ("limits say why", constants::check),
     ("words in files", text::check),
@@ -104,5 +106,5 @@ mod tests {
         };
     }
 
-    rules!(arrows, homes, prose, names, glossary, length, paths, reach, constants, text, unsafe_code);
+    rules!(arrows, homes, prose, names, glossary, length, paths, errors, reach, constants, text, unsafe_code);
 }

@@ -9,7 +9,7 @@ const DOCUMENTS: [&str; 5] =
     ["README.md", "docs/ARCHITECTURE.md", "docs/PAPERS.md", "docs/GLOSSARY.md", "docs/ERRORS.md"];
 
 /// Folders whose files documents speak of; other words with a slash are no paths of ours.
-const FOLDERS: [&str; 16] = [
+const FOLDERS: [&str; 17] = [
     "core",
     "proto",
     "transport",
@@ -21,6 +21,7 @@ const FOLDERS: [&str; 16] = [
     "chaos-tests",
     "benches",
     "xtask",
+    "errors-doc",
     "docs",
     "scripts",
     ".ci",

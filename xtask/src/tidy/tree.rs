@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 
-/// Entries that are not part of the sources, by the start of their name.
+/// Entries at the top that are not part of the sources, by the start of their name.
 const SKIPPED: [&str; 3] = ["target", ".git", "report"];
 
 /// Endings of files whose text is read; others are only known to exist.
@@ -62,7 +62,10 @@ impl Tree {
             let name = entry.file_name();
             let name = name.to_string_lossy();
             let is_folder = entry.file_type()?.is_dir();
-            if SKIPPED.iter().any(|skipped| name.starts_with(skipped)) && (is_folder || name == ".git") {
+            if folder == self.root
+                && SKIPPED.iter().any(|skipped| name.starts_with(skipped))
+                && (is_folder || name == ".git")
+            {
                 continue;
             }
             let path = entry.path();
@@ -166,6 +169,14 @@ mod tests {
         assert!(tree.exists("core/src/index"));
         assert!(!tree.exists("core/src/ind"));
         assert!(!tree.exists("core/src/index.rs"));
+    }
+
+    #[test]
+    fn folders_are_skipped_at_the_top_only() -> anyhow::Result<()> {
+        let tree = Tree::read()?;
+        assert!(tree.exists("cli/src/report/"));
+        assert!(!tree.exists("target"));
+        Ok(())
     }
 
     #[test]

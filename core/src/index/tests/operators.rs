@@ -67,9 +67,9 @@ fn quotas_and_times_to_live_are_set_replaced_and_lifted() {
 #[test]
 fn refusals_say_what_to_do() {
     let text = Refusal::NotOwner { pin: PinId(3), owner: "ops".to_owned() }.to_string();
-    assert_eq!(text, "pin pin-3 belongs to \"ops\": only its owner may end it");
+    assert_eq!(text, "pin-3 belongs to \"ops\": only its owner may end it");
     let text = Refusal::PinExists(PinId(3)).to_string();
     assert_eq!(text, "pin-3 exists with other blocks or another owner: choose another number");
     let text = Refusal::OverLimit { what: "nodes".to_owned(), got: 5, limit: 4 }.to_string();
-    assert_eq!(text, "nodes is 5, the limit is 4");
+    assert_eq!(text, "nodes is 5, the limit is 4: send less");
 }

@@ -68,7 +68,7 @@ pub enum ReadFault {
 /// Faults that tests inject: error numbers, 0 for none.
 #[derive(Debug, Default)]
 pub struct SsdFaults {
-    /// Every write fails with this error number.
+    /// Every write fails with this error number, the one that probes the directory at start included.
     pub write_errno: AtomicI32,
     /// Every read fails with this error number.
     pub read_errno: AtomicI32,
@@ -95,7 +95,7 @@ impl SsdFaults {
         }
     }
 
-    fn apply(fault: &AtomicI32, result: io::Result<()>) -> io::Result<()> {
+    pub(super) fn apply(fault: &AtomicI32, result: io::Result<()>) -> io::Result<()> {
         match fault.load(Ordering::Relaxed) {
             0 => result,
             errno => Err(io::Error::from_raw_os_error(errno)),

@@ -53,7 +53,9 @@ pub(crate) fn check_superblock(
         return Err("its slot size is not the one in its name");
     }
     if page[16..32] != identity.0 {
-        return Err("it holds blocks of another identity");
+        return Err(
+            "it holds blocks of another identity: rename it back to serve it under its own model manifest",
+        );
     }
     Ok(())
 }

@@ -64,7 +64,7 @@ pub struct SsdConfig {
 /// The directory cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "cannot use SSD directory {}: {cause}; give a directory that this process may write, or set ssd_bytes = 0",
+    "cannot use SSD directory {}: {cause}; give this node a directory of its own that it may write, or set ssd_bytes = 0",
     dir.display()
 )]
 pub struct SsdError {
@@ -95,10 +95,7 @@ impl Ssd {
         let failed = |cause| SsdError { dir: config.dir.clone(), cause };
         std::fs::create_dir_all(&config.dir).map_err(failed)?;
         let lock = lock(&config.dir).map_err(failed)?;
-        let direct = space::direct_io_works(&config.dir).map_err(failed)?;
-        if !direct {
-            tracing::warn!(dir = %config.dir.display(), "direct I/O is refused here; the SSD tier goes through the page cache");
-        }
+        let direct = direct_io(config).map_err(failed)?;
         let (dir, identity) = (&config.dir, config.identity);
         let mut space =
             Space::new(dir, identity, direct, config.frame_bytes_max, config.capacity, STAGING_SLOTS);
@@ -181,6 +178,24 @@ impl Ssd {
             TrySendError::Full(_) => io::ErrorKind::WouldBlock.into(),
             TrySendError::Disconnected(_) => io::ErrorKind::BrokenPipe.into(),
         })
+    }
+}
+
+/// Whether to go round the page cache. A full directory cannot be probed, and what it holds is served.
+fn direct_io(config: &SsdConfig) -> io::Result<bool> {
+    let dir = config.dir.display();
+    let probed = SsdFaults::apply(&config.faults.write_errno, Ok(()));
+    match probed.and_then(|()| space::direct_io_works(&config.dir)) {
+        Ok(true) => Ok(true),
+        Ok(false) => {
+            tracing::warn!(%dir, "direct I/O is refused here; the SSD tier goes through the page cache");
+            Ok(false)
+        }
+        Err(cause) if cause.kind() == io::ErrorKind::StorageFull => {
+            tracing::warn!(%dir, "the SSD directory is full: its blocks are served, new ones need free space there");
+            Ok(false)
+        }
+        Err(cause) => Err(cause),
     }
 }
 

@@ -100,7 +100,7 @@ fn check_file(
 fn quarantine(path: &Path, reason: &str) -> io::Result<PathBuf> {
     let target = free_name(path)?;
     std::fs::rename(path, &target)?;
-    tracing::error!(file = %target.display(), reason, "SSD file set aside; its blocks are not served");
+    tracing::error!(file = %target.display(), reason, "SSD file set aside, its blocks are not served: keep it for a look, or delete it");
     Ok(target)
 }
 
@@ -153,7 +153,7 @@ fn scan_file(
             }
         };
         report.damaged_slots += 1;
-        tracing::warn!(file = %path.display(), slot = number, reason = damage, "damaged slot skipped");
+        tracing::warn!(file = %path.display(), slot = number, reason = damage, "damaged slot skipped, its block is computed again when asked for");
     }
     space.adopt(slot_bytes, open(path, direct)?, &marks);
     Ok(())

@@ -228,7 +228,11 @@ pub(crate) fn open(path: &Path, direct: bool) -> io::Result<File> {
 /// When a file cannot be made there at all.
 pub(crate) fn direct_io_works(dir: &Path) -> io::Result<bool> {
     let path = dir.join(".probe");
-    std::fs::write(&path, [0u8; PAGE_BYTES])?;
+    if let Err(cause) = std::fs::write(&path, [0u8; PAGE_BYTES]) {
+        // Of a write to a full medium the empty file stays; whether it can be removed changes nothing.
+        let _ = std::fs::remove_file(&path);
+        return Err(cause);
+    }
     let direct = open(&path, true).is_ok_and(|file| {
         let mut page = super::buffer::PageBuffer::new(PAGE_BYTES);
         file.read_exact_at(&mut page, 0).is_ok()

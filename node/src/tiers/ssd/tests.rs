@@ -7,11 +7,13 @@ use std::sync::atomic::Ordering;
 
 use kv_core::evict::BlockTraits;
 use kv_core::id::{Category, TenantId};
+use kvfleet_errors_doc::says;
 use kvfleet_proto::frame::{KeyForm, seal};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;
 use crate::arena::{Arena, ArenaShape, Purpose};
+use crate::test_log::Log;
 
 const IDENTITY: IdentityDigest = IdentityDigest([7; 16]);
 
@@ -159,10 +161,15 @@ fn a_damaged_slot_header_is_skipped_and_counted() {
     let file = only_file(dir.path());
     overwrite(&file, slot_at(slots[0]) + 20, b"x");
     overwrite(&file, slot_at(slots[1]) + 128 + 20, b"x");
+    let log = Log::start();
     let bench = open(&config(dir.path(), true));
     assert_eq!(bench.report.damaged_slots, 2);
     assert_eq!(bench.report.blocks.len(), 1);
     assert_eq!(bench.report.blocks[0].header.hash, hash(3));
+    let here = dir.path().display().to_string();
+    assert_eq!(log.count("damaged slot"), 2);
+    says("a damaged slot header", &log.line("slot=0"), &[&here]);
+    says("a damaged frame header in a slot", &log.line("slot=1"), &[&here]);
 }
 
 #[test]
@@ -186,7 +193,9 @@ fn a_damaged_superblock_sets_the_file_aside() {
     bench.save(1).unwrap();
     drop(bench);
     overwrite(&only_file(dir.path()), 9, b"x");
+    let log = Log::start();
     let mut bench = open(&config(dir.path(), true));
+    says("an SSD file with a damaged head", &log.line("set aside"), &[&dir.path().display().to_string()]);
     assert!(bench.report.blocks.is_empty());
     assert_eq!(bench.report.quarantined, vec![dir.path().join("blocks-8192.kvs.quarantined")]);
     assert!(bench.report.quarantined[0].exists());
@@ -262,7 +271,9 @@ fn blocks_of_another_identity_are_set_aside() {
     let dir = tempfile::tempdir().unwrap();
     open(&config(dir.path(), true)).save(1).unwrap();
     let other = SsdConfig { identity: IdentityDigest([8; 16]), ..config(dir.path(), true) };
+    let log = Log::start();
     assert_eq!(open(&other).report.quarantined.len(), 1);
+    says("an SSD file of another identity", &log.line("set aside"), &[&dir.path().display().to_string()]);
 }
 
 #[test]
@@ -285,7 +296,7 @@ fn a_directory_in_use_is_refused() {
     let first = open(&config(dir.path(), true));
     let (send, _done) = unbounded_channel();
     let cause = Ssd::open(&config(dir.path(), true), send).unwrap_err();
-    assert!(cause.to_string().contains("another process uses it"), "{cause}");
+    says("an SSD directory that another node uses", &cause, &[&dir.path().display().to_string()]);
     drop(first);
     open(&config(dir.path(), true));
 }
@@ -297,8 +308,22 @@ fn an_unusable_directory_is_named() {
     std::fs::write(&file, b"").unwrap();
     let (send, _done) = unbounded_channel();
     let cause = Ssd::open(&config(&file.join("sub"), true), send).unwrap_err();
-    assert!(
-        cause.to_string().contains("a-file/sub") && cause.to_string().contains("ssd_bytes = 0"),
-        "{cause}"
+    says("an SSD directory that cannot be made", &cause, &[&dir.path().display().to_string()]);
+}
+
+#[test]
+fn a_directory_that_is_full_at_start_is_served() {
+    let dir = tempfile::tempdir().unwrap();
+    let slot = open(&config(dir.path(), true)).save(1).unwrap();
+    let full = config(dir.path(), true);
+    full.faults.write_errno.store(libc::ENOSPC, Ordering::Relaxed);
+    let log = Log::start();
+    let mut bench = open(&full);
+    says(
+        "an SSD directory that is full at start",
+        &log.line("is full"),
+        &[&dir.path().display().to_string()],
     );
+    assert_eq!(bench.load(1, slot).unwrap(), frame(1));
+    assert_eq!(bench.save(2).unwrap_err().kind(), io::ErrorKind::StorageFull);
 }

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use bytes::Bytes;
 use kv_core::index::{Index, IndexLimits};
+use kvfleet_errors_doc::says;
 use redb::{Database, ReadableDatabase, TableDefinition};
 use tempfile::TempDir;
 
@@ -52,6 +53,13 @@ async fn every_flipped_bit_of_a_record_is_found_and_named() {
         });
         assert!(refusal(directory.path()).contains("entry 4"), "byte {byte}");
     }
+    let text = refusal(directory.path());
+    let is_checksum = |word: &&str| word.len() == 8 && word.chars().all(|letter| letter.is_ascii_hexdigit());
+    let words = text.split(|letter: char| !letter.is_alphanumeric());
+    let mut varying: Vec<&str> = words.filter(is_checksum).collect();
+    let here = directory.path().display().to_string();
+    varying.push(&here);
+    says("a flipped bit in the Raft log", &text, &varying);
     tamper(directory.path(), |transaction| {
         transaction.open_table(ENTRIES).unwrap().insert(4, sound.as_slice()).unwrap();
     });
