@@ -252,7 +252,9 @@ async fn each_bad_start_says_what_to_do() {
     let config = NodeConfig { data_dir: file.join("x"), ssd_blocks: Some(4), ..good.clone() };
     says("a node whose SSD directory cannot be made", &refused(config).await, &[&here]);
     let config = NodeConfig { dram_blocks: None, dram_bytes: 1 << 60, ..good.clone() };
-    says("a node with more DRAM than there is", &refused(config).await, &[]);
+    let error = refused(config).await.to_string();
+    let available = error.split("the machine has ").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
+    says("a node with more DRAM than there is", &error, &[available]);
 }
 
 /// The line of one figure, as the metrics endpoint shows it.

@@ -138,11 +138,11 @@ mod tests {
 
     #[test]
     fn a_leader_says_so_itself_and_in_the_highest_term() {
-        let says =
+        let told =
             |router, leader, term| pb::StatusReply { router, leader, term, ..pb::StatusReply::default() };
-        assert_eq!(leader_of(&[says(1, 2, 4), says(3, 2, 4)]), None, "that others name it proves nothing");
-        assert_eq!(leader_of(&[says(1, 0, 4)]), None);
-        let both = [says(1, 1, 4), says(2, 2, 5), says(3, 1, 4)];
+        assert_eq!(leader_of(&[told(1, 2, 4), told(3, 2, 4)]), None, "that others name it proves nothing");
+        assert_eq!(leader_of(&[told(1, 0, 4)]), None);
+        let both = [told(1, 1, 4), told(2, 2, 5), told(3, 1, 4)];
         assert_eq!(leader_of(&both), Some(Leader { number: 2, term: 5 }));
     }
 }

@@ -129,5 +129,5 @@ async fn dialling_a_closed_port_ends_at_once() {
     let config = QuicConfig { dial_timeout: LONG, idle_timeout: LONG, ..QuicConfig::default() };
     let dialer = QuicDialer::new(&Authority::new().member(), config);
     let error = dialer.dial(closed.to_string()).await.err().unwrap().to_string();
-    assert!(error.ends_with("nothing listens there"), "{error}");
+    assert!(error.contains("nothing listens there"), "{error}");
 }
