@@ -49,7 +49,7 @@ impl Stop {
         Ok(stop)
     }
 
-    /// For a service: once asked to stop it ends within [`FORCE_EXIT_AFTER`], by force if need be. With
+    /// For a service: once asked to stop it ends within `FORCE_EXIT_AFTER`, by force if need be. With
     /// `follow_parent`, the end of standard input counts as a request: the parent holds the other end of
     /// that pipe and cannot go, however it dies, without closing it.
     pub fn of_service(follow_parent: bool) -> std::io::Result<Self> {

@@ -44,8 +44,9 @@ impl Service {
     /// Why it cannot go on; never returns while it serves.
     async fn failed(&self) -> anyhow::Error {
         match self {
+            Service::Router(router) => anyhow::anyhow!("the router failed: {}", router.failed().await),
             Service::Node(node) => node.failed().await.into(),
-            Service::Router(_) | Service::Instance(_) => std::future::pending().await,
+            Service::Instance(_) => std::future::pending().await,
         }
     }
 }
