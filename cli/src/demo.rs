@@ -9,6 +9,10 @@ use crate::replay;
 use crate::report;
 use crate::trace::write_generated;
 
+/// Pace of the demo. The generated trace has a request every two seconds; at this pace there are some 120 a
+/// second: slow enough to see what a kill costs and how it passes, and over in some ten seconds.
+const SPEED: &str = "240x";
+
 /// Runs the demo; says whether every request ended with right bytes.
 pub async fn run(args: &DemoArgs, stop: &Stop) -> anyhow::Result<bool> {
     let directory = tempfile::Builder::new().prefix("kvfleet-demo-").tempdir()?;
@@ -24,7 +28,7 @@ pub async fn run(args: &DemoArgs, stop: &Stop) -> anyhow::Result<bool> {
         args.requests
     );
     let seed = args.seed.to_string();
-    let mut words = vec!["kvfleet", "replay", "--kill", "node:2@50%", "--seed", &seed];
+    let mut words = vec!["kvfleet", "replay", "--kill", "node:2@50%", "--speed", SPEED, "--seed", &seed];
     if args.quiet {
         words.push("--quiet");
     }
