@@ -6,10 +6,10 @@ use std::net::Ipv4Addr;
 use kvfleet_proto::tls::SERVER_NAME;
 use quinn::VarInt;
 use quinn::crypto::rustls::QuicClientConfig;
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 
 use super::*;
 use crate::quic::QuicDialer;
+use crate::quic::tests::Authority;
 use crate::suite::{
     self, MemoryService, PATIENCE, fetch_request, frame, hash, hashes, in_dram, save_request,
 };
@@ -19,17 +19,6 @@ const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST
 
 /// Blocks far larger than what a peer that does not read lets through.
 const LARGE: u32 = 300_000;
-
-fn identity() -> Identity {
-    let mut params = CertificateParams::new(vec![]).unwrap();
-    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
-    let key = KeyPair::generate().unwrap();
-    let params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).unwrap();
-    let cert = params.signed_by(&key, &authority).unwrap();
-    let (ca, cert, key) = (authority.pem(), cert.pem(), key.serialize_pem());
-    Identity::from_pem(ca.as_bytes(), cert.as_bytes(), key.as_bytes()).unwrap()
-}
 
 fn service() -> Arc<MemoryService> {
     let service = MemoryService::default();
@@ -82,7 +71,7 @@ async fn freed(server: &QuicServer, identity: &Identity) {
 
 #[tokio::test]
 async fn a_reader_that_reads_nothing_loses_its_place() {
-    let identity = identity();
+    let identity = Authority::new().member();
     let config = config(Duration::from_millis(200));
     let server = QuicServer::bind_with(ANY, &identity, &config, service()).unwrap();
     let (_endpoint, connection) = tight_client(&server, &identity).await;
@@ -92,7 +81,7 @@ async fn a_reader_that_reads_nothing_loses_its_place() {
 
 #[tokio::test]
 async fn a_fetch_ends_soon_after_its_deadline_whatever_its_reader_does() {
-    let identity = identity();
+    let identity = Authority::new().member();
     let times = Times { grace: Duration::from_millis(100), ..TIMES };
     // The stall timeout alone would take an hour.
     let config = config(Duration::from_secs(3600));
@@ -105,7 +94,7 @@ async fn a_fetch_ends_soon_after_its_deadline_whatever_its_reader_does() {
 
 #[tokio::test]
 async fn a_fetch_without_an_end_in_sight_ends_at_the_servers_limit() {
-    let identity = identity();
+    let identity = Authority::new().member();
     let times = Times { fetch_max: Duration::from_millis(200), ..TIMES };
     let config = config(Duration::from_secs(3600));
     let server = QuicServer::bind_timed(ANY, &identity, &config, times, service()).unwrap();
@@ -117,7 +106,7 @@ async fn a_fetch_without_an_end_in_sight_ends_at_the_servers_limit() {
 
 #[tokio::test]
 async fn a_save_that_never_ends_is_ended() {
-    let identity = identity();
+    let identity = Authority::new().member();
     let service = service();
     let times = Times { save_max: Duration::from_millis(200), ..TIMES };
     let config = config(Duration::from_secs(3600));
