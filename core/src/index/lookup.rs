@@ -1,12 +1,13 @@
 //! What a lookup answers: the longest prefix that live nodes hold, cut into runs of equal holders.
 //!
-//! Not here: the table that is asked (`table.rs`) and what a router makes of the answer
+//! Not here: the runs that are asked (`store.rs`) and what a router makes of the answer
 //! (`crate::schedule`).
 
 use smallvec::SmallVec;
 
 use super::Index;
-use super::holders::Held;
+use super::run::Run;
+use super::store::At;
 use crate::id::{BlockHash, Epoch, NodeId, Tier};
 
 /// A live node that holds a block.
@@ -72,38 +73,132 @@ impl PrefixMatch {
 }
 
 impl Index {
-    /// Finds the longest prefix of `hashes` (in prefix order) that live nodes hold: one probe per
-    /// block, stopping at the first block nobody holds. Blocks past `u32::MAX` are not looked at.
+    /// Finds the longest prefix of `hashes` (in prefix order, each the child of the one before) that live
+    /// nodes hold. Costs one probe per run of the answer, not one per block: a hash stands for everything
+    /// before it, so two positions that agree agree in between. Hashes that are not one prefix may get an
+    /// answer that is too long or too short. Blocks past `u32::MAX` are not looked at.
     #[must_use]
     pub fn longest_prefix(&self, hashes: &[BlockHash]) -> PrefixMatch {
-        let mut runs: Vec<HolderRun> = Vec::new();
-        let mut before: &[Held] = &[];
-        for (&hash, offset) in hashes.iter().zip(0u32..u32::MAX) {
-            let Some(holds) = self.table.find(hash) else { break };
-            // Equal holds mean equal holders; only a change is looked into.
-            if let Some(run) = runs.last_mut()
-                && holds == before
-            {
-                run.len_blocks += 1;
-                continue;
-            }
-            before = holds;
-            let holders = self.live_holders(holds);
-            match runs.last_mut() {
-                _ if holders.is_empty() => break,
-                Some(run) if run.holders == holders => run.len_blocks += 1,
-                _ => runs.push(HolderRun { start_blocks: offset, len_blocks: 1, holders }),
-            }
-        }
-        PrefixMatch { runs }
+        let mut found = PrefixMatch::default();
+        self.longest_prefix_into(hashes, &mut found);
+        found
     }
 
-    /// Live nodes among these holds, by ascending id: the order of slots tells of the past of one
-    /// replica and must not show.
-    fn live_holders(&self, holds: &[Held]) -> SmallVec<[Holder; 4]> {
-        let mut holders: SmallVec<[Holder; 4]> =
-            holds.iter().filter_map(|held| self.nodes.holder(held)).collect();
-        holders.sort_unstable();
-        holders
+    /// The same, into an answer whose memory is used again.
+    pub fn longest_prefix_into(&self, hashes: &[BlockHash], found: &mut PrefixMatch) {
+        found.runs.clear();
+        let hashes = &hashes[..hashes.len().min(u32::MAX as usize)];
+        // Both ends are asked for at once: most lookups that hit at all hit whole.
+        let (Some(first), Some(last)) = (hashes.first(), hashes.last()) else { return };
+        let Some(first) = self.store.find(*first) else { return };
+        let mut whole = Whole::new();
+        let last = self.store.find(*last);
+        if !last.is_some_and(|last| self.walk_back(hashes, last, &mut whole)) {
+            whole.clear();
+        }
+        let mut position = 0;
+        let mut next = Some(first);
+        while let Some(at) = next {
+            let run = self.store.runs.get(at.run);
+            let known = whole.pop().filter(|(expected, _)| *expected == at);
+            let len = known.map_or_else(|| self.agreement(run, at.offset, &hashes[position..]), |(_, len)| len);
+            let held = self.push_holders(found, run, at.offset, len);
+            position += held as usize;
+            if held == 0 || position == hashes.len() {
+                return;
+            }
+            // Past the end of the run the prefix may go on in another one; in its middle, too, where
+            // blocks that were dropped and came back have moved.
+            next = match whole.last() {
+                Some((at, _)) if held == len => Some(*at),
+                _ => {
+                    whole.clear();
+                    self.store.find(hashes[position])
+                }
+            };
+        }
+    }
+
+    /// Follows the runs of a prefix from its last block to its first. Answers whether they are one
+    /// unbroken way; then nothing but holders is left to be looked at.
+    fn walk_back(&self, hashes: &[BlockHash], last: At, whole: &mut Whole) -> bool {
+        let mut at = last;
+        let mut position = hashes.len() as u32;
+        loop {
+            let len = at.offset + 1;
+            let Some(before) = position.checked_sub(len) else { return false };
+            position = before;
+            // Both ends of the stretch agree, so all of it does. A head that was dropped may be back in
+            // another run.
+            let head = At { offset: 0, ..at };
+            if !self.store.is_listed(head, hashes[position as usize]) {
+                return false;
+            }
+            whole.push((head, len));
+            if position == 0 {
+                return true;
+            }
+            match self.store.find(hashes[position as usize - 1]) {
+                Some(found) => at = found,
+                None => return false,
+            }
+        }
+    }
+
+    /// How many of the hashes stand in the run from an offset on; the first does.
+    fn agreement(&self, run: &Run, offset: u32, hashes: &[BlockHash]) -> u32 {
+        let len = (run.len() - offset).min(hashes.len() as u32);
+        let agrees = |step: u32| self.store.hash(run, offset + step) == Some(hashes[step as usize]);
+        if agrees(len - 1) {
+            return len;
+        }
+        // Equal hashes mean equal prefixes, so the first that differs is found by halving. A page that was
+        // given back differs: nobody holds its blocks here.
+        let (mut equal, mut differs) = (1, len);
+        while equal < differs {
+            let middle = equal + (differs - equal) / 2;
+            if agrees(middle) {
+                equal = middle + 1;
+            } else {
+                differs = middle;
+            }
+        }
+        equal
+    }
+
+    /// Appends the holders of a stretch up to the first block nobody holds; answers how many are held.
+    fn push_holders(&self, found: &mut PrefixMatch, run: &Run, from: u32, len: u32) -> u32 {
+        let to = from + len;
+        let incarnations = self.nodes.incarnations();
+        let mut at = from;
+        while at < to {
+            let mut end = to;
+            let mut holders: SmallVec<[Holder; 4]> = SmallVec::new();
+            for hold in run.holds().iter().filter(|hold| hold.is_current(incarnations)) {
+                if hold.covers(at) {
+                    holders.extend(self.nodes.holder(hold));
+                    end = end.min(hold.to.into());
+                } else if u32::from(hold.from) > at {
+                    end = end.min(hold.from.into());
+                }
+            }
+            if holders.is_empty() {
+                break;
+            }
+            // By ascending node: the order of slots tells of who joined first and must not show.
+            holders.sort_unstable();
+            match found.runs.last_mut() {
+                Some(last) if last.holders == holders => last.len_blocks += end - at,
+                last => {
+                    let start_blocks = last.map_or(0, |last| last.end_blocks());
+                    found.runs.push(HolderRun { start_blocks, len_blocks: end - at, holders });
+                }
+            }
+            at = end;
+        }
+        at - from
     }
 }
+
+/// Stretches of runs that make up a request, the first of them last.
+type Whole = SmallVec<[(At, u32); 8]>;

@@ -2,10 +2,11 @@
 //!
 //! Commands go in through [`Index::apply`], in log order; lookups come out of
 //! [`Index::longest_prefix`]. Equal logs give equal indexes, byte-equal snapshots and equal digests,
-//! whatever each replica has swept or restored on the way. Not here: the log, time, load, and any
-//! promise about bytes: an answer says where a block should be, the reader checks that it is.
+//! whatever each replica has restored on the way. Not here: the log, time, load, and any promise about
+//! bytes: an answer says where a block should be, the reader checks that it is.
 //!
-//! Next: `command.rs` for what can be said, `nodes.rs` for epochs and fencing, `table.rs` for the map.
+//! Next: `command.rs` for what can be said, `nodes.rs` for epochs and fencing, `store.rs` for blocks and
+//! their holders. The picture of the structure is in `docs/adr/0018-run-compressed-index.md`.
 
 pub mod command;
 
@@ -16,8 +17,11 @@ mod holders;
 mod limits;
 mod lookup;
 mod nodes;
+mod pages;
+mod places;
+mod run;
 mod snapshot;
-mod table;
+mod store;
 #[cfg(test)]
 mod tests;
 
@@ -30,22 +34,22 @@ pub use limits::{
 };
 pub use lookup::{Holder, HolderRun, PrefixMatch};
 pub use nodes::NodeState;
-pub use snapshot::SnapshotError;
+pub use snapshot::{Frozen, Restore, SNAPSHOT_CHUNK_BYTES, SnapshotError};
 
 use command::{AnnounceOutcome, Announcement, Applied, Change, Command, NodeRecord, Pin, Refusal};
 use directives::Directives;
 use limits::{added_blocks, within};
+use holders::Tiers;
 use nodes::{Exhausted, Nodes, SLOTS_MAX};
-use table::{BlockTable, Tiers};
+use store::{Named, Store, Who};
 
-use crate::id::{BlockHash, Epoch, GroupId, NodeId, Seq, TenantId};
+use crate::id::{Epoch, GroupId, NodeId, Seq, TenantId};
 
-/// Places the sweep visits after a command that names no block. A thousand places cost about ten
-/// microseconds, so that ten million stale holds are gone after ten thousand commands.
-/// One in tests, so that readers meet stale holds.
-const SWEEP_PLACES_MIN: usize = if cfg!(test) { 1 } else { 1_024 };
-/// Places the sweep visits per block a command adds: more than one, so that it outruns growth.
-const SWEEP_PLACES_PER_BLOCK: u64 = 4;
+/// Blocks the sweep visits after a command that names no block: some tens of microseconds, so that ten
+/// million stale holds are gone after ten thousand commands. One in tests, so that readers meet them.
+const SWEEP_BLOCKS_MIN: u64 = if cfg!(test) { 1 } else { 1_024 };
+/// Blocks the sweep visits per block a command adds: more than one, so that it outruns growth.
+const SWEEP_BLOCKS_PER_BLOCK: u64 = 4;
 
 /// Counts of the logical state: equal on replicas that applied the same log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -74,7 +78,7 @@ pub struct Index {
     limits: IndexLimits,
     nodes: Nodes,
     directives: Directives,
-    table: BlockTable,
+    store: Store,
 }
 
 impl Index {
@@ -164,35 +168,30 @@ impl Index {
 
     /// Makes one change, and counts the blocks that a full index did not list.
     fn change(&mut self, slot: u16, change: &Change) -> u64 {
-        let (blocks, gone, added) = match change {
-            Change::Stored { blocks, tier, .. } => (blocks, TierSet::NONE, TierSet::only(*tier)),
-            Change::Moved { blocks, from, to } => (blocks, TierSet::only(*from), TierSet::only(*to)),
-            Change::Dropped { blocks, tier } => (blocks, TierSet::only(*tier), TierSet::NONE),
+        let (named, gone, added) = match change {
+            Change::Stored { parent, blocks, tier } => {
+                (Named::Chain { parent: *parent, blocks }, TierSet::NONE, TierSet::only(*tier))
+            }
+            Change::Moved { blocks, from, to } => {
+                (Named::Loose(blocks), TierSet::only(*from), TierSet::only(*to))
+            }
+            Change::Dropped { blocks, tier } => (Named::Loose(blocks), TierSet::only(*tier), TierSet::NONE),
             Change::Cleared => {
                 let exhausted = self.nodes.void(slot);
                 self.recycle(exhausted);
                 return 0;
             }
         };
-        self.change_blocks(slot, blocks, (gone, added), self.limits.copies_max)
-    }
-
-    fn change_blocks(
-        &mut self,
-        slot: u16,
-        blocks: &[BlockHash],
-        (gone, added): (TierSet, TierSet),
-        copies_max: u64,
-    ) -> u64 {
-        let table = &mut self.table;
-        self.nodes.count_changes(slot, blocks, copies_max, |hash, may_list, incarnations| {
-            table.change(hash, slot, Tiers { gone, added, may_list }, incarnations)
-        })
+        let room = self.limits.copies_max.saturating_sub(self.nodes.copies());
+        let who = Who { slot, incarnations: &self.nodes.incarnations };
+        let tally = self.store.change(who, named, Tiers { gone, added }, room);
+        self.nodes.book(slot, &tally);
+        tally.unlisted
     }
 
     fn recycle(&mut self, exhausted: Exhausted) {
         if let Exhausted(Some(slot)) = exhausted {
-            self.table.forget_slot(slot);
+            self.store.forget_slot(slot);
         }
     }
 
@@ -201,23 +200,22 @@ impl Index {
             Command::Announce(batch) => added_blocks(batch),
             _ => 0,
         };
-        let places = usize::try_from(added.saturating_mul(SWEEP_PLACES_PER_BLOCK)).unwrap_or(usize::MAX);
-        self.sweep(places.max(SWEEP_PLACES_MIN));
+        self.sweep(added.saturating_mul(SWEEP_BLOCKS_PER_BLOCK).max(SWEEP_BLOCKS_MIN));
     }
 
-    /// Frees memory of holds that no longer count, looking at no more than `places` places of the
-    /// table. Every command does some of it; an idle router may call it for more. Changes nothing
-    /// that anyone can see.
-    pub fn sweep(&mut self, places: usize) {
+    /// Frees memory of holds that no longer count, looking at about so many blocks. Part of every command,
+    /// and of nothing else: what is freed decides where the next blocks lie, and that is equal on all
+    /// replicas.
+    fn sweep(&mut self, blocks: u64) {
         if self.stale_holds() > 0 {
-            self.table.sweep(places, self.nodes.incarnations());
+            self.store.sweep(blocks, self.nodes.incarnations());
         }
     }
 
-    /// Holds that no longer count and still take memory. Local to this replica.
+    /// (node, block) pairs that no longer count and still take memory.
     #[must_use]
     pub fn stale_holds(&self) -> u64 {
-        self.table.holds() - self.nodes.copies()
+        self.store.held() - self.nodes.copies()
     }
 
     /// Counts of the logical state. O(nodes), and O(blocks) while stale holds wait for the sweep.
@@ -237,11 +235,9 @@ impl Index {
 
     fn count_blocks(&self) -> u64 {
         if self.stale_holds() == 0 {
-            return self.table.len() as u64;
+            return self.store.len();
         }
-        let incarnations = self.nodes.incarnations();
-        let counts = |holds: &[holders::Held]| holds.iter().any(|held| held.is_current(incarnations));
-        self.table.iter().filter(|(_, holds)| counts(holds)).count() as u64
+        self.store.count_current(self.nodes.incarnations())
     }
 
     /// Every node that joined and did not leave, by ascending id.

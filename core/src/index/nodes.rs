@@ -1,15 +1,15 @@
 //! The nodes of the cluster: their records, epochs, announce positions, and the slots that make
 //! fencing O(1).
 //!
-//! Not here: which blocks they hold (`table.rs`); only how many, and the digest over them.
+//! Not here: which blocks they hold (`store.rs`); only how many, and the digest over them.
 
 use std::collections::BTreeMap;
 
 use super::command::NodeRecord;
-use super::holders::{Held, TierSet};
 use super::lookup::Holder;
-use super::table::Changed;
-use crate::id::{BlockHash, Epoch, IdentityDigest, NodeId, Seq, Tier};
+use super::run::Hold;
+use super::store::Tally;
+use crate::id::{Epoch, IdentityDigest, NodeId, Seq};
 
 /// Last epochs of nodes that left, kept one by one. Above it, the lowest is folded into a floor that
 /// every new node starts above: epochs still only grow, they just skip some numbers.
@@ -45,19 +45,13 @@ impl NodeState {
         Self { record, epoch, live: true, next_seq: Seq(1), blocks: 0, tier_blocks: [0; 3], digest_sum: 0 }
     }
 
-    /// Books the change of one hold.
-    pub(super) fn count(&mut self, hash: BlockHash, changed: Changed) {
-        let Changed { before, after } = changed;
-        if before == after {
-            return;
+    /// Books what a change came to.
+    fn book(&mut self, tally: &Tally) {
+        self.blocks = self.blocks.wrapping_add_signed(tally.blocks);
+        for (blocks, more) in self.tier_blocks.iter_mut().zip(tally.tier_blocks) {
+            *blocks = blocks.wrapping_add_signed(more);
         }
-        self.blocks = self.blocks + u64::from(!after.is_empty()) - u64::from(!before.is_empty());
-        for tier in Tier::ALL {
-            let blocks = &mut self.tier_blocks[tier as usize];
-            *blocks = *blocks + u64::from(after.contains(tier)) - u64::from(before.contains(tier));
-        }
-        self.digest_sum =
-            self.digest_sum.wrapping_add(hold_digest(hash, after)).wrapping_sub(hold_digest(hash, before));
+        self.digest_sum = self.digest_sum.wrapping_add(tally.digest);
     }
 
     fn forget_blocks(&mut self) {
@@ -65,14 +59,6 @@ impl NodeState {
         self.tier_blocks = [0; 3];
         self.digest_sum = 0;
     }
-}
-
-/// Digest of one hold; nothing held is zero, so that sums come out equal.
-fn hold_digest(hash: BlockHash, tiers: TierSet) -> u128 {
-    if tiers.is_empty() {
-        return 0;
-    }
-    xxhash_rust::xxh3::xxh3_128_with_seed(&hash.0, u64::from(tiers.bits()))
 }
 
 fn next_epoch(last: Epoch) -> Epoch {
@@ -88,10 +74,11 @@ pub(super) struct Exhausted(pub(super) Option<u16>);
 #[derive(Clone, Debug, Default)]
 pub(super) struct Nodes {
     by_id: BTreeMap<NodeId, u16>,
-    slots: Vec<Option<NodeState>>,
+    pub(super) slots: Vec<Option<NodeState>>,
     /// One per slot. Kept apart from the states because a lookup compares only these.
-    incarnations: Vec<u32>,
-    free: Vec<u16>,
+    pub(super) incarnations: Vec<u32>,
+    /// Slots of nodes that left, the next to be used last.
+    pub(super) free: Vec<u16>,
     /// Sum of the blocks of all nodes.
     copies: u64,
     /// Last epoch of nodes that left.
@@ -130,28 +117,11 @@ impl Nodes {
         &self.incarnations
     }
 
-    /// Makes a change to each block, given whether there is room for one more copy and the incarnations
-    /// to compare with, and books what came of it for the node of the slot. Answers how many blocks had
-    /// no room.
-    pub(super) fn count_changes(
-        &mut self,
-        slot: u16,
-        blocks: &[BlockHash],
-        copies_max: u64,
-        mut change: impl FnMut(BlockHash, bool, &[u32]) -> Option<Changed>,
-    ) -> u64 {
-        let Some(Some(state)) = self.slots.get_mut(usize::from(slot)) else { return 0 };
-        self.copies -= state.blocks;
-        let mut unlisted = 0;
-        for &hash in blocks {
-            let room = self.copies + state.blocks < copies_max;
-            match change(hash, room, &self.incarnations) {
-                Some(changed) => state.count(hash, changed),
-                None => unlisted += 1,
-            }
-        }
-        self.copies += state.blocks;
-        unlisted
+    /// Books what a change of the node of a slot came to.
+    pub(super) fn book(&mut self, slot: u16, tally: &Tally) {
+        let Some(Some(state)) = self.slots.get_mut(usize::from(slot)) else { return };
+        state.book(tally);
+        self.copies = self.copies.wrapping_add_signed(tally.blocks);
     }
 
     /// The identity all nodes share; open again when the last node has left.
@@ -165,12 +135,12 @@ impl Nodes {
     }
 
     /// A hold as readers see it, if it still counts.
-    pub(super) fn holder(&self, held: &Held) -> Option<Holder> {
-        if !held.is_current(&self.incarnations) {
+    pub(super) fn holder(&self, hold: &Hold) -> Option<Holder> {
+        if !hold.is_current(&self.incarnations) {
             return None;
         }
-        let state = self.state(held.slot)?;
-        Some(Holder { node: state.record.node, epoch: state.epoch, tier: held.tiers.fastest()? })
+        let state = self.state(hold.slot)?;
+        Some(Holder { node: state.record.node, epoch: state.epoch, tier: hold.tiers.fastest()? })
     }
 
     /// Takes a node in under its next epoch.
@@ -189,7 +159,7 @@ impl Nodes {
     }
 
     /// Gives a state a slot. The caller has checked that the node is not known and that there is room.
-    pub(super) fn insert(&mut self, state: NodeState) -> u16 {
+    fn insert(&mut self, state: NodeState) -> u16 {
         let slot = self.free.pop().unwrap_or_else(|| {
             self.slots.push(None);
             self.incarnations.push(0);
@@ -198,6 +168,19 @@ impl Nodes {
         self.by_id.insert(state.record.node, slot);
         self.slots[usize::from(slot)] = Some(state);
         slot
+    }
+
+    /// A slot as a snapshot describes it, with or without a node.
+    pub(super) fn restore(&mut self, incarnation: u32, state: Option<NodeState>) -> bool {
+        let Ok(slot) = u16::try_from(self.slots.len()) else { return false };
+        if let Some(state) = &state
+            && self.by_id.insert(state.record.node, slot).is_some()
+        {
+            return false;
+        }
+        self.slots.push(state);
+        self.incarnations.push(incarnation);
+        incarnation <= INCARNATION_MAX
     }
 
     /// Voids everything the node of a slot announced, in O(1).

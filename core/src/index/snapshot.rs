@@ -1,29 +1,41 @@
-//! The index as bytes and back: equal logical states give equal bytes, whatever lies behind them.
+//! The index as bytes and back, in chunks, while it goes on living.
 //!
-//! Nodes, pins and settings come in the order of their numbers, blocks in the order of their hashes;
-//! slots, incarnations and stale holds stay out. A snapshot ends with a BLAKE3 digest of everything
-//! before it: bytes that are not whole are refused, never read in part. Not here: files, and the log
-//! position a snapshot stands for (the router keeps both).
+//! [`Index::freeze`] takes microseconds: it shares the pages and runs with the index, which copies a few
+//! of them at a time when it next writes. [`Frozen::chunks`] then encodes at its own pace. A snapshot is
+//! the index as it stands, run by run and page by page, stale holds and free numbers included, so that a
+//! replica that restored it goes on exactly as the one that wrote it; only the table is built anew, and
+//! every count and digest is computed again from the blocks, never believed. Each chunk has a checksum
+//! and the last one the digest of the state: bytes that are not whole are refused, never read in part.
+//! Not here: files, and the log position a snapshot stands for (the router keeps both).
 
-use smallvec::SmallVec;
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::bytes::{CodecError, Reader, invalid, put_number};
 use super::codec::{put_pin, put_record, read_pin, read_record};
-use super::holders::{Held, TierSet};
-use super::nodes::{DEPARTED_MAX, NodeState, SLOTS_MAX};
+use super::directives::Directives;
+use super::holders::TierSet;
+use super::nodes::{DEPARTED_MAX, NodeState, Nodes};
+use super::pages::{PAGE_BLOCKS, Pages};
+use super::run::{Hold, RUN_BLOCKS_MAX, Run, Runs};
 use super::{Index, IndexLimits};
 use crate::id::{BlockHash, Epoch, GroupId, NodeId, Seq, TenantId};
 
 /// First bytes of every snapshot.
 const MAGIC: [u8; 8] = *b"kvfindex";
 /// Format this release writes and reads.
-const FORMAT: u32 = 1;
-/// Magic, format, length of the body.
-const HEAD_BYTES: usize = 8 + 4 + 8;
-/// The digest at the end.
-const DIGEST_BYTES: usize = 32;
-/// Least bytes of one block: hash, count, node, tiers.
-const BLOCK_BYTES_MIN: usize = 19;
+const FORMAT: u32 = 2;
+/// Magic and format.
+const HEAD_BYTES: usize = 8 + 4;
+/// A chunk of runs ends when it has this many bytes: a message that no transport minds, encoded in well
+/// under a millisecond. The chunk of pins and nodes may be longer.
+pub const SNAPSHOT_CHUNK_BYTES: usize = 256 * 1024;
+/// Checksum at the end of each chunk.
+const CHECK_BYTES: usize = 8;
+
+/// First byte of each chunk: what it holds. One head, then runs, then the end.
+const HEAD: u8 = 1;
+const RUNS: u8 = 2;
+const END: u8 = 3;
 
 /// Why bytes cannot be restored.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -39,52 +51,84 @@ pub enum SnapshotError {
         /// Number this release writes and reads.
         known: u32,
     },
-    /// Not all bytes are there, or more than all.
-    #[error("snapshot has {got} bytes instead of {expected}: it was cut off or something was appended")]
+    /// The end is missing.
+    #[error("snapshot ends after {got} bytes, before its end: it was cut off")]
     Torn {
         /// Bytes given.
         got: u64,
-        /// Bytes that its head announces.
-        expected: u64,
+    },
+    /// Something follows the end.
+    #[error("snapshot has {more} bytes after its end: something was appended")]
+    Longer {
+        /// Bytes after the end.
+        more: u64,
     },
     /// Some byte changed since it was written.
-    #[error("snapshot is damaged: its digest does not match; take it from another router")]
-    Corrupt,
-    /// The digest matches, but the contents make no sense: a bug or a forgery.
+    #[error("snapshot is damaged: the checksum of chunk {chunk} does not match; take it from another router")]
+    Corrupt {
+        /// Which chunk, counted from 0.
+        chunk: u64,
+    },
+    /// Every checksum matches, but the state is another one than was written: a bug or a forgery.
+    #[error("snapshot leads to another state than it was taken of; take it from another router")]
+    OtherState,
+    /// The checksums match, but the contents make no sense: a bug or a forgery.
     #[error("snapshot has invalid contents: {0}")]
     Invalid(#[from] CodecError),
 }
 
+/// An index as it was at one moment. Cheap to make, and to keep while it is being encoded.
+#[derive(Clone, Debug)]
+pub struct Frozen {
+    nodes: Nodes,
+    directives: Directives,
+    pages: Pages,
+    runs: Runs,
+    sweep_at: u32,
+    digest: [u8; 16],
+}
+
 impl Index {
-    /// The logical state as bytes.
+    /// The index as it is now, for [`Frozen::chunks`]. Costs O(nodes + pins), and one reference per
+    /// 2,048 blocks.
+    #[must_use]
+    pub fn freeze(&self) -> Frozen {
+        Frozen {
+            nodes: self.nodes.clone(),
+            directives: self.directives.clone(),
+            pages: self.store.pages.clone(),
+            runs: self.store.runs.clone(),
+            sweep_at: self.store.sweep_at,
+            digest: self.digest(),
+        }
+    }
+
+    /// The whole snapshot as one piece of bytes: magic, format, then each chunk after its length.
     #[must_use]
     pub fn snapshot(&self) -> Vec<u8> {
-        let mut out = Vec::with_capacity(4_096 + 20 * self.table.len());
+        let mut out = Vec::with_capacity(4_096 + 18 * self.store.len() as usize);
         out.extend_from_slice(&MAGIC);
         out.extend_from_slice(&FORMAT.to_le_bytes());
-        out.extend_from_slice(&[0; 8]);
-        self.put_small(&mut out);
-        self.put_pins(&mut out);
-        self.put_blocks(&mut out);
-        let body_bytes = (out.len() - HEAD_BYTES) as u64;
-        out[HEAD_BYTES - 8..HEAD_BYTES].copy_from_slice(&body_bytes.to_le_bytes());
-        let digest = blake3::hash(&out);
-        out.extend_from_slice(digest.as_bytes());
+        for chunk in self.freeze().chunks() {
+            out.extend_from_slice(&(chunk.len() as u32).to_le_bytes());
+            out.extend_from_slice(&chunk);
+        }
         out
     }
 
     /// Sixteen bytes that are equal on two replicas exactly when their logical states are (up to
-    /// collisions nobody meets by accident). Costs O(nodes + pinned blocks), not O(blocks): the part
-    /// of each node's blocks is kept up to date by every change.
+    /// collisions nobody meets by accident), however their blocks are laid out. Costs O(nodes + pinned
+    /// blocks), not O(blocks): the part of each node's blocks is kept up to date by every change.
     #[must_use]
     pub fn digest(&self) -> [u8; 16] {
         let mut state = Vec::new();
-        self.put_small(&mut state);
-        self.put_pins(&mut state);
+        put_epochs(&self.nodes, &mut state);
         for node in self.nodes.iter() {
+            put_node(node, &mut state);
             state.extend_from_slice(&node.digest_sum.to_le_bytes());
-            state.extend_from_slice(&node.blocks.to_le_bytes());
+            put_number(&mut state, node.blocks);
         }
+        put_directives(&self.directives, &mut state);
         let full = blake3::hash(&state);
         std::array::from_fn(|position| full.as_bytes()[position])
     }
@@ -95,202 +139,351 @@ impl Index {
     /// # Errors
     /// See [`SnapshotError`]. Nothing is reserved that the bytes given do not justify.
     pub fn restore(bytes: &[u8], limits: IndexLimits) -> Result<Index, SnapshotError> {
-        let mut reader = Reader::new(checked_body(bytes)?);
-        let mut index = Index::new(limits);
-        index.read_small(&mut reader)?;
-        index.read_pins(&mut reader)?;
-        index.read_blocks(&mut reader)?;
-        reader.finish()?;
-        Ok(index)
-    }
-
-    /// Everything that is small: epochs, nodes, quotas, times to live.
-    fn put_small(&self, out: &mut Vec<u8>) {
-        put_number(out, self.nodes.epoch_floor.0);
-        put_number(out, self.nodes.departed.len() as u64);
-        for (node, epoch) in &self.nodes.departed {
-            put_number(out, node.0.into());
-            put_number(out, epoch.0);
+        let got = bytes.len() as u64;
+        let Some((head, mut rest)) = bytes.split_at_checked(HEAD_BYTES) else {
+            let cut_off = !bytes.is_empty() && bytes.iter().zip(&MAGIC).all(|(one, other)| one == other);
+            return Err(if cut_off { SnapshotError::Torn { got } } else { SnapshotError::NotASnapshot });
+        };
+        let (magic, format) = head.split_at(MAGIC.len());
+        if magic != MAGIC {
+            return Err(SnapshotError::NotASnapshot);
         }
-        put_number(out, self.nodes.len() as u64);
-        for node in self.nodes.iter() {
-            put_record(out, &node.record);
-            put_number(out, node.epoch.0);
-            out.push(u8::from(node.live));
-            put_number(out, node.next_seq.0);
+        let format = format.iter().rev().fold(0, |number, byte| number << 8 | u32::from(*byte));
+        if format != FORMAT {
+            return Err(SnapshotError::Format { got: format, known: FORMAT });
         }
-        put_settings(out, self.directives.quotas.iter().map(|(key, value)| (key.0, *value)));
-        put_settings(out, self.directives.ttls.iter().map(|(key, value)| (key.0, *value)));
+        let mut restore = Restore::new(limits);
+        while !restore.is_whole() {
+            let Some((length, chunk)) = rest.split_first_chunk() else {
+                return Err(SnapshotError::Torn { got });
+            };
+            let length = u32::from_le_bytes(*length) as usize;
+            let Some((chunk, left)) = chunk.split_at_checked(length) else {
+                return Err(SnapshotError::Torn { got });
+            };
+            restore.push(chunk)?;
+            rest = left;
+        }
+        if !rest.is_empty() {
+            return Err(SnapshotError::Longer { more: rest.len() as u64 });
+        }
+        restore.finish()
+    }
+}
+
+impl Frozen {
+    /// Digest of the state, see [`Index::digest`].
+    #[must_use]
+    pub fn digest(&self) -> [u8; 16] {
+        self.digest
     }
 
-    fn read_small(&mut self, reader: &mut Reader<'_>) -> Result<(), CodecError> {
-        self.nodes.epoch_floor = Epoch(reader.number("epoch floor")?);
-        self.read_departed(reader)?;
-        self.read_nodes(reader)?;
-        let quotas = read_settings(reader, "quotas")?;
-        self.directives.quotas = quotas.into_iter().map(|(key, value)| (TenantId(key), value)).collect();
-        let ttls = read_settings(reader, "times to live")?;
-        self.directives.ttls = ttls.into_iter().map(|(key, value)| (GroupId(key), value)).collect();
-        Ok(())
+    /// The chunks of the snapshot, one by one, each encoded when it is asked for.
+    pub fn chunks(self) -> impl Iterator<Item = Vec<u8>> {
+        let mut chunks = Chunks { frozen: self, number: 0, run: 0, stage: HEAD };
+        std::iter::from_fn(move || chunks.next_chunk())
+    }
+}
+
+/// Where encoding stands.
+struct Chunks {
+    frozen: Frozen,
+    number: u64,
+    run: u32,
+    stage: u8,
+}
+
+impl Chunks {
+    fn next_chunk(&mut self) -> Option<Vec<u8>> {
+        let frozen = &self.frozen;
+        let mut out = vec![self.stage];
+        put_number(&mut out, self.number);
+        match self.stage {
+            HEAD => {
+                put_head(frozen, &mut out);
+                self.stage = RUNS;
+            }
+            RUNS if self.run < frozen.runs.used() => {
+                put_number(&mut out, self.run.into());
+                while out.len() < SNAPSHOT_CHUNK_BYTES && self.run < frozen.runs.used() {
+                    put_run(frozen.runs.get(self.run), &frozen.pages, &mut out);
+                    self.run += 1;
+                }
+            }
+            RUNS => {
+                out[0] = END;
+                out.extend_from_slice(&frozen.digest);
+                self.stage = END;
+            }
+            _ => return None,
+        }
+        let check = xxh3_64(&out);
+        out.extend_from_slice(&check.to_le_bytes());
+        self.number += 1;
+        Some(out)
+    }
+}
+
+fn put_epochs(nodes: &Nodes, out: &mut Vec<u8>) {
+    put_number(out, nodes.epoch_floor.0);
+    put_number(out, nodes.departed.len() as u64);
+    for (node, epoch) in &nodes.departed {
+        put_number(out, node.0.into());
+        put_number(out, epoch.0);
+    }
+}
+
+fn put_node(node: &NodeState, out: &mut Vec<u8>) {
+    put_record(out, &node.record);
+    put_number(out, node.epoch.0);
+    out.push(u8::from(node.live));
+    put_number(out, node.next_seq.0);
+}
+
+fn put_directives(directives: &Directives, out: &mut Vec<u8>) {
+    put_settings(out, directives.quotas.iter().map(|(key, value)| (key.0, *value)));
+    put_settings(out, directives.ttls.iter().map(|(key, value)| (key.0, *value)));
+    put_number(out, directives.pins.len() as u64);
+    for pin in directives.pins.values() {
+        put_pin(out, pin);
+    }
+}
+
+fn put_head(frozen: &Frozen, out: &mut Vec<u8>) {
+    let nodes = &frozen.nodes;
+    put_epochs(nodes, out);
+    put_number(out, nodes.slots.len() as u64);
+    for (slot, incarnation) in nodes.slots.iter().zip(&nodes.incarnations) {
+        put_number(out, (*incarnation).into());
+        out.push(u8::from(slot.is_some()));
+        if let Some(node) = slot {
+            put_node(node, out);
+        }
+    }
+    put_number(out, nodes.free.len() as u64);
+    for slot in &nodes.free {
+        put_number(out, (*slot).into());
+    }
+    put_directives(&frozen.directives, out);
+    put_number(out, frozen.sweep_at.into());
+    put_number(out, frozen.runs.used().into());
+}
+
+fn put_settings(out: &mut Vec<u8>, settings: impl ExactSizeIterator<Item = (u32, u64)>) {
+    put_number(out, settings.len() as u64);
+    for (key, value) in settings {
+        put_number(out, key.into());
+        put_number(out, value);
+    }
+}
+
+/// Length, number of each page, holds, hashes. A run that is none is a length of zero.
+fn put_run(run: &Run, pages: &Pages, out: &mut Vec<u8>) {
+    put_number(out, run.len().into());
+    if run.len() == 0 {
+        return;
+    }
+    for page in run.pages() {
+        put_number(out, page.map_or(0, |page| u64::from(page) + 1));
+    }
+    put_number(out, run.holds().len() as u64);
+    for hold in run.holds() {
+        put_number(out, hold.slot.into());
+        put_number(out, hold.incarnation.into());
+        put_number(out, hold.from.into());
+        put_number(out, (hold.to - hold.from).into());
+        out.push(hold.tiers.bits());
+    }
+    for place in (0..run.len()).filter_map(|offset| run.place(offset)) {
+        out.extend_from_slice(&pages.hash(place).0);
+    }
+}
+
+/// An index that is being restored, chunk by chunk.
+#[derive(Debug)]
+pub struct Restore {
+    index: Index,
+    /// Chunks read.
+    chunks: u64,
+    /// Kind of the next chunk; none after the end.
+    expected: Option<u8>,
+    runs: u32,
+}
+
+impl Restore {
+    /// Nothing yet. Later commands are held to `limits`; what is in the snapshot is kept even above them.
+    #[must_use]
+    pub fn new(limits: IndexLimits) -> Self {
+        Self { index: Index::new(limits), chunks: 0, expected: Some(HEAD), runs: 0 }
     }
 
-    fn read_departed(&mut self, reader: &mut Reader<'_>) -> Result<(), CodecError> {
+    /// Whether the last chunk was read.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        self.expected.is_none()
+    }
+
+    /// Reads the next chunk. After an error the rest is of no use.
+    ///
+    /// # Errors
+    /// See [`SnapshotError`].
+    pub fn push(&mut self, chunk: &[u8]) -> Result<(), SnapshotError> {
+        let damaged = SnapshotError::Corrupt { chunk: self.chunks };
+        let Some((body, check)) = chunk.split_last_chunk::<CHECK_BYTES>() else { return Err(damaged) };
+        if xxh3_64(body) != u64::from_le_bytes(*check) {
+            return Err(damaged);
+        }
+        let mut reader = Reader::new(body);
+        let kind = reader.byte()?;
+        let number = reader.number("chunk number")?;
+        if number != self.chunks {
+            return Err(invalid("chunk number", 1, number).into());
+        }
+        match (self.expected, kind) {
+            (Some(HEAD), HEAD) => self.read_head(&mut reader)?,
+            (Some(RUNS), RUNS) => self.read_runs(&mut reader)?,
+            (Some(RUNS), END) => self.read_end(&mut reader)?,
+            _ => return Err(invalid("chunk kind", 0, kind.into()).into()),
+        }
+        self.expected = (kind != END).then_some(RUNS);
+        self.chunks += 1;
+        Ok(reader.finish()?)
+    }
+
+    /// The index.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Torn`] when chunks are missing.
+    pub fn finish(self) -> Result<Index, SnapshotError> {
+        if self.is_whole() { Ok(self.index) } else { Err(SnapshotError::Torn { got: self.chunks }) }
+    }
+
+    fn read_head(&mut self, reader: &mut Reader<'_>) -> Result<(), CodecError> {
+        let nodes = &mut self.index.nodes;
+        nodes.epoch_floor = Epoch(reader.number("epoch floor")?);
         let departed = read_settings(reader, "departed nodes")?;
         if departed.len() > DEPARTED_MAX {
             return Err(invalid("departed nodes", reader.at(), departed.len() as u64));
         }
-        self.nodes.departed =
-            departed.into_iter().map(|(node, epoch)| (NodeId(node), Epoch(epoch))).collect();
+        nodes.departed = departed.into_iter().map(|(node, epoch)| (NodeId(node), Epoch(epoch))).collect();
+        read_slots(nodes, reader)?;
+        read_directives(&mut self.index.directives, reader)?;
+        self.index.store.sweep_at = reader.number_u32("sweep")?;
+        self.runs = reader.number_u32("runs")?;
         Ok(())
     }
 
-    fn read_nodes(&mut self, reader: &mut Reader<'_>) -> Result<(), CodecError> {
+    fn read_runs(&mut self, reader: &mut Reader<'_>) -> Result<(), CodecError> {
         let at = reader.at();
-        let count = reader.count("nodes", 16)?;
-        if count > SLOTS_MAX as usize {
-            return Err(invalid("nodes", at, count as u64));
+        let first = reader.number_u32("run")?;
+        if first != self.index.store.runs.used() {
+            return Err(invalid("run", at, first.into()));
         }
-        let mut before = None;
-        for _ in 0..count {
-            let at = reader.at();
-            let state = read_node(reader)?;
-            let node = state.record.node;
-            let strange = self.nodes.identity().is_some_and(|ours| ours != state.record.identity);
-            if before >= Some(node) || strange || self.nodes.departed.contains_key(&node) {
-                return Err(invalid("node", at, node.0.into()));
-            }
-            before = Some(node);
-            self.nodes.insert(state);
+        while reader.left() > 0 {
+            self.read_run(reader)?;
         }
         Ok(())
     }
 
-    fn put_pins(&self, out: &mut Vec<u8>) {
-        put_number(out, self.directives.pins.len() as u64);
-        for pin in self.directives.pins.values() {
-            put_pin(out, pin);
-        }
-    }
-
-    fn read_pins(&mut self, reader: &mut Reader<'_>) -> Result<(), CodecError> {
-        let mut before = None;
-        for _ in 0..reader.count("pins", 3)? {
-            let at = reader.at();
-            let pin = read_pin(reader)?;
-            if before >= Some(pin.pin) {
-                return Err(invalid("pin", at, pin.pin.0));
-            }
-            before = Some(pin.pin);
-            self.directives.insert_pin(pin);
-        }
-        Ok(())
-    }
-
-    /// Each block: its hash, how many nodes hold it, and for each the node's place in the list of
-    /// nodes and the tiers.
-    fn put_blocks(&self, out: &mut Vec<u8>) {
-        let places = self.node_places();
-        let incarnations = self.nodes.incarnations();
-        let lives = |holds: &[Held]| holds.iter().any(|held| held.is_current(incarnations));
-        let mut blocks: Vec<(BlockHash, &[Held])> =
-            self.table.iter().filter(|(_, holds)| lives(holds)).collect();
-        blocks.sort_unstable_by_key(|(hash, _)| *hash);
-        put_number(out, blocks.len() as u64);
-        for (hash, holds) in blocks {
-            let mut holders: SmallVec<[(u32, TierSet); 8]> = holds
-                .iter()
-                .filter(|held| held.is_current(incarnations))
-                .filter_map(|held| Some((*places.get(usize::from(held.slot))?, held.tiers)))
-                .collect();
-            holders.sort_unstable();
-            out.extend_from_slice(&hash.0);
-            put_number(out, holders.len() as u64);
-            for (place, tiers) in holders {
-                put_number(out, place.into());
-                out.push(tiers.bits());
-            }
-        }
-    }
-
-    /// Place of each slot's node among all nodes by ascending id.
-    fn node_places(&self) -> Vec<u32> {
-        let mut places = vec![0; self.nodes.incarnations().len()];
-        for (place, state) in (0u32..).zip(self.nodes.iter()) {
-            if let Some(slot) = self.nodes.slot_of(state.record.node) {
-                places[usize::from(slot)] = place;
-            }
-        }
-        places
-    }
-
-    /// Nodes were restored in order, so that a place is a slot.
-    fn read_blocks(&mut self, reader: &mut Reader<'_>) -> Result<(), CodecError> {
-        let count = reader.count("blocks", BLOCK_BYTES_MIN)?;
-        self.table.reserve(count);
-        let mut before = None;
-        for _ in 0..count {
-            let at = reader.at();
-            let hash = reader.hash()?;
-            if before >= Some(hash) {
-                return Err(invalid("block", at, hash.0[0].into()));
-            }
-            before = Some(hash);
-            self.read_holders(hash, reader)?;
-        }
-        Ok(())
-    }
-
-    fn read_holders(&mut self, hash: BlockHash, reader: &mut Reader<'_>) -> Result<(), CodecError> {
+    fn read_run(&mut self, reader: &mut Reader<'_>) -> Result<(), CodecError> {
         let at = reader.at();
-        let holders = reader.count("holders", 2)?;
-        if holders == 0 {
-            return Err(invalid("holders", at, 0));
+        let len = reader.number_u32("blocks of a run")?;
+        if len > RUN_BLOCKS_MAX || self.index.store.runs.used() >= self.runs {
+            return Err(invalid("blocks of a run", at, len.into()));
         }
-        let mut before = None;
-        for _ in 0..holders {
-            let at = reader.at();
-            let place = reader.number_u32("holder")?;
-            let bits = reader.byte()?;
-            let slot = u16::try_from(place).ok().filter(|slot| before < Some(*slot));
-            let slot = slot.filter(|&slot| self.nodes.state(slot).is_some_and(|state| state.live));
-            let slot = slot.ok_or(invalid("holder", at, place.into()))?;
-            let tiers = TierSet::from_bits(bits).filter(|tiers| !tiers.is_empty());
-            let tiers = tiers.ok_or(invalid("tiers", at, bits.into()))?;
-            before = Some(slot);
-            self.change_blocks(slot, &[hash], (TierSet::NONE, tiers), u64::MAX);
+        if len == 0 {
+            self.index.store.runs.restore(Run::default());
+            return Ok(());
         }
+        let mut pages = Vec::new();
+        let mut present = 0;
+        for nth in 0..len.div_ceil(PAGE_BLOCKS) {
+            let page = reader.number_u32("page")?.checked_sub(1);
+            present += page.map_or(0, |_| PAGE_BLOCKS.min(len - nth * PAGE_BLOCKS));
+            pages.push(page);
+        }
+        let mut holds = Vec::new();
+        for _ in 0..reader.count("holds", 5)? {
+            holds.push(self.read_hold(reader)?);
+        }
+        let hashes: Vec<BlockHash> = reader.hashes(present as usize)?;
+        let run = Run::restored(len, &pages, &holds).ok_or(invalid("run", at, len.into()))?;
+        let number = self.index.store.runs.used();
+        if !self.index.store.restore_run(run, &hashes) {
+            return Err(invalid("run", at, number.into()));
+        }
+        self.book(number);
         Ok(())
+    }
+
+    fn read_hold(&self, reader: &mut Reader<'_>) -> Result<Hold, CodecError> {
+        let at = reader.at();
+        let slot = reader.number_u32("holder")?;
+        let incarnation = reader.number_u32("incarnation")?;
+        let from = reader.number_u32("first block of a hold")?;
+        let blocks = reader.number_u32("blocks of a hold")?;
+        let bits = reader.byte()?;
+        let tiers = TierSet::from_bits(bits).filter(|tiers| !tiers.is_empty());
+        let tiers = tiers.ok_or(invalid("tiers", at, bits.into()))?;
+        let number = |number: u32| u16::try_from(number).map_err(|_| invalid("hold", at, number.into()));
+        let to = number(from.saturating_add(blocks))?;
+        let hold = Hold { incarnation, slot: number(slot)?, from: number(from)?, to, tiers };
+        let nodes = &self.index.nodes;
+        // What counts is held by a live node; what is stale may be anyone's that ever was.
+        let is_live = nodes.state(hold.slot).is_some_and(|node| node.live);
+        let is_current = hold.is_current(nodes.incarnations());
+        if usize::from(hold.slot) >= nodes.slots.len() || (is_current && !is_live) {
+            return Err(invalid("holder", at, slot.into()));
+        }
+        Ok(hold)
+    }
+
+    fn book(&mut self, run: u32) {
+        let Index { nodes, store, .. } = &mut self.index;
+        store.tally_run(run, &mut |hold, tally| {
+            if hold.is_current(nodes.incarnations()) {
+                nodes.book(hold.slot, &tally);
+            }
+        });
+    }
+
+    fn read_end(&mut self, reader: &mut Reader<'_>) -> Result<(), SnapshotError> {
+        let store = &self.index.store;
+        if store.runs.used() != self.runs {
+            return Err(invalid("runs", 0, store.runs.used().into()).into());
+        }
+        let digest: [u8; 16] = reader.array()?;
+        if digest != self.index.digest() { Err(SnapshotError::OtherState) } else { Ok(()) }
     }
 }
 
-/// The body, when magic, format, length and digest are right.
-fn checked_body(bytes: &[u8]) -> Result<&[u8], SnapshotError> {
-    let got = bytes.len() as u64;
-    let mut reader = Reader::new(bytes);
-    let whole = HEAD_BYTES + DIGEST_BYTES;
-    if reader.array() != Ok(MAGIC) {
-        let cut_off = MAGIC.starts_with(bytes) && !bytes.is_empty();
-        return Err(if cut_off {
-            SnapshotError::Torn { got, expected: whole as u64 }
-        } else {
-            SnapshotError::NotASnapshot
-        });
+fn read_slots(nodes: &mut Nodes, reader: &mut Reader<'_>) -> Result<(), CodecError> {
+    for _ in 0..reader.count("slots", 2)? {
+        let at = reader.at();
+        let incarnation = reader.number_u32("incarnation")?;
+        let node = if reader.flag("node")? { Some(read_node(reader)?) } else { None };
+        if !nodes.restore(incarnation, node) {
+            return Err(invalid("slot", at, incarnation.into()));
+        }
     }
-    let torn = |_| SnapshotError::Torn { got, expected: whole as u64 };
-    let format = u32::from_le_bytes(reader.array().map_err(torn)?);
-    if format != FORMAT {
-        return Err(SnapshotError::Format { got: format, known: FORMAT });
+    let mut is_free: Vec<bool> = nodes.slots.iter().map(Option::is_none).collect();
+    for _ in 0..reader.count("free slots", 1)? {
+        let at = reader.at();
+        let slot = reader.number_u32("free slot")?;
+        match is_free.get_mut(slot as usize) {
+            Some(free) if *free => *free = false,
+            _ => return Err(invalid("free slot", at, slot.into())),
+        }
+        nodes.free.push(slot as u16);
     }
-    let body_bytes = u64::from_le_bytes(reader.array().map_err(torn)?);
-    let expected = body_bytes.saturating_add(whole as u64);
-    if expected != got {
-        return Err(SnapshotError::Torn { got, expected });
+    if is_free.contains(&true) {
+        return Err(invalid("free slots", reader.at(), nodes.free.len() as u64));
     }
-    let (written, digest) = bytes.split_at(bytes.len() - DIGEST_BYTES);
-    if blake3::hash(written).as_bytes()[..] != *digest {
-        return Err(SnapshotError::Corrupt);
+    let identities = nodes.iter().map(|node| node.record.identity);
+    if identities.collect::<std::collections::BTreeSet<_>>().len() > 1 {
+        return Err(invalid("identities", reader.at(), 2));
     }
-    Ok(&written[HEAD_BYTES..])
+    Ok(())
 }
 
 fn read_node(reader: &mut Reader<'_>) -> Result<NodeState, CodecError> {
@@ -301,12 +494,22 @@ fn read_node(reader: &mut Reader<'_>) -> Result<NodeState, CodecError> {
     Ok(NodeState { live, next_seq, ..NodeState::new(record, epoch) })
 }
 
-fn put_settings(out: &mut Vec<u8>, settings: impl ExactSizeIterator<Item = (u32, u64)>) {
-    put_number(out, settings.len() as u64);
-    for (key, value) in settings {
-        put_number(out, key.into());
-        put_number(out, value);
+fn read_directives(directives: &mut Directives, reader: &mut Reader<'_>) -> Result<(), CodecError> {
+    let quotas = read_settings(reader, "quotas")?;
+    directives.quotas = quotas.into_iter().map(|(key, value)| (TenantId(key), value)).collect();
+    let ttls = read_settings(reader, "times to live")?;
+    directives.ttls = ttls.into_iter().map(|(key, value)| (GroupId(key), value)).collect();
+    let mut before = None;
+    for _ in 0..reader.count("pins", 3)? {
+        let at = reader.at();
+        let pin = read_pin(reader)?;
+        if before >= Some(pin.pin) {
+            return Err(invalid("pin", at, pin.pin.0));
+        }
+        before = Some(pin.pin);
+        directives.insert_pin(pin);
     }
+    Ok(())
 }
 
 /// Pairs by strictly ascending key.

@@ -15,9 +15,9 @@ pub(super) const BLOCKS: u64 = 48;
 pub(super) fn tight() -> IndexLimits {
     IndexLimits {
         nodes_max: 4,
-        announce_blocks_max: 24,
+        announce_blocks_max: 40,
         announce_changes_max: 12,
-        copies_max: 12,
+        copies_max: 60,
         pin_blocks_max: 4,
         pinned_blocks_max: 8,
         pins_max: 3,
@@ -85,19 +85,63 @@ fn tier() -> impl Strategy<Value = Tier> {
     prop::sample::select(Tier::ALL.to_vec())
 }
 
-/// Runs of neighbours, as prefixes are, and scattered blocks, as victims are.
+/// The block before this one in the only prefix that it ends: a trunk of 24, a branch off it, a branch
+/// off that, and a prefix of its own.
+fn parent_of(number: u64) -> Option<u64> {
+    match number {
+        0 | 44 => None,
+        24 => Some(7),
+        36 => Some(27),
+        other => Some(other - 1),
+    }
+}
+
+/// The prefix that ends with a block.
+fn path_to(number: u64) -> Vec<u64> {
+    let mut path: Vec<u64> = std::iter::successors(Some(number), |number| parent_of(*number)).collect();
+    path.reverse();
+    path
+}
+
+/// The last blocks of a prefix, with the one before them.
+fn stretch(end: u64, len: usize) -> (Option<BlockHash>, Vec<BlockHash>) {
+    let path = path_to(end);
+    let start = path.len().saturating_sub(len);
+    (start.checked_sub(1).map(|before| block(path[before])), blocks(path[start..].iter().copied()))
+}
+
+/// Stretches of a prefix from either end, as policies evict them, and scattered blocks.
 fn some_blocks() -> impl Strategy<Value = Vec<BlockHash>> {
     prop_oneof![
-        (0..BLOCKS, 0..8u64).prop_map(|(start, len)| blocks(start..(start + len).min(BLOCKS))),
+        (0..BLOCKS, 0..9usize).prop_map(|(end, len)| stretch(end, len).1),
+        (0..BLOCKS, 0..9usize).prop_map(|(end, len)| stretch(end, len).1.into_iter().rev().collect()),
         prop::collection::vec(0..BLOCKS, 0..5).prop_map(blocks),
     ]
 }
 
-fn change() -> impl Strategy<Value = Change> {
-    let parent = prop::option::of((0..BLOCKS).prop_map(block));
+/// What a node stores: a stretch of a prefix, sometimes without a word on what was before it. Liars name
+/// any blocks in any order.
+fn stored_blocks(who: Speakers) -> impl Strategy<Value = (Option<BlockHash>, Vec<BlockHash>)> {
+    let told = (0..BLOCKS, 0..13usize, prop::bool::weighted(0.8)).prop_map(|(end, len, told)| {
+        let (parent, blocks) = stretch(end, len);
+        (parent.filter(|_| told), blocks)
+    });
+    let lie = (prop::option::of((0..BLOCKS).prop_map(block)), some_blocks());
+    let lies = u32::from(who == Speakers::Liars) * 4;
+    prop_oneof![4 => told, lies => lie]
+}
+
+/// Whether what nodes store is always a prefix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Speakers {
+    Honest,
+    Liars,
+}
+
+fn change(who: Speakers) -> impl Strategy<Value = Change> {
     prop_oneof![
-        6 => (parent, some_blocks(), tier())
-            .prop_map(|(parent, blocks, tier)| Change::Stored { parent, blocks, tier }),
+        6 => (stored_blocks(who), tier())
+            .prop_map(|((parent, blocks), tier)| Change::Stored { parent, blocks, tier }),
         2 => (some_blocks(), tier(), tier())
             .prop_map(|(blocks, from, to)| Change::Moved { blocks, from, to }),
         3 => (some_blocks(), tier()).prop_map(|(blocks, tier)| Change::Dropped { blocks, tier }),
@@ -110,8 +154,8 @@ fn rarely(others: std::ops::Range<i64>) -> impl Strategy<Value = i64> {
     prop_oneof![9 => Just(0), 1 => others]
 }
 
-fn said() -> impl Strategy<Value = Said> {
-    let changes = prop::collection::vec(change(), 0..4);
+fn said(who: Speakers) -> impl Strategy<Value = Said> {
+    let changes = prop::collection::vec(change(who), 0..4);
     (0..NODES, rarely(0..2), rarely(-2..3), changes).prop_map(|(node, late, seq_offset, changes)| Said {
         node,
         late_epochs: late as u64,
@@ -124,7 +168,7 @@ fn owner() -> impl Strategy<Value = String> {
     prop::sample::select(vec!["ops".to_owned(), "batch".to_owned()])
 }
 
-fn intent() -> impl Strategy<Value = Intent> {
+fn intent(who: Speakers) -> impl Strategy<Value = Intent> {
     let late = || rarely(0..2).prop_map(|late| late as u64);
     let value = || prop::option::weighted(0.7, 0..4u64);
     let pin = (0..5u64, owner(), some_blocks())
@@ -134,7 +178,7 @@ fn intent() -> impl Strategy<Value = Intent> {
             .prop_map(|(node, stranger)| Intent::Join { node, stranger }),
         1 => (0..NODES, late()).prop_map(|(node, late)| Intent::Fence { node, late }),
         2 => (0..NODES, late()).prop_map(|(node, late)| Intent::Leave { node, late }),
-        16 => prop::collection::vec(said(), 1..4).prop_map(Intent::Announce),
+        16 => prop::collection::vec(said(who), 1..4).prop_map(Intent::Announce),
         1 => pin,
         1 => (0..5u64, owner()).prop_map(|(pin, owner)| Intent::Unpin { pin, owner }),
         1 => (0..4u32, value()).prop_map(|(tenant, bytes)| Intent::SetQuota { tenant, bytes }),
@@ -143,18 +187,18 @@ fn intent() -> impl Strategy<Value = Intent> {
 }
 
 /// A life of an index: a few nodes join, then anything happens.
-pub(super) fn intents() -> impl Strategy<Value = Vec<Intent>> {
-    (0..5u32, prop::collection::vec(intent(), 1..80)).prop_map(|(joined, later)| {
+pub(super) fn intents(who: Speakers) -> impl Strategy<Value = Vec<Intent>> {
+    (0..5u32, prop::collection::vec(intent(who), 1..80)).prop_map(|(joined, later)| {
         let joins = (0..joined).map(|node| Intent::Join { node, stranger: false });
         joins.chain(later).collect()
     })
 }
 
-/// A request: a run of neighbours or scattered blocks.
+/// A request: a prefix, or the part of one that another router did not find.
 pub(super) fn request() -> impl Strategy<Value = Vec<BlockHash>> {
     prop_oneof![
-        (0..BLOCKS).prop_map(|start| blocks(start..BLOCKS)),
-        prop::collection::vec(0..BLOCKS, 0..12).prop_map(blocks),
+        3 => (0..BLOCKS).prop_map(|end| blocks(path_to(end))),
+        1 => (0..BLOCKS, 0..20usize).prop_map(|(end, len)| stretch(end, len).1),
     ]
 }
 

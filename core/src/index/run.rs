@@ -1,0 +1,334 @@
+//! A run: consecutive blocks of one prefix that were announced one after the other, and who holds which
+//! stretch of them.
+//!
+//! A run only ever grows and shrinks at its end. A block in the middle that nobody holds any more is
+//! unlisted, but keeps its position: what stands at a position never becomes another block, so equal
+//! hashes at two positions of a run mean equal blocks between them. Not here: where the hashes lie
+//! (`pages.rs`), and what is done to the table (`store.rs`).
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use super::holders::{TierSet, Tiers};
+use super::pages::{PAGE_BLOCKS, Place};
+
+/// Longest run, in blocks: 128 Ki tokens at sixteen a block. Longer prefixes take a second run. Small in
+/// tests, so that they do.
+pub(super) const RUN_BLOCKS_MAX: u32 = if cfg!(test) { 24 } else { 8_192 };
+/// Runs that are copied together when a frozen index still needs them.
+const CHUNK_RUNS: usize = 64;
+/// Number of a page of a run that was given back.
+const GONE: u32 = u32::MAX;
+
+/// The hold of one node on a stretch of a run: `from..to`, never empty, in tiers that are never none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Hold {
+    /// Incarnation of the slot when this was announced.
+    pub(super) incarnation: u32,
+    /// Slot of the node.
+    pub(super) slot: u16,
+    pub(super) from: u16,
+    pub(super) to: u16,
+    pub(super) tiers: TierSet,
+}
+
+impl Hold {
+    /// Whether the node still stands by it.
+    pub(super) fn is_current(&self, incarnations: &[u32]) -> bool {
+        incarnations.get(usize::from(self.slot)) == Some(&self.incarnation)
+    }
+
+    pub(super) fn blocks(&self) -> u64 {
+        u64::from(self.to - self.from)
+    }
+
+    pub(super) fn covers(&self, offset: u32) -> bool {
+        (u32::from(self.from)..u32::from(self.to)).contains(&offset)
+    }
+}
+
+/// A stretch of a run whose tiers were changed by one node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Changed {
+    pub(super) from: u32,
+    pub(super) to: u32,
+    pub(super) before: TierSet,
+    pub(super) after: TierSet,
+}
+
+/// Consecutive blocks, and who holds them. A run of length zero is no run.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Run {
+    /// Its pages in order; those that hold no listed block are given back.
+    pages: SmallVec<[u32; 2]>,
+    /// By ascending slot, then offset. Stretches of one slot neither overlap nor, with equal tiers, touch.
+    holds: SmallVec<[Hold; 1]>,
+    len: u16,
+    /// Listed blocks.
+    live: u16,
+}
+
+impl Run {
+    pub(super) fn len(&self) -> u32 {
+        self.len.into()
+    }
+
+    pub(super) fn live(&self) -> u32 {
+        self.live.into()
+    }
+
+    pub(super) fn holds(&self) -> &[Hold] {
+        &self.holds
+    }
+
+    /// Pages by position; none for one that was given back.
+    pub(super) fn pages(&self) -> impl ExactSizeIterator<Item = Option<u32>> + '_ {
+        self.pages.iter().map(|&page| (page != GONE).then_some(page))
+    }
+
+    /// Where the block at an offset lies, unless its page was given back.
+    pub(super) fn place(&self, offset: u32) -> Option<Place> {
+        if offset >= self.len() {
+            return None;
+        }
+        let page = *self.pages.get((offset / PAGE_BLOCKS) as usize)?;
+        (page != GONE).then(|| Place::new(page, offset % PAGE_BLOCKS))
+    }
+
+    /// Makes the run some blocks longer, all in one page; `page` must be given when they start it.
+    pub(super) fn push(&mut self, page: Option<u32>, blocks: u32) {
+        if let Some(page) = page {
+            // A quarter at a time: the numbers of pages are a noticeable part of all memory.
+            if self.pages.len() == self.pages.capacity() && self.pages.spilled() {
+                self.pages.reserve_exact(self.pages.len() / 4 + 1);
+            }
+            self.pages.push(page);
+        }
+        self.len += blocks as u16;
+        self.live += blocks as u16;
+    }
+
+    /// Blocks that fit behind the last one without another page, or in the next page when that is full;
+    /// none in a run that is as long as runs get.
+    pub(super) fn room(&self) -> u32 {
+        let in_page = PAGE_BLOCKS - self.len() % PAGE_BLOCKS;
+        in_page.min(RUN_BLOCKS_MAX - self.len())
+    }
+
+    /// Whether the next block pushed needs a page.
+    pub(super) fn needs_page(&self) -> bool {
+        self.pages.len() as u32 * PAGE_BLOCKS == self.len()
+    }
+
+    /// A block that was unlisted is listed again.
+    pub(super) fn revive(&mut self) {
+        self.live += 1;
+    }
+
+    /// The block at an offset was unlisted, and with it, perhaps, the last one of its page.
+    pub(super) fn bury(&mut self, offset: u32, page_is_empty: bool) -> Option<u32> {
+        self.live -= 1;
+        if !page_is_empty {
+            return None;
+        }
+        let page = std::mem::replace(&mut self.pages[(offset / PAGE_BLOCKS) as usize], GONE);
+        Some(page)
+    }
+
+    /// Cuts off what follows the last block for which `is_live` says so.
+    pub(super) fn trim(&mut self, is_live: impl Fn(Place) -> bool) {
+        while self.pages.last() == Some(&GONE) {
+            self.pages.pop();
+            self.len = self.len.min((self.pages.len() as u32 * PAGE_BLOCKS) as u16);
+        }
+        while self.len > 0 && self.place(self.len() - 1).is_some_and(|place| !is_live(place)) {
+            self.len -= 1;
+        }
+    }
+
+    /// Takes tiers from the hold of a slot on `from..to` and adds others; tells each stretch with what it
+    /// was. All holds of the slot must be of this incarnation.
+    pub(super) fn change(
+        &mut self,
+        (slot, incarnation): (u16, u32),
+        (from, to): (u32, u32),
+        tiers: Tiers,
+        mut tell: impl FnMut(Changed),
+    ) {
+        let is_before = |hold: &Hold| (hold.slot, u32::from(hold.to)) < (slot, from);
+        let start = self.holds.partition_point(is_before);
+        let touches = |hold: &&Hold| hold.slot == slot && u32::from(hold.from) <= to;
+        let count = self.holds[start..].iter().take_while(touches).count();
+        let old: SmallVec<[Hold; 4]> = SmallVec::from_slice(&self.holds[start..start + count]);
+        let mut new = Stretches { slot, incarnation, holds: SmallVec::new() };
+        let mut at = from;
+        for hold in &old {
+            let (first, end) = (u32::from(hold.from), u32::from(hold.to));
+            new.push(first, end.min(from), hold.tiers);
+            for (until, before) in [(first.min(to), TierSet::NONE), (end.min(to), hold.tiers)] {
+                if at < until {
+                    let after = tiers.after(before);
+                    tell(Changed { from: at, to: until, before, after });
+                    new.push(at, until, after);
+                    at = until;
+                }
+            }
+            new.push(first.max(to), end, hold.tiers);
+        }
+        if at < to {
+            let after = tiers.after(TierSet::NONE);
+            tell(Changed { from: at, to, before: TierSet::NONE, after });
+            // Only the last old stretch can reach past `to`, and then nothing is left to add.
+            new.push(at, to, after);
+        }
+        self.splice(start, count, &new.holds);
+    }
+
+    fn splice(&mut self, start: usize, count: usize, new: &[Hold]) {
+        let same = count.min(new.len());
+        self.holds[start..start + same].copy_from_slice(&new[..same]);
+        if new.len() > count {
+            self.holds.insert_many(start + same, new[same..].iter().copied());
+        } else {
+            self.holds.drain(start + same..start + count);
+        }
+    }
+
+    /// Forgets every hold that `keep` refuses; tells each.
+    pub(super) fn retain(&mut self, keep: impl Fn(&Hold) -> bool, mut tell: impl FnMut(Hold)) {
+        self.holds.retain(|hold| {
+            let kept = keep(hold);
+            if !kept {
+                tell(*hold);
+            }
+            kept
+        });
+        if self.holds.len() <= 1 {
+            self.holds.shrink_to_fit();
+        }
+    }
+
+    /// Parts of `from..to` that no hold covers.
+    pub(super) fn uncovered(&self, from: u32, to: u32) -> SmallVec<[(u32, u32); 2]> {
+        let mut gaps = SmallVec::new();
+        let mut at = from;
+        while at < to {
+            let covering = self.holds.iter().filter(|hold| hold.covers(at)).map(|hold| u32::from(hold.to)).max();
+            if let Some(end) = covering {
+                at = end;
+                continue;
+            }
+            let later = self.holds.iter().map(|hold| u32::from(hold.from)).filter(|first| *first > at).min();
+            let end = later.unwrap_or(to).min(to);
+            gaps.push((at, end));
+            at = end;
+        }
+        gaps
+    }
+
+    /// A run as a snapshot describes it; none when it describes none. The caller lists the blocks.
+    pub(super) fn restored(len: u32, pages: &[Option<u32>], holds: &[Hold]) -> Option<Run> {
+        let is_whole = len > 0
+            && len <= RUN_BLOCKS_MAX
+            && pages.len() as u32 == len.div_ceil(PAGE_BLOCKS)
+            && holds.iter().all(|hold| hold.from < hold.to && u32::from(hold.to) <= len);
+        let in_order = holds.windows(2).all(|two| {
+            let parted = two[0].to < two[1].from || (two[0].to == two[1].from && two[0].tiers != two[1].tiers);
+            two[0].slot < two[1].slot || (two[0].slot == two[1].slot && parted)
+        });
+        // The last block of a run is held: the end is cut off as soon as it is not.
+        let ends_held = holds.iter().any(|hold| u32::from(hold.to) == len);
+        let pages = pages.iter().map(|page| page.unwrap_or(GONE)).collect();
+        let run = Run { pages, holds: SmallVec::from_slice(holds), len: len as u16, live: 0 };
+        (is_whole && in_order && ends_held).then_some(run)
+    }
+}
+
+/// Builds the stretches of one slot; neighbours of equal tiers become one.
+struct Stretches {
+    slot: u16,
+    incarnation: u32,
+    holds: SmallVec<[Hold; 4]>,
+}
+
+impl Stretches {
+    fn push(&mut self, from: u32, to: u32, tiers: TierSet) {
+        if from >= to || tiers.is_empty() {
+            return;
+        }
+        let (from, to) = (from as u16, to as u16);
+        match self.holds.last_mut() {
+            Some(last) if last.to == from && last.tiers == tiers => last.to = to,
+            _ => {
+                let (incarnation, slot) = (self.incarnation, self.slot);
+                self.holds.push(Hold { incarnation, slot, from, to, tiers });
+            }
+        }
+    }
+}
+
+/// All runs of one index, by number. A number is used again when its run is gone, the lowest first.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Runs {
+    chunks: Vec<Arc<Vec<Run>>>,
+    free: BinaryHeap<Reverse<u32>>,
+    used: u32,
+}
+
+fn split(run: u32) -> (usize, usize) {
+    (run as usize / CHUNK_RUNS, run as usize % CHUNK_RUNS)
+}
+
+impl Runs {
+    pub(super) fn get(&self, run: u32) -> &Run {
+        let (chunk, place) = split(run);
+        &self.chunks[chunk][place]
+    }
+
+    pub(super) fn get_mut(&mut self, run: u32) -> &mut Run {
+        let (chunk, place) = split(run);
+        &mut Arc::make_mut(&mut self.chunks[chunk])[place]
+    }
+
+    /// The number of a run that is not used.
+    pub(super) fn take(&mut self) -> u32 {
+        if let Some(Reverse(run)) = self.free.pop() {
+            return run;
+        }
+        self.used += 1;
+        self.reach(self.used);
+        self.used - 1
+    }
+
+    fn reach(&mut self, used: u32) {
+        while self.chunks.len() * CHUNK_RUNS < used as usize {
+            self.chunks.push(Arc::new(vec![Run::default(); CHUNK_RUNS]));
+        }
+    }
+
+    /// The run is gone.
+    pub(super) fn free(&mut self, run: u32) {
+        *self.get_mut(run) = Run::default();
+        self.free.push(Reverse(run));
+    }
+
+    /// Runs ever used.
+    pub(super) fn used(&self) -> u32 {
+        self.used
+    }
+
+    /// The next run of a snapshot; one of length zero is a number that is free.
+    pub(super) fn restore(&mut self, run: Run) -> u32 {
+        let number = self.used;
+        self.used += 1;
+        self.reach(self.used);
+        if run.len() == 0 {
+            self.free.push(Reverse(number));
+        }
+        *self.get_mut(number) = run;
+        number
+    }
+}
