@@ -4,6 +4,7 @@
 //! Not here: the harness (`lib.rs`) and what each bench does (one file each beside this one).
 
 mod choose;
+mod hash;
 mod index;
 mod transport;
 
@@ -35,6 +36,7 @@ impl Effort {
 
 const BENCHES: &[Bench] = &[
     Bench { name: "index", about: index::ABOUT, run: index::run },
+    Bench { name: "hash", about: hash::ABOUT, run: hash::run },
     Bench { name: "choose", about: choose::ABOUT, run: choose::run },
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },
 ];

@@ -73,6 +73,7 @@ macro_rules! digest {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[repr(transparent)]
         pub struct $name(pub [u8; 16]);
 
         impl fmt::Display for $name {
@@ -119,6 +120,24 @@ digest!(
     /// Digest of an identity manifest (weights, dtype, layout, geometry, RoPE, adapter …).
     IdentityDigest
 );
+
+impl BlockHash {
+    /// First byte: the same for all blocks of one chain, that of the chain's first block. Who shards the
+    /// index by it has all prefixes of a prompt in one place.
+    #[must_use]
+    pub fn root_tag(self) -> u8 {
+        self.0[0]
+    }
+
+    /// Which of `shards` parts the chain of this block belongs to, numbered from zero; all blocks of a
+    /// chain belong to one. Each part has as many of the 256 tags as the next, or one more or less, so a
+    /// power of two divides evenly, and more than 256 shards leave some without any tag.
+    #[must_use]
+    pub fn shard(self, shards: u16) -> u16 {
+        let shard = (u32::from(self.root_tag()) * u32::from(shards)) >> 8;
+        shard as u16
+    }
+}
 
 /// Where on a node a block is. Ordered from slow to fast, so `max` is the fastest tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -1,0 +1,212 @@
+//! The chain: from tokens to states to block hashes.
+//!
+//! Not here: how a block is summed and a state enciphered (`kernel.rs`).
+
+use super::kernel::{Kernel, Level};
+use super::keys::{Blocks, Keys, LINE_TOKENS, Line, SEGMENT_LINES};
+use super::manifest::{BLOCK_TOKENS_MAX, IdentityManifest};
+use crate::id::BlockHash;
+
+/// A prefix of whole blocks, as far as hashing needs to know it: what a longer prefix continues from.
+///
+/// Belongs to the hasher that made it, and is as secret as its key: a hash says nothing of the state, but
+/// who has states of chosen prefixes can solve for the key.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Chain {
+    state: [u8; 16],
+    /// Blocks of the current segment; zero only before the first block.
+    blocks: u8,
+    tag: u8,
+}
+
+impl std::fmt::Debug for Chain {
+    /// Leaves the state out: logs are no place for it.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Chain").finish_non_exhaustive()
+    }
+}
+
+/// Makes block hashes of one identity and one tenant.
+#[derive(Clone)]
+pub struct PrefixHasher {
+    keys: Keys,
+    kernel: Kernel,
+    block_tokens: usize,
+}
+
+impl std::fmt::Debug for PrefixHasher {
+    /// Leaves the key out: logs are no place for it.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PrefixHasher").field("block_tokens", &self.block_tokens).finish_non_exhaustive()
+    }
+}
+
+impl PrefixHasher {
+    /// Derives the keys from manifest and salt. The salt is what keeps tenants from probing each other:
+    /// without it nobody can compute a tenant's hashes, not even from known text. It must be secret and
+    /// random.
+    ///
+    /// A manifest that [`IdentityManifest::validate`] refuses is hashed all the same (with the nearest block
+    /// size there is), because what must never happen here is a shared key or a panic.
+    #[must_use]
+    pub fn new(manifest: &IdentityManifest, tenant_salt: &[u8; 32]) -> Self {
+        let keys = Keys::new(manifest, tenant_salt);
+        let kernel = Kernel::fastest(&keys.cipher);
+        Self { kernel, keys, block_tokens: manifest.block_tokens.clamp(1, BLOCK_TOKENS_MAX) as usize }
+    }
+
+    /// The same hasher with the instructions of this level, when the machine has them. For comparing levels;
+    /// [`new`](Self::new) takes the fastest.
+    #[must_use]
+    pub fn at_level(self, level: Level) -> Option<Self> {
+        let kernel = Kernel::at(level, &self.keys.cipher)?;
+        Some(Self { kernel, ..self })
+    }
+
+    /// The level of instructions in use.
+    #[must_use]
+    pub fn level(&self) -> Level {
+        self.kernel.level()
+    }
+
+    /// The empty prefix.
+    #[must_use]
+    pub fn start(&self) -> Chain {
+        Chain { state: [0; 16], blocks: 0, tag: 0 }
+    }
+
+    /// Appends the hashes of all whole blocks of `tokens` to `hashes` and moves `chain` behind them. Gives
+    /// back the tokens that do not fill a block: the caller keeps them until there are more, or ends the
+    /// prefix with [`tail`](Self::tail).
+    pub fn extend<'tokens>(
+        &self,
+        chain: &mut Chain,
+        tokens: &'tokens [u32],
+        hashes: &mut Vec<BlockHash>,
+    ) -> &'tokens [u32] {
+        let (whole, rest) = tokens.split_at(tokens.len() - tokens.len() % self.block_tokens);
+        let before = hashes.len();
+        hashes.resize(before + whole.len() / self.block_tokens, BlockHash::default());
+        let hashes = &mut hashes[before..];
+        if self.block_tokens.is_multiple_of(LINE_TOKENS) {
+            self.absorb(chain, self.lines_each(), whole.as_chunks().0, hashes);
+        } else {
+            self.absorb_padded(chain, whole, hashes);
+        }
+        rest
+    }
+
+    /// Hash of a partly filled block after `chain`: the last one of a prefix, since nothing follows a block
+    /// that still grows. Nothing when there are no tokens, or a whole block of them.
+    #[must_use]
+    pub fn tail(&self, chain: &Chain, tokens: &[u32]) -> Option<BlockHash> {
+        if tokens.is_empty() || tokens.len() >= self.block_tokens {
+            return None;
+        }
+        let mut padded = [[0; LINE_TOKENS]; SEGMENT_LINES];
+        padded.as_flattened_mut()[..tokens.len()].copy_from_slice(tokens);
+        let lines = &padded[..tokens.len().div_ceil(LINE_TOKENS)];
+        // A chain of its own, which ends here: what sets a tail apart is added before its lines.
+        let mut end = *chain;
+        let length = self.kernel.multiply(self.keys.tail, tokens.len() as u128);
+        let mut state = self.enter_block(&mut end, self.lines_each()) ^ length;
+        let slot = usize::from(end.blocks) * self.lines_each();
+        let mut hash = [BlockHash::default()];
+        self.kernel.absorb(
+            &self.keys,
+            Blocks { slot, lines_each: lines.len(), lines },
+            &mut state,
+            &mut hash,
+        );
+        if chain.blocks > 0 {
+            hash[0].0[0] = chain.tag;
+        }
+        Some(hash[0])
+    }
+
+    /// Hashes of all blocks of a prompt in prefix order; the last one may be partly filled.
+    #[must_use]
+    pub fn blocks(&self, tokens: &[u32]) -> Vec<BlockHash> {
+        let mut hashes = Vec::with_capacity(tokens.len().div_ceil(self.block_tokens));
+        self.blocks_into(tokens, &mut hashes);
+        hashes
+    }
+
+    /// The same into a list that is emptied first, so that its memory serves again.
+    pub fn blocks_into(&self, tokens: &[u32], hashes: &mut Vec<BlockHash>) {
+        hashes.clear();
+        let mut chain = self.start();
+        let rest = self.extend(&mut chain, tokens, hashes);
+        hashes.extend(self.tail(&chain, rest));
+    }
+
+    /// Hashes of a prefix whose blocks a trace names by number: the number stands for the content of
+    /// the block, and the same number after another prefix is another block.
+    #[must_use]
+    pub fn chain_ids(&self, ids: &[u64]) -> Vec<BlockHash> {
+        let mut hashes = vec![BlockHash::default(); ids.len()];
+        let mut chain = Chain { state: self.keys.ids.to_le_bytes(), ..self.start() };
+        for (ids, hashes) in ids.chunks(SEGMENT_LINES).zip(hashes.chunks_mut(SEGMENT_LINES)) {
+            let mut lines = [[0; LINE_TOKENS]; SEGMENT_LINES];
+            for (line, id) in lines.iter_mut().zip(ids) {
+                line[0] = *id as u32;
+                line[1] = (id >> 32) as u32;
+            }
+            self.absorb(&mut chain, 1, &lines[..ids.len()], hashes);
+        }
+        hashes
+    }
+
+    fn lines_each(&self) -> usize {
+        self.block_tokens.div_ceil(LINE_TOKENS)
+    }
+
+    /// Whole blocks whose size is not one of whole lines: each is brought to whole lines by zeros.
+    fn absorb_padded(&self, chain: &mut Chain, tokens: &[u32], hashes: &mut [BlockHash]) {
+        let lines_each = self.lines_each();
+        let blocks_max = SEGMENT_LINES / lines_each;
+        let batches = tokens.chunks(blocks_max * self.block_tokens);
+        for (tokens, hashes) in batches.zip(hashes.chunks_mut(blocks_max)) {
+            let mut padded = [[0; LINE_TOKENS]; SEGMENT_LINES];
+            let blocks = tokens.chunks_exact(self.block_tokens);
+            for (lines, block) in padded.chunks_exact_mut(lines_each).zip(blocks) {
+                lines.as_flattened_mut()[..block.len()].copy_from_slice(block);
+            }
+            self.absorb(chain, lines_each, &padded[..hashes.len() * lines_each], hashes);
+        }
+    }
+
+    /// Moves `chain` behind blocks of whole lines and writes their hashes.
+    fn absorb(&self, chain: &mut Chain, lines_each: usize, mut lines: &[Line], mut hashes: &mut [BlockHash]) {
+        while !hashes.is_empty() {
+            let is_first = chain.blocks == 0;
+            let mut state = self.enter_block(chain, lines_each);
+            let blocks = usize::from(chain.blocks);
+            let in_segment = hashes.len().min(SEGMENT_LINES / lines_each - blocks);
+            let (now, later) = std::mem::take(&mut hashes).split_at_mut(in_segment);
+            let (own, rest) = lines.split_at(in_segment * lines_each);
+            let block_lines = Blocks { slot: blocks * lines_each, lines_each, lines: own };
+            self.kernel.absorb(&self.keys, block_lines, &mut state, now);
+            chain.state = state.to_le_bytes();
+            chain.blocks = (blocks + in_segment) as u8;
+            if is_first {
+                chain.tag = now[0].root_tag();
+            }
+            for hash in now {
+                hash.0[0] = chain.tag;
+            }
+            (lines, hashes) = (rest, later);
+        }
+    }
+
+    /// The state that the next block is added to. Blocks do not cross segments: lines that would not make a
+    /// whole block stay unused.
+    fn enter_block(&self, chain: &mut Chain, lines_each: usize) -> u128 {
+        let state = u128::from_le_bytes(chain.state);
+        if usize::from(chain.blocks) < SEGMENT_LINES / lines_each {
+            return state;
+        }
+        chain.blocks = 0;
+        self.kernel.multiply(state, self.keys.step)
+    }
+}

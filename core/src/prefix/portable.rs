@@ -1,0 +1,51 @@
+//! The block hash in plain Rust: what every machine can run, and what the vector code must equal.
+//!
+//! Not here: the field (`field.rs`) and the order of the steps (`hasher.rs`).
+
+use aes::Aes128;
+use aes::cipher::{BlockEncrypt, KeyInit};
+
+use super::field::ProductSum;
+use super::keys::{Blocks, Keys, Line, SEGMENT_LINES};
+use crate::id::BlockHash;
+
+/// The permutation that hides states.
+#[derive(Clone)]
+pub(super) struct Cipher(Aes128);
+
+impl Cipher {
+    pub(super) fn new(key: &[u8; 16]) -> Self {
+        Self(Aes128::new(key.into()))
+    }
+
+    /// Adds blocks to the state and writes the image of the state after each of them.
+    pub(super) fn absorb(&self, keys: &Keys, blocks: Blocks<'_>, state: &mut u128, hashes: &mut [BlockHash]) {
+        let mut images = [Default::default(); SEGMENT_LINES];
+        for ((slot, block), image) in blocks.slots().zip(&mut images) {
+            *state ^= sum(keys, slot, block);
+            *image = state.to_le_bytes().into();
+        }
+        // The cipher is fastest with many at once.
+        self.0.encrypt_blocks(&mut images[..hashes.len()]);
+        for (hash, image) in hashes.iter_mut().zip(images) {
+            *hash = BlockHash(image.into());
+        }
+    }
+}
+
+/// Sum of the lines of a block whose first line has the keys of `slot`.
+fn sum(keys: &Keys, slot: usize, block: &[Line]) -> u128 {
+    let keys = keys.first[slot..].iter().zip(&keys.second[slot..]);
+    let mut products = ProductSum::default();
+    for (line, (first, second)) in block.iter().zip(keys) {
+        products.add(word(line, 0) ^ first[0], word(line, 2) ^ second[0]);
+        products.add(word(line, 1) ^ first[1], word(line, 3) ^ second[1]);
+    }
+    products.reduce()
+}
+
+/// The word of this number: four tokens, the first one lowest.
+fn word(line: &Line, number: usize) -> u128 {
+    let tokens = line[4 * number..].iter().take(4);
+    tokens.rev().fold(0, |word, &token| word << 32 | u128::from(token))
+}

@@ -1,0 +1,394 @@
+//! Prompt hashes: fixed answers, a slow reference, and the promise that any difference that matters
+//! changes the hash.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::id::BlockHash;
+
+mod reference;
+
+use reference::Reference;
+
+const SALT: [u8; 32] = [7; 32];
+
+fn hasher() -> PrefixHasher {
+    PrefixHasher::new(&IdentityManifest::default(), &SALT)
+}
+
+fn small_blocks(block_tokens: u32) -> IdentityManifest {
+    IdentityManifest { block_tokens, ..IdentityManifest::default() }
+}
+
+fn blocks_of(block_tokens: u32) -> PrefixHasher {
+    PrefixHasher::new(&small_blocks(block_tokens), &SALT)
+}
+
+/// The hasher at every level this machine has.
+fn levels(hasher: &PrefixHasher) -> Vec<PrefixHasher> {
+    Level::ALL.into_iter().filter_map(|level| hasher.clone().at_level(level)).collect()
+}
+
+fn texts(hashes: &[BlockHash]) -> Vec<String> {
+    hashes.iter().map(ToString::to_string).collect()
+}
+
+/// Every manifest that differs from the default in exactly one field.
+fn neighbours() -> Vec<IdentityManifest> {
+    let base = IdentityManifest::default;
+    let other = || "other".to_owned();
+    vec![
+        IdentityManifest { model: other(), ..base() },
+        IdentityManifest { weights_digest: other(), ..base() },
+        IdentityManifest { dtype: other(), ..base() },
+        IdentityManifest { layout: other(), ..base() },
+        IdentityManifest { layers: 33, ..base() },
+        IdentityManifest { tp: 2, ..base() },
+        IdentityManifest { pp: 2, ..base() },
+        IdentityManifest { rank: 1, ..base() },
+        IdentityManifest { block_tokens: 256, ..base() },
+        IdentityManifest { rope: other(), ..base() },
+        IdentityManifest { key_form: KeyForm::Raw, ..base() },
+        IdentityManifest { adapter: other(), ..base() },
+    ]
+}
+
+#[test]
+fn known_answers() {
+    // Pinned: if one of these changes, every key of every running cluster changes with it.
+    assert_eq!(IdentityManifest::default().digest().to_string(), "159561dc877044a96a91c7fdd3cc980b");
+    for hasher in levels(&hasher()) {
+        assert_eq!(
+            texts(&hasher.blocks(&(0..1025).collect::<Vec<u32>>())),
+            [
+                "2f1aa87843ae7d72aae0f783f52d580b",
+                "2f01e0ac2ebeeaf5f7c2afcad921acf8",
+                "2f4f76c499c6379c0dfcd97df029ef79"
+            ]
+        );
+        assert_eq!(
+            texts(&hasher.chain_ids(&[0, 46, 46])),
+            [
+                "2d1381859ef84cfd6164f89c52f8df67",
+                "2dfb21d21dd9b64902bdf3b07cd6ee97",
+                "2d3a5b00c454b5584e088b6c740a30ad"
+            ]
+        );
+    }
+    for hasher in levels(&blocks_of(16)) {
+        assert_eq!(
+            texts(&hasher.blocks(&[0xaabb_ccdd; 40])),
+            [
+                "a25c635f0746ba0734360f6cc9c9abfa",
+                "a25c7122de49c1b9ac65f3c016b52d36",
+                "a20811412ee7b394b7122deabd0341ab"
+            ]
+        );
+    }
+}
+
+#[test]
+fn every_machine_has_the_portable_level_and_takes_the_fastest() {
+    let found = levels(&hasher());
+    assert_eq!(found.first().map(PrefixHasher::level), Some(Level::Portable));
+    assert_eq!(found.last().map(PrefixHasher::level), Some(hasher().level()));
+}
+
+#[test]
+fn the_cipher_is_aes() {
+    // FIPS 197, appendix C.1. Keys equal to the words make every product zero, so the state stays.
+    let mut state = u128::from_le_bytes(std::array::from_fn(|position| 0x11 * position as u8));
+    let mut keys = keys::Keys::new(&IdentityManifest::default(), &SALT);
+    (keys.first, keys.second) = ([[0; 2]; 32], [[0; 2]; 32]);
+    let key = std::array::from_fn(|position| position as u8);
+    let image = BlockHash::from_hex("69c4e0d86a7b0430d8cdb78070b4c55a").unwrap();
+    for kernel in Level::ALL.into_iter().filter_map(|level| kernel::Kernel::at(level, &key)) {
+        for lines_each in [1, 2] {
+            // As many blocks as there are lanes, and one more.
+            let (lines, mut hashes) = ([[0; 16]; 10], [BlockHash::default(); 5]);
+            let blocks = keys::Blocks { slot: 0, lines_each, lines: &lines[..5 * lines_each] };
+            kernel.absorb(&keys, blocks, &mut state, &mut hashes);
+            assert_eq!(hashes, [image; 5], "{:?}", kernel.level());
+        }
+    }
+}
+
+#[test]
+fn every_field_of_the_manifest_matters() {
+    let mut digests = BTreeSet::from([IdentityManifest::default().digest()]);
+    let mut firsts = BTreeSet::from([hasher().blocks(&[1])]);
+    let mut ids = BTreeSet::from([hasher().chain_ids(&[1])]);
+    for manifest in neighbours() {
+        let hasher = PrefixHasher::new(&manifest, &SALT);
+        assert!(digests.insert(manifest.digest()), "{manifest:?}");
+        assert!(firsts.insert(hasher.blocks(&[1])), "{manifest:?}");
+        assert!(ids.insert(hasher.chain_ids(&[1])), "{manifest:?}");
+    }
+}
+
+#[test]
+fn text_cannot_wander_between_fields() {
+    let split = |model: &str, weights: &str| {
+        let (model, weights_digest) = (model.to_owned(), weights.to_owned());
+        IdentityManifest { model, weights_digest, ..IdentityManifest::default() }.digest()
+    };
+    assert_ne!(split("ab", "c"), split("a", "bc"));
+    assert_ne!(split("abc", ""), split("", "abc"));
+}
+
+#[test]
+fn a_partly_filled_tail_is_a_block_of_its_own() {
+    let hasher = blocks_of(4);
+    let tokens: Vec<u32> = (100..110).collect();
+    let blocks = hasher.blocks(&tokens);
+    assert_eq!(blocks.len(), 3);
+    assert_eq!(hasher.blocks(&tokens[..8]), blocks[..2]);
+    assert_eq!(hasher.blocks(&tokens[..9])[..2], blocks[..2]);
+    assert_ne!(hasher.blocks(&tokens[..9])[2], blocks[2]);
+    assert!(hasher.blocks(&[]).is_empty());
+}
+
+#[test]
+fn only_tokens_short_of_a_block_are_a_tail() {
+    let (hasher, tokens) = (blocks_of(4), [1, 2, 3, 4, 5]);
+    let chain = hasher.start();
+    assert_eq!(hasher.tail(&chain, &[]), None);
+    assert_eq!(hasher.tail(&chain, &tokens[..4]), None);
+    assert_eq!(hasher.tail(&chain, &tokens), None);
+    assert_eq!(hasher.tail(&chain, &tokens[..3]), hasher.blocks(&tokens[..3]).first().copied());
+}
+
+#[test]
+fn a_tail_of_zeros_is_not_a_shorter_tail() {
+    let hasher = hasher();
+    let lengths: BTreeSet<BlockHash> = (1..=512).map(|n| hasher.blocks(&vec![0; n])[0]).collect();
+    assert_eq!(lengths.len(), 512);
+}
+
+#[test]
+fn kinds_of_block_do_not_meet() {
+    // A whole block, a tail and a trace id made of the same bits.
+    for hasher in [blocks_of(1), blocks_of(2), blocks_of(16)] {
+        let all = [hasher.blocks(&[5])[0], hasher.blocks(&[5, 0])[0], hasher.chain_ids(&[5])[0]];
+        let distinct = BTreeSet::from(all).len();
+        assert_eq!(distinct, if hasher.blocks(&[5, 0]).len() == 2 { 2 } else { 3 });
+    }
+}
+
+#[test]
+fn the_same_trace_id_after_another_prefix_is_another_block() {
+    let hasher = hasher();
+    let (left, right) = (hasher.chain_ids(&[1, 5, 9]), hasher.chain_ids(&[2, 5, 9]));
+    assert!(left.iter().zip(&right).all(|(l, r)| l != r));
+    assert_eq!(hasher.chain_ids(&[1, 5]), left[..2]);
+}
+
+#[test]
+fn order_matters_across_segments() {
+    // Two blocks 512 tokens apart have the same keys; only the step between segments tells them apart.
+    let hasher = blocks_of(16);
+    let tokens: Vec<u32> = (0..2048).collect();
+    let mut swapped = tokens.clone();
+    for offset in 0..16 {
+        swapped.swap(offset, 512 + offset);
+    }
+    let (before, after) = (hasher.blocks(&tokens), hasher.blocks(&swapped));
+    assert!(before.iter().zip(&after).all(|(l, r)| l != r));
+}
+
+#[test]
+fn blocks_of_one_chain_carry_the_tag_of_its_first() {
+    for hasher in levels(&blocks_of(16)) {
+        let tokens: Vec<u32> = (0..3000).collect();
+        let blocks = hasher.blocks(&tokens);
+        assert!(blocks.iter().all(|block| block.root_tag() == blocks[0].root_tag()));
+        let ids = hasher.chain_ids(&(0..200).collect::<Vec<_>>());
+        assert!(ids.iter().all(|block| block.root_tag() == ids[0].root_tag()));
+        // A longer or shorter prompt of the same first block has the same tag.
+        assert_eq!(hasher.blocks(&tokens[..20])[1].root_tag(), blocks[0].root_tag());
+    }
+}
+
+#[test]
+fn tags_spread_evenly_over_roots() {
+    let hasher = blocks_of(16);
+    let mut counts = [0u32; 256];
+    for root in 0..51_200 {
+        counts[usize::from(hasher.blocks(&[root; 16])[0].root_tag())] += 1;
+    }
+    // Each expects 200 with a standard deviation of 14; six of them either way.
+    assert!(counts.iter().all(|count| (115..285).contains(count)), "{counts:?}");
+}
+
+#[test]
+fn shards_divide_the_tags() {
+    let shard_of = |tag: u8, shards: u16| BlockHash([tag; 16]).shard(shards);
+    for shards in [1, 2, 3, 7, 16, 100, 255, 256] {
+        let mut counts = vec![0; usize::from(shards)];
+        (0..=255).for_each(|tag| counts[usize::from(shard_of(tag, shards))] += 1);
+        let (least, most) = (counts.iter().min().unwrap(), counts.iter().max().unwrap());
+        assert!(most - least <= i32::from(256 % shards != 0), "{shards}: {counts:?}");
+    }
+    assert_eq!(shard_of(255, u16::MAX), 65_279, "more shards than tags: within bounds all the same");
+    assert_eq!(shard_of(255, 0), 0);
+}
+
+#[test]
+fn a_geometry_that_no_model_has_is_refused() {
+    let base = IdentityManifest::default;
+    assert_eq!(base().validate(), Ok(()));
+    for good in [1, 2, 16, 512] {
+        assert_eq!(small_blocks(good).validate(), Ok(()));
+    }
+    for got in [0, 3, 17, 1024, u32::MAX] {
+        assert_eq!(small_blocks(got).validate(), Err(ManifestError::BlockTokens { got }));
+    }
+    let zero = |manifest: IdentityManifest| match manifest.validate() {
+        Err(ManifestError::Zero { field }) => field,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(zero(IdentityManifest { layers: 0, ..base() }), "layers");
+    assert_eq!(zero(IdentityManifest { tp: 0, ..base() }), "tp");
+    assert_eq!(zero(IdentityManifest { pp: 0, ..base() }), "pp");
+    let wrong_rank = IdentityManifest { tp: 4, pp: 2, rank: 8, ..base() };
+    let error = wrong_rank.validate().unwrap_err();
+    assert_eq!(error.to_string(), "rank is 8, but tp 4 x pp 2 has ranks 0 to 7: choose one of them");
+    let widest = IdentityManifest { tp: u32::MAX, pp: u32::MAX, rank: u32::MAX, ..base() };
+    assert_eq!(widest.validate(), Ok(()));
+}
+
+#[test]
+fn block_sizes_that_no_model_has_are_hashed_and_share_nothing() {
+    let tokens: Vec<u32> = (0..1200).collect();
+    let sizes = [0, 1, 3, 17, 511, 512, 513, u32::MAX];
+    let firsts: BTreeSet<BlockHash> = sizes.iter().map(|&size| blocks_of(size).blocks(&tokens)[0]).collect();
+    assert_eq!(firsts.len(), sizes.len());
+    assert_eq!(blocks_of(0).blocks(&tokens).len(), 1200);
+    assert_eq!(blocks_of(513).blocks(&tokens).len(), 3);
+}
+
+#[test]
+fn debug_output_keeps_secrets_to_itself() {
+    assert_eq!(format!("{:?}", hasher()), "PrefixHasher { block_tokens: 512, .. }");
+    assert_eq!(format!("{:?}", hasher().start()), "Chain { .. }");
+}
+
+fn tokens() -> impl Strategy<Value = Vec<u32>> {
+    prop::collection::vec(any::<u32>(), 1..200)
+}
+
+proptest! {
+    /// Changing one token changes its block and every later one, and no earlier one.
+    #[test]
+    fn a_token_changes_everything_after_it(
+        tokens in tokens(), place in any::<prop::sample::Index>(), flip in 1u32.., size in 0u32..8,
+    ) {
+        let hasher = blocks_of(1 << size);
+        let place = place.index(tokens.len());
+        let mut changed = tokens.clone();
+        changed[place] ^= flip;
+        let (before, after) = (hasher.blocks(&tokens), hasher.blocks(&changed));
+        let block = place >> size;
+        prop_assert_eq!(before.len(), after.len());
+        for offset in 0..before.len() {
+            prop_assert_eq!(before[offset] == after[offset], offset < block, "block {}", offset);
+        }
+    }
+
+    /// Longer prompts keep the hashes of the full blocks of shorter ones, and nothing else.
+    #[test]
+    fn full_blocks_are_shared_with_every_extension(tokens in tokens(), more in tokens(), size in 0u32..8) {
+        let hasher = blocks_of(1 << size);
+        let (short, long) = (hasher.blocks(&tokens), hasher.blocks(&[tokens.clone(), more].concat()));
+        let full = tokens.len() >> size;
+        prop_assert_eq!(&short[..full], &long[..full]);
+        if short.len() > full {
+            prop_assert_ne!(short[full], long[full]);
+        }
+    }
+
+    /// Every level gives what the slow reference gives, for every block size and length.
+    #[test]
+    fn all_levels_equal_the_reference(
+        tokens in prop::collection::vec(any::<u32>(), 0..1300), block_tokens in 1u32..=512,
+    ) {
+        // Few blocks at a time: the reference takes the square of their number.
+        let manifest = small_blocks(block_tokens);
+        let tokens = &tokens[..tokens.len().min(100 * block_tokens as usize)];
+        let expected = Reference::new(&manifest, &SALT).blocks(tokens);
+        for hasher in levels(&PrefixHasher::new(&manifest, &SALT)) {
+            prop_assert_eq!(&hasher.blocks(tokens), &expected, "{:?}", hasher.level());
+        }
+    }
+
+    /// The same for the sizes that engines use.
+    #[test]
+    fn all_levels_equal_the_reference_at_powers_of_two(
+        tokens in prop::collection::vec(any::<u32>(), 0..2500), size in 3u32..=9,
+    ) {
+        let manifest = small_blocks(1 << size);
+        let expected = Reference::new(&manifest, &SALT).blocks(&tokens);
+        for hasher in levels(&PrefixHasher::new(&manifest, &SALT)) {
+            prop_assert_eq!(&hasher.blocks(&tokens), &expected, "{:?}", hasher.level());
+        }
+    }
+
+    /// The same for trace ids.
+    #[test]
+    fn trace_ids_equal_the_reference(ids in prop::collection::vec(any::<u64>(), 0..150)) {
+        let expected = Reference::new(&IdentityManifest::default(), &SALT).chain_ids(&ids);
+        for hasher in levels(&hasher()) {
+            prop_assert_eq!(&hasher.chain_ids(&ids), &expected, "{:?}", hasher.level());
+        }
+    }
+
+    /// The field of each level is the one written on paper.
+    #[test]
+    fn products_equal_the_schoolbook(left in any::<u128>(), right in any::<u128>()) {
+        let expected = reference::multiply(left, right);
+        prop_assert_eq!(field::multiply(left, right), expected);
+        for kernel in Level::ALL.into_iter().filter_map(|level| kernel::Kernel::at(level, &[0; 16])) {
+            prop_assert_eq!(kernel.multiply(left, right), expected, "{:?}", kernel.level());
+        }
+    }
+
+    /// A chain that is extended piece by piece gives the hashes of the whole prompt.
+    #[test]
+    fn pieces_give_the_hashes_of_the_whole(
+        tokens in prop::collection::vec(any::<u32>(), 0..2500),
+        pieces in prop::collection::vec(0usize..300, 0..20),
+        block_tokens in prop_oneof![1u32..=512, Just(1), Just(8), Just(16), Just(32), Just(64)],
+    ) {
+        for hasher in levels(&blocks_of(block_tokens)) {
+            let (mut chain, mut hashes, mut open) = (hasher.start(), vec![], vec![]);
+            let mut rest = &tokens[..];
+            for piece in pieces.iter().copied().chain([usize::MAX]) {
+                let (now, later) = rest.split_at(piece.min(rest.len()));
+                rest = later;
+                open.extend_from_slice(now);
+                open = hasher.extend(&mut chain, &open, &mut hashes).to_vec();
+            }
+            hashes.extend(hasher.tail(&chain, &open));
+            prop_assert_eq!(&hashes, &hasher.blocks(&tokens), "{:?}", hasher.level());
+        }
+    }
+
+    /// Another salt gives other hashes.
+    #[test]
+    fn salt_matters(tokens in tokens(), bit in 0usize..256) {
+        let mut salt = SALT;
+        salt[bit / 8] ^= 1 << (bit % 8);
+        let theirs = PrefixHasher::new(&IdentityManifest::default(), &salt);
+        prop_assert_ne!(hasher().blocks(&tokens), theirs.blocks(&tokens));
+    }
+
+    /// Different token lists of one block never meet, whatever their lengths.
+    #[test]
+    fn different_tokens_have_different_hashes(a in tokens(), b in tokens()) {
+        let hasher = hasher();
+        prop_assert_eq!(hasher.blocks(&a) == hasher.blocks(&b), a == b);
+    }
+}
