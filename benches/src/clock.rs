@@ -35,6 +35,13 @@ impl Spent {
     }
 }
 
+impl std::ops::AddAssign for Spent {
+    fn add_assign(&mut self, other: Spent) {
+        self.wall += other.wall;
+        self.cpu += other.cpu;
+    }
+}
+
 /// Does something and says what it took.
 pub fn spend<T>(action: impl FnOnce() -> T) -> (T, Spent) {
     let (wall, cpu) = (Instant::now(), cpu_time());
@@ -43,7 +50,17 @@ pub fn spend<T>(action: impl FnOnce() -> T) -> (T, Spent) {
 }
 
 fn cpu_time() -> Duration {
-    let now = clock_gettime(ClockId::ProcessCPUTime);
+    read(ClockId::ProcessCPUTime)
+}
+
+/// CPU time of the calling thread alone: for work beside threads whose work does not count.
+#[must_use]
+pub fn thread_cpu_time() -> Duration {
+    read(ClockId::ThreadCPUTime)
+}
+
+fn read(clock: ClockId) -> Duration {
+    let now = clock_gettime(clock);
     Duration::new(now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs() as u32)
 }
 
@@ -58,6 +75,14 @@ mod tests {
         assert!(busy.cpu > Duration::ZERO);
         let (_, idle) = spend(|| std::sync::mpsc::channel::<()>().1.recv_timeout(Duration::from_millis(1)));
         assert!(idle.wall >= Duration::from_millis(1));
+    }
+
+    #[test]
+    fn the_clock_of_a_thread_leaves_others_out() {
+        let before = thread_cpu_time();
+        let busy = || spend(|| (0..20_000_000u64).map(std::hint::black_box).sum::<u64>()).1.cpu;
+        let other = std::thread::spawn(busy).join().expect("adding does not fail");
+        assert!(thread_cpu_time() - before < other);
     }
 
     #[test]

@@ -8,6 +8,6 @@ mod clock;
 mod measure;
 mod row;
 
-pub use clock::{Spent, spend};
-pub use measure::{Outcome, RUNS_MIN, side_by_side};
-pub use row::{Better, Row, table};
+pub use clock::{Spent, spend, thread_cpu_time};
+pub use measure::{Outcome, RUNS_MIN, median, outcome, side_by_side, sorted};
+pub use row::{Better, Row, figure, table};

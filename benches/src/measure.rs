@@ -41,7 +41,9 @@ pub fn side_by_side(runs: usize, mut ours: impl FnMut() -> f64, mut theirs: impl
     outcome(&pairs)
 }
 
-fn outcome(pairs: &[(f64, f64)]) -> Outcome {
+/// What pairs (ours, theirs), each of one run, come to.
+#[must_use]
+pub fn outcome(pairs: &[(f64, f64)]) -> Outcome {
     let ratios = sorted(pairs.iter().map(|(ours, theirs)| ours / theirs));
     Outcome {
         ours: median(&sorted(pairs.iter().map(|pair| pair.0))),
@@ -53,13 +55,16 @@ fn outcome(pairs: &[(f64, f64)]) -> Outcome {
     }
 }
 
-fn sorted(figures: impl Iterator<Item = f64>) -> Vec<f64> {
+/// The figures in ascending order.
+pub fn sorted(figures: impl Iterator<Item = f64>) -> Vec<f64> {
     let mut figures: Vec<_> = figures.collect();
     figures.sort_unstable_by(f64::total_cmp);
     figures
 }
 
-fn median(sorted: &[f64]) -> f64 {
+/// The middle of figures in ascending order, or the mean of the two middle ones.
+#[must_use]
+pub fn median(sorted: &[f64]) -> f64 {
     let middle = sorted.len() / 2;
     match sorted.len() {
         0 => f64::NAN,

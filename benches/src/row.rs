@@ -90,7 +90,8 @@ fn cells(row: &Row) -> [String; 7] {
 }
 
 /// Three significant digits or so, without an exponent.
-fn figure(value: f64) -> String {
+#[must_use]
+pub fn figure(value: f64) -> String {
     match value.abs() {
         v if v >= 100.0 => format!("{value:.0}"),
         v if v >= 10.0 => format!("{value:.1}"),

@@ -1,5 +1,6 @@
 //! `cargo xtask bench`: builds the benches for release, runs one and shows what it says, or runs all and
-//! writes `docs/BENCHMARKS.md` from their JSON lines.
+//! writes `docs/BENCHMARKS.md` from their JSON lines. With `--peers`, it builds and runs the package with the
+//! peers of others instead.
 //!
 //! Not here: what is measured and how (`benches/`).
 
@@ -15,9 +16,13 @@ use serde::Deserialize;
 /// What to run.
 #[derive(Args, Debug)]
 pub(crate) struct BenchArgs {
-    /// Name of a bench; without one, their names and what they compare are listed.
+    /// Name of a bench; without one, their names and what they compare are listed. With --peers: index
+    /// (when nothing is named), growth or consensus.
     #[arg(conflicts_with = "all")]
     name: Option<String>,
+    /// Compare with indexes of others and with etcd (`benches/peers/`, built on first use, some minutes).
+    #[arg(long, conflicts_with_all = ["all", "quick"])]
+    peers: bool,
     /// One JSON object a line instead of a table.
     #[arg(long, conflicts_with = "all")]
     json: bool,
@@ -30,6 +35,9 @@ pub(crate) struct BenchArgs {
     /// A tenth of the work: to see that it works, not what it gives.
     #[arg(long)]
     quick: bool,
+    /// After `--`: options of the package with the peers, such as `--entries-k 1000 --holders 1`.
+    #[arg(last = true, requires = "peers")]
+    options: Vec<String>,
 }
 
 /// Runs what was asked for.
@@ -44,7 +52,9 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
     options.extend(args.name);
     options.extend(args.json.then(|| "--json".to_owned()));
     options.extend(args.quick.then(|| "--quick".to_owned()));
-    let status = benches(&options).status().context("cannot start cargo")?;
+    options.extend(args.options);
+    let mut command = if args.peers { peers(&options) } else { benches(&options) };
+    let status = command.status().context("cannot start cargo")?;
     if !status.success() {
         bail!("the bench ended with {status}; what it said is above");
     }
@@ -53,10 +63,25 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
 
 /// The benches with these arguments, built for release if need be.
 fn benches(options: &[String]) -> Command {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = Command::new(cargo);
-    command.args(["run", "--quiet", "--release", "--package", "benches", "--"]);
-    command.args(options).current_dir(root());
+    let mut command = release_run();
+    command.args(["--quiet", "--package", "benches", "--"]).args(options);
+    command
+}
+
+/// The package with the peers, likewise. It is no member of the workspace and has a lock file of its own,
+/// but shares the folder for what is built.
+fn peers(options: &[String]) -> Command {
+    let mut command = release_run();
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from);
+    command.env("CARGO_TARGET_DIR", target);
+    command.args(["--locked", "--manifest-path", "benches/peers/Cargo.toml", "--bin", "peers", "--"]);
+    command.args(options);
+    command
+}
+
+fn release_run() -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(["run", "--release"]).current_dir(root());
     command
 }
 
@@ -170,6 +195,9 @@ const INTRO: &str = "\
 Written by `cargo xtask bench --all`; do not edit. Both sides of a row run in the same process in alternating
 order. *ours* and *theirs* are medians; the ratio (ours over theirs) is the median over runs, with the least
 and the greatest run in brackets. On a shared machine only the ratios mean something.
+
+Not here: the indexes of others and etcd. `cargo xtask bench --peers` builds them, runs ours beside them and
+judges each row by what it has to reach.
 ";
 
 fn document(sections: &[Section], machine: &Machine, date: &str) -> String {

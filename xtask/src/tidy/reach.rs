@@ -19,9 +19,15 @@ pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
         .collect())
 }
 
+/// A package inside the folder of another: no member of the workspace, but with the same rules.
+const INNER_PACKAGE: &str = "benches/peers/";
+
 /// Roots cargo finds by itself: `src/lib.rs`, `src/main.rs`, `build.rs`, and the files directly in
-/// `src/bin`, `tests`, `benches` and `examples` of a member.
+/// `src/bin`, `tests`, `benches` and `examples` of a package.
 fn is_root(path: &str) -> bool {
+    if let Some(inner) = path.strip_prefix(INNER_PACKAGE) {
+        return is_root(&format!("peers/{inner}"));
+    }
     let parts: Vec<&str> = path.split('/').collect();
     let by_folder = |folder: &str| matches!(folder, "tests" | "benches" | "examples");
     match parts[..] {
@@ -93,6 +99,18 @@ mod tests {
         assert_eq!(dead(&files), ["core/src/b.rs"]);
         let files = [("core/src/lib.rs", "mod a;"), ("core/src/a/mod.rs", ""), ("core/src/a/b.rs", "")];
         assert_eq!(dead(&files), ["core/src/a/b.rs"]);
+    }
+
+    #[test]
+    fn knows_the_package_inside_another() {
+        let files = [
+            ("benches/src/main.rs", ""),
+            ("benches/peers/src/main.rs", "mod a;"),
+            ("benches/peers/src/a.rs", ""),
+            ("benches/peers/src/b.rs", ""),
+            ("benches/other/src/main.rs", ""),
+        ];
+        assert_eq!(dead(&files), ["benches/other/src/main.rs", "benches/peers/src/b.rs"]);
     }
 
     #[test]

@@ -1,0 +1,51 @@
+//! Closed loops: each client puts, waits for the answer, and puts again, for a fixed time.
+//!
+//! Not here: what answers (`etcd.rs`).
+
+use std::time::{Duration, Instant};
+
+use benches::sorted;
+
+use super::{Client, Cluster};
+
+/// What the clients saw.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Driven {
+    pub(crate) per_s: f64,
+    pub(crate) p50_us: f64,
+    pub(crate) p99_us: f64,
+}
+
+/// Lets `clients` clients put for a time.
+///
+/// # Errors
+/// When a put fails: a cluster that loses puts has no rate.
+pub(crate) async fn drive(cluster: &impl Cluster, clients: usize, span: Duration) -> anyhow::Result<Driven> {
+    let start = Instant::now();
+    let until = start + span;
+    let tasks: Vec<_> = (0..clients)
+        .map(|number| tokio::spawn(put_until(until, number as u64, cluster.client(number))))
+        .collect();
+    let mut times = Vec::new();
+    for task in tasks {
+        times.extend(task.await??);
+    }
+    let elapsed = start.elapsed();
+    let times = sorted(times.iter().map(|time: &Duration| time.as_secs_f64() * 1e6));
+    anyhow::ensure!(!times.is_empty(), "no put was answered within {span:?}");
+    Ok(Driven {
+        per_s: times.len() as f64 / elapsed.as_secs_f64(),
+        p50_us: times[times.len() / 2],
+        p99_us: times[times.len() * 99 / 100],
+    })
+}
+
+async fn put_until(until: Instant, number: u64, mut client: impl Client) -> anyhow::Result<Vec<Duration>> {
+    let mut times = Vec::new();
+    while Instant::now() < until {
+        let start = Instant::now();
+        client.put((number << 32) | times.len() as u64).await?;
+        times.push(start.elapsed());
+    }
+    Ok(times)
+}

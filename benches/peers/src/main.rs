@@ -1,0 +1,105 @@
+//! `peers WHAT`: our index beside the indexes of others, or the replicated one beside etcd. Run it through
+//! `cargo xtask bench --peers`, which builds it for release.
+//!
+//! Not here: the harness, which is that of `benches` (its `lib.rs` is this package's library), and what is
+//! compared without packages of others (`benches/src/`).
+
+mod allocated;
+mod chains;
+mod consensus;
+mod events;
+mod fill;
+mod growth;
+mod index;
+mod judge;
+mod lookups;
+mod side;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use benches::RUNS_MIN;
+use clap::{Parser, ValueEnum};
+
+use consensus::Setup;
+use judge::Printer;
+
+/// What is compared.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum What {
+    /// Memory, store, remove and lookups of one replica, against kv-index and dynamo-kv-router.
+    Index,
+    /// The same lookups and memory of ours at growing sizes.
+    Growth,
+    /// Puts into three etcd members on loopback.
+    Consensus,
+}
+
+/// How much is run.
+#[derive(Clone, Debug)]
+pub(crate) struct Effort {
+    pub(crate) rounds: usize,
+    pub(crate) entries: Vec<u64>,
+    pub(crate) grown_entries: Vec<u64>,
+    pub(crate) holders: Vec<u32>,
+    pub(crate) threads: Vec<usize>,
+}
+
+/// Peers side by side, in one run.
+#[derive(Parser)]
+#[command(name = "peers")]
+struct Args {
+    /// What to compare.
+    #[arg(value_enum, default_value = "index")]
+    what: What,
+    /// JSON lines on standard output; lines for people go to standard error.
+    #[arg(long)]
+    json: bool,
+    /// Rounds of all sides, at least five.
+    #[arg(long = "runs", default_value_t = RUNS_MIN)]
+    rounds: usize,
+    /// Pairs of node and block, in thousands.
+    #[arg(long, value_delimiter = ',')]
+    entries_k: Vec<u64>,
+    /// Nodes that hold each chain: up to four, so that no node holds a block twice.
+    #[arg(long, value_delimiter = ',', default_value = "1,4", value_parser = clap::value_parser!(u32).range(1..=4))]
+    holders: Vec<u32>,
+    /// Threads that apply events and look up.
+    #[arg(long, value_delimiter = ',', default_value = "1,2")]
+    threads: Vec<usize>,
+    /// Seconds of one figure of `consensus`.
+    #[arg(long, default_value_t = 5)]
+    seconds: u64,
+    /// Where the members of `consensus` keep their data; on a disk.
+    #[arg(long, default_value_os_t = std::env::temp_dir())]
+    data: PathBuf,
+    /// Install etcd from the distribution when it is missing.
+    #[arg(long)]
+    install: bool,
+}
+
+fn main() -> anyhow::Result<()> {
+    let args = Args::parse();
+    let printer = Printer { json: args.json };
+    let entries = |standard: &[u64]| match &args.entries_k[..] {
+        [] => standard.iter().map(|millions| millions * 1_000_000).collect(),
+        thousands => thousands.iter().map(|thousand| thousand * 1_000).collect(),
+    };
+    let effort = Effort {
+        rounds: args.rounds.max(RUNS_MIN),
+        entries: entries(&[1, 10]),
+        grown_entries: entries(&[1, 10, 50]),
+        holders: args.holders.clone(),
+        threads: args.threads.iter().map(|&threads| threads.max(1)).collect(),
+    };
+    printer.say(&format!("seed {}, {} rounds", chains::SEED, effort.rounds));
+    match args.what {
+        What::Index => index::run(&effort, printer),
+        What::Growth => growth::run(&effort, printer),
+        What::Consensus => {
+            let span = Duration::from_secs(args.seconds.max(1));
+            let setup = Setup { rounds: effort.rounds, span, data: args.data, install: args.install };
+            consensus::run(&setup, printer)
+        }
+    }
+}
