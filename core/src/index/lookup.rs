@@ -90,7 +90,9 @@ impl Index {
         let hashes = &hashes[..hashes.len().min(u32::MAX as usize)];
         // Both ends are asked for at once: most lookups that hit at all hit whole.
         let (Some(first), Some(last)) = (hashes.first(), hashes.last()) else { return };
+        self.store.places.prefetch(*last);
         let Some(first) = self.store.find(*first) else { return };
+        self.store.runs.prefetch(first.run);
         let mut whole = Whole::new();
         let last = self.store.find(*last);
         if !last.is_some_and(|last| self.walk_back(hashes, last, &mut whole)) {
@@ -138,11 +140,18 @@ impl Index {
             if position == 0 {
                 return true;
             }
-            match self.store.find(hashes[position as usize - 1]) {
+            match self.find_before(at, hashes[position as usize - 1]) {
                 Some(found) => at = found,
                 None => return false,
             }
         }
+    }
+
+    /// Where the block before a run is: most often still where it was when the run began.
+    fn find_before(&self, at: At, hash: BlockHash) -> Option<At> {
+        let (run, offset) = self.store.runs.get(at.run).before;
+        let before = At { run, offset: offset.into() };
+        if self.store.is_listed(before, hash) { Some(before) } else { self.store.find(hash) }
     }
 
     /// How many of the hashes stand in the run from an offset on; the first does.
@@ -173,7 +182,7 @@ impl Index {
         let mut at = from;
         while at < to {
             let mut end = to;
-            let mut holders: SmallVec<[Holder; 4]> = SmallVec::new();
+            let mut holders: SmallVec<[Holder; 4]> = SmallVec::with_capacity(run.holds().len());
             for hold in run.holds().iter().filter(|hold| hold.is_current(incarnations)) {
                 if hold.covers(at) {
                     holders.extend(self.nodes.holder(hold));
@@ -185,8 +194,11 @@ impl Index {
             if holders.is_empty() {
                 break;
             }
-            // By ascending node: the order of slots tells of who joined first and must not show.
-            holders.sort_unstable();
+            // By ascending node: the order of slots tells of who joined first and must not show. It is
+            // most often the order of nodes.
+            if !holders.is_sorted() {
+                holders.sort_unstable();
+            }
             match found.runs.last_mut() {
                 Some(last) if last.holders == holders => last.len_blocks += end - at,
                 last => {

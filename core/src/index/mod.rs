@@ -41,7 +41,7 @@ use directives::Directives;
 use limits::{added_blocks, within};
 use holders::Tiers;
 use nodes::{Exhausted, Nodes, SLOTS_MAX};
-use store::{Named, Store, Who};
+use store::{Depth, Named, Store, Who};
 
 use crate::id::{Epoch, GroupId, NodeId, Seq, TenantId};
 
@@ -144,7 +144,24 @@ impl Index {
     }
 
     fn announce(&mut self, batch: &[Announcement]) -> Applied {
-        Applied::Announced(batch.iter().map(|one| self.announce_one(one)).collect())
+        let mut outcomes = Vec::with_capacity(batch.len());
+        for (position, one) in batch.iter().enumerate() {
+            self.look_ahead(&batch[position + 1..]);
+            outcomes.push(self.announce_one(one));
+        }
+        Applied::Announced(outcomes)
+    }
+
+    /// Asks the memory for what the next announcements will look at, each a step deeper with every turn.
+    fn look_ahead(&self, next: &[Announcement]) {
+        let steps = [(0, Depth::Run), (1, Depth::Page), (2, Depth::Buckets), (4, Depth::Hashes)];
+        for (ahead, depth) in steps {
+            for change in next.get(ahead).into_iter().flat_map(|one| &one.changes) {
+                if let Some((named, _)) = named(change) {
+                    self.store.prefetch(named, depth);
+                }
+            }
+        }
     }
 
     fn announce_one(&mut self, announcement: &Announcement) -> AnnounceOutcome {
@@ -168,23 +185,14 @@ impl Index {
 
     /// Makes one change, and counts the blocks that a full index did not list.
     fn change(&mut self, slot: u16, change: &Change) -> u64 {
-        let (named, gone, added) = match change {
-            Change::Stored { parent, blocks, tier } => {
-                (Named::Chain { parent: *parent, blocks }, TierSet::NONE, TierSet::only(*tier))
-            }
-            Change::Moved { blocks, from, to } => {
-                (Named::Loose(blocks), TierSet::only(*from), TierSet::only(*to))
-            }
-            Change::Dropped { blocks, tier } => (Named::Loose(blocks), TierSet::only(*tier), TierSet::NONE),
-            Change::Cleared => {
-                let exhausted = self.nodes.void(slot);
-                self.recycle(exhausted);
-                return 0;
-            }
+        let Some((named, tiers)) = named(change) else {
+            let exhausted = self.nodes.void(slot);
+            self.recycle(exhausted);
+            return 0;
         };
         let room = self.limits.copies_max.saturating_sub(self.nodes.copies());
         let who = Who { slot, incarnations: &self.nodes.incarnations };
-        let tally = self.store.change(who, named, Tiers { gone, added }, room);
+        let tally = self.store.change(who, named, tiers, room);
         self.nodes.book(slot, &tally);
         tally.unlisted
     }
@@ -293,4 +301,19 @@ impl Index {
     pub fn limits(&self) -> &IndexLimits {
         &self.limits
     }
+}
+
+/// The blocks of a change and what becomes of their tiers; nothing when it voids everything.
+fn named(change: &Change) -> Option<(Named<'_>, Tiers)> {
+    let (named, gone, added) = match change {
+        Change::Stored { parent, blocks, tier } => {
+            (Named::Chain { parent: *parent, blocks }, TierSet::NONE, TierSet::only(*tier))
+        }
+        Change::Moved { blocks, from, to } => {
+            (Named::Loose(blocks), TierSet::only(*from), TierSet::only(*to))
+        }
+        Change::Dropped { blocks, tier } => (Named::Loose(blocks), TierSet::only(*tier), TierSet::NONE),
+        Change::Cleared => return None,
+    };
+    Some((named, Tiers { gone, added }))
 }

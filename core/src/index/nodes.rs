@@ -70,6 +70,13 @@ fn next_epoch(last: Epoch) -> Epoch {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Exhausted(pub(super) Option<u16>);
 
+/// Node and epoch of a slot; kept together, because lookups read nothing else of a node.
+#[derive(Clone, Copy, Debug, Default)]
+struct Face {
+    node: NodeId,
+    epoch: Epoch,
+}
+
 /// Every node that joined and did not leave.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Nodes {
@@ -77,6 +84,8 @@ pub(super) struct Nodes {
     pub(super) slots: Vec<Option<NodeState>>,
     /// One per slot. Kept apart from the states because a lookup compares only these.
     pub(super) incarnations: Vec<u32>,
+    /// One per slot: what a lookup says of its node.
+    faces: Vec<Face>,
     /// Slots of nodes that left, the next to be used last.
     pub(super) free: Vec<u16>,
     /// Sum of the blocks of all nodes.
@@ -139,8 +148,8 @@ impl Nodes {
         if !hold.is_current(&self.incarnations) {
             return None;
         }
-        let state = self.state(hold.slot)?;
-        Some(Holder { node: state.record.node, epoch: state.epoch, tier: hold.tiers.fastest()? })
+        let Face { node, epoch } = *self.faces.get(usize::from(hold.slot))?;
+        Some(Holder { node, epoch, tier: hold.tiers.fastest()? })
     }
 
     /// Takes a node in under its next epoch.
@@ -149,7 +158,7 @@ impl Nodes {
         if let Some(slot) = self.slot_of(node) {
             let epoch = next_epoch(self.state(slot).map(|state| state.epoch).unwrap_or_default());
             let exhausted = self.void(slot);
-            self.slots[usize::from(slot)] = Some(NodeState::new(record, epoch));
+            self.place(slot, NodeState::new(record, epoch));
             return (epoch, exhausted);
         }
         let last = self.departed.remove(&node).unwrap_or_default().max(self.epoch_floor);
@@ -163,11 +172,18 @@ impl Nodes {
         let slot = self.free.pop().unwrap_or_else(|| {
             self.slots.push(None);
             self.incarnations.push(0);
+            self.faces.push(Face::default());
             (self.slots.len() - 1) as u16
         });
         self.by_id.insert(state.record.node, slot);
-        self.slots[usize::from(slot)] = Some(state);
+        self.place(slot, state);
         slot
+    }
+
+    fn place(&mut self, slot: u16, state: NodeState) {
+        let slot = usize::from(slot);
+        self.faces[slot] = Face { node: state.record.node, epoch: state.epoch };
+        self.slots[slot] = Some(state);
     }
 
     /// A slot as a snapshot describes it, with or without a node.
@@ -178,6 +194,8 @@ impl Nodes {
         {
             return false;
         }
+        let face = state.as_ref().map(|state| Face { node: state.record.node, epoch: state.epoch });
+        self.faces.push(face.unwrap_or_default());
         self.slots.push(state);
         self.incarnations.push(incarnation);
         incarnation <= INCARNATION_MAX

@@ -1,28 +1,31 @@
 //! Where the hashes of all blocks lie: pages of eight, handed out one by one.
 //!
-//! A block's [`Place`] never changes while the block is listed, which is why thirty-one bits are enough
+//! The first byte of a hash names the shard, and is the same along a prefix: it stands once a page.
+//! A block's [`Place`] never changes while the block is listed, which is why 28 bits are enough
 //! for the table to name it. Pages stand in chunks behind `Arc`, so that a frozen index (a snapshot being
 //! written) shares them with the living one until the living one writes. Not here: which page follows
 //! which (`run.rs`).
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::id::BlockHash;
+use crate::cpu::prefetch;
 
-/// Blocks in a page: two cache lines of hashes. Less would cost more in page numbers, more would cost
+/// Blocks in a page: two cache lines with the page's owner. Less would cost more in page numbers, more would cost
 /// more in half-filled pages, because conversations of large blocks are short.
 pub(super) const PAGE_BLOCKS: u32 = 8;
-/// Pages that are copied together when a frozen index still needs them: just under 32 KiB with their
-/// owners and counts, a size that allocators waste nothing on; copied in some microseconds.
-const CHUNK_PAGES: usize = 240;
+/// Pages that are copied together when a frozen index still needs them: 32 KiB with counts, a size that
+/// allocators waste nothing on; copied in some microseconds.
+const CHUNK_PAGES: usize = 255;
 /// Numbers of pages per chunk: a power of two, so that nothing is divided; the last ones name no page.
 const CHUNK_NUMBERS: usize = 256;
-/// Chunks that can be named: places have 31 bits.
-const CHUNKS_MAX: usize = (1 << 28) / CHUNK_NUMBERS;
+/// Chunks that can be named: places have 28 bits, for 268 million blocks.
+const CHUNKS_MAX: usize = (1 << 25) / CHUNK_NUMBERS;
 /// A bit for each page of a chunk.
 const ALL_FREE: [u64; CHUNK_NUMBERS / 64] = [u64::MAX, u64::MAX, u64::MAX, u64::MAX >> (CHUNK_NUMBERS - CHUNK_PAGES)];
 
-/// Where a block's hash lies: page and slot in the page. Below 2^31.
+/// Where a block's hash lies: page and slot in the page. Below 2^28.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place(pub(super) u32);
 
@@ -40,38 +43,44 @@ impl Place {
     }
 }
 
-/// Whose a page is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Owner {
+/// Whose a page is, and the hashes in it.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C, align(64))]
+struct Page {
     run: u32,
     /// Which page of its run.
     nth: u16,
     /// One bit per slot: whether the block there is listed.
     live: u8,
+    /// First byte of every hash in it.
+    tag: u8,
+    /// The other fifteen bytes of each.
+    hashes: [[u8; 15]; PAGE_BLOCKS as usize],
 }
 
-#[derive(Clone, Debug)]
-struct Chunk {
-    hashes: [[BlockHash; PAGE_BLOCKS as usize]; CHUNK_PAGES],
-    owners: [Owner; CHUNK_PAGES],
-    /// One bit per page that is free.
-    free: [u64; CHUNK_NUMBERS / 64],
-}
-
-impl Chunk {
-    fn new() -> Arc<Self> {
-        Arc::new(Self {
-            hashes: [[BlockHash::default(); PAGE_BLOCKS as usize]; CHUNK_PAGES],
-            owners: [Owner::default(); CHUNK_PAGES],
-            free: ALL_FREE,
-        })
+impl Page {
+    fn hash(&self, slot: u32) -> BlockHash {
+        let mut hash = [self.tag; 16];
+        hash[1..].copy_from_slice(&self.hashes[slot as usize]);
+        BlockHash(hash)
     }
+
+    fn holds(&self, slot: u32, hash: BlockHash) -> bool {
+        let [tag, rest @ ..] = hash.0;
+        self.hashes[slot as usize] == rest && self.tag == tag
+    }
+}
+
+fn new_chunk() -> Arc<[Page]> {
+    vec![Page::default(); CHUNK_PAGES].into()
 }
 
 /// All pages of one index. A chunk whose pages are all free takes no memory.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Pages {
-    chunks: Vec<Option<Arc<Chunk>>>,
+    chunks: Vec<Option<Arc<[Page]>>>,
+    /// Per chunk, one bit per page that is free.
+    free: Vec<[u64; CHUNK_NUMBERS / 64]>,
     /// One bit per chunk that has a free page.
     open: Vec<u64>,
     /// Words of `open` below this one are zero.
@@ -83,46 +92,88 @@ fn split(page: u32) -> (usize, usize) {
 }
 
 impl Pages {
-    fn chunk(&self, place: Place) -> Option<(&Chunk, usize)> {
-        let (chunk, page) = split(place.page());
-        Some((self.chunks[chunk].as_deref()?, page))
+    fn page(&self, number: u32) -> Option<&Page> {
+        let (chunk, page) = split(number);
+        Some(&self.chunks[chunk].as_deref()?[page])
     }
 
-    fn chunk_mut(&mut self, number: u32) -> (&mut Chunk, usize) {
+    fn page_mut(&mut self, number: u32) -> &mut Page {
         let (chunk, page) = split(number);
-        (Arc::make_mut(self.chunks[chunk].get_or_insert_with(Chunk::new)), page)
+        &mut Arc::make_mut(self.chunks[chunk].get_or_insert_with(new_chunk))[page]
     }
 
     pub(super) fn hash(&self, place: Place) -> BlockHash {
-        self.chunk(place).map_or_else(BlockHash::default, |(chunk, page)| {
-            chunk.hashes[page][place.slot() as usize]
-        })
+        self.page(place.page()).map_or_else(BlockHash::default, |page| page.hash(place.slot()))
+    }
+
+    /// Whether this hash lies at a place.
+    #[inline]
+    pub(super) fn holds(&self, place: Place, hash: BlockHash) -> bool {
+        self.page(place.page()).is_some_and(|page| page.holds(place.slot(), hash))
+    }
+
+    /// Asks the memory for a hash and for whose page it is in.
+    pub(super) fn prefetch(&self, place: Place) {
+        if let Some(page) = self.page(place.page()) {
+            prefetch(page);
+            prefetch(&page.hashes[place.slot() as usize]);
+        }
     }
 
     /// Run and offset of the block at a place.
     pub(super) fn locate(&self, place: Place) -> (u32, u32) {
-        let owner = self.chunk(place).map_or_else(Owner::default, |(chunk, page)| chunk.owners[page]);
-        (owner.run, u32::from(owner.nth) * PAGE_BLOCKS + place.slot())
+        self.page(place.page()).map_or((0, 0), |page| (page.run, u32::from(page.nth) * PAGE_BLOCKS + place.slot()))
     }
 
     pub(super) fn is_live(&self, place: Place) -> bool {
-        self.chunk(place).is_some_and(|(chunk, page)| chunk.owners[page].live & 1 << place.slot() != 0)
+        self.live(place.page()) & 1 << place.slot() != 0
     }
 
-    /// Writes hashes from a place on, all in one page, and lists them.
-    pub(super) fn list(&mut self, place: Place, hashes: &[BlockHash]) {
-        let (chunk, page) = self.chunk_mut(place.page());
-        let slot = place.slot() as usize;
-        chunk.hashes[page][slot..slot + hashes.len()].copy_from_slice(hashes);
-        let bits = (1u32 << hashes.len()) - 1;
-        chunk.owners[page].live |= (bits << slot) as u8;
+    /// Writes hashes from a place on, all in one page and with one first byte.
+    pub(super) fn write(&mut self, place: Place, hashes: &[BlockHash]) {
+        let page = self.page_mut(place.page());
+        for (own, hash) in page.hashes[place.slot() as usize..].iter_mut().zip(hashes) {
+            let [tag, rest @ ..] = hash.0;
+            page.tag = tag;
+            *own = rest;
+        }
     }
 
-    /// Unlists a block; its hash stays legible. Answers whether the page has no listed block left.
-    pub(super) fn unlist(&mut self, place: Place) -> bool {
-        let (chunk, page) = self.chunk_mut(place.page());
-        chunk.owners[page].live &= !(1 << place.slot());
-        chunk.owners[page].live == 0
+    /// Says that the blocks of a page whose bits are set are listed.
+    pub(super) fn list(&mut self, number: u32, bits: u8) {
+        self.page_mut(number).live |= bits;
+    }
+
+    /// Sum of a digest of each hash in some slots of a page. Not keyed: sums over block hashes, which are
+    /// keyed, meet by accident once in 2^64 or so.
+    pub(super) fn digest(&self, number: u32, slots: Range<u32>, salt: u64) -> u128 {
+        let Some(page) = self.page(number) else { return 0 };
+        let salt = salt ^ u64::from(page.tag) << 56;
+        let own = &page.hashes[slots.start as usize..slots.end as usize];
+        own.iter().fold(0u128, |sum, hash| {
+            let [_, high @ ..] = hash;
+            let low = hash.first_chunk().map_or(0, |low| u64::from_le_bytes(*low));
+            let high = high.last_chunk().map_or(0, |high| u64::from_le_bytes(*high));
+            let product = u128::from(low ^ salt) * u128::from(high ^ 0x9E37_79B9_7F4A_7C15);
+            sum.wrapping_add(product ^ u128::from(low) << 64 ^ u128::from(high))
+        })
+    }
+
+    /// One bit per slot of a page: whether the block there is listed.
+    pub(super) fn live(&self, page: u32) -> u8 {
+        self.page(page).map_or(0, |page| page.live)
+    }
+
+    /// Unlists the blocks of a page whose bits are set; their hashes stay legible. A page without listed
+    /// blocks is given back; answers whether that was so.
+    pub(super) fn unlist(&mut self, number: u32, bits: u8) -> bool {
+        let page = self.page_mut(number);
+        page.live &= !bits;
+        let is_empty = page.live == 0;
+        if is_empty {
+            self.free(number);
+        }
+        is_empty
     }
 
     /// The lowest free page, now of this run; none when all places are taken. The lowest, so that the
@@ -137,7 +188,7 @@ impl Pages {
             None => self.chunks.len(),
         };
         self.reach(chunk);
-        let free = self.chunks[chunk].as_ref().map_or(ALL_FREE, |chunk| chunk.free);
+        let free = self.free[chunk];
         let word = free.iter().position(|word| *word != 0)?;
         let page = word * 64 + free[word].trailing_zeros() as usize;
         let number = (chunk * CHUNK_NUMBERS + page) as u32;
@@ -150,6 +201,7 @@ impl Pages {
         while self.chunks.len() <= chunk {
             self.set_open(self.chunks.len(), true);
             self.chunks.push(None);
+            self.free.push(ALL_FREE);
         }
     }
 
@@ -168,26 +220,26 @@ impl Pages {
     }
 
     fn own(&mut self, number: u32, run: u32, nth: u16) {
-        let (chunk, page) = self.chunk_mut(number);
-        chunk.owners[page] = Owner { run, nth, live: 0 };
-        chunk.free[page / 64] &= !(1 << (page % 64));
-        if chunk.free == [0; CHUNK_NUMBERS / 64] {
-            self.set_open(split(number).0, false);
+        let page = self.page_mut(number);
+        (page.run, page.nth, page.live) = (run, nth, 0);
+        let (chunk, page) = split(number);
+        self.free[chunk][page / 64] &= !(1 << (page % 64));
+        if self.free[chunk] == [0; CHUNK_NUMBERS / 64] {
+            self.set_open(chunk, false);
         }
     }
 
     /// Gives a page back.
-    pub(super) fn free(&mut self, number: u32) {
-        let (chunk, page) = self.chunk_mut(number);
-        chunk.free[page / 64] |= 1 << (page % 64);
-        let is_empty = chunk.free == ALL_FREE;
-        let number = split(number).0;
-        self.set_open(number, true);
-        if is_empty {
-            self.chunks[number] = None;
+    fn free(&mut self, number: u32) {
+        let (chunk, page) = split(number);
+        self.free[chunk][page / 64] |= 1 << (page % 64);
+        self.set_open(chunk, true);
+        if self.free[chunk] == ALL_FREE {
+            self.chunks[chunk] = None;
         }
         while matches!(self.chunks.last(), Some(None)) {
             self.chunks.pop();
+            self.free.pop();
             self.set_open(self.chunks.len(), false);
         }
     }
@@ -199,8 +251,7 @@ impl Pages {
             return false;
         }
         self.reach(chunk);
-        let is_free = |chunk: &Arc<Chunk>| chunk.free[page / 64] & 1 << (page % 64) != 0;
-        if !self.chunks[chunk].as_ref().is_none_or(is_free) {
+        if self.free[chunk][page / 64] & 1 << (page % 64) == 0 {
             return false;
         }
         self.own(number, run, nth);

@@ -1,42 +1,46 @@
 //! The one global table: block hash to [`Place`].
 //!
-//! A bucket is one cache line: ten places, sixteen bits of hash each (tags), and what overflowed from it.
-//! A lookup reads one line of the table and one of the pages, where the whole hash is compared. The table
-//! is cut into segments that grow one at a time, each at another fill, so that no command waits for more
-//! than some small rehashes and memory grows evenly. A segment with 16 buckets or more grows
-//! without looking at a hash: bucket number and tag together are all the bits of the hash it uses.
-//! Not here: the hashes (`pages.rs`).
+//! A bucket is one cache line: eleven places, twelve bits of hash each (tags), and what overflowed from
+//! it. A lookup reads one line of the table and one page, where the whole hash is compared. The table is
+//! cut into segments that grow one at a time, each at another fill, so that no command waits for more
+//! than some small rehashes and memory grows evenly. A segment grows without looking at a
+//! hash: bucket number and tag together are all the bits of the hash it uses. Not here: the
+//! hashes (`pages.rs`).
 //!
 //! Nothing here shows outside: two replicas may lay out their tables differently.
 
-use std::hint::black_box;
-
 use super::pages::{Pages, Place};
 use crate::id::BlockHash;
+use crate::cpu::{equal_bytes, prefetch};
 
-/// Segments. Each is 1/1,024 of the table: at ten million blocks ten thousand entries, rehashed in about
-/// thirty microseconds. Few in tests, so that these reach the sizes of real ones.
-const SEGMENTS_LOG2: u32 = if cfg!(test) { 1 } else { 10 };
+/// Segments. Each is 1/4,096 of the table: at ten million blocks 2,400 entries, rehashed in about ten
+/// microseconds. Few in tests, so that these reach the sizes of real ones.
+const SEGMENTS_LOG2: u32 = if cfg!(test) { 1 } else { 12 };
 /// Entries in a bucket of 64 bytes.
-const ENTRIES: usize = 10;
-/// Bits of the hash, below those that name the segment, that place an entry within its segment.
-/// Twenty: with six thousand buckets to a segment (fifty million blocks) a tag still tells 170 hashes of
-/// a bucket apart.
-const FRACTION_BITS: u32 = 20;
-/// Buckets from which on bucket number and tag give back the fraction.
-const EXACT_BUCKETS: u64 = 1 << (FRACTION_BITS - 16);
+const ENTRIES: usize = 11;
+/// Bits of a tag.
+const TAG_BITS: u32 = 12;
+/// Bits of the hash, below those that name the segment, that place an entry within its segment. Sixteen:
+/// with a thousand buckets to a segment (forty million blocks) a tag still tells 64 hashes of a bucket
+/// apart.
+const FRACTION_BITS: u32 = 16;
 /// Share of the entries of a segment that may be filled, in percent, from segment to segment, so that
-/// they do not grow at the same time. At 95 one entry in ten lies in a later bucket than its own; on
-/// average over the sizes of a segment one in twenty.
-const FILL_PERCENT: std::ops::Range<usize> = 89..96;
-/// Share of the entries below which a segment shrinks, in percent.
-const THIN_PERCENT: usize = 30;
-/// Buckets of a segment that holds anything.
-const BUCKETS_MIN: usize = 4;
+/// they do not grow at the same time. At 93 one entry in twelve lies in a later bucket than its own.
+const FILL_PERCENT: std::ops::Range<usize> = 88..94;
+/// A segment shrinks to half when it is filled to one part in so many.
+const THIN: u32 = 3;
+/// Buckets of a segment that holds anything: a kilobyte. From here on bucket number and tag give back the
+/// fraction, so that growing never looks at a hash.
+const BUCKETS_MIN: usize = 1 << (FRACTION_BITS - TAG_BITS);
 /// Farthest an entry may lie from its own bucket.
 const REACH_MAX: usize = 200;
-/// Set in a place that lies in another bucket than its own.
-const DISPLACED: u32 = 1 << 31;
+/// Entries of one bucket that may lie in others.
+const OVERFLOW_MAX: u8 = 200;
+/// Bits of a place.
+const PLACE_BITS: u32 = 28;
+const PLACE: u32 = (1 << PLACE_BITS) - 1;
+/// So many buckets from its own, or more: only the hash tells how many.
+const STEP_FAR: usize = 15;
 /// Odd multiplier that spreads what two halves of a hash have in common (2^64 over the golden ratio).
 const SPREAD: u64 = 0x9E37_79B9_7F4A_7C15;
 
@@ -44,18 +48,18 @@ const SPREAD: u64 = 0x9E37_79B9_7F4A_7C15;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Address {
     segment: usize,
-    /// Position within the segment as a fraction of 2^20.
+    /// Position within the segment as a fraction of 2^16.
     fraction: u64,
 }
 
 impl Address {
     /// Block hashes are uniform already; the multiplication only guards against hashes made up by hand
     /// (counters in tests).
+    #[inline]
     fn of(hash: BlockHash) -> Self {
         let whole = u128::from_le_bytes(hash.0);
         let folded = (whole as u64) ^ ((whole >> 64) as u64).rotate_left(32);
-        let product = u128::from(folded) * u128::from(SPREAD);
-        let mixed = (product as u64) ^ (product >> 64) as u64;
+        let mixed = folded.wrapping_mul(SPREAD);
         let below = mixed >> (64 - SEGMENTS_LOG2 - FRACTION_BITS);
         Self {
             segment: (mixed >> (64 - SEGMENTS_LOG2)) as usize,
@@ -64,7 +68,7 @@ impl Address {
     }
 
     fn tag(self) -> u16 {
-        self.fraction as u16
+        self.fraction as u16 & ((1 << TAG_BITS) - 1)
     }
 
     fn bucket(self, buckets: usize) -> usize {
@@ -74,59 +78,130 @@ impl Address {
 
 /// One cache line.
 #[derive(Clone, Copy, Debug, Default)]
-#[repr(align(64))]
+#[repr(C, align(64))]
 struct Bucket {
+    /// The lowest eight bits of each tag; then see [`LEN`], [`OVERFLOW`], [`REACH`], [`STEPS`].
+    head: [u8; 20],
+    /// The place of each entry, and above it the highest four bits of its tag.
     places: [u32; ENTRIES],
-    tags: [u16; ENTRIES],
-    /// Entries that belong here and lie further on.
-    overflow: u16,
-    /// Filled entries; they come first.
-    len: u8,
-    /// How far on the farthest of them ever was.
-    reach: u8,
 }
 
+/// Where in a bucket's head the number of filled entries is; they come first.
+const LEN: usize = ENTRIES;
+/// Entries that belong here and lie further on.
+const OVERFLOW: usize = LEN + 1;
+/// How far on the farthest of them ever was.
+const REACH: usize = OVERFLOW + 1;
+/// Four bits per entry: how many buckets it lies from its own. Zero where there is no entry. The four bits
+/// after the last say which tags, by their lowest two bits, overflowed.
+const STEPS: usize = REACH + 1;
+/// The byte with these bits, and where in it they are.
+const OVERFLOWED: (usize, u32) = (STEPS + ENTRIES / 2, 4);
+
 impl Bucket {
-    /// One bit per filled entry with this tag.
-    fn matches(&self, tag: u16) -> u32 {
-        let mut found = 0;
-        for (entry, own) in self.tags.iter().enumerate() {
-            found |= u32::from(*own == tag) << entry;
-        }
-        found & ((1 << self.len) - 1)
+    #[inline]
+    fn len(&self) -> usize {
+        self.head[LEN].into()
     }
 
-    fn push(&mut self, tag: u16, place: u32) {
-        let entry = usize::from(self.len);
-        self.tags[entry] = tag;
-        self.places[entry] = place;
-        self.len += 1;
-    }
-
+    #[inline]
     fn is_full(&self) -> bool {
-        usize::from(self.len) == ENTRIES
+        self.len() == ENTRIES
+    }
+
+    /// One bit per filled entry whose tag has these lowest eight bits.
+    #[inline]
+    fn candidates(&self, tag: u16) -> u32 {
+        let [tags @ .., _, _, _, _] = self.head;
+        equal_bytes(tags, tag as u8) & ((1 << self.head[LEN]) - 1)
+    }
+
+    /// The place of the first entry with this tag, of those in `candidates`, and the candidates left.
+    #[inline]
+    fn next(&self, mut candidates: u32, tag: u16) -> Option<(Place, u32)> {
+        while candidates != 0 {
+            let entry = self.places[candidates.trailing_zeros() as usize];
+            candidates &= candidates - 1;
+            if entry >> PLACE_BITS == u32::from(tag >> 8) {
+                return Some((Place(entry & PLACE), candidates));
+            }
+        }
+        None
+    }
+
+    fn tag(&self, entry: usize) -> u16 {
+        u16::from(self.head[entry]) | (self.places[entry] >> PLACE_BITS << 8) as u16
+    }
+
+    #[inline]
+    fn push(&mut self, tag: u16, place: u32) {
+        let entry = self.len();
+        self.head[entry] = tag as u8;
+        self.places[entry] = place | u32::from(tag >> 8) << PLACE_BITS;
+        self.head[LEN] += 1;
+    }
+
+    fn step(&self, entry: usize) -> usize {
+        usize::from(self.head[STEPS + entry / 2] >> (entry % 2 * 4) & 0xF)
+    }
+
+    fn set_step(&mut self, entry: usize, step: usize) {
+        let (byte, shift) = (&mut self.head[STEPS + entry / 2], entry % 2 * 4);
+        *byte = *byte & !(0xF << shift) | (step as u8) << shift;
+    }
+
+    /// Whether every entry belongs here.
+    fn is_home_to_all(&self) -> bool {
+        self.head[STEPS..OVERFLOWED.0] == [0; OVERFLOWED.0 - STEPS] && self.head[OVERFLOWED.0] & 0xF == 0
+    }
+
+    /// Whether an entry with this tag that belongs here may lie further on.
+    #[inline]
+    fn may_overflow(&self, tag: u16) -> bool {
+        self.head[OVERFLOWED.0] & 1 << (OVERFLOWED.1 + u32::from(tag & 3)) != 0
+    }
+
+    /// An entry that belongs here was put further on.
+    fn add_overflow(&mut self, tag: u16, step: usize) {
+        self.head[OVERFLOW] += 1;
+        self.head[REACH] = self.head[REACH].max(step as u8);
+        self.head[OVERFLOWED.0] |= 1 << (OVERFLOWED.1 + u32::from(tag & 3));
+    }
+
+    /// It is gone.
+    fn end_overflow(&mut self) {
+        self.head[OVERFLOW] -= 1;
+        if self.head[OVERFLOW] == 0 {
+            self.head[REACH] = 0;
+            self.head[OVERFLOWED.0] &= 0xF;
+        }
     }
 
     fn swap_remove(&mut self, entry: usize) {
-        let last = usize::from(self.len) - 1;
-        self.tags[entry] = self.tags[last];
+        let last = self.len() - 1;
+        self.head[entry] = self.head[last];
         self.places[entry] = self.places[last];
-        self.len -= 1;
+        self.set_step(entry, self.step(last));
+        self.set_step(last, 0);
+        self.head[LEN] -= 1;
     }
 
     /// The entry with exactly this place.
     fn entry_of(&self, place: u32) -> Option<usize> {
-        self.places[..usize::from(self.len)].iter().position(|own| own & !DISPLACED == place)
+        self.places[..self.len()].iter().position(|own| own & PLACE == place)
     }
 }
 
 #[derive(Clone, Debug, Default)]
 struct Segment {
     buckets: Vec<Bucket>,
-    entries: usize,
+    entries: u32,
+    /// Entries from which on it grows.
+    filled: u32,
 }
 
 impl Segment {
+    #[inline]
     fn find(&self, address: Address, hash: BlockHash, pages: &Pages) -> Option<Place> {
         if self.buckets.is_empty() {
             return None;
@@ -136,11 +211,17 @@ impl Segment {
         if let Some(place) = found_in(bucket, address.tag(), hash, pages) {
             return Some(place);
         }
-        if bucket.overflow == 0 {
+        if !bucket.may_overflow(address.tag()) {
             return None;
         }
-        let next = (1..=usize::from(bucket.reach)).map(|step| &self.buckets[self.after(home, step)]);
-        next.filter_map(|bucket| found_in(bucket, address.tag(), hash, pages)).next()
+        self.find_further_on(home, address.tag(), hash, pages)
+    }
+
+    #[cold]
+    fn find_further_on(&self, home: usize, tag: u16, hash: BlockHash, pages: &Pages) -> Option<Place> {
+        let steps = 1..=usize::from(self.buckets[home].head[REACH]);
+        let buckets = steps.map(|step| &self.buckets[self.after(home, step)]);
+        buckets.filter_map(|bucket| found_in(bucket, tag, hash, pages)).next()
     }
 
     fn after(&self, home: usize, step: usize) -> usize {
@@ -148,23 +229,29 @@ impl Segment {
         if bucket < self.buckets.len() { bucket } else { bucket - self.buckets.len() }
     }
 
-    /// Puts an entry in, if there is room near enough.
+    /// Puts an entry in, if there is room near enough; the caller counts it.
+    #[inline]
     fn put(&mut self, address: Address, place: u32) -> bool {
-        let buckets = self.buckets.len();
-        let home = address.bucket(buckets);
-        if !self.buckets[home].is_full() {
-            self.buckets[home].push(address.tag(), place);
-            self.entries += 1;
-            return true;
+        let home = address.bucket(self.buckets.len());
+        if self.buckets[home].is_full() {
+            return self.put_further_on(home, address.tag(), place);
         }
-        for step in 1..buckets.min(REACH_MAX) {
+        self.buckets[home].push(address.tag(), place);
+        true
+    }
+
+    #[cold]
+    fn put_further_on(&mut self, home: usize, tag: u16, place: u32) -> bool {
+        if self.buckets[home].head[OVERFLOW] == OVERFLOW_MAX {
+            return false;
+        }
+        for step in 1..self.buckets.len().min(REACH_MAX) {
             let at = self.after(home, step);
             if !self.buckets[at].is_full() {
-                self.buckets[at].push(address.tag(), place | DISPLACED);
-                let bucket = &mut self.buckets[home];
-                bucket.overflow += 1;
-                bucket.reach = bucket.reach.max(step as u8);
-                self.entries += 1;
+                let bucket = &mut self.buckets[at];
+                bucket.push(tag, place);
+                bucket.set_step(bucket.len() - 1, step.min(STEP_FAR));
+                self.buckets[home].add_overflow(tag, step);
                 return true;
             }
         }
@@ -174,15 +261,13 @@ impl Segment {
     /// Takes an entry out. It must be there.
     fn take(&mut self, address: Address, place: u32) {
         let home = address.bucket(self.buckets.len());
-        for step in 0..=usize::from(self.buckets[home].reach) {
+        for step in 0..=usize::from(self.buckets[home].head[REACH]) {
             let at = self.after(home, step);
             let Some(entry) = self.buckets[at].entry_of(place) else { continue };
             self.buckets[at].swap_remove(entry);
             self.entries -= 1;
             if step > 0 {
-                let bucket = &mut self.buckets[home];
-                bucket.overflow -= 1;
-                bucket.reach = if bucket.overflow == 0 { 0 } else { bucket.reach };
+                self.buckets[home].end_overflow();
             }
             return;
         }
@@ -190,61 +275,67 @@ impl Segment {
     }
 
     /// Moves every entry into that many buckets, or more if they do not fit.
-    fn resize(&mut self, buckets: usize, pages: &Pages) {
+    #[cold]
+    fn resize(&mut self, number: usize, buckets: usize, pages: &Pages) {
         let old = std::mem::take(self);
         let mut wanted = buckets;
-        'again: loop {
-            *self = Segment { buckets: vec![Bucket::default(); wanted], entries: 0 };
-            for (number, bucket) in old.buckets.iter().enumerate() {
-                let fractions = Fractions::of(number as u64, old.buckets.len() as u64);
-                for entry in 0..usize::from(bucket.len) {
-                    let place = bucket.places[entry] & !DISPLACED;
-                    let fraction = fractions.filter(|_| bucket.places[entry] & DISPLACED == 0);
-                    let fraction = fraction.map(|from| from.with_tag(bucket.tags[entry]));
-                    let address = match fraction {
-                        Some(fraction) => Address { segment: 0, fraction },
-                        None => Address::of(pages.hash(Place(place))),
-                    };
-                    if !self.put(address, place) {
-                        wanted = grown(wanted);
-                        continue 'again;
+        loop {
+            let buckets = vec![Bucket::default(); wanted];
+            *self = Segment { buckets, entries: old.entries, filled: filled(wanted, number) };
+            if self.put_all(&old, pages) {
+                return;
+            }
+            wanted = grown(wanted);
+        }
+    }
+
+    fn put_all(&mut self, old: &Segment, pages: &Pages) -> bool {
+        let buckets = old.buckets.len();
+        for (number, bucket) in old.buckets.iter().enumerate() {
+            let first = first_fraction(number, buckets);
+            let all_home = bucket.is_home_to_all();
+            for entry in 0..bucket.len() {
+                let place = bucket.places[entry] & PLACE;
+                let step = if all_home { 0 } else { bucket.step(entry) };
+                let fraction = match step {
+                    0 => with_tag(first, bucket.tag(entry)),
+                    STEP_FAR => Address::of(pages.hash(Place(place))).fraction,
+                    _ => {
+                        let home = if number < step { number + buckets - step } else { number - step };
+                        with_tag(first_fraction(home, buckets), bucket.tag(entry))
                     }
+                };
+                if !self.put(Address { segment: 0, fraction }, place) {
+                    return false;
                 }
             }
-            return;
         }
+        true
     }
 }
 
+#[inline]
 fn found_in(bucket: &Bucket, tag: u16, hash: BlockHash, pages: &Pages) -> Option<Place> {
-    let mut found = bucket.matches(tag);
-    while found != 0 {
-        let place = Place(bucket.places[found.trailing_zeros() as usize] & !DISPLACED);
-        if pages.hash(place) == hash {
+    let mut candidates = bucket.candidates(tag);
+    while let Some((place, left)) = bucket.next(candidates, tag) {
+        if pages.holds(place, hash) {
             return Some(place);
         }
-        found &= found - 1;
+        candidates = left;
     }
     None
 }
 
-/// The fractions that fall into one bucket: fewer than 2^16, so that the lowest 16 bits tell them apart.
-#[derive(Clone, Copy, Debug)]
-struct Fractions {
-    first: u64,
+/// The first of the fractions that fall into a bucket: no more than 2^12,
+/// so that the lowest twelve bits tell them apart.
+fn first_fraction(bucket: usize, buckets: usize) -> u64 {
+    // In 32 bits the division takes half as long, and a segment never has 2^16 buckets.
+    ((bucket as u32) << FRACTION_BITS).div_ceil(buckets as u32).into()
 }
 
-impl Fractions {
-    /// Nothing for segments so small that the tag does not tell them apart.
-    fn of(bucket: u64, buckets: u64) -> Option<Self> {
-        let first = (bucket << FRACTION_BITS).div_ceil(buckets.max(1));
-        (buckets >= EXACT_BUCKETS).then_some(Self { first })
-    }
-
-    fn with_tag(self, tag: u16) -> u64 {
-        let fraction = self.first & !0xFFFF | u64::from(tag);
-        if fraction < self.first { fraction + 0x1_0000 } else { fraction }
-    }
+/// The fraction of a bucket with this tag.
+fn with_tag(first: u64, tag: u16) -> u64 {
+    first + u64::from(tag.wrapping_sub(first as u16) & ((1 << TAG_BITS) - 1))
 }
 
 /// Place of every listed block.
@@ -271,29 +362,41 @@ impl Places {
         self.segments[address.segment].find(address, hash, pages)
     }
 
-    /// Asks the memory for the buckets of these hashes, all at once: what a later probe of each would
-    /// wait for one after the other.
-    pub(super) fn touch<'a>(&self, hashes: impl Iterator<Item = &'a BlockHash>) {
-        let mut lines = 0;
-        for hash in hashes {
-            let address = Address::of(*hash);
-            let buckets = &self.segments[address.segment].buckets;
-            lines ^= buckets.get(address.bucket(buckets.len())).map_or(0, |bucket| bucket.len);
+    /// Asks the memory for the bucket of a hash.
+    #[inline]
+    pub(super) fn prefetch(&self, hash: BlockHash) {
+        let address = Address::of(hash);
+        let buckets = &self.segments[address.segment].buckets;
+        if let Some(bucket) = buckets.get(address.bucket(buckets.len())) {
+            prefetch(bucket);
         }
-        black_box(lines);
     }
 
-    /// Lists a block that is not listed.
-    pub(super) fn insert(&mut self, hash: BlockHash, place: Place, pages: &Pages) {
+    /// Asks the memory for the page of a hash whose bucket is there.
+    pub(super) fn prefetch_page(&self, hash: BlockHash, pages: &Pages) {
+        let address = Address::of(hash);
+        let buckets = &self.segments[address.segment].buckets;
+        let Some(bucket) = buckets.get(address.bucket(buckets.len())) else { return };
+        let candidates = bucket.candidates(address.tag());
+        if let Some((place, _)) = bucket.next(candidates, address.tag()) {
+            pages.prefetch(place);
+        }
+    }
+
+    /// Lists a block, unless it is listed; answers whether it was not. Its hash lies at its place already.
+    #[inline]
+    pub(super) fn insert(&mut self, hash: BlockHash, place: Place, pages: &Pages) -> bool {
         let address = Address::of(hash);
         let segment = &mut self.segments[address.segment];
-        if segment.entries >= filled(segment.buckets.len(), address.segment) {
-            segment.resize(grown(segment.buckets.len()), pages);
+        if segment.find(address, hash, pages).is_some() {
+            return false;
         }
-        while !segment.put(address, place.0) {
-            segment.resize(grown(segment.buckets.len()), pages);
+        while segment.entries >= segment.filled || !segment.put(address, place.0) {
+            segment.resize(address.segment, grown(segment.buckets.len()), pages);
         }
+        segment.entries += 1;
         self.len += 1;
+        true
     }
 
     /// Unlists a block that is listed at this place.
@@ -302,9 +405,9 @@ impl Places {
         let segment = &mut self.segments[address.segment];
         segment.take(address, place.0);
         self.len -= 1;
-        let buckets = segment.buckets.len();
-        if segment.entries * 100 < buckets * ENTRIES * THIN_PERCENT && buckets > BUCKETS_MIN {
-            segment.resize(grown(buckets / 2 - 1), pages);
+        if segment.entries * THIN < segment.filled && segment.buckets.len() > BUCKETS_MIN {
+            let buckets = grown(segment.buckets.len() / 2 - 1);
+            segment.resize(address.segment, buckets, pages);
         }
     }
 }
@@ -316,14 +419,14 @@ fn grown(buckets: usize) -> usize {
     if next <= BUCKETS_MIN {
         return BUCKETS_MIN;
     }
-    let step = 1 << (next.ilog2() - 2);
+    let step = 1usize << (next.ilog2() - 2);
     next.div_ceil(step) * step
 }
 
 /// Entries from which on a segment grows.
-fn filled(buckets: usize, segment: usize) -> usize {
+fn filled(buckets: usize, segment: usize) -> u32 {
     let percent = FILL_PERCENT.start + segment % FILL_PERCENT.len();
-    buckets * ENTRIES * percent / 100
+    (buckets * ENTRIES * percent / 100) as u32
 }
 
 #[cfg(test)]
@@ -333,29 +436,27 @@ mod tests {
 
     #[test]
     fn bucket_and_tag_give_back_the_fraction() {
-        for buckets in [16, 17, 20, 300, 1_000, 4_099, 65_536] {
-            for step in 0..100_000u64 {
+        for buckets in [16, 17, 20, 300, 1_000, 4_099] {
+            for step in 0..70_000u64 {
                 let fraction = step.wrapping_mul(SPREAD) >> (64 - FRACTION_BITS);
                 let address = Address { segment: 0, fraction };
-                let bucket = address.bucket(buckets) as u64;
-                let fractions = Fractions::of(bucket, buckets as u64).unwrap();
-                assert_eq!(fractions.with_tag(address.tag()), fraction, "{buckets} buckets");
+                let first = first_fraction(address.bucket(buckets), buckets);
+                assert_eq!(with_tag(first, address.tag()), fraction, "{buckets} buckets");
             }
         }
-        assert!(Fractions::of(0, 15).is_none());
     }
 
     #[test]
     fn sizes_are_those_of_allocators() {
         let sizes: Vec<usize> = std::iter::successors(Some(0), |size| Some(grown(*size))).take(14).collect();
-        assert_eq!(sizes, [0, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32]);
+        assert_eq!(sizes, [0, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128]);
     }
 
     #[test]
     fn a_segment_keeps_what_it_has_while_it_grows_and_shrinks() {
         let mut pages = Pages::default();
         let mut places = Places::default();
-        let hash = |number: u64| BlockHash((u128::from(number) * 0x1_0000_0001_0003).to_le_bytes());
+        let hash = |number: u64| BlockHash((u128::from(number) * 0x100_0000_0100_0300).to_le_bytes());
         let mut listed = Vec::new();
         let mut page = 0;
         for number in 0..40_000u64 {
@@ -364,13 +465,13 @@ mod tests {
                 page = pages.take(0, 0).unwrap();
             }
             let place = Place::new(page, slot);
-            pages.list(place, &[hash(number)]);
-            places.insert(hash(number), place, &pages);
+            pages.write(place, &[hash(number)]);
+            pages.list(page, 1 << slot);
+            assert!(places.insert(hash(number), place, &pages));
             listed.push(place);
         }
         let buckets = |places: &Places| places.segments.iter().map(|one| one.buckets.len()).sum::<usize>();
-        assert!(places.segments.iter().all(|one| one.buckets.len() > EXACT_BUCKETS as usize));
-        assert!(places.segments.iter().any(|one| one.buckets.iter().any(|bucket| bucket.overflow > 0)));
+        assert!(places.segments.iter().any(|one| one.buckets.iter().any(|bucket| bucket.head[OVERFLOW] > 0)));
         let most = buckets(&places);
         assert!(most * ENTRIES < 40_000 * 100 / 70, "{most} buckets");
         for (number, place) in listed.iter().enumerate() {

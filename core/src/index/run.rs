@@ -14,6 +14,7 @@ use smallvec::SmallVec;
 
 use super::holders::{TierSet, Tiers};
 use super::pages::{PAGE_BLOCKS, Place};
+use crate::cpu::prefetch;
 
 /// Longest run, in blocks: 128 Ki tokens at sixteen a block. Longer prefixes take a second run. Small in
 /// tests, so that they do.
@@ -69,6 +70,8 @@ pub(super) struct Run {
     len: u16,
     /// Listed blocks.
     live: u16,
+    /// Where the block before the first was when this run began: a hint, it may be elsewhere by now.
+    pub(super) before: (u32, u16),
 }
 
 impl Run {
@@ -118,9 +121,9 @@ impl Run {
         in_page.min(RUN_BLOCKS_MAX - self.len())
     }
 
-    /// Whether the next block pushed needs a page.
-    pub(super) fn needs_page(&self) -> bool {
-        self.pages.len() as u32 * PAGE_BLOCKS == self.len()
+    /// The page that the last block is in.
+    pub(super) fn last_page(&self) -> Option<u32> {
+        self.pages.last().copied().filter(|page| *page != GONE)
     }
 
     /// A block that was unlisted is listed again.
@@ -128,14 +131,22 @@ impl Run {
         self.live += 1;
     }
 
-    /// The block at an offset was unlisted, and with it, perhaps, the last one of its page.
-    pub(super) fn bury(&mut self, offset: u32, page_is_empty: bool) -> Option<u32> {
-        self.live -= 1;
-        if !page_is_empty {
-            return None;
+    /// Blocks of a run that is being restored are listed.
+    pub(super) fn restore_live(&mut self, blocks: u32) {
+        self.live += blocks as u16;
+    }
+
+    /// Blocks of one of its pages were unlisted, perhaps all.
+    pub(super) fn bury(&mut self, nth: u32, blocks: u32, page_is_empty: bool) {
+        self.live -= blocks as u16;
+        if page_is_empty {
+            self.pages[nth as usize] = GONE;
         }
-        let page = std::mem::replace(&mut self.pages[(offset / PAGE_BLOCKS) as usize], GONE);
-        Some(page)
+    }
+
+    /// A page of it, unless it was given back.
+    pub(super) fn page(&self, nth: u32) -> Option<u32> {
+        self.pages.get(nth as usize).copied().filter(|page| *page != GONE)
     }
 
     /// Cuts off what follows the last block for which `is_live` says so.
@@ -230,7 +241,12 @@ impl Run {
     }
 
     /// A run as a snapshot describes it; none when it describes none. The caller lists the blocks.
-    pub(super) fn restored(len: u32, pages: &[Option<u32>], holds: &[Hold]) -> Option<Run> {
+    pub(super) fn restored(
+        len: u32,
+        before: (u32, u16),
+        pages: &[Option<u32>],
+        holds: &[Hold],
+    ) -> Option<Run> {
         let is_whole = len > 0
             && len <= RUN_BLOCKS_MAX
             && pages.len() as u32 == len.div_ceil(PAGE_BLOCKS)
@@ -242,7 +258,7 @@ impl Run {
         // The last block of a run is held: the end is cut off as soon as it is not.
         let ends_held = holds.iter().any(|hold| u32::from(hold.to) == len);
         let pages = pages.iter().map(|page| page.unwrap_or(GONE)).collect();
-        let run = Run { pages, holds: SmallVec::from_slice(holds), len: len as u16, live: 0 };
+        let run = Run { pages, holds: SmallVec::from_slice(holds), len: len as u16, live: 0, before };
         (is_whole && in_order && ends_held).then_some(run)
     }
 }
@@ -273,7 +289,7 @@ impl Stretches {
 /// All runs of one index, by number. A number is used again when its run is gone, the lowest first.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Runs {
-    chunks: Vec<Arc<Vec<Run>>>,
+    chunks: Vec<Arc<[Run]>>,
     free: BinaryHeap<Reverse<u32>>,
     used: u32,
 }
@@ -286,6 +302,16 @@ impl Runs {
     pub(super) fn get(&self, run: u32) -> &Run {
         let (chunk, place) = split(run);
         &self.chunks[chunk][place]
+    }
+
+    /// Asks the memory for a run.
+    pub(super) fn prefetch(&self, run: u32) {
+        prefetch(self.get(run));
+    }
+
+    /// A run, unless there never was one of this number.
+    pub(super) fn try_get(&self, run: u32) -> Option<&Run> {
+        (run < self.used).then(|| self.get(run))
     }
 
     pub(super) fn get_mut(&mut self, run: u32) -> &mut Run {
@@ -305,7 +331,7 @@ impl Runs {
 
     fn reach(&mut self, used: u32) {
         while self.chunks.len() * CHUNK_RUNS < used as usize {
-            self.chunks.push(Arc::new(vec![Run::default(); CHUNK_RUNS]));
+            self.chunks.push(vec![Run::default(); CHUNK_RUNS].into());
         }
     }
 

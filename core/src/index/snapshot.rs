@@ -277,7 +277,7 @@ fn put_settings(out: &mut Vec<u8>, settings: impl ExactSizeIterator<Item = (u32,
     }
 }
 
-/// Length, number of each page, holds, hashes. A run that is none is a length of zero.
+/// Length, number of each page, where the block before was, holds, hashes. A run that is none is a length of zero.
 fn put_run(run: &Run, pages: &Pages, out: &mut Vec<u8>) {
     put_number(out, run.len().into());
     if run.len() == 0 {
@@ -286,6 +286,8 @@ fn put_run(run: &Run, pages: &Pages, out: &mut Vec<u8>) {
     for page in run.pages() {
         put_number(out, page.map_or(0, |page| u64::from(page) + 1));
     }
+    put_number(out, run.before.0.into());
+    put_number(out, run.before.1.into());
     put_number(out, run.holds().len() as u64);
     for hold in run.holds() {
         put_number(out, hold.slot.into());
@@ -402,12 +404,16 @@ impl Restore {
             present += page.map_or(0, |_| PAGE_BLOCKS.min(len - nth * PAGE_BLOCKS));
             pages.push(page);
         }
+        let before = reader.number_u32("run before")?;
+        let at_before = reader.at();
+        let offset = reader.number_u32("offset before")?;
+        let offset = u16::try_from(offset).map_err(|_| invalid("offset before", at_before, offset.into()))?;
         let mut holds = Vec::new();
         for _ in 0..reader.count("holds", 5)? {
             holds.push(self.read_hold(reader)?);
         }
         let hashes: Vec<BlockHash> = reader.hashes(present as usize)?;
-        let run = Run::restored(len, &pages, &holds).ok_or(invalid("run", at, len.into()))?;
+        let run = Run::restored(len, (before, offset), &pages, &holds).ok_or(invalid("run", at, len.into()))?;
         let number = self.index.store.runs.used();
         if !self.index.store.restore_run(run, &hashes) {
             return Err(invalid("run", at, number.into()));

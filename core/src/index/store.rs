@@ -7,13 +7,14 @@
 use smallvec::SmallVec;
 
 use super::holders::{TierSet, Tiers};
-use super::pages::{Pages, Place};
+use super::pages::{PAGE_BLOCKS, Pages, Place};
 use super::places::Places;
 use super::run::{Changed, Hold, RUN_BLOCKS_MAX, Run, Runs};
 use crate::id::{BlockHash, Tier};
+use crate::cpu::prefetch;
 
-/// Hashes whose buckets are asked for at once: enough to have as many misses under way as a core can.
-const TOUCHED: usize = 32;
+/// Makes the digests of holds in different tiers differ.
+const TIERS_SALT: u64 = 0xC2B2_AE3D_27D4_EB4F;
 
 /// A position in a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +45,19 @@ pub(super) enum Named<'a> {
     Loose(&'a [BlockHash]),
 }
 
+/// How far ahead of its turn the memory of a change is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Depth {
+    /// The change itself.
+    Hashes,
+    Buckets,
+    Page,
+    Run,
+}
+
+/// Blocks of one change that are asked for ahead of time; more would drive each other out.
+const PREFETCHED: usize = 64;
+
 /// What a change came to, for the books of the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Tally {
@@ -58,36 +72,15 @@ pub(super) struct Tally {
 }
 
 impl Tally {
-    fn add(&mut self, changed: Changed, hashes: impl Iterator<Item = BlockHash>) {
-        let Changed { from, to, before, after } = changed;
-        if before == after {
-            return;
-        }
+    /// Books a stretch, but not its digest.
+    fn count(&mut self, changed: &Changed) {
+        let Changed { from, to, before, after } = *changed;
         let count = i64::from(to - from);
         self.blocks += count * (i64::from(!after.is_empty()) - i64::from(!before.is_empty()));
         for (tier, blocks) in Tier::ALL.into_iter().zip(&mut self.tier_blocks) {
             *blocks += count * (i64::from(after.contains(tier)) - i64::from(before.contains(tier)));
         }
-        for hash in hashes {
-            let (is, was) = (hold_digest(hash, after), hold_digest(hash, before));
-            self.digest = self.digest.wrapping_add(is).wrapping_sub(was);
-        }
     }
-}
-
-/// Digest of one hold; nothing held is zero, so that sums come out equal. Not keyed: sums of block
-/// hashes, which are keyed, meet by accident once in 2^64 or so.
-fn hold_digest(hash: BlockHash, tiers: TierSet) -> u128 {
-    if tiers.is_empty() {
-        return 0;
-    }
-    const ODD: [u64; 2] = [0x9E37_79B9_7F4A_7C15, 0xC2B2_AE3D_27D4_EB4F];
-    let whole = u128::from_le_bytes(hash.0);
-    let salt = u64::from(tiers.bits()).wrapping_mul(ODD[1]);
-    let (low, high) = (whole as u64 ^ salt, (whole >> 64) as u64);
-    let product = u128::from(low ^ ODD[0]) * u128::from(high ^ ODD[1]);
-    let mixed = (product as u64) ^ ((product >> 64) as u64) ^ salt;
-    (u128::from(mixed) * u128::from(ODD[0])) ^ (product.rotate_left(64) ^ whole)
 }
 
 /// Blocks and their holds, with the holds that are only waiting for the sweep.
@@ -123,10 +116,30 @@ impl Store {
         run.place(offset).map(|place| self.pages.hash(place))
     }
 
+    /// Books a stretch of a run.
+    fn book(&self, run: &Run, changed: &Changed, tally: &mut Tally) {
+        let Changed { from, to, before, after } = *changed;
+        if before == after {
+            return;
+        }
+        tally.count(changed);
+        for nth in from / PAGE_BLOCKS..to.div_ceil(PAGE_BLOCKS) {
+            let Some(page) = run.page(nth) else { continue };
+            let first = nth * PAGE_BLOCKS;
+            let slots = from.max(first) - first..to.min(first + PAGE_BLOCKS) - first;
+            // Nothing held is zero, so that sums come out equal.
+            let digest = |tiers: TierSet| match tiers.bits() {
+                0 => 0,
+                bits => self.pages.digest(page, slots.clone(), u64::from(bits).wrapping_mul(TIERS_SALT)),
+            };
+            tally.digest = tally.digest.wrapping_add(digest(after)).wrapping_sub(digest(before));
+        }
+    }
+
     /// Whether this block is listed at this position.
     pub(super) fn is_listed(&self, at: At, hash: BlockHash) -> bool {
-        let place = self.runs.get(at.run).place(at.offset);
-        place.is_some_and(|place| self.pages.hash(place) == hash && self.pages.is_live(place))
+        let place = self.runs.try_get(at.run).and_then(|run| run.place(at.offset));
+        place.is_some_and(|place| self.pages.holds(place, hash) && self.pages.is_live(place))
     }
 
     /// Changes the tiers in which a node holds blocks. At most `room` blocks that the node does not hold
@@ -139,17 +152,14 @@ impl Store {
         let cursor = parent.and_then(|parent| self.find(parent));
         let mut change = Change { who, tiers, chained, cursor, pending: None, tally: Tally::default() };
         let roomy = tiers.added.is_empty() || hashes.len() as u64 <= room;
-        for batch in hashes.chunks(TOUCHED) {
-            self.places.touch(batch.iter());
-            let mut done = 0;
-            while done < batch.len() {
-                done += if roomy {
-                    self.change_some(&mut change, &batch[done..])
-                } else {
-                    self.change_if_room(&mut change, batch[done], room);
-                    1
-                };
-            }
+        let mut done = 0;
+        while done < hashes.len() {
+            done += if roomy {
+                self.change_some(&mut change, &hashes[done..])
+            } else {
+                self.change_if_room(&mut change, hashes[done], room);
+                1
+            };
         }
         self.flush(&mut change);
         change.tally
@@ -223,14 +233,17 @@ impl Store {
         let follows = cursor.map(|at| At { offset: at.offset + 1, ..at });
         let (at, count) = match follows {
             Some(at) if self.hash(self.runs.get(at.run), at.offset) == Some(hashes[0]) => {
+                let place = self.runs.get(at.run).place(at.offset)?;
+                self.list(place, &hashes[..1]);
                 self.runs.get_mut(at.run).revive();
                 (at, 1)
             }
-            Some(at) if at.offset == self.runs.get(at.run).len() && at.offset < RUN_BLOCKS_MAX => {
+            Some(at) if self.may_push(at, hashes[0]) => {
                 (at, self.push(at.run, hashes)?)
             }
             _ => {
                 let run = self.runs.take();
+                self.runs.get_mut(run).before = cursor.map_or((0, 0), |at| (at.run, at.offset as u16));
                 let Some(count) = self.push(run, hashes) else {
                     self.runs.free(run);
                     return None;
@@ -238,27 +251,47 @@ impl Store {
                 (At { run, offset: 0 }, count)
             }
         };
-        let first = self.runs.get(at.run).place(at.offset)?;
-        let listed = &hashes[..count as usize];
-        self.pages.list(first, listed);
-        for (step, hash) in (0..).zip(listed) {
-            self.places.insert(*hash, Place(first.0 + step), &self.pages);
-        }
         Some((at, count))
+    }
+
+    /// Whether a position is behind the end of its run, and a hash of the prefix of the run. One that is
+    /// not was made by other means than ours; it gets a run of its own.
+    fn may_push(&self, at: At, hash: BlockHash) -> bool {
+        let run = self.runs.get(at.run);
+        let before = at.offset.checked_sub(1).and_then(|before| self.hash(run, before));
+        let is_kin = || before.is_some_and(|before| before.root_tag() == hash.root_tag());
+        at.offset == run.len() && at.offset < RUN_BLOCKS_MAX && is_kin()
     }
 
     /// Makes a run longer by the first block and those behind it that are new and fit into its page.
     fn push(&mut self, number: u32, hashes: &[BlockHash]) -> Option<u32> {
         let run = self.runs.get(number);
         let most = hashes.len().min(run.room() as usize);
-        let is_new = |step: &usize| {
-            let hash = hashes[*step];
-            self.places.find(hash, &self.pages).is_none() && !hashes[..*step].contains(&hash)
+        let kin = hashes[..most].iter().take_while(|hash| hash.root_tag() == hashes[0].root_tag()).count();
+        let slot = run.len() % PAGE_BLOCKS;
+        let (page, new_page) = match run.last_page() {
+            Some(page) if slot > 0 => (page, None),
+            _ => {
+                let page = self.pages.take(number, run.pages().len() as u16)?;
+                (page, Some(page))
+            }
         };
-        let count = 1 + (1..most).take_while(is_new).count() as u32;
-        let page = if run.needs_page() { Some(self.pages.take(number, run.pages().len() as u16)?) } else { None };
-        self.runs.get_mut(number).push(page, count);
+        let place = Place::new(page, slot);
+        self.pages.write(place, &hashes[..kin]);
+        let count = self.list(place, &hashes[..kin]);
+        self.runs.get_mut(number).push(new_page, count);
         Some(count)
+    }
+
+    /// Lists hashes that were written from a place on, up to the first that is listed elsewhere; answers
+    /// how many.
+    fn list(&mut self, place: Place, hashes: &[BlockHash]) -> u32 {
+        let is_new =
+            |(step, hash): &(u32, &BlockHash)| self.places.insert(**hash, Place(place.0 + step), &self.pages);
+        let count = (0..).zip(hashes).take_while(is_new).count() as u32;
+        let bits = ((1u32 << count) - 1) << place.slot();
+        self.pages.list(place.page(), bits as u8);
+        count
     }
 
     /// Books the stretch that was gathered; answers whether that freed stale holds.
@@ -275,8 +308,7 @@ impl Store {
         let before = change.tally.blocks;
         let run = self.runs.get(number);
         for stretch in &stretches {
-            let places = (stretch.from..stretch.to).filter_map(|offset| run.place(offset));
-            change.tally.add(*stretch, places.map(|place| self.pages.hash(place)));
+            self.book(run, stretch, &mut change.tally);
         }
         self.held = self.held.wrapping_add_signed(change.tally.blocks - before);
         let unheld = stretches.iter().filter(|stretch| stretch.after.is_empty() && !stretch.before.is_empty());
@@ -299,15 +331,9 @@ impl Store {
     /// Unlists the blocks of a stretch that nobody holds any more.
     fn bury(&mut self, number: u32, from: u32, to: u32) {
         for (from, to) in self.runs.get(number).uncovered(from, to) {
-            for offset in from..to {
-                // One that two stale holds covered is buried with the first.
-                let place = self.runs.get(number).place(offset).filter(|place| self.pages.is_live(*place));
-                let Some(place) = place else { continue };
-                self.places.remove(self.pages.hash(place), place, &self.pages);
-                let page_is_empty = self.pages.unlist(place);
-                if let Some(page) = self.runs.get_mut(number).bury(offset, page_is_empty) {
-                    self.pages.free(page);
-                }
+            for nth in from / PAGE_BLOCKS..to.div_ceil(PAGE_BLOCKS) {
+                let slots = from.max(nth * PAGE_BLOCKS)..to.min((nth + 1) * PAGE_BLOCKS);
+                self.bury_in_page(number, nth, slots.start % PAGE_BLOCKS, slots.len() as u32);
             }
         }
         let run = self.runs.get(number);
@@ -322,6 +348,18 @@ impl Store {
             let pages = &self.pages;
             self.runs.get_mut(number).trim(|place| pages.is_live(place));
         }
+    }
+
+    fn bury_in_page(&mut self, number: u32, nth: u32, slot: u32, blocks: u32) {
+        let Some(page) = self.runs.get(number).page(nth) else { return };
+        // A block that two stale holds covered was buried with the first.
+        let bits = (((1u32 << blocks) - 1) << slot) as u8 & self.pages.live(page);
+        for slot in (0..PAGE_BLOCKS).filter(|slot| bits & 1 << slot != 0) {
+            let place = Place::new(page, slot);
+            self.places.remove(self.pages.hash(place), place, &self.pages);
+        }
+        let page_is_empty = self.pages.unlist(page, bits);
+        self.runs.get_mut(number).bury(nth, bits.count_ones(), page_is_empty);
     }
 
     /// Frees stale holds, looking at about `blocks` blocks: runs are looked at whole. A run costs one
@@ -382,30 +420,67 @@ impl Store {
                 return false;
             }
         }
+        for hash in hashes {
+            self.places.prefetch(*hash);
+        }
         let gaps = run.uncovered(0, run.len());
         let is_live = |offset: u32| !gaps.iter().any(|(from, to)| (*from..*to).contains(&offset));
-        let mut hashes = hashes.iter();
-        for offset in 0..run.len() {
-            let Some(place) = run.place(offset) else {
-                if is_live(offset) {
+        let mut hashes = hashes;
+        for nth in 0..run.len().div_ceil(PAGE_BLOCKS) {
+            let first = nth * PAGE_BLOCKS;
+            let slots = PAGE_BLOCKS.min(run.len() - first);
+            let live = (0..slots).filter(|slot| is_live(first + slot)).fold(0u8, |bits, slot| bits | 1 << slot);
+            let Some(page) = run.page(nth) else {
+                if live != 0 {
                     return false;
                 }
                 continue;
             };
-            let Some(&hash) = hashes.next() else { return false };
-            self.pages.list(place, &[hash]);
-            if !is_live(offset) {
-                self.pages.unlist(place);
-                continue;
-            }
-            if self.places.find(hash, &self.pages).is_some() {
+            let Some((own, rest)) = hashes.split_at_checked(slots as usize) else { return false };
+            hashes = rest;
+            if live == 0 || !self.restore_page(page, own, live) {
                 return false;
             }
-            self.places.insert(hash, place, &self.pages);
-            self.runs.get_mut(number).revive();
+            self.runs.get_mut(number).restore_live(live.count_ones());
+        }
+        if !hashes.is_empty() {
+            return false;
         }
         self.held += run.holds().iter().map(Hold::blocks).sum::<u64>();
-        hashes.next().is_none()
+        true
+    }
+
+    fn restore_page(&mut self, page: u32, hashes: &[BlockHash], live: u8) -> bool {
+        if hashes.windows(2).any(|two| two[0].root_tag() != two[1].root_tag()) {
+            return false;
+        }
+        self.pages.write(Place::new(page, 0), hashes);
+        self.pages.list(page, live);
+        let mut listed = (0..).zip(hashes).filter(|(slot, _)| live & 1 << slot != 0);
+        listed.all(|(slot, hash)| self.places.insert(*hash, Place::new(page, slot), &self.pages))
+    }
+
+    /// Asks the memory for what a later change will look at: first the buckets of its blocks, then the
+    /// page of the first, then its run.
+    pub(super) fn prefetch(&self, named: Named<'_>, depth: Depth) {
+        let (first, blocks) = match named {
+            Named::Chain { parent, blocks } => (parent.or(blocks.first().copied()), blocks),
+            Named::Loose(blocks) => (blocks.first().copied(), blocks),
+        };
+        let Some(first) = first else { return };
+        match depth {
+            Depth::Hashes => blocks.iter().take(PREFETCHED).step_by(4).for_each(prefetch),
+            Depth::Buckets => {
+                self.places.prefetch(first);
+                blocks.iter().take(PREFETCHED).for_each(|hash| self.places.prefetch(*hash));
+            }
+            Depth::Page => self.places.prefetch_page(first, &self.pages),
+            Depth::Run => {
+                if let Some(at) = self.find(first) {
+                    self.runs.prefetch(at.run);
+                }
+            }
+        }
     }
 
     /// What the current holds of a slot come to.
@@ -415,7 +490,7 @@ impl Store {
             let mut one = Tally::default();
             let (from, to) = (u32::from(hold.from), u32::from(hold.to));
             let changed = Changed { from, to, before: TierSet::NONE, after: hold.tiers };
-            one.add(changed, (from..to).filter_map(|offset| self.hash(run, offset)));
+            self.book(run, &changed, &mut one);
             tally(*hold, one);
         }
     }

@@ -19,10 +19,12 @@ use super::command::*;
 use super::*;
 use crate::id::{BlockHash, IdentityDigest, InstanceId, PinId, Tier};
 
-/// The block with this number; numbers order as hashes do not, so that sorting is put to the test.
+/// The block with this number; numbers order as hashes do not, so that sorting is put to the test. All
+/// are of one root.
 fn block(number: u64) -> BlockHash {
     let mut hash = [0; 16];
     hash[..8].copy_from_slice(&number.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes());
+    hash[0] = 7;
     hash[8..].copy_from_slice(&number.to_be_bytes());
     BlockHash(hash)
 }

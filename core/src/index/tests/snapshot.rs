@@ -80,10 +80,10 @@ fn the_format_is_pinned() {
     let digest = blake3::hash(&bytes);
     assert_eq!(
         (bytes.len(), digest.to_hex().as_str()),
-        (391, "58c6950af546bf180174fe980a29f79e3a770837ea443ff7893a669d4d3be4ac")
+        (393, "91f6d881d1d18e8c3041cec463db795093dcfc577da456df12da37e9063188ad")
     );
     let index: String = rich().digest().iter().map(|byte| format!("{byte:02x}")).collect();
-    assert_eq!(index, "155d3b2bab60c830801de188f4287394");
+    assert_eq!(index, "11eba99c031e37e0954ae2b737285aad");
 }
 
 #[test]
@@ -154,8 +154,8 @@ fn errors_say_what_to_do() {
 
 #[test]
 fn contents_that_make_no_sense_are_refused_even_under_right_checksums() {
-    // One run of one block: length 1, page 0 + 1, one hold (slot 1, incarnation 0, from 0, one block,
-    // tiers), the hash.
+    // One run of one block: length 1, page 0 + 1, block before (run, offset), one hold (slot 1,
+    // incarnation 0, from 0, one block, tiers), the hash.
     let mut index = Fixture::with_nodes(2);
     index.say(2, vec![stored([1], Tier::Dram)]);
     let bytes = index.0.snapshot();
@@ -167,22 +167,22 @@ fn contents_that_make_no_sense_are_refused_even_under_right_checksums() {
         restore(&sealed(forged)).unwrap_err().to_string()
     };
     // Kind, chunk number, first run; then the run.
-    assert_eq!(&bytes[runs.start..runs.start + 11], [2, 1, 0, 1, 1, 1, 1, 0, 0, 1, 2]);
+    assert_eq!(&bytes[runs.start..runs.start + 13], [2, 1, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 2]);
     assert!(refused(0, 4).contains("chunk kind at byte 0 is 4"));
     assert!(refused(1, 2).contains("chunk number at byte 1 is 2"));
     assert!(refused(2, 1).contains("run at byte 2 is 1"));
     assert!(refused(3, 25).contains("blocks of a run at byte"), "longer than any run");
     assert!(refused(3, 2).contains("ends at byte"), "a second hash is missing");
     assert!(refused(4, 0).contains("run at byte"), "a held block without a page");
-    assert!(refused(5, 0).contains("run at byte"), "nobody holds the end");
-    assert!(refused(6, 2).contains("holder at byte"), "there are two slots");
-    assert!(refused(7, 1).contains("leads to another state"), "a stale hold does not count");
-    assert!(refused(8, 1).contains("run at byte"), "a hold past the end");
-    assert!(refused(9, 0).contains("run at byte"), "an empty hold");
-    assert!(refused(10, 0).contains("tiers at byte"));
-    assert!(refused(10, 8).contains("tiers at byte"));
-    assert!(refused(10, 1).contains("leads to another state"), "another tier");
-    assert!(refused(11, 0).contains("leads to another state"), "another hash");
+    assert!(refused(7, 0).contains("run at byte"), "nobody holds the end");
+    assert!(refused(8, 2).contains("holder at byte"), "there are two slots");
+    assert!(refused(9, 1).contains("leads to another state"), "a stale hold does not count");
+    assert!(refused(10, 1).contains("run at byte"), "a hold past the end");
+    assert!(refused(11, 0).contains("run at byte"), "an empty hold");
+    assert!(refused(12, 0).contains("tiers at byte"));
+    assert!(refused(12, 8).contains("tiers at byte"));
+    assert!(refused(12, 1).contains("leads to another state"), "another tier");
+    assert!(refused(13, 0).contains("leads to another state"), "another hash");
 }
 
 #[test]

@@ -1,0 +1,54 @@
+//! Two instructions that the language has no words for: a prefetch, and comparing sixteen bytes at once.
+//!
+//! The index is larger than any cache, and most of the time of a change is waiting for memory. A plain
+//! load asked for early would wait all the same once the processor has run far enough ahead of it; a
+//! prefetch does not. Not here: larger vector code (`prefix/x86.rs`). With that file, the only place of
+//! this crate with `unsafe` (docs/adr/0018).
+
+/// Starts to load the cache line at the start of `place`. A hint: nothing depends on it.
+#[inline(always)]
+#[allow(unsafe_code)]
+pub(crate) fn prefetch<T>(place: &T) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    // SAFETY: a prefetch neither reads nor writes anything the program can see and never faults; the
+    // address is that of a live reference besides.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(place).cast());
+    }
+    #[cfg(any(not(target_arch = "x86_64"), miri))]
+    let _ = place;
+}
+
+/// One bit per byte that equals another.
+#[inline(always)]
+#[allow(unsafe_code)]
+pub(crate) fn equal_bytes(bytes: [u8; 16], byte: u8) -> u32 {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: SSE2 is part of every x86-64; the operands are values, no memory is touched.
+    unsafe {
+        use std::arch::x86_64::{_mm_cmpeq_epi8, _mm_movemask_epi8, _mm_set_epi64x, _mm_set1_epi8};
+        let whole = u128::from_le_bytes(bytes);
+        let bytes = _mm_set_epi64x((whole >> 64) as i64, whole as i64);
+        _mm_movemask_epi8(_mm_cmpeq_epi8(bytes, _mm_set1_epi8(byte as i8))) as u32
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    bytes.iter().enumerate().fold(0, |found, (place, own)| found | u32::from(*own == byte) << place)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_bytes_are_found_wherever_they_are() {
+        assert_eq!(equal_bytes([7; 16], 7), 0xFFFF);
+        assert_eq!(equal_bytes([7; 16], 8), 0);
+        for place in 0..16 {
+            let mut bytes = [0x80; 16];
+            bytes[place] = 0xFF;
+            assert_eq!(equal_bytes(bytes, 0xFF), 1 << place);
+            assert_eq!(equal_bytes(bytes, 0x80), 0xFFFF & !(1 << place));
+        }
+    }
+}
