@@ -20,6 +20,9 @@ use crate::certificates;
 /// Routers of a cluster: the smallest number of which one may die.
 pub const ROUTERS_COUNT: usize = 3;
 
+/// Shards of the index. Each stand-in node speaks to one of them.
+pub const SHARDS_COUNT: u16 = 2;
+
 /// Longest a call may take: an election and a disk on a busy machine, with room.
 pub const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -63,6 +66,8 @@ impl Contacts {
 pub struct Cluster {
     program: PathBuf,
     folder: TempDir,
+    tls: TlsFiles,
+    addresses: Vec<String>,
     processes: Vec<Option<Child>>,
     contacts: Contacts,
 }
@@ -82,11 +87,46 @@ impl Cluster {
         }
         let contacts = contacts(&addresses, &tls)?;
         let processes = (0..ROUTERS_COUNT).map(|_| None).collect();
-        let mut cluster = Cluster { program: program.to_owned(), folder, processes, contacts };
+        let mut cluster =
+            Cluster { program: program.to_owned(), folder, tls, addresses, processes, contacts };
         for position in 0..ROUTERS_COUNT {
             cluster.start_router(position)?;
         }
         Ok(cluster)
+    }
+
+    /// Starts one more router, which belongs to no cluster yet and waits to be added. Its number is one above
+    /// the highest; gives number and address.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn start_joiner(&mut self, change: impl Fn(&mut RouterConfig)) -> Result<(u64, String), Trouble> {
+        let position = self.processes.len();
+        let mut addresses = self.addresses.clone();
+        addresses.extend(free_addresses(1)?);
+        let mut config = config(position, &addresses, self.folder.path(), &self.tls);
+        (config.join, config.voters, config.advertise) = (true, Vec::new(), addresses[position].clone());
+        change(&mut config);
+        std::fs::write(config_path(self.folder.path(), position), toml::to_string(&config)?)?;
+        self.contacts = contacts(&addresses, &self.tls)?;
+        self.addresses = addresses;
+        self.processes.push(None);
+        self.start_router(position)?;
+        Ok((config.id, self.addresses[position].clone()))
+    }
+
+    /// Where the routers are, by position.
+    #[must_use]
+    pub fn addresses(&self) -> &[String] {
+        &self.addresses
+    }
+
+    /// The identity of the suite towards the routers.
+    ///
+    /// # Errors
+    /// When the certificates cannot be read.
+    pub fn identity(&self) -> Result<Identity, Trouble> {
+        Ok(self.tls.load()?)
     }
 
     /// How to speak with the routers.
@@ -162,6 +202,7 @@ fn config(position: usize, addresses: &[String], folder: &Path, tls: &TlsFiles) 
     RouterConfig {
         id: position as u64 + 1,
         listen: addresses[position].clone(),
+        shards: SHARDS_COUNT,
         voters: voters.collect(),
         data_dir: folder.join(format!("data-{position}")),
         tls: TlsConfig { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() },

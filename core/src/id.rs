@@ -120,6 +120,21 @@ digest!(
     IdentityDigest
 );
 
+impl BlockHash {
+    /// The first byte: equal in all blocks of one chain, because each takes it from the first block.
+    #[must_use]
+    pub fn root_tag(self) -> u8 {
+        self.0[0]
+    }
+
+    /// The shard of `shards` that lists this block, from 1: chains are spread evenly over the tags, and a
+    /// chain is never parted. Group 0 of the routers is the control group and lists no blocks.
+    #[must_use]
+    pub fn shard(self, shards: u16) -> u16 {
+        1 + (u32::from(self.root_tag()) * u32::from(shards) / 256) as u16
+    }
+}
+
 /// Where on a node a block is. Ordered from slow to fast, so `max` is the fastest tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
