@@ -78,12 +78,21 @@ impl Cluster {
     /// # Errors
     /// When a router does not come up.
     pub fn start(program: &Path) -> Result<Cluster, Trouble> {
+        Cluster::start_with(program, |_| {})
+    }
+
+    /// The same, with configurations changed before they are written.
+    ///
+    /// # Errors
+    /// When a router does not come up.
+    pub fn start_with(program: &Path, change: impl Fn(&mut RouterConfig)) -> Result<Cluster, Trouble> {
         let folder = tempfile::tempdir()?;
         let tls = certificates::make(folder.path()).map_err(|error| error.to_string())?;
         let addresses = free_addresses(ROUTERS_COUNT)?;
         for position in 0..ROUTERS_COUNT {
-            let text = toml::to_string(&config(position, &addresses, folder.path(), &tls))?;
-            std::fs::write(config_path(folder.path(), position), text)?;
+            let mut config = config(position, &addresses, folder.path(), &tls);
+            change(&mut config);
+            std::fs::write(config_path(folder.path(), position), toml::to_string(&config)?)?;
         }
         let contacts = contacts(&addresses, &tls)?;
         let processes = (0..ROUTERS_COUNT).map(|_| None).collect();
@@ -167,11 +176,33 @@ impl Cluster {
         if self.is_running(position) {
             return Ok(());
         }
-        let mut process = Command::new(&self.program)
-            .arg(config_path(self.folder.path(), position))
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn()?;
+        let mut command = Command::new(&self.program);
+        command.arg(config_path(self.folder.path(), position));
+        self.run(position, command)
+    }
+
+    /// Starts a router whose disk is nearly full: no file of it may pass so many bytes, which a write beyond
+    /// them meets as an error and not as a signal. Does nothing when it runs.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn start_router_on_a_full_disk(&mut self, position: usize, file_bytes: u64) -> Result<(), Trouble> {
+        if self.is_running(position) {
+            return Ok(());
+        }
+        /// What `ulimit -f` counts in.
+        const UNIT_BYTES: u64 = 512;
+        let units = file_bytes / UNIT_BYTES;
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", &format!("trap '' XFSZ; ulimit -f {units}; exec \"$0\" \"$1\"")])
+            .arg(&self.program)
+            .arg(config_path(self.folder.path(), position));
+        self.run(position, command)
+    }
+
+    fn run(&mut self, position: usize, mut command: Command) -> Result<(), Trouble> {
+        let mut process = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
         let output = process.stdout.take().ok_or("a router has no output")?;
         let mut line = String::new();
         BufReader::new(output).read_line(&mut line)?;

@@ -18,7 +18,7 @@ use tokio::time::{interval, sleep, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-use crate::cluster::{CALL_TIMEOUT, Contacts, ROUTERS_COUNT};
+use crate::cluster::{CALL_TIMEOUT, Contacts};
 use crate::oracle::{Holdings, Oracle};
 use crate::workload::{chain, shard_of, shard_of_node};
 
@@ -123,7 +123,7 @@ impl Speaker {
                 End::Fenced => (self.epoch, self.heart) = (None, JoinSet::new()),
                 End::Ordered => {}
                 End::Elsewhere => {
-                    self.position = (self.position + 1) % ROUTERS_COUNT;
+                    self.position += 1;
                     sleep(PAUSE).await;
                 }
             }

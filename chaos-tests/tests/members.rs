@@ -133,12 +133,13 @@ async fn judge(contacts: &Contacts, positions: &[usize], oracle: &Mutex<Oracle>)
 async fn routers_are_added_replaced_and_removed_under_load() {
     let mut cluster = Cluster::start(Path::new(PROGRAM)).unwrap();
     let oracle = Arc::new(Mutex::new(Oracle::default()));
-    let load = Load::start(&cluster.contacts(), &oracle);
     let mut members = Members::new(cluster.addresses(), &cluster.identity().unwrap()).unwrap();
+    // It waits, and the nodes know where it will be.
+    let (four, address) = cluster.start_joiner(|_| {}).unwrap();
+    let load = Load::start(&cluster.contacts(), &oracle);
     progress(&oracle).await;
 
     // A learner follows and answers reads, and has no vote.
-    let (four, address) = cluster.start_joiner(|_| {}).unwrap();
     members.add(four, &address, true, |_| {}).await.unwrap();
     assert_eq!(roles(&mut members).await, (vec![1, 2, 3], vec![four]));
     let contacts = cluster.contacts();

@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 use std::time::Duration;
 
-use kv_core::id::{Epoch, Seq};
+use kv_core::id::Seq;
 use kvfleet_proto::pb::node_control_server::NodeControl;
 use kvfleet_proto::pb::{NodeStatusReply, NodeStatusRequest, SettleReply, SettleRequest};
 use tokio::time::Instant;
@@ -34,8 +34,15 @@ impl NodeControl for Control {
         let until = Instant::now() + wait;
         let mut settled = false;
         while !settled {
+            let mut filled = self.store.shared.filled.subscribe();
             let target = self.store.ask(|reply| Ask::Positions { reply }).await.map_err(stopping)?;
-            let Some(goal) = target.filter(|_| self.store.shared.epoch() > Epoch(0)) else { break };
+            let Some(goal) = target else {
+                // Before the first join there is nothing to wait for but the join.
+                if tokio::time::timeout_at(until, filled.changed()).await.is_err() {
+                    break;
+                }
+                continue;
+            };
             let mut acked = self.store.shared.acked.subscribe();
             let told = acked.wait_for(|now| arrived(now, &goal).is_some());
             let Ok(Ok(now)) = tokio::time::timeout_at(until, told).await else { break };
@@ -62,6 +69,7 @@ fn arrived(now: &Point, goal: &Point) -> Option<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kv_core::id::Epoch;
 
     #[test]
     fn an_acknowledgement_of_a_later_epoch_says_nothing_about_an_earlier_one() {
