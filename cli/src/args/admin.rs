@@ -167,3 +167,17 @@ fn parse_group(text: &str) -> Result<GroupChoice, String> {
     let number = text.parse().map(GroupChoice::One);
     number.map_err(|_| format!("{text:?} is no group: write its number (0 is control), or `all`"))
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use kvfleet_errors_doc::says;
+
+    #[test]
+    fn a_group_is_a_number_or_all() {
+        assert_eq!(parse_group("all"), Ok(GroupChoice::All));
+        assert_eq!(parse_group("3"), Ok(GroupChoice::One(3)));
+        says("a group that is no number", &parse_group("shard-1").unwrap_err(), &[]);
+    }
+}
