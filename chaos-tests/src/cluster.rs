@@ -20,6 +20,9 @@ use crate::certificates;
 /// Routers of a cluster: the smallest number of which one may die.
 pub const ROUTERS_COUNT: usize = 3;
 
+/// Shards of the index. Each stand-in node speaks to one of them.
+pub const SHARDS_COUNT: u16 = 2;
+
 /// Longest a call may take: an election and a disk on a busy machine, with room.
 pub const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -63,6 +66,8 @@ impl Contacts {
 pub struct Cluster {
     program: PathBuf,
     folder: TempDir,
+    tls: TlsFiles,
+    addresses: Vec<String>,
     processes: Vec<Option<Child>>,
     contacts: Contacts,
 }
@@ -73,20 +78,64 @@ impl Cluster {
     /// # Errors
     /// When a router does not come up.
     pub fn start(program: &Path) -> Result<Cluster, Trouble> {
+        Cluster::start_with(program, |_| {})
+    }
+
+    /// The same, with configurations changed before they are written.
+    ///
+    /// # Errors
+    /// When a router does not come up.
+    pub fn start_with(program: &Path, change: impl Fn(&mut RouterConfig)) -> Result<Cluster, Trouble> {
         let folder = tempfile::tempdir()?;
         let tls = certificates::make(folder.path()).map_err(|error| error.to_string())?;
         let addresses = free_addresses(ROUTERS_COUNT)?;
         for position in 0..ROUTERS_COUNT {
-            let text = toml::to_string(&config(position, &addresses, folder.path(), &tls))?;
-            std::fs::write(config_path(folder.path(), position), text)?;
+            let mut config = config(position, &addresses, folder.path(), &tls);
+            change(&mut config);
+            std::fs::write(config_path(folder.path(), position), toml::to_string(&config)?)?;
         }
         let contacts = contacts(&addresses, &tls)?;
         let processes = (0..ROUTERS_COUNT).map(|_| None).collect();
-        let mut cluster = Cluster { program: program.to_owned(), folder, processes, contacts };
+        let mut cluster =
+            Cluster { program: program.to_owned(), folder, tls, addresses, processes, contacts };
         for position in 0..ROUTERS_COUNT {
             cluster.start_router(position)?;
         }
         Ok(cluster)
+    }
+
+    /// Starts one more router, which belongs to no cluster yet and waits to be added. Its number is one above
+    /// the highest; gives number and address.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn start_joiner(&mut self, change: impl Fn(&mut RouterConfig)) -> Result<(u64, String), Trouble> {
+        let position = self.processes.len();
+        let mut addresses = self.addresses.clone();
+        addresses.extend(free_addresses(1)?);
+        let mut config = config(position, &addresses, self.folder.path(), &self.tls);
+        (config.join, config.voters, config.advertise) = (true, Vec::new(), addresses[position].clone());
+        change(&mut config);
+        std::fs::write(config_path(self.folder.path(), position), toml::to_string(&config)?)?;
+        self.contacts = contacts(&addresses, &self.tls)?;
+        self.addresses = addresses;
+        self.processes.push(None);
+        self.start_router(position)?;
+        Ok((config.id, self.addresses[position].clone()))
+    }
+
+    /// Where the routers are, by position.
+    #[must_use]
+    pub fn addresses(&self) -> &[String] {
+        &self.addresses
+    }
+
+    /// The identity of the suite towards the routers.
+    ///
+    /// # Errors
+    /// When the certificates cannot be read.
+    pub fn identity(&self) -> Result<Identity, Trouble> {
+        Ok(self.tls.load()?)
     }
 
     /// How to speak with the routers.
@@ -127,11 +176,33 @@ impl Cluster {
         if self.is_running(position) {
             return Ok(());
         }
-        let mut process = Command::new(&self.program)
-            .arg(config_path(self.folder.path(), position))
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn()?;
+        let mut command = Command::new(&self.program);
+        command.arg(config_path(self.folder.path(), position));
+        self.run(position, command)
+    }
+
+    /// Starts a router whose disk is nearly full: no file of it may pass so many bytes, which a write beyond
+    /// them meets as an error and not as a signal. Does nothing when it runs.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn start_router_on_a_full_disk(&mut self, position: usize, file_bytes: u64) -> Result<(), Trouble> {
+        if self.is_running(position) {
+            return Ok(());
+        }
+        /// What `ulimit -f` counts in.
+        const UNIT_BYTES: u64 = 512;
+        let units = file_bytes / UNIT_BYTES;
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", &format!("trap '' XFSZ; ulimit -f {units}; exec \"$0\" \"$1\"")])
+            .arg(&self.program)
+            .arg(config_path(self.folder.path(), position));
+        self.run(position, command)
+    }
+
+    fn run(&mut self, position: usize, mut command: Command) -> Result<(), Trouble> {
+        let mut process = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
         let output = process.stdout.take().ok_or("a router has no output")?;
         let mut line = String::new();
         BufReader::new(output).read_line(&mut line)?;
@@ -162,6 +233,7 @@ fn config(position: usize, addresses: &[String], folder: &Path, tls: &TlsFiles) 
     RouterConfig {
         id: position as u64 + 1,
         listen: addresses[position].clone(),
+        shards: SHARDS_COUNT,
         voters: voters.collect(),
         data_dir: folder.join(format!("data-{position}")),
         tls: TlsConfig { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() },

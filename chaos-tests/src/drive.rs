@@ -17,7 +17,7 @@ use crate::cluster::{CALL_TIMEOUT, Cluster, Contacts, ROUTERS_COUNT, Trouble};
 use crate::invariants::{announces_kept, epochs_grow, fenced_stay_silent, pins_kept, replicas_agree};
 use crate::oracle::{Acknowledged, Answer, Oracle, PinFact, Standing};
 use crate::speaker::{Order, Speaker};
-use crate::workload::{CHAINS_COUNT, NODES_COUNT, Step, chain};
+use crate::workload::{CHAINS_COUNT, NODES_COUNT, Step, chain, shard_of_node};
 
 /// How long a cluster with all routers running may take to do what it must.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -141,9 +141,12 @@ impl Drive {
     async fn look(&self) -> Result<(), Trouble> {
         for position in 0..ROUTERS_COUNT {
             if let Some(status) = self.contacts.status(position).await {
-                let standing =
-                    Standing { router: status.router, applied: status.applied_index, digest: status.digest };
-                self.oracle.lock().standings.push(standing);
+                let router = status.router;
+                let standing = |group: pb::GroupStatus| {
+                    let pb::GroupStatus { group, applied_index: applied, digest, .. } = group;
+                    Standing { router, group, applied, digest }
+                };
+                self.oracle.lock().standings.extend(status.groups.into_iter().map(standing));
             }
         }
         Ok(replicas_agree::check(&self.oracle.lock().standings)?)
@@ -229,14 +232,16 @@ impl Drive {
 
     /// What every router says of every chain once it has seen everything acknowledged.
     async fn answers(&self, facts: &BTreeMap<u32, Acknowledged>) -> Option<Vec<Answer>> {
-        let seen =
-            |(node, fact): (&u32, &Acknowledged)| pb::Seen { node: *node, epoch: fact.epoch, seq: fact.seq };
+        let seen = |(node, fact): (&u32, &Acknowledged)| {
+            let shard = shard_of_node(*node).into();
+            pb::Seen { node: *node, epoch: fact.epoch, seq: fact.seq, shard }
+        };
         let after: Vec<pb::Seen> = facts.iter().map(seen).collect();
         let mut answers = Vec::new();
         for router in 0..ROUTERS_COUNT {
             for number in 0..CHAINS_COUNT {
                 let hashes = convert::hashes_to_bytes(&chain(number));
-                let request = pb::LookupRequest { hashes, after: after.clone() };
+                let request = pb::LookupRequest { hashes, after: after.clone(), fresh: false };
                 let reply = self.contacts.client(router).lookup(request).await.ok()?.into_inner();
                 answers.push(Answer { router, chain: number, holders: shares(&reply.runs) });
             }
@@ -290,7 +295,12 @@ impl Drive {
         loop {
             let mut applied = Vec::new();
             for position in 0..ROUTERS_COUNT {
-                applied.extend(self.contacts.status(position).await.map(|status| status.applied_index));
+                let status = self.contacts.status(position).await;
+                applied.extend(
+                    status.map(|status| {
+                        status.groups.iter().map(|group| group.applied_index).collect::<Vec<_>>()
+                    }),
+                );
             }
             self.look().await?;
             if applied.len() == ROUTERS_COUNT && applied.windows(2).all(|pair| pair[0] == pair[1]) {

@@ -35,7 +35,9 @@ pub struct PinFact {
 pub struct Standing {
     /// Which router.
     pub router: u64,
-    /// Last log entry it has applied.
+    /// Of which group it speaks.
+    pub group: u32,
+    /// Last log entry of the group it has applied.
     pub applied: u64,
     /// Digest of its replicated state.
     pub digest: Vec<u8>,

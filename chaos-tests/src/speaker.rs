@@ -13,13 +13,14 @@ use kvfleet_proto::pb::announce_request::Body as Word;
 use kvfleet_proto::{convert, pb};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinSet;
 use tokio::time::{interval, sleep, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-use crate::cluster::{CALL_TIMEOUT, Contacts, ROUTERS_COUNT};
+use crate::cluster::{CALL_TIMEOUT, Contacts};
 use crate::oracle::{Holdings, Oracle};
-use crate::workload::chain;
+use crate::workload::{chain, shard_of, shard_of_node};
 
 /// Orders that wait for a stand-in node; above it the driver waits, so that kills meet work under way.
 pub const ORDERS_MAX: usize = 4;
@@ -80,6 +81,8 @@ pub struct Speaker {
     pending: Option<Batch>,
     is_silent: bool,
     position: usize,
+    /// Keeps the epoch alive at the control group; ends when it is dropped.
+    heart: JoinSet<()>,
 }
 
 impl Speaker {
@@ -98,6 +101,7 @@ impl Speaker {
             pending: None,
             is_silent: false,
             position: 0,
+            heart: JoinSet::new(),
         };
         tokio::spawn(speaker.run());
         sender
@@ -105,6 +109,7 @@ impl Speaker {
 
     async fn run(mut self) {
         loop {
+            self.keep_heart();
             let end = match self.epoch {
                 _ if self.is_silent => match self.orders.recv().await {
                     Some(order) => self.obey(order),
@@ -115,10 +120,10 @@ impl Speaker {
             };
             match end {
                 End::Finished => return,
-                End::Fenced => self.epoch = None,
+                End::Fenced => (self.epoch, self.heart) = (None, JoinSet::new()),
                 End::Ordered => {}
                 End::Elsewhere => {
-                    self.position = (self.position + 1) % ROUTERS_COUNT;
+                    self.position += 1;
                     sleep(PAUSE).await;
                 }
             }
@@ -152,6 +157,7 @@ impl Speaker {
     /// Speaks on one stream until it ends. Nothing is lost with it: what is under way is sent again.
     async fn converse(&mut self, epoch: u64) -> Option<End> {
         let (words, receiver) = mpsc::channel(ORDERS_MAX);
+        words.send(self.word(epoch, Word::Heartbeat(pb::Heartbeat::default()))).await.ok()?;
         let mut client = self.contacts.client(self.position);
         let request = ReceiverStream::new(receiver);
         let mut replies = timeout(CALL_TIMEOUT, client.announce(request)).await.ok()?.ok()?.into_inner();
@@ -184,8 +190,25 @@ impl Speaker {
         }
     }
 
+    /// A heart beats as long as the node has an epoch and speaks.
+    fn keep_heart(&mut self) {
+        let beats = self.epoch.filter(|_| !self.is_silent);
+        match beats {
+            None => self.heart = JoinSet::new(),
+            Some(epoch) if self.heart.is_empty() => {
+                self.heart.spawn(beat(self.contacts.clone(), self.node, epoch));
+            }
+            Some(_) => {}
+        }
+    }
+
     fn word(&self, epoch: u64, body: Word) -> pb::AnnounceRequest {
-        pb::AnnounceRequest { node: self.node, epoch, body: Some(body) }
+        pb::AnnounceRequest {
+            node: self.node,
+            epoch,
+            group: shard_of_node(self.node).into(),
+            body: Some(body),
+        }
     }
 
     /// Sends the batch under way, if there is one.
@@ -222,6 +245,8 @@ impl Speaker {
     fn obey(&mut self, order: Order) -> End {
         match order {
             Order::Hold(wanted) => {
+                let own = |(number, _): &(u32, u32)| shard_of(*number) == shard_of_node(self.node);
+                let wanted: Vec<_> = wanted.into_iter().filter(own).collect();
                 let changes =
                     wanted.into_iter().filter_map(|(number, len)| self.change(number, len)).collect();
                 self.hold_back(changes);
@@ -255,6 +280,37 @@ impl Speaker {
                 Some(Change::Dropped { blocks: blocks[len..held].to_vec(), tier: Tier::Dram })
             }
             std::cmp::Ordering::Equal => None,
+        }
+    }
+}
+
+/// Tells the control group again and again that a node lives, whoever leads.
+async fn beat(contacts: Contacts, node: u32, epoch: u64) {
+    for position in 0.. {
+        let _ended = beat_at(&contacts, position, node, epoch).await;
+        sleep(PAUSE).await;
+    }
+}
+
+async fn beat_at(contacts: &Contacts, position: usize, node: u32, epoch: u64) -> Option<()> {
+    let (words, receiver) = mpsc::channel(ORDERS_MAX);
+    let word = || pb::AnnounceRequest {
+        node,
+        epoch,
+        group: 0,
+        body: Some(Word::Heartbeat(pb::Heartbeat::default())),
+    };
+    words.send(word()).await.ok()?;
+    let mut client = contacts.client(position);
+    let opened = timeout(CALL_TIMEOUT, client.announce(ReceiverStream::new(receiver))).await;
+    let mut replies = opened.ok()?.ok()?.into_inner();
+    let mut beat = interval(HEARTBEAT);
+    loop {
+        tokio::select! {
+            _ = beat.tick() => words.send(word()).await.ok()?,
+            reply = next_reply(&mut replies) => if !matches!(reply?, Reply::Directives(_)) {
+                return None;
+            },
         }
     }
 }

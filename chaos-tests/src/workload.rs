@@ -8,7 +8,7 @@ use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::cluster::ROUTERS_COUNT;
+use crate::cluster::{ROUTERS_COUNT, SHARDS_COUNT};
 
 /// Stand-in nodes of a run.
 pub const NODES_COUNT: u32 = 4;
@@ -76,12 +76,27 @@ pub enum Step {
     Look,
 }
 
-/// The hashes of a chain. Any distinct hashes would do; these name chain and position.
+/// The shard that lists a chain.
+#[must_use]
+pub fn shard_of(chain_number: u32) -> u16 {
+    chain(chain_number)[0].shard(SHARDS_COUNT)
+}
+
+/// The shard that a node announces to: it holds parts of the chains there and of no others.
+#[must_use]
+pub fn shard_of_node(node: u32) -> u16 {
+    (node % u32::from(SHARDS_COUNT)) as u16 + 1
+}
+
+/// The hashes of a chain. Any distinct hashes with one tag would do; these name chain and position.
 #[must_use]
 pub fn chain(number: u32) -> Vec<BlockHash> {
+    // Neighbours are in different shards.
+    let tag = (number % u32::from(SHARDS_COUNT)) * 256 / u32::from(SHARDS_COUNT);
     let block = |position: u32| {
         let mut bytes = [0xa5; 16];
         bytes[..4].copy_from_slice(&number.to_be_bytes());
+        bytes[0] = tag as u8;
         bytes[4..8].copy_from_slice(&position.to_be_bytes());
         BlockHash(bytes)
     };
@@ -142,6 +157,14 @@ mod tests {
             let plan = plan(seed, 30);
             assert!(plan.contains(&Step::KillLeader));
             assert!(plan.contains(&Step::KillAll));
+        }
+    }
+
+    #[test]
+    fn every_shard_has_chains_and_nodes() {
+        for shard in 1..=SHARDS_COUNT {
+            assert!((0..CHAINS_COUNT).any(|number| shard_of(number) == shard));
+            assert!((1..=NODES_COUNT).any(|node| shard_of_node(node) == shard));
         }
     }
 

@@ -12,6 +12,7 @@ pub mod config;
 pub mod connect;
 pub mod demo;
 pub mod instance;
+pub mod members;
 pub mod process;
 pub mod replay;
 pub mod report;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Parser;
 use kvfleet::args::{Args, Command};
 use kvfleet::process::{Role, Stop, run as run_process};
-use kvfleet::{admin, demo, replay, report, status, trace, up};
+use kvfleet::{admin, demo, members, replay, report, status, trace, up};
 
 /// How long work that cannot be cancelled, such as reading a trace, may hold up the end.
 const LAST_WORK: Duration = Duration::from_secs(1);
@@ -47,7 +47,10 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
         Command::Pin(args) => admin::pin(&args).await.map(|()| ExitCode::SUCCESS),
         Command::Unpin(args) => admin::unpin(&args).await.map(|()| ExitCode::SUCCESS),
         Command::Quota(args) => admin::quota(&args).await.map(|()| ExitCode::SUCCESS),
-        Command::Router(args) => run_process(Role::Router, &args).await.map(|()| ExitCode::SUCCESS),
+        Command::Members(command) => members::run(&command).await.map(|()| ExitCode::SUCCESS),
+        Command::Router(args) => {
+            run_process(Role::Router, &args.settings()).await.map(|()| ExitCode::SUCCESS)
+        }
         Command::Node(args) => run_process(Role::Node, &args).await.map(|()| ExitCode::SUCCESS),
         Command::Instance(args) => run_process(Role::Instance, &args).await.map(|()| ExitCode::SUCCESS),
     }

@@ -15,6 +15,7 @@ use kvfleet_transport::quic::{QuicConfig, QuicDialer};
 
 mod control;
 mod fetch;
+mod members;
 mod paths;
 mod retry;
 mod route;
@@ -22,6 +23,7 @@ mod save;
 
 pub use control::ControlError;
 pub use fetch::{FetchCall, FetchError, FetchOutcome, FetchedBlock, HeldLease, SourceMiss};
+pub use members::{GroupMembers, Members, MembersError, Step};
 pub use retry::RouterError;
 pub use route::{RouteAnswer, RouteCall, RouteError};
 pub use save::{

@@ -36,6 +36,8 @@ pub struct RouteCall {
     pub identity: IdentityDigest,
     /// Saves whose effect the answer must have seen.
     pub after: Vec<pb::Seen>,
+    /// Answer from what is committed now, at the price of a round trip to the leader.
+    pub fresh: bool,
 }
 
 /// What a router says to a route call.
@@ -79,6 +81,7 @@ impl Client {
             output_tokens: call.output_tokens,
             identity: call.identity.0.to_vec(),
             after: call.after,
+            fresh: call.fresh,
             traceparent: current_traceparent(),
         };
         let ask = |mut router: RouterOf, message| async move { router.route(message).await };
@@ -92,7 +95,7 @@ impl Client {
         }
     }
 
-    /// Asks who holds which part of a prefix.
+    /// Asks who holds which part of a prefix; a fresh answer is from what is committed now.
     ///
     /// # Errors
     /// When no router answers, or one refuses the call as wrong.
@@ -100,8 +103,9 @@ impl Client {
         &self,
         hashes: &[BlockHash],
         after: Vec<pb::Seen>,
+        fresh: bool,
     ) -> Result<pb::LookupReply, RouterError> {
-        let message = pb::LookupRequest { hashes: hashes_to_bytes(hashes), after };
+        let message = pb::LookupRequest { hashes: hashes_to_bytes(hashes), after, fresh };
         self.routers
             .call(&message, |mut router: RouterOf, message| async move { router.lookup(message).await })
             .await

@@ -129,13 +129,12 @@ impl BlockHash {
         self.0[0]
     }
 
-    /// Which of `shards` parts the chain of this block belongs to, numbered from zero; all blocks of a
-    /// chain belong to one. Each part has as many of the 256 tags as the next, or one more or less, so a
-    /// power of two divides evenly, and more than 256 shards leave some without any tag.
+    /// The shard of `shards` that lists this block, from 1; all blocks of a chain belong to one. Each shard
+    /// has as many of the 256 tags as the next, or one more or less. Group 0 of the routers is the control
+    /// group and lists no blocks.
     #[must_use]
     pub fn shard(self, shards: u16) -> u16 {
-        let shard = (u32::from(self.root_tag()) * u32::from(shards)) >> 8;
-        shard as u16
+        1 + (u32::from(self.root_tag()) * u32::from(shards) / 256) as u16
     }
 }
 

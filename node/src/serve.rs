@@ -151,6 +151,7 @@ impl Service {
             service: self.clone(),
             lease: request.asker.lease,
             frame_bytes: frame_bytes as usize,
+            root: request.hashes.first().copied().unwrap_or_default(),
             wanted,
             done: SaveDone {
                 present_blocks: count(|answer| matches!(answer, Offered::Present)).unwrap_or(u32::MAX),
@@ -270,6 +271,8 @@ struct Session {
     service: Service,
     lease: LeaseId,
     frame_bytes: usize,
+    /// A block of the prefix: all of it is listed by one shard.
+    root: BlockHash,
     /// Still to come, last first.
     wanted: Vec<(BlockKey, BlockHash)>,
     done: SaveDone,
@@ -359,7 +362,8 @@ impl SaveSession for Session {
         Box::pin(async move {
             self.done.refused_blocks += u32::try_from(self.wanted.len()).unwrap_or(u32::MAX);
             self.abort_rest();
-            let at = self.service.store.ask(|reply| Ask::Position { reply }).await;
+            let block = self.root;
+            let at = self.service.store.ask(|reply| Ask::Position { block, reply }).await;
             SaveDone { visible_at: at.ok().flatten(), ..self.done.clone() }
         })
     }

@@ -3,12 +3,13 @@
 use std::cmp::Ordering;
 use std::time::Duration;
 
-use kv_core::id::{Epoch, Seq};
+use kv_core::id::Seq;
 use kvfleet_proto::pb::node_control_server::NodeControl;
 use kvfleet_proto::pb::{NodeStatusReply, NodeStatusRequest, SettleReply, SettleRequest};
 use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
+use crate::announce::outboxes::Point;
 use crate::store::{Ask, StoreHandle};
 
 /// Longest time `Settle` waits, whatever is asked.
@@ -33,28 +34,34 @@ impl NodeControl for Control {
         let until = Instant::now() + wait;
         let mut settled = false;
         while !settled {
-            let target = self.store.ask(|reply| Ask::Position { reply }).await.map_err(stopping)?;
-            let joined = self.store.shared.epoch() > Epoch(0);
-            let Some(goal) = target.filter(|_| joined).map(|at| (at.epoch, at.seq)) else {
-                settled = joined;
-                break;
+            let mut filled = self.store.shared.filled.subscribe();
+            let target = self.store.ask(|reply| Ask::Positions { reply }).await.map_err(stopping)?;
+            let Some(goal) = target else {
+                // Before the first join there is nothing to wait for but the join.
+                if tokio::time::timeout_at(until, filled.changed()).await.is_err() {
+                    break;
+                }
+                continue;
             };
             let mut acked = self.store.shared.acked.subscribe();
-            let told = acked.wait_for(|now| arrived(*now, goal).is_some());
+            let told = acked.wait_for(|now| arrived(now, &goal).is_some());
             let Ok(Ok(now)) = tokio::time::timeout_at(until, told).await else { break };
             // In a later epoch everything is announced anew, under new numbers: ask which.
-            settled = arrived(*now, goal) == Some(true);
+            settled = arrived(&now, &goal) == Some(true);
         }
-        let (epoch, seq) = *self.store.shared.acked.borrow();
-        Ok(Response::new(SettleReply { epoch: epoch.0, acknowledged_seq: seq.0, settled }))
+        let acked = self.store.shared.acked.borrow();
+        let acknowledged_seq = acked.seqs.iter().map(|seq| seq.0).sum();
+        Ok(Response::new(SettleReply { epoch: acked.epoch.0, acknowledged_seq, settled }))
     }
 }
 
 /// Whether `goal` was acknowledged; `Some(false)` once its epoch is over, nothing while neither is known.
-fn arrived(now: (Epoch, Seq), goal: (Epoch, Seq)) -> Option<bool> {
-    match now.0.cmp(&goal.0) {
-        Ordering::Less => None,
-        Ordering::Equal => (now.1 >= goal.1).then_some(true),
+fn arrived(now: &Point, goal: &Point) -> Option<bool> {
+    // Nothing to announce is announced, even where nothing was ever acknowledged.
+    let behind = |(place, goal): (usize, &Seq)| now.seqs.get(place).copied().unwrap_or_default() < *goal;
+    match now.epoch.cmp(&goal.epoch) {
+        Ordering::Less => goal.seqs.iter().all(|seq| *seq == Seq(0)).then_some(true),
+        Ordering::Equal => (!goal.seqs.iter().enumerate().any(behind)).then_some(true),
         Ordering::Greater => Some(false),
     }
 }
@@ -62,14 +69,27 @@ fn arrived(now: (Epoch, Seq), goal: (Epoch, Seq)) -> Option<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kv_core::id::Epoch;
 
     #[test]
     fn an_acknowledgement_of_a_later_epoch_says_nothing_about_an_earlier_one() {
-        let at = |epoch, seq| (Epoch(epoch), Seq(seq));
-        assert_eq!(arrived(at(1, 4), at(1, 5)), None);
-        assert_eq!(arrived(at(1, 5), at(1, 5)), Some(true));
-        assert_eq!(arrived(at(2, 0), at(1, 5)), Some(false));
-        assert_eq!(arrived(at(2, 9), at(1, 5)), Some(false));
-        assert_eq!(arrived(at(1, 9), at(2, 0)), None);
+        let at = |epoch, seqs: &[u64]| Point {
+            epoch: Epoch(epoch),
+            seqs: seqs.iter().copied().map(Seq).collect(),
+        };
+        assert_eq!(arrived(&at(1, &[4]), &at(1, &[5])), None);
+        assert_eq!(arrived(&at(1, &[5]), &at(1, &[5])), Some(true));
+        assert_eq!(arrived(&at(2, &[0]), &at(1, &[5])), Some(false));
+        assert_eq!(arrived(&at(2, &[9]), &at(1, &[5])), Some(false));
+        assert_eq!(arrived(&at(1, &[9]), &at(2, &[1])), None);
+        assert_eq!(arrived(&at(1, &[9]), &at(2, &[0])), Some(true), "nothing was to be announced");
+    }
+
+    #[test]
+    fn every_shard_must_have_acknowledged() {
+        let at = |seqs: &[u64]| Point { epoch: Epoch(1), seqs: seqs.iter().copied().map(Seq).collect() };
+        assert_eq!(arrived(&at(&[4, 7]), &at(&[5, 7])), None);
+        assert_eq!(arrived(&at(&[]), &at(&[0, 1])), None);
+        assert_eq!(arrived(&at(&[9, 7]), &at(&[5, 7])), Some(true));
     }
 }

@@ -9,15 +9,15 @@ use std::time::Duration;
 use kv_core::schedule::LiveNode;
 use tokio_util::sync::CancellationToken;
 
+use crate::groups::Groups;
 use crate::metrics::Metrics;
-use crate::raft::handle::Consensus;
 use crate::view::fleet::FleetView;
-use crate::view::published::Published;
+use crate::view::holders;
 
 /// How often the block counts of nodes (the ring's load) and the gauges are taken anew.
 const REFRESH_EVERY: Duration = Duration::from_millis(250);
 
-/// Bytes of log in memory that call for a snapshot before the entry count does: entries can be a
+/// Bytes of all groups' logs in memory that call for a snapshot before the entry count does: entries can be a
 /// megabyte each, and the whole log since the last purge is in memory.
 const LOG_BYTES_MAX: u64 = 256 << 20;
 
@@ -26,17 +26,15 @@ const NODE_WEIGHT: u32 = 1;
 
 /// What the jobs work on.
 pub(crate) struct Background {
-    pub(crate) published: Arc<Published>,
+    pub(crate) groups: Groups,
     pub(crate) fleet: Arc<FleetView>,
-    pub(crate) consensus: Consensus,
     pub(crate) metrics: Metrics,
-    pub(crate) log_bytes: Box<dyn Fn() -> u64 + Send + Sync>,
 }
 
 impl Background {
     /// Runs until cancelled: at every change of membership at once, otherwise regularly.
     pub(crate) async fn run(self, stop: CancellationToken) {
-        let mut rules = self.published.rules_changes();
+        let mut rules = self.groups.control().published.rules_changes();
         let mut tick = tokio::time::interval(REFRESH_EVERY);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         while !stop.is_cancelled() {
@@ -50,30 +48,35 @@ impl Background {
     }
 
     /// Brings the live nodes of the index into the fleet.
-    pub(crate) fn refresh_nodes(&self) {
-        let replica = self.published.read();
-        let live = replica.index.nodes().filter(|state| state.live).map(|state| LiveNode {
+    fn refresh_nodes(&self) {
+        let control = self.groups.control().published.read();
+        let live = control.index.nodes().filter(|state| state.live).map(|state| LiveNode {
             node: state.record.node,
             epoch: state.epoch,
             weight: NODE_WEIGHT,
-            blocks: state.blocks,
+            blocks: holders::blocks_of(&self.groups, state),
             link: None,
         });
         self.fleet.set_nodes(live.collect());
     }
 
     async fn regularly(&self) {
-        let (applied_index, copies) = {
-            let replica = self.published.read();
-            let live = replica.index.nodes().filter(|state| state.live);
-            (replica.applied_index(), live.map(|state| state.blocks).sum())
-        };
-        let standing = self.consensus.standing();
-        self.metrics.standing(applied_index, standing.term, self.consensus.is_leader());
-        let log_bytes = (self.log_bytes)();
-        self.metrics.sizes(log_bytes, copies);
-        if log_bytes > LOG_BYTES_MAX && standing.snapshot_index < applied_index {
-            self.consensus.snapshot_now().await;
+        let mut log_bytes = 0;
+        let mut copies = 0;
+        for group in self.groups.all() {
+            let held = (group.log_bytes)();
+            let (applied, live) = {
+                let replica = group.published.read();
+                let live: u64 = replica.index.nodes().map(|state| state.blocks).sum();
+                (replica.applied_index(), live)
+            };
+            let standing = group.consensus.standing();
+            self.metrics.standing(group.number(), applied, standing.term, group.consensus.is_leader());
+            (log_bytes, copies) = (log_bytes + held, copies + live);
+            if held > LOG_BYTES_MAX / self.groups.all().len() as u64 && standing.snapshot_index < applied {
+                group.consensus.snapshot_now().await;
+            }
         }
+        self.metrics.sizes(log_bytes, copies);
     }
 }

@@ -21,8 +21,17 @@ pub struct RouterConfig {
     pub listen: String,
     /// Address the others reach this router at, `host:port`. Empty: the one in `voters`.
     pub advertise: String,
-    /// Every router that votes, this one included; the same list on every router.
+    /// Name of the cluster, the same on every router. It never changes after the first start, and routers of
+    /// two clusters refuse each other by it.
+    pub cluster: String,
+    /// Shards of the index, each a Raft group of its own; the same on every router. It never changes after the
+    /// first start.
+    pub shards: u16,
+    /// Every router that votes when the cluster starts, this one included; the same list on every router. Later
+    /// changes are made with `kvfleet members`, and this list is not read again.
     pub voters: Vec<VoterConfig>,
+    /// Start without a cluster and wait to be added to one; `voters` may then be empty.
+    pub join: bool,
     /// Directory for the Raft log and snapshots; made when absent. One router, one directory.
     pub data_dir: PathBuf,
     /// Certificate files.
@@ -73,6 +82,9 @@ pub struct TimingsConfig {
     pub election_max_ms: u64,
     /// Silence of a node after which it is fenced.
     pub silence_ms: u64,
+    /// Between two looks at whether other routers should lead some of the groups that this one leads; 0 leaves
+    /// leadership where elections put it.
+    pub balance_ms: u64,
 }
 
 /// How announcements become proposals.
@@ -91,7 +103,10 @@ impl Default for RouterConfig {
             id: 1,
             listen: "127.0.0.1:7400".into(),
             advertise: String::new(),
+            cluster: "kvfleet".into(),
+            shards: SHARDS,
             voters: Vec::new(),
+            join: false,
             data_dir: PathBuf::new(),
             tls: TlsConfig::default(),
             timings: TimingsConfig::default(),
@@ -105,7 +120,13 @@ impl Default for RouterConfig {
 
 impl Default for TimingsConfig {
     fn default() -> Self {
-        TimingsConfig { heartbeat_ms: 100, election_min_ms: 300, election_max_ms: 600, silence_ms: 800 }
+        TimingsConfig {
+            heartbeat_ms: 100,
+            election_min_ms: 300,
+            election_max_ms: 600,
+            silence_ms: 800,
+            balance_ms: 1_000,
+        }
     }
 }
 
@@ -114,6 +135,17 @@ impl Default for AnnounceConfig {
         AnnounceConfig { window_ms: 10, blocks_max: 65_536 }
     }
 }
+
+/// Shards of a cluster that names none. A group that idles costs a heartbeat to each follower every 100 ms,
+/// ten small calls a second; one group fills a core with applying. Four let three routers lead at least one
+/// each, and are enough for the routers to become limited by their network instead.
+const SHARDS: u16 = 4;
+
+/// Most shards: at 64 heartbeats alone take some hundreds of calls a second on each router.
+const SHARDS_MAX: u16 = 64;
+
+/// Longest name of a cluster; it stands in every message between routers.
+const CLUSTER_BYTES_MAX: usize = 64;
 
 /// Voters of one cluster: beyond this an election costs more than another failure is worth.
 const VOTERS_MAX: usize = 9;
@@ -143,6 +175,7 @@ impl RouterConfig {
     /// The first key that is wrong, and what to write instead.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_identity()?;
+        self.check_cluster()?;
         self.check_voters()?;
         self.check_files()?;
         self.timings.check()?;
@@ -161,7 +194,31 @@ impl RouterConfig {
         Ok(())
     }
 
+    fn check_cluster(&self) -> Result<(), ConfigError> {
+        let allowed = |letter: char| letter.is_ascii_alphanumeric() || "-_.".contains(letter);
+        let is_name = !self.cluster.is_empty() && self.cluster.len() <= CLUSTER_BYTES_MAX;
+        if !is_name || !self.cluster.chars().all(allowed) {
+            let given = &self.cluster;
+            return refuse(
+                "cluster",
+                format!(
+                    "{given:?} is not a name of 1 to {CLUSTER_BYTES_MAX} letters, digits, dots, dashes and underscores"
+                ),
+            );
+        }
+        if !(1..=SHARDS_MAX).contains(&self.shards) {
+            return refuse(
+                "shards",
+                format!("{} is outside 1 to {SHARDS_MAX}; {SHARDS} is usual", self.shards),
+            );
+        }
+        Ok(())
+    }
+
     fn check_voters(&self) -> Result<(), ConfigError> {
+        if self.join {
+            return self.check_joiner();
+        }
         if self.voters.is_empty() {
             return refuse(
                 "voters",
@@ -219,6 +276,19 @@ impl RouterConfig {
         }
     }
 
+    fn check_joiner(&self) -> Result<(), ConfigError> {
+        if is_host_port(self.own_address()) {
+            return Ok(());
+        }
+        refuse(
+            "advertise",
+            format!(
+                "{:?} is not host:port; a router that joins must say where the others reach it",
+                self.own_address()
+            ),
+        )
+    }
+
     fn check_files(&self) -> Result<(), ConfigError> {
         if self.data_dir.as_os_str().is_empty() {
             return refuse("data_dir", "is empty; name a directory that survives restarts");
@@ -255,7 +325,8 @@ impl RouterConfig {
 
     /// Address the other routers know this one by.
     pub(crate) fn own_address(&self) -> &str {
-        self.voters.iter().find(|voter| voter.id == self.id).map_or("", |voter| &voter.address)
+        let listed = self.voters.iter().find(|voter| voter.id == self.id);
+        listed.map_or(&self.advertise, |voter| &voter.address)
     }
 
     /// The profile named, or the default one when the config was not validated.
@@ -305,12 +376,26 @@ impl TimingsConfig {
                 ),
             );
         }
+        if self.balance_ms > 0 && !(100..=3_600_000).contains(&self.balance_ms) {
+            return refuse(
+                "timings.balance_ms",
+                format!(
+                    "{} is outside 100 to 3600000; 1000 is usual, and 0 leaves leaders where they are",
+                    self.balance_ms
+                ),
+            );
+        }
         Ok(())
     }
 
     /// Silence of its quorum after which a leader counts as deposed: by then the others may have elected.
     pub(crate) fn office(&self) -> Duration {
         Duration::from_millis(self.election_max_ms + self.heartbeat_ms)
+    }
+
+    /// Between two looks of the balancer, if it is to run.
+    pub(crate) fn balance(&self) -> Option<Duration> {
+        (self.balance_ms > 0).then(|| Duration::from_millis(self.balance_ms))
     }
 
     pub(crate) fn silence(&self) -> Duration {
@@ -373,6 +458,14 @@ mod tests {
         says("a router: id", &refused(|config| config.id = 0), &[]);
         says("a router: listen", &refused(|config| config.listen = "localhost".into()), &[]);
         says("a router: no voters", &refused(|config| config.voters.clear()), &[]);
+        says("a router: cluster", &refused(|config| config.cluster = "my cluster".into()), &[]);
+        says("a router: shards", &refused(|config| config.shards = 0), &[]);
+        says(
+            "a router: joining without an address",
+            &refused(|config| (config.join, config.voters) = (true, vec![])),
+            &[],
+        );
+        says("a router: balance_ms", &refused(|config| config.timings.balance_ms = 1), &[]);
         says("a router: itself not among the voters", &refused(|config| config.id = 7), &[]);
         says("a router: a voter twice", &refused(|config| config.voters[1].id = 1), &[]);
         says("a router: a voter numbered 0", &refused(|config| config.voters[1].id = 0), &[]);

@@ -235,7 +235,7 @@ fn no_outcome(answer: Result<Applied, ProposeError>) -> Verdict {
         // The leader itself, its lease not yet confirmed: nothing to redirect to.
         Err(ProposeError::NotLeader(None)) => Verdict::Again,
         Err(ProposeError::NotLeader(leader) | ProposeError::Unknown(leader)) => Verdict::NotLeader(leader),
-        Err(ProposeError::Stopped(why)) => {
+        Err(ProposeError::Stopped(why) | ProposeError::Members(why)) => {
             tracing::error!(why, "announcements cannot be proposed");
             Verdict::NotLeader(None)
         }

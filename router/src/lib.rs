@@ -6,14 +6,17 @@
 //! metrics endpoint (both the process's).
 
 mod background;
+mod balance;
 mod clock;
 pub mod config;
 mod directives;
 mod error;
+mod groups;
 mod ingest;
 mod liveness;
 mod metrics;
 mod raft;
+mod retire;
 mod server;
 mod start;
 mod view;

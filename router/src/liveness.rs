@@ -15,6 +15,7 @@ use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 
 use crate::clock::Clock;
+use crate::groups::Group;
 use crate::metrics::Metrics;
 use crate::raft::handle::Consensus;
 use crate::view::published::Published;
@@ -105,8 +106,7 @@ impl Silence {
 /// Looks at silence until cancelled and proposes fences.
 pub(crate) async fn run(
     silence: Arc<Mutex<Silence>>,
-    published: Arc<Published>,
-    consensus: Consensus,
+    control: Arc<Group>,
     clock: Clock,
     metrics: Metrics,
     stop: CancellationToken,
@@ -114,11 +114,11 @@ pub(crate) async fn run(
     let mut tick = tokio::time::interval(LOOK_EVERY);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     while stop.run_until_cancelled(tick.tick()).await.is_some() {
-        let live = live_nodes(&published);
+        let live = live_nodes(&control.published);
         // A leader without its quorum could not fence, and its silence may be the network's.
-        let due = silence.lock().due(consensus.holds_office(), live.into_iter(), clock.now());
+        let due = silence.lock().due(control.consensus.holds_office(), live.into_iter(), clock.now());
         for (node, epoch) in due {
-            tokio::spawn(fence(consensus.clone(), metrics.clone(), node, epoch));
+            tokio::spawn(fence(control.consensus.clone(), metrics.clone(), node, epoch));
         }
     }
 }

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use kv_core::index::command::AnnounceOutcome;
 use prometheus::{
-    Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, Opts, Registry, exponential_buckets,
+    Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
+    exponential_buckets,
 };
 
 /// Handles on this router's metrics; clones share them.
@@ -23,9 +24,9 @@ pub(crate) struct Metrics {
     unlisted: IntCounter,
     fences: IntCounter,
     seen_timeouts: IntCounter,
-    applied_index: IntGauge,
-    term: IntGauge,
-    leader: IntGauge,
+    applied_index: IntGaugeVec,
+    term: IntGaugeVec,
+    leader: IntGaugeVec,
     log_bytes: IntGauge,
     index_copies: IntGauge,
 }
@@ -93,9 +94,9 @@ impl Metrics {
                 "kvfleet_seen_timeouts_total",
                 "Reads answered before this replica had seen what they asked for",
             )?,
-            applied_index: gauge(registry, "kvfleet_applied_index", "Last applied log entry")?,
-            term: gauge(registry, "kvfleet_term", "Raft term")?,
-            leader: gauge(registry, "kvfleet_is_leader", "1 while this router leads")?,
+            applied_index: per_group(registry, "kvfleet_applied_index", "Last applied log entry of a group")?,
+            term: per_group(registry, "kvfleet_term", "Raft term of a group")?,
+            leader: per_group(registry, "kvfleet_is_leader", "1 while this router leads the group")?,
             log_bytes: gauge(registry, "kvfleet_log_bytes", "Bytes of log entries held in memory")?,
             index_copies: gauge(registry, "kvfleet_index_copies", "(node, block) pairs of live nodes")?,
         })
@@ -147,10 +148,11 @@ impl Metrics {
         self.fences.inc();
     }
 
-    pub(crate) fn standing(&self, applied_index: u64, term: u64, leads: bool) {
-        self.applied_index.set(gauge_value(applied_index));
-        self.term.set(gauge_value(term));
-        self.leader.set(i64::from(leads));
+    pub(crate) fn standing(&self, group: u16, applied_index: u64, term: u64, leads: bool) {
+        let group = group.to_string();
+        self.applied_index.with_label_values(&[&group]).set(gauge_value(applied_index));
+        self.term.with_label_values(&[&group]).set(gauge_value(term));
+        self.leader.with_label_values(&[&group]).set(i64::from(leads));
     }
 
     pub(crate) fn sizes(&self, log_bytes: u64, index_copies: u64) {
@@ -173,6 +175,12 @@ fn gauge(registry: &Registry, name: &str, help: &str) -> prometheus::Result<IntG
     let gauge = IntGauge::new(name, help)?;
     registry.register(Box::new(gauge.clone()))?;
     Ok(gauge)
+}
+
+fn per_group(registry: &Registry, name: &str, help: &str) -> prometheus::Result<IntGaugeVec> {
+    let gauges = IntGaugeVec::new(Opts::new(name, help), &["group"])?;
+    registry.register(Box::new(gauges.clone()))?;
+    Ok(gauges)
 }
 
 fn labelled(registry: &Registry, name: &str, help: &str, label: &str) -> prometheus::Result<IntCounterVec> {

@@ -19,18 +19,21 @@ use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
 
 use crate::background::Background;
+use crate::balance;
 use crate::clock::Clock;
 use crate::config::RouterConfig;
 use crate::directives;
 use crate::error::StartError;
+use crate::groups::{Group, Groups};
 use crate::ingest::{Gather, Ingest};
 use crate::liveness::{self, Silence};
 use crate::metrics::Metrics;
+use crate::raft::Cluster;
 use crate::raft::boot::{self, Booted};
-use crate::raft::handle::Consensus;
 use crate::raft::log_store::LogGuard;
-use crate::raft::network::RAFT_MESSAGE_BYTES_MAX;
+use crate::raft::network::{Peers, RAFT_MESSAGE_BYTES_MAX};
 use crate::raft::service::RaftService;
+use crate::retire;
 use crate::server::{CONTROL_MESSAGE_BYTES_MAX, RouterService, Shared};
 use crate::view::fleet::FleetView;
 
@@ -52,7 +55,7 @@ const CLOSE_MAX: Duration = Duration::from_secs(10);
 /// ends.
 pub struct Router {
     local_addr: SocketAddr,
-    consensus: Consensus,
+    groups: Groups,
     stop: CancellationToken,
     serving: JoinHandle<()>,
     guard: LogGuard,
@@ -83,14 +86,15 @@ impl Router {
         let stop = CancellationToken::new();
         // Whatever fails from here on takes the standing tasks with it.
         let started = stop.clone().drop_guard();
-        let Booted { consensus, contact, published, log_bytes, guard } = booted;
-        let parts = Parts { config: &config, consensus: &consensus, metrics, stop: &stop };
-        let shared = parts.assemble(published, log_bytes);
-        let raft_service = RaftService::new(consensus.raft().clone(), contact);
+        let Booted { cluster, groups, peers, guard } = booted;
+        let consensus = groups.all().iter().map(|group| group.consensus.clone()).collect();
+        let raft_service = RaftService::new(Arc::clone(&cluster), consensus);
+        let parts = Parts { config: &config, groups: &groups, metrics, stop: &stop };
+        let shared = parts.assemble(cluster, peers);
         let serving = serve(listener, &identity, RouterService::new(shared), raft_service, stop.clone())?;
-        consensus.raft().run();
-        let router = Router { local_addr, consensus, stop, serving, guard };
-        if let Err(error) = boot::initialize(&router.consensus, &config).await {
+        groups.all().iter().for_each(|group| group.consensus.raft().run());
+        let router = Router { local_addr, groups, stop, serving, guard };
+        if let Err(error) = boot::initialize(&router.groups, &config).await {
             router.halt().await;
             return Err(error);
         }
@@ -105,25 +109,30 @@ impl Router {
         self.local_addr
     }
 
-    /// Whether this router leads, as far as it knows.
+    /// Whether this router leads the control group, as far as it knows.
     #[must_use]
     pub fn is_leader(&self) -> bool {
-        self.consensus.is_leader()
+        self.groups.control().consensus.is_leader()
     }
 
-    /// Resolves when consensus has stopped for good on this router (its disk failed, say), with the reason.
-    /// The process should end then: the router cannot serve fresh answers any more.
+    /// Resolves when consensus of any group has stopped for good on this router (its disk failed, say), with
+    /// the reason. The process should end then: the router cannot serve fresh answers any more.
     pub async fn failed(&self) -> String {
-        self.consensus.failed().await
+        let failed = |group: &Arc<Group>| {
+            let (number, consensus) = (group.number(), group.consensus.clone());
+            Box::pin(async move { format!("group {number}: {}", consensus.failed().await) })
+        };
+        let any = futures_util::future::select_all(self.groups.all().iter().map(failed));
+        any.await.0
     }
 
-    /// Hands leadership over if this router leads, ends the calls under way, closes the log.
+    /// Hands over what this router leads, ends the calls under way, closes the log.
     pub async fn shutdown(self) {
-        if self.consensus.is_leader() {
-            let handed_over = self.consensus.hand_over();
-            if tokio::time::timeout(HANDOVER_MAX, handed_over).await.is_err() {
-                tracing::warn!("no other router took over in time; they will elect");
-            }
+        // From here on it neither balances nor takes on anything.
+        let led: Vec<_> = self.groups.all().iter().filter(|group| group.consensus.is_leader()).collect();
+        let handed_over = futures_util::future::join_all(led.iter().map(|group| group.consensus.hand_over()));
+        if tokio::time::timeout(HANDOVER_MAX, handed_over).await.is_err() {
+            tracing::warn!("no other router took over in time; they will elect");
         }
         self.halt().await;
     }
@@ -132,16 +141,18 @@ impl Router {
     /// in order. For tests of leader loss.
     pub async fn halt(self) {
         self.stop.cancel();
-        if let Err(error) = self.consensus.raft().shutdown().await {
-            tracing::error!(%error, "consensus ended badly");
+        for group in self.groups.all() {
+            if let Err(error) = group.consensus.raft().shutdown().await {
+                tracing::error!(group = group.number(), %error, "consensus ended badly");
+            }
         }
-        let Router { consensus, mut serving, guard, .. } = self;
+        let Router { groups, mut serving, guard, .. } = self;
         if tokio::time::timeout(DRAIN_MAX, &mut serving).await.is_err() {
             tracing::warn!("calls under way were cut off");
             serving.abort();
             drop(serving.await);
         }
-        drop(consensus);
+        drop(groups);
         let closed = tokio::task::spawn_blocking(move || guard.join());
         if tokio::time::timeout(CLOSE_MAX, closed).await.is_err() {
             tracing::error!("the raft log was not closed in time");
@@ -159,55 +170,56 @@ async fn listen(address: &str) -> Result<TcpListener, StartError> {
 /// What every part is made from.
 struct Parts<'a> {
     config: &'a RouterConfig,
-    consensus: &'a Consensus,
+    groups: &'a Groups,
     metrics: Metrics,
     stop: &'a CancellationToken,
 }
 
 impl Parts<'_> {
     /// Starts the standing tasks and returns what calls share.
-    fn assemble(
-        &self,
-        published: Arc<crate::view::published::Published>,
-        log_bytes: Box<dyn Fn() -> u64 + Send + Sync>,
-    ) -> Arc<Shared> {
+    fn assemble(&self, cluster: Arc<Cluster>, peers: Peers) -> Arc<Shared> {
         let clock = Clock::start();
+        let control = self.groups.control();
         let fleet = Arc::new(FleetView::new(self.config.hardware()));
         let silence = Arc::new(Mutex::new(Silence::new(self.config.timings.silence())));
-        let gather = Gather {
-            window: Duration::from_millis(self.config.announce.window_ms),
-            blocks_max: self.config.announce.blocks_max,
-        };
-        let ingest =
-            Ingest::start(gather, self.consensus.clone(), clock, self.metrics.clone(), self.stop.clone());
         tokio::spawn(liveness::run(
             Arc::clone(&silence),
-            Arc::clone(&published),
-            self.consensus.clone(),
+            Arc::clone(control),
             clock,
             self.metrics.clone(),
             self.stop.clone(),
         ));
+        tokio::spawn(retire::run(self.groups.clone(), self.stop.clone()));
+        if let Some(every) = self.config.timings.balance() {
+            tokio::spawn(balance::run(self.groups.clone(), every, clock, self.stop.clone()));
+        }
         let background = Background {
-            published: Arc::clone(&published),
+            groups: self.groups.clone(),
             fleet: Arc::clone(&fleet),
-            consensus: self.consensus.clone(),
             metrics: self.metrics.clone(),
-            log_bytes,
         };
         tokio::spawn(background.run(self.stop.clone()));
         Arc::new(Shared {
-            directives: directives::start(Arc::clone(&published), self.stop.clone()),
-            published,
+            cluster,
+            peers,
+            groups: self.groups.clone(),
             fleet,
             silence,
-            ingest,
-            consensus: self.consensus.clone(),
+            ingests: self.groups.shards().iter().map(|shard| self.ingest(shard, clock)).collect(),
+            directives: directives::start(Arc::clone(&control.published), self.stop.clone()),
             metrics: self.metrics.clone(),
             clock,
             announce_blocks_max: self.config.announce.blocks_max,
             stop: self.stop.clone(),
         })
+    }
+
+    fn ingest(&self, shard: &Group, clock: Clock) -> Ingest {
+        let gather = Gather {
+            window: Duration::from_millis(self.config.announce.window_ms),
+            blocks_max: self.config.announce.blocks_max,
+        };
+        Ingest::start(gather, shard.consensus.clone(), clock, self.metrics.clone(), self.stop.clone())
     }
 }
 

@@ -233,6 +233,8 @@ pub struct VisibleAt {
     pub node: NodeId,
     /// Its epoch.
     pub epoch: Epoch,
+    /// The shard that lists the blocks; each shard counts batches by itself.
+    pub shard: u16,
     /// The batch.
     pub seq: Seq,
 }

@@ -237,7 +237,8 @@ pub(crate) fn offer_from_pb(offer: &data::SaveOffer, offered: usize) -> Result<S
 }
 
 pub(crate) fn done_to_pb(done: &SaveDone) -> data::SaveDone {
-    let visible = done.visible_at.unwrap_or(VisibleAt { node: NodeId(0), epoch: Epoch(0), seq: Seq(0) });
+    let visible = done.visible_at;
+    let visible = visible.unwrap_or(VisibleAt { node: NodeId(0), epoch: Epoch(0), shard: 0, seq: Seq(0) });
     data::SaveDone {
         stored_blocks: done.stored_blocks,
         present_blocks: done.present_blocks,
@@ -246,13 +247,16 @@ pub(crate) fn done_to_pb(done: &SaveDone) -> data::SaveDone {
         epoch: visible.epoch.0,
         seq: visible.seq.0,
         node: visible.node.0,
+        shard: visible.shard.into(),
         reason: 0,
     }
 }
 
 /// Reads what became of a save. Sequence numbers start at 1, so 0 says that nothing was announced.
 pub(crate) fn done_from_pb(done: &data::SaveDone) -> SaveAnswer {
-    let visible = VisibleAt { node: NodeId(done.node), epoch: Epoch(done.epoch), seq: Seq(done.seq) };
+    // Shard 0 lists nothing: a number that is none makes nobody wait.
+    let shard = u16::try_from(done.shard).unwrap_or(0);
+    let visible = VisibleAt { node: NodeId(done.node), epoch: Epoch(done.epoch), shard, seq: Seq(done.seq) };
     SaveAnswer::Done(SaveDone {
         stored_blocks: done.stored_blocks,
         present_blocks: done.present_blocks,
@@ -354,7 +358,7 @@ mod tests {
         let wanted = offer_to_pb(&SaveOffer::Wanted(vec![true]));
         assert!(offer_from_pb(&wanted, 2).is_err());
         assert!(offer_from_pb(&data::SaveOffer { outcome: 2, reason: 77, ..wanted }, 2).is_err());
-        let visible_at = Some(VisibleAt { node: NodeId(1), epoch: Epoch(2), seq: Seq(3) });
+        let visible_at = Some(VisibleAt { node: NodeId(1), epoch: Epoch(2), shard: 4, seq: Seq(3) });
         for visible_at in [None, visible_at] {
             let done = SaveDone {
                 stored_blocks: 1,

@@ -13,13 +13,18 @@ use crate::oracle::Standing;
 /// # Errors
 /// When two differ.
 pub fn check(standings: &[Standing]) -> Verdict {
-    let mut seen: BTreeMap<u64, &Standing> = BTreeMap::new();
+    let mut seen: BTreeMap<(u32, u64), &Standing> = BTreeMap::new();
     for standing in standings {
-        let first = *seen.entry(standing.applied).or_insert(standing);
+        let first = *seen.entry((standing.group, standing.applied)).or_insert(standing);
         if first.digest != standing.digest {
             return Err(format!(
-                "routers {} and {} differ after entry {}: {:02x?} and {:02x?}",
-                first.router, standing.router, standing.applied, first.digest, standing.digest
+                "routers {} and {} differ after entry {} of group {}: {:02x?} and {:02x?}",
+                first.router,
+                standing.router,
+                standing.applied,
+                standing.group,
+                first.digest,
+                standing.digest
             ));
         }
     }
@@ -32,8 +37,10 @@ mod tests {
 
     #[test]
     fn refuses_replicas_that_part() {
-        let standing = |router, applied, digest| Standing { router, applied, digest: vec![digest] };
+        let standing = |router, applied, digest| Standing { router, group: 1, applied, digest: vec![digest] };
         assert!(check(&[standing(1, 5, 1), standing(2, 6, 2), standing(3, 5, 1)]).is_ok());
         assert!(check(&[standing(1, 5, 1), standing(2, 6, 2), standing(3, 5, 9)]).is_err());
+        let elsewhere = Standing { group: 2, ..standing(3, 5, 9) };
+        assert!(check(&[standing(1, 5, 1), elsewhere]).is_ok());
     }
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, Subcommand};
 
 use super::sizes::parse_bytes;
 
@@ -96,4 +96,88 @@ pub struct QuotaArgs {
     /// Remove its quota.
     #[arg(long, conflicts_with = "bytes")]
     pub lift: bool,
+}
+
+/// `kvfleet members`.
+#[derive(Debug, Subcommand)]
+pub enum MembersCommand {
+    /// Show the members of every group, who leads, and how far each is.
+    List(ConnectArgs),
+    /// Make a router that waits (`kvfleet router --join`) a member of every group. To replace a router, add the
+    /// new one, then remove the old one. Run it again to finish what was cut short.
+    Add(AddMemberArgs),
+    /// Take a router out of every group. Run it again to finish what was cut short.
+    Remove(RemoveMemberArgs),
+    /// Give leadership of a group, or of all, to one of the voters.
+    Transfer(TransferArgs),
+}
+
+/// `kvfleet members add`.
+#[derive(Clone, Debug, Args)]
+pub struct AddMemberArgs {
+    /// The cluster.
+    #[command(flatten)]
+    pub connect: ConnectArgs,
+    /// Number of the router.
+    pub router: u64,
+    /// Where the others reach it.
+    #[arg(value_name = "HOST:PORT")]
+    pub address: String,
+    /// Let it follow and answer reads without a vote.
+    #[arg(long)]
+    pub learner: bool,
+}
+
+/// `kvfleet members remove`.
+#[derive(Clone, Debug, Args)]
+pub struct RemoveMemberArgs {
+    /// The cluster.
+    #[command(flatten)]
+    pub connect: ConnectArgs,
+    /// Number of the router.
+    pub router: u64,
+}
+
+/// `kvfleet members transfer`.
+#[derive(Clone, Debug, Args)]
+pub struct TransferArgs {
+    /// The cluster.
+    #[command(flatten)]
+    pub connect: ConnectArgs,
+    /// Number of the group, or `all`.
+    #[arg(value_name = "GROUP|all", value_parser = parse_group)]
+    pub group: GroupChoice,
+    /// Number of the router that is to lead.
+    pub router: u64,
+}
+
+/// A group, or all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GroupChoice {
+    /// The group with this number.
+    One(u32),
+    /// All groups.
+    All,
+}
+
+fn parse_group(text: &str) -> Result<GroupChoice, String> {
+    if text == "all" {
+        return Ok(GroupChoice::All);
+    }
+    let number = text.parse().map(GroupChoice::One);
+    number.map_err(|_| format!("{text:?} is no group: write its number (0 is control), or `all`"))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use kvfleet_errors_doc::says;
+
+    #[test]
+    fn a_group_is_a_number_or_all() {
+        assert_eq!(parse_group("all"), Ok(GroupChoice::All));
+        assert_eq!(parse_group("3"), Ok(GroupChoice::One(3)));
+        says("a group that is no number", &parse_group("shard-1").unwrap_err(), &[]);
+    }
 }

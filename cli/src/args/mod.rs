@@ -10,10 +10,13 @@ mod replay;
 mod sizes;
 mod trace;
 
-pub use admin::{ConnectArgs, PinArgs, QuotaArgs, StatusArgs, TargetArgs, UnpinArgs};
+pub use admin::{
+    AddMemberArgs, ConnectArgs, GroupChoice, MembersCommand, PinArgs, QuotaArgs, RemoveMemberArgs,
+    StatusArgs, TargetArgs, TransferArgs, UnpinArgs,
+};
 pub use cluster::{ShapeArgs, UpArgs};
 pub use faults::{Fault, FaultKind, Target};
-pub use process::ProcessArgs;
+pub use process::{ProcessArgs, RouterArgs};
 pub use replay::{DemoArgs, ReplayArgs, Speed};
 pub use sizes::{Capacity, Watermarks, parse_bytes};
 pub use trace::{GenArgs, StatsArgs, TraceCommand, TraceFormat};
@@ -61,8 +64,11 @@ pub enum Command {
     Unpin(UnpinArgs),
     /// Set or lift a tenant's byte quota on each node.
     Quota(QuotaArgs),
+    /// Show or change which routers the cluster has, who votes and who leads.
+    #[command(subcommand)]
+    Members(MembersCommand),
     /// Run one router in the foreground.
-    Router(ProcessArgs),
+    Router(RouterArgs),
     /// Run one storage node in the foreground.
     Node(ProcessArgs),
     /// Run one stand-in instance in the foreground.

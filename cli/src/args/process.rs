@@ -46,3 +46,24 @@ impl ProcessArgs {
         self.overrides.iter().cloned().chain(named).collect()
     }
 }
+
+/// `kvfleet router`.
+#[derive(Clone, Debug, Args)]
+pub struct RouterArgs {
+    /// As for every process.
+    #[command(flatten)]
+    pub process: ProcessArgs,
+    /// Start without a cluster and wait to be added to one with `kvfleet members add`.
+    #[arg(long)]
+    pub join: bool,
+}
+
+impl RouterArgs {
+    /// The arguments that every process has, with this one among its settings.
+    #[must_use]
+    pub fn settings(&self) -> ProcessArgs {
+        let mut args = self.process.clone();
+        args.overrides.extend(self.join.then(|| Override::flag("--join", "join", "true".to_owned())));
+        args
+    }
+}

@@ -48,6 +48,8 @@ fn router(cluster: &Cluster, number: u64, files: CertificateFiles) -> RouterConf
         id: number,
         listen: cluster.router_address(number).unwrap_or_default().to_owned(),
         voters: voters.collect(),
+        // One machine has nothing to spread.
+        shards: 1,
         data_dir: cluster.directory().join(name((Role::Router, number))),
         tls: kvfleet_router::TlsConfig { ca: files.ca, cert: files.cert, key: files.key },
         profile: cluster.shape().profile.clone(),

@@ -233,6 +233,7 @@ fn count_saved(done: &SaveDone, block_bytes: u64, reply: &mut pb::RunReply) {
         node: at.node.0,
         epoch: at.epoch.0,
         seq: at.seq.0,
+        shard: at.shard.into(),
     }));
 }
 

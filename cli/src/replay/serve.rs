@@ -168,6 +168,7 @@ impl Server {
             output_tokens: request.output_tokens,
             identity: self.digest,
             after,
+            fresh: false,
         };
         match self.client.route(call).await {
             Ok(RouteAnswer::Decided(decision)) => Ok(decision),

@@ -28,12 +28,12 @@ impl Visible {
         self.over.insert((node, epoch));
     }
 
-    /// What a replica must have seen to know all that is saved of `blocks`: one point per node.
+    /// What a replica must have seen to know all that is saved of `blocks`: one point per node and shard.
     pub(super) fn needed(&self, blocks: &[BlockHash]) -> Vec<Seen> {
-        let mut needed: BTreeMap<u32, Seen> = BTreeMap::new();
+        let mut needed: BTreeMap<(u32, u32), Seen> = BTreeMap::new();
         let live = |seen: &&Seen| !self.over.contains(&(seen.node, seen.epoch));
         for seen in blocks.iter().filter_map(|block| self.at.get(block)).filter(live) {
-            let latest = needed.entry(seen.node).or_insert(*seen);
+            let latest = needed.entry((seen.node, seen.shard)).or_insert(*seen);
             if (seen.epoch, seen.seq) > (latest.epoch, latest.seq) {
                 *latest = *seen;
             }
@@ -56,7 +56,7 @@ mod tests {
     }
 
     fn seen(node: u32, epoch: u64, seq: u64) -> Seen {
-        Seen { node, epoch, seq }
+        Seen { node, epoch, seq, shard: 1 }
     }
 
     #[test]

@@ -147,7 +147,7 @@ async fn look(router: RouterCalls, dead: DeadNode) -> Look {
         return Look::Named;
     }
     let Some(block) = dead.block else { return Look::Forgot };
-    let request = pb::LookupRequest { hashes: block.0.to_vec(), after: vec![] };
+    let request = pb::LookupRequest { hashes: block.0.to_vec(), ..pb::LookupRequest::default() };
     let Ok(found) = router.lookup(request).await else { return Look::NoAnswer };
     let mut holders = found.runs.iter().flat_map(|run| &run.holders);
     if holders.any(|holder| holder.node == dead.node && holder.epoch <= dead.epoch) {

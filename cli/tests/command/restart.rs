@@ -21,7 +21,7 @@ fn replay_on(place: &Place, cluster: &Cluster) -> serde_json::Value {
 async fn lookups(router: &RouterCalls, prefixes: &[Vec<u8>]) -> Vec<Vec<pb::HolderRun>> {
     let mut answers = vec![];
     for prefix in prefixes {
-        let request = pb::LookupRequest { hashes: prefix.clone(), after: vec![] };
+        let request = pb::LookupRequest { hashes: prefix.clone(), ..pb::LookupRequest::default() };
         answers.push(router.lookup(request).await.unwrap().runs);
     }
     answers

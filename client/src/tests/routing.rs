@@ -71,6 +71,12 @@ impl Router for Fake {
     async fn leave(&self, _: Request<pb::LeaveRequest>) -> Answer<pb::AdminReply> {
         absent()
     }
+    async fn change_member(&self, _: Request<pb::ChangeMemberRequest>) -> Answer<pb::ChangeMemberReply> {
+        absent()
+    }
+    async fn transfer_lead(&self, _: Request<pb::TransferLeadRequest>) -> Answer<pb::TransferLeadReply> {
+        absent()
+    }
 }
 
 fn decision(instance: u32) -> pb::RouteReply {
@@ -113,6 +119,7 @@ fn route_call() -> RouteCall {
         output_tokens: 0,
         identity: IdentityDigest([1; 16]),
         after: vec![],
+        fresh: false,
     }
 }
 
@@ -135,7 +142,7 @@ async fn a_dead_router_is_passed_over_and_the_good_one_kept() {
     assert_eq!(calls.load(Ordering::Relaxed), 5);
     assert_eq!(refusals.load(Ordering::Relaxed), 1, "asked once, then the good one is kept");
     assert_eq!(client.status().await.unwrap().term, 4);
-    assert_eq!(client.lookup(&hashes(3), vec![]).await.unwrap().runs[0].len_blocks, 3);
+    assert_eq!(client.lookup(&hashes(3), vec![], false).await.unwrap().runs[0].len_blocks, 3);
 }
 
 #[tokio::test]

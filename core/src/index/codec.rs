@@ -25,6 +25,7 @@ const PIN: u8 = 5;
 const UNPIN: u8 = 6;
 const SET_QUOTA: u8 = 7;
 const SET_TTL: u8 = 8;
+const ADMIT: u8 = 9;
 
 /// Lowest two bits of a change's head: its kind. Then two bits of tier, two of the tier it goes to.
 const CLEARED: u8 = 0;
@@ -45,6 +46,11 @@ impl Command {
             Command::Join(record) => {
                 out.push(JOIN);
                 put_record(&mut out, record);
+            }
+            Command::Admit { record, epoch } => {
+                out.push(ADMIT);
+                put_record(&mut out, record);
+                put_number(&mut out, epoch.0);
             }
             Command::Fence { node, epoch } => put_node_epoch(&mut out, FENCE, *node, *epoch),
             Command::Leave { node, epoch } => put_node_epoch(&mut out, LEAVE, *node, *epoch),
@@ -91,6 +97,10 @@ fn read_body(reader: &mut Reader<'_>) -> Result<Command, CodecError> {
     let tag = reader.byte()?;
     Ok(match tag {
         JOIN => Command::Join(read_record(reader)?),
+        ADMIT => {
+            let record = read_record(reader)?;
+            Command::Admit { record, epoch: Epoch(reader.number("epoch")?) }
+        }
         FENCE => {
             let (node, epoch) = read_node_epoch(reader)?;
             Command::Fence { node, epoch }

@@ -11,6 +11,15 @@ use crate::id::{BlockHash, Epoch, GroupId, InstanceId, NodeId, PinId, Seq, Tenan
 pub enum Command {
     /// A node starts (or starts anew). Gets a fresh [`Epoch`]; blocks of its earlier epochs vanish.
     Join(NodeRecord),
+    /// The control group gave this node this epoch: a shard takes it over. Blocks of its earlier epochs
+    /// vanish, and its announcements start at number 1. Ignored when the epoch is known already or is
+    /// older than the one known.
+    Admit {
+        /// The node, as it joined.
+        record: NodeRecord,
+        /// The epoch it was given.
+        epoch: Epoch,
+    },
     /// A node went silent: everything it announced under `epoch` stops counting, in O(1).
     Fence {
         /// The silent node.

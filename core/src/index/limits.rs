@@ -79,7 +79,7 @@ impl IndexLimits {
     /// [`Refusal::OverLimit`], naming the limit.
     pub fn check(&self, command: &Command) -> Result<(), Refusal> {
         match command {
-            Command::Join(record) => self.check_record(record),
+            Command::Join(record) | Command::Admit { record, .. } => self.check_record(record),
             Command::Announce(batch) => self.check_announce(batch),
             Command::Pin(pin) => self.check_pin(pin),
             Command::Unpin { owner, .. } => self.check_text("owner length in bytes", owner),

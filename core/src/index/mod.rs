@@ -98,6 +98,7 @@ impl Index {
     fn apply_checked(&mut self, command: &Command) -> Result<Applied, Refusal> {
         match command {
             Command::Join(record) => self.join(record),
+            Command::Admit { record, epoch } => self.admit(record, *epoch),
             Command::Fence { node, epoch } => Ok(self.fence(*node, *epoch)),
             Command::Leave { node, epoch } => Ok(self.leave(*node, *epoch)),
             Command::Announce(batch) => Ok(self.announce(batch)),
@@ -109,17 +110,39 @@ impl Index {
     }
 
     fn join(&mut self, record: &NodeRecord) -> Result<Applied, Refusal> {
-        if let Some(ours) = self.nodes.identity()
-            && ours != record.identity
-        {
-            return Err(Refusal::Identity { ours, theirs: record.identity });
-        }
-        let known = self.nodes.get(record.node).is_some();
-        let grown = self.nodes.len() as u64 + u64::from(!known);
-        within("nodes", grown, self.limits.nodes_max.min(SLOTS_MAX).into())?;
+        self.check_identity(record)?;
+        self.check_room(record)?;
         let (epoch, exhausted) = self.nodes.join(record.clone());
         self.recycle(exhausted);
         Ok(Applied::Joined(epoch))
+    }
+
+    fn check_identity(&self, record: &NodeRecord) -> Result<(), Refusal> {
+        match self.nodes.identity() {
+            Some(ours) if ours != record.identity => Err(Refusal::Identity { ours, theirs: record.identity }),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_room(&self, record: &NodeRecord) -> Result<(), Refusal> {
+        let known = self.nodes.get(record.node).is_some();
+        let grown = self.nodes.len() as u64 + u64::from(!known);
+        within("nodes", grown, self.limits.nodes_max.min(SLOTS_MAX).into())
+    }
+
+    fn admit(&mut self, record: &NodeRecord, epoch: Epoch) -> Result<Applied, Refusal> {
+        self.check_identity(record)?;
+        let known = match self.nodes.get(record.node) {
+            Some(state) => Some(state.epoch),
+            None => self.nodes.departed.get(&record.node).copied(),
+        };
+        if known.is_some_and(|known| known >= epoch) {
+            return Ok(Applied::Ignored);
+        }
+        self.check_room(record)?;
+        let exhausted = self.nodes.admit(record.clone(), epoch);
+        self.recycle(exhausted);
+        Ok(Applied::Done)
     }
 
     fn fence(&mut self, node: NodeId, epoch: Epoch) -> Applied {

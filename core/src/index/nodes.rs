@@ -167,6 +167,18 @@ impl Nodes {
         (epoch, Exhausted(None))
     }
 
+    /// Takes a node in under an epoch that was given elsewhere and is above every one known of it here.
+    pub(super) fn admit(&mut self, record: NodeRecord, epoch: Epoch) -> Exhausted {
+        let Some(slot) = self.slot_of(record.node) else {
+            self.departed.remove(&record.node);
+            self.insert(NodeState::new(record, epoch));
+            return Exhausted(None);
+        };
+        let exhausted = self.void(slot);
+        self.place(slot, NodeState::new(record, epoch));
+        exhausted
+    }
+
     /// Gives a state a slot. The caller has checked that the node is not known and that there is room.
     fn insert(&mut self, state: NodeState) -> u16 {
         let slot = self.free.pop().unwrap_or_else(|| {

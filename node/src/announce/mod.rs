@@ -1,5 +1,9 @@
-//! Tells the routers what this node holds: a pure queue (`outbox`) and the task that carries it (`link`).
+//! Tells the routers what this node holds: pure queues (`outbox`, one per shard in `outboxes`) and the tasks
+//! that carry them (`link`).
 
 pub(crate) mod link;
 pub mod outbox;
+pub mod outboxes;
 pub(crate) mod seek;
+mod session;
+mod shard;

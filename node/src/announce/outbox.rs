@@ -9,8 +9,9 @@ use std::collections::VecDeque;
 use kv_core::id::{BlockHash, Epoch, Seq};
 use kv_core::index::command::Change;
 
-/// Blocks in one batch; 16 bytes each, so a batch stays near 256 KiB, far below the 4 MiB of a message.
-pub const BATCH_BLOCKS_MAX: usize = 16_384;
+/// Blocks in one batch. Routers apply a batch in one piece, with readers waiting: 2,048 blocks are well
+/// under a millisecond. At 16 bytes each that is 32 KiB, enough to make the rest of a message small.
+pub const BATCH_BLOCKS_MAX: usize = 2_048;
 
 /// Blocks kept while no router listens. Beyond this (4 MiB of hashes) announcing all anew is cheaper.
 pub const QUEUE_BLOCKS_MAX: usize = 262_144;

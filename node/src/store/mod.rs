@@ -1,7 +1,7 @@
 //! The one task that owns the tier book, and with it every slot of DRAM and SSD of this node.
 //!
 //! Requests come in over a bounded channel, ends of SSD jobs over another; after each, the task runs
-//! what the book says and hands the changes to the outbox. Situations are beside: `fetching`, `saving`,
+//! what the book says and hands the changes to the outboxes. Situations are beside: `fetching`, `saving`,
 //! `moving`, `status`. Not here: decisions (`kv_core::tier`) and the wire (`serve`).
 
 mod fetching;
@@ -28,10 +28,10 @@ use kv_core::tier::{Asker, Book};
 use kvfleet_proto::pb;
 use kvfleet_transport::VisibleAt;
 use parking_lot::Mutex;
-use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::announce::outbox::Outbox;
+use crate::announce::outboxes::{Outboxes, Point};
 use crate::arena::Arena;
 use crate::metrics::Metrics;
 use crate::tiers::ssd::{Done, SlotId, Ssd};
@@ -91,10 +91,17 @@ pub enum Ask {
         /// Their keys.
         keys: Vec<BlockKey>,
     },
-    /// Where everything put so far becomes visible.
+    /// Where everything put so far becomes visible in the shard that lists a block.
     Position {
+        /// The block.
+        block: BlockHash,
         /// The answer.
         reply: oneshot::Sender<Option<VisibleAt>>,
+    },
+    /// Where everything put so far becomes visible in every shard.
+    Positions {
+        /// The answer.
+        reply: oneshot::Sender<Option<Point>>,
     },
     /// A request ended.
     Release {
@@ -107,7 +114,9 @@ pub enum Ask {
     Joined {
         /// The epoch.
         epoch: Epoch,
-        /// Note taken: the outbox announces everything.
+        /// Shards of the index.
+        shards: u16,
+        /// Note taken: the outboxes announce everything.
         reply: oneshot::Sender<()>,
     },
     /// The routers' directives.
@@ -117,8 +126,10 @@ pub enum Ask {
         /// Quotas in bytes.
         quotas: Vec<(TenantId, u64)>,
     },
-    /// Announce everything anew; from `expected` on when the leader said so.
+    /// Announce everything that a shard lists anew; from `expected` on when its leader said so.
     Reannounce {
+        /// The shard.
+        shard: u16,
         /// The number the leader expects.
         expected: Option<Seq>,
         /// Note taken.
@@ -137,11 +148,11 @@ pub struct Shared {
     /// This node.
     pub node: NodeId,
     /// Announcements on their way.
-    pub outbox: Mutex<Outbox>,
-    /// Something new is in the outbox.
-    pub outbox_filled: Notify,
-    /// Last acknowledged announcement.
-    pub acked: watch::Sender<(Epoch, Seq)>,
+    pub outboxes: Mutex<Outboxes>,
+    /// Counts up when something new is in the outboxes.
+    pub filled: watch::Sender<u64>,
+    /// Last acknowledged announcement of each shard.
+    pub acked: watch::Sender<Point>,
     epoch: AtomicU64,
     dram_bytes: AtomicU64,
     ssd_bytes: AtomicU64,
@@ -153,13 +164,18 @@ impl Shared {
     pub fn new(node: NodeId) -> Shared {
         Shared {
             node,
-            outbox: Mutex::new(Outbox::default()),
-            outbox_filled: Notify::new(),
-            acked: watch::Sender::new((Epoch(0), Seq(0))),
+            outboxes: Mutex::new(Outboxes::default()),
+            filled: watch::Sender::new(0),
+            acked: watch::Sender::new(Point::default()),
             epoch: AtomicU64::new(0),
             dram_bytes: AtomicU64::new(0),
             ssd_bytes: AtomicU64::new(0),
         }
+    }
+
+    /// Says that something new is in the outboxes.
+    fn filled(&self) {
+        self.filled.send_modify(|count| *count = count.wrapping_add(1));
     }
 
     /// The present epoch; 0 before the first join.
@@ -317,57 +333,63 @@ impl Store {
             }
             Ask::Put { lease, key, bytes } => self.put(lease, key, bytes),
             Ask::Abort { keys } => keys.into_iter().for_each(|key| self.parts.book.abort(key)),
-            Ask::Position { reply } => drop(reply.send(self.position())),
+            Ask::Position { block, reply } => drop(reply.send(self.position(block))),
+            Ask::Positions { reply } => {
+                self.tell_changes();
+                drop(reply.send(self.parts.shared.outboxes.lock().positions()));
+            }
             Ask::Release { lease, reply } => {
                 self.parts.book.release(lease, self.now());
                 let _ = reply.send(());
             }
-            Ask::Joined { epoch, reply } => {
-                self.joined(epoch);
+            Ask::Joined { epoch, shards, reply } => {
+                self.joined(epoch, shards);
                 let _ = reply.send(());
             }
             Ask::Directives { pins, quotas } => {
                 self.parts.book.set_pins(pins, self.now());
                 self.parts.book.set_quotas(quotas);
             }
-            Ask::Reannounce { expected, reply } => {
-                self.reannounce(expected);
+            Ask::Reannounce { shard, expected, reply } => {
+                self.reannounce(shard, expected);
                 let _ = reply.send(());
             }
             Ask::Status { reply } => drop(reply.send(self.status())),
         }
     }
 
-    fn joined(&mut self, epoch: Epoch) {
+    fn joined(&mut self, epoch: Epoch, shards: u16) {
         let everything = self.parts.book.announce_all();
-        self.parts.shared.outbox.lock().joined(epoch, everything);
+        self.parts.shared.outboxes.lock().joined(epoch, shards, everything);
         self.parts.shared.epoch.store(epoch.0, Ordering::Release);
-        self.parts.shared.outbox_filled.notify_one();
+        self.parts.shared.filled();
     }
 
-    fn reannounce(&mut self, expected: Option<Seq>) {
+    fn reannounce(&mut self, shard: u16, expected: Option<Seq>) {
         let everything = self.parts.book.announce_all();
-        let mut outbox = self.parts.shared.outbox.lock();
+        let mut outboxes = self.parts.shared.outboxes.lock();
+        let part = outboxes.part(shard, everything);
+        let Some(outbox) = outboxes.shard(shard) else { return };
         match expected {
-            Some(expected) => outbox.resync(expected, everything),
-            None => outbox.refill(everything),
+            Some(expected) => outbox.resync(expected, part),
+            None => outbox.refill(part),
         }
-        drop(outbox);
-        self.parts.shared.outbox_filled.notify_one();
+        drop(outboxes);
+        self.parts.shared.filled();
     }
 
-    fn position(&mut self) -> Option<VisibleAt> {
+    fn position(&mut self, block: BlockHash) -> Option<VisibleAt> {
         self.tell_changes();
-        let (epoch, seq) = self.parts.shared.outbox.lock().position()?;
-        Some(VisibleAt { node: self.parts.shared.node, epoch, seq })
+        let (shard, epoch, seq) = self.parts.shared.outboxes.lock().position(block)?;
+        Some(VisibleAt { node: self.parts.shared.node, epoch, shard, seq })
     }
 
-    /// Hands the book's changes to the outbox.
+    /// Hands the book's changes to the outboxes.
     fn tell_changes(&mut self) {
         let changes = self.parts.book.take_changes();
         if !changes.is_empty() {
-            self.parts.shared.outbox.lock().push(changes);
-            self.parts.shared.outbox_filled.notify_one();
+            self.parts.shared.outboxes.lock().push(changes);
+            self.parts.shared.filled();
         }
     }
 

@@ -27,12 +27,12 @@ fn bytes(capacity: Capacity, slot: u32) -> u64 {
 
 impl Store {
     pub(super) fn status(&self) -> pb::NodeStatusReply {
-        let outbox = self.parts.shared.outbox.lock();
+        let outboxes = self.parts.shared.outboxes.lock();
         pb::NodeStatusReply {
             node: self.parts.shared.node.0,
             epoch: self.parts.shared.epoch().0,
-            announced_seq: outbox.last().0,
-            acknowledged_seq: outbox.acked().0,
+            announced_seq: outboxes.last(),
+            acknowledged_seq: outboxes.acked().seqs.iter().map(|seq| seq.0).sum(),
             tiers: vec![self.tier_status(Tier::Dram), self.tier_status(Tier::Ssd)],
             leases: self.parts.book.lease_count() as u64,
             tenants: self.tenants(),

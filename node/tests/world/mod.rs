@@ -300,7 +300,7 @@ impl Router for FakeRouter {
         state.epoch += 1;
         state.next = 1;
         state.blocks.clear();
-        Ok(Response::new(pb::JoinReply { epoch: state.epoch, directives: None }))
+        Ok(Response::new(pb::JoinReply { epoch: state.epoch, directives: None, shards: 1 }))
     }
 
     async fn announce(
@@ -355,6 +355,20 @@ impl Router for FakeRouter {
     }
 
     async fn set_ttl(&self, _: Request<pb::SetTtlRequest>) -> Result<Response<pb::AdminReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
+    async fn change_member(
+        &self,
+        _: Request<pb::ChangeMemberRequest>,
+    ) -> Result<Response<pb::ChangeMemberReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
+    async fn transfer_lead(
+        &self,
+        _: Request<pb::TransferLeadRequest>,
+    ) -> Result<Response<pb::TransferLeadReply>, Status> {
         Err(Status::unimplemented("not part of these tests"))
     }
 

@@ -136,7 +136,7 @@ pub fn announcement_from_pb(node: u32, epoch: u64, batch: &pb::Batch) -> Result<
     })
 }
 
-/// Writes an announcement as the message of the announce stream.
+/// Writes an announcement as the message of the announce stream; which group it goes to is the caller's.
 #[must_use]
 pub fn announcement_to_pb(announcement: &Announcement) -> pb::AnnounceRequest {
     let batch = pb::Batch {
@@ -146,6 +146,7 @@ pub fn announcement_to_pb(announcement: &Announcement) -> pb::AnnounceRequest {
     pb::AnnounceRequest {
         node: announcement.node.0,
         epoch: announcement.epoch.0,
+        group: 0,
         body: Some(pb::announce_request::Body::Batch(batch)),
     }
 }

@@ -1,4 +1,4 @@
-//! Puts this router's consensus together: disk, state machine, openraft's settings, first membership.
+//! Puts this router's consensus together: disk, state machines, openraft's settings, first membership.
 //!
 //! Not here: what runs on top (`crate::start`).
 
@@ -12,16 +12,16 @@ use openraft::impls::BasicNode;
 use openraft::{Config, SnapshotPolicy};
 use tonic::transport::ClientTlsConfig;
 
-use super::Raft;
-use super::disk::{LOG_FILE, LogError};
-use super::handle::{Consensus, Contact};
+use super::disk::{LOG_FILE, LogError, Owner};
+use super::handle::Consensus;
 use super::log_store::{LogGuard, LogStore};
-use super::network::Network;
+use super::network::{Envelope, Network, Peers};
 use super::snapshot_file;
 use super::state_machine::StateMachine;
+use super::{CONTROL, Cluster, Raft};
 use crate::config::RouterConfig;
 use crate::error::StartError;
-use crate::view::published::Published;
+use crate::groups::{Group, Groups};
 
 /// Entries kept behind a snapshot for followers that lag a little; one that lags more gets the snapshot.
 /// Each may be a megabyte, so this bounds what a purge leaves in memory.
@@ -36,48 +36,70 @@ const SNAPSHOT_TIMEOUT_MS: u64 = 60_000;
 /// How often a follower that does not answer is tried: soon after it is back, but not hot.
 const BACKOFF: &str = "50ms 100ms 200ms ...500ms";
 
-/// What was put together. Consensus is idle until [`Booted::run`].
+/// What was put together. Consensus is idle until it is told to run.
 pub(crate) struct Booted {
-    pub(crate) consensus: Consensus,
-    pub(crate) contact: Arc<Contact>,
-    pub(crate) published: Arc<Published>,
-    pub(crate) log_bytes: Box<dyn Fn() -> u64 + Send + Sync>,
+    pub(crate) cluster: Arc<Cluster>,
+    pub(crate) groups: Groups,
+    pub(crate) peers: Peers,
     pub(crate) guard: LogGuard,
 }
 
-/// Opens what is on disk and builds the Raft on it.
+/// Opens what is on disk and builds the Raft of every group on it.
 pub(crate) async fn boot(config: &RouterConfig, tls: ClientTlsConfig) -> Result<Booted, StartError> {
-    let (log, guard, machine) = open(config)?;
-    let published = machine.published();
-    let log_bytes = Box::new(log.bytes_held());
+    let cluster = Arc::new(Cluster { name: config.cluster.clone(), shards: config.shards });
+    let (stores, guard) = open(config, &cluster)?;
     let settings = Arc::new(settings(config)?);
-    let raft = Raft::build(config.id, settings, Network::new(tls), log, machine).await;
-    let raft = raft.map_err(|error| StartError::Consensus(error.to_string()))?;
-    let contact = Arc::new(Contact::new());
-    let consensus = Consensus::new(raft, Arc::clone(&contact), config.timings.office());
-    Ok(Booted { consensus, contact, published, log_bytes, guard })
+    let peers = Peers::new(tls);
+    let mut groups = Vec::with_capacity(stores.len());
+    for (group, (log, machine)) in (0..).zip(stores) {
+        let published = machine.published();
+        let log_bytes = Box::new(log.bytes_held());
+        let envelope = Envelope { cluster: Arc::clone(&cluster), group };
+        let network = Network { peers: peers.clone(), envelope };
+        let raft = Raft::build(config.id, Arc::clone(&settings), network, log, machine).await;
+        let raft = raft.map_err(|error| StartError::Consensus(error.to_string()))?;
+        let consensus = Consensus::new(group, raft, config.timings.office());
+        groups.push(Arc::new(Group { consensus, published, log_bytes }));
+    }
+    Ok(Booted { cluster, groups: Groups::new(groups), peers, guard })
 }
 
-fn open(config: &RouterConfig) -> Result<(LogStore, LogGuard, StateMachine), StartError> {
-    let limits = IndexLimits { copies_max: config.index_copies_max, ..IndexLimits::default() };
-    let machine = StateMachine::open(&config.data_dir, limits)?;
-    let (log, guard) = LogStore::open(&config.data_dir, config.id)?;
-    let covered = machine.published().read().applied_index();
-    if covered > 0 && !log.has_vote() {
-        let what = format!("it is new, but the snapshot beside it ends at entry {covered}");
-        return Err(LogError::Corrupt { path: config.data_dir.join(LOG_FILE), what }.into());
+type Stores = Vec<(LogStore, StateMachine)>;
+
+fn open(config: &RouterConfig, cluster: &Cluster) -> Result<(Stores, LogGuard), StartError> {
+    let owner = Owner { router: config.id, cluster: cluster.clone() };
+    let directory = &config.data_dir;
+    let machines =
+        (0..cluster.groups()).map(|group| StateMachine::open(directory, group, limits(config, group)));
+    let machines = machines.collect::<Result<Vec<_>, _>>()?;
+    let (logs, guard) = LogStore::open(directory, &owner)?;
+    for (group, (log, machine)) in (0..).zip(logs.iter().zip(&machines)) {
+        let covered = machine.published().read().applied_index();
+        if covered > 0 && !log.has_vote() {
+            let what = format!("it is new, but the snapshot beside it ends at entry {covered}");
+            return Err(LogError::Corrupt { path: directory.join(LOG_FILE), what }.into());
+        }
+        check_covered(directory, group, covered, log.purged_index())?;
     }
-    check_covered(&config.data_dir, covered, log.purged_index())?;
-    Ok((log, guard, machine))
+    Ok((logs.into_iter().zip(machines).collect(), guard))
+}
+
+/// What one group may hold: the shards divide the copies among them, since chains are spread evenly.
+fn limits(config: &RouterConfig, group: u16) -> IndexLimits {
+    let limits = IndexLimits::default();
+    match group {
+        CONTROL => IndexLimits { copies_max: 0, ..limits },
+        _ => IndexLimits { copies_max: config.index_copies_max.div_ceil(config.shards.into()), ..limits },
+    }
 }
 
 /// Entries are purged only once a snapshot holds them: a snapshot that ends before the log begins has
 /// been lost or replaced.
-fn check_covered(directory: &Path, covered: u64, purged: Option<u64>) -> Result<(), StartError> {
+fn check_covered(directory: &Path, group: u16, covered: u64, purged: Option<u64>) -> Result<(), StartError> {
     match purged {
         Some(purged) if purged > covered => {
             let what = format!("it ends at entry {covered}, but the log begins after entry {purged}");
-            Err(snapshot_file::corrupt(directory, what).into())
+            Err(snapshot_file::corrupt(directory, group, what).into())
         }
         _ => Ok(()),
     }
@@ -85,7 +107,7 @@ fn check_covered(directory: &Path, covered: u64, purged: Option<u64>) -> Result<
 
 fn settings(config: &RouterConfig) -> Result<Config, StartError> {
     let settings = Config {
-        cluster_name: "kvfleet".into(),
+        cluster_name: config.cluster.clone(),
         heartbeat_interval: config.timings.heartbeat_ms,
         election_timeout_min: config.timings.election_min_ms,
         election_timeout_max: config.timings.election_max_ms,
@@ -105,17 +127,24 @@ fn settings(config: &RouterConfig) -> Result<Config, StartError> {
     settings.validate().map_err(|error| StartError::Consensus(error.to_string()))
 }
 
-/// Writes the first membership if this router has never had one. Every voter does so with the same list,
-/// which openraft allows: one of them is elected, the others find the same entry in their log.
-pub(crate) async fn initialize(consensus: &Consensus, config: &RouterConfig) -> Result<(), StartError> {
-    let raft = consensus.raft();
-    let failed = |error: &dyn std::fmt::Display| StartError::Consensus(error.to_string());
-    if raft.is_initialized().await.map_err(|error| failed(&error))? {
+/// Writes the first membership of every group that has never had one, unless this router waits to be added.
+/// Every voter does so with the same list, which openraft allows: one of them is elected, the others find the
+/// same entry in their log.
+pub(crate) async fn initialize(groups: &Groups, config: &RouterConfig) -> Result<(), StartError> {
+    if config.join {
         return Ok(());
     }
-    let voters = config.voters.iter().map(|voter| (voter.id, BasicNode::new(&voter.address)));
-    match raft.initialize(voters.collect::<BTreeMap<_, _>>()).await {
-        Ok(()) | Err(RaftError::APIError(InitializeError::NotAllowed(_))) => Ok(()),
-        Err(error) => Err(failed(&error)),
+    let failed = |error: &dyn std::fmt::Display| StartError::Consensus(error.to_string());
+    for group in groups.all() {
+        let raft = group.consensus.raft();
+        if raft.is_initialized().await.map_err(|error| failed(&error))? {
+            continue;
+        }
+        let voters = config.voters.iter().map(|voter| (voter.id, BasicNode::new(&voter.address)));
+        match raft.initialize(voters.collect::<BTreeMap<_, _>>()).await {
+            Ok(()) | Err(RaftError::APIError(InitializeError::NotAllowed(_))) => {}
+            Err(error) => return Err(failed(&error)),
+        }
     }
+    Ok(())
 }

@@ -1,8 +1,8 @@
-//! The Raft log as records in one redb file: how a record looks, how the file is opened and checked,
+//! The Raft logs of all groups as records in one redb file: how a record looks, how the file is opened and checked,
 //! how one batch of operations becomes one durable transaction.
 //!
-//! Every record carries a CRC32C over its key and its bytes, and the file names its first and last
-//! entry, so a flipped bit, a torn page and a lost tail are all found at open. A file that fails is
+//! Every record carries a CRC32C over its key and its bytes, and the file names the first and last entry
+//! of each group, so a flipped bit, a torn page and a lost tail are all found at open. A file that fails is
 //! refused, never repaired by guessing: a voter that forgets what it acknowledged can lose other
 //! routers' commits. Not here: when a batch is made (`disk_thread.rs`) and what openraft sees
 //! (`log_store.rs`).
@@ -16,7 +16,7 @@ use redb::{Database, ReadableDatabase, ReadableTable, Table, TableDefinition};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{Entry, LogId, Vote};
+use super::{Cluster, Entry, LogId, Vote};
 
 /// Name of the log file inside the data directory.
 pub(crate) const LOG_FILE: &str = "raft.redb";
@@ -25,7 +25,7 @@ pub(crate) const LOG_FILE: &str = "raft.redb";
 const NEW_FILE: &str = "raft.redb.new";
 
 /// Version of the record layout; another one is refused.
-const FORMAT: u64 = 1;
+const FORMAT: u64 = 2;
 
 /// Page cache of redb. Small, because entries are read from memory and the file only at start.
 const CACHE_BYTES: usize = 16 << 20;
@@ -35,10 +35,16 @@ const META: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("meta");
 
 const KEY_FORMAT: &str = "format";
 const KEY_ROUTER: &str = "router";
+const KEY_CLUSTER: &str = "cluster";
+const KEY_SHARDS: &str = "shards";
 const KEY_VOTE: &str = "vote";
 const KEY_PURGED: &str = "purged";
 const KEY_COMMITTED: &str = "committed";
 const KEY_LAST: &str = "last";
+
+/// Bits of an entry's key that count entries; the group stands above them. A group that takes a thousand
+/// entries a second needs nine thousand years for them.
+const INDEX_BITS: u32 = 48;
 
 /// Why a log file was not opened.
 #[derive(Debug, thiserror::Error)]
@@ -66,6 +72,24 @@ pub enum LogError {
         found: u64,
         /// Who we are.
         wanted: u64,
+    },
+    /// The file belongs to another cluster, or cuts the index into other shards.
+    #[error(
+        "raft log {path} is of cluster {found:?} with {found_shards} shards, the config says cluster {wanted:?} with \
+         {wanted_shards}: correct `cluster` and `shards`, which never change after the first start, or name an empty \
+         data_dir"
+    )]
+    OtherCluster {
+        /// The file.
+        path: PathBuf,
+        /// Its cluster.
+        found: String,
+        /// Its shards.
+        found_shards: u16,
+        /// The cluster of the config.
+        wanted: String,
+        /// The shards of the config.
+        wanted_shards: u16,
     },
     /// The record layout is of another release.
     #[error(
@@ -95,7 +119,14 @@ pub enum LogError {
     },
 }
 
-/// Everything the file held when it was opened.
+/// Whose log it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Owner {
+    pub(crate) router: u64,
+    pub(crate) cluster: Cluster,
+}
+
+/// Everything the file held of one group when it was opened.
 #[derive(Debug, Default)]
 pub(crate) struct Recovered {
     pub(crate) vote: Option<Vote>,
@@ -104,7 +135,7 @@ pub(crate) struct Recovered {
     pub(crate) entries: VecDeque<Entry>,
 }
 
-/// One change of the file.
+/// One change of one group's log.
 #[derive(Debug)]
 pub(crate) enum Change {
     Vote(Vote),
@@ -123,11 +154,11 @@ pub(crate) struct Disk {
 }
 
 impl Disk {
-    /// Opens or creates the file, checks every record and returns what it holds.
-    pub(crate) fn open(directory: &Path, router: u64) -> Result<(Disk, Recovered), LogError> {
+    /// Opens or creates the file, checks every record and returns what it holds of each group.
+    pub(crate) fn open(directory: &Path, owner: &Owner) -> Result<(Disk, Vec<Recovered>), LogError> {
         let path = directory.join(LOG_FILE);
         // redb checks what it reads with assertions in places; a damaged file must end in a message.
-        let opened = catch_unwind(AssertUnwindSafe(|| open_checked(&path, router)));
+        let opened = catch_unwind(AssertUnwindSafe(|| open_checked(&path, owner)));
         opened.unwrap_or_else(|_| Err(corrupt(&path, "its page structure is damaged")))
     }
 
@@ -138,17 +169,17 @@ impl Disk {
         Disk { database: database.expect("a new device") }
     }
 
-    /// Makes all changes durable in one transaction, in order.
+    /// Makes all changes of all groups durable in one transaction, in order.
     ///
     /// # Errors
     /// What the file system said (no space, I/O error). Nothing of the batch is visible then.
-    pub(crate) fn commit<'a>(&self, changes: impl Iterator<Item = &'a Change>) -> io::Result<()> {
+    pub(crate) fn commit<'a>(&self, changes: impl Iterator<Item = (u16, &'a Change)>) -> io::Result<()> {
         let transaction = self.database.begin_write().map_err(io::Error::other)?;
         {
             let mut entries = transaction.open_table(ENTRIES).map_err(io::Error::other)?;
             let mut meta = transaction.open_table(META).map_err(io::Error::other)?;
-            for change in changes {
-                write_change(change, &mut entries, &mut meta)?;
+            for (group, change) in changes {
+                write_change(group, change, &mut entries, &mut meta)?;
             }
         }
         transaction.commit().map_err(commit_error)
@@ -172,35 +203,53 @@ fn storage_error(error: redb::StorageError) -> io::Error {
 type Entries<'t> = Table<'t, u64, &'static [u8]>;
 type Meta<'t> = Table<'t, &'static str, &'static [u8]>;
 
-fn write_change(change: &Change, entries: &mut Entries<'_>, meta: &mut Meta<'_>) -> io::Result<()> {
+/// Key of an entry: entries of one group lie together, in order.
+fn place(group: u16, index: u64) -> u64 {
+    u64::from(group) << INDEX_BITS | index
+}
+
+/// Key of a group's record in the table of single values.
+fn key_of(group: u16, key: &str) -> String {
+    format!("{group}/{key}")
+}
+
+fn write_change(
+    group: u16,
+    change: &Change,
+    entries: &mut Entries<'_>,
+    meta: &mut Meta<'_>,
+) -> io::Result<()> {
+    let key = |key| key_of(group, key);
     match change {
-        Change::Vote(vote) => put_meta(meta, KEY_VOTE, vote),
-        Change::Committed(committed) => put_meta(meta, KEY_COMMITTED, committed),
-        Change::Append(new) => append(new, entries, meta),
+        Change::Vote(vote) => put_meta(meta, &key(KEY_VOTE), vote),
+        Change::Committed(committed) => put_meta(meta, &key(KEY_COMMITTED), committed),
+        Change::Append(new) => append(group, new, entries, meta),
         Change::Truncate { from } => {
-            entries.retain_in(*from.., |_, _| false).map_err(storage_error)?;
-            put_meta(meta, KEY_LAST, &from.checked_sub(1))
+            let gone = place(group, *from)..place(group + 1, 0);
+            entries.retain_in(gone, |_, _| false).map_err(storage_error)?;
+            put_meta(meta, &key(KEY_LAST), &from.checked_sub(1))
         }
         Change::Purge(upto) => {
-            entries.retain_in(..=upto.index(), |_, _| false).map_err(storage_error)?;
-            put_meta(meta, KEY_PURGED, upto)
+            let gone = place(group, 0)..=place(group, upto.index());
+            entries.retain_in(gone, |_, _| false).map_err(storage_error)?;
+            put_meta(meta, &key(KEY_PURGED), upto)
         }
     }
 }
 
-fn append(new: &[Entry], entries: &mut Entries<'_>, meta: &mut Meta<'_>) -> io::Result<()> {
+fn append(group: u16, new: &[Entry], entries: &mut Entries<'_>, meta: &mut Meta<'_>) -> io::Result<()> {
     for entry in new {
-        let index = entry.log_id.index();
-        let record = seal(&index.to_le_bytes(), entry)?;
-        entries.insert(index, record.as_slice()).map_err(storage_error)?;
+        let place = place(group, entry.log_id.index());
+        let record = seal(&place.to_le_bytes(), entry)?;
+        entries.insert(place, record.as_slice()).map_err(storage_error)?;
     }
     match new.last() {
-        Some(last) => put_meta(meta, KEY_LAST, &Some(last.log_id.index())),
+        Some(last) => put_meta(meta, &key_of(group, KEY_LAST), &Some(last.log_id.index())),
         None => Ok(()),
     }
 }
 
-fn put_meta<T: Serialize>(meta: &mut Meta<'_>, key: &'static str, value: &T) -> io::Result<()> {
+fn put_meta<T: Serialize>(meta: &mut Meta<'_>, key: &str, value: &T) -> io::Result<()> {
     let record = seal(key.as_bytes(), value)?;
     meta.insert(key, record.as_slice()).map_err(storage_error)?;
     Ok(())
@@ -234,17 +283,17 @@ fn corrupt(path: &Path, what: impl Into<String>) -> LogError {
     LogError::Corrupt { path: path.to_owned(), what: what.into() }
 }
 
-fn open_checked(path: &Path, router: u64) -> Result<(Disk, Recovered), LogError> {
+fn open_checked(path: &Path, owner: &Owner) -> Result<(Disk, Vec<Recovered>), LogError> {
     // redb takes an empty file for a new one; this log never leaves one behind.
     if std::fs::metadata(path).is_ok_and(|file| file.len() == 0) {
         return Err(corrupt(path, "it is empty"));
     }
     if !path.exists() {
-        make(path, router)?;
+        make(path, owner)?;
     }
     let disk = open_file(path).map_err(|error| open_error(path, error))?;
-    claim(&disk, path, router)?;
-    let recovered = recover(&disk, path)?;
+    claim(&disk, path, owner)?;
+    let recovered = recover(&disk, path, owner.cluster.groups())?;
     Ok((disk, recovered))
 }
 
@@ -254,7 +303,7 @@ fn open_file(path: &Path) -> Result<Disk, redb::DatabaseError> {
 }
 
 /// Makes an empty log under another name first: a process killed meanwhile leaves no log, not half of one.
-fn make(path: &Path, router: u64) -> Result<(), LogError> {
+fn make(path: &Path, owner: &Owner) -> Result<(), LogError> {
     let failed = |source| LogError::Io { path: path.to_owned(), source };
     let new = path.with_file_name(NEW_FILE);
     let disk = match open_file(&new) {
@@ -269,7 +318,7 @@ fn make(path: &Path, router: u64) -> Result<(), LogError> {
         opened => opened,
     };
     let disk = disk.map_err(|error| open_error(path, error))?;
-    claim(&disk, path, router)?;
+    claim(&disk, path, owner)?;
     drop(disk);
     std::fs::rename(&new, path).map_err(failed)?;
     let directory = path.parent().unwrap_or(Path::new("."));
@@ -288,8 +337,8 @@ fn open_error(path: &Path, error: redb::DatabaseError) -> LogError {
     }
 }
 
-/// Writes format and router number into a new file; compares them in an old one.
-fn claim(disk: &Disk, path: &Path, router: u64) -> Result<(), LogError> {
+/// Writes format and owner into a new file; compares them in an old one.
+fn claim(disk: &Disk, path: &Path, owner: &Owner) -> Result<(), LogError> {
     let damaged = |error: &dyn std::fmt::Display| corrupt(path, error.to_string());
     let transaction = disk.database.begin_write().map_err(|error| damaged(&error))?;
     {
@@ -298,29 +347,47 @@ fn claim(disk: &Disk, path: &Path, router: u64) -> Result<(), LogError> {
         let format: Option<u64> = get_meta(&meta, path, KEY_FORMAT)?;
         match format {
             None if entries.iter().is_ok_and(|mut all| all.next().is_none()) => {
-                put_meta(&mut meta, KEY_FORMAT, &FORMAT).map_err(|error| damaged(&error))?;
-                put_meta(&mut meta, KEY_ROUTER, &router).map_err(|error| damaged(&error))?;
+                put_owner(&mut meta, owner).map_err(|error| damaged(&error))?;
             }
             None => return Err(corrupt(path, "record \"format\" is missing")),
-            Some(FORMAT) => {}
+            Some(FORMAT) => check_owner(&meta, path, owner)?,
             Some(found) => return Err(LogError::Format { path: path.to_owned(), found }),
-        }
-        let owner: Option<u64> = get_meta(&meta, path, KEY_ROUTER)?;
-        match owner {
-            Some(found) if found == router => {}
-            Some(found) => {
-                return Err(LogError::OtherRouter { path: path.to_owned(), found, wanted: router });
-            }
-            None => return Err(corrupt(path, "record \"router\" is missing")),
         }
     }
     transaction.commit().map_err(|error| LogError::Io { path: path.to_owned(), source: commit_error(error) })
 }
 
+fn put_owner(meta: &mut Meta<'_>, owner: &Owner) -> io::Result<()> {
+    put_meta(meta, KEY_FORMAT, &FORMAT)?;
+    put_meta(meta, KEY_ROUTER, &owner.router)?;
+    put_meta(meta, KEY_CLUSTER, &owner.cluster.name)?;
+    put_meta(meta, KEY_SHARDS, &owner.cluster.shards)
+}
+
+fn check_owner(meta: &Meta<'_>, path: &Path, owner: &Owner) -> Result<(), LogError> {
+    let absent = |key: &str| corrupt(path, format!("record {key:?} is missing"));
+    let router: u64 = get_meta(meta, path, KEY_ROUTER)?.ok_or_else(|| absent(KEY_ROUTER))?;
+    let name: String = get_meta(meta, path, KEY_CLUSTER)?.ok_or_else(|| absent(KEY_CLUSTER))?;
+    let shards: u16 = get_meta(meta, path, KEY_SHARDS)?.ok_or_else(|| absent(KEY_SHARDS))?;
+    if router != owner.router {
+        return Err(LogError::OtherRouter { path: path.to_owned(), found: router, wanted: owner.router });
+    }
+    if (&name, shards) != (&owner.cluster.name, owner.cluster.shards) {
+        return Err(LogError::OtherCluster {
+            path: path.to_owned(),
+            found: name,
+            found_shards: shards,
+            wanted: owner.cluster.name.clone(),
+            wanted_shards: owner.cluster.shards,
+        });
+    }
+    Ok(())
+}
+
 fn get_meta<T: DeserializeOwned>(
     meta: &impl ReadableTable<&'static str, &'static [u8]>,
     path: &Path,
-    key: &'static str,
+    key: &str,
 ) -> Result<Option<T>, LogError> {
     let record = meta.get(key).map_err(|error| corrupt(path, format!("record {key:?}: {error}")))?;
     let Some(record) = record else { return Ok(None) };
@@ -328,50 +395,64 @@ fn get_meta<T: DeserializeOwned>(
     value.map(Some).map_err(|what| corrupt(path, format!("record {key:?} {what}")))
 }
 
-fn recover(disk: &Disk, path: &Path) -> Result<Recovered, LogError> {
+fn recover(disk: &Disk, path: &Path, groups: u16) -> Result<Vec<Recovered>, LogError> {
     let damaged = |error: &dyn std::fmt::Display| corrupt(path, error.to_string());
     let transaction = disk.database.begin_read().map_err(|error| damaged(&error))?;
     let meta = transaction.open_table(META).map_err(|error| damaged(&error))?;
     let table = transaction.open_table(ENTRIES).map_err(|error| damaged(&error))?;
-    let committed: Option<Option<LogId>> = get_meta(&meta, path, KEY_COMMITTED)?;
-    let last: Option<Option<u64>> = get_meta(&meta, path, KEY_LAST)?;
+    (0..groups).map(|group| recover_group(&meta, &table, path, group)).collect()
+}
+
+fn recover_group(
+    meta: &impl ReadableTable<&'static str, &'static [u8]>,
+    table: &impl ReadableTable<u64, &'static [u8]>,
+    path: &Path,
+    group: u16,
+) -> Result<Recovered, LogError> {
+    let damaged = |error: &dyn std::fmt::Display| corrupt(path, error.to_string());
+    let committed: Option<Option<LogId>> = get_meta(meta, path, &key_of(group, KEY_COMMITTED))?;
+    let last: Option<Option<u64>> = get_meta(meta, path, &key_of(group, KEY_LAST))?;
     let mut recovered = Recovered {
-        vote: get_meta(&meta, path, KEY_VOTE)?,
-        purged: get_meta(&meta, path, KEY_PURGED)?,
+        vote: get_meta(meta, path, &key_of(group, KEY_VOTE))?,
+        purged: get_meta(meta, path, &key_of(group, KEY_PURGED))?,
         committed: committed.flatten(),
         entries: VecDeque::new(),
     };
-    for row in table.iter().map_err(|error| damaged(&error))? {
+    let rows = table.range(place(group, 0)..place(group + 1, 0)).map_err(|error| damaged(&error))?;
+    for row in rows {
         let (key, record) = row.map_err(|error| damaged(&error))?;
-        let entry = checked_entry(path, key.value(), record.value())?;
-        recovered.entries.push_back(entry);
+        recovered.entries.push_back(checked_entry(path, group, key.value(), record.value())?);
     }
-    check_bounds(path, &recovered, last.flatten())?;
+    check_bounds(path, group, &recovered, last.flatten())?;
     Ok(recovered)
 }
 
-fn checked_entry(path: &Path, index: u64, record: &[u8]) -> Result<Entry, LogError> {
-    let entry: Entry = unseal(&index.to_le_bytes(), record)
-        .map_err(|what| corrupt(path, format!("the record of entry {index} {what}")))?;
+fn checked_entry(path: &Path, group: u16, place: u64, record: &[u8]) -> Result<Entry, LogError> {
+    let index = place & ((1 << INDEX_BITS) - 1);
+    let entry: Entry = unseal(&place.to_le_bytes(), record)
+        .map_err(|what| corrupt(path, format!("the record of entry {index} of group {group} {what}")))?;
     if entry.log_id.index() != index {
         let inside = entry.log_id.index();
-        return Err(corrupt(path, format!("the record of entry {index} holds entry {inside}")));
+        return Err(corrupt(
+            path,
+            format!("the record of entry {index} of group {group} holds entry {inside}"),
+        ));
     }
     Ok(entry)
 }
 
 /// No hole after the purged entry, and the last entry is the one the file says it is.
-fn check_bounds(path: &Path, recovered: &Recovered, last: Option<u64>) -> Result<(), LogError> {
+fn check_bounds(path: &Path, group: u16, recovered: &Recovered, last: Option<u64>) -> Result<(), LogError> {
     let mut expected = recovered.purged.map_or(0, |purged| purged.index() + 1);
     for entry in &recovered.entries {
         if entry.log_id.index() != expected {
-            return Err(corrupt(path, format!("entry {expected} is missing")));
+            return Err(corrupt(path, format!("entry {expected} of group {group} is missing")));
         }
         expected += 1;
     }
     match last {
         Some(last) if last >= expected => {
-            Err(corrupt(path, format!("entries {expected} to {last} are missing")))
+            Err(corrupt(path, format!("entries {expected} to {last} of group {group} are missing")))
         }
         _ => Ok(()),
     }

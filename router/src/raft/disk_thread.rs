@@ -1,4 +1,4 @@
-//! The one thread that writes the log file: it gathers what waits and commits it at once.
+//! The one thread that writes the log file: it gathers what waits, of all Raft groups, and commits it at once.
 //!
 //! Group commit: while one transaction is being synced, appends pile up in the channel; the next
 //! transaction takes them all, so a thousand appends cost one sync. Order in the channel is order on
@@ -6,6 +6,7 @@
 //! every later request with the same error: a log that lost one write must not take the next one.
 //! Not here: what is readable from memory (`log_store.rs`) and how records look (`disk.rs`).
 
+use std::collections::BTreeMap;
 use std::io;
 use std::thread;
 
@@ -44,27 +45,31 @@ impl Done {
 }
 
 struct Request {
+    group: u16,
     change: Change,
     done: Done,
 }
 
-/// Where requests go. When the last sender is gone the thread writes what waits and ends.
+/// Where the requests of one Raft group go. When the last sender is gone the thread writes what waits and
+/// ends.
 #[derive(Clone)]
 pub(crate) struct DiskQueue {
+    group: u16,
     sender: mpsc::Sender<Request>,
 }
 
 impl DiskQueue {
-    /// Starts the thread. Join the handle after dropping every queue, to know the file is closed.
-    pub(crate) fn start(disk: Disk) -> io::Result<(DiskQueue, thread::JoinHandle<()>)> {
+    /// Starts the thread for so many groups; the queues come by group. Join the handle after dropping every
+    /// queue, to know the file is closed.
+    pub(crate) fn start(disk: Disk, groups: u16) -> io::Result<(Vec<DiskQueue>, thread::JoinHandle<()>)> {
         let (sender, receiver) = mpsc::channel(QUEUE_REQUESTS_MAX);
         let thread = thread::Builder::new().name("raft-log".into()).spawn(move || run(&disk, receiver))?;
-        Ok((DiskQueue { sender }, thread))
+        Ok(((0..groups).map(|group| DiskQueue { group, sender: sender.clone() }).collect(), thread))
     }
 
     /// Puts a change in line; `done` hears when it is durable.
     pub(crate) async fn send(&self, change: Change, done: Done) -> io::Result<()> {
-        self.sender.send(Request { change, done }).await.map_err(|_| gone())
+        self.sender.send(Request { group: self.group, change, done }).await.map_err(|_| gone())
     }
 
     /// Puts a change in line and waits until it is durable.
@@ -79,8 +84,11 @@ fn gone() -> io::Error {
     io::Error::other("the raft log thread has ended")
 }
 
+/// Committed pointers that wait for a batch, by group.
+type Committed = BTreeMap<u16, Option<LogId>>;
+
 fn run(disk: &Disk, mut requests: mpsc::Receiver<Request>) {
-    let mut committed: Option<Option<LogId>> = None;
+    let mut committed = Committed::new();
     let mut failed: Option<(io::ErrorKind, String)> = None;
     while let Some(first) = requests.blocking_recv() {
         let batch = gather(first, &mut requests, &mut committed);
@@ -89,7 +97,7 @@ fn run(disk: &Disk, mut requests: mpsc::Receiver<Request>) {
         }
         let result = match &failed {
             Some((kind, text)) => Err(io::Error::new(*kind, text.clone())),
-            None => write(disk, &batch, committed.take()),
+            None => write(disk, &batch, std::mem::take(&mut committed)),
         };
         if let (Err(error), None) = (&result, &failed) {
             tracing::error!(%error, "the raft log cannot be written, this router stops voting: make room, then restart it");
@@ -99,25 +107,22 @@ fn run(disk: &Disk, mut requests: mpsc::Receiver<Request>) {
             request.done.complete(copy(&result));
         }
     }
-    if let (Some(last), None) = (committed, failed)
-        && let Err(error) = disk.commit([Change::Committed(last)].iter())
+    if !committed.is_empty()
+        && failed.is_none()
+        && let Err(error) = write(disk, &[], committed)
     {
-        tracing::warn!(%error, "the committed pointer was not saved; the next start learns it from the leader");
+        tracing::warn!(%error, "committed pointers were not saved; the next start learns them from the leaders");
     }
 }
 
 /// Takes what waits. The committed pointer needs no sync of its own: it rides with the next batch,
 /// since losing it costs a restarted router a moment of catching up and nothing else.
-fn gather(
-    first: Request,
-    requests: &mut mpsc::Receiver<Request>,
-    committed: &mut Option<Option<LogId>>,
-) -> Vec<Request> {
+fn gather(first: Request, requests: &mut mpsc::Receiver<Request>, committed: &mut Committed) -> Vec<Request> {
     let mut batch = Vec::new();
     let mut next = Some(first);
     while let Some(request) = next {
         match request.change {
-            Change::Committed(log_id) => *committed = Some(log_id),
+            Change::Committed(log_id) => drop(committed.insert(request.group, log_id)),
             _ => batch.push(request),
         }
         next = if batch.len() < BATCH_REQUESTS_MAX { requests.try_recv().ok() } else { None };
@@ -125,9 +130,11 @@ fn gather(
     batch
 }
 
-fn write(disk: &Disk, batch: &[Request], committed: Option<Option<LogId>>) -> io::Result<()> {
-    let committed = committed.map(Change::Committed);
-    disk.commit(batch.iter().map(|request| &request.change).chain(committed.iter()))
+fn write(disk: &Disk, batch: &[Request], committed: Committed) -> io::Result<()> {
+    let pointers: Vec<_> =
+        committed.into_iter().map(|(group, last)| (group, Change::Committed(last))).collect();
+    let changes = batch.iter().map(|request| (request.group, &request.change));
+    disk.commit(changes.chain(pointers.iter().map(|(group, change)| (*group, change))))
 }
 
 fn copy(result: &io::Result<()>) -> io::Result<()> {

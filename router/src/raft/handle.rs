@@ -2,20 +2,20 @@
 //!
 //! Not here: the protocol (openraft), and retries that a client can do better itself.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kv_core::index::command::{Applied, Command};
 use openraft::Instant as _;
-use openraft::ReadPolicy;
 use openraft::async_runtime::WatchReceiver;
 use openraft::errors::{ClientWriteError, ForwardReason, ForwardToLeader, RaftError};
 use openraft::impls::{BasicNode, ProgressResponder};
 use openraft::raft::ClientWriteResult;
+use openraft::{ChangeMembers, ReadPolicy};
 
-use super::{Proposal, Raft, TypeConfig};
+use super::{Proposal, Raft, StoredMembership, TypeConfig};
 
 /// How long a proposal is tried again while a fresh leader has not yet been confirmed by a quorum.
 /// openraft refuses writes of a leader whose lease is not valid; right after an election that is the
@@ -34,6 +34,9 @@ pub(crate) enum ProposeError {
     /// The leader changed under way: the command may or may not have taken effect.
     #[error("the leader changed while the command was under way; ask for the state before trying again")]
     Unknown(Option<LeaderAt>),
+    /// A change of members cannot be made now.
+    #[error("the members cannot be changed now: {0}; ask again")]
+    Members(String),
     /// This router's consensus has stopped.
     #[error("consensus has stopped on this router: {0}")]
     Stopped(String),
@@ -71,6 +74,17 @@ impl Contact {
     }
 }
 
+/// A change of the members of a group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum MemberChange {
+    /// A new router follows without a vote.
+    Learn { router: u64, address: String },
+    /// A learner gets a vote.
+    Vote(u64),
+    /// A router is no member any more.
+    Remove(u64),
+}
+
 /// A reading of where consensus stands.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Standing {
@@ -78,14 +92,16 @@ pub(crate) struct Standing {
     pub(crate) leader: Option<LeaderAt>,
     pub(crate) last_log_index: u64,
     pub(crate) snapshot_index: u64,
-    pub(crate) voters: Vec<(u64, String)>,
+    /// Every member with its address; whether it only learns.
+    pub(crate) members: Vec<(u64, String, bool)>,
     /// Last index known on each voter; only the leader knows.
     pub(crate) matched: BTreeMap<u64, u64>,
 }
 
-/// Handle on this router's Raft.
+/// Handle on this router's part of one Raft group.
 #[derive(Clone)]
 pub(crate) struct Consensus {
+    group: u16,
     raft: Raft,
     contact: Arc<Contact>,
     /// Silence of its quorum after which a leader must expect that another one was elected.
@@ -96,8 +112,18 @@ pub(crate) struct Consensus {
 pub(crate) type Pending = tokio::sync::oneshot::Receiver<ClientWriteResult<TypeConfig>>;
 
 impl Consensus {
-    pub(crate) fn new(raft: Raft, contact: Arc<Contact>, office: Duration) -> Consensus {
-        Consensus { raft, contact, office }
+    pub(crate) fn new(group: u16, raft: Raft, office: Duration) -> Consensus {
+        Consensus { group, raft, contact: Arc::new(Contact::new()), office }
+    }
+
+    /// Number of the group.
+    pub(crate) fn group(&self) -> u16 {
+        self.group
+    }
+
+    /// The leader of the group spoke just now.
+    pub(crate) fn heard(&self) {
+        self.contact.heard();
     }
 
     pub(crate) fn raft(&self) -> &Raft {
@@ -150,6 +176,14 @@ impl Consensus {
         matches!(tokio::time::timeout(LEASE_PATIENCE, confirmed).await, Ok(Ok(_)))
     }
 
+    /// An entry that a read must have seen to be linearizable; none unless this router leads and a quorum
+    /// confirms it in time.
+    pub(crate) async fn read_index_here(&self) -> Option<u64> {
+        let asked = self.raft.get_read_linearizer(ReadPolicy::ReadIndex);
+        let linearizer = tokio::time::timeout(LEASE_PATIENCE, asked).await.ok()?.ok()?;
+        Some(linearizer.read_log_id().index())
+    }
+
     /// Term, leader and progress.
     pub(crate) fn standing(&self) -> Standing {
         let leader = self.leader();
@@ -161,7 +195,7 @@ impl Consensus {
             leader,
             last_log_index: metrics.last_log_index.unwrap_or(0),
             snapshot_index: metrics.snapshot.map_or(0, |log_id| log_id.index()),
-            voters: metrics.membership_config.nodes().map(|(id, node)| (*id, node.addr.clone())).collect(),
+            members: members(&metrics.membership_config),
             matched: matched.map(|(id, log_id)| (*id, log_id.map_or(0, |log_id| log_id.index()))).collect(),
         }
     }
@@ -176,13 +210,46 @@ impl Consensus {
     /// Gives leadership to the voter that is furthest, and waits until it is gone.
     pub(crate) async fn hand_over(&self) {
         let standing = self.standing();
-        let others = standing.matched.iter().filter(|(id, _)| **id != self.id());
+        let is_voter = |id: u64| standing.members.iter().any(|(member, _, learns)| *member == id && !learns);
+        let others = standing.matched.iter().filter(|(id, _)| **id != self.id() && is_voter(**id));
         let Some((to, _)) = others.max_by_key(|(_, index)| **index) else { return };
-        if self.raft.trigger().transfer_leader(*to).await.is_err() {
+        self.transfer(*to).await;
+    }
+
+    /// Gives leadership to this voter, and waits until it is gone. The caller bounds the wait.
+    pub(crate) async fn transfer(&self, to: u64) {
+        if self.raft.trigger().transfer_leader(to).await.is_err() {
             return;
         }
         let mut metrics = self.raft.server_metrics();
         while self.raft.is_leader() && metrics.changed().await.is_ok() {}
+    }
+
+    /// Changes the members and waits until that is committed; gives its log index.
+    ///
+    /// # Errors
+    /// See [`ProposeError`]; a change that is under way already is `Stopped` with its reason.
+    pub(crate) async fn change_member(&self, change: MemberChange) -> Result<u64, ProposeError> {
+        let answer = match change {
+            MemberChange::Learn { router, address } => {
+                self.raft.add_learner(router, BasicNode::new(address), false).await
+            }
+            MemberChange::Vote(router) => {
+                let vote = ChangeMembers::AddVoterIds([router].into());
+                self.raft.change_membership(vote, true).await
+            }
+            MemberChange::Remove(router) => {
+                let is_voter = self.standing().members.iter().any(|(id, _, learns)| *id == router && !learns);
+                if is_voter {
+                    let gone = ChangeMembers::RemoveVoters([router].into());
+                    self.raft.change_membership(gone, false).await
+                } else {
+                    let gone = ChangeMembers::RemoveNodes([router].into());
+                    self.raft.change_membership(gone, false).await
+                }
+            }
+        };
+        answer.map(|response| response.log_id.index()).map_err(propose_error)
     }
 
     /// Resolves when consensus has stopped for good, with the reason.
@@ -241,6 +308,11 @@ impl Consensus {
     }
 }
 
+fn members(membership: &StoredMembership) -> Vec<(u64, String, bool)> {
+    let voters: BTreeSet<u64> = membership.voter_ids().collect();
+    membership.nodes().map(|(id, node)| (*id, node.addr.clone(), !voters.contains(id))).collect()
+}
+
 fn no_answer() -> ProposeError {
     ProposeError::Stopped("a command was applied without an answer".into())
 }
@@ -259,6 +331,9 @@ fn propose_error(error: WriteError) -> ProposeError {
         }
         RaftError::APIError(ClientWriteError::LogEntryDiscarded(forward)) => {
             ProposeError::Unknown(leader_of(forward))
+        }
+        RaftError::APIError(ClientWriteError::ChangeMembershipError(why)) => {
+            ProposeError::Members(why.to_string())
         }
         other => ProposeError::Stopped(other.to_string()),
     }

@@ -17,7 +17,7 @@ use openraft::storage::{IOFlushed, LogState, RaftLogReader, RaftLogStorage};
 use parking_lot::{Mutex, RwLock};
 
 use super::bounded::take_bytes;
-use super::disk::{Change, Disk, LogError, Recovered};
+use super::disk::{Change, Disk, LogError, Owner, Recovered};
 use super::disk_thread::{DiskQueue, Done};
 use super::{Entry, LogId, Payload, TypeConfig, Vote};
 
@@ -100,7 +100,7 @@ fn entry_bytes(entry: &Entry) -> u64 {
     (payload + size_of::<Entry>()) as u64
 }
 
-/// The log of one router. Clones share the same log: openraft's readers are clones.
+/// The log of one Raft group. Clones share the same log: openraft's readers are clones.
 #[derive(Clone)]
 pub(crate) struct LogStore {
     memory: Arc<RwLock<Memory>>,
@@ -124,17 +124,20 @@ impl LogGuard {
 }
 
 impl LogStore {
-    /// Opens the log in `directory`, or creates it; see [`LogError`] for every refusal.
-    pub(crate) fn open(directory: &Path, router: u64) -> Result<(LogStore, LogGuard), LogError> {
-        let (disk, recovered) = Disk::open(directory, router)?;
+    /// Opens the logs in `directory`, or creates them, one per group; see [`LogError`] for every refusal.
+    pub(crate) fn open(directory: &Path, owner: &Owner) -> Result<(Vec<LogStore>, LogGuard), LogError> {
+        let (disk, recovered) = Disk::open(directory, owner)?;
         LogStore::on(disk, recovered).map_err(|source| LogError::Io { path: directory.to_owned(), source })
     }
 
-    /// The log on an open file that held `recovered`.
-    pub(crate) fn on(disk: Disk, recovered: Recovered) -> io::Result<(LogStore, LogGuard)> {
-        let (queue, thread) = DiskQueue::start(disk)?;
-        let store = LogStore { memory: Arc::new(RwLock::new(Memory::of(recovered))), disk: queue };
-        Ok((store, LogGuard { thread: Mutex::new(Some(thread)) }))
+    /// The logs on an open file that held `recovered`, by group.
+    pub(crate) fn on(disk: Disk, recovered: Vec<Recovered>) -> io::Result<(Vec<LogStore>, LogGuard)> {
+        let groups = u16::try_from(recovered.len()).map_err(io::Error::other)?;
+        let (queues, thread) = DiskQueue::start(disk, groups)?;
+        let store =
+            |(disk, recovered)| LogStore { memory: Arc::new(RwLock::new(Memory::of(recovered))), disk };
+        let stores = queues.into_iter().zip(recovered).map(store).collect();
+        Ok((stores, LogGuard { thread: Mutex::new(Some(thread)) }))
     }
 
     /// Last entry that was purged, if any was.

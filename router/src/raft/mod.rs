@@ -1,5 +1,8 @@
 //! How openraft is wired: the types one log entry is made of, and the adapters in the files beside.
 //!
+//! One process hosts all groups of a cluster: control and shards, each an openraft of its own with its own log
+//! and state machine, over one file with one writing thread and one connection per peer.
+//!
 //! Not here: what a command does (`kv_core::index`), who proposes (`crate::ingest`, `crate::admin`),
 //! who reads (`crate::view`). No other folder of the program names openraft.
 
@@ -24,9 +27,23 @@ use kv_core::index::command::{Applied, Command};
 use openraft::impls::{BasicNode, leader_id_adv};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Which Raft group a frame belongs to. One group in this version; the number is on the wire so that
-/// shards can come without changing it.
-pub(crate) const SHARD: u32 = 0;
+/// The group that knows nodes, pins and quotas. The shards of the index are the groups from 1 on.
+pub(crate) const CONTROL: u16 = 0;
+
+/// What all routers of a cluster have in common; it never changes after the first start, and every message
+/// between routers names it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Cluster {
+    pub(crate) name: String,
+    pub(crate) shards: u16,
+}
+
+impl Cluster {
+    /// Raft groups: control, and one per shard.
+    pub(crate) fn groups(&self) -> u16 {
+        self.shards + 1
+    }
+}
 
 openraft::declare_raft_types!(
     /// What openraft is instantiated with: commands as bytes in, [`Answer`] out, routers as voters.

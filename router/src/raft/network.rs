@@ -1,9 +1,12 @@
-//! Raft calls to the other routers: gRPC with mutual TLS, one lazily connected channel per peer.
+//! Raft calls to the other routers: gRPC with mutual TLS, one lazily connected channel per peer, which all
+//! groups share.
 //!
-//! Payloads are MessagePack of openraft's own types. A snapshot travels as a stream of parts. Not here:
-//! the receiving side (`service.rs`) and when to call (openraft).
+//! Payloads are MessagePack of openraft's own types. A snapshot travels as a stream of checksummed parts. Not
+//! here: the receiving side (`service.rs`) and when to call (openraft).
 
+use std::collections::HashMap;
 use std::future::Future;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -19,12 +22,13 @@ use openraft::raft::{
     AppendEntriesRequest, AppendEntriesResponse, SnapshotResponse, TransferLeaderRequest,
     TransferLeaderResponse, VoteRequest, VoteResponse,
 };
+use parking_lot::Mutex;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Status};
 
-use super::{SHARD, Snapshot, SnapshotMeta, TypeConfig, Vote};
+use super::{Cluster, Snapshot, SnapshotMeta, TypeConfig, Vote};
 
 /// Largest Raft message taken or sent: one replication message (`REPLICATION_BYTES_MAX`), whose single
 /// entry may itself be a full announce batch, with room for its envelope.
@@ -41,15 +45,32 @@ const CONNECT_TIMEOUT: Duration = Duration::from_millis(250);
 /// A ping on an idle connection, to notice a peer that vanished without a word.
 const KEEPALIVE: Duration = Duration::from_secs(2);
 
-/// Makes a client per peer.
+/// Connections to the other routers, by address; all groups of a process share them.
 #[derive(Clone)]
-pub(crate) struct Network {
+pub(crate) struct Peers {
     tls: ClientTlsConfig,
+    channels: Arc<Mutex<HashMap<String, Channel>>>,
 }
 
-impl Network {
-    pub(crate) fn new(tls: ClientTlsConfig) -> Network {
-        Network { tls }
+impl Peers {
+    pub(crate) fn new(tls: ClientTlsConfig) -> Peers {
+        Peers { tls, channels: Arc::default() }
+    }
+
+    /// A client of the router at this address; it connects when it is first used.
+    pub(crate) fn client(&self, address: &str) -> Result<RaftClient<Channel>, String> {
+        let mut channels = self.channels.lock();
+        let channel = match channels.get(address) {
+            Some(channel) => channel.clone(),
+            None => {
+                let channel = self.channel(address)?;
+                channels.insert(address.to_owned(), channel.clone());
+                channel
+            }
+        };
+        Ok(RaftClient::new(channel)
+            .max_decoding_message_size(RAFT_MESSAGE_BYTES_MAX)
+            .max_encoding_message_size(RAFT_MESSAGE_BYTES_MAX))
     }
 
     fn channel(&self, address: &str) -> Result<Channel, String> {
@@ -66,23 +87,41 @@ impl Network {
     }
 }
 
+/// The envelope of one group's messages.
+#[derive(Clone)]
+pub(crate) struct Envelope {
+    pub(crate) cluster: Arc<Cluster>,
+    pub(crate) group: u16,
+}
+
+impl Envelope {
+    /// A message around these bytes.
+    pub(crate) fn frame(&self, payload: Vec<u8>) -> pb::RaftFrame {
+        let (cluster, shards) = (self.cluster.name.clone(), self.cluster.shards.into());
+        pb::RaftFrame { group: self.group.into(), payload, cluster, shards }
+    }
+}
+
+/// Makes a client per peer, for one group.
+#[derive(Clone)]
+pub(crate) struct Network {
+    pub(crate) peers: Peers,
+    pub(crate) envelope: Envelope,
+}
+
 impl RaftNetworkFactory<TypeConfig> for Network {
     type Network = Peer;
 
     async fn new_client(&mut self, target: u64, node: &BasicNode) -> Peer {
-        let client = self.channel(&node.addr).map(|channel| {
-            RaftClient::new(channel)
-                .max_decoding_message_size(RAFT_MESSAGE_BYTES_MAX)
-                .max_encoding_message_size(RAFT_MESSAGE_BYTES_MAX)
-        });
-        Peer { target, client }
+        Peer { target, client: self.peers.client(&node.addr), envelope: self.envelope.clone() }
     }
 }
 
-/// One peer.
+/// One peer of one group.
 pub(crate) struct Peer {
     target: u64,
     client: Result<RaftClient<Channel>, String>,
+    envelope: Envelope,
 }
 
 type RpcError = RPCError<TypeConfig>;
@@ -94,15 +133,19 @@ impl Peer {
             Err(why) => Err(RPCError::Unreachable(Unreachable::from_string(why.clone()))),
         }
     }
-}
 
-/// A frame with a deadline.
-fn request<T: Serialize>(message: &T, deadline: Duration) -> Result<Request<pb::RaftFrame>, RpcError> {
-    let payload =
-        rmp_serde::to_vec_named(message).map_err(|error| RPCError::Network(NetworkError::new(&error)))?;
-    let mut request = Request::new(pb::RaftFrame { shard: SHARD, payload });
-    request.set_timeout(deadline);
-    Ok(request)
+    /// A frame with a deadline.
+    fn request<T: Serialize>(
+        &self,
+        message: &T,
+        deadline: Duration,
+    ) -> Result<Request<pb::RaftFrame>, RpcError> {
+        let payload =
+            rmp_serde::to_vec_named(message).map_err(|error| RPCError::Network(NetworkError::new(&error)))?;
+        let mut request = Request::new(self.envelope.frame(payload));
+        request.set_timeout(deadline);
+        Ok(request)
+    }
 }
 
 fn reply<T: DeserializeOwned>(answer: Result<tonic::Response<pb::RaftFrame>, Status>) -> Result<T, RpcError> {
@@ -114,6 +157,10 @@ fn reply<T: DeserializeOwned>(answer: Result<tonic::Response<pb::RaftFrame>, Sta
 fn failed(status: &Status) -> RpcError {
     match status.code() {
         Code::Unavailable | Code::Unimplemented => RPCError::Unreachable(Unreachable::new(status)),
+        Code::FailedPrecondition => {
+            tracing::error!(why = status.message(), "another router refuses this one");
+            RPCError::Unreachable(Unreachable::new(status))
+        }
         _ => RPCError::Network(NetworkError::new(status)),
     }
 }
@@ -126,7 +173,7 @@ impl RaftNetworkV2<TypeConfig> for Peer {
         rpc: AppendEntriesRequest<TypeConfig>,
         option: RPCOption,
     ) -> Result<AppendEntriesResponse<TypeConfig>, RpcError> {
-        reply(self.client()?.append(request(&rpc, option.hard_ttl())?).await)
+        reply(self.client()?.append(self.request(&rpc, option.hard_ttl())?).await)
     }
 
     async fn vote(
@@ -134,7 +181,7 @@ impl RaftNetworkV2<TypeConfig> for Peer {
         rpc: VoteRequest<TypeConfig>,
         option: RPCOption,
     ) -> Result<VoteResponse<TypeConfig>, RpcError> {
-        reply(self.client()?.vote(request(&rpc, option.hard_ttl())?).await)
+        reply(self.client()?.vote(self.request(&rpc, option.hard_ttl())?).await)
     }
 
     async fn pre_vote(
@@ -142,7 +189,7 @@ impl RaftNetworkV2<TypeConfig> for Peer {
         rpc: VoteRequest<TypeConfig>,
         option: RPCOption,
     ) -> Result<VoteResponse<TypeConfig>, RpcError> {
-        reply(self.client()?.pre_vote(request(&rpc, option.hard_ttl())?).await)
+        reply(self.client()?.pre_vote(self.request(&rpc, option.hard_ttl())?).await)
     }
 
     async fn full_snapshot(
@@ -152,11 +199,13 @@ impl RaftNetworkV2<TypeConfig> for Peer {
         cancel: impl Future<Output = ReplicationClosed> + OptionalSend + 'static,
         option: RPCOption,
     ) -> Result<SnapshotResponse<TypeConfig>, StreamingError<TypeConfig>> {
-        tracing::info!(peer = self.target, bytes = snapshot.snapshot.len(), "sending a snapshot");
+        let group = self.envelope.group;
+        tracing::info!(group, peer = self.target, bytes = snapshot.snapshot.len(), "sending a snapshot");
         let mut client = self.client()?;
         let head = SnapshotHead { vote, meta: snapshot.meta, bytes: snapshot.snapshot.len() as u64 };
         let head = rmp_serde::to_vec_named(&head).map_err(|error| NetworkError::new(&error))?;
-        let mut request = Request::new(futures_util::stream::iter(parts(head, snapshot.snapshot)));
+        let mut request =
+            Request::new(futures_util::stream::iter(parts(&self.envelope, head, snapshot.snapshot)));
         request.set_timeout(option.hard_ttl());
         let sending = Box::pin(client.snapshot(request));
         match select(sending, Box::pin(cancel)).await {
@@ -170,7 +219,7 @@ impl RaftNetworkV2<TypeConfig> for Peer {
         rpc: TransferLeaderRequest<TypeConfig>,
         option: RPCOption,
     ) -> Result<TransferLeaderResponse<TypeConfig>, RpcError> {
-        reply(self.client()?.transfer_leader(request(&rpc, option.hard_ttl())?).await)
+        reply(self.client()?.transfer_leader(self.request(&rpc, option.hard_ttl())?).await)
     }
 }
 
@@ -183,12 +232,20 @@ pub(crate) struct SnapshotHead {
     pub(crate) bytes: u64,
 }
 
-fn parts(head: Vec<u8>, data: Bytes) -> impl Iterator<Item = pb::SnapshotPart> {
-    let first = pb::SnapshotPart { shard: SHARD, head, data: Vec::new() };
+pub(super) fn parts(
+    envelope: &Envelope,
+    head: Vec<u8>,
+    data: Bytes,
+) -> impl Iterator<Item = pb::SnapshotPart> + use<> {
+    let crc32c = crc32c::crc32c(&head);
+    let (cluster, shards) = (envelope.cluster.name.clone(), envelope.cluster.shards.into());
+    let group = envelope.group.into();
+    let first = pb::SnapshotPart { group, head, data: Vec::new(), crc32c, cluster, shards };
     let starts = (0..data.len()).step_by(SNAPSHOT_PART_BYTES);
     let rest = starts.map(move |start| {
         let end = data.len().min(start + SNAPSHOT_PART_BYTES);
-        pb::SnapshotPart { shard: SHARD, head: Vec::new(), data: data[start..end].to_vec() }
+        let data = data[start..end].to_vec();
+        pb::SnapshotPart { group, crc32c: crc32c::crc32c(&data), data, ..pb::SnapshotPart::default() }
     });
     std::iter::once(first).chain(rest)
 }

@@ -1,4 +1,4 @@
-//! The snapshot on disk: one file, checksummed, replaced as a whole.
+//! The snapshot of a group on disk: one file, checksummed, replaced as a whole.
 //!
 //! Layout, little endian: magic (8 bytes), version (u32), length of the head (u32), length of the data
 //! (u64), CRC32C of everything before it and after it (u32), head (MessagePack of the snapshot's meta),
@@ -14,9 +14,10 @@ use bytes::Bytes;
 
 use super::{Snapshot, SnapshotMeta};
 
-/// Name of the snapshot inside the data directory.
-pub(crate) const SNAPSHOT_FILE: &str = "snapshot.kvf";
-const TEMPORARY_FILE: &str = "snapshot.kvf.new";
+/// Path of a group's snapshot inside the data directory.
+pub(crate) fn path_of(directory: &Path, group: u16) -> PathBuf {
+    directory.join(format!("snapshot-{group}.kvf"))
+}
 
 const MAGIC: [u8; 8] = *b"KVFSNAP\n";
 const VERSION: u32 = 1;
@@ -63,13 +64,14 @@ impl From<SnapshotFileError> for io::Error {
 }
 
 /// Writes `snapshot` as the current one. Blocking.
-pub(crate) fn write(directory: &Path, snapshot: &Snapshot) -> Result<(), SnapshotFileError> {
-    let temporary = directory.join(TEMPORARY_FILE);
-    replace(directory, &temporary, snapshot)
+pub(crate) fn write(directory: &Path, group: u16, snapshot: &Snapshot) -> Result<(), SnapshotFileError> {
+    let path = path_of(directory, group);
+    let temporary = path.with_extension("kvf.new");
+    replace(directory, (&temporary, &path), snapshot)
         .map_err(|source| SnapshotFileError::Io { path: temporary, source })
 }
 
-fn replace(directory: &Path, temporary: &Path, snapshot: &Snapshot) -> io::Result<()> {
+fn replace(directory: &Path, (temporary, path): (&Path, &Path), snapshot: &Snapshot) -> io::Result<()> {
     let head = rmp_serde::to_vec_named(&snapshot.meta).map_err(io::Error::other)?;
     let head_bytes = u32::try_from(head.len()).map_err(io::Error::other)?;
     let mut fixed = Vec::with_capacity(FIXED_BYTES);
@@ -84,7 +86,7 @@ fn replace(directory: &Path, temporary: &Path, snapshot: &Snapshot) -> io::Resul
     file.write_all(&head)?;
     file.write_all(&snapshot.snapshot)?;
     file.sync_all()?;
-    fs::rename(temporary, directory.join(SNAPSHOT_FILE))?;
+    fs::rename(temporary, path)?;
     File::open(directory)?.sync_all()
 }
 
@@ -93,21 +95,21 @@ fn checksum(fixed: &[u8], head: &[u8], data: &[u8]) -> u32 {
 }
 
 /// Reads and checks the current snapshot; `None` when there is none. Blocking.
-pub(crate) fn read(directory: &Path) -> Result<Option<Snapshot>, SnapshotFileError> {
-    let path = directory.join(SNAPSHOT_FILE);
+pub(crate) fn read(directory: &Path, group: u16) -> Result<Option<Snapshot>, SnapshotFileError> {
+    let path = path_of(directory, group);
     let mut bytes = Vec::new();
     match File::open(&path).and_then(|mut file| file.read_to_end(&mut bytes)) {
         Ok(_) => {}
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(source) => return Err(SnapshotFileError::Io { path, source }),
     }
-    parse(&Bytes::from(bytes)).map(Some).map_err(|what| corrupt(directory, what))
+    parse(&Bytes::from(bytes)).map(Some).map_err(|what| corrupt(directory, group, what))
 }
 
 /// The refusal for the snapshot in `directory`, with `what` is wrong.
-pub(crate) fn corrupt(directory: &Path, what: impl Into<String>) -> SnapshotFileError {
+pub(crate) fn corrupt(directory: &Path, group: u16, what: impl Into<String>) -> SnapshotFileError {
     let quarantine = directory.with_extension("quarantine");
-    SnapshotFileError::Corrupt { path: directory.join(SNAPSHOT_FILE), what: what.into(), quarantine }
+    SnapshotFileError::Corrupt { path: path_of(directory, group), what: what.into(), quarantine }
 }
 
 fn parse(bytes: &Bytes) -> Result<Snapshot, String> {

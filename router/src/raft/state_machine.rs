@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use futures_util::{Stream, StreamExt};
-use kv_core::index::command::{Applied, Command};
+use kv_core::index::command::{Announcement, Applied, Change, Command};
 use kv_core::index::{Index, IndexLimits};
 use openraft::OptionalSend;
 use openraft::storage::{ApplyResponder, EntryResponder, RaftSnapshotBuilder, RaftStateMachine};
@@ -18,15 +18,18 @@ use parking_lot::Mutex;
 
 use super::snapshot_file::{self, SnapshotFileError};
 use super::{Answer, Entry, LogId, Payload, Snapshot, SnapshotMeta, StoredMembership, TypeConfig};
-use crate::view::published::{Published, Replica};
+use crate::view::published::{Published, Replica, Writing};
 
-/// Entries applied under one switch of the published copies: bounds how long a proposer waits for
-/// proposals behind its own.
+/// Entries handed to a blocking thread at once: bounds how long a proposer waits for entries behind its own.
 const APPLY_ENTRIES_MAX: usize = 64;
 
-/// The state machine of one router. Clones share it; openraft's snapshot builder is a clone.
+/// Blocks changed under one hold of the lock that readers share: a few hundred microseconds of applying.
+const SLICE_BLOCKS_MAX: usize = 2_048;
+
+/// The state machine of one group on one router. Clones share it; openraft's snapshot builder is a clone.
 #[derive(Clone)]
 pub(crate) struct StateMachine {
+    group: u16,
     published: Arc<Published>,
     directory: Arc<Path>,
     limits: IndexLimits,
@@ -35,16 +38,23 @@ pub(crate) struct StateMachine {
 }
 
 impl StateMachine {
-    /// Starts from the snapshot in `directory` when there is one. Blocking.
-    pub(crate) fn open(directory: &Path, limits: IndexLimits) -> Result<StateMachine, SnapshotFileError> {
-        let copies = match snapshot_file::read(directory)? {
+    /// Starts from the group's snapshot in `directory` when there is one. Blocking.
+    pub(crate) fn open(
+        directory: &Path,
+        group: u16,
+        limits: IndexLimits,
+    ) -> Result<StateMachine, SnapshotFileError> {
+        let replica = match snapshot_file::read(directory, group)? {
             Some(snapshot) => {
-                decode(&snapshot, limits).map_err(|what| snapshot_file::corrupt(directory, what))?
+                decode(&snapshot, limits).map_err(|what| snapshot_file::corrupt(directory, group, what))?
             }
-            None => [empty(limits), empty(limits)],
+            None => {
+                Replica { index: Index::new(limits), applied: None, membership: StoredMembership::default() }
+            }
         };
         Ok(StateMachine {
-            published: Arc::new(Published::new(copies)),
+            group,
+            published: Arc::new(Published::new(replica)),
             directory: Arc::from(directory),
             limits,
             writing_file: Arc::default(),
@@ -56,51 +66,41 @@ impl StateMachine {
         Arc::clone(&self.published)
     }
 
-    /// Encodes the index as it is now and makes it the current snapshot on disk. Blocking.
-    fn encode(&self) -> io::Result<Snapshot> {
+    /// Makes the index as it is now the current snapshot on disk. Blocking.
+    fn build(&self) -> io::Result<Snapshot> {
         let _one_writer = self.writing_file.lock();
-        let snapshot = {
-            let replica = self.published.read();
-            let meta =
-                SnapshotMeta { last_log_id: replica.applied, last_membership: replica.membership.clone() };
-            Snapshot { meta, snapshot: Bytes::from(replica.index.snapshot()) }
-        };
-        snapshot_file::write(&self.directory, &snapshot)?;
+        let snapshot = encode(&self.published);
+        snapshot_file::write(&self.directory, self.group, &snapshot)?;
         Ok(snapshot)
     }
 
     /// Replaces everything by a received snapshot, on disk first. Blocking.
     fn install(&self, snapshot: &Snapshot) -> io::Result<()> {
         let _one_writer = self.writing_file.lock();
-        let copies = decode(snapshot, self.limits).map_err(|what| {
+        let received = decode(snapshot, self.limits).map_err(|what| {
             io::Error::new(io::ErrorKind::InvalidData, format!("received snapshot: {what}"))
         })?;
-        snapshot_file::write(&self.directory, snapshot)?;
-        let mut copies = copies.into_iter();
-        self.published.write(
-            |replica| {
-                if let Some(copy) = copies.next() {
-                    *replica = copy;
-                }
-            },
-            |()| {},
-        );
+        snapshot_file::write(&self.directory, self.group, snapshot)?;
+        let before = self.published.entry().slice(|replica| std::mem::replace(replica, received));
+        // Freeing an index takes a while, and nobody need wait for it.
+        drop(before);
         self.published.rules_changed();
         Ok(())
     }
 }
 
-fn empty(limits: IndexLimits) -> Replica {
-    Replica { index: Index::new(limits), applied: None, membership: StoredMembership::default() }
+/// The replica as a snapshot. Entries wait while the index is copied, not while it is written down.
+fn encode(published: &Published) -> Snapshot {
+    let (index, last_log_id, last_membership) =
+        published.whole(|replica| (replica.index.clone(), replica.applied, replica.membership.clone()));
+    let meta = SnapshotMeta { last_log_id, last_membership };
+    Snapshot { meta, snapshot: Bytes::from(index.snapshot()) }
 }
 
-fn decode(snapshot: &Snapshot, limits: IndexLimits) -> Result<[Replica; 2], String> {
-    let copy = || -> Result<Replica, String> {
-        let index = Index::restore(&snapshot.snapshot, limits).map_err(|error| error.to_string())?;
-        let SnapshotMeta { last_log_id, last_membership } = snapshot.meta.clone();
-        Ok(Replica { index, applied: last_log_id, membership: last_membership })
-    };
-    Ok([copy()?, copy()?])
+fn decode(snapshot: &Snapshot, limits: IndexLimits) -> Result<Replica, String> {
+    let index = Index::restore(&snapshot.snapshot, limits).map_err(|error| error.to_string())?;
+    let SnapshotMeta { last_log_id, last_membership } = snapshot.meta.clone();
+    Ok(Replica { index, applied: last_log_id, membership: last_membership })
 }
 
 /// A committed entry, decoded.
@@ -135,42 +135,91 @@ impl Step {
         matches!(&self.what, What::Command(command) if !matches!(command, Command::Announce(_)))
     }
 
-    fn apply(&self, replica: &mut Replica) -> Option<Applied> {
-        replica.applied = Some(self.log_id);
-        match &self.what {
-            What::Nothing => None,
-            What::Membership(membership) => {
-                replica.membership = membership.clone();
+    /// Applies the entry to what readers see.
+    fn apply(self, published: &Published) -> Option<Applied> {
+        let writing = published.entry();
+        let applied = Some(self.log_id);
+        match self.what {
+            What::Nothing => {
+                writing.slice(|replica| replica.applied = applied);
                 None
             }
-            What::Command(command) => Some(replica.index.apply(command)),
+            What::Membership(membership) => {
+                writing.slice(|replica| (replica.membership, replica.applied) = (membership, applied));
+                None
+            }
+            What::Command(command) => {
+                let answer = apply_command(&writing, command);
+                writing.slice(|replica| replica.applied = applied);
+                Some(answer)
+            }
         }
     }
 }
 
+/// Applies a command in slices that readers can wait for. Announcements stand for themselves: applied one
+/// after the other they come to the same as all at once, when the limits let in all of them.
+fn apply_command(writing: &Writing<'_>, command: Command) -> Applied {
+    let batch = match command {
+        Command::Announce(batch) if blocks_of(&batch) > SLICE_BLOCKS_MAX => batch,
+        command => return writing.slice(|replica| replica.index.apply(&command)),
+    };
+    let command = Command::Announce(batch);
+    let refused = writing.slice(|replica| replica.index.limits().check(&command).err());
+    let batch = match (refused, command) {
+        (None, Command::Announce(batch)) => batch,
+        (Some(refusal), _) => return Applied::Refused(refusal),
+        (None, command) => return writing.slice(|replica| replica.index.apply(&command)),
+    };
+    let mut outcomes = Vec::with_capacity(batch.len());
+    let mut rest = batch.into_iter().peekable();
+    while rest.peek().is_some() {
+        let mut blocks = 0;
+        let slice: Vec<Announcement> = std::iter::from_fn(|| {
+            let fits = |next: &Announcement| blocks == 0 || blocks + weight(next) <= SLICE_BLOCKS_MAX;
+            let next = rest.next_if(fits)?;
+            blocks += weight(&next);
+            Some(next)
+        })
+        .collect();
+        match writing.slice(|replica| replica.index.apply(&Command::Announce(slice))) {
+            Applied::Announced(some) => outcomes.extend(some),
+            // The limits were checked on all of them.
+            other => return other,
+        }
+    }
+    Applied::Announced(outcomes)
+}
+
+fn blocks_of(batch: &[Announcement]) -> usize {
+    batch.iter().map(weight).sum()
+}
+
+/// Blocks and changes of an announcement: what applying it costs. At least 1.
+fn weight(announcement: &Announcement) -> usize {
+    let blocks = announcement.changes.iter().map(|change| match change {
+        Change::Stored { blocks, .. } | Change::Moved { blocks, .. } | Change::Dropped { blocks, .. } => {
+            blocks.len()
+        }
+        Change::Cleared => 0,
+    });
+    blocks.sum::<usize>() + announcement.changes.len() + 1
+}
+
 type Responder = Option<ApplyResponder<TypeConfig>>;
 
-/// Applies a batch to both copies; proposers hear of it as soon as readers see it. Blocking.
+/// Applies entries; a proposer hears of its own as soon as readers see it. Blocking.
 fn apply_batch(published: &Published, batch: Vec<(Entry, Responder)>) -> io::Result<()> {
-    let mut steps = Vec::with_capacity(batch.len());
-    let mut responders = Vec::with_capacity(batch.len());
     for (entry, responder) in batch {
-        steps.push(Step::of(entry)?);
-        responders.push(responder);
-    }
-    let rules = steps.iter().any(Step::is_rule);
-    published.write(
-        |replica| steps.iter().map(|step| step.apply(replica)).collect::<Vec<_>>(),
-        |answers| {
-            for (responder, answer) in responders.into_iter().zip(answers) {
-                if let Some(responder) = responder {
-                    responder.send(Answer(answer));
-                }
-            }
-        },
-    );
-    if rules {
-        published.rules_changed();
+        let step = Step::of(entry)?;
+        let rules = step.is_rule();
+        let answer = step.apply(published);
+        if let Some(responder) = responder {
+            responder.send(Answer(answer));
+        }
+        if rules {
+            published.rules_changed();
+        }
     }
     Ok(())
 }
@@ -220,8 +269,8 @@ impl RaftStateMachine<TypeConfig> for StateMachine {
     }
 
     async fn get_current_snapshot(&mut self) -> Result<Option<Snapshot>, io::Error> {
-        let directory = Arc::clone(&self.directory);
-        blocking(move || Ok(snapshot_file::read(&directory)?)).await
+        let (directory, group) = (Arc::clone(&self.directory), self.group);
+        blocking(move || Ok(snapshot_file::read(&directory, group)?)).await
     }
 }
 
@@ -230,6 +279,6 @@ impl RaftSnapshotBuilder<TypeConfig> for StateMachine {
 
     async fn build_snapshot(&mut self) -> Result<Snapshot, io::Error> {
         let machine = self.clone();
-        blocking(move || machine.encode()).await
+        blocking(move || machine.build()).await
     }
 }

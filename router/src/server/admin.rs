@@ -1,4 +1,5 @@
-//! Join, leave, pins, quotas, TTLs: one command each, answered after commit, on the leader.
+//! Join, leave, pins, quotas, TTLs: one command each in the control group, answered after commit, on its
+//! leader.
 //!
 //! Not here: what the command does (`kv_core::index`), and how nodes hear of it (`crate::directives`).
 
@@ -9,14 +10,15 @@ use kv_core::index::command::{Applied, Command, Pin, Refusal};
 use kvfleet_proto::{convert, pb};
 use tonic::Status;
 
-use super::{Shared, check, not_proposed};
+use super::{Shared, check, leader_only, not_proposed};
 
-/// Proposes a checked command on the leader and gives its log index and answer.
+/// Proposes a checked command on the leader of the control group and gives its log index and answer.
 async fn commit(shared: &Shared, command: Command) -> Result<(u64, Applied), Status> {
-    shared.leader_only()?;
-    let limits = *shared.published.read().index.limits();
+    let control = shared.control();
+    leader_only(control)?;
+    let limits = *control.published.read().index.limits();
     let command = check::within_limits(&limits, command)?;
-    shared.consensus.propose(&command).await.map_err(not_proposed)
+    control.consensus.propose(&command).await.map_err(not_proposed)
 }
 
 async fn admin(shared: &Shared, command: Command) -> Result<pb::AdminReply, Status> {
@@ -50,7 +52,8 @@ pub(super) async fn join(shared: &Arc<Shared>, request: &pb::JoinRequest) -> Res
             tracing::info!(%node, %epoch, address = request.data_address, "joined");
             shared.silence.lock().heard(node, epoch, shared.clock.now());
             let directives = pb::Directives::clone(&shared.directives.borrow());
-            Ok(pb::JoinReply { epoch: epoch.0, directives: Some(directives) })
+            let shards = shared.cluster.shards.into();
+            Ok(pb::JoinReply { epoch: epoch.0, directives: Some(directives), shards })
         }
         Applied::Refused(refusal) => Err(refused(&refusal)),
         other => Err(Status::internal(format!("a join was answered by {other:?}"))),

@@ -1,15 +1,17 @@
-//! Who holds which part of a prefix; and waiting until this replica has seen a node's announcement.
+//! Who holds which part of a prefix; and waiting until this router has seen a node's announcement.
 //!
 //! Not here: the search itself (`kv_core::index`).
 
 use std::time::Duration;
 
-use kv_core::id::{Epoch, NodeId};
+use kv_core::id::{BlockHash, Epoch, NodeId};
 use kv_core::index::{Holder, Index};
 use kvfleet_proto::pb;
 use tonic::Status;
 
-use super::{Shared, check};
+use super::{Shared, check, fresh};
+use crate::groups::Group;
+use crate::view::holders;
 
 /// Longest a reader waits for `after`: beyond it a stale answer, which costs a miss at worst, is better.
 const SEEN_WAIT_MAX: Duration = Duration::from_secs(1);
@@ -17,15 +19,40 @@ const SEEN_WAIT_MAX: Duration = Duration::from_secs(1);
 /// Answers a lookup.
 pub(super) async fn lookup(shared: &Shared, request: pb::LookupRequest) -> Result<pb::LookupReply, Status> {
     let hashes = check::hashes("hashes", &request.hashes)?;
-    wait_seen(shared, &request.after).await?;
-    let replica = shared.published.read();
-    let matched = replica.index.longest_prefix(&hashes);
+    ready(shared, &hashes, &request.after, request.fresh).await?;
+    let control = shared.control().published.read();
+    let (matched, applied) = holders::longest_prefix(&shared.groups, &control.index, &hashes);
     let runs = matched.runs.iter().map(|run| pb::HolderRun {
         start_blocks: run.start_blocks,
         len_blocks: run.len_blocks,
-        holders: run.holders.iter().map(|holder| holder_to_pb(&replica.index, holder)).collect(),
+        holders: run.holders.iter().map(|holder| holder_to_pb(&control.index, holder)).collect(),
     });
-    Ok(pb::LookupReply { runs: runs.collect(), freshness: Some(shared.freshness(&replica)) })
+    let runs = runs.collect();
+    drop(control);
+    Ok(pb::LookupReply { runs, freshness: Some(freshness(shared, &hashes, applied)) })
+}
+
+/// How fresh an answer about these blocks is.
+pub(super) fn freshness(shared: &Shared, hashes: &[BlockHash], applied: u64) -> pb::Freshness {
+    let group = holders::answering(&shared.groups, hashes);
+    // An empty prefix is answered by the control replica.
+    let applied = if hashes.is_empty() { group.published.read().applied_index() } else { applied };
+    Shared::freshness(group, applied)
+}
+
+/// Waits until this router may answer about these blocks: for what the caller has caused, and for what is
+/// committed now if it asked for that.
+pub(super) async fn ready(
+    shared: &Shared,
+    hashes: &[BlockHash],
+    after: &[pb::Seen],
+    is_fresh: bool,
+) -> Result<(), Status> {
+    wait_seen(shared, after).await?;
+    if is_fresh {
+        fresh::wait(shared, holders::answering(&shared.groups, hashes)).await?;
+    }
+    Ok(())
 }
 
 /// A holder with the address its blocks are read from.
@@ -43,37 +70,47 @@ pub(super) fn data_address(index: &Index, node: NodeId) -> String {
     index.node(node).map(|state| state.record.data_address.clone()).unwrap_or_default()
 }
 
-/// Waits, up to [`SEEN_WAIT_MAX`], until this replica has applied every point in `after`. Then the answer
-/// is given from what there is: its freshness says how far that is.
-pub(super) async fn wait_seen(shared: &Shared, after: &[pb::Seen]) -> Result<(), Status> {
+/// Waits, up to [`SEEN_WAIT_MAX`], until this router has applied every point in `after`. Then the answer is
+/// given from what there is: its freshness says how far that is.
+async fn wait_seen(shared: &Shared, after: &[pb::Seen]) -> Result<(), Status> {
     check::seen(after)?;
     if after.is_empty() {
         return Ok(());
     }
-    let mut changes = shared.published.changes();
-    let all_seen = async {
-        loop {
-            changes.mark_unchanged();
-            if after.iter().all(|point| has_seen(&shared.published.read().index, point)) {
-                return;
-            }
-            if changes.changed().await.is_err() {
-                return;
-            }
+    let deadline = tokio::time::Instant::now() + SEEN_WAIT_MAX;
+    for point in after {
+        let shard = shared.group(point.shard)?;
+        if tokio::time::timeout_at(deadline, point_seen(shared.control(), shard, point)).await.is_err() {
+            shared.metrics.seen_timeout();
+            return Ok(());
         }
-    };
-    if tokio::time::timeout(SEEN_WAIT_MAX, all_seen).await.is_err() {
-        shared.metrics.seen_timeout();
     }
     Ok(())
 }
 
-/// Whether the effect of a point of a node's announce stream is in the index. An epoch that is over (the
-/// node joined again, was fenced or left) has it too: what it announced is void, and more will not come.
-fn has_seen(index: &Index, point: &pb::Seen) -> bool {
+async fn point_seen(control: &Group, shard: &Group, point: &pb::Seen) {
+    let mut news = (control.published.changes(), shard.published.changes());
+    loop {
+        news.0.mark_unchanged();
+        news.1.mark_unchanged();
+        if has_seen(&control.published.read().index, &shard.published.read().index, point) {
+            return;
+        }
+        tokio::select! {
+            Ok(()) = news.0.changed() => {}
+            Ok(()) = news.1.changed() => {}
+            else => return,
+        }
+    }
+}
+
+/// Whether the effect of a point of a node's announce stream can be read: it is in the shard, and the control
+/// replica knows the epoch. An epoch that is over (the node joined again, was fenced or left) has it too: what
+/// it announced is void, and more will not come.
+fn has_seen(control: &Index, shard: &Index, point: &pb::Seen) -> bool {
     let (node, epoch) = (NodeId(point.node), Epoch(point.epoch));
-    let applied = index.next_seq(node).is_some_and(|(of, next)| of == epoch && next.0 > point.seq);
-    applied || index.is_over(node, epoch)
+    let applied = || shard.next_seq(node).is_some_and(|(of, next)| of == epoch && next.0 > point.seq);
+    control.is_over(node, epoch) || (holders::is_live(control, node, epoch) && applied())
 }
 
 #[cfg(test)]
@@ -99,7 +136,7 @@ mod tests {
     }
 
     fn seen(index: &Index, epoch: u64, seq: u64) -> bool {
-        has_seen(index, &pb::Seen { node: NODE.0, epoch, seq })
+        has_seen(index, index, &pb::Seen { node: NODE.0, epoch, seq, shard: 1 })
     }
 
     #[test]

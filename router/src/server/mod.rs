@@ -1,13 +1,15 @@
 //! The router's control calls: checks what comes in, asks view and consensus, words what goes out.
 //!
 //! One file per situation: `route` and `lookup` (any replica), `announce` (a node's stream, leader only),
-//! `admin` (leader only), `status`. Not here: decisions (`kv_core`) and the Raft calls
+//! `admin` and `members` (leader only), `status`. Not here: decisions (`kv_core`) and the Raft calls
 //! (`crate::raft::service`).
 
 mod admin;
 mod announce;
 mod check;
+mod fresh;
 mod lookup;
+mod members;
 mod route;
 mod status;
 
@@ -22,12 +24,14 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::clock::Clock;
+use crate::groups::{Group, Groups};
 use crate::ingest::Ingest;
 use crate::liveness::Silence;
 use crate::metrics::Metrics;
-use crate::raft::handle::{Consensus, LeaderAt, ProposeError};
+use crate::raft::Cluster;
+use crate::raft::handle::{LeaderAt, ProposeError};
+use crate::raft::network::Peers;
 use crate::view::fleet::FleetView;
-use crate::view::published::{Published, Replica};
 
 /// Metadata key that carries the leader's address in a "not the leader" answer.
 pub(crate) const LEADER_KEY: &str = "kvfleet-leader";
@@ -37,11 +41,13 @@ pub(crate) const CONTROL_MESSAGE_BYTES_MAX: usize = 8 << 20;
 
 /// Everything a call may need.
 pub(crate) struct Shared {
-    pub(crate) published: Arc<Published>,
+    pub(crate) cluster: Arc<Cluster>,
+    pub(crate) peers: Peers,
+    pub(crate) groups: Groups,
     pub(crate) fleet: Arc<FleetView>,
     pub(crate) silence: Arc<Mutex<Silence>>,
-    pub(crate) ingest: Ingest,
-    pub(crate) consensus: Consensus,
+    /// Of each shard, the first of which is number 1.
+    pub(crate) ingests: Vec<Ingest>,
     pub(crate) metrics: Metrics,
     pub(crate) clock: Clock,
     /// What every node must respect, newest version.
@@ -52,21 +58,35 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    /// How fresh a read of `replica` is.
-    fn freshness(&self, replica: &Replica) -> pb::Freshness {
-        let age = self.consensus.contact_age().map_or(u64::MAX, millis);
+    /// How fresh a read of a group's replica is that has applied this entry.
+    fn freshness(group: &Group, applied_index: u64) -> pb::Freshness {
+        let consensus = &group.consensus;
         pb::Freshness {
-            applied_index: replica.applied_index(),
-            age_ms: age,
-            leader: self.consensus.is_leader(),
-            router: self.consensus.id(),
+            applied_index,
+            age_ms: consensus.contact_age().map_or(u64::MAX, millis),
+            leader: consensus.is_leader(),
+            router: consensus.id(),
+            group: group.number().into(),
         }
     }
 
-    /// Passes on the leader only.
-    fn leader_only(&self) -> Result<(), Status> {
-        if self.consensus.is_leader() { Ok(()) } else { Err(not_leader(self.consensus.leader())) }
+    /// The group that knows nodes, pins and quotas.
+    fn control(&self) -> &Group {
+        self.groups.control()
     }
+
+    /// The group with this number.
+    fn group(&self, number: u32) -> Result<&Arc<Group>, Status> {
+        let last = self.groups.shard_count();
+        let known = self.groups.get(number);
+        known.ok_or_else(|| check::invalid(format!("there is no group {number}, only 0 (control) to {last}")))
+    }
+}
+
+/// Passes on the leader of the group only.
+fn leader_only(group: &Group) -> Result<(), Status> {
+    let consensus = &group.consensus;
+    if consensus.is_leader() { Ok(()) } else { Err(not_leader(consensus.leader())) }
 }
 
 /// Whole milliseconds, saturating.
@@ -91,7 +111,9 @@ fn not_leader(leader: Option<LeaderAt>) -> Status {
 fn not_proposed(error: ProposeError) -> Status {
     match error {
         ProposeError::NotLeader(leader) => not_leader(leader),
-        unknown @ ProposeError::Unknown(_) => Status::aborted(unknown.to_string()),
+        unknown @ (ProposeError::Unknown(_) | ProposeError::Members(_)) => {
+            Status::aborted(unknown.to_string())
+        }
         stopped @ ProposeError::Stopped(_) => Status::unavailable(stopped.to_string()),
     }
 }
@@ -163,5 +185,19 @@ impl pb::router_server::Router for RouterService {
 
     async fn leave(&self, request: Request<pb::LeaveRequest>) -> Answer<pb::AdminReply> {
         admin::leave(&self.shared, &request.into_inner()).await.map(Response::new)
+    }
+
+    async fn change_member(
+        &self,
+        request: Request<pb::ChangeMemberRequest>,
+    ) -> Answer<pb::ChangeMemberReply> {
+        members::change(&self.shared, &request.into_inner()).await.map(Response::new)
+    }
+
+    async fn transfer_lead(
+        &self,
+        request: Request<pb::TransferLeadRequest>,
+    ) -> Answer<pb::TransferLeadReply> {
+        members::transfer(&self.shared, &request.into_inner()).await.map(Response::new)
     }
 }

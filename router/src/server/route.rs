@@ -9,10 +9,11 @@ use kvfleet_proto::{convert, pb, trace_context};
 use tonic::Status;
 use tracing::Instrument;
 
-use super::lookup::{data_address, holder_to_pb, wait_seen};
+use super::lookup::{data_address, freshness, holder_to_pb, ready};
 use super::{Shared, check, millis};
 use crate::metrics::Routed;
 use crate::view::fleet::{INSTANCES_MAX, Receipt, Report};
+use crate::view::holders;
 
 /// Answers a route call, under a span that continues the caller's trace.
 pub(super) async fn route(shared: &Shared, request: pb::RouteRequest) -> Result<pb::RouteReply, Status> {
@@ -24,19 +25,20 @@ pub(super) async fn route(shared: &Shared, request: pb::RouteRequest) -> Result<
 async fn decide(shared: &Shared, request: pb::RouteRequest) -> Result<pb::RouteReply, Status> {
     let hashes = check::hashes("hashes", &request.hashes)?;
     let asked = asked(&request, &hashes)?;
-    wait_seen(shared, &request.after).await?;
-    let replica = shared.published.read();
-    check_identity(&replica.index, &request.identity)?;
-    let matched = replica.index.longest_prefix(&hashes);
+    ready(shared, &hashes, &request.after, request.fresh).await?;
+    let control = shared.control().published.read();
+    check_identity(&control.index, &request.identity)?;
+    let (matched, applied) = holders::longest_prefix(&shared.groups, &control.index, &hashes);
     let now = shared.clock.now();
     let chosen = shared.fleet.decide(|fleet| schedule::choose(&asked, &matched, fleet, now));
     let answer = match chosen {
         Ok((decision, address)) => {
-            pb::route_reply::Answer::Decision(decision_to_pb(&replica.index, &decision, address))
+            pb::route_reply::Answer::Decision(decision_to_pb(&control.index, &decision, address))
         }
         Err(rejection) => pb::route_reply::Answer::Rejected(rejection_to_pb(&rejection)),
     };
-    Ok(pb::RouteReply { answer: Some(answer), freshness: Some(shared.freshness(&replica)) })
+    drop(control);
+    Ok(pb::RouteReply { answer: Some(answer), freshness: Some(freshness(shared, &hashes, applied)) })
 }
 
 /// How a call ended, for the metrics.
@@ -143,6 +145,5 @@ pub(super) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::
             "{INSTANCES_MAX} instances are known, which is the limit"
         )));
     }
-    let replica = shared.published.read();
-    Ok(pb::ReportReply { freshness: Some(shared.freshness(&replica)) })
+    Ok(pb::ReportReply { freshness: Some(freshness(shared, &[], 0)) })
 }

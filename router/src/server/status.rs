@@ -9,40 +9,69 @@ use kvfleet_proto::pb;
 use tonic::Status;
 
 use super::{Shared, millis};
+use crate::groups::Group;
+use crate::view::holders;
 
-/// Answers a status call. The digest walks the index, so it runs on a blocking thread.
+/// Answers a status call. Digests walk the index, so it runs on a blocking thread.
 pub(super) async fn status(shared: &Arc<Shared>) -> Result<pb::StatusReply, Status> {
-    let published = Arc::clone(&shared.published);
-    let replicated = tokio::task::spawn_blocking(move || {
-        let replica = published.read();
-        let nodes: Vec<NodeState> = replica.index.nodes().cloned().collect();
-        (replica.applied_index(), replica.index.digest(), replica.index.stats(), nodes)
+    let here = Arc::clone(shared);
+    let looked = tokio::task::spawn_blocking(move || {
+        let groups: Vec<pb::GroupStatus> =
+            here.groups.all().iter().map(|group| group_status(group)).collect();
+        let (nodes, pins) = here.control().published.whole(|replica| {
+            (replica.index.nodes().cloned().collect::<Vec<_>>(), replica.index.stats().pins)
+        });
+        let nodes = nodes.iter().map(|node| node_status(&here, node)).collect::<Vec<_>>();
+        (groups, nodes, pins)
     });
-    let (applied_index, digest, stats, nodes) =
-        replicated.await.map_err(|error| Status::internal(error.to_string()))?;
-    let standing = shared.consensus.standing();
+    let (groups, nodes, pins) = looked.await.map_err(|error| Status::internal(error.to_string()))?;
+    let control = groups.first().cloned().unwrap_or_default();
+    Ok(pb::StatusReply {
+        router: shared.control().consensus.id(),
+        term: control.term,
+        leader: control.leader,
+        leader_address: control.leader_address,
+        last_log_index: control.last_log_index,
+        applied_index: control.applied_index,
+        snapshot_index: control.snapshot_index,
+        voters: control.members,
+        index_blocks: groups.iter().map(|group| group.blocks).sum(),
+        index_copies: nodes.iter().map(|node| node.blocks).sum(),
+        nodes,
+        instances: instances(shared),
+        digest: control.digest,
+        pins,
+        groups,
+        cluster: shared.cluster.name.clone(),
+    })
+}
+
+fn group_status(group: &Group) -> pb::GroupStatus {
+    let (applied_index, digest, stats) = group
+        .published
+        .whole(|replica| (replica.applied_index(), replica.index.digest(), replica.index.stats()));
+    let standing = group.consensus.standing();
     let (leader, leader_address) = standing.leader.map_or((0, String::new()), |at| (at.router, at.address));
-    let voters = standing.voters.into_iter().map(|(router, address)| pb::Voter {
+    let members = standing.members.into_iter().map(|(router, address, learner)| pb::Voter {
         router,
         address,
+        learner,
         matched_index: standing.matched.get(&router).copied().unwrap_or(0),
     });
-    Ok(pb::StatusReply {
-        router: shared.consensus.id(),
+    pb::GroupStatus {
+        group: group.number().into(),
         term: standing.term,
         leader,
         leader_address,
         last_log_index: standing.last_log_index,
         applied_index,
         snapshot_index: standing.snapshot_index,
-        voters: voters.collect(),
-        nodes: nodes.iter().map(|node| node_status(shared, node)).collect(),
-        instances: instances(shared),
-        index_blocks: stats.blocks,
-        index_copies: stats.copies,
         digest: digest.to_vec(),
-        pins: stats.pins,
-    })
+        blocks: stats.blocks,
+        copies: stats.copies,
+        members: members.collect(),
+        age_ms: group.consensus.contact_age().map_or(u64::MAX, millis),
+    }
 }
 
 fn node_status(shared: &Shared, state: &NodeState) -> pb::NodeStatus {
@@ -53,7 +82,7 @@ fn node_status(shared: &Shared, state: &NodeState) -> pb::NodeStatus {
         live: state.live,
         data_address: state.record.data_address.clone(),
         control_address: state.record.control_address.clone(),
-        blocks: state.blocks,
+        blocks: holders::blocks_of(&shared.groups, state),
         silent_ms: silent.map_or(0, millis),
         host: state.record.host.clone(),
     }

@@ -4,4 +4,5 @@
 //! (`crate::raft::state_machine`) and who decides (`kv_core::schedule`).
 
 pub(crate) mod fleet;
+pub(crate) mod holders;
 pub(crate) mod published;

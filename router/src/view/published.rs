@@ -1,25 +1,21 @@
-//! The index that reads see, published left-right: two copies, readers on one, the writer on the other.
+//! One group's replica as readers see it: one copy behind a lock that writers hold for moments only.
 //!
-//! Why two copies and not one behind a lock. A proposal may hold 65,536 blocks, and a snapshot walks the
-//! whole index; behind one lock every route would wait for either. With two copies a reader takes an
-//! uncontended shared lock on the active copy and nothing ever makes it wait: the writer changes only the
-//! other copy, switches, then repeats the change on the first. The prices are twice the memory and twice
-//! the applying, both off the path of a request. A slow reader (a snapshot being encoded) holds up the
-//! writer, never another reader. Not here: what a change is.
-
-use std::sync::atomic::{AtomicUsize, Ordering};
+//! A writer takes the lock for a slice of an entry at a time, small enough that a reader that waits for it
+//! waits less than a millisecond; between two slices of an entry readers see part of it, which is a state that
+//! each node was in. Who needs whole entries (a snapshot, a digest to compare) reads through [`Published::whole`].
+//! Not here: what a slice is (`crate::raft::state_machine`).
 
 use kv_core::index::Index;
-use parking_lot::{Mutex, RwLock, RwLockReadGuard};
+use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use tokio::sync::watch;
 
 use crate::raft::{LogId, StoredMembership};
 
-/// One replica of the cluster's state at one applied log entry.
+/// One replica of a group's state.
 pub(crate) struct Replica {
     /// The replicated index.
     pub(crate) index: Index,
-    /// The last entry that is in it.
+    /// The last entry that is whole in it.
     pub(crate) applied: Option<LogId>,
     /// The last membership entry that is in it.
     pub(crate) membership: StoredMembership,
@@ -32,53 +28,43 @@ impl Replica {
     }
 }
 
-/// Two copies of the replica and which of them readers use.
+/// The replica, and who waits for its changes.
 pub(crate) struct Published {
-    copies: [RwLock<Replica>; 2],
-    active: AtomicUsize,
-    /// One writer at a time; held over both halves of a change.
-    writing: Mutex<()>,
-    /// Counts published changes; waiters for an applied state wake on it.
+    replica: RwLock<Replica>,
+    /// Held over a whole entry, however many slices it has.
+    entry: Mutex<()>,
+    /// Counts published entries; waiters for an applied state wake on it.
     changes: watch::Sender<u64>,
     /// Counts changes of membership, pins, quotas or TTLs.
     rules: watch::Sender<u64>,
 }
 
 impl Published {
-    /// Publishes two copies of the same replica.
-    pub(crate) fn new(copies: [Replica; 2]) -> Published {
+    /// Publishes a replica.
+    pub(crate) fn new(replica: Replica) -> Published {
         Published {
-            copies: copies.map(RwLock::new),
-            active: AtomicUsize::new(0),
-            writing: Mutex::new(()),
+            replica: RwLock::new(replica),
+            entry: Mutex::new(()),
             changes: watch::Sender::new(0),
             rules: watch::Sender::new(0),
         }
     }
 
-    /// The newest published replica. Does not wait: the writer only locks the copy that is not active.
+    /// The replica as it is, perhaps in the middle of an entry. Waits for one slice at most.
     pub(crate) fn read(&self) -> RwLockReadGuard<'_, Replica> {
-        loop {
-            let active = self.active.load(Ordering::Acquire);
-            // A failure means that the copies were switched between the two lines; the next turn sees it.
-            if let Some(replica) = self.copies[active].try_read() {
-                return replica;
-            }
-            std::hint::spin_loop();
-        }
+        self.replica.read()
     }
 
-    /// Changes both copies. What the first run of `change` returns is given to `publish` at the moment
-    /// when every new reader sees it; the second run repeats it on the other copy. Blocks while a reader
-    /// still holds the copy it needs.
-    pub(crate) fn write<T>(&self, mut change: impl FnMut(&mut Replica) -> T, publish: impl FnOnce(T)) {
-        let _one_writer = self.writing.lock();
-        let active = self.active.load(Ordering::Acquire);
-        let answers = change(&mut self.copies[1 - active].write());
-        self.active.store(1 - active, Ordering::Release);
-        self.changes.send_modify(|count| *count += 1);
-        publish(answers);
-        drop(change(&mut self.copies[active].write()));
+    /// Runs `look` on the replica between two entries. No entry is applied meanwhile, so it must be short, or
+    /// rare.
+    pub(crate) fn whole<T>(&self, look: impl FnOnce(&Replica) -> T) -> T {
+        let _no_entry = self.entry.lock();
+        look(&self.replica.read())
+    }
+
+    /// Begins to change the replica by one entry.
+    pub(crate) fn entry(&self) -> Writing<'_> {
+        Writing { published: self, _one_entry: self.entry.lock() }
     }
 
     /// Says that something other than ownership of blocks was changed.
@@ -91,8 +77,30 @@ impl Published {
         self.rules.subscribe()
     }
 
-    /// Wakes whenever something was published.
+    /// Wakes whenever an entry was published.
     pub(crate) fn changes(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
+    }
+}
+
+/// An entry being applied. When it is dropped, waiters wake.
+pub(crate) struct Writing<'a> {
+    published: &'a Published,
+    _one_entry: MutexGuard<'a, ()>,
+}
+
+impl Writing<'_> {
+    /// Changes the replica by one slice of the entry. Readers that wait go before the next slice.
+    pub(crate) fn slice<T>(&self, change: impl FnOnce(&mut Replica) -> T) -> T {
+        let mut replica = self.published.replica.write();
+        let answer = change(&mut replica);
+        RwLockWriteGuard::unlock_fair(replica);
+        answer
+    }
+}
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        self.published.changes.send_modify(|count| *count += 1);
     }
 }

@@ -85,15 +85,15 @@ async fn a_leader_that_stops_hands_over() {
 async fn freshness_tells_a_reader_how_far_a_replica_is() {
     let cluster = Cluster::start(3, |_| {}).await;
     let mut node = cluster.node(1).await;
-    let follower = cluster.follower().await;
+    let leader = cluster.leader_of(1).await;
+    let follower = cluster.running().into_iter().find(|id| *id != leader).unwrap();
     let seen = node.store(&prefix(14, 4)).await;
     let fresh = cluster.lookup(follower, &prefix(14, 4), vec![seen]).await.freshness.unwrap();
     assert!(!fresh.leader && fresh.age_ms < 60_000, "{fresh:?}");
     // A point that never comes is waited for, then answered from what there is.
-    let never = pb::Seen { node: 1, epoch: node.epoch, seq: 1_000 };
+    let never = pb::Seen { node: 1, epoch: node.epoch, seq: 1_000, shard: 1 };
     let reply = cluster.lookup(follower, &prefix(14, 4), vec![never]).await;
     assert_eq!(holders(&reply), [(0, 4, vec![(1, 1)])]);
-    let leader = cluster.leader().await;
     until("the leader's freshness", || async {
         let fresh = cluster.lookup(leader, &prefix(14, 4), vec![]).await.freshness?;
         (fresh.leader && fresh.age_ms < 60_000).then_some(())

@@ -185,3 +185,35 @@ async fn a_start_that_cannot_work_says_why() {
     says("a Raft log of another router", &wrong, &[&here]);
     start(config).await.unwrap().shutdown().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_router_of_another_cluster_is_not_heard() {
+    let cluster = Cluster::start(1, |config| config.cluster = "ours".into()).await;
+    cluster.leader().await;
+    let address = cluster.configs[0].listen.clone();
+    let mut raft = pb::raft_client::RaftClient::new(channel(&cluster.configs[0].tls, &address));
+    let frame = |cluster: &str, shards, group| pb::RaftFrame {
+        group,
+        payload: vec![1, 2, 3],
+        cluster: cluster.into(),
+        shards,
+    };
+    let status = raft.vote(frame("theirs", 1, 0)).await.unwrap_err();
+    assert_eq!(status.code(), Code::FailedPrecondition);
+    says("a Raft message of another cluster", &status.message(), &[]);
+    let status = raft.append(frame("ours", 4, 0)).await.unwrap_err();
+    assert_eq!(status.code(), Code::FailedPrecondition);
+    says("a Raft message with other shards", &status.message(), &[]);
+    let status = raft.append(frame("ours", 1, 2)).await.unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument);
+    says("a Raft message of no group", &status.message(), &[]);
+    let status = raft.append(frame("ours", 1, 1)).await.unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument);
+    assert!(status.message().starts_with("raft frame does not decode"), "{status}");
+    let part = pb::SnapshotPart { cluster: "ours".into(), shards: 1, head: vec![1], ..Default::default() };
+    let status = raft.snapshot(tokio_stream::iter([part])).await.unwrap_err();
+    assert_eq!(status.code(), Code::DataLoss, "{status}");
+    let hello = raft.hello(pb::HelloRequest {}).await.unwrap().into_inner();
+    assert_eq!(hello, pb::HelloReply { cluster: "ours".into(), shards: 1, router: 1 });
+    cluster.shutdown().await;
+}

@@ -92,7 +92,9 @@ impl Cluster {
                     voters: voters.clone(),
                     data_dir: directory.path().join(format!("router-{}", own.id)),
                     tls: tls.clone(),
-                    timings: TimingsConfig { silence_ms: 30_000, ..TimingsConfig::default() },
+                    shards: 1,
+                    // Leaders stay where elections put them, unless a test says otherwise.
+                    timings: TimingsConfig { silence_ms: 30_000, balance_ms: 0, ..TimingsConfig::default() },
                     ..RouterConfig::default()
                 };
                 change(&mut config);
@@ -130,12 +132,17 @@ impl Cluster {
         self.client(id).status(pb::StatusRequest {}).await.ok().map(tonic::Response::into_inner)
     }
 
-    /// The leader that a majority of the running routers agrees on, itself included.
+    /// The leader of the control group that the running routers agree on, itself included.
     pub async fn leader(&self) -> u64 {
+        self.leader_of(0).await
+    }
+
+    /// The leader of a group that the running routers agree on, itself included.
+    pub async fn leader_of(&self, group: u32) -> u64 {
         until("a leader", || async {
             let mut agreed = Vec::new();
             for id in self.running() {
-                agreed.push(self.status(id).await?.leader);
+                agreed.push(self.status(id).await?.groups[group as usize].leader);
             }
             let leader = *agreed.first()?;
             (leader > 0 && self.running().contains(&leader) && agreed.iter().all(|one| *one == leader))
@@ -150,19 +157,24 @@ impl Cluster {
         self.running().into_iter().find(|id| *id != leader).unwrap()
     }
 
-    /// Waits until every running router has applied the same entry, and checks that they then hold the
-    /// same state.
+    /// Waits until every running router has applied the same entry of every group, and checks that they then
+    /// hold the same state.
     pub async fn assert_equal_replicas(&self) {
-        let digests = until("equal applied indexes", || async {
+        let seen = until("equal applied indexes", || async {
             let mut seen = Vec::new();
             for id in self.running() {
-                let status = self.status(id).await?;
-                seen.push((status.applied_index, status.digest));
+                seen.push(self.status(id).await?.groups);
             }
-            seen.iter().all(|(applied, _)| *applied == seen[0].0).then_some(seen)
+            let applied = |groups: &Vec<pb::GroupStatus>| {
+                groups.iter().map(|group| group.applied_index).collect::<Vec<_>>()
+            };
+            seen.iter().all(|groups| applied(groups) == applied(&seen[0])).then_some(seen)
         })
         .await;
-        assert!(digests.iter().all(|one| *one == digests[0]), "replicas differ: {digests:?}");
+        let digests = |groups: &Vec<pb::GroupStatus>| {
+            groups.iter().map(|group| group.digest.clone()).collect::<Vec<_>>()
+        };
+        assert!(seen.iter().all(|one| digests(one) == digests(&seen[0])), "replicas differ: {seen:?}");
     }
 
     /// Calls the leader, wherever it is, until it answers.
@@ -189,31 +201,47 @@ impl Cluster {
     }
 
     pub async fn lookup(&self, id: u64, hashes: &[[u8; 16]], after: Vec<pb::Seen>) -> pb::LookupReply {
-        let request = pb::LookupRequest { hashes: hashes.concat(), after };
+        let request = pb::LookupRequest { hashes: hashes.concat(), after, fresh: false };
         self.client(id).lookup(request).await.unwrap().into_inner()
     }
 
-    /// Joins a node and opens its stream at the leader.
+    /// Joins a node and opens its stream at the leader of shard 1.
     pub async fn node(&self, node: u32) -> Node {
+        let epoch = self.join(node).await;
+        self.reconnect(node, epoch, 1).await
+    }
+
+    /// Joins a node.
+    pub async fn join(&self, node: u32) -> u64 {
         let request = join_request(node);
         let joined = self.on_leader(|mut client| {
             let request = request.clone();
             async move { client.join(request).await }
         });
-        let epoch = joined.await.epoch;
-        self.reconnect(node, epoch, 1).await
+        joined.await.epoch
     }
 
-    /// Opens a stream for a node that has joined before.
+    /// Opens streams to shard 1 and to control for a node that has joined before.
     pub async fn reconnect(&self, node: u32, epoch: u64, seq: u64) -> Node {
-        let (words, replies) = until("a stream at the leader", || async {
+        self.speak(node, epoch, seq, 1).await
+    }
+
+    /// Opens streams to a shard and to control for a node that has joined before.
+    pub async fn speak(&self, node: u32, epoch: u64, seq: u64, shard: u32) -> Node {
+        let (control_words, control) = self.stream(node, epoch, 0).await;
+        let (words, replies) = self.stream(node, epoch, shard).await;
+        Node { node, epoch, seq, shard, words, replies, control_words, control }
+    }
+
+    async fn stream(&self, node: u32, epoch: u64, group: u32) -> Stream {
+        until("a stream at the leader", || async {
             let (words, receiver) = mpsc::channel(64);
-            let leader = self.leader().await;
+            words.send(heartbeat(node, epoch, group)).await.ok()?;
+            let leader = self.leader_of(group).await;
             let opened = self.client(leader).announce(ReceiverStream::new(receiver)).await;
             opened.ok().map(|replies| (words, replies.into_inner()))
         })
-        .await;
-        Node { node, epoch, seq, words, replies }
+        .await
     }
 
     pub async fn shutdown(mut self) {
@@ -243,19 +271,29 @@ pub fn join_request(node: u32) -> pb::JoinRequest {
     }
 }
 
-/// A node's end of its stream.
+type Stream = (mpsc::Sender<pb::AnnounceRequest>, Streaming<pb::AnnounceReply>);
+
+pub fn heartbeat(node: u32, epoch: u64, group: u32) -> pb::AnnounceRequest {
+    pb::AnnounceRequest { node, epoch, group, body: Some(Word::Heartbeat(pb::Heartbeat::default())) }
+}
+
+/// A node's ends of its streams to one shard and to control.
 pub struct Node {
     pub node: u32,
     pub epoch: u64,
     /// Number of the next batch.
     pub seq: u64,
+    pub shard: u32,
     pub words: mpsc::Sender<pb::AnnounceRequest>,
     pub replies: Streaming<pb::AnnounceReply>,
+    pub control_words: mpsc::Sender<pb::AnnounceRequest>,
+    pub control: Streaming<pb::AnnounceReply>,
 }
 
 impl Node {
     async fn say(&self, word: Word) {
-        let request = pb::AnnounceRequest { node: self.node, epoch: self.epoch, body: Some(word) };
+        let (node, epoch, group) = (self.node, self.epoch, self.shard);
+        let request = pb::AnnounceRequest { node, epoch, group, body: Some(word) };
         self.words.send(request).await.expect("the stream is open");
     }
 
@@ -288,7 +326,7 @@ impl Node {
             }
         }
         self.seq += 1;
-        pb::Seen { node: self.node, epoch: self.epoch, seq }
+        pb::Seen { node: self.node, epoch: self.epoch, seq, shard: self.shard }
     }
 }
 
@@ -304,6 +342,16 @@ pub fn cleared() -> pb::Change {
 /// A prefix of `len` made-up hashes that depends on `seed`.
 pub fn prefix(seed: u64, len: u64) -> Vec<[u8; 16]> {
     (0..len).map(|offset| (u128::from(seed) << 64 | u128::from(offset + 1)).to_le_bytes()).collect()
+}
+
+/// The same, in the chain with this tag.
+pub fn chain(tag: u8, seed: u64, len: u64) -> Vec<[u8; 16]> {
+    let mut blocks = prefix(seed, len);
+    for block in &mut blocks {
+        block[15] = block[0];
+        block[0] = tag;
+    }
+    blocks
 }
 
 /// Start, length, and (node, epoch) of every holder.

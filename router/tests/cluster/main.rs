@@ -6,3 +6,4 @@ mod bad_input;
 mod harness;
 mod nodes;
 mod restarts;
+mod shards;

@@ -6,7 +6,7 @@ use kvfleet_proto::pb;
 use kvfleet_proto::pb::announce_reply::Body as Reply;
 use tonic::Code;
 
-use crate::harness::{Cluster, HANG, cleared, holders, join_request, prefix, stored, until};
+use crate::harness::{Cluster, HANG, cleared, heartbeat, holders, join_request, prefix, stored, until};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gap_is_answered_by_a_resync_and_repaired_by_it() {
@@ -23,7 +23,7 @@ async fn a_gap_is_answered_by_a_resync_and_repaired_by_it() {
     // What came before is a duplicate, acknowledged up to what is known.
     node.send(1, vec![stored(&blocks[..4])]).await;
     assert_eq!(node.reply().await, Reply::Ack(pb::Ack { seq: 2 }));
-    let seen = vec![pb::Seen { node: 1, epoch: node.epoch, seq: 2 }];
+    let seen = vec![pb::Seen { node: 1, epoch: node.epoch, seq: 2, shard: 1 }];
     let follower = cluster.follower().await;
     assert_eq!(holders(&cluster.lookup(follower, &blocks, seen).await), [(0, 12, vec![(1, node.epoch)])]);
     cluster.assert_equal_replicas().await;
@@ -41,8 +41,8 @@ async fn a_second_join_fences_the_first() {
     assert_eq!(old.reply().await, Reply::Fenced(pb::Fenced {}));
     let leader = cluster.leader().await;
     assert_eq!(holders(&cluster.lookup(leader, &blocks, vec![]).await), [], "the first epoch is over");
-    new.store(&blocks[..3]).await;
-    assert_eq!(holders(&cluster.lookup(leader, &blocks, vec![]).await), [(0, 3, vec![(1, new.epoch)])]);
+    let seen = new.store(&blocks[..3]).await;
+    assert_eq!(holders(&cluster.lookup(leader, &blocks, vec![seen]).await), [(0, 3, vec![(1, new.epoch)])]);
     cluster.shutdown().await;
 }
 
@@ -54,12 +54,10 @@ async fn a_silent_node_is_fenced_on_every_replica_and_a_speaking_one_is_not() {
     let blocks = prefix(23, 6);
     speaking.store(&blocks).await;
     silent.store(&blocks).await;
-    let words = speaking.words.clone();
+    let words = speaking.control_words.clone();
     let epoch = speaking.epoch;
     let heart = tokio::spawn(async move {
-        let body = Some(pb::announce_request::Body::Heartbeat(pb::Heartbeat::default()));
-        let beat = pb::AnnounceRequest { node: 1, epoch, body };
-        while words.send(beat.clone()).await.is_ok() {
+        while words.send(heartbeat(1, epoch, 0)).await.is_ok() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     });
@@ -94,7 +92,7 @@ async fn a_node_hears_of_pins_and_quotas() {
     cluster.on_leader(|mut client| async move { client.set_quota(quota).await }).await;
     let heard = async {
         loop {
-            let reply = node.replies.message().await.unwrap().expect("the stream is open");
+            let reply = node.control.message().await.unwrap().expect("the stream is open");
             if let Some(Reply::Directives(all)) = reply.body
                 && !all.pins.is_empty()
                 && !all.quotas.is_empty()
@@ -127,7 +125,7 @@ async fn a_stream_at_a_deposed_leader_is_sent_to_the_new_one() {
     let mut node = cluster.node(1).await;
     let blocks = prefix(25, 3);
     node.store(&blocks).await;
-    let old = cluster.leader().await;
+    let old = cluster.leader_of(1).await;
     let stopping = cluster.take(old);
     let stopped = tokio::spawn(stopping.shutdown());
     // Either it is told where to go, or the stream ends: never silence.

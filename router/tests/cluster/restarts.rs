@@ -135,7 +135,7 @@ async fn a_corrupted_log_or_snapshot_is_named_and_refused() {
         what.map(|(what, _)| what.to_owned()).unwrap_or_default()
     };
     says("a corrupted Raft log", &log, &[&here, &what(&log)]);
-    let snapshot = refused_after_damage(&cluster, 2, "snapshot.kvf", &marker).await;
+    let snapshot = refused_after_damage(&cluster, 2, "snapshot-0.kvf", &marker).await;
     assert!(matches!(snapshot, StartError::Snapshot(_)), "{snapshot}");
     says("a corrupted snapshot", &snapshot, &[&here, &what(&snapshot)]);
 }
@@ -147,7 +147,7 @@ async fn a_lost_snapshot_is_noticed_by_the_log() {
     until("a snapshot", || async { (cluster.status(1).await?.snapshot_index > 500).then_some(()) }).await;
     quotas(&cluster, 600..620).await;
     cluster.take(1).halt().await;
-    let snapshot = cluster.configs[0].data_dir.join("snapshot.kvf");
+    let snapshot = cluster.configs[0].data_dir.join("snapshot-0.kvf");
     let kept = std::fs::read(&snapshot).unwrap();
     std::fs::remove_file(&snapshot).unwrap();
     let error = start(cluster.configs[0].clone()).await.err().expect("must be refused");

@@ -219,7 +219,8 @@ impl SaveSession for Session {
         }
         if done.stored_blocks > 0 {
             state.seq += 1;
-            done.visible_at = Some(VisibleAt { node: NodeId(1), epoch: state.epoch, seq: Seq(state.seq) });
+            done.visible_at =
+                Some(VisibleAt { node: NodeId(1), epoch: state.epoch, shard: 1, seq: Seq(state.seq) });
         }
         drop(state);
         Box::pin(std::future::ready(done))

@@ -138,3 +138,29 @@ fn nodes_come_in_the_order_of_their_numbers() {
     let order: Vec<u32> = index.0.nodes().map(|state| state.record.node.0).collect();
     assert_eq!(order, [1, 3, 7, 9]);
 }
+
+fn admit(node: u32, epoch: u64) -> Command {
+    Command::Admit { record: record(node), epoch: Epoch(epoch) }
+}
+
+#[test]
+fn an_epoch_given_elsewhere_is_taken_over_and_an_older_one_is_not() {
+    let mut index = Fixture(Index::new(IndexLimits::default()));
+    assert_eq!(index.0.apply(&admit(1, 3)), Applied::Done);
+    assert_eq!(index.0.next_seq(NodeId(1)), Some((Epoch(3), Seq(1))));
+    index.say(1, vec![stored([1, 2], Tier::Dram)]);
+    for late in [1, 2, 3] {
+        assert_eq!(index.0.apply(&admit(1, late)), Applied::Ignored, "epoch {late}");
+    }
+    assert_eq!(index.reach([1]), 1);
+    assert_eq!(index.0.apply(&admit(1, 5)), Applied::Done);
+    assert_eq!((index.reach([1]), index.0.next_seq(NodeId(1))), (0, Some((Epoch(5), Seq(1)))));
+    assert_eq!(index.0.apply(&fence(1, 5)), Applied::Done);
+    assert_eq!(index.0.apply(&admit(1, 5)), Applied::Ignored, "a fenced epoch stays over");
+    assert_eq!(index.0.apply(&leave(1, 5)), Applied::Done);
+    assert_eq!(index.0.apply(&admit(1, 5)), Applied::Ignored, "an epoch that left stays over");
+    assert_eq!(index.0.apply(&admit(1, 6)), Applied::Done);
+    let turncoat = NodeRecord { identity: IdentityDigest([9; 16]), ..record(2) };
+    let refused = index.0.apply(&Command::Admit { record: turncoat, epoch: Epoch(1) });
+    assert!(matches!(refused, Applied::Refused(Refusal::Identity { .. })), "{refused:?}");
+}

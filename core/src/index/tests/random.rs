@@ -31,6 +31,7 @@ pub(super) fn tight() -> IndexLimits {
 #[derive(Clone, Debug)]
 pub(super) enum Intent {
     Join { node: u32, stranger: bool },
+    Admit { node: u32, stranger: bool, ahead: i64 },
     Fence { node: u32, late: u64 },
     Leave { node: u32, late: u64 },
     Announce(Vec<Said>),
@@ -60,6 +61,13 @@ impl Intent {
             Intent::Join { node, stranger } => {
                 let identity = IdentityDigest([if stranger { 2 } else { 1 }; 16]);
                 Command::Join(NodeRecord { identity, ..record(node) })
+            }
+            Intent::Admit { node, stranger, ahead } => {
+                let identity = IdentityDigest([if stranger { 2 } else { 1 }; 16]);
+                let known = now.nodes.get(&node).map(|known| known.epoch);
+                let known = known.or(now.departed.get(&node).copied()).unwrap_or(0);
+                let epoch = Epoch(known.saturating_add_signed(ahead).max(1));
+                Command::Admit { record: NodeRecord { identity, ..record(node) }, epoch }
             }
             Intent::Fence { node, late } => Command::Fence { node: NodeId(node), epoch: epoch(node, late) },
             Intent::Leave { node, late } => Command::Leave { node: NodeId(node), epoch: epoch(node, late) },
@@ -176,6 +184,8 @@ fn intent(who: Speakers) -> impl Strategy<Value = Intent> {
     prop_oneof![
         4 => (0..NODES, prop::bool::weighted(0.05))
             .prop_map(|(node, stranger)| Intent::Join { node, stranger }),
+        2 => (0..NODES, prop::bool::weighted(0.05), -1..3i64)
+            .prop_map(|(node, stranger, ahead)| Intent::Admit { node, stranger, ahead }),
         1 => (0..NODES, late()).prop_map(|(node, late)| Intent::Fence { node, late }),
         2 => (0..NODES, late()).prop_map(|(node, late)| Intent::Leave { node, late }),
         16 => prop::collection::vec(said(who), 1..4).prop_map(Intent::Announce),
@@ -234,7 +244,8 @@ pub(super) fn any_command() -> impl Strategy<Value = Command> {
         .prop_map(|(pin, owner, blocks)| Command::Pin(Pin { pin: PinId(pin), owner, blocks }));
     let value = || prop::option::of(any::<u64>());
     prop_oneof![
-        2 => record.prop_map(Command::Join),
+        2 => record.clone().prop_map(Command::Join),
+        1 => (record, any::<u64>()).prop_map(|(record, epoch)| Command::Admit { record, epoch: Epoch(epoch) }),
         1 => (any::<u32>(), any::<u64>()).prop_map(|(node, epoch)| fence(node, epoch)),
         1 => (any::<u32>(), any::<u64>()).prop_map(|(node, epoch)| leave(node, epoch)),
         8 => prop::collection::vec(one, 0..4).prop_map(Command::Announce),

@@ -70,6 +70,7 @@ impl Reference {
         let limits = self.limits;
         match command {
             Command::Join(record) => self.join(record),
+            Command::Admit { record, epoch } => self.admit(record, epoch.0),
             Command::Fence { node, epoch } => Ok(self.fence(node.0, epoch.0)),
             Command::Leave { node, epoch } => Ok(self.leave(node.0, epoch.0)),
             Command::Announce(batch) => self.announce(batch),
@@ -93,22 +94,44 @@ impl Reference {
         }
     }
 
-    fn join(&mut self, record: &NodeRecord) -> Answer {
+    fn admit(&mut self, record: &NodeRecord, epoch: u64) -> Answer {
+        self.check_identity(record)?;
+        let id = record.node.0;
+        let known = self.nodes.get(&id).map(|node| node.epoch).or(self.departed.get(&id).copied());
+        if known.is_some_and(|known| known >= epoch) {
+            return Ok(Applied::Ignored);
+        }
+        self.enter(record, epoch)?;
+        Ok(Applied::Done)
+    }
+
+    fn check_identity(&self, record: &NodeRecord) -> Result<(), Refusal> {
         if let Some(ours) = self.nodes.values().map(|node| node.record.identity).next()
             && ours != record.identity
         {
             return Err(Refusal::Identity { ours, theirs: record.identity });
         }
+        Ok(())
+    }
+
+    fn join(&mut self, record: &NodeRecord) -> Answer {
+        self.check_identity(record)?;
+        let id = record.node.0;
+        let last = self.nodes.get(&id).map(|node| node.epoch);
+        let last = last.unwrap_or_else(|| self.departed.get(&id).copied().unwrap_or(0).max(self.floor));
+        self.enter(record, last + 1)?;
+        Ok(Applied::Joined(Epoch(last + 1)))
+    }
+
+    fn enter(&mut self, record: &NodeRecord, epoch: u64) -> Result<(), Refusal> {
         let id = record.node.0;
         let others = self.nodes.keys().filter(|&&node| node != id).count();
         limit("nodes", others + 1, self.limits.nodes_max.into())?;
-        let last = self.nodes.get(&id).map(|node| node.epoch);
-        let last = last.unwrap_or_else(|| self.departed.get(&id).copied().unwrap_or(0).max(self.floor));
         self.departed.remove(&id);
-        let (epoch, live, next) = (last + 1, true, 1);
-        let joined = ReferenceNode { record: record.clone(), epoch, live, next, blocks: BTreeMap::new() };
-        self.nodes.insert(id, joined);
-        Ok(Applied::Joined(Epoch(epoch)))
+        let (live, next) = (true, 1);
+        let entered = ReferenceNode { record: record.clone(), epoch, live, next, blocks: BTreeMap::new() };
+        self.nodes.insert(id, entered);
+        Ok(())
     }
 
     fn fence(&mut self, id: u32, epoch: u64) -> Applied {

@@ -228,12 +228,12 @@ fn shards_divide_the_tags() {
     let shard_of = |tag: u8, shards: u16| BlockHash([tag; 16]).shard(shards);
     for shards in [1, 2, 3, 7, 16, 100, 255, 256] {
         let mut counts = vec![0; usize::from(shards)];
-        (0..=255).for_each(|tag| counts[usize::from(shard_of(tag, shards))] += 1);
+        (0..=255).for_each(|tag| counts[usize::from(shard_of(tag, shards)) - 1] += 1);
         let (least, most) = (counts.iter().min().unwrap(), counts.iter().max().unwrap());
         assert!(most - least <= i32::from(256 % shards != 0), "{shards}: {counts:?}");
     }
-    assert_eq!(shard_of(255, u16::MAX), 65_279, "more shards than tags: within bounds all the same");
-    assert_eq!(shard_of(255, 0), 0);
+    assert_eq!(shard_of(255, u16::MAX), 65_280, "more shards than tags: within bounds all the same");
+    assert_eq!(shard_of(255, 0), 1);
 }
 
 #[test]

@@ -9,11 +9,13 @@ use redb::{Database, ReadableDatabase, TableDefinition};
 use tempfile::TempDir;
 
 use super::super::disk::{LOG_FILE, LogError};
-use super::super::log_store::LogStore;
-use super::super::snapshot_file::{self, SNAPSHOT_FILE, SnapshotFileError};
+use super::super::snapshot_file::{self, SnapshotFileError};
 use super::super::state_machine::StateMachine;
 use super::super::{Snapshot, SnapshotMeta, StoredMembership};
-use super::{ROUTER, log_id, written};
+use super::{ROUTER, log_id, try_open, written};
+
+/// The group whose snapshot is damaged.
+const GROUP: u16 = 1;
 
 const ENTRIES: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("entries");
 const META: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("meta");
@@ -27,7 +29,7 @@ fn tamper(directory: &Path, change: impl FnOnce(&redb::WriteTransaction)) {
 }
 
 fn refusal(directory: &Path) -> String {
-    let Err(error) = LogStore::open(directory, ROUTER) else { panic!("a damaged log was opened") };
+    let Err(error) = try_open(directory, ROUTER) else { panic!("a damaged log was opened") };
     assert!(matches!(error, LogError::Corrupt { .. }), "{error}");
     let text = error.to_string();
     assert!(text.contains(LOG_FILE) && text.contains("refuses to start"), "{text}");
@@ -63,23 +65,23 @@ async fn every_flipped_bit_of_a_record_is_found_and_named() {
     tamper(directory.path(), |transaction| {
         transaction.open_table(ENTRIES).unwrap().insert(4, sound.as_slice()).unwrap();
     });
-    LogStore::open(directory.path(), ROUTER).map(|_| ()).unwrap();
+    try_open(directory.path(), ROUTER).map(|_| ()).unwrap();
 }
 
 #[tokio::test]
 async fn missing_moved_and_short_records_are_found() {
     type Damage = fn(&redb::WriteTransaction);
     let cases: [(&str, Damage); 6] = [
-        ("entry 4 is missing", |transaction| {
+        ("entry 4 of group 0 is missing", |transaction| {
             transaction.open_table(ENTRIES).unwrap().remove(4).unwrap();
         }),
-        ("entries 9 to 9 are missing", |transaction| {
+        ("entries 9 to 9 of group 0 are missing", |transaction| {
             transaction.open_table(ENTRIES).unwrap().remove(9).unwrap();
         }),
-        ("entry 0 is missing", |transaction| {
+        ("entry 0 of group 0 is missing", |transaction| {
             transaction.open_table(ENTRIES).unwrap().remove(0).unwrap();
         }),
-        ("entry 5 has checksum", |transaction| {
+        ("entry 5 of group 0 has checksum", |transaction| {
             let mut table = transaction.open_table(ENTRIES).unwrap();
             let other = table.remove(4).unwrap().unwrap().value().to_vec();
             table.insert(5, other.as_slice()).unwrap();
@@ -88,8 +90,8 @@ async fn missing_moved_and_short_records_are_found() {
         ("shorter than its checksum", |transaction| {
             transaction.open_table(ENTRIES).unwrap().insert(4, [1u8, 2].as_slice()).unwrap();
         }),
-        ("\"vote\"", |transaction| {
-            transaction.open_table(META).unwrap().insert("vote", [0u8; 12].as_slice()).unwrap();
+        ("\"0/vote\"", |transaction| {
+            transaction.open_table(META).unwrap().insert("0/vote", [0u8; 12].as_slice()).unwrap();
         }),
     ];
     for (expected, damage) in cases {
@@ -112,7 +114,7 @@ async fn a_damaged_file_never_panics_and_never_loses_an_entry() {
         let mut damaged = sound.clone();
         damaged[at] ^= 0xff;
         std::fs::write(&path, &damaged).unwrap();
-        if let Ok((mut store, guard)) = LogStore::open(directory.path(), ROUTER) {
+        if let Ok((mut store, guard)) = try_open(directory.path(), ROUTER) {
             use openraft::storage::{RaftLogReader, RaftLogStorage};
             let last = store.get_log_state().await.unwrap().last_log_id;
             assert_eq!(last, Some(log_id(1, 200)), "byte {at} of {} was lost silently", sound.len());
@@ -122,7 +124,7 @@ async fn a_damaged_file_never_panics_and_never_loses_an_entry() {
     }
     for bytes in [0, 1, 100, sound.len() / 2, sound.len() - 1] {
         std::fs::write(&path, &sound[..bytes]).unwrap();
-        let opened = LogStore::open(directory.path(), ROUTER);
+        let opened = try_open(directory.path(), ROUTER);
         // An empty file is a new one to redb; a voter must not take it for its log.
         assert!(opened.is_err(), "{bytes} of {} bytes were opened", sound.len());
     }
@@ -137,26 +139,26 @@ fn snapshot() -> Snapshot {
 #[test]
 fn a_snapshot_comes_back_as_written() {
     let directory = TempDir::new().unwrap();
-    assert!(snapshot_file::read(directory.path()).unwrap().is_none());
-    snapshot_file::write(directory.path(), &snapshot()).unwrap();
-    let read = snapshot_file::read(directory.path()).unwrap().unwrap();
+    assert!(snapshot_file::read(directory.path(), GROUP).unwrap().is_none());
+    snapshot_file::write(directory.path(), GROUP, &snapshot()).unwrap();
+    let read = snapshot_file::read(directory.path(), GROUP).unwrap().unwrap();
     assert_eq!((read.meta, read.snapshot), (snapshot().meta, snapshot().snapshot));
 }
 
 #[test]
 fn every_flipped_byte_and_every_cut_of_a_snapshot_is_refused() {
     let directory = TempDir::new().unwrap();
-    snapshot_file::write(directory.path(), &snapshot()).unwrap();
-    let path = directory.path().join(SNAPSHOT_FILE);
+    snapshot_file::write(directory.path(), GROUP, &snapshot()).unwrap();
+    let path = snapshot_file::path_of(directory.path(), GROUP);
     let sound = std::fs::read(&path).unwrap();
     let refused = |bytes: &[u8]| {
         std::fs::write(&path, bytes).unwrap();
-        let Err(error) = StateMachine::open(directory.path(), IndexLimits::default()) else {
+        let Err(error) = StateMachine::open(directory.path(), GROUP, IndexLimits::default()) else {
             panic!("a damaged snapshot was opened")
         };
         assert!(matches!(error, SnapshotFileError::Corrupt { .. }), "{error}");
         let text = error.to_string();
-        assert!(text.contains(SNAPSHOT_FILE) && text.contains("quarantine"), "{text}");
+        assert!(text.contains("snapshot-1.kvf") && text.contains("quarantine"), "{text}");
     };
     for at in 0..sound.len() {
         let mut flipped = sound.clone();
@@ -166,7 +168,7 @@ fn every_flipped_byte_and_every_cut_of_a_snapshot_is_refused() {
     }
     refused(&[&sound[..], b"x"].concat());
     std::fs::write(&path, &sound).unwrap();
-    StateMachine::open(directory.path(), IndexLimits::default()).map(|_| ()).unwrap();
+    StateMachine::open(directory.path(), GROUP, IndexLimits::default()).map(|_| ()).unwrap();
 }
 
 #[tokio::test]

@@ -54,7 +54,8 @@ impl StorageBackend for Device {
 async fn a_full_disk_is_an_error_and_stays_one() {
     let full = Arc::<AtomicBool>::default();
     let device = Device { bytes: InMemoryBackend::new(), full: Arc::clone(&full) };
-    let (mut store, guard) = LogStore::on(Disk::on(device), Recovered::default()).unwrap();
+    let (mut stores, guard) = LogStore::on(Disk::on(device), vec![Recovered::default()]).unwrap();
+    let mut store = stores.swap_remove(0);
     let vote = Vote::new_committed(1, ROUTER);
     store.save_vote(&vote).await.unwrap();
     store.blocking_append((0..10).map(entry)).await.unwrap();

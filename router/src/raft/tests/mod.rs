@@ -3,6 +3,7 @@
 
 mod damage;
 mod full_disk;
+mod parts;
 mod restart;
 mod suite;
 
@@ -14,8 +15,9 @@ use openraft::entry::RaftEntry;
 use openraft::storage::{RaftLogStorage, RaftLogStorageExt};
 use openraft::vote::RaftLeaderIdExt;
 
+use super::disk::{LogError, Owner};
 use super::log_store::{LogGuard, LogStore};
-use super::{Entry, LeaderId, LogId, Payload, Proposal};
+use super::{Cluster, Entry, LeaderId, LogId, Payload, Proposal};
 
 /// The router these stores belong to.
 const ROUTER: u64 = 1;
@@ -30,8 +32,18 @@ fn entry(index: u64) -> Entry {
     Entry::new(log_id(1, index), Payload::Normal(Proposal::of(&command)))
 }
 
+/// The log of the control group; that of the one shard beside it is closed at once.
+fn try_open(directory: &Path, router: u64) -> Result<(LogStore, LogGuard), LogError> {
+    let (mut logs, guard) = LogStore::open(directory, &owner(router, "test", 1))?;
+    Ok((logs.swap_remove(0), guard))
+}
+
+fn owner(router: u64, cluster: &str, shards: u16) -> Owner {
+    Owner { router, cluster: Cluster { name: cluster.into(), shards } }
+}
+
 fn open(directory: &Path) -> (LogStore, LogGuard) {
-    LogStore::open(directory, ROUTER).unwrap()
+    try_open(directory, ROUTER).unwrap()
 }
 
 /// Ends a store the way a router does, so that the file can be opened again.

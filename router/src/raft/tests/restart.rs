@@ -2,13 +2,14 @@
 
 use std::ops::RangeInclusive;
 
+use kvfleet_errors_doc::says;
 use openraft::storage::{IOFlushed, RaftLogReader, RaftLogStorage, RaftLogStorageExt};
 use tempfile::TempDir;
 
 use super::super::disk::LogError;
 use super::super::log_store::LogStore;
 use super::super::{Entry, Vote};
-use super::{ROUTER, close, entry, log_id, open};
+use super::{ROUTER, close, entry, log_id, open, owner, try_open};
 
 async fn entries(store: &mut LogStore) -> Vec<Entry> {
     store.try_get_log_entries(..).await.unwrap()
@@ -73,9 +74,9 @@ async fn a_purge_beyond_the_log_leaves_an_empty_log_there() {
 async fn one_log_has_one_router_and_one_process() {
     let directory = TempDir::new().unwrap();
     let (store, guard) = open(directory.path());
-    assert!(matches!(LogStore::open(directory.path(), ROUTER), Err(LogError::InUse { .. })));
+    assert!(matches!(try_open(directory.path(), ROUTER), Err(LogError::InUse { .. })));
     close(store, guard).await;
-    let other = LogStore::open(directory.path(), ROUTER + 1);
+    let other = try_open(directory.path(), ROUTER + 1);
     let Err(LogError::OtherRouter { found: ROUTER, wanted, .. }) = other else { panic!("must be refused") };
     assert_eq!(wanted, ROUTER + 1);
 }
@@ -94,4 +95,46 @@ async fn replication_is_read_in_bounded_bytes() {
     assert_eq!(read.len(), 1, "two halves and their envelopes are above the limit");
     assert_eq!(store.try_get_log_entries(0..4).await.unwrap().len(), 4);
     close(store, guard).await;
+}
+
+#[tokio::test]
+async fn groups_share_a_file_and_nothing_else() {
+    let directory = TempDir::new().unwrap();
+    let three = owner(ROUTER, "test", 2);
+    let (mut logs, guard) = LogStore::open(directory.path(), &three).unwrap();
+    assert_eq!(logs.len(), 3);
+    for (group, log) in (0..).zip(&mut logs) {
+        log.save_vote(&Vote::new_committed(group + 1, ROUTER)).await.unwrap();
+        log.blocking_append((0..=10 + group).map(entry)).await.unwrap();
+    }
+    logs[1].truncate_after(Some(log_id(1, 4))).await.unwrap();
+    logs[2].purge(log_id(1, 6)).await.unwrap();
+    logs[0].save_committed(Some(log_id(1, 9))).await.unwrap();
+    logs.clear();
+    tokio::task::spawn_blocking(move || guard.join()).await.unwrap();
+
+    let (mut logs, _guard) = LogStore::open(directory.path(), &three).unwrap();
+    let kept = [0..=10, 0..=4, 7..=12];
+    for ((group, log), kept) in (0..).zip(&mut logs).zip(kept) {
+        assert_eq!(entries(log).await, expected(kept), "group {group}");
+        assert_eq!(log.read_vote().await.unwrap(), Some(Vote::new_committed(group + 1, ROUTER)));
+    }
+    assert_eq!(logs[0].read_committed().await.unwrap(), Some(log_id(1, 9)));
+    assert_eq!(logs[1].read_committed().await.unwrap(), None);
+}
+
+#[tokio::test]
+async fn a_log_of_another_cluster_or_of_other_shards_is_refused() {
+    let directory = TempDir::new().unwrap();
+    let (store, guard) = open(directory.path());
+    close(store, guard).await;
+    let here = directory.path().display().to_string();
+    for (what, other) in [
+        ("a Raft log of another cluster", owner(ROUTER, "other", 1)),
+        ("a Raft log of other shards", owner(ROUTER, "test", 4)),
+    ] {
+        let Err(error) = LogStore::open(directory.path(), &other) else { panic!("must be refused") };
+        assert!(matches!(error, LogError::OtherCluster { .. }), "{error}");
+        says(what, &error, &[&here]);
+    }
 }

@@ -8,15 +8,14 @@ use tempfile::TempDir;
 use super::super::TypeConfig;
 use super::super::log_store::LogStore;
 use super::super::state_machine::StateMachine;
-use super::ROUTER;
 
 struct Builder;
 
 impl StoreBuilder<TypeConfig, LogStore, StateMachine, TempDir> for Builder {
     async fn build(&self) -> Result<(TempDir, LogStore, StateMachine), StorageError<TypeConfig>> {
         let directory = TempDir::new().unwrap();
-        let (log, _) = LogStore::open(directory.path(), ROUTER).unwrap();
-        let machine = StateMachine::open(directory.path(), IndexLimits::default()).unwrap();
+        let (log, _) = super::open(directory.path());
+        let machine = StateMachine::open(directory.path(), 0, IndexLimits::default()).unwrap();
         Ok((directory, log, machine))
     }
 }

@@ -1,0 +1,90 @@
+//! A voter whose disk is full: it steps down and stops voting, the cluster lives, and with room it comes back.
+
+use std::path::Path;
+use std::time::Duration;
+
+use chaos_tests::cluster::{Cluster, Contacts, ROUTERS_COUNT};
+use kvfleet_client::Members;
+use kvfleet_proto::pb;
+use tokio::time::{Instant, sleep};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_chaos-router");
+
+/// A hang, on any machine this runs on.
+const HANG: Duration = Duration::from_secs(60);
+
+/// Room for the log of a router that has just started, and for little more.
+const FILE_BYTES: u64 = 4 << 20;
+
+/// Blocks of a pin: a log entry of 1 MiB.
+const PIN_BLOCKS: usize = 65_536;
+
+async fn until<T, F: Future<Output = Option<T>>>(what: &str, mut probe: impl FnMut() -> F) -> T {
+    let deadline = Instant::now() + HANG;
+    loop {
+        if let Some(found) = probe().await {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "waited {HANG:?} for: {what}");
+        sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Writes a pin and ends it, through whichever router leads.
+async fn write(contacts: &Contacts, number: u64) {
+    let pin =
+        pb::PinRequest { pin: number, owner: "test".into(), blocks: vec![number as u8; 16 * PIN_BLOCKS] };
+    let unpin = pb::UnpinRequest { pin: number, owner: "test".into() };
+    until("a write", || async {
+        for position in 0..ROUTERS_COUNT {
+            if contacts.client(position).pin(pin.clone()).await.is_ok() {
+                return Some(());
+            }
+        }
+        None
+    })
+    .await;
+    until("a write", || async {
+        for position in 0..ROUTERS_COUNT {
+            if contacts.client(position).unpin(unpin.clone()).await.is_ok() {
+                return Some(());
+            }
+        }
+        None
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_voter_with_a_full_disk_steps_down_and_the_cluster_lives() {
+    let keep_all = |config: &mut kvfleet_router::RouterConfig| config.snapshot_every_entries = 1_000_000;
+    let mut cluster = Cluster::start_with(Path::new(PROGRAM), keep_all).unwrap();
+    let contacts = cluster.contacts();
+    cluster.kill(0).unwrap();
+    cluster.start_router_on_a_full_disk(0, FILE_BYTES).unwrap();
+    let mut members = Members::new(cluster.addresses(), &cluster.identity().unwrap()).unwrap();
+    members.transfer_all(1, |_| {}).await.unwrap();
+    // Twelve entries of 1 MiB do not fit into what is left: every write is taken all the same.
+    for number in 1..=12 {
+        write(&contacts, number).await;
+    }
+    until("another leader of every group", || async {
+        let groups = contacts.status(1).await?.groups;
+        groups.iter().all(|group| group.leader > 1).then_some(())
+    })
+    .await;
+    // With room, it comes back to where the others are.
+    cluster.kill(0).unwrap();
+    cluster.start_router(0).unwrap();
+    let levels = until("level routers", || async {
+        let mut levels = Vec::new();
+        for position in 0..ROUTERS_COUNT {
+            let groups = contacts.status(position).await?.groups;
+            levels.push(groups.into_iter().map(|one| (one.applied_index, one.digest)).collect::<Vec<_>>());
+        }
+        let applied = |level: &[(u64, Vec<u8>)]| level.iter().map(|one| one.0).collect::<Vec<_>>();
+        levels.iter().all(|level| applied(level) == applied(&levels[0])).then_some(levels)
+    })
+    .await;
+    assert!(levels.iter().all(|level| *level == levels[0]), "replicas differ: {levels:?}");
+}

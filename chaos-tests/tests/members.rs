@@ -1,0 +1,205 @@
+//! Routers are added, replaced and removed while nodes announce, and nothing acknowledged is lost.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use chaos_tests::cluster::{Cluster, Contacts, ROUTERS_COUNT, SHARDS_COUNT};
+use chaos_tests::oracle::Oracle;
+use chaos_tests::speaker::{Order, Speaker};
+use chaos_tests::workload::{CHAIN_BLOCKS, CHAINS_COUNT, NODES_COUNT, chain};
+use kvfleet_client::{Members, MembersError, Step};
+use kvfleet_errors_doc::says;
+use kvfleet_proto::{convert, pb};
+use parking_lot::Mutex;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep};
+use tokio_util::sync::CancellationToken;
+
+/// A hang, on any machine this runs on.
+const HANG: Duration = Duration::from_secs(60);
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_chaos-router");
+
+async fn until<T, F: Future<Output = Option<T>>>(what: &str, mut probe: impl FnMut() -> F) -> T {
+    let deadline = Instant::now() + HANG;
+    loop {
+        if let Some(found) = probe().await {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "waited {HANG:?} for: {what}");
+        sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Nodes that grow and shrink what they hold without a pause.
+struct Load {
+    stop: CancellationToken,
+    nodes: Vec<JoinHandle<mpsc::Sender<Order>>>,
+}
+
+impl Load {
+    fn start(contacts: &Contacts, oracle: &Arc<Mutex<Oracle>>) -> Load {
+        let stop = CancellationToken::new();
+        let node = |node| {
+            let orders = Speaker::start(node, contacts.clone(), Arc::clone(oracle));
+            let stop = stop.clone();
+            tokio::spawn(async move {
+                for round in 0.. {
+                    let wanted =
+                        (0..CHAINS_COUNT).map(|number| (number, (round + number * 5) % CHAIN_BLOCKS + 1));
+                    if orders.send(Order::Hold(wanted.collect())).await.is_err() || stop.is_cancelled() {
+                        break;
+                    }
+                }
+                orders
+            })
+        };
+        Load { nodes: (1..=NODES_COUNT).map(node).collect(), stop }
+    }
+
+    /// Ends when everything that was sent is acknowledged.
+    async fn settle(self) {
+        self.stop.cancel();
+        for node in self.nodes {
+            let orders = node.await.expect("a node runs");
+            let (answer, settled) = oneshot::channel();
+            assert!(orders.send(Order::Settle(answer)).await.is_ok());
+            assert!(tokio::time::timeout(HANG, settled).await.expect("in time").expect("an answer"));
+        }
+    }
+}
+
+fn acknowledged(oracle: &Mutex<Oracle>) -> u64 {
+    oracle.lock().nodes.values().map(|fact| fact.seq).sum()
+}
+
+async fn progress(oracle: &Mutex<Oracle>) {
+    let before = acknowledged(oracle);
+    until("announcements going on", || async { (acknowledged(oracle) > before + 20).then_some(()) }).await;
+}
+
+/// Every group's voters and learners, once all groups agree.
+async fn roles(members: &mut Members) -> (Vec<u64>, Vec<u64>) {
+    let groups = members.list().await.expect("a router answers");
+    assert_eq!(groups.len(), usize::from(SHARDS_COUNT) + 1);
+    let of = |group: &pb::GroupStatus, learner| {
+        let those = group.members.iter().filter(|member| member.learner == learner);
+        those.map(|member| member.router).collect::<Vec<_>>()
+    };
+    let first = (of(&groups[0], false), of(&groups[0], true));
+    assert!(groups.iter().all(|group| (of(group, false), of(group, true)) == first), "{groups:?}");
+    first
+}
+
+/// Waits until the routers at these positions have applied the same, and compares their states and what they
+/// say of every chain.
+async fn judge(contacts: &Contacts, positions: &[usize], oracle: &Mutex<Oracle>) {
+    let levels = until("level routers", || async {
+        let mut levels = Vec::new();
+        for position in positions {
+            let groups = contacts.status(*position).await?.groups;
+            let level: Vec<_> = groups.into_iter().map(|group| (group.applied_index, group.digest)).collect();
+            levels.push(level);
+        }
+        let applied = |level: &[(u64, Vec<u8>)]| level.iter().map(|one| one.0).collect::<Vec<_>>();
+        levels.iter().all(|level| applied(level) == applied(&levels[0])).then_some(levels)
+    })
+    .await;
+    assert!(levels.iter().all(|level| *level == levels[0]), "replicas differ: {levels:?}");
+    let facts = oracle.lock().nodes.clone();
+    for position in positions {
+        for number in 0..CHAINS_COUNT {
+            let request = pb::LookupRequest {
+                hashes: convert::hashes_to_bytes(&chain(number)),
+                fresh: true,
+                ..pb::LookupRequest::default()
+            };
+            let reply = contacts.client(*position).lookup(request).await.expect("an answer").into_inner();
+            for (node, fact) in &facts {
+                let held = fact.holdings.get(&number).copied().unwrap_or(0);
+                let runs = reply.runs.iter().filter(|run| {
+                    run.holders.iter().any(|holder| (holder.node, holder.epoch) == (*node, fact.epoch))
+                });
+                let said: u32 = runs.map(|run| run.len_blocks).sum();
+                assert_eq!(said, held, "chain {number}, node {node}, at position {position}");
+            }
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn routers_are_added_replaced_and_removed_under_load() {
+    let mut cluster = Cluster::start(Path::new(PROGRAM)).unwrap();
+    let oracle = Arc::new(Mutex::new(Oracle::default()));
+    let mut members = Members::new(cluster.addresses(), &cluster.identity().unwrap()).unwrap();
+    // It waits, and the nodes know where it will be.
+    let (four, address) = cluster.start_joiner(|_| {}).unwrap();
+    let load = Load::start(&cluster.contacts(), &oracle);
+    progress(&oracle).await;
+
+    // A learner follows and answers reads, and has no vote.
+    members.add(four, &address, true, |_| {}).await.unwrap();
+    assert_eq!(roles(&mut members).await, (vec![1, 2, 3], vec![four]));
+    let contacts = cluster.contacts();
+    let request = || pb::LookupRequest {
+        hashes: convert::hashes_to_bytes(&chain(0)),
+        fresh: true,
+        ..Default::default()
+    };
+    until("an answer of the learner", || async {
+        contacts.client(ROUTERS_COUNT).lookup(request()).await.ok()
+    })
+    .await;
+    progress(&oracle).await;
+
+    // It gets its votes, and asked again nothing is left to do.
+    let mut steps = Vec::new();
+    members.add(four, &address, false, |step| steps.push(step)).await.unwrap();
+    assert_eq!(roles(&mut members).await, (vec![1, 2, 3, four], vec![]));
+    assert!(steps.contains(&Step::Votes(u32::from(SHARDS_COUNT))));
+    members.add(four, &address, false, |_| {}).await.unwrap();
+    progress(&oracle).await;
+
+    // The first router goes; what it leads is led by others before.
+    members.transfer_all(1, |_| {}).await.unwrap();
+    members.remove(1, |_| {}).await.unwrap();
+    members.remove(1, |_| {}).await.unwrap();
+    assert_eq!(roles(&mut members).await, (vec![2, 3, four], vec![]));
+    cluster.kill(0).unwrap();
+    progress(&oracle).await;
+
+    // The new one counts: with it and one other, a majority lives.
+    cluster.kill(1).unwrap();
+    progress(&oracle).await;
+    cluster.start_router(1).unwrap();
+    load.settle().await;
+    judge(&contacts, &[1, 2, 3], &oracle).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_router_that_cannot_be_a_member_is_refused_with_what_to_do() {
+    let mut cluster = Cluster::start(Path::new(PROGRAM)).unwrap();
+    let mut members = Members::new(cluster.addresses(), &cluster.identity().unwrap()).unwrap();
+    let refused = |answer: Result<(), MembersError>| answer.expect_err("must be refused").to_string();
+
+    let (foreign, address) = cluster.start_joiner(|config| config.cluster = "elsewhere".into()).unwrap();
+    says("a router of another cluster", &refused(members.add(foreign, &address, false, |_| {}).await), &[]);
+    let (other, address) = cluster.start_joiner(|config| config.shards = SHARDS_COUNT + 1).unwrap();
+    says("a router with other shards", &refused(members.add(other, &address, false, |_| {}).await), &[]);
+    let wrong = members.add(9, &address, false, |_| {}).await;
+    says("a router with another number", &refused(wrong), &[&address]);
+    let absent = refused(members.add(9, "127.0.0.1:1", false, |_| {}).await);
+    let (_, why) = absent.split_once("does not answer: ").unwrap();
+    let why = why.split(';').next().unwrap();
+    says("a router that does not answer", &absent, &[why]);
+    says("a leader that is no voter", &refused(members.transfer(0, 9).await), &[]);
+    assert_eq!(roles(&mut members).await, (vec![1, 2, 3], vec![]));
+
+    members.remove(3, |_| {}).await.unwrap();
+    members.remove(2, |_| {}).await.unwrap();
+    says("the last voter", &refused(members.remove(1, |_| {}).await), &[]);
+    let mut nobody = Members::new(&["127.0.0.1:1".to_owned()], &cluster.identity().unwrap()).unwrap();
+    says("a cluster that does not answer", &nobody.list().await.unwrap_err(), &[]);
+}

@@ -1,0 +1,189 @@
+//! One outbox per shard of the index: every change goes to the shard that lists its blocks, and each shard
+//! counts its batches by itself. Pure.
+//!
+//! Not here: what one outbox does with its changes (`outbox`), and who carries them (`link`).
+
+use kv_core::id::{BlockHash, Epoch, Seq};
+use kv_core::index::command::Change;
+
+use super::outbox::Outbox;
+
+/// A point in the streams of all shards: the number of each shard's batch, by shard.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Point {
+    /// The epoch.
+    pub epoch: Epoch,
+    /// By shard, the first of which is number 1.
+    pub seqs: Vec<Seq>,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub struct Outboxes {
+    epoch: Option<Epoch>,
+    /// Shard 1 first; empty before the first join.
+    shards: Vec<Outbox>,
+}
+
+impl Outboxes {
+    /// A new epoch starts, over so many shards: all that is held goes out, in each from number 1.
+    pub fn joined(&mut self, epoch: Epoch, shards: u16, everything: Vec<Change>) {
+        self.epoch = Some(epoch);
+        self.shards.resize_with(usize::from(shards.max(1)), Outbox::default);
+        let parts = self.parted(everything);
+        for (outbox, part) in self.shards.iter_mut().zip(parts) {
+            outbox.joined(epoch, part);
+        }
+    }
+
+    /// The epoch is over; changes wait for the next one, which announces everything anyway.
+    pub fn fenced(&mut self) {
+        self.shards.iter_mut().for_each(Outbox::fenced);
+    }
+
+    /// Adds changes in order.
+    pub fn push(&mut self, changes: Vec<Change>) {
+        let parts = self.parted(changes);
+        for (outbox, part) in self.shards.iter_mut().zip(parts) {
+            if !part.is_empty() {
+                outbox.push(part);
+            }
+        }
+    }
+
+    /// The outbox of a shard, counted from 1; none before the first join.
+    pub fn shard(&mut self, shard: u16) -> Option<&mut Outbox> {
+        self.shards.get_mut(usize::from(shard).checked_sub(1)?)
+    }
+
+    /// What of `everything` one shard lists.
+    #[must_use]
+    pub fn part(&self, shard: u16, everything: Vec<Change>) -> Vec<Change> {
+        let mut parts = self.parted(everything);
+        let at = usize::from(shard).saturating_sub(1);
+        if at < parts.len() { parts.swap_remove(at) } else { Vec::new() }
+    }
+
+    /// The shard that lists a block, and the number under which everything pushed so far is visible there.
+    pub fn position(&mut self, block: BlockHash) -> Option<(u16, Epoch, Seq)> {
+        let shard = block.shard(self.count());
+        let (epoch, seq) = self.shard(shard)?.position()?;
+        Some((shard, epoch, seq))
+    }
+
+    /// The number in each shard under which everything pushed so far is visible; none before the first join.
+    pub fn positions(&mut self) -> Option<Point> {
+        let epoch = self.epoch?;
+        let last = |outbox: &mut Outbox| outbox.position().map_or(Seq(0), |(_, seq)| seq);
+        Some(Point { epoch, seqs: self.shards.iter_mut().map(last).collect() })
+    }
+
+    /// What is acknowledged in each shard.
+    #[must_use]
+    pub fn acked(&self) -> Point {
+        let epoch = self.epoch.unwrap_or_default();
+        Point { epoch, seqs: self.shards.iter().map(Outbox::acked).collect() }
+    }
+
+    /// Batches of all shards that have a number.
+    #[must_use]
+    pub fn last(&self) -> u64 {
+        self.shards.iter().map(|outbox| outbox.last().0).sum()
+    }
+
+    fn count(&self) -> u16 {
+        u16::try_from(self.shards.len()).unwrap_or(u16::MAX)
+    }
+
+    fn parted(&self, changes: Vec<Change>) -> Vec<Vec<Change>> {
+        let shards = self.count();
+        if shards <= 1 {
+            return vec![changes];
+        }
+        let mut parts = vec![Vec::new(); usize::from(shards)];
+        for change in changes {
+            part(change, shards, &mut parts);
+        }
+        parts
+    }
+}
+
+/// Deals the blocks of one change out to the shards that list them. The blocks of a chain have one shard,
+/// so a run stays whole.
+fn part(change: Change, shards: u16, parts: &mut [Vec<Change>]) {
+    let (blocks, parent) = match &change {
+        Change::Cleared => return parts.iter_mut().for_each(|part| part.push(Change::Cleared)),
+        Change::Stored { blocks, parent, .. } => (blocks, *parent),
+        Change::Moved { blocks, .. } | Change::Dropped { blocks, .. } => (blocks, None),
+    };
+    let Some(first) = blocks.first().map(|block| block.shard(shards)) else { return };
+    if blocks.iter().all(|block| block.shard(shards) == first) {
+        return parts[usize::from(first) - 1].push(change);
+    }
+    let mut before = parent;
+    for run in blocks.chunk_by(|one, next| one.shard(shards) == next.shard(shards)) {
+        let (blocks, parent) = (run.to_vec(), before);
+        before = run.last().copied();
+        let change = match &change {
+            Change::Stored { tier, .. } => Change::Stored { parent, blocks, tier: *tier },
+            Change::Moved { from, to, .. } => Change::Moved { blocks, from: *from, to: *to },
+            Change::Dropped { tier, .. } => Change::Dropped { blocks, tier: *tier },
+            Change::Cleared => Change::Cleared,
+        };
+        parts[usize::from(run[0].shard(shards)) - 1].push(change);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use kv_core::id::Tier;
+
+    fn block(tag: u8, number: u8) -> BlockHash {
+        let mut bytes = [number; 16];
+        bytes[0] = tag;
+        BlockHash(bytes)
+    }
+
+    fn stored(blocks: Vec<BlockHash>) -> Change {
+        Change::Stored { parent: None, blocks, tier: Tier::Dram }
+    }
+
+    #[test]
+    fn every_change_goes_to_the_shard_that_lists_its_blocks() {
+        let mut outboxes = Outboxes::default();
+        outboxes.joined(Epoch(1), 4, vec![stored(vec![block(0, 1), block(0, 2)])]);
+        outboxes.push(vec![
+            stored(vec![block(200, 1)]),
+            Change::Dropped { blocks: vec![block(0, 1), block(200, 1), block(0, 2)], tier: Tier::Dram },
+        ]);
+        let batch = outboxes.shard(1).unwrap().next_batch().unwrap();
+        let dropped = |blocks| Change::Dropped { blocks, tier: Tier::Dram };
+        let first = vec![
+            stored(vec![block(0, 1), block(0, 2)]),
+            dropped(vec![block(0, 1)]),
+            dropped(vec![block(0, 2)]),
+        ];
+        assert_eq!((batch.seq, batch.changes), (Seq(1), first));
+        let batch = outboxes.shard(4).unwrap().next_batch().unwrap();
+        assert_eq!(batch.changes, [stored(vec![block(200, 1)]), dropped(vec![block(200, 1)])]);
+        assert_eq!(outboxes.shard(2).unwrap().next_batch(), None);
+        assert!(outboxes.shard(0).is_none() && outboxes.shard(5).is_none());
+    }
+
+    #[test]
+    fn positions_are_counted_per_shard() {
+        let mut outboxes = Outboxes::default();
+        assert_eq!((outboxes.position(block(0, 1)), outboxes.positions()), (None, None));
+        outboxes.joined(Epoch(3), 2, Vec::new());
+        for number in 0..3 {
+            outboxes.push(vec![stored(vec![block(255, number)])]);
+            outboxes.shard(2).unwrap().next_batch();
+        }
+        outboxes.push(vec![stored(vec![block(1, 1)])]);
+        assert_eq!(outboxes.position(block(255, 9)), Some((2, Epoch(3), Seq(3))));
+        assert_eq!(outboxes.position(block(1, 9)), Some((1, Epoch(3), Seq(1))));
+        assert_eq!(outboxes.positions(), Some(Point { epoch: Epoch(3), seqs: vec![Seq(1), Seq(3)] }));
+    }
+}

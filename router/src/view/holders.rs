@@ -1,0 +1,130 @@
+//! What readers make of the shard that lists a prefix and the control group that knows which nodes live.
+//!
+//! A shard may list blocks of an epoch that is over: its leader has not heard yet, or has not swept them yet.
+//! The control replica beside it has the last word, so a fenced node vanishes from all shards with one entry of
+//! one group. Not here: the search inside a shard (`kv_core::index`).
+
+use kv_core::id::{BlockHash, Epoch, NodeId};
+use kv_core::index::{Holder, HolderRun, Index, NodeState, PrefixMatch};
+
+use crate::groups::{Group, Groups};
+
+/// The blocks of `hashes` that one shard lists: up to the first that is of another chain.
+pub(crate) fn of_one_chain(hashes: &[BlockHash]) -> &[BlockHash] {
+    let Some(first) = hashes.first() else { return hashes };
+    let chained = hashes.iter().take_while(|hash| hash.root_tag() == first.root_tag()).count();
+    &hashes[..chained]
+}
+
+/// The group whose replica answers for a prefix: the shard that lists it, control for an empty one.
+pub(crate) fn answering<'a>(groups: &'a Groups, hashes: &[BlockHash]) -> &'a Group {
+    hashes.first().map_or(groups.control(), |first| groups.of_block(*first))
+}
+
+/// The longest prefix that live nodes hold, and the last entry that is in the answer.
+pub(crate) fn longest_prefix(groups: &Groups, control: &Index, hashes: &[BlockHash]) -> (PrefixMatch, u64) {
+    let Some(first) = hashes.first() else { return (PrefixMatch::default(), 0) };
+    // One tag is one shard; with a single shard the tag says nothing.
+    let chained = if groups.shard_count() > 1 { of_one_chain(hashes) } else { hashes };
+    let (matched, applied) = {
+        let shard = groups.of_block(*first).published.read();
+        (shard.index.longest_prefix(chained), shard.applied_index())
+    };
+    (of_the_living(matched, control), applied)
+}
+
+/// Whether this epoch of a node is the one that counts.
+pub(crate) fn is_live(control: &Index, node: NodeId, epoch: Epoch) -> bool {
+    control.node(node).is_some_and(|state| state.live && state.epoch == epoch)
+}
+
+/// The match without holders whose epoch is over; it ends where nobody is left.
+fn of_the_living(mut matched: PrefixMatch, control: &Index) -> PrefixMatch {
+    let dead = |holder: &Holder| !is_live(control, holder.node, holder.epoch);
+    if !matched.runs.iter().any(|run| run.holders.iter().any(dead)) {
+        return matched;
+    }
+    let mut runs: Vec<HolderRun> = Vec::with_capacity(matched.runs.len());
+    for mut run in matched.runs.drain(..) {
+        run.holders.retain(|holder| !dead(holder));
+        match runs.last_mut() {
+            _ if run.holders.is_empty() => break,
+            Some(before) if before.holders == run.holders => before.len_blocks += run.len_blocks,
+            _ => runs.push(run),
+        }
+    }
+    PrefixMatch { runs }
+}
+
+/// Blocks of a live node in all shards, as far as they were announced under its present epoch.
+pub(crate) fn blocks_of(groups: &Groups, state: &NodeState) -> u64 {
+    let in_shard = |group: &std::sync::Arc<Group>| {
+        let shard = group.published.read();
+        let known = shard.index.node(state.record.node);
+        known.filter(|known| known.live && known.epoch == state.epoch).map_or(0, |known| known.blocks)
+    };
+    if state.live { groups.shards().iter().map(in_shard).sum() } else { 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kv_core::id::{IdentityDigest, Seq, Tier};
+    use kv_core::index::IndexLimits;
+    use kv_core::index::command::{Announcement, Change, Command, NodeRecord};
+
+    fn block(number: u8) -> BlockHash {
+        let mut bytes = [7; 16];
+        bytes[1] = number;
+        BlockHash(bytes)
+    }
+
+    fn record(node: u32) -> NodeRecord {
+        NodeRecord {
+            node: NodeId(node),
+            data_address: "n:1".into(),
+            control_address: "n:2".into(),
+            host: "n".into(),
+            instance: None,
+            identity: IdentityDigest([7; 16]),
+            block_bytes: 64,
+        }
+    }
+
+    fn runs(matched: &PrefixMatch) -> Vec<(u32, u32, Vec<u32>)> {
+        let nodes = |run: &HolderRun| run.holders.iter().map(|holder| holder.node.0).collect();
+        matched.runs.iter().map(|run| (run.start_blocks, run.len_blocks, nodes(run))).collect()
+    }
+
+    #[test]
+    fn what_the_control_group_calls_over_is_left_out() {
+        let (mut control, mut shard) =
+            (Index::new(IndexLimits::default()), Index::new(IndexLimits::default()));
+        let blocks: Vec<_> = (0..6).map(block).collect();
+        for (node, len) in [(1, 6), (2, 4), (3, 2)] {
+            control.apply(&Command::Join(record(node)));
+            shard.apply(&Command::Admit { record: record(node), epoch: Epoch(1) });
+            let stored = Change::Stored { parent: None, blocks: blocks[..len].to_vec(), tier: Tier::Dram };
+            let one =
+                Announcement { node: NodeId(node), epoch: Epoch(1), seq: Seq(1), changes: vec![stored] };
+            shard.apply(&Command::Announce(vec![one]));
+        }
+        let seen = |control: &Index| runs(&of_the_living(shard.longest_prefix(&blocks), control));
+        assert_eq!(seen(&control), [(0, 2, vec![1, 2, 3]), (2, 2, vec![1, 2]), (4, 2, vec![1])]);
+        control.apply(&Command::Fence { node: NodeId(3), epoch: Epoch(1) });
+        assert_eq!(seen(&control), [(0, 4, vec![1, 2]), (4, 2, vec![1])], "equal neighbours are one run");
+        control.apply(&Command::Join(record(1)));
+        assert_eq!(seen(&control), [(0, 4, vec![2])], "the epoch before the join is over");
+        control.apply(&Command::Leave { node: NodeId(2), epoch: Epoch(1) });
+        assert_eq!(seen(&control), []);
+    }
+
+    #[test]
+    fn a_prefix_ends_where_another_chain_begins() {
+        let mut hashes = vec![block(1), block(2), block(3)];
+        assert_eq!(of_one_chain(&hashes).len(), 3);
+        hashes[2].0[0] = 9;
+        assert_eq!(of_one_chain(&hashes).len(), 2);
+        assert!(of_one_chain(&[]).is_empty());
+    }
+}
