@@ -103,7 +103,8 @@ impl Index {
         while let Some(at) = next {
             let run = self.store.runs.get(at.run);
             let known = whole.pop().filter(|(expected, _)| *expected == at);
-            let len = known.map_or_else(|| self.agreement(run, at.offset, &hashes[position..]), |(_, len)| len);
+            let len =
+                known.map_or_else(|| self.agreement(run, at.offset, &hashes[position..]), |(_, len)| len);
             let held = self.push_holders(found, run, at.offset, len);
             position += held as usize;
             if held == 0 || position == hashes.len() {

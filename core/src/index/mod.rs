@@ -12,6 +12,7 @@ pub mod command;
 
 mod bytes;
 mod codec;
+mod components;
 mod directives;
 mod holders;
 mod limits;
@@ -27,6 +28,7 @@ mod tests;
 
 pub use bytes::CodecError;
 pub use codec::COMMAND_BYTES_MAX;
+pub use components::{Component, Need};
 pub use holders::TierSet;
 pub use limits::{
     ANNOUNCE_BLOCKS_MAX, ANNOUNCE_CHANGES_MAX, COPIES_MAX, IndexLimits, NODES_MAX, PIN_BLOCKS_MAX,
@@ -38,8 +40,8 @@ pub use snapshot::{Frozen, Restore, SNAPSHOT_CHUNK_BYTES, SnapshotError};
 
 use command::{AnnounceOutcome, Announcement, Applied, Change, Command, NodeRecord, Pin, Refusal};
 use directives::Directives;
-use limits::{added_blocks, within};
 use holders::Tiers;
+use limits::{added_blocks, within};
 use nodes::{Exhausted, Nodes, SLOTS_MAX};
 use store::{Depth, Named, Store, Who};
 

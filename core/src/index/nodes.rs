@@ -210,7 +210,7 @@ impl Nodes {
         self.faces.push(face.unwrap_or_default());
         self.slots.push(state);
         self.incarnations.push(incarnation);
-        incarnation <= INCARNATION_MAX
+        true
     }
 
     /// Voids everything the node of a slot announced, in O(1).

@@ -9,8 +9,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::id::BlockHash;
 use crate::cpu::prefetch;
+use crate::id::BlockHash;
 
 /// Blocks in a page: two cache lines with the page's owner. Less would cost more in page numbers, more would cost
 /// more in half-filled pages, because conversations of large blocks are short.
@@ -23,7 +23,8 @@ const CHUNK_NUMBERS: usize = 256;
 /// Chunks that can be named: places have 28 bits, for 268 million blocks.
 const CHUNKS_MAX: usize = (1 << 25) / CHUNK_NUMBERS;
 /// A bit for each page of a chunk.
-const ALL_FREE: [u64; CHUNK_NUMBERS / 64] = [u64::MAX, u64::MAX, u64::MAX, u64::MAX >> (CHUNK_NUMBERS - CHUNK_PAGES)];
+const ALL_FREE: [u64; CHUNK_NUMBERS / 64] =
+    [u64::MAX, u64::MAX, u64::MAX, u64::MAX >> (CHUNK_NUMBERS - CHUNK_PAGES)];
 
 /// Where a block's hash lies: page and slot in the page. Below 2^28.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,7 +123,8 @@ impl Pages {
 
     /// Run and offset of the block at a place.
     pub(super) fn locate(&self, place: Place) -> (u32, u32) {
-        self.page(place.page()).map_or((0, 0), |page| (page.run, u32::from(page.nth) * PAGE_BLOCKS + place.slot()))
+        self.page(place.page())
+            .map_or((0, 0), |page| (page.run, u32::from(page.nth) * PAGE_BLOCKS + place.slot()))
     }
 
     pub(super) fn is_live(&self, place: Place) -> bool {

@@ -10,8 +10,8 @@
 //! Nothing here shows outside: two replicas may lay out their tables differently.
 
 use super::pages::{Pages, Place};
-use crate::id::BlockHash;
 use crate::cpu::{equal_bytes, prefetch};
+use crate::id::BlockHash;
 
 /// Segments. Each is 1/4,096 of the table: at ten million blocks 2,400 entries, rehashed in about ten
 /// microseconds. Few in tests, so that these reach the sizes of real ones.

@@ -227,7 +227,8 @@ impl Run {
         let mut gaps = SmallVec::new();
         let mut at = from;
         while at < to {
-            let covering = self.holds.iter().filter(|hold| hold.covers(at)).map(|hold| u32::from(hold.to)).max();
+            let covering =
+                self.holds.iter().filter(|hold| hold.covers(at)).map(|hold| u32::from(hold.to)).max();
             if let Some(end) = covering {
                 at = end;
                 continue;
@@ -252,7 +253,8 @@ impl Run {
             && pages.len() as u32 == len.div_ceil(PAGE_BLOCKS)
             && holds.iter().all(|hold| hold.from < hold.to && u32::from(hold.to) <= len);
         let in_order = holds.windows(2).all(|two| {
-            let parted = two[0].to < two[1].from || (two[0].to == two[1].from && two[0].tiers != two[1].tiers);
+            let parted =
+                two[0].to < two[1].from || (two[0].to == two[1].from && two[0].tiers != two[1].tiers);
             two[0].slot < two[1].slot || (two[0].slot == two[1].slot && parted)
         });
         // The last block of a run is held: the end is cut off as soon as it is not.

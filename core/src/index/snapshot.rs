@@ -103,17 +103,10 @@ impl Index {
         }
     }
 
-    /// The whole snapshot as one piece of bytes: magic, format, then each chunk after its length.
+    /// The whole snapshot as one piece of bytes, see [`Frozen::encode`].
     #[must_use]
     pub fn snapshot(&self) -> Vec<u8> {
-        let mut out = Vec::with_capacity(4_096 + 18 * self.store.len() as usize);
-        out.extend_from_slice(&MAGIC);
-        out.extend_from_slice(&FORMAT.to_le_bytes());
-        for chunk in self.freeze().chunks() {
-            out.extend_from_slice(&(chunk.len() as u32).to_le_bytes());
-            out.extend_from_slice(&chunk);
-        }
-        out
+        self.freeze().encode()
     }
 
     /// Sixteen bytes that are equal on two replicas exactly when their logical states are (up to
@@ -176,6 +169,19 @@ impl Frozen {
     #[must_use]
     pub fn digest(&self) -> [u8; 16] {
         self.digest
+    }
+
+    /// The whole snapshot as one piece of bytes: magic, format, then each chunk after its length.
+    #[must_use]
+    pub fn encode(self) -> Vec<u8> {
+        let mut out = Vec::new();
+        out.extend_from_slice(&MAGIC);
+        out.extend_from_slice(&FORMAT.to_le_bytes());
+        for chunk in self.chunks() {
+            out.extend_from_slice(&(chunk.len() as u32).to_le_bytes());
+            out.extend_from_slice(&chunk);
+        }
+        out
     }
 
     /// The chunks of the snapshot, one by one, each encoded when it is asked for.
@@ -413,7 +419,8 @@ impl Restore {
             holds.push(self.read_hold(reader)?);
         }
         let hashes: Vec<BlockHash> = reader.hashes(present as usize)?;
-        let run = Run::restored(len, (before, offset), &pages, &holds).ok_or(invalid("run", at, len.into()))?;
+        let run =
+            Run::restored(len, (before, offset), &pages, &holds).ok_or(invalid("run", at, len.into()))?;
         let number = self.index.store.runs.used();
         if !self.index.store.restore_run(run, &hashes) {
             return Err(invalid("run", at, number.into()));

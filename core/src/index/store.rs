@@ -10,8 +10,8 @@ use super::holders::{TierSet, Tiers};
 use super::pages::{PAGE_BLOCKS, Pages, Place};
 use super::places::Places;
 use super::run::{Changed, Hold, RUN_BLOCKS_MAX, Run, Runs};
-use crate::id::{BlockHash, Tier};
 use crate::cpu::prefetch;
+use crate::id::{BlockHash, Tier};
 
 /// Makes the digests of holds in different tiers differ.
 const TIERS_SALT: u64 = 0xC2B2_AE3D_27D4_EB4F;
@@ -178,7 +178,10 @@ impl Store {
             None if !adds => return 1,
             None => {
                 let chained = change.chained;
-                match self.append(change.cursor.filter(|_| chained), &hashes[..if chained { hashes.len() } else { 1 }]) {
+                match self.append(
+                    change.cursor.filter(|_| chained),
+                    &hashes[..if chained { hashes.len() } else { 1 }],
+                ) {
                     Some(appended) => appended,
                     None => {
                         change.tally.unlisted += 1;
@@ -238,9 +241,7 @@ impl Store {
                 self.runs.get_mut(at.run).revive();
                 (at, 1)
             }
-            Some(at) if self.may_push(at, hashes[0]) => {
-                (at, self.push(at.run, hashes)?)
-            }
+            Some(at) if self.may_push(at, hashes[0]) => (at, self.push(at.run, hashes)?),
             _ => {
                 let run = self.runs.take();
                 self.runs.get_mut(run).before = cursor.map_or((0, 0), |at| (at.run, at.offset as u16));
@@ -311,7 +312,8 @@ impl Store {
             self.book(run, stretch, &mut change.tally);
         }
         self.held = self.held.wrapping_add_signed(change.tally.blocks - before);
-        let unheld = stretches.iter().filter(|stretch| stretch.after.is_empty() && !stretch.before.is_empty());
+        let unheld =
+            stretches.iter().filter(|stretch| stretch.after.is_empty() && !stretch.before.is_empty());
         let unheld: SmallVec<[(u32, u32); 2]> = unheld.map(|stretch| (stretch.from, stretch.to)).collect();
         for (from, to) in unheld {
             self.bury(number, from, to);
@@ -429,7 +431,8 @@ impl Store {
         for nth in 0..run.len().div_ceil(PAGE_BLOCKS) {
             let first = nth * PAGE_BLOCKS;
             let slots = PAGE_BLOCKS.min(run.len() - first);
-            let live = (0..slots).filter(|slot| is_live(first + slot)).fold(0u8, |bits, slot| bits | 1 << slot);
+            let live =
+                (0..slots).filter(|slot| is_live(first + slot)).fold(0u8, |bits, slot| bits | 1 << slot);
             let Some(page) = run.page(nth) else {
                 if live != 0 {
                     return false;
@@ -543,7 +546,8 @@ struct Change<'a> {
 impl Change<'_> {
     /// Whether a position is next to the stretch that is being gathered.
     fn is_next(&self, at: At) -> bool {
-        self.pending.is_some_and(|(run, from, to)| run == at.run && (to == at.offset || from == at.offset + 1))
+        self.pending
+            .is_some_and(|(run, from, to)| run == at.run && (to == at.offset || from == at.offset + 1))
     }
 
     /// Adds positions to the stretch that is being gathered, if they are next to it.

@@ -89,12 +89,13 @@ impl StateMachine {
     }
 }
 
-/// The replica as a snapshot. Entries wait while the index is copied, not while it is written down.
+/// The replica as a snapshot. Entries wait for some microseconds while the index is frozen, not while it
+/// is written down: a frozen index shares its blocks with the living one.
 fn encode(published: &Published) -> Snapshot {
-    let (index, last_log_id, last_membership) =
-        published.whole(|replica| (replica.index.clone(), replica.applied, replica.membership.clone()));
+    let (frozen, last_log_id, last_membership) =
+        published.whole(|replica| (replica.index.freeze(), replica.applied, replica.membership.clone()));
     let meta = SnapshotMeta { last_log_id, last_membership };
-    Snapshot { meta, snapshot: Bytes::from(index.snapshot()) }
+    Snapshot { meta, snapshot: Bytes::from(frozen.encode()) }
 }
 
 fn decode(snapshot: &Snapshot, limits: IndexLimits) -> Result<Replica, String> {

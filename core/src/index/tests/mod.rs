@@ -5,6 +5,7 @@
 
 mod announce;
 mod codec;
+mod components;
 mod determinism;
 mod limits;
 mod lookup;
