@@ -1,4 +1,5 @@
 //! A voter whose disk is full: it steps down and stops voting, the cluster lives, and with room it comes back.
+#![allow(clippy::unwrap_used)]
 
 use std::path::Path;
 use std::time::Duration;

@@ -1,4 +1,5 @@
 //! Routers are added, replaced and removed while nodes announce, and nothing acknowledged is lost.
+#![allow(clippy::unwrap_used)]
 
 use std::path::Path;
 use std::sync::Arc;

@@ -49,7 +49,7 @@ async fn transfer(args: &TransferArgs) -> anyhow::Result<()> {
             println!("{}", said(args.router, &Step::Led(group, args.router)));
         }
         GroupChoice::All => {
-            members.transfer_all(args.router, |step| println!("{}", said(args.router, &step))).await?
+            members.transfer_all(args.router, |step| println!("{}", said(args.router, &step))).await?;
         }
     }
     Ok(())

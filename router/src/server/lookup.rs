@@ -11,6 +11,7 @@ use tonic::Status;
 
 use super::{Shared, check, fresh};
 use crate::groups::Group;
+use crate::raft::CONTROL;
 use crate::view::holders;
 
 /// Longest a reader waits for `after`: beyond it a stale answer, which costs a miss at worst, is better.
@@ -78,7 +79,8 @@ async fn wait_seen(shared: &Shared, after: &[pb::Seen]) -> Result<(), Status> {
         return Ok(());
     }
     let deadline = tokio::time::Instant::now() + SEEN_WAIT_MAX;
-    for point in after {
+    // Control lists no blocks, so there is nothing of it to wait for.
+    for point in after.iter().filter(|point| point.shard != u32::from(CONTROL)) {
         let shard = shared.group(point.shard)?;
         if tokio::time::timeout_at(deadline, point_seen(shared.control(), shard, point)).await.is_err() {
             shared.metrics.seen_timeout();

@@ -129,12 +129,11 @@ async fn a_log_of_another_cluster_or_of_other_shards_is_refused() {
     let (store, guard) = open(directory.path());
     close(store, guard).await;
     let here = directory.path().display().to_string();
-    for (what, other) in [
-        ("a Raft log of another cluster", owner(ROUTER, "other", 1)),
-        ("a Raft log of other shards", owner(ROUTER, "test", 4)),
-    ] {
+    let refused = |other| {
         let Err(error) = LogStore::open(directory.path(), &other) else { panic!("must be refused") };
         assert!(matches!(error, LogError::OtherCluster { .. }), "{error}");
-        says(what, &error, &[&here]);
-    }
+        error
+    };
+    says("a Raft log of another cluster", &refused(owner(ROUTER, "other", 1)), &[&here]);
+    says("a Raft log of other shards", &refused(owner(ROUTER, "test", 4)), &[&here]);
 }
