@@ -38,8 +38,8 @@ pub use snapshot::{Frozen, Restore, SNAPSHOT_CHUNK_BYTES, SnapshotError};
 
 use command::{AnnounceOutcome, Announcement, Applied, Change, Command, NodeRecord, Pin, Refusal};
 use directives::Directives;
-use limits::{added_blocks, within};
 use holders::Tiers;
+use limits::{added_blocks, within};
 use nodes::{Exhausted, Nodes, SLOTS_MAX};
 use store::{Depth, Named, Store, Who};
 

@@ -413,7 +413,8 @@ impl Restore {
             holds.push(self.read_hold(reader)?);
         }
         let hashes: Vec<BlockHash> = reader.hashes(present as usize)?;
-        let run = Run::restored(len, (before, offset), &pages, &holds).ok_or(invalid("run", at, len.into()))?;
+        let run =
+            Run::restored(len, (before, offset), &pages, &holds).ok_or(invalid("run", at, len.into()))?;
         let number = self.index.store.runs.used();
         if !self.index.store.restore_run(run, &hashes) {
             return Err(invalid("run", at, number.into()));
