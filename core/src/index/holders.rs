@@ -52,7 +52,7 @@ impl TierSet {
     /// The tier a reader is served from, if any.
     #[must_use]
     pub fn fastest(self) -> Option<Tier> {
-        Tier::ALL.into_iter().rev().find(|&tier| self.contains(tier))
+        Tier::ALL.get((self.0.checked_ilog2()?) as usize).copied()
     }
 }
 

@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 
 use super::Index;
 use super::run::Run;
-use super::store::At;
+use super::store::{At, Store};
 use crate::id::{BlockHash, Epoch, NodeId, Tier};
 
 /// A live node that holds a block.
@@ -88,11 +88,17 @@ impl Index {
     pub fn longest_prefix_into(&self, hashes: &[BlockHash], found: &mut PrefixMatch) {
         found.runs.clear();
         let hashes = &hashes[..hashes.len().min(u32::MAX as usize)];
-        // Both ends are asked for at once: most lookups that hit at all hit whole.
+        // Both ends are asked for at once, step by step: most lookups that hit at all hit whole. A prefix of
+        // which the table does not know the first block costs one look at the table.
         let (Some(first), Some(last)) = (hashes.first(), hashes.last()) else { return };
-        self.store.places.prefetch(*last);
+        let Store { places, pages, runs, .. } = &self.store;
+        places.prefetch(*last);
+        if !places.prefetch_page(*first, pages) {
+            return;
+        }
+        places.prefetch_page(*last, pages);
         let Some(first) = self.store.find(*first) else { return };
-        self.store.runs.prefetch(first.run);
+        runs.prefetch(first.run);
         let mut whole = Whole::new();
         let last = self.store.find(*last);
         if !last.is_some_and(|last| self.walk_back(hashes, last, &mut whole)) {
@@ -179,14 +185,14 @@ impl Index {
     /// Appends the holders of a stretch up to the first block nobody holds; answers how many are held.
     fn push_holders(&self, found: &mut PrefixMatch, run: &Run, from: u32, len: u32) -> u32 {
         let to = from + len;
-        let incarnations = self.nodes.incarnations();
         let mut at = from;
         while at < to {
             let mut end = to;
             let mut holders: SmallVec<[Holder; 4]> = SmallVec::with_capacity(run.holds().len());
-            for hold in run.holds().iter().filter(|hold| hold.is_current(incarnations)) {
+            for hold in run.holds() {
+                let Some(holder) = self.nodes.holder(hold) else { continue };
                 if hold.covers(at) {
-                    holders.extend(self.nodes.holder(hold));
+                    holders.push(holder);
                     end = end.min(hold.to.into());
                 } else if u32::from(hold.from) > at {
                     end = end.min(hold.from.into());
@@ -197,7 +203,7 @@ impl Index {
             }
             // By ascending node: the order of slots tells of who joined first and must not show. It is
             // most often the order of nodes.
-            if !holders.is_sorted() {
+            if !holders.is_sorted_by_key(|holder| holder.node) {
                 holders.sort_unstable();
             }
             match found.runs.last_mut() {

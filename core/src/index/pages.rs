@@ -73,7 +73,7 @@ impl Page {
 }
 
 fn new_chunk() -> Arc<[Page]> {
-    vec![Page::default(); CHUNK_PAGES].into()
+    std::iter::repeat_n(Page::default(), CHUNK_PAGES).collect()
 }
 
 /// All pages of one index. A chunk whose pages are all free takes no memory.
@@ -131,19 +131,26 @@ impl Pages {
         self.live(place.page()) & 1 << place.slot() != 0
     }
 
-    /// Writes hashes from a place on, all in one page and with one first byte.
-    pub(super) fn write(&mut self, place: Place, hashes: &[BlockHash]) {
+    /// Writes hashes from a place on, all in one page and with one first byte, as listed blocks; a new page
+    /// is told its run, and which page of it it is.
+    #[inline]
+    pub(super) fn write(&mut self, place: Place, hashes: &[BlockHash], whose: Option<(u32, u16)>) {
         let page = self.page_mut(place.page());
-        for (own, hash) in page.hashes[place.slot() as usize..].iter_mut().zip(hashes) {
+        if let Some((run, nth)) = whose {
+            (page.run, page.nth, page.live) = (run, nth, 0);
+        }
+        let slot = place.slot() as usize;
+        for (own, hash) in page.hashes[slot..].iter_mut().zip(hashes) {
             let [tag, rest @ ..] = hash.0;
             page.tag = tag;
             *own = rest;
         }
+        page.live |= (((1u32 << hashes.len()) - 1) << slot) as u8;
     }
 
-    /// Says that the blocks of a page whose bits are set are listed.
-    pub(super) fn list(&mut self, number: u32, bits: u8) {
-        self.page_mut(number).live |= bits;
+    /// Says which blocks of a page are listed.
+    pub(super) fn list(&mut self, number: u32, live: u8) {
+        self.page_mut(number).live = live;
     }
 
     /// Sum of a digest of each hash in some slots of a page. Not keyed: sums over block hashes, which are
@@ -178,9 +185,9 @@ impl Pages {
         is_empty
     }
 
-    /// The lowest free page, now of this run; none when all places are taken. The lowest, so that the
-    /// order in which pages were freed does not matter.
-    pub(super) fn take(&mut self, run: u32, nth: u16) -> Option<u32> {
+    /// The lowest free page; none when all places are taken. The lowest, so that the order in which pages
+    /// were freed does not matter.
+    pub(super) fn take(&mut self) -> Option<u32> {
         while self.open.get(self.open_from) == Some(&0) {
             self.open_from += 1;
         }
@@ -190,12 +197,11 @@ impl Pages {
             None => self.chunks.len(),
         };
         self.reach(chunk);
-        let free = self.free[chunk];
+        let free = &self.free[chunk];
         let word = free.iter().position(|word| *word != 0)?;
         let page = word * 64 + free[word].trailing_zeros() as usize;
-        let number = (chunk * CHUNK_NUMBERS + page) as u32;
-        self.own(number, run, nth);
-        Some(number)
+        self.own(chunk, page);
+        Some((chunk * CHUNK_NUMBERS + page) as u32)
     }
 
     /// Makes room for the names of chunks up to this one; those in between are free.
@@ -221,18 +227,16 @@ impl Pages {
         }
     }
 
-    fn own(&mut self, number: u32, run: u32, nth: u16) {
-        let page = self.page_mut(number);
-        (page.run, page.nth, page.live) = (run, nth, 0);
-        let (chunk, page) = split(number);
-        self.free[chunk][page / 64] &= !(1 << (page % 64));
-        if self.free[chunk] == [0; CHUNK_NUMBERS / 64] {
+    fn own(&mut self, chunk: usize, page: usize) {
+        let free = &mut self.free[chunk];
+        free[page / 64] &= !(1 << (page % 64));
+        if *free == [0; CHUNK_NUMBERS / 64] {
             self.set_open(chunk, false);
         }
     }
 
     /// Gives a page back.
-    fn free(&mut self, number: u32) {
+    pub(super) fn free(&mut self, number: u32) {
         let (chunk, page) = split(number);
         self.free[chunk][page / 64] |= 1 << (page % 64);
         self.set_open(chunk, true);
@@ -247,7 +251,7 @@ impl Pages {
     }
 
     /// Takes a page with this very number, as a snapshot names it, if it is free.
-    pub(super) fn take_exactly(&mut self, number: u32, run: u32, nth: u16) -> bool {
+    pub(super) fn take_exactly(&mut self, number: u32) -> bool {
         let (chunk, page) = split(number);
         if chunk >= CHUNKS_MAX || page >= CHUNK_PAGES {
             return false;
@@ -256,7 +260,7 @@ impl Pages {
         if self.free[chunk][page / 64] & 1 << (page % 64) == 0 {
             return false;
         }
-        self.own(number, run, nth);
+        self.own(chunk, page);
         true
     }
 }

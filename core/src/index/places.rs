@@ -104,11 +104,6 @@ impl Bucket {
         self.head[LEN].into()
     }
 
-    #[inline]
-    fn is_full(&self) -> bool {
-        self.len() == ENTRIES
-    }
-
     /// One bit per filled entry whose tag has these lowest eight bits.
     #[inline]
     fn candidates(&self, tag: u16) -> u32 {
@@ -129,16 +124,22 @@ impl Bucket {
         None
     }
 
-    fn tag(&self, entry: usize) -> u16 {
-        u16::from(self.head[entry]) | (self.places[entry] >> PLACE_BITS << 8) as u16
+    /// Puts an entry in, if there is room.
+    #[inline]
+    fn push(&mut self, tag: u16, place: u32) -> bool {
+        self.push_word(tag as u8, word(tag, place))
     }
 
     #[inline]
-    fn push(&mut self, tag: u16, place: u32) {
+    fn push_word(&mut self, low: u8, word: u32) -> bool {
         let entry = self.len();
-        self.head[entry] = tag as u8;
-        self.places[entry] = place | u32::from(tag >> 8) << PLACE_BITS;
-        self.head[LEN] += 1;
+        if entry >= ENTRIES {
+            return false;
+        }
+        self.head[entry] = low;
+        self.places[entry] = word;
+        self.head[LEN] = entry as u8 + 1;
+        true
     }
 
     fn step(&self, entry: usize) -> usize {
@@ -148,11 +149,6 @@ impl Bucket {
     fn set_step(&mut self, entry: usize, step: usize) {
         let (byte, shift) = (&mut self.head[STEPS + entry / 2], entry % 2 * 4);
         *byte = *byte & !(0xF << shift) | (step as u8) << shift;
-    }
-
-    /// Whether every entry belongs here.
-    fn is_home_to_all(&self) -> bool {
-        self.head[STEPS..OVERFLOWED.0] == [0; OVERFLOWED.0 - STEPS] && self.head[OVERFLOWED.0] & 0xF == 0
     }
 
     /// Whether an entry with this tag that belongs here may lie further on.
@@ -186,15 +182,45 @@ impl Bucket {
         self.head[LEN] -= 1;
     }
 
-    /// The entry with exactly this place.
-    fn entry_of(&self, place: u32) -> Option<usize> {
-        self.places[..self.len()].iter().position(|own| own & PLACE == place)
+    /// The entry with this tag and exactly this place.
+    #[inline]
+    fn entry_of(&self, tag: u16, place: u32) -> Option<usize> {
+        let word = word(tag, place);
+        let mut candidates = self.candidates(tag);
+        while candidates != 0 {
+            let entry = candidates.trailing_zeros() as usize;
+            if self.places[entry] == word {
+                return Some(entry);
+            }
+            candidates &= candidates - 1;
+        }
+        None
+    }
+
+    /// The steps of all entries, four bits each, the first lowest.
+    #[inline]
+    fn steps(&self) -> u64 {
+        let [.., a, b, c, d, e, f] = self.head;
+        u64::from_le_bytes([a, b, c, d, e, f & 0xF, 0, 0])
     }
 }
 
+/// A place, and above it the highest four bits of a tag.
+#[inline]
+fn word(tag: u16, place: u32) -> u32 {
+    place | u32::from(tag >> 8) << PLACE_BITS
+}
+
+/// A segment has nothing but its buckets: how many entries they have stands apart ([`Count`]), so that
+/// what finds anything stays in the nearest caches.
 #[derive(Clone, Debug, Default)]
 struct Segment {
-    buckets: Vec<Bucket>,
+    buckets: Box<[Bucket]>,
+}
+
+/// How full a segment is.
+#[derive(Clone, Copy, Debug, Default)]
+struct Count {
     entries: u32,
     /// Entries from which on it grows.
     filled: u32,
@@ -203,11 +229,8 @@ struct Segment {
 impl Segment {
     #[inline]
     fn find(&self, address: Address, hash: BlockHash, pages: &Pages) -> Option<Place> {
-        if self.buckets.is_empty() {
-            return None;
-        }
         let home = address.bucket(self.buckets.len());
-        let bucket = &self.buckets[home];
+        let bucket = self.buckets.get(home)?;
         if let Some(place) = found_in(bucket, address.tag(), hash, pages) {
             return Some(place);
         }
@@ -231,13 +254,8 @@ impl Segment {
 
     /// Puts an entry in, if there is room near enough; the caller counts it.
     #[inline]
-    fn put(&mut self, address: Address, place: u32) -> bool {
-        let home = address.bucket(self.buckets.len());
-        if self.buckets[home].is_full() {
-            return self.put_further_on(home, address.tag(), place);
-        }
-        self.buckets[home].push(address.tag(), place);
-        true
+    fn put(&mut self, home: usize, tag: u16, place: u32) -> bool {
+        self.buckets[home].push(tag, place) || self.put_further_on(home, tag, place)
     }
 
     #[cold]
@@ -247,9 +265,8 @@ impl Segment {
         }
         for step in 1..self.buckets.len().min(REACH_MAX) {
             let at = self.after(home, step);
-            if !self.buckets[at].is_full() {
-                let bucket = &mut self.buckets[at];
-                bucket.push(tag, place);
+            let bucket = &mut self.buckets[at];
+            if bucket.push(tag, place) {
                 bucket.set_step(bucket.len() - 1, step.min(STEP_FAR));
                 self.buckets[home].add_overflow(tag, step);
                 return true;
@@ -260,58 +277,67 @@ impl Segment {
 
     /// Takes an entry out. It must be there.
     fn take(&mut self, address: Address, place: u32) {
-        let home = address.bucket(self.buckets.len());
-        for step in 0..=usize::from(self.buckets[home].head[REACH]) {
-            let at = self.after(home, step);
-            let Some(entry) = self.buckets[at].entry_of(place) else { continue };
-            self.buckets[at].swap_remove(entry);
-            self.entries -= 1;
-            if step > 0 {
-                self.buckets[home].end_overflow();
-            }
+        let (home, tag) = (address.bucket(self.buckets.len()), address.tag());
+        if let Some(entry) = self.buckets[home].entry_of(tag, place) {
+            self.buckets[home].swap_remove(entry);
             return;
+        }
+        for step in 1..=usize::from(self.buckets[home].head[REACH]) {
+            let at = self.after(home, step);
+            if let Some(entry) = self.buckets[at].entry_of(tag, place) {
+                self.buckets[at].swap_remove(entry);
+                self.buckets[home].end_overflow();
+                return;
+            }
         }
         debug_assert!(false, "a listed block is in the table");
     }
 
-    /// Moves every entry into that many buckets, or more if they do not fit.
+    /// The same entries in that many buckets, or in more if they do not fit.
     #[cold]
-    fn resize(&mut self, number: usize, buckets: usize, pages: &Pages) {
-        let old = std::mem::take(self);
+    fn resized(&self, buckets: usize, pages: &Pages) -> Segment {
         let mut wanted = buckets;
         loop {
-            let buckets = vec![Bucket::default(); wanted];
-            *self = Segment { buckets, entries: old.entries, filled: filled(wanted, number) };
-            if self.put_all(&old, pages) {
-                return;
+            let mut new = Segment { buckets: vec![Bucket::default(); wanted].into() };
+            if new.put_all(self, pages) {
+                return new;
             }
             wanted = grown(wanted);
         }
     }
 
     fn put_all(&mut self, old: &Segment, pages: &Pages) -> bool {
-        let buckets = old.buckets.len();
+        let (from, to) = (old.buckets.len(), self.buckets.len() as u64);
         for (number, bucket) in old.buckets.iter().enumerate() {
-            let first = first_fraction(number, buckets);
-            let all_home = bucket.is_home_to_all();
-            for entry in 0..bucket.len() {
-                let place = bucket.places[entry] & PLACE;
-                let step = if all_home { 0 } else { bucket.step(entry) };
-                let fraction = match step {
-                    0 => with_tag(first, bucket.tag(entry)),
-                    STEP_FAR => Address::of(pages.hash(Place(place))).fraction,
-                    _ => {
-                        let home = if number < step { number + buckets - step } else { number - step };
-                        with_tag(first_fraction(home, buckets), bucket.tag(entry))
-                    }
+            let first = first_fraction(number, from);
+            let mut steps = bucket.steps();
+            for entry in 0..bucket.len().min(ENTRIES) {
+                let (low, word) = (bucket.head[entry], bucket.places[entry]);
+                let tag = u16::from(low) | (word >> PLACE_BITS << 8) as u16;
+                let fraction = match (steps & 0xF) as usize {
+                    0 => with_tag(first, tag),
+                    step => fraction_of(step, number, from, tag, Place(word & PLACE), pages),
                 };
-                if !self.put(Address { segment: 0, fraction }, place) {
+                steps >>= 4;
+                let home = ((fraction * to) >> FRACTION_BITS) as usize;
+                let is_home = self.buckets.get_mut(home).is_some_and(|bucket| bucket.push_word(low, word));
+                if !is_home && !self.put_further_on(home, tag, word & PLACE) {
                     return false;
                 }
             }
         }
         true
     }
+}
+
+/// The fraction of an entry that lies that many buckets from its own.
+#[cold]
+fn fraction_of(step: usize, number: usize, buckets: usize, tag: u16, place: Place, pages: &Pages) -> u64 {
+    if step == STEP_FAR {
+        return Address::of(pages.hash(place)).fraction;
+    }
+    let home = if number < step { number + buckets - step } else { number - step };
+    with_tag(first_fraction(home, buckets), tag)
 }
 
 #[inline]
@@ -342,12 +368,19 @@ fn with_tag(first: u64, tag: u16) -> u64 {
 #[derive(Clone, Debug)]
 pub(super) struct Places {
     segments: Vec<Segment>,
+    /// One per segment.
+    counts: Vec<Count>,
     len: u64,
 }
 
 impl Default for Places {
     fn default() -> Self {
-        Self { segments: vec![Segment::default(); 1 << SEGMENTS_LOG2], len: 0 }
+        let segments = 1 << SEGMENTS_LOG2;
+        Self {
+            segments: vec![Segment::default(); segments],
+            counts: vec![Count::default(); segments],
+            len: 0,
+        }
     }
 }
 
@@ -357,30 +390,38 @@ impl Places {
         self.len
     }
 
+    #[inline]
     pub(super) fn find(&self, hash: BlockHash, pages: &Pages) -> Option<Place> {
         let address = Address::of(hash);
         self.segments[address.segment].find(address, hash, pages)
     }
 
+    #[inline]
+    fn bucket(&self, address: Address) -> Option<&Bucket> {
+        let buckets = &self.segments[address.segment].buckets;
+        buckets.get(address.bucket(buckets.len()))
+    }
+
     /// Asks the memory for the bucket of a hash.
     #[inline]
     pub(super) fn prefetch(&self, hash: BlockHash) {
-        let address = Address::of(hash);
-        let buckets = &self.segments[address.segment].buckets;
-        if let Some(bucket) = buckets.get(address.bucket(buckets.len())) {
+        if let Some(bucket) = self.bucket(Address::of(hash)) {
             prefetch(bucket);
         }
     }
 
-    /// Asks the memory for the page of a hash whose bucket is there.
-    pub(super) fn prefetch_page(&self, hash: BlockHash, pages: &Pages) {
+    /// Asks the memory for the page of a hash whose bucket is there. Answers false when the hash is surely
+    /// not listed.
+    #[inline]
+    pub(super) fn prefetch_page(&self, hash: BlockHash, pages: &Pages) -> bool {
         let address = Address::of(hash);
-        let buckets = &self.segments[address.segment].buckets;
-        let Some(bucket) = buckets.get(address.bucket(buckets.len())) else { return };
+        let Some(bucket) = self.bucket(address) else { return false };
         let candidates = bucket.candidates(address.tag());
-        if let Some((place, _)) = bucket.next(candidates, address.tag()) {
-            pages.prefetch(place);
+        match bucket.next(candidates, address.tag()) {
+            Some((place, _)) => pages.prefetch(place),
+            None => return bucket.may_overflow(address.tag()),
         }
+        true
     }
 
     /// Lists a block, unless it is listed; answers whether it was not. Its hash lies at its place already.
@@ -388,26 +429,52 @@ impl Places {
     pub(super) fn insert(&mut self, hash: BlockHash, place: Place, pages: &Pages) -> bool {
         let address = Address::of(hash);
         let segment = &mut self.segments[address.segment];
+        let count = &mut self.counts[address.segment];
+        // Most often the one look that says that it is new also finds room for it.
+        let (home, tag) = (address.bucket(segment.buckets.len()), address.tag());
+        if let Some(bucket) = segment.buckets.get_mut(home)
+            && count.entries < count.filled
+            && bucket.next(bucket.candidates(tag), tag).is_none()
+            && (!bucket.may_overflow(tag) || segment.find_further_on(home, tag, hash, pages).is_none())
+            && segment.put(home, tag, place.0)
+        {
+            count.entries += 1;
+            self.len += 1;
+            return true;
+        }
+        self.insert_slowly(address, hash, place, pages)
+    }
+
+    #[cold]
+    fn insert_slowly(&mut self, address: Address, hash: BlockHash, place: Place, pages: &Pages) -> bool {
+        let segment = &mut self.segments[address.segment];
         if segment.find(address, hash, pages).is_some() {
             return false;
         }
-        while segment.entries >= segment.filled || !segment.put(address, place.0) {
-            segment.resize(address.segment, grown(segment.buckets.len()), pages);
+        let count = &mut self.counts[address.segment];
+        let mut fits = count.entries < count.filled;
+        while !fits || !segment.put(address.bucket(segment.buckets.len()), address.tag(), place.0) {
+            *segment = segment.resized(grown(segment.buckets.len()), pages);
+            count.filled = filled(segment.buckets.len(), address.segment);
+            fits = true;
         }
-        segment.entries += 1;
+        count.entries += 1;
         self.len += 1;
         true
     }
 
     /// Unlists a block that is listed at this place.
+    #[inline]
     pub(super) fn remove(&mut self, hash: BlockHash, place: Place, pages: &Pages) {
         let address = Address::of(hash);
         let segment = &mut self.segments[address.segment];
         segment.take(address, place.0);
         self.len -= 1;
-        if segment.entries * THIN < segment.filled && segment.buckets.len() > BUCKETS_MIN {
-            let buckets = grown(segment.buckets.len() / 2 - 1);
-            segment.resize(address.segment, buckets, pages);
+        let count = &mut self.counts[address.segment];
+        count.entries -= 1;
+        if count.entries * THIN < count.filled && segment.buckets.len() > BUCKETS_MIN {
+            *segment = segment.resized(grown(segment.buckets.len() / 2 - 1), pages);
+            count.filled = filled(segment.buckets.len(), address.segment);
         }
     }
 }
@@ -462,11 +529,10 @@ mod tests {
         for number in 0..40_000u64 {
             let slot = number as u32 % 8;
             if slot == 0 {
-                page = pages.take(0, 0).unwrap();
+                page = pages.take().unwrap();
             }
             let place = Place::new(page, slot);
-            pages.write(place, &[hash(number)]);
-            pages.list(page, 1 << slot);
+            pages.write(place, &[hash(number)], Some((0, 0)));
             assert!(places.insert(hash(number), place, &pages));
             listed.push(place);
         }

@@ -61,7 +61,9 @@ pub(super) struct Changed {
 }
 
 /// Consecutive blocks, and who holds them. A run of length zero is no run.
+/// One cache line, and in one: a lookup waits for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[repr(align(64))]
 pub(super) struct Run {
     /// Its pages in order; those that hold no listed block are given back.
     pages: SmallVec<[u32; 2]>,
@@ -198,6 +200,37 @@ impl Run {
         self.splice(start, count, &new.holds);
     }
 
+    /// The same where nothing but the end of one hold changes, or one hold comes or goes, as it is with
+    /// nearly every announcement; nothing is done, and nothing answered, where it is not so.
+    pub(super) fn change_at_end(
+        &mut self,
+        (slot, incarnation): (u16, u32),
+        (from, to): (u32, u32),
+        tiers: Tiers,
+    ) -> Option<Changed> {
+        let (first, end) = (from as u16, to as u16);
+        let start = self.holds.iter().position(|hold| (hold.slot, hold.to) >= (slot, first));
+        let start = start.unwrap_or(self.holds.len());
+        let own = self.holds.get(start).filter(|hold| hold.slot == slot).copied();
+        let is_last = self.holds.get(start + 1).is_none_or(|hold| hold.slot != slot);
+        let after = tiers.after(TierSet::NONE);
+        match own {
+            None if after.is_empty() => {}
+            None => self.holds.insert(start, Hold { incarnation, slot, from: first, to: end, tiers: after }),
+            Some(hold) if hold.to == first && hold.tiers == after && is_last => self.holds[start].to = end,
+            Some(hold) if hold.from <= first && hold.to == end && tiers.after(hold.tiers).is_empty() => {
+                if hold.from < first {
+                    self.holds[start].to = first;
+                } else {
+                    self.holds.remove(start);
+                }
+                return Some(Changed { from, to, before: hold.tiers, after: TierSet::NONE });
+            }
+            Some(_) => return None,
+        }
+        Some(Changed { from, to, before: TierSet::NONE, after })
+    }
+
     fn splice(&mut self, start: usize, count: usize, new: &[Hold]) {
         let same = count.min(new.len());
         self.holds[start..start + same].copy_from_slice(&new[..same]);
@@ -296,6 +329,8 @@ pub(super) struct Runs {
     used: u32,
 }
 
+const _: () = assert!(size_of::<Run>() == 64);
+
 fn split(run: u32) -> (usize, usize) {
     (run as usize / CHUNK_RUNS, run as usize % CHUNK_RUNS)
 }
@@ -333,7 +368,7 @@ impl Runs {
 
     fn reach(&mut self, used: u32) {
         while self.chunks.len() * CHUNK_RUNS < used as usize {
-            self.chunks.push(vec![Run::default(); CHUNK_RUNS].into());
+            self.chunks.push((0..CHUNK_RUNS).map(|_| Run::default()).collect());
         }
     }
 

@@ -165,24 +165,33 @@ impl Store {
         change.tally
     }
 
-    /// Changes the first block, and those behind it that are new with it; answers how many.
+    /// Changes the first block, and those after it that go with it; answers how many.
     fn change_some(&mut self, change: &mut Change<'_>, hashes: &[BlockHash]) -> usize {
         let adds = !change.tiers.added.is_empty();
+        if adds
+            && change.chained
+            && let Some(count) = self.lengthen(change, hashes)
+        {
+            return count as usize;
+        }
         let mut found = self.seek(change.cursor, hashes[0], adds);
         // Booking frees stale holds of the run, and with them, perhaps, the block that was found.
         if found.is_some_and(|at| !change.is_next(at)) && self.flush(change) {
             found = self.find(hashes[0]);
         }
-        let (at, count) = match found {
-            Some(at) => (at, 1),
+        let stretch = match found {
+            Some(at) => self.stretch(at, hashes),
             None if !adds => return 1,
             None => {
                 let chained = change.chained;
-                match self.append(
-                    change.cursor.filter(|_| chained),
-                    &hashes[..if chained { hashes.len() } else { 1 }],
-                ) {
-                    Some(appended) => appended,
+                let new = &hashes[..if chained { hashes.len() } else { 1 }];
+                match self.append(change.cursor.filter(|_| chained), new) {
+                    Some((at, count)) => Stretch {
+                        run: at.run,
+                        from: at.offset,
+                        to: at.offset + count,
+                        last: at.offset + count - 1,
+                    },
                     None => {
                         change.tally.unlisted += 1;
                         return 1;
@@ -190,12 +199,49 @@ impl Store {
                 }
             }
         };
-        if !change.extend(at, count) {
+        self.gather(change, stretch);
+        (stretch.to - stretch.from) as usize
+    }
+
+    /// Adds a stretch to what will be booked.
+    fn gather(&mut self, change: &mut Change<'_>, stretch: Stretch) {
+        if !change.extend(stretch) {
             self.flush(change);
-            change.pending = Some((at.run, at.offset, at.offset + count));
+            change.pending = Some((stretch.run, stretch.from, stretch.to));
         }
-        change.cursor = Some(At { offset: at.offset + count - 1, ..at });
-        count as usize
+        change.cursor = Some(At { run: stretch.run, offset: stretch.last });
+    }
+
+    /// Makes the run of the block before longer, if that block is its last and the next is new: what nearly
+    /// every announcement comes to.
+    fn lengthen(&mut self, change: &mut Change<'_>, hashes: &[BlockHash]) -> Option<u32> {
+        let before = change.cursor?;
+        let at = At { offset: before.offset + 1, ..before };
+        if !self.may_push(at, hashes[0]) {
+            return None;
+        }
+        let count = self.push(at.run, hashes).filter(|count| *count > 0)?;
+        let to = at.offset + count;
+        self.gather(change, Stretch { run: at.run, from: at.offset, to, last: to - 1 });
+        Some(count)
+    }
+
+    /// The stretch from a listed block on, up or down its run, that the hashes name one by one.
+    fn stretch(&self, at: At, hashes: &[BlockHash]) -> Stretch {
+        let run = self.runs.get(at.run);
+        let is_at = |offset: u32, hash: &BlockHash| {
+            run.place(offset).is_some_and(|place| self.pages.holds(place, *hash) && self.pages.is_live(place))
+        };
+        let up = (at.offset + 1..).zip(&hashes[1..]).take_while(|(offset, hash)| is_at(*offset, hash)).count()
+            as u32;
+        if up > 0 {
+            let last = at.offset + up;
+            return Stretch { run: at.run, from: at.offset, to: last + 1, last };
+        }
+        let offsets = (0..at.offset).rev();
+        let down = offsets.zip(&hashes[1..]).take_while(|(offset, hash)| is_at(*offset, hash)).count() as u32;
+        let from = at.offset - down;
+        Stretch { run: at.run, from, to: at.offset + 1, last: from }
     }
 
     /// The same, block by block, for an index that is nearly full.
@@ -237,6 +283,7 @@ impl Store {
         let (at, count) = match follows {
             Some(at) if self.hash(self.runs.get(at.run), at.offset) == Some(hashes[0]) => {
                 let place = self.runs.get(at.run).place(at.offset)?;
+                self.pages.list(place.page(), self.pages.live(place.page()) | 1 << place.slot());
                 self.list(place, &hashes[..1]);
                 self.runs.get_mut(at.run).revive();
                 (at, 1)
@@ -265,33 +312,43 @@ impl Store {
     }
 
     /// Makes a run longer by the first block and those behind it that are new and fit into its page.
+    /// Answers how many: none if the first is listed; nothing when all places are taken.
     fn push(&mut self, number: u32, hashes: &[BlockHash]) -> Option<u32> {
         let run = self.runs.get(number);
         let most = hashes.len().min(run.room() as usize);
-        let kin = hashes[..most].iter().take_while(|hash| hash.root_tag() == hashes[0].root_tag()).count();
-        let slot = run.len() % PAGE_BLOCKS;
+        let tag = hashes[0].root_tag();
+        let kin = hashes[..most].iter().take_while(|hash| hash.root_tag() == tag).count();
+        let (slot, nth) = (run.len() % PAGE_BLOCKS, run.pages().len() as u16);
         let (page, new_page) = match run.last_page() {
             Some(page) if slot > 0 => (page, None),
             _ => {
-                let page = self.pages.take(number, run.pages().len() as u16)?;
+                let page = self.pages.take()?;
                 (page, Some(page))
             }
         };
         let place = Place::new(page, slot);
-        self.pages.write(place, &hashes[..kin]);
+        self.pages.write(place, &hashes[..kin], new_page.map(|_| (number, nth)));
         let count = self.list(place, &hashes[..kin]);
-        self.runs.get_mut(number).push(new_page, count);
+        if count > 0 {
+            self.runs.get_mut(number).push(new_page, count);
+        } else if new_page.is_some() {
+            self.pages.free(page);
+        }
         Some(count)
     }
 
     /// Lists hashes that were written from a place on, up to the first that is listed elsewhere; answers
     /// how many.
     fn list(&mut self, place: Place, hashes: &[BlockHash]) -> u32 {
-        let is_new =
-            |(step, hash): &(u32, &BlockHash)| self.places.insert(**hash, Place(place.0 + step), &self.pages);
-        let count = (0..).zip(hashes).take_while(is_new).count() as u32;
-        let bits = ((1u32 << count) - 1) << place.slot();
-        self.pages.list(place.page(), bits as u8);
+        let mut count = 0;
+        for hash in hashes {
+            if !self.places.insert(*hash, Place(place.0 + count), &self.pages) {
+                let written = ((1u32 << hashes.len()) - (1 << count)) << place.slot();
+                self.pages.list(place.page(), self.pages.live(place.page()) & !written as u8);
+                break;
+            }
+            count += 1;
+        }
         count
     }
 
@@ -299,27 +356,37 @@ impl Store {
     fn flush(&mut self, change: &mut Change<'_>) -> bool {
         let Some((number, from, to)) = change.pending.take() else { return false };
         let run = self.runs.get_mut(number);
-        let mut gone: SmallVec<[Hold; 2]> = SmallVec::new();
-        if run.holds().iter().any(|hold| !hold.is_current(change.who.incarnations)) {
-            run.retain(|hold| hold.is_current(change.who.incarnations), |hold| gone.push(hold));
-        }
-        let mut stretches: SmallVec<[Changed; 2]> = SmallVec::new();
+        let is_stale = |hold: &Hold| !hold.is_current(change.who.incarnations);
         let who = (change.who.slot, change.who.incarnation());
+        if !run.holds().iter().any(is_stale)
+            && let Some(changed) = run.change_at_end(who, (from, to), change.tiers)
+        {
+            self.settle(number, &[changed], &mut change.tally);
+            return false;
+        }
+        let run = self.runs.get_mut(number);
+        let mut gone: SmallVec<[Hold; 2]> = SmallVec::new();
+        run.retain(|hold| !is_stale(hold), |hold| gone.push(hold));
+        let mut stretches: SmallVec<[Changed; 2]> = SmallVec::new();
         run.change(who, (from, to), change.tiers, |stretch| stretches.push(stretch));
-        let before = change.tally.blocks;
-        let run = self.runs.get(number);
-        for stretch in &stretches {
-            self.book(run, stretch, &mut change.tally);
-        }
-        self.held = self.held.wrapping_add_signed(change.tally.blocks - before);
-        let unheld =
-            stretches.iter().filter(|stretch| stretch.after.is_empty() && !stretch.before.is_empty());
-        let unheld: SmallVec<[(u32, u32); 2]> = unheld.map(|stretch| (stretch.from, stretch.to)).collect();
-        for (from, to) in unheld {
-            self.bury(number, from, to);
-        }
+        self.settle(number, &stretches, &mut change.tally);
         self.release(number, &gone);
         !gone.is_empty()
+    }
+
+    /// Books stretches of a run, and unlists what nobody holds any more.
+    fn settle(&mut self, number: u32, stretches: &[Changed], tally: &mut Tally) {
+        let before = tally.blocks;
+        let run = self.runs.get(number);
+        for stretch in stretches {
+            self.book(run, stretch, tally);
+        }
+        self.held = self.held.wrapping_add_signed(tally.blocks - before);
+        for stretch in stretches {
+            if stretch.after.is_empty() && !stretch.before.is_empty() {
+                self.bury(number, stretch.from, stretch.to);
+            }
+        }
     }
 
     /// Holds of a run went.
@@ -417,8 +484,8 @@ impl Store {
     pub(super) fn restore_run(&mut self, run: Run, hashes: &[BlockHash]) -> bool {
         let number = self.runs.restore(run);
         let run = self.runs.get(number).clone();
-        for (nth, page) in run.pages().enumerate() {
-            if page.is_some_and(|page| !self.pages.take_exactly(page, number, nth as u16)) {
+        for page in run.pages() {
+            if page.is_some_and(|page| !self.pages.take_exactly(page)) {
                 return false;
             }
         }
@@ -441,7 +508,7 @@ impl Store {
             };
             let Some((own, rest)) = hashes.split_at_checked(slots as usize) else { return false };
             hashes = rest;
-            if live == 0 || !self.restore_page(page, own, live) {
+            if live == 0 || !self.restore_page((page, number, nth), own, live) {
                 return false;
             }
             self.runs.get_mut(number).restore_live(live.count_ones());
@@ -453,11 +520,11 @@ impl Store {
         true
     }
 
-    fn restore_page(&mut self, page: u32, hashes: &[BlockHash], live: u8) -> bool {
+    fn restore_page(&mut self, (page, run, nth): (u32, u32, u32), hashes: &[BlockHash], live: u8) -> bool {
         if hashes.windows(2).any(|two| two[0].root_tag() != two[1].root_tag()) {
             return false;
         }
-        self.pages.write(Place::new(page, 0), hashes);
+        self.pages.write(Place::new(page, 0), hashes, Some((run, nth as u16)));
         self.pages.list(page, live);
         let mut listed = (0..).zip(hashes).filter(|(slot, _)| live & 1 << slot != 0);
         listed.all(|(slot, hash)| self.places.insert(*hash, Place::new(page, slot), &self.pages))
@@ -477,7 +544,9 @@ impl Store {
                 self.places.prefetch(first);
                 blocks.iter().take(PREFETCHED).for_each(|hash| self.places.prefetch(*hash));
             }
-            Depth::Page => self.places.prefetch_page(first, &self.pages),
+            Depth::Page => {
+                self.places.prefetch_page(first, &self.pages);
+            }
             Depth::Run => {
                 if let Some(at) = self.find(first) {
                     self.runs.prefetch(at.run);
@@ -551,12 +620,21 @@ impl Change<'_> {
     }
 
     /// Adds positions to the stretch that is being gathered, if they are next to it.
-    fn extend(&mut self, at: At, count: u32) -> bool {
+    fn extend(&mut self, more: Stretch) -> bool {
         match &mut self.pending {
-            Some((run, _, to)) if *run == at.run && *to == at.offset => *to += count,
-            Some((run, from, _)) if *run == at.run && *from == at.offset + count => *from -= count,
+            Some((run, _, to)) if *run == more.run && *to == more.from => *to = more.to,
+            Some((run, from, _)) if *run == more.run && *from == more.to => *from = more.from,
             _ => return false,
         }
         true
     }
+}
+
+/// Some positions of a run in a row, and the one that was named last.
+#[derive(Clone, Copy, Debug)]
+struct Stretch {
+    run: u32,
+    from: u32,
+    to: u32,
+    last: u32,
 }
