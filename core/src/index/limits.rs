@@ -15,7 +15,7 @@ pub const ANNOUNCE_BLOCKS_MAX: u32 = 262_144;
 /// Announcements plus changes in one `Announce` command: as many as blocks, because a useful change
 /// carries at least one.
 pub const ANNOUNCE_CHANGES_MAX: u32 = 262_144;
-/// (node, block) pairs in all: about 5 GiB of memory at 48 bytes each.
+/// (node, block) pairs in all: about 2 GiB of memory at 22 bytes each.
 pub const COPIES_MAX: u64 = 100_000_000;
 /// Blocks of one pin: 1 MiB of hashes in one log record.
 pub const PIN_BLOCKS_MAX: u32 = 65_536;

@@ -184,6 +184,9 @@ impl Index {
 
     /// Appends the holders of a stretch up to the first block nobody holds; answers how many are held.
     fn push_holders(&self, found: &mut PrefixMatch, run: &Run, from: u32, len: u32) -> u32 {
+        if run.holds().len() > FEW_HOLDS {
+            return self.push_many_holders(found, run, from, len);
+        }
         let to = from + len;
         let mut at = from;
         while at < to {
@@ -201,23 +204,62 @@ impl Index {
             if holders.is_empty() {
                 break;
             }
-            // By ascending node: the order of slots tells of who joined first and must not show. It is
-            // most often the order of nodes.
-            if !holders.is_sorted_by_key(|holder| holder.node) {
-                holders.sort_unstable();
+            found.push(holders, end - at);
+            at = end;
+        }
+        at - from
+    }
+
+    /// The same for a run whose holders come and go all along it: each hold is looked at where it begins
+    /// and where it ends, not at every place between.
+    #[cold]
+    fn push_many_holders(&self, found: &mut PrefixMatch, run: &Run, from: u32, len: u32) -> u32 {
+        let to = from + len;
+        let mut waiting: Vec<(u32, u32, Holder)> = run
+            .holds()
+            .iter()
+            .filter(|hold| u32::from(hold.to) > from && u32::from(hold.from) < to)
+            .filter_map(|hold| Some((hold.from.into(), hold.to.into(), self.nodes.holder(hold)?)))
+            .collect();
+        waiting.sort_unstable_by_key(|(first, _, _)| *first);
+        let mut waiting = waiting.into_iter().peekable();
+        let mut here: Vec<(u32, Holder)> = Vec::new();
+        let mut at = from;
+        while at < to {
+            here.retain(|(end, _)| *end > at);
+            while let Some((_, end, holder)) = waiting.next_if(|(first, _, _)| *first <= at) {
+                here.push((end, holder));
             }
-            match found.runs.last_mut() {
-                Some(last) if last.holders == holders => last.len_blocks += end - at,
-                last => {
-                    let start_blocks = last.map_or(0, |last| last.end_blocks());
-                    found.runs.push(HolderRun { start_blocks, len_blocks: end - at, holders });
-                }
-            }
+            let next = waiting.peek().map_or(to, |(first, _, _)| *first);
+            let Some(end) = here.iter().map(|(end, _)| *end).min() else { break };
+            let end = end.min(next).min(to);
+            found.push(here.iter().map(|(_, holder)| *holder).collect(), end - at);
             at = end;
         }
         at - from
     }
 }
+
+impl PrefixMatch {
+    /// Appends blocks; their holders come in any order.
+    fn push(&mut self, mut holders: SmallVec<[Holder; 4]>, blocks: u32) {
+        // By ascending node: the order of slots tells of who joined first and must not show. It is most
+        // often the order of nodes.
+        if !holders.is_sorted_by_key(|holder| holder.node) {
+            holders.sort_unstable();
+        }
+        match self.runs.last_mut() {
+            Some(last) if last.holders == holders => last.len_blocks += blocks,
+            last => {
+                let start_blocks = last.map_or(0, |last| last.end_blocks());
+                self.runs.push(HolderRun { start_blocks, len_blocks: blocks, holders });
+            }
+        }
+    }
+}
+
+/// Holds of a run that are looked through at every place where one of them begins or ends.
+const FEW_HOLDS: usize = if cfg!(test) { 3 } else { 64 };
 
 /// Stretches of runs that make up a request, the first of them last.
 type Whole = SmallVec<[(At, u32); 8]>;

@@ -9,6 +9,8 @@
 //!
 //! Nothing here shows outside: two replicas may lay out their tables differently.
 
+use std::collections::BTreeMap;
+
 use super::pages::{Pages, Place};
 use crate::cpu::{equal_bytes, prefetch};
 use crate::id::BlockHash;
@@ -32,6 +34,9 @@ const THIN: u32 = 3;
 /// Buckets of a segment that holds anything: a kilobyte. From here on bucket number and tag give back the
 /// fraction, so that growing never looks at a hash.
 const BUCKETS_MIN: usize = 1 << (FRACTION_BITS - TAG_BITS);
+/// Most buckets of a segment: at 28 bits of place no more than seven thousand are filled evenly. Hashes that
+/// were chosen to meet in one place go to [`Places::strays`] instead of growing it further.
+const BUCKETS_MAX: usize = 1 << 15;
 /// Farthest an entry may lie from its own bucket.
 const REACH_MAX: usize = 200;
 /// Entries of one bucket that may lie in others.
@@ -275,38 +280,44 @@ impl Segment {
         false
     }
 
-    /// Takes an entry out. It must be there.
-    fn take(&mut self, address: Address, place: u32) {
+    /// Takes an entry out; answers whether it was there.
+    fn take(&mut self, address: Address, place: u32) -> bool {
         let (home, tag) = (address.bucket(self.buckets.len()), address.tag());
-        if let Some(entry) = self.buckets[home].entry_of(tag, place) {
-            self.buckets[home].swap_remove(entry);
-            return;
+        let Some(bucket) = self.buckets.get_mut(home) else { return false };
+        if let Some(entry) = bucket.entry_of(tag, place) {
+            bucket.swap_remove(entry);
+            return true;
         }
         for step in 1..=usize::from(self.buckets[home].head[REACH]) {
             let at = self.after(home, step);
             if let Some(entry) = self.buckets[at].entry_of(tag, place) {
                 self.buckets[at].swap_remove(entry);
                 self.buckets[home].end_overflow();
-                return;
+                return true;
             }
         }
-        debug_assert!(false, "a listed block is in the table");
+        false
     }
 
-    /// The same entries in that many buckets, or in more if they do not fit.
+    /// The same entries in that many buckets, or in more if they do not fit; with those that fit in none.
     #[cold]
-    fn resized(&self, buckets: usize, pages: &Pages) -> Segment {
+    fn resized(&self, buckets: usize, pages: &Pages) -> (Segment, Vec<Place>) {
         let mut wanted = buckets;
         loop {
             let mut new = Segment { buckets: vec![Bucket::default(); wanted].into() };
-            if new.put_all(self, pages) {
-                return new;
+            let is_last_try = wanted > 2 * self.buckets.len() || wanted >= BUCKETS_MAX;
+            let strays = new.put_all(self, pages, is_last_try);
+            if let Some(strays) = strays {
+                return (new, strays);
             }
             wanted = grown(wanted);
         }
     }
 
-    fn put_all(&mut self, old: &Segment, pages: &Pages) -> bool {
+    /// Puts in all entries of another segment; none when one does not fit and that is not to be borne, else
+    /// those that did not.
+    fn put_all(&mut self, old: &Segment, pages: &Pages, spill: bool) -> Option<Vec<Place>> {
+        let mut strays = Vec::new();
         let (from, to) = (old.buckets.len(), self.buckets.len() as u64);
         for (number, bucket) in old.buckets.iter().enumerate() {
             let first = first_fraction(number, from);
@@ -322,11 +333,14 @@ impl Segment {
                 let home = ((fraction * to) >> FRACTION_BITS) as usize;
                 let is_home = self.buckets.get_mut(home).is_some_and(|bucket| bucket.push_word(low, word));
                 if !is_home && !self.put_further_on(home, tag, word & PLACE) {
-                    return false;
+                    if !spill {
+                        return None;
+                    }
+                    strays.push(Place(word & PLACE));
                 }
             }
         }
-        true
+        Some(strays)
     }
 }
 
@@ -355,7 +369,7 @@ fn found_in(bucket: &Bucket, tag: u16, hash: BlockHash, pages: &Pages) -> Option
 /// The first of the fractions that fall into a bucket: no more than 2^12,
 /// so that the lowest twelve bits tell them apart.
 fn first_fraction(bucket: usize, buckets: usize) -> u64 {
-    // In 32 bits the division takes half as long, and a segment never has 2^16 buckets.
+    // In 32 bits the division takes half as long, and no segment has 2^16 buckets.
     ((bucket as u32) << FRACTION_BITS).div_ceil(buckets as u32).into()
 }
 
@@ -370,6 +384,9 @@ pub(super) struct Places {
     segments: Vec<Segment>,
     /// One per segment.
     counts: Vec<Count>,
+    /// Blocks that found no room near their bucket. Only hashes that were chosen for it come here, two
+    /// hundred at one address and more: they must cost little more than others, and nothing be lost.
+    strays: BTreeMap<BlockHash, Place>,
     len: u64,
 }
 
@@ -379,6 +396,7 @@ impl Default for Places {
         Self {
             segments: vec![Segment::default(); segments],
             counts: vec![Count::default(); segments],
+            strays: BTreeMap::new(),
             len: 0,
         }
     }
@@ -393,7 +411,11 @@ impl Places {
     #[inline]
     pub(super) fn find(&self, hash: BlockHash, pages: &Pages) -> Option<Place> {
         let address = Address::of(hash);
-        self.segments[address.segment].find(address, hash, pages)
+        let found = self.segments[address.segment].find(address, hash, pages);
+        if found.is_none() && !self.strays.is_empty() {
+            return self.strays.get(&hash).copied();
+        }
+        found
     }
 
     #[inline]
@@ -415,11 +437,11 @@ impl Places {
     #[inline]
     pub(super) fn prefetch_page(&self, hash: BlockHash, pages: &Pages) -> bool {
         let address = Address::of(hash);
-        let Some(bucket) = self.bucket(address) else { return false };
+        let Some(bucket) = self.bucket(address) else { return !self.strays.is_empty() };
         let candidates = bucket.candidates(address.tag());
         match bucket.next(candidates, address.tag()) {
             Some((place, _)) => pages.prefetch(place),
-            None => return bucket.may_overflow(address.tag()),
+            None => return bucket.may_overflow(address.tag()) || !self.strays.is_empty(),
         }
         true
     }
@@ -434,6 +456,7 @@ impl Places {
         let (home, tag) = (address.bucket(segment.buckets.len()), address.tag());
         if let Some(bucket) = segment.buckets.get_mut(home)
             && count.entries < count.filled
+            && self.strays.is_empty()
             && bucket.next(bucket.candidates(tag), tag).is_none()
             && (!bucket.may_overflow(tag) || segment.find_further_on(home, tag, hash, pages).is_none())
             && segment.put(home, tag, place.0)
@@ -447,34 +470,54 @@ impl Places {
 
     #[cold]
     fn insert_slowly(&mut self, address: Address, hash: BlockHash, place: Place, pages: &Pages) -> bool {
-        let segment = &mut self.segments[address.segment];
-        if segment.find(address, hash, pages).is_some() {
+        if self.find(hash, pages).is_some() {
             return false;
         }
-        let count = &mut self.counts[address.segment];
-        let mut fits = count.entries < count.filled;
-        while !fits || !segment.put(address.bucket(segment.buckets.len()), address.tag(), place.0) {
-            *segment = segment.resized(grown(segment.buckets.len()), pages);
-            count.filled = filled(segment.buckets.len(), address.segment);
-            fits = true;
-        }
-        count.entries += 1;
         self.len += 1;
-        true
+        loop {
+            let segment = &mut self.segments[address.segment];
+            let count = &mut self.counts[address.segment];
+            let buckets = segment.buckets.len();
+            let may_grow = buckets < BUCKETS_MAX;
+            let fits = count.entries < count.filled || !may_grow;
+            if fits && segment.put(address.bucket(buckets), address.tag(), place.0) {
+                count.entries += 1;
+                return true;
+            }
+            // More buckets help when there are many entries, not when they all belong together.
+            let is_sparse = fits && count.entries < count.filled / 2;
+            if !may_grow || is_sparse {
+                self.strays.insert(hash, place);
+                return true;
+            }
+            self.resize(address.segment, grown(buckets), pages);
+        }
+    }
+
+    fn resize(&mut self, number: usize, buckets: usize, pages: &Pages) {
+        let (segment, strays) = self.segments[number].resized(buckets, pages);
+        let count = &mut self.counts[number];
+        count.entries -= strays.len() as u32;
+        count.filled = filled(segment.buckets.len(), number);
+        self.segments[number] = segment;
+        self.strays.extend(strays.into_iter().map(|place| (pages.hash(place), place)));
     }
 
     /// Unlists a block that is listed at this place.
     #[inline]
     pub(super) fn remove(&mut self, hash: BlockHash, place: Place, pages: &Pages) {
         let address = Address::of(hash);
-        let segment = &mut self.segments[address.segment];
-        segment.take(address, place.0);
         self.len -= 1;
+        if !self.segments[address.segment].take(address, place.0) {
+            let stray = self.strays.remove(&hash);
+            debug_assert_eq!(stray, Some(place), "a listed block is in the table or beside it");
+            return;
+        }
         let count = &mut self.counts[address.segment];
         count.entries -= 1;
-        if count.entries * THIN < count.filled && segment.buckets.len() > BUCKETS_MIN {
-            *segment = segment.resized(grown(segment.buckets.len() / 2 - 1), pages);
-            count.filled = filled(segment.buckets.len(), address.segment);
+        let buckets = self.segments[address.segment].buckets.len();
+        if count.entries * THIN < count.filled && buckets > BUCKETS_MIN {
+            self.resize(address.segment, grown(buckets / 2 - 1), pages);
         }
     }
 }
@@ -553,5 +596,61 @@ mod tests {
             let expected = (number % 64 == 0).then_some(*place);
             assert_eq!(places.find(hash(number as u64), &pages), expected);
         }
+    }
+
+    /// Lists hashes, finds each, removes every second, finds the rest.
+    fn live(hashes: &[BlockHash]) -> Places {
+        let (mut pages, mut places) = (Pages::default(), Places::default());
+        let mut listed = Vec::new();
+        let mut page = 0;
+        for (slot, hash) in (0..8).cycle().zip(hashes) {
+            if slot == 0 {
+                page = pages.take().unwrap();
+            }
+            let place = Place::new(page, slot);
+            pages.write(place, &[*hash], Some((0, 0)));
+            assert!(places.insert(*hash, place, &pages));
+            assert!(!places.insert(*hash, place, &pages), "it is listed already");
+            listed.push((*hash, place));
+        }
+        assert!(listed.iter().all(|(hash, place)| places.find(*hash, &pages) == Some(*place)));
+        assert!(listed.iter().all(|(hash, _)| places.prefetch_page(*hash, &pages)));
+        for (hash, place) in listed.iter().step_by(2) {
+            places.remove(*hash, *place, &pages);
+        }
+        for (number, (hash, place)) in listed.iter().enumerate() {
+            assert_eq!(places.find(*hash, &pages), (number % 2 == 1).then_some(*place));
+        }
+        assert_eq!(places.len(), listed.len() as u64 / 2);
+        places
+    }
+
+    #[test]
+    fn hashes_that_were_chosen_to_meet_are_kept_without_end_of_memory() {
+        // Both halves cancel in the address: all of these have the same one.
+        let hash = |number: u64| {
+            let low = number.rotate_left(32) ^ 7;
+            BlockHash((u128::from(number) << 64 | u128::from(low)).to_le_bytes())
+        };
+        let hashes: Vec<BlockHash> = (0..4_000).map(hash).collect();
+        assert!(hashes.iter().all(|hash| Address::of(*hash) == Address::of(hashes[0])));
+        let places = live(&hashes);
+        assert!(!places.strays.is_empty());
+        assert!(places.segments.iter().all(|segment| segment.buckets.len() < 100));
+    }
+
+    #[test]
+    fn hashes_that_were_chosen_for_one_segment_are_kept() {
+        // Few addresses, each often, beside ordinary ones: growing meets what does not fit.
+        let hash = |number: u64| {
+            let high = number / 8;
+            let low = high.rotate_left(32) ^ (number % 8) << 8 ^ 7;
+            BlockHash((u128::from(high) << 64 | u128::from(low)).to_le_bytes())
+        };
+        let ordinary = |number: u64| BlockHash((u128::from(number) * 0x100_0000_0100_0300 + 7).to_le_bytes());
+        let hashes: Vec<BlockHash> =
+            (1..6_000).flat_map(|number| [hash(number), ordinary(number << 20)]).collect();
+        let places = live(&hashes);
+        assert!(places.segments.iter().all(|segment| segment.buckets.len() < 4_000));
     }
 }

@@ -6,8 +6,7 @@
 //! hashes at two positions of a run mean equal blocks between them. Not here: where the hashes lie
 //! (`pages.rs`), and what is done to the table (`store.rs`).
 
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
@@ -257,19 +256,31 @@ impl Run {
 
     /// Parts of `from..to` that no hold covers.
     pub(super) fn uncovered(&self, from: u32, to: u32) -> SmallVec<[(u32, u32); 2]> {
+        self.uncovered_by(from, to, |_| true)
+    }
+
+    /// Parts of `from..to` that no hold covers of those that count.
+    pub(super) fn uncovered_by(
+        &self,
+        from: u32,
+        to: u32,
+        counts: impl Fn(&Hold) -> bool,
+    ) -> SmallVec<[(u32, u32); 2]> {
+        let overlaps = |hold: &&Hold| u32::from(hold.from) < to && u32::from(hold.to) > from && counts(hold);
+        let holds = self.holds.iter().filter(overlaps);
+        let mut covered: SmallVec<[(u32, u32); 8]> =
+            holds.map(|hold| (hold.from.into(), hold.to.into())).collect();
+        covered.sort_unstable();
         let mut gaps = SmallVec::new();
         let mut at = from;
-        while at < to {
-            let covering =
-                self.holds.iter().filter(|hold| hold.covers(at)).map(|hold| u32::from(hold.to)).max();
-            if let Some(end) = covering {
-                at = end;
-                continue;
+        for (first, end) in covered {
+            if first > at {
+                gaps.push((at, first));
             }
-            let later = self.holds.iter().map(|hold| u32::from(hold.from)).filter(|first| *first > at).min();
-            let end = later.unwrap_or(to).min(to);
-            gaps.push((at, end));
-            at = end;
+            at = at.max(end);
+        }
+        if at < to {
+            gaps.push((at, to));
         }
         gaps
     }
@@ -325,7 +336,9 @@ impl Stretches {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Runs {
     chunks: Vec<Arc<[Run]>>,
-    free: BinaryHeap<Reverse<u32>>,
+    free: BTreeSet<u32>,
+    /// What a free number stands for.
+    none: Run,
     used: u32,
 }
 
@@ -336,9 +349,11 @@ fn split(run: u32) -> (usize, usize) {
 }
 
 impl Runs {
+    /// A run; an empty one for a number that is free.
+    #[inline]
     pub(super) fn get(&self, run: u32) -> &Run {
         let (chunk, place) = split(run);
-        &self.chunks[chunk][place]
+        self.chunks.get(chunk).map_or(&self.none, |chunk| &chunk[place])
     }
 
     /// Asks the memory for a run.
@@ -358,7 +373,7 @@ impl Runs {
 
     /// The number of a run that is not used.
     pub(super) fn take(&mut self) -> u32 {
-        if let Some(Reverse(run)) = self.free.pop() {
+        if let Some(run) = self.free.pop_first() {
             return run;
         }
         self.used += 1;
@@ -372,13 +387,22 @@ impl Runs {
         }
     }
 
-    /// The run is gone.
+    /// The run is gone. Numbers that are free up to the end are forgotten, with their memory.
     pub(super) fn free(&mut self, run: u32) {
         *self.get_mut(run) = Run::default();
-        self.free.push(Reverse(run));
+        self.free.insert(run);
+        while let Some(last) = self.used.checked_sub(1).filter(|last| self.free.remove(last)) {
+            self.used = last;
+        }
+        self.chunks.truncate((self.used as usize).div_ceil(CHUNK_RUNS));
     }
 
-    /// Runs ever used.
+    /// Whether the last number is free, which it never is.
+    pub(super) fn ends_free(&self) -> bool {
+        self.used.checked_sub(1).is_some_and(|last| self.free.contains(&last))
+    }
+
+    /// Numbers in use, with the free ones between them.
     pub(super) fn used(&self) -> u32 {
         self.used
     }
@@ -389,7 +413,7 @@ impl Runs {
         self.used += 1;
         self.reach(self.used);
         if run.len() == 0 {
-            self.free.push(Reverse(number));
+            self.free.insert(number);
         }
         *self.get_mut(number) = run;
         number

@@ -445,7 +445,9 @@ impl Restore {
         // What counts is held by a live node; what is stale may be anyone's that ever was.
         let is_live = nodes.state(hold.slot).is_some_and(|node| node.live);
         let is_current = hold.is_current(nodes.incarnations());
-        if usize::from(hold.slot) >= nodes.slots.len() || (is_current && !is_live) {
+        // One of a later incarnation would begin to count when the slot gets there.
+        let is_past = nodes.incarnations().get(usize::from(hold.slot)).is_some_and(|now| incarnation <= *now);
+        if !is_past || (is_current && !is_live) {
             return Err(invalid("holder", at, slot.into()));
         }
         Ok(hold)
@@ -462,7 +464,7 @@ impl Restore {
 
     fn read_end(&mut self, reader: &mut Reader<'_>) -> Result<(), SnapshotError> {
         let store = &self.index.store;
-        if store.runs.used() != self.runs {
+        if store.runs.used() != self.runs || store.runs.ends_free() {
             return Err(invalid("runs", 0, store.runs.used().into()).into());
         }
         let digest: [u8; 16] = reader.array()?;

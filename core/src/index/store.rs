@@ -355,6 +355,10 @@ impl Store {
     /// Books the stretch that was gathered; answers whether that freed stale holds.
     fn flush(&mut self, change: &mut Change<'_>) -> bool {
         let Some((number, from, to)) = change.pending.take() else { return false };
+        // A block that is dropped twice in one change is found the second time before the first is booked.
+        if self.runs.get(number).len() == 0 {
+            return false;
+        }
         let run = self.runs.get_mut(number);
         let is_stale = |hold: &Hold| !hold.is_current(change.who.incarnations);
         let who = (change.who.slot, change.who.incarnation());
@@ -471,10 +475,8 @@ impl Store {
     pub(super) fn count_current(&self, incarnations: &[u32]) -> u64 {
         let current = |hold: &Hold| hold.is_current(incarnations);
         let count = |run: &Run| {
-            let mut kept = run.clone();
-            kept.retain(current, |_| {});
-            let gaps: u32 = kept.uncovered(0, run.len()).iter().map(|(from, to)| to - from).sum();
-            u64::from(run.len() - gaps)
+            let gaps = run.uncovered_by(0, run.len(), current);
+            u64::from(run.len() - gaps.iter().map(|(from, to)| to - from).sum::<u32>())
         };
         (0..self.runs.used()).map(|number| count(self.runs.get(number))).sum()
     }
@@ -492,8 +494,11 @@ impl Store {
         for hash in hashes {
             self.places.prefetch(*hash);
         }
-        let gaps = run.uncovered(0, run.len());
-        let is_live = |offset: u32| !gaps.iter().any(|(from, to)| (*from..*to).contains(&offset));
+        let mut live = vec![true; run.len() as usize];
+        for (from, to) in run.uncovered(0, run.len()) {
+            live[from as usize..to as usize].fill(false);
+        }
+        let is_live = |offset: u32| live[offset as usize];
         let mut hashes = hashes;
         for nth in 0..run.len().div_ceil(PAGE_BLOCKS) {
             let first = nth * PAGE_BLOCKS;
