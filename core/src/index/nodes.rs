@@ -210,7 +210,7 @@ impl Nodes {
         self.faces.push(face.unwrap_or_default());
         self.slots.push(state);
         self.incarnations.push(incarnation);
-        true
+        INCARNATION_MAX.checked_sub(incarnation).is_some()
     }
 
     /// Voids everything the node of a slot announced, in O(1).
