@@ -1,11 +1,11 @@
 //! The one global table: block hash to [`Place`].
 //!
-//! A bucket is one cache line: eleven places, twelve bits of hash each (tags), and what overflowed from
-//! it. A lookup reads one line of the table and one page, where the whole hash is compared. The table is
-//! cut into segments that grow one at a time, each at another fill, so that no command waits for more
-//! than some small rehashes and memory grows evenly. A segment grows without looking at a
-//! hash: bucket number and tag together are all the bits of the hash it uses. Not here: the
-//! hashes (`pages.rs`).
+//! A bucket is one cache line: twelve places, twelve bits of hash each (tags), and what passed it by because
+//! it was full. A lookup reads one line of the table and one page, where the whole hash is compared. The
+//! table is cut into segments that grow one at a time, each at another fill, so that no command waits for
+//! more than some small rehashes and memory grows evenly. A segment grows without looking at the hashes of
+//! entries that lie in their own buckets: bucket number and tag together are all the bits of the hash it
+//! uses. Not here: the hashes (`pages.rs`).
 //!
 //! Nothing here shows outside: two replicas may lay out their tables differently.
 
@@ -19,7 +19,7 @@ use crate::id::BlockHash;
 /// microseconds. Few in tests, so that these reach the sizes of real ones.
 const SEGMENTS_LOG2: u32 = if cfg!(test) { 1 } else { 12 };
 /// Entries in a bucket of 64 bytes.
-const ENTRIES: usize = 11;
+const ENTRIES: usize = 12;
 /// Bits of a tag.
 const TAG_BITS: u32 = 12;
 /// Bits of the hash, below those that name the segment, that place an entry within its segment. Sixteen:
@@ -27,25 +27,22 @@ const TAG_BITS: u32 = 12;
 /// apart.
 const FRACTION_BITS: u32 = 16;
 /// Share of the entries of a segment that may be filled, in percent, from segment to segment, so that
-/// they do not grow at the same time. At 93 one entry in twelve lies in a later bucket than its own.
-const FILL_PERCENT: std::ops::Range<usize> = 88..94;
+/// they do not grow at the same time. At 96 one entry in ten lies in a later bucket than its own.
+const FILL_PERCENT: std::ops::Range<usize> = 94..99;
 /// A segment shrinks to half when it is filled to one part in so many.
 const THIN: u32 = 3;
 /// Buckets of a segment that holds anything: a kilobyte. From here on bucket number and tag give back the
-/// fraction, so that growing never looks at a hash.
+/// fraction, so that growing hardly looks at a hash.
 const BUCKETS_MIN: usize = 1 << (FRACTION_BITS - TAG_BITS);
 /// Most buckets of a segment: at 28 bits of place no more than seven thousand are filled evenly. Hashes that
 /// were chosen to meet in one place go to [`Places::strays`] instead of growing it further.
 const BUCKETS_MAX: usize = 1 << 15;
-/// Farthest an entry may lie from its own bucket.
-const REACH_MAX: usize = 200;
-/// Entries of one bucket that may lie in others.
-const OVERFLOW_MAX: u8 = 200;
+/// Buckets in which an entry may lie. Where three of four are full, one entry in a hundred finds no room in
+/// sixteen of them, and the segment grows early.
+const PROBES_MAX: usize = 16;
 /// Bits of a place.
 const PLACE_BITS: u32 = 28;
 const PLACE: u32 = (1 << PLACE_BITS) - 1;
-/// So many buckets from its own, or more: only the hash tells how many.
-const STEP_FAR: usize = 15;
 /// Odd multiplier that spreads what two halves of a hash have in common (2^64 over the golden ratio).
 const SPREAD: u64 = 0x9E37_79B9_7F4A_7C15;
 
@@ -73,7 +70,7 @@ impl Address {
     }
 
     fn tag(self) -> u16 {
-        self.fraction as u16 & ((1 << TAG_BITS) - 1)
+        tag_of(self.fraction)
     }
 
     fn bucket(self, buckets: usize) -> usize {
@@ -85,42 +82,50 @@ impl Address {
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, align(64))]
 struct Bucket {
-    /// The lowest eight bits of each tag; then see [`LEN`], [`OVERFLOW`], [`REACH`], [`STEPS`].
-    head: [u8; 20],
+    /// The lowest eight bits of each tag; the last four bytes are [`Bucket::meta`].
+    head: [u8; 16],
     /// The place of each entry, and above it the highest four bits of its tag.
     places: [u32; ENTRIES],
 }
 
-/// Where in a bucket's head the number of filled entries is; they come first.
-const LEN: usize = ENTRIES;
-/// Entries that belong here and lie further on.
-const OVERFLOW: usize = LEN + 1;
-/// How far on the farthest of them ever was.
-const REACH: usize = OVERFLOW + 1;
-/// Four bits per entry: how many buckets it lies from its own. Zero where there is no entry. The four bits
-/// after the last say which tags, by their lowest two bits, overflowed.
-const STEPS: usize = REACH + 1;
-/// The byte with these bits, and where in it they are.
-const OVERFLOWED: (usize, u32) = (STEPS + ENTRIES / 2, 4);
+/// In a bucket's meta word: how many entries are filled, the first ones.
+const LEN: u32 = 0xF;
+/// A bit for each entry that belongs to another bucket.
+const AWAY: u32 = 4;
+/// A bit for each class of tags of which an entry passed by, since the last time none had.
+const PASSED: u32 = AWAY + ENTRIES as u32;
+/// Entries that found this bucket full and lie further on; from 255 on nobody knows how many.
+const PASSERS: u32 = PASSED + 8;
+const PASSERS_MAX: u32 = 0xFF;
 
 impl Bucket {
     #[inline]
+    fn meta(&self) -> u32 {
+        let [.., a, b, c, d] = self.head;
+        u32::from_le_bytes([a, b, c, d])
+    }
+
+    #[inline]
+    fn set_meta(&mut self, meta: u32) {
+        self.head[ENTRIES..].copy_from_slice(&meta.to_le_bytes());
+    }
+
+    #[inline]
     fn len(&self) -> usize {
-        self.head[LEN].into()
+        (self.meta() & LEN) as usize
     }
 
     /// One bit per filled entry whose tag has these lowest eight bits.
     #[inline]
     fn candidates(&self, tag: u16) -> u32 {
-        let [tags @ .., _, _, _, _] = self.head;
-        equal_bytes(tags, tag as u8) & ((1 << self.head[LEN]) - 1)
+        equal_bytes(self.head, tag as u8) & ((1 << (self.meta() & LEN)) - 1)
     }
 
     /// The place of the first entry with this tag, of those in `candidates`, and the candidates left.
     #[inline]
     fn next(&self, mut candidates: u32, tag: u16) -> Option<(Place, u32)> {
         while candidates != 0 {
-            let entry = self.places[candidates.trailing_zeros() as usize];
+            let entry = *self.places.get(candidates.trailing_zeros() as usize)?;
             candidates &= candidates - 1;
             if entry >> PLACE_BITS == u32::from(tag >> 8) {
                 return Some((Place(entry & PLACE), candidates));
@@ -129,52 +134,42 @@ impl Bucket {
         None
     }
 
-    /// Puts an entry in, if there is room.
+    /// Puts an entry in, if there is room; `away` is one if it belongs to another bucket, else zero.
     #[inline]
-    fn push(&mut self, tag: u16, place: u32) -> bool {
-        self.push_word(tag as u8, word(tag, place))
-    }
-
-    #[inline]
-    fn push_word(&mut self, low: u8, word: u32) -> bool {
-        let entry = self.len();
-        if entry >= ENTRIES {
-            return false;
-        }
+    fn push(&mut self, low: u8, word: u32, away: u32) -> bool {
+        let meta = self.meta();
+        let entry = (meta & LEN) as usize;
+        let Some(own) = self.places.get_mut(entry) else { return false };
+        *own = word;
         self.head[entry] = low;
-        self.places[entry] = word;
-        self.head[LEN] = entry as u8 + 1;
+        self.set_meta((meta + 1) | away << (AWAY + entry as u32));
         true
     }
 
-    fn step(&self, entry: usize) -> usize {
-        usize::from(self.head[STEPS + entry / 2] >> (entry % 2 * 4) & 0xF)
+    fn is_away(&self, entry: usize) -> bool {
+        self.meta() >> AWAY & 1 << entry != 0
     }
 
-    fn set_step(&mut self, entry: usize, step: usize) {
-        let (byte, shift) = (&mut self.head[STEPS + entry / 2], entry % 2 * 4);
-        *byte = *byte & !(0xF << shift) | (step as u8) << shift;
-    }
-
-    /// Whether an entry with this tag that belongs here may lie further on.
+    /// Whether an entry with this tag may lie further on.
     #[inline]
-    fn may_overflow(&self, tag: u16) -> bool {
-        self.head[OVERFLOWED.0] & 1 << (OVERFLOWED.1 + u32::from(tag & 3)) != 0
+    fn was_passed(&self, tag: u16) -> bool {
+        self.meta() & class(tag) != 0
     }
 
-    /// An entry that belongs here was put further on.
-    fn add_overflow(&mut self, tag: u16, step: usize) {
-        self.head[OVERFLOW] += 1;
-        self.head[REACH] = self.head[REACH].max(step as u8);
-        self.head[OVERFLOWED.0] |= 1 << (OVERFLOWED.1 + u32::from(tag & 3));
+    /// An entry found this bucket full.
+    fn pass(&mut self, tag: u16) {
+        let meta = self.meta() | class(tag);
+        let is_known = meta >> PASSERS < PASSERS_MAX;
+        self.set_meta(meta + (u32::from(is_known) << PASSERS));
     }
 
     /// It is gone.
-    fn end_overflow(&mut self) {
-        self.head[OVERFLOW] -= 1;
-        if self.head[OVERFLOW] == 0 {
-            self.head[REACH] = 0;
-            self.head[OVERFLOWED.0] &= 0xF;
+    fn unpass(&mut self) {
+        let meta = self.meta();
+        match meta >> PASSERS {
+            PASSERS_MAX => {}
+            1 => self.set_meta(meta & ((1 << PASSED) - 1)),
+            _ => self.set_meta(meta - (1 << PASSERS)),
         }
     }
 
@@ -182,9 +177,10 @@ impl Bucket {
         let last = self.len() - 1;
         self.head[entry] = self.head[last];
         self.places[entry] = self.places[last];
-        self.set_step(entry, self.step(last));
-        self.set_step(last, 0);
-        self.head[LEN] -= 1;
+        let away = u32::from(self.is_away(last)) << entry;
+        let gone = (1 << entry | 1 << last) << AWAY;
+        let kept = if entry == last { 0 } else { away << AWAY };
+        self.set_meta(((self.meta() & !gone) | kept) - 1);
     }
 
     /// The entry with this tag and exactly this place.
@@ -194,20 +190,19 @@ impl Bucket {
         let mut candidates = self.candidates(tag);
         while candidates != 0 {
             let entry = candidates.trailing_zeros() as usize;
-            if self.places[entry] == word {
+            if self.places.get(entry) == Some(&word) {
                 return Some(entry);
             }
             candidates &= candidates - 1;
         }
         None
     }
+}
 
-    /// The steps of all entries, four bits each, the first lowest.
-    #[inline]
-    fn steps(&self) -> u64 {
-        let [.., a, b, c, d, e, f] = self.head;
-        u64::from_le_bytes([a, b, c, d, e, f & 0xF, 0, 0])
-    }
+/// The bit that says that tags like this one passed by.
+#[inline]
+fn class(tag: u16) -> u32 {
+    1 << (PASSED + u32::from(tag & 7))
 }
 
 /// A place, and above it the highest four bits of a tag.
@@ -239,7 +234,7 @@ impl Segment {
         if let Some(place) = found_in(bucket, address.tag(), hash, pages) {
             return Some(place);
         }
-        if !bucket.may_overflow(address.tag()) {
+        if !bucket.was_passed(address.tag()) {
             return None;
         }
         self.find_further_on(home, address.tag(), hash, pages)
@@ -247,33 +242,42 @@ impl Segment {
 
     #[cold]
     fn find_further_on(&self, home: usize, tag: u16, hash: BlockHash, pages: &Pages) -> Option<Place> {
-        let steps = 1..=usize::from(self.buckets[home].head[REACH]);
-        let buckets = steps.map(|step| &self.buckets[self.after(home, step)]);
-        buckets.filter_map(|bucket| found_in(bucket, tag, hash, pages)).next()
+        for probe in 1..PROBES_MAX {
+            let bucket = &self.buckets[self.nth(home, tag, probe)];
+            if let Some(place) = found_in(bucket, tag, hash, pages) {
+                return Some(place);
+            }
+            if !bucket.was_passed(tag) {
+                return None;
+            }
+        }
+        None
     }
 
-    fn after(&self, home: usize, step: usize) -> usize {
-        let bucket = home + step;
-        if bucket < self.buckets.len() { bucket } else { bucket - self.buckets.len() }
+    /// The buckets where an entry may lie, in turn: its own, the other one of the pair that processors load
+    /// together, then others at a distance that differs from tag to tag, so that full ones do not gather.
+    #[inline]
+    fn nth(&self, home: usize, tag: u16, probe: usize) -> usize {
+        match probe {
+            0 => home,
+            1 => home ^ 1,
+            // Odd, and the number of buckets is even: it does not come back to its own at once.
+            _ => (home + (probe - 1) * (usize::from(tag >> 3) | 1)) % self.buckets.len(),
+        }
     }
 
     /// Puts an entry in, if there is room near enough; the caller counts it.
     #[inline]
     fn put(&mut self, home: usize, tag: u16, place: u32) -> bool {
-        self.buckets[home].push(tag, place) || self.put_further_on(home, tag, place)
+        self.buckets[home].push(tag as u8, word(tag, place), 0) || self.put_further_on(home, tag, place)
     }
 
     #[cold]
     fn put_further_on(&mut self, home: usize, tag: u16, place: u32) -> bool {
-        if self.buckets[home].head[OVERFLOW] == OVERFLOW_MAX {
-            return false;
-        }
-        for step in 1..self.buckets.len().min(REACH_MAX) {
-            let at = self.after(home, step);
-            let bucket = &mut self.buckets[at];
-            if bucket.push(tag, place) {
-                bucket.set_step(bucket.len() - 1, step.min(STEP_FAR));
-                self.buckets[home].add_overflow(tag, step);
+        for probe in 1..PROBES_MAX {
+            let at = self.nth(home, tag, probe);
+            if self.buckets[at].push(tag as u8, word(tag, place), 1) {
+                (0..probe).for_each(|passed| self.buckets[self.nth(home, tag, passed)].pass(tag));
                 return true;
             }
         }
@@ -281,6 +285,7 @@ impl Segment {
     }
 
     /// Takes an entry out; answers whether it was there.
+    #[inline]
     fn take(&mut self, address: Address, place: u32) -> bool {
         let (home, tag) = (address.bucket(self.buckets.len()), address.tag());
         let Some(bucket) = self.buckets.get_mut(home) else { return false };
@@ -288,11 +293,16 @@ impl Segment {
             bucket.swap_remove(entry);
             return true;
         }
-        for step in 1..=usize::from(self.buckets[home].head[REACH]) {
-            let at = self.after(home, step);
+        bucket.was_passed(tag) && self.take_further_on(home, tag, place)
+    }
+
+    #[cold]
+    fn take_further_on(&mut self, home: usize, tag: u16, place: u32) -> bool {
+        for probe in 1..PROBES_MAX {
+            let at = self.nth(home, tag, probe);
             if let Some(entry) = self.buckets[at].entry_of(tag, place) {
                 self.buckets[at].swap_remove(entry);
-                self.buckets[home].end_overflow();
+                (0..probe).for_each(|passed| self.buckets[self.nth(home, tag, passed)].unpass());
                 return true;
             }
         }
@@ -317,41 +327,41 @@ impl Segment {
     /// Puts in all entries of another segment; none when one does not fit and that is not to be borne, else
     /// those that did not.
     fn put_all(&mut self, old: &Segment, pages: &Pages, spill: bool) -> Option<Vec<Place>> {
-        let mut strays = Vec::new();
+        let mut late: Vec<(u64, u32)> = Vec::new();
+        let mut away: Vec<Place> = Vec::new();
         let (from, to) = (old.buckets.len(), self.buckets.len() as u64);
         for (number, bucket) in old.buckets.iter().enumerate() {
             let first = first_fraction(number, from);
-            let mut steps = bucket.steps();
-            for entry in 0..bucket.len().min(ENTRIES) {
-                let (low, word) = (bucket.head[entry], bucket.places[entry]);
-                let tag = u16::from(low) | (word >> PLACE_BITS << 8) as u16;
-                let fraction = match (steps & 0xF) as usize {
-                    0 => with_tag(first, tag),
-                    step => fraction_of(step, number, from, tag, Place(word & PLACE), pages),
-                };
-                steps >>= 4;
-                let home = ((fraction * to) >> FRACTION_BITS) as usize;
-                let is_home = self.buckets.get_mut(home).is_some_and(|bucket| bucket.push_word(low, word));
-                if !is_home && !self.put_further_on(home, tag, word & PLACE) {
-                    if !spill {
-                        return None;
-                    }
-                    strays.push(Place(word & PLACE));
+            let is_away = bucket.meta() >> AWAY;
+            for (entry, word) in bucket.places[..bucket.len().min(ENTRIES)].iter().enumerate() {
+                if is_away & 1 << entry != 0 {
+                    let place = Place(word & PLACE);
+                    pages.prefetch(place);
+                    away.push(place);
+                    continue;
                 }
+                let low = bucket.head[entry];
+                let tag = u16::from(low) | (word >> PLACE_BITS << 8) as u16;
+                let fraction = with_tag(first, tag);
+                let home = ((fraction * to) >> FRACTION_BITS) as usize;
+                if !self.buckets[home].push(low, *word, 0) {
+                    late.push((fraction, word & PLACE));
+                }
+            }
+        }
+        let far = away.iter().map(|place| (Address::of(pages.hash(*place)).fraction, place.0));
+        let mut strays = Vec::new();
+        for (fraction, place) in far.chain(late) {
+            let home = ((fraction * to) >> FRACTION_BITS) as usize;
+            if !self.put(home, tag_of(fraction), place) {
+                if !spill {
+                    return None;
+                }
+                strays.push(Place(place));
             }
         }
         Some(strays)
     }
-}
-
-/// The fraction of an entry that lies that many buckets from its own.
-#[cold]
-fn fraction_of(step: usize, number: usize, buckets: usize, tag: u16, place: Place, pages: &Pages) -> u64 {
-    if step == STEP_FAR {
-        return Address::of(pages.hash(place)).fraction;
-    }
-    let home = if number < step { number + buckets - step } else { number - step };
-    with_tag(first_fraction(home, buckets), tag)
 }
 
 #[inline]
@@ -376,6 +386,11 @@ fn first_fraction(bucket: usize, buckets: usize) -> u64 {
 /// The fraction of a bucket with this tag.
 fn with_tag(first: u64, tag: u16) -> u64 {
     first + u64::from(tag.wrapping_sub(first as u16) & ((1 << TAG_BITS) - 1))
+}
+
+#[inline]
+fn tag_of(fraction: u64) -> u16 {
+    fraction as u16 & ((1 << TAG_BITS) - 1)
 }
 
 /// Place of every listed block.
@@ -441,7 +456,7 @@ impl Places {
         let candidates = bucket.candidates(address.tag());
         match bucket.next(candidates, address.tag()) {
             Some((place, _)) => pages.prefetch(place),
-            None => return bucket.may_overflow(address.tag()) || !self.strays.is_empty(),
+            None => return bucket.was_passed(address.tag()) || !self.strays.is_empty(),
         }
         true
     }
@@ -458,7 +473,7 @@ impl Places {
             && count.entries < count.filled
             && self.strays.is_empty()
             && bucket.next(bucket.candidates(tag), tag).is_none()
-            && (!bucket.may_overflow(tag) || segment.find_further_on(home, tag, hash, pages).is_none())
+            && (!bucket.was_passed(tag) || segment.find_further_on(home, tag, hash, pages).is_none())
             && segment.put(home, tag, place.0)
         {
             count.entries += 1;
@@ -522,14 +537,14 @@ impl Places {
     }
 }
 
-/// The next size of a segment: 4, 5, 6 or 7 times a power of two, a seventh to a quarter more. These are
-/// the sizes in which allocators hand out memory, so that nothing of it is lost.
+/// The next size of a segment: two or three times a power of two, a half or a third more. Smaller steps would
+/// keep memory a little lower, and move every entry twice as often.
 fn grown(buckets: usize) -> usize {
     let next = buckets + 1;
     if next <= BUCKETS_MIN {
         return BUCKETS_MIN;
     }
-    let step = 1usize << (next.ilog2() - 2);
+    let step = 1usize << (next.ilog2() - 1);
     next.div_ceil(step) * step
 }
 
@@ -546,7 +561,7 @@ mod tests {
 
     #[test]
     fn bucket_and_tag_give_back_the_fraction() {
-        for buckets in [16, 17, 20, 300, 1_000, 4_099] {
+        for buckets in [16, 24, 300, 1_000, 4_098] {
             for step in 0..70_000u64 {
                 let fraction = step.wrapping_mul(SPREAD) >> (64 - FRACTION_BITS);
                 let address = Address { segment: 0, fraction };
@@ -557,9 +572,9 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_those_of_allocators() {
+    fn sizes_grow_by_halves_and_thirds() {
         let sizes: Vec<usize> = std::iter::successors(Some(0), |size| Some(grown(*size))).take(14).collect();
-        assert_eq!(sizes, [0, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128]);
+        assert_eq!(sizes, [0, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1_024]);
     }
 
     #[test]
@@ -580,7 +595,7 @@ mod tests {
             listed.push(place);
         }
         let buckets = |places: &Places| places.segments.iter().map(|one| one.buckets.len()).sum::<usize>();
-        assert!(places.segments.iter().any(|one| one.buckets.iter().any(|bucket| bucket.head[OVERFLOW] > 0)));
+        assert!(places.segments.iter().any(|one| one.buckets.iter().any(|bucket| bucket.meta() >> PASSERS > 0)));
         let most = buckets(&places);
         assert!(most * ENTRIES < 40_000 * 100 / 70, "{most} buckets");
         for (number, place) in listed.iter().enumerate() {
