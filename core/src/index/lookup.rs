@@ -92,16 +92,16 @@ impl Index {
         // which the table does not know the first block costs one look at the table.
         let (Some(first), Some(last)) = (hashes.first(), hashes.last()) else { return };
         let Store { places, pages, runs, .. } = &self.store;
-        places.prefetch(*last);
-        if !places.prefetch_page(*first, pages) {
+        let (mut first, mut last) = (places.seek(*first), places.seek(*last));
+        if !first.look(pages) {
             return;
         }
-        places.prefetch_page(*last, pages);
-        let Some(first) = self.store.find(*first) else { return };
+        let may_be_whole = last.look(pages);
+        let Some(first) = self.store.at(&first) else { return };
         runs.prefetch(first.run);
         let mut whole = Whole::new();
-        let last = self.store.find(*last);
-        if !last.is_some_and(|last| self.walk_back(hashes, last, &mut whole)) {
+        let last = if may_be_whole { self.store.at(&last) } else { None };
+        if !last.is_some_and(|last| self.walk_back(hashes, (first, last), &mut whole)) {
             whole.clear();
         }
         let mut position = 0;
@@ -130,35 +130,30 @@ impl Index {
 
     /// Follows the runs of a prefix from its last block to its first. Answers whether they are one
     /// unbroken way; then nothing but holders is left to be looked at.
-    fn walk_back(&self, hashes: &[BlockHash], last: At, whole: &mut Whole) -> bool {
-        let mut at = last;
-        let mut position = hashes.len() as u32;
+    fn walk_back(&self, hashes: &[BlockHash], (first, last): (At, At), whole: &mut Whole) -> bool {
+        let Store { places, pages, runs, .. } = &self.store;
+        let (mut at, mut end) = (last, hashes.len());
         loop {
-            let len = at.offset + 1;
-            let Some(before) = position.checked_sub(len) else { return false };
-            position = before;
-            // Both ends of the stretch agree, so all of it does. A head that was dropped may be back in
-            // another run.
+            runs.prefetch(at.run);
+            let len = at.offset as usize + 1;
+            let Some(position) = end.checked_sub(len) else { return false };
             let head = At { offset: 0, ..at };
-            if !self.store.is_listed(head, hashes[position as usize]) {
+            whole.push((head, len as u32));
+            if position == 0 {
+                return head == first;
+            }
+            // Both ends of the stretch agree, so all of it does. A head that was dropped may be back in
+            // another run. Both sides of the seam are asked for at once.
+            let (mut start, mut before) =
+                (places.seek(hashes[position]), places.seek(hashes[position - 1]));
+            if !start.look(pages) || !before.look(pages) || self.store.at(&start) != Some(head) {
                 return false;
             }
-            whole.push((head, len));
-            if position == 0 {
-                return true;
-            }
-            match self.find_before(at, hashes[position as usize - 1]) {
-                Some(found) => at = found,
+            match self.store.at(&before) {
+                Some(found) => (at, end) = (found, position),
                 None => return false,
             }
         }
-    }
-
-    /// Where the block before a run is: most often still where it was when the run began.
-    fn find_before(&self, at: At, hash: BlockHash) -> Option<At> {
-        let (run, offset) = self.store.runs.get(at.run).before;
-        let before = At { run, offset: offset.into() };
-        if self.store.is_listed(before, hash) { Some(before) } else { self.store.find(hash) }
     }
 
     /// How many of the hashes stand in the run from an offset on; the first does.

@@ -15,27 +15,30 @@ use super::pages::{Pages, Place};
 use crate::cpu::{equal_bytes, prefetch};
 use crate::id::BlockHash;
 
-/// Segments. Each is 1/4,096 of the table: at ten million blocks 2,400 entries, rehashed in about ten
-/// microseconds. Few in tests, so that these reach the sizes of real ones.
-const SEGMENTS_LOG2: u32 = if cfg!(test) { 1 } else { 12 };
+/// Segments. Each is 1/1,024 of the table: at ten million blocks ten thousand entries, rehashed in some
+/// fifty microseconds. More would be rehashed sooner, but where they lie would not stay in the nearest
+/// caches, and every lookup would wait for that first. Few in tests, so that these reach the sizes of real
+/// ones.
+const SEGMENTS_LOG2: u32 = if cfg!(test) { 1 } else { 10 };
 /// Entries in a bucket of 64 bytes.
 const ENTRIES: usize = 12;
 /// Bits of a tag.
 const TAG_BITS: u32 = 12;
-/// Bits of the hash, below those that name the segment, that place an entry within its segment. Sixteen:
-/// with a thousand buckets to a segment (forty million blocks) a tag still tells 64 hashes of a bucket
-/// apart.
-const FRACTION_BITS: u32 = 16;
+/// Bits of the hash, below those that name the segment, that place an entry within its segment: with four
+/// thousand buckets to a segment (forty million blocks) a tag still tells 64 hashes of a bucket apart.
+const FRACTION_BITS: u32 = 18;
 /// Share of the entries of a segment that may be filled, in percent, from segment to segment, so that
 /// they do not grow at the same time. At 96 one entry in ten lies in a later bucket than its own.
 const FILL_PERCENT: std::ops::Range<usize> = 94..99;
 /// A segment shrinks to half when it is filled to one part in so many.
 const THIN: u32 = 3;
-/// Buckets of a segment that holds anything: a kilobyte. From here on bucket number and tag give back the
-/// fraction, so that growing hardly looks at a hash.
-const BUCKETS_MIN: usize = 1 << (FRACTION_BITS - TAG_BITS);
-/// Most buckets of a segment: at 28 bits of place no more than seven thousand are filled evenly. Hashes that
-/// were chosen to meet in one place go to [`Places::strays`] instead of growing it further.
+/// Buckets of a segment that holds anything: a kilobyte.
+const BUCKETS_MIN: usize = 16;
+/// From so many buckets on their number and a tag give back the fraction, so that growing hardly looks at a
+/// hash.
+const BUCKETS_TOLD: usize = 1 << (FRACTION_BITS - TAG_BITS);
+/// Most buckets of a segment: at 28 bits of place no more than 25 thousand are filled evenly. Hashes that were
+/// chosen to meet in one place go to [`Places::strays`] instead of growing it further.
 const BUCKETS_MAX: usize = 1 << 15;
 /// Buckets in which an entry may lie. Where three of four are full, one entry in a hundred finds no room in
 /// sixteen of them, and the segment grows early.
@@ -50,7 +53,7 @@ const SPREAD: u64 = 0x9E37_79B9_7F4A_7C15;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Address {
     segment: usize,
-    /// Position within the segment as a fraction of 2^16.
+    /// Position within the segment as a fraction of 2^18.
     fraction: u64,
 }
 
@@ -332,7 +335,7 @@ impl Segment {
         let (from, to) = (old.buckets.len(), self.buckets.len() as u64);
         for (number, bucket) in old.buckets.iter().enumerate() {
             let first = first_fraction(number, from);
-            let is_away = bucket.meta() >> AWAY;
+            let is_away = if from < BUCKETS_TOLD { u32::MAX } else { bucket.meta() >> AWAY };
             for (entry, word) in bucket.places[..bucket.len().min(ENTRIES)].iter().enumerate() {
                 if is_away & 1 << entry != 0 {
                     let place = Place(word & PLACE);
@@ -379,8 +382,7 @@ fn found_in(bucket: &Bucket, tag: u16, hash: BlockHash, pages: &Pages) -> Option
 /// The first of the fractions that fall into a bucket: no more than 2^12,
 /// so that the lowest twelve bits tell them apart.
 fn first_fraction(bucket: usize, buckets: usize) -> u64 {
-    // In 32 bits the division takes half as long, and no segment has 2^16 buckets.
-    ((bucket as u32) << FRACTION_BITS).div_ceil(buckets as u32).into()
+    ((bucket as u64) << FRACTION_BITS).div_ceil(buckets as u64)
 }
 
 /// The fraction of a bucket with this tag.
@@ -391,6 +393,42 @@ fn with_tag(first: u64, tag: u16) -> u64 {
 #[inline]
 fn tag_of(fraction: u64) -> u16 {
     fraction as u16 & ((1 << TAG_BITS) - 1)
+}
+
+/// A hash on the way to its place, step by step, so that several can be on their way at once and wait for
+/// the memory together: [`Places::seek`], [`Sought::look`], [`Sought::place`].
+pub(super) struct Sought<'a> {
+    places: &'a Places,
+    hash: BlockHash,
+    tag: u16,
+    bucket: Option<&'a Bucket>,
+    /// Where it most likely is.
+    guess: Option<Place>,
+}
+
+impl Sought<'_> {
+    /// Looks into the bucket, and asks the memory for the page. Answers false when the hash is surely not
+    /// listed.
+    #[inline]
+    pub(super) fn look(&mut self, pages: &Pages) -> bool {
+        let Some(bucket) = self.bucket else { return !self.places.strays.is_empty() };
+        match bucket.next(bucket.candidates(self.tag), self.tag) {
+            Some((place, _)) => {
+                pages.prefetch(place);
+                self.guess = Some(place);
+                true
+            }
+            None => bucket.was_passed(self.tag) || !self.places.strays.is_empty(),
+        }
+    }
+
+    /// Where it is, if it is listed.
+    #[inline]
+    pub(super) fn place(&self, pages: &Pages) -> Option<Place> {
+        self.guess
+            .filter(|place| pages.holds(*place, self.hash))
+            .or_else(|| self.places.find(self.hash, pages))
+    }
 }
 
 /// Place of every listed block.
@@ -447,18 +485,16 @@ impl Places {
         }
     }
 
-    /// Asks the memory for the page of a hash whose bucket is there. Answers false when the hash is surely
-    /// not listed.
+    /// Begins to find a hash, with its bucket.
     #[inline]
-    pub(super) fn prefetch_page(&self, hash: BlockHash, pages: &Pages) -> bool {
+    pub(super) fn seek(&self, hash: BlockHash) -> Sought<'_> {
         let address = Address::of(hash);
-        let Some(bucket) = self.bucket(address) else { return !self.strays.is_empty() };
-        let candidates = bucket.candidates(address.tag());
-        match bucket.next(candidates, address.tag()) {
-            Some((place, _)) => pages.prefetch(place),
-            None => return bucket.was_passed(address.tag()) || !self.strays.is_empty(),
+        let segment = &self.segments[address.segment];
+        let bucket = segment.buckets.get(address.bucket(segment.buckets.len()));
+        if let Some(bucket) = bucket {
+            prefetch(bucket);
         }
-        true
+        Sought { places: self, hash, tag: address.tag(), bucket, guess: None }
     }
 
     /// Lists a block, unless it is listed; answers whether it was not. Its hash lies at its place already.
@@ -561,8 +597,8 @@ mod tests {
 
     #[test]
     fn bucket_and_tag_give_back_the_fraction() {
-        for buckets in [16, 24, 300, 1_000, 4_098] {
-            for step in 0..70_000u64 {
+        for buckets in [64, 96, 300, 1_000, 4_098, 32_768] {
+            for step in 0..300_000u64 {
                 let fraction = step.wrapping_mul(SPREAD) >> (64 - FRACTION_BITS);
                 let address = Address { segment: 0, fraction };
                 let first = first_fraction(address.bucket(buckets), buckets);
@@ -629,7 +665,7 @@ mod tests {
             listed.push((*hash, place));
         }
         assert!(listed.iter().all(|(hash, place)| places.find(*hash, &pages) == Some(*place)));
-        assert!(listed.iter().all(|(hash, _)| places.prefetch_page(*hash, &pages)));
+        assert!(listed.iter().all(|(hash, _)| places.seek(*hash).look(&pages)));
         for (hash, place) in listed.iter().step_by(2) {
             places.remove(*hash, *place, &pages);
         }

@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 
 use super::holders::{TierSet, Tiers};
 use super::pages::{PAGE_BLOCKS, Pages, Place};
-use super::places::Places;
+use super::places::{Places, Sought};
 use super::run::{Changed, Hold, RUN_BLOCKS_MAX, Run, Runs};
 use crate::cpu::prefetch;
 use crate::id::{BlockHash, Tier};
@@ -108,6 +108,13 @@ impl Store {
 
     pub(super) fn find(&self, hash: BlockHash) -> Option<At> {
         let (run, offset) = self.pages.locate(self.places.find(hash, &self.pages)?);
+        Some(At { run, offset })
+    }
+
+    /// Where a hash is that was sought.
+    #[inline]
+    pub(super) fn at(&self, sought: &Sought<'_>) -> Option<At> {
+        let (run, offset) = self.pages.locate(sought.place(&self.pages)?);
         Some(At { run, offset })
     }
 
@@ -550,7 +557,7 @@ impl Store {
                 blocks.iter().take(PREFETCHED).for_each(|hash| self.places.prefetch(*hash));
             }
             Depth::Page => {
-                self.places.prefetch_page(first, &self.pages);
+                self.places.seek(first).look(&self.pages);
             }
             Depth::Run => {
                 if let Some(at) = self.find(first) {
