@@ -86,9 +86,9 @@ impl Router {
         let stop = CancellationToken::new();
         // Whatever fails from here on takes the standing tasks with it.
         let started = stop.clone().drop_guard();
-        let Booted { cluster, groups, peers, guard } = booted;
+        let Booted { cluster, groups, peers, intakes, guard } = booted;
         let consensus = groups.all().iter().map(|group| group.consensus.clone()).collect();
-        let raft_service = RaftService::new(Arc::clone(&cluster), consensus);
+        let raft_service = RaftService::new(Arc::clone(&cluster), consensus, intakes);
         let parts = Parts { config: &config, groups: &groups, metrics, stop: &stop };
         let shared = parts.assemble(cluster, peers);
         let serving = serve(listener, &identity, RouterService::new(shared), raft_service, stop.clone())?;

@@ -52,13 +52,13 @@ pub enum SnapshotError {
         got: u64,
     },
     /// Some byte changed since it was written.
-    #[error("snapshot is damaged: the checksum of chunk {chunk} does not match; take it from another router")]
+    #[error("snapshot is damaged: the checksum of chunk {chunk} does not match")]
     Corrupt {
         /// Which chunk, counted from 0.
         chunk: u64,
     },
     /// Every checksum matches, but the state is another one than was written: a bug or a forgery.
-    #[error("snapshot leads to another state than it was taken of; take it from another router")]
+    #[error("snapshot leads to another state than it was taken of")]
     OtherState,
     /// The checksums match, but the contents make no sense: a bug or a forgery.
     #[error("snapshot has invalid contents: {0}")]

@@ -14,9 +14,10 @@ use tonic::transport::ClientTlsConfig;
 
 use super::disk::{LOG_FILE, LogError, Owner};
 use super::handle::Consensus;
+use super::intake::Intake;
 use super::log_store::{LogGuard, LogStore};
 use super::network::{Envelope, Network, Peers};
-use super::snapshot_file;
+use super::snapshot_file::{self, SnapshotFileError};
 use super::state_machine::StateMachine;
 use super::{CONTROL, Cluster, Raft};
 use crate::config::RouterConfig;
@@ -41,6 +42,8 @@ pub(crate) struct Booted {
     pub(crate) cluster: Arc<Cluster>,
     pub(crate) groups: Groups,
     pub(crate) peers: Peers,
+    /// Where snapshots come in, by group.
+    pub(crate) intakes: Vec<Intake>,
     pub(crate) guard: LogGuard,
 }
 
@@ -50,6 +53,7 @@ pub(crate) async fn boot(config: &RouterConfig, tls: ClientTlsConfig) -> Result<
     let (stores, guard) = open(config, &cluster)?;
     let settings = Arc::new(settings(config)?);
     let peers = Peers::new(tls);
+    let intakes = stores.iter().map(|(_, machine)| machine.intake()).collect();
     let mut groups = Vec::with_capacity(stores.len());
     for (group, (log, machine)) in (0..).zip(stores) {
         let published = machine.published();
@@ -61,7 +65,7 @@ pub(crate) async fn boot(config: &RouterConfig, tls: ClientTlsConfig) -> Result<
         let consensus = Consensus::new(group, raft, config.timings.office());
         groups.push(Arc::new(Group { consensus, published, log_bytes }));
     }
-    Ok(Booted { cluster, groups: Groups::new(groups), peers, guard })
+    Ok(Booted { cluster, groups: Groups::new(groups), peers, intakes, guard })
 }
 
 type Stores = Vec<(LogStore, StateMachine)>;
@@ -69,8 +73,10 @@ type Stores = Vec<(LogStore, StateMachine)>;
 fn open(config: &RouterConfig, cluster: &Cluster) -> Result<(Stores, LogGuard), StartError> {
     let owner = Owner { router: config.id, cluster: cluster.clone() };
     let directory = &config.data_dir;
-    let machines =
-        (0..cluster.groups()).map(|group| StateMachine::open(directory, group, limits(config, group)));
+    snapshot_file::remove_temporaries(directory)
+        .map_err(|source| SnapshotFileError::Io { path: directory.clone(), source })?;
+    let machines = (0..cluster.groups())
+        .map(|group| StateMachine::open(Intake::new(directory, group, limits(config, group))));
     let machines = machines.collect::<Result<Vec<_>, _>>()?;
     let (logs, guard) = LogStore::open(directory, &owner)?;
     for (group, (log, machine)) in (0..).zip(logs.iter().zip(&machines)) {
@@ -99,7 +105,7 @@ fn check_covered(directory: &Path, group: u16, covered: u64, purged: Option<u64>
     match purged {
         Some(purged) if purged > covered => {
             let what = format!("it ends at entry {covered}, but the log begins after entry {purged}");
-            Err(snapshot_file::corrupt(directory, group, what).into())
+            Err(SnapshotFileError::Corrupt { path: snapshot_file::path_of(directory, group), what }.into())
         }
         _ => Ok(()),
     }

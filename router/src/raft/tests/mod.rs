@@ -5,17 +5,20 @@ mod damage;
 mod full_disk;
 mod parts;
 mod restart;
+mod snapshots;
 mod suite;
 
 use std::path::Path;
 
 use kv_core::id::TenantId;
+use kv_core::index::IndexLimits;
 use kv_core::index::command::Command;
 use openraft::entry::RaftEntry;
 use openraft::storage::{RaftLogStorage, RaftLogStorageExt};
 use openraft::vote::RaftLeaderIdExt;
 
 use super::disk::{LogError, Owner};
+use super::intake::Intake;
 use super::log_store::{LogGuard, LogStore};
 use super::{Cluster, Entry, LeaderId, LogId, Payload, Proposal};
 
@@ -44,6 +47,10 @@ fn owner(router: u64, cluster: &str, shards: u16) -> Owner {
 
 fn open(directory: &Path) -> (LogStore, LogGuard) {
     try_open(directory, ROUTER).unwrap()
+}
+
+fn intake(directory: &Path, group: u16) -> Intake {
+    Intake::new(directory, group, IndexLimits::default())
 }
 
 /// Ends a store the way a router does, so that the file can be opened again.
