@@ -14,10 +14,12 @@ pub(crate) mod handle;
 pub(crate) mod intake;
 pub(crate) mod log_store;
 pub(crate) mod network;
+pub(crate) mod recover;
 pub(crate) mod sending;
 pub(crate) mod service;
 pub(crate) mod snapshot_file;
 pub(crate) mod state_machine;
+pub(crate) mod withheld;
 
 #[cfg(test)]
 mod tests;

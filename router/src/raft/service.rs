@@ -21,6 +21,7 @@ use super::handle::Consensus;
 use super::intake::{Intake, IntakeError, Received};
 use super::network::{Envelope, SnapshotHead};
 use super::state_machine::SnapshotData;
+use super::withheld::Withheld;
 use super::{Cluster, Raft, Snapshot, SnapshotMeta};
 
 /// Longest snapshot taken from a peer: above any index the product is sized for, below the memory of a router,
@@ -42,13 +43,19 @@ pub(crate) struct RaftService {
     cluster: Arc<Cluster>,
     groups: Vec<Consensus>,
     intakes: Vec<Intake>,
+    withheld: Arc<Withheld>,
     receiving: Semaphore,
 }
 
 impl RaftService {
     /// `groups` and `intakes` by number.
-    pub(crate) fn new(cluster: Arc<Cluster>, groups: Vec<Consensus>, intakes: Vec<Intake>) -> RaftService {
-        RaftService { cluster, groups, intakes, receiving: Semaphore::new(RECEIVING_MAX) }
+    pub(crate) fn new(
+        cluster: Arc<Cluster>,
+        groups: Vec<Consensus>,
+        intakes: Vec<Intake>,
+        withheld: Arc<Withheld>,
+    ) -> RaftService {
+        RaftService { cluster, groups, intakes, withheld, receiving: Semaphore::new(RECEIVING_MAX) }
     }
 
     fn group(&self, cluster: &str, shards: u32, group: u32) -> Result<&Consensus, Status> {
@@ -89,6 +96,14 @@ impl RaftService {
             .map_err(|error| Status::internal(format!("raft answer does not encode: {error}")))?;
         let envelope = Envelope { cluster: Arc::clone(&self.cluster), group: group.group() };
         Ok(Response::new(envelope.frame(payload)))
+    }
+
+    /// Refuses what only a voter may answer where this router lost what it must not contradict.
+    fn may_vote(&self, group: &Consensus) -> Result<(), Status> {
+        if self.withheld.holds(group.group()) {
+            return Err(Status::unavailable("this router lost entries of the group and gives no vote in it"));
+        }
+        Ok(())
     }
 
     /// Where snapshots of a group come in.
@@ -224,11 +239,13 @@ impl raft_server::Raft for RaftService {
 
     async fn vote(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {
         let (group, message) = self.message(request)?;
+        self.may_vote(group)?;
         self.answer(group, group.raft().vote(message).await)
     }
 
     async fn pre_vote(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {
         let (group, message) = self.message(request)?;
+        self.may_vote(group)?;
         self.answer(group, group.raft().pre_vote(message).await)
     }
 
@@ -237,6 +254,7 @@ impl raft_server::Raft for RaftService {
         request: Request<pb::RaftFrame>,
     ) -> Result<Response<pb::RaftFrame>, Status> {
         let (group, message) = self.message(request)?;
+        self.may_vote(group)?;
         self.answer(group, group.raft().handle_transfer_leader(message).await)
     }
 

@@ -50,8 +50,8 @@ const SYNC_BYTES: u64 = 32 << 20;
 pub enum SnapshotFileError {
     /// The bytes are not those that were written.
     #[error(
-        "snapshot {path} is corrupted: {what}. This router is the only voter, nobody can send it another one: restore \
-         its data directory from a copy, or start a new cluster with an empty one", path = path.display()
+        "snapshot {path} is corrupted: {what}. This router refuses to start: it is the only voter, and nobody else has \
+         what is in it. Restore its data directory from a copy, or start a new cluster with an empty one", path = path.display()
     )]
     Corrupt {
         /// The file.

@@ -23,7 +23,7 @@ fn open(directory: &Path) -> Result<StateMachine, SnapshotFileError> {
     StateMachine::open(intake(directory, GROUP))
 }
 
-async fn apply(machine: &mut StateMachine, entries: impl IntoIterator<Item = Entry>) {
+pub(super) async fn apply(machine: &mut StateMachine, entries: impl IntoIterator<Item = Entry>) {
     let entries: Vec<_> = entries.into_iter().map(|entry| Ok((entry, None))).collect();
     machine.apply(futures_util::stream::iter(entries)).await.unwrap();
 }
