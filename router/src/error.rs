@@ -47,6 +47,30 @@ pub enum StartError {
     /// The Raft log was refused.
     #[error(transparent)]
     Log(#[from] LogError),
+    /// The Raft log is corrupted or gone: the router must become a new member.
+    #[error(
+        "{log}. While the other routers are healthy: run `kvfleet members remove {router}`, move {directory} away, start \
+         this router with `join = true`, and run `kvfleet members add {router} {address}`", directory = directory.display()
+    )]
+    LostLog {
+        /// What is wrong with it.
+        log: LogError,
+        /// Number of this router.
+        router: u64,
+        /// Its data directory.
+        directory: PathBuf,
+        /// Where the others reach it.
+        address: String,
+    },
+    /// The Raft log is corrupted or gone, and there is no other router.
+    #[error(
+        "{log}; it is the only voter, and nobody else has it: restore its data directory from a copy, or start a new \
+         cluster with an empty one"
+    )]
+    LostCluster {
+        /// What is wrong with it.
+        log: LogError,
+    },
     /// The snapshot was refused.
     #[error(transparent)]
     Snapshot(#[from] SnapshotFileError),

@@ -86,15 +86,15 @@ impl Router {
         let stop = CancellationToken::new();
         // Whatever fails from here on takes the standing tasks with it.
         let started = stop.clone().drop_guard();
-        let Booted { cluster, groups, peers, guard } = booted;
+        let Booted { cluster, groups, peers, intakes, withheld, guard } = booted;
         let consensus = groups.all().iter().map(|group| group.consensus.clone()).collect();
-        let raft_service = RaftService::new(Arc::clone(&cluster), consensus);
+        let raft_service = RaftService::new(Arc::clone(&cluster), consensus, intakes, Arc::clone(&withheld));
         let parts = Parts { config: &config, groups: &groups, metrics, stop: &stop };
         let shared = parts.assemble(cluster, peers);
         let serving = serve(listener, &identity, RouterService::new(shared), raft_service, stop.clone())?;
         groups.all().iter().for_each(|group| group.consensus.raft().run());
         let router = Router { local_addr, groups, stop, serving, guard };
-        if let Err(error) = boot::initialize(&router.groups, &config).await {
+        if let Err(error) = boot::initialize(&router.groups, &withheld, &config).await {
             router.halt().await;
             return Err(error);
         }

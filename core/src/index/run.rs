@@ -349,6 +349,13 @@ fn split(run: u32) -> (usize, usize) {
 }
 
 impl Runs {
+    /// The same runs, to be read only. Which numbers are free is left out: that may be millions, and a
+    /// snapshot tells them by their length.
+    pub(super) fn frozen(&self) -> Runs {
+        let (chunks, none, used) = (self.chunks.clone(), Run::default(), self.used);
+        Runs { chunks, free: BTreeSet::new(), none, used }
+    }
+
     /// A run; an empty one for a number that is free.
     #[inline]
     pub(super) fn get(&self, run: u32) -> &Run {

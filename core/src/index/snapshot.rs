@@ -1,11 +1,12 @@
 //! The index as bytes and back, in chunks, while it goes on living.
 //!
 //! [`Index::freeze`] takes microseconds: it shares the pages and runs with the index, which copies a few
-//! of them at a time when it next writes. [`Frozen::chunks`] then encodes at its own pace. A snapshot is
+//! of them at a time when it next writes. [`Frozen::chunks`] then encodes at its own pace, and [`Restore`]
+//! takes chunk after chunk, so that neither side ever holds the whole of a snapshot as bytes. A snapshot is
 //! the index as it stands, run by run and page by page, stale holds and free numbers included, so that a
 //! replica that restored it goes on exactly as the one that wrote it; only the table is built anew, and
 //! every count and digest is computed again from the blocks, never believed. Each chunk has a checksum
-//! and the last one the digest of the state: bytes that are not whole are refused, never read in part.
+//! and the last one the digest of the state: chunks that are not whole are refused, never read in part.
 //! Not here: files, and the log position a snapshot stands for (the router keeps both).
 
 use xxhash_rust::xxh3::xxh3_64;
@@ -20,12 +21,8 @@ use super::run::{Hold, RUN_BLOCKS_MAX, Run, Runs};
 use super::{Index, IndexLimits};
 use crate::id::{BlockHash, Epoch, GroupId, NodeId, Seq, TenantId};
 
-/// First bytes of every snapshot.
-const MAGIC: [u8; 8] = *b"kvfindex";
-/// Format this release writes and reads.
-const FORMAT: u32 = 2;
-/// Magic and format.
-const HEAD_BYTES: usize = 8 + 4;
+/// Format of the chunks that this release writes and reads; whoever keeps them keeps this number with them.
+pub const SNAPSHOT_FORMAT: u32 = 2;
 /// A chunk of runs ends when it has this many bytes: a message that no transport minds, encoded in well
 /// under a millisecond. The chunk of pins and nodes may be longer.
 pub const SNAPSHOT_CHUNK_BYTES: usize = 256 * 1024;
@@ -40,9 +37,6 @@ const END: u8 = 3;
 /// Why bytes cannot be restored.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SnapshotError {
-    /// The bytes are something else.
-    #[error("not an index snapshot: it does not start with \"kvfindex\"")]
-    NotASnapshot,
     /// Written by another release.
     #[error("snapshot format {got} is not known here, only {known}: use the release that wrote it")]
     Format {
@@ -52,25 +46,19 @@ pub enum SnapshotError {
         known: u32,
     },
     /// The end is missing.
-    #[error("snapshot ends after {got} bytes, before its end: it was cut off")]
+    #[error("snapshot ends after {got} chunks, before its end: it was cut off")]
     Torn {
-        /// Bytes given.
+        /// Chunks given.
         got: u64,
     },
-    /// Something follows the end.
-    #[error("snapshot has {more} bytes after its end: something was appended")]
-    Longer {
-        /// Bytes after the end.
-        more: u64,
-    },
     /// Some byte changed since it was written.
-    #[error("snapshot is damaged: the checksum of chunk {chunk} does not match; take it from another router")]
+    #[error("snapshot is damaged: the checksum of chunk {chunk} does not match")]
     Corrupt {
         /// Which chunk, counted from 0.
         chunk: u64,
     },
     /// Every checksum matches, but the state is another one than was written: a bug or a forgery.
-    #[error("snapshot leads to another state than it was taken of; take it from another router")]
+    #[error("snapshot leads to another state than it was taken of")]
     OtherState,
     /// The checksums match, but the contents make no sense: a bug or a forgery.
     #[error("snapshot has invalid contents: {0}")]
@@ -85,28 +73,38 @@ pub struct Frozen {
     pages: Pages,
     runs: Runs,
     sweep_at: u32,
-    digest: [u8; 16],
+}
+
+/// Checks the number that was kept with some chunks.
+///
+/// # Errors
+/// [`SnapshotError::Format`] when this release does not read them.
+pub fn check_snapshot_format(got: u32) -> Result<(), SnapshotError> {
+    if got == SNAPSHOT_FORMAT {
+        return Ok(());
+    }
+    Err(SnapshotError::Format { got, known: SNAPSHOT_FORMAT })
+}
+
+/// Whether a chunk is as it was written, for whoever only passes it on.
+#[must_use]
+pub fn is_whole_chunk(chunk: &[u8]) -> bool {
+    let parts = chunk.split_last_chunk::<CHECK_BYTES>();
+    parts.is_some_and(|(body, check)| xxh3_64(body) == u64::from_le_bytes(*check))
 }
 
 impl Index {
     /// The index as it is now, for [`Frozen::chunks`]. Costs O(nodes + pins), and one reference per
-    /// 2,048 blocks.
+    /// 2,048 blocks and per 64 runs.
     #[must_use]
     pub fn freeze(&self) -> Frozen {
         Frozen {
             nodes: self.nodes.clone(),
             directives: self.directives.clone(),
             pages: self.store.pages.clone(),
-            runs: self.store.runs.clone(),
+            runs: self.store.runs.frozen(),
             sweep_at: self.store.sweep_at,
-            digest: self.digest(),
         }
-    }
-
-    /// The whole snapshot as one piece of bytes, see [`Frozen::encode`].
-    #[must_use]
-    pub fn snapshot(&self) -> Vec<u8> {
-        self.freeze().encode()
     }
 
     /// Sixteen bytes that are equal on two replicas exactly when their logical states are (up to
@@ -114,74 +112,28 @@ impl Index {
     /// blocks), not O(blocks): the part of each node's blocks is kept up to date by every change.
     #[must_use]
     pub fn digest(&self) -> [u8; 16] {
-        let mut state = Vec::new();
-        put_epochs(&self.nodes, &mut state);
-        for node in self.nodes.iter() {
-            put_node(node, &mut state);
-            state.extend_from_slice(&node.digest_sum.to_le_bytes());
-            put_number(&mut state, node.blocks);
-        }
-        put_directives(&self.directives, &mut state);
-        let full = blake3::hash(&state);
-        std::array::from_fn(|position| full.as_bytes()[position])
+        digest(&self.nodes, &self.directives)
     }
+}
 
-    /// Reads what [`Index::snapshot`] wrote. Later commands are held to `limits`; what is in the
-    /// snapshot is kept even above them.
-    ///
-    /// # Errors
-    /// See [`SnapshotError`]. Nothing is reserved that the bytes given do not justify.
-    pub fn restore(bytes: &[u8], limits: IndexLimits) -> Result<Index, SnapshotError> {
-        let got = bytes.len() as u64;
-        let Some((head, mut rest)) = bytes.split_at_checked(HEAD_BYTES) else {
-            let cut_off = !bytes.is_empty() && bytes.iter().zip(&MAGIC).all(|(one, other)| one == other);
-            return Err(if cut_off { SnapshotError::Torn { got } } else { SnapshotError::NotASnapshot });
-        };
-        let (magic, format) = head.split_at(MAGIC.len());
-        if magic != MAGIC {
-            return Err(SnapshotError::NotASnapshot);
-        }
-        let format = format.iter().rev().fold(0, |number, byte| number << 8 | u32::from(*byte));
-        if format != FORMAT {
-            return Err(SnapshotError::Format { got: format, known: FORMAT });
-        }
-        let mut restore = Restore::new(limits);
-        while !restore.is_whole() {
-            let Some((length, chunk)) = rest.split_first_chunk() else {
-                return Err(SnapshotError::Torn { got });
-            };
-            let length = u32::from_le_bytes(*length) as usize;
-            let Some((chunk, left)) = chunk.split_at_checked(length) else {
-                return Err(SnapshotError::Torn { got });
-            };
-            restore.push(chunk)?;
-            rest = left;
-        }
-        if !rest.is_empty() {
-            return Err(SnapshotError::Longer { more: rest.len() as u64 });
-        }
-        restore.finish()
+fn digest(nodes: &Nodes, directives: &Directives) -> [u8; 16] {
+    let mut state = Vec::new();
+    put_epochs(nodes, &mut state);
+    for node in nodes.iter() {
+        put_node(node, &mut state);
+        state.extend_from_slice(&node.digest_sum.to_le_bytes());
+        put_number(&mut state, node.blocks);
     }
+    put_directives(directives, &mut state);
+    let full = blake3::hash(&state);
+    std::array::from_fn(|position| full.as_bytes()[position])
 }
 
 impl Frozen {
     /// Digest of the state, see [`Index::digest`].
     #[must_use]
     pub fn digest(&self) -> [u8; 16] {
-        self.digest
-    }
-
-    /// The whole snapshot as one piece of bytes: magic, format, then each chunk after its length.
-    #[must_use]
-    pub fn encode(self) -> Vec<u8> {
-        let mut out = Vec::new();
-        out.extend_from_slice(&MAGIC);
-        out.extend_from_slice(&FORMAT.to_le_bytes());
-        for chunk in self.chunks() {
-            out.extend_from_slice(&(chunk.len() as u32).to_le_bytes());
-            out.extend_from_slice(&chunk);
-        }
-        out
+        digest(&self.nodes, &self.directives)
     }
 
     /// The chunks of the snapshot, one by one, each encoded when it is asked for.
@@ -218,7 +170,7 @@ impl Chunks {
             }
             RUNS => {
                 out[0] = END;
-                out.extend_from_slice(&frozen.digest);
+                out.extend_from_slice(&frozen.digest());
                 self.stage = END;
             }
             _ => return None,
@@ -337,10 +289,10 @@ impl Restore {
     /// See [`SnapshotError`].
     pub fn push(&mut self, chunk: &[u8]) -> Result<(), SnapshotError> {
         let damaged = SnapshotError::Corrupt { chunk: self.chunks };
-        let Some((body, check)) = chunk.split_last_chunk::<CHECK_BYTES>() else { return Err(damaged) };
-        if xxh3_64(body) != u64::from_le_bytes(*check) {
+        if !is_whole_chunk(chunk) {
             return Err(damaged);
         }
+        let (body, _) = chunk.split_at(chunk.len() - CHECK_BYTES);
         let mut reader = Reader::new(body);
         let kind = reader.byte()?;
         let number = reader.number("chunk number")?;

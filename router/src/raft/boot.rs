@@ -3,7 +3,6 @@
 //! Not here: what runs on top (`crate::start`).
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::Arc;
 
 use kv_core::index::IndexLimits;
@@ -12,12 +11,13 @@ use openraft::impls::BasicNode;
 use openraft::{Config, SnapshotPolicy};
 use tonic::transport::ClientTlsConfig;
 
-use super::disk::{LOG_FILE, LogError, Owner};
+use super::disk::{LogError, Owner};
 use super::handle::Consensus;
-use super::log_store::{LogGuard, LogStore};
+use super::intake::Intake;
+use super::log_store::LogGuard;
 use super::network::{Envelope, Network, Peers};
-use super::snapshot_file;
-use super::state_machine::StateMachine;
+use super::recover::{self, Opened};
+use super::withheld::{self, Withheld};
 use super::{CONTROL, Cluster, Raft};
 use crate::config::RouterConfig;
 use crate::error::StartError;
@@ -41,47 +41,58 @@ pub(crate) struct Booted {
     pub(crate) cluster: Arc<Cluster>,
     pub(crate) groups: Groups,
     pub(crate) peers: Peers,
+    /// Where snapshots come in, by group.
+    pub(crate) intakes: Vec<Intake>,
+    /// Where this router gives no vote.
+    pub(crate) withheld: Arc<Withheld>,
     pub(crate) guard: LogGuard,
 }
 
 /// Opens what is on disk and builds the Raft of every group on it.
 pub(crate) async fn boot(config: &RouterConfig, tls: ClientTlsConfig) -> Result<Booted, StartError> {
     let cluster = Arc::new(Cluster { name: config.cluster.clone(), shards: config.shards });
-    let (stores, guard) = open(config, &cluster)?;
-    let settings = Arc::new(settings(config)?);
+    let Opened { stores, guard, withheld } = open(config, &cluster)?;
     let peers = Peers::new(tls);
+    let intakes = stores.iter().map(|(_, machine)| machine.intake()).collect();
     let mut groups = Vec::with_capacity(stores.len());
     for (group, (log, machine)) in (0..).zip(stores) {
         let published = machine.published();
         let log_bytes = Box::new(log.bytes_held());
         let envelope = Envelope { cluster: Arc::clone(&cluster), group };
         let network = Network { peers: peers.clone(), envelope };
-        let raft = Raft::build(config.id, Arc::clone(&settings), network, log, machine).await;
+        let settings = Arc::new(settings(config, !withheld.holds(group))?);
+        let raft = Raft::build(config.id, settings, network, log, machine).await;
         let raft = raft.map_err(|error| StartError::Consensus(error.to_string()))?;
         let consensus = Consensus::new(group, raft, config.timings.office());
+        tokio::spawn(withheld::watch(Arc::clone(&withheld), consensus.clone()));
         groups.push(Arc::new(Group { consensus, published, log_bytes }));
     }
-    Ok(Booted { cluster, groups: Groups::new(groups), peers, guard })
+    Ok(Booted { cluster, groups: Groups::new(groups), peers, intakes, withheld, guard })
 }
 
-type Stores = Vec<(LogStore, StateMachine)>;
-
-fn open(config: &RouterConfig, cluster: &Cluster) -> Result<(Stores, LogGuard), StartError> {
+fn open(config: &RouterConfig, cluster: &Cluster) -> Result<Opened, StartError> {
     let owner = Owner { router: config.id, cluster: cluster.clone() };
-    let directory = &config.data_dir;
-    let machines =
-        (0..cluster.groups()).map(|group| StateMachine::open(directory, group, limits(config, group)));
-    let machines = machines.collect::<Result<Vec<_>, _>>()?;
-    let (logs, guard) = LogStore::open(directory, &owner)?;
-    for (group, (log, machine)) in (0..).zip(logs.iter().zip(&machines)) {
-        let covered = machine.published().read().applied_index();
-        if covered > 0 && !log.has_vote() {
-            let what = format!("it is new, but the snapshot beside it ends at entry {covered}");
-            return Err(LogError::Corrupt { path: directory.join(LOG_FILE), what }.into());
-        }
-        check_covered(directory, group, covered, log.purged_index())?;
+    let intake = |group| Intake::new(&config.data_dir, group, limits(config, group));
+    let intakes = (0..cluster.groups()).map(intake).collect();
+    let is_alone = !config.join && config.voters.len() < 2;
+    let opened = recover::open(&config.data_dir, &owner, intakes, is_alone);
+    let (opened, losses) = opened.map_err(|error| remedy(error, config, is_alone))?;
+    losses.iter().for_each(|loss| tracing::error!("{loss}"));
+    Ok(opened)
+}
+
+/// Adds to the loss of a log what can be done about it.
+fn remedy(error: StartError, config: &RouterConfig, is_alone: bool) -> StartError {
+    match error {
+        StartError::Log(log @ LogError::Corrupt { .. }) if is_alone => StartError::LostCluster { log },
+        StartError::Log(log @ LogError::Corrupt { .. }) => StartError::LostLog {
+            log,
+            router: config.id,
+            directory: config.data_dir.clone(),
+            address: config.own_address().to_owned(),
+        },
+        other => other,
     }
-    Ok((logs.into_iter().zip(machines).collect(), guard))
 }
 
 /// What one group may hold: the shards divide the copies among them, since chains are spread evenly.
@@ -93,19 +104,8 @@ fn limits(config: &RouterConfig, group: u16) -> IndexLimits {
     }
 }
 
-/// Entries are purged only once a snapshot holds them: a snapshot that ends before the log begins has
-/// been lost or replaced.
-fn check_covered(directory: &Path, group: u16, covered: u64, purged: Option<u64>) -> Result<(), StartError> {
-    match purged {
-        Some(purged) if purged > covered => {
-            let what = format!("it ends at entry {covered}, but the log begins after entry {purged}");
-            Err(snapshot_file::corrupt(directory, group, what).into())
-        }
-        _ => Ok(()),
-    }
-}
-
-fn settings(config: &RouterConfig) -> Result<Config, StartError> {
+/// `may_lead`: whether this router may stand for election, or go on leading what it led before it stopped.
+fn settings(config: &RouterConfig, may_lead: bool) -> Result<Config, StartError> {
     let settings = Config {
         cluster_name: config.cluster.clone(),
         heartbeat_interval: config.timings.heartbeat_ms,
@@ -119,6 +119,8 @@ fn settings(config: &RouterConfig) -> Result<Config, StartError> {
         max_in_snapshot_log_to_keep: ENTRIES_KEPT,
         // A router that was cut off must not depose a healthy leader when it comes back.
         enable_pre_vote: Some(true),
+        enable_elect: may_lead,
+        enable_leader_restore: Some(may_lead),
         // A follower whose disk was replaced starts empty; that must not stop the leader.
         allow_log_reversion: Some(true),
         backoff: BACKOFF.into(),
@@ -130,13 +132,21 @@ fn settings(config: &RouterConfig) -> Result<Config, StartError> {
 /// Writes the first membership of every group that has never had one, unless this router waits to be added.
 /// Every voter does so with the same list, which openraft allows: one of them is elected, the others find the
 /// same entry in their log.
-pub(crate) async fn initialize(groups: &Groups, config: &RouterConfig) -> Result<(), StartError> {
+pub(crate) async fn initialize(
+    groups: &Groups,
+    withheld: &Withheld,
+    config: &RouterConfig,
+) -> Result<(), StartError> {
     if config.join {
         return Ok(());
     }
     let failed = |error: &dyn std::fmt::Display| StartError::Consensus(error.to_string());
     for group in groups.all() {
         let raft = group.consensus.raft();
+        // The first membership was written long ago; the leader sends it.
+        if withheld.holds(group.number()) {
+            continue;
+        }
         if raft.is_initialized().await.map_err(|error| failed(&error))? {
             continue;
         }

@@ -4,7 +4,7 @@
 //! Every record carries a CRC32C over its key and its bytes, and the file names the first and last entry
 //! of each group, so a flipped bit, a torn page and a lost tail are all found at open. A file that fails is
 //! refused, never repaired by guessing: a voter that forgets what it acknowledged can lose other
-//! routers' commits. Not here: when a batch is made (`disk_thread.rs`) and what openraft sees
+//! routers' commits. Not here: what becomes of a router whose file was refused (`recover.rs`), when a batch is made (`disk_thread.rs`) and what openraft sees
 //! (`log_store.rs`).
 
 use std::collections::VecDeque;
@@ -52,8 +52,7 @@ pub enum LogError {
     /// A record does not match its checksum, or one that must be there is missing.
     #[error(
         "raft log {path} is corrupted: {what}. This router refuses to start because it can no longer prove what it \
-         acknowledged. Move the router's data directory away and start it with an empty one while the other routers are \
-         healthy: they send it what it lost"
+         acknowledged and what it voted"
     )]
     Corrupt {
         /// The file.
@@ -146,6 +145,8 @@ pub(crate) enum Change {
     },
     Purge(LogId),
     Committed(Option<LogId>),
+    /// The group begins anew, with the vote it gave.
+    Forget,
 }
 
 /// The open file. One thread owns it.
@@ -233,6 +234,14 @@ fn write_change(
             let gone = place(group, 0)..=place(group, upto.index());
             entries.retain_in(gone, |_, _| false).map_err(storage_error)?;
             put_meta(meta, &key(KEY_PURGED), upto)
+        }
+        Change::Forget => {
+            let gone = place(group, 0)..place(group + 1, 0);
+            entries.retain_in(gone, |_, _| false).map_err(storage_error)?;
+            for gone in [KEY_PURGED, KEY_COMMITTED, KEY_LAST] {
+                meta.remove(key(gone).as_str()).map_err(storage_error)?;
+            }
+            Ok(())
         }
     }
 }

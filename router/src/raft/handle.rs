@@ -15,7 +15,7 @@ use openraft::impls::{BasicNode, ProgressResponder};
 use openraft::raft::ClientWriteResult;
 use openraft::{ChangeMembers, ReadPolicy};
 
-use super::{Proposal, Raft, StoredMembership, TypeConfig};
+use super::{LogId, Proposal, Raft, StoredMembership, TypeConfig};
 
 /// How long a proposal is tried again while a fresh leader has not yet been confirmed by a quorum.
 /// openraft refuses writes of a leader whose lease is not valid; right after an election that is the
@@ -204,6 +204,28 @@ impl Consensus {
     pub(crate) async fn snapshot_now(&self) {
         if let Err(error) = self.raft.trigger().snapshot().await {
             tracing::warn!(%error, "a snapshot was not started");
+        }
+    }
+
+    /// Waits until a snapshot on this router's disk reaches this entry, and asks for one when it could; false
+    /// when consensus stops before.
+    pub(crate) async fn has_on_disk(&self, entry: LogId) -> bool {
+        let mut metrics = self.raft.metrics();
+        let mut is_asked = false;
+        loop {
+            let (applied, snapshot) = {
+                let metrics = metrics.borrow_watched();
+                (metrics.last_applied, metrics.snapshot)
+            };
+            if snapshot >= Some(entry) {
+                return true;
+            }
+            if applied >= Some(entry) && !std::mem::replace(&mut is_asked, true) {
+                self.snapshot_now().await;
+            }
+            if metrics.changed().await.is_err() {
+                return false;
+            }
         }
     }
 

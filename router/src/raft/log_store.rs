@@ -8,7 +8,6 @@ use std::collections::VecDeque;
 use std::fmt::Debug;
 use std::io;
 use std::ops::{Bound, RangeBounds};
-use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 
@@ -17,7 +16,7 @@ use openraft::storage::{IOFlushed, LogState, RaftLogReader, RaftLogStorage};
 use parking_lot::{Mutex, RwLock};
 
 use super::bounded::take_bytes;
-use super::disk::{Change, Disk, LogError, Owner, Recovered};
+use super::disk::{Change, Disk, Recovered};
 use super::disk_thread::{DiskQueue, Done};
 use super::{Entry, LogId, Payload, TypeConfig, Vote};
 
@@ -124,12 +123,6 @@ impl LogGuard {
 }
 
 impl LogStore {
-    /// Opens the logs in `directory`, or creates them, one per group; see [`LogError`] for every refusal.
-    pub(crate) fn open(directory: &Path, owner: &Owner) -> Result<(Vec<LogStore>, LogGuard), LogError> {
-        let (disk, recovered) = Disk::open(directory, owner)?;
-        LogStore::on(disk, recovered).map_err(|source| LogError::Io { path: directory.to_owned(), source })
-    }
-
     /// The logs on an open file that held `recovered`, by group.
     pub(crate) fn on(disk: Disk, recovered: Vec<Recovered>) -> io::Result<(Vec<LogStore>, LogGuard)> {
         let groups = u16::try_from(recovered.len()).map_err(io::Error::other)?;
@@ -138,16 +131,6 @@ impl LogStore {
             |(disk, recovered)| LogStore { memory: Arc::new(RwLock::new(Memory::of(recovered))), disk };
         let stores = queues.into_iter().zip(recovered).map(store).collect();
         Ok((stores, LogGuard { thread: Mutex::new(Some(thread)) }))
-    }
-
-    /// Last entry that was purged, if any was.
-    pub(crate) fn purged_index(&self) -> Option<u64> {
-        self.memory.read().purged.map(|purged| purged.index())
-    }
-
-    /// Whether this router ever voted or followed: every log but a new one holds a vote.
-    pub(crate) fn has_vote(&self) -> bool {
-        self.memory.read().vote.is_some()
     }
 
     /// A reading of how many bytes of entries are held in memory, for the snapshot trigger. It does not

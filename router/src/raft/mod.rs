@@ -11,11 +11,15 @@ pub(crate) mod bounded;
 pub(crate) mod disk;
 pub(crate) mod disk_thread;
 pub(crate) mod handle;
+pub(crate) mod intake;
 pub(crate) mod log_store;
 pub(crate) mod network;
+pub(crate) mod recover;
+pub(crate) mod sending;
 pub(crate) mod service;
 pub(crate) mod snapshot_file;
 pub(crate) mod state_machine;
+pub(crate) mod withheld;
 
 #[cfg(test)]
 mod tests;
@@ -62,7 +66,8 @@ pub(crate) type Payload = openraft::EntryPayload<Proposal, u64, BasicNode>;
 pub(crate) type Entry = openraft::Entry<CommittedLeaderId, Payload>;
 pub(crate) type StoredMembership = openraft::StoredMembership<CommittedLeaderId, u64, BasicNode>;
 pub(crate) type SnapshotMeta = openraft::storage::SnapshotMeta<CommittedLeaderId, u64, BasicNode>;
-pub(crate) type Snapshot = openraft::storage::Snapshot<CommittedLeaderId, u64, BasicNode, Bytes>;
+pub(crate) type Snapshot =
+    openraft::storage::Snapshot<CommittedLeaderId, u64, BasicNode, state_machine::SnapshotData>;
 pub(crate) type Raft = openraft::Raft<TypeConfig, state_machine::StateMachine>;
 
 /// A command as its encoded bytes: cheap to clone for every follower, opaque to openraft.

@@ -1,16 +1,16 @@
 //! Raft calls to the other routers: gRPC with mutual TLS, one lazily connected channel per peer, which all
 //! groups share.
 //!
-//! Payloads are MessagePack of openraft's own types. A snapshot travels as a stream of checksummed parts. Not
-//! here: the receiving side (`service.rs`) and when to call (openraft).
+//! Payloads are MessagePack of openraft's own types. A snapshot travels as a stream of checksummed chunks. Not
+//! here: how its file is read (`sending.rs`), the receiving side (`service.rs`) and when to call (openraft).
 
 use std::collections::HashMap;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use futures_util::future::{Either, select};
+use kv_core::index::SNAPSHOT_FORMAT;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::raft_client::RaftClient;
 use openraft::OptionalSend;
@@ -25,18 +25,18 @@ use openraft::raft::{
 use parking_lot::Mutex;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tokio::sync::Semaphore;
 use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Status};
 
+use super::sending::{self, SENDING_MAX};
+use super::snapshot_file::Stored;
+use super::state_machine::SnapshotData;
 use super::{Cluster, Snapshot, SnapshotMeta, TypeConfig, Vote};
 
 /// Largest Raft message taken or sent: one replication message (`REPLICATION_BYTES_MAX`), whose single
 /// entry may itself be a full announce batch, with room for its envelope.
 pub(crate) const RAFT_MESSAGE_BYTES_MAX: usize = 32 << 20;
-
-/// Bytes of one part of a snapshot: large enough to stream at line speed, small enough not to hold up
-/// heartbeats that share the connection.
-const SNAPSHOT_PART_BYTES: usize = 1 << 20;
 
 /// Time to open a connection before the peer counts as unreachable. Below the shortest election timeout,
 /// so that a dead peer does not cost a candidate its turn.
@@ -50,11 +50,13 @@ const KEEPALIVE: Duration = Duration::from_secs(2);
 pub(crate) struct Peers {
     tls: ClientTlsConfig,
     channels: Arc<Mutex<HashMap<String, Channel>>>,
+    /// Room for snapshots on their way out.
+    sending: Arc<Semaphore>,
 }
 
 impl Peers {
     pub(crate) fn new(tls: ClientTlsConfig) -> Peers {
-        Peers { tls, channels: Arc::default() }
+        Peers { tls, channels: Arc::default(), sending: Arc::new(Semaphore::new(SENDING_MAX)) }
     }
 
     /// A client of the router at this address; it connects when it is first used.
@@ -113,7 +115,8 @@ impl RaftNetworkFactory<TypeConfig> for Network {
     type Network = Peer;
 
     async fn new_client(&mut self, target: u64, node: &BasicNode) -> Peer {
-        Peer { target, client: self.peers.client(&node.addr), envelope: self.envelope.clone() }
+        let (client, sending) = (self.peers.client(&node.addr), Arc::clone(&self.peers.sending));
+        Peer { target, client, envelope: self.envelope.clone(), sending }
     }
 }
 
@@ -122,6 +125,7 @@ pub(crate) struct Peer {
     target: u64,
     client: Result<RaftClient<Channel>, String>,
     envelope: Envelope,
+    sending: Arc<Semaphore>,
 }
 
 type RpcError = RPCError<TypeConfig>;
@@ -146,6 +150,34 @@ impl Peer {
         request.set_timeout(deadline);
         Ok(request)
     }
+
+    /// Sends a snapshot when it is its turn, and waits until it is installed.
+    async fn send(
+        &self,
+        head: &SnapshotHead,
+        stored: Arc<Stored>,
+        deadline: Duration,
+    ) -> Result<SnapshotResponse<TypeConfig>, RpcError> {
+        let group = self.envelope.group;
+        let turn = self.sending.acquire().await;
+        let _turn = turn.map_err(|closed| RPCError::Network(NetworkError::new(&closed)))?;
+        let bytes = head.bytes;
+        tracing::info!(group, peer = self.target, bytes, "sending a snapshot");
+        let encoded =
+            rmp_serde::to_vec_named(head).map_err(|error| RPCError::Network(NetworkError::new(&error)))?;
+        let mut request = Request::new(sending::parts(&self.envelope, encoded, Arc::clone(&stored)));
+        request.set_timeout(deadline);
+        let answer = self.client()?.snapshot(request).await;
+        if stored.is_damaged() {
+            let what = "the snapshot on this router is damaged; it is made anew and sent again";
+            return Err(RPCError::Network(NetworkError::from_string(what)));
+        }
+        if let Err(status) = &answer {
+            let why = status.message();
+            tracing::warn!(group, peer = self.target, why, "a snapshot did not arrive; it is sent again");
+        }
+        reply(answer)
+    }
 }
 
 fn reply<T: DeserializeOwned>(answer: Result<tonic::Response<pb::RaftFrame>, Status>) -> Result<T, RpcError> {
@@ -166,7 +198,7 @@ fn failed(status: &Status) -> RpcError {
 }
 
 impl RaftNetworkV2<TypeConfig> for Peer {
-    type SnapshotData = Bytes;
+    type SnapshotData = SnapshotData;
 
     async fn append_entries(
         &mut self,
@@ -199,17 +231,14 @@ impl RaftNetworkV2<TypeConfig> for Peer {
         cancel: impl Future<Output = ReplicationClosed> + OptionalSend + 'static,
         option: RPCOption,
     ) -> Result<SnapshotResponse<TypeConfig>, StreamingError<TypeConfig>> {
-        let group = self.envelope.group;
-        tracing::info!(group, peer = self.target, bytes = snapshot.snapshot.len(), "sending a snapshot");
-        let mut client = self.client()?;
-        let head = SnapshotHead { vote, meta: snapshot.meta, bytes: snapshot.snapshot.len() as u64 };
-        let head = rmp_serde::to_vec_named(&head).map_err(|error| NetworkError::new(&error))?;
-        let mut request =
-            Request::new(futures_util::stream::iter(parts(&self.envelope, head, snapshot.snapshot)));
-        request.set_timeout(option.hard_ttl());
-        let sending = Box::pin(client.snapshot(request));
+        let SnapshotData::Stored(stored) = snapshot.snapshot else {
+            return Err(NetworkError::from_string("a snapshot that comes in cannot go out").into());
+        };
+        let (format, bytes) = (SNAPSHOT_FORMAT, stored.bytes);
+        let head = SnapshotHead { vote, meta: snapshot.meta, format, bytes };
+        let sending = Box::pin(self.send(&head, stored, option.hard_ttl()));
         match select(sending, Box::pin(cancel)).await {
-            Either::Left((answer, _)) => Ok(reply(answer)?),
+            Either::Left((answer, _)) => Ok(answer?),
             Either::Right((closed, _)) => Err(StreamingError::Closed(closed)),
         }
     }
@@ -228,24 +257,8 @@ impl RaftNetworkV2<TypeConfig> for Peer {
 pub(crate) struct SnapshotHead {
     pub(crate) vote: Vote,
     pub(crate) meta: SnapshotMeta,
+    /// Format of its chunks.
+    pub(crate) format: u32,
     /// Bytes of data that follow.
     pub(crate) bytes: u64,
-}
-
-pub(super) fn parts(
-    envelope: &Envelope,
-    head: Vec<u8>,
-    data: Bytes,
-) -> impl Iterator<Item = pb::SnapshotPart> + use<> {
-    let crc32c = crc32c::crc32c(&head);
-    let (cluster, shards) = (envelope.cluster.name.clone(), envelope.cluster.shards.into());
-    let group = envelope.group.into();
-    let first = pb::SnapshotPart { group, head, data: Vec::new(), crc32c, cluster, shards };
-    let starts = (0..data.len()).step_by(SNAPSHOT_PART_BYTES);
-    let rest = starts.map(move |start| {
-        let end = data.len().min(start + SNAPSHOT_PART_BYTES);
-        let data = data[start..end].to_vec();
-        pb::SnapshotPart { group, crc32c: crc32c::crc32c(&data), data, ..pb::SnapshotPart::default() }
-    });
-    std::iter::once(first).chain(rest)
 }

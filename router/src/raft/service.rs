@@ -1,45 +1,61 @@
 //! Raft calls from the other routers: checks who speaks, decodes, hands to the group's openraft, encodes.
 //!
 //! Not here: any Raft rule. A message of another cluster, of another number of shards, or one that does not
-//! decode is refused; a snapshot is gathered under limits, each part against its checksum, before openraft
-//! sees it.
+//! decode is refused; a snapshot is checked, restored and written down chunk by chunk as it arrives, under limits,
+//! before openraft sees it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
 use futures_util::{Stream, StreamExt};
+use kv_core::index::check_snapshot_format;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::raft_server;
 use openraft::raft::AppendEntriesResponse;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::sync::{Semaphore, mpsc};
 use tonic::{Request, Response, Status, Streaming};
 
 use super::handle::Consensus;
+use super::intake::{Intake, IntakeError, Received};
 use super::network::{Envelope, SnapshotHead};
-use super::{Cluster, Raft, Snapshot};
+use super::state_machine::SnapshotData;
+use super::withheld::Withheld;
+use super::{Cluster, Raft, Snapshot, SnapshotMeta};
 
-/// Bytes of snapshots taken from peers at once, of all groups: above any index the product is sized for,
-/// below the memory of a router, so that neither a peer gone mad nor many groups that lag at once can end
-/// the process.
+/// Longest snapshot taken from a peer: above any index the product is sized for, below the memory of a router,
+/// so that a peer gone mad cannot end the process.
 const SNAPSHOT_BYTES_MAX: u64 = 16 << 30;
 
-/// Bytes that one permit of that budget stands for.
-const PERMIT_BYTES: u64 = 1 << 20;
+/// Snapshots taken in at once, of all groups. Each holds the index that it restores beside the one in use, so
+/// this bounds the memory of a router that lags in many groups at once; the others wait for their turn.
+const RECEIVING_MAX: usize = 2;
+
+/// Parts that arrived and wait to be restored; the sender then waits too.
+const PARTS_WAITING_MAX: usize = 4;
+
+/// Longest pause between two parts: a sender that is gone must not keep its turn.
+const PART_MAX: Duration = Duration::from_secs(10);
 
 /// The receiving side of Raft, for all groups of this router.
 pub(crate) struct RaftService {
     cluster: Arc<Cluster>,
     groups: Vec<Consensus>,
-    snapshot_room: Semaphore,
+    intakes: Vec<Intake>,
+    withheld: Arc<Withheld>,
+    receiving: Semaphore,
 }
 
 impl RaftService {
-    /// `groups` by number.
-    pub(crate) fn new(cluster: Arc<Cluster>, groups: Vec<Consensus>) -> RaftService {
-        let permits = usize::try_from(SNAPSHOT_BYTES_MAX / PERMIT_BYTES).unwrap_or(usize::MAX);
-        RaftService { cluster, groups, snapshot_room: Semaphore::new(permits) }
+    /// `groups` and `intakes` by number.
+    pub(crate) fn new(
+        cluster: Arc<Cluster>,
+        groups: Vec<Consensus>,
+        intakes: Vec<Intake>,
+        withheld: Arc<Withheld>,
+    ) -> RaftService {
+        RaftService { cluster, groups, intakes, withheld, receiving: Semaphore::new(RECEIVING_MAX) }
     }
 
     fn group(&self, cluster: &str, shards: u32, group: u32) -> Result<&Consensus, Status> {
@@ -82,50 +98,113 @@ impl RaftService {
         Ok(Response::new(envelope.frame(payload)))
     }
 
-    /// Room for a snapshot of so many bytes; waits while others take it.
-    async fn room(&self, bytes: u64) -> Result<SemaphorePermit<'_>, Status> {
-        if bytes > SNAPSHOT_BYTES_MAX {
-            return Err(Status::invalid_argument(format!(
-                "snapshot of {bytes} bytes, the limit is {SNAPSHOT_BYTES_MAX}"
-            )));
+    /// Refuses what only a voter may answer where this router lost what it must not contradict.
+    fn may_vote(&self, group: &Consensus) -> Result<(), Status> {
+        if self.withheld.holds(group.group()) {
+            return Err(Status::unavailable("this router lost entries of the group and gives no vote in it"));
         }
-        let permits = u32::try_from(bytes.div_ceil(PERMIT_BYTES)).unwrap_or(u32::MAX);
-        let room = self.snapshot_room.acquire_many(permits).await;
-        room.map_err(|_| Status::unavailable("this router stops"))
+        Ok(())
+    }
+
+    /// Where snapshots of a group come in.
+    fn intake(&self, group: &Consensus) -> Result<&Intake, Status> {
+        let known = self.intakes.get(usize::from(group.group()));
+        known.ok_or_else(|| Status::invalid_argument("there is no such group"))
     }
 }
 
-/// The data of all further parts, which must come to so many bytes.
-pub(super) async fn gather(
-    stream: &mut (impl Stream<Item = Result<pb::SnapshotPart, Status>> + Unpin),
+/// The head of a snapshot, if it may come in.
+fn check_head(part: &pb::SnapshotPart) -> Result<SnapshotHead, Status> {
+    let (stored, computed) = (part.crc32c, crc32c::crc32c(&part.head));
+    if stored != computed {
+        return Err(Status::data_loss(format!(
+            "the head of a snapshot has checksum {stored:08x}, its bytes give {computed:08x}: it must be sent again"
+        )));
+    }
+    let head: SnapshotHead = rmp_serde::from_slice(&part.head)
+        .map_err(|error| Status::invalid_argument(format!("snapshot head does not decode: {error}")))?;
+    check_snapshot_format(head.format).map_err(|error| Status::invalid_argument(error.to_string()))?;
+    let bytes = head.bytes;
+    if bytes > SNAPSHOT_BYTES_MAX {
+        return Err(Status::invalid_argument(format!(
+            "snapshot of {bytes} bytes, the limit is {SNAPSHOT_BYTES_MAX}"
+        )));
+    }
+    Ok(head)
+}
+
+/// Takes in all further parts, which must come to so many bytes. Ends at the first wrong chunk.
+pub(super) async fn receive(
+    intake: &Intake,
+    meta: SnapshotMeta,
     bytes: u64,
-) -> Result<Bytes, Status> {
-    let mut data = BytesMut::new();
-    while let Some(part) = stream.next().await {
-        let part = part?;
-        check_part(&part.data, part.crc32c)?;
-        data.extend_from_slice(&part.data);
-        if data.len() as u64 > bytes {
+    stream: &mut (impl Stream<Item = Result<pb::SnapshotPart, Status>> + Unpin),
+    part_max: Duration,
+) -> Result<Received, Status> {
+    let (parts, waiting) = mpsc::channel(PARTS_WAITING_MAX);
+    let intake = intake.clone();
+    let taking = tokio::task::spawn_blocking(move || take(&intake, meta, waiting));
+    let fed = feed(stream, parts, bytes, part_max).await;
+    let taken =
+        taking.await.map_err(|error| Status::internal(format!("taking a snapshot in ended: {error}")))?;
+    match (fed, taken) {
+        // What was wrong with the bytes says more than that they ended.
+        (_, Err(error)) if !matches!(&error, IntakeError::Cut { .. }) => Err(refusal(&error)),
+        (Err(status), _) => Err(status),
+        (Ok(()), taken) => taken.map_err(|error| refusal(&error)),
+    }
+}
+
+fn take(
+    intake: &Intake,
+    meta: SnapshotMeta,
+    mut waiting: mpsc::Receiver<Vec<u8>>,
+) -> Result<Received, IntakeError> {
+    let mut incoming = intake.begin(meta)?;
+    while let Some(bytes) = waiting.blocking_recv() {
+        incoming.push(&bytes)?;
+    }
+    incoming.finish()
+}
+
+/// Hands on the data of all parts until the stream ends or nobody takes them.
+async fn feed(
+    stream: &mut (impl Stream<Item = Result<pb::SnapshotPart, Status>> + Unpin),
+    parts: mpsc::Sender<Vec<u8>>,
+    bytes: u64,
+    part_max: Duration,
+) -> Result<(), Status> {
+    let mut got = 0;
+    loop {
+        let part = tokio::select! {
+            () = parts.closed() => return Ok(()),
+            part = tokio::time::timeout(part_max, stream.next()) => part,
+        };
+        let part =
+            part.map_err(|_| Status::deadline_exceeded(format!("no part of a snapshot for {part_max:?}")))?;
+        let Some(part) = part.transpose()? else { break };
+        got += part.data.len() as u64;
+        if got > bytes {
             return Err(Status::invalid_argument(format!(
                 "snapshot is longer than the {bytes} bytes it named"
             )));
         }
+        if parts.send(part.data).await.is_err() {
+            return Ok(());
+        }
     }
-    if data.len() as u64 != bytes {
-        let got = data.len();
+    if got != bytes {
         return Err(Status::invalid_argument(format!("snapshot ended after {got} of {bytes} bytes")));
     }
-    Ok(data.freeze())
+    Ok(())
 }
 
-fn check_part(bytes: &[u8], stored: u32) -> Result<(), Status> {
-    let computed = crc32c::crc32c(bytes);
-    if stored == computed {
-        return Ok(());
+fn refusal(error: &IntakeError) -> Status {
+    tracing::error!(%error, "a snapshot was refused");
+    match error {
+        IntakeError::Damaged { .. } | IntakeError::Cut { .. } => Status::data_loss(error.to_string()),
+        IntakeError::Disk { .. } => Status::internal(error.to_string()),
     }
-    Err(Status::data_loss(format!(
-        "a part of a snapshot has checksum {stored:08x}, its bytes give {computed:08x}: it must be sent again"
-    )))
 }
 
 #[tonic::async_trait]
@@ -160,11 +239,13 @@ impl raft_server::Raft for RaftService {
 
     async fn vote(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {
         let (group, message) = self.message(request)?;
+        self.may_vote(group)?;
         self.answer(group, group.raft().vote(message).await)
     }
 
     async fn pre_vote(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {
         let (group, message) = self.message(request)?;
+        self.may_vote(group)?;
         self.answer(group, group.raft().pre_vote(message).await)
     }
 
@@ -173,6 +254,7 @@ impl raft_server::Raft for RaftService {
         request: Request<pb::RaftFrame>,
     ) -> Result<Response<pb::RaftFrame>, Status> {
         let (group, message) = self.message(request)?;
+        self.may_vote(group)?;
         self.answer(group, group.raft().handle_transfer_leader(message).await)
     }
 
@@ -186,12 +268,12 @@ impl raft_server::Raft for RaftService {
             .await?
             .ok_or_else(|| Status::invalid_argument("a snapshot stream without parts"))?;
         let group = self.group(&first.cluster, first.shards, first.group)?;
-        check_part(&first.head, first.crc32c)?;
-        let head: SnapshotHead = rmp_serde::from_slice(&first.head)
-            .map_err(|error| Status::invalid_argument(format!("snapshot head does not decode: {error}")))?;
-        let _room = self.room(head.bytes).await?;
-        let data = gather(&mut stream, head.bytes).await?;
-        let snapshot = Snapshot { meta: head.meta, snapshot: data };
+        let head = check_head(&first)?;
+        let turn = self.receiving.acquire().await;
+        let _turn = turn.map_err(|_| Status::unavailable("this router stops"))?;
+        let received =
+            receive(self.intake(group)?, head.meta.clone(), head.bytes, &mut stream, PART_MAX).await?;
+        let snapshot = Snapshot { meta: head.meta, snapshot: SnapshotData::Received(Box::new(received)) };
         let raft: &Raft = group.raft();
         self.answer(group, raft.install_full_snapshot(head.vote, snapshot).await)
     }

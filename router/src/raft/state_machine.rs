@@ -1,22 +1,23 @@
 //! Applies committed entries to the published index, and makes and takes snapshots of it.
 //!
 //! Applying and encoding run on blocking threads, so that neither a large proposal nor a large snapshot
-//! holds a thread that serves requests. Not here: what a command does (`kv_core::index`), how readers see
-//! it (`crate::view::published`), the file (`snapshot_file.rs`).
+//! holds a thread that serves requests. A snapshot goes from the index to its file chunk by chunk, and what is
+//! handed around is the open file: nowhere is it in memory as a whole. Not here: what a command does
+//! (`kv_core::index`), how readers see it (`crate::view::published`), the file (`snapshot_file.rs`), how one comes
+//! in (`intake.rs`) and goes out (`sending.rs`).
 
 use std::io;
-use std::path::Path;
 use std::sync::Arc;
 
-use bytes::Bytes;
 use futures_util::{Stream, StreamExt};
+use kv_core::index::Index;
 use kv_core::index::command::{Announcement, Applied, Change, Command};
-use kv_core::index::{Index, IndexLimits};
 use openraft::OptionalSend;
 use openraft::storage::{ApplyResponder, EntryResponder, RaftSnapshotBuilder, RaftStateMachine};
 use parking_lot::Mutex;
 
-use super::snapshot_file::{self, SnapshotFileError};
+use super::intake::{Intake, Received};
+use super::snapshot_file::{self, ChunkError, SnapshotFileError, Stored, Written};
 use super::{Answer, Entry, LogId, Payload, Snapshot, SnapshotMeta, StoredMembership, TypeConfig};
 use crate::view::published::{Published, Replica, Writing};
 
@@ -26,39 +27,44 @@ const APPLY_ENTRIES_MAX: usize = 64;
 /// Blocks changed under one hold of the lock that readers share: a few hundred microseconds of applying.
 const SLICE_BLOCKS_MAX: usize = 2_048;
 
+/// A snapshot as openraft hands it around.
+#[derive(Debug)]
+pub(crate) enum SnapshotData {
+    /// A file on this router.
+    Stored(Arc<Stored>),
+    /// One that came in whole, with the index that was restored on the way.
+    Received(Box<Received>),
+}
+
 /// The state machine of one group on one router. Clones share it; openraft's snapshot builder is a clone.
 #[derive(Clone)]
 pub(crate) struct StateMachine {
-    group: u16,
     published: Arc<Published>,
-    directory: Arc<Path>,
-    limits: IndexLimits,
-    /// One snapshot file is written at a time, whether built here or received.
-    writing_file: Arc<Mutex<()>>,
+    intake: Intake,
+    /// The current snapshot. Held while a file takes its name, never while one is written.
+    current: Arc<Mutex<Option<Arc<Stored>>>>,
 }
 
 impl StateMachine {
-    /// Starts from the group's snapshot in `directory` when there is one. Blocking.
-    pub(crate) fn open(
-        directory: &Path,
-        group: u16,
-        limits: IndexLimits,
-    ) -> Result<StateMachine, SnapshotFileError> {
-        let replica = match snapshot_file::read(directory, group)? {
-            Some(snapshot) => {
-                decode(&snapshot, limits).map_err(|what| snapshot_file::corrupt(directory, group, what))?
+    /// Starts from the group's snapshot when there is one. Blocking.
+    pub(crate) fn open(intake: Intake) -> Result<StateMachine, SnapshotFileError> {
+        let stored = Stored::open(&intake.directory, intake.group)?;
+        let replica = match &stored {
+            Some(stored) => {
+                let index = intake.restore(stored).map_err(|error| refused(&intake, error))?;
+                replica(index, stored)
             }
-            None => {
-                Replica { index: Index::new(limits), applied: None, membership: StoredMembership::default() }
-            }
+            None => return Ok(StateMachine::empty(intake)),
         };
-        Ok(StateMachine {
-            group,
-            published: Arc::new(Published::new(replica)),
-            directory: Arc::from(directory),
-            limits,
-            writing_file: Arc::default(),
-        })
+        let current = Arc::new(Mutex::new(stored.map(Arc::new)));
+        Ok(StateMachine { published: Arc::new(Published::new(replica)), intake, current })
+    }
+
+    /// Starts from nothing.
+    pub(crate) fn empty(intake: Intake) -> StateMachine {
+        let index = Index::new(intake.limits());
+        let replica = Replica { index, applied: None, membership: StoredMembership::default() };
+        StateMachine { published: Arc::new(Published::new(replica)), intake, current: Arc::default() }
     }
 
     /// What readers see.
@@ -66,42 +72,97 @@ impl StateMachine {
         Arc::clone(&self.published)
     }
 
-    /// Makes the index as it is now the current snapshot on disk. Blocking.
-    fn build(&self) -> io::Result<Snapshot> {
-        let _one_writer = self.writing_file.lock();
-        let snapshot = encode(&self.published);
-        snapshot_file::write(&self.directory, self.group, &snapshot)?;
-        Ok(snapshot)
+    /// Where snapshots of the group come in.
+    pub(crate) fn intake(&self) -> Intake {
+        self.intake.clone()
     }
 
-    /// Replaces everything by a received snapshot, on disk first. Blocking.
-    fn install(&self, snapshot: &Snapshot) -> io::Result<()> {
-        let _one_writer = self.writing_file.lock();
-        let received = decode(snapshot, self.limits).map_err(|what| {
-            io::Error::new(io::ErrorKind::InvalidData, format!("received snapshot: {what}"))
-        })?;
-        snapshot_file::write(&self.directory, self.group, snapshot)?;
+    /// Makes the index as it is now the current snapshot on disk. Blocking.
+    ///
+    /// Entries wait for some microseconds while the index is frozen, not while it is written down: a frozen
+    /// index shares its blocks with the living one.
+    pub(crate) fn build(&self) -> io::Result<Snapshot> {
+        let (frozen, last_log_id, last_membership) = self
+            .published
+            .whole(|replica| (replica.index.freeze(), replica.applied, replica.membership.clone()));
+        let mut writer = self.intake.writer(SnapshotMeta { last_log_id, last_membership })?;
+        for chunk in frozen.chunks() {
+            writer.chunk(&chunk)?;
+        }
+        Ok(snapshot(self.keep(writer.finish()?)?))
+    }
+
+    /// Makes a file the current snapshot, unless a newer one came in meanwhile. Gives the current one.
+    pub(super) fn keep(&self, written: Written) -> io::Result<Arc<Stored>> {
+        let mut current = self.current.lock();
+        if let Some(current) = &*current
+            && current.meta.last_log_id > written.stored.meta.last_log_id
+        {
+            return Ok(Arc::clone(current));
+        }
+        let stored = Arc::new(written.publish(&self.intake.directory, self.intake.group)?);
+        *current = Some(Arc::clone(&stored));
+        Ok(stored)
+    }
+
+    /// Replaces everything by a snapshot, on disk first. Blocking.
+    pub(crate) fn install(&self, data: SnapshotData) -> io::Result<()> {
+        let Received { index, written } = match data {
+            SnapshotData::Received(received) => *received,
+            SnapshotData::Stored(stored) => self.copy(&stored)?,
+        };
+        let received = replica(index, &written.stored);
+        self.keep(written)?;
         let before = self.published.entry().slice(|replica| std::mem::replace(replica, received));
-        // Freeing an index takes a while, and nobody need wait for it.
-        drop(before);
         self.published.rules_changed();
+        // Freeing an index takes a while, and neither readers nor entries need wait for it.
+        drop(tokio::runtime::Handle::try_current().map(|runtime| runtime.spawn_blocking(|| drop(before))));
         Ok(())
     }
+
+    /// A snapshot that is a file, as if it had come in.
+    fn copy(&self, stored: &Stored) -> io::Result<Received> {
+        let mut incoming = self.intake.begin(stored.meta.clone()).map_err(io::Error::other)?;
+        for chunk in stored.chunks() {
+            let chunk = chunk.map_err(|error| refused(&self.intake, error))?;
+            incoming.chunk(chunk.freeze()).map_err(io::Error::other)?;
+        }
+        incoming.finish().map_err(io::Error::other)
+    }
+
+    /// The current snapshot. One that was found damaged is set aside and made anew: the state it was taken of
+    /// is alive. Blocking.
+    pub(crate) fn current(&self) -> io::Result<Option<Snapshot>> {
+        let current = self.current.lock().clone();
+        let Some(current) = current else { return Ok(None) };
+        if !current.is_damaged() {
+            return Ok(Some(snapshot(current)));
+        }
+        let path = snapshot_file::path_of(&self.intake.directory, self.intake.group);
+        let aside = snapshot_file::set_aside(&path)?;
+        tracing::error!(
+            group = self.intake.group, path = %path.display(), aside = %aside.display(),
+            "the snapshot was damaged on disk and set aside; it is made anew from the index. Check the disk"
+        );
+        self.build().map(Some)
+    }
 }
 
-/// The replica as a snapshot. Entries wait for some microseconds while the index is frozen, not while it
-/// is written down: a frozen index shares its blocks with the living one.
-fn encode(published: &Published) -> Snapshot {
-    let (frozen, last_log_id, last_membership) =
-        published.whole(|replica| (replica.index.freeze(), replica.applied, replica.membership.clone()));
-    let meta = SnapshotMeta { last_log_id, last_membership };
-    Snapshot { meta, snapshot: Bytes::from(frozen.encode()) }
+fn replica(index: Index, stored: &Stored) -> Replica {
+    let SnapshotMeta { last_log_id, last_membership } = stored.meta.clone();
+    Replica { index, applied: last_log_id, membership: last_membership }
 }
 
-fn decode(snapshot: &Snapshot, limits: IndexLimits) -> Result<Replica, String> {
-    let index = Index::restore(&snapshot.snapshot, limits).map_err(|error| error.to_string())?;
-    let SnapshotMeta { last_log_id, last_membership } = snapshot.meta.clone();
-    Ok(Replica { index, applied: last_log_id, membership: last_membership })
+fn snapshot(stored: Arc<Stored>) -> Snapshot {
+    Snapshot { meta: stored.meta.clone(), snapshot: SnapshotData::Stored(stored) }
+}
+
+fn refused(intake: &Intake, error: ChunkError) -> SnapshotFileError {
+    let path = snapshot_file::path_of(&intake.directory, intake.group);
+    match error {
+        ChunkError::Damaged(what) => SnapshotFileError::Corrupt { path, what },
+        ChunkError::Io(source) => SnapshotFileError::Io { path, source },
+    }
 }
 
 /// A committed entry, decoded.
@@ -230,7 +291,7 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send
 }
 
 impl RaftStateMachine<TypeConfig> for StateMachine {
-    type SnapshotData = Bytes;
+    type SnapshotData = SnapshotData;
     type SnapshotBuilder = StateMachine;
 
     async fn applied_state(&mut self) -> Result<(Option<LogId>, StoredMembership), io::Error> {
@@ -263,20 +324,19 @@ impl RaftStateMachine<TypeConfig> for StateMachine {
         self.clone()
     }
 
-    async fn install_snapshot(&mut self, meta: &SnapshotMeta, data: Bytes) -> Result<(), io::Error> {
+    async fn install_snapshot(&mut self, _: &SnapshotMeta, data: SnapshotData) -> Result<(), io::Error> {
         let machine = self.clone();
-        let snapshot = Snapshot { meta: meta.clone(), snapshot: data };
-        blocking(move || machine.install(&snapshot)).await
+        blocking(move || machine.install(data)).await
     }
 
     async fn get_current_snapshot(&mut self) -> Result<Option<Snapshot>, io::Error> {
-        let (directory, group) = (Arc::clone(&self.directory), self.group);
-        blocking(move || Ok(snapshot_file::read(&directory, group)?)).await
+        let machine = self.clone();
+        blocking(move || machine.current()).await
     }
 }
 
 impl RaftSnapshotBuilder<TypeConfig> for StateMachine {
-    type SnapshotData = Bytes;
+    type SnapshotData = SnapshotData;
 
     async fn build_snapshot(&mut self) -> Result<Snapshot, io::Error> {
         let machine = self.clone();

@@ -20,6 +20,34 @@ use super::command::*;
 use super::*;
 use crate::id::{BlockHash, IdentityDigest, InstanceId, PinId, Tier};
 
+/// First bytes of a snapshot in one piece, as these tests pin it.
+const MAGIC: [u8; 8] = *b"kvfindex";
+
+/// Snapshots in one piece, which only tests want: magic, format, then each chunk after its length.
+impl Index {
+    fn snapshot(&self) -> Vec<u8> {
+        let mut out = [&MAGIC[..], &SNAPSHOT_FORMAT.to_le_bytes()].concat();
+        for chunk in self.freeze().chunks() {
+            out.extend_from_slice(&(chunk.len() as u32).to_le_bytes());
+            out.extend_from_slice(&chunk);
+        }
+        out
+    }
+
+    fn restore(bytes: &[u8], limits: IndexLimits) -> Result<Index, SnapshotError> {
+        check_snapshot_format(u32::from_le_bytes(bytes[8..12].try_into().unwrap()))?;
+        let (mut restore, mut rest) = (Restore::new(limits), &bytes[12..]);
+        while let Some((length, chunk)) = rest.split_first_chunk() {
+            let Some((chunk, left)) = chunk.split_at_checked(u32::from_le_bytes(*length) as usize) else {
+                break;
+            };
+            restore.push(chunk)?;
+            rest = left;
+        }
+        restore.finish()
+    }
+}
+
 /// The block with this number; numbers order as hashes do not, so that sorting is put to the test. All
 /// are of one root.
 fn block(number: u64) -> BlockHash {

@@ -2,20 +2,12 @@
 
 use std::path::Path;
 
-use bytes::Bytes;
-use kv_core::index::{Index, IndexLimits};
 use kvfleet_errors_doc::says;
 use redb::{Database, ReadableDatabase, TableDefinition};
 use tempfile::TempDir;
 
 use super::super::disk::{LOG_FILE, LogError};
-use super::super::snapshot_file::{self, SnapshotFileError};
-use super::super::state_machine::StateMachine;
-use super::super::{Snapshot, SnapshotMeta, StoredMembership};
 use super::{ROUTER, log_id, try_open, written};
-
-/// The group whose snapshot is damaged.
-const GROUP: u16 = 1;
 
 const ENTRIES: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("entries");
 const META: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("meta");
@@ -128,47 +120,6 @@ async fn a_damaged_file_never_panics_and_never_loses_an_entry() {
         // An empty file is a new one to redb; a voter must not take it for its log.
         assert!(opened.is_err(), "{bytes} of {} bytes were opened", sound.len());
     }
-}
-
-fn snapshot() -> Snapshot {
-    let index = Index::new(IndexLimits::default());
-    let meta = SnapshotMeta { last_log_id: Some(log_id(1, 5)), last_membership: StoredMembership::default() };
-    Snapshot { meta, snapshot: Bytes::from(index.snapshot()) }
-}
-
-#[test]
-fn a_snapshot_comes_back_as_written() {
-    let directory = TempDir::new().unwrap();
-    assert!(snapshot_file::read(directory.path(), GROUP).unwrap().is_none());
-    snapshot_file::write(directory.path(), GROUP, &snapshot()).unwrap();
-    let read = snapshot_file::read(directory.path(), GROUP).unwrap().unwrap();
-    assert_eq!((read.meta, read.snapshot), (snapshot().meta, snapshot().snapshot));
-}
-
-#[test]
-fn every_flipped_byte_and_every_cut_of_a_snapshot_is_refused() {
-    let directory = TempDir::new().unwrap();
-    snapshot_file::write(directory.path(), GROUP, &snapshot()).unwrap();
-    let path = snapshot_file::path_of(directory.path(), GROUP);
-    let sound = std::fs::read(&path).unwrap();
-    let refused = |bytes: &[u8]| {
-        std::fs::write(&path, bytes).unwrap();
-        let Err(error) = StateMachine::open(directory.path(), GROUP, IndexLimits::default()) else {
-            panic!("a damaged snapshot was opened")
-        };
-        assert!(matches!(error, SnapshotFileError::Corrupt { .. }), "{error}");
-        let text = error.to_string();
-        assert!(text.contains("snapshot-1.kvf") && text.contains("quarantine"), "{text}");
-    };
-    for at in 0..sound.len() {
-        let mut flipped = sound.clone();
-        flipped[at] ^= 0x10;
-        refused(&flipped);
-        refused(&sound[..at]);
-    }
-    refused(&[&sound[..], b"x"].concat());
-    std::fs::write(&path, &sound).unwrap();
-    StateMachine::open(directory.path(), GROUP, IndexLimits::default()).map(|_| ()).unwrap();
 }
 
 #[tokio::test]

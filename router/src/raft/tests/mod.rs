@@ -4,18 +4,22 @@
 mod damage;
 mod full_disk;
 mod parts;
+mod recover;
 mod restart;
+mod snapshots;
 mod suite;
 
 use std::path::Path;
 
 use kv_core::id::TenantId;
+use kv_core::index::IndexLimits;
 use kv_core::index::command::Command;
 use openraft::entry::RaftEntry;
 use openraft::storage::{RaftLogStorage, RaftLogStorageExt};
 use openraft::vote::RaftLeaderIdExt;
 
-use super::disk::{LogError, Owner};
+use super::disk::{Disk, LogError, Owner};
+use super::intake::Intake;
 use super::log_store::{LogGuard, LogStore};
 use super::{Cluster, Entry, LeaderId, LogId, Payload, Proposal};
 
@@ -34,8 +38,14 @@ fn entry(index: u64) -> Entry {
 
 /// The log of the control group; that of the one shard beside it is closed at once.
 fn try_open(directory: &Path, router: u64) -> Result<(LogStore, LogGuard), LogError> {
-    let (mut logs, guard) = LogStore::open(directory, &owner(router, "test", 1))?;
+    let (mut logs, guard) = open_all(directory, &owner(router, "test", 1))?;
     Ok((logs.swap_remove(0), guard))
+}
+
+/// The logs of all groups.
+fn open_all(directory: &Path, owner: &Owner) -> Result<(Vec<LogStore>, LogGuard), LogError> {
+    let (disk, recovered) = Disk::open(directory, owner)?;
+    Ok(LogStore::on(disk, recovered).unwrap())
 }
 
 fn owner(router: u64, cluster: &str, shards: u16) -> Owner {
@@ -44,6 +54,10 @@ fn owner(router: u64, cluster: &str, shards: u16) -> Owner {
 
 fn open(directory: &Path) -> (LogStore, LogGuard) {
     try_open(directory, ROUTER).unwrap()
+}
+
+fn intake(directory: &Path, group: u16) -> Intake {
+    Intake::new(directory, group, IndexLimits::default())
 }
 
 /// Ends a store the way a router does, so that the file can be opened again.

@@ -1,61 +1,136 @@
-//! A snapshot on its way: what is not as it was sent is refused, and must be sent again.
+//! A snapshot on its way: what is not as it was sent is refused at the first wrong chunk, and must be sent again.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use bytes::Bytes;
+use futures_util::StreamExt;
 use kvfleet_errors_doc::says;
 use kvfleet_proto::pb;
+use tempfile::TempDir;
 use tonic::{Code, Status};
 
 use super::super::Cluster;
-use super::super::network::{Envelope, parts};
-use super::super::service::gather;
+use super::super::intake::Received;
+use super::super::network::Envelope;
+use super::super::sending::parts;
+use super::super::service::receive;
+use super::super::snapshot_file::Stored;
+use super::intake;
+use super::snapshots::{GROUP, filled, stored};
 
-/// Two and a half parts.
-const BYTES: usize = 5 << 19;
+/// Longer than any test.
+const NEVER: Duration = Duration::from_secs(600);
 
-fn sent() -> Vec<pb::SnapshotPart> {
-    let envelope = Envelope { cluster: Arc::new(Cluster { name: "test".into(), shards: 2 }), group: 1 };
-    let data: Vec<u8> = (0..BYTES).map(|at| (at % 251) as u8).collect();
-    parts(&envelope, b"head".to_vec(), Bytes::from(data)).collect()
+/// Three chunks of runs.
+const BLOCKS: u64 = 40_000;
+
+async fn sent(stored: &Arc<Stored>) -> Vec<pb::SnapshotPart> {
+    let envelope = Envelope { cluster: Arc::new(Cluster { name: "test".into(), shards: 2 }), group: GROUP };
+    parts(&envelope, b"head".to_vec(), Arc::clone(stored)).collect().await
 }
 
-async fn received(parts: Vec<pb::SnapshotPart>) -> Result<Bytes, Status> {
+/// A snapshot and its parts.
+async fn made(directory: &TempDir) -> (Arc<Stored>, Vec<pb::SnapshotPart>) {
+    let (machine, _) = filled(directory.path(), BLOCKS).await;
+    let stored = stored(machine.build().unwrap());
+    let parts = sent(&stored).await;
+    (stored, parts)
+}
+
+async fn received(stored: &Stored, parts: Vec<pb::SnapshotPart>) -> Result<Received, Status> {
+    let directory = TempDir::new().unwrap();
     let mut stream = futures_util::stream::iter(parts.into_iter().skip(1).map(Ok));
-    gather(&mut stream, BYTES as u64).await
+    let intake = intake(directory.path(), GROUP);
+    let received = receive(&intake, stored.meta.clone(), stored.bytes, &mut stream, NEVER).await;
+    if received.is_err() {
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "nothing of it stays");
+    }
+    received
 }
 
 #[tokio::test]
 async fn a_snapshot_arrives_as_it_was_sent() {
-    let parts = sent();
-    assert_eq!((parts.len(), parts[0].head.as_slice(), parts[0].shards), (4, &b"head"[..], 2));
-    let data = received(parts).await.unwrap();
-    assert!(data.len() == BYTES && data.iter().enumerate().all(|(at, byte)| *byte == (at % 251) as u8));
+    let directory = TempDir::new().unwrap();
+    let (machine, _) = filled(directory.path(), BLOCKS).await;
+    let stored = stored(machine.build().unwrap());
+    let parts = sent(&stored).await;
+    assert_eq!((parts.len(), parts[0].head.as_slice(), parts[0].shards), (6, &b"head"[..], 2));
+    let received = received(&stored, parts).await.unwrap();
+    assert_eq!(received.index.digest(), machine.published().read().index.digest());
+    assert_eq!((received.written.stored.bytes, &received.written.stored.meta), (stored.bytes, &stored.meta));
 }
 
 #[tokio::test]
-async fn a_flipped_bit_in_any_part_is_refused() {
-    for part in 1..4 {
-        let mut parts = sent();
+async fn a_flipped_bit_in_any_part_is_refused_where_it_is() {
+    let directory = TempDir::new().unwrap();
+    let (stored, sound) = made(&directory).await;
+    for part in 1..sound.len() {
+        let mut parts = sound.clone();
         let middle = parts[part].data.len() / 2;
         parts[part].data[middle] ^= 4;
-        let status = received(parts).await.unwrap_err();
+        let status = received(&stored, parts).await.unwrap_err();
         assert_eq!(status.code(), Code::DataLoss);
-        let is_checksum =
-            |word: &&str| word.len() == 8 && word.chars().all(|letter| letter.is_ascii_hexdigit());
-        let text = status.message().to_owned();
-        let varying: Vec<&str> =
-            text.split(|letter: char| !letter.is_alphanumeric()).filter(is_checksum).collect();
-        says("a flipped bit in a snapshot on its way", &text, &varying);
+        let chunk = part as u64 - 1;
+        assert!(status.message().contains(&format!("refused at chunk {chunk}:")), "{status}");
+        if part == 2 {
+            says("a flipped bit in a snapshot on its way", &status.message(), &[]);
+        }
     }
+    // A length that is wrong cuts everything wrong.
+    let mut parts = sound.clone();
+    parts[2].data[3] ^= 0x80;
+    assert_eq!(received(&stored, parts).await.unwrap_err().code(), Code::DataLoss);
+}
+
+#[tokio::test]
+async fn a_wrong_chunk_ends_the_stream_before_the_rest_comes() {
+    let directory = TempDir::new().unwrap();
+    let (stored, mut parts) = made(&directory).await;
+    parts[2].data[100] ^= 4;
+    let there = parts.into_iter().skip(1).take(2).map(Ok);
+    // The rest never comes: who waited for it would hang.
+    let mut stream = futures_util::stream::iter(there).chain(futures_util::stream::pending());
+    let intake = intake(directory.path(), GROUP);
+    let refused = receive(&intake, stored.meta.clone(), stored.bytes, &mut stream, NEVER).await;
+    assert!(refused.unwrap_err().message().contains("refused at chunk 1:"));
 }
 
 #[tokio::test]
 async fn a_part_too_few_or_too_many_is_refused() {
-    let mut few = sent();
+    let directory = TempDir::new().unwrap();
+    let (stored, sound) = made(&directory).await;
+    let mut few = sound.clone();
     few.pop();
-    assert_eq!(received(few).await.unwrap_err().code(), Code::InvalidArgument);
-    let mut many = sent();
+    let status = received(&stored, few).await.unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument, "{status}");
+    let mut many = sound.clone();
     many.push(many[3].clone());
-    assert_eq!(received(many).await.unwrap_err().code(), Code::InvalidArgument);
+    let status = received(&stored, many).await.unwrap_err();
+    assert!(matches!(status.code(), Code::InvalidArgument | Code::DataLoss), "{status}");
+}
+
+#[tokio::test]
+async fn a_sender_that_falls_silent_loses_its_turn() {
+    let directory = TempDir::new().unwrap();
+    let (stored, parts) = made(&directory).await;
+    let there = parts.into_iter().skip(1).take(1).map(Ok);
+    let mut stream = futures_util::stream::iter(there).chain(futures_util::stream::pending());
+    let intake = intake(directory.path(), GROUP);
+    let soon = Duration::from_millis(20);
+    let status = receive(&intake, stored.meta.clone(), stored.bytes, &mut stream, soon).await.unwrap_err();
+    assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
+}
+
+#[tokio::test]
+async fn damage_on_the_senders_disk_is_found_before_it_leaves() {
+    let directory = TempDir::new().unwrap();
+    let (stored, sound) = made(&directory).await;
+    let path = super::super::snapshot_file::path_of(directory.path(), GROUP);
+    let mut bytes = std::fs::read(&path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    std::fs::write(&path, bytes).unwrap();
+    let parts = sent(&stored).await;
+    assert!(parts.len() < sound.len() && stored.is_damaged());
+    assert_eq!(received(&stored, parts).await.unwrap_err().code(), Code::InvalidArgument);
 }

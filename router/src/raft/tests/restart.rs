@@ -9,7 +9,7 @@ use tempfile::TempDir;
 use super::super::disk::LogError;
 use super::super::log_store::LogStore;
 use super::super::{Entry, Vote};
-use super::{ROUTER, close, entry, log_id, open, owner, try_open};
+use super::{ROUTER, close, entry, log_id, open, open_all, owner, try_open};
 
 async fn entries(store: &mut LogStore) -> Vec<Entry> {
     store.try_get_log_entries(..).await.unwrap()
@@ -101,7 +101,7 @@ async fn replication_is_read_in_bounded_bytes() {
 async fn groups_share_a_file_and_nothing_else() {
     let directory = TempDir::new().unwrap();
     let three = owner(ROUTER, "test", 2);
-    let (mut logs, guard) = LogStore::open(directory.path(), &three).unwrap();
+    let (mut logs, guard) = open_all(directory.path(), &three).unwrap();
     assert_eq!(logs.len(), 3);
     for (group, log) in (0..).zip(&mut logs) {
         log.save_vote(&Vote::new_committed(group + 1, ROUTER)).await.unwrap();
@@ -113,7 +113,7 @@ async fn groups_share_a_file_and_nothing_else() {
     logs.clear();
     tokio::task::spawn_blocking(move || guard.join()).await.unwrap();
 
-    let (mut logs, _guard) = LogStore::open(directory.path(), &three).unwrap();
+    let (mut logs, _guard) = open_all(directory.path(), &three).unwrap();
     let kept = [0..=10, 0..=4, 7..=12];
     for ((group, log), kept) in (0..).zip(&mut logs).zip(kept) {
         assert_eq!(entries(log).await, expected(kept), "group {group}");
@@ -130,7 +130,7 @@ async fn a_log_of_another_cluster_or_of_other_shards_is_refused() {
     close(store, guard).await;
     let here = directory.path().display().to_string();
     let refused = |other| {
-        let Err(error) = LogStore::open(directory.path(), &other) else { panic!("must be refused") };
+        let Err(error) = open_all(directory.path(), &other) else { panic!("must be refused") };
         assert!(matches!(error, LogError::OtherCluster { .. }), "{error}");
         error
     };

@@ -1,6 +1,5 @@
 //! openraft's storage suite on this store: the contract that a wrong store breaks silently.
 
-use kv_core::index::IndexLimits;
 use openraft::StorageError;
 use openraft::testing::log::{StoreBuilder, Suite};
 use tempfile::TempDir;
@@ -15,7 +14,7 @@ impl StoreBuilder<TypeConfig, LogStore, StateMachine, TempDir> for Builder {
     async fn build(&self) -> Result<(TempDir, LogStore, StateMachine), StorageError<TypeConfig>> {
         let directory = TempDir::new().unwrap();
         let (log, _) = super::open(directory.path());
-        let machine = StateMachine::open(directory.path(), 0, IndexLimits::default()).unwrap();
+        let machine = StateMachine::open(super::intake(directory.path(), 0)).unwrap();
         Ok((directory, log, machine))
     }
 }
