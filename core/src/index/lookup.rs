@@ -6,7 +6,7 @@
 use smallvec::SmallVec;
 
 use super::Index;
-use super::run::Run;
+use super::run::{Run, head_of};
 use super::store::{At, Store};
 use crate::id::{BlockHash, Epoch, NodeId, Tier};
 
@@ -101,6 +101,7 @@ impl Index {
         runs.prefetch(first.run);
         let mut whole = Whole::new();
         let last = if may_be_whole { self.store.at(&last) } else { None };
+        last.inspect(|last| runs.prefetch(last.run));
         if !last.is_some_and(|last| self.walk_back(hashes, (first, last), &mut whole)) {
             whole.clear();
         }
@@ -113,11 +114,11 @@ impl Index {
                 known.map_or_else(|| self.agreement(run, at.offset, &hashes[position..]), |(_, len)| len);
             let held = self.push_holders(found, run, at.offset, len);
             position += held as usize;
-            if held == 0 || position == hashes.len() {
+            if (held == 0 && known.is_none()) || position == hashes.len() {
                 return;
             }
-            // Past the end of the run the prefix may go on in another one; in its middle, too, where
-            // blocks that were dropped and came back have moved.
+            // Past the end of the run the prefix may go on in another one; in its middle, and at the head of
+            // one that was reached from behind, too, where blocks that were dropped and came back have moved.
             next = match whole.last() {
                 Some((at, _)) if held == len => Some(*at),
                 _ => {
@@ -131,47 +132,56 @@ impl Index {
     /// Follows the runs of a prefix from its last block to its first. Answers whether they are one
     /// unbroken way; then nothing but holders is left to be looked at.
     fn walk_back(&self, hashes: &[BlockHash], (first, last): (At, At), whole: &mut Whole) -> bool {
-        let Store { places, pages, runs, .. } = &self.store;
+        let runs = &self.store.runs;
         let (mut at, mut end) = (last, hashes.len());
         loop {
-            runs.prefetch(at.run);
             let len = at.offset as usize + 1;
             let Some(position) = end.checked_sub(len) else { return false };
+            let run = runs.get(at.run);
+            // The last of the stretch is the block that was asked for, so all of it is: a hash stands for those
+            // before it. Who announces what is no prefix is most often seen here.
+            if run.head != head_of(hashes[position]) {
+                return false;
+            }
             let head = At { offset: 0, ..at };
             whole.push((head, len as u32));
             if position == 0 {
                 return head == first;
             }
-            // Both ends of the stretch agree, so all of it does. A head that was dropped may be back in
-            // another run. Both sides of the seam are asked for at once.
-            let (mut start, mut before) =
-                (places.seek(hashes[position]), places.seek(hashes[position - 1]));
-            if !start.look(pages) || !before.look(pages) || self.store.at(&start) != Some(head) {
-                return false;
-            }
-            match self.store.at(&before) {
-                Some(found) => (at, end) = (found, position),
-                None => return false,
-            }
+            let before = match runs.before(run) {
+                Some((run, offset)) => Some(At { run, offset }),
+                None => self.store.find(hashes[position - 1]),
+            };
+            let Some(before) = before else { return false };
+            (at, end) = (before, position);
         }
     }
 
     /// How many of the hashes stand in the run from an offset on; the first does.
     fn agreement(&self, run: &Run, offset: u32, hashes: &[BlockHash]) -> u32 {
+        let Store { places, pages, .. } = &self.store;
         let len = (run.len() - offset).min(hashes.len() as u32);
+        // Where the run ends the prefix goes on in another one, most often.
+        hashes.get(len as usize).inspect(|next| places.prefetch(**next));
         let agrees = |step: u32| self.store.hash(run, offset + step) == Some(hashes[step as usize]);
-        if agrees(len - 1) {
-            return len;
-        }
-        // Equal hashes mean equal prefixes, so the first that differs is found by halving. A page that was
-        // given back differs: nobody holds its blocks here.
+        // Equal hashes mean equal prefixes, so the first that differs is found by cutting what is left into
+        // eight parts again and again, whose ends are asked for at once. A page that was given back differs:
+        // nobody holds its blocks here.
         let (mut equal, mut differs) = (1, len);
         while equal < differs {
-            let middle = equal + (differs - equal) / 2;
-            if agrees(middle) {
-                equal = middle + 1;
-            } else {
-                differs = middle;
+            let part = (differs - equal).div_ceil(PARTS);
+            let ends = (equal..differs).step_by(part as usize).map(|start| (start + part).min(differs) - 1);
+            let places = ends.clone().filter_map(|end| run.place(offset + end));
+            places.for_each(|place| pages.prefetch(place));
+            if agrees(differs - 1) {
+                return differs;
+            }
+            for end in ends {
+                if !agrees(end) {
+                    differs = end;
+                    break;
+                }
+                equal = end + 1;
             }
         }
         equal
@@ -252,6 +262,10 @@ impl PrefixMatch {
         }
     }
 }
+
+/// Parts into which what two prefixes may have in common is cut at a time: as many as the memory answers at
+/// once for the price of one.
+const PARTS: u32 = 8;
 
 /// Holds of a run that are looked through at every place where one of them begins or ends.
 const FEW_HOLDS: usize = if cfg!(test) { 3 } else { 64 };

@@ -32,17 +32,15 @@ const FRACTION_BITS: u32 = 18;
 const FILL_PERCENT: std::ops::Range<usize> = 94..99;
 /// A segment shrinks to half when it is filled to one part in so many.
 const THIN: u32 = 3;
-/// Buckets of a segment that holds anything: a kilobyte.
-const BUCKETS_MIN: usize = 16;
-/// From so many buckets on their number and a tag give back the fraction, so that growing hardly looks at a
-/// hash.
-const BUCKETS_TOLD: usize = 1 << (FRACTION_BITS - TAG_BITS);
+/// Buckets of a segment that holds anything: four kilobytes. From here on bucket number and tag give back the
+/// fraction, so that growing hardly looks at a hash.
+const BUCKETS_MIN: usize = 1 << (FRACTION_BITS - TAG_BITS);
 /// Most buckets of a segment: at 28 bits of place no more than 25 thousand are filled evenly. Hashes that were
 /// chosen to meet in one place go to [`Places::strays`] instead of growing it further.
 const BUCKETS_MAX: usize = 1 << 15;
-/// Buckets in which an entry may lie. Where three of four are full, one entry in a hundred finds no room in
-/// sixteen of them, and the segment grows early.
-const PROBES_MAX: usize = 16;
+/// Buckets in which an entry may lie. Where three of four are full, one entry in ten thousand finds no room in
+/// 32 of them, and the segment grows early.
+const PROBES_MAX: usize = 32;
 /// Bits of a place.
 const PLACE_BITS: u32 = 28;
 const PLACE: u32 = (1 << PLACE_BITS) - 1;
@@ -335,7 +333,7 @@ impl Segment {
         let (from, to) = (old.buckets.len(), self.buckets.len() as u64);
         for (number, bucket) in old.buckets.iter().enumerate() {
             let first = first_fraction(number, from);
-            let is_away = if from < BUCKETS_TOLD { u32::MAX } else { bucket.meta() >> AWAY };
+            let is_away = bucket.meta() >> AWAY;
             for (entry, word) in bucket.places[..bucket.len().min(ENTRIES)].iter().enumerate() {
                 if is_away & 1 << entry != 0 {
                     let place = Place(word & PLACE);
@@ -609,8 +607,8 @@ mod tests {
 
     #[test]
     fn sizes_grow_by_halves_and_thirds() {
-        let sizes: Vec<usize> = std::iter::successors(Some(0), |size| Some(grown(*size))).take(14).collect();
-        assert_eq!(sizes, [0, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1_024]);
+        let sizes: Vec<usize> = std::iter::successors(Some(0), |size| Some(grown(*size))).take(10).collect();
+        assert_eq!(sizes, [0, 64, 96, 128, 192, 256, 384, 512, 768, 1_024]);
     }
 
     #[test]

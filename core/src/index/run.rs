@@ -14,6 +14,7 @@ use smallvec::SmallVec;
 use super::holders::{TierSet, Tiers};
 use super::pages::{PAGE_BLOCKS, Place};
 use crate::cpu::prefetch;
+use crate::id::BlockHash;
 
 /// Longest run, in blocks: 128 Ki tokens at sixteen a block. Longer prefixes take a second run. Small in
 /// tests, so that they do.
@@ -71,8 +72,27 @@ pub(super) struct Run {
     len: u16,
     /// Listed blocks.
     live: u16,
-    /// Where the block before the first was when this run began: a hint, it may be elsewhere by now.
-    pub(super) before: (u32, u16),
+    /// When it began, or last grew again after its end was cut off, by [`Runs::next_birth`]: even. Odd while
+    /// its end is cut off: what grows there next is another block.
+    pub(super) born: u16,
+    /// Two bytes of the hash of its first block, which a lookup then need not go and see.
+    pub(super) head: u16,
+    /// Where the block before the first was when this run began. It may be elsewhere by now.
+    pub(super) before: Before,
+}
+
+/// A block in a run that was born at that time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Before {
+    pub(super) run: u32,
+    pub(super) offset: u16,
+    pub(super) born: u16,
+}
+
+/// Two bytes of a hash.
+pub(super) fn head_of(hash: BlockHash) -> u16 {
+    let [.., low, high] = hash.0;
+    u16::from_le_bytes([low, high])
 }
 
 impl Run {
@@ -158,6 +178,17 @@ impl Run {
         }
         while self.len > 0 && self.place(self.len() - 1).is_some_and(|place| !is_live(place)) {
             self.len -= 1;
+        }
+        self.born |= 1;
+    }
+
+    /// Asks the memory for what growing it, or telling its holders, takes besides itself.
+    pub(super) fn prefetch(&self) {
+        if let Some(page) = self.pages.last() {
+            prefetch(page);
+        }
+        if let Some(hold) = self.holds.first() {
+            prefetch(hold);
         }
     }
 
@@ -288,7 +319,7 @@ impl Run {
     /// A run as a snapshot describes it; none when it describes none. The caller lists the blocks.
     pub(super) fn restored(
         len: u32,
-        before: (u32, u16),
+        (born, head, before): (u16, u16, Before),
         pages: &[Option<u32>],
         holds: &[Hold],
     ) -> Option<Run> {
@@ -304,7 +335,8 @@ impl Run {
         // The last block of a run is held: the end is cut off as soon as it is not.
         let ends_held = holds.iter().any(|hold| u32::from(hold.to) == len);
         let pages = pages.iter().map(|page| page.unwrap_or(GONE)).collect();
-        let run = Run { pages, holds: SmallVec::from_slice(holds), len: len as u16, live: 0, before };
+        let holds = SmallVec::from_slice(holds);
+        let run = Run { pages, holds, len: len as u16, live: 0, born, head, before };
         (is_whole && in_order && ends_held).then_some(run)
     }
 }
@@ -337,6 +369,9 @@ impl Stretches {
 pub(super) struct Runs {
     chunks: Vec<Arc<[Run]>>,
     free: BTreeSet<u32>,
+    /// Birth of the run that was born last. Numbers of runs are used again, and ends of runs grow again: who
+    /// remembers a place in a run remembers the birth with it.
+    pub(super) births: u16,
     /// What a free number stands for.
     none: Run,
     used: u32,
@@ -353,7 +388,7 @@ impl Runs {
     /// snapshot tells them by their length.
     pub(super) fn frozen(&self) -> Runs {
         let (chunks, none, used) = (self.chunks.clone(), Run::default(), self.used);
-        Runs { chunks, free: BTreeSet::new(), none, used }
+        Runs { chunks, free: BTreeSet::new(), births: self.births, none, used }
     }
 
     /// A run; an empty one for a number that is free.
@@ -378,8 +413,43 @@ impl Runs {
         &mut Arc::make_mut(&mut self.chunks[chunk])[place]
     }
 
+    /// Begins a run with this block behind another one; it is still empty.
+    pub(super) fn begin(&mut self, head: BlockHash, before: Option<(u32, u32)>) -> u32 {
+        let born = self.next_birth();
+        let before = before.map_or(Before::default(), |(run, offset)| {
+            let born = self.get(run).born & !1;
+            Before { run, offset: offset as u16, born }
+        });
+        let number = self.take();
+        let run = self.get_mut(number);
+        (run.born, run.head, run.before) = (born, head_of(head), before);
+        number
+    }
+
+    /// Even numbers, again and again; never zero, which is the birth of a run that is none.
+    fn next_birth(&mut self) -> u16 {
+        self.births = self.births.checked_add(2).unwrap_or(2);
+        self.births
+    }
+
+    /// The run, about to grow: what was remembered of it counts no more if its end was cut off.
+    pub(super) fn growing(&mut self, number: u32) -> &mut Run {
+        if self.get(number).born & 1 == 1 {
+            let born = self.next_birth();
+            self.get_mut(number).born = born;
+        }
+        self.get_mut(number)
+    }
+
+    /// Where the block before the first of a run is, if it is known to be there still.
+    pub(super) fn before(&self, run: &Run) -> Option<(u32, u32)> {
+        let Before { run, offset, born } = run.before;
+        let before = self.get(run);
+        (before.born & !1 == born && offset < before.len).then(|| (run, offset.into()))
+    }
+
     /// The number of a run that is not used.
-    pub(super) fn take(&mut self) -> u32 {
+    fn take(&mut self) -> u32 {
         if let Some(run) = self.free.pop_first() {
             return run;
         }

@@ -17,12 +17,12 @@ use super::directives::Directives;
 use super::holders::TierSet;
 use super::nodes::{DEPARTED_MAX, NodeState, Nodes};
 use super::pages::{PAGE_BLOCKS, Pages};
-use super::run::{Hold, RUN_BLOCKS_MAX, Run, Runs};
+use super::run::{Before, Hold, RUN_BLOCKS_MAX, Run, Runs};
 use super::{Index, IndexLimits};
 use crate::id::{BlockHash, Epoch, GroupId, NodeId, Seq, TenantId};
 
 /// Format of the chunks that this release writes and reads; whoever keeps them keeps this number with them.
-pub const SNAPSHOT_FORMAT: u32 = 2;
+pub const SNAPSHOT_FORMAT: u32 = 3;
 /// A chunk of runs ends when it has this many bytes: a message that no transport minds, encoded in well
 /// under a millisecond. The chunk of pins and nodes may be longer.
 pub const SNAPSHOT_CHUNK_BYTES: usize = 256 * 1024;
@@ -224,6 +224,7 @@ fn put_head(frozen: &Frozen, out: &mut Vec<u8>) {
     }
     put_directives(&frozen.directives, out);
     put_number(out, frozen.sweep_at.into());
+    put_number(out, frozen.runs.births.into());
     put_number(out, frozen.runs.used().into());
 }
 
@@ -244,8 +245,11 @@ fn put_run(run: &Run, pages: &Pages, out: &mut Vec<u8>) {
     for page in run.pages() {
         put_number(out, page.map_or(0, |page| u64::from(page) + 1));
     }
-    put_number(out, run.before.0.into());
-    put_number(out, run.before.1.into());
+    let Before { run: before, offset, born } = run.before;
+    put_number(out, before.into());
+    for word in [offset, born, run.born, run.head] {
+        out.extend_from_slice(&word.to_le_bytes());
+    }
     put_number(out, run.holds().len() as u64);
     for hold in run.holds() {
         put_number(out, hold.slot.into());
@@ -329,6 +333,10 @@ impl Restore {
         read_slots(nodes, reader)?;
         read_directives(&mut self.index.directives, reader)?;
         self.index.store.sweep_at = reader.number_u32("sweep")?;
+        let at = reader.at();
+        let births = reader.number_u32("births")?;
+        self.index.store.runs.births =
+            u16::try_from(births).map_err(|_| invalid("births", at, births.into()))?;
         self.runs = reader.number_u32("runs")?;
         Ok(())
     }
@@ -363,16 +371,16 @@ impl Restore {
             pages.push(page);
         }
         let before = reader.number_u32("run before")?;
-        let at_before = reader.at();
-        let offset = reader.number_u32("offset before")?;
-        let offset = u16::try_from(offset).map_err(|_| invalid("offset before", at_before, offset.into()))?;
+        let mut word = || reader.array().map(u16::from_le_bytes);
+        let (offset, before_born, born, head) = (word()?, word()?, word()?, word()?);
+        let before = Before { run: before, offset, born: before_born };
         let mut holds = Vec::new();
         for _ in 0..reader.count("holds", 5)? {
             holds.push(self.read_hold(reader)?);
         }
         let hashes: Vec<BlockHash> = reader.hashes(present as usize)?;
         let run =
-            Run::restored(len, (before, offset), &pages, &holds).ok_or(invalid("run", at, len.into()))?;
+            Run::restored(len, (born, head, before), &pages, &holds).ok_or(invalid("run", at, len.into()))?;
         let number = self.index.store.runs.used();
         if !self.index.store.restore_run(run, &hashes) {
             return Err(invalid("run", at, number.into()));

@@ -53,6 +53,7 @@ pub(super) enum Depth {
     Buckets,
     Page,
     Run,
+    Tail,
 }
 
 /// Blocks of one change that are asked for ahead of time; more would drive each other out.
@@ -297,8 +298,7 @@ impl Store {
             }
             Some(at) if self.may_push(at, hashes[0]) => (at, self.push(at.run, hashes)?),
             _ => {
-                let run = self.runs.take();
-                self.runs.get_mut(run).before = cursor.map_or((0, 0), |at| (at.run, at.offset as u16));
+                let run = self.runs.begin(hashes[0], cursor.map(|at| (at.run, at.offset)));
                 let Some(count) = self.push(run, hashes) else {
                     self.runs.free(run);
                     return None;
@@ -337,7 +337,7 @@ impl Store {
         self.pages.write(place, &hashes[..kin], new_page.map(|_| (number, nth)));
         let count = self.list(place, &hashes[..kin]);
         if count > 0 {
-            self.runs.get_mut(number).push(new_page, count);
+            self.runs.growing(number).push(new_page, count);
         } else if new_page.is_some() {
             self.pages.free(page);
         }
@@ -562,6 +562,11 @@ impl Store {
             Depth::Run => {
                 if let Some(at) = self.find(first) {
                     self.runs.prefetch(at.run);
+                }
+            }
+            Depth::Tail => {
+                if let Some(at) = self.find(first) {
+                    self.runs.get(at.run).prefetch();
                 }
             }
         }

@@ -97,6 +97,29 @@ fn a_gap_in_one_node_ends_its_own_prefix_only() {
 }
 
 #[test]
+fn a_branch_is_not_believed_to_hang_where_other_blocks_have_grown() {
+    let mut index = Fixture::with_nodes(3);
+    let after = |parent: u64, numbers: &[u64]| Change::Stored {
+        parent: Some(block(parent)),
+        blocks: blocks(numbers.iter().copied()),
+        tier: D,
+    };
+    index.say(1, vec![stored([1, 2, 3, 4], D)]);
+    index.say(2, vec![after(3, &[13, 14])]);
+    assert_eq!(index.runs([1, 2, 3, 13, 14]), [(0, 3, vec![(1, D)]), (3, 2, vec![(2, D)])]);
+    // The trunk is cut below the branch and grows another way; then the block is back, elsewhere.
+    index.say(1, vec![dropped([4, 3], D), after(2, &[23, 24])]);
+    assert_eq!(index.runs([1, 2, 3, 13, 14]), [(0, 2, vec![(1, D)])]);
+    index.say(3, vec![after(2, &[3])]);
+    let expected = [(0, 2, vec![(1, D)]), (2, 1, vec![(3, D)]), (3, 2, vec![(2, D)])];
+    assert_eq!(index.runs([1, 2, 3, 13, 14]), expected);
+    // The same where the trunk is gone, and its number with it.
+    index.say(1, vec![Change::Cleared, stored([31, 32, 33, 34], D)]);
+    assert_eq!(index.runs([1, 2, 3, 13, 14]), []);
+    assert_eq!(index.runs([31, 32, 33, 13, 14]), [(0, 3, vec![(1, D)]), (3, 2, vec![(2, D)])]);
+}
+
+#[test]
 fn a_request_may_repeat_a_block() {
     let mut index = Fixture::with_nodes(1);
     index.say(1, vec![stored([1], D)]);
