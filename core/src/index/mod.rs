@@ -182,8 +182,14 @@ impl Index {
 
     /// Asks the memory for what the next announcements will look at, each a step deeper with every turn.
     fn look_ahead(&self, next: &[Announcement]) {
-        let steps =
-            [(0, Depth::Tail), (1, Depth::Run), (2, Depth::Page), (3, Depth::Buckets), (5, Depth::Hashes)];
+        let steps = [
+            (0, Depth::Pages),
+            (1, Depth::Tail),
+            (2, Depth::Run),
+            (3, Depth::Page),
+            (4, Depth::Buckets),
+            (6, Depth::Hashes),
+        ];
         for (ahead, depth) in steps {
             for change in next.get(ahead).into_iter().flat_map(|one| &one.changes) {
                 if let Some((named, _)) = named(change) {

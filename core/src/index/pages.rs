@@ -66,9 +66,15 @@ impl Page {
         BlockHash(hash)
     }
 
+    #[inline]
     fn holds(&self, slot: u32, hash: BlockHash) -> bool {
         let [tag, rest @ ..] = hash.0;
         self.hashes[slot as usize] == rest && self.tag == tag
+    }
+
+    #[inline]
+    fn lists(&self, slot: u32, hash: BlockHash) -> bool {
+        self.holds(slot, hash) && self.live & 1 << slot != 0
     }
 }
 
@@ -113,11 +119,42 @@ impl Pages {
         self.page(place.page()).is_some_and(|page| page.holds(place.slot(), hash))
     }
 
+    /// How many listed blocks of a page, from a place on, have these hashes one by one.
+    #[inline]
+    pub(super) fn agree_up(&self, place: Place, hashes: &[BlockHash]) -> u32 {
+        let Some(page) = self.page(place.page()) else { return 0 };
+        let slots = place.slot()..PAGE_BLOCKS;
+        slots.zip(hashes).take_while(|(slot, hash)| page.lists(*slot, **hash)).count() as u32
+    }
+
+    /// The same from a place down.
+    #[inline]
+    pub(super) fn agree_down(&self, place: Place, hashes: &[BlockHash]) -> u32 {
+        let Some(page) = self.page(place.page()) else { return 0 };
+        let slots = (0..=place.slot()).rev();
+        slots.zip(hashes).take_while(|(slot, hash)| page.lists(*slot, **hash)).count() as u32
+    }
+
+    /// All hashes of a page; those of blocks that are not listed may be anything.
+    #[inline]
+    pub(super) fn hashes(&self, number: u32) -> [BlockHash; PAGE_BLOCKS as usize] {
+        let Some(page) = self.page(number) else { return Default::default() };
+        std::array::from_fn(|slot| page.hash(slot as u32))
+    }
+
     /// Asks the memory for a hash and for whose page it is in.
     pub(super) fn prefetch(&self, place: Place) {
         if let Some(page) = self.page(place.page()) {
             prefetch(page);
             prefetch(&page.hashes[place.slot() as usize]);
+        }
+    }
+
+    /// Asks the memory for all hashes of a page.
+    pub(super) fn prefetch_whole(&self, number: u32) {
+        if let Some(page) = self.page(number) {
+            prefetch(page);
+            prefetch(&page.hashes[PAGE_BLOCKS as usize - 1]);
         }
     }
 

@@ -147,10 +147,6 @@ impl Bucket {
         true
     }
 
-    fn is_away(&self, entry: usize) -> bool {
-        self.meta() >> AWAY & 1 << entry != 0
-    }
-
     /// Whether an entry with this tag may lie further on.
     #[inline]
     fn was_passed(&self, tag: u16) -> bool {
@@ -174,14 +170,17 @@ impl Bucket {
         }
     }
 
+    #[inline]
     fn swap_remove(&mut self, entry: usize) {
-        let last = self.len() - 1;
+        let meta = self.meta();
+        let last = (meta & LEN) as usize - 1;
         self.head[entry] = self.head[last];
         self.places[entry] = self.places[last];
-        let away = u32::from(self.is_away(last)) << entry;
-        let gone = (1 << entry | 1 << last) << AWAY;
-        let kept = if entry == last { 0 } else { away << AWAY };
-        self.set_meta(((self.meta() & !gone) | kept) - 1);
+        let away = meta >> AWAY >> last & 1;
+        let kept = meta & !((1 << entry | 1 << last) << AWAY);
+        // Where the last one is taken out, nothing comes in its place.
+        let moved = if entry == last { 0 } else { away << entry << AWAY };
+        self.set_meta((kept | moved) - 1);
     }
 
     /// The entry with this tag and exactly this place.
@@ -629,7 +628,9 @@ mod tests {
             listed.push(place);
         }
         let buckets = |places: &Places| places.segments.iter().map(|one| one.buckets.len()).sum::<usize>();
-        assert!(places.segments.iter().any(|one| one.buckets.iter().any(|bucket| bucket.meta() >> PASSERS > 0)));
+        assert!(
+            places.segments.iter().any(|one| one.buckets.iter().any(|bucket| bucket.meta() >> PASSERS > 0))
+        );
         let most = buckets(&places);
         assert!(most * ENTRIES < 40_000 * 100 / 70, "{most} buckets");
         for (number, place) in listed.iter().enumerate() {

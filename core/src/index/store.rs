@@ -54,6 +54,7 @@ pub(super) enum Depth {
     Page,
     Run,
     Tail,
+    Pages,
 }
 
 /// Blocks of one change that are asked for ahead of time; more would drive each other out.
@@ -237,19 +238,39 @@ impl Store {
     /// The stretch from a listed block on, up or down its run, that the hashes name one by one.
     fn stretch(&self, at: At, hashes: &[BlockHash]) -> Stretch {
         let run = self.runs.get(at.run);
-        let is_at = |offset: u32, hash: &BlockHash| {
-            run.place(offset).is_some_and(|place| self.pages.holds(place, *hash) && self.pages.is_live(place))
-        };
-        let up = (at.offset + 1..).zip(&hashes[1..]).take_while(|(offset, hash)| is_at(*offset, hash)).count()
-            as u32;
+        let up = self.agree_up(run, at.offset + 1, &hashes[1..]);
         if up > 0 {
             let last = at.offset + up;
             return Stretch { run: at.run, from: at.offset, to: last + 1, last };
         }
-        let offsets = (0..at.offset).rev();
-        let down = offsets.zip(&hashes[1..]).take_while(|(offset, hash)| is_at(*offset, hash)).count() as u32;
-        let from = at.offset - down;
+        let from = at.offset - self.agree_down(run, at.offset, &hashes[1..]);
         Stretch { run: at.run, from, to: at.offset + 1, last: from }
+    }
+
+    /// How many listed blocks from an offset on have these hashes one by one.
+    fn agree_up(&self, run: &Run, from: u32, hashes: &[BlockHash]) -> u32 {
+        let mut at = from;
+        while let Some(place) = run.place(at) {
+            let agree = self.pages.agree_up(place, &hashes[(at - from) as usize..]);
+            at += agree;
+            if place.slot() + agree < PAGE_BLOCKS || (at - from) as usize == hashes.len() {
+                break;
+            }
+        }
+        at - from
+    }
+
+    /// How many listed blocks before an offset, the nearest first, have these hashes one by one.
+    fn agree_down(&self, run: &Run, from: u32, hashes: &[BlockHash]) -> u32 {
+        let mut at = from;
+        while let Some(place) = at.checked_sub(1).and_then(|before| run.place(before)) {
+            let agree = self.pages.agree_down(place, &hashes[(from - at) as usize..]);
+            at -= agree;
+            if agree <= place.slot() || (from - at) as usize == hashes.len() {
+                break;
+            }
+        }
+        from - at
     }
 
     /// The same, block by block, for an index that is nearly full.
@@ -434,9 +455,10 @@ impl Store {
         let Some(page) = self.runs.get(number).page(nth) else { return };
         // A block that two stale holds covered was buried with the first.
         let bits = (((1u32 << blocks) - 1) << slot) as u8 & self.pages.live(page);
-        for slot in (0..PAGE_BLOCKS).filter(|slot| bits & 1 << slot != 0) {
-            let place = Place::new(page, slot);
-            self.places.remove(self.pages.hash(place), place, &self.pages);
+        for (slot, hash) in (0..).zip(self.pages.hashes(page)) {
+            if bits & 1 << slot != 0 {
+                self.places.remove(hash, Place::new(page, slot), &self.pages);
+            }
         }
         let page_is_empty = self.pages.unlist(page, bits);
         self.runs.get_mut(number).bury(nth, bits.count_ones(), page_is_empty);
@@ -562,6 +584,18 @@ impl Store {
             Depth::Run => {
                 if let Some(at) = self.find(first) {
                     self.runs.prefetch(at.run);
+                }
+            }
+            Depth::Pages => {
+                // What is dropped is named from the end, most often.
+                if let Named::Loose(_) = named
+                    && let Some(at) = self.find(first)
+                {
+                    let from = (at.offset + 1).saturating_sub(blocks.len().min(PREFETCHED) as u32);
+                    let run = self.runs.get(at.run);
+                    let pages =
+                        (from / PAGE_BLOCKS..=at.offset / PAGE_BLOCKS).filter_map(|nth| run.page(nth));
+                    pages.for_each(|page| self.pages.prefetch_whole(page));
                 }
             }
             Depth::Tail => {
