@@ -15,7 +15,7 @@ pub(crate) mod intake;
 pub(crate) mod log_store;
 pub(crate) mod network;
 #[cfg(feature = "probe")]
-pub mod probe;
+pub(crate) mod probe;
 pub(crate) mod recover;
 pub(crate) mod sending;
 pub(crate) mod service;
