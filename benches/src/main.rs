@@ -6,6 +6,7 @@
 mod choose;
 mod hash;
 mod index;
+mod snapshot;
 mod transport;
 
 use benches::{RUNS_MIN, Row, table};
@@ -37,6 +38,7 @@ impl Effort {
 const BENCHES: &[Bench] = &[
     Bench { name: "index", about: index::ABOUT, run: index::run },
     Bench { name: "hash", about: hash::ABOUT, run: hash::run },
+    Bench { name: "snapshot", about: snapshot::ABOUT, run: snapshot::run },
     Bench { name: "choose", about: choose::ABOUT, run: choose::run },
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },
 ];

@@ -124,6 +124,27 @@ impl Cluster {
         Ok((config.id, self.addresses[position].clone()))
     }
 
+    /// Where the router at this position keeps its data.
+    #[must_use]
+    pub fn data_dir(&self, position: usize) -> PathBuf {
+        data_dir(self.folder.path(), position)
+    }
+
+    /// Makes a router that does not run one that belongs to no cluster: its data is moved away, and when it is
+    /// started again it waits to be added. Gives where its data is now.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    pub fn empty_router(&mut self, position: usize) -> Result<PathBuf, Trouble> {
+        let away = self.folder.path().join(format!("away-{position}"));
+        std::fs::rename(self.data_dir(position), &away)?;
+        let path = config_path(self.folder.path(), position);
+        let mut config: RouterConfig = toml::from_str(&std::fs::read_to_string(&path)?)?;
+        (config.join, config.voters, config.advertise) = (true, Vec::new(), self.addresses[position].clone());
+        std::fs::write(path, toml::to_string(&config)?)?;
+        Ok(away)
+    }
+
     /// Where the routers are, by position.
     #[must_use]
     pub fn addresses(&self) -> &[String] {
@@ -224,6 +245,10 @@ impl Drop for Cluster {
     }
 }
 
+fn data_dir(folder: &Path, position: usize) -> PathBuf {
+    folder.join(format!("data-{position}"))
+}
+
 fn config_path(folder: &Path, position: usize) -> PathBuf {
     folder.join(format!("router-{position}.toml"))
 }
@@ -235,7 +260,7 @@ fn config(position: usize, addresses: &[String], folder: &Path, tls: &TlsFiles) 
         listen: addresses[position].clone(),
         shards: SHARDS_COUNT,
         voters: voters.collect(),
-        data_dir: folder.join(format!("data-{position}")),
+        data_dir: data_dir(folder, position),
         tls: TlsConfig { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() },
         // Small, so that snapshots and purged logs happen within a test.
         snapshot_every_entries: 100,

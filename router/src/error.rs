@@ -54,7 +54,7 @@ pub enum StartError {
     )]
     LostLog {
         /// What is wrong with it.
-        log: LogError,
+        log: Box<LogError>,
         /// Number of this router.
         router: u64,
         /// Its data directory.
@@ -69,7 +69,7 @@ pub enum StartError {
     )]
     LostCluster {
         /// What is wrong with it.
-        log: LogError,
+        log: Box<LogError>,
     },
     /// The snapshot was refused.
     #[error(transparent)]

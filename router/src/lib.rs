@@ -24,5 +24,7 @@ mod view;
 pub use config::{AnnounceConfig, ConfigError, RouterConfig, TimingsConfig, TlsConfig, VoterConfig};
 pub use error::StartError;
 pub use raft::disk::LogError;
+#[cfg(feature = "probe")]
+pub use raft::probe::Replica;
 pub use raft::snapshot_file::SnapshotFileError;
 pub use start::Router;

@@ -15,16 +15,16 @@ use crate::id::BlockHash;
 /// Blocks in a page: two cache lines with the page's owner. Less would cost more in page numbers, more would cost
 /// more in half-filled pages, because conversations of large blocks are short.
 pub(super) const PAGE_BLOCKS: u32 = 8;
-/// Pages that are copied together when a frozen index still needs them: 32 KiB with counts, a size that
-/// allocators waste nothing on; copied in some microseconds.
-const CHUNK_PAGES: usize = 255;
+/// Pages that are copied together when a frozen index still needs them: 8 KiB with counts, a size that
+/// allocators waste nothing on. A command of a thousand blocks that lie here and there copies as many chunks,
+/// which is to take a few milliseconds at most.
+const CHUNK_PAGES: usize = 63;
 /// Numbers of pages per chunk: a power of two, so that nothing is divided; the last ones name no page.
-const CHUNK_NUMBERS: usize = 256;
+const CHUNK_NUMBERS: usize = 64;
 /// Chunks that can be named: places have 28 bits, for 268 million blocks.
 const CHUNKS_MAX: usize = (1 << 25) / CHUNK_NUMBERS;
 /// A bit for each page of a chunk.
-const ALL_FREE: [u64; CHUNK_NUMBERS / 64] =
-    [u64::MAX, u64::MAX, u64::MAX, u64::MAX >> (CHUNK_NUMBERS - CHUNK_PAGES)];
+const ALL_FREE: [u64; CHUNK_NUMBERS / 64] = [u64::MAX >> (CHUNK_NUMBERS - CHUNK_PAGES)];
 
 /// Where a block's hash lies: page and slot in the page. Below 2^28.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -73,9 +73,9 @@ pub(crate) async fn boot(config: &RouterConfig, tls: ClientTlsConfig) -> Result<
 fn open(config: &RouterConfig, cluster: &Cluster) -> Result<Opened, StartError> {
     let owner = Owner { router: config.id, cluster: cluster.clone() };
     let intake = |group| Intake::new(&config.data_dir, group, limits(config, group));
-    let intakes = (0..cluster.groups()).map(intake).collect();
+    let intakes: Vec<_> = (0..cluster.groups()).map(intake).collect();
     let is_alone = !config.join && config.voters.len() < 2;
-    let opened = recover::open(&config.data_dir, &owner, intakes, is_alone);
+    let opened = recover::open(&config.data_dir, &owner, &intakes, is_alone);
     let (opened, losses) = opened.map_err(|error| remedy(error, config, is_alone))?;
     losses.iter().for_each(|loss| tracing::error!("{loss}"));
     Ok(opened)
@@ -84,9 +84,11 @@ fn open(config: &RouterConfig, cluster: &Cluster) -> Result<Opened, StartError> 
 /// Adds to the loss of a log what can be done about it.
 fn remedy(error: StartError, config: &RouterConfig, is_alone: bool) -> StartError {
     match error {
-        StartError::Log(log @ LogError::Corrupt { .. }) if is_alone => StartError::LostCluster { log },
+        StartError::Log(log @ LogError::Corrupt { .. }) if is_alone => {
+            StartError::LostCluster { log: Box::new(log) }
+        }
         StartError::Log(log @ LogError::Corrupt { .. }) => StartError::LostLog {
-            log,
+            log: Box::new(log),
             router: config.id,
             directory: config.data_dir.clone(),
             address: config.own_address().to_owned(),

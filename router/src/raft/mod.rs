@@ -14,6 +14,8 @@ pub(crate) mod handle;
 pub(crate) mod intake;
 pub(crate) mod log_store;
 pub(crate) mod network;
+#[cfg(feature = "probe")]
+pub(crate) mod probe;
 pub(crate) mod recover;
 pub(crate) mod sending;
 pub(crate) mod service;

@@ -64,7 +64,7 @@ pub(crate) enum Loss {
 pub(crate) fn open(
     directory: &Path,
     owner: &Owner,
-    intakes: Vec<Intake>,
+    intakes: &[Intake],
     is_alone: bool,
 ) -> Result<(Opened, Vec<Loss>), StartError> {
     let failed = |source| StartError::from(SnapshotFileError::Io { path: directory.to_owned(), source });

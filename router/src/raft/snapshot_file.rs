@@ -252,7 +252,7 @@ impl Stored {
 /// Meta of the file and where its chunks begin, or what is wrong.
 fn read_head(file: &File) -> io::Result<Result<(SnapshotMeta, u64), String>> {
     let mut fixed = Vec::new();
-    (&*file).take(FIXED_BYTES as u64).read_to_end(&mut fixed)?;
+    file.take(FIXED_BYTES as u64).read_to_end(&mut fixed)?;
     let Some((fixed, _)) = fixed.split_first_chunk::<FIXED_BYTES>() else {
         return Ok(Err(format!("{} bytes, shorter than its header", fixed.len())));
     };

@@ -271,7 +271,7 @@ fn weight(announcement: &Announcement) -> usize {
 type Responder = Option<ApplyResponder<TypeConfig>>;
 
 /// Applies entries; a proposer hears of its own as soon as readers see it. Blocking.
-fn apply_batch(published: &Published, batch: Vec<(Entry, Responder)>) -> io::Result<()> {
+pub(super) fn apply_batch(published: &Published, batch: Vec<(Entry, Responder)>) -> io::Result<()> {
     for (entry, responder) in batch {
         let step = Step::of(entry)?;
         let rules = step.is_rule();

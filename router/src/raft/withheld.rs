@@ -112,7 +112,7 @@ pub(crate) async fn watch(withheld: Arc<Withheld>, consensus: Consensus) {
             tracing::info!(group, "this router has again what it lost in the group, and votes in it");
         }
         Err(error) => {
-            tracing::error!(group, %error, "this router gives no vote in the group until it is restarted")
+            tracing::error!(group, %error, "this router gives no vote in the group until it is restarted");
         }
     }
 }

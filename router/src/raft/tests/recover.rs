@@ -23,8 +23,8 @@ const GROUP: u16 = 1;
 const LAST: u64 = 30;
 
 fn open_as(directory: &Path, is_alone: bool) -> Result<(Opened, Vec<Loss>), StartError> {
-    let intakes = (0..2).map(|group| intake(directory, group)).collect();
-    recover::open(directory, &owner(ROUTER, "test", 1), intakes, is_alone)
+    let intakes: Vec<_> = (0..2).map(|group| intake(directory, group)).collect();
+    recover::open(directory, &owner(ROUTER, "test", 1), &intakes, is_alone)
 }
 
 fn open(directory: &Path) -> (Opened, Vec<Loss>) {

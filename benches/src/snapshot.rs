@@ -1,0 +1,205 @@
+//! A snapshot of a large replica: what it costs the entries that are applied meanwhile, and how long an empty replica
+//! needs to install it.
+//!
+//! Not here: the connection between two routers; the parts go from one replica's file to the other as the call
+//! would carry them, in one process.
+
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::Context;
+use benches::{Better, Row, outcome, thread_cpu_time};
+use kv_core::id::{BlockHash, Epoch, IdentityDigest, NodeId, Seq, Tier};
+use kv_core::index::command::{Announcement, Change, Command, NodeRecord};
+use kvfleet_router::Replica;
+use rand::{Rng, RngCore, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::Effort;
+
+pub(crate) const ABOUT: &str = "one replica of 10 M entries (64 nodes, chains of 500 blocks) with its files on disk: the longest time one \
+     command of 1,024 blocks takes to be applied while a snapshot is made, against the same commands without a \
+     snapshot and against 10 ms; and taking in and installing that snapshot on an empty replica (file, stream of \
+     parts, checks, restore, file, sync; without TCP and TLS), against 5 s";
+
+const ENTRIES: u64 = 10_000_000;
+const NODES: u32 = 64;
+const CHAIN_BLOCKS: usize = 500;
+/// Blocks of one announcement; one of every node makes a command of 1,024.
+const RUN_BLOCKS: usize = 16;
+const COMMAND_BLOCKS: u64 = NODES as u64 * RUN_BLOCKS as u64;
+const SEED: u64 = 20_240_712;
+
+/// What a stall and an install may take.
+const STALL_MS: f64 = 10.0;
+const INSTALL_S: f64 = 5.0;
+
+pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
+    let directory = tempfile::tempdir()?;
+    let replica = Replica::open(directory.path())?;
+    let mut load = Load::new();
+    for command in load.joins().chain((0..effort.scaled(ENTRIES) / COMMAND_BLOCKS).map(|_| load.growth())) {
+        replica.apply(&command)?;
+    }
+    let mut rows = Vec::new();
+    rows.extend(stalls(effort, &replica, &mut load, "growing chains", Load::growth)?);
+    rows.extend(stalls(effort, &replica, &mut load, "dropping ends here and there", Load::scattered)?);
+    rows.push(installs(effort, &replica)?);
+    Ok(rows)
+}
+
+/// Longest times of a run, in milliseconds.
+#[derive(Clone, Copy, Default)]
+struct Longest {
+    wall: f64,
+    cpu: f64,
+    commands: u64,
+}
+
+impl Longest {
+    fn apply(&mut self, replica: &Replica, command: &Command) -> anyhow::Result<()> {
+        let before = thread_cpu_time();
+        let wall = replica.apply(command)?;
+        let cpu = thread_cpu_time() - before;
+        self.wall = self.wall.max(wall.as_secs_f64() * 1e3);
+        self.cpu = self.cpu.max(cpu.as_secs_f64() * 1e3);
+        self.commands += 1;
+        Ok(())
+    }
+}
+
+/// Applies commands while a snapshot is made, then as many without.
+fn stalls(
+    effort: &Effort,
+    replica: &Replica,
+    load: &mut Load,
+    name: &str,
+    next: impl Fn(&mut Load) -> Command,
+) -> anyhow::Result<Vec<Row>> {
+    let (mut wall, mut cpu) = (Vec::new(), Vec::new());
+    for _ in 0..effort.runs {
+        let making = replica.clone();
+        let making = std::thread::spawn(move || making.snapshot());
+        let mut with = Longest::default();
+        while !making.is_finished() {
+            with.apply(replica, &next(load))?;
+        }
+        making.join().ok().context("making a snapshot panicked")??;
+        let mut without = Longest::default();
+        while without.commands < with.commands {
+            without.apply(replica, &next(load))?;
+        }
+        wall.push((with.wall, without.wall));
+        cpu.push((with.cpu, without.cpu));
+    }
+    let limits: Vec<_> = wall.iter().map(|(with, _)| (*with, STALL_MS)).collect();
+    let row = |clock: &str, peer: &str, pairs: &[(f64, f64)]| {
+        let row = format!("longest command of 1,024 blocks during a snapshot, {name}");
+        Row::new("snapshot", &row, clock, peer, Better::Lower, outcome(pairs))
+    };
+    Ok(vec![
+        row("ms", "limit: 10 ms", &limits),
+        row("ms", "the same without a snapshot", &wall),
+        row("ms CPU", "the same without a snapshot", &cpu),
+    ])
+}
+
+/// Installs the snapshot on empty replicas.
+fn installs(effort: &Effort, replica: &Replica) -> anyhow::Result<Row> {
+    replica.snapshot()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let mut pairs = Vec::new();
+    for _ in 0..effort.runs {
+        let directory = tempfile::tempdir()?;
+        let empty = Replica::open(directory.path())?;
+        let start = Instant::now();
+        runtime.block_on(empty.install_from(replica))?;
+        pairs.push((start.elapsed().as_secs_f64(), INSTALL_S));
+        anyhow::ensure!(empty.digest() == replica.digest(), "another state was installed");
+        again(directory.path(), replica)?;
+    }
+    let row = "install on an empty replica";
+    Ok(Row::new("snapshot", row, "s", "limit: 5 s", Better::Lower, outcome(&pairs)))
+}
+
+/// What was installed is on disk.
+fn again(directory: &Path, replica: &Replica) -> anyhow::Result<()> {
+    anyhow::ensure!(Replica::open(directory)?.digest() == replica.digest(), "another state is on disk");
+    Ok(())
+}
+
+/// Nodes that grow and shrink their chains.
+struct Load {
+    random: ChaCha8Rng,
+    nodes: Vec<Vec<Vec<BlockHash>>>,
+    seqs: Vec<u64>,
+}
+
+impl Load {
+    fn new() -> Self {
+        let nodes = (0..NODES).map(|_| Vec::new()).collect();
+        Self { random: ChaCha8Rng::seed_from_u64(SEED), nodes, seqs: vec![0; NODES as usize] }
+    }
+
+    fn joins(&self) -> impl Iterator<Item = Command> + use<> {
+        (0..NODES).map(|node| Command::Join(record(node)))
+    }
+
+    /// Every node stores the next blocks of its last chain, or begins another one.
+    fn growth(&mut self) -> Command {
+        self.command(|random, chains| {
+            if chains.last().is_none_or(|chain| chain.len() + RUN_BLOCKS > CHAIN_BLOCKS) {
+                chains.push(Vec::with_capacity(CHAIN_BLOCKS));
+            }
+            let chain = &mut chains.last_mut()?;
+            let root = chain.first().map_or_else(|| random.random(), |first| first.0[0]);
+            let parent = chain.last().copied();
+            let blocks: Vec<_> = (0..RUN_BLOCKS).map(|_| hash(random, root)).collect();
+            chain.extend(&blocks);
+            Some(Change::Stored { parent, blocks, tier: Tier::Dram })
+        })
+    }
+
+    /// Every node drops the last block of some of its chains: each lies somewhere else.
+    fn scattered(&mut self) -> Command {
+        self.command(|random, chains| {
+            let ends = (0..RUN_BLOCKS).filter_map(|_| {
+                let chain = random.random_range(0..chains.len());
+                chains[chain].pop()
+            });
+            Some(Change::Dropped { blocks: ends.collect(), tier: Tier::Dram })
+        })
+    }
+
+    fn command(
+        &mut self,
+        mut change: impl FnMut(&mut ChaCha8Rng, &mut Vec<Vec<BlockHash>>) -> Option<Change>,
+    ) -> Command {
+        let nodes = (0..NODES).zip(&mut self.nodes).zip(&mut self.seqs);
+        let announcements = nodes.map(|((node, chains), seq)| {
+            *seq += 1;
+            let changes = change(&mut self.random, chains).into_iter().collect();
+            Announcement { node: NodeId(node), epoch: Epoch(1), seq: Seq(*seq), changes }
+        });
+        Command::Announce(announcements.collect())
+    }
+}
+
+fn hash(random: &mut ChaCha8Rng, root: u8) -> BlockHash {
+    let mut bytes = [0; 16];
+    random.fill_bytes(&mut bytes);
+    bytes[0] = root;
+    BlockHash(bytes)
+}
+
+fn record(node: u32) -> NodeRecord {
+    NodeRecord {
+        node: NodeId(node),
+        data_address: String::new(),
+        control_address: String::new(),
+        host: String::new(),
+        instance: None,
+        identity: IdentityDigest::default(),
+        block_bytes: 1,
+    }
+}
