@@ -163,25 +163,23 @@ impl Index {
         let len = (run.len() - offset).min(hashes.len() as u32);
         // Where the run ends the prefix goes on in another one, most often.
         hashes.get(len as usize).inspect(|next| places.prefetch(**next));
-        let agrees = |step: u32| self.store.hash(run, offset + step) == Some(hashes[step as usize]);
-        // Equal hashes mean equal prefixes, so the first that differs is found by cutting what is left into
-        // eight parts again and again, whose ends are asked for at once. A page that was given back differs:
-        // nobody holds its blocks here.
+        // All hashes of a run have the first byte of its first one.
+        let agrees = |step: u32| {
+            let place = run.place(offset + step);
+            place.is_some_and(|place| pages.holds_rest(place, hashes[step as usize]))
+        };
+        if agrees(len - 1) {
+            return len;
+        }
+        // Equal hashes mean equal prefixes, so the first that differs is found by halving. A page that was
+        // given back differs: nobody holds its blocks here.
         let (mut equal, mut differs) = (1, len);
         while equal < differs {
-            let part = (differs - equal).div_ceil(PARTS);
-            let ends = (equal..differs).step_by(part as usize).map(|start| (start + part).min(differs) - 1);
-            let places = ends.clone().filter_map(|end| run.place(offset + end));
-            places.for_each(|place| pages.prefetch(place));
-            if agrees(differs - 1) {
-                return differs;
-            }
-            for end in ends {
-                if !agrees(end) {
-                    differs = end;
-                    break;
-                }
-                equal = end + 1;
+            let middle = equal + (differs - equal) / 2;
+            if agrees(middle) {
+                equal = middle + 1;
+            } else {
+                differs = middle;
             }
         }
         equal
@@ -262,10 +260,6 @@ impl PrefixMatch {
         }
     }
 }
-
-/// Parts into which what two prefixes may have in common is cut at a time: as many as the memory answers at
-/// once for the price of one.
-const PARTS: u32 = 8;
 
 /// Holds of a run that are looked through at every place where one of them begins or ends.
 const FEW_HOLDS: usize = if cfg!(test) { 3 } else { 64 };

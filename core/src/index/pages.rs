@@ -142,6 +142,13 @@ impl Pages {
         std::array::from_fn(|slot| page.hash(slot as u32))
     }
 
+    /// Whether a place that is known to have this first byte has the rest of a hash, too: one cache line.
+    #[inline]
+    pub(super) fn holds_rest(&self, place: Place, hash: BlockHash) -> bool {
+        let [_, rest @ ..] = hash.0;
+        self.page(place.page()).is_some_and(|page| page.hashes[place.slot() as usize] == rest)
+    }
+
     /// Asks the memory for a hash and for whose page it is in.
     pub(super) fn prefetch(&self, place: Place) {
         if let Some(page) = self.page(place.page()) {
