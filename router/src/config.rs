@@ -132,7 +132,7 @@ impl Default for TimingsConfig {
 
 impl Default for AnnounceConfig {
     fn default() -> Self {
-        AnnounceConfig { window_ms: 10, blocks_max: 65_536 }
+        AnnounceConfig { window_ms: 10, blocks_max: 16_384 }
     }
 }
 

@@ -30,7 +30,7 @@ const QUEUE_ANNOUNCEMENTS_MAX: usize = 4096;
 const QUEUE_BLOCKS_MAX: usize = 16 * 65_536;
 
 /// Proposals under way at once: one that is being synced and one that gathers behind a slow sync.
-const IN_FLIGHT_MAX: usize = 2;
+const IN_FLIGHT_MAX: usize = 8;
 
 /// What became of one announcement.
 #[derive(Clone, Debug, PartialEq, Eq)]

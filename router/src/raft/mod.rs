@@ -6,6 +6,7 @@
 //! Not here: what a command does (`kv_core::index`), who proposes (`crate::ingest`, `crate::admin`),
 //! who reads (`crate::view`). No other folder of the program names openraft.
 
+pub(crate) mod append;
 pub(crate) mod boot;
 pub(crate) mod bounded;
 pub(crate) mod disk;
@@ -13,6 +14,7 @@ pub(crate) mod disk_thread;
 pub(crate) mod handle;
 pub(crate) mod log_store;
 pub(crate) mod network;
+mod segments;
 pub(crate) mod service;
 pub(crate) mod snapshot_file;
 pub(crate) mod state_machine;

@@ -18,7 +18,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::handle::Consensus;
 use super::network::{Envelope, SnapshotHead};
-use super::{Cluster, Raft, Snapshot};
+use super::{Cluster, Raft, Snapshot, append};
 
 /// Bytes of snapshots taken from peers at once, of all groups: above any index the product is sized for,
 /// below the memory of a router, so that neither a peer gone mad nor many groups that lag at once can end
@@ -65,8 +65,7 @@ impl RaftService {
     ) -> Result<(&Consensus, T), Status> {
         let frame = request.into_inner();
         let group = self.group(&frame.cluster, frame.shards, frame.group)?;
-        let message = rmp_serde::from_slice(&frame.payload)
-            .map_err(|error| Status::invalid_argument(format!("raft frame does not decode: {error}")))?;
+        let message = rmp_serde::from_slice(&frame.payload).map_err(|error| malformed(&error))?;
         Ok((group, message))
     }
 
@@ -93,6 +92,10 @@ impl RaftService {
         let room = self.snapshot_room.acquire_many(permits).await;
         room.map_err(|_| Status::unavailable("this router stops"))
     }
+}
+
+fn malformed(error: &dyn std::fmt::Display) -> Status {
+    Status::invalid_argument(format!("raft frame does not decode: {error}"))
 }
 
 /// The data of all further parts, which must come to so many bytes.
@@ -149,8 +152,10 @@ impl raft_server::Raft for RaftService {
     }
 
     async fn append(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {
-        let (group, message) = self.message(request)?;
-        let result = group.raft().append_entries(message).await;
+        let frame = request.into_inner();
+        let group = self.group(&frame.cluster, frame.shards, frame.group)?;
+        let call = append::from_frame(frame).map_err(|error| malformed(&error))?;
+        let result = group.raft().append_entries(call).await;
         // Any answer but "your term is over" means that the caller is this router's leader.
         if matches!(&result, Ok(reply) if !matches!(reply, AppendEntriesResponse::HigherVote(_))) {
             group.heard();
