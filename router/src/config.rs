@@ -417,7 +417,7 @@ impl AnnounceConfig {
         if !(1..=BLOCKS_MAX).contains(&self.blocks_max) {
             return refuse(
                 "announce.blocks_max",
-                format!("{} is outside 1 to {BLOCKS_MAX}; 65536 is usual", self.blocks_max),
+                format!("{} is outside 1 to {BLOCKS_MAX}; 16384 is usual", self.blocks_max),
             );
         }
         Ok(())

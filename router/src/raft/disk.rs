@@ -10,8 +10,8 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ops::RangeInclusive;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use redb::{Database, ReadableDatabase, ReadableTable, Table, TableDefinition};
@@ -198,10 +198,7 @@ impl Disk {
     ///
     /// # Errors
     /// What the file system said (no space, I/O error). Nothing of the batch is visible then.
-    pub(crate) fn commit<'a>(
-        &mut self,
-        changes: impl Iterator<Item = (u16, &'a Change)>,
-    ) -> io::Result<()> {
+    pub(crate) fn commit<'a>(&mut self, changes: impl Iterator<Item = (u16, &'a Change)>) -> io::Result<()> {
         let changes: Vec<(u16, &Change)> = changes.collect();
         let mut extents = self.write_beside(&changes)?.into_iter();
         let mut released = Vec::new();
@@ -310,7 +307,8 @@ impl Tables<'_> {
             let record = match large_command(entry) {
                 None => Record::Whole(entry),
                 Some(_) => {
-                    let extent = beside.next().ok_or_else(|| io::Error::other("a command was not written"))?;
+                    let extent =
+                        beside.next().ok_or_else(|| io::Error::other("a command was not written"))?;
                     Record::Beside(entry.log_id, extent)
                 }
             };
@@ -533,7 +531,8 @@ fn checked_entry(
         OwnedRecord::Whole(entry) => entry,
         OwnedRecord::Beside(log_id, extent) => {
             let command = segments.read(extent);
-            let damaged = |what| corrupt(path, format!("the command of entry {index} of group {group} {what}"));
+            let damaged =
+                |what| corrupt(path, format!("the command of entry {index} of group {group} {what}"));
             Entry { log_id, payload: Payload::Normal(Proposal(command.map_err(damaged)?)) }
         }
     };

@@ -107,7 +107,8 @@ impl Segments {
     pub(super) fn read(&mut self, extent: Extent) -> Result<Bytes, String> {
         let Extent { segment: number, offset, bytes, crc32c: stored } = extent;
         let file = format!("{FILE_PREFIX}{number}");
-        let segment = self.segments.get_mut(&number).ok_or_else(|| format!("lies in {file}, which is gone"))?;
+        let segment =
+            self.segments.get_mut(&number).ok_or_else(|| format!("lies in {file}, which is gone"))?;
         let length = segment.file.metadata().map_err(|error| format!("lies in {file}: {error}"))?.len();
         if offset.checked_add(bytes.into()).is_none_or(|end| end > length) {
             return Err(format!("lies in {file}, which ends at byte {length}, before it does"));
@@ -143,7 +144,8 @@ impl Segments {
     }
 
     fn free(&self) -> impl Iterator<Item = u32> {
-        let free = |(number, segment): &(&u32, &Segment)| segment.wanted == 0 && Some(**number) != self.current;
+        let free =
+            |(number, segment): &(&u32, &Segment)| segment.wanted == 0 && Some(**number) != self.current;
         self.segments.iter().filter(free).map(|(number, _)| *number)
     }
 

@@ -16,6 +16,9 @@ use tonic::Streaming;
 
 use crate::events::Events;
 
+/// As real nodes do.
+const HEARTBEAT: Duration = Duration::from_millis(100);
+
 /// How batches are sent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Pace {
@@ -158,19 +161,49 @@ impl Announcer {
     /// A stream to whichever router leads the shard; what was not acknowledged goes on it again.
     async fn open(&mut self) -> (Words, Streaming<pb::AnnounceReply>) {
         self.on_stream = 0;
-        let Events { node, shard, .. } = self.events;
-        for position in 0.. {
-            let (words, receiver) = mpsc::channel(64);
-            let body = Some(Word::Heartbeat(pb::Heartbeat::default()));
-            let hello = pb::AnnounceRequest { node, epoch: self.epoch, group: shard.into(), body };
-            if words.send(hello).await.is_ok()
-                && let Ok(replies) =
-                    self.contacts.client(position).announce(ReceiverStream::new(receiver)).await
-            {
-                return (words, replies.into_inner());
-            }
-            tokio::time::sleep(Duration::from_millis(50)).await;
+        open(&self.contacts, self.events.node, self.epoch, self.events.shard).await
+    }
+}
+
+/// Opens a stream to whichever router leads this group.
+async fn open(
+    contacts: &Contacts,
+    node: u32,
+    epoch: u64,
+    group: u16,
+) -> (Words, Streaming<pb::AnnounceReply>) {
+    for position in 0.. {
+        let (words, receiver) = mpsc::channel(64);
+        if words.send(heartbeat(node, epoch, group)).await.is_ok()
+            && let Ok(replies) = contacts.client(position).announce(ReceiverStream::new(receiver)).await
+        {
+            return (words, replies.into_inner());
         }
-        unreachable!("positions do not end")
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    unreachable!("positions do not end")
+}
+
+fn heartbeat(node: u32, epoch: u64, group: u16) -> pb::AnnounceRequest {
+    let body = Some(Word::Heartbeat(pb::Heartbeat::default()));
+    pb::AnnounceRequest { node, epoch, group: group.into(), body }
+}
+
+/// Keeps a stand-in node alive for ever, whoever leads the control group.
+pub(crate) async fn beat(contacts: Contacts, node: u32, epoch: u64) {
+    loop {
+        let (words, mut replies) = open(&contacts, node, epoch, 0).await;
+        loop {
+            tokio::select! {
+                reply = replies.message() => match reply.ok().flatten().and_then(|reply| reply.body) {
+                    Some(Reply::Directives(_)) => {}
+                    _ => break,
+                },
+                () = tokio::time::sleep(HEARTBEAT) => if words.send(heartbeat(node, epoch, 0)).await.is_err() {
+                    break;
+                },
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }

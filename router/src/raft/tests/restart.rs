@@ -1,6 +1,7 @@
 //! What a restarted router reads is what it acknowledged.
 
 use std::ops::RangeInclusive;
+use std::path::Path;
 
 use kvfleet_errors_doc::says;
 use openraft::storage::{IOFlushed, RaftLogReader, RaftLogStorage, RaftLogStorageExt};
@@ -8,7 +9,7 @@ use tempfile::TempDir;
 
 use super::super::disk::LogError;
 use super::super::log_store::LogStore;
-use super::super::{Entry, Vote};
+use super::super::{Entry, Payload, Proposal, Vote};
 use super::{ROUTER, close, entry, log_id, open, owner, try_open};
 
 async fn entries(store: &mut LogStore) -> Vec<Entry> {
@@ -142,7 +143,8 @@ async fn a_log_of_another_cluster_or_of_other_shards_is_refused() {
 async fn with_large_commands(directory: &Path, last: u64) -> Vec<Entry> {
     let (mut store, guard) = open(directory);
     store.save_vote(&Vote::new_committed(1, ROUTER)).await.unwrap();
-    let entries: Vec<Entry> = (0..=last).map(|index| if index % 3 == 0 { large(index) } else { entry(index) }).collect();
+    let entries: Vec<Entry> =
+        (0..=last).map(|index| if index % 3 == 0 { large(index) } else { entry(index) }).collect();
     for some in entries.chunks(4) {
         store.blocking_append(some.to_vec()).await.unwrap();
     }
