@@ -8,6 +8,11 @@ const FILES: [&str; 4] = ["router.proto", "node.proto", "instance.proto", "data.
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo:rerun-if-changed=proto");
     let descriptors = protox::compile(FILES, ["proto"])?;
-    tonic_prost_build::configure().emit_rerun_if_changed(false).compile_fds(descriptors)?;
+    tonic_prost_build::configure()
+        .emit_rerun_if_changed(false)
+        .codec_path("crate::codec::SizedCodec")
+        // Commands of the log go from the wire to the disk as they came.
+        .bytes(".kvfleet.v1.RaftFrame")
+        .compile_fds(descriptors)?;
     Ok(())
 }

@@ -171,6 +171,12 @@ impl Cluster {
         self.processes[position].is_some()
     }
 
+    /// Process ids of the routers that run.
+    #[must_use]
+    pub fn process_ids(&self) -> Vec<u32> {
+        self.processes.iter().flatten().map(Child::id).collect()
+    }
+
     /// How many routers run.
     #[must_use]
     pub fn running(&self) -> usize {
@@ -198,6 +204,10 @@ impl Cluster {
             return Ok(());
         }
         let mut command = Command::new(&self.program);
+        // The command line, where its own program is given; else one that only runs routers.
+        if self.program.file_stem().is_some_and(|name| name == "kvfleet") {
+            command.args(["router", "--log", "error", "--metrics-listen", "", "--config"]);
+        }
         command.arg(config_path(self.folder.path(), position));
         self.run(position, command)
     }
@@ -227,7 +237,7 @@ impl Cluster {
         let output = process.stdout.take().ok_or("a router has no output")?;
         let mut line = String::new();
         BufReader::new(output).read_line(&mut line)?;
-        if line.trim() != "ready" {
+        if !line.to_ascii_lowercase().starts_with("ready") {
             let status = process.wait()?;
             return Err(format!("router {position} did not start ({status}); its message is above").into());
         }

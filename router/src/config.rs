@@ -132,7 +132,7 @@ impl Default for TimingsConfig {
 
 impl Default for AnnounceConfig {
     fn default() -> Self {
-        AnnounceConfig { window_ms: 10, blocks_max: 65_536 }
+        AnnounceConfig { window_ms: 10, blocks_max: 16_384 }
     }
 }
 
@@ -417,7 +417,7 @@ impl AnnounceConfig {
         if !(1..=BLOCKS_MAX).contains(&self.blocks_max) {
             return refuse(
                 "announce.blocks_max",
-                format!("{} is outside 1 to {BLOCKS_MAX}; 65536 is usual", self.blocks_max),
+                format!("{} is outside 1 to {BLOCKS_MAX}; 16384 is usual", self.blocks_max),
             );
         }
         Ok(())

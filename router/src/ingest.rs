@@ -26,11 +26,13 @@ use crate::raft::handle::{Consensus, LeaderAt, ProposeError};
 /// worth of forty nodes.
 const QUEUE_ANNOUNCEMENTS_MAX: usize = 4096;
 
-/// Blocks waiting for a proposal: sixteen full proposals, 16 MiB of hashes.
-const QUEUE_BLOCKS_MAX: usize = 16 * 65_536;
+/// Blocks waiting for a proposal: 16 MiB of hashes.
+const QUEUE_BLOCKS_MAX: usize = 1_048_576;
 
-/// Proposals under way at once: one that is being synced and one that gathers behind a slow sync.
-const IN_FLIGHT_MAX: usize = 2;
+/// Proposals under way at once. One may be on its way to the followers, one being synced and one being applied at
+/// the same time, and a processor that others use delays each; a full proposal is small (256 KiB), so that their
+/// sum is bounded by what the memory close to a core holds.
+const IN_FLIGHT_MAX: usize = 8;
 
 /// What became of one announcement.
 #[derive(Clone, Debug, PartialEq, Eq)]

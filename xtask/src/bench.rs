@@ -49,10 +49,14 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
     if args.all {
         return write_all(&options);
     }
+    let consensus = args.peers && args.name.as_deref() == Some("consensus");
     options.extend(args.name);
     options.extend(args.json.then(|| "--json".to_owned()));
     options.extend(args.quick.then(|| "--quick".to_owned()));
     options.extend(args.options);
+    if consensus {
+        options.extend(build_routers()?);
+    }
     let mut command = if args.peers { peers(&options) } else { benches(&options) };
     let status = command.status().context("cannot start cargo")?;
     if !status.success() {
@@ -72,16 +76,39 @@ fn benches(options: &[String]) -> Command {
 /// but shares the folder for what is built.
 fn peers(options: &[String]) -> Command {
     let mut command = release_run();
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from);
-    command.env("CARGO_TARGET_DIR", target);
+    command.env("CARGO_TARGET_DIR", target());
     command.args(["--locked", "--manifest-path", "benches/peers/Cargo.toml", "--bin", "peers", "--"]);
     command.args(options);
     command
 }
 
+/// Builds our routers and the load on them for release; the options that name them.
+fn build_routers() -> anyhow::Result<[String; 2]> {
+    let mut command = cargo();
+    command.args(["build", "--release", "--quiet", "--package", "kvfleet", "--package", "chaos-tests"]);
+    command.args(["--bin", "kvfleet", "--bin", "chaos-ingest"]);
+    let status = command.status().context("cannot start cargo")?;
+    if !status.success() {
+        bail!("our routers were not built: cargo ended with {status}");
+    }
+    let program = |name: &str| std::path::absolute(target().join("release").join(name));
+    let option = |name, program: PathBuf| format!("--{name}={}", program.display());
+    Ok([option("router", program("kvfleet")?), option("ingest", program("chaos-ingest")?)])
+}
+
+fn target() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from)
+}
+
 fn release_run() -> Command {
+    let mut command = cargo();
+    command.args(["run", "--release"]);
+    command
+}
+
+fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    command.args(["run", "--release"]).current_dir(root());
+    command.current_dir(root());
     command
 }
 

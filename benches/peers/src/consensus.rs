@@ -1,9 +1,11 @@
 //! The replicated part beside etcd: three members on loopback, data on disk, small puts.
 //!
-//! Not here: one replica's index (`index.rs`). Ours is plugged in at [`ours`].
+//! Ours takes announcements of 16 blocks from many stand-in nodes, and pins from one client (`ours.rs`). Not here:
+//! one replica's index (`index.rs`).
 
 mod etcd;
 mod load;
+mod ours;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,6 +17,8 @@ use serde::Serialize;
 use crate::judge::{Label, Printer, Reach};
 use etcd::Etcd;
 use load::{Driven, drive};
+use ours::Ours;
+pub(crate) use ours::Programs;
 
 /// Clients of the rate: enough that a member always has puts to batch, on connections of 16 each.
 const CLIENTS: usize = 256;
@@ -31,6 +35,8 @@ pub(crate) struct Setup {
     pub(crate) data: PathBuf,
     /// Whether etcd may be installed when it is missing.
     pub(crate) install: bool,
+    /// What runs our side; without them only etcd is measured.
+    pub(crate) programs: Option<Programs>,
 }
 
 /// Three members that agree on each put before they answer.
@@ -68,13 +74,6 @@ impl Rounds {
     }
 }
 
-/// Ours: three routers, each a process of the built `kvfleet`, that take announcements of 16 blocks.
-/// There is nothing to start yet; when there is, it implements [`Cluster`] in a file beside `etcd.rs`, and
-/// its rounds are returned here.
-fn ours(_: &Setup) -> Option<Rounds> {
-    None
-}
-
 /// A row of one side, while the other is missing. The keys of a full row that it can fill.
 #[derive(Debug, Serialize)]
 struct OneSided<'names> {
@@ -99,40 +98,96 @@ pub(crate) fn run(setup: &Setup, printer: Printer) -> anyhow::Result<()> {
         let cluster = Etcd::start(&etcd, &setup.data).await?;
         Rounds::run(&cluster, setup).await
     })?;
-    let ours = ours(setup);
-    let row = |row: &str, unit, better, figure: fn(&Rounds) -> Vec<f64>| {
-        print(
-            Label { bench: "consensus", row, unit, peer: &theirs.name, better },
-            &theirs,
-            &ours,
-            figure,
-            printer,
-        )
-    };
+    let ours = setup.programs.as_ref().map(|programs| ours::rounds(programs, setup)).transpose()?;
     printer.head();
-    row("puts of 256 bytes, 256 clients", "puts/s", Better::Higher, |side| {
-        side.many.iter().map(|one| one.per_s).collect()
-    })?;
-    row("one put of 256 bytes, 1 client, p50", "µs wall", Better::Lower, |side| {
-        side.one.iter().map(|one| one.p50_us).collect()
-    })?;
-    row("one put of 256 bytes, 1 client, p99", "µs wall", Better::Lower, |side| {
-        side.one.iter().map(|one| one.p99_us).collect()
-    })
+    match ours {
+        Some(ours) => judge(&ours, &theirs, printer),
+        None => show(&theirs, printer),
+    }
 }
 
-fn print(
-    label: Label<'_>,
-    theirs: &Rounds,
-    ours: &Option<Rounds>,
-    figure: fn(&Rounds) -> Vec<f64>,
-    printer: Printer,
-) -> anyhow::Result<()> {
-    let figures = figure(theirs);
-    if let Some(ours) = ours {
-        let pairs: Vec<_> = figure(ours).into_iter().zip(figures).collect();
-        return printer.row(&label.judged(outcome(&pairs), Reach::Shown));
-    }
+/// Both sides, by what the rows have to reach.
+fn judge(ours: &[Ours], theirs: &Rounds, printer: Printer) -> anyhow::Result<()> {
+    let row = |row, (unit, better), peer, pairs: &dyn Fn(&Ours, &Driven, &Driven) -> [f64; 2], reach| {
+        let rounds = ours.iter().zip(&theirs.many).zip(&theirs.one);
+        let pairs: Vec<(f64, f64)> =
+            rounds.map(|((ours, many), one)| pairs(ours, many, one).into()).collect();
+        let label = Label { bench: "consensus", row, unit, peer, better };
+        printer.row(&label.judged(outcome(&pairs), reach))
+    };
+    let etcd = theirs.name.as_str();
+    let (rate, time) = (("1/s", Better::Higher), ("µs wall", Better::Lower));
+    row(
+        "announced blocks, events of 16; 256 clients put 256 bytes",
+        rate,
+        etcd,
+        &|ours, many, _| [ours.blocks_per_second, many.per_s],
+        Reach::RatioAtLeast(300.0),
+    )?;
+    row(
+        "the same blocks, at least a million a second",
+        rate,
+        etcd,
+        &|ours, many, _| [ours.blocks_per_second, many.per_s],
+        Reach::OursAtLeast(1e6),
+    )?;
+    row(
+        "the same blocks, of them stored",
+        rate,
+        etcd,
+        &|ours, many, _| [ours.stored_per_second, many.per_s],
+        Reach::Shown,
+    )?;
+    row(
+        "the same blocks; one index on one core, not replicated",
+        rate,
+        "kv-core",
+        &|ours, _, _| [ours.blocks_per_second, ours.unreplicated_blocks_per_second],
+        Reach::RatioAtLeast(0.2),
+    )?;
+    row(
+        "announced to visible at half that rate, p99; put p99",
+        time,
+        etcd,
+        &|ours, many, _| [ours.half_visible_p99_us, many.p99_us],
+        Reach::OursAtMost(50_000.0),
+    )?;
+    row(
+        "announced to visible at that rate, p99; put p99",
+        time,
+        etcd,
+        &|ours, many, _| [ours.visible_p99_us, many.p99_us],
+        Reach::Shown,
+    )?;
+    row(
+        "one small proposal, 1 client, p50; put p50",
+        time,
+        etcd,
+        &|ours, _, one| [ours.pin_p50_us, one.p50_us],
+        Reach::RatioAtMost(0.2),
+    )?;
+    row(
+        "one small proposal, 1 client, p99; put p99",
+        time,
+        etcd,
+        &|ours, _, one| [ours.pin_p99_us, one.p99_us],
+        Reach::Shown,
+    )
+}
+
+/// etcd alone.
+fn show(theirs: &Rounds, printer: Printer) -> anyhow::Result<()> {
+    let row = |row, unit, better, figures: Vec<f64>| {
+        print(Label { bench: "consensus", row, unit, peer: &theirs.name, better }, figures, printer)
+    };
+    let many = |figure: fn(&Driven) -> f64| theirs.many.iter().map(figure).collect();
+    let one = |figure: fn(&Driven) -> f64| theirs.one.iter().map(figure).collect();
+    row("puts of 256 bytes, 256 clients", "puts/s", Better::Higher, many(|one| one.per_s))?;
+    row("one put of 256 bytes, 1 client, p50", "µs wall", Better::Lower, one(|one| one.p50_us))?;
+    row("one put of 256 bytes, 1 client, p99", "µs wall", Better::Lower, one(|one| one.p99_us))
+}
+
+fn print(label: Label<'_>, figures: Vec<f64>, printer: Printer) -> anyhow::Result<()> {
     let figures = sorted(figures.into_iter());
     let [least, greatest] = [figures.first(), figures.last()].map(|end| end.copied().unwrap_or(f64::NAN));
     let theirs = median(&figures);

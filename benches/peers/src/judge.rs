@@ -14,6 +14,8 @@ pub(crate) enum Reach {
     RatioAtLeast(f64),
     /// Our own median is at most this, whatever the peer does.
     OursAtMost(f64),
+    /// Our own median is at least this, whatever the peer does.
+    OursAtLeast(f64),
     /// Nothing: the row is there to be read.
     Shown,
 }
@@ -25,6 +27,7 @@ impl Reach {
             Reach::RatioAtMost(most) => Some((format!("ratio <= {most}"), row.ratio <= most)),
             Reach::RatioAtLeast(least) => Some((format!("ratio >= {least}"), row.ratio >= least)),
             Reach::OursAtMost(most) => Some((format!("ours <= {most} {}", row.unit), row.ours <= most)),
+            Reach::OursAtLeast(least) => Some((format!("ours >= {least} {}", row.unit), row.ours >= least)),
             Reach::Shown => None,
         }
     }
@@ -133,6 +136,7 @@ mod tests {
             (Reach::RatioAtMost(0.24), Some(false)),
             (Reach::RatioAtLeast(0.26), Some(false)),
             (Reach::OursAtMost(0.5), Some(true)),
+            (Reach::OursAtLeast(0.51), Some(false)),
             (Reach::Shown, None),
         ] {
             assert_eq!(judged(reach).reached, reached, "{reach:?}");

@@ -21,7 +21,7 @@ use std::time::Duration;
 use benches::RUNS_MIN;
 use clap::{Parser, ValueEnum};
 
-use consensus::Setup;
+use consensus::{Programs, Setup};
 use judge::Printer;
 
 /// What is compared.
@@ -31,7 +31,7 @@ enum What {
     Index,
     /// The same lookups and memory of ours at growing sizes.
     Growth,
-    /// Puts into three etcd members on loopback.
+    /// Puts into three etcd members on loopback, and announcements and pins into three of our routers.
     Consensus,
 }
 
@@ -76,6 +76,12 @@ struct Args {
     /// Install etcd from the distribution when it is missing.
     #[arg(long)]
     install: bool,
+    /// The load on our routers, `chaos-ingest`, for `consensus`.
+    #[arg(long, requires = "router")]
+    ingest: Option<PathBuf>,
+    /// The program that runs our routers, `kvfleet`.
+    #[arg(long, requires = "ingest")]
+    router: Option<PathBuf>,
 }
 
 fn main() -> anyhow::Result<()> {
@@ -98,7 +104,10 @@ fn main() -> anyhow::Result<()> {
         What::Growth => growth::run(&effort, printer),
         What::Consensus => {
             let span = Duration::from_secs(args.seconds.max(1));
-            let setup = Setup { rounds: effort.rounds, span, data: args.data, install: args.install };
+            let programs = args.ingest.zip(args.router);
+            let programs = programs.map(|(ingest, router)| Programs { ingest, router });
+            let (rounds, install) = (effort.rounds, args.install);
+            let setup = Setup { rounds, span, data: args.data, install, programs };
             consensus::run(&setup, printer)
         }
     }

@@ -48,13 +48,17 @@ use limits::{added_blocks, within};
 use nodes::{Exhausted, Nodes, SLOTS_MAX};
 use store::{Depth, Named, Store, Who};
 
-use crate::id::{Epoch, GroupId, NodeId, Seq, TenantId};
+use crate::id::{BlockHash, Epoch, GroupId, NodeId, Seq, TenantId};
 
 /// Blocks the sweep visits after a command that names no block: some tens of microseconds, so that ten
 /// million stale holds are gone after ten thousand commands. One in tests, so that readers meet them.
 const SWEEP_BLOCKS_MIN: u64 = if cfg!(test) { 1 } else { 1_024 };
 /// Blocks the sweep visits per block a command adds: more than one, so that it outruns growth.
 const SWEEP_BLOCKS_PER_BLOCK: u64 = 4;
+
+/// Blocks that are applied at a time, with the memory of the next ones asked for ahead of their turn: as many as
+/// the store asks for at once.
+const PIECE_BLOCKS: usize = if cfg!(test) { 3 } else { 64 };
 
 /// Counts of the logical state: equal on replicas that applied the same log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -172,16 +176,19 @@ impl Index {
     }
 
     fn announce(&mut self, batch: &[Announcement]) -> Applied {
+        let pieces: Vec<Piece<'_>> = batch.iter().flat_map(|one| &one.changes).flat_map(pieces).collect();
         let mut outcomes = Vec::with_capacity(batch.len());
-        for (position, one) in batch.iter().enumerate() {
-            self.look_ahead(&batch[position + 1..]);
-            outcomes.push(self.announce_one(one));
+        let mut done = 0;
+        for one in batch {
+            let end = done + one.changes.iter().map(pieces_count).sum::<usize>();
+            outcomes.push(self.announce_one(one, &pieces[done..], end - done));
+            done = end;
         }
         Applied::Announced(outcomes)
     }
 
-    /// Asks the memory for what the next announcements will look at, each a step deeper with every turn.
-    fn look_ahead(&self, next: &[Announcement]) {
+    /// Asks the memory for what the next pieces will look at, each a step deeper with every turn.
+    fn look_ahead(&self, next: &[Piece<'_>]) {
         let steps = [
             (0, Depth::Pages),
             (1, Depth::Tail),
@@ -191,15 +198,19 @@ impl Index {
             (6, Depth::Hashes),
         ];
         for (ahead, depth) in steps {
-            for change in next.get(ahead).into_iter().flat_map(|one| &one.changes) {
-                if let Some((named, _)) = named(change) {
-                    self.store.prefetch(named, depth);
-                }
+            if let Some(Some((named, _))) = next.get(ahead) {
+                self.store.prefetch(*named, depth);
             }
         }
     }
 
-    fn announce_one(&mut self, announcement: &Announcement) -> AnnounceOutcome {
+    /// Makes one announcement: the first `count` of the pieces, behind which come those of the next ones.
+    fn announce_one(
+        &mut self,
+        announcement: &Announcement,
+        pieces: &[Piece<'_>],
+        count: usize,
+    ) -> AnnounceOutcome {
         let Some(slot) = self.nodes.slot_of(announcement.node) else { return AnnounceOutcome::Fenced };
         let state = match self.nodes.state_mut(slot) {
             Some(state) if state.live && state.epoch == announcement.epoch => state,
@@ -214,13 +225,17 @@ impl Index {
         }
         let next = Seq(expected.0 + 1);
         state.next_seq = next;
-        let unlisted = announcement.changes.iter().map(|change| self.change(slot, change)).sum();
+        let mut unlisted = 0;
+        for (position, piece) in pieces[..count].iter().enumerate() {
+            self.look_ahead(&pieces[position + 1..]);
+            unlisted += self.change(slot, *piece);
+        }
         AnnounceOutcome::Applied { next, unlisted }
     }
 
-    /// Makes one change, and counts the blocks that a full index did not list.
-    fn change(&mut self, slot: u16, change: &Change) -> u64 {
-        let Some((named, tiers)) = named(change) else {
+    /// Makes one piece of a change, and counts the blocks that a full index did not list.
+    fn change(&mut self, slot: u16, piece: Piece<'_>) -> u64 {
+        let Some((named, tiers)) = piece else {
             let exhausted = self.nodes.void(slot);
             self.recycle(exhausted);
             return 0;
@@ -336,6 +351,42 @@ impl Index {
     pub fn limits(&self) -> &IndexLimits {
         &self.limits
     }
+}
+
+/// Some blocks of a change and what becomes of their tiers; nothing for a change that voids everything.
+type Piece<'a> = Option<(Named<'a>, Tiers)>;
+
+/// A change in pieces of at most [`PIECE_BLOCKS`], which come to the same one after the other: the first block of
+/// a piece follows the last of the one before.
+fn pieces(change: &Change) -> impl Iterator<Item = Piece<'_>> {
+    let whole = named(change);
+    let blocks = whole.map_or(&[][..], |(named, _)| named.blocks());
+    let cleared = whole.is_none().then_some(None);
+    let parts = blocks.chunks(PIECE_BLOCKS).enumerate().filter_map(move |(nth, part)| {
+        let (whole, tiers) = whole?;
+        let named = match whole {
+            Named::Chain { parent, .. } => {
+                let before = (nth * PIECE_BLOCKS).checked_sub(1).and_then(|before| blocks.get(before));
+                Named::Chain { parent: before.copied().or(parent), blocks: part }
+            }
+            Named::Loose(_) => Named::Loose(part),
+        };
+        Some(Some((named, tiers)))
+    });
+    cleared.into_iter().chain(parts)
+}
+
+impl<'a> Named<'a> {
+    fn blocks(&self) -> &'a [BlockHash] {
+        match *self {
+            Named::Chain { blocks, .. } | Named::Loose(blocks) => blocks,
+        }
+    }
+}
+
+/// How many pieces a change has.
+fn pieces_count(change: &Change) -> usize {
+    named(change).map_or(1, |(named, _)| named.blocks().len().div_ceil(PIECE_BLOCKS))
 }
 
 /// The blocks of a change and what becomes of their tiers; nothing when it voids everything.

@@ -24,8 +24,8 @@ use crate::error::StartError;
 use crate::groups::{Group, Groups};
 
 /// Entries kept behind a snapshot for followers that lag a little; one that lags more gets the snapshot.
-/// Each may be a megabyte, so this bounds what a purge leaves in memory.
-const ENTRIES_KEPT: u64 = 256;
+/// A full one is 256 KiB, so a purge leaves at most 32 MiB, less than what calls for the next snapshot.
+const ENTRIES_KEPT: u64 = 128;
 
 /// Entries in one replication message, besides its limit in bytes.
 const MESSAGE_ENTRIES_MAX: u64 = 256;

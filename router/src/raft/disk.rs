@@ -4,19 +4,24 @@
 //! Every record carries a CRC32C over its key and its bytes, and the file names the first and last entry
 //! of each group, so a flipped bit, a torn page and a lost tail are all found at open. A file that fails is
 //! refused, never repaired by guessing: a voter that forgets what it acknowledged can lose other
-//! routers' commits. Not here: what becomes of a router whose file was refused (`recover.rs`), when a batch is made (`disk_thread.rs`) and what openraft sees
+//! routers' commits. Commands above [`COMMAND_BYTES_MAX`] lie in files beside it (`segments.rs`), durable before
+//! the record that names them: a tree that is copied when it is written is no place for megabytes. Not here: what
+//! becomes of a router whose file was refused (`recover.rs`), when a batch is made (`disk_thread.rs`) and what
+//! openraft sees
 //! (`log_store.rs`).
 
 use std::collections::VecDeque;
 use std::io;
+use std::ops::RangeInclusive;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use redb::{Database, ReadableDatabase, ReadableTable, Table, TableDefinition};
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
-use super::{Cluster, Entry, LogId, Vote};
+use super::segments::{Extent, Segments};
+use super::{Cluster, Entry, LogId, Payload, Proposal, Vote};
 
 /// Name of the log file inside the data directory.
 pub(crate) const LOG_FILE: &str = "raft.redb";
@@ -25,7 +30,10 @@ pub(crate) const LOG_FILE: &str = "raft.redb";
 const NEW_FILE: &str = "raft.redb.new";
 
 /// Version of the record layout; another one is refused.
-const FORMAT: u64 = 2;
+const FORMAT: u64 = 3;
+
+/// Largest command in a record. A larger one costs a sync of its own, and less of everything else.
+const COMMAND_BYTES_MAX: usize = 8 << 10;
 
 /// Page cache of redb. Small, because entries are read from memory and the file only at start.
 const CACHE_BYTES: usize = 16 << 20;
@@ -45,6 +53,8 @@ const KEY_LAST: &str = "last";
 /// Bits of an entry's key that count entries; the group stands above them. A group that takes a thousand
 /// entries a second needs nine thousand years for them.
 const INDEX_BITS: u32 = 48;
+
+const INDEX_MAX: u64 = (1 << INDEX_BITS) - 1;
 
 /// Why a log file was not opened.
 #[derive(Debug, thiserror::Error)]
@@ -152,6 +162,22 @@ pub(crate) enum Change {
 /// The open file. One thread owns it.
 pub(crate) struct Disk {
     database: Database,
+    segments: Segments,
+}
+
+/// An entry as its record has it.
+#[derive(Serialize)]
+enum Record<'a> {
+    Whole(&'a Entry),
+    /// Its command lies beside the log.
+    Beside(LogId, Extent),
+}
+
+/// The same, read.
+#[derive(Deserialize)]
+enum OwnedRecord {
+    Whole(Entry),
+    Beside(LogId, Extent),
 }
 
 impl Disk {
@@ -165,25 +191,53 @@ impl Disk {
 
     /// A log on another kind of file, for tests of what a disk can do.
     #[cfg(test)]
-    pub(crate) fn on(device: impl redb::StorageBackend) -> Disk {
+    pub(crate) fn on(device: impl redb::StorageBackend, directory: &Path) -> Disk {
         let database = Database::builder().create_with_backend(device);
-        Disk { database: database.expect("a new device") }
+        let segments = Segments::open(directory).expect("a directory");
+        Disk { database: database.expect("a new device"), segments }
     }
 
     /// Makes all changes of all groups durable in one transaction, in order.
     ///
     /// # Errors
     /// What the file system said (no space, I/O error). Nothing of the batch is visible then.
-    pub(crate) fn commit<'a>(&self, changes: impl Iterator<Item = (u16, &'a Change)>) -> io::Result<()> {
+    pub(crate) fn commit<'a>(&mut self, changes: impl Iterator<Item = (u16, &'a Change)>) -> io::Result<()> {
+        let changes: Vec<(u16, &Change)> = changes.collect();
+        let mut extents = self.write_beside(&changes)?.into_iter();
+        let mut released = Vec::new();
         let transaction = self.database.begin_write().map_err(io::Error::other)?;
         {
-            let mut entries = transaction.open_table(ENTRIES).map_err(io::Error::other)?;
-            let mut meta = transaction.open_table(META).map_err(io::Error::other)?;
+            let mut tables = Tables {
+                entries: transaction.open_table(ENTRIES).map_err(io::Error::other)?,
+                meta: transaction.open_table(META).map_err(io::Error::other)?,
+            };
             for (group, change) in changes {
-                write_change(group, change, &mut entries, &mut meta)?;
+                tables.write(group, change, &mut extents, &mut released)?;
             }
         }
-        transaction.commit().map_err(commit_error)
+        transaction.commit().map_err(commit_error)?;
+        self.segments.release(released)
+    }
+
+    /// Makes the large commands of all new entries durable; says where they lie, in order.
+    fn write_beside(&mut self, changes: &[(u16, &Change)]) -> io::Result<Vec<Extent>> {
+        let mut extents = Vec::new();
+        for (_, change) in changes {
+            let Change::Append(entries) = change else { continue };
+            for command in entries.iter().filter_map(large_command) {
+                extents.push(self.segments.write(command)?);
+            }
+        }
+        self.segments.sync()?;
+        Ok(extents)
+    }
+}
+
+/// The command of an entry, if it is too large for a record.
+fn large_command(entry: &Entry) -> Option<&[u8]> {
+    match &entry.payload {
+        Payload::Normal(Proposal(command)) if command.len() > COMMAND_BYTES_MAX => Some(command),
+        _ => None,
     }
 }
 
@@ -201,8 +255,13 @@ fn storage_error(error: redb::StorageError) -> io::Error {
     }
 }
 
-type Entries<'t> = Table<'t, u64, &'static [u8]>;
 type Meta<'t> = Table<'t, &'static str, &'static [u8]>;
+
+/// The tables of the file in one transaction.
+struct Tables<'t> {
+    entries: Table<'t, u64, &'static [u8]>,
+    meta: Meta<'t>,
+}
 
 /// Key of an entry: entries of one group lie together, in order.
 fn place(group: u16, index: u64) -> u64 {
@@ -214,47 +273,72 @@ fn key_of(group: u16, key: &str) -> String {
     format!("{group}/{key}")
 }
 
-fn write_change(
-    group: u16,
-    change: &Change,
-    entries: &mut Entries<'_>,
-    meta: &mut Meta<'_>,
-) -> io::Result<()> {
-    let key = |key| key_of(group, key);
-    match change {
-        Change::Vote(vote) => put_meta(meta, &key(KEY_VOTE), vote),
-        Change::Committed(committed) => put_meta(meta, &key(KEY_COMMITTED), committed),
-        Change::Append(new) => append(group, new, entries, meta),
-        Change::Truncate { from } => {
-            let gone = place(group, *from)..place(group + 1, 0);
-            entries.retain_in(gone, |_, _| false).map_err(storage_error)?;
-            put_meta(meta, &key(KEY_LAST), &from.checked_sub(1))
-        }
-        Change::Purge(upto) => {
-            let gone = place(group, 0)..=place(group, upto.index());
-            entries.retain_in(gone, |_, _| false).map_err(storage_error)?;
-            put_meta(meta, &key(KEY_PURGED), upto)
-        }
-        Change::Forget => {
-            let gone = place(group, 0)..place(group + 1, 0);
-            entries.retain_in(gone, |_, _| false).map_err(storage_error)?;
-            for gone in [KEY_PURGED, KEY_COMMITTED, KEY_LAST] {
-                meta.remove(key(gone).as_str()).map_err(storage_error)?;
+impl Tables<'_> {
+    /// Writes a change. `beside` says where the large commands lie; what lies beside the log and is no longer named
+    /// goes to `released`.
+    fn write(
+        &mut self,
+        group: u16,
+        change: &Change,
+        beside: &mut impl Iterator<Item = Extent>,
+        released: &mut Vec<Extent>,
+    ) -> io::Result<()> {
+        let key = |key| key_of(group, key);
+        match change {
+            Change::Vote(vote) => put_meta(&mut self.meta, &key(KEY_VOTE), vote),
+            Change::Committed(committed) => put_meta(&mut self.meta, &key(KEY_COMMITTED), committed),
+            Change::Append(new) => self.append(group, new, beside),
+            Change::Truncate { from } => {
+                self.remove(place(group, *from)..=place(group, INDEX_MAX), released)?;
+                put_meta(&mut self.meta, &key(KEY_LAST), &from.checked_sub(1))
             }
-            Ok(())
+            Change::Purge(upto) => {
+                self.remove(place(group, 0)..=place(group, upto.index()), released)?;
+                put_meta(&mut self.meta, &key(KEY_PURGED), upto)
+            }
+            Change::Forget => {
+                self.remove(place(group, 0)..=place(group, INDEX_MAX), released)?;
+                for gone in [KEY_PURGED, KEY_COMMITTED, KEY_LAST] {
+                    self.meta.remove(key(gone).as_str()).map_err(storage_error)?;
+                }
+                Ok(())
+            }
         }
     }
-}
 
-fn append(group: u16, new: &[Entry], entries: &mut Entries<'_>, meta: &mut Meta<'_>) -> io::Result<()> {
-    for entry in new {
-        let place = place(group, entry.log_id.index());
-        let record = seal(&place.to_le_bytes(), entry)?;
-        entries.insert(place, record.as_slice()).map_err(storage_error)?;
+    fn append(
+        &mut self,
+        group: u16,
+        new: &[Entry],
+        beside: &mut impl Iterator<Item = Extent>,
+    ) -> io::Result<()> {
+        for entry in new {
+            let place = place(group, entry.log_id.index());
+            let record = match large_command(entry) {
+                None => Record::Whole(entry),
+                Some(_) => {
+                    let extent =
+                        beside.next().ok_or_else(|| io::Error::other("a command was not written"))?;
+                    Record::Beside(entry.log_id, extent)
+                }
+            };
+            let record = seal(&place.to_le_bytes(), &record)?;
+            self.entries.insert(place, record.as_slice()).map_err(storage_error)?;
+        }
+        match new.last() {
+            Some(last) => put_meta(&mut self.meta, &key_of(group, KEY_LAST), &Some(last.log_id.index())),
+            None => Ok(()),
+        }
     }
-    match new.last() {
-        Some(last) => put_meta(meta, &key_of(group, KEY_LAST), &Some(last.log_id.index())),
-        None => Ok(()),
+
+    fn remove(&mut self, places: RangeInclusive<u64>, released: &mut Vec<Extent>) -> io::Result<()> {
+        let release = |place: u64, record: &[u8]| {
+            if let Ok(OwnedRecord::Beside(_, extent)) = unseal(&place.to_le_bytes(), record) {
+                released.push(extent);
+            }
+            false
+        };
+        self.entries.retain_in(places, release).map_err(storage_error)
     }
 }
 
@@ -300,22 +384,24 @@ fn open_checked(path: &Path, owner: &Owner) -> Result<(Disk, Vec<Recovered>), Lo
     if !path.exists() {
         make(path, owner)?;
     }
-    let disk = open_file(path).map_err(|error| open_error(path, error))?;
-    claim(&disk, path, owner)?;
-    let recovered = recover(&disk, path, owner.cluster.groups())?;
-    Ok((disk, recovered))
+    let database = open_file(path).map_err(|error| open_error(path, error))?;
+    claim(&database, path, owner)?;
+    // Behind the log's own lock, so that no other process writes them.
+    let segments = Segments::open(path.parent().unwrap_or(Path::new(".")));
+    let mut segments = segments.map_err(|source| LogError::Io { path: path.to_owned(), source })?;
+    let recovered = recover(&database, &mut segments, path, owner.cluster.groups())?;
+    Ok((Disk { database, segments }, recovered))
 }
 
-fn open_file(path: &Path) -> Result<Disk, redb::DatabaseError> {
-    let database = Database::builder().set_cache_size(CACHE_BYTES).create(path)?;
-    Ok(Disk { database })
+fn open_file(path: &Path) -> Result<Database, redb::DatabaseError> {
+    Database::builder().set_cache_size(CACHE_BYTES).create(path)
 }
 
 /// Makes an empty log under another name first: a process killed meanwhile leaves no log, not half of one.
 fn make(path: &Path, owner: &Owner) -> Result<(), LogError> {
     let failed = |source| LogError::Io { path: path.to_owned(), source };
     let new = path.with_file_name(NEW_FILE);
-    let disk = match open_file(&new) {
+    let database = match open_file(&new) {
         Err(redb::DatabaseError::DatabaseAlreadyOpen) => {
             return Err(LogError::InUse { path: path.to_owned() });
         }
@@ -326,9 +412,9 @@ fn make(path: &Path, owner: &Owner) -> Result<(), LogError> {
         }
         opened => opened,
     };
-    let disk = disk.map_err(|error| open_error(path, error))?;
-    claim(&disk, path, owner)?;
-    drop(disk);
+    let database = database.map_err(|error| open_error(path, error))?;
+    claim(&database, path, owner)?;
+    drop(database);
     std::fs::rename(&new, path).map_err(failed)?;
     let directory = path.parent().unwrap_or(Path::new("."));
     std::fs::File::open(directory).and_then(|directory| directory.sync_all()).map_err(failed)
@@ -347,9 +433,9 @@ fn open_error(path: &Path, error: redb::DatabaseError) -> LogError {
 }
 
 /// Writes format and owner into a new file; compares them in an old one.
-fn claim(disk: &Disk, path: &Path, owner: &Owner) -> Result<(), LogError> {
+fn claim(database: &Database, path: &Path, owner: &Owner) -> Result<(), LogError> {
     let damaged = |error: &dyn std::fmt::Display| corrupt(path, error.to_string());
-    let transaction = disk.database.begin_write().map_err(|error| damaged(&error))?;
+    let transaction = database.begin_write().map_err(|error| damaged(&error))?;
     {
         let entries = transaction.open_table(ENTRIES).map_err(|error| damaged(&error))?;
         let mut meta = transaction.open_table(META).map_err(|error| damaged(&error))?;
@@ -404,17 +490,23 @@ fn get_meta<T: DeserializeOwned>(
     value.map(Some).map_err(|what| corrupt(path, format!("record {key:?} {what}")))
 }
 
-fn recover(disk: &Disk, path: &Path, groups: u16) -> Result<Vec<Recovered>, LogError> {
+fn recover(
+    database: &Database,
+    segments: &mut Segments,
+    path: &Path,
+    groups: u16,
+) -> Result<Vec<Recovered>, LogError> {
     let damaged = |error: &dyn std::fmt::Display| corrupt(path, error.to_string());
-    let transaction = disk.database.begin_read().map_err(|error| damaged(&error))?;
+    let transaction = database.begin_read().map_err(|error| damaged(&error))?;
     let meta = transaction.open_table(META).map_err(|error| damaged(&error))?;
     let table = transaction.open_table(ENTRIES).map_err(|error| damaged(&error))?;
-    (0..groups).map(|group| recover_group(&meta, &table, path, group)).collect()
+    (0..groups).map(|group| recover_group(&meta, &table, segments, path, group)).collect()
 }
 
 fn recover_group(
     meta: &impl ReadableTable<&'static str, &'static [u8]>,
     table: &impl ReadableTable<u64, &'static [u8]>,
+    segments: &mut Segments,
     path: &Path,
     group: u16,
 ) -> Result<Recovered, LogError> {
@@ -430,22 +522,32 @@ fn recover_group(
     let rows = table.range(place(group, 0)..place(group + 1, 0)).map_err(|error| damaged(&error))?;
     for row in rows {
         let (key, record) = row.map_err(|error| damaged(&error))?;
-        recovered.entries.push_back(checked_entry(path, group, key.value(), record.value())?);
+        recovered.entries.push_back(checked_entry(segments, path, group, key.value(), record.value())?);
     }
     check_bounds(path, group, &recovered, last.flatten())?;
     Ok(recovered)
 }
 
-fn checked_entry(path: &Path, group: u16, place: u64, record: &[u8]) -> Result<Entry, LogError> {
-    let index = place & ((1 << INDEX_BITS) - 1);
-    let entry: Entry = unseal(&place.to_le_bytes(), record)
-        .map_err(|what| corrupt(path, format!("the record of entry {index} of group {group} {what}")))?;
+fn checked_entry(
+    segments: &mut Segments,
+    path: &Path,
+    group: u16,
+    place: u64,
+    record: &[u8],
+) -> Result<Entry, LogError> {
+    let index = place & INDEX_MAX;
+    let damaged = |what| corrupt(path, format!("the record of entry {index} of group {group} {what}"));
+    let entry = match unseal(&place.to_le_bytes(), record).map_err(damaged)? {
+        OwnedRecord::Whole(entry) => entry,
+        OwnedRecord::Beside(log_id, extent) => {
+            let command = segments.read(extent);
+            let damaged =
+                |what| corrupt(path, format!("the command of entry {index} of group {group} {what}"));
+            Entry { log_id, payload: Payload::Normal(Proposal(command.map_err(damaged)?)) }
+        }
+    };
     if entry.log_id.index() != index {
-        let inside = entry.log_id.index();
-        return Err(corrupt(
-            path,
-            format!("the record of entry {index} of group {group} holds entry {inside}"),
-        ));
+        return Err(damaged(format!("holds entry {}", entry.log_id.index())));
     }
     Ok(entry)
 }

@@ -63,7 +63,7 @@ impl DiskQueue {
     /// queue, to know the file is closed.
     pub(crate) fn start(disk: Disk, groups: u16) -> io::Result<(Vec<DiskQueue>, thread::JoinHandle<()>)> {
         let (sender, receiver) = mpsc::channel(QUEUE_REQUESTS_MAX);
-        let thread = thread::Builder::new().name("raft-log".into()).spawn(move || run(&disk, receiver))?;
+        let thread = thread::Builder::new().name("raft-log".into()).spawn(move || run(disk, receiver))?;
         Ok(((0..groups).map(|group| DiskQueue { group, sender: sender.clone() }).collect(), thread))
     }
 
@@ -87,7 +87,7 @@ fn gone() -> io::Error {
 /// Committed pointers that wait for a batch, by group.
 type Committed = BTreeMap<u16, Option<LogId>>;
 
-fn run(disk: &Disk, mut requests: mpsc::Receiver<Request>) {
+fn run(mut disk: Disk, mut requests: mpsc::Receiver<Request>) {
     let mut committed = Committed::new();
     let mut failed: Option<(io::ErrorKind, String)> = None;
     while let Some(first) = requests.blocking_recv() {
@@ -97,7 +97,7 @@ fn run(disk: &Disk, mut requests: mpsc::Receiver<Request>) {
         }
         let result = match &failed {
             Some((kind, text)) => Err(io::Error::new(*kind, text.clone())),
-            None => write(disk, &batch, std::mem::take(&mut committed)),
+            None => write(&mut disk, &batch, std::mem::take(&mut committed)),
         };
         if let (Err(error), None) = (&result, &failed) {
             tracing::error!(%error, "the raft log cannot be written, this router stops voting: make room, then restart it");
@@ -109,7 +109,7 @@ fn run(disk: &Disk, mut requests: mpsc::Receiver<Request>) {
     }
     if !committed.is_empty()
         && failed.is_none()
-        && let Err(error) = write(disk, &[], committed)
+        && let Err(error) = write(&mut disk, &[], committed)
     {
         tracing::warn!(%error, "committed pointers were not saved; the next start learns them from the leaders");
     }
@@ -130,7 +130,7 @@ fn gather(first: Request, requests: &mut mpsc::Receiver<Request>, committed: &mu
     batch
 }
 
-fn write(disk: &Disk, batch: &[Request], committed: Committed) -> io::Result<()> {
+fn write(disk: &mut Disk, batch: &[Request], committed: Committed) -> io::Result<()> {
     let pointers: Vec<_> =
         committed.into_iter().map(|(group, last)| (group, Change::Committed(last))).collect();
     let changes = batch.iter().map(|request| (request.group, &request.change));

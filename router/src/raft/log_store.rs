@@ -22,7 +22,7 @@ use super::{Entry, LogId, Payload, TypeConfig, Vote};
 
 /// Bytes of entries handed to one replication message: small enough to fit the peers' message limit
 /// with room, large enough that a follower that lags catches up at line speed. One entry always goes.
-pub(crate) const REPLICATION_BYTES_MAX: usize = 8 << 20;
+pub(crate) const REPLICATION_BYTES_MAX: usize = 1 << 20;
 
 #[derive(Debug, Default)]
 struct Memory {

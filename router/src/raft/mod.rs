@@ -6,6 +6,7 @@
 //! Not here: what a command does (`kv_core::index`), who proposes (`crate::ingest`, `crate::admin`),
 //! who reads (`crate::view`). No other folder of the program names openraft.
 
+pub(crate) mod append;
 pub(crate) mod boot;
 pub(crate) mod bounded;
 pub(crate) mod disk;
@@ -17,6 +18,7 @@ pub(crate) mod network;
 #[cfg(feature = "probe")]
 pub(crate) mod probe;
 pub(crate) mod recover;
+mod segments;
 pub(crate) mod sending;
 pub(crate) mod service;
 pub(crate) mod snapshot_file;

@@ -1,8 +1,9 @@
 //! Raft calls to the other routers: gRPC with mutual TLS, one lazily connected channel per peer, which all
 //! groups share.
 //!
-//! Payloads are MessagePack of openraft's own types. A snapshot travels as a stream of checksummed chunks. Not
-//! here: how its file is read (`sending.rs`), the receiving side (`service.rs`) and when to call (openraft).
+//! Payloads are MessagePack of openraft's own types, with the commands of entries beside them (`append.rs`). A
+//! snapshot travels as a stream of checksummed chunks. Not here: how its file is read (`sending.rs`), the receiving
+//! side (`service.rs`) and when to call (openraft).
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -32,7 +33,7 @@ use tonic::{Code, Request, Status};
 use super::sending::{self, SENDING_MAX};
 use super::snapshot_file::Stored;
 use super::state_machine::SnapshotData;
-use super::{Cluster, Snapshot, SnapshotMeta, TypeConfig, Vote};
+use super::{Cluster, Snapshot, SnapshotMeta, TypeConfig, Vote, append};
 
 /// Largest Raft message taken or sent: one replication message (`REPLICATION_BYTES_MAX`), whose single
 /// entry may itself be a full announce batch, with room for its envelope.
@@ -41,6 +42,12 @@ pub(crate) const RAFT_MESSAGE_BYTES_MAX: usize = 32 << 20;
 /// Time to open a connection before the peer counts as unreachable. Below the shortest election timeout,
 /// so that a dead peer does not cost a candidate its turn.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(250);
+
+/// Time for entries to be on a follower's disk. openraft would allow one heartbeat, as for a call without
+/// entries; a disk that syncs slowly or a processor that others use then made leaders send megabytes again that
+/// had arrived. Heartbeats are calls of their own, so a leader that waits here notices nothing later; a peer that
+/// vanished is noticed by [`KEEPALIVE`].
+const APPEND_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A ping on an idle connection, to notice a peer that vanished without a word.
 const KEEPALIVE: Duration = Duration::from_secs(2);
@@ -100,7 +107,8 @@ impl Envelope {
     /// A message around these bytes.
     pub(crate) fn frame(&self, payload: Vec<u8>) -> pb::RaftFrame {
         let (cluster, shards) = (self.cluster.name.clone(), self.cluster.shards.into());
-        pb::RaftFrame { group: self.group.into(), payload, cluster, shards }
+        let payload = Bytes::from(payload);
+        pb::RaftFrame { group: self.group.into(), payload, cluster, shards, commands: Vec::new() }
     }
 }
 
@@ -146,9 +154,7 @@ impl Peer {
     ) -> Result<Request<pb::RaftFrame>, RpcError> {
         let payload =
             rmp_serde::to_vec_named(message).map_err(|error| RPCError::Network(NetworkError::new(&error)))?;
-        let mut request = Request::new(self.envelope.frame(payload));
-        request.set_timeout(deadline);
-        Ok(request)
+        Ok(timed(self.envelope.frame(payload), deadline))
     }
 
     /// Sends a snapshot when it is its turn, and waits until it is installed.
@@ -180,6 +186,12 @@ impl Peer {
     }
 }
 
+fn timed(frame: pb::RaftFrame, deadline: Duration) -> Request<pb::RaftFrame> {
+    let mut request = Request::new(frame);
+    request.set_timeout(deadline);
+    request
+}
+
 fn reply<T: DeserializeOwned>(answer: Result<tonic::Response<pb::RaftFrame>, Status>) -> Result<T, RpcError> {
     let frame = answer.map_err(|status| failed(&status))?.into_inner();
     rmp_serde::from_slice(&frame.payload).map_err(|error| RPCError::Network(NetworkError::new(&error)))
@@ -205,7 +217,10 @@ impl RaftNetworkV2<TypeConfig> for Peer {
         rpc: AppendEntriesRequest<TypeConfig>,
         option: RPCOption,
     ) -> Result<AppendEntriesResponse<TypeConfig>, RpcError> {
-        reply(self.client()?.append(self.request(&rpc, option.hard_ttl())?).await)
+        let deadline = if rpc.entries.is_empty() { option.hard_ttl() } else { APPEND_TIMEOUT };
+        let frame = append::to_frame(&self.envelope, rpc);
+        let frame = frame.map_err(|error| RPCError::Network(NetworkError::new(&error)))?;
+        reply(self.client()?.append(timed(frame, deadline)).await)
     }
 
     async fn vote(

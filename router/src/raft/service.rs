@@ -22,7 +22,7 @@ use super::intake::{Intake, IntakeError, Received};
 use super::network::{Envelope, SnapshotHead};
 use super::state_machine::SnapshotData;
 use super::withheld::Withheld;
-use super::{Cluster, Raft, Snapshot, SnapshotMeta};
+use super::{Cluster, Raft, Snapshot, SnapshotMeta, append};
 
 /// Longest snapshot taken from a peer: above any index the product is sized for, below the memory of a router,
 /// so that a peer gone mad cannot end the process.
@@ -81,8 +81,7 @@ impl RaftService {
     ) -> Result<(&Consensus, T), Status> {
         let frame = request.into_inner();
         let group = self.group(&frame.cluster, frame.shards, frame.group)?;
-        let message = rmp_serde::from_slice(&frame.payload)
-            .map_err(|error| Status::invalid_argument(format!("raft frame does not decode: {error}")))?;
+        let message = rmp_serde::from_slice(&frame.payload).map_err(|error| malformed(&error))?;
         Ok((group, message))
     }
 
@@ -111,6 +110,10 @@ impl RaftService {
         let known = self.intakes.get(usize::from(group.group()));
         known.ok_or_else(|| Status::invalid_argument("there is no such group"))
     }
+}
+
+fn malformed(error: &dyn std::fmt::Display) -> Status {
+    Status::invalid_argument(format!("raft frame does not decode: {error}"))
 }
 
 /// The head of a snapshot, if it may come in.
@@ -228,8 +231,10 @@ impl raft_server::Raft for RaftService {
     }
 
     async fn append(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {
-        let (group, message) = self.message(request)?;
-        let result = group.raft().append_entries(message).await;
+        let frame = request.into_inner();
+        let group = self.group(&frame.cluster, frame.shards, frame.group)?;
+        let call = append::from_frame(frame).map_err(|error| malformed(&error))?;
+        let result = group.raft().append_entries(call).await;
         // Any answer but "your term is over" means that the caller is this router's leader.
         if matches!(&result, Ok(reply) if !matches!(reply, AppendEntriesResponse::HigherVote(_))) {
             group.heard();

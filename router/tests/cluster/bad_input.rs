@@ -194,9 +194,10 @@ async fn a_router_of_another_cluster_is_not_heard() {
     let mut raft = pb::raft_client::RaftClient::new(channel(&cluster.configs[0].tls, &address));
     let frame = |cluster: &str, shards, group| pb::RaftFrame {
         group,
-        payload: vec![1, 2, 3],
+        payload: vec![1, 2, 3].into(),
         cluster: cluster.into(),
         shards,
+        commands: Vec::new(),
     };
     let status = raft.vote(frame("theirs", 1, 0)).await.unwrap_err();
     assert_eq!(status.code(), Code::FailedPrecondition);

@@ -53,8 +53,10 @@ impl StorageBackend for Device {
 #[tokio::test]
 async fn a_full_disk_is_an_error_and_stays_one() {
     let full = Arc::<AtomicBool>::default();
+    let directory = tempfile::TempDir::new().unwrap();
     let device = Device { bytes: InMemoryBackend::new(), full: Arc::clone(&full) };
-    let (mut stores, guard) = LogStore::on(Disk::on(device), vec![Recovered::default()]).unwrap();
+    let (mut stores, guard) =
+        LogStore::on(Disk::on(device, directory.path()), vec![Recovered::default()]).unwrap();
     let mut store = stores.swap_remove(0);
     let vote = Vote::new_committed(1, ROUTER);
     store.save_vote(&vote).await.unwrap();

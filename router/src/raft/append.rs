@@ -1,0 +1,157 @@
+//! Appended entries on their way from the leader: a head that says what they are, and their commands beside it.
+//!
+//! A command is megabytes at most and a head some tens of bytes. Commands are taken from the log and put into the
+//! message, and out of the message into the log, without passing through a serializer. Not here: sending
+//! (`network.rs`) and receiving (`service.rs`).
+
+use bytes::Bytes;
+use kvfleet_proto::pb;
+use openraft::Membership;
+use openraft::impls::BasicNode;
+use openraft::raft::AppendEntriesRequest;
+use serde::{Deserialize, Serialize};
+
+use super::network::Envelope;
+use super::{Entry, LogId, Payload, Proposal, TypeConfig, Vote};
+
+/// An append call, but for its commands.
+#[derive(Serialize, Deserialize)]
+struct Head {
+    vote: Vote,
+    prev_log_id: Option<LogId>,
+    leader_commit: Option<LogId>,
+    entries: Vec<(LogId, Kind)>,
+}
+
+/// What an entry holds.
+#[derive(Serialize, Deserialize)]
+enum Kind {
+    Blank,
+    Membership(Membership<u64, BasicNode>),
+    /// The next of the commands beside the head.
+    Command,
+}
+
+/// Puts a call into a message.
+///
+/// # Errors
+/// When a part of openraft's does not encode.
+pub(super) fn to_frame(
+    envelope: &Envelope,
+    call: AppendEntriesRequest<TypeConfig>,
+) -> Result<pb::RaftFrame, rmp_serde::encode::Error> {
+    let AppendEntriesRequest { vote, prev_log_id, leader_commit, entries } = call;
+    let mut commands = Vec::with_capacity(entries.len());
+    let entries = entries.into_iter().map(|entry| (entry.log_id, kind_of(entry.payload, &mut commands)));
+    let head = Head { vote, prev_log_id, leader_commit, entries: entries.collect() };
+    Ok(pb::RaftFrame { commands, ..envelope.frame(rmp_serde::to_vec(&head)?) })
+}
+
+fn kind_of(payload: Payload, commands: &mut Vec<Bytes>) -> Kind {
+    match payload {
+        Payload::Blank => Kind::Blank,
+        Payload::Membership(members) => Kind::Membership(members),
+        Payload::Normal(Proposal(command)) => {
+            commands.push(command);
+            Kind::Command
+        }
+    }
+}
+
+/// Takes a call out of a message.
+///
+/// # Errors
+/// What is wrong with it: bytes that are no head, or commands that are not as many as the head names.
+pub(super) fn from_frame(frame: pb::RaftFrame) -> Result<AppendEntriesRequest<TypeConfig>, String> {
+    let head: Head = rmp_serde::from_slice(&frame.payload).map_err(|error| error.to_string())?;
+    let given = frame.commands.len();
+    let mut commands = frame.commands.into_iter();
+    let entries = head.entries.into_iter().map(|(log_id, kind)| {
+        let payload = match kind {
+            Kind::Blank => Payload::Blank,
+            Kind::Membership(members) => Payload::Membership(members),
+            Kind::Command => Payload::Normal(Proposal(commands.next()?)),
+        };
+        Some(Entry { log_id, payload })
+    });
+    let entries: Option<Vec<Entry>> = entries.collect();
+    match entries {
+        Some(entries) if commands.len() == 0 => Ok(AppendEntriesRequest {
+            vote: head.vote,
+            prev_log_id: head.prev_log_id,
+            leader_commit: head.leader_commit,
+            entries,
+        }),
+        _ => Err(format!("{given} commands are not as many as its entries name")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::collections::{BTreeMap, BTreeSet};
+    use std::sync::Arc;
+
+    use openraft::vote::RaftLeaderIdExt;
+
+    use super::super::{Cluster, LeaderId};
+    use super::*;
+
+    fn log_id(index: u64) -> LogId {
+        LogId::new(LeaderId::new_committed(3, 1), index)
+    }
+
+    fn call() -> AppendEntriesRequest<TypeConfig> {
+        let members = BTreeMap::from([(1, BasicNode::new("a:1"))]);
+        let membership = Membership::new(vec![BTreeSet::from([1])], members).unwrap();
+        let command = |bytes: &[u8]| Payload::Normal(Proposal(Bytes::copy_from_slice(bytes)));
+        let payloads = [
+            Payload::Blank,
+            command(b"first"),
+            Payload::Membership(membership),
+            command(b""),
+            command(&[7; 9_000]),
+        ];
+        let entries = (5..).zip(payloads).map(|(index, payload)| Entry { log_id: log_id(index), payload });
+        AppendEntriesRequest {
+            vote: Vote::new_committed(3, 1),
+            prev_log_id: Some(log_id(4)),
+            leader_commit: None,
+            entries: entries.collect(),
+        }
+    }
+
+    fn frame() -> pb::RaftFrame {
+        let envelope = Envelope { cluster: Arc::new(Cluster { name: "test".into(), shards: 2 }), group: 1 };
+        to_frame(&envelope, call()).unwrap()
+    }
+
+    #[test]
+    fn a_call_survives_its_message() {
+        let AppendEntriesRequest { vote, prev_log_id, leader_commit, entries } = from_frame(frame()).unwrap();
+        let sent = call();
+        assert_eq!((vote, prev_log_id, leader_commit), (sent.vote, sent.prev_log_id, sent.leader_commit));
+        assert_eq!(entries, sent.entries);
+    }
+
+    #[test]
+    fn commands_too_few_or_too_many_are_refused() {
+        let mut few = frame();
+        few.commands.pop();
+        let mut many = frame();
+        many.commands.push(Bytes::from_static(b"more"));
+        for (frame, given) in [(few, 2), (many, 4)] {
+            let error = from_frame(frame).unwrap_err();
+            assert_eq!(error, format!("{given} commands are not as many as its entries name"));
+        }
+    }
+
+    #[test]
+    fn a_cut_head_is_refused_wherever_it_is_cut() {
+        let whole = frame();
+        for bytes in 0..whole.payload.len() {
+            let cut = pb::RaftFrame { payload: whole.payload.slice(..bytes), ..whole.clone() };
+            from_frame(cut).unwrap_err();
+        }
+    }
+}
