@@ -45,6 +45,12 @@ impl Contacts {
         self.clients[position % self.clients.len()].clone()
     }
 
+    /// How many routers there are.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.clients.len()
+    }
+
     /// Status of one router, if it answers.
     pub async fn status(&self, position: usize) -> Option<pb::StatusReply> {
         let answer = self.client(position).status(pb::StatusRequest {}).await;
@@ -181,6 +187,17 @@ impl Cluster {
         self.run(position, command)
     }
 
+    /// Makes a router forget: log and snapshots of it are gone, as of an index that is kept in memory.
+    ///
+    /// # Errors
+    /// When it still runs, or its files cannot be removed.
+    pub fn forget(&self, position: usize) -> Result<(), Trouble> {
+        if self.is_running(position) {
+            return Err(format!("router {position} runs: kill it first").into());
+        }
+        Ok(std::fs::remove_dir_all(data_dir(self.folder.path(), position))?)
+    }
+
     /// Starts a router whose disk is nearly full: no file of it may pass so many bytes, which a write beyond
     /// them meets as an error and not as a signal. Does nothing when it runs.
     ///
@@ -228,6 +245,10 @@ fn config_path(folder: &Path, position: usize) -> PathBuf {
     folder.join(format!("router-{position}.toml"))
 }
 
+fn data_dir(folder: &Path, position: usize) -> PathBuf {
+    folder.join(format!("data-{position}"))
+}
+
 fn config(position: usize, addresses: &[String], folder: &Path, tls: &TlsFiles) -> RouterConfig {
     let voters = (1..).zip(addresses).map(|(id, address)| VoterConfig { id, address: address.clone() });
     RouterConfig {
@@ -235,7 +256,7 @@ fn config(position: usize, addresses: &[String], folder: &Path, tls: &TlsFiles) 
         listen: addresses[position].clone(),
         shards: SHARDS_COUNT,
         voters: voters.collect(),
-        data_dir: folder.join(format!("data-{position}")),
+        data_dir: data_dir(folder, position),
         tls: TlsConfig { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() },
         // Small, so that snapshots and purged logs happen within a test.
         snapshot_every_entries: 100,

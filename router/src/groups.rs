@@ -5,6 +5,7 @@
 //! (`crate::view::holders`).
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use kv_core::id::BlockHash;
 
@@ -18,9 +19,31 @@ pub(crate) struct Group {
     pub(crate) published: Arc<Published>,
     /// Bytes of log entries held in memory.
     pub(crate) log_bytes: Box<dyn Fn() -> u64 + Send + Sync>,
+    /// Whether the replica was level with the leader since this process started.
+    was_level: AtomicBool,
 }
 
 impl Group {
+    /// A group whose replica is as it was found on disk: how old, nobody knows yet.
+    pub(crate) fn new(
+        consensus: Consensus,
+        published: Arc<Published>,
+        log_bytes: Box<dyn Fn() -> u64 + Send + Sync>,
+    ) -> Group {
+        Group { consensus, published, log_bytes, was_level: AtomicBool::new(false) }
+    }
+
+    /// Whether the replica was level with the leader since this process started. Before, it may lack anything
+    /// that was committed while the process was away.
+    pub(crate) fn was_level(&self) -> bool {
+        self.was_level.load(Ordering::Relaxed)
+    }
+
+    /// The replica has applied what was committed a moment ago.
+    pub(crate) fn is_level(&self) {
+        self.was_level.store(true, Ordering::Relaxed);
+    }
+
     /// Its number.
     pub(crate) fn number(&self) -> u16 {
         self.consensus.group()

@@ -48,6 +48,9 @@ const DRAIN_MAX: Duration = Duration::from_secs(2);
 /// word must not leave its streams here for good.
 const KEEPALIVE: Duration = Duration::from_secs(5);
 
+/// Time for the instances of a running cluster to find a router that comes back: ten reports of each.
+const REPORTS_WITHIN: Duration = Duration::from_secs(2);
+
 /// Longest it waits for the log file to be closed.
 const CLOSE_MAX: Duration = Duration::from_secs(10);
 
@@ -86,10 +89,10 @@ impl Router {
         let stop = CancellationToken::new();
         // Whatever fails from here on takes the standing tasks with it.
         let started = stop.clone().drop_guard();
-        let Booted { cluster, groups, peers, guard } = booted;
+        let Booted { cluster, groups, peers, guard, comes_late } = booted;
         let consensus = groups.all().iter().map(|group| group.consensus.clone()).collect();
         let raft_service = RaftService::new(Arc::clone(&cluster), consensus);
-        let parts = Parts { config: &config, groups: &groups, metrics, stop: &stop };
+        let parts = Parts { config: &config, groups: &groups, metrics, comes_late, stop: &stop };
         let shared = parts.assemble(cluster, peers);
         let serving = serve(listener, &identity, RouterService::new(shared), raft_service, stop.clone())?;
         groups.all().iter().for_each(|group| group.consensus.raft().run());
@@ -172,6 +175,7 @@ struct Parts<'a> {
     config: &'a RouterConfig,
     groups: &'a Groups,
     metrics: Metrics,
+    comes_late: bool,
     stop: &'a CancellationToken,
 }
 
@@ -209,6 +213,7 @@ impl Parts<'_> {
             directives: directives::start(Arc::clone(&control.published), self.stop.clone()),
             metrics: self.metrics.clone(),
             clock,
+            reported_by: clock.now().after(if self.comes_late { REPORTS_WITHIN } else { Duration::ZERO }),
             announce_blocks_max: self.config.announce.blocks_max,
             stop: self.stop.clone(),
         })

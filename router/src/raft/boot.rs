@@ -42,12 +42,15 @@ pub(crate) struct Booted {
     pub(crate) groups: Groups,
     pub(crate) peers: Peers,
     pub(crate) guard: LogGuard,
+    /// Whether there is a cluster that this router comes back to, or is to be added to.
+    pub(crate) comes_late: bool,
 }
 
 /// Opens what is on disk and builds the Raft of every group on it.
 pub(crate) async fn boot(config: &RouterConfig, tls: ClientTlsConfig) -> Result<Booted, StartError> {
     let cluster = Arc::new(Cluster { name: config.cluster.clone(), shards: config.shards });
     let (stores, guard) = open(config, &cluster)?;
+    let comes_late = config.join || stores.iter().any(|(log, _)| log.has_vote());
     let settings = Arc::new(settings(config)?);
     let peers = Peers::new(tls);
     let mut groups = Vec::with_capacity(stores.len());
@@ -59,9 +62,9 @@ pub(crate) async fn boot(config: &RouterConfig, tls: ClientTlsConfig) -> Result<
         let raft = Raft::build(config.id, Arc::clone(&settings), network, log, machine).await;
         let raft = raft.map_err(|error| StartError::Consensus(error.to_string()))?;
         let consensus = Consensus::new(group, raft, config.timings.office());
-        groups.push(Arc::new(Group { consensus, published, log_bytes }));
+        groups.push(Arc::new(Group::new(consensus, published, log_bytes)));
     }
-    Ok(Booted { cluster, groups: Groups::new(groups), peers, guard })
+    Ok(Booted { cluster, groups: Groups::new(groups), peers, guard, comes_late })
 }
 
 type Stores = Vec<(LogStore, StateMachine)>;
@@ -121,6 +124,11 @@ fn settings(config: &RouterConfig) -> Result<Config, StartError> {
         enable_pre_vote: Some(true),
         // A follower whose disk was replaced starts empty; that must not stop the leader.
         allow_log_reversion: Some(true),
+        // A leader that restarts within its term would otherwise go on without an election, although it does not
+        // know what it had committed: the entry that it names to linearizable reads may be older than what it
+        // acknowledged, and entries that the others committed before its own disk had them would lose their numbers
+        // to new ones of the same term.
+        enable_leader_restore: Some(false),
         backoff: BACKOFF.into(),
         ..Config::default()
     };
