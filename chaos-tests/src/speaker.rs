@@ -232,7 +232,12 @@ impl Speaker {
     async fn send(&self, epoch: u64, words: &mpsc::Sender<pb::AnnounceRequest>) -> Option<()> {
         let Some(batch) = &self.pending else { return Some(()) };
         let changes = batch.changes.iter().map(convert::change_to_pb).collect();
-        words.send(self.word(epoch, Word::Batch(pb::Batch { seq: batch.seq, changes }))).await.ok()
+        words
+            .send(
+                self.word(epoch, Word::Batch(pb::Batch { seq: batch.seq, changes, ..pb::Batch::default() })),
+            )
+            .await
+            .ok()
     }
 
     /// Takes a reply. `Ordered` means that the batch under way must be sent (again).

@@ -28,13 +28,15 @@ use crate::groups::{Group, Groups};
 use crate::ingest::{Gather, Ingest};
 use crate::liveness::{self, Silence};
 use crate::metrics::Metrics;
-use crate::raft::Cluster;
 use crate::raft::boot::{self, Booted};
 use crate::raft::log_store::LogGuard;
-use crate::raft::network::{Peers, RAFT_MESSAGE_BYTES_MAX};
+use crate::raft::network::{Envelope, Peers, RAFT_MESSAGE_BYTES_MAX};
 use crate::raft::service::RaftService;
+use crate::raft::{CONTROL, Cluster};
 use crate::retire;
 use crate::server::{CONTROL_MESSAGE_BYTES_MAX, RouterService, Shared};
+use crate::truth::Truth;
+use crate::truth::run::Meter;
 use crate::view::fleet::FleetView;
 
 /// Longest a stopping leader waits for another router to take over; an idle transfer takes under a
@@ -90,8 +92,7 @@ impl Router {
         // Whatever fails from here on takes the standing tasks with it.
         let started = stop.clone().drop_guard();
         let Booted { cluster, groups, peers, guard, comes_late } = booted;
-        let consensus = groups.all().iter().map(|group| group.consensus.clone()).collect();
-        let raft_service = RaftService::new(Arc::clone(&cluster), consensus);
+        let raft_service = RaftService::new(Arc::clone(&cluster), groups.clone());
         let parts = Parts { config: &config, groups: &groups, metrics, comes_late, stop: &stop };
         let shared = parts.assemble(cluster, peers);
         let serving = serve(listener, &identity, RouterService::new(shared), raft_service, stop.clone())?;
@@ -203,7 +204,18 @@ impl Parts<'_> {
             metrics: self.metrics.clone(),
         };
         tokio::spawn(background.run(self.stop.clone()));
+        let truth = Arc::new(Truth::new(self.config.id << 32 ^ u64::from(std::process::id())));
+        let meter = Meter {
+            groups: self.groups.clone(),
+            peers: peers.clone(),
+            envelope: Envelope { cluster: Arc::clone(&cluster), group: CONTROL },
+            truth: Arc::clone(&truth),
+            metrics: self.metrics.clone(),
+            config: self.config.truth.clone(),
+        };
+        tokio::spawn(meter.run(self.stop.clone()));
         Arc::new(Shared {
+            truth,
             cluster,
             peers,
             groups: self.groups.clone(),

@@ -59,7 +59,7 @@ impl Announcer {
             let dropped = pb::Dropped { blocks: self.blocks(seq - HELD_BATCHES), tier: 1 };
             changes.push(pb::Change { change: Some(pb::change::Change::Dropped(dropped)) });
         }
-        self.word(Word::Batch(pb::Batch { seq, changes }))
+        self.word(Word::Batch(pb::Batch { seq, changes, ..pb::Batch::default() }))
     }
 
     fn blocks(&self, seq: u64) -> Vec<u8> {

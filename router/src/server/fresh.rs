@@ -28,6 +28,9 @@ const ASK_AGAIN: Duration = Duration::from_millis(20);
 /// Waits until this router may answer about blocks of `group`: when a fresh answer is asked for, and while the
 /// router has not been level with the leaders since it started.
 pub(super) async fn ready(shared: &Shared, group: &Group, is_fresh: bool) -> Result<(), Status> {
+    if group.has_diverged() || shared.control().has_diverged() {
+        return Err(diverged(group));
+    }
     if is_fresh {
         return wait(shared, group).await.map_err(|why| no_fresh(group, &why));
     }
@@ -109,6 +112,13 @@ fn no_fresh(group: &Group, why: &str) -> Status {
     let number = group.number();
     Status::unavailable(format!(
         "a fresh read needs the leader of group {number}: {why}; ask again, or without `fresh` for what this router has"
+    ))
+}
+
+fn diverged(group: &Group) -> Status {
+    let number = group.number();
+    Status::unavailable(format!(
+        "this router's replica of group {number} or of control differs from the leader's; ask another one"
     ))
 }
 

@@ -32,6 +32,7 @@ use crate::metrics::Metrics;
 use crate::raft::Cluster;
 use crate::raft::handle::{LeaderAt, ProposeError};
 use crate::raft::network::Peers;
+use crate::truth::Truth;
 use crate::view::fleet::FleetView;
 
 /// Metadata key that carries the leader's address in a "not the leader" answer.
@@ -49,6 +50,7 @@ pub(crate) struct Shared {
     pub(crate) silence: Arc<Mutex<Silence>>,
     /// Of each shard, the first of which is number 1.
     pub(crate) ingests: Vec<Ingest>,
+    pub(crate) truth: Arc<Truth>,
     pub(crate) metrics: Metrics,
     pub(crate) clock: Clock,
     /// From when on a lack of instances is one of the cluster, and not of a router that has just come back to it.
