@@ -45,6 +45,12 @@ impl Contacts {
         self.clients[position % self.clients.len()].clone()
     }
 
+    /// How many routers there are.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.clients.len()
+    }
+
     /// Status of one router, if it answers.
     pub async fn status(&self, position: usize) -> Option<pb::StatusReply> {
         let answer = self.client(position).status(pb::StatusRequest {}).await;
@@ -212,6 +218,17 @@ impl Cluster {
         self.run(position, command)
     }
 
+    /// Makes a router forget: log and snapshots of it are gone, as of an index that is kept in memory.
+    ///
+    /// # Errors
+    /// When it still runs, or its files cannot be removed.
+    pub fn forget(&self, position: usize) -> Result<(), Trouble> {
+        if self.is_running(position) {
+            return Err(format!("router {position} runs: kill it first").into());
+        }
+        Ok(std::fs::remove_dir_all(data_dir(self.folder.path(), position))?)
+    }
+
     /// Starts a router whose disk is nearly full: no file of it may pass so many bytes, which a write beyond
     /// them meets as an error and not as a signal. Does nothing when it runs.
     ///
@@ -261,6 +278,10 @@ fn data_dir(folder: &Path, position: usize) -> PathBuf {
 
 fn config_path(folder: &Path, position: usize) -> PathBuf {
     folder.join(format!("router-{position}.toml"))
+}
+
+fn data_dir(folder: &Path, position: usize) -> PathBuf {
+    folder.join(format!("data-{position}"))
 }
 
 fn config(position: usize, addresses: &[String], folder: &Path, tls: &TlsFiles) -> RouterConfig {

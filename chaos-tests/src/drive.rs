@@ -7,7 +7,6 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kv_core::id::BlockHash;
 use kvfleet_proto::{convert, pb};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
@@ -16,6 +15,7 @@ use tokio::time::{sleep, timeout};
 use crate::cluster::{CALL_TIMEOUT, Cluster, Contacts, ROUTERS_COUNT, Trouble};
 use crate::invariants::{announces_kept, epochs_grow, fenced_stay_silent, pins_kept, replicas_agree};
 use crate::oracle::{Acknowledged, Answer, Oracle, PinFact, Standing};
+use crate::pins::{self, until_one_does};
 use crate::speaker::{Order, Speaker};
 use crate::workload::{CHAINS_COUNT, NODES_COUNT, Step, chain, shard_of_node};
 
@@ -24,9 +24,6 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Between two looks at a condition.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-
-/// Node number that only asks for directives.
-const PROBE: u32 = 1_000;
 
 /// What a run amounted to, so that a suite can see that it did something.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -254,39 +251,13 @@ impl Drive {
     async fn judge_pins(&self) -> Result<(), Trouble> {
         let deadline = Instant::now() + CALL_TIMEOUT;
         loop {
-            let told = self.told_pins().await?;
+            let told = pins::told(&self.contacts, &self.oracle).await?;
             let verdict = pins_kept::check(&self.oracle.lock().pins, &told);
             if verdict.is_ok() || Instant::now() > deadline {
                 return Ok(verdict?);
             }
             sleep(LOOK_EVERY).await;
         }
-    }
-
-    async fn told_pins(&self) -> Result<BTreeMap<u64, Vec<BlockHash>>, Trouble> {
-        let request = pb::JoinRequest {
-            node: PROBE,
-            data_address: "127.0.0.1:1".into(),
-            control_address: "127.0.0.1:2".into(),
-            host: "localhost".into(),
-            identity: vec![7; 16],
-            block_bytes: 4096,
-            ..pb::JoinRequest::default()
-        };
-        let told = Mutex::new(None);
-        until_one_does(&self.contacts, |mut client| {
-            let (request, told) = (request.clone(), &told);
-            async move {
-                let reply = client.join(request).await?.into_inner();
-                *told.lock() = Some(reply);
-                Ok(())
-            }
-        })
-        .await?;
-        let reply = told.into_inner().ok_or("no router answered the probe")?;
-        self.oracle.lock().epochs.entry(PROBE).or_default().push(reply.epoch);
-        let pins = reply.directives.unwrap_or_default().pins.into_iter();
-        pins.map(|pin| Ok((pin.pin, convert::hashes_from_bytes("blocks", &pin.blocks)?))).collect()
     }
 
     /// Waits until all routers have applied the same entry, and notes their digests there.
@@ -324,23 +295,6 @@ fn shares(runs: &[pb::HolderRun]) -> BTreeMap<(u32, u64), u32> {
     }
     shares.retain(|_, share| *share > 0);
     shares
-}
-
-/// Tries a call on one router after the other until one takes it.
-async fn until_one_does<Call, Answer>(contacts: &Contacts, call: Call) -> Result<(), Trouble>
-where
-    Call: Fn(crate::cluster::Client) -> Answer,
-    Answer: Future<Output = Result<(), tonic::Status>>,
-{
-    let deadline = Instant::now() + PATIENCE;
-    for position in 0.. {
-        match timeout(CALL_TIMEOUT, call(contacts.client(position))).await {
-            Ok(Ok(())) => return Ok(()),
-            Ok(Err(status)) if status.code() == tonic::Code::PermissionDenied => return Err(status.into()),
-            _ => give_up_after(deadline, "no router takes the call").await?,
-        }
-    }
-    Ok(())
 }
 
 async fn give_up_after(deadline: Instant, what: &str) -> Result<(), Trouble> {

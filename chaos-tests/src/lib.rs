@@ -6,9 +6,11 @@
 
 pub mod certificates;
 pub mod cluster;
+pub mod decisions;
 pub mod drive;
 pub mod invariants;
 pub mod oracle;
+pub mod pins;
 pub mod seed;
 pub mod speaker;
 pub mod workload;

@@ -21,6 +21,15 @@ pub struct Acknowledged {
     pub holdings: Holdings,
 }
 
+/// What of a chain every reader must be told a node holds: acknowledged, and not being taken back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sure {
+    /// First blocks of the chain.
+    pub blocks: u32,
+    /// How often any of them were taken back; a question during which this grew says nothing.
+    pub falls: u64,
+}
+
 /// A pin that was acknowledged.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PinFact {
@@ -59,6 +68,10 @@ pub struct Answer {
 pub struct Oracle {
     /// Per node, what was acknowledged last.
     pub nodes: BTreeMap<u32, Acknowledged>,
+    /// Per node and chain, what readers must be told.
+    pub sure: BTreeMap<(u32, u32), Sure>,
+    /// How often the whole index was thrown away: nodes then join again, and hold what they held.
+    pub losses: u64,
     /// Every epoch given to a node, in the order in which they came.
     pub epochs: BTreeMap<u32, Vec<u64>>,
     /// Pins in force.
@@ -76,8 +89,47 @@ impl Oracle {
         self.nodes.insert(node, Acknowledged { epoch, ..Acknowledged::default() });
     }
 
+    /// A node is about to say that it holds only so many first blocks of a chain.
+    pub fn falls_to(&mut self, node: u32, chain: u32, blocks: u32) {
+        let sure = self.sure.entry((node, chain)).or_default();
+        sure.blocks = sure.blocks.min(blocks);
+        sure.falls += 1;
+    }
+
+    /// A node is about to take another epoch: nothing of the present one counts any more.
+    pub fn leaves_epoch(&mut self, node: u32) {
+        for ((_, _), sure) in self.sure.range_mut((node, 0)..=(node, u32::MAX)) {
+            (sure.blocks, sure.falls) = (0, sure.falls + 1);
+        }
+    }
+
     /// A batch was acknowledged, after which the node holds this.
     pub fn acknowledged(&mut self, node: u32, epoch: u64, seq: u64, holdings: &Holdings) {
+        for (chain, blocks) in holdings {
+            self.sure.entry((node, *chain)).or_default().blocks = *blocks;
+        }
         self.nodes.insert(node, Acknowledged { epoch, seq, holdings: holdings.clone() });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_acknowledged_and_stays_is_sure() {
+        let mut oracle = Oracle::default();
+        let sure = |oracle: &Oracle| oracle.sure.get(&(1, 7)).copied().unwrap_or_default();
+        oracle.joined(1, 1);
+        assert_eq!(sure(&oracle), Sure { blocks: 0, falls: 0 });
+        oracle.acknowledged(1, 1, 1, &[(7, 5)].into());
+        assert_eq!(sure(&oracle), Sure { blocks: 5, falls: 0 });
+        oracle.falls_to(1, 7, 3);
+        assert_eq!(sure(&oracle), Sure { blocks: 3, falls: 1 }, "from the order on, not from its answer");
+        oracle.acknowledged(1, 1, 2, &[(7, 3)].into());
+        oracle.leaves_epoch(2);
+        assert_eq!(sure(&oracle), Sure { blocks: 3, falls: 1 }, "another node");
+        oracle.leaves_epoch(1);
+        assert_eq!(sure(&oracle), Sure { blocks: 0, falls: 2 });
     }
 }

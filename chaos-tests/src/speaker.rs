@@ -40,8 +40,10 @@ pub enum Order {
     Hold(Vec<(u32, u32)>),
     /// Leave out a number.
     SkipNumber,
-    /// Start anew.
+    /// Start anew with everything held before.
     Restart,
+    /// Start anew with nothing.
+    RestartEmpty,
     /// Say nothing more.
     Silence,
     /// Speak again.
@@ -81,6 +83,8 @@ pub struct Speaker {
     pending: Option<Batch>,
     is_silent: bool,
     position: usize,
+    /// Losses of the index that it knows of.
+    losses: u64,
     /// Keeps the epoch alive at the control group; ends when it is dropped.
     heart: JoinSet<()>,
 }
@@ -101,6 +105,7 @@ impl Speaker {
             pending: None,
             is_silent: false,
             position: 0,
+            losses: 0,
             heart: JoinSet::new(),
         };
         tokio::spawn(speaker.run());
@@ -109,6 +114,7 @@ impl Speaker {
 
     async fn run(mut self) {
         loop {
+            self.join_after_loss();
             self.keep_heart();
             let end = match self.epoch {
                 _ if self.is_silent => match self.orders.recv().await {
@@ -120,13 +126,24 @@ impl Speaker {
             };
             match end {
                 End::Finished => return,
-                End::Fenced => (self.epoch, self.heart) = (None, JoinSet::new()),
+                End::Fenced => {
+                    self.oracle.lock().leaves_epoch(self.node);
+                    (self.epoch, self.heart) = (None, JoinSet::new());
+                }
                 End::Ordered => {}
                 End::Elsewhere => {
                     self.position += 1;
                     sleep(PAUSE).await;
                 }
             }
+        }
+    }
+
+    /// An index that was thrown away knows no epochs.
+    fn join_after_loss(&mut self) {
+        let losses = self.oracle.lock().losses;
+        if std::mem::replace(&mut self.losses, losses) < losses {
+            (self.epoch, self.heart) = (None, JoinSet::new());
         }
     }
 
@@ -215,7 +232,12 @@ impl Speaker {
     async fn send(&self, epoch: u64, words: &mpsc::Sender<pb::AnnounceRequest>) -> Option<()> {
         let Some(batch) = &self.pending else { return Some(()) };
         let changes = batch.changes.iter().map(convert::change_to_pb).collect();
-        words.send(self.word(epoch, Word::Batch(pb::Batch { seq: batch.seq, changes }))).await.ok()
+        words
+            .send(
+                self.word(epoch, Word::Batch(pb::Batch { seq: batch.seq, changes, ..pb::Batch::default() })),
+            )
+            .await
+            .ok()
     }
 
     /// Takes a reply. `Ordered` means that the batch under way must be sent (again).
@@ -253,6 +275,10 @@ impl Speaker {
             }
             Order::SkipNumber => self.next_seq += 1,
             Order::Restart => return End::Fenced,
+            Order::RestartEmpty => {
+                self.holdings.clear();
+                return End::Fenced;
+            }
             Order::Silence => self.is_silent = true,
             Order::Wake => self.is_silent = false,
             Order::Settle(answer) => drop(answer.send(!self.is_silent)),
@@ -277,6 +303,7 @@ impl Speaker {
         match len.cmp(&held) {
             std::cmp::Ordering::Greater => Some(stored(&blocks, held, len)),
             std::cmp::Ordering::Less => {
+                self.oracle.lock().falls_to(self.node, number, len as u32);
                 Some(Change::Dropped { blocks: blocks[len..held].to_vec(), tier: Tier::Dram })
             }
             std::cmp::Ordering::Equal => None,

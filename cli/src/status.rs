@@ -23,6 +23,19 @@ struct RouterLine {
     index_blocks: u64,
     index_copies: u64,
     digest: String,
+    groups: Vec<GroupLine>,
+}
+
+/// One group as one router sees it.
+#[derive(Debug, Serialize)]
+struct GroupLine {
+    group: u32,
+    leader: u64,
+    applied_index: u64,
+    /// Newest entry at which this replica was found to be like another one; 0 before the first.
+    agreed_index: u64,
+    diverged: bool,
+    drifts: u64,
 }
 
 /// One node as the most advanced router sees it.
@@ -35,6 +48,11 @@ struct NodeLine {
     silent_ms: u64,
     data_address: String,
     control_address: String,
+    /// Share of audited blocks listed of the node that it holds; none before the first audit.
+    precision: Option<f64>,
+    /// Share of audited blocks of the node that the index lists.
+    recall: Option<f64>,
+    drifts: u64,
 }
 
 /// One instance as the most advanced router sees it.
@@ -99,7 +117,7 @@ fn gather(answers: Vec<Answer>) -> Fleet {
     let newest = reached().max_by_key(|status| status.applied_index).cloned().unwrap_or_default();
     let last = reached().map(|status| status.last_log_index).max().unwrap_or_default();
     Fleet {
-        nodes: newest.nodes.iter().map(node_line).collect(),
+        nodes: newest.nodes.iter().map(|node| node_line(node, &audited(reached(), node.node))).collect(),
         instances: newest.instances.iter().map(instance_line).collect(),
         pins: newest.pins,
         routers: answers.into_iter().map(|(address, answer)| router_line(address, answer, last)).collect(),
@@ -121,11 +139,34 @@ fn router_line(address: String, answer: Result<pb::StatusReply, String>, last: u
         lag_entries: if reachable { last.saturating_sub(status.applied_index) } else { 0 },
         index_blocks: status.index_blocks,
         index_copies: status.index_copies,
+        groups: status.groups.iter().map(group_line).collect(),
         digest: status.digest.iter().map(|byte| format!("{byte:02x}")).collect(),
     }
 }
 
-fn node_line(node: &pb::NodeStatus) -> NodeLine {
+fn group_line(group: &pb::GroupStatus) -> GroupLine {
+    let pb::GroupStatus { group, leader, applied_index, agreed_index, diverged, drifts, .. } = *group;
+    GroupLine { group, leader, applied_index, agreed_index, diverged, drifts }
+}
+
+/// What all routers together found of a node: each audits for the shards that it leads.
+fn audited<'a>(statuses: impl Iterator<Item = &'a pb::StatusReply>, node: u32) -> pb::Truth {
+    let found = statuses.flat_map(|status| &status.nodes).filter(|known| known.node == node);
+    found.filter_map(|known| known.truth).fold(pb::Truth::default(), |sum, one| pb::Truth {
+        claimed_blocks: sum.claimed_blocks + one.claimed_blocks,
+        claimed_wrong: sum.claimed_wrong + one.claimed_wrong,
+        held_blocks: sum.held_blocks + one.held_blocks,
+        held_unknown: sum.held_unknown + one.held_unknown,
+        drifts: sum.drifts + one.drifts,
+    })
+}
+
+#[allow(clippy::cast_precision_loss)]
+fn share(all: u64, wrong: u64) -> Option<f64> {
+    (all > 0).then(|| 1.0 - wrong as f64 / all as f64)
+}
+
+fn node_line(node: &pb::NodeStatus, truth: &pb::Truth) -> NodeLine {
     NodeLine {
         node: node.node,
         live: node.live,
@@ -134,6 +175,9 @@ fn node_line(node: &pb::NodeStatus) -> NodeLine {
         silent_ms: node.silent_ms,
         data_address: node.data_address.clone(),
         control_address: node.control_address.clone(),
+        precision: share(truth.claimed_blocks, truth.claimed_wrong),
+        recall: share(truth.held_blocks, truth.held_unknown),
+        drifts: truth.drifts,
     }
 }
 
@@ -146,6 +190,31 @@ fn instance_line(instance: &pb::InstanceStatus) -> InstanceLine {
         report_age_ms: instance.report_age_ms,
         node: instance.has_node.then_some(instance.node),
     }
+}
+
+/// One line a group: who leads, how far each replica is, and whether they agree.
+fn render_groups(out: &mut String, fleet: &Fleet) {
+    let up = || fleet.routers.iter().filter(|router| router.reachable);
+    let count = up().map(|router| router.groups.len()).max().unwrap_or(0);
+    // Writing to a string cannot fail.
+    let _ = writeln!(out, "\ngroup   leader  applied   digests agree at  drifts");
+    for position in 0..count {
+        let lines: Vec<_> = up().filter_map(|router| router.groups.get(position)).collect();
+        let Some(newest) = lines.iter().max_by_key(|line| line.applied_index) else { continue };
+        let agreed = lines.iter().map(|line| line.agreed_index).max().unwrap_or(0);
+        let agreed = match (lines.iter().any(|line| line.diverged), agreed) {
+            (true, _) => "a replica differs".to_owned(),
+            (false, 0) => "-".to_owned(),
+            (false, index) => index.to_string(),
+        };
+        let drifts: u64 = lines.iter().map(|line| line.drifts).sum();
+        let GroupLine { group, leader, applied_index, .. } = newest;
+        let _ = writeln!(out, "{group:<7} {leader:<7} {applied_index:<9} {agreed:<17} {drifts}");
+    }
+}
+
+fn in_words(share: Option<f64>) -> String {
+    share.map_or("-".to_owned(), |share| format!("{share:.4}"))
 }
 
 fn render(fleet: &Fleet) -> String {
@@ -170,13 +239,24 @@ fn render(fleet: &Fleet) -> String {
             writeln!(out, "?       {:<22} {}", router.address, router.problem)
         };
     }
-    let _ = writeln!(out, "\nnode    data address           state  epoch  blocks     last word");
+    render_groups(&mut out, fleet);
+    let _ = writeln!(
+        out,
+        "\nnode    data address           state  epoch  blocks     precision  recall  drifts  last word"
+    );
     for node in &fleet.nodes {
         let state = if node.live { "live" } else { "gone" };
         let _ = writeln!(
             out,
-            "{:<7} {:<22} {state:<6} {:<6} {:<10} {} ms ago",
-            node.node, node.data_address, node.epoch, node.blocks, node.silent_ms
+            "{:<7} {:<22} {state:<6} {:<6} {:<10} {:<10} {:<7} {:<7} {} ms ago",
+            node.node,
+            node.data_address,
+            node.epoch,
+            node.blocks,
+            in_words(node.precision),
+            in_words(node.recall),
+            node.drifts,
+            node.silent_ms
         );
     }
     let _ = writeln!(out, "\ninst.   address                node  running  queued tokens  last report");
@@ -201,6 +281,36 @@ fn render(fleet: &Fleet) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn groups_and_nodes_show_what_the_truth_meter_found() {
+        let group = |agreed_index, diverged| pb::GroupStatus {
+            group: 1,
+            leader: 2,
+            applied_index: 700,
+            agreed_index,
+            diverged,
+            drifts: 1,
+            ..Default::default()
+        };
+        let truth = pb::Truth { claimed_blocks: 8, claimed_wrong: 2, held_blocks: 4, ..Default::default() };
+        let node = pb::NodeStatus { node: 7, truth: Some(truth), ..Default::default() };
+        let status = |router, diverged| pb::StatusReply {
+            router,
+            groups: vec![group(512, diverged)],
+            nodes: vec![node.clone()],
+            ..Default::default()
+        };
+        let shown = |diverged| {
+            let answers = [(1, false), (2, diverged)];
+            let answers = answers.map(|(router, diverged)| ("a:1".to_owned(), Ok(status(router, diverged))));
+            render(&gather(answers.into()))
+        };
+        let text = shown(false);
+        assert!(text.contains("1       2       700       512               2"), "{text}");
+        assert!(text.contains("0.7500     1.0000"), "{text}");
+        assert!(shown(true).contains("a replica differs"));
+    }
 
     #[test]
     fn an_unreachable_router_is_shown_with_its_problem() {

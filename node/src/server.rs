@@ -4,8 +4,11 @@ use std::cmp::Ordering;
 use std::time::Duration;
 
 use kv_core::id::Seq;
+use kvfleet_proto::convert;
 use kvfleet_proto::pb::node_control_server::NodeControl;
-use kvfleet_proto::pb::{NodeStatusReply, NodeStatusRequest, SettleReply, SettleRequest};
+use kvfleet_proto::pb::{
+    AuditReply, AuditRequest, NodeStatusReply, NodeStatusRequest, SettleReply, SettleRequest,
+};
 use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
@@ -14,6 +17,9 @@ use crate::store::{Ask, StoreHandle};
 
 /// Longest time `Settle` waits, whatever is asked.
 pub const SETTLE_MAX: Duration = Duration::from_secs(60);
+
+/// Blocks of one audit, asked about or sampled: a few hundred microseconds of the task that owns the book.
+pub const AUDIT_BLOCKS_MAX: usize = 1024;
 
 /// The control service.
 #[derive(Clone, Debug)]
@@ -26,6 +32,26 @@ impl NodeControl for Control {
     async fn node_status(&self, _: Request<NodeStatusRequest>) -> Result<Response<NodeStatusReply>, Status> {
         let status = self.store.try_ask(|reply| Ask::Status { reply }).await;
         status.map(Response::new).map_err(|_| Status::resource_exhausted("the node is busy: ask again"))
+    }
+
+    async fn audit(&self, request: Request<AuditRequest>) -> Result<Response<AuditReply>, Status> {
+        let AuditRequest { shard, blocks, sample, seed } = request.into_inner();
+        let invalid = |what: String| Status::invalid_argument(what);
+        let blocks =
+            convert::hashes_from_bytes("blocks", &blocks).map_err(|error| invalid(error.to_string()))?;
+        let sample = usize::try_from(sample).unwrap_or(usize::MAX);
+        if blocks.len().max(sample) > AUDIT_BLOCKS_MAX {
+            let most = blocks.len().max(sample);
+            return Err(invalid(format!(
+                "an audit of {most} blocks, the limit is {AUDIT_BLOCKS_MAX}: ask for less"
+            )));
+        }
+        let shard = u16::try_from(shard).map_err(|error| invalid(error.to_string()))?;
+        let answer = self.store.try_ask(|reply| Ask::Audit { shard, blocks, sample, seed, reply }).await;
+        let answer = answer.map_err(|_| Status::resource_exhausted("the node is busy: ask again"))?;
+        let none =
+            || Status::failed_precondition(format!("this node announces nothing to a shard {shard} yet"));
+        answer.map(Response::new).ok_or_else(none)
     }
 
     async fn settle(&self, request: Request<SettleRequest>) -> Result<Response<SettleReply>, Status> {

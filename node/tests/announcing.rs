@@ -131,6 +131,61 @@ async fn gaps_and_busy_leaders_lose_nothing() {
 }
 
 #[tokio::test]
+async fn every_batch_carries_the_digest_of_what_is_announced() {
+    let world = World::new();
+    let router = FakeRouter::default();
+    let routers = [router.serve(&world.identity).await];
+    // Small tiers, so that blocks are demoted and dropped.
+    let config = NodeConfig { dram_blocks: Some(8), ssd_blocks: Some(16), ..world.config(&routers) };
+    let node = start(&config).await;
+    router.joined().await;
+    let path = world.dial(node.data_addr()).await;
+    for round in 0..12 {
+        save(&*path, 1 + round, round * 4..round * 4 + 4).await;
+    }
+    settle(&world, &node).await;
+    router.holds("blocks on SSD", |state| state.blocks.values().any(|tier| *tier == Tier::Ssd)).await;
+    assert!(router.state.lock().digests.0 > 3);
+    // A router that found something to be wrong asks for everything, after the numbers in use.
+    router.state.lock().ask_anew = true;
+    save(&*path, 100, 1_000..1_002).await;
+    router.holds("everything again", |state| state.cleared > 0).await;
+    save(&*path, 101, 2_000..2_002).await;
+    settle(&world, &node).await;
+    let state = router.state.lock();
+    assert!(state.blocks.contains_key(&hash(1_000)) && state.blocks.contains_key(&hash(2_001)));
+    assert_eq!((state.digests.1, state.cleared), (0, 1), "of {} batches", state.digests.0);
+}
+
+#[tokio::test]
+async fn an_audit_tells_what_is_held() {
+    let world = World::new();
+    let router = FakeRouter::default();
+    let node = start(&world.config(&[router.serve(&world.identity).await])).await;
+    let epoch = router.joined().await;
+    let path = world.dial(node.data_addr()).await;
+    save(&*path, 1, 0..4).await;
+    let mut control = world.control(node.control_addr()).await;
+    let asked = convert::hashes_to_bytes(&hashes(0..6));
+    let request = pb::AuditRequest { shard: 1, blocks: asked.clone(), sample: 10, seed: 5 };
+    let reply = control.audit(request.clone()).await.unwrap().into_inner();
+    assert_eq!((reply.epoch, &reply.held[..]), (epoch, &[true, true, true, true, false, false][..]));
+    let mut sample = convert::hashes_from_bytes("sample", &reply.sample).unwrap();
+    sample.sort_unstable();
+    let mut held = hashes(0..4);
+    held.sort_unstable();
+    assert_eq!(sample, held);
+    router.holds("the batch that was named", |state| state.next > reply.seq).await;
+    assert_eq!(router.state.lock().blocks.len(), 4, "all that was told of is announced with it");
+    let two = control.audit(pb::AuditRequest { sample: 2, ..request.clone() }).await.unwrap().into_inner();
+    assert_eq!(two.sample.len(), 32);
+    let many = control.audit(pb::AuditRequest { sample: 5_000, ..request.clone() }).await.unwrap_err();
+    says("an audit of too many blocks", &many.message(), &[]);
+    let nowhere = control.audit(pb::AuditRequest { shard: 9, ..request }).await.unwrap_err();
+    says("an audit of a shard that is not there", &nowhere.message(), &[]);
+}
+
+#[tokio::test]
 async fn directives_pin_and_limit() {
     let world = World::new();
     let router = FakeRouter::default();

@@ -40,6 +40,8 @@ pub struct RouterConfig {
     pub timings: TimingsConfig,
     /// How announcements are gathered.
     pub announce: AnnounceConfig,
+    /// How the index is held against what nodes hold, and replicas against each other.
+    pub truth: TruthConfig,
     /// Named hardware profile that predicts TTFT (see `kv_core::schedule::PROFILES`).
     pub profile: String,
     /// Log entries between two snapshots.
@@ -97,6 +99,18 @@ pub struct AnnounceConfig {
     pub blocks_max: usize,
 }
 
+/// How often and how closely the truth of the index is looked at.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TruthConfig {
+    /// Between two comparisons of digests, milliseconds; 0 for none.
+    pub digests_ms: u64,
+    /// Between two audits of one node by each shard's leader, milliseconds; 0 for none.
+    pub audit_ms: u64,
+    /// Blocks that an audit asks about, and as many again that the node names.
+    pub audit_blocks: u32,
+}
+
 impl Default for RouterConfig {
     fn default() -> Self {
         RouterConfig {
@@ -111,6 +125,7 @@ impl Default for RouterConfig {
             tls: TlsConfig::default(),
             timings: TimingsConfig::default(),
             announce: AnnounceConfig::default(),
+            truth: TruthConfig::default(),
             profile: HardwareProfile::default().name.into(),
             snapshot_every_entries: 5_000,
             index_copies_max: kv_core::index::COPIES_MAX,
@@ -127,6 +142,30 @@ impl Default for TimingsConfig {
             silence_ms: 800,
             balance_ms: 1_000,
         }
+    }
+}
+
+impl Default for TruthConfig {
+    fn default() -> Self {
+        TruthConfig { digests_ms: 2_000, audit_ms: 5_000, audit_blocks: 32 }
+    }
+}
+
+impl TruthConfig {
+    fn check(&self) -> Result<(), ConfigError> {
+        for (key, every) in [("truth.digests_ms", self.digests_ms), ("truth.audit_ms", self.audit_ms)] {
+            if every > 0 && !(50..=3_600_000).contains(&every) {
+                return refuse(key, format!("{every} is outside 50 to 3600000; 0 is never"));
+            }
+        }
+        if !(1..=AUDIT_BLOCKS_MAX).contains(&self.audit_blocks) {
+            let given = self.audit_blocks;
+            return refuse(
+                "truth.audit_blocks",
+                format!("{given} is outside 1 to {AUDIT_BLOCKS_MAX}; 32 is usual"),
+            );
+        }
+        Ok(())
     }
 }
 
@@ -154,6 +193,9 @@ const VOTERS_MAX: usize = 9;
 /// the index counts announcements and changes against the same number.
 const BLOCKS_MAX: usize = 131_072;
 
+/// Most blocks of one audit: what a node answers in some hundred microseconds.
+const AUDIT_BLOCKS_MAX: u32 = 1_024;
+
 /// Why a configuration is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("config key `{key}`: {problem}")]
@@ -180,6 +222,7 @@ impl RouterConfig {
         self.check_files()?;
         self.timings.check()?;
         self.announce.check()?;
+        self.truth.check()?;
         self.check_rest()
     }
 
@@ -485,6 +528,9 @@ mod tests {
         says("a router: silence_ms", &refused(|config| config.timings.silence_ms = 0), &[]);
         says("a router: window_ms", &refused(|config| config.announce.window_ms = 5_000), &[]);
         says("a router: blocks_max", &refused(|config| config.announce.blocks_max = 0), &[]);
+        says("a router: digests_ms", &refused(|config| config.truth.digests_ms = 1), &[]);
+        says("a router: audit_ms", &refused(|config| config.truth.audit_ms = 10_000_000), &[]);
+        says("a router: audit_blocks", &refused(|config| config.truth.audit_blocks = 0), &[]);
         says("a router: profile", &refused(|config| config.profile = "abacus".into()), &[]);
         says("a router: snapshot_every_entries", &refused(|config| config.snapshot_every_entries = 1), &[]);
         says("a router: index_copies_max", &refused(|config| config.index_copies_max = 0), &[]);

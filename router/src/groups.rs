@@ -5,6 +5,7 @@
 //! (`crate::view::holders`).
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use kv_core::id::BlockHash;
 
@@ -18,9 +19,61 @@ pub(crate) struct Group {
     pub(crate) published: Arc<Published>,
     /// Bytes of log entries held in memory.
     pub(crate) log_bytes: Box<dyn Fn() -> u64 + Send + Sync>,
+    /// Whether the replica was level with the leader since this process started.
+    was_level: AtomicBool,
+    /// Whether the replica differs from the leader's.
+    has_diverged: AtomicBool,
+    /// Newest entry at which it was found to be like another one.
+    agreed_index: AtomicU64,
 }
 
 impl Group {
+    /// A group whose replica is as it was found on disk: how old, nobody knows yet.
+    pub(crate) fn new(
+        consensus: Consensus,
+        published: Arc<Published>,
+        log_bytes: Box<dyn Fn() -> u64 + Send + Sync>,
+    ) -> Group {
+        let (was_level, has_diverged) = (AtomicBool::new(false), AtomicBool::new(false));
+        let agreed_index = AtomicU64::new(0);
+        Group { consensus, published, log_bytes, was_level, has_diverged, agreed_index }
+    }
+
+    /// Whether the replica was level with the leader since this process started. Before, it may lack anything
+    /// that was committed while the process was away.
+    pub(crate) fn was_level(&self) -> bool {
+        self.was_level.load(Ordering::Relaxed)
+    }
+
+    /// Whether the replica is known to differ from the leader's: then it must answer nothing.
+    pub(crate) fn has_diverged(&self) -> bool {
+        self.has_diverged.load(Ordering::Relaxed)
+    }
+
+    /// The replica was compared with the leader's. One that has been given the leader's state is trusted again as
+    /// soon as a later comparison says so.
+    pub(crate) fn compared(&self, index: u64, differs: bool) {
+        self.has_diverged.store(differs, Ordering::Relaxed);
+        if !differs {
+            self.agreed_at(index);
+        }
+    }
+
+    /// Another replica was like this one after an entry.
+    pub(crate) fn agreed_at(&self, index: u64) {
+        self.agreed_index.fetch_max(index, Ordering::Relaxed);
+    }
+
+    /// Newest entry at which another replica was found to be like this one; 0 before the first.
+    pub(crate) fn agreed_index(&self) -> u64 {
+        self.agreed_index.load(Ordering::Relaxed)
+    }
+
+    /// The replica has applied what was committed a moment ago.
+    pub(crate) fn is_level(&self) {
+        self.was_level.store(true, Ordering::Relaxed);
+    }
+
     /// Its number.
     pub(crate) fn number(&self) -> u16 {
         self.consensus.group()

@@ -19,9 +19,12 @@ mod raft;
 mod retire;
 mod server;
 mod start;
+mod truth;
 mod view;
 
-pub use config::{AnnounceConfig, ConfigError, RouterConfig, TimingsConfig, TlsConfig, VoterConfig};
+pub use config::{
+    AnnounceConfig, ConfigError, RouterConfig, TimingsConfig, TlsConfig, TruthConfig, VoterConfig,
+};
 pub use error::StartError;
 pub use raft::disk::LogError;
 #[cfg(feature = "probe")]

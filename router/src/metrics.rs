@@ -4,11 +4,14 @@
 
 use std::time::Duration;
 
+use kv_core::id::NodeId;
 use kv_core::index::command::AnnounceOutcome;
 use prometheus::{
-    Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
+    GaugeVec, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
     exponential_buckets,
 };
+
+use crate::truth::audit::Score;
 
 /// Handles on this router's metrics; clones share them.
 #[derive(Clone)]
@@ -29,6 +32,13 @@ pub(crate) struct Metrics {
     leader: IntGaugeVec,
     log_bytes: IntGauge,
     index_copies: IntGauge,
+    node_drifts: IntCounterVec,
+    replica_drifts: IntCounterVec,
+    resyncs: IntCounter,
+    audited: IntCounterVec,
+    wrong: IntCounterVec,
+    precision: GaugeVec,
+    recall: GaugeVec,
 }
 
 /// How a route call ended.
@@ -99,6 +109,45 @@ impl Metrics {
             leader: per_group(registry, "kvfleet_is_leader", "1 while this router leads the group")?,
             log_bytes: gauge(registry, "kvfleet_log_bytes", "Bytes of log entries held in memory")?,
             index_copies: gauge(registry, "kvfleet_index_copies", "(node, block) pairs of live nodes")?,
+            node_drifts: labelled(
+                registry,
+                "kvfleet_node_drifts_total",
+                "Times that a node's digest of its announcements differed from the index's",
+                "node",
+            )?,
+            replica_drifts: labelled(
+                registry,
+                "kvfleet_replica_drifts_total",
+                "Comparisons in which a replica of a group differed from this leader's",
+                "group",
+            )?,
+            resyncs: counter(
+                registry,
+                "kvfleet_resyncs_asked_total",
+                "Times that a node was asked to announce all anew because something was found to be wrong",
+            )?,
+            audited: labelled(
+                registry,
+                "kvfleet_audited_blocks_total",
+                "Blocks of audits: claimed by the index, or held by the node",
+                "kind",
+            )?,
+            wrong: labelled(
+                registry,
+                "kvfleet_audited_wrong_blocks_total",
+                "Blocks of audits confirmed to be wrong: claimed and not held, or held and not known",
+                "kind",
+            )?,
+            precision: ratio(
+                registry,
+                "kvfleet_node_precision",
+                "Share of audited blocks listed of a node that it holds",
+            )?,
+            recall: ratio(
+                registry,
+                "kvfleet_node_recall",
+                "Share of audited blocks of a node that the index lists",
+            )?,
         })
     }
 
@@ -148,6 +197,32 @@ impl Metrics {
         self.fences.inc();
     }
 
+    pub(crate) fn node_drift(&self, node: NodeId) {
+        self.node_drifts.with_label_values(&[&node.0.to_string()]).inc();
+    }
+
+    pub(crate) fn replica_drift(&self, group: u16) {
+        self.replica_drifts.with_label_values(&[&group.to_string()]).inc();
+    }
+
+    pub(crate) fn resync_asked(&self) {
+        self.resyncs.inc();
+    }
+
+    /// Counts one audit of a node, and shows what all of them came to.
+    pub(crate) fn audited(&self, node: NodeId, found: &Score, all: &Score) {
+        self.audited.with_label_values(&["claimed"]).inc_by(found.claimed);
+        self.audited.with_label_values(&["held"]).inc_by(found.held);
+        self.wrong.with_label_values(&["claimed"]).inc_by(found.claimed_wrong);
+        self.wrong.with_label_values(&["held"]).inc_by(found.held_unknown);
+        let node = node.0.to_string();
+        for (gauges, share) in [(&self.precision, all.precision()), (&self.recall, all.recall())] {
+            if let Some(share) = share {
+                gauges.with_label_values(&[&node]).set(share);
+            }
+        }
+    }
+
     pub(crate) fn standing(&self, group: u16, applied_index: u64, term: u64, leads: bool) {
         let group = group.to_string();
         self.applied_index.with_label_values(&[&group]).set(gauge_value(applied_index));
@@ -159,6 +234,12 @@ impl Metrics {
         self.log_bytes.set(gauge_value(log_bytes));
         self.index_copies.set(gauge_value(index_copies));
     }
+}
+
+fn ratio(registry: &Registry, name: &str, help: &str) -> prometheus::Result<GaugeVec> {
+    let gauges = GaugeVec::new(Opts::new(name, help), &["node"])?;
+    registry.register(Box::new(gauges.clone()))?;
+    Ok(gauges)
 }
 
 fn gauge_value(value: u64) -> i64 {

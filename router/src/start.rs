@@ -28,13 +28,15 @@ use crate::groups::{Group, Groups};
 use crate::ingest::{Gather, Ingest};
 use crate::liveness::{self, Silence};
 use crate::metrics::Metrics;
-use crate::raft::Cluster;
 use crate::raft::boot::{self, Booted};
 use crate::raft::log_store::LogGuard;
-use crate::raft::network::{Peers, RAFT_MESSAGE_BYTES_MAX};
+use crate::raft::network::{Envelope, Peers, RAFT_MESSAGE_BYTES_MAX};
 use crate::raft::service::RaftService;
+use crate::raft::{CONTROL, Cluster};
 use crate::retire;
 use crate::server::{CONTROL_MESSAGE_BYTES_MAX, RouterService, Shared};
+use crate::truth::Truth;
+use crate::truth::run::Meter;
 use crate::view::fleet::FleetView;
 
 /// Longest a stopping leader waits for another router to take over; an idle transfer takes under a
@@ -47,6 +49,9 @@ const DRAIN_MAX: Duration = Duration::from_secs(2);
 /// A ping on a connection that says nothing, and the time for its answer: a peer that vanished without a
 /// word must not leave its streams here for good.
 const KEEPALIVE: Duration = Duration::from_secs(5);
+
+/// Time for the instances of a running cluster to find a router that comes back: ten reports of each.
+const REPORTS_WITHIN: Duration = Duration::from_secs(2);
 
 /// Longest it waits for the log file to be closed.
 const CLOSE_MAX: Duration = Duration::from_secs(10);
@@ -86,10 +91,10 @@ impl Router {
         let stop = CancellationToken::new();
         // Whatever fails from here on takes the standing tasks with it.
         let started = stop.clone().drop_guard();
-        let Booted { cluster, groups, peers, intakes, withheld, guard } = booted;
-        let consensus = groups.all().iter().map(|group| group.consensus.clone()).collect();
-        let raft_service = RaftService::new(Arc::clone(&cluster), consensus, intakes, Arc::clone(&withheld));
-        let parts = Parts { config: &config, groups: &groups, metrics, stop: &stop };
+        let Booted { cluster, groups, peers, intakes, withheld, guard, comes_late } = booted;
+        let raft_service =
+            RaftService::new(Arc::clone(&cluster), groups.clone(), intakes, Arc::clone(&withheld));
+        let parts = Parts { config: &config, groups: &groups, metrics, comes_late, stop: &stop };
         let shared = parts.assemble(cluster, peers);
         let serving = serve(listener, &identity, RouterService::new(shared), raft_service, stop.clone())?;
         groups.all().iter().for_each(|group| group.consensus.raft().run());
@@ -172,6 +177,7 @@ struct Parts<'a> {
     config: &'a RouterConfig,
     groups: &'a Groups,
     metrics: Metrics,
+    comes_late: bool,
     stop: &'a CancellationToken,
 }
 
@@ -199,7 +205,18 @@ impl Parts<'_> {
             metrics: self.metrics.clone(),
         };
         tokio::spawn(background.run(self.stop.clone()));
+        let truth = Arc::new(Truth::new(self.config.id << 32 ^ u64::from(std::process::id())));
+        let meter = Meter {
+            groups: self.groups.clone(),
+            peers: peers.clone(),
+            envelope: Envelope { cluster: Arc::clone(&cluster), group: CONTROL },
+            truth: Arc::clone(&truth),
+            metrics: self.metrics.clone(),
+            config: self.config.truth.clone(),
+        };
+        tokio::spawn(meter.run(self.stop.clone()));
         Arc::new(Shared {
+            truth,
             cluster,
             peers,
             groups: self.groups.clone(),
@@ -209,6 +226,7 @@ impl Parts<'_> {
             directives: directives::start(Arc::clone(&control.published), self.stop.clone()),
             metrics: self.metrics.clone(),
             clock,
+            reported_by: clock.now().after(if self.comes_late { REPORTS_WITHIN } else { Duration::ZERO }),
             announce_blocks_max: self.config.announce.blocks_max,
             stop: self.stop.clone(),
         })

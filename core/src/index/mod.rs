@@ -9,6 +9,7 @@
 //! their holders. The picture of the structure is in `docs/adr/0018-run-compressed-index.md`.
 
 pub mod command;
+pub mod digest;
 
 mod bytes;
 mod codec;

@@ -45,6 +45,13 @@ impl NodeState {
         Self { record, epoch, live: true, next_seq: Seq(1), blocks: 0, tier_blocks: [0; 3], digest_sum: 0 }
     }
 
+    /// Digest over what it holds: what [`super::digest::after`] comes to over its announcements, as long as it
+    /// holds each block in one tier at a time and all of them found room.
+    #[must_use]
+    pub fn digest(&self) -> u128 {
+        self.digest_sum
+    }
+
     /// Books what a change came to.
     fn book(&mut self, tally: &Tally) {
         self.blocks = self.blocks.wrapping_add_signed(tally.blocks);

@@ -163,6 +163,15 @@ impl Book {
         changes::full(standing.collect())
     }
 
+    /// At most `count` readable blocks that `wanted` takes, from a place that `seed` chooses.
+    pub fn sample(&self, seed: u64, count: usize, wanted: impl Fn(&BlockHash) -> bool) -> Vec<BlockHash> {
+        /// Places looked at for each block that is asked for: most are in use, and some are not wanted.
+        const LOOKS: usize = 64;
+        let readable = self.slab.from(seed).take(count.saturating_mul(LOOKS));
+        let hashes = readable.filter(|entry| entry.announced.is_some()).map(|entry| entry.meta.hash);
+        hashes.filter(wanted).take(count).collect()
+    }
+
     /// Counts of a tier.
     #[must_use]
     pub fn stats(&self, tier: Tier) -> TierStats {

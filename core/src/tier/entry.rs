@@ -160,6 +160,13 @@ impl Slab {
         }
     }
 
+    /// Every entry once, from a place that `seed` chooses.
+    pub(super) fn from(&self, seed: u64) -> impl Iterator<Item = &Entry> {
+        let start = seed.checked_rem(self.entries.len() as u64).unwrap_or(0) as usize;
+        let (before, after) = self.entries.split_at(start);
+        after.iter().chain(before).flatten()
+    }
+
     pub(super) fn iter(&self) -> impl Iterator<Item = (BlockKey, &Entry)> {
         (0u32..).zip(&self.entries).filter_map(|(number, entry)| Some((BlockKey(number), entry.as_ref()?)))
     }

@@ -264,7 +264,7 @@ impl Session {
     fn heartbeat(&self, epoch: Epoch) -> pb::AnnounceRequest {
         let (dram_bytes, ssd_bytes) = self.link.shared().used_bytes();
         let directives_version = self.directives_version;
-        let beat = pb::Heartbeat { dram_bytes, ssd_bytes, inflight_bytes: 0, directives_version };
+        let beat = pb::Heartbeat { dram_bytes, ssd_bytes, directives_version, ..pb::Heartbeat::default() };
         self.link.request(CONTROL, epoch, announce_request::Body::Heartbeat(beat))
     }
 }

@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 
 use kv_core::id::{BlockHash, Epoch, Seq};
 use kv_core::index::command::Change;
+use kv_core::index::digest;
 
 /// Blocks in one batch. Routers apply a batch in one piece, with readers waiting: 2,048 blocks are well
 /// under a millisecond. At 16 bytes each that is 32 KiB, enough to make the rest of a message small.
@@ -26,6 +27,8 @@ pub struct Batch {
     pub seq: Seq,
     /// What changed.
     pub changes: Vec<Change>,
+    /// Digest over all that is announced with it and before; none when that is not known any more.
+    pub digest: Option<u128>,
 }
 
 /// See the module.
@@ -46,6 +49,10 @@ pub struct Outbox {
     /// Highest number given to a saver.
     promised: u64,
     stale: bool,
+    /// Digest over everything pushed.
+    digest: u128,
+    /// The same over everything acknowledged, if it is known.
+    acked_digest: Option<u128>,
     /// Blocks of the last full announcement: they may be queued on top of [`QUEUE_BLOCKS_MAX`].
     allowance: usize,
 }
@@ -91,6 +98,7 @@ impl Outbox {
             let room = BATCH_BLOCKS_MAX - self.open_blocks;
             let (first, later) = split(change, room);
             self.open_blocks += weight(&first);
+            self.digest = digest::after(self.digest, &first);
             self.open.push(first);
             rest = later;
             if self.open_blocks >= BATCH_BLOCKS_MAX {
@@ -102,7 +110,7 @@ impl Outbox {
     fn close(&mut self) {
         let changes = std::mem::take(&mut self.open);
         self.queued_blocks += std::mem::take(&mut self.open_blocks);
-        self.closed.push_back(Batch { seq: Seq(self.next), changes });
+        self.closed.push_back(Batch { seq: Seq(self.next), changes, digest: Some(self.digest) });
         self.next += 1;
     }
 
@@ -111,6 +119,8 @@ impl Outbox {
         self.closed.retain(|batch| batch.seq.0 <= self.sent);
         for batch in &mut self.closed {
             batch.changes.clear();
+            // Whether the leader took what it held before, nobody knows.
+            batch.digest = None;
         }
         self.open.clear();
         (self.open_blocks, self.queued_blocks) = (0, 0);
@@ -126,10 +136,12 @@ impl Outbox {
 
     /// Announces everything anew in the present epoch, after the numbers already used.
     pub fn refill(&mut self, everything: Vec<Change>) {
+        if !self.open.is_empty() {
+            self.close();
+        }
         self.stale = false;
         self.allowance = everything.iter().map(weight).sum();
-        self.open.push(Change::Cleared);
-        self.open_blocks = 1;
+        self.push_parts(Change::Cleared);
         for change in everything {
             self.push_parts(change);
         }
@@ -142,6 +154,7 @@ impl Outbox {
         self.open.clear();
         (self.open_blocks, self.queued_blocks) = (0, 0);
         self.next = expected.0.max(1);
+        self.acked_digest = None;
         self.cursor = self.next - 1;
         self.sent = self.cursor;
         self.acked = self.cursor;
@@ -193,6 +206,7 @@ impl Outbox {
         self.cursor = self.cursor.max(self.acked);
         while self.closed.front().is_some_and(|batch| batch.seq.0 <= self.acked) {
             if let Some(batch) = self.closed.pop_front() {
+                self.acked_digest = batch.digest;
                 let blocks: usize = batch.changes.iter().map(weight).sum();
                 self.queued_blocks = self.queued_blocks.saturating_sub(blocks);
             }
@@ -203,6 +217,12 @@ impl Outbox {
     #[must_use]
     pub fn acked(&self) -> Seq {
         Seq(self.acked)
+    }
+
+    /// Last acknowledged number, with the digest over everything up to it if that is known.
+    #[must_use]
+    pub fn acked_digest(&self) -> (Seq, Option<u128>) {
+        (Seq(self.acked), self.acked_digest)
     }
 
     /// Last number in use.

@@ -91,7 +91,9 @@ impl Outboxes {
         self.shards.iter().map(|outbox| outbox.last().0).sum()
     }
 
-    fn count(&self) -> u16 {
+    /// How many shards there are; 0 before the first join.
+    #[must_use]
+    pub fn count(&self) -> u16 {
         u16::try_from(self.shards.len()).unwrap_or(u16::MAX)
     }
 

@@ -84,7 +84,13 @@ impl ShardStream {
         };
         let (send, stream) = mpsc::channel(STREAM_AHEAD);
         // The first message says who this is, so that the leader can take the epoch over before any news.
-        let hello = announce_request::Body::Heartbeat(pb::Heartbeat::default());
+        let (seq, digest) = self
+            .outbox(|outbox| (outbox.epoch() == Some(epoch)).then(|| outbox.acked_digest()))
+            .flatten()
+            .unwrap_or_default();
+        let digest = convert::node_digest_to_bytes(digest);
+        let hello = pb::Heartbeat { seq: seq.0, digest, ..pb::Heartbeat::default() };
+        let hello = announce_request::Body::Heartbeat(hello);
         if send.try_send(self.link.request(self.shard, epoch, hello)).is_err() {
             return Ended::Lost("own stream closed".to_owned());
         }
@@ -167,7 +173,12 @@ impl ShardStream {
     fn request(&self, epoch: Epoch, batch: Batch) -> pb::AnnounceRequest {
         let node = self.link.record.node;
         let announcement = Announcement { node, epoch, seq: batch.seq, changes: batch.changes };
-        pb::AnnounceRequest { group: self.shard.into(), ..convert::announcement_to_pb(&announcement) }
+        let mut request =
+            pb::AnnounceRequest { group: self.shard.into(), ..convert::announcement_to_pb(&announcement) };
+        if let Some(announce_request::Body::Batch(message)) = &mut request.body {
+            message.digest = convert::node_digest_to_bytes(batch.digest);
+        }
+        request
     }
 
     /// Obeys a reply. A pause to keep before sending on, or the end of the stream.
@@ -175,12 +186,13 @@ impl ShardStream {
         match reply.body {
             Some(announce_reply::Body::Ack(ack)) => self.acked(epoch, Seq(ack.seq)),
             Some(announce_reply::Body::Resync(resync)) => {
+                let expected = resync.expected;
                 tracing::info!(
                     shard = self.shard,
-                    expected = resync.expected,
+                    expected,
                     "the leader misses announcements; sending all anew"
                 );
-                self.reannounce(Some(Seq(resync.expected))).await;
+                self.reannounce((expected > 0).then_some(Seq(expected))).await;
             }
             Some(announce_reply::Body::Fenced(_)) => return Err(Ended::Fenced),
             Some(announce_reply::Body::NotLeader(other)) => return Err(Ended::Leader(other.address)),

@@ -135,6 +135,19 @@ pub enum Ask {
         /// Note taken.
         reply: oneshot::Sender<()>,
     },
+    /// Which of these blocks are held, and some that are.
+    Audit {
+        /// The shard that lists them.
+        shard: u16,
+        /// Blocks asked about.
+        blocks: Vec<BlockHash>,
+        /// How many held ones to name.
+        sample: usize,
+        /// Where to look for them.
+        seed: u64,
+        /// The answer; none before the first join.
+        reply: oneshot::Sender<Option<pb::AuditReply>>,
+    },
     /// Everything there is to know.
     Status {
         /// The answer.
@@ -354,6 +367,9 @@ impl Store {
                 self.reannounce(shard, expected);
                 let _ = reply.send(());
             }
+            Ask::Audit { shard, blocks, sample, seed, reply } => {
+                drop(reply.send(self.audit(shard, &blocks, sample, seed)));
+            }
             Ask::Status { reply } => drop(reply.send(self.status())),
         }
     }
@@ -366,6 +382,8 @@ impl Store {
     }
 
     fn reannounce(&mut self, shard: u16, expected: Option<Seq>) {
+        // The book forgets them with the next line, and other shards may be waiting for them.
+        self.tell_changes();
         let everything = self.parts.book.announce_all();
         let mut outboxes = self.parts.shared.outboxes.lock();
         let part = outboxes.part(shard, everything);

@@ -1,10 +1,10 @@
-//! What the node says about itself: status replies and gauges.
+//! What the node says about itself: status replies, audits and gauges.
 
 use std::sync::atomic::Ordering;
 
-use kv_core::id::Tier;
+use kv_core::id::{BlockHash, Tier};
 use kv_core::tier::Capacity;
-use kvfleet_proto::pb;
+use kvfleet_proto::{convert, pb};
 
 use super::Store;
 use super::saving::SlotSizes;
@@ -40,6 +40,29 @@ impl Store {
             pinned_blocks: self.parts.book.pinned_blocks(),
             policy: self.parts.policy.clone(),
         }
+    }
+
+    /// What is readable now, and the batch with which all of that is announced.
+    pub(super) fn audit(
+        &mut self,
+        shard: u16,
+        blocks: &[BlockHash],
+        sample: usize,
+        seed: u64,
+    ) -> Option<pb::AuditReply> {
+        self.tell_changes();
+        let (shards, (epoch, seq)) = {
+            let mut outboxes = self.parts.shared.outboxes.lock();
+            (outboxes.count(), outboxes.shard(shard)?.position()?)
+        };
+        let of_shard = |block: &BlockHash| block.shard(shards) == shard;
+        let sample = self.parts.book.sample(seed, sample, of_shard);
+        Some(pb::AuditReply {
+            epoch: epoch.0,
+            seq: seq.0,
+            held: blocks.iter().map(|block| self.parts.book.tier_of(block).is_some()).collect(),
+            sample: convert::hashes_to_bytes(&sample),
+        })
     }
 
     fn tier_status(&self, tier: Tier) -> pb::TierStatus {

@@ -210,6 +210,12 @@ pub struct Recorded {
     /// Answers that go out in place of the next acknowledgements.
     pub scripted: Vec<announce_reply::Body>,
     pub directives: Option<pb::Directives>,
+    /// Batches that carried the node's own digest, and those of them whose digest is not that of what it announced.
+    pub digests: (u64, u64),
+    /// The next batch that is taken is answered by asking for everything anew.
+    pub ask_anew: bool,
+    /// Batches that began with everything cleared.
+    pub cleared: u64,
 }
 
 /// A router that applies announcements to a map.
@@ -268,8 +274,21 @@ impl Recorded {
             self.next += 1;
             let changes = convert::changes_from_pb(&batch.changes).unwrap();
             changes.into_iter().for_each(|change| self.apply(change));
+            self.compare(&batch.digest);
+            if std::mem::take(&mut self.ask_anew) {
+                return Some(announce_reply::Body::Resync(pb::Resync { expected: 0 }));
+            }
         }
         Some(announce_reply::Body::Ack(pb::Ack { seq: self.next - 1 }))
+    }
+
+    fn compare(&mut self, digest: &[u8]) {
+        let share = |(block, tier): (&BlockHash, &Tier)| kv_core::index::digest::of_hold(*block, *tier);
+        let ours = self.blocks.iter().map(share).fold(0, u128::wrapping_add);
+        if !digest.is_empty() {
+            self.digests.0 += 1;
+            self.digests.1 += u64::from(digest != ours.to_le_bytes());
+        }
     }
 
     fn apply(&mut self, change: Change) {
@@ -279,7 +298,10 @@ impl Recorded {
             Change::Dropped { blocks, .. } => blocks.iter().for_each(|block| {
                 self.blocks.remove(block);
             }),
-            Change::Cleared => self.blocks.clear(),
+            Change::Cleared => {
+                self.cleared += 1;
+                self.blocks.clear();
+            }
         }
     }
 }

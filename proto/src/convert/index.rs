@@ -47,6 +47,25 @@ pub fn identity_field(field: &'static str, bytes: &[u8]) -> Result<IdentityDiges
     IdentityDigest::from_slice(bytes).ok_or(ConvertError::Digest { field, bytes: bytes.len() })
 }
 
+/// Reads a node's digest over what it announced; no bytes mean that it does not know.
+///
+/// # Errors
+/// When the length is neither 0 nor 16.
+pub fn node_digest_from_bytes(field: &'static str, bytes: &[u8]) -> Result<Option<u128>, ConvertError> {
+    if bytes.is_empty() {
+        return Ok(None);
+    }
+    let whole =
+        <[u8; 16]>::try_from(bytes).map_err(|_| ConvertError::Digest { field, bytes: bytes.len() })?;
+    Ok(Some(u128::from_le_bytes(whole)))
+}
+
+/// Writes a node's digest over what it announced.
+#[must_use]
+pub fn node_digest_to_bytes(digest: Option<u128>) -> Vec<u8> {
+    digest.map(|digest| digest.to_le_bytes().to_vec()).unwrap_or_default()
+}
+
 /// Reads the hash before a run; no bytes mean the start of a prefix.
 ///
 /// # Errors
@@ -142,6 +161,7 @@ pub fn announcement_to_pb(announcement: &Announcement) -> pb::AnnounceRequest {
     let batch = pb::Batch {
         seq: announcement.seq.0,
         changes: announcement.changes.iter().map(change_to_pb).collect(),
+        digest: Vec::new(),
     };
     pb::AnnounceRequest {
         node: announcement.node.0,

@@ -8,8 +8,8 @@ mod schedule;
 
 pub use index::{
     announcement_from_pb, announcement_to_pb, change_from_pb, change_to_pb, changes_from_pb, hash_field,
-    hashes_from_bytes, hashes_to_bytes, identity_field, join_to_pb, node_record_from_pb, parent_from_bytes,
-    parent_to_bytes, tier_field,
+    hashes_from_bytes, hashes_to_bytes, identity_field, join_to_pb, node_digest_from_bytes,
+    node_digest_to_bytes, node_record_from_pb, parent_from_bytes, parent_to_bytes, tier_field,
 };
 pub use schedule::{category_from_parts, category_from_pb, category_to_parts, category_to_pb, holder_tier};
 

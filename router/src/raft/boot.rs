@@ -46,12 +46,15 @@ pub(crate) struct Booted {
     /// Where this router gives no vote.
     pub(crate) withheld: Arc<Withheld>,
     pub(crate) guard: LogGuard,
+    /// Whether there is a cluster that this router comes back to, or is to be added to.
+    pub(crate) comes_late: bool,
 }
 
 /// Opens what is on disk and builds the Raft of every group on it.
 pub(crate) async fn boot(config: &RouterConfig, tls: ClientTlsConfig) -> Result<Booted, StartError> {
     let cluster = Arc::new(Cluster { name: config.cluster.clone(), shards: config.shards });
     let Opened { stores, guard, withheld } = open(config, &cluster)?;
+    let comes_late = config.join || stores.iter().any(|(log, _)| log.has_vote());
     let peers = Peers::new(tls);
     let intakes = stores.iter().map(|(_, machine)| machine.intake()).collect();
     let mut groups = Vec::with_capacity(stores.len());
@@ -65,9 +68,9 @@ pub(crate) async fn boot(config: &RouterConfig, tls: ClientTlsConfig) -> Result<
         let raft = raft.map_err(|error| StartError::Consensus(error.to_string()))?;
         let consensus = Consensus::new(group, raft, config.timings.office());
         tokio::spawn(withheld::watch(Arc::clone(&withheld), consensus.clone()));
-        groups.push(Arc::new(Group { consensus, published, log_bytes }));
+        groups.push(Arc::new(Group::new(consensus, published, log_bytes)));
     }
-    Ok(Booted { cluster, groups: Groups::new(groups), peers, intakes, withheld, guard })
+    Ok(Booted { cluster, groups: Groups::new(groups), peers, intakes, withheld, guard, comes_late })
 }
 
 fn open(config: &RouterConfig, cluster: &Cluster) -> Result<Opened, StartError> {
@@ -122,9 +125,13 @@ fn settings(config: &RouterConfig, may_lead: bool) -> Result<Config, StartError>
         // A router that was cut off must not depose a healthy leader when it comes back.
         enable_pre_vote: Some(true),
         enable_elect: may_lead,
-        enable_leader_restore: Some(may_lead),
         // A follower whose disk was replaced starts empty; that must not stop the leader.
         allow_log_reversion: Some(true),
+        // A leader that restarts within its term would otherwise go on without an election, although it does not
+        // know what it had committed: the entry that it names to linearizable reads may be older than what it
+        // acknowledged, and entries that the others committed before its own disk had them would lose their numbers
+        // to new ones of the same term.
+        enable_leader_restore: Some(false),
         backoff: BACKOFF.into(),
         ..Config::default()
     };

@@ -82,7 +82,8 @@ impl Peers {
             .max_encoding_message_size(RAFT_MESSAGE_BYTES_MAX))
     }
 
-    fn channel(&self, address: &str) -> Result<Channel, String> {
+    /// A connection of its own to this address, made when it is first used.
+    pub(crate) fn channel(&self, address: &str) -> Result<Channel, String> {
         let endpoint = Endpoint::from_shared(format!("https://{address}"))
             .map_err(|error| format!("{address} is no address: {error}"))?
             .connect_timeout(CONNECT_TIMEOUT)

@@ -23,6 +23,8 @@ use super::network::{Envelope, SnapshotHead};
 use super::state_machine::SnapshotData;
 use super::withheld::Withheld;
 use super::{Cluster, Raft, Snapshot, SnapshotMeta, append};
+use crate::groups::{Group, Groups};
+use crate::truth::digests::{Mark, compare_marks};
 
 /// Longest snapshot taken from a peer: above any index the product is sized for, below the memory of a router,
 /// so that a peer gone mad cannot end the process.
@@ -41,17 +43,17 @@ const PART_MAX: Duration = Duration::from_secs(10);
 /// The receiving side of Raft, for all groups of this router.
 pub(crate) struct RaftService {
     cluster: Arc<Cluster>,
-    groups: Vec<Consensus>,
+    groups: Groups,
     intakes: Vec<Intake>,
     withheld: Arc<Withheld>,
     receiving: Semaphore,
 }
 
 impl RaftService {
-    /// `groups` and `intakes` by number.
+    /// `intakes` by number of group.
     pub(crate) fn new(
         cluster: Arc<Cluster>,
-        groups: Vec<Consensus>,
+        groups: Groups,
         intakes: Vec<Intake>,
         withheld: Arc<Withheld>,
     ) -> RaftService {
@@ -59,8 +61,12 @@ impl RaftService {
     }
 
     fn group(&self, cluster: &str, shards: u32, group: u32) -> Result<&Consensus, Status> {
+        self.whole_group(cluster, shards, group).map(|group| &group.consensus)
+    }
+
+    fn whole_group(&self, cluster: &str, shards: u32, group: u32) -> Result<&Group, Status> {
         self.same_cluster(cluster, shards)?;
-        let known = usize::try_from(group).ok().and_then(|group| self.groups.get(group));
+        let known = self.groups.get(group).map(|group| &**group);
         known.ok_or_else(|| Status::invalid_argument(format!("there is no group {group}")))
     }
 
@@ -214,7 +220,7 @@ fn refusal(error: &IntakeError) -> Status {
 impl raft_server::Raft for RaftService {
     async fn hello(&self, _: Request<pb::HelloRequest>) -> Result<Response<pb::HelloReply>, Status> {
         let Cluster { name, shards } = &*self.cluster;
-        let router = self.groups.first().map_or(0, Consensus::id);
+        let router = self.groups.control().consensus.id();
         Ok(Response::new(pb::HelloReply { cluster: name.clone(), shards: (*shards).into(), router }))
     }
 
@@ -228,6 +234,33 @@ impl raft_server::Raft for RaftService {
             Some(index) => Ok(Response::new(pb::ReadIndexReply { index })),
             None => Err(Status::unavailable("this router does not lead the group")),
         }
+    }
+
+    async fn compare(
+        &self,
+        request: Request<pb::CompareRequest>,
+    ) -> Result<Response<pb::CompareReply>, Status> {
+        let request = request.into_inner();
+        let group = self.whole_group(&request.cluster, request.shards, request.group)?;
+        let theirs = request.marks.iter().map(|mark| {
+            let digest = mark.digest.as_slice().try_into();
+            let digest = digest.map_err(|_| Status::invalid_argument("a digest has 16 bytes"))?;
+            Ok(Mark { index: mark.index, digest })
+        });
+        let theirs = theirs.collect::<Result<Vec<_>, Status>>()?;
+        let Some((compared_index, differs)) = compare_marks(&group.published.marks(), &theirs) else {
+            return Ok(Response::new(pb::CompareReply::default()));
+        };
+        if differs && !group.has_diverged() {
+            let group = group.consensus.group();
+            tracing::error!(
+                group,
+                entry = compared_index,
+                "this replica differs from the leader's: it answers nothing"
+            );
+        }
+        group.compared(compared_index, differs);
+        Ok(Response::new(pb::CompareReply { compared_index, differs }))
     }
 
     async fn append(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {

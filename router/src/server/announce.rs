@@ -141,7 +141,10 @@ impl NodeStream {
                     let newest = pb::Directives::clone(&directives.borrow_and_update());
                     self.say(Reply::Directives(newest)).await
                 }
-                _ = look.tick() => self.still_leads().and_then(|()| self.still_live()),
+                _ = look.tick() => match self.still_leads().and_then(|()| self.still_live()) {
+                    Ok(()) => self.ask_for_all().await,
+                    end => end,
+                },
             };
             if let Err(end) = ended {
                 return end;
@@ -167,6 +170,15 @@ impl NodeStream {
     /// A node that was fenced hears of it here, and a stream whose node vanished ends.
     fn still_live(&self) -> Result<(), End> {
         if self.is_live() { Ok(()) } else { Err(End::Said(Reply::Fenced(pb::Fenced {}))) }
+    }
+
+    /// Asks for everything anew when what the index lists of the node was found to be wrong. What is under way goes
+    /// on under its numbers, and all of it comes after.
+    async fn ask_for_all(&self) -> Result<(), End> {
+        if self.shared.truth.takes_wanted(self.group.number(), self.speaker.node) {
+            return self.say(Reply::Resync(pb::Resync { expected: 0 })).await;
+        }
+        Ok(())
     }
 
     fn is_live(&self) -> bool {
@@ -236,9 +248,13 @@ impl NodeStream {
         self.still_live()?;
         match word.body {
             Some(Word::Batch(batch)) => self.take(&batch).await,
-            Some(Word::Heartbeat(_)) => {
+            Some(Word::Heartbeat(beat)) => {
                 if self.group.number() == CONTROL {
                     self.shared.silence.lock().heard(speaker.node, speaker.epoch, self.shared.clock.now());
+                } else {
+                    let digest = own_digest(&beat.digest)?;
+                    let group = self.group.number();
+                    self.shared.truth.stands(group, speaker.node, speaker.epoch, beat.seq, digest);
                 }
                 Ok(())
             }
@@ -260,7 +276,10 @@ impl NodeStream {
             .map_err(check::invalid)
             .and_then(|announcement| self.within_limits(announcement))
             .map_err(End::Broken)?;
+        let digest = own_digest(&batch.digest)?;
         let Ok(place) = self.verdicts.clone().try_reserve_owned() else { return self.refuse(seq).await };
+        // Before it can be applied, so that there is something to compare with then.
+        self.shared.truth.announced(self.group.number(), &announcement, digest);
         match ingest.offer(announcement) {
             Ok(verdict) => {
                 self.refused = None;
@@ -290,6 +309,11 @@ impl NodeStream {
         self.shared.metrics.busy();
         self.say(busy_reply(seq)).await
     }
+}
+
+/// A node's digest of itself, as it came.
+fn own_digest(bytes: &[u8]) -> Result<Option<u128>, End> {
+    convert::node_digest_from_bytes("digest", bytes).map_err(|error| End::Broken(check::invalid(error)))
 }
 
 fn busy_reply(seq: u64) -> Reply {

@@ -50,10 +50,7 @@ pub(super) async fn ready(
     is_fresh: bool,
 ) -> Result<(), Status> {
     wait_seen(shared, after).await?;
-    if is_fresh {
-        fresh::wait(shared, holders::answering(&shared.groups, hashes)).await?;
-    }
-    Ok(())
+    fresh::ready(shared, holders::answering(&shared.groups, hashes), is_fresh).await
 }
 
 /// A holder with the address its blocks are read from.

@@ -16,6 +16,7 @@ mod status;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kv_core::id::Timestamp;
 use kvfleet_proto::pb;
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -31,6 +32,7 @@ use crate::metrics::Metrics;
 use crate::raft::Cluster;
 use crate::raft::handle::{LeaderAt, ProposeError};
 use crate::raft::network::Peers;
+use crate::truth::Truth;
 use crate::view::fleet::FleetView;
 
 /// Metadata key that carries the leader's address in a "not the leader" answer.
@@ -48,8 +50,11 @@ pub(crate) struct Shared {
     pub(crate) silence: Arc<Mutex<Silence>>,
     /// Of each shard, the first of which is number 1.
     pub(crate) ingests: Vec<Ingest>,
+    pub(crate) truth: Arc<Truth>,
     pub(crate) metrics: Metrics,
     pub(crate) clock: Clock,
+    /// From when on a lack of instances is one of the cluster, and not of a router that has just come back to it.
+    pub(crate) reported_by: Timestamp,
     /// What every node must respect, newest version.
     pub(crate) directives: watch::Receiver<Arc<pb::Directives>>,
     /// Most blocks one announcement may hold.
@@ -126,6 +131,7 @@ pub(crate) struct RouterService {
 
 impl RouterService {
     pub(crate) fn new(shared: Arc<Shared>) -> RouterService {
+        tokio::spawn(fresh::settle(Arc::clone(&shared)));
         RouterService { shared }
     }
 }

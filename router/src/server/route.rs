@@ -4,7 +4,9 @@
 
 use kv_core::id::{InstanceId, NodeId, RequestId, TenantId};
 use kv_core::index::Index;
-use kv_core::schedule::{self, Candidate, Decision, Load, Prediction, Rejection, RouteRequest, Source};
+use kv_core::schedule::{
+    self, Candidate, Decision, Load, Prediction, RejectReason, Rejection, RouteRequest, Source,
+};
 use kvfleet_proto::{convert, pb, trace_context};
 use tonic::Status;
 use tracing::Instrument;
@@ -34,6 +36,11 @@ async fn decide(shared: &Shared, request: pb::RouteRequest) -> Result<pb::RouteR
     let answer = match chosen {
         Ok((decision, address)) => {
             pb::route_reply::Answer::Decision(decision_to_pb(&control.index, &decision, address))
+        }
+        Err(Rejection { reason: RejectReason::NoInstance, .. }) if now < shared.reported_by => {
+            return Err(Status::unavailable(
+                "no instance has reported to this router since it came back; ask another one",
+            ));
         }
         Err(rejection) => pb::route_reply::Answer::Rejected(rejection_to_pb(&rejection)),
     };

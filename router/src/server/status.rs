@@ -17,7 +17,7 @@ pub(super) async fn status(shared: &Arc<Shared>) -> Result<pb::StatusReply, Stat
     let here = Arc::clone(shared);
     let looked = tokio::task::spawn_blocking(move || {
         let groups: Vec<pb::GroupStatus> =
-            here.groups.all().iter().map(|group| group_status(group)).collect();
+            here.groups.all().iter().map(|group| group_status(&here, group)).collect();
         let (nodes, pins) = here.control().published.whole(|replica| {
             (replica.index.nodes().cloned().collect::<Vec<_>>(), replica.index.stats().pins)
         });
@@ -46,7 +46,7 @@ pub(super) async fn status(shared: &Arc<Shared>) -> Result<pb::StatusReply, Stat
     })
 }
 
-fn group_status(group: &Group) -> pb::GroupStatus {
+fn group_status(shared: &Shared, group: &Group) -> pb::GroupStatus {
     let (applied_index, digest, stats) = group
         .published
         .whole(|replica| (replica.applied_index(), replica.index.digest(), replica.index.stats()));
@@ -71,6 +71,9 @@ fn group_status(group: &Group) -> pb::GroupStatus {
         copies: stats.copies,
         members: members.collect(),
         age_ms: group.consensus.contact_age().map_or(u64::MAX, millis),
+        agreed_index: group.agreed_index(),
+        diverged: group.has_diverged(),
+        drifts: shared.truth.drifts(group.number()),
     }
 }
 
@@ -85,6 +88,13 @@ fn node_status(shared: &Shared, state: &NodeState) -> pb::NodeStatus {
         blocks: holders::blocks_of(&shared.groups, state),
         silent_ms: silent.map_or(0, millis),
         host: state.record.host.clone(),
+        truth: shared.truth.score(state.record.node).map(|score| pb::Truth {
+            claimed_blocks: score.claimed,
+            claimed_wrong: score.claimed_wrong,
+            held_blocks: score.held,
+            held_unknown: score.held_unknown,
+            drifts: score.drifts,
+        }),
     }
 }
 

@@ -5,11 +5,20 @@
 //! each node was in. Who needs whole entries (a snapshot, a digest to compare) reads through [`Published::whole`].
 //! Not here: what a slice is (`crate::raft::state_machine`).
 
+use std::collections::VecDeque;
+
 use kv_core::index::Index;
 use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use tokio::sync::watch;
 
 use crate::raft::{LogId, StoredMembership};
+use crate::truth::digests::Mark;
+
+/// Entries between two marks that are kept for comparing replicas. A digest costs what nodes and pins cost to walk.
+const MARK_EVERY: u64 = 256;
+
+/// Marks kept: a follower may be behind by some, or ahead of what the leader said a moment ago.
+const MARKS_MAX: usize = 16;
 
 /// One replica of a group's state.
 pub(crate) struct Replica {
@@ -26,6 +35,11 @@ impl Replica {
     pub(crate) fn applied_index(&self) -> u64 {
         self.applied.map_or(0, |applied| applied.index())
     }
+
+    /// Its digest, and where.
+    fn mark(&self) -> Mark {
+        Mark { index: self.applied_index(), digest: self.index.digest() }
+    }
 }
 
 /// The replica, and who waits for its changes.
@@ -33,6 +47,7 @@ pub(crate) struct Published {
     replica: RwLock<Replica>,
     /// Held over a whole entry, however many slices it has.
     entry: Mutex<()>,
+    marks: Mutex<VecDeque<Mark>>,
     /// Counts published entries; waiters for an applied state wake on it.
     changes: watch::Sender<u64>,
     /// Counts changes of membership, pins, quotas or TTLs.
@@ -45,6 +60,7 @@ impl Published {
         Published {
             replica: RwLock::new(replica),
             entry: Mutex::new(()),
+            marks: Mutex::default(),
             changes: watch::Sender::new(0),
             rules: watch::Sender::new(0),
         }
@@ -60,6 +76,12 @@ impl Published {
     pub(crate) fn whole<T>(&self, look: impl FnOnce(&Replica) -> T) -> T {
         let _no_entry = self.entry.lock();
         look(&self.replica.read())
+    }
+
+    /// Digests after some entries, the last one included.
+    pub(crate) fn marks(&self) -> Vec<Mark> {
+        let now = self.whole(Replica::mark);
+        self.marks.lock().iter().copied().chain([now]).collect()
     }
 
     /// Begins to change the replica by one entry.
@@ -101,6 +123,18 @@ impl Writing<'_> {
 
 impl Drop for Writing<'_> {
     fn drop(&mut self) {
+        // The entry is whole, and the next one waits for this guard.
+        let replica = self.published.replica.read();
+        if replica.applied_index().is_multiple_of(MARK_EVERY) {
+            let mark = replica.mark();
+            let mut marks = self.published.marks.lock();
+            marks.retain(|known| known.index < mark.index);
+            marks.push_back(mark);
+            if marks.len() > MARKS_MAX {
+                marks.pop_front();
+            }
+        }
+        drop(replica);
         self.published.changes.send_modify(|count| *count += 1);
     }
 }

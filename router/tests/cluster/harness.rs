@@ -299,7 +299,13 @@ impl Node {
 
     /// Sends a batch under number `seq`.
     pub async fn send(&self, seq: u64, changes: Vec<pb::Change>) {
-        self.say(Word::Batch(pb::Batch { seq, changes })).await;
+        self.send_with(seq, changes, None).await;
+    }
+
+    /// The same, with the node's own digest after it.
+    pub async fn send_with(&self, seq: u64, changes: Vec<pb::Change>, digest: Option<u128>) {
+        let digest = digest.map(|digest| digest.to_le_bytes().to_vec()).unwrap_or_default();
+        self.say(Word::Batch(pb::Batch { seq, changes, digest })).await;
     }
 
     /// The next reply that is not a push of directives.

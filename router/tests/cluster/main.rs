@@ -7,3 +7,4 @@ mod harness;
 mod nodes;
 mod restarts;
 mod shards;
+mod truth;

@@ -37,6 +37,40 @@ async fn the_same_answers_after_all_routers_restart() {
     cluster.shutdown().await;
 }
 
+/// What a router finds on its disk may be old: until it has heard from a leader it says so instead of answering.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_router_that_has_just_started_answers_once_it_is_level() {
+    let mut cluster = Cluster::start(3, |_| {}).await;
+    let mut node = cluster.node(1).await;
+    let blocks = prefix(33, 30);
+    node.store(&blocks[..10]).await;
+    cluster.take(3).halt().await;
+    let mut node = cluster.reconnect(1, node.epoch, node.seq).await;
+    node.store(&blocks).await;
+    for id in [1, 2] {
+        cluster.take(id).halt().await;
+    }
+    cluster.start_router(3).await;
+    let plain = pb::LookupRequest { hashes: blocks.concat(), ..Default::default() };
+    let refused = cluster.client(3).lookup(plain.clone()).await.unwrap_err();
+    let why = refused.message().split_once("yet: ").unwrap().1.split(';').next().unwrap();
+    says("a read from a router that has just started", &refused.message(), &[why]);
+    cluster.start_router(1).await;
+    let reply = until("an answer", || async { cluster.client(3).lookup(plain.clone()).await.ok() }).await;
+    assert_eq!(holders(&reply.into_inner()), [(0, 30, vec![(1, node.epoch)])]);
+    // What instances report is not on its disk either.
+    let route =
+        pb::RouteRequest { block_tokens: 16, input_tokens: 480, hashes: plain.hashes, ..Default::default() };
+    let refused = cluster.client(1).route(route.clone()).await.unwrap_err();
+    says("a request to a router that has just come back", &refused.message(), &[]);
+    // Once they had the time to, their absence is an answer.
+    let answer = until("a rejection", || async { cluster.client(1).route(route.clone()).await.ok() }).await;
+    assert!(matches!(answer.into_inner().answer, Some(pb::route_reply::Answer::Rejected(_))));
+    for id in [1, 3] {
+        cluster.take(id).halt().await;
+    }
+}
+
 async fn quotas(cluster: &Cluster, tenants: std::ops::Range<u32>) {
     for tenant in tenants {
         let quota = pb::SetQuotaRequest { tenant, bytes: u64::from(tenant), lift: false };

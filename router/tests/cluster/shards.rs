@@ -145,8 +145,11 @@ async fn a_stream_that_speaks_to_the_wrong_group_is_told_so() {
     let cluster = cluster().await;
     let epoch = cluster.join(1).await;
     let mut node = cluster.speak(1, epoch, 1, 1).await;
-    let batch =
-        pb::announce_request::Body::Batch(pb::Batch { seq: 1, changes: vec![stored(&chain(3, 1, 1))] });
+    let batch = pb::announce_request::Body::Batch(pb::Batch {
+        seq: 1,
+        changes: vec![stored(&chain(3, 1, 1))],
+        digest: vec![],
+    });
     let request = pb::AnnounceRequest { body: Some(batch), ..heartbeat(1, epoch, 0) };
     node.control_words.send(request).await.unwrap();
     let status = loop {

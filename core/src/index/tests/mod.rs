@@ -7,6 +7,7 @@ mod announce;
 mod codec;
 mod components;
 mod determinism;
+mod digest;
 mod limits;
 mod lookup;
 mod membership;
