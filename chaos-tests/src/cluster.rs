@@ -272,10 +272,6 @@ impl Drop for Cluster {
     }
 }
 
-fn data_dir(folder: &Path, position: usize) -> PathBuf {
-    folder.join(format!("data-{position}"))
-}
-
 fn config_path(folder: &Path, position: usize) -> PathBuf {
     folder.join(format!("router-{position}.toml"))
 }

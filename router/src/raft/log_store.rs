@@ -133,6 +133,11 @@ impl LogStore {
         Ok((stores, LogGuard { thread: Mutex::new(Some(thread)) }))
     }
 
+    /// Whether this router ever voted or followed: every log but a new one holds a vote.
+    pub(crate) fn has_vote(&self) -> bool {
+        self.memory.read().vote.is_some()
+    }
+
     /// A reading of how many bytes of entries are held in memory, for the snapshot trigger. It does not
     /// keep the log open.
     pub(crate) fn bytes_held(&self) -> impl Fn() -> u64 + Send + Sync + 'static {

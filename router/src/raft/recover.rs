@@ -69,13 +69,13 @@ pub(crate) fn open(
 ) -> Result<(Opened, Vec<Loss>), StartError> {
     let failed = |source| StartError::from(SnapshotFileError::Io { path: directory.to_owned(), source });
     snapshot_file::remove_temporaries(directory).map_err(failed)?;
-    let (disk, mut recovered) = Disk::open(directory, owner)?;
+    let (mut disk, mut recovered) = Disk::open(directory, owner)?;
     let withheld = Withheld::open(directory)?;
     let mut opening = Opening { directory, is_alone, withheld, losses: Vec::new() };
     let machines: Vec<_> = intakes.iter().cloned().map(StateMachine::open).collect();
     opening.check_log_is_old(&machines, &recovered)?;
     let parts = intakes.iter().zip(machines).zip(&mut recovered);
-    let machines = parts.map(|((intake, machine), log)| opening.machine(intake, machine, &disk, log));
+    let machines = parts.map(|((intake, machine), log)| opening.machine(intake, machine, &mut disk, log));
     let machines = machines.collect::<Result<Vec<_>, StartError>>()?;
     let Opening { withheld, losses, .. } = opening;
     let log = |source| LogError::Io { path: directory.to_owned(), source };
@@ -115,7 +115,7 @@ impl Opening<'_> {
         &mut self,
         intake: &Intake,
         machine: Machine,
-        disk: &Disk,
+        disk: &mut Disk,
         log: &mut Recovered,
     ) -> Result<StateMachine, StartError> {
         let what = match machine {
@@ -144,7 +144,7 @@ impl Opening<'_> {
         group: u16,
         path: &Path,
         what: String,
-        disk: &Disk,
+        disk: &mut Disk,
         log: &mut Recovered,
         purged: LogId,
     ) -> Result<(), StartError> {
