@@ -87,9 +87,8 @@ async fn replication_is_read_in_bounded_bytes() {
     let directory = TempDir::new().unwrap();
     let (mut store, guard) = open(directory.path());
     let large = |index| {
-        let proposal =
-            super::super::Proposal(vec![1; super::super::log_store::REPLICATION_BYTES_MAX / 2].into());
-        Entry { log_id: log_id(1, index), payload: super::super::Payload::Normal(proposal) }
+        let proposal = Proposal(vec![1; super::super::log_store::REPLICATION_BYTES_MAX / 2].into());
+        Entry { log_id: log_id(1, index), payload: Payload::Normal(proposal) }
     };
     store.blocking_append((0..4).map(large)).await.unwrap();
     let read = store.limited_get_log_entries(0, 4).await.unwrap();

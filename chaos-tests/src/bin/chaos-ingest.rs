@@ -9,9 +9,13 @@
 //!
 //! `chaos-ingest ROUTER-PROGRAM [SECONDS] [SHARDS] [NODES] [BATCHES-UNDER-WAY]`
 
+#[path = "chaos-ingest/announcer.rs"]
 mod announcer;
+#[path = "chaos-ingest/events.rs"]
 mod events;
+#[path = "chaos-ingest/pins.rs"]
 mod pins;
+#[path = "chaos-ingest/processor.rs"]
 mod processor;
 
 use std::path::PathBuf;
