@@ -122,10 +122,10 @@ struct Decider {
 impl Decider {
     async fn run(mut self, stop: CancellationToken) {
         for number in 0u32.. {
-            if number % QUESTIONS_PER_CLIENT == 0 {
+            if number.is_multiple_of(QUESTIONS_PER_CLIENT) {
                 self.start_anew();
             }
-            let is_new = number % 2 == 0;
+            let is_new = number.is_multiple_of(2);
             let chains = if is_new { CHAINS } else { STEADY_CHAINS };
             let chain = self.random.random_range(0..chains);
             self.decide(Question { chain, is_new, is_route: number % 4 < 2 }).await;

@@ -202,12 +202,11 @@ async fn count_pins(contacts: &Contacts, shared: &Shared) -> Result<(), Trouble>
         let facts = shared.oracle.lock().pins.clone();
         let lost = facts.iter().filter(|(pin, fact)| told.get(pin) != Some(&fact.blocks)).count();
         let undead = told.keys().filter(|pin| !facts.contains_key(pin)).count();
-        let mut row = shared.row.lock();
-        (row.pins, row.pins_lost) = (facts.len() as u64, (lost + undead) as u64);
-        if row.pins_lost == 0 || Instant::now() > deadline {
+        if lost + undead == 0 || Instant::now() > deadline {
+            let mut row = shared.row.lock();
+            (row.pins, row.pins_lost) = (facts.len() as u64, (lost + undead) as u64);
             return Ok(());
         }
-        drop(row);
         sleep(PIN_EVERY).await;
     }
 }

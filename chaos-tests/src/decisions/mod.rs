@@ -148,7 +148,7 @@ impl Strikes {
         let turn = (round % ROUTERS_COUNT as u64) as usize;
         match fault {
             Fault::Restart => {
-                let position = if round % 2 == 0 { self.leader_of(round / 2).await? } else { turn };
+                let position = if round.is_multiple_of(2) { self.leader_of(round / 2).await? } else { turn };
                 self.cluster.kill(position)?;
                 self.cluster.start_router(position)?;
                 Ok(None)

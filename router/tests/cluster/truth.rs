@@ -126,7 +126,8 @@ async fn a_node_that_lies_is_found_counted_and_announces_all_anew() {
     assert_eq!(resync.expected, 0);
     let found = truth(&cluster).await;
     let (wrong, unknown) = (found.claimed_wrong, found.held_unknown);
-    assert!(wrong >= 5 && wrong.is_multiple_of(5) && unknown == wrong, "five of each an audit: {found:?}");
+    // The claims that are asked about are a sample; of what is held, this node names everything.
+    assert!(wrong > 0 && unknown > 0 && unknown.is_multiple_of(5), "{found:?}");
     let right = digest(&witness.holdings.lock().blocks);
     announce_all(&mut node, &witness, right).await;
     let last = node.seq - 1;
