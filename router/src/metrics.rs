@@ -32,6 +32,12 @@ pub(crate) struct Metrics {
     leader: IntGaugeVec,
     log_bytes: IntGauge,
     index_copies: IntGauge,
+    truth: TruthMetrics,
+}
+
+/// What the truth meter found.
+#[derive(Clone)]
+struct TruthMetrics {
     node_drifts: IntCounterVec,
     replica_drifts: IntCounterVec,
     resyncs: IntCounter,
@@ -39,6 +45,52 @@ pub(crate) struct Metrics {
     wrong: IntCounterVec,
     precision: GaugeVec,
     recall: GaugeVec,
+}
+
+impl TruthMetrics {
+    fn register(registry: &Registry) -> prometheus::Result<TruthMetrics> {
+        Ok(TruthMetrics {
+            node_drifts: labelled(
+                registry,
+                "kvfleet_node_drifts_total",
+                "Times that a node's digest of its announcements differed from the index's",
+                "node",
+            )?,
+            replica_drifts: labelled(
+                registry,
+                "kvfleet_replica_drifts_total",
+                "Comparisons in which a replica of a group differed from this leader's",
+                "group",
+            )?,
+            resyncs: counter(
+                registry,
+                "kvfleet_resyncs_asked_total",
+                "Times that a node was asked to announce all anew because something was found to be wrong",
+            )?,
+            audited: labelled(
+                registry,
+                "kvfleet_audited_blocks_total",
+                "Blocks of audits: claimed by the index, or held by the node",
+                "kind",
+            )?,
+            wrong: labelled(
+                registry,
+                "kvfleet_audited_wrong_blocks_total",
+                "Blocks of audits confirmed to be wrong: claimed and not held, or held and not known",
+                "kind",
+            )?,
+            precision: ratio(
+                registry,
+                "kvfleet_node_precision",
+                "Share of audited blocks listed of a node that it holds",
+            )?,
+            recall: ratio(
+                registry,
+                "kvfleet_node_recall",
+                "Share of audited blocks of a node that the index lists",
+            )?,
+        })
+    }
 }
 
 /// How a route call ended.
@@ -109,45 +161,7 @@ impl Metrics {
             leader: per_group(registry, "kvfleet_is_leader", "1 while this router leads the group")?,
             log_bytes: gauge(registry, "kvfleet_log_bytes", "Bytes of log entries held in memory")?,
             index_copies: gauge(registry, "kvfleet_index_copies", "(node, block) pairs of live nodes")?,
-            node_drifts: labelled(
-                registry,
-                "kvfleet_node_drifts_total",
-                "Times that a node's digest of its announcements differed from the index's",
-                "node",
-            )?,
-            replica_drifts: labelled(
-                registry,
-                "kvfleet_replica_drifts_total",
-                "Comparisons in which a replica of a group differed from this leader's",
-                "group",
-            )?,
-            resyncs: counter(
-                registry,
-                "kvfleet_resyncs_asked_total",
-                "Times that a node was asked to announce all anew because something was found to be wrong",
-            )?,
-            audited: labelled(
-                registry,
-                "kvfleet_audited_blocks_total",
-                "Blocks of audits: claimed by the index, or held by the node",
-                "kind",
-            )?,
-            wrong: labelled(
-                registry,
-                "kvfleet_audited_wrong_blocks_total",
-                "Blocks of audits confirmed to be wrong: claimed and not held, or held and not known",
-                "kind",
-            )?,
-            precision: ratio(
-                registry,
-                "kvfleet_node_precision",
-                "Share of audited blocks listed of a node that it holds",
-            )?,
-            recall: ratio(
-                registry,
-                "kvfleet_node_recall",
-                "Share of audited blocks of a node that the index lists",
-            )?,
+            truth: TruthMetrics::register(registry)?,
         })
     }
 
@@ -198,25 +212,26 @@ impl Metrics {
     }
 
     pub(crate) fn node_drift(&self, node: NodeId) {
-        self.node_drifts.with_label_values(&[&node.0.to_string()]).inc();
+        self.truth.node_drifts.with_label_values(&[&node.0.to_string()]).inc();
     }
 
     pub(crate) fn replica_drift(&self, group: u16) {
-        self.replica_drifts.with_label_values(&[&group.to_string()]).inc();
+        self.truth.replica_drifts.with_label_values(&[&group.to_string()]).inc();
     }
 
     pub(crate) fn resync_asked(&self) {
-        self.resyncs.inc();
+        self.truth.resyncs.inc();
     }
 
     /// Counts one audit of a node, and shows what all of them came to.
     pub(crate) fn audited(&self, node: NodeId, found: &Score, all: &Score) {
-        self.audited.with_label_values(&["claimed"]).inc_by(found.claimed);
-        self.audited.with_label_values(&["held"]).inc_by(found.held);
-        self.wrong.with_label_values(&["claimed"]).inc_by(found.claimed_wrong);
-        self.wrong.with_label_values(&["held"]).inc_by(found.held_unknown);
+        self.truth.audited.with_label_values(&["claimed"]).inc_by(found.claimed);
+        self.truth.audited.with_label_values(&["held"]).inc_by(found.held);
+        self.truth.wrong.with_label_values(&["claimed"]).inc_by(found.claimed_wrong);
+        self.truth.wrong.with_label_values(&["held"]).inc_by(found.held_unknown);
         let node = node.0.to_string();
-        for (gauges, share) in [(&self.precision, all.precision()), (&self.recall, all.recall())] {
+        for (gauges, share) in [(&self.truth.precision, all.precision()), (&self.truth.recall, all.recall())]
+        {
             if let Some(share) = share {
                 gauges.with_label_values(&[&node]).set(share);
             }
