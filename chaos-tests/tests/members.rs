@@ -60,15 +60,19 @@ impl Load {
         Load { nodes: (1..=NODES_COUNT).map(node).collect(), stop }
     }
 
-    /// Ends when everything that was sent is acknowledged.
-    async fn settle(self) {
+    /// Ends when everything that was sent is acknowledged. The nodes live on, and are not fenced, while what
+    /// this answers does.
+    async fn settle(self) -> Vec<mpsc::Sender<Order>> {
         self.stop.cancel();
+        let mut nodes = Vec::new();
         for node in self.nodes {
             let orders = node.await.expect("a node runs");
             let (answer, settled) = oneshot::channel();
             assert!(orders.send(Order::Settle(answer)).await.is_ok());
             assert!(tokio::time::timeout(HANG, settled).await.expect("in time").expect("an answer"));
+            nodes.push(orders);
         }
+        nodes
     }
 }
 
@@ -175,8 +179,9 @@ async fn routers_are_added_replaced_and_removed_under_load() {
     cluster.kill(1).unwrap();
     progress(&oracle).await;
     cluster.start_router(1).unwrap();
-    load.settle().await;
+    let nodes = load.settle().await;
     judge(&contacts, &[1, 2, 3], &oracle).await;
+    drop(nodes);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
