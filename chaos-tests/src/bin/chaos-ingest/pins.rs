@@ -11,15 +11,21 @@ const OWNER: &str = "chaos-ingest";
 /// Time before anything counts, for connections and leaders.
 const WARM_UP: Duration = Duration::from_secs(1);
 
+/// Pause before the leader is asked for again.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
 /// Microseconds that each call took, ascending.
 pub(crate) async fn times(contacts: &Contacts, span: Duration) -> Result<Vec<u64>, Trouble> {
     let from = Instant::now() + WARM_UP;
     let mut micros = Vec::new();
     let mut pin = 0;
     while Instant::now() < from + span {
-        let leader = contacts.leader().await.ok_or("no router leads the control group")?;
+        // Leadership moves once after a start; meanwhile nobody leads.
+        let Some(leader) = contacts.leader().await else {
+            tokio::time::sleep(LOOK_AGAIN).await;
+            continue;
+        };
         let mut client = contacts.client(leader);
-        // Leadership moves once after a start; then the next leader is asked.
         while let Ok(took) = pin_and_unpin(&mut client, pin).await
             && Instant::now() < from + span
         {
@@ -29,6 +35,9 @@ pub(crate) async fn times(contacts: &Contacts, span: Duration) -> Result<Vec<u64
             }
         }
         pin += 1;
+    }
+    if micros.is_empty() {
+        return Err("no pin was answered: no router led the control group".into());
     }
     micros.sort_unstable();
     Ok(micros)
