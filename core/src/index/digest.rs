@@ -5,10 +5,8 @@
 
 use super::command::Change;
 use super::holders::TierSet;
+use super::store::TIERS_SALT;
 use crate::id::{BlockHash, Tier};
-
-/// Makes the shares of one block in different tiers differ; the same as in `store.rs`, which a test holds.
-const TIERS_SALT: u64 = 0xC2B2_AE3D_27D4_EB4F;
 
 /// The share of one block that a node holds in one tier and in no other. Sums of shares wrap.
 #[must_use]

@@ -271,6 +271,12 @@ impl Index {
         }
     }
 
+    /// (node, block) pairs that count. O(1), which [`Index::stats`] is not.
+    #[must_use]
+    pub fn copies(&self) -> u64 {
+        self.nodes.copies()
+    }
+
     /// (node, block) pairs that no longer count and still take memory.
     #[must_use]
     pub fn stale_holds(&self) -> u64 {

@@ -14,7 +14,7 @@ use crate::cpu::prefetch;
 use crate::id::{BlockHash, Tier};
 
 /// Makes the digests of holds in different tiers differ.
-const TIERS_SALT: u64 = 0xC2B2_AE3D_27D4_EB4F;
+pub(super) const TIERS_SALT: u64 = 0xC2B2_AE3D_27D4_EB4F;
 
 /// A position in a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -112,7 +112,7 @@ impl Meter {
             let replica = group.published.read();
             // What found no room is not listed, and no digest can agree.
             let index = &replica.index;
-            if index.stats().copies >= index.limits().copies_max {
+            if index.copies() >= index.limits().copies_max {
                 return;
             }
             // Of nodes that left, nothing is to be said.
