@@ -3,7 +3,6 @@
 //! Not here: when any of this happens (`workload.rs` says) and what must hold (`invariants/`).
 
 use std::io::{BufRead, BufReader};
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -16,6 +15,7 @@ use tempfile::TempDir;
 use tonic::transport::{Channel, Endpoint};
 
 use crate::certificates;
+use crate::ports::unused_address;
 
 /// Routers of a cluster: the smallest number of which one may die.
 pub const ROUTERS_COUNT: usize = 3;
@@ -94,7 +94,7 @@ impl Cluster {
     pub fn start_with(program: &Path, change: impl Fn(&mut RouterConfig)) -> Result<Cluster, Trouble> {
         let folder = tempfile::tempdir()?;
         let tls = certificates::make(folder.path()).map_err(|error| error.to_string())?;
-        let addresses = free_addresses(ROUTERS_COUNT)?;
+        let addresses: Vec<String> = (0..ROUTERS_COUNT).map(|_| unused_address()).collect();
         for position in 0..ROUTERS_COUNT {
             let mut config = config(position, &addresses, folder.path(), &tls);
             change(&mut config);
@@ -118,7 +118,7 @@ impl Cluster {
     pub fn start_joiner(&mut self, change: impl Fn(&mut RouterConfig)) -> Result<(u64, String), Trouble> {
         let position = self.processes.len();
         let mut addresses = self.addresses.clone();
-        addresses.extend(free_addresses(1)?);
+        addresses.push(unused_address());
         let mut config = config(position, &addresses, self.folder.path(), &self.tls);
         (config.join, config.voters, config.advertise) = (true, Vec::new(), addresses[position].clone());
         change(&mut config);
@@ -293,14 +293,6 @@ fn config(position: usize, addresses: &[String], folder: &Path, tls: &TlsFiles) 
         snapshot_every_entries: 100,
         ..RouterConfig::default()
     }
-}
-
-/// Addresses that were free a moment ago. All are held until the last is found, so that they differ.
-fn free_addresses(count: usize) -> Result<Vec<String>, Trouble> {
-    let listeners: Result<Vec<TcpListener>, _> =
-        (0..count).map(|_| TcpListener::bind("127.0.0.1:0")).collect();
-    let addresses: Result<Vec<_>, _> = listeners?.iter().map(TcpListener::local_addr).collect();
-    Ok(addresses?.iter().map(ToString::to_string).collect())
 }
 
 fn contacts(addresses: &[String], tls: &TlsFiles) -> Result<Contacts, Trouble> {

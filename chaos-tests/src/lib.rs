@@ -11,6 +11,8 @@ pub mod drive;
 pub mod invariants;
 pub mod oracle;
 pub mod pins;
+#[path = "../../router/tests/cluster/ports.rs"]
+pub mod ports;
 pub mod seed;
 pub mod speaker;
 pub mod workload;

@@ -7,9 +7,8 @@ use kvfleet_router::{StartError, TlsConfig};
 use tempfile::TempDir;
 use tonic::Code;
 
-use crate::harness::{
-    Cluster, HANG, certificates, channel, free_address, join_request, prefix, start, stored,
-};
+use crate::harness::{Cluster, HANG, certificates, channel, join_request, prefix, start, stored};
+use crate::ports::unused_address;
 
 fn route_request() -> pb::RouteRequest {
     pb::RouteRequest {
@@ -162,12 +161,12 @@ async fn a_start_that_cannot_work_says_why() {
     let here = cluster.directory.path().display().to_string();
 
     let mut same_data = config.clone();
-    same_data.listen = free_address();
+    same_data.listen = unused_address();
     let in_use = start(same_data).await.err().unwrap();
     says("a Raft log that another process has open", &in_use, &[&here]);
 
     let mut no_certificates = config.clone();
-    no_certificates.listen = free_address();
+    no_certificates.listen = unused_address();
     no_certificates.tls = TlsConfig { ca: "/nowhere/ca.pem".into(), ..config.tls.clone() };
     let absent = start(no_certificates).await.err().unwrap();
     assert!(matches!(absent, StartError::Tls(_)), "{absent}");

@@ -18,6 +18,8 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Streaming};
 
+use crate::ports::unused_address;
+
 /// A hang, on any machine this runs on.
 pub const HANG: Duration = Duration::from_secs(60);
 
@@ -59,11 +61,6 @@ pub fn certificates(directory: &Path) -> TlsConfig {
     }
 }
 
-pub fn free_address() -> String {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().to_string()
-}
-
 pub async fn start(config: RouterConfig) -> Result<Router, StartError> {
     Router::start(config, &prometheus::Registry::new()).await
 }
@@ -77,12 +74,11 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Starts `count` routers. Elections wait longer than in production, so that a busy machine does not
-    /// elect for sport; silence is as given.
+    /// Starts `count` routers, whose nodes may be silent for long unless `change` says otherwise.
     pub async fn start(count: u64, change: impl Fn(&mut RouterConfig)) -> Cluster {
         let directory = TempDir::new().unwrap();
         let tls = certificates(directory.path());
-        let voters: Vec<_> = (1..=count).map(|id| VoterConfig { id, address: free_address() }).collect();
+        let voters: Vec<_> = (1..=count).map(|id| VoterConfig { id, address: unused_address() }).collect();
         let configs: Vec<_> = voters
             .iter()
             .map(|own| {

@@ -5,6 +5,7 @@ mod agreement;
 mod bad_input;
 mod harness;
 mod nodes;
+mod ports;
 mod restarts;
 mod shards;
 mod truth;
