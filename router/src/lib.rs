@@ -22,6 +22,18 @@ mod start;
 mod truth;
 mod view;
 
+// Tests that must reach into a running router use the cluster of the tests that do not.
+#[cfg(test)]
+extern crate self as kvfleet_router;
+#[cfg(test)]
+#[path = "../tests/cluster/harness.rs"]
+#[allow(dead_code, missing_docs, unreachable_pub, clippy::unwrap_used)]
+mod harness;
+#[cfg(test)]
+#[path = "../tests/cluster/ports.rs"]
+#[allow(missing_docs, unreachable_pub)]
+mod ports;
+
 pub use config::{
     AnnounceConfig, ConfigError, RouterConfig, TimingsConfig, TlsConfig, TruthConfig, VoterConfig,
 };

@@ -60,7 +60,7 @@ const CLOSE_MAX: Duration = Duration::from_secs(10);
 /// ends.
 pub struct Router {
     local_addr: SocketAddr,
-    groups: Groups,
+    pub(crate) groups: Groups,
     stop: CancellationToken,
     serving: JoinHandle<()>,
     guard: LogGuard,
@@ -91,9 +91,9 @@ impl Router {
         let stop = CancellationToken::new();
         // Whatever fails from here on takes the standing tasks with it.
         let started = stop.clone().drop_guard();
-        let Booted { cluster, groups, peers, intakes, withheld, guard, comes_late } = booted;
+        let Booted { cluster, groups, peers, repairs, withheld, guard, comes_late } = booted;
         let raft_service =
-            RaftService::new(Arc::clone(&cluster), groups.clone(), intakes, Arc::clone(&withheld));
+            RaftService::new(Arc::clone(&cluster), groups.clone(), repairs, Arc::clone(&withheld));
         let parts = Parts { config: &config, groups: &groups, metrics, comes_late, stop: &stop };
         let shared = parts.assemble(cluster, peers);
         let serving = serve(listener, &identity, RouterService::new(shared), raft_service, stop.clone())?;

@@ -17,6 +17,7 @@ use super::intake::Intake;
 use super::log_store::LogGuard;
 use super::network::{Envelope, Network, Peers};
 use super::recover::{self, Opened};
+use super::repair::Repair;
 use super::withheld::{self, Withheld};
 use super::{CONTROL, Cluster, Raft};
 use crate::config::RouterConfig;
@@ -31,7 +32,7 @@ const ENTRIES_KEPT: u64 = 128;
 const MESSAGE_ENTRIES_MAX: u64 = 256;
 
 /// Time for a whole snapshot to reach a follower: gigabytes at the speed of a slow network.
-const SNAPSHOT_TIMEOUT_MS: u64 = 60_000;
+pub(super) const SNAPSHOT_TIMEOUT_MS: u64 = 60_000;
 
 /// How often a follower that does not answer is tried: soon after it is back, but not hot.
 const BACKOFF: &str = "50ms 100ms 200ms ...500ms";
@@ -41,8 +42,8 @@ pub(crate) struct Booted {
     pub(crate) cluster: Arc<Cluster>,
     pub(crate) groups: Groups,
     pub(crate) peers: Peers,
-    /// Where snapshots come in, by group.
-    pub(crate) intakes: Vec<Intake>,
+    /// By group.
+    pub(crate) repairs: Vec<Arc<Repair>>,
     /// Where this router gives no vote.
     pub(crate) withheld: Arc<Withheld>,
     pub(crate) guard: LogGuard,
@@ -56,13 +57,14 @@ pub(crate) async fn boot(config: &RouterConfig, tls: ClientTlsConfig) -> Result<
     let Opened { stores, guard, withheld } = open(config, &cluster)?;
     let comes_late = config.join || stores.iter().any(|(log, _)| log.has_vote());
     let peers = Peers::new(tls);
-    let intakes = stores.iter().map(|(_, machine)| machine.intake()).collect();
+    let mut repairs = Vec::with_capacity(stores.len());
     let mut groups = Vec::with_capacity(stores.len());
     for (group, (log, machine)) in (0..).zip(stores) {
         let published = machine.published();
         let log_bytes = Box::new(log.bytes_held());
         let envelope = Envelope { cluster: Arc::clone(&cluster), group };
         let network = Network { peers: peers.clone(), envelope };
+        repairs.push(Arc::new(Repair::new(machine.clone(), &log, network.clone())));
         let settings = Arc::new(settings(config, !withheld.holds(group))?);
         let raft = Raft::build(config.id, settings, network, log, machine).await;
         let raft = raft.map_err(|error| StartError::Consensus(error.to_string()))?;
@@ -70,7 +72,7 @@ pub(crate) async fn boot(config: &RouterConfig, tls: ClientTlsConfig) -> Result<
         tokio::spawn(withheld::watch(Arc::clone(&withheld), consensus.clone()));
         groups.push(Arc::new(Group::new(consensus, published, log_bytes)));
     }
-    Ok(Booted { cluster, groups: Groups::new(groups), peers, intakes, withheld, guard, comes_late })
+    Ok(Booted { cluster, groups: Groups::new(groups), peers, repairs, withheld, guard, comes_late })
 }
 
 fn open(config: &RouterConfig, cluster: &Cluster) -> Result<Opened, StartError> {

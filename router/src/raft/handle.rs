@@ -15,7 +15,7 @@ use openraft::impls::{BasicNode, ProgressResponder};
 use openraft::raft::ClientWriteResult;
 use openraft::{ChangeMembers, ReadPolicy};
 
-use super::{LogId, Proposal, Raft, StoredMembership, TypeConfig};
+use super::{LogId, Proposal, Raft, StoredMembership, TypeConfig, Vote};
 
 /// How long a proposal is tried again while a fresh leader has not yet been confirmed by a quorum.
 /// openraft refuses writes of a leader whose lease is not valid; right after an election that is the
@@ -198,6 +198,11 @@ impl Consensus {
             members: members(&metrics.membership_config),
             matched: matched.map(|(id, log_id)| (*id, log_id.map_or(0, |log_id| log_id.index()))).collect(),
         }
+    }
+
+    /// The vote that this router stands by: of its leader, or for a candidate.
+    pub(crate) fn vote(&self) -> Vote {
+        self.raft.metrics().borrow_watched().vote
     }
 
     /// Asks for a snapshot now.

@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::fmt::Debug;
 use std::io;
-use std::ops::{Bound, RangeBounds};
+use std::ops::{Bound, RangeBounds, RangeInclusive};
 use std::sync::Arc;
 use std::thread;
 
@@ -143,6 +143,12 @@ impl LogStore {
     pub(crate) fn bytes_held(&self) -> impl Fn() -> u64 + Send + Sync + 'static {
         let memory = Arc::clone(&self.memory);
         move || memory.read().bytes
+    }
+
+    /// Entries that are held, of those asked for. It does not keep the log open.
+    pub(super) fn entries_held(&self) -> impl Fn(RangeInclusive<u64>) -> Vec<Entry> + Send + Sync + 'static {
+        let memory = Arc::clone(&self.memory);
+        move |range| memory.read().range(&range).cloned().collect()
     }
 }
 

@@ -18,6 +18,7 @@ pub(crate) mod network;
 #[cfg(feature = "probe")]
 pub(crate) mod probe;
 pub(crate) mod recover;
+pub(crate) mod repair;
 mod segments;
 pub(crate) mod sending;
 pub(crate) mod service;

@@ -26,7 +26,7 @@ use openraft::raft::{
 use parking_lot::Mutex;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Status};
 
@@ -80,6 +80,11 @@ impl Peers {
         Ok(RaftClient::new(channel)
             .max_decoding_message_size(RAFT_MESSAGE_BYTES_MAX)
             .max_encoding_message_size(RAFT_MESSAGE_BYTES_MAX))
+    }
+
+    /// Waits until it is a snapshot's turn to leave; none when the router stops.
+    pub(crate) async fn sending_turn(&self) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.sending).acquire_owned().await.ok()
     }
 
     /// A connection of its own to this address, made when it is first used.

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::stream::BoxStream;
 use futures_util::{Stream, StreamExt};
 use kv_core::index::check_snapshot_format;
 use kvfleet_proto::pb;
@@ -20,6 +21,7 @@ use tonic::{Request, Response, Status, Streaming};
 use super::handle::Consensus;
 use super::intake::{Intake, IntakeError, Received};
 use super::network::{Envelope, SnapshotHead};
+use super::repair::Repair;
 use super::state_machine::SnapshotData;
 use super::withheld::Withheld;
 use super::{Cluster, Raft, Snapshot, SnapshotMeta, append};
@@ -38,36 +40,35 @@ const RECEIVING_MAX: usize = 2;
 const PARTS_WAITING_MAX: usize = 4;
 
 /// Longest pause between two parts: a sender that is gone must not keep its turn.
-const PART_MAX: Duration = Duration::from_secs(10);
+pub(super) const PART_MAX: Duration = Duration::from_secs(10);
 
 /// The receiving side of Raft, for all groups of this router.
 pub(crate) struct RaftService {
     cluster: Arc<Cluster>,
     groups: Groups,
-    intakes: Vec<Intake>,
+    repairs: Vec<Arc<Repair>>,
     withheld: Arc<Withheld>,
     receiving: Semaphore,
 }
 
 impl RaftService {
-    /// `intakes` by number of group.
+    /// `repairs` by number of group.
     pub(crate) fn new(
         cluster: Arc<Cluster>,
         groups: Groups,
-        intakes: Vec<Intake>,
+        repairs: Vec<Arc<Repair>>,
         withheld: Arc<Withheld>,
     ) -> RaftService {
-        RaftService { cluster, groups, intakes, withheld, receiving: Semaphore::new(RECEIVING_MAX) }
+        RaftService { cluster, groups, repairs, withheld, receiving: Semaphore::new(RECEIVING_MAX) }
     }
 
     fn group(&self, cluster: &str, shards: u32, group: u32) -> Result<&Consensus, Status> {
         self.whole_group(cluster, shards, group).map(|group| &group.consensus)
     }
 
-    fn whole_group(&self, cluster: &str, shards: u32, group: u32) -> Result<&Group, Status> {
+    fn whole_group(&self, cluster: &str, shards: u32, group: u32) -> Result<&Arc<Group>, Status> {
         self.same_cluster(cluster, shards)?;
-        let known = self.groups.get(group).map(|group| &**group);
-        known.ok_or_else(|| Status::invalid_argument(format!("there is no group {group}")))
+        self.groups.get(group).ok_or_else(|| Status::invalid_argument(format!("there is no group {group}")))
     }
 
     fn same_cluster(&self, cluster: &str, shards: u32) -> Result<(), Status> {
@@ -111,9 +112,9 @@ impl RaftService {
         Ok(())
     }
 
-    /// Where snapshots of a group come in.
-    fn intake(&self, group: &Consensus) -> Result<&Intake, Status> {
-        let known = self.intakes.get(usize::from(group.group()));
+    /// What the replica of a group is made of.
+    fn repair(&self, group: &Consensus) -> Result<&Arc<Repair>, Status> {
+        let known = self.repairs.get(usize::from(group.group()));
         known.ok_or_else(|| Status::invalid_argument("there is no such group"))
     }
 }
@@ -123,7 +124,7 @@ fn malformed(error: &dyn std::fmt::Display) -> Status {
 }
 
 /// The head of a snapshot, if it may come in.
-fn check_head(part: &pb::SnapshotPart) -> Result<SnapshotHead, Status> {
+pub(super) fn check_head(part: &pb::SnapshotPart) -> Result<SnapshotHead, Status> {
     let (stored, computed) = (part.crc32c, crc32c::crc32c(&part.head));
     if stored != computed {
         return Err(Status::data_loss(format!(
@@ -248,19 +249,37 @@ impl raft_server::Raft for RaftService {
             Ok(Mark { index: mark.index, digest })
         });
         let theirs = theirs.collect::<Result<Vec<_>, Status>>()?;
-        let Some((compared_index, differs)) = compare_marks(&group.published.marks(), &theirs) else {
+        let Some((ours, differs)) = compare_marks(&group.published.marks(), &theirs) else {
             return Ok(Response::new(pb::CompareReply::default()));
         };
-        if differs && !group.has_diverged() {
-            let group = group.consensus.group();
-            tracing::error!(
-                group,
-                entry = compared_index,
-                "this replica differs from the leader's: it answers nothing"
-            );
+        let (entry, known) = (ours.index, group.has_diverged());
+        // A difference counts only once the leader has heard the others too.
+        if !differs || request.verdict() != pb::Verdict::None {
+            group.compared(entry, differs);
         }
-        group.compared(compared_index, differs);
-        Ok(Response::new(pb::CompareReply { compared_index, differs }))
+        if differs && !known && group.has_diverged() {
+            let group = group.number();
+            tracing::error!(group, entry, "this replica differs from the leader's: it answers nothing");
+        }
+        if differs && request.verdict() == pb::Verdict::Wrong {
+            self.repair(&group.consensus)?.start(group);
+        }
+        let digest = ours.digest.to_vec();
+        Ok(Response::new(pb::CompareReply { compared_index: entry, differs, digest, known }))
+    }
+
+    type StateStream = BoxStream<'static, Result<pb::SnapshotPart, Status>>;
+
+    async fn state(&self, request: Request<pb::RaftFrame>) -> Result<Response<Self::StateStream>, Status> {
+        let frame = request.into_inner();
+        let group = self.whole_group(&frame.cluster, frame.shards, frame.group)?;
+        if !group.consensus.holds_office() || group.has_diverged() {
+            return Err(Status::unavailable(
+                "this router does not lead the group, or differs from the others",
+            ));
+        }
+        let state = self.repair(&group.consensus)?.state(group).await?;
+        Ok(Response::new(state.boxed()))
     }
 
     async fn append(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {
@@ -309,8 +328,14 @@ impl raft_server::Raft for RaftService {
         let head = check_head(&first)?;
         let turn = self.receiving.acquire().await;
         let _turn = turn.map_err(|_| Status::unavailable("this router stops"))?;
-        let received =
-            receive(self.intake(group)?, head.meta.clone(), head.bytes, &mut stream, PART_MAX).await?;
+        let received = receive(
+            &self.repair(group)?.machine().intake(),
+            head.meta.clone(),
+            head.bytes,
+            &mut stream,
+            PART_MAX,
+        )
+        .await?;
         let snapshot = Snapshot { meta: head.meta, snapshot: SnapshotData::Received(Box::new(received)) };
         let raft: &Raft = group.raft();
         self.answer(group, raft.install_full_snapshot(head.vote, snapshot).await)

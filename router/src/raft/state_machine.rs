@@ -17,6 +17,7 @@ use openraft::storage::{ApplyResponder, EntryResponder, RaftSnapshotBuilder, Raf
 use parking_lot::Mutex;
 
 use super::intake::{Intake, Received};
+use super::repair::Entries;
 use super::snapshot_file::{self, ChunkError, SnapshotFileError, Stored, Written};
 use super::{Answer, Entry, LogId, Payload, Snapshot, SnapshotMeta, StoredMembership, TypeConfig};
 use crate::view::published::{Published, Replica, Writing};
@@ -118,6 +119,37 @@ impl StateMachine {
         // Freeing an index takes a while, and neither readers nor entries need wait for it.
         drop(tokio::runtime::Handle::try_current().map(|runtime| runtime.spawn_blocking(|| drop(before))));
         Ok(())
+    }
+
+    /// Replaces what applying came to here by another replica's state, with what was applied here beyond it applied
+    /// again, and the snapshot on disk with it. Blocking; no other entry is applied meanwhile.
+    ///
+    /// # Errors
+    /// When this replica has not applied what the state has, or the log does not hold what is between; nothing is
+    /// changed then. When the new snapshot cannot be written the replica is repaired and its file is not: started
+    /// from that, it is found to differ again.
+    pub(super) fn repair(&self, received: Received, entries: &Entries) -> io::Result<()> {
+        // The file is a temporary one and goes with this: an older one must not follow a log that was purged.
+        let Received { index, written } = received;
+        let repaired = Published::new(replica(index, &written.stored));
+        let writing = self.published.entry();
+        let (from, to) = (repaired.read().applied_index(), self.published.read().applied_index());
+        if from > to {
+            return Err(io::Error::other(format!("entry {from} is in the state and not applied here")));
+        }
+        let between = entries(from + 1..=to);
+        if between.iter().map(|entry| entry.log_id.index()).ne(from + 1..=to) {
+            return Err(io::Error::other(format!(
+                "the log does not hold all entries from {} to {to}",
+                from + 1
+            )));
+        }
+        apply_batch(&repaired, between.into_iter().map(|entry| (entry, None)).collect())?;
+        let before = writing.slice(|replica| std::mem::replace(replica, repaired.into_replica()));
+        self.published.forget_marks();
+        drop((writing, before));
+        self.published.rules_changed();
+        self.build().map(drop)
     }
 
     /// A snapshot that is a file, as if it had come in.

@@ -78,13 +78,13 @@ pub(crate) struct Mark {
     pub(crate) digest: [u8; 16],
 }
 
-/// The newest entry at which both replicas have a mark, and whether they differ there.
-pub(crate) fn compare_marks(ours: &[Mark], theirs: &[Mark]) -> Option<(u64, bool)> {
+/// Our mark at the newest entry at which both replicas have one, and whether they differ there.
+pub(crate) fn compare_marks(ours: &[Mark], theirs: &[Mark]) -> Option<(Mark, bool)> {
     let both = ours.iter().filter_map(|our| {
         let their = theirs.iter().find(|their| their.index == our.index)?;
-        Some((our.index, our.digest != their.digest))
+        Some((*our, our.digest != their.digest))
     });
-    both.max_by_key(|(index, _)| *index)
+    both.max_by_key(|(our, _)| our.index)
 }
 
 #[cfg(test)]
@@ -137,8 +137,8 @@ mod tests {
     fn replicas_are_compared_at_the_newest_entry_that_both_marked() {
         let mark = |index, byte| Mark { index, digest: [byte; 16] };
         let ours = [mark(256, 1), mark(512, 2), mark(600, 3)];
-        assert_eq!(compare_marks(&ours, &[mark(256, 9), mark(512, 2)]), Some((512, false)));
-        assert_eq!(compare_marks(&ours, &[mark(512, 2), mark(600, 4)]), Some((600, true)));
+        assert_eq!(compare_marks(&ours, &[mark(256, 9), mark(512, 2)]), Some((mark(512, 2), false)));
+        assert_eq!(compare_marks(&ours, &[mark(512, 2), mark(600, 4)]), Some((mark(600, 3), true)));
         assert_eq!(compare_marks(&ours, &[mark(599, 2)]), None);
     }
 }

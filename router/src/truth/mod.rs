@@ -1,12 +1,17 @@
 //! The truth meter: whether what the index says of nodes is so, and whether replicas agree.
 //!
 //! Digests find drift, between replicas and between a node and the index (`digests.rs`); audits of samples tell how
-//! right claims are (`audit.rs`); the leader of a shard compares and asks (`run.rs`). A node that drifted is asked
-//! to announce all anew; a replica that differs from its leader's answers nothing. Not here: what a node
-//! announces (`server/announce.rs`), and how a replica gets the leader's state (`crate::raft`).
+//! right claims are (`audit.rs`); the leader of a group compares and asks (`run.rs`, `replicas.rs`). A node that drifted
+//! is asked to announce all anew; a replica that a majority says is wrong (`judge.rs`) answers nothing and takes the
+//! leader's state. Not here: what a node announces (`server/announce.rs`), and how that state is taken
+//! (`crate::raft::repair`).
 
 pub(crate) mod audit;
+#[cfg(test)]
+mod cluster_tests;
 pub(crate) mod digests;
+mod judge;
+mod replicas;
 pub(crate) mod run;
 
 use std::collections::{BTreeMap, BTreeSet};

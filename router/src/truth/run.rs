@@ -16,7 +16,7 @@ use tonic::Request;
 
 use super::Truth;
 use super::audit::Score;
-use super::digests::{Mark, Verdict};
+use super::digests::Verdict;
 use crate::config::TruthConfig;
 use crate::groups::{Group, Groups};
 use crate::metrics::Metrics;
@@ -24,7 +24,7 @@ use crate::raft::network::{Envelope, Peers};
 use crate::view::holders;
 
 /// Time for one answer of a node or a router. One that is busy is asked the next time.
-const ANSWER_MAX: Duration = Duration::from_secs(1);
+pub(super) const ANSWER_MAX: Duration = Duration::from_secs(1);
 
 /// Longest an audit waits for the index to see what a node had announced: beyond it, it says nothing.
 const SEEN_MAX: Duration = Duration::from_secs(5);
@@ -64,43 +64,6 @@ impl Meter {
                 self.compare_nodes(group);
             }
         }
-    }
-
-    /// Tells every follower the digests of this replica. Who finds a difference answers nothing from then on.
-    async fn compare_replicas(&self, group: &Group) {
-        let marks = group.published.marks();
-        let standing = group.consensus.standing();
-        let others = standing.members.iter().filter(|(router, _, _)| *router != group.consensus.id());
-        for (router, address, _) in others {
-            let Some(reply) = self.ask_replica(group, address, &marks).await else { continue };
-            if reply.differs {
-                tracing::error!(
-                    group = group.number(),
-                    router,
-                    entry = reply.compared_index,
-                    "a replica differs from the leader's: it answers nothing until it has the leader's state; if that \
-                     does not happen by itself, start router {router} with an empty data_dir"
-                );
-                self.drifted(group.number());
-                self.metrics.replica_drift(group.number());
-            } else if reply.compared_index > 0 {
-                group.agreed_at(reply.compared_index);
-            }
-        }
-    }
-
-    async fn ask_replica(&self, group: &Group, address: &str, marks: &[Mark]) -> Option<pb::CompareReply> {
-        let mut client = self.peers.client(address).ok()?;
-        let frame = self.envelope.frame(Vec::new());
-        let marks = marks.iter().map(|mark| pb::Mark { index: mark.index, digest: mark.digest.to_vec() });
-        let mut request = Request::new(pb::CompareRequest {
-            group: group.number().into(),
-            cluster: frame.cluster,
-            shards: frame.shards,
-            marks: marks.collect(),
-        });
-        request.set_timeout(ANSWER_MAX);
-        client.compare(request).await.ok().map(tonic::Response::into_inner)
     }
 
     /// Compares every node's digest of itself with the one that the index keeps.
@@ -147,7 +110,7 @@ impl Meter {
         }
     }
 
-    fn drifted(&self, group: u16) {
+    pub(super) fn drifted(&self, group: u16) {
         *self.truth.state.lock().drifts.entry(group).or_default() += 1;
     }
 

@@ -78,6 +78,16 @@ impl Published {
         look(&self.replica.read())
     }
 
+    /// The replica, when nobody reads it any more.
+    pub(crate) fn into_replica(self) -> Replica {
+        self.replica.into_inner()
+    }
+
+    /// The replica was replaced by another one's state: what it came to before says nothing any more.
+    pub(crate) fn forget_marks(&self) {
+        self.marks.lock().clear();
+    }
+
     /// Digests after some entries, the last one included.
     pub(crate) fn marks(&self) -> Vec<Mark> {
         let now = self.whole(Replica::mark);

@@ -237,7 +237,8 @@ async fn a_replica_that_differs_answers_nothing_until_it_agrees() {
     let mut compare = async |digest: Vec<u8>| {
         let mark = pb::Mark { index: group.applied_index, digest };
         let cluster = "kvfleet".to_owned();
-        let request = pb::CompareRequest { group: 1, cluster, shards: 1, marks: vec![mark] };
+        let verdict = pb::Verdict::Unclear.into();
+        let request = pb::CompareRequest { group: 1, cluster, shards: 1, marks: vec![mark], verdict };
         raft.compare(request).await.unwrap().into_inner()
     };
     let reply = compare(vec![9; 16]).await;

@@ -1,0 +1,90 @@
+//! Which replicas are right when some differ: those of a majority of the voters. Pure.
+//!
+//! Not here: finding a difference (`digests.rs`), asking and telling (`replicas.rs`), repairing (`crate::raft::repair`).
+
+/// What one replica said when it was compared with the leader's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Heard {
+    pub(crate) router: u64,
+    /// Whether it has a vote: learners are compared, and decide nothing.
+    pub(crate) votes: bool,
+    /// The entry after which both had a digest.
+    pub(crate) index: u64,
+    /// Its digest there.
+    pub(crate) digest: [u8; 16],
+    pub(crate) differs: bool,
+}
+
+/// What follows from all that was said.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Judgement {
+    /// None differs.
+    Alike,
+    /// A majority is like the leader's; these are not.
+    Wrong(Vec<u64>),
+    /// These differ, and no majority was heard that says who is right.
+    Unclear(Vec<u64>),
+    /// These voters are a majority, like each other and unlike the leader's.
+    LeaderWrong(Vec<u64>),
+}
+
+/// Judges what was heard in one round by the leader of a group with so many voters, itself included.
+pub(crate) fn judge(voters: usize, heard: &[Heard]) -> Judgement {
+    let majority = voters / 2 + 1;
+    let unlike: Vec<u64> = heard.iter().filter(|one| one.differs).map(|one| one.router).collect();
+    if unlike.is_empty() {
+        return Judgement::Alike;
+    }
+    let like = heard.iter().filter(|one| one.votes && !one.differs).count();
+    if like + 1 >= majority {
+        return Judgement::Wrong(unlike);
+    }
+    let differing = || heard.iter().filter(|one| one.votes && one.differs);
+    let agreeing = |with: &Heard| -> Vec<u64> {
+        let same = differing().filter(|one| (one.index, one.digest) == (with.index, with.digest));
+        same.map(|one| one.router).collect()
+    };
+    let agreed = differing().map(agreeing).find(|routers| routers.len() >= majority);
+    agreed.map_or(Judgement::Unclear(unlike), Judgement::LeaderWrong)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LEADERS: u8 = 0;
+
+    fn heard(router: u64, digest: u8) -> Heard {
+        Heard { router, votes: true, index: 256, digest: [digest; 16], differs: digest != LEADERS }
+    }
+
+    #[test]
+    fn a_majority_says_who_is_wrong() {
+        assert_eq!(judge(3, &[heard(2, LEADERS), heard(3, LEADERS)]), Judgement::Alike);
+        assert_eq!(judge(3, &[heard(2, LEADERS), heard(3, 7)]), Judgement::Wrong(vec![3]));
+        assert_eq!(judge(3, &[heard(2, 7), heard(3, 7)]), Judgement::LeaderWrong(vec![2, 3]));
+        let five = [heard(2, 7), heard(3, 7), heard(4, LEADERS), heard(5, 7)];
+        assert_eq!(judge(5, &five), Judgement::LeaderWrong(vec![2, 3, 5]));
+        let split = [heard(2, 7), heard(3, LEADERS), heard(4, LEADERS), heard(5, 8)];
+        assert_eq!(judge(5, &split), Judgement::Wrong(vec![2, 5]));
+    }
+
+    #[test]
+    fn without_a_majority_nobody_is_called_wrong() {
+        assert_eq!(judge(3, &[heard(2, 7)]), Judgement::Unclear(vec![2]), "the third was not heard");
+        assert_eq!(judge(3, &[heard(2, 7), heard(3, 8)]), Judgement::Unclear(vec![2, 3]));
+        assert_eq!(judge(2, &[heard(2, 7)]), Judgement::Unclear(vec![2]));
+        let elsewhere = Heard { index: 512, ..heard(3, 7) };
+        assert_eq!(judge(3, &[heard(2, 7), elsewhere]), Judgement::Unclear(vec![2, 3]), "other entries");
+        assert_eq!(judge(3, &[]), Judgement::Alike);
+    }
+
+    #[test]
+    fn learners_are_judged_and_do_not_judge() {
+        let learner = |router, digest| Heard { votes: false, ..heard(router, digest) };
+        assert_eq!(judge(3, &[heard(2, LEADERS), learner(4, 7)]), Judgement::Wrong(vec![4]));
+        assert_eq!(judge(3, &[heard(2, 7), learner(4, 7)]), Judgement::Unclear(vec![2, 4]));
+        assert_eq!(judge(3, &[heard(2, 7), learner(4, LEADERS)]), Judgement::Unclear(vec![2]));
+        assert_eq!(judge(1, &[learner(4, 7)]), Judgement::Wrong(vec![4]));
+    }
+}
