@@ -18,11 +18,11 @@ async fn world() -> (Cluster, Node) {
     (cluster, node)
 }
 
-/// Lists a block on one replica that no node announced: the same memory as a flipped bit would leave.
-fn make_wrong(cluster: &Cluster, router: u64) {
+/// Lists a block on one replica that no node announced, as a flipped bit would, and writes that down.
+async fn make_wrong(cluster: &Cluster, router: u64) {
     let groups = &cluster.routers[usize::try_from(router - 1).unwrap()].as_ref().unwrap().groups;
-    let published = &groups.get(1).unwrap().published;
-    let applied = published.entry().slice(|replica| {
+    let group = groups.get(1).unwrap();
+    let applied = group.published.entry().slice(|replica| {
         let (epoch, seq) = replica.index.next_seq(NodeId(1)).unwrap();
         let stored = Change::Stored { parent: None, blocks: vec![BlockHash([77; 16])], tier: Tier::Dram };
         let announcement =
@@ -30,6 +30,8 @@ fn make_wrong(cluster: &Cluster, router: u64) {
         replica.index.apply(&Command::Announce(vec![announcement]))
     });
     assert!(matches!(applied, Applied::Announced(_)), "{applied:?}");
+    group.consensus.snapshot_now().await;
+    until("a snapshot", || async { (group.consensus.standing().snapshot_index > 0).then_some(()) }).await;
 }
 
 async fn shard(cluster: &Cluster, router: u64) -> Option<pb::GroupStatus> {
@@ -59,7 +61,7 @@ async fn a_wrong_follower_takes_the_leaders_state_and_keeps_it() {
     let (mut cluster, mut node) = world().await;
     let leader = cluster.leader_of(1).await;
     let wrong = cluster.running().into_iter().find(|router| *router != leader).unwrap();
-    make_wrong(&cluster, wrong);
+    make_wrong(&cluster, wrong).await;
     // Entries go on meanwhile: what is applied beyond the leader's state is applied again.
     until("the drift", || async { (drifts(&cluster).await > 0).then_some(()) }).await;
     for number in 100..150 {
@@ -82,7 +84,7 @@ async fn a_wrong_follower_takes_the_leaders_state_and_keeps_it() {
 async fn a_wrong_leader_lets_another_lead_and_silences_nobody() {
     let (cluster, node) = world().await;
     let wrong = cluster.leader_of(1).await;
-    make_wrong(&cluster, wrong);
+    make_wrong(&cluster, wrong).await;
     let next = until("another leader", || async {
         for router in cluster.running() {
             let shard = shard(&cluster, router).await?;
