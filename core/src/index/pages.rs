@@ -48,9 +48,12 @@ impl Place {
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, align(64))]
 struct Page {
-    run: u32,
-    /// Which page of its run.
-    nth: u16,
+    /// Its run, and in the lowest ten bits which page of it. A run has a page of its own: 25 bits are enough.
+    owner: u32,
+    /// The highest eight bits of that.
+    owner_high: u8,
+    /// One bit per slot: whether the block there is a head (`heads.rs`); only listed ones are.
+    heads: u8,
     /// One bit per slot: whether the block there is listed.
     live: u8,
     /// First byte of every hash in it.
@@ -59,7 +62,28 @@ struct Page {
     hashes: [[u8; 15]; PAGE_BLOCKS as usize],
 }
 
+/// Bits of [`Page::owner`] that say which page of its run it is.
+const NTH_BITS: u32 = 10;
+
 impl Page {
+    fn owner(&self) -> u64 {
+        u64::from(self.owner) | u64::from(self.owner_high) << 32
+    }
+
+    fn run(&self) -> u32 {
+        (self.owner() >> NTH_BITS) as u32
+    }
+
+    fn nth(&self) -> u32 {
+        self.owner & ((1 << NTH_BITS) - 1)
+    }
+
+    fn begin(&mut self, run: u32, nth: u32) {
+        let owner = u64::from(run) << NTH_BITS | u64::from(nth);
+        (self.owner, self.owner_high) = (owner as u32, (owner >> 32) as u8);
+        (self.live, self.heads) = (0, 0);
+    }
+
     fn hash(&self, slot: u32) -> BlockHash {
         let mut hash = [self.tag; 16];
         hash[1..].copy_from_slice(&self.hashes[slot as usize]);
@@ -167,8 +191,7 @@ impl Pages {
 
     /// Run and offset of the block at a place.
     pub(super) fn locate(&self, place: Place) -> (u32, u32) {
-        self.page(place.page())
-            .map_or((0, 0), |page| (page.run, u32::from(page.nth) * PAGE_BLOCKS + place.slot()))
+        self.page(place.page()).map_or((0, 0), |page| (page.run(), page.nth() * PAGE_BLOCKS + place.slot()))
     }
 
     pub(super) fn is_live(&self, place: Place) -> bool {
@@ -178,10 +201,10 @@ impl Pages {
     /// Writes hashes from a place on, all in one page and with one first byte, as listed blocks; a new page
     /// is told its run, and which page of it it is.
     #[inline]
-    pub(super) fn write(&mut self, place: Place, hashes: &[BlockHash], whose: Option<(u32, u16)>) {
+    pub(super) fn write(&mut self, place: Place, hashes: &[BlockHash], whose: Option<(u32, u32)>) {
         let page = self.page_mut(place.page());
         if let Some((run, nth)) = whose {
-            (page.run, page.nth, page.live) = (run, nth, 0);
+            page.begin(run, nth);
         }
         let slot = place.slot() as usize;
         for (own, hash) in page.hashes[slot..].iter_mut().zip(hashes) {
@@ -190,6 +213,21 @@ impl Pages {
             *own = rest;
         }
         page.live |= (((1u32 << hashes.len()) - 1) << slot) as u8;
+    }
+
+    /// One bit per slot of a page: whether the block there is a head.
+    pub(super) fn heads(&self, page: u32) -> u8 {
+        self.page(page).map_or(0, |page| page.heads)
+    }
+
+    /// Makes the block at a place a head, if it is listed; answers whether it was none.
+    pub(super) fn make_head(&mut self, place: Place) -> bool {
+        let bit = 1 << place.slot();
+        let is_new = self.heads(place.page()) & bit == 0 && self.is_live(place);
+        if is_new {
+            self.page_mut(place.page()).heads |= bit;
+        }
+        is_new
     }
 
     /// Says which blocks of a page are listed.
@@ -222,6 +260,7 @@ impl Pages {
     pub(super) fn unlist(&mut self, number: u32, bits: u8) -> bool {
         let page = self.page_mut(number);
         page.live &= !bits;
+        page.heads &= !bits;
         let is_empty = page.live == 0;
         if is_empty {
             self.free(number);
