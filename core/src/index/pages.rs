@@ -84,10 +84,11 @@ impl Page {
         (self.live, self.heads) = (0, 0);
     }
 
+    #[inline]
     fn hash(&self, slot: u32) -> BlockHash {
-        let mut hash = [self.tag; 16];
-        hash[1..].copy_from_slice(&self.hashes[slot as usize]);
-        BlockHash(hash)
+        let (low, high) = halves(&self.hashes[slot as usize]);
+        let low = low << 8 | u64::from(self.tag);
+        BlockHash((u128::from(high) << 64 | u128::from(low)).to_le_bytes())
     }
 
     #[inline]
@@ -100,6 +101,14 @@ impl Page {
     fn lists(&self, slot: u32, hash: BlockHash) -> bool {
         self.holds(slot, hash) && self.live & 1 << slot != 0
     }
+}
+
+/// The first and the last eight bytes of fifteen. Put together in registers: what is written byte by byte and read
+/// as a whole waits for the writing.
+#[inline]
+fn halves(rest: &[u8; 15]) -> (u64, u64) {
+    let half = |bytes: Option<&[u8; 8]>| bytes.map_or(0, |bytes| u64::from_le_bytes(*bytes));
+    (half(rest.first_chunk()), half(rest.last_chunk()))
 }
 
 fn new_chunk() -> Arc<[Page]> {
@@ -242,9 +251,7 @@ impl Pages {
         let salt = salt ^ u64::from(page.tag) << 56;
         let own = &page.hashes[slots.start as usize..slots.end as usize];
         own.iter().fold(0u128, |sum, hash| {
-            let [_, high @ ..] = hash;
-            let low = hash.first_chunk().map_or(0, |low| u64::from_le_bytes(*low));
-            let high = high.last_chunk().map_or(0, |high| u64::from_le_bytes(*high));
+            let (low, high) = halves(hash);
             let product = u128::from(low ^ salt) * u128::from(high ^ 0x9E37_79B9_7F4A_7C15);
             sum.wrapping_add(product ^ u128::from(low) << 64 ^ u128::from(high))
         })
