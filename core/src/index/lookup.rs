@@ -76,7 +76,9 @@ impl Index {
     /// Finds the longest prefix of `hashes` (in prefix order, each the child of the one before) that live
     /// nodes hold. Costs one probe per run of the answer, not one per block: a hash stands for everything
     /// before it, so two positions that agree agree in between. Hashes that are not one prefix may get an
-    /// answer that is too long or too short. Blocks past `u32::MAX` are not looked at.
+    /// answer that is too long or too short. Those that begin in the middle of one may get none, unless somebody
+    /// announced the first without a block before it: a single block is asked for with [`Index::holders_of`].
+    /// Blocks past `u32::MAX` are not looked at.
     #[must_use]
     pub fn longest_prefix(&self, hashes: &[BlockHash]) -> PrefixMatch {
         let mut found = PrefixMatch::default();
@@ -88,30 +90,29 @@ impl Index {
     pub fn longest_prefix_into(&self, hashes: &[BlockHash], found: &mut PrefixMatch) {
         found.runs.clear();
         let hashes = &hashes[..hashes.len().min(u32::MAX as usize)];
-        // Both ends are asked for at once, step by step: most lookups that hit at all hit whole. A prefix of
-        // which the table does not know the first block costs one look at the table.
         let (Some(first), Some(last)) = (hashes.first(), hashes.last()) else { return };
-        let Store { places, pages, runs, .. } = &self.store;
-        let (mut first, mut last) = (places.seek(*first), places.seek(*last));
-        if !first.look(pages) {
-            return;
-        }
-        let may_be_whole = last.look(pages);
-        let Some(first) = self.store.at(&first) else { return };
-        runs.prefetch(first.run);
+        let Store { runs, heads, .. } = &self.store;
+        let Some(first) = heads.find(*first) else { return };
         let mut whole = Whole::new();
-        let last = if may_be_whole { self.store.at(&last) } else { None };
-        last.inspect(|last| runs.prefetch(last.run));
-        if !last.is_some_and(|last| self.walk_back(hashes, (first, last), &mut whole)) {
-            whole.clear();
+        let mut ends_unlisted = false;
+        if !self.parts_at_fork(first, hashes) {
+            match self.seek_last(*last) {
+                Some(last) if self.walk_back(hashes, (first, last), &mut whole) => {}
+                last => {
+                    whole.clear();
+                    ends_unlisted = last.is_none();
+                }
+            }
         }
         let mut position = 0;
         let mut next = Some(first);
         while let Some(at) = next {
-            let run = self.store.runs.get(at.run);
+            let run = runs.get(at.run);
             let known = whole.pop().filter(|(expected, _)| *expected == at);
-            let len =
-                known.map_or_else(|| self.agreement(run, at.offset, &hashes[position..]), |(_, len)| len);
+            let len = known.map_or_else(
+                || self.agreement(run, at.offset, (&hashes[position..], ends_unlisted)),
+                |(_, len)| len,
+            );
             let held = self.push_holders(found, run, at.offset, len);
             position += held as usize;
             if (held == 0 && known.is_none()) || position == hashes.len() {
@@ -123,10 +124,50 @@ impl Index {
                 Some((at, _)) if held == len => Some(*at),
                 _ => {
                     whole.clear();
-                    self.store.find(hashes[position])
+                    let next = hashes[position];
+                    // What came from behind need not have left the run before where it ends.
+                    if known.is_some() { self.store.find(next) } else { heads.find(next) }
                 }
             };
         }
+    }
+
+    /// Whether the hashes leave the run they begin in where another run went off, and go on in none: the blocks
+    /// before are shared with many others, and near, and those behind are new. Where they go on, asks the memory
+    /// for the run.
+    fn parts_at_fork(&self, first: At, hashes: &[BlockHash]) -> bool {
+        let Store { runs, pages, heads, .. } = &self.store;
+        let run = runs.get(first.run);
+        let Some(fork) = run.fork().checked_sub(first.offset).filter(|fork| *fork > 0) else { return false };
+        let Some(next) = hashes.get(fork as usize) else { return false };
+        if let Some(next) = heads.find(*next) {
+            runs.prefetch(next.run);
+            return false;
+        }
+        let stands = |step: u32| {
+            let place = run.place(first.offset + step);
+            place.is_some_and(|place| pages.holds_rest(place, hashes[step as usize]))
+        };
+        stands(fork - 1) && !stands(fork)
+    }
+
+    /// Where the last block of a prompt is.
+    fn seek_last(&self, last: BlockHash) -> Option<At> {
+        let Store { places, pages, runs, .. } = &self.store;
+        let mut last = places.seek(last);
+        let at = if last.look(pages) { self.store.at(&last)? } else { return None };
+        runs.prefetch(at.run);
+        Some(at)
+    }
+
+    /// The live nodes that hold a block, by ascending id, wherever in a prefix it is.
+    #[must_use]
+    pub fn holders_of(&self, block: BlockHash) -> SmallVec<[Holder; 4]> {
+        let Some(at) = self.store.find(block) else { return SmallVec::new() };
+        let holds = self.store.runs.get(at.run).holds().iter().filter(|hold| hold.covers(at.offset));
+        let mut holders: SmallVec<[Holder; 4]> = holds.filter_map(|hold| self.nodes.holder(hold)).collect();
+        holders.sort_unstable();
+        holders
     }
 
     /// Follows the runs of a prefix from its last block to its first. Answers whether they are one
@@ -157,23 +198,38 @@ impl Index {
         }
     }
 
-    /// How many of the hashes stand in the run from an offset on; the first does.
-    fn agreement(&self, run: &Run, offset: u32, hashes: &[BlockHash]) -> u32 {
-        let Store { places, pages, .. } = &self.store;
+    /// How many of the hashes stand in the run from an offset on; the first does. `ends_unlisted` says that the
+    /// last is known not to be listed.
+    fn agreement(&self, run: &Run, offset: u32, (hashes, ends_unlisted): (&[BlockHash], bool)) -> u32 {
+        let pages = &self.store.pages;
         let len = (run.len() - offset).min(hashes.len() as u32);
-        // Where the run ends the prefix goes on in another one, most often.
-        hashes.get(len as usize).inspect(|next| places.prefetch(**next));
+        // Most prompts that part from a run do so where another one did, and many at its end.
+        let fork = run.fork().checked_sub(offset).filter(|fork| (1..len).contains(fork));
+        if let Some(fork) = fork {
+            for step in [fork - 1, fork] {
+                run.place(offset + step).inspect(|place| pages.prefetch(*place));
+            }
+        }
         // All hashes of a run have the first byte of its first one.
         let agrees = |step: u32| {
             let place = run.place(offset + step);
             place.is_some_and(|place| pages.holds_rest(place, hashes[step as usize]))
         };
-        if agrees(len - 1) {
-            return len;
+        let (mut equal, mut differs) = (1, len);
+        if !ends_unlisted || (len as usize) < hashes.len() {
+            if agrees(len - 1) {
+                return len;
+            }
+            differs = len - 1;
+        }
+        match fork {
+            Some(fork) if agrees(fork) => equal = fork + 1,
+            Some(fork) if agrees(fork - 1) => return fork,
+            Some(fork) => differs = fork - 1,
+            None => {}
         }
         // Equal hashes mean equal prefixes, so the first that differs is found by halving. A page that was
         // given back differs: nobody holds its blocks here.
-        let (mut equal, mut differs) = (1, len);
         while equal < differs {
             let middle = equal + (differs - equal) / 2;
             if agrees(middle) {

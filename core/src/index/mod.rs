@@ -15,6 +15,7 @@ mod bytes;
 mod codec;
 mod components;
 mod directives;
+mod heads;
 mod holders;
 mod limits;
 mod lookup;

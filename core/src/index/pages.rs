@@ -48,9 +48,12 @@ impl Place {
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, align(64))]
 struct Page {
-    run: u32,
-    /// Which page of its run.
-    nth: u16,
+    /// Its run, and in the lowest ten bits which page of it. A run has a page of its own: 25 bits are enough.
+    owner: u32,
+    /// The highest eight bits of that.
+    owner_high: u8,
+    /// One bit per slot: whether the block there is a head (`heads.rs`); only listed ones are.
+    heads: u8,
     /// One bit per slot: whether the block there is listed.
     live: u8,
     /// First byte of every hash in it.
@@ -59,11 +62,33 @@ struct Page {
     hashes: [[u8; 15]; PAGE_BLOCKS as usize],
 }
 
+/// Bits of [`Page::owner`] that say which page of its run it is.
+const NTH_BITS: u32 = 10;
+
 impl Page {
+    fn owner(&self) -> u64 {
+        u64::from(self.owner) | u64::from(self.owner_high) << 32
+    }
+
+    fn run(&self) -> u32 {
+        (self.owner() >> NTH_BITS) as u32
+    }
+
+    fn nth(&self) -> u32 {
+        self.owner & ((1 << NTH_BITS) - 1)
+    }
+
+    fn begin(&mut self, run: u32, nth: u32) {
+        let owner = u64::from(run) << NTH_BITS | u64::from(nth);
+        (self.owner, self.owner_high) = (owner as u32, (owner >> 32) as u8);
+        (self.live, self.heads) = (0, 0);
+    }
+
+    #[inline]
     fn hash(&self, slot: u32) -> BlockHash {
-        let mut hash = [self.tag; 16];
-        hash[1..].copy_from_slice(&self.hashes[slot as usize]);
-        BlockHash(hash)
+        let (low, high) = halves(&self.hashes[slot as usize]);
+        let low = low << 8 | u64::from(self.tag);
+        BlockHash((u128::from(high) << 64 | u128::from(low)).to_le_bytes())
     }
 
     #[inline]
@@ -76,6 +101,14 @@ impl Page {
     fn lists(&self, slot: u32, hash: BlockHash) -> bool {
         self.holds(slot, hash) && self.live & 1 << slot != 0
     }
+}
+
+/// The first and the last eight bytes of fifteen. Put together in registers: what is written byte by byte and read
+/// as a whole waits for the writing.
+#[inline]
+fn halves(rest: &[u8; 15]) -> (u64, u64) {
+    let half = |bytes: Option<&[u8; 8]>| bytes.map_or(0, |bytes| u64::from_le_bytes(*bytes));
+    (half(rest.first_chunk()), half(rest.last_chunk()))
 }
 
 fn new_chunk() -> Arc<[Page]> {
@@ -167,8 +200,7 @@ impl Pages {
 
     /// Run and offset of the block at a place.
     pub(super) fn locate(&self, place: Place) -> (u32, u32) {
-        self.page(place.page())
-            .map_or((0, 0), |page| (page.run, u32::from(page.nth) * PAGE_BLOCKS + place.slot()))
+        self.page(place.page()).map_or((0, 0), |page| (page.run(), page.nth() * PAGE_BLOCKS + place.slot()))
     }
 
     pub(super) fn is_live(&self, place: Place) -> bool {
@@ -178,10 +210,10 @@ impl Pages {
     /// Writes hashes from a place on, all in one page and with one first byte, as listed blocks; a new page
     /// is told its run, and which page of it it is.
     #[inline]
-    pub(super) fn write(&mut self, place: Place, hashes: &[BlockHash], whose: Option<(u32, u16)>) {
+    pub(super) fn write(&mut self, place: Place, hashes: &[BlockHash], whose: Option<(u32, u32)>) {
         let page = self.page_mut(place.page());
         if let Some((run, nth)) = whose {
-            (page.run, page.nth, page.live) = (run, nth, 0);
+            page.begin(run, nth);
         }
         let slot = place.slot() as usize;
         for (own, hash) in page.hashes[slot..].iter_mut().zip(hashes) {
@@ -190,6 +222,21 @@ impl Pages {
             *own = rest;
         }
         page.live |= (((1u32 << hashes.len()) - 1) << slot) as u8;
+    }
+
+    /// One bit per slot of a page: whether the block there is a head.
+    pub(super) fn heads(&self, page: u32) -> u8 {
+        self.page(page).map_or(0, |page| page.heads)
+    }
+
+    /// Makes the block at a place a head, if it is listed; answers whether it was none.
+    pub(super) fn make_head(&mut self, place: Place) -> bool {
+        let bit = 1 << place.slot();
+        let is_new = self.heads(place.page()) & bit == 0 && self.is_live(place);
+        if is_new {
+            self.page_mut(place.page()).heads |= bit;
+        }
+        is_new
     }
 
     /// Says which blocks of a page are listed.
@@ -204,9 +251,7 @@ impl Pages {
         let salt = salt ^ u64::from(page.tag) << 56;
         let own = &page.hashes[slots.start as usize..slots.end as usize];
         own.iter().fold(0u128, |sum, hash| {
-            let [_, high @ ..] = hash;
-            let low = hash.first_chunk().map_or(0, |low| u64::from_le_bytes(*low));
-            let high = high.last_chunk().map_or(0, |high| u64::from_le_bytes(*high));
+            let (low, high) = halves(hash);
             let product = u128::from(low ^ salt) * u128::from(high ^ 0x9E37_79B9_7F4A_7C15);
             sum.wrapping_add(product ^ u128::from(low) << 64 ^ u128::from(high))
         })
@@ -222,6 +267,7 @@ impl Pages {
     pub(super) fn unlist(&mut self, number: u32, bits: u8) -> bool {
         let page = self.page_mut(number);
         page.live &= !bits;
+        page.heads &= !bits;
         let is_empty = page.live == 0;
         if is_empty {
             self.free(number);

@@ -70,8 +70,9 @@ pub(super) struct Run {
     /// By ascending slot, then offset. Stretches of one slot neither overlap nor, with equal tiers, touch.
     holds: SmallVec<[Hold; 1]>,
     len: u16,
-    /// Listed blocks.
-    live: u16,
+    /// Where the run that hangs here and began last goes off: prompts that part from this run do so there, most
+    /// often. Zero when none began.
+    fork: u16,
     /// When it began, or last grew again after its end was cut off, by [`Runs::next_birth`]: even. Odd while
     /// its end is cut off: what grows there next is another block.
     pub(super) born: u16,
@@ -100,8 +101,9 @@ impl Run {
         self.len.into()
     }
 
-    pub(super) fn live(&self) -> u32 {
-        self.live.into()
+    /// Offset of the first block that the run that went off last does not share; zero when none did.
+    pub(super) fn fork(&self) -> u32 {
+        self.fork.into()
     }
 
     pub(super) fn holds(&self) -> &[Hold] {
@@ -132,7 +134,6 @@ impl Run {
             self.pages.push(page);
         }
         self.len += blocks as u16;
-        self.live += blocks as u16;
     }
 
     /// Blocks that fit behind the last one without another page, or in the next page when that is full;
@@ -147,22 +148,9 @@ impl Run {
         self.pages.last().copied().filter(|page| *page != GONE)
     }
 
-    /// A block that was unlisted is listed again.
-    pub(super) fn revive(&mut self) {
-        self.live += 1;
-    }
-
-    /// Blocks of a run that is being restored are listed.
-    pub(super) fn restore_live(&mut self, blocks: u32) {
-        self.live += blocks as u16;
-    }
-
-    /// Blocks of one of its pages were unlisted, perhaps all.
-    pub(super) fn bury(&mut self, nth: u32, blocks: u32, page_is_empty: bool) {
-        self.live -= blocks as u16;
-        if page_is_empty {
-            self.pages[nth as usize] = GONE;
-        }
+    /// One of its pages was given back.
+    pub(super) fn give_back(&mut self, nth: u32) {
+        self.pages[nth as usize] = GONE;
     }
 
     /// A page of it, unless it was given back.
@@ -319,7 +307,7 @@ impl Run {
     /// A run as a snapshot describes it; none when it describes none. The caller lists the blocks.
     pub(super) fn restored(
         len: u32,
-        (born, head, before): (u16, u16, Before),
+        (born, head, fork, before): (u16, u16, u16, Before),
         pages: &[Option<u32>],
         holds: &[Hold],
     ) -> Option<Run> {
@@ -336,7 +324,7 @@ impl Run {
         let ends_held = holds.iter().any(|hold| u32::from(hold.to) == len);
         let pages = pages.iter().map(|page| page.unwrap_or(GONE)).collect();
         let holds = SmallVec::from_slice(holds);
-        let run = Run { pages, holds, len: len as u16, live: 0, born, head, before };
+        let run = Run { pages, holds, len: len as u16, fork, born, head, before };
         (is_whole && in_order && ends_held).then_some(run)
     }
 }
@@ -417,8 +405,9 @@ impl Runs {
     pub(super) fn begin(&mut self, head: BlockHash, before: Option<(u32, u32)>) -> u32 {
         let born = self.next_birth();
         let before = before.map_or(Before::default(), |(run, offset)| {
-            let born = self.get(run).born & !1;
-            Before { run, offset: offset as u16, born }
+            let parent = self.get_mut(run);
+            parent.fork = offset as u16 + 1;
+            Before { run, offset: offset as u16, born: parent.born & !1 }
         });
         let number = self.take();
         let run = self.get_mut(number);

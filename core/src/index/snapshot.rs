@@ -22,7 +22,7 @@ use super::{Index, IndexLimits};
 use crate::id::{BlockHash, Epoch, GroupId, NodeId, Seq, TenantId};
 
 /// Format of the chunks that this release writes and reads; whoever keeps them keeps this number with them.
-pub const SNAPSHOT_FORMAT: u32 = 3;
+pub const SNAPSHOT_FORMAT: u32 = 4;
 /// A chunk of runs ends when it has this many bytes: a message that no transport minds, encoded in well
 /// under a millisecond. The chunk of pins and nodes may be longer.
 pub const SNAPSHOT_CHUNK_BYTES: usize = 256 * 1024;
@@ -236,7 +236,7 @@ fn put_settings(out: &mut Vec<u8>, settings: impl ExactSizeIterator<Item = (u32,
     }
 }
 
-/// Length, number of each page, where the block before was, holds, hashes. A run that is none is a length of zero.
+/// Length, number of each page, where the block before was, holds, offsets of heads, hashes. A run that is none is a length of zero.
 fn put_run(run: &Run, pages: &Pages, out: &mut Vec<u8>) {
     put_number(out, run.len().into());
     if run.len() == 0 {
@@ -247,7 +247,7 @@ fn put_run(run: &Run, pages: &Pages, out: &mut Vec<u8>) {
     }
     let Before { run: before, offset, born } = run.before;
     put_number(out, before.into());
-    for word in [offset, born, run.born, run.head] {
+    for word in [offset, born, run.born, run.head, run.fork() as u16] {
         out.extend_from_slice(&word.to_le_bytes());
     }
     put_number(out, run.holds().len() as u64);
@@ -257,6 +257,15 @@ fn put_run(run: &Run, pages: &Pages, out: &mut Vec<u8>) {
         put_number(out, hold.from.into());
         put_number(out, (hold.to - hold.from).into());
         out.push(hold.tiers.bits());
+    }
+    let is_head = |offset: &u32| {
+        let place = run.place(*offset);
+        place.is_some_and(|place| pages.heads(place.page()) & 1 << place.slot() != 0)
+    };
+    let heads: Vec<u32> = (0..run.len()).filter(is_head).collect();
+    put_number(out, heads.len() as u64);
+    for offset in heads {
+        put_number(out, offset.into());
     }
     for place in (0..run.len()).filter_map(|offset| run.place(offset)) {
         out.extend_from_slice(&pages.hash(place).0);
@@ -372,17 +381,24 @@ impl Restore {
         }
         let before = reader.number_u32("run before")?;
         let mut word = || reader.array().map(u16::from_le_bytes);
-        let (offset, before_born, born, head) = (word()?, word()?, word()?, word()?);
+        let (offset, before_born, born, head, fork) = (word()?, word()?, word()?, word()?, word()?);
         let before = Before { run: before, offset, born: before_born };
         let mut holds = Vec::new();
         for _ in 0..reader.count("holds", 5)? {
             holds.push(self.read_hold(reader)?);
         }
+        let mut heads = Vec::new();
+        for _ in 0..reader.count("heads", 1)? {
+            heads.push(reader.number_u32("head")?);
+        }
         let hashes: Vec<BlockHash> = reader.hashes(present as usize)?;
-        let run =
-            Run::restored(len, (born, head, before), &pages, &holds).ok_or(invalid("run", at, len.into()))?;
+        let run = Run::restored(len, (born, head, fork, before), &pages, &holds).ok_or(invalid(
+            "run",
+            at,
+            len.into(),
+        ))?;
         let number = self.index.store.runs.used();
-        if !self.index.store.restore_run(run, &hashes) {
+        if !self.index.store.restore_run(run, &hashes, &heads) {
             return Err(invalid("run", at, number.into()));
         }
         self.book(number);

@@ -6,6 +6,7 @@
 
 use smallvec::SmallVec;
 
+use super::heads::Heads;
 use super::holders::{TierSet, Tiers};
 use super::pages::{PAGE_BLOCKS, Pages, Place};
 use super::places::{Places, Sought};
@@ -91,6 +92,7 @@ pub(super) struct Store {
     pub(super) pages: Pages,
     pub(super) runs: Runs,
     pub(super) places: Places,
+    pub(super) heads: Heads,
     /// (slot, block) pairs held, stale ones included.
     held: u64,
     /// Next run the sweep looks at.
@@ -188,8 +190,14 @@ impl Store {
         if found.is_some_and(|at| !change.is_next(at)) && self.flush(change) {
             found = self.find(hashes[0]);
         }
+        let begins = adds && change.chained && change.cursor.is_none();
         let stretch = match found {
-            Some(at) => self.stretch(at, hashes),
+            Some(at) => {
+                if begins {
+                    self.make_head(at);
+                }
+                self.stretch(at, hashes)
+            }
             None if !adds => return 1,
             None => {
                 let chained = change.chained;
@@ -314,7 +322,6 @@ impl Store {
                 let place = self.runs.get(at.run).place(at.offset)?;
                 self.pages.list(place.page(), self.pages.live(place.page()) | 1 << place.slot());
                 self.list(place, &hashes[..1]);
-                self.runs.get_mut(at.run).revive();
                 (at, 1)
             }
             Some(at) if self.may_push(at, hashes[0]) => (at, self.push(at.run, hashes)?),
@@ -324,10 +331,20 @@ impl Store {
                     self.runs.free(run);
                     return None;
                 };
-                (At { run, offset: 0 }, count)
+                let at = At { run, offset: 0 };
+                self.make_head(at);
+                (at, count)
             }
         };
         Some((at, count))
+    }
+
+    /// Makes a block a head, if it is listed.
+    fn make_head(&mut self, at: At) {
+        let place = self.runs.get(at.run).place(at.offset);
+        if let Some(place) = place.filter(|place| self.pages.make_head(*place)) {
+            self.heads.insert(self.pages.hash(place), at);
+        }
     }
 
     /// Whether a position is behind the end of its run, and a hash of the prefix of the run. One that is
@@ -346,7 +363,7 @@ impl Store {
         let most = hashes.len().min(run.room() as usize);
         let tag = hashes[0].root_tag();
         let kin = hashes[..most].iter().take_while(|hash| hash.root_tag() == tag).count();
-        let (slot, nth) = (run.len() % PAGE_BLOCKS, run.pages().len() as u16);
+        let (slot, nth) = (run.len() % PAGE_BLOCKS, run.pages().len() as u32);
         let (page, new_page) = match run.last_page() {
             Some(page) if slot > 0 => (page, None),
             _ => {
@@ -393,7 +410,9 @@ impl Store {
         if !run.holds().iter().any(is_stale)
             && let Some(changed) = run.change_at_end(who, (from, to), change.tiers)
         {
-            self.settle(number, &[changed], &mut change.tally);
+            if self.settle(number, &[changed], &mut change.tally) {
+                self.tidy(number);
+            }
             return false;
         }
         let run = self.runs.get_mut(number);
@@ -401,24 +420,30 @@ impl Store {
         run.retain(|hold| !is_stale(hold), |hold| gone.push(hold));
         let mut stretches: SmallVec<[Changed; 2]> = SmallVec::new();
         run.change(who, (from, to), change.tiers, |stretch| stretches.push(stretch));
-        self.settle(number, &stretches, &mut change.tally);
+        let buried = self.settle(number, &stretches, &mut change.tally);
         self.release(number, &gone);
+        if buried || !gone.is_empty() {
+            self.tidy(number);
+        }
         !gone.is_empty()
     }
 
-    /// Books stretches of a run, and unlists what nobody holds any more.
-    fn settle(&mut self, number: u32, stretches: &[Changed], tally: &mut Tally) {
+    /// Books stretches of a run, and unlists what nobody holds any more; answers whether there may be such.
+    fn settle(&mut self, number: u32, stretches: &[Changed], tally: &mut Tally) -> bool {
         let before = tally.blocks;
         let run = self.runs.get(number);
         for stretch in stretches {
             self.book(run, stretch, tally);
         }
         self.held = self.held.wrapping_add_signed(tally.blocks - before);
+        let mut buried = false;
         for stretch in stretches {
             if stretch.after.is_empty() && !stretch.before.is_empty() {
                 self.bury(number, stretch.from, stretch.to);
+                buried = true;
             }
         }
+        buried
     }
 
     /// Holds of a run went.
@@ -436,9 +461,15 @@ impl Store {
                 let slots = from.max(nth * PAGE_BLOCKS)..to.min((nth + 1) * PAGE_BLOCKS);
                 self.bury_in_page(number, nth, slots.start % PAGE_BLOCKS, slots.len() as u32);
             }
+            // Nothing leads there any more from the blocks before.
+            self.make_head(At { run: number, offset: to });
         }
+    }
+
+    /// Blocks of a run were unlisted: cuts its end off, or frees it when nobody holds any of it.
+    fn tidy(&mut self, number: u32) {
         let run = self.runs.get(number);
-        if run.live() == 0 {
+        if run.holds().is_empty() {
             if run.len() > 0 {
                 self.runs.free(number);
             }
@@ -455,13 +486,18 @@ impl Store {
         let Some(page) = self.runs.get(number).page(nth) else { return };
         // A block that two stale holds covered was buried with the first.
         let bits = (((1u32 << blocks) - 1) << slot) as u8 & self.pages.live(page);
+        let heads = self.pages.heads(page);
         for (slot, hash) in (0..).zip(self.pages.hashes(page)) {
             if bits & 1 << slot != 0 {
                 self.places.remove(hash, Place::new(page, slot), &self.pages);
             }
+            if bits & heads & 1 << slot != 0 {
+                self.heads.remove(hash);
+            }
         }
-        let page_is_empty = self.pages.unlist(page, bits);
-        self.runs.get_mut(number).bury(nth, bits.count_ones(), page_is_empty);
+        if self.pages.unlist(page, bits) {
+            self.runs.get_mut(number).give_back(nth);
+        }
     }
 
     /// Frees stale holds, looking at about `blocks` blocks: runs are looked at whole. A run costs one
@@ -497,6 +533,7 @@ impl Store {
         let mut gone: SmallVec<[Hold; 2]> = SmallVec::new();
         self.runs.get_mut(number).retain(keep, |hold| gone.push(hold));
         self.release(number, &gone);
+        self.tidy(number);
         gone.iter().map(Hold::blocks).sum()
     }
 
@@ -511,8 +548,9 @@ impl Store {
     }
 
     /// Takes in a run that a snapshot describes: its pages with their numbers, and the hashes of
-    /// those that were not given back. Answers false when it cannot be.
-    pub(super) fn restore_run(&mut self, run: Run, hashes: &[BlockHash]) -> bool {
+    /// those that were not given back, and the offsets of heads. Answers false when it
+    /// cannot be.
+    pub(super) fn restore_run(&mut self, run: Run, hashes: &[BlockHash], heads: &[u32]) -> bool {
         let number = self.runs.restore(run);
         let run = self.runs.get(number).clone();
         for page in run.pages() {
@@ -545,10 +583,17 @@ impl Store {
             if live == 0 || !self.restore_page((page, number, nth), own, live) {
                 return false;
             }
-            self.runs.get_mut(number).restore_live(live.count_ones());
         }
         if !hashes.is_empty() {
             return false;
+        }
+        if !heads.is_sorted_by(|one, next| one < next) {
+            return false;
+        }
+        for &offset in heads {
+            let place = run.place(offset).filter(|place| self.pages.make_head(*place));
+            let Some(place) = place else { return false };
+            self.heads.insert(self.pages.hash(place), At { run: number, offset });
         }
         self.held += run.holds().iter().map(Hold::blocks).sum::<u64>();
         true
@@ -558,7 +603,7 @@ impl Store {
         if hashes.windows(2).any(|two| two[0].root_tag() != two[1].root_tag()) {
             return false;
         }
-        self.pages.write(Place::new(page, 0), hashes, Some((run, nth as u16)));
+        self.pages.write(Place::new(page, 0), hashes, Some((run, nth)));
         self.pages.list(page, live);
         let mut listed = (0..).zip(hashes).filter(|(slot, _)| live & 1 << slot != 0);
         listed.all(|(slot, hash)| self.places.insert(*hash, Place::new(page, slot), &self.pages))
@@ -621,14 +666,22 @@ impl Store {
 
 #[cfg(test)]
 impl Store {
+    /// Whether the block before one in its run is listed.
+    fn follows_listed(&self, at: At) -> bool {
+        let before = at.offset.checked_sub(1).and_then(|before| self.runs.get(at.run).place(before));
+        before.is_some_and(|before| self.pages.is_live(before))
+    }
+
     /// Panics unless every part agrees with every other.
     pub(super) fn check(&self) {
         let mut listed = 0;
         let mut held = 0;
+        let mut heads = 0;
         for number in 0..self.runs.used() {
             let run = self.runs.get(number);
             let gaps = run.uncovered(0, run.len());
             let mut live = 0;
+            let is_head = |place: Place| self.pages.heads(place.page()) & 1 << place.slot() != 0;
             for offset in 0..run.len() {
                 let is_held = !gaps.iter().any(|(from, to)| (*from..*to).contains(&offset));
                 let Some(place) = run.place(offset) else {
@@ -639,14 +692,19 @@ impl Store {
                 assert_eq!(self.pages.is_live(place), is_held, "{offset} of run {number}: {run:?}");
                 let found = self.places.find(self.pages.hash(place), &self.pages);
                 assert_eq!(found == Some(place), is_held, "{offset} of run {number}: {found:?}");
-                live += u32::from(is_held);
+                let at = At { run: number, offset };
+                let found = self.heads.find(self.pages.hash(place));
+                assert_eq!(found == Some(at), is_head(place), "{offset} of run {number}: {found:?}");
+                assert!(is_held || !is_head(place), "{offset} of run {number} is unlisted and a head");
+                assert!(!is_held || is_head(place) || self.follows_listed(at), "{offset} of run {number}");
+                (live, heads) = (live + u32::from(is_held), heads + usize::from(is_head(place)));
             }
-            assert_eq!(run.live(), live);
+            assert_eq!(run.holds().is_empty(), live == 0);
             assert!(run.len() == 0 || gaps.iter().all(|(_, to)| *to < run.len()), "the end is held");
             listed += u64::from(live);
             held += run.holds().iter().map(Hold::blocks).sum::<u64>();
         }
-        assert_eq!((self.places.len(), self.held), (listed, held));
+        assert_eq!((self.places.len(), self.held, self.heads.len()), (listed, held, heads));
     }
 }
 

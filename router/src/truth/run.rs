@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kv_core::id::{BlockHash, Epoch, NodeId};
-use kv_core::index::{Index, NodeState};
+use kv_core::index::{Holder, Index, NodeState};
 use kvfleet_proto::pb::node_control_client::NodeControlClient;
 use kvfleet_proto::{convert, pb};
 use tokio_util::sync::CancellationToken;
@@ -260,12 +260,8 @@ fn told_not_held(blocks: &[BlockHash], reply: &pb::AuditReply) -> Vec<BlockHash>
 
 /// Whether the index attributes a block to a node under its epoch.
 fn lists(index: &Index, audited: &Audited, block: BlockHash) -> bool {
-    let matched = index.longest_prefix(&[block]);
-    matched
-        .runs
-        .iter()
-        .flat_map(|run| &run.holders)
-        .any(|holder| (holder.node, holder.epoch) == (audited.node, audited.epoch))
+    let is_audited = |holder: &Holder| (holder.node, holder.epoch) == (audited.node, audited.epoch);
+    index.holders_of(block).iter().any(is_audited)
 }
 
 fn ticks(every_ms: u64) -> Option<tokio::time::Interval> {

@@ -90,7 +90,8 @@ fn holders_carry_the_epoch_of_now() {
 #[test]
 fn a_gap_in_one_node_ends_its_own_prefix_only() {
     let mut index = Fixture::with_nodes(2);
-    index.say(1, vec![stored([1, 3], D)]);
+    let third = Change::Stored { parent: Some(block(2)), blocks: blocks([3]), tier: D };
+    index.say(1, vec![stored([1], D), third]);
     index.say(2, vec![stored([1, 2, 3], D)]);
     let found = index.lookup([1, 2, 3]);
     assert_eq!((found.per_node(NodeId(1)), found.per_node(NodeId(2))), (1, 3));

@@ -104,6 +104,11 @@ fn parent_of(number: u64) -> Option<u64> {
     }
 }
 
+/// Whether a request that begins with this block begins where its prefix does.
+pub(super) fn begins_a_prefix(first: Option<&BlockHash>) -> bool {
+    (0..BLOCKS).any(|number| parent_of(number).is_none() && first == Some(&block(number)))
+}
+
 /// The prefix that ends with a block.
 fn path_to(number: u64) -> Vec<u64> {
     let mut path: Vec<u64> = std::iter::successors(Some(number), |number| parent_of(*number)).collect();

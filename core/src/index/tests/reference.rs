@@ -3,6 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use smallvec::SmallVec;
+
 use super::*;
 use crate::index::nodes::DEPARTED_MAX;
 
@@ -217,6 +219,11 @@ impl Reference {
             Some(Holder { node: NodeId(id), epoch: Epoch(node.epoch), tier })
         };
         self.nodes.iter().filter_map(hold).collect()
+    }
+
+    /// Who holds a block.
+    pub(super) fn holders_of(&self, hash: BlockHash) -> SmallVec<[Holder; 4]> {
+        self.longest_prefix(&[hash]).runs.pop().map_or_else(SmallVec::new, |run| run.holders)
     }
 
     pub(super) fn longest_prefix(&self, hashes: &[BlockHash]) -> PrefixMatch {

@@ -80,7 +80,7 @@ fn the_format_is_pinned() {
     let digest = blake3::hash(&bytes);
     assert_eq!(
         (bytes.len(), digest.to_hex().as_str()),
-        (400, "a4664d696dcf2a2da0179ef880a9130eb2cca15da5394a82fab9bcba65c3caf4")
+        (406, "53d6a75f7eb38f0aae854620a6ac396201d24523d742b147668d197af9387e55")
     );
     let index: String = rich().digest().iter().map(|byte| format!("{byte:02x}")).collect();
     assert_eq!(index, "11eba99c031e37e0954ae2b737285aad");
@@ -135,9 +135,9 @@ fn every_flipped_bit_is_noticed() {
 fn errors_say_what_to_do() {
     let bytes = rich().snapshot();
     let mut newer = bytes.clone();
-    newer[8] = 4;
+    newer[8] = 5;
     let text = restore(&newer).unwrap_err().to_string();
-    assert_eq!(text, "snapshot format 4 is not known here, only 3: use the release that wrote it");
+    assert_eq!(text, "snapshot format 5 is not known here, only 4: use the release that wrote it");
     let text = restore(&bytes[..bytes.len() - 1]).unwrap_err().to_string();
     assert_eq!(text, "snapshot ends after 2 chunks, before its end: it was cut off");
     let mut damaged = bytes;
@@ -150,7 +150,8 @@ fn errors_say_what_to_do() {
 #[test]
 fn contents_that_make_no_sense_are_refused_even_under_right_checksums() {
     // One run of one block: length 1, page 0 + 1, block before (run, offset, birth), its birth, two bytes
-    // of its head, one hold (slot 1, incarnation 0, from 0, one block, tiers), the hash.
+    // of its head, where a run went off, one hold (slot 1, incarnation 0, from 0, one block, tiers), one
+    // head at 0, the hash.
     let mut index = Fixture::with_nodes(2);
     index.say(2, vec![stored([1], Tier::Dram)]);
     let bytes = index.0.snapshot();
@@ -162,23 +163,25 @@ fn contents_that_make_no_sense_are_refused_even_under_right_checksums() {
         restore(&sealed(forged)).unwrap_err().to_string()
     };
     // Kind, chunk number, first run; then the run.
-    let run = [1, 1, 0, 0, 0, 0, 0, 2, 0, 0, 1, 1, 1, 0, 0, 1, 2];
-    assert_eq!(bytes[runs.start..runs.start + 20], [&[2, 1, 0][..], &run].concat());
+    let run = [1, 1, 0, 0, 0, 0, 0, 2, 0, 0, 1, 0, 0, 1, 1, 0, 0, 1, 2, 1, 0];
+    assert_eq!(bytes[runs.start..runs.start + 24], [&[2, 1, 0][..], &run].concat());
     assert!(refused(0, 4).contains("chunk kind at byte 0 is 4"));
     assert!(refused(1, 2).contains("chunk number at byte 1 is 2"));
     assert!(refused(2, 1).contains("run at byte 2 is 1"));
     assert!(refused(3, 25).contains("blocks of a run at byte"), "longer than any run");
     assert!(refused(3, 2).contains("ends at byte"), "a second hash is missing");
     assert!(refused(4, 0).contains("run at byte"), "a held block without a page");
-    assert!(refused(14, 0).contains("run at byte"), "nobody holds the end");
-    assert!(refused(15, 2).contains("holder at byte"), "there are two slots");
-    assert!(refused(16, 1).contains("holder at byte"), "an incarnation that has not been");
-    assert!(refused(17, 1).contains("run at byte"), "a hold past the end");
-    assert!(refused(18, 0).contains("run at byte"), "an empty hold");
-    assert!(refused(19, 0).contains("tiers at byte"));
-    assert!(refused(19, 8).contains("tiers at byte"));
-    assert!(refused(19, 1).contains("leads to another state"), "another tier");
-    assert!(refused(20, 0).contains("leads to another state"), "another hash");
+    assert!(refused(16, 0).contains("run at byte"), "nobody holds the end");
+    assert!(refused(17, 2).contains("holder at byte"), "there are two slots");
+    assert!(refused(18, 1).contains("holder at byte"), "an incarnation that has not been");
+    assert!(refused(19, 1).contains("run at byte"), "a hold past the end");
+    assert!(refused(20, 0).contains("run at byte"), "an empty hold");
+    assert!(refused(21, 0).contains("tiers at byte"));
+    assert!(refused(21, 8).contains("tiers at byte"));
+    assert!(refused(21, 1).contains("leads to another state"), "another tier");
+    assert!(refused(22, 2).contains("ends at byte"), "a hash is cut off where a head is read");
+    assert!(refused(23, 1).contains("run at byte"), "a head past the end");
+    assert!(refused(24, 0).contains("leads to another state"), "another hash");
 }
 
 #[test]
