@@ -96,7 +96,8 @@ fn build_routers() -> anyhow::Result<[String; 2]> {
     Ok([option("router", program("kvfleet")?), option("ingest", program("chaos-ingest")?)])
 }
 
-fn target() -> PathBuf {
+/// The folder for what is built.
+pub(crate) fn target() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from)
 }
 
@@ -106,7 +107,8 @@ fn release_run() -> Command {
     command
 }
 
-fn cargo() -> Command {
+/// Cargo, in the root of the repository.
+pub(crate) fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(root());
     command

@@ -1,9 +1,10 @@
-//! `cargo xtask`: the repository's own rules and its benchmark tables.
+//! `cargo xtask`: the repository's own rules, its benchmark tables, and its fuzz targets.
 //!
-//! Not here: what a rule says (`tidy/`, one file per rule, each run as a test) and what a benchmark
-//! measures (`benches/`).
+//! Not here: what a rule says (`tidy/`, one file per rule, each run as a test), what a benchmark
+//! measures (`benches/`) and what a target checks (`core/src/index/tests/fuzzing/`).
 
 mod bench;
+mod fuzz;
 mod tidy;
 
 use std::process::ExitCode;
@@ -18,12 +19,15 @@ enum Task {
     Tidy,
     /// Build and run one bench, or all of them into docs/BENCHMARKS.md.
     Bench(bench::BenchArgs),
+    /// Run the fuzz targets of the index for a while.
+    Fuzz(fuzz::FuzzArgs),
 }
 
 fn main() -> ExitCode {
     let done = match Task::parse() {
         Task::Tidy => tidy::report(),
         Task::Bench(args) => bench::run(args),
+        Task::Fuzz(args) => fuzz::run(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

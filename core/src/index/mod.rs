@@ -25,8 +25,11 @@ mod places;
 mod run;
 mod snapshot;
 mod store;
-#[cfg(test)]
+#[cfg(any(test, feature = "fuzzing"))]
 mod tests;
+
+#[cfg(any(test, feature = "fuzzing"))]
+pub use tests::fuzzing;
 
 pub use bytes::CodecError;
 pub use codec::COMMAND_BYTES_MAX;

@@ -1,20 +1,35 @@
 //! The index against its promises: one file per promise, and what they share.
 //!
-//! `reference.rs` is the naive index that everything is compared with.
+//! `reference.rs` is the naive index that everything is compared with, and `fuzzing/` what fuzzers compare it by;
+//! for them alone (the feature `fuzzing`) there is nothing else here.
 #![allow(clippy::unwrap_used)]
+#![cfg_attr(not(test), allow(dead_code))]
 
+#[cfg(test)]
 mod announce;
+#[cfg(test)]
 mod codec;
+#[cfg(test)]
 mod components;
+#[cfg(test)]
 mod determinism;
+#[cfg(test)]
 mod digest;
+pub mod fuzzing;
+#[cfg(test)]
 mod limits;
+#[cfg(test)]
 mod lookup;
+#[cfg(test)]
 mod membership;
+#[cfg(test)]
 mod operators;
+#[cfg(test)]
 mod random;
 mod reference;
+#[cfg(test)]
 mod snapshot;
+#[cfg(test)]
 mod sweep;
 
 use super::command::*;

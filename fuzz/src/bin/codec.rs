@@ -1,0 +1,10 @@
+//! libFuzzer on the target `codec` of `core/src/index/tests/fuzzing`.
+#![no_main]
+
+use kv_core::index::fuzzing::TARGETS;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+    if let Err(wrong) = (TARGETS[1].run)(data) {
+        panic!("{wrong}\n{}", (TARGETS[1].tell)(data));
+    }
+});

@@ -1,0 +1,75 @@
+//! Runs the fuzz targets of the index for a while, on any compiler: the driver of `core` with a clock.
+//!
+//! Not here: targets, mutation and shrinking (`core/src/index/tests/fuzzing`), and libFuzzer (`bin/`).
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use kv_core::index::fuzzing::{TARGETS, Target, drive};
+
+/// Executions of one seed: few enough that a seed ends soon after its time, and can be run again in seconds.
+const EXECUTIONS: u64 = 2_000;
+
+const USAGE: &str = "usage: drive [--seconds N] [--seed N] [--case HEX] [commands|codec|snapshot]";
+
+struct Wish {
+    seconds: u64,
+    seed: u64,
+    case: Option<Vec<u8>>,
+    target: Option<String>,
+}
+
+fn wish() -> Option<Wish> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let mut wish = Wish { seconds: 60, seed: now.as_micros() as u64, case: None, target: None };
+    let mut words = std::env::args().skip(1);
+    while let Some(word) = words.next() {
+        match word.as_str() {
+            "--seconds" => wish.seconds = words.next()?.parse().ok()?,
+            "--seed" => wish.seed = words.next()?.parse().ok()?,
+            "--case" => wish.case = Some(bytes(&words.next()?)?),
+            name if TARGETS.iter().any(|target| target.name == name) => wish.target = Some(word),
+            _ => return None,
+        }
+    }
+    Some(wish)
+}
+
+fn bytes(hex: &str) -> Option<Vec<u8>> {
+    let digits = hex.as_bytes().chunks(2);
+    digits.map(|two| u8::from_str_radix(std::str::from_utf8(two).ok()?, 16).ok()).collect()
+}
+
+/// Runs one target for its share of the time.
+fn run(target: &Target, seed: u64, share: Duration) -> Result<(), String> {
+    let (began, mut seeds) = (Instant::now(), 0);
+    println!("target {}, from seed {seed}", target.name);
+    while began.elapsed() < share || seeds == 0 {
+        drive(target, seed.wrapping_add(seeds), EXECUTIONS).map_err(|found| found.to_string())?;
+        seeds += 1;
+    }
+    println!("  {} executions of {seeds} seeds in {:.1?}", seeds * EXECUTIONS, began.elapsed());
+    Ok(())
+}
+
+fn main() -> ExitCode {
+    let Some(wish) = wish() else {
+        eprintln!("{USAGE}");
+        return ExitCode::from(2);
+    };
+    let asked = |target: &&Target| wish.target.as_deref().is_none_or(|name| name == target.name);
+    let targets: Vec<_> = TARGETS.iter().filter(asked).collect();
+    let share = Duration::from_secs(wish.seconds) / targets.len().max(1) as u32;
+    for target in targets {
+        let stood = match &wish.case {
+            Some(case) => (target.run)(case).map_err(|wrong| format!("{wrong}\n{}", (target.tell)(case))),
+            None => run(target, wish.seed, share),
+        };
+        if let Err(wrong) = stood {
+            eprintln!("target {}: {wrong}", target.name);
+            eprintln!("again: cargo xtask fuzz --case HEX {}", target.name);
+            return ExitCode::FAILURE;
+        }
+    }
+    ExitCode::SUCCESS
+}
