@@ -1,10 +1,10 @@
-//! The one thread that writes the log file: it gathers what waits, of all Raft groups, and commits it at once.
+//! The one thread that writes the log: it gathers what waits, of all Raft groups, and commits it at once.
 //!
-//! Group commit: while one transaction is being synced, appends pile up in the channel; the next
-//! transaction takes them all, so a thousand appends cost one sync. Order in the channel is order on
+//! Group commit: while one frame is being synced, appends pile up in the channel; the next
+//! frame takes them all, so a thousand appends cost one sync. Order in the channel is order on
 //! disk, for votes, appends, truncations and purges alike. After a failed commit the thread answers
 //! every later request with the same error: a log that lost one write must not take the next one.
-//! Not here: what is readable from memory (`log_store.rs`) and how records look (`disk.rs`).
+//! Not here: what is readable from memory (`log_store.rs`) and how frames look (`log/`).
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,15 +13,18 @@ use std::thread;
 use openraft::storage::IOFlushed;
 use tokio::sync::{mpsc, oneshot};
 
-use super::disk::{Change, Disk};
+use super::log::{Change, Disk};
 use super::{LogId, TypeConfig};
 
 /// Requests waiting for the disk. openraft sends one append per group of entries, so this is far above
 /// what it keeps in flight; above it the sender waits, which is the back pressure we want.
 const QUEUE_REQUESTS_MAX: usize = 1024;
 
-/// Requests in one transaction: bounds the memory and the time of a single sync.
+/// Requests in one frame: bounds the memory and the time of a single sync.
 const BATCH_REQUESTS_MAX: usize = 512;
+
+/// Bytes of commands after which a frame takes no further request, for the same reason.
+const BATCH_BYTES_MAX: u64 = 8 << 20;
 
 /// Who is told when a request is durable.
 pub(crate) enum Done {
@@ -106,6 +109,9 @@ fn run(mut disk: Disk, mut requests: mpsc::Receiver<Request>) {
         for request in batch {
             request.done.complete(copy(&result));
         }
+        if failed.is_none() {
+            disk.prepare();
+        }
     }
     if !committed.is_empty()
         && failed.is_none()
@@ -120,12 +126,15 @@ fn run(mut disk: Disk, mut requests: mpsc::Receiver<Request>) {
 fn gather(first: Request, requests: &mut mpsc::Receiver<Request>, committed: &mut Committed) -> Vec<Request> {
     let mut batch = Vec::new();
     let mut next = Some(first);
+    let mut bytes = 0;
     while let Some(request) = next {
+        bytes += request.change.command_bytes();
         match request.change {
             Change::Committed(log_id) => drop(committed.insert(request.group, log_id)),
             _ => batch.push(request),
         }
-        next = if batch.len() < BATCH_REQUESTS_MAX { requests.try_recv().ok() } else { None };
+        let has_room = batch.len() < BATCH_REQUESTS_MAX && bytes < BATCH_BYTES_MAX;
+        next = if has_room { requests.try_recv().ok() } else { None };
     }
     batch
 }

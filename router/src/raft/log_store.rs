@@ -16,7 +16,7 @@ use openraft::storage::{IOFlushed, LogState, RaftLogReader, RaftLogStorage};
 use parking_lot::{Mutex, RwLock};
 
 use super::bounded::take_bytes;
-use super::disk::{Change, Disk, Recovered};
+use super::log::{Change, Disk, Recovered};
 use super::disk_thread::{DiskQueue, Done};
 use super::{Entry, LogId, Payload, TypeConfig, Vote};
 
