@@ -8,9 +8,11 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::sync::Arc;
 use std::thread;
 
 use openraft::storage::IOFlushed;
+use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 
 use super::log::{Change, Disk};
@@ -59,6 +61,7 @@ struct Request {
 pub(crate) struct DiskQueue {
     group: u16,
     sender: mpsc::Sender<Request>,
+    committed: Arc<Mutex<Committed>>,
 }
 
 impl DiskQueue {
@@ -66,13 +69,23 @@ impl DiskQueue {
     /// queue, to know the file is closed.
     pub(crate) fn start(disk: Disk, groups: u16) -> io::Result<(Vec<DiskQueue>, thread::JoinHandle<()>)> {
         let (sender, receiver) = mpsc::channel(QUEUE_REQUESTS_MAX);
-        let thread = thread::Builder::new().name("raft-log".into()).spawn(move || run(disk, receiver))?;
-        Ok(((0..groups).map(|group| DiskQueue { group, sender: sender.clone() }).collect(), thread))
+        let committed = Arc::<Mutex<Committed>>::default();
+        let noted = Arc::clone(&committed);
+        let thread =
+            thread::Builder::new().name("raft-log".into()).spawn(move || run(disk, receiver, &noted))?;
+        let queue = |group| DiskQueue { group, sender: sender.clone(), committed: Arc::clone(&committed) };
+        Ok(((0..groups).map(queue).collect(), thread))
     }
 
     /// Puts a change in line; `done` hears when it is durable.
     pub(crate) async fn send(&self, change: Change, done: Done) -> io::Result<()> {
         self.sender.send(Request { group: self.group, change, done }).await.map_err(|_| gone())
+    }
+
+    /// Notes up to where the group is committed. It needs no sync and wakes nobody: it rides with the next batch, since
+    /// losing it costs a restarted router a moment of catching up and nothing else.
+    pub(crate) fn note_committed(&self, last: Option<LogId>) {
+        self.committed.lock().insert(self.group, last);
     }
 
     /// Puts a change in line and waits until it is durable.
@@ -90,17 +103,15 @@ fn gone() -> io::Error {
 /// Committed pointers that wait for a batch, by group.
 type Committed = BTreeMap<u16, Option<LogId>>;
 
-fn run(mut disk: Disk, mut requests: mpsc::Receiver<Request>) {
-    let mut committed = Committed::new();
+fn run(mut disk: Disk, mut requests: mpsc::Receiver<Request>, noted: &Mutex<Committed>) {
     let mut failed: Option<(io::ErrorKind, String)> = None;
     while let Some(first) = requests.blocking_recv() {
-        let batch = gather(first, &mut requests, &mut committed);
-        if batch.is_empty() {
-            continue;
-        }
+        // Taken before the batch: the entries it is about were put in line before it was noted.
+        let committed = std::mem::take(&mut *noted.lock());
+        let batch = gather(first, &mut requests);
         let result = match &failed {
             Some((kind, text)) => Err(io::Error::new(*kind, text.clone())),
-            None => write(&mut disk, &batch, std::mem::take(&mut committed)),
+            None => write(&mut disk, &batch, committed),
         };
         if let (Err(error), None) = (&result, &failed) {
             tracing::error!(%error, "the raft log cannot be written, this router stops voting: make room, then restart it");
@@ -113,6 +124,7 @@ fn run(mut disk: Disk, mut requests: mpsc::Receiver<Request>) {
             disk.prepare();
         }
     }
+    let committed = std::mem::take(&mut *noted.lock());
     if !committed.is_empty()
         && failed.is_none()
         && let Err(error) = write(&mut disk, &[], committed)
@@ -121,20 +133,16 @@ fn run(mut disk: Disk, mut requests: mpsc::Receiver<Request>) {
     }
 }
 
-/// Takes what waits. The committed pointer needs no sync of its own: it rides with the next batch,
-/// since losing it costs a restarted router a moment of catching up and nothing else.
-fn gather(first: Request, requests: &mut mpsc::Receiver<Request>, committed: &mut Committed) -> Vec<Request> {
-    let mut batch = Vec::new();
-    let mut next = Some(first);
-    let mut bytes = 0;
-    while let Some(request) = next {
+/// Takes what waits.
+fn gather(first: Request, requests: &mut mpsc::Receiver<Request>) -> Vec<Request> {
+    let mut bytes = first.change.command_bytes();
+    let mut batch = vec![first];
+    while batch.len() < BATCH_REQUESTS_MAX
+        && bytes < BATCH_BYTES_MAX
+        && let Ok(request) = requests.try_recv()
+    {
         bytes += request.change.command_bytes();
-        match request.change {
-            Change::Committed(log_id) => drop(committed.insert(request.group, log_id)),
-            _ => batch.push(request),
-        }
-        let has_room = batch.len() < BATCH_REQUESTS_MAX && bytes < BATCH_BYTES_MAX;
-        next = if has_room { requests.try_recv().ok() } else { None };
+        batch.push(request);
     }
     batch
 }

@@ -66,7 +66,10 @@ impl Recovered {
     fn of(state: &GroupState) -> Recovered {
         let entries = state.entries.values().map(|(_, entry)| entry.clone()).collect();
         let marks = state.marks;
-        Recovered { vote: marks.vote, purged: marks.purged, committed: marks.committed, entries }
+        // Of a full batch, entries may be in the next frame, and that one lost; what was committed comes from the
+        // leader then.
+        let committed = marks.committed.filter(|committed| Some(committed.index()) <= marks.last);
+        Recovered { vote: marks.vote, purged: marks.purged, committed, entries }
     }
 }
 
