@@ -20,6 +20,9 @@ const DAMAGED: usize = 0;
 /// Stands in the log where nothing else does.
 const MARKER: &str = "an owner nobody else would have";
 
+/// The first file of its Raft log.
+const LOG_FILE: &str = "raft-log/0000000000000001";
+
 async fn until<T, F: Future<Output = Option<T>>>(what: &str, mut probe: impl FnMut() -> F) -> T {
     let deadline = Instant::now() + HANG;
     loop {
@@ -113,12 +116,12 @@ async fn a_router_with_a_damaged_log_comes_back_as_a_new_member() {
         None
     })
     .await;
-    // So that it is in more than the last commit, which redb would take for a torn one and go back.
+    // So that frames follow it: both of its copies are damaged here, and it must not be taken for the end.
     write(&contacts, 0..20).await;
     judge(&contacts).await;
     cluster.kill(DAMAGED).unwrap();
     let is_marker = |bytes: &[u8], at: usize| bytes[at..].starts_with(MARKER.as_bytes());
-    let damaged = flip(&cluster.data_dir(DAMAGED).join("raft.redb"), |bytes| {
+    let damaged = flip(&cluster.data_dir(DAMAGED).join(LOG_FILE), |bytes| {
         (0..bytes.len()).filter(|at| is_marker(bytes, *at)).collect()
     });
     // It refuses to start, as often as it is asked to; the others go on.
@@ -135,7 +138,7 @@ async fn a_router_with_a_damaged_log_comes_back_as_a_new_member() {
     members.add(router, &address, false, |_| {}).await.unwrap();
     write(&contacts, 50..100).await;
     judge(&contacts).await;
-    assert_eq!(std::fs::read(away.join("raft.redb")).unwrap(), damaged, "it stays for whoever comes to look");
+    assert_eq!(std::fs::read(away.join(LOG_FILE)).unwrap(), damaged, "it stays for whoever comes to look");
     // Its vote counts again.
     cluster.kill(DAMAGED + 1).unwrap();
     write(&contacts, 100..120).await;

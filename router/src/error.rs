@@ -6,7 +6,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::config::ConfigError;
-use crate::raft::disk::LogError;
+use crate::raft::log::LogError;
 use crate::raft::snapshot_file::SnapshotFileError;
 
 /// Why [`crate::Router::start`] failed. Nothing keeps running after it.

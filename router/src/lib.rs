@@ -38,7 +38,7 @@ pub use config::{
     AnnounceConfig, ConfigError, RouterConfig, TimingsConfig, TlsConfig, TruthConfig, VoterConfig,
 };
 pub use error::StartError;
-pub use raft::disk::LogError;
+pub use raft::log::LogError;
 #[cfg(feature = "probe")]
 pub use raft::probe::Replica;
 pub use raft::snapshot_file::SnapshotFileError;

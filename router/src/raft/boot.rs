@@ -11,7 +11,7 @@ use openraft::impls::BasicNode;
 use openraft::{Config, SnapshotPolicy};
 use tonic::transport::ClientTlsConfig;
 
-use super::disk::{LogError, Owner};
+use super::log::{LogError, Owner};
 use super::handle::Consensus;
 use super::intake::Intake;
 use super::log_store::LogGuard;

@@ -1,27 +1,32 @@
-//! The one thread that writes the log file: it gathers what waits, of all Raft groups, and commits it at once.
+//! The one thread that writes the log: it gathers what waits, of all Raft groups, and commits it at once.
 //!
-//! Group commit: while one transaction is being synced, appends pile up in the channel; the next
-//! transaction takes them all, so a thousand appends cost one sync. Order in the channel is order on
+//! Group commit: while one frame is being synced, appends pile up in the channel; the next
+//! frame takes them all, so a thousand appends cost one sync. Order in the channel is order on
 //! disk, for votes, appends, truncations and purges alike. After a failed commit the thread answers
 //! every later request with the same error: a log that lost one write must not take the next one.
-//! Not here: what is readable from memory (`log_store.rs`) and how records look (`disk.rs`).
+//! Not here: what is readable from memory (`log_store.rs`) and how frames look (`log/`).
 
 use std::collections::BTreeMap;
 use std::io;
+use std::sync::Arc;
 use std::thread;
 
 use openraft::storage::IOFlushed;
+use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 
-use super::disk::{Change, Disk};
+use super::log::{Change, Disk};
 use super::{LogId, TypeConfig};
 
 /// Requests waiting for the disk. openraft sends one append per group of entries, so this is far above
 /// what it keeps in flight; above it the sender waits, which is the back pressure we want.
 const QUEUE_REQUESTS_MAX: usize = 1024;
 
-/// Requests in one transaction: bounds the memory and the time of a single sync.
+/// Requests in one frame: bounds the memory and the time of a single sync.
 const BATCH_REQUESTS_MAX: usize = 512;
+
+/// Bytes of commands after which a frame takes no further request, for the same reason.
+const BATCH_BYTES_MAX: u64 = 8 << 20;
 
 /// Who is told when a request is durable.
 pub(crate) enum Done {
@@ -56,6 +61,7 @@ struct Request {
 pub(crate) struct DiskQueue {
     group: u16,
     sender: mpsc::Sender<Request>,
+    committed: Arc<Mutex<Committed>>,
 }
 
 impl DiskQueue {
@@ -63,13 +69,23 @@ impl DiskQueue {
     /// queue, to know the file is closed.
     pub(crate) fn start(disk: Disk, groups: u16) -> io::Result<(Vec<DiskQueue>, thread::JoinHandle<()>)> {
         let (sender, receiver) = mpsc::channel(QUEUE_REQUESTS_MAX);
-        let thread = thread::Builder::new().name("raft-log".into()).spawn(move || run(disk, receiver))?;
-        Ok(((0..groups).map(|group| DiskQueue { group, sender: sender.clone() }).collect(), thread))
+        let committed = Arc::<Mutex<Committed>>::default();
+        let noted = Arc::clone(&committed);
+        let thread =
+            thread::Builder::new().name("raft-log".into()).spawn(move || run(disk, receiver, &noted))?;
+        let queue = |group| DiskQueue { group, sender: sender.clone(), committed: Arc::clone(&committed) };
+        Ok(((0..groups).map(queue).collect(), thread))
     }
 
     /// Puts a change in line; `done` hears when it is durable.
     pub(crate) async fn send(&self, change: Change, done: Done) -> io::Result<()> {
         self.sender.send(Request { group: self.group, change, done }).await.map_err(|_| gone())
+    }
+
+    /// Notes up to where the group is committed. It needs no sync and wakes nobody: it rides with the next batch, since
+    /// losing it costs a restarted router a moment of catching up and nothing else.
+    pub(crate) fn note_committed(&self, last: Option<LogId>) {
+        self.committed.lock().insert(self.group, last);
     }
 
     /// Puts a change in line and waits until it is durable.
@@ -87,17 +103,15 @@ fn gone() -> io::Error {
 /// Committed pointers that wait for a batch, by group.
 type Committed = BTreeMap<u16, Option<LogId>>;
 
-fn run(mut disk: Disk, mut requests: mpsc::Receiver<Request>) {
-    let mut committed = Committed::new();
+fn run(mut disk: Disk, mut requests: mpsc::Receiver<Request>, noted: &Mutex<Committed>) {
     let mut failed: Option<(io::ErrorKind, String)> = None;
     while let Some(first) = requests.blocking_recv() {
-        let batch = gather(first, &mut requests, &mut committed);
-        if batch.is_empty() {
-            continue;
-        }
+        // Taken before the batch: the entries it is about were put in line before it was noted.
+        let committed = std::mem::take(&mut *noted.lock());
+        let batch = gather(first, &mut requests);
         let result = match &failed {
             Some((kind, text)) => Err(io::Error::new(*kind, text.clone())),
-            None => write(&mut disk, &batch, std::mem::take(&mut committed)),
+            None => write(&mut disk, &batch, committed),
         };
         if let (Err(error), None) = (&result, &failed) {
             tracing::error!(%error, "the raft log cannot be written, this router stops voting: make room, then restart it");
@@ -106,7 +120,11 @@ fn run(mut disk: Disk, mut requests: mpsc::Receiver<Request>) {
         for request in batch {
             request.done.complete(copy(&result));
         }
+        if failed.is_none() {
+            disk.prepare();
+        }
     }
+    let committed = std::mem::take(&mut *noted.lock());
     if !committed.is_empty()
         && failed.is_none()
         && let Err(error) = write(&mut disk, &[], committed)
@@ -115,17 +133,16 @@ fn run(mut disk: Disk, mut requests: mpsc::Receiver<Request>) {
     }
 }
 
-/// Takes what waits. The committed pointer needs no sync of its own: it rides with the next batch,
-/// since losing it costs a restarted router a moment of catching up and nothing else.
-fn gather(first: Request, requests: &mut mpsc::Receiver<Request>, committed: &mut Committed) -> Vec<Request> {
-    let mut batch = Vec::new();
-    let mut next = Some(first);
-    while let Some(request) = next {
-        match request.change {
-            Change::Committed(log_id) => drop(committed.insert(request.group, log_id)),
-            _ => batch.push(request),
-        }
-        next = if batch.len() < BATCH_REQUESTS_MAX { requests.try_recv().ok() } else { None };
+/// Takes what waits.
+fn gather(first: Request, requests: &mut mpsc::Receiver<Request>) -> Vec<Request> {
+    let mut bytes = first.change.command_bytes();
+    let mut batch = vec![first];
+    while batch.len() < BATCH_REQUESTS_MAX
+        && bytes < BATCH_BYTES_MAX
+        && let Ok(request) = requests.try_recv()
+    {
+        bytes += request.change.command_bytes();
+        batch.push(request);
     }
     batch
 }

@@ -25,6 +25,9 @@ const LEASE_PATIENCE: Duration = Duration::from_secs(2);
 /// Pause between two such tries: a tenth of a heartbeat.
 const LEASE_PAUSE: Duration = Duration::from_millis(10);
 
+/// Time between two looks at whether consensus has stopped: the process ends then, which may take that long.
+const FAILED_LOOK: Duration = Duration::from_millis(100);
+
 /// Why a proposal has no answer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ProposeError {
@@ -279,16 +282,15 @@ impl Consensus {
         answer.map(|response| response.log_id.index()).map_err(propose_error)
     }
 
-    /// Resolves when consensus has stopped for good, with the reason.
+    /// Resolves when consensus has stopped for good, with the reason. Looks now and then: who waits for the metrics
+    /// to change is woken several times by every entry.
     pub(crate) async fn failed(&self) -> String {
-        let mut metrics = self.raft.metrics();
+        let metrics = self.raft.metrics();
         loop {
             if let Err(fatal) = &metrics.borrow_watched().running_state {
                 return fatal.to_string();
             }
-            if metrics.changed().await.is_err() {
-                return "consensus has ended".into();
-            }
+            tokio::time::sleep(FAILED_LOOK).await;
         }
     }
 

@@ -1,7 +1,7 @@
 //! The log as openraft sees it: entries readable from memory at once, durable when the disk says so.
 //!
 //! openraft 0.10 requires that an entry can be read the moment `append` returns; durability comes later
-//! through the callback. So memory is the log since the last purge, and the file (`disk.rs`) follows in
+//! through the callback. So memory is the log since the last purge, and the disk (`log/`) follows in
 //! the same order. Not here: any decision about which entries are right; that is openraft's.
 
 use std::collections::VecDeque;
@@ -16,7 +16,7 @@ use openraft::storage::{IOFlushed, LogState, RaftLogReader, RaftLogStorage};
 use parking_lot::{Mutex, RwLock};
 
 use super::bounded::take_bytes;
-use super::disk::{Change, Disk, Recovered};
+use super::log::{Change, Disk, Recovered};
 use super::disk_thread::{DiskQueue, Done};
 use super::{Entry, LogId, Payload, TypeConfig, Vote};
 
@@ -193,7 +193,8 @@ impl RaftLogStorage<TypeConfig> for LogStore {
 
     async fn save_committed(&mut self, committed: Option<LogId>) -> Result<(), io::Error> {
         self.memory.write().committed = committed;
-        self.disk.send(Change::Committed(committed), Done::Nobody).await
+        self.disk.note_committed(committed);
+        Ok(())
     }
 
     async fn read_committed(&mut self) -> Result<Option<LogId>, io::Error> {

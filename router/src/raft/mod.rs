@@ -1,7 +1,7 @@
 //! How openraft is wired: the types one log entry is made of, and the adapters in the files beside.
 //!
 //! One process hosts all groups of a cluster: control and shards, each an openraft of its own with its own log
-//! and state machine, over one file with one writing thread and one connection per peer.
+//! and state machine, over one log on disk with one writing thread and one connection per peer.
 //!
 //! Not here: what a command does (`kv_core::index`), who proposes (`crate::ingest`, `crate::admin`),
 //! who reads (`crate::view`). No other folder of the program names openraft.
@@ -9,17 +9,16 @@
 pub(crate) mod append;
 pub(crate) mod boot;
 pub(crate) mod bounded;
-pub(crate) mod disk;
 pub(crate) mod disk_thread;
 pub(crate) mod handle;
 pub(crate) mod intake;
+pub(crate) mod log;
 pub(crate) mod log_store;
 pub(crate) mod network;
 #[cfg(feature = "probe")]
 pub(crate) mod probe;
 pub(crate) mod recover;
 pub(crate) mod repair;
-mod segments;
 pub(crate) mod sending;
 pub(crate) mod service;
 pub(crate) mod snapshot_file;

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::LogId;
-use super::disk::{Change, Disk, LOG_FILE, LogError, Owner, Recovered};
+use super::log::{Change, Disk, LOG_FOLDER, LogError, Owner, Recovered};
 use super::intake::Intake;
 use super::log_store::{LogGuard, LogStore};
 use super::snapshot_file::{self, SnapshotFileError};
@@ -104,7 +104,7 @@ impl Opening<'_> {
         match groups.find(|(_, (machine, log))| log.vote.is_none() && has_snapshot(machine)) {
             None => Ok(()),
             Some((group, _)) => Err(LogError::Corrupt {
-                path: self.directory.join(LOG_FILE),
+                path: self.directory.join(LOG_FOLDER),
                 what: format!("it is new, but beside it there is a snapshot of group {group}"),
             }),
         }
@@ -153,7 +153,7 @@ impl Opening<'_> {
             .withhold(group, last)
             .map_err(|source| SnapshotFileError::Io { path: self.directory.join(WITHHELD_FILE), source })?;
         let forgotten = disk.commit([(group, &Change::Forget)].into_iter());
-        forgotten.map_err(|source| LogError::Io { path: self.directory.join(LOG_FILE), source })?;
+        forgotten.map_err(|source| LogError::Io { path: self.directory.join(LOG_FOLDER), source })?;
         *log = Recovered { vote: log.vote, ..Recovered::default() };
         let aside = set_aside(path)?;
         self.losses.push(Loss::Snapshot { path: path.display().to_string(), what, aside, group });

@@ -1,7 +1,7 @@
 //! Applies committed entries to the published index, and makes and takes snapshots of it.
 //!
 //! Applying and encoding run on blocking threads, so that neither a large proposal nor a large snapshot
-//! holds a thread that serves requests. A snapshot goes from the index to its file chunk by chunk, and what is
+//! holds a thread that serves requests; small proposals are applied where they come. A snapshot goes from the index to its file chunk by chunk, and what is
 //! handed around is the open file: nowhere is it in memory as a whole. Not here: what a command does
 //! (`kv_core::index`), how readers see it (`crate::view::published`), the file (`snapshot_file.rs`), how one comes
 //! in (`intake.rs`) and goes out (`sending.rs`).
@@ -19,11 +19,14 @@ use parking_lot::Mutex;
 use super::intake::{Intake, Received};
 use super::repair::Entries;
 use super::snapshot_file::{self, ChunkError, SnapshotFileError, Stored, Written};
-use super::{Answer, Entry, LogId, Payload, Snapshot, SnapshotMeta, StoredMembership, TypeConfig};
+use super::{Answer, Entry, LogId, Payload, Proposal, Snapshot, SnapshotMeta, StoredMembership, TypeConfig};
 use crate::view::published::{Published, Replica, Writing};
 
 /// Entries handed to a blocking thread at once: bounds how long a proposer waits for entries behind its own.
 const APPLY_ENTRIES_MAX: usize = 64;
+
+/// Bytes of commands that are applied without a blocking thread: less work than waking one, and coming back, takes.
+const APPLY_HERE_BYTES_MAX: usize = 1 << 10;
 
 /// Blocks changed under one hold of the lock that readers share: a few hundred microseconds of applying.
 const SLICE_BLOCKS_MAX: usize = 2_048;
@@ -318,6 +321,13 @@ pub(super) fn apply_batch(published: &Published, batch: Vec<(Entry, Responder)>)
     Ok(())
 }
 
+fn command_bytes(entry: &Entry) -> usize {
+    match &entry.payload {
+        Payload::Normal(Proposal(command)) => command.len(),
+        _ => 0,
+    }
+}
+
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
     tokio::task::spawn_blocking(work).await.map_err(io::Error::other)?
 }
@@ -344,9 +354,10 @@ impl RaftStateMachine<TypeConfig> for StateMachine {
                     None => ended = true,
                 }
             }
-            if !batch.is_empty() {
-                let published = Arc::clone(&self.published);
-                blocking(move || apply_batch(&published, batch)).await?;
+            let published = Arc::clone(&self.published);
+            match batch.iter().map(|(entry, _)| command_bytes(entry)).sum() {
+                0..=APPLY_HERE_BYTES_MAX => apply_batch(&published, batch)?,
+                _ => blocking(move || apply_batch(&published, batch)).await?,
             }
         }
         Ok(())

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::LogId;
-use super::disk::LogError;
+use super::log::LogError;
 use super::handle::Consensus;
 
 /// Name of the file inside the data directory.

@@ -122,6 +122,9 @@ async fn a_router_whose_disk_was_replaced_is_filled_by_the_others() {
     cluster.shutdown().await;
 }
 
+/// The first file of the Raft log.
+const LOG_FILE: &str = "raft-log/0000000000000001";
+
 /// Flips bytes in the middle of a file until the router refuses it, and gives the refusal.
 async fn refused_after_damage(cluster: &Cluster, id: u64, file: &str, needle: &[u8]) -> StartError {
     let config = cluster.configs[usize::try_from(id - 1).unwrap()].clone();
@@ -152,13 +155,15 @@ async fn a_corrupted_log_is_named_and_refused_with_what_to_do() {
             async move { client.pin(pin).await }
         })
         .await;
+    // Both copies are damaged here, and what follows shows that the log does not end there.
+    quotas(&cluster, 0..3).await;
     cluster.assert_equal_replicas().await;
     cluster.take(1).halt().await;
-    let log = refused_after_damage(&cluster, 1, "raft.redb", &marker).await;
+    let log = refused_after_damage(&cluster, 1, LOG_FILE, &marker).await;
     assert!(matches!(log, StartError::LostLog { .. }), "{log}");
     let here = cluster.directory.path().display().to_string();
     let address = cluster.configs[0].voters[0].address.clone();
-    // Which page or record the damage hit depends on where redb put it.
+    // Which frame it is depends on elections.
     let what = |error: &StartError| {
         let text = error.to_string();
         let what = text.split_once(" is corrupted: ").and_then(|(_, rest)| rest.split_once(". This router"));
@@ -242,7 +247,7 @@ async fn a_lost_snapshot_is_noticed_by_the_log() {
     says("a snapshot that is lost", &error, &[&here, &last_entry(&error)]);
     // The other way round, the router would have forgotten its vote.
     std::fs::write(&snapshot, kept).unwrap();
-    std::fs::remove_file(cluster.configs[0].data_dir.join("raft.redb")).unwrap();
+    std::fs::remove_dir_all(cluster.configs[0].data_dir.join("raft-log")).unwrap();
     let error = start(cluster.configs[0].clone()).await.err().expect("must be refused");
     says("a Raft log that is lost", &error, &[&here]);
 }

@@ -23,7 +23,7 @@ const CORE_PACKAGES: [&str; 6] = ["aes", "blake3", "hashbrown", "smallvec", "thi
 /// Package and what its closure must not hold: control never carries block bytes, data never votes.
 const NEVER: [(&str, &[&str]); 3] = [
     ("kvfleet-router", &["kvfleet-transport", "quinn", "kvfleet-node"]),
-    ("kvfleet-node", &["openraft", "redb", "kvfleet-router"]),
+    ("kvfleet-node", &["openraft", "kvfleet-router"]),
     ("kv-core", &["tokio", "mio", "socket2", "parking_lot"]),
 ];
 

@@ -9,7 +9,6 @@ use super::{Tree, Violation};
 /// Package (as Rust spells it) and the beginnings of the paths that may name it.
 const HOMES: &[(&str, &[&str])] = &[
     ("openraft", &["router/src/raft/"]),
-    ("redb", &["router/src/raft/"]),
     ("quinn", &["transport/src/quic", "benches/"]),
     ("io_uring", &["node/src/"]),
     ("opentelemetry", &["cli/src/", "proto/src/trace_context.rs"]),

@@ -3,6 +3,7 @@
 
 mod damage;
 mod full_disk;
+mod log_files;
 mod parts;
 mod recover;
 mod restart;
@@ -15,10 +16,10 @@ use kv_core::id::TenantId;
 use kv_core::index::IndexLimits;
 use kv_core::index::command::Command;
 use openraft::entry::RaftEntry;
-use openraft::storage::{RaftLogStorage, RaftLogStorageExt};
 use openraft::vote::RaftLeaderIdExt;
+use tempfile::TempDir;
 
-use super::disk::{Disk, LogError, Owner};
+use super::log::{Disk, LogError, Owner, Recovered};
 use super::intake::Intake;
 use super::log_store::{LogGuard, LogStore};
 use super::{Cluster, Entry, LeaderId, LogId, Payload, Proposal};
@@ -52,6 +53,28 @@ fn owner(router: u64, cluster: &str, shards: u16) -> Owner {
     Owner { router, cluster: Cluster { name: cluster.into(), shards } }
 }
 
+/// The log itself, without the thread that writes it.
+fn open_disk(directory: &Path) -> Result<(Disk, Vec<Recovered>), LogError> {
+    Disk::open(directory, &owner(ROUTER, "test", 1))
+}
+
+/// A folder that costs no disk, where there is one: for tests that open a log thousands of times.
+fn in_memory() -> TempDir {
+    TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap()
+}
+
+/// Makes a folder hold the files of another one and no others.
+fn replace_folder(from: &Path, to: &Path) {
+    if to.exists() {
+        std::fs::remove_dir_all(to).unwrap();
+    }
+    std::fs::create_dir(to).unwrap();
+    for file in std::fs::read_dir(from).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), to.join(file.file_name())).unwrap();
+    }
+}
+
 fn open(directory: &Path) -> (LogStore, LogGuard) {
     try_open(directory, ROUTER).unwrap()
 }
@@ -64,12 +87,4 @@ fn intake(directory: &Path, group: u16) -> Intake {
 async fn close(store: LogStore, guard: LogGuard) {
     drop(store);
     tokio::task::spawn_blocking(move || guard.join()).await.unwrap();
-}
-
-/// A closed log with the entries 0 to `last` in `directory`.
-async fn written(directory: &Path, last: u64) {
-    let (mut store, guard) = open(directory);
-    store.save_vote(&super::Vote::new_committed(1, ROUTER)).await.unwrap();
-    store.blocking_append((0..=last).map(entry)).await.unwrap();
-    close(store, guard).await;
 }

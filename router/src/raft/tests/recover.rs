@@ -9,11 +9,11 @@ use openraft::storage::{RaftLogReader, RaftLogStorage, RaftLogStorageExt};
 use tempfile::TempDir;
 
 use super::super::Vote;
-use super::super::disk::LOG_FILE;
+use super::super::log::LOG_FOLDER;
 use super::super::recover::{self, Loss, Opened};
 use super::super::snapshot_file;
 use super::super::withheld::WITHHELD_FILE;
-use super::{ROUTER, entry, intake, log_id, owner};
+use super::{ROUTER, entry, intake, log_id, owner, replace_folder};
 use crate::error::StartError;
 
 /// The group whose data is lost; the other one is control.
@@ -136,20 +136,22 @@ async fn a_crash_between_the_steps_of_a_recovery_is_made_up_for() {
     let directory = router(Some(10)).await;
     damage(directory.path());
     let damaged = fs::read(snapshot_of(directory.path())).unwrap();
-    let log = fs::read(directory.path().join(LOG_FILE)).unwrap();
+    let aside = TempDir::new().unwrap();
+    let (log, forgotten) = (aside.path().join("log"), aside.path().join("forgotten"));
+    replace_folder(&directory.path().join(LOG_FOLDER), &log);
     let (opened, _) = open(directory.path());
     close(opened).await;
     // The vote was withheld, but the log not yet forgotten and the file not yet set aside.
     fs::write(snapshot_of(directory.path()), &damaged).unwrap();
-    let forgotten = fs::read(directory.path().join(LOG_FILE)).unwrap();
-    fs::write(directory.path().join(LOG_FILE), &log).unwrap();
+    replace_folder(&directory.path().join(LOG_FOLDER), &forgotten);
+    replace_folder(&log, &directory.path().join(LOG_FOLDER));
     let (mut opened, losses) = open(directory.path());
     assert!(matches!(losses.as_slice(), [Loss::Snapshot { group: GROUP, .. }]), "{losses:?}");
     assert_empty_without_a_vote(&mut opened).await;
     close(opened).await;
     // The log was forgotten too.
     fs::write(snapshot_of(directory.path()), &damaged).unwrap();
-    fs::write(directory.path().join(LOG_FILE), &forgotten).unwrap();
+    replace_folder(&forgotten, &directory.path().join(LOG_FOLDER));
     let (mut opened, _) = open(directory.path());
     assert_empty_without_a_vote(&mut opened).await;
     assert!(directory.path().join("snapshot-1.kvf.set-aside-3").exists());
@@ -180,7 +182,7 @@ async fn a_lost_log_or_a_lost_memory_of_a_loss_is_refused() {
         assert!(error.to_string().contains(WITHHELD_FILE), "{error}");
     }
     let directory = router(Some(10)).await;
-    fs::remove_file(directory.path().join(LOG_FILE)).unwrap();
+    fs::remove_dir_all(directory.path().join(LOG_FOLDER)).unwrap();
     let Err(error) = open_as(directory.path(), false) else { panic!("a lost log was taken for a new one") };
     assert!(error.to_string().contains("it is new, but beside it"), "{error}");
 }

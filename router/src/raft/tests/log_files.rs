@@ -1,0 +1,164 @@
+//! Many batches over many files: what comes back after each restart is what was committed, and files go when nothing
+//! in them is wanted.
+
+use std::collections::VecDeque;
+use std::fs;
+use std::path::Path;
+
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use super::super::log::{Change, LOG_FOLDER, Recovered};
+use super::super::{Entry, Payload, Proposal, Vote};
+use super::{ROUTER, in_memory, log_id, open_disk};
+
+/// Bytes of a file in tests, and more than one frame takes beside.
+const FILE_BYTES: u64 = 128 << 10;
+
+fn entry_of(index: u64, bytes: usize) -> Entry {
+    let payload = Payload::Normal(Proposal(vec![index as u8; bytes].into()));
+    Entry { log_id: log_id(1, index), payload }
+}
+
+/// What the log must hold of one group.
+#[derive(Default)]
+struct Model(Recovered);
+
+impl Model {
+    fn next(&self) -> u64 {
+        let purged = self.0.purged.map_or(0, |purged| purged.index() + 1);
+        self.0.entries.back().map_or(purged, |entry| entry.log_id.index() + 1)
+    }
+
+    fn apply(&mut self, change: &Change) {
+        let Recovered { vote, purged, committed, entries } = &mut self.0;
+        match change {
+            Change::Vote(given) => *vote = Some(*given),
+            Change::Append(new) => entries.extend(new.iter().cloned()),
+            Change::Truncate { from } => entries.retain(|entry| entry.log_id.index() < *from),
+            Change::Purge(upto) => {
+                entries.retain(|entry| entry.log_id.index() > upto.index());
+                *purged = Some(*upto);
+            }
+            Change::Committed(last) => *committed = *last,
+            Change::Forget => self.0 = Recovered { vote: *vote, ..Recovered::default() },
+        }
+    }
+
+    fn change(&self, random: &mut StdRng) -> Change {
+        let (first, next) = (self.0.entries.front().map(|entry| entry.log_id.index()), self.next());
+        match (random.random_range(0..20), first) {
+            (0, _) => Change::Vote(Vote::new(random.random_range(0..9), ROUTER)),
+            (1, Some(first)) => Change::Truncate { from: random.random_range(first..=next) },
+            (2 | 3, Some(first)) => Change::Purge(log_id(1, random.random_range(first..next))),
+            (4, _) if random.random_bool(0.1) => Change::Purge(log_id(1, next + 3)),
+            (5, Some(first)) => Change::Committed(Some(log_id(1, first))),
+            (6, _) if random.random_bool(0.1) => Change::Forget,
+            _ => {
+                let bytes = [10, 300, 5_000, 40_000, 150_000][random.random_range(0..5)];
+                let count = random.random_range(1..4);
+                Change::Append((next..next + count).map(|index| entry_of(index, bytes)).collect())
+            }
+        }
+    }
+}
+
+fn files(directory: &Path) -> Vec<String> {
+    let files = fs::read_dir(directory.join(LOG_FOLDER)).unwrap();
+    files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+fn kept(directory: &Path) -> u64 {
+    files(directory).iter().filter(|name| name.parse::<u64>().is_ok()).count() as u64
+}
+
+#[test]
+fn every_restart_finds_what_was_committed() {
+    for seed in 0..12 {
+        println!("seed {seed}");
+        let mut random = StdRng::seed_from_u64(seed);
+        let directory = in_memory();
+        let mut models = [Model::default(), Model::default()];
+        for _ in 0..15 {
+            let (mut disk, recovered) = open_disk(directory.path()).unwrap();
+            let expected: Vec<Recovered> = models.iter().map(|model| model.0.clone()).collect();
+            assert_eq!(recovered, expected);
+            for _ in 0..random.random_range(0..40) {
+                let mut batch = Vec::new();
+                for _ in 0..random.random_range(1..5) {
+                    let group = random.random_range(0..2u16);
+                    let model = &mut models[usize::from(group)];
+                    let change = model.change(&mut random);
+                    model.apply(&change);
+                    batch.push((group, change));
+                }
+                disk.commit(batch.iter().map(|(group, change)| (*group, change))).unwrap();
+                disk.prepare();
+            }
+        }
+        let wanted = models.iter().flat_map(|model| &model.0.entries).map(|entry| match &entry.payload {
+            Payload::Normal(Proposal(command)) => command.len() as u64,
+            _ => 0,
+        });
+        let bound = 3 + 2 * wanted.sum::<u64>() / FILE_BYTES;
+        // A start begins a file, and with it a bound on what is kept; files go one by one.
+        let (mut disk, _) = open_disk(directory.path()).unwrap();
+        (0..100).for_each(|_| disk.prepare());
+        assert!(kept(directory.path()) <= bound, "{:?}, {bound}", files(directory.path()));
+    }
+}
+
+/// A group in which nothing happens keeps no file, and neither do files that nobody reads.
+#[test]
+fn an_idle_group_keeps_no_files() {
+    let directory = in_memory();
+    let (mut disk, _) = open_disk(directory.path()).unwrap();
+    let idle = Change::Append((0..5).map(|index| entry_of(index, 100)).collect());
+    disk.commit([(0, &idle)].into_iter()).unwrap();
+    let mut most = 0;
+    for index in 0..300 {
+        let append = Change::Append(vec![entry_of(index, 30_000)]);
+        disk.commit([(1, &append)].into_iter()).unwrap();
+        if let Some(gone) = index.checked_sub(4) {
+            disk.commit([(1, &Change::Purge(log_id(1, gone)))].into_iter()).unwrap();
+        }
+        disk.prepare();
+        most = most.max(files(directory.path()).len());
+    }
+    // Three and what is wanted, one that is written, and four to be used again.
+    assert!(most <= 3 + 2 + 1 + 4, "{most}");
+    drop(disk);
+    let (_, recovered) = open_disk(directory.path()).unwrap();
+    let expected: VecDeque<Entry> = (0..5).map(|index| entry_of(index, 100)).collect();
+    assert_eq!(recovered[0].entries, expected);
+    assert_eq!(recovered[1].entries.len(), 4);
+}
+
+/// A start that is cut off at any step leaves a log that the next start reads.
+#[test]
+fn a_start_that_was_cut_off_is_made_up_for() {
+    let directory = in_memory();
+    let (mut disk, _) = open_disk(directory.path()).unwrap();
+    disk.commit([(0, &Change::Append((0..5).map(|index| entry_of(index, 100)).collect()))].into_iter()).unwrap();
+    drop(disk);
+    let folder = directory.path().join(LOG_FOLDER);
+    let before = fs::read(folder.join(format!("{:016}", 1))).unwrap();
+    let (disk, expected) = open_disk(directory.path()).unwrap();
+    drop(disk);
+    let [closed, second] = [1, 2].map(|file| fs::read(folder.join(format!("{file:016}"))).unwrap());
+    let mut headed = second.clone();
+    headed[8_192..].fill(0);
+    // The second file was made; the first one was closed, too; it was begun.
+    for (first, second) in [(&before, &headed), (&closed, &headed), (&closed, &second)] {
+        for file in files(directory.path()) {
+            fs::remove_file(folder.join(file)).unwrap();
+        }
+        fs::write(folder.join(format!("{:016}", 1)), first).unwrap();
+        fs::write(folder.join(format!("{:016}", 2)), second).unwrap();
+        fs::write(folder.join("new"), b"half of a head").unwrap();
+        for _ in 0..2 {
+            let (_, recovered) = open_disk(directory.path()).unwrap();
+            assert_eq!(recovered, expected);
+        }
+    }
+}
