@@ -17,7 +17,7 @@ use serde::Deserialize;
 #[derive(Args, Debug)]
 pub(crate) struct BenchArgs {
     /// Name of a bench; without one, their names and what they compare are listed. With --peers: index
-    /// (when nothing is named), growth or consensus.
+    /// (when nothing is named), growth, consensus, or all of these and the bench of snapshots.
     #[arg(conflicts_with = "all")]
     name: Option<String>,
     /// Compare with indexes of others and with etcd (`benches/peers/`, built on first use, some minutes).
@@ -49,15 +49,34 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
     if args.all {
         return write_all(&options);
     }
-    let consensus = args.peers && args.name.as_deref() == Some("consensus");
-    options.extend(args.name);
     options.extend(args.json.then(|| "--json".to_owned()));
     options.extend(args.quick.then(|| "--quick".to_owned()));
-    options.extend(args.options);
-    if consensus {
+    if !args.peers {
+        return show(&mut benches(&[args.name.into_iter().collect(), options].concat()));
+    }
+    match args.name.as_deref() {
+        Some("all") => {
+            for name in ["index", "growth", "consensus"] {
+                with_peers(Some(name), &[&options[..], &args.options].concat())?;
+            }
+            show(&mut benches(&[vec!["snapshot".to_owned()], options].concat()))
+        }
+        name => with_peers(name, &[options, args.options].concat()),
+    }
+}
+
+/// Runs one bench of the package with the peers.
+fn with_peers(name: Option<&str>, options: &[String]) -> anyhow::Result<()> {
+    let mut options: Vec<String> =
+        name.into_iter().map(str::to_owned).chain(options.iter().cloned()).collect();
+    if name == Some("consensus") {
         options.extend(build_routers()?);
     }
-    let mut command = if args.peers { peers(&options) } else { benches(&options) };
+    show(&mut peers(&options))
+}
+
+/// Runs a command whose output is for whoever asked.
+fn show(command: &mut Command) -> anyhow::Result<()> {
     let status = command.status().context("cannot start cargo")?;
     if !status.success() {
         bail!("the bench ended with {status}; what it said is above");

@@ -139,7 +139,8 @@ fn an_idle_group_keeps_no_files() {
 fn a_start_that_was_cut_off_is_made_up_for() {
     let directory = in_memory();
     let (mut disk, _) = open_disk(directory.path()).unwrap();
-    disk.commit([(0, &Change::Append((0..5).map(|index| entry_of(index, 100)).collect()))].into_iter()).unwrap();
+    disk.commit([(0, &Change::Append((0..5).map(|index| entry_of(index, 100)).collect()))].into_iter())
+        .unwrap();
     drop(disk);
     let folder = directory.path().join(LOG_FOLDER);
     let before = fs::read(folder.join(format!("{:016}", 1))).unwrap();
