@@ -1,7 +1,7 @@
 //! The replicated index: a state machine that maps blocks to the nodes that hold them.
 //!
-//! Commands go in through [`Index::apply`], in log order; lookups come out of
-//! [`Index::longest_prefix`]. Equal logs give equal indexes, byte-equal snapshots and equal digests,
+//! Commands go in through [`Index::apply`], in log order; lookups of prompts come out of
+//! [`Index::longest_prefix`], those of a single block out of [`Index::holders_of`]. Equal logs give equal indexes, byte-equal snapshots and equal digests,
 //! whatever each replica has restored on the way. Not here: the log, time, load, and any promise about
 //! bytes: an answer says where a block should be, the reader checks that it is.
 //!

@@ -121,6 +121,51 @@ fn a_branch_is_not_believed_to_hang_where_other_blocks_have_grown() {
 }
 
 #[test]
+fn a_prompt_begins_where_somebody_said_that_a_prefix_does() {
+    let mut index = Fixture::with_nodes(2);
+    index.say(1, vec![stored([9, 1, 2, 3], D)]);
+    assert_eq!(index.runs([1, 2, 3]), [], "it begins in the middle");
+    let holders = |index: &Fixture, number| -> Vec<u32> {
+        index.0.holders_of(block(number)).iter().map(|holder| holder.node.0).collect()
+    };
+    assert_eq!(holders(&index, 1), [1]);
+    // What one node says is before a block does not hide it from another that says it is the first.
+    index.say(2, vec![stored([1, 2], D)]);
+    assert_eq!(holders(&index, 1), [1, 2]);
+    assert_eq!(index.runs([1, 2, 3]), [(0, 2, vec![(1, D), (2, D)]), (2, 1, vec![(1, D)])]);
+    // Nor does it matter who drops what is before it, or that what was dropped comes back elsewhere.
+    index.say(1, vec![dropped([9, 1], D)]);
+    assert_eq!(
+        index.runs([1, 2, 3]),
+        [(0, 1, vec![(2, D)]), (1, 1, vec![(1, D), (2, D)]), (2, 1, vec![(1, D)])]
+    );
+    index.say(2, vec![dropped([1], D)]);
+    assert_eq!((index.runs([1, 2, 3]), holders(&index, 1)), (vec![], vec![]));
+    index.say(2, vec![stored([1], D)]);
+    assert_eq!(index.reach([1, 2, 3]), 3);
+}
+
+#[test]
+fn a_prompt_may_leave_a_run_before_where_others_did_at_it_and_behind_it() {
+    let mut index = Fixture::with_nodes(2);
+    index.say(1, vec![stored(1..=20, D)]);
+    let branch = Change::Stored { parent: Some(block(10)), blocks: blocks(31..=35), tier: D };
+    index.say(2, vec![branch]);
+    for held in 1..=20 {
+        for new in [0, 1, 3, 30] {
+            assert_eq!(
+                index.reach((1..=held).chain(100..100 + new)),
+                held as u32,
+                "{held} and {new} new ones"
+            );
+        }
+    }
+    for held in 31..=35 {
+        assert_eq!(index.reach((1..=10).chain(31..=held).chain(100..103)), held as u32 - 20);
+    }
+}
+
+#[test]
 fn a_request_may_repeat_a_block() {
     let mut index = Fixture::with_nodes(1);
     index.say(1, vec![stored([1], D)]);
