@@ -11,9 +11,9 @@ use openraft::impls::BasicNode;
 use openraft::{Config, SnapshotPolicy};
 use tonic::transport::ClientTlsConfig;
 
-use super::log::{LogError, Owner};
 use super::handle::Consensus;
 use super::intake::Intake;
+use super::log::{LogError, Owner};
 use super::log_store::LogGuard;
 use super::network::{Envelope, Network, Peers};
 use super::recover::{self, Opened};

@@ -16,8 +16,8 @@ use openraft::storage::{IOFlushed, LogState, RaftLogReader, RaftLogStorage};
 use parking_lot::{Mutex, RwLock};
 
 use super::bounded::take_bytes;
-use super::log::{Change, Disk, Recovered};
 use super::disk_thread::{DiskQueue, Done};
+use super::log::{Change, Disk, Recovered};
 use super::{Entry, LogId, Payload, TypeConfig, Vote};
 
 /// Bytes of entries handed to one replication message: small enough to fit the peers' message limit

@@ -10,8 +10,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::LogId;
-use super::log::{Change, Disk, LOG_FOLDER, LogError, Owner, Recovered};
 use super::intake::Intake;
+use super::log::{Change, Disk, LOG_FOLDER, LogError, Owner, Recovered};
 use super::log_store::{LogGuard, LogStore};
 use super::snapshot_file::{self, SnapshotFileError};
 use super::state_machine::StateMachine;

@@ -13,8 +13,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::LogId;
-use super::log::LogError;
 use super::handle::Consensus;
+use super::log::LogError;
 
 /// Name of the file inside the data directory.
 pub(crate) const WITHHELD_FILE: &str = "withheld-votes";

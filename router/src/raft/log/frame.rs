@@ -209,7 +209,11 @@ pub(super) fn copy_at(seed: u32, bytes: &[u8], at: u64) -> Option<Frame<'_>> {
         FrameHead { number: number(8), start: number(16), file_bytes: number(24), beside_bytes: number(32) };
     let copy_bytes = pages(FRAME_HEAD + records.len()) as u64;
     // A copy that lies elsewhere was not written by us.
-    (at == head.start || head.start.checked_add(copy_bytes) == Some(at)).then_some(Frame { head, at, records })
+    (at == head.start || head.start.checked_add(copy_bytes) == Some(at)).then_some(Frame {
+        head,
+        at,
+        records,
+    })
 }
 
 /// The first sound copy at a page from byte `from` on, of a frame with this number or a higher one.

@@ -176,8 +176,7 @@ impl Replay {
     ) -> Result<(), LogError> {
         let number = frame.head.number;
         let damaged = |what: String| corrupt(&file.path, format!("frame {number} {what}"));
-        let records =
-            decode(frame.records).map_err(|error| damaged(format!("does not decode: {error}")))?;
+        let records = decode(frame.records).map_err(|error| damaged(format!("does not decode: {error}")))?;
         let mut beside = frame.beside_start();
         for record in records {
             let (group, change) = match record {

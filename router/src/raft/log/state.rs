@@ -36,19 +36,44 @@ impl Change {
     }
 }
 
-/// A record of a frame. Its numbers are part of the format.
+/// A record of a frame. Names and the order of what they hold are part of the format.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Record {
     /// All of a group but its entries, at the head of a file: what came before is not needed to know it.
-    Group { group: u16, marks: Marks },
-    Vote { group: u16, vote: Vote },
-    Append { group: u16, entry: Entry },
+    Group {
+        group: u16,
+        marks: Marks,
+    },
+    Vote {
+        group: u16,
+        vote: Vote,
+    },
+    Append {
+        group: u16,
+        entry: Entry,
+    },
     /// The command of the entry is the next one beside the records.
-    AppendBeside { group: u16, log_id: LogId, bytes: u32, crc32c: u32 },
-    Truncate { group: u16, from: u64 },
-    Purge { group: u16, upto: LogId },
-    Committed { group: u16, last: Option<LogId> },
-    Forget { group: u16 },
+    AppendBeside {
+        group: u16,
+        log_id: LogId,
+        bytes: u32,
+        crc32c: u32,
+    },
+    Truncate {
+        group: u16,
+        from: u64,
+    },
+    Purge {
+        group: u16,
+        upto: LogId,
+    },
+    Committed {
+        group: u16,
+        last: Option<LogId>,
+    },
+    Forget {
+        group: u16,
+    },
     /// Last of a file: the next one is there.
     Closed,
 }
@@ -86,10 +111,7 @@ pub(super) struct LogState {
 
 impl LogState {
     pub(super) fn new(groups: u16) -> LogState {
-        LogState {
-            groups: (0..groups).map(|_| GroupState::default()).collect(),
-            wanted: BTreeMap::new(),
-        }
+        LogState { groups: (0..groups).map(|_| GroupState::default()).collect(), wanted: BTreeMap::new() }
     }
 
     pub(super) fn wanted(&self, file: u64) -> Wanted {

@@ -157,7 +157,10 @@ fn a_log_that_was_cut_loses_nothing_silently() {
         let lengths = (0..sound.len()).filter(|length| length % SECTOR < 2 || length % 97 == 0);
         for length in lengths {
             let opened = damaged.judge(&file, &sound[..length], &format!("batch {count}, cut to {length}"));
-            assert!(!opened || length >= end, "batch {count}: cut to {length} of {end} bytes and not noticed");
+            assert!(
+                !opened || length >= end,
+                "batch {count}: cut to {length} of {end} bytes and not noticed"
+            );
         }
     }
 }
@@ -234,7 +237,8 @@ fn a_frame_damaged_in_both_copies_and_a_damaged_command_are_named() {
     fs::write(&file, &damaged).unwrap();
     let text = refusal(directory.path());
     let is_checksum = |word: &&str| word.len() == 8 && word.chars().all(|letter| letter.is_ascii_hexdigit());
-    let mut varying: Vec<&str> = text.split(|letter: char| !letter.is_alphanumeric()).filter(is_checksum).collect();
+    let mut varying: Vec<&str> =
+        text.split(|letter: char| !letter.is_alphanumeric()).filter(is_checksum).collect();
     varying.push(&here);
     says("a flipped bit in a large command of the Raft log", &text, &varying);
     fs::write(&file, &sound).unwrap();
@@ -275,7 +279,9 @@ fn a_log_that_was_never_finished_is_made_anew() {
 fn a_log_of_an_earlier_release_is_refused() {
     let directory = in_memory();
     fs::write(directory.path().join("raft.redb"), b"redb").unwrap();
-    let Err(error) = Disk::open(directory.path(), &owner(ROUTER, "test", 1)) else { panic!("must be refused") };
+    let Err(error) = Disk::open(directory.path(), &owner(ROUTER, "test", 1)) else {
+        panic!("must be refused")
+    };
     let here = directory.path().display().to_string();
     says("a Raft log of an earlier release", &error, &[&here]);
     assert!(!directory.path().join(LOG_FOLDER).exists());

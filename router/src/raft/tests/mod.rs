@@ -19,8 +19,8 @@ use openraft::entry::RaftEntry;
 use openraft::vote::RaftLeaderIdExt;
 use tempfile::TempDir;
 
-use super::log::{Disk, LogError, Owner, Recovered};
 use super::intake::Intake;
+use super::log::{Disk, LogError, Owner, Recovered};
 use super::log_store::{LogGuard, LogStore};
 use super::{Cluster, Entry, LeaderId, LogId, Payload, Proposal};
 
