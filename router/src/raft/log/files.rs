@@ -17,8 +17,12 @@ use super::frame::{FRAMES_START, FileHead, PAGE};
 /// this is rare. A single frame may be larger, and then has a file that is.
 pub(super) const FILE_BYTES: u64 = if cfg!(test) { 128 << 10 } else { 32 << 20 };
 
-/// Bytes of a new file, and of zeros that are written ahead at once.
-pub(super) const STEP_BYTES: u64 = if cfg!(test) { 32 << 10 } else { 1 << 20 };
+/// Bytes of a new file, and what lengths are a multiple of.
+const STEP_BYTES: u64 = if cfg!(test) { 32 << 10 } else { 1 << 20 };
+
+/// Zeros that are written ahead at once: frames that come meanwhile wait, so this must be rare for small ones, less
+/// than one in a hundred, and not long.
+const ZEROS_BYTES: u64 = if cfg!(test) { 32 << 10 } else { 4 << 20 };
 
 /// Room ahead below which the next zeros are written: that of a few frames.
 const AHEAD_MIN: u64 = if cfg!(test) { 16 << 10 } else { 128 << 10 };
@@ -187,14 +191,13 @@ impl LogFile {
         end + MARK_BYTES <= self.named
     }
 
-    /// Makes it long enough for frames up to `end`, durably: doubling, so that this is rare, or as long as need be.
+    /// Makes it long enough for frames up to `end`, durably: as long as files are, or as need be. That takes no room.
     pub(super) fn grow(&mut self, end: u64) -> io::Result<()> {
         let needed = end + MARK_BYTES;
         if needed <= self.bytes {
             return Ok(());
         }
-        let doubled = (2 * self.bytes).min(FILE_BYTES);
-        let bytes = needed.next_multiple_of(STEP_BYTES).max(doubled);
+        let bytes = needed.next_multiple_of(STEP_BYTES).max(FILE_BYTES);
         self.file.set_len(bytes)?;
         self.file.sync_all()?;
         self.bytes = bytes;
@@ -225,16 +228,14 @@ impl LogFile {
         Ok(())
     }
 
-    /// Makes room for the frames to come, before they wait for it: a longer file, and zeros in it.
+    /// Makes room for small frames to come, before they wait for it: a longer file, and zeros in it.
     pub(super) fn write_ahead(&mut self) -> io::Result<()> {
         let wanted = self.end + AHEAD_MIN;
         if wanted <= self.written || self.written >= FILE_BYTES {
             return Ok(());
         }
-        if wanted > self.bytes {
-            self.grow(wanted)?;
-        }
-        let to = (self.written + STEP_BYTES).min(self.bytes);
+        self.grow(wanted)?;
+        let to = (self.written + ZEROS_BYTES).min(self.bytes);
         write_zeros(&self.file, self.written, to)?;
         self.file.sync_data()?;
         self.written = to;

@@ -84,6 +84,8 @@ pub(crate) struct Disk {
     begun: u64,
     state: LogState,
     next_frame: u64,
+    /// Whether the last frame had no commands beside its records.
+    was_small: bool,
     /// Where the last frame is, for tests.
     #[cfg(test)]
     pub(crate) last_frame: std::ops::Range<u64>,
@@ -135,6 +137,7 @@ impl Disk {
             begun,
             state,
             next_frame,
+            was_small: true,
             #[cfg(test)]
             last_frame: 0..0,
             _lock: lock,
@@ -172,7 +175,9 @@ impl Disk {
 
     /// Makes room for the next batches while nobody waits. What it cannot do is done, or fails, when it is needed.
     pub(crate) fn prepare(&mut self) {
-        if let Err(error) = self.current.write_ahead().and_then(|()| self.free_oldest()) {
+        // Zeros below a large frame would cost more than they save.
+        let ahead = if self.was_small { self.current.write_ahead() } else { Ok(()) };
+        if let Err(error) = ahead.and_then(|()| self.free_oldest()) {
             tracing::debug!(%error, "no room was made ahead in the raft log");
         }
     }
@@ -195,7 +200,8 @@ impl Disk {
         let head =
             FrameHead { number, start, file_bytes: file.bytes(), beside_bytes: records.beside_bytes() };
         let copies = encode(file.head.seed(), head, &records.encoded)?;
-        if !records.beside.is_empty() {
+        self.was_small = records.beside.is_empty();
+        if !self.was_small {
             file.write_beside(start + copies.len() as u64, &records.beside)?;
         }
         file.write_copies(&copies, start + frame_bytes(records))?;

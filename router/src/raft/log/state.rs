@@ -36,7 +36,7 @@ impl Change {
     }
 }
 
-/// A record of a frame. Its numbers are part of the format.
+/// A record of a frame. Names and the order of what they hold are part of the format.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Record {
     /// All of a group but its entries, at the head of a file: what came before is not needed to know it.

@@ -163,3 +163,19 @@ fn a_start_that_was_cut_off_is_made_up_for() {
         }
     }
 }
+
+/// A pointer that came to the disk before the entry it names: what was committed is learnt from the leader.
+#[test]
+fn a_committed_pointer_beyond_the_log_is_not_taken() {
+    let directory = in_memory();
+    let (mut disk, _) = open_disk(directory.path()).unwrap();
+    let append = Change::Append((0..5).map(|index| entry_of(index, 100)).collect());
+    for (committed, kept) in [(4, Some(log_id(1, 4))), (5, None)] {
+        let committed = Change::Committed(Some(log_id(1, committed)));
+        disk.commit([(0, &append), (0, &committed)].into_iter()).unwrap();
+        drop(disk);
+        let (opened, recovered) = open_disk(directory.path()).unwrap();
+        assert_eq!(recovered[0].committed, kept);
+        disk = opened;
+    }
+}
