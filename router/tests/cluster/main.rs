@@ -5,6 +5,7 @@ mod agreement;
 mod bad_input;
 mod harness;
 mod nodes;
+mod residency;
 mod restarts;
 mod shards;
 mod truth;
