@@ -316,6 +316,7 @@ mod tests {
             start_blocks,
             len_blocks,
             holders: holders.iter().map(|node| holder(*node)).collect(),
+            ..Default::default()
         };
         let shares = shares(&[run(0, 4, &[1, 2]), run(4, 2, &[1]), run(6, 3, &[1, 2, 3])]);
         assert_eq!(shares, BTreeMap::from([((1, 1), 9), ((2, 1), 4)]));

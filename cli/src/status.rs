@@ -64,6 +64,10 @@ struct InstanceLine {
     running: u32,
     report_age_ms: u64,
     node: Option<u32>,
+    /// What it has in GPU memory, as each router heard; the most of them, since each hears for itself.
+    resident_blocks: u64,
+    /// Routers that are missing batches of its reports of GPU memory.
+    uncertain_at: u64,
 }
 
 /// Everything that is shown.
@@ -118,7 +122,7 @@ fn gather(answers: Vec<Answer>) -> Fleet {
     let last = reached().map(|status| status.last_log_index).max().unwrap_or_default();
     Fleet {
         nodes: newest.nodes.iter().map(|node| node_line(node, &audited(reached(), node.node))).collect(),
-        instances: newest.instances.iter().map(instance_line).collect(),
+        instances: newest.instances.iter().map(|one| instance_line(one, reached())).collect(),
         pins: newest.pins,
         routers: answers.into_iter().map(|(address, answer)| router_line(address, answer, last)).collect(),
     }
@@ -181,8 +185,15 @@ fn node_line(node: &pb::NodeStatus, truth: &pb::Truth) -> NodeLine {
     }
 }
 
-fn instance_line(instance: &pb::InstanceStatus) -> InstanceLine {
+fn instance_line<'a>(
+    instance: &pb::InstanceStatus,
+    statuses: impl Iterator<Item = &'a pb::StatusReply>,
+) -> InstanceLine {
+    let known = statuses.flat_map(|status| &status.instances).filter(|one| one.instance == instance.instance);
+    let residency: Vec<_> = known.filter_map(|one| one.residency).collect();
     InstanceLine {
+        resident_blocks: residency.iter().map(|one| one.blocks).max().unwrap_or(0),
+        uncertain_at: residency.iter().filter(|one| one.uncertain).count() as u64,
         instance: instance.instance,
         address: instance.address.clone(),
         queue_tokens: instance.queue_tokens,
@@ -211,6 +222,12 @@ fn render_groups(out: &mut String, fleet: &Fleet) {
         let GroupLine { group, leader, applied_index, .. } = newest;
         let _ = writeln!(out, "{group:<7} {leader:<7} {applied_index:<9} {agreed:<17} {drifts}");
     }
+}
+
+/// A question mark where a router is missing reports.
+fn resident_in_words(instance: &InstanceLine) -> String {
+    let mark = if instance.uncertain_at > 0 { "?" } else { "" };
+    format!("{}{mark}", instance.resident_blocks)
 }
 
 fn in_words(share: Option<f64>) -> String {
@@ -259,16 +276,20 @@ fn render(fleet: &Fleet) -> String {
             node.silent_ms
         );
     }
-    let _ = writeln!(out, "\ninst.   address                node  running  queued tokens  last report");
+    let _ = writeln!(
+        out,
+        "\ninst.   address                node  running  queued tokens  GPU blocks  last report"
+    );
     for instance in &fleet.instances {
         let node = instance.node.map_or("-".to_owned(), |node| node.to_string());
         let _ = writeln!(
             out,
-            "{:<7} {:<22} {node:<5} {:<8} {:<14} {} ms ago",
+            "{:<7} {:<22} {node:<5} {:<8} {:<14} {:<11} {} ms ago",
             instance.instance,
             instance.address,
             instance.running,
             instance.queue_tokens,
+            resident_in_words(instance),
             instance.report_age_ms
         );
     }
@@ -310,6 +331,20 @@ mod tests {
         assert!(text.contains("1       2       700       512               2"), "{text}");
         assert!(text.contains("0.7500     1.0000"), "{text}");
         assert!(shown(true).contains("a replica differs"));
+    }
+
+    #[test]
+    fn instances_show_what_routers_heard_of_their_gpu_memory() {
+        let status = |blocks, uncertain| {
+            let residency = pb::Residency { blocks, uncertain, ..Default::default() };
+            let one = pb::InstanceStatus { instance: 3, residency: Some(residency), ..Default::default() };
+            Ok(pb::StatusReply { instances: vec![one], ..Default::default() })
+        };
+        let shown = |second| render(&gather(vec![("a:1".into(), status(70, false)), ("b:1".into(), second)]));
+        let text = shown(status(80, false));
+        assert!(text.contains(" 80          0 ms ago"), "{text}");
+        let text = shown(status(0, true));
+        assert!(text.contains(" 70?         0 ms ago"), "{text}");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Fetch: the cached part of a prefix, from all its sources at once, proven block by block.
 //!
-//! A block counts only while every earlier one came: what is handed out is contiguous from block 0.
+//! A block counts only while every earlier one came: what is handed out is contiguous from the first block that
+//! the engine has not itself.
 //! Waiting ends at one deadline for everything, because after it recomputing is cheaper. Not here:
 //! which sources (the router's decision) and recomputing (the engine).
 
@@ -36,7 +37,9 @@ pub struct FetchCall {
     pub identity: IdentityDigest,
     /// Blocks of the whole request, in prefix order.
     pub hashes: Vec<BlockHash>,
-    /// The decision's sources: consecutive segments from block 0.
+    /// Leading blocks that the engine has in GPU memory itself, as the decision says: sources begin behind them.
+    pub resident_blocks: u32,
+    /// The decision's sources: consecutive segments from the first block that is not resident.
     pub sources: Vec<pb::Source>,
     /// Time after which recomputing is cheaper than waiting.
     pub deadline: Duration,
@@ -56,7 +59,7 @@ pub struct FetchedBlock {
 /// What came of a fetch.
 #[derive(Clone, Debug, Default)]
 pub struct FetchOutcome {
-    /// Blocks from block 0 on, without gaps, all verified.
+    /// Blocks from the first that is not resident on, without gaps, all verified.
     pub blocks: Vec<FetchedBlock>,
     /// Encoded bytes of `blocks`.
     pub bytes: u64,
@@ -101,7 +104,7 @@ pub struct HeldLease {
 /// Why a fetch could not even begin. That blocks did not come is no error (see [`FetchOutcome::misses`]).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FetchError {
-    /// The sources are not consecutive segments from block 0 within the request.
+    /// The sources are not consecutive segments behind the resident blocks and within the request.
     #[error(
         "source {position} covers blocks {start} to {end}, expected it to begin at {expected} and end by {asked}"
     )]
@@ -166,7 +169,7 @@ async fn release_one(paths: &Paths, held: &HeldLease) -> Result<(), PathError> {
 }
 
 fn check_sources(call: &FetchCall) -> Result<(), FetchError> {
-    let mut expected = 0u64;
+    let mut expected = u64::from(call.resident_blocks);
     for (position, source) in call.sources.iter().enumerate() {
         let end = u64::from(source.start_blocks) + u64::from(source.len_blocks);
         if u64::from(source.start_blocks) != expected || end > call.hashes.len() as u64 {

@@ -1,5 +1,5 @@
-//! Small standing jobs of a router: nodes into the fleet view, numbers into metrics, a snapshot when the log
-//! grows large.
+//! Small standing jobs of a router: nodes into the fleet view, an end to what silent instances said, numbers into
+//! metrics, a snapshot when the log grows large.
 //!
 //! Not here: liveness and ingest, which decide something.
 
@@ -7,15 +7,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kv_core::schedule::LiveNode;
+use parking_lot::RwLock;
 use tokio_util::sync::CancellationToken;
 
+use crate::clock::Clock;
 use crate::groups::Groups;
 use crate::metrics::Metrics;
 use crate::view::fleet::FleetView;
 use crate::view::holders;
+use crate::view::residency::{self, Residency};
 
-/// How often the block counts of nodes (the ring's load) and the gauges are taken anew.
-const REFRESH_EVERY: Duration = Duration::from_millis(250);
+/// How often the block counts of nodes (the ring's load), silence of instances and the gauges are taken anew.
+const REFRESH_EVERY: Duration = residency::LOOK_EVERY;
 
 /// Bytes of all groups' logs in memory that call for a snapshot before the entry count does: entries can be a
 /// megabyte each, and the whole log since the last purge is in memory.
@@ -28,6 +31,8 @@ const NODE_WEIGHT: u32 = 1;
 pub(crate) struct Background {
     pub(crate) groups: Groups,
     pub(crate) fleet: Arc<FleetView>,
+    pub(crate) residency: Arc<RwLock<Residency>>,
+    pub(crate) clock: Clock,
     pub(crate) metrics: Metrics,
 }
 
@@ -49,18 +54,37 @@ impl Background {
 
     /// Brings the live nodes of the index into the fleet.
     fn refresh_nodes(&self) {
+        let now = self.clock.now();
         let control = self.groups.control().published.read();
         let live = control.index.nodes().filter(|state| state.live).map(|state| LiveNode {
             node: state.record.node,
             epoch: state.epoch,
             weight: NODE_WEIGHT,
             blocks: holders::blocks_of(&self.groups, state),
-            link: None,
+            link: self.fleet.link(state.record.node, state.epoch, now),
         });
         self.fleet.set_nodes(live.collect());
     }
 
+    /// Ends what instances said that are silent, in small steps: readers go first between two.
+    fn look_at_instances(&self) {
+        let now = self.clock.now();
+        loop {
+            let ended = self.residency.write().look(now);
+            self.metrics.residency_ended("silent", ended.silent);
+            self.metrics.residency_ended("unrepaired", ended.unrepaired);
+            self.metrics.residency_ended("restarted", ended.restarted);
+            if !ended.more {
+                break;
+            }
+        }
+        self.fleet.forget_aged_links(now);
+        let standings = self.residency.read().standings(now);
+        self.metrics.resident(&standings);
+    }
+
     async fn regularly(&self) {
+        self.look_at_instances();
         let mut log_bytes = 0;
         let mut copies = 0;
         for group in self.groups.all() {

@@ -12,6 +12,7 @@ use prometheus::{
 };
 
 use crate::truth::audit::Score;
+use crate::view::residency::Standing;
 
 /// Handles on this router's metrics; clones share them.
 #[derive(Clone)]
@@ -33,6 +34,50 @@ pub(crate) struct Metrics {
     log_bytes: IntGauge,
     index_copies: IntGauge,
     truth: TruthMetrics,
+    soft: SoftMetrics,
+}
+
+/// What instances say they have in GPU memory.
+#[derive(Clone)]
+struct SoftMetrics {
+    blocks: IntGaugeVec,
+    batches: IntCounterVec,
+    replays: IntCounter,
+    ended: IntCounterVec,
+    unlisted: IntCounter,
+}
+
+impl SoftMetrics {
+    fn register(registry: &Registry) -> prometheus::Result<SoftMetrics> {
+        let (name, help) = ("kvfleet_resident_blocks", "Blocks that an instance has in GPU memory");
+        let blocks = IntGaugeVec::new(Opts::new(name, help), &["instance"])?;
+        registry.register(Box::new(blocks.clone()))?;
+        Ok(SoftMetrics {
+            blocks,
+            batches: labelled(
+                registry,
+                "kvfleet_residency_batches_total",
+                "Batches of reports of GPU memory by what became of them",
+                "outcome",
+            )?,
+            replays: counter(
+                registry,
+                "kvfleet_residency_replays_asked_total",
+                "Reports of GPU memory answered by asking for batches that are missing",
+            )?,
+            ended: labelled(
+                registry,
+                "kvfleet_residency_ended_total",
+                "Times that what an instance said of its GPU memory became void, by reason",
+                "reason",
+            )?,
+            unlisted: counter(
+                registry,
+                "kvfleet_residency_unlisted_blocks_total",
+                "Blocks in GPU memory that found no room in the soft plane",
+            )?,
+        })
+    }
 }
 
 /// What the truth meter found.
@@ -162,6 +207,7 @@ impl Metrics {
             log_bytes: gauge(registry, "kvfleet_log_bytes", "Bytes of log entries held in memory")?,
             index_copies: gauge(registry, "kvfleet_index_copies", "(node, block) pairs of live nodes")?,
             truth: TruthMetrics::register(registry)?,
+            soft: SoftMetrics::register(registry)?,
         })
     }
 
@@ -235,6 +281,31 @@ impl Metrics {
             if let Some(share) = share {
                 gauges.with_label_values(&[&node]).set(share);
             }
+        }
+    }
+
+    pub(crate) fn residency_batches(&self, outcome: &str, batches: usize) {
+        self.soft.batches.with_label_values(&[outcome]).inc_by(batches as u64);
+    }
+
+    pub(crate) fn residency_unlisted(&self, blocks: u64) {
+        self.soft.unlisted.inc_by(blocks);
+    }
+
+    pub(crate) fn replay_asked(&self) {
+        self.soft.replays.inc();
+    }
+
+    pub(crate) fn residency_ended(&self, reason: &str, instances: u64) {
+        self.soft.ended.with_label_values(&[reason]).inc_by(instances);
+    }
+
+    /// Shows what every instance has; one that was forgotten is shown no longer.
+    pub(crate) fn resident(&self, all: &[Standing]) {
+        self.soft.blocks.reset();
+        for one in all {
+            let instance = one.instance.0.to_string();
+            self.soft.blocks.with_label_values(&[&instance]).set(gauge_value(one.blocks));
         }
     }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use kvfleet_proto::pb::raft_server::RaftServer;
 use kvfleet_proto::pb::router_server::RouterServer;
 use kvfleet_proto::tls::{Identity, TlsFiles};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use prometheus::Registry;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
@@ -38,6 +38,7 @@ use crate::server::{CONTROL_MESSAGE_BYTES_MAX, RouterService, Shared};
 use crate::truth::Truth;
 use crate::truth::run::Meter;
 use crate::view::fleet::FleetView;
+use crate::view::residency::{RESIDENT_BLOCKS_MAX, Residency};
 
 /// Longest a stopping leader waits for another router to take over; an idle transfer takes under a
 /// millisecond, and without it the others elect within their timeout anyway.
@@ -187,6 +188,7 @@ impl Parts<'_> {
         let clock = Clock::start();
         let control = self.groups.control();
         let fleet = Arc::new(FleetView::new(self.config.hardware()));
+        let residency = Arc::new(RwLock::new(Residency::new(RESIDENT_BLOCKS_MAX, clock.now())));
         let silence = Arc::new(Mutex::new(Silence::new(self.config.timings.silence())));
         tokio::spawn(liveness::run(
             Arc::clone(&silence),
@@ -202,6 +204,8 @@ impl Parts<'_> {
         let background = Background {
             groups: self.groups.clone(),
             fleet: Arc::clone(&fleet),
+            residency: Arc::clone(&residency),
+            clock,
             metrics: self.metrics.clone(),
         };
         tokio::spawn(background.run(self.stop.clone()));
@@ -221,6 +225,7 @@ impl Parts<'_> {
             peers,
             groups: self.groups.clone(),
             fleet,
+            residency,
             silence,
             ingests: self.groups.shards().iter().map(|shard| self.ingest(shard, clock)).collect(),
             directives: directives::start(Arc::clone(&control.published), self.stop.clone()),

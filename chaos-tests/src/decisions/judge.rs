@@ -100,7 +100,12 @@ mod tests {
     #[test]
     fn holders_of_epochs_that_are_over_are_no_candidates() {
         let holder = |node, epoch| pb::Holder { node, epoch, ..pb::Holder::default() };
-        let run = |start_blocks, len_blocks, holders| pb::HolderRun { start_blocks, len_blocks, holders };
+        let run = |start_blocks, len_blocks, holders| pb::HolderRun {
+            start_blocks,
+            len_blocks,
+            holders,
+            ..Default::default()
+        };
         let facts = facts(&[], &[(1, 2), (2, 1)]);
         let runs = [run(0, 4, vec![holder(1, 1), holder(2, 1)]), run(4, 2, vec![holder(1, 1)])];
         assert_eq!(of_lookup(&facts, &runs), Named { blocks: 4, stale: 2 });

@@ -73,7 +73,8 @@ impl Engine {
 
     /// Fetches what the decision says and compares every byte. Answers where leases may be held now.
     async fn fetch(&self, job: &Job, asker: &Asker, reply: &mut pb::RunReply) -> BTreeSet<HeldLease> {
-        if job.sources.is_empty() {
+        // Without GPU memory, what a decision counts on there is computed, and with it all that lies behind.
+        if job.sources.is_empty() || job.resident_blocks > 0 {
             return BTreeSet::new();
         }
         let begun = Instant::now();
@@ -84,6 +85,7 @@ impl Engine {
             category: asker.category,
             identity: asker.identity,
             hashes: job.hashes.clone(),
+            resident_blocks: 0,
             sources: job.sources.clone(),
             deadline: self.deadline(job),
         };
@@ -330,6 +332,7 @@ mod tests {
             hashes: vec![],
             block_tokens: 512,
             input_tokens: 1000,
+            resident_blocks: 0,
             sources: vec![],
             save_to: None,
             wait_save: true,

@@ -23,6 +23,7 @@ fn call(blocks: u32, sources: Vec<pb::Source>) -> FetchCall {
         category: Category::default(),
         identity: IDENTITY,
         hashes: hashes(blocks),
+        resident_blocks: 0,
         sources,
         deadline: PATIENCE,
     }
@@ -151,6 +152,19 @@ async fn faults_never_hand_out_wrong_bytes() {
         wrong += outcome.wrong_blocks;
     }
     assert!(whole > 0 && wrong > 100, "{whole} whole fetches, {wrong} wrong blocks seen");
+}
+
+#[tokio::test]
+async fn what_the_engine_has_itself_is_not_fetched() {
+    let (network, _) = network(1, 6);
+    let client = client_on(&network);
+    let behind = FetchCall { resident_blocks: 2, ..call(6, vec![source(0, 2, 3)]) };
+    let outcome = client.fetch(behind).await.unwrap();
+    let fetched: Vec<_> = outcome.blocks.iter().map(|block| block.frame.verify(IDENTITY, hash(2))).collect();
+    assert!(fetched.len() == 3 && fetched[0].is_ok() && fetched[1].is_err(), "blocks 2 to 4");
+    let before = FetchCall { resident_blocks: 2, ..call(6, vec![source(0, 0, 3)]) };
+    let error = client.fetch(before).await.unwrap_err();
+    assert!(matches!(error, FetchError::Sources { expected: 2, .. }), "{error}");
 }
 
 #[tokio::test]

@@ -40,12 +40,16 @@ impl Router for Fake {
     }
     async fn lookup(&self, request: Request<pb::LookupRequest>) -> Answer<pb::LookupReply> {
         let len_blocks = u32::try_from(request.get_ref().hashes.len() / 16).unwrap();
-        let run = pb::HolderRun { start_blocks: 0, len_blocks, holders: vec![] };
-        Ok(Response::new(pb::LookupReply { runs: vec![run], freshness: None }))
+        let run = pb::HolderRun { len_blocks, ..Default::default() };
+        Ok(Response::new(pb::LookupReply { runs: vec![run], ..Default::default() }))
     }
     async fn report(&self, _: Request<pb::ReportRequest>) -> Answer<pb::ReportReply> {
         self.calls.fetch_add(1, Ordering::Relaxed);
         Ok(Response::new(pb::ReportReply::default()))
+    }
+
+    async fn report_residency(&self, _: Request<pb::ResidencyRequest>) -> Answer<pb::ResidencyReply> {
+        absent()
     }
     async fn status(&self, _: Request<pb::StatusRequest>) -> Answer<pb::StatusReply> {
         Ok(Response::new(pb::StatusReply { term: 4, ..pb::StatusReply::default() }))

@@ -10,7 +10,8 @@
 //! function takes its least value over an interval at one of its ends; the upward step of a new source's
 //! latency lies right behind an end. So the best p over *all* p is 0 or the end of a run, and `plan` is
 //! exact by trying those. Algorithm 1 of Mooncake (FAST '25) compares only "own prefix" with "best
-//! prefix" under a balancing threshold; both are among the ends tried here, so no threshold is needed.
+//! prefix" under a balancing threshold; both are among the ends tried here, so no threshold is needed. Blocks that an
+//! instance has in GPU memory only move the lower end of the interval: they cost neither transfer nor prefill.
 
 use smallvec::SmallVec;
 use xxhash_rust::xxh3::xxh3_64;
@@ -26,15 +27,17 @@ use crate::index::{Holder, HolderRun, PrefixMatch};
 /// What an instance would do for a request, and how long that takes, its queue left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Plan {
-    /// What it fetches, in prefix order, without gaps from block 0.
+    /// Leading blocks that it has in GPU memory.
+    pub resident_blocks: u32,
+    /// What it fetches, in prefix order, without gaps from the first block that is not resident.
     pub sources: SmallVec<[Source; 4]>,
     pub fetch_blocks: u32,
     pub recompute_tokens: u32,
     pub transfer_us: u64,
     pub prefill_us: u64,
-    /// Leading blocks that the instance's own node holds.
+    /// Blocks that the instance's own node holds, from the first that is not resident on.
     pub overlap_blocks: u32,
-    /// Leading blocks that live nodes hold.
+    /// Leading blocks that are resident or that live nodes hold.
     pub held_blocks: u32,
 }
 
@@ -49,19 +52,30 @@ pub(super) fn queue_us(profile: &HardwareProfile, load: &Load) -> u64 {
 
 const NS_PER_US: u64 = 1_000;
 
-/// Makes the plans of one request. What all plans share is worked out once: which holders are live, and
-/// the best one of each run for an instance without a node.
+/// Makes the plans of one request for instances that have equally many leading blocks in GPU memory, most
+/// often none. What all plans share is worked out once: which holders are live, and the best one of each run
+/// for an instance without a node.
 pub(super) struct Planner<'a> {
-    request: &'a RouteRequest,
+    pub(super) request: &'a RouteRequest,
+    resident_blocks: u32,
     profile: &'a HardwareProfile,
     runs: SmallVec<[Run; 8]>,
 }
 
 impl<'a> Planner<'a> {
-    pub(super) fn new(request: &'a RouteRequest, matched: &PrefixMatch, fleet: &'a Fleet) -> Self {
-        let mut planner = Self { request, profile: &fleet.profile, runs: SmallVec::new() };
-        let mut held_blocks = 0;
-        for run in &matched.runs {
+    pub(super) fn new(
+        request: &'a RouteRequest,
+        matched: &PrefixMatch,
+        resident_blocks: u32,
+        fleet: &'a Fleet,
+    ) -> Self {
+        let resident_blocks = resident_blocks.min(request.blocks);
+        let mut planner = Self { request, resident_blocks, profile: &fleet.profile, runs: SmallVec::new() };
+        let mut held_blocks = resident_blocks;
+        let behind = |run: &&HolderRun| {
+            resident_blocks == 0 || run.start_blocks.saturating_add(run.len_blocks) > resident_blocks
+        };
+        for run in matched.runs.iter().filter(behind) {
             let Some(run) = planner.resolve(run, held_blocks, fleet) else { break };
             held_blocks = run.end_blocks;
             planner.runs.push(run);
@@ -76,13 +90,16 @@ impl<'a> Planner<'a> {
 
     /// The plan of least transfer and prefill for an instance whose own node is `own`.
     pub(super) fn plan(&self, own: Option<NodeId>) -> Plan {
-        let mut best = Plan { prefill_us: self.prefill_us(0), ..Plan::default() };
+        let resident_blocks = self.resident_blocks;
+        let mut best = Plan { prefill_us: self.prefill_us(resident_blocks), ..Plan::default() };
         let mut sources = SmallVec::<[Source; 4]>::new();
-        let (mut transfer_ns, mut overlap_blocks) = (0u64, 0);
+        // Ends of what is fetched and of what the own node holds, as offsets in the request.
+        let (mut fetched_to, mut overlap_to) = (resident_blocks, resident_blocks);
+        let mut transfer_ns = 0u64;
         for run in &self.runs {
             let leg = self.leg(run, own, sources.last());
-            if overlap_blocks == run.start_blocks && own == Some(leg.holder.node) {
-                overlap_blocks = run.end_blocks;
+            if overlap_to == run.start_blocks && own == Some(leg.holder.node) {
+                overlap_to = run.end_blocks;
             }
             extend(&mut sources, &leg, run);
             transfer_ns = transfer_ns.saturating_add(leg.ns);
@@ -90,13 +107,20 @@ impl<'a> Planner<'a> {
                 (transfer_ns.div_ceil(NS_PER_US), self.prefill_us(run.end_blocks));
             // At equal time fetch: it leaves the instance free for others.
             if transfer_us.saturating_add(prefill_us) <= best.transfer_us.saturating_add(best.prefill_us) {
-                best = Plan { fetch_blocks: run.end_blocks, transfer_us, prefill_us, ..best };
+                fetched_to = run.end_blocks;
+                best = Plan { transfer_us, prefill_us, ..best };
             }
         }
-        truncate(&mut sources, best.fetch_blocks);
-        let recompute_tokens = self.request.input_tokens - self.tokens(best.fetch_blocks);
-        let held_blocks = self.runs.last().map_or(0, |run| run.end_blocks);
-        Plan { sources, recompute_tokens, overlap_blocks, held_blocks, ..best }
+        truncate(&mut sources, fetched_to);
+        Plan {
+            resident_blocks,
+            sources,
+            fetch_blocks: fetched_to - resident_blocks,
+            recompute_tokens: self.request.input_tokens - self.tokens(fetched_to),
+            overlap_blocks: overlap_to - resident_blocks,
+            held_blocks: self.runs.last().map_or(resident_blocks, |run| run.end_blocks),
+            ..best
+        }
     }
 
     /// The part of a run that the request asks for and live nodes hold, if it joins on to what is held
@@ -148,8 +172,9 @@ impl<'a> Planner<'a> {
         blocks.saturating_mul(self.request.block_tokens).min(self.request.input_tokens)
     }
 
-    fn prefill_us(&self, fetched_blocks: u32) -> u64 {
-        let context = self.tokens(fetched_blocks);
+    /// Prefill behind so many leading blocks that are there.
+    fn prefill_us(&self, there_blocks: u32) -> u64 {
+        let context = self.tokens(there_blocks);
         let new = self.request.input_tokens - context;
         let prefill_ns = self.profile.prefill_ns(context.into(), new.into());
         prefill_ns.saturating_add(self.profile.step_ns).div_ceil(NS_PER_US)

@@ -49,7 +49,9 @@ pub struct Candidate {
     pub instance: InstanceId,
     /// What the request would cost there; zero when it was filtered.
     pub predicted: Prediction,
-    /// Leading blocks that its own node holds; 0 when it was filtered.
+    /// Leading blocks that it has in GPU memory, as far as it said; 0 when it was filtered.
+    pub resident_blocks: u32,
+    /// Blocks that its own node holds, from the first that is not resident on; 0 when it was filtered.
     pub overlap_blocks: u32,
     /// Why it was not considered, if so.
     pub filtered: Option<Filtered>,
@@ -96,7 +98,12 @@ pub enum Reason {
     },
     /// No other instance could take it.
     OnlyCandidate,
-    /// Its own node holds the leading blocks.
+    /// It has the leading blocks in GPU memory.
+    Resident {
+        /// How many.
+        blocks: u32,
+    },
+    /// Its own node holds the leading blocks, those in GPU memory left out.
     OwnOverlap {
         /// How many.
         blocks: u32,
@@ -111,7 +118,7 @@ pub enum Reason {
         /// How many.
         blocks: u32,
     },
-    /// No live node holds the first block.
+    /// No live node holds the first block, and it is not in the instance's GPU memory.
     NothingHeld,
     /// The index names more blocks, from one on whose holders are not live.
     HolderGone {
@@ -142,7 +149,8 @@ impl fmt::Display for Reason {
             }
             Reason::Tie { among } => write!(f, "equal TTFT on {among} instances, spread by request"),
             Reason::OnlyCandidate => write!(f, "only instance that can take it"),
-            Reason::OwnOverlap { blocks } => write!(f, "own node holds the first {blocks} blocks"),
+            Reason::Resident { blocks } => write!(f, "the first {blocks} blocks are in its GPU memory"),
+            Reason::OwnOverlap { blocks } => write!(f, "own node holds the first {blocks} blocks to fetch"),
             Reason::RemoteFetch { blocks } => write!(f, "{blocks} blocks come from other nodes"),
             Reason::RecomputeCheaper { blocks } => {
                 write!(f, "{blocks} held blocks are faster to recompute than to fetch")
@@ -167,9 +175,11 @@ pub struct Decision {
     pub request: RequestId,
     /// Where it runs.
     pub instance: InstanceId,
-    /// What is fetched, in prefix order and without gaps from block 0.
+    /// Leading blocks that the instance has in GPU memory, as far as it said: neither fetched nor computed.
+    pub resident_blocks: u32,
+    /// What is fetched, in prefix order and without gaps from the first block that is not resident.
     pub sources: Vec<Source>,
-    /// Leading blocks to fetch: what `sources` sum to.
+    /// Blocks to fetch: what `sources` sum to.
     pub fetch_blocks: u32,
     /// Blocks behind them, to compute.
     pub recompute_blocks: u32,

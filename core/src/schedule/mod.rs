@@ -8,6 +8,7 @@
 mod cost;
 mod decision;
 mod fleet;
+mod link;
 mod load;
 mod profile;
 
@@ -16,13 +17,14 @@ use std::time::Duration;
 use smallvec::SmallVec;
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::id::{BlockHash, Category, NodeId, RequestId, TenantId, Tier, Timestamp};
+use crate::id::{BlockHash, Category, InstanceId, NodeId, RequestId, TenantId, Tier, Timestamp};
 use crate::index::{Holder, PrefixMatch};
 use crate::place::LOAD_BOUND;
 
 use cost::{Plan, Planner};
 pub use decision::{Candidate, Decision, Filtered, Prediction, Reason, RejectReason, Rejection, Source};
 pub use fleet::{Fleet, Instance, Limits, LiveNode, QUEUE_TOKENS_MAX, REPORT_STALE_AFTER};
+pub use link::{LINK_AGED_AFTER, LinkEstimate, LinkSample};
 pub use load::{Load, record};
 pub use profile::{HardwareProfile, Lane, PROFILES};
 
@@ -56,19 +58,53 @@ pub struct RouteRequest {
     pub output_tokens: u32,
 }
 
+/// Leading blocks of the request that an instance has in GPU memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Resident {
+    /// The instance.
+    pub instance: InstanceId,
+    /// How many.
+    pub blocks: u32,
+}
+
+/// Who has the leading blocks of a request: the two planes of a lookup.
+#[derive(Clone, Copy, Debug)]
+pub struct Held<'a> {
+    /// Nodes, from the index.
+    pub matched: &'a PrefixMatch,
+    /// Instances, by ascending number; those without a block are left out.
+    pub resident: &'a [Resident],
+}
+
+impl Held<'_> {
+    /// Leading blocks of the request that an instance has in GPU memory.
+    fn resident_blocks(&self, instance: InstanceId) -> u32 {
+        let rank = self.resident.binary_search_by_key(&instance, |resident| resident.instance);
+        rank.map_or(0, |rank| self.resident[rank].blocks)
+    }
+}
+
+impl<'a> From<&'a PrefixMatch> for Held<'a> {
+    /// What nodes hold, with nothing resident.
+    fn from(matched: &'a PrefixMatch) -> Self {
+        Held { matched, resident: &[] }
+    }
+}
+
 /// Chooses the instance with the least predicted TTFT and says how it gets the KV. Equal arguments give
 /// equal answers.
 ///
 /// # Errors
 /// [`Rejection`] when no instance has a fresh report and room in its queue.
-pub fn choose(
+pub fn choose<'a>(
     request: &RouteRequest,
-    matched: &PrefixMatch,
+    held: impl Into<Held<'a>>,
     fleet: &Fleet,
     now: Timestamp,
 ) -> Result<Decision, Rejection> {
-    let planner = Planner::new(request, matched, fleet);
-    let mut candidates = price(&planner, fleet, now);
+    let held = held.into();
+    let planner = Planner::new(request, held.matched, 0, fleet);
+    let mut candidates = price(held, &planner, fleet, now);
     candidates.sort_unstable_by_key(rank);
     let open = candidates.partition_point(|candidate| candidate.filtered.is_none());
     if open == 0 {
@@ -77,16 +113,21 @@ pub fn choose(
     let best_us = candidates[0].predicted.ttft_us();
     let tied = candidates[..open].partition_point(|candidate| candidate.predicted.ttft_us() == best_us);
     candidates[..tied].rotate_left(turn(request.request, tied));
-    Ok(decide(&Choice { request, matched, fleet, planner: &planner, open, tied }, candidates))
+    Ok(decide(&Choice { request, held, fleet, open, tied }, candidates))
 }
 
 /// Cost of every instance, in the order of the fleet.
-fn price(planner: &Planner<'_>, fleet: &Fleet, now: Timestamp) -> Vec<Candidate> {
+fn price(held: Held<'_>, planner: &Planner<'_>, fleet: &Fleet, now: Timestamp) -> Vec<Candidate> {
     // Instances whose node holds nothing of the prefix all share one plan.
     let afar = planner.plan(None);
     let cost = |instance: &Instance| {
         if let Some(filtered) = filter(instance, &fleet.limits, now) {
             return filtered_out(instance, filtered);
+        }
+        let resident_blocks = held.resident_blocks(instance.id);
+        if resident_blocks > 0 {
+            let planner = Planner::new(planner.request, held.matched, resident_blocks, fleet);
+            return costed(instance, &planner.plan(instance.node), &fleet.profile);
         }
         let near = instance.node.filter(|&node| planner.holds_any(node)).map(|node| planner.plan(Some(node)));
         costed(instance, near.as_ref().unwrap_or(&afar), &fleet.profile)
@@ -107,6 +148,7 @@ fn filtered_out(instance: &Instance, filtered: Filtered) -> Candidate {
     Candidate {
         instance: instance.id,
         predicted: Prediction::default(),
+        resident_blocks: 0,
         overlap_blocks: 0,
         filtered: Some(filtered),
     }
@@ -118,7 +160,8 @@ fn costed(instance: &Instance, plan: &Plan, profile: &HardwareProfile) -> Candid
         transfer_us: plan.transfer_us,
         prefill_us: plan.prefill_us,
     };
-    Candidate { instance: instance.id, predicted, overlap_blocks: plan.overlap_blocks, filtered: None }
+    let Plan { resident_blocks, overlap_blocks, .. } = *plan;
+    Candidate { instance: instance.id, predicted, resident_blocks, overlap_blocks, filtered: None }
 }
 
 /// Open candidates first, by TTFT; ids make the order total.
@@ -135,9 +178,8 @@ fn turn(request: RequestId, among: usize) -> usize {
 /// What is settled once the candidates are in order.
 struct Choice<'a> {
     request: &'a RouteRequest,
-    matched: &'a PrefixMatch,
+    held: Held<'a>,
     fleet: &'a Fleet,
-    planner: &'a Planner<'a>,
     /// Candidates that were not filtered.
     open: usize,
     /// Of those, the ones as good as the best.
@@ -145,17 +187,18 @@ struct Choice<'a> {
 }
 
 fn decide(choice: &Choice<'_>, candidates: Vec<Candidate>) -> Decision {
-    let Choice { request, fleet, .. } = *choice;
+    let Choice { request, held, fleet, .. } = *choice;
     let chosen = candidates[0];
     let own = fleet.instance(chosen.instance).and_then(|instance| instance.node);
-    let plan = choice.planner.plan(own);
+    let plan = Planner::new(request, held.matched, chosen.resident_blocks, fleet).plan(own);
     let save_to = save_to(request, fleet, own);
     let reasons = reasons(choice, &candidates, &plan, own, save_to);
     Decision {
         request: request.request,
         instance: chosen.instance,
+        resident_blocks: plan.resident_blocks,
         fetch_blocks: plan.fetch_blocks,
-        recompute_blocks: request.blocks - plan.fetch_blocks,
+        recompute_blocks: request.blocks - plan.resident_blocks - plan.fetch_blocks,
         recompute_tokens: plan.recompute_tokens,
         sources: plan.sources.into_vec(),
         save_to,
@@ -213,10 +256,10 @@ fn why_instance(choice: &Choice<'_>, candidates: &[Candidate]) -> Reason {
 fn why_sources(choice: &Choice<'_>, plan: &Plan, own: Option<NodeId>) -> SmallVec<[Reason; 4]> {
     let remote: u32 =
         plan.sources.iter().filter(|source| own != Some(source.node)).map(|source| source.len_blocks).sum();
-    let runs = &choice.matched.runs;
+    let runs = &choice.held.matched.runs;
     let named = runs.last().map_or(0, |run| run.start_blocks.saturating_add(run.len_blocks));
     let gone = named.min(choice.request.blocks).saturating_sub(plan.held_blocks);
-    let cut = plan.held_blocks - plan.fetch_blocks;
+    let cut = plan.held_blocks - plan.resident_blocks - plan.fetch_blocks;
     let mut reasons = SmallVec::new();
     let mut say = |holds: bool, reason: Reason| {
         if holds {
@@ -224,6 +267,7 @@ fn why_sources(choice: &Choice<'_>, plan: &Plan, own: Option<NodeId>) -> SmallVe
         }
     };
     say(plan.held_blocks == 0, Reason::NothingHeld);
+    say(plan.resident_blocks > 0, Reason::Resident { blocks: plan.resident_blocks });
     say(plan.overlap_blocks > 0, Reason::OwnOverlap { blocks: plan.overlap_blocks });
     say(remote > 0, Reason::RemoteFetch { blocks: remote });
     say(cut > 0, Reason::RecomputeCheaper { blocks: cut });

@@ -360,6 +360,13 @@ impl Router for FakeRouter {
         Err(Status::unimplemented("not part of these tests"))
     }
 
+    async fn report_residency(
+        &self,
+        _: Request<pb::ResidencyRequest>,
+    ) -> Result<Response<pb::ResidencyReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
     async fn status(&self, _: Request<pb::StatusRequest>) -> Result<Response<pb::StatusReply>, Status> {
         Err(Status::unimplemented("not part of these tests"))
     }

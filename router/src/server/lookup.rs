@@ -1,6 +1,6 @@
-//! Who holds which part of a prefix; and waiting until this router has seen a node's announcement.
+//! Who holds which part of a prefix, in both planes; and waiting until this router has seen a node's announcement.
 //!
-//! Not here: the search itself (`kv_core::index`).
+//! Not here: the search itself (`kv_core::index`), and how the planes are put together (`crate::view::planes`).
 
 use std::time::Duration;
 
@@ -9,10 +9,12 @@ use kv_core::index::{Holder, Index};
 use kvfleet_proto::pb;
 use tonic::Status;
 
+use super::residency::standing_to_pb;
 use super::{Shared, check, fresh};
 use crate::groups::Group;
 use crate::raft::CONTROL;
-use crate::view::holders;
+use crate::view::residency::Standing;
+use crate::view::{holders, planes};
 
 /// Longest a reader waits for `after`: beyond it a stale answer, which costs a miss at worst, is better.
 const SEEN_WAIT_MAX: Duration = Duration::from_secs(1);
@@ -23,14 +25,22 @@ pub(super) async fn lookup(shared: &Shared, request: pb::LookupRequest) -> Resul
     ready(shared, &hashes, &request.after, request.fresh).await?;
     let control = shared.control().published.read();
     let (matched, applied) = holders::longest_prefix(&shared.groups, &control.index, &hashes);
-    let runs = matched.runs.iter().map(|run| pb::HolderRun {
+    let resident = resident(shared, &hashes);
+    let runs = planes::together(&matched, &resident).into_iter().map(|run| pb::HolderRun {
         start_blocks: run.start_blocks,
         len_blocks: run.len_blocks,
         holders: run.holders.iter().map(|holder| holder_to_pb(&control.index, holder)).collect(),
+        instances: run.instances.iter().map(|instance| instance.0).collect(),
     });
     let runs = runs.collect();
     drop(control);
-    Ok(pb::LookupReply { runs, freshness: Some(freshness(shared, &hashes, applied)) })
+    let residency = resident.iter().map(standing_to_pb).collect();
+    Ok(pb::LookupReply { runs, residency, freshness: Some(freshness(shared, &hashes, applied)) })
+}
+
+/// Instances that have the first of these blocks in GPU memory.
+pub(super) fn resident(shared: &Shared, hashes: &[BlockHash]) -> Vec<Standing> {
+    shared.residency.read().resident(holders::looked_up(&shared.groups, hashes), shared.clock.now())
 }
 
 /// How fresh an answer about these blocks is.

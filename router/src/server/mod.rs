@@ -1,6 +1,6 @@
 //! The router's control calls: checks what comes in, asks view and consensus, words what goes out.
 //!
-//! One file per situation: `route` and `lookup` (any replica), `announce` (a node's stream, leader only),
+//! One file per situation: `route`, `lookup` and `residency` (any replica), `announce` (a node's stream, leader only),
 //! `admin` and `members` (leader only), `status`. Not here: decisions (`kv_core`) and the Raft calls
 //! (`crate::raft::service`).
 
@@ -10,6 +10,7 @@ mod check;
 mod fresh;
 mod lookup;
 mod members;
+mod residency;
 mod route;
 mod status;
 
@@ -18,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use kv_core::id::Timestamp;
 use kvfleet_proto::pb;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use tokio::sync::watch;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
@@ -34,6 +35,7 @@ use crate::raft::handle::{LeaderAt, ProposeError};
 use crate::raft::network::Peers;
 use crate::truth::Truth;
 use crate::view::fleet::FleetView;
+use crate::view::residency::Residency;
 
 /// Metadata key that carries the leader's address in a "not the leader" answer.
 pub(crate) const LEADER_KEY: &str = "kvfleet-leader";
@@ -47,6 +49,7 @@ pub(crate) struct Shared {
     pub(crate) peers: Peers,
     pub(crate) groups: Groups,
     pub(crate) fleet: Arc<FleetView>,
+    pub(crate) residency: Arc<RwLock<Residency>>,
     pub(crate) silence: Arc<Mutex<Silence>>,
     /// Of each shard, the first of which is number 1.
     pub(crate) ingests: Vec<Ingest>,
@@ -156,6 +159,10 @@ impl pb::router_server::Router for RouterService {
 
     async fn report(&self, request: Request<pb::ReportRequest>) -> Answer<pb::ReportReply> {
         route::report(&self.shared, request.into_inner()).map(Response::new)
+    }
+
+    async fn report_residency(&self, request: Request<pb::ResidencyRequest>) -> Answer<pb::ResidencyReply> {
+        residency::report(&self.shared, request.get_ref()).map(Response::new)
     }
 
     async fn status(&self, _: Request<pb::StatusRequest>) -> Answer<pb::StatusReply> {

@@ -2,20 +2,25 @@
 //!
 //! Not here: the choice (`kv_core::schedule`) and the load's bookkeeping (`crate::view::fleet`).
 
-use kv_core::id::{InstanceId, NodeId, RequestId, TenantId};
+use std::time::Duration;
+
+use kv_core::id::{Epoch, InstanceId, NodeId, RequestId, TenantId};
 use kv_core::index::Index;
 use kv_core::schedule::{
-    self, Candidate, Decision, Load, Prediction, RejectReason, Rejection, RouteRequest, Source,
+    self, Candidate, Decision, Held, LinkSample, Load, Prediction, RejectReason, Rejection, Resident,
+    RouteRequest, Source,
 };
 use kvfleet_proto::{convert, pb, trace_context};
 use tonic::Status;
 use tracing::Instrument;
 
-use super::lookup::{data_address, freshness, holder_to_pb, ready};
+use super::lookup::{data_address, freshness, holder_to_pb, ready, resident};
 use super::{Shared, check, millis};
 use crate::metrics::Routed;
 use crate::view::fleet::{INSTANCES_MAX, Receipt, Report};
 use crate::view::holders;
+use crate::view::links::{Measured, SAMPLES_MAX};
+use crate::view::residency::Standing;
 
 /// Answers a route call, under a span that continues the caller's trace.
 pub(super) async fn route(shared: &Shared, request: pb::RouteRequest) -> Result<pb::RouteReply, Status> {
@@ -32,7 +37,9 @@ async fn decide(shared: &Shared, request: pb::RouteRequest) -> Result<pb::RouteR
     check_identity(&control.index, &request.identity)?;
     let (matched, applied) = holders::longest_prefix(&shared.groups, &control.index, &hashes);
     let now = shared.clock.now();
-    let chosen = shared.fleet.decide(|fleet| schedule::choose(&asked, &matched, fleet, now));
+    let resident: Vec<_> = resident(shared, &hashes).iter().map(of_instance).collect();
+    let held = Held { matched: &matched, resident: &resident };
+    let chosen = shared.fleet.decide(|fleet| schedule::choose(&asked, held, fleet, now));
     let answer = match chosen {
         Ok((decision, address)) => {
             pb::route_reply::Answer::Decision(decision_to_pb(&control.index, &decision, address))
@@ -46,6 +53,11 @@ async fn decide(shared: &Shared, request: pb::RouteRequest) -> Result<pb::RouteR
     };
     drop(control);
     Ok(pb::RouteReply { answer: Some(answer), freshness: Some(freshness(shared, &hashes, applied)) })
+}
+
+/// What is uncertain counts here: most of it is right, and what is not is computed again.
+fn of_instance(standing: &Standing) -> Resident {
+    Resident { instance: standing.instance, blocks: u32::try_from(standing.blocks).unwrap_or(u32::MAX) }
 }
 
 /// How a call ended, for the metrics.
@@ -100,6 +112,7 @@ fn decision_to_pb(index: &Index, decision: &Decision, instance_address: String) 
         predicted: Some(prediction_to_pb(&decision.predicted)),
         candidates: decision.candidates.iter().map(candidate_to_pb).collect(),
         reasons: decision.reasons.iter().map(ToString::to_string).collect(),
+        resident_blocks: decision.resident_blocks,
     }
 }
 
@@ -124,6 +137,7 @@ fn candidate_to_pb(candidate: &Candidate) -> pb::Candidate {
         instance: candidate.instance.0,
         predicted: Some(prediction_to_pb(&candidate.predicted)),
         overlap_blocks: candidate.overlap_blocks,
+        resident_blocks: candidate.resident_blocks,
         filtered: candidate.filtered.map(|why| why.to_string()).unwrap_or_default(),
     }
 }
@@ -138,19 +152,43 @@ pub(super) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::
     if request.address.is_empty() && !request.leaving {
         return Err(check::invalid("address is empty: say where the instance takes requests, host:port"));
     }
+    check::at_most("number of link samples", request.links.len(), SAMPLES_MAX)?;
+    let (instance, now) = (InstanceId(request.instance), shared.clock.now());
+    // An instance that leaves has ended what it said in this life.
+    let counts_from = request.started_us.saturating_add(u64::from(request.leaving));
     let report = Report {
-        instance: InstanceId(request.instance),
+        instance,
         address: request.address,
         node: request.has_node.then_some(NodeId(request.node)),
         load: Load::reported(request.queue_tokens, request.running, request.waiting),
         sequence: request.sequence,
         started_us: request.started_us,
         leaving: request.leaving,
+        links: request.links.iter().map(measured_from_pb).collect(),
     };
-    if shared.fleet.report(report, shared.clock.now()) == Receipt::Full {
-        return Err(Status::resource_exhausted(format!(
-            "{INSTANCES_MAX} instances are known, which is the limit"
-        )));
+    match shared.fleet.report(report, now) {
+        Receipt::Full => {
+            return Err(Status::resource_exhausted(format!(
+                "{INSTANCES_MAX} instances are known, which is the limit"
+            )));
+        }
+        Receipt::Accepted => {
+            let standing = shared.residency.read().standing(instance, now);
+            if standing.is_some_and(|standing| standing.epoch < counts_from) {
+                shared.residency.write().started(instance, counts_from, now);
+            }
+        }
+        Receipt::Old => {}
     }
     Ok(pb::ReportReply { freshness: Some(freshness(shared, &[], 0)) })
+}
+
+fn measured_from_pb(link: &pb::LinkSample) -> Measured {
+    let sample = LinkSample {
+        fetches: link.fetches,
+        latency: Duration::from_micros(link.latency_us),
+        bytes: link.bytes,
+        stream: Duration::from_micros(link.stream_us),
+    };
+    Measured { node: NodeId(link.node), epoch: Epoch(link.epoch), sample }
 }

@@ -8,6 +8,7 @@ use kv_core::index::NodeState;
 use kvfleet_proto::pb;
 use tonic::Status;
 
+use super::residency::standing_to_pb;
 use super::{Shared, millis};
 use crate::groups::Group;
 use crate::view::holders;
@@ -100,6 +101,7 @@ fn node_status(shared: &Shared, state: &NodeState) -> pb::NodeStatus {
 
 fn instances(shared: &Shared) -> Vec<pb::InstanceStatus> {
     let now = shared.clock.now();
+    let residency = shared.residency.read();
     let known = shared.fleet.instances().into_iter();
     known
         .map(|known| pb::InstanceStatus {
@@ -110,6 +112,7 @@ fn instances(shared: &Shared) -> Vec<pb::InstanceStatus> {
             report_age_ms: millis(now.since(known.instance.reported_at)),
             node: known.instance.node.unwrap_or_default().0,
             has_node: known.instance.node.is_some(),
+            residency: residency.standing(known.instance.id, now).as_ref().map(standing_to_pb),
         })
         .collect()
 }

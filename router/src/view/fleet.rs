@@ -1,22 +1,24 @@
-//! The soft half of the view: instances and their load, as reported to this router.
+//! The soft half of the view: instances with their load and links, as reported to this router.
 //!
 //! Reports are numbered; an older one is ignored, and a new start time means a new process whose numbers
-//! begin again. Not here: the choice (`kv_core::schedule`) and the replicated half (`published.rs`). Lost
-//! on restart; the next report rebuilds it.
+//! begin again. Not here: the choice (`kv_core::schedule`), what instances have in GPU memory (`residency/`) and the
+//! replicated half (`published.rs`). Lost on restart; the next report rebuilds it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use kv_core::id::{InstanceId, NodeId, Timestamp};
-use kv_core::schedule::{Decision, Fleet, HardwareProfile, Instance, LiveNode, Load, record};
+use kv_core::id::{Epoch, InstanceId, NodeId, Timestamp};
+use kv_core::schedule::{Decision, Fleet, HardwareProfile, Instance, Lane, LiveNode, Load, record};
 use parking_lot::RwLock;
+
+use super::links::{Links, Measured};
 
 /// Instances known at once: far above any fleet, so that a reporter gone mad cannot fill the memory.
 pub(crate) const INSTANCES_MAX: usize = 4096;
 
 /// Silence after which an instance may be forgotten to make room: far beyond any delay of its reports, so
 /// that a late one of a process that ended is still known to be old.
-const FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
+pub(super) const FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
 
 /// One report of an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,6 +30,7 @@ pub(crate) struct Report {
     pub(crate) sequence: u64,
     pub(crate) started_us: u64,
     pub(crate) leaving: bool,
+    pub(crate) links: Vec<Measured>,
 }
 
 /// What became of a report.
@@ -52,12 +55,13 @@ struct Known {
 struct Soft {
     fleet: Fleet,
     known: BTreeMap<InstanceId, Known>,
+    links: Links,
 }
 
 impl Soft {
     /// Makes room: forgets instances that left or fell silent long ago.
     fn forget_silent(&mut self, now: Timestamp) {
-        let Soft { fleet, known } = self;
+        let Soft { fleet, known, .. } = self;
         known.retain(|instance, one| {
             let stays = now.since(one.heard) < FORGOTTEN_AFTER;
             if !stays {
@@ -82,7 +86,7 @@ pub(crate) struct InstanceStanding {
 
 impl FleetView {
     pub(crate) fn new(profile: HardwareProfile) -> FleetView {
-        FleetView { soft: RwLock::new(Soft { fleet: Fleet::new(profile), known: BTreeMap::new() }) }
+        FleetView { soft: RwLock::new(Soft { fleet: Fleet::new(profile), ..Soft::default() }) }
     }
 
     /// Takes a report, unless a newer one was seen.
@@ -97,17 +101,37 @@ impl FleetView {
                 return Receipt::Old;
             }
             None if count >= INSTANCES_MAX => return Receipt::Full,
+            Some(known) if known.started_us < report.started_us => soft.links.forget(report.instance),
             _ => {}
         }
         if report.leaving {
             soft.fleet.remove_instance(report.instance);
+            soft.links.forget(report.instance);
         } else {
             let Report { instance, node, load, .. } = report;
             soft.fleet.put_instance(Instance { id: instance, node, load, reported_at: now });
+            // What comes from its own node says nothing of the network.
+            let afar: Vec<_> = report.links.iter().filter(|link| Some(link.node) != node).copied().collect();
+            soft.links.measured(instance, &afar, now);
         }
         let Report { instance, address, sequence, started_us, .. } = report;
         soft.known.insert(instance, Known { address, sequence, started_us, heard: now });
         Receipt::Accepted
+    }
+
+    /// When an instance started, as its last report said.
+    pub(crate) fn started(&self, instance: InstanceId) -> Option<u64> {
+        self.soft.read().known.get(&instance).map(|known| known.started_us)
+    }
+
+    /// How fast instances read from a node under this epoch, if they did lately.
+    pub(crate) fn link(&self, node: NodeId, epoch: Epoch, now: Timestamp) -> Option<Lane> {
+        self.soft.read().links.of_node(node, epoch, now)
+    }
+
+    /// Forgets links that nobody used lately.
+    pub(crate) fn forget_aged_links(&self, now: Timestamp) {
+        self.soft.write().links.forget_aged(now);
     }
 
     /// Replaces the live nodes.
@@ -143,6 +167,7 @@ impl FleetView {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kv_core::schedule::LinkSample;
 
     fn report(sequence: u64, started_us: u64, queue_tokens: u64) -> Report {
         Report {
@@ -153,6 +178,7 @@ mod tests {
             sequence,
             started_us,
             leaving: false,
+            links: vec![],
         }
     }
 
@@ -190,6 +216,29 @@ mod tests {
         assert_eq!(view.report(report(1, 10, 1), Timestamp(3)), Receipt::Old);
         assert_eq!(view.report(report(1, 30, 1), Timestamp(4)), Receipt::Accepted);
         assert_eq!(queue(&view), [1]);
+    }
+
+    #[test]
+    fn links_come_with_the_load_and_end_with_the_process_that_measured() {
+        let view = FleetView::new(HardwareProfile::default());
+        let (bytes, stream) = (100_000_000, Duration::from_millis(100));
+        let sample = LinkSample { fetches: 1, bytes, stream, latency: Duration::ZERO };
+        let link = |node| Measured { node: NodeId(node), epoch: Epoch(1), sample };
+        let with = |sequence, started_us| Report {
+            node: Some(NodeId(2)),
+            links: vec![link(1), link(2)],
+            ..report(sequence, started_us, 1)
+        };
+        let rate = |node| view.link(NodeId(node), Epoch(1), Timestamp(1)).map(|lane| lane.bytes_per_s);
+        view.report(with(1, 10), Timestamp(1));
+        assert_eq!((rate(1), rate(2)), (Some(1_000_000_000), None), "its own node is no network away");
+        assert_eq!(view.report(with(1, 10), Timestamp(1)), Receipt::Old);
+        view.report(report(1, 20, 1), Timestamp(1));
+        assert_eq!(rate(1), None);
+        view.report(with(2, 20), Timestamp(1));
+        assert_eq!(rate(1), Some(1_000_000_000));
+        view.report(Report { leaving: true, ..report(3, 20, 1) }, Timestamp(1));
+        assert_eq!((rate(1), view.started(InstanceId(1))), (None, Some(20)));
     }
 
     #[test]

@@ -10,10 +10,15 @@ use kv_core::index::{Holder, HolderRun, Index, NodeState, PrefixMatch};
 use crate::groups::{Group, Groups};
 
 /// The blocks of `hashes` that one shard lists: up to the first that is of another chain.
-pub(crate) fn of_one_chain(hashes: &[BlockHash]) -> &[BlockHash] {
+fn of_one_chain(hashes: &[BlockHash]) -> &[BlockHash] {
     let Some(first) = hashes.first() else { return hashes };
     let chained = hashes.iter().take_while(|hash| hash.root_tag() == first.root_tag()).count();
     &hashes[..chained]
+}
+
+/// The blocks of `hashes` that a lookup is about. One tag is one shard; with a single shard the tag says nothing.
+pub(crate) fn looked_up<'a>(groups: &Groups, hashes: &'a [BlockHash]) -> &'a [BlockHash] {
+    if groups.shard_count() > 1 { of_one_chain(hashes) } else { hashes }
 }
 
 /// The group whose replica answers for a prefix: the shard that lists it, control for an empty one.
@@ -24,11 +29,9 @@ pub(crate) fn answering<'a>(groups: &'a Groups, hashes: &[BlockHash]) -> &'a Gro
 /// The longest prefix that live nodes hold, and the last entry that is in the answer.
 pub(crate) fn longest_prefix(groups: &Groups, control: &Index, hashes: &[BlockHash]) -> (PrefixMatch, u64) {
     let Some(first) = hashes.first() else { return (PrefixMatch::default(), 0) };
-    // One tag is one shard; with a single shard the tag says nothing.
-    let chained = if groups.shard_count() > 1 { of_one_chain(hashes) } else { hashes };
     let (matched, applied) = {
         let shard = groups.of_block(*first).published.read();
-        (shard.index.longest_prefix(chained), shard.applied_index())
+        (shard.index.longest_prefix(looked_up(groups, hashes)), shard.applied_index())
     };
     (of_the_living(matched, control), applied)
 }

@@ -337,6 +337,12 @@ pub fn stored(blocks: &[[u8; 16]]) -> pb::Change {
     pb::Change { change: Some(pb::change::Change::Stored(stored)) }
 }
 
+/// The same, in GPU memory.
+pub fn resident(blocks: &[[u8; 16]]) -> pb::Change {
+    let stored = pb::Stored { parent: Vec::new(), blocks: blocks.concat(), tier: 2 };
+    pb::Change { change: Some(pb::change::Change::Stored(stored)) }
+}
+
 pub fn cleared() -> pb::Change {
     pb::Change { change: Some(pb::change::Change::Cleared(pb::Cleared {})) }
 }

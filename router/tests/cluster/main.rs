@@ -6,6 +6,7 @@ mod bad_input;
 mod harness;
 mod nodes;
 mod ports;
+mod residency;
 mod restarts;
 mod shards;
 mod truth;

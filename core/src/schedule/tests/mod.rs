@@ -7,6 +7,7 @@ mod loads;
 mod plans;
 mod profiles;
 mod properties;
+mod resident;
 mod ties;
 
 use super::*;

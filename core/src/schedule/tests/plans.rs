@@ -309,7 +309,7 @@ fn the_decision_tells_why_in_words() {
         chosen(&request(4), &matched, &three()).reasons.iter().map(Reason::to_string).collect();
     let expected = [
         "least predicted TTFT of 3 instances, next best 3000 us later",
-        "own node holds the first 2 blocks",
+        "own node holds the first 2 blocks to fetch",
         "2 blocks come from other nodes",
     ];
     assert_eq!(said, expected);

@@ -9,7 +9,7 @@ fn tiers() -> impl Strategy<Value = Tier> {
 }
 
 /// Holders of nodes 0..8 in epochs 1 and 2, so that some are dead and some of an older epoch.
-fn prefixes() -> impl Strategy<Value = PrefixMatch> {
+pub(super) fn prefixes() -> impl Strategy<Value = PrefixMatch> {
     let holder = (0u32..8, 1u64..3, tiers()).prop_map(|(node, epoch, tier)| Holder {
         node: NodeId(node),
         epoch: Epoch(epoch),
@@ -70,7 +70,7 @@ fn nodes() -> impl Strategy<Value = Vec<LiveNode>> {
     })
 }
 
-fn fleets() -> impl Strategy<Value = Fleet> {
+pub(super) fn fleets() -> impl Strategy<Value = Fleet> {
     let profile = prop::sample::select(PROFILES);
     (profile, instances(), nodes()).prop_map(|(profile, instances, nodes)| {
         let mut fleet = Fleet::new(profile);
@@ -80,7 +80,7 @@ fn fleets() -> impl Strategy<Value = Fleet> {
     })
 }
 
-fn requests() -> impl Strategy<Value = RouteRequest> {
+pub(super) fn requests() -> impl Strategy<Value = RouteRequest> {
     (any::<u64>(), 0u32..260, prop::sample::select(&[1u32, 16, 512][..]), 0u32..600).prop_map(
         |(id, blocks, block_tokens, missing)| RouteRequest {
             request: RequestId(id),
@@ -92,7 +92,7 @@ fn requests() -> impl Strategy<Value = RouteRequest> {
 }
 
 /// One of the fleet alone, so that its cost can be asked for.
-fn alone(fleet: &Fleet, instance: Instance) -> Fleet {
+pub(super) fn alone(fleet: &Fleet, instance: Instance) -> Fleet {
     let mut one = Fleet::new(fleet.profile);
     one.set_nodes(fleet.nodes().to_vec());
     one.put_instance(instance);

@@ -1,0 +1,85 @@
+//! What is in an instance's GPU memory costs nothing to load, and everything else is planned behind it.
+
+use proptest::prelude::*;
+
+use super::properties::{alone, fleets, prefixes, requests};
+use super::*;
+
+fn resident(all: &[(u32, u32)]) -> Vec<Resident> {
+    all.iter().map(|&(instance, blocks)| Resident { instance: InstanceId(instance), blocks }).collect()
+}
+
+fn decided(request: &RouteRequest, matched: &PrefixMatch, at: &[(u32, u32)], fleet: &Fleet) -> Decision {
+    choose(request, Held { matched, resident: &resident(at) }, fleet, NOW).unwrap()
+}
+
+#[test]
+fn the_instance_that_has_the_prefix_is_taken_and_moves_nothing() {
+    let (nodes, fleet) = (prefix(&[(4, &[(1, Tier::Dram)])]), fleet(3));
+    let decision = decided(&request(4), &nodes, &[(3, 4)], &fleet);
+    assert_eq!((decision.instance, decision.resident_blocks), (InstanceId(3), 4));
+    assert_eq!((decision.fetch_blocks, decision.recompute_blocks, decision.recompute_tokens), (0, 0, 0));
+    assert_eq!(sources(&decision), []);
+    // A step is what a full hit costs; instance 1 would read 410 us from its own node.
+    assert_eq!(decision.predicted, Prediction { queue_us: 0, transfer_us: 0, prefill_us: 1_000 });
+    assert_eq!(decision.candidates[1].predicted.ttft_us(), 1_410);
+    let why: Vec<_> = decision.reasons.iter().map(ToString::to_string).collect();
+    assert!(why.contains(&"the first 4 blocks are in its GPU memory".to_owned()), "{why:?}");
+    assert!(!decision.reasons.contains(&Reason::NothingHeld), "{why:?}");
+}
+
+#[test]
+fn the_rest_is_fetched_from_the_first_block_that_is_not_resident() {
+    // Blocks 0 to 2 at node 1, 3 to 5 at node 2; instance 1 has 2 of them itself.
+    let nodes = prefix(&[(3, &[(1, Tier::Dram)]), (3, &[(2, Tier::Dram)])]);
+    let one = alone(&fleet(2), instance(1));
+    let decision = decided(&request(8), &nodes, &[(1, 2)], &one);
+    assert_eq!(sources(&decision), [(1, 2, 1), (2, 3, 3)]);
+    assert_eq!((decision.resident_blocks, decision.fetch_blocks, decision.recompute_blocks), (2, 4, 2));
+    // Own DRAM 10 + 10 x 10, then node 2 over the network 30 + 30 x 20.
+    assert_eq!(decision.predicted, Prediction { queue_us: 0, transfer_us: 740, prefill_us: 3_000 });
+    assert_eq!(decision.candidates[0].overlap_blocks, 1);
+}
+
+#[test]
+fn a_queue_can_outweigh_what_is_resident() {
+    let fleet = with_load(fleet(2), 2, Load::reported(1_000, 0, 0));
+    let decision = decided(&request(4), &PrefixMatch::default(), &[(2, 4)], &fleet);
+    assert_eq!((decision.instance, decision.resident_blocks), (InstanceId(1), 0));
+    assert_eq!(decision.candidates[1].resident_blocks, 4);
+}
+
+#[test]
+fn more_than_the_request_has_is_all_of_it() {
+    let decision = decided(&request(4), &PrefixMatch::default(), &[(1, 9)], &fleet(1));
+    assert_eq!((decision.resident_blocks, decision.recompute_blocks), (4, 0));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(600))]
+
+    #[test]
+    fn residents_never_make_it_slower_and_the_plan_adds_up(
+        request in requests(), matched in prefixes(), fleet in fleets(),
+        at in prop::collection::btree_map(0u32..12, 1u32..300, 0..6),
+    ) {
+        let Ok(bare) = choose(&request, &matched, &fleet, NOW) else { return Ok(()) };
+        let resident = resident(&at.into_iter().collect::<Vec<_>>());
+        let decision = choose(&request, Held { matched: &matched, resident: &resident }, &fleet, NOW).unwrap();
+        prop_assert!(decision.predicted.ttft_us() <= bare.predicted.ttft_us());
+        let mut next = decision.resident_blocks;
+        for source in &decision.sources {
+            prop_assert_eq!(source.start_blocks, next);
+            prop_assert!(source.len_blocks > 0);
+            next += source.len_blocks;
+        }
+        prop_assert_eq!(next, decision.resident_blocks + decision.fetch_blocks);
+        prop_assert_eq!(next + decision.recompute_blocks, request.blocks);
+        let there = (next * request.block_tokens).min(request.input_tokens);
+        prop_assert_eq!(decision.recompute_tokens, request.input_tokens - there);
+        for candidate in decision.candidates.iter().filter(|candidate| candidate.filtered.is_none()) {
+            let own = resident.iter().find(|one| one.instance == candidate.instance);
+            prop_assert_eq!(candidate.resident_blocks, own.map_or(0, |one| one.blocks.min(request.blocks)));
+        }
+    }
+}
