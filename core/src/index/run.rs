@@ -19,8 +19,9 @@ use crate::id::BlockHash;
 /// Longest run, in blocks: 128 Ki tokens at sixteen a block. Longer prefixes take a second run. Small in
 /// tests, so that they do.
 pub(super) const RUN_BLOCKS_MAX: u32 = if cfg!(test) { 24 } else { 8_192 };
-/// Runs that are copied together when a frozen index still needs them.
-const CHUNK_RUNS: usize = 64;
+/// Runs that are copied together when a frozen index still needs them, each with the numbers of its pages: a command
+/// that changes a thousand runs that lie here and there copies as many chunks.
+const CHUNK_RUNS: usize = 16;
 /// Number of a page of a run that was given back.
 const GONE: u32 = u32::MAX;
 
