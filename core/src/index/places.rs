@@ -438,6 +438,8 @@ pub(super) struct Places {
     /// hundred at one address and more: they must cost little more than others, and nothing be lost.
     strays: BTreeMap<BlockHash, Place>,
     len: u64,
+    /// Entries that each segment is expected to have soon; zero when nobody knows.
+    expected: u32,
 }
 
 impl Default for Places {
@@ -448,11 +450,21 @@ impl Default for Places {
             counts: vec![Count::default(); segments],
             strays: BTreeMap::new(),
             len: 0,
+            expected: 0,
         }
     }
 }
 
 impl Places {
+    /// So many blocks will be listed in all, somebody says: segments grow in larger steps then. By four at most, so
+    /// that who says too much gets little for it. Zero ends that.
+    pub(super) fn expect(&mut self, blocks: u64) {
+        let each = blocks >> SEGMENTS_LOG2;
+        // Two standard deviations more: hashes spread evenly, and few segments then grow once more.
+        let expected = if blocks == 0 { 0 } else { each + 2 * each.isqrt() };
+        self.expected = u32::try_from(expected).unwrap_or(u32::MAX);
+    }
+
     /// Listed blocks.
     pub(super) fn len(&self) -> u64 {
         self.len
@@ -538,8 +550,17 @@ impl Places {
                 self.strays.insert(hash, place);
                 return true;
             }
-            self.resize(address.segment, grown(buckets), pages);
+            self.resize(address.segment, self.grown(address.segment, buckets), pages);
         }
+    }
+
+    /// The next size of a segment that has so many buckets.
+    fn grown(&self, number: usize, buckets: usize) -> usize {
+        let mut next = grown(buckets);
+        while next < BUCKETS_MAX.min(3 * buckets) && filled(next, number) < self.expected {
+            next = grown(next);
+        }
+        next
     }
 
     fn resize(&mut self, number: usize, buckets: usize, pages: &Pages) {

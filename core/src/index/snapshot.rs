@@ -72,6 +72,8 @@ pub struct Frozen {
     directives: Directives,
     pages: Pages,
     runs: Runs,
+    /// Listed blocks.
+    blocks: u64,
     sweep_at: u32,
 }
 
@@ -95,7 +97,7 @@ pub fn is_whole_chunk(chunk: &[u8]) -> bool {
 
 impl Index {
     /// The index as it is now, for [`Frozen::chunks`]. Costs O(nodes + pins), and one reference per
-    /// 2,048 blocks and per 64 runs.
+    /// 504 blocks and per 16 runs.
     #[must_use]
     pub fn freeze(&self) -> Frozen {
         Frozen {
@@ -103,6 +105,7 @@ impl Index {
             directives: self.directives.clone(),
             pages: self.store.pages.clone(),
             runs: self.store.runs.frozen(),
+            blocks: self.store.places.len(),
             sweep_at: self.store.sweep_at,
         }
     }
@@ -225,6 +228,7 @@ fn put_head(frozen: &Frozen, out: &mut Vec<u8>) {
     put_directives(&frozen.directives, out);
     put_number(out, frozen.sweep_at.into());
     put_number(out, frozen.runs.births.into());
+    put_number(out, frozen.blocks);
     put_number(out, frozen.runs.used().into());
 }
 
@@ -281,13 +285,15 @@ pub struct Restore {
     /// Kind of the next chunk; none after the end.
     expected: Option<u8>,
     runs: u32,
+    /// Blocks that will be listed.
+    blocks: u64,
 }
 
 impl Restore {
     /// Nothing yet. Later commands are held to `limits`; what is in the snapshot is kept even above them.
     #[must_use]
     pub fn new(limits: IndexLimits) -> Self {
-        Self { index: Index::new(limits), chunks: 0, expected: Some(HEAD), runs: 0 }
+        Self { index: Index::new(limits), chunks: 0, expected: Some(HEAD), runs: 0, blocks: 0 }
     }
 
     /// Whether the last chunk was read.
@@ -346,6 +352,8 @@ impl Restore {
         let births = reader.number_u32("births")?;
         self.index.store.runs.births =
             u16::try_from(births).map_err(|_| invalid("births", at, births.into()))?;
+        self.blocks = reader.number("blocks")?;
+        self.index.store.places.expect(self.blocks);
         self.runs = reader.number_u32("runs")?;
         Ok(())
     }
@@ -439,7 +447,11 @@ impl Restore {
     }
 
     fn read_end(&mut self, reader: &mut Reader<'_>) -> Result<(), SnapshotError> {
+        self.index.store.places.expect(0);
         let store = &self.index.store;
+        if store.places.len() != self.blocks {
+            return Err(invalid("blocks", 0, self.blocks).into());
+        }
         if store.runs.used() != self.runs || store.runs.ends_free() {
             return Err(invalid("runs", 0, store.runs.used().into()).into());
         }

@@ -80,7 +80,7 @@ fn the_format_is_pinned() {
     let digest = blake3::hash(&bytes);
     assert_eq!(
         (bytes.len(), digest.to_hex().as_str()),
-        (406, "53d6a75f7eb38f0aae854620a6ac396201d24523d742b147668d197af9387e55")
+        (407, "63a3fefcdc680dfd1ed6900e95d7229a7ad5eaa4ae9e5333c1075cd0c47cb711")
     );
     let index: String = rich().digest().iter().map(|byte| format!("{byte:02x}")).collect();
     assert_eq!(index, "11eba99c031e37e0954ae2b737285aad");
