@@ -12,10 +12,6 @@ use chaos_tests::seed;
 /// As many decisions as SG#39822 counted.
 const DECISIONS: u64 = 2_000;
 
-/// Enough for an index that forgets to be blind in, and to have been given pins before it does: a restart or two in
-/// four hundred may find none in force.
-const DECISIONS_FORGETFUL: u64 = 1_200;
-
 async fn row(fault: Fault, decisions: u64, fresh: bool) -> Row {
     let seed = seed::of_this_run();
     let experiment = Experiment { fault, decisions, fresh, seed };
@@ -50,6 +46,7 @@ async fn no_decision_is_blind_whichever_minority_is_lost() {
 /// The same experiment on routers that forget: it must say so.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_experiment_finds_an_index_that_forgets() {
-    let row = row(Fault::Forget, DECISIONS_FORGETFUL, true).await;
-    assert!(row.blind > 0 && row.pins_lost > 0, "{row:#?}");
+    let row = row(Fault::Forget, DECISIONS, true).await;
+    // Of a pin that is forgotten one hears that it is gone, or that somebody else was given it too.
+    assert!(row.blind > 0 && row.pins_lost + row.double_owners > 0, "{row:#?}");
 }

@@ -21,8 +21,8 @@ pub(crate) struct Group {
     pub(crate) log_bytes: Box<dyn Fn() -> u64 + Send + Sync>,
     /// Whether the replica was level with the leader since this process started.
     was_level: AtomicBool,
-    /// Whether the replica differs from the leader's.
-    has_diverged: AtomicBool,
+    /// Newest entry at which the replica was found to differ; 0 while it is trusted.
+    diverged_at: AtomicU64,
     /// Newest entry at which it was found to be like another one.
     agreed_index: AtomicU64,
 }
@@ -34,9 +34,15 @@ impl Group {
         published: Arc<Published>,
         log_bytes: Box<dyn Fn() -> u64 + Send + Sync>,
     ) -> Group {
-        let (was_level, has_diverged) = (AtomicBool::new(false), AtomicBool::new(false));
-        let agreed_index = AtomicU64::new(0);
-        Group { consensus, published, log_bytes, was_level, has_diverged, agreed_index }
+        let (diverged_at, agreed_index) = (AtomicU64::new(0), AtomicU64::new(0));
+        Group {
+            consensus,
+            published,
+            log_bytes,
+            was_level: AtomicBool::new(false),
+            diverged_at,
+            agreed_index,
+        }
     }
 
     /// Whether the replica was level with the leader since this process started. Before, it may lack anything
@@ -47,16 +53,19 @@ impl Group {
 
     /// Whether the replica is known to differ from the leader's: then it must answer nothing.
     pub(crate) fn has_diverged(&self) -> bool {
-        self.has_diverged.load(Ordering::Relaxed)
+        self.diverged_at.load(Ordering::Relaxed) > 0
     }
 
-    /// The replica was compared with the leader's. One that has been given the leader's state is trusted again as
-    /// soon as a later comparison says so.
+    /// The replica was compared with the leader's after an entry. One that differed and has been given the leader's
+    /// state is trusted again as soon as it agrees there or later: that it agreed before it differed says nothing.
     pub(crate) fn compared(&self, index: u64, differs: bool) {
-        self.has_diverged.store(differs, Ordering::Relaxed);
-        if !differs {
-            self.agreed_at(index);
+        if differs {
+            self.diverged_at.fetch_max(index.max(1), Ordering::Relaxed);
+            return;
         }
+        let trusted = |at: u64| (at > 0 && at <= index).then_some(0);
+        let _ = self.diverged_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, trusted);
+        self.agreed_at(index);
     }
 
     /// Another replica was like this one after an entry.

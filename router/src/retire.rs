@@ -39,7 +39,8 @@ pub(crate) async fn run(groups: Groups, stop: CancellationToken) {
 }
 
 async fn retire(control: &Group, shard: &Group) {
-    if !shard.consensus.holds_office() {
+    // A control replica that is wrong about who lives must not tell the shards.
+    if !shard.consensus.holds_office() || control.has_diverged() {
         return;
     }
     let due = due(&control.published.read().index, &shard.published.read().index);

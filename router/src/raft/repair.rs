@@ -13,6 +13,7 @@ use std::time::Duration;
 use futures_util::Stream;
 use kv_core::index::SNAPSHOT_FORMAT;
 use kvfleet_proto::pb;
+use tokio::sync::Semaphore;
 use tokio_stream::StreamExt;
 use tonic::{Request, Status};
 
@@ -76,13 +77,15 @@ impl Repair {
     }
 
     /// Repairs the replica in the background, unless that is under way. Who failed is told again.
-    pub(super) fn start(self: &Arc<Self>, group: &Arc<Group>) {
+    pub(super) fn start(self: &Arc<Self>, group: &Arc<Group>, receiving: &Arc<Semaphore>) {
         if self.is_running.swap(true, Ordering::Relaxed) {
             return;
         }
-        let (repair, group) = (Arc::clone(self), Arc::clone(group));
+        let (repair, group, receiving) = (Arc::clone(self), Arc::clone(group), Arc::clone(receiving));
         tokio::spawn(async move {
             let number = group.number();
+            // As many indexes at once as snapshots that come in.
+            let _turn = receiving.acquire().await;
             match repair.run(&group).await {
                 Ok(entry) => tracing::warn!(
                     group = number,

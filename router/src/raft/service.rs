@@ -48,7 +48,7 @@ pub(crate) struct RaftService {
     groups: Groups,
     repairs: Vec<Arc<Repair>>,
     withheld: Arc<Withheld>,
-    receiving: Semaphore,
+    receiving: Arc<Semaphore>,
 }
 
 impl RaftService {
@@ -59,7 +59,7 @@ impl RaftService {
         repairs: Vec<Arc<Repair>>,
         withheld: Arc<Withheld>,
     ) -> RaftService {
-        RaftService { cluster, groups, repairs, withheld, receiving: Semaphore::new(RECEIVING_MAX) }
+        RaftService { cluster, groups, repairs, withheld, receiving: Arc::new(Semaphore::new(RECEIVING_MAX)) }
     }
 
     fn group(&self, cluster: &str, shards: u32, group: u32) -> Result<&Consensus, Status> {
@@ -262,7 +262,7 @@ impl raft_server::Raft for RaftService {
             tracing::error!(group, entry, "this replica differs from the leader's: it answers nothing");
         }
         if differs && request.verdict() == pb::Verdict::Wrong {
-            self.repair(&group.consensus)?.start(group);
+            self.repair(&group.consensus)?.start(group, &self.receiving);
         }
         let digest = ours.digest.to_vec();
         Ok(Response::new(pb::CompareReply { compared_index: entry, differs, digest, known }))

@@ -8,6 +8,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use futures_util::{Stream, StreamExt};
 use kv_core::index::Index;
@@ -31,6 +32,9 @@ const APPLY_HERE_BYTES_MAX: usize = 1 << 10;
 /// Blocks changed under one hold of the lock that readers share: a few hundred microseconds of applying.
 const SLICE_BLOCKS_MAX: usize = 2_048;
 
+/// Entries that a repair applies while none is applied beside it.
+const CAUGHT_UP_ENTRIES: u64 = 16;
+
 /// A snapshot as openraft hands it around.
 #[derive(Debug)]
 pub(crate) enum SnapshotData {
@@ -47,6 +51,8 @@ pub(crate) struct StateMachine {
     intake: Intake,
     /// The current snapshot. Held while a file takes its name, never while one is written.
     current: Arc<Mutex<Option<Arc<Stored>>>>,
+    /// Counts repairs: a snapshot that was begun before one is of the state that was wrong.
+    repairs: Arc<AtomicU64>,
 }
 
 impl StateMachine {
@@ -61,14 +67,16 @@ impl StateMachine {
             None => return Ok(StateMachine::empty(intake)),
         };
         let current = Arc::new(Mutex::new(stored.map(Arc::new)));
-        Ok(StateMachine { published: Arc::new(Published::new(replica)), intake, current })
+        let published = Arc::new(Published::new(replica));
+        Ok(StateMachine { published, intake, current, repairs: Arc::default() })
     }
 
     /// Starts from nothing.
     pub(crate) fn empty(intake: Intake) -> StateMachine {
         let index = Index::new(intake.limits());
         let replica = Replica { index, applied: None, membership: StoredMembership::default() };
-        StateMachine { published: Arc::new(Published::new(replica)), intake, current: Arc::default() }
+        let published = Arc::new(Published::new(replica));
+        StateMachine { published, intake, current: Arc::default(), repairs: Arc::default() }
     }
 
     /// What readers see.
@@ -86,19 +94,29 @@ impl StateMachine {
     /// Entries wait for some microseconds while the index is frozen, not while it is written down: a frozen
     /// index shares its blocks with the living one.
     pub(crate) fn build(&self) -> io::Result<Snapshot> {
-        let (frozen, last_log_id, last_membership) = self
-            .published
-            .whole(|replica| (replica.index.freeze(), replica.applied, replica.membership.clone()));
-        let mut writer = self.intake.writer(SnapshotMeta { last_log_id, last_membership })?;
-        for chunk in frozen.chunks() {
-            writer.chunk(&chunk)?;
+        loop {
+            let (repairs, frozen, last_log_id, last_membership) = self.published.whole(|replica| {
+                let Replica { index, applied, membership } = replica;
+                (self.repairs.load(Ordering::Acquire), index.freeze(), *applied, membership.clone())
+            });
+            let mut writer = self.intake.writer(SnapshotMeta { last_log_id, last_membership })?;
+            for chunk in frozen.chunks() {
+                writer.chunk(&chunk)?;
+            }
+            let written = writer.finish()?;
+            let mut current = self.current.lock();
+            if repairs == self.repairs.load(Ordering::Acquire) {
+                return Ok(snapshot(self.publish(&mut current, written)?));
+            }
         }
-        Ok(snapshot(self.keep(writer.finish()?)?))
     }
 
     /// Makes a file the current snapshot, unless a newer one came in meanwhile. Gives the current one.
     pub(super) fn keep(&self, written: Written) -> io::Result<Arc<Stored>> {
-        let mut current = self.current.lock();
+        self.publish(&mut self.current.lock(), written)
+    }
+
+    fn publish(&self, current: &mut Option<Arc<Stored>>, written: Written) -> io::Result<Arc<Stored>> {
         if let Some(current) = &*current
             && current.meta.last_log_id > written.stored.meta.last_log_id
         {
@@ -135,19 +153,13 @@ impl StateMachine {
         // The file is a temporary one and goes with this: an older one must not follow a log that was purged.
         let Received { index, written } = received;
         let repaired = Published::new(replica(index, &written.stored));
+        // Most of what is missing is applied while entries go on here.
+        while self.published.read().applied_index() > repaired.read().applied_index() + CAUGHT_UP_ENTRIES {
+            catch_up(&repaired, &self.published, entries)?;
+        }
         let writing = self.published.entry();
-        let (from, to) = (repaired.read().applied_index(), self.published.read().applied_index());
-        if from > to {
-            return Err(io::Error::other(format!("entry {from} is in the state and not applied here")));
-        }
-        let between = entries(from + 1..=to);
-        if between.iter().map(|entry| entry.log_id.index()).ne(from + 1..=to) {
-            return Err(io::Error::other(format!(
-                "the log does not hold all entries from {} to {to}",
-                from + 1
-            )));
-        }
-        apply_batch(&repaired, between.into_iter().map(|entry| (entry, None)).collect())?;
+        catch_up(&repaired, &self.published, entries)?;
+        self.repairs.fetch_add(1, Ordering::Release);
         let before = writing.slice(|replica| std::mem::replace(replica, repaired.into_replica()));
         self.published.forget_marks();
         drop((writing, before));
@@ -181,6 +193,19 @@ impl StateMachine {
         );
         self.build().map(Some)
     }
+}
+
+/// Applies to a replica the entries that another one has applied beyond it.
+fn catch_up(behind: &Published, ahead: &Published, entries: &Entries) -> io::Result<()> {
+    let (from, to) = (behind.read().applied_index(), ahead.read().applied_index());
+    if from > to {
+        return Err(io::Error::other(format!("entry {from} is in the state and not applied here")));
+    }
+    let between = entries(from + 1..=to);
+    if between.iter().map(|entry| entry.log_id.index()).ne(from + 1..=to) {
+        return Err(io::Error::other(format!("the log does not hold all entries from {} to {to}", from + 1)));
+    }
+    apply_batch(behind, between.into_iter().map(|entry| (entry, None)).collect())
 }
 
 fn replica(index: Index, stored: &Stored) -> Replica {

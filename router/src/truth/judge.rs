@@ -20,7 +20,9 @@ pub(crate) struct Heard {
 pub(crate) enum Judgement {
     /// None differs.
     Alike,
-    /// A majority is like the leader's; these are not.
+    /// Some differ, and those that were like the leader's were so at older entries: the next round says more.
+    Later,
+    /// A majority was like the leader's where these differ, or later.
     Wrong(Vec<u64>),
     /// These differ, and no majority was heard that says who is right.
     Unclear(Vec<u64>),
@@ -35,17 +37,24 @@ pub(crate) fn judge(voters: usize, heard: &[Heard]) -> Judgement {
     if unlike.is_empty() {
         return Judgement::Alike;
     }
-    let like = heard.iter().filter(|one| one.votes && !one.differs).count();
-    if like + 1 >= majority {
-        return Judgement::Wrong(unlike);
-    }
     let differing = || heard.iter().filter(|one| one.votes && one.differs);
     let agreeing = |with: &Heard| -> Vec<u64> {
         let same = differing().filter(|one| (one.index, one.digest) == (with.index, with.digest));
         same.map(|one| one.router).collect()
     };
-    let agreed = differing().map(agreeing).find(|routers| routers.len() >= majority);
-    agreed.map_or(Judgement::Unclear(unlike), Judgement::LeaderWrong)
+    if let Some(agreed) = differing().map(agreeing).find(|routers| routers.len() >= majority) {
+        return Judgement::LeaderWrong(agreed);
+    }
+    // Who was like the leader's before the leader's went wrong says nothing of what came then.
+    let like_from =
+        |index: u64| heard.iter().filter(|one| one.votes && !one.differs && one.index >= index).count();
+    let wrong = heard.iter().filter(|one| one.differs && like_from(one.index) + 1 >= majority);
+    let wrong: Vec<u64> = wrong.map(|one| one.router).collect();
+    match wrong.is_empty() {
+        false => Judgement::Wrong(wrong),
+        true if like_from(0) + 1 >= majority => Judgement::Later,
+        true => Judgement::Unclear(unlike),
+    }
 }
 
 #[cfg(test)]
@@ -67,6 +76,18 @@ mod tests {
         assert_eq!(judge(5, &five), Judgement::LeaderWrong(vec![2, 3, 5]));
         let split = [heard(2, 7), heard(3, LEADERS), heard(4, LEADERS), heard(5, 8)];
         assert_eq!(judge(5, &split), Judgement::Wrong(vec![2, 5]));
+    }
+
+    #[test]
+    fn who_agreed_before_the_leader_went_wrong_is_no_witness() {
+        let before = Heard { index: 128, ..heard(3, LEADERS) };
+        assert_eq!(judge(3, &[heard(2, 7), before]), Judgement::Later);
+        let after = Heard { index: 512, ..heard(3, LEADERS) };
+        assert_eq!(judge(3, &[heard(2, 7), after]), Judgement::Wrong(vec![2]));
+        // Of two that differ, only the one is judged that a majority speaks against.
+        let late = Heard { index: 512, ..heard(2, 7) };
+        let like = [heard(3, LEADERS), heard(4, LEADERS)];
+        assert_eq!(judge(5, &[late, heard(5, 8), like[0], like[1]]), Judgement::Wrong(vec![5]));
     }
 
     #[test]

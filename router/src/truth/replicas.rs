@@ -50,11 +50,14 @@ impl Meter {
         }
         match judge(voters, &heard) {
             Judgement::Alike => self.is_alike(group, voters, &heard),
-            Judgement::Wrong(_) => {
+            Judgement::Later => {}
+            Judgement::Wrong(routers) => {
                 self.is_alike(group, voters, &heard);
-                self.tell(group, &compared, pb::Verdict::Wrong).await;
+                self.tell(group, &compared, (&routers, pb::Verdict::Wrong)).await;
             }
-            Judgement::Unclear(_) => self.tell(group, &compared, pb::Verdict::Unclear).await,
+            Judgement::Unclear(routers) => {
+                self.tell(group, &compared, (&routers, pb::Verdict::Unclear)).await;
+            }
             Judgement::LeaderWrong(right) => self.step_aside(group, &heard, &right).await,
         }
     }
@@ -69,8 +72,10 @@ impl Meter {
     }
 
     /// Tells the replicas that differ. They answer nothing from then on.
-    async fn tell(&self, group: &Group, compared: &[Compared], verdict: pb::Verdict) {
-        for Compared { other, heard, known } in compared.iter().filter(|one| one.heard.differs) {
+    async fn tell(&self, group: &Group, compared: &[Compared], (routers, verdict): (&[u64], pb::Verdict)) {
+        for Compared { other, heard, known } in
+            compared.iter().filter(|one| routers.contains(&one.other.router))
+        {
             let told = self.ask_replica(group, &other.address, verdict).await;
             // It may have applied more meanwhile, and agree.
             if *known || !told.is_some_and(|reply| reply.differs) {

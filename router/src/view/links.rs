@@ -34,11 +34,9 @@ impl Links {
     pub(crate) fn measured(&mut self, instance: InstanceId, all: &[Measured], now: Timestamp) {
         for Measured { node, epoch, sample } in all {
             let pair = (*node, instance);
+            // Room is made by [`Links::forget_aged`], not here: routes wait meanwhile.
             if self.pairs.len() >= PAIRS_MAX && !self.pairs.contains_key(&pair) {
-                self.pairs.retain(|_, (_, estimate)| !estimate.is_aged(now));
-                if self.pairs.len() >= PAIRS_MAX {
-                    continue;
-                }
+                continue;
             }
             let known = self.pairs.entry(pair).or_insert((*epoch, LinkEstimate::default()));
             if known.0 < *epoch {
@@ -130,6 +128,7 @@ mod tests {
         links.measured(InstanceId(1), &all, NOW);
         assert_eq!((links.pairs.len(), rate(&links, 69_999, 1, NOW)), (PAIRS_MAX, None));
         let later = NOW.after(kv_core::schedule::LINK_AGED_AFTER);
+        links.forget_aged(later);
         links.measured(InstanceId(1), &all[69_999..], later);
         assert_eq!((links.pairs.len(), rate(&links, 69_999, 1, later)), (1, Some(1)));
     }

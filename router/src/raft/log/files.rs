@@ -115,12 +115,19 @@ impl Folder {
     /// What the file system said.
     pub(super) fn free(&mut self, file: u64) -> io::Result<()> {
         let path = self.path_of(file);
+        if !path.exists() {
+            // It went before, and only that was not made durable.
+            return self.sync();
+        }
         if self.free.len() >= FREE_MAX || fs::metadata(&path)?.len() > 2 * FILE_BYTES {
             fs::remove_file(path)?;
         } else {
             let free = self.path.join(format!("{FREE_PREFIX}{file:016}"));
             fs::rename(path, &free)?;
+            // Used again only once it is durably not a file of the log.
+            self.sync()?;
             self.free.push(free);
+            return Ok(());
         }
         self.sync()
     }

@@ -200,6 +200,11 @@ pub(super) fn copy_at(seed: u32, bytes: &[u8], at: u64) -> Option<Frame<'_>> {
         return None;
     }
     let records = rest.get(..u32_of(&head[40..44]) as usize)?;
+    // A copy that lies elsewhere was not written by us. Looked at first: old commands could hold many that look like one.
+    let (start, copy_bytes) = (u64_of(&head[16..24]), pages(FRAME_HEAD + records.len()) as u64);
+    if at != start && start.checked_add(copy_bytes) != Some(at) {
+        return None;
+    }
     let checksum = crc32c::crc32c_append(crc32c::crc32c_append(seed, &head[8..]), records);
     if checksum != u32_of(&head[4..8]) {
         return None;
@@ -207,13 +212,7 @@ pub(super) fn copy_at(seed: u32, bytes: &[u8], at: u64) -> Option<Frame<'_>> {
     let number = |at: usize| u64_of(&head[at..at + 8]);
     let head =
         FrameHead { number: number(8), start: number(16), file_bytes: number(24), beside_bytes: number(32) };
-    let copy_bytes = pages(FRAME_HEAD + records.len()) as u64;
-    // A copy that lies elsewhere was not written by us.
-    (at == head.start || head.start.checked_add(copy_bytes) == Some(at)).then_some(Frame {
-        head,
-        at,
-        records,
-    })
+    Some(Frame { head, at, records })
 }
 
 /// The first sound copy at a page from byte `from` on, of a frame with this number or a higher one.

@@ -114,6 +114,8 @@ impl Disk {
         if !path.exists() {
             make(directory, &path, owner).map_err(failed)?;
         }
+        // Names, too, may be in the system's memory only, and what is built on them must not be more durable.
+        sync_folder(directory).and_then(|()| sync_folder(&path)).map_err(failed)?;
         let mut folder = Folder::new(path.clone());
         let replayed = replay(&mut folder, &path, owner)?;
         let recovered = replayed.state.groups.iter().map(Recovered::of).collect();
@@ -149,6 +151,8 @@ impl Disk {
             None => disk.next_file()?,
         }
         disk.begin_file()?;
+        // Or a router that is started again and again would fill the disk.
+        while disk.free_oldest()? {}
         Ok(disk)
     }
 
@@ -177,7 +181,7 @@ impl Disk {
     pub(crate) fn prepare(&mut self) {
         // Zeros below a large frame would cost more than they save.
         let ahead = if self.was_small { self.current.write_ahead() } else { Ok(()) };
-        if let Err(error) = ahead.and_then(|()| self.free_oldest()) {
+        if let Err(error) = self.free_oldest().and(ahead) {
             tracing::debug!(%error, "no room was made ahead in the raft log");
         }
     }
@@ -247,15 +251,16 @@ impl Disk {
         Ok(())
     }
 
-    /// Gives up the oldest file once no entry in it is wanted; one at a time, in order.
-    fn free_oldest(&mut self) -> io::Result<()> {
+    /// Gives up the oldest file if no entry in it is wanted; one at a time, in order. Answers whether it did.
+    fn free_oldest(&mut self) -> io::Result<bool> {
         let oldest = self.files.front().copied().filter(|oldest| *oldest != self.current.number());
         match oldest {
             Some(oldest) if self.state.wanted(oldest).entries == 0 => {
+                self.folder.free(oldest)?;
                 self.files.pop_front();
-                self.folder.free(oldest)
+                Ok(true)
             }
-            _ => Ok(()),
+            _ => Ok(false),
         }
     }
 }

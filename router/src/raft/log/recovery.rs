@@ -4,6 +4,7 @@
 //! unless a later frame or file shows that it goes on; a frame that was acknowledged has two sound copies, so one
 //! damaged place does not end the log early (docs/adr/0020). Not here: what records mean (`state.rs`).
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
@@ -56,7 +57,12 @@ impl ReadFile {
 /// [`LogError`] when they are another router's, of another format, or damaged.
 pub(super) fn replay(folder: &mut Folder, path: &Path, owner: &Owner) -> Result<Replayed, LogError> {
     let numbers = folder.numbers().map_err(|source| LogError::Io { path: path.to_owned(), source })?;
-    let mut replay = Replay { state: LogState::new(owner.cluster.groups()), salt: None, next_frame: 0 };
+    let mut replay = Replay {
+        state: LogState::new(owner.cluster.groups()),
+        salt: None,
+        next_frame: 0,
+        marked: BTreeSet::new(),
+    };
     let mut read: Vec<ReadFile> = Vec::new();
     for number in &numbers {
         let file = replay.file(folder.path_of(*number), *number, owner, read.last())?;
@@ -67,7 +73,11 @@ pub(super) fn replay(folder: &mut Folder, path: &Path, owner: &Owner) -> Result<
         let gone = folder.path_of(last.head.file + 1);
         return Err(corrupt(&gone, "it is missing, but the file before it says that it is there"));
     }
+    let is_new = numbers.first().is_none_or(|first| *first == FileHead::new(owner).file);
     for (group, state) in (0..).zip(&replay.state.groups) {
+        if !is_new && !replay.marked.contains(&group) {
+            return Err(corrupt(path, format!("nothing says where group {group} stands")));
+        }
         state.check(group).map_err(|what| corrupt(path, what))?;
     }
     let (tail, empty) = match read.pop() {
@@ -90,6 +100,9 @@ struct Replay {
     salt: Option<u64>,
     /// Number that the next frame has; 0 before the first file.
     next_frame: u64,
+    /// Groups whose marks were read. The first file of all that are left may have none: who made it was stopped before
+    /// they were written, and the next one has them.
+    marked: BTreeSet<u16>,
 }
 
 impl Replay {
@@ -122,7 +135,7 @@ impl Replay {
                 let what = format!("it has frame {}, but the file before it ends early", frame.head.number);
                 return Err(corrupt(&file.path, what));
             }
-            self.records(&mut file, &frame, &bytes, before.is_none())?;
+            self.records(&mut file, &frame, &bytes)?;
         }
         let (length, named) = (bytes.len() as u64, file.named);
         if length < named {
@@ -167,13 +180,7 @@ impl Replay {
     }
 
     /// Takes over what a frame says.
-    fn records(
-        &mut self,
-        file: &mut ReadFile,
-        frame: &Frame<'_>,
-        bytes: &[u8],
-        is_first_file: bool,
-    ) -> Result<(), LogError> {
+    fn records(&mut self, file: &mut ReadFile, frame: &Frame<'_>, bytes: &[u8]) -> Result<(), LogError> {
         let number = frame.head.number;
         let damaged = |what: String| corrupt(&file.path, format!("frame {number} {what}"));
         let records = decode(frame.records).map_err(|error| damaged(format!("does not decode: {error}")))?;
@@ -187,7 +194,7 @@ impl Replay {
                 Record::Group { group, marks } => {
                     let state = self.state.groups.get_mut(usize::from(group));
                     let state = state.ok_or_else(|| damaged(format!("names a group {group}")))?;
-                    if !is_first_file && state.marks != marks {
+                    if !self.marked.insert(group) && state.marks != marks {
                         return Err(damaged(format!("and the files before it disagree on group {group}")));
                     }
                     state.marks = marks;
