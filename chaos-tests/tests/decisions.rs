@@ -47,6 +47,5 @@ async fn no_decision_is_blind_whichever_minority_is_lost() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_experiment_finds_an_index_that_forgets() {
     let row = row(Fault::Forget, DECISIONS, true).await;
-    // Of a pin that is forgotten one hears that it is gone, or that somebody else was given it too.
-    assert!(row.blind > 0 && row.pins_lost + row.double_owners > 0, "{row:#?}");
+    assert!(row.blind > 0 && row.pins_lost > 0, "{row:#?}");
 }

@@ -163,6 +163,7 @@ impl Strikes {
                 Ok(Some(turn))
             }
             Fault::Forget => {
+                self.until_pinned().await?;
                 (0..ROUTERS_COUNT).try_for_each(|position| self.cluster.kill(position))?;
                 (0..ROUTERS_COUNT).try_for_each(|position| self.cluster.forget(position))?;
                 (0..ROUTERS_COUNT).try_for_each(|position| self.cluster.start_router(position))?;
@@ -170,6 +171,19 @@ impl Strikes {
                 Ok(None)
             }
         }
+    }
+
+    /// Waits until pins are in force: what was never given cannot be lost. The owners race for one at a time, so of
+    /// two one stays.
+    async fn until_pinned(&self) -> Result<(), Trouble> {
+        let deadline = Instant::now() + HANG;
+        while self.shared.oracle.lock().pins.len() < 2 {
+            if Instant::now() > deadline {
+                return Err(format!("fewer than two pins in force for {HANG:?}").into());
+            }
+            sleep(LOOK_EVERY).await;
+        }
+        Ok(())
     }
 
     /// Position of the router that leads the group whose turn it is.
