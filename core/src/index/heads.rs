@@ -18,7 +18,7 @@ use crate::id::BlockHash;
 const PARTS: usize = if cfg!(test) { 2 } else { 64 };
 /// A part is made smaller when it has room for so many times what is in it.
 const THIN: usize = 4;
-/// Beginnings for which a part keeps its room.
+/// Heads for which a part keeps its room.
 const ROOM_MIN: usize = 64;
 
 /// Position of each head.

@@ -456,8 +456,8 @@ impl Default for Places {
 }
 
 impl Places {
-    /// So many blocks will be listed in all, somebody says: segments grow in larger steps then. By four at most, so
-    /// that who says too much gets little for it. Zero ends that.
+    /// So many blocks will be listed in all, somebody says: segments grow in larger steps then. By less than four
+    /// times, so that who says too much gets little for it. Zero ends that.
     pub(super) fn expect(&mut self, blocks: u64) {
         let each = blocks >> SEGMENTS_LOG2;
         // Two standard deviations more: hashes spread evenly, and few segments then grow once more.
