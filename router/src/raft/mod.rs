@@ -23,6 +23,7 @@ pub(crate) mod sending;
 pub(crate) mod service;
 pub(crate) mod snapshot_file;
 pub(crate) mod state_machine;
+pub(crate) mod stream;
 pub(crate) mod withheld;
 
 #[cfg(test)]

@@ -11,7 +11,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::future::{Either, select};
+use futures_util::Stream;
+use futures_util::future::{BoxFuture, Either, select};
+use futures_util::stream::BoxStream;
 use kv_core::index::SNAPSHOT_FORMAT;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::raft_client::RaftClient;
@@ -20,7 +22,7 @@ use openraft::errors::{NetworkError, RPCError, ReplicationClosed, StreamingError
 use openraft::impls::BasicNode;
 use openraft::network::{RPCOption, RaftNetworkFactory, RaftNetworkV2};
 use openraft::raft::{
-    AppendEntriesRequest, AppendEntriesResponse, SnapshotResponse, TransferLeaderRequest,
+    AppendEntriesRequest, AppendEntriesResponse, SnapshotResponse, StreamAppendResult, TransferLeaderRequest,
     TransferLeaderResponse, VoteRequest, VoteResponse,
 };
 use parking_lot::Mutex;
@@ -33,7 +35,7 @@ use tonic::{Code, Request, Status};
 use super::sending::{self, SENDING_MAX};
 use super::snapshot_file::Stored;
 use super::state_machine::SnapshotData;
-use super::{Cluster, Snapshot, SnapshotMeta, TypeConfig, Vote, append};
+use super::{Cluster, Snapshot, SnapshotMeta, TypeConfig, Vote, append, stream};
 
 /// Largest Raft message taken or sent: one replication message (`REPLICATION_BYTES_MAX`), whose single
 /// entry may itself be a full announce batch, with room for its envelope.
@@ -144,6 +146,10 @@ pub(crate) struct Peer {
 
 type RpcError = RPCError<TypeConfig>;
 
+/// A follower's answers to a stream of append calls.
+type Answers<'s> =
+    BoxFuture<'s, Result<BoxStream<'s, Result<StreamAppendResult<TypeConfig>, RpcError>>, RpcError>>;
+
 impl Peer {
     fn client(&self) -> Result<RaftClient<Channel>, RpcError> {
         match &self.client {
@@ -204,7 +210,7 @@ fn reply<T: DeserializeOwned>(answer: Result<tonic::Response<pb::RaftFrame>, Sta
 }
 
 /// A peer that is not there is left alone for a while; anything else is tried again at once.
-fn failed(status: &Status) -> RpcError {
+pub(super) fn failed(status: &Status) -> RpcError {
     match status.code() {
         Code::Unavailable | Code::Unimplemented => RPCError::Unreachable(Unreachable::new(status)),
         Code::FailedPrecondition => {
@@ -227,6 +233,14 @@ impl RaftNetworkV2<TypeConfig> for Peer {
         let frame = append::to_frame(&self.envelope, rpc);
         let frame = frame.map_err(|error| RPCError::Network(NetworkError::new(&error)))?;
         reply(self.client()?.append(timed(frame, deadline)).await)
+    }
+
+    fn stream_append<'s, S>(&'s mut self, calls: S, _: RPCOption) -> Answers<'s>
+    where
+        S: Stream<Item = AppendEntriesRequest<TypeConfig>> + OptionalSend + Unpin + 'static,
+    {
+        let (envelope, client) = (self.envelope.clone(), self.client());
+        Box::pin(async move { stream::send(client?, envelope, calls, APPEND_TIMEOUT).await })
     }
 
     async fn vote(

@@ -23,6 +23,7 @@ use super::intake::{Intake, IntakeError, Received};
 use super::network::{Envelope, SnapshotHead};
 use super::repair::Repair;
 use super::state_machine::SnapshotData;
+use super::stream::{self, malformed};
 use super::withheld::Withheld;
 use super::{Cluster, Raft, Snapshot, SnapshotMeta, append};
 use crate::groups::{Group, Groups};
@@ -117,10 +118,6 @@ impl RaftService {
         let known = self.repairs.get(usize::from(group.group()));
         known.ok_or_else(|| Status::invalid_argument("there is no such group"))
     }
-}
-
-fn malformed(error: &dyn std::fmt::Display) -> Status {
-    Status::invalid_argument(format!("raft frame does not decode: {error}"))
 }
 
 /// The head of a snapshot, if it may come in.
@@ -292,6 +289,20 @@ impl raft_server::Raft for RaftService {
             group.heard();
         }
         self.answer(group, result)
+    }
+
+    type AppendStreamStream = BoxStream<'static, Result<pb::RaftFrame, Status>>;
+
+    async fn append_stream(
+        &self,
+        request: Request<Streaming<pb::RaftFrame>>,
+    ) -> Result<Response<Self::AppendStreamStream>, Status> {
+        let mut frames = request.into_inner();
+        let first = frames.message().await?;
+        let first = first.ok_or_else(|| Status::invalid_argument("a stream without calls"))?;
+        let group = Arc::clone(self.whole_group(&first.cluster, first.shards, first.group)?);
+        let first = append::from_frame(first).map_err(|error| malformed(&error))?;
+        Ok(Response::new(stream::take(group, first, frames)))
     }
 
     async fn vote(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {

@@ -210,6 +210,16 @@ async fn a_router_of_another_cluster_is_not_heard() {
     let status = raft.append(frame("ours", 1, 1)).await.unwrap_err();
     assert_eq!(status.code(), Code::InvalidArgument);
     assert!(status.message().starts_with("raft frame does not decode"), "{status}");
+    for (frames, code) in [
+        (vec![frame("theirs", 1, 0)], Code::FailedPrecondition),
+        (vec![frame("ours", 1, 2)], Code::InvalidArgument),
+        (vec![frame("ours", 1, 1)], Code::InvalidArgument),
+        (vec![], Code::InvalidArgument),
+    ] {
+        let mut stream = raft.clone();
+        let status = stream.append_stream(tokio_stream::iter(frames)).await.unwrap_err();
+        assert_eq!(status.code(), code, "{status}");
+    }
     let part = pb::SnapshotPart { cluster: "ours".into(), shards: 1, head: vec![1], ..Default::default() };
     let status = raft.snapshot(tokio_stream::iter([part])).await.unwrap_err();
     assert_eq!(status.code(), Code::DataLoss, "{status}");
