@@ -6,12 +6,12 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
 
-use super::frame::{FRAMES_START, FileHead, PAGE};
+use super::frame::{FRAMES_START, FileHead};
+use super::page_file::PageFile;
 
 /// Bytes after which the next file is begun: small enough that most are free soon after a purge, large enough that
 /// this is rare. A single frame may be larger, and then has a file that is.
@@ -28,7 +28,7 @@ const ZEROS_BYTES: u64 = if cfg!(test) { 32 << 10 } else { 4 << 20 };
 const AHEAD_MIN: u64 = if cfg!(test) { 16 << 10 } else { 128 << 10 };
 
 /// Bytes of a frame that holds next to nothing.
-pub(super) const MARK_BYTES: u64 = 2 * PAGE as u64;
+pub(super) const MARK_BYTES: u64 = 2 * super::frame::PAGE as u64;
 
 /// Files kept to be used again.
 const FREE_MAX: usize = 4;
@@ -97,11 +97,11 @@ impl Folder {
             // Or a file could be found under its old name with its new head, once the power is back.
             self.sync()?;
         }
-        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&new)?;
-        let old_bytes = file.metadata()?.len();
+        let mut file = PageFile::open(OpenOptions::new().create(true), &new)?;
+        let old_bytes = file.bytes()?;
         head.file_bytes = old_bytes.max(STEP_BYTES);
-        file.write_all_at(&head.encode()?, 0)?;
-        write_zeros(&file, old_bytes.max(FRAMES_START), head.file_bytes)?;
+        file.write(0, &[&head.encode()?])?;
+        file.write_zeros(old_bytes.max(FRAMES_START), head.file_bytes)?;
         file.sync_all()?;
         fs::rename(&new, self.path_of(head.file))?;
         self.sync()?;
@@ -154,15 +154,10 @@ pub(super) fn sync_folder(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()
 }
 
-fn write_zeros(file: &File, from: u64, to: u64) -> io::Result<()> {
-    let zeros = vec![0; to.saturating_sub(from) as usize];
-    file.write_all_at(&zeros, from)
-}
-
 /// The file that is written.
 #[derive(Debug)]
 pub(super) struct LogFile {
-    file: File,
+    file: PageFile,
     pub(super) head: FileHead,
     /// Where the next frame goes.
     pub(super) end: u64,
@@ -178,8 +173,8 @@ pub(super) struct LogFile {
 impl LogFile {
     /// One that was read: its frames end at `end`, and they say that it has `named` bytes.
     pub(super) fn reopen(path: &Path, head: FileHead, end: u64, named: u64) -> io::Result<LogFile> {
-        let file = OpenOptions::new().read(true).write(true).open(path)?;
-        let bytes = file.metadata()?.len();
+        let file = PageFile::open(&mut OpenOptions::new(), path)?;
+        let bytes = file.bytes()?;
         Ok(LogFile { file, head, end, named, bytes, written: bytes })
     }
 
@@ -217,17 +212,14 @@ impl LogFile {
     }
 
     /// Writes commands one behind the other and syncs them.
-    pub(super) fn write_beside(&self, mut at: u64, commands: &[Bytes]) -> io::Result<()> {
-        for command in commands {
-            self.file.write_all_at(command, at)?;
-            at += command.len() as u64;
-        }
+    pub(super) fn write_beside(&mut self, at: u64, commands: &[Bytes]) -> io::Result<()> {
+        self.file.write(at, commands)?;
         self.file.sync_data()
     }
 
     /// Writes the copies of a frame and syncs them. The next one goes to `next`.
     pub(super) fn write_copies(&mut self, copies: &[u8], next: u64) -> io::Result<()> {
-        self.file.write_all_at(copies, self.end)?;
+        self.file.write(self.end, &[copies])?;
         self.file.sync_data()?;
         self.end = next;
         self.named = self.bytes;
@@ -243,7 +235,7 @@ impl LogFile {
         }
         self.grow(wanted)?;
         let to = (self.written + ZEROS_BYTES).min(self.bytes);
-        write_zeros(&self.file, self.written, to)?;
+        self.file.write_zeros(self.written, to)?;
         self.file.sync_data()?;
         self.written = to;
         Ok(())

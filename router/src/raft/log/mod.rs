@@ -10,6 +10,7 @@
 mod error;
 mod files;
 mod frame;
+mod page_file;
 mod recovery;
 mod state;
 
