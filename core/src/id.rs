@@ -121,12 +121,39 @@ digest!(
     IdentityDigest
 );
 
+/// Blocks of an octet: the consecutive blocks of a chain from a position that is a multiple of this one.
+pub const OCTET_BLOCKS: usize = 8;
+
 impl BlockHash {
     /// First byte: the same for all blocks of one chain, that of the chain's first block. Who shards the
     /// index by it has all prefixes of a prompt in one place.
     #[must_use]
     pub fn root_tag(self) -> u8 {
         self.0[0]
+    }
+
+    /// What the blocks of one octet have in common, 40 bits: the root tag, and 29 bits of the octet's first
+    /// block. An index that keeps a prefix together finds eight blocks by it at once.
+    #[must_use]
+    pub fn octet(self) -> u64 {
+        let [tag, a, b, c, d, ..] = self.0;
+        u64::from_le_bytes([tag, a & !7, b, c, d, 0, 0, 0])
+    }
+
+    /// Which block of its octet this is: its position in the chain modulo [`OCTET_BLOCKS`].
+    #[must_use]
+    pub fn nth_of_octet(self) -> usize {
+        usize::from(self.0[1] & 7)
+    }
+
+    /// This hash as that of block `position` of a chain: with the root tag of the chain's first block and the
+    /// 29 bits of the octet's first block, `octet`, whatever stood there. The other 88 bits stay.
+    #[must_use]
+    pub fn in_chain(mut self, root_tag: u8, octet: BlockHash, position: usize) -> Self {
+        self.0[..5].copy_from_slice(&octet.0[..5]);
+        self.0[0] = root_tag;
+        self.0[1] = self.0[1] & !7 | (position % OCTET_BLOCKS) as u8;
+        self
     }
 
     /// The shard of `shards` that lists this block, from 1; all blocks of a chain belong to one. Each shard

@@ -1,30 +1,12 @@
 //! The chain: from tokens to states to block hashes.
 //!
-//! Not here: how a block is summed and a state enciphered (`kernel.rs`).
+//! Not here: how a block is summed and a state enciphered (`kernel.rs`), and where a chain stands (`chain.rs`).
 
+use super::chain::Chain;
 use super::kernel::{Kernel, Level};
 use super::keys::{Blocks, Keys, LINE_TOKENS, Line, SEGMENT_LINES};
 use super::manifest::{BLOCK_TOKENS_MAX, IdentityManifest};
 use crate::id::BlockHash;
-
-/// A prefix of whole blocks, as far as hashing needs to know it: what a longer prefix continues from.
-///
-/// Belongs to the hasher that made it, and is as secret as its key: a hash says nothing of the state, but
-/// who has states of chosen prefixes can solve for the key.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Chain {
-    state: [u8; 16],
-    /// Blocks of the current segment; zero only before the first block.
-    blocks: u8,
-    tag: u8,
-}
-
-impl std::fmt::Debug for Chain {
-    /// Leaves the state out: logs are no place for it.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Chain").finish_non_exhaustive()
-    }
-}
 
 /// Makes block hashes of one identity and one tenant.
 #[derive(Clone)]
@@ -72,7 +54,7 @@ impl PrefixHasher {
     /// The empty prefix.
     #[must_use]
     pub fn start(&self) -> Chain {
-        Chain { state: [0; 16], blocks: 0, tag: 0 }
+        Chain::new(0)
     }
 
     /// Appends the hashes of all whole blocks of `tokens` to `hashes` and moves `chain` behind them. Gives
@@ -108,19 +90,12 @@ impl PrefixHasher {
         let lines = &padded[..tokens.len().div_ceil(LINE_TOKENS)];
         // A chain of its own, which ends here: what sets a tail apart is added before its lines.
         let mut end = *chain;
+        let slot = self.enter_block(&mut end, self.lines_each());
         let length = self.kernel.multiply(self.keys.tail, tokens.len() as u128);
-        let mut state = self.enter_block(&mut end, self.lines_each()) ^ length;
-        let slot = usize::from(end.blocks) * self.lines_each();
+        end.state = (u128::from_le_bytes(end.state) ^ length).to_le_bytes();
         let mut hash = [BlockHash::default()];
-        self.kernel.absorb(
-            &self.keys,
-            Blocks { slot, lines_each: lines.len(), lines },
-            &mut state,
-            &mut hash,
-        );
-        if chain.blocks > 0 {
-            hash[0].0[0] = chain.tag;
-        }
+        let block = Blocks { slot, lines_each: lines.len(), lines };
+        self.kernel.absorb(&self.keys, block, &mut end, &mut hash);
         Some(hash[0])
     }
 
@@ -145,7 +120,7 @@ impl PrefixHasher {
     #[must_use]
     pub fn chain_ids(&self, ids: &[u64]) -> Vec<BlockHash> {
         let mut hashes = vec![BlockHash::default(); ids.len()];
-        let mut chain = Chain { state: self.keys.ids.to_le_bytes(), ..self.start() };
+        let mut chain = Chain::new(self.keys.ids);
         for (ids, hashes) in ids.chunks(SEGMENT_LINES).zip(hashes.chunks_mut(SEGMENT_LINES)) {
             let mut lines = [[0; LINE_TOKENS]; SEGMENT_LINES];
             for (line, id) in lines.iter_mut().zip(ids) {
@@ -179,34 +154,24 @@ impl PrefixHasher {
     /// Moves `chain` behind blocks of whole lines and writes their hashes.
     fn absorb(&self, chain: &mut Chain, lines_each: usize, mut lines: &[Line], mut hashes: &mut [BlockHash]) {
         while !hashes.is_empty() {
-            let is_first = chain.blocks == 0;
-            let mut state = self.enter_block(chain, lines_each);
-            let blocks = usize::from(chain.blocks);
-            let in_segment = hashes.len().min(SEGMENT_LINES / lines_each - blocks);
+            let slot = self.enter_block(chain, lines_each);
+            let in_segment = hashes.len().min((SEGMENT_LINES - slot) / lines_each);
             let (now, later) = std::mem::take(&mut hashes).split_at_mut(in_segment);
             let (own, rest) = lines.split_at(in_segment * lines_each);
-            let block_lines = Blocks { slot: blocks * lines_each, lines_each, lines: own };
-            self.kernel.absorb(&self.keys, block_lines, &mut state, now);
-            chain.state = state.to_le_bytes();
-            chain.blocks = (blocks + in_segment) as u8;
-            if is_first {
-                chain.tag = now[0].root_tag();
-            }
-            for hash in now {
-                hash.0[0] = chain.tag;
-            }
+            self.kernel.absorb(&self.keys, Blocks { slot, lines_each, lines: own }, chain, now);
+            chain.in_segment += in_segment as u8;
             (lines, hashes) = (rest, later);
         }
     }
 
-    /// The state that the next block is added to. Blocks do not cross segments: lines that would not make a
-    /// whole block stay unused.
-    fn enter_block(&self, chain: &mut Chain, lines_each: usize) -> u128 {
-        let state = u128::from_le_bytes(chain.state);
-        if usize::from(chain.blocks) < SEGMENT_LINES / lines_each {
-            return state;
+    /// Brings the state to where the next block is added to it, and gives back the line of keys that it begins
+    /// with. Blocks do not cross segments: lines that would not make a whole block stay unused.
+    fn enter_block(&self, chain: &mut Chain, lines_each: usize) -> usize {
+        if usize::from(chain.in_segment) == SEGMENT_LINES / lines_each {
+            let state = u128::from_le_bytes(chain.state);
+            chain.state = self.kernel.multiply(state, self.keys.step).to_le_bytes();
+            chain.in_segment = 0;
         }
-        chain.blocks = 0;
-        self.kernel.multiply(state, self.keys.step)
+        usize::from(chain.in_segment) * lines_each
     }
 }

@@ -3,6 +3,7 @@
 //! All levels give equal results; the fastest one that the machine has is chosen when a hasher is made.
 //! Not here: the operations themselves (`portable.rs`, `x86.rs`).
 
+use super::chain::Chain;
 use super::keys::{Blocks, Keys};
 use super::{field, portable};
 use crate::id::BlockHash;
@@ -69,14 +70,20 @@ impl Kernel {
         }
     }
 
-    /// Adds blocks to the state and writes the image of the state after each of them.
-    pub(super) fn absorb(&self, keys: &Keys, blocks: Blocks<'_>, state: &mut u128, hashes: &mut [BlockHash]) {
+    /// Adds blocks to the chain and writes the hash of each: the image of the state after it, in its place.
+    pub(super) fn absorb(
+        &self,
+        keys: &Keys,
+        blocks: Blocks<'_>,
+        chain: &mut Chain,
+        hashes: &mut [BlockHash],
+    ) {
         match self {
-            Self::Portable(cipher) => cipher.absorb(keys, blocks, state, hashes),
+            Self::Portable(cipher) => cipher.absorb(keys, blocks, chain, hashes),
             #[cfg(target_arch = "x86_64")]
-            Self::Pclmul(kernel) => kernel.absorb(keys, blocks, state, hashes),
+            Self::Pclmul(kernel) => kernel.absorb(keys, blocks, chain, hashes),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512(kernel) => kernel.absorb(keys, blocks, state, hashes),
+            Self::Avx512(kernel) => kernel.absorb(keys, blocks, chain, hashes),
         }
     }
 

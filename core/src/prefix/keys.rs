@@ -5,7 +5,7 @@
 use super::manifest::IdentityManifest;
 
 /// Domain of the keys derived from manifest and salt.
-const KEY_DOMAIN: &str = "kvfleet 2026-11 prompt hash keys";
+const KEY_DOMAIN: &str = "kvfleet 2026-11 prompt hash keys, octets";
 
 /// Tokens of a line: 64 bytes, what one vector register and one cache line hold.
 pub(super) const LINE_TOKENS: usize = 16;

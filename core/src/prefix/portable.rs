@@ -5,6 +5,7 @@
 use aes::Aes128;
 use aes::cipher::{BlockEncrypt, KeyInit};
 
+use super::chain::Chain;
 use super::field::ProductSum;
 use super::keys::{Blocks, Keys, Line, SEGMENT_LINES};
 use crate::id::BlockHash;
@@ -18,18 +19,27 @@ impl Cipher {
         Self(Aes128::new(key.into()))
     }
 
-    /// Adds blocks to the state and writes the image of the state after each of them.
-    pub(super) fn absorb(&self, keys: &Keys, blocks: Blocks<'_>, state: &mut u128, hashes: &mut [BlockHash]) {
+    /// Adds blocks to the chain and writes the hash of each.
+    pub(super) fn absorb(
+        &self,
+        keys: &Keys,
+        blocks: Blocks<'_>,
+        chain: &mut Chain,
+        hashes: &mut [BlockHash],
+    ) {
         let mut images = [Default::default(); SEGMENT_LINES];
+        let mut state = u128::from_le_bytes(chain.state);
         for ((slot, block), image) in blocks.slots().zip(&mut images) {
-            *state ^= sum(keys, slot, block);
+            state ^= sum(keys, slot, block);
             *image = state.to_le_bytes().into();
         }
         // The cipher is fastest with many at once.
         self.0.encrypt_blocks(&mut images[..hashes.len()]);
         for (hash, image) in hashes.iter_mut().zip(images) {
             *hash = BlockHash(image.into());
+            chain.place.open(std::array::from_mut(hash));
         }
+        chain.state = state.to_le_bytes();
     }
 }
 

@@ -8,6 +8,7 @@
 
 use std::arch::x86_64::*;
 
+use super::chain::Chain;
 use super::field::TAIL_OF_MODULUS;
 use super::keys::{Blocks, Keys, Line};
 use crate::id::BlockHash;
@@ -30,9 +31,15 @@ impl Pclmul {
         is_there.then(|| Self { round_keys: unsafe { expand(u128::from_le_bytes(*cipher_key)) } })
     }
 
-    pub(super) fn absorb(&self, keys: &Keys, blocks: Blocks<'_>, state: &mut u128, hashes: &mut [BlockHash]) {
+    pub(super) fn absorb(
+        &self,
+        keys: &Keys,
+        blocks: Blocks<'_>,
+        chain: &mut Chain,
+        hashes: &mut [BlockHash],
+    ) {
         // SAFETY: `detect` found the instructions.
-        unsafe { absorb_one_by_one(keys, &self.round_keys, blocks, state, hashes) }
+        unsafe { absorb_one_by_one(keys, &self.round_keys, blocks, chain, hashes) }
     }
 
     pub(super) fn multiply(&self, left: u128, right: u128) -> u128 {
@@ -59,16 +66,31 @@ impl Avx512 {
         Some(Self { narrow, round_keys })
     }
 
-    pub(super) fn absorb(&self, keys: &Keys, blocks: Blocks<'_>, state: &mut u128, hashes: &mut [BlockHash]) {
+    pub(super) fn absorb(
+        &self,
+        keys: &Keys,
+        blocks: Blocks<'_>,
+        chain: &mut Chain,
+        hashes: &mut [BlockHash],
+    ) {
         if blocks.lines_each > 1 {
             // SAFETY: `detect` found the instructions.
-            return unsafe { absorb_long(keys, &self.narrow.round_keys, blocks, state, hashes) };
+            return unsafe { absorb_long(keys, &self.narrow.round_keys, blocks, chain, hashes) };
+        }
+        // Fours begin where an octet or its second half does.
+        let ahead = hashes.len().min(chain.place.nth().wrapping_neg() % 4);
+        let (to_fours, blocks) = blocks.split_at(ahead);
+        let (hashes_to_fours, hashes) = hashes.split_at_mut(ahead);
+        if ahead > 0 {
+            self.narrow.absorb(keys, to_fours, chain, hashes_to_fours);
         }
         let (in_fours, left_over) = blocks.split_at(hashes.len() & !3);
         let (hashes, hashes_left) = hashes.split_at_mut(hashes.len() & !3);
         // SAFETY: `detect` found the instructions.
-        unsafe { absorb_fours(keys, &self.round_keys, in_fours, state, hashes) };
-        self.narrow.absorb(keys, left_over, state, hashes_left);
+        unsafe { absorb_fours(keys, &self.round_keys, in_fours, chain, hashes) };
+        if !hashes_left.is_empty() {
+            self.narrow.absorb(keys, left_over, chain, hashes_left);
+        }
     }
 
     pub(super) fn multiply(&self, left: u128, right: u128) -> u128 {
@@ -88,6 +110,12 @@ fn load_word(tokens: &[u32; 4]) -> __m128i {
 fn load(element: &u128) -> __m128i {
     // SAFETY: reads the sixteen bytes of the element, at any alignment.
     unsafe { _mm_loadu_si128(std::ptr::from_ref(element).cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx")]
+fn load_state(chain: &Chain) -> __m128i {
+    load(&u128::from_le_bytes(chain.state))
 }
 
 #[inline]
@@ -183,15 +211,17 @@ fn absorb_one_by_one(
     keys: &Keys,
     round_keys: &RoundKeys,
     blocks: Blocks<'_>,
-    state: &mut u128,
+    chain: &mut Chain,
     hashes: &mut [BlockHash],
 ) {
-    let mut now = load(state);
+    let (mut now, mut place) = (load_state(chain), chain.place);
     for ((slot, block), hash) in blocks.slots().zip(hashes) {
         now = _mm_xor_si128(now, sum(keys, slot, block));
         store(&mut hash.0, encipher(round_keys, now));
+        place.open(std::array::from_mut(hash));
     }
-    *state = element(now);
+    store(&mut chain.state, now);
+    chain.place = place;
 }
 
 /// The key schedule of FIPS 197 for 128-bit keys.
@@ -336,15 +366,16 @@ fn absorb_fours(
     keys: &Keys,
     round_keys: &[[u128; 4]; 11],
     blocks: Blocks<'_>,
-    state: &mut u128,
+    chain: &mut Chain,
     hashes: &mut [BlockHash],
 ) {
     let zero = _mm512_setzero_si512();
     let [whitening, middle @ .., last] = round_keys;
     // The state after the last block, in every lane.
-    let mut now = _mm512_broadcast_i32x4(load(state));
+    let mut now = _mm512_broadcast_i32x4(load_state(chain));
+    let mut place = chain.place;
     let fours = blocks.lines.as_chunks::<4>().0.iter().zip(hashes.as_chunks_mut::<4>().0);
-    for (slot, (lines, hashes)) in (blocks.slot..).step_by(4).zip(fours) {
+    for (slot, (lines, four)) in (blocks.slot..).step_by(4).zip(fours) {
         // Lane by lane the sum of all lanes up to it: shifted by one lane, then by two.
         let sums = sum_four_lines(keys, slot, lines);
         let sums = _mm512_xor_si512(sums, _mm512_alignr_epi64::<6>(sums, zero));
@@ -355,9 +386,11 @@ fn absorb_fours(
         for key in middle {
             image = _mm512_aesenc_epi128(image, load_four(key));
         }
-        store_hashes(hashes, _mm512_aesenclast_epi128(image, load_four(last)));
+        store_hashes(four, _mm512_aesenclast_epi128(image, load_four(last)));
+        place.open(four);
     }
-    *state = element(_mm512_castsi512_si128(now));
+    store(&mut chain.state, _mm512_castsi512_si128(now));
+    chain.place = place;
 }
 
 /// Blocks of several lines, two lines at a time, a product in each lane.
@@ -366,10 +399,10 @@ fn absorb_long(
     keys: &Keys,
     round_keys: &RoundKeys,
     blocks: Blocks<'_>,
-    state: &mut u128,
+    chain: &mut Chain,
     hashes: &mut [BlockHash],
 ) {
-    let mut now = load(state);
+    let (mut now, mut place) = (load_state(chain), chain.place);
     for ((slot, block), hash) in blocks.slots().zip(hashes) {
         let (twos, odd) = block.as_chunks::<2>();
         let mut products = WideProductSum::zero();
@@ -385,8 +418,10 @@ fn absorb_long(
             now = _mm_xor_si128(now, sum(keys, slot + 2 * twos.len(), odd));
         }
         store(&mut hash.0, encipher(round_keys, now));
+        place.open(std::array::from_mut(hash));
     }
-    *state = element(now);
+    store(&mut chain.state, now);
+    chain.place = place;
 }
 
 #[inline]

@@ -27,6 +27,18 @@ fn power(base: u128, exponent: usize) -> u128 {
     (0..exponent).fold(1, |product, _| multiply(product, base))
 }
 
+/// The hash of one block of a chain, from the images of all of them: bit by bit, where each comes from.
+pub(crate) fn laid_out(images: &[u128], position: usize) -> BlockHash {
+    let (octet, nth) = (position / 8 * 8, position as u128 % 8);
+    let bit = |number: usize| match number {
+        0..8 => images[0] >> number & 1,
+        8..11 => nth >> (number - 8) & 1,
+        11..40 => images[octet] >> number & 1,
+        _ => images[position] >> number & 1,
+    };
+    BlockHash((0..128).fold(0u128, |hash, number| hash | bit(number) << number).to_le_bytes())
+}
+
 /// The keys, as they come off the stream.
 pub(crate) struct Reference {
     cipher: aes::Aes128,
@@ -39,7 +51,7 @@ pub(crate) struct Reference {
 
 impl Reference {
     pub(crate) fn new(manifest: &IdentityManifest, salt: &[u8; 32]) -> Self {
-        let mut deriving = blake3::Hasher::new_derive_key("kvfleet 2026-11 prompt hash keys");
+        let mut deriving = blake3::Hasher::new_derive_key("kvfleet 2026-11 prompt hash keys, octets");
         deriving.update(&[&manifest.full_digest()[..], &salt[..]].concat());
         let mut stream = [0; 16 * 132];
         deriving.finalize_xof().fill(&mut stream);
@@ -71,7 +83,7 @@ impl Reference {
         let per_segment = 32 / lines;
         let sum = |(number, block): (usize, &&[u32])| self.sum(block, number % per_segment * lines);
         let sums: Vec<u128> = blocks.iter().enumerate().map(sum).collect();
-        let mut hashes: Vec<BlockHash> = Vec::new();
+        let mut images: Vec<u128> = Vec::new();
         for (last, block) in blocks.iter().enumerate() {
             let segments_after = |number: usize| last / per_segment - number / per_segment;
             let mut state = multiply(start, power(self.step, segments_after(0)));
@@ -83,11 +95,9 @@ impl Reference {
             }
             let mut image = state.to_le_bytes().into();
             self.cipher.encrypt_block(&mut image);
-            let mut hash = BlockHash(image.into());
-            hash.0[0] = hashes.first().map_or(hash.0[0], |first| first.0[0]);
-            hashes.push(hash);
+            images.push(u128::from_le_bytes(image.into()));
         }
-        hashes
+        (0..images.len()).map(|position| laid_out(&images, position)).collect()
     }
 
     /// Sum of the products of a block whose first line has the keys of line `slot`.
