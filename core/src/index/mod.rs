@@ -22,9 +22,11 @@ mod lookup;
 mod nodes;
 mod pages;
 mod places;
+mod restore;
 mod run;
 mod snapshot;
 mod store;
+mod table;
 #[cfg(any(test, feature = "fuzzing"))]
 mod tests;
 

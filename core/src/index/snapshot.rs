@@ -9,6 +9,9 @@
 //! and the last one the digest of the state: chunks that are not whole are refused, never read in part.
 //! Not here: files, and the log position a snapshot stands for (the router keeps both).
 
+use std::ops::Range;
+
+use smallvec::SmallVec;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::bytes::{CodecError, Reader, invalid, put_number};
@@ -17,22 +20,28 @@ use super::directives::Directives;
 use super::holders::TierSet;
 use super::nodes::{DEPARTED_MAX, NodeState, Nodes};
 use super::pages::{PAGE_BLOCKS, Pages};
+use super::restore::{RestoredPage, Unproven};
 use super::run::{Before, Hold, RUN_BLOCKS_MAX, Run, Runs};
 use super::{Index, IndexLimits};
 use crate::id::{BlockHash, Epoch, GroupId, NodeId, Seq, TenantId};
 
 /// Format of the chunks that this release writes and reads; whoever keeps them keeps this number with them.
-pub const SNAPSHOT_FORMAT: u32 = 4;
+pub const SNAPSHOT_FORMAT: u32 = 5;
 /// A chunk of runs ends when it has this many bytes: a message that no transport minds, encoded in well
 /// under a millisecond. The chunk of pins and nodes may be longer.
 pub const SNAPSHOT_CHUNK_BYTES: usize = 256 * 1024;
 /// Checksum at the end of each chunk.
 const CHECK_BYTES: usize = 8;
 
-/// First byte of each chunk: what it holds. One head, then runs, then the end.
+/// First byte of each chunk: what it holds. One head, then runs, then anchors that list nothing, if there are any,
+/// then the end.
 const HEAD: u8 = 1;
 const RUNS: u8 = 2;
 const END: u8 = 3;
+const STUBS: u8 = 4;
+
+/// Bytes that the hashes of an octet have in common.
+const OCTET_BYTES: usize = 5;
 
 /// Why bytes cannot be restored.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -74,6 +83,8 @@ pub struct Frozen {
     runs: Runs,
     /// Listed blocks.
     blocks: u64,
+    /// Entries of the table.
+    entries: u64,
     sweep_at: u32,
 }
 
@@ -97,7 +108,7 @@ pub fn is_whole_chunk(chunk: &[u8]) -> bool {
 
 impl Index {
     /// The index as it is now, for [`Frozen::chunks`]. Costs O(nodes + pins), and one reference per
-    /// 504 blocks and per 16 runs.
+    /// 248 blocks and per 16 runs.
     #[must_use]
     pub fn freeze(&self) -> Frozen {
         Frozen {
@@ -106,6 +117,7 @@ impl Index {
             pages: self.store.pages.clone(),
             runs: self.store.runs.frozen(),
             blocks: self.store.places.len(),
+            entries: self.store.places.entries(),
             sweep_at: self.store.sweep_at,
         }
     }
@@ -141,7 +153,7 @@ impl Frozen {
 
     /// The chunks of the snapshot, one by one, each encoded when it is asked for.
     pub fn chunks(self) -> impl Iterator<Item = Vec<u8>> {
-        let mut chunks = Chunks { frozen: self, number: 0, run: 0, stage: HEAD };
+        let mut chunks = Chunks { frozen: self, number: 0, run: 0, stubs: 0, stage: HEAD };
         std::iter::from_fn(move || chunks.next_chunk())
     }
 }
@@ -151,6 +163,8 @@ struct Chunks {
     frozen: Frozen,
     number: u64,
     run: u32,
+    /// Chunks of pages whose stubs were encoded.
+    stubs: usize,
     stage: u8,
 }
 
@@ -171,7 +185,11 @@ impl Chunks {
                     self.run += 1;
                 }
             }
-            RUNS => {
+            RUNS | STUBS if put_stubs(&frozen.pages, &mut self.stubs, &mut out) => {
+                out[0] = STUBS;
+                self.stage = STUBS;
+            }
+            RUNS | STUBS => {
                 out[0] = END;
                 out.extend_from_slice(&frozen.digest());
                 self.stage = END;
@@ -229,6 +247,7 @@ fn put_head(frozen: &Frozen, out: &mut Vec<u8>) {
     put_number(out, frozen.sweep_at.into());
     put_number(out, frozen.runs.births.into());
     put_number(out, frozen.blocks);
+    put_number(out, frozen.entries);
     put_number(out, frozen.runs.used().into());
 }
 
@@ -240,14 +259,34 @@ fn put_settings(out: &mut Vec<u8>, settings: impl ExactSizeIterator<Item = (u32,
     }
 }
 
-/// Length, number of each page, where the block before was, holds, offsets of heads, hashes. A run that is none is a length of zero.
+/// Anchors that list nothing, chunk of pages by chunk, each with its octet; answers whether there was one.
+fn put_stubs(pages: &Pages, chunk: &mut usize, out: &mut Vec<u8>) -> bool {
+    let before = out.len();
+    while out.len() < SNAPSHOT_CHUNK_BYTES
+        && let Some(stubs) = pages.stubs(*chunk)
+    {
+        for stub in stubs {
+            put_number(out, stub.into());
+            put_octet(out, pages.octet(stub));
+        }
+        *chunk += 1;
+    }
+    out.len() > before
+}
+
+fn put_octet(out: &mut Vec<u8>, octet: u64) {
+    out.extend_from_slice(&octet.to_le_bytes()[..OCTET_BYTES]);
+}
+
+/// End, number of each page and whether it is an anchor, where the block before was, holds, offsets of heads, and of
+/// each page what its hashes have in common and what not. A run that is none ends at zero.
 fn put_run(run: &Run, pages: &Pages, out: &mut Vec<u8>) {
-    put_number(out, run.len().into());
-    if run.len() == 0 {
+    put_number(out, run.end().into());
+    if run.end() == 0 {
         return;
     }
     for page in run.pages() {
-        put_number(out, page.map_or(0, |page| u64::from(page) + 1));
+        put_number(out, page.map_or(0, |page| 1 + 2 * u64::from(page) + u64::from(pages.is_anchor(page))));
     }
     let Before { run: before, offset, born } = run.before;
     put_number(out, before.into());
@@ -266,13 +305,17 @@ fn put_run(run: &Run, pages: &Pages, out: &mut Vec<u8>) {
         let place = run.place(*offset);
         place.is_some_and(|place| pages.heads(place.page()) & 1 << place.slot() != 0)
     };
-    let heads: Vec<u32> = (0..run.len()).filter(is_head).collect();
+    let heads: Vec<u32> = (run.start()..run.end()).filter(is_head).collect();
     put_number(out, heads.len() as u64);
     for offset in heads {
         put_number(out, offset.into());
     }
-    for place in (0..run.len()).filter_map(|offset| run.place(offset)) {
-        out.extend_from_slice(&pages.hash(place).0);
+    for offset in run.start()..run.end() {
+        let Some(place) = run.place(offset) else { continue };
+        if offset == run.start() || place.slot() == 0 {
+            put_octet(out, pages.octet(place.page()));
+        }
+        out.extend_from_slice(&pages.hash(place).0[OCTET_BYTES..]);
     }
 }
 
@@ -282,18 +325,23 @@ pub struct Restore {
     index: Index,
     /// Chunks read.
     chunks: u64,
-    /// Kind of the next chunk; none after the end.
+    /// Kind of the next chunk, if not the one that follows; none after the end.
     expected: Option<u8>,
     runs: u32,
     /// Blocks that will be listed.
     blocks: u64,
+    /// Entries that the table will have.
+    entries: u64,
+    unproven: Unproven,
 }
 
 impl Restore {
     /// Nothing yet. Later commands are held to `limits`; what is in the snapshot is kept even above them.
     #[must_use]
     pub fn new(limits: IndexLimits) -> Self {
-        Self { index: Index::new(limits), chunks: 0, expected: Some(HEAD), runs: 0, blocks: 0 }
+        let index = Index::new(limits);
+        let unproven = Unproven::default();
+        Self { index, chunks: 0, expected: Some(HEAD), runs: 0, blocks: 0, entries: 0, unproven }
     }
 
     /// Whether the last chunk was read.
@@ -321,10 +369,11 @@ impl Restore {
         match (self.expected, kind) {
             (Some(HEAD), HEAD) => self.read_head(&mut reader)?,
             (Some(RUNS), RUNS) => self.read_runs(&mut reader)?,
-            (Some(RUNS), END) => self.read_end(&mut reader)?,
+            (Some(RUNS | STUBS), STUBS) => self.read_stubs(&mut reader)?,
+            (Some(RUNS | STUBS), END) => self.read_end(&mut reader)?,
             _ => return Err(invalid("chunk kind", 0, kind.into()).into()),
         }
-        self.expected = (kind != END).then_some(RUNS);
+        self.expected = (kind != END).then_some(kind.max(RUNS));
         self.chunks += 1;
         Ok(reader.finish()?)
     }
@@ -353,7 +402,8 @@ impl Restore {
         self.index.store.runs.births =
             u16::try_from(births).map_err(|_| invalid("births", at, births.into()))?;
         self.blocks = reader.number("blocks")?;
-        self.index.store.places.expect(self.blocks);
+        self.entries = reader.number("entries")?;
+        self.index.store.places.expect(self.entries);
         self.runs = reader.number_u32("runs")?;
         Ok(())
     }
@@ -372,20 +422,17 @@ impl Restore {
 
     fn read_run(&mut self, reader: &mut Reader<'_>) -> Result<(), CodecError> {
         let at = reader.at();
-        let len = reader.number_u32("blocks of a run")?;
-        if len > RUN_BLOCKS_MAX || self.index.store.runs.used() >= self.runs {
-            return Err(invalid("blocks of a run", at, len.into()));
+        let end = reader.number_u32("end of a run")?;
+        if end > RUN_BLOCKS_MAX || self.index.store.runs.used() >= self.runs {
+            return Err(invalid("end of a run", at, end.into()));
         }
-        if len == 0 {
+        if end == 0 {
             self.index.store.runs.restore(Run::default());
             return Ok(());
         }
         let mut pages = Vec::new();
-        let mut present = 0;
-        for nth in 0..len.div_ceil(PAGE_BLOCKS) {
-            let page = reader.number_u32("page")?.checked_sub(1);
-            present += page.map_or(0, |_| PAGE_BLOCKS.min(len - nth * PAGE_BLOCKS));
-            pages.push(page);
+        for _ in 0..end.div_ceil(PAGE_BLOCKS) {
+            pages.push(reader.number_u32("page")?.checked_sub(1));
         }
         let before = reader.number_u32("run before")?;
         let mut word = || reader.array().map(u16::from_le_bytes);
@@ -399,18 +446,36 @@ impl Restore {
         for _ in 0..reader.count("heads", 1)? {
             heads.push(reader.number_u32("head")?);
         }
-        let hashes: Vec<BlockHash> = reader.hashes(present as usize)?;
-        let run = Run::restored(len, (born, head, fork, before), &pages, &holds).ok_or(invalid(
-            "run",
-            at,
-            len.into(),
-        ))?;
+        let numbers: Vec<_> = pages.iter().map(|page| page.map(|page| page / 2)).collect();
+        let run = Run::restored(end, (born, head, fork, before), &numbers, &holds);
+        let run = run.ok_or(invalid("run", at, end.into()))?;
+        let mut present = Vec::new();
+        for (nth, page) in (0..).zip(pages) {
+            let Some(page) = page else { continue };
+            let slots = run.start().max(nth * PAGE_BLOCKS)..end.min((nth + 1) * PAGE_BLOCKS);
+            let hashes = read_hashes(slots, reader)?;
+            present.push(RestoredPage { number: page / 2, is_anchor: page % 2 == 1, hashes });
+        }
         let number = self.index.store.runs.used();
-        if !self.index.store.restore_run(run, &hashes, &heads) {
+        if !self.index.store.restore_run(run, &present, &heads, &mut self.unproven) {
             return Err(invalid("run", at, number.into()));
         }
         self.book(number);
         Ok(())
+    }
+
+    fn read_stubs(&mut self, reader: &mut Reader<'_>) -> Result<(), CodecError> {
+        loop {
+            let at = reader.at();
+            let page = reader.number_u32("page")?;
+            let octet = read_octet(reader)?.octet();
+            if !self.index.store.restore_stub(page, octet, &mut self.unproven) {
+                return Err(invalid("page", at, page.into()));
+            }
+            if reader.left() == 0 {
+                return Ok(());
+            }
+        }
     }
 
     fn read_hold(&self, reader: &mut Reader<'_>) -> Result<Hold, CodecError> {
@@ -448,9 +513,15 @@ impl Restore {
 
     fn read_end(&mut self, reader: &mut Reader<'_>) -> Result<(), SnapshotError> {
         self.index.store.places.expect(0);
-        let store = &self.index.store;
+        let store = &mut self.index.store;
+        if !store.prove(&self.unproven) {
+            return Err(invalid("octets", 0, self.blocks).into());
+        }
         if store.places.len() != self.blocks {
             return Err(invalid("blocks", 0, self.blocks).into());
+        }
+        if store.places.entries() != self.entries {
+            return Err(invalid("entries", 0, self.entries).into());
         }
         if store.runs.used() != self.runs || store.runs.ends_free() {
             return Err(invalid("runs", 0, store.runs.used().into()).into());
@@ -458,6 +529,33 @@ impl Restore {
         let digest: [u8; 16] = reader.array()?;
         if digest != self.index.digest() { Err(SnapshotError::OtherState) } else { Ok(()) }
     }
+}
+
+/// What the hashes of a page have in common, as the first of its octet would have it.
+fn read_octet(reader: &mut Reader<'_>) -> Result<BlockHash, CodecError> {
+    let at = reader.at();
+    let common: [u8; OCTET_BYTES] = reader.array()?;
+    let mut hash = BlockHash::default();
+    hash.0[..OCTET_BYTES].copy_from_slice(&common);
+    if hash.nth_of_octet() != 0 {
+        return Err(invalid("octet", at, common[1].into()));
+    }
+    Ok(hash)
+}
+
+/// The hashes of a page at some offsets of its run, at least one.
+fn read_hashes(
+    offsets: Range<u32>,
+    reader: &mut Reader<'_>,
+) -> Result<SmallVec<[BlockHash; PAGE_BLOCKS as usize]>, CodecError> {
+    let octet = read_octet(reader)?;
+    let mut hashes = SmallVec::new();
+    for offset in offsets {
+        let mut hash = BlockHash::default();
+        hash.0[OCTET_BYTES..].copy_from_slice(&reader.array::<{ 16 - OCTET_BYTES }>()?);
+        hashes.push(hash.in_chain(octet.root_tag(), octet, offset as usize));
+    }
+    Ok(hashes)
 }
 
 fn read_slots(nodes: &mut Nodes, reader: &mut Reader<'_>) -> Result<(), CodecError> {

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
-use super::random::{BLOCKS, Intent, Speakers, begins_a_prefix, intents, request, tight};
+use super::random::{BLOCKS, Intent, Speakers, begins_a_prefix, intents, names, request, tight};
 use super::reference::Reference;
 use super::*;
 
@@ -79,14 +79,14 @@ fn same_settings(index: &Index, reference: &Reference) -> Result<(), TestCaseErr
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 384, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.max(384), ..ProptestConfig::default() })]
 
     /// Every answer, count and lookup is that of the naive index, after every command.
     #[test]
     fn it_answers_as_the_naive_index(intents in intents(Speakers::Honest), request in request()) {
         let mut reference = Reference::new(tight());
         let mut index = Index::new(tight());
-        let everything = blocks(0..BLOCKS);
+        let everything = names(0..BLOCKS);
         for intent in intents {
             let command = intent.command(&reference);
             prop_assert_eq!(index.apply(&command), reference.apply(&command), "{:?}", command);
@@ -118,7 +118,7 @@ proptest! {
             prop_assert_eq!(&applied, &reference.apply(&command), "{:?}", command);
             index.store.check();
             prop_assert_eq!(index.stats(), reference.stats());
-            for hash in &blocks(0..BLOCKS) {
+            for hash in &names(0..BLOCKS) {
                 prop_assert_eq!(index.holders_of(*hash), reference.holders_of(*hash));
             }
             note_beginnings(&mut begun, &command, &applied);
