@@ -6,6 +6,7 @@
 use smallvec::SmallVec;
 
 use super::Index;
+use super::places::Sought;
 use super::run::{Run, head_of};
 use super::store::{At, Store};
 use crate::id::{BlockHash, Epoch, NodeId, Tier};
@@ -91,12 +92,13 @@ impl Index {
         found.runs.clear();
         let hashes = &hashes[..hashes.len().min(u32::MAX as usize)];
         let (Some(first), Some(last)) = (hashes.first(), hashes.last()) else { return };
-        let Store { runs, heads, .. } = &self.store;
+        let Store { runs, heads, places, .. } = &self.store;
         let Some(first) = heads.find(*first) else { return };
         let mut whole = Whole::new();
         let mut ends_unlisted = false;
+        let last = places.seek(*last);
         if !self.parts_at_fork(first, hashes) {
-            match self.seek_last(*last) {
+            match self.find_last(last) {
                 Some(last) if self.walk_back(hashes, (first, last), &mut whole) => {}
                 last => {
                     whole.clear();
@@ -151,10 +153,9 @@ impl Index {
         stands(fork - 1) && !stands(fork)
     }
 
-    /// Where the last block of a prompt is.
-    fn seek_last(&self, last: BlockHash) -> Option<At> {
-        let Store { places, pages, runs, .. } = &self.store;
-        let mut last = places.seek(last);
+    /// Where the last block of a prompt is, which was sought.
+    fn find_last(&self, mut last: Sought<'_>) -> Option<At> {
+        let Store { pages, runs, .. } = &self.store;
         let at = if last.look(pages) { self.store.at(&last)? } else { return None };
         runs.prefetch(at.run);
         Some(at)

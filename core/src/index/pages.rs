@@ -10,7 +10,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::cpu::prefetch;
+use crate::cpu::{prefetch, prefetch_before};
 use crate::id::{BlockHash, OCTET_BLOCKS};
 
 /// Blocks in a page: those of an octet, in two cache lines with the page's owner.
@@ -255,11 +255,13 @@ impl Pages {
         }
     }
 
-    /// Asks the memory for all hashes of a page.
+    /// Asks the memory for all hashes of a page, and for what says whether it may be written where it is.
     pub(super) fn prefetch_whole(&self, number: u32) {
-        if let Some(page) = self.page(number) {
-            prefetch(page);
-            prefetch(&page.own[PAGE_BLOCKS as usize - 1]);
+        let (chunk, page) = split(number);
+        if let Some(chunk) = self.chunks[chunk].as_deref() {
+            prefetch_before(&chunk[0]);
+            prefetch(&chunk[page]);
+            prefetch(&chunk[page].own[PAGE_BLOCKS as usize - 1]);
         }
     }
 
