@@ -277,6 +277,10 @@ fn random_lives_meet_what_they_should() {
             *met.entry("stale").or_default() += u32::from(index.stale_holds() > 0);
             *met.entry("folded epoch").or_default() += u32::from(reference.floor > 0);
             *met.entry("shared block").or_default() += u32::from(index.stats().copies > index.stats().blocks);
+            let (stubs, apart, begun_within) = index.store.odd_octets();
+            *met.entry("stub").or_default() += u32::from(stubs > 0);
+            *met.entry("page that is no anchor").or_default() += u32::from(apart > 0);
+            *met.entry("run from the middle of an octet").or_default() += u32::from(begun_within > 0);
         }
     }
     let kinds = [
@@ -295,6 +299,9 @@ fn random_lives_meet_what_they_should() {
         "stale",
         "folded epoch",
         "shared block",
+        "stub",
+        "page that is no anchor",
+        "run from the middle of an octet",
     ];
     for kind in kinds {
         assert!(met.get(kind).copied().unwrap_or(0) >= 10, "{kind} in {met:?}");

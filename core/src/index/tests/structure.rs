@@ -14,6 +14,15 @@ impl Store {
         before.is_some_and(|before| self.pages.is_live(before))
     }
 
+    /// How many stubs there are, pages of runs that are no anchors, and runs that begin in the middle of an octet.
+    pub(in crate::index) fn odd_octets(&self) -> (usize, usize, usize) {
+        let stubs = (0..).map_while(|chunk| self.pages.stubs(chunk)).flatten().count();
+        let runs = || (0..self.runs.used()).map(|number| self.runs.get(number));
+        let pages = runs().flat_map(|run| run.pages().flatten());
+        let apart = pages.filter(|page| !self.pages.is_anchor(*page)).count();
+        (stubs, apart, runs().filter(|run| run.start() > 0).count())
+    }
+
     /// Panics unless every part agrees with every other.
     pub(in crate::index) fn check(&self) {
         let (mut listed, mut held, mut heads) = (0, 0, 0);
