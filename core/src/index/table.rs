@@ -690,7 +690,7 @@ mod tests {
     /// Keys of both kinds in turn.
     fn key(number: u64) -> Key {
         let hash = BlockHash((u128::from(number) * 0x100_0000_0100_0300).to_le_bytes());
-        let octet = number.wrapping_mul(SPREAD) % (1 << 29) << 11 | 7;
+        let octet = (number.wrapping_mul(SPREAD) % (1 << 29)) << 11 | 7;
         if number.is_multiple_of(2) { Key::Octet(octet) } else { Key::Block(hash) }
     }
 
