@@ -4,10 +4,12 @@
 //! (`cargo xtask bench`). Absolute figures of a shared machine mean little; both sides run in the same
 //! process, in alternating order, and the ratio of each run counts.
 
+mod chain;
 mod clock;
 mod measure;
 mod row;
 
+pub use chain::next_hash;
 pub use clock::{Spent, spend, thread_cpu_time};
 pub use measure::{Outcome, RUNS_MIN, median, outcome, side_by_side, sorted};
 pub use row::{Better, Row, figure, table};

@@ -8,11 +8,11 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::Context;
-use benches::{Better, Row, outcome, thread_cpu_time};
+use benches::{Better, Row, next_hash, outcome, thread_cpu_time};
 use kv_core::id::{BlockHash, Epoch, IdentityDigest, NodeId, Seq, Tier};
 use kv_core::index::command::{Announcement, Change, Command, NodeRecord};
 use kvfleet_router::Replica;
-use rand::{Rng, RngCore, SeedableRng};
+use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::Effort;
@@ -152,10 +152,10 @@ impl Load {
                 chains.push(Vec::with_capacity(CHAIN_BLOCKS));
             }
             let chain = &mut chains.last_mut()?;
-            let root = chain.first().map_or_else(|| random.random(), |first| first.0[0]);
+            let before = chain.len();
             let parent = chain.last().copied();
-            let blocks: Vec<_> = (0..RUN_BLOCKS).map(|_| hash(random, root)).collect();
-            chain.extend(&blocks);
+            (0..RUN_BLOCKS).for_each(|_| chain.push(next_hash(random, chain)));
+            let blocks = chain[before..].to_vec();
             Some(Change::Stored { parent, blocks, tier: Tier::Dram })
         })
     }
@@ -183,13 +183,6 @@ impl Load {
         });
         Command::Announce(announcements.collect())
     }
-}
-
-fn hash(random: &mut ChaCha8Rng, root: u8) -> BlockHash {
-    let mut bytes = [0; 16];
-    random.fill_bytes(&mut bytes);
-    bytes[0] = root;
-    BlockHash(bytes)
 }
 
 fn record(node: u32) -> NodeRecord {

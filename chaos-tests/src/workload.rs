@@ -3,7 +3,7 @@
 //! Equal seeds give equal plans. Not here: carrying it out (`drive.rs`). How the plan meets the cluster
 //! still depends on timing; the invariants must hold for every timing.
 
-use kv_core::id::BlockHash;
+use kv_core::id::{BlockHash, OCTET_BLOCKS};
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -88,19 +88,33 @@ pub fn shard_of_node(node: u32) -> u16 {
     (node % u32::from(SHARDS_COUNT)) as u16 + 1
 }
 
-/// The hashes of a chain. Any distinct hashes with one tag would do; these name chain and position.
+/// The hashes of a chain. Any distinct hashes with one tag would do; these name chain and position. Four chains of five
+/// have octets as ours do, the fifth keeps to no layout.
 #[must_use]
 pub fn chain(number: u32) -> Vec<BlockHash> {
     // Neighbours are in different shards.
-    let tag = (number % u32::from(SHARDS_COUNT)) * 256 / u32::from(SHARDS_COUNT);
+    let tag = ((number % u32::from(SHARDS_COUNT)) * 256 / u32::from(SHARDS_COUNT)) as u8;
     let block = |position: u32| {
         let mut bytes = [0xa5; 16];
         bytes[..4].copy_from_slice(&number.to_be_bytes());
-        bytes[0] = tag as u8;
+        bytes[0] = tag;
         bytes[4..8].copy_from_slice(&position.to_be_bytes());
+        bytes[8..12].copy_from_slice(&number.to_be_bytes());
         BlockHash(bytes)
     };
-    (0..CHAIN_BLOCKS).map(block).collect()
+    let octet = |position: u32| {
+        let mut bytes = [0; 16];
+        let mixed = u64::from(number << 16 | position).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        bytes[..8].copy_from_slice(&mixed.to_le_bytes());
+        BlockHash(bytes)
+    };
+    let in_octet = |position: u32| {
+        let first = position - position % OCTET_BLOCKS as u32;
+        block(position).in_chain(tag, octet(first), position as usize)
+    };
+    (0..CHAIN_BLOCKS)
+        .map(|position| if number % 5 == 4 { block(position) } else { in_octet(position) })
+        .collect()
 }
 
 /// A plan of this many steps. The first kill of a leader and the death of all routers are always in it.

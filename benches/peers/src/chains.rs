@@ -3,7 +3,7 @@
 //! Not here: who announces them and in which order (`events.rs`).
 
 use dynamo_kv_router::protocols::{BlockHashOptions, compute_block_hash_for_seq, compute_seq_hash_for_block};
-use kv_core::id::BlockHash;
+use kv_core::id::{BlockHash, OCTET_BLOCKS};
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
 use rand::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -135,11 +135,12 @@ fn random_tokens(seed: u64, count: u32) -> Vec<u32> {
     (0..count).map(|_| random.next_u32() % VOCABULARY).collect()
 }
 
-/// Our keyed hash. All blocks of a chain carry the first byte of its first block, which names the shard.
+/// Our keyed hash. All blocks of a chain carry the first byte of its first block, which names the shard, and those of
+/// an octet some bits of its first block.
 pub(crate) struct OurHasher {
     hasher: PrefixHasher,
-    /// Whether the hasher writes that byte itself.
-    tags: bool,
+    /// Whether the hasher writes these itself.
+    in_chain: bool,
 }
 
 impl OurHasher {
@@ -147,17 +148,21 @@ impl OurHasher {
         let manifest = IdentityManifest { block_tokens: BLOCK_TOKENS, ..IdentityManifest::default() };
         let hasher = PrefixHasher::new(&manifest, &[7; 32]);
         let trial = hasher.blocks(&random_tokens(SEED, 64 * BLOCK_TOKENS));
-        let tags = trial.iter().all(|hash| hash.0[0] == trial[0].0[0]);
-        Self { hasher, tags }
+        let in_chain = in_chain(&trial) == trial;
+        Self { hasher, in_chain }
     }
 
     pub(crate) fn blocks(&self, tokens: &[u32]) -> Vec<BlockHash> {
-        let mut hashes = self.hasher.blocks(tokens);
-        if let (false, Some(&BlockHash([tag, ..]))) = (self.tags, hashes.first()) {
-            hashes.iter_mut().for_each(|hash| hash.0[0] = tag);
-        }
-        hashes
+        let hashes = self.hasher.blocks(tokens);
+        if self.in_chain { hashes } else { in_chain(&hashes) }
     }
+}
+
+/// Hashes with what the blocks of a chain and of an octet have in common.
+fn in_chain(hashes: &[BlockHash]) -> Vec<BlockHash> {
+    let root = hashes.first().map_or(0, |first| first.root_tag());
+    let octets = hashes.chunks(OCTET_BLOCKS).flat_map(|octet| octet.iter().map(|hash| (octet[0], hash)));
+    octets.enumerate().map(|(position, (octet, hash))| hash.in_chain(root, octet, position)).collect()
 }
 
 #[cfg(test)]
@@ -172,7 +177,7 @@ mod tests {
         assert_eq!(chains.local(0)[..shared], chains.local(15)[..shared]);
         assert_ne!(chains.ours(0)[shared], chains.ours(15)[shared]);
         assert_ne!(chains.rolling(0)[0], chains.rolling(16)[0]);
-        assert!(chains.ours(3).iter().all(|hash| hash.0[0] == chains.ours(3)[0].0[0]));
+        assert_eq!(in_chain(chains.ours(3)), chains.ours(3));
     }
 
     #[test]

@@ -2,10 +2,11 @@
 //!
 //! Not here: what is timed (`index.rs`).
 
+use benches::next_hash;
 use kv_core::id::{BlockHash, IdentityDigest, NodeId, Seq, Tier};
 use kv_core::index::command::{Announcement, Change, Command, NodeRecord};
+use rand::SeedableRng;
 use rand::seq::IndexedRandom;
-use rand::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 pub(super) const NODES: u32 = 64;
@@ -31,13 +32,15 @@ impl Workload {
         let mut chains: Vec<Vec<BlockHash>> = Vec::with_capacity(count);
         for number in 0..count {
             let mut chain = match number % SHARED_BY {
-                0 => hashes(&mut random, SHARED_BLOCKS),
+                0 => Vec::with_capacity(CHAIN_BLOCKS),
                 behind => chains[number - behind][..SHARED_BLOCKS].to_vec(),
             };
-            chain.extend(hashes(&mut random, CHAIN_BLOCKS - SHARED_BLOCKS));
+            extend(&mut random, &mut chain);
             chains.push(chain);
         }
-        Self { chains, strange: hashes(&mut random, CHAIN_BLOCKS) }
+        let mut strange = Vec::new();
+        extend(&mut random, &mut strange);
+        Self { chains, strange }
     }
 
     pub(super) fn chains(&self) -> impl Iterator<Item = &[BlockHash]> {
@@ -88,13 +91,11 @@ impl Workload {
     }
 }
 
-fn hashes(random: &mut ChaCha8Rng, count: usize) -> Vec<BlockHash> {
-    let mut hash = || {
-        let mut bytes = [0u8; 16];
-        random.fill_bytes(&mut bytes);
-        BlockHash(bytes)
-    };
-    (0..count).map(|_| hash()).collect()
+/// Makes a chain as long as all are.
+fn extend(random: &mut ChaCha8Rng, chain: &mut Vec<BlockHash>) {
+    while chain.len() < CHAIN_BLOCKS {
+        chain.push(next_hash(random, chain));
+    }
 }
 
 fn record(node: u32) -> NodeRecord {

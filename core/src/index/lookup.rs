@@ -6,6 +6,7 @@
 use smallvec::SmallVec;
 
 use super::Index;
+use super::places::Sought;
 use super::run::{Run, head_of};
 use super::store::{At, Store};
 use crate::id::{BlockHash, Epoch, NodeId, Tier};
@@ -91,12 +92,13 @@ impl Index {
         found.runs.clear();
         let hashes = &hashes[..hashes.len().min(u32::MAX as usize)];
         let (Some(first), Some(last)) = (hashes.first(), hashes.last()) else { return };
-        let Store { runs, heads, .. } = &self.store;
+        let Store { runs, heads, places, .. } = &self.store;
         let Some(first) = heads.find(*first) else { return };
         let mut whole = Whole::new();
         let mut ends_unlisted = false;
+        let last = places.seek(*last);
         if !self.parts_at_fork(first, hashes) {
-            match self.seek_last(*last) {
+            match self.find_last(last) {
                 Some(last) if self.walk_back(hashes, (first, last), &mut whole) => {}
                 last => {
                     whole.clear();
@@ -146,15 +148,14 @@ impl Index {
         }
         let stands = |step: u32| {
             let place = run.place(first.offset + step);
-            place.is_some_and(|place| pages.holds_rest(place, hashes[step as usize]))
+            place.is_some_and(|place| pages.holds_own(place, hashes[step as usize]))
         };
         stands(fork - 1) && !stands(fork)
     }
 
-    /// Where the last block of a prompt is.
-    fn seek_last(&self, last: BlockHash) -> Option<At> {
-        let Store { places, pages, runs, .. } = &self.store;
-        let mut last = places.seek(last);
+    /// Where the last block of a prompt is, which was sought.
+    fn find_last(&self, mut last: Sought<'_>) -> Option<At> {
+        let Store { pages, runs, .. } = &self.store;
         let at = if last.look(pages) { self.store.at(&last)? } else { return None };
         runs.prefetch(at.run);
         Some(at)
@@ -176,15 +177,15 @@ impl Index {
         let runs = &self.store.runs;
         let (mut at, mut end) = (last, hashes.len());
         loop {
-            let len = at.offset as usize + 1;
-            let Some(position) = end.checked_sub(len) else { return false };
             let run = runs.get(at.run);
+            let len = (at.offset + 1 - run.start()) as usize;
+            let Some(position) = end.checked_sub(len) else { return false };
             // The last of the stretch is the block that was asked for, so all of it is: a hash stands for those
             // before it. Who announces what is no prefix is most often seen here.
             if run.head != head_of(hashes[position]) {
                 return false;
             }
-            let head = At { offset: 0, ..at };
+            let head = At { offset: run.start(), ..at };
             whole.push((head, len as u32));
             if position == 0 {
                 return head == first;
@@ -202,7 +203,7 @@ impl Index {
     /// last is known not to be listed.
     fn agreement(&self, run: &Run, offset: u32, (hashes, ends_unlisted): (&[BlockHash], bool)) -> u32 {
         let pages = &self.store.pages;
-        let len = (run.len() - offset).min(hashes.len() as u32);
+        let len = (run.end() - offset).min(hashes.len() as u32);
         // Most prompts that part from a run do so where another one did, and many at its end.
         let fork = run.fork().checked_sub(offset).filter(|fork| (1..len).contains(fork));
         if let Some(fork) = fork {
@@ -210,10 +211,9 @@ impl Index {
                 run.place(offset + step).inspect(|place| pages.prefetch(*place));
             }
         }
-        // All hashes of a run have the first byte of its first one.
         let agrees = |step: u32| {
             let place = run.place(offset + step);
-            place.is_some_and(|place| pages.holds_rest(place, hashes[step as usize]))
+            place.is_some_and(|place| pages.holds_own(place, hashes[step as usize]))
         };
         let (mut equal, mut differs) = (1, len);
         if !ends_unlisted || (len as usize) < hashes.len() {

@@ -22,9 +22,11 @@ mod lookup;
 mod nodes;
 mod pages;
 mod places;
+mod restore;
 mod run;
 mod snapshot;
 mod store;
+mod table;
 #[cfg(any(test, feature = "fuzzing"))]
 mod tests;
 
@@ -41,9 +43,9 @@ pub use limits::{
 };
 pub use lookup::{Holder, HolderRun, PrefixMatch};
 pub use nodes::NodeState;
+pub use restore::Restore;
 pub use snapshot::{
-    Frozen, Restore, SNAPSHOT_CHUNK_BYTES, SNAPSHOT_FORMAT, SnapshotError, check_snapshot_format,
-    is_whole_chunk,
+    Frozen, SNAPSHOT_CHUNK_BYTES, SNAPSHOT_FORMAT, SnapshotError, check_snapshot_format, is_whole_chunk,
 };
 
 use command::{AnnounceOutcome, Announcement, Applied, Change, Command, NodeRecord, Pin, Refusal};

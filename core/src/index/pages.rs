@@ -1,30 +1,34 @@
-//! Where the hashes of all blocks lie: pages of eight, handed out one by one.
+//! Where the hashes of all blocks lie: pages of one octet each, handed out one by one.
 //!
-//! The first byte of a hash names the shard, and is the same along a prefix: it stands once a page.
-//! A block's [`Place`] never changes while the block is listed, which is why 28 bits are enough
-//! for the table to name it. Pages stand in chunks behind `Arc`, so that a frozen index (a snapshot being
-//! written) shares them with the living one until the living one writes. Not here: which page follows
-//! which (`run.rs`).
+//! The blocks of an octet have five bytes of their hashes in common, with the block's position in it (`id.rs`): these
+//! stand once a page, and a block's slot is its position. Hashes that were made by other means have such five bytes,
+//! too, only not in common; their pages have one block each. A block's [`Place`] never changes while the block is
+//! listed, which is why 28 bits are enough for the table to name it. Pages stand in chunks behind `Arc`, so that a
+//! frozen index (a snapshot being written) shares them with the living one until the living one writes. Not here:
+//! which page follows which (`run.rs`), and which page of an octet is found by it (`places.rs`).
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::cpu::prefetch;
-use crate::id::BlockHash;
+use crate::cpu::{prefetch, prefetch_before};
+use crate::id::{BlockHash, OCTET_BLOCKS};
 
-/// Blocks in a page: two cache lines with the page's owner. Less would cost more in page numbers, more would cost
-/// more in half-filled pages, because conversations of large blocks are short.
-pub(super) const PAGE_BLOCKS: u32 = 8;
-/// Pages that are copied together when a frozen index still needs them: 8 KiB with counts, a size that
+/// Blocks in a page: those of an octet, in two cache lines with the page's owner.
+pub(super) const PAGE_BLOCKS: u32 = OCTET_BLOCKS as u32;
+/// Pages that are copied together when a frozen index still needs them: 4 KiB with counts, a size that
 /// allocators waste nothing on. A command of a thousand blocks that lie here and there copies as many chunks,
 /// which is to take a few milliseconds at most.
-const CHUNK_PAGES: usize = 63;
+const CHUNK_PAGES: usize = 31;
 /// Numbers of pages per chunk: a power of two, so that nothing is divided; the last ones name no page.
-const CHUNK_NUMBERS: usize = 64;
+const CHUNK_NUMBERS: usize = 32;
 /// Chunks that can be named: places have 28 bits, for 268 million blocks.
 const CHUNKS_MAX: usize = (1 << 25) / CHUNK_NUMBERS;
 /// A bit for each page of a chunk.
-const ALL_FREE: [u64; CHUNK_NUMBERS / 64] = [u64::MAX >> (CHUNK_NUMBERS - CHUNK_PAGES)];
+const ALL_FREE: u32 = u32::MAX >> (CHUNK_NUMBERS - CHUNK_PAGES);
+/// Bytes of a hash that are its block's own.
+const OWN_BYTES: usize = 11;
+/// Bits of a hash that its octet has in common, with the position in it.
+const COMMON_BITS: u32 = 40;
 
 /// Where a block's hash lies: page and slot in the page. Below 2^28.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +37,11 @@ pub(super) struct Place(pub(super) u32);
 impl Place {
     pub(super) fn new(page: u32, slot: u32) -> Self {
         Self(page * PAGE_BLOCKS + slot)
+    }
+
+    /// Where a block lies that is in this page.
+    pub(super) fn of(page: u32, hash: BlockHash) -> Self {
+        Self::new(page, hash.nth_of_octet() as u32)
     }
 
     pub(super) fn page(self) -> u32 {
@@ -50,24 +59,30 @@ impl Place {
 struct Page {
     /// Its run, and in the lowest ten bits which page of it. A run has a page of its own: 25 bits are enough.
     owner: u32,
-    /// The highest eight bits of that.
+    /// Of an anchor: how many other pages have its octet.
+    others: u32,
+    /// Bytes 1 to 4 of the octet.
+    octet: u32,
+    /// Byte 0 of the octet.
+    tag: u8,
+    /// The highest three bits of the owner, and [`ANCHOR`].
     owner_high: u8,
     /// One bit per slot: whether the block there is a head (`heads.rs`); only listed ones are.
     heads: u8,
     /// One bit per slot: whether the block there is listed.
     live: u8,
-    /// First byte of every hash in it.
-    tag: u8,
-    /// The other fifteen bytes of each.
-    hashes: [[u8; 15]; PAGE_BLOCKS as usize],
+    /// The own bytes of each hash.
+    own: [[u8; OWN_BYTES]; PAGE_BLOCKS as usize],
 }
 
 /// Bits of [`Page::owner`] that say which page of its run it is.
 const NTH_BITS: u32 = 10;
+/// In [`Page::owner_high`]: the octet's entry in the table names this page.
+const ANCHOR: u8 = 0x80;
 
 impl Page {
     fn owner(&self) -> u64 {
-        u64::from(self.owner) | u64::from(self.owner_high) << 32
+        u64::from(self.owner) | u64::from(self.owner_high & !ANCHOR) << 32
     }
 
     fn run(&self) -> u32 {
@@ -78,37 +93,48 @@ impl Page {
         self.owner & ((1 << NTH_BITS) - 1)
     }
 
-    fn begin(&mut self, run: u32, nth: u32) {
+    fn is_anchor(&self) -> bool {
+        self.owner_high & ANCHOR != 0
+    }
+
+    #[inline]
+    fn octet(&self) -> u64 {
+        u64::from(self.tag) | u64::from(self.octet) << 8
+    }
+
+    /// Tells the page its run, and which page of it it is.
+    fn own(&mut self, run: u32, nth: u32) {
         let owner = u64::from(run) << NTH_BITS | u64::from(nth);
-        (self.owner, self.owner_high) = (owner as u32, (owner >> 32) as u8);
-        (self.live, self.heads) = (0, 0);
+        self.owner = owner as u32;
+        self.owner_high = self.owner_high & ANCHOR | (owner >> 32) as u8;
+    }
+
+    /// The first and the last eight bytes of a hash. Put together in registers: what is written byte by byte and
+    /// read as a whole waits for the writing.
+    #[inline]
+    fn halves(&self, slot: u32) -> (u64, u64) {
+        let own = &self.own[slot as usize];
+        let half = |bytes: Option<&[u8; 8]>| bytes.map_or(0, |bytes| u64::from_le_bytes(*bytes));
+        let (low, high) = (half(own.first_chunk()), half(own.last_chunk()));
+        (self.octet() | u64::from(slot) << 8 | low << COMMON_BITS, high)
     }
 
     #[inline]
     fn hash(&self, slot: u32) -> BlockHash {
-        let (low, high) = halves(&self.hashes[slot as usize]);
-        let low = low << 8 | u64::from(self.tag);
+        let (low, high) = self.halves(slot);
         BlockHash((u128::from(high) << 64 | u128::from(low)).to_le_bytes())
     }
 
     #[inline]
     fn holds(&self, slot: u32, hash: BlockHash) -> bool {
-        let [tag, rest @ ..] = hash.0;
-        self.hashes[slot as usize] == rest && self.tag == tag
+        let whole = u128::from_le_bytes(hash.0);
+        self.halves(slot) == (whole as u64, (whole >> 64) as u64)
     }
 
     #[inline]
     fn lists(&self, slot: u32, hash: BlockHash) -> bool {
         self.holds(slot, hash) && self.live & 1 << slot != 0
     }
-}
-
-/// The first and the last eight bytes of fifteen. Put together in registers: what is written byte by byte and read
-/// as a whole waits for the writing.
-#[inline]
-fn halves(rest: &[u8; 15]) -> (u64, u64) {
-    let half = |bytes: Option<&[u8; 8]>| bytes.map_or(0, |bytes| u64::from_le_bytes(*bytes));
-    (half(rest.first_chunk()), half(rest.last_chunk()))
 }
 
 fn new_chunk() -> Arc<[Page]> {
@@ -120,7 +146,7 @@ fn new_chunk() -> Arc<[Page]> {
 pub(super) struct Pages {
     chunks: Vec<Option<Arc<[Page]>>>,
     /// Per chunk, one bit per page that is free.
-    free: Vec<[u64; CHUNK_NUMBERS / 64]>,
+    free: Vec<u32>,
     /// One bit per chunk that has a free page.
     open: Vec<u64>,
     /// Words of `open` below this one are zero.
@@ -132,16 +158,19 @@ fn split(page: u32) -> (usize, usize) {
 }
 
 impl Pages {
+    #[inline]
     fn page(&self, number: u32) -> Option<&Page> {
         let (chunk, page) = split(number);
         Some(&self.chunks[chunk].as_deref()?[page])
     }
 
+    #[inline]
     fn page_mut(&mut self, number: u32) -> &mut Page {
         let (chunk, page) = split(number);
         &mut Arc::make_mut(self.chunks[chunk].get_or_insert_with(new_chunk))[page]
     }
 
+    #[inline]
     pub(super) fn hash(&self, place: Place) -> BlockHash {
         self.page(place.page()).map_or_else(BlockHash::default, |page| page.hash(place.slot()))
     }
@@ -150,6 +179,19 @@ impl Pages {
     #[inline]
     pub(super) fn holds(&self, place: Place, hash: BlockHash) -> bool {
         self.page(place.page()).is_some_and(|page| page.holds(place.slot(), hash))
+    }
+
+    /// Whether a place has a hash's own bytes, which no two blocks have in common: one cache line.
+    #[inline]
+    pub(super) fn holds_own(&self, place: Place, hash: BlockHash) -> bool {
+        let [_, _, _, _, _, own @ ..] = hash.0;
+        self.page(place.page()).is_some_and(|page| page.own[place.slot() as usize] == own)
+    }
+
+    /// Whether this block is listed at a place.
+    #[inline]
+    pub(super) fn lists(&self, place: Place, hash: BlockHash) -> bool {
+        self.page(place.page()).is_some_and(|page| page.lists(place.slot(), hash))
     }
 
     /// How many listed blocks of a page, from a place on, have these hashes one by one.
@@ -168,37 +210,63 @@ impl Pages {
         slots.zip(hashes).take_while(|(slot, hash)| page.lists(*slot, **hash)).count() as u32
     }
 
-    /// All hashes of a page; those of blocks that are not listed may be anything.
+    /// What the blocks of a page have in common.
     #[inline]
-    pub(super) fn hashes(&self, number: u32) -> [BlockHash; PAGE_BLOCKS as usize] {
-        let Some(page) = self.page(number) else { return Default::default() };
-        std::array::from_fn(|slot| page.hash(slot as u32))
+    pub(super) fn octet(&self, number: u32) -> u64 {
+        self.page(number).map_or(0, Page::octet)
     }
 
-    /// Whether a place that is known to have this first byte has the rest of a hash, too: one cache line.
+    /// Whether the octet's entry in the table names this page.
     #[inline]
-    pub(super) fn holds_rest(&self, place: Place, hash: BlockHash) -> bool {
-        let [_, rest @ ..] = hash.0;
-        self.page(place.page()).is_some_and(|page| page.hashes[place.slot() as usize] == rest)
+    pub(super) fn is_anchor(&self, number: u32) -> bool {
+        self.page(number).is_some_and(Page::is_anchor)
+    }
+
+    /// Whether a page is the anchor of this octet.
+    #[inline]
+    pub(super) fn is_anchor_of(&self, number: u32, octet: u64) -> bool {
+        self.page(number).is_some_and(|page| page.is_anchor() && page.octet() == octet)
+    }
+
+    /// How many other pages have the octet of an anchor.
+    #[inline]
+    pub(super) fn others(&self, anchor: u32) -> u32 {
+        self.page(anchor).map_or(0, |page| page.others)
+    }
+
+    /// Another page with the octet of an anchor came.
+    pub(super) fn gain_other(&mut self, anchor: u32) {
+        self.page_mut(anchor).others += 1;
+    }
+
+    /// Another page with the octet of an anchor went; answers how many are left.
+    pub(super) fn lose_other(&mut self, anchor: u32) -> u32 {
+        let page = self.page_mut(anchor);
+        page.others -= 1;
+        page.others
     }
 
     /// Asks the memory for a hash and for whose page it is in.
+    #[inline]
     pub(super) fn prefetch(&self, place: Place) {
         if let Some(page) = self.page(place.page()) {
             prefetch(page);
-            prefetch(&page.hashes[place.slot() as usize]);
+            prefetch(&page.own[place.slot() as usize]);
         }
     }
 
-    /// Asks the memory for all hashes of a page.
+    /// Asks the memory for all hashes of a page, and for what says whether it may be written where it is.
     pub(super) fn prefetch_whole(&self, number: u32) {
-        if let Some(page) = self.page(number) {
-            prefetch(page);
-            prefetch(&page.hashes[PAGE_BLOCKS as usize - 1]);
+        let (chunk, page) = split(number);
+        if let Some(chunk) = self.chunks[chunk].as_deref() {
+            prefetch_before(&chunk[0]);
+            prefetch(&chunk[page]);
+            prefetch(&chunk[page].own[PAGE_BLOCKS as usize - 1]);
         }
     }
 
     /// Run and offset of the block at a place.
+    #[inline]
     pub(super) fn locate(&self, place: Place) -> (u32, u32) {
         self.page(place.page()).map_or((0, 0), |page| (page.run(), page.nth() * PAGE_BLOCKS + place.slot()))
     }
@@ -207,18 +275,33 @@ impl Pages {
         self.live(place.page()) & 1 << place.slot() != 0
     }
 
-    /// Writes hashes from a place on, all in one page and with one first byte, as listed blocks; a new page
-    /// is told its run, and which page of it it is.
+    /// Makes a page that was just taken one of this octet and of this run, with no listed block yet.
     #[inline]
-    pub(super) fn write(&mut self, place: Place, hashes: &[BlockHash], whose: Option<(u32, u32)>) {
+    pub(super) fn begin(&mut self, number: u32, octet: u64, (run, nth): (u32, u32), is_anchor: bool) {
+        let page = self.page_mut(number);
+        (page.tag, page.octet) = (octet as u8, (octet >> 8) as u32);
+        (page.others, page.heads, page.live) = (0, 0, 0);
+        page.owner_high = if is_anchor { ANCHOR } else { 0 };
+        page.own(run, nth);
+    }
+
+    /// Gives an anchor without listed blocks to a run.
+    pub(super) fn adopt(&mut self, anchor: u32, (run, nth): (u32, u32)) {
+        self.page_mut(anchor).own(run, nth);
+    }
+
+    /// A page that was begun as an anchor is none: its octet has one.
+    pub(super) fn stand_apart(&mut self, number: u32) {
+        self.page_mut(number).owner_high &= !ANCHOR;
+    }
+
+    /// Writes hashes from a place on, all of the octet of its page and one after the other, as listed blocks.
+    #[inline]
+    pub(super) fn write(&mut self, place: Place, hashes: &[BlockHash]) {
         let page = self.page_mut(place.page());
-        if let Some((run, nth)) = whose {
-            page.begin(run, nth);
-        }
         let slot = place.slot() as usize;
-        for (own, hash) in page.hashes[slot..].iter_mut().zip(hashes) {
-            let [tag, rest @ ..] = hash.0;
-            page.tag = tag;
+        for (own, hash) in page.own[slot..].iter_mut().zip(hashes) {
+            let [_, _, _, _, _, rest @ ..] = hash.0;
             *own = rest;
         }
         page.live |= (((1u32 << hashes.len()) - 1) << slot) as u8;
@@ -249,30 +332,36 @@ impl Pages {
     pub(super) fn digest(&self, number: u32, slots: Range<u32>, salt: u64) -> u128 {
         let Some(page) = self.page(number) else { return 0 };
         let salt = salt ^ u64::from(page.tag) << 56;
-        let own = &page.hashes[slots.start as usize..slots.end as usize];
-        own.iter().fold(0u128, |sum, hash| {
-            let (low, high) = halves(hash);
+        slots.fold(0u128, |sum, slot| {
+            let (low, high) = page.halves(slot);
+            // All but the first byte, which is in the salt.
+            let low = low >> 8 | high << 56;
             let product = u128::from(low ^ salt) * u128::from(high ^ 0x9E37_79B9_7F4A_7C15);
             sum.wrapping_add(product ^ u128::from(low) << 64 ^ u128::from(high))
         })
     }
 
     /// One bit per slot of a page: whether the block there is listed.
+    #[inline]
     pub(super) fn live(&self, page: u32) -> u8 {
         self.page(page).map_or(0, |page| page.live)
     }
 
-    /// Unlists the blocks of a page whose bits are set; their hashes stay legible. A page without listed
-    /// blocks is given back; answers whether that was so.
+    /// Unlists the blocks of a page whose bits are set; their hashes stay legible. Answers whether none is left.
     pub(super) fn unlist(&mut self, number: u32, bits: u8) -> bool {
         let page = self.page_mut(number);
         page.live &= !bits;
         page.heads &= !bits;
-        let is_empty = page.live == 0;
-        if is_empty {
-            self.free(number);
-        }
-        is_empty
+        page.live == 0
+    }
+
+    /// Pages of a chunk that list nothing and are in use all the same: anchors that other pages still need. None
+    /// behind the last chunk.
+    pub(super) fn stubs(&self, chunk: usize) -> Option<impl Iterator<Item = u32> + '_> {
+        let free = *self.free.get(chunk)?;
+        let used = (0..CHUNK_PAGES).filter(move |page| free & 1 << page == 0);
+        let numbers = used.map(move |page| (chunk * CHUNK_NUMBERS + page) as u32);
+        Some(numbers.filter(|page| self.live(*page) == 0))
     }
 
     /// The lowest free page; none when all places are taken. The lowest, so that the order in which pages
@@ -287,9 +376,7 @@ impl Pages {
             None => self.chunks.len(),
         };
         self.reach(chunk);
-        let free = &self.free[chunk];
-        let word = free.iter().position(|word| *word != 0)?;
-        let page = word * 64 + free[word].trailing_zeros() as usize;
+        let page = self.free[chunk].trailing_zeros() as usize;
         self.own(chunk, page);
         Some((chunk * CHUNK_NUMBERS + page) as u32)
     }
@@ -319,8 +406,8 @@ impl Pages {
 
     fn own(&mut self, chunk: usize, page: usize) {
         let free = &mut self.free[chunk];
-        free[page / 64] &= !(1 << (page % 64));
-        if *free == [0; CHUNK_NUMBERS / 64] {
+        *free &= !(1 << page);
+        if *free == 0 {
             self.set_open(chunk, false);
         }
     }
@@ -328,7 +415,7 @@ impl Pages {
     /// Gives a page back.
     pub(super) fn free(&mut self, number: u32) {
         let (chunk, page) = split(number);
-        self.free[chunk][page / 64] |= 1 << (page % 64);
+        self.free[chunk] |= 1 << page;
         self.set_open(chunk, true);
         if self.free[chunk] == ALL_FREE {
             self.chunks[chunk] = None;
@@ -347,10 +434,16 @@ impl Pages {
             return false;
         }
         self.reach(chunk);
-        if self.free[chunk][page / 64] & 1 << (page % 64) == 0 {
+        if self.free[chunk] & 1 << page == 0 {
             return false;
         }
         self.own(chunk, page);
         true
+    }
+
+    /// Pages in use.
+    #[cfg(test)]
+    pub(super) fn used(&self) -> u32 {
+        self.free.iter().map(|free| CHUNK_PAGES as u32 - free.count_ones()).sum()
     }
 }

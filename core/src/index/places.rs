@@ -1,395 +1,23 @@
-//! The one global table: block hash to [`Place`].
+//! Where each listed block is: one entry of the table finds the eight blocks of an octet.
 //!
-//! A bucket is one cache line: twelve places, twelve bits of hash each (tags), and what passed it by because
-//! it was full. A lookup reads one line of the table and one page, where the whole hash is compared. The
-//! table is cut into segments that grow one at a time, each at another fill, so that no command waits for
-//! more than some small rehashes and memory grows evenly. A segment grows without looking at the hashes of
-//! entries that lie in their own buckets: bucket number and tag together are all the bits of the hash it
-//! uses. Not here: the hashes (`pages.rs`).
-//!
-//! Nothing here shows outside: two replicas may lay out their tables differently.
-
-use std::collections::BTreeMap;
+//! The first page that is made with an octet is its *anchor*: the octet's entry in the table names it, and a block
+//! is there if its slot lists it. A further page with the same octet (the first page of a run that goes off in the
+//! middle of an octet, or of one whose octet is the same by accident or by choice) has an entry for each of its
+//! listed blocks. The anchor counts these other pages, so that mostly one look says that a block is not listed. An
+//! anchor whose last block goes while there are others stays, as a *stub*: the next page with that octet is made of
+//! it, or the last of the others takes it along. Not here: how the table finds an entry (`table.rs`), and whose a
+//! page is (`store.rs`).
 
 use super::pages::{Pages, Place};
-use crate::cpu::{equal_bytes, prefetch};
+use super::table::{Key, Sought as Entry, Table};
 use crate::id::BlockHash;
 
-/// Segments. Each is 1/1,024 of the table: at ten million blocks ten thousand entries, rehashed in some
-/// fifty microseconds. More would be rehashed sooner, but where they lie would not stay in the nearest
-/// caches, and every lookup would wait for that first. Few in tests, so that these reach the sizes of real
-/// ones.
-const SEGMENTS_LOG2: u32 = if cfg!(test) { 1 } else { 10 };
-/// Entries in a bucket of 64 bytes.
-const ENTRIES: usize = 12;
-/// Bits of a tag.
-const TAG_BITS: u32 = 12;
-/// Bits of the hash, below those that name the segment, that place an entry within its segment: with four
-/// thousand buckets to a segment (forty million blocks) a tag still tells 64 hashes of a bucket apart.
-const FRACTION_BITS: u32 = 18;
-/// Share of the entries of a segment that may be filled, in percent, from segment to segment, so that
-/// they do not grow at the same time. At 96 one entry in ten lies in a later bucket than its own.
-const FILL_PERCENT: std::ops::Range<usize> = 94..99;
-/// A segment shrinks to half when it is filled to one part in so many.
-const THIN: u32 = 3;
-/// Buckets of a segment that holds anything: four kilobytes. From here on bucket number and tag give back the
-/// fraction, so that growing hardly looks at a hash.
-const BUCKETS_MIN: usize = 1 << (FRACTION_BITS - TAG_BITS);
-/// Most buckets of a segment: at 28 bits of place no more than 25 thousand are filled evenly. Hashes that were
-/// chosen to meet in one place go to [`Places::strays`] instead of growing it further.
-const BUCKETS_MAX: usize = 1 << 15;
-/// Buckets in which an entry may lie. Where three of four are full, one entry in ten thousand finds no room in
-/// 32 of them, and the segment grows early.
-const PROBES_MAX: usize = 32;
-/// Bits of a place.
-const PLACE_BITS: u32 = 28;
-const PLACE: u32 = (1 << PLACE_BITS) - 1;
-/// Odd multiplier that spreads what two halves of a hash have in common (2^64 over the golden ratio).
-const SPREAD: u64 = 0x9E37_79B9_7F4A_7C15;
-
-/// Where a hash belongs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Address {
-    segment: usize,
-    /// Position within the segment as a fraction of 2^18.
-    fraction: u64,
-}
-
-impl Address {
-    /// Block hashes are uniform already; the multiplication only guards against hashes made up by hand
-    /// (counters in tests).
-    #[inline]
-    fn of(hash: BlockHash) -> Self {
-        let whole = u128::from_le_bytes(hash.0);
-        let folded = (whole as u64) ^ ((whole >> 64) as u64).rotate_left(32);
-        let mixed = folded.wrapping_mul(SPREAD);
-        let below = mixed >> (64 - SEGMENTS_LOG2 - FRACTION_BITS);
-        Self {
-            segment: (mixed >> (64 - SEGMENTS_LOG2)) as usize,
-            fraction: below & ((1 << FRACTION_BITS) - 1),
-        }
-    }
-
-    fn tag(self) -> u16 {
-        tag_of(self.fraction)
-    }
-
-    fn bucket(self, buckets: usize) -> usize {
-        ((self.fraction * buckets as u64) >> FRACTION_BITS) as usize
-    }
-}
-
-/// One cache line.
-#[derive(Clone, Copy, Debug, Default)]
-#[repr(C, align(64))]
-struct Bucket {
-    /// The lowest eight bits of each tag; the last four bytes are [`Bucket::meta`].
-    head: [u8; 16],
-    /// The place of each entry, and above it the highest four bits of its tag.
-    places: [u32; ENTRIES],
-}
-
-/// In a bucket's meta word: how many entries are filled, the first ones.
-const LEN: u32 = 0xF;
-/// A bit for each entry that belongs to another bucket.
-const AWAY: u32 = 4;
-/// A bit for each class of tags of which an entry passed by, since the last time none had.
-const PASSED: u32 = AWAY + ENTRIES as u32;
-/// Entries that found this bucket full and lie further on; from 255 on nobody knows how many.
-const PASSERS: u32 = PASSED + 8;
-const PASSERS_MAX: u32 = 0xFF;
-
-impl Bucket {
-    #[inline]
-    fn meta(&self) -> u32 {
-        let [.., a, b, c, d] = self.head;
-        u32::from_le_bytes([a, b, c, d])
-    }
-
-    #[inline]
-    fn set_meta(&mut self, meta: u32) {
-        self.head[ENTRIES..].copy_from_slice(&meta.to_le_bytes());
-    }
-
-    #[inline]
-    fn len(&self) -> usize {
-        (self.meta() & LEN) as usize
-    }
-
-    /// One bit per filled entry whose tag has these lowest eight bits.
-    #[inline]
-    fn candidates(&self, tag: u16) -> u32 {
-        equal_bytes(self.head, tag as u8) & ((1 << (self.meta() & LEN)) - 1)
-    }
-
-    /// The place of the first entry with this tag, of those in `candidates`, and the candidates left.
-    #[inline]
-    fn next(&self, mut candidates: u32, tag: u16) -> Option<(Place, u32)> {
-        while candidates != 0 {
-            let entry = *self.places.get(candidates.trailing_zeros() as usize)?;
-            candidates &= candidates - 1;
-            if entry >> PLACE_BITS == u32::from(tag >> 8) {
-                return Some((Place(entry & PLACE), candidates));
-            }
-        }
-        None
-    }
-
-    /// Puts an entry in, if there is room; `away` is one if it belongs to another bucket, else zero.
-    #[inline]
-    fn push(&mut self, low: u8, word: u32, away: u32) -> bool {
-        let meta = self.meta();
-        let entry = (meta & LEN) as usize;
-        let Some(own) = self.places.get_mut(entry) else { return false };
-        *own = word;
-        self.head[entry] = low;
-        self.set_meta((meta + 1) | away << (AWAY + entry as u32));
-        true
-    }
-
-    /// Whether an entry with this tag may lie further on.
-    #[inline]
-    fn was_passed(&self, tag: u16) -> bool {
-        self.meta() & class(tag) != 0
-    }
-
-    /// An entry found this bucket full.
-    fn pass(&mut self, tag: u16) {
-        let meta = self.meta() | class(tag);
-        let is_known = meta >> PASSERS < PASSERS_MAX;
-        self.set_meta(meta + (u32::from(is_known) << PASSERS));
-    }
-
-    /// It is gone.
-    fn unpass(&mut self) {
-        let meta = self.meta();
-        match meta >> PASSERS {
-            PASSERS_MAX => {}
-            1 => self.set_meta(meta & ((1 << PASSED) - 1)),
-            _ => self.set_meta(meta - (1 << PASSERS)),
-        }
-    }
-
-    #[inline]
-    fn swap_remove(&mut self, entry: usize) {
-        let meta = self.meta();
-        let last = (meta & LEN) as usize - 1;
-        self.head[entry] = self.head[last];
-        self.places[entry] = self.places[last];
-        let away = meta >> AWAY >> last & 1;
-        let kept = meta & !((1 << entry | 1 << last) << AWAY);
-        // Where the last one is taken out, nothing comes in its place.
-        let moved = if entry == last { 0 } else { away << entry << AWAY };
-        self.set_meta((kept | moved) - 1);
-    }
-
-    /// The entry with this tag and exactly this place.
-    #[inline]
-    fn entry_of(&self, tag: u16, place: u32) -> Option<usize> {
-        let word = word(tag, place);
-        let mut candidates = self.candidates(tag);
-        while candidates != 0 {
-            let entry = candidates.trailing_zeros() as usize;
-            if self.places.get(entry) == Some(&word) {
-                return Some(entry);
-            }
-            candidates &= candidates - 1;
-        }
-        None
-    }
-}
-
-/// The bit that says that tags like this one passed by.
-#[inline]
-fn class(tag: u16) -> u32 {
-    1 << (PASSED + u32::from(tag & 7))
-}
-
-/// A place, and above it the highest four bits of a tag.
-#[inline]
-fn word(tag: u16, place: u32) -> u32 {
-    place | u32::from(tag >> 8) << PLACE_BITS
-}
-
-/// A segment has nothing but its buckets: how many entries they have stands apart ([`Count`]), so that
-/// what finds anything stays in the nearest caches.
+/// Place of every listed block.
 #[derive(Clone, Debug, Default)]
-struct Segment {
-    buckets: Box<[Bucket]>,
-}
-
-/// How full a segment is.
-#[derive(Clone, Copy, Debug, Default)]
-struct Count {
-    entries: u32,
-    /// Entries from which on it grows.
-    filled: u32,
-}
-
-impl Segment {
-    #[inline]
-    fn find(&self, address: Address, hash: BlockHash, pages: &Pages) -> Option<Place> {
-        let home = address.bucket(self.buckets.len());
-        let bucket = self.buckets.get(home)?;
-        if let Some(place) = found_in(bucket, address.tag(), hash, pages) {
-            return Some(place);
-        }
-        if !bucket.was_passed(address.tag()) {
-            return None;
-        }
-        self.find_further_on(home, address.tag(), hash, pages)
-    }
-
-    #[cold]
-    fn find_further_on(&self, home: usize, tag: u16, hash: BlockHash, pages: &Pages) -> Option<Place> {
-        for probe in 1..PROBES_MAX {
-            let bucket = &self.buckets[self.nth(home, tag, probe)];
-            if let Some(place) = found_in(bucket, tag, hash, pages) {
-                return Some(place);
-            }
-            if !bucket.was_passed(tag) {
-                return None;
-            }
-        }
-        None
-    }
-
-    /// The buckets where an entry may lie, in turn: its own, the other one of the pair that processors load
-    /// together, then others at a distance that differs from tag to tag, so that full ones do not gather.
-    #[inline]
-    fn nth(&self, home: usize, tag: u16, probe: usize) -> usize {
-        match probe {
-            0 => home,
-            1 => home ^ 1,
-            // Odd, and the number of buckets is even: it does not come back to its own at once.
-            _ => (home + (probe - 1) * (usize::from(tag >> 3) | 1)) % self.buckets.len(),
-        }
-    }
-
-    /// Puts an entry in, if there is room near enough; the caller counts it.
-    #[inline]
-    fn put(&mut self, home: usize, tag: u16, place: u32) -> bool {
-        self.buckets[home].push(tag as u8, word(tag, place), 0) || self.put_further_on(home, tag, place)
-    }
-
-    #[cold]
-    fn put_further_on(&mut self, home: usize, tag: u16, place: u32) -> bool {
-        for probe in 1..PROBES_MAX {
-            let at = self.nth(home, tag, probe);
-            if self.buckets[at].push(tag as u8, word(tag, place), 1) {
-                (0..probe).for_each(|passed| self.buckets[self.nth(home, tag, passed)].pass(tag));
-                return true;
-            }
-        }
-        false
-    }
-
-    /// Takes an entry out; answers whether it was there.
-    #[inline]
-    fn take(&mut self, address: Address, place: u32) -> bool {
-        let (home, tag) = (address.bucket(self.buckets.len()), address.tag());
-        let Some(bucket) = self.buckets.get_mut(home) else { return false };
-        if let Some(entry) = bucket.entry_of(tag, place) {
-            bucket.swap_remove(entry);
-            return true;
-        }
-        bucket.was_passed(tag) && self.take_further_on(home, tag, place)
-    }
-
-    #[cold]
-    fn take_further_on(&mut self, home: usize, tag: u16, place: u32) -> bool {
-        for probe in 1..PROBES_MAX {
-            let at = self.nth(home, tag, probe);
-            if let Some(entry) = self.buckets[at].entry_of(tag, place) {
-                self.buckets[at].swap_remove(entry);
-                (0..probe).for_each(|passed| self.buckets[self.nth(home, tag, passed)].unpass());
-                return true;
-            }
-        }
-        false
-    }
-
-    /// The same entries in that many buckets, or in more if they do not fit; with those that fit in none.
-    #[cold]
-    fn resized(&self, buckets: usize, pages: &Pages) -> (Segment, Vec<Place>) {
-        let mut wanted = buckets;
-        loop {
-            let mut new = Segment { buckets: vec![Bucket::default(); wanted].into() };
-            let is_last_try = wanted > 2 * self.buckets.len() || wanted >= BUCKETS_MAX;
-            let strays = new.put_all(self, pages, is_last_try);
-            if let Some(strays) = strays {
-                return (new, strays);
-            }
-            wanted = grown(wanted);
-        }
-    }
-
-    /// Puts in all entries of another segment; none when one does not fit and that is not to be borne, else
-    /// those that did not.
-    fn put_all(&mut self, old: &Segment, pages: &Pages, spill: bool) -> Option<Vec<Place>> {
-        let mut late: Vec<(u64, u32)> = Vec::new();
-        let mut away: Vec<Place> = Vec::new();
-        let (from, to) = (old.buckets.len(), self.buckets.len() as u64);
-        for (number, bucket) in old.buckets.iter().enumerate() {
-            let first = first_fraction(number, from);
-            let is_away = bucket.meta() >> AWAY;
-            for (entry, word) in bucket.places[..bucket.len().min(ENTRIES)].iter().enumerate() {
-                if is_away & 1 << entry != 0 {
-                    let place = Place(word & PLACE);
-                    pages.prefetch(place);
-                    away.push(place);
-                    continue;
-                }
-                let low = bucket.head[entry];
-                let tag = u16::from(low) | (word >> PLACE_BITS << 8) as u16;
-                let fraction = with_tag(first, tag);
-                let home = ((fraction * to) >> FRACTION_BITS) as usize;
-                if !self.buckets[home].push(low, *word, 0) {
-                    late.push((fraction, word & PLACE));
-                }
-            }
-        }
-        let far = away.iter().map(|place| (Address::of(pages.hash(*place)).fraction, place.0));
-        let mut strays = Vec::new();
-        for (fraction, place) in far.chain(late) {
-            let home = ((fraction * to) >> FRACTION_BITS) as usize;
-            if !self.put(home, tag_of(fraction), place) {
-                if !spill {
-                    return None;
-                }
-                strays.push(Place(place));
-            }
-        }
-        Some(strays)
-    }
-}
-
-#[inline]
-fn found_in(bucket: &Bucket, tag: u16, hash: BlockHash, pages: &Pages) -> Option<Place> {
-    let mut candidates = bucket.candidates(tag);
-    while let Some((place, left)) = bucket.next(candidates, tag) {
-        if pages.holds(place, hash) {
-            return Some(place);
-        }
-        candidates = left;
-    }
-    None
-}
-
-/// The first of the fractions that fall into a bucket: no more than 2^12,
-/// so that the lowest twelve bits tell them apart.
-fn first_fraction(bucket: usize, buckets: usize) -> u64 {
-    ((bucket as u64) << FRACTION_BITS).div_ceil(buckets as u64)
-}
-
-/// The fraction of a bucket with this tag.
-fn with_tag(first: u64, tag: u16) -> u64 {
-    first + u64::from(tag.wrapping_sub(first as u16) & ((1 << TAG_BITS) - 1))
-}
-
-#[inline]
-fn tag_of(fraction: u64) -> u16 {
-    fraction as u16 & ((1 << TAG_BITS) - 1)
+pub(super) struct Places {
+    table: Table,
+    /// Listed blocks.
+    blocks: u64,
 }
 
 /// A hash on the way to its place, step by step, so that several can be on their way at once and wait for
@@ -397,8 +25,7 @@ fn tag_of(fraction: u64) -> u16 {
 pub(super) struct Sought<'a> {
     places: &'a Places,
     hash: BlockHash,
-    tag: u16,
-    bucket: Option<&'a Bucket>,
+    entry: Entry<'a>,
     /// Where it most likely is.
     guess: Option<Place>,
 }
@@ -408,320 +35,244 @@ impl Sought<'_> {
     /// listed.
     #[inline]
     pub(super) fn look(&mut self, pages: &Pages) -> bool {
-        let Some(bucket) = self.bucket else { return !self.places.strays.is_empty() };
-        match bucket.next(bucket.candidates(self.tag), self.tag) {
-            Some((place, _)) => {
-                pages.prefetch(place);
-                self.guess = Some(place);
-                true
-            }
-            None => bucket.was_passed(self.tag) || !self.places.strays.is_empty(),
-        }
+        let (may_be, guess) = self.entry.guess();
+        self.guess = guess.map(|anchor| Place::of(anchor.page(), self.hash));
+        self.guess.inspect(|place| pages.prefetch(*place));
+        may_be
     }
 
     /// Where it is, if it is listed.
     #[inline]
     pub(super) fn place(&self, pages: &Pages) -> Option<Place> {
-        self.guess
-            .filter(|place| pages.holds(*place, self.hash))
-            .or_else(|| self.places.find(self.hash, pages))
-    }
-}
-
-/// Place of every listed block.
-#[derive(Clone, Debug)]
-pub(super) struct Places {
-    segments: Vec<Segment>,
-    /// One per segment.
-    counts: Vec<Count>,
-    /// Blocks that found no room near their bucket. Only hashes that were chosen for it come here, two
-    /// hundred at one address and more: they must cost little more than others, and nothing be lost.
-    strays: BTreeMap<BlockHash, Place>,
-    len: u64,
-    /// Entries that each segment is expected to have soon; zero when nobody knows.
-    expected: u32,
-}
-
-impl Default for Places {
-    fn default() -> Self {
-        let segments = 1 << SEGMENTS_LOG2;
-        Self {
-            segments: vec![Segment::default(); segments],
-            counts: vec![Count::default(); segments],
-            strays: BTreeMap::new(),
-            len: 0,
-            expected: 0,
+        match self.guess.filter(|guess| pages.is_anchor_of(guess.page(), self.hash.octet())) {
+            Some(place) => self.places.find_from(place.page(), self.hash, pages),
+            None => self.places.find(self.hash, pages),
         }
     }
 }
 
 impl Places {
-    /// So many blocks will be listed in all, somebody says: segments grow in larger steps then. By less than four
-    /// times, so that who says too much gets little for it. Zero ends that.
-    pub(super) fn expect(&mut self, blocks: u64) {
-        let each = blocks >> SEGMENTS_LOG2;
-        // Two standard deviations more: hashes spread evenly, and few segments then grow once more.
-        let expected = if blocks == 0 { 0 } else { each + 2 * each.isqrt() };
-        self.expected = u32::try_from(expected).unwrap_or(u32::MAX);
+    /// So many entries there will be in all, see [`Table::expect`].
+    pub(super) fn expect(&mut self, entries: u64) {
+        self.table.expect(entries);
     }
 
     /// Listed blocks.
     pub(super) fn len(&self) -> u64 {
-        self.len
+        self.blocks
+    }
+
+    /// Entries of the table: equal on replicas with equal pages.
+    pub(super) fn entries(&self) -> u64 {
+        self.table.len()
+    }
+
+    /// The page that the octet of a hash is found by.
+    #[inline]
+    pub(super) fn anchor(&self, octet: u64, pages: &Pages) -> Option<u32> {
+        Some(self.table.find(Key::Octet(octet), pages)?.page())
     }
 
     #[inline]
     pub(super) fn find(&self, hash: BlockHash, pages: &Pages) -> Option<Place> {
-        let address = Address::of(hash);
-        let found = self.segments[address.segment].find(address, hash, pages);
-        if found.is_none() && !self.strays.is_empty() {
-            return self.strays.get(&hash).copied();
-        }
-        found
+        let anchor = self.anchor(hash.octet(), pages)?;
+        self.find_from(anchor, hash, pages)
     }
 
+    /// Where a hash is, if it is listed, whose octet has this anchor.
     #[inline]
-    fn bucket(&self, address: Address) -> Option<&Bucket> {
-        let buckets = &self.segments[address.segment].buckets;
-        buckets.get(address.bucket(buckets.len()))
+    fn find_from(&self, anchor: u32, hash: BlockHash, pages: &Pages) -> Option<Place> {
+        let place = Place::of(anchor, hash);
+        if pages.lists(place, hash) {
+            return Some(place);
+        }
+        if pages.others(anchor) == 0 { None } else { self.table.find(Key::Block(hash), pages) }
     }
 
-    /// Asks the memory for the bucket of a hash.
+    /// Asks the memory for the bucket of a hash's octet.
     #[inline]
     pub(super) fn prefetch(&self, hash: BlockHash) {
-        if let Some(bucket) = self.bucket(Address::of(hash)) {
-            prefetch(bucket);
-        }
+        self.table.seek(Key::Octet(hash.octet()));
     }
 
-    /// Begins to find a hash, with its bucket.
+    /// Begins to find a hash: asks the memory for the bucket of its octet.
     #[inline]
     pub(super) fn seek(&self, hash: BlockHash) -> Sought<'_> {
-        let address = Address::of(hash);
-        let segment = &self.segments[address.segment];
-        let bucket = segment.buckets.get(address.bucket(segment.buckets.len()));
-        if let Some(bucket) = bucket {
-            prefetch(bucket);
-        }
-        Sought { places: self, hash, tag: address.tag(), bucket, guess: None }
+        Sought { places: self, hash, entry: self.table.seek(Key::Octet(hash.octet())), guess: None }
     }
 
-    /// Lists a block, unless it is listed; answers whether it was not. Its hash lies at its place already.
+    /// Lists blocks in a new page, up to the first that is listed elsewhere; all are of one octet, one after the
+    /// other, and the page is told whose it is. Answers the page and how many; no page if the first is listed, and
+    /// nothing when all pages are taken.
     #[inline]
-    pub(super) fn insert(&mut self, hash: BlockHash, place: Place, pages: &Pages) -> bool {
-        let address = Address::of(hash);
-        let segment = &mut self.segments[address.segment];
-        let count = &mut self.counts[address.segment];
-        // Most often the one look that says that it is new also finds room for it.
-        let (home, tag) = (address.bucket(segment.buckets.len()), address.tag());
-        if let Some(bucket) = segment.buckets.get_mut(home)
-            && count.entries < count.filled
-            && self.strays.is_empty()
-            && bucket.next(bucket.candidates(tag), tag).is_none()
-            && (!bucket.was_passed(tag) || segment.find_further_on(home, tag, hash, pages).is_none())
-            && segment.put(home, tag, place.0)
-        {
-            count.entries += 1;
-            self.len += 1;
-            return true;
+    pub(super) fn list_in_new(
+        &mut self,
+        hashes: &[BlockHash],
+        whose: (u32, u32),
+        pages: &mut Pages,
+    ) -> Option<(Option<u32>, u32)> {
+        let page = pages.take()?;
+        let octet = hashes[0].octet();
+        pages.begin(page, octet, whose, true);
+        if !self.table.insert(Key::Octet(octet), Place::new(page, 0), pages) {
+            return Some(self.list_in_other(page, hashes, whose, pages));
         }
-        self.insert_slowly(address, hash, place, pages)
+        pages.write(Place::of(page, hashes[0]), hashes);
+        self.blocks += hashes.len() as u64;
+        Some((Some(page), hashes.len() as u32))
     }
 
+    /// The same where the octet has an anchor; for a page that was begun as one.
     #[cold]
-    fn insert_slowly(&mut self, address: Address, hash: BlockHash, place: Place, pages: &Pages) -> bool {
-        if self.find(hash, pages).is_some() {
-            return false;
+    fn list_in_other(
+        &mut self,
+        page: u32,
+        hashes: &[BlockHash],
+        whose: (u32, u32),
+        pages: &mut Pages,
+    ) -> (Option<u32>, u32) {
+        let Some(anchor) = self.anchor(hashes[0].octet(), pages) else { return (None, 0) };
+        if pages.live(anchor) == 0 {
+            pages.free(page);
+            pages.adopt(anchor, whose);
+            let count = self.list(Place::of(anchor, hashes[0]), hashes, pages);
+            return ((count > 0).then_some(anchor), count);
         }
-        self.len += 1;
-        loop {
-            let segment = &mut self.segments[address.segment];
-            let count = &mut self.counts[address.segment];
-            let buckets = segment.buckets.len();
-            let may_grow = buckets < BUCKETS_MAX;
-            let fits = count.entries < count.filled || !may_grow;
-            if fits && segment.put(address.bucket(buckets), address.tag(), place.0) {
-                count.entries += 1;
-                return true;
-            }
-            // More buckets help when there are many entries, not when they all belong together.
-            let is_sparse = fits && count.entries < count.filled / 2;
-            if !may_grow || is_sparse {
-                self.strays.insert(hash, place);
-                return true;
-            }
-            self.resize(address.segment, self.grown(address.segment, buckets), pages);
+        pages.stand_apart(page);
+        pages.gain_other(anchor);
+        let count = self.list(Place::of(page, hashes[0]), hashes, pages);
+        if count == 0 {
+            self.give_back(page, pages);
         }
+        ((count > 0).then_some(page), count)
     }
 
-    /// The next size of a segment that has so many buckets.
-    fn grown(&self, number: usize, buckets: usize) -> usize {
-        let mut next = grown(buckets);
-        while next < BUCKETS_MAX.min(3 * buckets) && filled(next, number) < self.expected {
-            next = grown(next);
-        }
-        next
-    }
-
-    fn resize(&mut self, number: usize, buckets: usize, pages: &Pages) {
-        let (segment, strays) = self.segments[number].resized(buckets, pages);
-        let count = &mut self.counts[number];
-        count.entries -= strays.len() as u32;
-        count.filled = filled(segment.buckets.len(), number);
-        self.segments[number] = segment;
-        self.strays.extend(strays.into_iter().map(|place| (pages.hash(place), place)));
-    }
-
-    /// Unlists a block that is listed at this place.
+    /// Lists blocks from a place on, whose octet is that of the page, up to the first that is listed elsewhere;
+    /// answers how many.
     #[inline]
-    pub(super) fn remove(&mut self, hash: BlockHash, place: Place, pages: &Pages) {
-        let address = Address::of(hash);
-        self.len -= 1;
-        if !self.segments[address.segment].take(address, place.0) {
-            let stray = self.strays.remove(&hash);
-            debug_assert_eq!(stray, Some(place), "a listed block is in the table or beside it");
+    pub(super) fn list(&mut self, place: Place, hashes: &[BlockHash], pages: &mut Pages) -> u32 {
+        let page = place.page();
+        let count = match pages.is_anchor(page) {
+            true if pages.others(page) == 0 => hashes.len(),
+            true => hashes.iter().take_while(|hash| self.is_new_to_others(**hash, pages)).count(),
+            false => self.enter_each(place, hashes, pages),
+        };
+        pages.write(place, &hashes[..count]);
+        self.blocks += count as u64;
+        count as u32
+    }
+
+    fn is_new_to_others(&self, hash: BlockHash, pages: &Pages) -> bool {
+        self.table.find(Key::Block(hash), pages).is_none()
+    }
+
+    /// Puts entries of blocks into the table, up to the first that is listed elsewhere; answers how many.
+    fn enter_each(&mut self, place: Place, hashes: &[BlockHash], pages: &mut Pages) -> usize {
+        let Some(anchor) = self.anchor(pages.octet(place.page()), pages) else { return 0 };
+        let live = pages.live(place.page());
+        // An entry's page must say what its key is, and a block that is not listed must not look listed.
+        pages.write(place, hashes);
+        pages.list(place.page(), live);
+        let table = &mut self.table;
+        let mut places = (place.0..).map(Place);
+        let enters = |hash: &&BlockHash| {
+            !pages.lists(Place::of(anchor, **hash), **hash)
+                && places.next().is_some_and(|place| table.insert(Key::Block(**hash), place, pages))
+        };
+        hashes.iter().take_while(enters).count()
+    }
+
+    /// Unlists the blocks of a page whose bits are set, and gives the page back when none is left; answers whether
+    /// that was so.
+    pub(super) fn unlist(&mut self, page: u32, bits: u8, pages: &mut Pages) -> bool {
+        let bits = bits & pages.live(page);
+        if !pages.is_anchor(page) {
+            for slot in (0..u8::BITS).filter(|slot| bits & 1 << slot != 0) {
+                let place = Place::new(page, slot);
+                self.table.remove(Key::Block(pages.hash(place)), place, pages);
+            }
+        }
+        self.blocks -= u64::from(bits.count_ones());
+        let is_empty = pages.unlist(page, bits);
+        if is_empty {
+            self.give_back(page, pages);
+        }
+        is_empty
+    }
+
+    /// Gives a page without listed blocks back; an anchor stays while other pages have its octet.
+    fn give_back(&mut self, page: u32, pages: &mut Pages) {
+        let octet = pages.octet(page);
+        if pages.is_anchor(page) {
+            if pages.others(page) == 0 {
+                self.table.remove(Key::Octet(octet), Place::new(page, 0), pages);
+                pages.free(page);
+            }
             return;
         }
-        let count = &mut self.counts[address.segment];
-        count.entries -= 1;
-        let buckets = self.segments[address.segment].buckets.len();
-        if count.entries * THIN < count.filled && buckets > BUCKETS_MIN {
-            self.resize(address.segment, grown(buckets / 2 - 1), pages);
+        pages.free(page);
+        let Some(anchor) = self.anchor(octet, pages) else { return };
+        if pages.lose_other(anchor) == 0 && pages.live(anchor) == 0 {
+            self.table.remove(Key::Octet(octet), Place::new(anchor, 0), pages);
+            pages.free(anchor);
         }
     }
-}
 
-/// The next size of a segment: two or three times a power of two, a half or a third more. Smaller steps would
-/// keep memory a little lower, and move every entry twice as often.
-fn grown(buckets: usize) -> usize {
-    let next = buckets + 1;
-    if next <= BUCKETS_MIN {
-        return BUCKETS_MIN;
+    /// Takes in a page as a snapshot describes it, with the hashes from a slot on and which of them are listed.
+    /// One that is no anchor waits for [`Places::join_anchor`], because its anchor may come later. Answers false when
+    /// it cannot be.
+    pub(super) fn restore(
+        &mut self,
+        place: Place,
+        (whose, is_anchor): ((u32, u32), bool),
+        (hashes, live): (&[BlockHash], u8),
+        pages: &mut Pages,
+    ) -> bool {
+        let page = place.page();
+        pages.begin(page, hashes[0].octet(), whose, is_anchor);
+        pages.write(place, hashes);
+        pages.list(page, live);
+        self.blocks += u64::from(live.count_ones());
+        if is_anchor {
+            return self.table.insert(Key::Octet(hashes[0].octet()), Place::new(page, 0), pages);
+        }
+        let mut listed =
+            (place.0..).map(Place).zip(hashes).filter(|(place, _)| live & 1 << place.slot() != 0);
+        listed.all(|(place, hash)| self.table.insert(Key::Block(*hash), place, pages))
     }
-    let step = 1usize << (next.ilog2() - 1);
-    next.div_ceil(step) * step
-}
 
-/// Entries from which on a segment grows.
-fn filled(buckets: usize, segment: usize) -> u32 {
-    let percent = FILL_PERCENT.start + segment % FILL_PERCENT.len();
-    (buckets * ENTRIES * percent / 100) as u32
+    /// Takes in an anchor that lists nothing.
+    pub(super) fn restore_stub(&mut self, page: u32, octet: u64, pages: &mut Pages) -> bool {
+        if !pages.take_exactly(page) {
+            return false;
+        }
+        pages.begin(page, octet, (0, 0), true);
+        self.table.insert(Key::Octet(octet), Place::new(page, 0), pages)
+    }
+
+    /// Counts a page that is no anchor with its anchor. Answers false when there is none, or when that lists one of
+    /// its blocks.
+    pub(super) fn join_anchor(&self, page: u32, pages: &mut Pages) -> bool {
+        let Some(anchor) = self.anchor(pages.octet(page), pages) else { return false };
+        let both = pages.live(page) & pages.live(anchor);
+        let is_twice = |slot: u32| pages.hash(Place::new(page, slot)) == pages.hash(Place::new(anchor, slot));
+        if (0..u8::BITS).any(|slot| both & 1 << slot != 0 && is_twice(slot)) {
+            return false;
+        }
+        pages.gain_other(anchor);
+        true
+    }
 }
 
 #[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-
-    #[test]
-    fn bucket_and_tag_give_back_the_fraction() {
-        for buckets in [64, 96, 300, 1_000, 4_098, 32_768] {
-            for step in 0..300_000u64 {
-                let fraction = step.wrapping_mul(SPREAD) >> (64 - FRACTION_BITS);
-                let address = Address { segment: 0, fraction };
-                let first = first_fraction(address.bucket(buckets), buckets);
-                assert_eq!(with_tag(first, address.tag()), fraction, "{buckets} buckets");
-            }
-        }
+impl Places {
+    /// Entries that found no room in the table.
+    pub(super) fn strays(&self) -> usize {
+        self.table.strays()
     }
 
-    #[test]
-    fn sizes_grow_by_halves_and_thirds() {
-        let sizes: Vec<usize> = std::iter::successors(Some(0), |size| Some(grown(*size))).take(10).collect();
-        assert_eq!(sizes, [0, 64, 96, 128, 192, 256, 384, 512, 768, 1_024]);
-    }
-
-    #[test]
-    fn a_segment_keeps_what_it_has_while_it_grows_and_shrinks() {
-        let mut pages = Pages::default();
-        let mut places = Places::default();
-        let hash = |number: u64| BlockHash((u128::from(number) * 0x100_0000_0100_0300).to_le_bytes());
-        let mut listed = Vec::new();
-        let mut page = 0;
-        for number in 0..40_000u64 {
-            let slot = number as u32 % 8;
-            if slot == 0 {
-                page = pages.take().unwrap();
-            }
-            let place = Place::new(page, slot);
-            pages.write(place, &[hash(number)], Some((0, 0)));
-            assert!(places.insert(hash(number), place, &pages));
-            listed.push(place);
-        }
-        let buckets = |places: &Places| places.segments.iter().map(|one| one.buckets.len()).sum::<usize>();
-        assert!(
-            places.segments.iter().any(|one| one.buckets.iter().any(|bucket| bucket.meta() >> PASSERS > 0))
-        );
-        let most = buckets(&places);
-        assert!(most * ENTRIES < 40_000 * 100 / 70, "{most} buckets");
-        for (number, place) in listed.iter().enumerate() {
-            assert_eq!(places.find(hash(number as u64), &pages), Some(*place));
-        }
-        assert_eq!(places.find(hash(40_000), &pages), None);
-        for (number, place) in listed.iter().enumerate().filter(|(number, _)| number % 64 != 0) {
-            places.remove(hash(number as u64), *place, &pages);
-        }
-        assert_eq!(places.len(), 625);
-        assert!(buckets(&places) * 12 < most, "it shrank");
-        for (number, place) in listed.iter().enumerate() {
-            let expected = (number % 64 == 0).then_some(*place);
-            assert_eq!(places.find(hash(number as u64), &pages), expected);
-        }
-    }
-
-    /// Lists hashes, finds each, removes every second, finds the rest.
-    fn live(hashes: &[BlockHash]) -> Places {
-        let (mut pages, mut places) = (Pages::default(), Places::default());
-        let mut listed = Vec::new();
-        let mut page = 0;
-        for (slot, hash) in (0..8).cycle().zip(hashes) {
-            if slot == 0 {
-                page = pages.take().unwrap();
-            }
-            let place = Place::new(page, slot);
-            pages.write(place, &[*hash], Some((0, 0)));
-            assert!(places.insert(*hash, place, &pages));
-            assert!(!places.insert(*hash, place, &pages), "it is listed already");
-            listed.push((*hash, place));
-        }
-        assert!(listed.iter().all(|(hash, place)| places.find(*hash, &pages) == Some(*place)));
-        assert!(listed.iter().all(|(hash, _)| places.seek(*hash).look(&pages)));
-        for (hash, place) in listed.iter().step_by(2) {
-            places.remove(*hash, *place, &pages);
-        }
-        for (number, (hash, place)) in listed.iter().enumerate() {
-            assert_eq!(places.find(*hash, &pages), (number % 2 == 1).then_some(*place));
-        }
-        assert_eq!(places.len(), listed.len() as u64 / 2);
-        places
-    }
-
-    #[test]
-    fn hashes_that_were_chosen_to_meet_are_kept_without_end_of_memory() {
-        // Both halves cancel in the address: all of these have the same one.
-        let hash = |number: u64| {
-            let low = number.rotate_left(32) ^ 7;
-            BlockHash((u128::from(number) << 64 | u128::from(low)).to_le_bytes())
-        };
-        let hashes: Vec<BlockHash> = (0..4_000).map(hash).collect();
-        assert!(hashes.iter().all(|hash| Address::of(*hash) == Address::of(hashes[0])));
-        let places = live(&hashes);
-        assert!(!places.strays.is_empty());
-        assert!(places.segments.iter().all(|segment| segment.buckets.len() < 100));
-    }
-
-    #[test]
-    fn hashes_that_were_chosen_for_one_segment_are_kept() {
-        // Few addresses, each often, beside ordinary ones: growing meets what does not fit.
-        let hash = |number: u64| {
-            let high = number / 8;
-            let low = high.rotate_left(32) ^ (number % 8) << 8 ^ 7;
-            BlockHash((u128::from(high) << 64 | u128::from(low)).to_le_bytes())
-        };
-        let ordinary = |number: u64| BlockHash((u128::from(number) * 0x100_0000_0100_0300 + 7).to_le_bytes());
-        let hashes: Vec<BlockHash> =
-            (1..6_000).flat_map(|number| [hash(number), ordinary(number << 20)]).collect();
-        let places = live(&hashes);
-        assert!(places.segments.iter().all(|segment| segment.buckets.len() < 4_000));
+    /// Buckets of the table.
+    pub(super) fn buckets(&self) -> usize {
+        self.table.buckets()
     }
 }

@@ -1,7 +1,8 @@
 //! A run: consecutive blocks of one prefix that were announced one after the other, and who holds which
 //! stretch of them.
 //!
-//! A run only ever grows and shrinks at its end. A block in the middle that nobody holds any more is
+//! Offsets of a run are counted from the beginning of the octet that its first block is in: a block's offset modulo
+//! eight is its position in its octet, and its slot in its page. A run only ever grows and shrinks at its end. A block in the middle that nobody holds any more is
 //! unlisted, but keeps its position: what stands at a position never becomes another block, so equal
 //! hashes at two positions of a run mean equal blocks between them. Not here: where the hashes lie
 //! (`pages.rs`), and what is done to the table (`store.rs`).
@@ -16,7 +17,7 @@ use super::pages::{PAGE_BLOCKS, Place};
 use crate::cpu::prefetch;
 use crate::id::BlockHash;
 
-/// Longest run, in blocks: 128 Ki tokens at sixteen a block. Longer prefixes take a second run. Small in
+/// Offset that no run reaches: 128 Ki tokens at sixteen a block. Longer prefixes take a second run. Small in
 /// tests, so that they do.
 pub(super) const RUN_BLOCKS_MAX: u32 = if cfg!(test) { 24 } else { 8_192 };
 /// Runs that are copied together when a frozen index still needs them, each with the numbers of its pages: a command
@@ -61,7 +62,7 @@ pub(super) struct Changed {
     pub(super) after: TierSet,
 }
 
-/// Consecutive blocks, and who holds them. A run of length zero is no run.
+/// Consecutive blocks, and who holds them. A run that ends at zero is no run.
 /// One cache line, and in one: a lookup waits for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[repr(align(64))]
@@ -70,14 +71,15 @@ pub(super) struct Run {
     pages: SmallVec<[u32; 2]>,
     /// By ascending slot, then offset. Stretches of one slot neither overlap nor, with equal tiers, touch.
     holds: SmallVec<[Hold; 1]>,
-    len: u16,
+    /// Offset behind the last block.
+    end: u16,
     /// Where the run that hangs here and began last goes off: prompts that part from this run do so there, most
     /// often. Zero when none began.
     fork: u16,
     /// When it began, or last grew again after its end was cut off, by [`Runs::next_birth`]: even. Odd while
     /// its end is cut off: what grows there next is another block.
     pub(super) born: u16,
-    /// Two bytes of the hash of its first block, which a lookup then need not go and see.
+    /// Some of the hash of its first block, by [`head_of`], which a lookup then need not go and see.
     pub(super) head: u16,
     /// Where the block before the first was when this run began. It may be elsewhere by now.
     pub(super) before: Before,
@@ -91,15 +93,21 @@ pub(super) struct Before {
     pub(super) born: u16,
 }
 
-/// Two bytes of a hash.
+/// Thirteen bits of a hash, and below them its position in its octet.
 pub(super) fn head_of(hash: BlockHash) -> u16 {
     let [.., low, high] = hash.0;
-    u16::from_le_bytes([low, high])
+    u16::from_le_bytes([low, high]) & !(PAGE_BLOCKS as u16 - 1) | hash.nth_of_octet() as u16
 }
 
 impl Run {
-    pub(super) fn len(&self) -> u32 {
-        self.len.into()
+    /// Offset of its first block.
+    pub(super) fn start(&self) -> u32 {
+        u32::from(self.head) % PAGE_BLOCKS
+    }
+
+    /// Offset behind its last block.
+    pub(super) fn end(&self) -> u32 {
+        self.end.into()
     }
 
     /// Offset of the first block that the run that went off last does not share; zero when none did.
@@ -118,7 +126,7 @@ impl Run {
 
     /// Where the block at an offset lies, unless its page was given back.
     pub(super) fn place(&self, offset: u32) -> Option<Place> {
-        if offset >= self.len() {
+        if !(self.start()..self.end()).contains(&offset) {
             return None;
         }
         let page = *self.pages.get((offset / PAGE_BLOCKS) as usize)?;
@@ -134,14 +142,14 @@ impl Run {
             }
             self.pages.push(page);
         }
-        self.len += blocks as u16;
+        self.end += blocks as u16;
     }
 
     /// Blocks that fit behind the last one without another page, or in the next page when that is full;
     /// none in a run that is as long as runs get.
     pub(super) fn room(&self) -> u32 {
-        let in_page = PAGE_BLOCKS - self.len() % PAGE_BLOCKS;
-        in_page.min(RUN_BLOCKS_MAX - self.len())
+        let in_page = PAGE_BLOCKS - self.end() % PAGE_BLOCKS;
+        in_page.min(RUN_BLOCKS_MAX - self.end())
     }
 
     /// The page that the last block is in.
@@ -163,10 +171,11 @@ impl Run {
     pub(super) fn trim(&mut self, is_live: impl Fn(Place) -> bool) {
         while self.pages.last() == Some(&GONE) {
             self.pages.pop();
-            self.len = self.len.min((self.pages.len() as u32 * PAGE_BLOCKS) as u16);
+            self.end = self.end.min((self.pages.len() as u32 * PAGE_BLOCKS) as u16);
         }
-        while self.len > 0 && self.place(self.len() - 1).is_some_and(|place| !is_live(place)) {
-            self.len -= 1;
+        while self.end().checked_sub(1).and_then(|last| self.place(last)).is_some_and(|place| !is_live(place))
+        {
+            self.end -= 1;
         }
         self.born |= 1;
     }
@@ -307,25 +316,28 @@ impl Run {
 
     /// A run as a snapshot describes it; none when it describes none. The caller lists the blocks.
     pub(super) fn restored(
-        len: u32,
+        end: u32,
         (born, head, fork, before): (u16, u16, u16, Before),
         pages: &[Option<u32>],
         holds: &[Hold],
     ) -> Option<Run> {
-        let is_whole = len > 0
-            && len <= RUN_BLOCKS_MAX
-            && pages.len() as u32 == len.div_ceil(PAGE_BLOCKS)
-            && holds.iter().all(|hold| hold.from < hold.to && u32::from(hold.to) <= len);
+        let start = u32::from(head) % PAGE_BLOCKS;
+        let fits =
+            |hold: &Hold| u32::from(hold.from) >= start && hold.from < hold.to && u32::from(hold.to) <= end;
+        let is_whole = start < end
+            && end <= RUN_BLOCKS_MAX
+            && pages.len() as u32 == end.div_ceil(PAGE_BLOCKS)
+            && holds.iter().all(fits);
         let in_order = holds.windows(2).all(|two| {
             let parted =
                 two[0].to < two[1].from || (two[0].to == two[1].from && two[0].tiers != two[1].tiers);
             two[0].slot < two[1].slot || (two[0].slot == two[1].slot && parted)
         });
         // The last block of a run is held: the end is cut off as soon as it is not.
-        let ends_held = holds.iter().any(|hold| u32::from(hold.to) == len);
+        let ends_held = holds.iter().any(|hold| u32::from(hold.to) == end);
         let pages = pages.iter().map(|page| page.unwrap_or(GONE)).collect();
         let holds = SmallVec::from_slice(holds);
-        let run = Run { pages, holds, len: len as u16, fork, born, head, before };
+        let run = Run { pages, holds, end: end as u16, fork, born, head, before };
         (is_whole && in_order && ends_held).then_some(run)
     }
 }
@@ -402,7 +414,7 @@ impl Runs {
         &mut Arc::make_mut(&mut self.chunks[chunk])[place]
     }
 
-    /// Begins a run with this block behind another one; it is still empty.
+    /// Begins a run with this block behind another one; it is still empty, and ends where it starts.
     pub(super) fn begin(&mut self, head: BlockHash, before: Option<(u32, u32)>) -> u32 {
         let born = self.next_birth();
         let before = before.map_or(Before::default(), |(run, offset)| {
@@ -413,6 +425,7 @@ impl Runs {
         let number = self.take();
         let run = self.get_mut(number);
         (run.born, run.head, run.before) = (born, head_of(head), before);
+        run.end = run.start() as u16;
         number
     }
 
@@ -435,7 +448,7 @@ impl Runs {
     pub(super) fn before(&self, run: &Run) -> Option<(u32, u32)> {
         let Before { run, offset, born } = run.before;
         let before = self.get(run);
-        (before.born & !1 == born && offset < before.len).then(|| (run, offset.into()))
+        (before.born & !1 == born && offset < before.end).then(|| (run, offset.into()))
     }
 
     /// The number of a run that is not used.
@@ -474,12 +487,12 @@ impl Runs {
         self.used
     }
 
-    /// The next run of a snapshot; one of length zero is a number that is free.
+    /// The next run of a snapshot; one that ends at zero is a number that is free.
     pub(super) fn restore(&mut self, run: Run) -> u32 {
         let number = self.used;
         self.used += 1;
         self.reach(self.used);
-        if run.len() == 0 {
+        if run.end() == 0 {
             self.free.insert(number);
         }
         *self.get_mut(number) = run;

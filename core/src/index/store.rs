@@ -94,7 +94,7 @@ pub(super) struct Store {
     pub(super) places: Places,
     pub(super) heads: Heads,
     /// (slot, block) pairs held, stale ones included.
-    held: u64,
+    pub(super) held: u64,
     /// Next run the sweep looks at.
     pub(super) sweep_at: u32,
 }
@@ -150,7 +150,7 @@ impl Store {
     /// Whether this block is listed at this position.
     pub(super) fn is_listed(&self, at: At, hash: BlockHash) -> bool {
         let place = self.runs.try_get(at.run).and_then(|run| run.place(at.offset));
-        place.is_some_and(|place| self.pages.holds(place, hash) && self.pages.is_live(place))
+        place.is_some_and(|place| self.pages.lists(place, hash))
     }
 
     /// Changes the tiers in which a node holds blocks. At most `room` blocks that the node does not hold
@@ -320,9 +320,7 @@ impl Store {
         let (at, count) = match follows {
             Some(at) if self.hash(self.runs.get(at.run), at.offset) == Some(hashes[0]) => {
                 let place = self.runs.get(at.run).place(at.offset)?;
-                self.pages.list(place.page(), self.pages.live(place.page()) | 1 << place.slot());
-                self.list(place, &hashes[..1]);
-                (at, 1)
+                (at, self.places.list(place, &hashes[..1], &mut self.pages))
             }
             Some(at) if self.may_push(at, hashes[0]) => (at, self.push(at.run, hashes)?),
             _ => {
@@ -331,7 +329,7 @@ impl Store {
                     self.runs.free(run);
                     return None;
                 };
-                let at = At { run, offset: 0 };
+                let at = At { run, offset: self.runs.get(run).start() };
                 self.make_head(at);
                 (at, count)
             }
@@ -347,61 +345,44 @@ impl Store {
         }
     }
 
-    /// Whether a position is behind the end of its run, and a hash of the prefix of the run. One that is
-    /// not was made by other means than ours; it gets a run of its own.
+    /// Whether a position is behind the end of its run, and a hash that of the next block of the prefix of the run:
+    /// of the same octet, or the first of any with the same root. One that is not was made by other means than
+    /// ours; it gets a run of its own.
     fn may_push(&self, at: At, hash: BlockHash) -> bool {
         let run = self.runs.get(at.run);
-        let before = at.offset.checked_sub(1).and_then(|before| self.hash(run, before));
-        let is_kin = || before.is_some_and(|before| before.root_tag() == hash.root_tag());
-        at.offset == run.len() && at.offset < RUN_BLOCKS_MAX && is_kin()
+        let slot = hash.nth_of_octet() as u32;
+        let is_kin = |octet: u64| match slot {
+            0 => octet as u8 == hash.root_tag(),
+            _ => octet == hash.octet(),
+        };
+        let before = at.offset.checked_sub(1).and_then(|before| run.place(before));
+        at.offset == run.end()
+            && at.offset < RUN_BLOCKS_MAX
+            && at.offset % PAGE_BLOCKS == slot
+            && before.is_some_and(|before| is_kin(self.pages.octet(before.page())))
     }
 
-    /// Makes a run longer by the first block and those behind it that are new and fit into its page.
+    /// Makes a run longer by the first block and those behind it that are new and of its octet.
     /// Answers how many: none if the first is listed; nothing when all places are taken.
     fn push(&mut self, number: u32, hashes: &[BlockHash]) -> Option<u32> {
         let run = self.runs.get(number);
-        let most = hashes.len().min(run.room() as usize);
-        let tag = hashes[0].root_tag();
-        let kin = hashes[..most].iter().take_while(|hash| hash.root_tag() == tag).count();
-        let (slot, nth) = (run.len() % PAGE_BLOCKS, run.pages().len() as u32);
-        let (page, new_page) = match run.last_page() {
-            Some(page) if slot > 0 => (page, None),
-            _ => {
-                let page = self.pages.take()?;
-                (page, Some(page))
-            }
+        let kin = kin(&hashes[..hashes.len().min(run.room() as usize)]);
+        let (slot, nth) = (run.end() % PAGE_BLOCKS, run.pages().len() as u32);
+        let (new_page, count) = match run.last_page() {
+            Some(page) if slot > 0 => (None, self.places.list(Place::new(page, slot), kin, &mut self.pages)),
+            _ => self.places.list_in_new(kin, (number, nth), &mut self.pages)?,
         };
-        let place = Place::new(page, slot);
-        self.pages.write(place, &hashes[..kin], new_page.map(|_| (number, nth)));
-        let count = self.list(place, &hashes[..kin]);
         if count > 0 {
             self.runs.growing(number).push(new_page, count);
-        } else if new_page.is_some() {
-            self.pages.free(page);
         }
         Some(count)
-    }
-
-    /// Lists hashes that were written from a place on, up to the first that is listed elsewhere; answers
-    /// how many.
-    fn list(&mut self, place: Place, hashes: &[BlockHash]) -> u32 {
-        let mut count = 0;
-        for hash in hashes {
-            if !self.places.insert(*hash, Place(place.0 + count), &self.pages) {
-                let written = ((1u32 << hashes.len()) - (1 << count)) << place.slot();
-                self.pages.list(place.page(), self.pages.live(place.page()) & !written as u8);
-                break;
-            }
-            count += 1;
-        }
-        count
     }
 
     /// Books the stretch that was gathered; answers whether that freed stale holds.
     fn flush(&mut self, change: &mut Change<'_>) -> bool {
         let Some((number, from, to)) = change.pending.take() else { return false };
         // A block that is dropped twice in one change is found the second time before the first is booked.
-        if self.runs.get(number).len() == 0 {
+        if self.runs.get(number).end() == 0 {
             return false;
         }
         let run = self.runs.get_mut(number);
@@ -470,12 +451,12 @@ impl Store {
     fn tidy(&mut self, number: u32) {
         let run = self.runs.get(number);
         if run.holds().is_empty() {
-            if run.len() > 0 {
+            if run.end() > 0 {
                 self.runs.free(number);
             }
             return;
         }
-        let ends_dead = run.place(run.len() - 1).is_none_or(|place| !self.pages.is_live(place));
+        let ends_dead = run.place(run.end() - 1).is_none_or(|place| !self.pages.is_live(place));
         if ends_dead {
             let pages = &self.pages;
             self.runs.get_mut(number).trim(|place| pages.is_live(place));
@@ -486,16 +467,11 @@ impl Store {
         let Some(page) = self.runs.get(number).page(nth) else { return };
         // A block that two stale holds covered was buried with the first.
         let bits = (((1u32 << blocks) - 1) << slot) as u8 & self.pages.live(page);
-        let heads = self.pages.heads(page);
-        for (slot, hash) in (0..).zip(self.pages.hashes(page)) {
-            if bits & 1 << slot != 0 {
-                self.places.remove(hash, Place::new(page, slot), &self.pages);
-            }
-            if bits & heads & 1 << slot != 0 {
-                self.heads.remove(hash);
-            }
+        let heads = self.pages.heads(page) & bits;
+        for slot in (0..PAGE_BLOCKS).filter(|slot| heads & 1 << slot != 0) {
+            self.heads.remove(self.pages.hash(Place::new(page, slot)));
         }
-        if self.pages.unlist(page, bits) {
+        if self.places.unlist(page, bits, &mut self.pages) {
             self.runs.get_mut(number).give_back(nth);
         }
     }
@@ -541,72 +517,10 @@ impl Store {
     pub(super) fn count_current(&self, incarnations: &[u32]) -> u64 {
         let current = |hold: &Hold| hold.is_current(incarnations);
         let count = |run: &Run| {
-            let gaps = run.uncovered_by(0, run.len(), current);
-            u64::from(run.len() - gaps.iter().map(|(from, to)| to - from).sum::<u32>())
+            let gaps = run.uncovered_by(run.start(), run.end(), current);
+            u64::from(run.end() - run.start() - gaps.iter().map(|(from, to)| to - from).sum::<u32>())
         };
         (0..self.runs.used()).map(|number| count(self.runs.get(number))).sum()
-    }
-
-    /// Takes in a run that a snapshot describes: its pages with their numbers, and the hashes of
-    /// those that were not given back, and the offsets of heads. Answers false when it
-    /// cannot be.
-    pub(super) fn restore_run(&mut self, run: Run, hashes: &[BlockHash], heads: &[u32]) -> bool {
-        let number = self.runs.restore(run);
-        let run = self.runs.get(number).clone();
-        for page in run.pages() {
-            if page.is_some_and(|page| !self.pages.take_exactly(page)) {
-                return false;
-            }
-        }
-        for hash in hashes {
-            self.places.prefetch(*hash);
-        }
-        let mut live = vec![true; run.len() as usize];
-        for (from, to) in run.uncovered(0, run.len()) {
-            live[from as usize..to as usize].fill(false);
-        }
-        let is_live = |offset: u32| live[offset as usize];
-        let mut hashes = hashes;
-        for nth in 0..run.len().div_ceil(PAGE_BLOCKS) {
-            let first = nth * PAGE_BLOCKS;
-            let slots = PAGE_BLOCKS.min(run.len() - first);
-            let live =
-                (0..slots).filter(|slot| is_live(first + slot)).fold(0u8, |bits, slot| bits | 1 << slot);
-            let Some(page) = run.page(nth) else {
-                if live != 0 {
-                    return false;
-                }
-                continue;
-            };
-            let Some((own, rest)) = hashes.split_at_checked(slots as usize) else { return false };
-            hashes = rest;
-            if live == 0 || !self.restore_page((page, number, nth), own, live) {
-                return false;
-            }
-        }
-        if !hashes.is_empty() {
-            return false;
-        }
-        if !heads.is_sorted_by(|one, next| one < next) {
-            return false;
-        }
-        for &offset in heads {
-            let place = run.place(offset).filter(|place| self.pages.make_head(*place));
-            let Some(place) = place else { return false };
-            self.heads.insert(self.pages.hash(place), At { run: number, offset });
-        }
-        self.held += run.holds().iter().map(Hold::blocks).sum::<u64>();
-        true
-    }
-
-    fn restore_page(&mut self, (page, run, nth): (u32, u32, u32), hashes: &[BlockHash], live: u8) -> bool {
-        if hashes.windows(2).any(|two| two[0].root_tag() != two[1].root_tag()) {
-            return false;
-        }
-        self.pages.write(Place::new(page, 0), hashes, Some((run, nth)));
-        self.pages.list(page, live);
-        let mut listed = (0..).zip(hashes).filter(|(slot, _)| live & 1 << slot != 0);
-        listed.all(|(slot, hash)| self.places.insert(*hash, Place::new(page, slot), &self.pages))
     }
 
     /// Asks the memory for what a later change will look at: first the buckets of its blocks, then the
@@ -620,8 +534,14 @@ impl Store {
         match depth {
             Depth::Hashes => blocks.iter().take(PREFETCHED).step_by(4).for_each(prefetch),
             Depth::Buckets => {
+                let mut octet = first.octet();
                 self.places.prefetch(first);
-                blocks.iter().take(PREFETCHED).for_each(|hash| self.places.prefetch(*hash));
+                for hash in blocks.iter().take(PREFETCHED) {
+                    if hash.octet() != octet {
+                        octet = hash.octet();
+                        self.places.prefetch(*hash);
+                    }
+                }
             }
             Depth::Page => {
                 self.places.seek(first).look(&self.pages);
@@ -664,48 +584,15 @@ impl Store {
     }
 }
 
-#[cfg(test)]
-impl Store {
-    /// Whether the block before one in its run is listed.
-    fn follows_listed(&self, at: At) -> bool {
-        let before = at.offset.checked_sub(1).and_then(|before| self.runs.get(at.run).place(before));
-        before.is_some_and(|before| self.pages.is_live(before))
-    }
-
-    /// Panics unless every part agrees with every other.
-    pub(super) fn check(&self) {
-        let mut listed = 0;
-        let mut held = 0;
-        let mut heads = 0;
-        for number in 0..self.runs.used() {
-            let run = self.runs.get(number);
-            let gaps = run.uncovered(0, run.len());
-            let mut live = 0;
-            let is_head = |place: Place| self.pages.heads(place.page()) & 1 << place.slot() != 0;
-            for offset in 0..run.len() {
-                let is_held = !gaps.iter().any(|(from, to)| (*from..*to).contains(&offset));
-                let Some(place) = run.place(offset) else {
-                    assert!(!is_held, "{offset} of run {number} is held and has no page");
-                    continue;
-                };
-                assert_eq!(self.pages.locate(place), (number, offset));
-                assert_eq!(self.pages.is_live(place), is_held, "{offset} of run {number}: {run:?}");
-                let found = self.places.find(self.pages.hash(place), &self.pages);
-                assert_eq!(found == Some(place), is_held, "{offset} of run {number}: {found:?}");
-                let at = At { run: number, offset };
-                let found = self.heads.find(self.pages.hash(place));
-                assert_eq!(found == Some(at), is_head(place), "{offset} of run {number}: {found:?}");
-                assert!(is_held || !is_head(place), "{offset} of run {number} is unlisted and a head");
-                assert!(!is_held || is_head(place) || self.follows_listed(at), "{offset} of run {number}");
-                (live, heads) = (live + u32::from(is_held), heads + usize::from(is_head(place)));
-            }
-            assert_eq!(run.holds().is_empty(), live == 0);
-            assert!(run.len() == 0 || gaps.iter().all(|(_, to)| *to < run.len()), "the end is held");
-            listed += u64::from(live);
-            held += run.holds().iter().map(Hold::blocks).sum::<u64>();
-        }
-        assert_eq!((self.places.len(), self.held, self.heads.len()), (listed, held, heads));
-    }
+/// The first hashes of some that are of one octet, one after the other; at least one.
+#[inline]
+fn kin(hashes: &[BlockHash]) -> &[BlockHash] {
+    let first = hashes[0];
+    let follows = |(nth, hash): &(usize, &BlockHash)| {
+        hash.octet() == first.octet() && hash.nth_of_octet() == first.nth_of_octet() + nth
+    };
+    let count = hashes.iter().enumerate().take_while(follows).count();
+    &hashes[..count]
 }
 
 /// A change under way: blocks that follow each other in a run are booked together.

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use kv_core::id::{BlockHash, Epoch, NodeId, Seq, Tier};
+use kv_core::id::{BlockHash, Epoch, NodeId, OCTET_BLOCKS, Seq, Tier};
 use kv_core::index::command::{Announcement, Change};
 
 /// Blocks of one event.
@@ -51,12 +51,21 @@ impl Events {
         (event * EVENT_BLOCKS..(event + 1) * EVENT_BLOCKS).map(|block| self.hash(block)).collect()
     }
 
-    /// Spread as hashes are, under the tag of the shard.
+    /// Spread as hashes are, under the tag of the shard, and alike in an octet as they are.
     fn hash(&self, block: u64) -> BlockHash {
         let tag = (u32::from(self.shard - 1) * 256).div_ceil(u32::from(self.shards)) as u8;
-        let mut hash = [tag; 16];
-        hash[1..9].copy_from_slice(&block.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32).to_le_bytes());
-        hash[9..13].copy_from_slice(&self.node.to_le_bytes());
+        let position = block % (CHAIN_EVENTS * EVENT_BLOCKS);
+        let octet = self.own(block - position % OCTET_BLOCKS as u64);
+        self.own(block).in_chain(tag, octet, position as usize)
+    }
+
+    /// What a hash has besides, another for each block of each node.
+    fn own(&self, block: u64) -> BlockHash {
+        let spread = |number: u64| number.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
+        let mut hash = [0; 16];
+        hash[1..5].copy_from_slice(&spread(block << 24 | u64::from(self.node))[4..]);
+        hash[5..9].copy_from_slice(&self.node.to_le_bytes());
+        hash[9..].copy_from_slice(&spread(block)[..7]);
         BlockHash(hash)
     }
 }

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
-use super::random::{BLOCKS, Intent, Speakers, begins_a_prefix, intents, request, tight};
+use super::random::{BLOCKS, Intent, Speakers, begins_a_prefix, intents, names, request, tight};
 use super::reference::Reference;
 use super::*;
 
@@ -79,14 +79,14 @@ fn same_settings(index: &Index, reference: &Reference) -> Result<(), TestCaseErr
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 384, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.max(384), ..ProptestConfig::default() })]
 
     /// Every answer, count and lookup is that of the naive index, after every command.
     #[test]
     fn it_answers_as_the_naive_index(intents in intents(Speakers::Honest), request in request()) {
         let mut reference = Reference::new(tight());
         let mut index = Index::new(tight());
-        let everything = blocks(0..BLOCKS);
+        let everything = names(0..BLOCKS);
         for intent in intents {
             let command = intent.command(&reference);
             prop_assert_eq!(index.apply(&command), reference.apply(&command), "{:?}", command);
@@ -118,7 +118,7 @@ proptest! {
             prop_assert_eq!(&applied, &reference.apply(&command), "{:?}", command);
             index.store.check();
             prop_assert_eq!(index.stats(), reference.stats());
-            for hash in &blocks(0..BLOCKS) {
+            for hash in &names(0..BLOCKS) {
                 prop_assert_eq!(index.holders_of(*hash), reference.holders_of(*hash));
             }
             note_beginnings(&mut begun, &command, &applied);
@@ -277,6 +277,10 @@ fn random_lives_meet_what_they_should() {
             *met.entry("stale").or_default() += u32::from(index.stale_holds() > 0);
             *met.entry("folded epoch").or_default() += u32::from(reference.floor > 0);
             *met.entry("shared block").or_default() += u32::from(index.stats().copies > index.stats().blocks);
+            let (stubs, apart, begun_within) = index.store.odd_octets();
+            *met.entry("stub").or_default() += u32::from(stubs > 0);
+            *met.entry("page that is no anchor").or_default() += u32::from(apart > 0);
+            *met.entry("run from the middle of an octet").or_default() += u32::from(begun_within > 0);
         }
     }
     let kinds = [
@@ -295,6 +299,9 @@ fn random_lives_meet_what_they_should() {
         "stale",
         "folded epoch",
         "shared block",
+        "stub",
+        "page that is no anchor",
+        "run from the middle of an octet",
     ];
     for kind in kinds {
         assert!(met.get(kind).copied().unwrap_or(0) >= 10, "{kind} in {met:?}");

@@ -123,26 +123,26 @@ fn a_branch_is_not_believed_to_hang_where_other_blocks_have_grown() {
 #[test]
 fn a_prompt_begins_where_somebody_said_that_a_prefix_does() {
     let mut index = Fixture::with_nodes(2);
-    index.say(1, vec![stored([9, 1, 2, 3], D)]);
-    assert_eq!(index.runs([1, 2, 3]), [], "it begins in the middle");
+    index.say(1, vec![stored([1, 2, 3, 4], D)]);
+    assert_eq!(index.runs([2, 3, 4]), [], "it begins in the middle");
     let holders = |index: &Fixture, number| -> Vec<u32> {
         index.0.holders_of(block(number)).iter().map(|holder| holder.node.0).collect()
     };
-    assert_eq!(holders(&index, 1), [1]);
+    assert_eq!(holders(&index, 2), [1]);
     // What one node says is before a block does not hide it from another that says it is the first.
-    index.say(2, vec![stored([1, 2], D)]);
-    assert_eq!(holders(&index, 1), [1, 2]);
-    assert_eq!(index.runs([1, 2, 3]), [(0, 2, vec![(1, D), (2, D)]), (2, 1, vec![(1, D)])]);
+    index.say(2, vec![stored([2, 3], D)]);
+    assert_eq!(holders(&index, 2), [1, 2]);
+    assert_eq!(index.runs([2, 3, 4]), [(0, 2, vec![(1, D), (2, D)]), (2, 1, vec![(1, D)])]);
     // Nor does it matter who drops what is before it, or that what was dropped comes back elsewhere.
-    index.say(1, vec![dropped([9, 1], D)]);
+    index.say(1, vec![dropped([1, 2], D)]);
     assert_eq!(
-        index.runs([1, 2, 3]),
+        index.runs([2, 3, 4]),
         [(0, 1, vec![(2, D)]), (1, 1, vec![(1, D), (2, D)]), (2, 1, vec![(1, D)])]
     );
-    index.say(2, vec![dropped([1], D)]);
-    assert_eq!((index.runs([1, 2, 3]), holders(&index, 1)), (vec![], vec![]));
-    index.say(2, vec![stored([1], D)]);
-    assert_eq!(index.reach([1, 2, 3]), 3);
+    index.say(2, vec![dropped([2], D)]);
+    assert_eq!((index.runs([2, 3, 4]), holders(&index, 2)), (vec![], vec![]));
+    index.say(2, vec![stored([2], D)]);
+    assert_eq!(index.reach([2, 3, 4]), 3);
 }
 
 #[test]

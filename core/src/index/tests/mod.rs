@@ -23,12 +23,16 @@ mod lookup;
 #[cfg(test)]
 mod membership;
 #[cfg(test)]
+mod octets;
+#[cfg(test)]
 mod operators;
 #[cfg(test)]
 mod random;
 mod reference;
 #[cfg(test)]
 mod snapshot;
+#[cfg(test)]
+mod structure;
 #[cfg(test)]
 mod sweep;
 
@@ -64,14 +68,32 @@ impl Index {
     }
 }
 
-/// The block with this number; numbers order as hashes do not, so that sorting is put to the test. All
-/// are of one root.
-fn block(number: u64) -> BlockHash {
+/// A hash that keeps to no layout but the root, which is the same for all; numbers order as hashes do not, so that
+/// sorting is put to the test.
+fn loose(number: u64) -> BlockHash {
     let mut hash = [0; 16];
     hash[..8].copy_from_slice(&number.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes());
     hash[0] = 7;
     hash[8..].copy_from_slice(&number.to_be_bytes());
     BlockHash(hash)
+}
+
+/// The block with this number: at that position of one long chain.
+fn block(number: u64) -> BlockHash {
+    loose(number).in_chain(7, loose(number & !7), number as usize)
+}
+
+/// Another block for the same position of the same octet as the block with this number.
+fn twin(number: u64) -> BlockHash {
+    loose(number + 1_000_000).in_chain(7, loose(number & !7), number as usize)
+}
+
+/// The block with this number in a tree of chains: at its depth, in the octet of whatever began there.
+fn in_tree(number: u64, parent_of: impl Fn(u64) -> Option<u64>) -> BlockHash {
+    let mut path: Vec<u64> = std::iter::successors(Some(number), |number| parent_of(*number)).collect();
+    path.reverse();
+    let position = path.len() - 1;
+    loose(number).in_chain(7, loose(path[position & !7]), position)
 }
 
 fn blocks(numbers: impl IntoIterator<Item = u64>) -> Vec<BlockHash> {

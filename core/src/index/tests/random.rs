@@ -9,7 +9,7 @@ use super::*;
 /// Nodes drawn: more than the limits of [`tight`] let in.
 pub(super) const NODES: u32 = 6;
 /// Blocks drawn: few enough to meet again, enough that the sweep does not see all at once.
-pub(super) const BLOCKS: u64 = 48;
+pub(super) const BLOCKS: u64 = 64;
 
 /// Limits that random sequences run into.
 pub(super) fn tight() -> IndexLimits {
@@ -94,19 +94,34 @@ fn tier() -> impl Strategy<Value = Tier> {
 }
 
 /// The block before this one in the only prefix that it ends: a trunk of 24, a branch off it, a branch
-/// off that, and a prefix of its own.
+/// off that, both in the middle of an octet, and three prefixes of their own.
 fn parent_of(number: u64) -> Option<u64> {
     match number {
-        0 | 44 => None,
-        24 => Some(7),
+        0 | 44 | 48 | 56 => None,
+        24 => Some(4),
         36 => Some(27),
         other => Some(other - 1),
     }
 }
 
+/// The hash of a block. One prefix keeps to no layout, and the octets of two others are those of the trunk, as it
+/// happens: its second, which the trunk alone has, and its first, which the branch has, too.
+pub(super) fn name(number: u64) -> BlockHash {
+    match number {
+        44..48 => loose(number),
+        48..56 => loose(number).in_chain(7, name(8), number as usize),
+        56..64 => loose(number).in_chain(7, name(0), number as usize),
+        _ => in_tree(number, parent_of),
+    }
+}
+
+pub(super) fn names(numbers: impl IntoIterator<Item = u64>) -> Vec<BlockHash> {
+    numbers.into_iter().map(name).collect()
+}
+
 /// Whether a request that begins with this block begins where its prefix does.
 pub(super) fn begins_a_prefix(first: Option<&BlockHash>) -> bool {
-    (0..BLOCKS).any(|number| parent_of(number).is_none() && first == Some(&block(number)))
+    (0..BLOCKS).any(|number| parent_of(number).is_none() && first == Some(&name(number)))
 }
 
 /// The prefix that ends with a block.
@@ -120,7 +135,7 @@ fn path_to(number: u64) -> Vec<u64> {
 fn stretch(end: u64, len: usize) -> (Option<BlockHash>, Vec<BlockHash>) {
     let path = path_to(end);
     let start = path.len().saturating_sub(len);
-    (start.checked_sub(1).map(|before| block(path[before])), blocks(path[start..].iter().copied()))
+    (start.checked_sub(1).map(|before| name(path[before])), names(path[start..].iter().copied()))
 }
 
 /// Stretches of a prefix from either end, as policies evict them, and scattered blocks.
@@ -128,7 +143,7 @@ fn some_blocks() -> impl Strategy<Value = Vec<BlockHash>> {
     prop_oneof![
         (0..BLOCKS, 0..9usize).prop_map(|(end, len)| stretch(end, len).1),
         (0..BLOCKS, 0..9usize).prop_map(|(end, len)| stretch(end, len).1.into_iter().rev().collect()),
-        prop::collection::vec(0..BLOCKS, 0..5).prop_map(blocks),
+        prop::collection::vec(0..BLOCKS, 0..5).prop_map(names),
     ]
 }
 
@@ -139,7 +154,7 @@ fn stored_blocks(who: Speakers) -> impl Strategy<Value = (Option<BlockHash>, Vec
         let (parent, blocks) = stretch(end, len);
         (parent.filter(|_| told), blocks)
     });
-    let lie = (prop::option::of((0..BLOCKS).prop_map(block)), some_blocks());
+    let lie = (prop::option::of((0..BLOCKS).prop_map(name)), some_blocks());
     let lies = u32::from(who == Speakers::Liars) * 4;
     prop_oneof![4 => told, lies => lie]
 }
@@ -212,7 +227,7 @@ pub(super) fn intents(who: Speakers) -> impl Strategy<Value = Vec<Intent>> {
 /// A request: a prefix, or the part of one that another router did not find.
 pub(super) fn request() -> impl Strategy<Value = Vec<BlockHash>> {
     prop_oneof![
-        3 => (0..BLOCKS).prop_map(|end| blocks(path_to(end))),
+        3 => (0..BLOCKS).prop_map(|end| names(path_to(end))),
         1 => (0..BLOCKS, 0..20usize).prop_map(|(end, len)| stretch(end, len).1),
     ]
 }

@@ -11,6 +11,9 @@ fn rich() -> Index {
     let mut index = Fixture::with_nodes(4);
     index.say(1, vec![stored([1, 2, 3], Tier::Dram), stored([2], Tier::Ssd)]);
     index.say(3, vec![stored([3, 4], Tier::Gpu)]);
+    // An octet with two pages, of which the second is left.
+    let twins = Change::Stored { parent: None, blocks: vec![twin(80), twin(81)], tier: Tier::Dram };
+    index.say(3, vec![stored(80..83, Tier::Gpu), twins, dropped(80..83, Tier::Gpu)]);
     index.join(2);
     index.say(2, vec![stored([9], Tier::Dram)]);
     index.0.apply(&fence(2, 2));
@@ -80,10 +83,10 @@ fn the_format_is_pinned() {
     let digest = blake3::hash(&bytes);
     assert_eq!(
         (bytes.len(), digest.to_hex().as_str()),
-        (407, "63a3fefcdc680dfd1ed6900e95d7229a7ad5eaa4ae9e5333c1075cd0c47cb711")
+        (462, "7031bda0f74f3ad417cc8b2594ef7ca8617c868b66812f6e54c5fd2646363b0d")
     );
     let index: String = rich().digest().iter().map(|byte| format!("{byte:02x}")).collect();
-    assert_eq!(index, "11eba99c031e37e0954ae2b737285aad");
+    assert_eq!(index, "c96de5b1866656a1f77eb09bdffd9ebd");
 }
 
 #[test]
@@ -92,8 +95,9 @@ fn a_block_costs_little_more_than_its_hash() {
     let empty = index.0.snapshot().len();
     index.say(1, vec![stored(0..1_000, Tier::Dram)]);
     let more = index.0.snapshot().len() - empty;
-    // Runs are short in tests: 24 blocks, with their length, three pages, births and a hold of some bytes each.
-    assert!(more <= 1_000 * 16 + 1_000 / 24 * 24 + 64, "{more}");
+    // Five bytes of each hash stand once an octet. Runs are short in tests: 24 blocks, with their end, three pages,
+    // births and a hold of some bytes each.
+    assert!(more <= 1_000 * 11 + 125 * 5 + 1_000 / 24 * 24 + 64, "{more}");
 }
 
 #[test]
@@ -135,11 +139,11 @@ fn every_flipped_bit_is_noticed() {
 fn errors_say_what_to_do() {
     let bytes = rich().snapshot();
     let mut newer = bytes.clone();
-    newer[8] = 5;
+    newer[8] = 6;
     let text = restore(&newer).unwrap_err().to_string();
-    assert_eq!(text, "snapshot format 5 is not known here, only 4: use the release that wrote it");
+    assert_eq!(text, "snapshot format 6 is not known here, only 5: use the release that wrote it");
     let text = restore(&bytes[..bytes.len() - 1]).unwrap_err().to_string();
-    assert_eq!(text, "snapshot ends after 2 chunks, before its end: it was cut off");
+    assert_eq!(text, "snapshot ends after 3 chunks, before its end: it was cut off");
     let mut damaged = bytes;
     damaged[30] ^= 1;
     let text = restore(&damaged).unwrap_err().to_string();
@@ -149,9 +153,9 @@ fn errors_say_what_to_do() {
 
 #[test]
 fn contents_that_make_no_sense_are_refused_even_under_right_checksums() {
-    // One run of one block: length 1, page 0 + 1, block before (run, offset, birth), its birth, two bytes
-    // of its head, where a run went off, one hold (slot 1, incarnation 0, from 0, one block, tiers), one
-    // head at 0, the hash.
+    // One run of one block, the second of its octet: end 2, page 0 (an anchor: 2 * 0 + 1, and 1), block before (run,
+    // offset, birth), its birth, some of its head, where a run went off, one hold (slot 1, incarnation 0, from 1, one
+    // block, tiers), one head at 1, the octet, the hash.
     let mut index = Fixture::with_nodes(2);
     index.say(2, vec![stored([1], Tier::Dram)]);
     let bytes = index.0.snapshot();
@@ -163,25 +167,63 @@ fn contents_that_make_no_sense_are_refused_even_under_right_checksums() {
         restore(&sealed(forged)).unwrap_err().to_string()
     };
     // Kind, chunk number, first run; then the run.
-    let run = [1, 1, 0, 0, 0, 0, 0, 2, 0, 0, 1, 0, 0, 1, 1, 0, 0, 1, 2, 1, 0];
-    assert_eq!(bytes[runs.start..runs.start + 24], [&[2, 1, 0][..], &run].concat());
-    assert!(refused(0, 4).contains("chunk kind at byte 0 is 4"));
+    let run = [2, 2, 0, 0, 0, 0, 0, 2, 0, 1, 1, 0, 0, 1, 1, 0, 1, 1, 2, 1, 1, 7];
+    assert_eq!(bytes[runs.start..runs.start + 25], [&[2, 1, 0][..], &run].concat());
+    assert!(refused(0, 5).contains("chunk kind at byte 0 is 5"));
     assert!(refused(1, 2).contains("chunk number at byte 1 is 2"));
     assert!(refused(2, 1).contains("run at byte 2 is 1"));
-    assert!(refused(3, 25).contains("blocks of a run at byte"), "longer than any run");
-    assert!(refused(3, 2).contains("ends at byte"), "a second hash is missing");
+    assert!(refused(3, 25).contains("end of a run at byte"), "longer than any run");
+    assert!(refused(3, 3).contains("run at byte"), "nobody holds the end");
     assert!(refused(4, 0).contains("run at byte"), "a held block without a page");
+    assert!(refused(4, 1).contains("octets at byte"), "no anchor for its octet");
+    assert!(refused(12, 2).contains("run at byte"), "it starts where it ends");
+    assert!(refused(12, 0).contains("ends at byte"), "a second hash is missing");
     assert!(refused(16, 0).contains("run at byte"), "nobody holds the end");
     assert!(refused(17, 2).contains("holder at byte"), "there are two slots");
     assert!(refused(18, 1).contains("holder at byte"), "an incarnation that has not been");
-    assert!(refused(19, 1).contains("run at byte"), "a hold past the end");
+    assert!(refused(19, 0).contains("run at byte"), "a hold before the start");
+    assert!(refused(19, 2).contains("run at byte"), "a hold past the end");
     assert!(refused(20, 0).contains("run at byte"), "an empty hold");
     assert!(refused(21, 0).contains("tiers at byte"));
     assert!(refused(21, 8).contains("tiers at byte"));
     assert!(refused(21, 1).contains("leads to another state"), "another tier");
     assert!(refused(22, 2).contains("ends at byte"), "a hash is cut off where a head is read");
-    assert!(refused(23, 1).contains("run at byte"), "a head past the end");
-    assert!(refused(24, 0).contains("leads to another state"), "another hash");
+    assert!(refused(23, 2).contains("run at byte"), "a head past the end");
+    assert!(refused(24, 0).contains("leads to another state"), "another root");
+    assert!(refused(25, bytes[runs.start + 25] | 1).contains("octet at byte"), "an octet has no position");
+    assert!(refused(29, 0xEE).contains("leads to another state"), "another hash");
+}
+
+#[test]
+fn an_anchor_that_lists_nothing_must_be_one_that_is_needed() {
+    let bytes = rich().snapshot();
+    let stubs = bodies(&bytes)[2].clone();
+    // Kind, chunk number, page, octet.
+    assert_eq!((stubs.len(), bytes[stubs.start]), (8, 4));
+    let refused = |place: usize, value: u8| {
+        let mut forged = bytes.clone();
+        assert_ne!(forged[stubs.start + place], value);
+        forged[stubs.start + place] = value;
+        restore(&sealed(forged)).unwrap_err().to_string()
+    };
+    assert!(refused(2, 0).contains("page at byte 2 is 0"), "a page of a run");
+    assert!(refused(2, 31).contains("page at byte 2 is 31"), "a number that names no page");
+    assert!(refused(3, 8).contains("octets at byte"), "the octet of no other page");
+    assert!(refused(4, bytes[stubs.start + 4] | 7).contains("octet at byte"));
+    // Without it: the chunk and its length are cut out, and the end has its number.
+    let mut without = bytes.clone();
+    without.drain(stubs.start - 4..stubs.end + 8);
+    let end = bodies(&without)[2].start;
+    without[end + 1] -= 1;
+    let error = restore(&sealed(without)).unwrap_err().to_string();
+    assert!(error.contains("octets at byte"), "{error}");
+    // Twice the same.
+    let mut twice = bytes.clone();
+    let stub = bytes[stubs.start + 2..stubs.end].to_vec();
+    twice.splice(stubs.end..stubs.end, stub);
+    twice[stubs.start - 4] += 6;
+    let error = restore(&sealed(twice)).unwrap_err().to_string();
+    assert!(error.contains("page at byte"), "{error}");
 }
 
 #[test]
@@ -199,7 +241,8 @@ fn a_fenced_node_cannot_hold_a_block() {
 #[test]
 fn a_page_or_a_block_cannot_be_in_two_runs() {
     let mut index = Fixture::with_nodes(1);
-    index.say(1, vec![stored([1], Tier::Dram), stored([2], Tier::Dram)]);
+    let twin = Change::Stored { parent: None, blocks: vec![twin(1)], tier: Tier::Dram };
+    index.say(1, vec![stored([1], Tier::Dram), twin]);
     let bytes = index.0.snapshot();
     let runs = bodies(&bytes)[1].clone();
     let run_bytes = (runs.len() - 3) / 2;
@@ -211,7 +254,7 @@ fn a_page_or_a_block_cannot_be_in_two_runs() {
     let mut block_twice = bytes;
     block_twice.copy_within(second - 16..second, second + run_bytes - 16);
     let error = restore(&sealed(block_twice)).unwrap_err().to_string();
-    assert!(error.contains("run at byte"), "{error}");
+    assert!(error.contains("octets at byte"), "{error}");
 }
 
 #[test]

@@ -102,7 +102,16 @@ pub(super) fn snapshot_seeds() -> Vec<Vec<u8>> {
     for node in 1..=4 {
         index.apply(&Command::Join(record(node)));
     }
-    let changes = vec![stored([1, 2, 3], Tier::Dram), stored([2], Tier::Ssd), stored(20..60, Tier::Gpu)];
+    // Two pages of one octet, of which the second is left.
+    let twins = Change::Stored { parent: None, blocks: vec![twin(80), twin(81)], tier: Tier::Dram };
+    let changes = vec![
+        stored([1, 2, 3], Tier::Dram),
+        stored([2], Tier::Ssd),
+        stored(20..60, Tier::Gpu),
+        stored(80..83, Tier::Gpu),
+        twins,
+        dropped(80..83, Tier::Gpu),
+    ];
     let some = announcement(1, 1, 1, changes);
     let other = announcement(3, 1, 1, vec![stored([3, 4], Tier::Gpu)]);
     index.apply(&Command::Announce(vec![some, other]));
