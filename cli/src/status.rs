@@ -36,6 +36,8 @@ struct GroupLine {
     agreed_index: u64,
     diverged: bool,
     drifts: u64,
+    /// Times that this replica could not take the leader's state.
+    repairs_failed: u64,
 }
 
 /// One node as the most advanced router sees it.
@@ -149,8 +151,10 @@ fn router_line(address: String, answer: Result<pb::StatusReply, String>, last: u
 }
 
 fn group_line(group: &pb::GroupStatus) -> GroupLine {
-    let pb::GroupStatus { group, leader, applied_index, agreed_index, diverged, drifts, .. } = *group;
-    GroupLine { group, leader, applied_index, agreed_index, diverged, drifts }
+    let pb::GroupStatus {
+        group, leader, applied_index, agreed_index, diverged, drifts, repairs_failed, ..
+    } = *group;
+    GroupLine { group, leader, applied_index, agreed_index, diverged, drifts, repairs_failed }
 }
 
 /// What all routers together found of a node: each audits for the shards that it leads.
@@ -213,10 +217,12 @@ fn render_groups(out: &mut String, fleet: &Fleet) {
         let lines: Vec<_> = up().filter_map(|router| router.groups.get(position)).collect();
         let Some(newest) = lines.iter().max_by_key(|line| line.applied_index) else { continue };
         let agreed = lines.iter().map(|line| line.agreed_index).max().unwrap_or(0);
-        let agreed = match (lines.iter().any(|line| line.diverged), agreed) {
-            (true, _) => "a replica differs".to_owned(),
-            (false, 0) => "-".to_owned(),
-            (false, index) => index.to_string(),
+        let failed = lines.iter().filter(|line| line.diverged).map(|line| line.repairs_failed).max();
+        let agreed = match (failed, agreed) {
+            (Some(0), _) => "a replica differs".to_owned(),
+            (Some(failed), _) => format!("a replica differs, {failed} repairs of it failed"),
+            (None, 0) => "-".to_owned(),
+            (None, index) => index.to_string(),
         };
         let drifts: u64 = lines.iter().map(|line| line.drifts).sum();
         let GroupLine { group, leader, applied_index, .. } = newest;
@@ -305,32 +311,36 @@ mod tests {
 
     #[test]
     fn groups_and_nodes_show_what_the_truth_meter_found() {
-        let group = |agreed_index, diverged| pb::GroupStatus {
+        let group = |agreed_index, diverged, repairs_failed| pb::GroupStatus {
             group: 1,
             leader: 2,
             applied_index: 700,
             agreed_index,
             diverged,
             drifts: 1,
+            repairs_failed,
             ..Default::default()
         };
         let truth = pb::Truth { claimed_blocks: 8, claimed_wrong: 2, held_blocks: 4, ..Default::default() };
         let node = pb::NodeStatus { node: 7, truth: Some(truth), ..Default::default() };
-        let status = |router, diverged| pb::StatusReply {
+        let status = |router, diverged, repairs_failed| pb::StatusReply {
             router,
-            groups: vec![group(512, diverged)],
+            groups: vec![group(512, diverged, repairs_failed)],
             nodes: vec![node.clone()],
             ..Default::default()
         };
-        let shown = |diverged| {
-            let answers = [(1, false), (2, diverged)];
-            let answers = answers.map(|(router, diverged)| ("a:1".to_owned(), Ok(status(router, diverged))));
+        // What an earlier repair came to is of no interest once the replica is like the others.
+        let shown = |diverged, failed| {
+            let answers = [(1, false, 9), (2, diverged, failed)];
+            let answers = answers
+                .map(|(router, diverged, failed)| ("a:1".to_owned(), Ok(status(router, diverged, failed))));
             render(&gather(answers.into()))
         };
-        let text = shown(false);
+        let text = shown(false, 9);
         assert!(text.contains("1       2       700       512               2"), "{text}");
         assert!(text.contains("0.7500     1.0000"), "{text}");
-        assert!(shown(true).contains("a replica differs"));
+        assert!(shown(true, 0).contains("a replica differs 2"));
+        assert!(shown(true, 3).contains("a replica differs, 3 repairs of it failed 2"));
     }
 
     #[test]

@@ -96,6 +96,7 @@ impl Background {
             };
             let standing = group.consensus.standing();
             self.metrics.standing(group.number(), applied, standing.term, group.consensus.is_leader());
+            self.metrics.soundness(group.number(), group.has_diverged(), group.repairs_failed());
             (log_bytes, copies) = (log_bytes + held, copies + live);
             if held > LOG_BYTES_MAX / self.groups.all().len() as u64 && standing.snapshot_index < applied {
                 group.consensus.snapshot_now().await;

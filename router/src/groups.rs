@@ -25,6 +25,8 @@ pub(crate) struct Group {
     diverged_at: AtomicU64,
     /// Newest entry at which it was found to be like another one.
     agreed_index: AtomicU64,
+    /// Repairs of the replica that failed.
+    repairs_failed: AtomicU64,
 }
 
 impl Group {
@@ -42,6 +44,7 @@ impl Group {
             was_level: AtomicBool::new(false),
             diverged_at,
             agreed_index,
+            repairs_failed: AtomicU64::new(0),
         }
     }
 
@@ -76,6 +79,16 @@ impl Group {
     /// Newest entry at which another replica was found to be like this one; 0 before the first.
     pub(crate) fn agreed_index(&self) -> u64 {
         self.agreed_index.load(Ordering::Relaxed)
+    }
+
+    /// A repair of the replica came to nothing.
+    pub(crate) fn repair_failed(&self) {
+        self.repairs_failed.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Repairs of the replica that came to nothing since this process started.
+    pub(crate) fn repairs_failed(&self) -> u64 {
+        self.repairs_failed.load(Ordering::Relaxed)
     }
 
     /// The replica has applied what was committed a moment ago.

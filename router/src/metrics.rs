@@ -85,6 +85,8 @@ impl SoftMetrics {
 struct TruthMetrics {
     node_drifts: IntCounterVec,
     replica_drifts: IntCounterVec,
+    replica_diverged: IntGaugeVec,
+    repairs_failed: IntGaugeVec,
     resyncs: IntCounter,
     audited: IntCounterVec,
     wrong: IntCounterVec,
@@ -106,6 +108,16 @@ impl TruthMetrics {
                 "kvfleet_replica_drifts_total",
                 "Comparisons in which a replica of a group differed from this leader's",
                 "group",
+            )?,
+            replica_diverged: per_group(
+                registry,
+                "kvfleet_replica_diverged",
+                "1 while this router's replica of a group is known to differ, and answers nothing",
+            )?,
+            repairs_failed: per_group(
+                registry,
+                "kvfleet_replica_repairs_failed",
+                "Times that this router's replica of a group could not take the leader's state",
             )?,
             resyncs: counter(
                 registry,
@@ -314,6 +326,13 @@ impl Metrics {
         self.applied_index.with_label_values(&[&group]).set(gauge_value(applied_index));
         self.term.with_label_values(&[&group]).set(gauge_value(term));
         self.leader.with_label_values(&[&group]).set(i64::from(leads));
+    }
+
+    /// Whether the replica of a group is wrong, and how often its repair failed.
+    pub(crate) fn soundness(&self, group: u16, diverged: bool, repairs_failed: u64) {
+        let group = group.to_string();
+        self.truth.replica_diverged.with_label_values(&[&group]).set(i64::from(diverged));
+        self.truth.repairs_failed.with_label_values(&[&group]).set(gauge_value(repairs_failed));
     }
 
     pub(crate) fn sizes(&self, log_bytes: u64, index_copies: u64) {

@@ -2,8 +2,10 @@
 //!
 //! Not here: anything it does in between.
 
+use std::fs::File;
 use std::io;
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -86,7 +88,7 @@ impl Router {
             .local_addr()
             .map_err(|source| StartError::Listen { listen: config.listen.clone(), source })?;
         let metrics = Metrics::register(registry)?;
-        std::fs::create_dir_all(&config.data_dir)
+        make_durably(&config.data_dir)
             .map_err(|source| StartError::DataDir { path: config.data_dir.clone(), source })?;
         let booted = boot::boot(&config, identity.client_tls()).await?;
         let stop = CancellationToken::new();
@@ -164,6 +166,31 @@ impl Router {
             tracing::error!("the raft log was not closed in time");
         }
     }
+}
+
+/// Makes a directory, with those that it lies in, and their names durable: what is in it goes with its name.
+fn make_durably(directory: &Path) -> io::Result<()> {
+    let is_missing = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
+    let made: Vec<&Path> = directory.ancestors().take_while(is_missing).collect();
+    std::fs::create_dir_all(directory)?;
+    // One that is there may have been made by a process that was killed right then.
+    for path in made.into_iter().chain([directory]) {
+        let Some(above) = path.parent() else { continue };
+        let above = if above.as_os_str().is_empty() { Path::new(".") } else { above };
+        match File::open(above).and_then(|above| above.sync_all()) {
+            // Where nothing can be synced, or read, it was made by somebody else.
+            Err(error) if is_of_others(&error) => {
+                tracing::debug!(path = %above.display(), %error, "not synced")
+            }
+            synced => synced?,
+        }
+    }
+    Ok(())
+}
+
+fn is_of_others(error: &io::Error) -> bool {
+    use io::ErrorKind::{InvalidInput, PermissionDenied, ReadOnlyFilesystem, Unsupported};
+    matches!(error.kind(), InvalidInput | PermissionDenied | ReadOnlyFilesystem | Unsupported)
 }
 
 async fn listen(address: &str) -> Result<TcpListener, StartError> {
@@ -274,4 +301,23 @@ fn serve(
             tracing::error!(%error, "the control server ended");
         }
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[allow(clippy::unwrap_used)]
+    fn a_directory_is_made_with_those_that_it_lies_in() {
+        let above = tempfile::TempDir::new().unwrap();
+        let path = above.path().join("of/a/router");
+        for _ in 0..2 {
+            make_durably(&path).unwrap();
+            assert!(path.is_dir());
+        }
+        make_durably(Path::new("/")).unwrap();
+        std::fs::write(above.path().join("file"), b"").unwrap();
+        assert!(make_durably(&above.path().join("file/router")).is_err());
+    }
 }

@@ -52,59 +52,142 @@ pub(super) fn queue_us(profile: &HardwareProfile, load: &Load) -> u64 {
 
 const NS_PER_US: u64 = 1_000;
 
-/// Makes the plans of one request for instances that have equally many leading blocks in GPU memory, most
-/// often none. What all plans share is worked out once: which holders are live, and the best one of each run
-/// for an instance without a node.
+/// Makes the plans of one request. What all plans share is worked out once, in one pass over the runs: which holders
+/// are live, and the best one of each run for an instance without a node.
 pub(super) struct Planner<'a> {
-    pub(super) request: &'a RouteRequest,
-    resident_blocks: u32,
-    profile: &'a HardwareProfile,
+    request: &'a RouteRequest,
+    fleet: &'a Fleet,
+    /// Of the whole request, without gaps; nobody live holds some of them.
     runs: SmallVec<[Run; 8]>,
 }
 
 impl<'a> Planner<'a> {
-    pub(super) fn new(
-        request: &'a RouteRequest,
-        matched: &PrefixMatch,
-        resident_blocks: u32,
-        fleet: &'a Fleet,
-    ) -> Self {
-        let resident_blocks = resident_blocks.min(request.blocks);
-        let mut planner = Self { request, resident_blocks, profile: &fleet.profile, runs: SmallVec::new() };
-        let mut held_blocks = resident_blocks;
-        let behind = |run: &&HolderRun| {
-            resident_blocks == 0 || run.start_blocks.saturating_add(run.len_blocks) > resident_blocks
-        };
-        for run in matched.runs.iter().filter(behind) {
-            let Some(run) = planner.resolve(run, held_blocks, fleet) else { break };
-            held_blocks = run.end_blocks;
-            planner.runs.push(run);
+    pub(super) fn new(request: &'a RouteRequest, matched: &PrefixMatch, fleet: &'a Fleet) -> Self {
+        let mut planner = Self { request, fleet, runs: SmallVec::new() };
+        let mut named_blocks = 0;
+        for run in &matched.runs {
+            let end_blocks = run.start_blocks.saturating_add(run.len_blocks).min(request.blocks);
+            if end_blocks <= named_blocks.max(run.start_blocks) {
+                break;
+            }
+            if run.start_blocks > named_blocks {
+                planner.runs.push(Run::of_nobody(named_blocks, run.start_blocks));
+                named_blocks = run.start_blocks;
+            }
+            planner.runs.push(planner.resolve(run, named_blocks, end_blocks));
+            named_blocks = end_blocks;
         }
         planner
     }
 
+    /// What is left for an instance with so many leading blocks in GPU memory.
+    pub(super) fn behind(&self, resident_blocks: u32) -> Behind<'_> {
+        let resident_blocks = resident_blocks.min(self.request.blocks);
+        let before = self.runs.partition_point(|run| run.end_blocks <= resident_blocks);
+        let behind = &self.runs[before..];
+        match behind.split_first() {
+            Some((cut, rest)) if cut.start_blocks < resident_blocks => {
+                Behind { planner: self, resident_blocks, first: Some(self.cut(cut, resident_blocks)), rest }
+            }
+            _ => Behind { planner: self, resident_blocks, first: None, rest: behind },
+        }
+    }
+
+    /// The part of a run that the request asks for, with the live nodes that hold it.
+    fn resolve(&self, run: &HolderRun, start_blocks: u32, end_blocks: u32) -> Run {
+        let tokens = self.tokens_between(start_blocks, end_blocks);
+        let live = |holder: &Holder| self.fleet.live(holder.node).filter(|live| live.epoch == holder.epoch);
+        let holds = run
+            .holders
+            .iter()
+            .filter_map(|holder| live(holder).map(|live| self.hold(holder, live.link, tokens)))
+            .collect();
+        Run::new(start_blocks, end_blocks, holds)
+    }
+
+    /// A run without its first blocks.
+    fn cut(&self, run: &Run, start_blocks: u32) -> Run {
+        let tokens = self.tokens_between(start_blocks, run.end_blocks);
+        let link = |holder: &Holder| self.fleet.live(holder.node).and_then(|live| live.link);
+        let holds = run.holds.iter().map(|hold| self.hold(&hold.holder, link(&hold.holder), tokens));
+        Run::new(start_blocks, run.end_blocks, holds.collect())
+    }
+
+    fn hold(&self, holder: &Holder, link: Option<Lane>, tokens: u64) -> Hold {
+        let profile = &self.fleet.profile;
+        let near = profile.tier(holder.tier);
+        let far = near.through(link.unwrap_or(profile.network));
+        let way =
+            |lane: Lane| Way { latency_ns: lane.latency_ns, stream_ns: profile.stream_ns(lane, tokens) };
+        Hold { holder: *holder, near: way(near), far: way(far), turn: self.turn_of(holder.node) }
+    }
+
+    /// Tokens in the first `blocks` blocks of the request.
+    fn tokens(&self, blocks: u32) -> u32 {
+        blocks.saturating_mul(self.request.block_tokens).min(self.request.input_tokens)
+    }
+
+    fn tokens_between(&self, start_blocks: u32, end_blocks: u32) -> u64 {
+        u64::from(self.tokens(end_blocks) - self.tokens(start_blocks))
+    }
+
+    /// Prefill behind so many leading blocks that are there.
+    fn prefill_us(&self, there_blocks: u32) -> u64 {
+        let profile = &self.fleet.profile;
+        let context = self.tokens(there_blocks);
+        let new = self.request.input_tokens - context;
+        let prefill_ns = profile.prefill_ns(context.into(), new.into());
+        prefill_ns.saturating_add(profile.step_ns).div_ceil(NS_PER_US)
+    }
+
+    fn turn_of(&self, node: NodeId) -> u64 {
+        let mut bytes = [0u8; 12];
+        bytes[..8].copy_from_slice(&self.request.request.0.to_le_bytes());
+        bytes[8..].copy_from_slice(&node.0.to_le_bytes());
+        xxh3_64(&bytes)
+    }
+}
+
+/// The runs behind the leading blocks that an instance has in GPU memory, most often none.
+pub(super) struct Behind<'p> {
+    planner: &'p Planner<'p>,
+    resident_blocks: u32,
+    /// The run in which these blocks end, without them.
+    first: Option<Run>,
+    rest: &'p [Run],
+}
+
+impl Behind<'_> {
+    /// Up to the first that nobody live holds.
+    fn runs(&self) -> impl Iterator<Item = (&Run, &Hold)> {
+        let all = self.first.iter().chain(self.rest);
+        all.map_while(|run| run.nearest.as_ref().map(|nearest| (run, nearest)))
+    }
+
     /// Whether a plan for an instance at this node could differ from one for an instance without a node.
     pub(super) fn holds_any(&self, node: NodeId) -> bool {
-        self.runs.iter().any(|run| run.held_by(node).is_some())
+        self.runs().any(|(run, _)| run.held_by(node).is_some())
     }
 
     /// The plan of least transfer and prefill for an instance whose own node is `own`.
     pub(super) fn plan(&self, own: Option<NodeId>) -> Plan {
-        let resident_blocks = self.resident_blocks;
-        let mut best = Plan { prefill_us: self.prefill_us(resident_blocks), ..Plan::default() };
+        let Self { planner, resident_blocks, .. } = *self;
+        let mut best = Plan { prefill_us: planner.prefill_us(resident_blocks), ..Plan::default() };
         let mut sources = SmallVec::<[Source; 4]>::new();
-        // Ends of what is fetched and of what the own node holds, as offsets in the request.
-        let (mut fetched_to, mut overlap_to) = (resident_blocks, resident_blocks);
+        // Ends of what is fetched, of what the own node holds and of what is held, as offsets in the request.
+        let (mut fetched_to, mut overlap_to, mut held_blocks) =
+            (resident_blocks, resident_blocks, resident_blocks);
         let mut transfer_ns = 0u64;
-        for run in &self.runs {
-            let leg = self.leg(run, own, sources.last());
+        for (run, nearest) in self.runs() {
+            let leg = leg(run, nearest, own, sources.last());
             if overlap_to == run.start_blocks && own == Some(leg.holder.node) {
                 overlap_to = run.end_blocks;
             }
             extend(&mut sources, &leg, run);
             transfer_ns = transfer_ns.saturating_add(leg.ns);
+            held_blocks = run.end_blocks;
             let (transfer_us, prefill_us) =
-                (transfer_ns.div_ceil(NS_PER_US), self.prefill_us(run.end_blocks));
+                (transfer_ns.div_ceil(NS_PER_US), planner.prefill_us(run.end_blocks));
             // At equal time fetch: it leaves the instance free for others.
             if transfer_us.saturating_add(prefill_us) <= best.transfer_us.saturating_add(best.prefill_us) {
                 fetched_to = run.end_blocks;
@@ -116,75 +199,26 @@ impl<'a> Planner<'a> {
             resident_blocks,
             sources,
             fetch_blocks: fetched_to - resident_blocks,
-            recompute_tokens: self.request.input_tokens - self.tokens(fetched_to),
+            recompute_tokens: planner.request.input_tokens - planner.tokens(fetched_to),
             overlap_blocks: overlap_to - resident_blocks,
-            held_blocks: self.runs.last().map_or(resident_blocks, |run| run.end_blocks),
+            held_blocks,
             ..best
         }
     }
+}
 
-    /// The part of a run that the request asks for and live nodes hold, if it joins on to what is held
-    /// before it.
-    fn resolve(&self, run: &HolderRun, held_blocks: u32, fleet: &Fleet) -> Option<Run> {
-        let end_blocks = run.start_blocks.saturating_add(run.len_blocks).min(self.request.blocks);
-        if run.start_blocks > held_blocks || end_blocks <= held_blocks {
-            return None;
-        }
-        let tokens = u64::from(self.tokens(end_blocks) - self.tokens(held_blocks));
-        let live = |holder: &Holder| fleet.live(holder.node).filter(|live| live.epoch == holder.epoch);
-        let mut holds: SmallVec<[Hold; 4]> = run
-            .holders
-            .iter()
-            .filter_map(|holder| live(holder).map(|live| self.hold(holder, live.link, tokens)))
-            .collect();
-        holds.sort_unstable_by_key(|hold| hold.holder.node);
-        let nearest = holds.iter().min_by_key(|hold| hold.rank(hold.far.latency_ns)).copied()?;
-        Some(Run { start_blocks: held_blocks, end_blocks, holds, nearest })
+/// The best source of a run: the own node when it holds it, which spares the network, else the holder with the least
+/// time. Equal holders take turns by request, so that none serves everyone.
+fn leg(run: &Run, nearest: &Hold, own: Option<NodeId>, last: Option<&Source>) -> Leg {
+    let goes_on = |hold: &Hold| last.is_some_and(|last| continues(last, &hold.holder));
+    if let Some(hold) = own.and_then(|node| run.held_by(node)) {
+        return Leg::new(hold, hold.near, goes_on(hold));
     }
-
-    fn hold(&self, holder: &Holder, link: Option<Lane>, tokens: u64) -> Hold {
-        let near = self.profile.tier(holder.tier);
-        let far = near.through(link.unwrap_or(self.profile.network));
-        let way =
-            |lane: Lane| Way { latency_ns: lane.latency_ns, stream_ns: self.profile.stream_ns(lane, tokens) };
-        Hold { holder: *holder, near: way(near), far: way(far), turn: self.turn_of(holder.node) }
-    }
-
-    /// The best source of a run: the own node when it holds it, which spares the network, else the holder
-    /// with the least time. Equal holders take turns by request, so that none serves everyone.
-    fn leg(&self, run: &Run, own: Option<NodeId>, last: Option<&Source>) -> Leg {
-        let goes_on = |hold: &Hold| last.is_some_and(|last| continues(last, &hold.holder));
-        if let Some(hold) = own.and_then(|node| run.held_by(node)) {
-            return Leg::new(hold, hold.near, goes_on(hold));
-        }
-        // Going on with the source before spares its latency, so it may beat the nearest.
-        let same = last.and_then(|last| run.held_by(last.node)).filter(|hold| goes_on(hold));
-        match same {
-            Some(same) if same.rank(0) <= run.nearest.rank(run.nearest.far.latency_ns) => {
-                Leg::new(same, same.far, true)
-            }
-            _ => Leg::new(&run.nearest, run.nearest.far, false),
-        }
-    }
-
-    /// Tokens in the first `blocks` blocks of the request.
-    fn tokens(&self, blocks: u32) -> u32 {
-        blocks.saturating_mul(self.request.block_tokens).min(self.request.input_tokens)
-    }
-
-    /// Prefill behind so many leading blocks that are there.
-    fn prefill_us(&self, there_blocks: u32) -> u64 {
-        let context = self.tokens(there_blocks);
-        let new = self.request.input_tokens - context;
-        let prefill_ns = self.profile.prefill_ns(context.into(), new.into());
-        prefill_ns.saturating_add(self.profile.step_ns).div_ceil(NS_PER_US)
-    }
-
-    fn turn_of(&self, node: NodeId) -> u64 {
-        let mut bytes = [0u8; 12];
-        bytes[..8].copy_from_slice(&self.request.request.0.to_le_bytes());
-        bytes[8..].copy_from_slice(&node.0.to_le_bytes());
-        xxh3_64(&bytes)
+    // Going on with the source before spares its latency, so it may beat the nearest.
+    let same = last.and_then(|last| run.held_by(last.node)).filter(|hold| goes_on(hold));
+    match same {
+        Some(same) if same.rank(0) <= nearest.rank(nearest.far.latency_ns) => Leg::new(same, same.far, true),
+        _ => Leg::new(nearest, nearest.far, false),
     }
 }
 
@@ -192,13 +226,23 @@ impl<'a> Planner<'a> {
 struct Run {
     start_blocks: u32,
     end_blocks: u32,
-    /// By ascending node; at least one.
+    /// By ascending node.
     holds: SmallVec<[Hold; 4]>,
-    /// The best of them for an instance at no node.
-    nearest: Hold,
+    /// The best of them for an instance at no node; none where there is none.
+    nearest: Option<Hold>,
 }
 
 impl Run {
+    fn new(start_blocks: u32, end_blocks: u32, mut holds: SmallVec<[Hold; 4]>) -> Run {
+        holds.sort_unstable_by_key(|hold| hold.holder.node);
+        let nearest = holds.iter().min_by_key(|hold| hold.rank(hold.far.latency_ns)).copied();
+        Run { start_blocks, end_blocks, holds, nearest }
+    }
+
+    fn of_nobody(start_blocks: u32, end_blocks: u32) -> Run {
+        Run::new(start_blocks, end_blocks, SmallVec::new())
+    }
+
     fn held_by(&self, node: NodeId) -> Option<&Hold> {
         self.holds.binary_search_by_key(&node, |hold| hold.holder.node).ok().map(|rank| &self.holds[rank])
     }

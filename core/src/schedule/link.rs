@@ -30,6 +30,14 @@ const RATE_MIN: f64 = 1e6;
 /// Longest latency that is believed, for the same reason.
 const LATENCY_MAX: Duration = Duration::from_secs(10);
 
+/// Time of one sample that counts, of streaming and of waiting each: what ten readers at once come to between two
+/// reports. One that claims more counts as if it had so much, at the rate it claims: else it would outweigh all others
+/// until it had aged.
+const TIME_MAX_S: f64 = 2.0;
+
+/// Fetches of one sample that count, for the same reason.
+const FETCHES_MAX: f64 = 1_024.0;
+
 /// Some transfers over one link, added up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinkSample {
@@ -60,12 +68,21 @@ impl LinkEstimate {
         if sample.fetches == 0 || sample.bytes == 0 || sample.stream.is_zero() {
             return;
         }
-        let fetches = f64::from(sample.fetches);
+        let each_s =
+            (sample.latency.as_secs_f64() / f64::from(sample.fetches)).min(LATENCY_MAX.as_secs_f64());
+        let mut fetches = f64::from(sample.fetches).min(FETCHES_MAX);
+        if each_s * fetches > TIME_MAX_S {
+            fetches = TIME_MAX_S / each_s;
+        }
+        // At a rate that nobody believes, less of what there is too much of counts.
+        let stream_s = sample.stream.as_secs_f64().min(sample.bytes as f64 / RATE_MIN);
+        let bytes = (sample.bytes as f64).min(stream_s * RATE_MAX);
+        let share = (TIME_MAX_S / stream_s).min(1.0);
         let more = LinkEstimate {
             fetches,
-            latency_s: sample.latency.as_secs_f64().min(LATENCY_MAX.as_secs_f64() * fetches),
-            bytes: sample.bytes as f64,
-            stream_s: sample.stream.as_secs_f64(),
+            latency_s: each_s * fetches,
+            bytes: bytes * share,
+            stream_s: stream_s * share,
             at: now,
         };
         *self = self.with(&more);
@@ -171,11 +188,41 @@ mod tests {
         assert_eq!(of(&none.map(|sample| (sample, at(0)))), LinkEstimate::default());
         let extreme =
             LinkSample { fetches: u32::MAX, latency: Duration::MAX, bytes: u64::MAX, stream: Duration::MAX };
-        for sample in [extreme, LinkSample { stream: Duration::from_nanos(1), ..extreme }] {
+        for sample in [extreme, LinkSample { stream: Duration::from_secs(1), ..extreme }] {
             let lane = of(&[(sample, at(0))]).lane(at(0)).unwrap_or(Lane { latency_ns: 0, bytes_per_s: 0 });
             assert!((1_000_000..=800_000_000_000).contains(&lane.bytes_per_s), "{lane:?}");
             assert!(lane.latency_ns <= 10_000_000_001, "{lane:?}");
         }
+        // A clock that stood measured nothing.
+        let stood = LinkSample { stream: Duration::from_nanos(1), ..extreme };
+        assert_eq!(of(&[(stood, at(0))]).lane(at(0)), None);
+    }
+
+    #[test]
+    fn one_absurd_sample_does_not_outweigh_the_others() {
+        // 1 GB/s, 100 µs, five times a second for ten seconds.
+        let usual = || {
+            let ticks = (0..50).map(|tick| Timestamp(0).after(Duration::from_millis(100_000 + tick * 200)));
+            ticks.map(|now| (LinkSample { fetches: 10, ..sample(200_000_000, 200, 1_000) }, now))
+        };
+        let absurd = [
+            LinkSample { bytes: u64::MAX, ..sample(1, 1, 100) },
+            LinkSample { bytes: u64::MAX, stream: Duration::MAX, ..sample(1, 1, 100) },
+            LinkSample { stream: Duration::from_secs(86_400), ..sample(MEBI, 1, 100) },
+            LinkSample { fetches: u32::MAX, latency: Duration::MAX, ..sample(MEBI, 1, 1) },
+        ];
+        for sample in absurd {
+            let all: Vec<_> = [(sample, at(0))].into_iter().chain(usual()).collect();
+            let lane = of(&all).lane(at(10)).unwrap_or(Lane { latency_ns: 0, bytes_per_s: 0 });
+            let (least, most) = (700_000_000, 1_500_000_000);
+            assert!((least..most).contains(&lane.bytes_per_s), "{sample:?}: {lane:?}");
+            assert!(lane.latency_ns < 5_000_000, "{sample:?}: {lane:?}");
+        }
+        // A long sample that is true keeps its rate, and what comes next is heard.
+        let long =
+            of(&[(sample(60_000_000_000, 60_000, 100), at(0)), (sample(200_000_000, 100, 100), at(0))]);
+        let rate = long.lane(at(0)).map(|lane| lane.bytes_per_s);
+        assert_eq!(rate, Some(1_047_619_048));
     }
 
     #[test]

@@ -103,7 +103,7 @@ pub fn choose<'a>(
     now: Timestamp,
 ) -> Result<Decision, Rejection> {
     let held = held.into();
-    let planner = Planner::new(request, held.matched, 0, fleet);
+    let planner = Planner::new(request, held.matched, fleet);
     let mut candidates = price(held, &planner, fleet, now);
     candidates.sort_unstable_by_key(rank);
     let open = candidates.partition_point(|candidate| candidate.filtered.is_none());
@@ -113,23 +113,24 @@ pub fn choose<'a>(
     let best_us = candidates[0].predicted.ttft_us();
     let tied = candidates[..open].partition_point(|candidate| candidate.predicted.ttft_us() == best_us);
     candidates[..tied].rotate_left(turn(request.request, tied));
-    Ok(decide(&Choice { request, held, fleet, open, tied }, candidates))
+    Ok(decide(&Choice { request, held, planner: &planner, fleet, open, tied }, candidates))
 }
 
 /// Cost of every instance, in the order of the fleet.
 fn price(held: Held<'_>, planner: &Planner<'_>, fleet: &Fleet, now: Timestamp) -> Vec<Candidate> {
     // Instances whose node holds nothing of the prefix all share one plan.
-    let afar = planner.plan(None);
+    let whole = planner.behind(0);
+    let afar = whole.plan(None);
     let cost = |instance: &Instance| {
         if let Some(filtered) = filter(instance, &fleet.limits, now) {
             return filtered_out(instance, filtered);
         }
         let resident_blocks = held.resident_blocks(instance.id);
         if resident_blocks > 0 {
-            let planner = Planner::new(planner.request, held.matched, resident_blocks, fleet);
-            return costed(instance, &planner.plan(instance.node), &fleet.profile);
+            let plan = planner.behind(resident_blocks).plan(instance.node);
+            return costed(instance, &plan, &fleet.profile);
         }
-        let near = instance.node.filter(|&node| planner.holds_any(node)).map(|node| planner.plan(Some(node)));
+        let near = instance.node.filter(|&node| whole.holds_any(node)).map(|node| whole.plan(Some(node)));
         costed(instance, near.as_ref().unwrap_or(&afar), &fleet.profile)
     };
     fleet.instances().iter().map(cost).collect()
@@ -179,6 +180,7 @@ fn turn(request: RequestId, among: usize) -> usize {
 struct Choice<'a> {
     request: &'a RouteRequest,
     held: Held<'a>,
+    planner: &'a Planner<'a>,
     fleet: &'a Fleet,
     /// Candidates that were not filtered.
     open: usize,
@@ -187,10 +189,10 @@ struct Choice<'a> {
 }
 
 fn decide(choice: &Choice<'_>, candidates: Vec<Candidate>) -> Decision {
-    let Choice { request, held, fleet, .. } = *choice;
+    let Choice { request, planner, fleet, .. } = *choice;
     let chosen = candidates[0];
     let own = fleet.instance(chosen.instance).and_then(|instance| instance.node);
-    let plan = Planner::new(request, held.matched, chosen.resident_blocks, fleet).plan(own);
+    let plan = planner.behind(chosen.resident_blocks).plan(own);
     let save_to = save_to(request, fleet, own);
     let reasons = reasons(choice, &candidates, &plan, own, save_to);
     Decision {

@@ -25,6 +25,9 @@ const LEASE_PATIENCE: Duration = Duration::from_secs(2);
 /// Pause between two such tries: a tenth of a heartbeat.
 const LEASE_PAUSE: Duration = Duration::from_millis(10);
 
+/// After so long a snapshot that has not come is asked for again: one that was refused, or that failed, comes no more.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
+
 /// Time between two looks at whether consensus has stopped: the process ends then, which may take that long.
 const FAILED_LOOK: Duration = Duration::from_millis(100);
 
@@ -215,11 +218,11 @@ impl Consensus {
         }
     }
 
-    /// Waits until a snapshot on this router's disk reaches this entry, and asks for one when it could; false
-    /// when consensus stops before.
+    /// Waits until a snapshot on this router's disk reaches this entry, and asks for one, again and again, once it
+    /// could; false when consensus stops before.
     pub(crate) async fn has_on_disk(&self, entry: LogId) -> bool {
         let mut metrics = self.raft.metrics();
-        let mut is_asked = false;
+        let mut asked = None;
         loop {
             let (applied, snapshot) = {
                 let metrics = metrics.borrow_watched();
@@ -228,10 +231,11 @@ impl Consensus {
             if snapshot >= Some(entry) {
                 return true;
             }
-            if applied >= Some(entry) && !std::mem::replace(&mut is_asked, true) {
+            if applied >= Some(entry) && asked.is_none_or(|at: Instant| at.elapsed() >= ASK_AGAIN) {
+                asked = Some(Instant::now());
                 self.snapshot_now().await;
             }
-            if metrics.changed().await.is_err() {
+            if let Ok(Err(_)) = tokio::time::timeout(ASK_AGAIN, metrics.changed()).await {
                 return false;
             }
         }

@@ -14,6 +14,7 @@ use futures_util::Stream;
 use kv_core::index::SNAPSHOT_FORMAT;
 use kvfleet_proto::pb;
 use tokio::sync::Semaphore;
+use tokio::time::{Instant, interval, sleep};
 use tokio_stream::StreamExt;
 use tonic::{Request, Status};
 
@@ -23,27 +24,42 @@ use super::log_store::LogStore;
 use super::network::{Network, SnapshotHead};
 use super::sending;
 use super::service::{PART_MAX, check_head, receive};
-use super::state_machine::{SnapshotData, StateMachine};
+use super::state_machine::{LogKept, SnapshotData, StateMachine};
 use crate::groups::Group;
 
 /// Longest a repair waits until the replica has applied what the state it received has.
 const LEVEL_MAX: Duration = Duration::from_secs(10);
 
+/// Longest until the state is here and the replica level with it: twice what a whole snapshot may take. The log grows
+/// meanwhile.
+const REPAIR_MAX: Duration = Duration::from_millis(2 * super::boot::SNAPSHOT_TIMEOUT_MS);
+
+/// Bytes of a group's log in memory at which a repair is given up: four times what calls for a snapshot.
+const LOG_BYTES_MAX: u64 = 1 << 30;
+
+/// How often a repair is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
 /// Entries of a log that are still held.
 pub(super) type Entries = dyn Fn(RangeInclusive<u64>) -> Vec<Entry> + Send + Sync;
+
+/// Bytes of the entries of a log that are held.
+type LogBytes = dyn Fn() -> u64 + Send + Sync;
 
 /// What the replica of one group on this router is made of.
 pub(crate) struct Repair {
     machine: StateMachine,
     entries: Box<Entries>,
+    /// Bytes of all entries that are held.
+    log_bytes: Box<LogBytes>,
     network: Network,
     is_running: AtomicBool,
 }
 
 impl Repair {
     pub(crate) fn new(machine: StateMachine, log: &LogStore, network: Network) -> Repair {
-        let entries = Box::new(log.entries_held());
-        Repair { machine, entries, network, is_running: AtomicBool::new(false) }
+        let (entries, log_bytes) = (Box::new(log.entries_held()), Box::new(log.bytes_held()));
+        Repair { machine, entries, log_bytes, network, is_running: AtomicBool::new(false) }
     }
 
     /// The state machine.
@@ -76,7 +92,8 @@ impl Repair {
         }))
     }
 
-    /// Repairs the replica in the background, unless that is under way. Who failed is told again.
+    /// Repairs the replica in the background, unless that is under way. Who failed is told again, and tries again after
+    /// as long a pause as the try took: no snapshot was made meanwhile, and the log must become short again.
     pub(super) fn start(self: &Arc<Self>, group: &Arc<Group>, receiving: &Arc<Semaphore>) {
         if self.is_running.swap(true, Ordering::Relaxed) {
             return;
@@ -85,18 +102,27 @@ impl Repair {
         tokio::spawn(async move {
             let number = group.number();
             // As many indexes at once as snapshots that come in.
-            let _turn = receiving.acquire().await;
-            match repair.run(&group).await {
+            let turn = receiving.acquire().await;
+            let begun = Instant::now();
+            let repaired = repair.run(&group).await;
+            drop(turn);
+            match repaired {
                 Ok(entry) => tracing::warn!(
                     group = number,
                     entry,
                     "this replica has the leader's state; it answers once a comparison agrees"
                 ),
-                Err(why) => tracing::error!(
-                    group = number,
-                    why,
-                    "this replica cannot take the leader's state now; it is tried again"
-                ),
+                Err(why) => {
+                    group.repair_failed();
+                    let failed = group.repairs_failed();
+                    tracing::error!(
+                        group = number,
+                        why,
+                        failed,
+                        "this replica cannot take the leader's state now; it is tried again"
+                    );
+                    sleep(begun.elapsed()).await;
+                }
             }
             repair.is_running.store(false, Ordering::Relaxed);
         });
@@ -104,6 +130,15 @@ impl Repair {
 
     /// Gives the entry at which the leader's state was taken.
     async fn run(self: &Arc<Self>, group: &Group) -> Result<u64, String> {
+        // From before the state is taken on: what is applied beyond it is applied again.
+        let kept = self.machine.keep_log();
+        let (received, entry) = within(REPAIR_MAX, &*self.log_bytes, self.receive(group)).await?;
+        self.take(received, kept).await.map_err(|error| error.to_string())?;
+        Ok(entry)
+    }
+
+    /// Takes in the leader's state, and waits until the entry is applied here at which it was taken.
+    async fn receive(&self, group: &Group) -> Result<(Received, u64), String> {
         let leader = group.consensus.leader().ok_or("no router leads")?;
         if leader.router == group.consensus.id() {
             return Err("this router leads".into());
@@ -120,8 +155,7 @@ impl Repair {
         let received = received.map_err(failed)?;
         let entry = head.meta.last_log_id.map_or(0, |last| last.index());
         self.applied(entry).await?;
-        self.take(received).await.map_err(|error| error.to_string())?;
-        Ok(entry)
+        Ok((received, entry))
     }
 
     /// Waits until an entry is applied here.
@@ -139,9 +173,50 @@ impl Repair {
         level.map_err(|_| format!("entry {entry} was not applied within {LEVEL_MAX:?}"))
     }
 
-    async fn take(self: &Arc<Self>, received: Received) -> io::Result<()> {
+    async fn take(self: &Arc<Self>, received: Received, kept: LogKept) -> io::Result<()> {
         let repair = Arc::clone(self);
-        let taken = move || repair.machine.repair(received, &*repair.entries);
+        let taken = move || repair.machine.repair(received, &*repair.entries, kept);
         tokio::task::spawn_blocking(taken).await.map_err(io::Error::other).flatten()
+    }
+}
+
+/// What a step of a repair comes to, unless it takes too long, or the log grows too large meanwhile.
+async fn within<T>(
+    longest: Duration,
+    log_bytes: &LogBytes,
+    step: impl Future<Output = Result<T, String>>,
+) -> Result<T, String> {
+    let begun = Instant::now();
+    let too_much = async {
+        let mut look = interval(LOOK_EVERY);
+        loop {
+            look.tick().await;
+            if begun.elapsed() >= longest {
+                return format!("it took longer than {longest:?}");
+            }
+            let held = log_bytes();
+            if held > LOG_BYTES_MAX {
+                return format!("the log grew to {held} bytes meanwhile");
+            }
+        }
+    };
+    tokio::select! {
+        done = step => done,
+        why = too_much => Err(why),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_step_ends_with_its_time_or_with_the_room_for_the_log() {
+        let never = || std::future::pending::<Result<(), String>>();
+        let little = || LOG_BYTES_MAX;
+        assert_eq!(within(REPAIR_MAX, &little, async { Ok(7) }).await, Ok(7));
+        assert_eq!(within(Duration::ZERO, &little, never()).await, Err("it took longer than 0ns".into()));
+        let large = within(REPAIR_MAX, &|| LOG_BYTES_MAX + 1, never()).await;
+        assert_eq!(large, Err("the log grew to 1073741825 bytes meanwhile".into()));
     }
 }

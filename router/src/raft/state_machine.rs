@@ -8,7 +8,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use futures_util::{Stream, StreamExt};
 use kv_core::index::Index;
@@ -53,6 +53,17 @@ pub(crate) struct StateMachine {
     current: Arc<Mutex<Option<Arc<Stored>>>>,
     /// Counts repairs: a snapshot that was begun before one is of the state that was wrong.
     repairs: Arc<AtomicU64>,
+    /// Whether a repair needs the log as long as it is: the log is cut where openraft's snapshots are.
+    keeps_log: Arc<AtomicBool>,
+}
+
+/// While this lives openraft is given no snapshot to cut the log by. One repair has it at a time.
+pub(super) struct LogKept(Arc<AtomicBool>);
+
+impl Drop for LogKept {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
 }
 
 impl StateMachine {
@@ -68,7 +79,8 @@ impl StateMachine {
         };
         let current = Arc::new(Mutex::new(stored.map(Arc::new)));
         let published = Arc::new(Published::new(replica));
-        Ok(StateMachine { published, intake, current, repairs: Arc::default() })
+        let (repairs, keeps_log) = Default::default();
+        Ok(StateMachine { published, intake, current, repairs, keeps_log })
     }
 
     /// Starts from nothing.
@@ -76,7 +88,8 @@ impl StateMachine {
         let index = Index::new(intake.limits());
         let replica = Replica { index, applied: None, membership: StoredMembership::default() };
         let published = Arc::new(Published::new(replica));
-        StateMachine { published, intake, current: Arc::default(), repairs: Arc::default() }
+        let (current, repairs, keeps_log) = Default::default();
+        StateMachine { published, intake, current, repairs, keeps_log }
     }
 
     /// What readers see.
@@ -142,6 +155,12 @@ impl StateMachine {
         Ok(())
     }
 
+    /// Has openraft's snapshots wait, so that the log keeps all entries from here on.
+    pub(super) fn keep_log(&self) -> LogKept {
+        self.keeps_log.store(true, Ordering::Release);
+        LogKept(Arc::clone(&self.keeps_log))
+    }
+
     /// Replaces what applying came to here by another replica's state, with what was applied here beyond it applied
     /// again, and the snapshot on disk with it. Blocking; no other entry is applied meanwhile.
     ///
@@ -149,13 +168,17 @@ impl StateMachine {
     /// When this replica has not applied what the state has, or the log does not hold what is between; nothing is
     /// changed then. When the new snapshot cannot be written the replica is repaired and its file is not: started
     /// from that, it is found to differ again.
-    pub(super) fn repair(&self, received: Received, entries: &Entries) -> io::Result<()> {
+    pub(super) fn repair(&self, received: Received, entries: &Entries, _: LogKept) -> io::Result<()> {
         // The file is a temporary one and goes with this: an older one must not follow a log that was purged.
         let Received { index, written } = received;
         let repaired = Published::new(replica(index, &written.stored));
-        // Most of what is missing is applied while entries go on here.
-        while self.published.read().applied_index() > repaired.read().applied_index() + CAUGHT_UP_ENTRIES {
+        // Most of what is missing is applied while entries go on here, unless as many come as are applied again.
+        let missing =
+            || self.published.read().applied_index().saturating_sub(repaired.read().applied_index());
+        let (mut before, mut left) = (u64::MAX, missing());
+        while left > CAUGHT_UP_ENTRIES && left <= before / 2 {
             catch_up(&repaired, &self.published, entries)?;
+            (before, left) = (left, missing());
         }
         let writing = self.published.entry();
         catch_up(&repaired, &self.published, entries)?;
@@ -386,6 +409,10 @@ impl RaftStateMachine<TypeConfig> for StateMachine {
             }
         }
         Ok(())
+    }
+
+    async fn try_create_snapshot_builder(&mut self, force: bool) -> Option<StateMachine> {
+        (force || !self.keeps_log.load(Ordering::Acquire)).then(|| self.clone())
     }
 
     async fn get_snapshot_builder(&mut self) -> StateMachine {

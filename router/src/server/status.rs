@@ -75,6 +75,7 @@ fn group_status(shared: &Shared, group: &Group) -> pb::GroupStatus {
         agreed_index: group.agreed_index(),
         diverged: group.has_diverged(),
         drifts: shared.truth.drifts(group.number()),
+        repairs_failed: group.repairs_failed(),
     }
 }
 

@@ -1,12 +1,13 @@
 //! Replicas that are made wrong on purpose, in a running cluster: found, silenced, repaired, counted once.
 #![allow(clippy::unwrap_used)]
 
-use kv_core::id::{BlockHash, Epoch, NodeId, Tier};
+use kv_core::id::{BlockHash, Epoch, NodeId, TenantId, Tier};
 use kv_core::index::command::{Announcement, Applied, Change, Command};
 use kvfleet_proto::pb;
 
 use crate::TruthConfig;
 use crate::harness::{Cluster, Node, prefix, until};
+use crate::raft::handle::Consensus;
 
 async fn world() -> (Cluster, Node) {
     let truth = TruthConfig { digests_ms: 50, audit_ms: 0, ..TruthConfig::default() };
@@ -99,5 +100,47 @@ async fn a_wrong_leader_lets_another_lead_and_silences_nobody() {
     node.store(&prefix(200, 6)).await;
     cluster.assert_equal_replicas().await;
     assert!((1..=2).contains(&drifts(&cluster).await), "by itself, and perhaps by the next leader");
+    cluster.shutdown().await;
+}
+
+/// Entries of no weight, as fast as they are taken; until it is dropped.
+async fn press(leader: Consensus) {
+    let command = Command::SetQuota { tenant: TenantId(7), bytes: Some(1) };
+    loop {
+        let mut pending = Vec::new();
+        for _ in 0..64 {
+            pending.push(leader.submit(&command).await.unwrap());
+        }
+        for one in pending {
+            Consensus::answer(one).await.unwrap();
+        }
+    }
+}
+
+/// The log that a repair needs is kept for it, although snapshots fall due all the time.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_repair_under_load_does_not_lose_what_it_needs() {
+    let truth = TruthConfig { digests_ms: 50, audit_ms: 0, ..TruthConfig::default() };
+    let cluster = Cluster::start(3, |config| {
+        (config.truth, config.snapshot_every_entries) = (truth.clone(), 100);
+    })
+    .await;
+    let mut node = cluster.node(1).await;
+    // Enough for a state that is some time under way.
+    for number in 0..200 {
+        node.store(&prefix(number, 500)).await;
+    }
+    let leader = cluster.leader_of(1).await;
+    let wrong = cluster.running().into_iter().find(|router| *router != leader).unwrap();
+    let at = usize::try_from(leader - 1).unwrap();
+    let group = &cluster.routers[at].as_ref().unwrap().groups.get(1).unwrap();
+    let load = tokio::spawn(press(group.consensus.clone()));
+    make_wrong(&cluster, wrong).await;
+    until("the drift", || async { (drifts(&cluster).await > 0).then_some(()) }).await;
+    until("the repair", || async { (!shard(&cluster, wrong).await?.diverged).then_some(()) }).await;
+    load.abort();
+    let failed = shard(&cluster, wrong).await.unwrap().repairs_failed;
+    repaired(&cluster, wrong).await;
+    assert_eq!((failed, drifts(&cluster).await), (0, 1));
     cluster.shutdown().await;
 }

@@ -57,6 +57,17 @@ pub(crate) fn judge(voters: usize, heard: &[Heard]) -> Judgement {
     }
 }
 
+/// Newest entry up to which the leader's replica is known to be like a majority's: a voter that agreed earlier is no
+/// witness of what came later. None while no majority was heard to agree; the only voter has nobody to be like.
+pub(crate) fn like_up_to(voters: usize, heard: &[Heard]) -> Option<u64> {
+    let mut like: Vec<u64> =
+        heard.iter().filter(|one| one.votes && !one.differs).map(|one| one.index).collect();
+    like.sort_unstable_by_key(|index| std::cmp::Reverse(*index));
+    // With the leader itself, so many others are a majority.
+    let others = (voters / 2).checked_sub(1)?;
+    like.get(others).copied()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -88,6 +99,19 @@ mod tests {
         let late = Heard { index: 512, ..heard(2, 7) };
         let like = [heard(3, LEADERS), heard(4, LEADERS)];
         assert_eq!(judge(5, &[late, heard(5, 8), like[0], like[1]]), Judgement::Wrong(vec![5]));
+    }
+
+    #[test]
+    fn a_leader_is_like_a_majority_up_to_where_all_of_it_agreed() {
+        let at = |router, index| Heard { index, ..heard(router, LEADERS) };
+        assert_eq!(like_up_to(5, &[at(2, 512), at(3, 128), heard(4, 7)]), Some(128));
+        assert_eq!(like_up_to(5, &[at(2, 512), at(3, 128), at(4, 256)]), Some(256));
+        assert_eq!(like_up_to(5, &[at(2, 512), heard(3, 7)]), None);
+        assert_eq!(like_up_to(3, &[at(2, 128), at(3, 512)]), Some(512));
+        assert_eq!(like_up_to(2, &[at(2, 128)]), Some(128));
+        let learner = Heard { votes: false, ..at(3, 512) };
+        assert_eq!(like_up_to(3, &[learner]), None);
+        assert_eq!(like_up_to(1, &[learner]), None);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::time::Duration;
 use kvfleet_proto::pb;
 use tonic::Request;
 
-use super::judge::{Heard, Judgement, judge};
+use super::judge::{Heard, Judgement, judge, like_up_to};
 use super::run::{ANSWER_MAX, Meter};
 use crate::groups::Group;
 
@@ -49,25 +49,16 @@ impl Meter {
             group.agreed_at(index);
         }
         match judge(voters, &heard) {
-            Judgement::Alike => self.is_alike(group, voters, &heard),
+            Judgement::Alike => is_alike(group, voters, &heard),
             Judgement::Later => {}
             Judgement::Wrong(routers) => {
-                self.is_alike(group, voters, &heard);
+                is_alike(group, voters, &heard);
                 self.tell(group, &compared, (&routers, pb::Verdict::Wrong)).await;
             }
             Judgement::Unclear(routers) => {
                 self.tell(group, &compared, (&routers, pb::Verdict::Unclear)).await;
             }
             Judgement::LeaderWrong(right) => self.step_aside(group, &heard, &right).await,
-        }
-    }
-
-    /// A majority is like this replica, which may have been told otherwise before it led.
-    fn is_alike(&self, group: &Group, voters: usize, heard: &[Heard]) {
-        let like = heard.iter().filter(|one| one.votes && !one.differs);
-        let index = like.clone().map(|one| one.index).max().unwrap_or(0);
-        if like.count() + 1 > voters / 2 && group.has_diverged() {
-            group.compared(index, false);
         }
     }
 
@@ -146,6 +137,14 @@ impl Meter {
         });
         request.set_timeout(ANSWER_MAX);
         client.compare(request).await.ok().map(tonic::Response::into_inner)
+    }
+}
+
+/// A majority is like this replica, which may have been told otherwise before it led: it is trusted again if they agree
+/// where it differed, or later.
+fn is_alike(group: &Group, voters: usize, heard: &[Heard]) {
+    if let Some(index) = like_up_to(voters, heard) {
+        group.compared(index, false);
     }
 }
 

@@ -82,4 +82,35 @@ proptest! {
             prop_assert_eq!(candidate.resident_blocks, own.map_or(0, |one| one.blocks.min(request.blocks)));
         }
     }
+
+    /// What is priced for many instances in one pass over the runs is what each is priced at alone, with only what
+    /// lies behind its own blocks.
+    #[test]
+    fn each_instance_is_priced_with_what_lies_behind_its_blocks(
+        request in requests(), matched in prefixes(), fleet in fleets(),
+        at in prop::collection::btree_map(0u32..12, 1u32..300, 0..6),
+    ) {
+        let resident = resident(&at.into_iter().collect::<Vec<_>>());
+        let Ok(together) = choose(&request, Held { matched: &matched, resident: &resident }, &fleet, NOW) else {
+            return Ok(());
+        };
+        for one in &resident {
+            let Some(instance) = fleet.instance(one.instance) else { continue };
+            let Some(candidate) = together.candidates.iter().find(|candidate| candidate.instance == one.instance) else {
+                continue;
+            };
+            let behind = PrefixMatch { runs: matched.runs.iter().filter_map(|run| cut(run, one.blocks)).collect() };
+            let held = Held { matched: &behind, resident: std::slice::from_ref(one) };
+            if let Ok(decision) = choose(&request, held, &alone(&fleet, *instance), NOW) {
+                prop_assert_eq!(&decision.candidates[0], candidate);
+            }
+        }
+    }
+}
+
+/// What of a run lies behind so many blocks.
+fn cut(run: &HolderRun, blocks: u32) -> Option<HolderRun> {
+    let start_blocks = run.start_blocks.max(blocks);
+    let len_blocks = run.end_blocks().checked_sub(start_blocks).filter(|len_blocks| *len_blocks > 0)?;
+    Some(HolderRun { start_blocks, len_blocks, holders: run.holders.clone() })
 }

@@ -151,7 +151,19 @@ impl Folder {
 }
 
 pub(super) fn sync_folder(path: &Path) -> io::Result<()> {
-    File::open(path)?.sync_all()
+    File::open(path)?.sync_all().map_err(sync_failed)
+}
+
+/// Whether there is only no room: nothing was written that is not known of.
+pub(super) fn is_full(error: &io::Error) -> bool {
+    use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+    matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge)
+}
+
+/// A sync that failed is more than a disk that is full, whatever the reason: what was to be synced may be lost, and the
+/// next sync succeeds all the same.
+fn sync_failed(error: io::Error) -> io::Error {
+    io::Error::other(format!("it cannot be synced: {error}"))
 }
 
 /// The file that is written.
@@ -201,7 +213,7 @@ impl LogFile {
         }
         let bytes = needed.next_multiple_of(STEP_BYTES).max(FILE_BYTES);
         self.file.set_len(bytes)?;
-        self.file.sync_all()?;
+        self.file.sync_all().map_err(sync_failed)?;
         self.bytes = bytes;
         Ok(())
     }
@@ -236,8 +248,14 @@ impl LogFile {
         self.grow(wanted)?;
         let to = (self.written + ZEROS_BYTES).min(self.bytes);
         self.file.write_zeros(self.written, to)?;
-        self.file.sync_data()?;
+        self.file.sync_data().map_err(sync_failed)?;
         self.written = to;
         Ok(())
+    }
+
+    /// Writes to another file from here on, for tests of what a disk may do; gives the one before.
+    #[cfg(test)]
+    pub(super) fn put_on(&mut self, file: File) -> File {
+        self.file.put_on(file)
     }
 }

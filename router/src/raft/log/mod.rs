@@ -24,7 +24,7 @@ pub(crate) use state::Change;
 
 use super::{Cluster, Entry, LogId, Vote};
 use error::corrupt;
-use files::{FILE_BYTES, Folder, LogFile, MARK_BYTES, sync_folder};
+use files::{FILE_BYTES, Folder, LogFile, MARK_BYTES, is_full, sync_folder};
 use frame::{FileHead, FrameHead, PAGE, copies_bytes, encode};
 use recovery::{Replayed, replay};
 use state::{GroupState, LogState, Record, Records};
@@ -87,6 +87,8 @@ pub(crate) struct Disk {
     next_frame: u64,
     /// Whether the last frame had no commands beside its records.
     was_small: bool,
+    /// Why nothing is committed any more.
+    failed: Option<io::Error>,
     /// Where the last frame is, for tests.
     #[cfg(test)]
     pub(crate) last_frame: std::ops::Range<u64>,
@@ -129,6 +131,14 @@ impl Disk {
         std::sync::Arc::clone(&self.folder.is_full)
     }
 
+    /// Makes room ahead on another file than the log's, for tests of what a disk may do.
+    #[cfg(test)]
+    pub(crate) fn prepare_on(&mut self, file: File) {
+        let own = self.current.put_on(file);
+        self.prepare();
+        self.current.put_on(own);
+    }
+
     /// Goes on in a file of its own, so that what was read is followed by something and its end is known.
     fn begin(folder: Folder, replayed: Replayed, lock: File) -> io::Result<Disk> {
         let Replayed { state, files, tail, tail_is_closed, empty, next_frame } = replayed;
@@ -141,6 +151,7 @@ impl Disk {
             state,
             next_frame,
             was_small: true,
+            failed: None,
             #[cfg(test)]
             last_frame: 0..0,
             _lock: lock,
@@ -163,6 +174,9 @@ impl Disk {
     /// What the file system said (no space, I/O error). Nothing of the batch counts then, and nothing may be
     /// committed any more.
     pub(crate) fn commit<'a>(&mut self, changes: impl Iterator<Item = (u16, &'a Change)>) -> io::Result<()> {
+        if let Some(error) = &self.failed {
+            return Err(io::Error::new(error.kind(), error.to_string()));
+        }
         let changes: Vec<(u16, &Change)> = changes.collect();
         let mut records = Records::default();
         push_all(&mut records, &changes)?;
@@ -178,12 +192,17 @@ impl Disk {
         Ok(())
     }
 
-    /// Makes room for the next batches while nobody waits. What it cannot do is done, or fails, when it is needed.
+    /// Makes room for the next batches while nobody waits. Where there is none, that is told when it is needed. Any
+    /// other failure of the disk fails the next batch: a sync that failed is reported once.
     pub(crate) fn prepare(&mut self) {
         // Zeros below a large frame would cost more than they save.
         let ahead = if self.was_small { self.current.write_ahead() } else { Ok(()) };
-        if let Err(error) = self.free_oldest().and(ahead) {
-            tracing::debug!(%error, "no room was made ahead in the raft log");
+        match self.free_oldest().and(ahead) {
+            Err(error) if is_full(&error) => {
+                tracing::debug!(%error, "no room was made ahead in the raft log");
+            }
+            Err(error) => self.failed = Some(error),
+            Ok(_) => {}
         }
     }
 

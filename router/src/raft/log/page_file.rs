@@ -95,6 +95,12 @@ impl PageFile {
         self.file.sync_data()
     }
 
+    /// Writes to another file from here on, for tests of what a disk may do; gives the one before.
+    #[cfg(test)]
+    pub(super) fn put_on(&mut self, file: File) -> File {
+        std::mem::replace(&mut self.file, file)
+    }
+
     /// Where the pages to be written are filled: from the beginning of a page of memory on, as writes past the system's memory
     /// must be.
     fn window(&mut self) -> &mut [u8] {

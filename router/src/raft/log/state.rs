@@ -9,6 +9,7 @@ use std::io;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
+use super::SMALL_COMMAND_BYTES_MAX;
 use crate::raft::{Entry, LogId, Payload, Proposal, Vote};
 
 /// One change of one group's log.
@@ -95,10 +96,14 @@ pub(super) struct GroupState {
     pub(super) entries: BTreeMap<u64, (u64, Entry)>,
 }
 
+/// Bytes of an entry's record besides its command, as far as that matters: the largest numbers take some more.
+const RECORD_BYTES: u64 = 64;
+
 /// What a file holds that is still wanted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Wanted {
     pub(super) entries: u64,
+    /// That its entries take in a file that they are moved to.
     pub(super) bytes: u64,
 }
 
@@ -118,7 +123,7 @@ impl LogState {
         self.wanted.get(&file).copied().unwrap_or_default()
     }
 
-    /// Bytes of commands that are wanted, of all files.
+    /// Bytes that all wanted entries take in files that they are moved to.
     pub(super) fn wanted_bytes(&self) -> u64 {
         self.wanted.values().map(|wanted| wanted.bytes).sum()
     }
@@ -177,7 +182,7 @@ impl GroupState {
         let index = entry.log_id.index();
         let here = wanted.entry(file).or_default();
         here.entries += 1;
-        here.bytes += command_bytes(&entry);
+        here.bytes += moved_bytes(&entry);
         if let Some((file, old)) = self.entries.insert(index, (file, entry)) {
             release(wanted, file, &old);
         }
@@ -205,11 +210,18 @@ impl GroupState {
 fn release(wanted: &mut BTreeMap<u64, Wanted>, file: u64, entry: &Entry) {
     if let Some(here) = wanted.get_mut(&file) {
         here.entries = here.entries.saturating_sub(1);
-        here.bytes = here.bytes.saturating_sub(command_bytes(entry));
+        here.bytes = here.bytes.saturating_sub(moved_bytes(entry));
         if here.entries == 0 {
             wanted.remove(&file);
         }
     }
+}
+
+/// Bytes of an entry among many in one frame: its record twice, and its command beside them if it is large.
+fn moved_bytes(entry: &Entry) -> u64 {
+    let command = command_bytes(entry);
+    let twice = if command > SMALL_COMMAND_BYTES_MAX as u64 { command } else { 2 * command };
+    2 * RECORD_BYTES + twice
 }
 
 /// Bytes of an entry's command.

@@ -1,14 +1,15 @@
-//! A disk that is full: an error that says so, nothing acknowledged, nothing half written.
+//! A disk that is full, or fails: an error that says so, nothing acknowledged, nothing half written.
 
+use std::fs::OpenOptions;
 use std::io;
 use std::sync::atomic::Ordering;
 
 use openraft::storage::{RaftLogReader, RaftLogStorage, RaftLogStorageExt};
 
 use super::super::Vote;
-use super::super::log::Disk;
+use super::super::log::{Change, Disk};
 use super::super::log_store::LogStore;
-use super::{ROUTER, close, entry, open, owner};
+use super::{ROUTER, close, entry, in_memory, open, open_disk, owner};
 
 #[tokio::test]
 async fn a_full_disk_is_an_error_and_stays_one() {
@@ -34,4 +35,32 @@ async fn a_full_disk_is_an_error_and_stays_one() {
     assert_eq!(store.try_get_log_entries(..).await.unwrap(), (0..10).map(entry).collect::<Vec<_>>());
     assert_eq!(store.read_vote().await.unwrap(), Some(vote));
     close(store, guard).await;
+}
+
+/// Room that is made ahead on a disk that takes everything and syncs nothing, and on one that is full.
+#[test]
+fn a_sync_that_failed_while_nobody_waited_fails_what_comes_next() {
+    for (device, is_failure) in [("/dev/null", true), ("/dev/full", false)] {
+        let directory = in_memory();
+        let (mut disk, _) = open_disk(directory.path()).unwrap();
+        let commit = |disk: &mut Disk, index| {
+            disk.commit([(0, &Change::Append(vec![entry(index)]))].into_iter()).map(|()| disk.last_frame.end)
+        };
+        // The file is made as long as it gets first.
+        let mut index = 0;
+        while commit(&mut disk, index).unwrap() < 32 << 10 {
+            disk.prepare();
+            index += 1;
+        }
+        let mut failed = None;
+        while failed.is_none() && disk.last_frame.end < 112 << 10 {
+            disk.prepare_on(OpenOptions::new().write(true).open(device).unwrap());
+            index += 1;
+            failed = commit(&mut disk, index).err();
+        }
+        assert_eq!(failed.is_some(), is_failure, "{device}: {failed:?}");
+        if is_failure {
+            commit(&mut disk, index).expect_err("it stays failed");
+        }
+    }
 }

@@ -96,9 +96,11 @@ fn every_restart_finds_what_was_committed() {
                 disk.prepare();
             }
         }
+        // Records are written twice, and so are commands up to 512 bytes.
         let wanted = models.iter().flat_map(|model| &model.0.entries).map(|entry| match &entry.payload {
-            Payload::Normal(Proposal(command)) => command.len() as u64,
-            _ => 0,
+            Payload::Normal(Proposal(command)) if command.len() > 512 => 128 + command.len() as u64,
+            Payload::Normal(Proposal(command)) => 128 + 2 * command.len() as u64,
+            _ => 128,
         });
         let bound = 3 + 2 * wanted.sum::<u64>() / FILE_BYTES;
         // A start begins a file, and with it a bound on what is kept; files go one by one.
@@ -132,6 +134,71 @@ fn an_idle_group_keeps_no_files() {
     let expected: VecDeque<Entry> = (0..5).map(|index| entry_of(index, 100)).collect();
     assert_eq!(recovered[0].entries, expected);
     assert_eq!(recovered[1].entries.len(), 4);
+}
+
+/// Entries of which the records are most: their files are kept, and not all moved on with every file that begins.
+#[test]
+fn files_of_small_entries_are_kept_as_long_as_files_of_large_ones() {
+    const BATCHES: u64 = 100;
+    let directory = in_memory();
+    let (mut disk, _) = open_disk(directory.path()).unwrap();
+    for batch in 0..BATCHES {
+        let new = batch * 50..(batch + 1) * 50;
+        let append = Change::Append(new.map(|index| entry_of(index, 1)).collect());
+        disk.commit([(0, &append)].into_iter()).unwrap();
+        disk.prepare();
+    }
+    drop(disk);
+    let last = files(directory.path()).iter().filter_map(|name| name.parse::<u64>().ok()).max().unwrap();
+    // Four pages a batch, and what says where the groups stand.
+    assert!(last <= 2 * BATCHES * 4 * 4096 / FILE_BYTES, "{last} files for {BATCHES} batches");
+    let (_, recovered) = open_disk(directory.path()).unwrap();
+    assert_eq!(recovered[0].entries.len() as u64, BATCHES * 50);
+}
+
+/// A start that was cut off while its first frame was written, which is large, and the next one while it gave up the
+/// files before: the first file that is left says nowhere where the groups stand, and the next one does.
+#[test]
+fn a_log_that_was_begun_twice_and_cut_off_twice_is_begun_again() {
+    let directory = in_memory();
+    let folder = directory.path().join(LOG_FOLDER);
+    let read = |name: &str, file: u64| fs::read(folder.join(format!("{name}{file:016}"))).unwrap();
+    let (mut disk, _) = open_disk(directory.path()).unwrap();
+    // Idle entries, and three files of others that went: the next file takes the idle ones along.
+    let idle = Change::Append((0..5).map(|index| entry_of(index, 10_000)).collect());
+    disk.commit([(0, &idle)].into_iter()).unwrap();
+    for index in 0.. {
+        disk.commit([(1, &Change::Append(vec![entry_of(index, 40_000)]))].into_iter()).unwrap();
+        disk.commit([(1, &Change::Purge(log_id(1, index)))].into_iter()).unwrap();
+        if kept(directory.path()) == 3 {
+            break;
+        }
+    }
+    drop(disk);
+    let old = [1, 2].map(|file| read("", file));
+    // Leaves the log with these files, and opens it.
+    let open_with = |contents: &[(u64, &[u8])]| {
+        files(directory.path()).iter().for_each(|file| fs::remove_file(folder.join(file)).unwrap());
+        for (file, bytes) in contents {
+            fs::write(folder.join(format!("{file:016}")), bytes).unwrap();
+        }
+        open_disk(directory.path()).unwrap().1
+    };
+    let expected = open_disk(directory.path()).unwrap().1;
+    assert_eq!(
+        (expected[0].entries.len(), kept(directory.path())),
+        (5, 1),
+        "the first three files were given up"
+    );
+    // The first cut leaves of the first frame of the fourth file what says how long the file is.
+    let (third, mut fourth) = (read("free-", 3), read("", 4));
+    fourth[16_384..].fill(0);
+    assert_eq!(open_with(&[(1, &old[0]), (2, &old[1]), (3, &third), (4, &fourth)]), expected);
+    // The second cut leaves the fourth file and what follows it.
+    let (fourth, fifth) = (read("free-", 4), read("", 5));
+    for _ in 0..2 {
+        assert_eq!(open_with(&[(4, &fourth), (5, &fifth)]), expected);
+    }
 }
 
 /// A start that is cut off at any step leaves a log that the next start reads.

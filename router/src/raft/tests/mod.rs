@@ -6,6 +6,7 @@ mod full_disk;
 mod log_files;
 mod parts;
 mod recover;
+mod repair;
 mod restart;
 mod snapshots;
 mod suite;

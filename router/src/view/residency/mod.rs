@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use kv_core::id::{BlockHash, IdentityDigest, InstanceId, NodeId, Timestamp};
 use kv_core::index::command::{AnnounceOutcome, Announcement, Applied, Change, Command, NodeRecord};
-use kv_core::index::{Index, IndexLimits};
+use kv_core::index::{Index, IndexLimits, PrefixMatch};
 use kv_core::schedule::REPORT_STALE_AFTER;
 
 use super::fleet::{FORGOTTEN_AFTER, INSTANCES_MAX};
@@ -128,12 +128,12 @@ impl Reporter {
         self.next <= self.last
     }
 
-    /// Learns that there are batches up to this number.
+    /// Learns that there are batches up to this number: a word that comes late knows of fewer.
     fn hears_of(&mut self, last: u64, now: Timestamp) {
         if !self.is_uncertain() {
             self.moved = now;
         }
-        self.last = last;
+        self.last = self.last.max(last);
     }
 }
 
@@ -333,12 +333,12 @@ impl Residency {
     /// Every instance that has the first of these blocks, with how many of them it has without a gap, by ascending
     /// number. Silent ones are left out.
     pub(crate) fn resident(&self, hashes: &[BlockHash], now: Timestamp) -> Vec<Standing> {
-        let matched = self.index.longest_prefix(hashes);
-        let of = |node: NodeId| {
+        let of = |(node, blocks): (NodeId, u32)| {
             let standing = self.standing(InstanceId(node.0), now)?;
-            Some(Standing { blocks: matched.per_node(node).into(), ..standing })
+            Some(Standing { blocks: blocks.into(), ..standing })
         };
-        matched.nodes().filter_map(of).filter(|standing| standing.age < SILENCE).collect()
+        let led = leading_blocks(&self.index.longest_prefix(hashes));
+        led.into_iter().filter_map(of).filter(|standing| standing.age < SILENCE).collect()
     }
 
     /// Where the reports of an instance stand.
@@ -358,6 +358,30 @@ impl Residency {
     pub(crate) fn standings(&self, now: Timestamp) -> Vec<Standing> {
         self.known.keys().filter_map(|instance| self.standing(*instance, now)).collect()
     }
+}
+
+/// Every node that holds the first block, with how many it holds without a gap, by ascending number; in one pass over
+/// the runs.
+fn leading_blocks(matched: &PrefixMatch) -> Vec<(NodeId, u32)> {
+    let mut led: Vec<(NodeId, u32)> = matched.nodes().map(|node| (node, 0)).collect();
+    // Ranks in it of those that hold every run so far.
+    let mut holding: Vec<usize> = (0..led.len()).collect();
+    for run in &matched.runs {
+        let mut holders = run.holders.iter().map(|holder| holder.node).peekable();
+        holding.retain(|rank| {
+            let (node, blocks) = &mut led[*rank];
+            while holders.next_if(|holder| holder < node).is_some() {}
+            let holds = holders.peek() == Some(node);
+            if holds {
+                *blocks = run.end_blocks();
+            }
+            holds
+        });
+        if holding.is_empty() {
+            break;
+        }
+    }
+    led
 }
 
 fn unlisted(outcome: &AnnounceOutcome) -> u64 {

@@ -102,7 +102,7 @@ impl Model {
             if one.next > one.last {
                 one.moved = now;
             }
-            one.last = last;
+            one.last = one.last.max(last);
         }
     }
 

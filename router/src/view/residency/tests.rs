@@ -1,7 +1,10 @@
 //! Epochs, numbers, silence and limits of the soft plane, one situation a test.
 #![allow(clippy::unwrap_used)]
 
-use kv_core::id::Tier;
+use kv_core::id::{Epoch, Tier};
+use kv_core::index::{Holder, HolderRun};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 
 use super::model_tests::{at, chain, dropped, stored};
 use super::*;
@@ -76,6 +79,36 @@ fn a_lost_last_batch_is_noticed_by_the_next_heartbeat() {
     take(&mut plane, ONE, 5, 1, &[stored(0, 0..4)]);
     let standing = plane.conclude(ONE, 5, 2, at(0)).unwrap().unwrap();
     assert_eq!((standing.seq, standing.uncertain), (1, true));
+}
+
+#[test]
+fn a_word_that_comes_late_does_not_make_what_is_missing_forgotten() {
+    let mut plane = plane();
+    take(&mut plane, ONE, 5, 1, &[stored(0, 0..4)]);
+    assert!(plane.conclude(ONE, 5, 3, at(0)).unwrap().unwrap().uncertain);
+    let late = plane.conclude(ONE, 5, 1, at(0)).unwrap().unwrap();
+    assert_eq!((late.seq, late.uncertain), (1, true), "batches 2 and 3 are still missing");
+}
+
+/// Many instances that end at different blocks: what each has is counted in one pass, and is what it has alone.
+#[test]
+fn leading_blocks_are_counted_of_all_instances_together() {
+    let holder = |node: u32| Holder { node: NodeId(node), epoch: Epoch(1), tier: Tier::Gpu };
+    let seed = 7;
+    println!("seed {seed}");
+    let mut random = StdRng::seed_from_u64(seed);
+    for _ in 0..500 {
+        let mut matched = PrefixMatch::default();
+        let mut start_blocks = 0;
+        for _ in 0..random.random_range(0..6) {
+            let holders = (0..8).filter(|_| random.random_bool(0.8)).map(holder).collect();
+            let len_blocks = random.random_range(1..4);
+            matched.runs.push(HolderRun { start_blocks, len_blocks, holders });
+            start_blocks += len_blocks;
+        }
+        let alone: Vec<_> = matched.nodes().map(|node| (node, matched.per_node(node))).collect();
+        assert_eq!(leading_blocks(&matched), alone, "{matched:?}");
+    }
 }
 
 #[test]
