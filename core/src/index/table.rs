@@ -665,6 +665,10 @@ mod tests {
             let place = match key {
                 Key::Octet(octet) => {
                     self.pages.begin(page, octet, (0, 0), true);
+                    // A block whose own key has another address.
+                    let mut first = BlockHash([0xC3; 16]);
+                    first.0[..5].copy_from_slice(&octet.to_le_bytes()[..5]);
+                    self.pages.write(Place::new(page, 0), &[first]);
                     Place::new(page, 0)
                 }
                 Key::Block(hash) => {

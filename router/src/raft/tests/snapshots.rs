@@ -34,9 +34,11 @@ fn command(index: u64, command: &Command) -> Entry {
 
 /// Hashes of one prefix share their first byte.
 fn hash(number: u64) -> BlockHash {
-    let mut hash = [7; 16];
-    hash[8..].copy_from_slice(&(number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes());
-    BlockHash(hash)
+    let own = |number: u64| {
+        let mixed = u128::from((number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        BlockHash((mixed << 64 | mixed).to_le_bytes())
+    };
+    own(number).in_chain(7, own(number & !7), number as usize)
 }
 
 /// A machine with so many blocks in it, in runs of a thousand, after the entry that is given back.
