@@ -15,4 +15,5 @@ pub mod pins;
 pub mod ports;
 pub mod seed;
 pub mod speaker;
+pub mod waiting;
 pub mod workload;

@@ -2,17 +2,16 @@
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
-use std::time::Duration;
 
 use chaos_tests::cluster::{Cluster, Contacts, ROUTERS_COUNT};
+use chaos_tests::waiting::{until, until_equal};
 use kvfleet_client::Members;
 use kvfleet_proto::pb;
-use tokio::time::{Instant, sleep};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_chaos-router");
 
-/// A hang, on any machine this runs on.
-const HANG: Duration = Duration::from_secs(60);
+/// Every router.
+const ALL: [usize; ROUTERS_COUNT] = [0, 1, 2];
 
 /// The router whose disk it is.
 const DAMAGED: usize = 0;
@@ -22,17 +21,6 @@ const MARKER: &str = "an owner nobody else would have";
 
 /// The first file of its Raft log.
 const LOG_FILE: &str = "raft-log/0000000000000001";
-
-async fn until<T, F: Future<Output = Option<T>>>(what: &str, mut probe: impl FnMut() -> F) -> T {
-    let deadline = Instant::now() + HANG;
-    loop {
-        if let Some(found) = probe().await {
-            return found;
-        }
-        assert!(Instant::now() < deadline, "waited {HANG:?} for: {what}");
-        sleep(Duration::from_millis(20)).await;
-    }
-}
 
 /// Writes quotas, through whichever router leads.
 async fn write(contacts: &Contacts, tenants: std::ops::Range<u32>) {
@@ -48,22 +36,6 @@ async fn write(contacts: &Contacts, tenants: std::ops::Range<u32>) {
         })
         .await;
     }
-}
-
-/// Waits until all routers applied the same, and compares their states.
-async fn judge(contacts: &Contacts) {
-    let levels = until("level routers", || async {
-        let mut levels = Vec::new();
-        for position in 0..ROUTERS_COUNT {
-            let groups = contacts.status(position).await?.groups;
-            levels.push(groups.into_iter().map(|one| (one.applied_index, one.digest)).collect::<Vec<_>>());
-        }
-        let applied = |level: &[(u64, Vec<u8>)]| level.iter().map(|one| one.0).collect::<Vec<_>>();
-        levels.iter().all(|level| applied(level) == applied(&levels[0])).then_some(levels)
-    })
-    .await;
-    assert!(levels[0].iter().any(|(applied, _)| *applied > 0), "{levels:?}");
-    assert!(levels.iter().all(|level| *level == levels[0]), "replicas differ: {levels:?}");
 }
 
 fn flip(path: &Path, places: impl Fn(&[u8]) -> Vec<usize>) -> Vec<u8> {
@@ -90,7 +62,7 @@ async fn a_damaged_snapshot_is_sent_again_and_the_router_votes_again() {
     write(&contacts, 600..620).await;
     cluster.start_router(DAMAGED).unwrap();
     write(&contacts, 620..640).await;
-    judge(&contacts).await;
+    until_equal(&contacts, &ALL).await;
     assert_eq!(std::fs::read(path.with_extension("kvf.set-aside-1")).unwrap(), damaged);
     // It has its vote again: without it, the two that are left could not go on.
     let withheld = cluster.data_dir(DAMAGED).join("withheld-votes");
@@ -99,7 +71,7 @@ async fn a_damaged_snapshot_is_sent_again_and_the_router_votes_again() {
     cluster.kill(DAMAGED + 1).unwrap();
     write(&contacts, 640..660).await;
     cluster.start_router(DAMAGED + 1).unwrap();
-    judge(&contacts).await;
+    until_equal(&contacts, &ALL).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -118,7 +90,7 @@ async fn a_router_with_a_damaged_log_comes_back_as_a_new_member() {
     .await;
     // So that frames follow it: both of its copies are damaged here, and it must not be taken for the end.
     write(&contacts, 0..20).await;
-    judge(&contacts).await;
+    until_equal(&contacts, &ALL).await;
     cluster.kill(DAMAGED).unwrap();
     let is_marker = |bytes: &[u8], at: usize| bytes[at..].starts_with(MARKER.as_bytes());
     let damaged = flip(&cluster.data_dir(DAMAGED).join(LOG_FILE), |bytes| {
@@ -137,11 +109,11 @@ async fn a_router_with_a_damaged_log_comes_back_as_a_new_member() {
     cluster.start_router(DAMAGED).unwrap();
     members.add(router, &address, false, |_| {}).await.unwrap();
     write(&contacts, 50..100).await;
-    judge(&contacts).await;
+    until_equal(&contacts, &ALL).await;
     assert_eq!(std::fs::read(away.join(LOG_FILE)).unwrap(), damaged, "it stays for whoever comes to look");
     // Its vote counts again.
     cluster.kill(DAMAGED + 1).unwrap();
     write(&contacts, 100..120).await;
     cluster.start_router(DAMAGED + 1).unwrap();
-    judge(&contacts).await;
+    until_equal(&contacts, &ALL).await;
 }

@@ -2,34 +2,19 @@
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
-use std::time::Duration;
 
 use chaos_tests::cluster::{Cluster, Contacts, ROUTERS_COUNT};
+use chaos_tests::waiting::{until, until_equal};
 use kvfleet_client::Members;
 use kvfleet_proto::pb;
-use tokio::time::{Instant, sleep};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_chaos-router");
-
-/// A hang, on any machine this runs on.
-const HANG: Duration = Duration::from_secs(60);
 
 /// Room for the log of a router that has just started, and for little more.
 const FILE_BYTES: u64 = 4 << 20;
 
 /// Blocks of a pin: a log entry of 1 MiB.
 const PIN_BLOCKS: usize = 65_536;
-
-async fn until<T, F: Future<Output = Option<T>>>(what: &str, mut probe: impl FnMut() -> F) -> T {
-    let deadline = Instant::now() + HANG;
-    loop {
-        if let Some(found) = probe().await {
-            return found;
-        }
-        assert!(Instant::now() < deadline, "waited {HANG:?} for: {what}");
-        sleep(Duration::from_millis(20)).await;
-    }
-}
 
 /// Writes a pin and ends it, through whichever router leads.
 async fn write(contacts: &Contacts, number: u64) {
@@ -77,15 +62,5 @@ async fn a_voter_with_a_full_disk_steps_down_and_the_cluster_lives() {
     // With room, it comes back to where the others are.
     cluster.kill(0).unwrap();
     cluster.start_router(0).unwrap();
-    let levels = until("level routers", || async {
-        let mut levels = Vec::new();
-        for position in 0..ROUTERS_COUNT {
-            let groups = contacts.status(position).await?.groups;
-            levels.push(groups.into_iter().map(|one| (one.applied_index, one.digest)).collect::<Vec<_>>());
-        }
-        let applied = |level: &[(u64, Vec<u8>)]| level.iter().map(|one| one.0).collect::<Vec<_>>();
-        levels.iter().all(|level| applied(level) == applied(&levels[0])).then_some(levels)
-    })
-    .await;
-    assert!(levels.iter().all(|level| *level == levels[0]), "replicas differ: {levels:?}");
+    until_equal(&contacts, &[0, 1, 2]).await;
 }

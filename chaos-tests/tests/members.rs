@@ -3,11 +3,11 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use chaos_tests::cluster::{Cluster, Contacts, ROUTERS_COUNT, SHARDS_COUNT};
 use chaos_tests::oracle::Oracle;
 use chaos_tests::speaker::{Order, Speaker};
+use chaos_tests::waiting::{HANG, until, until_equal};
 use chaos_tests::workload::{CHAIN_BLOCKS, CHAINS_COUNT, NODES_COUNT, chain};
 use kvfleet_client::{Members, MembersError, Step};
 use kvfleet_errors_doc::says;
@@ -15,24 +15,9 @@ use kvfleet_proto::{convert, pb};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
-/// A hang, on any machine this runs on.
-const HANG: Duration = Duration::from_secs(60);
-
 const PROGRAM: &str = env!("CARGO_BIN_EXE_chaos-router");
-
-async fn until<T, F: Future<Output = Option<T>>>(what: &str, mut probe: impl FnMut() -> F) -> T {
-    let deadline = Instant::now() + HANG;
-    loop {
-        if let Some(found) = probe().await {
-            return found;
-        }
-        assert!(Instant::now() < deadline, "waited {HANG:?} for: {what}");
-        sleep(Duration::from_millis(20)).await;
-    }
-}
 
 /// Nodes that grow and shrink what they hold without a pause.
 struct Load {
@@ -101,18 +86,7 @@ async fn roles(members: &mut Members) -> (Vec<u64>, Vec<u64>) {
 /// Waits until the routers at these positions have applied the same, and compares their states and what they
 /// say of every chain.
 async fn judge(contacts: &Contacts, positions: &[usize], oracle: &Mutex<Oracle>) {
-    let levels = until("level routers", || async {
-        let mut levels = Vec::new();
-        for position in positions {
-            let groups = contacts.status(*position).await?.groups;
-            let level: Vec<_> = groups.into_iter().map(|group| (group.applied_index, group.digest)).collect();
-            levels.push(level);
-        }
-        let applied = |level: &[(u64, Vec<u8>)]| level.iter().map(|one| one.0).collect::<Vec<_>>();
-        levels.iter().all(|level| applied(level) == applied(&levels[0])).then_some(levels)
-    })
-    .await;
-    assert!(levels.iter().all(|level| *level == levels[0]), "replicas differ: {levels:?}");
+    until_equal(contacts, positions).await;
     let facts = oracle.lock().nodes.clone();
     for position in positions {
         for number in 0..CHAINS_COUNT {

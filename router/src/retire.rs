@@ -68,21 +68,9 @@ fn due(control: &Index, shard: &Index) -> Vec<Command> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kv_core::id::{Epoch, IdentityDigest, NodeId};
+    use crate::view::holders::tests::record;
+    use kv_core::id::{Epoch, NodeId};
     use kv_core::index::IndexLimits;
-    use kv_core::index::command::NodeRecord;
-
-    fn record(node: u32) -> NodeRecord {
-        NodeRecord {
-            node: NodeId(node),
-            data_address: "n:1".into(),
-            control_address: "n:2".into(),
-            host: "n".into(),
-            instance: None,
-            identity: IdentityDigest([7; 16]),
-            block_bytes: 64,
-        }
-    }
 
     #[test]
     fn a_shard_ends_what_is_over_and_nothing_else() {

@@ -180,7 +180,7 @@ fn make_durably(directory: &Path) -> io::Result<()> {
         match File::open(above).and_then(|above| above.sync_all()) {
             // Where nothing can be synced, or read, it was made by somebody else.
             Err(error) if is_of_others(&error) => {
-                tracing::debug!(path = %above.display(), %error, "not synced")
+                tracing::debug!(path = %above.display(), %error, "not synced");
             }
             synced => synced?,
         }

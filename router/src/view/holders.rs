@@ -70,7 +70,7 @@ pub(crate) fn blocks_of(groups: &Groups, state: &NodeState) -> u64 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use kv_core::id::{IdentityDigest, Seq, Tier};
     use kv_core::index::IndexLimits;
@@ -82,7 +82,7 @@ mod tests {
         BlockHash(bytes)
     }
 
-    fn record(node: u32) -> NodeRecord {
+    pub(crate) fn record(node: u32) -> NodeRecord {
         NodeRecord {
             node: NodeId(node),
             data_address: "n:1".into(),

@@ -151,7 +151,7 @@ impl Folder {
 }
 
 pub(super) fn sync_folder(path: &Path) -> io::Result<()> {
-    File::open(path)?.sync_all().map_err(sync_failed)
+    File::open(path)?.sync_all().map_err(|error| sync_failed(&error))
 }
 
 /// Whether there is only no room: nothing was written that is not known of.
@@ -162,7 +162,7 @@ pub(super) fn is_full(error: &io::Error) -> bool {
 
 /// A sync that failed is more than a disk that is full, whatever the reason: what was to be synced may be lost, and the
 /// next sync succeeds all the same.
-fn sync_failed(error: io::Error) -> io::Error {
+fn sync_failed(error: &io::Error) -> io::Error {
     io::Error::other(format!("it cannot be synced: {error}"))
 }
 
@@ -213,7 +213,7 @@ impl LogFile {
         }
         let bytes = needed.next_multiple_of(STEP_BYTES).max(FILE_BYTES);
         self.file.set_len(bytes)?;
-        self.file.sync_all().map_err(sync_failed)?;
+        self.file.sync_all().map_err(|error| sync_failed(&error))?;
         self.bytes = bytes;
         Ok(())
     }
@@ -248,7 +248,7 @@ impl LogFile {
         self.grow(wanted)?;
         let to = (self.written + ZEROS_BYTES).min(self.bytes);
         self.file.write_zeros(self.written, to)?;
-        self.file.sync_data().map_err(sync_failed)?;
+        self.file.sync_data().map_err(|error| sync_failed(&error))?;
         self.written = to;
         Ok(())
     }
