@@ -95,8 +95,13 @@ impl Router {
         // Whatever fails from here on takes the standing tasks with it.
         let started = stop.clone().drop_guard();
         let Booted { cluster, groups, peers, repairs, withheld, guard, comes_late } = booted;
-        let raft_service =
-            RaftService::new(Arc::clone(&cluster), groups.clone(), repairs, Arc::clone(&withheld));
+        let raft_service = RaftService::new(
+            Arc::clone(&cluster),
+            groups.clone(),
+            repairs,
+            Arc::clone(&withheld),
+            stop.clone(),
+        );
         let parts = Parts { config: &config, groups: &groups, metrics, comes_late, stop: &stop };
         let shared = parts.assemble(cluster, peers);
         let serving = serve(listener, &identity, RouterService::new(shared), raft_service, stop.clone())?;

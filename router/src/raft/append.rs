@@ -2,7 +2,7 @@
 //!
 //! A command is megabytes at most and a head some tens of bytes. Commands are taken from the log and put into the
 //! message, and out of the message into the log, without passing through a serializer. Not here: sending
-//! and receiving (`stream.rs`; heartbeats: `network.rs`, `service.rs`).
+//! and receiving (`append_stream.rs`; heartbeats: `network.rs`, `service.rs`).
 
 use bytes::Bytes;
 use kvfleet_proto::pb;

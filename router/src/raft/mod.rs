@@ -7,6 +7,7 @@
 //! who reads (`crate::view`). No other folder of the program names openraft.
 
 pub(crate) mod append;
+pub(crate) mod append_stream;
 pub(crate) mod boot;
 pub(crate) mod bounded;
 pub(crate) mod disk_thread;
@@ -23,7 +24,6 @@ pub(crate) mod sending;
 pub(crate) mod service;
 pub(crate) mod snapshot_file;
 pub(crate) mod state_machine;
-pub(crate) mod stream;
 pub(crate) mod withheld;
 
 #[cfg(test)]

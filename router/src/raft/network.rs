@@ -11,16 +11,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::Stream;
 use futures_util::future::{BoxFuture, Either, select};
-use futures_util::stream::BoxStream;
+use futures_util::stream::{self, BoxStream};
+use futures_util::{FutureExt, Stream, StreamExt};
 use kv_core::index::SNAPSHOT_FORMAT;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::raft_client::RaftClient;
 use openraft::OptionalSend;
 use openraft::errors::{NetworkError, RPCError, ReplicationClosed, StreamingError, Unreachable};
 use openraft::impls::BasicNode;
-use openraft::network::{RPCOption, RaftNetworkFactory, RaftNetworkV2};
+use openraft::network::{RPCOption, RaftNetworkFactory, RaftNetworkV2, stream_append_sequential};
 use openraft::raft::{
     AppendEntriesRequest, AppendEntriesResponse, SnapshotResponse, StreamAppendResult, TransferLeaderRequest,
     TransferLeaderResponse, VoteRequest, VoteResponse,
@@ -35,7 +35,7 @@ use tonic::{Code, Request, Status};
 use super::sending::{self, SENDING_MAX};
 use super::snapshot_file::Stored;
 use super::state_machine::SnapshotData;
-use super::{Cluster, Snapshot, SnapshotMeta, TypeConfig, Vote, append, stream};
+use super::{Cluster, Snapshot, SnapshotMeta, TypeConfig, Vote, append, append_stream};
 
 /// Largest Raft message taken or sent: one replication message (`REPLICATION_BYTES_MAX`), whose single
 /// entry may itself be a full announce batch, with room for its envelope.
@@ -45,8 +45,8 @@ pub(crate) const RAFT_MESSAGE_BYTES_MAX: usize = 32 << 20;
 /// so that a dead peer does not cost a candidate its turn.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// Time for entries to be on a follower's disk. openraft would allow one heartbeat, as for a call without
-/// entries; a disk that syncs slowly or a processor that others use then made leaders send megabytes again that
+/// Time for entries to be on a follower's disk, from the moment that those before them were. openraft would allow one
+/// heartbeat, as for a call without entries; a disk that syncs slowly or a processor that others use then made leaders send megabytes again that
 /// had arrived. Heartbeats are calls of their own, so a leader that waits here notices nothing later; a peer that
 /// vanished is noticed by [`KEEPALIVE`].
 const APPEND_TIMEOUT: Duration = Duration::from_secs(5);
@@ -235,12 +235,22 @@ impl RaftNetworkV2<TypeConfig> for Peer {
         reply(self.client()?.append(timed(frame, deadline)).await)
     }
 
-    fn stream_append<'s, S>(&'s mut self, calls: S, _: RPCOption) -> Answers<'s>
+    fn stream_append<'s, S>(&'s mut self, mut calls: S, option: RPCOption) -> Answers<'s>
     where
         S: Stream<Item = AppendEntriesRequest<TypeConfig>> + OptionalSend + Unpin + 'static,
     {
-        let (envelope, client) = (self.envelope.clone(), self.client());
-        Box::pin(async move { stream::send(client?, envelope, calls, APPEND_TIMEOUT).await })
+        Box::pin(async move {
+            // openraft waits in here after a failure, so this comes before anything is sent.
+            let Some(first) = calls.next().await else { return Ok(stream::empty().boxed()) };
+            match calls.next().now_or_never() {
+                // A heartbeat or a question: not worth a stream.
+                Some(None) => stream_append_sequential(self, stream::iter([first]), option).await,
+                second => {
+                    let calls = stream::iter([first].into_iter().chain(second.flatten())).chain(calls);
+                    append_stream::send(self.client()?, self.envelope.clone(), calls, APPEND_TIMEOUT).await
+                }
+            }
+        })
     }
 
     async fn vote(

@@ -16,14 +16,15 @@ use openraft::raft::AppendEntriesResponse;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::{Semaphore, mpsc};
+use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
+use super::append_stream::{self, malformed};
 use super::handle::Consensus;
 use super::intake::{Intake, IntakeError, Received};
 use super::network::{Envelope, SnapshotHead};
 use super::repair::Repair;
 use super::state_machine::SnapshotData;
-use super::stream::{self, malformed};
 use super::withheld::Withheld;
 use super::{Cluster, Raft, Snapshot, SnapshotMeta, append};
 use crate::groups::{Group, Groups};
@@ -50,17 +51,20 @@ pub(crate) struct RaftService {
     repairs: Vec<Arc<Repair>>,
     withheld: Arc<Withheld>,
     receiving: Arc<Semaphore>,
+    stop: CancellationToken,
 }
 
 impl RaftService {
-    /// `repairs` by number of group.
+    /// `repairs` by number of group. Streams of calls end with `stop`.
     pub(crate) fn new(
         cluster: Arc<Cluster>,
         groups: Groups,
         repairs: Vec<Arc<Repair>>,
         withheld: Arc<Withheld>,
+        stop: CancellationToken,
     ) -> RaftService {
-        RaftService { cluster, groups, repairs, withheld, receiving: Arc::new(Semaphore::new(RECEIVING_MAX)) }
+        let receiving = Arc::new(Semaphore::new(RECEIVING_MAX));
+        RaftService { cluster, groups, repairs, withheld, receiving, stop }
     }
 
     fn group(&self, cluster: &str, shards: u32, group: u32) -> Result<&Consensus, Status> {
@@ -298,11 +302,14 @@ impl raft_server::Raft for RaftService {
         request: Request<Streaming<pb::RaftFrame>>,
     ) -> Result<Response<Self::AppendStreamStream>, Status> {
         let mut frames = request.into_inner();
-        let first = frames.message().await?;
+        let first = tokio::select! {
+            first = frames.message() => first?,
+            () = self.stop.cancelled() => return Err(Status::unavailable("this router stops")),
+        };
         let first = first.ok_or_else(|| Status::invalid_argument("a stream without calls"))?;
         let group = Arc::clone(self.whole_group(&first.cluster, first.shards, first.group)?);
         let first = append::from_frame(first).map_err(|error| malformed(&error))?;
-        Ok(Response::new(stream::take(group, first, frames)))
+        Ok(Response::new(append_stream::take(group, first, frames, self.stop.clone())))
     }
 
     async fn vote(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {

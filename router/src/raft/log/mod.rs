@@ -197,12 +197,12 @@ impl Disk {
     pub(crate) fn prepare(&mut self) {
         // Zeros below a large frame would cost more than they save.
         let ahead = if self.was_small { self.current.write_ahead() } else { Ok(()) };
-        match self.free_oldest().and(ahead) {
-            Err(error) if is_full(&error) => {
+        for error in [ahead.err(), self.free_oldest().err()].into_iter().flatten() {
+            if is_full(&error) {
                 tracing::debug!(%error, "no room was made ahead in the raft log");
+            } else {
+                self.failed.get_or_insert(error);
             }
-            Err(error) => self.failed = Some(error),
-            Ok(_) => {}
         }
     }
 

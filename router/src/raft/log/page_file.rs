@@ -9,6 +9,8 @@ use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+
 use super::frame::PAGE;
 
 /// Bytes of one write, at most: more would spare little, and stay in no cache near.
@@ -30,7 +32,7 @@ impl PageFile {
     /// What the file system said.
     pub(super) fn open(options: &mut OpenOptions, path: &Path) -> io::Result<PageFile> {
         let options = options.read(true).write(true);
-        let file = match options.clone().custom_flags(libc::O_DIRECT).open(path) {
+        let file = match options.clone().custom_flags(OFlags::DIRECT.bits().cast_signed()).open(path) {
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => options.open(path)?,
             opened => opened?,
         };
@@ -110,7 +112,16 @@ impl PageFile {
 
     fn write_window(&self, at: u64, bytes: usize) -> io::Result<()> {
         let start = self.start();
-        self.file.write_all_at(&self.pages[start..start + bytes], at)
+        let pages = &self.pages[start..start + bytes];
+        match self.file.write_all_at(pages, at) {
+            // Some take the option, and want larger pages than these.
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+                let flags = fcntl_getfl(&self.file)?;
+                fcntl_setfl(&self.file, flags - OFlags::DIRECT)?;
+                self.file.write_all_at(pages, at)
+            }
+            written => written,
+        }
     }
 
     /// Where the first page in the memory begins.
@@ -154,6 +165,16 @@ mod tests {
                 prop_assert!(std::fs::read(directory.path().join("file")).unwrap() == expected);
             }
         }
+    }
+
+    #[test]
+    fn what_cannot_go_past_memory_goes_through_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut file = filled(directory.path(), PAGE);
+        file.window().fill(7);
+        file.write_window(1, 10).unwrap();
+        let bytes = std::fs::read(directory.path().join("file")).unwrap();
+        assert_eq!((bytes[0], &bytes[1..11], bytes[11]), (0xff, &[7; 10][..], 0xff));
     }
 
     #[test]
