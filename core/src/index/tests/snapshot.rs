@@ -195,6 +195,23 @@ fn contents_that_make_no_sense_are_refused_even_under_right_checksums() {
 }
 
 #[test]
+fn a_run_that_hangs_in_front_of_a_first_block_is_not_followed_back() {
+    // One run of one block, which says that the first position of its octet, where it has no block, is before it.
+    for nth in [1, 2] {
+        let mut index = Fixture::with_nodes(1);
+        index.say(1, vec![stored([nth], Tier::Dram)]);
+        let mut bytes = index.0.snapshot();
+        let before = bodies(&bytes)[1].start + 5;
+        // The run, the offset, and its birth, which is that of the run itself.
+        assert_eq!(bytes[before..before + 7], [0, 0, 0, 0, 0, 2, 0]);
+        bytes[before + 3] = 2;
+        let index = restore(&sealed(bytes)).unwrap();
+        assert_eq!(index.store.runs.before(index.store.runs.get(0)), None);
+        assert_eq!(index.longest_prefix(&blocks([nth, nth])).union_blocks(), 2);
+    }
+}
+
+#[test]
 fn an_anchor_that_lists_nothing_must_be_one_that_is_needed() {
     let bytes = rich().snapshot();
     let stubs = bodies(&bytes)[2].clone();
