@@ -148,7 +148,8 @@ impl Index {
             runs.prefetch(next.run);
             return false;
         }
-        // In front of the fork all of the hash is compared: there a lie would hide what goes on behind it.
+        // In front of the fork all of the hash is compared: by a lie there, prompts that go on behind it would be
+        // followed from the front, run by run.
         shared.is_some_and(|place| pages.holds(place, hashes[fork as usize - 1]))
             && !new.is_some_and(|place| pages.holds_own(place, *next))
     }
