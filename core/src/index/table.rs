@@ -553,9 +553,9 @@ impl Table {
                 count.entries += 1;
                 return true;
             }
-            // More buckets help when there are many entries, not when they all belong together. A segment that grew
-            // has half as many entries as it may have at least, and one that shrank two thirds at most: some come or
-            // go before it changes again.
+            // More buckets help when there are many entries, not when they all belong together. A segment that grew is
+            // three eighths full at least, and one that shrank two thirds at most: some come or go before it changes
+            // again.
             let is_sparse = fits && count.entries < count.filled / 4 * 3;
             if !may_grow || is_sparse {
                 self.strays.insert(key, place);
