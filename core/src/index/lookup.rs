@@ -142,15 +142,16 @@ impl Index {
         let run = runs.get(first.run);
         let Some(fork) = run.fork().checked_sub(first.offset).filter(|fork| *fork > 0) else { return false };
         let Some(next) = hashes.get(fork as usize) else { return false };
+        let [shared, new] = [fork - 1, fork].map(|step| run.place(first.offset + step));
+        [shared, new].into_iter().flatten().for_each(|place| pages.prefetch(place));
         if let Some(next) = heads.find(*next) {
             runs.prefetch(next.run);
             return false;
         }
-        let stands = |step: u32| {
-            let place = run.place(first.offset + step);
-            place.is_some_and(|place| pages.holds_own(place, hashes[step as usize]))
-        };
-        stands(fork - 1) && !stands(fork)
+        // In front of the fork all of the hash is compared: by a lie there, prompts that go on behind it would be
+        // followed from the front, run by run.
+        shared.is_some_and(|place| pages.holds(place, hashes[fork as usize - 1]))
+            && !new.is_some_and(|place| pages.holds_own(place, *next))
     }
 
     /// Where the last block of a prompt is, which was sought.
@@ -200,8 +201,30 @@ impl Index {
     }
 
     /// How many of the hashes stand in the run from an offset on; the first does. `ends_unlisted` says that the
-    /// last is known not to be listed.
-    fn agreement(&self, run: &Run, offset: u32, (hashes, ends_unlisted): (&[BlockHash], bool)) -> u32 {
+    /// last is known not to be listed. Goes by the blocks' own bytes and then compares all of the last hash only:
+    /// what stands for that block stands for all before it.
+    fn agreement(&self, run: &Run, offset: u32, hashes: (&[BlockHash], bool)) -> u32 {
+        let (equal, (hashes, _)) = (self.own_agreement(run, offset, hashes), hashes);
+        let last = run.place(offset + equal - 1);
+        if equal == 1 || last.is_some_and(|last| self.store.pages.holds(last, hashes[equal as usize - 1])) {
+            return equal;
+        }
+        self.full_agreement(run, offset, hashes)
+    }
+
+    /// The same where somebody announced a block with the own bytes of another one, in another octet.
+    #[cold]
+    fn full_agreement(&self, run: &Run, offset: u32, hashes: &[BlockHash]) -> u32 {
+        let len = (run.end() - offset).min(hashes.len() as u32);
+        halve(1, len, |step| {
+            let place = run.place(offset + step);
+            place.is_some_and(|place| self.store.pages.holds(place, hashes[step as usize]))
+        })
+    }
+
+    /// The same by the blocks' own bytes: never less, and more only where somebody lied.
+    #[inline]
+    fn own_agreement(&self, run: &Run, offset: u32, (hashes, ends_unlisted): (&[BlockHash], bool)) -> u32 {
         let pages = &self.store.pages;
         let len = (run.end() - offset).min(hashes.len() as u32);
         // Most prompts that part from a run do so where another one did, and many at its end.
@@ -212,8 +235,10 @@ impl Index {
             }
         }
         let agrees = |step: u32| {
-            let place = run.place(offset + step);
-            place.is_some_and(|place| pages.holds_own(place, hashes[step as usize]))
+            let place =
+                run.place(offset + step).filter(|place| pages.holds_own(*place, hashes[step as usize]));
+            // It may be the last, of which all is compared.
+            place.inspect(|place| pages.prefetch_octet(*place)).is_some()
         };
         let (mut equal, mut differs) = (1, len);
         if !ends_unlisted || (len as usize) < hashes.len() {
@@ -228,17 +253,7 @@ impl Index {
             Some(fork) => differs = fork - 1,
             None => {}
         }
-        // Equal hashes mean equal prefixes, so the first that differs is found by halving. A page that was
-        // given back differs: nobody holds its blocks here.
-        while equal < differs {
-            let middle = equal + (differs - equal) / 2;
-            if agrees(middle) {
-                equal = middle + 1;
-            } else {
-                differs = middle;
-            }
-        }
-        equal
+        halve(equal, differs, agrees)
     }
 
     /// Appends the holders of a stretch up to the first block nobody holds; answers how many are held.
@@ -315,6 +330,21 @@ impl PrefixMatch {
             }
         }
     }
+}
+
+/// The first step that does not agree, of those from `equal` on, or `differs`. Equal hashes mean equal prefixes, so it
+/// is found by halving. A page that was given back differs: nobody holds its blocks here.
+#[inline]
+fn halve(mut equal: u32, mut differs: u32, agrees: impl Fn(u32) -> bool) -> u32 {
+    while equal < differs {
+        let middle = equal + (differs - equal) / 2;
+        if agrees(middle) {
+            equal = middle + 1;
+        } else {
+            differs = middle;
+        }
+    }
+    equal
 }
 
 /// Holds of a run that are looked through at every place where one of them begins or ends.

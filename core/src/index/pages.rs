@@ -181,7 +181,8 @@ impl Pages {
         self.page(place.page()).is_some_and(|page| page.holds(place.slot(), hash))
     }
 
-    /// Whether a place has a hash's own bytes, which no two blocks have in common: one cache line.
+    /// Whether a place has a hash's own bytes: one cache line. No two blocks of honest nodes have them in common;
+    /// who believes this compares all of one hash in the end.
     #[inline]
     pub(super) fn holds_own(&self, place: Place, hash: BlockHash) -> bool {
         let [_, _, _, _, _, own @ ..] = hash.0;
@@ -252,6 +253,14 @@ impl Pages {
         if let Some(page) = self.page(place.page()) {
             prefetch(page);
             prefetch(&page.own[place.slot() as usize]);
+        }
+    }
+
+    /// Asks the memory for what the blocks of a page have in common.
+    #[inline]
+    pub(super) fn prefetch_octet(&self, place: Place) {
+        if let Some(page) = self.page(place.page()) {
+            prefetch(page);
         }
     }
 

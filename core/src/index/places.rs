@@ -18,6 +18,8 @@ pub(super) struct Places {
     table: Table,
     /// Listed blocks.
     blocks: u64,
+    /// Anchors that list nothing.
+    stubs: u32,
 }
 
 /// A hash on the way to its place, step by step, so that several can be on their way at once and wait for
@@ -60,6 +62,11 @@ impl Places {
     /// Listed blocks.
     pub(super) fn len(&self) -> u64 {
         self.blocks
+    }
+
+    /// Anchors that list nothing, and stay because other pages have their octet.
+    pub(super) fn stubs(&self) -> u32 {
+        self.stubs
     }
 
     /// Entries of the table: equal on replicas with equal pages.
@@ -136,6 +143,7 @@ impl Places {
             pages.free(page);
             pages.adopt(anchor, whose);
             let count = self.list(Place::of(anchor, hashes[0]), hashes, pages);
+            self.stubs -= u32::from(count > 0);
             return ((count > 0).then_some(anchor), count);
         }
         pages.stand_apart(page);
@@ -207,6 +215,8 @@ impl Places {
             if pages.others(page) == 0 {
                 self.table.remove(Key::Octet(octet), Place::new(page, 0), pages);
                 pages.free(page);
+            } else {
+                self.stubs += 1;
             }
             return;
         }
@@ -215,6 +225,7 @@ impl Places {
         if pages.lose_other(anchor) == 0 && pages.live(anchor) == 0 {
             self.table.remove(Key::Octet(octet), Place::new(anchor, 0), pages);
             pages.free(anchor);
+            self.stubs -= 1;
         }
     }
 
@@ -247,6 +258,7 @@ impl Places {
             return false;
         }
         pages.begin(page, octet, (0, 0), true);
+        self.stubs += 1;
         self.table.insert(Key::Octet(octet), Place::new(page, 0), pages)
     }
 

@@ -1,7 +1,9 @@
 //! An index out of the chunks of a snapshot, one by one: what agrees with all the rest, or an error.
 //!
-//! A snapshot may be forged, so everything is checked that the living index relies on. Not here: how chunks are
-//! written, and what is in them (`snapshot.rs`).
+//! A snapshot may be forged, so all is checked that the living index relies on to end, to stay within its memory and to
+//! name the holders of a block. What only helps a lookup is taken as it stands: where a run hangs, goes off and was
+//! born, and that the blocks of a run are a prefix, as it is of nodes. Not here: how chunks are written, and what is
+//! in them (`snapshot.rs`).
 
 use std::ops::Range;
 
@@ -118,8 +120,9 @@ impl Restore {
         self.index.store.sweep_at = reader.number_u32("sweep")?;
         let at = reader.at();
         let births = reader.number_u32("births")?;
-        self.index.store.runs.births =
-            u16::try_from(births).map_err(|_| invalid("births", at, births.into()))?;
+        // Births are even; an odd one would be taken for that of a run whose end was cut off.
+        let even = u16::try_from(births).ok().filter(|births| births % 2 == 0);
+        self.index.store.runs.births = even.ok_or(invalid("births", at, births.into()))?;
         self.blocks = reader.number("blocks")?;
         self.entries = reader.number("entries")?;
         self.index.store.places.expect(self.entries);
@@ -398,7 +401,18 @@ impl Store {
             let Some(place) = place else { return false };
             self.heads.insert(self.pages.hash(place), At { run: number, offset });
         }
-        true
+        self.has_its_heads(self.runs.get(number))
+    }
+
+    /// Whether each listed block of a run is a head or follows a listed one: else no lookup would come to it.
+    fn has_its_heads(&self, run: &Run) -> bool {
+        let mut before = 0;
+        run.pages().all(|page| {
+            let (live, heads) = page.map_or((0, 0), |page| (self.pages.live(page), self.pages.heads(page)));
+            let follows = live << 1 | before;
+            before = live >> (PAGE_BLOCKS - 1);
+            live & !follows & !heads == 0
+        })
     }
 
     /// Takes in an anchor that lists nothing; they come by ascending number. Answers false when it cannot be.

@@ -2,10 +2,10 @@
 //! stretch of them.
 //!
 //! Offsets of a run are counted from the beginning of the octet that its first block is in: a block's offset modulo
-//! eight is its position in its octet, and its slot in its page. A run only ever grows and shrinks at its end. A block in the middle that nobody holds any more is
-//! unlisted, but keeps its position: what stands at a position never becomes another block, so equal
-//! hashes at two positions of a run mean equal blocks between them. Not here: where the hashes lie
-//! (`pages.rs`), and what is done to the table (`store.rs`).
+//! eight is its position in its octet, and its slot in its page. A run only ever grows and shrinks at its end. A block
+//! in the middle that nobody holds any more is unlisted, but keeps its position: what stands at a position never
+//! becomes another block, so equal hashes at two positions of a run mean equal blocks between them. Not here: where
+//! the hashes lie (`pages.rs`), and what is done to the table (`store.rs`).
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -448,7 +448,10 @@ impl Runs {
     pub(super) fn before(&self, run: &Run) -> Option<(u32, u32)> {
         let Before { run, offset, born } = run.before;
         let before = self.get(run);
-        (before.born & !1 == born && offset < before.end).then(|| (run, offset.into()))
+        let offset = u32::from(offset);
+        // A snapshot may say anything, also what is in front of the first block.
+        let is_in = (before.start()..before.end()).contains(&offset);
+        (before.born & !1 == born && is_in).then_some((run, offset))
     }
 
     /// The number of a run that is not used.

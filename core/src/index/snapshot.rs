@@ -79,6 +79,8 @@ pub struct Frozen {
     blocks: u64,
     /// Entries of the table.
     entries: u64,
+    /// Anchors that list nothing.
+    stubs: u32,
     sweep_at: u32,
 }
 
@@ -112,6 +114,7 @@ impl Index {
             runs: self.store.runs.frozen(),
             blocks: self.store.places.len(),
             entries: self.store.places.entries(),
+            stubs: self.store.places.stubs(),
             sweep_at: self.store.sweep_at,
         }
     }
@@ -147,7 +150,8 @@ impl Frozen {
 
     /// The chunks of the snapshot, one by one, each encoded when it is asked for.
     pub fn chunks(self) -> impl Iterator<Item = Vec<u8>> {
-        let mut chunks = Chunks { frozen: self, number: 0, run: 0, stubs: 0, stage: HEAD };
+        let stubs = Stubs { left: self.stubs, chunk: 0 };
+        let mut chunks = Chunks { frozen: self, number: 0, run: 0, stubs, stage: HEAD };
         std::iter::from_fn(move || chunks.next_chunk())
     }
 }
@@ -157,9 +161,16 @@ struct Chunks {
     frozen: Frozen,
     number: u64,
     run: u32,
-    /// Chunks of pages whose stubs were encoded.
-    stubs: usize,
+    stubs: Stubs,
     stage: u8,
+}
+
+/// Which stubs were not encoded yet.
+struct Stubs {
+    /// How many: mostly none, and then no page is read to see that.
+    left: u32,
+    /// Chunk of pages to look for them in next.
+    chunk: usize,
 }
 
 impl Chunks {
@@ -254,16 +265,18 @@ fn put_settings(out: &mut Vec<u8>, settings: impl ExactSizeIterator<Item = (u32,
 }
 
 /// Anchors that list nothing, chunk of pages by chunk, each with its octet; answers whether there was one.
-fn put_stubs(pages: &Pages, chunk: &mut usize, out: &mut Vec<u8>) -> bool {
+fn put_stubs(pages: &Pages, at: &mut Stubs, out: &mut Vec<u8>) -> bool {
     let before = out.len();
-    while out.len() < SNAPSHOT_CHUNK_BYTES
-        && let Some(stubs) = pages.stubs(*chunk)
+    while at.left > 0
+        && out.len() < SNAPSHOT_CHUNK_BYTES
+        && let Some(stubs) = pages.stubs(at.chunk)
     {
         for stub in stubs {
             put_number(out, stub.into());
             put_octet(out, pages.octet(stub));
+            at.left = at.left.saturating_sub(1);
         }
-        *chunk += 1;
+        at.chunk += 1;
     }
     out.len() > before
 }

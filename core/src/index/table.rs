@@ -343,13 +343,15 @@ impl Segment {
         false
     }
 
-    /// The same entries in that many buckets, or in more if they do not fit; with those that fit in none.
+    /// The same entries in that many buckets, or in up to twice as many as now if they do not fit; with those that
+    /// still do not. One that is to be smaller gets smaller: else its next entry that goes would try that again.
     #[cold]
     fn resized(&self, buckets: usize, pages: &Pages) -> (Segment, Vec<Place>) {
         let mut wanted = buckets;
         loop {
             let mut new = Segment { buckets: vec![Bucket::default(); wanted].into() };
-            let is_last_try = wanted > 2 * self.buckets.len() || wanted >= BUCKETS_MAX;
+            let now = self.buckets.len();
+            let is_last_try = wanted < now || wanted >= 2 * now || wanted >= BUCKETS_MAX;
             let strays = new.put_all(self, pages, is_last_try);
             if let Some(strays) = strays {
                 return (new, strays);
@@ -551,8 +553,10 @@ impl Table {
                 count.entries += 1;
                 return true;
             }
-            // More buckets help when there are many entries, not when they all belong together.
-            let is_sparse = fits && count.entries < count.filled / 2;
+            // More buckets help when there are many entries, not when they all belong together. A segment that grew is
+            // three eighths full at least, and one that shrank two thirds at most: some come or go before it changes
+            // again.
+            let is_sparse = fits && count.entries < count.filled / 4 * 3;
             if !may_grow || is_sparse {
                 self.strays.insert(key, place);
                 return true;
@@ -748,6 +752,84 @@ mod tests {
         let both = live(&keys);
         assert!(!both.table.strays.is_empty());
         assert!(both.table.segments.iter().all(|segment| segment.buckets.len() < 100));
+    }
+
+    /// How often a segment is laid out anew while `change` is called so many times.
+    fn resizes(both: &mut Both, times: u64, mut change: impl FnMut(&mut Both, u64)) -> usize {
+        let lies = |both: &Both| -> Vec<_> {
+            both.table.segments.iter().map(|one| (one.buckets.as_ptr(), one.buckets.len())).collect()
+        };
+        let mut count = 0;
+        for number in 0..times {
+            let before = lies(both);
+            change(both, number);
+            let after = lies(both);
+            count += before.iter().zip(&after).filter(|(before, after)| before != after).count();
+        }
+        count
+    }
+
+    /// A key at the same address as all others of these.
+    fn at_one_address(number: u64) -> Key {
+        let low = number.rotate_left(32) ^ 7;
+        Key::Block(BlockHash((u128::from(number) << 64 | u128::from(low)).to_le_bytes()))
+    }
+
+    #[test]
+    fn few_blocks_that_come_and_go_do_not_make_a_segment_grow_and_shrink_again_and_again() {
+        let mut both = Both::default();
+        let segment = Address::of(at_one_address(0)).segment;
+        let mut ordinary = (0..).map(key).filter(|key| Address::of(*key).segment == segment);
+        let mut chosen = (0..).map(at_one_address);
+        let mut listed: Vec<(Key, Place)> = Vec::new();
+        for key in ordinary.by_ref().take(10_000) {
+            listed.push((key, both.enter(key)));
+        }
+        // Enough of one address that no more of it fit.
+        for key in chosen.by_ref().take(500) {
+            both.enter(key);
+        }
+        let mut shrunk = 0;
+        while both.table.segments[segment].buckets.len() > BUCKETS_MIN {
+            let (key, place) = listed.pop().unwrap();
+            if resizes(&mut both, 1, |both, _| both.remove(key, place)) == 0 {
+                continue;
+            }
+            // Where it has just shrunk: some come, for which it might grow, and go again.
+            shrunk += 1;
+            let count = resizes(&mut both, 800, |both, number| match number % 8 {
+                0 | 4 => {
+                    both.enter(chosen.next().unwrap());
+                }
+                1..4 => {
+                    let key = ordinary.next().unwrap();
+                    listed.push((key, both.enter(key)));
+                }
+                _ => {
+                    let (key, place) = listed.pop().unwrap();
+                    both.remove(key, place);
+                }
+            });
+            assert!(count <= 2, "{count} after it shrank {shrunk} times");
+        }
+        assert!(shrunk >= 4, "{shrunk}");
+    }
+
+    #[test]
+    fn a_segment_that_shrinks_gets_smaller_whatever_does_not_fit() {
+        for room in [300, 340, 384] {
+            let mut both = Both::default();
+            let listed: Vec<Place> = (0..30_000).map(|number| both.enter(key(number))).collect();
+            for number in 0..room {
+                both.enter(at_one_address(number));
+            }
+            let count = resizes(&mut both, 30_000, |both, number| {
+                both.remove(key(number), listed[number as usize]);
+            });
+            // Each of both segments halves some times; it had a thousand and a half buckets.
+            assert!(count <= 2 * 6, "{room}: {count}");
+            assert!((0..room).all(|number| both.find(at_one_address(number)).is_some()));
+        }
     }
 
     /// Octets at the same address as all others of these, by trying.

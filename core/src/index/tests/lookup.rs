@@ -165,6 +165,47 @@ fn a_prompt_may_leave_a_run_before_where_others_did_at_it_and_behind_it() {
     }
 }
 
+/// A block that has the own bytes of one of ours, and its position, but other bits of the octet.
+fn lookalike(number: u64) -> BlockHash {
+    block(number).in_chain(7, loose(number + 1_000_000), number as usize)
+}
+
+fn after(parent: BlockHash, blocks: Vec<BlockHash>) -> Change {
+    Change::Stored { parent: Some(parent), blocks, tier: D }
+}
+
+#[test]
+fn a_block_with_the_own_bytes_of_another_is_not_taken_for_it() {
+    // One node grows the prefix by a lookalike of block 8; so the true one begins a run of its own.
+    let mut index = Fixture::with_nodes(3);
+    index.say(1, vec![stored(0..8, D)]);
+    index.say(2, vec![after(block(7), vec![lookalike(8)])]);
+    index.say(3, vec![stored(0..=50, D)]);
+    let whole = vec![(0, 8, vec![(1, D), (3, D)]), (8, 43, vec![(3, D)])];
+    assert_eq!(index.runs((0..=50).chain(900..905)), whole);
+    assert_eq!(index.runs(0..=50), whole);
+    assert_eq!(index.runs((0..8).chain(900..905)), [whole[0].clone()]);
+    // The lookalike itself is found behind them.
+    let lie = [blocks(0..8), vec![lookalike(8), block(900)]].concat();
+    assert_eq!(index.0.longest_prefix(&lie).union_blocks(), 9);
+}
+
+#[test]
+fn a_fork_behind_the_own_bytes_of_another_block_hides_nothing() {
+    // The same, and the lookalike goes on, and goes on otherwise: prompts are said to part behind it.
+    let mut index = Fixture::with_nodes(3);
+    index.say(1, vec![stored(0..8, D)]);
+    let ninth = loose(1_000_009).in_chain(7, lookalike(8), 9);
+    index.say(2, vec![after(block(7), vec![lookalike(8), ninth])]);
+    index.say(3, vec![after(block(7), blocks(8..=50))]);
+    index.say(2, vec![after(lookalike(8), vec![loose(78)])]);
+    assert_eq!(index.0.store.runs.get(0).fork(), 9);
+    index.say(3, vec![stored(0..8, D)]);
+    let whole = vec![(0, 8, vec![(1, D), (3, D)]), (8, 43, vec![(3, D)])];
+    assert_eq!(index.runs(0..=50), whole);
+    assert_eq!(index.runs((0..=50).chain(900..905)), whole);
+}
+
 #[test]
 fn a_request_may_repeat_a_block() {
     let mut index = Fixture::with_nodes(1);

@@ -195,6 +195,55 @@ fn contents_that_make_no_sense_are_refused_even_under_right_checksums() {
 }
 
 #[test]
+fn a_run_that_hangs_in_front_of_a_first_block_is_not_followed_back() {
+    // One run of one block, which says that the first position of its octet, where it has no block, is before it.
+    for nth in [1, 2] {
+        let mut index = Fixture::with_nodes(1);
+        index.say(1, vec![stored([nth], Tier::Dram)]);
+        let mut bytes = index.0.snapshot();
+        let before = bodies(&bytes)[1].start + 5;
+        // The run, the offset, and its birth, which is that of the run itself.
+        assert_eq!(bytes[before..before + 7], [0, 0, 0, 0, 0, 2, 0]);
+        bytes[before + 3] = 2;
+        let index = restore(&sealed(bytes)).unwrap();
+        assert_eq!(index.store.runs.before(index.store.runs.get(0)), None);
+        assert_eq!(index.longest_prefix(&blocks([nth, nth])).union_blocks(), 2);
+    }
+}
+
+#[test]
+fn a_listed_block_that_no_lookup_would_come_to_is_refused() {
+    // A run with two blocks in its middle that nobody holds, on both sides of where a page ends: heads at its start
+    // and behind the gap.
+    let mut index = Fixture::with_nodes(1);
+    index.say(1, vec![stored(0..12, Tier::Dram), dropped([7, 8], Tier::Dram)]);
+    let bytes = index.0.snapshot();
+    let runs = bodies(&bytes)[1].clone();
+    let heads = (runs.start..runs.end).find(|at| bytes[*at..*at + 3] == [2, 0, 9]).unwrap();
+    let with = |heads_said: &[u8]| {
+        let mut forged = bytes.clone();
+        forged.splice(heads..heads + 3, heads_said.iter().copied());
+        forged[runs.start - 4] -= 3 - heads_said.len() as u8;
+        restore(&sealed(forged))
+    };
+    assert_eq!(with(&[2, 0, 9]).unwrap().snapshot(), bytes);
+    for said in [&[1, 0][..], &[1, 9], &[0]] {
+        let error = with(said).map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains("run at byte"), "{said:?}: {error}");
+    }
+    assert!(with(&[2, 0, 10]).is_err(), "another one instead");
+}
+
+#[test]
+fn births_are_even() {
+    let mut index = Fixture::with_nodes(1);
+    index.say(1, vec![stored([1], Tier::Dram)]);
+    index.0.store.runs.births += 1;
+    let error = restore(&index.0.snapshot()).map(|_| ()).unwrap_err().to_string();
+    assert!(error.contains("births at byte"), "{error}");
+}
+
+#[test]
 fn an_anchor_that_lists_nothing_must_be_one_that_is_needed() {
     let bytes = rich().snapshot();
     let stubs = bodies(&bytes)[2].clone();

@@ -90,6 +90,7 @@ impl Store {
             }
         }
         let stubs: Vec<u32> = (0..).map_while(|chunk| self.pages.stubs(chunk)).flatten().collect();
+        assert_eq!(self.places.stubs() as usize, stubs.len());
         for stub in &stubs {
             assert!(self.pages.is_anchor(*stub), "page {stub} lists nothing and is no anchor");
             assert!(self.pages.others(*stub) > 0, "stub {stub} is of no use");
