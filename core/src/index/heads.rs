@@ -195,7 +195,7 @@ mod tests {
             compared(|number| half(number << 40, 1 << 56)),
         ];
         // As many as lead to the crowd, and the depth of its tree, twice where a head comes.
-        let most = 3 * HEADS * (u64::from(CROWD_MIN) + 2 * 20);
+        let most = 3 * HEADS * (16 + 2 * 20);
         assert!(others < 3 * HEADS * 2, "{others}");
         assert!(chosen.iter().all(|chosen| *chosen < most), "{chosen:?}, at most {most}");
     }
