@@ -3,7 +3,7 @@
 //! Not here: who announces them and in which order (`events.rs`).
 
 use dynamo_kv_router::protocols::{BlockHashOptions, compute_block_hash_for_seq, compute_seq_hash_for_block};
-use kv_core::id::{BlockHash, OCTET_BLOCKS};
+use kv_core::id::BlockHash;
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
 use rand::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -135,38 +135,24 @@ fn random_tokens(seed: u64, count: u32) -> Vec<u32> {
     (0..count).map(|_| random.next_u32() % VOCABULARY).collect()
 }
 
-/// Our keyed hash. All blocks of a chain carry the first byte of its first block, which names the shard, and those of
-/// an octet some bits of its first block.
-pub(crate) struct OurHasher {
-    hasher: PrefixHasher,
-    /// Whether the hasher writes these itself.
-    in_chain: bool,
-}
+/// Our keyed hash, which gives the blocks of a chain, and those of an octet, what they have in common.
+pub(crate) struct OurHasher(PrefixHasher);
 
 impl OurHasher {
     pub(crate) fn new() -> Self {
         let manifest = IdentityManifest { block_tokens: BLOCK_TOKENS, ..IdentityManifest::default() };
-        let hasher = PrefixHasher::new(&manifest, &[7; 32]);
-        let trial = hasher.blocks(&random_tokens(SEED, 64 * BLOCK_TOKENS));
-        let in_chain = in_chain(&trial) == trial;
-        Self { hasher, in_chain }
+        Self(PrefixHasher::new(&manifest, &[7; 32]))
     }
 
     pub(crate) fn blocks(&self, tokens: &[u32]) -> Vec<BlockHash> {
-        let hashes = self.hasher.blocks(tokens);
-        if self.in_chain { hashes } else { in_chain(&hashes) }
+        self.0.blocks(tokens)
     }
-}
-
-/// Hashes with what the blocks of a chain and of an octet have in common.
-fn in_chain(hashes: &[BlockHash]) -> Vec<BlockHash> {
-    let root = hashes.first().map_or(0, |first| first.root_tag());
-    let octets = hashes.chunks(OCTET_BLOCKS).flat_map(|octet| octet.iter().map(|hash| (octet[0], hash)));
-    octets.enumerate().map(|(position, (octet, hash))| hash.in_chain(root, octet, position)).collect()
 }
 
 #[cfg(test)]
 mod tests {
+    use kv_core::id::OCTET_BLOCKS;
+
     use super::*;
 
     #[test]
@@ -177,7 +163,12 @@ mod tests {
         assert_eq!(chains.local(0)[..shared], chains.local(15)[..shared]);
         assert_ne!(chains.ours(0)[shared], chains.ours(15)[shared]);
         assert_ne!(chains.rolling(0)[0], chains.rolling(16)[0]);
-        assert_eq!(in_chain(chains.ours(3)), chains.ours(3));
+        let ours = chains.ours(3);
+        assert!(ours.iter().all(|hash| hash.root_tag() == ours[0].root_tag()));
+        for (position, hash) in ours.iter().enumerate() {
+            let first = ours[position - position % OCTET_BLOCKS];
+            assert_eq!((hash.octet(), hash.nth_of_octet()), (first.octet(), position % OCTET_BLOCKS));
+        }
     }
 
     #[test]
