@@ -4,13 +4,20 @@
 //! and a node that reconnects elsewhere need not take them again. Not here: keeping a pin (the nodes do).
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use kv_core::index::Index;
 use kvfleet_proto::{convert, pb};
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::view::published::Published;
+
+/// Time between two rebuilds. All pins and quotas go to every node each time, so what changes many of them one after the
+/// other must not send all of them as often. A change after a quiet time goes at once; of several within the time
+/// nodes are told the last.
+const REBUILD_EVERY: Duration = Duration::from_millis(10);
 
 /// The directives an index stands for.
 pub(crate) fn of(index: &Index) -> pb::Directives {
@@ -58,8 +65,12 @@ pub(crate) fn start(
     let mut touched = published.rules_changes();
     touched.mark_unchanged();
     let (sender, receiver) = watch::channel(Arc::new(of(&published.read().index)));
-    tokio::spawn(async move {
-        while let Some(Ok(())) = stop.run_until_cancelled(touched.changed()).await {
+    tokio::spawn(stop.run_until_cancelled_owned(async move {
+        let mut due = Instant::now();
+        while touched.changed().await.is_ok() {
+            tokio::time::sleep_until(due).await;
+            due = Instant::now() + REBUILD_EVERY;
+            touched.mark_unchanged();
             let next = of(&published.read().index);
             sender.send_if_modified(|current| {
                 let changed = **current != next;
@@ -69,7 +80,7 @@ pub(crate) fn start(
                 changed
             });
         }
-    });
+    }));
     receiver
 }
 
@@ -79,6 +90,9 @@ mod tests {
     use kv_core::id::{BlockHash, PinId, TenantId};
     use kv_core::index::IndexLimits;
     use kv_core::index::command::{Command, Pin};
+
+    use crate::raft::StoredMembership;
+    use crate::view::published::Replica;
 
     #[test]
     fn equal_contents_have_equal_versions_and_others_differ() {
@@ -94,5 +108,22 @@ mod tests {
         assert!(empty.version != quota.version && quota.version != pinned.version);
         index.apply(&Command::Unpin { pin: PinId(1), owner: "me".into() });
         assert_eq!(of(&index), quota);
+    }
+
+    #[tokio::test]
+    async fn changes_one_after_the_other_do_not_send_everything_as_often() {
+        let index = Index::new(IndexLimits::default());
+        let replica = Replica { index, applied: None, membership: StoredMembership::default() };
+        let published = Arc::new(Published::new(replica));
+        let mut told = start(Arc::clone(&published), CancellationToken::new());
+        let from = Instant::now();
+        for tenant in 1..=5 {
+            let quota = Command::SetQuota { tenant: TenantId(tenant), bytes: Some(10) };
+            published.entry().slice(|replica| replica.index.apply(&quota));
+            published.rules_changed();
+            told.changed().await.expect("the task lives");
+            assert_eq!(told.borrow_and_update().quotas.len(), tenant as usize);
+        }
+        assert!(from.elapsed() >= 4 * REBUILD_EVERY, "{:?}", from.elapsed());
     }
 }

@@ -193,7 +193,9 @@ async fn main() -> Result<(), Trouble> {
         let events = (1..=shards).map(|shard| Events { node, shard, shards });
         announcers.extend(events.map(|events| Announcer::new(contacts.clone(), epoch, events)));
     }
-    let pins = pins::times(&contacts, Duration::from_secs(seconds.div_ceil(2))).await?;
+    // As a task, which answers reach without waking another thread: as the clients of other systems are measured.
+    let pins =
+        tokio::spawn(pins::times(contacts.clone(), Duration::from_secs(seconds.div_ceil(2)))).await??;
     let full = (Pace::UnderWay(usize::try_from(under_way)?), BATCH_EVENTS);
     let (announcers, full) = drive(&cluster, announcers, full, (WARM_UP, seconds)).await;
     let streams = f64::from(nodes) * f64::from(shards);

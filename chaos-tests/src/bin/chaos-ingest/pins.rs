@@ -15,7 +15,7 @@ const WARM_UP: Duration = Duration::from_secs(1);
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
 /// Microseconds that each call took, ascending.
-pub(crate) async fn times(contacts: &Contacts, span: Duration) -> Result<Vec<u64>, Trouble> {
+pub(crate) async fn times(contacts: Contacts, span: Duration) -> Result<Vec<u64>, Trouble> {
     let from = Instant::now() + WARM_UP;
     let mut micros = Vec::new();
     let mut pin = 0;
