@@ -20,21 +20,6 @@ pub(crate) fn prefetch<T>(place: &T) {
     let _ = place;
 }
 
-/// The same for the cache line before that of `place`, whatever is there: behind an `Arc`, its counts.
-#[inline(always)]
-#[allow(unsafe_code)]
-pub(crate) fn prefetch_before<T>(place: &T) {
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: a prefetch neither reads nor writes anything the program can see, and never faults, whatever the
-    // address; nothing is read through it.
-    unsafe {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(place).cast::<i8>().wrapping_sub(64));
-    }
-    #[cfg(any(not(target_arch = "x86_64"), miri))]
-    let _ = place;
-}
-
 /// One bit per byte that equals another.
 #[inline(always)]
 #[allow(unsafe_code)]

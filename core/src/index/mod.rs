@@ -17,6 +17,7 @@ mod components;
 mod directives;
 mod heads;
 mod holders;
+mod images;
 mod limits;
 mod lookup;
 mod nodes;
@@ -33,6 +34,8 @@ mod tests;
 #[cfg(any(test, feature = "fuzzing"))]
 pub use tests::fuzzing;
 
+use std::sync::Arc;
+
 pub use bytes::CodecError;
 pub use codec::COMMAND_BYTES_MAX;
 pub use components::{Component, Need};
@@ -45,7 +48,8 @@ pub use lookup::{Holder, HolderRun, PrefixMatch};
 pub use nodes::NodeState;
 pub use restore::Restore;
 pub use snapshot::{
-    Frozen, SNAPSHOT_CHUNK_BYTES, SNAPSHOT_FORMAT, SnapshotError, check_snapshot_format, is_whole_chunk,
+    SNAPSHOT_CHUNK_BYTES, SNAPSHOT_FORMAT, SnapshotCursor, SnapshotError, SnapshotImages, Superseded,
+    check_snapshot_format, is_whole_chunk,
 };
 
 use command::{AnnounceOutcome, Announcement, Applied, Change, Command, NodeRecord, Pin, Refusal};
@@ -95,6 +99,8 @@ pub struct Index {
     nodes: Nodes,
     directives: Directives,
     store: Store,
+    /// The snapshot that is being made; its cursor has the same.
+    snapshot: Option<Arc<()>>,
 }
 
 impl Index {

@@ -3,28 +3,24 @@
 //! The blocks of an octet have five bytes of their hashes in common, with the block's position in it (`id.rs`): these
 //! stand once a page, and a block's slot is its position. Hashes that were made by other means have such five bytes,
 //! too, only not in common; their pages have one block each. A block's [`Place`] never changes while the block is
-//! listed, which is why 28 bits are enough for the table to name it. Pages stand in chunks behind `Arc`, so that a
-//! frozen index (a snapshot being written) shares them with the living one until the living one writes. Not here:
-//! which page follows which (`run.rs`), and which page of an octet is found by it (`places.rs`).
+//! listed, which is why 28 bits are enough for the table to name it. While a snapshot is being made, whoever writes a
+//! page first keeps what it was (`images.rs`). Not here: which page follows which (`run.rs`), and which page of an octet
+//! is found by it (`places.rs`).
 
 use std::ops::Range;
-use std::sync::Arc;
 
-use crate::cpu::{prefetch, prefetch_before};
+use super::images::Images;
+use crate::cpu::prefetch;
 use crate::id::{BlockHash, OCTET_BLOCKS};
 
 /// Blocks in a page: those of an octet, in two cache lines with the page's owner.
 pub(super) const PAGE_BLOCKS: u32 = OCTET_BLOCKS as u32;
-/// Pages that are copied together when a frozen index still needs them: 4 KiB with counts, a size that
-/// allocators waste nothing on. A command of a thousand blocks that lie here and there copies as many chunks,
-/// which is to take a few milliseconds at most.
-const CHUNK_PAGES: usize = 31;
-/// Numbers of pages per chunk: a power of two, so that nothing is divided; the last ones name no page.
-const CHUNK_NUMBERS: usize = 32;
+/// Pages that are allocated together: 4 KiB, a size that allocators waste little on, with a bit for each in a word.
+const CHUNK_PAGES: usize = u32::BITS as usize;
 /// Chunks that can be named: places have 28 bits, for 268 million blocks.
-const CHUNKS_MAX: usize = (1 << 25) / CHUNK_NUMBERS;
+const CHUNKS_MAX: usize = (1 << 25) / CHUNK_PAGES;
 /// A bit for each page of a chunk.
-const ALL_FREE: u32 = u32::MAX >> (CHUNK_NUMBERS - CHUNK_PAGES);
+const ALL_FREE: u32 = u32::MAX;
 /// Bytes of a hash that are its block's own.
 const OWN_BYTES: usize = 11;
 /// Bits of a hash that its octet has in common, with the position in it.
@@ -53,10 +49,10 @@ impl Place {
     }
 }
 
-/// Whose a page is, and the hashes in it.
+/// Whose a page is, and the hashes in it. One that is free lists nothing and is no anchor.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, align(64))]
-struct Page {
+pub(super) struct Page {
     /// Its run, and in the lowest ten bits which page of it. A run has a page of its own: 25 bits are enough.
     owner: u32,
     /// Of an anchor: how many other pages have its octet.
@@ -93,12 +89,35 @@ impl Page {
         self.owner & ((1 << NTH_BITS) - 1)
     }
 
-    fn is_anchor(&self) -> bool {
+    /// Whether the octet's entry in the table names this page.
+    pub(super) fn is_anchor(&self) -> bool {
         self.owner_high & ANCHOR != 0
     }
 
+    /// Whether it is an anchor that lists nothing, and is there because other pages still need it.
+    pub(super) fn is_stub(&self) -> bool {
+        self.is_anchor() && self.live == 0
+    }
+
+    /// One bit per slot: whether the block there is a head.
+    pub(super) fn heads(&self) -> u8 {
+        self.heads
+    }
+
+    /// The own bytes of the hashes in some slots, one after the other.
+    pub(super) fn own_bytes(&self, slots: Range<u32>) -> &[u8] {
+        self.own[slots.start as usize..slots.end as usize].as_flattened()
+    }
+
+    /// Asks the memory for all of it.
+    pub(super) fn prefetch(&self) {
+        prefetch(self);
+        prefetch(&self.own[PAGE_BLOCKS as usize - 1]);
+    }
+
+    /// What its blocks have in common.
     #[inline]
-    fn octet(&self) -> u64 {
+    pub(super) fn octet(&self) -> u64 {
         u64::from(self.tag) | u64::from(self.octet) << 8
     }
 
@@ -137,24 +156,28 @@ impl Page {
     }
 }
 
-fn new_chunk() -> Arc<[Page]> {
-    std::iter::repeat_n(Page::default(), CHUNK_PAGES).collect()
+type Chunk = [Page; CHUNK_PAGES];
+
+fn new_chunk() -> Box<Chunk> {
+    Box::new([Page::default(); CHUNK_PAGES])
 }
 
 /// All pages of one index. A chunk whose pages are all free takes no memory.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Pages {
-    chunks: Vec<Option<Arc<[Page]>>>,
+    chunks: Vec<Option<Box<Chunk>>>,
     /// Per chunk, one bit per page that is free.
     free: Vec<u32>,
     /// One bit per chunk that has a free page.
     open: Vec<u64>,
     /// Words of `open` below this one are zero.
     open_from: usize,
+    /// While a snapshot is being made: what the pages were that were written since it began.
+    images: Option<Box<Images<Page>>>,
 }
 
 fn split(page: u32) -> (usize, usize) {
-    (page as usize / CHUNK_NUMBERS, page as usize % CHUNK_NUMBERS)
+    (page as usize / CHUNK_PAGES, page as usize % CHUNK_PAGES)
 }
 
 impl Pages {
@@ -164,10 +187,38 @@ impl Pages {
         Some(&self.chunks[chunk].as_deref()?[page])
     }
 
+    /// A page, about to be written. Nothing else gives one to write: a snapshot that is being made needs what it was.
     #[inline]
     fn page_mut(&mut self, number: u32) -> &mut Page {
         let (chunk, page) = split(number);
-        &mut Arc::make_mut(self.chunks[chunk].get_or_insert_with(new_chunk))[page]
+        let page = &mut self.chunks[chunk].get_or_insert_with(new_chunk)[page];
+        if let Some(images) = &mut self.images {
+            images.keep(number, page);
+        }
+        page
+    }
+
+    /// From here on, keeps what pages were before they are written; what was kept before is forgotten.
+    pub(super) fn begin_images(&mut self) {
+        self.images = Some(Box::new(Images::new((self.chunks.len() * CHUNK_PAGES) as u32)));
+    }
+
+    /// Keeps no more; gives what was kept.
+    pub(super) fn end_images(&mut self) -> Option<Box<Images<Page>>> {
+        self.images.take()
+    }
+
+    /// Numbers of pages there were when the snapshot began that is being made.
+    pub(super) fn numbers_then(&self) -> u32 {
+        self.images.as_ref().map_or(0, |images| images.numbers())
+    }
+
+    /// A page as it was when the snapshot began that is being made; none, perhaps, for one that was free.
+    #[inline]
+    pub(super) fn then(&self, number: u32) -> Option<&Page> {
+        let image = self.images.as_ref().and_then(|images| images.get(number));
+        let (chunk, page) = split(number);
+        image.or_else(|| Some(&self.chunks.get(chunk)?.as_deref()?[page]))
     }
 
     #[inline]
@@ -264,13 +315,10 @@ impl Pages {
         }
     }
 
-    /// Asks the memory for all hashes of a page, and for what says whether it may be written where it is.
+    /// Asks the memory for all hashes of a page.
     pub(super) fn prefetch_whole(&self, number: u32) {
-        let (chunk, page) = split(number);
-        if let Some(chunk) = self.chunks[chunk].as_deref() {
-            prefetch_before(&chunk[0]);
-            prefetch(&chunk[page]);
-            prefetch(&chunk[page].own[PAGE_BLOCKS as usize - 1]);
+        if let Some(page) = self.page(number) {
+            page.prefetch();
         }
     }
 
@@ -364,15 +412,6 @@ impl Pages {
         page.live == 0
     }
 
-    /// Pages of a chunk that list nothing and are in use all the same: anchors that other pages still need. None
-    /// behind the last chunk.
-    pub(super) fn stubs(&self, chunk: usize) -> Option<impl Iterator<Item = u32> + '_> {
-        let free = *self.free.get(chunk)?;
-        let used = (0..CHUNK_PAGES).filter(move |page| free & 1 << page == 0);
-        let numbers = used.map(move |page| (chunk * CHUNK_NUMBERS + page) as u32);
-        Some(numbers.filter(|page| self.live(*page) == 0))
-    }
-
     /// The lowest free page; none when all places are taken. The lowest, so that the order in which pages
     /// were freed does not matter.
     pub(super) fn take(&mut self) -> Option<u32> {
@@ -387,7 +426,7 @@ impl Pages {
         self.reach(chunk);
         let page = self.free[chunk].trailing_zeros() as usize;
         self.own(chunk, page);
-        Some((chunk * CHUNK_NUMBERS + page) as u32)
+        Some((chunk * CHUNK_PAGES + page) as u32)
     }
 
     /// Makes room for the names of chunks up to this one; those in between are free.
@@ -423,6 +462,7 @@ impl Pages {
 
     /// Gives a page back.
     pub(super) fn free(&mut self, number: u32) {
+        self.page_mut(number).owner_high = 0;
         let (chunk, page) = split(number);
         self.free[chunk] |= 1 << page;
         self.set_open(chunk, true);
@@ -439,7 +479,7 @@ impl Pages {
     /// Takes a page with this very number, as a snapshot names it, if it is free.
     pub(super) fn take_exactly(&mut self, number: u32) -> bool {
         let (chunk, page) = split(number);
-        if chunk >= CHUNKS_MAX || page >= CHUNK_PAGES {
+        if chunk >= CHUNKS_MAX {
             return false;
         }
         self.reach(chunk);
@@ -449,10 +489,18 @@ impl Pages {
         self.own(chunk, page);
         true
     }
+}
 
+#[cfg(test)]
+impl Pages {
     /// Pages in use.
-    #[cfg(test)]
     pub(super) fn used(&self) -> u32 {
-        self.free.iter().map(|free| CHUNK_PAGES as u32 - free.count_ones()).sum()
+        self.free.iter().map(|free| free.count_zeros()).sum()
+    }
+
+    /// Anchors that list nothing.
+    pub(super) fn stubs(&self) -> impl Iterator<Item = u32> + '_ {
+        let numbers = 0..(self.chunks.len() * CHUNK_PAGES) as u32;
+        numbers.filter(|number| self.page(*number).is_some_and(Page::is_stub))
     }
 }

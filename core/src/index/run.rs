@@ -8,11 +8,11 @@
 //! the hashes lie (`pages.rs`), and what is done to the table (`store.rs`).
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
 use smallvec::SmallVec;
 
 use super::holders::{TierSet, Tiers};
+use super::images::Images;
 use super::pages::{PAGE_BLOCKS, Place};
 use crate::cpu::prefetch;
 use crate::id::BlockHash;
@@ -20,9 +20,8 @@ use crate::id::BlockHash;
 /// Offset that no run reaches: 128 Ki tokens at sixteen a block. Longer prefixes take a second run. Small in
 /// tests, so that they do.
 pub(super) const RUN_BLOCKS_MAX: u32 = if cfg!(test) { 24 } else { 8_192 };
-/// Runs that are copied together when a frozen index still needs them, each with the numbers of its pages: a command
-/// that changes a thousand runs that lie here and there copies as many chunks.
-const CHUNK_RUNS: usize = 16;
+/// Runs that are allocated together: 4 KiB.
+const CHUNK_RUNS: usize = 64;
 /// Number of a page of a run that was given back.
 const GONE: u32 = u32::MAX;
 
@@ -368,7 +367,7 @@ impl Stretches {
 /// All runs of one index, by number. A number is used again when its run is gone, the lowest first.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Runs {
-    chunks: Vec<Arc<[Run]>>,
+    chunks: Vec<Box<[Run; CHUNK_RUNS]>>,
     free: BTreeSet<u32>,
     /// Birth of the run that was born last. Numbers of runs are used again, and ends of runs grow again: who
     /// remembers a place in a run remembers the birth with it.
@@ -376,6 +375,8 @@ pub(super) struct Runs {
     /// What a free number stands for.
     none: Run,
     used: u32,
+    /// While a snapshot is being made: what the runs were that were written since it began.
+    images: Option<Box<Images<Run>>>,
 }
 
 const _: () = assert!(size_of::<Run>() == 64);
@@ -385,11 +386,20 @@ fn split(run: u32) -> (usize, usize) {
 }
 
 impl Runs {
-    /// The same runs, to be read only. Which numbers are free is left out: that may be millions, and a
-    /// snapshot tells them by their length.
-    pub(super) fn frozen(&self) -> Runs {
-        let (chunks, none, used) = (self.chunks.clone(), Run::default(), self.used);
-        Runs { chunks, free: BTreeSet::new(), births: self.births, none, used }
+    /// From here on, keeps what runs were before they are written; what was kept before is forgotten.
+    pub(super) fn begin_images(&mut self) {
+        self.images = Some(Box::new(Images::new(self.used)));
+    }
+
+    /// Keeps no more; gives what was kept.
+    pub(super) fn end_images(&mut self) -> Option<Box<Images<Run>>> {
+        self.images.take()
+    }
+
+    /// A run as it was when the snapshot began that is being made.
+    pub(super) fn then(&self, run: u32) -> &Run {
+        let image = self.images.as_ref().and_then(|images| images.get(run));
+        image.unwrap_or_else(|| self.get(run))
     }
 
     /// A run; an empty one for a number that is free.
@@ -409,9 +419,15 @@ impl Runs {
         (run < self.used).then(|| self.get(run))
     }
 
+    /// A run, about to be written. Nothing else gives one to write: a snapshot that is being made needs what it was.
+    #[inline]
     pub(super) fn get_mut(&mut self, run: u32) -> &mut Run {
         let (chunk, place) = split(run);
-        &mut Arc::make_mut(&mut self.chunks[chunk])[place]
+        let place = &mut self.chunks[chunk][place];
+        if let Some(images) = &mut self.images {
+            images.keep(run, place);
+        }
+        place
     }
 
     /// Begins a run with this block behind another one; it is still empty, and ends where it starts.
@@ -466,7 +482,7 @@ impl Runs {
 
     fn reach(&mut self, used: u32) {
         while self.chunks.len() * CHUNK_RUNS < used as usize {
-            self.chunks.push((0..CHUNK_RUNS).map(|_| Run::default()).collect());
+            self.chunks.push(Box::new(std::array::from_fn(|_| Run::default())));
         }
     }
 

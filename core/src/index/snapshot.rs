@@ -1,29 +1,38 @@
 //! The index as bytes, in chunks, while it goes on living.
 //!
-//! [`Index::freeze`] shares the pages and runs with the index, which copies a few
-//! of them at a time when it next writes. [`Frozen::chunks`] then encodes at its own pace, and
-//! [`Restore`](super::Restore) takes chunk after chunk, so that neither side ever holds the whole of a snapshot as bytes.
+//! [`Index::prepare_snapshot`] gives a cursor. From [`Index::begin_snapshot`] on whoever writes a page or a run for the
+//! first time keeps what it was (`images.rs`), and [`Index::snapshot_chunk`] reads that, or the living one. So a
+//! snapshot goes from the index at the pace of whoever writes it down, the index is held for a chunk at a time, and
+//! [`Restore`](super::Restore) takes chunk after chunk: neither side ever holds the whole of a snapshot as bytes.
 //! A snapshot is the index as it stands, run by run and page by page, stale holds, stubs and free numbers included, so
 //! that a replica that restored it goes on exactly as the one that wrote it; only the table is built anew, and
 //! every count and digest is computed again from the blocks, never believed. Each chunk has a checksum
 //! and the last one the digest of the state: chunks that are not whole are refused, never read in part.
 //! Not here: reading (`restore.rs`), files, and the log position a snapshot stands for (the router keeps both).
 
+use std::ops::Range;
+use std::sync::Arc;
+
+use smallvec::SmallVec;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::Index;
 use super::bytes::{CodecError, put_number};
 use super::codec::{put_pin, put_record};
 use super::directives::Directives;
+use super::images::Images;
 use super::nodes::{NodeState, Nodes};
-use super::pages::Pages;
-use super::run::{Before, Run, Runs};
+use super::pages::{PAGE_BLOCKS, Page, Pages};
+use super::run::{Before, Run};
 
 /// Format of the chunks that this release writes and reads; whoever keeps them keeps this number with them.
-pub const SNAPSHOT_FORMAT: u32 = 5;
-/// A chunk of runs ends when it has this many bytes: a message that no transport minds, encoded in well
-/// under a millisecond. The chunk of pins and nodes may be longer.
-pub const SNAPSHOT_CHUNK_BYTES: usize = 256 * 1024;
+pub const SNAPSHOT_FORMAT: u32 = 6;
+/// A chunk of runs ends when it has this many bytes: a message that no transport minds, encoded in a tenth of a
+/// millisecond or two, for which a writer may have to wait. A run is never cut in two, so one that thousands of nodes
+/// hold in many stretches makes a longer chunk, and a longer wait; so may pins and nodes, for which nobody waits.
+pub const SNAPSHOT_CHUNK_BYTES: usize = 64 * 1024;
+/// Pages that one look for stubs goes through: no longer than a chunk of runs takes.
+const LOOK_PAGES: u32 = if cfg!(test) { 3 } else { 4_096 };
 /// Checksum at the end of each chunk.
 pub(super) const CHECK_BYTES: usize = 8;
 
@@ -68,20 +77,39 @@ pub enum SnapshotError {
     Invalid(#[from] CodecError),
 }
 
-/// An index as it was at one moment. Cheap to make, and to keep while it is being encoded.
-#[derive(Clone, Debug)]
-pub struct Frozen {
+/// The index that a cursor is of was replaced, or another snapshot of it was begun, or this one was ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the index was replaced, or a later snapshot of it was begun: begin again")]
+pub struct Superseded;
+
+/// How far a snapshot was written down that [`Index::begin_snapshot`] began. In this order: [`head`](Self::head),
+/// what [`Index::snapshot_chunk`] gives until all [is read](Self::is_read), and [`end`](Self::end).
+#[derive(Debug)]
+pub struct SnapshotCursor {
+    /// Which snapshot.
+    token: Arc<()>,
     nodes: Nodes,
     directives: Directives,
-    pages: Pages,
-    runs: Runs,
+    sweep_at: u32,
+    births: u16,
     /// Listed blocks.
     blocks: u64,
     /// Entries of the table.
     entries: u64,
-    /// Anchors that list nothing.
-    stubs: u32,
-    sweep_at: u32,
+    /// Number of the next chunk.
+    number: u64,
+    /// Runs that were not written yet.
+    runs: Range<u32>,
+    stubs: Stubs,
+    /// See [`SNAPSHOT_CHUNK_BYTES`].
+    pub(super) chunk_bytes: usize,
+}
+
+/// What pages and runs were, which no snapshot needs any more. Freeing it may take some milliseconds.
+#[derive(Debug)]
+pub struct SnapshotImages {
+    _pages: Option<Box<Images<Page>>>,
+    _runs: Option<Box<Images<Run>>>,
 }
 
 /// Checks the number that was kept with some chunks.
@@ -103,20 +131,83 @@ pub fn is_whole_chunk(chunk: &[u8]) -> bool {
 }
 
 impl Index {
-    /// The index as it is now, for [`Frozen::chunks`]. Costs O(nodes + pins), and one reference per
-    /// 248 blocks and per 16 runs.
+    /// Looks at what a snapshot of the index as it is now has besides pages and runs. Costs O(nodes + pins). The
+    /// cursor is of use from [`Index::begin_snapshot`] on, and nothing may be applied between the two.
     #[must_use]
-    pub fn freeze(&self) -> Frozen {
-        Frozen {
+    pub fn prepare_snapshot(&self) -> SnapshotCursor {
+        SnapshotCursor {
+            token: Arc::new(()),
             nodes: self.nodes.clone(),
             directives: self.directives.clone(),
-            pages: self.store.pages.clone(),
-            runs: self.store.runs.frozen(),
+            sweep_at: self.store.sweep_at,
+            births: self.store.runs.births,
             blocks: self.store.places.len(),
             entries: self.store.places.entries(),
-            stubs: self.store.places.stubs(),
-            sweep_at: self.store.sweep_at,
+            number: 1,
+            runs: 0..self.store.runs.used(),
+            stubs: Stubs { left: self.store.places.stubs(), page: 0, found: Vec::new() },
+            chunk_bytes: SNAPSHOT_CHUNK_BYTES,
         }
+    }
+
+    /// Begins the snapshot that was prepared; an earlier one is superseded. Costs a word per 2,048 blocks and per 256
+    /// runs. Until [`Index::end_snapshot`] every page and every run that is written is kept as it was, once.
+    pub fn begin_snapshot(&mut self, cursor: &SnapshotCursor) {
+        debug_assert_eq!(
+            (cursor.blocks, cursor.births, cursor.runs.end),
+            (self.store.places.len(), self.store.runs.births, self.store.runs.used()),
+            "something was applied since the snapshot was prepared"
+        );
+        self.snapshot = Some(Arc::clone(&cursor.token));
+        self.store.pages.begin_images();
+        self.store.runs.begin_images();
+    }
+
+    /// The next chunk, encoded now, or nothing when one look did not find all of it: until the cursor says that all is
+    /// read.
+    ///
+    /// # Errors
+    /// [`Superseded`].
+    pub fn snapshot_chunk(&self, cursor: &mut SnapshotCursor) -> Result<Option<Vec<u8>>, Superseded> {
+        if !self.is_making(cursor) {
+            return Err(Superseded);
+        }
+        let pages = &self.store.pages;
+        if cursor.is_read() {
+            return Ok(None);
+        }
+        if cursor.runs.is_empty() {
+            return Ok(cursor.look_for_stubs(pages));
+        }
+        let mut out = begun(RUNS, cursor.number);
+        put_number(&mut out, cursor.runs.start.into());
+        while out.len() < cursor.chunk_bytes
+            && let Some(run) = cursor.runs.next()
+        {
+            put_run(self.store.runs.then(run), pages, &mut out);
+        }
+        cursor.number += 1;
+        Ok(Some(sealed(out)))
+    }
+
+    /// Keeps nothing more for this snapshot, whether it was read to its end or not; one that is superseded has nothing
+    /// any more.
+    pub fn end_snapshot(&mut self, cursor: &SnapshotCursor) -> SnapshotImages {
+        if !self.is_making(cursor) {
+            return SnapshotImages { _pages: None, _runs: None };
+        }
+        self.snapshot = None;
+        SnapshotImages { _pages: self.store.pages.end_images(), _runs: self.store.runs.end_images() }
+    }
+
+    /// Whether a snapshot was begun and not ended.
+    #[must_use]
+    pub fn keeps_images(&self) -> bool {
+        self.snapshot.is_some()
+    }
+
+    fn is_making(&self, cursor: &SnapshotCursor) -> bool {
+        self.snapshot.as_ref().is_some_and(|token| Arc::ptr_eq(token, &cursor.token))
     }
 
     /// Sixteen bytes that are equal on two replicas exactly when their logical states are (up to
@@ -141,71 +232,79 @@ fn digest(nodes: &Nodes, directives: &Directives) -> [u8; 16] {
     std::array::from_fn(|position| full.as_bytes()[position])
 }
 
-impl Frozen {
-    /// Digest of the state, see [`Index::digest`].
-    #[must_use]
-    pub fn digest(&self) -> [u8; 16] {
-        digest(&self.nodes, &self.directives)
-    }
-
-    /// The chunks of the snapshot, one by one, each encoded when it is asked for.
-    pub fn chunks(self) -> impl Iterator<Item = Vec<u8>> {
-        let stubs = Stubs { left: self.stubs, chunk: 0 };
-        let mut chunks = Chunks { frozen: self, number: 0, run: 0, stubs, stage: HEAD };
-        std::iter::from_fn(move || chunks.next_chunk())
-    }
-}
-
-/// Where encoding stands.
-struct Chunks {
-    frozen: Frozen,
-    number: u64,
-    run: u32,
-    stubs: Stubs,
-    stage: u8,
-}
-
-/// Which stubs were not encoded yet.
+/// Which stubs were not written yet.
+#[derive(Debug)]
 struct Stubs {
     /// How many: mostly none, and then no page is read to see that.
     left: u32,
-    /// Chunk of pages to look for them in next.
-    chunk: usize,
+    /// Page to look at next.
+    page: u32,
+    /// The chunk that those are in that were found.
+    found: Vec<u8>,
 }
 
-impl Chunks {
-    fn next_chunk(&mut self) -> Option<Vec<u8>> {
-        let frozen = &self.frozen;
-        let mut out = vec![self.stage];
-        put_number(&mut out, self.number);
-        match self.stage {
-            HEAD => {
-                put_head(frozen, &mut out);
-                self.stage = RUNS;
-            }
-            RUNS if self.run < frozen.runs.used() => {
-                put_number(&mut out, self.run.into());
-                while out.len() < SNAPSHOT_CHUNK_BYTES && self.run < frozen.runs.used() {
-                    put_run(frozen.runs.get(self.run), &frozen.pages, &mut out);
-                    self.run += 1;
-                }
-            }
-            RUNS | STUBS if put_stubs(&frozen.pages, &mut self.stubs, &mut out) => {
-                out[0] = STUBS;
-                self.stage = STUBS;
-            }
-            RUNS | STUBS => {
-                out[0] = END;
-                out.extend_from_slice(&frozen.digest());
-                self.stage = END;
-            }
-            _ => return None,
-        }
-        let check = xxh3_64(&out);
-        out.extend_from_slice(&check.to_le_bytes());
-        self.number += 1;
-        Some(out)
+impl SnapshotCursor {
+    /// The first chunk: nodes, directives and counts. Long when there are many, and no index is needed for it.
+    #[must_use]
+    pub fn head(&self) -> Vec<u8> {
+        let mut out = begun(HEAD, 0);
+        put_head(self, &mut out);
+        sealed(out)
     }
+
+    /// Whether only the end is missing.
+    #[must_use]
+    pub fn is_read(&self) -> bool {
+        self.runs.is_empty() && self.stubs.left == 0
+    }
+
+    /// The last chunk.
+    #[must_use]
+    pub fn end(&self) -> Vec<u8> {
+        let mut out = begun(END, self.number);
+        out.extend_from_slice(&digest(&self.nodes, &self.directives));
+        sealed(out)
+    }
+
+    /// Goes through some pages for anchors that list nothing, each of which is written with its octet.
+    fn look_for_stubs(&mut self, pages: &Pages) -> Option<Vec<u8>> {
+        let Stubs { left, page, found } = &mut self.stubs;
+        if found.is_empty() {
+            *found = begun(STUBS, self.number);
+        }
+        let end = pages.numbers_then().min(*page + LOOK_PAGES);
+        while *left > 0 && *page < end && found.len() < self.chunk_bytes {
+            if let Some(stub) = pages.then(*page).filter(|page| page.is_stub()) {
+                put_number(found, (*page).into());
+                put_octet(found, stub.octet());
+                *left -= 1;
+            }
+            *page += 1;
+        }
+        if *page == pages.numbers_then() {
+            debug_assert_eq!(*left, 0, "stubs that were counted are not there");
+            *left = 0;
+        }
+        if *left > 0 && found.len() < self.chunk_bytes {
+            return None;
+        }
+        self.number += 1;
+        Some(sealed(std::mem::take(found)))
+    }
+}
+
+/// A chunk with nothing in it yet.
+fn begun(kind: u8, number: u64) -> Vec<u8> {
+    let mut out = vec![kind];
+    put_number(&mut out, number);
+    out
+}
+
+/// A chunk with its checksum.
+fn sealed(mut out: Vec<u8>) -> Vec<u8> {
+    let check = xxh3_64(&out);
+    out.extend_from_slice(&check.to_le_bytes());
+    out
 }
 
 fn put_epochs(nodes: &Nodes, out: &mut Vec<u8>) {
@@ -233,8 +332,8 @@ fn put_directives(directives: &Directives, out: &mut Vec<u8>) {
     }
 }
 
-fn put_head(frozen: &Frozen, out: &mut Vec<u8>) {
-    let nodes = &frozen.nodes;
+fn put_head(cursor: &SnapshotCursor, out: &mut Vec<u8>) {
+    let nodes = &cursor.nodes;
     put_epochs(nodes, out);
     put_number(out, nodes.slots.len() as u64);
     for (slot, incarnation) in nodes.slots.iter().zip(&nodes.incarnations) {
@@ -248,12 +347,12 @@ fn put_head(frozen: &Frozen, out: &mut Vec<u8>) {
     for slot in &nodes.free {
         put_number(out, (*slot).into());
     }
-    put_directives(&frozen.directives, out);
-    put_number(out, frozen.sweep_at.into());
-    put_number(out, frozen.runs.births.into());
-    put_number(out, frozen.blocks);
-    put_number(out, frozen.entries);
-    put_number(out, frozen.runs.used().into());
+    put_directives(&cursor.directives, out);
+    put_number(out, cursor.sweep_at.into());
+    put_number(out, cursor.births.into());
+    put_number(out, cursor.blocks);
+    put_number(out, cursor.entries);
+    put_number(out, cursor.runs.end.into());
 }
 
 fn put_settings(out: &mut Vec<u8>, settings: impl ExactSizeIterator<Item = (u32, u64)>) {
@@ -262,23 +361,6 @@ fn put_settings(out: &mut Vec<u8>, settings: impl ExactSizeIterator<Item = (u32,
         put_number(out, key.into());
         put_number(out, value);
     }
-}
-
-/// Anchors that list nothing, chunk of pages by chunk, each with its octet; answers whether there was one.
-fn put_stubs(pages: &Pages, at: &mut Stubs, out: &mut Vec<u8>) -> bool {
-    let before = out.len();
-    while at.left > 0
-        && out.len() < SNAPSHOT_CHUNK_BYTES
-        && let Some(stubs) = pages.stubs(at.chunk)
-    {
-        for stub in stubs {
-            put_number(out, stub.into());
-            put_octet(out, pages.octet(stub));
-            at.left = at.left.saturating_sub(1);
-        }
-        at.chunk += 1;
-    }
-    out.len() > before
 }
 
 fn put_octet(out: &mut Vec<u8>, octet: u64) {
@@ -292,8 +374,16 @@ fn put_run(run: &Run, pages: &Pages, out: &mut Vec<u8>) {
     if run.end() == 0 {
         return;
     }
-    for page in run.pages() {
-        put_number(out, page.map_or(0, |page| 1 + 2 * u64::from(page) + u64::from(pages.is_anchor(page))));
+    // They lie here and there: all are asked for before the first is read.
+    let page = |number: u32| pages.then(number).inspect(|page| page.prefetch());
+    let there: SmallVec<[Option<&Page>; 64]> = run.pages().map(|number| page(number?)).collect();
+    debug_assert!(
+        run.pages().zip(&there).all(|(number, page)| number.is_some() == page.is_some()),
+        "a page of a run is not there"
+    );
+    for (number, page) in run.pages().zip(&there) {
+        let is_anchor = page.is_some_and(Page::is_anchor);
+        put_number(out, number.map_or(0, |number| 1 + 2 * u64::from(number) + u64::from(is_anchor)));
     }
     let Before { run: before, offset, born } = run.before;
     put_number(out, before.into());
@@ -308,20 +398,16 @@ fn put_run(run: &Run, pages: &Pages, out: &mut Vec<u8>) {
         put_number(out, (hold.to - hold.from).into());
         out.push(hold.tiers.bits());
     }
-    let is_head = |offset: &u32| {
-        let place = run.place(*offset);
-        place.is_some_and(|place| pages.heads(place.page()) & 1 << place.slot() != 0)
-    };
-    let heads: Vec<u32> = (run.start()..run.end()).filter(is_head).collect();
-    put_number(out, heads.len() as u64);
-    for offset in heads {
-        put_number(out, offset.into());
+    let pages =
+        || (0..).step_by(PAGE_BLOCKS as usize).zip(&there).filter_map(|(at, page)| Some((at, (*page)?)));
+    put_number(out, pages().map(|(_, page)| u64::from(page.heads().count_ones())).sum());
+    for (first, page) in pages() {
+        let heads = (0..PAGE_BLOCKS).filter(|slot| page.heads() & 1 << slot != 0);
+        heads.for_each(|slot| put_number(out, u64::from(first + slot)));
     }
-    for offset in run.start()..run.end() {
-        let Some(place) = run.place(offset) else { continue };
-        if offset == run.start() || place.slot() == 0 {
-            put_octet(out, pages.octet(place.page()));
-        }
-        out.extend_from_slice(&pages.hash(place).0[OCTET_BYTES..]);
+    for (first, page) in pages() {
+        let slots = run.start().saturating_sub(first)..run.end().saturating_sub(first).min(PAGE_BLOCKS);
+        put_octet(out, page.octet());
+        out.extend_from_slice(page.own_bytes(slots));
     }
 }

@@ -18,7 +18,7 @@ use super::SnapshotMeta;
 use super::snapshot_file::{ChunkError, Frames, Stored, Writer, Written};
 
 /// Chunks that wait for the disk while the index is being restored from later ones.
-const CHUNKS_WAITING_MAX: usize = 8;
+const CHUNKS_WAITING_MAX: usize = 32;
 
 /// Why an incoming snapshot is refused.
 #[derive(Debug, thiserror::Error)]

@@ -15,6 +15,7 @@ pub(crate) mod handle;
 pub(crate) mod intake;
 pub(crate) mod log;
 pub(crate) mod log_store;
+mod making;
 pub(crate) mod network;
 #[cfg(feature = "probe")]
 pub(crate) mod probe;

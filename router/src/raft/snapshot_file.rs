@@ -34,12 +34,12 @@ const CRC_AT: usize = 20;
 /// Longest head: a membership of thousands of routers.
 const HEAD_BYTES_MAX: u32 = 16 << 20;
 
-/// Longest chunk: runs end a chunk at 256 KiB, and what stands in one piece (all nodes and pins at the limits of
+/// Longest chunk: runs end a chunk at 64 KiB, and what stands in one piece (all nodes and pins at the limits of
 /// an index, one run that thousands hold in shreds) stays below this. It bounds what a forged length can cost.
 pub(crate) const CHUNK_BYTES_MAX: u32 = 256 << 20;
 
 /// Bytes read at once.
-const READ_BYTES: usize = 2 * SNAPSHOT_CHUNK_BYTES;
+const READ_BYTES: usize = 8 * SNAPSHOT_CHUNK_BYTES;
 
 /// Bytes after which a file that is being written is pushed to the disk, so that the sync at the end waits for
 /// little.

@@ -15,9 +15,10 @@ use kv_core::index::Index;
 use kv_core::index::command::{Announcement, Applied, Change, Command};
 use openraft::OptionalSend;
 use openraft::storage::{ApplyResponder, EntryResponder, RaftSnapshotBuilder, RaftStateMachine};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::intake::{Intake, Received};
+use super::making::Making;
 use super::repair::Entries;
 use super::snapshot_file::{self, ChunkError, SnapshotFileError, Stored, Written};
 use super::{Answer, Entry, LogId, Payload, Proposal, Snapshot, SnapshotMeta, StoredMembership, TypeConfig};
@@ -51,6 +52,8 @@ pub(crate) struct StateMachine {
     intake: Intake,
     /// The current snapshot. Held while a file takes its name, never while one is written.
     current: Arc<Mutex<Option<Arc<Stored>>>>,
+    /// Held while a snapshot is made: an index keeps what it was for one at a time.
+    building: Arc<Mutex<()>>,
     /// Counts repairs: a snapshot that was begun before one is of the state that was wrong.
     repairs: Arc<AtomicU64>,
     /// Whether a repair needs the log as long as it is: the log is cut where openraft's snapshots are.
@@ -79,8 +82,8 @@ impl StateMachine {
         };
         let current = Arc::new(Mutex::new(stored.map(Arc::new)));
         let published = Arc::new(Published::new(replica));
-        let (repairs, keeps_log) = Default::default();
-        Ok(StateMachine { published, intake, current, repairs, keeps_log })
+        let (building, repairs, keeps_log) = Default::default();
+        Ok(StateMachine { published, intake, current, building, repairs, keeps_log })
     }
 
     /// Starts from nothing.
@@ -88,8 +91,8 @@ impl StateMachine {
         let index = Index::new(intake.limits());
         let replica = Replica { index, applied: None, membership: StoredMembership::default() };
         let published = Arc::new(Published::new(replica));
-        let (current, repairs, keeps_log) = Default::default();
-        StateMachine { published, intake, current, repairs, keeps_log }
+        let (current, building, repairs, keeps_log) = Default::default();
+        StateMachine { published, intake, current, building, repairs, keeps_log }
     }
 
     /// What readers see.
@@ -104,17 +107,18 @@ impl StateMachine {
 
     /// Makes the index as it is now the current snapshot on disk. Blocking.
     ///
-    /// Entries wait for some microseconds while the index is frozen, not while it is written down: a frozen
-    /// index shares its blocks with the living one.
+    /// Entries go on being applied while it is written down, see `making.rs`; another one that is to be made waits.
     pub(crate) fn build(&self) -> io::Result<Snapshot> {
+        self.build_alone(&self.building.lock())
+    }
+
+    fn build_alone(&self, _only_one: &MutexGuard<'_, ()>) -> io::Result<Snapshot> {
         loop {
-            let (repairs, frozen, last_log_id, last_membership) = self.published.whole(|replica| {
-                let Replica { index, applied, membership } = replica;
-                (self.repairs.load(Ordering::Acquire), index.freeze(), *applied, membership.clone())
-            });
-            let mut writer = self.intake.writer(SnapshotMeta { last_log_id, last_membership })?;
-            for chunk in frozen.chunks() {
-                writer.chunk(&chunk)?;
+            let (making, meta, repairs) =
+                Making::begin(&self.published, |_| self.repairs.load(Ordering::Acquire));
+            let mut writer = self.intake.writer(meta)?;
+            if !making.write(&mut writer)? {
+                continue;
             }
             let written = writer.finish()?;
             let mut current = self.current.lock();
@@ -208,13 +212,21 @@ impl StateMachine {
         if !current.is_damaged() {
             return Ok(Some(snapshot(current)));
         }
+        let only_one = self.building.lock();
         let path = snapshot_file::path_of(&self.intake.directory, self.intake.group);
-        let aside = snapshot_file::set_aside(&path)?;
+        let aside = {
+            let now = self.current.lock();
+            // Another one may have taken its name while this waited.
+            if let Some(now) = now.as_ref().filter(|now| !Arc::ptr_eq(now, &current)) {
+                return Ok(Some(snapshot(Arc::clone(now))));
+            }
+            snapshot_file::set_aside(&path)?
+        };
         tracing::error!(
             group = self.intake.group, path = %path.display(), aside = %aside.display(),
             "the snapshot was damaged on disk and set aside; it is made anew from the index. Check the disk"
         );
-        self.build().map(Some)
+        self.build_alone(&only_one).map(Some)
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! A writer takes the lock for a slice of an entry at a time, small enough that a reader that waits for it
 //! waits less than a millisecond; between two slices of an entry readers see part of it, which is a state that
-//! each node was in. Who needs whole entries (a snapshot, a digest to compare) reads through [`Published::whole`].
+//! each node was in. Who needs whole entries reads through [`Published::whole`] (a digest to compare), or comes through
+//! [`Published::pause`] (a snapshot).
 //! Not here: what a slice is (`crate::raft::state_machine`).
 
 use std::collections::VecDeque;
@@ -74,8 +75,12 @@ impl Published {
     /// Runs `look` on the replica between two entries. No entry is applied meanwhile, so it must be short, or
     /// rare.
     pub(crate) fn whole<T>(&self, look: impl FnOnce(&Replica) -> T) -> T {
-        let _no_entry = self.entry.lock();
-        look(&self.replica.read())
+        self.pause().look(look)
+    }
+
+    /// Holds back the next entry.
+    pub(crate) fn pause(&self) -> Pause<'_> {
+        Pause { published: self, _no_entry: self.entry.lock() }
     }
 
     /// The replica, when nobody reads it any more.
@@ -112,6 +117,24 @@ impl Published {
     /// Wakes whenever an entry was published.
     pub(crate) fn changes(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
+    }
+}
+
+/// The replica between two entries. No entry is applied while this lives, so it must be short, or rare.
+pub(crate) struct Pause<'a> {
+    published: &'a Published,
+    _no_entry: MutexGuard<'a, ()>,
+}
+
+impl Pause<'_> {
+    /// Looks at the replica; so may others meanwhile.
+    pub(crate) fn look<T>(&self, look: impl FnOnce(&Replica) -> T) -> T {
+        look(&self.published.replica.read())
+    }
+
+    /// Changes what the log does not know of. Everybody waits meanwhile.
+    pub(crate) fn change<T>(&self, change: impl FnOnce(&mut Replica) -> T) -> T {
+        change(&mut self.published.replica.write())
     }
 }
 

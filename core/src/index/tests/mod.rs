@@ -8,6 +8,8 @@
 #[cfg(test)]
 mod announce;
 #[cfg(test)]
+mod beside;
+#[cfg(test)]
 mod codec;
 #[cfg(test)]
 mod components;
@@ -46,12 +48,20 @@ const MAGIC: [u8; 8] = *b"kvfindex";
 /// Snapshots in one piece, which only tests want: magic, format, then each chunk after its length.
 impl Index {
     fn snapshot(&self) -> Vec<u8> {
-        let mut out = [&MAGIC[..], &SNAPSHOT_FORMAT.to_le_bytes()].concat();
-        for chunk in self.freeze().chunks() {
-            out.extend_from_slice(&(chunk.len() as u32).to_le_bytes());
-            out.extend_from_slice(&chunk);
+        in_one_piece(self.snapshot_chunks())
+    }
+
+    /// The chunks of a snapshot that nobody writes beside.
+    fn snapshot_chunks(&self) -> Vec<Vec<u8>> {
+        let mut index = self.clone();
+        let mut cursor = index.prepare_snapshot();
+        index.begin_snapshot(&cursor);
+        let mut chunks = vec![cursor.head()];
+        while !cursor.is_read() {
+            chunks.extend(index.snapshot_chunk(&mut cursor).unwrap());
         }
-        out
+        chunks.push(cursor.end());
+        chunks
     }
 
     fn restore(bytes: &[u8], limits: IndexLimits) -> Result<Index, SnapshotError> {
@@ -66,6 +76,15 @@ impl Index {
         }
         restore.finish()
     }
+}
+
+fn in_one_piece(chunks: Vec<Vec<u8>>) -> Vec<u8> {
+    let mut out = [&MAGIC[..], &SNAPSHOT_FORMAT.to_le_bytes()].concat();
+    for chunk in chunks {
+        out.extend_from_slice(&(chunk.len() as u32).to_le_bytes());
+        out.extend_from_slice(&chunk);
+    }
+    out
 }
 
 /// A hash that keeps to no layout but the root, which is the same for all; numbers order as hashes do not, so that

@@ -16,7 +16,7 @@ impl Store {
 
     /// How many stubs there are, pages of runs that are no anchors, and runs that begin in the middle of an octet.
     pub(in crate::index) fn odd_octets(&self) -> (usize, usize, usize) {
-        let stubs = (0..).map_while(|chunk| self.pages.stubs(chunk)).flatten().count();
+        let stubs = self.pages.stubs().count();
         let runs = || (0..self.runs.used()).map(|number| self.runs.get(number));
         let pages = runs().flat_map(|run| run.pages().flatten());
         let apart = pages.filter(|page| !self.pages.is_anchor(*page)).count();
@@ -89,7 +89,7 @@ impl Store {
                 blocks_apart += u64::from(self.pages.live(*page).count_ones());
             }
         }
-        let stubs: Vec<u32> = (0..).map_while(|chunk| self.pages.stubs(chunk)).flatten().collect();
+        let stubs: Vec<u32> = self.pages.stubs().collect();
         assert_eq!(self.places.stubs() as usize, stubs.len());
         for stub in &stubs {
             assert!(self.pages.is_anchor(*stub), "page {stub} lists nothing and is no anchor");

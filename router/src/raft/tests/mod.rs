@@ -4,6 +4,7 @@
 mod damage;
 mod full_disk;
 mod log_files;
+mod making;
 mod parts;
 mod recover;
 mod repair;

@@ -22,7 +22,7 @@ use super::snapshots::{GROUP, filled, stored};
 const NEVER: Duration = Duration::from_secs(600);
 
 /// Three chunks of runs.
-const BLOCKS: u64 = 56_000;
+const BLOCKS: u64 = 14_000;
 
 async fn sent(stored: &Arc<Stored>) -> Vec<pb::SnapshotPart> {
     let envelope = Envelope { cluster: Arc::new(Cluster { name: "test".into(), shards: 2 }), group: GROUP };

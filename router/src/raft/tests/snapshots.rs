@@ -19,7 +19,7 @@ use super::{entry, intake, log_id};
 /// The group whose snapshot it is.
 pub(super) const GROUP: u16 = 1;
 
-fn open(directory: &Path) -> Result<StateMachine, SnapshotFileError> {
+pub(super) fn open(directory: &Path) -> Result<StateMachine, SnapshotFileError> {
     StateMachine::open(intake(directory, GROUP))
 }
 
@@ -66,7 +66,16 @@ pub(super) async fn filled(directory: &Path, blocks: u64) -> (StateMachine, u64)
     (machine, last)
 }
 
-fn digest(machine: &StateMachine) -> [u8; 16] {
+/// The node announces, as this entry, that it has nothing any more.
+pub(super) async fn clear(machine: &mut StateMachine, index: u64) {
+    let next = machine.published().read().index.next_seq(NodeId(1));
+    let (epoch, seq) = next.unwrap();
+    let changes = vec![Change::Cleared];
+    let announcement = Announcement { node: NodeId(1), epoch, seq, changes };
+    apply(machine, [command(index, &Command::Announce(vec![announcement]))]).await;
+}
+
+pub(super) fn digest(machine: &StateMachine) -> [u8; 16] {
     machine.published().read().index.digest()
 }
 

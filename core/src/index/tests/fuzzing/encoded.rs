@@ -61,7 +61,7 @@ pub(super) fn snapshot(data: &[u8]) -> Verdict {
         rest = left;
     }
     let Ok(mut index) = restore.finish() else { return Ok(()) };
-    let chunks: Vec<Vec<u8>> = index.freeze().chunks().map(|chunk| chunk.to_vec()).collect();
+    let chunks = index.snapshot_chunks();
     if chunks != pushed {
         return Err(format!("what was restored is written as {chunks:02x?}"));
     }
@@ -131,7 +131,7 @@ pub(super) fn snapshot_seeds() -> Vec<Vec<u8>> {
     }
     let written = |index: &Index| {
         let mut out = vec![1];
-        for chunk in index.freeze().chunks() {
+        for chunk in index.snapshot_chunks() {
             out.extend_from_slice(&(chunk.len() as u16).to_le_bytes());
             out.extend_from_slice(&chunk);
         }
