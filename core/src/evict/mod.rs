@@ -28,6 +28,11 @@ pub struct BlockTraits {
     pub offset_blocks: u32,
     /// Stored size in bytes.
     pub bytes: u32,
+    /// Whether it is the last block of the request and only partly filled: no longer prompt goes through it.
+    pub is_partial: bool,
+    /// Equal for the same block whenever it is resident, for policies that remember what left
+    /// ([`BlockHash::fingerprint`](crate::id::BlockHash::fingerprint)). Two blocks may have the same one.
+    pub fingerprint: u64,
 }
 
 /// An eviction policy over the blocks resident in one tier.

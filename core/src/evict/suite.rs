@@ -24,10 +24,13 @@ enum Act {
 }
 
 fn any_traits() -> impl Strategy<Value = BlockTraits> {
-    (0..7_u8, 0..12_u8, 0..20_u32).prop_map(|(kind, turn, offset_blocks)| BlockTraits {
+    let fields = (0..7_u8, 0..12_u8, 0..20_u32, any::<bool>(), 0..96_u64);
+    fields.prop_map(|(kind, turn, offset_blocks, is_partial, fingerprint)| BlockTraits {
         category: Category { kind: RequestKind::from_u8(kind), turn },
         offset_blocks,
         bytes: 4096,
+        is_partial,
+        fingerprint,
     })
 }
 

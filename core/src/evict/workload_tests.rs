@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 const SECOND: u64 = 1_000_000;
 
 fn traits(kind: RequestKind, turn: u8, offset_blocks: u32) -> BlockTraits {
-    BlockTraits { category: Category { kind, turn }, offset_blocks, bytes: 1 }
+    BlockTraits { category: Category { kind, turn }, offset_blocks, ..BlockTraits::default() }
 }
 
 fn text(offset_blocks: u32) -> BlockTraits {

@@ -62,7 +62,14 @@ impl Book {
         let mut answers = Vec::with_capacity(offer.hashes.len());
         for (&hash, position) in offer.hashes.iter().zip(0u32..) {
             let offset_blocks = offer.first_offset_blocks.saturating_add(position);
-            let traits = BlockTraits { category: asker.category, offset_blocks, bytes: offer.charge.frame };
+            let traits = BlockTraits {
+                category: asker.category,
+                offset_blocks,
+                bytes: offer.charge.frame,
+                // Only whole blocks are saved.
+                is_partial: false,
+                fingerprint: hash.fingerprint(),
+            };
             let meta = Meta { hash, parent, tenant: asker.tenant, traits, charge: offer.charge };
             answers.push(self.offer_block(asker, meta, &mut refused, now));
             parent = Some(hash);

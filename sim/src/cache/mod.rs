@@ -156,7 +156,20 @@ impl Cache {
 
 fn traits(request: &Request, offset: usize) -> BlockTraits {
     let offset_blocks = u32::try_from(offset).unwrap_or(u32::MAX);
-    BlockTraits { category: request.category, offset_blocks, bytes: 1 }
+    let is_last = offset + 1 == request.blocks.len();
+    BlockTraits {
+        category: request.category,
+        offset_blocks,
+        bytes: 1,
+        is_partial: is_last && !request.input_tokens.is_multiple_of(request.block_tokens.max(1)),
+        fingerprint: mixed(request.blocks[offset]),
+    }
+}
+
+/// Ids are often small numbers in a row; a fingerprint is spread over all its bits as a hash is.
+fn mixed(id: u64) -> u64 {
+    let id = (id ^ (id >> 32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (id ^ (id >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9) ^ (id >> 32)
 }
 
 /// Replays requests, in the order given, through one tier of `capacity_blocks` blocks.

@@ -102,9 +102,16 @@ impl SlotHeader {
             return Err("slot header does not match its checksum");
         }
         let category = Category { kind: RequestKind::from_u8(head[4]), turn: head[5] };
-        let traits = BlockTraits { category, offset_blocks: u32_at(head, 12), bytes: u32_at(head, 16) };
+        let hash = BlockHash(array_at(head, 32));
+        let traits = BlockTraits {
+            category,
+            offset_blocks: u32_at(head, 12),
+            bytes: u32_at(head, 16),
+            is_partial: false,
+            fingerprint: hash.fingerprint(),
+        };
         Ok(Some(SlotHeader {
-            hash: BlockHash(array_at(head, 32)),
+            hash,
             parent: (head[6] == 1).then(|| BlockHash(array_at(head, 48))),
             tenant: TenantId(u32_at(head, 8)),
             traits,
@@ -137,6 +144,8 @@ mod tests {
                 category: Category { kind: RequestKind::Agent, turn: 4 },
                 offset_blocks: 17,
                 bytes: 1234,
+                is_partial: false,
+                fingerprint: BlockHash([3; 16]).fingerprint(),
             },
             sequence: 88,
         }

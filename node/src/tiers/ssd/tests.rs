@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use kv_core::evict::BlockTraits;
-use kv_core::id::{Category, TenantId};
+use kv_core::id::TenantId;
 use kvfleet_errors_doc::says;
 use kvfleet_proto::frame::{KeyForm, seal};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
@@ -57,7 +57,8 @@ fn frame(number: u8) -> Bytes {
 
 fn header(number: u8) -> SlotHeader {
     let bytes = u32::try_from(frame(number).len()).unwrap();
-    let traits = BlockTraits { category: Category::default(), offset_blocks: u32::from(number), bytes };
+    let (offset_blocks, fingerprint) = (u32::from(number), hash(number).fingerprint());
+    let traits = BlockTraits { offset_blocks, bytes, fingerprint, ..BlockTraits::default() };
     SlotHeader { hash: hash(number), parent: None, tenant: TenantId(1), traits, sequence: 0 }
 }
 
