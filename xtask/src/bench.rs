@@ -17,7 +17,8 @@ use serde::Deserialize;
 #[derive(Args, Debug)]
 pub(crate) struct BenchArgs {
     /// Name of a bench; without one, their names and what they compare are listed. With --peers: index
-    /// (when nothing is named), growth, consensus, or all of these and the bench of snapshots.
+    /// (when nothing is named), growth, consensus (needs etcd: add `-- --install`), or all of these and the bench
+    /// of snapshots.
     #[arg(conflicts_with = "all")]
     name: Option<String>,
     /// Compare with indexes of others and with etcd (`benches/peers/`, built on first use, some minutes).
@@ -56,7 +57,8 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
     }
     match args.name.as_deref() {
         Some("all") => {
-            for name in ["index", "growth", "consensus"] {
+            // What needs a program that may be missing comes first: whoever has to install it hears so at once.
+            for name in ["consensus", "index", "growth"] {
                 with_peers(Some(name), &[&options[..], &args.options].concat())?;
             }
             show(&mut benches(&[vec!["snapshot".to_owned()], options].concat()))

@@ -104,6 +104,13 @@ impl Place {
         self.command_lines().into_iter().find_map(|(pid, line)| line.contains(&config).then_some(pid))
     }
 
+    /// What the process of this name has written into its log in a temporary cluster, so far.
+    pub(crate) fn log_of(&self, name: &str) -> String {
+        let clusters = self.leftovers();
+        let logs = clusters.iter().map(|cluster| cluster.join("logs").join(format!("{name}.log")));
+        logs.filter_map(|log| std::fs::read_to_string(log).ok()).collect()
+    }
+
     fn command_lines(&self) -> BTreeMap<i32, String> {
         let needle = self.dir.path().to_str().unwrap().to_owned();
         let entries = std::fs::read_dir("/proc").unwrap().flatten();
