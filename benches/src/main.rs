@@ -4,6 +4,7 @@
 //! Not here: the harness (`lib.rs`) and what each bench does (one file each beside this one).
 
 mod choose;
+mod frame;
 mod hash;
 mod index;
 mod snapshot;
@@ -39,6 +40,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "index", about: index::ABOUT, run: index::run },
     Bench { name: "hash", about: hash::ABOUT, run: hash::run },
     Bench { name: "snapshot", about: snapshot::ABOUT, run: snapshot::run },
+    Bench { name: "frame", about: frame::ABOUT, run: frame::run },
     Bench { name: "choose", about: choose::ABOUT, run: choose::run },
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },
 ];

@@ -11,6 +11,7 @@ pub mod cluster;
 pub mod config;
 pub mod connect;
 pub mod demo;
+pub mod inspect;
 pub mod instance;
 pub mod members;
 pub mod process;

@@ -4,9 +4,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use kvfleet::args::{Args, Command};
+use kvfleet::args::{Args, Command, NodeArgs, NodeCommand};
 use kvfleet::process::{Role, Stop, run as run_process};
-use kvfleet::{admin, demo, members, replay, report, status, trace, up};
+use kvfleet::{admin, demo, inspect, members, replay, report, status, trace, up};
 
 /// How long work that cannot be cancelled, such as reading a trace, may hold up the end.
 const LAST_WORK: Duration = Duration::from_secs(1);
@@ -51,7 +51,10 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
         Command::Router(args) => {
             run_process(Role::Router, &args.settings()).await.map(|()| ExitCode::SUCCESS)
         }
-        Command::Node(args) => run_process(Role::Node, &args).await.map(|()| ExitCode::SUCCESS),
+        Command::Node(NodeArgs { command: Some(NodeCommand::Inspect(args)), .. }) => {
+            inspect::run(&args).await.map(|()| ExitCode::SUCCESS)
+        }
+        Command::Node(args) => run_process(Role::Node, &args.process).await.map(|()| ExitCode::SUCCESS),
         Command::Instance(args) => run_process(Role::Instance, &args).await.map(|()| ExitCode::SUCCESS),
     }
 }

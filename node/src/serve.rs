@@ -311,14 +311,15 @@ impl Session {
         }
         // Parsed again: what the peer's fields claim is not what its bytes say.
         let parsed = Frame::parse(frame.bytes.clone());
-        if let Err(cause) = parsed.and_then(|parsed| parsed.verify(self.service.identity, hash)) {
-            tracing::warn!(%hash, %cause, "a saved frame is refused, check the instance that sent it");
-            return None;
-        }
         let waiting = tokio::time::timeout(SAVE_ROOM_WAIT, self.room(len));
         let mut slot = waiting.await.ok()?;
-        slot.copy_from_slice(&frame.bytes);
-        Some(slot.freeze())
+        match parsed.and_then(|parsed| parsed.verify_into(self.service.identity, hash, &mut slot)) {
+            Ok(()) => Some(slot.freeze()),
+            Err(cause) => {
+                tracing::warn!(%hash, %cause, "a saved frame is refused, check the instance that sent it");
+                None
+            }
+        }
     }
 
     async fn room(&self, len: usize) -> crate::arena::SlotMut {

@@ -8,13 +8,17 @@
 //! every byte. The first is for whoever passes a frame on, the second for whoever uses it.
 //! Not here: what to do about a bad frame (a miss, in `client/`), and where frames come from.
 
+use std::cmp::Ordering;
+
 use bytes::{Bytes, BytesMut};
 use kv_core::id::{BlockHash, IdentityDigest};
 
+mod copy;
 mod header;
 
 pub use header::{Need, parse_header};
 
+use copy::copy_crc32c;
 use header::{Header, SLICE_ENTRY_BYTES, header_len};
 
 /// First bytes of every frame.
@@ -138,11 +142,20 @@ pub fn seal(
     payload: &[u8],
 ) -> Result<Frame, FrameError> {
     let mut builder = FrameBuilder::new(identity, hash, key_form, slice_bytes)?;
-    if payload.len() != builder.payload_mut().len() {
+    let (mut to, mut from) = (builder.payload_mut(), payload);
+    if to.len() != from.len() {
         return Err(FrameError::Header("payload is not the sum of its slices"));
     }
-    builder.payload_mut().copy_from_slice(payload);
-    Ok(builder.seal())
+    let sums: Vec<u32> = slice_bytes
+        .iter()
+        .map(|bytes| {
+            let (slice, rest) = std::mem::take(&mut to).split_at_mut(*bytes as usize);
+            let (source, left) = from.split_at(*bytes as usize);
+            (to, from) = (rest, left);
+            copy_crc32c(slice, source)
+        })
+        .collect();
+    Ok(builder.seal_with(&sums))
 }
 
 /// A frame being made in place: fill [`FrameBuilder::payload_mut`], then [`FrameBuilder::seal`].
@@ -177,8 +190,20 @@ impl FrameBuilder {
 
     /// Writes header and checksums.
     #[must_use]
-    pub fn seal(mut self) -> Frame {
-        self.header.write(&self.slice_bytes, &mut self.bytes);
+    pub fn seal(self) -> Frame {
+        let mut payload = &self.bytes[header_len(self.slice_bytes.len())..];
+        let sums = self.slice_bytes.iter().map(|bytes| {
+            let (slice, rest) = payload.split_at(*bytes as usize);
+            payload = rest;
+            crc32c::crc32c(slice)
+        });
+        let sums: Vec<u32> = sums.collect();
+        self.seal_with(&sums)
+    }
+
+    /// Writes the header with the checksums of the slices, of which there is one each.
+    fn seal_with(mut self, sums: &[u32]) -> Frame {
+        self.header.write(&self.slice_bytes, sums, &mut self.bytes);
         Frame { bytes: self.bytes.freeze(), identity: self.header.identity, hash: self.header.hash }
     }
 }
@@ -203,6 +228,44 @@ impl Frame {
     /// # Errors
     /// Names the first thing that differs.
     pub fn verify(&self, identity: IdentityDigest, hash: BlockHash) -> Result<(), FrameError> {
+        self.verify_claims(identity, hash)?;
+        self.verify_bytes()
+    }
+
+    /// The same while the whole frame is copied to `to`, so that its bytes come from memory once. After an error
+    /// what is there is of no use.
+    ///
+    /// # Errors
+    /// As [`Self::verify`]; and when `to` has another length than the frame.
+    pub fn verify_into(
+        &self,
+        identity: IdentityDigest,
+        hash: BlockHash,
+        to: &mut [u8],
+    ) -> Result<(), FrameError> {
+        self.verify_claims(identity, hash)?;
+        let header = header_len(self.slice_count());
+        let needed = header::entries(&self.bytes).last().map_or(header, |last| last.range().end);
+        // Bytes that no slice covers would stay what they were in `to`.
+        for got in [self.bytes.len(), to.len()] {
+            match got.cmp(&needed) {
+                Ordering::Less => return Err(FrameError::Cut { got, needed }),
+                Ordering::Equal => {}
+                Ordering::Greater => return Err(FrameError::Trailing { needed, extra: got - needed }),
+            }
+        }
+        to[..header].copy_from_slice(&self.bytes[..header]);
+        for (layer, entry) in header::entries(&self.bytes).enumerate() {
+            let places = self.bytes.get(entry.range()).zip(to.get_mut(entry.range()));
+            let (from, to) = places.ok_or(FrameError::SliceChecksum { layer })?;
+            if copy_crc32c(to, from) != entry.crc {
+                return Err(FrameError::SliceChecksum { layer });
+            }
+        }
+        Ok(())
+    }
+
+    fn verify_claims(&self, identity: IdentityDigest, hash: BlockHash) -> Result<(), FrameError> {
         // What the bytes say counts, not the fields beside them, which anyone may have set.
         let header = Header::read(&self.bytes)?;
         for got in [self.identity, header.identity] {
@@ -215,7 +278,7 @@ impl Frame {
                 return Err(FrameError::OtherBlock { got, wanted: hash });
             }
         }
-        self.verify_bytes()
+        Ok(())
     }
 
     /// Reads every byte, for whoever does not ask for a certain block (a rescan of stored frames).

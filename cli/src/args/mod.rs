@@ -16,7 +16,7 @@ pub use admin::{
 };
 pub use cluster::{ShapeArgs, UpArgs};
 pub use faults::{Fault, FaultKind, Target};
-pub use process::{ProcessArgs, RouterArgs};
+pub use process::{InspectArgs, NodeArgs, NodeCommand, ProcessArgs, RouterArgs};
 pub use replay::{DemoArgs, ReplayArgs, Speed};
 pub use sizes::{Capacity, Watermarks, parse_bytes};
 pub use trace::{GenArgs, StatsArgs, TraceCommand, TraceFormat};
@@ -69,8 +69,8 @@ pub enum Command {
     Members(MembersCommand),
     /// Run one router in the foreground.
     Router(RouterArgs),
-    /// Run one storage node in the foreground.
-    Node(ProcessArgs),
+    /// Run one storage node in the foreground, or look into a running one.
+    Node(NodeArgs),
     /// Run one stand-in instance in the foreground.
     Instance(ProcessArgs),
 }

@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, Subcommand};
 
+use super::ConnectArgs;
 use crate::config::{Override, parse_override};
 
 /// `kvfleet router|node|instance`.
@@ -45,6 +46,40 @@ impl ProcessArgs {
         let named = named.into_iter().filter_map(|(flag, key, text)| Some(Override::flag(flag, key, text?)));
         self.overrides.iter().cloned().chain(named).collect()
     }
+}
+
+/// `kvfleet node`.
+#[derive(Clone, Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub struct NodeArgs {
+    /// What to do instead of running one.
+    #[command(subcommand)]
+    pub command: Option<NodeCommand>,
+    /// As for every process.
+    #[command(flatten)]
+    pub process: ProcessArgs,
+}
+
+/// `kvfleet node …`.
+#[derive(Clone, Debug, Subcommand)]
+pub enum NodeCommand {
+    /// Show what a node of a running cluster holds, what happened to its blocks by kind of request and turn, and what it
+    /// would hit with more or less room.
+    Inspect(InspectArgs),
+}
+
+/// `kvfleet node inspect`.
+#[derive(Clone, Debug, Args)]
+pub struct InspectArgs {
+    /// The cluster.
+    #[command(flatten)]
+    pub connect: ConnectArgs,
+    /// Number of the node, as `kvfleet status` shows it.
+    #[arg(value_name = "NODE")]
+    pub node: u32,
+    /// Print one JSON object instead of tables.
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// `kvfleet router`.

@@ -54,6 +54,7 @@ fn up_serves_until_it_is_told_to_stop() {
     let text = place.run(&["status", "--cluster", cluster, "--tls-dir", tls]).ok();
     assert!(text.contains("leads") && text.contains("live"), "{text}");
     administer(&place, &routers.join(","), tls);
+    inspect(&place, &routers.join(","), tls);
     Authority::open(&place.path("theirs")).unwrap().issue("admin").unwrap();
     let foreign = place.run(&["status", "--cluster", cluster, "--tls-dir", "theirs"]);
     says("a command with certificates of another cluster", &foreign.refused(&[]), &[cluster]);
@@ -75,6 +76,20 @@ fn administer(place: &Place, cluster: &str, tls: &str) {
     assert!(place.run(&[&unpin[..], &reach].concat()).ok().contains("is ended"));
     let quota = ["quota", "--tenant", "3", "--bytes", "1MiB"];
     assert!(place.run(&[&quota[..], &reach].concat()).ok().contains("1048576 bytes"));
+}
+
+/// A node is found by its number, through whichever router knows it.
+fn inspect(place: &Place, cluster: &str, tls: &str) {
+    let inspect = |words: &[&str]| {
+        let all = [&["node", "inspect", "--cluster", cluster, "--tls-dir", tls], words].concat();
+        place.run(&all)
+    };
+    let json: Value = serde_json::from_str(&inspect(&["2", "--json"]).ok()).unwrap();
+    assert_eq!(json["node"], 2, "{json:#}");
+    assert_eq!(json["tiers"].as_array().unwrap().len(), 2, "{json:#}");
+    let text = inspect(&["1"]).ok();
+    assert!(text.contains("node 1 in epoch") && text.contains("dram"), "{text}");
+    inspect(&["7"]).refused(&["there is no node 7", "knows of nodes: 1, 2"]);
 }
 
 #[test]

@@ -7,14 +7,19 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use super::changes::{self, ChangeLog, Standing};
+use super::curve::MissCurve;
 use super::entry::{Entry, Meta, Slab};
 use super::lease::Lease;
 use super::moves::Action;
+use super::numbers::{Left, TierNumbers};
 use super::quota::QuotaRows;
 use super::watermark::TierLimits;
 use crate::evict::{BlockKey, Policy};
 use crate::id::{BlockHash, LeaseId, TenantId, Tier, Timestamp};
 use crate::index::command::Change;
+
+/// Time after which a use counts half in the curve of misses: as long as the paper finds reuse stable (ATC '25 §3).
+const CURVE_HALF_LIFE: Duration = Duration::from_secs(3600);
 
 /// What bounds a book.
 #[derive(Clone, Debug)]
@@ -38,11 +43,13 @@ pub(super) struct Shelf {
     /// In the capacity's unit.
     pub(super) used: u64,
     pub(super) stats: TierStats,
+    pub(super) numbers: TierNumbers,
 }
 
 impl Shelf {
     fn new(limits: TierLimits, policy: Box<dyn Policy>) -> Shelf {
-        Shelf { limits, policy, used: 0, stats: TierStats { admitting: true, ..TierStats::default() } }
+        let stats = TierStats { admitting: true, ..TierStats::default() };
+        Shelf { limits, policy, used: 0, stats, numbers: TierNumbers::default() }
     }
 }
 
@@ -84,6 +91,8 @@ pub struct Book {
     pub(super) drops: VecDeque<Action>,
     pub(super) promotes: VecDeque<BlockKey>,
     pub(super) demotes: VecDeque<BlockKey>,
+    pub(super) curve: MissCurve,
+    faded: Timestamp,
 }
 
 impl Book {
@@ -107,6 +116,8 @@ impl Book {
             drops: VecDeque::new(),
             promotes: VecDeque::new(),
             demotes: VecDeque::new(),
+            curve: MissCurve::new(limits.seed),
+            faded: Timestamp(0),
         }
     }
 
@@ -126,6 +137,7 @@ impl Book {
         if let Some(entry) = self.slab.get_mut(key) {
             entry.copies.ssd = true;
             entry.announced = Some(Tier::Ssd);
+            entry.last_use = Some(now);
         }
         self.rank(key, now);
         self.changes.stored(found.parent, found.hash, Tier::Ssd);
@@ -199,6 +211,28 @@ impl Book {
     pub fn refit(&mut self, now: Timestamp) {
         self.dram.policy.refit(now);
         self.ssd.policy.refit(now);
+        let span = now.since(self.faded);
+        self.faded = self.faded.max(now);
+        self.curve.fade((-span.as_secs_f64() / CURVE_HALF_LIFE.as_secs_f64()).exp2());
+    }
+
+    /// What happened to the blocks of a tier.
+    #[must_use]
+    pub fn numbers(&self, tier: Tier) -> &TierNumbers {
+        &self.shelf(tier).numbers
+    }
+
+    /// What both tiers together would hit if they had another size.
+    #[must_use]
+    pub fn curve(&self) -> &MissCurve {
+        &self.curve
+    }
+
+    /// Counts a block that leaves its place for another reason than its age.
+    pub(super) fn count_left(&mut self, key: BlockKey, why: Left) {
+        let Some(entry) = self.slab.get(key) else { return };
+        let (Some(tier), category) = (entry.place, entry.meta.traits.category) else { return };
+        self.shelf_mut(tier).numbers.left(category, why, None);
     }
 
     /// Lets new blocks into a tier, or stops it; what is there stays readable.

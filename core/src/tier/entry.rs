@@ -8,7 +8,7 @@ use hashbrown::HashMap;
 
 use super::Charge;
 use crate::evict::{BlockKey, BlockTraits};
-use crate::id::{BlockHash, LeaseId, TenantId, Tier};
+use crate::id::{BlockHash, LeaseId, TenantId, Tier, Timestamp};
 
 /// What a block is, apart from where it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +70,8 @@ pub(super) struct Entry {
     pub(super) writer: Option<LeaseId>,
     /// Order of last uses in the book; larger is later.
     pub(super) stamp: u64,
+    /// When the last request that used it ended; nothing before the first end.
+    pub(super) last_use: Option<Timestamp>,
     /// The policy of its place knows it.
     pub(super) ranked: bool,
     /// Leases that hold it.
@@ -83,6 +85,11 @@ pub(super) struct Entry {
 }
 
 impl Entry {
+    /// Time since its last use, in microseconds; nothing has passed before the first.
+    pub(super) fn age_us(&self, now: Timestamp) -> u64 {
+        self.last_use.map_or(0, |last_use| now.0.saturating_sub(last_use.0))
+    }
+
     pub(super) fn held(&self) -> bool {
         self.leases > 0 || self.pinned || self.writing
     }
@@ -128,6 +135,7 @@ impl Slab {
             writing: false,
             writer: None,
             stamp: 0,
+            last_use: None,
             ranked: false,
             leases: 0,
             pinned,

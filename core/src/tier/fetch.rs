@@ -49,6 +49,7 @@ impl Book {
     }
 
     fn reach(&mut self, key: BlockKey, now: Timestamp) -> Reach {
+        self.count_hit(key, now);
         if self.slab.get(key).is_some_and(|entry| entry.place == Some(Tier::Ssd)) {
             self.promote(key, now);
         }
@@ -59,6 +60,13 @@ impl Book {
         entry.awaited = true;
         self.settle(key);
         Reach { key, tier: Tier::Ssd }
+    }
+
+    fn count_hit(&mut self, key: BlockKey, now: Timestamp) {
+        let Some(entry) = self.slab.get(key) else { return };
+        let tier = if entry.copies.dram { Tier::Dram } else { Tier::Ssd };
+        let (category, gap_us) = (entry.meta.traits.category, entry.age_us(now));
+        self.shelf_mut(tier).numbers.hit(category, gap_us);
     }
 
     pub(super) fn readable(&self, hash: &BlockHash) -> Option<BlockKey> {

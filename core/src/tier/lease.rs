@@ -105,9 +105,12 @@ impl Book {
         // An earlier block of the same request may have pushed it out.
         let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.place.is_some()) else { return };
         entry.meta.traits.category = category;
+        entry.last_use = Some(now);
+        let fingerprint = entry.meta.traits.fingerprint;
         if entry.place == Some(Tier::Ssd) {
             self.promote(key, now);
         }
+        self.curve.used(fingerprint);
         self.rank(key, now);
     }
 

@@ -10,10 +10,12 @@
 
 mod book;
 mod changes;
+mod curve;
 mod entry;
 mod fetch;
 mod lease;
 mod moves;
+mod numbers;
 mod pressure;
 mod quota;
 mod save;
@@ -23,9 +25,11 @@ mod watermark;
 
 pub use book::{Book, Found, Limits, TierStats};
 pub use changes::ChangeLog;
+pub use curve::MissCurve;
 pub use entry::Meta;
 pub use fetch::{Reach, Reached};
 pub use moves::{Action, Room};
+pub use numbers::{ClassNumbers, Left, Spans, TierNumbers};
 pub use save::{Offer, Offered, RefusedBy};
 pub use watermark::{Capacity, TierLimits};
 

@@ -4,6 +4,7 @@
 //! *now*, so a block demoted and wanted back meanwhile costs nothing more.
 
 use super::book::Book;
+use super::numbers::Left;
 use crate::evict::BlockKey;
 use crate::id::{BlockHash, Tier, Timestamp};
 
@@ -136,6 +137,7 @@ impl Book {
         entry.awaited = false;
         let place = entry.place;
         if to == Tier::Dram && place.is_some() {
+            self.count_left(key, Left::Failed);
             self.drop_block(key);
         } else if place == Some(Tier::Ssd) {
             self.keep_in_dram(key, now);
@@ -150,6 +152,7 @@ impl Book {
         let (held, cost) = (entry.held(), self.cost(entry, Tier::Dram).0);
         let welcome = held || self.dram.limits.fits(self.dram.used, cost);
         if !welcome || !self.promote(key, now) {
+            self.count_left(key, Left::Failed);
             self.drop_block(key);
         } else if self.slab.get(key).is_some_and(|entry| entry.leases == 0) {
             self.rank(key, now);

@@ -4,6 +4,7 @@
 
 use super::book::{Book, slot_bytes};
 use super::entry::Entry;
+use super::numbers::Left;
 use crate::evict::BlockKey;
 use crate::id::{Tier, Timestamp};
 
@@ -27,9 +28,19 @@ impl Book {
             self.demote(victim, now);
         } else {
             self.shelf_mut(tier).stats.dropped_blocks += 1;
+            self.count_evicted(victim, Left::Dropped, now);
             self.drop_block(victim);
         }
         true
+    }
+
+    fn count_evicted(&mut self, key: BlockKey, why: Left, now: Timestamp) {
+        let Some(entry) = self.slab.get(key) else { return };
+        let (Some(tier), category, age_us) = (entry.place, entry.meta.traits.category, entry.age_us(now))
+        else {
+            return;
+        };
+        self.shelf_mut(tier).numbers.left(category, why, Some(age_us));
     }
 
     fn victim(&mut self, tier: Tier, now: Timestamp) -> Option<BlockKey> {
@@ -41,9 +52,13 @@ impl Book {
 
     /// DRAM to SSD; dropped when nothing there may give way.
     fn demote(&mut self, key: BlockKey, now: Timestamp) {
-        let Some(slot) = self.meta(key).map(|meta| meta.charge.ssd) else { return };
+        let Some(entry) = self.slab.get(key) else { return };
+        let (slot, category, age_us) = (entry.meta.charge.ssd, entry.meta.traits.category, entry.age_us(now));
         self.discharge(key);
-        if self.reserve(Tier::Ssd, slot, now) {
+        let fits = self.reserve(Tier::Ssd, slot, now);
+        let why = if fits { Left::Demoted } else { Left::Dropped };
+        self.dram.numbers.left(category, why, Some(age_us));
+        if fits {
             self.dram.stats.demoted_blocks += 1;
             self.charge(key, Tier::Ssd);
             self.rank(key, now);

@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 
 use super::book::Book;
+use super::numbers::Left;
 use crate::evict::BlockKey;
 use crate::id::{TenantId, Tier};
 
@@ -82,6 +83,7 @@ impl Book {
                 let row = self.quota_rows.0.get_mut(&tenant);
                 let Some(victim) = row.and_then(|row| row.of(tier).values().next().copied()) else { break };
                 self.shelf_mut(tier).stats.dropped_blocks += 1;
+                self.count_left(victim, Left::Quota);
                 self.drop_block(victim);
             }
         }

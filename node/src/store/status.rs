@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use kv_core::id::{BlockHash, Tier};
-use kv_core::tier::Capacity;
+use kv_core::tier::{Capacity, Left, Spans};
 use kvfleet_proto::{convert, pb};
 
 use super::Store;
@@ -16,6 +16,19 @@ pub(crate) struct Capacities {
     pub(crate) ssd: Capacity,
     /// A block's slot in each tier.
     pub(crate) slots: SlotSizes,
+}
+
+/// Sizes at which the curve of misses is told, in sixteenths of the present one.
+const CURVE_SIXTEENTHS: [u64; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
+
+fn spans(spans: &Spans) -> Option<pb::Spans> {
+    Some(pb::Spans {
+        count: spans.count(),
+        mean_us: spans.mean_us()?,
+        p50_us: spans.quantile_us(0.5)?,
+        p90_us: spans.quantile_us(0.9)?,
+        p99_us: spans.quantile_us(0.99)?,
+    })
 }
 
 fn bytes(capacity: Capacity, slot: u32) -> u64 {
@@ -39,7 +52,44 @@ impl Store {
             quarantined_files: self.parts.quarantined,
             pinned_blocks: self.parts.book.pinned_blocks(),
             policy: self.parts.policy.clone(),
+            classes: [Tier::Dram, Tier::Ssd].into_iter().flat_map(|tier| self.classes(tier)).collect(),
+            curve: self.curve(),
         }
+    }
+
+    fn classes(&self, tier: Tier) -> impl Iterator<Item = pb::ClassStatus> + '_ {
+        let classes = self.parts.book.numbers(tier).classes();
+        classes.map(move |(category, class)| pb::ClassStatus {
+            tier: tier as u32,
+            kind: category.kind as u32,
+            turn: u32::from(category.turn),
+            hits: class.hits,
+            reuse_gap: spans(&class.reuse_gap),
+            demoted: class.left[Left::Demoted as usize],
+            dropped: class.left[Left::Dropped as usize],
+            quota: class.left[Left::Quota as usize],
+            failed: class.left[Left::Failed as usize],
+            age_at_eviction: spans(&class.age_at_eviction),
+        })
+    }
+
+    /// The curve at the present size and at its halves and doubles.
+    fn curve(&self) -> Vec<pb::CurvePoint> {
+        let sizes = self.parts.capacities;
+        let slot = u64::from(sizes.slots.dram.max(1));
+        let now =
+            bytes(sizes.dram, sizes.slots.dram).saturating_add(bytes(sizes.ssd, sizes.slots.ssd)) / slot;
+        let curve = self.parts.book.curve();
+        if curve.uses() <= 0.0 {
+            return Vec::new();
+        }
+        let capacities = CURVE_SIXTEENTHS.map(|sixteenths| (now.saturating_mul(sixteenths) / 16).max(1));
+        let point = |blocks: u64| pb::CurvePoint {
+            blocks,
+            bytes: blocks.saturating_mul(slot),
+            hit_ratio: curve.hit_ratio(blocks),
+        };
+        capacities.into_iter().map(point).collect()
     }
 
     /// What is readable now, and the batch with which all of that is announced.

@@ -111,8 +111,9 @@ pub fn our_identity() -> IdentityDigest {
 }
 
 pub fn hash(number: u64) -> BlockHash {
-    let mut bytes = [0xabu8; 16];
+    let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&number.to_le_bytes());
+    bytes[8..].copy_from_slice(&number.to_le_bytes());
     BlockHash(bytes)
 }
 

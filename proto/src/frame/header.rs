@@ -74,10 +74,10 @@ impl Header {
         })
     }
 
-    /// Writes the header at the start of `frame`, whose payload is in place.
-    pub(super) fn write(&self, slice_bytes: &[u32], frame: &mut [u8]) {
+    /// Writes the header at the start of `frame`: slices of these lengths with these checksums.
+    pub(super) fn write(&self, slice_bytes: &[u32], sums: &[u32], frame: &mut [u8]) {
         let length = header_len(slice_bytes.len());
-        let (header, payload) = frame.split_at_mut(length);
+        let header = &mut frame[..length];
         header[..4].copy_from_slice(&MAGIC);
         header[4..6].copy_from_slice(&VERSION.to_le_bytes());
         let length_field = u16::try_from(length).expect("SLICES_MAX keeps the header below 64 KiB");
@@ -87,19 +87,13 @@ impl Header {
         header[12..16].copy_from_slice(&count.to_le_bytes());
         header[16..32].copy_from_slice(&self.identity.0);
         header[32..48].copy_from_slice(&self.hash.0);
-        write_table(slice_bytes, payload, &mut header[TABLE_AT..length - 4]);
+        let (entries, _) = header[TABLE_AT..length - 4].as_chunks_mut::<SLICE_ENTRY_BYTES>();
+        for (entry, (bytes, sum)) in entries.iter_mut().zip(slice_bytes.iter().zip(sums)) {
+            entry[..4].copy_from_slice(&bytes.to_le_bytes());
+            entry[4..].copy_from_slice(&sum.to_le_bytes());
+        }
         let crc = crc32c::crc32c(&header[..length - 4]);
         header[length - 4..].copy_from_slice(&crc.to_le_bytes());
-    }
-}
-
-fn write_table(slice_bytes: &[u32], mut payload: &[u8], table: &mut [u8]) {
-    let (entries, _) = table.as_chunks_mut::<SLICE_ENTRY_BYTES>();
-    for (entry, bytes) in entries.iter_mut().zip(slice_bytes) {
-        let (slice, rest) = payload.split_at(*bytes as usize);
-        payload = rest;
-        entry[..4].copy_from_slice(&bytes.to_le_bytes());
-        entry[4..].copy_from_slice(&crc32c::crc32c(slice).to_le_bytes());
     }
 }
 

@@ -30,6 +30,15 @@ fn read_stream(bytes: &[u8]) -> Result<usize, FrameError> {
     }
 }
 
+/// Verifies where the frame lies and while it is copied: both say the same, and a copy that is trusted is the frame.
+fn verify(frame: &Frame, identity: IdentityDigest, hash: BlockHash) -> Result<(), FrameError> {
+    let mut copy = vec![0xee; frame.bytes.len()];
+    let copied = frame.verify_into(identity, hash, &mut copy);
+    assert_eq!(copied, frame.verify(identity, hash));
+    assert!(copied.is_err() || copy == frame.bytes);
+    copied
+}
+
 #[test]
 fn a_sealed_frame_parses_verifies_and_gives_its_slices() {
     let slices = [10, 0, 7, 4096];
@@ -37,7 +46,7 @@ fn a_sealed_frame_parses_verifies_and_gives_its_slices() {
     assert_eq!(sealed.bytes.len(), encoded_len(&slices));
     let parsed = Frame::parse(sealed.bytes.clone()).unwrap();
     assert_eq!(parsed, sealed);
-    parsed.verify(IDENTITY, HASH).unwrap();
+    verify(&parsed, IDENTITY, HASH).unwrap();
     assert_eq!(parsed.key_form(), KeyForm::Raw);
     assert_eq!(parsed.slice_count(), 4);
     assert!(content::matches(HASH, &parsed.payload()));
@@ -69,7 +78,7 @@ fn seal_refuses_what_does_not_fit() {
     assert_eq!(refused(&[2], &[0; 3]), FrameError::Header("payload is not the sum of its slices"));
     let frame = seal(IDENTITY, HASH, KeyForm::Rotated, &[1; SLICES_MAX], &[9; SLICES_MAX]).unwrap();
     assert_eq!(frame.key_form(), KeyForm::Rotated);
-    Frame::parse(frame.bytes).unwrap().verify(IDENTITY, HASH).unwrap();
+    verify(&Frame::parse(frame.bytes).unwrap(), IDENTITY, HASH).unwrap();
 }
 
 #[test]
@@ -98,18 +107,38 @@ fn every_flipped_bit_is_refused_or_fails_to_verify() {
     for bit in 0..whole.len() * 8 {
         let mut bytes = whole.to_vec();
         bytes[bit / 8] ^= 1 << (bit % 8);
-        let trusted = Frame::parse(bytes.into()).and_then(|frame| frame.verify(IDENTITY, HASH));
+        let trusted = Frame::parse(bytes.into()).and_then(|frame| verify(&frame, IDENTITY, HASH));
         assert!(trusted.is_err(), "bit {bit} of byte {} went unseen", bit / 8);
     }
+}
+
+/// What a slot held before must not go on as part of a block.
+#[test]
+fn a_copy_of_another_length_is_refused() {
+    let frame = frame(&[8]);
+    let needed = frame.bytes.len();
+    for got in [0, needed - 1] {
+        assert_eq!(
+            frame.verify_into(IDENTITY, HASH, &mut vec![0; got]),
+            Err(FrameError::Cut { got, needed })
+        );
+    }
+    let mut room = vec![0; needed + 3];
+    let refused = Err(FrameError::Trailing { needed, extra: 3 });
+    assert_eq!(frame.verify_into(IDENTITY, HASH, &mut room), refused);
+    let mut longer = frame.bytes.to_vec();
+    longer.extend([1; 3]);
+    let longer = Frame { bytes: longer.into(), ..frame };
+    assert_eq!(longer.verify_into(IDENTITY, HASH, &mut room), refused);
 }
 
 #[test]
 fn another_block_or_identity_is_refused() {
     let frame = frame(&[8]);
     let (block, identity) = (BlockHash([9; 16]), IdentityDigest([9; 16]));
-    assert_eq!(frame.verify(IDENTITY, block), Err(FrameError::OtherBlock { got: HASH, wanted: block }));
+    assert_eq!(verify(&frame, IDENTITY, block), Err(FrameError::OtherBlock { got: HASH, wanted: block }));
     assert_eq!(
-        frame.verify(identity, HASH),
+        verify(&frame, identity, HASH),
         Err(FrameError::OtherIdentity { got: IDENTITY, wanted: identity })
     );
 }
@@ -119,10 +148,10 @@ fn another_block_or_identity_is_refused() {
 fn fields_that_contradict_the_bytes_are_refused() {
     let (block, identity) = (BlockHash([9; 16]), IdentityDigest([9; 16]));
     let renamed = Frame { hash: block, ..frame(&[8]) };
-    assert_eq!(renamed.verify(IDENTITY, block), Err(FrameError::OtherBlock { got: HASH, wanted: block }));
+    assert_eq!(verify(&renamed, IDENTITY, block), Err(FrameError::OtherBlock { got: HASH, wanted: block }));
     let moved = Frame { identity, ..frame(&[8]) };
     assert_eq!(
-        moved.verify(identity, HASH),
+        verify(&moved, identity, HASH),
         Err(FrameError::OtherIdentity { got: IDENTITY, wanted: identity })
     );
 }
@@ -158,7 +187,9 @@ fn accessors_stay_within_whatever_bytes_there_are() {
     for length in 0..broken.bytes.len() {
         broken.bytes.truncate(broken.bytes.len() - length.min(1));
         let _ = (broken.slice(0), broken.slice(1), broken.payload(), broken.slice_count());
+        let mut copy = vec![0; broken.bytes.len()];
         let _ = (broken.key_form(), broken.verify(IDENTITY, HASH));
+        let _ = broken.verify_into(IDENTITY, HASH, &mut copy);
     }
 }
 
@@ -182,7 +213,7 @@ proptest! {
             *byte = *noise;
         }
         let changed = bytes != whole;
-        let trusted = Frame::parse(bytes.into()).and_then(|frame| frame.verify(IDENTITY, HASH)).is_ok();
+        let trusted = Frame::parse(bytes.into()).and_then(|frame| verify(&frame, IDENTITY, HASH)).is_ok();
         prop_assert_eq!(trusted, !changed);
     }
 
@@ -191,7 +222,7 @@ proptest! {
         let frame = frame(&slices);
         prop_assert_eq!(read_stream(&frame.bytes), Ok(encoded_len(&slices)));
         let parsed = Frame::parse(frame.bytes).unwrap();
-        prop_assert!(parsed.verify(IDENTITY, HASH).is_ok());
+        prop_assert!(verify(&parsed, IDENTITY, HASH).is_ok());
         for (layer, bytes) in slices.iter().enumerate() {
             prop_assert_eq!(parsed.slice(layer).unwrap().len(), *bytes as usize);
         }

@@ -78,6 +78,7 @@ pub(super) fn blocks(dram: u64, ssd: u64) -> Book {
 pub(super) fn hash(number: u64) -> BlockHash {
     let mut bytes = [0u8; 16];
     bytes[..8].copy_from_slice(&number.to_le_bytes());
+    bytes[8..].copy_from_slice(&number.to_le_bytes());
     BlockHash(bytes)
 }
 

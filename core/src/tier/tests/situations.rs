@@ -395,3 +395,38 @@ fn what_a_fetch_would_load_is_known_before_it_leases_anything() {
     assert_eq!(book.bytes_to_load(&hashes(&[2, 1, 9])), 100, "block 2 is in DRAM, 9 nowhere");
     assert_eq!(book.lease_count(), 0);
 }
+
+#[test]
+fn what_happens_to_blocks_is_counted_by_tier_and_category() {
+    let mut book = blocks(2, 1);
+    request(&mut book, &[1, 2], 0);
+    request(&mut book, &[1], 3_000_000);
+    request(&mut book, &[3], 10_000_000);
+    let class = |book: &Book, tier| *book.numbers(tier).classes().next().unwrap().1;
+    let dram = class(&book, Tier::Dram);
+    assert_eq!((dram.hits, dram.reuse_gap.mean_us()), (1, Some(3_000_000)));
+    assert_eq!(dram.left, [1, 0, 0, 0], "2 went to SSD");
+    assert_eq!(dram.age_at_eviction.mean_us(), Some(10_000_000));
+    // 2 is read from SSD, which pushes 1 there.
+    assert_eq!(request(&mut book, &[2], 11_000_000), 1);
+    assert_eq!(class(&book, Tier::Ssd).hits, 1);
+    request(&mut book, &[4], 12_000_000);
+    assert_eq!(class(&book, Tier::Ssd).left, [0, 1, 0, 0], "1 gave way to 3");
+    book.set_quotas([(TenantId(0), 100)]);
+    assert_eq!(class(&book, Tier::Ssd).left[Left::Quota as usize], 1);
+    assert_eq!(class(&book, Tier::Dram).left[Left::Quota as usize], 1);
+}
+
+#[test]
+fn the_curve_says_what_both_tiers_would_hit_if_they_were_larger() {
+    let mut book = blocks(2, 1);
+    for round in 0..50 {
+        for number in 1..=6 {
+            request(&mut book, &[number], 10 * round + number);
+        }
+    }
+    let hits = |tier| book.numbers(tier).classes().map(|(_, class)| class.hits).sum::<u64>();
+    assert_eq!(hits(Tier::Dram) + hits(Tier::Ssd), 0, "a loop of six never hits a cache of three");
+    assert_eq!(book.curve().hit_ratio(3), 0.0);
+    assert!(book.curve().hit_ratio(8) > 0.97, "{}", book.curve().hit_ratio(8));
+}

@@ -1,0 +1,303 @@
+//! `kvfleet node inspect`: what one node holds, what happened to its blocks, and what another size would hit.
+//!
+//! Not here: the whole cluster (`status.rs`).
+
+use std::fmt::Write;
+
+use kv_core::id::{RequestKind, Tier};
+use kvfleet_proto::pb;
+use serde::Serialize;
+
+use crate::args::InspectArgs;
+use crate::calls::explain;
+use crate::connect::{Connection, client};
+
+/// Everything that is shown.
+#[derive(Debug, Serialize)]
+struct Inspected {
+    node: u32,
+    epoch: u64,
+    policy: String,
+    leases: u64,
+    pinned_blocks: u64,
+    quarantined_files: u64,
+    tiers: Vec<TierLine>,
+    classes: Vec<ClassLine>,
+    curve: Vec<CurveLine>,
+    tenants: Vec<TenantLine>,
+}
+
+#[derive(Debug, Serialize)]
+struct TierLine {
+    tier: &'static str,
+    blocks: u64,
+    used_bytes: u64,
+    capacity_bytes: u64,
+    admitting: bool,
+    why_not: String,
+}
+
+/// Blocks of requests of one kind and turn in one tier, since the node's start.
+#[derive(Debug, Serialize)]
+struct ClassLine {
+    tier: &'static str,
+    kind: &'static str,
+    turn: u32,
+    hits: u64,
+    reuse_gap: SpansLine,
+    demoted: u64,
+    dropped: u64,
+    quota: u64,
+    failed: u64,
+    age_at_eviction: SpansLine,
+}
+
+/// In seconds; nothing where there was none. Quantiles are right to a factor of two.
+#[derive(Debug, Default, Serialize)]
+struct SpansLine {
+    mean_s: Option<f64>,
+    p50_s: Option<f64>,
+    p90_s: Option<f64>,
+    p99_s: Option<f64>,
+}
+
+/// What DRAM and SSD together would hit with this size, evicting by last use.
+#[derive(Debug, Serialize)]
+struct CurveLine {
+    blocks: u64,
+    bytes: u64,
+    hit_ratio: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct TenantLine {
+    tenant: u32,
+    bytes: u64,
+    quota_bytes: Option<u64>,
+}
+
+/// Finds the node through the routers, asks it, and prints what it says.
+pub async fn run(args: &InspectArgs) -> anyhow::Result<()> {
+    let connection = Connection::open(&args.connect)?;
+    let address = control_address(&connection, args.node).await?;
+    let calls = client(&connection.routers, &connection.identity)?;
+    let inspected = gather(calls.node_status(&address).await?);
+    let text = if args.json { serde_json::to_string_pretty(&inspected)? + "\n" } else { render(&inspected) };
+    print!("{text}");
+    Ok(())
+}
+
+/// Where the node's control calls are served, by the first router that knows it.
+async fn control_address(connection: &Connection, number: u32) -> anyhow::Result<String> {
+    let mut problems = vec![];
+    for router in connection.all()? {
+        match router.status().await {
+            Err(status) => problems.push(explain(&router.address, &status)),
+            Ok(status) => match status.nodes.iter().find(|node| node.node == number) {
+                Some(node) if node.live => return Ok(node.control_address.clone()),
+                Some(_) => problems.push(format!(
+                    "node {number} is gone, by router {}: start it again, or name another one",
+                    router.address
+                )),
+                None => {
+                    let known: Vec<_> = status.nodes.iter().map(|node| node.node.to_string()).collect();
+                    let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+                    problems.push(format!(
+                        "there is no node {number}; router {} knows of nodes: {known}",
+                        router.address
+                    ));
+                }
+            },
+        }
+    }
+    anyhow::bail!("{}", problems.join("\n  "))
+}
+
+fn gather(status: pb::NodeStatusReply) -> Inspected {
+    Inspected {
+        node: status.node,
+        epoch: status.epoch,
+        policy: status.policy,
+        leases: status.leases,
+        pinned_blocks: status.pinned_blocks,
+        quarantined_files: status.quarantined_files,
+        tiers: status.tiers.into_iter().map(tier_line).collect(),
+        classes: status.classes.iter().map(class_line).collect(),
+        curve: status.curve.iter().map(curve_line).collect(),
+        tenants: status.tenants.iter().map(tenant_line).collect(),
+    }
+}
+
+fn tier_name(number: u32) -> &'static str {
+    let tier = u8::try_from(number).ok().and_then(Tier::from_u8);
+    tier.map_or("?", Tier::name)
+}
+
+fn tier_line(tier: pb::TierStatus) -> TierLine {
+    let pb::TierStatus { tier, capacity_bytes, used_bytes, blocks, admitting, why_not } = tier;
+    TierLine { tier: tier_name(tier), blocks, used_bytes, capacity_bytes, admitting, why_not }
+}
+
+fn class_line(class: &pb::ClassStatus) -> ClassLine {
+    ClassLine {
+        tier: tier_name(class.tier),
+        kind: RequestKind::from_u8(u8::try_from(class.kind).unwrap_or_default()).name(),
+        turn: class.turn,
+        hits: class.hits,
+        reuse_gap: spans_line(class.reuse_gap.as_ref()),
+        demoted: class.demoted,
+        dropped: class.dropped,
+        quota: class.quota,
+        failed: class.failed,
+        age_at_eviction: spans_line(class.age_at_eviction.as_ref()),
+    }
+}
+
+#[allow(clippy::cast_precision_loss)]
+fn spans_line(spans: Option<&pb::Spans>) -> SpansLine {
+    let Some(spans) = spans else { return SpansLine::default() };
+    let seconds = |us: u64| Some(us as f64 / 1e6);
+    SpansLine {
+        mean_s: seconds(spans.mean_us),
+        p50_s: seconds(spans.p50_us),
+        p90_s: seconds(spans.p90_us),
+        p99_s: seconds(spans.p99_us),
+    }
+}
+
+fn curve_line(point: &pb::CurvePoint) -> CurveLine {
+    CurveLine { blocks: point.blocks, bytes: point.bytes, hit_ratio: point.hit_ratio }
+}
+
+fn tenant_line(tenant: &pb::TenantUse) -> TenantLine {
+    let quota_bytes = tenant.has_quota.then_some(tenant.quota_bytes);
+    TenantLine { tenant: tenant.tenant, bytes: tenant.bytes, quota_bytes }
+}
+
+fn in_words(seconds: Option<f64>) -> String {
+    seconds.map_or("-".to_owned(), |seconds| match seconds {
+        s if s < 1.0 => format!("{:.0} ms", s * 1e3),
+        s if s < 120.0 => format!("{s:.1} s"),
+        s => format!("{:.1} min", s / 60.0),
+    })
+}
+
+#[allow(clippy::cast_precision_loss)]
+fn in_mib(bytes: u64) -> String {
+    format!("{:.1}", bytes as f64 / f64::from(1 << 20))
+}
+
+fn render(node: &Inspected) -> String {
+    let mut out = String::new();
+    // Writing to a string cannot fail.
+    let _ = writeln!(
+        out,
+        "node {} in epoch {}: policy {}, {} requests under way, {} blocks pinned, {} files set aside\n",
+        node.node, node.epoch, node.policy, node.leases, node.pinned_blocks, node.quarantined_files
+    );
+    let _ = writeln!(out, "tier   blocks     MiB used     of           takes new blocks");
+    for tier in &node.tiers {
+        let (used, all) = (in_mib(tier.used_bytes), in_mib(tier.capacity_bytes));
+        let takes = if tier.admitting { "yes" } else { "no: " };
+        let _ = writeln!(
+            out,
+            "{:<6} {:<10} {used:<12} {all:<12} {takes}{}",
+            tier.tier, tier.blocks, tier.why_not
+        );
+    }
+    render_classes(&mut out, node);
+    if !node.curve.is_empty() {
+        let _ = writeln!(out, "\nwith room for      MiB          hit rate, evicting by last use");
+    }
+    for point in &node.curve {
+        let share = point.hit_ratio * 100.0;
+        let _ = writeln!(out, "{:<18} {:<12} {share:.1} %", point.blocks, in_mib(point.bytes));
+    }
+    if !node.tenants.is_empty() {
+        let _ = writeln!(out, "\ntenant  MiB          quota");
+    }
+    for tenant in &node.tenants {
+        let quota = tenant.quota_bytes.map_or("-".to_owned(), in_mib);
+        let _ = writeln!(out, "{:<7} {:<12} {quota}", tenant.tenant, in_mib(tenant.bytes));
+    }
+    out
+}
+
+fn render_classes(out: &mut String, node: &Inspected) {
+    if node.classes.is_empty() {
+        let _ = writeln!(out, "\nno block was used again and none left yet");
+        return;
+    }
+    let _ = writeln!(
+        out,
+        "\ntier  kind        turn  hits       gap p50   p90       demoted    dropped    quota    failed   age p50   p90"
+    );
+    for class in &node.classes {
+        let (gap, age) = (&class.reuse_gap, &class.age_at_eviction);
+        let _ = writeln!(
+            out,
+            "{:<5} {:<11} {:<5} {:<10} {:<9} {:<9} {:<10} {:<10} {:<8} {:<8} {:<9} {}",
+            class.tier,
+            class.kind,
+            class.turn,
+            class.hits,
+            in_words(gap.p50_s),
+            in_words(gap.p90_s),
+            class.demoted,
+            class.dropped,
+            class.quota,
+            class.failed,
+            in_words(age.p50_s),
+            in_words(age.p90_s)
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_happened_is_shown_by_tier_kind_and_turn() {
+        let spans =
+            |us| Some(pb::Spans { count: 3, mean_us: us, p50_us: us, p90_us: 4 * us, p99_us: 8 * us });
+        let class = pb::ClassStatus {
+            tier: Tier::Ssd as u32,
+            kind: RequestKind::Agent as u32,
+            turn: 3,
+            hits: 42,
+            reuse_gap: spans(64_000),
+            dropped: 7,
+            age_at_eviction: spans(131_000_000),
+            ..Default::default()
+        };
+        let point = pb::CurvePoint { blocks: 512, bytes: 3 << 20, hit_ratio: 0.25 };
+        let status = pb::NodeStatusReply {
+            node: 5,
+            classes: vec![class],
+            curve: vec![point],
+            tenants: vec![pb::TenantUse { tenant: 9, bytes: 1 << 20, ..Default::default() }],
+            ..Default::default()
+        };
+        let text = render(&gather(status));
+        let line = text.lines().find(|line| line.starts_with("ssd")).unwrap_or_default();
+        let words: Vec<&str> = line.split_whitespace().collect();
+        assert_eq!(
+            words,
+            [
+                "ssd", "agent", "3", "42", "64", "ms", "256", "ms", "0", "7", "0", "0", "2.2", "min", "8.7",
+                "min"
+            ],
+            "{text}"
+        );
+        assert!(text.contains("512                3.0          25.0 %"), "{text}");
+        assert!(text.contains("9       1.0          -"), "{text}");
+    }
+
+    #[test]
+    fn a_fresh_node_says_that_nothing_happened() {
+        let text = render(&gather(pb::NodeStatusReply::default()));
+        assert!(text.contains("no block was used again"), "{text}");
+        assert!(!text.contains("with room for"), "{text}");
+    }
+}
