@@ -1,4 +1,4 @@
-//! The node's DRAM: one mapping made at start, cut into equal slots, shared by readers without copying.
+//! The node's DRAM: one piece of memory taken at start, cut into equal slots, shared by readers without copying.
 //!
 //! A slot has one writer ([`SlotMut`]) until it is frozen into [`Bytes`]; its memory is given out again
 //! only after the last reader dropped its copy. Every slot holds the largest frame of this node: a node
@@ -8,13 +8,16 @@
 
 #![allow(unsafe_code)]
 
+mod memory;
+
 use std::ops::{Deref, DerefMut};
-use std::ptr::NonNull;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
+
+use memory::Memory;
 
 /// Slots are whole cache lines, in bytes.
 pub const SLOT_ALIGN_BYTES: usize = 64;
@@ -47,7 +50,7 @@ pub struct Arena {
 
 #[derive(Debug)]
 struct Inner {
-    memory: Mapping,
+    memory: Memory,
     slot_bytes: usize,
     slots: usize,
     reserve_slots: usize,
@@ -84,7 +87,7 @@ impl Arena {
     pub fn new(shape: ArenaShape) -> std::io::Result<Arena> {
         let bytes = shape.bytes().ok_or(std::io::ErrorKind::OutOfMemory)?;
         let inner = Inner {
-            memory: Mapping::new(bytes)?,
+            memory: Memory::new(bytes)?,
             slot_bytes: slot_bytes(shape.frame_bytes_max),
             slots: shape.slots,
             reserve_slots: shape.reserve_slots,
@@ -123,6 +126,15 @@ impl Arena {
     #[must_use]
     pub fn has_room(&self, purpose: Purpose) -> bool {
         self.inner.has_room(&self.inner.state.lock(), purpose)
+    }
+
+    /// A handle by which another process of this host can map the arena's memory, to read it.
+    ///
+    /// # Errors
+    /// What the system said.
+    #[cfg(not(miri))]
+    pub fn reader(&self) -> std::io::Result<std::os::fd::OwnedFd> {
+        self.inner.memory.reader()
     }
 
     /// Waits until some slot came back. Ask again after it; it may wake for nothing.
@@ -199,86 +211,6 @@ impl DerefMut for SlotMut {
     }
 }
 
-/// Private anonymous memory, zeroed, given back when dropped.
-#[derive(Debug)]
-struct Mapping {
-    base: NonNull<u8>,
-    len: usize,
-}
-
-// SAFETY: the mapping is plain memory without thread affinity; who may touch which range is governed
-// by the slots.
-unsafe impl Send for Mapping {}
-// SAFETY: as above.
-unsafe impl Sync for Mapping {}
-
-impl Mapping {
-    #[cfg(not(miri))]
-    fn new(len: usize) -> std::io::Result<Mapping> {
-        use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
-        if let Some(available) = available_bytes()
-            && (len as u64) > available
-        {
-            return Err(std::io::Error::other(format!("the machine has {available} bytes available")));
-        }
-        let flags = MapFlags::PRIVATE;
-        // SAFETY: a fresh anonymous mapping at an address of the kernel's choice aliases nothing.
-        let base =
-            unsafe { mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)? };
-        // SAFETY: the range is the mapping just made; the advice changes no contents.
-        if let Err(cause) = unsafe { madvise(base, len, Advice::LinuxHugepage) } {
-            tracing::debug!(%cause, "huge pages are not available for the arena");
-        }
-        let base = NonNull::new(base.cast()).ok_or(std::io::ErrorKind::OutOfMemory)?;
-        let mapping = Mapping { base, len };
-        // Pages that are only found missing under load would end the process in the middle of a save.
-        // SAFETY: the range is the mapping just made; populating it writes nothing that anyone reads.
-        match unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxPopulateWrite) } {
-            Ok(()) => {}
-            Err(rustix::io::Errno::INVAL) => {
-                tracing::debug!(
-                    "this kernel cannot populate the arena at start; pages come as they are used"
-                );
-            }
-            Err(cause) => return Err(cause.into()),
-        }
-        Ok(mapping)
-    }
-
-    #[cfg(miri)]
-    fn new(len: usize) -> std::io::Result<Mapping> {
-        let memory = Box::leak(vec![0u8; len].into_boxed_slice());
-        Ok(Mapping { base: NonNull::from(memory).cast(), len })
-    }
-
-    fn at(&self, offset: usize) -> *mut u8 {
-        debug_assert!(offset < self.len);
-        // SAFETY: callers pass the offset of a slot that was given out, which lies inside the mapping.
-        unsafe { self.base.as_ptr().add(offset) }
-    }
-}
-
-/// Memory that can be had without swapping, as the kernel estimates it; nothing where it does not say.
-#[cfg(not(miri))]
-fn available_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        #[cfg(not(miri))]
-        // SAFETY: base and len are those of the mapping, and no slot is left: each holds the `Arc`.
-        if let Err(cause) = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) } {
-            tracing::warn!(%cause, "the arena could not be unmapped");
-        }
-        #[cfg(miri)]
-        // SAFETY: made by `Box::leak` of a boxed slice of this length.
-        drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(self.base.as_ptr(), self.len)) });
-    }
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -330,8 +262,12 @@ mod tests {
     fn memory_is_there_from_the_start() {
         let bytes = 32 << 20;
         let resident = || {
-            let status = std::fs::read_to_string("/proc/self/statm").unwrap();
-            status.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
+            // Huge pages that were set aside count apart.
+            let status = std::fs::read_to_string("/proc/self/status").unwrap();
+            let rows =
+                status.lines().filter(|line| line.starts_with("VmRSS") || line.starts_with("HugetlbPages"));
+            let kib = rows.map(|row| row.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap());
+            kib.sum::<usize>() << 10
         };
         let before = resident();
         let _arena = Arena::new(ArenaShape { frame_bytes_max: bytes, slots: 1, reserve_slots: 0 }).unwrap();

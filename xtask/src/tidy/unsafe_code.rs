@@ -11,6 +11,7 @@ const UNSAFE_FILES: &[&str] = &[
     "core/src/cpu.rs",
     "core/src/prefix/x86.rs",
     "node/src/arena.rs",
+    "node/src/arena/memory.rs",
     "node/src/tiers/ssd/buffer.rs",
     "node/src/tiers/ssd/ring.rs",
     "proto/src/frame/copy.rs",

@@ -1,0 +1,231 @@
+//! The arena's memory: one file without a name, mapped once, all of it there from the start.
+//!
+//! A file, and not anonymous memory, so that others on this host can be given it to read where it is. Its size is sealed,
+//! or whoever holds it could cut it off under our feet, and so is writing by anybody but this mapping. In huge pages
+//! where the machine has set some aside. Not here: what lies where (`super`).
+
+use std::ptr::NonNull;
+
+/// Size of a huge page on the machines that have them set aside by default, in bytes.
+#[cfg(not(miri))]
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+/// Shared memory, zeroed, given back when dropped.
+#[derive(Debug)]
+pub(super) struct Memory {
+    base: NonNull<u8>,
+    len: usize,
+    #[cfg(not(miri))]
+    file: std::os::fd::OwnedFd,
+}
+
+// SAFETY: the mapping is plain memory without thread affinity; who may touch which range is governed
+// by the slots.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    /// At least `len` bytes.
+    ///
+    /// # Errors
+    /// When the machine has not so much, or what the system said when it refused.
+    #[cfg(not(miri))]
+    pub(super) fn new(len: usize) -> std::io::Result<Memory> {
+        match Memory::huge(len) {
+            Ok(memory) => {
+                tracing::info!(bytes = memory.len, "the arena lies in huge pages");
+                return Ok(memory);
+            }
+            Err(cause) => tracing::debug!(%cause, "the arena finds no huge pages set aside"),
+        }
+        if let Some(available) = available_bytes()
+            && (len as u64) > available
+        {
+            return Err(std::io::Error::other(format!("the machine has {available} bytes available")));
+        }
+        let file = rustix::fs::memfd_create(NAME, flags())?;
+        rustix::fs::ftruncate(&file, len as u64)?;
+        let memory = Memory::map(file, len)?;
+        if memory.is_advised() {
+            tracing::info!(bytes = len, "the arena lies in huge pages as far as the system finds some");
+        } else {
+            tracing::info!(
+                bytes = len,
+                "the arena lies in small pages; for huge ones set vm.nr_hugepages, or write advise to {SHMEM_HUGE}"
+            );
+        }
+        memory.populate()?;
+        memory.seal()?;
+        Ok(memory)
+    }
+
+    /// From the huge pages that are set aside, if they are enough.
+    #[cfg(not(miri))]
+    fn huge(len: usize) -> std::io::Result<Memory> {
+        use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
+        let len = len.checked_next_multiple_of(HUGE_PAGE_BYTES).ok_or(std::io::ErrorKind::OutOfMemory)?;
+        let file = memfd_create(NAME, flags() | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB)?;
+        ftruncate(&file, len as u64)?;
+        // Takes the pages now: one that is missing later would end the process.
+        fallocate(&file, FallocateFlags::empty(), 0, len as u64)?;
+        let memory = Memory::map(file, len)?;
+        memory.populate()?;
+        memory.seal()?;
+        Ok(memory)
+    }
+
+    #[cfg(not(miri))]
+    fn map(file: std::os::fd::OwnedFd, len: usize) -> std::io::Result<Memory> {
+        use rustix::mm::{MapFlags, ProtFlags, mmap};
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice aliases nothing, and the file is ours alone
+        // until it is sealed.
+        let base = unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, &file, 0)? };
+        let base = NonNull::new(base.cast()).ok_or(std::io::ErrorKind::OutOfMemory)?;
+        Ok(Memory { base, len, file })
+    }
+
+    /// Asks for huge pages; whether the system gives any to shared memory that asks.
+    #[cfg(not(miri))]
+    fn is_advised(&self) -> bool {
+        use rustix::mm::{Advice, madvise};
+        // SAFETY: the range is the mapping; the advice changes no contents.
+        let asked = unsafe { madvise(self.base.as_ptr().cast(), self.len, Advice::LinuxHugepage) };
+        let chosen = std::fs::read_to_string(SHMEM_HUGE).unwrap_or_default();
+        asked.is_ok()
+            && ["[always]", "[within_size]", "[advise]", "[force]"].iter().any(|on| chosen.contains(on))
+    }
+
+    /// Pages that are only found missing under load would end the process in the middle of a save.
+    #[cfg(not(miri))]
+    fn populate(&self) -> std::io::Result<()> {
+        use rustix::mm::{Advice, madvise};
+        // SAFETY: the range is the mapping; populating it writes nothing that anyone reads.
+        match unsafe { madvise(self.base.as_ptr().cast(), self.len, Advice::LinuxPopulateWrite) } {
+            Ok(()) => Ok(()),
+            Err(rustix::io::Errno::INVAL) => {
+                tracing::debug!(
+                    "this kernel cannot populate the arena at start; pages come as they are used"
+                );
+                Ok(())
+            }
+            Err(cause) => Err(cause.into()),
+        }
+    }
+
+    #[cfg(not(miri))]
+    fn seal(&self) -> std::io::Result<()> {
+        use rustix::fs::{SealFlags, fcntl_add_seals};
+        fcntl_add_seals(&self.file, SealFlags::GROW | SealFlags::SHRINK)?;
+        // Kernels before 5.1 do not know it; then a reader is kept from writing by the handle alone that it is given.
+        if let Err(cause) = fcntl_add_seals(&self.file, SealFlags::FUTURE_WRITE) {
+            tracing::debug!(%cause, "the arena cannot be sealed against writers");
+        }
+        Ok(())
+    }
+
+    /// A handle by which the memory can be mapped and only be read.
+    ///
+    /// # Errors
+    /// What the system said.
+    #[cfg(not(miri))]
+    pub(super) fn reader(&self) -> std::io::Result<std::os::fd::OwnedFd> {
+        use std::os::fd::AsRawFd;
+        let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        Ok(std::fs::File::open(path)?.into())
+    }
+
+    #[cfg(miri)]
+    pub(super) fn new(len: usize) -> std::io::Result<Memory> {
+        let memory = Box::leak(vec![0u8; len].into_boxed_slice());
+        Ok(Memory { base: NonNull::from(memory).cast(), len })
+    }
+
+    /// Where the byte with this offset lies.
+    pub(super) fn at(&self, offset: usize) -> *mut u8 {
+        debug_assert!(offset < self.len);
+        // SAFETY: callers pass the offset of a slot that was given out, which lies inside the mapping.
+        unsafe { self.base.as_ptr().add(offset) }
+    }
+}
+
+/// Shown by the system beside the mapping.
+#[cfg(not(miri))]
+const NAME: &str = "kvfleet-arena";
+
+/// Where the system says whether shared memory gets huge pages.
+#[cfg(not(miri))]
+const SHMEM_HUGE: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+
+#[cfg(not(miri))]
+fn flags() -> rustix::fs::MemfdFlags {
+    rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING
+}
+
+/// Memory that can be had without swapping, as the kernel estimates it; nothing where it does not say.
+#[cfg(not(miri))]
+fn available_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        #[cfg(not(miri))]
+        // SAFETY: base and len are those of the mapping, and no slot is left: each holds the `Arc`.
+        if let Err(cause) = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) } {
+            tracing::warn!(%cause, "the arena could not be unmapped");
+        }
+        #[cfg(miri)]
+        // SAFETY: made by `Box::leak` of a boxed slice of this length.
+        drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(self.base.as_ptr(), self.len)) });
+    }
+}
+
+#[cfg(all(test, not(miri)))]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use rustix::fs::{FallocateFlags, fallocate, ftruncate};
+    use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+    use std::os::fd::{AsFd, AsRawFd};
+
+    /// Whole pages of either size.
+    const LEN: usize = HUGE_PAGE_BYTES;
+
+    #[test]
+    fn a_reader_sees_what_is_written_and_can_change_nothing() {
+        let memory = Memory::new(LEN).unwrap();
+        let reader = memory.reader().unwrap();
+        // SAFETY: a fresh mapping of the whole file, which cannot shrink.
+        let seen = unsafe { mmap(std::ptr::null_mut(), LEN, ProtFlags::READ, MapFlags::SHARED, &reader, 0) }
+            .unwrap();
+        // SAFETY: inside our mapping, which nobody else writes.
+        unsafe { memory.at(4097).write(7) };
+        // SAFETY: inside the reader's mapping, which lives until it is unmapped below.
+        assert_eq!(unsafe { seen.cast::<u8>().add(4097).read_volatile() }, 7);
+        let writable = ProtFlags::READ | ProtFlags::WRITE;
+        let again = std::fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(format!("/proc/self/fd/{}", reader.as_raw_fd()))
+            .unwrap();
+        for file in [reader.as_fd(), again.as_fd()] {
+            // SAFETY: as above; it is refused.
+            assert!(unsafe { mmap(std::ptr::null_mut(), LEN, writable, MapFlags::SHARED, file, 0) }.is_err());
+            assert!(ftruncate(file, 0).is_err());
+        }
+        assert!(rustix::io::pwrite(&again, &[1], 0).is_err());
+        assert!(fallocate(&again, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0, 4096).is_err());
+        // SAFETY: the reader's mapping, which nothing refers to any more.
+        unsafe { munmap(seen, LEN) }.unwrap();
+    }
+
+    #[test]
+    fn more_than_the_machine_has_is_refused_at_start() {
+        let cause = Memory::new(1 << 44).unwrap_err().to_string();
+        assert!(cause.contains("bytes available"), "{cause}");
+    }
+}
