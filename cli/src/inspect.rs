@@ -2,6 +2,7 @@
 //!
 //! Not here: the whole cluster (`status.rs`).
 
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
 use kv_core::id::{RequestKind, Tier};
@@ -89,28 +90,29 @@ pub async fn run(args: &InspectArgs) -> anyhow::Result<()> {
 
 /// Where the node's control calls are served, by the first router that knows it.
 async fn control_address(connection: &Connection, number: u32) -> anyhow::Result<String> {
-    let mut problems = vec![];
+    // Several routers may say the same.
+    let mut problems = BTreeSet::new();
     for router in connection.all()? {
-        match router.status().await {
-            Err(status) => problems.push(explain(&router.address, &status)),
-            Ok(status) => match status.nodes.iter().find(|node| node.node == number) {
-                Some(node) if node.live => return Ok(node.control_address.clone()),
-                Some(_) => problems.push(format!(
-                    "node {number} is gone, by router {}: start it again, or name another one",
-                    router.address
-                )),
-                None => {
-                    let known: Vec<_> = status.nodes.iter().map(|node| node.node.to_string()).collect();
-                    let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
-                    problems.push(format!(
-                        "there is no node {number}; router {} knows of nodes: {known}",
-                        router.address
-                    ));
-                }
-            },
+        let status = match router.status().await {
+            Ok(status) => status,
+            Err(status) => {
+                problems.insert(explain(&router.address, &status));
+                continue;
+            }
+        };
+        match status.nodes.iter().find(|node| node.node == number) {
+            Some(node) if node.live => return Ok(node.control_address.clone()),
+            Some(_) => {
+                problems.insert(format!("node {number} is gone: start it again, or name another one"));
+            }
+            None => {
+                let known: Vec<_> = status.nodes.iter().map(|node| node.node.to_string()).collect();
+                let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+                problems.insert(format!("there is no node {number}: the routers know of {known}"));
+            }
         }
     }
-    anyhow::bail!("{}", problems.join("\n  "))
+    anyhow::bail!("{}", problems.into_iter().collect::<Vec<_>>().join("\n  "))
 }
 
 fn gather(status: pb::NodeStatusReply) -> Inspected {
