@@ -30,8 +30,10 @@ pub struct NodeConfig {
     pub instance: Option<u32>,
     /// gRPC addresses of the routers, `host:port`. Without any, the node serves but nobody is told.
     pub routers: Vec<String>,
-    /// Directory of the SSD tier's files.
+    /// Directory of the SSD tier's file.
     pub data_dir: PathBuf,
+    /// Further directories, each on a device of its own: blocks are spread over all of them evenly.
+    pub more_data_dirs: Vec<PathBuf>,
     /// DRAM for blocks in bytes.
     pub dram_bytes: u64,
     /// DRAM for blocks as a number of blocks; when set, `dram_bytes` is not used.
@@ -116,6 +118,7 @@ impl Default for NodeConfig {
             instance: None,
             routers: Vec::new(),
             data_dir: PathBuf::from("kvfleet-node"),
+            more_data_dirs: Vec::new(),
             dram_bytes: 1 << 30,
             dram_blocks: None,
             ssd_bytes: 0,
@@ -271,6 +274,11 @@ impl NodeConfig {
     #[must_use]
     pub fn ssd_capacity(&self) -> Capacity {
         self.ssd_blocks.map_or(Capacity::Bytes(self.ssd_bytes), Capacity::Blocks)
+    }
+
+    /// Directories of the SSD tier.
+    pub(crate) fn ssd_dirs(&self) -> Vec<PathBuf> {
+        std::iter::once(&self.data_dir).chain(&self.more_data_dirs).cloned().collect()
     }
 
     pub(crate) fn limits(&self, capacity: Capacity) -> TierLimits {

@@ -1,4 +1,4 @@
-//! The one task that owns the tier book, and with it every slot of DRAM and SSD of this node.
+//! The one task that owns the tier book, and with it every slot of DRAM and every record on SSD of this node.
 //!
 //! Requests come in over a bounded channel, ends of SSD jobs over another; after each, the task runs
 //! what the book says and hands the changes to the outboxes. Situations are beside: `fetching`, `saving`,
@@ -34,7 +34,7 @@ use tokio_util::sync::CancellationToken;
 use crate::announce::outboxes::{Outboxes, Point};
 use crate::arena::Arena;
 use crate::metrics::Metrics;
-use crate::tiers::ssd::{Done, SlotId, Ssd};
+use crate::tiers::ssd::{Report, Ssd, SsdRecord};
 use moving::{Load, Move, Trouble};
 
 /// Requests waiting for the task. It answers one in microseconds, so a full queue is some
@@ -254,7 +254,7 @@ fn tell_later(asks: &mpsc::Sender<Ask>, ask: Ask) {
 #[derive(Debug, Default)]
 struct Row {
     dram: Option<Bytes>,
-    ssd: Option<SlotId>,
+    ssd: Option<SsdRecord>,
 }
 
 /// What the store is made of.
@@ -263,8 +263,8 @@ pub(crate) struct Parts {
     pub(crate) policy: String,
     pub(crate) arena: Arena,
     pub(crate) ssd: Option<Ssd>,
-    pub(crate) done: mpsc::UnboundedReceiver<Done>,
-    pub(crate) rows: Vec<(BlockKey, SlotId)>,
+    pub(crate) reports: mpsc::UnboundedReceiver<Report>,
+    pub(crate) rows: Vec<(BlockKey, SsdRecord)>,
     pub(crate) frame_bytes_max: usize,
     pub(crate) budget: LoadBudget,
     pub(crate) capacities: Capacities,
@@ -310,8 +310,8 @@ impl Store {
             loads: HashMap::new(),
             trouble: None,
         };
-        for (key, slot) in found {
-            store.row(key).ssd = Some(slot);
+        for (key, record) in found {
+            store.row(key).ssd = Some(record);
         }
         (handle, tokio::spawn(store.run(inbox, stop)))
     }
@@ -328,7 +328,7 @@ impl Store {
                     Some(ask) => self.answer(ask),
                     None => break,
                 },
-                Some(done) = self.parts.done.recv() => self.on_done(done),
+                Some(report) = self.parts.reports.recv() => self.on_report(report),
                 () = arena.freed() => {}
                 _ = tick.tick() => self.tick(),
             }

@@ -12,13 +12,13 @@ use tokio::sync::oneshot;
 
 use super::Store;
 use crate::arena::Purpose;
-use crate::tiers::ssd::{Done, JOBS_MAX, ReadFault, STAGING_SLOTS, SlotHeader, SlotId, Ssd};
+use crate::tiers::ssd::{Done, JOBS_MAX, ReadFault, RecordHeader, Report, STAGING_RECORDS, Ssd, SsdRecord};
 
-/// Moves in flight: enough to keep an NVMe queue full. A block on its way holds a slot on both sides; on
-/// SSD the staging slots cover all of them, in DRAM a load also waits for one of the arena's free slots.
+/// Moves in flight: enough to keep an NVMe queue full. A block on its way has room on both sides; on
+/// SSD the staging records cover all of them, in DRAM a load also waits for one of the arena's free slots.
 pub(crate) const MOVES_MAX: usize = 48;
 
-const _: () = assert!(MOVES_MAX as u64 <= STAGING_SLOTS, "each move needs a slot beside those in use");
+const _: () = assert!(MOVES_MAX as u64 <= STAGING_RECORDS, "each move needs room beside what is in use");
 const _: () = assert!(MOVES_MAX <= JOBS_MAX, "the SSD thread takes a job for each move");
 
 /// After a write error the SSD tier takes no new blocks for this long, then tries again.
@@ -29,7 +29,7 @@ pub(crate) const SSD_RETRY: Duration = Duration::from_secs(5);
 pub(super) struct Move {
     key: BlockKey,
     hash: BlockHash,
-    slot: SlotId,
+    record: SsdRecord,
 }
 
 /// Readers who wait for a block.
@@ -91,14 +91,10 @@ impl Store {
         let mut traits = meta.traits;
         traits.bytes = u32::try_from(frame.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
         let ssd = self.parts.ssd.as_mut().ok_or(io::ErrorKind::NotFound)?;
-        let Some(slot) = ssd.take(frame.len())? else { return Ok(false) };
-        let header = SlotHeader { hash, parent: meta.parent, tenant: meta.tenant, traits, sequence: 0 };
+        let header = RecordHeader { hash, parent: meta.parent, tenant: meta.tenant, traits, sequence: 0 };
         self.next_token += 1;
-        if let Err(cause) = ssd.write(self.next_token, slot, header, frame) {
-            ssd.free(slot);
-            return Err(cause);
-        }
-        self.moves.insert(self.next_token, Move { key, hash, slot });
+        let Some(record) = ssd.write(self.next_token, key.0, header, &frame)? else { return Ok(false) };
+        self.moves.insert(self.next_token, Move { key, hash, record });
         Ok(true)
     }
 
@@ -115,49 +111,65 @@ impl Store {
 
     /// `Ok(false)` when there is no slot now, which is no failure.
     fn try_promote(&mut self, key: BlockKey, hash: BlockHash) -> io::Result<bool> {
-        let slot = self.row(key).ssd.ok_or(io::ErrorKind::NotFound)?;
+        let record = self.row(key).ssd.ok_or(io::ErrorKind::NotFound)?;
         let meta = self.parts.book.meta(key).ok_or(io::ErrorKind::NotFound)?;
         let len = meta.traits.bytes as usize;
         if len > self.parts.frame_bytes_max {
             return Err(io::ErrorKind::InvalidData.into());
         }
         let Some(into) = self.parts.arena.take(len, Purpose::Load) else { return Ok(false) };
-        let ssd = self.parts.ssd.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        let ssd = self.parts.ssd.as_mut().ok_or(io::ErrorKind::NotFound)?;
         self.next_token += 1;
-        ssd.read(self.next_token, slot, hash, into)?;
-        self.moves.insert(self.next_token, Move { key, hash, slot });
+        ssd.read(self.next_token, record, hash, into)?;
+        self.moves.insert(self.next_token, Move { key, hash, record });
         Ok(true)
     }
 
     fn drop_ssd(&mut self, key: BlockKey, hash: BlockHash) {
-        if let Some(slot) = self.row(key).ssd.take()
+        if let Some(record) = self.row(key).ssd.take()
             && let Some(ssd) = self.parts.ssd.as_mut()
         {
-            ssd.free(slot);
+            ssd.free(record);
         }
         // A block may go before its load began; whoever waits for it must hear that it will not come.
         self.tell_waiting(hash, &Err(MissReason::NotHeld));
     }
 
-    pub(super) fn on_done(&mut self, done: Done) {
-        match done {
-            Done::Written { token, result } => self.on_written(token, result),
-            Done::Read { token, result } => self.on_read(token, result),
+    pub(super) fn on_report(&mut self, report: Report) {
+        match self.parts.ssd.as_mut().and_then(|ssd| ssd.take_in(report)) {
+            Some(Done::Written { token, result }) => self.on_written(token, result),
+            Some(Done::Read { token, result }) => self.on_read(token, result),
+            Some(Done::Lost { record, owner, fault }) => self.on_lost(record, BlockKey(owner), &fault),
+            Some(Done::Failed { cause }) => self.stop_admitting(&cause),
+            None => {}
         }
     }
 
+    /// A block that was to be moved to another segment cannot be read: it is gone, before anybody asked.
+    fn on_lost(&mut self, record: SsdRecord, key: BlockKey, fault: &ReadFault) {
+        let Some(row) = self.rows.get_mut(key.0 as usize).filter(|row| row.ssd == Some(record)) else {
+            return;
+        };
+        row.ssd = None;
+        let Some(hash) = self.parts.book.meta(key).map(|meta| meta.hash) else { return };
+        self.log_unusable(fault, hash);
+        self.parts.book.on_lost(key);
+    }
+
+    fn log_unusable(&self, fault: &ReadFault, hash: BlockHash) {
+        tracing::error!(%fault, %hash, "a block on SSD is unusable and was dropped; check the medium when this repeats");
+        self.parts.metrics.ssd_error();
+    }
+
     fn on_written(&mut self, token: u64, result: io::Result<()>) {
-        let Some(Move { key, slot, .. }) = self.moves.remove(&token) else { return };
+        let Some(Move { key, record, .. }) = self.moves.remove(&token) else { return };
         match result {
             Ok(()) => {
-                self.row(key).ssd = Some(slot);
+                self.row(key).ssd = Some(record);
                 self.parts.book.on_moved(key, Tier::Ssd);
             }
             Err(cause) => {
                 self.stop_admitting(&cause);
-                if let Some(ssd) = self.parts.ssd.as_mut() {
-                    ssd.free(slot);
-                }
                 self.parts.book.on_move_failed(key, Tier::Ssd, self.now());
             }
         }
@@ -172,8 +184,7 @@ impl Store {
                 self.parts.book.on_moved(key, Tier::Dram);
             }
             Err(fault) => {
-                tracing::error!(%fault, %hash, "a block on SSD is unusable and was dropped; check the medium when this repeats");
-                self.parts.metrics.ssd_error();
+                self.log_unusable(&fault, hash);
                 let reason = match fault {
                     ReadFault::Medium(_) => MissReason::MediumFailed,
                     ReadFault::Corrupt(_) => MissReason::Corrupt,
@@ -214,6 +225,9 @@ impl Store {
         if self.trouble.as_ref().is_some_and(|trouble| Instant::now() >= trouble.until) {
             tracing::info!("the SSD tier admits blocks again");
             self.trouble = None;
+            if let Some(ssd) = self.parts.ssd.as_mut() {
+                ssd.resume();
+            }
             self.parts.book.set_admitting(Tier::Ssd, true);
         }
     }
