@@ -24,6 +24,7 @@ use crate::metrics::Metrics;
 use crate::serve::Service;
 use crate::server::Control;
 use crate::store::{Capacities, LoadBudget, Parts, Shared, SlotSizes, Store, StoreHandle};
+use crate::tiers::ssd::budget::WriteBudget;
 use crate::tiers::ssd::{FoundBlock, Report, ScanReport, Ssd, SsdConfig, SsdError, SsdFaults, SsdRecord};
 
 /// Slots beyond the DRAM capacity for blocks being loaded from SSD; saves never take them, so the two
@@ -259,6 +260,7 @@ pub(crate) async fn open_parts(
         frame_bytes_max,
         budget: LoadBudget::new(config.fetch_inflight_bytes),
         capacities,
+        writes: WriteBudget::new(config.ssd_write_bytes_per_day),
         quarantined,
         shared,
         metrics,

@@ -34,6 +34,7 @@ use tokio_util::sync::CancellationToken;
 use crate::announce::outboxes::{Outboxes, Point};
 use crate::arena::Arena;
 use crate::metrics::Metrics;
+use crate::tiers::ssd::budget::WriteBudget;
 use crate::tiers::ssd::{Report, Ssd, SsdRecord};
 use moving::{Load, Move, Trouble};
 
@@ -268,6 +269,7 @@ pub(crate) struct Parts {
     pub(crate) frame_bytes_max: usize,
     pub(crate) budget: LoadBudget,
     pub(crate) capacities: Capacities,
+    pub(crate) writes: WriteBudget,
     pub(crate) quarantined: u64,
     pub(crate) shared: Arc<Shared>,
     pub(crate) metrics: Metrics,
@@ -287,6 +289,10 @@ pub(crate) struct Store {
     /// By hash and not by key: a key is given out again, and what was read is checked against the hash.
     loads: HashMap<BlockHash, Load>,
     trouble: Option<Trouble>,
+    /// The SSD failed and has written nothing since: how long it was left alone.
+    probation: Option<Duration>,
+    /// Bytes written again that the budget has taken in.
+    rescued_bytes: u64,
     refitted: Instant,
 }
 
@@ -309,6 +315,8 @@ impl Store {
             next_token: 0,
             loads: HashMap::new(),
             trouble: None,
+            probation: None,
+            rescued_bytes: 0,
         };
         for (key, record) in found {
             store.row(key).ssd = Some(record);
@@ -419,6 +427,7 @@ impl Store {
             self.parts.book.refit(now);
         }
         self.retry_ssd();
+        self.count_wear(now);
         self.show();
     }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kv_core::evict::BlockKey;
-use kv_core::id::{BlockHash, Tier};
+use kv_core::id::{BlockHash, Tier, Timestamp};
 use kv_core::tier::{Action, Room};
 use kvfleet_transport::MissReason;
 use tokio::sync::oneshot;
@@ -23,6 +23,10 @@ const _: () = assert!(MOVES_MAX <= JOBS_MAX, "the SSD thread takes a job for eac
 
 /// After a write error the SSD tier takes no new blocks for this long, then tries again.
 pub(crate) const SSD_RETRY: Duration = Duration::from_secs(5);
+
+/// Each try that fails doubles the time to the next, up to this: a dead device costs next to nothing, and
+/// one that comes back is noticed in minutes.
+pub(crate) const SSD_RETRY_MAX: Duration = Duration::from_secs(300);
 
 /// A move on the SSD thread.
 #[derive(Clone, Copy, Debug)]
@@ -43,6 +47,7 @@ pub(super) struct Load {
 pub(super) struct Trouble {
     pub(super) reason: String,
     until: Instant,
+    wait: Duration,
 }
 
 impl Store {
@@ -69,6 +74,10 @@ impl Store {
     }
 
     fn demote(&mut self, key: BlockKey, hash: BlockHash) {
+        if self.trouble.is_none() && !self.may_write(key) {
+            self.parts.metrics.ssd_spared();
+            return self.parts.book.on_move_failed(key, Tier::Ssd, self.now());
+        }
         match self.try_demote(key, hash) {
             Ok(true) => {}
             Ok(false) => self.parts.book.on_move_delayed(key, Tier::Ssd),
@@ -79,6 +88,22 @@ impl Store {
                 self.parts.book.on_move_failed(key, Tier::Ssd, self.now());
             }
         }
+    }
+
+    /// Whether the day's budget has room for the block. A demotion that is put off asks again, and pays again;
+    /// that is rare, since it begins only when there is room.
+    fn may_write(&mut self, key: BlockKey) -> bool {
+        let bytes = self.row(key).dram.as_ref().map_or(0, |frame| frame.len() as u64);
+        let now = self.now();
+        self.parts.writes.take(bytes, now)
+    }
+
+    /// What was written again for the sake of space counts against the budget, and is shown.
+    pub(super) fn count_wear(&mut self, now: Timestamp) {
+        let Some(wear) = self.parts.ssd.as_ref().map(Ssd::wear) else { return };
+        self.parts.writes.spend(wear.rescued_bytes - self.rescued_bytes, now);
+        self.rescued_bytes = wear.rescued_bytes;
+        self.parts.metrics.ssd_wear(wear);
     }
 
     /// `Ok(false)` when there is no slot now, which is no failure.
@@ -167,6 +192,9 @@ impl Store {
             Ok(()) => {
                 self.row(key).ssd = Some(record);
                 self.parts.book.on_moved(key, Tier::Ssd);
+                if self.trouble.is_none() && self.probation.take().is_some() {
+                    tracing::info!("the SSD tier writes again");
+                }
             }
             Err(cause) => {
                 self.stop_admitting(&cause);
@@ -212,23 +240,44 @@ impl Store {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "make room there or lower ssd_bytes",
             _ => "check the medium",
         };
-        let reason =
-            format!("writing failed: {cause}; {remedy}; trying again every {} s", SSD_RETRY.as_secs());
-        if self.trouble.is_none() {
+        // Blocks that were on their way when it failed say the same once more.
+        let wait = self.trouble.as_ref().map_or_else(|| next_wait(self.probation), |trouble| trouble.wait);
+        let reason = format!("writing failed: {cause}; {remedy}; trying again after {} s", wait.as_secs());
+        if self.trouble.is_none() && self.probation.is_none() {
             tracing::error!(reason, "the SSD tier stops admitting blocks");
         }
-        self.trouble = Some(Trouble { reason, until: Instant::now() + SSD_RETRY });
+        self.trouble = Some(Trouble { reason, until: Instant::now() + wait, wait });
+        self.probation = Some(wait);
         self.parts.book.set_admitting(Tier::Ssd, false);
     }
 
     pub(super) fn retry_ssd(&mut self) {
         if self.trouble.as_ref().is_some_and(|trouble| Instant::now() >= trouble.until) {
-            tracing::info!("the SSD tier admits blocks again");
             self.trouble = None;
             if let Some(ssd) = self.parts.ssd.as_mut() {
                 ssd.resume();
             }
             self.parts.book.set_admitting(Tier::Ssd, true);
         }
+    }
+}
+
+/// How long a device is left alone that fails, after the wait before.
+fn next_wait(before: Option<Duration>) -> Duration {
+    before.map_or(SSD_RETRY, |before| (before * 2).min(SSD_RETRY_MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_try_that_fails_doubles_the_wait_up_to_its_limit() {
+        let mut waits = vec![next_wait(None)];
+        for _ in 0..10 {
+            waits.push(next_wait(waits.last().copied()));
+        }
+        let seconds: Vec<u64> = waits.iter().map(Duration::as_secs).collect();
+        assert_eq!(seconds, [5, 10, 20, 40, 80, 160, 300, 300, 300, 300, 300]);
     }
 }

@@ -6,6 +6,7 @@
 //! from an error (`store`).
 
 mod book;
+pub mod budget;
 mod buffer;
 mod device;
 mod engine;

@@ -20,9 +20,9 @@ pub(super) const CHUNK_BYTES: usize = 512 << 10;
 /// Chunks of a device: what is written at most at once, 16 MiB.
 pub(super) const CHUNKS: u16 = 32;
 
-/// While writes are in flight, a flush waits until it commits this much: a flush costs as much as some
-/// hundred KiB of writing.
-const FLUSH_BYTES: usize = 4 << 20;
+/// While writes are in flight, a flush waits until it commits this much: a device that is busy writing
+/// flushes slowly, so what is in flight is let end first.
+const FLUSH_BYTES: usize = 16 << 20;
 
 /// Something to be written in one piece of the medium.
 pub(super) struct Put {
