@@ -109,6 +109,7 @@ enum Unopened {
 #[derive(Default)]
 pub(super) struct Writer {
     queue: VecDeque<Put>,
+    queued_bytes: usize,
     /// Bytes of the first of them that were taken already.
     taken: usize,
     puts: HashMap<u64, Progress>,
@@ -127,6 +128,7 @@ impl Writer {
     }
 
     pub(super) fn push(&mut self, put: Put) {
+        self.queued_bytes += put.len;
         self.queue.push_back(put);
     }
 
@@ -134,6 +136,11 @@ impl Writer {
     pub(super) fn opening(&mut self, segment: u32, fault: Option<&io::Error>) {
         let state = fault.map_or(Unopened::Waiting, Unopened::of);
         self.unopened.insert(segment, state);
+    }
+
+    /// A part of a chunk waits while something is written or flushed: what comes meanwhile goes with it.
+    fn is_worth_a_chunk(&self) -> bool {
+        self.queued_bytes >= CHUNK_BYTES || (self.chunks_open == 0 && !self.is_flushing)
     }
 
     fn state(&self, put: &Put) -> Option<Unopened> {
@@ -158,13 +165,14 @@ impl Engine {
             match self.writer.state(put) {
                 Some(Unopened::Failed(errno, kind)) => {
                     let Some(put) = self.writer.queue.pop_front() else { break };
+                    self.writer.queued_bytes -= put.len;
                     self.report_put(put.job, put.moved, Err(error(errno, kind)));
                     continue;
                 }
                 Some(Unopened::Waiting) => break,
                 None => {}
             }
-            if !self.pool.has_chunk() {
+            if !self.pool.has_chunk() || !self.writer.is_worth_a_chunk() {
                 break;
             }
             self.fill_chunk();
@@ -190,6 +198,7 @@ impl Engine {
             let count = put.fill(self.writer.taken, &mut chunk[filled..]);
             filled += count;
             self.writer.taken += count;
+            self.writer.queued_bytes -= count;
             let progress = self.writer.puts.entry(put.job).or_insert_with(|| Progress {
                 bytes: put.len,
                 opens: put.opens,
