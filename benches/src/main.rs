@@ -7,6 +7,7 @@ mod choose;
 mod hash;
 mod index;
 mod snapshot;
+mod ssd;
 mod transport;
 
 use benches::{RUNS_MIN, Row, table};
@@ -40,6 +41,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "hash", about: hash::ABOUT, run: hash::run },
     Bench { name: "snapshot", about: snapshot::ABOUT, run: snapshot::run },
     Bench { name: "choose", about: choose::ABOUT, run: choose::run },
+    Bench { name: "ssd", about: ssd::ABOUT, run: ssd::run },
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },
 ];
 
