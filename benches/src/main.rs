@@ -8,6 +8,7 @@ mod frame;
 mod hash;
 mod index;
 mod snapshot;
+mod ssd;
 mod transport;
 
 use benches::{RUNS_MIN, Row, table};
@@ -42,6 +43,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "snapshot", about: snapshot::ABOUT, run: snapshot::run },
     Bench { name: "frame", about: frame::ABOUT, run: frame::run },
     Bench { name: "choose", about: choose::ABOUT, run: choose::run },
+    Bench { name: "ssd", about: ssd::ABOUT, run: ssd::run },
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },
 ];
 

@@ -19,8 +19,8 @@ use tokio::sync::Notify;
 
 use memory::Memory;
 
-/// Slots are whole cache lines, in bytes.
-pub const SLOT_ALIGN_BYTES: usize = 64;
+/// Slots are whole pages, in bytes: what comes from SSD lands in them without a copy.
+pub const SLOT_ALIGN_BYTES: usize = 4096;
 
 /// Who wants a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -188,6 +188,14 @@ pub struct SlotMut {
 }
 
 impl SlotMut {
+    /// The whole slot, behind the frame's end too: direct I/O reads whole pages.
+    #[must_use]
+    pub fn whole_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `deref_mut`; the slot's memory reaches to the next slot's start, which is
+        // `slot_bytes` away.
+        unsafe { std::slice::from_raw_parts_mut(self.slot.start(), self.slot.inner.slot_bytes) }
+    }
+
     /// Ends writing: from now on the bytes are shared and never change.
     #[must_use]
     pub fn freeze(self) -> Bytes {
@@ -229,7 +237,7 @@ mod tests {
             assert_eq!(slots.len(), 10, "frames of {len} bytes");
         }
         let small: Vec<SlotMut> = (1..=9).map(|len| arena.take(len, Purpose::Save).unwrap()).collect();
-        assert_eq!(arena.used_bytes(), 9 * 128);
+        assert_eq!(arena.used_bytes(), 9 * SLOT_ALIGN_BYTES);
         assert_eq!(arena.take(128, Purpose::Save).unwrap().len(), 128);
         drop(small);
         assert_eq!(arena.used_bytes(), 0);
@@ -246,7 +254,7 @@ mod tests {
             slots.extend(slot);
         }
         assert_eq!(slots.len(), 3);
-        assert!(arena.take(129, Purpose::Load).is_none(), "no frame is so long");
+        assert!(arena.take(SLOT_ALIGN_BYTES + 1, Purpose::Load).is_none(), "no frame is so long");
     }
 
     #[test]

@@ -11,6 +11,8 @@ use kv_core::tier::{Capacity, TierLimits};
 use kvfleet_proto::frame::{HEADER_FIXED_BYTES, PAYLOAD_BYTES_MAX, SLICES_MAX};
 use serde::{Deserialize, Serialize};
 
+use crate::tiers::ssd::DEVICES_MAX;
+
 /// Configuration of a node. Every field has a default except the certificates and the routers, which
 /// have none that would work.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -30,8 +32,10 @@ pub struct NodeConfig {
     pub instance: Option<u32>,
     /// gRPC addresses of the routers, `host:port`. Without any, the node serves but nobody is told.
     pub routers: Vec<String>,
-    /// Directory of the SSD tier's files.
+    /// Directory of the SSD tier's file.
     pub data_dir: PathBuf,
+    /// Further directories, each on a device of its own: blocks are spread over all of them evenly.
+    pub more_data_dirs: Vec<PathBuf>,
     /// DRAM for blocks in bytes.
     pub dram_bytes: u64,
     /// DRAM for blocks as a number of blocks; when set, `dram_bytes` is not used.
@@ -40,6 +44,9 @@ pub struct NodeConfig {
     pub ssd_bytes: u64,
     /// SSD for blocks as a number of blocks; when set, `ssd_bytes` is not used.
     pub ssd_blocks: Option<u64>,
+    /// Bytes that may be written to SSD a day, on all devices together; 0 for no limit. Above it blocks are
+    /// dropped that would have gone there.
+    pub ssd_write_bytes_per_day: u64,
     /// Largest payload of one block in bytes. Every block takes the room of the largest, so give the real
     /// size.
     pub block_bytes: u64,
@@ -116,10 +123,12 @@ impl Default for NodeConfig {
             instance: None,
             routers: Vec::new(),
             data_dir: PathBuf::from("kvfleet-node"),
+            more_data_dirs: Vec::new(),
             dram_bytes: 1 << 30,
             dram_blocks: None,
             ssd_bytes: 0,
             ssd_blocks: None,
+            ssd_write_bytes_per_day: 0,
             block_bytes: 2 << 20,
             policy: "workload".to_owned(),
             watermark_high: 0.95,
@@ -242,6 +251,10 @@ impl NodeConfig {
     }
 
     fn validate_capacity(&self) -> Result<(), ConfigError> {
+        if self.more_data_dirs.len() >= DEVICES_MAX {
+            let remedy = format!("give at most {} further directories", DEVICES_MAX - 1);
+            return wrong("more_data_dirs", &self.more_data_dirs.len(), remedy);
+        }
         if self.dram_capacity().amount() == 0 && self.ssd_capacity().amount() == 0 {
             return wrong("dram_bytes", &0, "give this node some DRAM or SSD to keep blocks in".to_owned());
         }
@@ -271,6 +284,11 @@ impl NodeConfig {
     #[must_use]
     pub fn ssd_capacity(&self) -> Capacity {
         self.ssd_blocks.map_or(Capacity::Bytes(self.ssd_bytes), Capacity::Blocks)
+    }
+
+    /// Directories of the SSD tier.
+    pub(crate) fn ssd_dirs(&self) -> Vec<PathBuf> {
+        std::iter::once(&self.data_dir).chain(&self.more_data_dirs).cloned().collect()
     }
 
     pub(crate) fn limits(&self, capacity: Capacity) -> TierLimits {
@@ -312,6 +330,8 @@ mod tests {
         says("a node: watermark_low", &refused(|config| config.watermark_low = 0.99), &[]);
         says("a node: lease_ms", &refused(|config| config.lease_ms = 0), &[]);
         says("a node: fetch_inflight_bytes", &refused(|config| config.fetch_inflight_bytes = 5), &[]);
+        let many = |config: &mut NodeConfig| config.more_data_dirs = vec![PathBuf::new(); 64];
+        says("a node: more_data_dirs", &refused(many), &[]);
         says("a node without DRAM and SSD", &refused(|config| config.dram_bytes = 0), &[]);
         says("a node: DRAM for less than a block", &refused(|config| config.dram_bytes = 100), &[]);
         says("a node: identity.block_tokens", &refused(|config| config.identity.block_tokens = 3), &[]);

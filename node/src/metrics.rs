@@ -4,6 +4,8 @@ use kv_core::id::Tier;
 use kv_core::tier::TierStats;
 use prometheus::{IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
 
+use crate::tiers::ssd::Wear;
+
 /// All figures of one node. Clones share them.
 #[derive(Clone, Debug)]
 pub(crate) struct Metrics {
@@ -17,6 +19,9 @@ pub(crate) struct Metrics {
     saved_bytes: IntCounter,
     refused_blocks: IntCounter,
     ssd_errors: IntCounter,
+    ssd_spared: IntCounter,
+    ssd_saved: IntGauge,
+    ssd_rescued: IntGauge,
     leases: IntGauge,
     moves: IntGauge,
 }
@@ -59,6 +64,15 @@ impl Metrics {
             saved_bytes: counter("kvfleet_node_saved_bytes_total", "Encoded bytes committed")?,
             refused_blocks: counter("kvfleet_node_refused_blocks_total", "Frames refused after an offer")?,
             ssd_errors: counter("kvfleet_node_ssd_errors_total", "Reads and writes of the SSD that failed")?,
+            ssd_spared: counter(
+                "kvfleet_node_ssd_spared_blocks_total",
+                "Blocks not written to SSD because the day's budget was used up",
+            )?,
+            ssd_saved: gauge("kvfleet_node_ssd_saved_bytes", "Bytes of blocks written to SSD since start")?,
+            ssd_rescued: gauge(
+                "kvfleet_node_ssd_rescued_bytes",
+                "Bytes of blocks written to SSD again since start, so that their segment could be",
+            )?,
             leases: gauge("kvfleet_node_leases", "Requests under way")?,
             moves: gauge("kvfleet_node_moves", "Moves between DRAM and SSD in flight")?,
         })
@@ -78,6 +92,15 @@ impl Metrics {
 
     pub(crate) fn ssd_error(&self) {
         self.ssd_errors.inc();
+    }
+
+    pub(crate) fn ssd_spared(&self) {
+        self.ssd_spared.inc();
+    }
+
+    pub(crate) fn ssd_wear(&self, wear: Wear) {
+        set(&self.ssd_saved, wear.saved_bytes);
+        set(&self.ssd_rescued, wear.rescued_bytes);
     }
 
     pub(crate) fn tier(&self, tier: Tier, stats: &TierStats) {

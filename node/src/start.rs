@@ -24,7 +24,8 @@ use crate::metrics::Metrics;
 use crate::serve::Service;
 use crate::server::Control;
 use crate::store::{Capacities, LoadBudget, Parts, Shared, SlotSizes, Store, StoreHandle};
-use crate::tiers::ssd::{self, Done, FoundBlock, ScanReport, Ssd, SsdConfig, SsdError, SsdFaults};
+use crate::tiers::ssd::budget::WriteBudget;
+use crate::tiers::ssd::{FoundBlock, Report, ScanReport, Ssd, SsdConfig, SsdError, SsdFaults, SsdRecord};
 
 /// Slots beyond the DRAM capacity for blocks being loaded from SSD; saves never take them, so the two
 /// tiers can trade places even when both are full.
@@ -236,7 +237,7 @@ pub(crate) async fn open_parts(
 ) -> Result<Parts, StartError> {
     let started = Instant::now();
     let mut book = book(config);
-    let (send, done) = mpsc::unbounded_channel();
+    let (send, reports) = mpsc::unbounded_channel();
     let (mut ssd, report) = open_ssd(config, send, faults).await?;
     let frame_bytes_max = config.frame_bytes_max();
     let slots = SlotSizes::new(frame_bytes_max);
@@ -244,8 +245,8 @@ pub(crate) async fn open_parts(
     let quotas = config.quotas.iter().map(|quota| (TenantId(quota.tenant), quota.bytes));
     book.set_quotas(quotas);
     if ssd.is_some() {
-        let (blocks, damaged) = (rows.len(), report.damaged_slots);
-        tracing::info!(blocks, damaged, quarantined = report.quarantined.len(), "SSD tier read");
+        let (blocks, damaged, torn) = (rows.len(), report.damaged, report.torn);
+        tracing::info!(blocks, damaged, torn, quarantined = report.quarantined.len(), "SSD tier read");
     }
     let capacities = Capacities { dram: config.dram_capacity(), ssd: config.ssd_capacity(), slots };
     let (policy, quarantined) = (config.policy.clone(), report.quarantined.len() as u64);
@@ -254,11 +255,12 @@ pub(crate) async fn open_parts(
         policy,
         arena,
         ssd,
-        done,
+        reports,
         rows,
         frame_bytes_max,
         budget: LoadBudget::new(config.fetch_inflight_bytes),
         capacities,
+        writes: WriteBudget::new(config.ssd_write_bytes_per_day),
         quarantined,
         shared,
         metrics,
@@ -289,17 +291,17 @@ fn hash_seed() -> u64 {
 
 async fn open_ssd(
     config: &NodeConfig,
-    done: mpsc::UnboundedSender<Done>,
+    reports: mpsc::UnboundedSender<Report>,
     faults: Arc<SsdFaults>,
 ) -> Result<(Option<Ssd>, ScanReport), StartError> {
     let capacity = config.ssd_capacity();
     if capacity.amount() == 0 {
         return Ok((None, ScanReport::default()));
     }
-    let (dir, identity) = (config.data_dir.clone(), config.identity.manifest().digest());
-    let (frame_bytes_max, uring) = (config.frame_bytes_max(), config.io_uring);
-    let ssd = SsdConfig { dir, identity, capacity, frame_bytes_max, uring, faults };
-    let opened = tokio::task::spawn_blocking(move || Ssd::open(&ssd, done)).await;
+    let (dirs, identity) = (config.ssd_dirs(), config.identity.manifest().digest());
+    let (frame_bytes_max, uring, seed) = (config.frame_bytes_max(), config.io_uring, hash_seed());
+    let ssd = SsdConfig { dirs, identity, capacity, frame_bytes_max, uring, seed, faults };
+    let opened = tokio::task::spawn_blocking(move || Ssd::open(&ssd, &reports)).await;
     let (ssd, report) = opened.map_err(|_| StartError::Interrupted)??;
     Ok((Some(ssd), report))
 }
@@ -313,7 +315,7 @@ fn restore(
     found: &[FoundBlock],
     capacity: Capacity,
     slots: SlotSizes,
-) -> Vec<(BlockKey, ssd::SlotId)> {
+) -> Vec<(BlockKey, SsdRecord)> {
     let Some(ssd) = ssd else { return Vec::new() };
     let fitting = usize::try_from(capacity.amount() / capacity.cost(slots.ssd)).unwrap_or(usize::MAX);
     let skipped = found.len().saturating_sub(fitting);
@@ -329,8 +331,11 @@ fn restore(
             charge,
         };
         match (position >= skipped).then(|| book.restore(known, Timestamp(position as u64))).flatten() {
-            Some(key) => rows.push((key, block.slot)),
-            None => ssd.free(block.slot),
+            Some(key) => {
+                ssd.set_owner(block.record, key.0);
+                rows.push((key, block.record));
+            }
+            None => ssd.free(block.record),
         }
     }
     rows

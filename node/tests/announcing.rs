@@ -292,15 +292,13 @@ async fn bytes_corrupted_on_ssd_are_never_served_and_their_block_is_taken_back()
     let (world, router) = (World::new(), FakeRouter::default());
     let (node, config) = spread(&world, &router).await;
     node.shutdown().await;
-    let file = config.data_dir.join("blocks-8192.kvs");
-    let file = std::fs::OpenOptions::new().write(true).open(file).unwrap();
-    let slots = (file.metadata().unwrap().len() - 4096) / 8192;
-    for slot in 0..slots {
-        file.write_all_at(b"not what was saved", 4096 + slot * 8192 + 3000).unwrap();
-    }
     let log = Log::start();
     let node = start_again(&config).await;
-    router.holds("headers are in order", |state| state.epoch == 2 && state.blocks.len() >= 8).await;
+    router.holds("blocks are in order", |state| state.epoch == 2 && state.blocks.len() >= 8).await;
+    let file = std::fs::OpenOptions::new().write(true).open(config.data_dir.join("segments.kvs")).unwrap();
+    for page in 16..file.metadata().unwrap().len() / 4096 {
+        file.write_all_at(b"not what was saved", page * 4096 + 3000).unwrap();
+    }
     let path = world.dial(node.data_addr()).await;
     let known: Vec<_> = router.state.lock().blocks.keys().copied().collect();
     for (lease, block) in (0u64..).zip(&known) {

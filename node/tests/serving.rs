@@ -209,6 +209,18 @@ async fn a_full_disk_stops_the_tier_and_not_the_node() {
     });
     says("a full SSD directory, in the metrics", &stopped.await, &[]);
     assert_eq!(fetch(&*path, 99, 0, &[hash(50)]).await.1, 1, "the newest block is still served");
+    path.release(LeaseId(99)).await.unwrap();
+    // Room is made, and the tier finds out by itself.
+    faults.write_errno.store(0, Ordering::Relaxed);
+    let mut number = 100;
+    eventually("blocks go to SSD again", async || {
+        number += 1;
+        save(&*path, number, number * 10..number * 10 + 1).await;
+        let ssd = status(&world, &node).await.tiers[1].clone();
+        (ssd.admitting && ssd.blocks > 2).then_some(())
+    })
+    .await;
+    assert_eq!(log.count("stops admitting"), 1, "said once");
 }
 
 #[tokio::test]

@@ -146,6 +146,15 @@ impl Book {
         }
     }
 
+    /// The SSD copy of a block is gone although nobody asked for it. A move that is under way finds out by
+    /// itself.
+    pub fn on_lost(&mut self, key: BlockKey) {
+        let idle = self.slab.get(key).is_some_and(|entry| entry.moving.is_none() && !entry.writing);
+        if idle && self.slab.get(key).is_some_and(|entry| entry.copies.ssd && !entry.copies.dram) {
+            self.drop_block(key);
+        }
+    }
+
     fn keep_in_dram(&mut self, key: BlockKey, now: Timestamp) {
         // An older block may not push out a newer one because the disk failed, unless it is held.
         let Some(entry) = self.slab.get(key) else { return };

@@ -1,4 +1,4 @@
-//! The one task that owns the tier book, and with it every slot of DRAM and SSD of this node.
+//! The one task that owns the tier book, and with it every slot of DRAM and every record on SSD of this node.
 //!
 //! Requests come in over a bounded channel, ends of SSD jobs over another; after each, the task runs
 //! what the book says and hands the changes to the outboxes. Situations are beside: `fetching`, `saving`,
@@ -34,7 +34,8 @@ use tokio_util::sync::CancellationToken;
 use crate::announce::outboxes::{Outboxes, Point};
 use crate::arena::Arena;
 use crate::metrics::Metrics;
-use crate::tiers::ssd::{Done, SlotId, Ssd};
+use crate::tiers::ssd::budget::WriteBudget;
+use crate::tiers::ssd::{Report, Ssd, SsdRecord};
 use moving::{Load, Move, Trouble};
 
 /// Requests waiting for the task. It answers one in microseconds, so a full queue is some
@@ -254,7 +255,7 @@ fn tell_later(asks: &mpsc::Sender<Ask>, ask: Ask) {
 #[derive(Debug, Default)]
 struct Row {
     dram: Option<Bytes>,
-    ssd: Option<SlotId>,
+    ssd: Option<SsdRecord>,
 }
 
 /// What the store is made of.
@@ -263,11 +264,12 @@ pub(crate) struct Parts {
     pub(crate) policy: String,
     pub(crate) arena: Arena,
     pub(crate) ssd: Option<Ssd>,
-    pub(crate) done: mpsc::UnboundedReceiver<Done>,
-    pub(crate) rows: Vec<(BlockKey, SlotId)>,
+    pub(crate) reports: mpsc::UnboundedReceiver<Report>,
+    pub(crate) rows: Vec<(BlockKey, SsdRecord)>,
     pub(crate) frame_bytes_max: usize,
     pub(crate) budget: LoadBudget,
     pub(crate) capacities: Capacities,
+    pub(crate) writes: WriteBudget,
     pub(crate) quarantined: u64,
     pub(crate) shared: Arc<Shared>,
     pub(crate) metrics: Metrics,
@@ -287,6 +289,10 @@ pub(crate) struct Store {
     /// By hash and not by key: a key is given out again, and what was read is checked against the hash.
     loads: HashMap<BlockHash, Load>,
     trouble: Option<Trouble>,
+    /// The SSD failed and has written nothing since: how long it was left alone.
+    probation: Option<Duration>,
+    /// Bytes written again that the budget has taken in.
+    rescued_bytes: u64,
     refitted: Instant,
 }
 
@@ -309,9 +315,11 @@ impl Store {
             next_token: 0,
             loads: HashMap::new(),
             trouble: None,
+            probation: None,
+            rescued_bytes: 0,
         };
-        for (key, slot) in found {
-            store.row(key).ssd = Some(slot);
+        for (key, record) in found {
+            store.row(key).ssd = Some(record);
         }
         (handle, tokio::spawn(store.run(inbox, stop)))
     }
@@ -328,7 +336,7 @@ impl Store {
                     Some(ask) => self.answer(ask),
                     None => break,
                 },
-                Some(done) = self.parts.done.recv() => self.on_done(done),
+                Some(report) = self.parts.reports.recv() => self.on_report(report),
                 () = arena.freed() => {}
                 _ = tick.tick() => self.tick(),
             }
@@ -419,6 +427,7 @@ impl Store {
             self.parts.book.refit(now);
         }
         self.retry_ssd();
+        self.count_wear(now);
         self.show();
     }
 

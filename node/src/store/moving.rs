@@ -5,31 +5,35 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kv_core::evict::BlockKey;
-use kv_core::id::{BlockHash, Tier};
+use kv_core::id::{BlockHash, Tier, Timestamp};
 use kv_core::tier::{Action, Room};
 use kvfleet_transport::MissReason;
 use tokio::sync::oneshot;
 
 use super::Store;
 use crate::arena::Purpose;
-use crate::tiers::ssd::{Done, JOBS_MAX, ReadFault, STAGING_SLOTS, SlotHeader, SlotId, Ssd};
+use crate::tiers::ssd::{Done, JOBS_MAX, ReadFault, RecordHeader, Report, STAGING_RECORDS, Ssd, SsdRecord};
 
-/// Moves in flight: enough to keep an NVMe queue full. A block on its way holds a slot on both sides; on
-/// SSD the staging slots cover all of them, in DRAM a load also waits for one of the arena's free slots.
+/// Moves in flight: enough to keep an NVMe queue full. A block on its way has room on both sides; on
+/// SSD the staging records cover all of them, in DRAM a load also waits for one of the arena's free slots.
 pub(crate) const MOVES_MAX: usize = 48;
 
-const _: () = assert!(MOVES_MAX as u64 <= STAGING_SLOTS, "each move needs a slot beside those in use");
+const _: () = assert!(MOVES_MAX as u64 <= STAGING_RECORDS, "each move needs room beside what is in use");
 const _: () = assert!(MOVES_MAX <= JOBS_MAX, "the SSD thread takes a job for each move");
 
 /// After a write error the SSD tier takes no new blocks for this long, then tries again.
 pub(crate) const SSD_RETRY: Duration = Duration::from_secs(5);
+
+/// Each try that fails doubles the time to the next, up to this: a dead device costs next to nothing, and
+/// one that comes back is noticed in minutes.
+pub(crate) const SSD_RETRY_MAX: Duration = Duration::from_secs(300);
 
 /// A move on the SSD thread.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Move {
     key: BlockKey,
     hash: BlockHash,
-    slot: SlotId,
+    record: SsdRecord,
 }
 
 /// Readers who wait for a block.
@@ -43,6 +47,7 @@ pub(super) struct Load {
 pub(super) struct Trouble {
     pub(super) reason: String,
     until: Instant,
+    wait: Duration,
 }
 
 impl Store {
@@ -69,6 +74,10 @@ impl Store {
     }
 
     fn demote(&mut self, key: BlockKey, hash: BlockHash) {
+        if self.trouble.is_none() && !self.may_write(key) {
+            self.parts.metrics.ssd_spared();
+            return self.parts.book.on_move_failed(key, Tier::Ssd, self.now());
+        }
         match self.try_demote(key, hash) {
             Ok(true) => {}
             Ok(false) => self.parts.book.on_move_delayed(key, Tier::Ssd),
@@ -81,6 +90,22 @@ impl Store {
         }
     }
 
+    /// Whether the day's budget has room for the block. A demotion that is put off asks again, and pays again;
+    /// that is rare, since it begins only when there is room.
+    fn may_write(&mut self, key: BlockKey) -> bool {
+        let bytes = self.row(key).dram.as_ref().map_or(0, |frame| frame.len() as u64);
+        let now = self.now();
+        self.parts.writes.take(bytes, now)
+    }
+
+    /// What was written again for the sake of space counts against the budget, and is shown.
+    pub(super) fn count_wear(&mut self, now: Timestamp) {
+        let Some(wear) = self.parts.ssd.as_ref().map(Ssd::wear) else { return };
+        self.parts.writes.spend(wear.rescued_bytes - self.rescued_bytes, now);
+        self.rescued_bytes = wear.rescued_bytes;
+        self.parts.metrics.ssd_wear(wear);
+    }
+
     /// `Ok(false)` when there is no slot now, which is no failure.
     fn try_demote(&mut self, key: BlockKey, hash: BlockHash) -> io::Result<bool> {
         if self.trouble.is_some() {
@@ -91,14 +116,10 @@ impl Store {
         let mut traits = meta.traits;
         traits.bytes = u32::try_from(frame.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
         let ssd = self.parts.ssd.as_mut().ok_or(io::ErrorKind::NotFound)?;
-        let Some(slot) = ssd.take(frame.len())? else { return Ok(false) };
-        let header = SlotHeader { hash, parent: meta.parent, tenant: meta.tenant, traits, sequence: 0 };
+        let header = RecordHeader { hash, parent: meta.parent, tenant: meta.tenant, traits, sequence: 0 };
         self.next_token += 1;
-        if let Err(cause) = ssd.write(self.next_token, slot, header, frame) {
-            ssd.free(slot);
-            return Err(cause);
-        }
-        self.moves.insert(self.next_token, Move { key, hash, slot });
+        let Some(record) = ssd.write(self.next_token, key.0, header, &frame)? else { return Ok(false) };
+        self.moves.insert(self.next_token, Move { key, hash, record });
         Ok(true)
     }
 
@@ -115,49 +136,68 @@ impl Store {
 
     /// `Ok(false)` when there is no slot now, which is no failure.
     fn try_promote(&mut self, key: BlockKey, hash: BlockHash) -> io::Result<bool> {
-        let slot = self.row(key).ssd.ok_or(io::ErrorKind::NotFound)?;
+        let record = self.row(key).ssd.ok_or(io::ErrorKind::NotFound)?;
         let meta = self.parts.book.meta(key).ok_or(io::ErrorKind::NotFound)?;
         let len = meta.traits.bytes as usize;
         if len > self.parts.frame_bytes_max {
             return Err(io::ErrorKind::InvalidData.into());
         }
         let Some(into) = self.parts.arena.take(len, Purpose::Load) else { return Ok(false) };
-        let ssd = self.parts.ssd.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        let ssd = self.parts.ssd.as_mut().ok_or(io::ErrorKind::NotFound)?;
         self.next_token += 1;
-        ssd.read(self.next_token, slot, hash, into)?;
-        self.moves.insert(self.next_token, Move { key, hash, slot });
+        ssd.read(self.next_token, record, hash, into)?;
+        self.moves.insert(self.next_token, Move { key, hash, record });
         Ok(true)
     }
 
     fn drop_ssd(&mut self, key: BlockKey, hash: BlockHash) {
-        if let Some(slot) = self.row(key).ssd.take()
+        if let Some(record) = self.row(key).ssd.take()
             && let Some(ssd) = self.parts.ssd.as_mut()
         {
-            ssd.free(slot);
+            ssd.free(record);
         }
         // A block may go before its load began; whoever waits for it must hear that it will not come.
         self.tell_waiting(hash, &Err(MissReason::NotHeld));
     }
 
-    pub(super) fn on_done(&mut self, done: Done) {
-        match done {
-            Done::Written { token, result } => self.on_written(token, result),
-            Done::Read { token, result } => self.on_read(token, result),
+    pub(super) fn on_report(&mut self, report: Report) {
+        match self.parts.ssd.as_mut().and_then(|ssd| ssd.take_in(report)) {
+            Some(Done::Written { token, result }) => self.on_written(token, result),
+            Some(Done::Read { token, result }) => self.on_read(token, result),
+            Some(Done::Lost { record, owner, fault }) => self.on_lost(record, BlockKey(owner), &fault),
+            Some(Done::Failed { cause }) => self.stop_admitting(&cause),
+            None => {}
         }
     }
 
+    /// A block that was to be moved to another segment cannot be read: it is gone, before anybody asked.
+    fn on_lost(&mut self, record: SsdRecord, key: BlockKey, fault: &ReadFault) {
+        let Some(row) = self.rows.get_mut(key.0 as usize).filter(|row| row.ssd == Some(record)) else {
+            return;
+        };
+        row.ssd = None;
+        let Some(hash) = self.parts.book.meta(key).map(|meta| meta.hash) else { return };
+        self.log_unusable(fault, hash);
+        self.parts.book.on_lost(key);
+    }
+
+    fn log_unusable(&self, fault: &ReadFault, hash: BlockHash) {
+        tracing::error!(%fault, %hash, "a block on SSD is unusable and was dropped; check the medium when this repeats");
+        self.parts.metrics.ssd_error();
+    }
+
     fn on_written(&mut self, token: u64, result: io::Result<()>) {
-        let Some(Move { key, slot, .. }) = self.moves.remove(&token) else { return };
+        let Some(Move { key, record, .. }) = self.moves.remove(&token) else { return };
         match result {
             Ok(()) => {
-                self.row(key).ssd = Some(slot);
+                self.row(key).ssd = Some(record);
                 self.parts.book.on_moved(key, Tier::Ssd);
+                if self.trouble.is_none() && self.probation.take().is_some() {
+                    tracing::info!("the SSD tier writes again");
+                }
             }
             Err(cause) => {
                 self.stop_admitting(&cause);
-                if let Some(ssd) = self.parts.ssd.as_mut() {
-                    ssd.free(slot);
-                }
                 self.parts.book.on_move_failed(key, Tier::Ssd, self.now());
             }
         }
@@ -172,8 +212,7 @@ impl Store {
                 self.parts.book.on_moved(key, Tier::Dram);
             }
             Err(fault) => {
-                tracing::error!(%fault, %hash, "a block on SSD is unusable and was dropped; check the medium when this repeats");
-                self.parts.metrics.ssd_error();
+                self.log_unusable(&fault, hash);
                 let reason = match fault {
                     ReadFault::Medium(_) => MissReason::MediumFailed,
                     ReadFault::Corrupt(_) => MissReason::Corrupt,
@@ -201,20 +240,44 @@ impl Store {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "make room there or lower ssd_bytes",
             _ => "check the medium",
         };
-        let reason =
-            format!("writing failed: {cause}; {remedy}; trying again every {} s", SSD_RETRY.as_secs());
-        if self.trouble.is_none() {
+        // Blocks that were on their way when it failed say the same once more.
+        let wait = self.trouble.as_ref().map_or_else(|| next_wait(self.probation), |trouble| trouble.wait);
+        let reason = format!("writing failed: {cause}; {remedy}; trying again after {} s", wait.as_secs());
+        if self.trouble.is_none() && self.probation.is_none() {
             tracing::error!(reason, "the SSD tier stops admitting blocks");
         }
-        self.trouble = Some(Trouble { reason, until: Instant::now() + SSD_RETRY });
+        self.trouble = Some(Trouble { reason, until: Instant::now() + wait, wait });
+        self.probation = Some(wait);
         self.parts.book.set_admitting(Tier::Ssd, false);
     }
 
     pub(super) fn retry_ssd(&mut self) {
         if self.trouble.as_ref().is_some_and(|trouble| Instant::now() >= trouble.until) {
-            tracing::info!("the SSD tier admits blocks again");
             self.trouble = None;
+            if let Some(ssd) = self.parts.ssd.as_mut() {
+                ssd.resume();
+            }
             self.parts.book.set_admitting(Tier::Ssd, true);
         }
+    }
+}
+
+/// How long a device is left alone that fails, after the wait before.
+fn next_wait(before: Option<Duration>) -> Duration {
+    before.map_or(SSD_RETRY, |before| (before * 2).min(SSD_RETRY_MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_try_that_fails_doubles_the_wait_up_to_its_limit() {
+        let mut waits = vec![next_wait(None)];
+        for _ in 0..10 {
+            waits.push(next_wait(waits.last().copied()));
+        }
+        let seconds: Vec<u64> = waits.iter().map(Duration::as_secs).collect();
+        assert_eq!(seconds, [5, 10, 20, 40, 80, 160, 300, 300, 300, 300, 300]);
     }
 }

@@ -60,7 +60,7 @@ impl SlotSizes {
         let whole = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX);
         SlotSizes {
             dram: whole(arena::slot_bytes(frame_bytes_max)),
-            ssd: whole(format::slot_bytes(frame_bytes_max)),
+            ssd: whole(format::record_bytes(frame_bytes_max)),
         }
     }
 

@@ -317,3 +317,30 @@ async fn offsets_past_the_last_number_are_refused() {
     assert_eq!(offer, SaveOffer::Refused(SaveRefusal::FrameSize));
     bench.saved(2, 0..1).await;
 }
+
+#[tokio::test]
+async fn above_the_budget_of_a_day_blocks_are_dropped_and_not_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let record = config(dir.path(), 1, 30).frame_bytes_max() as u64;
+    // An hour's worth is five blocks.
+    let config = NodeConfig { ssd_write_bytes_per_day: record * 5 * 24 + 24, ..config(dir.path(), 1, 30) };
+    let bench = open(&config).await;
+    for number in 0..20 {
+        bench.saved(number, number * 10..number * 10 + 1).await;
+        bench
+            .until("its move ended", |status, used| {
+                let slot = crate::arena::slot_bytes(config.frame_bytes_max());
+                used == slot || status.tiers[1].blocks > 5
+            })
+            .await;
+    }
+    let status = bench.status().await;
+    assert_eq!((status.tiers[0].blocks, status.tiers[1].blocks), (1, 5));
+    assert!(status.tiers[1].admitting, "nothing is wrong with the device");
+    let mut hits = Vec::new();
+    for number in 0..20 {
+        hits.extend((bench.fetch(100 + number, number * 10..number * 10 + 1).await.1 == 1).then_some(number));
+        bench.service.release(LeaseId(100 + number)).await;
+    }
+    assert_eq!(hits.first(), Some(&0), "what was written stays: {hits:?}");
+}

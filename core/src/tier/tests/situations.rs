@@ -430,3 +430,21 @@ fn the_curve_says_what_both_tiers_would_hit_if_they_were_larger() {
     assert_eq!(book.curve().hit_ratio(3), 0.0);
     assert!(book.curve().hit_ratio(8) > 0.97, "{}", book.curve().hit_ratio(8));
 }
+
+#[test]
+fn a_block_whose_ssd_copy_is_lost_is_taken_back_before_anybody_asks() {
+    let mut book = blocks(1, 4);
+    request(&mut book, &[1], 1);
+    wanted(&offer(&mut book, 2, &[2], 2));
+    let Some(Action::Demote { key, .. }) = book.next_action(ALL_ROOM) else { panic!("no demotion") };
+    book.on_lost(key);
+    assert!(book.tier_of(&hash(1)).is_some(), "a block on its way is in DRAM still");
+    book.on_moved(key, Tier::Ssd);
+    while book.next_action(ALL_ROOM).is_some() {}
+    book.take_changes();
+    book.on_lost(key);
+    assert_eq!(book.tier_of(&hash(1)), None);
+    let dropped = Change::Dropped { blocks: vec![hash(1)], tier: Tier::Ssd };
+    assert_eq!(book.take_changes(), vec![dropped]);
+    assert_eq!(book.stats(Tier::Ssd).blocks, 0);
+}

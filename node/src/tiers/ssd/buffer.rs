@@ -1,12 +1,18 @@
-//! Page-aligned memory for direct I/O. Not here: what is in it.
+//! Page-aligned memory for direct I/O: buffers, a pool of chunks that the kernel knows, and places that
+//! reads land in. Not here: what is in it.
 
 #![allow(unsafe_code)]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use super::format::PAGE_BYTES;
+use crate::arena::{SLOT_ALIGN_BYTES, SlotMut};
+
+const _: () =
+    assert!(SLOT_ALIGN_BYTES.is_multiple_of(PAGE_BYTES), "reads land in arena slots, by whole pages");
 
 /// A zeroed buffer of whole pages, aligned to one.
 #[derive(Debug)]
@@ -17,12 +23,14 @@ pub(crate) struct PageBuffer {
 
 // SAFETY: plain memory, owned by this value alone.
 unsafe impl Send for PageBuffer {}
+// SAFETY: shared references only read.
+unsafe impl Sync for PageBuffer {}
 
 impl PageBuffer {
     pub(crate) fn new(bytes: usize) -> PageBuffer {
         let bytes = bytes.max(1).next_multiple_of(PAGE_BYTES);
         let layout = Layout::from_size_align(bytes, PAGE_BYTES)
-            .expect("slot sizes are far below isize::MAX and a page is a power of two");
+            .expect("record sizes are far below isize::MAX and a page is a power of two");
         // SAFETY: the layout's size is not zero.
         let base = unsafe { alloc_zeroed(layout) };
         let Some(base) = NonNull::new(base) else { handle_alloc_error(layout) };
@@ -46,6 +54,12 @@ impl Deref for PageBuffer {
     }
 }
 
+impl AsRef<[u8]> for PageBuffer {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
 impl DerefMut for PageBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, and `&mut self` is exclusive.
@@ -53,8 +67,128 @@ impl DerefMut for PageBuffer {
     }
 }
 
+/// Equal chunks of one buffer, each with one holder at a time.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    memory: Arc<PageBuffer>,
+    chunk_bytes: usize,
+    free: Vec<u16>,
+}
+
+/// A chunk of a pool. Goes back by [`Pool::give_back`].
+#[derive(Debug)]
+pub(crate) struct Chunk {
+    memory: Arc<PageBuffer>,
+    number: u16,
+    chunk_bytes: usize,
+}
+
+impl Pool {
+    pub(crate) fn new(chunks: u16, chunk_bytes: usize) -> Pool {
+        let memory = Arc::new(PageBuffer::new(usize::from(chunks) * chunk_bytes));
+        Pool { memory, chunk_bytes, free: (0..chunks).rev().collect() }
+    }
+
+    pub(crate) fn take(&mut self) -> Option<Chunk> {
+        let number = self.free.pop()?;
+        Some(Chunk { memory: Arc::clone(&self.memory), number, chunk_bytes: self.chunk_bytes })
+    }
+
+    #[allow(clippy::needless_pass_by_value)] // its holder has it no longer
+    pub(crate) fn give_back(&mut self, chunk: Chunk) {
+        self.free.push(chunk.number);
+    }
+
+    pub(crate) fn has_chunk(&self) -> bool {
+        !self.free.is_empty()
+    }
+
+    /// Start and length of every chunk, for registration with a ring that lives no longer than `memory`.
+    pub(crate) fn ranges(&self) -> (Vec<(*mut u8, usize)>, Arc<PageBuffer>) {
+        let chunks = self.memory.len() / self.chunk_bytes;
+        let start = |number: usize| self.memory.base.as_ptr().wrapping_add(number * self.chunk_bytes);
+        ((0..chunks).map(|number| (start(number), self.chunk_bytes)).collect(), Arc::clone(&self.memory))
+    }
+}
+
+impl Chunk {
+    pub(crate) fn number(&self) -> u16 {
+        self.number
+    }
+
+    pub(crate) fn start(&self) -> *mut u8 {
+        self.memory.base.as_ptr().wrapping_add(usize::from(self.number) * self.chunk_bytes)
+    }
+}
+
+impl Deref for Chunk {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the range lies in `memory`, and no two chunks with one number exist at a time.
+        unsafe { std::slice::from_raw_parts(self.start(), self.chunk_bytes) }
+    }
+}
+
+impl DerefMut for Chunk {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and `&mut self` is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.start(), self.chunk_bytes) }
+    }
+}
+
+/// Memory that one read fills in several pieces, whoever it belongs to.
+#[derive(Debug)]
+pub(crate) struct Landing {
+    base: NonNull<u8>,
+    len: usize,
+    owner: LandingOwner,
+}
+
+/// What a read lands in.
+#[derive(Debug)]
+pub(crate) enum LandingOwner {
+    /// A slot of the arena.
+    Slot(SlotMut),
+    /// Memory of its own.
+    Pages(PageBuffer),
+}
+
+// SAFETY: the memory is the owner's, which this value has; pieces are handed out by `piece`, whose callers
+// keep them apart.
+unsafe impl Send for Landing {}
+// SAFETY: as above.
+unsafe impl Sync for Landing {}
+
+impl Landing {
+    pub(crate) fn new(mut owner: LandingOwner) -> Landing {
+        let memory: &mut [u8] = match &mut owner {
+            LandingOwner::Slot(slot) => slot.whole_mut(),
+            LandingOwner::Pages(pages) => pages,
+        };
+        let (base, len) = (NonNull::from(&mut *memory).cast(), memory.len());
+        Landing { base, len, owner }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Where a piece begins; the range is inside.
+    pub(crate) fn piece(&self, range: &Range<usize>) -> *mut u8 {
+        assert!(range.start <= range.end && range.end <= self.len, "a piece outside its landing");
+        self.base.as_ptr().wrapping_add(range.start)
+    }
+
+    /// The memory, once no piece is on its way any more: callers hold the last reference then.
+    pub(crate) fn into_owner(self) -> LandingOwner {
+        self.owner
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
     use super::*;
 
     #[test]
@@ -63,5 +197,29 @@ mod tests {
         assert_eq!(buffer.len(), 8192);
         assert_eq!(buffer.as_ptr() as usize % PAGE_BYTES, 0);
         assert!(buffer.iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn chunks_never_overlap_and_come_back() {
+        let mut pool = Pool::new(3, PAGE_BYTES);
+        let mut chunks: Vec<Chunk> = std::iter::from_fn(|| pool.take()).collect();
+        assert_eq!((chunks.len(), pool.has_chunk()), (3, false));
+        for (fill, chunk) in (1u8..).zip(&mut chunks) {
+            chunk.fill(fill);
+        }
+        assert!((1u8..).zip(&chunks).all(|(fill, chunk)| chunk.iter().all(|byte| *byte == fill)));
+        pool.give_back(chunks.pop().unwrap());
+        assert!(pool.take().is_some());
+    }
+
+    #[test]
+    fn a_landing_is_filled_piece_by_piece() {
+        let landing = Landing::new(LandingOwner::Pages(PageBuffer::new(2 * PAGE_BYTES)));
+        let piece = landing.piece(&(PAGE_BYTES..2 * PAGE_BYTES));
+        // SAFETY: the second page of the landing, which nobody else has.
+        unsafe { piece.write_bytes(7, PAGE_BYTES) };
+        let LandingOwner::Pages(pages) = landing.into_owner() else { panic!("another owner") };
+        assert!(pages[..PAGE_BYTES].iter().all(|byte| *byte == 0));
+        assert!(pages[PAGE_BYTES..].iter().all(|byte| *byte == 7));
     }
 }

@@ -1,57 +1,75 @@
-//! The SSD tier's thread: takes jobs, keeps a bounded number of operations open, flushes in groups, and
-//! reports each job once. A write is reported only after the flush that covers it.
+//! The thread of one device: takes jobs, keeps many operations open, and reports each job once. Reads are
+//! cut into pieces that are in flight together, and land where they are wanted; writing is in `writing`.
 //!
-//! Not here: which slot is whose (`space`), nor what to do after an error (`store`).
+//! Not here: which record is where (`book`), nor what to do after an error (`store`).
 
-use std::collections::HashMap;
-use std::fs::File;
+use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::os::fd::AsRawFd;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
-use std::sync::mpsc::{Receiver, TryRecvError};
 
 use bytes::Bytes;
 use kv_core::id::{BlockHash, IdentityDigest};
 use kvfleet_proto::frame::Frame;
 use tokio::sync::mpsc::UnboundedSender;
 
-use super::buffer::PageBuffer;
-use super::format::{FRAME_AT, SlotHeader};
+use super::book::Spot;
+use super::buffer::{Landing, LandingOwner, PageBuffer, Pool};
+use super::device::Device;
+use super::format::{PAGE_BYTES, RecordHeader, SegmentHead, TRAILER_BYTES, record_pages};
+use super::mailbox::Mailbox;
 use super::ring::{Finished, Op, Ring};
+use super::writing::{Put, Writer};
 use crate::arena::SlotMut;
 
-/// Where a job's slot is.
-#[derive(Clone, Debug)]
-pub(crate) struct Target {
-    pub(crate) file: Arc<File>,
-    pub(crate) offset: u64,
-    pub(crate) slot_bytes: usize,
-}
+/// Operations open in the ring at once; NVMe devices reach their full rate well below this.
+pub(super) const QUEUE_DEPTH: usize = 64;
+
+/// A read is cut into pieces of this many bytes: enough in flight to keep a device busy with one block, and
+/// each large enough to be worth an operation.
+const PIECE_BYTES: usize = 256 << 10;
 
 /// Work for the thread.
 pub(crate) enum Job {
-    Write { token: u64, target: Target, header: SlotHeader, frame: Bytes },
-    Read { token: u64, target: Target, identity: IdentityDigest, hash: BlockHash, into: SlotMut },
+    /// Begin a segment: reserve its room, then its head. What goes into it waits for that.
+    Head { job: u64, head: SegmentHead, at: u64, grow_to: u64 },
+    /// Write a frame and its trailer.
+    Save { job: u64, spot: Spot, at: u64, header: RecordHeader, frame: Bytes },
+    /// Write a footer.
+    Seal { job: u64, at: u64, footer: Bytes },
+    /// Move a record, if it is whole.
+    Rescue { job: u64, from: Spot, from_at: u64, to: Spot, to_at: u64 },
+    /// Read a frame.
+    Read { job: u64, at: u64, hash: BlockHash, into: SlotMut },
 }
 
-/// A job's end. Sent on an unbounded channel; the number of open jobs bounds it.
+/// A job's end, on its way to [`super::Ssd::take_in`].
 #[derive(Debug)]
-pub enum Done {
-    /// The block is on the medium.
-    Written {
-        /// The job.
-        token: u64,
-        /// Whether it is.
-        result: io::Result<()>,
-    },
-    /// The block is in DRAM again, verified.
-    Read {
-        /// The job.
-        token: u64,
-        /// Its frame.
-        result: Result<Bytes, ReadFault>,
-    },
+pub struct Report {
+    pub(super) lane: usize,
+    pub(super) job: u64,
+    pub(super) outcome: Outcome,
+}
+
+/// How a job ended.
+#[derive(Debug)]
+pub(super) enum Outcome {
+    /// It is on the medium.
+    Put(io::Result<()>),
+    /// The frame, verified.
+    Got(Result<Bytes, ReadFault>),
+    /// The record is at its new place too.
+    Moved(Result<RecordHeader, MoveFault>),
+}
+
+/// Why a record was not moved.
+#[derive(Debug)]
+pub(super) enum MoveFault {
+    /// It cannot be read any more.
+    Read(ReadFault),
+    /// It could not be written.
+    Write(io::Error),
 }
 
 /// Why a block could not be read back.
@@ -72,17 +90,17 @@ pub struct SsdFaults {
     pub write_errno: AtomicI32,
     /// Every read fails with this error number.
     pub read_errno: AtomicI32,
-    /// One more than the number of the slot that cannot be read at start; 0 for none.
-    pub unreadable_slot: AtomicU32,
+    /// One more than the number of the segment that cannot be read at start; 0 for none.
+    pub unreadable_segment: AtomicU32,
     /// The first page of no file can be read at start.
     pub unreadable_heads: AtomicBool,
 }
 
 impl SsdFaults {
-    /// What a test makes of reading the slot with this number at start.
+    /// What a test makes of reading the segment with this number at start.
     pub(crate) fn scan(&self, number: u32) -> io::Result<()> {
-        match self.unreadable_slot.load(Ordering::Relaxed) {
-            slot if slot == number + 1 => Err(io::Error::from_raw_os_error(libc::EIO)),
+        match self.unreadable_segment.load(Ordering::Relaxed) {
+            segment if segment == number + 1 => Err(io::Error::from_raw_os_error(libc::EIO)),
             _ => Ok(()),
         }
     }
@@ -103,182 +121,250 @@ impl SsdFaults {
     }
 }
 
-pub(crate) struct Engine {
-    jobs: Receiver<Job>,
-    done: UnboundedSender<Done>,
+/// What an engine is made of, besides its ring.
+pub(super) struct Parts {
+    pub(super) lane: usize,
+    pub(super) identity: IdentityDigest,
+    pub(super) device: Arc<dyn Device>,
+    pub(super) mailbox: Arc<Mailbox<Job>>,
+    pub(super) reports: UnboundedSender<Report>,
+    pub(super) faults: Arc<SsdFaults>,
+}
+
+/// The state of the thread. `writing` has the other half of its methods.
+pub(super) struct Engine {
+    pub(super) parts: Parts,
     ring: Ring,
-    depth: usize,
+    pub(super) pool: Pool,
     next_id: u64,
-    open: HashMap<u64, Open>,
-    flushes: HashMap<i32, Flush>,
-    /// Files with a flush running.
-    files: HashMap<i32, Arc<File>>,
-    faults: Arc<SsdFaults>,
+    pub(super) open: HashMap<u64, Open>,
+    /// Operations that wait for the ring to have room.
+    backlog: VecDeque<(u64, u64, Op)>,
+    in_ring: usize,
+    reads: HashMap<u64, Reading>,
+    pub(super) writer: Writer,
 }
 
-enum Open {
-    Write { token: u64, file: Arc<File> },
-    Read { token: u64, identity: IdentityDigest, hash: BlockHash, into: SlotMut },
-    Flush { fd: i32 },
+/// What an operation is part of.
+pub(super) enum Open {
+    /// A piece of the read with this number.
+    Piece(u64),
+    /// A chunk with bytes of these jobs.
+    Chunk {
+        jobs: Vec<u64>,
+    },
+    Flush,
 }
 
-/// Writes of one file on their way to the medium.
-#[derive(Default)]
-struct Flush {
-    running: Vec<u64>,
-    waiting: Vec<u64>,
+/// A read with pieces in flight.
+struct Reading {
+    landing: Arc<Landing>,
+    left: usize,
+    fault: Option<io::Error>,
+    wish: Wish,
+}
+
+/// What a read is for.
+#[derive(Clone, Copy)]
+enum Wish {
+    Block { job: u64, hash: BlockHash },
+    Rescue { job: u64, from: Spot, to: Spot, to_at: u64 },
 }
 
 impl Engine {
-    pub(crate) fn new(
-        jobs: Receiver<Job>,
-        done: UnboundedSender<Done>,
-        ring: Ring,
-        depth: usize,
-        faults: Arc<SsdFaults>,
-    ) -> Engine {
+    pub(super) fn new(parts: Parts, ring: Ring, pool: Pool) -> Engine {
         Engine {
-            jobs,
-            done,
+            parts,
             ring,
-            depth,
+            pool,
             next_id: 0,
             open: HashMap::new(),
-            flushes: HashMap::new(),
-            files: HashMap::new(),
-            faults,
+            backlog: VecDeque::new(),
+            in_ring: 0,
+            reads: HashMap::new(),
+            writer: Writer::default(),
         }
     }
 
-    /// Runs until the other side hung up and every open job is reported.
-    pub(crate) fn run(mut self) {
-        let mut hung_up = false;
-        while !(hung_up && self.open.is_empty()) {
-            if !hung_up {
-                hung_up = self.take_jobs();
+    /// Runs until the other side closed the mailbox and every job is reported.
+    pub(super) fn run(mut self) {
+        let mailbox = Arc::clone(&self.parts.mailbox);
+        let _closes = Closes(Arc::clone(&mailbox));
+        let (mut jobs, mut ended) = (VecDeque::new(), Vec::new());
+        loop {
+            let is_over = mailbox.take(&mut jobs);
+            jobs.drain(..).for_each(|job| self.start(job));
+            self.write_on();
+            if is_over && self.is_idle() {
+                return;
             }
-            for finished in self.ring.wait() {
-                self.finish(finished);
-            }
+            let nap = || mailbox.wait();
+            // Once closed the bell rings no more, and what is open ends by itself.
+            let sleeps = is_over || mailbox.may_sleep();
+            self.ring.turn(sleeps.then_some(&nap as &dyn Fn()), &mut ended);
+            mailbox.woke();
+            ended.drain(..).for_each(|finished| self.finish(finished));
         }
     }
 
-    /// Starts what there is, waiting only when nothing is open. `true` once nobody can send any more.
-    fn take_jobs(&mut self) -> bool {
-        if self.open.is_empty() {
-            match self.jobs.recv() {
-                Ok(job) => self.start(job),
-                Err(_) => return true,
-            }
-        }
-        while self.open.len() < self.depth {
-            match self.jobs.try_recv() {
-                Ok(job) => self.start(job),
-                Err(TryRecvError::Empty) => break,
-                Err(TryRecvError::Disconnected) => return true,
-            }
-        }
-        false
+    fn is_idle(&self) -> bool {
+        self.in_ring == 0 && self.backlog.is_empty() && self.reads.is_empty() && self.writer.is_idle()
     }
 
     fn start(&mut self, job: Job) {
         match job {
-            Job::Write { token, target, header, frame } => {
-                let mut buffer = PageBuffer::new(target.slot_bytes);
-                header.write(&mut buffer);
-                buffer[FRAME_AT..FRAME_AT + frame.len()].copy_from_slice(&frame);
-                let open = Open::Write { token, file: Arc::clone(&target.file) };
-                self.submit(open, &target.file, target.offset, Op::Write { buffer });
+            Job::Read { job, at, hash, into } => {
+                let frame_bytes = into.len();
+                let landing = Landing::new(LandingOwner::Slot(into));
+                self.read(landing, at, frame_bytes, Wish::Block { job, hash });
             }
-            Job::Read { token, target, identity, hash, into } => {
-                let buffer = PageBuffer::new(target.slot_bytes);
-                let open = Open::Read { token, identity, hash, into };
-                self.submit(open, &target.file, target.offset, Op::Read { buffer });
+            Job::Rescue { job, from, from_at, to, to_at } => {
+                let bytes = record_pages(from.frame_bytes as usize) as usize * PAGE_BYTES;
+                let landing = Landing::new(LandingOwner::Pages(PageBuffer::new(bytes)));
+                self.read(landing, from_at, bytes, Wish::Rescue { job, from, to, to_at });
             }
+            Job::Head { job, head, at, grow_to } => {
+                let room = SsdFaults::apply(&self.parts.faults.write_errno, self.parts.device.grow(grow_to));
+                self.writer.opening(head.segment, room.as_ref().err());
+                match room {
+                    Ok(()) => self.writer.push(Put::head(job, head, at)),
+                    Err(cause) => self.report(job, Outcome::Put(Err(cause))),
+                }
+            }
+            Job::Save { job, spot, at, header, frame } => {
+                self.writer.push(Put::record(job, spot, at, header, frame, false));
+            }
+            Job::Seal { job, at, footer } => self.writer.push(Put::footer(job, at, footer)),
         }
     }
 
-    fn submit(&mut self, open: Open, file: &Arc<File>, offset: u64, op: Op) {
+    fn read(&mut self, landing: Landing, at: u64, bytes: usize, wish: Wish) {
+        let bytes = bytes.next_multiple_of(PAGE_BYTES);
+        if bytes > landing.len() {
+            return self.got(Err(io::ErrorKind::InvalidInput.into()), None, wish);
+        }
+        let landing = Arc::new(landing);
+        let pieces: Vec<Range<usize>> =
+            (0..bytes).step_by(PIECE_BYTES).map(|start| start..(start + PIECE_BYTES).min(bytes)).collect();
+        self.next_id += 1;
+        let number = self.next_id;
+        let reading = Reading { landing: Arc::clone(&landing), left: pieces.len(), fault: None, wish };
+        self.reads.insert(number, reading);
+        for range in pieces {
+            let piece_at = at + range.start as u64;
+            self.submit(Open::Piece(number), piece_at, Op::Read { landing: Arc::clone(&landing), range });
+        }
+    }
+
+    pub(super) fn submit(&mut self, open: Open, at: u64, op: Op) {
         self.next_id += 1;
         self.open.insert(self.next_id, open);
-        self.ring.start(self.next_id, file, offset, op);
+        if self.in_ring < QUEUE_DEPTH {
+            self.in_ring += 1;
+            self.ring.start(self.next_id, at, op);
+        } else {
+            self.backlog.push_back((self.next_id, at, op));
+        }
     }
 
     fn finish(&mut self, finished: Finished) {
-        match self.open.remove(&finished.id) {
-            Some(Open::Write { token, file }) => self.written(token, &file, finished.result),
-            Some(Open::Read { token, identity, hash, into }) => {
-                let result = SsdFaults::apply(&self.faults.read_errno, finished.result);
-                let result = check(result, &finished.op, identity, hash, into);
-                self.report(Done::Read { token, result });
+        let Finished { id, op, result } = finished;
+        match self.backlog.pop_front() {
+            Some((next, at, op)) => self.ring.start(next, at, op),
+            None => self.in_ring -= 1,
+        }
+        match self.open.remove(&id) {
+            Some(Open::Piece(number)) => {
+                drop(op);
+                self.piece_ended(number, result);
             }
-            Some(Open::Flush { fd }) => self.flushed(fd, &finished.result),
+            Some(Open::Chunk { jobs }) => {
+                if let Op::Write { chunk, .. } = op {
+                    self.pool.give_back(chunk);
+                }
+                self.chunk_ended(&jobs, result);
+            }
+            Some(Open::Flush) => self.flush_ended(&result),
             None => {}
         }
     }
 
-    fn written(&mut self, token: u64, file: &Arc<File>, result: io::Result<()>) {
-        match SsdFaults::apply(&self.faults.write_errno, result) {
-            Ok(()) => {
-                self.flushes.entry(file.as_raw_fd()).or_default().waiting.push(token);
-                self.flush(file);
+    fn piece_ended(&mut self, number: u64, result: io::Result<()>) {
+        let Some(reading) = self.reads.get_mut(&number) else { return };
+        reading.left -= 1;
+        if let Err(cause) = result {
+            reading.fault.get_or_insert(cause);
+        }
+        if reading.left > 0 {
+            return;
+        }
+        let Some(Reading { landing, fault, wish, .. }) = self.reads.remove(&number) else { return };
+        let result = SsdFaults::apply(&self.parts.faults.read_errno, fault.map_or(Ok(()), Err));
+        let owner = Arc::into_inner(landing).map(Landing::into_owner);
+        self.got(result, owner, wish);
+    }
+
+    fn got(&mut self, result: io::Result<()>, owner: Option<LandingOwner>, wish: Wish) {
+        match wish {
+            Wish::Block { job, hash } => {
+                let identity = self.parts.identity;
+                let checked = result.map_err(ReadFault::from).and_then(|()| match owner {
+                    Some(LandingOwner::Slot(slot)) => check(slot.freeze(), identity, hash),
+                    _ => Err(ReadFault::Corrupt("nothing was read".to_owned())),
+                });
+                self.report(job, Outcome::Got(checked));
             }
-            Err(cause) => self.report(Done::Written { token, result: Err(cause) }),
+            Wish::Rescue { job, from, to, to_at } => {
+                let checked = result.map_err(ReadFault::from).and_then(|()| match owner {
+                    Some(LandingOwner::Pages(pages)) => check_record(pages, from, self.parts.identity),
+                    _ => Err(ReadFault::Corrupt("nothing was read".to_owned())),
+                });
+                match checked {
+                    Ok((header, frame)) => {
+                        self.writer.push(Put::record(job, to, to_at, header, frame, true));
+                        self.write_on();
+                    }
+                    Err(fault) => self.report(job, Outcome::Moved(Err(MoveFault::Read(fault)))),
+                }
+            }
         }
     }
 
-    /// One flush per file at a time; writes that end meanwhile share the next one.
-    fn flush(&mut self, file: &Arc<File>) {
-        let fd = file.as_raw_fd();
-        let flush = self.flushes.entry(fd).or_default();
-        if flush.running.is_empty() && !flush.waiting.is_empty() {
-            flush.running = std::mem::take(&mut flush.waiting);
-            self.submit(Open::Flush { fd }, file, 0, Op::Sync);
-            self.files.insert(fd, Arc::clone(file));
-        }
-    }
-
-    fn flushed(&mut self, fd: i32, result: &io::Result<()>) {
-        let Some(flush) = self.flushes.get_mut(&fd) else { return };
-        for token in std::mem::take(&mut flush.running) {
-            let result = match result {
-                Ok(()) => Ok(()),
-                Err(cause) => Err(io::Error::from(cause.kind())),
-            };
-            self.report(Done::Written { token, result });
-        }
-        if let Some(file) = self.files.remove(&fd) {
-            self.flush(&file);
-        }
-    }
-
-    fn report(&self, done: Done) {
+    pub(super) fn report(&self, job: u64, outcome: Outcome) {
         // The store is gone only while the process stops; nobody waits then.
-        let _ = self.done.send(done);
+        let _ = self.parts.reports.send(Report { lane: self.parts.lane, job, outcome });
     }
 }
 
-/// The checks of a read: medium, slot header, frame, every slice checksum.
-fn check(
-    result: io::Result<()>,
-    op: &Op,
-    identity: IdentityDigest,
-    hash: BlockHash,
-    mut into: SlotMut,
-) -> Result<Bytes, ReadFault> {
-    result?;
-    let Op::Read { buffer } = op else { return Err(ReadFault::Corrupt("not a read".to_owned())) };
-    let header = SlotHeader::read(buffer).map_err(|cause| ReadFault::Corrupt(cause.to_owned()))?;
-    let here = header.filter(|header| header.hash == hash && header.traits.bytes as usize == into.len());
-    if here.is_none() {
-        return Err(ReadFault::Corrupt("the slot holds another block".to_owned()));
+/// Closes the mailbox when the thread ends, however it ends: nobody waits for one that is gone.
+struct Closes(Arc<Mailbox<Job>>);
+
+impl Drop for Closes {
+    fn drop(&mut self) {
+        self.0.close();
     }
-    let end = FRAME_AT + into.len();
-    let stored =
-        buffer.get(FRAME_AT..end).ok_or_else(|| ReadFault::Corrupt("frame is cut off".to_owned()))?;
-    into.copy_from_slice(stored);
-    let bytes = into.freeze();
-    let frame = Frame::parse(bytes.clone()).map_err(|cause| ReadFault::Corrupt(cause.to_string()))?;
-    frame.verify(identity, hash).map_err(|cause| ReadFault::Corrupt(cause.to_string()))?;
-    Ok(bytes)
+}
+
+/// A frame that was read: header, identity, hash, every slice checksum.
+fn check(bytes: Bytes, identity: IdentityDigest, hash: BlockHash) -> Result<Bytes, ReadFault> {
+    let corrupt = |cause: kvfleet_proto::frame::FrameError| ReadFault::Corrupt(cause.to_string());
+    let frame = Frame::parse(bytes).map_err(corrupt)?;
+    frame.verify(identity, hash).map_err(corrupt)?;
+    Ok(frame.bytes)
+}
+
+/// A record that was read whole: its trailer and its frame.
+pub(super) fn check_record(
+    pages: PageBuffer,
+    spot: Spot,
+    identity: IdentityDigest,
+) -> Result<(RecordHeader, Bytes), ReadFault> {
+    let trailer = pages.len().checked_sub(TRAILER_BYTES).and_then(|at| pages.get(at..)).unwrap_or_default();
+    let header =
+        RecordHeader::read(trailer, spot.place).map_err(|cause| ReadFault::Corrupt(cause.to_owned()))?;
+    if header.traits.bytes != spot.frame_bytes {
+        return Err(ReadFault::Corrupt("the record has another length".to_owned()));
+    }
+    let frame = Bytes::from_owner(pages).slice(..spot.frame_bytes as usize);
+    Ok((header, check(frame, identity, header.hash)?))
 }

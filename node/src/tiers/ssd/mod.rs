@@ -1,29 +1,34 @@
-//! The SSD tier: files of fixed-size slots in one directory, read and written on a thread of their own.
+//! The SSD tier: a log of records in segments, on one or several devices, each with a thread of its own.
 //!
 //! A block is committed (written and flushed) before anyone hears of it, and verified whenever it is
-//! read. After a restart the slots say what they hold. Not here: which blocks belong on SSD
-//! (`kv_core::tier`), and what follows from an error (`store`).
+//! read. After a restart the segments say what they hold. The format and its invariants are in
+//! `docs/adr/0022-ssd-segments.md`. Not here: which blocks belong on SSD (`kv_core::tier`), and what follows
+//! from an error (`store`).
 
+mod book;
+pub mod budget;
 mod buffer;
+mod device;
 mod engine;
+mod files;
 pub mod format;
+mod lane;
+mod mailbox;
+mod recover;
 mod ring;
-mod scan;
-mod space;
+pub mod shape;
 #[cfg(test)]
 mod tests;
+mod writing;
 
-pub use engine::{Done, ReadFault, SsdFaults};
-pub use format::SlotHeader;
-pub use scan::{FoundBlock, ScanReport};
-pub use space::SlotId;
+pub use engine::{ReadFault, Report, SsdFaults};
+pub use format::RecordHeader;
+pub use shape::STAGING_RECORDS;
 
-use std::fs::File;
+use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
-use std::thread::JoinHandle;
 
 use bytes::Bytes;
 use kv_core::id::{BlockHash, IdentityDigest};
@@ -31,32 +36,38 @@ use kv_core::tier::Capacity;
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::arena::SlotMut;
-use engine::{Engine, Job, Target};
+use book::{RecordId, SegmentBook};
+use buffer::Pool;
+use device::{Device, FileDevice};
+use engine::{Engine, Parts, QUEUE_DEPTH};
+use files::Directory;
+use lane::{Ended, Lane};
+use mailbox::Mailbox;
+use recover::Recovery;
 use ring::Ring;
-use space::Space;
+use shape::Shape;
 
-/// Jobs handed to the thread and not yet reported. With 2 MiB blocks that is 256 MiB of buffers at most.
+/// Jobs handed to a device and not yet reported; callers are told to come again above it.
 pub const JOBS_MAX: usize = 128;
 
-/// Operations open in the ring at once; NVMe devices reach their full rate well below this.
-pub const QUEUE_DEPTH: usize = 64;
-
-/// Slots beyond the capacity, for blocks that are between two places: at least as many as moves in flight.
-pub const STAGING_SLOTS: u64 = 64;
+/// Devices of one node; a record says which in eight bits.
+pub const DEVICES_MAX: usize = 64;
 
 /// How the tier is opened.
 #[derive(Clone, Debug)]
 pub struct SsdConfig {
-    /// Directory of the files; made if absent.
-    pub dir: PathBuf,
+    /// Directories, each best on a device of its own; made if absent. The capacity is spread evenly.
+    pub dirs: Vec<PathBuf>,
     /// Identity of every block in it.
     pub identity: IdentityDigest,
-    /// Size.
+    /// Size of all of them together.
     pub capacity: Capacity,
     /// Length of the largest frame, in bytes.
     pub frame_bytes_max: usize,
     /// Try io_uring (otherwise plain calls).
     pub uring: bool,
+    /// Differs from start to start; what tells one use of a segment from the others is drawn from it.
+    pub seed: u64,
     /// Faults for tests.
     pub faults: Arc<SsdFaults>,
 }
@@ -74,149 +85,333 @@ pub struct SsdError {
     pub cause: io::Error,
 }
 
-/// Handle of the tier. Dropping it ends the thread after the open jobs.
+/// A block's record; stays the same when its bytes are moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SsdRecord {
+    lane: u8,
+    id: RecordId,
+}
+
+/// A block found at start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FoundBlock {
+    /// Its record.
+    pub record: SsdRecord,
+    /// What the record says.
+    pub header: RecordHeader,
+}
+
+/// What a start found.
+#[derive(Debug, Default)]
+pub struct ScanReport {
+    /// Blocks, oldest first.
+    pub blocks: Vec<FoundBlock>,
+    /// Records and segments skipped: damaged, unreadable, or too long for this node.
+    pub damaged: u64,
+    /// Writes that a crash cut short; nobody was told of them.
+    pub torn: u64,
+    /// Files set aside, by their new names.
+    pub quarantined: Vec<PathBuf>,
+}
+
+/// A job's end.
+#[derive(Debug)]
+pub enum Done {
+    /// The block is on the medium.
+    Written {
+        /// The job.
+        token: u64,
+        /// Whether it is.
+        result: io::Result<()>,
+    },
+    /// The block is in DRAM again, verified.
+    Read {
+        /// The job.
+        token: u64,
+        /// Its frame.
+        result: Result<Bytes, ReadFault>,
+    },
+    /// A block that nobody asked for turned out to be unreadable while it was moved. Its record is gone.
+    Lost {
+        /// The record.
+        record: SsdRecord,
+        /// What was given with it.
+        owner: u32,
+        /// Why.
+        fault: ReadFault,
+    },
+    /// A device cannot write for itself; nothing is written to it before [`Ssd::resume`].
+    Failed {
+        /// What it said.
+        cause: io::Error,
+    },
+}
+
+/// Bytes written since start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Wear {
+    /// Frames that came from DRAM.
+    pub saved_bytes: u64,
+    /// Frames that were written again so that their segment could be.
+    pub rescued_bytes: u64,
+}
+
+/// Handle of the tier. Dropping it ends the threads after the open jobs.
 #[derive(Debug)]
 pub struct Ssd {
-    space: Space,
-    identity: IdentityDigest,
-    jobs: Option<SyncSender<Job>>,
-    thread: Option<JoinHandle<()>>,
+    lanes: Vec<Lane>,
+    /// The device that is tried first for the next block.
+    turn: usize,
     sequence: u64,
-    /// Held as long as this handle: two processes on one directory would overwrite each other.
-    _lock: File,
+    /// Held as long as this handle.
+    _dirs: Vec<Directory>,
 }
 
 impl Ssd {
-    /// Opens the directory, reads what it holds and starts the thread; `done` gets the ends of jobs.
+    /// Opens the directories, reads what they hold and starts the threads; `reports` gets the ends of jobs,
+    /// for [`Self::take_in`].
     ///
     /// # Errors
-    /// [`SsdError`] when the directory cannot be read or written at all.
-    pub fn open(config: &SsdConfig, done: UnboundedSender<Done>) -> Result<(Ssd, ScanReport), SsdError> {
-        let failed = |cause| SsdError { dir: config.dir.clone(), cause };
-        std::fs::create_dir_all(&config.dir).map_err(failed)?;
-        let lock = lock(&config.dir).map_err(failed)?;
-        let direct = direct_io(config).map_err(failed)?;
-        let (dir, identity) = (&config.dir, config.identity);
-        let mut space =
-            Space::new(dir, identity, direct, config.frame_bytes_max, config.capacity, STAGING_SLOTS);
-        let report = scan::scan(dir, identity, direct, &mut space, &config.faults).map_err(failed)?;
-        let (jobs, inbox) = sync_channel(JOBS_MAX);
-        let (uring, faults) = (config.uring, Arc::clone(&config.faults));
-        let thread = std::thread::Builder::new()
-            .name("kvfleet-ssd".to_owned())
-            .spawn(move || {
-                let ring = Ring::new(QUEUE_DEPTH as u32 * 2, uring);
-                tracing::debug!(ring = ring.name(), direct, "SSD tier runs");
-                Engine::new(inbox, done, ring, QUEUE_DEPTH, faults).run();
-            })
-            .map_err(failed)?;
-        let sequence = report.blocks.last().map_or(0, |found| found.header.sequence);
-        let ssd = Ssd {
-            space,
-            identity: config.identity,
-            jobs: Some(jobs),
-            thread: Some(thread),
-            sequence,
-            _lock: lock,
-        };
+    /// [`SsdError`] when a directory cannot be read or written at all.
+    pub fn open(
+        config: &SsdConfig,
+        reports: &UnboundedSender<Report>,
+    ) -> Result<(Ssd, ScanReport), SsdError> {
+        let mut report = ScanReport::default();
+        let mut ssd = Ssd::empty();
+        for dir in config.dirs.iter().take(DEVICES_MAX) {
+            let opened = ssd.open_dir(config, dir, reports.clone(), &mut report);
+            opened.map_err(|cause| SsdError { dir: dir.clone(), cause })?;
+        }
+        ssd.order(&mut report);
         Ok((ssd, report))
     }
 
-    /// Whether [`Self::take`] would find a slot now.
+    fn empty() -> Ssd {
+        Ssd { lanes: Vec::new(), turn: 0, sequence: 0, _dirs: Vec::new() }
+    }
+
+    /// Brings what all devices hold into one order.
+    fn order(&mut self, report: &mut ScanReport) {
+        report.blocks.sort_unstable_by_key(|found| found.header.sequence);
+        self.keep_newest(&mut report.blocks);
+        self.sequence = report.blocks.last().map_or(0, |found| found.header.sequence);
+    }
+
+    fn open_dir(
+        &mut self,
+        config: &SsdConfig,
+        dir: &Path,
+        reports: UnboundedSender<Report>,
+        report: &mut ScanReport,
+    ) -> io::Result<()> {
+        let mut directory = Directory::open(dir, config.identity, &config.faults)?;
+        let direct = direct_io(dir, &config.faults)?;
+        let capacity = share(config.capacity, config.dirs.len());
+        let longest = config.frame_bytes_max;
+        let mut shape = Shape::new(capacity, longest, directory.segment_pages);
+        if !shape.fits() {
+            directory.set_aside("its segments are too small for blocks of this node")?;
+            shape = Shape::new(capacity, longest, None);
+        }
+        let device: Arc<dyn Device> = if directory.segment_pages.is_some() {
+            Arc::new(FileDevice::open(&directory.file(), direct)?)
+        } else {
+            directory.create()?;
+            let bytes = u32::try_from(shape.segment_bytes()).map_err(|_| io::ErrorKind::InvalidInput)?;
+            let head = format::file_head(bytes, config.identity);
+            Arc::new(FileDevice::begin(&directory.file(), direct, &head)?)
+        };
+        report.quarantined.append(&mut directory.quarantined);
+        self.open_device(config, device, shape, directory.file().display().to_string(), reports, report)?;
+        self._dirs.push(directory);
+        Ok(())
+    }
+
+    /// Reads what a device holds and starts its thread.
+    fn open_device(
+        &mut self,
+        config: &SsdConfig,
+        device: Arc<dyn Device>,
+        shape: Shape,
+        name: String,
+        reports: UnboundedSender<Report>,
+        report: &mut ScanReport,
+    ) -> io::Result<()> {
+        let number = u8::try_from(self.lanes.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
+        let (identity, faults) = (config.identity, &*config.faults);
+        let skipped = recover::Skipped::default();
+        let mut recovery = Recovery { device: &*device, shape, identity, faults, name, skipped };
+        let mut book = SegmentBook::new(shape);
+        for segment in 0..recovery.segments()? {
+            let found = recovery.segment(segment);
+            let headers: Vec<RecordHeader> = match &found {
+                book::Found::Records { entries, .. } => entries.iter().map(|entry| entry.header).collect(),
+                book::Found::Empty | book::Found::Lost => Vec::new(),
+            };
+            for (id, header) in book.adopt(found).into_iter().zip(headers) {
+                report.blocks.push(FoundBlock { record: SsdRecord { lane: number, id }, header });
+            }
+        }
+        report.damaged += recovery.skipped.damaged;
+        report.torn += recovery.skipped.torn;
+        let mailbox = Arc::new(Mailbox::new()?);
+        let parts = Parts {
+            lane: usize::from(number),
+            identity,
+            device,
+            mailbox: Arc::clone(&mailbox),
+            reports,
+            faults: Arc::clone(&config.faults),
+        };
+        let uring = config.uring;
+        let thread = std::thread::Builder::new()
+            .name(format!("kvfleet-ssd-{number}"))
+            .spawn(move || run(parts, uring))?;
+        let seed = config.seed.wrapping_add(u64::from(number) << 32);
+        self.lanes.push(Lane::new(book, mailbox, thread, seed));
+        Ok(())
+    }
+
+    /// Of several records with one hash the last written stays; the others are free.
+    fn keep_newest(&mut self, blocks: &mut Vec<FoundBlock>) {
+        let newest: HashMap<BlockHash, SsdRecord> =
+            blocks.iter().map(|found| (found.header.hash, found.record)).collect();
+        if newest.len() == blocks.len() {
+            return;
+        }
+        blocks.retain(|found| {
+            let keep = newest.get(&found.header.hash) == Some(&found.record);
+            if !keep {
+                self.free(found.record);
+            }
+            keep
+        });
+    }
+
+    /// Whether [`Self::write`] would find room now.
     #[must_use]
     pub fn has_room(&self) -> bool {
-        self.space.has_room()
+        self.lanes.iter().any(Lane::has_room)
     }
 
-    /// A slot for a frame; `Ok(None)` while all are in use.
+    /// Writes a frame; [`Done::Written`] follows. The header's sequence is set here. `Ok(None)` while there
+    /// is no room. `owner` comes back with [`Done::Lost`].
     ///
     /// # Errors
-    /// What the file system said; `StorageFull` when it is full. `InvalidInput` for a frame longer than any.
-    pub fn take(&mut self, frame_bytes: usize) -> io::Result<Option<SlotId>> {
-        self.space.take(frame_bytes)
-    }
-
-    /// Frees a slot. Its bytes may be overwritten from now on.
-    pub fn free(&mut self, slot: SlotId) {
-        self.space.give_back(slot);
-    }
-
-    /// Writes a frame; [`Done::Written`] follows. The header's sequence is set here.
-    ///
-    /// # Errors
-    /// When [`JOBS_MAX`] are open or the thread is gone.
+    /// When [`JOBS_MAX`] are open, or every device has stopped writing.
     pub fn write(
         &mut self,
         token: u64,
-        slot: SlotId,
-        mut header: SlotHeader,
-        frame: Bytes,
-    ) -> io::Result<()> {
+        owner: u32,
+        mut header: RecordHeader,
+        frame: &Bytes,
+    ) -> io::Result<Option<SsdRecord>> {
         self.sequence += 1;
         header.sequence = self.sequence;
-        let target = self.target(slot);
-        self.send(Job::Write { token, target, header, frame })
+        let count = self.lanes.len();
+        let first = self.turn;
+        self.turn = (first + 1) % count.max(1);
+        let mut refused = None;
+        for number in (first..count).chain(0..first) {
+            match self.lanes[number].write(token, owner, header, frame.clone()) {
+                Ok(Some(id)) => {
+                    let lane = u8::try_from(number).map_err(|_| io::ErrorKind::InvalidInput)?;
+                    return Ok(Some(SsdRecord { lane, id }));
+                }
+                Ok(None) => {}
+                Err(cause) => refused = Some(cause),
+            }
+        }
+        refused.map_or(Ok(None), Err)
     }
 
     /// Reads a frame into `into` (which has its length) and verifies it; [`Done::Read`] follows.
     ///
     /// # Errors
-    /// When [`JOBS_MAX`] are open or the thread is gone.
-    pub fn read(&self, token: u64, slot: SlotId, hash: BlockHash, into: SlotMut) -> io::Result<()> {
-        let target = self.target(slot);
-        self.send(Job::Read { token, target, identity: self.identity, hash, into })
+    /// When [`JOBS_MAX`] are open, or the record is not there.
+    pub fn read(&mut self, token: u64, record: SsdRecord, hash: BlockHash, into: SlotMut) -> io::Result<()> {
+        let lane = self.lanes.get_mut(usize::from(record.lane)).ok_or(io::ErrorKind::NotFound)?;
+        lane.read(token, record.id, hash, into)
     }
 
-    fn target(&self, slot: SlotId) -> Target {
-        let file = &self.space.files[slot.file];
-        Target { file: Arc::clone(&file.file), offset: self.space.offset(slot), slot_bytes: file.slot_bytes }
+    /// Frees a record. Its bytes may be overwritten from now on.
+    pub fn free(&mut self, record: SsdRecord) {
+        if let Some(lane) = self.lanes.get_mut(usize::from(record.lane)) {
+            lane.free(record.id);
+        }
     }
 
-    fn send(&self, job: Job) -> io::Result<()> {
-        let jobs = self.jobs.as_ref().ok_or(io::ErrorKind::BrokenPipe)?;
-        jobs.try_send(job).map_err(|refused| match refused {
-            TrySendError::Full(_) => io::ErrorKind::WouldBlock.into(),
-            TrySendError::Disconnected(_) => io::ErrorKind::BrokenPipe.into(),
+    /// What comes back with [`Done::Lost`] of a record found at start.
+    pub fn set_owner(&mut self, record: SsdRecord, owner: u32) {
+        if let Some(lane) = self.lanes.get_mut(usize::from(record.lane)) {
+            lane.book.set_owner(record.id, owner);
+        }
+    }
+
+    /// The end of a job; nothing for what the tier does for itself.
+    pub fn take_in(&mut self, report: Report) -> Option<Done> {
+        let Report { lane: number, job, outcome } = report;
+        let lane = self.lanes.get_mut(number)?;
+        Some(match lane.take_in(job, outcome)? {
+            Ended::Written { token, result } => Done::Written { token, result },
+            Ended::Read { token, result } => Done::Read { token, result },
+            Ended::Lost { record, owner, fault } => Done::Lost {
+                record: SsdRecord { lane: u8::try_from(number).ok()?, id: record },
+                owner,
+                fault,
+            },
+            Ended::Failed { cause } => Done::Failed { cause },
+        })
+    }
+
+    /// Tries to write again, on every device.
+    pub fn resume(&mut self) {
+        self.lanes.iter_mut().for_each(Lane::resume);
+    }
+
+    /// Bytes written since start.
+    #[must_use]
+    pub fn wear(&self) -> Wear {
+        self.lanes.iter().fold(Wear::default(), |sum, lane| Wear {
+            saved_bytes: sum.saved_bytes + lane.wear.saved_bytes,
+            rescued_bytes: sum.rescued_bytes + lane.wear.rescued_bytes,
         })
     }
 }
 
+/// The thread of a device.
+fn run(parts: Parts, uring: bool) {
+    let pool = Pool::new(writing::CHUNKS, writing::CHUNK_BYTES);
+    let (device, bell) = (Arc::clone(&parts.device), parts.mailbox.bell());
+    let ring = Ring::new(device, bell, &pool, QUEUE_DEPTH as u32, uring);
+    tracing::debug!(ring = ring.name(), lane = parts.lane, "SSD tier runs");
+    Engine::new(parts, ring, pool).run();
+}
+
+/// The part of a capacity that one of `count` devices has.
+fn share(capacity: Capacity, count: usize) -> Capacity {
+    let count = count.max(1) as u64;
+    match capacity {
+        Capacity::Bytes(bytes) => Capacity::Bytes(bytes.div_ceil(count)),
+        Capacity::Blocks(blocks) => Capacity::Blocks(blocks.div_ceil(count)),
+    }
+}
+
 /// Whether to go round the page cache. A full directory cannot be probed, and what it holds is served.
-fn direct_io(config: &SsdConfig) -> io::Result<bool> {
-    let dir = config.dir.display();
-    let probed = SsdFaults::apply(&config.faults.write_errno, Ok(()));
-    match probed.and_then(|()| space::direct_io_works(&config.dir)) {
+fn direct_io(dir: &Path, faults: &SsdFaults) -> io::Result<bool> {
+    let probed = SsdFaults::apply(&faults.write_errno, Ok(()));
+    let dir_shown = dir.display();
+    match probed.and_then(|()| device::direct_io_works(dir)) {
         Ok(true) => Ok(true),
         Ok(false) => {
-            tracing::warn!(%dir, "direct I/O is refused here; the SSD tier goes through the page cache");
+            tracing::warn!(dir = %dir_shown, "direct I/O is refused here; the SSD tier goes through the page cache");
             Ok(false)
         }
         Err(cause) if cause.kind() == io::ErrorKind::StorageFull => {
-            tracing::warn!(%dir, "the SSD directory is full: its blocks are served, new ones need free space there");
+            tracing::warn!(dir = %dir_shown, "the SSD directory is full: its blocks are served, new ones need free space there");
             Ok(false)
         }
         Err(cause) => Err(cause),
-    }
-}
-
-fn lock(dir: &Path) -> io::Result<File> {
-    let file = File::create(dir.join(".lock"))?;
-    match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => {
-            Err(io::Error::new(io::ErrorKind::ResourceBusy, "another process uses it"))
-        }
-        Err(cause) => Err(cause.into()),
-    }
-}
-
-impl Drop for Ssd {
-    fn drop(&mut self) {
-        self.jobs = None;
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
-            tracing::error!("the SSD thread ended with a panic");
-        }
     }
 }

@@ -1,0 +1,166 @@
+//! What bytes lie on: a file, or in tests something that breaks as devices do. How they get there is the
+//! ring's matter, so that one engine runs over all of them.
+//!
+//! Not here: what the bytes mean (`format`).
+
+use std::fmt::Debug;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use rustix::fs::FallocateFlags;
+
+use super::buffer::PageBuffer;
+use super::format::PAGE_BYTES;
+
+/// A place for bytes, read and written at whole pages.
+pub(crate) trait Device: Debug + Send + Sync {
+    /// For a ring in the kernel; without one, the calls below do all.
+    fn fd(&self) -> Option<RawFd>;
+
+    /// Reads at most `into`; fewer bytes are no error.
+    fn read_at(&self, into: &mut [u8], at: u64) -> io::Result<usize>;
+
+    /// Writes at most `from`; fewer bytes are no error.
+    fn write_at(&self, from: &[u8], at: u64) -> io::Result<usize>;
+
+    /// What was written and has ended is on the medium after it.
+    fn sync(&self) -> io::Result<()>;
+
+    /// Size in bytes.
+    fn bytes(&self) -> io::Result<u64>;
+
+    /// Reserves room up to `bytes`, so that a full medium is noticed here and not in the middle of a block.
+    fn grow(&self, bytes: u64) -> io::Result<()>;
+
+    /// Which of `open` ended operations is told next. The first, except in tests of what order may do.
+    fn next_told(&self, _open: usize) -> usize {
+        0
+    }
+}
+
+/// A file.
+#[derive(Debug)]
+pub(crate) struct FileDevice {
+    file: File,
+    grown: AtomicU64,
+    /// The first page of a new file. It is written with the first segment: a full medium keeps nobody from
+    /// opening a file, and a file without its head counts as new.
+    head: Mutex<Option<PageBuffer>>,
+}
+
+impl FileDevice {
+    pub(crate) fn open(path: &Path, direct: bool) -> io::Result<FileDevice> {
+        let flags = if direct { libc::O_DIRECT } else { 0 };
+        let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?;
+        let grown = AtomicU64::new(file.metadata()?.len());
+        Ok(FileDevice { file, grown, head: Mutex::new(None) })
+    }
+
+    /// An empty file that will begin with `head`.
+    pub(crate) fn begin(path: &Path, direct: bool, head: &[u8; PAGE_BYTES]) -> io::Result<FileDevice> {
+        let mut page = PageBuffer::new(PAGE_BYTES);
+        page.copy_from_slice(head);
+        let device = FileDevice::open(path, direct)?;
+        *device.head.lock() = Some(page);
+        Ok(device)
+    }
+
+    fn write_head(&self) -> io::Result<()> {
+        let mut head = self.head.lock();
+        if let Some(page) = &*head {
+            write_all(self, page, 0)?;
+            self.file.sync_all()?;
+            *head = None;
+        }
+        Ok(())
+    }
+}
+
+impl Device for FileDevice {
+    fn fd(&self) -> Option<RawFd> {
+        Some(self.file.as_raw_fd())
+    }
+
+    fn read_at(&self, into: &mut [u8], at: u64) -> io::Result<usize> {
+        self.file.read_at(into, at)
+    }
+
+    fn write_at(&self, from: &[u8], at: u64) -> io::Result<usize> {
+        self.file.write_at(from, at)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    fn bytes(&self) -> io::Result<u64> {
+        Ok(self.file.metadata()?.len())
+    }
+
+    fn grow(&self, bytes: u64) -> io::Result<()> {
+        let grown = self.grown.load(Ordering::Relaxed);
+        if bytes <= grown {
+            return Ok(());
+        }
+        match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), grown, bytes - grown) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::OPNOTSUPP) => self.file.set_len(bytes)?,
+            Err(cause) => return Err(cause.into()),
+        }
+        self.write_head()?;
+        self.grown.store(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+/// Reads all of `into`, in as many calls as the device needs.
+///
+/// # Errors
+/// What the device said; `UnexpectedEof` where it ends.
+pub(crate) fn read_all(device: &dyn Device, into: &mut [u8], at: u64) -> io::Result<()> {
+    let mut done = 0;
+    while done < into.len() {
+        match device.read_at(&mut into[done..], at + done as u64)? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            got => done += got,
+        }
+    }
+    Ok(())
+}
+
+/// Writes all of `from`, in as many calls as the device needs.
+///
+/// # Errors
+/// What the device said; `WriteZero` where it takes nothing.
+pub(crate) fn write_all(device: &dyn Device, from: &[u8], at: u64) -> io::Result<()> {
+    let mut done = 0;
+    while done < from.len() {
+        match device.write_at(&from[done..], at + done as u64)? {
+            0 => return Err(io::ErrorKind::WriteZero.into()),
+            put => done += put,
+        }
+    }
+    Ok(())
+}
+
+/// Whether files of this directory can be opened for direct I/O.
+///
+/// # Errors
+/// When a file cannot be made there at all.
+pub(crate) fn direct_io_works(dir: &Path) -> io::Result<bool> {
+    let path = dir.join(".probe");
+    if let Err(cause) = std::fs::write(&path, [0u8; PAGE_BYTES]) {
+        // Of a write to a full medium the empty file stays; whether it can be removed changes nothing.
+        let _ = std::fs::remove_file(&path);
+        return Err(cause);
+    }
+    let mut page = PageBuffer::new(PAGE_BYTES);
+    let works = FileDevice::open(&path, true).is_ok_and(|file| read_all(&file, &mut page, 0).is_ok());
+    std::fs::remove_file(&path)?;
+    Ok(works)
+}

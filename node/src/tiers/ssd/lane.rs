@@ -1,0 +1,313 @@
+//! One device of the tier: its segment book, and the jobs that make the medium follow it.
+//!
+//! Not here: how a job is done (`engine`), and which blocks are kept (`store`).
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use bytes::Bytes;
+use kv_core::id::BlockHash;
+
+use super::book::{Member, Purpose, RecordId, Rescue, RescueEnd, SegmentBook};
+use super::engine::{Job, MoveFault, Outcome, ReadFault};
+use super::format::{RecordHeader, footer, footer_pages};
+use super::mailbox::Mailbox;
+use super::{JOBS_MAX, Wear};
+use crate::arena::SlotMut;
+
+/// Rescues in flight: they share the device with readers who wait.
+const RESCUES_MAX: usize = 8;
+
+/// How a job of a lane ended, for whoever owns the lanes.
+#[derive(Debug)]
+pub(super) enum Ended {
+    Written {
+        token: u64,
+        result: io::Result<()>,
+    },
+    Read {
+        token: u64,
+        result: Result<Bytes, ReadFault>,
+    },
+    /// A record that was to be moved cannot be read.
+    Lost {
+        record: RecordId,
+        owner: u32,
+        fault: ReadFault,
+    },
+    /// The lane cannot write for itself.
+    Failed {
+        cause: io::Error,
+    },
+}
+
+/// A job under way.
+enum Pending {
+    Save { token: u64, record: RecordId, header: RecordHeader },
+    Read { token: u64, segment: u32 },
+    Head { segment: u32 },
+    Seal { segment: u32 },
+    Rescue(Rescue),
+}
+
+/// A segment that is being emptied.
+struct Drain {
+    segment: u32,
+    left: Vec<Member>,
+    open: usize,
+}
+
+pub(super) struct Lane {
+    pub(super) book: SegmentBook,
+    mailbox: Arc<Mailbox<Job>>,
+    thread: Option<JoinHandle<()>>,
+    pending: HashMap<u64, Pending>,
+    next_job: u64,
+    asked: usize,
+    nonce: u64,
+    drain: Option<Drain>,
+    /// Why nothing is written; the store says when to try again.
+    stopped: Option<(Option<i32>, io::ErrorKind)>,
+    pub(super) wear: Wear,
+}
+
+impl std::fmt::Debug for Lane {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Lane").field("jobs", &self.pending.len()).finish_non_exhaustive()
+    }
+}
+
+impl Lane {
+    pub(super) fn new(
+        book: SegmentBook,
+        mailbox: Arc<Mailbox<Job>>,
+        thread: JoinHandle<()>,
+        seed: u64,
+    ) -> Lane {
+        let mut lane = Lane {
+            book,
+            mailbox,
+            thread: Some(thread),
+            pending: HashMap::new(),
+            next_job: 0,
+            asked: 0,
+            nonce: seed,
+            drain: None,
+            stopped: None,
+            wear: Wear::default(),
+        };
+        lane.tend();
+        lane
+    }
+
+    pub(super) fn has_room(&self) -> bool {
+        self.stopped.is_none() && self.book.has_room()
+    }
+
+    /// Writes a block; `Ok(None)` while there is no room.
+    pub(super) fn write(
+        &mut self,
+        token: u64,
+        owner: u32,
+        header: RecordHeader,
+        frame: Bytes,
+    ) -> io::Result<Option<RecordId>> {
+        if let Some((errno, kind)) = self.stopped {
+            return Err(errno.map_or_else(|| kind.into(), io::Error::from_raw_os_error));
+        }
+        self.admit_job()?;
+        let Some((record, spot)) = self.book.place(header.traits.bytes, owner, Purpose::Save) else {
+            return Ok(None);
+        };
+        let at = self.book.shape().at(spot.place.head.segment, spot.place.page);
+        self.wear.saved_bytes += u64::from(header.traits.bytes);
+        self.asked += 1;
+        let pending = Pending::Save { token, record, header };
+        self.send(pending, |job| Job::Save { job, spot, at, header, frame });
+        self.tend();
+        Ok(Some(record))
+    }
+
+    /// Reads a block into `into`, which has its length.
+    pub(super) fn read(
+        &mut self,
+        token: u64,
+        record: RecordId,
+        hash: BlockHash,
+        into: SlotMut,
+    ) -> io::Result<()> {
+        self.admit_job()?;
+        let spot = self.book.spot(record).ok_or(io::ErrorKind::NotFound)?;
+        if into.len() != spot.frame_bytes as usize {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let segment = spot.place.head.segment;
+        let at = self.book.shape().at(segment, spot.place.page);
+        self.book.read_began(segment);
+        self.asked += 1;
+        self.send(Pending::Read { token, segment }, |job| Job::Read { job, at, hash, into });
+        Ok(())
+    }
+
+    /// Nobody needs the record any more.
+    pub(super) fn free(&mut self, record: RecordId) {
+        self.book.free(record);
+        self.tend();
+    }
+
+    /// Tries to write again.
+    pub(super) fn resume(&mut self) {
+        self.stopped = None;
+        self.tend();
+    }
+
+    fn admit_job(&self) -> io::Result<()> {
+        if self.asked >= JOBS_MAX { Err(io::ErrorKind::WouldBlock.into()) } else { Ok(()) }
+    }
+
+    fn send(&mut self, pending: Pending, job: impl FnOnce(u64) -> Job) {
+        self.next_job += 1;
+        self.pending.insert(self.next_job, pending);
+        if !self.mailbox.send(job(self.next_job)) {
+            tracing::error!("the SSD thread is gone: nothing more is read or written");
+        }
+    }
+
+    /// The end of a job.
+    pub(super) fn take_in(&mut self, job: u64, outcome: Outcome) -> Option<Ended> {
+        let pending = self.pending.remove(&job)?;
+        let ended = match (pending, outcome) {
+            (Pending::Save { token, record, header }, Outcome::Put(result)) => {
+                self.asked -= 1;
+                match &result {
+                    Ok(()) => self.book.committed(record, header),
+                    Err(_) => self.book.failed(record),
+                }
+                Some(Ended::Written { token, result })
+            }
+            (Pending::Read { token, segment }, Outcome::Got(result)) => {
+                self.asked -= 1;
+                self.book.read_ended(segment);
+                Some(Ended::Read { token, result })
+            }
+            (Pending::Head { segment }, Outcome::Put(Err(cause))) => {
+                self.book.unopened(segment);
+                Some(self.stop(cause))
+            }
+            (Pending::Seal { segment }, Outcome::Put(result)) => {
+                self.book.sealed(segment);
+                result.err().map(|cause| self.stop(cause))
+            }
+            (Pending::Rescue(rescue), Outcome::Moved(result)) => self.rescued(rescue, result),
+            _ => None,
+        };
+        self.tend();
+        ended
+    }
+
+    fn stop(&mut self, cause: io::Error) -> Ended {
+        self.stopped = Some((cause.raw_os_error(), cause.kind()));
+        Ended::Failed { cause }
+    }
+
+    fn rescued(&mut self, rescue: Rescue, result: Result<RecordHeader, MoveFault>) -> Option<Ended> {
+        if let Some(drain) = &mut self.drain {
+            drain.open -= 1;
+        }
+        match result {
+            Ok(header) => {
+                self.book.rescued(rescue, RescueEnd::Moved(header));
+                self.wear.rescued_bytes += u64::from(header.traits.bytes);
+                None
+            }
+            Err(MoveFault::Read(fault)) => {
+                let (record, owner) = (rescue.record, self.book.owner(rescue.record));
+                let is_lost = self.book.rescued(rescue, RescueEnd::NotRead);
+                is_lost.then_some(Ended::Lost { record, owner, fault })
+            }
+            Err(MoveFault::Write(cause)) => {
+                self.book.rescued(rescue, RescueEnd::NotWritten);
+                if let Some(drain) = &mut self.drain {
+                    drain.left.push((rescue.record, rescue.from.place.page));
+                }
+                Some(self.stop(cause))
+            }
+        }
+    }
+
+    /// Makes the medium follow the book: heads, footers, rescues.
+    fn tend(&mut self) {
+        if self.stopped.is_some() {
+            return;
+        }
+        self.prepare();
+        while let Some((head, entries)) = self.book.next_seal() {
+            let shape = self.book.shape();
+            let pages = footer_pages(u32::try_from(entries.len()).unwrap_or(u32::MAX));
+            let at = shape.at(head.segment, shape.segment_pages - pages);
+            let footer = Bytes::from(footer(head, &entries));
+            self.send(Pending::Seal { segment: head.segment }, |job| Job::Seal { job, at, footer });
+        }
+        self.drain_on();
+    }
+
+    fn prepare(&mut self) {
+        let nonce = &mut self.nonce;
+        let Some(head) = self.book.prepare(|| next_nonce(nonce)) else { return };
+        let shape = self.book.shape();
+        let (at, grow_to) = (shape.at(head.segment, 0), shape.at(head.segment + 1, 0));
+        self.send(Pending::Head { segment: head.segment }, |job| Job::Head { job, head, at, grow_to });
+    }
+
+    fn drain_on(&mut self) {
+        if self.drain.is_none() && self.book.is_short() {
+            self.drain = self.book.drain().map(|(segment, left)| Drain { segment, left, open: 0 });
+        }
+        let Some(mut drain) = self.drain.take() else { return };
+        while drain.open < RESCUES_MAX
+            && let Some(member) = drain.left.pop()
+        {
+            if !self.book.is_left(drain.segment, member) {
+                continue;
+            }
+            let Some(rescue) = self.book.rescue(member.0) else {
+                drain.left.push(member);
+                break;
+            };
+            drain.open += 1;
+            let shape = self.book.shape();
+            let at = |spot: super::book::Spot| shape.at(spot.place.head.segment, spot.place.page);
+            let (from, to, from_at, to_at) = (rescue.from, rescue.to, at(rescue.from), at(rescue.to));
+            self.send(Pending::Rescue(rescue), |job| Job::Rescue { job, from, from_at, to, to_at });
+            self.prepare();
+        }
+        if drain.left.is_empty() && drain.open == 0 {
+            self.book.drained(drain.segment);
+            self.prepare();
+        } else {
+            self.drain = Some(drain);
+        }
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        self.mailbox.close();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the SSD thread ended with a panic");
+        }
+    }
+}
+
+/// The next of a sequence that differs from start to start (splitmix64).
+fn next_nonce(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let mut mixed = *state;
+    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    mixed ^ (mixed >> 31)
+}

@@ -1,0 +1,179 @@
+//! What a device holds at start: sealed segments by their footers, one read each; a segment that was being
+//! written is read whole, and what of it is not complete is left out.
+//!
+//! A segment that the medium cannot read is counted and not used again before the next start. Payloads of
+//! sealed segments are not read here; they are verified when they are served. Not here: files (`files`).
+
+use std::io;
+
+use bytes::Bytes;
+use kv_core::id::IdentityDigest;
+use kvfleet_proto::frame::{Frame, Need, parse_header};
+
+use super::book::Found;
+use super::buffer::PageBuffer;
+use super::device::{Device, read_all};
+use super::engine::SsdFaults;
+use super::format::{
+    Entry, FooterEnd, PAGE_BYTES, Place, RecordHeader, SegmentHead, TRAILER_BYTES, footer_pages, record_pages,
+};
+use super::shape::Shape;
+
+/// Bytes that are read at once from a segment without a footer; a bad sector costs as much.
+const READ_BYTES: usize = 256 << 10;
+
+/// What was skipped.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Skipped {
+    /// Records whose bytes are wrong, or whose frame is longer than any of this node, and segments of which
+    /// nothing can be said.
+    pub(super) damaged: u64,
+    /// Writes that a crash cut short; nobody was told of them.
+    pub(super) torn: u64,
+}
+
+/// Reads the segments of a device one after another.
+pub(super) struct Recovery<'a> {
+    pub(super) device: &'a dyn Device,
+    pub(super) shape: Shape,
+    pub(super) identity: IdentityDigest,
+    pub(super) faults: &'a SsdFaults,
+    /// For the log.
+    pub(super) name: String,
+    pub(super) skipped: Skipped,
+}
+
+impl Recovery<'_> {
+    /// Segments that the device is long enough for.
+    pub(super) fn segments(&self) -> io::Result<u32> {
+        let bytes = self.device.bytes()?.saturating_sub(self.shape.at(0, 0));
+        Ok(u32::try_from(bytes / self.shape.segment_bytes()).unwrap_or(u32::MAX))
+    }
+
+    /// What one segment holds.
+    pub(super) fn segment(&mut self, number: u32) -> Found {
+        let pages = self.faults.scan(number).and_then(|()| {
+            let mut pages = PageBuffer::new(2 * PAGE_BYTES);
+            let (first, last) = pages.split_at_mut(PAGE_BYTES);
+            read_all(self.device, first, self.shape.at(number, 0))?;
+            read_all(self.device, last, self.shape.at(number, self.shape.segment_pages - 1))?;
+            Ok(pages)
+        });
+        let pages = match pages {
+            Ok(pages) => pages,
+            Err(cause) => {
+                // Writing to it might fail too, or worse, seem to work.
+                self.damaged(number, &cause.to_string());
+                return Found::Lost;
+            }
+        };
+        let head = SegmentHead::read(&pages, number);
+        let end = FooterEnd::read(&pages, number, self.shape.segment_pages);
+        match (head, end) {
+            (Ok(Some(head)), Some(end)) if end.head == head => self.sealed(end),
+            // A head that rotted: the footer says as much, and records are written only after a new head.
+            (Err(_) | Ok(None), Some(end)) => self.sealed(end),
+            (Ok(Some(head)), _) => self.half(head),
+            (Ok(None), None) => Found::Empty,
+            (Err(reason), None) => {
+                self.damaged(number, reason);
+                Found::Empty
+            }
+        }
+    }
+
+    fn sealed(&mut self, end: FooterEnd) -> Found {
+        let first = self.shape.segment_pages - footer_pages(end.records);
+        let mut pages = PageBuffer::new(footer_pages(end.records) as usize * PAGE_BYTES);
+        let read = read_all(self.device, &mut pages, self.shape.at(end.head.segment, first));
+        let Some(mut entries) = read.ok().and_then(|()| end.entries(&pages)) else {
+            return self.half(end.head);
+        };
+        let known = entries.len();
+        let longest = self.shape.frame_bytes_max;
+        entries.retain(|entry| {
+            let bytes = entry.header.traits.bytes as usize;
+            bytes <= longest && entry.page > 0 && entry.page.saturating_add(record_pages(bytes)) <= first
+        });
+        if known > entries.len() {
+            let count = (known - entries.len()) as u64;
+            self.skipped.damaged += count;
+            tracing::warn!(
+                file = self.name,
+                segment = end.head.segment,
+                count,
+                "blocks skipped: their frames are longer than any of this node"
+            );
+        }
+        Found::Records { head: end.head, entries, sealed: true }
+    }
+
+    /// A segment without a footer.
+    fn half(&mut self, head: SegmentHead) -> Found {
+        let bytes = self.read_whole(head.segment);
+        let (mut page, mut entries) = (1, Vec::new());
+        while page < self.shape.segment_pages {
+            match self.record(&bytes, Place { head, page }) {
+                Some(entry) => {
+                    page += record_pages(entry.header.traits.bytes as usize);
+                    entries.push(entry);
+                }
+                None => page += 1,
+            }
+        }
+        tracing::info!(
+            file = self.name,
+            segment = head.segment,
+            blocks = entries.len(),
+            "a segment without a footer was read whole"
+        );
+        if entries.is_empty() {
+            return Found::Empty;
+        }
+        Found::Records { head, entries, sealed: false }
+    }
+
+    fn read_whole(&mut self, segment: u32) -> Bytes {
+        let mut buffer = PageBuffer::new(self.shape.segment_pages as usize * PAGE_BYTES);
+        let at = self.shape.at(segment, 0);
+        for (piece, number) in buffer.chunks_mut(READ_BYTES).zip(0u64..) {
+            if let Err(cause) = read_all(self.device, piece, at + number * READ_BYTES as u64) {
+                piece.fill(0);
+                self.damaged(segment, &cause.to_string());
+            }
+        }
+        Bytes::from_owner(buffer)
+    }
+
+    /// The record that begins at `place`, if one does and all of it is there.
+    fn record(&mut self, segment: &Bytes, place: Place) -> Option<Entry> {
+        let start = place.page as usize * PAGE_BYTES;
+        let Ok(Need::Frame(frame_bytes)) = parse_header(segment.get(start..)?) else { return None };
+        let end = start + record_pages(frame_bytes) as usize * PAGE_BYTES;
+        let trailer = segment.get(..end).and_then(|bytes| bytes.get(end - TRAILER_BYTES..))?;
+        let Ok(header) = RecordHeader::read(trailer, place) else {
+            self.skipped.torn += 1;
+            return None;
+        };
+        if header.traits.bytes as usize != frame_bytes || frame_bytes > self.shape.frame_bytes_max {
+            self.skipped.damaged += 1;
+            return None;
+        }
+        let frame = Frame::parse(segment.slice(start..start + frame_bytes)).ok()?;
+        if frame.verify(self.identity, header.hash).is_err() {
+            self.skipped.torn += 1;
+            return None;
+        }
+        Some(Entry { header, page: place.page })
+    }
+
+    fn damaged(&mut self, segment: u32, reason: &str) {
+        self.skipped.damaged += 1;
+        tracing::warn!(
+            file = self.name,
+            segment,
+            reason,
+            "damaged segment skipped, its blocks are computed again when asked for"
+        );
+    }
+}

@@ -1,0 +1,463 @@
+//! The tier against a real directory: round trips, restarts, torn and overwritten bytes, full media. Devices
+//! that break are in `faulty`, crashes in `crashes`.
+#![allow(clippy::unwrap_used)]
+
+mod book;
+mod crashes;
+mod faulty;
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::Ordering;
+
+use kv_core::evict::BlockTraits;
+use kv_core::id::TenantId;
+use kvfleet_errors_doc::says;
+use kvfleet_proto::frame::{KeyForm, seal};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+
+use super::*;
+use crate::arena::{Arena, ArenaShape, Purpose};
+use crate::test_log::Log;
+
+const IDENTITY: IdentityDigest = IdentityDigest([7; 16]);
+
+struct Bench {
+    ssd: Ssd,
+    reports: UnboundedReceiver<Report>,
+    report: ScanReport,
+    arena: Arena,
+}
+
+/// Says clearly when a test that should run on io_uring did not.
+fn config(dir: &Path, uring: bool) -> SsdConfig {
+    if uring && io_uring::IoUring::new(2).is_err() {
+        println!("SKIPPED io_uring: the kernel refuses it here; this test ran on plain calls");
+    }
+    SsdConfig {
+        dirs: vec![dir.to_owned()],
+        identity: IDENTITY,
+        capacity: Capacity::Blocks(16),
+        frame_bytes_max: frame(0).len(),
+        uring,
+        seed: 1,
+        faults: Arc::default(),
+    }
+}
+
+fn open(config: &SsdConfig) -> Bench {
+    let (send, reports) = unbounded_channel();
+    let (ssd, report) = Ssd::open(config, &send).unwrap();
+    let shape = ArenaShape { frame_bytes_max: 8192, slots: 16, reserve_slots: 0 };
+    Bench { ssd, reports, report, arena: Arena::new(shape).unwrap() }
+}
+
+fn hash(number: u8) -> BlockHash {
+    BlockHash([number; 16])
+}
+
+fn frame(number: u8) -> Bytes {
+    let payload = vec![number; 6000];
+    seal(IDENTITY, hash(number), KeyForm::Rotated, &[3000, 3000], &payload).unwrap().bytes
+}
+
+fn header(number: u8) -> RecordHeader {
+    let bytes = u32::try_from(frame(number).len()).unwrap();
+    let (offset_blocks, fingerprint) = (u32::from(number), hash(number).fingerprint());
+    let traits = BlockTraits { offset_blocks, bytes, fingerprint, ..BlockTraits::default() };
+    RecordHeader { hash: hash(number), parent: None, tenant: TenantId(1), traits, sequence: 0 }
+}
+
+impl Bench {
+    /// The end of the next job that was asked for.
+    fn done(&mut self) -> Done {
+        loop {
+            let report = self.reports.blocking_recv().unwrap();
+            match self.ssd.take_in(report) {
+                Some(Done::Failed { .. }) | None => {}
+                Some(done) => return done,
+            }
+        }
+    }
+
+    fn save(&mut self, number: u8) -> io::Result<SsdRecord> {
+        let record = loop {
+            match self.ssd.write(u64::from(number), 0, header(number), &frame(number))? {
+                Some(record) => break record,
+                // Space comes back as rescues end.
+                None => {
+                    let report = self.reports.blocking_recv().unwrap();
+                    assert!(self.ssd.take_in(report).is_none());
+                }
+            }
+        };
+        match self.done() {
+            Done::Written { token, result } => {
+                assert_eq!(token, u64::from(number));
+                result.map(|()| record)
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn load(&mut self, number: u8, record: SsdRecord) -> Result<Bytes, ReadFault> {
+        let into = self.arena.take(frame(number).len(), Purpose::Load).unwrap();
+        self.ssd.read(1, record, hash(number), into).unwrap();
+        match self.done() {
+            Done::Read { result, .. } => result,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Where a record begins in its file.
+    fn at(&self, record: SsdRecord) -> u64 {
+        let book = &self.ssd.lanes[usize::from(record.lane)].book;
+        let place = book.spot(record.id).unwrap().place;
+        book.shape().at(place.head.segment, place.page)
+    }
+
+    fn shape(&self) -> Shape {
+        self.ssd.lanes[0].book.shape()
+    }
+
+    fn found(&self) -> Vec<u8> {
+        self.report.blocks.iter().map(|found| found.header.hash.0[0]).collect()
+    }
+}
+
+fn only_file(dir: &Path) -> PathBuf {
+    dir.join("segments.kvs")
+}
+
+fn overwrite(path: &Path, at: u64, bytes: &[u8]) {
+    std::fs::OpenOptions::new().write(true).open(path).unwrap().write_all_at(bytes, at).unwrap();
+}
+
+#[test]
+fn blocks_come_back_as_they_were_and_after_a_restart_too() {
+    for uring in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut bench = open(&config(dir.path(), uring));
+        let records: Vec<SsdRecord> = (1..=10).map(|number| bench.save(number).unwrap()).collect();
+        assert_eq!(bench.load(3, records[2]).unwrap(), frame(3));
+        drop(bench);
+        let mut bench = open(&config(dir.path(), uring));
+        assert_eq!(bench.found(), (1..=10).collect::<Vec<u8>>(), "in order of writing");
+        assert_eq!((bench.report.damaged, bench.report.torn), (0, 0));
+        let found = bench.report.blocks[4];
+        assert_eq!((found.header.traits, found.header.tenant), (header(5).traits, TenantId(1)));
+        bench.save(11).unwrap();
+        for found in bench.report.blocks.clone() {
+            let number = found.header.hash.0[0];
+            assert_eq!(bench.load(number, found.record).unwrap(), frame(number));
+        }
+    }
+}
+
+#[test]
+fn many_open_writes_share_flushes_and_all_are_reported() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut bench = open(&config(dir.path(), true));
+    for number in 1..=16u8 {
+        assert!(bench.ssd.write(u64::from(number), 0, header(number), &frame(number)).unwrap().is_some());
+    }
+    let mut tokens: Vec<u64> = (0..16)
+        .map(|_| match bench.done() {
+            Done::Written { token, result: Ok(()) } => token,
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    tokens.sort_unstable();
+    assert_eq!(tokens, (1..=16).collect::<Vec<u64>>());
+}
+
+#[test]
+fn overwritten_payload_is_found_when_it_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut bench = open(&config(dir.path(), true));
+    let record = bench.save(1).unwrap();
+    overwrite(&only_file(dir.path()), bench.at(record) + 4000, b"oops");
+    assert!(matches!(bench.load(1, record), Err(ReadFault::Corrupt(_))));
+}
+
+#[test]
+fn a_record_of_another_block_is_not_served() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut bench = open(&config(dir.path(), true));
+    let (one, two) = (bench.save(1).unwrap(), bench.save(2).unwrap());
+    assert_ne!(one, two);
+    assert!(matches!(bench.load(1, two), Err(ReadFault::Corrupt(_))));
+}
+
+#[test]
+fn a_record_that_is_not_whole_is_left_out_of_a_segment_without_a_footer() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut bench = open(&config(dir.path(), true));
+    let records: Vec<SsdRecord> = (1..=5).map(|number| bench.save(number).unwrap()).collect();
+    let ats: Vec<u64> = records.iter().map(|record| bench.at(*record)).collect();
+    drop(bench);
+    let file = only_file(dir.path());
+    overwrite(&file, ats[0] + 8192 - 100, b"x");
+    overwrite(&file, ats[1] + 20, b"x");
+    overwrite(&file, ats[3] + 5000, b"x");
+    let bench = open(&config(dir.path(), true));
+    assert_eq!((bench.found(), bench.report.torn), (vec![3, 5], 2));
+}
+
+/// Ten blocks: the first seven fill a segment, which has its footer then.
+fn sealed(dir: &Path) -> Bench {
+    let mut bench = open(&config(dir, true));
+    (1..=10).for_each(|number| assert!(bench.save(number).is_ok()));
+    bench
+}
+
+#[test]
+fn a_full_segment_is_known_by_its_footer() {
+    let dir = tempfile::tempdir().unwrap();
+    let bench = sealed(dir.path());
+    let shape = bench.shape();
+    drop(bench);
+    // A record that the footer names is not looked at before it is read.
+    let file = only_file(dir.path());
+    overwrite(&file, shape.at(0, 1) + 20, b"x");
+    let mut bench = open(&config(dir.path(), true));
+    assert_eq!((bench.found(), bench.report.torn), ((1..=10).collect(), 0));
+    let found = bench.report.blocks[0];
+    assert!(matches!(bench.load(1, found.record), Err(ReadFault::Corrupt(_))));
+    drop(bench);
+    // Without footer and head, the other segment is still read.
+    overwrite(&file, shape.at(0, shape.segment_pages) - 60, b"x");
+    let bench = open(&config(dir.path(), true));
+    assert_eq!(bench.found(), (2..=10).collect::<Vec<u8>>(), "the records say it too");
+    drop(bench);
+    overwrite(&file, shape.at(0, shape.segment_pages) - 60, b"x");
+    overwrite(&file, shape.at(0, 0) + 9, b"x");
+    let log = Log::start();
+    let bench = open(&config(dir.path(), true));
+    let here = dir.path().display().to_string();
+    assert_eq!((bench.found(), bench.report.damaged), ((8..=10).collect(), 1));
+    says("a segment with a damaged head and no footer", &log.line("damaged segment"), &[&here]);
+}
+
+#[test]
+fn a_segment_whose_head_rotted_is_known_by_its_footer() {
+    let dir = tempfile::tempdir().unwrap();
+    let shape = sealed(dir.path()).shape();
+    overwrite(&only_file(dir.path()), shape.at(0, 0) + 9, b"x");
+    assert_eq!(open(&config(dir.path(), true)).found(), (1..=10).collect::<Vec<u8>>());
+}
+
+#[test]
+fn a_truncated_file_gives_the_segments_that_are_whole() {
+    let dir = tempfile::tempdir().unwrap();
+    let shape = sealed(dir.path()).shape();
+    let file = std::fs::OpenOptions::new().write(true).open(only_file(dir.path())).unwrap();
+    file.set_len(shape.at(1, 3)).unwrap();
+    let mut bench = open(&config(dir.path(), true));
+    assert_eq!(bench.found(), (1..=7).collect::<Vec<u8>>());
+    let again = bench.save(9).unwrap();
+    assert_eq!(bench.load(9, again).unwrap(), frame(9));
+}
+
+#[test]
+fn space_comes_back_and_the_file_never_outgrows_its_shape() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut bench = open(&config(dir.path(), true));
+    let mut here: Vec<(u8, SsdRecord)> = Vec::new();
+    for round in 0..1500usize {
+        let number = u8::try_from(round % 251).unwrap();
+        let record = bench.save(number).unwrap();
+        // One of each segment stays long, the others go soon: without rescues all segments would be held.
+        if !round.is_multiple_of(7) {
+            bench.ssd.free(record);
+        } else if here.len() < 15 {
+            here.push((number, record));
+        } else {
+            let (_, old) = std::mem::replace(&mut here[round * 31 % 15], (number, record));
+            bench.ssd.free(old);
+        }
+    }
+    for (number, record) in here {
+        assert_eq!(bench.load(number, record).unwrap(), frame(number));
+    }
+    let wear = bench.ssd.wear();
+    assert!(wear.rescued_bytes > 0 && wear.rescued_bytes < wear.saved_bytes, "{wear:?}");
+    let bytes = only_file(dir.path()).metadata().unwrap().len();
+    assert!(bytes <= bench.shape().bytes_max(), "{bytes} of {}", bench.shape().bytes_max());
+}
+
+#[test]
+fn a_damaged_superblock_sets_the_file_aside() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut bench = open(&config(dir.path(), true));
+    bench.save(1).unwrap();
+    drop(bench);
+    overwrite(&only_file(dir.path()), 9, b"x");
+    let log = Log::start();
+    let mut bench = open(&config(dir.path(), true));
+    says("an SSD file with a damaged head", &log.line("set aside"), &[&dir.path().display().to_string()]);
+    assert!(bench.report.blocks.is_empty());
+    assert_eq!(bench.report.quarantined, vec![dir.path().join("segments.kvs.quarantined")]);
+    assert!(bench.report.quarantined[0].exists());
+    bench.save(2).unwrap();
+    drop(bench);
+    assert_eq!(open(&config(dir.path(), true)).report.quarantined.len(), 1, "named again at every start");
+}
+
+#[test]
+fn files_set_aside_before_are_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    for number in 1..=3 {
+        let mut bench = open(&config(dir.path(), true));
+        bench.save(number).unwrap();
+        drop(bench);
+        overwrite(&only_file(dir.path()), 9, &[number]);
+    }
+    let aside = open(&config(dir.path(), true)).report.quarantined;
+    assert_eq!(aside.len(), 3);
+    let mut marks: Vec<u8> = aside.iter().map(|path| std::fs::read(path).unwrap()[9]).collect();
+    marks.sort_unstable();
+    assert_eq!(marks, [1, 2, 3], "each with its own contents");
+}
+
+#[test]
+fn a_file_of_an_earlier_release_is_set_aside_and_named() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("blocks-8192.kvs"), b"slots").unwrap();
+    let log = Log::start();
+    let bench = open(&config(dir.path(), true));
+    says("an SSD file of an earlier release", &log.line("set aside"), &[&dir.path().display().to_string()]);
+    assert_eq!(std::fs::read(&bench.report.quarantined[0]).unwrap(), b"slots");
+}
+
+#[test]
+fn an_unreadable_segment_costs_its_blocks_and_is_not_used_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let shape = sealed(dir.path()).shape();
+    let config = config(dir.path(), true);
+    config.faults.unreadable_segment.store(1, Ordering::Relaxed);
+    let mut bench = open(&config);
+    assert_eq!((bench.found(), bench.report.damaged), ((8..=10).collect(), 1));
+    assert!(bench.report.quarantined.is_empty());
+    let here: Vec<u64> = (20..100u8)
+        .map(|number| {
+            let record = bench.save(number).unwrap();
+            bench.at(record)
+        })
+        .collect();
+    assert!(here.iter().all(|at| *at >= shape.at(1, 0)), "another one takes its turn");
+}
+
+#[test]
+fn a_file_whose_first_page_is_unreadable_is_set_aside() {
+    let dir = tempfile::tempdir().unwrap();
+    open(&config(dir.path(), true)).save(1).unwrap();
+    let config = config(dir.path(), true);
+    config.faults.unreadable_heads.store(true, Ordering::Relaxed);
+    let mut bench = open(&config);
+    assert_eq!((bench.report.blocks.len(), bench.report.quarantined.len()), (0, 1));
+    bench.save(2).unwrap();
+}
+
+#[test]
+fn blocks_of_another_block_size_are_read_where_they_lie() {
+    let dir = tempfile::tempdir().unwrap();
+    drop(sealed(dir.path()));
+    let larger = SsdConfig { frame_bytes_max: 20_000, ..config(dir.path(), true) };
+    let mut bench = open(&larger);
+    let found = bench.report.blocks[0];
+    assert_eq!(bench.load(1, found.record).unwrap(), frame(1));
+    let fresh = bench.save(12).unwrap();
+    assert_eq!(bench.load(12, fresh).unwrap(), frame(12));
+    drop(bench);
+    let smaller = SsdConfig { frame_bytes_max: 100, ..config(dir.path(), true) };
+    let bench = open(&smaller);
+    assert_eq!((bench.report.blocks.len(), bench.report.damaged), (0, 11), "they fit no DRAM slot");
+    drop(bench);
+    let huge = SsdConfig { frame_bytes_max: 200_000, ..config(dir.path(), true) };
+    let bench = open(&huge);
+    assert_eq!((bench.report.blocks.len(), bench.report.quarantined.len()), (0, 1), "no segment is so large");
+}
+
+#[test]
+fn blocks_of_another_identity_are_set_aside() {
+    let dir = tempfile::tempdir().unwrap();
+    open(&config(dir.path(), true)).save(1).unwrap();
+    let other = SsdConfig { identity: IdentityDigest([8; 16]), ..config(dir.path(), true) };
+    let log = Log::start();
+    assert_eq!(open(&other).report.quarantined.len(), 1);
+    says("an SSD file of another identity", &log.line("set aside"), &[&dir.path().display().to_string()]);
+}
+
+#[test]
+fn blocks_are_spread_over_several_devices_and_found_on_all() {
+    let dir = tempfile::tempdir().unwrap();
+    let dirs = vec![dir.path().join("a"), dir.path().join("b"), dir.path().join("c")];
+    let config = SsdConfig { dirs, ..config(dir.path(), true) };
+    let mut bench = open(&config);
+    let records: Vec<SsdRecord> = (1..=9).map(|number| bench.save(number).unwrap()).collect();
+    for (number, record) in (1..=9).zip(records) {
+        assert_eq!(bench.load(number, record).unwrap(), frame(number));
+    }
+    drop(bench);
+    let mut bench = open(&config);
+    assert_eq!(bench.found(), (1..=9).collect::<Vec<u8>>());
+    for lane in 0..3 {
+        assert_eq!(bench.report.blocks.iter().filter(|found| found.record.lane == lane).count(), 3);
+    }
+    let found = bench.report.blocks[7];
+    assert_eq!(bench.load(8, found.record).unwrap(), frame(8));
+}
+
+#[test]
+fn media_errors_are_reported_once_per_job() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), true);
+    let mut bench = open(&config);
+    let record = bench.save(1).unwrap();
+    config.faults.write_errno.store(libc::ENOSPC, Ordering::Relaxed);
+    assert_eq!(bench.save(2).unwrap_err().kind(), io::ErrorKind::StorageFull);
+    config.faults.read_errno.store(libc::EIO, Ordering::Relaxed);
+    assert!(matches!(bench.load(1, record), Err(ReadFault::Medium(_))));
+    config.faults.read_errno.store(0, Ordering::Relaxed);
+    assert_eq!(bench.load(1, record).unwrap(), frame(1));
+}
+
+#[test]
+fn a_directory_in_use_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = open(&config(dir.path(), true));
+    let (send, _done) = unbounded_channel();
+    let cause = Ssd::open(&config(dir.path(), true), &send).unwrap_err();
+    says("an SSD directory that another node uses", &cause, &[&dir.path().display().to_string()]);
+    drop(first);
+    open(&config(dir.path(), true));
+}
+
+#[test]
+fn an_unusable_directory_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("a-file");
+    std::fs::write(&file, b"").unwrap();
+    let (send, _done) = unbounded_channel();
+    let cause = Ssd::open(&config(&file.join("sub"), true), &send).unwrap_err();
+    says("an SSD directory that cannot be made", &cause, &[&dir.path().display().to_string()]);
+}
+
+#[test]
+fn a_directory_that_is_full_at_start_is_served() {
+    let dir = tempfile::tempdir().unwrap();
+    open(&config(dir.path(), true)).save(1).unwrap();
+    let full = config(dir.path(), true);
+    full.faults.write_errno.store(libc::ENOSPC, Ordering::Relaxed);
+    let log = Log::start();
+    let mut bench = open(&full);
+    says(
+        "an SSD directory that is full at start",
+        &log.line("is full"),
+        &[&dir.path().display().to_string()],
+    );
+    let record = bench.report.blocks[0].record;
+    assert_eq!(bench.load(1, record).unwrap(), frame(1));
+    assert_eq!(bench.save(2).unwrap_err().kind(), io::ErrorKind::StorageFull);
+}
