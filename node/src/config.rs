@@ -43,7 +43,7 @@ pub struct NodeConfig {
     /// Largest payload of one block in bytes. Every block takes the room of the largest, so give the real
     /// size.
     pub block_bytes: u64,
-    /// Eviction policy: `lru`, `fifo` or `workload`.
+    /// Eviction policy, one of [`evict::NAMES`].
     pub policy: String,
     /// Share of a tier above which it evicts.
     pub watermark_high: f64,
@@ -121,7 +121,7 @@ impl Default for NodeConfig {
             ssd_bytes: 0,
             ssd_blocks: None,
             block_bytes: 2 << 20,
-            policy: "workload".to_owned(),
+            policy: evict::DEFAULT.to_owned(),
             watermark_high: 0.95,
             watermark_low: 0.90,
             lease_ms: 10_000,
