@@ -14,8 +14,10 @@ use std::cmp::Ordering;
 pub const TURNS_DISTINCT_MAX: usize = 8;
 /// Categories with a queue of their own.
 pub(super) const CATEGORIES: usize = RequestKind::ALL.len() * TURNS_DISTINCT_MAX;
-/// Minima kept at a time: as many as fit in the registers that hold several numbers.
+/// Rows compared at a time.
 const LANES: usize = 8;
+/// Row of a category without a block.
+const NO_ROW: usize = usize::MAX;
 
 /// What a victim is chosen by, of one block.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -37,17 +39,23 @@ impl Offer {
     }
 }
 
-/// Row by row: the head of every category.
+/// Row by row: the head of every category that has one.
 #[derive(Debug)]
 pub(super) struct Heads {
     form: Form,
-    /// Microseconds, exact below 2^53 (285 years); infinite where a category has no block, which makes it worth
-    /// more than everything.
+    /// Microseconds, exact below 2^53 (285 years); infinite behind the last row, which makes what is not there
+    /// worth more than everything.
     last_use: [f64; CATEGORIES],
-    offset_blocks: [u32; CATEGORIES],
     start: [f64; CATEGORIES],
     rate: [f64; CATEGORIES],
-    /// Curves, for the forms that are no straight line; empty for the others.
+    offset_blocks: [u32; CATEGORIES],
+    category: [usize; CATEGORIES],
+    rows: usize,
+    /// Row of each category, [`NO_ROW`] where there is none.
+    row_of: [usize; CATEGORIES],
+    /// Start and rate of each category.
+    lines: [(f64, f64); CATEGORIES],
+    /// Curves of each category, for the forms that are no straight line; empty for the others.
     curves: Vec<ReuseCurve>,
 }
 
@@ -56,24 +64,35 @@ pub(super) fn micros(at: Timestamp) -> f64 {
     at.0 as f64
 }
 
+/// The lesser of two numbers that are none of them NaN, in one instruction.
+fn lesser(left: f64, right: f64) -> f64 {
+    if left < right { left } else { right }
+}
+
 impl Heads {
     /// No category has a block.
     pub(super) fn new(form: Form) -> Self {
         Heads {
             form,
             last_use: [f64::INFINITY; CATEGORIES],
-            offset_blocks: [0; CATEGORIES],
             start: [0.0; CATEGORIES],
             rate: [1.0; CATEGORIES],
+            offset_blocks: [0; CATEGORIES],
+            category: [0; CATEGORIES],
+            rows: 0,
+            row_of: [NO_ROW; CATEGORIES],
+            lines: [(0.0, 1.0); CATEGORIES],
             curves: Vec::new(),
         }
     }
 
     /// These are the curves from now on, in the order of the categories.
     pub(super) fn renew_curves<'a>(&mut self, curves: impl Iterator<Item = &'a ReuseCurve> + Clone) {
-        let lines = curves.clone().map(|curve| curve.linear(self.form));
-        for ((start, rate), line) in self.start.iter_mut().zip(&mut self.rate).zip(lines) {
-            (*start, *rate) = line.unwrap_or((0.0, 1.0));
+        for (line, curve) in self.lines.iter_mut().zip(curves.clone()) {
+            *line = curve.linear(self.form).unwrap_or((0.0, 1.0));
+        }
+        for row in 0..self.rows {
+            (self.start[row], self.rate[row]) = self.lines[self.category[row]];
         }
         let is_line = matches!(self.form, Form::Window | Form::Share);
         self.curves = if is_line { Vec::new() } else { curves.copied().collect() };
@@ -81,59 +100,91 @@ impl Heads {
 
     /// This block is the coldest of its category.
     pub(super) fn set(&mut self, category: usize, last_use: Timestamp, offset_blocks: u32) {
-        self.last_use[category] = micros(last_use);
-        self.offset_blocks[category] = offset_blocks;
+        let mut row = self.row_of[category];
+        if row == NO_ROW {
+            row = self.rows;
+            self.rows += 1;
+            self.row_of[category] = row;
+            self.category[row] = category;
+            (self.start[row], self.rate[row]) = self.lines[category];
+        }
+        self.last_use[row] = micros(last_use);
+        self.offset_blocks[row] = offset_blocks;
     }
 
-    /// The category has no block that could leave.
+    /// The category has no block that could leave: the last row takes the place of its own.
     pub(super) fn clear(&mut self, category: usize) {
-        self.last_use[category] = f64::INFINITY;
+        let row = std::mem::replace(&mut self.row_of[category], NO_ROW);
+        if row == NO_ROW {
+            return;
+        }
+        self.rows -= 1;
+        let last = self.rows;
+        if row != last {
+            self.last_use[row] = self.last_use[last];
+            (self.start[row], self.rate[row]) = (self.start[last], self.rate[last]);
+            self.offset_blocks[row] = self.offset_blocks[last];
+            self.category[row] = self.category[last];
+            self.row_of[self.category[row]] = row;
+        }
+        self.last_use[last] = f64::INFINITY;
     }
 
-    /// What each head is worth at `now`; infinite where there is none.
-    pub(super) fn worths(&self, now: f64) -> [f64; CATEGORIES] {
-        let mut worths = [f64::INFINITY; CATEGORIES];
-        let rows = self.last_use.iter().zip(&self.start).zip(&self.rate);
+    /// Fills in what each head is worth at `now`, in the order of the rows, up to a whole number of [`LANES`];
+    /// infinite where there is none.
+    pub(super) fn worths<'w>(&self, now: f64, worths: &'w mut [f64; CATEGORIES]) -> &'w mut [f64] {
+        let filled = self.rows.next_multiple_of(LANES).min(CATEGORIES);
+        let worths = &mut worths[..filled];
+        let rows = self.last_use[..filled].iter().zip(&self.start[..filled]).zip(&self.rate[..filled]);
         for (worth, ((last_use, start), rate)) in worths.iter_mut().zip(rows) {
             *worth = start - (now - last_use) * rate;
         }
-        for ((worth, last_use), curve) in worths.iter_mut().zip(&self.last_use).zip(&self.curves) {
-            if *worth < f64::INFINITY {
-                *worth = curve.worth(self.form, now - last_use);
+        if !self.curves.is_empty() {
+            let rows = self.last_use[..self.rows].iter().zip(&self.category);
+            for (worth, (last_use, &category)) in worths.iter_mut().zip(rows) {
+                *worth = self.curves[category].worth(self.form, now - last_use);
             }
         }
         worths
     }
 
+    /// Takes the head of a category out of what [`Self::worths`] gave.
+    pub(super) fn pass_over(&self, category: usize, worths: &mut [f64]) {
+        if let Some(worth) = worths.get_mut(self.row_of[category]) {
+            *worth = f64::INFINITY;
+        }
+    }
+
     /// What a block of the category would be worth at `now`.
     pub(super) fn offer(&self, category: usize, last_use: Timestamp, offset_blocks: u32, now: f64) -> Offer {
-        let (last_use, line) =
-            (micros(last_use), self.start[category] - (now - micros(last_use)) * self.rate[category]);
+        let last_use = micros(last_use);
+        let (start, rate) = self.lines[category];
+        let line = start - (now - last_use) * rate;
         let worth = self.curves.get(category).map_or(line, |curve| curve.worth(self.form, now - last_use));
         Offer { worth, offset_blocks, last_use, category }
     }
 
     /// The head that leaves first of those with a finite worth.
-    pub(super) fn lowest(&self, worths: &[f64; CATEGORIES]) -> Option<Offer> {
-        let mut lanes = [f64::INFINITY; LANES];
-        for row in worths.chunks_exact(LANES) {
-            for (lane, &worth) in lanes.iter_mut().zip(row) {
-                *lane = if worth < *lane { worth } else { *lane };
-            }
+    pub(super) fn lowest(&self, worths: &[f64]) -> Option<Offer> {
+        let mut least_of = [f64::INFINITY; CATEGORIES / LANES];
+        let mut least = f64::INFINITY;
+        for (of_row, row) in least_of.iter_mut().zip(worths.chunks_exact(LANES)) {
+            let [a, b, c, d, e, f, g, h] = *row else { continue };
+            let (a, b, c, d) = (lesser(a, e), lesser(b, f), lesser(c, g), lesser(d, h));
+            *of_row = lesser(lesser(a, c), lesser(b, d));
+            least = lesser(*of_row, least);
         }
-        let least =
-            lanes.into_iter().fold(f64::INFINITY, |least, lane| if lane < least { lane } else { least });
         if least == f64::INFINITY {
             return None;
         }
         let mut lowest: Option<Offer> = None;
-        for (category, &worth) in worths.iter().enumerate() {
-            if worth == least {
-                let (offset_blocks, last_use) = (self.offset_blocks[category], self.last_use[category]);
-                let offer = Offer { worth, offset_blocks, last_use, category };
-                if lowest.as_ref().is_none_or(|lowest| offer.leaves_before(lowest)) {
-                    lowest = Some(offer);
-                }
+        let rows = least_of.iter().enumerate().filter(|(_, of_row)| **of_row == least);
+        let rows = rows.flat_map(|(number, _)| number * LANES..(number + 1) * LANES);
+        for row in rows.filter(|&row| worths[row] == least) {
+            let (offset_blocks, last_use) = (self.offset_blocks[row], self.last_use[row]);
+            let offer = Offer { worth: least, offset_blocks, last_use, category: self.category[row] };
+            if lowest.as_ref().is_none_or(|lowest| offer.leaves_before(lowest)) {
+                lowest = Some(offer);
             }
         }
         lowest
@@ -157,15 +208,20 @@ mod tests {
         heads
     }
 
+    fn lowest(heads: &Heads, now: f64) -> Option<Offer> {
+        let mut worths = [0.0; CATEGORIES];
+        heads.lowest(heads.worths(now, &mut worths))
+    }
+
     #[test]
     fn nothing_is_lowest_of_no_heads() {
         for form in [Form::Window, Form::Share, Form::Posterior, Form::Aged] {
             let mut heads = heads(form);
-            assert_eq!(heads.lowest(&heads.worths(1e9)), None);
+            assert_eq!(lowest(&heads, 1e9), None);
             heads.set(3, Timestamp(5), 7);
-            assert_eq!(heads.lowest(&heads.worths(1e9)).map(|offer| offer.category), Some(3));
+            assert_eq!(lowest(&heads, 1e9).map(|offer| offer.category), Some(3));
             heads.clear(3);
-            assert_eq!(heads.lowest(&heads.worths(1e9)), None);
+            assert_eq!(lowest(&heads, 1e9), None);
         }
     }
 
@@ -176,11 +232,12 @@ mod tests {
             for category in 0..CATEGORIES {
                 heads.set(category, Timestamp(category as u64 * 1000), 2);
             }
-            let worths = heads.worths(9e6);
+            let mut worths = [0.0; CATEGORIES];
+            let worths: Vec<f64> = heads.worths(9e6, &mut worths).to_vec();
             let alone: Vec<Offer> = (0..CATEGORIES)
                 .map(|category| heads.offer(category, Timestamp(category as u64 * 1000), 2, 9e6))
                 .collect();
-            assert!(alone.iter().map(|offer| offer.worth).eq(worths), "{form:?}");
+            assert!(alone.iter().map(|offer| offer.worth).eq(worths.iter().copied()), "{form:?}");
             let first =
                 alone.iter().reduce(|least, offer| if offer.leaves_before(least) { offer } else { least });
             assert_eq!(heads.lowest(&worths), first.copied(), "{form:?}");
@@ -193,6 +250,26 @@ mod tests {
         for (category, offset) in [(1, 4), (9, 6), (20, 6), (55, 2)] {
             heads.set(category, Timestamp(10), offset);
         }
-        assert_eq!(heads.lowest(&heads.worths(20.0)).map(|offer| offer.category), Some(9));
+        assert_eq!(lowest(&heads, 20.0).map(|offer| offer.category), Some(9));
+    }
+
+    #[test]
+    fn categories_come_and_go_in_any_order() {
+        let mut heads = heads(Form::Window);
+        let mut present = std::collections::BTreeMap::new();
+        for step in 0_u64..2000 {
+            let category = (step * 37 % 56) as usize;
+            if step % 3 == 0 {
+                heads.clear(category);
+                present.remove(&category);
+            } else {
+                heads.set(category, Timestamp(step * 1000), step as u32);
+                present.insert(category, (Timestamp(step * 1000), step as u32));
+            }
+            let offers =
+                present.iter().map(|(&at, &(last_use, offset))| heads.offer(at, last_use, offset, 9e6));
+            let first = offers.reduce(|least, offer| if offer.leaves_before(&least) { offer } else { least });
+            assert_eq!(lowest(&heads, 9e6), first, "step {step}");
+        }
     }
 }

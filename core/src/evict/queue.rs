@@ -6,6 +6,7 @@
 //! block stands where it stands (the policies beside this file).
 
 use super::BlockKey;
+use crate::cpu::prefetch;
 
 /// No neighbour.
 const NONE: u32 = u32::MAX;
@@ -97,6 +98,16 @@ impl<T: Copy + Default> Links<T> {
     /// The neighbour that leaves later than `key`.
     pub(super) fn warmer(&self, key: BlockKey) -> Option<BlockKey> {
         some(self.links[key.0 as usize].warmer)
+    }
+
+    /// Asks the memory for what is known of the block that leaves second after `key`, without waiting for it. The first
+    /// was asked for when the block before `key` was here.
+    pub(super) fn prefetch_behind(&self, key: BlockKey) {
+        let behind = |key: BlockKey| self.links.get(key.0 as usize).and_then(|link| some(link.warmer));
+        let second = behind(key).and_then(behind).and_then(|key| self.links.get(key.0 as usize));
+        if let Some(link) = second {
+            prefetch(link);
+        }
     }
 
     /// The neighbour that leaves before `key`.

@@ -147,6 +147,8 @@ impl Workload {
             Some(key) => {
                 let Resident { last_use, offset_blocks, .. } = self.links.about(key);
                 self.heads.set(category, last_use, offset_blocks);
+                // The heads after this one are cold memory in a large tier, and it leaves sooner than memory answers.
+                self.links.prefetch_behind(key);
             }
             None => self.heads.clear(category),
         }
@@ -275,15 +277,16 @@ impl Policy for Workload {
 
     fn victim(&mut self, now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
         let now = micros(self.clock.max(now));
-        let mut worths = self.heads.worths(now);
+        let mut worths = [f64::INFINITY; CATEGORIES];
+        let worths = self.heads.worths(now, &mut worths);
         let mut chosen: Option<(Offer, BlockKey)> = None;
         // Blocks behind a head are worth more than it, so the lowest head settles the matter unless it is spared.
-        while let Some(head) = self.heads.lowest(&worths) {
+        while let Some(head) = self.heads.lowest(worths) {
             if chosen.as_ref().is_some_and(|(best, _)| !head.leaves_before(best)) {
                 break;
             }
             let Some((offer, key)) = self.unspared(head.category, now, spared) else {
-                worths[head.category] = f64::INFINITY;
+                self.heads.pass_over(head.category, worths);
                 continue;
             };
             if offer == head {
@@ -292,7 +295,7 @@ impl Policy for Workload {
             if chosen.as_ref().is_none_or(|(best, _)| offer.leaves_before(best)) {
                 chosen = Some((offer, key));
             }
-            worths[head.category] = f64::INFINITY;
+            self.heads.pass_over(head.category, worths);
         }
         chosen.map(|(_, key)| key)
     }
