@@ -4,6 +4,7 @@
 //! Not here: the harness (`lib.rs`) and what each bench does (one file each beside this one).
 
 mod choose;
+mod evict;
 mod hash;
 mod index;
 mod snapshot;
@@ -40,6 +41,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "hash", about: hash::ABOUT, run: hash::run },
     Bench { name: "snapshot", about: snapshot::ABOUT, run: snapshot::run },
     Bench { name: "choose", about: choose::ABOUT, run: choose::run },
+    Bench { name: "evict", about: evict::ABOUT, run: evict::run },
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },
 ];
 
