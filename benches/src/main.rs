@@ -4,6 +4,7 @@
 //! Not here: the harness (`lib.rs`) and what each bench does (one file each beside this one).
 
 mod choose;
+mod evict;
 mod frame;
 mod hash;
 mod index;
@@ -44,6 +45,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "frame", about: frame::ABOUT, run: frame::run },
     Bench { name: "choose", about: choose::ABOUT, run: choose::run },
     Bench { name: "ssd", about: ssd::ABOUT, run: ssd::run },
+    Bench { name: "evict", about: evict::ABOUT, run: evict::run },
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },
 ];
 

@@ -50,7 +50,7 @@ pub struct NodeConfig {
     /// Largest payload of one block in bytes. Every block takes the room of the largest, so give the real
     /// size.
     pub block_bytes: u64,
-    /// Eviction policy: `lru`, `fifo` or `workload`.
+    /// Eviction policy, one of [`evict::NAMES`].
     pub policy: String,
     /// Share of a tier above which it evicts.
     pub watermark_high: f64,
@@ -130,7 +130,7 @@ impl Default for NodeConfig {
             ssd_blocks: None,
             ssd_write_bytes_per_day: 0,
             block_bytes: 2 << 20,
-            policy: "workload".to_owned(),
+            policy: evict::DEFAULT.to_owned(),
             watermark_high: 0.95,
             watermark_low: 0.90,
             lease_ms: 10_000,

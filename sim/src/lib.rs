@@ -6,5 +6,7 @@
 
 pub mod cache;
 pub mod generate;
+mod ids;
+pub mod policies;
 pub mod stats;
 pub mod trace;

@@ -135,7 +135,8 @@ pub(crate) fn cargo() -> Command {
     command
 }
 
-fn root() -> PathBuf {
+/// Top folder of the repository.
+pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 

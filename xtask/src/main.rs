@@ -1,10 +1,12 @@
-//! `cargo xtask`: the repository's own rules, its benchmark tables, and its fuzz targets.
+//! `cargo xtask`: the repository's own rules, its benchmark tables, the tables of its eviction policies, and its
+//! fuzz targets.
 //!
 //! Not here: what a rule says (`tidy/`, one file per rule, each run as a test), what a benchmark
 //! measures (`benches/`) and what a target checks (`core/src/index/tests/fuzzing/`).
 
 mod bench;
 mod fuzz;
+mod policies;
 mod tidy;
 
 use std::process::ExitCode;
@@ -21,6 +23,8 @@ enum Task {
     Bench(bench::BenchArgs),
     /// Run the fuzz targets of the index for a while.
     Fuzz(fuzz::FuzzArgs),
+    /// Replay every eviction policy on every trace, into docs/POLICIES.md with plots.
+    Policies(policies::PoliciesArgs),
 }
 
 fn main() -> ExitCode {
@@ -28,6 +32,7 @@ fn main() -> ExitCode {
         Task::Tidy => tidy::report(),
         Task::Bench(args) => bench::run(args),
         Task::Fuzz(args) => fuzz::run(&args),
+        Task::Policies(args) => policies::run(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

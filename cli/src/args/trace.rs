@@ -1,4 +1,4 @@
-//! Arguments of `trace stats` and `trace gen`.
+//! Arguments of `trace stats`, `trace gen` and `trace policies`.
 
 use std::path::PathBuf;
 
@@ -11,6 +11,8 @@ pub enum TraceCommand {
     Stats(StatsArgs),
     /// Generate a trace. The same arguments give the same bytes.
     Gen(GenArgs),
+    /// Replay every eviction policy on traces and on generated traffic, at many capacities.
+    Policies(PoliciesArgs),
 }
 
 /// A trace's format.
@@ -75,4 +77,34 @@ pub struct GenArgs {
     /// Output file; standard output when absent.
     #[arg(short, long, value_name = "FILE")]
     pub output: Option<PathBuf>,
+}
+
+/// `kvfleet trace policies`.
+#[derive(Clone, Debug, Args)]
+pub struct PoliciesArgs {
+    /// Traces to replay beside the generated traffic.
+    #[arg(value_name = "FILE")]
+    pub files: Vec<PathBuf>,
+    /// Requests of each generated trace.
+    #[arg(long, value_name = "N", default_value_t = 5_000)]
+    pub requests: usize,
+    /// Generate each kind with seeds 1 to N; 0 for none.
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    pub seeds: u64,
+    /// Tokens per block of generated traffic. At 64 all is replayed in minutes; at 16, to which the generators are
+    /// calibrated, it takes several times as long.
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    pub block_tokens: u32,
+    /// The policy held against the best of the baselines.
+    #[arg(long, value_name = "POLICY", default_value = kv_core::evict::DEFAULT)]
+    pub judge: String,
+    /// Threads to replay on.
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    pub threads: usize,
+    /// Print one JSON object a line for every policy, trace, seed and capacity.
+    #[arg(long)]
+    pub json: bool,
+    /// Write the document and its plots into this folder instead of printing tables.
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
 }

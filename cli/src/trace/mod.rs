@@ -1,9 +1,10 @@
-//! `kvfleet trace stats` and `kvfleet trace gen`, and how every command opens a trace.
+//! `kvfleet trace stats`, `kvfleet trace gen` and `kvfleet trace policies`, and how every command opens a trace.
 //!
 //! Not here: the formats, the statistics and the generator (`kvfleet-sim`).
 
 mod generate;
 mod plots;
+mod policies;
 mod stats;
 
 pub(crate) use generate::write_generated;
@@ -19,6 +20,7 @@ pub fn run(command: &TraceCommand) -> anyhow::Result<()> {
     match command {
         TraceCommand::Stats(args) => stats::run(args),
         TraceCommand::Gen(args) => generate::run(args),
+        TraceCommand::Policies(args) => policies::run(args),
     }
 }
 

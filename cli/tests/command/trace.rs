@@ -36,3 +36,21 @@ fn statistics_come_as_tables_as_json_and_as_plots() {
     assert_eq!(json["characteristics"]["requests"], 200);
     assert!(json["capacity_curve"].as_array().unwrap().len() >= 12);
 }
+
+#[test]
+fn all_policies_are_replayed_into_a_document_with_plots_or_json_lines() {
+    let place = Place::new();
+    place.trace(100);
+    let few = ["trace", "policies", "trace.jsonl", "--requests", "40", "--seeds", "1"];
+    place.run(&[&few[..], &["--out", "docs"]].concat()).ok();
+    let document = std::fs::read_to_string(place.path("docs").join("POLICIES.md")).unwrap();
+    for name in ["trace", "consumer", "business", "agent"] {
+        assert!(document.contains(&format!("\n## {name}\n")), "{name}: {document}");
+        let plot = place.path("docs").join("policies").join(format!("{name}.svg"));
+        assert!(std::fs::read_to_string(plot).unwrap().contains("</svg>"), "{name}");
+    }
+    let lines = place.run(&[&few[..], &["--json", "--threads", "1"]].concat()).ok();
+    // Eleven policies and the bound, at nine capacities, on one trace and three kinds of generated traffic.
+    assert_eq!(lines.lines().count(), 12 * 9 * 4);
+    place.run(&["trace", "policies", "--judge", "magic"]).refused(&["magic", "workload"]);
+}

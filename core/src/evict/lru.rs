@@ -3,7 +3,7 @@
 //! Not here: frequency, size, category. Ties inside one request are settled by the caller, who touches
 //! the tail of a prefix before its head.
 
-use super::queue::{Links, Parked, Queue};
+use super::queue::{Links, Queue};
 use super::{BlockKey, BlockTraits, Policy};
 use crate::id::Timestamp;
 
@@ -12,7 +12,6 @@ use crate::id::Timestamp;
 pub struct Lru {
     links: Links,
     queue: Queue,
-    parked: Parked,
 }
 
 impl Lru {
@@ -34,20 +33,19 @@ impl Policy for Lru {
     }
 
     fn access(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
-        if self.links.contains(key) || self.parked.contains(key) {
+        if self.links.contains(key) || self.links.is_parked(key) {
             self.insert(key, traits, now);
         }
     }
 
     fn park(&mut self, key: BlockKey) {
         if self.links.contains(key) {
-            self.links.unlink(&mut self.queue, key);
-            self.parked.insert(key);
+            self.links.park(&mut self.queue, key);
         }
     }
 
     fn remove(&mut self, key: BlockKey) {
-        if !self.parked.take(key) && self.links.contains(key) {
+        if !self.links.unpark(key) && self.links.contains(key) {
             self.links.unlink(&mut self.queue, key);
         }
     }
@@ -57,7 +55,7 @@ impl Policy for Lru {
     }
 
     fn len(&self) -> usize {
-        self.queue.len() + self.parked.len()
+        self.queue.len() + self.links.parked_len()
     }
 }
 

@@ -3,10 +3,19 @@
 //! A policy sees keys, times and categories. It never sees locks, I/O, bytes or metrics, and it does
 //! not decide *when* to evict (that is [`crate::tier`]).
 
+pub mod arc;
+mod departed;
 pub mod fifo;
+pub mod gdsf;
+mod heads;
+pub mod lfu;
 pub mod lru;
 mod queue;
+mod ranked;
 pub mod reuse_prob;
+pub mod s3fifo;
+mod sketch;
+pub mod tinylfu;
 pub mod workload;
 
 #[cfg(test)]
@@ -39,7 +48,8 @@ pub struct BlockTraits {
 ///
 /// Contract, held by the policy suite that every policy's tests run: `insert` of a new key, `access`,
 /// `settle` and `remove` of a present one (of an absent one they do nothing); `victim` names a present,
-/// unspared block or nothing, changes no order and does not remove it; equal calls give equal victims.
+/// unspared block or nothing, does not remove it, and names the same when asked again at once (a policy whose hand
+/// moves on while it looks may move it); equal calls give equal victims.
 pub trait Policy: Send {
     /// Name as written on the command line and in metrics.
     fn name(&self) -> &'static str;
@@ -82,7 +92,25 @@ pub trait Policy: Send {
 }
 
 /// The names [`by_name`] knows, in the order they are listed to a person.
-pub const NAMES: [&str; 3] = ["fifo", "lru", "workload"];
+pub const NAMES: [&str; 11] = [
+    "fifo",
+    "lru",
+    "lfu",
+    "s3fifo",
+    "gdsf",
+    "arc",
+    "tinylfu",
+    "workload",
+    "workload-share",
+    "workload-posterior",
+    "workload-aged",
+];
+
+/// The policies of others, to be compared with.
+pub const BASELINES: [&str; 7] = ["fifo", "lru", "lfu", "s3fifo", "gdsf", "arc", "tinylfu"];
+
+/// The policy of a node that is told nothing else.
+pub const DEFAULT: &str = "workload";
 
 /// A fresh policy with this name, or nothing when no policy has it. `seed` feeds the policies that draw;
 /// none of the present ones does.
@@ -91,8 +119,12 @@ pub fn by_name(name: &str, _seed: u64) -> Option<Box<dyn Policy>> {
     Some(match name {
         "fifo" => Box::new(fifo::Fifo::new()),
         "lru" => Box::new(lru::Lru::new()),
-        "workload" => Box::new(workload::Workload::new()),
-        _ => return None,
+        "lfu" => Box::new(lfu::Lfu::new()),
+        "s3fifo" => Box::new(s3fifo::S3Fifo::new()),
+        "gdsf" => Box::new(gdsf::Gdsf::new()),
+        "arc" => Box::new(arc::Arc::new()),
+        "tinylfu" => Box::new(tinylfu::TinyLfu::new()),
+        _ => return Some(Box::new(workload::Workload::by_name(name)?)),
     })
 }
 
@@ -106,5 +138,6 @@ mod tests {
             assert_eq!(by_name(name, 0).map(|policy| policy.name()), Some(name));
         }
         assert!(by_name("LRU", 0).is_none());
+        assert!(BASELINES.iter().chain([&DEFAULT]).all(|name| NAMES.contains(name)));
     }
 }

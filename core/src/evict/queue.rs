@@ -1,24 +1,39 @@
 //! Intrusive queues of blocks: links in one vector indexed by [`BlockKey`], any number of queues over it.
 //!
 //! Every operation is O(1) and allocates only when a key larger than all before appears. A block is in
-//! at most one queue. Not here: why a block stands where it stands (the policies beside this file).
+//! at most one queue, or parked: resident, but in none because something holds it. What a policy knows of a
+//! block lies beside its links, so that a block costs one cache line and not one per vector. Not here: why a
+//! block stands where it stands (the policies beside this file).
 
 use super::BlockKey;
+use crate::cpu::prefetch;
 
 /// No neighbour.
 const NONE: u32 = u32::MAX;
 /// Not in any queue. Kept in `colder`, so that a resident block costs no further byte.
 const ABSENT: u32 = u32::MAX - 1;
+/// In no queue, but resident. Kept in `warmer` of a block that is `ABSENT` from every queue.
+const PARKED: u32 = u32::MAX - 1;
 
 #[derive(Clone, Copy, Debug)]
-struct Link {
+struct Link<T> {
     colder: u32,
     warmer: u32,
+    about: T,
 }
 
-/// The links of all blocks of one tier.
-#[derive(Debug, Default)]
-pub(super) struct Links(Vec<Link>);
+/// The links of all blocks of one tier, each with what its policy knows of the block.
+#[derive(Debug)]
+pub(super) struct Links<T = ()> {
+    links: Vec<Link<T>>,
+    parked: usize,
+}
+
+impl<T> Default for Links<T> {
+    fn default() -> Self {
+        Links { links: Vec::new(), parked: 0 }
+    }
+}
 
 /// One queue, from the cold end (leaves first) to the warm end.
 #[derive(Clone, Copy, Debug)]
@@ -52,20 +67,52 @@ fn some(raw: u32) -> Option<BlockKey> {
     (raw != NONE).then_some(BlockKey(raw))
 }
 
-impl Links {
+impl<T: Copy + Default> Links<T> {
     /// Whether the block is in a queue.
     pub(super) fn contains(&self, key: BlockKey) -> bool {
-        self.0.get(key.0 as usize).is_some_and(|link| link.colder != ABSENT)
+        self.links.get(key.0 as usize).is_some_and(|link| link.colder != ABSENT)
+    }
+
+    /// Whether the block is parked.
+    pub(super) fn is_parked(&self, key: BlockKey) -> bool {
+        let parked = |link: &Link<T>| link.colder == ABSENT && link.warmer == PARKED;
+        self.links.get(key.0 as usize).is_some_and(parked)
+    }
+
+    /// Number of parked blocks.
+    pub(super) fn parked_len(&self) -> usize {
+        self.parked
+    }
+
+    /// What is known of a block that was resident at some time; the default of any other.
+    pub(super) fn about(&self, key: BlockKey) -> T {
+        self.links.get(key.0 as usize).map_or_else(T::default, |link| link.about)
+    }
+
+    /// Remembers this of a block, resident or about to be.
+    pub(super) fn set_about(&mut self, key: BlockKey, about: T) {
+        self.reach(key);
+        self.links[key.0 as usize].about = about;
     }
 
     /// The neighbour that leaves later than `key`.
     pub(super) fn warmer(&self, key: BlockKey) -> Option<BlockKey> {
-        some(self.0[key.0 as usize].warmer)
+        some(self.links[key.0 as usize].warmer)
+    }
+
+    /// Asks the memory for what is known of the block that leaves second after `key`, without waiting for it. The first
+    /// was asked for when the block before `key` was here.
+    pub(super) fn prefetch_behind(&self, key: BlockKey) {
+        let behind = |key: BlockKey| self.links.get(key.0 as usize).and_then(|link| some(link.warmer));
+        let second = behind(key).and_then(behind).and_then(|key| self.links.get(key.0 as usize));
+        if let Some(link) = second {
+            prefetch(link);
+        }
     }
 
     /// The neighbour that leaves before `key`.
     pub(super) fn colder(&self, key: BlockKey) -> Option<BlockKey> {
-        some(self.0[key.0 as usize].colder)
+        some(self.links[key.0 as usize].colder)
     }
 
     /// Puts an absent block at the warm end.
@@ -75,27 +122,32 @@ impl Links {
 
     /// Puts an absent block right before `next`, which is in `queue`.
     pub(super) fn insert_colder_than(&mut self, queue: &mut Queue, key: BlockKey, next: BlockKey) {
-        self.splice(queue, key, self.0[next.0 as usize].colder, next.0);
+        self.splice(queue, key, self.links[next.0 as usize].colder, next.0);
     }
 
     /// Puts an absent block right after `previous`, which is in `queue`.
     pub(super) fn insert_warmer_than(&mut self, queue: &mut Queue, key: BlockKey, previous: BlockKey) {
-        self.splice(queue, key, previous.0, self.0[previous.0 as usize].warmer);
+        self.splice(queue, key, previous.0, self.links[previous.0 as usize].warmer);
+    }
+
+    fn reach(&mut self, key: BlockKey) {
+        let at = key.0 as usize;
+        if at >= self.links.len() {
+            self.links.resize(at + 1, Link { colder: ABSENT, warmer: NONE, about: T::default() });
+        }
     }
 
     fn splice(&mut self, queue: &mut Queue, key: BlockKey, colder: u32, warmer: u32) {
-        debug_assert!(!self.contains(key), "block {} is already in a queue", key.0);
-        let at = key.0 as usize;
-        if at >= self.0.len() {
-            self.0.resize(at + 1, Link { colder: ABSENT, warmer: NONE });
-        }
-        self.0[at] = Link { colder, warmer };
+        debug_assert!(!self.contains(key) && !self.is_parked(key), "block {} is here already", key.0);
+        self.reach(key);
+        let link = &mut self.links[key.0 as usize];
+        (link.colder, link.warmer) = (colder, warmer);
         match some(colder) {
-            Some(key_colder) => self.0[key_colder.0 as usize].warmer = key.0,
+            Some(key_colder) => self.links[key_colder.0 as usize].warmer = key.0,
             None => queue.cold = key.0,
         }
         match some(warmer) {
-            Some(key_warmer) => self.0[key_warmer.0 as usize].colder = key.0,
+            Some(key_warmer) => self.links[key_warmer.0 as usize].colder = key.0,
             None => queue.warm = key.0,
         }
         queue.len += 1;
@@ -104,17 +156,35 @@ impl Links {
     /// Takes a block out of the queue it is in.
     pub(super) fn unlink(&mut self, queue: &mut Queue, key: BlockKey) {
         debug_assert!(self.contains(key), "block {} is in no queue", key.0);
-        let Link { colder, warmer } = self.0[key.0 as usize];
+        let link = &mut self.links[key.0 as usize];
+        let (colder, warmer) = (link.colder, link.warmer);
+        (link.colder, link.warmer) = (ABSENT, NONE);
         match some(colder) {
-            Some(key_colder) => self.0[key_colder.0 as usize].warmer = warmer,
+            Some(key_colder) => self.links[key_colder.0 as usize].warmer = warmer,
             None => queue.cold = warmer,
         }
         match some(warmer) {
-            Some(key_warmer) => self.0[key_warmer.0 as usize].colder = colder,
+            Some(key_warmer) => self.links[key_warmer.0 as usize].colder = colder,
             None => queue.warm = colder,
         }
-        self.0[key.0 as usize] = Link { colder: ABSENT, warmer: NONE };
         queue.len -= 1;
+    }
+
+    /// Takes a block out of the queue it is in and keeps it resident.
+    pub(super) fn park(&mut self, queue: &mut Queue, key: BlockKey) {
+        self.unlink(queue, key);
+        self.links[key.0 as usize].warmer = PARKED;
+        self.parked += 1;
+    }
+
+    /// Makes a parked block absent; `false` when it is not parked.
+    pub(super) fn unpark(&mut self, key: BlockKey) -> bool {
+        let was = self.is_parked(key);
+        if was {
+            self.links[key.0 as usize].warmer = NONE;
+            self.parked -= 1;
+        }
+        was
     }
 
     /// The first block from the cold end that `spared` does not hold.
@@ -131,44 +201,6 @@ impl Links {
             at = self.warmer(key);
         }
         None
-    }
-}
-
-/// Resident blocks that stand in no queue because something holds them. A key is in here or in a queue.
-#[derive(Debug, Default)]
-pub(super) struct Parked {
-    marks: Vec<bool>,
-    len: usize,
-}
-
-impl Parked {
-    pub(super) fn len(&self) -> usize {
-        self.len
-    }
-
-    pub(super) fn contains(&self, key: BlockKey) -> bool {
-        self.marks.get(key.0 as usize).is_some_and(|mark| *mark)
-    }
-
-    /// Puts an absent block in.
-    pub(super) fn insert(&mut self, key: BlockKey) {
-        let at = key.0 as usize;
-        if at >= self.marks.len() {
-            self.marks.resize(at + 1, false);
-        }
-        debug_assert!(!self.marks[at], "block {} is parked already", key.0);
-        self.marks[at] = true;
-        self.len += 1;
-    }
-
-    /// Takes a block out; `false` when it was not in.
-    pub(super) fn take(&mut self, key: BlockKey) -> bool {
-        let was = self.contains(key);
-        if was {
-            self.marks[key.0 as usize] = false;
-            self.len -= 1;
-        }
-        was
     }
 }
 
@@ -189,7 +221,7 @@ mod tests {
 
     #[test]
     fn blocks_keep_the_order_they_were_put_in() {
-        let (mut links, mut queue) = (Links::default(), Queue::default());
+        let (mut links, mut queue) = (Links::<()>::default(), Queue::default());
         for key in [5, 1, 9] {
             links.push_warm(&mut queue, BlockKey(key));
         }
@@ -206,7 +238,7 @@ mod tests {
 
     #[test]
     fn two_queues_share_one_vector_of_links() {
-        let (mut links, mut even, mut odd) = (Links::default(), Queue::default(), Queue::default());
+        let (mut links, mut even, mut odd) = (Links::<()>::default(), Queue::default(), Queue::default());
         for key in 0..10 {
             links.push_warm(if key % 2 == 0 { &mut even } else { &mut odd }, BlockKey(key));
         }
@@ -216,10 +248,27 @@ mod tests {
 
     #[test]
     fn an_empty_queue_has_no_victim_and_a_spared_one_neither() {
-        let (mut links, mut queue) = (Links::default(), Queue::default());
+        let (mut links, mut queue) = (Links::<()>::default(), Queue::default());
         assert_eq!(links.coldest_unspared(&queue, &|_| false), None);
         links.push_warm(&mut queue, BlockKey(0));
         assert_eq!(links.coldest_unspared(&queue, &|_| true), None);
         assert_eq!(links.coldest_unspared(&queue, &|_| false), Some(BlockKey(0)));
+    }
+
+    #[test]
+    fn a_parked_block_is_in_no_queue_and_what_is_known_of_it_stays() {
+        let (mut links, mut queue) = (Links::<u8>::default(), Queue::default());
+        for key in 0..3 {
+            links.set_about(BlockKey(key), 10 + key as u8);
+            links.push_warm(&mut queue, BlockKey(key));
+        }
+        links.park(&mut queue, BlockKey(1));
+        assert_eq!((queue.len(), links.parked_len(), links.about(BlockKey(1))), (2, 1, 11));
+        assert!(links.is_parked(BlockKey(1)) && !links.contains(BlockKey(1)));
+        assert!(!links.is_parked(BlockKey(0)) && !links.is_parked(BlockKey(99)));
+        assert!(links.unpark(BlockKey(1)) && !links.unpark(BlockKey(1)));
+        assert_eq!((links.parked_len(), links.about(BlockKey(99))), (0, 0));
+        links.push_warm(&mut queue, BlockKey(1));
+        assert_eq!(queue.warmest(), Some(BlockKey(1)));
     }
 }

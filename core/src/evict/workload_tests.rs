@@ -20,6 +20,9 @@ fn text(offset_blocks: u32) -> BlockTraits {
 #[test]
 fn keeps_the_contract() {
     suite::policy_suite(|| Box::new(Workload::new()));
+    suite::policy_suite(|| Box::new(Workload::of("share", Form::Share)));
+    suite::policy_suite(|| Box::new(Workload::of("posterior", Form::Posterior)));
+    suite::policy_suite(|| Box::new(Workload::of("aged", Form::Aged)));
 }
 
 #[test]
@@ -159,7 +162,8 @@ fn late_turns_share_a_queue_and_a_category_never_overflows() {
         assert_eq!(position(Category { kind, turn: 7 }), position(Category { kind, turn: 255 }));
     }
     let last = position(Category { kind: RequestKind::Thinking, turn: 255 });
-    assert_eq!(last + 1, Workload::new().categories.len());
+    assert_eq!(last + 1, CATEGORIES);
+    assert_eq!(last + 1, Workload::new().observed.len());
 }
 
 /// The policy as the paper states it: look at every block, take the lowest `(probability, −offset)`.

@@ -151,6 +151,7 @@ impl Book {
     pub fn on_lost(&mut self, key: BlockKey) {
         let idle = self.slab.get(key).is_some_and(|entry| entry.moving.is_none() && !entry.writing);
         if idle && self.slab.get(key).is_some_and(|entry| entry.copies.ssd && !entry.copies.dram) {
+            self.count_left(key, Left::Failed);
             self.drop_block(key);
         }
     }

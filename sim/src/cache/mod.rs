@@ -7,11 +7,11 @@
 
 pub mod optimal;
 
+use crate::ids::{IdMap, mixed};
 use crate::trace::Request;
 use kv_core::evict::{BlockKey, BlockTraits, Policy};
 use kv_core::id::Timestamp;
 use serde::Serialize;
-use std::collections::HashMap;
 
 /// How often a policy's background work runs, in microseconds of virtual time.
 const REFIT_EVERY_US: u64 = 1_000_000;
@@ -47,12 +47,15 @@ impl Outcome {
 pub struct Cache {
     policy: Box<dyn Policy>,
     capacity_blocks: usize,
-    keys: HashMap<u64, BlockKey>,
+    keys: IdMap<BlockKey>,
     /// Per key: the block it stands for and the request that last held it.
     slots: Vec<Slot>,
     free: Vec<BlockKey>,
     outcome: Outcome,
     refitted_us: u64,
+    /// Keys of the running request's blocks before and after it; kept so that nothing is allocated per request.
+    held: Vec<Option<BlockKey>>,
+    placed: Vec<Option<BlockKey>>,
 }
 
 #[derive(Clone, Copy)]
@@ -68,11 +71,13 @@ impl Cache {
         Cache {
             policy,
             capacity_blocks: capacity_blocks.max(1),
-            keys: HashMap::new(),
+            keys: IdMap::default(),
             slots: Vec::new(),
             free: Vec::new(),
             outcome: Outcome::default(),
             refitted_us: 0,
+            held: Vec::new(),
+            placed: Vec::new(),
         }
     }
 
@@ -83,15 +88,17 @@ impl Cache {
             self.refitted_us = now.0;
             self.policy.refit(now);
         }
-        let hits = request.blocks.iter().take_while(|block| self.keys.contains_key(block)).count();
+        let mut held = std::mem::take(&mut self.held);
+        held.clear();
+        held.extend(request.blocks.iter().map(|block| self.keys.get(block).copied()));
+        let hits = held.iter().take_while(|key| key.is_some()).count();
         self.outcome.count(request.blocks.len(), hits);
         // Numbers requests from 1, so that a fresh slot belongs to none.
         let running = self.outcome.requests;
-        let held: Vec<Option<BlockKey>> =
-            request.blocks.iter().map(|block| self.keys.get(block).copied()).collect();
         held.iter().flatten().for_each(|key| self.slots[key.0 as usize].running = running);
-        let placed = self.admit(request, &held, now);
-        for (offset, (key, was_held)) in placed.into_iter().zip(held).enumerate().rev() {
+        let mut placed = std::mem::take(&mut self.placed);
+        self.admit(request, &held, &mut placed, now);
+        for (offset, (&key, was_held)) in placed.iter().zip(&held).enumerate().rev() {
             let Some(key) = key else { continue };
             let traits = traits(request, offset);
             match was_held {
@@ -99,17 +106,19 @@ impl Cache {
                 None => self.policy.settle(key, traits, now),
             }
         }
+        (self.held, self.placed) = (held, placed);
         hits
     }
 
-    /// Makes every block of the request resident while there is somebody to make room.
+    /// Makes every block of the request resident while there is somebody to make room; says which are.
     fn admit(
         &mut self,
         request: &Request,
         held: &[Option<BlockKey>],
+        placed: &mut Vec<Option<BlockKey>>,
         now: Timestamp,
-    ) -> Vec<Option<BlockKey>> {
-        let mut placed = Vec::with_capacity(held.len());
+    ) {
+        placed.clear();
         for (offset, (&block, held)) in request.blocks.iter().zip(held).enumerate() {
             // The same block twice in one request is resident by its second appearance.
             let key = held.or_else(|| self.keys.get(&block).copied()).or_else(|| {
@@ -121,7 +130,6 @@ impl Cache {
             });
             placed.push(key);
         }
-        placed
     }
 
     /// A free key, if need be a victim's; nothing when the running request holds everything.
@@ -164,12 +172,6 @@ fn traits(request: &Request, offset: usize) -> BlockTraits {
         is_partial: is_last && !request.input_tokens.is_multiple_of(request.block_tokens.max(1)),
         fingerprint: mixed(request.blocks[offset]),
     }
-}
-
-/// Ids are often small numbers in a row; a fingerprint is spread over all its bits as a hash is.
-fn mixed(id: u64) -> u64 {
-    let id = (id ^ (id >> 32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    (id ^ (id >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9) ^ (id >> 32)
 }
 
 /// Replays requests, in the order given, through one tier of `capacity_blocks` blocks.

@@ -6,53 +6,71 @@
 //! know what this knows.
 
 use super::Outcome;
+use crate::ids::IdMap;
 use crate::trace::Request;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BinaryHeap;
 
 /// Next use of a block that is not used again.
-const NEVER: usize = usize::MAX;
+const NEVER: u32 = u32::MAX;
 
-/// A resident block as eviction orders it: farthest next use last, then deepest last.
-type Rank = (usize, usize, u64);
+/// A block as eviction orders it: farthest next use last, then deepest last.
+type Rank = (u32, u32, u64);
 
-/// Replays requests, evicting the block used again last. Unlike [`super::simulate`] it may refuse a block of
-/// the running request (a bound must be allowed what helps); all other rules are the same.
-#[must_use]
-pub fn simulate_optimal(requests: &[Request], capacity_blocks: usize) -> Outcome {
-    let next_uses = next_uses(requests);
-    let mut outcome = Outcome::default();
-    let mut resident: HashMap<u64, Rank> = HashMap::new();
-    let mut order: BTreeSet<Rank> = BTreeSet::new();
-    for (request, nexts) in requests.iter().zip(&next_uses) {
-        let hits = request.blocks.iter().take_while(|block| resident.contains_key(block)).count();
-        outcome.count(request.blocks.len(), hits);
-        for (offset, (&block, &next)) in request.blocks.iter().zip(nexts).enumerate() {
-            let rank = (next, offset, block);
-            if let Some(before) = resident.insert(block, rank) {
-                order.remove(&before);
-            }
-            order.insert(rank);
-        }
-        // Trimmed once the request is over: a block that is used again last of all was never kept.
-        while resident.len() > capacity_blocks
-            && let Some((_, _, victim)) = order.pop_last()
-        {
-            resident.remove(&victim);
-            outcome.evictions += 1;
-        }
-    }
-    outcome
+/// When each block of a list of requests is used next: worked out once, for any number of capacities.
+pub struct Future<'a> {
+    requests: &'a [Request],
+    /// For every access, in order, the number of the next request that uses the block.
+    nexts: Vec<u32>,
 }
 
-/// For every access the number of the next request that uses the block.
-fn next_uses(requests: &[Request]) -> Vec<Vec<usize>> {
-    let mut latest: HashMap<u64, usize> = HashMap::new();
-    let mut nexts: Vec<Vec<usize>> = Vec::with_capacity(requests.len());
-    for (number, request) in requests.iter().enumerate().rev() {
-        let own = request.blocks.iter().map(|block| latest.get(block).copied().unwrap_or(NEVER)).collect();
-        nexts.push(own);
-        latest.extend(request.blocks.iter().map(|&block| (block, number)));
+impl<'a> Future<'a> {
+    /// Looks ahead. At most 2^32 − 2 requests are told apart.
+    #[must_use]
+    pub fn of(requests: &'a [Request]) -> Self {
+        let mut latest: IdMap<u32> = IdMap::default();
+        let mut nexts = Vec::with_capacity(requests.iter().map(|request| request.blocks.len()).sum());
+        for (number, request) in requests.iter().enumerate().rev() {
+            let next = |block: &u64| latest.get(block).copied().unwrap_or(NEVER);
+            nexts.extend(request.blocks.iter().rev().map(next));
+            let number = u32::try_from(number).unwrap_or(NEVER - 1);
+            latest.extend(request.blocks.iter().map(|&block| (block, number)));
+        }
+        nexts.reverse();
+        Future { requests, nexts }
     }
-    nexts.reverse();
-    nexts
+
+    /// Replays the requests, evicting the block used again last. Unlike [`super::simulate`] it may refuse a
+    /// block of the running request (a bound must be allowed what helps); all other rules are the same.
+    #[must_use]
+    pub fn simulate(&self, capacity_blocks: usize) -> Outcome {
+        let mut outcome = Outcome::default();
+        let mut resident: IdMap<(u32, u32)> = IdMap::default();
+        // Holds ranks that blocks had before, too; they are passed over when they come up.
+        let mut order: BinaryHeap<Rank> = BinaryHeap::new();
+        let mut nexts = self.nexts.iter();
+        for request in self.requests {
+            let hits = request.blocks.iter().take_while(|block| resident.contains_key(block)).count();
+            outcome.count(request.blocks.len(), hits);
+            for ((offset, &block), &next) in (0..).zip(&request.blocks).zip(nexts.by_ref()) {
+                resident.insert(block, (next, offset));
+                order.push((next, offset, block));
+            }
+            // Trimmed once the request is over: a block that is used again last of all was never kept.
+            while resident.len() > capacity_blocks
+                && let Some((next, offset, victim)) = order.pop()
+            {
+                if resident.get(&victim) == Some(&(next, offset)) {
+                    resident.remove(&victim);
+                    outcome.evictions += 1;
+                }
+            }
+        }
+        outcome
+    }
+}
+
+/// Replays requests once under the rule of [`Future::simulate`].
+#[must_use]
+pub fn simulate_optimal(requests: &[Request], capacity_blocks: usize) -> Outcome {
+    Future::of(requests).simulate(capacity_blocks)
 }

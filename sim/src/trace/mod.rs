@@ -8,10 +8,12 @@ mod error;
 mod line;
 mod mooncake;
 mod reader;
+mod turns;
 mod write;
 
 pub use error::{Problem, Reason, TraceError};
 pub use reader::{Reader, Skipped, read};
+pub use turns::TurnInference;
 pub use write::Writer;
 
 use kv_core::id::Category;

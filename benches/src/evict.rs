@@ -1,0 +1,136 @@
+//! What a decision to evict costs: naming the victim, taking it out, and putting the next block in.
+//!
+//! Not here: which policy hits most (`cargo xtask policies`).
+
+mod load;
+mod naive;
+
+use anyhow::Context;
+use benches::{Better, Outcome, Row, outcome, spend};
+use kv_core::evict::workload::Workload;
+use kv_core::evict::{BASELINES, BlockKey, DEFAULT, Policy, by_name};
+
+use crate::Effort;
+use load::Load;
+use naive::Naive;
+
+pub(crate) const ABOUT: &str = "one decision of the workload policy with 32 categories (victim, its removal, insertion of the next \
+     block), one thread, block keys in random order; against the same queues with the two exponentials of F(t + life) - F(t) \
+     for every category, which name the same victims; and the resident memory that the bookkeeping of each policy takes per \
+     block, with fingerprints of departed blocks";
+
+const NAIVE: &str = "two exponentials per category";
+/// Decisions of one run.
+const DECISIONS: u64 = 1_000_000;
+/// What a decision and the bookkeeping of a block may take.
+const DECISION_US: f64 = 0.2;
+const BLOCK_BYTES: f64 = 64.0;
+/// Blocks resident while bookkeeping is weighed: so many that every vector is memory of its own.
+const WEIGHED_BLOCKS: u64 = 4_000_000;
+
+pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
+    // Nothing that was weighed is given back before all is: memory that is used again would not show.
+    let mut weighed = Vec::new();
+    let weights: Vec<Row> = BASELINES
+        .into_iter()
+        .chain([DEFAULT])
+        .map(|name| weight(effort, name, &mut weighed))
+        .collect::<anyhow::Result<_>>()?;
+    drop(weighed);
+    let mut rows = Vec::new();
+    let mut medians = Vec::new();
+    for (name, blocks) in [("1 M", 1_000_000), ("10 M", 10_000_000)] {
+        let pairs = decisions(effort, effort.scaled(blocks))?;
+        let name = format!("decision, {name} resident blocks");
+        let row =
+            |peer: &str, outcome: Outcome| Row::new("evict", &name, "µs CPU", peer, Better::Lower, outcome);
+        let limits: Vec<_> = pairs.iter().map(|(ours, _)| (*ours, DECISION_US)).collect();
+        rows.extend([row(NAIVE, outcome(&pairs)), row("limit: 0.2 µs", outcome(&limits))]);
+        medians.push(pairs);
+    }
+    if let [small, large] = &medians[..] {
+        let pairs: Vec<_> = large.iter().zip(small).map(|(large, small)| (large.0, small.0)).collect();
+        let name = "decision, 10 M resident blocks";
+        rows.push(Row::new("evict", name, "µs CPU", "the same with 1 M", Better::Lower, outcome(&pairs)));
+    }
+    rows.extend(weights);
+    Ok(rows)
+}
+
+/// CPU time of a decision in each run, ours and the naive one, in microseconds.
+fn decisions(effort: &Effort, blocks: u64) -> anyhow::Result<Vec<(f64, f64)>> {
+    let count = effort.scaled(DECISIONS);
+    let (mut load, mut taught) = (Load::new(blocks as u32), Workload::new());
+    load.teach(&mut taught);
+    let mut naive = Naive::new(&taught);
+    let keys = load.shuffled_keys();
+    for &key in &keys {
+        let (traits, now) = load.next();
+        taught.insert(key, traits, now);
+        naive.insert(key, traits, now);
+    }
+    drop(keys);
+    let mut pairs = Vec::new();
+    // One run that does not count, then as many as asked for; who goes first alternates.
+    for run in 0..=effort.runs {
+        let arrivals = load.take(count);
+        let ours = || {
+            arrivals.iter().try_fold(0, |sum: u64, &(traits, now)| {
+                let victim = taught.victim(now, &|_| false)?;
+                taught.remove(victim);
+                taught.insert(victim, traits, now);
+                Some(sum.rotate_left(1) ^ u64::from(victim.0))
+            })
+        };
+        let theirs = || {
+            arrivals.iter().try_fold(0, |sum: u64, &(traits, now)| {
+                let victim = naive.victim(now)?;
+                naive.remove(victim);
+                naive.insert(victim, traits, now);
+                Some(sum.rotate_left(1) ^ u64::from(victim.0))
+            })
+        };
+        let ((ours, our_time), (theirs, their_time)) = if run % 2 == 0 {
+            let first = spend(ours);
+            (first, spend(theirs))
+        } else {
+            let first = spend(theirs);
+            (spend(ours), first)
+        };
+        anyhow::ensure!(ours.is_some() && ours == theirs, "the two forms named different victims");
+        if run > 0 {
+            pairs.push((our_time.cpu_us_per(count), their_time.cpu_us_per(count)));
+        }
+    }
+    Ok(pairs)
+}
+
+/// Resident memory per block of one policy, after every block was exchanged twice.
+fn weight(effort: &Effort, name: &str, weighed: &mut Vec<Box<dyn Policy>>) -> anyhow::Result<Row> {
+    let blocks = effort.scaled(WEIGHED_BLOCKS);
+    let mut load = Load::new(blocks as u32);
+    let before = resident_bytes()?;
+    let mut policy = by_name(name, 0).context("the policies are known by their names")?;
+    for key in (0..blocks as u32).map(BlockKey) {
+        let (traits, now) = load.next();
+        policy.insert(key, traits, now);
+    }
+    for _ in 0..2 * blocks {
+        let (traits, now) = load.next();
+        let victim = policy.victim(now, &|_: BlockKey| false).context("a full tier has a victim")?;
+        policy.remove(victim);
+        policy.insert(victim, traits, now);
+    }
+    let bytes = resident_bytes()?.saturating_sub(before) as f64 / policy.len() as f64;
+    weighed.push(policy);
+    let row = format!("bookkeeping per resident block, {name}");
+    Ok(Row::new("evict", &row, "B", "limit: 64 B", Better::Lower, outcome(&[(bytes, BLOCK_BYTES)])))
+}
+
+/// Memory of this process that is in place.
+fn resident_bytes() -> anyhow::Result<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").context("cannot read /proc/self/status")?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("no VmRSS in it")?;
+    let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().context("VmRSS is no number")?;
+    Ok(kib * 1024)
+}

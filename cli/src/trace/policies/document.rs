@@ -1,0 +1,130 @@
+//! The tables of all policies as a document.
+//!
+//! Not here: the figures (`kvfleet_sim::policies`) and the plots (`plot.rs`). Writing to a string cannot fail, so results
+//! of `writeln` are dropped.
+
+use std::fmt::Write;
+
+use kv_core::evict;
+use kvfleet_sim::policies::{Distance, Gap, Judgement, SHARES, spread};
+use kvfleet_sim::stats::curve::OPTIMAL;
+
+use super::{Evaluation, Facts, PLOTS};
+
+const INTRO: &str = "\
+# Eviction policies
+
+Written by `cargo xtask policies`; do not edit. Hit rates in points (hundredths) of one tier replayed with the production
+policies, by its capacity as a share of the unique blocks. A hit counts only while every earlier block of the request
+hit. Generated traffic is the mean over its seeds, with half the distance from the least to the greatest behind it.
+`opt` knows the future. Turns that a trace does not say are inferred (`sim/src/trace/turns.rs`).
+
+Generated traffic is calibrated to published statistics and is no recording; see the files of `sim/src/generate/` for what
+is published, fitted and assumed.
+";
+
+/// The whole document.
+pub(super) fn render(evaluation: &Evaluation, judgement: &Judgement) -> String {
+    let mut out = INTRO.to_owned();
+    judged(&mut out, judgement);
+    for facts in &evaluation.facts {
+        table(&mut out, evaluation, facts);
+    }
+    out
+}
+
+fn percent(share: f64) -> String {
+    format!("{} %", (share * 1e5).round() / 1e3)
+}
+
+fn judged(out: &mut String, judgement: &Judgement) {
+    let _ = writeln!(out, "\n## `{}` against the best baseline\n", judgement.policy);
+    let _ = writeln!(out, "Baselines: {}.\n", evict::BASELINES.join(", "));
+    for (at, worst) in [("5 % and more", &judgement.worst_built), ("less than 5 %", &judgement.worst_small)] {
+        if let Some(Distance { traffic, capacity_share, baseline, points }) = worst {
+            let share = percent(*capacity_share);
+            let _ = writeln!(
+                out,
+                "- Worst distance at {at} of the blocks: {points:+.2} points ({traffic} at {share}, against {baseline})."
+            );
+        }
+    }
+    if judgement.gaps.is_empty() {
+        return;
+    }
+    out.push_str("\nWhere the bound is more than 3 points above the best baseline:\n\n");
+    out.push_str("| traffic | capacity | best baseline | gap to the bound | gained | share closed |\n");
+    out.push_str("| --- | ---: | --- | ---: | ---: | ---: |\n");
+    for Gap { distance: Distance { traffic, capacity_share, baseline, points }, gap_points, closed } in
+        &judgement.gaps
+    {
+        let (share, closed) = (percent(*capacity_share), 100.0 * closed);
+        let _ = writeln!(
+            out,
+            "| {traffic} | {share} | {baseline} | {gap_points:.2} | {points:+.2} | {closed:.0} % |"
+        );
+    }
+}
+
+fn table(out: &mut String, evaluation: &Evaluation, facts: &Facts) {
+    let Facts { name, seeds, requests, unique_blocks } = facts;
+    let seeded = if *seeds > 0 { format!(", seeds 1 to {seeds}") } else { String::new() };
+    let _ = writeln!(out, "\n## {name}\n");
+    let _ = writeln!(out, "{requests} requests, {unique_blocks} unique blocks{seeded}.\n");
+    let _ = writeln!(out, "![hit rate against capacity]({PLOTS}/{name}.svg)\n");
+    let _ = write!(out, "| policy |");
+    for share in SHARES {
+        let _ = write!(out, " {} |", percent(share));
+    }
+    let _ = writeln!(out, "\n| --- |{}", " ---: |".repeat(SHARES.len()));
+    for policy in evict::NAMES.into_iter().chain([OPTIMAL]) {
+        let shown = if policy == evaluation.judged { format!("**{policy}**") } else { policy.to_owned() };
+        let _ = write!(out, "| {shown} |");
+        for share in SHARES {
+            let cell = spread(&evaluation.trials, name, policy, share).map_or_else(String::new, |spread| {
+                let half = (spread.max - spread.min) / 2.0;
+                if *seeds > 1 {
+                    format!("{:.2} ±{half:.2}", spread.mean)
+                } else {
+                    format!("{:.2}", spread.mean)
+                }
+            });
+            let _ = write!(out, " {cell} |");
+        }
+        out.push('\n');
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvfleet_sim::policies::{Trial, judge};
+
+    #[test]
+    fn a_table_has_a_row_per_policy_and_names_the_worst_place() {
+        let trial = |policy: &str, seed, capacity_share, hit_rate| Trial {
+            traffic: "consumer".into(),
+            seed: Some(seed),
+            policy: policy.into(),
+            capacity_share,
+            capacity_blocks: 9,
+            hit_rate,
+        };
+        let mut trials = vec![];
+        for (policy, rate) in [("lru", 0.2), ("workload", 0.25), (OPTIMAL, 0.3)] {
+            trials.extend([trial(policy, 1, 0.1, rate), trial(policy, 2, 0.1, rate + 0.01)]);
+        }
+        let facts = Facts { name: "consumer".into(), seeds: 2, requests: 10, unique_blocks: 99 };
+        let evaluation = Evaluation { judged: "workload".into(), facts: vec![facts], trials };
+        let text = render(&evaluation, &judge(&evaluation.trials, "workload", &["lru"]));
+        for words in [
+            "- Worst distance at 5 % and more of the blocks: +5.00 points (consumer at 10 %, against lru).",
+            "| consumer | 10 % | lru | 10.00 | +5.00 | 50 % |",
+            "10 requests, 99 unique blocks, seeds 1 to 2.",
+            "| policy | 0.1 % | 0.2 % | 0.5 % | 1 % | 2 % | 5 % | 10 % | 20 % | 40 % |",
+            "| **workload** |  |  |  |  |  |  | 25.50 ±0.50 |  |  |",
+        ] {
+            assert!(text.contains(words), "{words} is not in {text}");
+        }
+    }
+}

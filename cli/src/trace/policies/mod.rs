@@ -1,0 +1,124 @@
+//! `kvfleet trace policies`: every eviction policy on the same traces and on generated traffic, as JSON lines, as a
+//! document with tables, and as plots.
+//!
+//! Not here: the replays and what they come to (`kvfleet_sim::policies`).
+
+mod document;
+mod plot;
+
+use std::fs::File;
+use std::io::BufReader;
+use std::path::{Path, PathBuf};
+
+use kv_core::evict;
+use kvfleet_sim::generate::{Generator, Kind, Spec};
+use kvfleet_sim::policies::{SHARES, Traffic, Trial, judge, replay_all};
+use kvfleet_sim::stats::curve::OPTIMAL;
+use kvfleet_sim::trace::Request;
+
+use super::open_trace;
+use crate::args::{PoliciesArgs, TraceFormat};
+
+/// Name of the document, and of the folder with its plots.
+const DOCUMENT: &str = "POLICIES.md";
+const PLOTS: &str = "policies";
+
+/// What is said of one kind of traffic besides its trials.
+struct Facts {
+    name: String,
+    seeds: u64,
+    /// Of the first seed.
+    requests: usize,
+    unique_blocks: usize,
+}
+
+/// Everything the document is made of.
+struct Evaluation {
+    judged: String,
+    facts: Vec<Facts>,
+    trials: Vec<Trial>,
+}
+
+/// Replays, writes, says what was written.
+pub(super) fn run(args: &PoliciesArgs) -> anyhow::Result<()> {
+    if evict::by_name(&args.judge, 0).is_none() {
+        anyhow::bail!("policy {} is unknown: choose one of {}", args.judge, evict::NAMES.join(", "));
+    }
+    let evaluation = evaluate(args)?;
+    if args.json {
+        for trial in &evaluation.trials {
+            println!("{}", serde_json::to_string(trial)?);
+        }
+    }
+    if let Some(directory) = &args.out {
+        for file in write(directory, &evaluation)? {
+            eprintln!("wrote {}", file.display());
+        }
+    } else if !args.json {
+        print!("{}", document::render(&evaluation, &judgement(&evaluation)));
+    }
+    Ok(())
+}
+
+fn judgement(evaluation: &Evaluation) -> kvfleet_sim::policies::Judgement {
+    judge(&evaluation.trials, &evaluation.judged, &evict::BASELINES)
+}
+
+fn evaluate(args: &PoliciesArgs) -> anyhow::Result<Evaluation> {
+    let mut evaluation = Evaluation { judged: args.judge.clone(), facts: vec![], trials: vec![] };
+    for path in &args.files {
+        let name =
+            path.file_stem().map_or_else(|| "trace".to_owned(), |stem| stem.to_string_lossy().into_owned());
+        evaluation.add(Traffic::new(&name, None, read(path)?), args);
+    }
+    for kind in Kind::ALL {
+        for seed in 1..=args.seeds {
+            let spec =
+                Spec { block_tokens: args.block_tokens, ..Spec::new(kind, seed, args.requests as u64) };
+            evaluation.add(Traffic::new(kind.name(), Some(seed), Generator::new(spec).collect()), args);
+        }
+    }
+    Ok(evaluation)
+}
+
+impl Evaluation {
+    fn add(&mut self, traffic: Traffic, args: &PoliciesArgs) {
+        let seed = traffic.seed.map_or_else(String::new, |seed| format!(", seed {seed}"));
+        eprintln!("replaying {}{seed}: {} requests", traffic.name, traffic.requests());
+        let policies = [evict::NAMES.as_slice(), &[OPTIMAL]].concat();
+        self.trials.extend(replay_all(&traffic, &policies, &SHARES, args.threads.max(1)));
+        match self.facts.iter_mut().find(|facts| facts.name == traffic.name) {
+            Some(facts) => facts.seeds += 1,
+            None => self.facts.push(Facts {
+                name: traffic.name.clone(),
+                seeds: u64::from(traffic.seed.is_some()),
+                requests: traffic.requests(),
+                unique_blocks: traffic.unique_blocks(),
+            }),
+        }
+    }
+}
+
+fn read(path: &Path) -> anyhow::Result<Vec<Request>> {
+    let shown = path.display();
+    let file = File::open(path)
+        .map_err(|cause| anyhow::anyhow!("cannot read {shown}: {cause}; give the path of a trace"))?;
+    let requests = open_trace(BufReader::new(file), TraceFormat::Auto, false).collect::<Result<_, _>>();
+    requests.map_err(|error| anyhow::anyhow!("{shown}: {error}"))
+}
+
+fn write(directory: &Path, evaluation: &Evaluation) -> anyhow::Result<Vec<PathBuf>> {
+    let plots = directory.join(PLOTS);
+    std::fs::create_dir_all(&plots)
+        .map_err(|cause| anyhow::anyhow!("cannot make {}: {cause}; choose another --out", plots.display()))?;
+    let path = directory.join(DOCUMENT);
+    std::fs::write(&path, document::render(evaluation, &judgement(evaluation)))
+        .map_err(|cause| anyhow::anyhow!("cannot write {}: {cause}", path.display()))?;
+    let mut written = vec![path];
+    for facts in &evaluation.facts {
+        let path = plots.join(format!("{}.svg", facts.name));
+        plot::draw(&path, &facts.name, evaluation)?;
+        written.push(path);
+    }
+    Ok(written)
+}

@@ -1,0 +1,56 @@
+//! Hit rate against capacity of the baselines, the judged policy and the bound, one plot a trace.
+//!
+//! Not here: the variants of the judged policy, which lie too close together to be told apart; they are in the tables.
+
+use std::path::Path;
+
+use kv_core::evict;
+use kvfleet_sim::policies::{SHARES, spread};
+use kvfleet_sim::stats::curve::OPTIMAL;
+use plotters::prelude::{RGBColor, SeriesLabelPosition};
+
+use super::Evaluation;
+use crate::report::{Axes, Canvas, PALETTE};
+
+/// Colours of the judged policy and of the bound, beside those of the palette.
+const JUDGED: RGBColor = RGBColor(190, 0, 0);
+const BOUND: RGBColor = RGBColor(0, 0, 0);
+
+/// Draws the plot of one kind of traffic. The horizontal axis is logarithmic.
+pub(super) fn draw(path: &Path, traffic: &str, evaluation: &Evaluation) -> anyhow::Result<()> {
+    let mut lines: Vec<(&str, RGBColor)> = evict::BASELINES.into_iter().zip(PALETTE).collect();
+    lines.extend([(evaluation.judged.as_str(), JUDGED), (OPTIMAL, BOUND)]);
+    let points = |policy: &str| -> Vec<(f64, f64)> {
+        let at =
+            |share: f64| Some((decades(share), spread(&evaluation.trials, traffic, policy, share)?.mean));
+        SHARES.into_iter().filter_map(at).collect()
+    };
+    let highest = points(OPTIMAL).iter().map(|point| point.1).fold(1.0, f64::max);
+    let title = format!("{traffic}: what does each policy make of the capacity?");
+    let axes = Axes {
+        title: &title,
+        x: "capacity (% of the unique blocks, logarithmic)",
+        y: "hit rate (%)",
+        x_max: SHARES.into_iter().map(decades).fold(0.0, f64::max),
+        y_max: (highest * 1.1).min(100.0),
+        x_labels: 6,
+    };
+    let mut canvas = Canvas::new(path, &axes, &share_label, &|y| format!("{y:.0}"))?;
+    for (policy, color) in lines {
+        canvas.line(policy, color, &points(policy))?;
+    }
+    canvas.finish(SeriesLabelPosition::LowerRight)
+}
+
+/// Powers of ten above the smallest share.
+fn decades(share: f64) -> f64 {
+    let [least, ..] = SHARES;
+    (share / least).log10()
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "the drawing library asks for it")]
+fn share_label(decades: &f64) -> String {
+    let [least, ..] = SHARES;
+    let percent = 100.0 * least * 10f64.powf(*decades);
+    if percent < 1.0 { format!("{percent:.2}") } else { format!("{percent:.1}") }
+}
