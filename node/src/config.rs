@@ -43,7 +43,7 @@ pub struct NodeConfig {
     /// Largest payload of one block in bytes. Every block takes the room of the largest, so give the real
     /// size.
     pub block_bytes: u64,
-    /// Eviction policy: `lru`, `fifo` or `workload`.
+    /// Eviction policy: `lru`, `fifo`, `workload` or `density`.
     pub policy: String,
     /// Share of a tier above which it evicts.
     pub watermark_high: f64,

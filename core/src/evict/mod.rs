@@ -3,6 +3,7 @@
 //! A policy sees keys, times and categories. It never sees locks, I/O, bytes or metrics, and it does
 //! not decide *when* to evict (that is [`crate::tier`]).
 
+pub mod density;
 pub mod fifo;
 pub mod lru;
 mod queue;
@@ -82,7 +83,7 @@ pub trait Policy: Send {
 }
 
 /// The names [`by_name`] knows, in the order they are listed to a person.
-pub const NAMES: [&str; 3] = ["fifo", "lru", "workload"];
+pub const NAMES: [&str; 4] = ["fifo", "lru", "workload", "density"];
 
 /// A fresh policy with this name, or nothing when no policy has it. `seed` feeds the policies that draw;
 /// none of the present ones does.
@@ -92,6 +93,7 @@ pub fn by_name(name: &str, _seed: u64) -> Option<Box<dyn Policy>> {
         "fifo" => Box::new(fifo::Fifo::new()),
         "lru" => Box::new(lru::Lru::new()),
         "workload" => Box::new(workload::Workload::new()),
+        "density" => Box::new(density::Density::new()),
         _ => return None,
     })
 }
