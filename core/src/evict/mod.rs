@@ -4,6 +4,7 @@
 //! not decide *when* to evict (that is [`crate::tier`]).
 
 pub mod arc;
+pub mod density;
 mod departed;
 pub mod fifo;
 pub mod gdsf;
@@ -92,7 +93,7 @@ pub trait Policy: Send {
 }
 
 /// The names [`by_name`] knows, in the order they are listed to a person.
-pub const NAMES: [&str; 11] = [
+pub const NAMES: [&str; 12] = [
     "fifo",
     "lru",
     "lfu",
@@ -104,6 +105,7 @@ pub const NAMES: [&str; 11] = [
     "workload-share",
     "workload-posterior",
     "workload-aged",
+    "density",
 ];
 
 /// The policies of others, to be compared with.
@@ -124,6 +126,7 @@ pub fn by_name(name: &str, _seed: u64) -> Option<Box<dyn Policy>> {
         "gdsf" => Box::new(gdsf::Gdsf::new()),
         "arc" => Box::new(arc::Arc::new()),
         "tinylfu" => Box::new(tinylfu::TinyLfu::new()),
+        "density" => Box::new(density::Density::new()),
         _ => return Some(Box::new(workload::Workload::by_name(name)?)),
     })
 }

@@ -1,0 +1,337 @@
+//! Our own policy: evict the block that gives the fewest hits for the room and the time it takes.
+//!
+//! Blocks are judged in classes ([`classes`]), a request's together ([`run`]). Of each class is learned how likely a
+//! use is at an age ([`hazard`]), from every use and every wait for one ([`alive`]), also of blocks that left
+//! ([`ghosts`]); from that a table of `max over T of E[hits in (a, a+T]] / E[block-seconds in (a, a+T]]`. One queue
+//! a class in the order of last use leaves two blocks a class to look up: the longest unused, and, where a value
+//! rises with age first, the newest. Not here: how large a tier should be.
+
+mod alive;
+mod bands;
+mod classes;
+mod ghosts;
+mod hazard;
+mod offers;
+mod resident;
+mod run;
+
+use super::queue::{Links, Parked, Queue};
+use super::{BlockKey, BlockTraits, Policy};
+use crate::id::Timestamp;
+use alive::Alive;
+use classes::{CLASSES, Class, Classes};
+use ghosts::Ghosts;
+use hazard::{Evidence, Table};
+use offers::{Offer, Offers};
+use resident::Resident;
+use run::Run;
+use std::time::Duration;
+
+/// Longest time between two fits; while little was seen they follow each other sooner, from one second on.
+pub const REFIT_EVERY: Duration = Duration::from_secs(60);
+/// What was seen this long ago counts 1/e of what is seen now. Half an hour: reuse times are stable over an hour
+/// (ATC '25), and a class needs some hundred requests to be known.
+pub const MEMORY: Duration = Duration::from_secs(1800);
+
+/// Evicts by expected hits per block and second.
+#[derive(Debug)]
+pub struct Density {
+    links: Links,
+    blocks: Vec<Resident>,
+    queues: [Queue; CLASSES],
+    offers: Offers,
+    /// Per class the tail of the request that used any of it last, as far as it is known.
+    freshest: [Option<BlockKey>; CLASSES],
+    tables: Box<[Table; CLASSES]>,
+    /// Classes whose value rises at some age.
+    rises: [bool; CLASSES],
+    parked: Parked,
+    queued: usize,
+    classes: Classes,
+    alive: Alive,
+    evidence: Evidence,
+    ghosts: Ghosts,
+    run: Run,
+    clock: Timestamp,
+    fitted: Timestamp,
+    began: Option<Timestamp>,
+}
+
+impl Default for Density {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Density {
+    /// A policy over no block that knows nothing yet: partly filled tails leave first, then the longest unused.
+    #[must_use]
+    pub fn new() -> Self {
+        let mut density = Density {
+            links: Links::default(),
+            blocks: Vec::new(),
+            queues: [Queue::default(); CLASSES],
+            offers: Offers::default(),
+            freshest: [None; CLASSES],
+            tables: Box::new([[0.0; bands::BANDS]; CLASSES]),
+            rises: [false; CLASSES],
+            parked: Parked::default(),
+            queued: 0,
+            classes: Classes::default(),
+            alive: Alive::new(),
+            evidence: Evidence::new(),
+            ghosts: Ghosts::default(),
+            run: Run::default(),
+            clock: Timestamp(0),
+            fitted: Timestamp(0),
+            began: None,
+        };
+        density.fit();
+        density
+    }
+
+    /// Time as this policy counts it: never backwards. Everything up to it is counted.
+    fn advance(&mut self, now: Timestamp) {
+        self.clock = self.clock.max(now);
+        self.began.get_or_insert(self.clock);
+        self.alive.advance(self.clock, &mut self.evidence);
+    }
+
+    /// Puts an absent block at the warm end of its class. Its wait begins.
+    fn enqueue(&mut self, key: BlockKey, mut resident: Resident) {
+        let at = key.0 as usize;
+        if at >= self.blocks.len() {
+            self.blocks.resize(at + 1, Resident::default());
+        }
+        resident.used_at(self.clock);
+        self.blocks[at] = resident;
+        self.alive.begin(resident.class);
+        let queue = &mut self.queues[resident.class.at()];
+        self.links.push_warm(queue, key);
+        if queue.len() == 1 {
+            self.renew_coldest(resident.class.at());
+        }
+        self.queued += 1;
+    }
+
+    /// Takes a block out of its queue or from among the parked ones; nothing when it is not resident. Its wait
+    /// goes on.
+    fn take_out(&mut self, key: BlockKey) -> Option<Resident> {
+        let at = key.0 as usize;
+        if self.parked.take(key) {
+            return self.blocks.get(at).copied();
+        }
+        if !self.links.contains(key) {
+            return None;
+        }
+        let resident = *self.blocks.get(at)?;
+        self.unqueue(key, resident.class.at());
+        Some(resident)
+    }
+
+    fn unqueue(&mut self, key: BlockKey, class: usize) {
+        let was_coldest = self.queues[class].coldest() == Some(key);
+        if self.freshest[class] == Some(key) {
+            // The next block of the same request, or else found when it is asked for.
+            let next = self.links.warmer(key).filter(|&next| self.are_used_together(key, next));
+            self.freshest[class] = next;
+            if next.is_none() {
+                self.offers.forget_freshest(class);
+            }
+        }
+        self.links.unlink(&mut self.queues[class], key);
+        if was_coldest {
+            self.renew_coldest(class);
+        }
+        self.queued -= 1;
+    }
+
+    fn are_used_together(&self, left: BlockKey, right: BlockKey) -> bool {
+        self.blocks[left.0 as usize].is_used_with(&self.blocks[right.0 as usize])
+    }
+
+    fn is_resident(&self, key: BlockKey) -> bool {
+        self.links.contains(key) || self.parked.contains(key)
+    }
+
+    fn renew_coldest(&mut self, class: usize) {
+        let offer = self.queues[class].coldest().map(|key| self.appraise(class, key));
+        self.offers.set_coldest(class, offer.unwrap_or(Offer::NONE));
+    }
+
+    /// A request begins to use blocks of a class, from this one on.
+    fn set_freshest(&mut self, class: usize, tail: BlockKey) {
+        self.freshest[class] = Some(tail);
+        self.offers.forget_freshest(class);
+    }
+
+    /// Offers the tail of the request that used any block of the class last. Where it is not known any more, since all
+    /// blocks of the one before left, it is a walk over the blocks of that request.
+    fn renew_freshest(&mut self, class: usize) {
+        let mut offer = Offer::NONE;
+        if self.rises[class] {
+            let tail = self.freshest[class].or_else(|| {
+                let steps = std::iter::successors(self.queues[class].warmest(), |&key| {
+                    self.links.colder(key).filter(|&colder| self.are_used_together(key, colder))
+                });
+                steps.last()
+            });
+            self.freshest[class] = tail;
+            offer = tail.map_or(Offer::NONE, |key| self.appraise(class, key));
+        }
+        self.offers.set_freshest(class, offer);
+    }
+
+    /// What a block of a class is worth now.
+    fn appraise(&self, class: usize, key: BlockKey) -> Offer {
+        let last_use = self.blocks[key.0 as usize].last_use(self.clock);
+        let band = bands::band(self.clock.0.saturating_sub(last_use.0));
+        let until = Timestamp(last_use.0.saturating_add(bands::start_us(band + 1)));
+        Offer { value: self.tables[class][band], last_use, until }
+    }
+
+    /// The block an offer stands for: the first unspared one from the coldest on, or of the last request.
+    fn behind(
+        &self,
+        (is_fresh, class): (bool, usize),
+        spared: &dyn Fn(BlockKey) -> bool,
+    ) -> Option<(BlockKey, Offer)> {
+        if is_fresh {
+            let steps = std::iter::successors(self.freshest[class], |&key| self.links.warmer(key));
+            let key = { steps }.find(|&key| !spared(key))?;
+            return Some((key, self.appraise(class, key)));
+        }
+        let key = self.links.coldest_unspared(&self.queues[class], spared)?;
+        Some((key, self.appraise(class, key)))
+    }
+
+    fn fit(&mut self) {
+        self.evidence.fit(&self.classes, &mut self.tables);
+        for class in 0..CLASSES {
+            let rises = self.tables[class].windows(2).any(|pair| pair[0] < pair[1]);
+            self.rises[class] = rises && class != Class::ARRIVING.at();
+            self.renew_coldest(class);
+            self.renew_freshest(class);
+        }
+    }
+}
+
+impl Policy for Density {
+    fn name(&self) -> &'static str {
+        "density"
+    }
+
+    fn insert(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
+        self.close_run();
+        if now > self.clock {
+            self.close_cluster();
+        }
+        self.advance(now);
+        self.remove(key);
+        let known = self.ghosts.take(traits.fingerprint, self.clock);
+        let mut resident = Resident::new(traits.fingerprint, known.map(|(memory, _)| memory));
+        if let Some((memory, last_use)) = known {
+            // A use like any other, or whoever is evicted too early would look as if nobody wanted him.
+            self.alive.end(memory.class, last_use, self.clock, &mut self.evidence);
+            let age_us = self.clock.0.saturating_sub(last_use.0);
+            self.evidence.reused(memory.class, age_us);
+            self.run.count_reuse(memory.class);
+            resident.use_again(age_us);
+        }
+        self.enqueue(key, resident);
+    }
+
+    fn access(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
+        if self.is_resident(key) {
+            self.touch(key, traits, now, false);
+        }
+    }
+
+    fn settle(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
+        if self.is_resident(key) {
+            self.touch(key, traits, now, true);
+        }
+    }
+
+    fn park(&mut self, key: BlockKey) {
+        self.close_run();
+        if self.links.contains(key) {
+            let class = self.blocks[key.0 as usize].class.at();
+            self.unqueue(key, class);
+            self.parked.insert(key);
+        }
+    }
+
+    fn remove(&mut self, key: BlockKey) {
+        self.close_run();
+        let residents = self.len();
+        let Some(resident) = self.take_out(key) else { return };
+        let (class, last_use) = (resident.class, resident.last_use(self.clock));
+        let mut forgotten = Some((class, last_use));
+        if class != Class::PARTIAL {
+            let (tables, clock) = (&self.tables, self.clock);
+            let worth = |class: Class, last_use: Timestamp| {
+                tables[class.at()][bands::band(clock.0.saturating_sub(last_use.0))]
+            };
+            let memory = resident.memory();
+            let before =
+                self.ghosts.remember(resident.fingerprint, (memory, last_use), residents, clock, worth);
+            forgotten = before.map(|(memory, last_use)| (memory.class, last_use));
+        }
+        if let Some((class, last_use)) = forgotten {
+            self.alive.end(class, last_use, self.clock, &mut self.evidence);
+        }
+    }
+
+    fn victim(&mut self, now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
+        self.close_run();
+        self.advance(now);
+        for class in 0..CLASSES {
+            let (is_cold_due, is_fresh_due) = self.offers.due(class, self.clock);
+            if is_cold_due {
+                self.renew_coldest(class);
+            }
+            if is_fresh_due {
+                self.renew_freshest(class);
+            }
+        }
+        let (is_fresh, class) = self.offers.least()?;
+        let first = if is_fresh { self.freshest[class] } else { self.queues[class].coldest() };
+        if let Some(key) = first.filter(|&key| !spared(key)) {
+            return Some(key);
+        }
+        // What stands behind a spared block may be worth more than what another class offers.
+        let mut offers = self.offers.clone();
+        let mut named = [[None; CLASSES]; 2];
+        loop {
+            let place = offers.least()?;
+            let name = &mut named[usize::from(place.0)][place.1];
+            if name.is_some() {
+                return *name;
+            }
+            let found = self.behind(place, spared);
+            *name = found.map(|(key, _)| key);
+            offers.set(place, found.map_or(Offer::NONE, |(_, offer)| offer));
+        }
+    }
+
+    fn refit(&mut self, now: Timestamp) {
+        self.close_run();
+        self.advance(now);
+        let since = self.clock.since(self.fitted);
+        let seen = self.clock.since(self.began.unwrap_or(self.clock));
+        if since >= (seen / 4).clamp(Duration::from_secs(1), REFIT_EVERY) {
+            self.fitted = self.clock;
+            self.fit();
+            self.evidence.fade((-since.as_secs_f64() / MEMORY.as_secs_f64()).exp());
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.queued + self.parked.len()
+    }
+}
+
+#[cfg(test)]
+#[path = "density/tests.rs"]
+mod tests;

@@ -1,0 +1,303 @@
+//! How likely a block of a class is used again at an age, and what it is worth to keep it.
+//!
+//! Per class and age band two sums: reuses `R` (blocks used again at that age) and exposure `E` (block-seconds
+//! spent at that age without a use, resident or remembered). The hazard is `R / E`, drawn towards that of the wider
+//! population by `κ` observations; an observation is a request, not a block (see [`Evidence::fit`]). Not here: who
+//! counts exposure of what lives ([`super::alive`]).
+
+use super::bands::{self, BANDS};
+use super::classes::{CLASSES, Class, Classes, KINDS, Meaning, SHARED_AT, TURNS};
+
+/// A sum per band.
+pub(super) type Sums = [f64; BANDS];
+/// Value per age band: what a head is looked up in.
+pub(super) type Table = [f32; BANDS];
+
+/// Cluster size assumed before anything was seen.
+const CLUSTER_BLOCKS: f64 = 16.0;
+/// Requests the wider population counts for as to how high a hazard is within this many bands (three octaves).
+const LEVEL_REQUESTS: f64 = 3.0;
+const LEVEL_REACH: usize = 12;
+/// Requests the level found so counts for as to the hazard of one band, seen with its neighbours: the shape.
+const SHAPE_REQUESTS: f64 = 15.0;
+const SHAPE_REACH: usize = 1;
+/// Hazard assumed of partly filled tails, as a share of that of other blocks.
+const PARTIAL_WORTH: f64 = 0.05;
+/// Populations that stand for themselves: partly filled tails, blocks of one session, shared blocks.
+const PARTIAL: usize = 0;
+const SESSIONS: usize = 1;
+const SHARED: usize = 2;
+
+/// What was seen so far, with what is long ago counting less.
+#[derive(Clone, Debug)]
+pub(super) struct Evidence {
+    /// By band, then class: exposure is added to all classes of a band at a time.
+    reuses: Vec<[f64; CLASSES]>,
+    exposure_s: Vec<[f64; CLASSES]>,
+    /// Sum of the sizes of clusters, and of their squares: blocks of one class used by one request.
+    clusters: [(f64, f64); CLASSES],
+}
+
+/// A population: a class, or some that are estimated together.
+#[derive(Clone)]
+struct Population {
+    wider: Option<usize>,
+    reuses: Sums,
+    exposure_s: Sums,
+    clusters: (f64, f64),
+}
+
+impl Evidence {
+    pub(super) fn new() -> Self {
+        Evidence {
+            reuses: vec![[0.0; CLASSES]; BANDS],
+            exposure_s: vec![[0.0; CLASSES]; BANDS],
+            clusters: [(0.0, 0.0); CLASSES],
+        }
+    }
+
+    /// A block was used again at this age.
+    pub(super) fn reused(&mut self, class: Class, age_us: u64) {
+        self.reuses[bands::band(age_us)][class.at()] += 1.0;
+    }
+
+    /// One request used so many blocks of the class again.
+    pub(super) fn clustered(&mut self, class: Class, blocks: u32) {
+        let (sum, squares) = &mut self.clusters[class.at()];
+        *sum += f64::from(blocks);
+        *squares += f64::from(blocks) * f64::from(blocks);
+    }
+
+    /// A block went from one age to another.
+    pub(super) fn exposed(&mut self, class: Class, from_us: u64, to_us: u64) {
+        spread(from_us, to_us, |band, seconds| self.exposure_s[band][class.at()] += seconds);
+    }
+
+    /// So many blocks of each class went from one age to another.
+    pub(super) fn exposed_all(&mut self, blocks: &[u32; CLASSES], from_us: u64, to_us: u64) {
+        spread(from_us, to_us, |band, seconds| {
+            for (sum, &blocks) in self.exposure_s[band].iter_mut().zip(blocks) {
+                *sum += f64::from(blocks) * seconds;
+            }
+        });
+    }
+
+    /// Exposure of a class by band.
+    #[cfg(test)]
+    pub(super) fn exposure_s(&self, class: Class) -> Vec<f64> {
+        self.exposure_s.iter().map(|band| band[class.at()]).collect()
+    }
+
+    /// Lets everything seen so far count `kept` times as much.
+    pub(super) fn fade(&mut self, kept: f64) {
+        self.reuses.iter_mut().chain(&mut self.exposure_s).flatten().for_each(|sum| *sum *= kept);
+        self.clusters.iter_mut().for_each(|(sum, squares)| (*sum, *squares) = (*sum * kept, *squares * kept));
+    }
+
+    /// The value tables of all classes.
+    ///
+    /// A class is drawn to its wider population, that to the next wider, the widest to an assumed hazard that falls
+    /// with age: `h = (R/c + κ) / (E/c + κ/h_wider)`. `c` is the mean size of the cluster a reused block is in
+    /// (`Σn²/Σn`): the blocks of a request move together, so a request that uses 500 again is one observation.
+    pub(super) fn fit(&self, classes: &Classes, tables: &mut [Table; CLASSES]) {
+        let populations = self.populations(classes);
+        let mut hazards: Vec<Sums> = vec![[0.0; BANDS]; populations.len()];
+        let mut cluster_blocks = vec![CLUSTER_BLOCKS; populations.len()];
+        // Wider populations come first.
+        for (at, population) in populations.iter().enumerate() {
+            let prior = match population.wider {
+                Some(wider) => hazards[wider],
+                None => assumed(if at == PARTIAL { PARTIAL_WORTH } else { 1.0 }),
+            };
+            cluster_blocks[at] =
+                population.cluster_blocks(population.wider.map_or(CLUSTER_BLOCKS, |w| cluster_blocks[w]));
+            hazards[at] = population.hazard(&prior, cluster_blocks[at]);
+        }
+        let first = populations.len() - CLASSES;
+        for (table, hazard) in tables.iter_mut().zip(&hazards[first..]) {
+            *table = values(hazard);
+        }
+        // A block is used whenever one behind it is: what sessions share is worth no less than what is theirs.
+        let floor = values(&hazards[SESSIONS]);
+        for table in &mut tables[SHARED_AT..] {
+            table.iter_mut().zip(floor).for_each(|(value, floor)| *value = value.max(floor));
+        }
+    }
+
+    /// All populations, wider ones first, the classes last and in their order.
+    fn populations(&self, classes: &Classes) -> Vec<Population> {
+        // 0: partial, 1: sessions, 2: shared, then sessions by turn, then sessions by kind and turn.
+        let meanings = classes.meanings();
+        let (by_turn, by_kind) = (3, 3 + TURNS);
+        let first = by_kind + KINDS * TURNS;
+        let fresh = |wider| Population {
+            wider,
+            reuses: [0.0; BANDS],
+            exposure_s: [0.0; BANDS],
+            clusters: (0.0, 0.0),
+        };
+        let mut all: Vec<Population> = vec![fresh(None); 3];
+        all.extend((0..TURNS).map(|_| fresh(Some(SESSIONS))));
+        all.extend((0..KINDS * TURNS).map(|at| fresh(Some(by_turn + at % TURNS))));
+        for meaning in meanings {
+            all.push(fresh(Some(match meaning {
+                Meaning::Partial => PARTIAL,
+                Meaning::Arriving => SESSIONS,
+                Meaning::Shared(_) => SHARED,
+                Meaning::Session(kind, turn, _) => by_kind + kind * TURNS + turn,
+            })));
+        }
+        for at in (0..all.len()).rev() {
+            if let Some(class) = at.checked_sub(first) {
+                let population = &mut all[at];
+                for band in 0..BANDS {
+                    population.reuses[band] = self.reuses[band][class];
+                    population.exposure_s[band] = self.exposure_s[band][class];
+                }
+                population.clusters = self.clusters[class];
+            }
+            if let Some(wider) = all[at].wider {
+                let (left, right) = all.split_at_mut(at);
+                left[wider].add(&right[0]);
+            }
+        }
+        all
+    }
+}
+
+impl Population {
+    fn add(&mut self, other: &Population) {
+        for band in 0..BANDS {
+            self.reuses[band] += other.reuses[band];
+            self.exposure_s[band] += other.exposure_s[band];
+        }
+        self.clusters.0 += other.clusters.0;
+        self.clusters.1 += other.clusters.1;
+    }
+
+    /// Mean size of the cluster a reused block is in, with one more cluster of the size usual in the wider
+    /// population: who saw no reuse does not know that his blocks are independent.
+    fn cluster_blocks(&self, wider: f64) -> f64 {
+        ((self.clusters.1 + wider * wider) / (self.clusters.0 + wider)).max(1.0)
+    }
+
+    fn hazard(&self, prior: &Sums, cluster: f64) -> Sums {
+        let level = self.drawn(prior, cluster, LEVEL_REACH, LEVEL_REQUESTS);
+        self.drawn(&level, cluster, SHAPE_REACH, SHAPE_REQUESTS)
+    }
+
+    fn drawn(&self, prior: &Sums, cluster: f64, reach: usize, k: f64) -> Sums {
+        let expected: Sums = std::array::from_fn(|band| self.exposure_s[band] * prior[band]);
+        std::array::from_fn(|band| {
+            let (from, to) = (band.saturating_sub(reach), (band + reach).min(BANDS - 1));
+            let (mut seen, mut due) = (0.0, 0.0);
+            for (near, (reuses, expected)) in
+                self.reuses.iter().zip(&expected).enumerate().take(to + 1).skip(from)
+            {
+                let weight = 1.0 - near.abs_diff(band) as f64 / (reach + 1) as f64;
+                seen += weight * reuses;
+                due += weight * expected;
+            }
+            prior[band] * (seen / cluster + k) / (due / cluster + k)
+        })
+    }
+}
+
+/// Hazard assumed before anything was seen, per second: `scale / (age + 1 s)`. Only its fall matters.
+fn assumed(scale: f64) -> Sums {
+    std::array::from_fn(|band| 0.3 * scale / (bands::start_us(band) as f64 / 1e6 + 1.0))
+}
+
+/// Splits a way from one age to another into bands: band and seconds in it.
+fn spread(from_us: u64, to_us: u64, mut add: impl FnMut(usize, f64)) {
+    let (mut at_us, mut band) = (from_us, bands::band(from_us));
+    while at_us < to_us {
+        let end_us = bands::start_us(band + 1).min(to_us);
+        add(band, (end_us - at_us) as f64 / 1e6);
+        (at_us, band) = (end_us, band + 1);
+    }
+}
+
+/// Hits and block-seconds expected from the start of a band to the end of another, and the chance to get there.
+#[derive(Clone, Copy)]
+struct Stretch {
+    hits: f64,
+    seconds: f64,
+    survive: f64,
+}
+
+impl Stretch {
+    fn rate(&self) -> f64 {
+        self.hits / self.seconds
+    }
+}
+
+/// `index(a) = max over T of E[hits in (a, a+T]] / E[block-seconds spent in (a, a+T]]` at the start of every band.
+///
+/// From the oldest band down: a band joins the stretch behind it while that has the higher rate (and so lifts the
+/// rate of the whole); what stays in `stack` are the stretches that do not.
+fn values(hazard: &Sums) -> Table {
+    let mut table = [0.0; BANDS];
+    let mut stack: Vec<Stretch> = Vec::with_capacity(BANDS);
+    for band in (0..BANDS).rev() {
+        let hazard = hazard[band].max(1e-12);
+        let width_s = (bands::start_us(band + 1) - bands::start_us(band)) as f64 / 1e6;
+        let survive = (-hazard * width_s).exp();
+        // 1 - e^-x, exact for small x.
+        let hits = -(-hazard * width_s).exp_m1();
+        let mut stretch = Stretch { hits, seconds: hits / hazard, survive };
+        while let Some(next) = stack.last()
+            && next.rate() > stretch.rate()
+        {
+            stretch.hits += stretch.survive * next.hits;
+            stretch.seconds += stretch.survive * next.seconds;
+            stretch.survive *= next.survive;
+            stack.pop();
+        }
+        table[band] = stretch.rate() as f32;
+        stack.push(stretch);
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The definition, written down first: all ends are tried.
+    fn best_rate(hazard: &Sums, from: usize) -> f64 {
+        let (mut hits, mut seconds, mut survive, mut best) = (0.0, 0.0, 1.0, 0.0_f64);
+        for (band, &hazard) in hazard.iter().enumerate().skip(from) {
+            let width_s = (bands::start_us(band + 1) - bands::start_us(band)) as f64 / 1e6;
+            let chance = 1.0 - (-hazard * width_s).exp();
+            hits += survive * chance;
+            seconds += survive * chance / hazard;
+            survive *= 1.0 - chance;
+            best = best.max(hits / seconds);
+        }
+        best
+    }
+
+    #[test]
+    fn a_value_is_the_best_rate_over_all_horizons() {
+        let humps: Sums = std::array::from_fn(|band| {
+            let (near, far) = (band as f64 - 30.0, band as f64 - 55.0);
+            0.001 + 0.2 * (-near * near / 20.0).exp() + 0.02 * (-far * far / 8.0).exp()
+        });
+        for hazard in [humps, assumed(1.0), [0.5; BANDS]] {
+            let table = values(&hazard);
+            for (band, &value) in table.iter().enumerate() {
+                let best = best_rate(&hazard, band);
+                assert!((f64::from(value) / best - 1.0).abs() < 1e-4, "{value} for {best} at {band}");
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_seen_leaves_the_order_of_last_use() {
+        let mut tables = [[0.0; BANDS]; CLASSES];
+        Evidence::new().fit(&Classes::default(), &mut tables);
+        assert!(tables[1].windows(2).all(|pair| pair[0] >= pair[1]));
+        assert!(tables[1] == tables[5] && tables[0][0] < tables[1][0]);
+    }
+}

@@ -1,0 +1,220 @@
+//! Tests of the policy as a whole: what it learns decides who leaves.
+
+#![allow(clippy::unwrap_used)]
+
+use super::super::suite;
+use super::resident::{END, SHARED};
+use super::*;
+use crate::id::{Category, RequestKind};
+use std::collections::BTreeMap;
+
+const SECOND: u64 = 1_000_000;
+
+#[test]
+fn keeps_the_contract() {
+    suite::policy_suite(|| Box::new(Density::new()));
+}
+
+/// A tier of a few blocks told as the book tells it: a request's new blocks come in, then all are touched from
+/// tail to head.
+struct Tier {
+    policy: Density,
+    room: usize,
+    keys: BTreeMap<u64, BlockKey>,
+    blocks: BTreeMap<BlockKey, u64>,
+    free: Vec<BlockKey>,
+}
+
+impl Tier {
+    fn new(room: usize) -> Self {
+        let free = (0..room as u32).rev().map(BlockKey).collect();
+        Tier { policy: Density::new(), room, keys: Default::default(), blocks: Default::default(), free }
+    }
+
+    /// Serves a request for these blocks, the last partly filled if said so; gives the leading ones found.
+    fn serve(&mut self, at_s: f64, kind: RequestKind, turn: u8, blocks: &[u64], open: bool) -> usize {
+        let now = Timestamp((at_s * 1e6) as u64);
+        self.policy.refit(now);
+        let traits = |offset: usize| BlockTraits {
+            category: Category { kind, turn },
+            offset_blocks: offset as u32,
+            bytes: 1,
+            is_partial: open && offset + 1 == blocks.len(),
+            fingerprint: (blocks[offset] + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15),
+        };
+        let hits = blocks.iter().take_while(|block| self.keys.contains_key(block)).count();
+        let held: Vec<bool> = blocks.iter().map(|block| self.keys.contains_key(block)).collect();
+        for (offset, &block) in blocks.iter().enumerate().filter(|&(offset, _)| !held[offset]) {
+            let names = &self.blocks;
+            let key = self.free.pop().or_else(|| {
+                let key = self.policy.victim(now, &|key| blocks.contains(&names[&key]))?;
+                self.policy.remove(key);
+                Some(key)
+            });
+            let Some(key) = key else { break };
+            if let Some(left) = self.blocks.insert(key, block) {
+                self.keys.remove(&left);
+            }
+            self.keys.insert(block, key);
+            self.policy.insert(key, traits(offset), now);
+        }
+        for (offset, block) in blocks.iter().enumerate().rev() {
+            let Some(&key) = self.keys.get(block) else { continue };
+            match held[offset] {
+                true => self.policy.access(key, traits(offset), now),
+                false => self.policy.settle(key, traits(offset), now),
+            }
+        }
+        assert!(self.policy.len() <= self.room);
+        hits
+    }
+
+    fn holds(&self, block: u64) -> bool {
+        self.keys.contains_key(&block)
+    }
+}
+
+#[test]
+fn a_partly_filled_tail_leaves_before_older_whole_blocks() {
+    let mut tier = Tier::new(6);
+    tier.serve(0.0, RequestKind::Text, 1, &[1, 2, 3], false);
+    tier.serve(1.0, RequestKind::Text, 1, &[4, 5, 6], true);
+    tier.serve(2.0, RequestKind::Text, 1, &[7], false);
+    assert!(!tier.holds(6) && tier.holds(3));
+}
+
+#[test]
+fn the_tail_of_a_session_leaves_before_its_head() {
+    let mut tier = Tier::new(6);
+    tier.serve(0.0, RequestKind::Text, 1, &[1, 2, 3], false);
+    tier.serve(1.0, RequestKind::Text, 2, &[1, 2, 3, 4, 5], false);
+    tier.serve(2.0, RequestKind::Text, 1, &[7, 8, 9], false);
+    assert!(tier.holds(1) && tier.holds(2) && tier.holds(3) && !tier.holds(4) && !tier.holds(5));
+}
+
+#[test]
+fn who_knows_nothing_evicts_the_longest_unused() {
+    let mut tier = Tier::new(3);
+    for (at_s, block) in [1, 2, 3, 1, 4, 5].into_iter().enumerate() {
+        tier.serve(at_s as f64, RequestKind::Text, 1, &[block], false);
+    }
+    assert!(tier.holds(1) && tier.holds(4) && tier.holds(5));
+}
+
+/// Sessions of one kind come back long after they were evicted, those of another never do.
+fn returning(tier: &mut Tier) {
+    for session in 0..400_u64 {
+        let at_s = session as f64;
+        let block = 10 + 10 * session;
+        tier.serve(at_s, RequestKind::Text, 1, &[block, block + 1], false);
+        tier.serve(at_s + 0.3, RequestKind::File, 1, &[block + 2, block + 3], false);
+        if let Some(before) = session.checked_sub(20) {
+            let block = 10 + 10 * before;
+            tier.serve(at_s + 0.6, RequestKind::Text, 2, &[block, block + 1, block + 4], false);
+        }
+    }
+}
+
+#[test]
+fn uses_after_a_block_left_are_counted_so_that_it_may_stay_next_time() {
+    // Room for 10 s of what comes: nothing that comes back is resident any more unless it is preferred.
+    let mut tier = Tier::new(60);
+    returning(&mut tier);
+    let held = |offset: u64| (380..400).filter(|session| tier.holds(10 + 10 * session + offset)).count();
+    assert!(held(0) >= 15, "{} sessions that will come back are held", held(0));
+    assert!(held(2) <= 5, "{} sessions that will not are held", held(2));
+}
+
+#[test]
+fn what_is_remembered_is_bounded_by_what_was_resident() {
+    let mut tier = Tier::new(64);
+    for at in 0..20_000_u64 {
+        tier.serve(at as f64, RequestKind::Text, 1, &[at * 2, at * 2 + 1], false);
+    }
+    assert!(tier.policy.ghosts.capacity() <= 64 * ghosts::PER_RESIDENT);
+    let links = size_of::<u32>() * 2 + size_of::<bool>();
+    assert!(size_of::<Resident>() + links + ghosts::PER_RESIDENT * size_of::<u64>() <= 64);
+}
+
+#[test]
+fn a_prompt_shared_by_sessions_outlives_their_own_blocks() {
+    let mut tier = Tier::new(40);
+    for session in 0..200_u64 {
+        let own = 1000 + 10 * session;
+        let blocks: Vec<u64> = (0..4).chain(own..own + 9).collect();
+        tier.serve(session as f64 * 7.0, RequestKind::Api, 0, &blocks, false);
+    }
+    let own: Vec<u64> = (5000..5036).collect();
+    tier.serve(1401.0, RequestKind::Api, 0, &own, false);
+    assert!((0..4).all(|block| tier.holds(block)));
+}
+
+#[test]
+fn a_session_is_told_from_a_fork_where_no_turn_is_stated() {
+    let mut tier = Tier::new(40);
+    tier.serve(0.0, RequestKind::Text, 0, &[1, 2, 3, 100], true);
+    tier.serve(9.0, RequestKind::Text, 0, &[1, 2, 3, 4, 5, 101], true);
+    tier.policy.close_run();
+    let resident = |tier: &Tier, block| tier.policy.blocks[tier.keys[&block].0 as usize];
+    assert!(!resident(&tier, 1).has(SHARED) && resident(&tier, 4).turn == 2);
+    assert!(resident(&tier, 5).has(END) && !resident(&tier, 3).has(END));
+    tier.serve(12.0, RequestKind::Text, 0, &[1, 2, 8], false);
+    tier.policy.close_run();
+    assert!(resident(&tier, 2).has(SHARED) && !resident(&tier, 3).has(SHARED));
+    assert_eq!(resident(&tier, 8).turn, 1);
+}
+
+#[test]
+fn where_every_use_takes_its_time_the_newest_leaves_and_the_waiting_stay() {
+    // Sessions come every second, and back after just 60 s; there is room for 30 s of them.
+    let mut tier = Tier::new(60);
+    let mut hits = 0;
+    for at in 0..3000_u64 {
+        tier.serve(at as f64, RequestKind::Text, 1, &[at * 2, at * 2 + 1], false);
+        if let Some(before) = at.checked_sub(60) {
+            hits += tier.serve(at as f64 + 0.5, RequestKind::Text, 2, &[before * 2, before * 2 + 1], false);
+        }
+    }
+    assert!(hits > 600, "{hits} of 5880");
+}
+
+#[test]
+fn blocks_before_a_shared_one_are_shared_even_if_they_came_back_unknown() {
+    let mut tier = Tier::new(40);
+    tier.serve(0.0, RequestKind::Api, 1, &[1, 2, 3, 50], false);
+    tier.serve(1.0, RequestKind::Api, 1, &[1, 2, 3, 60], false);
+    // Block 1 leaves and is forgotten.
+    let key = tier.keys.remove(&1).unwrap();
+    tier.policy.remove(key);
+    tier.blocks.remove(&key);
+    tier.free.push(key);
+    tier.policy.ghosts = Ghosts::default();
+    tier.policy.alive = Alive::new();
+    for resident in &tier.policy.blocks.clone() {
+        tier.policy.alive.begin(resident.class);
+    }
+    tier.serve(2.0, RequestKind::Api, 1, &[1, 2, 3, 70], false);
+    tier.policy.close_run();
+    assert!(tier.policy.blocks[tier.keys[&1].0 as usize].has(SHARED));
+    assert!(!tier.policy.blocks[tier.keys[&70].0 as usize].has(SHARED));
+}
+
+#[test]
+fn blocks_of_one_request_are_one_observation() {
+    let classes = Classes::default();
+    let class = |kind| Classes::coarse(kind, 1);
+    let (few, many, never) = (class(RequestKind::Text), class(RequestKind::File), class(RequestKind::Search));
+    let mut evidence = Evidence::new();
+    for class in [few, many, never] {
+        (0..1000).for_each(|_| evidence.exposed(class, 0, 100 * SECOND));
+    }
+    // 500 blocks used again by one request, and by 500.
+    (0..500).for_each(|_| evidence.reused(few, 3 * SECOND));
+    evidence.clustered(few, 500);
+    (0..500).for_each(|_| evidence.reused(many, 3 * SECOND));
+    (0..500).for_each(|_| evidence.clustered(many, 1));
+    let mut tables = [[0.0; bands::BANDS]; CLASSES];
+    evidence.fit(&classes, &mut tables);
+    let worth = |class: Class| f64::from(tables[class.at()][bands::band(2 * SECOND)]);
+    assert!(worth(many) > 2.0 * worth(few) && worth(few) > worth(never), "{} {}", worth(many), worth(few));
+}
