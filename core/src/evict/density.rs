@@ -15,7 +15,7 @@ mod offers;
 mod resident;
 mod run;
 
-use super::queue::{Links, Parked, Queue};
+use super::queue::{Links, Queue};
 use super::{BlockKey, BlockTraits, Policy};
 use crate::id::Timestamp;
 use alive::Alive;
@@ -45,7 +45,6 @@ pub struct Density {
     tables: Box<[Table; CLASSES]>,
     /// Classes whose value rises at some age.
     rises: [bool; CLASSES],
-    parked: Parked,
     queued: usize,
     classes: Classes,
     alive: Alive,
@@ -75,7 +74,6 @@ impl Density {
             freshest: [None; CLASSES],
             tables: Box::new([[0.0; bands::BANDS]; CLASSES]),
             rises: [false; CLASSES],
-            parked: Parked::default(),
             queued: 0,
             classes: Classes::default(),
             alive: Alive::new(),
@@ -118,18 +116,19 @@ impl Density {
     /// goes on.
     fn take_out(&mut self, key: BlockKey) -> Option<Resident> {
         let at = key.0 as usize;
-        if self.parked.take(key) {
+        if self.links.unpark(key) {
             return self.blocks.get(at).copied();
         }
         if !self.links.contains(key) {
             return None;
         }
         let resident = *self.blocks.get(at)?;
-        self.unqueue(key, resident.class.at());
+        self.unqueue(key, resident.class.at(), Links::unlink);
         Some(resident)
     }
 
-    fn unqueue(&mut self, key: BlockKey, class: usize) {
+    /// Takes a block out of its queue, by `leave`, and what depends on it with it.
+    fn unqueue(&mut self, key: BlockKey, class: usize, leave: fn(&mut Links, &mut Queue, BlockKey)) {
         let was_coldest = self.queues[class].coldest() == Some(key);
         if self.freshest[class] == Some(key) {
             // The next block of the same request, or else found when it is asked for.
@@ -139,7 +138,7 @@ impl Density {
                 self.offers.forget_freshest(class);
             }
         }
-        self.links.unlink(&mut self.queues[class], key);
+        leave(&mut self.links, &mut self.queues[class], key);
         if was_coldest {
             self.renew_coldest(class);
         }
@@ -151,7 +150,7 @@ impl Density {
     }
 
     fn is_resident(&self, key: BlockKey) -> bool {
-        self.links.contains(key) || self.parked.contains(key)
+        self.links.contains(key) || self.links.is_parked(key)
     }
 
     fn renew_coldest(&mut self, class: usize) {
@@ -257,8 +256,7 @@ impl Policy for Density {
         self.close_run();
         if self.links.contains(key) {
             let class = self.blocks[key.0 as usize].class.at();
-            self.unqueue(key, class);
-            self.parked.insert(key);
+            self.unqueue(key, class, Links::park);
         }
     }
 
@@ -328,7 +326,7 @@ impl Policy for Density {
     }
 
     fn len(&self) -> usize {
-        self.queued + self.parked.len()
+        self.queued + self.links.parked_len()
     }
 }
 
