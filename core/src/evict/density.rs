@@ -181,6 +181,19 @@ impl Density {
         self.offers.set_freshest(class, offer);
     }
 
+    /// Renews all offers that are no longer true.
+    fn renew_due(&mut self) {
+        for class in 0..CLASSES {
+            let (is_cold_due, is_fresh_due) = self.offers.due(class, self.clock);
+            if is_cold_due {
+                self.renew_coldest(class);
+            }
+            if is_fresh_due {
+                self.renew_freshest(class);
+            }
+        }
+    }
+
     /// What a block of a class is worth now.
     fn appraise(&self, class: usize, key: BlockKey) -> Offer {
         let last_use = self.blocks[key.0 as usize].last_use(self.clock);
@@ -284,14 +297,8 @@ impl Policy for Density {
     fn victim(&mut self, now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
         self.close_run();
         self.advance(now);
-        for class in 0..CLASSES {
-            let (is_cold_due, is_fresh_due) = self.offers.due(class, self.clock);
-            if is_cold_due {
-                self.renew_coldest(class);
-            }
-            if is_fresh_due {
-                self.renew_freshest(class);
-            }
+        if self.offers.is_any_due(self.clock) {
+            self.renew_due();
         }
         let (is_fresh, class) = self.offers.least()?;
         let first = if is_fresh { self.freshest[class] } else { self.queues[class].coldest() };

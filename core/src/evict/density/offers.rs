@@ -33,11 +33,20 @@ pub(super) type Place = (bool, usize);
 pub(super) struct Offers {
     coldest: [Offer; CLASSES],
     freshest: [Offer; CLASSES],
+    /// Their values once more, the newest blocks' behind the others: what every victim reads.
+    values: [f32; 2 * CLASSES],
+    /// No offer ceases to be true before.
+    due: Timestamp,
 }
 
 impl Default for Offers {
     fn default() -> Self {
-        Offers { coldest: [Offer::NONE; CLASSES], freshest: [Offer::NONE; CLASSES] }
+        Offers {
+            coldest: [Offer::NONE; CLASSES],
+            freshest: [Offer::NONE; CLASSES],
+            values: [f32::INFINITY; 2 * CLASSES],
+            due: Timestamp(u64::MAX),
+        }
     }
 }
 
@@ -45,19 +54,31 @@ impl Offers {
     pub(super) fn set(&mut self, (is_fresh, class): Place, offer: Offer) {
         let offers = if is_fresh { &mut self.freshest } else { &mut self.coldest };
         offers[class] = offer;
+        self.values[class + usize::from(is_fresh) * CLASSES] = offer.value;
+        self.due = self.due.min(offer.until);
     }
 
     pub(super) fn set_coldest(&mut self, class: usize, offer: Offer) {
-        self.coldest[class] = offer;
+        self.set((false, class), offer);
     }
 
     pub(super) fn set_freshest(&mut self, class: usize, offer: Offer) {
-        self.freshest[class] = offer;
+        self.set((true, class), offer);
     }
 
     /// The newest block of a class is another one now: to be found before the next victim.
     pub(super) fn forget_freshest(&mut self, class: usize) {
-        self.freshest[class] = Offer { until: Timestamp(0), ..Offer::NONE };
+        self.set((true, class), Offer { until: Timestamp(0), ..Offer::NONE });
+    }
+
+    /// Whether any offer may no longer be true. To be followed by renewing all that [`Offers::due`] names.
+    pub(super) fn is_any_due(&mut self, now: Timestamp) -> bool {
+        let is_due = self.due <= now;
+        if is_due {
+            let later = self.coldest.iter().chain(&self.freshest).map(|offer| offer.until);
+            self.due = later.filter(|until| *until > now).min().unwrap_or(Timestamp(u64::MAX));
+        }
+        is_due
     }
 
     /// Which offers of a class are no longer true: of its coldest block, of its newest.
@@ -67,12 +88,21 @@ impl Offers {
 
     /// The offer that leaves first. Of equals the coldest, then the lower class.
     pub(super) fn least(&self) -> Option<Place> {
+        // Eight lanes at a time, so that the processor can do so too.
+        let mut lanes = [f32::INFINITY; 8];
+        for values in self.values.chunks_exact(8) {
+            for (lane, &value) in lanes.iter_mut().zip(values) {
+                *lane = if value < *lane { value } else { *lane };
+            }
+        }
+        let value =
+            lanes.into_iter().fold(f32::INFINITY, |least, lane| if lane < least { lane } else { least });
         let (mut least, mut place) = (&Offer::NONE, None);
-        for (is_fresh, offers) in [(false, &self.coldest), (true, &self.freshest)] {
-            for (class, offer) in offers.iter().enumerate() {
-                if offer.leaves_before(least) {
-                    (least, place) = (offer, Some((is_fresh, class)));
-                }
+        for at in (0..2 * CLASSES).filter(|&at| self.values[at] == value) {
+            let (is_fresh, class) = (at >= CLASSES, at % CLASSES);
+            let offer = if is_fresh { &self.freshest[class] } else { &self.coldest[class] };
+            if offer.leaves_before(least) {
+                (least, place) = (offer, Some((is_fresh, class)));
             }
         }
         place
