@@ -29,7 +29,7 @@ pub struct ShapeArgs {
     #[arg(long)]
     pub ssd: Option<Capacity>,
     /// Eviction policy of the nodes.
-    #[arg(long, default_value = "lru", value_parser = policy)]
+    #[arg(long, default_value = kv_core::evict::DEFAULT, value_parser = policy)]
     pub policy: String,
     /// Fill levels HIGH:LOW of each tier: above HIGH a node evicts down to LOW.
     #[arg(long)]

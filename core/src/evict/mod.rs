@@ -111,8 +111,8 @@ pub const NAMES: [&str; 12] = [
 /// The policies of others, to be compared with.
 pub const BASELINES: [&str; 7] = ["fifo", "lru", "lfu", "s3fifo", "gdsf", "arc", "tinylfu"];
 
-/// The policy of a node that is told nothing else.
-pub const DEFAULT: &str = "workload";
+/// The policy of a node that is told nothing else: the one that wins and never loses badly (`docs/POLICIES.md`).
+pub const DEFAULT: &str = "density";
 
 /// A fresh policy with this name, or nothing when no policy has it. `seed` feeds the policies that draw;
 /// none of the present ones does.
