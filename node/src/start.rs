@@ -276,7 +276,7 @@ fn book(config: &NodeConfig) -> Book {
         leases_max: LEASES_MAX,
         seed: hash_seed(),
     };
-    Book::new(&limits, policy(&config.policy), policy(&config.policy))
+    Book::new(&limits, policy(&config.policy), policy(evict::below(&config.policy)))
 }
 
 fn policy(name: &str) -> Box<dyn Policy> {

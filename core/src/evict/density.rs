@@ -266,6 +266,10 @@ impl Policy for Density {
     }
 
     fn park(&mut self, key: BlockKey) {
+        // Somebody else holds what the running request just used: its run goes on.
+        if self.run.park_last(key) {
+            return;
+        }
         self.close_run();
         if self.links.contains(key) {
             let class = self.blocks[key.0 as usize].class.at();

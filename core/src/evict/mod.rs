@@ -114,6 +114,13 @@ pub const BASELINES: [&str; 7] = ["fifo", "lru", "lfu", "s3fifo", "gdsf", "arc",
 /// The policy of a node that is told nothing else: the one that wins and never loses badly (`docs/POLICIES.md`).
 pub const DEFAULT: &str = "density";
 
+/// The policy of the tier below one with this policy. `density` learns from uses, and a slower tier hears of none: what is
+/// used leaves it, and what comes was not used. There the order in which blocks came is what can be known.
+#[must_use]
+pub fn below(name: &str) -> &str {
+    if name == "density" { "lru" } else { name }
+}
+
 /// A fresh policy with this name, or nothing when no policy has it. `seed` feeds the policies that draw;
 /// none of the present ones does.
 #[must_use]

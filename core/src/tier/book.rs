@@ -70,6 +70,17 @@ pub struct TierStats {
     pub admitting: bool,
 }
 
+/// What a policy is told of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Told {
+    /// It came in.
+    Inserted,
+    /// It was used, and was there before.
+    Used,
+    /// The request that brought it ended.
+    Settled,
+}
+
 /// A block found on the SSD at start.
 pub type Found = Meta;
 
@@ -288,21 +299,26 @@ impl Book {
         Some(tier)
     }
 
-    /// Makes the block known to its tier's policy as just used. While something holds it, it stands
-    /// outside the order.
+    /// Makes the block known to its tier's policy as just used.
     pub(super) fn rank(&mut self, key: BlockKey, now: Timestamp) {
+        let is_known = self.slab.get(key).is_some_and(|entry| entry.ranked);
+        self.tell(key, if is_known { Told::Used } else { Told::Inserted }, now);
+    }
+
+    /// Tells the policy of the block's tier. While something holds it, it stands outside the order.
+    pub(super) fn tell(&mut self, key: BlockKey, how: Told, now: Timestamp) {
         self.unlist(key);
         self.stamp += 1;
         let stamp = self.stamp;
         let Some(entry) = self.slab.get_mut(key) else { return };
         entry.stamp = stamp;
         let (Some(tier), traits, held) = (entry.place, entry.meta.traits, entry.held()) else { return };
-        let known = std::mem::replace(&mut entry.ranked, true);
+        entry.ranked = true;
         let policy = &mut self.shelf_mut(tier).policy;
-        if known {
-            policy.access(key, traits, now);
-        } else {
-            policy.insert(key, traits, now);
+        match how {
+            Told::Inserted => policy.insert(key, traits, now),
+            Told::Used => policy.access(key, traits, now),
+            Told::Settled => policy.settle(key, traits, now),
         }
         if held {
             policy.park(key);

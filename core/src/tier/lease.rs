@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use super::book::Book;
+use super::book::{Book, Told};
 use super::{Asker, LeasesFull};
 use crate::evict::BlockKey;
 use crate::id::{BlockHash, Category, LeaseId, TenantId, Tier, Timestamp};
@@ -87,9 +87,7 @@ impl Book {
         let live: Vec<BlockKey> = lease.blocks.iter().rev().filter_map(|hold| self.let_go(*hold)).collect();
         let tenants: BTreeSet<TenantId> =
             live.iter().filter_map(|key| self.slab.get(*key)).map(|entry| entry.meta.tenant).collect();
-        for key in live {
-            self.touch(key, lease.category, now);
-        }
+        self.touch(&live, lease.category, now);
         // A quota lowered while the request ran holds from here on.
         tenants.into_iter().for_each(|tenant| self.enforce_quota(tenant));
     }
@@ -100,18 +98,33 @@ impl Book {
         (!entry.writing && entry.place.is_some()).then_some(hold.key)
     }
 
-    /// The block was used: newest in its tier's policy, and up to DRAM if it is below.
-    fn touch(&mut self, key: BlockKey, category: Category, now: Timestamp) {
-        // An earlier block of the same request may have pushed it out.
-        let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.place.is_some()) else { return };
+    /// A request used these blocks, tail first: newest in their tier's policy, and up to DRAM if they are below.
+    ///
+    /// New ones come in first, then all are told without a break: policies judge what one request used as a whole.
+    fn touch(&mut self, blocks: &[BlockKey], category: Category, now: Timestamp) {
+        let are_new: Vec<bool> = blocks.iter().map(|&key| self.bring_in(key, category, now)).collect();
+        for (&key, is_new) in blocks.iter().zip(are_new) {
+            // One that came in later may have pushed it out.
+            let Some(entry) = self.slab.get(key).filter(|entry| entry.place.is_some()) else { continue };
+            self.curve.used(entry.meta.traits.fingerprint);
+            let how = if is_new { Told::Settled } else { Told::Used };
+            self.tell(key, how, now);
+        }
+    }
+
+    /// Whether the policy of the block's tier did not know it; it does now.
+    fn bring_in(&mut self, key: BlockKey, category: Category, now: Timestamp) -> bool {
+        let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.place.is_some()) else { return false };
         entry.meta.traits.category = category;
         entry.last_use = Some(now);
-        let fingerprint = entry.meta.traits.fingerprint;
         if entry.place == Some(Tier::Ssd) {
             self.promote(key, now);
         }
-        self.curve.used(fingerprint);
-        self.rank(key, now);
+        let is_new = self.slab.get(key).is_some_and(|entry| !entry.ranked);
+        if is_new {
+            self.tell(key, Told::Inserted, now);
+        }
+        is_new
     }
 
     /// Ends every lease whose time is over. Returns how many.

@@ -160,7 +160,8 @@ impl Book {
         // An older block may not push out a newer one because the disk failed, unless it is held.
         let Some(entry) = self.slab.get(key) else { return };
         let (held, cost) = (entry.held(), self.cost(entry, Tier::Dram).0);
-        let welcome = held || self.dram.limits.fits(self.dram.used, cost);
+        // Nor may it come back above the mark, or it would drive out blocks that then come back in its turn.
+        let welcome = held || self.dram.limits.goal(self.dram.used, cost).is_none();
         if !welcome || !self.promote(key, now) {
             self.count_left(key, Left::Failed);
             self.drop_block(key);

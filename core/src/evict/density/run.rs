@@ -5,7 +5,7 @@
 
 use super::classes::{CLASSES, Class, Classes, Turn};
 use super::resident::{END, Resident, SHARED};
-use super::{BlockKey, BlockTraits, Density};
+use super::{BlockKey, BlockTraits, Density, Links};
 use crate::id::{Category, Timestamp};
 
 /// Highest turn told apart where none is stated.
@@ -18,6 +18,8 @@ struct Touch {
     /// The request brought it: no use of what was here.
     is_settled: bool,
     is_partial: bool,
+    /// Something holds the block from here on.
+    is_parked: bool,
 }
 
 /// What was told of the running request, from its tail to its head.
@@ -44,6 +46,12 @@ impl Run {
         self.touches.is_empty()
     }
 
+    /// Has the block parked when the run is judged, if it was told last; `false` if it was not.
+    pub(super) fn park_last(&mut self, key: BlockKey) -> bool {
+        let last = self.touches.last_mut().filter(|touch| touch.key == key);
+        last.map(|touch| touch.is_parked = true).is_some()
+    }
+
     /// The request uses a block of the class again.
     pub(super) fn count_reuse(&mut self, class: Class) {
         self.reused[class.at()] += 1;
@@ -61,7 +69,8 @@ impl Density {
         }
         self.advance(now);
         self.run.offset = traits.offset_blocks;
-        self.run.touches.push(Touch { key, is_settled, is_partial: traits.is_partial });
+        let is_partial = traits.is_partial;
+        self.run.touches.push(Touch { key, is_settled, is_partial, is_parked: false });
     }
 
     /// Judges the uses told since the last call: they are those of one request.
@@ -87,6 +96,9 @@ impl Density {
             self.enqueue(touch.key, resident);
             if !std::mem::replace(&mut is_begun[class], true) {
                 self.set_freshest(class, touch.key);
+            }
+            if touch.is_parked {
+                self.unqueue(touch.key, class, Links::park);
             }
         }
         self.run.touches = touches;

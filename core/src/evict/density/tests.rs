@@ -218,3 +218,37 @@ fn blocks_of_one_request_are_one_observation() {
     let worth = |class: Class| f64::from(tables[class.at()][bands::band(2 * SECOND)]);
     assert!(worth(many) > 2.0 * worth(few) && worth(few) > worth(never), "{} {}", worth(many), worth(few));
 }
+
+/// While another request holds the same blocks, each is parked as soon as it was told.
+#[test]
+fn what_others_hold_is_judged_with_the_rest_of_its_request() {
+    let serve = |parks: bool| {
+        let mut policy = Density::new();
+        let blocks = 20_u32;
+        for round in 0..30_u64 {
+            let now = Timestamp(round * 10 * SECOND);
+            for offset in (0..blocks).rev() {
+                let traits = BlockTraits {
+                    offset_blocks: offset,
+                    fingerprint: u64::from(offset + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15),
+                    ..BlockTraits::default()
+                };
+                match round {
+                    0 => policy.insert(BlockKey(offset), traits, now),
+                    _ => policy.access(BlockKey(offset), traits, now),
+                }
+                if parks && round > 0 {
+                    policy.park(BlockKey(offset));
+                }
+            }
+            policy.close_run();
+            assert_eq!(policy.len(), blocks as usize);
+        }
+        let ends = policy.blocks.iter().filter(|block| block.has(END)).count();
+        assert_eq!(policy.victim(Timestamp(300 * SECOND), &|_| false).is_none(), parks);
+        (ends, format!("{:?}", policy.evidence))
+    };
+    let alone = serve(false);
+    assert_eq!(alone.0, 1, "only the tail ends the prefix");
+    assert_eq!(serve(true), alone);
+}

@@ -448,3 +448,94 @@ fn a_block_whose_ssd_copy_is_lost_is_taken_back_before_anybody_asks() {
     assert_eq!(book.take_changes(), vec![dropped]);
     assert_eq!(book.stats(Tier::Ssd).blocks, 0);
 }
+
+#[test]
+fn blocks_that_may_not_go_to_ssd_come_back_only_below_the_mark() {
+    let limits = TierLimits { capacity: Capacity::Blocks(100), watermark_high: 0.95, watermark_low: 0.9 };
+    let mut book = book(limits, TierLimits::exact(Capacity::Blocks(100)));
+    for number in 0..200 {
+        for key in wanted(&offer(&mut book, number, &[number], number)) {
+            book.commit(key, CHARGE, Timestamp(number));
+        }
+        book.release(LeaseId(number), Timestamp(number));
+        let mut refused = 0;
+        while let Some(action) = book.next_action(ALL_ROOM) {
+            if let Action::Demote { key, .. } = action {
+                refused += 1;
+                assert!(refused <= 100, "refused demotions go round in a circle");
+                book.on_move_failed(key, Tier::Ssd, Timestamp(number));
+            }
+        }
+        assert!(book.stats(Tier::Dram).blocks <= 95);
+    }
+    assert_eq!(book.stats(Tier::Ssd).blocks, 0);
+    assert!(book.stats(Tier::Dram).blocks >= 90, "{:?}", book.stats(Tier::Dram));
+}
+
+/// A policy that writes down what it is told.
+#[derive(Default)]
+struct Told(PlainLru, std::sync::Arc<std::sync::Mutex<Vec<(char, u32)>>>);
+
+impl Told {
+    fn note(&self, how: char, traits: BlockTraits) {
+        self.1.lock().unwrap().push((how, traits.offset_blocks));
+    }
+}
+
+impl Policy for Told {
+    fn name(&self) -> &'static str {
+        "told"
+    }
+
+    fn insert(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
+        self.note('i', traits);
+        self.0.insert(key, traits, now);
+    }
+
+    fn access(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
+        self.note('u', traits);
+        self.0.access(key, traits, now);
+    }
+
+    fn settle(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
+        self.note('s', traits);
+        self.0.access(key, traits, now);
+    }
+
+    fn park(&mut self, key: BlockKey) {
+        self.0.park(key);
+    }
+
+    fn remove(&mut self, key: BlockKey) {
+        self.0.remove(key);
+    }
+
+    fn victim(&mut self, now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
+        self.0.victim(now, spared)
+    }
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+#[test]
+fn a_request_that_ends_is_told_whole_from_its_tail_on() {
+    let told = std::sync::Arc::<std::sync::Mutex<Vec<_>>>::default();
+    let dram = TierLimits::exact(Capacity::Blocks(3));
+    let ssd = TierLimits::exact(Capacity::Blocks(3));
+    let limits = Limits { dram, ssd, lease: Duration::from_secs(10), leases_max: 64, seed: 1 };
+    let policy = Told(PlainLru::default(), std::sync::Arc::clone(&told));
+    let mut book = Book::new(&limits, Box::new(policy), Box::<PlainLru>::default());
+    let seen = || std::mem::take(&mut *told.lock().unwrap());
+    request(&mut book, &[1, 2], 1);
+    assert_eq!(seen(), [('i', 1), ('i', 0), ('s', 1), ('s', 0)]);
+    request(&mut book, &[1, 2, 3], 2);
+    assert_eq!(seen(), [('i', 2), ('s', 2), ('u', 1), ('u', 0)]);
+    request(&mut book, &[8], 3);
+    seen();
+    assert_eq!(book.tier_of(&hash(3)), Some(Tier::Ssd), "the tail gave way");
+    // What comes up from SSD is used, and comes into this tier.
+    assert_eq!(request(&mut book, &[1, 2, 3], 4), 3);
+    assert_eq!(seen(), [('i', 2), ('s', 2), ('u', 1), ('u', 0)]);
+}
