@@ -261,7 +261,7 @@ impl Ssd {
             identity,
             device,
             mailbox: Arc::clone(&mailbox),
-            reports,
+            reports: reports.clone(),
             faults: Arc::clone(&config.faults),
         };
         let uring = config.uring;
@@ -269,7 +269,7 @@ impl Ssd {
             .name(format!("kvfleet-ssd-{number}"))
             .spawn(move || run(parts, uring))?;
         let seed = config.seed.wrapping_add(u64::from(number) << 32);
-        self.lanes.push(Lane::new(book, mailbox, thread, seed));
+        self.lanes.push(Lane::new(book, usize::from(number), mailbox, reports, thread, seed));
         Ok(())
     }
 

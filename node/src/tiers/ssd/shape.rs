@@ -76,7 +76,8 @@ impl Shape {
         SEGMENTS_AT + u64::from(segment) * self.segment_bytes() + u64::from(page) * PAGE_BYTES as u64
     }
 
-    /// Most that the file ever takes, in bytes: capacity, staging, slack and segments in hand.
+    /// Most that the file takes, in bytes: capacity, staging, slack and segments in hand. A segment lent to
+    /// rescues after a crash or an error comes on top.
     #[must_use]
     pub fn bytes_max(&self) -> u64 {
         self.at(self.segments, 0)
