@@ -261,9 +261,19 @@ impl Engine {
         self.submit(Open::Flush, 0, Op::Sync);
     }
 
+    /// A flush that fails fails all that was written so far: the system tells of bytes that it could not
+    /// write once, and the next flush knows nothing of them.
     pub(super) fn flush_ended(&mut self, result: &io::Result<()>) {
         self.writer.is_flushing = false;
-        for job in std::mem::take(&mut self.writer.flushing) {
+        let mut jobs = std::mem::take(&mut self.writer.flushing);
+        if let Err(cause) = result {
+            self.writer.waiting_bytes = 0;
+            jobs.append(&mut self.writer.waiting);
+            for put in self.writer.puts.values_mut() {
+                (put.errno, put.fault) = (cause.raw_os_error(), Some(cause.kind()));
+            }
+        }
+        for job in jobs {
             let result = match result {
                 Ok(()) => Ok(()),
                 Err(cause) => Err(error(cause.raw_os_error(), cause.kind())),

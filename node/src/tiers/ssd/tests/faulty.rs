@@ -95,6 +95,21 @@ impl State {
         chance > 0 && self.draw() % 256 < u64::from(chance)
     }
 
+    /// What a flush does that fails: of some pages it forgets that they are not on the medium, and they read
+    /// as they are there. No later flush knows of them.
+    fn lose_some(&mut self) {
+        for (at, bytes) in std::mem::take(&mut self.unflushed) {
+            for (at, page) in (at..).step_by(PAGE).zip(bytes.chunks(PAGE)) {
+                if self.draw().is_multiple_of(2) {
+                    self.unflushed.push((at, page.to_vec()));
+                } else {
+                    let old = self.durable.get(at..at + page.len()).map(<[u8]>::to_vec);
+                    put(&mut self.live, at, &old.unwrap_or_else(|| vec![0; page.len()]));
+                }
+            }
+        }
+    }
+
     fn length(&mut self, wanted: usize) -> usize {
         if wanted > PAGE && self.happens(|plan| plan.short) {
             PAGE * (1 + self.draw() as usize % (wanted / PAGE))
@@ -155,7 +170,11 @@ impl Device for FaultyDevice {
 
     fn sync(&self) -> io::Result<()> {
         let mut state = self.0.lock();
-        if state.is_dead || state.happens(|plan| plan.sync_error) {
+        if state.is_dead {
+            return Err(error());
+        }
+        if state.happens(|plan| plan.sync_error) {
+            state.lose_some();
             return Err(error());
         }
         if !state.happens(|plan| plan.lost_sync) {
