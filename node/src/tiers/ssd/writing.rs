@@ -14,15 +14,16 @@ use super::engine::{Engine, MoveFault, Open, Outcome, SsdFaults};
 use super::format::{PAGE_BYTES, RecordHeader, SegmentHead, TRAILER_BYTES, record_pages};
 use super::ring::Op;
 
-/// Size of a chunk, the unit of writing: large enough for the full rate of a device.
-pub(super) const CHUNK_BYTES: usize = 512 << 10;
+/// Size of a chunk, the unit of writing: large enough for the full rate of a device. Small under test, where
+/// blocks are, so that many chunks are in flight and a flush among them.
+pub(super) const CHUNK_BYTES: usize = if cfg!(test) { 16 << 10 } else { 512 << 10 };
 
 /// Chunks of a device: what is written at most at once, 16 MiB.
 pub(super) const CHUNKS: u16 = 32;
 
 /// While writes are in flight, a flush waits until it commits this much: a device that is busy writing
 /// flushes slowly, so what is in flight is let end first.
-const FLUSH_BYTES: usize = 16 << 20;
+const FLUSH_BYTES: usize = if cfg!(test) { 24 << 10 } else { 16 << 20 };
 
 /// Something to be written in one piece of the medium.
 pub(super) struct Put {

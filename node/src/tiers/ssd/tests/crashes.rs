@@ -288,6 +288,31 @@ fn a_device_that_lies_or_rots_costs_blocks_and_never_gives_wrong_ones() {
 }
 
 #[test]
+fn what_a_start_finds_in_a_segment_that_was_not_full_stays_there() {
+    let mut run = open_on(FaultyDevice::new(Vec::new(), Plan::default(), 5));
+    (0..8).for_each(|number| run.save(number));
+    while !run.writing.is_empty() {
+        run.take_one();
+    }
+    let image = run.device.crash();
+    drop(run);
+    // The process died before any flush; after the next start power fails before its first write.
+    let plan = Plan { dies_at_write: 1, ..Plan::default() };
+    let run = open_on(FaultyDevice::unflushed(image, plan, 5));
+    let found = run.found_all();
+    assert_eq!(found.len(), 8);
+    let (mut run, _) = run.crash(|_| {});
+    let kept = run.found_all();
+    for number in found.keys() {
+        let record = kept.get(number).copied();
+        assert!(
+            record.is_some_and(|record| run.load(*number, record)),
+            "block {number} was told of and is lost"
+        );
+    }
+}
+
+#[test]
 fn a_start_with_less_room_than_before_goes_on() {
     for segments in [3, 4, 5] {
         let mut run = open_on(FaultyDevice::new(Vec::new(), Plan::default(), 5));

@@ -54,6 +54,17 @@ impl FaultyDevice {
         FaultyDevice(Mutex::new(state))
     }
 
+    /// After a process died and the system did not: nothing of what it wrote is on the medium yet.
+    pub(super) fn unflushed(image: Vec<u8>, plan: Plan, seed: u64) -> FaultyDevice {
+        let device = FaultyDevice::new(image, plan, seed);
+        {
+            let mut state = device.0.lock();
+            state.unflushed = vec![(0, state.live.clone())];
+            state.durable.fill(0);
+        }
+        device
+    }
+
     pub(super) fn set_plan(&self, plan: Plan) {
         self.0.lock().plan = plan;
     }
