@@ -73,8 +73,11 @@ impl Recovery<'_> {
         let end = FooterEnd::read(&pages, number, self.shape.segment_pages);
         match (head, end) {
             (Ok(Some(head)), Some(end)) if end.head == head => self.sealed(end),
-            // A head that rotted: the footer says as much, and records are written only after a new head.
-            (Err(_) | Ok(None), Some(end)) => self.sealed(end),
+            // A head that rotted: the footer says as much, unless it is of an earlier use.
+            (Err(_) | Ok(None), Some(end)) => match self.sealed(end) {
+                Found::Records { entries, .. } if !self.is_of_use(end.head, &entries) => self.half(end.head),
+                found => found,
+            },
             (Ok(Some(head)), _) => self.half(head),
             (Ok(None), None) => Found::Empty,
             (Err(reason), None) => {
@@ -108,6 +111,17 @@ impl Recovery<'_> {
             );
         }
         Found::Records { head: end.head, entries, sealed: true }
+    }
+
+    /// Whether the first record of a footer is there: what is written later begins by overwriting it.
+    fn is_of_use(&self, head: SegmentHead, entries: &[Entry]) -> bool {
+        let Some(first) = entries.iter().min_by_key(|entry| entry.page) else { return false };
+        let pages = record_pages(first.header.traits.bytes as usize);
+        let mut page = PageBuffer::new(PAGE_BYTES);
+        let at = self.shape.at(head.segment, first.page + pages - 1);
+        let place = Place { head, page: first.page };
+        read_all(self.device, &mut page, at).is_ok()
+            && RecordHeader::read(&page[PAGE_BYTES - TRAILER_BYTES..], place) == Ok(first.header)
     }
 
     /// A segment without a footer.

@@ -248,6 +248,17 @@ fn a_segment_whose_head_rotted_is_known_by_its_footer() {
 }
 
 #[test]
+fn a_footer_of_an_earlier_use_does_not_speak_for_a_segment_whose_head_rotted() {
+    let dir = tempfile::tempdir().unwrap();
+    let shape = sealed(dir.path()).shape();
+    let file = only_file(dir.path());
+    // Later uses wrote over the first two records, and the last one's head rotted.
+    overwrite(&file, shape.at(0, 1), &vec![0; 4 * 4096]);
+    overwrite(&file, shape.at(0, 0) + 9, b"x");
+    assert_eq!(open(&config(dir.path(), true)).found(), (3..=10).collect::<Vec<u8>>());
+}
+
+#[test]
 fn a_truncated_file_gives_the_segments_that_are_whole() {
     let dir = tempfile::tempdir().unwrap();
     let shape = sealed(dir.path()).shape();
