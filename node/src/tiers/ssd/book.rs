@@ -3,9 +3,10 @@
 //!
 //! A record has its place at once and its bytes later, as blocks have in the tier book. Space comes back by
 //! whole segments: one that nobody needs any more is free, and when few are left the emptiest is drained,
-//! its records moved to where is written. Not here: which blocks belong on SSD (`kv_core::tier`), bytes (`engine`).
+//! its records moved to where is written (`drain`, `room`). Not here: which blocks belong on SSD (`kv_core::tier`), bytes (`engine`).
 
 mod drain;
+mod room;
 
 pub(crate) use drain::{Rescue, RescueEnd};
 
@@ -102,6 +103,14 @@ pub(crate) struct SegmentBook {
     segments: Vec<Segment>,
     /// Segments there may be: those of the shape, and one for each that is lost.
     limit: u32,
+    /// Segments that are in the file.
+    grown: u32,
+    /// The same, once the file could not grow; segments beyond it are not counted on.
+    cap: Option<u32>,
+    /// The segment beyond the cap whose growth is tried.
+    probe: Option<u32>,
+    /// A segment beyond the limit, lent to rescues that had none to go to.
+    extra: Option<u32>,
     free: VecDeque<u32>,
     ready: Option<u32>,
     open: Option<u32>,
@@ -117,6 +126,10 @@ impl SegmentBook {
             shape,
             segments: Vec::new(),
             limit: shape.segments,
+            grown: 0,
+            cap: None,
+            probe: None,
+            extra: None,
             free: VecDeque::new(),
             ready: None,
             open: None,
@@ -134,6 +147,7 @@ impl SegmentBook {
     pub(crate) fn adopt(&mut self, found: Found) -> Vec<RecordId> {
         let number = u32::try_from(self.segments.len()).unwrap_or(u32::MAX);
         self.segments.push(Segment::new(State::Free));
+        self.grown = number.saturating_add(1);
         let (head, entries, sealed) = match found {
             Found::Empty => {
                 self.release(number);
@@ -197,50 +211,6 @@ impl SegmentBook {
         let nonce = self.segments[record.segment as usize].nonce;
         let head = SegmentHead { segment: record.segment, nonce };
         Spot { place: Place { head, page: record.page }, frame_bytes: record.frame_bytes }
-    }
-
-    /// Whether [`Self::place`] would find room for the largest frame.
-    pub(crate) fn has_room(&self) -> bool {
-        let fits = self.open.is_some_and(|open| self.fits(open, record_pages(self.shape.frame_bytes_max)));
-        self.empty() >= if fits { 1 } else { 2 }
-    }
-
-    /// Whole segments that are empty, the ready one among them.
-    fn empty(&self) -> u32 {
-        let grown = u32::try_from(self.segments.len()).unwrap_or(u32::MAX);
-        let free = u32::try_from(self.free.len()).unwrap_or(u32::MAX);
-        free.saturating_add(self.limit.saturating_sub(grown)).saturating_add(u32::from(self.ready.is_some()))
-    }
-
-    /// The head of the segment that is written next, when one must be prepared.
-    pub(crate) fn prepare(&mut self, nonce: impl FnOnce() -> u64) -> Option<SegmentHead> {
-        if self.ready.is_some() {
-            return None;
-        }
-        let number = match self.free.pop_front() {
-            Some(number) => number,
-            None if (self.segments.len() as u64) < u64::from(self.limit) => {
-                self.segments.push(Segment::new(State::Free));
-                u32::try_from(self.segments.len() - 1).ok()?
-            }
-            None => return None,
-        };
-        let segment = self.segment_mut(number);
-        *segment = Segment::new(State::Ready);
-        let nonce = nonce();
-        segment.nonce = nonce;
-        self.ready = Some(number);
-        Some(SegmentHead { segment: number, nonce })
-    }
-
-    /// The head of a segment could not be written: it is not used this time.
-    pub(crate) fn unopened(&mut self, number: u32) {
-        if self.ready == Some(number) {
-            self.ready = None;
-            self.release(number);
-        } else if self.open == Some(number) {
-            self.close();
-        }
     }
 
     /// A place for a frame; `None` while there is none for this purpose.
@@ -393,8 +363,11 @@ impl SegmentBook {
 
     fn release(&mut self, number: u32) {
         *self.segment_mut(number) = Segment::new(State::Free);
+        if self.extra == Some(number) {
+            self.extra = None;
+        }
         // Beyond a capacity that shrank nothing is written any more.
-        if number < self.limit {
+        if number < self.limit() {
             self.free.push_back(number);
         }
     }

@@ -49,7 +49,7 @@ pub(crate) struct FileDevice {
     file: File,
     grown: AtomicU64,
     /// The first page of a new file. It is written with the first segment: a full medium keeps nobody from
-    /// opening a file, and a file without its head counts as new.
+    /// opening a file, and a file of zeros counts as new.
     head: Mutex<Option<PageBuffer>>,
 }
 
@@ -61,11 +61,13 @@ impl FileDevice {
         Ok(FileDevice { file, grown, head: Mutex::new(None) })
     }
 
-    /// An empty file that will begin with `head`.
+    /// A file that will begin with `head`; whatever is in it goes.
     pub(crate) fn begin(path: &Path, direct: bool, head: &[u8; PAGE_BYTES]) -> io::Result<FileDevice> {
         let mut page = PageBuffer::new(PAGE_BYTES);
         page.copy_from_slice(head);
         let device = FileDevice::open(path, direct)?;
+        device.file.set_len(0)?;
+        device.grown.store(0, Ordering::Relaxed);
         *device.head.lock() = Some(page);
         Ok(device)
     }
@@ -75,6 +77,7 @@ impl FileDevice {
         if let Some(page) = &*head {
             write_all(self, page, 0)?;
             self.file.sync_all()?;
+            self.grown.fetch_max(PAGE_BYTES as u64, Ordering::Relaxed);
             *head = None;
         }
         Ok(())
@@ -107,12 +110,20 @@ impl Device for FileDevice {
         if bytes <= grown {
             return Ok(());
         }
-        match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), grown, bytes - grown) {
+        // First of all: a file that has room and no head would not be known again.
+        self.write_head()?;
+        let grown = self.grown.load(Ordering::Relaxed);
+        match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), grown, bytes.saturating_sub(grown)) {
             Ok(()) => {}
             Err(rustix::io::Errno::OPNOTSUPP) => self.file.set_len(bytes)?,
-            Err(cause) => return Err(cause.into()),
+            Err(cause) => {
+                // Some file systems keep what they found before the room ended.
+                if let Err(cause) = self.file.set_len(grown) {
+                    tracing::warn!(%cause, "room that the SSD tier could not use stays taken");
+                }
+                return Err(cause.into());
+            }
         }
-        self.write_head()?;
         self.grown.store(bytes, Ordering::Relaxed);
         Ok(())
     }
@@ -163,4 +174,21 @@ pub(crate) fn direct_io_works(dir: &Path) -> io::Result<bool> {
     let works = FileDevice::open(&path, true).is_ok_and(|file| read_all(&file, &mut page, 0).is_ok());
     std::fs::remove_file(&path)?;
     Ok(works)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn a_file_that_cannot_grow_has_its_head_and_no_more_than_before() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let device = FileDevice::begin(file.path(), false, &[7; PAGE_BYTES]).unwrap();
+        // No file system has so much.
+        assert!(device.grow(1 << 62).is_err());
+        assert_eq!(std::fs::read(file.path()).unwrap(), vec![7; PAGE_BYTES]);
+        device.grow(5 * PAGE_BYTES as u64).unwrap();
+        assert_eq!(device.bytes().unwrap(), 5 * PAGE_BYTES as u64);
+    }
 }

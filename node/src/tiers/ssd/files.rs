@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use kv_core::id::IdentityDigest;
 
 use super::engine::SsdFaults;
-use super::format::{PAGE_BYTES, check_file_head};
+use super::format::{PAGE_BYTES, SEGMENTS_AT, check_file_head};
 
 /// The file with the segments.
 pub(super) const FILE_NAME: &str = "segments.kvs";
@@ -89,6 +89,9 @@ fn check_file(path: &Path, identity: IdentityDigest, faults: &SsdFaults) -> io::
     if file.metadata()?.len() == 0 {
         return Ok(Ok(0));
     }
+    if is_untouched(&file).unwrap_or(false) {
+        return Ok(Ok(0));
+    }
     let mut page = vec![0u8; PAGE_BYTES];
     match faults.scan_head().and_then(|()| file.read_exact_at(&mut page, 0)) {
         Ok(()) => {}
@@ -98,6 +101,20 @@ fn check_file(path: &Path, identity: IdentityDigest, faults: &SsdFaults) -> io::
         Err(cause) => return Ok(Err(format!("its first page cannot be read: {cause}"))),
     }
     Ok(check_file_head(&page, identity).map_err(str::to_owned))
+}
+
+/// Whether a file was begun and nothing was written into it before a crash: zeros where its head belongs, and
+/// where that of its first segment does, which is used before any other.
+fn is_untouched(file: &File) -> io::Result<bool> {
+    let is_zero = |at: u64| {
+        let mut page = [0u8; PAGE_BYTES];
+        match file.read_exact_at(&mut page, at) {
+            Ok(()) => Ok(page.iter().all(|byte| *byte == 0)),
+            Err(cause) if cause.kind() == io::ErrorKind::UnexpectedEof => Ok(true),
+            Err(cause) => Err(cause),
+        }
+    };
+    Ok(file.metadata()?.len() >= PAGE_BYTES as u64 && is_zero(0)? && is_zero(SEGMENTS_AT)?)
 }
 
 /// A name beside `path` that no file has: what was set aside before may be somebody's evidence.

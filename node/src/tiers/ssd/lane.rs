@@ -9,10 +9,11 @@ use std::thread::JoinHandle;
 
 use bytes::Bytes;
 use kv_core::id::BlockHash;
+use tokio::sync::mpsc::UnboundedSender;
 
 use super::book::{Member, Purpose, RecordId, Rescue, RescueEnd, SegmentBook};
-use super::engine::{Job, MoveFault, Outcome, ReadFault};
-use super::format::{RecordHeader, footer, footer_pages};
+use super::engine::{Job, MoveFault, Outcome, ReadFault, Report};
+use super::format::{RecordHeader, SegmentHead, footer, footer_pages};
 use super::mailbox::Mailbox;
 use super::{JOBS_MAX, Wear};
 use crate::arena::SlotMut;
@@ -45,11 +46,29 @@ pub(super) enum Ended {
 
 /// A job under way.
 enum Pending {
-    Save { token: u64, record: RecordId, header: RecordHeader },
-    Read { token: u64, segment: u32 },
-    Head { segment: u32 },
-    Seal { segment: u32 },
+    Save {
+        token: u64,
+        record: RecordId,
+        header: RecordHeader,
+    },
+    Read {
+        token: u64,
+        segment: u32,
+    },
+    Head {
+        segment: u32,
+    },
+    Seal {
+        segment: u32,
+    },
     Rescue(Rescue),
+    /// A record that has to go so that others can be written, as it was when that was decided.
+    GiveUp {
+        segment: u32,
+        member: Member,
+    },
+    /// The medium is full of what is wanted.
+    Full,
 }
 
 /// A segment that is being emptied.
@@ -61,7 +80,10 @@ struct Drain {
 
 pub(super) struct Lane {
     pub(super) book: SegmentBook,
+    number: usize,
     mailbox: Arc<Mailbox<Job>>,
+    /// For what the lane has to tell by itself.
+    reports: UnboundedSender<Report>,
     thread: Option<JoinHandle<()>>,
     pending: HashMap<u64, Pending>,
     next_job: u64,
@@ -70,6 +92,8 @@ pub(super) struct Lane {
     drain: Option<Drain>,
     /// Why nothing is written; the store says when to try again.
     stopped: Option<(Option<i32>, io::ErrorKind)>,
+    /// [`Pending::Full`] is on its way.
+    is_told_full: bool,
     pub(super) wear: Wear,
 }
 
@@ -82,13 +106,17 @@ impl std::fmt::Debug for Lane {
 impl Lane {
     pub(super) fn new(
         book: SegmentBook,
+        number: usize,
         mailbox: Arc<Mailbox<Job>>,
+        reports: UnboundedSender<Report>,
         thread: JoinHandle<()>,
         seed: u64,
     ) -> Lane {
         let mut lane = Lane {
             book,
+            number,
             mailbox,
+            reports,
             thread: Some(thread),
             pending: HashMap::new(),
             next_job: 0,
@@ -96,6 +124,7 @@ impl Lane {
             nonce: seed,
             drain: None,
             stopped: None,
+            is_told_full: false,
             wear: Wear::default(),
         };
         lane.tend();
@@ -160,7 +189,14 @@ impl Lane {
     /// Tries to write again.
     pub(super) fn resume(&mut self) {
         self.stopped = None;
+        self.probe();
         self.tend();
+    }
+
+    /// Whether nothing is on its way that could change anything.
+    #[cfg(test)]
+    pub(super) fn is_quiet(&self) -> bool {
+        self.pending.is_empty()
     }
 
     fn admit_job(&self) -> io::Result<()> {
@@ -192,15 +228,20 @@ impl Lane {
                 self.book.read_ended(segment);
                 Some(Ended::Read { token, result })
             }
-            (Pending::Head { segment }, Outcome::Put(Err(cause))) => {
-                self.book.unopened(segment);
-                Some(self.stop(cause))
-            }
+            (Pending::Head { segment }, Outcome::Put(result)) => self.head_ended(segment, result),
             (Pending::Seal { segment }, Outcome::Put(result)) => {
                 self.book.sealed(segment);
                 result.err().map(|cause| self.stop(cause))
             }
             (Pending::Rescue(rescue), Outcome::Moved(result)) => self.rescued(rescue, result),
+            (Pending::GiveUp { segment, member }, Outcome::Got(Err(fault))) => {
+                self.gave_up(segment, member, fault)
+            }
+            (Pending::Full, Outcome::Put(Err(cause))) => {
+                self.is_told_full = false;
+                // Something may have gone meanwhile.
+                (!self.book.has_room()).then(|| self.stop(cause))
+            }
             _ => None,
         };
         self.tend();
@@ -210,6 +251,31 @@ impl Lane {
     fn stop(&mut self, cause: io::Error) -> Ended {
         self.stopped = Some((cause.raw_os_error(), cause.kind()));
         Ended::Failed { cause }
+    }
+
+    fn head_ended(&mut self, segment: u32, result: io::Result<()>) -> Option<Ended> {
+        let Err(cause) = result else {
+            self.book.opened(segment);
+            return None;
+        };
+        let was_capped = self.book.is_capped();
+        let is_full = matches!(cause.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
+        let is_capped = is_full && self.book.full(segment);
+        self.book.unopened(segment);
+        // That a full medium is full still, found out by trying, is no news.
+        if was_capped && is_capped { None } else { Some(self.stop(cause)) }
+    }
+
+    fn gave_up(&mut self, segment: u32, member: Member, fault: ReadFault) -> Option<Ended> {
+        if let Some(drain) = &mut self.drain {
+            drain.open -= 1;
+        }
+        let (record, owner) = (member.0, self.book.owner(member.0));
+        let is_wanted = self.book.is_left(segment, member);
+        is_wanted.then(|| {
+            self.book.free(record);
+            Ended::Lost { record, owner, fault }
+        })
     }
 
     fn rescued(&mut self, rescue: Rescue, result: Result<RecordHeader, MoveFault>) -> Option<Ended> {
@@ -250,45 +316,111 @@ impl Lane {
             let footer = Bytes::from(footer(head, &entries));
             self.send(Pending::Seal { segment: head.segment }, |job| Job::Seal { job, at, footer });
         }
-        self.drain_on();
+        while self.drain_on() {}
+        self.tell_if_full();
     }
 
     fn prepare(&mut self) {
         let nonce = &mut self.nonce;
-        let Some(head) = self.book.prepare(|| next_nonce(nonce)) else { return };
+        if let Some(head) = self.book.prepare(|| next_nonce(nonce)) {
+            self.send_head(head);
+            self.probe();
+        }
+    }
+
+    /// While the file could not grow, that is tried again with each segment that is written.
+    fn probe(&mut self) {
+        let nonce = &mut self.nonce;
+        if let Some(head) = self.book.probe(|| next_nonce(nonce)) {
+            self.send_head(head);
+        }
+    }
+
+    fn send_head(&mut self, head: SegmentHead) {
         let shape = self.book.shape();
         let (at, grow_to) = (shape.at(head.segment, 0), shape.at(head.segment + 1, 0));
         self.send(Pending::Head { segment: head.segment }, |job| Job::Head { job, head, at, grow_to });
     }
 
-    fn drain_on(&mut self) {
+    /// Goes on with emptying a segment. `true` when one became empty and another may be due.
+    fn drain_on(&mut self) -> bool {
         if self.drain.is_none() && self.book.is_short() {
             self.drain = self.book.drain().map(|(segment, left)| Drain { segment, left, open: 0 });
         }
-        let Some(mut drain) = self.drain.take() else { return };
+        let Some(mut drain) = self.drain.take() else { return false };
         while drain.open < RESCUES_MAX
             && let Some(member) = drain.left.pop()
         {
             if !self.book.is_left(drain.segment, member) {
                 continue;
             }
-            let Some(rescue) = self.book.rescue(member.0) else {
-                drain.left.push(member);
+            if let Some(rescue) = self.book.rescue(member.0) {
+                drain.open += 1;
+                self.send_rescue(rescue);
+                self.prepare();
+                continue;
+            }
+            drain.left.push(member);
+            if drain.open > 0 || !self.book.is_stuck() {
                 break;
-            };
-            drain.open += 1;
-            let shape = self.book.shape();
-            let at = |spot: super::book::Spot| shape.at(spot.place.head.segment, spot.place.page);
-            let (from, to, from_at, to_at) = (rescue.from, rescue.to, at(rescue.from), at(rescue.to));
-            self.send(Pending::Rescue(rescue), |job| Job::Rescue { job, from, from_at, to, to_at });
-            self.prepare();
+            }
+            if self.book.borrow() {
+                self.prepare();
+            } else {
+                self.give_up(&mut drain);
+            }
         }
-        if drain.left.is_empty() && drain.open == 0 {
+        let is_over = drain.left.is_empty() && drain.open == 0;
+        if is_over {
             self.book.drained(drain.segment);
             self.prepare();
         } else {
             self.drain = Some(drain);
         }
+        is_over
+    }
+
+    fn send_rescue(&mut self, rescue: Rescue) {
+        let shape = self.book.shape();
+        let at = |spot: super::book::Spot| shape.at(spot.place.head.segment, spot.place.page);
+        let (from, to, from_at, to_at) = (rescue.from, rescue.to, at(rescue.from), at(rescue.to));
+        self.send(Pending::Rescue(rescue), |job| Job::Rescue { job, from, from_at, to, to_at });
+    }
+
+    /// What is left in the segment with the least in it goes, since no segment is left to move it to.
+    fn give_up(&mut self, drain: &mut Drain) {
+        tracing::warn!(
+            segment = drain.segment,
+            blocks = drain.left.len(),
+            "blocks on SSD are dropped: no room is left to move them to"
+        );
+        for member in std::mem::take(&mut drain.left) {
+            drain.open += 1;
+            let cause = io::Error::new(io::ErrorKind::StorageFull, "no room was left to keep it");
+            let pending = Pending::GiveUp { segment: drain.segment, member };
+            self.tell(pending, Outcome::Got(Err(ReadFault::Medium(cause))));
+        }
+    }
+
+    /// Whoever waits for room on a medium that is full of what is wanted would wait for long.
+    fn tell_if_full(&mut self) {
+        let is_full = self.book.is_capped()
+            && self.drain.is_none()
+            && !self.is_told_full
+            && !self.book.has_room()
+            && self.book.is_idle();
+        if is_full {
+            self.is_told_full = true;
+            self.tell(Pending::Full, Outcome::Put(Err(io::ErrorKind::StorageFull.into())));
+        }
+    }
+
+    /// An end that comes from here, in its turn.
+    fn tell(&mut self, pending: Pending, outcome: Outcome) {
+        self.next_job += 1;
+        self.pending.insert(self.next_job, pending);
+        // The store is gone only while the process stops; nobody waits then.
+        let _ = self.reports.send(Report { lane: self.number, job: self.next_job, outcome });
     }
 }
 

@@ -211,7 +211,7 @@ impl Ssd {
         let longest = config.frame_bytes_max;
         let mut shape = Shape::new(capacity, longest, directory.segment_pages);
         if !shape.fits() {
-            directory.set_aside("its segments are too small for blocks of this node")?;
+            directory.set_aside("its segments hold fewer than four of the largest blocks of this node")?;
             shape = Shape::new(capacity, longest, None);
         }
         let device: Arc<dyn Device> = if directory.segment_pages.is_some() {
@@ -241,7 +241,8 @@ impl Ssd {
         let number = u8::try_from(self.lanes.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
         let (identity, faults) = (config.identity, &*config.faults);
         let skipped = recover::Skipped::default();
-        let mut recovery = Recovery { device: &*device, shape, identity, faults, name, skipped };
+        let mut recovery =
+            Recovery { device: &*device, shape, identity, faults, name, skipped, is_flushed: false };
         let mut book = SegmentBook::new(shape);
         for segment in 0..recovery.segments()? {
             let found = recovery.segment(segment);
@@ -261,7 +262,7 @@ impl Ssd {
             identity,
             device,
             mailbox: Arc::clone(&mailbox),
-            reports,
+            reports: reports.clone(),
             faults: Arc::clone(&config.faults),
         };
         let uring = config.uring;
@@ -269,7 +270,7 @@ impl Ssd {
             .name(format!("kvfleet-ssd-{number}"))
             .spawn(move || run(parts, uring))?;
         let seed = config.seed.wrapping_add(u64::from(number) << 32);
-        self.lanes.push(Lane::new(book, mailbox, thread, seed));
+        self.lanes.push(Lane::new(book, usize::from(number), mailbox, reports, thread, seed));
         Ok(())
     }
 

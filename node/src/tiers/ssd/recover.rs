@@ -41,6 +41,8 @@ pub(super) struct Recovery<'a> {
     /// For the log.
     pub(super) name: String,
     pub(super) skipped: Skipped,
+    /// What was written before this start is on the medium.
+    pub(super) is_flushed: bool,
 }
 
 impl Recovery<'_> {
@@ -71,8 +73,11 @@ impl Recovery<'_> {
         let end = FooterEnd::read(&pages, number, self.shape.segment_pages);
         match (head, end) {
             (Ok(Some(head)), Some(end)) if end.head == head => self.sealed(end),
-            // A head that rotted: the footer says as much, and records are written only after a new head.
-            (Err(_) | Ok(None), Some(end)) => self.sealed(end),
+            // A head that rotted: the footer says as much, unless it is of an earlier use.
+            (Err(_) | Ok(None), Some(end)) => match self.sealed(end) {
+                Found::Records { entries, .. } if !self.is_of_use(end.head, &entries) => self.half(end.head),
+                found => found,
+            },
             (Ok(Some(head)), _) => self.half(head),
             (Ok(None), None) => Found::Empty,
             (Err(reason), None) => {
@@ -108,9 +113,28 @@ impl Recovery<'_> {
         Found::Records { head: end.head, entries, sealed: true }
     }
 
+    /// Whether the first record of a footer is there: what is written later begins by overwriting it.
+    fn is_of_use(&self, head: SegmentHead, entries: &[Entry]) -> bool {
+        let Some(first) = entries.iter().min_by_key(|entry| entry.page) else { return false };
+        let pages = record_pages(first.header.traits.bytes as usize);
+        let mut page = PageBuffer::new(PAGE_BYTES);
+        let at = self.shape.at(head.segment, first.page + pages - 1);
+        let place = Place { head, page: first.page };
+        read_all(self.device, &mut page, at).is_ok()
+            && RecordHeader::read(&page[PAGE_BYTES - TRAILER_BYTES..], place) == Ok(first.header)
+    }
+
     /// A segment without a footer.
     fn half(&mut self, head: SegmentHead) -> Found {
-        let bytes = self.read_whole(head.segment);
+        // A process that died may have written what it never flushed; whoever hears of it relies on it.
+        if !self.is_flushed {
+            if let Err(cause) = self.device.sync() {
+                self.damaged(head.segment, &cause.to_string());
+                return Found::Lost;
+            }
+            self.is_flushed = true;
+        }
+        let (bytes, is_whole) = self.read_whole(head.segment);
         let (mut page, mut entries) = (1, Vec::new());
         while page < self.shape.segment_pages {
             match self.record(&bytes, Place { head, page }) {
@@ -127,22 +151,26 @@ impl Recovery<'_> {
             blocks = entries.len(),
             "a segment without a footer was read whole"
         );
-        if entries.is_empty() {
-            return Found::Empty;
+        match entries.is_empty() {
+            true if is_whole => Found::Empty,
+            true => Found::Lost,
+            false => Found::Records { head, entries, sealed: false },
         }
-        Found::Records { head, entries, sealed: false }
     }
 
-    fn read_whole(&mut self, segment: u32) -> Bytes {
+    /// All of a segment, with zeros for what cannot be read, and whether all could.
+    fn read_whole(&mut self, segment: u32) -> (Bytes, bool) {
         let mut buffer = PageBuffer::new(self.shape.segment_pages as usize * PAGE_BYTES);
         let at = self.shape.at(segment, 0);
+        let mut is_whole = true;
         for (piece, number) in buffer.chunks_mut(READ_BYTES).zip(0u64..) {
             if let Err(cause) = read_all(self.device, piece, at + number * READ_BYTES as u64) {
                 piece.fill(0);
+                is_whole = false;
                 self.damaged(segment, &cause.to_string());
             }
         }
-        Bytes::from_owner(buffer)
+        (Bytes::from_owner(buffer), is_whole)
     }
 
     /// The record that begins at `place`, if one does and all of it is there.

@@ -24,6 +24,9 @@ const SEGMENT_PAGES_WANTED: u64 = (64 << 20) / PAGE_BYTES as u64;
 /// Smallest segment: below it heads and footers would be a good part of the disk.
 const SEGMENT_PAGES_MIN: u64 = 16;
 
+/// Records that a segment holds at least.
+const RECORDS_MIN: u64 = 4;
+
 /// Segments that a capacity is cut into when it is small.
 const SEGMENTS_WANTED: u64 = 32;
 
@@ -45,7 +48,8 @@ impl Shape {
         let record = u64::from(record_pages(frame_bytes_max));
         let cost = u32::try_from(record_bytes(frame_bytes_max)).unwrap_or(u32::MAX);
         let records = capacity.amount() / capacity.cost(cost) + STAGING_RECORDS;
-        let least = (4 * record + 2).next_power_of_two().max(SEGMENT_PAGES_MIN);
+        let least =
+            (RECORDS_MIN * record + 1 + footer(RECORDS_MIN)).next_power_of_two().max(SEGMENT_PAGES_MIN);
         let wanted = (records * record / SEGMENTS_WANTED).next_power_of_two();
         let pages = wanted.min(SEGMENT_PAGES_WANTED).max(least);
         let pages = segment_pages.map_or(pages, u64::from);
@@ -57,11 +61,12 @@ impl Shape {
         Shape { segment_pages: whole(pages), segments: whole(segments), frame_bytes_max }
     }
 
-    /// Whether the largest record fits a segment at all.
+    /// Whether four of the largest records fit a segment. With fewer a good part of each would stay unused,
+    /// and the file would outgrow its capacity.
     #[must_use]
     pub fn fits(&self) -> bool {
-        let pages = u64::from(self.segment_pages);
-        u64::from(record_pages(self.frame_bytes_max)) + 1 + footer(1) <= pages
+        let record = u64::from(record_pages(self.frame_bytes_max));
+        RECORDS_MIN * record + 1 + footer(RECORDS_MIN) <= u64::from(self.segment_pages)
     }
 
     /// Size of a segment in bytes.
@@ -76,7 +81,8 @@ impl Shape {
         SEGMENTS_AT + u64::from(segment) * self.segment_bytes() + u64::from(page) * PAGE_BYTES as u64
     }
 
-    /// Most that the file ever takes, in bytes: capacity, staging, slack and segments in hand.
+    /// Most that the file takes, in bytes: capacity, staging, slack and segments in hand. A segment lent to
+    /// rescues after a crash or an error comes on top.
     #[must_use]
     pub fn bytes_max(&self) -> u64 {
         self.at(self.segments, 0)
@@ -107,6 +113,18 @@ mod tests {
             // At most a record of each segment stays unused at its end, and there are at least four.
             let reserve = bytes / 2 + (SEGMENTS_IN_HAND + 2) * shape.segment_bytes() + SEGMENTS_AT;
             assert!(shape.bytes_max() <= bytes + reserve, "{shape:?} for {bytes}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_kept_for_larger_records_does_not_outgrow_the_capacity() {
+        let capacity = Capacity::Blocks(10_000);
+        let pages = Shape::new(capacity, 60_000, None).segment_pages;
+        for frame in (60_000..30_000_000).step_by(50_000) {
+            let shape = Shape::new(capacity, frame, Some(pages));
+            let bytes = (10_000 + STAGING_RECORDS) * record_bytes(frame) as u64;
+            let reserve = bytes + (SEGMENTS_IN_HAND + 2) * shape.segment_bytes();
+            assert!(!shape.fits() || shape.bytes_max() <= bytes + reserve, "{shape:?} for {bytes}");
         }
     }
 

@@ -14,15 +14,16 @@ use super::engine::{Engine, MoveFault, Open, Outcome, SsdFaults};
 use super::format::{PAGE_BYTES, RecordHeader, SegmentHead, TRAILER_BYTES, record_pages};
 use super::ring::Op;
 
-/// Size of a chunk, the unit of writing: large enough for the full rate of a device.
-pub(super) const CHUNK_BYTES: usize = 512 << 10;
+/// Size of a chunk, the unit of writing: large enough for the full rate of a device. Small under test, where
+/// blocks are, so that many chunks are in flight and a flush among them.
+pub(super) const CHUNK_BYTES: usize = if cfg!(test) { 16 << 10 } else { 512 << 10 };
 
 /// Chunks of a device: what is written at most at once, 16 MiB.
 pub(super) const CHUNKS: u16 = 32;
 
 /// While writes are in flight, a flush waits until it commits this much: a device that is busy writing
 /// flushes slowly, so what is in flight is let end first.
-const FLUSH_BYTES: usize = 16 << 20;
+const FLUSH_BYTES: usize = if cfg!(test) { 24 << 10 } else { 16 << 20 };
 
 /// Something to be written in one piece of the medium.
 pub(super) struct Put {
@@ -261,9 +262,19 @@ impl Engine {
         self.submit(Open::Flush, 0, Op::Sync);
     }
 
+    /// A flush that fails fails all that was written so far: the system tells of bytes that it could not
+    /// write once, and the next flush knows nothing of them.
     pub(super) fn flush_ended(&mut self, result: &io::Result<()>) {
         self.writer.is_flushing = false;
-        for job in std::mem::take(&mut self.writer.flushing) {
+        let mut jobs = std::mem::take(&mut self.writer.flushing);
+        if let Err(cause) = result {
+            self.writer.waiting_bytes = 0;
+            jobs.append(&mut self.writer.waiting);
+            for put in self.writer.puts.values_mut() {
+                (put.errno, put.fault) = (cause.raw_os_error(), Some(cause.kind()));
+            }
+        }
+        for job in jobs {
             let result = match result {
                 Ok(()) => Ok(()),
                 Err(cause) => Err(error(cause.raw_os_error(), cause.kind())),

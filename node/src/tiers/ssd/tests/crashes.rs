@@ -59,12 +59,16 @@ struct Run {
 }
 
 fn open_on(device: FaultyDevice) -> Run {
+    // So few segments that every run of some length has rescues.
+    open_with(Arc::new(device), 9)
+}
+
+fn open_with(device: Arc<FaultyDevice>, segments: u32) -> Run {
     let frame_bytes_max = 14_000;
     let (send, reports) = unbounded_channel();
     let config = SsdConfig { frame_bytes_max, ..config(Path::new("/nowhere"), false) };
-    // So few segments that every run of some length has rescues.
-    let shape = Shape { segment_pages: 32, segments: 9, frame_bytes_max };
-    let (device, mut report, mut ssd) = (Arc::new(device), ScanReport::default(), Ssd::empty());
+    let shape = Shape { segment_pages: 32, segments, frame_bytes_max };
+    let (mut report, mut ssd) = (ScanReport::default(), Ssd::empty());
     let theirs: Arc<dyn Device> = Arc::<FaultyDevice>::clone(&device);
     ssd.open_device(&config, theirs, shape, "faulty".to_owned(), send, &mut report).unwrap();
     ssd.order(&mut report);
@@ -118,11 +122,43 @@ impl Run {
         while self.writing.len() >= IN_FLIGHT {
             self.take_one();
         }
-        self.token += 1;
-        match self.bench.ssd.write(self.token, 0, header_of(number), &frame_of(number)) {
-            Ok(Some(record)) => drop(self.writing.insert(self.token, (number, record))),
-            Ok(None) => {}
-            Err(_) => self.bench.ssd.resume(),
+        loop {
+            self.token += 1;
+            match self.bench.ssd.write(self.token, 0, header_of(number), &frame_of(number)) {
+                Ok(Some(record)) => {
+                    self.writing.insert(self.token, (number, record));
+                    return;
+                }
+                // So few blocks are wanted that room comes, unless nothing is on its way.
+                Ok(None) if self.device.is_dead() => return,
+                Ok(None) => {
+                    assert!(!self.bench.ssd.lanes[0].is_quiet(), "there is no room, and none will come");
+                    self.take_one();
+                }
+                Err(_) => return self.bench.ssd.resume(),
+            }
+        }
+    }
+
+    /// A device that works writes whatever happened before.
+    fn goes_on(&mut self, keep: usize) {
+        self.device.set_plan(Plan::default());
+        // Errors of before may still be told.
+        self.bench.ssd.resume();
+        while !self.bench.ssd.lanes[0].is_quiet() {
+            self.take_one();
+            self.bench.ssd.resume();
+        }
+        while self.committed.len() > keep {
+            self.step(Step::Free(77));
+        }
+        for number in 60..110 {
+            self.save(number);
+            while !self.writing.is_empty() {
+                self.take_one();
+            }
+            let record = self.committed.remove(&number).expect("it is written");
+            self.bench.ssd.free(record);
         }
     }
 
@@ -204,6 +240,7 @@ fn what_was_committed_survives_a_crash_at_any_write() {
         for (number, record) in kept {
             let _ = run.load(number, record);
         }
+        run.goes_on(20);
         Ok(())
     });
     result.unwrap();
@@ -223,6 +260,7 @@ fn errors_lose_nothing_that_was_committed() {
             let served = run.load(number, record);
             prop_assert!(served || !run.committed.contains_key(&number), "block {} is lost", number);
         }
+        run.goes_on(20);
         Ok(())
     });
     result.unwrap();
@@ -250,27 +288,96 @@ fn a_device_that_lies_or_rots_costs_blocks_and_never_gives_wrong_ones() {
 }
 
 #[test]
+fn what_a_start_finds_in_a_segment_that_was_not_full_stays_there() {
+    let mut run = open_on(FaultyDevice::new(Vec::new(), Plan::default(), 5));
+    (0..8).for_each(|number| run.save(number));
+    while !run.writing.is_empty() {
+        run.take_one();
+    }
+    let image = run.device.crash();
+    drop(run);
+    // The process died before any flush; after the next start power fails before its first write.
+    let plan = Plan { dies_at_write: 1, ..Plan::default() };
+    let run = open_on(FaultyDevice::unflushed(image, plan, 5));
+    let found = run.found_all();
+    assert_eq!(found.len(), 8);
+    let (mut run, _) = run.crash(|_| {});
+    let kept = run.found_all();
+    for number in found.keys() {
+        let record = kept.get(number).copied();
+        assert!(
+            record.is_some_and(|record| run.load(*number, record)),
+            "block {number} was told of and is lost"
+        );
+    }
+}
+
+#[test]
+fn a_start_with_less_room_than_before_goes_on() {
+    for segments in [3, 4, 5] {
+        let mut run = open_on(FaultyDevice::new(Vec::new(), Plan::default(), 5));
+        (29..60).for_each(|number| run.save(number));
+        while !run.writing.is_empty() {
+            run.take_one();
+        }
+        let image = run.device.crash();
+        drop(run);
+        let mut run = open_with(Arc::new(FaultyDevice::new(image, Plan::default(), 5)), segments);
+        run.committed = run.found_all();
+        assert_eq!(run.committed.len(), 31);
+        // A little of each segment stays, so that none is empty by itself.
+        let dead: Vec<u8> = run.committed.keys().copied().filter(|number| number % 4 != 0).collect();
+        for number in dead {
+            let record = run.committed.remove(&number).unwrap();
+            run.bench.ssd.free(record);
+        }
+        run.goes_on(8);
+        for (number, record) in run.committed.clone() {
+            assert!(run.load(number, record) || !run.committed.contains_key(&number), "block {number}");
+        }
+        assert!(run.committed.len() > 4, "{} of 8 blocks are left", run.committed.len());
+    }
+}
+
+#[test]
 fn a_device_without_room_takes_what_it_has_room_for_and_goes_on() {
-    let plan = Plan { room: (64 << 10) + 32 * 4096, ..Plan::default() };
+    let (segment, segments_at) = (32 * 4096, 64 << 10);
+    let plan = Plan { room: segments_at + 3 * segment, ..Plan::default() };
     let mut run = open_on(FaultyDevice::new(Vec::new(), plan, 5));
-    for number in 0..30 {
+    let save = |run: &mut Run, number: u8| {
         run.step(Step::Save(number));
         while !run.writing.is_empty() {
             run.take_one();
         }
-    }
+    };
+    (0..60).for_each(|number| save(&mut run, number));
     let count = run.committed.len();
-    assert!((5..30).contains(&count), "{count} blocks");
+    assert!((12..40).contains(&count), "{count} blocks");
     for (number, record) in run.committed.clone() {
         assert!(run.load(number, record), "block {number}");
     }
-    run.device.set_plan(Plan::default());
+    // Half of what it holds is wanted no more, a little of each segment: it writes on while it is full.
+    let dead: Vec<u8> = run.committed.keys().copied().filter(|number| number % 2 == 0).collect();
+    for number in dead {
+        let record = run.committed.remove(&number).unwrap();
+        run.bench.ssd.free(record);
+    }
     run.bench.ssd.resume();
-    for number in 30..50 {
-        run.step(Step::Save(number));
-        while !run.writing.is_empty() {
-            run.take_one();
+    let mut written = 0;
+    for number in 60..160 {
+        save(&mut run, number);
+        if let Some(record) = run.committed.remove(&number) {
+            written += 1;
+            run.bench.ssd.free(record);
         }
     }
-    assert!(run.committed.len() > count, "room came back and blocks with it");
+    assert!(written > 90, "{written} of 100 were written to a full device");
+    for (number, record) in run.committed.clone() {
+        assert!(run.load(number, record) || !run.committed.contains_key(&number), "block {number}");
+    }
+    run.device.set_plan(Plan::default());
+    run.bench.ssd.resume();
+    (0..31).for_each(|number| save(&mut run, number));
+    assert!(run.committed.len() > 30, "room came back: {} blocks", run.committed.len());
+    run.goes_on(20);
 }

@@ -54,6 +54,17 @@ impl FaultyDevice {
         FaultyDevice(Mutex::new(state))
     }
 
+    /// After a process died and the system did not: nothing of what it wrote is on the medium yet.
+    pub(super) fn unflushed(image: Vec<u8>, plan: Plan, seed: u64) -> FaultyDevice {
+        let device = FaultyDevice::new(image, plan, seed);
+        {
+            let mut state = device.0.lock();
+            state.unflushed = vec![(0, state.live.clone())];
+            state.durable.fill(0);
+        }
+        device
+    }
+
     pub(super) fn set_plan(&self, plan: Plan) {
         self.0.lock().plan = plan;
     }
@@ -93,6 +104,21 @@ impl State {
     fn happens(&mut self, chance: fn(&Plan) -> u8) -> bool {
         let chance = chance(&self.plan);
         chance > 0 && self.draw() % 256 < u64::from(chance)
+    }
+
+    /// What a flush does that fails: of some pages it forgets that they are not on the medium, and they read
+    /// as they are there. No later flush knows of them.
+    fn lose_some(&mut self) {
+        for (at, bytes) in std::mem::take(&mut self.unflushed) {
+            for (at, page) in (at..).step_by(PAGE).zip(bytes.chunks(PAGE)) {
+                if self.draw().is_multiple_of(2) {
+                    self.unflushed.push((at, page.to_vec()));
+                } else {
+                    let old = self.durable.get(at..at + page.len()).map(<[u8]>::to_vec);
+                    put(&mut self.live, at, &old.unwrap_or_else(|| vec![0; page.len()]));
+                }
+            }
+        }
     }
 
     fn length(&mut self, wanted: usize) -> usize {
@@ -155,7 +181,11 @@ impl Device for FaultyDevice {
 
     fn sync(&self) -> io::Result<()> {
         let mut state = self.0.lock();
-        if state.is_dead || state.happens(|plan| plan.sync_error) {
+        if state.is_dead {
+            return Err(error());
+        }
+        if state.happens(|plan| plan.sync_error) {
+            state.lose_some();
             return Err(error());
         }
         if !state.happens(|plan| plan.lost_sync) {

@@ -248,6 +248,17 @@ fn a_segment_whose_head_rotted_is_known_by_its_footer() {
 }
 
 #[test]
+fn a_footer_of_an_earlier_use_does_not_speak_for_a_segment_whose_head_rotted() {
+    let dir = tempfile::tempdir().unwrap();
+    let shape = sealed(dir.path()).shape();
+    let file = only_file(dir.path());
+    // Later uses wrote over the first two records, and the last one's head rotted.
+    overwrite(&file, shape.at(0, 1), &vec![0; 4 * 4096]);
+    overwrite(&file, shape.at(0, 0) + 9, b"x");
+    assert_eq!(open(&config(dir.path(), true)).found(), (3..=10).collect::<Vec<u8>>());
+}
+
+#[test]
 fn a_truncated_file_gives_the_segments_that_are_whole() {
     let dir = tempfile::tempdir().unwrap();
     let shape = sealed(dir.path()).shape();
@@ -363,7 +374,7 @@ fn a_file_whose_first_page_is_unreadable_is_set_aside() {
 fn blocks_of_another_block_size_are_read_where_they_lie() {
     let dir = tempfile::tempdir().unwrap();
     drop(sealed(dir.path()));
-    let larger = SsdConfig { frame_bytes_max: 20_000, ..config(dir.path(), true) };
+    let larger = SsdConfig { frame_bytes_max: 12_000, ..config(dir.path(), true) };
     let mut bench = open(&larger);
     let found = bench.report.blocks[0];
     assert_eq!(bench.load(1, found.record).unwrap(), frame(1));
@@ -377,6 +388,25 @@ fn blocks_of_another_block_size_are_read_where_they_lie() {
     let huge = SsdConfig { frame_bytes_max: 200_000, ..config(dir.path(), true) };
     let bench = open(&huge);
     assert_eq!((bench.report.blocks.len(), bench.report.quarantined.len()), (0, 1), "no segment is so large");
+}
+
+#[test]
+fn a_file_that_a_crash_left_without_its_head_is_begun_anew() {
+    for bytes in [4096, 1 << 20] {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(only_file(dir.path()), vec![0; bytes]).unwrap();
+        let mut bench = open(&config(dir.path(), true));
+        assert!(bench.report.quarantined.is_empty());
+        bench.save(1).unwrap();
+        drop(bench);
+        let bench = open(&config(dir.path(), true));
+        assert_eq!((bench.found(), bench.report.quarantined.len()), (vec![1], 0));
+    }
+    // A head that rotted to zeros is another matter.
+    let dir = tempfile::tempdir().unwrap();
+    open(&config(dir.path(), true)).save(1).unwrap();
+    overwrite(&only_file(dir.path()), 0, &[0; 4096]);
+    assert_eq!(open(&config(dir.path(), true)).report.quarantined.len(), 1);
 }
 
 #[test]
