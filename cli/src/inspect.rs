@@ -67,7 +67,7 @@ struct SpansLine {
 struct CurveLine {
     blocks: u64,
     bytes: u64,
-    hit_ratio: f64,
+    hit_rate: f64,
 }
 
 #[derive(Debug, Serialize)]
@@ -168,7 +168,7 @@ fn spans_line(spans: Option<&pb::Spans>) -> SpansLine {
 }
 
 fn curve_line(point: &pb::CurvePoint) -> CurveLine {
-    CurveLine { blocks: point.blocks, bytes: point.bytes, hit_ratio: point.hit_ratio }
+    CurveLine { blocks: point.blocks, bytes: point.bytes, hit_rate: point.hit_rate }
 }
 
 fn tenant_line(tenant: &pb::TenantUse) -> TenantLine {
@@ -212,7 +212,7 @@ fn render(node: &Inspected) -> String {
         let _ = writeln!(out, "\nwith room for      MiB          hit rate, evicting by last use");
     }
     for point in &node.curve {
-        let share = point.hit_ratio * 100.0;
+        let share = point.hit_rate * 100.0;
         let _ = writeln!(out, "{:<18} {:<12} {share:.1} %", point.blocks, in_mib(point.bytes));
     }
     if !node.tenants.is_empty() {
@@ -273,7 +273,7 @@ mod tests {
             age_at_eviction: spans(131_000_000),
             ..Default::default()
         };
-        let point = pb::CurvePoint { blocks: 512, bytes: 3 << 20, hit_ratio: 0.25 };
+        let point = pb::CurvePoint { blocks: 512, bytes: 3 << 20, hit_rate: 0.25 };
         let status = pb::NodeStatusReply {
             node: 5,
             classes: vec![class],

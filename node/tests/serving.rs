@@ -167,7 +167,7 @@ async fn dram_gives_way_to_ssd_and_blocks_come_back_from_there() {
         assert_eq!(classes().map(|class| class.hits).sum::<u64>(), 10);
         assert!(classes().map(|class| class.demoted).sum::<u64>() >= 8, "{status:?}");
         let most = status.curve.last().unwrap();
-        assert!((most.hit_ratio - 0.5).abs() < 0.01, "every block was used twice: {status:?}");
+        assert!((most.hit_rate - 0.5).abs() < 0.01, "every block was used twice: {status:?}");
     }
 }
 

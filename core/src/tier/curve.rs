@@ -77,7 +77,7 @@ impl MissCurve {
 
     /// Share of uses that an LRU tier of so many blocks would have hit, 0 to 1; 0 before any use.
     #[must_use]
-    pub fn hit_ratio(&self, capacity_blocks: u64) -> f64 {
+    pub fn hit_rate(&self, capacity_blocks: u64) -> f64 {
         let all = self.uses();
         if all <= 0.0 || capacity_blocks == 0 {
             return 0.0;
@@ -245,7 +245,7 @@ mod tests {
         let curve = curve(2000, &uses);
         assert_eq!(curve.uses() as usize, uses.len());
         for capacity in [1, 2, 7, 63, 127, 255, 511, 1200, 5000] {
-            let (found, real) = (curve.hit_ratio(capacity as u64), lru(&uses, capacity));
+            let (found, real) = (curve.hit_rate(capacity as u64), lru(&uses, capacity));
             assert!((found - real).abs() < 0.012, "{capacity} blocks: {found} instead of {real}");
         }
     }
@@ -259,7 +259,7 @@ mod tests {
             assert!(curve.turns.len() <= 2048 && curve.turns.len() == curve.order.len);
             assert!(curve.rate() < 0.05, "{} of the blocks are sampled", curve.rate());
             for capacity in [500, 2_000, 8_000, 20_000, 60_000] {
-                let (found, real) = (curve.hit_ratio(capacity as u64), lru(&uses, capacity));
+                let (found, real) = (curve.hit_rate(capacity as u64), lru(&uses, capacity));
                 assert!((found - real).abs() < 0.04, "{capacity} blocks: {found} instead of {real}");
             }
         }
@@ -269,18 +269,18 @@ mod tests {
     fn what_is_asked_lately_counts_more_once_the_rest_faded() {
         let mut curve = MissCurve::new(3);
         (0..1000).for_each(|block| curve.used(block));
-        assert_eq!(curve.hit_ratio(1 << 30), 0.0);
+        assert_eq!(curve.hit_rate(1 << 30), 0.0);
         curve.fade(0.0);
         (0..1000).for_each(|_| curve.used(7));
-        assert!(curve.hit_ratio(2000) > 0.99, "{}", curve.hit_ratio(2000));
-        assert!(curve.hit_ratio(2) > 0.99, "all but the first are repeated at once");
+        assert!(curve.hit_rate(2000) > 0.99, "{}", curve.hit_rate(2000));
+        assert!(curve.hit_rate(2) > 0.99, "all but the first are repeated at once");
     }
 
     #[test]
     fn nothing_asked_and_no_room_are_no_hits() {
         let mut curve = MissCurve::new(3);
-        assert_eq!(curve.hit_ratio(10), 0.0);
+        assert_eq!(curve.hit_rate(10), 0.0);
         (0..10).for_each(|_| curve.used(1));
-        assert_eq!(curve.hit_ratio(0), 0.0);
+        assert_eq!(curve.hit_rate(0), 0.0);
     }
 }

@@ -87,7 +87,7 @@ impl Store {
         let point = |blocks: u64| pb::CurvePoint {
             blocks,
             bytes: blocks.saturating_mul(slot),
-            hit_ratio: curve.hit_ratio(blocks),
+            hit_rate: curve.hit_rate(blocks),
         };
         capacities.into_iter().map(point).collect()
     }

@@ -427,8 +427,8 @@ fn the_curve_says_what_both_tiers_would_hit_if_they_were_larger() {
     }
     let hits = |tier| book.numbers(tier).classes().map(|(_, class)| class.hits).sum::<u64>();
     assert_eq!(hits(Tier::Dram) + hits(Tier::Ssd), 0, "a loop of six never hits a cache of three");
-    assert_eq!(book.curve().hit_ratio(3), 0.0);
-    assert!(book.curve().hit_ratio(8) > 0.97, "{}", book.curve().hit_ratio(8));
+    assert_eq!(book.curve().hit_rate(3), 0.0);
+    assert!(book.curve().hit_rate(8) > 0.97, "{}", book.curve().hit_rate(8));
 }
 
 #[test]
@@ -473,12 +473,11 @@ fn blocks_that_may_not_go_to_ssd_come_back_only_below_the_mark() {
 }
 
 /// A policy that writes down what it is told.
-#[derive(Default)]
-struct Told(PlainLru, std::sync::Arc<std::sync::Mutex<Vec<(char, u32)>>>);
+struct Told(PlainLru, std::sync::mpsc::Sender<(char, u32)>);
 
 impl Told {
     fn note(&self, how: char, traits: BlockTraits) {
-        self.1.lock().unwrap().push((how, traits.offset_blocks));
+        self.1.send((how, traits.offset_blocks)).unwrap();
     }
 }
 
@@ -521,13 +520,13 @@ impl Policy for Told {
 
 #[test]
 fn a_request_that_ends_is_told_whole_from_its_tail_on() {
-    let told = std::sync::Arc::<std::sync::Mutex<Vec<_>>>::default();
+    let (notes, told) = std::sync::mpsc::channel();
     let dram = TierLimits::exact(Capacity::Blocks(3));
     let ssd = TierLimits::exact(Capacity::Blocks(3));
     let limits = Limits { dram, ssd, lease: Duration::from_secs(10), leases_max: 64, seed: 1 };
-    let policy = Told(PlainLru::default(), std::sync::Arc::clone(&told));
+    let policy = Told(PlainLru::default(), notes);
     let mut book = Book::new(&limits, Box::new(policy), Box::<PlainLru>::default());
-    let seen = || std::mem::take(&mut *told.lock().unwrap());
+    let seen = || told.try_iter().collect::<Vec<_>>();
     request(&mut book, &[1, 2], 1);
     assert_eq!(seen(), [('i', 1), ('i', 0), ('s', 1), ('s', 0)]);
     request(&mut book, &[1, 2, 3], 2);
