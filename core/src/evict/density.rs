@@ -1,8 +1,8 @@
 //! Our own policy: evict the block that gives the fewest hits for the room and the time it takes.
 //!
-//! Blocks are judged in classes ([`classes`]), a request's together ([`run`]). Of each class is learned how likely a
-//! use is at an age ([`hazard`]), from every use and every wait for one ([`alive`]), also of blocks that left
-//! ([`ghosts`]); from that a table of `max over T of E[hits in (a, a+T]] / E[block-seconds in (a, a+T]]`. One queue
+//! Blocks are judged in classes (`classes`), a request's together (`run`). Of each class is learned how likely a
+//! use is at an age (`hazard`), from every use and every wait for one (`alive`), also of blocks that left
+//! (`ghosts`); from that a table of `max over T of E[hits in (a, a+T]] / E[block-seconds in (a, a+T]]`. One queue
 //! a class in the order of last use leaves two blocks a class to look up: the longest unused, and, where a value
 //! rises with age first, the newest. Not here: how large a tier should be.
 

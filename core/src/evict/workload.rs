@@ -4,7 +4,7 @@
 //! probability depends only on the category and the time since last use and falls with the latter, so one
 //! queue per category ordered by last use leaves W heads to compare: a victim costs O(W), not O(N).
 //! Frequency is deliberately absent. Variants of the probability go by names of their own ([`NAMES`]). Not here:
-//! the curves ([`super::reuse_prob`]) and the comparison of the heads ([`super::heads`]).
+//! the curves ([`super::reuse_prob`]) and the comparison of the heads (`heads.rs`).
 
 pub use super::heads::TURNS_DISTINCT_MAX;
 
