@@ -85,5 +85,6 @@ fn what_nobody_published_hits_what_it_hit_when_this_was_written() {
     check_policy(&requests, "workload", OWN_POINTS, [8.28, 10.06, 20.33, 27.92, 33.95, 36.02]);
     check_policy(&requests, "workload-share", OWN_POINTS, [9.46, 12.14, 17.88, 24.76, 34.19, 36.03]);
     check_policy(&requests, "workload-posterior", OWN_POINTS, [9.44, 12.37, 17.70, 24.79, 34.09, 36.06]);
+    check_policy(&requests, "density", OWN_POINTS, [9.80, 14.81, 22.84, 29.64, 34.84, 36.04]);
     check_policy(&requests, "workload-aged", OWN_POINTS, [5.25, 7.89, 19.63, 27.93, 34.52, 36.04]);
 }

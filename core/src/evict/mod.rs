@@ -1,6 +1,6 @@
 //! Which block leaves a tier next: the policy trait. One file per policy beside this one.
 //!
-//! A policy sees keys, times and categories. It never sees locks, I/O, bytes or metrics, and it does
+//! A policy sees keys, times and categories. It never sees locks, I/O, what blocks hold or metrics, and it does
 //! not decide *when* to evict (that is [`crate::tier`]).
 
 pub mod arc;

@@ -31,7 +31,7 @@ struct Known {
     in_main: bool,
 }
 
-/// Evicts what was used once, before what was used again.
+/// Evicts what was used at most once more, before what was used twice more.
 #[derive(Debug, Default)]
 pub struct S3Fifo {
     links: Links<Known>,

@@ -242,7 +242,7 @@ impl Ssd {
         let (identity, faults) = (config.identity, &*config.faults);
         let skipped = recover::Skipped::default();
         let mut recovery =
-            Recovery { device: &*device, shape, identity, faults, name, skipped, is_flushed: false };
+            Recovery { device: &*device, shape, identity, faults, name, skipped, flushed: None };
         let mut book = SegmentBook::new(shape);
         for segment in 0..recovery.segments()? {
             let found = recovery.segment(segment);

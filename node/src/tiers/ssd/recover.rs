@@ -41,8 +41,8 @@ pub(super) struct Recovery<'a> {
     /// For the log.
     pub(super) name: String,
     pub(super) skipped: Skipped,
-    /// What was written before this start is on the medium.
-    pub(super) is_flushed: bool,
+    /// Whether what was written before this start is on the medium, once it was asked.
+    pub(super) flushed: Option<Result<(), String>>,
 }
 
 impl Recovery<'_> {
@@ -127,12 +127,12 @@ impl Recovery<'_> {
     /// A segment without a footer.
     fn half(&mut self, head: SegmentHead) -> Found {
         // A process that died may have written what it never flushed; whoever hears of it relies on it.
-        if !self.is_flushed {
-            if let Err(cause) = self.device.sync() {
-                self.damaged(head.segment, &cause.to_string());
-                return Found::Lost;
-            }
-            self.is_flushed = true;
+        // Asked once: a device that failed to flush may say later that there is nothing left to be flushed.
+        let flushed =
+            self.flushed.get_or_insert_with(|| self.device.sync().map_err(|cause| cause.to_string()));
+        if let Err(cause) = flushed.clone() {
+            self.damaged(head.segment, &cause);
+            return Found::Lost;
         }
         let (bytes, is_whole) = self.read_whole(head.segment);
         let (mut page, mut entries) = (1, Vec::new());

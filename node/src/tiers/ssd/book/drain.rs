@@ -4,7 +4,7 @@
 //! Not here: placing and freeing (the parent module), and the bytes of a record that is moved (`engine`).
 
 use super::{Life, Member, Purpose, Record, RecordId, Segment, SegmentBook, Spot, State};
-use crate::tiers::ssd::format::{RecordHeader, footer_pages};
+use crate::tiers::ssd::format::{RecordHeader, footer_pages, record_pages};
 
 /// While at most so many whole segments are empty, one is drained: what is written meanwhile must fit.
 const EMPTY_WANTED: u32 = 2;
@@ -30,6 +30,9 @@ pub(crate) enum RescueEnd {
     NotRead,
 }
 
+/// A segment is drained when at least one part in so many of it comes free.
+const DRAIN_GAIN_PARTS: u32 = 16;
+
 impl SegmentBook {
     /// Whether space should come back now.
     pub(crate) fn is_short(&self) -> bool {
@@ -46,7 +49,10 @@ impl SegmentBook {
             self.segments.iter().enumerate().filter(useful).min_by_key(|(_, segment)| segment.live_pages)?;
         let fill = self.shape.segment_pages - 1 - footer_pages(u32::try_from(segment.members.len()).ok()?);
         let number = u32::try_from(number).ok()?;
-        if segment.live_pages >= fill {
+        // At the end of a segment as much may be free as the largest record takes: to move it all elsewhere wins
+        // nothing, and would go on for ever where all of a medium is wanted.
+        let least = record_pages(self.shape.frame_bytes_max).max(fill / DRAIN_GAIN_PARTS);
+        if fill.saturating_sub(segment.live_pages) < least {
             return None;
         }
         let live = segment.members.iter().filter(|(id, page)| self.is_at(*id, number, *page));

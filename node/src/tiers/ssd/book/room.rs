@@ -102,6 +102,10 @@ impl SegmentBook {
 
     /// The head of a segment that tries whether the file can grow again. Nothing is placed there before.
     pub(crate) fn probe(&mut self, nonce: impl FnOnce() -> u64) -> Option<SegmentHead> {
+        // All there may be is in the file: what could not grow was a segment that was lent.
+        if self.grown >= self.limit && self.empty() > 0 {
+            self.cap = None;
+        }
         if self.cap.is_none() || self.probe.is_some() || self.grown >= self.limit {
             return None;
         }
@@ -135,7 +139,9 @@ impl SegmentBook {
         if self.extra.is_some() {
             return false;
         }
-        let mut beyond = self.limit()..self.grown;
+        // One whose head failed before is made already, though the file may end before it.
+        let end = if self.cap.is_none() { self.made() } else { self.grown };
+        let mut beyond = self.limit()..end;
         let number = match beyond.find(|&number| self.segments[number as usize].state == State::Free) {
             Some(number) => number,
             None if self.cap.is_none() && self.made() <= self.limit => self.make(),

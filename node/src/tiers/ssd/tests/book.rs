@@ -287,3 +287,18 @@ fn a_medium_without_room_gives_back_what_is_dead_and_grows_when_it_can() {
     }
     assert_eq!(used.into_iter().collect::<Vec<u32>>(), (0..SHAPE.segments).collect::<Vec<u32>>());
 }
+
+#[test]
+fn a_segment_full_of_what_is_wanted_is_not_moved_for_the_page_at_its_end() {
+    let mut book = SegmentBook::new(SHAPE);
+    let mut full = |number: u32| {
+        let head = SegmentHead { segment: number, nonce: u64::from(number) };
+        let entries = (0..7).map(|nth| Entry { header: header_with(LARGEST), page: 1 + 3 * nth }).collect();
+        book.adopt(Found::Records { head, entries, sealed: true })
+    };
+    let records: Vec<Vec<RecordId>> = (0..SHAPE.segments).map(&mut full).collect();
+    assert!(book.is_short());
+    assert_eq!(book.drain(), None);
+    book.free(records[3][2]);
+    assert_eq!(book.drain().map(|(segment, left)| (segment, left.len())), Some((3, 6)));
+}
