@@ -49,6 +49,9 @@ fn compare(effort: &Effort, slices: usize, slice_bytes: u32) -> anyhow::Result<[
             failed.set(failed.get() + u64::from(frame.verify_into(IDENTITY, HASH, to).is_err()));
         })
     };
+    fused(&mut room);
+    let is_copied = frames.iter().zip(room.chunks_exact(frame_bytes)).all(|(frame, to)| frame.bytes == to);
+    ensure!(is_copied, "what was verified is not what was copied");
     let bare = |room: &mut [u8]| each(&frames, room, |frame, to| to.copy_from_slice(black_box(&frame.bytes)));
     let apart = |room: &mut [u8]| {
         each(&frames, room, |frame, to| {

@@ -144,7 +144,7 @@ impl Ours {
         let (stock, chance) = (VecDeque::new(), ChaCha8Rng::seed_from_u64(1));
         let stock_max = usize::try_from(blocks)?;
         let mut ours = Ours { ssd, reports, arena, frames, stock, stock_max, next: 0, chance };
-        // Twice the stock: every segment was written once before anything is measured.
+        // More than twice the stock: every segment was written once before anything is measured.
         ours.put(32, blocks * 5 / 2)?;
         Ok(ours)
     }

@@ -77,8 +77,10 @@ impl Bare {
                     let at = number % blocks * u64::from(block_bytes);
                     self.file.write_all_at(memory.bytes(), at)?;
                 } else {
-                    // Scattered as well as chance would, and the same in each run.
-                    let at = number.wrapping_mul(0x9E37_79B9_7F4A_7C15) % blocks * u64::from(block_bytes);
+                    // The high bits: modulo a power of two the low ones would be one stride. The same in each run.
+                    let mixed = number.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+                    let mixed = (mixed ^ (mixed >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9) >> 32;
+                    let at = mixed % blocks * u64::from(block_bytes);
                     self.file.read_exact_at(memory.bytes(), at)?;
                 }
             }

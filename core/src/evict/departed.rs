@@ -2,7 +2,7 @@
 //!
 //! A fingerprint is kept in 32 bits. At ten million of them a block that was never here is taken for one in
 //! one look of four hundred; it then stands in the other queue for a while, and no byte is wrong. Memory is
-//! bounded by [`Departed::trim`], 17 to 35 bytes a fingerprint. Not here: blocks that are resident.
+//! bounded by [`Departed::trim`], 18 to 53 bytes a fingerprint. Not here: blocks that are resident.
 
 use hashbrown::HashMap;
 use std::collections::VecDeque;

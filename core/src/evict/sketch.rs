@@ -7,7 +7,8 @@
 const ROWS: usize = 4;
 /// Largest count of four bits.
 const COUNT_MAX: u64 = 15;
-/// Uses per word of the sketch between two halvings: ten times the blocks, the paper's sample.
+/// Uses per word of the sketch between two halvings: the paper's sample, ten times the
+/// blocks, or up to twice as much, as words are a power of two.
 const USES_PER_WORD: usize = 10;
 /// Every bit of a word but the highest of each counter.
 const HALVED: u64 = 0x7777_7777_7777_7777;

@@ -1,6 +1,6 @@
 //! Hit rate against capacity of the baselines, the judged policy and the bound, one plot a trace.
 //!
-//! Not here: the variants of the judged policy, which lie too close together to be told apart; they are in the tables.
+//! Not here: the paper's policy and its variants, for which there are no colours left; they are in the tables.
 
 use std::path::Path;
 
