@@ -126,6 +126,11 @@ impl Book {
     pub fn on_move_delayed(&mut self, key: BlockKey, to: Tier) {
         let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.moving == Some(to)) else { return };
         entry.moving = None;
+        if !entry.copies.dram && !entry.copies.ssd {
+            // What was to be moved was lost meanwhile.
+            self.count_left(key, Left::Failed);
+            return self.drop_block(key);
+        }
         self.settle(key);
     }
 
@@ -146,14 +151,19 @@ impl Book {
         }
     }
 
-    /// The SSD copy of a block is gone although nobody asked for it. A move that is under way finds out by
-    /// itself.
+    /// The SSD copy of a block is gone although nobody asked for it. A read that is under way may bring its
+    /// bytes still.
     pub fn on_lost(&mut self, key: BlockKey) {
-        let idle = self.slab.get(key).is_some_and(|entry| entry.moving.is_none() && !entry.writing);
-        if idle && self.slab.get(key).is_some_and(|entry| entry.copies.ssd && !entry.copies.dram) {
-            self.count_left(key, Left::Failed);
-            self.drop_block(key);
+        let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.copies.ssd) else { return };
+        entry.copies.ssd = false;
+        if entry.moving.is_some() {
+            return;
         }
+        if entry.copies.dram {
+            return self.settle(key);
+        }
+        self.count_left(key, Left::Failed);
+        self.drop_block(key);
     }
 
     fn keep_in_dram(&mut self, key: BlockKey, now: Timestamp) {

@@ -449,6 +449,41 @@ fn a_block_whose_ssd_copy_is_lost_is_taken_back_before_anybody_asks() {
     assert_eq!(book.stats(Tier::Ssd).blocks, 0);
 }
 
+/// A book whose one DRAM slot is held by block 2, with block 1 on SSD and being read for somebody.
+fn reading_beside_a_held_slot() -> (Book, BlockKey) {
+    let mut book = blocks(1, 4);
+    request(&mut book, &[1], 1);
+    request(&mut book, &[2], 2);
+    book.fetch(asker(100), &hashes(&[2]), Timestamp(3)).unwrap();
+    book.fetch(asker(101), &hashes(&[1]), Timestamp(4)).unwrap();
+    let Some(Action::Promote { key, .. }) = book.next_action(ALL_ROOM) else { panic!("no load") };
+    book.take_changes();
+    (book, key)
+}
+
+#[test]
+fn a_copy_that_is_lost_while_it_is_read_is_written_again_from_what_was_read() {
+    let (mut book, key) = reading_beside_a_held_slot();
+    book.on_lost(key);
+    book.on_moved(key, Tier::Dram);
+    let Some(Action::Demote { key: written, .. }) = book.next_action(ALL_ROOM) else { panic!("no demotion") };
+    assert_eq!(written, key);
+    book.on_moved(key, Tier::Ssd);
+    assert_eq!(book.tier_of(&hash(1)), Some(Tier::Ssd));
+}
+
+#[test]
+fn a_copy_that_is_lost_before_its_read_begins_is_gone() {
+    let (mut book, key) = reading_beside_a_held_slot();
+    book.on_lost(key);
+    book.on_move_delayed(key, Tier::Dram);
+    assert_eq!(book.tier_of(&hash(1)), None);
+    assert_eq!(book.take_changes(), vec![Change::Dropped { blocks: vec![hash(1)], tier: Tier::Ssd }]);
+    assert_eq!(book.next_action(ALL_ROOM), None);
+    book.release(LeaseId(101), Timestamp(5));
+    assert_eq!(book.stats(Tier::Ssd).blocks, 0);
+}
+
 #[test]
 fn blocks_that_may_not_go_to_ssd_come_back_only_below_the_mark() {
     let limits = TierLimits { capacity: Capacity::Blocks(100), watermark_high: 0.95, watermark_low: 0.9 };

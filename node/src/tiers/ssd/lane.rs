@@ -71,6 +71,19 @@ enum Pending {
     Full,
 }
 
+impl Pending {
+    /// How it ends when the thread does; nothing for what no thread has a part in.
+    fn broken(&self) -> Option<Outcome> {
+        let cause = io::Error::new(io::ErrorKind::BrokenPipe, "the SSD thread is gone");
+        Some(match self {
+            Pending::Save { .. } | Pending::Head { .. } | Pending::Seal { .. } => Outcome::Put(Err(cause)),
+            Pending::Read { .. } => Outcome::Got(Err(ReadFault::Medium(cause))),
+            Pending::Rescue(_) => Outcome::Moved(Err(MoveFault::Write(cause))),
+            Pending::GiveUp { .. } | Pending::Full => return None,
+        })
+    }
+}
+
 /// A segment that is being emptied.
 struct Drain {
     segment: u32,
@@ -81,7 +94,7 @@ struct Drain {
 pub(super) struct Lane {
     pub(super) book: SegmentBook,
     number: usize,
-    mailbox: Arc<Mailbox<Job>>,
+    pub(super) mailbox: Arc<Mailbox<Job>>,
     /// For what the lane has to tell by itself.
     reports: UnboundedSender<Report>,
     thread: Option<JoinHandle<()>>,
@@ -207,7 +220,20 @@ impl Lane {
         self.next_job += 1;
         self.pending.insert(self.next_job, pending);
         if !self.mailbox.send(job(self.next_job)) {
-            tracing::error!("the SSD thread is gone: nothing more is read or written");
+            self.thread_gone();
+        }
+    }
+
+    /// Ends whatever is under way: nobody works on it any more. What the thread told before it went comes
+    /// first, and a job ends once.
+    fn thread_gone(&mut self) {
+        tracing::error!("the SSD thread is gone: nothing more is read or written; start the node again");
+        let mut jobs: Vec<u64> = self.pending.keys().copied().collect();
+        jobs.sort_unstable();
+        for job in jobs {
+            let Some(outcome) = self.pending.get(&job).and_then(Pending::broken) else { continue };
+            // The store is gone only while the process stops; nobody waits then.
+            let _ = self.reports.send(Report { lane: self.number, job, outcome });
         }
     }
 

@@ -99,6 +99,8 @@ pub struct FoundBlock {
     pub record: SsdRecord,
     /// What the record says.
     pub header: RecordHeader,
+    /// Its bytes were read and are right; otherwise only the footer of its segment says so.
+    pub is_verified: bool,
 }
 
 /// What a start found.
@@ -193,7 +195,8 @@ impl Ssd {
 
     /// Brings what all devices hold into one order.
     fn order(&mut self, report: &mut ScanReport) {
-        report.blocks.sort_unstable_by_key(|found| found.header.sequence);
+        // A record that was being moved may be at both places, with one number: rather the one that was read.
+        report.blocks.sort_by_key(|found| (found.header.sequence, found.is_verified));
         self.keep_newest(&mut report.blocks);
         self.sequence = report.blocks.last().map_or(0, |found| found.header.sequence);
     }
@@ -246,12 +249,18 @@ impl Ssd {
         let mut book = SegmentBook::new(shape);
         for segment in 0..recovery.segments()? {
             let found = recovery.segment(segment);
-            let headers: Vec<RecordHeader> = match &found {
-                book::Found::Records { entries, .. } => entries.iter().map(|entry| entry.header).collect(),
-                book::Found::Empty | book::Found::Lost => Vec::new(),
+            let (headers, is_verified) = match &found {
+                book::Found::Records { entries, sealed, .. } => {
+                    (entries.iter().map(|entry| entry.header).collect(), !sealed)
+                }
+                book::Found::Empty | book::Found::Lost => (Vec::new(), false),
             };
             for (id, header) in book.adopt(found).into_iter().zip(headers) {
-                report.blocks.push(FoundBlock { record: SsdRecord { lane: number, id }, header });
+                report.blocks.push(FoundBlock {
+                    record: SsdRecord { lane: number, id },
+                    header,
+                    is_verified,
+                });
             }
         }
         report.damaged += recovery.skipped.damaged;

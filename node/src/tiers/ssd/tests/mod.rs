@@ -454,6 +454,35 @@ fn media_errors_are_reported_once_per_job() {
 }
 
 #[test]
+fn of_two_records_with_one_number_the_one_that_was_read_stays() {
+    for read_first in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut bench = open(&config(dir.path(), true));
+        let (read, told) = (bench.save(1).unwrap(), bench.save(1).unwrap());
+        let header = RecordHeader { sequence: 7, ..header(1) };
+        let found = |record, is_verified| FoundBlock { record, header, is_verified };
+        let mut report =
+            ScanReport { blocks: vec![found(read, true), found(told, false)], ..Default::default() };
+        if !read_first {
+            report.blocks.reverse();
+        }
+        bench.ssd.order(&mut report);
+        assert_eq!(report.blocks, [found(read, true)]);
+    }
+}
+
+#[test]
+fn without_its_thread_every_job_ends_with_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut bench = open(&config(dir.path(), true));
+    let record = bench.save(1).unwrap();
+    bench.ssd.lanes[0].mailbox.close();
+    assert_eq!(bench.save(2).unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+    assert!(matches!(bench.load(1, record), Err(ReadFault::Medium(_))));
+    assert_eq!(bench.ssd.write(3, 0, header(3), &frame(3)).unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+}
+
+#[test]
 fn a_directory_in_use_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let first = open(&config(dir.path(), true));
