@@ -30,6 +30,9 @@ pub(super) const QUEUE_DEPTH: usize = 64;
 /// each large enough to be worth an operation.
 const PIECE_BYTES: usize = 256 << 10;
 
+/// Ends wait for each other while less than this was verified: some ten microseconds.
+const TOLD_BYTES: usize = 256 << 10;
+
 /// Work for the thread.
 pub(crate) enum Job {
     /// Begin a segment: reserve its room, then its head. What goes into it waits for that.
@@ -143,6 +146,9 @@ pub(super) struct Engine {
     in_ring: usize,
     reads: HashMap<u64, Reading>,
     pub(super) writer: Writer,
+    /// Ends that were not told yet, and bytes verified since the last telling.
+    untold: Vec<Report>,
+    verified_bytes: usize,
 }
 
 /// What an operation is part of.
@@ -183,6 +189,8 @@ impl Engine {
             in_ring: 0,
             reads: HashMap::new(),
             writer: Writer::default(),
+            untold: Vec::new(),
+            verified_bytes: 0,
         }
     }
 
@@ -195,6 +203,7 @@ impl Engine {
             let is_over = mailbox.take(&mut jobs);
             jobs.drain(..).for_each(|job| self.start(job));
             self.write_on();
+            self.tell();
             if is_over && self.is_idle() {
                 return;
             }
@@ -312,7 +321,11 @@ impl Engine {
                     Some(LandingOwner::Slot(slot)) => check(slot.freeze(), identity, hash),
                     _ => Err(ReadFault::Corrupt("nothing was read".to_owned())),
                 });
+                self.verified_bytes += checked.as_ref().map_or(0, Bytes::len);
                 self.report(job, Outcome::Got(checked));
+                if self.verified_bytes >= TOLD_BYTES {
+                    self.tell();
+                }
             }
             Wish::Rescue { job, from, to, to_at } => {
                 let checked = result.map_err(ReadFault::from).and_then(|()| match owner {
@@ -330,9 +343,22 @@ impl Engine {
         }
     }
 
-    pub(super) fn report(&self, job: u64, outcome: Outcome) {
-        // The store is gone only while the process stops; nobody waits then.
-        let _ = self.parts.reports.send(Report { lane: self.parts.lane, job, outcome });
+    /// What is on its way to the ring goes to the device now: there is work to do here before the next turn.
+    pub(super) fn submit_now(&mut self) {
+        self.ring.submit_now();
+    }
+
+    pub(super) fn report(&mut self, job: u64, outcome: Outcome) {
+        self.untold.push(Report { lane: self.parts.lane, job, outcome });
+    }
+
+    /// Tells what ended, all at once: whoever waits is woken once for it, and that costs more than a block.
+    fn tell(&mut self) {
+        self.verified_bytes = 0;
+        for report in self.untold.drain(..) {
+            // The store is gone only while the process stops; nobody waits then.
+            let _ = self.parts.reports.send(report);
+        }
     }
 }
 

@@ -12,6 +12,7 @@ use std::ops::Range;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
+use io_uring::types::SubmitArgs;
 use io_uring::{IoUring, opcode, squeue, types};
 
 use super::buffer::{Chunk, Landing, PageBuffer, Pool};
@@ -20,6 +21,13 @@ use super::format::PAGE_BYTES;
 
 /// Marks the end of the read of the bell.
 const BELL: u64 = u64::MAX;
+
+/// A thread that sleeps is woken by one in so many of the operations in flight, or by [`ENDS_MAX`] of them,
+const ENDS_PART: usize = 4;
+const ENDS_MAX: usize = 8;
+
+/// or after so many microseconds by the first: less than a device takes for one of many operations.
+const ENDS_WAIT_US: u32 = 50;
 
 /// One operation, at whole pages.
 #[derive(Debug)]
@@ -93,6 +101,13 @@ impl Ring {
         }
     }
 
+    /// Hands over what was started, without waiting for anything.
+    pub(crate) fn submit_now(&mut self) {
+        if let Ring::Uring(uring) = self {
+            uring.submit_now();
+        }
+    }
+
     /// Hands over what was started and takes what ended. With `nap`, it waits until something ended or the
     /// bell rang; where only the bell can wake, `nap` waits for it.
     pub(crate) fn turn(&mut self, nap: Option<&dyn Fn()>, ended: &mut Vec<Finished>) {
@@ -158,6 +173,8 @@ pub(crate) struct Uring {
     bell_count: Box<[u8; 8]>,
     bell_armed: bool,
     is_pool_registered: bool,
+    /// Whether the kernel can wait for more than one end, up to a time (Linux 6.12).
+    waits_for_several: bool,
     /// Dropped after the ring: the file and the chunks that it knows.
     _device: Arc<dyn Device>,
     _chunks: Arc<PageBuffer>,
@@ -172,6 +189,7 @@ impl Uring {
             .setup_defer_taskrun()
             .build(entries)
             .or_else(|_| IoUring::new(entries))?;
+        let waits_for_several = ring.params().is_feature_min_timeout();
         ring.submitter().register_files(&[fd])?;
         let (ranges, chunks) = pool.ranges();
         let ranges: Vec<libc::iovec> = ranges
@@ -192,6 +210,7 @@ impl Uring {
             bell_count: Box::default(),
             bell_armed: false,
             is_pool_registered: registered.is_ok(),
+            waits_for_several,
             _device: device,
             _chunks: chunks,
         })
@@ -247,16 +266,22 @@ impl Uring {
         }
     }
 
+    fn submit_now(&mut self) {
+        said(self.ring.submit());
+    }
+
     fn turn(&mut self, sleep: bool, ended: &mut Vec<Finished>) {
         if sleep {
             self.arm_bell();
         }
-        match self.ring.submit_and_wait(usize::from(sleep)) {
-            Ok(_) => {}
-            Err(cause)
-                if matches!(cause.kind(), io::ErrorKind::Interrupted | io::ErrorKind::ResourceBusy) => {}
-            Err(cause) => tracing::error!(%cause, "io_uring wait failed"),
-        }
+        // One wakeup for several ends, where they come thick and fast.
+        let want = if self.waits_for_several { (self.open / ENDS_PART).clamp(1, ENDS_MAX) } else { 1 };
+        said(match sleep {
+            true if want > 1 => {
+                self.ring.submitter().submit_with_args(want, &SubmitArgs::new().min_wait_usec(ENDS_WAIT_US))
+            }
+            _ => self.ring.submit_and_wait(usize::from(sleep)),
+        });
         self.reap(ended);
     }
 
@@ -308,6 +333,15 @@ impl Drop for Uring {
         if self.bell_armed {
             std::mem::forget(std::mem::take(&mut self.bell_count));
         }
+    }
+}
+
+/// Logs what a submission said, unless it means only that the loop goes round once more.
+fn said(result: io::Result<usize>) {
+    if let Err(cause) = result
+        && !matches!(cause.kind(), io::ErrorKind::Interrupted | io::ErrorKind::ResourceBusy)
+    {
+        tracing::error!(%cause, "io_uring wait failed");
     }
 }
 

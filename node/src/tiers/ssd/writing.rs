@@ -216,6 +216,10 @@ impl Engine {
         }
         self.writer.chunks_open += 1;
         self.submit(Open::Chunk { jobs }, chunk_at, Op::Write { chunk, bytes: filled });
+        // The device begins with this one while the next is filled.
+        if filled == CHUNK_BYTES {
+            self.submit_now();
+        }
     }
 
     pub(super) fn chunk_ended(&mut self, jobs: &[u64], result: io::Result<()>) {
@@ -295,7 +299,7 @@ impl Engine {
         self.report_put(job, put.moved, result);
     }
 
-    fn report_put(&self, job: u64, moved: Option<RecordHeader>, result: io::Result<()>) {
+    fn report_put(&mut self, job: u64, moved: Option<RecordHeader>, result: io::Result<()>) {
         let outcome = match moved {
             None => Outcome::Put(result),
             Some(header) => Outcome::Moved(result.map(|()| header).map_err(MoveFault::Write)),
