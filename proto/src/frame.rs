@@ -18,7 +18,7 @@ mod header;
 
 pub use header::{Need, parse_header};
 
-use copy::copy_crc32c;
+use copy::{copy_crc32c, crc32c};
 use header::{Header, SLICE_ENTRY_BYTES, header_len};
 
 /// First bytes of every frame.
@@ -195,7 +195,7 @@ impl FrameBuilder {
         let sums = self.slice_bytes.iter().map(|bytes| {
             let (slice, rest) = payload.split_at(*bytes as usize);
             payload = rest;
-            crc32c::crc32c(slice)
+            crc32c(slice)
         });
         let sums: Vec<u32> = sums.collect();
         self.seal_with(&sums)
@@ -288,7 +288,7 @@ impl Frame {
     pub fn verify_bytes(&self) -> Result<(), FrameError> {
         for (layer, entry) in header::entries(&self.bytes).enumerate() {
             let slice = self.bytes.get(entry.range()).ok_or(FrameError::SliceChecksum { layer })?;
-            if crc32c::crc32c(slice) != entry.crc {
+            if crc32c(slice) != entry.crc {
                 return Err(FrameError::SliceChecksum { layer });
             }
         }

@@ -1,4 +1,5 @@
-//! Copies bytes and computes their CRC32C on the way, so that they come from memory once.
+//! Computes the CRC32C of bytes, and copies them on the way if they are to be somewhere else: they come from
+//! memory once.
 //!
 //! With AVX-512 and VPCLMULQDQ the sum costs nothing beside the copy: 256 bytes at a time are loaded, folded and stored past
 //! the caches (nobody reads a block soon after it came). Elsewhere short pieces are copied and summed while they are
@@ -14,6 +15,15 @@ pub(super) fn copy_crc32c(to: &mut [u8], from: &[u8]) -> u32 {
         return crc;
     }
     in_pieces(to, from)
+}
+
+/// The CRC32C of bytes that stay where they are.
+pub(super) fn crc32c(bytes: &[u8]) -> u32 {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    if let Some(crc) = wide::crc32c(bytes) {
+        return crc;
+    }
+    crc32c::crc32c(bytes)
 }
 
 /// The same on any machine.
@@ -42,14 +52,23 @@ mod wide {
     /// Destination of a store past the caches.
     const LINE_BYTES: usize = 64;
 
-    /// Copies and sums, where the processor can.
-    pub(super) fn copy_crc32c(to: &mut [u8], from: &[u8]) -> Option<u32> {
-        let able = is_x86_feature_detected!("avx512f")
+    fn is_able() -> bool {
+        is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("vpclmulqdq")
             && is_x86_feature_detected!("pclmulqdq")
-            && is_x86_feature_detected!("sse4.2");
+            && is_x86_feature_detected!("sse4.2")
+    }
+
+    /// Copies and sums, where the processor can.
+    pub(super) fn copy_crc32c(to: &mut [u8], from: &[u8]) -> Option<u32> {
         // SAFETY: the processor has every feature that the function is compiled for.
-        able.then(|| unsafe { copy(to, from) })
+        is_able().then(|| unsafe { copy(to, from) })
+    }
+
+    /// Sums, where the processor can.
+    pub(super) fn crc32c(bytes: &[u8]) -> Option<u32> {
+        // SAFETY: as above.
+        is_able().then(|| unsafe { sum(bytes) })
     }
 
     #[target_feature(enable = "avx512f,vpclmulqdq,pclmulqdq,sse4.2")]
@@ -59,32 +78,46 @@ mod wide {
         let ((to_head, to), (from_head, from)) = (to.split_at_mut(head), from.split_at(head));
         let (to_steps, to_tail) = to.as_chunks_mut::<STEP_BYTES>();
         let (from_steps, from_tail) = from.as_chunks::<STEP_BYTES>();
-        let crc = copy_words(to_head, from_head, !0);
-        let crc = copy_steps(to_steps, from_steps, crc);
-        !copy_words(to_tail, from_tail, crc)
+        to_head.copy_from_slice(from_head);
+        to_tail.copy_from_slice(from_tail);
+        let crc = steps(Some(to_steps), from_steps, words(from_head, !0));
+        !words(from_tail, crc)
+    }
+
+    #[target_feature(enable = "avx512f,vpclmulqdq,pclmulqdq,sse4.2")]
+    fn sum(bytes: &[u8]) -> u32 {
+        let head = bytes.as_ptr().align_offset(LINE_BYTES).min(bytes.len());
+        let (head, bytes) = bytes.split_at(head);
+        let (whole, tail) = bytes.as_chunks::<STEP_BYTES>();
+        let crc = steps(None, whole, words(head, !0));
+        !words(tail, crc)
     }
 
     #[target_feature(enable = "sse4.2")]
-    fn copy_words(to: &mut [u8], from: &[u8], crc: u32) -> u32 {
-        to.copy_from_slice(from);
-        let (words, rest) = from.as_chunks::<8>();
+    fn words(bytes: &[u8], crc: u32) -> u32 {
+        let (words, rest) = bytes.as_chunks::<8>();
         let crc =
             words.iter().fold(u64::from(crc), |crc, word| _mm_crc32_u64(crc, u64::from_le_bytes(*word)));
         rest.iter().fold(crc as u32, |crc, byte| _mm_crc32_u8(crc, *byte))
     }
 
-    /// Whole steps; `to` begins at a line.
+    /// Whole steps; `to`, which has as many if it is there, begins at a line.
     #[target_feature(enable = "avx512f,vpclmulqdq,pclmulqdq,sse4.2")]
-    fn copy_steps(to: &mut [[u8; STEP_BYTES]], from: &[[u8; STEP_BYTES]], crc: u32) -> u32 {
-        let (Some((to_first, to)), Some((from_first, from))) = (to.split_first_mut(), from.split_first())
-        else {
-            return crc;
+    fn steps(to: Option<&mut [[u8; STEP_BYTES]]>, from: &[[u8; STEP_BYTES]], crc: u32) -> u32 {
+        let Some((first, rest)) = from.split_first() else { return crc };
+        let mut to = to.unwrap_or_default().iter_mut();
+        let mut next_step = |from| {
+            let bytes = load(from);
+            if let Some(to) = to.next() {
+                store(to, bytes);
+            }
+            bytes
         };
-        let mut sums = copy_step(to_first, from_first);
+        let mut sums = next_step(first);
         sums[0] = _mm512_xor_si512(sums[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(crc.cast_signed())));
         let over_step = _mm512_broadcast_i32x4(constants::<2048>());
-        for (to, from) in to.iter_mut().zip(from) {
-            let next = copy_step(to, from);
+        for from in rest {
+            let next = next_step(from);
             sums = [0, 1, 2, 3].map(|lane| fold(sums[lane], over_step, next[lane]));
         }
         // Stores past the caches are seen by others in their order only from here on.
@@ -109,21 +142,24 @@ mod wide {
         _mm_crc32_u64(crc, _mm_extract_epi64::<1>(last).cast_unsigned()) as u32
     }
 
-    /// Copies a step past the caches and gives its bytes.
     #[target_feature(enable = "avx512f")]
     #[inline]
-    fn copy_step(to: &mut [u8; STEP_BYTES], from: &[u8; STEP_BYTES]) -> [__m512i; 4] {
+    fn load(from: &[u8; STEP_BYTES]) -> [__m512i; 4] {
+        // SAFETY: the 64 bytes from there lie inside the array; the load may be unaligned.
+        [0, 1, 2, 3]
+            .map(|register| unsafe { _mm512_loadu_si512(from.as_ptr().add(register * LINE_BYTES).cast()) })
+    }
+
+    /// Writes a step past the caches.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    fn store(to: &mut [u8; STEP_BYTES], bytes: [__m512i; 4]) {
         debug_assert!(to.as_ptr().cast::<__m512i>().is_aligned());
-        [0, 1, 2, 3].map(|register| {
-            let at = register * LINE_BYTES;
-            // SAFETY: `at` and the 64 bytes from there lie inside both arrays; the load may be unaligned, and `to` begins
-            // at a line of 64 bytes, as all steps do that follow an aligned start without a gap.
-            unsafe {
-                let bytes = _mm512_loadu_si512(from.as_ptr().add(at).cast());
-                _mm512_stream_si512(to.as_mut_ptr().add(at).cast(), bytes);
-                bytes
-            }
-        })
+        for (register, bytes) in bytes.into_iter().enumerate() {
+            // SAFETY: the 64 bytes from there lie inside the array, and it begins at a line of 64 bytes, as all steps
+            // do that follow an aligned start without a gap.
+            unsafe { _mm512_stream_si512(to.as_mut_ptr().add(register * LINE_BYTES).cast(), bytes) };
+        }
     }
 
     /// Brings what was summed as many bits further as the constants say, and adds what lies there.
@@ -168,6 +204,7 @@ mod tests {
         for bytes in lengths {
             for (place, source) in [(0, 0), (1, 0), (63, 7), (17, 64)] {
                 let from = &from[source..source + bytes];
+                assert_eq!(crc32c(from), crc32c::crc32c(from), "{bytes} bytes from {source}");
                 let mut room = vec![0xee; place + bytes + 1];
                 for copy in [copy_crc32c, in_pieces] {
                     let to = &mut room[place..place + bytes];
