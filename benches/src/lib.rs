@@ -8,6 +8,7 @@ mod chain;
 mod clock;
 mod measure;
 mod row;
+pub mod ssd_tier;
 
 pub use chain::next_hash;
 pub use clock::{Spent, spend, thread_cpu_time};

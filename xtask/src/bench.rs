@@ -17,11 +17,11 @@ use serde::Deserialize;
 #[derive(Args, Debug)]
 pub(crate) struct BenchArgs {
     /// Name of a bench; without one, their names and what they compare are listed. With --peers: index
-    /// (when nothing is named), growth, consensus (needs etcd: add `-- --install`), or all of these and the bench
-    /// of snapshots.
+    /// (when nothing is named), growth, tier, consensus (needs etcd: add `-- --install`), or all of these and the
+    /// bench of snapshots.
     #[arg(conflicts_with = "all")]
     name: Option<String>,
-    /// Compare with indexes of others and with etcd (`benches/peers/`, built on first use, some minutes).
+    /// Compare with indexes and caches of others and with etcd (`benches/peers/`, built on first use, some minutes).
     #[arg(long, conflicts_with_all = ["all", "quick"])]
     peers: bool,
     /// One JSON object a line instead of a table.
@@ -58,7 +58,7 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
     match args.name.as_deref() {
         Some("all") => {
             // What needs a program that may be missing comes first: whoever has to install it hears so at once.
-            for name in ["consensus", "index", "growth"] {
+            for name in ["consensus", "index", "growth", "tier"] {
                 with_peers(Some(name), &[&options[..], &args.options].concat())?;
             }
             show(&mut benches(&[vec!["snapshot".to_owned()], options].concat()))
@@ -247,7 +247,7 @@ Written by `cargo xtask bench --all`; do not edit. Both sides of a row run in th
 order. *ours* and *theirs* are medians; the ratio (ours over theirs) is the median over runs, with the least
 and the greatest run in brackets. On a shared machine only the ratios mean something.
 
-Not here: the indexes of others and etcd. `cargo xtask bench --peers` builds them, runs ours beside them and
+Not here: the indexes and caches of others and etcd. `cargo xtask bench --peers` builds them, runs ours beside them and
 judges each row by what it has to reach.
 ";
 

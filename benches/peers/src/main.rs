@@ -1,5 +1,5 @@
-//! `peers WHAT`: our index beside the indexes of others, or the replicated one beside etcd. Run it through
-//! `cargo xtask bench --peers`, which builds it for release.
+//! `peers WHAT`: our index beside the indexes of others, the replicated one beside etcd, or our SSD tier beside
+//! foyer's. Run it through `cargo xtask bench --peers`, which builds it for release.
 //!
 //! Not here: the harness, which is that of `benches` (its `lib.rs` is this package's library), and what is
 //! compared without packages of others (`benches/src/`).
@@ -14,6 +14,7 @@ mod index;
 mod judge;
 mod lookups;
 mod side;
+mod tier;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -31,6 +32,8 @@ enum What {
     Index,
     /// The same lookups and memory of ours at growing sizes.
     Growth,
+    /// Blocks read from and written to our SSD tier and foyer's.
+    Tier,
     /// Puts into three etcd members on loopback, and announcements and pins into three of our routers.
     Consensus,
 }
@@ -70,7 +73,7 @@ struct Args {
     /// Seconds of one figure of `consensus`.
     #[arg(long, default_value_t = 5)]
     seconds: u64,
-    /// Where the members of `consensus` keep their data; on a disk.
+    /// Where the members of `consensus` and the tiers keep their data; on a disk.
     #[arg(long, default_value_os_t = std::env::temp_dir())]
     data: PathBuf,
     /// Install etcd from the distribution when it is missing.
@@ -102,6 +105,7 @@ fn main() -> anyhow::Result<()> {
     match args.what {
         What::Index => index::run(&effort, printer),
         What::Growth => growth::run(&effort, printer),
+        What::Tier => tier::run(&effort, &args.data, printer),
         What::Consensus => {
             let span = Duration::from_secs(args.seconds.max(1));
             let programs = args.ingest.zip(args.router);

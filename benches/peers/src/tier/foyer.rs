@@ -1,0 +1,137 @@
+//! foyer's disk cache, without its memory in front.
+//!
+//! Not here: what is timed (the parent module).
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use anyhow::{Context, bail, ensure};
+use benches::ssd_tier::Shape;
+use bytes::Bytes;
+use foyer::{
+    BlockEngineConfig, DeviceBuilder, FsDeviceBuilder, HybridCache, HybridCacheBuilder, IoEngineConfig, Load,
+    PsyncIoEngineConfig, UringIoEngineConfig,
+};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use tokio::runtime::{Builder, Runtime};
+
+/// Bytes given to it before it is asked to write out all it has: it drops what does not fit its buffers, so
+/// these have twice the room.
+const DRAIN_BYTES: u64 = 64 << 20;
+
+/// Memory in front of the disk; what is written goes past it.
+const MEMORY_BYTES: usize = 1 << 20;
+
+/// How it reaches the device.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Io {
+    Uring,
+    Calls,
+}
+
+impl Io {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Io::Uring => "foyer 0.22.6, io_uring",
+            Io::Calls => "foyer 0.22.6, psync",
+        }
+    }
+
+    fn config(self) -> Box<dyn IoEngineConfig> {
+        match self {
+            Io::Uring => Box::new(UringIoEngineConfig::new()),
+            Io::Calls => Box::new(PsyncIoEngineConfig::new()),
+        }
+    }
+}
+
+/// A cache with values in it.
+pub(super) struct Foyer {
+    runtime: Runtime,
+    cache: HybridCache<u64, Bytes>,
+    value: Bytes,
+    /// Keys that are there: those of the last stock.
+    stock: u64,
+    next: u64,
+}
+
+impl Foyer {
+    pub(super) fn open(io: Io, shape: &Shape, dir: &Path, stock_bytes: u64) -> anyhow::Result<Foyer> {
+        let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+        let buffers = usize::try_from(2 * DRAIN_BYTES)?;
+        // A half more than the stock, and a little for what it writes beside the values.
+        let capacity = usize::try_from(stock_bytes / 2 * 3)?;
+        let device = FsDeviceBuilder::new(dir).with_capacity(capacity).with_direct(true).build()?;
+        let engine = BlockEngineConfig::new(device)
+            .with_buffer_pool_size(buffers)
+            .with_submit_queue_size_threshold(buffers);
+        let cache = runtime.block_on(
+            HybridCacheBuilder::new()
+                .with_name("peer")
+                .memory(MEMORY_BYTES)
+                .with_weighter(|_, value: &Bytes| value.len())
+                .storage()
+                .with_io_engine_config(io.config())
+                .with_engine_config(engine)
+                .build(),
+        )?;
+        let mut value = vec![0; shape.block_bytes as usize - 1024];
+        ChaCha8Rng::seed_from_u64(1).fill(&mut value[..]);
+        let stock = stock_bytes / u64::from(shape.block_bytes);
+        let mut foyer = Foyer { runtime, cache, value: value.into(), stock, next: 0 };
+        // As ours: everything was written once before anything is measured.
+        foyer.put(stock * 5 / 2);
+        Ok(foyer)
+    }
+
+    pub(super) fn go(&mut self, shape: &Shape, count: u64) -> anyhow::Result<()> {
+        if shape.is_put {
+            self.put(count);
+            return Ok(());
+        }
+        self.get(shape.in_flight, count)
+    }
+
+    fn put(&mut self, count: u64) {
+        let at_once = DRAIN_BYTES / self.value.len() as u64;
+        for number in 0..count {
+            // Nothing comes back for a value that is only written to disk.
+            drop(self.cache.storage_writer(self.next).force().insert(self.value.clone()));
+            self.next += 1;
+            if number % at_once == at_once - 1 || number == count - 1 {
+                self.runtime.block_on(self.cache.storage().wait());
+            }
+        }
+    }
+
+    fn get(&self, in_flight: usize, count: u64) -> anyhow::Result<()> {
+        let left = Arc::new(AtomicU64::new(count));
+        let readers: Vec<_> = (0..in_flight as u64)
+            .map(|reader| {
+                let (cache, left) = (self.cache.clone(), Arc::clone(&left));
+                let (keys, len) = (self.next - self.stock..self.next, self.value.len());
+                let mut chance = ChaCha8Rng::seed_from_u64(reader ^ self.next);
+                self.runtime.spawn(async move {
+                    while left
+                        .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1))
+                        .is_ok()
+                    {
+                        match cache.storage().load(&chance.random_range(keys.clone())).await? {
+                            Load::Entry { value, .. } => ensure!(value.len() == len, "another value"),
+                            other => bail!("a value that was written is not read: {other:?}"),
+                        }
+                    }
+                    Ok(())
+                })
+            })
+            .collect();
+        self.runtime.block_on(async {
+            for reader in readers {
+                reader.await.context("a reader ended early")??;
+            }
+            Ok(())
+        })
+    }
+}
