@@ -13,9 +13,11 @@ use std::cmp::Ordering;
 use bytes::{Bytes, BytesMut};
 use kv_core::id::{BlockHash, IdentityDigest};
 
+mod arriving;
 mod copy;
 mod header;
 
+pub use arriving::Arriving;
 pub use header::{Need, parse_header};
 
 use copy::{copy_crc32c, crc32c};

@@ -30,12 +30,19 @@ fn read_stream(bytes: &[u8]) -> Result<usize, FrameError> {
     }
 }
 
-/// Verifies where the frame lies and while it is copied: both say the same, and a copy that is trusted is the frame.
+/// Verifies where the frame lies, while it is copied and while it arrives: all say the same, and a copy that is
+/// trusted is the frame.
 fn verify(frame: &Frame, identity: IdentityDigest, hash: BlockHash) -> Result<(), FrameError> {
     let mut copy = vec![0xee; frame.bytes.len()];
     let copied = frame.verify_into(identity, hash, &mut copy);
     assert_eq!(copied, frame.verify(identity, hash));
     assert!(copied.is_err() || copy == frame.bytes);
+    let mut arriving = Arriving::default();
+    for part in 0..5 {
+        let _ = arriving.advance(&frame.bytes[..frame.bytes.len() * part / 5]);
+    }
+    let there = Frame::parse(frame.bytes.clone()).and_then(|frame| frame.verify(identity, hash));
+    assert_eq!(arriving.finish(frame.bytes.clone(), identity, hash).map(drop), there);
     copied
 }
 

@@ -8,6 +8,8 @@ use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
+
 use super::format::PAGE_BYTES;
 use crate::arena::{SLOT_ALIGN_BYTES, SlotMut};
 
@@ -142,7 +144,17 @@ impl DerefMut for Chunk {
 pub(crate) struct Landing {
     base: NonNull<u8>,
     len: usize,
+    landed: Mutex<Landed>,
     owner: LandingOwner,
+}
+
+/// Which bytes of a landing are there.
+#[derive(Debug, Default)]
+struct Landed {
+    /// All before this are.
+    front: usize,
+    /// Pieces that came before others in front of them.
+    beyond: Vec<Range<usize>>,
 }
 
 /// What a read lands in.
@@ -167,7 +179,7 @@ impl Landing {
             LandingOwner::Pages(pages) => pages,
         };
         let (base, len) = (NonNull::from(&mut *memory).cast(), memory.len());
-        Landing { base, len, owner }
+        Landing { base, len, landed: Mutex::default(), owner }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -178,6 +190,24 @@ impl Landing {
     pub(crate) fn piece(&self, range: &Range<usize>) -> *mut u8 {
         assert!(range.start <= range.end && range.end <= self.len, "a piece outside its landing");
         self.base.as_ptr().wrapping_add(range.start)
+    }
+
+    /// A piece is there: whoever wrote it does so no more. For the ring, which alone knows.
+    pub(super) fn has_landed(&self, range: Range<usize>) {
+        let mut landed = self.landed.lock();
+        landed.beyond.push(range);
+        let Landed { front, beyond } = &mut *landed;
+        while let Some(next) = beyond.iter().position(|piece| piece.start == *front) {
+            *front = beyond.swap_remove(next).end.min(self.len);
+        }
+    }
+
+    /// The leading bytes that are there.
+    pub(crate) fn front(&self) -> &[u8] {
+        let bytes = self.landed.lock().front;
+        // SAFETY: inside the owner's memory, which nobody else has while `self` is borrowed. All pieces up to there have
+        // ended by what the ring says, and pieces are kept apart, so nothing writes there any more.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), bytes) }
     }
 
     /// The memory, once no piece is on its way any more: callers hold the last reference then.
@@ -218,6 +248,10 @@ mod tests {
         let piece = landing.piece(&(PAGE_BYTES..2 * PAGE_BYTES));
         // SAFETY: the second page of the landing, which nobody else has.
         unsafe { piece.write_bytes(7, PAGE_BYTES) };
+        landing.has_landed(PAGE_BYTES..2 * PAGE_BYTES);
+        assert!(landing.front().is_empty(), "the first page is on its way");
+        landing.has_landed(0..PAGE_BYTES);
+        assert_eq!((landing.front().len(), landing.front()[PAGE_BYTES]), (2 * PAGE_BYTES, 7));
         let LandingOwner::Pages(pages) = landing.into_owner() else { panic!("another owner") };
         assert!(pages[..PAGE_BYTES].iter().all(|byte| *byte == 0));
         assert!(pages[PAGE_BYTES..].iter().all(|byte| *byte == 7));

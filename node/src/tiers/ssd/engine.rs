@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
 
 use bytes::Bytes;
 use kv_core::id::{BlockHash, IdentityDigest};
-use kvfleet_proto::frame::Frame;
+use kvfleet_proto::frame::Arriving;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::book::Spot;
@@ -27,8 +27,8 @@ use crate::arena::SlotMut;
 pub(super) const QUEUE_DEPTH: usize = 64;
 
 /// A read is cut into pieces of this many bytes: enough in flight to keep a device busy with one block, and
-/// each large enough to be worth an operation.
-const PIECE_BYTES: usize = 256 << 10;
+/// each large enough to be worth an operation. Small under test, where blocks are.
+const PIECE_BYTES: usize = if cfg!(test) { 4 << 10 } else { 256 << 10 };
 
 /// Ends wait for each other while less than this was verified: some ten microseconds.
 const TOLD_BYTES: usize = 256 << 10;
@@ -167,6 +167,8 @@ struct Reading {
     landing: Arc<Landing>,
     left: usize,
     fault: Option<io::Error>,
+    /// What of a block was checked.
+    arriving: Arriving,
     wish: Wish,
 }
 
@@ -257,7 +259,13 @@ impl Engine {
             (0..bytes).step_by(PIECE_BYTES).map(|start| start..(start + PIECE_BYTES).min(bytes)).collect();
         self.next_id += 1;
         let number = self.next_id;
-        let reading = Reading { landing: Arc::clone(&landing), left: pieces.len(), fault: None, wish };
+        let reading = Reading {
+            landing: Arc::clone(&landing),
+            left: pieces.len(),
+            fault: None,
+            arriving: Arriving::default(),
+            wish,
+        };
         self.reads.insert(number, reading);
         for range in pieces {
             let piece_at = at + range.start as u64;
@@ -305,20 +313,24 @@ impl Engine {
             reading.fault.get_or_insert(cause);
         }
         if reading.left > 0 {
+            if let Wish::Block { .. } = reading.wish {
+                // What is wrong is said when all is there.
+                let _ = reading.arriving.advance(reading.landing.front());
+            }
             return;
         }
-        let Some(Reading { landing, fault, wish, .. }) = self.reads.remove(&number) else { return };
+        let Some(Reading { landing, fault, arriving, wish, .. }) = self.reads.remove(&number) else { return };
         let result = SsdFaults::apply(&self.parts.faults.read_errno, fault.map_or(Ok(()), Err));
         let owner = Arc::into_inner(landing).map(Landing::into_owner);
-        self.got(result, owner, wish);
+        self.got(result.map(|()| arriving), owner, wish);
     }
 
-    fn got(&mut self, result: io::Result<()>, owner: Option<LandingOwner>, wish: Wish) {
+    fn got(&mut self, result: io::Result<Arriving>, owner: Option<LandingOwner>, wish: Wish) {
         match wish {
             Wish::Block { job, hash } => {
                 let identity = self.parts.identity;
-                let checked = result.map_err(ReadFault::from).and_then(|()| match owner {
-                    Some(LandingOwner::Slot(slot)) => check(slot.freeze(), identity, hash),
+                let checked = result.map_err(ReadFault::from).and_then(|arriving| match owner {
+                    Some(LandingOwner::Slot(slot)) => finish(arriving, slot.freeze(), identity, hash),
                     _ => Err(ReadFault::Corrupt("nothing was read".to_owned())),
                 });
                 self.verified_bytes += checked.as_ref().map_or(0, Bytes::len);
@@ -328,7 +340,7 @@ impl Engine {
                 }
             }
             Wish::Rescue { job, from, to, to_at } => {
-                let checked = result.map_err(ReadFault::from).and_then(|()| match owner {
+                let checked = result.map_err(ReadFault::from).and_then(|_| match owner {
                     Some(LandingOwner::Pages(pages)) => check_record(pages, from, self.parts.identity),
                     _ => Err(ReadFault::Corrupt("nothing was read".to_owned())),
                 });
@@ -372,11 +384,14 @@ impl Drop for Closes {
 }
 
 /// A frame that was read: header, identity, hash, every slice checksum.
-fn check(bytes: Bytes, identity: IdentityDigest, hash: BlockHash) -> Result<Bytes, ReadFault> {
-    let corrupt = |cause: kvfleet_proto::frame::FrameError| ReadFault::Corrupt(cause.to_string());
-    let frame = Frame::parse(bytes).map_err(corrupt)?;
-    frame.verify(identity, hash).map_err(corrupt)?;
-    Ok(frame.bytes)
+fn finish(
+    arriving: Arriving,
+    bytes: Bytes,
+    identity: IdentityDigest,
+    hash: BlockHash,
+) -> Result<Bytes, ReadFault> {
+    let frame = arriving.finish(bytes, identity, hash);
+    frame.map(|frame| frame.bytes).map_err(|cause| ReadFault::Corrupt(cause.to_string()))
 }
 
 /// A record that was read whole: its trailer and its frame.
@@ -392,5 +407,5 @@ pub(super) fn check_record(
         return Err(ReadFault::Corrupt("the record has another length".to_owned()));
     }
     let frame = Bytes::from_owner(pages).slice(..spot.frame_bytes as usize);
-    Ok((header, check(frame, identity, header.hash)?))
+    Ok((header, finish(Arriving::default(), frame, identity, header.hash)?))
 }

@@ -48,6 +48,13 @@ impl Op {
             Op::Sync => 0,
         }
     }
+
+    /// All of it was done.
+    fn has_ended(&self) {
+        if let Op::Read { landing, range } = self {
+            landing.has_landed(range.clone());
+        }
+    }
 }
 
 /// An operation that ended, with its memory.
@@ -131,6 +138,9 @@ impl Plain {
             Op::Write { chunk, bytes } => write_all(&*self.device, &chunk[..*bytes], at),
             Op::Sync => self.device.sync(),
         };
+        if result.is_ok() {
+            op.has_ended();
+        }
         self.ended.push_back(Finished { id, op, result });
     }
 
@@ -313,6 +323,9 @@ impl Uring {
                 return None;
             }
         };
+        if result.is_ok() {
+            pending.op.has_ended();
+        }
         self.free.push(mark);
         self.open -= 1;
         Some(Finished { id: pending.id, op: pending.op, result })
