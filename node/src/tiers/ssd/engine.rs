@@ -26,9 +26,15 @@ use crate::arena::SlotMut;
 /// Operations open in the ring at once; NVMe devices reach their full rate well below this.
 pub(super) const QUEUE_DEPTH: usize = 64;
 
-/// A read is cut into pieces of this many bytes: enough in flight to keep a device busy with one block, and
-/// each large enough to be worth an operation. Small under test, where blocks are.
+/// A read is cut into pieces of this many bytes while little is in flight: enough to keep a device busy with
+/// one block, of which the first pieces are checked while the others come. Small under test, where blocks are.
 const PIECE_BYTES: usize = if cfg!(test) { 4 << 10 } else { 256 << 10 };
+
+/// The same once [`BUSY_OPS`] are in flight: more of them would only cost.
+const LONG_PIECE_BYTES: usize = if cfg!(test) { 8 << 10 } else { 1 << 20 };
+
+/// Operations in flight that keep a device busy.
+const BUSY_OPS: usize = 4;
 
 /// Ends wait for each other while less than this was verified: some ten microseconds.
 const TOLD_BYTES: usize = 256 << 10;
@@ -255,8 +261,9 @@ impl Engine {
             return self.got(Err(io::ErrorKind::InvalidInput.into()), None, wish);
         }
         let landing = Arc::new(landing);
+        let piece = if self.in_ring < BUSY_OPS { PIECE_BYTES } else { LONG_PIECE_BYTES };
         let pieces: Vec<Range<usize>> =
-            (0..bytes).step_by(PIECE_BYTES).map(|start| start..(start + PIECE_BYTES).min(bytes)).collect();
+            (0..bytes).step_by(piece).map(|start| start..(start + piece).min(bytes)).collect();
         self.next_id += 1;
         let number = self.next_id;
         let reading = Reading {
