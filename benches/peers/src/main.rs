@@ -34,6 +34,9 @@ enum What {
     Growth,
     /// Blocks read from and written to our SSD tier and foyer's.
     Tier,
+    /// One side of `tier`, for `tier` itself.
+    #[value(hide = true)]
+    TierSide,
     /// Puts into three etcd members on loopback, and announcements and pins into three of our routers.
     Consensus,
 }
@@ -76,6 +79,12 @@ struct Args {
     /// Where the members of `consensus` and the tiers keep their data; on a disk.
     #[arg(long, default_value_os_t = std::env::temp_dir())]
     data: PathBuf,
+    /// For `tier-side`: whose it is.
+    #[arg(long, hide = true, value_enum, default_value = "ours")]
+    side: tier::Side,
+    /// For `tier-side`: number of the shape.
+    #[arg(long, hide = true, default_value_t = 0)]
+    shape: usize,
     /// Install etcd from the distribution when it is missing.
     #[arg(long)]
     install: bool,
@@ -89,6 +98,9 @@ struct Args {
 
 fn main() -> anyhow::Result<()> {
     let args = Args::parse();
+    if matches!(args.what, What::TierSide) {
+        return tier::serve(args.side, args.shape, &args.data);
+    }
     let printer = Printer { json: args.json };
     let entries = |standard: &[u64]| match &args.entries_k[..] {
         [] => standard.iter().map(|millions| millions * 1_000_000).collect(),
@@ -105,7 +117,7 @@ fn main() -> anyhow::Result<()> {
     match args.what {
         What::Index => index::run(&effort, printer),
         What::Growth => growth::run(&effort, printer),
-        What::Tier => tier::run(&effort, &args.data, printer),
+        What::Tier | What::TierSide => tier::run(&effort, &args.data, printer),
         What::Consensus => {
             let span = Duration::from_secs(args.seconds.max(1));
             let programs = args.ingest.zip(args.router);

@@ -1,39 +1,29 @@
 //! Our SSD tier beside foyer's, on one device: blocks read and written, by the clock and by CPU.
 //!
-//! Not here: the device without any tier (`cargo xtask bench ssd`). foyer checks what it reads and does not
-//! flush what it writes; ours does both.
+//! Each side is a process of its own that sleeps while another is measured: threads that spin when they have
+//! nothing to do would count against whoever works. foyer checks what it reads and does not flush what it
+//! writes; ours does both. Not here: the device without any tier (`cargo xtask bench ssd`).
 
 mod foyer;
+mod process;
 
 use std::path::Path;
 
 use anyhow::Context;
-use benches::ssd_tier::{RUN_BYTES, SHAPES, STOCK_BYTES, Shape, SsdTier};
-use benches::{Better, Spent, outcome, spend};
+use benches::ssd_tier::{RUN_BYTES, SHAPES, Shape};
+use benches::{Better, outcome};
 
 use crate::Effort;
 use crate::judge::{Label, Printer, Reach};
-use foyer::{Foyer, Io};
-
-/// Ratios of one shape against one peer, a pair of figures a round.
-struct Pairs {
-    peer: Io,
-    rates: Vec<(f64, f64)>,
-    loads: Vec<(f64, f64)>,
-}
+use process::Process;
+pub(crate) use process::{Side, serve};
 
 /// Each shape, against foyer with each of its ways to the device.
 pub(crate) fn run(effort: &Effort, data: &Path, printer: Printer) -> anyhow::Result<()> {
     printer.head();
-    for shape in SHAPES {
+    for (number, shape) in SHAPES.iter().enumerate() {
         let dir = tempfile::tempdir_in(data)?;
-        for pairs in compare(effort, shape, dir.path()).with_context(|| shape.name)? {
-            let peer = pairs.peer.name();
-            let label = |unit| Label { bench: "tier", row: shape.name, unit, peer, better: Better::Higher };
-            let (rate, load) = reaches(shape);
-            printer.row(&label("GB/s").judged(outcome(&pairs.rates), rate))?;
-            printer.row(&label("GB/CPU-s").judged(outcome(&pairs.loads), load))?;
-        }
+        compare(effort, (number, shape), dir.path(), printer).with_context(|| shape.name)?;
     }
     Ok(())
 }
@@ -47,33 +37,39 @@ fn reaches(shape: &Shape) -> (Reach, Reach) {
     }
 }
 
-fn compare(effort: &Effort, shape: &Shape, dir: &Path) -> anyhow::Result<Vec<Pairs>> {
-    let mut ours = SsdTier::open(shape, &dir.join("ours"), STOCK_BYTES)?;
-    let mut sides = Vec::new();
-    for peer in [Io::Uring, Io::Calls] {
-        let place = dir.join(format!("foyer-{peer:?}"));
-        std::fs::create_dir(&place)?;
-        let foyer = Foyer::open(peer, shape, &place, STOCK_BYTES)?;
-        sides.push((foyer, Pairs { peer, rates: Vec::new(), loads: Vec::new() }));
-    }
-    let count = RUN_BYTES / u64::from(shape.block_bytes);
-    let figures = |spent: Spent| (spent.per_wall_s(RUN_BYTES) / 1e9, spent.per_cpu_s(RUN_BYTES) / 1e9);
-    // The first round does not count; who begins alternates.
-    for round in 0..=effort.rounds {
-        for (foyer, pairs) in &mut sides {
-            let mut measure_ours = || {
-                let (end, spent) = spend(|| ours.go(shape, count));
-                end.map(|()| figures(spent))
+fn compare(
+    effort: &Effort,
+    (number, shape): (usize, &Shape),
+    dir: &Path,
+    printer: Printer,
+) -> anyhow::Result<()> {
+    let mut ours = Process::start(Side::Ours, number, &dir.join("ours"))?;
+    for (side, peer) in
+        [(Side::FoyerUring, "foyer 0.22.6, io_uring"), (Side::FoyerCalls, "foyer 0.22.6, psync")]
+    {
+        let mut theirs = Process::start(side, number, &dir.join("theirs"))?;
+        let (mut rates, mut loads) = (Vec::new(), Vec::new());
+        // The first round does not count; who begins alternates.
+        for round in 0..=effort.rounds {
+            let (ours, theirs) = if round % 2 == 0 {
+                let first = ours.go()?;
+                (first, theirs.go()?)
+            } else {
+                let first = theirs.go()?;
+                (ours.go()?, first)
             };
-            let first = (round % 2 == 0).then(&mut measure_ours).transpose()?;
-            let (end, theirs) = spend(|| foyer.go(shape, count));
-            end?;
-            let (ours, theirs) = (first.map_or_else(measure_ours, Ok)?, figures(theirs));
             if round > 0 {
-                pairs.rates.push((ours.0, theirs.0));
-                pairs.loads.push((ours.1, theirs.1));
+                let gigabytes = RUN_BYTES as f64 / 1e9;
+                rates.push((gigabytes / ours.wall_s, gigabytes / theirs.wall_s));
+                loads.push((gigabytes / ours.cpu_s, gigabytes / theirs.cpu_s));
             }
         }
+        theirs.end()?;
+        std::fs::remove_dir_all(dir.join("theirs"))?;
+        let label = |unit| Label { bench: "tier", row: shape.name, unit, peer, better: Better::Higher };
+        let (rate, load) = reaches(shape);
+        printer.row(&label("GB/s").judged(outcome(&rates), rate))?;
+        printer.row(&label("GB/CPU-s").judged(outcome(&loads), load))?;
     }
-    Ok(sides.into_iter().map(|(_, pairs)| pairs).collect())
+    ours.end()
 }

@@ -32,13 +32,6 @@ pub(super) enum Io {
 }
 
 impl Io {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Io::Uring => "foyer 0.22.6, io_uring",
-            Io::Calls => "foyer 0.22.6, psync",
-        }
-    }
-
     fn config(self) -> Box<dyn IoEngineConfig> {
         match self {
             Io::Uring => Box::new(UringIoEngineConfig::new()),
