@@ -47,6 +47,9 @@ pub struct NodeConfig {
     /// Bytes that may be written to SSD a day, on all devices together; 0 for no limit. Above it blocks are
     /// dropped that would have gone there.
     pub ssd_write_bytes_per_day: u64,
+    /// Bytes a second of blocks on SSD that are read and checked though nobody asks, while nobody waits for the
+    /// device; 0 for none. A terabyte takes a day and a half at the usual pace.
+    pub scrub_bytes_per_second: u64,
     /// Largest payload of one block in bytes. Every block takes the room of the largest, so give the real
     /// size.
     pub block_bytes: u64,
@@ -129,6 +132,7 @@ impl Default for NodeConfig {
             ssd_bytes: 0,
             ssd_blocks: None,
             ssd_write_bytes_per_day: 0,
+            scrub_bytes_per_second: 8 << 20,
             block_bytes: 2 << 20,
             policy: evict::DEFAULT.to_owned(),
             watermark_high: 0.95,

@@ -20,6 +20,7 @@ pub(crate) struct Metrics {
     refused_blocks: IntCounter,
     ssd_errors: IntCounter,
     ssd_spared: IntCounter,
+    scrubbed: IntCounter,
     ssd_saved: IntGauge,
     ssd_rescued: IntGauge,
     leases: IntGauge,
@@ -68,6 +69,10 @@ impl Metrics {
                 "kvfleet_node_ssd_spared_blocks_total",
                 "Blocks not written to SSD because the day's budget was used up",
             )?,
+            scrubbed: counter(
+                "kvfleet_node_scrubbed_bytes_total",
+                "Bytes on SSD that were read and found whole though nobody asked",
+            )?,
             ssd_saved: gauge("kvfleet_node_ssd_saved_bytes", "Bytes of blocks written to SSD since start")?,
             ssd_rescued: gauge(
                 "kvfleet_node_ssd_rescued_bytes",
@@ -96,6 +101,10 @@ impl Metrics {
 
     pub(crate) fn ssd_spared(&self) {
         self.ssd_spared.inc();
+    }
+
+    pub(crate) fn scrubbed(&self, bytes: u64) {
+        self.scrubbed.inc_by(bytes);
     }
 
     pub(crate) fn ssd_wear(&self, wear: Wear) {

@@ -25,6 +25,7 @@ use crate::serve::Service;
 use crate::server::Control;
 use crate::store::{Capacities, LoadBudget, Parts, Shared, SlotSizes, Store, StoreHandle};
 use crate::tiers::ssd::budget::WriteBudget;
+use crate::tiers::ssd::pace::Pace;
 use crate::tiers::ssd::{FoundBlock, Report, ScanReport, Ssd, SsdConfig, SsdError, SsdFaults, SsdRecord};
 
 /// Slots beyond the DRAM capacity for blocks being loaded from SSD; saves never take them, so the two
@@ -261,6 +262,7 @@ pub(crate) async fn open_parts(
         budget: LoadBudget::new(config.fetch_inflight_bytes),
         capacities,
         writes: WriteBudget::new(config.ssd_write_bytes_per_day),
+        scrub: Pace::new(config.scrub_bytes_per_second),
         quarantined,
         shared,
         metrics,

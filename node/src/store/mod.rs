@@ -35,6 +35,7 @@ use crate::announce::outboxes::{Outboxes, Point};
 use crate::arena::Arena;
 use crate::metrics::Metrics;
 use crate::tiers::ssd::budget::WriteBudget;
+use crate::tiers::ssd::pace::Pace;
 use crate::tiers::ssd::{Report, Ssd, SsdRecord};
 use moving::{Load, Move, Trouble};
 
@@ -270,6 +271,7 @@ pub(crate) struct Parts {
     pub(crate) budget: LoadBudget,
     pub(crate) capacities: Capacities,
     pub(crate) writes: WriteBudget,
+    pub(crate) scrub: Pace,
     pub(crate) quarantined: u64,
     pub(crate) shared: Arc<Shared>,
     pub(crate) metrics: Metrics,
@@ -427,6 +429,7 @@ impl Store {
             self.parts.book.refit(now);
         }
         self.retry_ssd();
+        self.scrub(now);
         self.count_wear(now);
         self.show();
     }

@@ -12,6 +12,7 @@ use tokio::sync::oneshot;
 
 use super::Store;
 use crate::arena::Purpose;
+use crate::tiers::ssd::pace::Pace;
 use crate::tiers::ssd::{Done, JOBS_MAX, ReadFault, RecordHeader, Report, STAGING_RECORDS, Ssd, SsdRecord};
 
 /// Moves in flight: enough to keep an NVMe queue full. A block on its way has room on both sides; on
@@ -165,12 +166,34 @@ impl Store {
             Some(Done::Written { token, result }) => self.on_written(token, result),
             Some(Done::Read { token, result }) => self.on_read(token, result),
             Some(Done::Lost { record, owner, fault }) => self.on_lost(record, BlockKey(owner), &fault),
+            Some(Done::Checked { result }) => self.on_checked(result),
             Some(Done::Failed { cause }) => self.stop_admitting(&cause),
             None => {}
         }
     }
 
-    /// A block that was to be moved to another segment cannot be read: it is gone, before anybody asked.
+    /// Has records checked that nobody asked for, at their pace.
+    pub(super) fn scrub(&mut self, now: Timestamp) {
+        let Some(ssd) = self.parts.ssd.as_mut() else { return };
+        while self.parts.scrub.is_due(now)
+            && let Some(bytes) = ssd.check_next(Pace::pass(now))
+        {
+            self.parts.scrub.spend(bytes, now);
+        }
+    }
+
+    fn on_checked(&mut self, result: io::Result<u64>) {
+        match result {
+            Ok(bytes) => self.parts.metrics.scrubbed(bytes),
+            Err(cause) => {
+                tracing::warn!(%cause, "a block on SSD could not be read while it was checked; it stays until somebody asks for it; check the medium when this repeats");
+                self.parts.metrics.ssd_error();
+                self.parts.scrub.pause(self.now());
+            }
+        }
+    }
+
+    /// A block that was found to be unreadable before anybody asked: it is gone.
     fn on_lost(&mut self, record: SsdRecord, key: BlockKey, fault: &ReadFault) {
         let Some(row) = self.rows.get_mut(key.0 as usize).filter(|row| row.ssd == Some(record)) else {
             return;

@@ -7,6 +7,7 @@
 
 mod drain;
 mod room;
+mod scrub;
 
 pub(crate) use drain::{Rescue, RescueEnd};
 

@@ -49,6 +49,8 @@ pub(crate) enum Job {
     Seal { job: u64, at: u64, footer: Bytes },
     /// Move a record, if it is whole.
     Rescue { job: u64, from: Spot, from_at: u64, to: Spot, to_at: u64 },
+    /// Read a record for nobody, to see whether it is whole.
+    Check { job: u64, spot: Spot, at: u64 },
     /// Read a frame.
     Read { job: u64, at: u64, hash: BlockHash, into: SlotMut },
 }
@@ -183,6 +185,7 @@ struct Reading {
 enum Wish {
     Block { job: u64, hash: BlockHash },
     Rescue { job: u64, from: Spot, to: Spot, to_at: u64 },
+    Check { job: u64, spot: Spot },
 }
 
 impl Engine {
@@ -236,10 +239,9 @@ impl Engine {
                 self.read(landing, at, frame_bytes, Wish::Block { job, hash });
             }
             Job::Rescue { job, from, from_at, to, to_at } => {
-                let bytes = record_pages(from.frame_bytes as usize) as usize * PAGE_BYTES;
-                let landing = Landing::new(LandingOwner::Pages(PageBuffer::new(bytes)));
-                self.read(landing, from_at, bytes, Wish::Rescue { job, from, to, to_at });
+                self.read_record(from, from_at, Wish::Rescue { job, from, to, to_at });
             }
+            Job::Check { job, spot, at } => self.read_record(spot, at, Wish::Check { job, spot }),
             Job::Head { job, head, at, grow_to } => {
                 let room = SsdFaults::apply(&self.parts.faults.write_errno, self.parts.device.grow(grow_to));
                 self.writer.opening(head.segment, room.as_ref().err());
@@ -253,6 +255,13 @@ impl Engine {
             }
             Job::Seal { job, at, footer } => self.writer.push(Put::footer(job, at, footer)),
         }
+    }
+
+    /// The whole record, into memory of its own.
+    fn read_record(&mut self, spot: Spot, at: u64, wish: Wish) {
+        let bytes = record_pages(spot.frame_bytes as usize) as usize * PAGE_BYTES;
+        let landing = Landing::new(LandingOwner::Pages(PageBuffer::new(bytes)));
+        self.read(landing, at, bytes, wish);
     }
 
     fn read(&mut self, landing: Landing, at: u64, bytes: usize, wish: Wish) {
@@ -346,19 +355,30 @@ impl Engine {
                     self.tell();
                 }
             }
-            Wish::Rescue { job, from, to, to_at } => {
-                let checked = result.map_err(ReadFault::from).and_then(|_| match owner {
-                    Some(LandingOwner::Pages(pages)) => check_record(pages, from, self.parts.identity),
-                    _ => Err(ReadFault::Corrupt("nothing was read".to_owned())),
-                });
-                match checked {
-                    Ok((header, frame)) => {
-                        self.writer.push(Put::record(job, to, to_at, header, frame, true));
-                        self.write_on();
-                    }
-                    Err(fault) => self.report(job, Outcome::Moved(Err(MoveFault::Read(fault)))),
+            Wish::Rescue { job, from, to, to_at } => match self.checked_record(result, owner, from) {
+                Ok((header, frame)) => {
+                    self.writer.push(Put::record(job, to, to_at, header, frame, true));
+                    self.write_on();
                 }
+                Err(fault) => self.report(job, Outcome::Moved(Err(MoveFault::Read(fault)))),
+            },
+            Wish::Check { job, spot } => {
+                let checked = self.checked_record(result, owner, spot).map(|(_, frame)| frame);
+                self.report(job, Outcome::Got(checked));
             }
+        }
+    }
+
+    fn checked_record(
+        &self,
+        result: io::Result<Arriving>,
+        owner: Option<LandingOwner>,
+        spot: Spot,
+    ) -> Result<(RecordHeader, Bytes), ReadFault> {
+        result?;
+        match owner {
+            Some(LandingOwner::Pages(pages)) => check_record(pages, spot, self.parts.identity),
+            _ => Err(ReadFault::Corrupt("nothing was read".to_owned())),
         }
     }
 

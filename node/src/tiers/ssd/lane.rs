@@ -2,6 +2,9 @@
 //!
 //! Not here: how a job is done (`engine`), and which blocks are kept (`store`).
 
+mod scrub;
+mod tend;
+
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
@@ -13,13 +16,11 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::book::{Member, Purpose, RecordId, Rescue, RescueEnd, SegmentBook};
 use super::engine::{Job, MoveFault, Outcome, ReadFault, Report};
-use super::format::{RecordHeader, SegmentHead, footer, footer_pages};
+use super::format::RecordHeader;
 use super::mailbox::Mailbox;
 use super::{JOBS_MAX, Wear};
 use crate::arena::SlotMut;
-
-/// Rescues in flight: they share the device with readers who wait.
-const RESCUES_MAX: usize = 8;
+use scrub::Scrub;
 
 /// How a job of a lane ended, for whoever owns the lanes.
 #[derive(Debug)]
@@ -37,6 +38,10 @@ pub(super) enum Ended {
         record: RecordId,
         owner: u32,
         fault: ReadFault,
+    },
+    /// A record was read though nobody asked.
+    Checked {
+        result: io::Result<u64>,
     },
     /// The lane cannot write for itself.
     Failed {
@@ -62,6 +67,12 @@ enum Pending {
         segment: u32,
     },
     Rescue(Rescue),
+    /// A record that is read though nobody asked.
+    Check {
+        segment: u32,
+        member: Member,
+        bytes: u64,
+    },
     /// A record that has to go so that others can be written, as it was when that was decided.
     GiveUp {
         segment: u32,
@@ -77,7 +88,7 @@ impl Pending {
         let cause = io::Error::new(io::ErrorKind::BrokenPipe, "the SSD thread is gone");
         Some(match self {
             Pending::Save { .. } | Pending::Head { .. } | Pending::Seal { .. } => Outcome::Put(Err(cause)),
-            Pending::Read { .. } => Outcome::Got(Err(ReadFault::Medium(cause))),
+            Pending::Read { .. } | Pending::Check { .. } => Outcome::Got(Err(ReadFault::Medium(cause))),
             Pending::Rescue(_) => Outcome::Moved(Err(MoveFault::Write(cause))),
             Pending::GiveUp { .. } | Pending::Full => return None,
         })
@@ -103,6 +114,7 @@ pub(super) struct Lane {
     asked: usize,
     nonce: u64,
     drain: Option<Drain>,
+    scrub: Scrub,
     /// Why nothing is written; the store says when to try again.
     stopped: Option<(Option<i32>, io::ErrorKind)>,
     /// [`Pending::Full`] is on its way.
@@ -136,6 +148,7 @@ impl Lane {
             asked: 0,
             nonce: seed,
             drain: None,
+            scrub: Scrub::default(),
             stopped: None,
             is_told_full: false,
             wear: Wear::default(),
@@ -260,6 +273,7 @@ impl Lane {
                 result.err().map(|cause| self.stop(cause))
             }
             (Pending::Rescue(rescue), Outcome::Moved(result)) => self.rescued(rescue, result),
+            (check @ Pending::Check { .. }, Outcome::Got(result)) => self.checked(&check, result.err()),
             (Pending::GiveUp { segment, member }, Outcome::Got(Err(fault))) => {
                 self.gave_up(segment, member, fault)
             }
@@ -329,118 +343,6 @@ impl Lane {
         }
     }
 
-    /// Makes the medium follow the book: heads, footers, rescues.
-    fn tend(&mut self) {
-        if self.stopped.is_some() {
-            return;
-        }
-        self.prepare();
-        while let Some((head, entries)) = self.book.next_seal() {
-            let shape = self.book.shape();
-            let pages = footer_pages(u32::try_from(entries.len()).unwrap_or(u32::MAX));
-            let at = shape.at(head.segment, shape.segment_pages - pages);
-            let footer = Bytes::from(footer(head, &entries));
-            self.send(Pending::Seal { segment: head.segment }, |job| Job::Seal { job, at, footer });
-        }
-        while self.drain_on() {}
-        self.tell_if_full();
-    }
-
-    fn prepare(&mut self) {
-        let nonce = &mut self.nonce;
-        if let Some(head) = self.book.prepare(|| next_nonce(nonce)) {
-            self.send_head(head);
-            self.probe();
-        }
-    }
-
-    /// While the file could not grow, that is tried again with each segment that is written.
-    fn probe(&mut self) {
-        let nonce = &mut self.nonce;
-        if let Some(head) = self.book.probe(|| next_nonce(nonce)) {
-            self.send_head(head);
-        }
-    }
-
-    fn send_head(&mut self, head: SegmentHead) {
-        let shape = self.book.shape();
-        let (at, grow_to) = (shape.at(head.segment, 0), shape.at(head.segment + 1, 0));
-        self.send(Pending::Head { segment: head.segment }, |job| Job::Head { job, head, at, grow_to });
-    }
-
-    /// Goes on with emptying a segment. `true` when one became empty and another may be due.
-    fn drain_on(&mut self) -> bool {
-        if self.drain.is_none() && self.book.is_short() {
-            self.drain = self.book.drain().map(|(segment, left)| Drain { segment, left, open: 0 });
-        }
-        let Some(mut drain) = self.drain.take() else { return false };
-        while drain.open < RESCUES_MAX
-            && let Some(member) = drain.left.pop()
-        {
-            if !self.book.is_left(drain.segment, member) {
-                continue;
-            }
-            if let Some(rescue) = self.book.rescue(member.0) {
-                drain.open += 1;
-                self.send_rescue(rescue);
-                self.prepare();
-                continue;
-            }
-            drain.left.push(member);
-            if drain.open > 0 || !self.book.is_stuck() {
-                break;
-            }
-            if self.book.borrow() {
-                self.prepare();
-            } else {
-                self.give_up(&mut drain);
-            }
-        }
-        let is_over = drain.left.is_empty() && drain.open == 0;
-        if is_over {
-            self.book.drained(drain.segment);
-            self.prepare();
-        } else {
-            self.drain = Some(drain);
-        }
-        is_over
-    }
-
-    fn send_rescue(&mut self, rescue: Rescue) {
-        let shape = self.book.shape();
-        let at = |spot: super::book::Spot| shape.at(spot.place.head.segment, spot.place.page);
-        let (from, to, from_at, to_at) = (rescue.from, rescue.to, at(rescue.from), at(rescue.to));
-        self.send(Pending::Rescue(rescue), |job| Job::Rescue { job, from, from_at, to, to_at });
-    }
-
-    /// What is left in the segment with the least in it goes, since no segment is left to move it to.
-    fn give_up(&mut self, drain: &mut Drain) {
-        tracing::warn!(
-            segment = drain.segment,
-            blocks = drain.left.len(),
-            "blocks on SSD are dropped: no room is left to move them to"
-        );
-        for member in std::mem::take(&mut drain.left) {
-            drain.open += 1;
-            let cause = io::Error::new(io::ErrorKind::StorageFull, "no room was left to keep it");
-            let pending = Pending::GiveUp { segment: drain.segment, member };
-            self.tell(pending, Outcome::Got(Err(ReadFault::Medium(cause))));
-        }
-    }
-
-    /// Whoever waits for room on a medium that is full of what is wanted would wait for long.
-    fn tell_if_full(&mut self) {
-        let is_full = self.book.is_capped()
-            && self.drain.is_none()
-            && !self.is_told_full
-            && !self.book.has_room()
-            && self.book.is_idle();
-        if is_full {
-            self.is_told_full = true;
-            self.tell(Pending::Full, Outcome::Put(Err(io::ErrorKind::StorageFull.into())));
-        }
-    }
-
     /// An end that comes from here, in its turn.
     fn tell(&mut self, pending: Pending, outcome: Outcome) {
         self.next_job += 1;
@@ -459,13 +361,4 @@ impl Drop for Lane {
             tracing::error!("the SSD thread ended with a panic");
         }
     }
-}
-
-/// The next of a sequence that differs from start to start (splitmix64).
-fn next_nonce(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-    let mut mixed = *state;
-    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    mixed ^ (mixed >> 31)
 }

@@ -14,6 +14,7 @@ mod files;
 pub mod format;
 mod lane;
 mod mailbox;
+pub mod pace;
 mod recover;
 mod ring;
 pub mod shape;
@@ -142,6 +143,11 @@ pub enum Done {
         /// Why.
         fault: ReadFault,
     },
+    /// A record was read though nobody asked.
+    Checked {
+        /// The bytes that are as they were written, or what the medium said when it was to be read.
+        result: io::Result<u64>,
+    },
     /// A device cannot write for itself; nothing is written to it before [`Ssd::resume`].
     Failed {
         /// What it said.
@@ -164,6 +170,8 @@ pub struct Ssd {
     lanes: Vec<Lane>,
     /// The device that is tried first for the next block.
     turn: usize,
+    /// The device of which a record is checked next.
+    scrub_turn: usize,
     sequence: u64,
     /// Held as long as this handle.
     _dirs: Vec<Directory>,
@@ -190,7 +198,7 @@ impl Ssd {
     }
 
     fn empty() -> Ssd {
-        Ssd { lanes: Vec::new(), turn: 0, sequence: 0, _dirs: Vec::new() }
+        Ssd { lanes: Vec::new(), turn: 0, scrub_turn: 0, sequence: 0, _dirs: Vec::new() }
     }
 
     /// Brings what all devices hold into one order.
@@ -345,6 +353,16 @@ impl Ssd {
         lane.read(token, record.id, hash, into)
     }
 
+    /// Begins to check the next record that nobody asked for, on a device that nobody waits for;
+    /// [`Done::Checked`] or [`Done::Lost`] follows. Says how many bytes it has; nothing when there is none now.
+    /// A record is checked once in a pass.
+    pub fn check_next(&mut self, pass: u64) -> Option<u64> {
+        let count = self.lanes.len().max(1);
+        let first = self.scrub_turn;
+        self.scrub_turn = (first + 1) % count;
+        (first..count).chain(0..first).find_map(|number| self.lanes.get_mut(number)?.check_next(pass))
+    }
+
     /// Frees a record. Its bytes may be overwritten from now on.
     pub fn free(&mut self, record: SsdRecord) {
         if let Some(lane) = self.lanes.get_mut(usize::from(record.lane)) {
@@ -371,6 +389,7 @@ impl Ssd {
                 owner,
                 fault,
             },
+            Ended::Checked { result } => Done::Checked { result },
             Ended::Failed { cause } => Done::Failed { cause },
         })
     }

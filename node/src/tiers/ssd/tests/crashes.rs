@@ -23,6 +23,8 @@ enum Step {
     Save(u8),
     Free(u8),
     Load(u8),
+    /// A record is checked though nobody asked.
+    Check,
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -30,6 +32,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         5 => (0u8..60).prop_map(Step::Save),
         3 => any::<u8>().prop_map(Step::Free),
         1 => any::<u8>().prop_map(Step::Load),
+        1 => Just(Step::Check),
     ];
     prop::collection::vec(step, 1..400)
 }
@@ -89,7 +92,7 @@ impl Run {
             }
             Some(Done::Lost { record, .. }) => self.committed.retain(|_, kept| *kept != record),
             Some(Done::Read { .. }) => panic!("no read is open"),
-            Some(Done::Failed { .. }) | None => {}
+            Some(Done::Checked { .. } | Done::Failed { .. }) | None => {}
         }
     }
 
@@ -109,6 +112,14 @@ impl Run {
                 if let Some((number, record)) = nth.map(|(number, record)| (*number, *record)) {
                     let _ = self.load(number, record);
                 }
+            }
+            Step::Check => {
+                while !self.writing.is_empty() {
+                    self.take_one();
+                }
+                // A pass of its own, so that it is never over.
+                self.loads += 1;
+                let _ = self.bench.ssd.check_next(self.loads);
             }
         }
     }

@@ -74,7 +74,7 @@ impl Bench {
         loop {
             let report = self.reports.blocking_recv().unwrap();
             match self.ssd.take_in(report) {
-                Some(Done::Failed { .. }) | None => {}
+                Some(Done::Checked { .. } | Done::Failed { .. }) | None => {}
                 Some(done) => return done,
             }
         }
@@ -480,6 +480,56 @@ fn without_its_thread_every_job_ends_with_an_error() {
     assert_eq!(bench.save(2).unwrap_err().kind(), io::ErrorKind::BrokenPipe);
     assert!(matches!(bench.load(1, record), Err(ReadFault::Medium(_))));
     assert_eq!(bench.ssd.write(3, 0, header(3), &frame(3)).unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+}
+
+impl Bench {
+    /// Checks what there is in a pass, one record after another.
+    fn check_all(&mut self, pass: u64) -> Vec<Done> {
+        let mut ends = Vec::new();
+        while let Some(bytes) = self.ssd.check_next(pass) {
+            assert_eq!(bytes, frame(0).len() as u64);
+            let report = self.reports.blocking_recv().unwrap();
+            ends.extend(self.ssd.take_in(report));
+        }
+        ends
+    }
+}
+
+#[test]
+fn what_rots_is_found_before_anybody_asks() {
+    for uring in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut bench = open(&config(dir.path(), uring));
+        let records: Vec<SsdRecord> = (0..6).map(|number| bench.save(number).unwrap()).collect();
+        bench.ssd.set_owner(records[3], 33);
+        overwrite(&only_file(dir.path()), bench.at(records[3]) + 5000, &[0xee; 8]);
+        let ends = bench.check_all(1);
+        let whole = ends.iter().filter(|end| matches!(end, Done::Checked { result: Ok(_) })).count();
+        assert_eq!((ends.len(), whole), (6, 5), "{ends:?}");
+        let lost = ends.iter().find_map(|end| match end {
+            Done::Lost { record, owner, fault: ReadFault::Corrupt(_) } => Some((*record, *owner)),
+            _ => None,
+        });
+        assert_eq!(lost, Some((records[3], 33)));
+        assert!(bench.check_all(1).is_empty(), "each once in a pass");
+        assert_eq!(bench.check_all(2).len(), 5, "what is lost is not there any more");
+    }
+}
+
+#[test]
+fn checks_wait_for_readers_and_spare_what_the_medium_does_not_give_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), true);
+    let mut bench = open(&config);
+    let record = bench.save(1).unwrap();
+    let into = bench.arena.take(frame(1).len(), Purpose::Load).unwrap();
+    bench.ssd.read(1, record, hash(1), into).unwrap();
+    assert_eq!(bench.ssd.check_next(1), None, "somebody waits for the device");
+    assert!(matches!(bench.done(), Done::Read { result: Ok(_), .. }));
+    config.faults.read_errno.store(libc::EIO, Ordering::Relaxed);
+    assert!(matches!(bench.check_all(1)[..], [Done::Checked { result: Err(_) }]));
+    config.faults.read_errno.store(0, Ordering::Relaxed);
+    assert_eq!(bench.load(1, record).unwrap(), frame(1));
 }
 
 #[test]
