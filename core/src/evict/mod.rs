@@ -49,8 +49,8 @@ pub struct BlockTraits {
 ///
 /// Contract, held by the policy suite that every policy's tests run: `insert` of a new key, `access`,
 /// `settle` and `remove` of a present one (of an absent one they do nothing); `victim` names a present,
-/// unspared block or nothing, does not remove it, and names the same when asked again at once (a policy whose hand
-/// moves on while it looks may move it); equal calls give equal victims.
+/// unspared block or nothing, does not remove it, and names the same when asked again at once, though its hand may
+/// have moved on while it looked; equal calls give equal victims.
 pub trait Policy: Send {
     /// Name as written on the command line and in metrics.
     fn name(&self) -> &'static str;

@@ -42,6 +42,9 @@ pub struct TinyLfu {
     sketch: Sketch,
     /// Most blocks that were resident when a victim was asked for; there is room while there are more.
     full: usize,
+    /// The victim that was named, while nothing has happened since: looking for it moved blocks out of the window, and
+    /// another look might find another one.
+    named: Option<BlockKey>,
 }
 
 impl TinyLfu {
@@ -60,12 +63,14 @@ impl TinyLfu {
     }
 
     fn enqueue(&mut self, key: BlockKey, known: Known) {
+        self.named = None;
         self.links.set_about(key, known);
         self.links.push_warm(&mut self.queues[known.segment as usize], key);
     }
 
     /// Takes a block out of its queue or from among the parked ones; nothing when it is not resident.
     fn take_out(&mut self, key: BlockKey) -> Option<Known> {
+        self.named = None;
         let known = self.links.about(key);
         if self.links.unpark(key) {
             return Some(known);
@@ -141,6 +146,7 @@ impl Policy for TinyLfu {
 
     fn park(&mut self, key: BlockKey) {
         if self.links.contains(key) {
+            self.named = None;
             let segment = self.links.about(key).segment;
             self.links.park(&mut self.queues[segment as usize], key);
         }
@@ -151,21 +157,29 @@ impl Policy for TinyLfu {
     }
 
     fn victim(&mut self, _now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
+        if let Some(named) = self.named.filter(|&named| !spared(named)) {
+            return Some(named);
+        }
         self.full = self.full.max(self.len());
-        loop {
-            let main = self.coldest(Segment::Probation, spared);
-            let main = main.or_else(|| self.coldest(Segment::Protected, spared));
+        self.named = loop {
+            let on_probation = self.coldest(Segment::Probation, spared);
+            let main = on_probation.or_else(|| self.coldest(Segment::Protected, spared));
             let new = self.coldest(Segment::Window, spared);
-            let (Some(settled), Some(new)) = (main, new) else { return main.or(new) };
+            let (Some(settled), Some(new)) = (main, new) else { break main.or(new) };
             if self.in_segment(Segment::Window) < self.window_max() {
-                return Some(settled);
+                break Some(settled);
             }
             // At a tie the settled block stays: what is new has yet to show that it is used at all.
             if self.uses(new) <= self.uses(settled) {
-                return Some(new);
+                break Some(new);
             }
             self.shift(new, Segment::Probation);
-        }
+            // Alone on probation, who has just won would be the one to leave.
+            if on_probation.is_none() {
+                break Some(settled);
+            }
+        };
+        self.named
     }
 
     fn len(&self) -> usize {
@@ -218,6 +232,24 @@ mod tests {
         let left: Vec<u32> = (0..200).map(|new| exchange(&mut policy, 5000 + new)).collect();
         let old = left.iter().filter(|&&fingerprint| fingerprint < 1000).count();
         assert!(old <= 30, "{old} blocks used twice left for blocks used once");
+    }
+
+    #[test]
+    fn who_wins_against_a_protected_block_stays() {
+        let mut policy = full(100);
+        policy.insert(BlockKey(500), traits(500), Timestamp(2));
+        (0..9).for_each(|_| policy.access(BlockKey(500), traits(500), Timestamp(2)));
+        // It alone is in the window, and nobody is left on probation.
+        for key in (0..100).map(BlockKey) {
+            if policy.links.about(key).segment != Segment::Protected {
+                policy.remove(key);
+            }
+        }
+        let segments = [Segment::Window, Segment::Probation].map(|segment| policy.in_segment(segment));
+        assert_eq!(segments, [1, 0]);
+        let first = policy.victim(Timestamp(3), &|_| false);
+        assert_ne!(first, Some(BlockKey(500)));
+        assert_eq!(policy.victim(Timestamp(3), &|_| false), first, "asking again changes nothing");
     }
 
     #[test]
