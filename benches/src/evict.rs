@@ -16,7 +16,7 @@ use naive::Naive;
 
 pub(crate) const ABOUT: &str = "one decision of the workload policy with 32 categories (victim, its removal, insertion of the next \
      block), one thread, block keys in random order; against the same queues with the two exponentials of F(t + life) - F(t) \
-     for every category, which name the same victims; and the resident memory that the bookkeeping of each policy takes per \
+     for every category, which name the same victims; the same decision of the default policy, between two of its refits; and the resident memory that the bookkeeping of each policy takes per \
      block, with fingerprints of departed blocks";
 
 const NAIVE: &str = "two exponentials per category";
@@ -52,6 +52,11 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
         let pairs: Vec<_> = large.iter().zip(small).map(|(large, small)| (large.0, small.0)).collect();
         let name = "decision, 10 M resident blocks";
         rows.push(Row::new("evict", name, "µs CPU", "the same with 1 M", Better::Lower, outcome(&pairs)));
+    }
+    for (name, blocks) in [("1 M", 1_000_000), ("10 M", 10_000_000)] {
+        let pairs = default_decisions(effort, effort.scaled(blocks))?;
+        let name = format!("decision of {DEFAULT}, {name} resident blocks");
+        rows.push(Row::new("evict", &name, "µs CPU", "limit: 0.2 µs", Better::Lower, outcome(&pairs)));
     }
     rows.extend(weights);
     Ok(rows)
@@ -100,6 +105,37 @@ fn decisions(effort: &Effort, blocks: u64) -> anyhow::Result<Vec<(f64, f64)>> {
         anyhow::ensure!(ours.is_some() && ours == theirs, "the two forms named different victims");
         if run > 0 {
             pairs.push((our_time.cpu_us_per(count), their_time.cpu_us_per(count)));
+        }
+    }
+    Ok(pairs)
+}
+
+/// CPU time of a decision of the default policy in each run, beside the limit, in microseconds. Refits come between the
+/// runs: a node does them once a second, whatever the decisions.
+fn default_decisions(effort: &Effort, blocks: u64) -> anyhow::Result<Vec<(f64, f64)>> {
+    let count = effort.scaled(DECISIONS);
+    let mut policy = by_name(DEFAULT, 0).context("the policies are known by their names")?;
+    let mut load = Load::new(blocks as u32);
+    load.teach(policy.as_mut());
+    for key in load.shuffled_keys() {
+        let (traits, now) = load.next();
+        policy.insert(key, traits, now);
+    }
+    let mut pairs = Vec::new();
+    for run in 0..=effort.runs {
+        let arrivals = load.take(count);
+        policy.refit(arrivals.first().context("there are blocks")?.1);
+        let (end, spent) = spend(|| {
+            arrivals.iter().try_for_each(|&(traits, now)| {
+                let victim = policy.victim(now, &|_| false)?;
+                policy.remove(victim);
+                policy.insert(victim, traits, now);
+                Some(())
+            })
+        });
+        end.context("a full tier has a victim")?;
+        if run > 0 {
+            pairs.push((spent.cpu_us_per(count), DECISION_US));
         }
     }
     Ok(pairs)

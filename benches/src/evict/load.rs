@@ -2,7 +2,6 @@
 //!
 //! Not here: what is timed (`evict.rs`).
 
-use kv_core::evict::workload::Workload;
 use kv_core::evict::{BlockKey, BlockTraits, Policy};
 use kv_core::id::{Category, RequestKind, Timestamp};
 use rand::seq::SliceRandom;
@@ -50,7 +49,7 @@ impl Load {
     /// Shows the policy reuses of every category: the mean interval from two minutes to half an hour (much shorter ones
     /// would let the difference of two exponentials round to nothing), and between a fifth and all of the uses
     /// followed by another, which is what the life comes from.
-    pub(super) fn teach(&mut self, policy: &mut Workload) {
+    pub(super) fn teach(&mut self, policy: &mut dyn Policy) {
         let (once, again) = (BlockKey(0), BlockKey(1));
         for (number, category) in (0..).zip(categories()) {
             let traits = BlockTraits { category, ..BlockTraits::default() };
