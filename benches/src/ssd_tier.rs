@@ -88,7 +88,7 @@ impl SsdTier {
         };
         let (ssd, _) = Ssd::open(&config, &send)?;
         let slots = shape.in_flight + 1;
-        let arena = Arena::new(ArenaShape { frame_bytes_max, slots, reserve_slots: 0 })?;
+        let arena = Arena::new(ArenaShape::equal(frame_bytes_max, slots, 0))?;
         let (stock, chance) = (VecDeque::new(), ChaCha8Rng::seed_from_u64(1));
         let stock_max = usize::try_from(blocks)?;
         let mut tier = Self { ssd, reports, arena, frames, stock, stock_max, next: 0, chance };

@@ -23,6 +23,7 @@ struct Inspected {
     pinned_blocks: u64,
     quarantined_files: u64,
     tiers: Vec<TierLine>,
+    arena: Option<ArenaLine>,
     classes: Vec<ClassLine>,
     curve: Vec<CurveLine>,
     tenants: Vec<TenantLine>,
@@ -36,6 +37,31 @@ struct TierLine {
     capacity_bytes: u64,
     admitting: bool,
     why_not: String,
+}
+
+/// How the node's DRAM is cut.
+#[derive(Debug, Serialize)]
+struct ArenaLine {
+    slab_bytes: u64,
+    slabs: u64,
+    empty_slabs: u64,
+    reserve_slabs: u64,
+    moved_frames: u64,
+    moved_bytes: u64,
+    size_classes: Vec<SizeClassLine>,
+}
+
+#[derive(Debug, Serialize)]
+struct SizeClassLine {
+    slot_bytes: u64,
+    slabs: u64,
+    slots: u64,
+    used_slots: u64,
+    frame_bytes: u64,
+    /// Share of what frames are charged for that no frame fills: ends of slots and of slabs.
+    lost: Option<f64>,
+    /// Share of the class's slots that are free, and of no use to other classes until they are moved together.
+    free: Option<f64>,
 }
 
 /// Blocks of requests of one kind and turn in one tier, since the node's start.
@@ -124,6 +150,7 @@ fn gather(status: pb::NodeStatusReply) -> Inspected {
         pinned_blocks: status.pinned_blocks,
         quarantined_files: status.quarantined_files,
         tiers: status.tiers.into_iter().map(tier_line).collect(),
+        arena: status.arena.map(|arena| arena_line(&arena)),
         classes: status.classes.iter().map(class_line).collect(),
         curve: status.curve.iter().map(curve_line).collect(),
         tenants: status.tenants.iter().map(tenant_line).collect(),
@@ -138,6 +165,35 @@ fn tier_name(number: u32) -> &'static str {
 fn tier_line(tier: pb::TierStatus) -> TierLine {
     let pb::TierStatus { tier, capacity_bytes, used_bytes, blocks, admitting, why_not } = tier;
     TierLine { tier: tier_name(tier), blocks, used_bytes, capacity_bytes, admitting, why_not }
+}
+
+fn arena_line(arena: &pb::ArenaStatus) -> ArenaLine {
+    let slab_bytes = arena.slab_bytes;
+    ArenaLine {
+        slab_bytes,
+        slabs: arena.slabs,
+        empty_slabs: arena.empty_slabs,
+        reserve_slabs: arena.reserve_slabs,
+        moved_frames: arena.moved_frames,
+        moved_bytes: arena.moved_bytes,
+        size_classes: arena.classes.iter().map(|class| size_class_line(class, slab_bytes)).collect(),
+    }
+}
+
+#[allow(clippy::cast_precision_loss)]
+fn size_class_line(class: &pb::SizeClassStatus, slab_bytes: u64) -> SizeClassLine {
+    let missing = |part: f64, whole: f64| (whole > 0.0).then(|| 1.0 - part / whole);
+    let slots = class.slabs * class.slots_per_slab;
+    let charged = class.used_slots as f64 * slab_bytes as f64 / class.slots_per_slab.max(1) as f64;
+    SizeClassLine {
+        slot_bytes: class.slot_bytes,
+        slabs: class.slabs,
+        slots,
+        used_slots: class.used_slots,
+        frame_bytes: class.frame_bytes,
+        lost: missing(class.frame_bytes as f64, charged),
+        free: missing(class.used_slots as f64, slots as f64),
+    }
 }
 
 fn class_line(class: &pb::ClassStatus) -> ClassLine {
@@ -184,9 +240,13 @@ fn in_words(seconds: Option<f64>) -> String {
     })
 }
 
-#[allow(clippy::cast_precision_loss)]
 fn in_mib(bytes: u64) -> String {
-    format!("{:.1}", bytes as f64 / f64::from(1 << 20))
+    format!("{:.1}", mib(bytes))
+}
+
+#[allow(clippy::cast_precision_loss)]
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
 }
 
 fn render(node: &Inspected) -> String {
@@ -207,6 +267,9 @@ fn render(node: &Inspected) -> String {
             tier.tier, tier.blocks, tier.why_not
         );
     }
+    if let Some(arena) = &node.arena {
+        render_arena(&mut out, arena);
+    }
     render_classes(&mut out, node);
     if !node.curve.is_empty() {
         let _ = writeln!(out, "\nwith room for      MiB          hit rate, evicting by last use");
@@ -223,6 +286,34 @@ fn render(node: &Inspected) -> String {
         let _ = writeln!(out, "{:<7} {:<12} {quota}", tenant.tenant, in_mib(tenant.bytes));
     }
     out
+}
+
+fn render_arena(out: &mut String, arena: &ArenaLine) {
+    let _ = writeln!(
+        out,
+        "\nDRAM lies in {} slabs of {} MiB: {} empty, {} kept for loads; {} frames ({} MiB) moved together",
+        arena.slabs,
+        in_mib(arena.slab_bytes),
+        arena.empty_slabs,
+        arena.reserve_slabs,
+        arena.moved_frames,
+        in_mib(arena.moved_bytes)
+    );
+    let _ = writeln!(out, "slot MiB  slabs    slots used  of         lost     free");
+    for class in &arena.size_classes {
+        let share =
+            |share: Option<f64>| share.map_or("-".to_owned(), |share| format!("{:.1} %", share * 100.0));
+        let _ = writeln!(
+            out,
+            "{:<9} {:<8} {:<11} {:<10} {:<8} {}",
+            format!("{:.3}", mib(class.slot_bytes)),
+            class.slabs,
+            class.used_slots,
+            class.slots,
+            share(class.lost),
+            share(class.free)
+        );
+    }
 }
 
 fn render_classes(out: &mut String, node: &Inspected) {
@@ -294,6 +385,33 @@ mod tests {
         );
         assert!(text.contains("512                3.0          25.0 %"), "{text}");
         assert!(text.contains("9       1.0          -"), "{text}");
+    }
+
+    #[test]
+    fn how_dram_is_cut_is_shown_by_size_class() {
+        let class = pb::SizeClassStatus {
+            slot_bytes: 256 << 10,
+            slots_per_slab: 4,
+            slabs: 3,
+            used_slots: 6,
+            frame_bytes: (6 * 250) << 10,
+        };
+        let unused = pb::SizeClassStatus { slot_bytes: 1 << 20, slots_per_slab: 1, ..Default::default() };
+        let arena = pb::ArenaStatus {
+            slab_bytes: 1 << 20,
+            slabs: 40,
+            empty_slabs: 37,
+            reserve_slabs: 17,
+            moved_frames: 5,
+            moved_bytes: 5 << 18,
+            classes: vec![class, unused],
+        };
+        let text = render(&gather(pb::NodeStatusReply { arena: Some(arena), ..Default::default() }));
+        let told = "40 slabs of 1.0 MiB: 37 empty, 17 kept for loads; 5 frames (1.2 MiB) moved together";
+        assert!(text.contains(told), "{text}");
+        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert!(lines.contains(&vec!["0.250", "3", "6", "12", "2.3", "%", "50.0", "%"]), "{text}");
+        assert!(lines.contains(&vec!["1.000", "0", "0", "0", "-", "-"]), "{text}");
     }
 
     #[test]

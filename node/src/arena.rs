@@ -1,14 +1,24 @@
-//! The node's DRAM: one piece of memory taken at start, cut into equal slots, shared by readers without copying.
+//! The node's DRAM: one piece of memory taken at start, cut into slots, shared by readers without copying.
 //!
 //! A slot has one writer ([`SlotMut`]) until it is frozen into [`Bytes`]; its memory is given out again
-//! only after the last reader dropped its copy. Every slot holds the largest frame of this node: a node
-//! keeps blocks of one model, whose frames have one size, and with slots of several sizes whoever chooses
-//! lengths could use up the ones that the others need. A shorter frame takes a whole slot and is charged
-//! for it. Not here: which block has which slot (`store`).
+//! only after the last reader dropped its copy. Slots come in a class for each frame length that the node's layout
+//! gives (`classes`), never in lengths that callers choose: a shorter frame takes a slot of the next class and is
+//! charged for it. Classes share equal slabs, and a slab that is empty is anybody's (`slabs`).
+//!
+//! Whoever chooses lengths can therefore leave a few small slots in every slab, where the largest class needs whole
+//! ones. The store then moves what the emptiest slab holds into others of its class ([`Arena::vacate`],
+//! [`Arena::moved`]), until no class has a whole slab's worth of free slots. What is charged for frames is
+//! their share of a slab, so frames that are within the node's room are then within its slabs: no class is ever
+//! starved by another, only by frames that are read so slowly that their slots do not come back.
+//! Not here: which block has which slot, and when to move any (`store`).
 
 #![allow(unsafe_code)]
 
+mod classes;
 mod memory;
+mod slabs;
+#[cfg(test)]
+mod tests;
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -17,10 +27,11 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use memory::Memory;
+pub use classes::{CLASSES_MAX, SLOT_ALIGN_BYTES, SizeClass, SizeClasses, slot_bytes};
+pub use slabs::ClassUse;
 
-/// Slots are whole pages, in bytes: what comes from SSD lands in them without a copy.
-pub const SLOT_ALIGN_BYTES: usize = 4096;
+use memory::Memory;
+use slabs::{Place, Slabs};
 
 /// Who wants a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,14 +43,33 @@ pub enum Purpose {
 }
 
 /// How an arena is cut.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ArenaShape {
-    /// Length of the largest frame, in bytes.
-    pub frame_bytes_max: usize,
-    /// Slots in all.
-    pub slots: usize,
-    /// Slots of these that saves leave alone.
-    pub reserve_slots: usize,
+    /// Its slots.
+    pub classes: SizeClasses,
+    /// Slabs in all.
+    pub slabs: usize,
+    /// Slabs of these that saves leave empty: a load of any class finds room in them.
+    pub reserve_slabs: usize,
+}
+
+/// What an arena has, for status.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ArenaNumbers {
+    /// Length of a slab in bytes.
+    pub slab_bytes: usize,
+    /// Slabs in all.
+    pub slabs: usize,
+    /// Slabs that belong to no class now.
+    pub empty_slabs: usize,
+    /// Slabs that saves leave empty.
+    pub reserve_slabs: usize,
+    /// Frames that were moved so that a slab became empty, since the start.
+    pub moved_frames: u64,
+    /// Their bytes.
+    pub moved_bytes: u64,
+    /// Each class, smallest first, and what it has.
+    pub classes: Vec<(SizeClass, ClassUse)>,
 }
 
 /// The arena. Clones share it.
@@ -51,31 +81,39 @@ pub struct Arena {
 #[derive(Debug)]
 struct Inner {
     memory: Memory,
-    slot_bytes: usize,
-    slots: usize,
-    reserve_slots: usize,
+    classes: SizeClasses,
     state: Mutex<State>,
     freed: Notify,
 }
 
-/// Slots from `fresh` on were never given out.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
-    fresh: usize,
-    free: Vec<usize>,
-}
-
-/// Slot size for frames of up to `frame_bytes`.
-#[must_use]
-pub fn slot_bytes(frame_bytes: usize) -> usize {
-    frame_bytes.max(1).next_multiple_of(SLOT_ALIGN_BYTES)
+    slabs: Slabs,
+    moved_frames: u64,
+    moved_bytes: u64,
 }
 
 impl ArenaShape {
+    /// Slots of one class, for frames of up to `frame_bytes_max`, of which saves leave `reserve_slots` alone.
+    #[must_use]
+    pub fn equal(frame_bytes_max: usize, slots: usize, reserve_slots: usize) -> ArenaShape {
+        let classes = SizeClasses::new(&[frame_bytes_max]);
+        ArenaShape { classes, slabs: slots, reserve_slabs: reserve_slots }
+    }
+
+    /// Room for frames whose shares fill `tier_slabs` slabs, and beside them for `loads` slots of any classes, which
+    /// saves leave alone, and for `saves` slots whose frames are charged elsewhere already.
+    #[must_use]
+    pub fn around(classes: SizeClasses, tier_slabs: usize, loads: usize, saves: usize) -> ArenaShape {
+        let reserve_slabs = classes.slabs_for(loads);
+        let slabs = tier_slabs.saturating_add(reserve_slabs).saturating_add(classes.slabs_for(saves));
+        ArenaShape { classes, slabs, reserve_slabs }
+    }
+
     /// Memory it takes, in bytes; nothing when no machine has so much.
     #[must_use]
     pub fn bytes(&self) -> Option<usize> {
-        slot_bytes(self.frame_bytes_max).checked_mul(self.slots.max(1))
+        self.classes.slab_bytes().checked_mul(self.slabs.max(1))
     }
 }
 
@@ -86,46 +124,33 @@ impl Arena {
     /// When the machine has not so much, or what the system said when it refused.
     pub fn new(shape: ArenaShape) -> std::io::Result<Arena> {
         let bytes = shape.bytes().ok_or(std::io::ErrorKind::OutOfMemory)?;
-        let inner = Inner {
-            memory: Memory::new(bytes)?,
-            slot_bytes: slot_bytes(shape.frame_bytes_max),
-            slots: shape.slots,
-            reserve_slots: shape.reserve_slots,
-            state: Mutex::new(State::default()),
-            freed: Notify::new(),
-        };
-        Ok(Arena { inner: Arc::new(inner) })
+        let memory = Memory::new(bytes)?;
+        let slabs = Slabs::new(&shape.classes, shape.slabs, shape.reserve_slabs);
+        let state = Mutex::new(State { slabs, moved_frames: 0, moved_bytes: 0 });
+        Ok(Arena { inner: Arc::new(Inner { memory, classes: shape.classes, state, freed: Notify::new() }) })
     }
 
     /// A slot for `len` bytes; nothing while there is none, or when no frame may be so long.
     #[must_use]
     pub fn take(&self, len: usize, purpose: Purpose) -> Option<SlotMut> {
-        let inner = &self.inner;
-        if len > inner.slot_bytes {
-            return None;
-        }
-        let mut state = inner.state.lock();
-        if !inner.has_room(&state, purpose) {
-            return None;
-        }
-        let number = state.free.pop().unwrap_or_else(|| {
-            state.fresh += 1;
-            state.fresh - 1
-        });
-        Some(SlotMut { slot: Slot { inner: Arc::clone(inner), number, len } })
+        let class = self.inner.classes.find(len)?;
+        let place = self.inner.state.lock().slabs.take(class, len, purpose)?;
+        Some(self.slot(class, place, len))
     }
 
     /// Bytes in slots that are given out.
     #[must_use]
     pub fn used_bytes(&self) -> usize {
         let state = self.inner.state.lock();
-        (state.fresh - state.free.len()) * self.inner.slot_bytes
+        let uses = state.slabs.uses().iter().zip(self.inner.classes.list());
+        uses.map(|(uses, class)| uses.used_slots * class.slot_bytes).sum()
     }
 
-    /// Whether [`Self::take`] would give a slot now.
+    /// Whether [`Self::take`] would give a slot now, whatever its length.
     #[must_use]
     pub fn has_room(&self, purpose: Purpose) -> bool {
-        self.inner.has_room(&self.inner.state.lock(), purpose)
+        let state = self.inner.state.lock();
+        (0..self.inner.classes.list().len()).all(|class| state.slabs.has_room(class, purpose))
     }
 
     /// A handle by which another process of this host can map the arena's memory, to read it.
@@ -141,12 +166,90 @@ impl Arena {
     pub async fn freed(&self) {
         self.inner.freed.notified().await;
     }
+
+    /// Counts of all slabs and classes.
+    #[must_use]
+    pub fn numbers(&self) -> ArenaNumbers {
+        let state = self.inner.state.lock();
+        let (slabs, reserve_slabs) = state.slabs.counts();
+        let classes = self.inner.classes.list().iter().copied().zip(state.slabs.uses().iter().copied());
+        ArenaNumbers {
+            slab_bytes: self.inner.classes.slab_bytes(),
+            slabs,
+            empty_slabs: state.slabs.empty_slabs(),
+            reserve_slabs,
+            moved_frames: state.moved_frames,
+            moved_bytes: state.moved_bytes,
+            classes: classes.collect(),
+        }
+    }
+
+    /// Says whose bytes these are; whether their slab is being vacated, so that they should be [moved](Self::moved).
+    pub fn set_owner(&self, bytes: &Bytes, owner: u32) -> bool {
+        let mut state = self.inner.state.lock();
+        let Some((_, place)) = self.inner.place_of(&state.slabs, bytes) else { return false };
+        state.slabs.set_owner(place, owner);
+        state.slabs.is_leaving(place.slab)
+    }
+
+    /// When there are too few empty slabs to give any class one: marks one to be emptied, and names the owners of what
+    /// lies in it. Bytes without an owner yet show when they get one.
+    #[must_use]
+    pub fn vacate(&self) -> Option<Vec<u32>> {
+        self.inner.state.lock().slabs.vacate()
+    }
+
+    /// Whether these bytes lie in a slab that is being vacated.
+    #[must_use]
+    pub fn is_leaving(&self, bytes: &Bytes) -> bool {
+        let state = self.inner.state.lock();
+        self.inner.place_of(&state.slabs, bytes).is_some_and(|(_, place)| state.slabs.is_leaving(place.slab))
+    }
+
+    /// A copy of these bytes in another slab of their class, for the same owner; nothing when there is no slot. The
+    /// first one's slot comes back when its last reader is gone.
+    #[must_use]
+    pub fn moved(&self, bytes: &Bytes) -> Option<Bytes> {
+        let (class, place) = {
+            let mut state = self.inner.state.lock();
+            let (class, from) = self.inner.place_of(&state.slabs, bytes)?;
+            let owner = state.slabs.owner(from);
+            let place = state.slabs.take_elsewhere(class, bytes.len())?;
+            if let Some(owner) = owner {
+                state.slabs.set_owner(place, owner);
+            }
+            state.moved_frames += 1;
+            state.moved_bytes += bytes.len() as u64;
+            (class, place)
+        };
+        let mut slot = self.slot(class, place, bytes.len());
+        slot.copy_from_slice(bytes);
+        Some(slot.freeze())
+    }
+
+    /// The slab of these bytes is not to be vacated after all.
+    pub fn stay(&self, bytes: &Bytes) {
+        let mut state = self.inner.state.lock();
+        if let Some((_, place)) = self.inner.place_of(&state.slabs, bytes) {
+            state.slabs.stay(place.slab);
+        }
+    }
+
+    fn slot(&self, class: usize, place: Place, len: usize) -> SlotMut {
+        let slot_bytes = self.inner.classes.list()[class].slot_bytes;
+        let offset = place.slab as usize * self.inner.classes.slab_bytes() + place.slot as usize * slot_bytes;
+        SlotMut { slot: Slot { inner: Arc::clone(&self.inner), place, offset, slot_bytes, len } }
+    }
 }
 
 impl Inner {
-    fn has_room(&self, state: &State, purpose: Purpose) -> bool {
-        let left = self.slots - state.fresh + state.free.len();
-        left > if purpose == Purpose::Save { self.reserve_slots } else { 0 }
+    /// The class and slot in which bytes lie; none for bytes from elsewhere.
+    fn place_of(&self, slabs: &Slabs, bytes: &Bytes) -> Option<(usize, Place)> {
+        let offset = self.memory.offset_of(bytes.as_ptr())?;
+        let slab = u32::try_from(offset / self.classes.slab_bytes()).ok()?;
+        let class = slabs.class_of(slab)?;
+        let slot = offset % self.classes.slab_bytes() / self.classes.list().get(class)?.slot_bytes;
+        Some((class, Place { slab, slot: u32::try_from(slot).ok()? }))
     }
 }
 
@@ -154,29 +257,32 @@ impl Inner {
 #[derive(Debug)]
 struct Slot {
     inner: Arc<Inner>,
-    number: usize,
+    place: Place,
+    /// Where it begins in the arena.
+    offset: usize,
+    slot_bytes: usize,
     len: usize,
 }
 
 impl Slot {
     fn start(&self) -> *mut u8 {
-        self.inner.memory.at(self.number * self.inner.slot_bytes)
+        self.inner.memory.at(self.offset)
     }
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.inner.state.lock().free.push(self.number);
+        self.inner.state.lock().slabs.give_back(self.place, self.len);
         self.inner.freed.notify_waiters();
     }
 }
 
 impl AsRef<[u8]> for Slot {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: the range lies inside the mapping (`number` is below `slots` and `len` is at most
-        // `slot_bytes`, both checked in `take`), the mapping lives as long as `inner`, it is initialised
-        // (zero pages), and nobody writes it: the only writer, `SlotMut`, was consumed when this slot was
-        // shared or owns it exclusively.
+        // SAFETY: the range lies inside the mapping (the place is of one of its slabs, and a slab holds all
+        // slots of its class; `len` is at most `slot_bytes`, as `find` saw to), the mapping lives as long as
+        // `inner`, it is initialised (zero pages), and nobody writes it: the only writer, `SlotMut`, was consumed
+        // when this slot was shared or owns it exclusively.
         unsafe { std::slice::from_raw_parts(self.start(), self.len) }
     }
 }
@@ -191,9 +297,8 @@ impl SlotMut {
     /// The whole slot, behind the frame's end too: direct I/O reads whole pages.
     #[must_use]
     pub fn whole_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `deref_mut`; the slot's memory reaches to the next slot's start, which is
-        // `slot_bytes` away.
-        unsafe { std::slice::from_raw_parts_mut(self.slot.start(), self.slot.inner.slot_bytes) }
+        // SAFETY: as in `deref_mut`; the slot's memory is `slot_bytes` long, and the next slot begins behind it.
+        unsafe { std::slice::from_raw_parts_mut(self.slot.start(), self.slot.slot_bytes) }
     }
 
     /// Ends writing: from now on the bytes are shared and never change.
@@ -213,131 +318,9 @@ impl Deref for SlotMut {
 
 impl DerefMut for SlotMut {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `Slot::as_ref`; `&mut self` makes this the only reference, because a number is
-        // given out to one slot at a time and the ranges of different numbers do not overlap.
+        // SAFETY: as in `Slot::as_ref`; `&mut self` makes this the only reference, because a place is given out to
+        // one slot at a time, slots of one slab are all of one class and so do not overlap, and a slab changes its
+        // class only when none of its slots is given out.
         unsafe { std::slice::from_raw_parts_mut(self.slot.start(), self.slot.len) }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-
-    fn arena(slots: usize, reserve_slots: usize) -> Arena {
-        Arena::new(ArenaShape { frame_bytes_max: 128, slots, reserve_slots }).unwrap()
-    }
-
-    #[test]
-    fn every_slot_can_be_had_whatever_lengths_came_before() {
-        let arena = arena(10, 0);
-        // Lengths of every kind, each held for a while: none of them may cost the largest its place.
-        for len in 1..=128 {
-            let slots: Vec<SlotMut> = std::iter::from_fn(|| arena.take(len, Purpose::Save)).collect();
-            assert_eq!(slots.len(), 10, "frames of {len} bytes");
-        }
-        let small: Vec<SlotMut> = (1..=9).map(|len| arena.take(len, Purpose::Save).unwrap()).collect();
-        assert_eq!(arena.used_bytes(), 9 * SLOT_ALIGN_BYTES);
-        assert_eq!(arena.take(128, Purpose::Save).unwrap().len(), 128);
-        drop(small);
-        assert_eq!(arena.used_bytes(), 0);
-    }
-
-    #[test]
-    fn room_is_what_taking_gives() {
-        let arena = arena(3, 1);
-        let mut slots = Vec::new();
-        for purpose in [Purpose::Save, Purpose::Save, Purpose::Save, Purpose::Load, Purpose::Load] {
-            let room = arena.has_room(purpose);
-            let slot = arena.take(100, purpose);
-            assert_eq!(room, slot.is_some());
-            slots.extend(slot);
-        }
-        assert_eq!(slots.len(), 3);
-        assert!(arena.take(SLOT_ALIGN_BYTES + 1, Purpose::Load).is_none(), "no frame is so long");
-    }
-
-    #[test]
-    #[cfg(not(miri))]
-    fn memory_that_the_machine_lacks_is_refused_at_start() {
-        let shape = ArenaShape { frame_bytes_max: 1 << 20, slots: 1 << 24, reserve_slots: 0 };
-        let cause = Arena::new(shape).unwrap_err().to_string();
-        assert!(cause.contains("bytes available"), "{cause}");
-    }
-
-    #[test]
-    #[cfg(not(miri))]
-    fn memory_is_there_from_the_start() {
-        let bytes = 32 << 20;
-        let resident = || {
-            // Huge pages that were set aside count apart.
-            let status = std::fs::read_to_string("/proc/self/status").unwrap();
-            let rows =
-                status.lines().filter(|line| line.starts_with("VmRSS") || line.starts_with("HugetlbPages"));
-            let kib = rows.map(|row| row.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap());
-            kib.sum::<usize>() << 10
-        };
-        let before = resident();
-        let _arena = Arena::new(ArenaShape { frame_bytes_max: bytes, slots: 1, reserve_slots: 0 }).unwrap();
-        assert!(resident() >= before + bytes * 3 / 4, "only an address range was taken");
-    }
-
-    #[test]
-    fn memory_is_reused_only_after_the_last_reader_is_gone() {
-        let arena = arena(1, 0);
-        let mut slot = arena.take(3, Purpose::Save).unwrap();
-        slot.copy_from_slice(b"abc");
-        let first = slot.freeze();
-        let second = first.slice(1..);
-        drop(first);
-        assert!(arena.take(3, Purpose::Save).is_none());
-        assert_eq!(&second[..], b"bc");
-        drop(second);
-        let mut slot = arena.take(3, Purpose::Save).unwrap();
-        slot.copy_from_slice(b"xyz");
-        assert_eq!(&slot.freeze()[..], b"xyz");
-    }
-
-    #[test]
-    fn slots_never_overlap() {
-        let arena = arena(30, 0);
-        let mut slots = Vec::new();
-        for round in 0u8..40 {
-            let len = usize::from(round) * 7 % 128 + 1;
-            if let Some(mut slot) = arena.take(len, Purpose::Save) {
-                slot.fill(round);
-                slots.push((round, slot.freeze()));
-            }
-            if round % 3 == 0 && !slots.is_empty() {
-                slots.remove(usize::from(round) % slots.len());
-            }
-        }
-        assert!(slots.len() > 5);
-        assert!(slots.iter().all(|(round, bytes)| bytes.iter().all(|byte| byte == round)));
-    }
-
-    #[test]
-    fn saves_leave_the_reserve_to_loads() {
-        let arena = arena(4, 2);
-        let saves: Vec<SlotMut> = std::iter::from_fn(|| arena.take(64, Purpose::Save)).collect();
-        assert_eq!(saves.len(), 2);
-        assert!(!arena.has_room(Purpose::Save));
-        let loads: Vec<SlotMut> = std::iter::from_fn(|| arena.take(64, Purpose::Load)).collect();
-        assert_eq!(loads.len(), 2);
-    }
-
-    #[test]
-    fn readers_on_other_threads_see_what_was_written() {
-        let arena = arena(8, 0);
-        let mut slot = arena.take(64, Purpose::Save).unwrap();
-        slot.fill(7);
-        let bytes = slot.freeze();
-        let readers: Vec<_> = (0..4)
-            .map(|_| {
-                let bytes = bytes.clone();
-                std::thread::spawn(move || bytes.iter().map(|byte| u64::from(*byte)).sum::<u64>())
-            })
-            .collect();
-        assert!(readers.into_iter().all(|reader| reader.join().unwrap() == 64 * 7));
     }
 }

@@ -11,6 +11,7 @@ use kv_core::tier::{Capacity, TierLimits};
 use kvfleet_proto::frame::{HEADER_FIXED_BYTES, PAYLOAD_BYTES_MAX, SLICES_MAX};
 use serde::{Deserialize, Serialize};
 
+use crate::arena::CLASSES_MAX;
 use crate::tiers::ssd::DEVICES_MAX;
 
 /// Configuration of a node. Every field has a default except the certificates and the routers, which
@@ -50,9 +51,12 @@ pub struct NodeConfig {
     /// Bytes a second of blocks on SSD that are read and checked though nobody asks, while nobody waits for the
     /// device; 0 for none. A terabyte takes a day and a half at the usual pace.
     pub scrub_bytes_per_second: u64,
-    /// Largest payload of one block in bytes. Every block takes the room of the largest, so give the real
-    /// size.
+    /// Largest payload of one block in bytes. Every block takes the room of the next size that is given here or in
+    /// `component_bytes`, so give the real size.
     pub block_bytes: u64,
+    /// Payloads of one block of the other component groups of a hybrid model (a sliding window, recurrent state), each
+    /// up to `block_bytes`; empty for a model whose blocks are all alike.
+    pub component_bytes: Vec<u64>,
     /// Eviction policy, one of [`evict::NAMES`].
     pub policy: String,
     /// Share of a tier above which it evicts.
@@ -134,6 +138,7 @@ impl Default for NodeConfig {
             ssd_write_bytes_per_day: 0,
             scrub_bytes_per_second: 8 << 20,
             block_bytes: 2 << 20,
+            component_bytes: Vec::new(),
             policy: evict::DEFAULT.to_owned(),
             watermark_high: 0.95,
             watermark_low: 0.90,
@@ -224,6 +229,7 @@ impl NodeConfig {
             let remedy = format!("give the payload of one block, 1 to {PAYLOAD_BYTES_MAX} bytes");
             return wrong("block_bytes", &self.block_bytes, remedy);
         }
+        self.validate_components()?;
         if evict::by_name(&self.policy, 0).is_none() {
             return wrong("policy", &self.policy, format!("choose one of {}", evict::NAMES.join(", ")));
         }
@@ -236,6 +242,22 @@ impl NodeConfig {
             return wrong("fetch_inflight_bytes", &self.fetch_inflight_bytes, remedy);
         }
         self.validate_capacity()
+    }
+
+    fn validate_components(&self) -> Result<(), ConfigError> {
+        let groups_max = CLASSES_MAX - 1;
+        if self.component_bytes.len() > groups_max {
+            let remedy = format!("give at most {groups_max} sizes besides block_bytes");
+            return wrong("component_bytes", &self.component_bytes.len(), remedy);
+        }
+        let wrong_size = |bytes: &&u64| **bytes == 0 || **bytes > self.block_bytes;
+        match self.component_bytes.iter().find(wrong_size) {
+            Some(bytes) => {
+                let remedy = format!("give payloads of 1 to block_bytes ({}) bytes", self.block_bytes);
+                wrong("component_bytes", bytes, remedy)
+            }
+            None => Ok(()),
+        }
     }
 
     fn validate_marks(&self) -> Result<(), ConfigError> {
@@ -274,8 +296,22 @@ impl NodeConfig {
     /// Encoded size of the largest frame this node takes, in bytes: two slices a layer (keys, values).
     #[must_use]
     pub fn frame_bytes_max(&self) -> usize {
+        self.encoded_bytes(self.block_bytes)
+    }
+
+    /// Encoded sizes of the frames that the layout gives, in bytes, the largest last.
+    #[must_use]
+    pub fn frame_bytes(&self) -> Vec<usize> {
+        self.component_bytes
+            .iter()
+            .chain([&self.block_bytes])
+            .map(|bytes| self.encoded_bytes(*bytes))
+            .collect()
+    }
+
+    fn encoded_bytes(&self, payload_bytes: u64) -> usize {
         let slices = (self.identity.layers as usize).saturating_mul(2).clamp(1, SLICES_MAX);
-        HEADER_FIXED_BYTES + slices * 8 + usize::try_from(self.block_bytes).unwrap_or(usize::MAX / 4)
+        HEADER_FIXED_BYTES + slices * 8 + usize::try_from(payload_bytes).unwrap_or(usize::MAX / 4)
     }
 
     /// Size of the DRAM tier.
@@ -329,6 +365,10 @@ mod tests {
             config.validate().unwrap_err()
         };
         says("a node: block_bytes", &refused(|config| config.block_bytes = 0), &[]);
+        let many = |config: &mut NodeConfig| config.component_bytes = vec![1; CLASSES_MAX];
+        says("a node: component_bytes, too many", &refused(many), &[]);
+        let large = |config: &mut NodeConfig| config.component_bytes = vec![16, 4 << 20];
+        says("a node: component_bytes", &refused(large), &[]);
         says("a node: policy", &refused(|config| config.policy = "mru".to_owned()), &[]);
         says("a node: watermark_high", &refused(|config| config.watermark_high = 1.5), &[]);
         says("a node: watermark_low", &refused(|config| config.watermark_low = 0.99), &[]);

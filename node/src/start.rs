@@ -18,7 +18,7 @@ use tokio_stream::wrappers::TcpListenerStream;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::announce::link::Link;
-use crate::arena::{Arena, ArenaShape};
+use crate::arena::{Arena, ArenaShape, SizeClasses};
 use crate::config::{ConfigError, NodeConfig};
 use crate::metrics::Metrics;
 use crate::serve::Service;
@@ -28,11 +28,11 @@ use crate::tiers::ssd::budget::WriteBudget;
 use crate::tiers::ssd::pace::Pace;
 use crate::tiers::ssd::{FoundBlock, Report, ScanReport, Ssd, SsdConfig, SsdError, SsdFaults, SsdRecord};
 
-/// Slots beyond the DRAM capacity for blocks being loaded from SSD; saves never take them, so the two
+/// Slots of any class beyond the DRAM capacity for blocks being loaded from SSD; saves never take them, so the two
 /// tiers can trade places even when both are full.
 const LOAD_SLOTS: usize = 16;
 
-/// Slots beyond the DRAM capacity for saves whose room is still being made by demotions.
+/// Slots of any class beyond the DRAM capacity for saves whose room is still being made by demotions.
 const SAVE_SLOTS: usize = 16;
 
 /// Leases at once. A lease is one request; a node serves some thousand at a time, and an abandoned one
@@ -212,16 +212,16 @@ fn local(listener: &TcpListener) -> Result<SocketAddr, StartError> {
 }
 
 pub(crate) fn open_arena(config: &NodeConfig) -> Result<Arena, StartError> {
-    let slot = u64::from(SlotSizes::new(config.frame_bytes_max()).dram);
+    let classes = SizeClasses::new(&config.frame_bytes());
+    let slab = classes.slab_bytes() as u64;
     let tier = match config.dram_capacity() {
-        Capacity::Bytes(bytes) => bytes / slot,
-        Capacity::Blocks(blocks) => blocks,
+        Capacity::Bytes(bytes) => bytes.div_ceil(slab),
+        Capacity::Blocks(blocks) => blocks.div_ceil(classes.largest_per_slab() as u64),
     };
-    let slots = tier.saturating_add((LOAD_SLOTS + SAVE_SLOTS) as u64);
-    let failed = |cause| StartError::Arena { bytes: slots.saturating_mul(slot), cause };
-    let slots = usize::try_from(slots).map_err(|_| failed(std::io::ErrorKind::OutOfMemory.into()))?;
-    let frame_bytes_max = config.frame_bytes_max();
-    Arena::new(ArenaShape { frame_bytes_max, slots, reserve_slots: LOAD_SLOTS }).map_err(failed)
+    let tier = usize::try_from(tier).unwrap_or(usize::MAX);
+    let shape = ArenaShape::around(classes, tier, LOAD_SLOTS, SAVE_SLOTS);
+    let bytes = (shape.slabs as u64).saturating_mul(slab);
+    Arena::new(shape).map_err(|cause| StartError::Arena { bytes, cause })
 }
 
 /// The transport counts what it sends, the store what it loads: the same limit for both.
@@ -241,8 +241,8 @@ pub(crate) async fn open_parts(
     let (send, reports) = mpsc::unbounded_channel();
     let (mut ssd, report) = open_ssd(config, send, faults).await?;
     let frame_bytes_max = config.frame_bytes_max();
-    let slots = SlotSizes::new(frame_bytes_max);
-    let rows = restore(&mut book, ssd.as_mut(), &report.blocks, config.ssd_capacity(), slots);
+    let slots = SlotSizes::new(&config.frame_bytes());
+    let rows = restore(&mut book, ssd.as_mut(), &report.blocks, config.ssd_capacity(), &slots);
     let quotas = config.quotas.iter().map(|quota| (TenantId(quota.tenant), quota.bytes));
     book.set_quotas(quotas);
     if ssd.is_some() {
@@ -316,10 +316,11 @@ fn restore(
     ssd: Option<&mut Ssd>,
     found: &[FoundBlock],
     capacity: Capacity,
-    slots: SlotSizes,
+    slots: &SlotSizes,
 ) -> Vec<(BlockKey, SsdRecord)> {
     let Some(ssd) = ssd else { return Vec::new() };
-    let fitting = usize::try_from(capacity.amount() / capacity.cost(slots.ssd)).unwrap_or(usize::MAX);
+    let fitting =
+        usize::try_from(capacity.amount() / capacity.cost(slots.largest().ssd)).unwrap_or(usize::MAX);
     let skipped = found.len().saturating_sub(fitting);
     let mut rows = Vec::new();
     for (position, block) in found.iter().enumerate() {

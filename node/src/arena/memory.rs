@@ -142,6 +142,11 @@ impl Memory {
         Ok(Memory { base: NonNull::from(memory).cast(), len })
     }
 
+    /// The offset of the byte at an address; none when it lies elsewhere.
+    pub(super) fn offset_of(&self, address: *const u8) -> Option<usize> {
+        address.addr().checked_sub(self.base.as_ptr().addr()).filter(|offset| *offset < self.len)
+    }
+
     /// Where the byte with this offset lies.
     pub(super) fn at(&self, offset: usize) -> *mut u8 {
         debug_assert!(offset < self.len);

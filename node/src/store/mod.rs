@@ -2,10 +2,11 @@
 //!
 //! Requests come in over a bounded channel, ends of SSD jobs over another; after each, the task runs
 //! what the book says and hands the changes to the outboxes. Situations are beside: `fetching`, `saving`,
-//! `moving`, `status`. Not here: decisions (`kv_core::tier`) and the wire (`serve`).
+//! `moving`, `packing`, `status`. Not here: decisions (`kv_core::tier`) and the wire (`serve`).
 
 mod fetching;
 mod moving;
+mod packing;
 mod saving;
 mod status;
 #[cfg(test)]

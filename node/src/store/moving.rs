@@ -54,6 +54,7 @@ pub(super) struct Trouble {
 impl Store {
     /// Runs everything that can run now, then hands out the changes.
     pub(super) fn pump(&mut self) {
+        self.pack();
         while let Some(action) = self.next_action() {
             match action {
                 Action::Demote { key, hash } => self.demote(key, hash),
@@ -230,7 +231,7 @@ impl Store {
         let Some(Move { key, hash, .. }) = self.moves.remove(&token) else { return };
         match result {
             Ok(bytes) => {
-                self.row(key).dram = Some(bytes.clone());
+                self.keep(key, bytes.clone());
                 self.tell_waiting(hash, &Ok(bytes));
                 self.parts.book.on_moved(key, Tier::Dram);
             }

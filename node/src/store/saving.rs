@@ -7,7 +7,7 @@ use kv_core::tier::{Asker, Charge, Offer, Offered};
 use tokio::sync::mpsc;
 
 use super::{Ask, Store, tell_later};
-use crate::arena;
+use crate::arena::SizeClasses;
 use crate::tiers::ssd::format;
 
 /// The task's answer to an offer.
@@ -47,26 +47,37 @@ impl Drop for Reserved {
     }
 }
 
-/// Slots of this node, in bytes. Every block takes one, whatever its length.
-#[derive(Clone, Copy, Debug)]
+/// What blocks cost on this node, in bytes: in DRAM their share of a slab, on SSD a record for the largest frame.
+#[derive(Clone, Debug)]
 pub(crate) struct SlotSizes {
-    pub(crate) dram: u32,
-    pub(crate) ssd: u32,
+    classes: SizeClasses,
+    /// Of the largest frame.
+    largest: Charge,
+}
+
+/// More than any slot has; what is so large is refused before.
+fn whole(bytes: usize) -> u32 {
+    u32::try_from(bytes).unwrap_or(u32::MAX)
 }
 
 impl SlotSizes {
-    /// For frames of up to `frame_bytes_max`.
-    pub(crate) fn new(frame_bytes_max: usize) -> SlotSizes {
-        let whole = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX);
-        SlotSizes {
-            dram: whole(arena::slot_bytes(frame_bytes_max)),
-            ssd: whole(format::record_bytes(frame_bytes_max)),
-        }
+    /// For frames of these lengths.
+    pub(crate) fn new(frame_bytes: &[usize]) -> SlotSizes {
+        let classes = SizeClasses::new(frame_bytes);
+        let longest = frame_bytes.iter().copied().max().unwrap_or_default();
+        let (dram, ssd) = (whole(classes.share_bytes(longest)), whole(format::record_bytes(longest)));
+        SlotSizes { classes, largest: Charge { frame: whole(longest), dram, ssd } }
     }
 
     /// What a frame costs.
-    pub(crate) fn charge(self, frame_bytes: u32) -> Charge {
-        Charge { frame: frame_bytes, dram: self.dram, ssd: self.ssd }
+    pub(crate) fn charge(&self, frame_bytes: u32) -> Charge {
+        let dram = whole(self.classes.share_bytes(frame_bytes as usize));
+        Charge { frame: frame_bytes, dram, ssd: self.largest.ssd }
+    }
+
+    /// What the largest frame costs.
+    pub(crate) fn largest(&self) -> Charge {
+        self.largest
     }
 }
 
@@ -101,7 +112,7 @@ impl Store {
         // The frame may be shorter than the offer said.
         let length = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
         let charge = self.parts.capacities.slots.charge(length);
-        self.row(key).dram = Some(bytes);
+        self.keep(key, bytes);
         self.parts.book.renew(lease, now);
         self.parts.book.commit(key, charge, now);
     }

@@ -8,13 +8,14 @@ use kvfleet_proto::{convert, pb};
 
 use super::Store;
 use super::saving::SlotSizes;
+use crate::arena::ArenaNumbers;
 
 /// Sizes as configured, for status.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Capacities {
     pub(crate) dram: Capacity,
     pub(crate) ssd: Capacity,
-    /// A block's slot in each tier.
+    /// What a block costs in each tier.
     pub(crate) slots: SlotSizes,
 }
 
@@ -38,6 +39,25 @@ fn bytes(capacity: Capacity, slot: u32) -> u64 {
     }
 }
 
+fn arena(numbers: &ArenaNumbers) -> pb::ArenaStatus {
+    let classes = numbers.classes.iter().map(|(class, uses)| pb::SizeClassStatus {
+        slot_bytes: class.slot_bytes as u64,
+        slots_per_slab: class.slots_per_slab as u64,
+        slabs: uses.slabs as u64,
+        used_slots: uses.used_slots as u64,
+        frame_bytes: uses.frame_bytes as u64,
+    });
+    pb::ArenaStatus {
+        slab_bytes: numbers.slab_bytes as u64,
+        slabs: numbers.slabs as u64,
+        empty_slabs: numbers.empty_slabs as u64,
+        reserve_slabs: numbers.reserve_slabs as u64,
+        moved_frames: numbers.moved_frames,
+        moved_bytes: numbers.moved_bytes,
+        classes: classes.collect(),
+    }
+}
+
 impl Store {
     pub(super) fn status(&self) -> pb::NodeStatusReply {
         let outboxes = self.parts.shared.outboxes.lock();
@@ -54,6 +74,7 @@ impl Store {
             policy: self.parts.policy.clone(),
             classes: [Tier::Dram, Tier::Ssd].into_iter().flat_map(|tier| self.classes(tier)).collect(),
             curve: self.curve(),
+            arena: Some(arena(&self.parts.arena.numbers())),
         }
     }
 
@@ -75,10 +96,10 @@ impl Store {
 
     /// The curve at the present size and at its halves and doubles.
     fn curve(&self) -> Vec<pb::CurvePoint> {
-        let sizes = self.parts.capacities;
-        let slot = u64::from(sizes.slots.dram.max(1));
-        let now =
-            bytes(sizes.dram, sizes.slots.dram).saturating_add(bytes(sizes.ssd, sizes.slots.ssd)) / slot;
+        let sizes = &self.parts.capacities;
+        let largest = sizes.slots.largest();
+        let slot = u64::from(largest.dram.max(1));
+        let now = bytes(sizes.dram, largest.dram).saturating_add(bytes(sizes.ssd, largest.ssd)) / slot;
         let curve = self.parts.book.curve();
         if curve.uses() <= 0.0 {
             return Vec::new();
@@ -117,10 +138,10 @@ impl Store {
 
     fn tier_status(&self, tier: Tier) -> pb::TierStatus {
         let stats = self.parts.book.stats(tier);
-        let sizes = self.parts.capacities;
+        let sizes = &self.parts.capacities;
         let capacity_bytes = match tier {
-            Tier::Ssd => bytes(sizes.ssd, sizes.slots.ssd),
-            Tier::Dram | Tier::Gpu => bytes(sizes.dram, sizes.slots.dram),
+            Tier::Ssd => bytes(sizes.ssd, sizes.slots.largest().ssd),
+            Tier::Dram | Tier::Gpu => bytes(sizes.dram, sizes.slots.largest().dram),
         };
         pb::TierStatus {
             tier: tier as u32,

@@ -241,7 +241,7 @@ async fn lengths_that_came_before_leave_the_largest_frame_its_place() {
     for bytes in [false, true] {
         let mut config = config(&dir.path().join(bytes.to_string()), 4, 12);
         if bytes {
-            let slot = SlotSizes::new(config.frame_bytes_max());
+            let slot = SlotSizes::new(&config.frame_bytes()).largest();
             (config.dram_blocks, config.ssd_blocks) = (None, None);
             (config.dram_bytes, config.ssd_bytes) = (4 * u64::from(slot.dram), 12 * u64::from(slot.ssd));
         }
@@ -262,6 +262,82 @@ async fn lengths_that_came_before_leave_the_largest_frame_its_place() {
         assert!(status.tiers[1].admitting && full(&status), "{:?}", status.tiers);
         bench.close().await;
     }
+}
+
+/// A layout with two sizes: fifteen of the small ones take as much as a large one.
+const GROUP_BYTES: [usize; 2] = [2000, 60_000];
+
+/// A node for [`GROUP_BYTES`] with DRAM for so many large blocks.
+fn hybrid(dir: &std::path::Path, large_blocks: u64, ssd_blocks: u64) -> NodeConfig {
+    let mut config = config(dir, 0, ssd_blocks);
+    let [small, large] = GROUP_BYTES.map(|bytes| bytes as u64);
+    (config.block_bytes, config.component_bytes) = (large, vec![small]);
+    let slots = SlotSizes::new(&config.frame_bytes());
+    let charge = |payload| slots.charge(u32::try_from(frame(0, payload).bytes.len()).unwrap()).dram;
+    assert_eq!(GROUP_BYTES.map(charge), [4096, 15 * 4096]);
+    (config.dram_blocks, config.dram_bytes) = (None, large_blocks * 15 * 4096);
+    config
+}
+
+/// A request of its own for one block with a payload of so many bytes.
+async fn save_one(bench: &Bench, number: u64, payload: usize) -> bool {
+    let frame = frame(number, payload);
+    let frame_bytes = frame.bytes.len() as u64;
+    let request = SaveRequest { frame_bytes, ..save_request(number, number..number + 1) };
+    let (offer, session) = bench.service.save(request).await;
+    let (SaveOffer::Wanted(_), Some(mut session)) = (offer, session) else { return false };
+    session.put(frame).await;
+    let done = session.finish().await;
+    bench.service.release(LeaseId(number)).await;
+    done.stored_blocks == 1
+}
+
+async fn fetch_one(bench: &Bench, number: u64) -> bool {
+    let (_, frames) = bench.fetch(number, number..number + 1).await;
+    bench.service.release(LeaseId(number)).await;
+    frames == 1
+}
+
+#[tokio::test]
+async fn small_blocks_left_all_over_dram_leave_the_largest_their_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let [small, large] = GROUP_BYTES;
+    let bench = open(&hybrid(dir.path(), 40, 0)).await;
+    for number in 0..600 {
+        assert!(save_one(&bench, number, small).await, "block {number}");
+    }
+    // One of each fifteen is used again; the others go for the large ones.
+    for number in (0..600).step_by(15) {
+        assert!(fetch_one(&bench, number).await, "block {number}");
+    }
+    for number in 1000..1037 {
+        assert!(save_one(&bench, number, large).await, "block {number}");
+    }
+    for number in (0..600).step_by(15).chain(1000..1037) {
+        assert!(fetch_one(&bench, number).await, "block {number} is there and right");
+    }
+    let arena = bench.status().await.arena.unwrap();
+    assert!(arena.moved_frames > 0, "{arena:?}");
+    let used: Vec<u64> = arena.classes.iter().map(|class| class.used_slots).collect();
+    assert!(used[0] >= 40 && used[1] == 37, "{arena:?}");
+}
+
+#[tokio::test]
+async fn blocks_of_two_sizes_trade_places_between_dram_and_ssd() {
+    let dir = tempfile::tempdir().unwrap();
+    let bench = open(&hybrid(dir.path(), 3, 400)).await;
+    let payload = |number: u64| GROUP_BYTES[usize::from(number.is_multiple_of(7))];
+    for number in 0..300 {
+        assert!(save_one(&bench, number, payload(number)).await, "block {number}");
+    }
+    for step in 0..600u64 {
+        let number = step * 97 % 300;
+        assert!(fetch_one(&bench, number).await, "step {step}: block {number} is there and right");
+    }
+    let status = bench.status().await;
+    assert_eq!(status.tiers[0].blocks + status.tiers[1].blocks, 300);
+    let capacity = status.tiers[0].capacity_bytes;
+    assert!(status.tiers[0].used_bytes <= capacity && status.tiers[0].used_bytes * 2 > capacity);
 }
 
 #[tokio::test]

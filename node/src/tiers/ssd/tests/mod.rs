@@ -48,8 +48,7 @@ fn config(dir: &Path, uring: bool) -> SsdConfig {
 fn open(config: &SsdConfig) -> Bench {
     let (send, reports) = unbounded_channel();
     let (ssd, report) = Ssd::open(config, &send).unwrap();
-    let shape = ArenaShape { frame_bytes_max: 8192, slots: 16, reserve_slots: 0 };
-    Bench { ssd, reports, report, arena: Arena::new(shape).unwrap() }
+    Bench { ssd, reports, report, arena: Arena::new(ArenaShape::equal(8192, 16, 0)).unwrap() }
 }
 
 fn hash(number: u8) -> BlockHash {

@@ -1,0 +1,150 @@
+//! Size classes: which slots an arena is cut into, from the frames that a node's layout gives. Pure numbers.
+//!
+//! A node keeps blocks of one identity, so its frames have one length, or a few where a hybrid model has component
+//! groups (full attention, a sliding window, recurrent state). Each length is a class. Not here: which slot is
+//! whose (`slabs`), and where lengths come from (`config`).
+
+/// Slots are whole pages, in bytes: what comes from SSD lands in them without a copy.
+pub const SLOT_ALIGN_BYTES: usize = 4096;
+
+/// Classes of one arena. Public hybrids have two to four component groups.
+pub const CLASSES_MAX: usize = 8;
+
+/// A slab is as many slots of the largest class as leave at most this part of it, one in so many, behind the last
+/// slot of any class. With the page at a frame's end that stays below 5 % for frames of 400 KiB and more.
+const TAIL_PARTS: usize = 25;
+
+/// One size of slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SizeClass {
+    /// Length of a slot in bytes, whole pages.
+    pub slot_bytes: usize,
+    /// Slots in one slab.
+    pub slots_per_slab: usize,
+}
+
+/// The classes of one arena, smallest first, and the slabs that all of them share.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SizeClasses {
+    slab_bytes: usize,
+    classes: Vec<SizeClass>,
+}
+
+/// Length of a slot for frames of up to `frame_bytes`.
+#[must_use]
+pub fn slot_bytes(frame_bytes: usize) -> usize {
+    frame_bytes.max(1).next_multiple_of(SLOT_ALIGN_BYTES)
+}
+
+impl SizeClasses {
+    /// Classes for frames of these lengths in bytes; equal ones are one class, and none at all is one page. Of more
+    /// than [`CLASSES_MAX`] the smallest go without a class of their own.
+    #[must_use]
+    pub fn new(frame_bytes: &[usize]) -> SizeClasses {
+        let mut slots: Vec<usize> = frame_bytes.iter().map(|&bytes| slot_bytes(bytes)).collect();
+        slots.sort_unstable();
+        slots.dedup();
+        slots.drain(..slots.len().saturating_sub(CLASSES_MAX));
+        let largest = slots.last().copied().unwrap_or(SLOT_ALIGN_BYTES);
+        // With this many slots of the largest class less than one part in so many stays behind any slot.
+        let fits = |slab: &usize| slots.iter().all(|slot| slab % slot <= slab / TAIL_PARTS);
+        let slab_bytes = (1..=TAIL_PARTS).map(|count| largest.saturating_mul(count)).find(fits);
+        let slab_bytes = slab_bytes.unwrap_or(largest);
+        if slots.is_empty() {
+            slots.push(largest);
+        }
+        let class = |slot_bytes| SizeClass { slot_bytes, slots_per_slab: slab_bytes / slot_bytes };
+        SizeClasses { slab_bytes, classes: slots.into_iter().map(class).collect() }
+    }
+
+    /// Length of a slab in bytes.
+    #[must_use]
+    pub fn slab_bytes(&self) -> usize {
+        self.slab_bytes
+    }
+
+    /// The classes, smallest first; there is at least one.
+    #[must_use]
+    pub fn list(&self) -> &[SizeClass] {
+        &self.classes
+    }
+
+    /// Slots of the largest class in one slab: no class has fewer.
+    #[must_use]
+    pub fn largest_per_slab(&self) -> usize {
+        self.classes.last().map_or(1, |class| class.slots_per_slab).max(1)
+    }
+
+    /// The class whose slots a frame of `len` bytes takes; none when no frame may be so long.
+    #[must_use]
+    pub fn find(&self, len: usize) -> Option<usize> {
+        self.classes.iter().position(|class| len <= class.slot_bytes)
+    }
+
+    /// What a frame of `len` bytes costs: its share of a slab, the tail behind the last slot included. As long as
+    /// the shares of all slots add up to no more than some slabs, those slabs and one for each further class hold
+    /// them all, however they lie after packing.
+    #[must_use]
+    pub fn share_bytes(&self, len: usize) -> usize {
+        let class = self.find(len).and_then(|class| self.classes.get(class)).or(self.classes.last());
+        class.map_or(self.slab_bytes, |class| self.slab_bytes.div_ceil(class.slots_per_slab.max(1)))
+    }
+
+    /// Slabs that hold `slots` slots of any mix of classes.
+    #[must_use]
+    pub fn slabs_for(&self, slots: usize) -> usize {
+        slots.div_ceil(self.largest_per_slab()) + self.classes.len() - 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: usize = SLOT_ALIGN_BYTES;
+
+    #[test]
+    fn one_length_is_one_class_whose_slabs_are_slots() {
+        for len in [1, PAGE - 1, PAGE, PAGE + 1, 2_097_716] {
+            let classes = SizeClasses::new(&[len, len]);
+            assert_eq!(classes.list(), [SizeClass { slot_bytes: slot_bytes(len), slots_per_slab: 1 }]);
+            assert_eq!((classes.slab_bytes(), classes.share_bytes(1)), (slot_bytes(len), slot_bytes(len)));
+            assert_eq!(classes.slabs_for(16), 16);
+        }
+        assert_eq!(SizeClasses::new(&[]).find(PAGE), Some(0));
+    }
+
+    #[test]
+    fn a_frame_takes_the_smallest_slot_that_it_fits() {
+        let classes = SizeClasses::new(&[10 * PAGE, 3 * PAGE, 3 * PAGE - 5]);
+        let slots: Vec<usize> = classes.list().iter().map(|class| class.slot_bytes).collect();
+        assert_eq!(slots, [3 * PAGE, 10 * PAGE]);
+        let found = [1, 3 * PAGE, 3 * PAGE + 1, 10 * PAGE, 10 * PAGE + 1].map(|len| classes.find(len));
+        assert_eq!(found, [Some(0), Some(0), Some(1), Some(1), None]);
+    }
+
+    #[test]
+    fn no_pair_of_sizes_wastes_more_than_its_part_behind_the_last_slot() {
+        for small in 1..=300 {
+            for large in small..=300 {
+                let classes = SizeClasses::new(&[small * PAGE, large * PAGE]);
+                let slab = classes.slab_bytes();
+                for class in classes.list() {
+                    let tail = slab - class.slot_bytes * class.slots_per_slab;
+                    assert!(tail * TAIL_PARTS <= slab, "{small} and {large} pages: {tail} of {slab}");
+                    assert!(class.slots_per_slab >= classes.largest_per_slab());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn shares_never_promise_more_than_the_slabs_hold() {
+        let classes = SizeClasses::new(&[3 * PAGE, 7 * PAGE, 16 * PAGE]);
+        for class in classes.list() {
+            let share = classes.share_bytes(class.slot_bytes);
+            assert!(share * class.slots_per_slab >= classes.slab_bytes());
+            assert!(share >= class.slot_bytes);
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! The arena with its memory: slots, readers, the reserve, and frames that move. The bookkeeping alone is in `model`.
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+
+mod layouts;
+mod model;
+
+fn arena(slots: usize, reserve_slots: usize) -> Arena {
+    Arena::new(ArenaShape::equal(128, slots, reserve_slots)).unwrap()
+}
+
+#[test]
+fn every_slot_can_be_had_whatever_lengths_came_before() {
+    let arena = arena(10, 0);
+    // Lengths of every kind, each held for a while: none of them may cost the largest its place.
+    for len in 1..=128 {
+        let slots: Vec<SlotMut> = std::iter::from_fn(|| arena.take(len, Purpose::Save)).collect();
+        assert_eq!(slots.len(), 10, "frames of {len} bytes");
+    }
+    let small: Vec<SlotMut> = (1..=9).map(|len| arena.take(len, Purpose::Save).unwrap()).collect();
+    assert_eq!(arena.used_bytes(), 9 * SLOT_ALIGN_BYTES);
+    assert_eq!(arena.take(128, Purpose::Save).unwrap().len(), 128);
+    drop(small);
+    assert_eq!(arena.used_bytes(), 0);
+}
+
+#[test]
+fn room_is_what_taking_gives() {
+    let arena = arena(3, 1);
+    let mut slots = Vec::new();
+    for purpose in [Purpose::Save, Purpose::Save, Purpose::Save, Purpose::Load, Purpose::Load] {
+        let room = arena.has_room(purpose);
+        let slot = arena.take(100, purpose);
+        assert_eq!(room, slot.is_some());
+        slots.extend(slot);
+    }
+    assert_eq!(slots.len(), 3);
+    assert!(arena.take(SLOT_ALIGN_BYTES + 1, Purpose::Load).is_none(), "no frame is so long");
+}
+
+#[test]
+#[cfg(not(miri))]
+fn memory_that_the_machine_lacks_is_refused_at_start() {
+    let cause = Arena::new(ArenaShape::equal(1 << 20, 1 << 24, 0)).unwrap_err().to_string();
+    assert!(cause.contains("bytes available"), "{cause}");
+}
+
+#[test]
+#[cfg(not(miri))]
+fn memory_is_there_from_the_start() {
+    let bytes = 32 << 20;
+    let resident = || {
+        // Huge pages that were set aside count apart.
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let rows =
+            status.lines().filter(|line| line.starts_with("VmRSS") || line.starts_with("HugetlbPages"));
+        let kib = rows.map(|row| row.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap());
+        kib.sum::<usize>() << 10
+    };
+    let before = resident();
+    let _arena = Arena::new(ArenaShape::equal(bytes, 1, 0)).unwrap();
+    assert!(resident() >= before + bytes * 3 / 4, "only an address range was taken");
+}
+
+#[test]
+fn memory_is_reused_only_after_the_last_reader_is_gone() {
+    let arena = arena(1, 0);
+    let mut slot = arena.take(3, Purpose::Save).unwrap();
+    slot.copy_from_slice(b"abc");
+    let first = slot.freeze();
+    let second = first.slice(1..);
+    drop(first);
+    assert!(arena.take(3, Purpose::Save).is_none());
+    assert_eq!(&second[..], b"bc");
+    drop(second);
+    let mut slot = arena.take(3, Purpose::Save).unwrap();
+    slot.copy_from_slice(b"xyz");
+    assert_eq!(&slot.freeze()[..], b"xyz");
+}
+
+#[test]
+fn slots_never_overlap() {
+    let arena = arena(30, 0);
+    let mut slots = Vec::new();
+    for round in 0u8..40 {
+        let len = usize::from(round) * 7 % 128 + 1;
+        if let Some(mut slot) = arena.take(len, Purpose::Save) {
+            slot.fill(round);
+            slots.push((round, slot.freeze()));
+        }
+        if round % 3 == 0 && !slots.is_empty() {
+            slots.remove(usize::from(round) % slots.len());
+        }
+    }
+    assert!(slots.len() > 5);
+    assert!(slots.iter().all(|(round, bytes)| bytes.iter().all(|byte| byte == round)));
+}
+
+#[test]
+fn saves_leave_the_reserve_to_loads() {
+    let arena = arena(4, 2);
+    let saves: Vec<SlotMut> = std::iter::from_fn(|| arena.take(64, Purpose::Save)).collect();
+    assert_eq!(saves.len(), 2);
+    assert!(!arena.has_room(Purpose::Save));
+    let loads: Vec<SlotMut> = std::iter::from_fn(|| arena.take(64, Purpose::Load)).collect();
+    assert_eq!(loads.len(), 2);
+}
+
+#[test]
+fn readers_on_other_threads_see_what_was_written() {
+    let arena = arena(8, 0);
+    let mut slot = arena.take(64, Purpose::Save).unwrap();
+    slot.fill(7);
+    let bytes = slot.freeze();
+    let readers: Vec<_> = (0..4)
+        .map(|_| {
+            let bytes = bytes.clone();
+            std::thread::spawn(move || bytes.iter().map(|byte| u64::from(*byte)).sum::<u64>())
+        })
+        .collect();
+    assert!(readers.into_iter().all(|reader| reader.join().unwrap() == 64 * 7));
+}
+
+/// Slots of one and of four pages, in slabs of four.
+fn mixed(slabs: usize, reserve_slabs: usize) -> Arena {
+    let classes = SizeClasses::new(&[SLOT_ALIGN_BYTES, 4 * SLOT_ALIGN_BYTES]);
+    assert_eq!(classes.slab_bytes(), 4 * SLOT_ALIGN_BYTES);
+    Arena::new(ArenaShape { classes, slabs, reserve_slabs }).unwrap()
+}
+
+fn filled(arena: &Arena, len: usize, fill: u8) -> Bytes {
+    let mut slot = arena.take(len, Purpose::Save).unwrap();
+    slot.fill(fill);
+    slot.freeze()
+}
+
+/// Moves what one slab holds into others, as the store does; how many frames moved.
+fn pack(arena: &Arena, held: &mut [Option<Bytes>]) -> Option<usize> {
+    let owners = arena.vacate()?;
+    for owner in &owners {
+        let bytes = held[*owner as usize].as_mut().unwrap();
+        assert!(arena.is_leaving(bytes));
+        *bytes = arena.moved(bytes).unwrap();
+    }
+    Some(owners.len())
+}
+
+#[test]
+fn slots_of_several_classes_never_overlap_and_are_whole_pages() {
+    let arena = mixed(12, 0);
+    let mut slots = Vec::new();
+    for round in 0u8..200 {
+        let len = if round % 3 == 0 { 3 * SLOT_ALIGN_BYTES + 5 } else { usize::from(round) + 1 };
+        if let Some(mut slot) = arena.take(len, Purpose::Load) {
+            assert_eq!(slot.as_ptr().addr() % SLOT_ALIGN_BYTES, 0);
+            slot.whole_mut().fill(round);
+            slots.push((round, slot.freeze()));
+        }
+        if round % 2 == 0 && slots.len() > 4 {
+            slots.remove(usize::from(round) * 7 % slots.len());
+        }
+    }
+    assert!(slots.len() > 10);
+    assert!(slots.iter().all(|(round, bytes)| bytes.iter().all(|byte| byte == round)));
+}
+
+#[test]
+fn a_few_small_frames_in_each_slab_do_not_keep_it_from_large_ones() {
+    let arena = mixed(8, 0);
+    let mut held: Vec<Option<Bytes>> = (0..32u8).map(|number| Some(filled(&arena, 100, number))).collect();
+    for (owner, bytes) in (0..).zip(held.iter().flatten()) {
+        assert!(!arena.set_owner(bytes, owner));
+    }
+    // One of four stays in each slab: three quarters are free, and no large frame has a place.
+    held.iter_mut().enumerate().filter(|(number, _)| number % 4 != 1).for_each(|(_, bytes)| *bytes = None);
+    assert!(arena.take(4 * SLOT_ALIGN_BYTES, Purpose::Load).is_none());
+    let mut large = Vec::new();
+    while let Some(moved) = pack(&arena, &mut held) {
+        assert!(moved > 0);
+        large.extend(std::iter::from_fn(|| arena.take(4 * SLOT_ALIGN_BYTES, Purpose::Load)));
+    }
+    assert_eq!(large.len(), 6, "eight small ones fill two slabs");
+    for (number, bytes) in
+        held.iter().enumerate().filter_map(|(number, bytes)| Some((number, bytes.as_ref()?)))
+    {
+        assert_eq!(&bytes[..], [u8::try_from(number).unwrap(); 100], "what moved is what it was");
+    }
+    let numbers = arena.numbers();
+    assert_eq!((numbers.empty_slabs, numbers.moved_frames, numbers.moved_bytes), (0, 6, 600));
+    drop((held, large));
+    assert_eq!((arena.used_bytes(), arena.numbers().empty_slabs), (0, 8));
+}
+
+#[test]
+fn readers_of_a_frame_that_moved_keep_what_they_read() {
+    let arena = mixed(2, 0);
+    let mut held: Vec<Option<Bytes>> = (0..8u8).map(|number| Some(filled(&arena, 9, number))).collect();
+    for (owner, bytes) in (0..).zip(held.iter().flatten()) {
+        arena.set_owner(bytes, owner);
+    }
+    for number in [1, 2, 3, 5, 6] {
+        held[number] = None;
+    }
+    let reader = held[0].clone().unwrap();
+    assert_eq!(pack(&arena, &mut held), Some(1));
+    assert_ne!(reader.as_ptr(), held[0].as_ref().unwrap().as_ptr());
+    // Its slab is nobody's only once the reader is gone, and gives no slots until then.
+    assert!(arena.take(4 * SLOT_ALIGN_BYTES, Purpose::Load).is_none());
+    let small: Vec<SlotMut> = std::iter::from_fn(|| arena.take(9, Purpose::Load)).collect();
+    assert_eq!((small.len(), &reader[..]), (1, &[0; 9][..]));
+    drop(reader);
+    assert!(arena.take(4 * SLOT_ALIGN_BYTES, Purpose::Load).is_some());
+}
+
+#[test]
+fn a_frame_that_comes_into_a_slab_being_vacated_is_told_to_move() {
+    let arena = mixed(2, 0);
+    let first = filled(&arena, 9, 1);
+    let mut late = arena.take(9, Purpose::Save).unwrap();
+    let others: Vec<Bytes> = (0..6).map(|_| filled(&arena, 9, 2)).collect();
+    assert!(!arena.set_owner(&first, 0));
+    for (owner, bytes) in (1..).zip(&others) {
+        arena.set_owner(bytes, owner);
+    }
+    let kept = others[3].clone();
+    drop(others);
+    // `first` and `late` are in one slab, `kept` in the other: either may be chosen, both hold few.
+    let owners = arena.vacate().unwrap();
+    late.fill(3);
+    let late = late.freeze();
+    if arena.set_owner(&late, 9) {
+        assert_eq!(owners, [0], "what is still written has no owner");
+        assert_eq!(&arena.moved(&late).unwrap()[..], [3; 9]);
+    } else {
+        assert_eq!(owners, [4]);
+        assert!(arena.is_leaving(&kept));
+        arena.stay(&kept);
+        assert!(!arena.is_leaving(&kept));
+    }
+}
+
+#[test]
+fn the_reserve_is_there_for_loads_of_every_class() {
+    let classes = SizeClasses::new(&[SLOT_ALIGN_BYTES, 4 * SLOT_ALIGN_BYTES]);
+    let shape = ArenaShape::around(classes, 2, 3, 1);
+    assert_eq!((shape.slabs, shape.reserve_slabs), (2 + 4 + 2, 4));
+    let arena = Arena::new(shape).unwrap();
+    let saves: Vec<SlotMut> = std::iter::from_fn(|| arena.take(1, Purpose::Save)).collect();
+    assert_eq!(saves.len(), 16, "small frames leave the reserve to whoever needs it");
+    assert!(!arena.has_room(Purpose::Save) && arena.has_room(Purpose::Load));
+    let large: Vec<SlotMut> =
+        std::iter::from_fn(|| arena.take(4 * SLOT_ALIGN_BYTES, Purpose::Load)).collect();
+    assert_eq!(large.len(), 4);
+    drop(saves);
+    // A load may have used the reserve; saves wait until it is whole again.
+    let small = arena.take(1, Purpose::Load).unwrap();
+    assert!(arena.take(1, Purpose::Save).is_none());
+    drop((small, large));
+    assert!(arena.take(1, Purpose::Save).is_some());
+}
