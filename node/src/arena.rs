@@ -7,16 +7,16 @@
 //!
 //! Whoever chooses lengths can therefore leave a few small slots in every slab, where the largest class needs whole
 //! ones. The store then moves what the emptiest slab holds into others of its class ([`Arena::vacate`],
-//! [`Arena::moved`]), until no class has a whole slab's worth of free slots. What is charged for frames is
-//! their share of a slab, so frames that are within the node's room are then within its slabs: no class is ever
-//! starved by another, only by frames that are read so slowly that their slots do not come back.
+//! [`Arena::moved`]), until enough slabs are empty or no class has a whole slab's worth of free slots. What is charged
+//! for frames is their share of a slab, so frames that are within the node's room are then within its slabs: no class
+//! is starved by another for longer than a slow reader takes, whose frames keep their slots until it has them.
 //! Not here: which block has which slot, and when to move any (`store`).
 
 #![allow(unsafe_code)]
 
 mod classes;
 mod memory;
-mod slabs;
+pub(crate) mod slabs;
 #[cfg(test)]
 mod tests;
 

@@ -16,9 +16,9 @@ const FILLS: usize = 4;
 
 /// A slot: which slab, which slot of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Place {
-    pub(super) slab: u32,
-    pub(super) slot: u32,
+pub(crate) struct Place {
+    pub(crate) slab: u32,
+    pub(crate) slot: u32,
 }
 
 /// A slot's state; those behind the last that was ever used have none.
@@ -65,7 +65,7 @@ pub struct ClassUse {
 
 /// All slabs of an arena.
 #[derive(Debug)]
-pub(super) struct Slabs {
+pub(crate) struct Slabs {
     classes: Vec<SizeClass>,
     uses: Vec<ClassUse>,
     /// Those that were used before; there may be more, up to `count`.
@@ -76,12 +76,12 @@ pub(super) struct Slabs {
     lists: Vec<List>,
     /// Links changed and slots looked at, so that tests see what a call costs.
     #[cfg(test)]
-    pub(super) steps: usize,
+    pub(crate) steps: usize,
 }
 
 impl Slabs {
     /// `count` empty slabs, of which saves leave `reserve` alone.
-    pub(super) fn new(classes: &SizeClasses, count: usize, reserve: usize) -> Slabs {
+    pub(crate) fn new(classes: &SizeClasses, count: usize, reserve: usize) -> Slabs {
         let classes = classes.list().to_vec();
         Slabs {
             uses: vec![ClassUse::default(); classes.len()],
@@ -97,7 +97,7 @@ impl Slabs {
     }
 
     /// A slot of this class for a frame of `len` bytes.
-    pub(super) fn take(&mut self, class: usize, len: usize, purpose: Purpose) -> Option<Place> {
+    pub(crate) fn take(&mut self, class: usize, len: usize, purpose: Purpose) -> Option<Place> {
         let (may_fill, may_open) = self.allowed(purpose);
         let slab = self.fullest(class).filter(|_| may_fill);
         let slab = slab.or_else(|| may_open.then(|| self.open(class)).flatten())?;
@@ -105,13 +105,13 @@ impl Slabs {
     }
 
     /// A slot of the slabs that the class has already: what is moved there empties another one.
-    pub(super) fn take_elsewhere(&mut self, class: usize, len: usize) -> Option<Place> {
+    pub(crate) fn take_elsewhere(&mut self, class: usize, len: usize) -> Option<Place> {
         let slab = self.fullest(class)?;
         self.fill(slab, len)
     }
 
     /// Whether [`Self::take`] would give a slot of this class now.
-    pub(super) fn has_room(&self, class: usize, purpose: Purpose) -> bool {
+    pub(crate) fn has_room(&self, class: usize, purpose: Purpose) -> bool {
         let (may_fill, may_open) = self.allowed(purpose);
         may_open || (may_fill && self.fullest(class).is_some())
     }
@@ -124,7 +124,7 @@ impl Slabs {
     }
 
     /// Takes a slot back that held a frame of `len` bytes.
-    pub(super) fn give_back(&mut self, place: Place, len: usize) {
+    pub(crate) fn give_back(&mut self, place: Place, len: usize) {
         let Some(slab) = self.slabs.get_mut(place.slab as usize) else { return };
         let Some(slot) = slab.slots.get_mut(place.slot as usize) else { return };
         *slot = Slot::Free { next: slab.free };
@@ -139,7 +139,7 @@ impl Slabs {
     }
 
     /// Says what a slot holds.
-    pub(super) fn set_owner(&mut self, place: Place, owner: u32) {
+    pub(crate) fn set_owner(&mut self, place: Place, owner: u32) {
         let slab = self.slabs.get_mut(place.slab as usize);
         if let Some(slot @ Slot::Used { .. }) = slab.and_then(|slab| slab.slots.get_mut(place.slot as usize))
         {
@@ -148,7 +148,7 @@ impl Slabs {
     }
 
     /// What a slot holds, as far as it was said.
-    pub(super) fn owner(&self, place: Place) -> Option<u32> {
+    pub(crate) fn owner(&self, place: Place) -> Option<u32> {
         match self.slabs.get(place.slab as usize)?.slots.get(place.slot as usize)? {
             Slot::Used { owner } => Some(*owner).filter(|owner| *owner != NONE),
             Slot::Free { .. } => None,
@@ -156,18 +156,18 @@ impl Slabs {
     }
 
     /// The class of a slab that is in use.
-    pub(super) fn class_of(&self, slab: u32) -> Option<usize> {
+    pub(crate) fn class_of(&self, slab: u32) -> Option<usize> {
         self.slabs.get(slab as usize).filter(|slab| slab.used > 0).map(|slab| slab.class)
     }
 
     /// Whether what the slab holds is to be moved elsewhere.
-    pub(super) fn is_leaving(&self, slab: u32) -> bool {
+    pub(crate) fn is_leaving(&self, slab: u32) -> bool {
         self.slabs.get(slab as usize).is_some_and(|slab| slab.leaving)
     }
 
     /// When fewer slabs are empty than the reserve and one for a save: chooses one to be emptied, whose frames find
     /// room in other slabs of their class, and says whose they are. Until it is empty it gives no slots.
-    pub(super) fn vacate(&mut self) -> Option<Vec<u32>> {
+    pub(crate) fn vacate(&mut self) -> Option<Vec<u32>> {
         if self.empty_slabs() > self.reserve {
             return None;
         }
@@ -191,7 +191,7 @@ impl Slabs {
     }
 
     /// The slab is not to be emptied after all.
-    pub(super) fn stay(&mut self, slab: u32) {
+    pub(crate) fn stay(&mut self, slab: u32) {
         let Some(taken) = self.slabs.get_mut(slab as usize).filter(|taken| taken.leaving) else { return };
         taken.leaving = false;
         let free = self.classes[taken.class].slots_per_slab - taken.used as usize;
@@ -200,17 +200,17 @@ impl Slabs {
     }
 
     /// Slabs that belong to no class.
-    pub(super) fn empty_slabs(&self) -> usize {
+    pub(crate) fn empty_slabs(&self) -> usize {
         self.count - self.slabs.len() + self.empty.len()
     }
 
     /// Slabs in all, and how many of them saves leave alone.
-    pub(super) fn counts(&self) -> (usize, usize) {
+    pub(crate) fn counts(&self) -> (usize, usize) {
         (self.count, self.reserve)
     }
 
     /// What the classes have, in their order.
-    pub(super) fn uses(&self) -> &[ClassUse] {
+    pub(crate) fn uses(&self) -> &[ClassUse] {
         &self.uses
     }
 

@@ -1,3 +1,4 @@
-//! Media of this node below DRAM. One folder per medium; DRAM itself is `arena`.
+//! Media of this node beside DRAM, which is `arena`. One folder per medium.
 
+pub mod gpu;
 pub mod ssd;

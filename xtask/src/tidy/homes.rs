@@ -11,6 +11,7 @@ const HOMES: &[(&str, &[&str])] = &[
     ("openraft", &["router/src/raft/"]),
     ("quinn", &["transport/src/quic", "benches/"]),
     ("io_uring", &["node/src/"]),
+    ("cudarc", &["node/src/tiers/gpu/cuda.rs"]),
     ("opentelemetry", &["cli/src/", "proto/src/trace_context.rs"]),
     ("opentelemetry_sdk", &["cli/src/"]),
     ("opentelemetry_otlp", &["cli/src/"]),

@@ -12,6 +12,7 @@ const UNSAFE_FILES: &[&str] = &[
     "core/src/prefix/x86.rs",
     "node/src/arena.rs",
     "node/src/arena/memory.rs",
+    "node/src/tiers/gpu/cuda.rs",
     "node/src/tiers/ssd/buffer.rs",
     "node/src/tiers/ssd/ring.rs",
     "proto/src/frame/copy.rs",

@@ -1,0 +1,279 @@
+//! A CUDA GPU as the tier's device. The driver is loaded when the process runs, and its absence is an answer.
+//!
+//! Each direction has a stream; an event behind each copy says that it ended. An error that comes up later, and not where
+//! a copy was asked for, ends a CUDA context: everything after it is [`DeviceError::Lost`], and memory that the
+//! device may still touch is left alone for good. Layer slices are scattered by the copy engine, one copy each; kernels for
+//! that are not here.
+
+#![allow(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result, sys};
+
+use super::device::{Copy, Device, DeviceError, Ended};
+
+/// Page-locked memory of the host.
+#[derive(Debug)]
+pub struct Pinned {
+    context: Arc<CudaContext>,
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: plain memory, owned by this value alone; a context can be used from any thread.
+unsafe impl Send for Pinned {}
+
+impl AsRef<[u8]> for Pinned {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: `len` bytes that were initialised, owned by self; a device has self while it copies there.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) }
+    }
+}
+
+impl AsMut<[u8]> for Pinned {
+    fn as_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and `&mut self` is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.len) }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        // SAFETY: from `malloc_host` of this context, and no copy uses it: those that do are forgotten instead.
+        let freed = self
+            .context
+            .bind_to_thread()
+            .and_then(|()| unsafe { result::free_host(self.base.as_ptr().cast()) });
+        if let Err(cause) = freed {
+            tracing::warn!(%cause, "page-locked memory was not given back");
+        }
+    }
+}
+
+/// A copy that was begun.
+#[derive(Debug)]
+struct Running {
+    number: u64,
+    /// Comes after it in its stream.
+    event: CudaEvent,
+    staging: Option<Pinned>,
+}
+
+/// One direction.
+#[derive(Debug)]
+struct Stream {
+    stream: Arc<CudaStream>,
+    running: VecDeque<Running>,
+}
+
+/// One GPU.
+#[derive(Debug)]
+pub struct CudaDevice {
+    context: Arc<CudaContext>,
+    streams: [Stream; 3],
+    memory: Vec<sys::CUdeviceptr>,
+    /// Copies that could not begin.
+    refused: Vec<Ended<Pinned>>,
+    lost: Option<DeviceError>,
+}
+
+/// Why a copy could not begin.
+enum Refusal {
+    /// Nothing of it began.
+    Whole(DriverError),
+    /// The device may be at it.
+    Part(DriverError),
+}
+
+impl CudaDevice {
+    /// The GPU with this number; none where there is no driver or no such GPU.
+    ///
+    /// # Errors
+    /// When there is one and it cannot be used.
+    pub fn open(ordinal: usize) -> Result<Option<CudaDevice>, DeviceError> {
+        // SAFETY: loads the driver's library, whose initialisers are trusted as the library is. Without it the
+        // first call of anything else would panic.
+        if !unsafe { sys::is_culib_present() } {
+            return Ok(None);
+        }
+        let count = match CudaContext::device_count() {
+            Ok(count) => usize::try_from(count).unwrap_or(0),
+            Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => 0,
+            Err(cause) => return Err(lost(&cause)),
+        };
+        if ordinal >= count {
+            return Ok(None);
+        }
+        let context = CudaContext::new(ordinal).map_err(|cause| lost(&cause))?;
+        let stream = || {
+            let stream = context.new_stream().map_err(|cause| lost(&cause))?;
+            Ok::<Stream, DeviceError>(Stream { stream, running: VecDeque::new() })
+        };
+        let streams = [stream()?, stream()?, stream()?];
+        Ok(Some(CudaDevice { context, streams, memory: Vec::new(), refused: Vec::new(), lost: None }))
+    }
+
+    /// Asks the driver for a copy and an event behind it.
+    fn try_begin(&self, stream: usize, copy: &mut Copy<Pinned>) -> Result<CudaEvent, Refusal> {
+        let stream = &self.streams[stream].stream;
+        self.context.bind_to_thread().map_err(Refusal::Whole)?;
+        let event = self.context.new_event(None).map_err(Refusal::Whole)?;
+        let mut is_begun = false;
+        let mut one = |asked: Result<(), DriverError>| {
+            asked.map_err(if is_begun { Refusal::Part } else { Refusal::Whole })?;
+            is_begun = true;
+            Ok::<(), Refusal>(())
+        };
+        let raw = stream.cu_stream();
+        match copy {
+            Copy::In(staging, piece) => {
+                let from = &staging.as_ref()[piece.host.clone()];
+                // SAFETY: the host's memory is page-locked, and stays where it is and untouched until the copy ended: the
+                // caller moves it into `running`, or forgets it. Addresses of the device are the driver's to check.
+                one(unsafe { result::memcpy_htod_async(piece.device, from, raw) })?;
+            }
+            Copy::Out(staging, piece) => {
+                let to = &mut staging.as_mut()[piece.host.clone()];
+                // SAFETY: as above.
+                one(unsafe { result::memcpy_dtoh_async(to, piece.device, raw) })?;
+            }
+            Copy::Within(hops) => {
+                for hop in hops.iter().filter(|hop| hop.len > 0) {
+                    // SAFETY: no memory of the host; addresses are the driver's to check.
+                    one(unsafe { result::memcpy_dtod_async(hop.to, hop.from, hop.len, raw) })?;
+                }
+            }
+        }
+        event.record(stream).map_err(Refusal::Part)?;
+        Ok(event)
+    }
+
+    /// Everything that runs ends here, without the memory that the device may still touch.
+    fn lose(&mut self, cause: DeviceError) -> Vec<Ended<Pinned>> {
+        let running = self.streams.iter_mut().flat_map(|stream| stream.running.drain(..));
+        let ended = running.map(|running| {
+            std::mem::forget(running.staging);
+            Ended { number: running.number, staging: None, result: Err(cause.clone()) }
+        });
+        let ended = ended.collect();
+        self.lost = Some(cause);
+        ended
+    }
+}
+
+fn lost(cause: &DriverError) -> DeviceError {
+    DeviceError::Lost(cause.to_string())
+}
+
+impl Device for CudaDevice {
+    type Staging = Pinned;
+
+    fn name(&self) -> String {
+        self.context.name().unwrap_or_else(|cause| cause.to_string())
+    }
+
+    fn allocate(&mut self, bytes: usize) -> Result<u64, DeviceError> {
+        let taken = self.context.bind_to_thread().and_then(|()| {
+            // SAFETY: the memory is written before it is read, and freed once, in `drop`.
+            unsafe { result::malloc_sync(bytes) }
+        });
+        let address = taken.map_err(|cause| DeviceError::NoMemory {
+            bytes,
+            what: "device",
+            cause: cause.to_string(),
+        })?;
+        self.memory.push(address);
+        Ok(address)
+    }
+
+    fn staging(&mut self, bytes: usize) -> Result<Pinned, DeviceError> {
+        let refused = |cause: String| DeviceError::NoMemory { bytes, what: "page-locked", cause };
+        // SAFETY: owned by the `Pinned` below, which frees it once.
+        let taken = self
+            .context
+            .bind_to_thread()
+            .and_then(|()| unsafe { result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_PORTABLE) });
+        let base = NonNull::new(taken.map_err(|cause| refused(cause.to_string()))?.cast::<u8>());
+        let base = base.ok_or_else(|| refused("no address".to_owned()))?;
+        // SAFETY: `bytes` bytes that nobody else has.
+        unsafe { base.as_ptr().write_bytes(0, bytes) };
+        Ok(Pinned { context: Arc::clone(&self.context), base, len: bytes })
+    }
+
+    fn begin(&mut self, number: u64, mut copy: Copy<Pinned>) {
+        let stream = match copy {
+            Copy::In(..) => 0,
+            Copy::Out(..) => 1,
+            Copy::Within(_) => 2,
+        };
+        let begun = match &self.lost {
+            Some(lost) => Err(lost.clone()),
+            None => match self.try_begin(stream, &mut copy) {
+                Ok(event) => Ok(event),
+                Err(Refusal::Whole(cause)) => Err(DeviceError::Copy(cause.to_string())),
+                Err(Refusal::Part(cause)) => Err(lost(&cause)),
+            },
+        };
+        let staging = match copy {
+            Copy::In(staging, _) | Copy::Out(staging, _) => Some(staging),
+            Copy::Within(_) => None,
+        };
+        match begun {
+            Ok(event) => self.streams[stream].running.push_back(Running { number, event, staging }),
+            Err(cause @ DeviceError::Lost(_)) if self.lost.is_none() => {
+                std::mem::forget(staging);
+                let ended = self.lose(cause.clone());
+                self.refused.extend(ended);
+                self.refused.push(Ended { number, staging: None, result: Err(cause) });
+            }
+            Err(cause) => self.refused.push(Ended { number, staging, result: Err(cause) }),
+        }
+    }
+
+    fn ended(&mut self) -> Vec<Ended<Pinned>> {
+        let mut all = std::mem::take(&mut self.refused);
+        let mut broken = None;
+        for stream in &mut self.streams {
+            while let Some(first) = stream.running.front() {
+                match first.event.try_is_complete() {
+                    Ok(false) => break,
+                    Ok(true) => {
+                        let Some(Running { number, staging, .. }) = stream.running.pop_front() else { break };
+                        all.push(Ended { number, staging, result: Ok(()) });
+                    }
+                    Err(cause) => {
+                        broken = Some(lost(&cause));
+                        break;
+                    }
+                }
+            }
+        }
+        all.extend(broken.map(|cause| self.lose(cause)).into_iter().flatten());
+        all
+    }
+}
+
+impl Drop for CudaDevice {
+    fn drop(&mut self) {
+        if self.lost.is_some() {
+            return;
+        }
+        for stream in &self.streams {
+            if let Err(cause) = stream.stream.synchronize() {
+                tracing::warn!(%cause, "the GPU did not come to an end; its memory is not given back");
+                let running = self.streams.iter_mut().flat_map(|stream| stream.running.drain(..));
+                running.for_each(|running| std::mem::forget(running.staging));
+                return;
+            }
+        }
+        for address in self.memory.drain(..) {
+            // SAFETY: from `malloc_sync`, and no copy is under way any more.
+            if let Err(cause) = unsafe { result::free_sync(address) } {
+                tracing::warn!(%cause, "device memory was not given back");
+            }
+        }
+    }
+}

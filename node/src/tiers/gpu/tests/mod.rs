@@ -1,0 +1,213 @@
+//! The tier on a fake device: the suite that every device passes, and what only a fake one can be made to do.
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
+
+mod fake;
+mod suite;
+
+use proptest::prelude::*;
+
+use super::*;
+use fake::{FakeDevice, Faults, Hand};
+use suite::{Bench, classes, device_bytes, frame, shape};
+
+fn bench(seed: u64) -> (Bench<FakeDevice>, Hand) {
+    let (device, faults) = FakeDevice::new(device_bytes(), seed);
+    (Bench::new(device, shape(12)), faults)
+}
+
+#[test]
+fn a_fake_device_passes_the_suite() {
+    for seed in 0..50 {
+        println!("seed {seed}");
+        suite::run(|| FakeDevice::new(device_bytes(), seed).0);
+    }
+}
+
+#[test]
+#[cfg(feature = "gpu")]
+fn a_gpu_passes_the_suite_where_there_is_one() {
+    let open = || cuda::CudaDevice::open(0).expect("a GPU that can be used, or none");
+    match open() {
+        Some(device) => {
+            println!("on {}", device.name());
+            drop(device);
+            suite::run(|| open().unwrap());
+        }
+        None => println!("SKIPPED on a GPU: there is no driver or no GPU here"),
+    }
+}
+
+#[test]
+#[cfg(not(feature = "gpu"))]
+fn a_gpu_passes_the_suite_where_there_is_one() {
+    println!("SKIPPED on a GPU: built without the feature gpu");
+}
+
+#[test]
+fn memory_that_is_not_there_is_refused_at_start() {
+    let (device, _) = FakeDevice::new(classes().slab_bytes(), 1);
+    let refused = GpuTier::open(device, shape(12)).unwrap_err();
+    assert!(matches!(refused, DeviceError::NoMemory { what: "device", .. }), "{refused}");
+    let (device, faults) = FakeDevice::new(device_bytes(), 1);
+    faults.lock().locked_bytes = Some(6000);
+    let refused = GpuTier::open(device, shape(12)).unwrap_err();
+    assert!(matches!(refused, DeviceError::NoMemory { what: "page-locked", .. }), "{refused}");
+}
+
+/// A large frame takes so many chunks.
+fn chunks() -> u64 {
+    let large = frame(1, true).len();
+    assert_eq!(large.div_ceil(5000), 3);
+    3
+}
+
+#[test]
+fn a_copy_that_fails_costs_its_block_and_nothing_else() {
+    let large = frame(1, true);
+    for failing in 0..2 * chunks() {
+        let (mut bench, faults) = bench(failing);
+        *faults.lock() = Faults { failing: [failing].into(), ..Faults::default() };
+        let fault = bench.put(1, &large).unwrap_err();
+        assert!(matches!(fault, GpuFault::Device(DeviceError::Copy(_))), "copy {failing}: {fault}");
+        assert_eq!((bench.tier.used_bytes(), bench.tier.slabs.empty_slabs()), (0, 12));
+        let record = bench.put(2, &large).unwrap();
+        assert_eq!(bench.get(3, record, large.len()).unwrap(), large);
+    }
+}
+
+#[test]
+fn a_bit_that_flips_on_the_way_in_is_seen_before_anybody_hears_of_the_block() {
+    let large = frame(1, true);
+    // Chunks that are written, then chunks that are read back.
+    for flipping in 0..2 * chunks() {
+        let (mut bench, faults) = bench(flipping);
+        *faults.lock() = Faults { flipping: [flipping].into(), ..Faults::default() };
+        let fault = bench.put(1, &large).unwrap_err();
+        assert!(matches!(fault, GpuFault::Corrupt(_)), "copy {flipping}: {fault}");
+        assert_eq!(bench.tier.used_bytes(), 0);
+    }
+}
+
+#[test]
+fn a_read_that_goes_wrong_is_no_block_and_can_be_tried_again() {
+    let large = frame(1, true);
+    for wrong in 2 * chunks()..3 * chunks() {
+        let (mut bench, faults) = bench(wrong);
+        let record = bench.put(1, &large).unwrap();
+        *faults.lock() = Faults { flipping: [wrong].into(), ..Faults::default() };
+        let fault = bench.get(2, record, large.len()).unwrap_err();
+        assert!(matches!(fault, GpuFault::Corrupt(_)), "{fault}");
+        assert_eq!(bench.arena.used_bytes(), 0, "its slot came back");
+        assert_eq!(bench.get(3, record, large.len()).unwrap(), large);
+    }
+}
+
+#[test]
+fn memory_that_is_read_is_not_given_out_again() {
+    let (mut bench, faults) = bench(7);
+    let (first, second) = (frame(1, true), frame(2, true));
+    let record = bench.put(1, &first).unwrap();
+    faults.lock().is_held = true;
+    let slot = bench.arena.take(first.len(), Purpose::Load).unwrap();
+    assert!(bench.tier.get(2, record, slot).unwrap());
+    bench.tier.free(record);
+    assert_eq!(bench.tier.used_bytes(), first.len(), "still being read");
+    assert!(bench.tier.put(3, &second).unwrap());
+    faults.lock().is_held = false;
+    bench.settle();
+    assert_eq!(bench.loaded.remove(&2).unwrap().unwrap(), first);
+    assert_eq!(bench.tier.used_bytes(), second.len());
+}
+
+#[test]
+fn a_lost_device_ends_every_job_and_takes_no_more() {
+    for lost_at in 0..12 {
+        let (mut bench, faults) = bench(lost_at);
+        faults.lock().lost_at = Some(lost_at);
+        for token in 0..4 {
+            assert!(bench.tier.put(token, &frame(token, true)).unwrap());
+        }
+        bench.settle();
+        assert_eq!(bench.stored.len(), 4);
+        assert!(bench.stored.values().any(Result::is_err));
+        assert!(matches!(bench.tier.lost(), Some(DeviceError::Lost(_))));
+        let again = bench.tier.put(9, &frame(9, false));
+        assert!(matches!(again, Err(GpuFault::Device(DeviceError::Lost(_)))), "{again:?}");
+    }
+}
+
+#[test]
+fn an_address_that_is_nobodys_loses_the_device_and_nothing_is_called_scattered() {
+    let (mut bench, _) = bench(3);
+    let record = bench.put(1, &frame(1, false)).unwrap();
+    assert!(bench.tier.scatter(2, record, vec![0x10; 4]).unwrap());
+    bench.settle();
+    assert!(matches!(bench.scatters_ended[&2], Err(GpuFault::Device(DeviceError::Lost(_)))));
+    assert!(!bench.scattered.contains_key(&2) && bench.tier.lost().is_some());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Puts, gets and frees in any order, with copies that fail and bits that flip: each job ends once, what is
+    /// stored is what was put, and all memory comes back.
+    #[test]
+    fn whatever_fails_nothing_wrong_is_read_and_nothing_is_lost(
+        seed in any::<u64>(),
+        failing in prop::collection::btree_set(0u64..300, 0..20),
+        flipping in prop::collection::btree_set(0u64..300, 0..20),
+        calls in prop::collection::vec((0u8..6, any::<u8>()), 1..120),
+    ) {
+        let (mut bench, faults) = bench(seed);
+        *faults.lock() = Faults { failing, flipping, ..Faults::default() };
+        let (mut putting, mut getting) = (BTreeMap::new(), BTreeMap::new());
+        let mut held: Vec<(GpuRecord, Bytes)> = Vec::new();
+        for (token, (call, pick)) in (0..).zip(calls) {
+            match call {
+                0..=1 => {
+                    let frame = frame(token, pick % 3 == 0);
+                    if bench.tier.put(token, &frame).unwrap() {
+                        putting.insert(token, frame);
+                    }
+                }
+                2..=3 if !held.is_empty() => {
+                    let (record, frame) = held[usize::from(pick) % held.len()].clone();
+                    let slot = bench.arena.take(frame.len(), Purpose::Load).unwrap();
+                    if bench.tier.get(token, record, slot).unwrap() {
+                        getting.insert(token, frame);
+                    }
+                }
+                4 if !held.is_empty() => {
+                    let (record, _) = held.swap_remove(usize::from(pick) % held.len());
+                    bench.tier.free(record);
+                }
+                _ => bench.poll(),
+            }
+            prop_assert!(bench.tier.jobs() <= 6 && bench.tier.copies.len() <= 3);
+            take_over(&mut bench, &mut putting, &mut getting, &mut held);
+        }
+        bench.settle();
+        take_over(&mut bench, &mut putting, &mut getting, &mut held);
+        prop_assert!(putting.is_empty() && getting.is_empty(), "every job ended");
+        held.into_iter().for_each(|(record, _)| bench.tier.free(record));
+        prop_assert_eq!((bench.tier.used_bytes(), bench.tier.slabs.empty_slabs()), (0, 12));
+        prop_assert_eq!((bench.tier.staging.len(), bench.arena.used_bytes()), (3, 0));
+    }
+}
+
+/// What ended: stored blocks are held from now on, and what was loaded is what was put.
+fn take_over(
+    bench: &mut Bench<FakeDevice>,
+    putting: &mut BTreeMap<u64, Bytes>,
+    getting: &mut BTreeMap<u64, Bytes>,
+    held: &mut Vec<(GpuRecord, Bytes)>,
+) {
+    for (token, result) in std::mem::take(&mut bench.stored) {
+        let frame = putting.remove(&token).unwrap();
+        held.extend(result.ok().map(|record| (record, frame)));
+    }
+    for (token, result) in std::mem::take(&mut bench.loaded) {
+        let frame = getting.remove(&token).unwrap();
+        assert!(result.is_err() || result == Ok(frame));
+    }
+}
