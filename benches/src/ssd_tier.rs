@@ -77,6 +77,8 @@ impl SsdTier {
         let frame_bytes_max = frames.first().map_or(0, |(_, frame)| frame.len());
         let blocks = stock_bytes / u64::from(shape.block_bytes);
         let (send, reports) = unbounded_channel();
+        let slots = shape.in_flight + 1;
+        let arena = Arena::new(ArenaShape::equal(frame_bytes_max, slots, 0))?;
         let config = SsdConfig {
             dirs: vec![dir.to_owned()],
             identity: IDENTITY,
@@ -84,11 +86,10 @@ impl SsdTier {
             frame_bytes_max,
             uring: true,
             seed: 1,
+            arena: Some(arena.clone()),
             faults: Arc::default(),
         };
         let (ssd, _) = Ssd::open(&config, &send)?;
-        let slots = shape.in_flight + 1;
-        let arena = Arena::new(ArenaShape::equal(frame_bytes_max, slots, 0))?;
         let (stock, chance) = (VecDeque::new(), ChaCha8Rng::seed_from_u64(1));
         let stock_max = usize::try_from(blocks)?;
         let mut tier = Self { ssd, reports, arena, frames, stock, stock_max, next: 0, chance };

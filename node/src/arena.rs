@@ -162,6 +162,12 @@ impl Arena {
         self.inner.memory.reader()
     }
 
+    /// Where the memory lies and how long it is, for devices that keep it mapped as long as this arena lives; none when
+    /// that would cost them too much.
+    pub(crate) fn registrable(&self) -> Option<(*mut u8, usize)> {
+        self.inner.memory.registrable()
+    }
+
     /// Waits until some slot came back. Ask again after it; it may wake for nothing.
     pub async fn freed(&self) {
         self.inner.freed.notified().await;

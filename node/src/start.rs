@@ -239,7 +239,7 @@ pub(crate) async fn open_parts(
     let started = Instant::now();
     let mut book = book(config);
     let (send, reports) = mpsc::unbounded_channel();
-    let (mut ssd, report) = open_ssd(config, send, faults).await?;
+    let (mut ssd, report) = open_ssd(config, send, arena.clone(), faults).await?;
     let frame_bytes_max = config.frame_bytes_max();
     let slots = SlotSizes::new(&config.frame_bytes());
     let rows = restore(&mut book, ssd.as_mut(), &report.blocks, config.ssd_capacity(), &slots);
@@ -294,6 +294,7 @@ fn hash_seed() -> u64 {
 async fn open_ssd(
     config: &NodeConfig,
     reports: mpsc::UnboundedSender<Report>,
+    arena: Arena,
     faults: Arc<SsdFaults>,
 ) -> Result<(Option<Ssd>, ScanReport), StartError> {
     let capacity = config.ssd_capacity();
@@ -302,7 +303,8 @@ async fn open_ssd(
     }
     let (dirs, identity) = (config.ssd_dirs(), config.identity.manifest().digest());
     let (frame_bytes_max, uring, seed) = (config.frame_bytes_max(), config.io_uring, hash_seed());
-    let ssd = SsdConfig { dirs, identity, capacity, frame_bytes_max, uring, seed, faults };
+    let arena = Some(arena);
+    let ssd = SsdConfig { dirs, identity, capacity, frame_bytes_max, uring, seed, arena, faults };
     let opened = tokio::task::spawn_blocking(move || Ssd::open(&ssd, &reports)).await;
     let (ssd, report) = opened.map_err(|_| StartError::Interrupted)??;
     Ok((Some(ssd), report))

@@ -10,11 +10,15 @@ use std::ptr::NonNull;
 #[cfg(not(miri))]
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
+/// Memory in small pages that devices are asked to keep mapped, in bytes.
+const SMALL_PAGES_REGISTERED_MAX: usize = 16 << 30;
+
 /// Shared memory, zeroed, given back when dropped.
 #[derive(Debug)]
 pub(super) struct Memory {
     base: NonNull<u8>,
     len: usize,
+    is_huge: bool,
     #[cfg(not(miri))]
     file: std::os::fd::OwnedFd,
 }
@@ -69,7 +73,8 @@ impl Memory {
         ftruncate(&file, len as u64)?;
         // Takes the pages now: one that is missing later would end the process.
         fallocate(&file, FallocateFlags::empty(), 0, len as u64)?;
-        let memory = Memory::map(file, len)?;
+        let mut memory = Memory::map(file, len)?;
+        memory.is_huge = true;
         memory.populate()?;
         memory.seal()?;
         Ok(memory)
@@ -83,7 +88,7 @@ impl Memory {
         // until it is sealed.
         let base = unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, &file, 0)? };
         let base = NonNull::new(base.cast()).ok_or(std::io::ErrorKind::OutOfMemory)?;
-        Ok(Memory { base, len, file })
+        Ok(Memory { base, len, is_huge: false, file })
     }
 
     /// Asks for huge pages; whether the system gives any to shared memory that asks.
@@ -139,7 +144,13 @@ impl Memory {
     #[cfg(miri)]
     pub(super) fn new(len: usize) -> std::io::Result<Memory> {
         let memory = Box::leak(vec![0u8; len].into_boxed_slice());
-        Ok(Memory { base: NonNull::from(memory).cast(), len })
+        Ok(Memory { base: NonNull::from(memory).cast(), len, is_huge: false })
+    }
+
+    /// Where it lies, if a device may be asked to keep all of it mapped: that takes 16 bytes of the kernel's memory for
+    /// each page and device, and a moment for each at start.
+    pub(super) fn registrable(&self) -> Option<(*mut u8, usize)> {
+        (self.is_huge || self.len <= SMALL_PAGES_REGISTERED_MAX).then_some((self.base.as_ptr(), self.len))
     }
 
     /// The offset of the byte at an address; none when it lies elsewhere.

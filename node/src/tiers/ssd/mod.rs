@@ -36,7 +36,7 @@ use kv_core::id::{BlockHash, IdentityDigest};
 use kv_core::tier::Capacity;
 use tokio::sync::mpsc::UnboundedSender;
 
-use crate::arena::SlotMut;
+use crate::arena::{Arena, SlotMut};
 use book::{RecordId, SegmentBook};
 use buffer::Pool;
 use device::{Device, FileDevice};
@@ -69,6 +69,8 @@ pub struct SsdConfig {
     pub uring: bool,
     /// Differs from start to start; what tells one use of a segment from the others is drawn from it.
     pub seed: u64,
+    /// Where blocks are read to, if it is known: devices keep it mapped.
+    pub arena: Option<Arena>,
     /// Faults for tests.
     pub faults: Arc<SsdFaults>,
 }
@@ -282,10 +284,10 @@ impl Ssd {
             reports: reports.clone(),
             faults: Arc::clone(&config.faults),
         };
-        let uring = config.uring;
+        let (uring, arena) = (config.uring, config.arena.clone());
         let thread = std::thread::Builder::new()
             .name(format!("kvfleet-ssd-{number}"))
-            .spawn(move || run(parts, uring))?;
+            .spawn(move || run(parts, uring, arena.as_ref()))?;
         let seed = config.seed.wrapping_add(u64::from(number) << 32);
         self.lanes.push(Lane::new(book, usize::from(number), mailbox, reports, thread, seed));
         Ok(())
@@ -410,10 +412,10 @@ impl Ssd {
 }
 
 /// The thread of a device.
-fn run(parts: Parts, uring: bool) {
+fn run(parts: Parts, uring: bool, arena: Option<&Arena>) {
     let pool = Pool::new(writing::CHUNKS, writing::CHUNK_BYTES);
     let (device, bell) = (Arc::clone(&parts.device), parts.mailbox.bell());
-    let ring = Ring::new(device, bell, &pool, QUEUE_DEPTH as u32, uring);
+    let ring = Ring::new(device, bell, &pool, arena, QUEUE_DEPTH as u32, uring);
     tracing::debug!(ring = ring.name(), lane = parts.lane, "SSD tier runs");
     Engine::new(parts, ring, pool).run();
 }

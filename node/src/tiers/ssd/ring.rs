@@ -6,6 +6,8 @@
 
 #![allow(unsafe_code)]
 
+mod registered;
+
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
@@ -15,9 +17,11 @@ use std::sync::Arc;
 use io_uring::types::SubmitArgs;
 use io_uring::{IoUring, opcode, squeue, types};
 
-use super::buffer::{Chunk, Landing, PageBuffer, Pool};
+use super::buffer::{Chunk, Landing, Pool};
 use super::device::{Device, write_all};
 use super::format::PAGE_BYTES;
+use crate::arena::Arena;
+use registered::Registered;
 
 /// Marks the end of the read of the bell.
 const BELL: u64 = u64::MAX;
@@ -78,11 +82,12 @@ impl Ring {
         device: Arc<dyn Device>,
         bell: RawFd,
         pool: &Pool,
+        arena: Option<&Arena>,
         depth: u32,
         wish_uring: bool,
     ) -> Ring {
         let fd = device.fd().filter(|_| wish_uring);
-        let made = fd.map(|fd| Uring::new(fd, Arc::clone(&device), bell, pool, depth));
+        let made = fd.map(|fd| Uring::new(fd, Arc::clone(&device), bell, (pool, arena), depth));
         match made {
             Some(Ok(uring)) => Ring::Uring(Box::new(uring)),
             Some(Err(cause)) => {
@@ -182,16 +187,21 @@ pub(crate) struct Uring {
     bell: RawFd,
     bell_count: Box<[u8; 8]>,
     bell_armed: bool,
-    is_pool_registered: bool,
     /// Whether the kernel can wait for more than one end, up to a time (Linux 6.12).
     waits_for_several: bool,
-    /// Dropped after the ring: the file and the chunks that it knows.
+    /// Dropped after the ring, as the file is.
+    registered: Registered,
     _device: Arc<dyn Device>,
-    _chunks: Arc<PageBuffer>,
 }
 
 impl Uring {
-    fn new(fd: RawFd, device: Arc<dyn Device>, bell: RawFd, pool: &Pool, depth: u32) -> io::Result<Uring> {
+    fn new(
+        fd: RawFd,
+        device: Arc<dyn Device>,
+        bell: RawFd,
+        (pool, arena): (&Pool, Option<&Arena>),
+        depth: u32,
+    ) -> io::Result<Uring> {
         let entries = (depth + 1).next_power_of_two();
         // Ends are told when this thread asks, which spares interrupts; older kernels cannot.
         let ring = IoUring::builder()
@@ -201,16 +211,7 @@ impl Uring {
             .or_else(|_| IoUring::new(entries))?;
         let waits_for_several = ring.params().is_feature_min_timeout();
         ring.submitter().register_files(&[fd])?;
-        let (ranges, chunks) = pool.ranges();
-        let ranges: Vec<libc::iovec> = ranges
-            .into_iter()
-            .map(|(start, len)| libc::iovec { iov_base: start.cast(), iov_len: len })
-            .collect();
-        // SAFETY: the memory is that of `chunks`, which lives longer than the ring.
-        let registered = unsafe { ring.submitter().register_buffers(&ranges) };
-        if let Err(cause) = &registered {
-            tracing::debug!(%cause, "the kernel does not keep the write buffers of the SSD tier mapped");
-        }
+        let registered = Registered::new(&ring, pool, arena);
         Ok(Uring {
             ring,
             pending: Vec::new(),
@@ -219,10 +220,9 @@ impl Uring {
             bell,
             bell_count: Box::default(),
             bell_armed: false,
-            is_pool_registered: registered.is_ok(),
             waits_for_several,
+            registered,
             _device: device,
-            _chunks: chunks,
         })
     }
 
@@ -241,11 +241,15 @@ impl Uring {
         let entry = match &pending.op {
             Op::Read { landing, range } => {
                 let rest = range.start + pending.done..range.end;
-                opcode::Read::new(fd, landing.piece(&rest), length(rest.len())).offset(at).build()
+                let (start, bytes) = (landing.piece(&rest), length(rest.len()));
+                match self.registered.number(start, rest.len()) {
+                    Some(number) => opcode::ReadFixed::new(fd, start, bytes, number).offset(at).build(),
+                    None => opcode::Read::new(fd, start, bytes).offset(at).build(),
+                }
             }
             Op::Write { chunk, bytes } => {
                 let (start, rest) = (chunk.start().wrapping_add(pending.done), length(bytes - pending.done));
-                if self.is_pool_registered {
+                if self.registered.has_chunks {
                     opcode::WriteFixed::new(fd, start, rest, chunk.number()).offset(at).build()
                 } else {
                     opcode::Write::new(fd, start, rest).offset(at).build()
@@ -365,10 +369,11 @@ fn length(bytes: usize) -> u32 {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use super::super::buffer::LandingOwner;
+    use super::super::buffer::{LandingOwner, PageBuffer};
     use super::super::device::FileDevice;
     use super::super::mailbox::Mailbox;
     use super::*;
+    use crate::arena::{ArenaShape, Purpose};
 
     fn ends(ring: &mut Ring, count: usize) -> Vec<Finished> {
         let mut ended = Vec::new();
@@ -391,7 +396,8 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let device = Arc::new(FileDevice::open(file.path(), false).unwrap());
         let (bell, mut pool) = (Mailbox::<()>::new().unwrap(), Pool::new(8, PAGE_BYTES));
-        let mut ring = Ring::new(device, bell.bell(), &pool, 16, wish_uring);
+        let arena = Arena::new(ArenaShape::equal(PAGE_BYTES, 4, 0)).unwrap();
+        let mut ring = Ring::new(device, bell.bell(), &pool, Some(&arena), 16, wish_uring);
         if wish_uring && ring.name() != "io_uring" {
             println!("SKIPPED io_uring: the kernel refuses it here; only plain calls were tested");
         }
@@ -405,6 +411,11 @@ mod tests {
         assert!(ends(&mut ring, 1)[0].result.is_ok());
         let (bytes, result) = read(&mut ring, 101, 3);
         assert!(result.is_ok() && bytes.iter().all(|byte| *byte == 3));
+        let slot = arena.take(PAGE_BYTES, Purpose::Load).unwrap();
+        let landing = Arc::new(Landing::new(LandingOwner::Slot(slot)));
+        ring.start(103, 5 * 4096, Op::Read { landing: Arc::clone(&landing), range: 0..PAGE_BYTES });
+        assert!(ends(&mut ring, 1).pop().unwrap().result.is_ok());
+        assert!(landing.front().len() == PAGE_BYTES && landing.front().iter().all(|byte| *byte == 5));
         assert!(read(&mut ring, 102, 8).1.is_err(), "read past the end must fail");
     }
 

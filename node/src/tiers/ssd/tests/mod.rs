@@ -41,6 +41,7 @@ fn config(dir: &Path, uring: bool) -> SsdConfig {
         frame_bytes_max: frame(0).len(),
         uring,
         seed: 1,
+        arena: None,
         faults: Arc::default(),
     }
 }
