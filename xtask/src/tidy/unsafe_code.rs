@@ -15,6 +15,7 @@ const UNSAFE_FILES: &[&str] = &[
     "node/src/tiers/gpu/cuda.rs",
     "node/src/tiers/ssd/buffer.rs",
     "node/src/tiers/ssd/ring.rs",
+    "node/src/tiers/ssd/ring/registered.rs",
     "proto/src/frame/copy.rs",
 ];
 
