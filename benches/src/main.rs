@@ -11,6 +11,7 @@ mod index;
 mod snapshot;
 mod ssd;
 mod transport;
+mod window;
 
 use benches::{RUNS_MIN, Row, table};
 use clap::Parser;
@@ -46,6 +47,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "choose", about: choose::ABOUT, run: choose::run },
     Bench { name: "ssd", about: ssd::ABOUT, run: ssd::run },
     Bench { name: "evict", about: evict::ABOUT, run: evict::run },
+    Bench { name: "window", about: window::ABOUT, run: window::run },
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },
 ];
 

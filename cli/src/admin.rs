@@ -1,4 +1,4 @@
-//! `kvfleet pin`, `unpin`, `quota`: writes that are answered after commit.
+//! `kvfleet pin`, `unpin`, `quota`, `ttl`: writes that are answered after commit.
 //!
 //! A write goes to whichever router leads; the others refuse it and the next one is tried.
 
@@ -6,7 +6,7 @@ use kv_core::id::BlockHash;
 use kvfleet_proto::pb;
 use tonic::{Code, Status};
 
-use crate::args::{ConnectArgs, PinArgs, QuotaArgs, UnpinArgs};
+use crate::args::{ConnectArgs, PinArgs, QuotaArgs, TtlArgs, UnpinArgs};
 use crate::calls::{RouterCalls, explain};
 use crate::connect::Connection;
 
@@ -39,12 +39,38 @@ pub async fn quota(args: &QuotaArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Sets or lifts a group's time to live.
+pub async fn ttl(args: &TtlArgs) -> anyhow::Result<()> {
+    let group = group(args)?;
+    let ttl_ms = args.seconds.unwrap_or_default().saturating_mul(1000);
+    let request = pb::SetTtlRequest { group, ttl_ms, lift: args.lift };
+    let done = at_leader(&args.connect, async |router| router.set_ttl(request).await).await?;
+    let what = match args.seconds {
+        Some(seconds) => format!("leaves nodes {seconds} s after its last use"),
+        None => "has no time to live".to_owned(),
+    };
+    println!("group {group} {what} (log position {})", done.applied_index);
+    Ok(())
+}
+
+/// The group that was named, by its number or by a block of it.
+fn group(args: &TtlArgs) -> anyhow::Result<u32> {
+    match (&args.block, args.group) {
+        (Some(block), _) => Ok(parse_block(block)?.group().0),
+        (None, Some(group)) => Ok(group.into()),
+        (None, None) => anyhow::bail!("name a group: --group NUMBER, or --block HASH of one of its blocks"),
+    }
+}
+
+fn parse_block(text: &str) -> anyhow::Result<BlockHash> {
+    BlockHash::from_hex(text)
+        .ok_or_else(|| anyhow::anyhow!("`{text}` is no block hash: expected 32 hexadecimal digits"))
+}
+
 fn parse_blocks(texts: &[String]) -> anyhow::Result<Vec<u8>> {
     let mut bytes = Vec::with_capacity(16 * texts.len());
     for text in texts {
-        let hash = BlockHash::from_hex(text)
-            .ok_or_else(|| anyhow::anyhow!("`{text}` is no block hash: expected 32 hexadecimal digits"))?;
-        bytes.extend(hash.0);
+        bytes.extend(parse_block(text)?.0);
     }
     Ok(bytes)
 }
@@ -81,6 +107,16 @@ fn is_final(status: &Status) -> bool {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+
+    #[test]
+    fn a_group_is_named_by_its_number_or_by_a_block_of_it() {
+        let connect = ConnectArgs { cluster: Vec::new(), tls_dir: None };
+        let args = TtlArgs { connect, group: Some(7), block: None, seconds: Some(1), lift: false };
+        assert_eq!(group(&args).unwrap(), 7);
+        let block = Some(format!("fe{}", "00".repeat(15)));
+        assert_eq!(group(&TtlArgs { group: None, block, ..args.clone() }).unwrap(), 254);
+        assert!(group(&TtlArgs { group: None, block: Some("fe".to_owned()), ..args }).is_err());
+    }
 
     #[test]
     fn a_wrong_hash_is_quoted() {

@@ -69,7 +69,7 @@ impl RouterCalls {
         /// A group nobody uses, so that lifting its time to live changes nothing.
         const UNUSED_GROUP: u32 = u32::MAX;
         let request = pb::SetTtlRequest { group: UNUSED_GROUP, ttl_ms: 0, lift: true };
-        self.client.clone().set_ttl(limited(request)).await.map(tonic::Response::into_inner)
+        self.set_ttl(request).await
     }
 
     /// Keeps blocks until unpinned.
@@ -85,6 +85,11 @@ impl RouterCalls {
     /// Sets or lifts a tenant's quota.
     pub async fn set_quota(&self, request: pb::SetQuotaRequest) -> Result<pb::AdminReply, Status> {
         self.client.clone().set_quota(limited(request)).await.map(tonic::Response::into_inner)
+    }
+
+    /// Sets or lifts a group's time to live.
+    pub async fn set_ttl(&self, request: pb::SetTtlRequest) -> Result<pb::AdminReply, Status> {
+        self.client.clone().set_ttl(limited(request)).await.map(tonic::Response::into_inner)
     }
 }
 

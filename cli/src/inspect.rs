@@ -22,6 +22,9 @@ struct Inspected {
     leases: u64,
     pinned_blocks: u64,
     quarantined_files: u64,
+    window_blocks: u64,
+    prefetched_blocks: u64,
+    ttl_groups: u64,
     tiers: Vec<TierLine>,
     arena: Option<ArenaLine>,
     classes: Vec<ClassLine>,
@@ -76,6 +79,7 @@ struct ClassLine {
     dropped: u64,
     quota: u64,
     failed: u64,
+    ttl: u64,
     age_at_eviction: SpansLine,
 }
 
@@ -149,6 +153,9 @@ fn gather(status: pb::NodeStatusReply) -> Inspected {
         leases: status.leases,
         pinned_blocks: status.pinned_blocks,
         quarantined_files: status.quarantined_files,
+        window_blocks: status.window_blocks,
+        prefetched_blocks: status.prefetched_blocks,
+        ttl_groups: status.ttl_groups,
         tiers: status.tiers.into_iter().map(tier_line).collect(),
         arena: status.arena.map(|arena| arena_line(&arena)),
         classes: status.classes.iter().map(class_line).collect(),
@@ -207,6 +214,7 @@ fn class_line(class: &pb::ClassStatus) -> ClassLine {
         dropped: class.dropped,
         quota: class.quota,
         failed: class.failed,
+        ttl: class.ttl,
         age_at_eviction: spans_line(class.age_at_eviction.as_ref()),
     }
 }
@@ -254,8 +262,13 @@ fn render(node: &Inspected) -> String {
     // Writing to a string cannot fail.
     let _ = writeln!(
         out,
-        "node {} in epoch {}: policy {}, {} requests under way, {} blocks pinned, {} files set aside\n",
+        "node {} in epoch {}: policy {}, {} requests under way, {} blocks pinned, {} files set aside",
         node.node, node.epoch, node.policy, node.leases, node.pinned_blocks, node.quarantined_files
+    );
+    let _ = writeln!(
+        out,
+        "{} blocks needed by waiting requests, {} prefetched for such; {} groups with a time to live\n",
+        node.window_blocks, node.prefetched_blocks, node.ttl_groups
     );
     let _ = writeln!(out, "tier   blocks     MiB used     of           takes new blocks");
     for tier in &node.tiers {
@@ -323,13 +336,13 @@ fn render_classes(out: &mut String, node: &Inspected) {
     }
     let _ = writeln!(
         out,
-        "\ntier  kind        turn  hits       gap p50   p90       demoted    dropped    quota    failed   age p50   p90"
+        "\ntier  kind        turn  hits       gap p50   p90       demoted    dropped    quota    failed   ttl      age p50   p90"
     );
     for class in &node.classes {
         let (gap, age) = (&class.reuse_gap, &class.age_at_eviction);
         let _ = writeln!(
             out,
-            "{:<5} {:<11} {:<5} {:<10} {:<9} {:<9} {:<10} {:<10} {:<8} {:<8} {:<9} {}",
+            "{:<5} {:<11} {:<5} {:<10} {:<9} {:<9} {:<10} {:<10} {:<8} {:<8} {:<8} {:<9} {}",
             class.tier,
             class.kind,
             class.turn,
@@ -340,6 +353,7 @@ fn render_classes(out: &mut String, node: &Inspected) {
             class.dropped,
             class.quota,
             class.failed,
+            class.ttl,
             in_words(age.p50_s),
             in_words(age.p90_s)
         );
@@ -361,6 +375,7 @@ mod tests {
             hits: 42,
             reuse_gap: spans(64_000),
             dropped: 7,
+            ttl: 5,
             age_at_eviction: spans(131_000_000),
             ..Default::default()
         };
@@ -378,8 +393,8 @@ mod tests {
         assert_eq!(
             words,
             [
-                "ssd", "agent", "3", "42", "64", "ms", "256", "ms", "0", "7", "0", "0", "2.2", "min", "8.7",
-                "min"
+                "ssd", "agent", "3", "42", "64", "ms", "256", "ms", "0", "7", "0", "0", "5", "2.2", "min",
+                "8.7", "min"
             ],
             "{text}"
         );

@@ -47,6 +47,7 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
         Command::Pin(args) => admin::pin(&args).await.map(|()| ExitCode::SUCCESS),
         Command::Unpin(args) => admin::unpin(&args).await.map(|()| ExitCode::SUCCESS),
         Command::Quota(args) => admin::quota(&args).await.map(|()| ExitCode::SUCCESS),
+        Command::Ttl(args) => admin::ttl(&args).await.map(|()| ExitCode::SUCCESS),
         Command::Members(command) => members::run(&command).await.map(|()| ExitCode::SUCCESS),
         Command::Router(args) => {
             run_process(Role::Router, &args.settings()).await.map(|()| ExitCode::SUCCESS)

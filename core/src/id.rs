@@ -45,7 +45,7 @@ number!(
     /// A hold without a time limit, with a named owner, ended by release.
     PinId(u64), "pin-");
 number!(
-    /// A prefix subtree with its own time to live.
+    /// Prefixes with a time to live of their own: all whose first block has one root tag. Below [`GROUPS`].
     GroupId(u32), "group-");
 number!(
     /// A request as the frontend counts it; names it in traces, reports and miss reasons.
@@ -121,6 +121,9 @@ digest!(
     IdentityDigest
 );
 
+/// Groups there are: one for each root tag.
+pub const GROUPS: u32 = 256;
+
 /// Blocks of an octet: the consecutive blocks of a chain from a position that is a multiple of this one.
 pub const OCTET_BLOCKS: usize = 8;
 
@@ -138,6 +141,13 @@ impl BlockHash {
     #[must_use]
     pub fn root_tag(self) -> u8 {
         self.0[0]
+    }
+
+    /// The group whose time to live counts for this block: that of its root tag, so that a block's group is known from its
+    /// hash alone and a prefix is in one group whole.
+    #[must_use]
+    pub fn group(self) -> GroupId {
+        GroupId(u32::from(self.root_tag()))
     }
 
     /// What the blocks of one octet have in common, 40 bits: the root tag, and 29 bits of the octet's first

@@ -14,6 +14,7 @@ pub(crate) struct Metrics {
     demoted: IntGaugeVec,
     promoted: IntGaugeVec,
     dropped: IntGaugeVec,
+    expired: IntGaugeVec,
     admitting: IntGaugeVec,
     hits: IntCounterVec,
     saved_bytes: IntCounter,
@@ -25,6 +26,8 @@ pub(crate) struct Metrics {
     ssd_rescued: IntGauge,
     leases: IntGauge,
     moves: IntGauge,
+    window: IntGauge,
+    prefetched: IntGauge,
 }
 
 impl Metrics {
@@ -60,6 +63,10 @@ impl Metrics {
                 "Blocks that came from a slower tier since start",
             )?,
             dropped: by_tier("kvfleet_node_dropped_blocks", "Blocks dropped by pressure since start")?,
+            expired: by_tier(
+                "kvfleet_node_expired_blocks",
+                "Blocks dropped since start because their group's time to live was over",
+            )?,
             admitting: by_tier("kvfleet_node_admitting", "1 while the tier takes new blocks")?,
             hits,
             saved_bytes: counter("kvfleet_node_saved_bytes_total", "Encoded bytes committed")?,
@@ -80,6 +87,11 @@ impl Metrics {
             )?,
             leases: gauge("kvfleet_node_leases", "Requests under way")?,
             moves: gauge("kvfleet_node_moves", "Moves between DRAM and SSD in flight")?,
+            window: gauge("kvfleet_node_window_blocks", "Different blocks that waiting requests need")?,
+            prefetched: gauge(
+                "kvfleet_node_prefetched_blocks",
+                "Blocks promoted since start because a waiting request needed them",
+            )?,
         })
     }
 
@@ -119,11 +131,17 @@ impl Metrics {
         set(&self.demoted.with_label_values(label), stats.demoted_blocks);
         set(&self.promoted.with_label_values(label), stats.promoted_blocks);
         set(&self.dropped.with_label_values(label), stats.dropped_blocks);
+        set(&self.expired.with_label_values(label), stats.expired_blocks);
         set(&self.admitting.with_label_values(label), u64::from(stats.admitting));
     }
 
     pub(crate) fn leases(&self, count: usize) {
         set(&self.leases, count as u64);
+    }
+
+    pub(crate) fn window(&self, blocks: usize, prefetched: u64) {
+        set(&self.window, blocks as u64);
+        set(&self.prefetched, prefetched);
     }
 
     pub(crate) fn moves(&self, count: usize) {

@@ -1,13 +1,15 @@
-//! Control calls of a node over gRPC with mutual TLS: status, and waiting for announcements to arrive.
+//! Control calls of a node over gRPC with mutual TLS: status, audits, windows, and waiting for announcements to arrive.
 
 use std::cmp::Ordering;
 use std::time::Duration;
 
-use kv_core::id::Seq;
+use kv_core::id::{BlockHash, Seq};
+use kv_core::tier::{WINDOW_BLOCKS_MAX, WINDOW_REQUESTS_MAX, WINDOW_SPAN};
 use kvfleet_proto::convert;
 use kvfleet_proto::pb::node_control_server::NodeControl;
 use kvfleet_proto::pb::{
-    AuditReply, AuditRequest, NodeStatusReply, NodeStatusRequest, SettleReply, SettleRequest,
+    AuditReply, AuditRequest, NodeStatusReply, NodeStatusRequest, SetWindowReply, SetWindowRequest,
+    SettleReply, SettleRequest, WaitingRequest,
 };
 use tokio::time::Instant;
 use tonic::{Request, Response, Status};
@@ -54,6 +56,24 @@ impl NodeControl for Control {
         answer.map(Response::new).ok_or_else(none)
     }
 
+    async fn set_window(
+        &self,
+        request: Request<SetWindowRequest>,
+    ) -> Result<Response<SetWindowReply>, Status> {
+        let waiting = waiting(&request.into_inner().waiting)
+            .map_err(|error| Status::invalid_argument(error.to_string()))?;
+        let taken = self.store.try_ask(|reply| Ask::SetWindow { waiting, reply }).await;
+        let taken = taken.map_err(|_| Status::resource_exhausted("the node is busy: ask again"))?;
+        let count = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
+        Ok(Response::new(SetWindowReply {
+            requests: count(taken.requests),
+            blocks: count(taken.blocks),
+            dram_blocks: count(taken.dram_blocks),
+            ssd_blocks: count(taken.ssd_blocks),
+            ends_after_ms: u64::try_from(WINDOW_SPAN.as_millis()).unwrap_or(u64::MAX),
+        }))
+    }
+
     async fn settle(&self, request: Request<SettleRequest>) -> Result<Response<SettleReply>, Status> {
         let wait = Duration::from_millis(request.into_inner().timeout_ms).min(SETTLE_MAX);
         let stopping = |_| Status::unavailable("the node is stopping");
@@ -79,6 +99,21 @@ impl NodeControl for Control {
         let acknowledged_seq = acked.seqs.iter().map(|seq| seq.0).sum();
         Ok(Response::new(SettleReply { epoch: acked.epoch.0, acknowledged_seq, settled }))
     }
+}
+
+/// The blocks of each waiting request, as far as they may count.
+fn waiting(requests: &[WaitingRequest]) -> Result<Vec<Vec<BlockHash>>, convert::ConvertError> {
+    let mut room = WINDOW_BLOCKS_MAX;
+    let mut waiting = Vec::new();
+    for request in requests.iter().take(WINDOW_REQUESTS_MAX) {
+        let blocks = convert::hashes_from_bytes("waiting.blocks", &request.blocks)?;
+        room = room.saturating_sub(blocks.len());
+        waiting.push(blocks);
+        if room == 0 {
+            break;
+        }
+    }
+    Ok(waiting)
 }
 
 /// Whether `goal` was acknowledged; `Some(false)` once its epoch is over, nothing while neither is known.

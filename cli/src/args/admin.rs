@@ -98,6 +98,26 @@ pub struct QuotaArgs {
     pub lift: bool,
 }
 
+/// `kvfleet ttl`.
+#[derive(Clone, Debug, Args)]
+pub struct TtlArgs {
+    /// The cluster.
+    #[command(flatten)]
+    pub connect: ConnectArgs,
+    /// The group: the first byte of the hashes of its blocks, 0 to 255.
+    #[arg(long, value_name = "NUMBER", required_unless_present = "block")]
+    pub group: Option<u8>,
+    /// The group of this block, 32 hexadecimal digits. Other prefixes may be of the same group.
+    #[arg(long, value_name = "HASH", conflicts_with = "group")]
+    pub block: Option<String>,
+    /// Seconds after its last use when a block of the group leaves every node; 0: when its request ends.
+    #[arg(long, required_unless_present = "lift")]
+    pub seconds: Option<u64>,
+    /// Remove the group's time to live.
+    #[arg(long, conflicts_with = "seconds")]
+    pub lift: bool,
+}
+
 /// `kvfleet members`.
 #[derive(Debug, Subcommand)]
 pub enum MembersCommand {

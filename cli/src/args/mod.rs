@@ -12,7 +12,7 @@ mod trace;
 
 pub use admin::{
     AddMemberArgs, ConnectArgs, GroupChoice, MembersCommand, PinArgs, QuotaArgs, RemoveMemberArgs,
-    StatusArgs, TargetArgs, TransferArgs, UnpinArgs,
+    StatusArgs, TargetArgs, TransferArgs, TtlArgs, UnpinArgs,
 };
 pub use cluster::{ShapeArgs, UpArgs};
 pub use faults::{Fault, FaultKind, Target};
@@ -64,6 +64,8 @@ pub enum Command {
     Unpin(UnpinArgs),
     /// Set or lift a tenant's byte quota on each node.
     Quota(QuotaArgs),
+    /// Set or lift the time after its last use when a block of a group of prefixes leaves every node.
+    Ttl(TtlArgs),
     /// Show or change which routers the cluster has, who votes and who leads.
     #[command(subcommand)]
     Members(MembersCommand),

@@ -11,7 +11,7 @@ pub mod gdsf;
 mod heads;
 pub mod lfu;
 pub mod lru;
-mod queue;
+pub(crate) mod queue;
 mod ranked;
 pub mod reuse_prob;
 pub mod s3fifo;

@@ -24,7 +24,7 @@ struct Link<T> {
 
 /// The links of all blocks of one tier, each with what its policy knows of the block.
 #[derive(Debug)]
-pub(super) struct Links<T = ()> {
+pub(crate) struct Links<T = ()> {
     links: Vec<Link<T>>,
     parked: usize,
 }
@@ -37,7 +37,7 @@ impl<T> Default for Links<T> {
 
 /// One queue, from the cold end (leaves first) to the warm end.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Queue {
+pub(crate) struct Queue {
     cold: u32,
     warm: u32,
     len: usize,
@@ -50,15 +50,15 @@ impl Default for Queue {
 }
 
 impl Queue {
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    pub(super) fn coldest(&self) -> Option<BlockKey> {
+    pub(crate) fn coldest(&self) -> Option<BlockKey> {
         some(self.cold)
     }
 
-    pub(super) fn warmest(&self) -> Option<BlockKey> {
+    pub(crate) fn warmest(&self) -> Option<BlockKey> {
         some(self.warm)
     }
 }
@@ -69,40 +69,40 @@ fn some(raw: u32) -> Option<BlockKey> {
 
 impl<T: Copy + Default> Links<T> {
     /// Whether the block is in a queue.
-    pub(super) fn contains(&self, key: BlockKey) -> bool {
+    pub(crate) fn contains(&self, key: BlockKey) -> bool {
         self.links.get(key.0 as usize).is_some_and(|link| link.colder != ABSENT)
     }
 
     /// Whether the block is parked.
-    pub(super) fn is_parked(&self, key: BlockKey) -> bool {
+    pub(crate) fn is_parked(&self, key: BlockKey) -> bool {
         let parked = |link: &Link<T>| link.colder == ABSENT && link.warmer == PARKED;
         self.links.get(key.0 as usize).is_some_and(parked)
     }
 
     /// Number of parked blocks.
-    pub(super) fn parked_len(&self) -> usize {
+    pub(crate) fn parked_len(&self) -> usize {
         self.parked
     }
 
     /// What is known of a block that was resident at some time; the default of any other.
-    pub(super) fn about(&self, key: BlockKey) -> T {
+    pub(crate) fn about(&self, key: BlockKey) -> T {
         self.links.get(key.0 as usize).map_or_else(T::default, |link| link.about)
     }
 
     /// Remembers this of a block, resident or about to be.
-    pub(super) fn set_about(&mut self, key: BlockKey, about: T) {
+    pub(crate) fn set_about(&mut self, key: BlockKey, about: T) {
         self.reach(key);
         self.links[key.0 as usize].about = about;
     }
 
     /// The neighbour that leaves later than `key`.
-    pub(super) fn warmer(&self, key: BlockKey) -> Option<BlockKey> {
+    pub(crate) fn warmer(&self, key: BlockKey) -> Option<BlockKey> {
         some(self.links[key.0 as usize].warmer)
     }
 
     /// Asks the memory for what is known of the block that leaves second after `key`, without waiting for it. The first
     /// was asked for when the block before `key` was here.
-    pub(super) fn prefetch_behind(&self, key: BlockKey) {
+    pub(crate) fn prefetch_behind(&self, key: BlockKey) {
         let behind = |key: BlockKey| self.links.get(key.0 as usize).and_then(|link| some(link.warmer));
         let second = behind(key).and_then(behind).and_then(|key| self.links.get(key.0 as usize));
         if let Some(link) = second {
@@ -111,22 +111,22 @@ impl<T: Copy + Default> Links<T> {
     }
 
     /// The neighbour that leaves before `key`.
-    pub(super) fn colder(&self, key: BlockKey) -> Option<BlockKey> {
+    pub(crate) fn colder(&self, key: BlockKey) -> Option<BlockKey> {
         some(self.links[key.0 as usize].colder)
     }
 
     /// Puts an absent block at the warm end.
-    pub(super) fn push_warm(&mut self, queue: &mut Queue, key: BlockKey) {
+    pub(crate) fn push_warm(&mut self, queue: &mut Queue, key: BlockKey) {
         self.splice(queue, key, queue.warm, NONE);
     }
 
     /// Puts an absent block right before `next`, which is in `queue`.
-    pub(super) fn insert_colder_than(&mut self, queue: &mut Queue, key: BlockKey, next: BlockKey) {
+    pub(crate) fn insert_colder_than(&mut self, queue: &mut Queue, key: BlockKey, next: BlockKey) {
         self.splice(queue, key, self.links[next.0 as usize].colder, next.0);
     }
 
     /// Puts an absent block right after `previous`, which is in `queue`.
-    pub(super) fn insert_warmer_than(&mut self, queue: &mut Queue, key: BlockKey, previous: BlockKey) {
+    pub(crate) fn insert_warmer_than(&mut self, queue: &mut Queue, key: BlockKey, previous: BlockKey) {
         self.splice(queue, key, previous.0, self.links[previous.0 as usize].warmer);
     }
 
@@ -154,7 +154,7 @@ impl<T: Copy + Default> Links<T> {
     }
 
     /// Takes a block out of the queue it is in.
-    pub(super) fn unlink(&mut self, queue: &mut Queue, key: BlockKey) {
+    pub(crate) fn unlink(&mut self, queue: &mut Queue, key: BlockKey) {
         debug_assert!(self.contains(key), "block {} is in no queue", key.0);
         let link = &mut self.links[key.0 as usize];
         let (colder, warmer) = (link.colder, link.warmer);
@@ -171,14 +171,14 @@ impl<T: Copy + Default> Links<T> {
     }
 
     /// Takes a block out of the queue it is in and keeps it resident.
-    pub(super) fn park(&mut self, queue: &mut Queue, key: BlockKey) {
+    pub(crate) fn park(&mut self, queue: &mut Queue, key: BlockKey) {
         self.unlink(queue, key);
         self.links[key.0 as usize].warmer = PARKED;
         self.parked += 1;
     }
 
     /// Makes a parked block absent; `false` when it is not parked.
-    pub(super) fn unpark(&mut self, key: BlockKey) -> bool {
+    pub(crate) fn unpark(&mut self, key: BlockKey) -> bool {
         let was = self.is_parked(key);
         if was {
             self.links[key.0 as usize].warmer = NONE;
@@ -188,7 +188,7 @@ impl<T: Copy + Default> Links<T> {
     }
 
     /// The first block from the cold end that `spared` does not hold.
-    pub(super) fn coldest_unspared(
+    pub(crate) fn coldest_unspared(
         &self,
         queue: &Queue,
         spared: &dyn Fn(BlockKey) -> bool,

@@ -13,7 +13,10 @@ use super::lease::Lease;
 use super::moves::Action;
 use super::numbers::{Left, TierNumbers};
 use super::quota::QuotaRows;
+use super::share::Shares;
+use super::ttl::TtlRows;
 use super::watermark::TierLimits;
+use super::window::Window;
 use crate::evict::{BlockKey, Policy};
 use crate::id::{BlockHash, LeaseId, TenantId, Tier, Timestamp};
 use crate::index::command::Change;
@@ -42,6 +45,9 @@ pub(super) struct Shelf {
     pub(super) policy: Box<dyn Policy>,
     /// In the capacity's unit.
     pub(super) used: u64,
+    /// Blocks that waiting requests need and nothing holds, the next one's first.
+    pub(super) window: BTreeMap<u32, BlockKey>,
+    pub(super) shares: Shares,
     pub(super) stats: TierStats,
     pub(super) numbers: TierNumbers,
 }
@@ -49,7 +55,8 @@ pub(super) struct Shelf {
 impl Shelf {
     fn new(limits: TierLimits, policy: Box<dyn Policy>) -> Shelf {
         let stats = TierStats { admitting: true, ..TierStats::default() };
-        Shelf { limits, policy, used: 0, stats, numbers: TierNumbers::default() }
+        let (window, shares, numbers) = Default::default();
+        Shelf { limits, policy, used: 0, window, shares, stats, numbers }
     }
 }
 
@@ -66,19 +73,10 @@ pub struct TierStats {
     pub promoted_blocks: u64,
     /// Blocks dropped by pressure since the start.
     pub dropped_blocks: u64,
+    /// Blocks dropped since the start because their group's time to live was over.
+    pub expired_blocks: u64,
     /// Whether new blocks may come in.
     pub admitting: bool,
-}
-
-/// What a policy is told of a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Told {
-    /// It came in.
-    Inserted,
-    /// It was used, and was there before.
-    Used,
-    /// The request that brought it ended.
-    Settled,
 }
 
 /// A block found on the SSD at start.
@@ -102,6 +100,9 @@ pub struct Book {
     pub(super) drops: VecDeque<Action>,
     pub(super) promotes: VecDeque<BlockKey>,
     pub(super) demotes: VecDeque<BlockKey>,
+    pub(super) prefetches: VecDeque<BlockKey>,
+    pub(super) window: Window,
+    pub(super) ttls: TtlRows,
     pub(super) curve: MissCurve,
     faded: Timestamp,
 }
@@ -127,6 +128,9 @@ impl Book {
             drops: VecDeque::new(),
             promotes: VecDeque::new(),
             demotes: VecDeque::new(),
+            prefetches: VecDeque::new(),
+            window: Window::new(limits.seed),
+            ttls: TtlRows::default(),
             curve: MissCurve::new(limits.seed),
             faded: Timestamp(0),
         }
@@ -141,10 +145,7 @@ impl Book {
         if self.slab.find(&found.hash).is_some() || !self.ssd.limits.fits(self.ssd.used, cost) {
             return None;
         }
-        let pinned = self.pins.contains(&found.hash);
-        let key = self.slab.add(found, Tier::Ssd, pinned);
-        self.charge(key, Tier::Ssd);
-        self.charge_tenant(found.tenant, found.charge.frame);
+        let key = self.add(found, Tier::Ssd);
         if let Some(entry) = self.slab.get_mut(key) {
             entry.copies.ssd = true;
             entry.announced = Some(Tier::Ssd);
@@ -270,15 +271,33 @@ impl Book {
         (self.shelf(tier).limits.capacity.cost(slot), u64::from(slot))
     }
 
+    /// A new block with its place in `tier`, under the pins and the window there are.
+    pub(super) fn add(&mut self, meta: Meta, tier: Tier) -> BlockKey {
+        let pinned = self.pins.contains(&meta.hash);
+        let key = self.slab.add(meta, tier, pinned);
+        if let Some(entry) = self.slab.get_mut(key) {
+            entry.near = self.window.near(&meta.hash);
+        }
+        self.charge(key, tier);
+        self.charge_tenant(meta.tenant, meta.charge.frame);
+        key
+    }
+
     /// Gives the block its place in `tier` and charges it there.
     pub(super) fn charge(&mut self, key: BlockKey, tier: Tier) {
-        let Some((cost, bytes)) = self.slab.get(key).map(|entry| self.cost(entry, tier)) else { return };
+        let Some(entry) = self.slab.get(key) else { return };
+        let ((cost, bytes), tenant) = (self.cost(entry, tier), entry.meta.tenant);
         let shelf = self.shelf_mut(tier);
+        let share = shelf.shares.row(tenant);
+        shelf.shares.charge(share, cost);
         shelf.used += cost;
         shelf.stats.used_bytes += bytes;
         shelf.stats.blocks += 1;
         if let Some(entry) = self.slab.get_mut(key) {
-            entry.place = Some(tier);
+            (entry.place, entry.share) = (Some(tier), share);
+            if tier == Tier::Dram && entry.near.is_some() {
+                self.window.dram_used += cost;
+            }
         }
     }
 
@@ -288,62 +307,21 @@ impl Book {
         let entry = self.slab.get_mut(key)?;
         let tier = entry.place.take()?;
         let ranked = std::mem::take(&mut entry.ranked);
+        let (windowed, share) = (entry.near.is_some(), entry.share);
+        self.end_prefetch(key);
         let (cost, bytes) = self.slab.get(key).map(|entry| self.cost(entry, tier))?;
         let shelf = self.shelf_mut(tier);
+        shelf.shares.discharge(share, cost);
         shelf.used -= cost;
         shelf.stats.used_bytes -= bytes;
         shelf.stats.blocks -= 1;
         if ranked {
             shelf.policy.remove(key);
         }
+        if tier == Tier::Dram && windowed {
+            self.window.dram_used -= cost;
+        }
         Some(tier)
-    }
-
-    /// Makes the block known to its tier's policy as just used.
-    pub(super) fn rank(&mut self, key: BlockKey, now: Timestamp) {
-        let is_known = self.slab.get(key).is_some_and(|entry| entry.ranked);
-        self.tell(key, if is_known { Told::Used } else { Told::Inserted }, now);
-    }
-
-    /// Tells the policy of the block's tier. While something holds it, it stands outside the order.
-    pub(super) fn tell(&mut self, key: BlockKey, how: Told, now: Timestamp) {
-        self.unlist(key);
-        self.stamp += 1;
-        let stamp = self.stamp;
-        let Some(entry) = self.slab.get_mut(key) else { return };
-        entry.stamp = stamp;
-        let (Some(tier), traits, held) = (entry.place, entry.meta.traits, entry.held()) else { return };
-        entry.ranked = true;
-        let policy = &mut self.shelf_mut(tier).policy;
-        match how {
-            Told::Inserted => policy.insert(key, traits, now),
-            Told::Used => policy.access(key, traits, now),
-            Told::Settled => policy.settle(key, traits, now),
-        }
-        if held {
-            policy.park(key);
-        }
-        self.list(key);
-    }
-
-    /// Takes a block that is held from now on out of every order of eviction: looking for a victim must
-    /// not cost a step per held block. [`Self::rank`] or [`Self::unpark`] brings it back.
-    pub(super) fn park(&mut self, key: BlockKey) {
-        self.unlist(key);
-        let Some(entry) = self.slab.get(key).filter(|entry| entry.ranked) else { return };
-        if let Some(tier) = entry.place {
-            self.shelf_mut(tier).policy.park(key);
-        }
-    }
-
-    /// Brings back a block whose pin ended: as the newest, without counting as a use.
-    pub(super) fn unpark(&mut self, key: BlockKey, now: Timestamp) {
-        let Some(entry) = self.slab.get(key).filter(|entry| entry.ranked && !entry.held()) else { return };
-        let traits = entry.meta.traits;
-        if let Some(tier) = entry.place {
-            self.shelf_mut(tier).policy.settle(key, traits, now);
-            self.list(key);
-        }
     }
 
     pub(super) fn charge_tenant(&mut self, tenant: TenantId, bytes: u32) {

@@ -82,6 +82,12 @@ pub(super) struct Entry {
     pub(super) awaited: bool,
     /// It stands in the queue of moves to be started.
     pub(super) queued: bool,
+    /// Who is charged for its place: its tenant, or the row of many.
+    pub(super) share: TenantId,
+    /// Its place among the blocks that waiting requests need, the next one's first.
+    pub(super) near: Option<u32>,
+    /// It is on its way to DRAM because a waiting request needs it, and nobody asked for it yet.
+    pub(super) prefetch: bool,
 }
 
 impl Entry {
@@ -92,6 +98,11 @@ impl Entry {
 
     pub(super) fn held(&self) -> bool {
         self.leases > 0 || self.pinned || self.writing
+    }
+
+    /// Whether it stands outside its policy's order.
+    pub(super) fn parked(&self) -> bool {
+        self.held() || self.near.is_some()
     }
 }
 
@@ -141,6 +152,9 @@ impl Slab {
             pinned,
             awaited: false,
             queued: false,
+            share: meta.tenant,
+            near: None,
+            prefetch: false,
         };
         let key = self.free.pop().unwrap_or_else(|| {
             self.entries.push(None);
@@ -149,6 +163,12 @@ impl Slab {
         self.entries[key.0 as usize] = Some(entry);
         self.by_hash.insert(meta.hash, key);
         key
+    }
+
+    /// Blocks that can be found.
+    #[cfg(test)]
+    pub(super) fn found_len(&self) -> usize {
+        self.by_hash.len()
     }
 
     /// Makes the hash unknown; the entry stays until its bytes are gone.

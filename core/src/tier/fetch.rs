@@ -58,6 +58,11 @@ impl Book {
             return Reach { key, tier: Tier::Dram };
         }
         entry.awaited = true;
+        if entry.prefetch {
+            // It stands behind all that somebody waits for, and now somebody does.
+            entry.queued = false;
+            self.end_prefetch(key);
+        }
         self.settle(key);
         Reach { key, tier: Tier::Ssd }
     }

@@ -5,7 +5,8 @@
 
 use std::collections::BTreeSet;
 
-use super::book::{Book, Told};
+use super::book::Book;
+use super::order::Told;
 use super::{Asker, LeasesFull};
 use crate::evict::BlockKey;
 use crate::id::{BlockHash, Category, LeaseId, TenantId, Tier, Timestamp};

@@ -16,12 +16,16 @@ mod fetch;
 mod lease;
 mod moves;
 mod numbers;
+mod order;
 mod pressure;
 mod quota;
 mod save;
+mod share;
 #[cfg(test)]
 mod tests;
+mod ttl;
 mod watermark;
+mod window;
 
 pub use book::{Book, Found, Limits, TierStats};
 pub use changes::ChangeLog;
@@ -31,7 +35,12 @@ pub use fetch::{Reach, Reached};
 pub use moves::{Action, Room};
 pub use numbers::{ClassNumbers, Left, Spans, TierNumbers};
 pub use save::{Offer, Offered, RefusedBy};
+pub use share::TENANTS_MAX;
+pub use ttl::EXPIRED_BLOCKS_MAX;
 pub use watermark::{Capacity, TierLimits};
+pub use window::{
+    PREFETCH_SHARE_MAX, PREFETCHES_MAX, WINDOW_BLOCKS_MAX, WINDOW_REQUESTS_MAX, WINDOW_SPAN, WindowTaken,
+};
 
 use crate::id::{Category, LeaseId, TenantId};
 

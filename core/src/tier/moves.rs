@@ -3,6 +3,8 @@
 //! At most one move per block is in flight. When it ends, the book looks at where the block should be
 //! *now*, so a block demoted and wanted back meanwhile costs nothing more.
 
+use std::collections::VecDeque;
+
 use super::book::Book;
 use super::numbers::Left;
 use crate::evict::BlockKey;
@@ -46,40 +48,76 @@ pub struct Room {
     pub dram: bool,
     /// An SSD slot for a demotion is free.
     pub ssd: bool,
+    /// A DRAM slot for a promotion that nobody waits for is free: enough are left for those somebody waits for.
+    pub prefetch: bool,
+}
+
+/// Where moves that may start wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Line {
+    /// To DRAM, because somebody waits.
+    Promotes,
+    /// To SSD.
+    Demotes,
+    /// To DRAM, because somebody will ask.
+    Prefetches,
 }
 
 impl Book {
-    /// The next thing to do: drops first, then loads (someone waits), then demotions.
+    /// The next thing to do: drops first, then loads (someone waits), then demotions, then loads that nobody waits for
+    /// yet.
     pub fn next_action(&mut self, room: Room) -> Option<Action> {
         if let Some(action) = self.drops.pop_front() {
             return Some(action);
         }
         if room.dram
-            && let Some(key) = self.next_due(Tier::Dram)
+            && let Some(key) = self.next_due(Line::Promotes)
         {
             return self.start(key, Tier::Dram);
         }
         if room.ssd
-            && let Some(key) = self.next_due(Tier::Ssd)
+            && let Some(key) = self.next_due(Line::Demotes)
         {
             return self.start(key, Tier::Ssd);
+        }
+        if room.prefetch
+            && let Some(key) = self.next_due(Line::Prefetches)
+        {
+            return self.start(key, Tier::Dram);
         }
         None
     }
 
-    fn next_due(&mut self, to: Tier) -> Option<BlockKey> {
+    fn next_due(&mut self, line: Line) -> Option<BlockKey> {
         loop {
-            let queue = if to == Tier::Dram { &mut self.promotes } else { &mut self.demotes };
-            let key = queue.pop_front()?;
+            let key = self.line(line).pop_front()?;
             if let Some(entry) = self.slab.get_mut(key) {
                 entry.queued = false;
             }
-            if self.due(key) == Some(to) {
+            if self.due_line(key) == Some(line) {
                 return Some(key);
             }
-            // It changed its mind while it waited: it may have to stand in the other queue.
+            // It changed its mind while it waited: it may have to stand in another line.
             self.enqueue(key);
         }
+    }
+
+    fn line(&mut self, line: Line) -> &mut VecDeque<BlockKey> {
+        match line {
+            Line::Promotes => &mut self.promotes,
+            Line::Demotes => &mut self.demotes,
+            Line::Prefetches => &mut self.prefetches,
+        }
+    }
+
+    /// Where a block stands that needs a move now.
+    fn due_line(&self, key: BlockKey) -> Option<Line> {
+        let is_prefetch = self.slab.get(key).is_some_and(|entry| entry.prefetch);
+        Some(match self.due(key)? {
+            Tier::Ssd => Line::Demotes,
+            _ if is_prefetch => Line::Prefetches,
+            _ => Line::Promotes,
+        })
     }
 
     fn start(&mut self, key: BlockKey, to: Tier) -> Option<Action> {
@@ -104,10 +142,10 @@ impl Book {
     }
 
     fn enqueue(&mut self, key: BlockKey) {
-        let Some(to) = self.due(key) else { return };
+        let Some(line) = self.due_line(key) else { return };
         let Some(entry) = self.slab.get_mut(key) else { return };
         if !std::mem::replace(&mut entry.queued, true) {
-            if to == Tier::Dram { &mut self.promotes } else { &mut self.demotes }.push_back(key);
+            self.line(line).push_back(key);
         }
     }
 
@@ -118,6 +156,7 @@ impl Book {
         entry.copies.set(to, true);
         if to == Tier::Dram {
             entry.awaited = false;
+            self.end_prefetch(key);
         }
         self.settle(key);
     }
@@ -141,6 +180,9 @@ impl Book {
         entry.moving = None;
         entry.awaited = false;
         let place = entry.place;
+        if to == Tier::Dram {
+            self.end_prefetch(key);
+        }
         if to == Tier::Dram && place.is_some() {
             self.count_left(key, Left::Failed);
             self.drop_block(key);

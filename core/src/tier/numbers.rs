@@ -19,11 +19,13 @@ pub enum Left {
     Quota = 2,
     /// Its bytes could not be read or written.
     Failed = 3,
+    /// Its group's time to live was over.
+    Ttl = 4,
 }
 
 impl Left {
     /// Every reason, in the order of its number.
-    pub const ALL: [Left; 4] = [Left::Demoted, Left::Dropped, Left::Quota, Left::Failed];
+    pub const ALL: [Left; 5] = [Left::Demoted, Left::Dropped, Left::Quota, Left::Failed, Left::Ttl];
 
     /// Name in metrics and tables.
     #[must_use]
@@ -33,6 +35,7 @@ impl Left {
             Left::Dropped => "dropped",
             Left::Quota => "quota",
             Left::Failed => "failed",
+            Left::Ttl => "ttl",
         }
     }
 }
@@ -169,7 +172,7 @@ mod tests {
         let classes: Vec<_> = numbers.classes().collect();
         assert_eq!(classes.len(), 2);
         assert_eq!(classes[0].0, text);
-        assert_eq!(classes[0].1.left, [0, 1, 1, 0]);
+        assert_eq!(classes[0].1.left, [0, 1, 1, 0, 0]);
         assert_eq!(classes[0].1.age_at_eviction.mean_us(), Some(5_000_000));
         assert_eq!((classes[1].0.turn, classes[1].1.hits), (7, 2));
     }

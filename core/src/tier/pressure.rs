@@ -1,29 +1,46 @@
 //! Who gives way: making room in a tier, demoting, dropping, promoting.
 //!
-//! The policy names the victim; held blocks stand outside its order. A tenant's own limit is in `quota`.
+//! Which tenant gives way is in `share`; of its blocks the policy names the victim. Held blocks stand outside its order,
+//! and so do those that waiting requests need. A tenant's own limit is in `quota`.
 
 use super::book::{Book, slot_bytes};
 use super::entry::Entry;
 use super::numbers::Left;
 use crate::evict::BlockKey;
-use crate::id::{Tier, Timestamp};
+use crate::id::{TenantId, Tier, Timestamp};
+
+/// Who wants room.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Claim {
+    /// Whose block is to come: who has no more in the tier gives it nothing.
+    pub(super) tenant: TenantId,
+    /// Blocks of waiting requests with a place before this one do not give way to it.
+    pub(super) yields_to: u32,
+}
+
+impl Claim {
+    /// Of a request under way: all blocks of waiting requests give way to it.
+    pub(super) fn running(tenant: TenantId) -> Claim {
+        Claim { tenant, yields_to: 0 }
+    }
+}
 
 impl Book {
     /// Makes room for a slot of `slot` bytes, evicting by the marks. `false` when too much is held.
-    pub(super) fn reserve(&mut self, tier: Tier, slot: u32, now: Timestamp) -> bool {
+    pub(super) fn reserve(&mut self, tier: Tier, slot: u32, claim: Claim, now: Timestamp) -> bool {
         let shelf = self.shelf(tier);
         let (limits, cost) = (shelf.limits, shelf.limits.capacity.cost(slot));
         if cost > limits.capacity.amount() {
             return false;
         }
         if let Some(goal) = limits.goal(shelf.used, cost) {
-            while self.shelf(tier).used.saturating_add(cost) > goal && self.evict_one(tier, now) {}
+            while self.shelf(tier).used.saturating_add(cost) > goal && self.evict_one(tier, claim, now) {}
         }
         limits.fits(self.shelf(tier).used, cost)
     }
 
-    fn evict_one(&mut self, tier: Tier, now: Timestamp) -> bool {
-        let Some(victim) = self.victim(tier, now) else { return false };
+    fn evict_one(&mut self, tier: Tier, claim: Claim, now: Timestamp) -> bool {
+        let Some(victim) = self.victim(tier, claim, now) else { return false };
         if tier == Tier::Dram && self.open(Tier::Ssd) {
             self.demote(victim, now);
         } else {
@@ -43,19 +60,30 @@ impl Book {
         self.shelf_mut(tier).numbers.left(category, why, Some(age_us));
     }
 
-    fn victim(&mut self, tier: Tier, now: Timestamp) -> Option<BlockKey> {
+    /// Of the tenant that gives way: the policy's victim, while it has one; then of the blocks that waiting requests need
+    /// the furthest from the head.
+    pub(super) fn victim(&mut self, tier: Tier, claim: Claim, now: Timestamp) -> Option<BlockKey> {
         let slab = &self.slab;
-        let spared = |key: BlockKey| slab.get(key).is_none_or(Entry::held);
+        let spared = |key: BlockKey| slab.get(key).is_none_or(Entry::parked);
         let shelf = if tier == Tier::Ssd { &mut self.ssd } else { &mut self.dram };
-        shelf.policy.victim(now, &spared)
+        if !shelf.shares.are_many() {
+            let furthest = || shelf.window.range(claim.yields_to..).next_back().map(|(_, key)| *key);
+            return shelf.policy.victim(now, &spared).or_else(furthest);
+        }
+        let giver = shelf.shares.giver(shelf.shares.row(claim.tenant), claim.yields_to)?;
+        let named = shelf.policy.victim(now, &spared);
+        let of_giver = named.filter(|key| slab.get(*key).is_some_and(|entry| entry.share == giver));
+        of_giver.or_else(|| shelf.shares.coldest(giver, claim.yields_to))
     }
 
     /// DRAM to SSD; dropped when nothing there may give way.
-    fn demote(&mut self, key: BlockKey, now: Timestamp) {
+    pub(super) fn demote(&mut self, key: BlockKey, now: Timestamp) {
         let Some(entry) = self.slab.get(key) else { return };
+        // What nobody waits for leaves before what somebody waits for, and that from the tail on.
+        let claim = Claim { tenant: entry.meta.tenant, yields_to: entry.near.unwrap_or(u32::MAX) };
         let (slot, category, age_us) = (entry.meta.charge.ssd, entry.meta.traits.category, entry.age_us(now));
         self.discharge(key);
-        let fits = self.reserve(Tier::Ssd, slot, now);
+        let fits = self.reserve(Tier::Ssd, slot, claim, now);
         let why = if fits { Left::Demoted } else { Left::Dropped };
         self.dram.numbers.left(category, why, Some(age_us));
         if fits {
@@ -73,13 +101,14 @@ impl Book {
     ///
     /// The caller ranks it: a leased block enters the policy at release.
     pub(super) fn promote(&mut self, key: BlockKey, now: Timestamp) -> bool {
-        let Some(slot) = self.meta(key).map(|meta| meta.charge.dram) else { return false };
-        if !self.can_take(slot, now) {
+        let Some(meta) = self.meta(key) else { return false };
+        let (slot, claim) = (meta.charge.dram, Claim::running(meta.tenant));
+        if !self.can_take(slot, claim, now) {
             return false;
         }
         // Leave the SSD first: whoever is demoted for this block takes its room there.
         self.discharge(key);
-        if !self.reserve(Tier::Dram, slot, now) {
+        if !self.reserve(Tier::Dram, slot, claim, now) {
             // Not reachable while `can_take` is right; the block goes back to where its bytes are.
             self.charge(key, Tier::Ssd);
             self.rank(key, now);
@@ -92,13 +121,13 @@ impl Book {
     }
 
     /// Whether DRAM has room for the slot, or would after one eviction.
-    fn can_take(&mut self, slot: u32, now: Timestamp) -> bool {
+    fn can_take(&mut self, slot: u32, claim: Claim, now: Timestamp) -> bool {
         let (limits, used) = (self.dram.limits, self.dram.used);
         let cost = limits.capacity.cost(slot);
         if !self.open(Tier::Dram) || limits.fits(used, cost) {
             return self.open(Tier::Dram);
         }
-        let Some(victim) = self.victim(Tier::Dram, now) else { return false };
+        let Some(victim) = self.victim(Tier::Dram, claim, now) else { return false };
         let Some(meta) = self.meta(victim) else { return false };
         let freed = limits.capacity.cost(slot_bytes(&meta, Tier::Dram));
         limits.fits(used.saturating_sub(freed), cost)

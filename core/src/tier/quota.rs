@@ -28,23 +28,22 @@ impl Row {
 #[derive(Debug, Default)]
 pub(super) struct QuotaRows(BTreeMap<TenantId, Row>);
 
+impl QuotaRows {
+    /// Lists a block, if its tenant has a quota.
+    pub(super) fn insert(&mut self, tenant: TenantId, tier: Tier, stamp: u64, key: BlockKey) {
+        if let Some(row) = self.0.get_mut(&tenant) {
+            row.of(tier).insert(stamp, key);
+        }
+    }
+
+    pub(super) fn remove(&mut self, tenant: TenantId, tier: Tier, stamp: u64) {
+        if let Some(row) = self.0.get_mut(&tenant) {
+            row.of(tier).remove(&stamp);
+        }
+    }
+}
+
 impl Book {
-    /// Lists a block that is ranked and not held, if its tenant has a quota.
-    pub(super) fn list(&mut self, key: BlockKey) {
-        let Some(entry) = self.slab.get(key).filter(|entry| entry.ranked && !entry.held()) else { return };
-        if let (Some(tier), Some(row)) = (entry.place, self.quota_rows.0.get_mut(&entry.meta.tenant)) {
-            row.of(tier).insert(entry.stamp, key);
-        }
-    }
-
-    /// Takes a block off its tenant's row, before its place or stamp changes or while it is held.
-    pub(super) fn unlist(&mut self, key: BlockKey) {
-        let Some(entry) = self.slab.get(key) else { return };
-        if let (Some(tier), Some(row)) = (entry.place, self.quota_rows.0.get_mut(&entry.meta.tenant)) {
-            row.of(tier).remove(&entry.stamp);
-        }
-    }
-
     /// Replaces the quotas, in bytes per tenant, and drops what is over and not held. What is held is
     /// dropped when its request ends.
     pub fn set_quotas(&mut self, quotas: impl IntoIterator<Item = (TenantId, u64)>) {

@@ -2,6 +2,7 @@
 
 use super::book::Book;
 use super::entry::Meta;
+use super::pressure::Claim;
 use super::{Asker, Charge, LeasesFull};
 use crate::evict::{BlockKey, BlockTraits};
 use crate::id::{BlockHash, TenantId, Tier, Timestamp};
@@ -23,7 +24,7 @@ pub enum Offered {
 pub enum RefusedBy {
     /// The tenant's quota, and nothing of the tenant may leave.
     Quota,
-    /// Every block that could give way is held, or no tier admits new blocks.
+    /// Every block that could give way is held or of a tenant that has no more, or no tier admits new blocks.
     Full,
 }
 
@@ -99,10 +100,7 @@ impl Book {
                 return Offered::Refused(by);
             }
         };
-        let pinned = self.pins.contains(&meta.hash);
-        let key = self.slab.add(meta, tier, pinned);
-        self.charge(key, tier);
-        self.charge_tenant(meta.tenant, meta.charge.frame);
+        let key = self.add(meta, tier);
         if let Some(entry) = self.slab.get_mut(key) {
             entry.writing = true;
             entry.writer = Some(asker.lease);
@@ -112,10 +110,11 @@ impl Book {
     }
 
     /// Room for a new block: in DRAM, or on SSD when nothing in DRAM may give way.
-    fn admit(&mut self, charge: Charge, now: Timestamp) -> Option<Tier> {
+    fn admit(&mut self, tenant: TenantId, charge: Charge, now: Timestamp) -> Option<Tier> {
+        let claim = Claim::running(tenant);
         [(Tier::Dram, charge.dram), (Tier::Ssd, charge.ssd)]
             .into_iter()
-            .find(|&(tier, slot)| self.open(tier) && self.reserve(tier, slot, now))
+            .find(|&(tier, slot)| self.open(tier) && self.reserve(tier, slot, claim, now))
             .map(|(tier, _)| tier)
     }
 
@@ -125,7 +124,7 @@ impl Book {
         {
             return Err(RefusedBy::Quota);
         }
-        self.admit(charge, now).ok_or(RefusedBy::Full)
+        self.admit(tenant, charge, now).ok_or(RefusedBy::Full)
     }
 
     /// The bytes of a wanted block are in DRAM and verified: from now on it is readable. `charge` is what

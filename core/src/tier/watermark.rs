@@ -59,6 +59,12 @@ impl TierLimits {
         used.saturating_add(cost) <= self.capacity.amount()
     }
 
+    /// This share of the capacity (0 to 1), but never more than the tier may fill before it evicts.
+    #[must_use]
+    pub fn share(&self, share: f64) -> u64 {
+        self.level(share.min(self.watermark_high))
+    }
+
     fn level(&self, share: f64) -> u64 {
         let amount = self.capacity.amount();
         if share >= 1.0 {

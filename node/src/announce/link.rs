@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, Epoch, TenantId};
+use kv_core::id::{BlockHash, Epoch, GroupId, TenantId};
 use kv_core::index::command::NodeRecord;
 use kvfleet_proto::pb::router_client::RouterClient;
 use kvfleet_proto::pb::{self, announce_reply, announce_request};
@@ -32,7 +32,7 @@ pub(crate) const HEARTBEAT: Duration = Duration::from_millis(100);
 /// Shards that wait to say that an epoch is over; one is enough, the others say the same.
 const FENCES_MAX: usize = 1;
 
-/// The group that knows nodes, pins and quotas; shards are counted from 1.
+/// The Raft group that knows nodes, pins, quotas and times to live; shards are counted from 1.
 const CONTROL: u16 = 0;
 
 /// What the task needs.
@@ -98,7 +98,7 @@ impl Link {
     }
 
     /// Takes over what the routers order; answers under which version.
-    pub(super) async fn obey(&self, directives: pb::Directives, known: u64) -> u64 {
+    pub(super) async fn obey(&self, directives: pb::Directives) -> u64 {
         let mut pins: BTreeSet<BlockHash> = BTreeSet::new();
         for pin in &directives.pins {
             match convert::hashes_from_bytes("pins.blocks", &pin.blocks) {
@@ -107,15 +107,10 @@ impl Link {
             }
         }
         let quotas = directives.quotas.iter().map(|quota| (TenantId(quota.tenant), quota.bytes)).collect();
-        if !directives.ttls.is_empty() && known != directives.version {
-            let groups = directives.ttls.len();
-            tracing::warn!(
-                groups,
-                "the routers set times to live, which this version of the node does not act on"
-            );
-        }
+        let ttl = |ttl: &pb::GroupTtl| (GroupId(ttl.group), Duration::from_millis(ttl.ttl_ms));
+        let ttls = directives.ttls.iter().map(ttl).collect();
         // Refused only while the node stops.
-        let _ = self.store.tell(Ask::Directives { pins, quotas }).await;
+        let _ = self.store.tell(Ask::Directives { pins, quotas, ttls }).await;
         directives.version
     }
 }
@@ -223,7 +218,7 @@ impl Session {
     }
 
     async fn obey(&mut self, directives: pb::Directives) {
-        self.directives_version = self.link.obey(directives, self.directives_version).await;
+        self.directives_version = self.link.obey(directives).await;
     }
 
     async fn stream(

@@ -197,7 +197,7 @@ impl ShardStream {
             Some(announce_reply::Body::Fenced(_)) => return Err(Ended::Fenced),
             Some(announce_reply::Body::NotLeader(other)) => return Err(Ended::Leader(other.address)),
             Some(announce_reply::Body::Directives(directives)) => {
-                self.directives_version = self.link.obey(directives, self.directives_version).await;
+                self.directives_version = self.link.obey(directives).await;
             }
             Some(announce_reply::Body::Busy(busy)) => {
                 self.outbox(|outbox| outbox.again_from(Seq(busy.seq)));

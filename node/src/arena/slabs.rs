@@ -119,7 +119,12 @@ impl Slabs {
     /// Whether slots of slabs in use may be taken, and whether an empty slab may be. Saves also leave slots of slabs in
     /// use alone while the reserve is not whole: what they hold is what packing makes it whole of.
     fn allowed(&self, purpose: Purpose) -> (bool, bool) {
-        let (left, kept) = (self.empty_slabs(), if purpose == Purpose::Save { self.reserve } else { 0 });
+        let kept = match purpose {
+            Purpose::Save => self.reserve,
+            Purpose::Prefetch => self.reserve / 2,
+            Purpose::Load => 0,
+        };
+        let left = self.empty_slabs();
         (left >= kept, left > kept)
     }
 

@@ -4,6 +4,7 @@
 //! what the book says and hands the changes to the outboxes. Situations are beside: `fetching`, `saving`,
 //! `moving`, `packing`, `status`. Not here: decisions (`kv_core::tier`) and the wire (`serve`).
 
+mod asks;
 mod fetching;
 mod moving;
 mod packing;
@@ -12,21 +13,21 @@ mod status;
 #[cfg(test)]
 mod tests;
 
+pub use asks::Ask;
 pub(crate) use fetching::LoadBudget;
 pub use fetching::{FetchPlan, Planned, PlannedBytes};
 pub(crate) use saving::SlotSizes;
 pub use saving::{OfferPlan, Reserved};
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kv_core::evict::BlockKey;
-use kv_core::id::{BlockHash, Epoch, LeaseId, NodeId, Seq, TenantId, Timestamp};
-use kv_core::tier::{Asker, Book};
-use kvfleet_proto::pb;
+use kv_core::id::{BlockHash, Epoch, NodeId, Seq, Timestamp};
+use kv_core::tier::Book;
 use kvfleet_transport::VisibleAt;
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -52,111 +53,6 @@ const TICK: Duration = Duration::from_millis(20);
 
 /// Interval of the policies' background work.
 const REFIT: Duration = Duration::from_secs(1);
-
-/// What the task is asked.
-#[derive(Debug)]
-pub enum Ask {
-    /// Which of these blocks can be read, and their bytes.
-    Fetch {
-        /// Who asks.
-        asker: Asker,
-        /// The blocks.
-        hashes: Vec<BlockHash>,
-        /// The answer.
-        reply: oneshot::Sender<FetchPlan>,
-    },
-    /// Which of these blocks are wanted.
-    Offer {
-        /// Who asks.
-        asker: Asker,
-        /// Hash before the first one.
-        parent: Option<BlockHash>,
-        /// Offset of the first one.
-        first_offset_blocks: u32,
-        /// The blocks.
-        hashes: Vec<BlockHash>,
-        /// Encoded size of the largest frame.
-        frame_bytes: u32,
-        /// The answer.
-        reply: oneshot::Sender<OfferPlan>,
-    },
-    /// The verified bytes of a wanted block.
-    Put {
-        /// The save's lease, kept alive.
-        lease: LeaseId,
-        /// The reserved block.
-        key: BlockKey,
-        /// Its frame, in the arena.
-        bytes: Bytes,
-    },
-    /// Wanted blocks that will not come.
-    Abort {
-        /// Their keys.
-        keys: Vec<BlockKey>,
-    },
-    /// Where everything put so far becomes visible in the shard that lists a block.
-    Position {
-        /// The block.
-        block: BlockHash,
-        /// The answer.
-        reply: oneshot::Sender<Option<VisibleAt>>,
-    },
-    /// Where everything put so far becomes visible in every shard.
-    Positions {
-        /// The answer.
-        reply: oneshot::Sender<Option<Point>>,
-    },
-    /// A request ended.
-    Release {
-        /// Its lease.
-        lease: LeaseId,
-        /// Note taken.
-        reply: oneshot::Sender<()>,
-    },
-    /// The routers gave a new epoch.
-    Joined {
-        /// The epoch.
-        epoch: Epoch,
-        /// Shards of the index.
-        shards: u16,
-        /// Note taken: the outboxes announce everything.
-        reply: oneshot::Sender<()>,
-    },
-    /// The routers' directives.
-    Directives {
-        /// Pinned blocks.
-        pins: BTreeSet<BlockHash>,
-        /// Quotas in bytes.
-        quotas: Vec<(TenantId, u64)>,
-    },
-    /// Announce everything that a shard lists anew; from `expected` on when its leader said so.
-    Reannounce {
-        /// The shard.
-        shard: u16,
-        /// The number the leader expects.
-        expected: Option<Seq>,
-        /// Note taken.
-        reply: oneshot::Sender<()>,
-    },
-    /// Which of these blocks are held, and some that are.
-    Audit {
-        /// The shard that lists them.
-        shard: u16,
-        /// Blocks asked about.
-        blocks: Vec<BlockHash>,
-        /// How many held ones to name.
-        sample: usize,
-        /// Where to look for them.
-        seed: u64,
-        /// The answer; none before the first join.
-        reply: oneshot::Sender<Option<pb::AuditReply>>,
-    },
-    /// Everything there is to know.
-    Status {
-        /// The answer.
-        reply: oneshot::Sender<pb::NodeStatusReply>,
-    },
-}
 
 /// What the task shares with the others.
 #[derive(Debug)]
@@ -370,9 +266,15 @@ impl Store {
                 self.joined(epoch, shards);
                 let _ = reply.send(());
             }
-            Ask::Directives { pins, quotas } => {
+            Ask::Directives { pins, quotas, ttls } => {
                 self.parts.book.set_pins(pins, self.now());
                 self.parts.book.set_quotas(quotas);
+                self.parts.book.set_ttls(ttls);
+            }
+            Ask::SetWindow { waiting, reply } => {
+                let now = self.now();
+                let taken = self.parts.book.set_window(waiting.iter().map(Vec::as_slice), now);
+                let _ = reply.send(taken);
             }
             Ask::Reannounce { shard, expected, reply } => {
                 self.reannounce(shard, expected);
@@ -425,6 +327,8 @@ impl Store {
     fn tick(&mut self) {
         let now = self.now();
         self.parts.book.expire(now);
+        self.parts.book.expire_window(now);
+        self.parts.book.expire_blocks(now);
         if self.refitted.elapsed() >= REFIT {
             self.refitted = Instant::now();
             self.parts.book.refit(now);

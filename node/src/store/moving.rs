@@ -54,6 +54,8 @@ pub(super) struct Trouble {
 impl Store {
     /// Runs everything that can run now, then hands out the changes.
     pub(super) fn pump(&mut self) {
+        let now = self.now();
+        self.parts.book.prefetch(now);
         self.pack();
         while let Some(action) = self.next_action() {
             match action {
@@ -72,7 +74,8 @@ impl Store {
         // While the SSD is in trouble demotions may "start": they fail at once and the blocks go.
         let space = self.parts.ssd.as_ref().is_none_or(Ssd::has_room);
         let ssd = self.trouble.is_some() || (free && space);
-        self.parts.book.next_action(Room { dram, ssd })
+        let prefetch = free && self.parts.arena.has_room(Purpose::Prefetch);
+        self.parts.book.next_action(Room { dram, ssd, prefetch })
     }
 
     fn demote(&mut self, key: BlockKey, hash: BlockHash) {

@@ -75,6 +75,9 @@ impl Store {
             classes: [Tier::Dram, Tier::Ssd].into_iter().flat_map(|tier| self.classes(tier)).collect(),
             curve: self.curve(),
             arena: Some(arena(&self.parts.arena.numbers())),
+            window_blocks: self.parts.book.window_blocks() as u64,
+            prefetched_blocks: self.parts.book.prefetched_blocks(),
+            ttl_groups: self.parts.book.ttl_groups() as u64,
         }
     }
 
@@ -90,6 +93,7 @@ impl Store {
             dropped: class.left[Left::Dropped as usize],
             quota: class.left[Left::Quota as usize],
             failed: class.left[Left::Failed as usize],
+            ttl: class.left[Left::Ttl as usize],
             age_at_eviction: spans(&class.age_at_eviction),
         })
     }
@@ -180,5 +184,6 @@ impl Store {
         self.parts.metrics.tier(Tier::Ssd, &ssd);
         self.parts.metrics.leases(self.parts.book.lease_count());
         self.parts.metrics.moves(self.moves.len());
+        self.parts.metrics.window(self.parts.book.window_blocks(), self.parts.book.prefetched_blocks());
     }
 }

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use kv_core::id::{Epoch, GroupId, NodeId, PinId, TenantId};
+use kv_core::id::{Epoch, GROUPS, GroupId, NodeId, PinId, TenantId};
 use kv_core::index::command::{Applied, Command, Pin, Refusal};
 use kvfleet_proto::{convert, pb};
 use tonic::Status;
@@ -86,12 +86,15 @@ pub(super) async fn set_quota(
 }
 
 pub(super) async fn set_ttl(shared: &Shared, request: &pb::SetTtlRequest) -> Result<pb::AdminReply, Status> {
-    // An acknowledgement would be a promise that nobody keeps.
-    if !request.lift {
-        return Err(Status::unimplemented(
-            "times to live are not acted on by nodes yet; pin what must stay, or set a quota for what must not \
-             take room",
-        ));
+    let ttl_ms = (!request.lift).then_some(request.ttl_ms);
+    // An acknowledgement for a group that no block is in would be a promise about nothing.
+    if ttl_ms.is_some() && request.group >= GROUPS {
+        let text = format!(
+            "there is no group {}: groups are 0 to {}, the first byte of a block's hash",
+            request.group,
+            GROUPS - 1
+        );
+        return Err(check::invalid(text));
     }
-    admin(shared, Command::SetTtl { group: GroupId(request.group), ttl_ms: None }).await
+    admin(shared, Command::SetTtl { group: GroupId(request.group), ttl_ms }).await
 }

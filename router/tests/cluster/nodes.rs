@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use kvfleet_errors_doc::says;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::announce_reply::Body as Reply;
 use tonic::Code;
@@ -77,7 +78,7 @@ async fn a_silent_node_is_fenced_on_every_replica_and_a_speaking_one_is_not() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_node_hears_of_pins_and_quotas() {
+async fn a_node_hears_of_pins_quotas_and_times_to_live() {
     let cluster = Cluster::start(3, |_| {}).await;
     let mut node = cluster.node(1).await;
     let blocks = prefix(24, 2);
@@ -108,12 +109,25 @@ async fn a_node_hears_of_pins_and_quotas() {
     // Another router gives the same contents the same version.
     let joined = cluster.on_leader(|mut client| async move { client.join(join_request(2)).await }).await;
     assert_eq!(joined.directives.unwrap(), all);
-    // No node would act on a time to live, so none is promised; lifting one stays possible.
     let ttl = pb::SetTtlRequest { group: 6, ttl_ms: 70, lift: false };
+    cluster.on_leader(|mut client| async move { client.set_ttl(ttl).await }).await;
+    let heard = async {
+        loop {
+            let reply = node.control.message().await.unwrap().expect("the stream is open");
+            if let Some(Reply::Directives(all)) = reply.body
+                && !all.ttls.is_empty()
+            {
+                return all;
+            }
+        }
+    };
+    let all = tokio::time::timeout(HANG, heard).await.unwrap();
+    assert_eq!(all.ttls, [pb::GroupTtl { group: 6, ttl_ms: 70 }]);
     let leader = cluster.leader().await;
-    let refused = cluster.client(leader).set_ttl(ttl).await.unwrap_err();
-    assert_eq!(refused.code(), Code::Unimplemented);
-    assert!(refused.message().starts_with("times to live are not acted on by nodes yet"), "{refused}");
+    let nowhere = pb::SetTtlRequest { group: 256, ..ttl };
+    let refused = cluster.client(leader).set_ttl(nowhere).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument);
+    says("a time to live for a group that is not there", &refused.message(), &[]);
     let lift = pb::SetTtlRequest { lift: true, ..ttl };
     cluster.on_leader(|mut client| async move { client.set_ttl(lift).await }).await;
     cluster.shutdown().await;

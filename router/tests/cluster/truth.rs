@@ -49,6 +49,13 @@ impl NodeControl for Witness {
         Err(Status::unimplemented("not part of these tests"))
     }
 
+    async fn set_window(
+        &self,
+        _: Request<pb::SetWindowRequest>,
+    ) -> Result<Response<pb::SetWindowReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
     async fn audit(&self, request: Request<pb::AuditRequest>) -> Result<Response<pb::AuditReply>, Status> {
         let request = request.into_inner();
         let holdings = self.holdings.lock();

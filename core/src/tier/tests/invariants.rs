@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::*;
+use crate::id::GroupId;
 use crate::index::command::Change;
 use proptest::prelude::*;
 
@@ -20,6 +21,11 @@ enum Op {
     Pin { numbers: BTreeSet<u64> },
     Quota { bytes: u64 },
     Admit { ssd: bool },
+    Window { waiting: Vec<Vec<u64>> },
+    ExpireWindow { late: bool },
+    Prefetch,
+    Ttl { groups: BTreeMap<u32, u64> },
+    ExpireBlocks { late: u64 },
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -38,6 +44,12 @@ fn op() -> impl Strategy<Value = Op> {
         1 => prop::collection::btree_set(0u64..25, 0..3).prop_map(|numbers| Op::Pin { numbers }),
         1 => (0u64..900).prop_map(|bytes| Op::Quota { bytes }),
         1 => any::<bool>().prop_map(|ssd| Op::Admit { ssd }),
+        3 => prop::collection::vec(prop::collection::vec(0u64..25, 0..6), 0..4)
+            .prop_map(|waiting| Op::Window { waiting }),
+        1 => any::<bool>().prop_map(|late| Op::ExpireWindow { late }),
+        6 => Just(Op::Prefetch),
+        1 => prop::collection::btree_map(0u32..25, 0u64..20_000, 0..6).prop_map(|groups| Op::Ttl { groups }),
+        2 => (0u64..20_000).prop_map(|late| Op::ExpireBlocks { late }),
     ]
 }
 
@@ -87,7 +99,7 @@ impl World {
             Op::Expire { at } => {
                 self.book.expire(Timestamp(at));
             }
-            Op::Start { dram, ssd } => self.start(Room { dram, ssd }),
+            Op::Start { dram, ssd } => self.start(Room { dram, ssd, prefetch: dram }),
             Op::Finish { well } if !self.moving.is_empty() => self.finish(well),
             Op::Delay if !self.moving.is_empty() => self.delay(),
             Op::Pin { numbers } => self.book.set_pins(numbers.into_iter().map(hash).collect(), now),
@@ -96,6 +108,21 @@ impl World {
                 self.quota = Some(bytes);
             }
             Op::Admit { ssd } => self.book.set_admitting(Tier::Ssd, ssd),
+            Op::Window { waiting } => {
+                let waiting: Vec<Vec<BlockHash>> = waiting.iter().map(|numbers| hashes(numbers)).collect();
+                self.book.set_window(waiting.iter().map(Vec::as_slice), now);
+            }
+            Op::ExpireWindow { late } => {
+                self.book.expire_window(if late { now.after(WINDOW_SPAN) } else { now });
+            }
+            Op::Prefetch => self.prefetch(),
+            Op::Ttl { groups } => {
+                let ttls = groups.into_iter().map(|(group, us)| (GroupId(group), Duration::from_micros(us)));
+                self.book.set_ttls(ttls);
+            }
+            Op::ExpireBlocks { late } => {
+                self.book.expire_blocks(Timestamp(self.now + late));
+            }
             Op::CommitOldest { .. } | Op::AbortOldest | Op::Finish { .. } | Op::Delay => {}
         }
         self.drop_bytes();
@@ -124,12 +151,29 @@ impl World {
         self.drop_bytes();
     }
 
+    /// What is prefetched takes neither the reserve nor anything that somebody holds or needs sooner.
+    fn prefetch(&mut self) {
+        let before = self.book.window.dram_used;
+        let in_dram = |book: &Book| -> BTreeSet<u32> { book.dram.window.keys().copied().collect() };
+        let (was, present) = (in_dram(&self.book), self.book.slab.found_len());
+        let begun = self.book.prefetch(Timestamp(self.now));
+        let share = self.book.dram.limits.share(PREFETCH_SHARE_MAX);
+        assert!(self.book.window.dram_used <= share.max(before));
+        let is = in_dram(&self.book);
+        let come: Vec<u32> = is.difference(&was).copied().collect();
+        let gave_way = |gone: &u32| come.iter().any(|near| near < gone);
+        assert!(was.difference(&is).all(gave_way) || begun == 0, "{was:?} became {is:?}");
+        if self.book.shelf(Tier::Ssd).limits.watermark_high >= 1.0 {
+            assert_eq!(self.book.slab.found_len(), present, "a prefetch drops nothing");
+        }
+    }
+
     fn tenant_bytes(&self, tenant: u32) -> u64 {
         self.book.tenants().find(|row| row.0 == TenantId(tenant)).map_or(0, |row| row.1)
     }
 
     fn drop_bytes(&mut self) {
-        while let Some(action) = self.book.next_action(Room { dram: false, ssd: false }) {
+        while let Some(action) = self.book.next_action(Room { dram: false, ssd: false, prefetch: false }) {
             self.take_drop(action);
         }
     }
@@ -200,6 +244,8 @@ impl World {
             self.check_account(tier);
         }
         self.check_tenants();
+        self.check_window();
+        self.check_shares();
         for (key, entry) in self.book.slab.iter() {
             assert_eq!(self.bytes.contains(&(key, Tier::Dram)), entry.copies.dram);
             assert_eq!(self.bytes.contains(&(key, Tier::Ssd)), entry.copies.ssd);
@@ -237,6 +283,52 @@ impl World {
         }
         for (_, entry) in self.book.slab.iter().filter(|(_, entry)| entry.announced.is_some()) {
             assert_eq!(entry.meta.traits.bytes, entry.meta.charge.frame);
+        }
+    }
+
+    fn check_window(&self) {
+        let book = &self.book;
+        let mut listed = 0;
+        for (key, entry) in book.slab.iter().filter(|(_, entry)| entry.place.is_some()) {
+            assert_eq!(entry.near, book.window.near(&entry.meta.hash));
+            assert!(
+                !entry.prefetch || (entry.place == Some(Tier::Dram) && !entry.copies.dram && !entry.awaited)
+            );
+            let is_free = entry.ranked && !entry.held();
+            let in_window = entry.near.filter(|_| is_free);
+            let shelf = book.shelf(entry.place.unwrap());
+            assert_eq!(entry.near.and_then(|near| shelf.window.get(&near).copied()), in_window.map(|_| key));
+            listed += usize::from(in_window.is_some());
+            let may_expire = is_free && entry.near.is_none() && book.ttls.has(entry.meta.hash.group());
+            let row = book.ttls.listed(entry.meta.hash.group());
+            assert_eq!(row.contains(&(entry.last_use.unwrap_or_default(), key)), may_expire);
+        }
+        assert_eq!(book.dram.window.len() + book.ssd.window.len(), listed);
+        let groups = (0..256).map(|group| book.ttls.listed(GroupId(group)).len());
+        let free = book.slab.iter().filter(|(_, e)| e.place.is_some() && e.ranked && !e.parked());
+        let in_groups = free.filter(|(_, entry)| book.ttls.has(entry.meta.hash.group())).count();
+        assert_eq!(groups.sum::<usize>(), in_groups);
+        let windowed = book.slab.iter().filter(|(_, e)| e.place == Some(Tier::Dram) && e.near.is_some());
+        assert_eq!(book.window.dram_used, windowed.map(|(_, e)| book.cost(e, Tier::Dram).0).sum::<u64>());
+        let under_way = book.slab.iter().filter(|(_, entry)| entry.prefetch).count();
+        assert!(book.window.under_way == under_way && under_way <= PREFETCHES_MAX);
+    }
+
+    fn check_shares(&self) {
+        for tier in [Tier::Dram, Tier::Ssd] {
+            let shelf = self.book.shelf(tier);
+            let here = || self.book.slab.iter().map(|(_, entry)| entry).filter(|e| e.place == Some(tier));
+            let mut used: BTreeMap<TenantId, u64> = BTreeMap::new();
+            for entry in here() {
+                *used.entry(entry.share).or_default() += self.book.cost(entry, tier).0;
+                assert_eq!(entry.share, entry.meta.tenant, "there are rows for so few");
+            }
+            assert_eq!(shelf.shares.rows().collect::<BTreeMap<_, _>>(), used);
+            for share in used.into_keys() {
+                let free = || here().filter(|e| e.share == share && e.ranked && !e.held());
+                let waiting = free().filter(|entry| entry.near.is_some()).count();
+                assert_eq!(shelf.shares.listed(share), (free().count() - waiting, waiting));
+            }
         }
     }
 
@@ -291,7 +383,8 @@ proptest! {
             world.run(op);
             world.check();
             // Only a failed medium or the end of the hold takes a held block away.
-            if matches!(op, Op::Fetch { .. } | Op::Offer { .. } | Op::CommitOldest { .. } | Op::Start { .. } | Op::Quota { .. }) {
+            if matches!(op, Op::Fetch { .. } | Op::Offer { .. } | Op::CommitOldest { .. } | Op::Start { .. } | Op::Quota { .. }
+                | Op::Window { .. } | Op::ExpireWindow { .. } | Op::Prefetch | Op::Ttl { .. } | Op::ExpireBlocks { .. }) {
                 prop_assert!(held.iter().all(|hash| world.book.slab.find(hash).is_some()), "{op:?} took a held block");
             }
         }

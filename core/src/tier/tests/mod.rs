@@ -4,7 +4,10 @@
 
 mod exact_lru;
 mod invariants;
+mod shares;
 mod situations;
+mod ttls;
+mod windows;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -86,7 +89,7 @@ pub(super) fn asker(lease: u64) -> Asker {
     Asker { lease: LeaseId(lease), tenant: TenantId(0), category: Category::default() }
 }
 
-pub(super) const ALL_ROOM: Room = Room { dram: true, ssd: true };
+pub(super) const ALL_ROOM: Room = Room { dram: true, ssd: true, prefetch: true };
 
 /// Runs every action to its end, as a disk without delay would.
 pub(super) fn drain(book: &mut Book) {

@@ -159,7 +159,7 @@ fn a_failed_read_drops_the_block_and_says_so() {
     request(&mut book, &[2], 2);
     book.take_changes();
     assert_eq!(book.fetch(asker(3), &[hash(1)], Timestamp(3)).unwrap()[0].tier, Tier::Ssd);
-    let promoted = std::iter::from_fn(|| book.next_action(Room { dram: true, ssd: false }))
+    let promoted = std::iter::from_fn(|| book.next_action(Room { ssd: false, ..ALL_ROOM }))
         .find_map(|action| if let Action::Promote { key, .. } = action { Some(key) } else { None });
     book.on_move_failed(promoted.unwrap(), Tier::Dram, Timestamp(4));
     let dropped = Change::Dropped { blocks: vec![hash(1)], tier: Tier::Ssd };
@@ -405,13 +405,13 @@ fn what_happens_to_blocks_is_counted_by_tier_and_category() {
     let class = |book: &Book, tier| *book.numbers(tier).classes().next().unwrap().1;
     let dram = class(&book, Tier::Dram);
     assert_eq!((dram.hits, dram.reuse_gap.mean_us()), (1, Some(3_000_000)));
-    assert_eq!(dram.left, [1, 0, 0, 0], "2 went to SSD");
+    assert_eq!(dram.left, [1, 0, 0, 0, 0], "2 went to SSD");
     assert_eq!(dram.age_at_eviction.mean_us(), Some(10_000_000));
     // 2 is read from SSD, which pushes 1 there.
     assert_eq!(request(&mut book, &[2], 11_000_000), 1);
     assert_eq!(class(&book, Tier::Ssd).hits, 1);
     request(&mut book, &[4], 12_000_000);
-    assert_eq!(class(&book, Tier::Ssd).left, [0, 1, 0, 0], "1 gave way to 3");
+    assert_eq!(class(&book, Tier::Ssd).left, [0, 1, 0, 0, 0], "1 gave way to 3");
     book.set_quotas([(TenantId(0), 100)]);
     assert_eq!(class(&book, Tier::Ssd).left[Left::Quota as usize], 1);
     assert_eq!(class(&book, Tier::Dram).left[Left::Quota as usize], 1);

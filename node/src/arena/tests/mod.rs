@@ -98,13 +98,15 @@ fn slots_never_overlap() {
 }
 
 #[test]
-fn saves_leave_the_reserve_to_loads() {
+fn saves_leave_the_reserve_to_loads_and_prefetches_half_of_it() {
     let arena = arena(4, 2);
     let saves: Vec<SlotMut> = std::iter::from_fn(|| arena.take(64, Purpose::Save)).collect();
     assert_eq!(saves.len(), 2);
     assert!(!arena.has_room(Purpose::Save));
+    let early: Vec<SlotMut> = std::iter::from_fn(|| arena.take(64, Purpose::Prefetch)).collect();
+    assert_eq!(early.len(), 1, "half of the reserve is for those somebody waits for");
     let loads: Vec<SlotMut> = std::iter::from_fn(|| arena.take(64, Purpose::Load)).collect();
-    assert_eq!(loads.len(), 2);
+    assert_eq!(loads.len(), 1);
 }
 
 #[test]

@@ -1,0 +1,109 @@
+//! The orders a block stands in while nothing holds it: its policy's, its tenant's and its group's; or, while a
+//! waiting request needs it, its place in the queue instead.
+//!
+//! Every change of a block's hold, place, last use or window goes through here, so that looking for a victim costs
+//! no step per block that may not go. Not here: who gives way (`pressure`).
+
+use super::book::Book;
+use crate::evict::BlockKey;
+use crate::id::Timestamp;
+
+/// What a policy is told of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Told {
+    /// It came in.
+    Inserted,
+    /// It was used, and was there before.
+    Used,
+    /// The request that brought it ended.
+    Settled,
+}
+
+impl Book {
+    /// Makes the block known to its tier's policy as just used.
+    pub(super) fn rank(&mut self, key: BlockKey, now: Timestamp) {
+        let is_known = self.slab.get(key).is_some_and(|entry| entry.ranked);
+        self.tell(key, if is_known { Told::Used } else { Told::Inserted }, now);
+    }
+
+    /// Tells the policy of the block's tier. While something holds it or a waiting request needs it, it stands outside
+    /// the policy's order.
+    pub(super) fn tell(&mut self, key: BlockKey, how: Told, now: Timestamp) {
+        self.unlist(key);
+        self.stamp += 1;
+        let stamp = self.stamp;
+        let Some(entry) = self.slab.get_mut(key) else { return };
+        entry.stamp = stamp;
+        let (Some(tier), traits, parked) = (entry.place, entry.meta.traits, entry.parked()) else { return };
+        entry.ranked = true;
+        // A save whose lease ended before its bytes came has had no end of a request to count from.
+        entry.last_use.get_or_insert(now);
+        let policy = &mut self.shelf_mut(tier).policy;
+        match how {
+            Told::Inserted => policy.insert(key, traits, now),
+            Told::Used => policy.access(key, traits, now),
+            Told::Settled => policy.settle(key, traits, now),
+        }
+        if parked {
+            policy.park(key);
+        }
+        self.list(key);
+    }
+
+    /// Takes a block that is held from now on out of every order of eviction: looking for a victim must
+    /// not cost a step per held block. [`Self::rank`] or [`Self::unpark`] brings it back.
+    pub(super) fn park(&mut self, key: BlockKey) {
+        self.unlist(key);
+        let Some(entry) = self.slab.get(key).filter(|entry| entry.ranked) else { return };
+        if let Some(tier) = entry.place {
+            self.shelf_mut(tier).policy.park(key);
+        }
+    }
+
+    /// Brings back a block whose pin ended or that no waiting request needs any more: as the newest, without
+    /// counting as a use.
+    pub(super) fn unpark(&mut self, key: BlockKey, now: Timestamp) {
+        let Some(entry) = self.slab.get(key).filter(|entry| entry.ranked && !entry.held()) else { return };
+        let (traits, windowed) = (entry.meta.traits, entry.near.is_some());
+        if let Some(tier) = entry.place {
+            if !windowed {
+                self.shelf_mut(tier).policy.settle(key, traits, now);
+            }
+            self.list(key);
+        }
+    }
+
+    /// Lists a block that is ranked and not held wherever it may be looked for. Listing it twice changes nothing.
+    pub(super) fn list(&mut self, key: BlockKey) {
+        let Some(entry) = self.slab.get(key).filter(|entry| entry.ranked && !entry.held()) else { return };
+        let Some(tier) = entry.place else { return };
+        let (tenant, share, stamp, near) = (entry.meta.tenant, entry.share, entry.stamp, entry.near);
+        let (group, last_use) = (entry.meta.hash.group(), entry.last_use);
+        self.quota_rows.insert(tenant, tier, stamp, key);
+        let shelf = self.shelf_mut(tier);
+        shelf.shares.insert(share, near, key);
+        match near {
+            Some(near) => {
+                shelf.window.insert(near, key);
+            }
+            None => self.ttls.insert(group, last_use, key),
+        }
+    }
+
+    /// Takes a block off every list, before its place, last use, stamp or window changes or while it is held.
+    pub(super) fn unlist(&mut self, key: BlockKey) {
+        let Some(entry) = self.slab.get(key) else { return };
+        let Some(tier) = entry.place else { return };
+        let (tenant, share, stamp, near) = (entry.meta.tenant, entry.share, entry.stamp, entry.near);
+        let (group, last_use) = (entry.meta.hash.group(), entry.last_use);
+        self.quota_rows.remove(tenant, tier, stamp);
+        let shelf = self.shelf_mut(tier);
+        shelf.shares.remove(share, near, key);
+        match near {
+            Some(near) => {
+                shelf.window.remove(&near);
+            }
+            None => self.ttls.remove(group, last_use, key),
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! Fair shares of a tier: when room is short, the tenant with most of it gives way (max-min with equal shares; the
+//! isolation that FairRide, NSDI '16, asks of a shared cache).
+//!
+//! A block is charged to the tenant that saved it, and hashes are keyed per tenant, so nobody rides on a block that
+//! another pays for. A tenant takes room of one that has more, or its own: so flooding a tier wins nothing from anybody
+//! who has less, and what all want is split evenly by itself. Among one tenant's blocks the tier's policy decides where
+//! it can, and else the longest unused goes. Not here: limits that hold also when there is room (`quota`).
+
+use std::collections::BTreeMap;
+
+use crate::evict::BlockKey;
+use crate::evict::queue::{Links, Queue};
+use crate::id::TenantId;
+
+/// Tenants told apart in a tier; those that come when there are so many share one row. A decision looks at each of them, and
+/// at none while there is one: so many that a platform's teams fit, and few enough that looking is a matter of microseconds.
+pub const TENANTS_MAX: usize = 256;
+
+/// The row of all tenants beyond [`TENANTS_MAX`].
+const OTHERS: TenantId = TenantId(u32::MAX);
+
+/// What one tenant has in a tier.
+#[derive(Debug, Default)]
+struct Row {
+    /// Held or not, in the capacity's unit.
+    used: u64,
+    /// As many blocks that is.
+    blocks: u64,
+    /// What may leave, in the order of last uses.
+    queue: Queue,
+    /// What may leave when nothing else of the tenant does: blocks that waiting requests need, the next one's first.
+    window: BTreeMap<u32, BlockKey>,
+}
+
+impl Row {
+    fn furthest(&self, yields_to: u32) -> Option<BlockKey> {
+        self.window.range(yields_to..).next_back().map(|(_, key)| *key)
+    }
+
+    fn gives(&self, yields_to: u32) -> bool {
+        self.queue.len() > 0 || self.furthest(yields_to).is_some()
+    }
+}
+
+/// The tenants of one tier.
+#[derive(Debug, Default)]
+pub(super) struct Shares {
+    rows: BTreeMap<TenantId, Row>,
+    links: Links,
+}
+
+impl Shares {
+    /// The row that a block of the tenant is charged to if it comes now.
+    pub(super) fn row(&self, tenant: TenantId) -> TenantId {
+        let is_own = self.rows.len() < TENANTS_MAX || self.rows.contains_key(&tenant);
+        if is_own { tenant } else { OTHERS }
+    }
+
+    /// Whether there is more than one tenant, so that who gives way is a question.
+    pub(super) fn are_many(&self) -> bool {
+        self.rows.len() > 1
+    }
+
+    pub(super) fn charge(&mut self, row: TenantId, cost: u64) {
+        let row = self.rows.entry(row).or_default();
+        row.used += cost;
+        row.blocks += 1;
+    }
+
+    /// The block must be off its row's lists.
+    pub(super) fn discharge(&mut self, row: TenantId, cost: u64) {
+        let Some(kept) = self.rows.get_mut(&row) else { return };
+        kept.used = kept.used.saturating_sub(cost);
+        kept.blocks -= 1;
+        if kept.blocks == 0 {
+            self.rows.remove(&row);
+        }
+    }
+
+    /// Lists a block that may leave, once.
+    pub(super) fn insert(&mut self, row: TenantId, near: Option<u32>, key: BlockKey) {
+        let Some(row) = self.rows.get_mut(&row) else { return };
+        match near {
+            Some(near) => {
+                row.window.insert(near, key);
+            }
+            None if !self.links.contains(key) => self.links.push_warm(&mut row.queue, key),
+            None => {}
+        }
+    }
+
+    pub(super) fn remove(&mut self, row: TenantId, near: Option<u32>, key: BlockKey) {
+        let Some(row) = self.rows.get_mut(&row) else { return };
+        match near {
+            Some(near) => {
+                row.window.remove(&near);
+            }
+            None if self.links.contains(key) => self.links.unlink(&mut row.queue, key),
+            None => {}
+        }
+    }
+
+    /// Takes every block of waiting requests off; they are listed again at other places.
+    pub(super) fn clear_windows(&mut self) {
+        self.rows.values_mut().for_each(|row| row.window.clear());
+    }
+
+    pub(super) fn used(&self, row: TenantId) -> u64 {
+        self.rows.get(&row).map_or(0, |row| row.used)
+    }
+
+    /// Whether `taker` may have room of `giver`: of itself, and of who has more.
+    pub(super) fn may_take(&self, taker: TenantId, giver: TenantId) -> bool {
+        taker == giver || self.used(giver) > self.used(taker)
+    }
+
+    /// Who gives way to `taker`: whoever has most of those that have something to give, and the taker itself among
+    /// equals. Nothing when that would be somebody who has no more than the taker.
+    pub(super) fn giver(&self, taker: TenantId, yields_to: u32) -> Option<TenantId> {
+        let giving = self.rows.iter().filter(|(_, row)| row.gives(yields_to));
+        let (&giver, _) = giving.max_by_key(|(tenant, row)| (row.used, **tenant == taker))?;
+        self.may_take(taker, giver).then_some(giver)
+    }
+
+    /// The block of `giver` that leaves when the policy has no say.
+    pub(super) fn coldest(&self, giver: TenantId, yields_to: u32) -> Option<BlockKey> {
+        let row = self.rows.get(&giver)?;
+        row.queue.coldest().or_else(|| row.furthest(yields_to))
+    }
+
+    /// The tenant's block of a waiting request that is furthest from the head of the queue.
+    pub(super) fn furthest(&self, row: TenantId, yields_to: u32) -> Option<BlockKey> {
+        self.rows.get(&row)?.furthest(yields_to)
+    }
+
+    /// Each tenant's block of a waiting request that is nearest the head of the queue, the nearest first.
+    pub(super) fn nearest(&self) -> Vec<(u32, BlockKey)> {
+        let firsts = self.rows.values().filter_map(|row| row.window.first_key_value());
+        let mut nearest: Vec<(u32, BlockKey)> = firsts.map(|(near, key)| (*near, *key)).collect();
+        nearest.sort_unstable();
+        nearest
+    }
+
+    /// Blocks listed in a row, without and with a waiting request, for tests.
+    #[cfg(test)]
+    pub(super) fn listed(&self, row: TenantId) -> (usize, usize) {
+        self.rows.get(&row).map_or((0, 0), |row| (row.queue.len(), row.window.len()))
+    }
+
+    /// Every row with what is charged to it.
+    #[cfg(test)]
+    pub(super) fn rows(&self) -> impl Iterator<Item = (TenantId, u64)> {
+        self.rows.iter().map(|(tenant, row)| (*tenant, row.used))
+    }
+}

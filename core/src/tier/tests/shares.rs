@@ -1,0 +1,195 @@
+//! Fair shares: whose block goes when room is short, and what a flood leaves the others.
+
+use super::*;
+use crate::tier::share::TENANTS_MAX;
+use proptest::prelude::*;
+
+/// Offers one block of a tenant's own under a lease; `false` when it is refused.
+fn offered(book: &mut Book, tenant: u32, number: u64, lease: u64, now: u64) -> bool {
+    let all = [own(tenant, number)];
+    let who = Asker { tenant: TenantId(tenant), ..asker(lease) };
+    let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
+    let answer = book.offer(who, offer, Timestamp(now)).unwrap()[0];
+    drain(book);
+    if let Offered::Wanted(key) = answer {
+        book.commit(key, CHARGE, Timestamp(now));
+        drain(book);
+    }
+    !matches!(answer, Offered::Refused(_))
+}
+
+/// A whole request for one block of a tenant's own: read, or saved.
+fn used(book: &mut Book, tenant: u32, number: u64, now: u64) -> bool {
+    let lease = (u64::from(tenant) << 32) | now;
+    let who = Asker { tenant: TenantId(tenant), ..asker(lease) };
+    let is_hit = !book.fetch(who, &[own(tenant, number)], Timestamp(now)).unwrap().is_empty();
+    drain(book);
+    let is_taken = is_hit || offered(book, tenant, number, lease, now);
+    book.release(LeaseId(lease), Timestamp(now));
+    drain(book);
+    is_taken
+}
+
+fn own(tenant: u32, number: u64) -> BlockHash {
+    hash((u64::from(tenant) << 32) | number)
+}
+
+fn resident(book: &Book, tenant: u32) -> u64 {
+    book.tenants().find(|row| row.0 == TenantId(tenant)).map_or(0, |row| row.1 / u64::from(CHARGE.frame))
+}
+
+#[test]
+fn who_has_most_gives_way_and_the_others_keep_what_they_have() {
+    let mut book = blocks(9, 0);
+    (0..3).for_each(|number| assert!(used(&mut book, 1, number, number)));
+    (0..30).for_each(|number| assert!(used(&mut book, 2, number, 100 + number)));
+    assert_eq!((resident(&book, 1), resident(&book, 2)), (3, 6));
+    (0..30).for_each(|number| assert!(used(&mut book, 3, number, 200 + number)));
+    assert_eq!([1, 2, 3].map(|tenant| resident(&book, tenant)), [3, 3, 3]);
+    let left: Vec<u64> = (0..30).filter(|number| book.tier_of(&own(2, *number)).is_some()).collect();
+    assert_eq!(left, [27, 28, 29], "the longest unused of the tenant went");
+}
+
+#[test]
+fn a_tenant_whose_own_blocks_are_all_held_takes_nothing_of_one_that_has_no_more() {
+    let mut book = blocks(6, 0);
+    (0..3).for_each(|number| assert!(used(&mut book, 1, number, number)));
+    (0..3).for_each(|number| assert!(offered(&mut book, 2, number, 9, 100)));
+    assert!(!offered(&mut book, 2, 3, 9, 101), "it would be more than its part");
+    assert_eq!((resident(&book, 1), resident(&book, 2)), (3, 3));
+    assert!(used(&mut book, 1, 7, 102), "the other one goes on with its own");
+    assert_eq!((resident(&book, 1), resident(&book, 2)), (3, 3));
+    assert!(book.tier_of(&own(1, 0)).is_none());
+}
+
+#[test]
+fn a_window_orders_only_what_its_own_tenant_gives() {
+    let mut book = blocks(6, 0);
+    (0..3).for_each(|number| assert!(used(&mut book, 1, number, number)));
+    (0..3).for_each(|number| assert!(used(&mut book, 2, number, 100 + number)));
+    let waiting: Vec<BlockHash> = (0..40).map(|number| own(2, number)).collect();
+    book.set_window([waiting.as_slice()], Timestamp(200));
+    for number in 3..20 {
+        assert!(used(&mut book, 2, number, 200 + number));
+    }
+    assert_eq!((resident(&book, 1), resident(&book, 2)), (3, 3));
+    assert!(
+        book.tier_of(&own(2, 0)).is_some() && book.tier_of(&own(2, 1)).is_some(),
+        "the next in the queue"
+    );
+}
+
+#[test]
+fn a_tenant_that_may_not_have_more_does_not_keep_others_from_prefetching() {
+    let mut book = blocks(10, 20);
+    (0..15).for_each(|number| assert!(used(&mut book, 1, number, number)));
+    (0..15).for_each(|number| assert!(used(&mut book, 2, number, 100 + number)));
+    let lease = Asker { tenant: TenantId(1), ..asker(7) };
+    // Tenant 1 holds its half of DRAM; what it has on SSD is nearest, and may have no more.
+    let held: Vec<u64> =
+        (0..15).filter(|number| book.tier_of(&own(1, *number)) == Some(Tier::Dram)).collect();
+    assert_eq!(held.len(), 5);
+    held.iter().for_each(|number| {
+        assert_eq!(book.fetch(lease, &[own(1, *number)], Timestamp(200)).unwrap().len(), 1);
+    });
+    let on_ssd = |book: &Book, tenant| -> Vec<BlockHash> {
+        (0..15)
+            .map(|number| own(tenant, number))
+            .filter(|hash| book.tier_of(hash) == Some(Tier::Ssd))
+            .collect()
+    };
+    let (first, second) = (on_ssd(&book, 1), on_ssd(&book, 2)[..2].to_vec());
+    book.set_window([first.as_slice(), second.as_slice()], Timestamp(300));
+    while book.prefetch(Timestamp(300)) > 0 {
+        drain(&mut book);
+    }
+    assert!(second.iter().all(|hash| book.tier_of(hash) == Some(Tier::Dram)), "its own blocks made room");
+    assert!(first.iter().all(|hash| book.tier_of(hash) == Some(Tier::Ssd)));
+}
+
+#[test]
+fn tenants_beyond_the_limit_share_a_row_and_nothing_is_lost_of_it() {
+    let room = TENANTS_MAX as u64 + 40;
+    let mut book = blocks(room, 0);
+    for tenant in 0..TENANTS_MAX as u32 + 30 {
+        assert!(used(&mut book, tenant, 0, u64::from(tenant)));
+    }
+    assert_eq!(book.dram.shares.rows().count(), TENANTS_MAX + 1);
+    // The row of many has thirty blocks, so it is who gives way.
+    for number in 1..60 {
+        assert!(used(&mut book, 5, number, 1000 + number));
+    }
+    assert_eq!(book.stats(Tier::Dram).blocks, room);
+    let many: u64 = (TENANTS_MAX as u32..TENANTS_MAX as u32 + 30).map(|tenant| resident(&book, tenant)).sum();
+    assert!((20..30).contains(&many), "{many}");
+    assert!((0..TENANTS_MAX as u32).all(|tenant| resident(&book, tenant) > 0));
+    book.set_quotas((0..400).map(|tenant| (TenantId(tenant), 0)));
+    assert_eq!((book.stats(Tier::Dram).blocks, book.dram.shares.rows().count()), (0, 0));
+}
+
+#[derive(Clone, Debug)]
+enum Flood {
+    Use(u64),
+    Window(Vec<u64>),
+    /// The windows of others are no lever either.
+    Others(Vec<u64>),
+    Prefetch,
+}
+
+fn flood() -> impl Strategy<Value = Flood> {
+    prop_oneof![
+        6 => (0u64..60).prop_map(Flood::Use),
+        1 => prop::collection::vec(0u64..60, 0..30).prop_map(Flood::Window),
+        1 => prop::collection::vec(0u64..20, 0..10).prop_map(Flood::Others),
+        2 => Just(Flood::Prefetch),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Whatever a flooding tenant does that holds nothing for good, another one keeps what it has up to its half of
+    /// the tier. Over two tiers together the promise is each tier's own, so one is looked at.
+    /// What leases hold cannot be taken from anybody: above.
+    #[test]
+    fn a_flood_leaves_others_what_they_need_up_to_their_share(
+        dram in 2u64..12, ssd in Just(0u64), wanted in 0u64..20,
+        floods in prop::collection::vec(flood(), 1..120),
+    ) {
+        let mut book = blocks(dram, ssd);
+        (0..wanted).for_each(|number| { used(&mut book, 1, number, number); });
+        let demand = resident(&book, 1);
+        // An odd block is nobody's share, and one is given before the other is less.
+        let share = (dram - 1) / 2 + ssd / 2;
+        for (now, flood) in (1000u64..).zip(&floods) {
+            let of = |tenant, numbers: &[u64]| numbers.iter().map(|n| own(tenant, *n)).collect::<Vec<_>>();
+            match flood {
+                Flood::Use(number) => { used(&mut book, 2, *number, now); }
+                Flood::Window(numbers) => { book.set_window([of(2, numbers).as_slice()], Timestamp(now)); }
+                Flood::Others(numbers) => { book.set_window([of(1, numbers).as_slice()], Timestamp(now)); }
+                Flood::Prefetch => { book.prefetch(Timestamp(now)); }
+            }
+            drain(&mut book);
+            prop_assert!(resident(&book, 1) >= demand.min(share),
+                "{} of {demand} left after {flood:?}, its share is {share}", resident(&book, 1));
+        }
+    }
+
+    /// All of several tenants that want more than there is get the same.
+    #[test]
+    fn what_all_want_is_split_evenly(
+        tenants in 2u32..6, each in 2u64..8, ssd_each in 0u64..6, turns in prop::collection::vec((0u32..6, 0u64..40), 0..300),
+    ) {
+        let count = u64::from(tenants);
+        let mut book = blocks(each * count, ssd_each * count);
+        let turns = turns.into_iter().map(|(tenant, number)| (tenant % tenants, number));
+        let last = (0..tenants).flat_map(|tenant| (100..200).map(move |number| (tenant, number)));
+        for (now, (tenant, number)) in (0u64..).zip(turns.chain(last)) {
+            used(&mut book, tenant, number, now);
+        }
+        for tenant in 0..tenants {
+            let has = resident(&book, tenant);
+            prop_assert!(has.abs_diff(each + ssd_each) <= 2, "tenant {tenant} has {has} of {} each", each + ssd_each);
+        }
+    }
+}

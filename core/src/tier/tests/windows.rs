@@ -1,0 +1,234 @@
+//! Windows of waiting requests: what is promoted before it is asked for, what leaves last, and what bounds both.
+
+use super::*;
+use crate::tier::window::{
+    PREFETCH_SHARE_MAX, PREFETCHES_MAX, WINDOW_BLOCKS_MAX, WINDOW_REQUESTS_MAX, WINDOW_SPAN,
+};
+use proptest::prelude::*;
+
+/// Says that these requests wait, each with these blocks.
+fn wait(book: &mut Book, waiting: &[&[u64]], now: u64) -> WindowTaken {
+    let waiting: Vec<Vec<BlockHash>> = waiting.iter().map(|numbers| hashes(numbers)).collect();
+    book.set_window(waiting.iter().map(Vec::as_slice), Timestamp(now))
+}
+
+/// Prefetches as a node does: again whenever something moved.
+fn prefetch_all(book: &mut Book, now: u64) -> usize {
+    let mut begun = 0;
+    loop {
+        let more = book.prefetch(Timestamp(now));
+        drain(book);
+        begun += more;
+        if more == 0 {
+            return begun;
+        }
+    }
+}
+
+fn tiers(book: &Book, numbers: std::ops::RangeInclusive<u64>) -> (Vec<u64>, Vec<u64>) {
+    let of = |tier| numbers.clone().filter(|number| book.tier_of(&hash(*number)) == Some(tier)).collect();
+    (of(Tier::Dram), of(Tier::Ssd))
+}
+
+/// Blocks 1 to `count`, each of a request of its own; the last are in DRAM.
+fn filled(dram: u64, ssd: u64, count: u64) -> Book {
+    let mut book = blocks(dram, ssd);
+    (1..=count).for_each(|number| assert_eq!(request(&mut book, &[number], number), 0));
+    book
+}
+
+#[test]
+fn blocks_of_the_first_waiting_requests_are_promoted_before_they_are_asked_for() {
+    let mut book = filled(10, 30, 30);
+    assert_eq!(tiers(&book, 1..=30).0, (21..=30).collect::<Vec<_>>());
+    let taken = wait(&mut book, &[&[5, 6], &[1], &[99]], 100);
+    assert_eq!(taken, WindowTaken { requests: 3, blocks: 4, dram_blocks: 0, ssd_blocks: 3 });
+    assert_eq!(prefetch_all(&mut book, 100), 3);
+    assert_eq!(tiers(&book, 1..=30).0, [1, 5, 6, 24, 25, 26, 27, 28, 29, 30], "the oldest made room");
+    assert_eq!(book.prefetched_blocks(), 3);
+    assert_eq!(book.fetch(asker(7), &[hash(5)], Timestamp(101)).unwrap()[0].tier, Tier::Dram);
+}
+
+#[test]
+fn prefetching_leaves_the_reserve_and_fills_the_rest_from_the_head_of_the_queue() {
+    let mut book = filled(10, 30, 30);
+    let all: Vec<u64> = (1..=20).collect();
+    wait(&mut book, &[&all], 100);
+    assert_eq!(prefetch_all(&mut book, 100), 9, "nine tenths of ten");
+    assert_eq!(tiers(&book, 1..=30).0, [1, 2, 3, 4, 5, 6, 7, 8, 9, 30]);
+    // The queue turns round: what is nearest now comes, and the furthest goes for it.
+    let turned: Vec<u64> = all.into_iter().rev().collect();
+    wait(&mut book, &[&turned], 200);
+    assert_eq!(prefetch_all(&mut book, 200), 9);
+    assert_eq!(tiers(&book, 1..=30).0, [12, 13, 14, 15, 16, 17, 18, 19, 20, 30]);
+    assert_eq!(prefetch_all(&mut book, 200), 0, "nothing goes to and fro");
+}
+
+#[test]
+fn a_bounded_number_is_on_its_way_and_a_reader_goes_before_it() {
+    let mut book = filled(20, 60, 60);
+    let all: Vec<u64> = (1..=15).collect();
+    wait(&mut book, &[&all], 100);
+    assert_eq!(book.prefetch(Timestamp(100)), PREFETCHES_MAX);
+    assert_eq!(book.prefetch(Timestamp(100)), 0);
+    // Block 5 waits in line behind four others; block 40 is nobody's but the reader's.
+    assert_eq!(book.fetch(asker(1), &[hash(40)], Timestamp(101)).unwrap()[0].tier, Tier::Ssd);
+    assert_eq!(book.fetch(asker(2), &[hash(5)], Timestamp(101)).unwrap()[0].tier, Tier::Ssd);
+    let mut loads = Vec::new();
+    while let Some(action) = book.next_action(Room { ssd: false, ..ALL_ROOM }) {
+        if let Action::Promote { hash, .. } = action {
+            loads.push(hash);
+        }
+    }
+    assert_eq!(loads[..4], hashes(&[40, 5, 1, 2]));
+    assert_eq!(loads.len(), 1 + PREFETCHES_MAX);
+}
+
+#[test]
+fn a_block_that_a_reader_asked_for_stays_in_its_line_when_it_is_prefetched() {
+    let mut book = filled(2, 8, 6);
+    let held = hashes(&[5, 6]);
+    book.fetch(asker(1), &held, Timestamp(100)).unwrap();
+    // DRAM is all held, so what is read from SSD keeps its place there.
+    assert_eq!(book.fetch(asker(2), &[hash(1)], Timestamp(101)).unwrap()[0].tier, Tier::Ssd);
+    wait(&mut book, &[&[1]], 102);
+    book.set_admitting(Tier::Dram, false);
+    book.release(LeaseId(2), Timestamp(103));
+    book.release(LeaseId(1), Timestamp(103));
+    book.set_admitting(Tier::Dram, true);
+    assert_eq!((book.prefetch(Timestamp(104)), book.window.under_way), (1, 0));
+    let Some(Action::Promote { hash: first, .. }) = book.next_action(Room { prefetch: false, ..ALL_ROOM })
+    else {
+        panic!("no load")
+    };
+    assert_eq!(first, hash(1));
+}
+
+#[test]
+fn what_waits_is_demoted_last_and_from_the_tail_of_the_queue() {
+    let mut book = filled(4, 10, 4);
+    wait(&mut book, &[&[2], &[4, 1]], 100);
+    request(&mut book, &[11], 101);
+    assert_eq!(tiers(&book, 1..=4).1, [3], "nobody waits for it");
+    wait(&mut book, &[&[2], &[4, 1], &[11]], 102);
+    request(&mut book, &[12], 103);
+    request(&mut book, &[13], 104);
+    assert_eq!(tiers(&book, 1..=4), (vec![1, 2, 4], vec![3]), "12 went, which nobody waits for either");
+    for (lease, number) in [(200, 14), (201, 15), (202, 16)] {
+        // Held, so that it cannot go in turn.
+        let offered = offer(&mut book, lease, &[number], lease);
+        assert!(matches!(offered[0], Offered::Wanted(_)), "a window refuses no room");
+        drain(&mut book);
+    }
+    assert_eq!(tiers(&book, 1..=4), (vec![2], vec![1, 3, 4]), "1 is behind 4, and 2 is next");
+}
+
+#[test]
+fn what_waits_leaves_the_system_last_and_from_the_tail_of_the_queue() {
+    let mut book = filled(2, 4, 6);
+    wait(&mut book, &[&[1], &[2], &[3], &[4]], 100);
+    for (number, gone) in [(11, 5), (12, 6), (13, 11)] {
+        request(&mut book, &[number], 100 + number);
+        assert_eq!(book.tier_of(&hash(gone)), None, "{gone} is the oldest that nobody waits for");
+        assert_eq!((1..=4).filter(|number| book.tier_of(&hash(*number)).is_some()).count(), 4);
+    }
+    // Everything else is held: the exemption yields, and the tail goes.
+    let mut seen = Vec::new();
+    for number in 21..=26 {
+        let offered = offer(&mut book, number, &[number], 200);
+        for answer in offered {
+            let Offered::Wanted(key) = answer else { continue };
+            book.commit(key, CHARGE, Timestamp(200));
+        }
+        drain(&mut book);
+        seen.push((1..=4).filter(|number| book.tier_of(&hash(*number)).is_some()).collect::<Vec<_>>());
+    }
+    assert_eq!(seen, [vec![1, 2, 3, 4], vec![1, 2, 3, 4], vec![1, 2, 3], vec![1, 2], vec![1], vec![]]);
+}
+
+#[test]
+fn a_window_ends_by_itself_and_with_a_clock_that_was_set_back() {
+    for over in [100 + WINDOW_SPAN.as_micros() as u64, 50] {
+        let mut book = filled(2, 0, 2);
+        wait(&mut book, &[&[1]], 100);
+        assert!(!book.expire_window(Timestamp(over.clamp(100, 99 + WINDOW_SPAN.as_micros() as u64))));
+        assert_eq!(book.window_blocks(), 1);
+        assert!(book.expire_window(Timestamp(over)));
+        assert!(!book.expire_window(Timestamp(over)));
+        assert_eq!((book.window_blocks(), book.dram.window.len()), (0, 0));
+        // What waited is the newest now, as after a pin.
+        request(&mut book, &[3], over + 1);
+        assert_eq!(tiers(&book, 1..=3).0, [1, 3]);
+    }
+}
+
+#[test]
+fn a_window_is_cut_at_its_limits() {
+    let mut book = blocks(4, 0);
+    let one = hashes(&[7]);
+    let same = vec![one.as_slice(); WINDOW_REQUESTS_MAX + 5];
+    let taken = book.set_window(same, Timestamp(0));
+    assert_eq!((taken.requests, taken.blocks), (WINDOW_REQUESTS_MAX, 1));
+    let numbers: Vec<u64> = (0..WINDOW_BLOCKS_MAX as u64 + 10).collect();
+    let many = hashes(&numbers);
+    let taken = book.set_window([one.as_slice(), many.as_slice(), one.as_slice()], Timestamp(0));
+    assert!(taken.blocks <= WINDOW_BLOCKS_MAX && taken.blocks + 2 > WINDOW_BLOCKS_MAX, "{taken:?}");
+    assert_eq!(book.window_blocks(), taken.blocks);
+}
+
+#[test]
+fn a_block_that_comes_while_somebody_waits_for_it_is_in_the_window() {
+    let mut book = blocks(2, 0);
+    wait(&mut book, &[&[1]], 0);
+    request(&mut book, &[1], 1);
+    request(&mut book, &[2], 2);
+    request(&mut book, &[3], 3);
+    assert_eq!(tiers(&book, 1..=3).0, [1, 3]);
+}
+
+#[test]
+fn a_quota_goes_before_a_window() {
+    let mut book = filled(4, 0, 3);
+    wait(&mut book, &[&[1, 2, 3]], 10);
+    book.set_quotas([(TenantId(0), 200)]);
+    assert_eq!(tiers(&book, 1..=3).0, [2, 3]);
+}
+
+#[test]
+fn without_an_ssd_that_takes_blocks_nothing_is_pushed_out_by_prefetching() {
+    let mut book = filled(4, 10, 8);
+    book.set_admitting(Tier::Ssd, false);
+    wait(&mut book, &[&[1, 2]], 10);
+    assert_eq!(prefetch_all(&mut book, 10), 0);
+    assert_eq!(tiers(&book, 1..=8), ((5..=8).collect(), (1..=4).collect()));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Whole requests on full tiers: what leaves is never a block somebody waits for while there is one that nobody
+    /// waits for, and of those somebody waits for it is the furthest.
+    #[test]
+    fn nothing_that_waits_leaves_before_what_does_not(
+        dram in 2u64..8, ssd in 0u64..12,
+        steps in prop::collection::vec((0u64..40, prop::collection::vec(0u64..40, 0..10)), 1..60),
+    ) {
+        let mut book = blocks(dram, ssd);
+        for (now, (number, waiting)) in (0u64..).zip(&steps) {
+            wait(&mut book, &[waiting], now);
+            let (share, used) = (book.dram.limits.share(PREFETCH_SHARE_MAX), book.window.dram_used);
+            prefetch_all(&mut book, now);
+            prop_assert!(book.window.dram_used <= share.max(used), "the reserve is left");
+            let there = |book: &Book| (0..40).filter(|n| book.tier_of(&hash(*n)).is_some()).collect::<Vec<u64>>();
+            let before = there(&book);
+            request(&mut book, &[*number], now);
+            let after = there(&book);
+            let near = |number: &u64| waiting.iter().position(|waits| waits == number).unwrap_or(usize::MAX);
+            let (kept, gone): (Vec<u64>, Vec<u64>) = before.iter().partition(|number| after.contains(number));
+            // The block that was asked for was held meanwhile.
+            let furthest = kept.iter().filter(|kept| *kept != number).map(near).max().unwrap_or(0);
+            prop_assert!(gone.iter().all(|gone| furthest <= near(gone)),
+                "{gone:?} left at {now}: before {before:?}, waiting {waiting:?}");
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! Everything the store's task is asked, one word each.
+//!
+//! Not here: how it answers (`mod.rs` and the situations beside it).
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kv_core::evict::BlockKey;
+use kv_core::id::{BlockHash, Epoch, GroupId, LeaseId, Seq, TenantId};
+use kv_core::tier::{Asker, WindowTaken};
+use kvfleet_proto::pb;
+use kvfleet_transport::VisibleAt;
+use tokio::sync::oneshot;
+
+use super::{FetchPlan, OfferPlan};
+use crate::announce::outboxes::Point;
+
+/// What the task is asked.
+#[derive(Debug)]
+pub enum Ask {
+    /// Which of these blocks can be read, and their bytes.
+    Fetch {
+        /// Who asks.
+        asker: Asker,
+        /// The blocks.
+        hashes: Vec<BlockHash>,
+        /// The answer.
+        reply: oneshot::Sender<FetchPlan>,
+    },
+    /// Which of these blocks are wanted.
+    Offer {
+        /// Who asks.
+        asker: Asker,
+        /// Hash before the first one.
+        parent: Option<BlockHash>,
+        /// Offset of the first one.
+        first_offset_blocks: u32,
+        /// The blocks.
+        hashes: Vec<BlockHash>,
+        /// Encoded size of the largest frame.
+        frame_bytes: u32,
+        /// The answer.
+        reply: oneshot::Sender<OfferPlan>,
+    },
+    /// The verified bytes of a wanted block.
+    Put {
+        /// The save's lease, kept alive.
+        lease: LeaseId,
+        /// The reserved block.
+        key: BlockKey,
+        /// Its frame, in the arena.
+        bytes: Bytes,
+    },
+    /// Wanted blocks that will not come.
+    Abort {
+        /// Their keys.
+        keys: Vec<BlockKey>,
+    },
+    /// Where everything put so far becomes visible in the shard that lists a block.
+    Position {
+        /// The block.
+        block: BlockHash,
+        /// The answer.
+        reply: oneshot::Sender<Option<VisibleAt>>,
+    },
+    /// Where everything put so far becomes visible in every shard.
+    Positions {
+        /// The answer.
+        reply: oneshot::Sender<Option<Point>>,
+    },
+    /// A request ended.
+    Release {
+        /// Its lease.
+        lease: LeaseId,
+        /// Note taken.
+        reply: oneshot::Sender<()>,
+    },
+    /// The routers gave a new epoch.
+    Joined {
+        /// The epoch.
+        epoch: Epoch,
+        /// Shards of the index.
+        shards: u16,
+        /// Note taken: the outboxes announce everything.
+        reply: oneshot::Sender<()>,
+    },
+    /// The routers' directives.
+    Directives {
+        /// Pinned blocks.
+        pins: BTreeSet<BlockHash>,
+        /// Quotas in bytes.
+        quotas: Vec<(TenantId, u64)>,
+        /// Times to live.
+        ttls: Vec<(GroupId, Duration)>,
+    },
+    /// What waiting requests need.
+    SetWindow {
+        /// The blocks of each, in the order of the queue.
+        waiting: Vec<Vec<BlockHash>>,
+        /// What was taken of it.
+        reply: oneshot::Sender<WindowTaken>,
+    },
+    /// Announce everything that a shard lists anew; from `expected` on when its leader said so.
+    Reannounce {
+        /// The shard.
+        shard: u16,
+        /// The number the leader expects.
+        expected: Option<Seq>,
+        /// Note taken.
+        reply: oneshot::Sender<()>,
+    },
+    /// Which of these blocks are held, and some that are.
+    Audit {
+        /// The shard that lists them.
+        shard: u16,
+        /// Blocks asked about.
+        blocks: Vec<BlockHash>,
+        /// How many held ones to name.
+        sample: usize,
+        /// Where to look for them.
+        seed: u64,
+        /// The answer; none before the first join.
+        reply: oneshot::Sender<Option<pb::AuditReply>>,
+    },
+    /// Everything there is to know.
+    Status {
+        /// The answer.
+        reply: oneshot::Sender<pb::NodeStatusReply>,
+    },
+}

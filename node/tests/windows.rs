@@ -1,0 +1,92 @@
+//! What a router may say beforehand and what it may order: windows of waiting requests, and times to live.
+#![allow(clippy::unwrap_used)]
+
+mod world;
+
+use kv_core::id::{LeaseId, Tier};
+use kv_core::tier::WINDOW_SPAN;
+use kvfleet_errors_doc::says;
+use kvfleet_node::{Node, NodeConfig};
+use kvfleet_proto::convert;
+use kvfleet_proto::pb;
+use kvfleet_transport::FetchAnswer;
+use world::*;
+
+fn window(waiting: &[std::ops::Range<u64>]) -> pb::SetWindowRequest {
+    let request = |numbers: &std::ops::Range<u64>| pb::WaitingRequest {
+        blocks: convert::hashes_to_bytes(&hashes(numbers.clone())),
+    };
+    pb::SetWindowRequest { waiting: waiting.iter().map(request).collect() }
+}
+
+async fn status(world: &World, node: &Node) -> pb::NodeStatusReply {
+    let mut control = world.control(node.control_addr()).await;
+    control.node_status(pb::NodeStatusRequest {}).await.unwrap().into_inner()
+}
+
+#[tokio::test]
+async fn a_window_brings_up_what_waits_and_ends_by_itself() {
+    let world = World::new();
+    let node = start(&NodeConfig { dram_blocks: Some(10), ssd_blocks: Some(40), ..world.config(&[]) }).await;
+    let path = world.dial(node.data_addr()).await;
+    for number in 0..30 {
+        save(&*path, number, number..number + 1).await;
+    }
+    eventually("twenty blocks are on SSD", async || {
+        (status(&world, &node).await.tiers[1].blocks == 20).then_some(())
+    })
+    .await;
+    let mut control = world.control(node.control_addr()).await;
+    let reply = control.set_window(window(&[0..4, 90..92, 2..6])).await.unwrap().into_inner();
+    assert_eq!((reply.requests, reply.blocks, reply.dram_blocks, reply.ssd_blocks), (3, 8, 0, 6));
+    assert_eq!(u128::from(reply.ends_after_ms), WINDOW_SPAN.as_millis());
+    eventually("all that waits is in DRAM, and nobody asked for it", async || {
+        // Said again, as a router does: how long this machine takes is not what is tested.
+        let reply = control.set_window(window(&[0..4, 90..92, 2..6])).await.unwrap().into_inner();
+        let status = status(&world, &node).await;
+        (reply.dram_blocks == 6 && status.prefetched_blocks >= 6 && status.window_blocks == 8).then_some(())
+    })
+    .await;
+    // The bytes follow the place; a reader hears of DRAM once they are there.
+    eventually("the bytes are in DRAM", async || {
+        control.set_window(window(&[0..4, 90..92, 2..6])).await.unwrap();
+        let (answer, frames) = fetch(&*path, 100, 0, &hashes(0..6)).await;
+        path.release(LeaseId(100)).await.unwrap();
+        assert_eq!(frames, 6);
+        (answer == FetchAnswer::Hit { tiers: vec![Tier::Dram; 6] }).then_some(())
+    })
+    .await;
+    eventually("nobody says it any more", async || {
+        (status(&world, &node).await.window_blocks == 0).then_some(())
+    })
+    .await;
+    let cut = pb::SetWindowRequest { waiting: vec![pb::WaitingRequest { blocks: vec![0; 15] }] };
+    says("a window whose hashes are cut", &control.set_window(cut).await.unwrap_err().message(), &[]);
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn blocks_of_a_group_leave_when_its_time_is_over_and_pinned_ones_stay() {
+    let world = World::new();
+    let router = FakeRouter::default();
+    let node = start(&world.config(&[router.serve(&world.identity).await])).await;
+    router.joined().await;
+    let path = world.dial(node.data_addr()).await;
+    for number in 0..4 {
+        save(&*path, number, number..number + 1).await;
+    }
+    router.holds("all are announced", |state| state.blocks.len() == 4).await;
+    let pins = vec![pb::PinnedBlocks { pin: 1, blocks: convert::hashes_to_bytes(&[hash(2)]) }];
+    let ttl = |number: u64| pb::GroupTtl { group: hash(number).group().0, ttl_ms: 30 };
+    let ttls = vec![ttl(1), ttl(2)];
+    router.state.lock().directives = Some(pb::Directives { version: 4, pins, quotas: vec![], ttls });
+    router
+        .holds("block 1 is taken back", |state| {
+            !state.blocks.contains_key(&hash(1)) && state.blocks.len() == 3
+        })
+        .await;
+    let status = status(&world, &node).await;
+    assert_eq!((status.tiers[0].blocks, status.pinned_blocks, status.ttl_groups), (3, 1, 2));
+    assert_eq!(status.classes.iter().map(|class| class.ttl).sum::<u64>(), 1);
+    node.shutdown().await;
+}
