@@ -8,8 +8,9 @@
 //! Whoever chooses lengths can therefore leave a few small slots in every slab, where the largest class needs whole
 //! ones. The store then moves what the emptiest slab holds into others of its class ([`Arena::vacate`],
 //! [`Arena::moved`]), until enough slabs are empty or no class has a whole slab's worth of free slots. What is charged
-//! for frames is their share of a slab, so frames that are within the node's room are then within its slabs: no class
-//! is starved by another for longer than a slow reader takes, whose frames keep their slots until it has them.
+//! for frames is their share of a slab, so frames that are within the node's room are then within its slabs, and no class
+//! starves another. Slabs of which anything is being read or written stay as they are until that ends: while there
+//! is such a frame in each slab of a class, others get none of them, but its own free slots can be had.
 //! Not here: which block has which slot, and when to move any (`store`).
 
 #![allow(unsafe_code)]
@@ -192,26 +193,27 @@ impl Arena {
         }
     }
 
-    /// Says whose bytes these are; whether their slab is being vacated, so that they should be [moved](Self::moved).
-    pub fn set_owner(&self, bytes: &Bytes, owner: u32) -> bool {
+    /// Says whose bytes these are.
+    pub fn set_owner(&self, bytes: &Bytes, owner: u32) {
         let mut state = self.inner.state.lock();
-        let Some((_, place)) = self.inner.place_of(&state.slabs, bytes) else { return false };
-        state.slabs.set_owner(place, owner);
-        state.slabs.is_leaving(place.slab)
+        if let Some((_, place)) = self.inner.place_of(&state.slabs, bytes) {
+            state.slabs.set_owner(place, owner);
+        }
     }
 
-    /// When there are too few empty slabs to give any class one: marks one to be emptied, and names the owners of what
-    /// lies in it. Bytes without an owner yet show when they get one.
+    /// When there are too few empty slabs to give any class one: marks one to be emptied, or goes on with the one that is
+    /// marked, and names the owners of what lies in it. `unread` gives an owner's bytes when nobody reads them; a slab
+    /// that holds anything else stays.
     #[must_use]
-    pub fn vacate(&self) -> Option<Vec<u32>> {
-        self.inner.state.lock().slabs.vacate()
-    }
-
-    /// Whether these bytes lie in a slab that is being vacated.
-    #[must_use]
-    pub fn is_leaving(&self, bytes: &Bytes) -> bool {
-        let state = self.inner.state.lock();
-        self.inner.place_of(&state.slabs, bytes).is_some_and(|(_, place)| state.slabs.is_leaving(place.slab))
+    pub fn vacate<'a>(&self, unread: impl Fn(u32) -> Option<&'a Bytes>) -> Option<Vec<u32>> {
+        let is_movable = |class: usize, place: Place, owner: u32| {
+            let start = self.inner.offset(class, place);
+            let slot_bytes = self.inner.classes.list()[class].slot_bytes;
+            let offset = unread(owner).and_then(|bytes| self.inner.memory.offset_of(bytes.as_ptr()));
+            // An owner whose bytes lie elsewhere had these before, and readers have them still.
+            offset.is_some_and(|offset| (start..start + slot_bytes).contains(&offset))
+        };
+        self.inner.state.lock().slabs.vacate(is_movable)
     }
 
     /// A copy of these bytes in another slab of their class, for the same owner; nothing when there is no slot. The
@@ -235,22 +237,25 @@ impl Arena {
         Some(slot.freeze())
     }
 
-    /// The slab of these bytes is not to be vacated after all.
-    pub fn stay(&self, bytes: &Bytes) {
-        let mut state = self.inner.state.lock();
-        if let Some((_, place)) = self.inner.place_of(&state.slabs, bytes) {
-            state.slabs.stay(place.slab);
-        }
+    /// The slab that is being vacated, if any, gives slots again.
+    pub fn stay(&self) {
+        self.inner.state.lock().slabs.stay();
     }
 
     fn slot(&self, class: usize, place: Place, len: usize) -> SlotMut {
         let slot_bytes = self.inner.classes.list()[class].slot_bytes;
-        let offset = place.slab as usize * self.inner.classes.slab_bytes() + place.slot as usize * slot_bytes;
+        let offset = self.inner.offset(class, place);
         SlotMut { slot: Slot { inner: Arc::clone(&self.inner), place, offset, slot_bytes, len } }
     }
 }
 
 impl Inner {
+    /// Where a slot begins.
+    fn offset(&self, class: usize, place: Place) -> usize {
+        let slot_bytes = self.classes.list()[class].slot_bytes;
+        place.slab as usize * self.classes.slab_bytes() + place.slot as usize * slot_bytes
+    }
+
     /// The class and slot in which bytes lie; none for bytes from elsewhere.
     fn place_of(&self, slabs: &Slabs, bytes: &Bytes) -> Option<(usize, Place)> {
         let offset = self.memory.offset_of(bytes.as_ptr())?;

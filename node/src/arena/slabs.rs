@@ -3,7 +3,7 @@
 //! A slab belongs to the class that took it when it was empty, and to nobody again when its last slot comes back.
 //! Slabs with room stand in a list for their class and for how full they are; a slot is taken from the fullest,
 //! so that the emptiest have a chance to become empty. Every call costs the same few steps whatever the arena's size;
-//! [`Slabs::vacate`] also reads the slots of one slab. Not here: the bytes (`super`), and when to pack (`store`).
+//! [`Slabs::vacate`] also reads the slots of a few slabs. Not here: the bytes (`super`), and when to pack (`store`).
 
 use super::Purpose;
 use super::classes::{SizeClass, SizeClasses};
@@ -13,6 +13,9 @@ const NONE: u32 = u32::MAX;
 
 /// Lists of each class, by how full their slabs are.
 const FILLS: usize = 4;
+
+/// Slabs of one list that are looked at, at most, for one that can be emptied now. The next call begins behind them.
+const TRIES: usize = 4;
 
 /// A slot: which slab, which slot of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -73,6 +76,8 @@ pub(crate) struct Slabs {
     count: usize,
     reserve: usize,
     empty: Vec<u32>,
+    /// The slab that is being vacated; one at a time, so that no others stand idle meanwhile.
+    leaving: Option<u32>,
     lists: Vec<List>,
     /// Links changed and slots looked at, so that tests see what a call costs.
     #[cfg(test)]
@@ -91,6 +96,7 @@ impl Slabs {
             count: count.min(NONE as usize),
             reserve,
             empty: Vec::new(),
+            leaving: None,
             #[cfg(test)]
             steps: 0,
         }
@@ -165,43 +171,67 @@ impl Slabs {
         self.slabs.get(slab as usize).filter(|slab| slab.used > 0).map(|slab| slab.class)
     }
 
-    /// Whether what the slab holds is to be moved elsewhere.
-    pub(crate) fn is_leaving(&self, slab: u32) -> bool {
-        self.slabs.get(slab as usize).is_some_and(|slab| slab.leaving)
+    /// The slab whose frames are to be moved elsewhere.
+    #[cfg(test)]
+    pub(crate) fn leaving(&self) -> Option<u32> {
+        self.leaving
     }
 
     /// When fewer slabs are empty than the reserve and one for a save: chooses one to be emptied, whose frames find
     /// room in other slabs of their class, and says whose they are. Until it is empty it gives no slots.
-    pub(crate) fn vacate(&mut self) -> Option<Vec<u32>> {
+    ///
+    /// `is_movable` says of a slot, its class and its owner whether it comes back as soon as its frame is moved. A slab
+    /// with any that does not is left alone: what is read, or still written, would keep all of it from everybody.
+    /// A slab that was begun comes first, and stays after all when that has changed.
+    pub(crate) fn vacate(&mut self, is_movable: impl Fn(usize, Place, u32) -> bool) -> Option<Vec<u32>> {
+        if let Some(slab) = self.leaving {
+            if self.empty_slabs() <= self.reserve && self.can_leave(slab, &is_movable) {
+                return Some(self.owners(slab));
+            }
+            self.stay();
+        }
         if self.empty_slabs() > self.reserve {
             return None;
         }
-        let candidates = (0..self.classes.len()).filter(|class| self.can_spare_a_slab(*class));
-        let emptiest = candidates.filter_map(|class| self.emptiest(class));
-        let slab = emptiest.min_by_key(|slab| self.move_bytes(*slab))?;
+        let classes = 0..self.classes.len();
+        let candidates: Vec<u32> = classes.filter_map(|class| self.emptiest(class, &is_movable)).collect();
+        let slab = candidates.into_iter().min_by_key(|slab| self.move_bytes(*slab))?;
         self.unlist(slab);
+        self.leaving = Some(slab);
         let taken = &mut self.slabs[slab as usize];
         taken.leaving = true;
         let free = self.classes[taken.class].slots_per_slab - taken.used as usize;
         self.uses[taken.class].leaving_slots += free;
-        #[cfg(test)]
-        {
-            self.steps += taken.slots.len();
-        }
-        let owners = taken.slots.iter().filter_map(|slot| match slot {
-            Slot::Used { owner } if *owner != NONE => Some(*owner),
-            _ => None,
-        });
-        Some(owners.collect())
+        Some(self.owners(slab))
     }
 
     /// The slab is not to be emptied after all.
-    pub(crate) fn stay(&mut self, slab: u32) {
-        let Some(taken) = self.slabs.get_mut(slab as usize).filter(|taken| taken.leaving) else { return };
+    pub(crate) fn stay(&mut self) {
+        let Some(slab) = self.leaving.take() else { return };
+        let Some(taken) = self.slabs.get_mut(slab as usize) else { return };
         taken.leaving = false;
         let free = self.classes[taken.class].slots_per_slab - taken.used as usize;
         self.uses[taken.class].leaving_slots -= free;
         self.list(slab);
+    }
+
+    fn owners(&self, slab: u32) -> Vec<u32> {
+        let owners = self.slabs[slab as usize].slots.iter().filter_map(|slot| match slot {
+            Slot::Used { owner } if *owner != NONE => Some(*owner),
+            _ => None,
+        });
+        owners.collect()
+    }
+
+    /// Whether all slots of a slab come back as soon as their frames are moved.
+    fn can_leave(&self, number: u32, is_movable: &impl Fn(usize, Place, u32) -> bool) -> bool {
+        let slab = &self.slabs[number as usize];
+        (0..).zip(&slab.slots).all(|(slot, state)| match state {
+            Slot::Used { owner } => {
+                *owner != NONE && is_movable(slab.class, Place { slab: number, slot }, *owner)
+            }
+            Slot::Free { .. } => true,
+        })
     }
 
     /// Slabs that belong to no class.
@@ -234,8 +264,25 @@ impl Slabs {
         self.lists[class * FILLS..][..FILLS].iter().rev().map(|list| list.first).find(|slab| *slab != NONE)
     }
 
-    fn emptiest(&self, class: usize) -> Option<u32> {
-        self.lists[class * FILLS..][..FILLS].iter().map(|list| list.first).find(|slab| *slab != NONE)
+    /// The emptiest slab of a class that can be emptied now. Those that cannot go to the end of their list.
+    fn emptiest(&mut self, class: usize, is_movable: &impl Fn(usize, Place, u32) -> bool) -> Option<u32> {
+        if !self.can_spare_a_slab(class) {
+            return None;
+        }
+        for list in class * FILLS..(class + 1) * FILLS {
+            for _ in 0..TRIES {
+                let slab = self.lists[list].first;
+                if slab == NONE {
+                    break;
+                }
+                if self.can_leave(slab, is_movable) {
+                    return Some(slab);
+                }
+                self.unlist(slab);
+                self.list(slab);
+            }
+        }
+        None
     }
 
     /// An empty slab becomes one of this class.
@@ -262,6 +309,7 @@ impl Slabs {
         let uses = &mut self.uses[slab.class];
         uses.slabs -= 1;
         if std::mem::take(&mut slab.leaving) {
+            self.leaving = None;
             uses.leaving_slots -= self.classes[slab.class].slots_per_slab;
         }
         self.empty.push(number);

@@ -87,8 +87,8 @@ impl Store {
 
     fn plan(&mut self, reach: Reach, hash: BlockHash) -> Planned {
         self.parts.metrics.hit(reach.tier);
-        let bytes = match (reach.tier, self.row(reach.key).dram.clone()) {
-            (Tier::Dram, Some(bytes)) => PlannedBytes::Ready(bytes),
+        let bytes = match (reach.tier, &self.row(reach.key).dram) {
+            (Tier::Dram, Some(held)) => PlannedBytes::Ready(held.lend()),
             _ => {
                 let (tell, told) = oneshot::channel();
                 self.loads.entry(hash).or_default().waiting.push(tell);

@@ -24,7 +24,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use kv_core::evict::BlockKey;
 use kv_core::id::{BlockHash, Epoch, NodeId, Seq, Timestamp};
 use kv_core::tier::Book;
@@ -40,6 +39,7 @@ use crate::tiers::ssd::budget::WriteBudget;
 use crate::tiers::ssd::pace::Pace;
 use crate::tiers::ssd::{Report, Ssd, SsdRecord};
 use moving::{Load, Move, Trouble};
+use packing::Held;
 
 /// Requests waiting for the task. It answers one in microseconds, so a full queue is some
 /// milliseconds of work; beyond it callers are told `Busy`.
@@ -152,7 +152,7 @@ fn tell_later(asks: &mpsc::Sender<Ask>, ask: Ask) {
 /// Bytes of one block.
 #[derive(Debug, Default)]
 struct Row {
-    dram: Option<Bytes>,
+    dram: Option<Held>,
     ssd: Option<SsdRecord>,
 }
 

@@ -11,6 +11,7 @@ use kvfleet_transport::MissReason;
 use tokio::sync::oneshot;
 
 use super::Store;
+use super::packing::Held;
 use crate::arena::Purpose;
 use crate::tiers::ssd::pace::Pace;
 use crate::tiers::ssd::{Done, JOBS_MAX, ReadFault, RecordHeader, Report, STAGING_RECORDS, Ssd, SsdRecord};
@@ -56,7 +57,14 @@ impl Store {
     pub(super) fn pump(&mut self) {
         let now = self.now();
         self.parts.book.prefetch(now);
+        self.act();
+        // What goes need not be moved first, and what was moved may let a load begin.
         self.pack();
+        self.act();
+        self.tell_changes();
+    }
+
+    fn act(&mut self) {
         while let Some(action) = self.next_action() {
             match action {
                 Action::Demote { key, hash } => self.demote(key, hash),
@@ -65,7 +73,6 @@ impl Store {
                 Action::DropSsd { key, hash } => self.drop_ssd(key, hash),
             }
         }
-        self.tell_changes();
     }
 
     fn next_action(&mut self) -> Option<Action> {
@@ -116,7 +123,7 @@ impl Store {
         if self.trouble.is_some() {
             return Err(io::ErrorKind::Other.into());
         }
-        let frame = self.row(key).dram.clone().ok_or(io::ErrorKind::NotFound)?;
+        let frame = self.row(key).dram.as_ref().map(Held::lend).ok_or(io::ErrorKind::NotFound)?;
         let meta = self.parts.book.meta(key).ok_or(io::ErrorKind::NotFound)?;
         let mut traits = meta.traits;
         traits.bytes = u32::try_from(frame.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
@@ -234,8 +241,9 @@ impl Store {
         let Some(Move { key, hash, .. }) = self.moves.remove(&token) else { return };
         match result {
             Ok(bytes) => {
-                self.keep(key, bytes.clone());
-                self.tell_waiting(hash, &Ok(bytes));
+                self.keep(key, bytes);
+                let readable = self.row(key).dram.as_ref().map(Held::lend);
+                self.tell_waiting(hash, &readable.ok_or(MissReason::NotHeld));
                 self.parts.book.on_moved(key, Tier::Dram);
             }
             Err(fault) => {

@@ -1,50 +1,79 @@
 //! Frames move together in DRAM, so that no size class keeps slabs half empty that another one needs.
 //!
-//! Only what the book cannot see is done here: where in the arena a block's bytes lie. Readers of bytes that moved keep
-//! those they have. Not here: which slab is emptied (`arena`), and which block gives way (`kv_core::tier`).
+//! Only what the book cannot see is done here: where in the arena a block's bytes lie, and whether anybody reads them.
+//! A frame that is read stays where it is. Not here: which slab is emptied (`arena`), and which block gives way
+//! (`kv_core::tier`).
+
+use std::sync::Arc;
 
 use bytes::Bytes;
 use kv_core::evict::BlockKey;
 
 use super::Store;
 
-/// Bytes that are moved at once, at least one slab's: some milliseconds of copying, during which nobody is answered.
+/// Bytes that are moved at once: some milliseconds of copying, during which nobody is answered. One frame may exceed it.
 const PACK_BYTES_MAX: usize = 8 << 20;
 
-impl Store {
-    /// Keeps a block's bytes, in a slab that may stay.
-    pub(super) fn keep(&mut self, key: BlockKey, bytes: Bytes) {
-        let leaves = self.parts.arena.set_owner(&bytes, key.0);
-        let bytes = if leaves { self.moved(&bytes).unwrap_or(bytes) } else { bytes };
-        self.row(key).dram = Some(bytes);
+/// A block's bytes in DRAM, which knows whether anybody reads them: [`Bytes`] do not tell how many copies there are.
+#[derive(Clone, Debug)]
+pub(super) struct Held(Arc<Bytes>);
+
+impl Held {
+    /// Of bytes that nobody else has.
+    fn new(bytes: Bytes) -> Held {
+        Held(Arc::new(bytes))
     }
 
-    /// Empties slabs while there are too few empty ones.
+    /// For a reader, without copying. It counts as one until its last clone is gone.
+    pub(super) fn lend(&self) -> Bytes {
+        Bytes::from_owner(self.clone())
+    }
+
+    /// Length in bytes.
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// The bytes, when nobody reads them.
+    fn unread(&self) -> Option<&Bytes> {
+        (Arc::strong_count(&self.0) == 1).then_some(&*self.0)
+    }
+}
+
+impl AsRef<[u8]> for Held {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl Store {
+    /// Keeps a block's bytes, which nobody else may have.
+    pub(super) fn keep(&mut self, key: BlockKey, bytes: Bytes) {
+        self.parts.arena.set_owner(&bytes, key.0);
+        self.row(key).dram = Some(Held::new(bytes));
+    }
+
+    /// Empties slabs while there are too few empty ones; some of it, and the next call goes on.
     pub(super) fn pack(&mut self) {
         let mut moved_bytes = 0;
-        while moved_bytes < PACK_BYTES_MAX
-            && let Some(owners) = self.parts.arena.vacate()
-        {
-            for key in owners.into_iter().map(BlockKey) {
-                // Bytes that a key had before, and that readers still hold, name it too.
-                let Some(bytes) =
-                    self.row(key).dram.clone().filter(|bytes| self.parts.arena.is_leaving(bytes))
-                else {
+        loop {
+            let rows = &self.rows;
+            let unread = |owner: u32| rows.get(owner as usize)?.dram.as_ref()?.unread();
+            let Some(owners) = self.parts.arena.vacate(unread) else { return };
+            for owner in owners {
+                if moved_bytes >= PACK_BYTES_MAX {
+                    return;
+                }
+                let Some(held) = self.rows.get_mut(owner as usize).and_then(|row| row.dram.as_mut()) else {
                     continue;
                 };
-                let Some(moved) = self.moved(&bytes) else { return };
+                let Some(moved) = held.unread().and_then(|bytes| self.parts.arena.moved(bytes)) else {
+                    // No slot, which saves may have taken meanwhile.
+                    return self.parts.arena.stay();
+                };
                 moved_bytes += moved.len();
-                self.row(key).dram = Some(moved);
+                *held = Held::new(moved);
             }
         }
-    }
-
-    /// A copy in another slab. Without a slot for it, which saves may have taken meanwhile, the whole slab stays.
-    fn moved(&self, bytes: &Bytes) -> Option<Bytes> {
-        let moved = self.parts.arena.moved(bytes);
-        if moved.is_none() {
-            self.parts.arena.stay(bytes);
-        }
-        moved
     }
 }

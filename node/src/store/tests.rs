@@ -325,6 +325,69 @@ async fn small_blocks_left_all_over_dram_leave_the_largest_their_place() {
 }
 
 #[tokio::test]
+async fn slow_readers_all_over_dram_leave_small_blocks_their_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let [small, large] = GROUP_BYTES;
+    let bench = open(&hybrid(dir.path(), 40, 0)).await;
+    for number in 0..600 {
+        assert!(save_one(&bench, number, small).await, "block {number}");
+    }
+    // Readers have one of each fifteen, and take their time.
+    let mut readers = Vec::new();
+    for number in (0..600).step_by(15) {
+        let asker = kv_core::tier::Asker {
+            lease: LeaseId(10_000 + number),
+            tenant: TenantId(0),
+            category: Category::default(),
+        };
+        let hashes = vec![hash(number)];
+        readers.push(bench.store.ask(|reply| Ask::Fetch { asker, hashes, reply }).await.unwrap());
+    }
+    let mut stored = Vec::new();
+    for number in 1000..1037 {
+        if !save_one(&bench, number, large).await {
+            break;
+        }
+        stored.push(number);
+    }
+    assert!(stored.len() < 37, "each slab has something that is read");
+    let arena = bench.status().await.arena.unwrap();
+    assert!(arena.moved_frames <= 15, "what is read does not move: {arena:?}");
+    for number in 2000..2200 {
+        assert!(save_one(&bench, number, small).await, "block {number}");
+    }
+    drop(readers);
+    for number in 3000..3020 {
+        assert!(save_one(&bench, number, large).await, "block {number}");
+    }
+}
+
+#[tokio::test]
+async fn frames_move_after_those_that_go_have_gone() {
+    let dir = tempfile::tempdir().unwrap();
+    let [small, large] = GROUP_BYTES;
+    let bench = open(&hybrid(dir.path(), 40, 0)).await;
+    for number in 0..600 {
+        assert!(save_one(&bench, number, small).await, "block {number}");
+    }
+    for number in (0..600).step_by(2) {
+        assert!(fetch_one(&bench, number).await, "block {number}");
+    }
+    // No slab is left for saves, and no small slot is free: nothing can move.
+    let len = frame(0, large).bytes.len();
+    let taken: Vec<SlotMut> = std::iter::from_fn(|| bench.arena.take(len, Purpose::Save)).collect();
+    let arena = bench.status().await.arena.unwrap();
+    assert_eq!((arena.empty_slabs, arena.moved_frames), (arena.reserve_slabs, 0));
+    // Every second frame goes, and what is left moves together at once.
+    bench.quota(300 * frame(0, small).bytes.len() as u64).await;
+    let status = bench.status().await;
+    let arena = status.arena.unwrap();
+    assert_eq!((status.tiers[0].blocks, taken.len()), (300, 17));
+    assert!(arena.empty_slabs > arena.reserve_slabs && arena.moved_frames > 0, "{arena:?}");
+    assert!(arena.moved_frames < 15, "no more than one slab's: {arena:?}");
+}
+
+#[tokio::test]
 async fn blocks_of_two_sizes_trade_places_between_dram_and_ssd() {
     let dir = tempfile::tempdir().unwrap();
     let bench = open(&hybrid(dir.path(), 3, 400)).await;

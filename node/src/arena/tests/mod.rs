@@ -137,15 +137,33 @@ fn filled(arena: &Arena, len: usize, fill: u8) -> Bytes {
     slot.freeze()
 }
 
-/// Moves what one slab holds into others, as the store does; how many frames moved.
-fn pack(arena: &Arena, held: &mut [Option<Bytes>]) -> Option<usize> {
-    let owners = arena.vacate()?;
+/// Marks a slab to be emptied, as the store does while some owners' bytes are `read`.
+fn vacate(arena: &Arena, held: &[Option<Bytes>], read: &[u32]) -> Option<Vec<u32>> {
+    arena.vacate(|owner| held[owner as usize].as_ref().filter(|_| !read.contains(&owner)))
+}
+
+/// Moves what one slab holds into others; how many frames moved.
+fn pack(arena: &Arena, held: &mut [Option<Bytes>], read: &[u32]) -> Option<usize> {
+    let owners = vacate(arena, held, read)?;
     for owner in &owners {
         let bytes = held[*owner as usize].as_mut().unwrap();
-        assert!(arena.is_leaving(bytes));
         *bytes = arena.moved(bytes).unwrap();
     }
     Some(owners.len())
+}
+
+/// As many frames of nine bytes as there is room for, each with its number for an owner.
+fn small_frames(arena: &Arena, count: u8) -> Vec<Option<Bytes>> {
+    let held: Vec<Option<Bytes>> = (0..count).map(|number| Some(filled(arena, 9, number))).collect();
+    for (owner, bytes) in (0..).zip(held.iter().flatten()) {
+        arena.set_owner(bytes, owner);
+    }
+    held
+}
+
+/// Slots of the smaller class that can be had.
+fn small_room(arena: &Arena) -> usize {
+    std::iter::from_fn(|| arena.take(9, Purpose::Save)).collect::<Vec<SlotMut>>().len()
 }
 
 #[test]
@@ -172,13 +190,13 @@ fn a_few_small_frames_in_each_slab_do_not_keep_it_from_large_ones() {
     let arena = mixed(8, 0);
     let mut held: Vec<Option<Bytes>> = (0..32u8).map(|number| Some(filled(&arena, 100, number))).collect();
     for (owner, bytes) in (0..).zip(held.iter().flatten()) {
-        assert!(!arena.set_owner(bytes, owner));
+        arena.set_owner(bytes, owner);
     }
     // One of four stays in each slab: three quarters are free, and no large frame has a place.
     held.iter_mut().enumerate().filter(|(number, _)| number % 4 != 1).for_each(|(_, bytes)| *bytes = None);
     assert!(arena.take(4 * SLOT_ALIGN_BYTES, Purpose::Load).is_none());
     let mut large = Vec::new();
-    while let Some(moved) = pack(&arena, &mut held) {
+    while let Some(moved) = pack(&arena, &mut held, &[]) {
         assert!(moved > 0);
         large.extend(std::iter::from_fn(|| arena.take(4 * SLOT_ALIGN_BYTES, Purpose::Load)));
     }
@@ -195,51 +213,85 @@ fn a_few_small_frames_in_each_slab_do_not_keep_it_from_large_ones() {
 }
 
 #[test]
-fn readers_of_a_frame_that_moved_keep_what_they_read() {
-    let arena = mixed(2, 0);
-    let mut held: Vec<Option<Bytes>> = (0..8u8).map(|number| Some(filled(&arena, 9, number))).collect();
-    for (owner, bytes) in (0..).zip(held.iter().flatten()) {
-        arena.set_owner(bytes, owner);
+fn slabs_of_which_a_frame_is_read_keep_giving_slots_and_the_others_are_emptied() {
+    let arena = mixed(8, 0);
+    let mut held = small_frames(&arena, 32);
+    held.iter_mut().enumerate().filter(|(number, _)| number % 4 > 1).for_each(|(_, bytes)| *bytes = None);
+    // A slow reader has one frame of each slab.
+    let all: Vec<u32> = (0..32).step_by(4).collect();
+    for _ in 0..4 {
+        assert_eq!(pack(&arena, &mut held, &all), None);
     }
-    for number in [1, 2, 3, 5, 6] {
-        held[number] = None;
+    assert_eq!((small_room(&arena), arena.numbers().moved_frames), (16, 0), "no slot is lost to packing");
+    // Of one slab it has what it wanted; wherever that is, it is found in a few calls.
+    for done in (0..32).step_by(4) {
+        let read: Vec<u32> = all.iter().copied().filter(|number| *number != done).collect();
+        let vacated = (0..2).find_map(|_| vacate(&arena, &held, &read));
+        assert_eq!(vacated, Some(vec![done, done + 1]));
+        arena.stay();
     }
-    let reader = held[0].clone().unwrap();
-    assert_eq!(pack(&arena, &mut held), Some(1));
-    assert_ne!(reader.as_ptr(), held[0].as_ref().unwrap().as_ptr());
-    // Its slab is nobody's only once the reader is gone, and gives no slots until then.
-    assert!(arena.take(4 * SLOT_ALIGN_BYTES, Purpose::Load).is_none());
-    let small: Vec<SlotMut> = std::iter::from_fn(|| arena.take(9, Purpose::Load)).collect();
-    assert_eq!((small.len(), &reader[..]), (1, &[0; 9][..]));
-    drop(reader);
-    assert!(arena.take(4 * SLOT_ALIGN_BYTES, Purpose::Load).is_some());
 }
 
 #[test]
-fn a_frame_that_comes_into_a_slab_being_vacated_is_told_to_move() {
+fn a_frame_that_its_owner_has_no_more_holds_its_slab_until_its_reader_is_gone() {
     let arena = mixed(2, 0);
-    let first = filled(&arena, 9, 1);
+    let mut held = small_frames(&arena, 8);
+    let reader = held[0].take().unwrap();
+    for number in [1, 2, 4, 5, 6] {
+        held[number] = None;
+    }
+    // The owner's number is given out again, for other bytes.
+    held[0] = Some(filled(&arena, 9, 9));
+    arena.set_owner(held[0].as_ref().unwrap(), 0);
+    // Of the other slab the last frame is read.
+    for _ in 0..3 {
+        assert_eq!(vacate(&arena, &held, &[7]), None);
+    }
+    drop(reader);
+    assert_eq!(vacate(&arena, &held, &[7]).map(|owners| owners.contains(&3)), Some(true));
+}
+
+#[test]
+fn a_slab_into_which_a_frame_is_written_is_not_emptied() {
+    let arena = mixed(2, 0);
     let mut late = arena.take(9, Purpose::Save).unwrap();
-    let others: Vec<Bytes> = (0..6).map(|_| filled(&arena, 9, 2)).collect();
-    assert!(!arena.set_owner(&first, 0));
-    for (owner, bytes) in (1..).zip(&others) {
-        arena.set_owner(bytes, owner);
+    let mut held = small_frames(&arena, 7);
+    for number in [0, 1, 2, 3, 5, 6] {
+        held[number] = None;
     }
-    let kept = others[3].clone();
-    drop(others);
-    // `first` and `late` are in one slab, `kept` in the other: either may be chosen, both hold few.
-    let owners = arena.vacate().unwrap();
+    // One slab has the frame that is still written, the other the one that is held: both could be emptied.
+    assert_eq!(vacate(&arena, &held, &[4]), None);
+    assert_eq!(vacate(&arena, &held, &[]), Some(vec![4]), "what is still written has no owner");
+    arena.stay();
     late.fill(3);
-    let late = late.freeze();
-    if arena.set_owner(&late, 9) {
-        assert_eq!(owners, [0], "what is still written has no owner");
-        assert_eq!(&arena.moved(&late).unwrap()[..], [3; 9]);
-    } else {
-        assert_eq!(owners, [4]);
-        assert!(arena.is_leaving(&kept));
-        arena.stay(&kept);
-        assert!(!arena.is_leaving(&kept));
+    held[0] = Some(late.freeze());
+    arena.set_owner(held[0].as_ref().unwrap(), 0);
+    assert_eq!(vacate(&arena, &held, &[4]), Some(vec![0]));
+    assert_eq!(&arena.moved(held[0].as_ref().unwrap()).unwrap()[..], [3; 9]);
+}
+
+#[test]
+fn a_slab_that_finds_no_slots_for_its_frames_or_a_reader_stays() {
+    let arena = mixed(2, 0);
+    let mut held = small_frames(&arena, 8);
+    for number in [1, 2, 3, 6, 7] {
+        held[number] = None;
     }
+    assert_eq!(vacate(&arena, &held, &[]), Some(vec![0]));
+    // Half done, it goes on with the same slab.
+    assert_eq!(vacate(&arena, &held, &[]), Some(vec![0]));
+    let taken: Vec<SlotMut> = std::iter::from_fn(|| arena.take(9, Purpose::Save)).collect();
+    assert_eq!(taken.len(), 2, "it gives no slots");
+    assert!(arena.moved(held[0].as_ref().unwrap()).is_none());
+    arena.stay();
+    assert_eq!(small_room(&arena), 3, "it gives slots again");
+    drop(taken);
+    assert_eq!(vacate(&arena, &held, &[]), Some(vec![0]));
+    assert_eq!(vacate(&arena, &held, &[0, 4]), None);
+    assert_eq!(small_room(&arena), 5, "a reader came");
+    assert_eq!(pack(&arena, &mut held, &[]), Some(1));
+    let large = arena.take(4 * SLOT_ALIGN_BYTES, Purpose::Save).unwrap();
+    assert_eq!((vacate(&arena, &held, &[]), large.len()), (None, 4 * SLOT_ALIGN_BYTES));
 }
 
 #[test]
