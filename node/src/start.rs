@@ -221,6 +221,8 @@ pub(crate) fn open_arena(config: &NodeConfig) -> Result<Arena, StartError> {
     let tier = usize::try_from(tier).unwrap_or(usize::MAX);
     let shape = ArenaShape::around(classes, tier, LOAD_SLOTS, SAVE_SLOTS);
     let bytes = (shape.slabs as u64).saturating_mul(slab);
+    let beside = ((shape.slabs - tier) as u64).saturating_mul(slab);
+    tracing::info!(bytes, beside, slab, "the arena has room beside the DRAM tier for blocks on their way");
     Arena::new(shape).map_err(|cause| StartError::Arena { bytes, cause })
 }
 

@@ -11,8 +11,13 @@ pub const SLOT_ALIGN_BYTES: usize = 4096;
 pub const CLASSES_MAX: usize = 8;
 
 /// A slab is as many slots of the largest class as leave at most this part of it, one in so many, behind the last
-/// slot of any class. With the page at a frame's end that stays below 5 % for frames of 400 KiB and more.
+/// slot of any class. With the page at a frame's end that stays below 5 % for frames of 400 KiB and more. Lengths
+/// that differ by no more than this part are one class.
 const TAIL_PARTS: usize = 25;
+
+/// A slab is no longer than this, in bytes, or than one slot of the largest class: an arena has two for each further class
+/// beside what its tier is given. Where no such slab leaves so little behind, it is the one that leaves least.
+const SLAB_BYTES_MAX: usize = 256 << 20;
 
 /// One size of slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,20 +41,31 @@ pub fn slot_bytes(frame_bytes: usize) -> usize {
     frame_bytes.max(1).next_multiple_of(SLOT_ALIGN_BYTES)
 }
 
+/// Length of the slabs that slots of these lengths share: some slots of the largest.
+fn slab_bytes(slots: &[usize], largest: usize) -> usize {
+    let counts = 1..=(SLAB_BYTES_MAX / largest).clamp(1, TAIL_PARTS);
+    let lengths = counts.map(|count| largest.saturating_mul(count));
+    // Of equal slabs as parts of a slab: all lengths are products of the same one.
+    let tail = |slab: usize| slots.iter().map(|slot| slab % slot).max().unwrap_or(0);
+    let fits = |slab: &usize| tail(*slab) <= slab / TAIL_PARTS;
+    let shortest = lengths.clone().find(fits);
+    let best = lengths.min_by(|a, b| (tail(*a) as u128 * *b as u128).cmp(&(tail(*b) as u128 * *a as u128)));
+    shortest.or(best).unwrap_or(largest)
+}
+
 impl SizeClasses {
-    /// Classes for frames of these lengths in bytes; equal ones are one class, and none at all is one page. Of more
-    /// than [`CLASSES_MAX`] the smallest go without a class of their own.
+    /// Classes for frames of these lengths in bytes; those that hardly differ are one class, of the longest of them, and
+    /// none at all is one page. Of more than [`CLASSES_MAX`] the smallest go without a class of their own.
     #[must_use]
     pub fn new(frame_bytes: &[usize]) -> SizeClasses {
         let mut slots: Vec<usize> = frame_bytes.iter().map(|&bytes| slot_bytes(bytes)).collect();
-        slots.sort_unstable();
-        slots.dedup();
-        slots.drain(..slots.len().saturating_sub(CLASSES_MAX));
+        slots.sort_unstable_by(|a, b| b.cmp(a));
+        // The next larger one is the one that was kept last.
+        slots.dedup_by(|slot, larger| *larger - *slot <= *larger / TAIL_PARTS);
+        slots.truncate(CLASSES_MAX);
+        slots.reverse();
         let largest = slots.last().copied().unwrap_or(SLOT_ALIGN_BYTES);
-        // With this many slots of the largest class less than one part in so many stays behind any slot.
-        let fits = |slab: &usize| slots.iter().all(|slot| slab % slot <= slab / TAIL_PARTS);
-        let slab_bytes = (1..=TAIL_PARTS).map(|count| largest.saturating_mul(count)).find(fits);
-        let slab_bytes = slab_bytes.unwrap_or(largest);
+        let slab_bytes = slab_bytes(&slots, largest);
         if slots.is_empty() {
             slots.push(largest);
         }
@@ -136,6 +152,39 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn lengths_that_hardly_differ_are_one_class() {
+        let slots = |pages: &[usize]| -> Vec<usize> {
+            let frames: Vec<usize> = pages.iter().map(|pages| pages * PAGE).collect();
+            SizeClasses::new(&frames).list().iter().map(|class| class.slot_bytes / PAGE).collect()
+        };
+        assert_eq!(slots(&[96, 100]), [100]);
+        assert_eq!(slots(&[95, 100]), [95, 100]);
+        // Each is charged at most this part more: a chain of them is not one class.
+        assert_eq!(slots(&[93, 96, 98, 100]), [93, 100]);
+        // Those that are one take none of the few places.
+        let many: Vec<usize> = (0..CLASSES_MAX).map(|number| 100 << number).chain([99, 199]).collect();
+        assert_eq!(slots(&many).len(), CLASSES_MAX);
+    }
+
+    #[test]
+    fn what_comes_beside_the_tier_is_bounded_for_sizes_of_every_kind() {
+        const MIB: usize = 1 << 20;
+        for largest in [1, 9, 33, 64, 300] {
+            for parts in 10..100 {
+                let classes = SizeClasses::new(&[largest * MIB, largest * MIB * parts / 100]);
+                assert!(classes.slab_bytes() <= SLAB_BYTES_MAX.max(largest * MIB));
+                let tail = |class: &SizeClass| classes.slab_bytes() - class.slot_bytes * class.slots_per_slab;
+                let lost = classes.list().iter().map(tail).max().unwrap_or(0);
+                // With n slots of the largest, sizes between n and n + 1 parts of n + 1 leave what they differ by.
+                let bound = (SLAB_BYTES_MAX / (largest * MIB) + 1).clamp(2, TAIL_PARTS);
+                assert!(lost * bound <= classes.slab_bytes(), "{largest} MiB, {parts} %");
+            }
+        }
+        let near = SizeClasses::new(&[64 * MIB, 64 * MIB - PAGE, 62 * MIB]);
+        assert_eq!((near.list().len(), near.slab_bytes()), (1, 64 * MIB));
     }
 
     #[test]
