@@ -74,7 +74,10 @@ struct Stream {
 pub struct CudaDevice {
     context: Arc<CudaContext>,
     streams: [Stream; 3],
-    memory: Vec<sys::CUdeviceptr>,
+    /// What was allocated: where, and how long.
+    memory: Vec<(sys::CUdeviceptr, usize)>,
+    /// What others allocated and lend.
+    registered: Vec<(sys::CUdeviceptr, usize)>,
     /// Copies that could not begin.
     refused: Vec<Ended<Pinned>>,
     lost: Option<DeviceError>,
@@ -113,10 +116,32 @@ impl CudaDevice {
             Ok::<Stream, DeviceError>(Stream { stream, running: VecDeque::new() })
         };
         let streams = [stream()?, stream()?, stream()?];
-        Ok(Some(CudaDevice { context, streams, memory: Vec::new(), refused: Vec::new(), lost: None }))
+        let (memory, registered, refused) = (Vec::new(), Vec::new(), Vec::new());
+        Ok(Some(CudaDevice { context, streams, memory, registered, refused, lost: None }))
     }
 
-    /// Asks the driver for a copy and an event behind it.
+    /// Lets copies read and write device memory that this device did not allocate.
+    ///
+    /// # Safety
+    /// The range is device memory that this context can reach, until the device is dropped. Nobody relies on what is in
+    /// it while a copy is asked to write there.
+    pub unsafe fn register(&mut self, address: u64, bytes: usize) {
+        self.registered.push((address, bytes));
+    }
+
+    /// Whether a copy touches only memory that is this device's or was lent to it. Callers give plain numbers, and
+    /// a driver refuses only those that are nobody's at all.
+    fn is_ours(&self, copy: &Copy<Pinned>) -> bool {
+        let known = |address, len| holds(&self.memory, address, len) || holds(&self.registered, address, len);
+        match copy {
+            Copy::In(_, piece) | Copy::Out(_, piece) => known(piece.device, piece.host.len()),
+            Copy::Within(hops) => {
+                hops.iter().all(|hop| hop.len == 0 || known(hop.from, hop.len) && known(hop.to, hop.len))
+            }
+        }
+    }
+
+    /// Asks the driver for a copy and an event behind it; the caller saw that [`Self::is_ours`].
     fn try_begin(&self, stream: usize, copy: &mut Copy<Pinned>) -> Result<CudaEvent, Refusal> {
         let stream = &self.streams[stream].stream;
         self.context.bind_to_thread().map_err(Refusal::Whole)?;
@@ -132,7 +157,7 @@ impl CudaDevice {
             Copy::In(staging, piece) => {
                 let from = &staging.as_ref()[piece.host.clone()];
                 // SAFETY: the host's memory is page-locked, and stays where it is and untouched until the copy ended: the
-                // caller moves it into `running`, or forgets it. Addresses of the device are the driver's to check.
+                // caller moves it into `running`, or forgets it. The device's memory is one of the known ranges, by `is_ours`.
                 one(unsafe { result::memcpy_htod_async(piece.device, from, raw) })?;
             }
             Copy::Out(staging, piece) => {
@@ -142,7 +167,7 @@ impl CudaDevice {
             }
             Copy::Within(hops) => {
                 for hop in hops.iter().filter(|hop| hop.len > 0) {
-                    // SAFETY: no memory of the host; addresses are the driver's to check.
+                    // SAFETY: no memory of the host; both ends are in known ranges, by `is_ours`.
                     one(unsafe { result::memcpy_dtod_async(hop.to, hop.from, hop.len, raw) })?;
                 }
             }
@@ -164,8 +189,28 @@ impl CudaDevice {
     }
 }
 
+/// Whether a range lies in one of these.
+fn holds(ranges: &[(sys::CUdeviceptr, usize)], address: u64, len: usize) -> bool {
+    ranges.iter().any(|(start, bytes)| {
+        let offset = address.checked_sub(*start);
+        let end = offset.and_then(|offset| offset.checked_add(len as u64));
+        end.is_some_and(|end| end <= *bytes as u64)
+    })
+}
+
 fn lost(cause: &DriverError) -> DeviceError {
     DeviceError::Lost(cause.to_string())
+}
+
+/// Whether an error of a call that began nothing leaves the device as it was. The driver reports errors of earlier copies
+/// there too, and those end the context; only what it says of the call itself does not.
+fn is_of_the_call(code: sys::CUresult) -> bool {
+    use sys::CUresult::{CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_OUT_OF_MEMORY};
+    matches!(code, CUDA_ERROR_INVALID_VALUE | CUDA_ERROR_OUT_OF_MEMORY)
+}
+
+fn refused(cause: &DriverError) -> DeviceError {
+    if is_of_the_call(cause.0) { DeviceError::Copy(cause.to_string()) } else { lost(cause) }
 }
 
 impl Device for CudaDevice {
@@ -185,7 +230,7 @@ impl Device for CudaDevice {
             what: "device",
             cause: cause.to_string(),
         })?;
-        self.memory.push(address);
+        self.memory.push((address, bytes));
         Ok(address)
     }
 
@@ -211,9 +256,12 @@ impl Device for CudaDevice {
         };
         let begun = match &self.lost {
             Some(lost) => Err(lost.clone()),
+            None if !self.is_ours(&copy) => {
+                Err(DeviceError::Copy("an address that was neither allocated nor registered".to_owned()))
+            }
             None => match self.try_begin(stream, &mut copy) {
                 Ok(event) => Ok(event),
-                Err(Refusal::Whole(cause)) => Err(DeviceError::Copy(cause.to_string())),
+                Err(Refusal::Whole(cause)) => Err(refused(&cause)),
                 Err(Refusal::Part(cause)) => Err(lost(&cause)),
             },
         };
@@ -235,8 +283,13 @@ impl Device for CudaDevice {
 
     fn ended(&mut self) -> Vec<Ended<Pinned>> {
         let mut all = std::mem::take(&mut self.refused);
-        let mut broken = None;
-        for stream in &mut self.streams {
+        if self.lost.is_some() {
+            return all;
+        }
+        // Events are asked of the thread's context, and the caller may be another thread than before.
+        let mut broken = self.context.bind_to_thread().err().map(|cause| lost(&cause));
+        let streams = if broken.is_none() { &mut self.streams[..] } else { &mut [] };
+        for stream in streams {
             while let Some(first) = stream.running.front() {
                 match first.event.try_is_complete() {
                     Ok(false) => break,
@@ -269,11 +322,49 @@ impl Drop for CudaDevice {
                 return;
             }
         }
-        for address in self.memory.drain(..) {
+        for (address, _) in self.memory.drain(..) {
             // SAFETY: from `malloc_sync`, and no copy is under way any more.
             if let Err(cause) = unsafe { result::free_sync(address) } {
                 tracing::warn!(%cause, "device memory was not given back");
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_range_is_known_only_where_all_of_it_is() {
+        let ranges = [(1000, 100), (5000, 50)];
+        for (address, len) in [(1000, 100), (1099, 1), (5010, 40), (1000, 0)] {
+            assert!(holds(&ranges, address, len), "{address} {len}");
+        }
+        for (address, len) in
+            [(999, 1), (1000, 101), (1099, 2), (1100, 1), (3000, 1), (5050, 1), (u64::MAX, 2)]
+        {
+            assert!(!holds(&ranges, address, len), "{address} {len}");
+        }
+        assert!(!holds(&ranges, 1050, usize::MAX));
+    }
+
+    #[test]
+    fn only_what_the_driver_says_of_a_copy_itself_leaves_the_device_usable() {
+        use sys::CUresult as Code;
+        for code in [Code::CUDA_ERROR_INVALID_VALUE, Code::CUDA_ERROR_OUT_OF_MEMORY] {
+            assert!(is_of_the_call(code), "{code:?}");
+        }
+        let sticky = [
+            Code::CUDA_ERROR_ILLEGAL_ADDRESS,
+            Code::CUDA_ERROR_LAUNCH_FAILED,
+            Code::CUDA_ERROR_ECC_UNCORRECTABLE,
+            Code::CUDA_ERROR_HARDWARE_STACK_ERROR,
+            Code::CUDA_ERROR_CONTEXT_IS_DESTROYED,
+            Code::CUDA_ERROR_UNKNOWN,
+        ];
+        for code in sticky {
+            assert!(!is_of_the_call(code), "{code:?}");
         }
     }
 }

@@ -206,10 +206,15 @@ impl<D: Device> GpuTier<D> {
     /// on its way.
     ///
     /// # Errors
-    /// When there is no such record or it has another number of slices, and once the device is lost.
+    /// When there is no such record, it has another number of slices, or one would go into the tier's own memory, where
+    /// other blocks are; and once the device is lost.
     pub fn scatter(&mut self, token: u64, record: GpuRecord, to: Vec<u64>) -> Result<bool, GpuFault> {
         self.admit(token)?;
-        self.readable(record).filter(|kept| kept.slices.len() == to.len()).ok_or(GpuFault::Unknown)?;
+        let kept = self.readable(record).filter(|kept| kept.slices.len() == to.len());
+        let slices = &kept.ok_or(GpuFault::Unknown)?.slices;
+        if to.iter().zip(slices.iter()).any(|(to, slice)| self.is_own(*to, slice.len())) {
+            return Err(GpuFault::Unknown);
+        }
         Ok(self.jobs.len() < self.shape.jobs_max && self.add(token, record, Work::Scatter(to)))
     }
 
@@ -254,6 +259,14 @@ impl<D: Device> GpuTier<D> {
             None if self.jobs.contains_key(&token) => Err(GpuFault::Unknown),
             None => Ok(()),
         }
+    }
+
+    /// Whether any byte of a range is the tier's.
+    fn is_own(&self, address: u64, len: usize) -> bool {
+        let own = self.shape.classes.slab_bytes().saturating_mul(self.shape.slabs.max(1));
+        len > 0
+            && address < self.base.saturating_add(own as u64)
+            && address.saturating_add(len as u64) > self.base
     }
 
     fn readable(&self, record: GpuRecord) -> Option<&Kept> {

@@ -146,6 +146,26 @@ fn an_address_that_is_nobodys_loses_the_device_and_nothing_is_called_scattered()
     assert!(!bench.scattered.contains_key(&2) && bench.tier.lost().is_some());
 }
 
+#[test]
+fn a_scatter_into_the_tiers_own_memory_is_refused() {
+    let (mut bench, _) = bench(3);
+    let (first, second) = (frame(1, false), frame(2, false));
+    let records = [bench.put(1, &first).unwrap(), bench.put(2, &second).unwrap()];
+    let engine = bench.tier.device.allocate(1 << 16).unwrap();
+    let base = bench.tier.base;
+    let end = base + 12 * classes().slab_bytes() as u64;
+    // Slices of 700, 1, 900 and 1300 bytes.
+    for (layer, own) in [(0, base), (1, end - 1), (2, base - 899), (3, base + 5000), (0, end - 700)] {
+        let mut to = vec![engine; 4];
+        to[layer] = own;
+        assert_eq!(bench.tier.scatter(3, records[0], to), Err(GpuFault::Unknown), "{layer}: {own:#x}");
+    }
+    assert!(bench.tier.scatter(3, records[0], vec![engine; 4]).unwrap());
+    bench.settle();
+    assert_eq!(bench.scatters_ended[&3], Ok(()));
+    assert_eq!(bench.get(4, records[1], second.len()).unwrap(), second);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
