@@ -14,14 +14,28 @@ use crate::id::{TenantId, Tier, Timestamp};
 pub(super) struct Claim {
     /// Whose block is to come: who has no more in the tier gives it nothing.
     pub(super) tenant: TenantId,
-    /// Blocks of waiting requests with a place before this one do not give way to it.
+    /// Blocks of the tenant's own waiting requests with a place before this one do not give way to it.
     pub(super) yields_to: u32,
+    /// Nor do those of other tenants with a place before this one. Who has more in the tier gives also what it waits for:
+    /// a window orders what its own tenant gives, and keeps room from nobody who has less.
+    pub(super) others_yield_to: u32,
 }
 
 impl Claim {
     /// Of a request under way: all blocks of waiting requests give way to it.
     pub(super) fn running(tenant: TenantId) -> Claim {
-        Claim { tenant, yields_to: 0 }
+        Claim { tenant, yields_to: 0, others_yield_to: 0 }
+    }
+
+    /// Of a block that leaves the tier above: what nobody waits for leaves before what its tenant waits for, and that
+    /// from the tail on.
+    fn demoted(tenant: TenantId, near: Option<u32>) -> Claim {
+        Claim { tenant, yields_to: near.unwrap_or(u32::MAX), others_yield_to: 0 }
+    }
+
+    /// Of a block with this place that nobody asked for yet: only what is needed later gives way, whoever needs it.
+    pub(super) fn waiting(tenant: TenantId, near: u32) -> Claim {
+        Claim { tenant, yields_to: near, others_yield_to: near }
     }
 }
 
@@ -66,21 +80,23 @@ impl Book {
         let slab = &self.slab;
         let spared = |key: BlockKey| slab.get(key).is_none_or(Entry::parked);
         let shelf = if tier == Tier::Ssd { &mut self.ssd } else { &mut self.dram };
+        let taker = shelf.shares.row(claim.tenant);
         if !shelf.shares.are_many() {
-            let furthest = || shelf.window.range(claim.yields_to..).next_back().map(|(_, key)| *key);
+            let yields_to =
+                if shelf.shares.used(taker) > 0 { claim.yields_to } else { claim.others_yield_to };
+            let furthest = || shelf.window.range(yields_to..).next_back().map(|(_, key)| *key);
             return shelf.policy.victim(now, &spared).or_else(furthest);
         }
-        let giver = shelf.shares.giver(shelf.shares.row(claim.tenant), claim.yields_to)?;
+        let giver = shelf.shares.giver(taker, claim)?;
         let named = shelf.policy.victim(now, &spared);
         let of_giver = named.filter(|key| slab.get(*key).is_some_and(|entry| entry.share == giver));
-        of_giver.or_else(|| shelf.shares.coldest(giver, claim.yields_to))
+        of_giver.or_else(|| shelf.shares.coldest(giver, taker, claim))
     }
 
     /// DRAM to SSD; dropped when nothing there may give way.
     pub(super) fn demote(&mut self, key: BlockKey, now: Timestamp) {
         let Some(entry) = self.slab.get(key) else { return };
-        // What nobody waits for leaves before what somebody waits for, and that from the tail on.
-        let claim = Claim { tenant: entry.meta.tenant, yields_to: entry.near.unwrap_or(u32::MAX) };
+        let claim = Claim::demoted(entry.meta.tenant, entry.near);
         let (slot, category, age_us) = (entry.meta.charge.ssd, entry.meta.traits.category, entry.age_us(now));
         self.discharge(key);
         let fits = self.reserve(Tier::Ssd, slot, claim, now);

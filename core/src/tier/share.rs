@@ -8,6 +8,7 @@
 
 use std::collections::BTreeMap;
 
+use super::pressure::Claim;
 use crate::evict::BlockKey;
 use crate::evict::queue::{Links, Queue};
 use crate::id::TenantId;
@@ -114,18 +115,18 @@ impl Shares {
         taker == giver || self.used(giver) > self.used(taker)
     }
 
-    /// Who gives way to `taker`: whoever has most of those that have something to give, and the taker itself among
-    /// equals. Nothing when that would be somebody who has no more than the taker.
-    pub(super) fn giver(&self, taker: TenantId, yields_to: u32) -> Option<TenantId> {
-        let giving = self.rows.iter().filter(|(_, row)| row.gives(yields_to));
+    /// Who gives way to `taker`, the row of the claim: whoever has most of those that have something to give, and the
+    /// taker itself among equals. Nothing when that would be somebody who has no more than the taker.
+    pub(super) fn giver(&self, taker: TenantId, claim: Claim) -> Option<TenantId> {
+        let giving = self.rows.iter().filter(|(tenant, row)| row.gives(yields_to(**tenant, taker, claim)));
         let (&giver, _) = giving.max_by_key(|(tenant, row)| (row.used, **tenant == taker))?;
         self.may_take(taker, giver).then_some(giver)
     }
 
     /// The block of `giver` that leaves when the policy has no say.
-    pub(super) fn coldest(&self, giver: TenantId, yields_to: u32) -> Option<BlockKey> {
+    pub(super) fn coldest(&self, giver: TenantId, taker: TenantId, claim: Claim) -> Option<BlockKey> {
         let row = self.rows.get(&giver)?;
-        row.queue.coldest().or_else(|| row.furthest(yields_to))
+        row.queue.coldest().or_else(|| row.furthest(yields_to(giver, taker, claim)))
     }
 
     /// The tenant's block of a waiting request that is furthest from the head of the queue.
@@ -152,4 +153,9 @@ impl Shares {
     pub(super) fn rows(&self) -> impl Iterator<Item = (TenantId, u64)> {
         self.rows.iter().map(|(tenant, row)| (*tenant, row.used))
     }
+}
+
+/// The first place among the blocks of the giver's waiting requests that gives way.
+fn yields_to(giver: TenantId, taker: TenantId, claim: Claim) -> u32 {
+    if giver == taker { claim.yields_to } else { claim.others_yield_to }
 }

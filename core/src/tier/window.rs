@@ -222,7 +222,7 @@ impl Book {
     fn prefetch_block(&mut self, near: u32, key: BlockKey, now: Timestamp) -> bool {
         let Some(entry) = self.slab.get(key) else { return false };
         let (cost, _) = self.cost(entry, Tier::Dram);
-        let claim = Claim { tenant: entry.meta.tenant, yields_to: near };
+        let claim = Claim::waiting(entry.meta.tenant, near);
         let Some(victim) = self.room_for(claim, cost, now) else { return false };
         // Leave the SSD first: whoever is demoted for this block takes its room there.
         self.discharge(key);
