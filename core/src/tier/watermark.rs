@@ -59,10 +59,16 @@ impl TierLimits {
         used.saturating_add(cost) <= self.capacity.amount()
     }
 
-    /// This share of the capacity (0 to 1), but never more than the tier may fill before it evicts.
+    /// Whether `cost` more stays at or below the level that an eviction goes down to.
+    #[must_use]
+    pub fn is_low(&self, used: u64, cost: u64) -> bool {
+        used.saturating_add(cost) <= self.level(self.watermark_low)
+    }
+
+    /// This share of the capacity (0 to 1), but never more than an eviction leaves.
     #[must_use]
     pub fn share(&self, share: f64) -> u64 {
-        self.level(share.min(self.watermark_high))
+        self.level(share.min(self.watermark_low))
     }
 
     fn level(&self, share: f64) -> u64 {
@@ -93,6 +99,8 @@ mod tests {
         let limits = TierLimits { capacity: Capacity::Bytes(1000), watermark_high: 0.9, watermark_low: 0.5 };
         assert_eq!(limits.goal(800, 100), None);
         assert_eq!(limits.goal(801, 100), Some(500));
+        assert!(limits.is_low(400, 100) && !limits.is_low(401, 100));
+        assert_eq!((limits.share(0.4), limits.share(0.9)), (400, 500));
     }
 
     #[test]

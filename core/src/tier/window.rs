@@ -259,7 +259,9 @@ impl Book {
             } else {
                 Some(self.dram.shares.furthest(taker, claim.yields_to)?)
             }
-        } else if limits.goal(self.dram.used, cost).is_some() {
+        } else if !limits.is_low(self.dram.used, cost) {
+            // Between the marks is room for what running requests save. What came in there without a victim would go
+            // with the next stretch that is freed, and come back.
             Some(self.victim(Tier::Dram, claim, now)?)
         } else {
             None

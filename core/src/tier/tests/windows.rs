@@ -203,6 +203,33 @@ fn without_an_ssd_that_takes_blocks_nothing_is_pushed_out_by_prefetching() {
     assert_eq!(tiers(&book, 1..=8), ((5..=8).collect(), (1..=4).collect()));
 }
 
+#[test]
+fn between_the_marks_a_prefetch_takes_the_place_of_one_block_and_nothing_goes_to_and_fro() {
+    let dram =
+        TierLimits { capacity: Capacity::Blocks(1000), watermark_high: 0.95, watermark_low: 0.9 };
+    let mut book = book(dram, TierLimits::exact(Capacity::Blocks(3000)));
+    (1..=2000).for_each(|number| assert_eq!(request(&mut book, &[number], number), 0));
+    let held: Vec<u64> = (1701..=2000).collect();
+    assert_eq!(book.fetch(asker(9000), &hashes(&held), Timestamp(3000)).unwrap().len(), 300);
+    drain(&mut book);
+    let waiting: Vec<u64> = (1..=1500).collect();
+    wait(&mut book, &[&waiting], 3000);
+    prefetch_all(&mut book, 3000);
+    let before = (book.stats(Tier::Dram), book.prefetched_blocks());
+    let saves = 200;
+    for now in 4000..4000 + saves {
+        request(&mut book, &[now], now);
+        prefetch_all(&mut book, now);
+    }
+    // Each save takes the place of a block in its turn, and then gives it to one that waits; what leaves leaves in
+    // stretches of a twentieth.
+    let demoted = book.stats(Tier::Dram).demoted_blocks - before.0.demoted_blocks;
+    assert!(demoted <= 2 * saves + 50, "{demoted} blocks demoted by {saves} saves");
+    let prefetched = book.prefetched_blocks() - before.1;
+    assert!(prefetched <= saves + 50, "{prefetched} blocks prefetched after {saves} saves");
+    assert!((1..=550).all(|number| book.tier_of(&hash(number)) == Some(Tier::Dram)), "the nearest are there");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
