@@ -7,6 +7,7 @@ use std::hash::{BuildHasher, Hasher};
 use hashbrown::HashMap;
 
 use super::Charge;
+use super::moves::Line;
 use crate::evict::{BlockKey, BlockTraits};
 use crate::id::{BlockHash, LeaseId, TenantId, Tier, Timestamp};
 
@@ -80,8 +81,8 @@ pub(super) struct Entry {
     pub(super) pinned: bool,
     /// A reader waits for its bytes in DRAM.
     pub(super) awaited: bool,
-    /// It stands in the queue of moves to be started.
-    pub(super) queued: bool,
+    /// The line of moves to be started in which it stands. A key found in another one is left from before.
+    pub(super) queued: Option<Line>,
     /// Who is charged for its place: its tenant, or the row of many.
     pub(super) share: TenantId,
     /// Its place among the blocks that waiting requests need, the next one's first.
@@ -151,7 +152,7 @@ impl Slab {
             leases: 0,
             pinned,
             awaited: false,
-            queued: false,
+            queued: None,
             share: meta.tenant,
             near: None,
             prefetch: false,

@@ -58,11 +58,8 @@ impl Book {
             return Reach { key, tier: Tier::Dram };
         }
         entry.awaited = true;
-        if entry.prefetch {
-            // It stands behind all that somebody waits for, and now somebody does.
-            entry.queued = false;
-            self.end_prefetch(key);
-        }
+        // It stands behind all that somebody waits for, and now somebody does.
+        self.end_prefetch(key);
         self.settle(key);
         Reach { key, tier: Tier::Ssd }
     }

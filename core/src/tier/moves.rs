@@ -54,7 +54,7 @@ pub struct Room {
 
 /// Where moves that may start wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Line {
+pub(super) enum Line {
     /// To DRAM, because somebody waits.
     Promotes,
     /// To SSD.
@@ -91,9 +91,10 @@ impl Book {
     fn next_due(&mut self, line: Line) -> Option<BlockKey> {
         loop {
             let key = self.line(line).pop_front()?;
-            if let Some(entry) = self.slab.get_mut(key) {
-                entry.queued = false;
-            }
+            let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.queued == Some(line)) else {
+                continue;
+            };
+            entry.queued = None;
             if self.due_line(key) == Some(line) {
                 return Some(key);
             }
@@ -111,7 +112,7 @@ impl Book {
     }
 
     /// Where a block stands that needs a move now.
-    fn due_line(&self, key: BlockKey) -> Option<Line> {
+    pub(super) fn due_line(&self, key: BlockKey) -> Option<Line> {
         let is_prefetch = self.slab.get(key).is_some_and(|entry| entry.prefetch);
         Some(match self.due(key)? {
             Tier::Ssd => Line::Demotes,
@@ -144,9 +145,20 @@ impl Book {
     fn enqueue(&mut self, key: BlockKey) {
         let Some(line) = self.due_line(key) else { return };
         let Some(entry) = self.slab.get_mut(key) else { return };
-        if !std::mem::replace(&mut entry.queued, true) {
+        if entry.queued.replace(line) != Some(line) {
             self.line(line).push_back(key);
         }
+    }
+
+    /// Takes a block that will not be prefetched out of the line of those that will: that line is as short as
+    /// [`super::PREFETCHES_MAX`], and its key may stand for another block soon.
+    pub(super) fn leave_prefetches(&mut self, key: BlockKey) {
+        let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.queued == Some(Line::Prefetches))
+        else {
+            return;
+        };
+        entry.queued = None;
+        self.prefetches.retain(|queued| *queued != key);
     }
 
     /// A move ended well.

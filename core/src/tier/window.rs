@@ -281,6 +281,7 @@ impl Book {
             && std::mem::take(&mut entry.prefetch)
         {
             self.window.under_way -= 1;
+            self.leave_prefetches(key);
         }
     }
 }

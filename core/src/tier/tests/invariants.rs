@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::*;
 use crate::id::GroupId;
 use crate::index::command::Change;
+use crate::tier::moves::Line;
 use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
@@ -162,7 +163,8 @@ impl World {
         let is = in_dram(&self.book);
         let come: Vec<u32> = is.difference(&was).copied().collect();
         let gave_way = |gone: &u32| come.iter().any(|near| near < gone);
-        assert!(was.difference(&is).all(gave_way) || begun == 0, "{was:?} became {is:?}");
+        assert!(was.difference(&is).all(gave_way), "{was:?} became {is:?}");
+        assert!(begun > 0 || was == is, "{was:?} became {is:?} by nothing");
         if self.book.shelf(Tier::Ssd).limits.watermark_high >= 1.0 {
             assert_eq!(self.book.slab.found_len(), present, "a prefetch drops nothing");
         }
@@ -246,13 +248,15 @@ impl World {
         self.check_tenants();
         self.check_window();
         self.check_shares();
+        self.check_lines();
         for (key, entry) in self.book.slab.iter() {
             assert_eq!(self.bytes.contains(&(key, Tier::Dram)), entry.copies.dram);
             assert_eq!(self.bytes.contains(&(key, Tier::Ssd)), entry.copies.ssd);
             if entry.announced.is_some() {
                 assert!(entry.copies.dram || entry.copies.ssd, "announced without bytes");
             }
-            let at_rest = entry.place.is_some() && !entry.writing && entry.moving.is_none() && !entry.queued;
+            let at_rest =
+                entry.place.is_some() && !entry.writing && entry.moving.is_none() && entry.queued.is_none();
             if at_rest {
                 let one = entry.copies.dram != entry.copies.ssd;
                 assert!(one && entry.copies.has(entry.place.unwrap()), "{entry:?}");
@@ -330,6 +334,21 @@ impl World {
                 assert_eq!(shelf.shares.listed(share), (free().count() - waiting, waiting));
             }
         }
+    }
+
+    /// What needs a move stands in the line for it.
+    fn check_lines(&self) {
+        let book = &self.book;
+        for (key, _) in book.slab.iter() {
+            let Some(line) = book.due_line(key) else { continue };
+            let queue = match line {
+                Line::Promotes => &book.promotes,
+                Line::Demotes => &book.demotes,
+                Line::Prefetches => &book.prefetches,
+            };
+            assert!(queue.contains(&key), "{key:?} is not in the line of {line:?}");
+        }
+        assert!(book.prefetches.len() <= PREFETCHES_MAX, "keys are left in the line of prefetches");
     }
 
     fn check_account(&self, tier: Tier) {

@@ -15,7 +15,7 @@ fn wait(book: &mut Book, waiting: &[&[u64]], now: u64) -> WindowTaken {
 /// Prefetches as a node does: again whenever something moved.
 fn prefetch_all(book: &mut Book, now: u64) -> usize {
     let mut begun = 0;
-    loop {
+    for _ in 0..=WINDOW_BLOCKS_MAX {
         let more = book.prefetch(Timestamp(now));
         drain(book);
         begun += more;
@@ -23,6 +23,7 @@ fn prefetch_all(book: &mut Book, now: u64) -> usize {
             return begun;
         }
     }
+    panic!("{begun} blocks prefetched, and still more: some go to and fro");
 }
 
 fn tiers(book: &Book, numbers: std::ops::RangeInclusive<u64>) -> (Vec<u64>, Vec<u64>) {
@@ -102,6 +103,21 @@ fn a_block_that_a_reader_asked_for_stays_in_its_line_when_it_is_prefetched() {
         panic!("no load")
     };
     assert_eq!(first, hash(1));
+}
+
+#[test]
+fn a_reader_stands_in_the_readers_line_for_a_block_that_was_to_be_prefetched() {
+    let mut book = filled(2, 8, 6);
+    wait(&mut book, &[&[1]], 100);
+    assert_eq!(book.prefetch(Timestamp(100)), 1);
+    // It is pushed out before its load began, and then asked for.
+    assert!(offer(&mut book, 1, &[7, 8], 101).iter().all(|answer| matches!(answer, Offered::Wanted(_))));
+    assert_eq!((book.window.under_way, book.prefetches.len()), (0, 0));
+    assert_eq!(book.fetch(asker(2), &[hash(1)], Timestamp(102)).unwrap()[0].tier, Tier::Ssd);
+    let room = Room { dram: true, ssd: false, prefetch: false };
+    let loads = std::iter::from_fn(|| book.next_action(room));
+    let loads: Vec<Action> = loads.filter(|action| matches!(action, Action::Promote { .. })).collect();
+    assert!(matches!(loads[..], [Action::Promote { hash: first, .. }] if first == hash(1)), "{loads:?}");
 }
 
 #[test]
@@ -205,8 +221,7 @@ fn without_an_ssd_that_takes_blocks_nothing_is_pushed_out_by_prefetching() {
 
 #[test]
 fn between_the_marks_a_prefetch_takes_the_place_of_one_block_and_nothing_goes_to_and_fro() {
-    let dram =
-        TierLimits { capacity: Capacity::Blocks(1000), watermark_high: 0.95, watermark_low: 0.9 };
+    let dram = TierLimits { capacity: Capacity::Blocks(1000), watermark_high: 0.95, watermark_low: 0.9 };
     let mut book = book(dram, TierLimits::exact(Capacity::Blocks(3000)));
     (1..=2000).for_each(|number| assert_eq!(request(&mut book, &[number], number), 0));
     let held: Vec<u64> = (1701..=2000).collect();
