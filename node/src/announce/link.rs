@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, Epoch, GroupId, TenantId};
+use kv_core::id::{BlockHash, Epoch, GROUPS, GroupId, TenantId};
 use kv_core::index::command::NodeRecord;
 use kvfleet_proto::pb::router_client::RouterClient;
 use kvfleet_proto::pb::{self, announce_reply, announce_request};
@@ -107,12 +107,17 @@ impl Link {
             }
         }
         let quotas = directives.quotas.iter().map(|quota| (TenantId(quota.tenant), quota.bytes)).collect();
-        let ttl = |ttl: &pb::GroupTtl| (GroupId(ttl.group), Duration::from_millis(ttl.ttl_ms));
-        let ttls = directives.ttls.iter().map(ttl).collect();
+        let ttls = ttls_of_groups(&directives.ttls);
         // Refused only while the node stops.
         let _ = self.store.tell(Ask::Directives { pins, quotas, ttls }).await;
         directives.version
     }
+}
+
+/// Times to live of groups there are. Routers of earlier builds took any number for a group, and may have kept some.
+fn ttls_of_groups(ttls: &[pb::GroupTtl]) -> Vec<(GroupId, Duration)> {
+    let known = ttls.iter().filter(|ttl| ttl.group < GROUPS);
+    known.map(|ttl| (GroupId(ttl.group), Duration::from_millis(ttl.ttl_ms))).collect()
 }
 
 impl Session {
@@ -261,5 +266,18 @@ impl Session {
         let directives_version = self.directives_version;
         let beat = pb::Heartbeat { dram_bytes, ssd_bytes, directives_version, ..pb::Heartbeat::default() };
         self.link.request(CONTROL, epoch, announce_request::Body::Heartbeat(beat))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_to_live_of_groups_that_are_none_are_left_out() {
+        let ttls = [0, GROUPS - 1, GROUPS, u32::MAX].map(|group| pb::GroupTtl { group, ttl_ms: 7 });
+        let taken = ttls_of_groups(&ttls);
+        let wanted = [GroupId(0), GroupId(GROUPS - 1)].map(|group| (group, Duration::from_millis(7)));
+        assert_eq!(taken, wanted);
     }
 }
