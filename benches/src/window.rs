@@ -46,35 +46,41 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
         row(name, "%", "limit: 99 %", Better::Higher, outcome(&share)),
         row("wait for the SSD, mean of a request", "ms", PEER, Better::Lower, of(Seen::wait_ms)),
         row("hits of both tiers over blocks asked", "%", PEER, Better::Higher, of(Seen::hit_rate)),
-        row("telling of as many blocks as count", "ms CPU", "limit: 20 ms", Better::Lower, telling(effort)?),
+        row(
+            "telling of as many blocks as count, all other than before",
+            "ms CPU",
+            "limit: 20 ms",
+            Better::Lower,
+            telling(effort)?,
+        ),
     ])
 }
 
-/// CPU time of one window as long as a node takes, of blocks that are all there, each at another place than before.
+/// CPU time of one window as long as a node takes, of blocks that are all there and of which the window before had none:
+/// as many blocks leave it as come.
 fn telling(effort: &Effort) -> anyhow::Result<Outcome> {
-    let mut book = book(0, WINDOW_BLOCKS_MAX as u64)?;
-    let blocks: Vec<BlockHash> =
-        (0..WINDOW_BLOCKS_MAX as u64).map(|block| queue::hash(block, SEED)).collect();
+    let held = 2 * WINDOW_BLOCKS_MAX as u64;
+    let mut book = book(0, held)?;
+    let blocks: Vec<BlockHash> = (0..held).map(|block| queue::hash(block, SEED)).collect();
     for (now, hash) in (0u64..).zip(&blocks) {
         let traits = Default::default();
         let found = Found { hash: *hash, parent: None, tenant: TenantId(0), traits, charge: CHARGE };
         anyhow::ensure!(book.restore(found, Timestamp(now)).is_some(), "a block found no room");
     }
-    let mut queue: Vec<&[BlockHash]> = blocks.chunks(64).collect();
+    let windows = blocks.split_at(WINDOW_BLOCKS_MAX);
     let mut pairs = Vec::new();
     for run in 0..=effort.runs {
-        queue.rotate_left(1);
-        let (taken, spent) = spend(|| book.set_window(queue.iter().copied(), Timestamp(run as u64)));
+        let window = if run % 2 == 0 { windows.0 } else { windows.1 };
+        let queue: Vec<&[BlockHash]> = window.chunks(64).collect();
+        let now = Timestamp(held + run as u64);
+        let (taken, spent) = spend(|| book.set_window(queue.iter().copied(), now));
         anyhow::ensure!(taken.blocks == WINDOW_BLOCKS_MAX && taken.ssd_blocks == taken.blocks, "{taken:?}");
         // The first one builds what the next ones replace.
         if run > 0 {
             pairs.push((spent.cpu_us_per(1) / 1e3, SET_MS));
         }
     }
-    anyhow::ensure!(
-        book.stats(Tier::Ssd).blocks == WINDOW_BLOCKS_MAX as u64,
-        "a window is no reason to leave"
-    );
+    anyhow::ensure!(book.stats(Tier::Ssd).blocks == held, "a window is no reason to leave");
     Ok(outcome(&pairs))
 }
 
