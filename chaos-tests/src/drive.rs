@@ -112,8 +112,12 @@ impl Drive {
 
     async fn pin(&mut self, pin: u64, number: u32) -> Result<(), Trouble> {
         let fact = PinFact { owner: format!("owner-{pin}"), blocks: chain(number) };
-        let request =
-            pb::PinRequest { pin, owner: fact.owner.clone(), blocks: convert::hashes_to_bytes(&fact.blocks) };
+        let request = pb::PinRequest {
+            pin,
+            owner: fact.owner.clone(),
+            blocks: convert::hashes_to_bytes(&fact.blocks),
+            ..pb::PinRequest::default()
+        };
         until_one_does(&self.contacts, |mut client| {
             let request = request.clone();
             async move { client.pin(request).await.map(drop) }

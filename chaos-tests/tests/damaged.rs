@@ -78,7 +78,8 @@ async fn a_damaged_snapshot_is_sent_again_and_the_router_votes_again() {
 async fn a_router_with_a_damaged_log_comes_back_as_a_new_member() {
     let mut cluster = Cluster::start(Path::new(PROGRAM)).unwrap();
     let contacts = cluster.contacts();
-    let pin = pb::PinRequest { pin: 1, owner: MARKER.into(), blocks: vec![7; 16] };
+    let pin =
+        pb::PinRequest { pin: 1, owner: MARKER.into(), blocks: vec![7; 16], ..pb::PinRequest::default() };
     until("a pin", || async {
         for position in 0..ROUTERS_COUNT {
             if contacts.client(position).pin(pin.clone()).await.is_ok() {

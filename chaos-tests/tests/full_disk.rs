@@ -18,8 +18,12 @@ const PIN_BLOCKS: usize = 65_536;
 
 /// Writes a pin and ends it, through whichever router leads.
 async fn write(contacts: &Contacts, number: u64) {
-    let pin =
-        pb::PinRequest { pin: number, owner: "test".into(), blocks: vec![number as u8; 16 * PIN_BLOCKS] };
+    let pin = pb::PinRequest {
+        pin: number,
+        owner: "test".into(),
+        blocks: vec![number as u8; 16 * PIN_BLOCKS],
+        ..pb::PinRequest::default()
+    };
     let unpin = pb::UnpinRequest { pin: number, owner: "test".into() };
     until("a write", || async {
         for position in 0..ROUTERS_COUNT {

@@ -2,6 +2,8 @@
 //!
 //! A write goes to whichever router leads; the others refuse it and the next one is tried.
 
+use std::time::Duration;
+
 use kv_core::id::BlockHash;
 use kvfleet_proto::pb;
 use tonic::{Code, Status};
@@ -10,13 +12,33 @@ use crate::args::{ConnectArgs, PinArgs, QuotaArgs, TtlArgs, UnpinArgs};
 use crate::calls::{RouterCalls, explain};
 use crate::connect::Connection;
 
-/// Keeps blocks until unpinned.
+/// Keeps blocks until unpinned, or for a time.
 pub async fn pin(args: &PinArgs) -> anyhow::Result<()> {
-    let request =
-        pb::PinRequest { pin: args.pin, owner: args.owner.clone(), blocks: parse_blocks(&args.blocks)? };
+    let request = pin_request(args)?;
     let done = at_leader(&args.connect, async |router| router.pin(request.clone()).await).await?;
-    println!("pin {} holds {} blocks (log position {})", args.pin, args.blocks.len(), done.applied_index);
+    let (how, until) = (if args.soft { "softly holds" } else { "holds" }, until(args.span));
+    let blocks = args.blocks.len();
+    println!("pin {} {how} {blocks} blocks{until} (log position {})", args.pin, done.applied_index);
     Ok(())
+}
+
+fn pin_request(args: &PinArgs) -> anyhow::Result<pb::PinRequest> {
+    Ok(pb::PinRequest {
+        pin: args.pin,
+        owner: args.owner.clone(),
+        blocks: parse_blocks(&args.blocks)?,
+        soft: args.soft,
+        for_ms: args.span.map(|span| u64::try_from(span.as_millis()).unwrap_or(u64::MAX)),
+    })
+}
+
+fn until(span: Option<Duration>) -> String {
+    span.map(|span| format!(" for {}", shown(span))).unwrap_or_default()
+}
+
+/// A span in seconds, with as many decimals as it needs.
+pub(crate) fn shown(span: Duration) -> String {
+    format!("{} s", span.as_millis() as f64 / 1000.0)
 }
 
 /// Ends a pin.
@@ -116,6 +138,18 @@ mod tests {
         let block = Some(format!("fe{}", "00".repeat(15)));
         assert_eq!(group(&TtlArgs { group: None, block, ..args.clone() }).unwrap(), 254);
         assert!(group(&TtlArgs { group: None, block: Some("fe".to_owned()), ..args }).is_err());
+    }
+
+    #[test]
+    fn a_pin_is_asked_for_as_it_was_said() {
+        let connect = ConnectArgs { cluster: Vec::new(), tls_dir: None };
+        let (owner, blocks) = ("me".to_owned(), vec!["00".repeat(16)]);
+        let hard = PinArgs { connect, pin: 1, owner, soft: false, span: None, blocks };
+        let asked = pin_request(&hard).unwrap();
+        assert_eq!((asked.soft, asked.for_ms, asked.blocks.len()), (false, None, 16));
+        let span = Some(Duration::from_millis(1_500));
+        let asked = pin_request(&PinArgs { soft: true, span, ..hard }).unwrap();
+        assert_eq!((asked.soft, asked.for_ms, until(span).as_str()), (true, Some(1_500), " for 1.5 s"));
     }
 
     #[test]

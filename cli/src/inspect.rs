@@ -12,6 +12,7 @@ use serde::Serialize;
 use crate::args::InspectArgs;
 use crate::calls::explain;
 use crate::connect::{Connection, client};
+use crate::status::ends_in;
 
 /// Everything that is shown.
 #[derive(Debug, Serialize)]
@@ -21,6 +22,8 @@ struct Inspected {
     policy: String,
     leases: u64,
     pinned_blocks: u64,
+    soft_pinned_blocks: u64,
+    next_pin_end_ms: Option<u64>,
     quarantined_files: u64,
     window_blocks: u64,
     prefetched_blocks: u64,
@@ -152,6 +155,8 @@ fn gather(status: pb::NodeStatusReply) -> Inspected {
         policy: status.policy,
         leases: status.leases,
         pinned_blocks: status.pinned_blocks,
+        soft_pinned_blocks: status.soft_pinned_blocks,
+        next_pin_end_ms: status.next_pin_end_ms,
         quarantined_files: status.quarantined_files,
         window_blocks: status.window_blocks,
         prefetched_blocks: status.prefetched_blocks,
@@ -262,8 +267,16 @@ fn render(node: &Inspected) -> String {
     // Writing to a string cannot fail.
     let _ = writeln!(
         out,
-        "node {} in epoch {}: policy {}, {} requests under way, {} blocks pinned, {} files set aside",
-        node.node, node.epoch, node.policy, node.leases, node.pinned_blocks, node.quarantined_files
+        "node {} in epoch {}: policy {}, {} requests under way, {} files set aside",
+        node.node, node.epoch, node.policy, node.leases, node.quarantined_files
+    );
+    let _ = writeln!(
+        out,
+        "{} blocks pinned: {} hard, {} soft{}",
+        node.pinned_blocks,
+        node.pinned_blocks.saturating_sub(node.soft_pinned_blocks),
+        node.soft_pinned_blocks,
+        ends_in(node.next_pin_end_ms)
     );
     let _ = writeln!(
         out,

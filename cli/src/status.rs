@@ -1,10 +1,12 @@
 //! `kvfleet status`: routers, nodes, instances and the index of a running cluster.
 
 use std::fmt::Write;
+use std::time::Duration;
 
 use kvfleet_proto::pb;
 use serde::Serialize;
 
+use crate::admin::shown;
 use crate::args::StatusArgs;
 use crate::calls::explain;
 use crate::connect::Connection;
@@ -79,6 +81,8 @@ struct Fleet {
     nodes: Vec<NodeLine>,
     instances: Vec<InstanceLine>,
     pins: u64,
+    soft_pins: u64,
+    next_pin_end_ms: Option<u64>,
 }
 
 /// Asks every router named and every voter it knows, and prints what they say.
@@ -126,6 +130,8 @@ fn gather(answers: Vec<Answer>) -> Fleet {
         nodes: newest.nodes.iter().map(|node| node_line(node, &audited(reached(), node.node))).collect(),
         instances: newest.instances.iter().map(|one| instance_line(one, reached())).collect(),
         pins: newest.pins,
+        soft_pins: newest.soft_pins,
+        next_pin_end_ms: newest.next_pin_end_ms,
         routers: answers.into_iter().map(|(address, answer)| router_line(address, answer, last)).collect(),
     }
 }
@@ -300,9 +306,17 @@ fn render(fleet: &Fleet) -> String {
         );
     }
     if fleet.pins > 0 {
-        let _ = writeln!(out, "\n{} pins", fleet.pins);
+        let hard = fleet.pins.saturating_sub(fleet.soft_pins);
+        let ends = ends_in(fleet.next_pin_end_ms);
+        let _ = writeln!(out, "\n{} pins: {hard} hard, {} soft{ends}", fleet.pins, fleet.soft_pins);
     }
     out
+}
+
+/// When the next pin is over, if one has an end.
+pub(crate) fn ends_in(next_pin_end_ms: Option<u64>) -> String {
+    let span = next_pin_end_ms.map(Duration::from_millis);
+    span.map(|span| format!("; the next ends in {}", shown(span))).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -341,6 +355,17 @@ mod tests {
         assert!(text.contains("0.7500     1.0000"), "{text}");
         assert!(shown(true, 0).contains("a replica differs 2"));
         assert!(shown(true, 3).contains("a replica differs, 3 repairs of it failed 2"));
+    }
+
+    #[test]
+    fn pins_are_shown_by_kind_and_with_the_next_end() {
+        let shown = |pins, soft_pins, next_pin_end_ms| {
+            let status = pb::StatusReply { pins, soft_pins, next_pin_end_ms, ..Default::default() };
+            render(&gather(vec![("a:1".to_owned(), Ok(status))]))
+        };
+        assert!(shown(3, 1, Some(1_500)).contains("3 pins: 2 hard, 1 soft; the next ends in 1.5 s"));
+        assert!(shown(1, 0, None).ends_with("1 pins: 1 hard, 0 soft\n"));
+        assert!(!shown(0, 0, None).contains("pins"));
     }
 
     #[test]

@@ -187,6 +187,44 @@ async fn an_audit_tells_what_is_held() {
 }
 
 #[tokio::test]
+async fn a_node_ends_a_pin_by_itself_and_no_router_brings_it_back() {
+    let world = World::new();
+    let router = FakeRouter::default();
+    let node = start(&world.config(&[router.serve(&world.identity).await])).await;
+    router.joined().await;
+    let path = world.dial(node.data_addr()).await;
+    save(&*path, 1, 0..1).await;
+    // A quota of this many bytes shows that the directives were taken.
+    let tell = |version: u64, left_ms| {
+        let blocks = convert::hashes_to_bytes(&[hash(0)]);
+        let pins = vec![pb::PinnedBlocks { pin: 1, blocks, soft: true, ends_ms: Some(7), left_ms }];
+        let quotas = vec![pb::Quota { tenant: 5, bytes: version }];
+        router.state.lock().directives = Some(pb::Directives { version, pins, quotas, ttls: vec![] });
+    };
+    let pinned = async |version: u64| {
+        eventually("the directives are taken", async || {
+            let mut control = world.control(node.control_addr()).await;
+            let status = control.node_status(pb::NodeStatusRequest {}).await.unwrap().into_inner();
+            let is_taken = status.tenants.iter().any(|tenant| tenant.quota_bytes == version);
+            is_taken.then_some((status.pinned_blocks, status.soft_pinned_blocks, status.next_pin_end_ms))
+        })
+        .await
+    };
+    let mut request = save_request(60, 90, &hashes(90..91));
+    request.asker.tenant = TenantId(5);
+    path.save(request, &|_| frame(hash(90))).await.unwrap();
+    tell(1_000_000, 3_600_000);
+    let (blocks, soft, end) = pinned(1_000_000).await;
+    assert!((blocks, soft) == (1, 1) && end.is_some_and(|left| left <= 3_600_000), "{end:?}");
+    tell(2_000_000, 1);
+    pinned(2_000_000).await;
+    eventually("the pin is over", async || (pinned(2_000_000).await == (0, 0, None)).then_some(())).await;
+    tell(3_000_000, 3_600_000);
+    assert_eq!(pinned(3_000_000).await, (0, 0, None), "a router whose clock was set back");
+    node.shutdown().await;
+}
+
+#[tokio::test]
 async fn directives_pin_and_limit() {
     let world = World::new();
     let router = FakeRouter::default();
@@ -194,7 +232,11 @@ async fn directives_pin_and_limit() {
     let node = start(&config).await;
     router.joined().await;
     let path = world.dial(node.data_addr()).await;
-    let pins = vec![pb::PinnedBlocks { pin: 1, blocks: convert::hashes_to_bytes(&[hash(0)]) }];
+    let pins = vec![pb::PinnedBlocks {
+        pin: 1,
+        blocks: convert::hashes_to_bytes(&[hash(0)]),
+        ..pb::PinnedBlocks::default()
+    }];
     let quotas = vec![pb::Quota { tenant: 5, bytes: 1 }];
     router.state.lock().directives = Some(pb::Directives { version: 4, pins, quotas, ttls: vec![] });
     save(&*path, 1, 0..1).await;

@@ -76,7 +76,11 @@ async fn blocks_of_a_group_leave_when_its_time_is_over_and_pinned_ones_stay() {
         save(&*path, number, number..number + 1).await;
     }
     router.holds("all are announced", |state| state.blocks.len() == 4).await;
-    let pins = vec![pb::PinnedBlocks { pin: 1, blocks: convert::hashes_to_bytes(&[hash(2)]) }];
+    let pins = vec![pb::PinnedBlocks {
+        pin: 1,
+        blocks: convert::hashes_to_bytes(&[hash(2)]),
+        ..pb::PinnedBlocks::default()
+    }];
     let ttl = |number: u64| pb::GroupTtl { group: hash(number).group().0, ttl_ms: 30 };
     let ttls = vec![ttl(1), ttl(2)];
     router.state.lock().directives = Some(pb::Directives { version: 4, pins, quotas: vec![], ttls });

@@ -15,6 +15,7 @@ mod groups;
 mod ingest;
 mod liveness;
 mod metrics;
+mod pin_ends;
 mod raft;
 mod retire;
 mod server;

@@ -22,7 +22,7 @@ use tonic::transport::server::TcpIncoming;
 
 use crate::background::Background;
 use crate::balance;
-use crate::clock::Clock;
+use crate::clock::{Clock, UnixClock};
 use crate::config::RouterConfig;
 use crate::directives;
 use crate::error::StartError;
@@ -30,6 +30,7 @@ use crate::groups::{Group, Groups};
 use crate::ingest::{Gather, Ingest};
 use crate::liveness::{self, Silence};
 use crate::metrics::Metrics;
+use crate::pin_ends;
 use crate::raft::boot::{self, Booted};
 use crate::raft::log_store::LogGuard;
 use crate::raft::network::{Envelope, Peers, RAFT_MESSAGE_BYTES_MAX};
@@ -230,6 +231,8 @@ impl Parts<'_> {
             self.stop.clone(),
         ));
         tokio::spawn(retire::run(self.groups.clone(), self.stop.clone()));
+        let unix = UnixClock::start();
+        tokio::spawn(pin_ends::run(Arc::clone(control), unix.clone(), self.stop.clone()));
         if let Some(every) = self.config.timings.balance() {
             tokio::spawn(balance::run(self.groups.clone(), every, clock, self.stop.clone()));
         }
@@ -263,6 +266,7 @@ impl Parts<'_> {
             directives: directives::start(Arc::clone(&control.published), self.stop.clone()),
             metrics: self.metrics.clone(),
             clock,
+            unix,
             reported_by: clock.now().after(if self.comes_late { REPORTS_WITHIN } else { Duration::ZERO }),
             announce_blocks_max: self.config.announce.blocks_max,
             stop: self.stop.clone(),

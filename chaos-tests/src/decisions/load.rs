@@ -181,8 +181,12 @@ async fn race(contacts: Contacts, mut random: ChaCha8Rng, shared: Arc<Shared>, s
 
 /// Whether this owner was given the pin; asks until someone says yes or no.
 async fn contend(contacts: &Contacts, first: usize, pin: u64, fact: &PinFact) -> bool {
-    let request =
-        pb::PinRequest { pin, owner: fact.owner.clone(), blocks: convert::hashes_to_bytes(&fact.blocks) };
+    let request = pb::PinRequest {
+        pin,
+        owner: fact.owner.clone(),
+        blocks: convert::hashes_to_bytes(&fact.blocks),
+        ..pb::PinRequest::default()
+    };
     for position in first.. {
         match timeout(CALL_TIMEOUT, contacts.client(position).pin(request.clone())).await {
             Ok(Ok(_)) => return true,

@@ -1,10 +1,12 @@
 //! Arguments of commands that talk to a running cluster.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
 use super::sizes::parse_bytes;
+use super::spans::parse_span;
 
 /// How to reach a running cluster.
 #[derive(Clone, Debug, Args)]
@@ -62,6 +64,14 @@ pub struct PinArgs {
     /// Who owns it; only the owner may end it.
     #[arg(long)]
     pub owner: String,
+    /// Let its blocks go when nothing else may leave: after all that nobody pinned, leased or waits for, and before
+    /// anybody is refused room. Without, they leave for nobody.
+    #[arg(long)]
+    pub soft: bool,
+    /// How long it lasts, as in 500ms, 90s, 15m, 12h or 7d; without, until it is ended. Said again it lasts that long from
+    /// then on.
+    #[arg(long = "for", value_name = "TIME", value_parser = parse_span)]
+    pub span: Option<Duration>,
     /// Hashes of the blocks, 32 hexadecimal digits each.
     #[arg(required = true, value_name = "HASH")]
     pub blocks: Vec<String>,

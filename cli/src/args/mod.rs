@@ -8,6 +8,7 @@ mod faults;
 mod process;
 mod replay;
 mod sizes;
+mod spans;
 mod trace;
 
 pub use admin::{

@@ -69,6 +69,10 @@ fn administer(place: &Place, cluster: &str, tls: &str) {
     let hash = "00".repeat(16);
     let pin = ["pin", "--pin", "7", "--owner", "me", hash.as_str()];
     assert!(place.run(&[&pin[..], &reach].concat()).ok().contains("pin 7 holds 1 blocks"));
+    let soft = ["pin", "--pin", "8", "--owner", "me", "--soft", "--for", "600s", hash.as_str()];
+    assert!(place.run(&[&soft[..], &reach].concat()).ok().contains("pin 8 softly holds 1 blocks for 600 s"));
+    let status = place.run(&[&["status"][..], &reach].concat()).ok();
+    assert!(status.contains("2 pins: 1 hard, 1 soft; the next ends in "), "{status}");
     let other = ["unpin", "--pin", "7", "--owner", "somebody"];
     let ran = place.run(&[&other[..], &reach].concat());
     says("a pin of somebody else", &ran.refused(&[]), &[]);

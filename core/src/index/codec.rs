@@ -6,11 +6,11 @@
 //! what commands mean, and whether they are within limits ([`super::IndexLimits`]).
 
 use super::bytes::{CodecError, Reader, invalid, put_number, put_option, put_text, tier};
-use super::command::{Announcement, Change, Command, NodeRecord, Pin};
+use super::command::{Announcement, Change, Command, NodeRecord, Pin, PinKind};
 use crate::id::{BlockHash, Epoch, GroupId, InstanceId, NodeId, PinId, Seq, TenantId, Tier};
 
-/// Format of the records this release writes and reads.
-const FORMAT: u8 = 1;
+/// Format of the records this release writes and reads. 2: pins with a kind and an end.
+const FORMAT: u8 = 2;
 /// Longest record: four times what the default limits of an announce come to.
 pub const COMMAND_BYTES_MAX: usize = 16 * 1024 * 1024;
 /// Announcements and changes in one record. A head takes a byte or two and 64 bytes in memory, so this
@@ -62,10 +62,11 @@ impl Command {
                 out.push(PIN);
                 put_pin(&mut out, pin);
             }
-            Command::Unpin { pin, owner } => {
+            Command::Unpin { pin, owner, ends_ms } => {
                 out.push(UNPIN);
                 put_number(&mut out, pin.0);
                 put_text(&mut out, owner);
+                put_option(&mut out, *ends_ms);
             }
             Command::SetQuota { tenant, bytes } => put_setting(&mut out, SET_QUOTA, tenant.0, *bytes),
             Command::SetTtl { group, ttl_ms } => put_setting(&mut out, SET_TTL, group.0, *ttl_ms),
@@ -111,7 +112,11 @@ fn read_body(reader: &mut Reader<'_>) -> Result<Command, CodecError> {
         }
         ANNOUNCE => Command::Announce(read_announce(reader)?),
         PIN => Command::Pin(read_pin(reader)?),
-        UNPIN => Command::Unpin { pin: PinId(reader.number("pin")?), owner: reader.text("owner")? },
+        UNPIN => Command::Unpin {
+            pin: PinId(reader.number("pin")?),
+            owner: reader.text("owner")?,
+            ends_ms: reader.option("end")?,
+        },
         SET_QUOTA => Command::SetQuota {
             tenant: TenantId(reader.number_u32("tenant")?),
             bytes: reader.option("quota")?,
@@ -166,6 +171,8 @@ pub(super) fn read_record(reader: &mut Reader<'_>) -> Result<NodeRecord, CodecEr
 pub(super) fn put_pin(out: &mut Vec<u8>, pin: &Pin) {
     put_number(out, pin.pin.0);
     put_text(out, &pin.owner);
+    out.push(u8::from(pin.kind == PinKind::Soft));
+    put_option(out, pin.ends_ms);
     put_number(out, pin.blocks.len() as u64);
     put_hashes(out, &pin.blocks);
 }
@@ -173,8 +180,10 @@ pub(super) fn put_pin(out: &mut Vec<u8>, pin: &Pin) {
 pub(super) fn read_pin(reader: &mut Reader<'_>) -> Result<Pin, CodecError> {
     let pin = PinId(reader.number("pin")?);
     let owner = reader.text("owner")?;
+    let kind = if reader.flag("soft")? { PinKind::Soft } else { PinKind::Hard };
+    let ends_ms = reader.option("end")?;
     let count = reader.count("pinned blocks", 16)?;
-    Ok(Pin { pin, owner, blocks: reader.hashes(count)? })
+    Ok(Pin { pin, owner, blocks: reader.hashes(count)?, kind, ends_ms })
 }
 
 fn put_hashes(out: &mut Vec<u8>, hashes: &[BlockHash]) {

@@ -37,7 +37,8 @@ pub enum Command {
     },
     /// Ownership changes of one or more nodes, gathered in one batch window.
     Announce(Vec<Announcement>),
-    /// Keep these blocks wherever they are until unpinned.
+    /// Keep these blocks wherever they are until unpinned, or until the pin's end. Its owner may change how firmly and
+    /// until when by saying it again.
     Pin(Pin),
     /// End a pin. Only its owner may.
     Unpin {
@@ -45,6 +46,8 @@ pub enum Command {
         pin: PinId,
         /// Who asks; must be the pin's owner.
         owner: String,
+        /// Only if this is the pin's end: of a pin that is over, and that its owner may be renewing just now.
+        ends_ms: Option<u64>,
     },
     /// Bytes a tenant may hold on each node; `None` lifts the limit.
     SetQuota {
@@ -136,6 +139,29 @@ pub struct Pin {
     pub owner: String,
     /// What it holds.
     pub blocks: Vec<BlockHash>,
+    /// How firmly.
+    pub kind: PinKind,
+    /// When it is over, in milliseconds of Unix time; never without. Chosen where the write is accepted: applying a
+    /// command reads no clock, so the index keeps a pin that is over until an `Unpin` ends it.
+    pub ends_ms: Option<u64>,
+}
+
+impl Pin {
+    /// Whether the pin is over at this Unix time in milliseconds.
+    #[must_use]
+    pub fn is_over(&self, now_ms: u64) -> bool {
+        self.ends_ms.is_some_and(|ends_ms| ends_ms <= now_ms)
+    }
+}
+
+/// How firmly a pin keeps its blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum PinKind {
+    /// They leave for nobody.
+    #[default]
+    Hard,
+    /// They leave after everything that nobody pinned, leased or waits for, and before anybody is refused room.
+    Soft,
 }
 
 /// Answer of applying one [`Command`]. `Announce` answers once per announcement, in order.

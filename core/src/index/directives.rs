@@ -21,11 +21,18 @@ pub(super) struct Directives {
 }
 
 impl Directives {
-    /// Adds a pin. The same pin again changes nothing, so that a caller may repeat a lost call.
+    /// Adds a pin. The same pin again changes nothing, so that a caller may repeat a lost call; with the same owner and
+    /// blocks, how firmly and until when is what was said last.
     pub(super) fn pin(&mut self, pin: &Pin, limits: &IndexLimits) -> Result<Applied, Refusal> {
-        if let Some(known) = self.pins.get(&pin.pin) {
-            let same = known == pin;
-            return if same { Ok(Applied::Ignored) } else { Err(Refusal::PinExists(pin.pin)) };
+        if let Some(known) = self.pins.get_mut(&pin.pin) {
+            if known == pin {
+                return Ok(Applied::Ignored);
+            }
+            if (&known.owner, &known.blocks) != (&pin.owner, &pin.blocks) {
+                return Err(Refusal::PinExists(pin.pin));
+            }
+            (known.kind, known.ends_ms) = (pin.kind, pin.ends_ms);
+            return Ok(Applied::Done);
         }
         within("pins", self.pins.len() as u64 + 1, limits.pins_max.into())?;
         let blocks = self.pinned_blocks + pin.blocks.len() as u64;
@@ -39,11 +46,19 @@ impl Directives {
         self.pins.insert(pin.pin, pin);
     }
 
-    /// Ends a pin, if its owner asks.
-    pub(super) fn unpin(&mut self, pin: PinId, owner: &str) -> Result<Applied, Refusal> {
+    /// Ends a pin, if its owner asks; one with another end than `ends_ms`, if that is named, stays.
+    pub(super) fn unpin(
+        &mut self,
+        pin: PinId,
+        owner: &str,
+        ends_ms: Option<u64>,
+    ) -> Result<Applied, Refusal> {
         let Some(known) = self.pins.get(&pin) else { return Ok(Applied::Ignored) };
         if known.owner != owner {
             return Err(Refusal::NotOwner { pin, owner: known.owner.clone() });
+        }
+        if ends_ms.is_some() && known.ends_ms != ends_ms {
+            return Ok(Applied::Ignored);
         }
         self.pinned_blocks -= known.blocks.len() as u64;
         self.pins.remove(&pin);

@@ -125,7 +125,7 @@ impl Index {
             Command::Leave { node, epoch } => Ok(self.leave(*node, *epoch)),
             Command::Announce(batch) => Ok(self.announce(batch)),
             Command::Pin(pin) => self.directives.pin(pin, &self.limits),
-            Command::Unpin { pin, owner } => self.directives.unpin(*pin, owner),
+            Command::Unpin { pin, owner, ends_ms } => self.directives.unpin(*pin, owner, *ends_ms),
             Command::SetQuota { tenant, bytes } => self.directives.set_quota(*tenant, *bytes, &self.limits),
             Command::SetTtl { group, ttl_ms } => self.directives.set_ttl(*group, *ttl_ms, &self.limits),
         }

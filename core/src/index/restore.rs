@@ -323,7 +323,7 @@ fn read_directives(directives: &mut Directives, reader: &mut Reader<'_>) -> Resu
     let ttls = read_settings(reader, "times to live")?;
     directives.ttls = ttls.into_iter().map(|(key, value)| (GroupId(key), value)).collect();
     let mut before = None;
-    for _ in 0..reader.count("pins", 3)? {
+    for _ in 0..reader.count("pins", 5)? {
         let at = reader.at();
         let pin = read_pin(reader)?;
         if before >= Some(pin.pin) {

@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use super::changes::{self, ChangeLog, Standing};
 use super::curve::MissCurve;
-use super::entry::{Entry, Meta, Slab};
+use super::entry::{Entry, Meta, PinnedBlocks, Slab};
 use super::lease::Lease;
 use super::moves::Action;
 use super::numbers::{Left, TierNumbers};
+use super::pins::Pins;
 use super::quota::QuotaRows;
 use super::share::Shares;
 use super::ttl::TtlRows;
@@ -95,7 +96,7 @@ pub struct Book {
     pub(super) quotas: BTreeMap<TenantId, u64>,
     pub(super) quota_rows: QuotaRows,
     pub(super) stamp: u64,
-    pub(super) pins: BTreeSet<BlockHash>,
+    pub(super) pins: Pins,
     pub(super) changes: ChangeLog,
     pub(super) drops: VecDeque<Action>,
     pub(super) promotes: VecDeque<BlockKey>,
@@ -123,7 +124,7 @@ impl Book {
             quotas: BTreeMap::new(),
             quota_rows: QuotaRows::default(),
             stamp: 0,
-            pins: BTreeSet::new(),
+            pins: Pins::new(limits.seed),
             changes: ChangeLog::default(),
             drops: VecDeque::new(),
             promotes: VecDeque::new(),
@@ -208,10 +209,10 @@ impl Book {
         self.leases.len()
     }
 
-    /// Resident blocks that a directive holds.
+    /// Resident blocks that directives keep.
     #[must_use]
-    pub fn pinned_blocks(&self) -> u64 {
-        self.pins.iter().filter(|hash| self.slab.find(hash).is_some()).count() as u64
+    pub fn pinned_blocks(&self) -> PinnedBlocks {
+        self.slab.pinned()
     }
 
     /// Bytes per tenant, with the quota where there is one.
@@ -273,8 +274,8 @@ impl Book {
 
     /// A new block with its place in `tier`, under the pins and the window there are.
     pub(super) fn add(&mut self, meta: Meta, tier: Tier) -> BlockKey {
-        let pinned = self.pins.contains(&meta.hash);
-        let key = self.slab.add(meta, tier, pinned);
+        let pin = self.pins.kind(&meta.hash);
+        let key = self.slab.add(meta, tier, pin);
         if let Some(entry) = self.slab.get_mut(key) {
             entry.near = self.window.near(&meta.hash);
         }

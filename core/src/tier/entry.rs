@@ -10,6 +10,7 @@ use super::Charge;
 use super::moves::Line;
 use crate::evict::{BlockKey, BlockTraits};
 use crate::id::{BlockHash, LeaseId, TenantId, Tier, Timestamp};
+use crate::index::command::PinKind;
 
 /// What a block is, apart from where it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,8 +78,8 @@ pub(super) struct Entry {
     pub(super) ranked: bool,
     /// Leases that hold it.
     pub(super) leases: u32,
-    /// A directive holds it.
-    pub(super) pinned: bool,
+    /// How firmly pins keep it; the firmest of several.
+    pub(super) pin: Option<PinKind>,
     /// A reader waits for its bytes in DRAM.
     pub(super) awaited: bool,
     /// The line of moves to be started in which it stands. A key found in another one is left from before.
@@ -98,12 +99,55 @@ impl Entry {
     }
 
     pub(super) fn held(&self) -> bool {
-        self.leases > 0 || self.pinned || self.writing
+        self.leases > 0 || self.pin == Some(PinKind::Hard) || self.writing
     }
 
     /// Whether it stands outside its policy's order.
     pub(super) fn parked(&self) -> bool {
-        self.held() || self.near.is_some()
+        self.held() || self.order() != Order::Policy
+    }
+
+    /// What orders it while nothing holds it. A request that waits comes before a pin.
+    pub(super) fn order(&self) -> Order {
+        match (self.near, self.pin) {
+            (Some(near), _) => Order::Window(near),
+            (None, Some(PinKind::Soft)) => Order::Pinned(self.stamp),
+            (None, Some(PinKind::Hard) | None) => Order::Policy,
+        }
+    }
+
+    /// A request waits for it, and a pin alone keeps it where it is: it may come up, and not leave.
+    pub(super) fn is_wanted(&self) -> bool {
+        self.near.is_some() && self.pin == Some(PinKind::Hard) && self.leases == 0 && !self.writing
+    }
+}
+
+/// The order in which a block may leave, the first to go first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    /// That of its tier's policy.
+    Policy,
+    /// Pinned softly: by the stamp of its last use.
+    Pinned(u64),
+    /// Needed by a waiting request: by its place, the furthest first.
+    Window(u32),
+}
+
+/// Blocks that can be found and are pinned.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PinnedBlocks {
+    /// Kept whatever comes.
+    pub hard: u64,
+    /// Kept until everything else is gone.
+    pub soft: u64,
+}
+
+impl PinnedBlocks {
+    fn of(&mut self, pin: Option<PinKind>) -> Option<&mut u64> {
+        Some(match pin? {
+            PinKind::Hard => &mut self.hard,
+            PinKind::Soft => &mut self.soft,
+        })
     }
 }
 
@@ -114,12 +158,13 @@ pub(super) struct Slab {
     free: Vec<BlockKey>,
     by_hash: HashMap<BlockHash, BlockKey, Fold>,
     serial: u64,
+    pinned: PinnedBlocks,
 }
 
 impl Slab {
     pub(super) fn new(seed: u64) -> Slab {
         let by_hash = HashMap::with_hasher(Fold { seed });
-        Slab { entries: Vec::new(), free: Vec::new(), by_hash, serial: 0 }
+        Slab { entries: Vec::new(), free: Vec::new(), by_hash, serial: 0, pinned: PinnedBlocks::default() }
     }
 
     pub(super) fn find(&self, hash: &BlockHash) -> Option<BlockKey> {
@@ -135,7 +180,7 @@ impl Slab {
     }
 
     /// Adds a block that is not in the map yet.
-    pub(super) fn add(&mut self, meta: Meta, place: Tier, pinned: bool) -> BlockKey {
+    pub(super) fn add(&mut self, meta: Meta, place: Tier, pin: Option<PinKind>) -> BlockKey {
         self.serial += 1;
         let entry = Entry {
             meta,
@@ -150,7 +195,7 @@ impl Slab {
             last_use: None,
             ranked: false,
             leases: 0,
-            pinned,
+            pin,
             awaited: false,
             queued: None,
             share: meta.tenant,
@@ -163,7 +208,27 @@ impl Slab {
         });
         self.entries[key.0 as usize] = Some(entry);
         self.by_hash.insert(meta.hash, key);
+        self.count_pinned(pin, 1);
         key
+    }
+
+    /// Blocks that can be found and are pinned.
+    pub(super) fn pinned(&self) -> PinnedBlocks {
+        self.pinned
+    }
+
+    /// Changes how firmly a block that can be found is kept.
+    pub(super) fn set_pin(&mut self, key: BlockKey, pin: Option<PinKind>) {
+        let Some(entry) = self.get_mut(key) else { return };
+        let before = std::mem::replace(&mut entry.pin, pin);
+        self.count_pinned(before, -1);
+        self.count_pinned(pin, 1);
+    }
+
+    fn count_pinned(&mut self, pin: Option<PinKind>, more: i64) {
+        if let Some(count) = self.pinned.of(pin) {
+            *count = count.saturating_add_signed(more);
+        }
     }
 
     /// Blocks that can be found.
@@ -174,9 +239,10 @@ impl Slab {
 
     /// Makes the hash unknown; the entry stays until its bytes are gone.
     pub(super) fn forget_hash(&mut self, key: BlockKey) {
-        let Some(hash) = self.get(key).map(|entry| entry.meta.hash) else { return };
+        let Some((hash, pin)) = self.get(key).map(|entry| (entry.meta.hash, entry.pin)) else { return };
         if self.by_hash.get(&hash) == Some(&key) {
             self.by_hash.remove(&hash);
+            self.count_pinned(pin, -1);
         }
     }
 
@@ -250,22 +316,22 @@ mod tests {
     #[test]
     fn keys_are_dense_and_reused_with_another_serial() {
         let mut slab = Slab::new(7);
-        let first = slab.add(meta(1), Tier::Dram, false);
-        let second = slab.add(meta(2), Tier::Dram, false);
+        let first = slab.add(meta(1), Tier::Dram, None);
+        let second = slab.add(meta(2), Tier::Dram, None);
         assert_eq!((first, second), (BlockKey(0), BlockKey(1)));
         let serial = slab.get(first).unwrap().serial;
         slab.remove(first);
         assert_eq!(slab.find(&BlockHash([1; 16])), None);
-        assert_eq!(slab.add(meta(3), Tier::Ssd, false), first);
+        assert_eq!(slab.add(meta(3), Tier::Ssd, None), first);
         assert_ne!(slab.get(first).unwrap().serial, serial);
     }
 
     #[test]
     fn forgetting_a_hash_leaves_a_newer_block_of_that_hash_alone() {
         let mut slab = Slab::new(7);
-        let old = slab.add(meta(1), Tier::Dram, false);
+        let old = slab.add(meta(1), Tier::Dram, None);
         slab.forget_hash(old);
-        let new = slab.add(meta(1), Tier::Dram, false);
+        let new = slab.add(meta(1), Tier::Dram, None);
         slab.remove(old);
         assert_eq!(slab.find(&BlockHash([1; 16])), Some(new));
     }

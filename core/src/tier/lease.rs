@@ -1,4 +1,4 @@
-//! Leases and pins: who holds a block, and what the end of a request does to the order of eviction.
+//! Leases: which requests hold a block, and what the end of a request does to the order of eviction.
 //!
 //! A lease is one request on this node. At its end the request's blocks are touched from tail to
 //! head, so that the head of a prefix is always younger than its tail.
@@ -9,7 +9,7 @@ use super::book::Book;
 use super::order::Told;
 use super::{Asker, LeasesFull};
 use crate::evict::BlockKey;
-use crate::id::{BlockHash, Category, LeaseId, TenantId, Tier, Timestamp};
+use crate::id::{Category, LeaseId, TenantId, Tier, Timestamp};
 
 /// One request under way.
 #[derive(Clone, Debug)]
@@ -139,28 +139,5 @@ impl Book {
             ended += 1;
         }
         ended
-    }
-
-    /// Replaces the set of pinned blocks. Pins also hold for blocks that come later.
-    pub fn set_pins(&mut self, pins: BTreeSet<BlockHash>, now: Timestamp) {
-        let old = std::mem::replace(&mut self.pins, pins);
-        let ended: Vec<BlockHash> = old.difference(&self.pins).copied().collect();
-        let begun: Vec<BlockHash> = self.pins.difference(&old).copied().collect();
-        for hash in ended.iter().chain(&begun) {
-            self.mark_pinned(hash, now);
-        }
-    }
-
-    fn mark_pinned(&mut self, hash: &BlockHash, now: Timestamp) {
-        let pinned = self.pins.contains(hash);
-        let Some(key) = self.slab.find(hash) else { return };
-        let Some(entry) = self.slab.get_mut(key) else { return };
-        let before = entry.held();
-        entry.pinned = pinned;
-        match (before, entry.held()) {
-            (false, true) => self.park(key),
-            (true, false) => self.unpark(key, now),
-            _ => {}
-        }
     }
 }

@@ -1,10 +1,11 @@
 //! The orders a block stands in while nothing holds it: its policy's, its tenant's and its group's; or, while a
-//! waiting request needs it, its place in the queue instead.
+//! waiting request needs it, its place in the queue instead; or, while it is pinned softly, its last use among such.
 //!
-//! Every change of a block's hold, place, last use or window goes through here, so that looking for a victim costs
+//! Every change of a block's hold, place, last use, pin or window goes through here, so that looking for a victim costs
 //! no step per block that may not go. Not here: who gives way (`pressure`).
 
 use super::book::Book;
+use super::entry::Order;
 use crate::evict::BlockKey;
 use crate::id::Timestamp;
 
@@ -26,8 +27,8 @@ impl Book {
         self.tell(key, if is_known { Told::Used } else { Told::Inserted }, now);
     }
 
-    /// Tells the policy of the block's tier. While something holds it or a waiting request needs it, it stands outside
-    /// the policy's order.
+    /// Tells the policy of the block's tier. While something holds it, a waiting request needs it or it is pinned, it
+    /// stands outside the policy's order.
     pub(super) fn tell(&mut self, key: BlockKey, how: Told, now: Timestamp) {
         self.unlist(key);
         self.stamp += 1;
@@ -64,9 +65,9 @@ impl Book {
     /// counting as a use.
     pub(super) fn unpark(&mut self, key: BlockKey, now: Timestamp) {
         let Some(entry) = self.slab.get(key).filter(|entry| entry.ranked && !entry.held()) else { return };
-        let (traits, windowed) = (entry.meta.traits, entry.near.is_some());
+        let (traits, parked) = (entry.meta.traits, entry.parked());
         if let Some(tier) = entry.place {
-            if !windowed {
+            if !parked {
                 self.shelf_mut(tier).policy.settle(key, traits, now);
             }
             self.list(key);
@@ -75,35 +76,44 @@ impl Book {
 
     /// Lists a block that is ranked and not held wherever it may be looked for. Listing it twice changes nothing.
     pub(super) fn list(&mut self, key: BlockKey) {
-        let Some(entry) = self.slab.get(key).filter(|entry| entry.ranked && !entry.held()) else { return };
+        let Some(entry) = self.slab.get(key).filter(|entry| entry.ranked) else { return };
         let Some(tier) = entry.place else { return };
-        let (tenant, share, stamp, near) = (entry.meta.tenant, entry.share, entry.stamp, entry.near);
+        let (tenant, share, stamp, order) = (entry.meta.tenant, entry.share, entry.stamp, entry.order());
         let (group, last_use) = (entry.meta.hash.group(), entry.last_use);
-        self.quota_rows.insert(tenant, tier, stamp, key);
+        if entry.held() {
+            if let (true, Order::Window(near)) = (entry.is_wanted(), order) {
+                self.shelf_mut(tier).shares.want(share, near, key);
+            }
+            return;
+        }
+        self.quota_rows.insert(tenant, (tier, matches!(order, Order::Pinned(_))), stamp, key);
         let shelf = self.shelf_mut(tier);
-        shelf.shares.insert(share, near, key);
-        match near {
-            Some(near) => {
+        shelf.shares.insert(share, order, key);
+        match order {
+            Order::Window(near) => {
                 shelf.window.insert(near, key);
             }
-            None => self.ttls.insert(group, last_use, key),
+            // A pin goes before a time to live.
+            Order::Pinned(_) => {}
+            Order::Policy => self.ttls.insert(group, last_use, key),
         }
     }
 
-    /// Takes a block off every list, before its place, last use, stamp or window changes or while it is held.
+    /// Takes a block off every list, before its place, last use, stamp, pin or window changes or while it is held.
     pub(super) fn unlist(&mut self, key: BlockKey) {
         let Some(entry) = self.slab.get(key) else { return };
         let Some(tier) = entry.place else { return };
-        let (tenant, share, stamp, near) = (entry.meta.tenant, entry.share, entry.stamp, entry.near);
+        let (tenant, share, stamp, order) = (entry.meta.tenant, entry.share, entry.stamp, entry.order());
         let (group, last_use) = (entry.meta.hash.group(), entry.last_use);
-        self.quota_rows.remove(tenant, tier, stamp);
+        self.quota_rows.remove(tenant, (tier, matches!(order, Order::Pinned(_))), stamp);
         let shelf = self.shelf_mut(tier);
-        shelf.shares.remove(share, near, key);
-        match near {
-            Some(near) => {
+        shelf.shares.remove(share, order, key);
+        match order {
+            Order::Window(near) => {
                 shelf.window.remove(&near);
             }
-            None => self.ttls.remove(group, last_use, key),
+            Order::Pinned(_) => {}
+            Order::Policy => self.ttls.remove(group, last_use, key),
         }
     }
 }

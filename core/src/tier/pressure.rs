@@ -1,13 +1,17 @@
 //! Who gives way: making room in a tier, demoting, dropping, promoting.
 //!
 //! Which tenant gives way is in `share`; of its blocks the policy names the victim. Held blocks stand outside its order,
-//! and so do those that waiting requests need. A tenant's own limit is in `quota`.
+//! and so do those that are pinned softly and those that waiting requests need. A tenant's own limit is in `quota`.
 
 use super::book::{Book, slot_bytes};
-use super::entry::Entry;
+use super::entry::{Entry, Order};
 use super::numbers::Left;
 use crate::evict::BlockKey;
 use crate::id::{TenantId, Tier, Timestamp};
+
+/// The place of every block that is pinned softly among those of waiting requests: behind all of them, and before what
+/// neither is.
+pub(super) const PINNED_PLACE: u32 = u32::MAX - 1;
 
 /// Who wants room.
 #[derive(Clone, Copy, Debug)]
@@ -28,9 +32,14 @@ impl Claim {
     }
 
     /// Of a block that leaves the tier above: what nobody waits for leaves before what its tenant waits for, and that
-    /// from the tail on.
-    fn demoted(tenant: TenantId, near: Option<u32>) -> Claim {
-        Claim { tenant, yields_to: near.unwrap_or(u32::MAX), others_yield_to: 0 }
+    /// from the tail on; and before either what nobody pinned.
+    fn demoted(tenant: TenantId, order: Order) -> Claim {
+        let yields_to = match order {
+            Order::Window(near) => near,
+            Order::Pinned(_) => PINNED_PLACE,
+            Order::Policy => u32::MAX,
+        };
+        Claim { tenant, yields_to, others_yield_to: 0 }
     }
 
     /// Of a block with this place that nobody asked for yet: only what is needed later gives way, whoever needs it.
@@ -74,18 +83,16 @@ impl Book {
         self.shelf_mut(tier).numbers.left(category, why, Some(age_us));
     }
 
-    /// Of the tenant that gives way: the policy's victim, while it has one; then of the blocks that waiting requests need
-    /// the furthest from the head.
+    /// Of the tenant that gives way: the policy's victim, while it has one; then of the blocks that are pinned softly the
+    /// longest unused, and then of those that waiting requests need the furthest from the head.
     pub(super) fn victim(&mut self, tier: Tier, claim: Claim, now: Timestamp) -> Option<BlockKey> {
         let slab = &self.slab;
         let spared = |key: BlockKey| slab.get(key).is_none_or(Entry::parked);
         let shelf = if tier == Tier::Ssd { &mut self.ssd } else { &mut self.dram };
         let taker = shelf.shares.row(claim.tenant);
         if !shelf.shares.are_many() {
-            let yields_to =
-                if shelf.shares.used(taker) > 0 { claim.yields_to } else { claim.others_yield_to };
-            let furthest = || shelf.window.range(yields_to..).next_back().map(|(_, key)| *key);
-            return shelf.policy.victim(now, &spared).or_else(furthest);
+            let named = shelf.policy.victim(now, &spared);
+            return named.or_else(|| shelf.shares.last_resort(taker, claim));
         }
         let giver = shelf.shares.giver(taker, claim)?;
         let named = shelf.policy.victim(now, &spared);
@@ -96,7 +103,7 @@ impl Book {
     /// DRAM to SSD; dropped when nothing there may give way.
     pub(super) fn demote(&mut self, key: BlockKey, now: Timestamp) {
         let Some(entry) = self.slab.get(key) else { return };
-        let claim = Claim::demoted(entry.meta.tenant, entry.near);
+        let claim = Claim::demoted(entry.meta.tenant, entry.order());
         let (slot, category, age_us) = (entry.meta.charge.ssd, entry.meta.traits.category, entry.age_us(now));
         self.discharge(key);
         let fits = self.reserve(Tier::Ssd, slot, claim, now);

@@ -16,11 +16,25 @@ use crate::id::{TenantId, Tier};
 struct Row {
     dram: BTreeMap<u64, BlockKey>,
     ssd: BTreeMap<u64, BlockKey>,
+    /// Pinned softly.
+    pinned_dram: BTreeMap<u64, BlockKey>,
+    pinned_ssd: BTreeMap<u64, BlockKey>,
 }
 
+/// A tier, and whether blocks that are pinned softly are meant.
+pub(super) type Kind = (Tier, bool);
+
+/// What gives way first: the slower tier, and pinned blocks after all others.
+const KINDS: [Kind; 4] = [(Tier::Ssd, false), (Tier::Dram, false), (Tier::Ssd, true), (Tier::Dram, true)];
+
 impl Row {
-    fn of(&mut self, tier: Tier) -> &mut BTreeMap<u64, BlockKey> {
-        if tier == Tier::Ssd { &mut self.ssd } else { &mut self.dram }
+    fn of(&mut self, kind: Kind) -> &mut BTreeMap<u64, BlockKey> {
+        match kind {
+            (Tier::Ssd, false) => &mut self.ssd,
+            (Tier::Ssd, true) => &mut self.pinned_ssd,
+            (_, false) => &mut self.dram,
+            (_, true) => &mut self.pinned_dram,
+        }
     }
 }
 
@@ -30,15 +44,15 @@ pub(super) struct QuotaRows(BTreeMap<TenantId, Row>);
 
 impl QuotaRows {
     /// Lists a block, if its tenant has a quota.
-    pub(super) fn insert(&mut self, tenant: TenantId, tier: Tier, stamp: u64, key: BlockKey) {
+    pub(super) fn insert(&mut self, tenant: TenantId, kind: Kind, stamp: u64, key: BlockKey) {
         if let Some(row) = self.0.get_mut(&tenant) {
-            row.of(tier).insert(stamp, key);
+            row.of(kind).insert(stamp, key);
         }
     }
 
-    pub(super) fn remove(&mut self, tenant: TenantId, tier: Tier, stamp: u64) {
+    pub(super) fn remove(&mut self, tenant: TenantId, kind: Kind, stamp: u64) {
         if let Some(row) = self.0.get_mut(&tenant) {
-            row.of(tier).remove(&stamp);
+            row.of(kind).remove(&stamp);
         }
     }
 }
@@ -77,10 +91,10 @@ impl Book {
         if coming > quota {
             return false;
         }
-        for tier in [Tier::Ssd, Tier::Dram] {
+        for kind @ (tier, _) in KINDS {
             while self.tenant_bytes(tenant).saturating_add(coming) > quota {
                 let row = self.quota_rows.0.get_mut(&tenant);
-                let Some(victim) = row.and_then(|row| row.of(tier).values().next().copied()) else { break };
+                let Some(victim) = row.and_then(|row| row.of(kind).values().next().copied()) else { break };
                 self.shelf_mut(tier).stats.dropped_blocks += 1;
                 self.count_left(victim, Left::Quota);
                 self.drop_block(victim);

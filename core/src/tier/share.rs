@@ -8,7 +8,8 @@
 
 use std::collections::BTreeMap;
 
-use super::pressure::Claim;
+use super::entry::Order;
+use super::pressure::{Claim, PINNED_PLACE};
 use crate::evict::BlockKey;
 use crate::evict::queue::{Links, Queue};
 use crate::id::TenantId;
@@ -29,8 +30,12 @@ struct Row {
     blocks: u64,
     /// What may leave, in the order of last uses.
     queue: Queue,
+    /// What may leave when nothing of these does: blocks that are pinned softly, the longest unused first.
+    pinned: BTreeMap<u64, BlockKey>,
     /// What may leave when nothing else of the tenant does: blocks that waiting requests need, the next one's first.
     window: BTreeMap<u32, BlockKey>,
+    /// Blocks that waiting requests need and that may not leave at all, since they are pinned; but they may come up.
+    wanted: BTreeMap<u32, BlockKey>,
 }
 
 impl Row {
@@ -38,8 +43,17 @@ impl Row {
         self.window.range(yields_to..).next_back().map(|(_, key)| *key)
     }
 
+    fn pinned(&self, yields_to: u32) -> Option<BlockKey> {
+        self.pinned.first_key_value().filter(|_| yields_to <= PINNED_PLACE).map(|(_, key)| *key)
+    }
+
+    /// What leaves when nothing that is in the policy's order does.
+    fn last_resort(&self, yields_to: u32) -> Option<BlockKey> {
+        self.pinned(yields_to).or_else(|| self.furthest(yields_to))
+    }
+
     fn gives(&self, yields_to: u32) -> bool {
-        self.queue.len() > 0 || self.furthest(yields_to).is_some()
+        self.queue.len() > 0 || self.last_resort(yields_to).is_some()
     }
 }
 
@@ -48,6 +62,8 @@ impl Row {
 pub(super) struct Shares {
     rows: BTreeMap<TenantId, Row>,
     links: Links,
+    /// Blocks of all rows that waiting requests need and that may not leave.
+    wanted: usize,
 }
 
 impl Shares {
@@ -79,31 +95,54 @@ impl Shares {
     }
 
     /// Lists a block that may leave, once.
-    pub(super) fn insert(&mut self, row: TenantId, near: Option<u32>, key: BlockKey) {
+    pub(super) fn insert(&mut self, row: TenantId, order: Order, key: BlockKey) {
         let Some(row) = self.rows.get_mut(&row) else { return };
-        match near {
-            Some(near) => {
+        match order {
+            Order::Window(near) => {
                 row.window.insert(near, key);
             }
-            None if !self.links.contains(key) => self.links.push_warm(&mut row.queue, key),
-            None => {}
+            Order::Pinned(stamp) => {
+                row.pinned.insert(stamp, key);
+            }
+            Order::Policy if !self.links.contains(key) => self.links.push_warm(&mut row.queue, key),
+            Order::Policy => {}
         }
     }
 
-    pub(super) fn remove(&mut self, row: TenantId, near: Option<u32>, key: BlockKey) {
+    /// Lists a block that waits and may not leave.
+    pub(super) fn want(&mut self, row: TenantId, near: u32, key: BlockKey) {
+        if let Some(row) = self.rows.get_mut(&row) {
+            self.wanted += usize::from(row.wanted.insert(near, key).is_none());
+        }
+    }
+
+    /// Whether a waiting request needs a block that may not leave.
+    pub(super) fn has_wanted(&self) -> bool {
+        self.wanted > 0
+    }
+
+    pub(super) fn remove(&mut self, row: TenantId, order: Order, key: BlockKey) {
         let Some(row) = self.rows.get_mut(&row) else { return };
-        match near {
-            Some(near) => {
+        match order {
+            Order::Window(near) => {
                 row.window.remove(&near);
+                self.wanted -= usize::from(row.wanted.remove(&near).is_some());
             }
-            None if self.links.contains(key) => self.links.unlink(&mut row.queue, key),
-            None => {}
+            Order::Pinned(stamp) => {
+                row.pinned.remove(&stamp);
+            }
+            Order::Policy if self.links.contains(key) => self.links.unlink(&mut row.queue, key),
+            Order::Policy => {}
         }
     }
 
     /// Takes every block of waiting requests off; they are listed again at other places.
     pub(super) fn clear_windows(&mut self) {
-        self.rows.values_mut().for_each(|row| row.window.clear());
+        for row in self.rows.values_mut() {
+            row.window.clear();
+            row.wanted.clear();
+        }
+        self.wanted = 0;
     }
 
     pub(super) fn used(&self, row: TenantId) -> u64 {
@@ -126,7 +165,13 @@ impl Shares {
     /// The block of `giver` that leaves when the policy has no say.
     pub(super) fn coldest(&self, giver: TenantId, taker: TenantId, claim: Claim) -> Option<BlockKey> {
         let row = self.rows.get(&giver)?;
-        row.queue.coldest().or_else(|| row.furthest(yields_to(giver, taker, claim)))
+        row.queue.coldest().or_else(|| row.last_resort(yields_to(giver, taker, claim)))
+    }
+
+    /// What leaves of the only tenant there is, when the policy has nothing to name.
+    pub(super) fn last_resort(&self, taker: TenantId, claim: Claim) -> Option<BlockKey> {
+        let (giver, row) = self.rows.first_key_value()?;
+        row.last_resort(yields_to(*giver, taker, claim))
     }
 
     /// The tenant's block of a waiting request that is furthest from the head of the queue.
@@ -136,16 +181,20 @@ impl Shares {
 
     /// Each tenant's block of a waiting request that is nearest the head of the queue, the nearest first.
     pub(super) fn nearest(&self) -> Vec<(u32, BlockKey)> {
-        let firsts = self.rows.values().filter_map(|row| row.window.first_key_value());
-        let mut nearest: Vec<(u32, BlockKey)> = firsts.map(|(near, key)| (*near, *key)).collect();
+        let first = |row: &Row| {
+            let firsts = [row.window.first_key_value(), row.wanted.first_key_value()];
+            firsts.into_iter().flatten().map(|(near, key)| (*near, *key)).min()
+        };
+        let mut nearest: Vec<(u32, BlockKey)> = self.rows.values().filter_map(first).collect();
         nearest.sort_unstable();
         nearest
     }
 
-    /// Blocks listed in a row, without and with a waiting request, for tests.
+    /// Blocks listed in a row, for tests: in the policy's order, pinned softly, waited for, and of those pinned.
     #[cfg(test)]
-    pub(super) fn listed(&self, row: TenantId) -> (usize, usize) {
-        self.rows.get(&row).map_or((0, 0), |row| (row.queue.len(), row.window.len()))
+    pub(super) fn listed(&self, row: TenantId) -> [usize; 4] {
+        let of = |row: &Row| [row.queue.len(), row.pinned.len(), row.window.len(), row.wanted.len()];
+        self.rows.get(&row).map(of).unwrap_or_default()
     }
 
     /// Every row with what is charged to it.

@@ -212,7 +212,8 @@ impl Book {
 
     /// The nearest block of all, or of another tenant if the nearest one's tenant has too much in DRAM already.
     fn prefetch_one(&mut self, now: Timestamp) -> bool {
-        if self.ssd.window.is_empty() || !self.open(Tier::Dram) {
+        let is_none = self.ssd.window.is_empty() && !self.ssd.shares.has_wanted();
+        if is_none || !self.open(Tier::Dram) {
             return false;
         }
         let nearest = self.ssd.shares.nearest();

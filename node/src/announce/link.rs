@@ -4,12 +4,12 @@
 //! Not here: announcements. Each shard of the index has a stream of its own (`shard`), which this task starts
 //! with the first epoch.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, Epoch, GROUPS, GroupId, TenantId};
-use kv_core::index::command::NodeRecord;
+use kv_core::id::{BlockHash, Epoch, GROUPS, GroupId, PinId, TenantId};
+use kv_core::index::command::{NodeRecord, PinKind};
+use kv_core::tier::{PinEnd, PinOrder};
 use kvfleet_proto::pb::router_client::RouterClient;
 use kvfleet_proto::pb::{self, announce_reply, announce_request};
 use kvfleet_proto::{convert, tls};
@@ -99,10 +99,10 @@ impl Link {
 
     /// Takes over what the routers order; answers under which version.
     pub(super) async fn obey(&self, directives: pb::Directives) -> u64 {
-        let mut pins: BTreeSet<BlockHash> = BTreeSet::new();
+        let mut pins: Vec<PinOrder> = Vec::with_capacity(directives.pins.len());
         for pin in &directives.pins {
             match convert::hashes_from_bytes("pins.blocks", &pin.blocks) {
-                Ok(blocks) => pins.extend(blocks),
+                Ok(blocks) => pins.push(pin_order(pin, blocks)),
                 Err(cause) => tracing::error!(pin = pin.pin, %cause, "a pin of the routers is unreadable"),
             }
         }
@@ -112,6 +112,13 @@ impl Link {
         let _ = self.store.tell(Ask::Directives { pins, quotas, ttls }).await;
         directives.version
     }
+}
+
+fn pin_order(pin: &pb::PinnedBlocks, blocks: Vec<BlockHash>) -> PinOrder {
+    let kind = if pin.soft { PinKind::Soft } else { PinKind::Hard };
+    let left = Duration::from_millis(pin.left_ms);
+    let end = pin.ends_ms.map(|ends_ms| PinEnd { ends_ms, left });
+    PinOrder { pin: PinId(pin.pin), kind, blocks: blocks.into(), end }
 }
 
 /// Times to live of groups there are. Routers of earlier builds took any number for a group, and may have kept some.

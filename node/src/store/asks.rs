@@ -2,13 +2,12 @@
 //!
 //! Not here: how it answers (`mod.rs` and the situations beside it).
 
-use std::collections::BTreeSet;
 use std::time::Duration;
 
 use bytes::Bytes;
 use kv_core::evict::BlockKey;
 use kv_core::id::{BlockHash, Epoch, GroupId, LeaseId, Seq, TenantId};
-use kv_core::tier::{Asker, WindowTaken};
+use kv_core::tier::{Asker, PinOrder, WindowTaken};
 use kvfleet_proto::pb;
 use kvfleet_transport::VisibleAt;
 use tokio::sync::oneshot;
@@ -87,8 +86,8 @@ pub enum Ask {
     },
     /// The routers' directives.
     Directives {
-        /// Pinned blocks.
-        pins: BTreeSet<BlockHash>,
+        /// Pins.
+        pins: Vec<PinOrder>,
         /// Quotas in bytes.
         quotas: Vec<(TenantId, u64)>,
         /// Times to live.

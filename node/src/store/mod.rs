@@ -328,6 +328,7 @@ impl Store {
         let now = self.now();
         self.parts.book.expire(now);
         self.parts.book.expire_window(now);
+        self.parts.book.expire_pins(now);
         self.parts.book.expire_blocks(now);
         if self.refitted.elapsed() >= REFIT {
             self.refitted = Instant::now();

@@ -61,6 +61,8 @@ fn arena(numbers: &ArenaNumbers) -> pb::ArenaStatus {
 impl Store {
     pub(super) fn status(&self) -> pb::NodeStatusReply {
         let outboxes = self.parts.shared.outboxes.lock();
+        let pinned = self.parts.book.pinned_blocks();
+        let next_pin_end = self.parts.book.next_pin_end(self.now());
         pb::NodeStatusReply {
             node: self.parts.shared.node.0,
             epoch: self.parts.shared.epoch().0,
@@ -70,7 +72,9 @@ impl Store {
             leases: self.parts.book.lease_count() as u64,
             tenants: self.tenants(),
             quarantined_files: self.parts.quarantined,
-            pinned_blocks: self.parts.book.pinned_blocks(),
+            pinned_blocks: pinned.hard + pinned.soft,
+            soft_pinned_blocks: pinned.soft,
+            next_pin_end_ms: next_pin_end.map(|left| u64::try_from(left.as_millis()).unwrap_or(u64::MAX)),
             policy: self.parts.policy.clone(),
             classes: [Tier::Dram, Tier::Ssd].into_iter().flat_map(|tier| self.classes(tier)).collect(),
             curve: self.curve(),

@@ -1,7 +1,6 @@
 //! The store with its disk and its service, without the wire: readers that wait, limits, restarts.
 #![allow(clippy::unwrap_used)]
 
-use std::collections::BTreeSet;
 use std::time::Duration;
 
 use kv_core::id::{Category, IdentityDigest, LeaseId, RequestId, TenantId, Tier};
@@ -150,7 +149,7 @@ impl Bench {
 
     async fn quota(&self, bytes: u64) {
         let quotas = vec![(TenantId(0), bytes)];
-        self.store.tell(Ask::Directives { pins: BTreeSet::new(), quotas, ttls: Vec::new() }).await.unwrap();
+        self.store.tell(Ask::Directives { pins: Vec::new(), quotas, ttls: Vec::new() }).await.unwrap();
     }
 
     async fn close(self) {

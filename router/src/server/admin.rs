@@ -6,11 +6,13 @@
 use std::sync::Arc;
 
 use kv_core::id::{Epoch, GROUPS, GroupId, NodeId, PinId, TenantId};
-use kv_core::index::command::{Applied, Command, Pin, Refusal};
+use kv_core::index::command::{Applied, Command, Pin, PinKind, Refusal};
 use kvfleet_proto::{convert, pb};
 use tonic::Status;
 
 use super::{Shared, check, leader_only, not_proposed};
+use crate::directives::told_at;
+use crate::pin_ends;
 
 /// Proposes a checked command on the leader of the control group and gives its log index and answer.
 async fn commit(shared: &Shared, command: Command) -> Result<(u64, Applied), Status> {
@@ -51,7 +53,7 @@ pub(super) async fn join(shared: &Arc<Shared>, request: &pb::JoinRequest) -> Res
         Applied::Joined(epoch) => {
             tracing::info!(%node, %epoch, address = request.data_address, "joined");
             shared.silence.lock().heard(node, epoch, shared.clock.now());
-            let directives = pb::Directives::clone(&shared.directives.borrow());
+            let directives = told_at(&shared.directives.borrow(), shared.unix.now_ms());
             let shards = shared.cluster.shards.into();
             Ok(pb::JoinReply { epoch: epoch.0, directives: Some(directives), shards })
         }
@@ -70,11 +72,36 @@ pub(super) async fn pin(shared: &Shared, request: pb::PinRequest) -> Result<pb::
     if blocks.is_empty() || request.owner.is_empty() {
         return Err(check::invalid("a pin needs at least one block and an owner who may end it"));
     }
-    admin(shared, Command::Pin(Pin { pin: PinId(request.pin), owner: request.owner, blocks })).await
+    let now_ms = shared.unix.now_ms();
+    let ends_ms = request.for_ms.map(|for_ms| ends_ms(now_ms, for_ms)).transpose()?;
+    let kind = if request.soft { PinKind::Soft } else { PinKind::Hard };
+    let pin = Pin { pin: PinId(request.pin), owner: request.owner, blocks, kind, ends_ms };
+    // The number of a pin that is over is free, also before it was looked at.
+    let over = pin_ends::over(&shared.control().published.read().index, pin.pin, now_ms);
+    if let Some(end) = over {
+        commit(shared, end).await?;
+    }
+    admin(shared, Command::Pin(pin)).await
+}
+
+/// When a pin is over that is to last this long.
+fn ends_ms(now_ms: u64, for_ms: u64) -> Result<u64, Status> {
+    if for_ms == 0 {
+        return Err(check::invalid(
+            "a pin for 0 ms would be over at once: name a longer time, or none for a pin without an end",
+        ));
+    }
+    let too_long = || {
+        format!(
+            "a pin for {for_ms} ms would end after all times that can be told: name a shorter time, or none for a pin \
+             without an end"
+        )
+    };
+    now_ms.checked_add(for_ms).ok_or_else(|| check::invalid(too_long()))
 }
 
 pub(super) async fn unpin(shared: &Shared, request: pb::UnpinRequest) -> Result<pb::AdminReply, Status> {
-    admin(shared, Command::Unpin { pin: PinId(request.pin), owner: request.owner }).await
+    admin(shared, Command::Unpin { pin: PinId(request.pin), owner: request.owner, ends_ms: None }).await
 }
 
 pub(super) async fn set_quota(

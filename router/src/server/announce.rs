@@ -20,6 +20,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
 use super::{Shared, check, leader_only, millis, not_leader};
+use crate::directives::told_at;
 use crate::groups::Group;
 use crate::ingest::{Ingest, Verdict, blocks_of};
 use crate::raft::CONTROL;
@@ -138,7 +139,8 @@ impl NodeStream {
                     Ok(None) | Err(_) => Err(End::Gone),
                 },
                 Ok(()) = directives.changed(), if is_control => {
-                    let newest = pb::Directives::clone(&directives.borrow_and_update());
+                    let now_ms = self.shared.unix.now_ms();
+                    let newest = told_at(&directives.borrow_and_update(), now_ms);
                     self.say(Reply::Directives(newest)).await
                 }
                 _ = look.tick() => match self.still_leads().and_then(|()| self.still_live()) {

@@ -25,7 +25,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::clock::Clock;
+use crate::clock::{Clock, UnixClock};
 use crate::groups::{Group, Groups};
 use crate::ingest::Ingest;
 use crate::liveness::Silence;
@@ -56,6 +56,7 @@ pub(crate) struct Shared {
     pub(crate) truth: Arc<Truth>,
     pub(crate) metrics: Metrics,
     pub(crate) clock: Clock,
+    pub(crate) unix: UnixClock,
     /// From when on a lack of instances is one of the cluster, and not of a router that has just come back to it.
     pub(crate) reported_by: Timestamp,
     /// What every node must respect, newest version.

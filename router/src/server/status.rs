@@ -4,7 +4,8 @@
 
 use std::sync::Arc;
 
-use kv_core::index::NodeState;
+use kv_core::index::command::PinKind;
+use kv_core::index::{Index, NodeState};
 use kvfleet_proto::pb;
 use tonic::Status;
 
@@ -19,8 +20,9 @@ pub(super) async fn status(shared: &Arc<Shared>) -> Result<pb::StatusReply, Stat
     let looked = tokio::task::spawn_blocking(move || {
         let groups: Vec<pb::GroupStatus> =
             here.groups.all().iter().map(|group| group_status(&here, group)).collect();
+        let now_ms = here.unix.now_ms();
         let (nodes, pins) = here.control().published.whole(|replica| {
-            (replica.index.nodes().cloned().collect::<Vec<_>>(), replica.index.stats().pins)
+            (replica.index.nodes().cloned().collect::<Vec<_>>(), pins(&replica.index, now_ms))
         });
         let nodes = nodes.iter().map(|node| node_status(&here, node)).collect::<Vec<_>>();
         (groups, nodes, pins)
@@ -41,10 +43,33 @@ pub(super) async fn status(shared: &Arc<Shared>) -> Result<pb::StatusReply, Stat
         nodes,
         instances: instances(shared),
         digest: control.digest,
-        pins,
+        pins: pins.all,
+        soft_pins: pins.soft,
+        next_pin_end_ms: pins.next_end_ms,
         groups,
         cluster: shared.cluster.name.clone(),
     })
+}
+
+/// Pins in force.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Pins {
+    all: u64,
+    soft: u64,
+    /// Until the next is over.
+    next_end_ms: Option<u64>,
+}
+
+/// The pins in force at this Unix time in milliseconds: one that is over is none, also while the index still has it.
+fn pins(index: &Index, now_ms: u64) -> Pins {
+    let mut pins = Pins::default();
+    for pin in index.pins().filter(|pin| !pin.is_over(now_ms)) {
+        pins.all += 1;
+        pins.soft += u64::from(pin.kind == PinKind::Soft);
+        let left_ms = pin.ends_ms.map(|ends_ms| ends_ms - now_ms);
+        pins.next_end_ms = pins.next_end_ms.into_iter().chain(left_ms).min();
+    }
+    pins
 }
 
 fn group_status(shared: &Shared, group: &Group) -> pb::GroupStatus {

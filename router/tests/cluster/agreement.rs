@@ -46,7 +46,12 @@ async fn the_death_of_the_leader_loses_nothing() {
     let mut node = cluster.node(1).await;
     let blocks = prefix(12, 64);
     let seen = node.store(&blocks).await;
-    let pin = pb::PinRequest { pin: 9, owner: "test".into(), blocks: blocks[..2].concat() };
+    let pin = pb::PinRequest {
+        pin: 9,
+        owner: "test".into(),
+        blocks: blocks[..2].concat(),
+        ..pb::PinRequest::default()
+    };
     cluster
         .on_leader(|mut client| {
             let pin = pin.clone();

@@ -51,10 +51,22 @@ async fn malformed_calls_are_answered_with_the_limit() {
     let status = client.route(huge).await.unwrap_err();
     assert_eq!(status.code(), Code::OutOfRange, "{status}");
     says("a control message above the limit", &status.message(), &[]);
-    let nobody = pb::PinRequest { pin: 1, owner: String::new(), blocks: prefix(41, 1).concat() };
+    let nobody = pb::PinRequest {
+        pin: 1,
+        owner: String::new(),
+        blocks: prefix(41, 1).concat(),
+        ..pb::PinRequest::default()
+    };
     let status = client.pin(nobody).await.unwrap_err();
     assert_eq!(status.code(), Code::InvalidArgument);
     says("a pin without an owner", &status.message(), &[]);
+    for (for_ms, what) in [(0, "a pin that is over at once"), (u64::MAX, "a pin that ends after all times")] {
+        let (owner, blocks) = ("me".to_owned(), prefix(41, 1).concat());
+        let pin = pb::PinRequest { pin: 1, owner, blocks, soft: true, for_ms: Some(for_ms) };
+        let status = client.pin(pin).await.unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument);
+        says(what, &status.message(), &[]);
+    }
     let nowhere = pb::JoinRequest { data_address: String::new(), ..join_request(1) };
     let status = client.join(nowhere).await.unwrap_err();
     assert_eq!(status.code(), Code::InvalidArgument);

@@ -5,7 +5,9 @@ use std::time::Duration;
 use kvfleet_errors_doc::says;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::announce_reply::Body as Reply;
+use kvfleet_proto::pb::router_client::RouterClient;
 use tonic::Code;
+use tonic::transport::Channel;
 
 use crate::harness::{Cluster, HANG, cleared, heartbeat, holders, join_request, prefix, stored, until};
 
@@ -82,7 +84,8 @@ async fn a_node_hears_of_pins_quotas_and_times_to_live() {
     let cluster = Cluster::start(3, |_| {}).await;
     let mut node = cluster.node(1).await;
     let blocks = prefix(24, 2);
-    let pin = pb::PinRequest { pin: 3, owner: "test".into(), blocks: blocks.concat() };
+    let pin =
+        pb::PinRequest { pin: 3, owner: "test".into(), blocks: blocks.concat(), ..pb::PinRequest::default() };
     cluster
         .on_leader(|mut client| {
             let pin = pin.clone();
@@ -103,7 +106,10 @@ async fn a_node_hears_of_pins_quotas_and_times_to_live() {
         }
     };
     let all = tokio::time::timeout(HANG, heard).await.unwrap();
-    assert_eq!(all.pins, [pb::PinnedBlocks { pin: 3, blocks: blocks.concat() }]);
+    assert_eq!(
+        all.pins,
+        [pb::PinnedBlocks { pin: 3, blocks: blocks.concat(), ..pb::PinnedBlocks::default() }]
+    );
     assert_eq!(all.quotas, [pb::Quota { tenant: 5, bytes: 1_000 }]);
     assert!(all.ttls.is_empty());
     // Another router gives the same contents the same version.
@@ -183,5 +189,49 @@ async fn many_nodes_at_once_all_get_their_acknowledgements() {
     cluster.assert_equal_replicas().await;
     let leader = cluster.leader().await;
     assert_eq!(cluster.status(leader).await.unwrap().index_copies, 8 * 50 * 16);
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_pin_that_is_over_is_shown_nowhere_and_leaves_every_replica() {
+    let cluster = Cluster::start(3, |_| {}).await;
+    let pin = |number, soft, for_ms| pb::PinRequest {
+        pin: number,
+        owner: "test".into(),
+        blocks: prefix(27, 2).concat(),
+        soft,
+        for_ms,
+    };
+    let say = async |request: pb::PinRequest| {
+        let say = |mut client: RouterClient<Channel>| {
+            let request = request.clone();
+            async move { client.pin(request).await }
+        };
+        cluster.on_leader(say).await
+    };
+    let on_all = async |what: &str, is_so: &dyn Fn(&pb::StatusReply) -> bool| {
+        for id in 1..=3 {
+            until(what, || async { is_so(&cluster.status(id).await?).then_some(()) }).await;
+        }
+    };
+    say(pin(1, true, Some(600_000))).await;
+    on_all("the soft pin", &|all| (all.pins, all.soft_pins) == (1, 1)).await;
+    let leader = cluster.leader().await;
+    let before = cluster.status(leader).await.unwrap();
+    assert!(before.next_pin_end_ms.is_some_and(|left| left <= 600_000), "{:?}", before.next_pin_end_ms);
+    let taken = say(pin(2, false, Some(1))).await;
+    assert!(taken.changed);
+    on_all("the pin that is over is gone, and by an entry of the log", &|all| {
+        all.applied_index > taken.applied_index && all.digest == before.digest && all.pins == 1
+    })
+    .await;
+    // Its number is free, and another owner may take it.
+    let other = pb::PinRequest { owner: "other".into(), ..pin(2, false, Some(600_000)) };
+    assert!(say(other).await.changed);
+    // The owner says it again: hard from now on, and without an end.
+    assert!(say(pin(1, false, None)).await.changed);
+    assert!(!say(pin(1, false, None)).await.changed, "the same again");
+    on_all("both are hard", &|all| (all.pins, all.soft_pins) == (2, 0)).await;
+    cluster.assert_equal_replicas().await;
     cluster.shutdown().await;
 }

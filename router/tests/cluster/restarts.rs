@@ -148,7 +148,7 @@ async fn a_corrupted_log_is_named_and_refused_with_what_to_do() {
     let mut cluster = Cluster::start(3, |_| {}).await;
     let marker = b"an owner nobody else would have".to_vec();
     let owner = String::from_utf8(marker.clone()).unwrap();
-    let pin = pb::PinRequest { pin: 1, owner, blocks: prefix(34, 1).concat() };
+    let pin = pb::PinRequest { pin: 1, owner, blocks: prefix(34, 1).concat(), ..pb::PinRequest::default() };
     cluster
         .on_leader(|mut client| {
             let pin = pin.clone();

@@ -44,7 +44,8 @@ pub(crate) async fn times(contacts: Contacts, span: Duration) -> Result<Vec<u64>
 }
 
 async fn pin_and_unpin(client: &mut Client, pin: u64) -> Result<[Duration; 2], Status> {
-    let pinned = pb::PinRequest { pin, owner: OWNER.into(), blocks: vec![7; 16] };
+    let pinned =
+        pb::PinRequest { pin, owner: OWNER.into(), blocks: vec![7; 16], ..pb::PinRequest::default() };
     let start = Instant::now();
     client.pin(pinned).await?;
     let middle = Instant::now();

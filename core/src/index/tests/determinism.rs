@@ -256,11 +256,18 @@ fn random_lives_meet_what_they_should() {
         let mut index = Index::new(tight());
         for intent in intents {
             let command = intent.command(&reference);
+            let pins: Vec<u64> = index.pins().map(|pin| pin.pin.0).collect();
             reference.apply(&command);
             let kind = match index.apply(&command) {
                 Applied::Joined(_) => "joined",
-                Applied::Done => "done",
-                Applied::Ignored => "ignored",
+                Applied::Done => match &command {
+                    Command::Pin(pin) if pins.contains(&pin.pin.0) => "pin changed",
+                    _ => "done",
+                },
+                Applied::Ignored => match &command {
+                    Command::Unpin { pin, .. } if pins.contains(&pin.0) => "pin renewed meanwhile",
+                    _ => "ignored",
+                },
                 Applied::Refused(Refusal::OverLimit { .. }) => "over limit",
                 Applied::Refused(Refusal::Identity { .. }) => "identity",
                 Applied::Refused(Refusal::NotOwner { .. }) => "not owner",
@@ -291,6 +298,8 @@ fn random_lives_meet_what_they_should() {
         "identity",
         "not owner",
         "pin exists",
+        "pin changed",
+        "pin renewed meanwhile",
         "applied",
         "unlisted",
         "duplicate",

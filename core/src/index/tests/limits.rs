@@ -86,7 +86,7 @@ fn pins() {
     fits_then_not(&mut index, &pin(1, 0..3), &pin(2, 0..4), &refused("blocks of one pin", 4, 3));
     fits_then_not(&mut index, &pin(2, 0..1), &pin(3, 0..1), &refused("blocks of all pins", 5, 4));
     fits_then_not(&mut index, &pin(3, 0..0), &pin(4, 0..0), &refused("pins", 4, 3));
-    index.apply(&Command::Unpin { pin: PinId(1), owner: "ops".to_owned() });
+    index.apply(&Command::Unpin { pin: PinId(1), owner: "ops".to_owned(), ends_ms: None });
     assert_eq!(index.apply(&pin(4, 0..3)), Applied::Done, "ended pins give their room back");
 }
 
@@ -115,7 +115,7 @@ fn texts() {
         (join(&|record| record.control_address = long()), "control address length in bytes"),
         (join(&|record| record.host = long()), "host name length in bytes"),
         (Command::Pin(pin(1, &long(), [])), "owner length in bytes"),
-        (Command::Unpin { pin: PinId(1), owner: long() }, "owner length in bytes"),
+        (Command::Unpin { pin: PinId(1), owner: long(), ends_ms: None }, "owner length in bytes"),
     ];
     for (command, what) in cases {
         assert_eq!(index.apply(&command), refused(what, 15, 14));

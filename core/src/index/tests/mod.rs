@@ -156,7 +156,8 @@ fn leave(node: u32, epoch: u64) -> Command {
 }
 
 fn pin(number: u64, owner: &str, numbers: impl IntoIterator<Item = u64>) -> Pin {
-    Pin { pin: PinId(number), owner: owner.to_owned(), blocks: blocks(numbers) }
+    let (kind, ends_ms) = (PinKind::Hard, None);
+    Pin { pin: PinId(number), owner: owner.to_owned(), blocks: blocks(numbers), kind, ends_ms }
 }
 
 /// A run as `(start, len, [(node, tier)])`.

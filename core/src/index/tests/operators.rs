@@ -11,7 +11,7 @@ fn ttl(group: u32, ttl_ms: Option<u64>) -> Command {
 }
 
 fn unpin(number: u64, owner: &str) -> Command {
-    Command::Unpin { pin: PinId(number), owner: owner.to_owned() }
+    Command::Unpin { pin: PinId(number), owner: owner.to_owned(), ends_ms: None }
 }
 
 #[test]
@@ -38,6 +38,38 @@ fn a_pin_said_again_changes_nothing_and_another_one_is_refused() {
         assert_eq!(index.0.apply(&Command::Pin(other)), refused);
     }
     assert_eq!(index.0.stats().pinned_blocks, 2);
+}
+
+#[test]
+fn the_owner_changes_how_firmly_and_until_when() {
+    let mut index = Fixture::with_nodes(0);
+    let first = pin(1, "ops", [1, 2]);
+    index.0.apply(&Command::Pin(first.clone()));
+    for (kind, ends_ms) in [(PinKind::Soft, None), (PinKind::Soft, Some(7)), (PinKind::Hard, Some(5))] {
+        let next = Pin { kind, ends_ms, ..first.clone() };
+        assert_eq!(index.0.apply(&Command::Pin(next.clone())), Applied::Done);
+        assert_eq!(index.0.apply(&Command::Pin(next.clone())), Applied::Ignored);
+        assert_eq!(index.0.pins().collect::<Vec<_>>(), [&next]);
+        let eve = Pin { owner: "eve".to_owned(), ..first.clone() };
+        assert_eq!(index.0.apply(&Command::Pin(eve)), Applied::Refused(Refusal::PinExists(PinId(1))));
+    }
+    assert_eq!((index.0.stats().pins, index.0.stats().pinned_blocks), (1, 2));
+}
+
+#[test]
+fn a_pin_that_was_renewed_meanwhile_is_not_ended_as_one_that_is_over() {
+    let mut index = Fixture::with_nodes(0);
+    let until = |ends_ms| Pin { ends_ms: Some(ends_ms), ..pin(1, "ops", [1]) };
+    let over = Command::Unpin { pin: PinId(1), owner: "ops".to_owned(), ends_ms: Some(5) };
+    assert!(until(5).is_over(5) && !until(5).is_over(4) && !pin(1, "ops", [1]).is_over(u64::MAX));
+    index.0.apply(&Command::Pin(until(5)));
+    index.0.apply(&Command::Pin(until(9)));
+    assert_eq!(index.0.apply(&over), Applied::Ignored);
+    assert_eq!(index.0.stats().pins, 1);
+    index.0.apply(&Command::Pin(until(5)));
+    assert_eq!(index.0.apply(&over), Applied::Done);
+    index.0.apply(&Command::Pin(until(9)));
+    assert_eq!(index.0.apply(&unpin(1, "ops")), Applied::Done, "the owner need not know the end");
 }
 
 #[test]

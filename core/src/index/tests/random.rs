@@ -36,7 +36,7 @@ pub(super) enum Intent {
     Leave { node: u32, late: u64 },
     Announce(Vec<Said>),
     Pin(Pin),
-    Unpin { pin: u64, owner: String },
+    Unpin { pin: u64, owner: String, ends_ms: Option<u64> },
     SetQuota { tenant: u32, bytes: Option<u64> },
     SetTtl { group: u32, ttl_ms: Option<u64> },
 }
@@ -82,7 +82,7 @@ impl Intent {
                 Command::Announce(batch)
             }
             Intent::Pin(pin) => Command::Pin(pin),
-            Intent::Unpin { pin, owner } => Command::Unpin { pin: PinId(pin), owner },
+            Intent::Unpin { pin, owner, ends_ms } => Command::Unpin { pin: PinId(pin), owner, ends_ms },
             Intent::SetQuota { tenant, bytes } => Command::SetQuota { tenant: TenantId(tenant), bytes },
             Intent::SetTtl { group, ttl_ms } => Command::SetTtl { group: GroupId(group), ttl_ms },
         }
@@ -196,11 +196,20 @@ fn owner() -> impl Strategy<Value = String> {
     prop::sample::select(vec!["ops".to_owned(), "batch".to_owned()])
 }
 
+fn pin_kind() -> impl Strategy<Value = PinKind> {
+    prop::sample::select(vec![PinKind::Hard, PinKind::Soft])
+}
+
 fn intent(who: Speakers) -> impl Strategy<Value = Intent> {
     let late = || rarely(0..2).prop_map(|late| late as u64);
     let value = || prop::option::weighted(0.7, 0..4u64);
-    let pin = (0..5u64, owner(), some_blocks())
-        .prop_map(|(pin, owner, blocks)| Intent::Pin(Pin { pin: PinId(pin), owner, blocks }));
+    let end = || prop::option::of(0..3u64);
+    // Few blocks, so that a pin is also said again with another kind or end.
+    let pinned = || prop_oneof![1 => some_blocks(), 1 => (0..2u64).prop_map(|start| names(start..start + 2))];
+    let pin =
+        (0..5u64, owner(), pinned(), pin_kind(), end()).prop_map(|(pin, owner, blocks, kind, ends_ms)| {
+            Intent::Pin(Pin { pin: PinId(pin), owner, blocks, kind, ends_ms })
+        });
     prop_oneof![
         4 => (0..NODES, prop::bool::weighted(0.05))
             .prop_map(|(node, stranger)| Intent::Join { node, stranger }),
@@ -209,8 +218,8 @@ fn intent(who: Speakers) -> impl Strategy<Value = Intent> {
         1 => (0..NODES, late()).prop_map(|(node, late)| Intent::Fence { node, late }),
         2 => (0..NODES, late()).prop_map(|(node, late)| Intent::Leave { node, late }),
         16 => prop::collection::vec(said(who), 1..4).prop_map(Intent::Announce),
-        1 => pin,
-        1 => (0..5u64, owner()).prop_map(|(pin, owner)| Intent::Unpin { pin, owner }),
+        2 => pin,
+        2 => (0..5u64, owner(), end()).prop_map(|(pin, owner, ends_ms)| Intent::Unpin { pin, owner, ends_ms }),
         1 => (0..4u32, value()).prop_map(|(tenant, bytes)| Intent::SetQuota { tenant, bytes }),
         1 => (0..4u32, value()).prop_map(|(group, ttl_ms)| Intent::SetTtl { group, ttl_ms }),
     ]
@@ -260,9 +269,12 @@ pub(super) fn any_command() -> impl Strategy<Value = Command> {
                 block_bytes,
             }
         });
-    let pin = (any::<u64>(), any::<String>(), hashes())
-        .prop_map(|(pin, owner, blocks)| Command::Pin(Pin { pin: PinId(pin), owner, blocks }));
     let value = || prop::option::of(any::<u64>());
+    let pin = (any::<u64>(), any::<String>(), hashes(), pin_kind(), value()).prop_map(
+        |(pin, owner, blocks, kind, ends_ms)| {
+            Command::Pin(Pin { pin: PinId(pin), owner, blocks, kind, ends_ms })
+        },
+    );
     prop_oneof![
         2 => record.clone().prop_map(Command::Join),
         1 => (record, any::<u64>()).prop_map(|(record, epoch)| Command::Admit { record, epoch: Epoch(epoch) }),
@@ -270,8 +282,8 @@ pub(super) fn any_command() -> impl Strategy<Value = Command> {
         1 => (any::<u32>(), any::<u64>()).prop_map(|(node, epoch)| leave(node, epoch)),
         8 => prop::collection::vec(one, 0..4).prop_map(Command::Announce),
         2 => pin,
-        1 => (any::<u64>(), any::<String>())
-            .prop_map(|(pin, owner)| Command::Unpin { pin: PinId(pin), owner }),
+        1 => (any::<u64>(), any::<String>(), value())
+            .prop_map(|(pin, owner, ends_ms)| Command::Unpin { pin: PinId(pin), owner, ends_ms }),
         1 => (any::<u32>(), value())
             .prop_map(|(tenant, bytes)| Command::SetQuota { tenant: TenantId(tenant), bytes }),
         1 => (any::<u32>(), value())

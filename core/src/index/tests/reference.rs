@@ -77,10 +77,13 @@ impl Reference {
             Command::Leave { node, epoch } => Ok(self.leave(node.0, epoch.0)),
             Command::Announce(batch) => self.announce(batch),
             Command::Pin(pin) => self.pin(pin),
-            Command::Unpin { pin, owner } => match self.pins.get(&pin.0) {
+            Command::Unpin { pin, owner, ends_ms } => match self.pins.get(&pin.0) {
                 None => Ok(Applied::Ignored),
                 Some(known) if known.owner != *owner => {
                     Err(Refusal::NotOwner { pin: *pin, owner: known.owner.clone() })
+                }
+                Some(known) if ends_ms.is_some_and(|ends_ms| known.ends_ms != Some(ends_ms)) => {
+                    Ok(Applied::Ignored)
                 }
                 Some(_) => {
                     self.pins.remove(&pin.0);
@@ -203,6 +206,10 @@ impl Reference {
         limit("blocks of one pin", pin.blocks.len(), self.limits.pin_blocks_max.into())?;
         match self.pins.get(&pin.pin.0) {
             Some(known) if known == pin => return Ok(Applied::Ignored),
+            Some(known) if known.owner == pin.owner && known.blocks == pin.blocks => {
+                self.pins.insert(pin.pin.0, pin.clone());
+                return Ok(Applied::Done);
+            }
             Some(_) => return Err(Refusal::PinExists(pin.pin)),
             None => {}
         }

@@ -19,7 +19,8 @@ enum Op {
     Start { dram: bool, ssd: bool },
     Finish { well: bool },
     Delay,
-    Pin { numbers: BTreeSet<u64> },
+    Pin { pins: Vec<(bool, BTreeSet<u64>, Option<u64>)> },
+    ExpirePins { late: u64 },
     Quota { bytes: u64 },
     Admit { ssd: bool },
     Window { waiting: Vec<Vec<u64>> },
@@ -42,7 +43,10 @@ fn op() -> impl Strategy<Value = Op> {
         8 => any::<(bool, bool)>().prop_map(|(dram, ssd)| Op::Start { dram, ssd }),
         8 => prop::bool::weighted(0.85).prop_map(|well| Op::Finish { well }),
         2 => Just(Op::Delay),
-        1 => prop::collection::btree_set(0u64..25, 0..3).prop_map(|numbers| Op::Pin { numbers }),
+        2 => prop::collection::vec(
+            (any::<bool>(), prop::collection::btree_set(0u64..25, 0..3), prop::option::of(0u64..20_000)), 0..4)
+            .prop_map(|pins| Op::Pin { pins }),
+        2 => (0u64..20_000).prop_map(|late| Op::ExpirePins { late }),
         1 => (0u64..900).prop_map(|bytes| Op::Quota { bytes }),
         1 => any::<bool>().prop_map(|ssd| Op::Admit { ssd }),
         3 => prop::collection::vec(prop::collection::vec(0u64..25, 0..6), 0..4)
@@ -103,7 +107,19 @@ impl World {
             Op::Start { dram, ssd } => self.start(Room { dram, ssd, prefetch: dram }),
             Op::Finish { well } if !self.moving.is_empty() => self.finish(well),
             Op::Delay if !self.moving.is_empty() => self.delay(),
-            Op::Pin { numbers } => self.book.set_pins(numbers.into_iter().map(hash).collect(), now),
+            Op::Pin { pins } => {
+                let orders = (0..).zip(pins).map(|(number, (soft, numbers, left))| {
+                    let kind = if soft { PinKind::Soft } else { PinKind::Hard };
+                    let numbers: Vec<u64> = numbers.into_iter().collect();
+                    let end = |us| PinEnd { ends_ms: self.now + us, left: Duration::from_micros(us) };
+                    PinOrder { end: left.map(end), ..order(number, kind, &numbers) }
+                });
+                let orders: Vec<PinOrder> = orders.collect();
+                self.book.set_pins(orders, now);
+            }
+            Op::ExpirePins { late } => {
+                self.book.expire_pins(Timestamp(self.now + late));
+            }
             Op::Quota { bytes } => {
                 self.book.set_quotas([(TenantId(1), bytes)]);
                 self.quota = Some(bytes);
@@ -155,7 +171,10 @@ impl World {
     /// What is prefetched takes neither the reserve nor anything that somebody holds or needs sooner.
     fn prefetch(&mut self) {
         let before = self.book.window.dram_used;
-        let in_dram = |book: &Book| -> BTreeSet<u32> { book.dram.window.keys().copied().collect() };
+        let in_dram = |book: &Book| -> BTreeSet<u32> {
+            let here = book.slab.iter().filter(|(_, entry)| entry.place == Some(Tier::Dram));
+            here.filter_map(|(_, entry)| entry.near).collect()
+        };
         let (was, present) = (in_dram(&self.book), self.book.slab.found_len());
         let begun = self.book.prefetch(Timestamp(self.now));
         let share = self.book.dram.limits.share(PREFETCH_SHARE_MAX);
@@ -249,6 +268,7 @@ impl World {
         self.check_window();
         self.check_shares();
         self.check_lines();
+        self.check_pins();
         for (key, entry) in self.book.slab.iter() {
             assert_eq!(self.bytes.contains(&(key, Tier::Dram)), entry.copies.dram);
             assert_eq!(self.bytes.contains(&(key, Tier::Ssd)), entry.copies.ssd);
@@ -276,7 +296,11 @@ impl World {
     }
 
     fn leased(&self) -> BTreeSet<BlockHash> {
-        let slab = self.book.slab.iter().filter(|(_, e)| (e.leases > 0 || e.pinned) && e.place.is_some());
+        let slab = self
+            .book
+            .slab
+            .iter()
+            .filter(|(_, e)| (e.leases > 0 || e.pin == Some(PinKind::Hard)) && e.place.is_some());
         slab.map(|(_, e)| e.meta.hash).collect()
     }
 
@@ -303,7 +327,11 @@ impl World {
             let shelf = book.shelf(entry.place.unwrap());
             assert_eq!(entry.near.and_then(|near| shelf.window.get(&near).copied()), in_window.map(|_| key));
             listed += usize::from(in_window.is_some());
-            let may_expire = is_free && entry.near.is_none() && book.ttls.has(entry.meta.hash.group());
+            assert_eq!(entry.pin, book.pins.kind(&entry.meta.hash));
+            let may_expire = is_free
+                && entry.near.is_none()
+                && entry.pin.is_none()
+                && book.ttls.has(entry.meta.hash.group());
             let row = book.ttls.listed(entry.meta.hash.group());
             assert_eq!(row.contains(&(entry.last_use.unwrap_or_default(), key)), may_expire);
         }
@@ -331,9 +359,22 @@ impl World {
             for share in used.into_keys() {
                 let free = || here().filter(|e| e.share == share && e.ranked && !e.held());
                 let waiting = free().filter(|entry| entry.near.is_some()).count();
-                assert_eq!(shelf.shares.listed(share), (free().count() - waiting, waiting));
+                let pinned = free().filter(|entry| entry.near.is_none() && entry.pin.is_some()).count();
+                let wanted = here().filter(|e| e.share == share && e.ranked && e.is_wanted()).count();
+                let listed = [free().count() - waiting - pinned, pinned, waiting, wanted];
+                assert_eq!(shelf.shares.listed(share), listed);
             }
         }
+    }
+
+    fn check_pins(&self) {
+        let found = self.book.slab.iter().filter(|(key, e)| self.book.slab.find(&e.meta.hash) == Some(*key));
+        let mut pinned = PinnedBlocks::default();
+        for (_, entry) in found {
+            pinned.hard += u64::from(entry.pin == Some(PinKind::Hard));
+            pinned.soft += u64::from(entry.pin == Some(PinKind::Soft));
+        }
+        assert_eq!(self.book.pinned_blocks(), pinned);
     }
 
     /// What needs a move stands in the line for it.

@@ -4,6 +4,7 @@
 
 mod exact_lru;
 mod invariants;
+mod pins;
 mod shares;
 mod situations;
 mod ttls;
@@ -14,7 +15,8 @@ use std::time::Duration;
 
 use super::*;
 use crate::evict::{BlockTraits, Policy};
-use crate::id::{BlockHash, Tier, Timestamp};
+use crate::id::{BlockHash, PinId, Tier, Timestamp};
+use crate::index::command::PinKind;
 
 /// Order of last use, kept the simplest way there is.
 #[derive(Default)]
@@ -104,6 +106,16 @@ pub(super) fn drain(book: &mut Book) {
 
 pub(super) fn hashes(numbers: &[u64]) -> Vec<BlockHash> {
     numbers.iter().map(|&number| hash(number)).collect()
+}
+
+/// A pin on these blocks, without an end.
+pub(super) fn order(number: u64, kind: PinKind, numbers: &[u64]) -> PinOrder {
+    PinOrder { pin: PinId(number), kind, blocks: hashes(numbers).into(), end: None }
+}
+
+/// One hard pin on these blocks and no other.
+pub(super) fn pin(book: &mut Book, numbers: &[u64], now: Timestamp) {
+    book.set_pins([order(1, PinKind::Hard, numbers)], now);
 }
 
 pub(super) fn offer(book: &mut Book, lease: u64, numbers: &[u64], now: u64) -> Vec<Offered> {

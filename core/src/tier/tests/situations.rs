@@ -1,7 +1,5 @@
 //! One situation per test, written out by hand.
 
-use std::collections::BTreeSet;
-
 use super::*;
 use crate::index::command::Change;
 
@@ -65,11 +63,11 @@ fn an_unreleased_lease_expires_with_the_effect_of_a_release() {
 fn a_pinned_block_stays_until_unpinned() {
     let mut book = blocks(1, 0);
     request(&mut book, &[1], 1);
-    book.set_pins(BTreeSet::from([hash(1)]), Timestamp(2));
-    assert_eq!(book.pinned_blocks(), 1);
+    pin(&mut book, &[1], Timestamp(2));
+    assert_eq!(book.pinned_blocks(), PinnedBlocks { hard: 1, soft: 0 });
     request(&mut book, &[2], 2);
     assert_eq!(book.tier_of(&hash(1)), Some(Tier::Dram));
-    book.set_pins(BTreeSet::new(), Timestamp(2));
+    pin(&mut book, &[], Timestamp(2));
     request(&mut book, &[2], 3);
     assert_eq!(book.tier_of(&hash(1)), None);
 }
@@ -77,7 +75,7 @@ fn a_pinned_block_stays_until_unpinned() {
 #[test]
 fn a_pin_holds_a_block_that_comes_later() {
     let mut book = blocks(1, 0);
-    book.set_pins(BTreeSet::from([hash(1)]), Timestamp(2));
+    pin(&mut book, &[1], Timestamp(2));
     request(&mut book, &[1], 1);
     request(&mut book, &[2], 2);
     assert_eq!(book.tier_of(&hash(1)), Some(Tier::Dram));

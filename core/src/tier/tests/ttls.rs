@@ -71,11 +71,11 @@ fn a_pin_and_a_window_go_before_a_time_to_live() {
     request(&mut book, &[1], 0);
     request(&mut book, &[2], 0);
     book.set_ttls([(hash(1).group(), after(1)), (hash(2).group(), after(1))]);
-    book.set_pins(BTreeSet::from([hash(1)]), Timestamp(1));
+    pin(&mut book, &[1], Timestamp(1));
     let waiting = hashes(&[2]);
     book.set_window([waiting.as_slice()], Timestamp(SECOND));
     assert_eq!(book.expire_blocks(Timestamp(2 * SECOND)), 0);
-    book.set_pins(BTreeSet::new(), Timestamp(2 * SECOND));
+    pin(&mut book, &[], Timestamp(2 * SECOND));
     assert_eq!(book.expire_blocks(Timestamp(2 * SECOND)), 1, "the end of a pin is no use");
     assert_eq!(present(&book, 1..3), [2]);
     assert!(book.expire_window(Timestamp(4 * SECOND)));

@@ -13,8 +13,8 @@ use serde::{Deserialize, Serialize};
 use super::Owner;
 use crate::raft::Cluster;
 
-/// Version of files, frames and records; another one is refused. 3 was a tree in one file.
-pub(crate) const FORMAT: u32 = 4;
+/// Version of files, frames and records; another one is refused. 3 was a tree in one file, 4 had pins without an end.
+pub(crate) const FORMAT: u32 = 5;
 
 /// What is written at once by a disk, and damaged at once: copies lie on pages of their own, and no page that was
 /// acknowledged is ever written again.

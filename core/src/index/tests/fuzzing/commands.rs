@@ -153,8 +153,12 @@ impl Record {
             3 => Command::Fence { node: NodeId(node), epoch },
             4 => Command::Leave { node: NodeId(node), epoch },
             _ => match self.parent % 4 {
-                0 => Command::Pin(Pin { pin: PinId(number), owner: owner.into(), blocks: self.stretch().1 }),
-                1 => Command::Unpin { pin: PinId(number), owner: owner.into() },
+                0 => {
+                    let kind = if self.flags & 0x10 == 0 { PinKind::Hard } else { PinKind::Soft };
+                    let (pin, owner, blocks) = (PinId(number), owner.into(), self.stretch().1);
+                    Command::Pin(Pin { pin, owner, blocks, kind, ends_ms: value })
+                }
+                1 => Command::Unpin { pin: PinId(number), owner: owner.into(), ends_ms: value },
                 2 => Command::SetQuota { tenant: TenantId(node), bytes: value },
                 _ => Command::SetTtl { group: GroupId(node), ttl_ms: value },
             },

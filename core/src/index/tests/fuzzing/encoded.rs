@@ -33,7 +33,8 @@ pub(super) fn codec_seeds() -> Vec<Vec<u8>> {
         Command::Announce(vec![announcement(300, 2, 1, changes), announcement(1, 1, 1, vec![])]),
         Command::Announce(vec![announcement(1, 2, 1, runs)]),
         Command::Pin(pin(9, "ops", [1, 2])),
-        Command::Unpin { pin: PinId(9), owner: "ops".to_owned() },
+        Command::Pin(Pin { kind: PinKind::Soft, ends_ms: Some(1_700_000_000_000), ..pin(9, "ops", [1, 2]) }),
+        Command::Unpin { pin: PinId(9), owner: "ops".to_owned(), ends_ms: Some(1_700_000_000_000) },
         Command::SetQuota { tenant: TenantId(1), bytes: Some(1 << 40) },
         Command::SetTtl { group: GroupId(1), ttl_ms: None },
     ];
