@@ -9,13 +9,14 @@ use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use kvfleet_proto::tls::{ROUTER_NAME, SERVER_NAME};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose,
 };
 
 /// Name that every certificate of a cluster carries; clients verify it.
-const CLUSTER_NAME: &str = "kvfleet";
+const CLUSTER_NAME: &str = SERVER_NAME;
 
 /// File of the authority's certificate.
 const AUTHORITY: &str = "ca.pem";
@@ -125,8 +126,9 @@ fn authority_params() -> CertificateParams {
 }
 
 fn process_params(role: &str) -> Result<CertificateParams, rcgen::Error> {
-    let names = [CLUSTER_NAME, role, "localhost", "127.0.0.1", "::1"];
-    let mut params = CertificateParams::new(names.map(str::to_owned))?;
+    let router = role.starts_with("router-").then_some(ROUTER_NAME);
+    let names = [CLUSTER_NAME, role, "localhost", "127.0.0.1", "::1"].into_iter().chain(router);
+    let mut params = CertificateParams::new(names.map(str::to_owned).collect::<Vec<_>>())?;
     params.distinguished_name.push(DnType::CommonName, role);
     params.use_authority_key_identifier_extension = true;
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
@@ -170,6 +172,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use kvfleet_errors_doc::says;
+    use kvfleet_proto::tls::TlsFiles;
 
     use super::*;
 
@@ -181,6 +184,17 @@ mod tests {
         let again = Authority::open(dir.path()).unwrap().issue("node-1").unwrap();
         assert_eq!(first, again);
         assert_eq!(text, std::fs::read_to_string(&again.cert).unwrap(), "no new certificate was made");
+    }
+
+    #[test]
+    fn only_a_routers_certificate_names_a_router() {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = Authority::open(dir.path()).unwrap();
+        let names_router = ["router-1", "node-1", "instance-1", "admin"].map(|role| {
+            let CertificateFiles { ca, cert, key } = authority.issue(role).unwrap();
+            TlsFiles { ca, cert, key }.load().unwrap().names_router()
+        });
+        assert_eq!(names_router, [true, false, false, false]);
     }
 
     #[test]

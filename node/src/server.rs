@@ -11,6 +11,7 @@ use kvfleet_proto::pb::{
     AuditReply, AuditRequest, NodeStatusReply, NodeStatusRequest, SetWindowReply, SetWindowRequest,
     SettleReply, SettleRequest, WaitingRequest,
 };
+use kvfleet_proto::tls::{Identity, ROUTER_NAME};
 use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
@@ -27,6 +28,8 @@ pub const AUDIT_BLOCKS_MAX: usize = 1024;
 #[derive(Clone, Debug)]
 pub(crate) struct Control {
     pub(crate) store: StoreHandle,
+    /// Tells who calls.
+    pub(crate) identity: Identity,
 }
 
 #[tonic::async_trait]
@@ -60,9 +63,16 @@ impl NodeControl for Control {
         &self,
         request: Request<SetWindowRequest>,
     ) -> Result<Response<SetWindowReply>, Status> {
+        // It orders what leaves for everybody, and whoever speaks last counts.
+        if !request.peer_certs().is_some_and(|chain| self.identity.is_router(&chain)) {
+            return Err(Status::permission_denied(format!(
+                "only routers say what waiting requests need, and this certificate names none: a router's carries the \
+                 subject alternative name \"{ROUTER_NAME}\""
+            )));
+        }
         let waiting = waiting(&request.into_inner().waiting)
             .map_err(|error| Status::invalid_argument(error.to_string()))?;
-        let taken = self.store.try_ask(|reply| Ask::SetWindow { waiting, reply }).await;
+        let taken = self.store.set_window(waiting).await;
         let taken = taken.map_err(|_| Status::resource_exhausted("the node is busy: ask again"))?;
         let count = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
         Ok(Response::new(SetWindowReply {

@@ -360,7 +360,8 @@ fn serve_control(
     stop: &CancellationToken,
 ) -> Result<JoinHandle<()>, StartError> {
     let mut server = tonic::transport::Server::builder().tls_config(identity.server_tls())?;
-    let router = server.add_service(NodeControlServer::new(Control { store }));
+    let control = Control { store, identity: identity.clone() };
+    let router = server.add_service(NodeControlServer::new(control));
     let stop = stop.clone();
     Ok(tokio::spawn(async move {
         let incoming = TcpListenerStream::new(listener);

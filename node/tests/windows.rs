@@ -36,7 +36,7 @@ async fn a_window_brings_up_what_waits_and_ends_by_itself() {
         (status(&world, &node).await.tiers[1].blocks == 20).then_some(())
     })
     .await;
-    let mut control = world.control(node.control_addr()).await;
+    let mut control = control_as(&world.router, node.control_addr()).await;
     let reply = control.set_window(window(&[0..4, 90..92, 2..6])).await.unwrap().into_inner();
     assert_eq!((reply.requests, reply.blocks, reply.dram_blocks, reply.ssd_blocks), (3, 8, 0, 6));
     assert_eq!(u128::from(reply.ends_after_ms), WINDOW_SPAN.as_millis());
@@ -62,6 +62,12 @@ async fn a_window_brings_up_what_waits_and_ends_by_itself() {
     .await;
     let cut = pb::SetWindowRequest { waiting: vec![pb::WaitingRequest { blocks: vec![0; 15] }] };
     says("a window whose hashes are cut", &control.set_window(cut).await.unwrap_err().message(), &[]);
+    // A node, an instance or a person of the same cluster.
+    let mut other = world.control(node.control_addr()).await;
+    let refused = other.set_window(window(&[0..2, 2..4])).await.unwrap_err();
+    assert_eq!(refused.code(), tonic::Code::PermissionDenied);
+    says("a window from somebody who is no router", &refused.message(), &[]);
+    assert_eq!(status(&world, &node).await.window_blocks, 0);
     node.shutdown().await;
 }
 

@@ -23,6 +23,9 @@ use tonic::transport::{Certificate, ClientTlsConfig, ServerTlsConfig};
 /// cluster does not.
 pub const SERVER_NAME: &str = "kvfleet";
 
+/// Name that certificates of routers carry besides [`SERVER_NAME`]: what only routers may say is refused from others.
+pub const ROUTER_NAME: &str = "kvfleet-router";
+
 /// Application protocol of the block path. Another number is another protocol: handshakes fail early.
 pub const ALPN: &[u8] = b"kvfleet/1";
 
@@ -241,6 +244,10 @@ fn server_name() -> ServerName<'static> {
     ServerName::try_from(SERVER_NAME).expect("the constant is a valid DNS name")
 }
 
+fn router_name() -> ServerName<'static> {
+    ServerName::try_from(ROUTER_NAME).expect("the constant is a valid DNS name")
+}
+
 impl Identity {
     /// The same checks as [`TlsFiles::load`] on PEM text in memory, for tests and for processes that
     /// make their own certificates.
@@ -250,6 +257,24 @@ impl Identity {
     pub fn from_pem(ca: &[u8], cert: &[u8], key: &[u8]) -> Result<Identity, TlsError> {
         let files = TlsFiles { ca: "memory:ca".into(), cert: "memory:cert".into(), key: "memory:key".into() };
         Checked { files: &files }.identity(ca.to_vec(), cert.to_vec(), key.to_vec())
+    }
+
+    /// Whether a peer's certificate (chain, its own first) is one of the cluster and names it a router.
+    #[must_use]
+    pub fn is_router(&self, chain: &[CertificateDer<'_>]) -> bool {
+        let Some((leaf, intermediates)) = chain.split_first() else { return false };
+        let verifier =
+            WebPkiServerVerifier::builder_with_provider(Arc::clone(&self.roots), provider()).build();
+        let verify = |verifier: Arc<WebPkiServerVerifier>| {
+            verifier.verify_server_cert(leaf, intermediates, &router_name(), &[], UnixTime::now()).is_ok()
+        };
+        verifier.is_ok_and(verify)
+    }
+
+    /// Whether our own certificate names a router.
+    #[must_use]
+    pub fn names_router(&self) -> bool {
+        self.is_router(&self.certified.cert)
     }
 
     /// For a tonic server: shows our certificate, demands one of the cluster.

@@ -97,13 +97,18 @@ impl Density {
 
     /// Puts an absent block at the warm end of its class. Its wait begins.
     fn enqueue(&mut self, key: BlockKey, mut resident: Resident) {
+        resident.used_at(self.clock);
+        self.alive.begin(resident.class);
+        self.place(key, resident);
+    }
+
+    /// The same of a block whose wait goes on.
+    fn place(&mut self, key: BlockKey, resident: Resident) {
         let at = key.0 as usize;
         if at >= self.blocks.len() {
             self.blocks.resize(at + 1, Resident::default());
         }
-        resident.used_at(self.clock);
         self.blocks[at] = resident;
-        self.alive.begin(resident.class);
         let queue = &mut self.queues[resident.class.at()];
         self.links.push_warm(queue, key);
         if queue.len() == 1 {
@@ -253,6 +258,18 @@ impl Policy for Density {
         self.enqueue(key, resident);
     }
 
+    fn moved_in(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
+        self.close_run();
+        self.advance(now);
+        self.remove(key);
+        let known = self.ghosts.take(traits.fingerprint, self.clock);
+        let mut resident = Resident::new(traits.fingerprint, known.map(|(memory, _)| memory));
+        let Some((memory, last_use)) = known else { return self.enqueue(key, resident) };
+        resident.class = memory.class;
+        resident.used_at(last_use);
+        self.place(key, resident);
+    }
+
     fn access(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
         if self.is_resident(key) {
             self.touch(key, traits, now, false);
@@ -344,3 +361,7 @@ impl Policy for Density {
 #[cfg(test)]
 #[path = "density/tests.rs"]
 mod tests;
+
+#[cfg(test)]
+#[path = "density/moved_tests.rs"]
+mod moved_tests;

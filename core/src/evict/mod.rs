@@ -47,7 +47,7 @@ pub struct BlockTraits {
 
 /// An eviction policy over the blocks resident in one tier.
 ///
-/// Contract, held by the policy suite that every policy's tests run: `insert` of a new key, `access`,
+/// Contract, held by the policy suite that every policy's tests run: `insert` and `moved_in` of a new key, `access`,
 /// `settle` and `remove` of a present one (of an absent one they do nothing); `victim` names a present,
 /// unspared block or nothing, does not remove it, and names the same when asked again at once, though its hand may
 /// have moved on while it looked; equal calls give equal victims.
@@ -66,6 +66,12 @@ pub trait Policy: Send {
     /// the same order from tail to head: it gives them their place, but it is not another use.
     fn settle(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
         self.access(key, traits, now);
+    }
+
+    /// A block became resident because it will be used, and not by a use: it came up from the tier below before anybody
+    /// asked. For a policy that learns from uses, that is none.
+    fn moved_in(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
+        self.insert(key, traits, now);
     }
 
     /// Something holds the resident block from now on: until its next `insert`, `access` or `settle` it is

@@ -13,6 +13,7 @@ use std::collections::BTreeSet;
 #[derive(Clone, Debug)]
 enum Act {
     Insert(u32, BlockTraits),
+    MoveIn(u32, BlockTraits),
     Access(u32, BlockTraits),
     Settle(u32, BlockTraits),
     Remove(u32),
@@ -38,6 +39,7 @@ fn any_act() -> impl Strategy<Value = Act> {
     let key = 0..48_u32;
     prop_oneof![
         4 => (key.clone(), any_traits()).prop_map(|(key, traits)| Act::Insert(key, traits)),
+        1 => (key.clone(), any_traits()).prop_map(|(key, traits)| Act::MoveIn(key, traits)),
         4 => (key.clone(), any_traits()).prop_map(|(key, traits)| Act::Access(key, traits)),
         1 => (key.clone(), any_traits()).prop_map(|(key, traits)| Act::Settle(key, traits)),
         1 => key.clone().prop_map(Act::Remove),
@@ -61,6 +63,11 @@ fn run(policy: &mut dyn Policy, acts: &[Act]) -> Trail {
         match *act {
             Act::Insert(key, traits) => {
                 policy.insert(BlockKey(key), traits, now);
+                resident.insert(BlockKey(key));
+                parked.remove(&BlockKey(key));
+            }
+            Act::MoveIn(key, traits) => {
+                policy.moved_in(BlockKey(key), traits, now);
                 resident.insert(BlockKey(key));
                 parked.remove(&BlockKey(key));
             }

@@ -103,6 +103,8 @@ pub struct Book {
     pub(super) demotes: VecDeque<BlockKey>,
     pub(super) prefetches: VecDeque<BlockKey>,
     pub(super) window: Window,
+    /// Demotions that may wait or begin before a prefetch adds one.
+    pub(super) demotions: usize,
     pub(super) ttls: TtlRows,
     pub(super) curve: MissCurve,
     faded: Timestamp,
@@ -131,6 +133,7 @@ impl Book {
             demotes: VecDeque::new(),
             prefetches: VecDeque::new(),
             window: Window::new(limits.seed),
+            demotions: usize::MAX,
             ttls: TtlRows::default(),
             curve: MissCurve::new(limits.seed),
             faded: Timestamp(0),

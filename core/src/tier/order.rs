@@ -14,6 +14,8 @@ use crate::id::Timestamp;
 pub(super) enum Told {
     /// It came in.
     Inserted,
+    /// It came up before anybody asked for it.
+    MovedIn,
     /// It was used, and was there before.
     Used,
     /// The request that brought it ended.
@@ -42,6 +44,7 @@ impl Book {
         let policy = &mut self.shelf_mut(tier).policy;
         match how {
             Told::Inserted => policy.insert(key, traits, now),
+            Told::MovedIn => policy.moved_in(key, traits, now),
             Told::Used => policy.access(key, traits, now),
             Told::Settled => policy.settle(key, traits, now),
         }

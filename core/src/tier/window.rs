@@ -210,6 +210,12 @@ impl Book {
         begun
     }
 
+    /// So many blocks can be written to SSD before its budget is spent. A prefetch that needs another one to leave DRAM
+    /// does not begin beyond that: whoever asks for room may have a block dropped for it, and a wish may not.
+    pub fn set_demotions(&mut self, blocks: usize) {
+        self.demotions = blocks;
+    }
+
     /// The nearest block of all, or of another tenant if the nearest one's tenant has too much in DRAM already.
     fn prefetch_one(&mut self, now: Timestamp) -> bool {
         let is_none = self.ssd.window.is_empty() && !self.ssd.shares.has_wanted();
@@ -225,6 +231,10 @@ impl Book {
         let (cost, _) = self.cost(entry, Tier::Dram);
         let claim = Claim::waiting(entry.meta.tenant, near);
         let Some(victim) = self.room_for(claim, cost, now) else { return false };
+        // One that could not be written to SSD would be gone.
+        if victim.is_some() && self.demotes.len() >= self.demotions {
+            return false;
+        }
         // Leave the SSD first: whoever is demoted for this block takes its room there.
         self.discharge(key);
         if let Some(victim) = victim {
@@ -241,7 +251,8 @@ impl Book {
             entry.prefetch = true;
             self.window.under_way += 1;
         }
-        self.tell(key, Told::Inserted, now);
+        // A block that comes up before it is asked for was not used.
+        self.tell(key, Told::MovedIn, now);
         self.settle(key);
         true
     }

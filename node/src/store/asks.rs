@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use kv_core::evict::BlockKey;
 use kv_core::id::{BlockHash, Epoch, GroupId, LeaseId, Seq, TenantId};
-use kv_core::tier::{Asker, PinOrder, WindowTaken};
+use kv_core::tier::{Asker, PinOrder};
 use kvfleet_proto::pb;
 use kvfleet_transport::VisibleAt;
 use tokio::sync::oneshot;
@@ -93,13 +93,8 @@ pub enum Ask {
         /// Times to live.
         ttls: Vec<(GroupId, Duration)>,
     },
-    /// What waiting requests need.
-    SetWindow {
-        /// The blocks of each, in the order of the queue.
-        waiting: Vec<Vec<BlockHash>>,
-        /// What was taken of it.
-        reply: oneshot::Sender<WindowTaken>,
-    },
+    /// Waiting requests need what the newest window says (`windows`).
+    SetWindow,
     /// Announce everything that a shard lists anew; from `expected` on when its leader said so.
     Reannounce {
         /// The shard.

@@ -12,6 +12,7 @@ mod saving;
 mod status;
 #[cfg(test)]
 mod tests;
+mod windows;
 
 pub use asks::Ask;
 pub(crate) use fetching::LoadBudget;
@@ -40,6 +41,7 @@ use crate::tiers::ssd::pace::Pace;
 use crate::tiers::ssd::{Report, Ssd, SsdRecord};
 use moving::{Load, Move, Trouble};
 use packing::Held;
+use windows::Windows;
 
 /// Requests waiting for the task. It answers one in microseconds, so a full queue is some
 /// milliseconds of work; beyond it callers are told `Busy`.
@@ -65,6 +67,7 @@ pub struct Shared {
     pub filled: watch::Sender<u64>,
     /// Last acknowledged announcement of each shard.
     pub acked: watch::Sender<Point>,
+    windows: Windows,
     epoch: AtomicU64,
     dram_bytes: AtomicU64,
     ssd_bytes: AtomicU64,
@@ -79,6 +82,7 @@ impl Shared {
             outboxes: Mutex::new(Outboxes::default()),
             filled: watch::Sender::new(0),
             acked: watch::Sender::new(Point::default()),
+            windows: Windows::default(),
             epoch: AtomicU64::new(0),
             dram_bytes: AtomicU64::new(0),
             ssd_bytes: AtomicU64::new(0),
@@ -271,10 +275,13 @@ impl Store {
                 self.parts.book.set_quotas(quotas);
                 self.parts.book.set_ttls(ttls);
             }
-            Ask::SetWindow { waiting, reply } => {
+            Ask::SetWindow => {
+                let waiting = self.parts.shared.windows.take();
                 let now = self.now();
-                let taken = self.parts.book.set_window(waiting.iter().map(Vec::as_slice), now);
-                let _ = reply.send(taken);
+                let taken = self.parts.book.set_window(waiting.newest.iter().map(Vec::as_slice), now);
+                for caller in waiting.callers {
+                    let _ = caller.send(taken);
+                }
             }
             Ask::Reannounce { shard, expected, reply } => {
                 self.reannounce(shard, expected);

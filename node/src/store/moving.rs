@@ -56,6 +56,8 @@ impl Store {
     /// Runs everything that can run now, then hands out the changes.
     pub(super) fn pump(&mut self) {
         let now = self.now();
+        let demotions = self.parts.writes.left(now) / self.parts.frame_bytes_max.max(1) as u64;
+        self.parts.book.set_demotions(usize::try_from(demotions).unwrap_or(usize::MAX));
         self.parts.book.prefetch(now);
         self.act();
         // What goes need not be moved first, and what was moved may let a load begin.

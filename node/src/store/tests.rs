@@ -484,3 +484,41 @@ async fn above_the_budget_of_a_day_blocks_are_dropped_and_not_written() {
     }
     assert_eq!(hits.first(), Some(&0), "what was written stays: {hits:?}");
 }
+
+#[tokio::test]
+async fn a_window_has_no_block_dropped_when_no_more_may_be_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let record = config(dir.path(), 10, 30).frame_bytes_max() as u64;
+    let config = NodeConfig { ssd_write_bytes_per_day: record * 5 * 24 + 24, ..config(dir.path(), 10, 30) };
+    let bench = open(&config).await;
+    for number in 0..20 {
+        bench.saved(number, number..number + 1).await;
+        let here = usize::try_from(number + 1).unwrap().min(10);
+        let slot = crate::arena::slot_bytes(config.frame_bytes_max());
+        bench.until("its move ended", |_, used| used == here * slot).await;
+    }
+    let blocks = |status: &pb::NodeStatusReply| (status.tiers[0].blocks, status.tiers[1].blocks);
+    assert_eq!(blocks(&bench.status().await), (10, 5));
+    // The first five were written; each of them would have another block leave, and that one may not be written.
+    let waiting: Vec<BlockHash> = (0..5).map(hash).collect();
+    assert_eq!(bench.store.set_window(vec![waiting]).await.unwrap().ssd_blocks, 5);
+    let status = bench.status().await;
+    assert_eq!((blocks(&status), status.window_blocks, status.prefetched_blocks), ((10, 5), 5, 0));
+    bench.close().await;
+}
+
+#[tokio::test]
+async fn of_windows_that_wait_only_the_newest_is_applied() {
+    let dir = tempfile::tempdir().unwrap();
+    let bench = open(&config(dir.path(), 4, 0)).await;
+    let window = |blocks: u64| vec![(0..blocks).map(hash).collect::<Vec<BlockHash>>()];
+    // All three are there before the task is on again, on this one thread.
+    let (first, second, third) = tokio::join!(
+        bench.store.set_window(window(1)),
+        bench.store.set_window(window(2)),
+        bench.store.set_window(window(3)),
+    );
+    assert_eq!([first, second, third].map(|taken| taken.unwrap().blocks), [3, 3, 3]);
+    assert_eq!(bench.status().await.window_blocks, 3);
+    bench.close().await;
+}

@@ -17,7 +17,7 @@ use kvfleet_proto::frame::{Frame, KeyForm, seal};
 use kvfleet_proto::pb::node_control_client::NodeControlClient;
 use kvfleet_proto::pb::router_server::{Router, RouterServer};
 use kvfleet_proto::pb::{self, announce_reply, announce_request};
-use kvfleet_proto::tls::{Identity, SERVER_NAME, TlsFiles};
+use kvfleet_proto::tls::{Identity, ROUTER_NAME, SERVER_NAME, TlsFiles};
 use kvfleet_proto::{content, convert};
 use kvfleet_transport::quic::{QuicConfig, QuicDialer};
 use kvfleet_transport::{Asker, Dialer, FetchAnswer, FetchRequest, Path, SaveAnswer, SaveDone, SaveRequest};
@@ -40,18 +40,20 @@ pub const BLOCK_BYTES: usize = 6000;
 pub struct World {
     pub dir: tempfile::TempDir,
     pub identity: Identity,
+    pub router: Identity,
 }
 
 impl World {
     pub fn new() -> World {
         let dir = tempfile::tempdir().unwrap();
         write_certificates(dir.path());
-        let identity = files(dir.path()).load().unwrap();
-        World { dir, identity }
+        let identity = files(dir.path(), "cert").load().unwrap();
+        let router = files(dir.path(), "router").load().unwrap();
+        World { dir, identity, router }
     }
 
     pub fn config(&self, routers: &[String]) -> NodeConfig {
-        let files = files(self.dir.path());
+        let files = files(self.dir.path(), "cert");
         NodeConfig {
             id: 3,
             routers: routers.to_vec(),
@@ -73,27 +75,37 @@ impl World {
     }
 
     pub async fn control(&self, address: SocketAddr) -> NodeControlClient<Channel> {
+        control_as(&self.identity, address).await
+    }
+}
+
+/// A node's control calls, as whoever this is.
+pub async fn control_as(identity: &Identity, address: SocketAddr) -> NodeControlClient<Channel> {
+    {
         let endpoint = Endpoint::from_shared(format!("https://{address}")).unwrap();
-        let channel = endpoint.tls_config(self.identity.client_tls()).unwrap().connect().await.unwrap();
+        let channel = endpoint.tls_config(identity.client_tls()).unwrap().connect().await.unwrap();
         NodeControlClient::new(channel)
     }
 }
 
-fn files(dir: &FilePath) -> TlsFiles {
-    TlsFiles { ca: dir.join("ca.pem"), cert: dir.join("cert.pem"), key: dir.join("key.pem") }
+fn files(dir: &FilePath, who: &str) -> TlsFiles {
+    let file = |kind: &str| dir.join(format!("{who}.{kind}"));
+    TlsFiles { ca: dir.join("ca.pem"), cert: file("pem"), key: file("key") }
 }
 
 fn write_certificates(dir: &FilePath) {
     let mut params = CertificateParams::new(vec![]).unwrap();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
-    let key = KeyPair::generate().unwrap();
-    let params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).unwrap();
-    let cert = params.signed_by(&key, &authority).unwrap();
-    let files = files(dir);
-    std::fs::write(files.ca, authority.pem()).unwrap();
-    std::fs::write(files.cert, cert.pem()).unwrap();
-    std::fs::write(files.key, key.serialize_pem()).unwrap();
+    for (who, names) in [("cert", vec![SERVER_NAME]), ("router", vec![SERVER_NAME, ROUTER_NAME])] {
+        let key = KeyPair::generate().unwrap();
+        let names: Vec<String> = names.into_iter().map(str::to_owned).collect();
+        let cert = CertificateParams::new(names).unwrap().signed_by(&key, &authority).unwrap();
+        let files = files(dir, who);
+        std::fs::write(files.ca, authority.pem()).unwrap();
+        std::fs::write(files.cert, cert.pem()).unwrap();
+        std::fs::write(files.key, key.serialize_pem()).unwrap();
+    }
 }
 
 pub async fn start(config: &NodeConfig) -> Node {

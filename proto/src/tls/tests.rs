@@ -51,6 +51,19 @@ fn a_good_identity_makes_all_four_configurations() {
 }
 
 #[test]
+fn a_router_is_told_by_its_certificate_and_only_one_of_the_same_authority() {
+    let (ours, theirs) = (Authority::new(), Authority::new());
+    let router = CertificateParams::new(vec![SERVER_NAME.to_owned(), ROUTER_NAME.to_owned()]).unwrap();
+    let of = |authority: &Authority, params| check(&authority.pem(), &authority.issue(params)).unwrap();
+    let (node, near, far) = (of(&ours, &named("kvfleet")), of(&ours, &router), of(&theirs, &router));
+    assert!(near.names_router() && far.names_router() && !node.names_router());
+    assert!(node.is_router(&near.certified.cert));
+    assert!(
+        !node.is_router(&far.certified.cert) && !near.is_router(&node.certified.cert) && !near.is_router(&[])
+    );
+}
+
+#[test]
 fn missing_files_are_named() {
     let absent = |at: usize| {
         let present = Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml");

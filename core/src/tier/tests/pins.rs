@@ -99,7 +99,7 @@ fn the_firmest_of_several_pins_counts_and_a_change_of_kind_leaves_no_gap() {
     let mut book = blocks(2, 0);
     request(&mut book, &[1], 1);
     let (hard, easy) = (order(1, PinKind::Hard, &[1]), order(2, PinKind::Soft, &[1]));
-    book.set_pins([hard.clone(), easy.clone()], Timestamp(2));
+    book.set_pins([hard, easy.clone()], Timestamp(2));
     assert_eq!(book.pinned_blocks(), PinnedBlocks { hard: 1, soft: 0 });
     assert!(hold(&mut book, 2, 3));
     assert!(!hold(&mut book, 3, 3));

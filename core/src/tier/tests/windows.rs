@@ -5,6 +5,8 @@ use crate::tier::window::{
     PREFETCH_SHARE_MAX, PREFETCHES_MAX, WINDOW_BLOCKS_MAX, WINDOW_REQUESTS_MAX, WINDOW_SPAN,
 };
 use proptest::prelude::*;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Says that these requests wait, each with these blocks.
 fn wait(book: &mut Book, waiting: &[&[u64]], now: u64) -> WindowTaken {
@@ -200,6 +202,103 @@ fn a_block_that_comes_while_somebody_waits_for_it_is_in_the_window() {
     request(&mut book, &[2], 2);
     request(&mut book, &[3], 3);
     assert_eq!(tiers(&book, 1..=3).0, [1, 3]);
+}
+
+/// Counts what it is told of blocks that come.
+struct Told<P> {
+    inner: P,
+    inserted: Arc<AtomicU64>,
+    moved_in: Arc<AtomicU64>,
+}
+
+impl<P: Policy> Policy for Told<P> {
+    fn name(&self) -> &'static str {
+        self.inner.name()
+    }
+
+    fn insert(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
+        self.inserted.fetch_add(1, Relaxed);
+        self.inner.insert(key, traits, now);
+    }
+
+    fn moved_in(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
+        self.moved_in.fetch_add(1, Relaxed);
+        self.inner.moved_in(key, traits, now);
+    }
+
+    fn access(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
+        self.inner.access(key, traits, now);
+    }
+
+    fn park(&mut self, key: BlockKey) {
+        self.inner.park(key);
+    }
+
+    fn remove(&mut self, key: BlockKey) {
+        self.inner.remove(key);
+    }
+
+    fn victim(&mut self, now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
+        self.inner.victim(now, spared)
+    }
+
+    fn len(&self) -> usize {
+        self.inner.len()
+    }
+}
+
+#[test]
+fn a_prefetch_is_no_use_for_the_policy_of_dram() {
+    let (inserted, moved_in) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+    let dram =
+        Told { inner: PlainLru::default(), inserted: Arc::clone(&inserted), moved_in: Arc::clone(&moved_in) };
+    let limits = |blocks| TierLimits::exact(Capacity::Blocks(blocks));
+    let limits =
+        Limits { dram: limits(4), ssd: limits(12), lease: Duration::from_secs(10), leases_max: 64, seed: 1 };
+    let mut book = Book::new(&limits, Box::new(dram), Box::<PlainLru>::default());
+    (1..=8).for_each(|number| assert_eq!(request(&mut book, &[number], number), 0));
+    let before = inserted.load(Relaxed);
+    wait(&mut book, &[&[1, 2]], 100);
+    assert_eq!(prefetch_all(&mut book, 100), 2);
+    assert_eq!((inserted.load(Relaxed), moved_in.load(Relaxed)), (before, 2));
+}
+
+#[test]
+fn a_prefetch_that_needs_a_block_to_leave_does_not_begin_while_none_can_be_written() {
+    let mut book = filled(4, 12, 8);
+    wait(&mut book, &[&[1, 2]], 100);
+    book.set_demotions(0);
+    assert_eq!(prefetch_all(&mut book, 100), 0);
+    assert_eq!(
+        tiers(&book, 1..=8),
+        ((5..=8).collect(), (1..=4).collect()),
+        "nothing moved, and nothing is gone"
+    );
+    book.set_demotions(1);
+    assert_eq!(book.prefetch(Timestamp(100)), 1, "one block may be written, and waits for it");
+    assert_eq!(book.prefetch(Timestamp(100)), 0);
+    // A fetch takes what it needs.
+    assert_eq!(book.fetch(asker(1), &[hash(3)], Timestamp(101)).unwrap().len(), 1);
+    assert_eq!(book.shelf(Tier::Dram).stats.promoted_blocks, 2);
+    let mut roomy = filled(10, 12, 3);
+    roomy.set_demotions(0);
+    let held = hashes(&[1, 2, 3]);
+    roomy.set_window([held.as_slice()], Timestamp(4));
+    assert_eq!(roomy.prefetch(Timestamp(4)), 0, "all there");
+}
+
+#[test]
+fn a_hard_pinned_block_that_waits_comes_up_and_a_leased_one_stays_with_its_reader() {
+    let mut book = filled(4, 12, 8);
+    pin(&mut book, &[1], Timestamp(10));
+    wait(&mut book, &[&[2, 1]], 100);
+    assert_eq!(prefetch_all(&mut book, 100), 2);
+    assert_eq!(tiers(&book, 1..=8).0, [1, 2, 7, 8]);
+    assert_eq!(book.pinned_blocks().hard, 1);
+    // It is held in DRAM from here on, as after a fetch; the window's end changes nothing of that.
+    wait(&mut book, &[], 101);
+    (21..=24).for_each(|number| assert_eq!(request(&mut book, &[number], number + 100), 0));
+    assert!(tiers(&book, 1..=8).0.contains(&1));
 }
 
 #[test]

@@ -39,6 +39,16 @@ impl WriteBudget {
         fits
     }
 
+    /// Bytes that [`Self::take`] would give now.
+    #[must_use]
+    pub fn left(&self, now: Timestamp) -> u64 {
+        if self.bytes_per_day == 0 {
+            return u64::MAX;
+        }
+        let until = now.0.saturating_add(BURST_US).saturating_sub(self.full_at.max(now.0));
+        u64::try_from(u128::from(until) * u128::from(self.bytes_per_day) / DAY_US).unwrap_or(u64::MAX)
+    }
+
     /// Takes `bytes` that were written already, there or not.
     pub fn spend(&mut self, bytes: u64, now: Timestamp) {
         if self.bytes_per_day > 0 {
@@ -63,6 +73,7 @@ mod tests {
         let mut budget = WriteBudget::new(24_000);
         assert!(budget.take(1000, Timestamp(0)));
         assert!(!budget.take(1, Timestamp(0)), "an hour's worth is gone");
+        assert_eq!((budget.left(Timestamp(0)), budget.left(Timestamp(HOUR / 2))), (0, 500));
         assert!(budget.take(500, Timestamp(HOUR / 2)) && !budget.take(10, Timestamp(HOUR / 2)));
         let mut written = 0;
         for minute in 0..10 * 24 * 60 {
@@ -84,5 +95,6 @@ mod tests {
         let mut budget = WriteBudget::new(0);
         budget.spend(u64::MAX, Timestamp(0));
         assert!(budget.take(u64::MAX, Timestamp(0)));
+        assert_eq!(budget.left(Timestamp(0)), u64::MAX);
     }
 }
