@@ -95,6 +95,10 @@ pub struct Book {
     pub(super) tenants: BTreeMap<TenantId, u64>,
     pub(super) quotas: BTreeMap<TenantId, u64>,
     pub(super) quota_rows: QuotaRows,
+    /// Tenants above their quota with more to drop than one call does.
+    pub(super) over_quota: BTreeSet<TenantId>,
+    /// Where in the slab listing for new quotas and times to live goes on.
+    pub(super) listing: Option<usize>,
     pub(super) stamp: u64,
     pub(super) pins: Pins,
     pub(super) changes: ChangeLog,
@@ -125,6 +129,8 @@ impl Book {
             tenants: BTreeMap::new(),
             quotas: BTreeMap::new(),
             quota_rows: QuotaRows::default(),
+            over_quota: BTreeSet::new(),
+            listing: None,
             stamp: 0,
             pins: Pins::new(limits.seed),
             changes: ChangeLog::default(),

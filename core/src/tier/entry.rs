@@ -255,6 +255,11 @@ impl Slab {
         }
     }
 
+    /// Places of entries, used or not.
+    pub(super) fn places(&self) -> usize {
+        self.entries.len()
+    }
+
     /// Every entry once, from a place that `seed` chooses.
     pub(super) fn from(&self, seed: u64) -> impl Iterator<Item = &Entry> {
         let start = seed.checked_rem(self.entries.len() as u64).unwrap_or(0) as usize;

@@ -48,6 +48,10 @@ impl Claim {
     }
 }
 
+/// Blocks that one call for room evicts at most, beyond what it needs itself: between the marks of a large tier may be a
+/// hundred thousand, and everybody would wait for them.
+pub const EVICTED_BLOCKS_MAX: usize = 1024;
+
 impl Book {
     /// Makes room for a slot of `slot` bytes, evicting by the marks. `false` when too much is held.
     pub(super) fn reserve(&mut self, tier: Tier, slot: u32, claim: Claim, now: Timestamp) -> bool {
@@ -57,7 +61,16 @@ impl Book {
             return false;
         }
         if let Some(goal) = limits.goal(shelf.used, cost) {
-            while self.shelf(tier).used.saturating_add(cost) > goal && self.evict_one(tier, claim, now) {}
+            let mut evicted = 0;
+            loop {
+                let used = self.shelf(tier).used;
+                let is_enough = used.saturating_add(cost) <= goal;
+                let is_stretch = evicted >= EVICTED_BLOCKS_MAX && limits.fits(used, cost);
+                if is_enough || is_stretch || !self.evict_one(tier, claim, now) {
+                    break;
+                }
+                evicted += 1;
+            }
         }
         limits.fits(self.shelf(tier).used, cost)
     }

@@ -38,6 +38,10 @@ impl Row {
     }
 }
 
+/// Blocks that one call drops for a quota: less than a millisecond of the task that owns the book. What is left above a
+/// quota that was lowered goes in the calls that follow, one every 20 ms.
+pub const QUOTA_DROPS_MAX: usize = 1024;
+
 /// The rows of all tenants with a quota.
 #[derive(Debug, Default)]
 pub(super) struct QuotaRows(BTreeMap<TenantId, Row>);
@@ -48,6 +52,11 @@ impl QuotaRows {
         if let Some(row) = self.0.get_mut(&tenant) {
             row.of(kind).insert(stamp, key);
         }
+    }
+
+    /// Whether the tenant has a quota.
+    pub(super) fn has(&self, tenant: TenantId) -> bool {
+        self.0.contains_key(&tenant)
     }
 
     pub(super) fn remove(&mut self, tenant: TenantId, kind: Kind, stamp: u64) {
@@ -64,43 +73,73 @@ impl Book {
         self.quotas = quotas.into_iter().collect();
         let quotas = &self.quotas;
         self.quota_rows.0.retain(|tenant, _| quotas.contains_key(tenant));
-        let tenants: Vec<TenantId> = quotas.keys().copied().collect();
         let fresh: Vec<TenantId> =
-            tenants.iter().copied().filter(|tenant| !self.quota_rows.0.contains_key(tenant)).collect();
+            quotas.keys().copied().filter(|tenant| !self.quota_rows.0.contains_key(tenant)).collect();
         if !fresh.is_empty() {
             self.quota_rows.0.extend(fresh.iter().map(|tenant| (*tenant, Row::default())));
-            let keys = self.slab.iter().filter(|(_, entry)| fresh.contains(&entry.meta.tenant));
-            let keys: Vec<BlockKey> = keys.map(|(key, _)| key).collect();
-            keys.into_iter().for_each(|key| self.list(key));
+            self.relist();
         }
-        for tenant in tenants {
-            self.enforce_quota(tenant);
+        self.review_quotas();
+        self.enforce_quotas();
+    }
+
+    /// Goes on with dropping what is above a quota and not held, [`QUOTA_DROPS_MAX`] blocks of it. Returns how many.
+    pub fn enforce_quotas(&mut self) -> usize {
+        let mut dropped = 0;
+        while let Some(tenant) = self.over_quota.pop_first() {
+            let quota = self.quotas.get(&tenant).copied().unwrap_or(u64::MAX);
+            dropped += self.shrink(tenant, quota, 0, QUOTA_DROPS_MAX - dropped);
+            if dropped >= QUOTA_DROPS_MAX {
+                self.over_quota.insert(tenant);
+                break;
+            }
         }
+        dropped
+    }
+
+    fn is_over_quota(&self, tenant: TenantId) -> bool {
+        self.quotas.get(&tenant).is_some_and(|quota| self.tenant_bytes(tenant) > *quota)
+    }
+
+    /// Looks at all tenants again: blocks were listed that were not before.
+    pub(super) fn review_quotas(&mut self) {
+        let over = self.quotas.keys().copied().filter(|tenant| self.is_over_quota(*tenant));
+        self.over_quota = over.collect();
     }
 
     /// Drops what the tenant holds above its quota and nobody uses.
     pub(super) fn enforce_quota(&mut self, tenant: TenantId) {
-        if let Some(&quota) = self.quotas.get(&tenant) {
-            self.shrink_tenant(tenant, quota, 0);
+        if let Some(&quota) = self.quotas.get(&tenant)
+            && self.shrink(tenant, quota, 0, QUOTA_DROPS_MAX) >= QUOTA_DROPS_MAX
+        {
+            self.over_quota.insert(tenant);
         }
     }
 
     /// Brings a tenant to `quota` with `coming` bytes more, by dropping its own coldest blocks, SSD first.
-    /// `false` when too much of it is held.
+    /// `false` when too much of it is held, or so much is to go that it takes more than one call.
     pub(super) fn shrink_tenant(&mut self, tenant: TenantId, quota: u64, coming: u64) -> bool {
         if coming > quota {
             return false;
         }
+        self.shrink(tenant, quota, coming, QUOTA_DROPS_MAX);
+        self.tenant_bytes(tenant).saturating_add(coming) <= quota
+    }
+
+    /// Drops at most `most` blocks of the tenant so that `coming` bytes more are within the quota. Returns how many.
+    fn shrink(&mut self, tenant: TenantId, quota: u64, coming: u64, most: usize) -> usize {
+        let mut dropped = 0;
         for kind @ (tier, _) in KINDS {
-            while self.tenant_bytes(tenant).saturating_add(coming) > quota {
+            while dropped < most && self.tenant_bytes(tenant).saturating_add(coming) > quota {
                 let row = self.quota_rows.0.get_mut(&tenant);
                 let Some(victim) = row.and_then(|row| row.of(kind).values().next().copied()) else { break };
                 self.shelf_mut(tier).stats.dropped_blocks += 1;
                 self.count_left(victim, Left::Quota);
                 self.drop_block(victim);
+                dropped += 1;
             }
         }
-        self.tenant_bytes(tenant).saturating_add(coming) <= quota
+        dropped
     }
 
     fn tenant_bytes(&self, tenant: TenantId) -> u64 {

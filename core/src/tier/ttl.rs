@@ -47,7 +47,6 @@ impl TtlRows {
     }
 
     /// Whether the group has a time to live.
-    #[cfg(test)]
     pub(super) fn has(&self, group: GroupId) -> bool {
         self.rows.contains_key(&group)
     }
@@ -73,18 +72,14 @@ impl Book {
     pub fn set_ttls(&mut self, ttls: impl IntoIterator<Item = (GroupId, Duration)>) {
         let before = std::mem::take(&mut self.ttls.rows);
         let mut before: BTreeMap<GroupId, Row> = before.into_iter().collect();
-        let mut is_fresh = BTreeSet::new();
+        let mut is_fresh = false;
         for (group, span) in ttls {
             let known = before.remove(&group).map(|row| row.blocks);
-            if known.is_none() {
-                is_fresh.insert(group);
-            }
+            is_fresh |= known.is_none();
             self.ttls.rows.insert(group, Row { span, blocks: known.unwrap_or_default() });
         }
-        if !is_fresh.is_empty() {
-            let keys = self.slab.iter().filter(|(_, entry)| is_fresh.contains(&entry.meta.hash.group()));
-            let keys: Vec<BlockKey> = keys.map(|(key, _)| key).collect();
-            keys.into_iter().for_each(|key| self.list(key));
+        if is_fresh {
+            self.relist();
         }
     }
 

@@ -9,6 +9,7 @@ mod fetching;
 mod moving;
 mod packing;
 mod saving;
+mod slots;
 mod status;
 #[cfg(test)]
 mod tests;
@@ -41,6 +42,7 @@ use crate::tiers::ssd::pace::Pace;
 use crate::tiers::ssd::{Report, Ssd, SsdRecord};
 use moving::{Load, Move, Trouble};
 use packing::Held;
+use slots::Slots;
 use windows::Windows;
 
 /// Requests waiting for the task. It answers one in microseconds, so a full queue is some
@@ -188,6 +190,7 @@ pub(crate) struct Store {
     asks: mpsc::WeakSender<Ask>,
     rows: Vec<Row>,
     moves: HashMap<u64, Move>,
+    slots: Slots,
     next_token: u64,
     /// By hash and not by key: a key is given out again, and what was read is checked against the hash.
     loads: HashMap<BlockHash, Load>,
@@ -215,6 +218,7 @@ impl Store {
             asks: weak,
             rows: Vec::new(),
             moves: HashMap::new(),
+            slots: Slots::default(),
             next_token: 0,
             loads: HashMap::new(),
             trouble: None,
@@ -337,6 +341,8 @@ impl Store {
         self.parts.book.expire_window(now);
         self.parts.book.expire_pins(now);
         self.parts.book.expire_blocks(now);
+        self.parts.book.list_more();
+        self.parts.book.enforce_quotas();
         if self.refitted.elapsed() >= REFIT {
             self.refitted = Instant::now();
             self.parts.book.refit(now);

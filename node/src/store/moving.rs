@@ -12,13 +12,10 @@ use tokio::sync::oneshot;
 
 use super::Store;
 use super::packing::Held;
+use super::slots::MOVES_MAX;
 use crate::arena::Purpose;
 use crate::tiers::ssd::pace::Pace;
 use crate::tiers::ssd::{Done, JOBS_MAX, ReadFault, RecordHeader, Report, STAGING_RECORDS, Ssd, SsdRecord};
-
-/// Moves in flight: enough to keep an NVMe queue full. A block on its way has room on both sides; on
-/// SSD the staging records cover all of them, in DRAM a load also waits for one of the arena's free slots.
-pub(crate) const MOVES_MAX: usize = 48;
 
 const _: () = assert!(MOVES_MAX as u64 <= STAGING_RECORDS, "each move needs room beside what is in use");
 const _: () = assert!(MOVES_MAX <= JOBS_MAX, "the SSD thread takes a job for each move");
@@ -36,6 +33,7 @@ pub(super) struct Move {
     key: BlockKey,
     hash: BlockHash,
     record: SsdRecord,
+    is_load: bool,
 }
 
 /// Readers who wait for a block.
@@ -78,11 +76,14 @@ impl Store {
     }
 
     fn next_action(&mut self) -> Option<Action> {
-        let free = self.moves.len() < MOVES_MAX;
-        let dram = free && self.parts.arena.has_room(Purpose::Load);
+        let free = self.slots.load();
+        let room = self.parts.arena.has_room(Purpose::Load);
+        let dram = free && room;
+        // While the arena has no room, demotions are what the reader waits for.
+        let reader_waits = room && !self.loads.is_empty();
         // While the SSD is in trouble demotions may "start": they fail at once and the blocks go.
         let space = self.parts.ssd.as_ref().is_none_or(Ssd::has_room);
-        let ssd = self.trouble.is_some() || (free && space);
+        let ssd = self.trouble.is_some() || (space && self.slots.demotion(reader_waits));
         let prefetch = free && self.parts.arena.has_room(Purpose::Prefetch);
         self.parts.book.next_action(Room { dram, ssd, prefetch })
     }
@@ -133,8 +134,20 @@ impl Store {
         let header = RecordHeader { hash, parent: meta.parent, tenant: meta.tenant, traits, sequence: 0 };
         self.next_token += 1;
         let Some(record) = ssd.write(self.next_token, key.0, header, &frame)? else { return Ok(false) };
-        self.moves.insert(self.next_token, Move { key, hash, record });
+        self.begin(Move { key, hash, record, is_load: false });
         Ok(true)
+    }
+
+    /// A job with the newest token is on its way.
+    fn begin(&mut self, move_: Move) {
+        self.slots.begin(move_.is_load);
+        self.moves.insert(self.next_token, move_);
+    }
+
+    fn end(&mut self, token: u64) -> Option<Move> {
+        let ended = self.moves.remove(&token)?;
+        self.slots.end(ended.is_load);
+        Some(ended)
     }
 
     fn promote(&mut self, key: BlockKey, hash: BlockHash) {
@@ -160,7 +173,7 @@ impl Store {
         let ssd = self.parts.ssd.as_mut().ok_or(io::ErrorKind::NotFound)?;
         self.next_token += 1;
         ssd.read(self.next_token, record, hash, into)?;
-        self.moves.insert(self.next_token, Move { key, hash, record });
+        self.begin(Move { key, hash, record, is_load: true });
         Ok(true)
     }
 
@@ -223,7 +236,7 @@ impl Store {
     }
 
     fn on_written(&mut self, token: u64, result: io::Result<()>) {
-        let Some(Move { key, record, .. }) = self.moves.remove(&token) else { return };
+        let Some(Move { key, record, .. }) = self.end(token) else { return };
         match result {
             Ok(()) => {
                 self.row(key).ssd = Some(record);
@@ -240,7 +253,7 @@ impl Store {
     }
 
     fn on_read(&mut self, token: u64, result: Result<Bytes, ReadFault>) {
-        let Some(Move { key, hash, .. }) = self.moves.remove(&token) else { return };
+        let Some(Move { key, hash, .. }) = self.end(token) else { return };
         match result {
             Ok(bytes) => {
                 self.keep(key, bytes);

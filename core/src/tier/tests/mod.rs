@@ -7,6 +7,7 @@ mod invariants;
 mod pins;
 mod shares;
 mod situations;
+mod steps;
 mod ttls;
 mod windows;
 

@@ -21,6 +21,8 @@ use super::mailbox::Mailbox;
 use super::{JOBS_MAX, Wear};
 use crate::arena::SlotMut;
 use scrub::Scrub;
+#[cfg(test)]
+pub(super) use tend::{RESCUES_BESIDE_READERS_MAX, RESCUES_MAX};
 
 /// How a job of a lane ended, for whoever owns the lanes.
 #[derive(Debug)]
@@ -112,6 +114,8 @@ pub(super) struct Lane {
     pending: HashMap<u64, Pending>,
     next_job: u64,
     asked: usize,
+    /// Reads among them.
+    reading: usize,
     nonce: u64,
     drain: Option<Drain>,
     scrub: Scrub,
@@ -146,6 +150,7 @@ impl Lane {
             pending: HashMap::new(),
             next_job: 0,
             asked: 0,
+            reading: 0,
             nonce: seed,
             drain: None,
             scrub: Scrub::default(),
@@ -202,6 +207,7 @@ impl Lane {
         let at = self.book.shape().at(segment, spot.place.page);
         self.book.read_began(segment);
         self.asked += 1;
+        self.reading += 1;
         self.send(Pending::Read { token, segment }, |job| Job::Read { job, at, hash, into });
         Ok(())
     }
@@ -264,6 +270,7 @@ impl Lane {
             }
             (Pending::Read { token, segment }, Outcome::Got(result)) => {
                 self.asked -= 1;
+                self.reading -= 1;
                 self.book.read_ended(segment);
                 Some(Ended::Read { token, result })
             }

@@ -12,8 +12,12 @@ use crate::tiers::ssd::book::{Rescue, Spot};
 use crate::tiers::ssd::engine::{Job, Outcome, ReadFault};
 use crate::tiers::ssd::format::{SegmentHead, footer, footer_pages};
 
-/// Rescues in flight: they share the device with readers who wait.
-const RESCUES_MAX: usize = 8;
+/// Rescues in flight: each is a record that is read and written again.
+pub(in crate::tiers::ssd) const RESCUES_MAX: usize = 8;
+
+/// Rescues in flight while a reader waits for the device and there is room to write: what his read finds before it. Without
+/// room, saves wait for rescues, and readers for neither.
+pub(in crate::tiers::ssd) const RESCUES_BESIDE_READERS_MAX: usize = 2;
 
 impl Lane {
     /// Makes the medium follow the book: heads, footers, rescues.
@@ -61,7 +65,7 @@ impl Lane {
             self.drain = self.book.drain().map(|(segment, left)| Drain { segment, left, open: 0 });
         }
         let Some(mut drain) = self.drain.take() else { return false };
-        while drain.open < RESCUES_MAX
+        while drain.open < self.rescues_max()
             && let Some(member) = drain.left.pop()
         {
             if !self.book.is_left(drain.segment, member) {
@@ -91,6 +95,18 @@ impl Lane {
             self.drain = Some(drain);
         }
         is_over
+    }
+
+    /// Rescues that may be in flight now.
+    pub(in crate::tiers::ssd) fn rescues_max(&self) -> usize {
+        let reader_waits = self.reading > 0 && self.book.has_room();
+        if reader_waits { RESCUES_BESIDE_READERS_MAX } else { RESCUES_MAX }
+    }
+
+    /// Rescues in flight, for tests.
+    #[cfg(test)]
+    pub(in crate::tiers::ssd) fn rescues(&self) -> usize {
+        self.drain.as_ref().map_or(0, |drain| drain.open)
     }
 
     fn send_rescue(&mut self, rescue: Rescue) {

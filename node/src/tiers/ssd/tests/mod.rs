@@ -16,6 +16,7 @@ use kvfleet_errors_doc::says;
 use kvfleet_proto::frame::{KeyForm, seal};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
+use super::lane::{RESCUES_BESIDE_READERS_MAX, RESCUES_MAX};
 use super::*;
 use crate::arena::{Arena, ArenaShape, Purpose};
 use crate::test_log::Log;
@@ -530,6 +531,28 @@ fn checks_wait_for_readers_and_spare_what_the_medium_does_not_give_once() {
     assert!(matches!(bench.check_all(1)[..], [Done::Checked { result: Err(_) }]));
     config.faults.read_errno.store(0, Ordering::Relaxed);
     assert_eq!(bench.load(1, record).unwrap(), frame(1));
+}
+
+#[test]
+fn while_a_reader_waits_few_records_are_moved_unless_there_is_no_room_to_write() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut bench = open(&config(dir.path(), false));
+    let record = bench.save(1).unwrap();
+    assert_eq!(bench.ssd.lanes[0].rescues_max(), RESCUES_MAX);
+    let into = bench.arena.take(frame(1).len(), Purpose::Load).unwrap();
+    bench.ssd.read(1, record, hash(1), into).unwrap();
+    assert_eq!(bench.ssd.lanes[0].rescues_max(), RESCUES_BESIDE_READERS_MAX);
+    // What is written meanwhile takes all room there is; nothing that ended is taken in, so none comes back.
+    let mut number = 1;
+    while bench.ssd.has_room() {
+        number += 1;
+        assert!(bench.ssd.write(number.into(), 0, header(number), &frame(number)).unwrap().is_some());
+        let lane = &bench.ssd.lanes[0];
+        assert!(lane.rescues() <= lane.rescues_max());
+    }
+    assert_eq!(bench.ssd.lanes[0].rescues_max(), RESCUES_MAX);
+    while !matches!(bench.done(), Done::Read { .. }) {}
+    assert_eq!(bench.ssd.lanes[0].rescues_max(), RESCUES_MAX);
 }
 
 #[test]
