@@ -60,13 +60,15 @@ async fn malformed_calls_are_answered_with_the_limit() {
     let status = client.pin(nobody).await.unwrap_err();
     assert_eq!(status.code(), Code::InvalidArgument);
     says("a pin without an owner", &status.message(), &[]);
-    for (for_ms, what) in [(0, "a pin that is over at once"), (u64::MAX, "a pin that ends after all times")] {
+    let span = async |for_ms| {
         let (owner, blocks) = ("me".to_owned(), prefix(41, 1).concat());
         let pin = pb::PinRequest { pin: 1, owner, blocks, soft: true, for_ms: Some(for_ms) };
-        let status = client.pin(pin).await.unwrap_err();
+        let status = client.clone().pin(pin).await.unwrap_err();
         assert_eq!(status.code(), Code::InvalidArgument);
-        says(what, &status.message(), &[]);
-    }
+        status
+    };
+    says("a pin that is over at once", &span(0).await.message(), &[]);
+    says("a pin that ends after all times", &span(u64::MAX).await.message(), &[]);
     let nowhere = pb::JoinRequest { data_address: String::new(), ..join_request(1) };
     let status = client.join(nowhere).await.unwrap_err();
     assert_eq!(status.code(), Code::InvalidArgument);
