@@ -28,9 +28,18 @@ impl Telemetry {
     }
 }
 
+/// Warnings that are no news: openraft gives one for each proposal whose proposer waits for its end alone, as ours do.
+const QUIET: &str = "openraft::raft::responder=error";
+
+/// What is logged; whoever names openraft wants to see all of it.
+fn filter(text: &str) -> Result<EnvFilter, Box<dyn std::error::Error>> {
+    let filter = EnvFilter::try_new(text)?;
+    Ok(if text.contains("openraft") { filter } else { filter.add_directive(QUIET.parse()?) })
+}
+
 /// Installs the process's subscriber. Must run inside the runtime, which the exporter uses.
 pub(super) fn install(config: &ProcessConfig, service: &str) -> anyhow::Result<Telemetry> {
-    let filter = EnvFilter::try_new(&config.log).map_err(|cause| {
+    let filter = filter(&config.log).map_err(|cause| {
         anyhow::anyhow!(
             "process.log = {:?} is no log filter: {cause}; try \"info\" or \"kvfleet_router=debug\"",
             config.log

@@ -33,6 +33,9 @@ const ENDS_MAX: usize = 8;
 /// or after so many microseconds by the first: less than a device takes for one of many operations.
 const ENDS_WAIT_US: u32 = 50;
 
+/// or, on a device that does not answer, after so long for nothing; then it sleeps again.
+const WAIT_MAX: types::Timespec = types::Timespec::new().sec(60);
+
 /// One operation, at whole pages.
 #[derive(Debug)]
 pub(crate) enum Op {
@@ -292,7 +295,9 @@ impl Uring {
         let want = if self.waits_for_several { (self.open / ENDS_PART).clamp(1, ENDS_MAX) } else { 1 };
         said(match sleep {
             true if want > 1 => {
-                self.ring.submitter().submit_with_args(want, &SubmitArgs::new().min_wait_usec(ENDS_WAIT_US))
+                // Without an end of its own the wait would be over after the first microseconds, with nothing to show.
+                let args = SubmitArgs::new().min_wait_usec(ENDS_WAIT_US).timespec(&WAIT_MAX);
+                self.ring.submitter().submit_with_args(want, &args)
             }
             _ => self.ring.submit_and_wait(usize::from(sleep)),
         });
@@ -357,6 +362,7 @@ impl Drop for Uring {
 fn said(result: io::Result<usize>) {
     if let Err(cause) = result
         && !matches!(cause.kind(), io::ErrorKind::Interrupted | io::ErrorKind::ResourceBusy)
+        && cause.raw_os_error() != Some(rustix::io::Errno::TIME.raw_os_error())
     {
         tracing::error!(%cause, "io_uring wait failed");
     }
