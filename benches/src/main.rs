@@ -6,8 +6,10 @@
 mod choose;
 mod evict;
 mod frame;
+mod get;
 mod hash;
 mod index;
+mod overload;
 mod snapshot;
 mod ssd;
 mod transport;
@@ -44,10 +46,12 @@ const BENCHES: &[Bench] = &[
     Bench { name: "hash", about: hash::ABOUT, run: hash::run },
     Bench { name: "snapshot", about: snapshot::ABOUT, run: snapshot::run },
     Bench { name: "frame", about: frame::ABOUT, run: frame::run },
+    Bench { name: "get", about: get::ABOUT, run: get::run },
     Bench { name: "choose", about: choose::ABOUT, run: choose::run },
     Bench { name: "ssd", about: ssd::ABOUT, run: ssd::run },
     Bench { name: "evict", about: evict::ABOUT, run: evict::run },
     Bench { name: "window", about: window::ABOUT, run: window::run },
+    Bench { name: "overload", about: overload::ABOUT, run: overload::run },
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },
 ];
 

@@ -28,6 +28,8 @@ struct Inspected {
     window_blocks: u64,
     prefetched_blocks: u64,
     ttl_groups: u64,
+    memory_peak_bytes: u64,
+    memory_bytes_max: u64,
     tiers: Vec<TierLine>,
     arena: Option<ArenaLine>,
     classes: Vec<ClassLine>,
@@ -161,6 +163,8 @@ fn gather(status: pb::NodeStatusReply) -> Inspected {
         window_blocks: status.window_blocks,
         prefetched_blocks: status.prefetched_blocks,
         ttl_groups: status.ttl_groups,
+        memory_peak_bytes: status.memory_peak_bytes,
+        memory_bytes_max: status.memory_bytes_max,
         tiers: status.tiers.into_iter().map(tier_line).collect(),
         arena: status.arena.map(|arena| arena_line(&arena)),
         classes: status.classes.iter().map(class_line).collect(),
@@ -280,9 +284,11 @@ fn render(node: &Inspected) -> String {
     );
     let _ = writeln!(
         out,
-        "{} blocks needed by waiting requests, {} prefetched for such; {} groups with a time to live\n",
+        "{} blocks needed by waiting requests, {} prefetched for such; {} groups with a time to live",
         node.window_blocks, node.prefetched_blocks, node.ttl_groups
     );
+    let (peak, most) = (in_mib(node.memory_peak_bytes), in_mib(node.memory_bytes_max));
+    let _ = writeln!(out, "{peak} MiB of memory in place at most so far, of {most} that it may take\n");
     let _ = writeln!(out, "tier   blocks     MiB used     of           takes new blocks");
     for tier in &node.tiers {
         let (used, all) = (in_mib(tier.used_bytes), in_mib(tier.capacity_bytes));

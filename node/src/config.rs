@@ -9,6 +9,7 @@ use kv_core::evict;
 use kv_core::prefix::{IdentityManifest, KeyForm, ManifestError};
 use kv_core::tier::{Capacity, TierLimits};
 use kvfleet_proto::frame::{HEADER_FIXED_BYTES, PAYLOAD_BYTES_MAX, SLICES_MAX};
+use kvfleet_transport::quic::save_bytes_in_flight;
 use serde::{Deserialize, Serialize};
 
 use crate::arena::CLASSES_MAX;
@@ -67,6 +68,8 @@ pub struct NodeConfig {
     pub lease_ms: u64,
     /// Block bytes being sent or loaded for readers at once; above it readers are told `Busy`.
     pub fetch_inflight_bytes: u64,
+    /// Bytes of saves that are arriving at once, over all connections; above it savers are told `Busy`.
+    pub save_inflight_bytes: u64,
     /// Use io_uring for the SSD tier where the kernel permits it.
     pub io_uring: bool,
     /// What the blocks are blocks of.
@@ -144,6 +147,7 @@ impl Default for NodeConfig {
             watermark_low: 0.90,
             lease_ms: 10_000,
             fetch_inflight_bytes: 1 << 30,
+            save_inflight_bytes: 512 << 20,
             io_uring: true,
             identity: IdentitySection::default(),
             tls: TlsSection::default(),
@@ -240,6 +244,11 @@ impl NodeConfig {
         if self.fetch_inflight_bytes < self.frame_bytes_max() as u64 {
             let remedy = format!("one frame must fit, give at least {}", self.frame_bytes_max());
             return wrong("fetch_inflight_bytes", &self.fetch_inflight_bytes, remedy);
+        }
+        let one_save = save_bytes_in_flight(1, self.frame_bytes_max() as u64);
+        if self.save_inflight_bytes < one_save {
+            let remedy = format!("a save of one block must fit, give at least {one_save}");
+            return wrong("save_inflight_bytes", &self.save_inflight_bytes, remedy);
         }
         self.validate_capacity()
     }
@@ -374,6 +383,7 @@ mod tests {
         says("a node: watermark_low", &refused(|config| config.watermark_low = 0.99), &[]);
         says("a node: lease_ms", &refused(|config| config.lease_ms = 0), &[]);
         says("a node: fetch_inflight_bytes", &refused(|config| config.fetch_inflight_bytes = 5), &[]);
+        says("a node: save_inflight_bytes", &refused(|config| config.save_inflight_bytes = 5), &[]);
         let many = |config: &mut NodeConfig| config.more_data_dirs = vec![PathBuf::new(); 64];
         says("a node: more_data_dirs", &refused(many), &[]);
         says("a node without DRAM and SSD", &refused(|config| config.dram_bytes = 0), &[]);

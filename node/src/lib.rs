@@ -7,6 +7,7 @@
 pub mod announce;
 pub mod arena;
 pub mod config;
+pub mod memory;
 mod metrics;
 mod serve;
 pub mod server;

@@ -12,7 +12,7 @@ use kv_core::tier::{Asker, Offered, RefusedBy};
 use kvfleet_proto::frame::Frame;
 use kvfleet_proto::trace_context;
 use kvfleet_transport::{
-    BlockService, BoxFuture, FetchAnswer, FetchReply, FetchRequest, MissReason, SaveDone, SaveOffer,
+    BlockService, BoxFuture, FetchAnswer, FetchReply, FetchRequest, Frames, MissReason, SaveDone, SaveOffer,
     SaveRefusal, SaveRequest, SaveSession,
 };
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
@@ -103,8 +103,7 @@ impl Service {
     }
 
     fn without_frames(&self, answer: FetchAnswer) -> FetchReply {
-        let (_, frames) = mpsc::channel(1);
-        FetchReply { answer, frames, epoch: self.store.shared.epoch() }
+        FetchReply { answer, frames: Frames::none(), epoch: self.store.shared.epoch() }
     }
 
     async fn answer_save(&self, request: SaveRequest) -> (SaveOffer, Option<Box<dyn SaveSession>>) {
@@ -187,22 +186,23 @@ fn stream(
     plan: Vec<Planned>,
     deadline: Instant,
     permit: OwnedSemaphorePermit,
-) -> mpsc::Receiver<Frame> {
-    let (send, frames) = mpsc::channel(plan.len().max(1));
+) -> Frames {
+    let mut ready = Vec::with_capacity(plan.len());
     let mut blocks = hashes.into_iter().zip(plan);
-    // What is in DRAM needs no task: the frames are references and all fit the channel.
+    // What is in DRAM needs no task and no channel: the frames are references.
     for (hash, block) in blocks.by_ref() {
         match block.bytes {
-            PlannedBytes::Ready(bytes) => drop(send.try_send(Frame { bytes, identity, hash })),
+            PlannedBytes::Ready(bytes) => ready.push(Frame { bytes, identity, hash }),
             loading => {
                 let rest = blocks.map(|(hash, block)| (hash, block.bytes));
                 let rest: Vec<_> = std::iter::once((hash, loading)).chain(rest).collect();
+                let (send, later) = mpsc::channel(rest.len());
                 tokio::spawn(stream_rest(identity, rest, deadline, send, permit));
-                break;
+                return Frames::then(ready, later);
             }
         }
     }
-    frames
+    Frames::ready(ready)
 }
 
 async fn stream_rest(

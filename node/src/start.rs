@@ -10,6 +10,7 @@ use kv_core::index::command::NodeRecord;
 use kv_core::tier::{Book, Capacity, Found, Limits};
 use kvfleet_proto::pb::node_control_server::NodeControlServer;
 use kvfleet_proto::tls::{Identity, TlsError, TlsFiles};
+use kvfleet_transport::BlockService;
 use kvfleet_transport::quic::{BindError, QuicConfig, QuicServer};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -20,6 +21,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use crate::announce::link::Link;
 use crate::arena::{Arena, ArenaShape, SizeClasses};
 use crate::config::{ConfigError, NodeConfig};
+use crate::memory::MemoryBound;
 use crate::metrics::Metrics;
 use crate::serve::Service;
 use crate::server::Control;
@@ -92,6 +94,7 @@ pub enum StartError {
 /// A running node. Dropping it stops it without ceremony, as a crash would; [`Node::shutdown`] waits.
 #[derive(Debug)]
 pub struct Node {
+    service: Service,
     data: QuicServer,
     data_addr: SocketAddr,
     control_addr: SocketAddr,
@@ -134,7 +137,7 @@ impl Node {
         let parts = open_parts(&config, arena.clone(), shared, metrics.clone(), faults).await?;
         let (store, store_task) = Store::start(parts, stop.clone());
         let service = service(&config, store.clone(), arena, metrics);
-        let data = QuicServer::bind_with(data_listen, &identity, &quic(&config), Arc::new(service))?;
+        let data = QuicServer::bind_with(data_listen, &identity, &quic(&config), Arc::new(service.clone()))?;
         let data_addr = data.local_addr();
         let failed = CancellationToken::new();
         let mut tasks = vec![tokio::spawn(watch(store_task, stop.clone(), failed.clone()))];
@@ -143,7 +146,13 @@ impl Node {
         let link = Link { record, routers: config.routers, identity, store };
         tasks.push(tokio::spawn(link.run(stop.clone())));
         tracing::info!(node = config.id, %data_addr, %control_addr, "node serves");
-        Ok(Node { data, data_addr, control_addr, tasks, stop, failed, _guard: guard })
+        Ok(Node { service, data, data_addr, control_addr, tasks, stop, failed, _guard: guard })
+    }
+
+    /// Block bytes for whoever shares this process: what peers get over the network, by reference.
+    #[must_use]
+    pub fn blocks(&self) -> Arc<dyn BlockService> {
+        Arc::new(self.service.clone())
     }
 
     /// Where block bytes are served.
@@ -211,24 +220,33 @@ fn local(listener: &TcpListener) -> Result<SocketAddr, StartError> {
     listener.local_addr().map_err(|cause| StartError::ControlListen { address: unknown, cause })
 }
 
-pub(crate) fn open_arena(config: &NodeConfig) -> Result<Arena, StartError> {
+/// How the arena is cut, and how many of its slabs are the DRAM tier's.
+pub(crate) fn arena_shape(config: &NodeConfig) -> (ArenaShape, usize) {
     let classes = SizeClasses::new(&config.frame_bytes());
-    let slab = classes.slab_bytes() as u64;
     let tier = match config.dram_capacity() {
-        Capacity::Bytes(bytes) => bytes.div_ceil(slab),
+        Capacity::Bytes(bytes) => bytes.div_ceil(classes.slab_bytes() as u64),
         Capacity::Blocks(blocks) => blocks.div_ceil(classes.largest_per_slab() as u64),
     };
     let tier = usize::try_from(tier).unwrap_or(usize::MAX);
-    let shape = ArenaShape::around(classes, tier, LOAD_SLOTS, SAVE_SLOTS);
+    (ArenaShape::around(classes, tier, LOAD_SLOTS, SAVE_SLOTS), tier)
+}
+
+pub(crate) fn open_arena(config: &NodeConfig) -> Result<Arena, StartError> {
+    let (shape, tier_slabs) = arena_shape(config);
+    let slab = shape.classes.slab_bytes() as u64;
     let bytes = (shape.slabs as u64).saturating_mul(slab);
-    let beside = ((shape.slabs - tier) as u64).saturating_mul(slab);
+    let beside = ((shape.slabs - tier_slabs) as u64).saturating_mul(slab);
     tracing::info!(bytes, beside, slab, "the arena has room beside the DRAM tier for blocks on their way");
     Arena::new(shape).map_err(|cause| StartError::Arena { bytes, cause })
 }
 
-/// The transport counts what it sends, the store what it loads: the same limit for both.
+/// The transport counts what it sends and what arrives, the store what it loads: one limit for what goes out.
 fn quic(config: &NodeConfig) -> QuicConfig {
-    QuicConfig { fetch_bytes_in_flight_max: config.fetch_inflight_bytes, ..QuicConfig::default() }
+    QuicConfig {
+        fetch_bytes_in_flight_max: config.fetch_inflight_bytes,
+        save_bytes_in_flight_max: config.save_inflight_bytes,
+        ..QuicConfig::default()
+    }
 }
 
 pub(crate) async fn open_parts(
@@ -251,6 +269,8 @@ pub(crate) async fn open_parts(
         let (blocks, damaged, torn) = (rows.len(), report.damaged, report.torn);
         tracing::info!(blocks, damaged, torn, quarantined = report.quarantined.len(), "SSD tier read");
     }
+    let memory = MemoryBound::of(config);
+    tracing::info!(total = memory.total(), ?memory, "memory that this node may take, in bytes");
     let capacities = Capacities { dram: config.dram_capacity(), ssd: config.ssd_capacity(), slots };
     let (policy, quarantined) = (config.policy.clone(), report.quarantined.len() as u64);
     Ok(Parts {
@@ -266,6 +286,7 @@ pub(crate) async fn open_parts(
         writes: WriteBudget::new(config.ssd_write_bytes_per_day),
         scrub: Pace::new(config.scrub_bytes_per_second),
         quarantined,
+        memory_bytes_max: memory.total(),
         shared,
         metrics,
         started,
@@ -393,9 +414,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_limit_of_bytes_in_flight_reaches_the_transport() {
-        let config = NodeConfig { fetch_inflight_bytes: 123_456_789, ..NodeConfig::default() };
-        assert_eq!(quic(&config).fetch_bytes_in_flight_max, 123_456_789);
+    fn the_limits_of_bytes_in_flight_reach_the_transport() {
+        let config = NodeConfig {
+            fetch_inflight_bytes: 123_456_789,
+            save_inflight_bytes: 98_765_432,
+            ..NodeConfig::default()
+        };
+        let quic = quic(&config);
+        assert_eq!(
+            (quic.fetch_bytes_in_flight_max, quic.save_bytes_in_flight_max),
+            (123_456_789, 98_765_432)
+        );
     }
 
     #[tokio::test]

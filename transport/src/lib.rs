@@ -15,10 +15,13 @@ use kv_core::id::{
 };
 use kvfleet_proto::frame::Frame;
 
+mod frames;
 pub mod loopback;
 pub mod quic;
 pub mod suite;
 mod wire;
+
+pub use frames::Frames;
 
 /// A boxed future, so that paths can be chosen at run time.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
@@ -349,7 +352,7 @@ pub struct FetchReply {
     /// The answer; its tiers say how many frames should follow.
     pub answer: FetchAnswer,
     /// The frames in prefix order. Ends early when the medium fails; the path then reports `Partial`.
-    pub frames: tokio::sync::mpsc::Receiver<Frame>,
+    pub frames: Frames,
     /// The node's epoch, checked by the caller against the one it asked for.
     pub epoch: Epoch,
 }

@@ -237,7 +237,7 @@ impl LoopbackPath {
             if fate.cuts(*delivered) || !self.serves(service) {
                 return MissReason::NodeLost;
             }
-            let frame = match (reply.frames.recv().await, held.take()) {
+            let frame = match (reply.frames.next().await, held.take()) {
                 (Some(frame), None) if *delivered + 1 < wanted && fate.strikes(fate.faults.reorder) => {
                     held = Some(frame);
                     continue;

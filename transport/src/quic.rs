@@ -10,6 +10,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvfleet_proto::frame::FRAME_BYTES_MAX;
 use quinn::{ConnectionError, IdleTimeout, MtuDiscoveryConfig, TransportConfig, VarInt};
 
 use crate::PathError;
@@ -40,8 +41,12 @@ pub const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;
 /// frame seen). Above it is `Busy`: beyond a quarter GiB more readers only wait longer.
 pub const FETCH_BYTES_IN_FLIGHT_MAX: u64 = 256 << 20;
 
-/// Saves a server takes at once. Each holds one frame in memory while it arrives.
+/// Saves a server takes at once. Each holds one frame in memory while it arrives, and up to a stream's window behind it.
 pub const SAVES_AT_ONCE_MAX: usize = 64;
+
+/// Memory for saves while they arrive, over all connections, in bytes: as much as twenty-odd long ones fill with what has
+/// come and was not taken yet. Above it is `Busy`.
+pub const SAVE_BYTES_IN_FLIGHT_MAX: u64 = 512 << 20;
 
 /// When a refused peer should ask again: about the time a full window takes to drain here.
 pub const RETRY_AFTER: Duration = Duration::from_millis(50);
@@ -89,6 +94,8 @@ pub struct QuicConfig {
     pub stall_timeout: Duration,
     /// See [`FETCH_BYTES_IN_FLIGHT_MAX`].
     pub fetch_bytes_in_flight_max: u64,
+    /// See [`SAVE_BYTES_IN_FLIGHT_MAX`].
+    pub save_bytes_in_flight_max: u64,
 }
 
 impl Default for QuicConfig {
@@ -102,8 +109,17 @@ impl Default for QuicConfig {
             dial_timeout: Duration::from_secs(1),
             stall_timeout: Duration::from_secs(10),
             fetch_bytes_in_flight_max: FETCH_BYTES_IN_FLIGHT_MAX,
+            save_bytes_in_flight_max: SAVE_BYTES_IN_FLIGHT_MAX,
         }
     }
+}
+
+/// Memory that a save of so many frames may fill while it arrives: what its stream lets in unread, and the frame that is
+/// being put together.
+#[must_use]
+pub fn save_bytes_in_flight(frames: usize, frame_bytes: u64) -> u64 {
+    let frame = frame_bytes.min(FRAME_BYTES_MAX as u64);
+    frame.saturating_mul(frames as u64).min(STREAM_WINDOW_BYTES.into()).saturating_add(frame)
 }
 
 impl QuicConfig {

@@ -53,6 +53,9 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
     options.extend(args.json.then(|| "--json".to_owned()));
     options.extend(args.quick.then(|| "--quick".to_owned()));
     if !args.peers {
+        if args.name.as_deref() == Some("overload") {
+            build_release(&["kvfleet"])?;
+        }
         return show(&mut benches(&[args.name.into_iter().collect(), options].concat()));
     }
     match args.name.as_deref() {
@@ -105,16 +108,24 @@ fn peers(options: &[String]) -> Command {
 
 /// Builds our routers and the load on them for release; the options that name them.
 fn build_routers() -> anyhow::Result<[String; 2]> {
-    let mut command = cargo();
-    command.args(["build", "--release", "--quiet", "--package", "kvfleet", "--package", "chaos-tests"]);
-    command.args(["--bin", "kvfleet", "--bin", "chaos-ingest"]);
-    let status = command.status().context("cannot start cargo")?;
-    if !status.success() {
-        bail!("our routers were not built: cargo ended with {status}");
-    }
+    build_release(&["kvfleet", "chaos-ingest"])?;
     let program = |name: &str| std::path::absolute(target().join("release").join(name));
     let option = |name, program: PathBuf| format!("--{name}={}", program.display());
     Ok([option("router", program("kvfleet")?), option("ingest", program("chaos-ingest")?)])
+}
+
+/// Builds programs of ours for release.
+fn build_release(programs: &[&str]) -> anyhow::Result<()> {
+    let mut command = cargo();
+    command.args(["build", "--release", "--quiet", "--package", "kvfleet", "--package", "chaos-tests"]);
+    for program in programs {
+        command.args(["--bin", program]);
+    }
+    let status = command.status().context("cannot start cargo")?;
+    if !status.success() {
+        bail!("{} was not built: cargo ended with {status}", programs.join(" and "));
+    }
+    Ok(())
 }
 
 /// The folder for what is built.
@@ -150,6 +161,7 @@ fn output(options: &[String]) -> anyhow::Result<String> {
 }
 
 fn write_all(options: &[String]) -> anyhow::Result<()> {
+    build_release(&["kvfleet"])?;
     let mut sections = Vec::new();
     for line in output(&[])?.lines() {
         let (name, about) = line.split_once('\t').context("the list of benches has a line without a tab")?;

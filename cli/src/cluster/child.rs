@@ -164,6 +164,12 @@ impl Child {
         self.pid().and_then(cpu_time_of)
     }
 
+    /// Most memory it had in place so far, in bytes; nothing once it has ended.
+    #[must_use]
+    pub fn peak_memory(&self) -> Option<u64> {
+        self.pid().and_then(|pid| kvfleet_node::memory::peak_bytes(&pid.to_string()))
+    }
+
     /// How it ended, when nobody asked it to.
     pub(super) fn crashed(&mut self) -> Option<ExitStatus> {
         if self.asked_to_end {

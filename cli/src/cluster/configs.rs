@@ -5,6 +5,7 @@
 
 use std::path::PathBuf;
 
+use kvfleet_node::memory::MemoryBound;
 use kvfleet_node::{IdentitySection, NodeConfig};
 use kvfleet_router::{RouterConfig, VoterConfig};
 
@@ -13,6 +14,19 @@ use crate::certificates::{Authority, CertificateFiles};
 use crate::config::{ProcessConfig, Settings, load, parse_override, to_toml};
 use crate::instance::{InstanceConfig, TlsPaths};
 use crate::process::Role;
+
+/// What a child may take with the configuration that was written for it, in bytes; only nodes have such a bound.
+pub(super) fn memory_bytes_max(cluster: &Cluster, id: ChildId) -> anyhow::Result<Option<u64>> {
+    if id.0 != Role::Node {
+        return Ok(None);
+    }
+    let settings = load::<NodeConfig>(Some(&path(cluster, id)), &[])?;
+    Ok(Some(MemoryBound::of(&settings.service).total()))
+}
+
+fn path(cluster: &Cluster, id: ChildId) -> PathBuf {
+    cluster.directory().join("config").join(format!("{}.toml", name(id)))
+}
 
 /// Writes the configuration of a child and returns its path.
 pub(super) fn write(cluster: &Cluster, id: ChildId) -> anyhow::Result<PathBuf> {
@@ -23,7 +37,7 @@ pub(super) fn write(cluster: &Cluster, id: ChildId) -> anyhow::Result<PathBuf> {
         Role::Node => to_toml(&settings(cluster, node(cluster, number, certificate)))?,
         Role::Instance => to_toml(&settings(cluster, instance(cluster, number, certificate)))?,
     };
-    let path = cluster.directory().join("config").join(format!("{}.toml", name(id)));
+    let path = path(cluster, id);
     if let Some(directory) = path.parent() {
         std::fs::create_dir_all(directory)?;
     }

@@ -60,6 +60,8 @@ impl Cluster {
             anyhow::bail!("{} has ended by itself ({how}): it cannot be killed", name(id));
         }
         self.cpu_of_ended += child.cpu_time().unwrap_or_default();
+        self.note_peak(id);
+        let Some(child) = self.children.get_mut(&id) else { anyhow::bail!("{} is gone", name(id)) };
         let at = child.kill().await?;
         Ok(Killed { child: id, at })
     }
@@ -108,6 +110,7 @@ impl Cluster {
 
     /// Stops a child cleanly.
     pub async fn stop_child(&mut self, id: ChildId) {
+        self.note_peak(id);
         if let Some(child) = self.children.get_mut(&id) {
             self.cpu_of_ended += child.cpu_time().unwrap_or_default();
             child.stop(super::STOP_GRACE).await;

@@ -49,6 +49,19 @@ pub struct Cluster {
     /// Crashes of children that were started again since.
     crashes: Vec<(ChildId, std::process::ExitStatus)>,
     cpu_of_ended: Duration,
+    /// Peak memory of children that were killed or stopped.
+    peaks_of_ended: BTreeMap<ChildId, u64>,
+}
+
+/// What memory a process had in place at most.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeakMemory {
+    /// The process: `node-2`.
+    pub process: String,
+    /// Most of it so far, over all its starts, in bytes.
+    pub peak_bytes: u64,
+    /// What it may take with its configuration, in bytes; nothing where that follows from no configuration.
+    pub bytes_max: Option<u64>,
 }
 
 /// The data directory: kept when it was named, removed at the end when it is temporary.
@@ -109,6 +122,7 @@ impl Cluster {
             leader_killed: None,
             crashes: vec![],
             cpu_of_ended: Duration::ZERO,
+            peaks_of_ended: BTreeMap::new(),
         };
         match cluster.start_all().await {
             Ok(()) => Ok(cluster),
@@ -220,6 +234,28 @@ impl Cluster {
     #[must_use]
     pub fn cpu_time(&self) -> Duration {
         self.children.values().filter_map(Child::cpu_time).sum::<Duration>() + self.cpu_of_ended
+    }
+
+    /// Memory that each process had in place at most, killed ones included.
+    pub fn peak_memory(&self) -> anyhow::Result<Vec<PeakMemory>> {
+        let mut peaks = self.peaks_of_ended.clone();
+        for (id, child) in &self.children {
+            let peak = peaks.entry(*id).or_default();
+            *peak = child.peak_memory().unwrap_or_default().max(*peak);
+        }
+        let known = peaks.into_iter().filter(|(_, peak_bytes)| *peak_bytes > 0);
+        let told = |(id, peak_bytes)| {
+            let bytes_max = configs::memory_bytes_max(self, id)?;
+            Ok(PeakMemory { process: name(id), peak_bytes, bytes_max })
+        };
+        known.map(told).collect()
+    }
+
+    /// Notes what a child had at most, before it ends.
+    fn note_peak(&mut self, id: ChildId) {
+        let peak = self.children.get(&id).and_then(Child::peak_memory).unwrap_or_default();
+        let noted = self.peaks_of_ended.entry(id).or_default();
+        *noted = peak.max(*noted);
     }
 
     /// Stops every child cleanly, kills those that do not stop in time, reaps all.

@@ -6,6 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use crate::cluster::PeakMemory;
+
 /// One request that ended.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sample {
@@ -135,6 +137,8 @@ pub struct Measured {
     pub wall: Duration,
     /// Processor time of all processes of the cluster; nothing for a cluster of someone else.
     pub cluster_cpu: Option<Duration>,
+    /// Memory that the processes of the cluster had in place at most; nothing of a cluster of someone else.
+    pub memory: Vec<PeakMemory>,
     /// Processor time of this process.
     pub driver_cpu: Duration,
     /// Whether it was stopped before its end.

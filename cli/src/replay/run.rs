@@ -46,6 +46,7 @@ impl Outcome {
             && !report.interrupted
             && report.refused.is_none()
             && report.crashed.is_empty()
+            && !report.memory.iter().any(|memory| memory.is_over)
             && report.faults_not_done.is_empty()
             && report.faults_not_measured.is_empty()
     }
@@ -161,9 +162,9 @@ async fn on_own_cluster(
     };
     let target = (cluster.router_addresses(), cluster.identity()?);
     let measured = drive(args, workload, target, Some(&mut cluster), stop).await;
-    let crashed = cluster.ever_crashed();
+    let (crashed, memory) = (cluster.ever_crashed(), cluster.peak_memory());
     cluster.stop().await;
-    Ok((Measured { crashed, ..measured? }, Some(shape)))
+    Ok((Measured { crashed, memory: memory?, ..measured? }, Some(shape)))
 }
 
 async fn drive(
@@ -280,6 +281,7 @@ fn subject(args: &ReplayArgs, workload: &Workload, shape: Option<&Shape>, measur
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::cluster::PeakMemory;
 
     fn outcome(measured: &Measured) -> Outcome {
         let subject = Subject { config: Config::default(), seed: 1, profile: String::new() };
@@ -292,11 +294,15 @@ mod tests {
         assert!(outcome(&Measured::default()).is_good());
         let text = || vec!["x".to_owned()];
         let sampled = |sample| Measured { samples: vec![sample], ..Measured::default() };
+        let peak = |peak_bytes, bytes_max| PeakMemory { process: "node-1".into(), peak_bytes, bytes_max };
+        let within = vec![peak(110, Some(100)), peak(u64::MAX, None)];
+        assert!(outcome(&Measured { memory: within, ..Measured::default() }).is_good());
         let bad = [
             Measured { failed: 1, ..Measured::default() },
             Measured { interrupted: true, ..Measured::default() },
             Measured { refused: Some("x".into()), ..Measured::default() },
             Measured { crashed: text(), ..Measured::default() },
+            Measured { memory: vec![peak(111, Some(100))], ..Measured::default() },
             Measured { faults_not_done: text(), ..Measured::default() },
             Measured { faults_not_measured: text(), ..Measured::default() },
             sampled(Sample { wrong_bytes: 1, ..Sample::default() }),

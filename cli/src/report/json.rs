@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use kvfleet_sim::trace::Skipped;
 use serde::Serialize;
 
+use crate::cluster::PeakMemory;
 use crate::replay::{FaultMark, Measured, Percentiles, Sample, ratio};
 
 /// What was replayed and how.
@@ -120,6 +121,8 @@ pub struct Report {
     pub requests_per_s: f64,
     /// Processor time, seconds.
     pub cpu: Cpu,
+    /// Memory of each process; empty when the cluster was someone else's.
+    pub memory: Vec<Memory>,
     /// Failed attempts by kind.
     pub errors: BTreeMap<String, u64>,
     /// Sources that did not deliver everything, by reason.
@@ -190,6 +193,34 @@ pub struct Cpu {
     pub cluster_s: Option<f64>,
     /// This process.
     pub driver_s: f64,
+}
+
+/// Part of its bound by which a process may exceed it: what the allocator keeps between pieces that are in use.
+const MEMORY_MARGIN: u64 = 10;
+
+/// Memory that a process had in place at most.
+#[derive(Clone, Debug, Serialize)]
+pub struct Memory {
+    /// The process.
+    pub process: String,
+    /// Most of it so far, in bytes.
+    pub peak_bytes: u64,
+    /// What it may take with its configuration, in bytes; null where no configuration says.
+    pub bytes_max: Option<u64>,
+    /// Whether it took more than that and a tenth. `true` is a defect.
+    pub is_over: bool,
+}
+
+impl From<&PeakMemory> for Memory {
+    fn from(peak: &PeakMemory) -> Self {
+        let is_over = |most: u64| peak.peak_bytes > most.saturating_add(most / MEMORY_MARGIN);
+        Self {
+            process: peak.process.clone(),
+            peak_bytes: peak.peak_bytes,
+            bytes_max: peak.bytes_max,
+            is_over: peak.bytes_max.is_some_and(is_over),
+        }
+    }
 }
 
 /// A fault with what was lost by it. A number that does not apply, or has none, is null.
@@ -286,6 +317,7 @@ impl Report {
                 cluster_s: measured.cluster_cpu.map(|cpu| cpu.as_secs_f64()),
                 driver_s: measured.driver_cpu.as_secs_f64(),
             },
+            memory: measured.memory.iter().map(Memory::from).collect(),
             errors: measured.errors.clone(),
             misses: measured.misses.clone(),
             kills: faults("kill"),

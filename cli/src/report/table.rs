@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::json::{Fault, Latency, Report};
+use super::json::{Fault, Latency, Memory, Report};
 use super::plots::human_bytes;
 use crate::trace::skipped_text;
 
@@ -52,6 +52,24 @@ fn requests(out: &mut String, report: &Report) {
         row(out, "  REFUSED", why);
     }
     row(out, "cpu", &format!("{cluster}{:.1} s this process", report.cpu.driver_s));
+    memory(out, report);
+}
+
+/// The fullest process that has a bound, and every one above it.
+fn memory(out: &mut String, report: &Report) {
+    let text = |memory: &Memory, most: u64| {
+        format!("{} {} of {}", memory.process, human_bytes(memory.peak_bytes), human_bytes(most))
+    };
+    for memory in report.memory.iter().filter(|memory| memory.is_over) {
+        row(out, "  MEMORY OVER", &text(memory, memory.bytes_max.unwrap_or_default()));
+    }
+    let bounded = report.memory.iter().filter_map(|memory| Some((memory, memory.bytes_max?)));
+    // Parts of a thousandth: which is fullest, not how full.
+    let fullest =
+        bounded.max_by_key(|(memory, most)| memory.peak_bytes.saturating_mul(1000) / (*most).max(1));
+    if let Some((memory, most)) = fullest {
+        row(out, "memory", &format!("{} that it may take, at most", text(memory, most)));
+    }
 }
 
 fn blocks(out: &mut String, report: &Report) {

@@ -151,6 +151,16 @@ impl PinnedBlocks {
     }
 }
 
+/// Memory that a book takes for one block at most, in bytes, its two policies and what they remember of departed blocks
+/// included. Rows and the table grow by doubling, so each may be half empty; where memory is copied as it grows, the old
+/// half counts too.
+pub const BLOCK_BYTES_MAX: u64 = {
+    let rows = size_of::<Option<Entry>>() + size_of::<BlockKey>();
+    let by_hash = (size_of::<(BlockHash, BlockKey)>() + 1) * 8 / 7;
+    // `cargo xtask bench evict` holds every policy to 64 bytes a block, half empty rows included.
+    (3 * (rows + by_hash) + 2 * 64) as u64
+};
+
 /// Entries by dense key, and keys by hash.
 #[derive(Debug)]
 pub(super) struct Slab {

@@ -28,23 +28,39 @@ impl Book {
         hashes: &[BlockHash],
         now: Timestamp,
     ) -> Result<Reached, LeasesFull> {
-        let keys: Vec<BlockKey> = hashes.iter().map_while(|hash| self.readable(hash)).collect();
-        if keys.is_empty() {
+        let found = self.readable_prefix(hashes);
+        self.fetch_found(asker, &found, now)
+    }
+
+    /// The leading blocks that are readable, for [`Self::fetch_found`] before anything else happens. Changes nothing.
+    #[must_use]
+    pub fn readable_prefix(&self, hashes: &[BlockHash]) -> Vec<BlockKey> {
+        hashes.iter().map_while(|hash| self.readable(hash)).collect()
+    }
+
+    /// [`Self::fetch`] of blocks that were just found.
+    ///
+    /// # Errors
+    /// [`LeasesFull`] when the lease is new and the limit is reached.
+    pub fn fetch_found(
+        &mut self,
+        asker: Asker,
+        found: &[BlockKey],
+        now: Timestamp,
+    ) -> Result<Reached, LeasesFull> {
+        if found.is_empty() {
             return Ok(Vec::new());
         }
         self.open_lease(asker, now)?;
         // Hold all before any promotion, or loading the first could push out the last.
-        for &key in &keys {
-            self.hold(asker.lease, key);
-        }
-        Ok(keys.into_iter().map(|key| self.reach(key, now)).collect())
+        self.hold_all(asker.lease, found);
+        Ok(found.iter().map(|&key| self.reach(key, now)).collect())
     }
 
-    /// Bytes of the leading readable blocks that a fetch would have to load first. Changes nothing.
+    /// Bytes of found blocks that a fetch would have to load first. Changes nothing.
     #[must_use]
-    pub fn bytes_to_load(&self, hashes: &[BlockHash]) -> u64 {
-        let keys = hashes.iter().map_while(|hash| self.readable(hash));
-        let entries = keys.filter_map(|key| self.slab.get(key));
+    pub fn bytes_to_load(&self, found: &[BlockKey]) -> u64 {
+        let entries = found.iter().filter_map(|&key| self.slab.get(key));
         entries.filter(|entry| !entry.copies.dram).map(|entry| u64::from(entry.meta.charge.frame)).sum()
     }
 

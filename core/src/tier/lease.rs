@@ -16,8 +16,49 @@ use crate::id::{Category, LeaseId, TenantId, Tier, Timestamp};
 pub(super) struct Lease {
     category: Category,
     deadline: Timestamp,
-    /// Ordered by offset.
-    blocks: BTreeSet<Hold>,
+    blocks: Holds,
+}
+
+/// The blocks that a lease holds, each once, by offset. Requests name them in that order, so most are appended.
+#[derive(Clone, Debug, Default)]
+struct Holds {
+    ordered: Vec<Hold>,
+    /// Those that came after one behind them.
+    late: BTreeSet<Hold>,
+}
+
+impl Holds {
+    /// `false` when it was there.
+    fn insert(&mut self, hold: Hold) -> bool {
+        if self.ordered.last().is_none_or(|last| *last < hold) {
+            self.ordered.push(hold);
+            return true;
+        }
+        self.ordered.binary_search(&hold).is_err() && self.late.insert(hold)
+    }
+
+    fn remove(&mut self, hold: &Hold) {
+        match self.ordered.binary_search(hold) {
+            Ok(at) => drop(self.ordered.remove(at)),
+            Err(_) => drop(self.late.remove(hold)),
+        }
+    }
+
+    /// All of them, the last first.
+    fn into_tail_first(self) -> Vec<Hold> {
+        let mut all = self.ordered;
+        if !self.late.is_empty() {
+            all.extend(self.late);
+            all.sort_unstable();
+        }
+        all.reverse();
+        all
+    }
+
+    #[cfg(test)]
+    fn len(&self) -> usize {
+        self.ordered.len() + self.late.len()
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -43,7 +84,7 @@ impl Book {
             return Err(LeasesFull { limit: self.leases_max });
         }
         let deadline = now.after(self.lease_span);
-        let lease = Lease { category: asker.category, deadline, blocks: BTreeSet::new() };
+        let lease = Lease { category: asker.category, deadline, blocks: Holds::default() };
         self.leases.insert(asker.lease, lease);
         self.deadlines.insert((deadline, asker.lease));
         Ok(())
@@ -60,13 +101,28 @@ impl Book {
     }
 
     pub(super) fn hold(&mut self, id: LeaseId, key: BlockKey) {
-        let (Some(lease), Some(entry)) = (self.leases.get_mut(&id), self.slab.get_mut(key)) else { return };
-        let hold = Hold { offset_blocks: entry.meta.traits.offset_blocks, key, serial: entry.serial };
-        if lease.blocks.insert(hold) {
-            entry.leases += 1;
-            if entry.leases == 1 {
-                self.park(key);
+        self.hold_all(id, &[key]);
+    }
+
+    /// Holds blocks for an open lease.
+    pub(super) fn hold_all(&mut self, id: LeaseId, keys: &[BlockKey]) {
+        // Out of the table meanwhile: it is found once for all blocks.
+        let Some(mut holds) = self.leases.get_mut(&id).map(|lease| std::mem::take(&mut lease.blocks)) else {
+            return;
+        };
+        holds.ordered.reserve(keys.len());
+        for &key in keys {
+            let Some(entry) = self.slab.get_mut(key) else { continue };
+            let hold = Hold { offset_blocks: entry.meta.traits.offset_blocks, key, serial: entry.serial };
+            if holds.insert(hold) {
+                entry.leases += 1;
+                if entry.leases == 1 {
+                    self.park(key);
+                }
             }
+        }
+        if let Some(lease) = self.leases.get_mut(&id) {
+            lease.blocks = holds;
         }
     }
 
@@ -89,9 +145,14 @@ impl Book {
     pub fn release(&mut self, id: LeaseId, now: Timestamp) {
         let Some(lease) = self.leases.remove(&id) else { return };
         self.deadlines.remove(&(lease.deadline, id));
-        let live: Vec<BlockKey> = lease.blocks.iter().rev().filter_map(|hold| self.let_go(*hold)).collect();
-        let tenants: BTreeSet<TenantId> =
+        let holds = lease.blocks.into_tail_first();
+        let live: Vec<BlockKey> = holds.into_iter().filter_map(|hold| self.let_go(hold)).collect();
+        let mut tenants: Vec<TenantId> =
             live.iter().filter_map(|key| self.slab.get(*key)).map(|entry| entry.meta.tenant).collect();
+        // Hashes are keyed per tenant, so a request's blocks are as good as always one tenant's.
+        tenants.dedup();
+        tenants.sort_unstable();
+        tenants.dedup();
         self.touch(&live, lease.category, now);
         // A quota lowered while the request ran holds from here on.
         tenants.into_iter().for_each(|tenant| self.enforce_quota(tenant));

@@ -31,7 +31,7 @@ mod window;
 pub use book::{Book, Found, Limits, TierStats};
 pub use changes::ChangeLog;
 pub use curve::MissCurve;
-pub use entry::{Meta, PinnedBlocks};
+pub use entry::{BLOCK_BYTES_MAX, Meta, PinnedBlocks};
 pub use fetch::{Reach, Reached};
 pub use lease::EXPIRED_LEASE_BLOCKS_MAX;
 pub use moves::{Action, Room};

@@ -70,10 +70,11 @@ impl Store {
     pub(super) fn fetch(&mut self, asker: Asker, hashes: &[BlockHash]) -> FetchPlan {
         let now = self.now();
         // The room first: a fetch told to come again must not leave a lease and running loads behind.
-        let Some(permit) = self.parts.budget.take(self.parts.book.bytes_to_load(hashes)) else {
+        let found = self.parts.book.readable_prefix(hashes);
+        let Some(permit) = self.parts.budget.take(self.parts.book.bytes_to_load(&found)) else {
             return FetchPlan::Busy;
         };
-        match self.parts.book.fetch(asker, hashes, now) {
+        match self.parts.book.fetch_found(asker, &found, now) {
             Ok(reached) => {
                 let blocks = reached.into_iter().zip(hashes).map(|(reach, hash)| self.plan(reach, *hash));
                 FetchPlan::Blocks { blocks: blocks.collect(), permit }

@@ -162,6 +162,9 @@ struct Row {
     ssd: Option<SsdRecord>,
 }
 
+/// Memory for a block's row, in bytes, and for what lends its bytes; rows grow by doubling.
+pub(crate) const ROW_BYTES_MAX: u64 = 3 * size_of::<Row>() as u64 + 256;
+
 /// What the store is made of.
 pub(crate) struct Parts {
     pub(crate) book: Book,
@@ -176,6 +179,7 @@ pub(crate) struct Parts {
     pub(crate) writes: WriteBudget,
     pub(crate) scrub: Pace,
     pub(crate) quarantined: u64,
+    pub(crate) memory_bytes_max: u64,
     pub(crate) shared: Arc<Shared>,
     pub(crate) metrics: Metrics,
     pub(crate) started: Instant,

@@ -4,6 +4,7 @@
 //! A frame that is read stays where it is. Not here: which slab is emptied (`arena`), and which block gives way
 //! (`kv_core::tier`).
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -15,34 +16,60 @@ use super::Store;
 const PACK_BYTES_MAX: usize = 8 << 20;
 
 /// A block's bytes in DRAM, which knows whether anybody reads them: [`Bytes`] do not tell how many copies there are.
-#[derive(Clone, Debug)]
-pub(super) struct Held(Arc<Bytes>);
+pub(super) struct Held(Box<Inner>);
+
+struct Inner {
+    bytes: Bytes,
+    /// Each of what was lent has a share in it.
+    mark: Arc<()>,
+    /// What readers get copies of, so that lending is no more than counting; made for the first.
+    lent: Cell<Option<Bytes>>,
+}
+
+/// What readers have, together.
+struct Lent {
+    bytes: Bytes,
+    _mark: Arc<()>,
+}
+
+impl AsRef<[u8]> for Lent {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl std::fmt::Debug for Held {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Held").field("len", &self.len()).finish_non_exhaustive()
+    }
+}
 
 impl Held {
     /// Of bytes that nobody else has.
     fn new(bytes: Bytes) -> Held {
-        Held(Arc::new(bytes))
+        Held(Box::new(Inner { bytes, mark: Arc::new(()), lent: Cell::new(None) }))
     }
 
     /// For a reader, without copying. It counts as one until its last clone is gone.
     pub(super) fn lend(&self) -> Bytes {
-        Bytes::from_owner(self.clone())
+        let Inner { bytes, mark, lent } = &*self.0;
+        let new = || Bytes::from_owner(Lent { bytes: bytes.clone(), _mark: Arc::clone(mark) });
+        let own = lent.take().unwrap_or_else(new);
+        let copy = own.clone();
+        lent.set(Some(own));
+        copy
     }
 
     /// Length in bytes.
     pub(super) fn len(&self) -> usize {
-        self.0.len()
+        self.0.bytes.len()
     }
 
     /// The bytes, when nobody reads them.
     fn unread(&self) -> Option<&Bytes> {
-        (Arc::strong_count(&self.0) == 1).then_some(&*self.0)
-    }
-}
-
-impl AsRef<[u8]> for Held {
-    fn as_ref(&self) -> &[u8] {
-        &self.0
+        // Our own share goes first; the next reader gets a new one.
+        self.0.lent.take();
+        (Arc::strong_count(&self.0.mark) == 1).then_some(&self.0.bytes)
     }
 }
 
@@ -75,5 +102,26 @@ impl Store {
                 *held = Held::new(moved);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_read_until_the_last_copy_of_the_last_loan_is_gone() {
+        let held = Held::new(Bytes::from_static(b"block"));
+        assert!(held.unread().is_some());
+        let (first, second) = (held.lend(), held.lend());
+        let copy = second.clone();
+        drop((first, second));
+        assert!(held.unread().is_none(), "a copy is left");
+        let later = held.lend();
+        drop(copy);
+        assert!(held.unread().is_none(), "what was lent since is left");
+        assert_eq!(&later[..], b"block");
+        drop(later);
+        assert!(held.unread().is_some());
     }
 }

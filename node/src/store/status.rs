@@ -82,6 +82,8 @@ impl Store {
             window_blocks: self.parts.book.window_blocks() as u64,
             prefetched_blocks: self.parts.book.prefetched_blocks(),
             ttl_groups: self.parts.book.ttl_groups() as u64,
+            memory_bytes_max: self.parts.memory_bytes_max,
+            memory_peak_bytes: crate::memory::peak_bytes("self").unwrap_or(0),
         }
     }
 

@@ -122,7 +122,7 @@ impl Bench {
     async fn fetch(&self, lease: u64, numbers: std::ops::Range<u64>) -> (FetchAnswer, usize) {
         let mut reply = self.service.fetch(fetch_request(lease, numbers.clone())).await;
         let mut got = 0;
-        while let Some(frame) = timeout(PATIENCE, reply.frames.recv()).await.unwrap() {
+        while let Some(frame) = timeout(PATIENCE, reply.frames.next()).await.unwrap() {
             frame.verify(identity(), hash(numbers.start + got)).unwrap();
             got += 1;
         }
@@ -179,7 +179,7 @@ async fn readers_of_a_block_that_goes_before_its_load_hear_it_and_get_no_other_b
     bench.service.release(LeaseId(4)).await;
     // The load cannot begin, and the block is nobody's: its tenant's quota makes it go.
     bench.quota(frame(0, BLOCK_BYTES).bytes.len() as u64).await;
-    let end = timeout(PATIENCE, reply.frames.recv()).await.expect("the reader is told");
+    let end = timeout(PATIENCE, reply.frames.next()).await.expect("the reader is told");
     assert!(end.is_none());
     // Another block takes over the key, and nobody is left who could take it for the first.
     bench.quota(u64::MAX).await;

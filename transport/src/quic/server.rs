@@ -20,7 +20,10 @@ use tokio::task::{JoinHandle, JoinSet};
 use tracing::Instrument;
 
 use super::stream::{ItemError, encode, read_frame, read_message, write_frame, write_message};
-use super::{CODE_DONE, CODE_REFUSED, CONNECTIONS_MAX, QuicConfig, RETRY_AFTER, SAVES_AT_ONCE_MAX};
+use super::{
+    CODE_DONE, CODE_REFUSED, CONNECTIONS_MAX, QuicConfig, RETRY_AFTER, SAVES_AT_ONCE_MAX,
+    save_bytes_in_flight,
+};
 use crate::wire::{self, Operation};
 use crate::{BlockService, FetchAnswer, FetchRequest, PathError, SaveOffer, SaveRequest, SaveSession};
 
@@ -63,8 +66,8 @@ pub struct QuicServer {
 struct Shared {
     service: Arc<dyn BlockService>,
     saves: Semaphore,
-    inflight_bytes: AtomicU64,
-    inflight_bytes_max: u64,
+    fetches: InFlight,
+    arriving: InFlight,
     largest_frame: AtomicU64,
     stall_timeout: Duration,
     times: Times,
@@ -217,8 +220,8 @@ impl Shared {
         Shared {
             service,
             saves: Semaphore::new(SAVES_AT_ONCE_MAX),
-            inflight_bytes: AtomicU64::new(0),
-            inflight_bytes_max: config.fetch_bytes_in_flight_max,
+            fetches: InFlight::new(config.fetch_bytes_in_flight_max),
+            arriving: InFlight::new(config.save_bytes_in_flight_max),
             largest_frame: AtomicU64::new(FRAME_BYTES_GUESS),
             stall_timeout: config.stall_timeout,
             times,
@@ -257,7 +260,9 @@ impl Shared {
     }
 
     async fn fetch(&self, request: FetchRequest, stream: &mut Stream) -> Result<(), ServeError> {
-        let Some(_reserved) = self.reserve(request.hashes.len()) else {
+        let frame_bytes = self.largest_frame.load(Ordering::Relaxed);
+        let bytes = frame_bytes.saturating_mul(request.hashes.len() as u64);
+        let Some(_reserved) = self.fetches.reserve(bytes) else {
             let busy = FetchAnswer::Busy { retry_after: RETRY_AFTER };
             return self.answer(stream, &wire::head_to_pb(&busy, request.epoch)).await;
         };
@@ -267,7 +272,7 @@ impl Shared {
         for _ in reply.answer.tiers() {
             // A reader that gave up must not keep its reservation while a slow medium works for it.
             let frame = tokio::select! {
-                frame = reply.frames.recv() => frame,
+                frame = reply.frames.next() => frame,
                 _ = &mut stopped => None,
             };
             let Some(frame) = frame else { break };
@@ -278,7 +283,9 @@ impl Shared {
     }
 
     async fn save(&self, request: SaveRequest, stream: &mut Stream) -> Result<(), ServeError> {
-        let Ok(_permit) = self.saves.try_acquire() else {
+        let permit = self.saves.try_acquire().ok();
+        let bytes = save_bytes_in_flight(request.hashes.len(), request.frame_bytes);
+        let Some(_held) = permit.zip(self.arriving.reserve(bytes)) else {
             let busy = SaveOffer::Busy { retry_after: RETRY_AFTER };
             return self.answer(stream, &wire::offer_to_pb(&busy)).await;
         };
@@ -324,29 +331,40 @@ impl Shared {
     async fn timed<T>(&self, work: impl Future<Output = T>) -> Result<T, tokio::time::error::Elapsed> {
         tokio::time::timeout(self.stall_timeout, work).await
     }
+}
 
-    /// Room for an answer of `blocks` blocks; nothing when too much is under way. A single answer larger
-    /// than the limit passes when it is alone, or it could never be served.
-    fn reserve(&self, blocks: usize) -> Option<Reserved<'_>> {
-        let bytes = (blocks as u64).saturating_mul(self.largest_frame.load(Ordering::Relaxed));
-        let fits = |inflight: u64| {
-            let after = inflight.saturating_add(bytes);
-            (inflight == 0 || after <= self.inflight_bytes_max).then_some(after)
+/// Bytes under way in one direction, and how many may be.
+struct InFlight {
+    bytes: AtomicU64,
+    bytes_max: u64,
+}
+
+impl InFlight {
+    fn new(bytes_max: u64) -> InFlight {
+        InFlight { bytes: AtomicU64::new(0), bytes_max }
+    }
+
+    /// Room for `bytes` more; nothing when too much is under way. What is larger than the limit passes when it is
+    /// alone, or it could never be served.
+    fn reserve(&self, bytes: u64) -> Option<Reserved<'_>> {
+        let fits = |under_way: u64| {
+            let after = under_way.saturating_add(bytes);
+            (under_way == 0 || after <= self.bytes_max).then_some(after)
         };
-        let before = self.inflight_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok()?;
-        Some(Reserved { inflight_bytes: &self.inflight_bytes, bytes: before.saturating_add(bytes) - before })
+        let before = self.bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok()?;
+        Some(Reserved { under_way: &self.bytes, bytes: before.saturating_add(bytes) - before })
     }
 }
 
 /// Bytes counted as under way until dropped.
 struct Reserved<'a> {
-    inflight_bytes: &'a AtomicU64,
+    under_way: &'a AtomicU64,
     bytes: u64,
 }
 
 impl Drop for Reserved<'_> {
     fn drop(&mut self) {
-        self.inflight_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.under_way.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 

@@ -118,3 +118,39 @@ async fn a_save_that_never_ends_is_ended() {
     let _: data::SaveOffer = read_message(&mut recv).await.unwrap();
     tokio::time::timeout(PATIENCE, service.aborts_seen(1)).await.expect("the save is given up");
 }
+
+/// Begins a save of one block of `frame_bytes` and reads the answer; the stream stays open as long as the halves.
+async fn hold_a_save(
+    connection: &Connection,
+    block: u32,
+    frame_bytes: u64,
+) -> (bool, (SendStream, RecvStream)) {
+    let (mut send, mut recv) = connection.open_bi().await.unwrap();
+    let request = SaveRequest { hashes: vec![hash(block)], frame_bytes, ..save_request(&[]) };
+    send.write_all(&encode(&wire::save_to_pb(&request)).unwrap()).await.unwrap();
+    let offer: data::SaveOffer = read_message(&mut recv).await.unwrap();
+    let is_busy = matches!(wire::offer_from_pb(&offer, 1), Ok(SaveOffer::Busy { .. }));
+    (is_busy, (send, recv))
+}
+
+#[tokio::test]
+async fn saves_that_would_fill_more_memory_than_they_may_are_told_to_come_again() {
+    let identity = Authority::new().member();
+    let service = service();
+    let frame_bytes = 100_000;
+    let two = 2 * save_bytes_in_flight(1, frame_bytes);
+    let config = QuicConfig { save_bytes_in_flight_max: two, ..QuicConfig::default() };
+    let server = QuicServer::bind_with(ANY, &identity, &config, service.clone()).unwrap();
+    let (_endpoint, connection) = tight_client(&server, &identity).await;
+    let (first_is_busy, first) = hold_a_save(&connection, 10, frame_bytes).await;
+    let (second_is_busy, _second) = hold_a_save(&connection, 11, frame_bytes).await;
+    assert!(!first_is_busy && !second_is_busy, "there is room for two");
+    let (third_is_busy, _third) = hold_a_save(&connection, 12, frame_bytes).await;
+    assert!(third_is_busy, "and for no third");
+    // The room of one that is given up comes back, and even one larger than all room passes when it is alone.
+    drop(first);
+    tokio::time::timeout(PATIENCE, service.aborts_seen(1)).await.expect("the save is given up");
+    let again = async { while hold_a_save(&connection, 13, frame_bytes).await.0 {} };
+    tokio::time::timeout(PATIENCE, again).await.expect("the room comes back");
+    assert!(InFlight::new(5).reserve(100).is_some());
+}

@@ -11,7 +11,7 @@ use tokio::sync::{Semaphore, mpsc, watch};
 
 use super::{EPOCH, IDENTITY};
 use crate::{
-    BlockService, BoxFuture, FetchAnswer, FetchReply, FetchRequest, MissReason, SaveDone, SaveOffer,
+    BlockService, BoxFuture, FetchAnswer, FetchReply, FetchRequest, Frames, MissReason, SaveDone, SaveOffer,
     SaveRefusal, SaveRequest, SaveSession, VisibleAt,
 };
 
@@ -154,7 +154,7 @@ impl BlockService for MemoryService {
                 }
             }
         });
-        Box::pin(std::future::ready(FetchReply { answer, frames, epoch }))
+        Box::pin(std::future::ready(FetchReply { answer, frames: Frames::then(Vec::new(), frames), epoch }))
     }
 
     fn save(&self, request: SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {

@@ -390,7 +390,8 @@ fn what_a_fetch_would_load_is_known_before_it_leases_anything() {
     let mut book = blocks(1, 4);
     request(&mut book, &[1], 1);
     request(&mut book, &[2], 2);
-    assert_eq!(book.bytes_to_load(&hashes(&[2, 1, 9])), 100, "block 2 is in DRAM, 9 nowhere");
+    let found = book.readable_prefix(&hashes(&[2, 1, 9]));
+    assert_eq!(book.bytes_to_load(&found), 100, "block 2 is in DRAM, 9 nowhere");
     assert_eq!(book.lease_count(), 0);
 }
 
@@ -570,4 +571,22 @@ fn a_request_that_ends_is_told_whole_from_its_tail_on() {
     // What comes up from SSD is used, and comes into this tier.
     assert_eq!(request(&mut book, &[1, 2, 3], 4), 3);
     assert_eq!(seen(), [('i', 2), ('s', 2), ('u', 1), ('u', 0)]);
+}
+
+#[test]
+fn a_lease_holds_each_block_once_in_whatever_order_it_hears_of_them() {
+    let mut book = blocks(16, 0);
+    request(&mut book, &[1, 2, 3, 4, 5], 1);
+    for number in [5, 1, 3, 3, 2, 5, 4, 1] {
+        assert_eq!(book.fetch(asker(7), &[hash(number)], Timestamp(2)).unwrap().len(), 1);
+    }
+    assert_eq!(book.held_by(LeaseId(7)), 5);
+    book.release(LeaseId(7), Timestamp(3));
+    let entries: Vec<_> =
+        book.slab.iter().map(|(_, entry)| (entry.meta.hash, entry.leases, entry.stamp)).collect();
+    assert!(entries.iter().all(|(_, leases, _)| *leases == 0), "let go as often as held: {entries:?}");
+    let mut by_use = entries;
+    by_use.sort_by_key(|(_, _, stamp)| *stamp);
+    let order: Vec<_> = by_use.into_iter().map(|(hash, ..)| hash).collect();
+    assert_eq!(order, hashes(&[5, 4, 3, 2, 1]), "the head of the prefix is the youngest");
 }

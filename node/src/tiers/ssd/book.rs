@@ -97,6 +97,10 @@ pub(crate) struct Spot {
     pub(crate) frame_bytes: u32,
 }
 
+/// What the book has of one record, in bytes: its row, its place among its segment's, and its line of the footer.
+pub(crate) const RECORD_BYTES: u64 =
+    (size_of::<Record>() + size_of::<Member>() + size_of::<(RecordId, Entry)>()) as u64;
+
 /// The book.
 #[derive(Debug)]
 pub(crate) struct SegmentBook {

@@ -54,6 +54,18 @@ pub const JOBS_MAX: usize = 128;
 /// Devices of one node; a record says which in eight bits.
 pub const DEVICES_MAX: usize = 64;
 
+/// Memory for what is known of one record, in bytes, and for what a start finds of it; lists grow by doubling.
+pub(crate) const RECORD_BYTES_MAX: u64 = 3 * book::RECORD_BYTES + 2 * size_of::<FoundBlock>() as u64;
+
+/// Memory of one device's engine, in bytes: chunks that are written, records that are moved or checked, and at start the
+/// one segment that a crash makes it read whole.
+pub(crate) fn memory_bytes_max(capacity: Capacity, frame_bytes_max: usize) -> u64 {
+    let record = format::record_bytes(frame_bytes_max) as u64;
+    let moved = (lane::RECORDS_HELD_MAX as u64).saturating_mul(record);
+    let segment = Shape::new(capacity, frame_bytes_max, None).segment_bytes();
+    writing::POOL_BYTES as u64 + moved.saturating_add(segment)
+}
+
 /// How the tier is opened.
 #[derive(Clone, Debug)]
 pub struct SsdConfig {

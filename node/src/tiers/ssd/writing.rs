@@ -21,6 +21,9 @@ pub(super) const CHUNK_BYTES: usize = if cfg!(test) { 16 << 10 } else { 512 << 1
 /// Chunks of a device: what is written at most at once, 16 MiB.
 pub(super) const CHUNKS: u16 = 32;
 
+/// Memory of all chunks.
+pub(super) const POOL_BYTES: usize = CHUNKS as usize * CHUNK_BYTES;
+
 /// While writes are in flight, a flush waits until it commits this much: a device that is busy writing
 /// flushes slowly, so what is in flight is let end first.
 const FLUSH_BYTES: usize = if cfg!(test) { 24 << 10 } else { 16 << 20 };

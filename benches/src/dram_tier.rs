@@ -1,0 +1,180 @@
+//! A node's DRAM as one side of a bench, asked in its own process: a fetch leases blocks and hands out references to
+//! their bytes, its release ends the lease.
+//!
+//! Not here: the other sides (foyer's in `peers/`), and any wire.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use kv_core::id::{BlockHash, Category, IdentityDigest, LeaseId, RequestId, TenantId};
+use kvfleet_node::{Node, NodeConfig, TlsSection};
+use kvfleet_proto::frame::{Frame, KeyForm, seal};
+use kvfleet_proto::tls::SERVER_NAME;
+use kvfleet_transport::{Asker, BlockService, FetchAnswer, FetchRequest, SaveOffer, SaveRequest};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use tokio::runtime::{Builder, Runtime};
+
+/// Payload of a block, so that a frame is a page. How long it is makes no difference to a reference.
+const BLOCK_BYTES: u64 = 3 << 10;
+
+/// Blocks of one prefix: the longest fetch.
+pub const PREFIX_BLOCKS: usize = 512;
+
+/// Prefixes that are held.
+const PREFIXES: usize = 256;
+
+/// Blocks that are held.
+pub const BLOCKS: usize = PREFIXES * PREFIX_BLOCKS;
+
+/// A node full of blocks.
+pub struct DramTier {
+    runtime: Runtime,
+    node: Node,
+    blocks: Arc<dyn BlockService>,
+    identity: IdentityDigest,
+    leases: u64,
+    chance: ChaCha8Rng,
+}
+
+impl DramTier {
+    /// A node with [`BLOCKS`] blocks in DRAM and no other tier, in a thread of the caller's; `dir` is for its files.
+    ///
+    /// # Errors
+    /// When it does not start, or does not take every block.
+    pub fn open(dir: &Path) -> anyhow::Result<DramTier> {
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let mut config = NodeConfig {
+            dram_blocks: Some(BLOCKS as u64 + 64),
+            block_bytes: BLOCK_BYTES,
+            watermark_high: 1.0,
+            watermark_low: 1.0,
+            data_dir: dir.join("data"),
+            tls: certificates(dir)?,
+            ..NodeConfig::default()
+        };
+        config.identity.layers = 1;
+        let identity = config.identity.manifest().digest();
+        let node = runtime.block_on(Node::start(config, &prometheus::Registry::new()))?;
+        let blocks = node.blocks();
+        let chance = ChaCha8Rng::seed_from_u64(1);
+        let mut tier = DramTier { runtime, node, blocks, identity, leases: 0, chance };
+        for prefix in 0..PREFIXES {
+            tier.save(prefix)?;
+        }
+        Ok(tier)
+    }
+
+    fn asker(&mut self) -> Asker {
+        self.leases += 1;
+        Asker {
+            request: RequestId(self.leases),
+            lease: LeaseId(self.leases),
+            tenant: TenantId(0),
+            identity: self.identity,
+            category: Category::default(),
+            traceparent: String::new(),
+        }
+    }
+
+    fn save(&mut self, prefix: usize) -> anyhow::Result<()> {
+        let (asker, hashes) = (self.asker(), hashes(prefix, PREFIX_BLOCKS));
+        let slice = u32::try_from(BLOCK_BYTES / 2)?;
+        let payload = vec![7u8; usize::try_from(BLOCK_BYTES)?];
+        let sealed =
+            |hash: &BlockHash| seal(self.identity, *hash, KeyForm::Rotated, &[slice, slice], &payload);
+        let frames = hashes.iter().map(sealed);
+        let frames: Vec<Frame> = frames.collect::<Result<_, _>>()?;
+        let frame_bytes = frames.first().map_or(0, |frame| frame.bytes.len() as u64);
+        let request = SaveRequest { asker, parent: None, first_offset_blocks: 0, hashes, frame_bytes };
+        let lease = request.asker.lease;
+        self.runtime.block_on(async {
+            let (offer, session) = self.blocks.save(request).await;
+            ensure!(matches!(offer, SaveOffer::Wanted(_)), "the node answers {offer:?}");
+            let mut session = session.context("the node takes nothing")?;
+            for frame in frames {
+                session.put(frame).await;
+            }
+            let done = session.finish().await;
+            ensure!(done.stored_blocks as usize == PREFIX_BLOCKS, "the node kept less: {done:?}");
+            self.blocks.release(lease).await;
+            Ok(())
+        })
+    }
+
+    /// `count` fetches of the first `blocks` of any prefix, each with its release. Answers the sum of where the bytes lie,
+    /// so that nothing of it is left out.
+    ///
+    /// # Errors
+    /// When a block that is held is not handed out.
+    pub fn get(&mut self, blocks: usize, count: u64) -> anyhow::Result<u64> {
+        let mut sum = 0u64;
+        for _ in 0..count {
+            let (asker, prefix) = (self.asker(), self.chance.random_range(0..PREFIXES));
+            let (deadline, epoch) = (Duration::from_secs(1), Default::default());
+            let request = FetchRequest {
+                asker,
+                epoch,
+                first_offset_blocks: 0,
+                hashes: hashes(prefix, blocks),
+                deadline,
+            };
+            let lease = request.asker.lease;
+            self.runtime.block_on(async {
+                let mut reply = self.blocks.fetch(request).await;
+                ensure!(
+                    matches!(reply.answer, FetchAnswer::Hit { .. }),
+                    "the node answers {:?}",
+                    reply.answer
+                );
+                for _ in 0..blocks {
+                    let frame = reply.frames.next().await.context("a block is missing")?;
+                    sum = sum.wrapping_add(frame.bytes.as_ptr() as u64);
+                }
+                self.blocks.release(lease).await;
+                Ok(())
+            })?;
+        }
+        Ok(sum)
+    }
+
+    /// Stops the node.
+    pub fn close(self) {
+        self.runtime.block_on(self.node.shutdown());
+    }
+}
+
+/// The first blocks of a prefix.
+fn hashes(prefix: usize, blocks: usize) -> Vec<BlockHash> {
+    let number = |block: usize| (prefix * PREFIX_BLOCKS + block) as u64;
+    let hash = |block: usize| {
+        // Uniform in both halves, as real ones are.
+        let low = number(block).wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        let mut hash = [0; 16];
+        hash[..8].copy_from_slice(&low.rotate_left(29).wrapping_mul(0xD6E8_FEB8_6659_FD93).to_le_bytes());
+        hash[8..].copy_from_slice(&low.to_le_bytes());
+        BlockHash(hash)
+    };
+    (0..blocks).map(hash).collect()
+}
+
+fn certificates(dir: &Path) -> anyhow::Result<TlsSection> {
+    let mut params = CertificateParams::new(vec![])?;
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let authority = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
+    let key = KeyPair::generate()?;
+    let cert = CertificateParams::new(vec![SERVER_NAME.to_owned()])?.signed_by(&key, &authority)?;
+    let file = |name: &str, text: String| -> anyhow::Result<_> {
+        let path = dir.join(name);
+        std::fs::write(&path, text)?;
+        Ok(path)
+    };
+    Ok(TlsSection {
+        ca: file("ca.pem", authority.pem())?,
+        cert: file("cert.pem", cert.pem())?,
+        key: file("key.pem", key.serialize_pem())?,
+    })
+}

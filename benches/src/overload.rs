@@ -1,0 +1,154 @@
+//! A cluster of real processes at twice the load that it can carry, with a node and the leading router killed on
+//! the way: what memory its nodes take, whether every request is answered, and what it still carries.
+//!
+//! Not here: the replay itself (`kvfleet replay`), which also sees that every byte is right.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, ensure};
+use benches::{Better, Row, outcome};
+use serde::Deserialize;
+
+use crate::Effort;
+
+pub(crate) const ABOUT: &str = "kvfleet replay of generated agents on three nodes of 128 MiB DRAM and 256 MiB SSD, blocks of 128 KiB: \
+     first as many requests as are answered with 16 at a time, which is the capacity, then arrivals at twice that rate, \
+     up to 4,096 at a time, while a node (30 %) and the leading router (60 %) are killed";
+
+/// Requests of each half.
+const REQUESTS: u64 = 6_000;
+/// Arrivals over what the cluster carries.
+const OVERLOAD: f64 = 2.0;
+/// Options of both halves; few saves may arrive at once, so that much of what a node may take is its tiers'.
+const SHAPE: &[&str] = &[
+    "--block-bytes=128KiB",
+    "--dram=128MiB",
+    "--ssd=256MiB",
+    "--set=node.save_inflight_bytes=67108864",
+    "--no-sequential",
+    "--quiet",
+];
+const SEED: u64 = 2_026;
+
+/// What is read of a report.
+#[derive(Deserialize)]
+struct Report {
+    requests: u64,
+    requests_ended: u64,
+    requests_per_s: f64,
+    wrong_bytes: u64,
+    memory: Vec<Memory>,
+}
+
+#[derive(Deserialize)]
+struct Memory {
+    peak_bytes: u64,
+    bytes_max: Option<u64>,
+}
+
+impl Report {
+    /// Memory of the process that came nearest to its bound or went furthest beyond, and that bound, in MiB.
+    fn fullest(&self) -> anyhow::Result<(f64, f64)> {
+        const MIB: f64 = (1 << 20) as f64;
+        let bounded = self.memory.iter().filter_map(|memory| {
+            let most = memory.bytes_max? as f64;
+            Some((memory.peak_bytes as f64 / MIB, most / MIB))
+        });
+        let fullest = bounded.max_by(|left, right| (left.0 / left.1).total_cmp(&(right.0 / right.1)));
+        fullest.context("the report names no memory of a node")
+    }
+
+    fn answered_percent(&self) -> f64 {
+        100.0 * self.requests_ended as f64 / self.requests as f64
+    }
+}
+
+pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
+    let program = std::env::current_exe()?.with_file_name("kvfleet");
+    ensure!(
+        program.exists(),
+        "{} is missing: run `cargo build --release -p kvfleet --bin kvfleet`, or this bench by `cargo xtask bench overload`",
+        program.display()
+    );
+    let (mut memory, mut answered, mut carried) = (Vec::new(), Vec::new(), Vec::new());
+    for seed in (SEED..).take(effort.runs) {
+        eprintln!("overload: seed {seed}");
+        let dir = tempfile::tempdir()?;
+        let trace = dir.path().join("agents.jsonl");
+        let requests = effort.scaled(REQUESTS).to_string();
+        let generate = ["trace", "gen", "--kind=agent", "--requests", &requests, "--seed", &seed.to_string()];
+        call(Command::new(&program).args(generate).arg("--output").arg(&trace))?;
+        let capacity =
+            replay(&program, &trace, &dir.path().join("capacity"), &["--concurrency=16".to_owned()])?;
+        let times = OVERLOAD * capacity.requests_per_s / arrivals_per_s(&trace)?;
+        let over = [
+            format!("--speed={times}x"),
+            "--concurrency=4096".to_owned(),
+            "--kill=node:1@30%".to_owned(),
+            "--kill=router-leader@60%".to_owned(),
+        ];
+        let over = replay(&program, &trace, &dir.path().join("overload"), &over)?;
+        memory.push(over.fullest()?);
+        answered.push((over.answered_percent(), 100.0));
+        carried.push((over.requests_per_s, capacity.requests_per_s));
+    }
+    let row = |name: &str, unit: &str, peer: &str, better, pairs: &[(f64, f64)]| {
+        Row::new("overload", name, unit, peer, better, outcome(pairs))
+    };
+    Ok(vec![
+        row(
+            "memory of the fullest node, at most",
+            "MiB",
+            "its bound; 1.1 is the limit",
+            Better::Lower,
+            &memory,
+        ),
+        row("requests answered, two kills on the way", "%", "limit: 100 %", Better::Higher, &answered),
+        row(
+            "requests answered a second, last end included",
+            "1/s",
+            "capacity, no kills",
+            Better::Higher,
+            &carried,
+        ),
+    ])
+}
+
+fn replay(program: &Path, trace: &Path, report: &PathBuf, options: &[String]) -> anyhow::Result<Report> {
+    let mut command = Command::new(program);
+    command.arg("replay").arg(trace).args(SHAPE).args(options).arg("--report").arg(report);
+    call(&mut command)?;
+    let text = std::fs::read_to_string(report.join("report.json"))?;
+    let report: Report = serde_json::from_str(&text)?;
+    ensure!(report.wrong_bytes == 0, "wrong bytes: {text}");
+    Ok(report)
+}
+
+/// Runs a command whose table is only of interest when it fails.
+fn call(command: &mut Command) -> anyhow::Result<()> {
+    let output = command.output().context("cannot start kvfleet")?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    ensure!(
+        output.status.success(),
+        "{command:?} ended with {}:\n{}{}",
+        output.status,
+        text(&output.stdout),
+        text(&output.stderr)
+    );
+    Ok(())
+}
+
+/// Requests of a trace over the time in which they arrive, a second.
+fn arrivals_per_s(trace: &Path) -> anyhow::Result<f64> {
+    #[derive(Deserialize)]
+    struct Line {
+        timestamp: f64,
+    }
+    let text = std::fs::read_to_string(trace)?;
+    let lines: Vec<Line> = text.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
+    let (first, last) = (lines.first().context("an empty trace")?, lines.last().context("an empty trace")?);
+    let span_s = last.timestamp - first.timestamp;
+    ensure!(span_s > 0.0, "all requests of the trace arrive at once");
+    Ok(lines.len() as f64 / span_s)
+}

@@ -1,0 +1,108 @@
+//! How much memory a node may take with its configuration, and how much it took. Numbers only.
+//!
+//! Everything large is bounded when the node starts: the arena by its tier, saves that arrive by their limit, the SSD
+//! tier by its buffers, books by how many blocks fit. Blocks that are sent lie in the arena until the reader has them,
+//! so fetches take nothing beside it. Not here: who keeps to it (`arena`, `kvfleet-transport`, `tiers/ssd`).
+
+use kv_core::tier::{BLOCK_BYTES_MAX, Capacity};
+
+use crate::config::NodeConfig;
+use crate::start::arena_shape;
+use crate::store::{ROW_BYTES_MAX, SlotSizes};
+use crate::tiers::ssd;
+
+/// The program and its threads, some hundred connections, and announcements of which no router has taken any
+/// ([`crate::announce::outbox::QUEUE_BLOCKS_MAX`] a shard).
+const BASE_BYTES: u64 = 160 << 20;
+
+/// What the parts of a node take at most, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryBound {
+    /// The DRAM tier, with room for blocks on their way.
+    pub arena: u64,
+    /// Saves that are arriving.
+    pub saves: u64,
+    /// Buffers of the SSD tier, and where each record lies.
+    pub ssd: u64,
+    /// What is known of each block.
+    pub books: u64,
+    /// Everything that does not grow with the configuration.
+    pub base: u64,
+}
+
+impl MemoryBound {
+    /// With this configuration.
+    #[must_use]
+    pub fn of(config: &NodeConfig) -> MemoryBound {
+        let (shape, _) = arena_shape(config);
+        let slots = SlotSizes::new(&config.frame_bytes());
+        let smallest = config.frame_bytes().into_iter().min().unwrap_or(1);
+        let dram_share = shape.classes.share_bytes(smallest) as u64;
+        let blocks_in = |capacity: Capacity, bytes: u64| match capacity {
+            Capacity::Bytes(room) => room / bytes.max(1),
+            Capacity::Blocks(blocks) => blocks,
+        };
+        let on_ssd = blocks_in(config.ssd_capacity(), u64::from(slots.largest().ssd));
+        let blocks = blocks_in(config.dram_capacity(), dram_share).saturating_add(on_ssd);
+        let devices = if on_ssd == 0 { 0 } else { config.ssd_dirs().len() as u64 };
+        let per_device = ssd::memory_bytes_max(config.ssd_capacity(), config.frame_bytes_max());
+        MemoryBound {
+            arena: shape.bytes().map_or(u64::MAX, |bytes| bytes as u64),
+            saves: config.save_inflight_bytes,
+            ssd: devices
+                .saturating_mul(per_device)
+                .saturating_add(on_ssd.saturating_mul(ssd::RECORD_BYTES_MAX)),
+            books: blocks.saturating_mul(BLOCK_BYTES_MAX + ROW_BYTES_MAX),
+            base: BASE_BYTES,
+        }
+    }
+
+    /// All of it.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        [self.arena, self.saves, self.ssd, self.books, self.base].into_iter().fold(0, u64::saturating_add)
+    }
+}
+
+/// Most memory that a process had in place so far, in bytes, with what it has in huge pages now; `process` is its number,
+/// or `self`. Nothing when it is gone, or where the system does not say.
+#[must_use]
+pub fn peak_bytes(process: &str) -> Option<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
+    let kib = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+        line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
+    };
+    Some((kib("VmHWM:")? + kib("HugetlbPages:").unwrap_or(0)) << 10)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn each_part_follows_what_it_is_of() {
+        let config = |dram_bytes, ssd_bytes| NodeConfig { dram_bytes, ssd_bytes, ..NodeConfig::default() };
+        let small = MemoryBound::of(&config(1 << 30, 0));
+        assert!(small.arena >= 1 << 30 && small.arena < (1 << 30) + (128 << 20), "{small:?}");
+        assert_eq!((small.ssd, small.saves), (0, NodeConfig::default().save_inflight_bytes));
+        let large = MemoryBound::of(&config(1 << 30, 1 << 40));
+        assert_eq!((large.arena, large.base), (small.arena, small.base));
+        assert!(large.ssd > 0 && large.books > small.books);
+        // Half a million blocks of 2 MiB: their books are a thousandth of what they describe.
+        assert!(large.books + large.ssd < 1 << 30, "{large:?}");
+        let endless = NodeConfig { dram_blocks: Some(u64::MAX), ..NodeConfig::default() };
+        assert_eq!(MemoryBound::of(&endless).total(), u64::MAX);
+    }
+
+    #[test]
+    fn the_peak_counts_what_was_given_back() {
+        let before = peak_bytes("self").unwrap();
+        let much = std::hint::black_box(vec![1u8; 256 << 20]);
+        drop(much);
+        let after = peak_bytes("self").unwrap();
+        assert!(after >= before.max(256 << 20), "{before} {after}");
+        assert_eq!(peak_bytes("0"), None);
+    }
+}
