@@ -37,7 +37,7 @@ pub use lease::EXPIRED_LEASE_BLOCKS_MAX;
 pub use moves::{Action, Room};
 pub use numbers::{ClassNumbers, Left, Spans, TierNumbers};
 pub use order::LISTED_BLOCKS_MAX;
-pub use pins::{PIN_STEP_BLOCKS, PinEnd, PinOrder};
+pub use pins::{ENDED_PINS_MAX, PIN_STEP_BLOCKS, PinEnd, PinOrder};
 pub use pressure::EVICTED_BLOCKS_MAX;
 pub use quota::QUOTA_DROPS_MAX;
 pub use save::{Offer, Offered, RefusedBy};

@@ -21,6 +21,9 @@ use crate::index::command::PinKind;
 /// all that may be pinned ([`crate::index::PINNED_BLOCKS_MAX`]) changes in about a second.
 pub const PIN_STEP_BLOCKS: usize = 4096;
 
+/// Pins that end in one call, however few blocks they have.
+pub const ENDED_PINS_MAX: usize = 1024;
+
 /// Blocks of pins that may wait to begin or end. Above it whoever tells more waits for them.
 const PIN_BACKLOG_BLOCKS: usize = 4 * crate::index::PINNED_BLOCKS_MAX as usize;
 
@@ -51,7 +54,7 @@ pub struct PinEnd {
 }
 
 #[derive(Debug)]
-struct Rule {
+pub(super) struct Rule {
     kind: PinKind,
     blocks: Arc<[BlockHash]>,
     /// Its end in Unix milliseconds, and on this node's clock.
@@ -95,10 +98,12 @@ impl Marks {
 /// All pins in force.
 #[derive(Debug)]
 pub(super) struct Pins {
-    rules: BTreeMap<PinId, Rule>,
+    pub(super) rules: BTreeMap<PinId, Rule>,
     ends: BTreeSet<(Timestamp, PinId)>,
-    /// The latest end of each pin that is known to be over, in Unix milliseconds.
+    /// The end of each pin that is known to be over, in Unix milliseconds, and those pins in the order in which they
+    /// became known.
     over: BTreeMap<PinId, u64>,
+    noted: VecDeque<PinId>,
     marks: HashMap<BlockHash, Marks, Fold>,
     steps: VecDeque<Step>,
     /// Blocks of all steps.
@@ -108,8 +113,8 @@ pub(super) struct Pins {
 impl Pins {
     pub(super) fn new(seed: u64) -> Pins {
         let marks = HashMap::with_hasher(Fold { seed });
-        let (rules, ends, over, steps) = Default::default();
-        Pins { rules, ends, over, marks, steps, backlog: 0 }
+        let (rules, ends, over, noted, steps) = Default::default();
+        Pins { rules, ends, over, noted, marks, steps, backlog: 0 }
     }
 
     /// How firmly the block is kept.
@@ -124,7 +129,8 @@ impl Pins {
         let known = before.and_then(|rule| rule.end).filter(|(known, _)| *known == ends_ms);
         let told = now.after(left);
         let until = known.map_or(told, |(_, until)| until.min(told));
-        let is_over = until <= now || self.over.get(&pin).is_some_and(|over| *over >= ends_ms);
+        // Another end than the one that passed is that of a pin that was renewed, by whatever clock.
+        let is_over = until <= now || self.over.get(&pin) == Some(&ends_ms);
         (!is_over).then_some(Rule { kind, blocks, end: Some((ends_ms, until)) })
     }
 
@@ -141,12 +147,13 @@ impl Pins {
         self.steps.push_back(Step { kind: rule.kind, blocks: Arc::clone(&rule.blocks), begins, left });
     }
 
-    /// Remembers that a pin is over; of too many those with the longest past end are forgotten.
+    /// Remembers that a pin is over; of too many the one that has been for longest is forgotten.
     fn note_over(&mut self, pin: PinId, ends_ms: u64) {
-        let over = self.over.entry(pin).or_default();
-        *over = ends_ms.max(*over);
-        if self.over.len() > OVER_MAX
-            && let Some(oldest) = self.over.iter().min_by_key(|(_, ends_ms)| **ends_ms).map(|(pin, _)| *pin)
+        if self.over.insert(pin, ends_ms).is_none() {
+            self.noted.push_back(pin);
+        }
+        if self.noted.len() > OVER_MAX
+            && let Some(oldest) = self.noted.pop_front()
         {
             self.over.remove(&oldest);
         }
@@ -209,10 +216,13 @@ impl Book {
         self.mark_pins(most, now);
     }
 
-    /// Ends pins whose time is over, and marks blocks of pins that began or ended, [`PIN_STEP_BLOCKS`] of them. Returns
-    /// how many.
+    /// Ends pins whose time is over, [`ENDED_PINS_MAX`] of them, and marks blocks of pins that began or ended,
+    /// [`PIN_STEP_BLOCKS`] of them. Returns how many blocks.
     pub fn expire_pins(&mut self, now: Timestamp) -> usize {
-        while let Some(&(until, pin)) = self.pins.ends.first().filter(|(until, _)| *until <= now) {
+        for _ in 0..ENDED_PINS_MAX {
+            let Some(&(until, pin)) = self.pins.ends.first().filter(|(until, _)| *until <= now) else {
+                break;
+            };
             self.pins.ends.remove(&(until, pin));
             let Some(rule) = self.pins.rules.remove(&pin) else { continue };
             self.pins.push(&rule, false);
