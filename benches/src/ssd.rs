@@ -46,10 +46,10 @@ fn compare(effort: &Effort, shape: &Shape, dir: &Path) -> anyhow::Result<Vec<Row
             end.map(|()| spent)
         };
         let first = (round % 2 == 0).then(|| measure_ours(&mut ours)).transpose()?;
-        let (end, theirs) = spend(|| bare.go(shape.is_put, shape.block_bytes, shape.in_flight, count));
+        let (end, theirs) = spend(|| bare.go(shape.is_put, shape.block_bytes, shape.device_in_flight, count));
         end?;
         let fio_rate =
-            fio.as_ref().map(|fio| fio.go(shape.is_put, shape.block_bytes, shape.in_flight, bytes));
+            fio.as_ref().map(|fio| fio.go(shape.is_put, shape.block_bytes, shape.device_in_flight, bytes));
         let ours = first.map_or_else(|| measure_ours(&mut ours), Ok)?;
         if round > 0 {
             rates.push((ours.per_wall_s(bytes) / 1e9, theirs.per_wall_s(bytes) / 1e9));

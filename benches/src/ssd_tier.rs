@@ -13,7 +13,7 @@ use kv_core::evict::BlockTraits;
 use kv_core::id::{BlockHash, IdentityDigest, TenantId};
 use kv_core::tier::Capacity;
 use kvfleet_node::arena::{Arena, ArenaShape, Purpose};
-use kvfleet_node::tiers::ssd::{Done, RecordHeader, Report, Ssd, SsdConfig, SsdRecord};
+use kvfleet_node::tiers::ssd::{Depth, Done, RecordHeader, Report, Ssd, SsdConfig, SsdRecord};
 use kvfleet_proto::frame::{KeyForm, seal};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -26,20 +26,31 @@ pub struct Shape {
     pub name: &'static str,
     /// Size of a block with what the tier adds to it.
     pub block_bytes: u32,
-    /// Blocks asked for and not there yet.
+    /// Blocks asked for and not there yet: of writes as many as a node has of that length.
     pub in_flight: usize,
+    /// The same for the device without a tier: where it is at its best.
+    pub device_in_flight: usize,
     /// Writes; reads otherwise.
     pub is_put: bool,
 }
 
 /// What is measured.
 pub const SHAPES: &[Shape] = &[
-    Shape { name: "GET 1 MiB, 1 in flight", block_bytes: 1 << 20, in_flight: 1, is_put: false },
-    Shape { name: "GET 1 MiB, 8 in flight", block_bytes: 1 << 20, in_flight: 8, is_put: false },
-    Shape { name: "GET 64 KiB, 16 in flight", block_bytes: 64 << 10, in_flight: 16, is_put: false },
-    Shape { name: "PUT 1 MiB, 32 in flight", block_bytes: 1 << 20, in_flight: 32, is_put: true },
-    Shape { name: "PUT 64 KiB, 32 in flight", block_bytes: 64 << 10, in_flight: 32, is_put: true },
+    get("GET 1 MiB, 1 in flight", 1 << 20, 1),
+    get("GET 1 MiB, 8 in flight", 1 << 20, 8),
+    get("GET 64 KiB, 16 in flight", 64 << 10, 16),
+    put("PUT 1 MiB, 32 in flight", 1 << 20),
+    put("PUT 64 KiB, 512 in flight (the device 32)", 64 << 10),
 ];
+
+const fn get(name: &'static str, block_bytes: u32, in_flight: usize) -> Shape {
+    Shape { name, block_bytes, in_flight, device_in_flight: in_flight, is_put: false }
+}
+
+const fn put(name: &'static str, block_bytes: u32) -> Shape {
+    let in_flight = Depth::of(block_bytes as usize).demotions;
+    Shape { name, block_bytes, in_flight, device_in_flight: 32, is_put: true }
+}
 
 /// Bytes on the device, per side.
 pub const STOCK_BYTES: u64 = 1 << 30;

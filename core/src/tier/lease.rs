@@ -55,7 +55,6 @@ impl Holds {
         all
     }
 
-    #[cfg(test)]
     fn len(&self) -> usize {
         self.ordered.len() + self.late.len()
     }

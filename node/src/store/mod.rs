@@ -39,7 +39,7 @@ use crate::arena::Arena;
 use crate::metrics::Metrics;
 use crate::tiers::ssd::budget::WriteBudget;
 use crate::tiers::ssd::pace::Pace;
-use crate::tiers::ssd::{Report, Ssd, SsdRecord};
+use crate::tiers::ssd::{Depth, Report, Ssd, SsdRecord};
 use moving::{Load, Move, Trouble};
 use packing::Held;
 use slots::Slots;
@@ -218,11 +218,11 @@ impl Store {
         let found = std::mem::take(&mut parts.rows);
         let mut store = Store {
             refitted: parts.started,
+            slots: Slots::new(Depth::of(parts.frame_bytes_max)),
             parts,
             asks: weak,
             rows: Vec::new(),
             moves: HashMap::new(),
-            slots: Slots::default(),
             next_token: 0,
             loads: HashMap::new(),
             trouble: None,

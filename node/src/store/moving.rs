@@ -12,13 +12,9 @@ use tokio::sync::oneshot;
 
 use super::Store;
 use super::packing::Held;
-use super::slots::MOVES_MAX;
 use crate::arena::Purpose;
 use crate::tiers::ssd::pace::Pace;
-use crate::tiers::ssd::{Done, JOBS_MAX, ReadFault, RecordHeader, Report, STAGING_RECORDS, Ssd, SsdRecord};
-
-const _: () = assert!(MOVES_MAX as u64 <= STAGING_RECORDS, "each move needs room beside what is in use");
-const _: () = assert!(MOVES_MAX <= JOBS_MAX, "the SSD thread takes a job for each move");
+use crate::tiers::ssd::{Done, ReadFault, RecordHeader, Report, Ssd, SsdRecord};
 
 /// After a write error the SSD tier takes no new blocks for this long, then tries again.
 pub(crate) const SSD_RETRY: Duration = Duration::from_secs(5);

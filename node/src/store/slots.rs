@@ -2,33 +2,32 @@
 //!
 //! Not here: which block moves (`kv_core::tier`), and whether there is room for it.
 
-/// Moves in flight: enough to keep an NVMe queue full. A block on its way has room on both sides; on
-/// SSD the staging records cover all of them, in DRAM a load also waits for one of the arena's free slots.
-pub(crate) const MOVES_MAX: usize = 48;
+use crate::tiers::ssd::Depth;
 
-/// Demotions among them: a third is left for loads, whatever is demoted.
-pub(crate) const DEMOTIONS_MAX: usize = 32;
-
-/// Demotions in flight while a reader waits for a load that DRAM has room for: those are what his read finds before it in
-/// the device. Without room they are what makes it, so that the reader waits for them too.
-pub(crate) const DEMOTIONS_BESIDE_READERS_MAX: usize = 8;
-
-/// Moves in flight.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// Moves in flight. A block on its way has room on both sides; on SSD the staging records cover all of them, in DRAM a
+/// load also waits for one of the arena's free slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Slots {
+    depth: Depth,
     loads: usize,
     demotions: usize,
 }
 
 impl Slots {
+    /// None in flight.
+    pub(super) fn new(depth: Depth) -> Slots {
+        Slots { depth, loads: 0, demotions: 0 }
+    }
+
     /// Whether a load may begin.
     pub(super) fn load(&self) -> bool {
-        self.loads + self.demotions < MOVES_MAX
+        self.loads + self.demotions < self.depth.moves
     }
 
     /// Whether a demotion may begin.
     pub(super) fn demotion(&self, reader_waits: bool) -> bool {
-        let most = if reader_waits { DEMOTIONS_BESIDE_READERS_MAX } else { DEMOTIONS_MAX };
+        let Depth { demotions, demotions_beside_readers, .. } = self.depth;
+        let most = if reader_waits { demotions_beside_readers } else { demotions };
         self.load() && self.demotions < most
     }
 
@@ -61,20 +60,19 @@ mod tests {
 
     #[test]
     fn demotions_leave_loads_their_place_and_more_while_a_reader_waits() {
-        let mut slots = Slots::default();
-        fill(&mut slots, false);
-        assert_eq!(slots, Slots { loads: MOVES_MAX - DEMOTIONS_MAX, demotions: DEMOTIONS_MAX });
-        let mut slots = Slots::default();
-        fill(&mut slots, true);
-        let expected = Slots {
-            loads: MOVES_MAX - DEMOTIONS_BESIDE_READERS_MAX,
-            demotions: DEMOTIONS_BESIDE_READERS_MAX,
+        let depth = Depth { demotions: 32, demotions_beside_readers: 8, moves: 48 };
+        let filled = |reader_waits| {
+            let mut slots = Slots::new(depth);
+            fill(&mut slots, reader_waits);
+            (slots.demotions, slots.loads)
         };
-        assert_eq!(slots, expected);
+        assert_eq!((filled(false), filled(true)), ((32, 16), (8, 40)));
         // A reader who comes finds what is in flight; nothing is added to it until it is less.
-        let mut slots = Slots { loads: 0, demotions: DEMOTIONS_MAX };
+        let mut slots = Slots { demotions: 32, ..Slots::new(depth) };
         assert!(slots.load() && !slots.demotion(true));
-        (0..DEMOTIONS_MAX - DEMOTIONS_BESIDE_READERS_MAX + 1).for_each(|_| slots.end(false));
+        (0..24).for_each(|_| slots.end(false));
+        assert!(!slots.demotion(true), "as many as may be");
+        slots.end(false);
         assert!(slots.demotion(true));
     }
 }

@@ -22,10 +22,11 @@ use super::{JOBS_MAX, Wear};
 use crate::arena::SlotMut;
 use scrub::Scrub;
 #[cfg(test)]
-pub(super) use tend::{RESCUES_BESIDE_READERS_MAX, RESCUES_MAX};
+pub(super) use tend::RESCUES_BESIDE_READERS_MAX;
+pub(super) use tend::RESCUES_MAX;
 
 /// Records that lie in memory of the lane's own: those being moved, and one that is checked.
-pub(super) const RECORDS_HELD_MAX: usize = tend::RESCUES_MAX + 1;
+pub(super) const RECORDS_HELD_MAX: usize = RESCUES_MAX + 1;
 
 /// How a job of a lane ended, for whoever owns the lanes.
 #[derive(Debug)]

@@ -8,6 +8,7 @@
 mod book;
 pub mod budget;
 mod buffer;
+mod depth;
 mod device;
 mod engine;
 mod files;
@@ -22,9 +23,9 @@ pub mod shape;
 mod tests;
 mod writing;
 
+pub use depth::Depth;
 pub use engine::{ReadFault, Report, SsdFaults};
 pub use format::RecordHeader;
-pub use shape::STAGING_RECORDS;
 
 use std::collections::HashMap;
 use std::io;
@@ -49,7 +50,9 @@ use ring::Ring;
 use shape::Shape;
 
 /// Jobs handed to a device and not yet reported; callers are told to come again above it.
-pub const JOBS_MAX: usize = 128;
+pub const JOBS_MAX: usize = 1024;
+
+const _: () = assert!(depth::DEPTH_MAX.moves <= JOBS_MAX, "a device takes a job for each move");
 
 /// Devices of one node; a record says which in eight bits.
 pub const DEVICES_MAX: usize = 64;

@@ -4,10 +4,8 @@
 
 use kv_core::tier::Capacity;
 
+use super::depth::Depth;
 use super::format::{PAGE_BYTES, SEGMENTS_AT, footer_pages, record_bytes, record_pages};
-
-/// Records beyond the capacity, for blocks that are between two places: at least as many as moves in flight.
-pub const STAGING_RECORDS: u64 = 64;
 
 /// Segments beyond what the capacity fills: one being written, the one after it, one to rescue into, and
 /// one that a reader still holds.
@@ -47,7 +45,7 @@ impl Shape {
     pub fn new(capacity: Capacity, frame_bytes_max: usize, segment_pages: Option<u32>) -> Shape {
         let record = u64::from(record_pages(frame_bytes_max));
         let cost = u32::try_from(record_bytes(frame_bytes_max)).unwrap_or(u32::MAX);
-        let records = capacity.amount() / capacity.cost(cost) + STAGING_RECORDS;
+        let records = capacity.amount() / capacity.cost(cost) + staging(frame_bytes_max);
         let least =
             (RECORDS_MIN * record + 1 + footer(RECORDS_MIN)).next_power_of_two().max(SEGMENT_PAGES_MIN);
         let wanted = (records * record / SEGMENTS_WANTED).next_power_of_two();
@@ -89,6 +87,10 @@ impl Shape {
     }
 }
 
+fn staging(frame_bytes_max: usize) -> u64 {
+    Depth::of(frame_bytes_max).staging_records()
+}
+
 fn footer(records: u64) -> u64 {
     u64::from(footer_pages(u32::try_from(records).unwrap_or(u32::MAX)))
 }
@@ -108,8 +110,8 @@ mod tests {
             let pages = u64::from(shape.segment_pages);
             let each = (pages - 1 - footer(pages / record)) / record;
             let spare = u64::from(shape.segments) - SEGMENTS_IN_HAND;
-            assert!(each * spare >= blocks + STAGING_RECORDS, "{shape:?}");
-            let bytes = (blocks + STAGING_RECORDS) * record * PAGE_BYTES as u64;
+            assert!(each * spare >= blocks + staging(frame), "{shape:?}");
+            let bytes = (blocks + staging(frame)) * record * PAGE_BYTES as u64;
             // At most a record of each segment stays unused at its end, and there are at least four.
             let reserve = bytes / 2 + (SEGMENTS_IN_HAND + 2) * shape.segment_bytes() + SEGMENTS_AT;
             assert!(shape.bytes_max() <= bytes + reserve, "{shape:?} for {bytes}");
@@ -122,7 +124,7 @@ mod tests {
         let pages = Shape::new(capacity, 60_000, None).segment_pages;
         for frame in (60_000..30_000_000).step_by(50_000) {
             let shape = Shape::new(capacity, frame, Some(pages));
-            let bytes = (10_000 + STAGING_RECORDS) * record_bytes(frame) as u64;
+            let bytes = (10_000 + staging(frame)) * record_bytes(frame) as u64;
             let reserve = bytes + (SEGMENTS_IN_HAND + 2) * shape.segment_bytes();
             assert!(!shape.fits() || shape.bytes_max() <= bytes + reserve, "{shape:?} for {bytes}");
         }
