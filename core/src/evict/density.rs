@@ -12,6 +12,7 @@ mod classes;
 mod ghosts;
 mod hazard;
 mod offers;
+mod pending;
 mod resident;
 mod run;
 
@@ -23,7 +24,8 @@ use classes::{CLASSES, Class, Classes};
 use ghosts::Ghosts;
 use hazard::{Evidence, Table};
 use offers::{Offer, Offers};
-use resident::Resident;
+use pending::{Pending, Work};
+use resident::{PENDING, Resident};
 use run::Run;
 use std::time::Duration;
 
@@ -36,8 +38,8 @@ pub const MEMORY: Duration = Duration::from_secs(1800);
 /// Evicts by expected hits per block and second.
 #[derive(Debug)]
 pub struct Density {
-    links: Links,
-    blocks: Vec<Resident>,
+    /// What is known of a block lies beside its links: a block is one row of memory.
+    links: Links<Resident>,
     queues: [Queue; CLASSES],
     offers: Offers,
     /// Per class the tail of the request that used any of it last, as far as it is known.
@@ -50,6 +52,7 @@ pub struct Density {
     alive: Alive,
     evidence: Evidence,
     ghosts: Ghosts,
+    pending: Pending,
     run: Run,
     clock: Timestamp,
     fitted: Timestamp,
@@ -68,7 +71,6 @@ impl Density {
     pub fn new() -> Self {
         let mut density = Density {
             links: Links::default(),
-            blocks: Vec::new(),
             queues: [Queue::default(); CLASSES],
             offers: Offers::default(),
             freshest: [None; CLASSES],
@@ -79,6 +81,7 @@ impl Density {
             alive: Alive::new(),
             evidence: Evidence::new(),
             ghosts: Ghosts::default(),
+            pending: Pending::default(),
             run: Run::default(),
             clock: Timestamp(0),
             fitted: Timestamp(0),
@@ -92,7 +95,10 @@ impl Density {
     fn advance(&mut self, now: Timestamp) {
         self.clock = self.clock.max(now);
         self.began.get_or_insert(self.clock);
-        self.alive.advance(self.clock, &mut self.evidence);
+        if self.alive.is_behind(self.clock) {
+            self.catch_up();
+            self.alive.advance(self.clock, &mut self.evidence);
+        }
     }
 
     /// Puts an absent block at the warm end of its class. Its wait begins.
@@ -104,11 +110,7 @@ impl Density {
 
     /// The same of a block whose wait goes on.
     fn place(&mut self, key: BlockKey, resident: Resident) {
-        let at = key.0 as usize;
-        if at >= self.blocks.len() {
-            self.blocks.resize(at + 1, Resident::default());
-        }
-        self.blocks[at] = resident;
+        self.links.set_about(key, resident);
         let queue = &mut self.queues[resident.class.at()];
         self.links.push_warm(queue, key);
         if queue.len() == 1 {
@@ -120,20 +122,27 @@ impl Density {
     /// Takes a block out of its queue or from among the parked ones; nothing when it is not resident. Its wait
     /// goes on.
     fn take_out(&mut self, key: BlockKey) -> Option<Resident> {
-        let at = key.0 as usize;
-        if self.links.unpark(key) {
-            return self.blocks.get(at).copied();
-        }
-        if !self.links.contains(key) {
+        if !self.is_resident(key) {
             return None;
         }
-        let resident = *self.blocks.get(at)?;
+        if self.links.about(key).has(PENDING) {
+            self.catch_up();
+        }
+        let resident = self.links.about(key);
+        if self.links.unpark(key) {
+            return Some(resident);
+        }
         self.unqueue(key, resident.class.at(), Links::unlink);
         Some(resident)
     }
 
     /// Takes a block out of its queue, by `leave`, and what depends on it with it.
-    fn unqueue(&mut self, key: BlockKey, class: usize, leave: fn(&mut Links, &mut Queue, BlockKey)) {
+    fn unqueue(
+        &mut self,
+        key: BlockKey,
+        class: usize,
+        leave: fn(&mut Links<Resident>, &mut Queue, BlockKey),
+    ) {
         let was_coldest = self.queues[class].coldest() == Some(key);
         if self.freshest[class] == Some(key) {
             // The next block of the same request, or else found when it is asked for.
@@ -151,7 +160,7 @@ impl Density {
     }
 
     fn are_used_together(&self, left: BlockKey, right: BlockKey) -> bool {
-        self.blocks[left.0 as usize].is_used_with(&self.blocks[right.0 as usize])
+        self.links.about(left).is_used_with(&self.links.about(right))
     }
 
     fn is_resident(&self, key: BlockKey) -> bool {
@@ -159,8 +168,15 @@ impl Density {
     }
 
     fn renew_coldest(&mut self, class: usize) {
-        let offer = self.queues[class].coldest().map(|key| self.appraise(class, key));
-        self.offers.set_coldest(class, offer.unwrap_or(Offer::NONE));
+        let offer = match self.queues[class].coldest() {
+            Some(key) => {
+                // The blocks after this one are cold memory in a large tier.
+                self.links.prefetch_behind(key);
+                self.appraise(class, key)
+            }
+            None => Offer::NONE,
+        };
+        self.offers.set_coldest(class, offer);
     }
 
     /// A request begins to use blocks of a class, from this one on.
@@ -188,20 +204,17 @@ impl Density {
 
     /// Renews all offers that are no longer true.
     fn renew_due(&mut self) {
-        for class in 0..CLASSES {
-            let (is_cold_due, is_fresh_due) = self.offers.due(class, self.clock);
-            if is_cold_due {
-                self.renew_coldest(class);
-            }
-            if is_fresh_due {
-                self.renew_freshest(class);
+        while let Some((is_fresh, class)) = self.offers.next_due(self.clock) {
+            match is_fresh {
+                false => self.renew_coldest(class),
+                true => self.renew_freshest(class),
             }
         }
     }
 
     /// What a block of a class is worth now.
     fn appraise(&self, class: usize, key: BlockKey) -> Offer {
-        let last_use = self.blocks[key.0 as usize].last_use(self.clock);
+        let last_use = self.links.about(key).last_use(self.clock);
         let band = bands::band(self.clock.0.saturating_sub(last_use.0));
         let until = Timestamp(last_use.0.saturating_add(bands::start_us(band + 1)));
         Offer { value: self.tables[class][band], last_use, until }
@@ -241,20 +254,13 @@ impl Policy for Density {
     fn insert(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
         self.close_run();
         if now > self.clock {
-            self.close_cluster();
+            self.put_off(Work::Cluster);
         }
         self.advance(now);
         self.remove(key);
-        let known = self.ghosts.take(traits.fingerprint, self.clock);
-        let mut resident = Resident::new(traits.fingerprint, known.map(|(memory, _)| memory));
-        if let Some((memory, last_use)) = known {
-            // A use like any other, or whoever is evicted too early would look as if nobody wanted him.
-            self.alive.end(memory.class, last_use, self.clock, &mut self.evidence);
-            let age_us = self.clock.0.saturating_sub(last_use.0);
-            self.evidence.reused(memory.class, age_us);
-            self.run.count_reuse(memory.class);
-            resident.use_again(age_us);
-        }
+        let fingerprint = traits.fingerprint;
+        self.put_off(Work::Take { key, fingerprint });
+        let resident = Resident::arriving(fingerprint);
         self.enqueue(key, resident);
     }
 
@@ -262,8 +268,11 @@ impl Policy for Density {
         self.close_run();
         self.advance(now);
         self.remove(key);
+        // Who comes up is seldom enough for its ghost to be waited for.
+        self.catch_up();
         let known = self.ghosts.take(traits.fingerprint, self.clock);
-        let mut resident = Resident::new(traits.fingerprint, known.map(|(memory, _)| memory));
+        let mut resident = Resident::arriving(traits.fingerprint);
+        resident.recall(known.map(|(memory, _)| memory));
         let Some((memory, last_use)) = known else { return self.enqueue(key, resident) };
         resident.class = memory.class;
         resident.used_at(last_use);
@@ -289,7 +298,7 @@ impl Policy for Density {
         }
         self.close_run();
         if self.links.contains(key) {
-            let class = self.blocks[key.0 as usize].class.at();
+            let class = self.links.about(key).class.at();
             self.unqueue(key, class, Links::park);
         }
     }
@@ -298,21 +307,13 @@ impl Policy for Density {
         self.close_run();
         let residents = self.len();
         let Some(resident) = self.take_out(key) else { return };
-        let (class, last_use) = (resident.class, resident.last_use(self.clock));
-        let mut forgotten = Some((class, last_use));
-        if class != Class::PARTIAL {
-            let (tables, clock) = (&self.tables, self.clock);
-            let worth = |class: Class, last_use: Timestamp| {
-                tables[class.at()][bands::band(clock.0.saturating_sub(last_use.0))]
-            };
-            let memory = resident.memory();
-            let before =
-                self.ghosts.remember(resident.fingerprint, (memory, last_use), residents, clock, worth);
-            forgotten = before.map(|(memory, last_use)| (memory.class, last_use));
-        }
-        if let Some((class, last_use)) = forgotten {
-            self.alive.end(class, last_use, self.clock, &mut self.evidence);
-        }
+        let last_use = resident.last_use(self.clock);
+        self.put_off(if resident.class == Class::PARTIAL {
+            Work::Forget { class: resident.class, last_use }
+        } else {
+            let (fingerprint, memory) = (resident.fingerprint(), resident.memory());
+            Work::Remember { fingerprint, memory, last_use, residents }
+        });
     }
 
     fn victim(&mut self, now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
@@ -343,6 +344,7 @@ impl Policy for Density {
 
     fn refit(&mut self, now: Timestamp) {
         self.close_run();
+        self.catch_up();
         self.advance(now);
         let since = self.clock.since(self.fitted);
         let seen = self.clock.since(self.began.unwrap_or(self.clock));

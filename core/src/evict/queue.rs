@@ -100,6 +100,11 @@ impl<T: Copy + Default> Links<T> {
         some(self.links[key.0 as usize].warmer)
     }
 
+    /// What is known of a block that was resident at some time, to be changed.
+    pub(crate) fn about_mut(&mut self, key: BlockKey) -> Option<&mut T> {
+        self.links.get_mut(key.0 as usize).map(|link| &mut link.about)
+    }
+
     /// Asks the memory for what is known of the block that leaves second after `key`, without waiting for it. The first
     /// was asked for when the block before `key` was here.
     pub(crate) fn prefetch_behind(&self, key: BlockKey) {

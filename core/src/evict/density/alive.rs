@@ -13,89 +13,96 @@ pub(super) const STEP_BITS: u32 = 17;
 /// Most slots kept; more are joined.
 const SLOTS_MAX: usize = 160;
 
-#[derive(Clone, Debug)]
-struct Slot {
-    /// Step at which it begins; it ends where the next begins.
-    start: u64,
-    waiting: [u32; CLASSES],
-}
+/// Waits of each class. Signed, since a processor turns signed numbers into floating ones several at a time.
+pub(super) type Waiting = [i32; CLASSES];
 
 /// The waits under way.
 #[derive(Clone, Debug)]
 pub(super) struct Alive {
-    slots: Vec<Slot>,
+    /// Step at which each slot begins; it ends where the next begins. Apart from what waits, so that a slot is found
+    /// in few lines of memory.
+    starts: Vec<u64>,
+    slots: Vec<Waiting>,
     /// Up to when exposure of what waits is counted.
     counted: Timestamp,
 }
 
 impl Alive {
     pub(super) fn new() -> Self {
-        Alive { slots: vec![Slot { start: 0, waiting: [0; CLASSES] }], counted: Timestamp(0) }
+        Alive { starts: vec![0], slots: vec![[0; CLASSES]], counted: Timestamp(0) }
+    }
+
+    /// Whether [`Alive::advance`] to `now` would do anything.
+    pub(super) fn is_behind(&self, now: Timestamp) -> bool {
+        self.starts.last().is_some_and(|start| *start < now.0 >> STEP_BITS)
     }
 
     /// Time goes on; time never goes back here. To be called before anything else happens at `now`.
     pub(super) fn advance(&mut self, now: Timestamp, evidence: &mut Evidence) {
-        let step = now.0 >> STEP_BITS;
-        if self.slots.last().is_some_and(|slot| slot.start >= step) {
+        if !self.is_behind(now) {
             return;
         }
+        let step = now.0 >> STEP_BITS;
         let mut end_us = now.0;
-        for slot in self.slots.iter().rev() {
-            let start_us = slot.start << STEP_BITS;
+        for (start, waiting) in self.starts.iter().zip(&self.slots).rev() {
+            let start_us = start << STEP_BITS;
             // As if all waits of a slot began in its middle.
             let middle_us = start_us + (end_us - start_us) / 2;
             let from_us = self.counted.0.max(middle_us) - middle_us;
-            evidence.exposed_all(&slot.waiting, from_us, now.0 - middle_us);
+            evidence.exposed_all(waiting, from_us, now.0 - middle_us);
             end_us = start_us;
         }
         self.counted = now;
         if self.slots.len() >= SLOTS_MAX {
             self.join(step);
         }
-        self.slots.push(Slot { start: step, waiting: [0; CLASSES] });
+        self.starts.push(step);
+        self.slots.push([0; CLASSES]);
     }
 
     /// Joins neighbours that together are no wider than an eighth of their age; at least one pair.
     fn join(&mut self, now: u64) {
-        let mut joined: Vec<Slot> = Vec::with_capacity(SLOTS_MAX);
-        let mut ends = self.slots.iter().skip(1).map(|slot| slot.start).chain([now]);
-        for slot in &self.slots {
-            let end = ends.next().unwrap_or(now);
-            match joined.last_mut() {
-                Some(last) if (end - last.start) * 8 <= now - end => last.add(slot),
-                _ => joined.push(slot.clone()),
+        let mut starts: Vec<u64> = Vec::with_capacity(SLOTS_MAX);
+        let mut joined: Vec<Waiting> = Vec::with_capacity(SLOTS_MAX);
+        let ends = self.starts.iter().skip(1).copied().chain([now]);
+        for ((&start, waiting), end) in self.starts.iter().zip(&self.slots).zip(ends) {
+            match (starts.last(), joined.last_mut()) {
+                (Some(first), Some(last)) if (end - first) * 8 <= now - end => add(last, waiting),
+                _ => {
+                    starts.push(start);
+                    joined.push(*waiting);
+                }
             }
         }
         if joined.len() >= SLOTS_MAX {
+            starts.remove(1);
             let second = joined.remove(1);
-            joined[0].add(&second);
+            add(&mut joined[0], &second);
         }
-        self.slots = joined;
+        (self.starts, self.slots) = (starts, joined);
     }
 
     /// A wait begins, now.
     pub(super) fn begin(&mut self, class: Class) {
-        if let Some(slot) = self.slots.last_mut() {
-            slot.waiting[class.at()] += 1;
+        if let Some(waiting) = self.slots.last_mut() {
+            waiting[class.at()] += 1;
         }
     }
 
     /// A wait that began at `start` ends.
     pub(super) fn end(&mut self, class: Class, start: Timestamp, now: Timestamp, evidence: &mut Evidence) {
         let step = start.0 >> STEP_BITS;
-        let at = self.slots.partition_point(|slot| slot.start <= step).saturating_sub(1);
-        let waiting = &mut self.slots[at].waiting[class.at()];
+        let at = self.starts.partition_point(|start| *start <= step).saturating_sub(1);
+        let waiting = &mut self.slots[at][class.at()];
         debug_assert!(*waiting > 0, "a wait ended that did not begin");
-        *waiting = waiting.saturating_sub(1);
+        *waiting = (*waiting - 1).max(0);
         let from_us = self.counted.0.max(start.0) - start.0;
         evidence.exposed(class, from_us, now.0.max(start.0) - start.0);
     }
 }
 
-impl Slot {
-    fn add(&mut self, other: &Slot) {
-        self.waiting.iter_mut().zip(&other.waiting).for_each(|(sum, more)| *sum += more);
-    }
+fn add(sums: &mut Waiting, more: &Waiting) {
+    sums.iter_mut().zip(more).for_each(|(sum, more)| *sum += more);
 }
 
 #[cfg(test)]

@@ -9,12 +9,11 @@ const FIRST_BITS: u32 = 14;
 
 /// The band of an age.
 pub(super) fn band(age_us: u64) -> usize {
-    if age_us < 1 << FIRST_BITS {
-        return 0;
-    }
+    // Whatever is younger is taken for the last of the first band, so that nothing has to be decided.
+    let age_us = age_us.max((1 << FIRST_BITS) - 1);
     let octave = 63 - age_us.leading_zeros();
     let quarter = (age_us >> (octave - 2)) & 3;
-    ((octave - FIRST_BITS) as usize * 4 + quarter as usize + 1).min(BANDS - 1)
+    (octave as usize * 4 + quarter as usize + 1 - FIRST_BITS as usize * 4).min(BANDS - 1)
 }
 
 /// The age at which a band begins, in microseconds. That of `BANDS` is the end of time.

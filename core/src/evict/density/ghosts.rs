@@ -6,7 +6,9 @@
 
 use super::alive::STEP_BITS;
 use super::classes::Class;
+use crate::cpu::prefetch;
 use crate::id::Timestamp;
+use std::ops::Range;
 
 /// Blocks remembered per resident block.
 pub(super) const PER_RESIDENT: usize = 4;
@@ -35,17 +37,24 @@ pub(super) type Ghost = (Memory, Timestamp);
 #[derive(Clone, Debug, Default)]
 pub(super) struct Ghosts {
     /// A ghost is never 0. Tag 22 bits, last use 24, class 6, uses 2, pace 5, turn 3, two flags.
-    sets: Vec<[u64; WAYS]>,
+    ghosts: Vec<u64>,
+    /// Where the first set begins, so that every set is one line of memory.
+    first: usize,
+    sets: usize,
 }
 
-const LAST_BITS: u32 = 24;
+/// Bytes of a line of memory, which a set fills.
+const LINE: usize = WAYS * size_of::<u64>();
+
+/// Steps a last use is written in, modulo.
+const STEPS: u64 = (1 << 24) - 1;
 
 fn tag(fingerprint: u64) -> u64 {
     (fingerprint >> 43).max(1)
 }
 
 fn pack(fingerprint: u64, memory: Memory, last_use: Timestamp) -> u64 {
-    let last = (last_use.0 >> STEP_BITS) & ((1 << LAST_BITS) - 1);
+    let last = last_use.0 >> STEP_BITS & STEPS;
     let uses = u64::from(memory.uses.clamp(1, 7));
     tag(fingerprint) << 43
         | last << 19
@@ -67,9 +76,29 @@ fn unpack(ghost: u64, now: Timestamp) -> Ghost {
         is_shared: ghost & 2 != 0,
         is_end: ghost & 1 != 0,
     };
-    let step = now.0 >> STEP_BITS;
-    let since = step.wrapping_sub(ghost >> 19) & ((1 << LAST_BITS) - 1);
-    (memory, Timestamp(step.saturating_sub(since) << STEP_BITS))
+    (memory, Timestamp((now.0 >> STEP_BITS).saturating_sub(steps_since(ghost, now)) << STEP_BITS))
+}
+
+/// Steps since its last use.
+fn steps_since(ghost: u64, now: Timestamp) -> u64 {
+    (now.0 >> STEP_BITS).wrapping_sub(ghost >> 19) & STEPS
+}
+
+/// Which of a full set is forgotten: in half of the sets the one worth least, in half the longest unused.
+fn first_forgotten(
+    set: &[u64; WAYS],
+    fingerprint: u64,
+    now: Timestamp,
+    worth: impl Fn(Class, Timestamp) -> f32,
+) -> usize {
+    let is_by_worth = fingerprint >> 40 & 1 == 0;
+    // Worth, then time since last use, then place, as one number: worth is not negative, so its bits are in its order.
+    let order = |(way, &ghost): (usize, &u64)| {
+        let (memory, last_use) = unpack(ghost, now);
+        let worth = if is_by_worth { worth(memory.class, last_use).to_bits() } else { 0 };
+        u64::from(worth) << 32 | (STEPS - steps_since(ghost, now)) << 3 | way as u64
+    };
+    set.iter().enumerate().map(order).min().map_or(0, |least| (least % WAYS as u64) as usize)
 }
 
 impl Ghosts {
@@ -78,19 +107,50 @@ impl Ghosts {
     /// while the tier fills, when hardly anything leaves.
     fn grow(&mut self, residents: usize) {
         let wanted = (residents * PER_RESIDENT).div_ceil(WAYS);
-        if self.sets.is_empty() {
-            self.sets = vec![[0; WAYS]; wanted];
-        } else if self.sets.len() < wanted {
-            let more = (wanted - self.sets.len()).min(WAYS);
-            self.sets.extend(std::iter::repeat_n([0; WAYS], more));
+        if self.sets == 0 {
+            self.sets = wanted;
+            self.ghosts = vec![0; wanted * WAYS + WAYS - 1];
+            self.first = self.ghosts.as_ptr().align_offset(LINE).min(WAYS - 1);
+        } else if self.sets < wanted {
+            let more = (wanted - self.sets).min(WAYS);
+            self.ghosts.resize(self.ghosts.len() + more * WAYS, 0);
+            // Memory that had to move may begin elsewhere in its line.
+            self.move_to(self.ghosts.as_ptr().align_offset(LINE).min(WAYS - 1));
+            self.sets += more;
         }
     }
 
-    fn set(&self, fingerprint: u64) -> usize {
+    /// Has the first set begin elsewhere.
+    fn move_to(&mut self, first: usize) {
+        let before = std::mem::replace(&mut self.first, first);
+        if first != before {
+            self.ghosts.copy_within(before..before + self.sets * WAYS, first);
+            let end = first + self.sets * WAYS;
+            self.ghosts[..first].fill(0);
+            self.ghosts[end..].fill(0);
+        }
+    }
+
+    /// Where the set of a fingerprint is.
+    fn set(&self, fingerprint: u64) -> Range<usize> {
         // Linear hashing: the number of sets may be any.
-        let whole = self.sets.len().next_power_of_two();
+        let whole = self.sets.next_power_of_two().max(2);
         let at = fingerprint as usize & (whole - 1);
-        if at < self.sets.len() { at } else { at & (whole / 2 - 1) }
+        let at = if at < self.sets { at } else { at & (whole / 2 - 1) };
+        let start = self.first + at * WAYS;
+        start..start + WAYS
+    }
+
+    fn set_mut(&mut self, fingerprint: u64) -> Option<&mut [u64; WAYS]> {
+        let set = self.set(fingerprint);
+        self.ghosts.get_mut(set)?.as_mut_array()
+    }
+
+    /// Asks the memory for where a block is or would be remembered, without waiting for it.
+    pub(super) fn prefetch(&self, fingerprint: u64) {
+        if let Some(first) = self.ghosts.get(self.set(fingerprint).start) {
+            prefetch(first);
+        }
     }
 
     /// Remembers a block that leaves, one of `residents`. Gives back what is forgotten for it.
@@ -103,37 +163,67 @@ impl Ghosts {
         worth: impl Fn(Class, Timestamp) -> f32,
     ) -> Option<Ghost> {
         self.grow(residents);
-        let at = self.set(fingerprint);
-        let set = self.sets.get_mut(at)?;
-        let same = set.iter().position(|&ghost| ghost >> 43 == tag(fingerprint));
-        let place = same.or_else(|| set.iter().position(|&ghost| ghost == 0)).or_else(|| {
-            let by_worth = fingerprint >> 40 & 1 == 0;
-            let worths = set.map(|ghost| {
-                let (memory, last_use) = unpack(ghost, now);
-                (if by_worth { worth(memory.class, last_use) } else { 0.0 }, last_use)
-            });
-            (0..WAYS).min_by(|&left, &right| {
-                let order = worths[left].0.total_cmp(&worths[right].0);
-                order.then(worths[left].1.cmp(&worths[right].1))
-            })
-        })?;
+        let set = self.set_mut(fingerprint)?;
+        let (mut same, mut free) = (WAYS, WAYS);
+        for (way, &ghost) in set.iter().enumerate().rev() {
+            same = if ghost >> 43 == tag(fingerprint) { way } else { same };
+            free = if ghost == 0 { way } else { free };
+        }
+        let place = if same < WAYS { same } else { free };
+        let place = if place < WAYS { place } else { first_forgotten(set, fingerprint, now, worth) };
         let before = std::mem::replace(&mut set[place], pack(fingerprint, memory, last_use));
         (before != 0).then(|| unpack(before, now))
     }
 
     /// Takes out what is remembered of a block that comes back.
     pub(super) fn take(&mut self, fingerprint: u64, now: Timestamp) -> Option<Ghost> {
-        if self.sets.is_empty() {
-            return None;
-        }
-        let at = self.set(fingerprint);
-        let slot = self.sets.get_mut(at)?.iter_mut().find(|ghost| **ghost >> 43 == tag(fingerprint))?;
+        let slot = self.set_mut(fingerprint)?.iter_mut().find(|ghost| **ghost >> 43 == tag(fingerprint))?;
         Some(unpack(std::mem::take(slot), now))
     }
 
     /// Blocks there is room to remember.
     #[cfg(test)]
     pub(super) fn capacity(&self) -> usize {
-        self.sets.len() * WAYS
+        self.sets * WAYS
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fingerprint(block: u64) -> u64 {
+        (block + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    }
+
+    fn remember(ghosts: &mut Ghosts, block: u64, residents: usize) -> Option<Ghost> {
+        let memory = Memory { class: Class(block as u8 % 64), uses: 2, ..Memory::default() };
+        let now = Timestamp(1 << 40);
+        ghosts.remember(fingerprint(block), (memory, now), residents, now, |_, _| 1.0)
+    }
+
+    #[test]
+    fn sets_may_begin_anywhere_in_their_line() {
+        let mut ghosts = Ghosts::default();
+        (0..20).for_each(|block| assert_eq!(remember(&mut ghosts, block, 40), None));
+        for first in [3, 7, 0, 5, 1] {
+            ghosts.move_to(first);
+            let known = ghosts.ghosts.iter().filter(|ghost| **ghost != 0).count();
+            assert_eq!(known, 20, "at {first}");
+        }
+        for block in 0..20 {
+            let known = ghosts.take(fingerprint(block), Timestamp(1 << 40)).map(|(memory, _)| memory.class);
+            assert_eq!(known, Some(Class(block as u8)));
+        }
+    }
+
+    #[test]
+    fn every_set_is_a_line_of_its_own() {
+        let mut ghosts = Ghosts::default();
+        for residents in 1..200 {
+            remember(&mut ghosts, residents as u64, residents);
+            let start = ghosts.set(fingerprint(7)).start;
+            assert_eq!(ghosts.ghosts[start..].as_ptr() as usize % LINE, 0, "{residents}");
+        }
     }
 }

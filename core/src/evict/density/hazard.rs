@@ -5,6 +5,7 @@
 //! population by `κ` observations; an observation is a request, not a block (see [`Evidence::fit`]). Not here: who
 //! counts exposure of what lives ([`super::alive`]).
 
+use super::alive::Waiting;
 use super::bands::{self, BANDS};
 use super::classes::{CLASSES, Class, Classes, KINDS, Meaning, SHARED_AT, TURNS};
 
@@ -74,7 +75,11 @@ impl Evidence {
     }
 
     /// So many blocks of each class went from one age to another.
-    pub(super) fn exposed_all(&mut self, blocks: &[u32; CLASSES], from_us: u64, to_us: u64) {
+    pub(super) fn exposed_all(&mut self, blocks: &Waiting, from_us: u64, to_us: u64) {
+        // What is nothing adds nothing, and it is most of what is long ago.
+        if blocks.iter().fold(0, |any, &blocks| any | blocks) == 0 {
+            return;
+        }
         spread(from_us, to_us, |band, seconds| {
             for (sum, &blocks) in self.exposure_s[band].iter_mut().zip(blocks) {
                 *sum += f64::from(blocks) * seconds;

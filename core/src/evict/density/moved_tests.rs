@@ -25,7 +25,7 @@ fn coming_up_is_no_use_and_the_use_that_follows_is_one_since_the_one_before() {
     up.moved_in(BlockKey(2), traits(), Timestamp(30 * SECOND));
     used.insert(BlockKey(2), traits(), Timestamp(30 * SECOND));
     let of = |density: &Density| {
-        let resident = density.blocks[2];
+        let resident = density.links.about(BlockKey(2));
         (resident.uses(), resident.last_use(density.clock).0 / SECOND)
     };
     assert_eq!(of(&used), (2, 29), "it came back by a use; times are kept in 131 ms");
@@ -34,7 +34,7 @@ fn coming_up_is_no_use_and_the_use_that_follows_is_one_since_the_one_before() {
     up.park(BlockKey(2));
     up.access(BlockKey(2), traits(), Timestamp(40 * SECOND));
     up.close_run();
-    assert_eq!(up.blocks[2].uses(), 2);
+    assert_eq!(up.links.about(BlockKey(2)).uses(), 2);
     assert_eq!(up.victim(Timestamp(50 * SECOND), &|_| false), Some(BlockKey(2)));
 }
 
@@ -42,5 +42,5 @@ fn coming_up_is_no_use_and_the_use_that_follows_is_one_since_the_one_before() {
 fn a_block_that_nobody_remembers_comes_up_as_one_that_is_new() {
     let mut density = Density::new();
     density.moved_in(BlockKey(3), traits(), Timestamp(SECOND));
-    assert_eq!((density.len(), density.blocks[3].uses()), (1, 1));
+    assert_eq!((density.len(), density.links.about(BlockKey(3)).uses()), (1, 1));
 }

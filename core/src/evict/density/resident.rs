@@ -7,7 +7,8 @@ use crate::id::Timestamp;
 /// A resident block.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Resident {
-    pub(super) fingerprint: u64,
+    /// Both halves: a row of 8 bytes' alignment would be 4 bytes longer.
+    fingerprint: [u32; 2],
     /// In 1.024 ms, modulo 2^32: a wait of 49 days is taken for a short one.
     last_use: u32,
     pub(super) class: Class,
@@ -24,6 +25,8 @@ const USES: u8 = 7;
 pub(super) const SHARED: u8 = 8;
 /// It was the last filled block of the request that used it last.
 pub(super) const END: u8 = 16;
+/// It is not known yet whether it is remembered ([`super::pending`]).
+pub(super) const PENDING: u8 = 32;
 /// Most uses that are told apart; no use of more than [`PACE_USES`] is made.
 const USES_MAX: u8 = 7;
 /// Times between uses a pace is the mean of; later ones enter with this weight.
@@ -32,20 +35,21 @@ const PACE_USES: u8 = 3;
 const LAST_BITS: u32 = 10;
 
 impl Resident {
-    /// A block that comes in, as it is remembered or for the first time.
-    pub(super) fn new(fingerprint: u64, memory: Option<Memory>) -> Self {
-        let memory = memory.unwrap_or(Memory { uses: 1, ..Memory::default() });
-        let mut resident = Resident {
-            fingerprint,
-            last_use: 0,
-            class: Class::ARRIVING,
-            pace: memory.pace,
-            flags: memory.uses.clamp(1, USES_MAX),
-            turn: memory.turn,
-        };
-        resident.set(SHARED, memory.is_shared);
-        resident.set(END, memory.is_end);
-        resident
+    /// A block that comes in, of which more may be remembered.
+    pub(super) fn arriving(fingerprint: u64) -> Self {
+        let fingerprint = [fingerprint as u32, (fingerprint >> 32) as u32];
+        let (class, flags) = (Class::ARRIVING, 1 | PENDING);
+        Resident { fingerprint, class, flags, ..Resident::default() }
+    }
+
+    /// What is remembered of it, if anything is.
+    pub(super) fn recall(&mut self, memory: Option<Memory>) {
+        self.set(PENDING, false);
+        if let Some(memory) = memory {
+            (self.pace, self.turn, self.flags) = (memory.pace, memory.turn, memory.uses.clamp(1, USES_MAX));
+            self.set(SHARED, memory.is_shared);
+            self.set(END, memory.is_end);
+        }
     }
 
     /// What is worth remembering of it.
@@ -58,6 +62,10 @@ impl Resident {
             is_shared: self.has(SHARED),
             is_end: self.has(END),
         }
+    }
+
+    pub(super) fn fingerprint(&self) -> u64 {
+        u64::from(self.fingerprint[1]) << 32 | u64::from(self.fingerprint[0])
     }
 
     pub(super) fn uses(&self) -> u8 {

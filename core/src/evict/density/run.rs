@@ -74,10 +74,15 @@ impl Density {
     }
 
     /// Judges the uses told since the last call: they are those of one request.
+    #[inline(always)]
     pub(super) fn close_run(&mut self) {
-        if self.run.is_empty() {
-            return;
+        if !self.run.is_empty() {
+            self.judge_run();
         }
+    }
+
+    fn judge_run(&mut self) {
+        self.catch_up();
         let touches = std::mem::take(&mut self.run.touches);
         let turn = self.read(&touches);
         let own = self.own_class(&turn);
@@ -140,7 +145,7 @@ impl Density {
 
     /// What the blocks a request used say of its session.
     fn read(&self, touches: &[Touch]) -> Turn {
-        let resident = |touch: &Touch| self.blocks.get(touch.key.0 as usize).copied().unwrap_or_default();
+        let resident = |touch: &Touch| self.links.about(touch.key);
         let is_known = |touch: &&Touch| resident(touch).uses() + u8::from(!touch.is_settled) > 1;
         let whole = || touches.iter().filter(|touch| !touch.is_partial);
         let new = whole().take_while(|touch| !is_known(touch)).count() as u32;

@@ -155,7 +155,7 @@ fn a_session_is_told_from_a_fork_where_no_turn_is_stated() {
     tier.serve(0.0, RequestKind::Text, 0, &[1, 2, 3, 100], true);
     tier.serve(9.0, RequestKind::Text, 0, &[1, 2, 3, 4, 5, 101], true);
     tier.policy.close_run();
-    let resident = |tier: &Tier, block| tier.policy.blocks[tier.keys[&block].0 as usize];
+    let resident = |tier: &Tier, block| tier.policy.links.about(tier.keys[&block]);
     assert!(!resident(&tier, 1).has(SHARED) && resident(&tier, 4).turn == 2);
     assert!(resident(&tier, 5).has(END) && !resident(&tier, 3).has(END));
     tier.serve(12.0, RequestKind::Text, 0, &[1, 2, 8], false);
@@ -188,15 +188,16 @@ fn blocks_before_a_shared_one_are_shared_even_if_they_came_back_unknown() {
     tier.policy.remove(key);
     tier.blocks.remove(&key);
     tier.free.push(key);
+    tier.policy.catch_up();
     tier.policy.ghosts = Ghosts::default();
     tier.policy.alive = Alive::new();
-    for resident in &tier.policy.blocks.clone() {
-        tier.policy.alive.begin(resident.class);
+    for &key in tier.keys.values() {
+        tier.policy.alive.begin(tier.policy.links.about(key).class);
     }
     tier.serve(2.0, RequestKind::Api, 1, &[1, 2, 3, 70], false);
     tier.policy.close_run();
-    assert!(tier.policy.blocks[tier.keys[&1].0 as usize].has(SHARED));
-    assert!(!tier.policy.blocks[tier.keys[&70].0 as usize].has(SHARED));
+    assert!(tier.policy.links.about(tier.keys[&1]).has(SHARED));
+    assert!(!tier.policy.links.about(tier.keys[&70]).has(SHARED));
 }
 
 #[test]
@@ -244,11 +245,56 @@ fn what_others_hold_is_judged_with_the_rest_of_its_request() {
             policy.close_run();
             assert_eq!(policy.len(), blocks as usize);
         }
-        let ends = policy.blocks.iter().filter(|block| block.has(END)).count();
+        let ends = (0..blocks).filter(|&key| policy.links.about(BlockKey(key)).has(END)).count();
         assert_eq!(policy.victim(Timestamp(300 * SECOND), &|_| false).is_none(), parks);
         (ends, format!("{:?}", policy.evidence))
     };
     let alone = serve(false);
     assert_eq!(alone.0, 1, "only the tail ends the prefix");
     assert_eq!(serve(true), alone);
+}
+
+/// What is remembered is looked up late, but as of its time: who does it at once counts the same and names the same.
+#[test]
+fn what_is_put_off_is_counted_as_if_done_at_once() {
+    let serve = |at_once: bool| {
+        let (mut policy, mut victims, mut state) = (Density::new(), Vec::new(), 11_u64);
+        let mut random = |below: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) % below
+        };
+        let mut now = Timestamp(0);
+        for step in 0..40_000 {
+            let key = BlockKey(random(64) as u32);
+            let traits = BlockTraits {
+                category: Category { kind: RequestKind::from_u8(random(4) as u8), turn: random(4) as u8 },
+                offset_blocks: random(20) as u32,
+                is_partial: random(8) == 0,
+                fingerprint: (random(300) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15),
+                ..BlockTraits::default()
+            };
+            match random(16) {
+                0 => now = Timestamp(now.0 + random(90 * SECOND / 100)),
+                1 => policy.refit(now),
+                2 => policy.access(key, traits, now),
+                3 => policy.settle(key, traits, now),
+                4 => policy.park(key),
+                5 => policy.remove(key),
+                6 => now = Timestamp(now.0 + 1),
+                7..11 => policy.insert(key, traits, now),
+                _ => {
+                    let victim = policy.victim(now, &|key| key.0 % 5 == step % 5);
+                    victims.push(victim);
+                    victim.into_iter().for_each(|key| policy.remove(key));
+                }
+            }
+            if at_once {
+                policy.catch_up();
+            }
+        }
+        policy.catch_up();
+        assert!(policy.ghosts.capacity() > 64 && victims.iter().flatten().count() > 5_000);
+        (victims, format!("{:?}", policy.evidence))
+    };
+    assert_eq!(serve(false), serve(true));
 }
