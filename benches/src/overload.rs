@@ -12,17 +12,17 @@ use serde::Deserialize;
 
 use crate::Effort;
 
-pub(crate) const ABOUT: &str = "kvfleet replay of generated agents on three nodes of 128 MiB DRAM and 256 MiB SSD, blocks of 128 KiB: \
+pub(crate) const ABOUT: &str = "kvfleet replay of generated consumers on three nodes of 128 MiB DRAM and 256 MiB SSD, blocks of 64 KiB: \
      first as many requests as are answered with 16 at a time, which is the capacity, then arrivals at twice that rate, \
      up to 4,096 at a time, while a node (30 %) and the leading router (60 %) are killed";
 
 /// Requests of each half.
-const REQUESTS: u64 = 6_000;
+const REQUESTS: u64 = 1_000;
 /// Arrivals over what the cluster carries.
 const OVERLOAD: f64 = 2.0;
 /// Options of both halves; few saves may arrive at once, so that much of what a node may take is its tiers'.
 const SHAPE: &[&str] = &[
-    "--block-bytes=128KiB",
+    "--block-bytes=64KiB",
     "--dram=128MiB",
     "--ssd=256MiB",
     "--set=node.save_inflight_bytes=67108864",
@@ -75,9 +75,9 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
     for seed in (SEED..).take(effort.runs) {
         eprintln!("overload: seed {seed}");
         let dir = tempfile::tempdir()?;
-        let trace = dir.path().join("agents.jsonl");
+        let trace = dir.path().join("requests.jsonl");
         let requests = effort.scaled(REQUESTS).to_string();
-        let generate = ["trace", "gen", "--kind=agent", "--requests", &requests, "--seed", &seed.to_string()];
+        let generate = ["trace", "gen", "--kind=consumer", "--requests", &requests, "--seed", &seed.to_string()];
         call(Command::new(&program).args(generate).arg("--output").arg(&trace))?;
         let capacity =
             replay(&program, &trace, &dir.path().join("capacity"), &["--concurrency=16".to_owned()])?;

@@ -24,6 +24,7 @@ fn coming_up_is_no_use_and_the_use_that_follows_is_one_since_the_one_before() {
     let (mut up, mut used) = (left(), left());
     up.moved_in(BlockKey(2), traits(), Timestamp(30 * SECOND));
     used.insert(BlockKey(2), traits(), Timestamp(30 * SECOND));
+    used.catch_up();
     let of = |density: &Density| {
         let resident = density.links.about(BlockKey(2));
         (resident.uses(), resident.last_use(density.clock).0 / SECOND)
