@@ -77,7 +77,8 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
         let dir = tempfile::tempdir()?;
         let trace = dir.path().join("requests.jsonl");
         let requests = effort.scaled(REQUESTS).to_string();
-        let generate = ["trace", "gen", "--kind=consumer", "--requests", &requests, "--seed", &seed.to_string()];
+        let generate =
+            ["trace", "gen", "--kind=consumer", "--requests", &requests, "--seed", &seed.to_string()];
         call(Command::new(&program).args(generate).arg("--output").arg(&trace))?;
         let capacity =
             replay(&program, &trace, &dir.path().join("capacity"), &["--concurrency=16".to_owned()])?;
