@@ -1,11 +1,13 @@
 //! What handing out a block that is in DRAM costs, in the node's own process.
 //!
-//! Not here: foyer in the same run (`cargo xtask bench --peers tier`), SSD (`ssd.rs`), wires (`transport.rs`).
+//! Not here: SSD (`ssd.rs`) and wires (`transport.rs`).
 
-use benches::dram_tier::{BLOCKS, DramTier, PREFIX_BLOCKS};
+mod tier;
+
 use benches::{Better, Row, outcome, spend};
 
 use crate::Effort;
+use tier::{BLOCKS, DramTier, PREFIX_BLOCKS};
 
 pub(crate) const ABOUT: &str = "a node asked in its own process: a fetch (lease, hit counts, a reference to each block's bytes, no copy) \
      and its release (the policy hears of the use), all on one thread; CPU time a block, by blocks a fetch";

@@ -6,7 +6,6 @@
 
 mod chain;
 mod clock;
-pub mod dram_tier;
 mod measure;
 mod row;
 pub mod ssd_tier;

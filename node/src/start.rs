@@ -94,7 +94,7 @@ pub enum StartError {
 /// A running node. Dropping it stops it without ceremony, as a crash would; [`Node::shutdown`] waits.
 #[derive(Debug)]
 pub struct Node {
-    service: Service,
+    service: Arc<Service>,
     data: QuicServer,
     data_addr: SocketAddr,
     control_addr: SocketAddr,
@@ -136,8 +136,13 @@ impl Node {
         let shared = Arc::new(Shared::new(NodeId(config.id)));
         let parts = open_parts(&config, arena.clone(), shared, metrics.clone(), faults).await?;
         let (store, store_task) = Store::start(parts, stop.clone());
-        let service = service(&config, store.clone(), arena, metrics);
-        let data = QuicServer::bind_with(data_listen, &identity, &quic(&config), Arc::new(service.clone()))?;
+        let service = Arc::new(service(&config, store.clone(), arena, metrics));
+        let data = QuicServer::bind_with(
+            data_listen,
+            &identity,
+            &quic(&config),
+            Arc::clone(&service) as Arc<dyn BlockService>,
+        )?;
         let data_addr = data.local_addr();
         let failed = CancellationToken::new();
         let mut tasks = vec![tokio::spawn(watch(store_task, stop.clone(), failed.clone()))];
@@ -152,7 +157,7 @@ impl Node {
     /// Block bytes for whoever shares this process: what peers get over the network, by reference.
     #[must_use]
     pub fn blocks(&self) -> Arc<dyn BlockService> {
-        Arc::new(self.service.clone())
+        Arc::clone(&self.service) as Arc<dyn BlockService>
     }
 
     /// Where block bytes are served.

@@ -1,7 +1,7 @@
-//! A node's DRAM as one side of a bench, asked in its own process: a fetch leases blocks and hands out references to
+//! A node full of blocks in DRAM, asked in its own process: a fetch leases blocks and hands out references to
 //! their bytes, its release ends the lease.
 //!
-//! Not here: the other sides (foyer's in `peers/`), and any wire.
+//! Not here: what is timed (the parent module), and any wire.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,16 +22,16 @@ use tokio::runtime::{Builder, Runtime};
 const BLOCK_BYTES: u64 = 3 << 10;
 
 /// Blocks of one prefix: the longest fetch.
-pub const PREFIX_BLOCKS: usize = 512;
+pub(super) const PREFIX_BLOCKS: usize = 512;
 
 /// Prefixes that are held.
 const PREFIXES: usize = 256;
 
 /// Blocks that are held.
-pub const BLOCKS: usize = PREFIXES * PREFIX_BLOCKS;
+pub(super) const BLOCKS: usize = PREFIXES * PREFIX_BLOCKS;
 
 /// A node full of blocks.
-pub struct DramTier {
+pub(super) struct DramTier {
     runtime: Runtime,
     node: Node,
     blocks: Arc<dyn BlockService>,
@@ -45,7 +45,7 @@ impl DramTier {
     ///
     /// # Errors
     /// When it does not start, or does not take every block.
-    pub fn open(dir: &Path) -> anyhow::Result<DramTier> {
+    pub(super) fn open(dir: &Path) -> anyhow::Result<DramTier> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let mut config = NodeConfig {
             dram_blocks: Some(BLOCKS as u64 + 64),
@@ -110,7 +110,7 @@ impl DramTier {
     ///
     /// # Errors
     /// When a block that is held is not handed out.
-    pub fn get(&mut self, blocks: usize, count: u64) -> anyhow::Result<u64> {
+    pub(super) fn get(&mut self, blocks: usize, count: u64) -> anyhow::Result<u64> {
         let mut sum = 0u64;
         for _ in 0..count {
             let (asker, prefix) = (self.asker(), self.chance.random_range(0..PREFIXES));
@@ -142,7 +142,7 @@ impl DramTier {
     }
 
     /// Stops the node.
-    pub fn close(self) {
+    pub(super) fn close(self) {
         self.runtime.block_on(self.node.shutdown());
     }
 }
