@@ -33,7 +33,9 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
             }
         }
         let name = format!("GET by reference, {blocks} of {BLOCKS} blocks a fetch");
-        rows.push(Row::new("get", &name, "µs CPU a block", "limit: 0.3 µs", Better::Lower, outcome(&pairs)));
+        // The limit is of a block: what a few blocks share of a fetch's own work is shown beside it.
+        let peer = if blocks < 64 { "0.3 µs, for comparison" } else { "limit: 0.3 µs" };
+        rows.push(Row::new("get", &name, "µs CPU a block", peer, Better::Lower, outcome(&pairs)));
     }
     tier.close();
     Ok(rows)

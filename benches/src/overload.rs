@@ -13,7 +13,7 @@ use serde::Deserialize;
 use crate::Effort;
 
 pub(crate) const ABOUT: &str = "kvfleet replay of generated consumers on three nodes of 128 MiB DRAM and 256 MiB SSD, blocks of 64 KiB: \
-     first as many requests as are answered with 16 at a time, which is the capacity, then arrivals at twice that rate, \
+     first as many requests as are answered with 16 at a time, taken for the capacity, then arrivals at twice that rate, \
      up to 4,096 at a time, while a node (30 %) and the leading router (60 %) are killed";
 
 /// Requests of each half.
@@ -119,8 +119,11 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
 fn replay(program: &Path, trace: &Path, report: &PathBuf, options: &[String]) -> anyhow::Result<Report> {
     let mut command = Command::new(program);
     command.arg("replay").arg(trace).args(SHAPE).args(options).arg("--report").arg(report);
-    call(&mut command)?;
-    let text = std::fs::read_to_string(report.join("report.json"))?;
+    // One that is not as it must be ends with an error too: its report says in which row.
+    let ended = call(&mut command);
+    let Ok(text) = std::fs::read_to_string(report.join("report.json")) else {
+        return ended.and(Err(anyhow::anyhow!("the replay wrote no report")));
+    };
     let report: Report = serde_json::from_str(&text)?;
     ensure!(report.wrong_bytes == 0, "wrong bytes: {text}");
     Ok(report)

@@ -245,9 +245,9 @@ impl NodeConfig {
             let remedy = format!("one frame must fit, give at least {}", self.frame_bytes_max());
             return wrong("fetch_inflight_bytes", &self.fetch_inflight_bytes, remedy);
         }
-        let one_save = save_bytes_in_flight(1, self.frame_bytes_max() as u64);
+        let one_save = save_bytes_in_flight(usize::MAX, self.frame_bytes_max() as u64);
         if self.save_inflight_bytes < one_save {
-            let remedy = format!("a save of one block must fit, give at least {one_save}");
+            let remedy = format!("what one save may have under way must fit, give at least {one_save}");
             return wrong("save_inflight_bytes", &self.save_inflight_bytes, remedy);
         }
         self.validate_capacity()

@@ -11,7 +11,7 @@ use crate::start::arena_shape;
 use crate::store::{ROW_BYTES_MAX, SlotSizes};
 use crate::tiers::ssd;
 
-/// The program and its threads, some hundred connections, and announcements of which no router has taken any
+/// The program and its threads, some hundred connections, and for four shards announcements of which no router has taken any
 /// ([`crate::announce::outbox::QUEUE_BLOCKS_MAX`] a shard).
 const BASE_BYTES: u64 = 160 << 20;
 

@@ -154,7 +154,8 @@ impl Node {
         Ok(Node { service, data, data_addr, control_addr, tasks, stop, failed, _guard: guard })
     }
 
-    /// Block bytes for whoever shares this process: what peers get over the network, by reference.
+    /// Block bytes for whoever shares this process: what peers get over the network, by reference. What the network's end
+    /// bounds (how much arrives at once, and for how long) is the caller's to bound.
     #[must_use]
     pub fn blocks(&self) -> Arc<dyn BlockService> {
         Arc::clone(&self.service) as Arc<dyn BlockService>

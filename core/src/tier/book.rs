@@ -97,8 +97,8 @@ pub struct Book {
     pub(super) quota_rows: QuotaRows,
     /// Tenants above their quota with more to drop than one call does.
     pub(super) over_quota: BTreeSet<TenantId>,
-    /// Where in the slab listing for new quotas and times to live goes on.
-    pub(super) listing: Option<usize>,
+    /// Where in the slab listing for new quotas and times to live goes on, and how many places are left of its round.
+    pub(super) listing: Option<(usize, usize)>,
     pub(super) stamp: u64,
     pub(super) pins: Pins,
     pub(super) changes: ChangeLog,

@@ -23,6 +23,8 @@ pub(super) struct Lease {
 #[derive(Clone, Debug, Default)]
 struct Holds {
     ordered: Vec<Hold>,
+    /// Those of them that are held no more.
+    gone: BTreeSet<Hold>,
     /// Those that came after one behind them.
     late: BTreeSet<Hold>,
 }
@@ -30,7 +32,11 @@ struct Holds {
 impl Holds {
     /// `false` when it was there.
     fn insert(&mut self, hold: Hold) -> bool {
-        if self.ordered.last().is_none_or(|last| *last < hold) {
+        if self.gone.remove(&hold) {
+            return true;
+        }
+        let is_behind = |last: Option<&Hold>| last.is_none_or(|last| *last < hold);
+        if is_behind(self.ordered.last()) && is_behind(self.late.last()) {
             self.ordered.push(hold);
             return true;
         }
@@ -38,15 +44,23 @@ impl Holds {
     }
 
     fn remove(&mut self, hold: &Hold) {
-        match self.ordered.binary_search(hold) {
-            Ok(at) => drop(self.ordered.remove(at)),
-            Err(_) => drop(self.late.remove(hold)),
+        if self.ordered.last() == Some(hold) {
+            self.ordered.pop();
+            self.gone.remove(hold);
+        } else if self.ordered.binary_search(hold).is_ok() {
+            // A save that is given up lets go of all it offered: none of that may move the rest.
+            self.gone.insert(*hold);
+        } else {
+            self.late.remove(hold);
         }
     }
 
     /// All of them, the last first.
     fn into_tail_first(self) -> Vec<Hold> {
         let mut all = self.ordered;
+        if !self.gone.is_empty() {
+            all.retain(|hold| !self.gone.contains(hold));
+        }
         if !self.late.is_empty() {
             all.extend(self.late);
             all.sort_unstable();
@@ -56,7 +70,7 @@ impl Holds {
     }
 
     fn len(&self) -> usize {
-        self.ordered.len() + self.late.len()
+        self.ordered.len() + self.late.len() - self.gone.len()
     }
 }
 
@@ -197,7 +211,7 @@ impl Book {
     pub fn expire(&mut self, now: Timestamp) -> usize {
         let (mut ended, mut blocks) = (0, 0);
         while let Some(&(deadline, id)) = self.deadlines.first() {
-            let more = self.leases.get(&id).map_or(0, |lease| lease.blocks.len());
+            let more = self.leases.get(&id).map_or(0, |lease| lease.blocks.len().max(1));
             if deadline > now || ended > 0 && blocks + more > EXPIRED_LEASE_BLOCKS_MAX {
                 break;
             }
@@ -206,5 +220,32 @@ impl Book {
             ended += 1;
         }
         ended
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn hold(number: u32) -> Hold {
+        Hold { offset_blocks: number, key: BlockKey(number), serial: 1 }
+    }
+
+    proptest! {
+        #[test]
+        fn holds_are_a_set_in_order_of_offsets(steps in prop::collection::vec((any::<bool>(), 0u32..12), 0..200)) {
+            let (mut holds, mut expected) = (Holds::default(), BTreeSet::new());
+            for (is_new, number) in steps {
+                if is_new {
+                    prop_assert_eq!(holds.insert(hold(number)), expected.insert(hold(number)));
+                } else {
+                    holds.remove(&hold(number));
+                    expected.remove(&hold(number));
+                }
+                prop_assert_eq!(holds.len(), expected.len());
+            }
+            prop_assert_eq!(holds.into_tail_first(), expected.into_iter().rev().collect::<Vec<_>>());
+        }
     }
 }

@@ -30,16 +30,18 @@ impl Book {
     /// Has all blocks listed once more: some have an order to stand in that they had not. Begins with it, and
     /// [`Self::list_more`] goes on.
     pub(super) fn relist(&mut self) {
-        self.listing = Some(0);
+        // One round from where it is now: whoever asks often gets round all the same.
+        let from = self.listing.map_or(0, |(from, _)| from);
+        self.listing = Some((from, self.slab.places()));
         self.list_more();
     }
 
     /// Goes on with listing, [`LISTED_BLOCKS_MAX`] places of it. What changes meanwhile is listed by itself. `true` when
     /// there is more.
     pub fn list_more(&mut self) -> bool {
-        let Some(from) = self.listing else { return false };
-        let to = (from + LISTED_BLOCKS_MAX).min(self.slab.places());
-        for place in from..to {
+        let Some((from, left)) = self.listing else { return false };
+        let (places, count) = (self.slab.places().max(1), left.min(LISTED_BLOCKS_MAX));
+        for place in (from..from + count).map(|place| place % places) {
             let key = BlockKey(u32::try_from(place).unwrap_or(u32::MAX));
             let Some(entry) = self.slab.get(key) else { continue };
             let (tenant, group) = (entry.meta.tenant, entry.meta.hash.group());
@@ -47,7 +49,7 @@ impl Book {
                 self.list(key);
             }
         }
-        self.listing = (to < self.slab.places()).then_some(to);
+        self.listing = (left > count).then_some(((from + count) % places, left - count));
         if self.listing.is_none() {
             self.review_quotas();
         }
@@ -67,7 +69,10 @@ impl Book {
         self.stamp += 1;
         let stamp = self.stamp;
         let Some(entry) = self.slab.get_mut(key) else { return };
-        entry.stamp = stamp;
+        // Coming up before anybody asks is no use: it keeps its age, if it has one.
+        if how != Told::MovedIn || entry.stamp == 0 {
+            entry.stamp = stamp;
+        }
         let (Some(tier), traits, parked) = (entry.place, entry.meta.traits, entry.parked()) else { return };
         entry.ranked = true;
         // A save whose lease ended before its bytes came has had no end of a request to count from.

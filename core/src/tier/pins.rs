@@ -106,15 +106,21 @@ pub(super) struct Pins {
     noted: VecDeque<PinId>,
     marks: HashMap<BlockHash, Marks, Fold>,
     steps: VecDeque<Step>,
-    /// Blocks of all steps.
+    /// Blocks of all steps, and of those that begin.
     backlog: usize,
+    beginning: usize,
 }
 
 impl Pins {
     pub(super) fn new(seed: u64) -> Pins {
         let marks = HashMap::with_hasher(Fold { seed });
         let (rules, ends, over, noted, steps) = Default::default();
-        Pins { rules, ends, over, noted, marks, steps, backlog: 0 }
+        Pins { rules, ends, over, noted, marks, steps, backlog: 0, beginning: 0 }
+    }
+
+    /// Whether blocks of pins that began are yet to be marked: nothing that pins keep may be dropped meanwhile.
+    pub(super) fn is_beginning(&self) -> bool {
+        self.beginning > 0
     }
 
     /// How firmly the block is kept.
@@ -144,6 +150,7 @@ impl Pins {
     fn push(&mut self, rule: &Rule, begins: bool) {
         let left = rule.blocks.len();
         self.backlog += left;
+        self.beginning += if begins { left } else { 0 };
         self.steps.push_back(Step { kind: rule.kind, blocks: Arc::clone(&rule.blocks), begins, left });
     }
 
@@ -170,6 +177,7 @@ impl Pins {
             step.left = at;
             self.backlog -= 1;
             let (kind, begins) = (step.kind, step.begins);
+            self.beginning -= usize::from(begins);
             let Some(&hash) = step.blocks.get(at) else { continue };
             let marks = self.marks.entry(hash).or_default();
             let count = marks.of(kind);
@@ -190,12 +198,14 @@ impl Book {
         self.pins.ends.clear();
         let (mut begun, mut ended) = (Vec::new(), Vec::new());
         for order in orders {
-            let pin = order.pin;
+            let (pin, ends_ms) = (order.pin, order.end.map(|end| end.ends_ms));
             if self.pins.rules.contains_key(&pin) {
                 continue;
             }
             let known = before.remove(&pin);
             let Some(rule) = self.pins.rule(order, known.as_ref(), now) else {
+                // It is over: whoever tells of it again, by a slower clock, is not heard.
+                ends_ms.into_iter().for_each(|ends_ms| self.pins.note_over(pin, ends_ms));
                 ended.extend(known);
                 continue;
             };
@@ -261,9 +271,14 @@ impl Book {
         else {
             return;
         };
+        let was_held = self.slab.get(key).is_some_and(|entry| entry.held());
         self.unlist(key);
         self.slab.set_pin(key, pin);
         let Some(entry) = self.slab.get(key) else { return };
+        let tenant = entry.meta.tenant;
+        if was_held && !entry.held() && self.is_over_quota(tenant) {
+            self.over_quota.insert(tenant);
+        }
         match (before, entry.parked()) {
             (false, true) => self.park(key),
             (true, false) => return self.unpark(key, now),

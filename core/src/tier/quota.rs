@@ -54,6 +54,18 @@ impl QuotaRows {
         }
     }
 
+    /// What is listed: whose, in which order, since when, and which block.
+    #[cfg(test)]
+    pub(super) fn listed(&self) -> Vec<(TenantId, Kind, u64, BlockKey)> {
+        let mut listed = Vec::new();
+        for (tenant, Row { dram, ssd, pinned_dram, pinned_ssd }) in &self.0 {
+            for (kind, row) in KINDS.into_iter().zip([ssd, dram, pinned_ssd, pinned_dram]) {
+                listed.extend(row.iter().map(|(stamp, key)| (*tenant, kind, *stamp, *key)));
+            }
+        }
+        listed
+    }
+
     /// Whether the tenant has a quota.
     pub(super) fn has(&self, tenant: TenantId) -> bool {
         self.0.contains_key(&tenant)
@@ -86,6 +98,10 @@ impl Book {
     /// Goes on with dropping what is above a quota and not held, [`QUOTA_DROPS_MAX`] blocks of it. Returns how many.
     pub fn enforce_quotas(&mut self) -> usize {
         let mut dropped = 0;
+        // What is yet to be marked as pinned may not go.
+        if self.pins.is_beginning() {
+            return 0;
+        }
         while let Some(tenant) = self.over_quota.pop_first() {
             let quota = self.quotas.get(&tenant).copied().unwrap_or(u64::MAX);
             dropped += self.shrink(tenant, quota, 0, QUOTA_DROPS_MAX - dropped);
@@ -97,7 +113,7 @@ impl Book {
         dropped
     }
 
-    fn is_over_quota(&self, tenant: TenantId) -> bool {
+    pub(super) fn is_over_quota(&self, tenant: TenantId) -> bool {
         self.quotas.get(&tenant).is_some_and(|quota| self.tenant_bytes(tenant) > *quota)
     }
 
@@ -109,7 +125,9 @@ impl Book {
 
     /// Drops what the tenant holds above its quota and nobody uses.
     pub(super) fn enforce_quota(&mut self, tenant: TenantId) {
-        if let Some(&quota) = self.quotas.get(&tenant)
+        if self.pins.is_beginning() {
+            self.over_quota.insert(tenant);
+        } else if let Some(&quota) = self.quotas.get(&tenant)
             && self.shrink(tenant, quota, 0, QUOTA_DROPS_MAX) >= QUOTA_DROPS_MAX
         {
             self.over_quota.insert(tenant);
@@ -117,12 +135,15 @@ impl Book {
     }
 
     /// Brings a tenant to `quota` with `coming` bytes more, by dropping its own coldest blocks, SSD first.
-    /// `false` when too much of it is held, or so much is to go that it takes more than one call.
+    /// `false` when too much of it is held, so much is to go that it takes more than one call, or blocks are yet to be
+    /// marked as pinned.
     pub(super) fn shrink_tenant(&mut self, tenant: TenantId, quota: u64, coming: u64) -> bool {
         if coming > quota {
             return false;
         }
-        self.shrink(tenant, quota, coming, QUOTA_DROPS_MAX);
+        if !self.pins.is_beginning() {
+            self.shrink(tenant, quota, coming, QUOTA_DROPS_MAX);
+        }
         self.tenant_bytes(tenant).saturating_add(coming) <= quota
     }
 

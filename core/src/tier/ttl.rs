@@ -91,6 +91,10 @@ impl Book {
 
     /// Drops blocks whose group's time is over, at most [`EXPIRED_BLOCKS_MAX`] of them. Returns how many.
     pub fn expire_blocks(&mut self, now: Timestamp) -> usize {
+        // What is yet to be marked as pinned may not go.
+        if self.pins.is_beginning() {
+            return 0;
+        }
         let mut dropped = 0;
         let mut from = self.ttls.next;
         let mut is_second_turn = false;

@@ -187,6 +187,8 @@ impl Book {
     fn leave_window(&mut self, hash: &BlockHash, now: Timestamp) {
         let Some(key) = self.slab.find(hash) else { return };
         self.weigh(key, u64::saturating_sub);
+        // While the place it is listed under is known: a softly pinned one is listed under another from now on.
+        self.unlist(key);
         if let Some(entry) = self.slab.get_mut(key) {
             entry.near = None;
         }

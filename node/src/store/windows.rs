@@ -58,7 +58,12 @@ impl StoreHandle {
     /// [`Full`] when the task has too much to do.
     pub async fn set_window(&self, window: Vec<Vec<BlockHash>>) -> Result<WindowTaken, Full> {
         let answer = self.shared.windows.put(window, &self.asks)?;
-        answer.await.map_err(|_| Full)
+        // A task that ended answers nobody, and the callers are not its own to let go.
+        tokio::select! {
+            biased;
+            taken = answer => taken.map_err(|_| Full),
+            () = self.asks.closed() => Err(Full),
+        }
     }
 }
 

@@ -285,15 +285,17 @@ impl Shared {
     async fn save(&self, request: SaveRequest, stream: &mut Stream) -> Result<(), ServeError> {
         let permit = self.saves.try_acquire().ok();
         let bytes = save_bytes_in_flight(request.hashes.len(), request.frame_bytes);
-        let Some(_held) = permit.zip(self.arriving.reserve(bytes)) else {
+        let Some((_permit, mut room)) = permit.zip(self.arriving.reserve(bytes)) else {
             let busy = SaveOffer::Busy { retry_after: RETRY_AFTER };
             return self.answer(stream, &wire::offer_to_pb(&busy)).await;
         };
-        let limit = usize::try_from(request.frame_bytes).unwrap_or(usize::MAX).min(FRAME_BYTES_MAX);
+        let frame_bytes = request.frame_bytes;
+        let limit = usize::try_from(frame_bytes).unwrap_or(usize::MAX).min(FRAME_BYTES_MAX);
         let (offer, session) = self.service.save(request).await;
         self.answer(stream, &wire::offer_to_pb(&offer)).await?;
         let (SaveOffer::Wanted(wanted), Some(session)) = (offer, session) else { return Ok(()) };
         let wanted = wanted.iter().filter(|wanted| **wanted).count();
+        room.shrink(if wanted == 0 { 0 } else { save_bytes_in_flight(wanted, frame_bytes) });
         let stopped = stream.send.stopped();
         let session = tokio::select! {
             session = self.take(stream, session, wanted, limit) => session?,
@@ -360,6 +362,15 @@ impl InFlight {
 struct Reserved<'a> {
     under_way: &'a AtomicU64,
     bytes: u64,
+}
+
+impl Reserved<'_> {
+    /// Gives back what is more than `bytes`.
+    fn shrink(&mut self, bytes: u64) {
+        let less = self.bytes.saturating_sub(bytes);
+        self.bytes -= less;
+        self.under_way.fetch_sub(less, Ordering::Relaxed);
+    }
 }
 
 impl Drop for Reserved<'_> {

@@ -152,5 +152,11 @@ async fn saves_that_would_fill_more_memory_than_they_may_are_told_to_come_again(
     tokio::time::timeout(PATIENCE, service.aborts_seen(1)).await.expect("the save is given up");
     let again = async { while hold_a_save(&connection, 13, frame_bytes).await.0 {} };
     tokio::time::timeout(PATIENCE, again).await.expect("the room comes back");
-    assert!(InFlight::new(5).reserve(100).is_some());
+    let room = InFlight::new(5);
+    let mut first = room.reserve(100).unwrap();
+    assert!(room.reserve(1).is_none());
+    first.shrink(4);
+    assert!(room.reserve(1).is_some());
+    drop(first);
+    assert_eq!(room.bytes.load(Ordering::Relaxed), 0);
 }

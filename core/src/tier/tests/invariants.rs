@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::*;
 use crate::id::GroupId;
 use crate::index::command::Change;
+use crate::tier::entry::Order;
 use crate::tier::moves::Line;
 use proptest::prelude::*;
 
@@ -269,6 +270,7 @@ impl World {
         self.check_shares();
         self.check_lines();
         self.check_pins();
+        self.check_quota_rows();
         for (key, entry) in self.book.slab.iter() {
             assert_eq!(self.bytes.contains(&(key, Tier::Dram)), entry.copies.dram);
             assert_eq!(self.bytes.contains(&(key, Tier::Ssd)), entry.copies.ssd);
@@ -365,6 +367,20 @@ impl World {
                 assert_eq!(shelf.shares.listed(share), listed);
             }
         }
+    }
+
+    fn check_quota_rows(&self) {
+        let free = self.book.slab.iter().filter(|(_, entry)| entry.ranked && !entry.held());
+        let expected: BTreeSet<_> = free
+            .filter(|(_, entry)| self.book.quota_rows.has(entry.meta.tenant))
+            .filter_map(|(key, entry)| {
+                let is_pinned = matches!(entry.order(), Order::Pinned(_));
+                Some((entry.meta.tenant, (entry.place?, is_pinned), entry.stamp, key))
+            })
+            .collect();
+        let listed = self.book.quota_rows.listed();
+        assert_eq!(listed.len(), expected.len());
+        assert_eq!(listed.into_iter().collect::<BTreeSet<_>>(), expected);
     }
 
     fn check_pins(&self) {
