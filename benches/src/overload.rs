@@ -1,5 +1,5 @@
-//! A cluster of real processes at twice the load that it can carry, with a node and the leading router killed on
-//! the way: what memory its nodes take, whether every request is answered, and what it still carries.
+//! A cluster of real processes at twice the rate at which it answers 16 requests at a time, with a node and the leading
+//! router killed on the way: what memory its nodes take, whether every request is answered, and what it still carries.
 //!
 //! Not here: the replay itself (`kvfleet replay`), which also sees that every byte is right.
 
@@ -18,7 +18,7 @@ pub(crate) const ABOUT: &str = "kvfleet replay of generated consumers on three n
 
 /// Requests of each half.
 const REQUESTS: u64 = 1_000;
-/// Arrivals over what the cluster carries.
+/// Arrivals over what is answered with 16 at a time. The cluster may carry more than that: the last row says how much.
 const OVERLOAD: f64 = 2.0;
 /// Options of both halves; few saves may arrive at once, so that much of what a node may take is its tiers'.
 const SHAPE: &[&str] = &[
