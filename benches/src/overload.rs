@@ -1,4 +1,4 @@
-//! A cluster of real processes at twice the rate at which it answers 16 requests at a time, with a node and the leading
+//! A cluster of real processes at twice the rate at which it answers 256 requests at a time, with a node and the leading
 //! router killed on the way: what memory its nodes take, whether every request is answered, and what it still carries.
 //!
 //! Not here: the replay itself (`kvfleet replay`), which also sees that every byte is right.
@@ -13,12 +13,12 @@ use serde::Deserialize;
 use crate::Effort;
 
 pub(crate) const ABOUT: &str = "kvfleet replay of generated consumers on three nodes of 128 MiB DRAM and 256 MiB SSD, blocks of 64 KiB: \
-     first as many requests as are answered with 16 at a time, taken for the capacity, then arrivals at twice that rate, \
+     first as many requests as are answered with 256 at a time, taken for the capacity, then arrivals at twice that rate, \
      up to 4,096 at a time, while a node (30 %) and the leading router (60 %) are killed";
 
 /// Requests of each half.
 const REQUESTS: u64 = 1_000;
-/// Arrivals over what is answered with 16 at a time. The cluster may carry more than that: the last row says how much.
+/// Arrivals over what is answered with 256 at a time. The cluster may carry more than that: the last row says how much.
 const OVERLOAD: f64 = 2.0;
 /// Options of both halves; few saves may arrive at once, so that much of what a node may take is its tiers'.
 const SHAPE: &[&str] = &[
@@ -81,7 +81,7 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
             ["trace", "gen", "--kind=consumer", "--requests", &requests, "--seed", &seed.to_string()];
         call(Command::new(&program).args(generate).arg("--output").arg(&trace))?;
         let capacity =
-            replay(&program, &trace, &dir.path().join("capacity"), &["--concurrency=16".to_owned()])?;
+            replay(&program, &trace, &dir.path().join("capacity"), &["--concurrency=256".to_owned()])?;
         let times = OVERLOAD * capacity.requests_per_s / arrivals_per_s(&trace)?;
         let over = [
             format!("--speed={times}x"),
