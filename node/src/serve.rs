@@ -174,6 +174,7 @@ fn all_refused(answers: &[Offered]) -> Option<SaveRefusal> {
         refusal.get_or_insert(match by {
             RefusedBy::Quota => SaveRefusal::Quota,
             RefusedBy::Full => SaveRefusal::Full,
+            RefusedBy::Worth => SaveRefusal::Worth,
         });
     }
     refusal

@@ -206,12 +206,19 @@ pub enum SaveRefusal {
     FrameSize = 3,
     /// No tier admits new blocks (all held, or the medium is full).
     Full = 4,
+    /// What would have to leave is worth more to the node: nothing is wrong, and nothing is to be done.
+    Worth = 5,
 }
 
 impl SaveRefusal {
     /// Every refusal, in the order of its number.
-    pub const ALL: [SaveRefusal; 4] =
-        [SaveRefusal::Quota, SaveRefusal::IdentityDiffers, SaveRefusal::FrameSize, SaveRefusal::Full];
+    pub const ALL: [SaveRefusal; 5] = [
+        SaveRefusal::Quota,
+        SaveRefusal::IdentityDiffers,
+        SaveRefusal::FrameSize,
+        SaveRefusal::Full,
+        SaveRefusal::Worth,
+    ];
 }
 
 /// What became of a save.

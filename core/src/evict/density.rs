@@ -342,6 +342,31 @@ impl Policy for Density {
         }
     }
 
+    fn admits(&mut self, newcomer: BlockTraits, victim: BlockKey, now: Timestamp) -> bool {
+        self.close_run();
+        self.advance(now);
+        let room = self.appraise(self.links.about(victim).class.at(), victim).value;
+        let is_worth_it = |class: Class| self.tables[class.at()][0] >= room;
+        // Who brings it is known when its request has ended; until then it is worth what its kind and turn are.
+        let class = match newcomer.category.turn {
+            _ if newcomer.is_partial => Class::PARTIAL,
+            0 => Class::ARRIVING,
+            turn => Classes::coarse(newcomer.category.kind, turn),
+        };
+        if newcomer.is_partial || is_worth_it(class) {
+            return is_worth_it(class);
+        }
+        // One that was here may be worth more. Looked up for those alone that would be turned away, for it takes longer
+        // than all else; what is put off may be about it.
+        self.catch_up();
+        let known = self.ghosts.find(newcomer.fingerprint, self.clock);
+        known.is_some_and(|(memory, _)| self.tables[memory.class.at()][0] >= room)
+    }
+
+    fn pass(&mut self, traits: BlockTraits, now: Timestamp) {
+        self.touch_passed(traits, now);
+    }
+
     fn refit(&mut self, now: Timestamp) {
         self.close_run();
         self.catch_up();

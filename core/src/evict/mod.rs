@@ -86,6 +86,17 @@ pub trait Policy: Send {
     /// moving). `None` when every block is spared.
     fn victim(&mut self, now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey>;
 
+    /// Whether a block of the running request that is not here is worth the room of `victim`, which was just named and
+    /// would leave for it. Changes nothing. A policy that does not weigh newcomers lets all of them in.
+    fn admits(&mut self, _newcomer: BlockTraits, _victim: BlockKey, _now: Timestamp) -> bool {
+        true
+    }
+
+    /// A block of the request that is told was not let in ([`Self::admits`]), and is not resident. Called in its place
+    /// among `access` and `settle`, in the same order from tail to head: for a policy that learns from uses, this is
+    /// one if it knows the block, and the next may be one.
+    fn pass(&mut self, _traits: BlockTraits, _now: Timestamp) {}
+
     /// Background work: refit curves, age counters. Called about once a second.
     fn refit(&mut self, _now: Timestamp) {}
 

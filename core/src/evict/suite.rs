@@ -22,6 +22,8 @@ enum Act {
     Refit,
     /// Ask for a victim while every key with a set bit is spared, and evict it.
     Evict(u64),
+    /// Ask for a victim and whether it should leave for this block; if so the block comes in, and is passed if not.
+    Admit(u32, BlockTraits),
 }
 
 fn any_traits() -> impl Strategy<Value = BlockTraits> {
@@ -47,6 +49,7 @@ fn any_act() -> impl Strategy<Value = Act> {
         2 => (0..90_000_000_u64).prop_map(Act::Wait),
         1 => Just(Act::Refit),
         3 => any::<u64>().prop_map(Act::Evict),
+        2 => (0..48_u32, any_traits()).prop_map(|(key, traits)| Act::Admit(key, traits)),
     ]
 }
 
@@ -100,6 +103,19 @@ fn run(policy: &mut dyn Policy, acts: &[Act]) -> Trail {
                 }
                 trail.push(victim);
             }
+            Act::Admit(key, newcomer) => {
+                let gone = checked_admits(policy, &resident, &parked, now, newcomer);
+                trail.push(gone);
+                let Some(victim) = gone else {
+                    policy.pass(newcomer, now);
+                    continue;
+                };
+                policy.remove(victim);
+                resident.remove(&victim);
+                policy.insert(BlockKey(key), newcomer, now);
+                resident.insert(BlockKey(key));
+                parked.remove(&BlockKey(key));
+            }
         }
         assert_eq!(policy.len(), resident.len());
         assert_eq!(policy.is_empty(), resident.is_empty());
@@ -128,6 +144,21 @@ fn checked_victim(
     }
     assert_eq!(policy.victim(now, &is_spared), victim, "asking changes nothing");
     victim
+}
+
+/// Whom the policy would let go for a newcomer.
+fn checked_admits(
+    policy: &mut dyn Policy,
+    resident: &BTreeSet<BlockKey>,
+    parked: &BTreeSet<BlockKey>,
+    now: Timestamp,
+    newcomer: BlockTraits,
+) -> Option<BlockKey> {
+    let victim = checked_victim(policy, resident, parked, now, 0)?;
+    let admits = policy.admits(newcomer, victim, now);
+    assert_eq!(policy.admits(newcomer, victim, now), admits, "asking changes nothing");
+    assert_eq!(policy.victim(now, &|key| parked.contains(&key)), Some(victim), "nor the victim");
+    admits.then_some(victim)
 }
 
 /// Evicts everything, in the policy's order.

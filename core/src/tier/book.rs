@@ -92,6 +92,8 @@ pub struct Book {
     pub(super) deadlines: BTreeSet<(Timestamp, LeaseId)>,
     pub(super) lease_span: Duration,
     pub(super) leases_max: usize,
+    /// Blocks that leases note they were not let in with.
+    pub(super) passed_blocks: usize,
     pub(super) tenants: BTreeMap<TenantId, u64>,
     pub(super) quotas: BTreeMap<TenantId, u64>,
     pub(super) quota_rows: QuotaRows,
@@ -126,6 +128,7 @@ impl Book {
             deadlines: BTreeSet::new(),
             lease_span: limits.lease,
             leases_max: limits.leases_max,
+            passed_blocks: 0,
             tenants: BTreeMap::new(),
             quotas: BTreeMap::new(),
             quota_rows: QuotaRows::default(),

@@ -3,12 +3,13 @@
 //! A lease is one request on this node. At its end the request's blocks are touched from tail to
 //! head, so that the head of a prefix is always younger than its tail.
 
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
 use super::book::Book;
 use super::order::Told;
 use super::{Asker, LeasesFull};
-use crate::evict::BlockKey;
+use crate::evict::{BlockKey, BlockTraits};
 use crate::id::{Category, LeaseId, TenantId, Tier, Timestamp};
 
 /// One request under way.
@@ -17,6 +18,8 @@ pub(super) struct Lease {
     category: Category,
     deadline: Timestamp,
     blocks: Holds,
+    /// What was offered and not let in, in the order of offers, for the policy to be told.
+    passed: Vec<BlockTraits>,
 }
 
 /// The blocks that a lease holds, each once, by offset. Requests name them in that order, so most are appended.
@@ -85,6 +88,10 @@ struct Hold {
 /// the task that owns the book. Called every 20 ms.
 pub const EXPIRED_LEASE_BLOCKS_MAX: usize = 4096;
 
+/// Blocks that were not let in of which all leases together keep note until they end, in 6 MiB. Of more the policy is not
+/// told, and learns that much less.
+const PASSED_BLOCKS_MAX: usize = 262_144;
+
 impl Book {
     /// Opens the lease or renews it.
     pub(super) fn open_lease(&mut self, asker: Asker, now: Timestamp) -> Result<(), LeasesFull> {
@@ -97,7 +104,8 @@ impl Book {
             return Err(LeasesFull { limit: self.leases_max });
         }
         let deadline = now.after(self.lease_span);
-        let lease = Lease { category: asker.category, deadline, blocks: Holds::default() };
+        let lease =
+            Lease { category: asker.category, deadline, blocks: Holds::default(), passed: Vec::new() };
         self.leases.insert(asker.lease, lease);
         self.deadlines.insert((deadline, asker.lease));
         Ok(())
@@ -139,6 +147,16 @@ impl Book {
         }
     }
 
+    /// Notes that a block of an open lease was not let in.
+    pub(super) fn pass(&mut self, id: LeaseId, traits: BlockTraits) {
+        if self.passed_blocks < PASSED_BLOCKS_MAX
+            && let Some(lease) = self.leases.get_mut(&id)
+        {
+            lease.passed.push(traits);
+            self.passed_blocks += 1;
+        }
+    }
+
     /// Forgets that a lease held a block that never came.
     pub(super) fn unhold(&mut self, key: BlockKey) {
         let Some(entry) = self.slab.get(key) else { return };
@@ -158,6 +176,7 @@ impl Book {
     pub fn release(&mut self, id: LeaseId, now: Timestamp) {
         let Some(lease) = self.leases.remove(&id) else { return };
         self.deadlines.remove(&(lease.deadline, id));
+        self.passed_blocks -= lease.passed.len();
         let holds = lease.blocks.into_tail_first();
         let live: Vec<BlockKey> = holds.into_iter().filter_map(|hold| self.let_go(hold)).collect();
         let mut tenants: Vec<TenantId> =
@@ -166,7 +185,8 @@ impl Book {
         tenants.dedup();
         tenants.sort_unstable();
         tenants.dedup();
-        self.touch(&live, lease.category, now);
+        let passed = passed_tail_first(lease.passed, lease.category);
+        self.touch(&live, lease.category, &passed, now);
         // A quota lowered while the request ran holds from here on.
         tenants.into_iter().for_each(|tenant| self.enforce_quota(tenant));
     }
@@ -179,16 +199,28 @@ impl Book {
 
     /// A request used these blocks, tail first: newest in their tier's policy, and up to DRAM if they are below.
     ///
-    /// New ones come in first, then all are told without a break: policies judge what one request used as a whole.
-    fn touch(&mut self, blocks: &[BlockKey], category: Category, now: Timestamp) {
+    /// New ones come in first, then all are told without a break, those that were not let in, `passed`, in their places:
+    /// policies judge what one request used as a whole.
+    fn touch(&mut self, blocks: &[BlockKey], category: Category, passed: &[BlockTraits], now: Timestamp) {
+        let mut passed = passed.iter().peekable();
         let are_new: Vec<bool> = blocks.iter().map(|&key| self.bring_in(key, category, now)).collect();
         for (&key, is_new) in blocks.iter().zip(are_new) {
             // One that came in later may have pushed it out.
             let Some(entry) = self.slab.get(key).filter(|entry| entry.place.is_some()) else { continue };
-            self.curve.used(entry.meta.traits.fingerprint);
+            let traits = entry.meta.traits;
+            while let Some(passed) = passed.next_if(|passed| passed.offset_blocks > traits.offset_blocks) {
+                self.tell_passed(*passed, now);
+            }
+            self.curve.used(traits.fingerprint);
             let how = if is_new { Told::Settled } else { Told::Used };
             self.tell(key, how, now);
         }
+        passed.for_each(|passed| self.tell_passed(*passed, now));
+    }
+
+    fn tell_passed(&mut self, passed: BlockTraits, now: Timestamp) {
+        self.curve.used(passed.fingerprint);
+        self.dram.policy.pass(passed, now);
     }
 
     /// Whether the policy of the block's tier did not know it; it does now.
@@ -211,7 +243,8 @@ impl Book {
     pub fn expire(&mut self, now: Timestamp) -> usize {
         let (mut ended, mut blocks) = (0, 0);
         while let Some(&(deadline, id)) = self.deadlines.first() {
-            let more = self.leases.get(&id).map_or(0, |lease| lease.blocks.len().max(1));
+            let more =
+                self.leases.get(&id).map_or(0, |lease| (lease.blocks.len() + lease.passed.len()).max(1));
             if deadline > now || ended > 0 && blocks + more > EXPIRED_LEASE_BLOCKS_MAX {
                 break;
             }
@@ -221,6 +254,14 @@ impl Book {
         }
         ended
     }
+}
+
+/// What a request was not let in with, each block once, from the tail to the head.
+fn passed_tail_first(mut passed: Vec<BlockTraits>, category: Category) -> Vec<BlockTraits> {
+    passed.sort_unstable_by_key(|traits| (Reverse(traits.offset_blocks), traits.fingerprint));
+    passed.dedup_by_key(|traits| (traits.offset_blocks, traits.fingerprint));
+    passed.iter_mut().for_each(|traits| traits.category = category);
+    passed
 }
 
 #[cfg(test)]

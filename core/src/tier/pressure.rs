@@ -6,7 +6,8 @@
 use super::book::{Book, slot_bytes};
 use super::entry::{Entry, Order};
 use super::numbers::Left;
-use crate::evict::BlockKey;
+use super::save::RefusedBy;
+use crate::evict::{BlockKey, BlockTraits};
 use crate::id::{TenantId, Tier, Timestamp};
 
 /// The place of every block that is pinned softly among those of waiting requests: behind all of them, and before what
@@ -55,10 +56,22 @@ pub const EVICTED_BLOCKS_MAX: usize = 1024;
 impl Book {
     /// Makes room for a slot of `slot` bytes, evicting by the marks. `false` when too much is held.
     pub(super) fn reserve(&mut self, tier: Tier, slot: u32, claim: Claim, now: Timestamp) -> bool {
+        self.make_room(tier, slot, claim, None, now).is_ok()
+    }
+
+    /// The same for a block that comes in only if it is worth what leaves first, where `weighed` is what is known of it.
+    pub(super) fn make_room(
+        &mut self,
+        tier: Tier,
+        slot: u32,
+        claim: Claim,
+        weighed: Option<BlockTraits>,
+        now: Timestamp,
+    ) -> Result<(), RefusedBy> {
         let shelf = self.shelf(tier);
         let (limits, cost) = (shelf.limits, shelf.limits.capacity.cost(slot));
         if cost > limits.capacity.amount() {
-            return false;
+            return Err(RefusedBy::Full);
         }
         if let Some(goal) = limits.goal(shelf.used, cost) {
             let mut evicted = 0;
@@ -66,17 +79,39 @@ impl Book {
                 let used = self.shelf(tier).used;
                 let is_enough = used.saturating_add(cost) <= goal;
                 let is_stretch = evicted >= EVICTED_BLOCKS_MAX && limits.fits(used, cost);
-                if is_enough || is_stretch || !self.evict_one(tier, claim, now) {
+                if is_enough || is_stretch {
                     break;
                 }
+                let Some(victim) = self.victim(tier, claim, now) else { break };
+                let newcomer = weighed.filter(|_| evicted == 0);
+                if newcomer.is_some_and(|newcomer| !self.gives_way(tier, victim, claim, newcomer, now)) {
+                    return Err(RefusedBy::Worth);
+                }
+                self.evict(tier, victim, now);
                 evicted += 1;
             }
         }
-        limits.fits(self.shelf(tier).used, cost)
+        if limits.fits(self.shelf(tier).used, cost) { Ok(()) } else { Err(RefusedBy::Full) }
     }
 
-    fn evict_one(&mut self, tier: Tier, claim: Claim, now: Timestamp) -> bool {
-        let Some(victim) = self.victim(tier, claim, now) else { return false };
+    /// Whether the policy lets a block go for a newcomer. It is not asked where more than it decides: of what is pinned or
+    /// waited for, and of what another tenant has to give.
+    fn gives_way(
+        &mut self,
+        tier: Tier,
+        victim: BlockKey,
+        claim: Claim,
+        newcomer: BlockTraits,
+        now: Timestamp,
+    ) -> bool {
+        let Some(entry) = self.slab.get(victim) else { return true };
+        let (order, share) = (entry.order(), entry.share);
+        let shelf = self.shelf_mut(tier);
+        let is_own = share == shelf.shares.row(claim.tenant);
+        order != Order::Policy || !is_own || shelf.policy.admits(newcomer, victim, now)
+    }
+
+    fn evict(&mut self, tier: Tier, victim: BlockKey, now: Timestamp) {
         if tier == Tier::Dram && self.open(Tier::Ssd) {
             self.demote(victim, now);
         } else {
@@ -84,7 +119,6 @@ impl Book {
             self.count_evicted(victim, Left::Dropped, now);
             self.drop_block(victim);
         }
-        true
     }
 
     fn count_evicted(&mut self, key: BlockKey, why: Left, now: Timestamp) {

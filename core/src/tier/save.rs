@@ -5,7 +5,7 @@ use super::entry::Meta;
 use super::pressure::Claim;
 use super::{Asker, Charge, LeasesFull};
 use crate::evict::{BlockKey, BlockTraits};
-use crate::id::{BlockHash, TenantId, Tier, Timestamp};
+use crate::id::{BlockHash, Tier, Timestamp};
 
 /// Answer for one offered block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +26,8 @@ pub enum RefusedBy {
     Quota,
     /// Every block that could give way is held or of a tenant that has no more, or no tier admits new blocks.
     Full,
+    /// What would have to leave is worth more, as far as the policy can tell. There is no tier below to take either.
+    Worth,
 }
 
 /// Consecutive blocks of a prefix, offered in one save.
@@ -89,14 +91,18 @@ impl Book {
             return Offered::Present;
         }
         // What stood in the way of one block of an offer stands in the way of the later ones, which cost
-        // the same: an offer only ever takes room.
-        if let Some(by) = *refused {
-            return Offered::Refused(by);
-        }
-        let tier = match self.admissible(asker.tenant, meta.charge, now) {
+        // the same: an offer only ever takes room. Nor are they worth more, for who asks for them asks for the first.
+        let tier = match *refused {
+            Some(by) => Err(by),
+            None => self.admissible(meta, now),
+        };
+        let tier = match tier {
             Ok(tier) => tier,
             Err(by) => {
                 *refused = Some(by);
+                if by == RefusedBy::Worth {
+                    self.pass(asker.lease, meta.traits);
+                }
                 return Offered::Refused(by);
             }
         };
@@ -110,21 +116,34 @@ impl Book {
     }
 
     /// Room for a new block: in DRAM, or on SSD when nothing in DRAM may give way.
-    fn admit(&mut self, tenant: TenantId, charge: Charge, now: Timestamp) -> Option<Tier> {
-        let claim = Claim::running(tenant);
-        [(Tier::Dram, charge.dram), (Tier::Ssd, charge.ssd)]
-            .into_iter()
-            .find(|&(tier, slot)| self.open(tier) && self.reserve(tier, slot, claim, now))
-            .map(|(tier, _)| tier)
+    fn admit(&mut self, meta: Meta, now: Timestamp) -> Result<Tier, RefusedBy> {
+        let (claim, charge) = (Claim::running(meta.tenant), meta.charge);
+        let mut refused = RefusedBy::Full;
+        for (tier, slot) in [(Tier::Dram, charge.dram), (Tier::Ssd, charge.ssd)] {
+            if self.open(tier) {
+                match self.make_room(tier, slot, claim, self.weighed(meta), now) {
+                    Ok(()) => return Ok(tier),
+                    Err(by) => refused = by,
+                }
+            }
+        }
+        Err(refused)
     }
 
-    fn admissible(&mut self, tenant: TenantId, charge: Charge, now: Timestamp) -> Result<Tier, RefusedBy> {
-        if let Some(&quota) = self.quotas.get(&tenant)
-            && !self.shrink_tenant(tenant, quota, u64::from(charge.frame))
+    /// What a new block is weighed by against what would leave the node for it. With an SSD below nothing would: both tiers
+    /// together order by the last use. Nor is one weighed that is pinned or that a request waits for.
+    fn weighed(&self, meta: Meta) -> Option<BlockTraits> {
+        let is_wanted = self.pins.kind(&meta.hash).is_some() || self.window.near(&meta.hash).is_some();
+        (!is_wanted && !self.open(Tier::Ssd)).then_some(meta.traits)
+    }
+
+    fn admissible(&mut self, meta: Meta, now: Timestamp) -> Result<Tier, RefusedBy> {
+        if let Some(&quota) = self.quotas.get(&meta.tenant)
+            && !self.shrink_tenant(meta.tenant, quota, u64::from(meta.charge.frame))
         {
             return Err(RefusedBy::Quota);
         }
-        self.admit(tenant, charge, now).ok_or(RefusedBy::Full)
+        self.admit(meta, now)
     }
 
     /// The bytes of a wanted block are in DRAM and verified: from now on it is readable. `charge` is what

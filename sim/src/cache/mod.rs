@@ -2,8 +2,9 @@
 //!
 //! The rules are the ones the reference figures were made with: a hit counts only while every earlier block
 //! of the request hit; blocks of the running request are never victims; inside a request the tail is older
-//! than the head; a resident block behind the first miss counts as a miss but is touched. Not here: the
-//! offline bound ([`optimal`]), bytes, several tiers, time spent.
+//! than the head; a resident block behind the first miss counts as a miss but is touched. Where a policy weighs
+//! newcomers ([`Policy::admits`]), nothing comes in behind a block that it turned away, for nothing could hit there. Not
+//! here: the offline bound ([`optimal`]), bytes, several tiers, time spent.
 
 pub mod optimal;
 
@@ -99,8 +100,11 @@ impl Cache {
         let mut placed = std::mem::take(&mut self.placed);
         self.admit(request, &held, &mut placed, now);
         for (offset, (&key, was_held)) in placed.iter().zip(&held).enumerate().rev() {
-            let Some(key) = key else { continue };
             let traits = traits(request, offset);
+            let Some(key) = key else {
+                self.policy.pass(traits, now);
+                continue;
+            };
             match was_held {
                 Some(_) => self.policy.access(key, traits, now),
                 None => self.policy.settle(key, traits, now),
@@ -110,7 +114,8 @@ impl Cache {
         hits
     }
 
-    /// Makes every block of the request resident while there is somebody to make room; says which are.
+    /// Makes the blocks of the request resident while there is somebody to make room and the policy lets them in; says
+    /// which are.
     fn admit(
         &mut self,
         request: &Request,
@@ -119,21 +124,26 @@ impl Cache {
         now: Timestamp,
     ) {
         placed.clear();
+        let mut is_open = true;
         for (offset, (&block, held)) in request.blocks.iter().zip(held).enumerate() {
             // The same block twice in one request is resident by its second appearance.
-            let key = held.or_else(|| self.keys.get(&block).copied()).or_else(|| {
-                let key = self.room(now)?;
+            let here = held.or_else(|| self.keys.get(&block).copied());
+            let key = here.or_else(|| is_open.then(|| self.room(traits(request, offset), now)).flatten());
+            is_open &= key.is_some();
+            if here.is_none()
+                && let Some(key) = key
+            {
                 self.slots[key.0 as usize] = Slot { block, running: self.outcome.requests };
                 self.keys.insert(block, key);
                 self.policy.insert(key, traits(request, offset), now);
-                Some(key)
-            });
+            }
             placed.push(key);
         }
     }
 
-    /// A free key, if need be a victim's; nothing when the running request holds everything.
-    fn room(&mut self, now: Timestamp) -> Option<BlockKey> {
+    /// A free key, if need be a victim's; nothing when the running request holds everything, or the newcomer is not worth
+    /// it.
+    fn room(&mut self, newcomer: BlockTraits, now: Timestamp) -> Option<BlockKey> {
         if self.keys.len() < self.capacity_blocks {
             return self.free.pop().or_else(|| {
                 let key = BlockKey(u32::try_from(self.slots.len()).ok().filter(|&raw| raw < u32::MAX - 1)?);
@@ -143,6 +153,9 @@ impl Cache {
         }
         let (slots, running) = (&self.slots, self.outcome.requests);
         let victim = self.policy.victim(now, &|key| slots[key.0 as usize].running == running)?;
+        if !self.policy.admits(newcomer, victim, now) {
+            return None;
+        }
         self.policy.remove(victim);
         self.keys.remove(&self.slots[victim.0 as usize].block);
         self.outcome.evictions += 1;

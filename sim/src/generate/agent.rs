@@ -5,7 +5,8 @@
 //! long as its tool runs: most tools answer in a second, some (builds, test runs, browsers) take most of a
 //! minute, and now and then a person is asked. Not here: parallel tool calls and sub-agents.
 
-use super::{Draw, Model, Opening, Step};
+use super::draw::lognormal_at;
+use super::{Draw, Model, Opening, Step, Wait};
 use kv_core::id::RequestKind;
 
 /// New loops per second.
@@ -62,8 +63,29 @@ impl Model for Agent {
         }
     }
 
-    fn next(&self, _profile: usize, turn: u32, draw: &mut Draw) -> Option<Step> {
-        if turn >= STEPS_MAX || !draw.happens(NEXT_STEP) {
+    fn share_of(&self, shared: usize) -> f64 {
+        PROMPT_WEIGHTS[shared] / PROMPT_WEIGHTS.iter().sum::<f64>()
+    }
+
+    fn goes_on(&self, _profile: usize, turn: u32) -> f64 {
+        if turn < STEPS_MAX { NEXT_STEP } else { 0.0 }
+    }
+
+    fn wait(&self, _profile: usize, _turn: u32, age_s: f64) -> Wait {
+        let weights: f64 = TOOLS.iter().map(|tool| tool.weight).sum();
+        TOOLS.iter().fold(Wait { density_per_s: 0.0, longer: 0.0 }, |sum, tool| {
+            let (density_per_s, longer) = lognormal_at(tool.duration_s.0, tool.duration_s.1, age_s);
+            let share = tool.weight / weights;
+            Wait {
+                density_per_s: sum.density_per_s + share * density_per_s,
+                longer: sum.longer + share * longer,
+            }
+        })
+    }
+
+    fn next(&self, profile: usize, turn: u32, draw: &mut Draw) -> Option<Step> {
+        // The longest draw nothing more.
+        if turn >= STEPS_MAX || !draw.happens(self.goes_on(profile, turn)) {
             return None;
         }
         let tool = &TOOLS[draw.pick(&TOOLS.each_ref().map(|tool| tool.weight))];

@@ -5,7 +5,8 @@
 //! the number of programs with its skew, for the 10 s. Assumed: popularity of programs falls as 1/rank. Not
 //! here: batch jobs that start and end.
 
-use super::{Draw, Model, Opening, Step};
+use super::draw::exponential_at;
+use super::{Draw, Model, Opening, Step, Wait};
 use kv_core::id::RequestKind;
 
 /// New sessions per second.
@@ -65,8 +66,21 @@ impl Model for Business {
         }
     }
 
-    fn next(&self, profile: usize, _turn: u32, draw: &mut Draw) -> Option<Step> {
-        if profile != CHAT || !draw.happens(CHAT_NEXT_TURN) {
+    fn share_of(&self, shared: usize) -> f64 {
+        self.popularity[shared] / self.popularity.iter().sum::<f64>()
+    }
+
+    fn goes_on(&self, profile: usize, _turn: u32) -> f64 {
+        if profile == CHAT { CHAT_NEXT_TURN } else { 0.0 }
+    }
+
+    fn wait(&self, _profile: usize, _turn: u32, age_s: f64) -> Wait {
+        let (density_per_s, longer) = exponential_at(CHAT_GAP_S, age_s);
+        Wait { density_per_s, longer }
+    }
+
+    fn next(&self, profile: usize, turn: u32, draw: &mut Draw) -> Option<Step> {
+        if profile != CHAT || !draw.happens(self.goes_on(profile, turn)) {
             return None;
         }
         Some(Step {

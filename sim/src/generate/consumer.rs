@@ -7,7 +7,8 @@
 //! and off: the skew and the life of blocks, which the sessions' own shape leaves no freedom for. Not here:
 //! time of day; the rate is level.
 
-use super::{Draw, Model, Opening, Step};
+use super::draw::exponential_at;
+use super::{Draw, Model, Opening, Step, Wait};
 use kv_core::id::RequestKind;
 
 /// New conversations per second: two requests every three seconds with their turns. Low, so that in a trace
@@ -35,6 +36,12 @@ struct Profile {
     output_tokens: f64,
     /// Mean time from a request to the next turn, in seconds, behind the first and behind later turns.
     gap_s: (f64, f64),
+}
+
+impl Profile {
+    fn gap_mean_s(&self, turn: u32) -> f64 {
+        if turn == 1 { self.gap_s.0 } else { self.gap_s.1 }
+    }
 }
 
 const PROFILES: [Profile; 4] = [
@@ -97,16 +104,32 @@ impl Model for Consumer {
         }
     }
 
-    fn next(&self, profile: usize, turn: u32, draw: &mut Draw) -> Option<Step> {
-        let profile = &PROFILES[profile];
-        let later = NEXT_TURN[(turn.max(2) as usize - 2).min(NEXT_TURN.len() - 1)];
-        let chance = if turn == 1 { profile.multi_turn } else { later };
-        if turn >= TURNS_MAX || !draw.happens(chance) {
+    fn share_of(&self, _shared: usize) -> f64 {
+        let plain = |profile: &&Profile| profile.kind == RequestKind::Text;
+        let all: f64 = PROFILES.iter().map(|profile| profile.share).sum();
+        PROFILES.iter().filter(plain).map(|profile| profile.share).sum::<f64>() / all
+    }
+
+    fn goes_on(&self, profile: usize, turn: u32) -> f64 {
+        match turn {
+            TURNS_MAX.. => 0.0,
+            0 | 1 => PROFILES[profile].multi_turn,
+            turn => NEXT_TURN[(turn as usize - 2).min(NEXT_TURN.len() - 1)],
+        }
+    }
+
+    fn wait(&self, profile: usize, turn: u32, age_s: f64) -> Wait {
+        let (density_per_s, longer) = exponential_at(PROFILES[profile].gap_mean_s(turn), age_s);
+        Wait { density_per_s, longer }
+    }
+
+    fn next(&self, number: usize, turn: u32, draw: &mut Draw) -> Option<Step> {
+        if turn >= TURNS_MAX || !draw.happens(self.goes_on(number, turn)) {
             return None;
         }
-        let mean_s = if turn == 1 { profile.gap_s.0 } else { profile.gap_s.1 };
+        let profile = &PROFILES[number];
         Some(Step {
-            gap_us: (draw.exponential(mean_s) * 1e6) as u64,
+            gap_us: (draw.exponential(profile.gap_mean_s(turn)) * 1e6) as u64,
             own_tokens: draw.tokens(profile.later_tokens, 0.9, 2, 8_000),
             output_tokens: draw.tokens(profile.output_tokens, 0.8, 1, 4_000),
         })

@@ -55,6 +55,33 @@ impl Draw {
     }
 }
 
+/// Density at `value`, and share above it, of the exponential with this mean.
+pub(super) fn exponential_at(mean: f64, value: f64) -> (f64, f64) {
+    let above = (-value / mean).exp();
+    (above / mean, above)
+}
+
+/// The same of the lognormal with this median and this standard deviation of the logarithm.
+pub(super) fn lognormal_at(median: f64, spread: f64, value: f64) -> (f64, f64) {
+    if value <= 0.0 {
+        return (0.0, 1.0);
+    }
+    let normal = (value / median).ln() / spread;
+    let density = (-normal * normal / 2.0).exp() / std::f64::consts::TAU.sqrt();
+    (density / (spread * value), normal_above(normal, density))
+}
+
+/// Share of the normal distribution above a value that it has this density at. Zelen and Severo (Abramowitz and Stegun
+/// 26.2.17): off by less than 1e-7.
+fn normal_above(value: f64, density: f64) -> f64 {
+    if value < 0.0 {
+        return 1.0 - normal_above(-value, density);
+    }
+    let t = 1.0 / (1.0 + 0.231_641_9 * value);
+    let series = [1.330_274_429, -1.821_255_978, 1.781_477_937, -0.356_563_782, 0.319_381_530];
+    density * series.into_iter().fold(0.0, |sum, term| (sum + term) * t)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -72,6 +99,20 @@ mod tests {
         assert!((mean(|draw| draw.lognormal(100.0, 0.5)) / 113.31 - 1.0).abs() < 0.03);
         assert!((mean(|draw| f64::from(u8::from(draw.happens(0.3)))) - 0.3).abs() < 0.02);
         assert!((mean(|draw| draw.pick(&[1.0, 0.0, 3.0]) as f64) - 1.5).abs() < 0.03);
+    }
+
+    #[test]
+    fn density_and_share_above_are_those_of_the_draws() {
+        for value in [0.3, 2.0, 9.0] {
+            let above = mean(|draw| f64::from(u8::from(draw.lognormal(2.0, 0.8) > value)));
+            assert!((lognormal_at(2.0, 0.8, value).1 - above).abs() < 0.01, "{value}: {above}");
+            let above = mean(|draw| f64::from(u8::from(draw.exponential(2.0) > value)));
+            assert!((exponential_at(2.0, value).1 - above).abs() < 0.01, "{value}: {above}");
+            for at in [|value| lognormal_at(2.0, 0.8, value), |value| exponential_at(2.0, value)] {
+                let fall = (at(value - 1e-3).1 - at(value + 1e-3).1) / 2e-3;
+                assert!((at(value).0 / fall - 1.0).abs() < 1e-2, "{value}: {fall}");
+            }
+        }
     }
 
     #[test]

@@ -8,6 +8,9 @@ mod agent;
 mod business;
 mod consumer;
 mod draw;
+mod knowable;
+
+pub use knowable::simulate_knowable;
 
 use crate::trace::{BAILIAN_BLOCK_TOKENS, Request};
 use draw::Draw;
@@ -99,10 +102,34 @@ trait Model {
     fn open(&self, draw: &mut Draw) -> Opening;
     /// The step after `turn` turns, or nothing when the session ends.
     fn next(&self, profile: usize, turn: u32, draw: &mut Draw) -> Option<Step>;
+    /// Share of sessions that start with the shared text of this number.
+    fn share_of(&self, shared: usize) -> f64;
+    /// Chance that a session goes on behind `turn` turns.
+    fn goes_on(&self, profile: usize, turn: u32) -> f64;
+    /// How likely the wait for the next turn, if one comes, is to end at this age.
+    fn wait(&self, profile: usize, turn: u32, age_s: f64) -> Wait;
+
+    /// Requests a second that a session is expected to send at this age, if nothing came since its last.
+    fn next_per_s(&self, profile: usize, turn: u32, age_s: f64) -> f64 {
+        let (chance, wait) = (self.goes_on(profile, turn), self.wait(profile, turn, age_s));
+        let silent = 1.0 - chance + chance * wait.longer;
+        if silent > 0.0 { chance * wait.density_per_s / silent } else { 0.0 }
+    }
 }
 
+/// A wait at an age.
+struct Wait {
+    density_per_s: f64,
+    /// Share of waits that are longer.
+    longer: f64,
+}
+
+#[derive(Clone)]
 struct Session {
     profile: usize,
+    /// Number of the shared text it starts with, and its whole blocks.
+    shared: Option<usize>,
+    shared_blocks: usize,
     request: Request,
     /// Tokens of the shared start, in whole blocks, before which nothing is ever renewed.
     filled_tokens: u32,
@@ -167,10 +194,20 @@ impl Generator {
             turn: 1,
             blocks,
         };
-        let filled_tokens = request.blocks.len() as u32 * self.spec.block_tokens;
-        self.wait(Session { profile: opening.profile, request, filled_tokens });
-        let rate = self.spec.sessions_per_s.unwrap_or_else(|| self.model.sessions_per_s()).max(1e-6);
-        self.next_session_us += (self.draw.exponential(1.0 / rate) * 1e6) as u64;
+        let shared_blocks = request.blocks.len();
+        let filled_tokens = shared_blocks as u32 * self.spec.block_tokens;
+        let shared = opening.shared.map(|(number, _)| number);
+        self.wait(Session { profile: opening.profile, shared, shared_blocks, request, filled_tokens });
+        self.next_session_us += (self.draw.exponential(1.0 / self.sessions_per_s()) * 1e6) as u64;
+    }
+
+    fn sessions_per_s(&self) -> f64 {
+        self.spec.sessions_per_s.unwrap_or_else(|| self.model.sessions_per_s()).max(1e-6)
+    }
+
+    /// Sessions opened a second that start with the shared text of this number.
+    fn opened_per_s(&self, shared: usize) -> f64 {
+        self.sessions_per_s() * self.model.share_of(shared)
     }
 
     fn shared_blocks(&mut self, shared: Option<(usize, u32)>) -> Vec<u64> {
@@ -221,10 +258,9 @@ impl Generator {
     }
 }
 
-impl Iterator for Generator {
-    type Item = Request;
-
-    fn next(&mut self) -> Option<Request> {
+impl Generator {
+    /// The session whose request is due, as it stands with that request.
+    fn step(&mut self) -> Option<(u64, Session)> {
         self.left = self.left.checked_sub(1)?;
         while self.waiting.peek().is_none_or(|Reverse((arrival, _))| *arrival >= self.next_session_us) {
             self.open();
@@ -232,9 +268,17 @@ impl Iterator for Generator {
         let Reverse((_, number)) = self.waiting.pop()?;
         let mut session = self.sessions.remove(&number)?;
         self.fill(&mut session);
-        let request = session.request.clone();
+        let due = session.clone();
         self.go_on(session);
-        Some(request)
+        Some((number, due))
+    }
+}
+
+impl Iterator for Generator {
+    type Item = Request;
+
+    fn next(&mut self) -> Option<Request> {
+        self.step().map(|(_, session)| session.request)
     }
 }
 

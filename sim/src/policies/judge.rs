@@ -2,7 +2,7 @@
 //!
 //! All differences are in points of hit rate (hundredths), of means over the seeds. Not here: the replays.
 
-use super::Trial;
+use super::{KNOWABLE, Trial};
 use crate::stats::curve::OPTIMAL;
 use serde::Serialize;
 
@@ -56,6 +56,8 @@ pub struct Gap {
     pub gap_points: f64,
     /// Share of these that the judged policy gains; negative when it loses.
     pub closed: f64,
+    /// Share of these that does not need the future to be known, where it is known how the traffic is made.
+    pub knowable: Option<f64>,
 }
 
 /// One policy held against the others.
@@ -102,7 +104,8 @@ pub fn judge(trials: &[Trial], policy: &str, baselines: &[&str]) -> Judgement {
         }
         let gap_points = mean(OPTIMAL).map_or(0.0, |bound| bound - best);
         if gap_points > GAP_POINTS_MIN {
-            judgement.gaps.push(Gap { closed: distance.points / gap_points, distance, gap_points });
+            let knowable = mean(KNOWABLE).map(|bound| (bound - best) / gap_points);
+            judgement.gaps.push(Gap { closed: distance.points / gap_points, distance, gap_points, knowable });
         }
     }
     judgement
@@ -126,7 +129,13 @@ mod tests {
 
     #[test]
     fn means_spreads_and_distances_by_hand() {
-        let rows = [("lru", 20.0, 30.0), ("lfu", 26.0, 26.0), ("ours", 24.0, 32.0), (OPTIMAL, 30.0, 38.0)];
+        let rows = [
+            ("lru", 20.0, 30.0),
+            ("lfu", 26.0, 26.0),
+            ("ours", 24.0, 32.0),
+            (KNOWABLE, 28.0, 32.0),
+            (OPTIMAL, 30.0, 38.0),
+        ];
         let mut trials = Vec::new();
         for (policy, first, second) in rows {
             trials.extend([trial(policy, 1, 0.05, first), trial(policy, 2, 0.05, second)]);
@@ -147,5 +156,6 @@ mod tests {
         assert!(
             (judged.gaps[0].gap_points - 8.0).abs() < 1e-9 && (judged.gaps[0].closed - 0.25).abs() < 1e-9
         );
+        assert!((judged.gaps[0].knowable.unwrap() - 0.5).abs() < 1e-9);
     }
 }

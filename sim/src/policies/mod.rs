@@ -9,6 +9,7 @@ pub use judge::{Distance, Gap, Judgement, Spread, judge, spread};
 
 use crate::cache::optimal::Future;
 use crate::cache::simulate;
+use crate::generate::{Generator, Spec, simulate_knowable};
 use crate::stats::curve::OPTIMAL;
 use crate::trace::{Request, TurnInference};
 use kv_core::evict;
@@ -20,24 +21,36 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// holds most of what will ever be used again.
 pub const SHARES: [f64; 9] = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4];
 
+/// Name of the bound that knows how traffic is made but not the future ([`simulate_knowable`]).
+pub const KNOWABLE: &str = "knowable";
+
 /// Requests of one kind, ready to be replayed.
 pub struct Traffic {
     /// What it is called; several seeds of one generator have the same name.
     pub name: String,
     /// Seed of generated traffic.
     pub seed: Option<u64>,
+    /// How it is made, where that is known.
+    spec: Option<Spec>,
     requests: Vec<Request>,
     unique_blocks: usize,
 }
 
 impl Traffic {
+    /// Generates requests.
+    #[must_use]
+    pub fn generated(spec: Spec) -> Self {
+        let recorded = Traffic::recorded(spec.kind.name(), Generator::new(spec).collect());
+        Traffic { seed: Some(spec.seed), spec: Some(spec), ..recorded }
+    }
+
     /// Takes requests in order of arrival. Turns that are not said are inferred ([`TurnInference`]).
     #[must_use]
-    pub fn new(name: &str, seed: Option<u64>, mut requests: Vec<Request>) -> Self {
+    pub fn recorded(name: &str, mut requests: Vec<Request>) -> Self {
         let mut inference = TurnInference::new();
         requests.iter_mut().for_each(|request| inference.infer(request));
         let unique: HashSet<u64> = requests.iter().flat_map(|request| &request.blocks).copied().collect();
-        Traffic { name: name.to_owned(), seed, requests, unique_blocks: unique.len() }
+        Traffic { name: name.to_owned(), seed: None, spec: None, requests, unique_blocks: unique.len() }
     }
 
     /// Number of requests.
@@ -60,7 +73,7 @@ pub struct Trial {
     pub traffic: String,
     /// Its seed, where it was generated.
     pub seed: Option<u64>,
-    /// Name of the policy, or [`OPTIMAL`].
+    /// Name of the policy, or [`OPTIMAL`] or [`KNOWABLE`].
     pub policy: String,
     /// Capacity over unique blocks.
     pub capacity_share: f64,
@@ -70,8 +83,8 @@ pub struct Trial {
     pub hit_rate: f64,
 }
 
-/// Replays the traffic under each policy (and the bound, where [`OPTIMAL`] is named) at each share of its
-/// unique blocks, on as many threads as said. Unknown names give no trial.
+/// Replays the traffic under each policy (and the bounds, where [`OPTIMAL`] and [`KNOWABLE`] are named) at each share of
+/// its unique blocks, on as many threads as said. Unknown names give no trial, nor does [`KNOWABLE`] for recorded traffic.
 #[must_use]
 pub fn replay_all(traffic: &Traffic, policies: &[&str], shares: &[f64], threads: usize) -> Vec<Trial> {
     let future = Future::of(&traffic.requests);
@@ -105,6 +118,7 @@ fn trial(traffic: &Traffic, future: &Future<'_>, policy: &str, capacity_share: f
     let outcome = match evict::by_name(policy, traffic.seed.unwrap_or(0)) {
         Some(fresh) => simulate(fresh, capacity_blocks, &traffic.requests),
         None if policy == OPTIMAL => future.simulate(capacity_blocks),
+        None if policy == KNOWABLE => simulate_knowable(traffic.spec?, &[capacity_blocks]).pop()?,
         None => return None,
     };
     Some(Trial {
@@ -119,16 +133,16 @@ fn trial(traffic: &Traffic, future: &Future<'_>, policy: &str, capacity_share: f
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::generate::{Generator, Kind, Spec};
+    use crate::generate::Kind;
 
     #[test]
     fn the_number_of_threads_changes_nothing_and_every_cell_is_there() {
-        let requests = Generator::new(Spec { block_tokens: 64, ..Spec::new(Kind::Agent, 2, 300) }).collect();
-        let traffic = Traffic::new("agent", Some(2), requests);
-        let policies = [evict::NAMES.as_slice(), &[OPTIMAL, "clairvoyant"]].concat();
+        let traffic = Traffic::generated(Spec { block_tokens: 64, ..Spec::new(Kind::Agent, 2, 300) });
+        let policies = [evict::NAMES.as_slice(), &[KNOWABLE, OPTIMAL, "clairvoyant"]].concat();
         let alone = replay_all(&traffic, &policies, &[0.01, 0.1], 1);
-        assert_eq!(alone.len(), (evict::NAMES.len() + 1) * 2);
+        assert_eq!(alone.len(), (evict::NAMES.len() + 2) * 2);
         assert_eq!(alone, replay_all(&traffic, &policies, &[0.01, 0.1], 3));
         assert_eq!(traffic.requests(), 300);
         assert!(
@@ -136,5 +150,26 @@ mod tests {
                 .iter()
                 .all(|trial| trial.hit_rate <= 1.0 && trial.capacity_blocks < traffic.unique_blocks())
         );
+    }
+
+    #[test]
+    fn who_knows_how_traffic_is_made_is_between_the_policies_and_who_knows_the_future() {
+        for kind in Kind::ALL {
+            let traffic = Traffic::generated(Spec { block_tokens: 64, ..Spec::new(kind, 3, 2_000) });
+            let policies = [evict::NAMES.as_slice(), &[KNOWABLE, OPTIMAL]].concat();
+            for share in [0.002, 0.02, 0.2] {
+                let rates: Vec<(String, f64)> = replay_all(&traffic, &policies, &[share], 2)
+                    .into_iter()
+                    .map(|trial| (trial.policy, 100.0 * trial.hit_rate))
+                    .collect();
+                let of = |name: &str| rates.iter().find(|(policy, _)| policy == name).unwrap().1;
+                let (knowable, optimal) = (of(KNOWABLE), of(OPTIMAL));
+                assert!(knowable < optimal + 1e-9, "{kind:?} {share}: {knowable} of {optimal}");
+                // It bounds what may be expected; a policy may have luck with a few thousand draws.
+                for (policy, rate) in &rates[..evict::NAMES.len()] {
+                    assert!(*rate < knowable + 0.5, "{kind:?} {share}: {policy} {rate} above {knowable}");
+                }
+            }
+        }
     }
 }

@@ -6,7 +6,7 @@
 use std::fmt::Write;
 
 use kv_core::evict;
-use kvfleet_sim::policies::{Distance, Gap, Judgement, SHARES, spread};
+use kvfleet_sim::policies::{Distance, Gap, Judgement, KNOWABLE, SHARES, spread};
 use kvfleet_sim::stats::curve::OPTIMAL;
 
 use super::{Evaluation, Facts, PLOTS};
@@ -17,7 +17,8 @@ const INTRO: &str = "\
 Written by `cargo xtask policies`; do not edit. Hit rates in points (hundredths) of one tier replayed with the production
 policies, by its capacity as a share of the unique blocks. A hit counts only while every earlier block of the request
 hit. Generated traffic is the mean over its seeds, with half the distance from the least to the greatest behind it.
-`opt` knows the future. Turns that a trace does not say are inferred (`sim/src/trace/turns.rs`).
+`opt` knows the future. `knowable` does not, but knows how the generated traffic is made: nobody who does not know the
+future may expect more (`sim/src/generate/knowable.rs`). Turns that a trace does not say are inferred (`sim/src/trace/turns.rs`).
 
 Generated traffic is calibrated to published statistics and is no recording; see the files of `sim/src/generate/` for what
 is published, fitted and assumed.
@@ -53,17 +54,22 @@ fn judged(out: &mut String, judgement: &Judgement) {
         return;
     }
     out.push_str("\nWhere the bound is more than 3 points above the best baseline:\n\n");
-    out.push_str("| traffic | capacity | best baseline | gap to the bound | gained | share closed |\n");
-    out.push_str("| --- | ---: | --- | ---: | ---: | ---: |\n");
-    for Gap { distance: Distance { traffic, capacity_share, baseline, points }, gap_points, closed } in
-        &judgement.gaps
-    {
+    out.push_str(
+        "| traffic | capacity | best baseline | gap to the bound | gained | share closed | knowable |\n",
+    );
+    out.push_str("| --- | ---: | --- | ---: | ---: | ---: | ---: |\n");
+    for Gap { distance, gap_points, closed, knowable } in &judgement.gaps {
+        let Distance { traffic, capacity_share, baseline, points } = distance;
         let (share, closed) = (percent(*capacity_share), 100.0 * closed);
+        let knowable = knowable.map_or_else(|| "–".to_owned(), |share| format!("{:.0} %", 100.0 * share));
         let _ = writeln!(
             out,
-            "| {traffic} | {share} | {baseline} | {gap_points:.2} | {points:+.2} | {closed:.0} % |"
+            "| {traffic} | {share} | {baseline} | {gap_points:.2} | {points:+.2} | {closed:.0} % | {knowable} |"
         );
     }
+    let closed: f64 = judgement.gaps.iter().map(|gap| gap.closed).sum();
+    let mean = 100.0 * closed / judgement.gaps.len() as f64;
+    let _ = writeln!(out, "\nIn the mean {mean:.1} % of the gap is closed.");
 }
 
 fn table(out: &mut String, evaluation: &Evaluation, facts: &Facts) {
@@ -77,7 +83,10 @@ fn table(out: &mut String, evaluation: &Evaluation, facts: &Facts) {
         let _ = write!(out, " {} |", percent(share));
     }
     let _ = writeln!(out, "\n| --- |{}", " ---: |".repeat(SHARES.len()));
-    for policy in evict::NAMES.into_iter().chain([OPTIMAL]) {
+    for policy in evict::NAMES.into_iter().chain([KNOWABLE, OPTIMAL]) {
+        if !SHARES.iter().any(|share| spread(&evaluation.trials, name, policy, *share).is_some()) {
+            continue;
+        }
         let shown = if policy == evaluation.judged { format!("**{policy}**") } else { policy.to_owned() };
         let _ = write!(out, "| {shown} |");
         for share in SHARES {
@@ -111,7 +120,7 @@ mod tests {
             hit_rate,
         };
         let mut trials = vec![];
-        for (policy, rate) in [("lru", 0.2), ("workload", 0.25), (OPTIMAL, 0.3)] {
+        for (policy, rate) in [("lru", 0.2), ("workload", 0.25), (KNOWABLE, 0.28), (OPTIMAL, 0.3)] {
             trials.extend([trial(policy, 1, 0.1, rate), trial(policy, 2, 0.1, rate + 0.01)]);
         }
         let facts = Facts { name: "consumer".into(), seeds: 2, requests: 10, unique_blocks: 99 };
@@ -119,7 +128,8 @@ mod tests {
         let text = render(&evaluation, &judge(&evaluation.trials, "workload", &["lru"]));
         for words in [
             "- Worst distance at 5 % and more of the blocks: +5.00 points (consumer at 10 %, against lru).",
-            "| consumer | 10 % | lru | 10.00 | +5.00 | 50 % |",
+            "| consumer | 10 % | lru | 10.00 | +5.00 | 50 % | 80 % |",
+            "In the mean 50.0 % of the gap is closed.",
             "10 requests, 99 unique blocks, seeds 1 to 2.",
             "| policy | 0.1 % | 0.2 % | 0.5 % | 1 % | 2 % | 5 % | 10 % | 20 % | 40 % |",
             "| **workload** |  |  |  |  |  |  | 25.50 ±0.50 |  |  |",

@@ -11,8 +11,8 @@ use std::io::BufReader;
 use std::path::{Path, PathBuf};
 
 use kv_core::evict;
-use kvfleet_sim::generate::{Generator, Kind, Spec};
-use kvfleet_sim::policies::{SHARES, Traffic, Trial, judge, replay_all};
+use kvfleet_sim::generate::{Kind, Spec};
+use kvfleet_sim::policies::{KNOWABLE, SHARES, Traffic, Trial, judge, replay_all};
 use kvfleet_sim::stats::curve::OPTIMAL;
 use kvfleet_sim::trace::Request;
 
@@ -69,13 +69,13 @@ fn evaluate(args: &PoliciesArgs) -> anyhow::Result<Evaluation> {
     for path in &args.files {
         let name =
             path.file_stem().map_or_else(|| "trace".to_owned(), |stem| stem.to_string_lossy().into_owned());
-        evaluation.add(&Traffic::new(&name, None, read(path)?), args);
+        evaluation.add(&Traffic::recorded(&name, read(path)?), args);
     }
     for kind in Kind::ALL {
         for seed in 1..=args.seeds {
             let spec =
                 Spec { block_tokens: args.block_tokens, ..Spec::new(kind, seed, args.requests as u64) };
-            evaluation.add(&Traffic::new(kind.name(), Some(seed), Generator::new(spec).collect()), args);
+            evaluation.add(&Traffic::generated(spec), args);
         }
     }
     Ok(evaluation)
@@ -85,7 +85,7 @@ impl Evaluation {
     fn add(&mut self, traffic: &Traffic, args: &PoliciesArgs) {
         let seed = traffic.seed.map_or_else(String::new, |seed| format!(", seed {seed}"));
         eprintln!("replaying {}{seed}: {} requests", traffic.name, traffic.requests());
-        let policies = [evict::NAMES.as_slice(), &[OPTIMAL]].concat();
+        let policies = [evict::NAMES.as_slice(), &[KNOWABLE, OPTIMAL]].concat();
         self.trials.extend(replay_all(traffic, &policies, &SHARES, args.threads.max(1)));
         match self.facts.iter_mut().find(|facts| facts.name == traffic.name) {
             Some(facts) => facts.seeds += 1,

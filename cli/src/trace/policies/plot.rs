@@ -1,25 +1,26 @@
-//! Hit rate against capacity of the baselines, the judged policy and the bound, one plot a trace.
+//! Hit rate against capacity of the baselines, the judged policy and the bounds, one plot a trace.
 //!
 //! Not here: the paper's policy and its variants, for which there are no colours left; they are in the tables.
 
 use std::path::Path;
 
 use kv_core::evict;
-use kvfleet_sim::policies::{SHARES, spread};
+use kvfleet_sim::policies::{KNOWABLE, SHARES, spread};
 use kvfleet_sim::stats::curve::OPTIMAL;
 use plotters::prelude::{RGBColor, SeriesLabelPosition};
 
 use super::Evaluation;
 use crate::report::{Axes, Canvas, PALETTE};
 
-/// Colours of the judged policy and of the bound, beside those of the palette.
+/// Colours of the judged policy and of the bounds, beside those of the palette.
 const JUDGED: RGBColor = RGBColor(190, 0, 0);
+const KNOWN: RGBColor = RGBColor(150, 150, 150);
 const BOUND: RGBColor = RGBColor(0, 0, 0);
 
 /// Draws the plot of one kind of traffic. The horizontal axis is logarithmic.
 pub(super) fn draw(path: &Path, traffic: &str, evaluation: &Evaluation) -> anyhow::Result<()> {
     let mut lines: Vec<(&str, RGBColor)> = evict::BASELINES.into_iter().zip(PALETTE).collect();
-    lines.extend([(evaluation.judged.as_str(), JUDGED), (OPTIMAL, BOUND)]);
+    lines.extend([(evaluation.judged.as_str(), JUDGED), (KNOWABLE, KNOWN), (OPTIMAL, BOUND)]);
     let points = |policy: &str| -> Vec<(f64, f64)> {
         let at =
             |share: f64| Some((decades(share), spread(&evaluation.trials, traffic, policy, share)?.mean));
@@ -36,8 +37,10 @@ pub(super) fn draw(path: &Path, traffic: &str, evaluation: &Evaluation) -> anyho
         x_labels: 6,
     };
     let mut canvas = Canvas::new(path, &axes, &share_label, &|y| format!("{y:.0}"))?;
-    for (policy, color) in lines {
-        canvas.line(policy, color, &points(policy))?;
+    // What can be known of recorded traffic nobody knows.
+    let drawn = lines.into_iter().map(|(policy, color)| (policy, color, points(policy)));
+    for (policy, color, points) in drawn.filter(|(.., points)| !points.is_empty()) {
+        canvas.line(policy, color, &points)?;
     }
     canvas.finish(SeriesLabelPosition::LowerRight)
 }

@@ -175,6 +175,12 @@ impl Ghosts {
         (before != 0).then(|| unpack(before, now))
     }
 
+    /// What is remembered of a block.
+    pub(super) fn find(&self, fingerprint: u64, now: Timestamp) -> Option<Ghost> {
+        let set = self.ghosts.get(self.set(fingerprint))?;
+        set.iter().find(|ghost| **ghost >> 43 == tag(fingerprint)).map(|&ghost| unpack(ghost, now))
+    }
+
     /// Takes out what is remembered of a block that comes back.
     pub(super) fn take(&mut self, fingerprint: u64, now: Timestamp) -> Option<Ghost> {
         let slot = self.set_mut(fingerprint)?.iter_mut().find(|ghost| **ghost >> 43 == tag(fingerprint))?;

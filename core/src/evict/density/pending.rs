@@ -7,7 +7,8 @@
 //! ([`super::ghosts`]).
 
 use super::classes::Class;
-use super::ghosts::Memory;
+use super::ghosts::{Ghost, Memory};
+use super::resident::Resident;
 use super::{BlockKey, Density, bands};
 use crate::id::Timestamp;
 
@@ -101,10 +102,16 @@ impl Density {
     /// A block came in: what is remembered of it, if anything is.
     fn take_ghost(&mut self, key: BlockKey, fingerprint: u64, then: Timestamp) {
         let known = self.ghosts.take(fingerprint, then);
-        let Some(resident) = self.links.about_mut(key) else { return };
+        let Some(&mut mut resident) = self.links.about_mut(key) else { return };
+        self.recall(&mut resident, known, then);
+        self.links.set_about(key, resident);
+    }
+
+    /// What is remembered of a block that a request brings: nothing, or its last use, after which this is one like any
+    /// other. Or whoever is evicted too early would look as if nobody wanted him.
+    pub(super) fn recall(&mut self, resident: &mut Resident, known: Option<Ghost>, then: Timestamp) {
         resident.recall(known.map(|(memory, _)| memory));
         if let Some((memory, last_use)) = known {
-            // A use like any other, or whoever is evicted too early would look as if nobody wanted him.
             let age_us = then.0.saturating_sub(last_use.0);
             resident.use_again(age_us);
             self.alive.end(memory.class, last_use, then, &mut self.evidence);

@@ -4,10 +4,13 @@
 //! session or shares its start with others. Not here: the classes its blocks then belong to ([`super::classes`]).
 
 use super::classes::{CLASSES, Class, Classes, Turn};
+use super::pending::Work;
 use super::resident::{END, Resident, SHARED};
 use super::{BlockKey, BlockTraits, Density, Links};
 use crate::id::{Category, Timestamp};
 
+/// Key of a block that did not come in: no block has it.
+const NOBODY: BlockKey = BlockKey(u32::MAX);
 /// Highest turn told apart where none is stated.
 const TURN_MAX: u8 = 63;
 
@@ -20,6 +23,8 @@ struct Touch {
     is_partial: bool,
     /// Something holds the block from here on.
     is_parked: bool,
+    /// What is known of a block that did not come in: it has no key.
+    passed: Option<Resident>,
 }
 
 /// What was told of the running request, from its tail to its head.
@@ -70,7 +75,19 @@ impl Density {
         self.advance(now);
         self.run.offset = traits.offset_blocks;
         let is_partial = traits.is_partial;
-        self.run.touches.push(Touch { key, is_settled, is_partial, is_parked: false });
+        self.run.touches.push(Touch { key, is_settled, is_partial, is_parked: false, passed: None });
+    }
+
+    /// A block of the request did not come in.
+    pub(super) fn touch_passed(&mut self, traits: BlockTraits, now: Timestamp) {
+        self.touch(NOBODY, traits, now, true);
+        self.catch_up();
+        let known = self.ghosts.take(traits.fingerprint, self.clock);
+        let mut resident = Resident::arriving(traits.fingerprint);
+        self.recall(&mut resident, known, self.clock);
+        if let Some(touch) = self.run.touches.last_mut() {
+            touch.passed = Some(resident);
+        }
     }
 
     /// Judges the uses told since the last call: they are those of one request.
@@ -89,8 +106,12 @@ impl Density {
         let end = touches.iter().position(|touch| !touch.is_partial);
         let (mut is_begun, mut shared) = ([false; CLASSES], None);
         for (at, touch) in touches.iter().enumerate() {
-            let Some(mut resident) = self.take_out(touch.key) else { continue };
-            self.end_wait(&mut resident, touch.is_settled);
+            let resident = touch.passed.or_else(|| {
+                let mut resident = self.take_out(touch.key)?;
+                self.end_wait(&mut resident, touch.is_settled);
+                Some(resident)
+            });
+            let Some(mut resident) = resident else { continue };
             resident.class = Class::PARTIAL;
             if !touch.is_partial {
                 resident.set(END, end == Some(at));
@@ -98,6 +119,10 @@ impl Density {
                 resident.class = if shared.is_some() { Classes::shared(resident.pace) } else { own };
             }
             let class = resident.class.at();
+            if touch.passed.is_some() {
+                self.pass_by(resident);
+                continue;
+            }
             self.enqueue(touch.key, resident);
             if !std::mem::replace(&mut is_begun[class], true) {
                 self.set_freshest(class, touch.key);
@@ -109,6 +134,17 @@ impl Density {
         self.run.touches = touches;
         self.run.touches.clear();
         self.close_cluster();
+    }
+
+    /// Remembers a block that did not come in as if it had left at once.
+    fn pass_by(&mut self, resident: Resident) {
+        if resident.class == Class::PARTIAL {
+            return;
+        }
+        self.alive.begin(resident.class);
+        let residents = self.queued + self.links.parked_len();
+        let (fingerprint, memory) = (resident.fingerprint(), resident.memory());
+        self.put_off(Work::Remember { fingerprint, memory, last_use: self.clock, residents });
     }
 
     /// Ends the wait of a block for its next use: with one, unless the request brought the block itself.
@@ -145,7 +181,7 @@ impl Density {
 
     /// What the blocks a request used say of its session.
     fn read(&self, touches: &[Touch]) -> Turn {
-        let resident = |touch: &Touch| self.links.about(touch.key);
+        let resident = |touch: &Touch| touch.passed.unwrap_or_else(|| self.links.about(touch.key));
         let is_known = |touch: &&Touch| resident(touch).uses() + u8::from(!touch.is_settled) > 1;
         let whole = || touches.iter().filter(|touch| !touch.is_partial);
         let new = whole().take_while(|touch| !is_known(touch)).count() as u32;

@@ -23,12 +23,21 @@ struct Tier {
     keys: BTreeMap<u64, BlockKey>,
     blocks: BTreeMap<BlockKey, u64>,
     free: Vec<BlockKey>,
+    /// Whether the policy is asked before a block leaves for another.
+    weighs: bool,
 }
 
 impl Tier {
     fn new(room: usize) -> Self {
         let free = (0..room as u32).rev().map(BlockKey).collect();
-        Tier { policy: Density::new(), room, keys: Default::default(), blocks: Default::default(), free }
+        Tier {
+            policy: Density::new(),
+            room,
+            keys: Default::default(),
+            blocks: Default::default(),
+            free,
+            weighs: false,
+        }
     }
 
     /// Serves a request for these blocks, the last partly filled if said so; gives the leading ones found.
@@ -48,6 +57,9 @@ impl Tier {
             let names = &self.blocks;
             let key = self.free.pop().or_else(|| {
                 let key = self.policy.victim(now, &|key| blocks.contains(&names[&key]))?;
+                if self.weighs && !self.policy.admits(traits(offset), key, now) {
+                    return None;
+                }
                 self.policy.remove(key);
                 Some(key)
             });
@@ -59,7 +71,10 @@ impl Tier {
             self.policy.insert(key, traits(offset), now);
         }
         for (offset, block) in blocks.iter().enumerate().rev() {
-            let Some(&key) = self.keys.get(block) else { continue };
+            let Some(&key) = self.keys.get(block) else {
+                self.policy.pass(traits(offset), now);
+                continue;
+            };
             match held[offset] {
                 true => self.policy.access(key, traits(offset), now),
                 false => self.policy.settle(key, traits(offset), now),
@@ -297,4 +312,65 @@ fn what_is_put_off_is_counted_as_if_done_at_once() {
         (victims, format!("{:?}", policy.evidence))
     };
     assert_eq!(serve(false), serve(true));
+}
+
+/// One prompt of four blocks every second, and calls of eight blocks each of which nobody asks again.
+fn prompt_and_calls(tier: &mut Tier, from_s: u64, to_s: u64) -> usize {
+    let mut hits = 0;
+    for second in from_s..to_s {
+        let own = 1000 + second * 10;
+        let blocks: Vec<u64> = (1..=4).chain(own..own + 8).collect();
+        hits += tier.serve(second as f64, RequestKind::Api, 1, &blocks, false);
+    }
+    hits
+}
+
+#[test]
+fn what_is_asked_for_once_is_not_let_in_for_what_is_asked_for_again() {
+    let mut tier = Tier { weighs: true, ..Tier::new(6) };
+    prompt_and_calls(&mut tier, 0, 300);
+    let calls = |tier: &Tier| (1000..9000).filter(|&block| tier.holds(block)).collect::<Vec<_>>();
+    let before = calls(&tier);
+    assert!((1..=4).all(|block| tier.holds(block)) && before.len() <= 2, "{before:?}");
+    // A call that is far larger than the tier changes nothing.
+    tier.serve(300.5, RequestKind::Api, 1, &(2000..2100).collect::<Vec<_>>(), false);
+    assert!((1..=4).all(|block| tier.holds(block)));
+}
+
+#[test]
+fn who_was_turned_away_and_comes_again_is_let_in() {
+    let mut tier = Tier { weighs: true, ..Tier::new(6) };
+    prompt_and_calls(&mut tier, 0, 300);
+    // Another prompt, asked for ten times as often, takes the place of the first, which nobody asks for any more.
+    let mut found = 0;
+    for step in 0..600 {
+        found =
+            tier.serve(300.0 + f64::from(step) / 10.0, RequestKind::Api, 1, &[5001, 5002, 5003, 5004], false);
+    }
+    assert_eq!(found, 4);
+}
+
+#[test]
+fn what_is_passed_is_remembered_as_what_leaves() {
+    let mut policy = Density::new();
+    let traits = |offset: u32| BlockTraits {
+        category: Category { kind: RequestKind::Text, turn: 1 },
+        offset_blocks: offset,
+        fingerprint: (u64::from(offset) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15),
+        ..BlockTraits::default()
+    };
+    policy.insert(BlockKey(0), traits(0), Timestamp(0));
+    let tell = |policy: &mut Density, second: u64| {
+        let now = Timestamp(second * SECOND);
+        (1..4).rev().for_each(|offset| policy.pass(traits(offset), now));
+        policy.access(BlockKey(0), traits(0), now);
+        policy.close_run();
+        policy.catch_up();
+        [1, 2, 3].map(|offset| policy.ghosts.find(traits(offset).fingerprint, now).unwrap().0)
+    };
+    let first = tell(&mut policy, 1);
+    assert!(first.iter().all(|memory| memory.uses == 1) && first[2].is_end && !first[1].is_end);
+    let second = tell(&mut policy, 2);
+    assert!(second.iter().all(|memory| memory.uses == 2), "{second:?}");
+    assert_eq!(policy.len(), 1);
 }

@@ -2,6 +2,7 @@
 //! comparison with a reference LRU.
 #![allow(clippy::unwrap_used)]
 
+mod admission;
 mod exact_lru;
 mod invariants;
 mod pins;
