@@ -172,13 +172,15 @@ impl World {
         self.book.prefetch(Timestamp(self.now_us));
         loop {
             let (dram, ssd) = (self.reads.len() < READS_MAX, self.writes.len() < WRITES_MAX);
-            let room = Room { dram, ssd, prefetch: self.reads.len() < READS_MAX / 2 };
+            let room = Room { dram, ssd, prefetch: self.reads.len() < READS_MAX / 2, ..Room::default() };
             let Some(action) = self.book.next_action(room) else { return };
             let after = |moves: &VecDeque<(u64, BlockKey)>| moves.back().map_or(self.now_us, |last| last.0);
             match action {
                 Action::Promote { key, .. } => self.reads.push_back((after(&self.reads) + READ_US, key)),
                 Action::Demote { key, .. } => self.writes.push_back((after(&self.writes) + WRITE_US, key)),
                 Action::DropDram { .. } | Action::DropSsd { .. } => {}
+                // There is no GPU here.
+                Action::Lift { .. } | Action::Lower { .. } | Action::DropGpu { .. } => {}
             }
         }
     }

@@ -10,13 +10,14 @@ use super::changes::{self, ChangeLog, Standing};
 use super::curve::MissCurve;
 use super::entry::{Entry, Meta, PinnedBlocks, Slab};
 use super::lease::Lease;
+use super::lift::NoPolicy;
 use super::moves::Action;
 use super::numbers::{Left, TierNumbers};
 use super::pins::Pins;
 use super::quota::QuotaRows;
 use super::share::Shares;
 use super::ttl::TtlRows;
-use super::watermark::TierLimits;
+use super::watermark::{Capacity, TierLimits};
 use super::window::Window;
 use crate::evict::{BlockKey, Policy};
 use crate::id::{BlockHash, LeaseId, TenantId, Tier, Timestamp};
@@ -88,6 +89,12 @@ pub struct Book {
     pub(super) slab: Slab,
     pub(super) dram: Shelf,
     pub(super) ssd: Shelf,
+    /// Of no size unless there is a GPU.
+    pub(super) gpu: Shelf,
+    /// Blocks with their place on the GPU whose bytes are not there yet.
+    pub(super) lifting: usize,
+    /// How far the search has come for what a lost GPU had.
+    pub(super) losing: Option<usize>,
     pub(super) leases: BTreeMap<LeaseId, Lease>,
     pub(super) deadlines: BTreeSet<(Timestamp, LeaseId)>,
     pub(super) lease_span: Duration,
@@ -108,6 +115,9 @@ pub struct Book {
     pub(super) promotes: VecDeque<BlockKey>,
     pub(super) demotes: VecDeque<BlockKey>,
     pub(super) prefetches: VecDeque<BlockKey>,
+    pub(super) reads: VecDeque<BlockKey>,
+    pub(super) lowers: VecDeque<BlockKey>,
+    pub(super) lifts: VecDeque<BlockKey>,
     pub(super) window: Window,
     /// Demotions that may wait or begin before a prefetch adds one.
     pub(super) demotions: usize,
@@ -124,6 +134,9 @@ impl Book {
             slab: Slab::new(limits.seed),
             dram: Shelf::new(limits.dram, dram),
             ssd: Shelf::new(limits.ssd, ssd),
+            gpu: Shelf::new(TierLimits::exact(Capacity::Bytes(0)), Box::new(NoPolicy)),
+            lifting: 0,
+            losing: None,
             leases: BTreeMap::new(),
             deadlines: BTreeSet::new(),
             lease_span: limits.lease,
@@ -141,12 +154,22 @@ impl Book {
             promotes: VecDeque::new(),
             demotes: VecDeque::new(),
             prefetches: VecDeque::new(),
+            reads: VecDeque::new(),
+            lowers: VecDeque::new(),
+            lifts: VecDeque::new(),
             window: Window::new(limits.seed),
             demotions: usize::MAX,
             ttls: TtlRows::default(),
             curve: MissCurve::new(limits.seed),
             faded: Timestamp(0),
         }
+    }
+
+    /// The same book with the memory of a GPU above DRAM. While that has no room, nothing is different from without.
+    #[must_use]
+    pub fn with_gpu(mut self, limits: TierLimits, policy: Box<dyn Policy>) -> Book {
+        self.gpu = Shelf::new(limits, policy);
+        self
     }
 
     /// Takes in a block found on the SSD at start. `None` when it is known already or does not fit.
@@ -236,6 +259,7 @@ impl Book {
     pub fn refit(&mut self, now: Timestamp) {
         self.dram.policy.refit(now);
         self.ssd.policy.refit(now);
+        self.gpu.policy.refit(now);
         let span = now.since(self.faded);
         self.faded = self.faded.max(now);
         self.curve.fade((-span.as_secs_f64() / CURVE_HALF_LIFE.as_secs_f64()).exp2());
@@ -247,7 +271,7 @@ impl Book {
         &self.shelf(tier).numbers
     }
 
-    /// What both tiers together would hit if they had another size.
+    /// What all tiers together would hit if they had another size.
     #[must_use]
     pub fn curve(&self) -> &MissCurve {
         &self.curve
@@ -266,11 +290,19 @@ impl Book {
     }
 
     pub(super) fn shelf(&self, tier: Tier) -> &Shelf {
-        if tier == Tier::Ssd { &self.ssd } else { &self.dram }
+        match tier {
+            Tier::Ssd => &self.ssd,
+            Tier::Dram => &self.dram,
+            Tier::Gpu => &self.gpu,
+        }
     }
 
     pub(super) fn shelf_mut(&mut self, tier: Tier) -> &mut Shelf {
-        if tier == Tier::Ssd { &mut self.ssd } else { &mut self.dram }
+        match tier {
+            Tier::Ssd => &mut self.ssd,
+            Tier::Dram => &mut self.dram,
+            Tier::Gpu => &mut self.gpu,
+        }
     }
 
     /// Whether the tier exists and takes new blocks.
@@ -308,6 +340,7 @@ impl Book {
         shelf.stats.blocks += 1;
         if let Some(entry) = self.slab.get_mut(key) {
             (entry.place, entry.share) = (Some(tier), share);
+            self.lifting += usize::from(tier == Tier::Gpu && !entry.copies.gpu);
             if tier == Tier::Dram && entry.near.is_some() {
                 self.window.dram_used += cost;
             }
@@ -321,6 +354,7 @@ impl Book {
         let tier = entry.place.take()?;
         let ranked = std::mem::take(&mut entry.ranked);
         let (windowed, share) = (entry.near.is_some(), entry.share);
+        self.lifting -= usize::from(tier == Tier::Gpu && !entry.copies.gpu);
         self.end_prefetch(key);
         let (cost, bytes) = self.slab.get(key).map(|entry| self.cost(entry, tier))?;
         let shelf = self.shelf_mut(tier);
@@ -356,6 +390,7 @@ impl std::fmt::Debug for Book {
         f.debug_struct("Book")
             .field("dram", &self.dram.stats)
             .field("ssd", &self.ssd.stats)
+            .field("gpu", &self.gpu.stats)
             .field("leases", &self.leases.len())
             .finish_non_exhaustive()
     }

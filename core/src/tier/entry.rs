@@ -32,14 +32,24 @@ pub struct Meta {
 pub(super) struct Copies {
     pub(super) dram: bool,
     pub(super) ssd: bool,
+    pub(super) gpu: bool,
 }
 
 impl Copies {
+    pub(super) fn any(self) -> bool {
+        self.dram || self.ssd || self.gpu
+    }
+
+    /// Where bytes that are not in DRAM are read from.
+    pub(super) fn fastest(self) -> Tier {
+        if self.gpu { Tier::Gpu } else { Tier::Ssd }
+    }
+
     pub(super) fn has(self, tier: Tier) -> bool {
         match tier {
             Tier::Dram => self.dram,
             Tier::Ssd => self.ssd,
-            Tier::Gpu => false,
+            Tier::Gpu => self.gpu,
         }
     }
 
@@ -47,7 +57,7 @@ impl Copies {
         match tier {
             Tier::Dram => self.dram = present,
             Tier::Ssd => self.ssd = present,
-            Tier::Gpu => {}
+            Tier::Gpu => self.gpu = present,
         }
     }
 }

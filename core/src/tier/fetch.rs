@@ -10,7 +10,7 @@ use crate::id::{BlockHash, Tier, Timestamp};
 pub struct Reach {
     /// Its key, valid while the lease holds it.
     pub key: BlockKey,
-    /// Where its bytes are now. From SSD they are loaded first; completion is [`Book::on_moved`] to DRAM.
+    /// Where its bytes are now. From SSD or a GPU they are loaded first; completion is [`Book::on_moved`] to DRAM.
     pub tier: Tier,
 }
 
@@ -18,7 +18,7 @@ pub struct Reach {
 pub type Reached = Vec<Reach>;
 
 impl Book {
-    /// Leases the leading blocks that are readable and starts loading those on SSD.
+    /// Leases the leading blocks that are readable and starts loading those that are not in DRAM.
     ///
     /// # Errors
     /// [`LeasesFull`] when the lease is new and the limit is reached.
@@ -74,15 +74,16 @@ impl Book {
             return Reach { key, tier: Tier::Dram };
         }
         entry.awaited = true;
+        let tier = entry.copies.fastest();
         // It stands behind all that somebody waits for, and now somebody does.
         self.end_prefetch(key);
         self.settle(key);
-        Reach { key, tier: Tier::Ssd }
+        Reach { key, tier }
     }
 
     fn count_hit(&mut self, key: BlockKey, now: Timestamp) {
         let Some(entry) = self.slab.get(key) else { return };
-        let tier = if entry.copies.dram { Tier::Dram } else { Tier::Ssd };
+        let tier = if entry.copies.dram { Tier::Dram } else { entry.copies.fastest() };
         let (category, gap_us) = (entry.meta.traits.category, entry.age_us(now));
         self.shelf_mut(tier).numbers.hit(category, gap_us);
     }

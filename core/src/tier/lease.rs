@@ -203,6 +203,7 @@ impl Book {
     /// policies judge what one request used as a whole.
     fn touch(&mut self, blocks: &[BlockKey], category: Category, passed: &[BlockTraits], now: Timestamp) {
         let mut passed = passed.iter().peekable();
+        let used_again = self.used_again(blocks, now);
         let are_new: Vec<bool> = blocks.iter().map(|&key| self.bring_in(key, category, now)).collect();
         for (&key, is_new) in blocks.iter().zip(are_new) {
             // One that came in later may have pushed it out.
@@ -216,6 +217,9 @@ impl Book {
             self.tell(key, how, now);
         }
         passed.for_each(|passed| self.tell_passed(*passed, now));
+        for (key, gap_us) in used_again {
+            self.lift(key, gap_us, now);
+        }
     }
 
     fn tell_passed(&mut self, passed: BlockTraits, now: Timestamp) {

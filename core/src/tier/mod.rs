@@ -4,7 +4,8 @@
 //! entry has a place where it should be and the copies that exist, and the difference comes out as
 //! [`Action`]s. Whoever runs them reports back with [`Book::on_moved`] or [`Book::on_move_failed`].
 //! Because decisions do not wait for bytes, DRAM and SSD together behave as one policy of the summed
-//! capacity, whatever the disk does.
+//! capacity, whatever the disk does. A third tier, the memory of a GPU, is there if it is asked for
+//! ([`Book::with_gpu`]): what is used often goes up to it, and what leaves it goes back to DRAM.
 //!
 //! Not here: bytes, slots, files (`kvfleet-node`), nor which block is the victim ([`crate::evict`]).
 
@@ -14,6 +15,7 @@ mod curve;
 mod entry;
 mod fetch;
 mod lease;
+mod lift;
 mod moves;
 mod numbers;
 mod order;
@@ -34,6 +36,7 @@ pub use curve::MissCurve;
 pub use entry::{BLOCK_BYTES_MAX, Meta, PinnedBlocks};
 pub use fetch::{Reach, Reached};
 pub use lease::EXPIRED_LEASE_BLOCKS_MAX;
+pub use lift::{LIFTS_MAX, LOST_PLACES_MAX};
 pub use moves::{Action, Room};
 pub use numbers::{ClassNumbers, Left, Spans, TierNumbers};
 pub use order::LISTED_BLOCKS_MAX;
@@ -68,7 +71,7 @@ pub struct Asker {
 pub struct Charge {
     /// Encoded frame, counted against the tenant's quota.
     pub frame: u32,
-    /// Slot in DRAM.
+    /// Slot in DRAM; one on a GPU, whose memory is cut alike, is as large.
     pub dram: u32,
     /// Slot on SSD.
     pub ssd: u32,

@@ -27,6 +27,20 @@ pub enum Action {
         /// Its hash, to check what was read.
         hash: BlockHash,
     },
+    /// Write the block's DRAM bytes to the GPU; then [`Book::on_moved`] to GPU.
+    Lift {
+        /// The block.
+        key: BlockKey,
+        /// Its hash, for logs.
+        hash: BlockHash,
+    },
+    /// Read the block's GPU bytes into DRAM; then [`Book::on_moved`] to DRAM.
+    Lower {
+        /// The block.
+        key: BlockKey,
+        /// Its hash, to check what was read.
+        hash: BlockHash,
+    },
     /// Free the block's DRAM bytes (readers that hold them keep them). Needs no answer.
     DropDram {
         /// The block; its key may be given out again after this.
@@ -39,10 +53,17 @@ pub enum Action {
         /// Its hash: whoever still waits for its bytes gets none.
         hash: BlockHash,
     },
+    /// Free the block's GPU memory. Needs no answer.
+    DropGpu {
+        /// The block; its key may be given out again after this.
+        key: BlockKey,
+        /// Its hash: whoever still waits for its bytes gets none.
+        hash: BlockHash,
+    },
 }
 
 /// Which moves can start now.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Room {
     /// A DRAM slot for a promotion is free.
     pub dram: bool,
@@ -50,6 +71,12 @@ pub struct Room {
     pub ssd: bool,
     /// A DRAM slot for a promotion that nobody waits for is free: enough are left for those somebody waits for.
     pub prefetch: bool,
+    /// The GPU can read a block for somebody who waits, and a DRAM slot for it is free.
+    pub gpu_read: bool,
+    /// The GPU can read a block that nobody waits for, and a DRAM slot for it is free beside those that loads need.
+    pub lower: bool,
+    /// The GPU can take a block.
+    pub lift: bool,
 }
 
 /// Where moves that may start wait.
@@ -61,17 +88,28 @@ pub(super) enum Line {
     Demotes,
     /// To DRAM, because somebody will ask.
     Prefetches,
+    /// From GPU to DRAM, because somebody waits.
+    Reads,
+    /// From GPU to DRAM, because it leaves.
+    Lowers,
+    /// To GPU.
+    Lifts,
 }
 
 impl Book {
     /// The next thing to do: drops first, then loads (someone waits), then demotions, then loads that nobody waits for
-    /// yet.
+    /// yet; and last what leaves a GPU, and what comes to it.
     pub fn next_action(&mut self, room: Room) -> Option<Action> {
         if let Some(action) = self.drops.pop_front() {
             return Some(action);
         }
         if room.dram
             && let Some(key) = self.next_due(Line::Promotes)
+        {
+            return self.start(key, Tier::Dram);
+        }
+        if room.gpu_read
+            && let Some(key) = self.next_due(Line::Reads)
         {
             return self.start(key, Tier::Dram);
         }
@@ -84,6 +122,16 @@ impl Book {
             && let Some(key) = self.next_due(Line::Prefetches)
         {
             return self.start(key, Tier::Dram);
+        }
+        if room.lower
+            && let Some(key) = self.next_due(Line::Lowers)
+        {
+            return self.start(key, Tier::Dram);
+        }
+        if room.lift
+            && let Some(key) = self.next_due(Line::Lifts)
+        {
+            return self.start(key, Tier::Gpu);
         }
         None
     }
@@ -108,16 +156,23 @@ impl Book {
             Line::Promotes => &mut self.promotes,
             Line::Demotes => &mut self.demotes,
             Line::Prefetches => &mut self.prefetches,
+            Line::Reads => &mut self.reads,
+            Line::Lowers => &mut self.lowers,
+            Line::Lifts => &mut self.lifts,
         }
     }
 
     /// Where a block stands that needs a move now.
     pub(super) fn due_line(&self, key: BlockKey) -> Option<Line> {
-        let is_prefetch = self.slab.get(key).is_some_and(|entry| entry.prefetch);
-        Some(match self.due(key)? {
+        let to = self.due(key)?;
+        let entry = self.slab.get(key)?;
+        Some(match to {
             Tier::Ssd => Line::Demotes,
-            _ if is_prefetch => Line::Prefetches,
-            _ => Line::Promotes,
+            Tier::Gpu => Line::Lifts,
+            Tier::Dram if entry.copies.gpu && entry.awaited => Line::Reads,
+            Tier::Dram if entry.copies.gpu => Line::Lowers,
+            Tier::Dram if entry.prefetch => Line::Prefetches,
+            Tier::Dram => Line::Promotes,
         })
     }
 
@@ -125,7 +180,12 @@ impl Book {
         let entry = self.slab.get_mut(key)?;
         entry.moving = Some(to);
         let hash = entry.meta.hash;
-        Some(if to == Tier::Dram { Action::Promote { key, hash } } else { Action::Demote { key, hash } })
+        Some(match to {
+            Tier::Dram if entry.copies.gpu => Action::Lower { key, hash },
+            Tier::Dram => Action::Promote { key, hash },
+            Tier::Ssd => Action::Demote { key, hash },
+            Tier::Gpu => Action::Lift { key, hash },
+        })
     }
 
     /// The move this block needs now, if it can start.
@@ -135,11 +195,13 @@ impl Book {
             return None;
         }
         let place = entry.place?;
-        let load = !entry.copies.dram && (entry.awaited || place == Tier::Dram);
-        if load && entry.copies.ssd {
+        // What leaves the GPU for the SSD goes by way of DRAM.
+        let passes = place == Tier::Ssd && !entry.copies.ssd;
+        let load = !entry.copies.dram && (entry.awaited || place == Tier::Dram || passes);
+        if load && (entry.copies.ssd || entry.copies.gpu) {
             return Some(Tier::Dram);
         }
-        (place == Tier::Ssd && !entry.copies.ssd && entry.copies.dram).then_some(Tier::Ssd)
+        (!entry.copies.has(place) && entry.copies.dram).then_some(place)
     }
 
     fn enqueue(&mut self, key: BlockKey) {
@@ -166,6 +228,7 @@ impl Book {
         let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.moving == Some(to)) else { return };
         entry.moving = None;
         entry.copies.set(to, true);
+        self.lifting -= usize::from(to == Tier::Gpu && entry.place == Some(Tier::Gpu));
         if to == Tier::Dram {
             entry.awaited = false;
             self.end_prefetch(key);
@@ -177,7 +240,7 @@ impl Book {
     pub fn on_move_delayed(&mut self, key: BlockKey, to: Tier) {
         let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.moving == Some(to)) else { return };
         entry.moving = None;
-        if !entry.copies.dram && !entry.copies.ssd {
+        if !entry.copies.any() && entry.place.is_some() {
             // What was to be moved was lost meanwhile.
             self.count_left(key, Left::Failed);
             return self.drop_block(key);
@@ -186,7 +249,7 @@ impl Book {
     }
 
     /// A move failed. A block that could not be read is gone; one that could not be written stays in
-    /// DRAM if there is room and is gone otherwise.
+    /// DRAM if there is room and is gone otherwise. One that could not be lifted is as if it left the GPU.
     pub fn on_move_failed(&mut self, key: BlockKey, to: Tier, now: Timestamp) {
         let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.moving == Some(to)) else { return };
         entry.moving = None;
@@ -198,7 +261,9 @@ impl Book {
         if to == Tier::Dram && place.is_some() {
             self.count_left(key, Left::Failed);
             self.drop_block(key);
-        } else if place == Some(Tier::Ssd) {
+        } else if to == Tier::Gpu && place == Some(Tier::Gpu) {
+            self.lower(key, Left::Failed, now);
+        } else if to == Tier::Ssd && place == Some(Tier::Ssd) {
             self.keep_in_dram(key, now);
         } else {
             self.settle(key);
@@ -241,16 +306,20 @@ impl Book {
             return;
         }
         let Some(place) = entry.place else { return self.clear_out(key) };
+        if place != Tier::Gpu && entry.copies.dram && std::mem::take(&mut entry.copies.gpu) {
+            // Its bytes are out of the GPU, wherever they go from here.
+            self.drops.push_back(drop_action(key, entry.meta.hash, Tier::Gpu));
+        }
         if !entry.copies.has(place) || (entry.awaited && !entry.copies.dram) {
             return self.enqueue(key);
         }
         let (hash, announced) = (entry.meta.hash, entry.announced.replace(place));
         entry.awaited = false;
-        let other = if place == Tier::Dram { Tier::Ssd } else { Tier::Dram };
-        let surplus = entry.copies.has(other);
-        entry.copies.set(other, false);
-        if surplus {
-            self.drops.push_back(drop_action(key, hash, other));
+        for other in Tier::ALL {
+            if other != place && entry.copies.has(other) {
+                entry.copies.set(other, false);
+                self.drops.push_back(drop_action(key, hash, other));
+            }
         }
         if let Some(from) = announced.filter(|&from| from != place) {
             self.changes.moved(hash, from, place);
@@ -261,7 +330,7 @@ impl Book {
     fn clear_out(&mut self, key: BlockKey) {
         let Some(entry) = self.slab.get_mut(key) else { return };
         let (copies, hash) = (std::mem::take(&mut entry.copies), entry.meta.hash);
-        for tier in [Tier::Dram, Tier::Ssd] {
+        for tier in [Tier::Dram, Tier::Ssd, Tier::Gpu] {
             if copies.has(tier) {
                 self.drops.push_back(drop_action(key, hash, tier));
             }
@@ -271,5 +340,9 @@ impl Book {
 }
 
 fn drop_action(key: BlockKey, hash: BlockHash, tier: Tier) -> Action {
-    if tier == Tier::Ssd { Action::DropSsd { key, hash } } else { Action::DropDram { key } }
+    match tier {
+        Tier::Dram => Action::DropDram { key },
+        Tier::Ssd => Action::DropSsd { key, hash },
+        Tier::Gpu => Action::DropGpu { key, hash },
+    }
 }

@@ -1,4 +1,4 @@
-//! Who gives way: making room in a tier, demoting, dropping, promoting.
+//! Who gives way: making room in a tier, demoting, dropping, promoting from SSD (`lift` has the GPU).
 //!
 //! Which tenant gives way is in `share`; of its blocks the policy names the victim. Held blocks stand outside its order,
 //! and so do those that are pinned softly and those that waiting requests need. A tenant's own limit is in `quota`.
@@ -34,7 +34,7 @@ impl Claim {
 
     /// Of a block that leaves the tier above: what nobody waits for leaves before what its tenant waits for, and that
     /// from the tail on; and before either what nobody pinned.
-    fn demoted(tenant: TenantId, order: Order) -> Claim {
+    pub(super) fn demoted(tenant: TenantId, order: Order) -> Claim {
         let yields_to = match order {
             Order::Window(near) => near,
             Order::Pinned(_) => PINNED_PLACE,
@@ -46,6 +46,11 @@ impl Claim {
     /// Of a block with this place that nobody asked for yet: only what is needed later gives way, whoever needs it.
     pub(super) fn waiting(tenant: TenantId, near: u32) -> Claim {
         Claim { tenant, yields_to: near, others_yield_to: near }
+    }
+
+    /// Of a block that comes up since it was used again: nothing gives way that somebody waits for or pinned.
+    pub(super) fn lifted(tenant: TenantId) -> Claim {
+        Claim { tenant, yields_to: u32::MAX, others_yield_to: u32::MAX }
     }
 }
 
@@ -135,7 +140,12 @@ impl Book {
     pub(super) fn victim(&mut self, tier: Tier, claim: Claim, now: Timestamp) -> Option<BlockKey> {
         let slab = &self.slab;
         let spared = |key: BlockKey| slab.get(key).is_none_or(Entry::parked);
-        let shelf = if tier == Tier::Ssd { &mut self.ssd } else { &mut self.dram };
+        // Field by field: the slab is looked at meanwhile.
+        let shelf = match tier {
+            Tier::Ssd => &mut self.ssd,
+            Tier::Dram => &mut self.dram,
+            Tier::Gpu => &mut self.gpu,
+        };
         let taker = shelf.shares.row(claim.tenant);
         if !shelf.shares.are_many() {
             let named = shelf.policy.victim(now, &spared);

@@ -16,24 +16,35 @@ use crate::id::{TenantId, Tier};
 struct Row {
     dram: BTreeMap<u64, BlockKey>,
     ssd: BTreeMap<u64, BlockKey>,
+    gpu: BTreeMap<u64, BlockKey>,
     /// Pinned softly.
     pinned_dram: BTreeMap<u64, BlockKey>,
     pinned_ssd: BTreeMap<u64, BlockKey>,
+    pinned_gpu: BTreeMap<u64, BlockKey>,
 }
 
 /// A tier, and whether blocks that are pinned softly are meant.
 pub(super) type Kind = (Tier, bool);
 
 /// What gives way first: the slower tier, and pinned blocks after all others.
-const KINDS: [Kind; 4] = [(Tier::Ssd, false), (Tier::Dram, false), (Tier::Ssd, true), (Tier::Dram, true)];
+const KINDS: [Kind; 6] = [
+    (Tier::Ssd, false),
+    (Tier::Dram, false),
+    (Tier::Gpu, false),
+    (Tier::Ssd, true),
+    (Tier::Dram, true),
+    (Tier::Gpu, true),
+];
 
 impl Row {
     fn of(&mut self, kind: Kind) -> &mut BTreeMap<u64, BlockKey> {
         match kind {
             (Tier::Ssd, false) => &mut self.ssd,
             (Tier::Ssd, true) => &mut self.pinned_ssd,
-            (_, false) => &mut self.dram,
-            (_, true) => &mut self.pinned_dram,
+            (Tier::Dram, false) => &mut self.dram,
+            (Tier::Dram, true) => &mut self.pinned_dram,
+            (Tier::Gpu, false) => &mut self.gpu,
+            (Tier::Gpu, true) => &mut self.pinned_gpu,
         }
     }
 }
@@ -58,8 +69,8 @@ impl QuotaRows {
     #[cfg(test)]
     pub(super) fn listed(&self) -> Vec<(TenantId, Kind, u64, BlockKey)> {
         let mut listed = Vec::new();
-        for (tenant, Row { dram, ssd, pinned_dram, pinned_ssd }) in &self.0 {
-            for (kind, row) in KINDS.into_iter().zip([ssd, dram, pinned_ssd, pinned_dram]) {
+        for (tenant, Row { dram, ssd, gpu, pinned_dram, pinned_ssd, pinned_gpu }) in &self.0 {
+            for (kind, row) in KINDS.into_iter().zip([ssd, dram, gpu, pinned_ssd, pinned_dram, pinned_gpu]) {
                 listed.extend(row.iter().map(|(stamp, key)| (*tenant, kind, *stamp, *key)));
             }
         }
@@ -134,7 +145,7 @@ impl Book {
         }
     }
 
-    /// Brings a tenant to `quota` with `coming` bytes more, by dropping its own coldest blocks, SSD first.
+    /// Brings a tenant to `quota` with `coming` bytes more, by dropping its own coldest blocks, slow tiers first.
     /// `false` when too much of it is held, so much is to go that it takes more than one call, or blocks are yet to be
     /// marked as pinned.
     pub(super) fn shrink_tenant(&mut self, tenant: TenantId, quota: u64, coming: u64) -> bool {

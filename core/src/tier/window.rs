@@ -48,7 +48,7 @@ pub struct WindowTaken {
     pub requests: usize,
     /// Different blocks.
     pub blocks: usize,
-    /// Of these the ones readable from DRAM.
+    /// Of these the ones readable from memory: DRAM or a GPU.
     pub dram_blocks: usize,
     /// Of these the ones readable from SSD.
     pub ssd_blocks: usize,
@@ -120,7 +120,7 @@ impl Book {
         let (before, requests) = self.window.replace(waiting);
         self.window.until = now.after(WINDOW_SPAN);
         // All places change, so the orders are made anew.
-        for tier in [Tier::Dram, Tier::Ssd] {
+        for tier in Tier::ALL {
             let shelf = self.shelf_mut(tier);
             shelf.window.clear();
             shelf.shares.clear_windows();

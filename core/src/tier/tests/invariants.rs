@@ -17,13 +17,14 @@ enum Op {
     AbortOldest,
     Release { lease: u64 },
     Expire { at: u64 },
-    Start { dram: bool, ssd: bool },
+    Start { dram: bool, ssd: bool, gpu: bool },
     Finish { well: bool },
     Delay,
     Pin { pins: Vec<(bool, BTreeSet<u64>, Option<u64>)> },
     ExpirePins { late: u64 },
     Quota { bytes: u64 },
     Admit { ssd: bool },
+    LoseGpu,
     Window { waiting: Vec<Vec<u64>> },
     ExpireWindow { late: bool },
     Prefetch,
@@ -41,7 +42,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => Just(Op::AbortOldest),
         4 => lease.prop_map(|lease| Op::Release { lease }),
         1 => (0u64..30_000_000).prop_map(|at| Op::Expire { at }),
-        8 => any::<(bool, bool)>().prop_map(|(dram, ssd)| Op::Start { dram, ssd }),
+        8 => any::<(bool, bool, bool)>().prop_map(|(dram, ssd, gpu)| Op::Start { dram, ssd, gpu }),
         8 => prop::bool::weighted(0.85).prop_map(|well| Op::Finish { well }),
         2 => Just(Op::Delay),
         2 => prop::collection::vec(
@@ -50,6 +51,7 @@ fn op() -> impl Strategy<Value = Op> {
         2 => (0u64..20_000).prop_map(|late| Op::ExpirePins { late }),
         1 => (0u64..900).prop_map(|bytes| Op::Quota { bytes }),
         1 => any::<bool>().prop_map(|ssd| Op::Admit { ssd }),
+        1 => Just(Op::LoseGpu),
         3 => prop::collection::vec(prop::collection::vec(0u64..25, 0..6), 0..4)
             .prop_map(|waiting| Op::Window { waiting }),
         1 => any::<bool>().prop_map(|late| Op::ExpireWindow { late }),
@@ -73,9 +75,12 @@ struct World {
 }
 
 impl World {
-    fn new(dram: TierLimits, ssd: TierLimits) -> World {
+    fn new(dram: TierLimits, ssd: TierLimits, gpu: Option<TierLimits>) -> World {
         World {
-            book: book(dram, ssd),
+            book: match gpu {
+                Some(gpu) => book(dram, ssd).with_gpu(gpu, Box::<PlainLru>::default()),
+                None => book(dram, ssd),
+            },
             now: 0,
             writing: Vec::new(),
             moving: Vec::new(),
@@ -105,7 +110,10 @@ impl World {
             Op::Expire { at } => {
                 self.book.expire(Timestamp(at));
             }
-            Op::Start { dram, ssd } => self.start(Room { dram, ssd, prefetch: dram }),
+            Op::Start { dram, ssd, gpu } => {
+                let (gpu_read, lower) = (dram && gpu, dram);
+                self.start(Room { dram, ssd, prefetch: dram, gpu_read, lower, lift: gpu });
+            }
             Op::Finish { well } if !self.moving.is_empty() => self.finish(well),
             Op::Delay if !self.moving.is_empty() => self.delay(),
             Op::Pin { pins } => {
@@ -126,6 +134,7 @@ impl World {
                 self.quota = Some(bytes);
             }
             Op::Admit { ssd } => self.book.set_admitting(Tier::Ssd, ssd),
+            Op::LoseGpu => self.lose_gpu(),
             Op::Window { waiting } => {
                 let waiting: Vec<Vec<BlockHash>> = waiting.iter().map(|numbers| hashes(numbers)).collect();
                 self.book.set_window(waiting.iter().map(Vec::as_slice), now);
@@ -190,12 +199,22 @@ impl World {
         }
     }
 
+    /// Afterwards everything that is left is without the GPU; a new one takes its place.
+    fn lose_gpu(&mut self) {
+        let now = Timestamp(self.now);
+        while self.book.lose_gpu(now) {}
+        self.drop_bytes();
+        assert!(self.bytes.iter().all(|(_, tier)| *tier != Tier::Gpu));
+        assert_eq!((self.book.stats(Tier::Gpu).blocks, self.book.lifting), (0, 0));
+        self.book.set_admitting(Tier::Gpu, true);
+    }
+
     fn tenant_bytes(&self, tenant: u32) -> u64 {
         self.book.tenants().find(|row| row.0 == TenantId(tenant)).map_or(0, |row| row.1)
     }
 
     fn drop_bytes(&mut self) {
-        while let Some(action) = self.book.next_action(Room { dram: false, ssd: false, prefetch: false }) {
+        while let Some(action) = self.book.next_action(Room::default()) {
             self.take_drop(action);
         }
     }
@@ -204,6 +223,7 @@ impl World {
         let copy = match action {
             Action::DropDram { key } => (key, Tier::Dram),
             Action::DropSsd { key, .. } => (key, Tier::Ssd),
+            Action::DropGpu { key, .. } => (key, Tier::Gpu),
             other => panic!("{other:?} without room"),
         };
         assert!(self.bytes.remove(&copy), "{copy:?} was not there");
@@ -219,18 +239,25 @@ impl World {
                 assert!(room.dram && self.bytes.contains(&(key, Tier::Ssd)));
                 self.moving.push(Action::Promote { key, hash });
             }
+            Some(Action::Lower { key, hash }) => {
+                assert!(room.dram && self.bytes.contains(&(key, Tier::Gpu)));
+                self.moving.push(Action::Lower { key, hash });
+            }
+            Some(Action::Lift { key, hash }) => {
+                assert!(room.lift && self.bytes.contains(&(key, Tier::Dram)));
+                self.moving.push(Action::Lift { key, hash });
+            }
             Some(drop) => self.take_drop(drop),
             None => {}
         }
     }
 
     fn finish(&mut self, well: bool) {
-        let (key, to) = match self.moving.remove(self.moving.len() / 2) {
-            Action::Demote { key, .. } => (key, Tier::Ssd),
-            Action::Promote { key, .. } => (key, Tier::Dram),
-            _ => unreachable!("only moves are kept"),
-        };
-        if well {
+        let moved = self.moving.remove(self.moving.len() / 2);
+        let (key, to) = target(moved);
+        // What a GPU had that is gone cannot be read.
+        let is_gone = matches!(moved, Action::Lower { .. }) && !self.bytes.contains(&(key, Tier::Gpu));
+        if well && !is_gone {
             assert!(self.bytes.insert((key, to)));
             self.book.on_moved(key, to);
         } else {
@@ -239,11 +266,8 @@ impl World {
     }
 
     fn delay(&mut self) {
-        match self.moving.remove(0) {
-            Action::Demote { key, .. } => self.book.on_move_delayed(key, Tier::Ssd),
-            Action::Promote { key, .. } => self.book.on_move_delayed(key, Tier::Dram),
-            _ => unreachable!("only moves are kept"),
-        }
+        let (key, to) = target(self.moving.remove(0));
+        self.book.on_move_delayed(key, to);
     }
 
     fn apply_changes(&mut self) {
@@ -262,7 +286,7 @@ impl World {
             .filter_map(|(_, entry)| Some((entry.meta.hash, entry.announced?)))
             .collect();
         assert_eq!(self.index, told, "the index and the book disagree");
-        for tier in [Tier::Dram, Tier::Ssd] {
+        for tier in Tier::ALL {
             self.check_account(tier);
         }
         self.check_tenants();
@@ -274,13 +298,16 @@ impl World {
         for (key, entry) in self.book.slab.iter() {
             assert_eq!(self.bytes.contains(&(key, Tier::Dram)), entry.copies.dram);
             assert_eq!(self.bytes.contains(&(key, Tier::Ssd)), entry.copies.ssd);
+            assert_eq!(self.bytes.contains(&(key, Tier::Gpu)), entry.copies.gpu);
             if entry.announced.is_some() {
-                assert!(entry.copies.dram || entry.copies.ssd, "announced without bytes");
+                // Of a lost GPU the last read may bring them still.
+                assert!(entry.copies.any() || entry.moving == Some(Tier::Dram), "announced without bytes");
             }
             let at_rest =
                 entry.place.is_some() && !entry.writing && entry.moving.is_none() && entry.queued.is_none();
             if at_rest {
-                let one = entry.copies.dram != entry.copies.ssd;
+                let copies = [entry.copies.dram, entry.copies.ssd, entry.copies.gpu];
+                let one = copies.iter().filter(|copy| **copy).count() == 1;
                 assert!(one && entry.copies.has(entry.place.unwrap()), "{entry:?}");
                 assert_eq!(entry.announced, entry.place);
             }
@@ -337,7 +364,7 @@ impl World {
             let row = book.ttls.listed(entry.meta.hash.group());
             assert_eq!(row.contains(&(entry.last_use.unwrap_or_default(), key)), may_expire);
         }
-        assert_eq!(book.dram.window.len() + book.ssd.window.len(), listed);
+        assert_eq!(book.dram.window.len() + book.ssd.window.len() + book.gpu.window.len(), listed);
         let groups = (0..256).map(|group| book.ttls.listed(GroupId(group)).len());
         let free = book.slab.iter().filter(|(_, e)| e.place.is_some() && e.ranked && !e.parked());
         let in_groups = free.filter(|(_, entry)| book.ttls.has(entry.meta.hash.group())).count();
@@ -349,7 +376,7 @@ impl World {
     }
 
     fn check_shares(&self) {
-        for tier in [Tier::Dram, Tier::Ssd] {
+        for tier in Tier::ALL {
             let shelf = self.book.shelf(tier);
             let here = || self.book.slab.iter().map(|(_, entry)| entry).filter(|e| e.place == Some(tier));
             let mut used: BTreeMap<TenantId, u64> = BTreeMap::new();
@@ -402,10 +429,15 @@ impl World {
                 Line::Promotes => &book.promotes,
                 Line::Demotes => &book.demotes,
                 Line::Prefetches => &book.prefetches,
+                Line::Reads => &book.reads,
+                Line::Lowers => &book.lowers,
+                Line::Lifts => &book.lifts,
             };
             assert!(queue.contains(&key), "{key:?} is not in the line of {line:?}");
         }
         assert!(book.prefetches.len() <= PREFETCHES_MAX, "keys are left in the line of prefetches");
+        let lifting = book.slab.iter().filter(|(_, e)| e.place == Some(Tier::Gpu) && !e.copies.gpu).count();
+        assert!(book.lifting == lifting && lifting <= LIFTS_MAX);
     }
 
     fn check_account(&self, tier: Tier) {
@@ -417,6 +449,16 @@ impl World {
         let shelf = self.book.shelf(tier);
         assert!(shelf.used <= shelf.limits.capacity.amount(), "{tier:?} over its capacity");
         assert_eq!(shelf.policy.len(), here.iter().filter(|(_, entry)| entry.ranked).count());
+    }
+}
+
+/// The block that a move is of, and where to.
+fn target(action: Action) -> (BlockKey, Tier) {
+    match action {
+        Action::Demote { key, .. } => (key, Tier::Ssd),
+        Action::Promote { key, .. } | Action::Lower { key, .. } => (key, Tier::Dram),
+        Action::Lift { key, .. } => (key, Tier::Gpu),
+        _ => unreachable!("only moves are kept"),
     }
 }
 
@@ -448,25 +490,71 @@ proptest! {
 
     #[test]
     fn the_books_balance_whatever_happens(
-        dram in 0u64..8, ssd in 0u64..8, bytes in any::<bool>(),
-        marks in prop_oneof![Just((1.0, 1.0)), Just((0.9, 0.5))],
+        dram in 0u64..8, ssd in 0u64..8, bytes in any::<bool>(), marks in marks(),
         ops in prop::collection::vec(op(), 1..150),
     ) {
-        let mut world = World::new(limits(dram, bytes, 128, marks), limits(ssd, bytes, 4096, marks));
-        for op in &ops {
-            // The end of its write ends what a write alone held.
-            let held = if matches!(op, Op::CommitOldest { .. }) { world.leased() } else { world.held() };
-            world.run(op);
-            world.check();
-            // Only a failed medium or the end of the hold takes a held block away.
-            if matches!(op, Op::Fetch { .. } | Op::Offer { .. } | Op::CommitOldest { .. } | Op::Start { .. } | Op::Quota { .. }
-                | Op::Window { .. } | Op::ExpireWindow { .. } | Op::Prefetch | Op::Ttl { .. } | Op::ExpireBlocks { .. }) {
-                prop_assert!(held.iter().all(|hash| world.book.slab.find(hash).is_some()), "{op:?} took a held block");
-            }
-        }
-        let full = world.book.announce_all();
-        let before = std::mem::take(&mut world.index);
-        full.into_iter().for_each(|change| apply(&mut world.index, change));
-        prop_assert_eq!(before, world.index);
+        balance(World::new(limits(dram, bytes, 128, marks), limits(ssd, bytes, 4096, marks), None), &ops)?;
     }
+
+    #[test]
+    fn the_books_of_three_tiers_balance_whatever_happens(
+        gpu in 1u64..6, dram in 0u64..8, ssd in 0u64..8, bytes in any::<bool>(), marks in marks(),
+        ops in prop::collection::vec(op(), 1..150),
+    ) {
+        let gpu = Some(limits(gpu, bytes, 128, marks));
+        balance(World::new(limits(dram, bytes, 128, marks), limits(ssd, bytes, 4096, marks), gpu), &ops)?;
+    }
+
+    /// A shelf of no size changes nothing: the same actions, answers and changes.
+    #[test]
+    fn a_gpu_of_no_size_changes_nothing(
+        dram in 0u64..8, ssd in 0u64..8, marks in marks(), ops in prop::collection::vec(op(), 1..100),
+    ) {
+        let world = |gpu| World::new(limits(dram, true, 128, marks), limits(ssd, true, 4096, marks), gpu);
+        let mut worlds = [world(None), world(Some(TierLimits::exact(Capacity::Bytes(0))))];
+        for op in &ops {
+            let seen = worlds.each_mut().map(|world| {
+                world.run(op);
+                (world.book.take_changes(), world.moving.clone(), world.bytes.clone(), world.writing.clone())
+            });
+            prop_assert_eq!(&seen[0], &seen[1]);
+        }
+    }
+}
+
+fn marks() -> impl Strategy<Value = (f64, f64)> {
+    prop_oneof![Just((1.0, 1.0)), Just((0.9, 0.5))]
+}
+
+fn balance(mut world: World, ops: &[Op]) -> Result<(), TestCaseError> {
+    for op in ops {
+        // The end of its write ends what a write alone held.
+        let held = if matches!(op, Op::CommitOldest { .. }) { world.leased() } else { world.held() };
+        world.run(op);
+        world.check();
+        // Only a failed medium or the end of the hold takes a held block away.
+        if matches!(
+            op,
+            Op::Fetch { .. }
+                | Op::Offer { .. }
+                | Op::CommitOldest { .. }
+                | Op::Start { .. }
+                | Op::Quota { .. }
+                | Op::Window { .. }
+                | Op::ExpireWindow { .. }
+                | Op::Prefetch
+                | Op::Ttl { .. }
+                | Op::ExpireBlocks { .. }
+        ) {
+            prop_assert!(
+                held.iter().all(|hash| world.book.slab.find(hash).is_some()),
+                "{op:?} took a held block"
+            );
+        }
+    }
+    let full = world.book.announce_all();
+    let before = std::mem::take(&mut world.index);
+    full.into_iter().for_each(|change| apply(&mut world.index, change));
+    prop_assert_eq!(before, world.index);
+    Ok(())
 }

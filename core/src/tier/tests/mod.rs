@@ -4,6 +4,7 @@
 
 mod admission;
 mod exact_lru;
+mod gpu;
 mod invariants;
 mod pins;
 mod shares;
@@ -82,6 +83,11 @@ pub(super) fn blocks(dram: u64, ssd: u64) -> Book {
     book(TierLimits::exact(Capacity::Blocks(dram)), TierLimits::exact(Capacity::Blocks(ssd)))
 }
 
+/// The same with a GPU for so many blocks.
+pub(super) fn three(gpu: u64, dram: u64, ssd: u64) -> Book {
+    blocks(dram, ssd).with_gpu(TierLimits::exact(Capacity::Blocks(gpu)), Box::<PlainLru>::default())
+}
+
 pub(super) fn hash(number: u64) -> BlockHash {
     let mut bytes = [0u8; 16];
     bytes[..8].copy_from_slice(&number.to_le_bytes());
@@ -93,15 +99,17 @@ pub(super) fn asker(lease: u64) -> Asker {
     Asker { lease: LeaseId(lease), tenant: TenantId(0), category: Category::default() }
 }
 
-pub(super) const ALL_ROOM: Room = Room { dram: true, ssd: true, prefetch: true };
+pub(super) const ALL_ROOM: Room =
+    Room { dram: true, ssd: true, prefetch: true, gpu_read: true, lower: true, lift: true };
 
 /// Runs every action to its end, as a disk without delay would.
 pub(super) fn drain(book: &mut Book) {
     while let Some(action) = book.next_action(ALL_ROOM) {
         match action {
             Action::Demote { key, .. } => book.on_moved(key, Tier::Ssd),
-            Action::Promote { key, .. } => book.on_moved(key, Tier::Dram),
-            Action::DropDram { .. } | Action::DropSsd { .. } => {}
+            Action::Promote { key, .. } | Action::Lower { key, .. } => book.on_moved(key, Tier::Dram),
+            Action::Lift { key, .. } => book.on_moved(key, Tier::Gpu),
+            Action::DropDram { .. } | Action::DropSsd { .. } | Action::DropGpu { .. } => {}
         }
     }
 }

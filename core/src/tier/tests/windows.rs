@@ -116,7 +116,7 @@ fn a_reader_stands_in_the_readers_line_for_a_block_that_was_to_be_prefetched() {
     assert!(offer(&mut book, 1, &[7, 8], 101).iter().all(|answer| matches!(answer, Offered::Wanted(_))));
     assert_eq!((book.window.under_way, book.prefetches.len()), (0, 0));
     assert_eq!(book.fetch(asker(2), &[hash(1)], Timestamp(102)).unwrap()[0].tier, Tier::Ssd);
-    let room = Room { dram: true, ssd: false, prefetch: false };
+    let room = Room { dram: true, ..Room::default() };
     let loads = std::iter::from_fn(|| book.next_action(room));
     let loads: Vec<Action> = loads.filter(|action| matches!(action, Action::Promote { .. })).collect();
     assert!(matches!(loads[..], [Action::Promote { hash: first, .. }] if first == hash(1)), "{loads:?}");
