@@ -46,6 +46,11 @@ pub struct NodeConfig {
     pub ssd_bytes: u64,
     /// SSD for blocks as a number of blocks; when set, `ssd_bytes` is not used.
     pub ssd_blocks: Option<u64>,
+    /// GPU memory for blocks in bytes, all that is taken of it; 0 switches the tier off. Needs a build with the feature
+    /// `gpu`. A node whose GPU is not there goes on without it, and looks for it again.
+    pub gpu_bytes: u64,
+    /// Which GPU, by its number among those that the driver lists.
+    pub gpu_device: u32,
     /// Bytes that may be written to SSD a day, on all devices together; 0 for no limit. Above it blocks are
     /// dropped that would have gone there.
     pub ssd_write_bytes_per_day: u64,
@@ -138,6 +143,8 @@ impl Default for NodeConfig {
             dram_blocks: None,
             ssd_bytes: 0,
             ssd_blocks: None,
+            gpu_bytes: 0,
+            gpu_device: 0,
             ssd_write_bytes_per_day: 0,
             scrub_bytes_per_second: 8 << 20,
             block_bytes: 2 << 20,
@@ -250,7 +257,33 @@ impl NodeConfig {
             let remedy = format!("what one save may have under way must fit, give at least {one_save}");
             return wrong("save_inflight_bytes", &self.save_inflight_bytes, remedy);
         }
+        self.validate_gpu()?;
         self.validate_capacity()
+    }
+
+    fn validate_gpu(&self) -> Result<(), ConfigError> {
+        if self.gpu_bytes == 0 {
+            return Ok(());
+        }
+        if !cfg!(feature = "gpu") {
+            let remedy = "this program was built without GPUs: build it with --features gpu, or give 0";
+            return wrong("gpu_bytes", &self.gpu_bytes, remedy.to_owned());
+        }
+        self.validate_gpu_bytes()
+    }
+
+    fn validate_gpu_bytes(&self) -> Result<(), ConfigError> {
+        let least = crate::start::gpu_bytes_min(self) as u64;
+        if self.gpu_bytes < least {
+            let remedy = format!("one block and those on their way must fit, give at least {least}, or 0");
+            return wrong("gpu_bytes", &self.gpu_bytes, remedy);
+        }
+        if self.dram_capacity().amount() == 0 {
+            let remedy =
+                "blocks go to a GPU and come from it by way of DRAM: give this node dram_bytes, or 0 here";
+            return wrong("gpu_bytes", &self.gpu_bytes, remedy.to_owned());
+        }
+        Ok(())
     }
 
     fn validate_components(&self) -> Result<(), ConfigError> {
@@ -386,6 +419,17 @@ mod tests {
         says("a node: save_inflight_bytes", &refused(|config| config.save_inflight_bytes = 5), &[]);
         let many = |config: &mut NodeConfig| config.more_data_dirs = vec![PathBuf::new(); 64];
         says("a node: more_data_dirs", &refused(many), &[]);
+        #[cfg(not(feature = "gpu"))]
+        says(
+            "a node: gpu_bytes, in a build without GPUs",
+            &refused(|config| config.gpu_bytes = 1 << 30),
+            &[],
+        );
+        // Those that a build with GPUs says.
+        let gpu = |gpu_bytes, dram_bytes| NodeConfig { gpu_bytes, dram_bytes, ..NodeConfig::default() };
+        says("a node: gpu_bytes", &gpu(1, 1 << 30).validate_gpu_bytes().unwrap_err(), &[]);
+        says("a node: gpu_bytes without DRAM", &gpu(1 << 30, 0).validate_gpu_bytes().unwrap_err(), &[]);
+        assert_eq!(gpu(1 << 30, 1 << 30).validate_gpu_bytes(), Ok(()));
         says("a node without DRAM and SSD", &refused(|config| config.dram_bytes = 0), &[]);
         says("a node: DRAM for less than a block", &refused(|config| config.dram_bytes = 100), &[]);
         says("a node: identity.block_tokens", &refused(|config| config.identity.block_tokens = 3), &[]);

@@ -7,7 +7,7 @@
 use kv_core::tier::{BLOCK_BYTES_MAX, Capacity};
 
 use crate::config::NodeConfig;
-use crate::start::arena_shape;
+use crate::start::{arena_shape, gpu_shape};
 use crate::store::{ROW_BYTES_MAX, SlotSizes};
 use crate::tiers::ssd;
 
@@ -24,6 +24,8 @@ pub struct MemoryBound {
     pub saves: u64,
     /// Buffers of the SSD tier, and where each record lies.
     pub ssd: u64,
+    /// Page-locked buffers for a GPU, and where each block lies there. What its driver takes beside is not counted.
+    pub gpu: u64,
     /// What is known of each block.
     pub books: u64,
     /// Everything that does not grow with the configuration.
@@ -44,6 +46,9 @@ impl MemoryBound {
         };
         let on_ssd = blocks_in(config.ssd_capacity(), u64::from(slots.largest().ssd));
         let blocks = blocks_in(config.dram_capacity(), dram_share).saturating_add(on_ssd);
+        let gpu = gpu_shape(config);
+        let on_gpu = gpu.capacity.amount() / dram_share.max(1);
+        let blocks = blocks.saturating_add(on_gpu);
         let devices = if on_ssd == 0 { 0 } else { config.ssd_dirs().len() as u64 };
         let per_device = ssd::memory_bytes_max(config.ssd_capacity(), config.frame_bytes_max());
         MemoryBound {
@@ -52,6 +57,7 @@ impl MemoryBound {
             ssd: devices
                 .saturating_mul(per_device)
                 .saturating_add(on_ssd.saturating_mul(ssd::RECORD_BYTES_MAX)),
+            gpu: gpu.shape.host_bytes_max(config.frame_bytes_max(), on_gpu),
             books: blocks.saturating_mul(BLOCK_BYTES_MAX + ROW_BYTES_MAX),
             base: BASE_BYTES,
         }
@@ -60,7 +66,8 @@ impl MemoryBound {
     /// All of it.
     #[must_use]
     pub fn total(&self) -> u64 {
-        [self.arena, self.saves, self.ssd, self.books, self.base].into_iter().fold(0, u64::saturating_add)
+        let parts = [self.arena, self.saves, self.ssd, self.gpu, self.books, self.base];
+        parts.into_iter().fold(0, u64::saturating_add)
     }
 }
 
@@ -92,6 +99,9 @@ mod tests {
         assert!(large.ssd > 0 && large.books > small.books);
         // Half a million blocks of 2 MiB: their books are a thousandth of what they describe.
         assert!(large.books + large.ssd < 1 << 30, "{large:?}");
+        let gpu = MemoryBound::of(&NodeConfig { gpu_bytes: 1 << 30, ..config(1 << 30, 0) });
+        assert!(gpu.gpu > 16 << 20 && gpu.gpu < 64 << 20 && small.gpu == 0, "{gpu:?}");
+        assert!(gpu.books > small.books && gpu.arena > small.arena, "{gpu:?}");
         let endless = NodeConfig { dram_blocks: Some(u64::MAX), ..NodeConfig::default() };
         assert_eq!(MemoryBound::of(&endless).total(), u64::MAX);
     }

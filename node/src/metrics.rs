@@ -21,6 +21,7 @@ pub(crate) struct Metrics {
     refused_blocks: IntCounter,
     ssd_errors: IntCounter,
     ssd_spared: IntCounter,
+    gpu_errors: IntCounter,
     scrubbed: IntCounter,
     ssd_saved: IntGauge,
     ssd_rescued: IntGauge,
@@ -78,6 +79,10 @@ impl Metrics {
                 "kvfleet_node_ssd_spared_blocks_total",
                 "Blocks not written to SSD because the day's budget was used up",
             )?,
+            gpu_errors: counter(
+                "kvfleet_node_gpu_errors_total",
+                "Copies to and from a GPU that failed, and losses of it",
+            )?,
             scrubbed: counter(
                 "kvfleet_node_scrubbed_bytes_total",
                 "Bytes on SSD that were read and found whole though nobody asked",
@@ -88,7 +93,7 @@ impl Metrics {
                 "Bytes of blocks written to SSD again since start, so that their segment could be",
             )?,
             leases: gauge("kvfleet_node_leases", "Requests under way")?,
-            moves: gauge("kvfleet_node_moves", "Moves between DRAM and SSD in flight")?,
+            moves: gauge("kvfleet_node_moves", "Moves between tiers in flight")?,
             window: gauge("kvfleet_node_window_blocks", "Different blocks that waiting requests need")?,
             prefetched: gauge(
                 "kvfleet_node_prefetched_blocks",
@@ -117,6 +122,10 @@ impl Metrics {
 
     pub(crate) fn ssd_spared(&self) {
         self.ssd_spared.inc();
+    }
+
+    pub(crate) fn gpu_error(&self) {
+        self.gpu_errors.inc();
     }
 
     pub(crate) fn scrubbed(&self, bytes: u64) {

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kv_core::evict::{self, BlockKey, Policy};
-use kv_core::id::{InstanceId, NodeId, TenantId, Timestamp};
+use kv_core::id::{InstanceId, NodeId, TenantId, Tier, Timestamp};
 use kv_core::index::command::NodeRecord;
-use kv_core::tier::{Book, Capacity, Found, Limits};
+use kv_core::tier::{Book, Capacity, Found, LIFTS_MAX, Limits};
 use kvfleet_proto::pb::node_control_server::NodeControlServer;
 use kvfleet_proto::tls::{Identity, TlsError, TlsFiles};
 use kvfleet_transport::BlockService;
@@ -25,7 +25,11 @@ use crate::memory::MemoryBound;
 use crate::metrics::Metrics;
 use crate::serve::Service;
 use crate::server::Control;
-use crate::store::{Capacities, LoadBudget, Parts, Shared, SlotSizes, Store, StoreHandle};
+use crate::store::{
+    Capacities, GPU_JOBS_MAX, GPU_RETRY, Gpu, LoadBudget, Parts, Shared, SlotSizes, Store, StoreHandle,
+};
+use crate::tiers::gpu::GpuShape;
+use crate::tiers::gpu::thread::{GpuReport, GpuThread};
 use crate::tiers::ssd::budget::WriteBudget;
 use crate::tiers::ssd::pace::Pace;
 use crate::tiers::ssd::{FoundBlock, Report, ScanReport, Ssd, SsdConfig, SsdError, SsdFaults, SsdRecord};
@@ -36,6 +40,11 @@ const LOAD_SLOTS: usize = 16;
 
 /// Slots of any class beyond the DRAM capacity for saves whose room is still being made by demotions.
 const SAVE_SLOTS: usize = 16;
+
+/// Length of a page-locked buffer for copies to and from a GPU, and how many there are: enough under way to keep a link of
+/// 64 GB/s busy for as long as the thread sleeps between two looks.
+const GPU_CHUNK_BYTES: usize = 1 << 20;
+const GPU_CHUNKS: usize = 16;
 
 /// Leases at once. A lease is one request; a node serves some thousand at a time, and an abandoned one
 /// lives for ten seconds.
@@ -83,6 +92,9 @@ pub enum StartError {
     /// The SSD directory was still being read when the process was told to stop.
     #[error("reading the SSD directory was interrupted")]
     Interrupted,
+    /// No thread for the GPU.
+    #[error("cannot start a thread for the GPU: {0}; raise the limit on threads")]
+    GpuThread(std::io::Error),
     /// The metrics registry holds a node already.
     #[error("cannot register metrics: {0}; give each node its own registry")]
     Metrics(#[from] prometheus::Error),
@@ -234,7 +246,32 @@ pub(crate) fn arena_shape(config: &NodeConfig) -> (ArenaShape, usize) {
         Capacity::Blocks(blocks) => blocks.div_ceil(classes.largest_per_slab() as u64),
     };
     let tier = usize::try_from(tier).unwrap_or(usize::MAX);
-    (ArenaShape::around(classes, tier, LOAD_SLOTS, SAVE_SLOTS), tier)
+    // What is lifted lies in DRAM until it is on the GPU.
+    let lifts = if config.gpu_bytes == 0 { 0 } else { LIFTS_MAX };
+    (ArenaShape::around(classes, tier, LOAD_SLOTS, SAVE_SLOTS + lifts), tier)
+}
+
+/// How the memory of a GPU is cut.
+pub(crate) struct GpuLayout {
+    pub(crate) shape: GpuShape,
+    /// What blocks may take of it: all but the slots of those that come while others have not left yet.
+    pub(crate) capacity: Capacity,
+}
+
+/// Least GPU memory that is of use, in bytes.
+pub(crate) fn gpu_bytes_min(config: &NodeConfig) -> usize {
+    let classes = SizeClasses::new(&config.frame_bytes());
+    (classes.slabs_for(LIFTS_MAX) + 1).saturating_mul(classes.slab_bytes())
+}
+
+pub(crate) fn gpu_shape(config: &NodeConfig) -> GpuLayout {
+    let classes = SizeClasses::new(&config.frame_bytes());
+    let slab_bytes = classes.slab_bytes();
+    let slabs = usize::try_from(config.gpu_bytes).unwrap_or(usize::MAX) / slab_bytes.max(1);
+    let beside = classes.slabs_for(LIFTS_MAX);
+    let capacity = Capacity::Bytes((slabs.saturating_sub(beside) * slab_bytes) as u64);
+    let (chunk_bytes, chunks) = (GPU_CHUNK_BYTES, GPU_CHUNKS);
+    GpuLayout { shape: GpuShape { classes, slabs, chunk_bytes, chunks, jobs_max: GPU_JOBS_MAX }, capacity }
 }
 
 pub(crate) fn open_arena(config: &NodeConfig) -> Result<Arena, StartError> {
@@ -277,7 +314,11 @@ pub(crate) async fn open_parts(
     }
     let memory = MemoryBound::of(config);
     tracing::info!(total = memory.total(), ?memory, "memory that this node may take, in bytes");
-    let capacities = Capacities { dram: config.dram_capacity(), ssd: config.ssd_capacity(), slots };
+    let (dram, ssd_capacity, gpu_capacity) =
+        (config.dram_capacity(), config.ssd_capacity(), gpu_shape(config).capacity);
+    let capacities = Capacities { dram, ssd: ssd_capacity, gpu: gpu_capacity, slots };
+    let (gpu_send, gpu_reports) = mpsc::unbounded_channel();
+    let gpu = open_gpu(config, gpu_send)?;
     let (policy, quarantined) = (config.policy.clone(), report.quarantined.len() as u64);
     Ok(Parts {
         book,
@@ -285,6 +326,8 @@ pub(crate) async fn open_parts(
         arena,
         ssd,
         reports,
+        gpu,
+        gpu_reports,
         rows,
         frame_bytes_max,
         budget: LoadBudget::new(config.fetch_inflight_bytes),
@@ -307,7 +350,37 @@ fn book(config: &NodeConfig) -> Book {
         leases_max: LEASES_MAX,
         seed: hash_seed(),
     };
-    Book::new(&limits, policy(&config.policy), policy(evict::below(&config.policy)))
+    let book = Book::new(&limits, policy(&config.policy), policy(evict::below(&config.policy)));
+    let gpu = gpu_shape(config).capacity;
+    if gpu.amount() == 0 {
+        return book;
+    }
+    // What comes up is chosen by times of last use, and so is what leaves.
+    let mut book = book.with_gpu(config.limits(gpu), policy("lru"));
+    // Nothing comes up before the device has its memory.
+    book.set_admitting(Tier::Gpu, false);
+    book
+}
+
+/// The GPU's thread, where the node is to have one. That no GPU is there is found out on the thread.
+fn open_gpu(
+    config: &NodeConfig,
+    reports: mpsc::UnboundedSender<GpuReport>,
+) -> Result<Option<Gpu>, StartError> {
+    let layout = gpu_shape(config);
+    if layout.capacity.amount() == 0 {
+        return Ok(None);
+    }
+    #[cfg(feature = "gpu")]
+    let open = {
+        let number = config.gpu_device as usize;
+        move || crate::tiers::gpu::cuda::CudaDevice::open(number)
+    };
+    // The configuration was refused if it asked for one.
+    #[cfg(not(feature = "gpu"))]
+    let open = || Ok(None::<crate::tiers::gpu::device::NoDevice>);
+    let thread = GpuThread::start(open, layout.shape, reports).map_err(StartError::GpuThread)?;
+    Ok(Some(Gpu::new(thread, GPU_RETRY)))
 }
 
 fn policy(name: &str) -> Box<dyn Policy> {

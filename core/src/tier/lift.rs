@@ -70,7 +70,7 @@ impl Book {
 
     /// DRAM to GPU, if there is room or a block that is worth less. `gap_us` is the time between its last two uses.
     pub(super) fn lift(&mut self, key: BlockKey, gap_us: u64, now: Timestamp) {
-        if !self.open(Tier::Gpu) || self.lifting >= LIFTS_MAX || !self.is_liftable(key) {
+        if !self.is_liftable(key) {
             return;
         }
         let Some(entry) = self.slab.get(key) else { return };

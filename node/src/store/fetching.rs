@@ -13,7 +13,7 @@ use super::Store;
 /// Loaded bytes are counted in units of this many, so that large limits fit the counter.
 const PERMIT_BYTES: u64 = 1024;
 
-/// Bytes being loaded from SSD for readers at once; blocks in DRAM are only referred to and cost nothing.
+/// Bytes being loaded from SSD or a GPU for readers at once; blocks in DRAM are only referred to and cost nothing.
 #[derive(Clone, Debug)]
 pub(crate) struct LoadBudget {
     permits: Arc<Semaphore>,
@@ -62,7 +62,7 @@ pub struct Planned {
 pub enum PlannedBytes {
     /// In DRAM, shared without copying.
     Ready(Bytes),
-    /// Being loaded from SSD and verified.
+    /// Being loaded from SSD or a GPU and verified.
     Loading(oneshot::Receiver<Result<Bytes, MissReason>>),
 }
 

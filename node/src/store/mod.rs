@@ -1,11 +1,14 @@
 //! The one task that owns the tier book, and with it every slot of DRAM and every record on SSD of this node.
 //!
-//! Requests come in over a bounded channel, ends of SSD jobs over another; after each, the task runs
+//! Requests come in over a bounded channel, ends of SSD and GPU jobs over others; after each, the task runs
 //! what the book says and hands the changes to the outboxes. Situations are beside: `fetching`, `saving`,
-//! `moving`, `packing`, `status`. Not here: decisions (`kv_core::tier`) and the wire (`serve`).
+//! `moving`, `gpu`, `packing`, `status`. Not here: decisions (`kv_core::tier`) and the wire (`serve`).
 
 mod asks;
 mod fetching;
+mod gpu;
+#[cfg(test)]
+mod gpu_tests;
 mod moving;
 mod packing;
 mod saving;
@@ -18,6 +21,7 @@ mod windows;
 pub use asks::Ask;
 pub(crate) use fetching::LoadBudget;
 pub use fetching::{FetchPlan, Planned, PlannedBytes};
+pub(crate) use gpu::{GPU_JOBS_MAX, GPU_RETRY, Gpu};
 pub(crate) use saving::SlotSizes;
 pub use saving::{OfferPlan, Reserved};
 
@@ -37,6 +41,8 @@ use tokio_util::sync::CancellationToken;
 use crate::announce::outboxes::{Outboxes, Point};
 use crate::arena::Arena;
 use crate::metrics::Metrics;
+use crate::tiers::gpu::GpuRecord;
+use crate::tiers::gpu::thread::GpuReport;
 use crate::tiers::ssd::budget::WriteBudget;
 use crate::tiers::ssd::pace::Pace;
 use crate::tiers::ssd::{Depth, Report, Ssd, SsdRecord};
@@ -160,6 +166,7 @@ fn tell_later(asks: &mpsc::Sender<Ask>, ask: Ask) {
 struct Row {
     dram: Option<Held>,
     ssd: Option<SsdRecord>,
+    gpu: Option<GpuRecord>,
 }
 
 /// Memory for a block's row, in bytes, and for what lends its bytes; rows grow by doubling.
@@ -172,6 +179,8 @@ pub(crate) struct Parts {
     pub(crate) arena: Arena,
     pub(crate) ssd: Option<Ssd>,
     pub(crate) reports: mpsc::UnboundedReceiver<Report>,
+    pub(crate) gpu: Option<Gpu>,
+    pub(crate) gpu_reports: mpsc::UnboundedReceiver<GpuReport>,
     pub(crate) rows: Vec<(BlockKey, SsdRecord)>,
     pub(crate) frame_bytes_max: usize,
     pub(crate) budget: LoadBudget,
@@ -248,6 +257,7 @@ impl Store {
                     None => break,
                 },
                 Some(report) = self.parts.reports.recv() => self.on_report(report),
+                Some(report) = self.parts.gpu_reports.recv() => self.on_gpu_report(report),
                 () = arena.freed() => {}
                 _ = tick.tick() => self.tick(),
             }
@@ -352,6 +362,7 @@ impl Store {
             self.parts.book.refit(now);
         }
         self.retry_ssd();
+        self.retry_gpu();
         self.scrub(now);
         self.count_wear(now);
         self.show();

@@ -38,12 +38,12 @@ pub(super) struct Load {
     pub(super) waiting: Vec<oneshot::Sender<Result<Bytes, MissReason>>>,
 }
 
-/// Why the SSD tier takes nothing, and until when.
+/// Why a tier takes nothing, and until when.
 #[derive(Clone, Debug)]
 pub(super) struct Trouble {
     pub(super) reason: String,
-    until: Instant,
-    wait: Duration,
+    pub(super) until: Instant,
+    pub(super) wait: Duration,
 }
 
 impl Store {
@@ -52,6 +52,7 @@ impl Store {
         let now = self.now();
         let demotions = self.parts.writes.left(now) / self.parts.frame_bytes_max.max(1) as u64;
         self.parts.book.set_demotions(usize::try_from(demotions).unwrap_or(usize::MAX));
+        self.settle_gpu();
         self.parts.book.prefetch(now);
         self.act();
         // What goes need not be moved first, and what was moved may let a load begin.
@@ -67,6 +68,9 @@ impl Store {
                 Action::Promote { key, hash } => self.promote(key, hash),
                 Action::DropDram { key } => self.row(key).dram = None,
                 Action::DropSsd { key, hash } => self.drop_ssd(key, hash),
+                Action::Lift { key, hash } => self.lift(key, hash),
+                Action::Lower { key, hash } => self.lower(key, hash),
+                Action::DropGpu { key, hash } => self.drop_gpu(key, hash),
             }
         }
     }
@@ -81,7 +85,9 @@ impl Store {
         let space = self.parts.ssd.as_ref().is_none_or(Ssd::has_room);
         let ssd = self.trouble.is_some() || (space && self.slots.demotion(reader_waits));
         let prefetch = free && self.parts.arena.has_room(Purpose::Prefetch);
-        self.parts.book.next_action(Room { dram, ssd, prefetch })
+        let gpu = self.gpu_room();
+        let (gpu_read, lower, lift) = (gpu.read, gpu.lower, gpu.lift);
+        self.parts.book.next_action(Room { dram, ssd, prefetch, gpu_read, lower, lift })
     }
 
     fn demote(&mut self, key: BlockKey, hash: BlockHash) {
@@ -268,12 +274,12 @@ impl Store {
         }
     }
 
-    fn load_failed(&mut self, key: BlockKey, hash: BlockHash, reason: MissReason) {
+    pub(super) fn load_failed(&mut self, key: BlockKey, hash: BlockHash, reason: MissReason) {
         self.tell_waiting(hash, &Err(reason));
         self.parts.book.on_move_failed(key, Tier::Dram, self.now());
     }
 
-    fn tell_waiting(&mut self, hash: BlockHash, result: &Result<Bytes, MissReason>) {
+    pub(super) fn tell_waiting(&mut self, hash: BlockHash, result: &Result<Bytes, MissReason>) {
         for waiting in self.loads.remove(&hash).unwrap_or_default().waiting {
             // A reader past its deadline is gone.
             let _ = waiting.send(result.clone());
@@ -309,7 +315,7 @@ impl Store {
 }
 
 /// How long a device is left alone that fails, after the wait before.
-fn next_wait(before: Option<Duration>) -> Duration {
+pub(super) fn next_wait(before: Option<Duration>) -> Duration {
     before.map_or(SSD_RETRY, |before| (before * 2).min(SSD_RETRY_MAX))
 }
 

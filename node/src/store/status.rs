@@ -15,6 +15,8 @@ use crate::arena::ArenaNumbers;
 pub(crate) struct Capacities {
     pub(crate) dram: Capacity,
     pub(crate) ssd: Capacity,
+    /// What blocks may take of a GPU's memory; nothing without one.
+    pub(crate) gpu: Capacity,
     /// What a block costs in each tier.
     pub(crate) slots: SlotSizes,
 }
@@ -68,7 +70,7 @@ impl Store {
             epoch: self.parts.shared.epoch().0,
             announced_seq: outboxes.last(),
             acknowledged_seq: outboxes.acked().seqs.iter().map(|seq| seq.0).sum(),
-            tiers: vec![self.tier_status(Tier::Dram), self.tier_status(Tier::Ssd)],
+            tiers: self.tiers().map(|tier| self.tier_status(tier)).collect(),
             leases: self.parts.book.lease_count() as u64,
             tenants: self.tenants(),
             quarantined_files: self.parts.quarantined,
@@ -76,7 +78,7 @@ impl Store {
             soft_pinned_blocks: pinned.soft,
             next_pin_end_ms: next_pin_end.map(|left| u64::try_from(left.as_millis()).unwrap_or(u64::MAX)),
             policy: self.parts.policy.clone(),
-            classes: [Tier::Dram, Tier::Ssd].into_iter().flat_map(|tier| self.classes(tier)).collect(),
+            classes: self.tiers().flat_map(|tier| self.classes(tier)).collect(),
             curve: self.curve(),
             arena: Some(arena(&self.parts.arena.numbers())),
             window_blocks: self.parts.book.window_blocks() as u64,
@@ -85,6 +87,12 @@ impl Store {
             memory_bytes_max: self.parts.memory_bytes_max,
             memory_peak_bytes: crate::memory::peak_bytes("self").unwrap_or(0),
         }
+    }
+
+    /// The tiers that this node may have: those of a GPU where it was told to have one.
+    fn tiers(&self) -> impl Iterator<Item = Tier> + use<> {
+        let gpu = (self.parts.capacities.gpu.amount() > 0).then_some(Tier::Gpu);
+        [Tier::Dram, Tier::Ssd].into_iter().chain(gpu)
     }
 
     fn classes(&self, tier: Tier) -> impl Iterator<Item = pb::ClassStatus> + '_ {
@@ -109,7 +117,8 @@ impl Store {
         let sizes = &self.parts.capacities;
         let largest = sizes.slots.largest();
         let slot = u64::from(largest.dram.max(1));
-        let now = bytes(sizes.dram, largest.dram).saturating_add(bytes(sizes.ssd, largest.ssd)) / slot;
+        let both = bytes(sizes.dram, largest.dram).saturating_add(bytes(sizes.ssd, largest.ssd));
+        let now = both.saturating_add(bytes(sizes.gpu, largest.dram)) / slot;
         let curve = self.parts.book.curve();
         if curve.uses() <= 0.0 {
             return Vec::new();
@@ -151,7 +160,8 @@ impl Store {
         let sizes = &self.parts.capacities;
         let capacity_bytes = match tier {
             Tier::Ssd => bytes(sizes.ssd, sizes.slots.largest().ssd),
-            Tier::Dram | Tier::Gpu => bytes(sizes.dram, sizes.slots.largest().dram),
+            Tier::Dram => bytes(sizes.dram, sizes.slots.largest().dram),
+            Tier::Gpu => bytes(sizes.gpu, sizes.slots.largest().dram),
         };
         pb::TierStatus {
             tier: tier as u32,
@@ -167,6 +177,9 @@ impl Store {
         match &self.trouble {
             Some(trouble) if tier == Tier::Ssd => trouble.reason.clone(),
             _ if capacity_bytes == 0 => "switched off".to_owned(),
+            _ if tier == Tier::Gpu => {
+                self.parts.gpu.as_ref().and_then(super::Gpu::why_not).unwrap_or_default().to_owned()
+            }
             _ => String::new(),
         }
     }
@@ -186,10 +199,11 @@ impl Store {
         let (dram, ssd) = (self.parts.book.stats(Tier::Dram), self.parts.book.stats(Tier::Ssd));
         self.parts.shared.dram_bytes.store(dram.used_bytes, Ordering::Relaxed);
         self.parts.shared.ssd_bytes.store(ssd.used_bytes, Ordering::Relaxed);
-        self.parts.metrics.tier(Tier::Dram, &dram);
-        self.parts.metrics.tier(Tier::Ssd, &ssd);
+        for tier in self.tiers() {
+            self.parts.metrics.tier(tier, &self.parts.book.stats(tier));
+        }
         self.parts.metrics.leases(self.parts.book.lease_count());
-        self.parts.metrics.moves(self.moves.len());
+        self.parts.metrics.moves(self.moves.len() + self.parts.gpu.as_ref().map_or(0, super::Gpu::moves));
         self.parts.metrics.window(self.parts.book.window_blocks(), self.parts.book.prefetched_blocks());
     }
 }

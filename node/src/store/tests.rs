@@ -18,19 +18,19 @@ use crate::serve::Service;
 use crate::start;
 
 /// Longest wait for something that must happen.
-const PATIENCE: Duration = Duration::from_secs(30);
+pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
-const BLOCK_BYTES: usize = 6000;
+pub(super) const BLOCK_BYTES: usize = 6000;
 
-struct Bench {
-    store: StoreHandle,
-    service: Service,
-    arena: Arena,
+pub(super) struct Bench {
+    pub(super) store: StoreHandle,
+    pub(super) service: Service,
+    pub(super) arena: Arena,
     stop: CancellationToken,
     task: tokio::task::JoinHandle<()>,
 }
 
-fn config(dir: &std::path::Path, dram_blocks: u64, ssd_blocks: u64) -> NodeConfig {
+pub(super) fn config(dir: &std::path::Path, dram_blocks: u64, ssd_blocks: u64) -> NodeConfig {
     NodeConfig {
         data_dir: dir.join("ssd"),
         dram_blocks: Some(dram_blocks),
@@ -44,11 +44,17 @@ fn config(dir: &std::path::Path, dram_blocks: u64, ssd_blocks: u64) -> NodeConfi
 }
 
 async fn open(config: &NodeConfig) -> Bench {
+    open_with(config, |_| {}).await
+}
+
+/// A node of which `change` replaces parts.
+pub(super) async fn open_with(config: &NodeConfig, change: impl FnOnce(&mut Parts)) -> Bench {
     let arena = start::open_arena(config).unwrap();
     let shared = Arc::new(Shared::new(NodeId(1)));
     let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
-    let parts =
+    let mut parts =
         start::open_parts(config, arena.clone(), shared, metrics.clone(), Arc::default()).await.unwrap();
+    change(&mut parts);
     let stop = CancellationToken::new();
     let (store, task) = Store::start(parts, stop.clone());
     let service = start::service(config, store.clone(), arena.clone(), metrics);
@@ -59,13 +65,13 @@ fn identity() -> IdentityDigest {
     NodeConfig::default().identity.manifest().digest()
 }
 
-fn hash(number: u64) -> BlockHash {
+pub(super) fn hash(number: u64) -> BlockHash {
     let mut bytes = [0xcd; 16];
     bytes[..8].copy_from_slice(&number.to_le_bytes());
     BlockHash(bytes)
 }
 
-fn frame(number: u64, payload: usize) -> Frame {
+pub(super) fn frame(number: u64, payload: usize) -> Frame {
     let fill = vec![number as u8; payload];
     seal(identity(), hash(number), KeyForm::Rotated, &[u32::try_from(payload).unwrap()], &fill).unwrap()
 }
@@ -103,7 +109,12 @@ fn fetch_request(lease: u64, numbers: std::ops::Range<u64>) -> FetchRequest {
 
 impl Bench {
     /// Saves blocks with payloads of `bytes(number)`; the lease stays. Returns how many were stored.
-    async fn save(&self, lease: u64, numbers: std::ops::Range<u64>, bytes: impl Fn(u64) -> usize) -> u32 {
+    pub(super) async fn save(
+        &self,
+        lease: u64,
+        numbers: std::ops::Range<u64>,
+        bytes: impl Fn(u64) -> usize,
+    ) -> u32 {
         let (offer, session) = self.service.save(save_request(lease, numbers.clone())).await;
         let (SaveOffer::Wanted(wanted), Some(mut session)) = (offer, session) else { return 0 };
         for (number, _) in numbers.zip(wanted).filter(|(_, wanted)| *wanted) {
@@ -112,14 +123,14 @@ impl Bench {
         session.finish().await.stored_blocks
     }
 
-    async fn saved(&self, lease: u64, numbers: std::ops::Range<u64>) {
+    pub(super) async fn saved(&self, lease: u64, numbers: std::ops::Range<u64>) {
         let count = numbers.end - numbers.start;
         assert_eq!(u64::from(self.save(lease, numbers, |_| BLOCK_BYTES).await), count);
         self.service.release(LeaseId(lease)).await;
     }
 
     /// Fetches; the frames that came are right.
-    async fn fetch(&self, lease: u64, numbers: std::ops::Range<u64>) -> (FetchAnswer, usize) {
+    pub(super) async fn fetch(&self, lease: u64, numbers: std::ops::Range<u64>) -> (FetchAnswer, usize) {
         let mut reply = self.service.fetch(fetch_request(lease, numbers.clone())).await;
         let mut got = 0;
         while let Some(frame) = timeout(PATIENCE, reply.frames.next()).await.unwrap() {
@@ -129,11 +140,11 @@ impl Bench {
         (reply.answer, usize::try_from(got).unwrap())
     }
 
-    async fn status(&self) -> pb::NodeStatusReply {
+    pub(super) async fn status(&self) -> pb::NodeStatusReply {
         self.store.ask(|reply| Ask::Status { reply }).await.unwrap()
     }
 
-    async fn until(&self, what: &str, test: impl Fn(&pb::NodeStatusReply, usize) -> bool) {
+    pub(super) async fn until(&self, what: &str, test: impl Fn(&pb::NodeStatusReply, usize) -> bool) {
         let tries = async {
             while !test(&self.status().await, self.arena.used_bytes()) {
                 tokio::time::sleep(Duration::from_millis(2)).await;
@@ -147,12 +158,12 @@ impl Bench {
         std::iter::from_fn(|| self.arena.take(1, Purpose::Load)).collect()
     }
 
-    async fn quota(&self, bytes: u64) {
+    pub(super) async fn quota(&self, bytes: u64) {
         let quotas = vec![(TenantId(0), bytes)];
         self.store.tell(Ask::Directives { pins: Vec::new(), quotas, ttls: Vec::new() }).await.unwrap();
     }
 
-    async fn close(self) {
+    pub(super) async fn close(self) {
         self.stop.cancel();
         self.task.await.unwrap();
     }

@@ -19,6 +19,11 @@ pub enum DeviceError {
         /// What the driver said.
         cause: String,
     },
+    /// There is no such device, or no driver for it.
+    #[error(
+        "no such GPU, or no driver for it: give the number of one that nvidia-smi lists, or set gpu_bytes = 0"
+    )]
+    Absent,
     /// One copy failed; others may go on.
     #[error("a copy failed: {0}")]
     Copy(String),
@@ -67,6 +72,34 @@ pub struct Ended<S> {
     pub staging: Option<S>,
     /// How it went. After an error the destination holds anything.
     pub result: Result<(), DeviceError>,
+}
+
+/// The device of a build without any: there is none.
+#[derive(Debug)]
+pub enum NoDevice {}
+
+impl Device for NoDevice {
+    type Staging = Vec<u8>;
+
+    fn name(&self) -> String {
+        match *self {}
+    }
+
+    fn allocate(&mut self, _: usize) -> Result<u64, DeviceError> {
+        match *self {}
+    }
+
+    fn staging(&mut self, _: usize) -> Result<Vec<u8>, DeviceError> {
+        match *self {}
+    }
+
+    fn begin(&mut self, _: u64, _: Copy<Vec<u8>>) {
+        match *self {}
+    }
+
+    fn ended(&mut self) -> Vec<Ended<Vec<u8>>> {
+        match *self {}
+    }
 }
 
 /// A GPU, or what stands for one.

@@ -199,7 +199,6 @@ impl<D: Device> GpuTier<D> {
         if self.lost.is_some() {
             return;
         }
-        tracing::error!(cause = %lost, "the GPU tier is gone; blocks that were only there are misses");
         for job in self.jobs.values_mut() {
             job.fault.get_or_insert(GpuFault::Device(lost.clone()));
         }

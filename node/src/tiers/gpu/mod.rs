@@ -5,22 +5,24 @@
 //! buffer, is read back, and counts once every chunk has the checksum it had in DRAM; what comes out is
 //! checked against the same sums. Its layer slices can be scattered to where an engine wants them, first layer first.
 //! Whoever owns the tier calls [`GpuTier::poll`]; nothing here waits, and nothing is unsafe.
-//! Not here: the device (`device`), and which block belongs on a GPU (`kv_core::tier`, which has no such
-//! place yet: see `docs/adr/0026-gpu-tier.md`).
+//! Not here: the device (`device`), the thread that owns it (`thread`), and which block belongs on a GPU
+//! (`kv_core::tier`).
 
 #[cfg(feature = "gpu")]
 pub mod cuda;
 pub mod device;
 mod jobs;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
+pub(crate) mod thread;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::num::NonZeroU64;
 use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use kvfleet_proto::frame::{Frame, FrameError};
+use kvfleet_proto::frame::{Frame, FrameError, SLICES_MAX};
 
 use crate::arena::slabs::{Place, Slabs};
 use crate::arena::{Purpose, SizeClasses, SlotMut};
@@ -42,9 +44,24 @@ pub struct GpuShape {
     pub jobs_max: usize,
 }
 
+impl GpuShape {
+    /// Host memory for the buffers, and for what is kept of so many blocks with frames of up to `frame_bytes_max`.
+    #[must_use]
+    pub(crate) fn host_bytes_max(&self, frame_bytes_max: usize, blocks: u64) -> u64 {
+        if self.slabs == 0 {
+            return 0;
+        }
+        let chunks = frame_bytes_max.div_ceil(self.chunk_bytes.max(1));
+        // Two tables with their headers, and a place in a tree that may be half empty.
+        let kept =
+            chunks * size_of::<u32>() + SLICES_MAX * size_of::<Range<usize>>() + 3 * size_of::<Kept>() + 64;
+        ((self.chunks * self.chunk_bytes) as u64).saturating_add(blocks.saturating_mul(kept as u64))
+    }
+}
+
 /// A frame in device memory. Ends by [`GpuTier::free`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct GpuRecord(u64);
+pub struct GpuRecord(NonZeroU64);
 
 /// Why a block did not arrive.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -184,7 +201,7 @@ impl<D: Device> GpuTier<D> {
             end - slice.len()..end
         });
         let slices = slices.collect();
-        let record = GpuRecord(self.number());
+        let record = GpuRecord(NonZeroU64::MIN.saturating_add(self.number()));
         let (address, len) = (self.base + offset as u64, frame.len());
         self.kept.insert(record, Kept { place, address, len, sums, slices, users: 0, is_over: false });
         self.add(token, record, Work::Write(frame.clone()));
@@ -239,6 +256,17 @@ impl<D: Device> GpuTier<D> {
     #[must_use]
     pub fn lost(&self) -> Option<&DeviceError> {
         self.lost.as_ref()
+    }
+
+    /// The same tier with numbers of records and copies above this one.
+    pub(crate) fn numbered_from(mut self, number: u64) -> GpuTier<D> {
+        self.next = self.next.max(number);
+        self
+    }
+
+    /// The last number that was given out.
+    pub(crate) fn numbers(&self) -> u64 {
+        self.next
     }
 
     /// Blocks on their way.

@@ -10,27 +10,27 @@ use crate::tiers::gpu::device::{Copy, Device, DeviceError, Ended};
 
 /// What goes wrong, by the number of the copy, counted from 0 in the order in which they begin.
 #[derive(Debug, Default)]
-pub(super) struct Faults {
+pub(crate) struct Faults {
     /// These fail, when half of their bytes are there.
-    pub(super) failing: BTreeSet<u64>,
+    pub(crate) failing: BTreeSet<u64>,
     /// These end well and have one bit wrong.
-    pub(super) flipping: BTreeSet<u64>,
+    pub(crate) flipping: BTreeSet<u64>,
     /// With this one the device is lost.
-    pub(super) lost_at: Option<u64>,
+    pub(crate) lost_at: Option<u64>,
     /// No copy ends.
-    pub(super) is_held: bool,
+    pub(crate) is_held: bool,
     /// Page-locked memory that there is, in bytes.
-    pub(super) locked_bytes: Option<usize>,
+    pub(crate) locked_bytes: Option<usize>,
 }
 
 /// The hand on a device's faults.
-pub(super) type Hand = Arc<Mutex<Faults>>;
+pub(crate) type Hand = Arc<Mutex<Faults>>;
 
 /// A copy: its caller's number, its place in the order of all, and itself.
 type Waiting = (u64, u64, Copy<Vec<u8>>);
 
 #[derive(Debug)]
-pub(super) struct FakeDevice {
+pub(crate) struct FakeDevice {
     free_bytes: usize,
     memory: BTreeMap<u64, Vec<u8>>,
     streams: [VecDeque<Waiting>; 3],
@@ -42,18 +42,22 @@ pub(super) struct FakeDevice {
 
 impl FakeDevice {
     /// With so much memory; `seed` decides when copies end.
-    pub(super) fn new(bytes: usize, seed: u64) -> (FakeDevice, Hand) {
+    pub(crate) fn new(bytes: usize, seed: u64) -> (FakeDevice, Hand) {
         let faults = Hand::default();
-        let device = FakeDevice {
+        (FakeDevice::in_hand(bytes, seed, &faults), faults)
+    }
+
+    /// The same under a hand that others are under too.
+    pub(crate) fn in_hand(bytes: usize, seed: u64, faults: &Hand) -> FakeDevice {
+        FakeDevice {
             free_bytes: bytes,
             memory: BTreeMap::new(),
             streams: Default::default(),
             begun: 0,
             chance: seed | 1,
             lost: None,
-            faults: Arc::clone(&faults),
-        };
-        (device, faults)
+            faults: Arc::clone(faults),
+        }
     }
 
     /// Xorshift: good enough to mix up streams.

@@ -1,7 +1,7 @@
 //! The tier on a fake device: the suite that every device passes, and what only a fake one can be made to do.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
-mod fake;
+pub(crate) mod fake;
 mod suite;
 
 use proptest::prelude::*;
