@@ -7,6 +7,7 @@ mod tier;
 use benches::{Better, Row, outcome, spend};
 
 use crate::Effort;
+pub(crate) use tier::certificates;
 use tier::{BLOCKS, DramTier, PREFIX_BLOCKS};
 
 pub(crate) const ABOUT: &str = "a node asked in its own process: a fetch (lease, hit counts, a reference to each block's bytes, no copy) \

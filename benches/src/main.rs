@@ -12,8 +12,11 @@ mod index;
 mod overload;
 mod snapshot;
 mod ssd;
+mod start;
 mod transport;
 mod window;
+
+use std::path::PathBuf;
 
 use benches::{RUNS_MIN, Row, table};
 use clap::Parser;
@@ -49,6 +52,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "get", about: get::ABOUT, run: get::run },
     Bench { name: "choose", about: choose::ABOUT, run: choose::run },
     Bench { name: "ssd", about: ssd::ABOUT, run: ssd::run },
+    Bench { name: "start", about: start::ABOUT, run: start::run },
     Bench { name: "evict", about: evict::ABOUT, run: evict::run },
     Bench { name: "window", about: window::ABOUT, run: window::run },
     Bench { name: "overload", about: overload::ABOUT, run: overload::run },
@@ -70,10 +74,19 @@ struct Args {
     /// A tenth of the work: to see that it works, not what it gives.
     #[arg(long)]
     quick: bool,
+    /// Instead of a bench: the process that fills a tier with so many blocks (`start`).
+    #[arg(long, hide = true, requires = "fill_dir")]
+    fill_blocks: Option<u64>,
+    /// Where it does.
+    #[arg(long, hide = true)]
+    fill_dir: Option<PathBuf>,
 }
 
 fn main() -> anyhow::Result<()> {
     let args = Args::parse();
+    if let (Some(blocks), Some(dir)) = (args.fill_blocks, &args.fill_dir) {
+        return start::serve(dir, blocks);
+    }
     let Some(name) = &args.name else {
         BENCHES.iter().for_each(|bench| println!("{}\t{}", bench.name, bench.about));
         return Ok(());

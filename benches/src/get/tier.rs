@@ -161,7 +161,8 @@ fn hashes(prefix: usize, blocks: usize) -> Vec<BlockHash> {
     (0..blocks).map(hash).collect()
 }
 
-fn certificates(dir: &Path) -> anyhow::Result<TlsSection> {
+/// Certificates of a cluster of one, in files of this directory.
+pub(crate) fn certificates(dir: &Path) -> anyhow::Result<TlsSection> {
     let mut params = CertificateParams::new(vec![])?;
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let authority = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;

@@ -43,6 +43,16 @@ pub(crate) enum Found {
     Records { head: SegmentHead, entries: Vec<Entry>, sealed: bool },
 }
 
+impl Found {
+    /// The records.
+    pub(crate) fn entries(&self) -> &[Entry] {
+        match self {
+            Found::Records { entries, .. } => entries,
+            Found::Empty | Found::Lost => &[],
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Free,
@@ -148,8 +158,13 @@ impl SegmentBook {
         self.shape
     }
 
+    /// So many records will be taken in: room for all of them at once.
+    pub(crate) fn expect_records(&mut self, count: usize) {
+        self.records.reserve(count);
+    }
+
     /// Takes in the next segment of a file found at start; gives each of its records a number.
-    pub(crate) fn adopt(&mut self, found: Found) -> Vec<RecordId> {
+    pub(crate) fn adopt(&mut self, found: &Found) -> Vec<RecordId> {
         let number = u32::try_from(self.segments.len()).unwrap_or(u32::MAX);
         self.segments.push(Segment::new(State::Free));
         self.grown = number.saturating_add(1);
@@ -163,18 +178,19 @@ impl SegmentBook {
                 self.limit += 1;
                 return Vec::new();
             }
-            Found::Records { head, entries, sealed } => (head, entries, sealed),
+            Found::Records { head, entries, sealed } => (head, entries, *sealed),
         };
         let pages = self.shape.segment_pages;
         let segment = self.segment_mut(number);
         segment.state = if sealed { State::Sealed } else { State::Closing };
         segment.nonce = head.nonce;
         segment.next_page = pages;
-        let ids = entries.iter().map(|entry| self.adopt_record(number, entry)).collect();
+        segment.members.reserve(entries.len());
+        let ids: Vec<RecordId> = entries.iter().map(|entry| self.adopt_record(number, entry)).collect();
         if !sealed {
             self.closing.push(number);
             self.segments[number as usize].table =
-                std::iter::zip(&ids as &Vec<RecordId>, entries).map(|(&id, entry)| (id, entry)).collect();
+                std::iter::zip(&ids, entries).map(|(&id, &entry)| (id, entry)).collect();
         }
         self.release_if_empty(number);
         ids

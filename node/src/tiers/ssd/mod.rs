@@ -27,7 +27,6 @@ pub use depth::Depth;
 pub use engine::{ReadFault, Report, SsdFaults};
 pub use format::RecordHeader;
 
-use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -35,6 +34,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use kv_core::id::{BlockHash, IdentityDigest};
 use kv_core::tier::Capacity;
+use parking_lot::Mutex;
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::arena::{Arena, SlotMut};
@@ -220,7 +220,8 @@ impl Ssd {
 
     /// Brings what all devices hold into one order.
     fn order(&mut self, report: &mut ScanReport) {
-        // A record that was being moved may be at both places, with one number: rather the one that was read.
+        // A record that was being moved may be at both places, with one number: rather the one that was read. Runs that
+        // are in order already, as most segments are, are only put together.
         report.blocks.sort_by_key(|found| (found.header.sequence, found.is_verified));
         self.keep_newest(&mut report.blocks);
         self.sequence = report.blocks.last().map_or(0, |found| found.header.sequence);
@@ -268,28 +269,24 @@ impl Ssd {
     ) -> io::Result<()> {
         let number = u8::try_from(self.lanes.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
         let (identity, faults) = (config.identity, &*config.faults);
-        let skipped = recover::Skipped::default();
-        let mut recovery =
-            Recovery { device: &*device, shape, identity, faults, name, skipped, flushed: None };
+        let recovery =
+            Recovery { device: &*device, shape, identity, faults, name, flushed: Mutex::default() };
+        let (segments, skipped) = recovery.all()?;
+        let records = segments.iter().map(|found| found.entries().len()).sum();
         let mut book = SegmentBook::new(shape);
-        for segment in 0..recovery.segments()? {
-            let found = recovery.segment(segment);
-            let (headers, is_verified) = match &found {
-                book::Found::Records { entries, sealed, .. } => {
-                    (entries.iter().map(|entry| entry.header).collect(), !sealed)
-                }
-                book::Found::Empty | book::Found::Lost => (Vec::new(), false),
-            };
-            for (id, header) in book.adopt(found).into_iter().zip(headers) {
-                report.blocks.push(FoundBlock {
-                    record: SsdRecord { lane: number, id },
-                    header,
-                    is_verified,
-                });
-            }
+        book.expect_records(records);
+        report.blocks.reserve(records);
+        for found in segments {
+            let is_verified = matches!(&found, book::Found::Records { sealed: false, .. });
+            let (lane, headers) = (number, found.entries().iter().map(|entry| entry.header));
+            report.blocks.extend(headers.zip(book.adopt(&found)).map(|(header, id)| FoundBlock {
+                record: SsdRecord { lane, id },
+                header,
+                is_verified,
+            }));
         }
-        report.damaged += recovery.skipped.damaged;
-        report.torn += recovery.skipped.torn;
+        report.damaged += skipped.damaged;
+        report.torn += skipped.torn;
         let mailbox = Arc::new(Mailbox::new()?);
         let parts = Parts {
             lane: usize::from(number),
@@ -310,13 +307,17 @@ impl Ssd {
 
     /// Of several records with one hash the last written stays; the others are free.
     fn keep_newest(&mut self, blocks: &mut Vec<FoundBlock>) {
-        let newest: HashMap<BlockHash, SsdRecord> =
-            blocks.iter().map(|found| (found.header.hash, found.record)).collect();
-        if newest.len() == blocks.len() {
-            return;
+        // Sorted, not looked up one by one: of a million that would be most of what a start does.
+        let mut by_hash: Vec<(BlockHash, usize)> =
+            blocks.iter().enumerate().map(|(at, found)| (found.header.hash, at)).collect();
+        by_hash.sort_unstable();
+        let mut is_older = vec![false; blocks.len()];
+        for [(hash, at), (next, _)] in by_hash.array_windows() {
+            is_older[*at] = hash == next;
         }
+        let mut is_older = is_older.into_iter();
         blocks.retain(|found| {
-            let keep = newest.get(&found.header.hash) == Some(&found.record);
+            let keep = is_older.next() != Some(true);
             if !keep {
                 self.free(found.record);
             }

@@ -1,14 +1,16 @@
-//! What a device holds at start: sealed segments by their footers, one read each; a segment that was being
-//! written is read whole, and what of it is not complete is left out.
+//! What a device holds at start: sealed segments by their footers, many at once, two or three small reads each; a
+//! segment that was being written is read whole, one at a time, and what of it is not complete is left out.
 //!
 //! A segment that the medium cannot read is counted and not used again before the next start. Payloads of
 //! sealed segments are not read here; they are verified when they are served. Not here: files (`files`).
 
 use std::io;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use bytes::Bytes;
 use kv_core::id::IdentityDigest;
 use kvfleet_proto::frame::{Frame, Need, parse_header};
+use parking_lot::Mutex;
 
 use super::book::Found;
 use super::buffer::PageBuffer;
@@ -22,6 +24,12 @@ use super::shape::Shape;
 /// Bytes that are read at once from a segment without a footer; a bad sector costs as much.
 const READ_BYTES: usize = 256 << 10;
 
+/// Threads that read at once: a start with many small footers waits for each of them about as long as for one.
+const READERS_MAX: u32 = 16;
+
+/// Segments that are worth a thread.
+const SEGMENTS_PER_READER: u32 = 8;
+
 /// What was skipped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Skipped {
@@ -32,7 +40,7 @@ pub(super) struct Skipped {
     pub(super) torn: u64,
 }
 
-/// Reads the segments of a device one after another.
+/// Where and how segments are read, for all readers of a device.
 pub(super) struct Recovery<'a> {
     pub(super) device: &'a dyn Device,
     pub(super) shape: Shape,
@@ -40,25 +48,68 @@ pub(super) struct Recovery<'a> {
     pub(super) faults: &'a SsdFaults,
     /// For the log.
     pub(super) name: String,
-    pub(super) skipped: Skipped,
-    /// Whether what was written before this start is on the medium, once it was asked.
-    pub(super) flushed: Option<Result<(), String>>,
+    /// Whether what was written before this start is on the medium, once it was asked. Who holds it reads a segment
+    /// whole: one at a time, since each takes memory of its size.
+    pub(super) flushed: Mutex<Option<Result<(), String>>>,
 }
 
 impl Recovery<'_> {
     /// Segments that the device is long enough for.
-    pub(super) fn segments(&self) -> io::Result<u32> {
+    fn segments(&self) -> io::Result<u32> {
         let bytes = self.device.bytes()?.saturating_sub(self.shape.at(0, 0));
         Ok(u32::try_from(bytes / self.shape.segment_bytes()).unwrap_or(u32::MAX))
     }
 
+    /// What all segments hold, in their order, and what was skipped.
+    pub(super) fn all(&self) -> io::Result<(Vec<Found>, Skipped)> {
+        let count = self.segments()?;
+        let next = AtomicU32::new(0);
+        let read = || {
+            let (mut reader, mut found) = (Reader { from: self, skipped: Skipped::default() }, Vec::new());
+            loop {
+                let number = next.fetch_add(1, Ordering::Relaxed);
+                if number >= count {
+                    return (found, reader.skipped);
+                }
+                found.push((number, reader.segment(number)));
+            }
+        };
+        let readers = (count / SEGMENTS_PER_READER).clamp(1, READERS_MAX);
+        let parts = if readers == 1 {
+            vec![read()]
+        } else {
+            std::thread::scope(|scope| {
+                let threads: Vec<_> = (0..readers).map(|_| scope.spawn(read)).collect();
+                let ends = threads.into_iter().map(std::thread::ScopedJoinHandle::join);
+                ends.collect::<Result<Vec<_>, _>>()
+            })
+            .map_err(|_| io::Error::other("reading the segments ended with a panic"))?
+        };
+        let (mut all, mut skipped) = (Vec::with_capacity(count as usize), Skipped::default());
+        for (found, part) in parts {
+            all.extend(found);
+            skipped.damaged += part.damaged;
+            skipped.torn += part.torn;
+        }
+        all.sort_unstable_by_key(|(number, _)| *number);
+        Ok((all.into_iter().map(|(_, found)| found).collect(), skipped))
+    }
+}
+
+/// One thread that reads segments.
+struct Reader<'a> {
+    from: &'a Recovery<'a>,
+    skipped: Skipped,
+}
+
+impl Reader<'_> {
     /// What one segment holds.
-    pub(super) fn segment(&mut self, number: u32) -> Found {
-        let pages = self.faults.scan(number).and_then(|()| {
+    fn segment(&mut self, number: u32) -> Found {
+        let pages = self.from.faults.scan(number).and_then(|()| {
             let mut pages = PageBuffer::new(2 * PAGE_BYTES);
             let (first, last) = pages.split_at_mut(PAGE_BYTES);
-            read_all(self.device, first, self.shape.at(number, 0))?;
-            read_all(self.device, last, self.shape.at(number, self.shape.segment_pages - 1))?;
+            read_all(self.from.device, first, self.from.shape.at(number, 0))?;
+            read_all(self.from.device, last, self.from.shape.at(number, self.from.shape.segment_pages - 1))?;
             Ok(pages)
         });
         let pages = match pages {
@@ -70,11 +121,11 @@ impl Recovery<'_> {
             }
         };
         let head = SegmentHead::read(&pages, number);
-        let end = FooterEnd::read(&pages, number, self.shape.segment_pages);
+        let end = FooterEnd::read(&pages, number, self.from.shape.segment_pages);
         match (head, end) {
-            (Ok(Some(head)), Some(end)) if end.head == head => self.sealed(end),
+            (Ok(Some(head)), Some(end)) if end.head == head => self.sealed(end, &pages),
             // A head that rotted: the footer says as much, unless it is of an earlier use.
-            (Err(_) | Ok(None), Some(end)) => match self.sealed(end) {
+            (Err(_) | Ok(None), Some(end)) => match self.sealed(end, &pages) {
                 Found::Records { entries, .. } if !self.is_of_use(end.head, &entries) => self.half(end.head),
                 found => found,
             },
@@ -87,15 +138,20 @@ impl Recovery<'_> {
         }
     }
 
-    fn sealed(&mut self, end: FooterEnd) -> Found {
-        let first = self.shape.segment_pages - footer_pages(end.records);
-        let mut pages = PageBuffer::new(footer_pages(end.records) as usize * PAGE_BYTES);
-        let read = read_all(self.device, &mut pages, self.shape.at(end.head.segment, first));
-        let Some(mut entries) = read.ok().and_then(|()| end.entries(&pages)) else {
-            return self.half(end.head);
+    /// By the footer, of which `ends` has the last page behind the head of the segment.
+    fn sealed(&mut self, end: FooterEnd, ends: &[u8]) -> Found {
+        let footer = footer_pages(end.records);
+        let first = self.from.shape.segment_pages - footer;
+        let entries = if footer == 1 {
+            end.entries(&ends[PAGE_BYTES..])
+        } else {
+            let mut pages = PageBuffer::new(footer as usize * PAGE_BYTES);
+            let read = read_all(self.from.device, &mut pages, self.from.shape.at(end.head.segment, first));
+            read.ok().and_then(|()| end.entries(&pages))
         };
+        let Some(mut entries) = entries else { return self.half(end.head) };
         let known = entries.len();
-        let longest = self.shape.frame_bytes_max;
+        let longest = self.from.shape.frame_bytes_max;
         entries.retain(|entry| {
             let bytes = entry.header.traits.bytes as usize;
             bytes <= longest && entry.page > 0 && entry.page.saturating_add(record_pages(bytes)) <= first
@@ -104,7 +160,7 @@ impl Recovery<'_> {
             let count = (known - entries.len()) as u64;
             self.skipped.damaged += count;
             tracing::warn!(
-                file = self.name,
+                file = self.from.name,
                 segment = end.head.segment,
                 count,
                 "blocks skipped: their frames are longer than any of this node"
@@ -118,9 +174,9 @@ impl Recovery<'_> {
         let Some(first) = entries.iter().min_by_key(|entry| entry.page) else { return false };
         let pages = record_pages(first.header.traits.bytes as usize);
         let mut page = PageBuffer::new(PAGE_BYTES);
-        let at = self.shape.at(head.segment, first.page + pages - 1);
+        let at = self.from.shape.at(head.segment, first.page + pages - 1);
         let place = Place { head, page: first.page };
-        read_all(self.device, &mut page, at).is_ok()
+        read_all(self.from.device, &mut page, at).is_ok()
             && RecordHeader::read(&page[PAGE_BYTES - TRAILER_BYTES..], place) == Ok(first.header)
     }
 
@@ -128,15 +184,16 @@ impl Recovery<'_> {
     fn half(&mut self, head: SegmentHead) -> Found {
         // A process that died may have written what it never flushed; whoever hears of it relies on it.
         // Asked once: a device that failed to flush may say later that there is nothing left to be flushed.
+        let mut flushed = self.from.flushed.lock();
         let flushed =
-            self.flushed.get_or_insert_with(|| self.device.sync().map_err(|cause| cause.to_string()));
+            flushed.get_or_insert_with(|| self.from.device.sync().map_err(|cause| cause.to_string()));
         if let Err(cause) = flushed.clone() {
             self.damaged(head.segment, &cause);
             return Found::Lost;
         }
         let (bytes, is_whole) = self.read_whole(head.segment);
         let (mut page, mut entries) = (1, Vec::new());
-        while page < self.shape.segment_pages {
+        while page < self.from.shape.segment_pages {
             match self.record(&bytes, Place { head, page }) {
                 Some(entry) => {
                     page += record_pages(entry.header.traits.bytes as usize);
@@ -146,7 +203,7 @@ impl Recovery<'_> {
             }
         }
         tracing::info!(
-            file = self.name,
+            file = self.from.name,
             segment = head.segment,
             blocks = entries.len(),
             "a segment without a footer was read whole"
@@ -160,11 +217,11 @@ impl Recovery<'_> {
 
     /// All of a segment, with zeros for what cannot be read, and whether all could.
     fn read_whole(&mut self, segment: u32) -> (Bytes, bool) {
-        let mut buffer = PageBuffer::new(self.shape.segment_pages as usize * PAGE_BYTES);
-        let at = self.shape.at(segment, 0);
+        let mut buffer = PageBuffer::new(self.from.shape.segment_pages as usize * PAGE_BYTES);
+        let at = self.from.shape.at(segment, 0);
         let mut is_whole = true;
         for (piece, number) in buffer.chunks_mut(READ_BYTES).zip(0u64..) {
-            if let Err(cause) = read_all(self.device, piece, at + number * READ_BYTES as u64) {
+            if let Err(cause) = read_all(self.from.device, piece, at + number * READ_BYTES as u64) {
                 piece.fill(0);
                 is_whole = false;
                 self.damaged(segment, &cause.to_string());
@@ -183,12 +240,12 @@ impl Recovery<'_> {
             self.skipped.torn += 1;
             return None;
         };
-        if header.traits.bytes as usize != frame_bytes || frame_bytes > self.shape.frame_bytes_max {
+        if header.traits.bytes as usize != frame_bytes || frame_bytes > self.from.shape.frame_bytes_max {
             self.skipped.damaged += 1;
             return None;
         }
         let frame = Frame::parse(segment.slice(start..start + frame_bytes)).ok()?;
-        if frame.verify(self.identity, header.hash).is_err() {
+        if frame.verify(self.from.identity, header.hash).is_err() {
             self.skipped.torn += 1;
             return None;
         }
@@ -198,7 +255,7 @@ impl Recovery<'_> {
     fn damaged(&mut self, segment: u32, reason: &str) {
         self.skipped.damaged += 1;
         tracing::warn!(
-            file = self.name,
+            file = self.from.name,
             segment,
             reason,
             "damaged segment skipped, its blocks are computed again when asked for"

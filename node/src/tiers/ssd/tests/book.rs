@@ -44,7 +44,7 @@ impl World {
                 0 => Found::Empty,
                 _ => Found::Records { head, entries, sealed },
             };
-            world.live.extend(world.book.adopt(found).into_iter().map(|id| (id, LARGEST)));
+            world.live.extend(world.book.adopt(&found).into_iter().map(|id| (id, LARGEST)));
         }
         // The capacity holds from the start on; what goes comes from all segments.
         for turn in 0.. {
@@ -190,7 +190,7 @@ proptest! {
 fn a_lost_segment_makes_room_for_another() {
     let mut book = SegmentBook::new(SHAPE);
     for number in 0..SHAPE.segments {
-        assert!(book.adopt(if number < 3 { Found::Lost } else { Found::Empty }).is_empty());
+        assert!(book.adopt(&if number < 3 { Found::Lost } else { Found::Empty }).is_empty());
     }
     let mut used = std::collections::BTreeSet::new();
     loop {
@@ -255,7 +255,7 @@ fn a_medium_without_room_gives_back_what_is_dead_and_grows_when_it_can() {
         let head = SegmentHead { segment, nonce: 1 };
         Found::Records { head, entries: entries.clone(), sealed: true }
     };
-    let ids: Vec<RecordId> = (0..3).flat_map(|segment| book.adopt(found(segment))).collect();
+    let ids: Vec<RecordId> = (0..3).flat_map(|segment| book.adopt(&found(segment))).collect();
     // The file has three segments, and there is no room for a fourth.
     assert_eq!(book.prepare(|| 2).expect("it may grow").segment, 3);
     let (id, _) = book.place(LARGEST, 0, Purpose::Save).expect("it counts on room");
@@ -294,7 +294,7 @@ fn a_segment_full_of_what_is_wanted_is_not_moved_for_the_page_at_its_end() {
     let mut full = |number: u32| {
         let head = SegmentHead { segment: number, nonce: u64::from(number) };
         let entries = (0..7).map(|nth| Entry { header: header_with(LARGEST), page: 1 + 3 * nth }).collect();
-        book.adopt(Found::Records { head, entries, sealed: true })
+        book.adopt(&Found::Records { head, entries, sealed: true })
     };
     let records: Vec<Vec<RecordId>> = (0..SHAPE.segments).map(&mut full).collect();
     assert!(book.is_short());

@@ -361,6 +361,31 @@ fn an_unreadable_segment_costs_its_blocks_and_is_not_used_again() {
 }
 
 #[test]
+fn many_segments_are_read_at_once_and_stand_in_their_order() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = SsdConfig { capacity: Capacity::Blocks(120), ..config(dir.path(), true) };
+    let mut bench = open(&config);
+    let records: Vec<SsdRecord> = (0..180).map(|number| bench.save(number).unwrap()).collect();
+    let (shape, again) = (bench.shape(), bench.save(7).unwrap());
+    let places: Vec<u64> = records.iter().map(|record| bench.at(*record)).collect();
+    let place_again = bench.at(again);
+    drop(bench);
+    config.faults.unreadable_segment.store(4, Ordering::Relaxed);
+    let mut bench = open(&config);
+    let is_there = |at: u64| !(shape.at(3, 0)..shape.at(4, 0)).contains(&at);
+    let mut wanted: Vec<u8> =
+        (0..180).filter(|&number| number != 7 && is_there(places[usize::from(number)])).collect();
+    wanted.push(7);
+    assert!(wanted.len() < 180 && places.last() > Some(&shape.at(16, 0)), "too few segments");
+    assert_eq!((bench.found(), bench.report.damaged), (wanted, 1));
+    for found in bench.report.blocks.clone() {
+        let number = found.header.hash.0[0];
+        let at = if number == 7 { place_again } else { places[usize::from(number)] };
+        assert_eq!((bench.at(found.record), bench.load(number, found.record).unwrap()), (at, frame(number)));
+    }
+}
+
+#[test]
 fn a_file_whose_first_page_is_unreadable_is_set_aside() {
     let dir = tempfile::tempdir().unwrap();
     open(&config(dir.path(), true)).save(1).unwrap();
