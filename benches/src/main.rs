@@ -29,18 +29,25 @@ struct Bench {
 }
 
 /// How much work a bench puts into its figures.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Effort {
     /// Runs of both sides per row.
     pub(crate) runs: usize,
     /// A tenth of the size and of the repetitions: to see that it works, not what it gives.
     pub(crate) quick: bool,
+    /// Only what has this in its name; all for nothing.
+    only: String,
 }
 
 impl Effort {
     /// `full`, or a tenth of it when quick.
     pub(crate) fn scaled(&self, full: u64) -> u64 {
         if self.quick { full.div_ceil(10) } else { full }
+    }
+
+    /// Whether a row of this name was asked for.
+    pub(crate) fn wants(&self, name: &str) -> bool {
+        name.contains(&self.only)
     }
 }
 
@@ -74,6 +81,9 @@ struct Args {
     /// A tenth of the work: to see that it works, not what it gives.
     #[arg(long)]
     quick: bool,
+    /// Only the rows with this in their names (`ssd`).
+    #[arg(long, default_value = "")]
+    only: String,
     /// Instead of a bench: the process that fills a tier with so many blocks (`start`).
     #[arg(long, hide = true, requires = "fill_dir")]
     fill_blocks: Option<u64>,
@@ -95,7 +105,7 @@ fn main() -> anyhow::Result<()> {
         let names: Vec<_> = BENCHES.iter().map(|bench| bench.name).collect();
         anyhow::bail!("no bench is called {name:?}: use one of {}", names.join(", "));
     };
-    let rows = (bench.run)(&Effort { runs: args.runs.max(RUNS_MIN), quick: args.quick })?;
+    let rows = (bench.run)(&Effort { runs: args.runs.max(RUNS_MIN), quick: args.quick, only: args.only })?;
     if args.json {
         for row in &rows {
             println!("{}", serde_json::to_string(row)?);

@@ -23,7 +23,7 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
     if !Fio::is_installed() {
         eprintln!("fio is not installed: the rows against it are left out");
     }
-    for shape in SHAPES {
+    for shape in SHAPES.iter().filter(|shape| effort.wants(shape.name)) {
         let place = dir.path().join(format!("{}-{}", shape.block_bytes, shape.in_flight));
         std::fs::create_dir(&place)?;
         rows.extend(compare(effort, shape, &place).with_context(|| shape.name)?);

@@ -88,8 +88,15 @@ impl SsdTier {
         let frame_bytes_max = frames.first().map_or(0, |(_, frame)| frame.len());
         let blocks = stock_bytes / u64::from(shape.block_bytes);
         let (send, reports) = unbounded_channel();
-        let slots = shape.in_flight + 1;
+        let slots = shape.in_flight + 1 + frames.len();
         let arena = Arena::new(ArenaShape::equal(frame_bytes_max, slots, 0))?;
+        // Where a node has them.
+        let placed = |(header, frame): (RecordHeader, Bytes)| {
+            let mut slot = arena.take(frame.len(), Purpose::Load).context("no slot")?;
+            slot.copy_from_slice(&frame);
+            Ok((header, slot.freeze()))
+        };
+        let frames = frames.into_iter().map(placed).collect::<anyhow::Result<_>>()?;
         let config = SsdConfig {
             dirs: vec![dir.to_owned()],
             identity: IDENTITY,

@@ -35,9 +35,9 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
             let mut writing = Writing::start(dir.path(), blocks)?;
             let newest = writing.newest()?;
             if is_killed {
-                writing.kill()?
+                writing.kill()?;
             } else {
-                writing.stop()?
+                writing.stop()?;
             }
             let spent = start(dir.path(), blocks, newest)?;
             if round > 0 {

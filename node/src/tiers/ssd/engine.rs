@@ -312,8 +312,8 @@ impl Engine {
                 self.piece_ended(number, result);
             }
             Some(Open::Chunk { jobs }) => {
-                if let Op::Write { chunk, .. } = op {
-                    self.pool.give_back(chunk);
+                if let Op::Write(gather) = op {
+                    self.pool.give_back(gather.into_chunk());
                 }
                 self.chunk_ended(&jobs, result);
             }

@@ -6,6 +6,7 @@
 
 #![allow(unsafe_code)]
 
+mod op;
 mod registered;
 
 use std::collections::VecDeque;
@@ -17,10 +18,11 @@ use std::sync::Arc;
 use io_uring::types::SubmitArgs;
 use io_uring::{IoUring, opcode, squeue, types};
 
-use super::buffer::{Chunk, Landing, Pool};
+use super::buffer::{Landing, Pool};
 use super::device::{Device, write_all};
 use super::format::PAGE_BYTES;
 use crate::arena::Arena;
+pub(super) use op::{Gather, Op, is_at_a_page};
 use registered::Registered;
 
 /// Marks the end of the read of the bell.
@@ -35,34 +37,6 @@ const ENDS_WAIT_US: u32 = 50;
 
 /// or, on a device that does not answer, after so long for nothing; then it sleeps again.
 const WAIT_MAX: types::Timespec = types::Timespec::new().sec(60);
-
-/// One operation, at whole pages.
-#[derive(Debug)]
-pub(crate) enum Op {
-    /// Fills a range of a landing.
-    Read { landing: Arc<Landing>, range: Range<usize> },
-    /// Writes the first `bytes` of a chunk.
-    Write { chunk: Chunk, bytes: usize },
-    /// What ended before is on the medium.
-    Sync,
-}
-
-impl Op {
-    fn wanted(&self) -> usize {
-        match self {
-            Op::Read { range, .. } => range.len(),
-            Op::Write { bytes, .. } => *bytes,
-            Op::Sync => 0,
-        }
-    }
-
-    /// All of it was done.
-    fn has_ended(&self) {
-        if let Op::Read { landing, range } = self {
-            landing.has_landed(range.clone());
-        }
-    }
-}
 
 /// An operation that ended, with its memory.
 #[derive(Debug)]
@@ -143,7 +117,7 @@ impl Plain {
     fn start(&mut self, id: u64, at: u64, mut op: Op) {
         let result = match &mut op {
             Op::Read { landing, range } => self.read(landing, range, at),
-            Op::Write { chunk, bytes } => write_all(&*self.device, &chunk[..*bytes], at),
+            Op::Write(gather) => self.write(gather, at),
             Op::Sync => self.device.sync(),
         };
         if result.is_ok() {
@@ -158,6 +132,14 @@ impl Plain {
         // operation, and reads it only after all have ended.
         let into = unsafe { std::slice::from_raw_parts_mut(start, range.len()) };
         super::device::read_all(&*self.device, into, at)
+    }
+
+    fn write(&self, gather: &Gather, mut at: u64) -> io::Result<()> {
+        for part in gather.parts() {
+            write_all(&*self.device, part, at)?;
+            at += part.len() as u64;
+        }
+        Ok(())
     }
 
     fn turn(&mut self, nap: Option<&dyn Fn()>, ended: &mut Vec<Finished>) {
@@ -179,6 +161,8 @@ struct Pending {
     at: u64,
     /// Bytes of it that were done in earlier parts.
     done: usize,
+    /// What is left of a write in several places, for the kernel.
+    vectors: Vec<libc::iovec>,
 }
 
 pub(crate) struct Uring {
@@ -235,11 +219,11 @@ impl Uring {
             self.pending.len() - 1
         });
         self.open += 1;
-        self.push(mark, Pending { id, op, at, done: 0 });
+        self.push(mark, Pending { id, op, at, done: 0, vectors: Vec::new() });
     }
 
     /// Hands an operation, or what is left of it, to the ring.
-    fn push(&mut self, mark: usize, pending: Pending) {
+    fn push(&mut self, mark: usize, mut pending: Pending) {
         let (fd, at) = (types::Fixed(0), pending.at + pending.done as u64);
         let entry = match &pending.op {
             Op::Read { landing, range } => {
@@ -250,12 +234,27 @@ impl Uring {
                     None => opcode::Read::new(fd, start, bytes).offset(at).build(),
                 }
             }
-            Op::Write { chunk, bytes } => {
-                let (start, rest) = (chunk.start().wrapping_add(pending.done), length(bytes - pending.done));
-                if self.registered.has_chunks {
-                    opcode::WriteFixed::new(fd, start, rest, chunk.number()).offset(at).build()
-                } else {
-                    opcode::Write::new(fd, start, rest).offset(at).build()
+            Op::Write(gather) if gather.is_copied() && self.registered.has_chunks => {
+                let chunk = gather.chunk();
+                let (start, rest) =
+                    (chunk.start().wrapping_add(pending.done), length(gather.bytes() - pending.done));
+                opcode::WriteFixed::new(fd, start, rest, chunk.number()).offset(at).build()
+            }
+            Op::Write(gather) => {
+                pending.vectors.clear();
+                pending.vectors.extend(vectors(gather, pending.done));
+                match pending.vectors[..] {
+                    [one] => match self.registered.number(one.iov_base.cast(), one.iov_len) {
+                        Some(number) => {
+                            let (start, bytes) = (one.iov_base.cast(), length(one.iov_len));
+                            opcode::WriteFixed::new(fd, start, bytes, number).offset(at).build()
+                        }
+                        None => {
+                            let (start, bytes) = (one.iov_base.cast(), length(one.iov_len));
+                            opcode::Write::new(fd, start, bytes).offset(at).build()
+                        }
+                    },
+                    ref many => opcode::Writev::new(fd, many.as_ptr(), length(many.len())).offset(at).build(),
                 }
             }
             Op::Sync => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
@@ -265,7 +264,7 @@ impl Uring {
     }
 
     fn submit(&mut self, entry: &squeue::Entry) {
-        // SAFETY: landing, chunk and file stay in `pending`, `bell_count` in self, until the end with this
+        // SAFETY: landing, chunk, shared bytes, vectors and file stay in `pending`, `bell_count` in self, until the end with this
         // mark is taken; `Drop` below waits for all of them.
         while unsafe { self.ring.submission().push(entry) }.is_err() {
             if let Err(cause) = self.ring.submit() {
@@ -368,6 +367,18 @@ fn said(result: io::Result<usize>) {
     }
 }
 
+/// Where the bytes of a write lie, from its byte `done` on. The kernel only reads them.
+fn vectors(gather: &Gather, done: usize) -> impl Iterator<Item = libc::iovec> {
+    let mut skip = done;
+    gather.parts().filter_map(move |part| {
+        let from = skip.min(part.len());
+        skip -= from;
+        let rest = &part[from..];
+        let iov_base = rest.as_ptr().cast_mut().cast();
+        (!rest.is_empty()).then_some(libc::iovec { iov_base, iov_len: rest.len() })
+    })
+}
+
 fn length(bytes: usize) -> u32 {
     u32::try_from(bytes).expect("pieces and chunks are far below 4 GiB")
 }
@@ -401,18 +412,24 @@ mod tests {
     fn round_trip(wish_uring: bool) {
         let file = tempfile::NamedTempFile::new().unwrap();
         let device = Arc::new(FileDevice::open(file.path(), false).unwrap());
-        let (bell, mut pool) = (Mailbox::<()>::new().unwrap(), Pool::new(8, PAGE_BYTES));
+        let (bell, mut pool) = (Mailbox::<()>::new().unwrap(), Pool::new(10, 4 * PAGE_BYTES));
         let arena = Arena::new(ArenaShape::equal(PAGE_BYTES, 4, 0)).unwrap();
         let mut ring = Ring::new(device, bell.bell(), &pool, Some(&arena), 16, wish_uring);
         if wish_uring && ring.name() != "io_uring" {
             println!("SKIPPED io_uring: the kernel refuses it here; only plain calls were tested");
         }
         for page in 0..8u8 {
-            let mut chunk = pool.take().unwrap();
-            chunk.fill(page);
-            ring.start(u64::from(page), u64::from(page) * 4096, Op::Write { chunk, bytes: PAGE_BYTES });
+            let mut gather = Gather::new(pool.take().unwrap());
+            gather.copy(PAGE_BYTES).fill(page);
+            ring.start(u64::from(page), u64::from(page) * 4096, Op::Write(gather));
         }
         assert!(ends(&mut ring, 8).iter().all(|finished| finished.result.is_ok()));
+        ring.start(104, 8 * 4096, Op::Write(mixed(pool.take().unwrap())));
+        ring.start(105, 12 * 4096, Op::Write(shared_only(pool.take().unwrap())));
+        assert!(ends(&mut ring, 2).iter().all(|finished| finished.result.is_ok()));
+        for page in 8..13 {
+            assert!(read(&mut ring, page, page).0.iter().all(|byte| u64::from(*byte) == page), "page {page}");
+        }
         ring.start(100, 0, Op::Sync);
         assert!(ends(&mut ring, 1)[0].result.is_ok());
         let (bytes, result) = read(&mut ring, 101, 3);
@@ -422,7 +439,46 @@ mod tests {
         ring.start(103, 5 * 4096, Op::Read { landing: Arc::clone(&landing), range: 0..PAGE_BYTES });
         assert!(ends(&mut ring, 1).pop().unwrap().result.is_ok());
         assert!(landing.front().len() == PAGE_BYTES && landing.front().iter().all(|byte| *byte == 5));
-        assert!(read(&mut ring, 102, 8).1.is_err(), "read past the end must fail");
+        assert!(read(&mut ring, 102, 13).1.is_err(), "read past the end must fail");
+    }
+
+    fn page(fill: u8) -> bytes::Bytes {
+        let mut page = PageBuffer::new(PAGE_BYTES);
+        page.fill(fill);
+        bytes::Bytes::from_owner(page)
+    }
+
+    /// Pages 8 to 11: shared, copied twice, shared.
+    fn mixed(chunk: super::super::buffer::Chunk) -> Gather {
+        let mut gather = Gather::new(chunk);
+        gather.share(page(8));
+        gather.copy(PAGE_BYTES).fill(9);
+        gather.copy(PAGE_BYTES).fill(10);
+        gather.share(page(11));
+        gather
+    }
+
+    fn shared_only(chunk: super::super::buffer::Chunk) -> Gather {
+        let mut gather = Gather::new(chunk);
+        gather.share(page(12));
+        gather
+    }
+
+    #[test]
+    fn a_write_in_several_places_goes_on_where_it_was_cut_short() {
+        let mut pool = Pool::new(1, 4 * PAGE_BYTES);
+        let gather = mixed(pool.take().unwrap());
+        assert_eq!((gather.bytes(), gather.room()), (4 * PAGE_BYTES, 0));
+        let starts: Vec<usize> = gather.parts().map(|part| part.as_ptr().addr()).collect();
+        let rest = |done: usize| -> Vec<(usize, usize)> {
+            vectors(&gather, done * PAGE_BYTES).map(|one| (one.iov_base.addr(), one.iov_len)).collect()
+        };
+        let page = PAGE_BYTES;
+        assert_eq!(rest(0), [(starts[0], page), (starts[1], 2 * page), (starts[2], page)]);
+        assert_eq!(rest(1), [(starts[1], 2 * page), (starts[2], page)]);
+        assert_eq!(rest(2), [(starts[1] + page, page), (starts[2], page)]);
+        assert_eq!(rest(3), [(starts[2], page)]);
+        assert!(rest(4).is_empty());
     }
 
     #[test]

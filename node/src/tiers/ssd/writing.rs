@@ -12,7 +12,7 @@ use bytes::Bytes;
 use super::book::Spot;
 use super::engine::{Engine, MoveFault, Open, Outcome, SsdFaults};
 use super::format::{PAGE_BYTES, RecordHeader, SegmentHead, TRAILER_BYTES, record_pages};
-use super::ring::Op;
+use super::ring::{Gather, Op, is_at_a_page};
 
 /// Size of a chunk, the unit of writing: large enough for the full rate of a device. Small under test, where
 /// blocks are, so that many chunks are in flight and a flush among them.
@@ -27,6 +27,10 @@ pub(super) const POOL_BYTES: usize = CHUNKS as usize * CHUNK_BYTES;
 /// While writes are in flight, a flush waits until it commits this much: a device that is busy writing
 /// flushes slowly, so what is in flight is let end first.
 const FLUSH_BYTES: usize = if cfg!(test) { 24 << 10 } else { 16 << 20 };
+
+/// Whole pages of a frame, where they begin at one, are not copied from here on: the system has to find each piece, which
+/// costs about what copying a page or two does.
+const SHARED_BYTES_MIN: usize = if cfg!(test) { PAGE_BYTES } else { 16 << 10 };
 
 /// Something to be written in one piece of the medium.
 pub(super) struct Put {
@@ -71,22 +75,37 @@ impl Put {
         Put { job, segment: None, opens: None, moved: None, at, bytes: footer, trailer: None, len }
     }
 
-    /// Copies what follows from `from` into `out`; gives the count. Bytes that are nobody's are zero.
-    fn fill(&self, from: usize, out: &mut [u8]) -> usize {
-        let count = out.len().min(self.len - from);
-        let out = &mut out[..count];
+    /// Bytes at the front that are written from where they lie: whole pages of nothing but the frame.
+    fn shared(&self) -> usize {
+        let whole = self.bytes.len() / PAGE_BYTES * PAGE_BYTES;
+        if whole >= SHARED_BYTES_MIN && is_at_a_page(&self.bytes) { whole } else { 0 }
+    }
+
+    /// Adds what follows from `from`, as far as there is room; gives the count.
+    fn fill(&self, from: usize, gather: &mut Gather) -> usize {
+        let (count, shared) = (gather.room().min(self.len - from), self.shared());
+        if from < shared {
+            let count = count.min(shared - from);
+            gather.share(self.bytes.slice(from..from + count));
+            return count;
+        }
+        self.copy(from, gather.copy(count));
+        count
+    }
+
+    /// Copies what follows from `from` into `out`, which is no longer than that. Bytes that are nobody's are zero.
+    fn copy(&self, from: usize, out: &mut [u8]) {
         let own = self.bytes.get(from..).unwrap_or_default();
-        let copied = own.len().min(count);
+        let copied = own.len().min(out.len());
         out[..copied].copy_from_slice(&own[..copied]);
         out[copied..].fill(0);
         if let Some(trailer) = &self.trailer {
             // Chunks are whole pages, so the trailer is in one of them.
             let begin = self.len - TRAILER_BYTES;
-            if from + count == self.len {
+            if from + out.len() == self.len {
                 out[begin - from..].copy_from_slice(trailer);
             }
         }
-        count
     }
 }
 
@@ -147,6 +166,15 @@ impl Writer {
         self.queued_bytes >= CHUNK_BYTES || (self.chunks_open == 0 && !self.is_flushing)
     }
 
+    /// Whether nothing can be written before a head is committed that only has to be flushed.
+    fn waits_for_a_head(&self) -> bool {
+        let Some(front) = self.queue.front() else { return false };
+        matches!(self.state(front), Some(Unopened::Waiting)) && {
+            let opens = |job: &u64| self.puts.get(job).is_some_and(|put| put.opens == front.segment);
+            self.waiting.iter().any(opens)
+        }
+    }
+
     fn state(&self, put: &Put) -> Option<Unopened> {
         self.unopened.get(&put.segment?).copied()
     }
@@ -186,21 +214,19 @@ impl Engine {
 
     /// One chunk of puts that lie one after another.
     fn fill_chunk(&mut self) {
-        let Some(mut chunk) = self.pool.take() else { return };
-        let (mut filled, mut jobs, mut chunk_at) = (0, Vec::new(), 0);
-        while filled < chunk.len() {
+        let Some(chunk) = self.pool.take() else { return };
+        let (mut gather, mut jobs, mut chunk_at) = (Gather::new(chunk), Vec::new(), 0);
+        while gather.room() > 0 {
             let Some(put) = self.writer.queue.front() else { break };
-            let next_at = put.at + self.writer.taken as u64;
-            let follows =
-                filled == 0 || (next_at == chunk_at + filled as u64 && self.writer.state(put).is_none());
+            let (filled, next_at) = (gather.bytes() as u64, put.at + self.writer.taken as u64);
+            let follows = filled == 0 || (next_at == chunk_at + filled && self.writer.state(put).is_none());
             if !follows {
                 break;
             }
             if filled == 0 {
                 chunk_at = next_at;
             }
-            let count = put.fill(self.writer.taken, &mut chunk[filled..]);
-            filled += count;
+            let count = put.fill(self.writer.taken, &mut gather);
             self.writer.taken += count;
             self.writer.queued_bytes -= count;
             let progress = self.writer.puts.entry(put.job).or_insert_with(|| Progress {
@@ -209,8 +235,10 @@ impl Engine {
                 moved: put.moved,
                 ..Progress::default()
             });
-            progress.open += 1;
-            jobs.push(put.job);
+            if jobs.last() != Some(&put.job) {
+                progress.open += 1;
+                jobs.push(put.job);
+            }
             if self.writer.taken == put.len {
                 progress.is_taken = true;
                 self.writer.taken = 0;
@@ -218,9 +246,10 @@ impl Engine {
             }
         }
         self.writer.chunks_open += 1;
-        self.submit(Open::Chunk { jobs }, chunk_at, Op::Write { chunk, bytes: filled });
+        let is_full = gather.room() == 0;
+        self.submit(Open::Chunk { jobs }, chunk_at, Op::Write(gather));
         // The device begins with this one while the next is filled.
-        if filled == CHUNK_BYTES {
+        if is_full {
             self.submit_now();
         }
     }
@@ -259,7 +288,8 @@ impl Engine {
     /// One flush at a time; what is written meanwhile shares the next one.
     fn flush(&mut self) {
         let writer = &mut self.writer;
-        let is_due = writer.waiting_bytes >= FLUSH_BYTES || writer.chunks_open == 0;
+        let is_due =
+            writer.waiting_bytes >= FLUSH_BYTES || writer.chunks_open == 0 || writer.waits_for_a_head();
         if writer.is_flushing || writer.waiting.is_empty() || !is_due {
             return;
         }

@@ -42,7 +42,7 @@ fn frame_of(number: u8) -> Bytes {
     let bytes = 500 + usize::from(number) * 211 % 13_000;
     let payload: Vec<u8> = (0..bytes).map(|at| (at as u8).wrapping_mul(31) ^ number).collect();
     let length = u32::try_from(bytes).unwrap();
-    seal(IDENTITY, hash(number), KeyForm::Rotated, &[length], &payload).unwrap().bytes
+    placed(number, seal(IDENTITY, hash(number), KeyForm::Rotated, &[length], &payload).unwrap().bytes)
 }
 
 fn header_of(number: u8) -> RecordHeader {

@@ -59,7 +59,19 @@ fn hash(number: u8) -> BlockHash {
 
 fn frame(number: u8) -> Bytes {
     let payload = vec![number; 6000];
-    seal(IDENTITY, hash(number), KeyForm::Rotated, &[3000, 3000], &payload).unwrap().bytes
+    placed(number, seal(IDENTITY, hash(number), KeyForm::Rotated, &[3000, 3000], &payload).unwrap().bytes)
+}
+
+/// Half of all frames begin at a page, as those in the arena do: they are written from where they lie.
+fn placed(number: u8, frame: Bytes) -> Bytes {
+    if number.is_multiple_of(2) {
+        return frame;
+    }
+    let mut pages = buffer::PageBuffer::new(frame.len());
+    pages[..frame.len()].copy_from_slice(&frame);
+    // What lies behind a frame is not its own and must not be written.
+    pages[frame.len()..].fill(0xee);
+    Bytes::from_owner(pages).slice(..frame.len())
 }
 
 fn header(number: u8) -> RecordHeader {
