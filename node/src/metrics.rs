@@ -14,6 +14,7 @@ pub(crate) struct Metrics {
     demoted: IntGaugeVec,
     promoted: IntGaugeVec,
     dropped: IntGaugeVec,
+    turned_away: IntGaugeVec,
     expired: IntGaugeVec,
     admitting: IntGaugeVec,
     hits: [IntCounter; Tier::ALL.len()],
@@ -66,6 +67,10 @@ impl Metrics {
                 "Blocks that came from a slower tier since start",
             )?,
             dropped: by_tier("kvfleet_node_dropped_blocks", "Blocks dropped by pressure since start")?,
+            turned_away: by_tier(
+                "kvfleet_node_turned_away_blocks",
+                "Offered blocks not worth what would have had to leave, since start",
+            )?,
             expired: by_tier(
                 "kvfleet_node_expired_blocks",
                 "Blocks dropped since start because their group's time to live was over",
@@ -144,6 +149,7 @@ impl Metrics {
         set(&self.demoted.with_label_values(label), stats.demoted_blocks);
         set(&self.promoted.with_label_values(label), stats.promoted_blocks);
         set(&self.dropped.with_label_values(label), stats.dropped_blocks);
+        set(&self.turned_away.with_label_values(label), stats.turned_away_blocks);
         set(&self.expired.with_label_values(label), stats.expired_blocks);
         set(&self.admitting.with_label_values(label), u64::from(stats.admitting));
     }

@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 
 use kv_core::id::{BlockHash, Epoch, IdentityDigest, LeaseId, Tier};
 use kv_core::schedule::HardwareProfile;
-use kvfleet_client::{Asker, Client, FetchCall, FetchOutcome, HeldLease, SaveAnswer, SaveCall, SaveDone};
+use kvfleet_client::{
+    Asker, Client, FetchCall, FetchOutcome, HeldLease, SaveAnswer, SaveCall, SaveDone, SaveRefusal,
+};
 use kvfleet_proto::pb;
 
 use super::blocks::BlockShape;
@@ -165,6 +167,8 @@ impl Engine {
             match self.client.save(call).await {
                 Ok(SaveAnswer::Done(done)) => return Some(done),
                 Ok(SaveAnswer::Busy { retry_after }) => tokio::time::sleep(retry_after).await,
+                // The node has better use for the room.
+                Ok(SaveAnswer::Refused(SaveRefusal::Worth)) => return None,
                 Ok(SaveAnswer::Refused(why)) => {
                     tracing::warn!(node = call.address, ?why, "a node refused a save");
                     return None;

@@ -75,6 +75,8 @@ pub struct TierStats {
     pub promoted_blocks: u64,
     /// Blocks dropped by pressure since the start.
     pub dropped_blocks: u64,
+    /// New blocks that did not come in, since what would have had to leave is worth more.
+    pub turned_away_blocks: u64,
     /// Blocks dropped since the start because their group's time to live was over.
     pub expired_blocks: u64,
     /// Whether new blocks may come in.

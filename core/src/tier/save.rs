@@ -101,6 +101,7 @@ impl Book {
             Err(by) => {
                 *refused = Some(by);
                 if by == RefusedBy::Worth {
+                    self.dram.stats.turned_away_blocks += 1;
                     self.pass(asker.lease, meta.traits);
                 }
                 return Offered::Refused(by);

@@ -105,6 +105,7 @@ fn what_is_not_worth_the_room_is_turned_away_and_told_at_the_end_in_its_place() 
     let answers = ask(&mut book, call(9, 0), &[1, 2, 10, 11, 12], 9);
     assert!(matches!(answers[0], Offered::Wanted(_)), "there is room for one: nobody has to be asked");
     assert_eq!(answers[1..], [WORTH, WORTH]);
+    assert_eq!(book.stats(Tier::Dram).turned_away_blocks, 2);
     assert!(is_here(&book, &[1, 2, 3, 10]) && told.try_iter().next().is_none());
     book.release(LeaseId(9), Timestamp(9));
     let expected = [(4, false), (3, false), (2, true), (1, true), (0, true)];
