@@ -7,10 +7,11 @@ use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
 use super::book::Book;
+use super::entry::Entry;
 use super::order::Told;
 use super::{Asker, LeasesFull};
 use crate::evict::{BlockKey, BlockTraits};
-use crate::id::{Category, LeaseId, TenantId, Tier, Timestamp};
+use crate::id::{BlockHash, Category, LeaseId, TenantId, Tier, Timestamp};
 
 /// One request under way.
 #[derive(Clone, Debug)]
@@ -19,7 +20,14 @@ pub(super) struct Lease {
     deadline: Timestamp,
     blocks: Holds,
     /// What was offered and not let in, in the order of offers, for the policy to be told.
-    passed: Vec<BlockTraits>,
+    passed: Vec<Passed>,
+}
+
+/// A block that was not let in.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Passed {
+    pub(super) hash: BlockHash,
+    pub(super) traits: BlockTraits,
 }
 
 /// The blocks that a lease holds, each once, by offset. Requests name them in that order, so most are appended.
@@ -88,9 +96,10 @@ struct Hold {
 /// the task that owns the book. Called every 20 ms.
 pub const EXPIRED_LEASE_BLOCKS_MAX: usize = 4096;
 
-/// Blocks that were not let in of which all leases together keep note until they end, in 6 MiB. Of more the policy is not
-/// told, and learns that much less.
-const PASSED_BLOCKS_MAX: usize = 262_144;
+/// Blocks that were not let in of which one lease keeps note until it ends, a prompt of 65,536 tokens in blocks of sixteen, and
+/// all leases together, in 10 MiB at most. Of more the policy is not told, and learns that much less.
+const PASSED_BY_LEASE_MAX: usize = 4096;
+const PASSED_BLOCKS_MAX: usize = 131_072;
 
 impl Book {
     /// Opens the lease or renews it.
@@ -148,13 +157,20 @@ impl Book {
     }
 
     /// Notes that a block of an open lease was not let in.
-    pub(super) fn pass(&mut self, id: LeaseId, traits: BlockTraits) {
+    pub(super) fn pass(&mut self, id: LeaseId, passed: Passed) {
         if self.passed_blocks < PASSED_BLOCKS_MAX
             && let Some(lease) = self.leases.get_mut(&id)
+            && lease.passed.len() < PASSED_BY_LEASE_MAX
         {
-            lease.passed.push(traits);
+            lease.passed.push(passed);
             self.passed_blocks += 1;
         }
+    }
+
+    /// Whether this was the last block of a lease that was not let in, and is not here since.
+    pub(super) fn was_passed_last(&self, id: LeaseId, hash: &BlockHash) -> bool {
+        let last = self.leases.get(&id).and_then(|lease| lease.passed.last());
+        last.is_some_and(|last| last.hash == *hash) && self.slab.find(hash).is_none()
     }
 
     /// Forgets that a lease held a block that never came.
@@ -178,17 +194,45 @@ impl Book {
         self.deadlines.remove(&(lease.deadline, id));
         self.passed_blocks -= lease.passed.len();
         let holds = lease.blocks.into_tail_first();
-        let live: Vec<BlockKey> = holds.into_iter().filter_map(|hold| self.let_go(hold)).collect();
+        let mut live: Vec<BlockKey> = holds.into_iter().filter_map(|hold| self.let_go(hold)).collect();
+        let passed = self.sort_passed(lease.passed, &mut live);
         let mut tenants: Vec<TenantId> =
             live.iter().filter_map(|key| self.slab.get(*key)).map(|entry| entry.meta.tenant).collect();
         // Hashes are keyed per tenant, so a request's blocks are as good as always one tenant's.
         tenants.dedup();
         tenants.sort_unstable();
         tenants.dedup();
-        let passed = passed_tail_first(lease.passed, lease.category);
         self.touch(&live, lease.category, &passed, now);
         // A quota lowered while the request ran holds from here on.
         tenants.into_iter().for_each(|tenant| self.enforce_quota(tenant));
+    }
+
+    /// What a request was not let in with, each block once, from the tail to the head. What somebody else brought since was
+    /// used by it like any other, and joins `live`.
+    fn sort_passed(&self, mut passed: Vec<Passed>, live: &mut Vec<BlockKey>) -> Vec<BlockTraits> {
+        if passed.is_empty() {
+            return Vec::new();
+        }
+        passed.sort_unstable_by_key(|passed| (Reverse(passed.traits.offset_blocks), passed.hash));
+        passed.dedup_by_key(|passed| passed.hash);
+        let before = live.len();
+        passed.retain(|passed| match self.slab.find(&passed.hash) {
+            Some(key) => {
+                let is_readable = |entry: &Entry| !entry.writing && entry.place.is_some();
+                if self.slab.get(key).is_some_and(is_readable) {
+                    live.push(key);
+                }
+                false
+            }
+            None => true,
+        });
+        if live.len() > before {
+            let offset =
+                |key: &BlockKey| self.slab.get(*key).map_or(0, |entry| entry.meta.traits.offset_blocks);
+            live.sort_by_key(|key| (Reverse(offset(key)), *key));
+            live.dedup();
+        }
+        passed.into_iter().map(|passed| passed.traits).collect()
     }
 
     fn let_go(&mut self, hold: Hold) -> Option<BlockKey> {
@@ -202,7 +246,7 @@ impl Book {
     /// New ones come in first, then all are told without a break, those that were not let in, `passed`, in their places:
     /// policies judge what one request used as a whole.
     fn touch(&mut self, blocks: &[BlockKey], category: Category, passed: &[BlockTraits], now: Timestamp) {
-        let mut passed = passed.iter().peekable();
+        let mut passed = passed.iter().map(|traits| BlockTraits { category, ..*traits }).peekable();
         let used_again = self.used_again(blocks, now);
         let are_new: Vec<bool> = blocks.iter().map(|&key| self.bring_in(key, category, now)).collect();
         for (&key, is_new) in blocks.iter().zip(are_new) {
@@ -210,13 +254,13 @@ impl Book {
             let Some(entry) = self.slab.get(key).filter(|entry| entry.place.is_some()) else { continue };
             let traits = entry.meta.traits;
             while let Some(passed) = passed.next_if(|passed| passed.offset_blocks > traits.offset_blocks) {
-                self.tell_passed(*passed, now);
+                self.tell_passed(passed, now);
             }
             self.curve.used(traits.fingerprint);
             let how = if is_new { Told::Settled } else { Told::Used };
             self.tell(key, how, now);
         }
-        passed.for_each(|passed| self.tell_passed(*passed, now));
+        passed.for_each(|passed| self.tell_passed(passed, now));
         for (key, gap_us) in used_again {
             self.lift(key, gap_us, now);
         }
@@ -258,14 +302,6 @@ impl Book {
         }
         ended
     }
-}
-
-/// What a request was not let in with, each block once, from the tail to the head.
-fn passed_tail_first(mut passed: Vec<BlockTraits>, category: Category) -> Vec<BlockTraits> {
-    passed.sort_unstable_by_key(|traits| (Reverse(traits.offset_blocks), traits.fingerprint));
-    passed.dedup_by_key(|traits| (traits.offset_blocks, traits.fingerprint));
-    passed.iter_mut().for_each(|traits| traits.category = category);
-    passed
 }
 
 #[cfg(test)]

@@ -64,7 +64,8 @@ impl Book {
         self.make_room(tier, slot, claim, None, now).is_ok()
     }
 
-    /// The same for a block that comes in only if it is worth what leaves first, where `weighed` is what is known of it.
+    /// The same for a block that comes in only if it is worth what leaves for it, where `weighed` is what is known of it:
+    /// no more leaves than is worth less, so that a stretch between the marks does not drive out what is worth more.
     pub(super) fn make_room(
         &mut self,
         tier: Tier,
@@ -88,9 +89,9 @@ impl Book {
                     break;
                 }
                 let Some(victim) = self.victim(tier, claim, now) else { break };
-                let newcomer = weighed.filter(|_| evicted == 0);
-                if newcomer.is_some_and(|newcomer| !self.gives_way(tier, victim, claim, newcomer, now)) {
-                    return Err(RefusedBy::Worth);
+                if weighed.is_some_and(|newcomer| !self.gives_way(tier, victim, claim, newcomer, now)) {
+                    let is_made = evicted > 0 && limits.fits(used, cost);
+                    return if is_made { Ok(()) } else { Err(RefusedBy::Worth) };
                 }
                 self.evict(tier, victim, now);
                 evicted += 1;

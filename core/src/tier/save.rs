@@ -2,6 +2,7 @@
 
 use super::book::Book;
 use super::entry::Meta;
+use super::lease::Passed;
 use super::pressure::Claim;
 use super::{Asker, Charge, LeasesFull};
 use crate::evict::{BlockKey, BlockTraits};
@@ -61,7 +62,9 @@ impl Book {
                 self.hold(asker.lease, key);
             }
         }
-        let (mut parent, mut refused) = (offer.parent, None);
+        // Nor behind what was refused in an earlier offer of the same lease.
+        let is_behind = offer.parent.is_some_and(|parent| self.was_passed_last(asker.lease, &parent));
+        let (mut parent, mut refused) = (offer.parent, is_behind.then_some(RefusedBy::Worth));
         let mut answers = Vec::with_capacity(offer.hashes.len());
         for (&hash, position) in offer.hashes.iter().zip(0u32..) {
             let offset_blocks = offer.first_offset_blocks.saturating_add(position);
@@ -91,8 +94,10 @@ impl Book {
             return Offered::Present;
         }
         // What stood in the way of one block of an offer stands in the way of the later ones, which cost
-        // the same: an offer only ever takes room. Nor are they worth more, for who asks for them asks for the first.
+        // the same: an offer only ever takes room. Nor are they worth more, for who asks for them asks for the first;
+        // unless somebody wants just them.
         let tier = match *refused {
+            Some(RefusedBy::Worth) if self.is_wanted(&meta.hash) => self.admissible(meta, now),
             Some(by) => Err(by),
             None => self.admissible(meta, now),
         };
@@ -102,7 +107,7 @@ impl Book {
                 *refused = Some(by);
                 if by == RefusedBy::Worth {
                     self.dram.stats.turned_away_blocks += 1;
-                    self.pass(asker.lease, meta.traits);
+                    self.pass(asker.lease, Passed { hash: meta.hash, traits: meta.traits });
                 }
                 return Offered::Refused(by);
             }
@@ -131,11 +136,15 @@ impl Book {
         Err(refused)
     }
 
-    /// What a new block is weighed by against what would leave the node for it. With an SSD below nothing would: both tiers
-    /// together order by the last use. Nor is one weighed that is pinned or that a request waits for.
+    /// What a new block is weighed by against what would leave for it. Not with an SSD below, where that would go; nor is
+    /// one weighed that somebody wants.
     fn weighed(&self, meta: Meta) -> Option<BlockTraits> {
-        let is_wanted = self.pins.kind(&meta.hash).is_some() || self.window.near(&meta.hash).is_some();
-        (!is_wanted && !self.open(Tier::Ssd)).then_some(meta.traits)
+        (!self.is_wanted(&meta.hash) && !self.open(Tier::Ssd)).then_some(meta.traits)
+    }
+
+    /// It is pinned, or a request waits for it.
+    fn is_wanted(&self, hash: &BlockHash) -> bool {
+        self.pins.kind(hash).is_some() || self.window.near(hash).is_some()
     }
 
     fn admissible(&mut self, meta: Meta, now: Timestamp) -> Result<Tier, RefusedBy> {

@@ -142,7 +142,8 @@ impl Density {
             return;
         }
         self.alive.begin(resident.class);
-        let residents = self.queued + self.links.parked_len();
+        // Where nothing is resident there is room for one ghost at least, so that a wait that begins has an end.
+        let residents = (self.queued + self.links.parked_len()).max(1);
         let (fingerprint, memory) = (resident.fingerprint(), resident.memory());
         self.put_off(Work::Remember { fingerprint, memory, last_use: self.clock, residents });
     }

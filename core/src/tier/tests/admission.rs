@@ -7,10 +7,11 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 /// What the policy was told, in order: offset of the block, and whether it had been let in.
 type Told = (u32, bool);
 
-/// The plain LRU, which gives no block for one of a program's call.
+/// The plain LRU, which gives no block for one of a program's call, and only block 1 for one of a search.
 struct Weighing {
     lru: PlainLru,
     told: Sender<Told>,
+    first: BlockKey,
 }
 
 impl Policy for Weighing {
@@ -39,8 +40,12 @@ impl Policy for Weighing {
         self.lru.victim(now, spared)
     }
 
-    fn admits(&mut self, newcomer: BlockTraits, _: BlockKey, _: Timestamp) -> bool {
-        newcomer.category.kind != RequestKind::Api
+    fn admits(&mut self, newcomer: BlockTraits, victim: BlockKey, _: Timestamp) -> bool {
+        match newcomer.category.kind {
+            RequestKind::Api => false,
+            RequestKind::Search => victim == self.first,
+            _ => true,
+        }
     }
 
     fn pass(&mut self, traits: BlockTraits, _: Timestamp) {
@@ -54,15 +59,13 @@ impl Policy for Weighing {
 }
 
 fn weighing(dram: u64, ssd: u64) -> (Book, Receiver<Told>) {
-    let limits = Limits {
-        dram: TierLimits::exact(Capacity::Blocks(dram)),
-        ssd: TierLimits::exact(Capacity::Blocks(ssd)),
-        lease: Duration::from_secs(10),
-        leases_max: 64,
-        seed: 1,
-    };
+    with_limits(TierLimits::exact(Capacity::Blocks(dram)), TierLimits::exact(Capacity::Blocks(ssd)))
+}
+
+fn with_limits(dram: TierLimits, ssd: TierLimits) -> (Book, Receiver<Told>) {
+    let limits = Limits { dram, ssd, lease: Duration::from_secs(10), leases_max: 64, seed: 1 };
     let (tell, told) = channel();
-    let policy = Weighing { lru: PlainLru::default(), told: tell };
+    let policy = Weighing { lru: PlainLru::default(), told: tell, first: BlockKey(0) };
     (Book::new(&limits, Box::new(policy), Box::<PlainLru>::default()), told)
 }
 
@@ -162,12 +165,59 @@ fn what_another_tenant_has_too_much_of_is_given_without_being_weighed() {
 fn notes_of_what_was_turned_away_have_an_end_and_go_with_the_lease() {
     let (mut book, told) = weighing(1, 0);
     request(&mut book, &[1], 1);
-    for lease in 0..3 {
-        let numbers: Vec<u64> = (0..100_000).map(|number| 10 + number + lease * 100_000).collect();
+    for lease in 0..40 {
+        let numbers: Vec<u64> = (0..5_000).map(|number| 10 + number + lease * 5_000).collect();
         assert!(ask(&mut book, call(100 + lease, 0), &numbers, 9).iter().all(|answer| *answer == WORTH));
     }
-    assert_eq!(book.passed_blocks, 262_144);
+    assert_eq!(book.passed_blocks, 131_072);
     told.try_iter().for_each(drop);
-    (0..3).for_each(|lease| book.release(LeaseId(100 + lease), Timestamp(10)));
-    assert_eq!((book.passed_blocks, told.try_iter().count()), (0, 262_144));
+    book.release(LeaseId(100), Timestamp(10));
+    assert_eq!(told.try_iter().count(), 4_096);
+    (1..40).for_each(|lease| book.release(LeaseId(100 + lease), Timestamp(10)));
+    assert_eq!((book.passed_blocks, told.try_iter().count()), (0, 131_072 - 4_096));
+}
+
+#[test]
+fn nothing_comes_in_behind_what_an_earlier_offer_of_the_lease_was_turned_away_with() {
+    let (mut book, _told) = weighing(4, 0);
+    request(&mut book, &[1, 2, 3, 4], 1);
+    assert_eq!(ask(&mut book, call(9, 0), &[10, 11], 9), [WORTH, WORTH]);
+    // There is room by now.
+    book.set_quotas([(TenantId(0), 2 * u64::from(CHARGE.frame))]);
+    drain(&mut book);
+    book.set_quotas([]);
+    let behind = hashes(&[12]);
+    let offer = |parent| Offer { parent, first_offset_blocks: 2, hashes: &behind, charge: CHARGE };
+    let answers = book.offer(call(9, 0), offer(Some(hash(11))), Timestamp(9)).unwrap();
+    assert_eq!(answers, [WORTH]);
+    let answers = book.offer(call(10, 0), offer(Some(hash(11))), Timestamp(9)).unwrap();
+    assert!(matches!(answers[..], [Offered::Wanted(_)]), "another request may have it from elsewhere");
+}
+
+#[test]
+fn what_another_request_brought_meanwhile_was_used_and_not_passed() {
+    let (mut book, told) = weighing(2, 0);
+    request(&mut book, &[1, 2], 1);
+    assert_eq!(ask(&mut book, call(9, 0), &[1, 10, 11], 9), [WORTH, WORTH]);
+    book.release(LeaseId(9), Timestamp(9));
+    assert_eq!(ask(&mut book, call(10, 0), &[10, 11], 10), [WORTH, WORTH]);
+    request(&mut book, &[10], 11);
+    assert!(is_here(&book, &[10]));
+    told.try_iter().for_each(drop);
+    book.release(LeaseId(10), Timestamp(12));
+    assert_eq!(told.try_iter().collect::<Vec<_>>(), [(1, false), (0, true)]);
+}
+
+#[test]
+fn what_is_wanted_is_weighed_nowhere_and_a_stretch_drives_out_nothing_that_is_worth_more() {
+    let mut marks = TierLimits::exact(Capacity::Blocks(10));
+    (marks.watermark_high, marks.watermark_low) = (0.9, 0.4);
+    let (mut book, _told) = with_limits(marks, TierLimits::exact(Capacity::Blocks(0)));
+    // A policy that gives up the first of ten only.
+    (1..=9).for_each(|number| assert_eq!(request(&mut book, &[number], number), 0));
+    let gone = |book: &Book| (1..=9).filter(|number| !is_here(book, &[*number])).count();
+    assert_eq!(gone(&book), 0);
+    let once = Asker { category: Category { kind: RequestKind::Search, turn: 1 }, ..call(20, 0) };
+    assert!(matches!(ask(&mut book, once, &[20], 20)[..], [Offered::Wanted(_)]));
+    assert_eq!(gone(&book), 1, "the rest of the stretch is worth more");
 }
