@@ -382,6 +382,25 @@ fn a_gpu_that_is_lost_takes_what_was_only_there() {
 }
 
 #[test]
+fn a_block_that_is_dropped_while_its_bytes_are_lost_is_taken_off_its_account_once() {
+    let mut book = filled(1, 1, 0, 1);
+    use_again(&mut book, &[1], 10);
+    // DRAM is held, so what a lost GPU had cannot go there.
+    for answer in offer(&mut book, 5, &[2], 11) {
+        let Offered::Wanted(key) = answer else { panic!("{answer:?}") };
+        book.commit(key, CHARGE, Timestamp(11));
+    }
+    assert_eq!(read(&mut book, 6, 1, 12), Tier::Gpu);
+    let reading = key(until(&mut book, is_lower));
+    while book.lose_gpu(Timestamp(13)) {}
+    assert_eq!(book.tenants().next(), Some((TenantId(0), 100, None)));
+    book.on_move_delayed(reading, Tier::Dram);
+    assert_eq!(book.tenants().next(), Some((TenantId(0), 100, None)));
+    drain(&mut book);
+    assert_eq!(book.slab.iter().count(), 1);
+}
+
+#[test]
 fn a_lost_gpu_is_worked_off_in_steps() {
     let count = 2 * LOST_PLACES_MAX as u64;
     let mut book = three(count, count, 0);
