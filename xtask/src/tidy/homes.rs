@@ -11,7 +11,7 @@ const HOMES: &[(&str, &[&str])] = &[
     ("openraft", &["router/src/raft/"]),
     ("quinn", &["transport/src/quic", "benches/"]),
     ("io_uring", &["node/src/"]),
-    ("cudarc", &["node/src/tiers/gpu/cuda.rs"]),
+    ("cudarc", &["node/src/tiers/gpu/cuda.rs", "node/src/tiers/gpu/kernels.rs"]),
     ("opentelemetry", &["cli/src/", "proto/src/trace_context.rs"]),
     ("opentelemetry_sdk", &["cli/src/"]),
     ("opentelemetry_otlp", &["cli/src/"]),

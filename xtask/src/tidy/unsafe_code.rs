@@ -13,6 +13,7 @@ const UNSAFE_FILES: &[&str] = &[
     "node/src/arena.rs",
     "node/src/arena/memory.rs",
     "node/src/tiers/gpu/cuda.rs",
+    "node/src/tiers/gpu/kernels.rs",
     "node/src/tiers/ssd/buffer.rs",
     "node/src/tiers/ssd/ring.rs",
     "node/src/tiers/ssd/ring/registered.rs",

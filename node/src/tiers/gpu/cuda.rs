@@ -2,8 +2,8 @@
 //!
 //! Each direction has a stream; an event behind each copy says that it ended. An error that comes up later, and not where
 //! a copy was asked for, ends a CUDA context: everything after it is [`DeviceError::Lost`], and memory that the
-//! device may still touch is left alone for good. Layer slices are scattered by the copy engine, one copy each; kernels for
-//! that are not here.
+//! device may still touch is left alone for good. Layer slices are scattered by a kernel, many at a time, where it can be
+//! compiled (`kernels`), and else by the copy engine, one copy each.
 
 #![allow(unsafe_code)]
 
@@ -14,6 +14,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result, sys};
 
 use super::device::{Copy, Device, DeviceError, Ended};
+use super::kernels::{HOPS_MAX, Kernels};
 
 /// Page-locked memory of the host.
 #[derive(Debug)]
@@ -74,6 +75,7 @@ struct Stream {
 pub struct CudaDevice {
     context: Arc<CudaContext>,
     streams: [Stream; 3],
+    kernels: Option<Kernels>,
     /// What was allocated: where, and how long.
     memory: Vec<(sys::CUdeviceptr, usize)>,
     /// What others allocated and lend.
@@ -116,8 +118,9 @@ impl CudaDevice {
             Ok::<Stream, DeviceError>(Stream { stream, running: VecDeque::new() })
         };
         let streams = [stream()?, stream()?, stream()?];
+        let kernels = Kernels::open(&context);
         let (memory, registered, refused) = (Vec::new(), Vec::new(), Vec::new());
-        Ok(Some(CudaDevice { context, streams, memory, registered, refused, lost: None }))
+        Ok(Some(CudaDevice { context, streams, kernels, memory, registered, refused, lost: None }))
     }
 
     /// Lets copies read and write device memory that this device did not allocate.
@@ -164,6 +167,16 @@ impl CudaDevice {
                 let to = &mut staging.as_mut()[piece.host.clone()];
                 // SAFETY: as above.
                 one(unsafe { result::memcpy_dtoh_async(to, piece.device, raw) })?;
+            }
+            Copy::Within(hops) if self.kernels.is_some() => {
+                for (kernels, hops) in self
+                    .kernels
+                    .iter()
+                    .flat_map(|kernels| hops.chunks(HOPS_MAX).map(move |hops| (kernels, hops)))
+                {
+                    // SAFETY: the context is bound, and both ends of each slice are in known ranges, by `is_ours`.
+                    one(unsafe { kernels.launch(raw, hops) })?;
+                }
             }
             Copy::Within(hops) => {
                 for hop in hops.iter().filter(|hop| hop.len > 0) {
@@ -246,6 +259,10 @@ impl Device for CudaDevice {
         // SAFETY: `bytes` bytes that nobody else has.
         unsafe { base.as_ptr().write_bytes(0, bytes) };
         Ok(Pinned { context: Arc::clone(&self.context), base, len: bytes })
+    }
+
+    fn hops_max(&self) -> usize {
+        if self.kernels.is_some() { HOPS_MAX } else { 1 }
     }
 
     fn begin(&mut self, number: u64, mut copy: Copy<Pinned>) {

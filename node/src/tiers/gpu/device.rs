@@ -122,6 +122,11 @@ pub trait Device: std::fmt::Debug {
     /// When there is not so much.
     fn staging(&mut self, bytes: usize) -> Result<Self::Staging, DeviceError>;
 
+    /// Slices of one [`Copy::Within`] that are worth being asked for together.
+    fn hops_max(&self) -> usize {
+        1
+    }
+
     /// Begins a copy. It ends once, also when it could not begin; [`Self::ended`] says how.
     fn begin(&mut self, number: u64, copy: Copy<Self::Staging>);
 

@@ -59,7 +59,15 @@ impl<D: Device> GpuTier<D> {
     /// Copies that the present work of a job takes.
     fn copies_of(&self, job: &Job) -> usize {
         let Some(kept) = self.kept.get(&job.record) else { return 0 };
-        if matches!(job.work, Work::Scatter(_)) { kept.slices.len() } else { kept.sums.len() }
+        if matches!(job.work, Work::Scatter(_)) {
+            kept.slices.len().div_ceil(self.hops_max())
+        } else {
+            kept.sums.len()
+        }
+    }
+
+    fn hops_max(&self) -> usize {
+        self.device.hops_max().max(1)
     }
 
     fn chunk(&self, kept: &Kept, number: usize) -> Range<usize> {
@@ -75,12 +83,13 @@ impl<D: Device> GpuTier<D> {
             return false;
         }
         let copy = if let Work::Scatter(to) = &job.work {
-            let slice = &kept.slices[number];
-            Copy::Within(vec![Hop {
+            let slices = kept.slices.iter().zip(to).skip(number * self.hops_max()).take(self.hops_max());
+            let hop = |(slice, to): (&Range<usize>, &u64)| Hop {
                 from: kept.address + slice.start as u64,
-                to: to[number],
+                to: *to,
                 len: slice.len(),
-            }])
+            };
+            Copy::Within(slices.map(hop).collect())
         } else {
             let range = self.chunk(kept, number);
             let piece = Piece { device: kept.address + range.start as u64, host: 0..range.len() };
@@ -153,7 +162,9 @@ impl<D: Device> GpuTier<D> {
         let (ended, begun) = (job.ended, job.begun);
         if let Work::Scatter(_) = job.work {
             // One stream: they end in their order.
-            self.done.push(Done::Scattered { token, slices: ended, is_last: ended == all });
+            let slices = self.kept.get(&job.record).map_or(0, |kept| kept.slices.len());
+            let slices = slices.min(ended * self.hops_max());
+            self.done.push(Done::Scattered { token, slices, is_last: ended == all });
         }
         if ended < all || begun < all {
             return;

@@ -12,6 +12,8 @@
 pub mod cuda;
 pub mod device;
 mod jobs;
+#[cfg(feature = "gpu")]
+mod kernels;
 #[cfg(test)]
 pub(crate) mod tests;
 pub(crate) mod thread;

@@ -36,6 +36,7 @@ pub(crate) struct FakeDevice {
     streams: [VecDeque<Waiting>; 3],
     begun: u64,
     chance: u64,
+    hops_max: usize,
     lost: Option<DeviceError>,
     faults: Hand,
 }
@@ -55,6 +56,8 @@ impl FakeDevice {
             streams: Default::default(),
             begun: 0,
             chance: seed | 1,
+            // One for each slice, or as many as a kernel would take.
+            hops_max: [1, 2, 32][(seed % 3) as usize],
             lost: None,
             faults: Arc::clone(faults),
         }
@@ -160,6 +163,10 @@ impl Device for FakeDevice {
             })?;
         }
         Ok(vec![0xdd; bytes])
+    }
+
+    fn hops_max(&self) -> usize {
+        self.hops_max
     }
 
     fn begin(&mut self, number: u64, copy: Copy<Vec<u8>>) {

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
 pub(crate) mod fake;
+mod kernels;
 mod suite;
 
 use proptest::prelude::*;
