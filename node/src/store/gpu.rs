@@ -299,7 +299,13 @@ impl Store {
 
     /// The thread ended by a defect: what it had begun ends here, and what was on the GPU is gone.
     fn bury_gpu(&mut self) {
-        self.gpu_lost(&DeviceError::Lost("its thread ended with a panic".to_owned()));
+        let reason =
+            "the GPU's thread ended with a panic, which is a defect: start the node again".to_owned();
+        tracing::error!(reason, "the GPU tier takes no blocks; DRAM and SSD go on without it");
+        self.parts.metrics.gpu_error();
+        if let Some(gpu) = self.parts.gpu.as_mut() {
+            gpu.trouble = Some(Trouble { reason, until: Instant::now(), wait: gpu.retry });
+        }
         let moves = self.parts.gpu.as_mut().map(|gpu| std::mem::take(&mut gpu.moves)).unwrap_or_default();
         for Move { key, hash, is_lift, .. } in moves.into_values() {
             if is_lift {

@@ -303,6 +303,7 @@ async fn a_thread_that_panics_costs_the_gpu_and_not_the_node() {
     let config = three(dir.path(), 2, 4, 0);
     let bench = open_on(&config, || panic!("a defect in a driver")).await;
     bench.until("it is said", |status, _| status.tiers[2].why_not.contains("panic")).await;
+    says("a GPU whose thread ended", &bench.status().await.tiers[2].why_not, &[]);
     bench.saved(1, 0..1).await;
     used(&bench, 2, 0).await;
     assert_eq!(blocks(&bench.status().await), [0, 1, 0]);
