@@ -102,6 +102,7 @@ impl SsdTier {
             identity: IDENTITY,
             capacity: Capacity::Blocks(blocks),
             frame_bytes_max,
+            depth: Depth::of(frame_bytes_max),
             uring: true,
             seed: 1,
             arena: Some(arena.clone()),

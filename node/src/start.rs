@@ -32,7 +32,9 @@ use crate::tiers::gpu::GpuShape;
 use crate::tiers::gpu::thread::{GpuReport, GpuThread};
 use crate::tiers::ssd::budget::WriteBudget;
 use crate::tiers::ssd::pace::Pace;
-use crate::tiers::ssd::{FoundBlock, Report, ScanReport, Ssd, SsdConfig, SsdError, SsdFaults, SsdRecord};
+use crate::tiers::ssd::{
+    Depth, FoundBlock, Report, ScanReport, Ssd, SsdConfig, SsdError, SsdFaults, SsdRecord,
+};
 
 /// Slots of any class beyond the DRAM capacity for blocks being loaded from SSD; saves never take them, so the two
 /// tiers can trade places even when both are full.
@@ -405,8 +407,8 @@ async fn open_ssd(
     }
     let (dirs, identity) = (config.ssd_dirs(), config.identity.manifest().digest());
     let (frame_bytes_max, uring, seed) = (config.frame_bytes_max(), config.io_uring, hash_seed());
-    let arena = Some(arena);
-    let ssd = SsdConfig { dirs, identity, capacity, frame_bytes_max, uring, seed, arena, faults };
+    let (arena, depth) = (Some(arena), Depth::of(frame_bytes_max));
+    let ssd = SsdConfig { dirs, identity, capacity, frame_bytes_max, depth, uring, seed, arena, faults };
     let opened = tokio::task::spawn_blocking(move || Ssd::open(&ssd, &reports)).await;
     let (ssd, report) = opened.map_err(|_| StartError::Interrupted)??;
     Ok((Some(ssd), report))

@@ -74,6 +74,7 @@ pub(crate) fn serve(dir: &Path, blocks: u64) -> anyhow::Result<()> {
         identity,
         capacity: node.ssd_capacity(),
         frame_bytes_max,
+        depth: Depth::of(frame_bytes_max),
         uring: true,
         seed: u64::from(std::process::id()),
         arena: None,

@@ -26,10 +26,21 @@ pub struct Depth {
 }
 
 impl Depth {
-    /// For frames of up to this length. As for large ones under test, where files of few small segments are wanted.
+    /// For frames of up to this length. As for large ones under test, where files of few small segments are wanted;
+    /// [`Self::deep`] is what it is otherwise.
     #[must_use]
     pub const fn of(frame_bytes: usize) -> Depth {
-        Depth::with(frame_bytes, if cfg!(test) { 0 } else { DEMOTED_BYTES })
+        if cfg!(test) { Depth::flat() } else { Depth::deep(frame_bytes) }
+    }
+
+    /// As many bytes of frames of this length as of large ones, up to a number.
+    pub(super) const fn deep(frame_bytes: usize) -> Depth {
+        Depth::with(frame_bytes, DEMOTED_BYTES)
+    }
+
+    /// That of large frames.
+    pub(super) const fn flat() -> Depth {
+        Depth::with(0, 0)
     }
 
     const fn with(frame_bytes: usize, demoted_bytes: usize) -> Depth {
@@ -49,10 +60,10 @@ impl Depth {
         }
     }
 
-    /// Records beyond a tier's capacity, for blocks that are between two places: one for each move, and some.
+    /// Records beyond a device's capacity, for blocks that are between two places: its part of one for each move, and some.
     #[must_use]
-    pub const fn staging_records(self) -> u64 {
-        (self.moves + SPARE_RECORDS) as u64
+    pub const fn staging_records(self, devices: usize) -> u64 {
+        (self.moves.div_ceil(if devices == 0 { 1 } else { devices }) + SPARE_RECORDS) as u64
     }
 }
 
@@ -65,11 +76,12 @@ mod tests {
 
     #[test]
     fn small_blocks_are_as_many_bytes_in_flight_as_large_ones_up_to_a_number() {
-        let of = |frame_bytes| Depth::with(frame_bytes, DEMOTED_BYTES);
+        let of = Depth::deep;
         let demotions = [64 << 20, 1 << 20, 256 << 10, 64 << 10, 100].map(|bytes| of(bytes).demotions);
         assert_eq!(demotions, [32, 32, 128, 512, 512]);
         let large = Depth { demotions: 32, demotions_beside_readers: 8, moves: 48 };
-        assert_eq!((of(2 << 20), large.staging_records()), (large, 64));
+        assert_eq!((of(2 << 20), Depth::flat(), large.staging_records(1)), (large, large, 64));
+        assert_eq!(large.staging_records(5), 26, "devices have a part of the moves each");
         let most = of(0).moves;
         assert!(
             (0..4 << 20).step_by(4099).map(of).all(|depth| (depth.demotions..=most).contains(&depth.moves))

@@ -65,7 +65,8 @@ pub(crate) const RECORD_BYTES_MAX: u64 = 3 * book::RECORD_BYTES + 2 * size_of::<
 pub(crate) fn memory_bytes_max(capacity: Capacity, frame_bytes_max: usize) -> u64 {
     let record = format::record_bytes(frame_bytes_max) as u64;
     let moved = (lane::RECORDS_HELD_MAX as u64).saturating_mul(record);
-    let segment = Shape::new(capacity, frame_bytes_max, None).segment_bytes();
+    let staging = Depth::of(frame_bytes_max).staging_records(1);
+    let segment = Shape::new(capacity, frame_bytes_max, staging, None).segment_bytes();
     writing::POOL_BYTES as u64 + moved.saturating_add(segment)
 }
 
@@ -80,6 +81,8 @@ pub struct SsdConfig {
     pub capacity: Capacity,
     /// Length of the largest frame, in bytes.
     pub frame_bytes_max: usize,
+    /// Blocks on their way at once.
+    pub depth: Depth,
     /// Try io_uring (otherwise plain calls).
     pub uring: bool,
     /// Differs from start to start; what tells one use of a segment from the others is drawn from it.
@@ -238,10 +241,11 @@ impl Ssd {
         let direct = direct_io(dir, &config.faults)?;
         let capacity = share(config.capacity, config.dirs.len());
         let longest = config.frame_bytes_max;
-        let mut shape = Shape::new(capacity, longest, directory.segment_pages);
+        let staging = config.depth.staging_records(config.dirs.len());
+        let mut shape = Shape::new(capacity, longest, staging, directory.segment_pages);
         if !shape.fits() {
             directory.set_aside("its segments hold fewer than four of the largest blocks of this node")?;
-            shape = Shape::new(capacity, longest, None);
+            shape = Shape::new(capacity, longest, staging, None);
         }
         let device: Arc<dyn Device> = if directory.segment_pages.is_some() {
             Arc::new(FileDevice::open(&directory.file(), direct)?)

@@ -4,7 +4,6 @@
 
 use kv_core::tier::Capacity;
 
-use super::depth::Depth;
 use super::format::{PAGE_BYTES, SEGMENTS_AT, footer_pages, record_bytes, record_pages};
 
 /// Segments beyond what the capacity fills: one being written, the one after it, one to rescue into, and
@@ -40,12 +39,18 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// For a capacity. `segment_pages` are those of a file that is there already.
+    /// For a capacity, and so many records beyond it that are between two places. `segment_pages` are those of a file that
+    /// is there already.
     #[must_use]
-    pub fn new(capacity: Capacity, frame_bytes_max: usize, segment_pages: Option<u32>) -> Shape {
+    pub fn new(
+        capacity: Capacity,
+        frame_bytes_max: usize,
+        staging: u64,
+        segment_pages: Option<u32>,
+    ) -> Shape {
         let record = u64::from(record_pages(frame_bytes_max));
         let cost = u32::try_from(record_bytes(frame_bytes_max)).unwrap_or(u32::MAX);
-        let records = capacity.amount() / capacity.cost(cost) + staging(frame_bytes_max);
+        let records = capacity.amount() / capacity.cost(cost) + staging;
         let least =
             (RECORDS_MIN * record + 1 + footer(RECORDS_MIN)).next_power_of_two().max(SEGMENT_PAGES_MIN);
         let wanted = (records * record / SEGMENTS_WANTED).next_power_of_two();
@@ -87,10 +92,6 @@ impl Shape {
     }
 }
 
-fn staging(frame_bytes_max: usize) -> u64 {
-    Depth::of(frame_bytes_max).staging_records()
-}
-
 fn footer(records: u64) -> u64 {
     u64::from(footer_pages(u32::try_from(records).unwrap_or(u32::MAX)))
 }
@@ -98,41 +99,52 @@ fn footer(records: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tiers::ssd::Depth;
+
+    /// Of one device, and of one of seven.
+    fn stagings(frame_bytes: usize) -> [u64; 4] {
+        let (deep, flat) = (Depth::deep(frame_bytes), Depth::flat());
+        [deep.staging_records(1), deep.staging_records(7), flat.staging_records(1), flat.staging_records(7)]
+    }
 
     #[test]
     fn segments_hold_the_capacity_and_a_named_reserve() {
         for (blocks, frame) in
             [(1u64, 100usize), (16, 6000), (20_000, 65_700), (100_000, 1 << 20), (3, 60 << 20)]
         {
-            let shape = Shape::new(Capacity::Blocks(blocks), frame, None);
-            assert!(shape.fits(), "{shape:?}");
-            let record = u64::from(record_pages(frame));
-            let pages = u64::from(shape.segment_pages);
-            let each = (pages - 1 - footer(pages / record)) / record;
-            let spare = u64::from(shape.segments) - SEGMENTS_IN_HAND;
-            assert!(each * spare >= blocks + staging(frame), "{shape:?}");
-            let bytes = (blocks + staging(frame)) * record * PAGE_BYTES as u64;
-            // At most a record of each segment stays unused at its end, and there are at least four.
-            let reserve = bytes / 2 + (SEGMENTS_IN_HAND + 2) * shape.segment_bytes() + SEGMENTS_AT;
-            assert!(shape.bytes_max() <= bytes + reserve, "{shape:?} for {bytes}");
+            for staging in stagings(frame) {
+                let shape = Shape::new(Capacity::Blocks(blocks), frame, staging, None);
+                assert!(shape.fits(), "{shape:?}");
+                let record = u64::from(record_pages(frame));
+                let pages = u64::from(shape.segment_pages);
+                let each = (pages - 1 - footer(pages / record)) / record;
+                let spare = u64::from(shape.segments) - SEGMENTS_IN_HAND;
+                assert!(each * spare >= blocks + staging, "{shape:?}");
+                let bytes = (blocks + staging) * record * PAGE_BYTES as u64;
+                // At most a record of each segment stays unused at its end, and there are at least four.
+                let reserve = bytes / 2 + (SEGMENTS_IN_HAND + 2) * shape.segment_bytes() + SEGMENTS_AT;
+                assert!(shape.bytes_max() <= bytes + reserve, "{shape:?} for {bytes}");
+            }
         }
     }
 
     #[test]
     fn a_file_that_is_kept_for_larger_records_does_not_outgrow_the_capacity() {
         let capacity = Capacity::Blocks(10_000);
-        let pages = Shape::new(capacity, 60_000, None).segment_pages;
+        let pages = Shape::new(capacity, 60_000, stagings(60_000)[0], None).segment_pages;
         for frame in (60_000..30_000_000).step_by(50_000) {
-            let shape = Shape::new(capacity, frame, Some(pages));
-            let bytes = (10_000 + staging(frame)) * record_bytes(frame) as u64;
-            let reserve = bytes + (SEGMENTS_IN_HAND + 2) * shape.segment_bytes();
-            assert!(!shape.fits() || shape.bytes_max() <= bytes + reserve, "{shape:?} for {bytes}");
+            for staging in stagings(frame) {
+                let shape = Shape::new(capacity, frame, staging, Some(pages));
+                let bytes = (10_000 + staging) * record_bytes(frame) as u64;
+                let reserve = bytes + (SEGMENTS_IN_HAND + 2) * shape.segment_bytes();
+                assert!(!shape.fits() || shape.bytes_max() <= bytes + reserve, "{shape:?} for {bytes}");
+            }
         }
     }
 
     #[test]
     fn large_tiers_have_large_segments() {
-        let shape = Shape::new(Capacity::Bytes(1 << 40), 1 << 20, None);
+        let shape = Shape::new(Capacity::Bytes(1 << 40), 1 << 20, stagings(1 << 20)[0], None);
         assert_eq!(shape.segment_bytes(), 64 << 20);
         assert!(shape.bytes_max() < (1 << 40) * 115 / 100, "{}", shape.bytes_max());
     }

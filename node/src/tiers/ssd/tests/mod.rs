@@ -40,6 +40,7 @@ fn config(dir: &Path, uring: bool) -> SsdConfig {
         identity: IDENTITY,
         capacity: Capacity::Blocks(16),
         frame_bytes_max: frame(0).len(),
+        depth: Depth::of(frame(0).len()),
         uring,
         seed: 1,
         arena: None,
@@ -165,6 +166,28 @@ fn blocks_come_back_as_they_were_and_after_a_restart_too() {
             assert_eq!(bench.load(number, found.record).unwrap(), frame(number));
         }
     }
+}
+
+#[test]
+fn as_many_small_blocks_as_a_node_moves_at_once_are_written_and_found() {
+    let dir = tempfile::tempdir().unwrap();
+    let dirs = vec![dir.path().join("a"), dir.path().join("b")];
+    let config = SsdConfig { dirs, depth: Depth::deep(frame(0).len()), ..config(dir.path(), true) };
+    let mut bench = open(&config);
+    let count = config.depth.moves;
+    assert!(count > 700, "{count}");
+    let mut records = Vec::new();
+    for nth in 0..count {
+        let number = (nth % 251) as u8;
+        records.extend(bench.ssd.write(nth as u64, 0, header(number), &frame(number)).unwrap());
+    }
+    assert_eq!(records.len(), count, "all of them have their place at once");
+    for _ in 0..count {
+        assert!(matches!(bench.done(), Done::Written { result: Ok(()), .. }));
+    }
+    assert_eq!(bench.load(250, records[250]).unwrap(), frame(250));
+    drop(bench);
+    assert_eq!(open(&config).report.blocks.len(), 251, "each once, however often it was written");
 }
 
 #[test]
