@@ -75,16 +75,15 @@ impl Recovery<'_> {
             }
         };
         let readers = (count / SEGMENTS_PER_READER).clamp(1, READERS_MAX);
-        let parts = if readers == 1 {
-            vec![read()]
-        } else {
-            std::thread::scope(|scope| {
-                let threads: Vec<_> = (0..readers).map(|_| scope.spawn(read)).collect();
-                let ends = threads.into_iter().map(std::thread::ScopedJoinHandle::join);
-                ends.collect::<Result<Vec<_>, _>>()
-            })
-            .map_err(|_| io::Error::other("reading the segments ended with a panic"))?
-        };
+        let parts = std::thread::scope(|scope| {
+            // With fewer threads than are wanted, if the system gives no more, a start takes longer.
+            let spawn = |_| std::thread::Builder::new().spawn_scoped(scope, read);
+            let others: Vec<_> = (1..readers).map_while(|at| spawn(at).ok()).collect();
+            let own = read();
+            let ends = others.into_iter().map(std::thread::ScopedJoinHandle::join);
+            std::iter::once(Ok(own)).chain(ends).collect::<Result<Vec<_>, _>>()
+        })
+        .map_err(|_| io::Error::other("reading the segments ended with a panic"))?;
         let (mut all, mut skipped) = (Vec::with_capacity(count as usize), Skipped::default());
         for (found, part) in parts {
             all.extend(found);
