@@ -7,7 +7,7 @@ use std::time::Instant;
 use kv_core::evict::{self, BlockKey, Policy};
 use kv_core::id::{InstanceId, NodeId, TenantId, Tier, Timestamp};
 use kv_core::index::command::NodeRecord;
-use kv_core::tier::{Book, Capacity, Found, LIFTS_MAX, Limits};
+use kv_core::tier::{Book, Capacity, Found, LIFTS_MAX, Limits, TierLimits};
 use kvfleet_proto::pb::node_control_server::NodeControlServer;
 use kvfleet_proto::tls::{Identity, TlsError, TlsFiles};
 use kvfleet_transport::BlockService;
@@ -357,8 +357,8 @@ fn book(config: &NodeConfig) -> Book {
     if gpu.amount() == 0 {
         return book;
     }
-    // What comes up is chosen by times of last use, and so is what leaves.
-    let mut book = book.with_gpu(config.limits(gpu), policy("lru"));
+    // What comes up is chosen by times of last use, and so is what leaves: one block for one, so nothing is kept free.
+    let mut book = book.with_gpu(TierLimits::exact(gpu), policy("lru"));
     // Nothing comes up before the device has its memory.
     book.set_admitting(Tier::Gpu, false);
     book

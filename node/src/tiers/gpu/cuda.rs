@@ -222,6 +222,15 @@ fn is_of_the_call(code: sys::CUresult) -> bool {
     matches!(code, CUDA_ERROR_INVALID_VALUE | CUDA_ERROR_OUT_OF_MEMORY)
 }
 
+/// Of memory that was asked for. Another error than that there is none is one of the context.
+fn no_memory(cause: &DriverError, bytes: usize, what: &'static str) -> DeviceError {
+    if is_of_the_call(cause.0) {
+        DeviceError::NoMemory { bytes, what, cause: cause.to_string() }
+    } else {
+        lost(cause)
+    }
+}
+
 fn refused(cause: &DriverError) -> DeviceError {
     if is_of_the_call(cause.0) { DeviceError::Copy(cause.to_string()) } else { lost(cause) }
 }
@@ -238,24 +247,21 @@ impl Device for CudaDevice {
             // SAFETY: the memory is written before it is read, and freed once, in `drop`.
             unsafe { result::malloc_sync(bytes) }
         });
-        let address = taken.map_err(|cause| DeviceError::NoMemory {
-            bytes,
-            what: "device",
-            cause: cause.to_string(),
-        })?;
+        let address = taken.map_err(|cause| no_memory(&cause, bytes, "device"))?;
         self.memory.push((address, bytes));
         Ok(address)
     }
 
     fn staging(&mut self, bytes: usize) -> Result<Pinned, DeviceError> {
-        let refused = |cause: String| DeviceError::NoMemory { bytes, what: "page-locked", cause };
         // SAFETY: owned by the `Pinned` below, which frees it once.
         let taken = self
             .context
             .bind_to_thread()
             .and_then(|()| unsafe { result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_PORTABLE) });
-        let base = NonNull::new(taken.map_err(|cause| refused(cause.to_string()))?.cast::<u8>());
-        let base = base.ok_or_else(|| refused("no address".to_owned()))?;
+        let what = "page-locked";
+        let base = NonNull::new(taken.map_err(|cause| no_memory(&cause, bytes, what))?.cast::<u8>());
+        let cause = "no address".to_owned();
+        let base = base.ok_or(DeviceError::NoMemory { bytes, what, cause })?;
         // SAFETY: `bytes` bytes that nobody else has.
         unsafe { base.as_ptr().write_bytes(0, bytes) };
         Ok(Pinned { context: Arc::clone(&self.context), base, len: bytes })

@@ -120,10 +120,10 @@ impl Kernels {
         // them, since they are waited for.
         let ran = unsafe {
             // In the same stream: one that is not may end after the kernel began.
-            result::memcpy_htod_async(memory, &before, stream.cu_stream())
-                .and_then(|()| self.launch(stream.cu_stream(), &hops))
-                .and_then(|()| stream.synchronize())
-                .and_then(|()| result::memcpy_dtoh_sync(&mut after, memory))
+            let begun = result::memcpy_htod_async(memory, &before, stream.cu_stream())
+                .and_then(|()| self.launch(stream.cu_stream(), &hops));
+            let ended = stream.synchronize();
+            begun.and(ended).and_then(|()| result::memcpy_dtoh_sync(&mut after, memory))
         };
         // SAFETY: from `malloc_sync`, and the stream came to an end, or the context is broken and this is refused.
         let freed = unsafe { result::free_sync(memory) };
