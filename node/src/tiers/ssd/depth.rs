@@ -27,7 +27,7 @@ pub struct Depth {
 
 impl Depth {
     /// For frames of up to this length. As for large ones under test, where files of few small segments are wanted;
-    /// [`Self::deep`] is what it is otherwise.
+    /// `deep` is what it is otherwise.
     #[must_use]
     pub const fn of(frame_bytes: usize) -> Depth {
         if cfg!(test) { Depth::flat() } else { Depth::deep(frame_bytes) }
