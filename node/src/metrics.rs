@@ -32,6 +32,14 @@ pub(crate) struct Metrics {
     prefetched: IntGauge,
 }
 
+/// Blocks given to readers, of each tier. Looked up once: a block is given away in less time than a label is found.
+fn hits(registry: &Registry) -> Result<[IntCounter; Tier::ALL.len()], prometheus::Error> {
+    let hits =
+        IntCounterVec::new(Opts::new("kvfleet_node_hits_total", "Blocks given to readers"), &["tier"])?;
+    registry.register(Box::new(hits.clone()))?;
+    Ok(Tier::ALL.map(|tier| hits.with_label_values(&[tier.name()])))
+}
+
 impl Metrics {
     /// Makes and registers them.
     pub(crate) fn new(registry: &Registry) -> Result<Metrics, prometheus::Error> {
@@ -50,11 +58,6 @@ impl Metrics {
             registry.register(Box::new(gauge.clone()))?;
             Ok(gauge)
         };
-        let hits =
-            IntCounterVec::new(Opts::new("kvfleet_node_hits_total", "Blocks given to readers"), &["tier"])?;
-        registry.register(Box::new(hits.clone()))?;
-        // Looked up once: a block is given away in less time than a label is found.
-        let hits = Tier::ALL.map(|tier| hits.with_label_values(&[tier.name()]));
         Ok(Metrics {
             blocks: by_tier("kvfleet_node_blocks", "Blocks that have their place in the tier")?,
             bytes: by_tier("kvfleet_node_bytes", "Bytes of their slots")?,
@@ -76,7 +79,7 @@ impl Metrics {
                 "Blocks dropped since start because their group's time to live was over",
             )?,
             admitting: by_tier("kvfleet_node_admitting", "1 while the tier takes new blocks")?,
-            hits,
+            hits: hits(registry)?,
             saved_bytes: counter("kvfleet_node_saved_bytes_total", "Encoded bytes committed")?,
             refused_blocks: counter("kvfleet_node_refused_blocks_total", "Frames refused after an offer")?,
             ssd_errors: counter("kvfleet_node_ssd_errors_total", "Reads and writes of the SSD that failed")?,

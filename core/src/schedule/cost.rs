@@ -21,7 +21,7 @@ use super::decision::Source;
 use super::fleet::Fleet;
 use super::load::Load;
 use super::profile::{HardwareProfile, Lane};
-use crate::id::{NodeId, Tier};
+use crate::id::NodeId;
 use crate::index::{Holder, HolderRun, PrefixMatch};
 
 /// What an instance would do for a request, and how long that takes, its queue left out.
@@ -115,11 +115,7 @@ impl<'a> Planner<'a> {
 
     fn hold(&self, holder: &Holder, link: Option<Lane>, tokens: u64) -> Hold {
         let profile = &self.fleet.profile;
-        let near = match holder.tier {
-            // Bytes leave the GPU of a node by way of its DRAM.
-            Tier::Gpu => profile.gpu.through(profile.dram),
-            tier => profile.tier(tier),
-        };
+        let near = profile.tier(holder.tier);
         let far = near.through(link.unwrap_or(profile.network));
         let way =
             |lane: Lane| Way { latency_ns: lane.latency_ns, stream_ns: profile.stream_ns(lane, tokens) };
