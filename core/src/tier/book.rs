@@ -291,6 +291,12 @@ impl Book {
         self.shelf_mut(tier).stats.admitting = admitting;
     }
 
+    /// A tier has another size from now on, in the unit it has. What no longer fits leaves as others come.
+    pub fn set_capacity(&mut self, tier: Tier, amount: u64) {
+        let capacity = &mut self.shelf_mut(tier).limits.capacity;
+        *capacity = capacity.with_amount(amount);
+    }
+
     pub(super) fn shelf(&self, tier: Tier) -> &Shelf {
         match tier {
             Tier::Ssd => &self.ssd,

@@ -7,6 +7,7 @@ use std::collections::VecDeque;
 
 use super::book::Book;
 use super::numbers::Left;
+use super::pressure::Claim;
 use crate::evict::BlockKey;
 use crate::id::{BlockHash, Tier, Timestamp};
 
@@ -268,6 +269,41 @@ impl Book {
         } else {
             self.settle(key);
         }
+    }
+
+    /// A load from SSD is not even tried: its device is slow, and whoever waits rather computes the block. It stays there.
+    /// One that waiting requests need is no longer taken for one until they say so again, or it would be asked for at once.
+    pub fn on_load_refused(&mut self, key: BlockKey, now: Timestamp) {
+        let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.moving == Some(Tier::Dram)) else {
+            return;
+        };
+        entry.moving = None;
+        entry.awaited = false;
+        let (hash, was_prefetch) = (entry.meta.hash, entry.prefetch);
+        // Its room in DRAM is for a block that comes.
+        let goes_back = entry.place == Some(Tier::Dram) && entry.copies.ssd && !entry.copies.dram;
+        self.end_prefetch(key);
+        if was_prefetch {
+            self.unwant(&hash, now);
+        }
+        if goes_back { self.go_back(key, now) } else { self.settle(key) }
+    }
+
+    /// To SSD, where its bytes are; dropped when nothing there may give way meanwhile.
+    fn go_back(&mut self, key: BlockKey, now: Timestamp) {
+        let Some(entry) = self.slab.get(key) else { return };
+        let (slot, claim) = (entry.meta.charge.ssd, Claim::demoted(entry.meta.tenant, entry.order()));
+        let is_held = entry.held();
+        self.discharge(key);
+        if !self.reserve(Tier::Ssd, slot, claim, now) {
+            self.count_left(key, Left::Failed);
+            return self.drop_block(key);
+        }
+        self.charge(key, Tier::Ssd);
+        if !is_held {
+            self.rank(key, now);
+        }
+        self.settle(key);
     }
 
     /// The SSD copy of a block is gone although nobody asked for it. A read that is under way may bring its

@@ -18,6 +18,15 @@ impl Capacity {
         }
     }
 
+    /// Another amount of the same unit.
+    #[must_use]
+    pub fn with_amount(self, amount: u64) -> Capacity {
+        match self {
+            Capacity::Bytes(_) => Capacity::Bytes(amount),
+            Capacity::Blocks(_) => Capacity::Blocks(amount),
+        }
+    }
+
     /// What a block with a slot of `slot_bytes` takes of it.
     #[must_use]
     pub fn cost(self, slot_bytes: u32) -> u64 {

@@ -184,8 +184,17 @@ impl Book {
         announced
     }
 
+    /// The block is as if no waiting request needed it, until the next window says that one does.
+    pub(super) fn unwant(&mut self, hash: &BlockHash, now: Timestamp) {
+        self.window.places.remove(hash);
+        self.leave_window(hash, now);
+    }
+
     fn leave_window(&mut self, hash: &BlockHash, now: Timestamp) {
         let Some(key) = self.slab.find(hash) else { return };
+        if self.slab.get(key).is_none_or(|entry| entry.near.is_none()) {
+            return;
+        }
         self.weigh(key, u64::saturating_sub);
         // While the place it is listed under is known: a softly pinned one is listed under another from now on.
         self.unlist(key);

@@ -20,6 +20,7 @@ enum Op {
     Start { dram: bool, ssd: bool, gpu: bool },
     Finish { well: bool },
     Delay,
+    Refuse,
     Pin { pins: Vec<(bool, BTreeSet<u64>, Option<u64>)> },
     ExpirePins { late: u64 },
     Quota { bytes: u64 },
@@ -45,6 +46,7 @@ fn op() -> impl Strategy<Value = Op> {
         8 => any::<(bool, bool, bool)>().prop_map(|(dram, ssd, gpu)| Op::Start { dram, ssd, gpu }),
         8 => prop::bool::weighted(0.85).prop_map(|well| Op::Finish { well }),
         2 => Just(Op::Delay),
+        2 => Just(Op::Refuse),
         2 => prop::collection::vec(
             (any::<bool>(), prop::collection::btree_set(0u64..25, 0..3), prop::option::of(0u64..20_000)), 0..4)
             .prop_map(|pins| Op::Pin { pins }),
@@ -116,6 +118,7 @@ impl World {
             }
             Op::Finish { well } if !self.moving.is_empty() => self.finish(well),
             Op::Delay if !self.moving.is_empty() => self.delay(),
+            Op::Refuse => self.refuse(),
             Op::Pin { pins } => {
                 let orders = (0..).zip(pins).map(|(number, (soft, numbers, left))| {
                     let kind = if soft { PinKind::Soft } else { PinKind::Hard };
@@ -268,6 +271,14 @@ impl World {
     fn delay(&mut self) {
         let (key, to) = target(self.moving.remove(0));
         self.book.on_move_delayed(key, to);
+    }
+
+    /// The oldest load from SSD is not tried.
+    fn refuse(&mut self) {
+        let is_load = |action: &Action| matches!(action, Action::Promote { .. });
+        let Some(at) = self.moving.iter().position(is_load) else { return };
+        let (key, _) = target(self.moving.remove(at));
+        self.book.on_load_refused(key, Timestamp(self.now));
     }
 
     fn apply_changes(&mut self) {

@@ -9,6 +9,7 @@ mod invariants;
 mod pins;
 mod shares;
 mod situations;
+mod slow;
 mod steps;
 mod ttls;
 mod windows;

@@ -1,0 +1,92 @@
+//! What the book does for a node whose SSDs are slow: loads that are not tried, and a tier that shrinks.
+//!
+//! Not here: which device is slow (the node).
+
+use super::*;
+use crate::index::command::Change;
+
+/// Blocks 1 to `count`, each of a request of its own; the last are in DRAM.
+fn filled(dram: u64, ssd: u64, count: u64) -> Book {
+    let mut book = blocks(dram, ssd);
+    (1..=count).for_each(|number| assert_eq!(request(&mut book, &[number], number), 0));
+    book.take_changes();
+    book
+}
+
+/// The next load from SSD; what else there is to do is done.
+fn load(book: &mut Book) -> Option<BlockKey> {
+    loop {
+        match book.next_action(ALL_ROOM)? {
+            Action::Promote { key, .. } => return Some(key),
+            Action::Demote { key, .. } => book.on_moved(key, Tier::Ssd),
+            Action::DropDram { .. } | Action::DropSsd { .. } => {}
+            other => panic!("{other:?} in a node without a GPU"),
+        }
+    }
+}
+
+fn fetch(book: &mut Book, lease: u64, number: u64) -> Tier {
+    book.fetch(asker(lease), &[hash(number)], Timestamp(100)).unwrap()[0].tier
+}
+
+#[test]
+fn a_load_that_is_not_tried_leaves_the_block_where_it_is() {
+    let mut book = filled(1, 2, 3);
+    assert_eq!(fetch(&mut book, 7, 2), Tier::Ssd);
+    let refused = load(&mut book).unwrap();
+    book.on_load_refused(refused, Timestamp(100));
+    assert_eq!(load(&mut book), None, "nobody waits for it any more");
+    assert_eq!(book.tier_of(&hash(2)), Some(Tier::Ssd));
+    let dropped = Change::Dropped { blocks: vec![hash(1)], tier: Tier::Ssd };
+    let moved = Change::Moved { blocks: vec![hash(3)], from: Tier::Dram, to: Tier::Ssd };
+    assert_eq!(book.take_changes(), [dropped, moved], "what made room for it, and nothing of itself");
+    assert_eq!((book.stats(Tier::Dram).blocks, book.stats(Tier::Ssd).blocks), (0, 2));
+    // Whoever asks again has it loaded.
+    assert_eq!(fetch(&mut book, 7, 2), Tier::Ssd);
+    let tried = load(&mut book).unwrap();
+    book.on_moved(tried, Tier::Dram);
+    assert_eq!(book.tier_of(&hash(2)), Some(Tier::Dram));
+    book.release(LeaseId(7), Timestamp(101));
+    drain(&mut book);
+}
+
+#[test]
+fn a_block_that_is_read_past_dram_and_not_tried_stays_too() {
+    let mut book = filled(1, 2, 3);
+    // DRAM is held: what is read from SSD keeps its place there.
+    assert_eq!(fetch(&mut book, 6, 3), Tier::Dram);
+    assert_eq!(fetch(&mut book, 7, 2), Tier::Ssd);
+    let refused = load(&mut book).unwrap();
+    book.on_load_refused(refused, Timestamp(100));
+    assert_eq!((load(&mut book), book.tier_of(&hash(2))), (None, Some(Tier::Ssd)));
+    assert!(book.take_changes().is_empty());
+}
+
+#[test]
+fn a_prefetch_that_is_not_tried_is_not_asked_for_until_the_queue_is_told_again() {
+    let mut book = filled(10, 30, 20);
+    let waiting = hashes(&[5]);
+    book.set_window([waiting.as_slice()], Timestamp(100));
+    assert_eq!(book.prefetch(Timestamp(100)), 1);
+    let refused = load(&mut book).unwrap();
+    book.on_load_refused(refused, Timestamp(100));
+    assert_eq!((book.prefetch(Timestamp(100)), load(&mut book)), (0, None));
+    assert_eq!(book.tier_of(&hash(5)), Some(Tier::Ssd));
+    // A reader is still heard.
+    assert_eq!(fetch(&mut book, 7, 5), Tier::Ssd);
+    assert!(load(&mut book).is_some());
+}
+
+#[test]
+fn a_tier_that_shrinks_gives_way_as_blocks_come() {
+    let mut book = filled(1, 10, 11);
+    assert_eq!(book.stats(Tier::Ssd).blocks, 10);
+    book.set_capacity(Tier::Ssd, 4);
+    assert_eq!(book.stats(Tier::Ssd).blocks, 10, "nothing goes for it alone");
+    assert_eq!(request(&mut book, &[12], 200), 0);
+    assert_eq!(book.stats(Tier::Ssd).blocks, 4);
+    assert_eq!(book.tier_of(&hash(11)), Some(Tier::Ssd));
+    book.set_capacity(Tier::Ssd, 10);
+    (13..20).for_each(|number| assert_eq!(request(&mut book, &[number], 200 + number), 0));
+    assert_eq!(book.stats(Tier::Ssd).blocks, 10);
+}
