@@ -292,7 +292,11 @@ fn render(node: &Inspected) -> String {
     let _ = writeln!(out, "tier   blocks     MiB used     of           takes new blocks");
     for tier in &node.tiers {
         let (used, all) = (in_mib(tier.used_bytes), in_mib(tier.capacity_bytes));
-        let takes = if tier.admitting { "yes" } else { "no: " };
+        let takes = match (tier.admitting, tier.why_not.is_empty()) {
+            (true, true) => "yes",
+            (true, false) => "yes; ",
+            (false, _) => "no: ",
+        };
         let _ = writeln!(
             out,
             "{:<6} {:<10} {used:<12} {all:<12} {takes}{}",

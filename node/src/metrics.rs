@@ -20,16 +20,74 @@ pub(crate) struct Metrics {
     hits: [IntCounter; Tier::ALL.len()],
     saved_bytes: IntCounter,
     refused_blocks: IntCounter,
-    ssd_errors: IntCounter,
-    ssd_spared: IntCounter,
+    ssd: SsdMetrics,
     gpu_errors: IntCounter,
-    scrubbed: IntCounter,
-    ssd_saved: IntGauge,
-    ssd_rescued: IntGauge,
     leases: IntGauge,
     moves: IntGauge,
     window: IntGauge,
     prefetched: IntGauge,
+}
+
+/// Those of the SSDs.
+#[derive(Clone, Debug)]
+struct SsdMetrics {
+    errors: IntCounter,
+    spared: IntCounter,
+    behind: IntCounter,
+    slow: IntGauge,
+    scrubbed: IntCounter,
+    saved: IntGauge,
+    rescued: IntGauge,
+}
+
+impl SsdMetrics {
+    fn new(registry: &Registry) -> Result<SsdMetrics, prometheus::Error> {
+        Ok(SsdMetrics {
+            errors: counter(
+                registry,
+                "kvfleet_node_ssd_errors_total",
+                "Reads and writes of the SSD that failed",
+            )?,
+            spared: counter(
+                registry,
+                "kvfleet_node_ssd_spared_blocks_total",
+                "Blocks not written to SSD because the day's budget was used up",
+            )?,
+            behind: counter(
+                registry,
+                "kvfleet_node_ssd_behind_blocks_total",
+                "Blocks not written to or read from a slow SSD because it had enough to do",
+            )?,
+            slow: gauge(registry, "kvfleet_node_slow_ssds", "SSDs that are slow now")?,
+            scrubbed: counter(
+                registry,
+                "kvfleet_node_scrubbed_bytes_total",
+                "Bytes on SSD that were read and found whole though nobody asked",
+            )?,
+            saved: gauge(
+                registry,
+                "kvfleet_node_ssd_saved_bytes",
+                "Bytes of blocks written to SSD since start",
+            )?,
+            rescued: gauge(
+                registry,
+                "kvfleet_node_ssd_rescued_bytes",
+                "Bytes of blocks written to SSD again since start, so that their segment could be",
+            )?,
+        })
+    }
+}
+
+fn counter(registry: &Registry, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
+    let counter = IntCounter::new(name, help)?;
+    registry.register(Box::new(counter.clone()))?;
+    Ok(counter)
+}
+
+fn gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
+    let gauge = IntGauge::new(name, help)?;
+    registry.register(Box::new(gauge.clone()))?;
+    Ok(gauge)
 }
 
 /// Blocks given to readers, of each tier. Looked up once: a block is given away in less time than a label is found.
@@ -48,16 +106,8 @@ impl Metrics {
             registry.register(Box::new(gauge.clone()))?;
             Ok(gauge)
         };
-        let counter = |name: &str, help: &str| -> Result<IntCounter, prometheus::Error> {
-            let counter = IntCounter::new(name, help)?;
-            registry.register(Box::new(counter.clone()))?;
-            Ok(counter)
-        };
-        let gauge = |name: &str, help: &str| -> Result<IntGauge, prometheus::Error> {
-            let gauge = IntGauge::new(name, help)?;
-            registry.register(Box::new(gauge.clone()))?;
-            Ok(gauge)
-        };
+        let counter = |name: &str, help: &str| counter(registry, name, help);
+        let gauge = |name: &str, help: &str| gauge(registry, name, help);
         Ok(Metrics {
             blocks: by_tier("kvfleet_node_blocks", "Blocks that have their place in the tier")?,
             bytes: by_tier("kvfleet_node_bytes", "Bytes of their slots")?,
@@ -82,23 +132,10 @@ impl Metrics {
             hits: hits(registry)?,
             saved_bytes: counter("kvfleet_node_saved_bytes_total", "Encoded bytes committed")?,
             refused_blocks: counter("kvfleet_node_refused_blocks_total", "Frames refused after an offer")?,
-            ssd_errors: counter("kvfleet_node_ssd_errors_total", "Reads and writes of the SSD that failed")?,
-            ssd_spared: counter(
-                "kvfleet_node_ssd_spared_blocks_total",
-                "Blocks not written to SSD because the day's budget was used up",
-            )?,
+            ssd: SsdMetrics::new(registry)?,
             gpu_errors: counter(
                 "kvfleet_node_gpu_errors_total",
                 "Copies to and from a GPU that failed, and losses of it",
-            )?,
-            scrubbed: counter(
-                "kvfleet_node_scrubbed_bytes_total",
-                "Bytes on SSD that were read and found whole though nobody asked",
-            )?,
-            ssd_saved: gauge("kvfleet_node_ssd_saved_bytes", "Bytes of blocks written to SSD since start")?,
-            ssd_rescued: gauge(
-                "kvfleet_node_ssd_rescued_bytes",
-                "Bytes of blocks written to SSD again since start, so that their segment could be",
             )?,
             leases: gauge("kvfleet_node_leases", "Requests under way")?,
             moves: gauge("kvfleet_node_moves", "Moves between tiers in flight")?,
@@ -125,11 +162,19 @@ impl Metrics {
     }
 
     pub(crate) fn ssd_error(&self) {
-        self.ssd_errors.inc();
+        self.ssd.errors.inc();
     }
 
     pub(crate) fn ssd_spared(&self) {
-        self.ssd_spared.inc();
+        self.ssd.spared.inc();
+    }
+
+    pub(crate) fn ssd_behind(&self) {
+        self.ssd.behind.inc();
+    }
+
+    pub(crate) fn slow_ssds(&self, count: usize) {
+        set(&self.ssd.slow, count as u64);
     }
 
     pub(crate) fn gpu_error(&self) {
@@ -137,12 +182,12 @@ impl Metrics {
     }
 
     pub(crate) fn scrubbed(&self, bytes: u64) {
-        self.scrubbed.inc_by(bytes);
+        self.ssd.scrubbed.inc_by(bytes);
     }
 
     pub(crate) fn ssd_wear(&self, wear: Wear) {
-        set(&self.ssd_saved, wear.saved_bytes);
-        set(&self.ssd_rescued, wear.rescued_bytes);
+        set(&self.ssd.saved, wear.saved_bytes);
+        set(&self.ssd.rescued, wear.rescued_bytes);
     }
 
     pub(crate) fn tier(&self, tier: Tier, stats: &TierStats) {

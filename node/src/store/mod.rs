@@ -362,6 +362,7 @@ impl Store {
             self.parts.book.refit(now);
         }
         self.retry_ssd();
+        self.look_at_ssds();
         self.retry_gpu();
         self.scrub(now);
         self.count_wear(now);

@@ -76,14 +76,15 @@ impl Store {
     }
 
     fn next_action(&mut self) -> Option<Action> {
-        let free = self.slots.load();
+        let slots = self.slots.without(self.parts.ssd.as_ref().map_or((0, 0), Ssd::slow_moves));
+        let free = slots.load();
         let room = self.parts.arena.has_room(Purpose::Load);
         let dram = free && room;
         // While the arena has no room, demotions are what the reader waits for.
         let reader_waits = room && !self.loads.is_empty();
         // While the SSD is in trouble demotions may "start": they fail at once and the blocks go.
         let space = self.parts.ssd.as_ref().is_none_or(Ssd::has_room);
-        let ssd = self.trouble.is_some() || (space && self.slots.demotion(reader_waits));
+        let ssd = self.trouble.is_some() || (space && slots.demotion(reader_waits));
         let prefetch = free && self.parts.arena.has_room(Purpose::Prefetch);
         let gpu = self.gpu_room();
         let (gpu_read, lower, lift) = (gpu.read, gpu.lower, gpu.lift);
@@ -91,6 +92,10 @@ impl Store {
     }
 
     fn demote(&mut self, key: BlockKey, hash: BlockHash) {
+        if self.trouble.is_none() && self.parts.ssd.as_ref().is_some_and(Ssd::is_behind) {
+            self.parts.metrics.ssd_behind();
+            return self.parts.book.on_move_failed(key, Tier::Ssd, self.now());
+        }
         if self.trouble.is_none() && !self.may_write(key) {
             self.parts.metrics.ssd_spared();
             return self.parts.book.on_move_failed(key, Tier::Ssd, self.now());
@@ -153,6 +158,11 @@ impl Store {
     }
 
     fn promote(&mut self, key: BlockKey, hash: BlockHash) {
+        if !self.may_promote(key) {
+            self.parts.metrics.ssd_behind();
+            self.tell_waiting(hash, &Err(MissReason::Busy));
+            return self.parts.book.on_load_refused(key, self.now());
+        }
         match self.try_promote(key, hash) {
             Ok(true) => {}
             Ok(false) => self.parts.book.on_move_delayed(key, Tier::Dram),
@@ -161,6 +171,13 @@ impl Store {
                 self.load_failed(key, hash, MissReason::MediumFailed);
             }
         }
+    }
+
+    /// Whether the block would not stand behind others on a slow device, where whoever waits rather computes it.
+    fn may_promote(&mut self, key: BlockKey) -> bool {
+        let record = self.row(key).ssd;
+        let ssd = self.parts.ssd.as_ref();
+        record.zip(ssd).is_none_or(|(record, ssd)| ssd.may_read(record))
     }
 
     /// `Ok(false)` when there is no slot now, which is no failure.
@@ -198,6 +215,15 @@ impl Store {
             Some(Done::Failed { cause }) => self.stop_admitting(&cause),
             None => {}
         }
+    }
+
+    /// Sees which SSDs are slow, and takes the tier for as large as it is without them.
+    pub(super) fn look_at_ssds(&mut self) {
+        let Some(ssd) = self.parts.ssd.as_mut() else { return };
+        ssd.look();
+        let sizes = &self.parts.capacities;
+        self.parts.book.set_capacity(Tier::Ssd, ssd.usable(sizes.ssd, sizes.slots.largest().ssd));
+        self.parts.metrics.slow_ssds(ssd.slow_devices());
     }
 
     /// Has records checked that nobody asked for, at their pace.

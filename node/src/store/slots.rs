@@ -19,6 +19,15 @@ impl Slots {
         Slots { depth, loads: 0, demotions: 0 }
     }
 
+    /// The same without so many demotions and loads, for which nobody else has to wait.
+    pub(super) fn without(self, (demotions, loads): (usize, usize)) -> Slots {
+        Slots {
+            depth: self.depth,
+            loads: self.loads.saturating_sub(loads),
+            demotions: self.demotions.saturating_sub(demotions),
+        }
+    }
+
     /// Whether a load may begin.
     pub(super) fn load(&self) -> bool {
         self.loads + self.demotions < self.depth.moves
@@ -74,5 +83,9 @@ mod tests {
         assert!(!slots.demotion(true), "as many as may be");
         slots.end(false);
         assert!(slots.demotion(true));
+        // What a slow device has stands in nobody's way.
+        let full = Slots { loads: 16, demotions: 32, ..slots };
+        assert!(!full.load() && !full.without((24, 0)).demotion(true));
+        assert!(full.without((25, 0)).demotion(true) && full.without((0, 1)).load());
     }
 }

@@ -177,10 +177,21 @@ impl Store {
         match &self.trouble {
             Some(trouble) if tier == Tier::Ssd => trouble.reason.clone(),
             _ if capacity_bytes == 0 => "switched off".to_owned(),
+            _ if tier == Tier::Ssd => self.slow_ssds(),
             _ if tier == Tier::Gpu => {
                 self.parts.gpu.as_ref().and_then(super::Gpu::why_not).unwrap_or_default().to_owned()
             }
             _ => String::new(),
+        }
+    }
+
+    /// What is said of slow devices; nothing while there are none.
+    fn slow_ssds(&self) -> String {
+        let Some(ssd) = &self.parts.ssd else { return String::new() };
+        match (ssd.slow_devices(), ssd.devices()) {
+            (0, _) => String::new(),
+            (slow, all) if slow < all => format!("{slow} of {all} SSDs slow: new blocks go to the others"),
+            _ => "slow: only as many new blocks as the SSD can write".to_owned(),
         }
     }
 

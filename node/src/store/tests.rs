@@ -16,6 +16,7 @@ use crate::NodeConfig;
 use crate::arena::{Purpose, SlotMut};
 use crate::serve::Service;
 use crate::start;
+use crate::tiers::ssd::SsdFaults;
 
 /// Longest wait for something that must happen.
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);
@@ -49,11 +50,15 @@ async fn open(config: &NodeConfig) -> Bench {
 
 /// A node of which `change` replaces parts.
 pub(super) async fn open_with(config: &NodeConfig, change: impl FnOnce(&mut Parts)) -> Bench {
+    open_on(config, Arc::default(), change).await
+}
+
+/// The same on SSDs with these faults.
+async fn open_on(config: &NodeConfig, faults: Arc<SsdFaults>, change: impl FnOnce(&mut Parts)) -> Bench {
     let arena = start::open_arena(config).unwrap();
     let shared = Arc::new(Shared::new(NodeId(1)));
     let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
-    let mut parts =
-        start::open_parts(config, arena.clone(), shared, metrics.clone(), Arc::default()).await.unwrap();
+    let mut parts = start::open_parts(config, arena.clone(), shared, metrics.clone(), faults).await.unwrap();
     change(&mut parts);
     let stop = CancellationToken::new();
     let (store, task) = Store::start(parts, stop.clone());
@@ -532,4 +537,35 @@ async fn of_windows_that_wait_only_the_newest_is_applied() {
     assert_eq!([first, second, third].map(|taken| taken.unwrap().blocks), [3, 3, 3]);
     assert_eq!(bench.status().await.window_blocks, 3);
     bench.close().await;
+}
+
+#[tokio::test]
+async fn a_slow_ssd_stalls_neither_saves_nor_readers_and_loses_nothing_that_it_has() {
+    let dir = tempfile::tempdir().unwrap();
+    let faults: Arc<SsdFaults> = Arc::default();
+    let bench = open_on(&config(dir.path(), 8, 64), Arc::clone(&faults), |_| {}).await;
+    bench.saved(1, 0..8).await;
+    bench.saved(2, 8..16).await;
+    let dram = 8 * crate::arena::slot_bytes(config(dir.path(), 8, 64).frame_bytes_max());
+    bench.until("the first are on SSD", |status, used| status.tiers[1].blocks == 8 && used == dram).await;
+    faults.slow.store(true, Ordering::Relaxed);
+    bench.until("it is said", |status, _| status.tiers[1].why_not.starts_with("slow: ")).await;
+    assert!(bench.status().await.tiers[1].admitting, "it takes what it can write");
+    // Eight wait for four that it is given, and what is not read stays.
+    let (answer, got) = bench.fetch(3, 0..8).await;
+    assert_eq!((answer, got), (FetchAnswer::Hit { tiers: vec![Tier::Ssd; 8] }, 4));
+    bench.service.release(LeaseId(3)).await;
+    assert_eq!(bench.fetch(4, 4..8).await.1, 4, "they are there for whoever comes later");
+    bench.service.release(LeaseId(4)).await;
+    // Blocks that leave DRAM eight at a time: what it cannot write at once goes, and no save waits for it.
+    for lease in 5..13 {
+        bench.saved(lease, lease * 8..lease * 8 + 8).await;
+    }
+    let few = bench.status().await.tiers[1].blocks;
+    faults.slow.store(false, Ordering::Relaxed);
+    bench.until("it is as it was", |status, _| status.tiers[1].why_not.is_empty()).await;
+    for lease in 13..16 {
+        bench.saved(lease, lease * 8..lease * 8 + 8).await;
+    }
+    bench.until("all is written again", |status, _| status.tiers[1].blocks >= few + 24).await;
 }

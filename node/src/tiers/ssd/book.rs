@@ -158,6 +158,11 @@ impl SegmentBook {
         self.shape
     }
 
+    /// Records that have a place, whether their bytes are there or not.
+    pub(crate) fn records(&self) -> u64 {
+        (self.records.len() - self.vacant.len()) as u64
+    }
+
     /// So many records will be taken in: room for all of them at once.
     pub(crate) fn expect_records(&mut self, count: usize) {
         self.records.reserve(count);

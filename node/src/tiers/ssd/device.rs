@@ -9,13 +9,19 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
+use kv_core::id::Timestamp;
 use parking_lot::Mutex;
 use rustix::fs::FallocateFlags;
 
 use super::buffer::PageBuffer;
 use super::format::PAGE_BYTES;
+
+/// When the first device was opened, or soon after.
+static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 /// A place for bytes, read and written at whole pages.
 pub(crate) trait Device: Debug + Send + Sync {
@@ -40,6 +46,11 @@ pub(crate) trait Device: Debug + Send + Sync {
     /// Which of `open` ended operations is told next. The first, except in tests of what order may do.
     fn next_told(&self, _open: usize) -> usize {
         0
+    }
+
+    /// The time by which its work is measured: the clock's, except in tests of devices that become slow.
+    fn now(&self) -> Timestamp {
+        Timestamp(u64::try_from(START.elapsed().as_micros()).unwrap_or(u64::MAX))
     }
 }
 

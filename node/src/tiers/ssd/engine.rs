@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
 use bytes::Bytes;
 use kv_core::id::{BlockHash, IdentityDigest};
 use kvfleet_proto::frame::Arriving;
+use parking_lot::Mutex;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::book::Spot;
@@ -20,6 +21,7 @@ use super::device::Device;
 use super::format::{PAGE_BYTES, RecordHeader, SegmentHead, TRAILER_BYTES, record_pages};
 use super::mailbox::Mailbox;
 use super::ring::{Finished, Op, Ring};
+use super::slow::{Kind, Tally};
 use super::writing::{Put, Writer};
 use crate::arena::SlotMut;
 
@@ -105,6 +107,8 @@ pub struct SsdFaults {
     pub unreadable_segment: AtomicU32,
     /// The first page of no file can be read at start.
     pub unreadable_heads: AtomicBool,
+    /// Every device counts as slow.
+    pub slow: AtomicBool,
 }
 
 impl SsdFaults {
@@ -140,6 +144,8 @@ pub(super) struct Parts {
     pub(super) mailbox: Arc<Mailbox<Job>>,
     pub(super) reports: UnboundedSender<Report>,
     pub(super) faults: Arc<SsdFaults>,
+    /// What the device has done.
+    pub(super) tally: Arc<Mutex<Tally>>,
 }
 
 /// The state of the thread. `writing` has the other half of its methods.
@@ -294,16 +300,22 @@ impl Engine {
         self.open.insert(self.next_id, open);
         if self.in_ring < QUEUE_DEPTH {
             self.in_ring += 1;
-            self.ring.start(self.next_id, at, op);
+            self.hand_over(self.next_id, at, op);
         } else {
             self.backlog.push_back((self.next_id, at, op));
         }
     }
 
+    fn hand_over(&mut self, id: u64, at: u64, op: Op) {
+        self.parts.tally.lock().began(kind(&op), self.parts.device.now());
+        self.ring.start(id, at, op);
+    }
+
     fn finish(&mut self, finished: Finished) {
         let Finished { id, op, result } = finished;
+        self.parts.tally.lock().ended(kind(&op), op.wanted(), self.parts.device.now());
         match self.backlog.pop_front() {
-            Some((next, at, op)) => self.ring.start(next, at, op),
+            Some((next, at, op)) => self.hand_over(next, at, op),
             None => self.in_ring -= 1,
         }
         match self.open.remove(&id) {
@@ -398,6 +410,14 @@ impl Engine {
             // The store is gone only while the process stops; nobody waits then.
             let _ = self.parts.reports.send(report);
         }
+    }
+}
+
+fn kind(op: &Op) -> Kind {
+    match op {
+        Op::Read { .. } => Kind::Read,
+        Op::Write(_) => Kind::Write,
+        Op::Sync => Kind::Flush,
     }
 }
 

@@ -3,6 +3,7 @@
 //! Not here: how a job is done (`engine`), and which blocks are kept (`store`).
 
 mod scrub;
+mod sight;
 mod tend;
 
 use std::collections::HashMap;
@@ -21,6 +22,8 @@ use super::mailbox::Mailbox;
 use super::{JOBS_MAX, Wear};
 use crate::arena::SlotMut;
 use scrub::Scrub;
+use sight::Asked;
+pub(super) use sight::Sight;
 #[cfg(test)]
 pub(super) use tend::RESCUES_BESIDE_READERS_MAX;
 pub(super) use tend::RESCUES_MAX;
@@ -65,6 +68,7 @@ enum Pending {
     Read {
         token: u64,
         segment: u32,
+        bytes: u32,
     },
     Head {
         segment: u32,
@@ -117,12 +121,12 @@ pub(super) struct Lane {
     thread: Option<JoinHandle<()>>,
     pending: HashMap<u64, Pending>,
     next_job: u64,
-    asked: usize,
-    /// Reads among them.
-    reading: usize,
+    saving: Asked,
+    reading: Asked,
     nonce: u64,
     drain: Option<Drain>,
     scrub: Scrub,
+    sight: Sight,
     /// Why nothing is written; the store says when to try again.
     stopped: Option<(Option<i32>, io::ErrorKind)>,
     /// [`Pending::Full`] is on its way.
@@ -143,6 +147,7 @@ impl Lane {
         mailbox: Arc<Mailbox<Job>>,
         reports: UnboundedSender<Report>,
         thread: JoinHandle<()>,
+        sight: Sight,
         seed: u64,
     ) -> Lane {
         let mut lane = Lane {
@@ -153,11 +158,12 @@ impl Lane {
             thread: Some(thread),
             pending: HashMap::new(),
             next_job: 0,
-            asked: 0,
-            reading: 0,
+            saving: Asked::default(),
+            reading: Asked::default(),
             nonce: seed,
             drain: None,
             scrub: Scrub::default(),
+            sight,
             stopped: None,
             is_told_full: false,
             wear: Wear::default(),
@@ -167,7 +173,22 @@ impl Lane {
     }
 
     pub(super) fn has_room(&self) -> bool {
-        self.stopped.is_none() && self.book.has_room()
+        !self.is_stopped() && self.book.has_room()
+    }
+
+    /// Whether nothing is written until the store says so.
+    pub(super) fn is_stopped(&self) -> bool {
+        self.stopped.is_some()
+    }
+
+    /// Records that it has, or that are on their way.
+    pub(super) fn records(&self) -> u64 {
+        self.book.records()
+    }
+
+    /// Writes and reads that the store asked for and that have not ended.
+    pub(super) fn moves(&self) -> (usize, usize) {
+        (self.saving.jobs, self.reading.jobs)
     }
 
     /// Writes a block; `Ok(None)` while there is no room.
@@ -187,7 +208,7 @@ impl Lane {
         };
         let at = self.book.shape().at(spot.place.head.segment, spot.place.page);
         self.wear.saved_bytes += u64::from(header.traits.bytes);
-        self.asked += 1;
+        self.saving.begin(header.traits.bytes);
         let pending = Pending::Save { token, record, header };
         self.send(pending, |job| Job::Save { job, spot, at, header, frame });
         self.tend();
@@ -210,9 +231,9 @@ impl Lane {
         let segment = spot.place.head.segment;
         let at = self.book.shape().at(segment, spot.place.page);
         self.book.read_began(segment);
-        self.asked += 1;
-        self.reading += 1;
-        self.send(Pending::Read { token, segment }, |job| Job::Read { job, at, hash, into });
+        let bytes = spot.frame_bytes;
+        self.reading.begin(bytes);
+        self.send(Pending::Read { token, segment, bytes }, |job| Job::Read { job, at, hash, into });
         Ok(())
     }
 
@@ -236,7 +257,11 @@ impl Lane {
     }
 
     fn admit_job(&self) -> io::Result<()> {
-        if self.asked >= JOBS_MAX { Err(io::ErrorKind::WouldBlock.into()) } else { Ok(()) }
+        if self.saving.jobs + self.reading.jobs >= JOBS_MAX {
+            Err(io::ErrorKind::WouldBlock.into())
+        } else {
+            Ok(())
+        }
     }
 
     fn send(&mut self, pending: Pending, job: impl FnOnce(u64) -> Job) {
@@ -265,16 +290,15 @@ impl Lane {
         let pending = self.pending.remove(&job)?;
         let ended = match (pending, outcome) {
             (Pending::Save { token, record, header }, Outcome::Put(result)) => {
-                self.asked -= 1;
+                self.saving.end(header.traits.bytes);
                 match &result {
                     Ok(()) => self.book.committed(record, header),
                     Err(_) => self.book.failed(record),
                 }
                 Some(Ended::Written { token, result })
             }
-            (Pending::Read { token, segment }, Outcome::Got(result)) => {
-                self.asked -= 1;
-                self.reading -= 1;
+            (Pending::Read { token, segment, bytes }, Outcome::Got(result)) => {
+                self.reading.end(bytes);
                 self.book.read_ended(segment);
                 Some(Ended::Read { token, result })
             }

@@ -16,9 +16,11 @@ pub mod format;
 mod lane;
 mod mailbox;
 pub mod pace;
+mod pick;
 mod recover;
 mod ring;
 pub mod shape;
+mod slow;
 #[cfg(test)]
 mod tests;
 mod writing;
@@ -43,7 +45,7 @@ use buffer::Pool;
 use device::{Device, FileDevice};
 use engine::{Engine, Parts, QUEUE_DEPTH};
 use files::Directory;
-use lane::{Ended, Lane};
+use lane::{Ended, Lane, Sight};
 use mailbox::Mailbox;
 use recover::Recovery;
 use ring::Ring;
@@ -273,8 +275,14 @@ impl Ssd {
     ) -> io::Result<()> {
         let number = u8::try_from(self.lanes.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
         let (identity, faults) = (config.identity, &*config.faults);
-        let recovery =
-            Recovery { device: &*device, shape, identity, faults, name, flushed: Mutex::default() };
+        let recovery = Recovery {
+            device: &*device,
+            shape,
+            identity,
+            faults,
+            name: name.clone(),
+            flushed: Mutex::default(),
+        };
         let (segments, skipped) = recovery.all()?;
         let records = segments.iter().map(|found| found.entries().len()).sum();
         let mut book = SegmentBook::new(shape);
@@ -292,10 +300,13 @@ impl Ssd {
         report.damaged += skipped.damaged;
         report.torn += skipped.torn;
         let mailbox = Arc::new(Mailbox::new()?);
+        let tally = Arc::default();
+        let sight = Sight::new(Arc::clone(&device), Arc::clone(&tally), Arc::clone(&config.faults), name);
         let parts = Parts {
             lane: usize::from(number),
             identity,
             device,
+            tally,
             mailbox: Arc::clone(&mailbox),
             reports: reports.clone(),
             faults: Arc::clone(&config.faults),
@@ -305,7 +316,7 @@ impl Ssd {
             .name(format!("kvfleet-ssd-{number}"))
             .spawn(move || run(parts, uring, arena.as_ref()))?;
         let seed = config.seed.wrapping_add(u64::from(number) << 32);
-        self.lanes.push(Lane::new(book, usize::from(number), mailbox, reports, thread, seed));
+        self.lanes.push(Lane::new(book, usize::from(number), mailbox, reports, thread, sight, seed));
         Ok(())
     }
 
@@ -327,43 +338,6 @@ impl Ssd {
             }
             keep
         });
-    }
-
-    /// Whether [`Self::write`] would find room now.
-    #[must_use]
-    pub fn has_room(&self) -> bool {
-        self.lanes.iter().any(Lane::has_room)
-    }
-
-    /// Writes a frame; [`Done::Written`] follows. The header's sequence is set here. `Ok(None)` while there
-    /// is no room. `owner` comes back with [`Done::Lost`].
-    ///
-    /// # Errors
-    /// When [`JOBS_MAX`] are open, or every device has stopped writing.
-    pub fn write(
-        &mut self,
-        token: u64,
-        owner: u32,
-        mut header: RecordHeader,
-        frame: &Bytes,
-    ) -> io::Result<Option<SsdRecord>> {
-        self.sequence += 1;
-        header.sequence = self.sequence;
-        let count = self.lanes.len();
-        let first = self.turn;
-        self.turn = (first + 1) % count.max(1);
-        let mut refused = None;
-        for number in (first..count).chain(0..first) {
-            match self.lanes[number].write(token, owner, header, frame.clone()) {
-                Ok(Some(id)) => {
-                    let lane = u8::try_from(number).map_err(|_| io::ErrorKind::InvalidInput)?;
-                    return Ok(Some(SsdRecord { lane, id }));
-                }
-                Ok(None) => {}
-                Err(cause) => refused = Some(cause),
-            }
-        }
-        refused.map_or(Ok(None), Err)
     }
 
     /// Reads a frame into `into` (which has its length) and verifies it; [`Done::Read`] follows.

@@ -24,7 +24,8 @@ impl Lane {
     /// Begins to check the next record, unless somebody waits for this device or enough is being checked. Says how
     /// long the record is; nothing when there is none to be checked now. All records are looked at once in a pass.
     pub(in crate::tiers::ssd) fn check_next(&mut self, pass: u64) -> Option<u64> {
-        if self.asked > 0 || self.scrub.open_bytes >= CHECKING_BYTES_MAX || self.scrub.done == Some(pass) {
+        let is_asked = self.saving.jobs + self.reading.jobs > 0;
+        if is_asked || self.scrub.open_bytes >= CHECKING_BYTES_MAX || self.scrub.done == Some(pass) {
             return None;
         }
         let (found, at) = self.book.live_from(self.scrub.at);

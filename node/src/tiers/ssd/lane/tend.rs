@@ -99,7 +99,7 @@ impl Lane {
 
     /// Rescues that may be in flight now.
     pub(in crate::tiers::ssd) fn rescues_max(&self) -> usize {
-        let reader_waits = self.reading > 0 && self.book.has_room();
+        let reader_waits = self.reading.jobs > 0 && self.book.has_room();
         if reader_waits { RESCUES_BESIDE_READERS_MAX } else { RESCUES_MAX }
     }
 

@@ -105,7 +105,7 @@ pub(crate) fn is_at_a_page(bytes: &[u8]) -> bool {
 }
 
 impl Op {
-    pub(super) fn wanted(&self) -> usize {
+    pub(crate) fn wanted(&self) -> usize {
         match self {
             Op::Read { range, .. } => range.len(),
             Op::Write(gather) => gather.bytes(),

@@ -6,6 +6,7 @@
 use std::io;
 use std::os::fd::RawFd;
 
+use kv_core::id::Timestamp;
 use parking_lot::Mutex;
 
 use super::super::device::Device;
@@ -30,6 +31,8 @@ pub(super) struct Plan {
     pub(super) room: u64,
     /// The device dies with this write, counted from 1; 0 for never.
     pub(super) dies_at_write: u64,
+    /// Microseconds that each call takes, by its own clock.
+    pub(super) delay_us: u64,
 }
 
 #[derive(Debug)]
@@ -41,6 +44,7 @@ struct State {
     chance: u64,
     writes: u64,
     is_dead: bool,
+    now_us: u64,
 }
 
 #[derive(Debug)]
@@ -49,8 +53,16 @@ pub(super) struct FaultyDevice(Mutex<State>);
 impl FaultyDevice {
     pub(super) fn new(image: Vec<u8>, plan: Plan, seed: u64) -> FaultyDevice {
         let (live, durable) = (image.clone(), image);
-        let state =
-            State { live, durable, unflushed: Vec::new(), plan, chance: seed | 1, writes: 0, is_dead: false };
+        let state = State {
+            live,
+            durable,
+            unflushed: Vec::new(),
+            plan,
+            chance: seed | 1,
+            writes: 0,
+            is_dead: false,
+            now_us: 0,
+        };
         FaultyDevice(Mutex::new(state))
     }
 
@@ -148,6 +160,7 @@ impl Device for FaultyDevice {
 
     fn read_at(&self, into: &mut [u8], at: u64) -> io::Result<usize> {
         let mut state = self.0.lock();
+        state.now_us += state.plan.delay_us;
         if state.is_dead || state.happens(|plan| plan.read_error) {
             return Err(error());
         }
@@ -162,6 +175,7 @@ impl Device for FaultyDevice {
         let mut state = self.0.lock();
         assert!(from.len().is_multiple_of(PAGE) && at.is_multiple_of(PAGE as u64), "not at whole pages");
         state.writes += 1;
+        state.now_us += state.plan.delay_us;
         if state.writes == state.plan.dies_at_write {
             state.is_dead = true;
             // The write that was under way is as torn as any.
@@ -181,6 +195,7 @@ impl Device for FaultyDevice {
 
     fn sync(&self) -> io::Result<()> {
         let mut state = self.0.lock();
+        state.now_us += state.plan.delay_us;
         if state.is_dead {
             return Err(error());
         }
@@ -216,5 +231,9 @@ impl Device for FaultyDevice {
     fn next_told(&self, open: usize) -> usize {
         let mut state = self.0.lock();
         if state.plan.reorders { state.draw() as usize % open } else { 0 }
+    }
+
+    fn now(&self) -> Timestamp {
+        Timestamp(self.0.lock().now_us)
     }
 }

@@ -5,6 +5,7 @@
 mod book;
 mod crashes;
 mod faulty;
+mod slow;
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
