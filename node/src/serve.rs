@@ -210,7 +210,7 @@ async fn stream_rest(
     identity: IdentityDigest,
     rest: Vec<(BlockHash, PlannedBytes)>,
     deadline: Instant,
-    send: mpsc::Sender<Frame>,
+    send: mpsc::Sender<Result<Frame, MissReason>>,
     permit: OwnedSemaphorePermit,
 ) {
     for (hash, bytes) in rest {
@@ -222,12 +222,13 @@ async fn stream_rest(
         let bytes = match bytes {
             Ok(bytes) => bytes,
             Err(reason) => {
-                // The head of the answer is gone already; the reader sees an early end.
                 tracing::debug!(%hash, reason = reason.name(), "a fetch ends before this block");
+                // Nobody reads any more, perhaps.
+                let _ = send.send(Err(reason)).await;
                 break;
             }
         };
-        if send.send(Frame { bytes, identity, hash }).await.is_err() {
+        if send.send(Ok(Frame { bytes, identity, hash })).await.is_err() {
             break;
         }
     }

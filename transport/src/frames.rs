@@ -5,11 +5,14 @@
 use kvfleet_proto::frame::Frame;
 use tokio::sync::mpsc;
 
+use crate::MissReason;
+
 /// Frames in prefix order: first those that are ready, then others as they become readable.
 #[derive(Debug)]
 pub struct Frames {
     ready: std::vec::IntoIter<Frame>,
-    later: Option<mpsc::Receiver<Frame>>,
+    later: Option<mpsc::Receiver<Result<Frame, MissReason>>>,
+    ended: Option<MissReason>,
 }
 
 impl Frames {
@@ -22,22 +25,34 @@ impl Frames {
     /// These and no others.
     #[must_use]
     pub fn ready(ready: Vec<Frame>) -> Frames {
-        Frames { ready: ready.into_iter(), later: None }
+        Frames { ready: ready.into_iter(), later: None, ended: None }
     }
 
-    /// These, then what comes until the sender is dropped.
+    /// These, then what comes until the sender is dropped or says why no more will come.
     #[must_use]
-    pub fn then(ready: Vec<Frame>, later: mpsc::Receiver<Frame>) -> Frames {
-        Frames { ready: ready.into_iter(), later: Some(later) }
+    pub fn then(ready: Vec<Frame>, later: mpsc::Receiver<Result<Frame, MissReason>>) -> Frames {
+        Frames { ready: ready.into_iter(), later: Some(later), ended: None }
     }
 
     /// The next frame; nothing after the last, or once it is known that no other will come. Loses nothing when the
     /// future is dropped.
     pub async fn next(&mut self) -> Option<Frame> {
-        match self.ready.next() {
-            Some(frame) => Some(frame),
-            None => self.later.as_mut()?.recv().await,
+        if let Some(frame) = self.ready.next() {
+            return Some(frame);
         }
+        match self.later.as_mut()?.recv().await? {
+            Ok(frame) => Some(frame),
+            Err(reason) => {
+                (self.later, self.ended) = (None, Some(reason));
+                None
+            }
+        }
+    }
+
+    /// Why no more came than did, if that was said.
+    #[must_use]
+    pub fn ended(&self) -> Option<MissReason> {
+        self.ended
     }
 }
 
@@ -52,10 +67,12 @@ mod tests {
         assert!(Frames::none().next().await.is_none());
         let (send, later) = mpsc::channel(2);
         let mut frames = Frames::then(vec![frame(hash(1), 100)], later);
-        send.send(frame(hash(2), 100)).await.unwrap();
-        drop(send);
+        send.send(Ok(frame(hash(2), 100))).await.unwrap();
+        send.send(Err(MissReason::Busy)).await.unwrap();
         let order = [frames.next().await.unwrap().hash, frames.next().await.unwrap().hash];
-        assert_eq!(order, [hash(1), hash(2)]);
+        assert_eq!((order, frames.ended()), ([hash(1), hash(2)], None));
+        assert!(frames.next().await.is_none());
+        assert_eq!(frames.ended(), Some(MissReason::Busy));
         assert!(frames.next().await.is_none());
     }
 }

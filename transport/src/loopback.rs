@@ -247,7 +247,7 @@ impl LoopbackPath {
                     frame
                 }
                 (None, Some(earlier)) => earlier,
-                (None, None) => return MissReason::MediumFailed,
+                (None, None) => return reply.frames.ended().unwrap_or(MissReason::MediumFailed),
             };
             for frame in [Some(frame), held.take()].into_iter().flatten() {
                 let Some(frame) = fate.carry(frame) else { return MissReason::Corrupt };

@@ -50,7 +50,7 @@ macro_rules! behaviour_suite {
     ($make:path) => {
         $crate::behaviour_suite!($make:
             fetch_hit, fetch_partial, fetch_miss, fetch_busy, fetch_of_nothing, fetch_many_blocks, fetch_big_block,
-            fetch_stale_epoch, fetch_ends_early, deadline_before_any_block, deadline_between_frames,
+            fetch_stale_epoch, fetch_ends_early, fetch_ends_with_a_reason, deadline_before_any_block, deadline_between_frames,
             save_takes_the_wanted, save_refused, save_busy, aborted_save_leaves_nothing, release_reaches_the_node,
             operations_run_side_by_side, ping_answers,
         );

@@ -123,6 +123,8 @@ pub struct Book {
     pub(super) window: Window,
     /// Demotions that may wait or begin before a prefetch adds one.
     pub(super) demotions: usize,
+    /// Blocks more that may wait for their way to SSD.
+    pub(super) ssd_room: usize,
     pub(super) ttls: TtlRows,
     pub(super) curve: MissCurve,
     faded: Timestamp,
@@ -161,6 +163,7 @@ impl Book {
             lifts: VecDeque::new(),
             window: Window::new(limits.seed),
             demotions: usize::MAX,
+            ssd_room: usize::MAX,
             ttls: TtlRows::default(),
             curve: MissCurve::new(limits.seed),
             faded: Timestamp(0),
@@ -289,6 +292,12 @@ impl Book {
     /// Lets new blocks into a tier, or stops it; what is there stays readable.
     pub fn set_admitting(&mut self, tier: Tier, admitting: bool) {
         self.shelf_mut(tier).stats.admitting = admitting;
+    }
+
+    /// So many blocks may wait for their way to SSD from now on: what leaves DRAM beyond that goes, as if there were no SSD.
+    /// For one that is slow, where they would wait for long.
+    pub fn set_ssd_room(&mut self, blocks: usize) {
+        self.ssd_room = blocks;
     }
 
     /// A tier has another size from now on, in the unit it has. What no longer fits leaves as others come.

@@ -7,7 +7,6 @@ use std::collections::VecDeque;
 
 use super::book::Book;
 use super::numbers::Left;
-use super::pressure::Claim;
 use crate::evict::BlockKey;
 use crate::id::{BlockHash, Tier, Timestamp};
 
@@ -289,18 +288,12 @@ impl Book {
         if goes_back { self.go_back(key, now) } else { self.settle(key) }
     }
 
-    /// To SSD, where its bytes are; dropped when nothing there may give way meanwhile.
+    /// To SSD, where its bytes are: nobody has to leave for it there, though the room it had may be taken by whoever made
+    /// room for it in DRAM. Who comes next there makes room for both.
     fn go_back(&mut self, key: BlockKey, now: Timestamp) {
-        let Some(entry) = self.slab.get(key) else { return };
-        let (slot, claim) = (entry.meta.charge.ssd, Claim::demoted(entry.meta.tenant, entry.order()));
-        let is_held = entry.held();
         self.discharge(key);
-        if !self.reserve(Tier::Ssd, slot, claim, now) {
-            self.count_left(key, Left::Failed);
-            return self.drop_block(key);
-        }
         self.charge(key, Tier::Ssd);
-        if !is_held {
+        if self.slab.get(key).is_some_and(|entry| !entry.held()) {
             self.rank(key, now);
         }
         self.settle(key);

@@ -118,7 +118,8 @@ impl Book {
     }
 
     fn evict(&mut self, tier: Tier, victim: BlockKey, now: Timestamp) {
-        if tier == Tier::Dram && self.open(Tier::Ssd) {
+        let has_below = tier == Tier::Dram && self.open(Tier::Ssd) && self.demotes.len() < self.ssd_room;
+        if has_below {
             self.demote(victim, now);
         } else {
             self.shelf_mut(tier).stats.dropped_blocks += 1;

@@ -52,6 +52,7 @@ impl Store {
         let now = self.now();
         let demotions = self.parts.writes.left(now) / self.parts.frame_bytes_max.max(1) as u64;
         self.parts.book.set_demotions(usize::try_from(demotions).unwrap_or(usize::MAX));
+        self.parts.book.set_ssd_room(self.parts.ssd.as_ref().map_or(usize::MAX, Ssd::writes_left));
         self.settle_gpu();
         self.parts.book.prefetch(now);
         self.act();
@@ -76,12 +77,13 @@ impl Store {
     }
 
     fn next_action(&mut self) -> Option<Action> {
-        let slots = self.slots.without(self.parts.ssd.as_ref().map_or((0, 0), Ssd::slow_moves));
+        let slow = self.parts.ssd.as_ref().map_or((0, 0), Ssd::slow_moves);
+        let slots = self.slots.without(slow);
         let free = slots.load();
         let room = self.parts.arena.has_room(Purpose::Load);
         let dram = free && room;
         // While the arena has no room, demotions are what the reader waits for.
-        let reader_waits = room && !self.loads.is_empty();
+        let reader_waits = room && self.loads.len() > slow.1;
         // While the SSD is in trouble demotions may "start": they fail at once and the blocks go.
         let space = self.parts.ssd.as_ref().is_none_or(Ssd::has_room);
         let ssd = self.trouble.is_some() || (space && slots.demotion(reader_waits));
@@ -158,7 +160,7 @@ impl Store {
     }
 
     fn promote(&mut self, key: BlockKey, hash: BlockHash) {
-        if !self.may_promote(key) {
+        if !self.may_promote(key, hash) {
             self.parts.metrics.ssd_behind();
             self.tell_waiting(hash, &Err(MissReason::Busy));
             return self.parts.book.on_load_refused(key, self.now());
@@ -174,10 +176,10 @@ impl Store {
     }
 
     /// Whether the block would not stand behind others on a slow device, where whoever waits rather computes it.
-    fn may_promote(&mut self, key: BlockKey) -> bool {
-        let record = self.row(key).ssd;
+    fn may_promote(&mut self, key: BlockKey, hash: BlockHash) -> bool {
+        let (record, is_awaited) = (self.row(key).ssd, self.loads.contains_key(&hash));
         let ssd = self.parts.ssd.as_ref();
-        record.zip(ssd).is_none_or(|(record, ssd)| ssd.may_read(record))
+        record.zip(ssd).is_none_or(|(record, ssd)| ssd.may_read(record, is_awaited))
     }
 
     /// `Ok(false)` when there is no slot now, which is no failure.

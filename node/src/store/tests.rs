@@ -539,33 +539,60 @@ async fn of_windows_that_wait_only_the_newest_is_applied() {
     bench.close().await;
 }
 
-#[tokio::test]
-async fn a_slow_ssd_stalls_neither_saves_nor_readers_and_loses_nothing_that_it_has() {
-    let dir = tempfile::tempdir().unwrap();
-    let faults: Arc<SsdFaults> = Arc::default();
-    let bench = open_on(&config(dir.path(), 8, 64), Arc::clone(&faults), |_| {}).await;
+/// Eight blocks on SSD and eight in DRAM, which is full; then the SSD is slow.
+async fn on_slow_ssd(dir: &std::path::Path, faults: &Arc<SsdFaults>) -> Bench {
+    let config = config(dir, 8, 64);
+    let bench = open_on(&config, Arc::clone(faults), |_| {}).await;
     bench.saved(1, 0..8).await;
     bench.saved(2, 8..16).await;
-    let dram = 8 * crate::arena::slot_bytes(config(dir.path(), 8, 64).frame_bytes_max());
+    let dram = 8 * crate::arena::slot_bytes(config.frame_bytes_max());
     bench.until("the first are on SSD", |status, used| status.tiers[1].blocks == 8 && used == dram).await;
     faults.slow.store(true, Ordering::Relaxed);
     bench.until("it is said", |status, _| status.tiers[1].why_not.starts_with("slow: ")).await;
     assert!(bench.status().await.tiers[1].admitting, "it takes what it can write");
-    // Eight wait for four that it is given, and what is not read stays.
-    let (answer, got) = bench.fetch(3, 0..8).await;
-    assert_eq!((answer, got), (FetchAnswer::Hit { tiers: vec![Tier::Ssd; 8] }, 4));
+    bench
+}
+
+#[tokio::test]
+async fn readers_beyond_what_a_slow_ssd_can_do_hear_that_it_is_busy_and_nothing_is_lost() {
+    let dir = tempfile::tempdir().unwrap();
+    let faults: Arc<SsdFaults> = Arc::default();
+    let bench = on_slow_ssd(dir.path(), &faults).await;
+    // Eight wait for four that it is given.
+    let mut reply = bench.service.fetch(fetch_request(3, 0..8)).await;
+    assert_eq!(reply.answer, FetchAnswer::Hit { tiers: vec![Tier::Ssd; 8] });
+    let mut got = 0;
+    while timeout(PATIENCE, reply.frames.next()).await.unwrap().is_some() {
+        got += 1;
+    }
+    assert_eq!((got, reply.frames.ended()), (4, Some(MissReason::Busy)));
     bench.service.release(LeaseId(3)).await;
     assert_eq!(bench.fetch(4, 4..8).await.1, 4, "they are there for whoever comes later");
-    bench.service.release(LeaseId(4)).await;
-    // Blocks that leave DRAM eight at a time: what it cannot write at once goes, and no save waits for it.
-    for lease in 5..13 {
+}
+
+#[tokio::test]
+async fn saves_do_not_wait_for_a_slow_ssd() {
+    let dir = tempfile::tempdir().unwrap();
+    let faults: Arc<SsdFaults> = Arc::default();
+    let bench = on_slow_ssd(dir.path(), &faults).await;
+    faults.hangs.store(true, Ordering::Relaxed);
+    for lease in 3..13 {
         bench.saved(lease, lease * 8..lease * 8 + 8).await;
     }
-    let few = bench.status().await.tiers[1].blocks;
+    let status = bench.status().await;
+    assert_eq!(
+        (status.tiers[0].blocks, status.tiers[1].blocks),
+        (8, 12),
+        "it has the four that it was given"
+    );
+    // What leaves is the longest unused, not the newest.
+    assert_eq!(bench.fetch(20, 96..104).await.1, 8);
+    bench.service.release(LeaseId(20)).await;
+    faults.hangs.store(false, Ordering::Relaxed);
     faults.slow.store(false, Ordering::Relaxed);
     bench.until("it is as it was", |status, _| status.tiers[1].why_not.is_empty()).await;
-    for lease in 13..16 {
+    for lease in 21..24 {
         bench.saved(lease, lease * 8..lease * 8 + 8).await;
     }
-    bench.until("all is written again", |status, _| status.tiers[1].blocks >= few + 24).await;
+    bench.until("all is written again", |status, _| status.tiers[1].blocks == 12 + 24).await;
 }

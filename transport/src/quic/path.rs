@@ -11,7 +11,9 @@ use quinn::{Connection, RecvStream, SendStream};
 use tokio::time::{Instant, timeout_at};
 
 use super::dialer::within;
-use super::stream::{ItemError, encode, read_frame, read_message, write_error, write_frame, write_message};
+use super::stream::{
+    ItemError, Next, encode, read_frame, read_message, write_error, write_frame, write_message,
+};
 use super::{CODE_DONE, path_error};
 use crate::wire;
 use crate::{
@@ -133,8 +135,9 @@ async fn receive(
 ) -> (usize, MissReason) {
     for delivered in 0..wanted {
         match timeout_at(deadline, read_frame(recv, FRAME_BYTES_MAX)).await {
-            Ok(Ok(Some(frame))) => sink(frame),
-            Ok(Ok(None)) => return (delivered, MissReason::MediumFailed),
+            Ok(Ok(Next::Frame(frame))) => sink(frame),
+            // A node that says nothing more had no bytes.
+            Ok(Ok(Next::End(reason))) => return (delivered, reason.unwrap_or(MissReason::MediumFailed)),
             Ok(Err(error)) if error.is_loss() => return (delivered, MissReason::NodeLost),
             Ok(Err(_)) => return (delivered, MissReason::Corrupt),
             Err(_) => return (delivered, MissReason::TooLate),

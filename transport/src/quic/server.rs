@@ -19,7 +19,9 @@ use tokio::sync::Semaphore;
 use tokio::task::{JoinHandle, JoinSet};
 use tracing::Instrument;
 
-use super::stream::{ItemError, encode, read_frame, read_message, write_frame, write_message};
+use super::stream::{
+    ItemError, Next, encode, read_frame, read_message, write_end, write_frame, write_message,
+};
 use super::{
     CODE_DONE, CODE_REFUSED, CONNECTIONS_MAX, QuicConfig, RETRY_AFTER, SAVES_AT_ONCE_MAX,
     save_bytes_in_flight,
@@ -275,7 +277,12 @@ impl Shared {
                 frame = reply.frames.next() => frame,
                 _ = &mut stopped => None,
             };
-            let Some(frame) = frame else { break };
+            let Some(frame) = frame else {
+                if let Some(reason) = reply.frames.ended() {
+                    self.timed(write_end(&mut stream.send, reason)).await??;
+                }
+                break;
+            };
             self.largest_frame.fetch_max(frame.bytes.len() as u64, Ordering::Relaxed);
             self.timed(write_frame(&mut stream.send, &frame)).await??;
         }
@@ -315,8 +322,10 @@ impl Shared {
         limit: usize,
     ) -> Result<Box<dyn SaveSession>, ServeError> {
         for got in 0..wanted {
-            let frame = self.timed(read_frame(&mut stream.recv, limit)).await??;
-            session.put(frame.ok_or(ServeError::SaveCut { got, wanted })?).await;
+            match self.timed(read_frame(&mut stream.recv, limit)).await?? {
+                Next::Frame(frame) => session.put(frame).await,
+                Next::End(_) => return Err(ServeError::SaveCut { got, wanted }),
+            }
         }
         self.expect_end(stream).await?;
         Ok(session)

@@ -10,10 +10,13 @@ use prost::Message;
 use quinn::{ReadError, RecvStream, SendStream, WriteError};
 
 use super::path_error;
-use crate::PathError;
+use crate::{MissReason, PathError};
 
 /// Largest message in bytes: a request over 65,536 blocks, 16 bytes each, and its other fields.
 pub(crate) const MESSAGE_BYTES_MAX: usize = 65_536 * 16 + 4096;
+
+/// What stands in place of a frame where no more come, before the number of the reason: shorter than any frame's head.
+const END_MAGIC: [u8; 7] = *b"KVFEND\0";
 
 /// Bytes of the length before a message.
 const LENGTH_BYTES: usize = 4;
@@ -79,8 +82,16 @@ pub(super) async fn read_message<M: Message + Default>(recv: &mut RecvStream) ->
     Ok(M::decode(body.freeze())?)
 }
 
-/// Reads one frame of at most `limit` bytes; nothing at a clean end of the stream.
-pub(super) async fn read_frame(recv: &mut RecvStream, limit: usize) -> Result<Option<Frame>, ItemError> {
+/// What comes next of a fetch.
+#[derive(Debug)]
+pub(super) enum Next {
+    Frame(Frame),
+    /// The stream ended cleanly, perhaps with a word why.
+    End(Option<MissReason>),
+}
+
+/// Reads one frame of at most `limit` bytes.
+pub(super) async fn read_frame(recv: &mut RecvStream, limit: usize) -> Result<Next, ItemError> {
     let mut have = BytesMut::new();
     loop {
         let (wanted, whole) = match parse_header(&have)? {
@@ -92,12 +103,27 @@ pub(super) async fn read_frame(recv: &mut RecvStream, limit: usize) -> Result<Op
         }
         have.reserve(wanted - have.len());
         if !fill(recv, &mut have, wanted).await? {
-            return if have.is_empty() { Ok(None) } else { Err(ItemError::Cut) };
+            return match (have.is_empty(), end_reason(&have)) {
+                (true, _) => Ok(Next::End(None)),
+                (false, Some(reason)) => Ok(Next::End(Some(reason))),
+                (false, None) => Err(ItemError::Cut),
+            };
         }
         if whole {
-            return Ok(Some(Frame::parse(have.freeze())?));
+            return Ok(Next::Frame(Frame::parse(have.freeze())?));
         }
     }
+}
+
+fn end_reason(have: &[u8]) -> Option<MissReason> {
+    let number = have.strip_prefix(&END_MAGIC)?;
+    MissReason::ALL.into_iter().find(|reason| *number == [*reason as u8])
+}
+
+/// Says why no more frames come.
+pub(super) async fn write_end(send: &mut SendStream, reason: MissReason) -> Result<(), WriteError> {
+    let end = [&END_MAGIC[..], &[reason as u8]].concat();
+    send.write_chunk(Bytes::from(end)).await
 }
 
 /// A message with its length in front; an error when no peer would take it.

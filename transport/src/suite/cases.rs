@@ -79,6 +79,12 @@ pub async fn fetch_ends_early(service: &MemoryService, path: &dyn Path) {
     assert_eq!(answer(path, 3).await, FetchAnswer::Miss { reason: MissReason::MediumFailed });
 }
 
+pub async fn fetch_ends_with_a_reason(service: &MemoryService, path: &dyn Path) {
+    hold(service, 3, 1000);
+    service.end_with(MissReason::Busy);
+    assert_eq!(answer(path, 3).await, FetchAnswer::Miss { reason: MissReason::Busy });
+}
+
 pub async fn deadline_before_any_block(service: &MemoryService, path: &dyn Path) {
     hold(service, 3, 1000);
     service.set_gate(0);

@@ -24,6 +24,7 @@ struct State {
     blocks: BTreeMap<BlockHash, Frame>,
     released: Vec<LeaseId>,
     busy: Option<Duration>,
+    end: Option<MissReason>,
     refuse: Option<SaveRefusal>,
     epoch: Epoch,
     seq: u64,
@@ -48,6 +49,7 @@ impl Default for MemoryService {
             blocks: BTreeMap::new(),
             released: Vec::new(),
             busy: None,
+            end: None,
             refuse: None,
             epoch: EPOCH,
             seq: 0,
@@ -114,6 +116,12 @@ impl MemoryService {
         self.0.gate.close();
     }
 
+    /// The same, and whoever waits is told why.
+    pub fn end_with(&self, reason: MissReason) {
+        self.state().end = Some(reason);
+        self.0.gate.close();
+    }
+
     /// Returns once so many frames of saves have arrived.
     pub async fn puts_seen(&self, frames: usize) {
         let _ = self.0.puts.subscribe().wait_for(|seen| *seen >= frames).await;
@@ -147,9 +155,16 @@ impl BlockService for MemoryService {
         let service = self.clone();
         tokio::spawn(async move {
             for frame in found {
-                let Ok(passed) = service.0.gate.acquire().await else { return };
+                let Ok(passed) = service.0.gate.acquire().await else {
+                    let end = service.state().end;
+                    if let Some(reason) = end {
+                        // A reader that gave up does not hear it.
+                        let _ = sender.send(Err(reason)).await;
+                    }
+                    return;
+                };
                 passed.forget();
-                if sender.send(frame).await.is_err() {
+                if sender.send(Ok(frame)).await.is_err() {
                     return;
                 }
             }

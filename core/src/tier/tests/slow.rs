@@ -37,17 +37,17 @@ fn a_load_that_is_not_tried_leaves_the_block_where_it_is() {
     book.on_load_refused(refused, Timestamp(100));
     assert_eq!(load(&mut book), None, "nobody waits for it any more");
     assert_eq!(book.tier_of(&hash(2)), Some(Tier::Ssd));
-    let dropped = Change::Dropped { blocks: vec![hash(1)], tier: Tier::Ssd };
     let moved = Change::Moved { blocks: vec![hash(3)], from: Tier::Dram, to: Tier::Ssd };
-    assert_eq!(book.take_changes(), [dropped, moved], "what made room for it, and nothing of itself");
-    assert_eq!((book.stats(Tier::Dram).blocks, book.stats(Tier::Ssd).blocks), (0, 2));
+    assert_eq!(book.take_changes(), [moved], "what made room for it, and nothing of itself");
+    assert_eq!((book.stats(Tier::Dram).blocks, book.stats(Tier::Ssd).blocks), (0, 3), "nobody left for it");
+    book.release(LeaseId(7), Timestamp(100));
+    (4..=5).for_each(|number| assert_eq!(request(&mut book, &[number], 100 + number), 0));
+    assert_eq!(book.stats(Tier::Ssd).blocks, 2, "who comes next makes room");
     // Whoever asks again has it loaded.
-    assert_eq!(fetch(&mut book, 7, 2), Tier::Ssd);
+    assert_eq!(fetch(&mut book, 8, 4), Tier::Ssd);
     let tried = load(&mut book).unwrap();
     book.on_moved(tried, Tier::Dram);
-    assert_eq!(book.tier_of(&hash(2)), Some(Tier::Dram));
-    book.release(LeaseId(7), Timestamp(101));
-    drain(&mut book);
+    assert_eq!(book.tier_of(&hash(4)), Some(Tier::Dram));
 }
 
 #[test]
@@ -75,6 +75,38 @@ fn a_prefetch_that_is_not_tried_is_not_asked_for_until_the_queue_is_told_again()
     // A reader is still heard.
     assert_eq!(fetch(&mut book, 7, 5), Tier::Ssd);
     assert!(load(&mut book).is_some());
+}
+
+#[test]
+fn a_held_block_that_is_not_loaded_is_not_dropped_where_nothing_can_give_way() {
+    let mut book = filled(1, 2, 3);
+    pin(&mut book, &[1, 2], Timestamp(50));
+    drain(&mut book);
+    assert_eq!(fetch(&mut book, 7, 2), Tier::Ssd);
+    book.set_capacity(Tier::Ssd, 1);
+    let refused = load(&mut book).unwrap();
+    book.on_load_refused(refused, Timestamp(100));
+    assert_eq!(book.tier_of(&hash(2)), Some(Tier::Ssd));
+    assert_eq!(book.tier_of(&hash(1)), Some(Tier::Ssd));
+}
+
+#[test]
+fn what_a_slow_ssd_cannot_take_leaves_in_the_order_of_the_policy() {
+    let limits = TierLimits { capacity: Capacity::Blocks(20), watermark_high: 1.0, watermark_low: 0.5 };
+    let mut book = book(limits, TierLimits::exact(Capacity::Blocks(10)));
+    (1..=20).for_each(|number| assert_eq!(request(&mut book, &[number], number), 0));
+    book.set_ssd_room(2);
+    offer(&mut book, 30, &[30], 30);
+    drain(&mut book);
+    let on_ssd: Vec<u64> = (1..=20).filter(|n| book.tier_of(&hash(*n)) == Some(Tier::Ssd)).collect();
+    let gone: Vec<u64> = (1..=20).filter(|n| book.tier_of(&hash(*n)).is_none()).collect();
+    assert_eq!((on_ssd, gone), (vec![1, 2], (3..=11).collect()), "the longest unused, and no other");
+    assert_eq!(book.stats(Tier::Dram).dropped_blocks, 9);
+    // With room again all that leaves goes there.
+    book.set_ssd_room(usize::MAX);
+    book.release(LeaseId(30), Timestamp(31));
+    (31..=42).for_each(|number| assert_eq!(request(&mut book, &[number], number), 0));
+    assert_eq!(book.stats(Tier::Dram).dropped_blocks, 9);
 }
 
 #[test]

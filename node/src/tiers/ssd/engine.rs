@@ -109,6 +109,8 @@ pub struct SsdFaults {
     pub unreadable_heads: AtomicBool,
     /// Every device counts as slow.
     pub slow: AtomicBool,
+    /// No device does anything.
+    pub hangs: AtomicBool,
 }
 
 impl SsdFaults {
@@ -217,6 +219,9 @@ impl Engine {
         let _closes = Closes(Arc::clone(&mailbox));
         let (mut jobs, mut ended) = (VecDeque::new(), Vec::new());
         loop {
+            while self.parts.faults.hangs.load(Ordering::Relaxed) {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
             let is_over = mailbox.take(&mut jobs);
             jobs.drain(..).for_each(|job| self.start(job));
             self.write_on();
@@ -313,7 +318,8 @@ impl Engine {
 
     fn finish(&mut self, finished: Finished) {
         let Finished { id, op, result } = finished;
-        self.parts.tally.lock().ended(kind(&op), op.wanted(), self.parts.device.now());
+        let done = result.is_ok().then(|| op.wanted());
+        self.parts.tally.lock().ended(kind(&op), done, self.parts.device.now());
         match self.backlog.pop_front() {
             Some((next, at, op)) => self.hand_over(next, at, op),
             None => self.in_ring -= 1,

@@ -17,21 +17,36 @@ impl Ssd {
     /// Whether [`Self::write`] would find room now, or no device that is well could ever make some.
     #[must_use]
     pub fn has_room(&self) -> bool {
-        self.lanes.iter().any(|lane| lane.has_room() && lane.may_write()) || self.is_behind()
+        self.lanes.iter().any(|lane| lane.has_room() && lane.writes_left() > 0) || self.is_behind()
     }
 
     /// Whether a block that is to be written would wait for a slow device: no other one writes, and it has as much to do
     /// as it is given.
     #[must_use]
     pub fn is_behind(&self) -> bool {
-        let waits = |lane: &Lane| lane.is_slow() && !(lane.has_room() && lane.may_write());
-        self.lanes.iter().any(waits) && self.lanes.iter().all(|lane| lane.is_stopped() || waits(lane))
+        self.writes_left() == 0
     }
 
-    /// Whether a block that is to be read would not stand behind others on a slow device.
+    /// How many blocks more can be written without waiting for a slow device; all of them where one is well.
     #[must_use]
-    pub fn may_read(&self, record: SsdRecord) -> bool {
-        self.lanes.get(usize::from(record.lane)).is_none_or(Lane::may_read)
+    pub fn writes_left(&self) -> usize {
+        let left = |lane: &Lane| match (lane.is_stopped(), lane.is_slow()) {
+            (true, _) => 0,
+            (false, true) if !lane.has_room() => 0,
+            (false, _) => lane.writes_left(),
+        };
+        if self.slow_devices() == 0 {
+            return usize::MAX;
+        }
+        self.lanes.iter().map(left).fold(0, usize::saturating_add)
+    }
+
+    /// Whether a block that is to be read would not stand behind others on a slow device. For one that nobody waits for
+    /// it is enough that the device is slow.
+    #[must_use]
+    pub fn may_read(&self, record: SsdRecord, is_awaited: bool) -> bool {
+        let lane = self.lanes.get(usize::from(record.lane));
+        lane.is_none_or(|lane| if is_awaited { lane.may_read() } else { !lane.is_slow_to_read() })
     }
 
     /// Devices that are slow now.
@@ -49,8 +64,10 @@ impl Ssd {
     /// Writes and reads that slow devices have: nobody else has to wait for these.
     #[must_use]
     pub fn slow_moves(&self) -> (usize, usize) {
-        let slow = self.lanes.iter().filter(|lane| lane.is_slow());
-        slow.map(Lane::moves).fold((0, 0), |(saves, reads), (save, read)| (saves + save, reads + read))
+        let to_write = self.lanes.iter().filter(|lane| lane.is_slow()).map(|lane| lane.moves().0).sum();
+        let to_read =
+            self.lanes.iter().filter(|lane| lane.is_slow_to_read()).map(|lane| lane.moves().1).sum();
+        (to_write, to_read)
     }
 
     /// How much of a capacity, in its own unit, can be used: all of it unless some devices are slow; then what the others
@@ -95,7 +112,9 @@ impl Ssd {
         self.turn = (first + 1) % count.max(1);
         let mut refused = None;
         for number in (first..count).chain(0..first) {
-            let Some(lane) = self.lanes.get_mut(number).filter(|lane| lane.may_write()) else { continue };
+            let Some(lane) = self.lanes.get_mut(number).filter(|lane| lane.writes_left() > 0) else {
+                continue;
+            };
             match lane.write(token, owner, header, frame.clone()) {
                 Ok(Some(id)) => {
                     let lane = u8::try_from(number).map_err(|_| io::ErrorKind::InvalidInput)?;

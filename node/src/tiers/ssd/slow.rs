@@ -26,7 +26,13 @@ const SLOW_TIMES: f64 = 8.0;
 /// for so many windows one after another: one alone may be a pause for the medium's own business. As many that are well
 /// end it, and twice as many each time that it was slow again soon after, up to a limit.
 const WINDOWS: u32 = 3;
-const WINDOWS_MAX: u32 = 192;
+const WINDOWS_MAX: u32 = 48;
+
+/// A slow device's window is over after this too, however little was done in it: little that is done well counts.
+const SLOW_WINDOW_US: u64 = 5_000_000;
+
+/// One that was given nothing of the kind for so long counts as well: nobody knows better, and whoever tries finds out.
+const FORGIVEN_US: u64 = 60_000_000;
 
 /// Soon after: a device that was well for so long begins anew.
 const RELAPSE_US: u64 = 60_000_000;
@@ -34,8 +40,16 @@ const RELAPSE_US: u64 = 60_000_000;
 /// An operation that takes no longer than this is not slow, whatever else is.
 const WELL_WAIT_US: f64 = 25_000.0;
 
+/// While the device does much of other kinds, each operation of a slow one takes so long: what it does besides stands
+/// before it.
+const BUSY_WAIT_US: f64 = 1_000_000.0;
+
 /// Windows after which it is known what is usual.
 const USUAL_WINDOWS: u32 = 8;
+
+/// Windows that would be slow ones, if it were known what is usual, before they are taken for usual after all: as long as
+/// the other devices need to become known.
+const DOUBTED_WINDOWS: u32 = 64;
 
 /// Part that a window has in what is usual, once that is known.
 const USUAL_PART: f64 = 1.0 / 16.0;
@@ -111,13 +125,20 @@ impl Tally {
         work.in_flight += 1;
     }
 
-    /// An operation of so many bytes ended.
-    pub(crate) fn ended(&mut self, kind: Kind, bytes: usize, now: Timestamp) {
+    /// An operation of so many bytes ended; one that failed did no work.
+    pub(crate) fn ended(&mut self, kind: Kind, bytes: Option<usize>, now: Timestamp) {
         let work = &mut self.0[kind as usize];
         *work = work.up_to(now);
         work.in_flight = work.in_flight.saturating_sub(1);
-        work.ops += 1;
-        work.units += 1 + (bytes / UNIT_BYTES) as u64;
+        if let Some(bytes) = bytes {
+            work.ops += 1;
+            work.units += 1 + (bytes / UNIT_BYTES) as u64;
+        }
+    }
+
+    /// Units of all kinds.
+    fn units(&self) -> u64 {
+        self.0.iter().map(|work| work.units).sum()
     }
 }
 
@@ -128,6 +149,8 @@ struct Took {
     unit_us: f64,
     /// From the beginning of an operation to its end, on the mean.
     wait_us: f64,
+    /// For a unit of work of any kind, while there was any of this one.
+    any_unit_us: f64,
 }
 
 /// What became of a device.
@@ -144,8 +167,10 @@ pub(crate) enum Change {
 pub(crate) struct Watch {
     kind: Kind,
     is_slow: bool,
-    /// What was done when the window began.
+    /// What was done when the window began, of all kinds, and when that was.
     from: Work,
+    from_units: u64,
+    began: Timestamp,
     /// Time of the window after which it is judged though nothing has ended.
     hang_us: u64,
     /// Windows one after another that speak for a change.
@@ -156,6 +181,7 @@ pub(crate) struct Watch {
     since: Timestamp,
     usual_us: f64,
     learned: u32,
+    doubted: u32,
 }
 
 impl Watch {
@@ -164,12 +190,15 @@ impl Watch {
             kind,
             is_slow: false,
             from: Work::default(),
+            from_units: 0,
+            began: Timestamp(0),
             hang_us: HANG_US,
             windows: 0,
             wanted: WINDOWS,
             since: Timestamp(0),
             usual_us: 0.0,
             learned: 0,
+            doubted: 0,
         }
     }
 
@@ -194,20 +223,26 @@ impl Watch {
         let work = tally.0[self.kind as usize].up_to(now);
         let busy_us = work.busy_us - self.from.busy_us;
         let (ops, units) = (work.ops - self.from.ops, work.units - self.from.units);
-        let is_over = units >= WINDOW_UNITS || busy_us >= if units > 0 { WINDOW_US } else { self.hang_us };
+        let age_us = now.0.saturating_sub(self.began.0);
+        if self.is_slow && units == 0 && work.in_flight == 0 {
+            let is_over = age_us >= FORGIVEN_US;
+            return is_over.then(|| self.is_well(now));
+        }
+        let is_over = units >= WINDOW_UNITS
+            || busy_us >= if units > 0 { WINDOW_US } else { self.hang_us }
+            || (self.is_slow && units > 0 && age_us >= SLOW_WINDOW_US);
         if !is_over {
             return None;
         }
         let per = |sum: u64, count: u64| sum as f64 / count.max(1) as f64;
         let took = Took {
             unit_us: per(busy_us, units),
-            wait_us: per(
-                work.waited_us - self.from.waited_us,
-                ops.max(u64::from(units == 0) * work.in_flight),
-            ),
+            wait_us: per(work.waited_us - self.from.waited_us, if units > 0 { ops } else { work.in_flight }),
+            any_unit_us: per(busy_us, tally.units() - self.from_units),
         };
         if units > 0 {
             (self.from, self.hang_us) = (work, HANG_US);
+            (self.from_units, self.began) = (tally.units(), now);
         } else {
             self.hang_us += HANG_US;
         }
@@ -218,26 +253,29 @@ impl Watch {
         // Its own first: a device of a slower kind is not slow.
         let usual_us = self.usual_us().or(others);
         let (unit_us_min, wait_us_min) = self.kind.slow_us_min();
-        let is_unusual = usual_us.is_some_and(|usual_us| took.unit_us >= SLOW_TIMES * usual_us);
+        let is_unusual = usual_us.is_none_or(|usual_us| took.unit_us >= SLOW_TIMES * usual_us);
         let is_little = is_unusual && took.unit_us >= unit_us_min;
         if self.is_slow {
             // With little to do it may take little for it and be slow still, and that shows when there is more.
             let is_well = !is_little || took.wait_us < WELL_WAIT_US;
-            return self.after(is_well, self.wanted).then(|| {
-                (self.is_slow, self.since) = (false, now);
-                Change::Well
-            });
+            return self.after(is_well, self.wanted).then(|| self.is_well(now));
         }
-        let is_slow = is_little && took.wait_us >= wait_us_min;
-        if !is_slow {
-            self.learn(took.unit_us);
-        }
-        (self.after(is_slow, WINDOWS)).then(|| {
+        let does_much = took.any_unit_us < unit_us_min;
+        let wait_us_min = if does_much { wait_us_min.max(BUSY_WAIT_US) } else { wait_us_min };
+        let seems_slow = is_little && took.wait_us >= wait_us_min;
+        self.learn(took.unit_us, seems_slow);
+        let is_slow = seems_slow && usual_us.is_some();
+        self.after(is_slow, WINDOWS).then(|| {
             let is_relapse = self.since > Timestamp(0) && now.0.saturating_sub(self.since.0) < RELAPSE_US;
             self.wanted = if is_relapse { (self.wanted * 2).min(WINDOWS_MAX) } else { WINDOWS };
-            (self.is_slow, self.since) = (true, now);
+            (self.is_slow, self.since, self.began) = (true, now, now);
             Change::Slow { takes_us: took.unit_us, usual_us: usual_us.unwrap_or_default() }
         })
+    }
+
+    fn is_well(&mut self, now: Timestamp) -> Change {
+        (self.is_slow, self.since, self.windows) = (false, now, 0);
+        Change::Well
     }
 
     /// Counts a window that speaks for a change or against it; `true` when so many did one after another.
@@ -250,8 +288,11 @@ impl Watch {
         is_enough
     }
 
-    fn learn(&mut self, unit_us: f64) {
-        if self.usual_us().is_some_and(|usual_us| unit_us > USUAL_TIMES * usual_us) {
+    fn learn(&mut self, unit_us: f64, seems_slow: bool) {
+        let is_far = self.usual_us().is_some_and(|usual_us| unit_us > USUAL_TIMES * usual_us);
+        // What nobody can judge yet may be a slow device from its first day on, and others may soon say so.
+        self.doubted += u32::from(seems_slow);
+        if is_far || (seems_slow && self.doubted <= DOUBTED_WINDOWS) {
             return;
         }
         self.learned = self.learned.saturating_add(1);
@@ -284,7 +325,7 @@ mod tests {
             for _ in 0..ops / in_flight {
                 (0..in_flight).for_each(|_| self.tally.began(self.kind, Timestamp(self.now)));
                 changes.extend(self.pass(takes_us));
-                (0..in_flight).for_each(|_| self.tally.ended(self.kind, bytes, Timestamp(self.now)));
+                (0..in_flight).for_each(|_| self.tally.ended(self.kind, Some(bytes), Timestamp(self.now)));
                 changes.extend(self.pass(10));
             }
             changes
@@ -340,7 +381,7 @@ mod tests {
             }
             wells.push(well / (WINDOW_UNITS / 2));
         }
-        assert_eq!(wells, [3, 6, 12, 24, 48, 96, 192, 192, 192]);
+        assert_eq!(wells, [3, 6, 12, 24, 48, 48, 48, 48, 48]);
         // After a minute that is forgotten.
         fake.pass(RELAPSE_US);
         fake.usual();
@@ -385,6 +426,75 @@ mod tests {
     }
 
     #[test]
+    fn one_that_is_slow_before_anybody_knows_is_found_once_the_others_are_known() {
+        let mut fake = Fake::new(Kind::Write);
+        // 5 MB/s from the start, for as long as a busy one takes to be known.
+        assert_eq!(fake.work(640, 16, UNIT_BYTES, 400_000), []);
+        fake.others = Some(25.0);
+        assert_eq!(fake.work(320, 16, UNIT_BYTES, 400_000).len(), 1);
+        // Alone it is what it is, in the end.
+        let mut fake = Fake::new(Kind::Write);
+        assert_eq!(fake.work(3_200, 16, UNIT_BYTES, 400_000), []);
+        fake.others = Some(25.0);
+        assert_eq!(fake.work(320, 16, UNIT_BYTES, 400_000), []);
+    }
+
+    #[test]
+    fn reads_that_stand_behind_many_writes_are_not_slow() {
+        let mut fake = Fake::new(Kind::Read);
+        fake.usual();
+        let mut reads = |wait_us: u64, chunks_each: u64| {
+            let mut changes = Vec::new();
+            for _ in 0..20 {
+                fake.tally.began(Kind::Read, Timestamp(fake.now));
+                for _ in 0..chunks_each {
+                    fake.tally.began(Kind::Write, Timestamp(fake.now));
+                    changes.extend(fake.pass(wait_us / chunks_each));
+                    fake.tally.ended(Kind::Write, Some(512 << 10), Timestamp(fake.now));
+                }
+                fake.tally.ended(Kind::Read, Some(UNIT_BYTES), Timestamp(fake.now));
+                changes.extend(fake.pass(10));
+            }
+            changes
+        };
+        assert_eq!(reads(134_000, 32), [], "125 MB/s are written meanwhile");
+        assert_eq!(reads(134_000, 2).len(), 1, "8 MB/s are not much");
+    }
+
+    #[test]
+    fn what_fails_is_no_work() {
+        let mut fake = Fake::new(Kind::Read);
+        fake.usual();
+        assert_eq!(fake.work(100, 1, UNIT_BYTES, 200_000).len(), 1);
+        for _ in 0..10_000 {
+            fake.tally.began(Kind::Read, Timestamp(fake.now));
+            assert_eq!(fake.pass(50), []);
+            fake.tally.ended(Kind::Read, None, Timestamp(fake.now));
+        }
+        assert!(fake.watch.is_slow());
+    }
+
+    #[test]
+    fn little_that_is_done_well_is_enough_and_nothing_at_all_after_a_while() {
+        let slow = || {
+            let mut fake = Fake::new(Kind::Flush);
+            assert_eq!(fake.work(4_000, 1, 0, 1_000), []);
+            assert_eq!(fake.work(10, 1, 0, 1_500_000).len(), 1);
+            fake
+        };
+        let mut fake = slow();
+        let mut changes = Vec::new();
+        for _ in 0..20 {
+            changes.extend(fake.work(1, 1, 0, 1_000));
+            changes.extend(fake.pass(1_000_000));
+        }
+        assert_eq!(changes, [Change::Well], "one flush a second");
+        let mut fake = slow();
+        assert_eq!(fake.pass(FORGIVEN_US - 1_000_000), []);
+        assert_eq!(fake.pass(2_000_000), [Change::Well]);
+    }
+
+    #[test]
     fn what_does_not_end_is_noticed() {
         for kind in Kind::ALL {
             let mut fake = Fake::new(kind);
@@ -392,8 +502,8 @@ mod tests {
             fake.tally.began(kind, Timestamp(fake.now));
             assert_eq!(fake.pass(2_900_000), [], "{kind:?}");
             assert!(matches!(fake.pass(700_000)[..], [Change::Slow { .. }]), "{kind:?}");
-            assert_eq!(fake.pass(60_000_000), [], "{kind:?}: nothing says that it is well");
-            fake.tally.ended(kind, 0, Timestamp(fake.now));
+            assert_eq!(fake.pass(2 * FORGIVEN_US), [], "{kind:?}: nothing says that it is well");
+            fake.tally.ended(kind, Some(0), Timestamp(fake.now));
             assert_eq!(fake.work(2_000, 8, 0, 400), [Change::Well], "{kind:?}");
         }
     }

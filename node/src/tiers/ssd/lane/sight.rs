@@ -36,9 +36,10 @@ impl Asked {
         self.bytes -= u64::from(bytes);
     }
 
-    /// Whether a slow device has enough to do; one block it is always given.
-    fn is_enough(self) -> bool {
-        self.bytes >= GIVEN_BYTES || self.jobs >= GIVEN_JOBS
+    /// How many blocks of so many bytes more a slow device is given; one it is always given.
+    fn left(self, block_bytes: u64) -> usize {
+        let by_bytes = GIVEN_BYTES.saturating_sub(self.bytes).div_ceil(block_bytes.max(1));
+        GIVEN_JOBS.saturating_sub(self.jobs).min(usize::try_from(by_bytes).unwrap_or(usize::MAX))
     }
 }
 
@@ -65,6 +66,10 @@ impl Sight {
     fn is_slow(&self) -> bool {
         self.watches.iter().any(Watch::is_slow) || self.faults.slow.load(Ordering::Relaxed)
     }
+
+    fn is_slow_at(&self, kind: Kind) -> bool {
+        self.watches[kind as usize].is_slow() || self.faults.slow.load(Ordering::Relaxed)
+    }
 }
 
 impl Lane {
@@ -73,14 +78,22 @@ impl Lane {
         self.sight.is_slow()
     }
 
-    /// Whether it may be given another block to write: a slow device has little to do at once.
-    pub(in crate::tiers::ssd) fn may_write(&self) -> bool {
-        !(self.is_slow() && self.saving.is_enough())
+    /// Whether readers rather do without it.
+    pub(in crate::tiers::ssd) fn is_slow_to_read(&self) -> bool {
+        self.sight.is_slow_at(Kind::Read)
     }
 
-    /// The same for one to read.
+    /// How many blocks more it may be given to write: a slow device has little to do at once.
+    pub(in crate::tiers::ssd) fn writes_left(&self) -> usize {
+        if !self.is_slow() {
+            return usize::MAX;
+        }
+        self.saving.left(self.book.shape().frame_bytes_max as u64)
+    }
+
+    /// Whether it may be given another block to read.
     pub(in crate::tiers::ssd) fn may_read(&self) -> bool {
-        !(self.is_slow() && self.reading.is_enough())
+        !self.is_slow_to_read() || self.reading.left(1) > 0
     }
 
     /// Looks at what the device did; `others` is what the other devices take for it.
@@ -109,5 +122,26 @@ impl Lane {
     /// What the device usually takes for a unit of work, once that is known.
     pub(in crate::tiers::ssd) fn usual_us(&self, kind: Kind) -> Option<f64> {
         self.sight.watches[kind as usize].usual_us()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slow_device_is_given_a_mebibyte_or_a_few_blocks_and_always_one() {
+        let asked = |jobs: u32, bytes: u32| {
+            let mut asked = Asked::default();
+            (0..jobs).for_each(|_| asked.begin(bytes));
+            asked
+        };
+        let left = |jobs, bytes| asked(jobs, bytes).left(u64::from(bytes));
+        assert_eq!([left(0, 16 << 20), left(1, 16 << 20)], [1, 0]);
+        assert_eq!([left(0, 512 << 10), left(1, 512 << 10), left(2, 512 << 10)], [2, 1, 0]);
+        assert_eq!([left(0, 100), left(3, 100), left(4, 100)], [GIVEN_JOBS, 1, 0]);
+        let mut one = asked(1, 16 << 20);
+        one.end(16 << 20);
+        assert_eq!(one.left(100), GIVEN_JOBS);
     }
 }

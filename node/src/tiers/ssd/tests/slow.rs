@@ -56,6 +56,12 @@ impl Devices {
         self.save_until(3_000, Some(count));
     }
 
+    /// Reads block 3.
+    fn read(&mut self, record: SsdRecord) {
+        assert_eq!(self.bench.load(3, record).unwrap(), frame(3));
+        self.bench.ssd.look();
+    }
+
     /// Begins saves as long as there is room, at most so many, and counts them by device; then lets them end.
     fn burst(&mut self, most: usize) -> Vec<usize> {
         let mut records = Vec::new();
@@ -107,27 +113,34 @@ fn where_all_are_slow_nobody_waits_for_what_they_cannot_do() {
         let mut run = Devices::open(count);
         run.save_until(6_000, None);
         let kept = run.bench.save(3).unwrap();
+        (0..3_000).for_each(|_| run.read(kept));
         (0..run.devices.len()).for_each(|number| run.takes(number, SLOW_US));
         run.until_slow(run.devices.len());
         assert_eq!(run.burst(20), vec![GIVEN; run.devices.len()], "the rest is refused");
         assert_eq!(run.bench.ssd.usable(Capacity::Blocks(100), 4096), 100, "there is nowhere else");
         assert!(!run.bench.ssd.is_behind());
-        // Readers likewise.
+        assert!(
+            (0..GIVEN).all(|_| run.bench.ssd.may_read(kept, false)),
+            "that it is slow to read is not known"
+        );
+        // Readers likewise, once it is.
+        (0..30).for_each(|_| run.read(kept));
         let into = |run: &Devices| run.bench.arena.take(frame(3).len(), Purpose::Load).unwrap();
         for _ in 0..GIVEN {
-            assert!(run.bench.ssd.may_read(kept));
+            assert!(run.bench.ssd.may_read(kept, true));
             let slot = into(&run);
             run.bench.ssd.read(9, kept, hash(3), slot).unwrap();
         }
-        assert!(!run.bench.ssd.may_read(kept));
+        assert!(!run.bench.ssd.may_read(kept, true));
         assert_eq!(run.bench.ssd.slow_moves(), (0, GIVEN));
         for _ in 0..GIVEN {
             assert!(
                 matches!(run.bench.done(), Done::Read { token: 9, result: Ok(bytes) } if bytes == frame(3))
             );
         }
-        assert!(run.bench.ssd.may_read(kept));
+        assert!(run.bench.ssd.may_read(kept, true) && !run.bench.ssd.may_read(kept, false));
         (0..run.devices.len()).for_each(|number| run.takes(number, USUAL_US));
+        (0..3_000).for_each(|_| run.read(kept));
         run.until_slow(0);
         assert_eq!(run.bench.ssd.slow_moves(), (0, 0));
     }
