@@ -95,6 +95,8 @@ pub struct Book {
     pub(super) gpu: Shelf,
     /// Blocks with their place on the GPU whose bytes are not there yet.
     pub(super) lifting: usize,
+    /// Blocks with bytes on the GPU, wherever they have their place; until they are told to go.
+    pub(super) on_gpu: usize,
     /// How far the search has come for what a lost GPU had.
     pub(super) losing: Option<usize>,
     pub(super) leases: BTreeMap<LeaseId, Lease>,
@@ -138,6 +140,7 @@ impl Book {
             ssd: Shelf::new(limits.ssd, ssd),
             gpu: Shelf::new(TierLimits::exact(Capacity::Bytes(0)), Box::new(NoPolicy)),
             lifting: 0,
+            on_gpu: 0,
             losing: None,
             leases: BTreeMap::new(),
             deadlines: BTreeSet::new(),

@@ -101,6 +101,7 @@ impl Book {
     /// yet; and last what leaves a GPU, and what comes to it.
     pub fn next_action(&mut self, room: Room) -> Option<Action> {
         if let Some(action) = self.drops.pop_front() {
+            self.on_gpu -= usize::from(matches!(action, Action::DropGpu { .. }));
             return Some(action);
         }
         if room.dram
@@ -228,6 +229,7 @@ impl Book {
         let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.moving == Some(to)) else { return };
         entry.moving = None;
         entry.copies.set(to, true);
+        self.on_gpu += usize::from(to == Tier::Gpu);
         self.lifting -= usize::from(to == Tier::Gpu && entry.place == Some(Tier::Gpu));
         if to == Tier::Dram {
             entry.awaited = false;
