@@ -263,12 +263,7 @@ impl Store {
     fn on_lowered(&mut self, token: u64, result: Result<Bytes, GpuFault>) {
         let Some(Move { key, hash, .. }) = self.end_gpu(token) else { return };
         match result {
-            Ok(bytes) => {
-                self.keep(key, bytes);
-                let readable = self.row(key).dram.as_ref().map(Held::lend);
-                self.tell_waiting(hash, &readable.ok_or(MissReason::NotHeld));
-                self.parts.book.on_moved(key, Tier::Dram);
-            }
+            Ok(bytes) => self.loaded(key, hash, bytes),
             Err(fault) => {
                 let is_lost = matches!(fault, GpuFault::Device(DeviceError::Lost(_)));
                 if !is_lost {
