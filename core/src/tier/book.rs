@@ -203,6 +203,12 @@ impl Book {
         self.slab.get(key).map(|entry| entry.meta)
     }
 
+    /// The tier on whose account the block is, while it is on any. Its bytes may not be there yet.
+    #[must_use]
+    pub fn place(&self, key: BlockKey) -> Option<Tier> {
+        self.slab.get(key).and_then(|entry| entry.place)
+    }
+
     /// The tier the index knows for this block, if it is readable.
     #[must_use]
     pub fn tier_of(&self, hash: &BlockHash) -> Option<Tier> {

@@ -71,9 +71,10 @@ pub struct Room {
     pub ssd: bool,
     /// A DRAM slot for a promotion that nobody waits for is free: enough are left for those somebody waits for.
     pub prefetch: bool,
-    /// The GPU can read a block for somebody who waits, and a DRAM slot for it is free.
+    /// The GPU can read a block for somebody who waits, and a DRAM slot for it is free beside those that loads from SSD
+    /// need: a block that keeps its place on the GPU is on no account of DRAM meanwhile.
     pub gpu_read: bool,
-    /// The GPU can read a block that nobody waits for, and a DRAM slot for it is free beside those that loads need.
+    /// The GPU can read a block that nobody waits for, and a DRAM slot for it is free beside those that loads from SSD need.
     pub lower: bool,
     /// The GPU can take a block.
     pub lift: bool,

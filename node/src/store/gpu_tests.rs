@@ -23,7 +23,7 @@ use crate::tiers::gpu::thread::GpuThread;
 const RETRY: Duration = Duration::from_millis(5);
 
 /// A node with room for so many blocks on a GPU and in DRAM.
-fn three(dir: &std::path::Path, gpu: usize, dram: u64, ssd: u64) -> NodeConfig {
+pub(super) fn three(dir: &std::path::Path, gpu: usize, dram: u64, ssd: u64) -> NodeConfig {
     let config = config(dir, dram, ssd);
     let slot = crate::arena::slot_bytes(config.frame_bytes_max());
     let gpu_bytes = (gpu_bytes_min(&config) + (gpu - 1) * slot) as u64;
@@ -43,7 +43,7 @@ async fn open_on(
     .await
 }
 
-async fn open(config: &NodeConfig) -> (Bench, Hand) {
+pub(super) async fn open(config: &NodeConfig) -> (Bench, Hand) {
     let hand = Hand::default();
     let (bytes, of) = (usize::try_from(config.gpu_bytes).unwrap(), Arc::clone(&hand));
     let bench = open_on(config, move || Ok(Some(FakeDevice::in_hand(bytes, 7, &of)))).await;
@@ -51,24 +51,24 @@ async fn open(config: &NodeConfig) -> (Bench, Hand) {
     (bench, hand)
 }
 
-fn blocks(status: &pb::NodeStatusReply) -> [u64; 3] {
+pub(super) fn blocks(status: &pb::NodeStatusReply) -> [u64; 3] {
     [2, 0, 1].map(|tier: usize| status.tiers[tier].blocks)
 }
 
 /// Uses a block, which is somewhere, in a request of its own.
-async fn used(bench: &Bench, lease: u64, number: u64) {
+pub(super) async fn used(bench: &Bench, lease: u64, number: u64) {
     assert_eq!(bench.fetch(lease, number..number + 1).await.1, 1, "block {number}");
     bench.service.release(LeaseId(lease)).await;
 }
 
 /// Waits until so many blocks have their bytes in DRAM, and no move is on its way.
-async fn until_in_dram(bench: &Bench, config: &NodeConfig, count: usize) {
+pub(super) async fn until_in_dram(bench: &Bench, config: &NodeConfig, count: usize) {
     let slot = crate::arena::slot_bytes(config.frame_bytes_max());
     bench.until("all moves ended", |_, used| used == count * slot).await;
 }
 
 /// What one reader of a block hears.
-async fn read(
+pub(super) async fn read(
     bench: &Bench,
     lease: u64,
     number: u64,

@@ -8,6 +8,8 @@ mod asks;
 mod fetching;
 mod gpu;
 #[cfg(test)]
+mod gpu_read_tests;
+#[cfg(test)]
 mod gpu_tests;
 mod moving;
 mod packing;
@@ -21,7 +23,7 @@ mod windows;
 pub use asks::Ask;
 pub(crate) use fetching::LoadBudget;
 pub use fetching::{FetchPlan, Planned, PlannedBytes};
-pub(crate) use gpu::{GPU_JOBS_MAX, GPU_RETRY, Gpu};
+pub(crate) use gpu::{GPU_JOBS_MAX, GPU_READS_MAX, GPU_RETRY, Gpu};
 pub(crate) use saving::SlotSizes;
 pub use saving::{OfferPlan, Reserved};
 

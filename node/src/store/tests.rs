@@ -97,7 +97,7 @@ fn save_request(lease: u64, numbers: std::ops::Range<u64>) -> SaveRequest {
     }
 }
 
-fn fetch_request(lease: u64, numbers: std::ops::Range<u64>) -> FetchRequest {
+pub(super) fn fetch_request(lease: u64, numbers: std::ops::Range<u64>) -> FetchRequest {
     FetchRequest {
         asker: asker(lease),
         epoch: Epoch(0),
