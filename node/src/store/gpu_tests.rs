@@ -20,7 +20,7 @@ use crate::tiers::gpu::tests::fake::{FakeDevice, Faults, Hand};
 use crate::tiers::gpu::thread::GpuThread;
 
 /// Wait before a device that failed is tried again: nobody waits for the real one here.
-const RETRY: Duration = Duration::from_millis(5);
+pub(super) const RETRY: Duration = Duration::from_millis(5);
 
 /// A node with room for so many blocks on a GPU and in DRAM.
 pub(super) fn three(dir: &std::path::Path, gpu: usize, dram: u64, ssd: u64) -> NodeConfig {
@@ -31,7 +31,7 @@ pub(super) fn three(dir: &std::path::Path, gpu: usize, dram: u64, ssd: u64) -> N
 }
 
 /// The node on a fake device that `open` gives, each time the node opens one.
-async fn open_on(
+pub(super) async fn open_on(
     config: &NodeConfig,
     open: impl FnMut() -> Result<Option<FakeDevice>, DeviceError> + Send + 'static,
 ) -> Bench {
@@ -294,19 +294,6 @@ async fn a_node_whose_gpu_is_not_there_serves_without_it_and_finds_it_later() {
     used(&bench, 3, 0).await;
     until_in_dram(&bench, &config, 0).await;
     assert_eq!(blocks(&bench.status().await), [1, 0, 0]);
-    bench.close().await;
-}
-
-#[tokio::test]
-async fn a_thread_that_panics_costs_the_gpu_and_not_the_node() {
-    let dir = tempfile::tempdir().unwrap();
-    let config = three(dir.path(), 2, 4, 0);
-    let bench = open_on(&config, || panic!("a defect in a driver")).await;
-    bench.until("it is said", |status, _| status.tiers[2].why_not.contains("panic")).await;
-    says("a GPU whose thread ended", &bench.status().await.tiers[2].why_not, &[]);
-    bench.saved(1, 0..1).await;
-    used(&bench, 2, 0).await;
-    assert_eq!(blocks(&bench.status().await), [0, 1, 0]);
     bench.close().await;
 }
 

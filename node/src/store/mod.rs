@@ -8,6 +8,8 @@ mod asks;
 mod fetching;
 mod gpu;
 #[cfg(test)]
+mod gpu_end_tests;
+#[cfg(test)]
 mod gpu_read_tests;
 #[cfg(test)]
 mod gpu_tests;
