@@ -220,6 +220,10 @@ impl Store {
     }
 
     pub(super) fn on_gpu_report(&mut self, report: GpuReport) {
+        // What a thread said before it ended may be heard after it was buried, and is void: nothing is there any more.
+        if self.parts.gpu.as_ref().is_none_or(|gpu| gpu.phase == Phase::Over) {
+            return;
+        }
         match report {
             GpuReport::Opened(Ok(())) => self.gpu_opened(),
             GpuReport::Opened(Err(cause)) => {

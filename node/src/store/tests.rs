@@ -47,14 +47,18 @@ async fn open(config: &NodeConfig) -> Bench {
     open_with(config, |_| {}).await
 }
 
-/// A node of which `change` replaces parts.
-pub(super) async fn open_with(config: &NodeConfig, change: impl FnOnce(&mut Parts)) -> Bench {
+pub(super) async fn parts(config: &NodeConfig) -> Parts {
     let arena = start::open_arena(config).unwrap();
     let shared = Arc::new(Shared::new(NodeId(1)));
     let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
-    let mut parts =
-        start::open_parts(config, arena.clone(), shared, metrics.clone(), Arc::default()).await.unwrap();
+    start::open_parts(config, arena, shared, metrics, Arc::default()).await.unwrap()
+}
+
+/// A node of which `change` replaces parts.
+pub(super) async fn open_with(config: &NodeConfig, change: impl FnOnce(&mut Parts)) -> Bench {
+    let mut parts = parts(config).await;
     change(&mut parts);
+    let (arena, metrics) = (parts.arena.clone(), parts.metrics.clone());
     let stop = CancellationToken::new();
     let (store, task) = Store::start(parts, stop.clone());
     let service = start::service(config, store.clone(), arena.clone(), metrics);
