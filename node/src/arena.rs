@@ -39,7 +39,8 @@ use slabs::{Place, Slabs};
 pub enum Purpose {
     /// Bytes that come from a client. Leaves the reserve alone.
     Save,
-    /// Bytes that come from SSD before anybody waits for them. Leaves half of the reserve to those somebody waits for.
+    /// Bytes that come from SSD before anybody waits for them, or from a GPU. Leaves half of the reserve to those from SSD
+    /// that somebody waits for.
     Prefetch,
     /// Bytes that come from SSD. May use the reserve, so that SSD and DRAM can always trade places.
     Load,

@@ -26,7 +26,8 @@ use crate::metrics::Metrics;
 use crate::serve::Service;
 use crate::server::Control;
 use crate::store::{
-    Capacities, GPU_JOBS_MAX, GPU_RETRY, Gpu, LoadBudget, Parts, Shared, SlotSizes, Store, StoreHandle,
+    Capacities, GPU_JOBS_MAX, GPU_READS_MAX, GPU_RETRY, Gpu, LoadBudget, Parts, Shared, SlotSizes, Store,
+    StoreHandle,
 };
 use crate::tiers::gpu::GpuShape;
 use crate::tiers::gpu::thread::{GpuReport, GpuThread};
@@ -248,9 +249,9 @@ pub(crate) fn arena_shape(config: &NodeConfig) -> (ArenaShape, usize) {
         Capacity::Blocks(blocks) => blocks.div_ceil(classes.largest_per_slab() as u64),
     };
     let tier = usize::try_from(tier).unwrap_or(usize::MAX);
-    // What is lifted lies in DRAM until it is on the GPU.
-    let lifts = if config.gpu_bytes == 0 { 0 } else { LIFTS_MAX };
-    (ArenaShape::around(classes, tier, LOAD_SLOTS, SAVE_SLOTS + lifts), tier)
+    // What is lifted lies in DRAM until it is on the GPU, and what is read from there passes through it.
+    let gpu = if config.gpu_bytes == 0 { 0 } else { LIFTS_MAX + GPU_READS_MAX };
+    (ArenaShape::around(classes, tier, LOAD_SLOTS, SAVE_SLOTS + gpu), tier)
 }
 
 /// How the memory of a GPU is cut.

@@ -46,7 +46,7 @@ pub struct HardwareProfile {
     pub step_ns_per_running: u64,
     /// KV of one token over all layers, in bytes.
     pub kv_bytes_per_token: u64,
-    /// From GPU memory of the instance's own node.
+    /// From GPU memory of a node into its DRAM, by way of which all of it is read.
     pub gpu: Lane,
     /// From DRAM of a node into the instance on the same node.
     pub dram: Lane,
@@ -117,11 +117,12 @@ impl HardwareProfile {
         PROFILES.iter().find(|profile| profile.name == name).copied()
     }
 
-    /// The lane out of a tier, before any network.
+    /// The lane out of a tier, before any network. A node copies what its GPU has to DRAM first, so a GPU is never nearer
+    /// than DRAM, however fast it is itself.
     #[must_use]
     pub fn tier(&self, tier: Tier) -> Lane {
         match tier {
-            Tier::Gpu => self.gpu,
+            Tier::Gpu => self.gpu.through(self.dram),
             Tier::Dram => self.dram,
             Tier::Ssd => self.ssd,
         }

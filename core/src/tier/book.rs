@@ -95,6 +95,8 @@ pub struct Book {
     pub(super) gpu: Shelf,
     /// Blocks with their place on the GPU whose bytes are not there yet.
     pub(super) lifting: usize,
+    /// Blocks with bytes on the GPU, wherever they have their place; until they are told to go.
+    pub(super) on_gpu: usize,
     /// How far the search has come for what a lost GPU had.
     pub(super) losing: Option<usize>,
     pub(super) leases: BTreeMap<LeaseId, Lease>,
@@ -140,6 +142,7 @@ impl Book {
             ssd: Shelf::new(limits.ssd, ssd),
             gpu: Shelf::new(TierLimits::exact(Capacity::Bytes(0)), Box::new(NoPolicy)),
             lifting: 0,
+            on_gpu: 0,
             losing: None,
             leases: BTreeMap::new(),
             deadlines: BTreeSet::new(),
@@ -201,6 +204,12 @@ impl Book {
     #[must_use]
     pub fn meta(&self, key: BlockKey) -> Option<Meta> {
         self.slab.get(key).map(|entry| entry.meta)
+    }
+
+    /// The tier on whose account the block is, while it is on any. Its bytes may not be there yet.
+    #[must_use]
+    pub fn place(&self, key: BlockKey) -> Option<Tier> {
+        self.slab.get(key).and_then(|entry| entry.place)
     }
 
     /// The tier the index knows for this block, if it is readable.

@@ -14,7 +14,8 @@ use crate::evict::{BlockKey, BlockTraits, Policy};
 use crate::id::{Tier, Timestamp};
 
 /// Blocks on their way up to the GPU at once: enough to keep a link busy, few for a reader to stand behind, and few whose
-/// bytes lie in DRAM beside those that have their place there.
+/// bytes lie in DRAM beside those that have their place there. As many may wait to leave the GPU: its memory has slots for
+/// that many more blocks than have their place there.
 pub const LIFTS_MAX: usize = 8;
 
 /// Places of the slab that are looked at in one call when the GPU is lost: about a millisecond of the task that owns the
@@ -55,9 +56,17 @@ impl Book {
             let entry = self.slab.get(key).filter(|_| self.is_liftable(key))?;
             entry.last_use.map(|_| (key, entry.age_us(now)))
         });
-        let mut again: Vec<_> = again.take(LIFTS_MAX.saturating_sub(self.lifting)).collect();
+        // Each of them adds one to either at most: a victim leaves for it.
+        let room = LIFTS_MAX.saturating_sub(self.lifting.max(self.leaving()));
+        let mut again: Vec<_> = again.take(room).collect();
         again.reverse();
         again
+    }
+
+    /// Blocks that have left the GPU but for their bytes.
+    pub(super) fn leaving(&self) -> usize {
+        let there = usize::try_from(self.gpu.stats.blocks).unwrap_or(usize::MAX).saturating_sub(self.lifting);
+        self.on_gpu.saturating_sub(there)
     }
 
     /// In DRAM, at rest, and nobody's: not held, and not needed by a waiting request, which reads from DRAM.

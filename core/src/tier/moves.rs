@@ -71,9 +71,10 @@ pub struct Room {
     pub ssd: bool,
     /// A DRAM slot for a promotion that nobody waits for is free: enough are left for those somebody waits for.
     pub prefetch: bool,
-    /// The GPU can read a block for somebody who waits, and a DRAM slot for it is free.
+    /// The GPU can read a block for somebody who waits, and a DRAM slot for it is free beside those that loads from SSD
+    /// need: a block that keeps its place on the GPU is on no account of DRAM meanwhile.
     pub gpu_read: bool,
-    /// The GPU can read a block that nobody waits for, and a DRAM slot for it is free beside those that loads need.
+    /// The GPU can read a block that nobody waits for, and a DRAM slot for it is free beside those that loads from SSD need.
     pub lower: bool,
     /// The GPU can take a block.
     pub lift: bool,
@@ -101,6 +102,7 @@ impl Book {
     /// yet; and last what leaves a GPU, and what comes to it.
     pub fn next_action(&mut self, room: Room) -> Option<Action> {
         if let Some(action) = self.drops.pop_front() {
+            self.on_gpu -= usize::from(matches!(action, Action::DropGpu { .. }));
             return Some(action);
         }
         if room.dram
@@ -228,6 +230,7 @@ impl Book {
         let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.moving == Some(to)) else { return };
         entry.moving = None;
         entry.copies.set(to, true);
+        self.on_gpu += usize::from(to == Tier::Gpu);
         self.lifting -= usize::from(to == Tier::Gpu && entry.place == Some(Tier::Gpu));
         if to == Tier::Dram {
             entry.awaited = false;

@@ -4,6 +4,7 @@
 //! hears of a miss and not of nothing. Not here: which block moves (`kv_core::tier`), and how (`tiers::gpu`).
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -22,6 +23,10 @@ use crate::tiers::gpu::{GpuFault, GpuRecord};
 
 /// Blocks on their way at once, in both directions.
 pub(crate) const GPU_JOBS_MAX: usize = 2 * LIFTS_MAX;
+
+/// Slots of DRAM for what is read from the GPU and keeps its place there. It is on no account of DRAM, and has its slot until
+/// its last reader has done with it, which may take long: so they are counted, and the arena has as many more.
+pub(crate) const GPU_READS_MAX: usize = GPU_JOBS_MAX;
 
 /// After a failure the GPU takes no blocks for this long, then it is tried again; each try that fails doubles it, as for
 /// the SSD.
@@ -46,13 +51,28 @@ enum Phase {
 }
 
 /// A move on the GPU thread.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct Move {
     key: BlockKey,
     hash: BlockHash,
     is_lift: bool,
     /// Somebody waited when it began.
     is_read: bool,
+    /// Its slot is one of [`GPU_READS_MAX`].
+    passing: Option<Arc<()>>,
+}
+
+/// Bytes in one of [`GPU_READS_MAX`] slots.
+struct Passing {
+    /// Goes first: whoever is woken because the slot came back finds the count right.
+    _mark: Arc<()>,
+    bytes: Bytes,
+}
+
+impl AsRef<[u8]> for Passing {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
 }
 
 /// What the store knows of its GPU.
@@ -61,6 +81,8 @@ pub(crate) struct Gpu {
     thread: GpuThread,
     phase: Phase,
     moves: HashMap<u64, Move>,
+    /// Each slot of what passes through DRAM has a share in it.
+    passing: Arc<()>,
     trouble: Option<Trouble>,
     /// It failed and has taken no block since: how long it was left alone.
     probation: Option<Duration>,
@@ -92,8 +114,8 @@ impl Gpu {
     /// On this thread, which opens the device from here on.
     pub(crate) fn new(thread: GpuThread, retry: Duration) -> Gpu {
         thread.send(Job::Open);
-        let moves = HashMap::new();
-        Gpu { thread, phase: Phase::Opening, moves, trouble: None, probation: None, retry }
+        let (moves, passing) = (HashMap::new(), Arc::default());
+        Gpu { thread, phase: Phase::Opening, moves, passing, trouble: None, probation: None, retry }
     }
 
     /// Moves in flight.
@@ -107,14 +129,17 @@ impl Gpu {
         self.trouble.as_ref().map(|trouble| trouble.reason.as_str()).or(opening)
     }
 
-    fn room(&self, loads: bool, prefetches: bool) -> GpuRoom {
+    /// `has_slots`: DRAM has slots beside those that loads from SSD need.
+    fn room(&self, has_slots: bool) -> GpuRoom {
         if self.phase != Phase::Ready {
             return GpuRoom { read: true, lower: true, lift: true };
         }
         let background = self.moves.values().filter(|move_| !move_.is_read).count();
         let is_free = self.moves.len() < GPU_JOBS_MAX;
         let is_idle = is_free && background < BACKGROUND_MAX;
-        GpuRoom { read: is_free && loads, lower: is_idle && prefetches, lift: is_idle }
+        // One share is the GPU's own.
+        let may_pass = Arc::strong_count(&self.passing) <= GPU_READS_MAX;
+        GpuRoom { read: is_free && has_slots && may_pass, lower: is_idle && has_slots, lift: is_idle }
     }
 
     /// Leaves the device alone for a while; what is said of it is said once until it works again.
@@ -135,8 +160,7 @@ impl Gpu {
 
 impl Store {
     pub(super) fn gpu_room(&self) -> GpuRoom {
-        let has_room = |purpose| self.parts.arena.has_room(purpose);
-        let room = |gpu: &Gpu| gpu.room(has_room(Purpose::Load), has_room(Purpose::Prefetch));
+        let room = |gpu: &Gpu| gpu.room(self.parts.arena.has_room(Purpose::Prefetch));
         self.parts.gpu.as_ref().map(room).unwrap_or_default()
     }
 
@@ -144,7 +168,7 @@ impl Store {
     pub(super) fn lift(&mut self, key: BlockKey, hash: BlockHash) {
         let frame = self.row(key).dram.as_ref().map(Held::lend);
         let is_begun = frame.is_some_and(|frame| {
-            let lift = Move { key, hash, is_lift: true, is_read: false };
+            let lift = Move { key, hash, is_lift: true, is_read: false, passing: None };
             self.begin_gpu(lift, |token| Job::Put { token, frame })
         });
         if !is_begun {
@@ -161,12 +185,14 @@ impl Store {
         let (true, Some(record), Some(len)) = (is_ready, record, len) else {
             return self.load_failed(key, hash, MissReason::MediumFailed);
         };
-        // What nobody waits for did not begin before there was room beside the reserve.
-        let Some(into) = self.parts.arena.take(len, Purpose::Load) else {
+        // The reserve is for loads from SSD: each of them has one leave DRAM for it, and this has none.
+        let Some(into) = self.parts.arena.take(len, Purpose::Prefetch) else {
             return self.parts.book.on_move_delayed(key, Tier::Dram);
         };
         let get = |token, into: SlotMut| Job::Get { token, record, into };
-        let lower = Move { key, hash, is_lift: false, is_read };
+        let passes = self.parts.book.place(key) == Some(Tier::Gpu);
+        let passing = self.parts.gpu.as_ref().filter(|_| passes).map(|gpu| Arc::clone(&gpu.passing));
+        let lower = Move { key, hash, is_lift: false, is_read, passing };
         if !self.begin_gpu(lower, |token| get(token, into)) {
             self.load_failed(key, hash, MissReason::MediumFailed);
         }
@@ -194,6 +220,10 @@ impl Store {
     }
 
     pub(super) fn on_gpu_report(&mut self, report: GpuReport) {
+        // What a thread said before it ended may be heard after it was buried, and is void: nothing is there any more.
+        if self.parts.gpu.as_ref().is_none_or(|gpu| gpu.phase == Phase::Over) {
+            return;
+        }
         match report {
             GpuReport::Opened(Ok(())) => self.gpu_opened(),
             GpuReport::Opened(Err(cause)) => {
@@ -261,13 +291,16 @@ impl Store {
     }
 
     fn on_lowered(&mut self, token: u64, result: Result<Bytes, GpuFault>) {
-        let Some(Move { key, hash, .. }) = self.end_gpu(token) else { return };
+        let Some(Move { key, hash, passing, .. }) = self.end_gpu(token) else { return };
         match result {
             Ok(bytes) => {
-                self.keep(key, bytes);
-                let readable = self.row(key).dram.as_ref().map(Held::lend);
-                self.tell_waiting(hash, &readable.ok_or(MissReason::NotHeld));
-                self.parts.book.on_moved(key, Tier::Dram);
+                // One that left the GPU for DRAM meanwhile is on its account.
+                let passing = passing.filter(|_| self.parts.book.place(key) != Some(Tier::Dram));
+                let bytes = match passing {
+                    Some(mark) => Bytes::from_owner(Passing { _mark: mark, bytes }),
+                    None => bytes,
+                };
+                self.loaded(key, hash, bytes);
             }
             Err(fault) => {
                 let is_lost = matches!(fault, GpuFault::Device(DeviceError::Lost(_)));

@@ -8,6 +8,10 @@ mod asks;
 mod fetching;
 mod gpu;
 #[cfg(test)]
+mod gpu_end_tests;
+#[cfg(test)]
+mod gpu_read_tests;
+#[cfg(test)]
 mod gpu_tests;
 mod moving;
 mod packing;
@@ -21,7 +25,7 @@ mod windows;
 pub use asks::Ask;
 pub(crate) use fetching::LoadBudget;
 pub use fetching::{FetchPlan, Planned, PlannedBytes};
-pub(crate) use gpu::{GPU_JOBS_MAX, GPU_RETRY, Gpu};
+pub(crate) use gpu::{GPU_JOBS_MAX, GPU_READS_MAX, GPU_RETRY, Gpu};
 pub(crate) use saving::SlotSizes;
 pub use saving::{OfferPlan, Reserved};
 
@@ -217,10 +221,12 @@ pub(crate) struct Store {
 
 impl Store {
     /// Starts the task.
-    pub(crate) fn start(
-        mut parts: Parts,
-        stop: CancellationToken,
-    ) -> (StoreHandle, tokio::task::JoinHandle<()>) {
+    pub(crate) fn start(parts: Parts, stop: CancellationToken) -> (StoreHandle, tokio::task::JoinHandle<()>) {
+        let (store, handle, inbox) = Store::new(parts);
+        (handle, tokio::spawn(store.run(inbox, stop)))
+    }
+
+    fn new(mut parts: Parts) -> (Store, StoreHandle, mpsc::Receiver<Ask>) {
         let (asks, inbox) = mpsc::channel(STORE_QUEUE_MAX);
         let weak = asks.downgrade();
         let handle = StoreHandle { asks, shared: Arc::clone(&parts.shared) };
@@ -241,7 +247,7 @@ impl Store {
         for (key, record) in found {
             store.row(key).ssd = Some(record);
         }
-        (handle, tokio::spawn(store.run(inbox, stop)))
+        (store, handle, inbox)
     }
 
     async fn run(mut self, mut inbox: mpsc::Receiver<Ask>, stop: CancellationToken) {

@@ -285,12 +285,7 @@ impl Store {
     fn on_read(&mut self, token: u64, result: Result<Bytes, ReadFault>) {
         let Some(Move { key, hash, .. }) = self.end(token) else { return };
         match result {
-            Ok(bytes) => {
-                self.keep(key, bytes);
-                let readable = self.row(key).dram.as_ref().map(Held::lend);
-                self.tell_waiting(hash, &readable.ok_or(MissReason::NotHeld));
-                self.parts.book.on_moved(key, Tier::Dram);
-            }
+            Ok(bytes) => self.loaded(key, hash, bytes),
             Err(fault) => {
                 self.log_unusable(&fault, hash);
                 let reason = match fault {
@@ -300,6 +295,14 @@ impl Store {
                 self.load_failed(key, hash, reason);
             }
         }
+    }
+
+    /// A block's bytes came to DRAM, from SSD or a GPU, and are right.
+    pub(super) fn loaded(&mut self, key: BlockKey, hash: BlockHash, bytes: Bytes) {
+        self.keep(key, bytes);
+        let readable = self.row(key).dram.as_ref().map(Held::lend);
+        self.tell_waiting(hash, &readable.ok_or(MissReason::NotHeld));
+        self.parts.book.on_moved(key, Tier::Dram);
     }
 
     pub(super) fn load_failed(&mut self, key: BlockKey, hash: BlockHash, reason: MissReason) {

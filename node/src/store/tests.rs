@@ -48,18 +48,26 @@ async fn open(config: &NodeConfig) -> Bench {
     open_with(config, |_| {}).await
 }
 
-/// A node of which `change` replaces parts.
-pub(super) async fn open_with(config: &NodeConfig, change: impl FnOnce(&mut Parts)) -> Bench {
-    open_on(config, Arc::default(), change).await
+pub(super) async fn parts(config: &NodeConfig) -> Parts {
+    parts_on(config, Arc::default()).await
 }
 
 /// The same on SSDs with these faults.
-async fn open_on(config: &NodeConfig, faults: Arc<SsdFaults>, change: impl FnOnce(&mut Parts)) -> Bench {
+async fn parts_on(config: &NodeConfig, faults: Arc<SsdFaults>) -> Parts {
     let arena = start::open_arena(config).unwrap();
     let shared = Arc::new(Shared::new(NodeId(1)));
     let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
-    let mut parts = start::open_parts(config, arena.clone(), shared, metrics.clone(), faults).await.unwrap();
+    start::open_parts(config, arena, shared, metrics, faults).await.unwrap()
+}
+
+/// A node of which `change` replaces parts.
+pub(super) async fn open_with(config: &NodeConfig, change: impl FnOnce(&mut Parts)) -> Bench {
+    open_of(config, parts(config).await, change)
+}
+
+fn open_of(config: &NodeConfig, mut parts: Parts, change: impl FnOnce(&mut Parts)) -> Bench {
     change(&mut parts);
+    let (arena, metrics) = (parts.arena.clone(), parts.metrics.clone());
     let stop = CancellationToken::new();
     let (store, task) = Store::start(parts, stop.clone());
     let service = start::service(config, store.clone(), arena.clone(), metrics);
@@ -102,7 +110,7 @@ fn save_request(lease: u64, numbers: std::ops::Range<u64>) -> SaveRequest {
     }
 }
 
-fn fetch_request(lease: u64, numbers: std::ops::Range<u64>) -> FetchRequest {
+pub(super) fn fetch_request(lease: u64, numbers: std::ops::Range<u64>) -> FetchRequest {
     FetchRequest {
         asker: asker(lease),
         epoch: Epoch(0),
@@ -542,7 +550,7 @@ async fn of_windows_that_wait_only_the_newest_is_applied() {
 /// Eight blocks on SSD and eight in DRAM, which is full; then the SSD is slow.
 async fn on_slow_ssd(dir: &std::path::Path, faults: &Arc<SsdFaults>) -> Bench {
     let config = config(dir, 8, 64);
-    let bench = open_on(&config, Arc::clone(faults), |_| {}).await;
+    let bench = open_of(&config, parts_on(&config, Arc::clone(faults)).await, |_| {});
     bench.saved(1, 0..8).await;
     bench.saved(2, 8..16).await;
     let dram = 8 * crate::arena::slot_bytes(config.frame_bytes_max());

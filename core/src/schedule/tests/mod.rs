@@ -15,8 +15,8 @@ use crate::id::{Epoch, InstanceId};
 use crate::index::HolderRun;
 
 /// A speed at which every number of a test can be checked by hand: 100 µs a token, no attention term, a
-/// step of 1 ms, 1,000 bytes a token; DRAM 10 µs + 10 µs a token, SSD 100 µs + 50 µs, network 20 µs +
-/// 20 µs.
+/// step of 1 ms, 1,000 bytes a token; GPU 5 µs + 1 µs a token, DRAM 10 µs + 10 µs, SSD 100 µs + 50 µs, network
+/// 20 µs + 20 µs.
 pub(super) const ROUND: HardwareProfile = HardwareProfile {
     name: "round",
     prefill_ns_per_token: 100_000,
@@ -24,7 +24,7 @@ pub(super) const ROUND: HardwareProfile = HardwareProfile {
     step_ns: 1_000_000,
     step_ns_per_running: 10_000,
     kv_bytes_per_token: 1_000,
-    gpu: Lane { latency_ns: 0, bytes_per_s: 1_000_000_000 },
+    gpu: Lane { latency_ns: 5_000, bytes_per_s: 1_000_000_000 },
     dram: Lane { latency_ns: 10_000, bytes_per_s: 100_000_000 },
     ssd: Lane { latency_ns: 100_000, bytes_per_s: 20_000_000 },
     network: Lane { latency_ns: 20_000, bytes_per_s: 50_000_000 },

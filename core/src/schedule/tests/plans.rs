@@ -4,6 +4,7 @@ use super::*;
 
 const DRAM: Tier = Tier::Dram;
 const SSD: Tier = Tier::Ssd;
+const GPU: Tier = Tier::Gpu;
 
 struct Case {
     name: &'static str,
@@ -84,6 +85,32 @@ const CASES: &[Case] = &[
         instance: 1,
         sources: &[(3, 0, 4)],
         predicted: (0, 830, 1_000),
+    },
+    Case {
+        // A node copies it to DRAM first: 5 + 10 and the narrower of 1 and 10 a token. The GPU alone would be 45.
+        name: "all on the own node's GPU",
+        blocks: 4,
+        runs: &[(4, &[(1, GPU)])],
+        instance: 1,
+        sources: &[(1, 0, 4)],
+        predicted: (0, 415, 1_000),
+    },
+    Case {
+        // 5 + 30 + 40 x 20 and 30 + 40 x 20: what lies in DRAM need not be copied there.
+        name: "of two others the one that has it in DRAM, not the one that has it on a GPU",
+        blocks: 4,
+        runs: &[(4, &[(2, GPU), (3, DRAM)])],
+        instance: 1,
+        sources: &[(3, 0, 4)],
+        predicted: (0, 830, 1_000),
+    },
+    Case {
+        name: "a GPU before an SSD",
+        blocks: 4,
+        runs: &[(4, &[(2, SSD), (3, GPU)])],
+        instance: 1,
+        sources: &[(3, 0, 4)],
+        predicted: (0, 835, 1_000),
     },
     Case {
         name: "own head, foreign tail",
@@ -181,8 +208,8 @@ fn a_link_that_carries_nothing_is_never_used() {
 fn at_equal_time_the_blocks_are_fetched() {
     let mut fleet = fleet(1);
     // A token costs the same either way, and the lane has no latency.
-    fleet.profile.gpu = Lane { latency_ns: 0, bytes_per_s: 10_000_000 };
-    let decision = chosen(&request(4), &prefix(&[(4, &[(1, Tier::Gpu)])]), &fleet);
+    fleet.profile.dram = Lane { latency_ns: 0, bytes_per_s: 10_000_000 };
+    let decision = chosen(&request(4), &prefix(&[(4, &[(1, DRAM)])]), &fleet);
     assert_eq!(decision.fetch_blocks, 4);
     assert_eq!(decision.predicted.ttft_us(), 4_000 + 1_000);
 }

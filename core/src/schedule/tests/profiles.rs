@@ -15,14 +15,23 @@ fn names_are_unique_and_found() {
 #[test]
 fn nearer_and_faster_tiers_are_nearer_and_faster() {
     for profile in PROFILES {
-        for pair in Tier::ALL.windows(2) {
-            let (slow, fast) = (profile.tier(pair[0]), profile.tier(pair[1]));
+        for (slow, fast) in [(profile.ssd, profile.dram), (profile.dram, profile.gpu)] {
             assert!(
                 slow.latency_ns > fast.latency_ns && slow.bytes_per_s < fast.bytes_per_s,
                 "{}",
                 profile.name
             );
         }
+    }
+}
+
+/// A node has no other way out of its GPU than by a copy to DRAM.
+#[test]
+fn a_gpu_is_read_no_sooner_than_dram_and_sooner_than_ssd() {
+    for profile in PROFILES {
+        let [ssd, dram, gpu] = Tier::ALL.map(|tier| profile.tier(tier));
+        assert!(dram.latency_ns < gpu.latency_ns && gpu.latency_ns < ssd.latency_ns, "{}", profile.name);
+        assert!(dram.bytes_per_s >= gpu.bytes_per_s && gpu.bytes_per_s > ssd.bytes_per_s, "{}", profile.name);
     }
 }
 

@@ -237,6 +237,39 @@ fn a_bounded_number_is_on_its_way_up_and_the_head_of_a_prefix_first() {
     assert_eq!(lifted, head);
 }
 
+/// The memory of a GPU has slots for so many more blocks than have their place there, and what leaves has its slot until
+/// it was read.
+#[test]
+fn what_comes_up_waits_for_what_leaves() {
+    let mut book = filled(16, 80, 0, 80);
+    (1..=16).for_each(|number| use_again(&mut book, &[number], 100 + number));
+    assert_eq!(book.stats(Tier::Gpu).blocks, 16);
+    // DRAM has no room beside the reserve: nothing comes down, and what comes up takes no DRAM.
+    let room = Room { lower: false, ..ALL_ROOM };
+    let mut most = 0;
+    for number in 17..=80 {
+        let now = 1000 * number;
+        for lease in [now, now + 1] {
+            book.fetch(asker(lease), &[hash(number)], Timestamp(lease)).unwrap();
+            book.release(LeaseId(lease), Timestamp(lease));
+        }
+        while let Some(action) = book.next_action(room) {
+            if is_lift(&action) {
+                book.on_moved(key(action), Tier::Gpu);
+            }
+        }
+        most = most.max(book.slab.iter().filter(|(_, entry)| entry.copies.gpu).count());
+    }
+    assert_eq!((most, book.leaving()), (16 + LIFTS_MAX, LIFTS_MAX));
+    // Now they come down, and others come up for them.
+    drain(&mut book);
+    assert_eq!((book.leaving(), book.stats(Tier::Gpu).promoted_blocks), (0, 16 + LIFTS_MAX as u64));
+    for now in [100_000, 100_001] {
+        use_again(&mut book, &[80], now);
+    }
+    assert_eq!(book.tier_of(&hash(80)), Some(Tier::Gpu));
+}
+
 #[test]
 fn what_somebody_holds_or_waits_for_does_not_come_up() {
     let mut book = filled(4, 8, 0, 4);

@@ -453,6 +453,20 @@ impl World {
         assert!(book.prefetches.len() <= PREFETCHES_MAX, "keys are left in the line of prefetches");
         let lifting = book.slab.iter().filter(|(_, e)| e.place == Some(Tier::Gpu) && !e.copies.gpu).count();
         assert!(book.lifting == lifting && lifting <= LIFTS_MAX);
+        self.check_gpu();
+    }
+
+    /// What lies on the GPU or is on its way there finds room in its memory, which is what the tier is given and slots
+    /// for [`LIFTS_MAX`] blocks more.
+    fn check_gpu(&self) {
+        let book = &self.book;
+        let there = || book.slab.iter().filter(|(_, entry)| entry.copies.gpu);
+        let leaving = there().filter(|(_, entry)| entry.place != Some(Tier::Gpu)).count();
+        assert_eq!((book.on_gpu, book.leaving()), (there().count(), leaving));
+        let capacity = book.gpu.limits.capacity;
+        let takes = book.slab.iter().filter(|(_, e)| e.copies.gpu || e.place == Some(Tier::Gpu));
+        let taken: u64 = takes.map(|(_, entry)| capacity.cost(entry.meta.charge.dram)).sum();
+        assert!(taken <= capacity.amount() + LIFTS_MAX as u64 * capacity.cost(CHARGE.dram), "{taken}");
     }
 
     fn check_account(&self, tier: Tier) {

@@ -1,9 +1,10 @@
 //! A CUDA GPU as the tier's device. The driver is loaded when the process runs, and its absence is an answer.
 //!
 //! Each direction has a stream; an event behind each copy says that it ended. An error that comes up later, and not where
-//! a copy was asked for, ends a CUDA context: everything after it is [`DeviceError::Lost`], and memory that the
-//! device may still touch is left alone for good. Layer slices are scattered by a kernel, many at a time, where it can be
-//! compiled (`kernels`), and else by the copy engine, one copy each.
+//! a copy was asked for, ends a CUDA context: everything after it is [`DeviceError::Lost`]. Nothing of such a context can
+//! be freed alone, and nobody else may have memory that the device may still touch; so all of it is left to the context,
+//! and goes with it once nothing here refers to it any more. Layer slices are scattered by a kernel, many at a time,
+//! where it can be compiled (`kernels`), and else by the copy engine, one copy each.
 
 #![allow(unsafe_code)]
 
@@ -22,6 +23,16 @@ pub struct Pinned {
     context: Arc<CudaContext>,
     base: NonNull<u8>,
     len: usize,
+    /// The context frees it when it ends.
+    is_left: bool,
+}
+
+impl Pinned {
+    /// Leaves memory that the device may still touch to its context. What refers to the context here goes, or it would never
+    /// end: it has all of the device's memory too.
+    fn leave(mut self) {
+        self.is_left = true;
+    }
 }
 
 // SAFETY: plain memory, owned by this value alone; a context can be used from any thread.
@@ -43,13 +54,17 @@ impl AsMut<[u8]> for Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        // SAFETY: from `malloc_host` of this context, and no copy uses it: those that do are forgotten instead.
+        if self.is_left {
+            return;
+        }
+        // SAFETY: from `malloc_host` of this context, and no copy uses it: those that do are left to the context.
         let freed = self
             .context
             .bind_to_thread()
             .and_then(|()| unsafe { result::free_host(self.base.as_ptr().cast()) });
         if let Err(cause) = freed {
-            tracing::warn!(%cause, "page-locked memory was not given back");
+            // Of a broken context, and goes with it.
+            tracing::debug!(%cause, "page-locked memory was not given back by itself");
         }
     }
 }
@@ -160,7 +175,8 @@ impl CudaDevice {
             Copy::In(staging, piece) => {
                 let from = &staging.as_ref()[piece.host.clone()];
                 // SAFETY: the host's memory is page-locked, and stays where it is and untouched until the copy ended: the
-                // caller moves it into `running`, or forgets it. The device's memory is one of the known ranges, by `is_ours`.
+                // caller moves it into `running`, or leaves it to the context. The device's memory is one of the known
+                // ranges, by `is_ours`.
                 one(unsafe { result::memcpy_htod_async(piece.device, from, raw) })?;
             }
             Copy::Out(staging, piece) => {
@@ -193,7 +209,7 @@ impl CudaDevice {
     fn lose(&mut self, cause: DeviceError) -> Vec<Ended<Pinned>> {
         let running = self.streams.iter_mut().flat_map(|stream| stream.running.drain(..));
         let ended = running.map(|running| {
-            std::mem::forget(running.staging);
+            running.staging.into_iter().for_each(Pinned::leave);
             Ended { number: running.number, staging: None, result: Err(cause.clone()) }
         });
         let ended = ended.collect();
@@ -264,7 +280,7 @@ impl Device for CudaDevice {
         let base = base.ok_or(DeviceError::NoMemory { bytes, what, cause })?;
         // SAFETY: `bytes` bytes that nobody else has.
         unsafe { base.as_ptr().write_bytes(0, bytes) };
-        Ok(Pinned { context: Arc::clone(&self.context), base, len: bytes })
+        Ok(Pinned { context: Arc::clone(&self.context), base, len: bytes, is_left: false })
     }
 
     fn hops_max(&self) -> usize {
@@ -295,7 +311,7 @@ impl Device for CudaDevice {
         match begun {
             Ok(event) => self.streams[stream].running.push_back(Running { number, event, staging }),
             Err(cause @ DeviceError::Lost(_)) if self.lost.is_none() => {
-                std::mem::forget(staging);
+                staging.into_iter().for_each(Pinned::leave);
                 let ended = self.lose(cause.clone());
                 self.refused.extend(ended);
                 self.refused.push(Ended { number, staging: None, result: Err(cause) });
@@ -334,16 +350,18 @@ impl Device for CudaDevice {
 
 impl Drop for CudaDevice {
     fn drop(&mut self) {
-        if self.lost.is_some() {
-            return;
-        }
-        for stream in &self.streams {
-            if let Err(cause) = stream.stream.synchronize() {
-                tracing::warn!(%cause, "the GPU did not come to an end; its memory is not given back");
-                let running = self.streams.iter_mut().flat_map(|stream| stream.running.drain(..));
-                running.for_each(|running| std::mem::forget(running.staging));
-                return;
+        if self.lost.is_none() {
+            let ends = self.streams.iter().try_for_each(|stream| stream.stream.synchronize());
+            if let Err(cause) = ends {
+                drop(self.lose(lost(&cause)));
             }
+        }
+        if let Some(cause) = &self.lost {
+            tracing::warn!(
+                %cause,
+                "the memory of a GPU that was lost comes back with the end of its CUDA context; if nvidia-smi shows it as in use after that, start the node again"
+            );
+            return;
         }
         for (address, _) in self.memory.drain(..) {
             // SAFETY: from `malloc_sync`, and no copy is under way any more.

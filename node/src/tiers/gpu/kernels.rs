@@ -11,6 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use cudarc::driver::{CudaContext, CudaFunction, DriverError, result, sys};
+use cudarc::nvrtc::result::NvrtcError;
+use cudarc::nvrtc::sys::nvrtcResult;
 use cudarc::nvrtc::{CompileError, CompileOptions, Ptx, compile_ptx_with_opts};
 
 use super::device::Hop;
@@ -24,7 +26,7 @@ const SOURCE: &str = include_str!("kernels.cu");
 const THREADS: u32 = 256;
 const BLOCKS_MAX: u64 = 16;
 
-/// A kernel was wrong or broke its context: no later device of this process is given one.
+/// The kernel cannot work here ([`NoKernel::is_for_good`]): no later device of this process is given one.
 static IS_BROKEN: AtomicBool = AtomicBool::new(false);
 
 /// One slice as the kernel knows it.
@@ -47,7 +49,7 @@ struct RawHops {
 enum NoKernel {
     #[error("there is no libnvrtc")]
     Absent,
-    #[error("a kernel went wrong earlier in this process")]
+    #[error("it cannot work, as was found out earlier in this process")]
     Broken,
     #[error("it does not compile: {0:?}")]
     Compile(#[from] CompileError),
@@ -55,6 +57,52 @@ enum NoKernel {
     Driver(#[from] DriverError),
     #[error("it copies other bytes than it is told to")]
     Wrong,
+}
+
+impl NoKernel {
+    /// Whether it is the kernel that is at fault: the next device would have none either, and one whose context it broke
+    /// would be broken each time it is opened. A device that is lost, busy or out of memory says nothing of the kernel.
+    fn is_for_good(&self) -> bool {
+        match self {
+            NoKernel::Wrong => true,
+            NoKernel::Compile(cause) => {
+                let (CompileError::CreationError(NvrtcError(code))
+                | CompileError::CompileError { nvrtc: NvrtcError(code), .. }
+                | CompileError::GetLogError(NvrtcError(code))
+                | CompileError::GetPtxError(NvrtcError(code))
+                | CompileError::DestroyError(NvrtcError(code))) = cause;
+                *code != nvrtcResult::NVRTC_ERROR_OUT_OF_MEMORY
+            }
+            NoKernel::Driver(DriverError(code)) => is_of_the_kernel(*code),
+            NoKernel::Absent | NoKernel::Broken => false,
+        }
+    }
+}
+
+/// Whether the driver means the code that it was given or what that did, and not the device.
+fn is_of_the_kernel(code: sys::CUresult) -> bool {
+    use sys::CUresult as Code;
+    matches!(
+        code,
+        // It does not load.
+        Code::CUDA_ERROR_INVALID_IMAGE
+            | Code::CUDA_ERROR_INVALID_SOURCE
+            | Code::CUDA_ERROR_INVALID_PTX
+            | Code::CUDA_ERROR_UNSUPPORTED_PTX_VERSION
+            | Code::CUDA_ERROR_NO_BINARY_FOR_GPU
+            | Code::CUDA_ERROR_JIT_COMPILER_NOT_FOUND
+            | Code::CUDA_ERROR_JIT_COMPILATION_DISABLED
+            | Code::CUDA_ERROR_NOT_FOUND
+            // It did what it must not when it was tried, alone in its context.
+            | Code::CUDA_ERROR_ILLEGAL_ADDRESS
+            | Code::CUDA_ERROR_MISALIGNED_ADDRESS
+            | Code::CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | Code::CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | Code::CUDA_ERROR_INVALID_PC
+            | Code::CUDA_ERROR_HARDWARE_STACK_ERROR
+            | Code::CUDA_ERROR_ASSERT
+            | Code::CUDA_ERROR_LAUNCH_FAILED
+    )
 }
 
 /// The kernel, loaded on one device.
@@ -78,24 +126,25 @@ fn compile(capability: (i32, i32)) -> Result<Ptx, NoKernel> {
 impl Kernels {
     /// On this device; nothing, and why in the log, where it cannot be had.
     pub(super) fn open(context: &Arc<CudaContext>) -> Option<Kernels> {
-        let opened = Kernels::try_open(context);
+        let opened = if IS_BROKEN.load(Ordering::Relaxed) {
+            Err(NoKernel::Broken)
+        } else {
+            Kernels::try_open(context)
+        };
         if let Err(cause) = &opened {
+            if cause.is_for_good() {
+                IS_BROKEN.store(true, Ordering::Relaxed);
+            }
             tracing::info!(%cause, "the GPU has no kernel for slices; they are copied one by one");
         }
         opened.ok()
     }
 
     fn try_open(context: &Arc<CudaContext>) -> Result<Kernels, NoKernel> {
-        if IS_BROKEN.load(Ordering::Relaxed) {
-            return Err(NoKernel::Broken);
-        }
         let module = context.load_module(compile(context.compute_capability()?)?)?;
         let kernels = Kernels { copy_slices: module.load_function("copy_slices")? };
-        let tried = kernels.try_out(context);
-        if tried.is_err() {
-            IS_BROKEN.store(true, Ordering::Relaxed);
-        }
-        tried.map(|()| kernels)
+        kernels.try_out(context)?;
+        Ok(kernels)
     }
 
     /// Copies some slices in memory of its own, lying alike and not, and looks at what came of it.
@@ -172,6 +221,35 @@ mod tests {
         assert_eq!(size_of::<RawHops>(), HOPS_MAX * 24);
         // The most that a launch could take before CUDA 12.1.
         assert!(size_of::<RawHops>() <= 4096);
+    }
+
+    #[test]
+    fn only_what_is_wrong_with_the_kernel_keeps_later_devices_from_having_it() {
+        use sys::CUresult as Code;
+        let driver = |code| NoKernel::from(DriverError(code)).is_for_good();
+        for code in
+            [Code::CUDA_ERROR_INVALID_PTX, Code::CUDA_ERROR_NOT_FOUND, Code::CUDA_ERROR_ILLEGAL_ADDRESS]
+        {
+            assert!(driver(code), "{code:?}");
+        }
+        let passing = [
+            Code::CUDA_ERROR_OUT_OF_MEMORY,
+            Code::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES,
+            Code::CUDA_ERROR_LAUNCH_TIMEOUT,
+            Code::CUDA_ERROR_DEVICE_UNAVAILABLE,
+            Code::CUDA_ERROR_ECC_UNCORRECTABLE,
+            Code::CUDA_ERROR_CONTEXT_IS_DESTROYED,
+            Code::CUDA_ERROR_UNKNOWN,
+        ];
+        for code in passing {
+            assert!(!driver(code), "{code:?}");
+        }
+        let compiled = |code| NoKernel::from(CompileError::CreationError(NvrtcError(code))).is_for_good();
+        assert!(compiled(nvrtcResult::NVRTC_ERROR_COMPILATION));
+        assert!(!compiled(nvrtcResult::NVRTC_ERROR_OUT_OF_MEMORY));
+        // Another NVRTC may come, and what is known already is not found out again.
+        assert!(NoKernel::Wrong.is_for_good());
+        assert!(!NoKernel::Absent.is_for_good() && !NoKernel::Broken.is_for_good());
     }
 
     #[test]

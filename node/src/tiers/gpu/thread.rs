@@ -17,6 +17,9 @@ use crate::arena::SlotMut;
 /// While copies are on their way the device is asked this often how they are: less than one of them takes.
 const POLL: Duration = Duration::from_micros(20);
 
+/// A node that stops waits so long for its GPU: longer than it takes to open one, or to end all copies that may be under way.
+const PATIENCE: Duration = Duration::from_secs(5);
+
 /// What the thread is to do. Each `Put` and `Get` is answered once, by a report with its token.
 #[derive(Debug)]
 pub(crate) enum Job {
@@ -44,10 +47,19 @@ pub(crate) enum GpuReport {
 }
 
 /// The thread, for whoever owns the tier. Dropping it ends the thread and gives all memory back.
+///
+/// A driver that does not return from a call, or waits for a copy that never ends, would keep whoever drops this for good, so
+/// after some seconds the thread is left behind with all that it owns: device memory, page-locked buffers, and the slots of
+/// blocks on their way, of which each keeps the whole arena. That is a leak, and meant as one: the device may write to the
+/// buffers at any time and the thread to the slots, so nobody else may have that memory. Should the call return after all,
+/// the thread finds that nobody is left, and gives everything back itself; else the end of the process does.
 #[derive(Debug)]
 pub(crate) struct GpuThread {
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
+    /// Nothing comes here; it closes behind all that the thread has.
+    gone: Receiver<()>,
+    patience: Duration,
 }
 
 impl GpuThread {
@@ -61,9 +73,22 @@ impl GpuThread {
         reports: UnboundedSender<GpuReport>,
     ) -> std::io::Result<GpuThread> {
         let (jobs, inbox) = channel();
-        let run = move || Runner { open, shape, reports, tier: None, numbers: 0, is_told: false }.run(&inbox);
+        let (end, gone) = channel();
+        let run = move || {
+            // The last to go: jobs that nobody took have slots too.
+            let (_end, inbox): (Sender<()>, _) = (end, inbox);
+            Runner { open, shape, reports, tier: None, numbers: 0, is_told: false }.run(&inbox);
+        };
         let thread = std::thread::Builder::new().name("kvfleet-gpu".to_owned()).spawn(run)?;
-        Ok(GpuThread { jobs: Some(jobs), thread: Some(thread) })
+        Ok(GpuThread { jobs: Some(jobs), thread: Some(thread), gone, patience: PATIENCE })
+    }
+
+    /// The same with another patience.
+    #[cfg(test)]
+    pub(crate) fn waiting(self, patience: Duration) -> GpuThread {
+        let mut thread = self;
+        thread.patience = patience;
+        thread
     }
 
     /// Whether the thread ended, which only a panic makes it do.
@@ -80,7 +105,15 @@ impl GpuThread {
 impl Drop for GpuThread {
     fn drop(&mut self) {
         self.jobs.take();
-        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+        let Some(thread) = self.thread.take() else { return };
+        if self.gone.recv_timeout(self.patience) == Err(RecvTimeoutError::Timeout) {
+            tracing::error!(
+                "the GPU does not end what was begun and is left behind: its memory, and DRAM that it may write to, come back when this process ends; check it (nvidia-smi)"
+            );
+            // Dropping the handle detaches the thread.
+            return;
+        }
+        if thread.join().is_err() {
             tracing::error!("the GPU thread ended with a panic");
         }
     }

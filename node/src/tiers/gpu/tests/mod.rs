@@ -4,6 +4,7 @@
 pub(crate) mod fake;
 mod kernels;
 mod suite;
+mod thread;
 
 use proptest::prelude::*;
 
