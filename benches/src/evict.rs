@@ -116,9 +116,9 @@ fn decisions(effort: &Effort, blocks: u64) -> anyhow::Result<Vec<(f64, f64)>> {
 /// Time of ours and limit, in each run.
 type Pairs = Vec<(f64, f64)>;
 
-/// CPU time of a decision of the default policy in each run, beside the limit, in microseconds: with the newcomer taken in, and
-/// with it turned away, whatever the policy says of it. Refits come between the runs: a node does them once a second,
-/// whatever the decisions.
+/// CPU time of a decision of the default policy in each run, beside the limit, in microseconds: with the newcomer
+/// taken in, and with it turned away, whatever the policy says of it, and told of at the end of its request, as a
+/// node does. Refits come between the runs: a node does them once a second, whatever the decisions.
 fn default_decisions(effort: &Effort, blocks: u64) -> anyhow::Result<(Pairs, Pairs)> {
     let count = effort.scaled(DECISIONS);
     let mut policy = by_name(DEFAULT, 0).context("the policies are known by their names")?;
@@ -133,6 +133,7 @@ fn default_decisions(effort: &Effort, blocks: u64) -> anyhow::Result<(Pairs, Pai
         for (takes, pairs) in [(true, &mut taken), (false, &mut turned_away)] {
             let arrivals = load.take(count);
             policy.refit(arrivals.first().context("there are blocks")?.1);
+            let mut passed = Vec::new();
             let (end, spent) = spend(|| {
                 arrivals.iter().try_for_each(|&(traits, now)| {
                     let victim = policy.victim(now, &|_| false)?;
@@ -140,8 +141,12 @@ fn default_decisions(effort: &Effort, blocks: u64) -> anyhow::Result<(Pairs, Pai
                     if takes {
                         policy.remove(victim);
                         policy.insert(victim, traits, now);
-                    } else {
-                        policy.pass(traits, now);
+                        return Some(());
+                    }
+                    passed.push(traits);
+                    // The head is the last of a request.
+                    if traits.offset_blocks == 0 {
+                        passed.drain(..).for_each(|traits| policy.pass(traits, now));
                     }
                     Some(())
                 })

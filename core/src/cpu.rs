@@ -20,6 +20,23 @@ pub(crate) fn prefetch<T>(place: &T) {
     let _ = place;
 }
 
+/// The same of a place that may begin in one cache line and end in the next.
+#[inline(always)]
+#[allow(unsafe_code)]
+pub(crate) fn prefetch_whole<T>(place: &T) {
+    const { assert!(size_of::<T>() <= 64) };
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    // SAFETY: as above; the last byte is one of the same live reference.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        let first = std::ptr::from_ref(place).cast::<i8>();
+        _mm_prefetch::<_MM_HINT_T0>(first);
+        _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(size_of::<T>().saturating_sub(1)));
+    }
+    #[cfg(any(not(target_arch = "x86_64"), miri))]
+    let _ = place;
+}
+
 /// One bit per byte that equals another.
 #[inline(always)]
 #[allow(unsafe_code)]
