@@ -169,8 +169,8 @@ impl Metrics {
         self.ssd.spared.inc();
     }
 
-    pub(crate) fn ssd_behind(&self) {
-        self.ssd.behind.inc();
+    pub(crate) fn ssd_behind(&self, blocks: u64) {
+        self.ssd.behind.inc_by(blocks);
     }
 
     pub(crate) fn slow_ssds(&self, count: usize) {

@@ -77,6 +77,8 @@ pub struct TierStats {
     pub dropped_blocks: u64,
     /// New blocks that did not come in, since what would have had to leave is worth more.
     pub turned_away_blocks: u64,
+    /// Blocks that left DRAM and did not go to SSD, since that is slow and had enough to do ([`Book::set_ssd_room`]).
+    pub unwritten_blocks: u64,
     /// Blocks dropped since the start because their group's time to live was over.
     pub expired_blocks: u64,
     /// Whether new blocks may come in.

@@ -118,11 +118,14 @@ impl Book {
     }
 
     fn evict(&mut self, tier: Tier, victim: BlockKey, now: Timestamp) {
-        let has_below = tier == Tier::Dram && self.open(Tier::Ssd) && self.demotes.len() < self.ssd_room;
+        let is_above = tier == Tier::Dram && self.open(Tier::Ssd);
+        let has_below = is_above && self.demotes.len() < self.ssd_room;
         if has_below {
             self.demote(victim, now);
         } else {
-            self.shelf_mut(tier).stats.dropped_blocks += 1;
+            let stats = &mut self.shelf_mut(tier).stats;
+            stats.dropped_blocks += 1;
+            stats.unwritten_blocks += u64::from(is_above);
             self.count_evicted(victim, Left::Dropped, now);
             self.drop_block(victim);
         }

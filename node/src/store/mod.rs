@@ -214,6 +214,8 @@ pub(crate) struct Store {
     trouble: Option<Trouble>,
     /// The SSD failed and has written nothing since: how long it was left alone.
     probation: Option<Duration>,
+    /// Blocks that did not go to a slow SSD, as far as the metrics know.
+    unwritten_blocks: u64,
     /// Bytes written again that the budget has taken in.
     rescued_bytes: u64,
     refitted: Instant,
@@ -242,6 +244,7 @@ impl Store {
             loads: HashMap::new(),
             trouble: None,
             probation: None,
+            unwritten_blocks: 0,
             rescued_bytes: 0,
         };
         for (key, record) in found {

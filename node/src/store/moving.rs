@@ -95,7 +95,7 @@ impl Store {
 
     fn demote(&mut self, key: BlockKey, hash: BlockHash) {
         if self.trouble.is_none() && self.parts.ssd.as_ref().is_some_and(Ssd::is_behind) {
-            self.parts.metrics.ssd_behind();
+            self.parts.metrics.ssd_behind(1);
             return self.parts.book.on_move_failed(key, Tier::Ssd, self.now());
         }
         if self.trouble.is_none() && !self.may_write(key) {
@@ -161,7 +161,7 @@ impl Store {
 
     fn promote(&mut self, key: BlockKey, hash: BlockHash) {
         if !self.may_promote(key, hash) {
-            self.parts.metrics.ssd_behind();
+            self.parts.metrics.ssd_behind(1);
             self.tell_waiting(hash, &Err(MissReason::Busy));
             return self.parts.book.on_load_refused(key, self.now());
         }
@@ -226,6 +226,9 @@ impl Store {
         let sizes = &self.parts.capacities;
         self.parts.book.set_capacity(Tier::Ssd, ssd.usable(sizes.ssd, sizes.slots.largest().ssd));
         self.parts.metrics.slow_ssds(ssd.slow_devices());
+        let unwritten = self.parts.book.stats(Tier::Dram).unwritten_blocks;
+        self.parts.metrics.ssd_behind(unwritten - self.unwritten_blocks);
+        self.unwritten_blocks = unwritten;
     }
 
     /// Has records checked that nobody asked for, at their pace.
