@@ -2,8 +2,8 @@
 //!
 //! The index is larger than any cache, and most of the time of a change is waiting for memory. A plain
 //! load asked for early would wait all the same once the processor has run far enough ahead of it; a
-//! prefetch does not. Not here: larger vector code (`prefix/x86.rs`). With that file, the only place of
-//! this crate with `unsafe` (docs/adr/0018).
+//! prefetch waits no longer than until its page is found. Not here: larger vector code (`prefix/x86.rs`).
+//! With that file, the only place of this crate with `unsafe` (docs/adr/0018).
 
 /// Starts to load the cache line at the start of `place`. A hint: nothing depends on it.
 #[inline(always)]
@@ -15,6 +15,23 @@ pub(crate) fn prefetch<T>(place: &T) {
     unsafe {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(place).cast());
+    }
+    #[cfg(any(not(target_arch = "x86_64"), miri))]
+    let _ = place;
+}
+
+/// The same of a place that may begin in one cache line and end in the next.
+#[inline(always)]
+#[allow(unsafe_code)]
+pub(crate) fn prefetch_whole<T>(place: &T) {
+    const { assert!(size_of::<T>() <= 64) };
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    // SAFETY: as above; the last byte is one of the same live reference.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        let first = std::ptr::from_ref(place).cast::<i8>();
+        _mm_prefetch::<_MM_HINT_T0>(first);
+        _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(size_of::<T>().saturating_sub(1)));
     }
     #[cfg(any(not(target_arch = "x86_64"), miri))]
     let _ = place;

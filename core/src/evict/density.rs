@@ -16,6 +16,7 @@ mod pending;
 mod resident;
 mod run;
 
+use super::ahead::Trail;
 use super::queue::{Links, Queue};
 use super::{BlockKey, BlockTraits, Policy};
 use crate::id::Timestamp;
@@ -41,6 +42,7 @@ pub struct Density {
     /// What is known of a block lies beside its links: a block is one row of memory.
     links: Links<Resident>,
     queues: [Queue; CLASSES],
+    trails: [Trail; CLASSES],
     offers: Offers,
     /// Per class the tail of the request that used any of it last, as far as it is known.
     freshest: [Option<BlockKey>; CLASSES],
@@ -72,6 +74,7 @@ impl Density {
         let mut density = Density {
             links: Links::default(),
             queues: [Queue::default(); CLASSES],
+            trails: [Trail::default(); CLASSES],
             offers: Offers::default(),
             freshest: [None; CLASSES],
             tables: Box::new([[0.0; bands::BANDS]; CLASSES]),
@@ -110,11 +113,12 @@ impl Density {
 
     /// The same of a block whose wait goes on.
     fn place(&mut self, key: BlockKey, resident: Resident) {
+        let class = resident.class.at();
         self.links.set_about(key, resident);
-        let queue = &mut self.queues[resident.class.at()];
-        self.links.push_warm(queue, key);
-        if queue.len() == 1 {
-            self.renew_coldest(resident.class.at());
+        self.links.push_warm(&mut self.queues[class], key);
+        self.trails[class].came(&mut self.links, key);
+        if self.queues[class].len() == 1 {
+            self.renew_coldest(class);
         }
         self.queued += 1;
     }
@@ -170,8 +174,7 @@ impl Density {
     fn renew_coldest(&mut self, class: usize) {
         let offer = match self.queues[class].coldest() {
             Some(key) => {
-                // The blocks after this one are cold memory in a large tier.
-                self.links.prefetch_behind(key);
+                self.trails[class].leads(&self.links, key);
                 self.appraise(class, key)
             }
             None => Offer::NONE,
@@ -358,6 +361,7 @@ impl Policy for Density {
         }
         // One that was here may be worth more. Looked up for those alone that would be turned away, for it takes longer
         // than all else; what is put off may be about it.
+        self.ghosts.prefetch(newcomer.fingerprint);
         self.catch_up();
         let known = self.ghosts.find(newcomer.fingerprint, self.clock);
         known.is_some_and(|(memory, _)| self.tables[memory.class.at()][0] >= room)

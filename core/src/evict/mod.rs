@@ -3,6 +3,7 @@
 //! A policy sees keys, times and categories. It never sees locks, I/O, what blocks hold or metrics, and it does
 //! not decide *when* to evict (that is [`crate::tier`]).
 
+mod ahead;
 pub mod arc;
 pub mod density;
 mod departed;

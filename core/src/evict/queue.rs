@@ -6,7 +6,7 @@
 //! block stands where it stands (the policies beside this file).
 
 use super::BlockKey;
-use crate::cpu::prefetch;
+use crate::cpu::prefetch_whole;
 
 /// No neighbour.
 const NONE: u32 = u32::MAX;
@@ -110,9 +110,12 @@ impl<T: Copy + Default> Links<T> {
     pub(crate) fn prefetch_behind(&self, key: BlockKey) {
         let behind = |key: BlockKey| self.links.get(key.0 as usize).and_then(|link| some(link.warmer));
         let second = behind(key).and_then(behind).and_then(|key| self.links.get(key.0 as usize));
-        if let Some(link) = second {
-            prefetch(link);
-        }
+        second.inspect(|link| prefetch_whole(*link));
+    }
+
+    /// Asks the memory for what is known of a block, if there is such a one, without waiting for it.
+    pub(crate) fn prefetch(&self, key: BlockKey) {
+        self.links.get(key.0 as usize).inspect(|link| prefetch_whole(*link));
     }
 
     /// The neighbour that leaves before `key`.

@@ -8,6 +8,7 @@
 
 pub use super::heads::TURNS_DISTINCT_MAX;
 
+use super::ahead::{Ahead, NamesAhead, Trail};
 use super::heads::{CATEGORIES, Heads, Offer, micros};
 use super::queue::{Links, Queue};
 use super::reuse_prob::{Form, Observed, ReuseCurve};
@@ -35,7 +36,14 @@ pub const NAMES: [(&str, Form); 4] = [
 struct Resident {
     last_use: Timestamp,
     offset_blocks: u32,
+    ahead: Ahead,
     category: u16,
+}
+
+impl NamesAhead for Resident {
+    fn ahead(&mut self) -> &mut Ahead {
+        &mut self.ahead
+    }
 }
 
 /// The blocks of one category, oldest use first, equal uses by falling offset.
@@ -44,6 +52,7 @@ struct CategoryQueue {
     queue: Queue,
     /// Where the last block was put: the blocks of one request come one after the other.
     finger: Option<BlockKey>,
+    trail: Trail,
 }
 
 /// Evicts by reuse probability, then by depth in the prefix.
@@ -114,12 +123,13 @@ impl Workload {
     fn enqueue(&mut self, key: BlockKey, resident: Resident) {
         self.links.set_about(key, resident);
         let category = usize::from(resident.category);
-        let CategoryQueue { queue, finger } = &mut self.queues[category];
+        let CategoryQueue { queue, finger, trail } = &mut self.queues[category];
         match finger.or(queue.warmest()) {
             Some(start) => place(&mut self.links, queue, start, key),
             None => self.links.push_warm(queue, key),
         }
         *finger = Some(key);
+        trail.came(&mut self.links, key);
         if queue.coldest() == Some(key) {
             self.renew_head(category);
         }
@@ -129,7 +139,7 @@ impl Workload {
     /// Takes a block out of its queue.
     fn dequeue(&mut self, key: BlockKey, how: fn(&mut Links<Resident>, &mut Queue, BlockKey)) {
         let category = usize::from(self.links.about(key).category);
-        let CategoryQueue { queue, finger } = &mut self.queues[category];
+        let CategoryQueue { queue, finger, .. } = &mut self.queues[category];
         if *finger == Some(key) {
             *finger = self.links.colder(key).or(self.links.warmer(key));
         }
@@ -147,8 +157,7 @@ impl Workload {
             Some(key) => {
                 let Resident { last_use, offset_blocks, .. } = self.links.about(key);
                 self.heads.set(category, last_use, offset_blocks);
-                // The heads after this one are cold memory in a large tier, and it leaves sooner than memory answers.
-                self.links.prefetch_behind(key);
+                self.queues[category].trail.leads(&self.links, key);
             }
             None => self.heads.clear(category),
         }
@@ -230,7 +239,7 @@ fn position(category: Category) -> usize {
 
 fn resident(traits: BlockTraits, last_use: Timestamp) -> Resident {
     let category = position(traits.category) as u16;
-    Resident { last_use, offset_blocks: traits.offset_blocks, category }
+    Resident { last_use, offset_blocks: traits.offset_blocks, ahead: Ahead::default(), category }
 }
 
 impl Policy for Workload {

@@ -1,5 +1,6 @@
-//! What is kept of a resident block: 16 bytes. Not here: its neighbours in its queue ([`super::super::queue`]).
+//! What is kept of a resident block: 20 bytes. Not here: its neighbours in its queue ([`super::super::queue`]).
 
+use super::super::ahead::{Ahead, NamesAhead};
 use super::classes::{Class, log_span};
 use super::ghosts::Memory;
 use crate::id::Timestamp;
@@ -11,6 +12,7 @@ pub(super) struct Resident {
     fingerprint: [u32; 2],
     /// In 1.024 ms, modulo 2^32: a wait of 49 days is taken for a short one.
     last_use: u32,
+    ahead: Ahead,
     pub(super) class: Class,
     /// Mean logarithm of the times between uses ([`log_span`]).
     pub(super) pace: u8,
@@ -33,6 +35,12 @@ const USES_MAX: u8 = 7;
 const PACE_USES: u8 = 3;
 /// Bits of a microsecond below the unit of [`Resident::last_use`].
 const LAST_BITS: u32 = 10;
+
+impl NamesAhead for Resident {
+    fn ahead(&mut self) -> &mut Ahead {
+        &mut self.ahead
+    }
+}
 
 impl Resident {
     /// A block that comes in, of which more may be remembered.

@@ -23,7 +23,7 @@ struct Touch {
     is_partial: bool,
     /// Something holds the block from here on.
     is_parked: bool,
-    /// What is known of a block that did not come in: it has no key.
+    /// What is known of a block that did not come in, once it was looked up: it has no key.
     passed: Option<Resident>,
 }
 
@@ -81,11 +81,16 @@ impl Density {
     /// A block of the request did not come in.
     pub(super) fn touch_passed(&mut self, traits: BlockTraits, now: Timestamp) {
         self.touch(NOBODY, traits, now, true);
-        self.catch_up();
-        let known = self.ghosts.take(traits.fingerprint, self.clock);
-        let mut resident = Resident::arriving(traits.fingerprint);
-        self.recall(&mut resident, known, self.clock);
-        if let Some(touch) = self.run.touches.last_mut() {
+        let (touch, fingerprint) = (self.run.touches.len() - 1, traits.fingerprint);
+        self.put_off(Work::Pass { touch, fingerprint });
+    }
+
+    /// What is remembered of a block of the running request that did not come in.
+    pub(super) fn take_passed(&mut self, touch: usize, fingerprint: u64, then: Timestamp) {
+        let known = self.ghosts.take(fingerprint, then);
+        let mut resident = Resident::arriving(fingerprint);
+        self.recall(&mut resident, known, then);
+        if let Some(touch) = self.run.touches.get_mut(touch) {
             touch.passed = Some(resident);
         }
     }

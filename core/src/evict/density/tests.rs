@@ -297,6 +297,7 @@ fn what_is_put_off_is_counted_as_if_done_at_once() {
                 5 => policy.remove(key),
                 6 => now = Timestamp(now.0 + 1),
                 7..11 => policy.insert(key, traits, now),
+                11 => policy.pass(traits, now),
                 _ => {
                     let victim = policy.victim(now, &|key| key.0 % 5 == step % 5);
                     victims.push(victim);
