@@ -2,8 +2,8 @@
 //!
 //! The index is larger than any cache, and most of the time of a change is waiting for memory. A plain
 //! load asked for early would wait all the same once the processor has run far enough ahead of it; a
-//! prefetch does not. Not here: larger vector code (`prefix/x86.rs`). With that file, the only place of
-//! this crate with `unsafe` (docs/adr/0018).
+//! prefetch waits no longer than until its page is found. Not here: larger vector code (`prefix/x86.rs`).
+//! With that file, the only place of this crate with `unsafe` (docs/adr/0018).
 
 /// Starts to load the cache line at the start of `place`. A hint: nothing depends on it.
 #[inline(always)]
