@@ -300,7 +300,8 @@ impl OneSource {
             Some(reason) => Some(reason),
             None => Some(MissReason::MediumFailed),
         };
-        came.leased = !matches!(told, Some(MissReason::Busy));
+        // One that began and ended busy has its lease.
+        came.leased = !matches!(answer, FetchAnswer::Busy { .. });
     }
 }
 

@@ -239,7 +239,8 @@ async fn in_time(bytes: PlannedBytes, deadline: Instant) -> Result<Bytes, MissRe
     match bytes {
         PlannedBytes::Ready(bytes) => Ok(bytes),
         PlannedBytes::Loading(told) => match tokio::time::timeout_at(deadline, told).await {
-            Ok(told) => told.unwrap_or(Err(MissReason::NodeLost)),
+            // Nobody loads it any more.
+            Ok(told) => told.unwrap_or(Err(MissReason::NotHeld)),
             Err(_) => Err(MissReason::TooLate),
         },
     }

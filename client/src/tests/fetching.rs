@@ -78,6 +78,14 @@ async fn a_gap_ends_the_prefix() {
 }
 
 #[tokio::test]
+async fn a_fetch_that_ends_busy_has_its_lease() {
+    let (network, services) = network(1, 4);
+    services[0].end_with(MissReason::Busy);
+    let outcome = client_on(&network).fetch(call(4, vec![source(0, 0, 4)])).await.unwrap();
+    assert_eq!((outcome.misses, outcome.leases.len()), (vec![miss(0, 0, MissReason::Busy)], 1));
+}
+
+#[tokio::test]
 async fn every_reason_is_told() {
     let (network, services) = network(1, 4);
     let client = client_on(&network);

@@ -311,6 +311,11 @@ impl Book {
         self.ssd_room = blocks;
     }
 
+    /// Whether what leaves DRAM goes to SSD now.
+    pub(super) fn ssd_takes(&self) -> bool {
+        self.open(Tier::Ssd) && self.demotes.len() < self.ssd_room
+    }
+
     /// A tier has another size from now on, in the unit it has. What no longer fits leaves as others come.
     pub fn set_capacity(&mut self, tier: Tier, amount: u64) {
         let capacity = &mut self.shelf_mut(tier).limits.capacity;

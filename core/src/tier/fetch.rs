@@ -66,7 +66,7 @@ impl Book {
 
     fn reach(&mut self, key: BlockKey, now: Timestamp) -> Reach {
         self.count_hit(key, now);
-        if self.slab.get(key).is_some_and(|entry| entry.place == Some(Tier::Ssd)) {
+        if self.slab.get(key).is_some_and(|entry| entry.place == Some(Tier::Ssd)) && self.may_come_up(key) {
             self.promote(key, now);
         }
         let Some(entry) = self.slab.get_mut(key) else { return Reach { key, tier: Tier::Ssd } };
@@ -79,6 +79,14 @@ impl Book {
         self.end_prefetch(key);
         self.settle(key);
         Reach { key, tier }
+    }
+
+    /// Whether a block on SSD may take room in DRAM. Where that makes others leave that a slow SSD does not take, it is
+    /// read past DRAM instead: its load may be refused, and they would be lost for nothing.
+    pub(super) fn may_come_up(&self, key: BlockKey) -> bool {
+        let Some(entry) = self.slab.get(key) else { return false };
+        let (cost, _) = self.cost(entry, Tier::Dram);
+        !self.open(Tier::Ssd) || self.ssd_takes() || self.dram.limits.goal(self.dram.used, cost).is_none()
     }
 
     fn count_hit(&mut self, key: BlockKey, now: Timestamp) {

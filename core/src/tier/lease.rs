@@ -276,7 +276,7 @@ impl Book {
         let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.place.is_some()) else { return false };
         entry.meta.traits.category = category;
         entry.last_use = Some(now);
-        if entry.place == Some(Tier::Ssd) {
+        if entry.place == Some(Tier::Ssd) && self.may_come_up(key) {
             self.promote(key, now);
         }
         let is_new = self.slab.get(key).is_some_and(|entry| !entry.ranked);

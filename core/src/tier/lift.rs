@@ -116,8 +116,9 @@ impl Book {
         let (charge, category, age_us) = (entry.meta.charge, entry.meta.traits.category, entry.age_us(now));
         self.discharge(key);
         let slots = [(Tier::Dram, charge.dram), (Tier::Ssd, charge.ssd)];
+        let takes = |book: &Book, tier| if tier == Tier::Ssd { book.ssd_takes() } else { book.open(tier) };
         let to =
-            slots.into_iter().find(|&(tier, slot)| self.open(tier) && self.reserve(tier, slot, claim, now));
+            slots.into_iter().find(|&(tier, slot)| takes(self, tier) && self.reserve(tier, slot, claim, now));
         let why = if to.is_none() && why == Left::Demoted { Left::Dropped } else { why };
         self.gpu.numbers.left(category, why, (why != Left::Failed).then_some(age_us));
         let Some((to, _)) = to else {

@@ -317,6 +317,20 @@ impl Book {
         self.drop_block(key);
     }
 
+    /// A write to SSD is not even tried, since that is slow and has enough to do: the block leaves as if there were none.
+    pub fn on_write_refused(&mut self, key: BlockKey, now: Timestamp) {
+        let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.moving == Some(Tier::Ssd)) else {
+            return;
+        };
+        if entry.held() || entry.place != Some(Tier::Ssd) {
+            return self.on_move_failed(key, Tier::Ssd, now);
+        }
+        entry.moving = None;
+        self.dram.stats.unwritten_blocks += 1;
+        self.count_left(key, Left::Dropped);
+        self.drop_block(key);
+    }
+
     fn keep_in_dram(&mut self, key: BlockKey, now: Timestamp) {
         // An older block may not push out a newer one because the disk failed, unless it is held.
         let Some(entry) = self.slab.get(key) else { return };

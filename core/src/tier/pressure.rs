@@ -89,6 +89,12 @@ impl Book {
                     break;
                 }
                 let Some(victim) = self.victim(tier, claim, now) else { break };
+                // What is wanted goes for a stretch only where it goes to SSD.
+                let is_lost = tier == Tier::Dram && self.open(Tier::Ssd) && !self.ssd_takes();
+                let is_wanted = self.slab.get(victim).is_some_and(|entry| entry.order() != Order::Policy);
+                if is_lost && is_wanted && limits.fits(used, cost) {
+                    break;
+                }
                 if weighed.is_some_and(|newcomer| !self.gives_way(tier, victim, claim, newcomer, now)) {
                     let is_made = evicted > 0 && limits.fits(used, cost);
                     return if is_made { Ok(()) } else { Err(RefusedBy::Worth) };
@@ -119,8 +125,7 @@ impl Book {
 
     fn evict(&mut self, tier: Tier, victim: BlockKey, now: Timestamp) {
         let is_above = tier == Tier::Dram && self.open(Tier::Ssd);
-        let has_below = is_above && self.demotes.len() < self.ssd_room;
-        if has_below {
+        if is_above && self.ssd_takes() {
             self.demote(victim, now);
         } else {
             let stats = &mut self.shelf_mut(tier).stats;

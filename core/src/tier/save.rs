@@ -136,10 +136,10 @@ impl Book {
         Err(refused)
     }
 
-    /// What a new block is weighed by against what would leave for it. Not with an SSD below, where that would go; nor is
+    /// What a new block is weighed by against what would leave for it. Not with an SSD below that takes it; nor is
     /// one weighed that somebody wants.
     fn weighed(&self, meta: Meta) -> Option<BlockTraits> {
-        (!self.is_wanted(&meta.hash) && !self.open(Tier::Ssd)).then_some(meta.traits)
+        (!self.is_wanted(&meta.hash) && !self.ssd_takes()).then_some(meta.traits)
     }
 
     /// It is pinned, or a request waits for it.

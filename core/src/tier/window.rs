@@ -243,7 +243,7 @@ impl Book {
         let claim = Claim::waiting(entry.meta.tenant, near);
         let Some(victim) = self.room_for(claim, cost, now) else { return false };
         // One that could not be written to SSD would be gone.
-        if victim.is_some() && self.demotes.len() >= self.demotions {
+        if victim.is_some() && self.demotes.len() >= self.demotions.min(self.ssd_room) {
             return false;
         }
         // Leave the SSD first: whoever is demoted for this block takes its room there.

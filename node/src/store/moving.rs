@@ -59,6 +59,8 @@ impl Store {
         // What goes need not be moved first, and what was moved may let a load begin.
         self.pack();
         self.act();
+        // What is asked next finds how it is now.
+        self.parts.book.set_ssd_room(self.parts.ssd.as_ref().map_or(usize::MAX, Ssd::writes_left));
         self.tell_changes();
     }
 
@@ -95,8 +97,7 @@ impl Store {
 
     fn demote(&mut self, key: BlockKey, hash: BlockHash) {
         if self.trouble.is_none() && self.parts.ssd.as_ref().is_some_and(Ssd::is_behind) {
-            self.parts.metrics.ssd_behind(1);
-            return self.parts.book.on_move_failed(key, Tier::Ssd, self.now());
+            return self.parts.book.on_write_refused(key, self.now());
         }
         if self.trouble.is_none() && !self.may_write(key) {
             self.parts.metrics.ssd_spared();

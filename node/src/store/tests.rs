@@ -576,6 +576,8 @@ async fn readers_beyond_what_a_slow_ssd_can_do_hear_that_it_is_busy_and_nothing_
     assert_eq!((got, reply.frames.ended()), (4, Some(MissReason::Busy)));
     bench.service.release(LeaseId(3)).await;
     assert_eq!(bench.fetch(4, 4..8).await.1, 4, "they are there for whoever comes later");
+    bench.service.release(LeaseId(4)).await;
+    assert_eq!(bench.status().await.tiers.iter().map(|tier| tier.blocks).sum::<u64>(), 16);
 }
 
 #[tokio::test]

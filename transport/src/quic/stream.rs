@@ -103,11 +103,7 @@ pub(super) async fn read_frame(recv: &mut RecvStream, limit: usize) -> Result<Ne
         }
         have.reserve(wanted - have.len());
         if !fill(recv, &mut have, wanted).await? {
-            return match (have.is_empty(), end_reason(&have)) {
-                (true, _) => Ok(Next::End(None)),
-                (false, Some(reason)) => Ok(Next::End(Some(reason))),
-                (false, None) => Err(ItemError::Cut),
-            };
+            return if have.is_empty() { Ok(Next::End(None)) } else { end(&have) };
         }
         if whole {
             return Ok(Next::Frame(Frame::parse(have.freeze())?));
@@ -115,9 +111,12 @@ pub(super) async fn read_frame(recv: &mut RecvStream, limit: usize) -> Result<Ne
     }
 }
 
-fn end_reason(have: &[u8]) -> Option<MissReason> {
-    let number = have.strip_prefix(&END_MAGIC)?;
-    MissReason::ALL.into_iter().find(|reason| *number == [*reason as u8])
+/// What stands behind the last frame. A reason that only a later release knows is none.
+fn end(have: &[u8]) -> Result<Next, ItemError> {
+    match have.strip_prefix(&END_MAGIC) {
+        Some(&[number]) => Ok(Next::End(MissReason::ALL.into_iter().find(|reason| *reason as u8 == number))),
+        _ => Err(ItemError::Cut),
+    }
 }
 
 /// Says why no more frames come.

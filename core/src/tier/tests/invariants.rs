@@ -304,6 +304,9 @@ impl World {
         for tier in Tier::ALL {
             self.check_account(tier);
         }
+        if self.book.ssd.used <= self.book.ssd.limits.capacity.amount() {
+            self.refused = 0;
+        }
         self.check_tenants();
         self.check_window();
         self.check_shares();

@@ -110,6 +110,49 @@ fn what_a_slow_ssd_cannot_take_leaves_in_the_order_of_the_policy() {
 }
 
 #[test]
+fn nobody_leaves_dram_for_a_load_that_a_slow_ssd_may_refuse() {
+    let mut book = filled(2, 10, 6);
+    book.set_ssd_room(0);
+    assert_eq!(fetch(&mut book, 7, 1), Tier::Ssd);
+    let refused = load(&mut book).unwrap();
+    book.on_load_refused(refused, Timestamp(100));
+    assert!((1..=6).all(|number| book.tier_of(&hash(number)).is_some()), "nobody was lost");
+    // One that is loaded is read and stays where it is.
+    assert_eq!(fetch(&mut book, 8, 2), Tier::Ssd);
+    let loaded = load(&mut book).unwrap();
+    book.on_moved(loaded, Tier::Dram);
+    assert_eq!((load(&mut book), book.tier_of(&hash(2))), (None, Some(Tier::Ssd)));
+    // Nor for a prefetch.
+    let waiting = hashes(&[3]);
+    book.set_window([waiting.as_slice()], Timestamp(101));
+    assert_eq!(book.prefetch(Timestamp(101)), 0);
+}
+
+#[test]
+fn what_is_pinned_does_not_go_for_a_stretch_that_a_slow_ssd_does_not_take() {
+    let limits = TierLimits { capacity: Capacity::Blocks(20), watermark_high: 0.9, watermark_low: 0.5 };
+    let mut book = book(limits, TierLimits::exact(Capacity::Blocks(30)));
+    let soft: Vec<u64> = (1..=15).collect();
+    book.set_pins([order(1, PinKind::Soft, &soft)], Timestamp(0));
+    (1..=18).for_each(|number| assert_eq!(request(&mut book, &[number], number), 0));
+    book.set_ssd_room(0);
+    assert_eq!(request(&mut book, &[30], 30), 0);
+    let lost: Vec<u64> = (1..=18).filter(|number| book.tier_of(&hash(*number)).is_none()).collect();
+    assert_eq!(lost, [16, 17, 18], "what nobody wants");
+}
+
+#[test]
+fn a_write_that_is_refused_makes_nobody_the_newest() {
+    let mut book = blocks(2, 10);
+    (1..=2).for_each(|number| assert_eq!(request(&mut book, &[number], number), 0));
+    offer(&mut book, 3, &[3], 3);
+    let Some(Action::Demote { key, .. }) = book.next_action(ALL_ROOM) else { panic!("the oldest leaves") };
+    book.on_write_refused(key, Timestamp(3));
+    assert_eq!((book.tier_of(&hash(1)), book.stats(Tier::Ssd).blocks), (None, 0));
+    assert_eq!(book.stats(Tier::Dram).unwritten_blocks, 1);
+}
+
+#[test]
 fn a_tier_that_shrinks_gives_way_as_blocks_come() {
     let mut book = filled(1, 10, 11);
     assert_eq!(book.stats(Tier::Ssd).blocks, 10);

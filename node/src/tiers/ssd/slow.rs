@@ -31,7 +31,7 @@ const WINDOWS_MAX: u32 = 48;
 /// A slow device's window is over after this too, however little was done in it: little that is done well counts.
 const SLOW_WINDOW_US: u64 = 5_000_000;
 
-/// One that was given nothing of the kind for so long counts as well: nobody knows better, and whoever tries finds out.
+/// One that was not seen to be slow for so long is well, whatever little it did: whoever gives it more finds out.
 const FORGIVEN_US: u64 = 60_000_000;
 
 /// Soon after: a device that was well for so long begins anew.
@@ -179,6 +179,8 @@ pub(crate) struct Watch {
     wanted: u32,
     /// Since when it has been as it is.
     since: Timestamp,
+    /// When it last was seen to be slow.
+    bad: Timestamp,
     usual_us: f64,
     learned: u32,
     doubted: u32,
@@ -196,6 +198,7 @@ impl Watch {
             windows: 0,
             wanted: WINDOWS,
             since: Timestamp(0),
+            bad: Timestamp(0),
             usual_us: 0.0,
             learned: 0,
             doubted: 0,
@@ -255,12 +258,16 @@ impl Watch {
         let (unit_us_min, wait_us_min) = self.kind.slow_us_min();
         let is_unusual = usual_us.is_none_or(|usual_us| took.unit_us >= SLOW_TIMES * usual_us);
         let is_little = is_unusual && took.unit_us >= unit_us_min;
+        let does_much = took.any_unit_us < unit_us_min;
         if self.is_slow {
             // With little to do it may take little for it and be slow still, and that shows when there is more.
-            let is_well = !is_little || took.wait_us < WELL_WAIT_US;
-            return self.after(is_well, self.wanted).then(|| self.is_well(now));
+            let is_well = !is_little || took.wait_us < if does_much { BUSY_WAIT_US } else { WELL_WAIT_US };
+            if !is_well {
+                self.bad = now;
+            }
+            let is_over = is_well && now.0.saturating_sub(self.bad.0) >= FORGIVEN_US;
+            return (self.after(is_well, self.wanted) || is_over).then(|| self.is_well(now));
         }
-        let does_much = took.any_unit_us < unit_us_min;
         let wait_us_min = if does_much { wait_us_min.max(BUSY_WAIT_US) } else { wait_us_min };
         let seems_slow = is_little && took.wait_us >= wait_us_min;
         self.learn(took.unit_us, seems_slow);
@@ -268,7 +275,7 @@ impl Watch {
         self.after(is_slow, WINDOWS).then(|| {
             let is_relapse = self.since > Timestamp(0) && now.0.saturating_sub(self.since.0) < RELAPSE_US;
             self.wanted = if is_relapse { (self.wanted * 2).min(WINDOWS_MAX) } else { WINDOWS };
-            (self.is_slow, self.since, self.began) = (true, now, now);
+            (self.is_slow, self.since, self.began, self.bad) = (true, now, now, now);
             Change::Slow { takes_us: took.unit_us, usual_us: usual_us.unwrap_or_default() }
         })
     }
