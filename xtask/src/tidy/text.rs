@@ -1,4 +1,4 @@
-//! Rule: words that must not stand in any file: open ends without a decision, and paths of one machine.
+//! Rule: words that must not stand in any file: open ends without a decision, paths of one machine, and what a merge left.
 //!
 //! Not here: names (`names.rs`, `glossary.rs`).
 
@@ -10,6 +10,9 @@ const OPEN_ENDS: [&str; 2] = [concat!("TO", "DO"), concat!("FIX", "ME")];
 /// Beginnings of paths that exist on one machine only.
 const MACHINE_PATHS: [&str; 4] =
     [concat!("/ro", "ot/"), concat!("/wo", "rk/"), concat!("/ho", "me/"), concat!("/Us", "ers/")];
+
+/// Beginnings of lines between which a merge leaves two versions.
+const MERGE_MARKS: [&str; 2] = [concat!("<<<<", "<<< "), concat!(">>>>", ">>> ")];
 
 /// Finds such words.
 pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
@@ -23,6 +26,9 @@ pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
                     line_number,
                     "an open end needs `ADR nnnn`: decide it or finish it",
                 ));
+            }
+            if MERGE_MARKS.iter().any(|mark| line.starts_with(mark)) {
+                found.push(Violation::new(path, line_number, "a merge left two versions here: keep one"));
             }
             if let Some(machine) = MACHINE_PATHS.iter().find(|machine| has_machine_path(line, machine)) {
                 found.push(Violation::new(
@@ -77,5 +83,14 @@ mod tests {
             assert_eq!(found(&format!("see docs{machine}notes")), 0);
         }
         assert_eq!(found("$HOME/.cargo and /tmp/x"), 0);
+    }
+
+    #[test]
+    fn refuses_what_a_merge_left() {
+        for mark in MERGE_MARKS {
+            assert_eq!(found(&format!("one\n{mark}main\ntwo")), 1);
+            assert_eq!(found(&format!("see {mark}main")), 0);
+        }
+        assert_eq!(found("Title\n=======\n\n> quoted"), 0);
     }
 }

@@ -13,8 +13,8 @@ use crate::tiers::ssd::engine::SsdFaults;
 use crate::tiers::ssd::slow::{Change, Kind, Tally, Watch};
 
 /// What a slow device is given of one kind at once: so many bytes, or blocks of the smallest (few under test, where blocks
-/// are). Enough that it shows when it
-/// is well again; and it goes on with what it can, while whoever comes beyond that does not wait for it.
+/// are). Enough that it shows when it is well again; and it goes on with what it can, while whoever comes beyond that does
+/// not wait for it.
 const GIVEN_BYTES: u64 = 1 << 20;
 const GIVEN_JOBS: usize = if cfg!(test) { 4 } else { 64 };
 
