@@ -84,8 +84,8 @@ impl Drive {
             if self.is_fault_next(&state) {
                 self.break_what_is_due(&mut state, cluster.as_deref_mut()).await;
             }
-            self.start_all_that_may(&mut state);
-            self.wait_for_one(&mut state).await;
+            let looked = self.start_all_that_may(&mut state);
+            self.wait_for_one(&mut state, looked).await;
         }
         self.drain(&mut state).await;
         let cpu_now = (cpu_time_of(std::process::id()), cluster.as_deref().map(Cluster::cpu_time));
@@ -122,16 +122,17 @@ impl Drive {
         }
     }
 
-    /// Starts requests until the next one has to wait for an end, its arrival or a fault.
-    fn start_all_that_may(&self, state: &mut State) {
+    /// Starts requests until the next one has to wait for an end, its arrival or a fault. Answers the moment, since the
+    /// start of the replay, up to which arrivals were seen.
+    fn start_all_that_may(&self, state: &mut State) -> Duration {
         let requests = &self.requests;
-        let since = state.started_at.elapsed();
+        let looked = state.started_at.elapsed();
         while !self.is_over(state) && !self.is_fault_next(state) {
             let next = state.order.start_next(
                 |request| &requests[request].hashes,
-                |request| self.pace.arrival(&requests[request]).is_none_or(|arrival| arrival <= since),
+                |request| self.pace.arrival(&requests[request]).is_none_or(|arrival| arrival <= looked),
             );
-            let Some(next) = next else { return };
+            let Some(next) = next else { break };
             state.started += 1;
             let after = state.visible.needed(&requests[next].hashes);
             let (server, requests, begun) =
@@ -142,20 +143,24 @@ impl Drive {
             });
             state.request_of.insert(task.id(), next);
         }
+        looked
     }
 
-    /// When the next request arrives, if that is worth waiting for.
-    fn next_arrival(&self, state: &State) -> Option<tokio::time::Instant> {
+    /// When the next request arrives that had not when arrivals were `looked` at. One that arrived just since then is
+    /// waited for as well, in vain for no time: nobody else would wake the replay if no request is under way. One that
+    /// was seen waits for an end.
+    fn next_arrival(&self, state: &State, looked: Duration) -> Option<tokio::time::Instant> {
         let next = state.order.next_to_arrive()?;
-        let arrival = state.started_at.checked_add(self.pace.arrival(&self.requests[next])?)?;
-        (arrival > Instant::now()).then(|| arrival.into())
+        let arrival = self.pace.arrival(&self.requests[next])?;
+        let moment = state.started_at.checked_add(arrival)?;
+        (arrival > looked).then(|| moment.into())
     }
 
-    async fn wait_for_one(&self, state: &mut State) {
+    async fn wait_for_one(&self, state: &mut State, looked: Duration) {
         if self.is_fault_next(state) {
             return;
         }
-        let until = self.next_arrival(state);
+        let until = self.next_arrival(state, looked);
         let next_moment = async {
             match until {
                 Some(until) => tokio::time::sleep_until(until).await,
@@ -278,7 +283,7 @@ mod tests {
         let request = state.order.start_next(|_| &[], |_| true).unwrap();
         let task = state.under_way.spawn(async { panic!("lost") });
         state.request_of.insert(task.id(), request);
-        drive.wait_for_one(&mut state).await;
+        drive.wait_for_one(&mut state, Duration::ZERO).await;
         assert!(state.order.is_done(), "or the replay waits for ever");
         assert_eq!(state.measured.failed, 1);
     }
@@ -291,9 +296,23 @@ mod tests {
         let served = Served { refused: Some("why".into()), ..Served::default() };
         let task = state.under_way.spawn(async move { Ended { request, at: Duration::ZERO, served } });
         state.request_of.insert(task.id(), request);
-        drive.wait_for_one(&mut state).await;
+        drive.wait_for_one(&mut state, Duration::ZERO).await;
         drive.start_all_that_may(&mut state);
         assert_eq!((state.started, state.measured.refused.as_deref()), (0, Some("why")));
+    }
+
+    #[tokio::test]
+    async fn a_request_that_arrives_while_nobody_looks_is_not_waited_for_in_vain() {
+        let mut drive = drive(1);
+        let arrival = Duration::from_millis(1);
+        drive.pace.speed = Speed::Times(1.0);
+        drive.requests = Arc::new(vec![Prepared { arrival_us: 1000, ..drive.requests[0].clone() }]);
+        let mut state = state(&drive);
+        // Arrivals were looked at before it came, and it came before it is waited for: nothing else is under way.
+        state.started_at = Instant::now() - 2 * arrival;
+        drive.wait_for_one(&mut state, Duration::ZERO).await;
+        let looked = drive.start_all_that_may(&mut state);
+        assert_eq!((state.started, looked > arrival), (1, true));
     }
 
     #[test]
