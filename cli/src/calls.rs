@@ -5,6 +5,7 @@
 
 use std::time::Duration;
 
+use kvfleet_proto::channel::connect_lazily;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::instance_client::InstanceClient;
 use kvfleet_proto::pb::router_client::RouterClient;
@@ -38,7 +39,7 @@ pub fn channel(address: &str, identity: &Identity) -> anyhow::Result<Channel> {
     let wrong = |cause: &dyn std::fmt::Display| anyhow::anyhow!("{address:?} is not HOST:PORT: {cause}");
     let endpoint = Endpoint::from_shared(format!("https://{address}")).map_err(|cause| wrong(&cause))?;
     let endpoint = endpoint.tls_config(identity.client_tls()).map_err(|cause| wrong(&cause))?;
-    Ok(endpoint.connect_timeout(CONNECT_TIMEOUT).tcp_nodelay(true).connect_lazy())
+    Ok(connect_lazily(&endpoint.connect_timeout(CONNECT_TIMEOUT)))
 }
 
 impl RouterCalls {
@@ -108,7 +109,8 @@ pub fn explain(address: &str, status: &Status) -> String {
             "router {address} cannot be reached ({}); is it running, and are --tls-dir's certificates the cluster's?",
             root_cause(status)
         ),
-        Code::DeadlineExceeded | Code::Cancelled => {
+        // A connection that did not come in time is unknown to tonic.
+        Code::DeadlineExceeded | Code::Cancelled | Code::Unknown => {
             format!(
                 "router {address} did not answer within {CALL_TIMEOUT:?}; try again, or name another one in --cluster"
             )

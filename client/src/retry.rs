@@ -8,6 +8,7 @@ use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use kvfleet_proto::channel::connect_lazily;
 use kvfleet_proto::pb::router_client::RouterClient;
 use kvfleet_proto::tls::Identity;
 use tonic::transport::{Channel, Endpoint};
@@ -142,7 +143,7 @@ pub(crate) fn channel(address: &str, identity: &Identity) -> Result<Channel, Cli
     }
     let endpoint = Endpoint::from_shared(format!("https://{address}")).map_err(|error| wrong(&error))?;
     let endpoint = endpoint.tls_config(identity.client_tls()).map_err(|error| wrong(&error))?;
-    Ok(endpoint.connect_timeout(CONNECT_TIMEOUT).tcp_nodelay(true).connect_lazy())
+    Ok(connect_lazily(&endpoint.connect_timeout(CONNECT_TIMEOUT)))
 }
 
 /// Whether another router may answer differently: it is gone, late, full, or not ready.

@@ -15,6 +15,7 @@ use futures_util::future::{BoxFuture, Either, select};
 use futures_util::stream::{self, BoxStream};
 use futures_util::{FutureExt, Stream, StreamExt};
 use kv_core::index::SNAPSHOT_FORMAT;
+use kvfleet_proto::channel::connect_lazily;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::raft_client::RaftClient;
 use openraft::OptionalSend;
@@ -97,10 +98,9 @@ impl Peers {
             .http2_keep_alive_interval(KEEPALIVE)
             .keep_alive_timeout(KEEPALIVE)
             .keep_alive_while_idle(true)
-            .tcp_nodelay(true)
             .tls_config(self.tls.clone())
             .map_err(|error| format!("TLS towards {address}: {error}"))?;
-        Ok(endpoint.connect_lazy())
+        Ok(connect_lazily(&endpoint))
     }
 }
 
