@@ -13,6 +13,7 @@ mod overload;
 mod snapshot;
 mod ssd;
 mod start;
+mod tiers;
 mod transport;
 mod window;
 
@@ -61,6 +62,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "ssd", about: ssd::ABOUT, run: ssd::run },
     Bench { name: "start", about: start::ABOUT, run: start::run },
     Bench { name: "evict", about: evict::ABOUT, run: evict::run },
+    Bench { name: "tiers", about: tiers::ABOUT, run: tiers::run },
     Bench { name: "window", about: window::ABOUT, run: window::run },
     Bench { name: "overload", about: overload::ABOUT, run: overload::run },
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },

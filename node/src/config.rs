@@ -54,6 +54,9 @@ pub struct NodeConfig {
     /// Bytes that may be written to SSD a day, on all devices together; 0 for no limit. Above it blocks are
     /// dropped that would have gone there.
     pub ssd_write_bytes_per_day: u64,
+    /// A block is written to SSD if it is more likely than this (0 to 1) to be used before it would leave it, as far as the
+    /// policy can tell (`density` can); at 0 all are that are worth as much as what they take the place of.
+    pub ssd_reuse_min: f64,
     /// Bytes a second of blocks on SSD that are read and checked though nobody asks, while nobody waits for the
     /// device; 0 for none. A terabyte takes a day and a half at the usual pace.
     pub scrub_bytes_per_second: u64,
@@ -146,6 +149,7 @@ impl Default for NodeConfig {
             gpu_bytes: 0,
             gpu_device: 0,
             ssd_write_bytes_per_day: 0,
+            ssd_reuse_min: 0.02,
             scrub_bytes_per_second: 8 << 20,
             block_bytes: 2 << 20,
             component_bytes: Vec::new(),
@@ -244,7 +248,7 @@ impl NodeConfig {
         if evict::by_name(&self.policy, 0).is_none() {
             return wrong("policy", &self.policy, format!("choose one of {}", evict::NAMES.join(", ")));
         }
-        self.validate_marks()?;
+        self.validate_shares()?;
         if self.lease_ms == 0 {
             return wrong("lease_ms", &0, "give at least 1; the default is 10000".to_owned());
         }
@@ -302,7 +306,7 @@ impl NodeConfig {
         }
     }
 
-    fn validate_marks(&self) -> Result<(), ConfigError> {
+    fn validate_shares(&self) -> Result<(), ConfigError> {
         let share = 0.0..=1.0;
         if !share.contains(&self.watermark_high) || self.watermark_high == 0.0 {
             return wrong(
@@ -314,6 +318,10 @@ impl NodeConfig {
         if !share.contains(&self.watermark_low) || self.watermark_low > self.watermark_high {
             let remedy = format!("give a share from 0 to watermark_high ({})", self.watermark_high);
             return wrong("watermark_low", &self.watermark_low, remedy);
+        }
+        if !share.contains(&self.ssd_reuse_min) {
+            let remedy = "give a chance from 0 to 1; the default is 0.02".to_owned();
+            return wrong("ssd_reuse_min", &self.ssd_reuse_min, remedy);
         }
         Ok(())
     }
@@ -414,6 +422,7 @@ mod tests {
         says("a node: policy", &refused(|config| config.policy = "mru".to_owned()), &[]);
         says("a node: watermark_high", &refused(|config| config.watermark_high = 1.5), &[]);
         says("a node: watermark_low", &refused(|config| config.watermark_low = 0.99), &[]);
+        says("a node: ssd_reuse_min", &refused(|config| config.ssd_reuse_min = -0.1), &[]);
         says("a node: lease_ms", &refused(|config| config.lease_ms = 0), &[]);
         says("a node: fetch_inflight_bytes", &refused(|config| config.fetch_inflight_bytes = 5), &[]);
         says("a node: save_inflight_bytes", &refused(|config| config.save_inflight_bytes = 5), &[]);

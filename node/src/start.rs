@@ -353,7 +353,8 @@ fn book(config: &NodeConfig) -> Book {
         leases_max: LEASES_MAX,
         seed: hash_seed(),
     };
-    let book = Book::new(&limits, policy(&config.policy), policy(evict::below(&config.policy)));
+    let book = Book::new(&limits, policy(&config.policy), policy(&config.policy));
+    let book = book.with_ssd_reuse_min(config.ssd_reuse_min);
     let gpu = gpu_shape(config).capacity;
     if gpu.amount() == 0 {
         return book;

@@ -9,4 +9,5 @@ pub mod generate;
 mod ids;
 pub mod policies;
 pub mod stats;
+pub mod tiers;
 pub mod trace;

@@ -23,7 +23,7 @@ use crate::id::Timestamp;
 use alive::Alive;
 use classes::{CLASSES, Class, Classes};
 use ghosts::Ghosts;
-use hazard::{Evidence, Table};
+use hazard::{Evidence, Tables};
 use offers::{Offer, Offers};
 use pending::{Pending, Work};
 use resident::{PENDING, Resident};
@@ -46,7 +46,7 @@ pub struct Density {
     offers: Offers,
     /// Per class the tail of the request that used any of it last, as far as it is known.
     freshest: [Option<BlockKey>; CLASSES],
-    tables: Box<[Table; CLASSES]>,
+    tables: Box<Tables>,
     /// Classes whose value rises at some age.
     rises: [bool; CLASSES],
     queued: usize,
@@ -77,7 +77,7 @@ impl Density {
             trails: [Trail::default(); CLASSES],
             offers: Offers::default(),
             freshest: [None; CLASSES],
-            tables: Box::new([[0.0; bands::BANDS]; CLASSES]),
+            tables: Box::new(Tables::new()),
             rises: [false; CLASSES],
             queued: 0,
             classes: Classes::default(),
@@ -220,7 +220,7 @@ impl Density {
         let last_use = self.links.about(key).last_use(self.clock);
         let band = bands::band(self.clock.0.saturating_sub(last_use.0));
         let until = Timestamp(last_use.0.saturating_add(bands::start_us(band + 1)));
-        Offer { value: self.tables[class][band], last_use, until }
+        Offer { value: self.tables.values[class][band], last_use, until }
     }
 
     /// The block an offer stands for: the first unspared one from the coldest on, or of the last request.
@@ -238,10 +238,19 @@ impl Density {
         Some((key, self.appraise(class, key)))
     }
 
+    /// What a block is worth as of which nothing is remembered: what its kind and turn are, if they are stated.
+    fn class_of_unknown(traits: BlockTraits) -> Class {
+        match traits.category.turn {
+            _ if traits.is_partial => Class::PARTIAL,
+            0 => Class::ARRIVING,
+            turn => Classes::coarse(traits.category.kind, turn),
+        }
+    }
+
     fn fit(&mut self) {
         self.evidence.fit(&self.classes, &mut self.tables);
         for class in 0..CLASSES {
-            let rises = self.tables[class].windows(2).any(|pair| pair[0] < pair[1]);
+            let rises = self.tables.values[class].windows(2).any(|pair| pair[0] < pair[1]);
             self.rises[class] = rises && class != Class::ARRIVING.at();
             self.renew_coldest(class);
             self.renew_freshest(class);
@@ -276,7 +285,10 @@ impl Policy for Density {
         let known = self.ghosts.take(traits.fingerprint, self.clock);
         let mut resident = Resident::arriving(traits.fingerprint);
         resident.recall(known.map(|(memory, _)| memory));
-        let Some((memory, last_use)) = known else { return self.enqueue(key, resident) };
+        let Some((memory, last_use)) = known else {
+            resident.class = Self::class_of_unknown(traits);
+            return self.enqueue(key, resident);
+        };
         resident.class = memory.class;
         resident.used_at(last_use);
         self.place(key, resident);
@@ -349,13 +361,9 @@ impl Policy for Density {
         self.close_run();
         self.advance(now);
         let room = self.appraise(self.links.about(victim).class.at(), victim).value;
-        let is_worth_it = |class: Class| self.tables[class.at()][0] >= room;
+        let is_worth_it = |class: Class| self.tables.values[class.at()][0] >= room;
         // Who brings it is known when its request has ended; until then it is worth what its kind and turn are.
-        let class = match newcomer.category.turn {
-            _ if newcomer.is_partial => Class::PARTIAL,
-            0 => Class::ARRIVING,
-            turn => Classes::coarse(newcomer.category.kind, turn),
-        };
+        let class = Self::class_of_unknown(newcomer);
         if newcomer.is_partial || is_worth_it(class) {
             return is_worth_it(class);
         }
@@ -364,11 +372,38 @@ impl Policy for Density {
         self.ghosts.prefetch(newcomer.fingerprint);
         self.catch_up();
         let known = self.ghosts.find(newcomer.fingerprint, self.clock);
-        known.is_some_and(|(memory, _)| self.tables[memory.class.at()][0] >= room)
+        known.is_some_and(|(memory, _)| self.tables.values[memory.class.at()][0] >= room)
     }
 
     fn pass(&mut self, traits: BlockTraits, now: Timestamp) {
         self.touch_passed(traits, now);
+    }
+
+    fn prospect(&mut self, mover: BlockTraits, victim: Option<BlockKey>, now: Timestamp) -> f64 {
+        self.close_run();
+        self.advance(now);
+        self.catch_up();
+        let least =
+            victim.map_or(0.0, |victim| self.appraise(self.links.about(victim).class.at(), victim).value);
+        let known = self.ghosts.find(mover.fingerprint, self.clock);
+        let (class, last_use) = known.map_or_else(
+            || (Self::class_of_unknown(mover), self.clock),
+            |(memory, last_use)| (memory.class, last_use),
+        );
+        self.tables.chance(class, bands::band(self.clock.0.saturating_sub(last_use.0)), least)
+    }
+
+    fn prospect_of(&mut self, resident: BlockKey, now: Timestamp) -> f64 {
+        self.close_run();
+        self.advance(now);
+        if !self.is_resident(resident) {
+            return 1.0;
+        }
+        self.renew_due();
+        let least = self.offers.least_value();
+        let resident = self.links.about(resident);
+        let age_us = self.clock.0.saturating_sub(resident.last_use(self.clock).0);
+        self.tables.chance(resident.class, bands::band(age_us), least)
     }
 
     fn refit(&mut self, now: Timestamp) {

@@ -69,8 +69,8 @@ pub trait Policy: Send {
         self.access(key, traits, now);
     }
 
-    /// A block became resident because it will be used, and not by a use: it came up from the tier below before anybody
-    /// asked. For a policy that learns from uses, that is none.
+    /// A block became resident, and not by a use: it came from another tier, because it left that or before anybody asked
+    /// for it. For a policy that learns from uses, that is none.
     fn moved_in(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
         self.insert(key, traits, now);
     }
@@ -93,10 +93,22 @@ pub trait Policy: Send {
         true
     }
 
-    /// A block of the request that is told was not let in ([`Self::admits`]), and is not resident. Called in its place
-    /// among `access` and `settle`, in the same order from tail to head: for a policy that learns from uses, this is
-    /// one if it knows the block, and the next may be one.
+    /// A block of the request that is told is not resident: it was not let in ([`Self::admits`]), or is in another tier.
+    /// Called in its place among `access` and `settle`, in the same order from tail to head: for a policy that learns from
+    /// uses, this is one if it knows the block, and the next may be one.
     fn pass(&mut self, _traits: BlockTraits, _now: Timestamp) {}
+
+    /// How likely, 0 to 1, a block that would come from another tier is used before it would leave this one again:
+    /// 0 if it is worth less than `victim`, which was just named and would leave for it. Without a victim there is room.
+    /// Changes nothing. A policy that does not know takes everybody for certain to be used.
+    fn prospect(&mut self, _mover: BlockTraits, _victim: Option<BlockKey>, _now: Timestamp) -> f64 {
+        1.0
+    }
+
+    /// The same of a resident block that stays until the policy names it.
+    fn prospect_of(&mut self, _resident: BlockKey, _now: Timestamp) -> f64 {
+        1.0
+    }
 
     /// Background work: refit curves, age counters. Called about once a second.
     fn refit(&mut self, _now: Timestamp) {}
@@ -132,13 +144,6 @@ pub const BASELINES: [&str; 7] = ["fifo", "lru", "lfu", "s3fifo", "gdsf", "arc",
 /// The policy of a node that is told nothing else: at 5 % of the blocks and more never clearly
 /// below the best of [`BASELINES`] (`docs/POLICIES.md`).
 pub const DEFAULT: &str = "density";
-
-/// The policy of the tier below one with this policy. `density` learns from uses, and a slower tier hears of none: what is
-/// used leaves it, and what comes was not used. There the order in which blocks came is what can be known.
-#[must_use]
-pub fn below(name: &str) -> &str {
-    if name == "density" { "lru" } else { name }
-}
 
 /// A fresh policy with this name, or nothing when no policy has it. `seed` feeds the policies that draw;
 /// none of the present ones does.

@@ -157,8 +157,22 @@ fn checked_admits(
     let victim = checked_victim(policy, resident, parked, now, 0)?;
     let admits = policy.admits(newcomer, victim, now);
     assert_eq!(policy.admits(newcomer, victim, now), admits, "asking changes nothing");
+    check_prospects(policy, now, newcomer, victim);
     assert_eq!(policy.victim(now, &|key| parked.contains(&key)), Some(victim), "nor the victim");
     admits.then_some(victim)
+}
+
+/// What a policy says of chances is one, and the same when it is asked again.
+fn check_prospects(policy: &mut dyn Policy, now: Timestamp, mover: BlockTraits, victim: BlockKey) {
+    let asked: Vec<f64> = (0..2)
+        .flat_map(|_| {
+            let into = [policy.prospect(mover, None, now), policy.prospect(mover, Some(victim), now)];
+            [into[0], into[1], policy.prospect_of(victim, now)]
+        })
+        .collect();
+    assert!(asked.iter().all(|chance| (0.0..=1.0).contains(chance)), "{asked:?}");
+    assert!(asked[0] >= asked[1], "who stays longer is used as likely at least: {asked:?}");
+    assert_eq!(asked[..3], asked[3..], "asking changes nothing");
 }
 
 /// Evicts everything, in the policy's order.

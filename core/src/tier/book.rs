@@ -13,6 +13,7 @@ use super::lease::Lease;
 use super::lift::NoPolicy;
 use super::moves::Action;
 use super::numbers::{Left, TierNumbers};
+use super::order::Told;
 use super::pins::Pins;
 use super::quota::QuotaRows;
 use super::share::Shares;
@@ -75,7 +76,8 @@ pub struct TierStats {
     pub promoted_blocks: u64,
     /// Blocks dropped by pressure since the start.
     pub dropped_blocks: u64,
-    /// New blocks that did not come in, since what would have had to leave is worth more.
+    /// Blocks that did not come in, since what would have had to leave is worth more: new ones, and on SSD also those that
+    /// left DRAM and are unlikely to be used.
     pub turned_away_blocks: u64,
     /// Blocks that left DRAM and did not go to SSD, since that is slow and had enough to do ([`Book::set_ssd_room`]).
     pub unwritten_blocks: u64,
@@ -129,6 +131,8 @@ pub struct Book {
     pub(super) demotions: usize,
     /// Blocks more that may wait for their way to SSD.
     pub(super) ssd_room: usize,
+    /// What leaves DRAM is written to SSD if it is more likely than this to be used there.
+    pub(super) reuse_min: f64,
     pub(super) ttls: TtlRows,
     pub(super) curve: MissCurve,
     faded: Timestamp,
@@ -169,6 +173,7 @@ impl Book {
             window: Window::new(limits.seed),
             demotions: usize::MAX,
             ssd_room: usize::MAX,
+            reuse_min: 0.0,
             ttls: TtlRows::default(),
             curve: MissCurve::new(limits.seed),
             faded: Timestamp(0),
@@ -179,6 +184,15 @@ impl Book {
     #[must_use]
     pub fn with_gpu(mut self, limits: TierLimits, policy: Box<dyn Policy>) -> Book {
         self.gpu = Shelf::new(limits, policy);
+        self
+    }
+
+    /// The same book, which writes to SSD only what is more likely than this (0 to 1) to be used before it leaves, as far as
+    /// the policy there can tell: an SSD lives as long as it is not written to. At 0, which is so unless it is said, everything is
+    /// that is worth as much as what leaves for it.
+    #[must_use]
+    pub fn with_ssd_reuse_min(mut self, chance: f64) -> Book {
+        self.reuse_min = chance;
         self
     }
 
@@ -197,7 +211,7 @@ impl Book {
             entry.announced = Some(Tier::Ssd);
             entry.last_use = Some(now);
         }
-        self.rank(key, now);
+        self.tell(key, Told::MovedIn, now);
         self.changes.stored(found.parent, found.hash, Tier::Ssd);
         Some(key)
     }
@@ -338,10 +352,13 @@ impl Book {
         }
     }
 
+    pub(super) fn exists(&self, tier: Tier) -> bool {
+        self.shelf(tier).limits.capacity.amount() > 0
+    }
+
     /// Whether the tier exists and takes new blocks.
     pub(super) fn open(&self, tier: Tier) -> bool {
-        let shelf = self.shelf(tier);
-        shelf.stats.admitting && shelf.limits.capacity.amount() > 0
+        self.shelf(tier).stats.admitting && self.exists(tier)
     }
 
     pub(super) fn cost(&self, entry: &Entry, tier: Tier) -> (u64, u64) {

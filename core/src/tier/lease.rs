@@ -259,6 +259,7 @@ impl Book {
             self.curve.used(traits.fingerprint);
             let how = if is_new { Told::Settled } else { Told::Used };
             self.tell(key, how, now);
+            self.tell_others(self.place(key), traits, now);
         }
         passed.for_each(|passed| self.tell_passed(passed, now));
         for (key, gap_us) in used_again {
@@ -268,7 +269,17 @@ impl Book {
 
     fn tell_passed(&mut self, passed: BlockTraits, now: Timestamp) {
         self.curve.used(passed.fingerprint);
-        self.dram.policy.pass(passed, now);
+        self.tell_others(None, passed, now);
+    }
+
+    /// Tells the policies of all tiers but `place` of a use of a block that is not there. A block comes to a slower tier when
+    /// it is used no more, and leaves it when it is: what is worth keeping there is learned from uses elsewhere.
+    fn tell_others(&mut self, place: Option<Tier>, traits: BlockTraits, now: Timestamp) {
+        for tier in Tier::ALL {
+            if place != Some(tier) && self.exists(tier) {
+                self.shelf_mut(tier).policy.pass(traits, now);
+            }
+        }
     }
 
     /// Whether the policy of the block's tier did not know it; it does now.

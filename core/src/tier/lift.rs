@@ -9,6 +9,7 @@
 use super::book::Book;
 use super::moves::Action;
 use super::numbers::Left;
+use super::order::Told;
 use super::pressure::Claim;
 use crate::evict::{BlockKey, BlockTraits, Policy};
 use crate::id::{Tier, Timestamp};
@@ -105,7 +106,7 @@ impl Book {
         }
         self.charge(key, Tier::Gpu);
         self.gpu.stats.promoted_blocks += 1;
-        self.rank(key, now);
+        self.tell(key, Told::MovedIn, now);
         self.settle(key);
     }
 
@@ -129,7 +130,7 @@ impl Book {
         self.charge(key, to);
         // A leased block enters its policy at release.
         if self.slab.get(key).is_some_and(|entry| entry.leases == 0) {
-            self.rank(key, now);
+            self.tell(key, Told::MovedIn, now);
         }
         self.settle(key);
     }

@@ -7,6 +7,7 @@ use std::collections::VecDeque;
 
 use super::book::Book;
 use super::numbers::Left;
+use super::order::Told;
 use crate::evict::BlockKey;
 use crate::id::{BlockHash, Tier, Timestamp};
 
@@ -297,7 +298,7 @@ impl Book {
         self.discharge(key);
         self.charge(key, Tier::Ssd);
         if self.slab.get(key).is_some_and(|entry| !entry.held()) {
-            self.rank(key, now);
+            self.tell(key, Told::MovedIn, now);
         }
         self.settle(key);
     }
@@ -331,6 +332,20 @@ impl Book {
         self.drop_block(key);
     }
 
+    /// A block on SSD is to be written there once more, or its room could not be made free: it goes instead, if it is not
+    /// likely enough to be used ([`Book::with_ssd_reuse_min`]) and nobody holds, pinned or waits for it.
+    pub fn on_rewrite(&mut self, key: BlockKey, now: Timestamp) {
+        let Some(entry) = self.slab.get(key).filter(|entry| self.reuse_min > 0.0 && !entry.parked()) else {
+            return;
+        };
+        let is_there = entry.place == Some(Tier::Ssd) && entry.copies.ssd && entry.moving.is_none();
+        if is_there && self.ssd.policy.prospect_of(key, now) <= self.reuse_min {
+            self.ssd.stats.dropped_blocks += 1;
+            self.count_evicted(key, Left::Dropped, now);
+            self.drop_block(key);
+        }
+    }
+
     fn keep_in_dram(&mut self, key: BlockKey, now: Timestamp) {
         // An older block may not push out a newer one because the disk failed, unless it is held.
         let Some(entry) = self.slab.get(key) else { return };
@@ -341,7 +356,7 @@ impl Book {
             self.count_left(key, Left::Failed);
             self.drop_block(key);
         } else if self.slab.get(key).is_some_and(|entry| entry.leases == 0) {
-            self.rank(key, now);
+            self.tell(key, Told::MovedIn, now);
         }
     }
 

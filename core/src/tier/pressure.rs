@@ -6,6 +6,7 @@
 use super::book::{Book, slot_bytes};
 use super::entry::{Entry, Order};
 use super::numbers::Left;
+use super::order::Told;
 use super::save::RefusedBy;
 use crate::evict::{BlockKey, BlockTraits};
 use crate::id::{TenantId, Tier, Timestamp};
@@ -54,6 +55,15 @@ impl Claim {
     }
 }
 
+/// What comes in only if it is worth what leaves for it.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Weighed {
+    /// A block that a request brings.
+    New(BlockTraits),
+    /// One that leaves the tier above.
+    Down(BlockTraits),
+}
+
 /// Blocks that one call for room evicts at most, beyond what it needs itself: between the marks of a large tier may be a
 /// hundred thousand, and everybody would wait for them.
 pub const EVICTED_BLOCKS_MAX: usize = 1024;
@@ -71,7 +81,7 @@ impl Book {
         tier: Tier,
         slot: u32,
         claim: Claim,
-        weighed: Option<BlockTraits>,
+        weighed: Option<Weighed>,
         now: Timestamp,
     ) -> Result<(), RefusedBy> {
         let shelf = self.shelf(tier);
@@ -95,7 +105,7 @@ impl Book {
                 if is_lost && is_wanted && limits.fits(used, cost) {
                     break;
                 }
-                if weighed.is_some_and(|newcomer| !self.gives_way(tier, victim, claim, newcomer, now)) {
+                if weighed.is_some_and(|weighed| !self.gives_way(tier, victim, claim, weighed, now)) {
                     let is_made = evicted > 0 && limits.fits(used, cost);
                     return if is_made { Ok(()) } else { Err(RefusedBy::Worth) };
                 }
@@ -106,21 +116,27 @@ impl Book {
         if limits.fits(self.shelf(tier).used, cost) { Ok(()) } else { Err(RefusedBy::Full) }
     }
 
-    /// Whether the policy lets a block go for a newcomer. It is not asked where more than it decides: of what is pinned or
+    /// Whether the policy lets a block go for one that is weighed. It is not asked where more than it decides: of what is pinned or
     /// waited for, and of what another tenant has to give.
     fn gives_way(
         &mut self,
         tier: Tier,
         victim: BlockKey,
         claim: Claim,
-        newcomer: BlockTraits,
+        weighed: Weighed,
         now: Timestamp,
     ) -> bool {
         let Some(entry) = self.slab.get(victim) else { return true };
         let (order, share) = (entry.order(), entry.share);
         let shelf = self.shelf_mut(tier);
         let is_own = share == shelf.shares.row(claim.tenant);
-        order != Order::Policy || !is_own || shelf.policy.admits(newcomer, victim, now)
+        if order != Order::Policy || !is_own {
+            return true;
+        }
+        match weighed {
+            Weighed::New(newcomer) => shelf.policy.admits(newcomer, victim, now),
+            Weighed::Down(mover) => shelf.policy.prospect(mover, Some(victim), now) > self.reuse_min,
+        }
     }
 
     fn evict(&mut self, tier: Tier, victim: BlockKey, now: Timestamp) {
@@ -136,7 +152,7 @@ impl Book {
         }
     }
 
-    fn count_evicted(&mut self, key: BlockKey, why: Left, now: Timestamp) {
+    pub(super) fn count_evicted(&mut self, key: BlockKey, why: Left, now: Timestamp) {
         let Some(entry) = self.slab.get(key) else { return };
         let (Some(tier), category, age_us) = (entry.place, entry.meta.traits.category, entry.age_us(now))
         else {
@@ -167,24 +183,38 @@ impl Book {
         of_giver.or_else(|| shelf.shares.coldest(giver, taker, claim))
     }
 
-    /// DRAM to SSD; dropped when nothing there may give way.
+    /// DRAM to SSD; dropped when nothing there may give way, or it is not worth being written.
     pub(super) fn demote(&mut self, key: BlockKey, now: Timestamp) {
         let Some(entry) = self.slab.get(key) else { return };
-        let claim = Claim::demoted(entry.meta.tenant, entry.order());
-        let (slot, category, age_us) = (entry.meta.charge.ssd, entry.meta.traits.category, entry.age_us(now));
+        let (order, traits) = (entry.order(), entry.meta.traits);
+        let claim = Claim::demoted(entry.meta.tenant, order);
+        let (slot, category, age_us) = (entry.meta.charge.ssd, traits.category, entry.age_us(now));
         self.discharge(key);
-        let fits = self.reserve(Tier::Ssd, slot, claim, now);
+        // What a waiting request needs or somebody pinned is wanted, whatever the policy thinks of it.
+        let weighed = (order == Order::Policy).then_some(Weighed::Down(traits));
+        let room = if weighed.is_some() && !self.is_worth_writing(traits, now) {
+            Err(RefusedBy::Worth)
+        } else {
+            self.make_room(Tier::Ssd, slot, claim, weighed, now)
+        };
+        self.ssd.stats.turned_away_blocks += u64::from(room == Err(RefusedBy::Worth));
+        let fits = room.is_ok();
         let why = if fits { Left::Demoted } else { Left::Dropped };
         self.dram.numbers.left(category, why, Some(age_us));
         if fits {
             self.dram.stats.demoted_blocks += 1;
             self.charge(key, Tier::Ssd);
-            self.rank(key, now);
+            self.tell(key, Told::MovedIn, now);
             self.settle(key);
         } else {
             self.dram.stats.dropped_blocks += 1;
             self.drop_block(key);
         }
+    }
+
+    /// Whether a block would be used often enough while it were on SSD, even if nobody had to leave for it.
+    fn is_worth_writing(&mut self, traits: BlockTraits, now: Timestamp) -> bool {
+        self.reuse_min <= 0.0 || self.ssd.policy.prospect(traits, None, now) > self.reuse_min
     }
 
     /// SSD to DRAM, if something there may give way. The block keeps its place otherwise.
@@ -201,7 +231,7 @@ impl Book {
         if !self.reserve(Tier::Dram, slot, claim, now) {
             // Not reachable while `can_take` is right; the block goes back to where its bytes are.
             self.charge(key, Tier::Ssd);
-            self.rank(key, now);
+            self.tell(key, Told::MovedIn, now);
             return false;
         }
         self.charge(key, Tier::Dram);

@@ -3,7 +3,7 @@
 use super::book::Book;
 use super::entry::Meta;
 use super::lease::Passed;
-use super::pressure::Claim;
+use super::pressure::{Claim, Weighed};
 use super::{Asker, Charge, LeasesFull};
 use crate::evict::{BlockKey, BlockTraits};
 use crate::id::{BlockHash, Tier, Timestamp};
@@ -138,8 +138,8 @@ impl Book {
 
     /// What a new block is weighed by against what would leave for it. Not with an SSD below that takes it; nor is
     /// one weighed that somebody wants.
-    fn weighed(&self, meta: Meta) -> Option<BlockTraits> {
-        (!self.is_wanted(&meta.hash) && !self.ssd_takes()).then_some(meta.traits)
+    fn weighed(&self, meta: Meta) -> Option<Weighed> {
+        (!self.is_wanted(&meta.hash) && !self.ssd_takes()).then_some(Weighed::New(meta.traits))
     }
 
     /// It is pinned, or a request waits for it.

@@ -55,13 +55,25 @@ impl Store {
         self.parts.book.set_ssd_room(self.parts.ssd.as_ref().map_or(usize::MAX, Ssd::writes_left));
         self.settle_gpu();
         self.parts.book.prefetch(now);
+        self.weed(now);
         self.act();
+        if let Some(ssd) = self.parts.ssd.as_mut() {
+            ssd.go_on();
+        }
         // What goes need not be moved first, and what was moved may let a load begin.
         self.pack();
         self.act();
         // What is asked next finds how it is now.
         self.parts.book.set_ssd_room(self.parts.ssd.as_ref().map_or(usize::MAX, Ssd::writes_left));
         self.tell_changes();
+    }
+
+    /// Lets go of what is not worth being written to the SSD again, where room is made there.
+    fn weed(&mut self, now: Timestamp) {
+        let Some(ssd) = self.parts.ssd.as_mut() else { return };
+        for owner in ssd.next_to_move() {
+            self.parts.book.on_rewrite(BlockKey(owner), now);
+        }
     }
 
     fn act(&mut self) {

@@ -14,6 +14,42 @@ pub(super) type Sums = [f64; BANDS];
 /// Value per age band: what a head is looked up in.
 pub(super) type Table = [f32; BANDS];
 
+/// What was found out of every class.
+#[derive(Clone, Debug)]
+pub(super) struct Tables {
+    pub(super) values: [Table; CLASSES],
+    /// Uses expected of a block up to the beginning of each band, were it to wait on after each.
+    uses: [Table; CLASSES],
+}
+
+impl Tables {
+    pub(super) fn new() -> Self {
+        Tables { values: [[0.0; BANDS]; CLASSES], uses: [[0.0; BANDS]; CLASSES] }
+    }
+
+    /// One class is worth what another is.
+    pub(super) fn copy(&mut self, from: usize, to: usize) {
+        (self.values[to], self.uses[to]) = (self.values[from], self.uses[from]);
+    }
+
+    /// Chance of a use of a block of the class from one band on until it is worth less than `least`, or as old as the
+    /// last band.
+    pub(super) fn chance(&self, class: Class, from: usize, least: f32) -> f64 {
+        let (values, uses) = (&self.values[class.at()], &self.uses[class.at()]);
+        let end = (from..BANDS).find(|&band| values[band] < least).unwrap_or(BANDS - 1).max(from);
+        -f64::from(uses[from] - uses[end]).exp_m1()
+    }
+}
+
+fn expected_uses(hazard: &Sums) -> Table {
+    let mut sum = 0.0;
+    std::array::from_fn(|band| {
+        let before = sum;
+        sum += hazard[band] * (bands::start_us(band + 1) - bands::start_us(band)) as f64 / 1e6;
+        before as f32
+    })
+}
+
 /// Cluster size assumed before anything was seen.
 const CLUSTER_BLOCKS: f64 = 16.0;
 /// Requests the wider population counts for as to how high a hazard is within this many bands (three octaves).
@@ -104,7 +140,7 @@ impl Evidence {
     /// A class is drawn to its wider population, that to the next wider, the widest to an assumed hazard that falls
     /// with age: `h = (R/c + κ) / (E/c + κ/h_wider)`. `c` is the mean size of the cluster a reused block is in
     /// (`Σn²/Σn`): the blocks of a request move together, so a request that uses 500 again is one observation.
-    pub(super) fn fit(&self, classes: &Classes, tables: &mut [Table; CLASSES]) {
+    pub(super) fn fit(&self, classes: &Classes, tables: &mut Tables) {
         let populations = self.populations(classes);
         let mut hazards: Vec<Sums> = vec![[0.0; BANDS]; populations.len()];
         let mut cluster_blocks = vec![CLUSTER_BLOCKS; populations.len()];
@@ -119,12 +155,13 @@ impl Evidence {
             hazards[at] = population.hazard(&prior, cluster_blocks[at]);
         }
         let first = populations.len() - CLASSES;
-        for (table, hazard) in tables.iter_mut().zip(&hazards[first..]) {
-            *table = values(hazard);
+        for (class, hazard) in hazards[first..].iter().enumerate() {
+            tables.values[class] = values(hazard);
+            tables.uses[class] = expected_uses(hazard);
         }
         // A block is used whenever one behind it is: what sessions share is worth no less than what is theirs.
         let floor = values(&hazards[SESSIONS]);
-        for table in &mut tables[SHARED_AT..] {
+        for table in &mut tables.values[SHARED_AT..] {
             table.iter_mut().zip(floor).for_each(|(value, floor)| *value = value.max(floor));
         }
     }
@@ -300,9 +337,10 @@ mod tests {
 
     #[test]
     fn nothing_seen_leaves_the_order_of_last_use() {
-        let mut tables = [[0.0; BANDS]; CLASSES];
+        let mut tables = Tables::new();
         Evidence::new().fit(&Classes::default(), &mut tables);
-        assert!(tables[1].windows(2).all(|pair| pair[0] >= pair[1]));
-        assert!(tables[1] == tables[5] && tables[0][0] < tables[1][0]);
+        let values = &tables.values;
+        assert!(values[1].windows(2).all(|pair| pair[0] >= pair[1]));
+        assert!(values[1] == values[5] && values[0][0] < values[1][0]);
     }
 }

@@ -88,6 +88,11 @@ impl Offers {
         self.due = self.due.min(offer.until);
     }
 
+    /// What the next victim is worth; endless without one.
+    pub(super) fn least_value(&self) -> f32 {
+        least_of(&self.least)
+    }
+
     pub(super) fn set_coldest(&mut self, class: usize, offer: Offer) {
         self.set((false, class), offer);
     }

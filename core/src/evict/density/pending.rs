@@ -112,7 +112,7 @@ impl Density {
             Work::Remember { fingerprint, memory, last_use, residents } => {
                 let tables = &self.tables;
                 let worth = |class: Class, last_use: Timestamp| {
-                    tables[class.at()][bands::band(then.0.saturating_sub(last_use.0))]
+                    tables.values[class.at()][bands::band(then.0.saturating_sub(last_use.0))]
                 };
                 let before = self.ghosts.remember(fingerprint, (memory, last_use), residents, then, worth);
                 if let Some((memory, last_use)) = before {

@@ -179,7 +179,7 @@ impl Density {
         if self.classes.given_out() > known {
             // Until the next fit it is worth what its wider class is.
             let wider = Classes::coarse(turn.kind, turn.turn).at();
-            self.tables[class.at()] = self.tables[wider];
+            self.tables.copy(wider, class.at());
             self.rises[class.at()] = self.rises[wider];
         }
         class

@@ -229,9 +229,9 @@ fn blocks_of_one_request_are_one_observation() {
     evidence.clustered(few, 500);
     (0..500).for_each(|_| evidence.reused(many, 3 * SECOND));
     (0..500).for_each(|_| evidence.clustered(many, 1));
-    let mut tables = [[0.0; bands::BANDS]; CLASSES];
+    let mut tables = Tables::new();
     evidence.fit(&classes, &mut tables);
-    let worth = |class: Class| f64::from(tables[class.at()][bands::band(2 * SECOND)]);
+    let worth = |class: Class| f64::from(tables.values[class.at()][bands::band(2 * SECOND)]);
     assert!(worth(many) > 2.0 * worth(few) && worth(few) > worth(never), "{} {}", worth(many), worth(few));
 }
 

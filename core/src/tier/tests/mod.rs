@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod admission;
+mod below;
 mod exact_lru;
 mod gpu;
 mod invariants;

@@ -109,7 +109,17 @@ impl Pending {
 struct Drain {
     segment: u32,
     left: Vec<Member>,
+    /// Of how many of what is left, from the first on, nobody has been asked yet whether it is worth being moved.
+    unasked: usize,
+    /// Somebody was asked, and what he let go of is free.
+    is_answered: bool,
     open: usize,
+}
+
+impl Drain {
+    fn new((segment, left): (u32, Vec<Member>)) -> Drain {
+        Drain { segment, unasked: left.len(), left, is_answered: false, open: 0 }
+    }
 }
 
 pub(super) struct Lane {

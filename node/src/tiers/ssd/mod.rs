@@ -390,6 +390,17 @@ impl Ssd {
         })
     }
 
+    /// Whose records are to be written again soon, so that there is room: each is named once. One that is freed before
+    /// [`Self::go_on`] is not.
+    pub fn next_to_move(&mut self) -> Vec<u32> {
+        self.lanes.iter_mut().flat_map(Lane::next_to_move).collect()
+    }
+
+    /// What of [`Self::next_to_move`] is still there is moved.
+    pub fn go_on(&mut self) {
+        self.lanes.iter_mut().for_each(Lane::go_on);
+    }
+
     /// Tries to write again, on every device.
     pub fn resume(&mut self) {
         self.lanes.iter_mut().for_each(Lane::resume);

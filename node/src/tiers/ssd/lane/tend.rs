@@ -19,6 +19,9 @@ pub(in crate::tiers::ssd) const RESCUES_MAX: usize = 8;
 /// room, saves wait for rescues, and readers for neither.
 pub(in crate::tiers::ssd) const RESCUES_BESIDE_READERS_MAX: usize = 2;
 
+/// Records of which is asked at once whether they are worth being moved: a fraction of a millisecond.
+const ASKED_MAX: usize = 1024;
+
 impl Lane {
     /// Makes the medium follow the book: heads, footers, rescues.
     pub(super) fn tend(&mut self) {
@@ -62,10 +65,11 @@ impl Lane {
     /// Goes on with emptying a segment. `true` when one became empty and another may be due.
     fn drain_on(&mut self) -> bool {
         if self.drain.is_none() && self.book.is_short() {
-            self.drain = self.book.drain().map(|(segment, left)| Drain { segment, left, open: 0 });
+            self.drain = self.book.drain().map(Drain::new);
         }
         let Some(mut drain) = self.drain.take() else { return false };
-        while drain.open < self.rescues_max()
+        let open_max = if drain.is_answered { self.rescues_max() } else { 1 };
+        while drain.open < open_max
             && let Some(member) = drain.left.pop()
         {
             if !self.book.is_left(drain.segment, member) {
@@ -95,6 +99,27 @@ impl Lane {
             self.drain = Some(drain);
         }
         is_over
+    }
+
+    /// Whose records are to be moved out of a segment that is being emptied, each once and those that are next first:
+    /// for somebody to free what is not worth being written again. Until [`Self::go_on`] one is moved after the other.
+    pub(in crate::tiers::ssd) fn next_to_move(&mut self) -> Vec<u32> {
+        let Some(drain) = self.drain.as_mut() else { return Vec::new() };
+        let to = drain.unasked.min(drain.left.len());
+        drain.unasked = to.saturating_sub(ASKED_MAX);
+        let asked = drain.left[drain.unasked..to].iter();
+        let left = asked.filter(|member| self.book.is_left(drain.segment, **member));
+        left.map(|(id, _)| self.book.owner(*id)).collect()
+    }
+
+    /// What was let go of is free.
+    pub(in crate::tiers::ssd) fn go_on(&mut self) {
+        if let Some(drain) =
+            self.drain.as_mut().filter(|drain| !drain.is_answered && drain.unasked < drain.left.len())
+        {
+            drain.is_answered = true;
+            self.tend();
+        }
     }
 
     /// Rescues that may be in flight now.

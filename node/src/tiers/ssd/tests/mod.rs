@@ -617,6 +617,67 @@ fn while_a_reader_waits_few_records_are_moved_unless_there_is_no_room_to_write()
     assert_eq!(bench.ssd.lanes[0].rescues_max(), RESCUES_MAX);
 }
 
+/// Blocks that come and go everywhere, under owners of their own, and what is said of those to be written again.
+struct Churn {
+    bench: Bench,
+    records: std::collections::BTreeMap<u32, SsdRecord>,
+    lets_go: bool,
+    asked: usize,
+}
+
+impl Churn {
+    fn free(&mut self, owner: u32) {
+        self.bench.ssd.free(self.records.remove(&owner).unwrap());
+    }
+
+    /// Takes in the next report, as a node does: then it is asked.
+    fn step(&mut self) -> bool {
+        let report = self.bench.reports.blocking_recv().unwrap();
+        let is_written = matches!(self.bench.ssd.take_in(report), Some(Done::Written { .. }));
+        for owner in self.bench.ssd.next_to_move() {
+            self.asked += 1;
+            // One that is just being saved has no owner yet.
+            if self.lets_go && self.records.contains_key(&owner) {
+                self.free(owner);
+            }
+        }
+        self.bench.ssd.go_on();
+        is_written
+    }
+
+    fn save(&mut self, owner: u32) {
+        let number = (owner % 200) as u8;
+        let record = loop {
+            match self.bench.ssd.write(1, owner, header(number), &frame(number)).unwrap() {
+                Some(record) => break record,
+                None => assert!(!self.step()),
+            }
+        };
+        while !self.step() {}
+        self.records.insert(owner, record);
+    }
+}
+
+#[test]
+fn what_is_let_go_before_its_segment_is_emptied_is_not_written_again() {
+    let rescued = |lets_go: bool| {
+        let dir = tempfile::tempdir().unwrap();
+        let bench = open(&SsdConfig { capacity: Capacity::Blocks(410), ..config(dir.path(), false) });
+        let mut churn = Churn { bench, records: Default::default(), lets_go, asked: 0 };
+        for owner in 0..1500 {
+            churn.save(owner);
+            if churn.records.len() > 400 {
+                let gone = *churn.records.keys().nth(owner as usize * 7 % 400).unwrap();
+                churn.free(gone);
+            }
+        }
+        assert!(churn.asked > 100, "there were segments to be emptied");
+        churn.bench.ssd.wear().rescued_bytes
+    };
+    let (all, few) = (rescued(false), rescued(true));
+    assert!(few < all / 2, "{few} of {all}");
+}
+
 #[test]
 fn a_directory_in_use_is_refused() {
     let dir = tempfile::tempdir().unwrap();

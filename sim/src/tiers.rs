@@ -1,0 +1,203 @@
+//! Two tiers of one node replayed over a trace: the tier book of `kv_core::tier` with production policies, as a node runs
+//! it, and moves that take no time.
+//!
+//! Only whole blocks are saved, and a request's leading readable blocks are its hits. What is written to the lower tier is
+//! counted, for that wears it out. Not here: one tier alone and the bounds ([`crate::cache`]), bytes, queues, devices.
+
+use std::time::Duration;
+
+use kv_core::evict::Policy;
+use kv_core::id::{BlockHash, LeaseId, TenantId, Tier, Timestamp};
+use kv_core::tier::{Action, Asker, Book, Capacity, Charge, Limits, Offer, Offered, Room, TierLimits};
+use serde::Serialize;
+
+use crate::ids::mixed;
+use crate::trace::Request;
+
+/// How often the book's background work runs, in microseconds of virtual time.
+const REFIT_EVERY_US: u64 = 1_000_000;
+
+/// A block costs one of each unit.
+const CHARGE: Charge = Charge { frame: 1, dram: 1, ssd: 1 };
+
+const ROOM: Room = Room { dram: true, ssd: true, prefetch: true, gpu_read: true, lower: true, lift: true };
+
+/// What a replay counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct TiersOutcome {
+    /// Requests replayed.
+    pub requests: u64,
+    /// Whole blocks asked for.
+    pub block_accesses: u64,
+    /// Of these found in DRAM, while every earlier block of the request was found.
+    pub dram_hits: u64,
+    /// The same on SSD.
+    pub ssd_hits: u64,
+    /// Blocks written to SSD.
+    pub written_blocks: u64,
+}
+
+impl TiersOutcome {
+    /// Hits of both tiers over accesses, 0 to 1; 0 for nothing asked.
+    #[must_use]
+    pub fn hit_rate(&self) -> f64 {
+        if self.block_accesses == 0 {
+            return 0.0;
+        }
+        (self.dram_hits + self.ssd_hits) as f64 / self.block_accesses as f64
+    }
+}
+
+/// Two tiers of equal blocks.
+pub struct Tiers {
+    book: Book,
+    outcome: TiersOutcome,
+    refitted_us: u64,
+}
+
+impl Tiers {
+    /// Empty tiers, each with its policy. What is less likely than `ssd_reuse_min` to be used on SSD is not written to it.
+    #[must_use]
+    pub fn new(dram: (u64, Box<dyn Policy>), ssd: (u64, Box<dyn Policy>), ssd_reuse_min: f64) -> Self {
+        let limits = Limits {
+            dram: TierLimits::exact(Capacity::Blocks(dram.0)),
+            ssd: TierLimits::exact(Capacity::Blocks(ssd.0)),
+            lease: Duration::MAX,
+            leases_max: 1,
+            seed: 0,
+        };
+        let book = Book::new(&limits, dram.1, ssd.1).with_ssd_reuse_min(ssd_reuse_min);
+        Tiers { book, outcome: TiersOutcome::default(), refitted_us: 0 }
+    }
+
+    /// Serves one request: reads its leading blocks, saves the rest, ends.
+    pub fn serve(&mut self, request: &Request) {
+        let now = Timestamp(request.arrival_us);
+        if now.0 >= self.refitted_us + REFIT_EVERY_US {
+            self.refitted_us = now.0;
+            self.book.refit(now);
+        }
+        let whole = (request.input_tokens / request.block_tokens.max(1)) as usize;
+        let blocks = &request.blocks[..whole.min(request.blocks.len())];
+        let hashes: Vec<BlockHash> = blocks.iter().map(|&block| hash(block)).collect();
+        self.outcome.requests += 1;
+        self.outcome.block_accesses += hashes.len() as u64;
+        let lease = LeaseId(self.outcome.requests);
+        let asker = Asker { lease, tenant: TenantId(0), category: request.category };
+        // One lease at a time: there is always room for it.
+        let reached = self.book.fetch(asker, &hashes, now).unwrap_or_default();
+        for reach in &reached {
+            match reach.tier {
+                Tier::Ssd => self.outcome.ssd_hits += 1,
+                Tier::Dram | Tier::Gpu => self.outcome.dram_hits += 1,
+            }
+        }
+        self.act();
+        self.save(asker, &hashes, reached.len(), now);
+        self.book.release(lease, now);
+        self.act();
+        self.book.take_changes();
+    }
+
+    fn save(&mut self, asker: Asker, hashes: &[BlockHash], from: usize, now: Timestamp) {
+        let (known, new) = hashes.split_at(from);
+        if new.is_empty() {
+            return;
+        }
+        let first_offset_blocks = u32::try_from(from).unwrap_or(u32::MAX);
+        let offer = Offer { parent: known.last().copied(), first_offset_blocks, hashes: new, charge: CHARGE };
+        let offered = self.book.offer(asker, offer, now).unwrap_or_default();
+        self.act();
+        for answer in offered {
+            if let Offered::Wanted(key) = answer {
+                self.book.commit(key, CHARGE, now);
+            }
+        }
+    }
+
+    /// Every move ends at once.
+    fn act(&mut self) {
+        while let Some(action) = self.book.next_action(ROOM) {
+            match action {
+                Action::Demote { key, .. } => {
+                    self.outcome.written_blocks += 1;
+                    self.book.on_moved(key, Tier::Ssd);
+                }
+                Action::Promote { key, .. } | Action::Lower { key, .. } => {
+                    self.book.on_moved(key, Tier::Dram);
+                }
+                Action::Lift { key, .. } => self.book.on_moved(key, Tier::Gpu),
+                Action::DropDram { .. } | Action::DropSsd { .. } | Action::DropGpu { .. } => {}
+            }
+        }
+    }
+
+    /// What was counted so far.
+    #[must_use]
+    pub fn outcome(&self) -> TiersOutcome {
+        self.outcome
+    }
+}
+
+fn hash(block: u64) -> BlockHash {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&block.to_le_bytes());
+    bytes[8..].copy_from_slice(&mixed(block).to_le_bytes());
+    BlockHash(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::generate::{Generator, Kind, Spec};
+    use kv_core::evict::by_name;
+
+    fn requests(kind: Kind, seed: u64) -> Vec<Request> {
+        println!("seed {seed}");
+        Generator::new(Spec { block_tokens: 64, ..Spec::new(kind, seed, 3_000) }).collect()
+    }
+
+    fn replay(requests: &[Request], dram: u64, ssd: (u64, &str), reuse_min: f64) -> TiersOutcome {
+        let policy = |name| by_name(name, 0).unwrap();
+        let above = if ssd.1 == "lru" && reuse_min > 0.0 { "lru" } else { "density" };
+        let mut tiers = Tiers::new((dram, policy(above)), (ssd.0, policy(ssd.1)), reuse_min);
+        requests.iter().for_each(|request| tiers.serve(request));
+        tiers.outcome()
+    }
+
+    #[test]
+    fn two_tiers_of_lru_hit_what_one_of_both_sizes_does() {
+        let requests = requests(Kind::Agent, 5);
+        // A chance that LRU does not know keeps nothing out.
+        let (two, one) =
+            (replay(&requests, 300, (700, "lru"), 0.5), replay(&requests, 1000, (0, "lru"), 0.5));
+        assert_eq!(two.dram_hits + two.ssd_hits, one.dram_hits);
+        assert!(two.ssd_hits > 0 && two.written_blocks > 0 && one.written_blocks == 0);
+    }
+
+    #[test]
+    fn what_is_below_is_chosen_as_well_as_in_one_tier() {
+        for (kind, seed) in [(Kind::Business, 6), (Kind::Consumer, 7), (Kind::Agent, 8)] {
+            let requests = requests(kind, seed);
+            let two = replay(&requests, 400, (1_600, "density"), 0.0);
+            let one = replay(&requests, 2_000, (0, "density"), 0.0);
+            let (rate, alone) = (100.0 * two.hit_rate(), 100.0 * one.hit_rate());
+            assert!(rate > alone - 1.0, "{kind:?}: {rate} of {alone}");
+        }
+    }
+
+    #[test]
+    fn of_business_traffic_more_is_hit_below_and_less_written_than_by_order_of_arrival() {
+        let requests = requests(Kind::Business, 9);
+        let by_arrival = replay(&requests, 400, (1_600, "lru"), 0.0);
+        let (all, likely) = (
+            replay(&requests, 400, (1_600, "density"), 0.0),
+            replay(&requests, 400, (1_600, "density"), 0.05),
+        );
+        assert!(100.0 * all.hit_rate() > 100.0 * by_arrival.hit_rate() + 2.0);
+        assert!(all.written_blocks < by_arrival.written_blocks);
+        assert!(likely.written_blocks < all.written_blocks * 9 / 10);
+        assert!(100.0 * likely.hit_rate() > 100.0 * all.hit_rate() - 0.5);
+    }
+}
