@@ -128,7 +128,11 @@ impl SsdTier {
     fn done(&mut self) -> anyhow::Result<Done> {
         loop {
             let report = self.reports.blocking_recv().context("the tier is gone")?;
-            if let Some(done) = self.ssd.take_in(report) {
+            let done = self.ssd.take_in(report);
+            // As a node does; all of it is worth being moved.
+            self.ssd.next_to_move();
+            self.ssd.go_on();
+            if let Some(done) = done {
                 return Ok(done);
             }
         }

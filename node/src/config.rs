@@ -54,8 +54,8 @@ pub struct NodeConfig {
     /// Bytes that may be written to SSD a day, on all devices together; 0 for no limit. Above it blocks are
     /// dropped that would have gone there.
     pub ssd_write_bytes_per_day: u64,
-    /// A block is written to SSD if it is more likely than this (0 to 1) to be used before it would leave it, as far as the
-    /// policy can tell (`density` can); at 0 all are that are worth as much as what they take the place of.
+    /// A block is written to SSD if the chance that it is used before it would leave it is at least this (0 to less than 1),
+    /// as far as the policy can tell (`density` can); at 0 all are that are worth as much as what they take the place of.
     pub ssd_reuse_min: f64,
     /// Bytes a second of blocks on SSD that are read and checked though nobody asks, while nobody waits for the
     /// device; 0 for none. A terabyte takes a day and a half at the usual pace.
@@ -319,8 +319,8 @@ impl NodeConfig {
             let remedy = format!("give a share from 0 to watermark_high ({})", self.watermark_high);
             return wrong("watermark_low", &self.watermark_low, remedy);
         }
-        if !share.contains(&self.ssd_reuse_min) {
-            let remedy = "give a chance from 0 to 1; the default is 0.02".to_owned();
+        if !(0.0..1.0).contains(&self.ssd_reuse_min) {
+            let remedy = "give a chance from 0 to less than 1; the default is 0.02".to_owned();
             return wrong("ssd_reuse_min", &self.ssd_reuse_min, remedy);
         }
         Ok(())
@@ -422,7 +422,7 @@ mod tests {
         says("a node: policy", &refused(|config| config.policy = "mru".to_owned()), &[]);
         says("a node: watermark_high", &refused(|config| config.watermark_high = 1.5), &[]);
         says("a node: watermark_low", &refused(|config| config.watermark_low = 0.99), &[]);
-        says("a node: ssd_reuse_min", &refused(|config| config.ssd_reuse_min = -0.1), &[]);
+        says("a node: ssd_reuse_min", &refused(|config| config.ssd_reuse_min = 1.0), &[]);
         says("a node: lease_ms", &refused(|config| config.lease_ms = 0), &[]);
         says("a node: fetch_inflight_bytes", &refused(|config| config.fetch_inflight_bytes = 5), &[]);
         says("a node: save_inflight_bytes", &refused(|config| config.save_inflight_bytes = 5), &[]);

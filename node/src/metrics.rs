@@ -122,7 +122,7 @@ impl Metrics {
             dropped: by_tier("kvfleet_node_dropped_blocks", "Blocks dropped by pressure since start")?,
             turned_away: by_tier(
                 "kvfleet_node_turned_away_blocks",
-                "Offered blocks not worth what would have had to leave, since start",
+                "Blocks not worth what would have had to leave, or unlikely to be used on SSD, since start",
             )?,
             expired: by_tier(
                 "kvfleet_node_expired_blocks",

@@ -36,6 +36,11 @@ pub const REFIT_EVERY: Duration = Duration::from_secs(60);
 /// (ATC '25), and a class needs some hundred requests to be known.
 pub const MEMORY: Duration = Duration::from_secs(1800);
 
+/// How far ahead a use is looked for at least and at most, where nobody has to leave: what is written to flash is used within a
+/// day or was not worth it.
+const AHEAD_MIN: Duration = Duration::from_secs(3600);
+const AHEAD_MAX: Duration = Duration::from_secs(86_400);
+
 /// Evicts by expected hits per block and second.
 #[derive(Debug)]
 pub struct Density {
@@ -238,6 +243,15 @@ impl Density {
         Some((key, self.appraise(class, key)))
     }
 
+    /// Chance of a use of a block from now on until it is worth less than `least`: as far ahead as this policy has looked on
+    /// by now, for of what lies beyond it knows nothing.
+    fn chance(&self, class: Class, last_use: Timestamp, least: f32) -> f64 {
+        let seen = self.clock.since(self.began.unwrap_or(self.clock));
+        let ahead = seen.clamp(AHEAD_MIN, AHEAD_MAX).as_micros() as u64;
+        let age_us = self.clock.0.saturating_sub(last_use.0);
+        self.tables.chance(class, age_us, age_us.saturating_add(ahead), least)
+    }
+
     /// What a block is worth as of which nothing is remembered: what its kind and turn are, if they are stated.
     fn class_of_unknown(traits: BlockTraits) -> Class {
         match traits.category.turn {
@@ -390,7 +404,7 @@ impl Policy for Density {
             || (Self::class_of_unknown(mover), self.clock),
             |(memory, last_use)| (memory.class, last_use),
         );
-        self.tables.chance(class, bands::band(self.clock.0.saturating_sub(last_use.0)), least)
+        self.chance(class, last_use, least)
     }
 
     fn prospect_of(&mut self, resident: BlockKey, now: Timestamp) -> f64 {
@@ -402,8 +416,7 @@ impl Policy for Density {
         self.renew_due();
         let least = self.offers.least_value();
         let resident = self.links.about(resident);
-        let age_us = self.clock.0.saturating_sub(resident.last_use(self.clock).0);
-        self.tables.chance(resident.class, bands::band(age_us), least)
+        self.chance(resident.class, resident.last_use(self.clock), least)
     }
 
     fn refit(&mut self, now: Timestamp) {

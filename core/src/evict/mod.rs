@@ -98,8 +98,9 @@ pub trait Policy: Send {
     /// uses, this is one if it knows the block, and the next may be one.
     fn pass(&mut self, _traits: BlockTraits, _now: Timestamp) {}
 
-    /// How likely, 0 to 1, a block that would come from another tier is used before it would leave this one again:
-    /// 0 if it is worth less than `victim`, which was just named and would leave for it. Without a victim there is room.
+    /// How likely, 0 to 1, a block that would come from another tier is used before it would leave this one again: 0 if
+    /// it is worth less than `victim`, which was just named and would leave for it. Without a victim there is room, and
+    /// nobody leaves.
     /// Changes nothing. A policy that does not know takes everybody for certain to be used.
     fn prospect(&mut self, _mover: BlockTraits, _victim: Option<BlockKey>, _now: Timestamp) -> f64 {
         1.0

@@ -131,7 +131,7 @@ pub struct Book {
     pub(super) demotions: usize,
     /// Blocks more that may wait for their way to SSD.
     pub(super) ssd_room: usize,
-    /// What leaves DRAM is written to SSD if it is more likely than this to be used there.
+    /// What leaves DRAM is written to SSD if it is as likely as this to be used there.
     pub(super) reuse_min: f64,
     pub(super) ttls: TtlRows,
     pub(super) curve: MissCurve,
@@ -187,9 +187,9 @@ impl Book {
         self
     }
 
-    /// The same book, which writes to SSD only what is more likely than this (0 to 1) to be used before it leaves, as far as
-    /// the policy there can tell: an SSD lives as long as it is not written to. At 0, which is so unless it is said, everything is
-    /// that is worth as much as what leaves for it.
+    /// The same book, which writes to SSD only what is at least this likely (0 to 1) to be used before it leaves, as far as the
+    /// policy there can tell: an SSD lives as long as it is not written to. At 0, which is so unless it is said, everything is
+    /// that is worth as much as what leaves for it. Of several tenants only of the one that has most there it is asked.
     #[must_use]
     pub fn with_ssd_reuse_min(mut self, chance: f64) -> Book {
         self.reuse_min = chance;

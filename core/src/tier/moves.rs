@@ -335,11 +335,11 @@ impl Book {
     /// A block on SSD is to be written there once more, or its room could not be made free: it goes instead, if it is not
     /// likely enough to be used ([`Book::with_ssd_reuse_min`]) and nobody holds, pinned or waits for it.
     pub fn on_rewrite(&mut self, key: BlockKey, now: Timestamp) {
-        let Some(entry) = self.slab.get(key).filter(|entry| self.reuse_min > 0.0 && !entry.parked()) else {
-            return;
-        };
+        let is_asked = self.reuse_min > 0.0 && !self.pins.is_beginning();
+        let Some(entry) = self.slab.get(key).filter(|entry| is_asked && !entry.parked()) else { return };
         let is_there = entry.place == Some(Tier::Ssd) && entry.copies.ssd && entry.moving.is_none();
-        if is_there && self.ssd.policy.prospect_of(key, now) <= self.reuse_min {
+        let is_full = self.ssd.shares.has_most(entry.share);
+        if is_there && is_full && self.ssd.policy.prospect_of(key, now) < self.reuse_min {
             self.ssd.stats.dropped_blocks += 1;
             self.count_evicted(key, Left::Dropped, now);
             self.drop_block(key);

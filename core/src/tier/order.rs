@@ -14,7 +14,7 @@ use crate::id::Timestamp;
 pub(super) enum Told {
     /// It came in.
     Inserted,
-    /// It came up before anybody asked for it.
+    /// It came from another tier, and not by a use.
     MovedIn,
     /// It was used, and was there before.
     Used,
@@ -69,7 +69,7 @@ impl Book {
         self.stamp += 1;
         let stamp = self.stamp;
         let Some(entry) = self.slab.get_mut(key) else { return };
-        // Coming up before anybody asks is no use: it keeps its age, if it has one.
+        // A move is no use: it keeps its age, if it has one.
         if how != Told::MovedIn || entry.stamp == 0 {
             entry.stamp = stamp;
         }

@@ -135,7 +135,11 @@ impl Book {
         }
         match weighed {
             Weighed::New(newcomer) => shelf.policy.admits(newcomer, victim, now),
-            Weighed::Down(mover) => shelf.policy.prospect(mover, Some(victim), now) > self.reuse_min,
+            // Between blocks of one tenant: none leaves for one that is worth less.
+            Weighed::Down(mover) => {
+                let chance = shelf.policy.prospect(mover, Some(victim), now);
+                chance > 0.0 && chance >= self.reuse_min
+            }
         }
     }
 
@@ -186,13 +190,15 @@ impl Book {
     /// DRAM to SSD; dropped when nothing there may give way, or it is not worth being written.
     pub(super) fn demote(&mut self, key: BlockKey, now: Timestamp) {
         let Some(entry) = self.slab.get(key) else { return };
-        let (order, traits) = (entry.order(), entry.meta.traits);
-        let claim = Claim::demoted(entry.meta.tenant, order);
+        let (order, traits, tenant) = (entry.order(), entry.meta.traits, entry.meta.tenant);
+        let claim = Claim::demoted(tenant, order);
         let (slot, category, age_us) = (entry.meta.charge.ssd, traits.category, entry.age_us(now));
         self.discharge(key);
-        // What a waiting request needs or somebody pinned is wanted, whatever the policy thinks of it.
-        let weighed = (order == Order::Policy).then_some(Weighed::Down(traits));
-        let room = if weighed.is_some() && !self.is_worth_writing(traits, now) {
+        // What a waiting request needs or somebody pinned is wanted, whatever the policy thinks of it; and while pins are
+        // being marked nobody knows who did.
+        let is_anybodys = order == Order::Policy && !self.pins.is_beginning();
+        let weighed = is_anybodys.then_some(Weighed::Down(traits));
+        let room = if is_anybodys && !self.is_worth_writing(tenant, traits, now) {
             Err(RefusedBy::Worth)
         } else {
             self.make_room(Tier::Ssd, slot, claim, weighed, now)
@@ -212,9 +218,13 @@ impl Book {
         }
     }
 
-    /// Whether a block would be used often enough while it were on SSD, even if nobody had to leave for it.
-    fn is_worth_writing(&mut self, traits: BlockTraits, now: Timestamp) -> bool {
-        self.reuse_min <= 0.0 || self.ssd.policy.prospect(traits, None, now) > self.reuse_min
+    /// Whether a block is likely enough to be used on SSD, even if nobody had to leave for it. Policies do not tell tenants
+    /// apart, so of several only the one that has most there is asked: what it does may not keep out who has less.
+    fn is_worth_writing(&mut self, tenant: TenantId, traits: BlockTraits, now: Timestamp) -> bool {
+        if self.reuse_min <= 0.0 || !self.ssd.shares.has_most(self.ssd.shares.row(tenant)) {
+            return true;
+        }
+        self.ssd.policy.prospect(traits, None, now) >= self.reuse_min
     }
 
     /// SSD to DRAM, if something there may give way. The block keeps its place otherwise.

@@ -78,6 +78,12 @@ impl Shares {
         self.rows.len() > 1
     }
 
+    /// Whether nobody has more than this one.
+    pub(super) fn has_most(&self, row: TenantId) -> bool {
+        let most = self.rows.values().map(|row| row.used).max().unwrap_or(0);
+        self.rows.get(&row).map_or(0, |row| row.used) >= most
+    }
+
     pub(super) fn charge(&mut self, row: TenantId, cost: u64) {
         let row = self.rows.entry(row).or_default();
         row.used += cost;

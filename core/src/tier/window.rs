@@ -242,7 +242,7 @@ impl Book {
         let (cost, _) = self.cost(entry, Tier::Dram);
         let claim = Claim::waiting(entry.meta.tenant, near);
         let Some(victim) = self.room_for(claim, cost, now) else { return false };
-        // One that could not be written to SSD would be gone.
+        // One that could not be written to SSD would be gone; one that is not worth it may go.
         if victim.is_some() && self.demotes.len() >= self.demotions.min(self.ssd_room) {
             return false;
         }

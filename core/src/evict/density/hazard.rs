@@ -18,13 +18,12 @@ pub(super) type Table = [f32; BANDS];
 #[derive(Clone, Debug)]
 pub(super) struct Tables {
     pub(super) values: [Table; CLASSES],
-    /// Uses expected of a block up to the beginning of each band, were it to wait on after each.
-    uses: [Table; CLASSES],
+    uses: [Uses; CLASSES],
 }
 
 impl Tables {
     pub(super) fn new() -> Self {
-        Tables { values: [[0.0; BANDS]; CLASSES], uses: [[0.0; BANDS]; CLASSES] }
+        Tables { values: [[0.0; BANDS]; CLASSES], uses: [[0.0; BANDS + 1]; CLASSES] }
     }
 
     /// One class is worth what another is.
@@ -32,22 +31,40 @@ impl Tables {
         (self.values[to], self.uses[to]) = (self.values[from], self.uses[from]);
     }
 
-    /// Chance of a use of a block of the class from one band on until it is worth less than `least`, or as old as the
-    /// last band.
-    pub(super) fn chance(&self, class: Class, from: usize, least: f32) -> f64 {
+    /// Chance of a use of a block of the class from one age to another, or until it is worth less than `least`.
+    pub(super) fn chance(&self, class: Class, from_us: u64, to_us: u64, least: f32) -> f64 {
         let (values, uses) = (&self.values[class.at()], &self.uses[class.at()]);
-        let end = (from..BANDS).find(|&band| values[band] < least).unwrap_or(BANDS - 1).max(from);
-        -f64::from(uses[from] - uses[end]).exp_m1()
+        let leaves = (bands::band(from_us)..BANDS).find(|&band| values[band] < least);
+        let end_us = leaves.map_or(to_us, |band| bands::start_us(band).clamp(from_us, to_us.max(from_us)));
+        (-(uses_by(uses, end_us) - uses_by(uses, from_us))).exp_m1().abs()
     }
 }
 
-fn expected_uses(hazard: &Sums) -> Table {
+/// Uses expected of a block up to the beginning of each band, were it to wait on after each; last, as many as in an hour of
+/// the open last band.
+type Uses = [f32; BANDS + 1];
+
+/// What the last step of [`Uses`] stands for, in seconds.
+const OPEN_S: f64 = 3600.0;
+
+fn width_s(band: usize) -> f64 {
+    if band + 1 < BANDS { (bands::start_us(band + 1) - bands::start_us(band)) as f64 / 1e6 } else { OPEN_S }
+}
+
+fn expected_uses(hazard: &Sums) -> Uses {
     let mut sum = 0.0;
     std::array::from_fn(|band| {
         let before = sum;
-        sum += hazard[band] * (bands::start_us(band + 1) - bands::start_us(band)) as f64 / 1e6;
+        sum += hazard.get(band).map_or(0.0, |hazard| hazard * width_s(band));
         before as f32
     })
+}
+
+/// Uses expected up to an age.
+fn uses_by(uses: &Uses, age_us: u64) -> f64 {
+    let band = bands::band(age_us);
+    let inside = age_us.saturating_sub(bands::start_us(band)) as f64 / 1e6 / width_s(band);
+    f64::from(uses[band]) + inside * f64::from(uses[band + 1] - uses[band])
 }
 
 /// Cluster size assumed before anything was seen.
@@ -159,10 +176,16 @@ impl Evidence {
             tables.values[class] = values(hazard);
             tables.uses[class] = expected_uses(hazard);
         }
-        // A block is used whenever one behind it is: what sessions share is worth no less than what is theirs.
-        let floor = values(&hazards[SESSIONS]);
-        for table in &mut tables.values[SHARED_AT..] {
-            table.iter_mut().zip(floor).for_each(|(value, floor)| *value = value.max(floor));
+        // A block is used whenever one behind it is: what sessions share is worth no less than what is theirs, and no
+        // less likely to be used.
+        let (floor, least) = (values(&hazards[SESSIONS]), expected_uses(&hazards[SESSIONS]));
+        for class in SHARED_AT..CLASSES {
+            let (values, uses) = (&mut tables.values[class], &mut tables.uses[class]);
+            values.iter_mut().zip(floor).for_each(|(value, floor)| *value = value.max(floor));
+            let own = *uses;
+            for band in 1..=BANDS {
+                uses[band] = uses[band - 1] + (own[band] - own[band - 1]).max(least[band] - least[band - 1]);
+            }
         }
     }
 
@@ -332,6 +355,47 @@ mod tests {
                 let best = best_rate(&hazard, band);
                 assert!((f64::from(value) / best - 1.0).abs() < 1e-4, "{value} for {best} at {band}");
             }
+        }
+    }
+
+    #[test]
+    fn chances_are_those_of_the_hazard_at_any_age_and_end_where_others_are_worth_more() {
+        const HOUR: u64 = 3_600_000_000;
+        let class = Class(7);
+        let mut tables = Tables::new();
+        Evidence::new().fit(&Classes::default(), &mut tables);
+        // 0.3 a second over the age: as many from one hour to two as from two to four.
+        let expected = 1.0 - 2.0_f64.powf(-0.3);
+        for from in [HOUR / 8, HOUR, 2 * HOUR] {
+            let chance = tables.chance(class, from, 2 * from, 0.0);
+            assert!((chance - expected).abs() < 0.02, "{chance}, not {expected}, from {from}");
+        }
+        // The last band, of 4.8 hours and more, is one like any other: 0.00002 a second, whatever the age.
+        let chances: Vec<f64> =
+            [5, 6, 24, 1000].map(|age| tables.chance(class, age * HOUR, (age + 1) * HOUR, 0.0)).into();
+        assert!(chances.iter().all(|chance| (chance - 0.061).abs() < 0.001), "{chances:?}");
+        assert_eq!(tables.chance(class, HOUR, HOUR, 0.0), 0.0);
+        let worth = tables.values[class.at()][BANDS - 1];
+        assert_eq!(
+            tables.chance(class, 6 * HOUR, 7 * HOUR, worth),
+            chances[0],
+            "it stays: nobody is worth more"
+        );
+        assert_eq!(tables.chance(class, 6 * HOUR, 7 * HOUR, worth * 1.01), 0.0);
+        let until = tables.values[class.at()][bands::band(HOUR)] * 1.01;
+        let (passing, staying) =
+            (tables.chance(class, HOUR / 2, 9 * HOUR, until), tables.chance(class, HOUR / 2, 9 * HOUR, 0.0));
+        assert!(passing > 0.1 && passing < staying / 2.0, "{passing} of {staying}");
+    }
+
+    #[test]
+    fn what_sessions_share_is_as_likely_to_be_used_as_what_is_theirs() {
+        let (shared, mut evidence, mut tables) = (Class(SHARED_AT as u8), Evidence::new(), Tables::new());
+        evidence.exposed(shared, 0, 3_600_000_000_000);
+        evidence.fit(&Classes::default(), &mut tables);
+        for age_us in [1_000_000, 60_000_000, 3_600_000_000, 36_000_000_000] {
+            let of = |class| tables.chance(class, age_us, 2 * age_us, 0.0);
+            assert!(of(shared) >= of(Class::ARRIVING) * 0.99, "{} of {}", of(shared), of(Class::ARRIVING));
         }
     }
 

@@ -184,6 +184,77 @@ fn what_is_unlikely_to_be_used_is_not_written_again() {
     of(&mut book, RequestKind::Api, &[5], 6);
     book.reuse_min = 0.02;
     book.fetch(asker(7), &hashes(&[4]), Timestamp(7)).unwrap();
-    book.on_rewrite(book.slab.find(&hash(4)).unwrap(), Timestamp(7));
+    let read = book.slab.find(&hash(4)).unwrap();
+    book.on_rewrite(read, Timestamp(7));
     assert!(book.tier_of(&hash(4)).is_some());
+    // And one that is not there yet.
+    book.release(LeaseId(7), Timestamp(8));
+    drain(&mut book);
+    let writes =
+        |book: &mut Book| std::iter::from_fn(|| book.next_action(Room { ssd: false, ..ALL_ROOM })).count();
+    book.reuse_min = 0.0;
+    of_without_moves(&mut book, &[6], 9);
+    writes(&mut book);
+    book.reuse_min = 0.02;
+    let waits = book.slab.find(&hash(4)).unwrap();
+    assert_eq!((book.place(waits), book.slab.get(waits).unwrap().copies.ssd), (Some(Tier::Ssd), false));
+    book.on_rewrite(waits, Timestamp(9));
+    assert!(book.tier_of(&hash(4)).is_some());
+}
+
+/// A request whose blocks are saved while nothing is moved to SSD.
+fn of_without_moves(book: &mut Book, numbers: &[u64], now: u64) {
+    let all = hashes(numbers);
+    let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
+    for answer in book.offer(asker(now), offer, Timestamp(now)).unwrap() {
+        if let Offered::Wanted(key) = answer {
+            book.commit(key, CHARGE, Timestamp(now));
+        }
+    }
+    book.release(LeaseId(now), Timestamp(now));
+}
+
+#[test]
+fn what_one_tenant_does_keeps_nothing_of_another_off_the_ssd() {
+    let (mut book, _told) = two(1, 8, 0.02);
+    let save = |book: &mut Book, tenant: u32, kind: RequestKind, number: u64| {
+        let who = Asker { tenant: TenantId(tenant), category: Category { kind, turn: 1 }, ..asker(number) };
+        let all = hashes(&[number]);
+        let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
+        for answer in book.offer(who, offer, Timestamp(number)).unwrap() {
+            if let Offered::Wanted(key) = answer {
+                drain(book);
+                book.commit(key, CHARGE, Timestamp(number));
+            }
+        }
+        book.release(who.lease, Timestamp(number));
+        drain(book);
+    };
+    for number in 1..4 {
+        save(&mut book, 1, RequestKind::Text, number);
+    }
+    save(&mut book, 1, RequestKind::Api, 4);
+    save(&mut book, 2, RequestKind::Api, 5);
+    save(&mut book, 2, RequestKind::Text, 6);
+    let ssd = Some(Tier::Ssd);
+    assert_eq!(
+        tiers(&book, 1..7),
+        [ssd, ssd, ssd, None, ssd, Some(Tier::Dram)],
+        "who has most, and who has none"
+    );
+}
+
+#[test]
+fn nothing_goes_for_being_unlikely_while_pins_are_being_marked() {
+    let (mut book, _told) = two(1, 4, 0.0);
+    of(&mut book, RequestKind::Api, &[1], 1);
+    of(&mut book, RequestKind::Api, &[2], 2);
+    book.reuse_min = 0.02;
+    // More than are marked in one step.
+    let many: Vec<u64> = (100..100 + 2 * PIN_STEP_BLOCKS as u64).collect();
+    pin(&mut book, &many, Timestamp(3));
+    assert!(book.pins.is_beginning());
+    book.on_rewrite(book.slab.find(&hash(1)).unwrap(), Timestamp(3));
+    of(&mut book, RequestKind::Text, &[3], 4);
+    assert_eq!(tiers(&book, 1..4), [Some(Tier::Ssd), Some(Tier::Ssd), Some(Tier::Dram)]);
 }

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::*;
+use crate::evict::density::Density;
 use crate::id::GroupId;
 use crate::index::command::Change;
 use crate::tier::entry::Order;
@@ -31,6 +32,8 @@ enum Op {
     Prefetch,
     Ttl { groups: BTreeMap<u32, u64> },
     ExpireBlocks { late: u64 },
+    Rewrite { number: u64 },
+    Refit,
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -60,6 +63,8 @@ fn op() -> impl Strategy<Value = Op> {
         6 => Just(Op::Prefetch),
         1 => prop::collection::btree_map(0u32..25, 0u64..20_000, 0..6).prop_map(|groups| Op::Ttl { groups }),
         2 => (0u64..20_000).prop_map(|late| Op::ExpireBlocks { late }),
+        2 => (0u64..25).prop_map(|number| Op::Rewrite { number }),
+        1 => Just(Op::Refit),
     ]
 }
 
@@ -141,6 +146,15 @@ impl World {
             }
             Op::Admit { ssd } => self.book.set_admitting(Tier::Ssd, ssd),
             Op::LoseGpu => self.lose_gpu(),
+            Op::Rewrite { number } => {
+                if let Some(key) = self.book.slab.find(&hash(number)) {
+                    self.book.on_rewrite(key, now);
+                }
+            }
+            Op::Refit => {
+                self.now += 60_000_000;
+                self.book.refit(Timestamp(self.now));
+            }
             Op::Window { waiting } => {
                 let waiting: Vec<Vec<BlockHash>> = waiting.iter().map(|numbers| hashes(numbers)).collect();
                 self.book.set_window(waiting.iter().map(Vec::as_slice), now);
@@ -536,6 +550,21 @@ proptest! {
     ) {
         let gpu = Some(limits(gpu, bytes, 128, marks));
         balance(World::new(limits(dram, bytes, 128, marks), limits(ssd, bytes, 4096, marks), gpu), &ops)?;
+    }
+
+    /// Policies that learn are told of what is elsewhere, and turn away what is unlikely to be used.
+    #[test]
+    fn the_books_of_tiers_that_learn_balance_whatever_happens(
+        gpu in 0u64..6, dram in 0u64..8, ssd in 0u64..8, marks in marks(), reuse_min in 0.0..0.999_f64,
+        ops in prop::collection::vec(op(), 1..150),
+    ) {
+        let gpu = (gpu > 0).then(|| limits(gpu, true, 128, marks));
+        let mut world = World::new(limits(dram, true, 128, marks), limits(ssd, true, 4096, marks), gpu);
+        for tier in Tier::ALL {
+            world.book.shelf_mut(tier).policy = Box::new(Density::new());
+        }
+        world.book.reuse_min = reuse_min;
+        balance(world, &ops)?;
     }
 
     /// A shelf of no size changes nothing: the same actions, answers and changes.

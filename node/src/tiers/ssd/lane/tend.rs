@@ -19,8 +19,8 @@ pub(in crate::tiers::ssd) const RESCUES_MAX: usize = 8;
 /// room, saves wait for rescues, and readers for neither.
 pub(in crate::tiers::ssd) const RESCUES_BESIDE_READERS_MAX: usize = 2;
 
-/// Records of which is asked at once whether they are worth being moved: a fraction of a millisecond.
-const ASKED_MAX: usize = 1024;
+/// Records of a device of which is asked at once whether they are worth being moved: some tenth of a millisecond.
+const ASKED_MAX: usize = 256;
 
 impl Lane {
     /// Makes the medium follow the book: heads, footers, rescues.

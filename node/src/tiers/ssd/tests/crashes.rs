@@ -83,7 +83,9 @@ fn open_with(device: Arc<FaultyDevice>, segments: u32) -> Run {
 impl Run {
     fn take_one(&mut self) {
         let report = self.bench.reports.blocking_recv().unwrap();
-        match self.bench.ssd.take_in(report) {
+        let done = self.bench.ssd.take_in(report);
+        self.bench.move_all();
+        match done {
             Some(Done::Written { token, result }) => {
                 let (number, record) = self.writing.remove(&token).expect("reported once");
                 if result.is_ok() {
@@ -185,7 +187,9 @@ impl Run {
         }
         loop {
             let report = self.bench.reports.blocking_recv().unwrap();
-            match self.bench.ssd.take_in(report) {
+            let done = self.bench.ssd.take_in(report);
+            self.bench.move_all();
+            match done {
                 Some(Done::Read { result: Ok(bytes), .. }) => {
                     assert_eq!(bytes, frame_of(number), "wrong bytes of block {number} were served");
                     return true;

@@ -88,11 +88,19 @@ impl Bench {
     fn done(&mut self) -> Done {
         loop {
             let report = self.reports.blocking_recv().unwrap();
-            match self.ssd.take_in(report) {
+            let done = self.ssd.take_in(report);
+            self.move_all();
+            match done {
                 Some(Done::Checked { .. } | Done::Failed { .. }) | None => {}
                 Some(done) => return done,
             }
         }
+    }
+
+    /// Everything is worth being moved.
+    fn move_all(&mut self) {
+        self.ssd.next_to_move();
+        self.ssd.go_on();
     }
 
     fn save(&mut self, number: u8) -> io::Result<SsdRecord> {
@@ -103,6 +111,7 @@ impl Bench {
                 None => {
                     let report = self.reports.blocking_recv().unwrap();
                     assert!(self.ssd.take_in(report).is_none());
+                    self.move_all();
                 }
             }
         };
@@ -609,6 +618,7 @@ fn while_a_reader_waits_few_records_are_moved_unless_there_is_no_room_to_write()
     while bench.ssd.has_room() {
         number += 1;
         assert!(bench.ssd.write(number.into(), 0, header(number), &frame(number)).unwrap().is_some());
+        bench.move_all();
         let lane = &bench.ssd.lanes[0];
         assert!(lane.rescues() <= lane.rescues_max());
     }
