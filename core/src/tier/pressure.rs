@@ -146,7 +146,7 @@ impl Book {
     fn evict(&mut self, tier: Tier, victim: BlockKey, now: Timestamp) {
         let is_above = tier == Tier::Dram && self.open(Tier::Ssd);
         if is_above && self.ssd_takes() {
-            self.demote(victim, now);
+            self.demote(victim, true, now);
         } else {
             let stats = &mut self.shelf_mut(tier).stats;
             stats.dropped_blocks += 1;
@@ -187,8 +187,8 @@ impl Book {
         of_giver.or_else(|| shelf.shares.coldest(giver, taker, claim))
     }
 
-    /// DRAM to SSD; dropped when nothing there may give way, or it is not worth being written.
-    pub(super) fn demote(&mut self, key: BlockKey, now: Timestamp) {
+    /// DRAM to SSD; dropped when nothing there may give way, or, where that is weighed, it is not worth being written.
+    pub(super) fn demote(&mut self, key: BlockKey, weighs: bool, now: Timestamp) {
         let Some(entry) = self.slab.get(key) else { return };
         let (order, traits, tenant) = (entry.order(), entry.meta.traits, entry.meta.tenant);
         let claim = Claim::demoted(tenant, order);
@@ -196,7 +196,7 @@ impl Book {
         self.discharge(key);
         // What a waiting request needs or somebody pinned is wanted, whatever the policy thinks of it; and while pins are
         // being marked nobody knows who did.
-        let is_anybodys = order == Order::Policy && !self.pins.is_beginning();
+        let is_anybodys = weighs && order == Order::Policy && !self.pins.is_beginning();
         let weighed = is_anybodys.then_some(Weighed::Down(traits));
         let room = if is_anybodys && !self.is_worth_writing(tenant, traits, now) {
             Err(RefusedBy::Worth)

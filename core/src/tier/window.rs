@@ -242,14 +242,15 @@ impl Book {
         let (cost, _) = self.cost(entry, Tier::Dram);
         let claim = Claim::waiting(entry.meta.tenant, near);
         let Some(victim) = self.room_for(claim, cost, now) else { return false };
-        // One that could not be written to SSD would be gone; one that is not worth it may go.
+        // One that could not be written to SSD would be gone.
         if victim.is_some() && self.demotes.len() >= self.demotions.min(self.ssd_room) {
             return false;
         }
         // Leave the SSD first: whoever is demoted for this block takes its room there.
         self.discharge(key);
         if let Some(victim) = victim {
-            self.demote(victim, now);
+            // A wish drops nothing, worth writing or not.
+            self.demote(victim, false, now);
         }
         self.charge(key, Tier::Dram);
         self.dram.stats.promoted_blocks += 1;
