@@ -1,0 +1,4 @@
+//! Rules of lending against naive models.
+#![allow(clippy::unwrap_used)]
+
+mod rules;
