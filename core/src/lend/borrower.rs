@@ -236,6 +236,20 @@ impl Borrower {
     pub fn held(&self) -> usize {
         self.held.len()
     }
+
+    /// As [`super::Lender::renumber`].
+    #[cfg(test)]
+    pub(super) fn renumber(&mut self, loan: &dyn Fn(LoanId) -> LoanId, operation: &dyn Fn(u64) -> u64) {
+        self.newest_operation = operation(self.newest_operation);
+        self.newest_loan = loan(self.newest_loan);
+        self.operations = std::mem::take(&mut self.operations)
+            .into_iter()
+            .map(|(id, found)| (operation(id), found))
+            .collect();
+        self.held =
+            std::mem::take(&mut self.held).into_iter().map(|(id, of)| (loan(id), operation(of))).collect();
+        self.returns.iter_mut().for_each(|id| *id = loan(*id));
+    }
 }
 
 fn check(row: &Descriptor, extent: &Extent) -> Result<(), WrongDescriptor> {

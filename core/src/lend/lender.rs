@@ -255,4 +255,19 @@ impl Lender {
             out.push(Effect::Release(lease));
         }
     }
+
+    /// The same with other numbers of loans, for a search that must not take two states for different that differ only in
+    /// how often something happened before. `number` keeps their order.
+    #[cfg(test)]
+    pub(super) fn renumber(&mut self, number: &dyn Fn(LoanId) -> LoanId) {
+        self.newest = number(self.newest);
+        self.loans =
+            std::mem::take(&mut self.loans).into_iter().map(|(id, loan)| (number(id), loan)).collect();
+    }
+
+    /// The number that the newest loan has.
+    #[cfg(test)]
+    pub(super) fn newest_mut(&mut self) -> &mut LoanId {
+        &mut self.newest
+    }
 }

@@ -1,6 +1,6 @@
 //! The ends alone, against models that are too simple to be wrong.
 //!
-//! Not here: both ends together.
+//! Not here: both ends together (`search`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
