@@ -42,6 +42,10 @@ number!(
     /// A time-bounded promise that blocks stay, given to a reader or to a save under way.
     LeaseId(u64), "lease-");
 number!(
+    /// A block's bytes that another process may read in place. Given out by the lender of one connection, strictly growing
+    /// from 1 and never again.
+    LoanId(u64), "loan-");
+number!(
     /// A hold without a time limit, with a named owner, ended by release.
     PinId(u64), "pin-");
 number!(

@@ -7,6 +7,7 @@ mod cpu;
 pub mod evict;
 pub mod id;
 pub mod index;
+pub mod lend;
 pub mod math;
 pub mod place;
 pub mod prefix;

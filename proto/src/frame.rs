@@ -8,17 +8,18 @@
 //! every byte. The first is for whoever passes a frame on, the second for whoever uses it.
 //! Not here: what to do about a bad frame (a miss, in `client/`), and where frames come from.
 
-use std::cmp::Ordering;
-
 use bytes::{Bytes, BytesMut};
 use kv_core::id::{BlockHash, IdentityDigest};
 
 mod arriving;
 mod copy;
 mod header;
+mod unsettled;
 
 pub use arriving::Arriving;
+pub use copy::{copy_crc32c_from, copy_from};
 pub use header::{Need, parse_header};
+pub use unsettled::{Unsettled, settle};
 
 use copy::{copy_crc32c, crc32c};
 use header::{Header, SLICE_ENTRY_BYTES, header_len};
@@ -245,42 +246,21 @@ impl Frame {
         hash: BlockHash,
         to: &mut [u8],
     ) -> Result<(), FrameError> {
-        self.verify_claims(identity, hash)?;
-        let header = header_len(self.slice_count());
-        let needed = header::entries(&self.bytes).last().map_or(header, |last| last.range().end);
-        // Bytes that no slice covers would stay what they were in `to`.
-        for got in [self.bytes.len(), to.len()] {
-            match got.cmp(&needed) {
-                Ordering::Less => return Err(FrameError::Cut { got, needed }),
-                Ordering::Equal => {}
-                Ordering::Greater => return Err(FrameError::Trailing { needed, extra: got - needed }),
-            }
-        }
-        to[..header].copy_from_slice(&self.bytes[..header]);
-        for (layer, entry) in header::entries(&self.bytes).enumerate() {
-            let places = self.bytes.get(entry.range()).zip(to.get_mut(entry.range()));
-            let (from, to) = places.ok_or(FrameError::SliceChecksum { layer })?;
-            if copy_crc32c(to, from) != entry.crc {
-                return Err(FrameError::SliceChecksum { layer });
-            }
-        }
-        Ok(())
+        unsettled::settle_as(&self.bytes, to, |header| self.verify_header(header, identity, hash))
     }
 
     fn verify_claims(&self, identity: IdentityDigest, hash: BlockHash) -> Result<(), FrameError> {
-        // What the bytes say counts, not the fields beside them, which anyone may have set.
-        let header = Header::read(&self.bytes)?;
-        for got in [self.identity, header.identity] {
-            if got != identity {
-                return Err(FrameError::OtherIdentity { got, wanted: identity });
-            }
-        }
-        for got in [self.hash, header.hash] {
-            if got != hash {
-                return Err(FrameError::OtherBlock { got, wanted: hash });
-            }
-        }
-        Ok(())
+        self.verify_header(&Header::read(&self.bytes)?, identity, hash)
+    }
+
+    /// What the bytes say counts, in `header`, not the fields beside them, which anyone may have set.
+    fn verify_header(
+        &self,
+        header: &Header,
+        identity: IdentityDigest,
+        hash: BlockHash,
+    ) -> Result<(), FrameError> {
+        verify_ids(&[self.identity, header.identity], &[self.hash, header.hash], identity, hash)
     }
 
     /// Reads every byte, for whoever does not ask for a certain block (a rescan of stored frames).
@@ -321,6 +301,22 @@ impl Frame {
     pub fn key_form(&self) -> KeyForm {
         Header::read(&self.bytes).map(|header| header.key_form).unwrap_or_default()
     }
+}
+
+/// All that a frame says of itself is what was wanted.
+fn verify_ids(
+    identities: &[IdentityDigest],
+    hashes: &[BlockHash],
+    identity: IdentityDigest,
+    hash: BlockHash,
+) -> Result<(), FrameError> {
+    if let Some(&got) = identities.iter().find(|got| **got != identity) {
+        return Err(FrameError::OtherIdentity { got, wanted: identity });
+    }
+    if let Some(&got) = hashes.iter().find(|got| **got != hash) {
+        return Err(FrameError::OtherBlock { got, wanted: hash });
+    }
+    Ok(())
 }
 
 #[cfg(test)]

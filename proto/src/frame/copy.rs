@@ -1,20 +1,43 @@
 //! Computes the CRC32C of bytes, and copies them on the way if they are to be somewhere else: they come from
-//! memory once.
+//! memory once. Bytes that others may write meanwhile are loaded once each, so that the sum is that of the copy.
 //!
 //! With AVX-512 and VPCLMULQDQ the sum costs nothing beside the copy: 256 bytes at a time are loaded, folded and stored past
 //! the caches (nobody reads a block soon after it came). Elsewhere short pieces are copied and summed while they are
 //! in the first-level cache. Not here: which bytes belong to which checksum (`super`).
+
+#![allow(unsafe_code)]
+
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 
 /// Copies `from` to `to`, which are of one length, and gives the CRC32C of the bytes.
 ///
 /// # Panics
 /// When the lengths differ, as `copy_from_slice` does.
 pub(super) fn copy_crc32c(to: &mut [u8], from: &[u8]) -> u32 {
+    assert_eq!(to.len(), from.len(), "a copy has the length of what is copied");
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    if let Some(crc) = wide::copy_crc32c(to, from) {
+    // SAFETY: `from` may be read over the length of `to`, which is its own.
+    if let Some(crc) = unsafe { wide::copy_crc32c(to, from.as_ptr()) } {
         return crc;
     }
-    in_pieces(to, from)
+    in_pieces(to, |at, piece| piece.copy_from_slice(&from[at..at + piece.len()]))
+}
+
+/// Fills `to` with the bytes at `from`, which others may write meanwhile, and gives the CRC32C of what is in `to` now: each
+/// byte of `from` is loaded once, so that what was summed is what was copied. Which moment each byte is of, nobody
+/// knows.
+///
+/// # Safety
+/// As many bytes as `to` has may be read at `from` until the call returns. Others that write them are another process,
+/// or threads of this one by atomic stores.
+pub unsafe fn copy_crc32c_from(to: &mut [u8], from: *const u8) -> u32 {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    // SAFETY: the caller's word.
+    if let Some(crc) = unsafe { wide::copy_crc32c(to, from) } {
+        return crc;
+    }
+    // SAFETY: the caller's word, of a part of it.
+    in_pieces(to, |at, piece| unsafe { copy_from(piece, from.add(at)) })
 }
 
 /// The CRC32C of bytes that stay where they are.
@@ -26,25 +49,56 @@ pub(super) fn crc32c(bytes: &[u8]) -> u32 {
     crc32c::crc32c(bytes)
 }
 
-/// The same on any machine.
-fn in_pieces(to: &mut [u8], from: &[u8]) -> u32 {
+/// The same on any machine: `copy` fills the piece of `to` that begins at a place, and what is there then is summed.
+fn in_pieces(to: &mut [u8], copy: impl Fn(usize, &mut [u8])) -> u32 {
     /// Both ends of a piece stay in a first-level cache of 32 KiB, and a piece is long enough for the three streams
     /// in which it is summed.
     const PIECE_BYTES: usize = 6 << 10;
-    assert_eq!(to.len(), from.len(), "a copy has the length of what is copied");
-    let mut crc = 0;
-    for (to, from) in to.chunks_mut(PIECE_BYTES).zip(from.chunks(PIECE_BYTES)) {
-        to.copy_from_slice(from);
-        crc = crc32c::crc32c_append(crc, to);
+    let (mut crc, mut at) = (0, 0);
+    for piece in to.chunks_mut(PIECE_BYTES) {
+        copy(at, piece);
+        crc = crc32c::crc32c_append(crc, piece);
+        at += piece.len();
     }
     crc
 }
 
+/// The same without a sum, for what is short and looked at next: what is copied stays in the caches. The compiler neither
+/// repeats nor splits these loads.
+///
+/// # Safety
+/// As for [`copy_crc32c_from`].
+pub unsafe fn copy_from(to: &mut [u8], from: *const u8) {
+    /// The longest load that every machine does at once.
+    const WORD_BYTES: usize = 8;
+    let head = from.align_offset(WORD_BYTES).min(to.len());
+    let (to_head, to) = to.split_at_mut(head);
+    let (to_words, to_tail) = to.as_chunks_mut::<WORD_BYTES>();
+    let tail = head + to_words.len() * WORD_BYTES;
+    // SAFETY: all places lie within the length of `to`. A load of an atomic is no data race with what else is atomic,
+    // and other processes know of no rules. The words are aligned, since they begin behind the head.
+    unsafe {
+        for (at, byte) in to_head.iter_mut().enumerate() {
+            *byte = (*from.add(at).cast::<AtomicU8>()).load(Relaxed);
+        }
+        for (at, word) in to_words.iter_mut().enumerate() {
+            let from = from.add(head + at * WORD_BYTES).cast::<AtomicU64>();
+            *word = (*from).load(Relaxed).to_ne_bytes();
+        }
+        for (at, byte) in to_tail.iter_mut().enumerate() {
+            *byte = (*from.add(tail + at).cast::<AtomicU8>()).load(Relaxed);
+        }
+    }
+}
+
 #[cfg(all(target_arch = "x86_64", not(miri)))]
-#[allow(unsafe_code)]
 mod wide {
     //! Folding as in Intel's paper (Gopal and others, 2009), with four registers of four 128-bit lanes each.
+    //!
+    //! What is copied is loaded by assembly, which the compiler executes as often as it stands there: what was stored and
+    //! what was summed are one load, whoever else writes the source.
 
+    use std::arch::asm;
     use std::arch::x86_64::*;
 
     /// Bytes of a step: four registers.
@@ -60,8 +114,11 @@ mod wide {
     }
 
     /// Copies and sums, where the processor can.
-    pub(super) fn copy_crc32c(to: &mut [u8], from: &[u8]) -> Option<u32> {
-        // SAFETY: the processor has every feature that the function is compiled for.
+    ///
+    /// # Safety
+    /// As for [`super::copy_crc32c_from`].
+    pub(super) unsafe fn copy_crc32c(to: &mut [u8], from: *const u8) -> Option<u32> {
+        // SAFETY: the processor has every feature that the function is compiled for; the rest is the caller's word.
         is_able().then(|| unsafe { copy(to, from) })
     }
 
@@ -71,17 +128,26 @@ mod wide {
         is_able().then(|| unsafe { sum(bytes) })
     }
 
+    /// # Safety
+    /// As for [`super::copy_crc32c_from`].
     #[target_feature(enable = "avx512f,vpclmulqdq,pclmulqdq,sse4.2")]
-    fn copy(to: &mut [u8], from: &[u8]) -> u32 {
-        assert_eq!(to.len(), from.len(), "a copy has the length of what is copied");
+    unsafe fn copy(to: &mut [u8], from: *const u8) -> u32 {
         let head = to.as_ptr().align_offset(LINE_BYTES).min(to.len());
-        let ((to_head, to), (from_head, from)) = (to.split_at_mut(head), from.split_at(head));
+        let (to_head, to) = to.split_at_mut(head);
         let (to_steps, to_tail) = to.as_chunks_mut::<STEP_BYTES>();
-        let (from_steps, from_tail) = from.as_chunks::<STEP_BYTES>();
-        to_head.copy_from_slice(from_head);
-        to_tail.copy_from_slice(from_tail);
-        let crc = steps(Some(to_steps), from_steps, words(from_head, !0));
-        !words(from_tail, crc)
+        let tail = head + to_steps.len() * STEP_BYTES;
+        // SAFETY: head, steps and tail lie one behind the other in what the caller says may be read.
+        let crc = unsafe { copy_words(to_head, from, !0) };
+        let mut to_steps = to_steps.iter_mut().enumerate();
+        let crc = steps(crc, || {
+            let (step, to) = to_steps.next()?;
+            // SAFETY: as above.
+            let bytes = unsafe { load_once(from.add(head + step * STEP_BYTES)) };
+            store(to, bytes);
+            Some(bytes)
+        });
+        // SAFETY: as above.
+        !unsafe { copy_words(to_tail, from.add(tail), crc) }
     }
 
     #[target_feature(enable = "avx512f,vpclmulqdq,pclmulqdq,sse4.2")]
@@ -89,7 +155,8 @@ mod wide {
         let head = bytes.as_ptr().align_offset(LINE_BYTES).min(bytes.len());
         let (head, bytes) = bytes.split_at(head);
         let (whole, tail) = bytes.as_chunks::<STEP_BYTES>();
-        let crc = steps(None, whole, words(head, !0));
+        let mut whole = whole.iter();
+        let crc = steps(words(head, !0), || whole.next().map(|step| load(step)));
         !words(tail, crc)
     }
 
@@ -101,23 +168,46 @@ mod wide {
         rest.iter().fold(crc as u32, |crc, byte| _mm_crc32_u8(crc, *byte))
     }
 
-    /// Whole steps; `to`, which has as many if it is there, begins at a line.
-    #[target_feature(enable = "avx512f,vpclmulqdq,pclmulqdq,sse4.2")]
-    fn steps(to: Option<&mut [[u8; STEP_BYTES]]>, from: &[[u8; STEP_BYTES]], crc: u32) -> u32 {
-        let Some((first, rest)) = from.split_first() else { return crc };
-        let mut to = to.unwrap_or_default().iter_mut();
-        let mut next_step = |from| {
-            let bytes = load(from);
-            if let Some(to) = to.next() {
-                store(to, bytes);
+    /// Copies and sums what is shorter than a step.
+    ///
+    /// # Safety
+    /// As for [`super::copy_crc32c_from`].
+    #[target_feature(enable = "sse4.2")]
+    unsafe fn copy_words(to: &mut [u8], mut from: *const u8, crc: u32) -> u32 {
+        let (words, rest) = to.as_chunks_mut::<8>();
+        let mut wide_crc = u64::from(crc);
+        for to in words {
+            let word: u64;
+            // SAFETY: eight bytes of what the caller says may be read; the place behind them is its end at most.
+            unsafe {
+                asm!("mov {word}, qword ptr [{from}]", word = out(reg) word, from = in(reg) from,
+                    options(nostack, preserves_flags, readonly));
+                from = from.add(8);
             }
-            bytes
-        };
-        let mut sums = next_step(first);
+            *to = word.to_le_bytes();
+            wide_crc = _mm_crc32_u64(wide_crc, word);
+        }
+        let mut crc = wide_crc as u32;
+        for to in rest {
+            // SAFETY: one byte of it, as above.
+            unsafe {
+                asm!("mov {byte}, byte ptr [{from}]", byte = out(reg_byte) *to, from = in(reg) from,
+                    options(nostack, preserves_flags, readonly));
+                from = from.add(1);
+            }
+            crc = _mm_crc32_u8(crc, *to);
+        }
+        crc
+    }
+
+    /// Whole steps, as `next` gives them.
+    #[target_feature(enable = "avx512f,vpclmulqdq,pclmulqdq,sse4.2")]
+    #[inline]
+    fn steps(crc: u32, mut next: impl FnMut() -> Option<[__m512i; 4]>) -> u32 {
+        let Some(mut sums) = next() else { return crc };
         sums[0] = _mm512_xor_si512(sums[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(crc.cast_signed())));
         let over_step = _mm512_broadcast_i32x4(constants::<2048>());
-        for from in rest {
-            let next = next_step(from);
+        while let Some(next) = next() {
             sums = [0, 1, 2, 3].map(|lane| fold(sums[lane], over_step, next[lane]));
         }
         // Stores past the caches are seen by others in their order only from here on.
@@ -140,6 +230,30 @@ mod wide {
         });
         let crc = _mm_crc32_u64(0, _mm_extract_epi64::<0>(last).cast_unsigned());
         _mm_crc32_u64(crc, _mm_extract_epi64::<1>(last).cast_unsigned()) as u32
+    }
+
+    /// # Safety
+    /// A step may be read at `from`, whoever writes it meanwhile.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    unsafe fn load_once(from: *const u8) -> [__m512i; 4] {
+        let (first, second, third, fourth);
+        // SAFETY: 256 bytes from there may be read; the loads may be unaligned, and nothing else is touched.
+        unsafe {
+            asm!(
+                "vmovdqu64 {first}, zmmword ptr [{from}]",
+                "vmovdqu64 {second}, zmmword ptr [{from} + 64]",
+                "vmovdqu64 {third}, zmmword ptr [{from} + 128]",
+                "vmovdqu64 {fourth}, zmmword ptr [{from} + 192]",
+                from = in(reg) from,
+                first = out(zmm_reg) first,
+                second = out(zmm_reg) second,
+                third = out(zmm_reg) third,
+                fourth = lateout(zmm_reg) fourth,
+                options(nostack, preserves_flags, readonly)
+            );
+        }
+        [first, second, third, fourth]
     }
 
     #[target_feature(enable = "avx512f")]
@@ -193,9 +307,49 @@ mod wide {
     }
 }
 
+/// The copy of what lies `at` bytes into memory that other threads write by atomic stores, for tests without unsafe code.
+#[cfg(test)]
+pub(super) fn copy_crc32c_shared(to: &mut [u8], from: &[AtomicU64], at: usize) -> u32 {
+    assert!(at + to.len() <= size_of_val(from));
+    // SAFETY: within the words, which have no other stores than atomic ones.
+    unsafe { copy_crc32c_from(to, from.as_ptr().cast::<u8>().add(at)) }
+}
+
+/// As above, without a sum.
+#[cfg(test)]
+pub(super) fn copy_shared(to: &mut [u8], from: &[AtomicU64], at: usize) {
+    assert!(at + to.len() <= size_of_val(from));
+    // SAFETY: as above.
+    unsafe { copy_from(to, from.as_ptr().cast::<u8>().add(at)) };
+}
+
+/// Ends the writer of a test when it goes, also with a panic: the scope waits for the writer.
+#[cfg(test)]
+pub(super) struct Ends<'flag>(pub(super) &'flag std::sync::atomic::AtomicBool);
+
+#[cfg(test)]
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicBool;
+
     use super::*;
+
+    /// The ways to copy that a machine has not got by itself.
+    fn plain_pieces(to: &mut [u8], from: &[u8]) -> u32 {
+        in_pieces(to, |at, piece| piece.copy_from_slice(&from[at..at + piece.len()]))
+    }
+
+    fn pieces_each_once(to: &mut [u8], from: &[u8]) -> u32 {
+        assert_eq!(to.len(), from.len());
+        // SAFETY: of that length.
+        in_pieces(to, |at, piece| unsafe { copy_from(piece, from.as_ptr().add(at)) })
+    }
 
     #[test]
     fn a_copy_has_the_sum_of_the_whole_wherever_it_begins_and_ends() {
@@ -206,7 +360,7 @@ mod tests {
                 let from = &from[source..source + bytes];
                 assert_eq!(crc32c(from), crc32c::crc32c(from), "{bytes} bytes from {source}");
                 let mut room = vec![0xee; place + bytes + 1];
-                for copy in [copy_crc32c, in_pieces] {
+                for copy in [copy_crc32c, plain_pieces, pieces_each_once] {
                     let to = &mut room[place..place + bytes];
                     to.fill(0);
                     assert_eq!(
@@ -225,5 +379,55 @@ mod tests {
     #[should_panic = "has the length of what is copied"]
     fn a_copy_of_another_length_is_refused() {
         copy_crc32c(&mut [0; 500], &[0; 600]);
+    }
+
+    /// Copies what begins at a place of the shared words.
+    type Way = fn(&mut [u8], &[AtomicU64], usize) -> u32;
+
+    /// What another process does in its tray: the source changes all the time, and the sum is still that of the copy.
+    #[test]
+    #[cfg(not(miri))]
+    fn a_copy_has_its_own_sum_whatever_writes_the_source() {
+        const ROUNDS_MIN: usize = 20_000;
+        const ROUNDS_MAX: usize = 2_000_000;
+        let source: Vec<AtomicU64> = (0..2048).map(|_| AtomicU64::new(0)).collect();
+        let is_over = AtomicBool::new(false);
+        let write = || {
+            let mut value = 0_u64;
+            while !is_over.load(Relaxed) {
+                value = value.wrapping_add(0x0101_0101_0101_0101);
+                source.iter().for_each(|word| word.store(value, Relaxed));
+            }
+        };
+        let read_once: Way = |to, from, at| {
+            let from = from.as_ptr().cast::<u8>();
+            // SAFETY: within the words, as the caller sees to.
+            in_pieces(to, |piece_at, piece| unsafe { copy_from(piece, from.add(at + piece_at)) })
+        };
+        let mut room = vec![0; 8192 + 64];
+        // Copies of more than one moment, each way: without any the writer met no copy, and nothing is shown.
+        let mut torn = [0, 0];
+        std::thread::scope(|scope| {
+            scope.spawn(write);
+            let _ends = Ends(&is_over);
+            for round in 0..ROUNDS_MAX {
+                if round >= ROUNDS_MIN && torn.iter().all(|torn| *torn > 0) {
+                    break;
+                }
+                // Heads and tails of all lengths, most copies short enough to be nothing else.
+                let (place, offset) = (round % 64, round % 23);
+                let bytes = if round % 16 == 0 { 8192 - round % 300 } else { round % 600 };
+                let to = &mut room[place..place + bytes];
+                for (way, torn) in [copy_crc32c_shared, read_once].iter().zip(&mut torn) {
+                    assert_eq!(
+                        way(to, &source, offset),
+                        crc32c::crc32c(to),
+                        "{bytes} bytes from {offset} to {place}"
+                    );
+                    *torn += usize::from(to.windows(2).any(|pair| pair[0] != pair[1]));
+                }
+            }
+        });
+        assert!(torn.iter().all(|torn| *torn > 0), "{torn:?}");
     }
 }

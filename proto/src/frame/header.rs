@@ -12,7 +12,7 @@ use super::{FrameError, HEADER_FIXED_BYTES, KeyForm, MAGIC, PAYLOAD_BYTES_MAX, S
 pub(super) const SLICE_ENTRY_BYTES: usize = 8;
 
 /// Bytes from which the header's own length is known: magic to slice count.
-const START_BYTES: usize = 16;
+pub(super) const START_BYTES: usize = 16;
 
 /// Where the slice table begins.
 const TABLE_AT: usize = 48;

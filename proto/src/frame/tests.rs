@@ -1,6 +1,8 @@
 //! Frames against truncation, flipped bits and hostile bytes.
 #![allow(clippy::unwrap_used)]
 
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
+
 use super::*;
 use crate::content;
 use kvfleet_errors_doc::says;
@@ -200,7 +202,155 @@ fn accessors_stay_within_whatever_bytes_there_are() {
     }
 }
 
+/// Memory of somebody who changes every byte as soon as it was loaded, and who counts the loads.
+struct Turncoat {
+    bytes: Vec<AtomicU8>,
+    loads: Vec<AtomicU8>,
+    /// What a byte is changed by.
+    change: u8,
+}
+
+impl Turncoat {
+    fn of(bytes: &[u8], change: u8) -> Turncoat {
+        let atomics = |bytes: &[u8]| bytes.iter().map(|byte| AtomicU8::new(*byte)).collect();
+        Turncoat { bytes: atomics(bytes), loads: atomics(&vec![0; bytes.len()]), change }
+    }
+}
+
+impl Unsettled for Turncoat {
+    fn len_bytes(&self) -> usize {
+        self.bytes.len()
+    }
+
+    fn copy(&self, at: usize, to: &mut [u8]) {
+        self.copy_crc32c(at, to);
+    }
+
+    fn copy_crc32c(&self, at: usize, to: &mut [u8]) -> u32 {
+        for (at, to) in (at..).zip(&mut *to) {
+            *to = self.bytes[at].fetch_xor(self.change, Relaxed);
+            self.loads[at].fetch_add(1, Relaxed);
+        }
+        crc32c::crc32c(to)
+    }
+}
+
+/// What a plain reader says of bytes that stay.
+fn plain(bytes: &[u8], identity: IdentityDigest, hash: BlockHash) -> Result<(), FrameError> {
+    Frame::parse(bytes.to_vec().into())?.verify(identity, hash)
+}
+
+#[test]
+fn what_is_settled_is_decided_from_the_copy_and_loaded_once() {
+    let frame = frame(&[300, 0, 7, 5000]);
+    for change in [1, 0x80, 0xff] {
+        let from = Turncoat::of(&frame.bytes, change);
+        let mut to = vec![0xee; frame.bytes.len()];
+        settle(&from, IDENTITY, HASH, &mut to).unwrap();
+        assert_eq!(to, frame.bytes, "the copy is of the first load");
+        assert!(from.loads.iter().all(|loads| loads.load(Relaxed) == 1), "each byte is loaded once");
+        // What lies there now is another thing, and is not taken for the first.
+        assert!(settle(&from, IDENTITY, HASH, &mut to).is_err());
+    }
+}
+
+#[test]
+fn lengths_that_differ_are_refused_before_a_byte_is_loaded() {
+    let from = Turncoat::of(&frame(&[8]).bytes, 0);
+    let needed = from.len_bytes();
+    let into = |bytes: usize| settle(&from, IDENTITY, HASH, &mut vec![0; bytes]);
+    assert_eq!(into(0), Err(FrameError::Cut { got: 0, needed }));
+    assert_eq!(into(needed - 1), Err(FrameError::Cut { got: needed - 1, needed }));
+    assert_eq!(into(needed + 1), Err(FrameError::Trailing { needed, extra: 1 }));
+    assert!(from.loads.iter().all(|loads| loads.load(Relaxed) == 0));
+}
+
+/// Real memory that another thread writes, as a hostile client does with its tray.
+struct Shared(Vec<AtomicU64>);
+
+impl Unsettled for Shared {
+    fn len_bytes(&self) -> usize {
+        size_of_val(&self.0[..])
+    }
+
+    fn copy(&self, at: usize, to: &mut [u8]) {
+        copy::copy_shared(to, &self.0, at);
+    }
+
+    fn copy_crc32c(&self, at: usize, to: &mut [u8]) -> u32 {
+        copy::copy_crc32c_shared(to, &self.0, at)
+    }
+}
+
+/// Either the whole of the frame or an error, never a copy with something else in it.
+#[test]
+#[cfg(not(miri))]
+fn a_writer_that_races_gets_nothing_wrong_trusted() {
+    // Header and payload fill whole words: 52 + 3 * 8 = 76, and 4 + 1000 + 1000.
+    let frame = frame(&[4, 1000, 1000]);
+    let words: Vec<u64> =
+        frame.bytes.as_chunks::<8>().0.iter().map(|word| u64::from_ne_bytes(*word)).collect();
+    let shared = Shared(words.iter().map(|word| AtomicU64::new(*word)).collect());
+    assert_eq!(shared.len_bytes(), frame.bytes.len());
+    let is_over = AtomicBool::new(false);
+    let mut seen = [0, 0];
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // One word wrong for a moment, then right again, through the whole frame.
+            for at in (0..words.len()).cycle() {
+                if is_over.load(Relaxed) {
+                    break;
+                }
+                shared.0[at].store(!words[at], Relaxed);
+                std::hint::spin_loop();
+                shared.0[at].store(words[at], Relaxed);
+            }
+        });
+        let _ends = copy::Ends(&is_over);
+        let mut to = vec![0; frame.bytes.len()];
+        for round in 0..2_000_000 {
+            if round >= 20_000 && seen.iter().all(|seen| *seen > 0) {
+                break;
+            }
+            let settled = settle(&shared, IDENTITY, HASH, &mut to);
+            assert_eq!(
+                settled,
+                plain(&to, IDENTITY, HASH).and(settled),
+                "trusted what a reader of the copy refuses"
+            );
+            assert!(settled.is_err() || to == frame.bytes);
+            seen[usize::from(settled.is_ok())] += 1;
+        }
+    });
+    assert!(seen.iter().all(|seen| *seen > 0), "{seen:?}: the writer met every copy, or none");
+}
+
 proptest! {
+    #[test]
+    fn settling_says_what_a_plain_reader_says(
+        slices in prop::collection::vec(0u32..700, 1..8),
+        cut in 0usize..400,
+        at in any::<prop::sample::Index>(),
+        noise in prop::option::of(prop::collection::vec(any::<u8>(), 1..30)),
+        change in any::<u8>(),
+    ) {
+        let mut bytes = frame(&slices).bytes.to_vec();
+        if let Some(noise) = &noise {
+            let at = at.index(bytes.len());
+            bytes[at..].iter_mut().zip(noise).for_each(|(byte, noise)| *byte = *noise);
+        }
+        if cut >= 200 {
+            bytes.truncate(bytes.len().saturating_sub(cut - 200));
+        }
+        let mut to = vec![0; bytes.len()];
+        let from = Turncoat::of(&bytes, change);
+        let (settled, plain) = (settle(&from, IDENTITY, HASH, &mut to), plain(&bytes, IDENTITY, HASH));
+        // Of several things that are wrong the two may name another one.
+        prop_assert_eq!(settled.is_ok(), plain.is_ok(), "{:?} and {:?}", settled, plain);
+        prop_assert!(settled.is_err() || to == bytes);
+        prop_assert!(from.loads.iter().all(|loads| loads.load(Relaxed) <= 1));
+    }
+
     #[test]
     fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
         prop_assert!(Frame::parse(bytes.clone().into()).is_err());
