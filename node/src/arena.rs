@@ -25,6 +25,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
 use bytes::Bytes;
+use kvfleet_transport::SharedArena;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
@@ -157,15 +158,6 @@ impl Arena {
         (0..self.inner.classes.list().len()).all(|class| state.slabs.has_room(class, purpose))
     }
 
-    /// A handle by which another process of this host can map the arena's memory, to read it.
-    ///
-    /// # Errors
-    /// What the system said.
-    #[cfg(not(miri))]
-    pub fn reader(&self) -> std::io::Result<std::os::fd::OwnedFd> {
-        self.inner.memory.reader()
-    }
-
     /// Where the memory lies and how long it is, for devices that keep it mapped as long as this arena lives; none when
     /// that would cost them too much.
     pub(crate) fn registrable(&self) -> Option<(*mut u8, usize)> {
@@ -247,6 +239,22 @@ impl Arena {
         let slot_bytes = self.inner.classes.list()[class].slot_bytes;
         let offset = self.inner.offset(class, place);
         SlotMut { slot: Slot { inner: Arc::clone(&self.inner), place, offset, slot_bytes, len } }
+    }
+}
+
+impl SharedArena for Arena {
+    fn reader(&self) -> std::io::Result<std::os::fd::OwnedFd> {
+        self.inner.memory.reader()
+    }
+
+    fn len_bytes(&self) -> u64 {
+        self.inner.memory.len() as u64
+    }
+
+    fn offset_of(&self, bytes: &Bytes) -> Option<u64> {
+        let offset = self.inner.memory.offset_of(bytes.as_ptr())?;
+        let end = offset.checked_add(bytes.len())?;
+        (end <= self.inner.memory.len()).then_some(offset as u64)
     }
 }
 

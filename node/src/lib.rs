@@ -9,6 +9,7 @@ pub mod arena;
 pub mod config;
 pub mod memory;
 mod metrics;
+mod scope;
 mod serve;
 pub mod server;
 mod start;

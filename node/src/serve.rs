@@ -1,19 +1,21 @@
 //! Fetch and save as they come from the wire, on top of the store.
 //!
 //! Bytes in DRAM are handed out by reference. What is saved is checked against what was offered before
-//! it is committed. Not here: the wire (`kvfleet-transport`) and who holds what (`store`).
+//! it is committed. Each caller is answered by a service of its own ([`Scope`]). Not here: the wire
+//! (`kvfleet-transport`) and who holds what (`store`).
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use kv_core::evict::BlockKey;
-use kv_core::id::{BlockHash, IdentityDigest, LeaseId, Tier};
+use kv_core::id::{BlockHash, IdentityDigest, LeaseId, TenantId, Tier};
 use kv_core::tier::{Asker, Offered, RefusedBy};
-use kvfleet_proto::frame::Frame;
+use kvfleet_proto::frame::{Frame, Unsettled, settle};
 use kvfleet_proto::trace_context;
 use kvfleet_transport::{
-    BlockService, BoxFuture, FetchAnswer, FetchReply, FetchRequest, Frames, MissReason, SaveDone, SaveOffer,
-    SaveRefusal, SaveRequest, SaveSession,
+    Admission, BlockService, BoxFuture, Caller, FetchAnswer, FetchReply, FetchRequest, Frames, MissReason,
+    SaveDone, SaveOffer, SaveRefusal, SaveRequest, SaveSession,
 };
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::time::Instant;
@@ -21,6 +23,7 @@ use tracing::Instrument;
 
 use crate::arena::{Arena, Purpose};
 use crate::metrics::Metrics;
+use crate::scope::Scope;
 use crate::store::{Ask, BUSY_RETRY, FetchPlan, OfferPlan, Planned, PlannedBytes, Reserved, StoreHandle};
 
 /// How long a save waits for a DRAM slot while demotions are under way, before the block is refused.
@@ -35,7 +38,7 @@ pub const FETCH_TIME_MAX: Duration = Duration::from_secs(60);
 /// How long a waiting save sleeps at most before it asks for a slot again (a wake-up may be missed).
 const ROOM_POLL: Duration = Duration::from_millis(5);
 
-/// The node's side of every path.
+/// The node's side of every path of one caller.
 #[derive(Clone, Debug)]
 pub(crate) struct Service {
     store: StoreHandle,
@@ -43,17 +46,25 @@ pub(crate) struct Service {
     identity: IdentityDigest,
     frame_bytes_max: usize,
     metrics: Metrics,
+    scope: Scope,
 }
 
 impl Service {
+    /// For this process; others are served by what [`BlockService::admit`] gives them.
     pub(crate) fn new(
         store: StoreHandle,
         arena: Arena,
         identity: IdentityDigest,
         frame_bytes_max: usize,
         metrics: Metrics,
+        scope: Scope,
     ) -> Service {
-        Service { store, arena, identity, frame_bytes_max, metrics }
+        Service { store, arena, identity, frame_bytes_max, metrics, scope }
+    }
+
+    /// The same node for another caller.
+    pub(crate) fn scoped(&self, caller: &Caller, tenants: Option<Arc<[TenantId]>>) -> Service {
+        Service { scope: self.scope.of(caller, tenants), ..self.clone() }
     }
 
     async fn answer_fetch(&self, request: FetchRequest) -> FetchReply {
@@ -64,7 +75,7 @@ impl Service {
         if request.hashes.is_empty() {
             return self.without_frames(FetchAnswer::Hit { tiers: Vec::new() });
         }
-        let asker = asker(&request.asker);
+        let asker = self.asker(&request.asker);
         let deadline = Instant::now() + request.deadline.min(FETCH_TIME_MAX);
         let asked = request.hashes.len();
         let hashes = request.hashes;
@@ -81,8 +92,9 @@ impl Service {
                 } else {
                     FetchAnswer::Partial { tiers, reason: MissReason::NotHeld }
                 };
+                let lendable = blocks.iter().map(|block| block.stays).collect();
                 let frames = stream(identity, held, blocks, deadline, permit);
-                FetchReply { answer, frames, epoch: self.store.shared.epoch() }
+                FetchReply { answer, frames, epoch: self.store.shared.epoch(), lendable }
             }
             Ok(FetchPlan::Busy) | Err(_) => self.busy(),
         }
@@ -92,10 +104,26 @@ impl Service {
         if request.asker.identity != self.identity {
             return Some(MissReason::IdentityDiffers);
         }
+        if !self.may_name(request.asker.tenant) {
+            return Some(MissReason::NotHeld);
+        }
         if request.epoch != self.store.shared.epoch() {
             return Some(MissReason::StaleEpoch);
         }
         (request.hashes.len() > REQUEST_BLOCKS_MAX).then_some(MissReason::NotHeld)
+    }
+
+    /// Whether the tenant is one of this caller's.
+    fn may_name(&self, tenant: TenantId) -> bool {
+        let has = self.scope.has(tenant);
+        if !has {
+            tracing::warn!(%tenant, "a caller asks as a tenant that is not its own, check its configuration");
+        }
+        has
+    }
+
+    pub(crate) fn asker(&self, asker: &kvfleet_transport::Asker) -> Asker {
+        Asker { lease: self.scope.lease(asker.lease), tenant: asker.tenant, category: asker.category }
     }
 
     fn busy(&self) -> FetchReply {
@@ -103,11 +131,11 @@ impl Service {
     }
 
     fn without_frames(&self, answer: FetchAnswer) -> FetchReply {
-        FetchReply { answer, frames: Frames::none(), epoch: self.store.shared.epoch() }
+        FetchReply { answer, frames: Frames::none(), epoch: self.store.shared.epoch(), lendable: Vec::new() }
     }
 
     async fn answer_save(&self, request: SaveRequest) -> (SaveOffer, Option<Box<dyn SaveSession>>) {
-        if request.asker.identity != self.identity {
+        if request.asker.identity != self.identity || !self.may_name(request.asker.tenant) {
             return (SaveOffer::Refused(SaveRefusal::IdentityDiffers), None);
         }
         let frame_bytes = match u32::try_from(request.frame_bytes) {
@@ -119,7 +147,7 @@ impl Service {
         if request.hashes.is_empty() || request.hashes.len() > REQUEST_BLOCKS_MAX || offsets_end.is_none() {
             return (SaveOffer::Refused(SaveRefusal::FrameSize), None);
         }
-        let (asker, hashes) = (asker(&request.asker), request.hashes.clone());
+        let (asker, hashes) = (self.asker(&request.asker), request.hashes.clone());
         let (parent, first_offset_blocks) = (request.parent, request.first_offset_blocks);
         let ask = |reply| Ask::Offer { asker, parent, first_offset_blocks, hashes, frame_bytes, reply };
         match self.store.try_ask(ask).await {
@@ -148,7 +176,7 @@ impl Service {
         wanted.reverse();
         let session = Session {
             service: self.clone(),
-            lease: request.asker.lease,
+            lease: self.scope.lease(request.asker.lease),
             frame_bytes: frame_bytes as usize,
             root: request.hashes.first().copied().unwrap_or_default(),
             wanted,
@@ -161,10 +189,6 @@ impl Service {
         let marks = answers.iter().map(|answer| matches!(answer, Offered::Wanted(_))).collect();
         (SaveOffer::Wanted(marks), Some(Box::new(session)))
     }
-}
-
-fn asker(asker: &kvfleet_transport::Asker) -> Asker {
-    Asker { lease: asker.lease, tenant: asker.tenant, category: asker.category }
 }
 
 fn all_refused(answers: &[Offered]) -> Option<SaveRefusal> {
@@ -262,9 +286,26 @@ impl BlockService for Service {
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, ()> {
         Box::pin(async move {
+            let lease = self.scope.lease(lease);
             // A node that stops has no leases left to end.
             let _ = self.store.ask(|reply| Ask::Release { lease, reply }).await;
         })
+    }
+
+    fn admit(&self, caller: &Caller) -> Admission {
+        match caller {
+            Caller::Own => Admission::Same,
+            // Certificates name no tenants: who has one of this cluster's may name every tenant.
+            Caller::Certified(_) => {
+                Admission::Scoped { service: Arc::new(self.scoped(caller, None)), maps: false }
+            }
+            // Nobody said which users of this host are served.
+            Caller::Local { .. } => Admission::Refused,
+        }
+    }
+
+    fn renew(&self, lease: LeaseId) {
+        self.store.tell_later(Ask::Renew { lease: self.scope.lease(lease) });
     }
 }
 
@@ -272,6 +313,7 @@ impl BlockService for Service {
 /// only what did not come is given back.
 struct Session {
     service: Service,
+    /// The book's name for it.
     lease: LeaseId,
     frame_bytes: usize,
     /// A block of the prefix: all of it is listed by one shard.
@@ -282,14 +324,14 @@ struct Session {
 }
 
 impl Session {
-    async fn take(&mut self, frame: Frame) {
+    async fn take(&mut self, frame: &dyn Unsettled) {
         let Some((key, hash)) = self.wanted.pop() else {
             self.done.refused_blocks += 1;
             return;
         };
         // From here on the block is ours to end, one way or the other, even if this future is dropped.
         let mut pending = Pending { store: &self.service.store, key: Some(key) };
-        match self.keep(&frame, hash).await {
+        match self.keep(frame, hash).await {
             Some(bytes) => {
                 let (lease, len) = (self.lease, bytes.len() as u64);
                 if self.service.store.tell(Ask::Put { lease, key, bytes }).await.is_ok() {
@@ -305,18 +347,17 @@ impl Session {
         }
     }
 
-    /// The frame's bytes in the arena, if they are what was offered and there is room.
-    async fn keep(&self, frame: &Frame, hash: BlockHash) -> Option<Bytes> {
-        let len = frame.bytes.len();
+    /// The frame's bytes in the arena, if they are what was offered and there is room. What counts is what is there, and
+    /// not what a peer's fields claim or what else the bytes were before or after.
+    async fn keep(&self, frame: &dyn Unsettled, hash: BlockHash) -> Option<Bytes> {
+        let len = frame.len_bytes();
         if len > self.frame_bytes {
             tracing::warn!(%hash, len, offered = self.frame_bytes, "a frame is larger than offered, check the instance that sent it");
             return None;
         }
-        // Parsed again: what the peer's fields claim is not what its bytes say.
-        let parsed = Frame::parse(frame.bytes.clone());
         let waiting = tokio::time::timeout(SAVE_ROOM_WAIT, self.room(len));
         let mut slot = waiting.await.ok()?;
-        match parsed.and_then(|parsed| parsed.verify_into(self.service.identity, hash, &mut slot)) {
+        match settle(frame, self.service.identity, hash, &mut slot) {
             Ok(()) => Some(slot.freeze()),
             Err(cause) => {
                 tracing::warn!(%hash, %cause, "a saved frame is refused, check the instance that sent it");
@@ -359,7 +400,11 @@ impl Drop for Pending<'_> {
 
 impl SaveSession for Session {
     fn put(&mut self, frame: Frame) -> BoxFuture<'_, ()> {
-        Box::pin(self.take(frame))
+        Box::pin(async move { self.take(&frame.bytes).await })
+    }
+
+    fn put_unsettled(&mut self, frame: Arc<dyn Unsettled>) -> BoxFuture<'_, ()> {
+        Box::pin(async move { self.take(&*frame).await })
     }
 
     fn finish(mut self: Box<Self>) -> BoxFuture<'static, SaveDone> {

@@ -1,5 +1,6 @@
 //! Starting and stopping a node: checks everything that can be wrong before anything is served.
 
+use std::hash::{BuildHasher, RandomState};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
@@ -23,6 +24,7 @@ use crate::arena::{Arena, ArenaShape, SizeClasses};
 use crate::config::{ConfigError, NodeConfig};
 use crate::memory::MemoryBound;
 use crate::metrics::Metrics;
+use crate::scope::Scope;
 use crate::serve::Service;
 use crate::server::Control;
 use crate::store::{
@@ -393,7 +395,6 @@ fn policy(name: &str) -> Box<dyn Policy> {
 
 /// Different in every process, so that nobody can prepare hashes that meet in one bucket.
 fn hash_seed() -> u64 {
-    use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(std::process::id())
 }
 
@@ -454,7 +455,9 @@ fn restore(
 
 pub(crate) fn service(config: &NodeConfig, store: StoreHandle, arena: Arena, metrics: Metrics) -> Service {
     let identity = config.identity.manifest().digest();
-    Service::new(store, arena, identity, config.frame_bytes_max(), metrics)
+    // Like the seed of the book's hashes: nobody outside knows it.
+    let scope = Scope::own(RandomState::new());
+    Service::new(store, arena, identity, config.frame_bytes_max(), metrics, scope)
 }
 
 fn serve_control(

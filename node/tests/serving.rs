@@ -12,7 +12,7 @@ use kvfleet_node::tiers::ssd::SsdFaults;
 use kvfleet_node::{Node, NodeConfig, QuotaSection, TlsSection};
 use kvfleet_proto::frame::Frame;
 use kvfleet_proto::pb;
-use kvfleet_transport::{FetchAnswer, MissReason, SaveAnswer, SaveRefusal};
+use kvfleet_transport::{FetchAnswer, MissReason, Path, SaveAnswer, SaveRefusal};
 use prometheus::Registry;
 use world::*;
 
@@ -52,6 +52,50 @@ async fn another_epoch_or_identity_is_a_miss_with_its_reason() {
     request.asker.identity = IdentityDigest([9; 16]);
     let answer = path.save(request, &|position| frame(all[position])).await.unwrap();
     assert_eq!(answer, SaveAnswer::Refused(SaveRefusal::IdentityDiffers));
+}
+
+#[tokio::test]
+async fn another_certificates_release_ends_nothing_and_a_path_that_is_dialled_anew_goes_on() {
+    let world = World::new();
+    let node = start(&NodeConfig { dram_blocks: Some(1), ..world.config(&[]) }).await;
+    let (ours, theirs) = (world.dial(node.data_addr()).await, dial_as(&world.router, node.data_addr()).await);
+    let all = hashes(0..1);
+    let kept = ours.save(save_request(7, 0, &all), &|_| frame(all[0])).await.unwrap();
+    assert!(matches!(kept, SaveAnswer::Done(done) if done.stored_blocks == 1), "and lease 7 holds it");
+    let other = hashes(50..51);
+    let pushes = async |path: &dyn Path, lease| {
+        let answer = path.save(save_request(lease, 50, &other), &|_| frame(other[0])).await.unwrap();
+        path.release(LeaseId(lease)).await.unwrap();
+        answer
+    };
+    theirs.release(LeaseId(7)).await.unwrap();
+    assert_eq!(pushes(&*theirs, 7).await, SaveAnswer::Refused(SaveRefusal::Full), "it is held still");
+    assert_eq!(status(&world, &node).await.leases, 1);
+    drop(ours);
+    let ours = world.dial(node.data_addr()).await;
+    ours.release(LeaseId(7)).await.unwrap();
+    assert_eq!(status(&world, &node).await.leases, 0);
+    assert!(matches!(pushes(&*theirs, 8).await, SaveAnswer::Done(done) if done.stored_blocks == 1));
+    // Who held the block with another certificate had what everybody may have: the tenant decides what is read.
+    assert_eq!(fetch(&*ours, 9, 0, &other).await.1, 1);
+}
+
+#[tokio::test]
+async fn a_tenant_that_knows_anothers_hash_gets_nothing_for_it() {
+    let world = World::new();
+    let node = start(&world.config(&[])).await;
+    let path = world.dial(node.data_addr()).await;
+    save(&*path, 1, 0..2).await;
+    let all = hashes(0..2);
+    let mut request = fetch_request(2, Epoch(0), &all);
+    request.asker.tenant = TenantId(5);
+    let answer = path.fetch(request, &mut |_| panic!("bytes of another tenant")).await.unwrap();
+    assert_eq!(answer, FetchAnswer::Miss { reason: MissReason::NotHeld });
+    let mut request = save_request(3, 0, &all);
+    request.asker.tenant = TenantId(5);
+    let answer = path.save(request, &|_| panic!("must not be asked for")).await.unwrap();
+    assert_eq!(answer, SaveAnswer::Refused(SaveRefusal::Full));
+    assert_eq!(fetch(&*path, 4, 0, &all).await.1, 2, "whose they are has them");
 }
 
 #[tokio::test]

@@ -7,13 +7,17 @@
 //! Normal outcomes (`Hit`, `Partial`, `Busy`, `Miss`) are values; [`PathError`] is for broken things.
 
 use std::future::Future;
+use std::io;
+use std::os::fd::OwnedFd;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use kv_core::id::{
     BlockHash, Category, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, Seq, TenantId, Tier,
 };
-use kvfleet_proto::frame::Frame;
+use kvfleet_proto::frame::{Frame, Unsettled};
 
 mod frames;
 pub mod loopback;
@@ -350,7 +354,41 @@ pub trait Path: Send + Sync {
 /// Opens paths to nodes by address.
 pub trait Dialer: Send + Sync {
     /// A path to the node whose blocks are served at `address` (`host:port`).
-    fn dial(&self, address: String) -> BoxFuture<'_, Result<std::sync::Arc<dyn Path>, PathError>>;
+    fn dial(&self, address: String) -> BoxFuture<'_, Result<Arc<dyn Path>, PathError>>;
+}
+
+/// Who a connection belongs to, as its transport proved it. Nothing that a request says of itself is in it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Caller {
+    /// This process.
+    Own,
+    /// Whoever has the key of this leaf certificate (DER), which the connection proved. All of its connections are one
+    /// caller, so that one that is dialled anew goes on with the leases of the one before.
+    Certified(Arc<[u8]>),
+    /// A process of this host, as the system says.
+    Local {
+        /// Its user.
+        uid: u32,
+        /// The process that connected; its number may be another one's after it ended.
+        pid: i32,
+        /// Told apart by the number of its connection, which no other one ever has at this node.
+        connection: u64,
+    },
+}
+
+/// What a node says of a caller, before the caller asked anything.
+pub enum Admission {
+    /// It is served as everybody.
+    Same,
+    /// It is served within limits of its own.
+    Scoped {
+        /// Answers this caller, and nobody else.
+        service: Arc<dyn BlockService>,
+        /// Whether it may map the memory of the node's blocks, and so read every tenant's.
+        maps: bool,
+    },
+    /// It is not served.
+    Refused,
 }
 
 /// What a node answers to a fetch: the answer first, then the frames as they become readable.
@@ -362,12 +400,27 @@ pub struct FetchReply {
     pub frames: Frames,
     /// The node's epoch, checked by the caller against the one it asked for.
     pub epoch: Epoch,
+    /// By position: the block has its place in DRAM under this lease, so that its bytes may be lent to another process.
+    /// Empty: none may.
+    pub lendable: Vec<bool>,
 }
 
 /// A save under way on the node's side. Dropping it without `finish` aborts what was not committed.
 pub trait SaveSession: Send {
-    /// Takes the frame of the next wanted block.
+    /// Takes the frame of the next wanted block, whose turn it uses up whatever it is.
     fn put(&mut self, frame: Frame) -> BoxFuture<'_, ()>;
+
+    /// The same of a frame that another process may be writing still: what counts is what a copy of it says. Done when
+    /// nothing of `frame` is read any more.
+    fn put_unsettled(&mut self, frame: Arc<dyn Unsettled>) -> BoxFuture<'_, ()> {
+        let mut bytes = vec![0; frame.len_bytes()];
+        frame.copy(0, &mut bytes);
+        let bytes = Bytes::from(bytes);
+        // What is no frame is put as it is, and refused: the next one must not be taken for this block's.
+        let no_frame =
+            Frame { bytes: bytes.clone(), identity: IdentityDigest::default(), hash: BlockHash::default() };
+        self.put(Frame::parse(bytes).unwrap_or(no_frame))
+    }
 
     /// Commits and answers.
     fn finish(self: Box<Self>) -> BoxFuture<'static, SaveDone>;
@@ -383,4 +436,50 @@ pub trait BlockService: Send + Sync + 'static {
 
     /// Ends a lease.
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, ()>;
+
+    /// How this caller is served. Asked once for each connection, before anything that comes over it is answered.
+    fn admit(&self, _caller: &Caller) -> Admission {
+        Admission::Same
+    }
+
+    /// Starts a lease's time anew, for whoever still reads what it holds; nothing when it ended. Answers at once.
+    fn renew(&self, _lease: LeaseId) {}
+}
+
+/// Memory in which a node's blocks lie and which processes of its host can map, to read it.
+pub trait SharedArena: Send + Sync + 'static {
+    /// A handle by which the memory can be mapped and only be read, whoever has it and whatever is done with it.
+    ///
+    /// # Errors
+    /// What the system said; and when it cannot keep a reader from writing.
+    fn reader(&self) -> io::Result<OwnedFd>;
+
+    /// How long the memory is, in bytes.
+    fn len_bytes(&self) -> u64;
+
+    /// Where in the memory these bytes begin, all of which lie there; nothing when they lie elsewhere.
+    fn offset_of(&self, bytes: &Bytes) -> Option<u64>;
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::suite::{MemoryService, frame, hash, hashes, save_request};
+
+    #[tokio::test]
+    async fn what_is_put_unsettled_is_taken_like_a_frame_and_what_is_none_uses_up_its_turn() {
+        let service = MemoryService::default();
+        let (_, session) = service.save(save_request(&hashes(4))).await;
+        let mut session = session.unwrap();
+        let bytes = |number| frame(hash(number), 1000).bytes;
+        let mut flipped = bytes(3).to_vec();
+        *flipped.last_mut().unwrap() ^= 1;
+        for sent in [bytes(0), Bytes::from_static(b"no frame"), bytes(2), flipped.into()] {
+            session.put_unsettled(Arc::new(sent)).await;
+        }
+        let done = session.finish().await;
+        assert_eq!((done.stored_blocks, done.refused_blocks), (2, 2));
+        assert_eq!([0, 1, 2, 3].map(|number| service.holds(hash(number))), [true, false, true, false]);
+    }
 }

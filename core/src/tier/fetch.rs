@@ -3,7 +3,7 @@
 use super::book::Book;
 use super::{Asker, LeasesFull};
 use crate::evict::BlockKey;
-use crate::id::{BlockHash, Tier, Timestamp};
+use crate::id::{BlockHash, TenantId, Tier, Timestamp};
 
 /// One block that a fetch reaches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,7 +14,7 @@ pub struct Reach {
     pub tier: Tier,
 }
 
-/// What a fetch reaches: the leading blocks up to the first one that is not held.
+/// What a fetch reaches: the leading blocks up to the first one that is not held for its tenant.
 pub type Reached = Vec<Reach>;
 
 impl Book {
@@ -28,17 +28,18 @@ impl Book {
         hashes: &[BlockHash],
         now: Timestamp,
     ) -> Result<Reached, LeasesFull> {
-        let found = self.readable_prefix(hashes);
+        let found = self.readable_prefix(asker.tenant, hashes);
         self.fetch_found(asker, &found, now)
     }
 
-    /// The leading blocks that are readable, for [`Self::fetch_found`] before anything else happens. Changes nothing.
+    /// The tenant's leading blocks that are readable, for [`Self::fetch_found`] before anything else happens. Changes
+    /// nothing.
     #[must_use]
-    pub fn readable_prefix(&self, hashes: &[BlockHash]) -> Vec<BlockKey> {
-        hashes.iter().map_while(|hash| self.readable(hash)).collect()
+    pub fn readable_prefix(&self, tenant: TenantId, hashes: &[BlockHash]) -> Vec<BlockKey> {
+        hashes.iter().map_while(|hash| self.readable(tenant, hash)).collect()
     }
 
-    /// [`Self::fetch`] of blocks that were just found.
+    /// [`Self::fetch`] of blocks that were just found for the same tenant.
     ///
     /// # Errors
     /// [`LeasesFull`] when the lease is new and the limit is reached.
@@ -96,8 +97,14 @@ impl Book {
         self.shelf_mut(tier).numbers.hit(category, gap_us);
     }
 
-    pub(super) fn readable(&self, hash: &BlockHash) -> Option<BlockKey> {
+    /// Another tenant's block is as good as not there: who knows its hash has no right to its bytes.
+    pub(super) fn readable(&self, tenant: TenantId, hash: &BlockHash) -> Option<BlockKey> {
         let key = self.slab.find(hash)?;
-        self.slab.get(key).is_some_and(|entry| !entry.writing).then_some(key)
+        self.slab.get(key).is_some_and(|entry| !entry.writing && entry.meta.tenant == tenant).then_some(key)
+    }
+
+    /// Whose block has this hash, readable or still being written.
+    pub(super) fn owner(&self, hash: &BlockHash) -> Option<TenantId> {
+        self.slab.find(hash).and_then(|key| self.slab.get(key)).map(|entry| entry.meta.tenant)
     }
 }

@@ -27,6 +27,7 @@ pub(super) struct Lease {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Passed {
     pub(super) hash: BlockHash,
+    pub(super) tenant: TenantId,
     pub(super) traits: BlockTraits,
 }
 
@@ -167,10 +168,11 @@ impl Book {
         }
     }
 
-    /// Whether this was the last block of a lease that was not let in, and is not here since.
-    pub(super) fn was_passed_last(&self, id: LeaseId, hash: &BlockHash) -> bool {
-        let last = self.leases.get(&id).and_then(|lease| lease.passed.last());
-        last.is_some_and(|last| last.hash == *hash) && self.slab.find(hash).is_none()
+    /// Whether this was the last block of a lease that was not let in, and is not here for its tenant since.
+    pub(super) fn was_passed_last(&self, asker: Asker, hash: &BlockHash) -> bool {
+        let last = self.leases.get(&asker.lease).and_then(|lease| lease.passed.last());
+        last.is_some_and(|last| last.hash == *hash && last.tenant == asker.tenant)
+            && self.owner(hash) != Some(asker.tenant)
     }
 
     /// Forgets that a lease held a block that never came.
@@ -207,8 +209,8 @@ impl Book {
         tenants.into_iter().for_each(|tenant| self.enforce_quota(tenant));
     }
 
-    /// What a request was not let in with, each block once, from the tail to the head. What somebody else brought since was
-    /// used by it like any other, and joins `live`.
+    /// What a request was not let in with, each block once, from the tail to the head. What somebody else brought since for
+    /// the same tenant was used by it like any other, and joins `live`; of another tenant's block it is no use.
     fn sort_passed(&self, mut passed: Vec<Passed>, live: &mut Vec<BlockKey>) -> Vec<BlockTraits> {
         if passed.is_empty() {
             return Vec::new();
@@ -218,7 +220,9 @@ impl Book {
         let before = live.len();
         passed.retain(|passed| match self.slab.find(&passed.hash) {
             Some(key) => {
-                let is_readable = |entry: &Entry| !entry.writing && entry.place.is_some();
+                let is_readable = |entry: &Entry| {
+                    !entry.writing && entry.place.is_some() && entry.meta.tenant == passed.tenant
+                };
                 if self.slab.get(key).is_some_and(is_readable) {
                     live.push(key);
                 }

@@ -14,7 +14,7 @@ pub enum Offered {
     /// Room is reserved under this key; end it with [`Book::commit`] or [`Book::abort`]. Run the drops
     /// of [`Book::next_action`] before keeping bytes under it: the key may have been another block's.
     Wanted(BlockKey),
-    /// It is here, or another save is writing it: no bytes needed.
+    /// It is here for this tenant, or another save of the tenant is writing it: no bytes needed.
     Present,
     /// It cannot be taken.
     Refused(RefusedBy),
@@ -25,7 +25,8 @@ pub enum Offered {
 pub enum RefusedBy {
     /// The tenant's quota, and nothing of the tenant may leave.
     Quota,
-    /// Every block that could give way is held or of a tenant that has no more, or no tier admits new blocks.
+    /// Every block that could give way is held or of a tenant that has no more, or no tier admits new blocks; or another
+    /// tenant has a block of this hash.
     Full,
     /// What would have to leave is worth more, as far as the policy can tell. There is no tier below to take either.
     Worth,
@@ -58,12 +59,12 @@ impl Book {
         self.open_lease(asker, now)?;
         // Present blocks are held first: making room for an early block must not drop a later one.
         for hash in offer.hashes {
-            if let Some(key) = self.readable(hash) {
+            if let Some(key) = self.readable(asker.tenant, hash) {
                 self.hold(asker.lease, key);
             }
         }
         // Nor behind what was refused in an earlier offer of the same lease.
-        let is_behind = offer.parent.is_some_and(|parent| self.was_passed_last(asker.lease, &parent));
+        let is_behind = offer.parent.is_some_and(|parent| self.was_passed_last(asker, &parent));
         let (mut parent, mut refused) = (offer.parent, is_behind.then_some(RefusedBy::Worth));
         let mut answers = Vec::with_capacity(offer.hashes.len());
         for (&hash, position) in offer.hashes.iter().zip(0u32..) {
@@ -90,8 +91,15 @@ impl Book {
         refused: &mut Option<RefusedBy>,
         now: Timestamp,
     ) -> Offered {
-        if self.slab.find(&meta.hash).is_some() {
-            return Offered::Present;
+        match self.owner(&meta.hash) {
+            Some(owner) if owner == meta.tenant => return Offered::Present,
+            // There is one block of a hash, and nobody is told of another tenant's. What comes behind it could not be
+            // reached, wanted or not.
+            Some(_) => {
+                *refused = Some(RefusedBy::Full);
+                return Offered::Refused(RefusedBy::Full);
+            }
+            None => {}
         }
         // What stood in the way of one block of an offer stands in the way of the later ones, which cost
         // the same: an offer only ever takes room. Nor are they worth more, for who asks for them asks for the first;
@@ -107,7 +115,8 @@ impl Book {
                 *refused = Some(by);
                 if by == RefusedBy::Worth {
                     self.dram.stats.turned_away_blocks += 1;
-                    self.pass(asker.lease, Passed { hash: meta.hash, traits: meta.traits });
+                    let passed = Passed { hash: meta.hash, tenant: meta.tenant, traits: meta.traits };
+                    self.pass(asker.lease, passed);
                 }
                 return Offered::Refused(by);
             }

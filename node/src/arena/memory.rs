@@ -1,8 +1,8 @@
 //! The arena's memory: one file without a name, mapped once, all of it there from the start.
 //!
 //! A file, and not anonymous memory, so that others on this host can be given it to read where it is. Its size is sealed,
-//! or whoever holds it could cut it off under our feet, and so is writing by anybody but this mapping. In huge pages
-//! where the machine has set some aside. Not here: what lies where (`super`).
+//! or whoever holds it could cut it off under our feet, and so is writing by anybody but this mapping; and that nobody
+//! seals more of it. In huge pages where the machine has set some aside. Not here: what lies where (`super`).
 
 use std::ptr::NonNull;
 
@@ -19,6 +19,9 @@ pub(super) struct Memory {
     base: NonNull<u8>,
     len: usize,
     is_huge: bool,
+    /// No mapping but ours will ever write it, whoever is given the file.
+    #[cfg(not(miri))]
+    is_sealed: bool,
     #[cfg(not(miri))]
     file: std::os::fd::OwnedFd,
 }
@@ -50,7 +53,7 @@ impl Memory {
         }
         let file = rustix::fs::memfd_create(NAME, flags())?;
         rustix::fs::ftruncate(&file, len as u64)?;
-        let memory = Memory::map(file, len)?;
+        let mut memory = Memory::map(file, len)?;
         if memory.is_advised() {
             tracing::info!(bytes = len, "the arena lies in huge pages as far as the system finds some");
         } else {
@@ -88,7 +91,7 @@ impl Memory {
         // until it is sealed.
         let base = unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, &file, 0)? };
         let base = NonNull::new(base.cast()).ok_or(std::io::ErrorKind::OutOfMemory)?;
-        Ok(Memory { base, len, is_huge: false, file })
+        Ok(Memory { base, len, is_huge: false, is_sealed: false, file })
     }
 
     /// Asks for huge pages; whether the system gives any to shared memory that asks.
@@ -120,25 +123,44 @@ impl Memory {
     }
 
     #[cfg(not(miri))]
-    fn seal(&self) -> std::io::Result<()> {
+    fn seal(&mut self) -> std::io::Result<()> {
         use rustix::fs::{SealFlags, fcntl_add_seals};
         fcntl_add_seals(&self.file, SealFlags::GROW | SealFlags::SHRINK)?;
-        // Kernels before 5.1 do not know it; then a reader is kept from writing by the handle alone that it is given.
-        if let Err(cause) = fcntl_add_seals(&self.file, SealFlags::FUTURE_WRITE) {
-            tracing::debug!(%cause, "the arena cannot be sealed against writers");
+        // Kernels before 5.1 do not know it.
+        match fcntl_add_seals(&self.file, SealFlags::FUTURE_WRITE) {
+            Ok(()) => self.is_sealed = true,
+            Err(cause) => {
+                tracing::debug!(%cause, "the arena cannot be sealed against writers: nobody is given it to read");
+            }
         }
-        Ok(())
+        // Last: who opens the file anew could seal it against us.
+        Ok(fcntl_add_seals(&self.file, SealFlags::SEAL)?)
     }
 
     /// A handle by which the memory can be mapped and only be read.
     ///
     /// # Errors
-    /// What the system said.
+    /// What the system said; and where it cannot keep a reader from opening the file anew, to write it.
     #[cfg(not(miri))]
     pub(super) fn reader(&self) -> std::io::Result<std::os::fd::OwnedFd> {
         use std::os::fd::AsRawFd;
+        if !self.is_sealed {
+            return Err(std::io::Error::other(
+                "this kernel cannot seal memory against writers; Linux 5.1 and later can",
+            ));
+        }
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         Ok(std::fs::File::open(path)?.into())
+    }
+
+    #[cfg(miri)]
+    pub(super) fn reader(&self) -> std::io::Result<std::os::fd::OwnedFd> {
+        Err(std::io::ErrorKind::Unsupported.into())
+    }
+
+    /// How long it is, in bytes.
+    pub(super) fn len(&self) -> usize {
+        self.len
     }
 
     #[cfg(miri)]
@@ -204,7 +226,8 @@ impl Drop for Memory {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use rustix::fs::{FallocateFlags, fallocate, ftruncate};
+    use kvfleet_errors_doc::says;
+    use rustix::fs::{FallocateFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, ftruncate};
     use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
     use std::os::fd::{AsFd, AsRawFd};
 
@@ -232,11 +255,22 @@ mod tests {
             // SAFETY: as above; it is refused.
             assert!(unsafe { mmap(std::ptr::null_mut(), LEN, writable, MapFlags::SHARED, file, 0) }.is_err());
             assert!(ftruncate(file, 0).is_err());
+            // Not even one that is there already: nobody seals anything any more.
+            assert_eq!(fcntl_add_seals(file, SealFlags::GROW), Err(rustix::io::Errno::PERM));
         }
+        let all = SealFlags::GROW | SealFlags::SHRINK | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
+        assert_eq!(fcntl_get_seals(&reader), Ok(all));
         assert!(rustix::io::pwrite(&again, &[1], 0).is_err());
         assert!(fallocate(&again, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0, 4096).is_err());
         // SAFETY: the reader's mapping, which nothing refers to any more.
         unsafe { munmap(seen, LEN) }.unwrap();
+    }
+
+    #[test]
+    fn memory_that_readers_could_write_is_given_to_none() {
+        let mut memory = Memory::new(LEN).unwrap();
+        memory.is_sealed = false;
+        says("memory that a kernel cannot seal against writers", &memory.reader().unwrap_err(), &[]);
     }
 
     #[test]

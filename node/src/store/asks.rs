@@ -75,6 +75,11 @@ pub enum Ask {
         /// Note taken.
         reply: oneshot::Sender<()>,
     },
+    /// Somebody still reads what a lease holds.
+    Renew {
+        /// The lease.
+        lease: LeaseId,
+    },
     /// The routers gave a new epoch.
     Joined {
         /// The epoch.

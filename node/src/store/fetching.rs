@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use kv_core::id::{BlockHash, Tier};
+use kv_core::id::{BlockHash, TenantId, Tier};
 use kv_core::tier::{Asker, Reach};
 use kvfleet_transport::MissReason;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
@@ -53,6 +53,9 @@ pub enum FetchPlan {
 pub struct Planned {
     /// Where it is read from.
     pub tier: Tier,
+    /// It has its place in DRAM as long as the lease lasts. What is read past DRAM, or on its way out, lies in room that
+    /// is meant for what passes, and must not stay there.
+    pub stays: bool,
     /// Its bytes, now or later.
     pub bytes: PlannedBytes,
 }
@@ -70,13 +73,16 @@ impl Store {
     pub(super) fn fetch(&mut self, asker: Asker, hashes: &[BlockHash]) -> FetchPlan {
         let now = self.now();
         // The room first: a fetch told to come again must not leave a lease and running loads behind.
-        let found = self.parts.book.readable_prefix(hashes);
+        let found = self.parts.book.readable_prefix(asker.tenant, hashes);
         let Some(permit) = self.parts.budget.take(self.parts.book.bytes_to_load(&found)) else {
             return FetchPlan::Busy;
         };
         match self.parts.book.fetch_found(asker, &found, now) {
             Ok(reached) => {
-                let blocks = reached.into_iter().zip(hashes).map(|(reach, hash)| self.plan(reach, *hash));
+                let blocks = reached
+                    .into_iter()
+                    .zip(hashes)
+                    .map(|(reach, hash)| self.plan(asker.tenant, reach, *hash));
                 FetchPlan::Blocks { blocks: blocks.collect(), permit }
             }
             Err(full) => {
@@ -86,16 +92,17 @@ impl Store {
         }
     }
 
-    fn plan(&mut self, reach: Reach, hash: BlockHash) -> Planned {
+    fn plan(&mut self, tenant: TenantId, reach: Reach, hash: BlockHash) -> Planned {
         self.parts.metrics.hit(reach.tier);
         let bytes = match (reach.tier, &self.row(reach.key).dram) {
             (Tier::Dram, Some(held)) => PlannedBytes::Ready(held.lend()),
             _ => {
                 let (tell, told) = oneshot::channel();
-                self.loads.entry(hash).or_default().waiting.push(tell);
+                self.loads.entry(hash).or_default().waiting.push((tenant, tell));
                 PlannedBytes::Loading(told)
             }
         };
-        Planned { tier: reach.tier, bytes }
+        let stays = self.parts.book.place(reach.key) == Some(Tier::Dram);
+        Planned { tier: reach.tier, stays, bytes }
     }
 }

@@ -37,6 +37,7 @@ async fn slow_readers_of_a_gpu_keep_neither_loads_from_ssd_nor_saves_waiting() {
     let (config, bench) = full(dir.path()).await;
     let mut slow = bench.service.fetch(fetch_request(200, 0..64)).await;
     assert_eq!(slow.answer, FetchAnswer::Hit { tiers: vec![Tier::Gpu; 64] });
+    assert_eq!(slow.lendable, [false; 64], "they lie in slots that others need");
     until_in_dram(&bench, &config, 4 + GPU_READS_MAX).await;
     // Three rounds of the tier: whatever of DRAM a load or a save leaves behind would be missing in the next one.
     for lease in 0..12 {

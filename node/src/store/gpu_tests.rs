@@ -4,14 +4,14 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use kv_core::id::{Category, LeaseId, TenantId, Tier};
+use kv_core::id::{LeaseId, Tier};
 use kvfleet_errors_doc::says;
 use kvfleet_proto::frame::Frame;
 use kvfleet_proto::pb;
 use kvfleet_transport::{BlockService, FetchAnswer, MissReason};
 use tokio::time::timeout;
 
-use super::tests::{BLOCK_BYTES, Bench, PATIENCE, config, frame, hash, open_with};
+use super::tests::{BLOCK_BYTES, Bench, PATIENCE, asker, config, frame, hash, open_with};
 use super::*;
 use crate::NodeConfig;
 use crate::start::{gpu_bytes_min, gpu_shape};
@@ -73,12 +73,11 @@ pub(super) async fn read(
     lease: u64,
     number: u64,
 ) -> (Tier, oneshot::Receiver<Result<Bytes, MissReason>>) {
-    let asker =
-        kv_core::tier::Asker { lease: LeaseId(lease), tenant: TenantId(0), category: Category::default() };
+    let asker = bench.service.asker(&asker(lease));
     let hashes = vec![hash(number)];
     let plan = bench.store.ask(|reply| Ask::Fetch { asker, hashes, reply }).await.unwrap();
     let FetchPlan::Blocks { mut blocks, .. } = plan else { panic!("{plan:?}") };
-    let Planned { tier, bytes } = blocks.remove(0);
+    let Planned { tier, bytes, .. } = blocks.remove(0);
     match bytes {
         PlannedBytes::Loading(told) => (tier, told),
         PlannedBytes::Ready(bytes) => {

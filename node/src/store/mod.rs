@@ -5,6 +5,8 @@
 //! `moving`, `gpu`, `packing`, `status`. Not here: decisions (`kv_core::tier`) and the wire (`serve`).
 
 mod asks;
+#[cfg(test)]
+mod caller_tests;
 mod fetching;
 mod gpu;
 #[cfg(test)]
@@ -293,6 +295,7 @@ impl Store {
                 self.parts.book.release(lease, self.now());
                 let _ = reply.send(());
             }
+            Ask::Renew { lease } => self.parts.book.renew(lease, self.now()),
             Ask::Joined { epoch, shards, reply } => {
                 self.joined(epoch, shards);
                 let _ = reply.send(());

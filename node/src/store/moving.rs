@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kv_core::evict::BlockKey;
-use kv_core::id::{BlockHash, Tier, Timestamp};
+use kv_core::id::{BlockHash, TenantId, Tier, Timestamp};
 use kv_core::tier::{Action, Room};
 use kvfleet_transport::MissReason;
 use tokio::sync::oneshot;
@@ -32,10 +32,10 @@ pub(super) struct Move {
     is_load: bool,
 }
 
-/// Readers who wait for a block.
+/// Readers who wait for a block, and of which tenant.
 #[derive(Debug, Default)]
 pub(super) struct Load {
-    pub(super) waiting: Vec<oneshot::Sender<Result<Bytes, MissReason>>>,
+    pub(super) waiting: Vec<(TenantId, oneshot::Sender<Result<Bytes, MissReason>>)>,
 }
 
 /// Why a tier takes nothing, and until when.
@@ -317,7 +317,8 @@ impl Store {
     pub(super) fn loaded(&mut self, key: BlockKey, hash: BlockHash, bytes: Bytes) {
         self.keep(key, bytes);
         let readable = self.row(key).dram.as_ref().map(Held::lend);
-        self.tell_waiting(hash, &readable.ok_or(MissReason::NotHeld));
+        let owner = self.parts.book.meta(key).map(|meta| meta.tenant);
+        self.tell_waiting(hash, &readable.zip(owner).ok_or(MissReason::NotHeld));
         self.parts.book.on_moved(key, Tier::Dram);
     }
 
@@ -326,10 +327,17 @@ impl Store {
         self.parts.book.on_move_failed(key, Tier::Dram, self.now());
     }
 
-    pub(super) fn tell_waiting(&mut self, hash: BlockHash, result: &Result<Bytes, MissReason>) {
-        for waiting in self.loads.remove(&hash).unwrap_or_default().waiting {
+    /// What became of a load: the bytes and whose they are.
+    pub(super) fn tell_waiting(&mut self, hash: BlockHash, result: &Result<(Bytes, TenantId), MissReason>) {
+        for (tenant, waiting) in self.loads.remove(&hash).unwrap_or_default().waiting {
+            let told = match result {
+                Ok((bytes, owner)) if *owner == tenant => Ok(bytes.clone()),
+                // A block that was over before its load ended, whose hash another tenant took meanwhile.
+                Ok(_) => Err(MissReason::NotHeld),
+                Err(reason) => Err(*reason),
+            };
             // A reader past its deadline is gone.
-            let _ = waiting.send(result.clone());
+            let _ = waiting.send(told);
         }
     }
 

@@ -44,7 +44,7 @@ pub(super) fn config(dir: &std::path::Path, dram_blocks: u64, ssd_blocks: u64) -
     }
 }
 
-async fn open(config: &NodeConfig) -> Bench {
+pub(super) async fn open(config: &NodeConfig) -> Bench {
     open_with(config, |_| {}).await
 }
 
@@ -53,7 +53,7 @@ pub(super) async fn parts(config: &NodeConfig) -> Parts {
 }
 
 /// The same on SSDs with these faults.
-async fn parts_on(config: &NodeConfig, faults: Arc<SsdFaults>) -> Parts {
+pub(super) async fn parts_on(config: &NodeConfig, faults: Arc<SsdFaults>) -> Parts {
     let arena = start::open_arena(config).unwrap();
     let shared = Arc::new(Shared::new(NodeId(1)));
     let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
@@ -65,7 +65,7 @@ pub(super) async fn open_with(config: &NodeConfig, change: impl FnOnce(&mut Part
     open_of(config, parts(config).await, change)
 }
 
-fn open_of(config: &NodeConfig, mut parts: Parts, change: impl FnOnce(&mut Parts)) -> Bench {
+pub(super) fn open_of(config: &NodeConfig, mut parts: Parts, change: impl FnOnce(&mut Parts)) -> Bench {
     change(&mut parts);
     let (arena, metrics) = (parts.arena.clone(), parts.metrics.clone());
     let stop = CancellationToken::new();
@@ -89,7 +89,7 @@ pub(super) fn frame(number: u64, payload: usize) -> Frame {
     seal(identity(), hash(number), KeyForm::Rotated, &[u32::try_from(payload).unwrap()], &fill).unwrap()
 }
 
-fn asker(lease: u64) -> kvfleet_transport::Asker {
+pub(super) fn asker(lease: u64) -> kvfleet_transport::Asker {
     kvfleet_transport::Asker {
         lease: LeaseId(lease),
         request: RequestId(lease),
@@ -100,7 +100,7 @@ fn asker(lease: u64) -> kvfleet_transport::Asker {
     }
 }
 
-fn save_request(lease: u64, numbers: std::ops::Range<u64>) -> SaveRequest {
+pub(super) fn save_request(lease: u64, numbers: std::ops::Range<u64>) -> SaveRequest {
     SaveRequest {
         asker: asker(lease),
         parent: None,
@@ -183,7 +183,7 @@ impl Bench {
 }
 
 /// A node whose block 0 is on SSD only, and whose one DRAM block is held under lease 3.
-async fn block_on_ssd(config: &NodeConfig) -> Bench {
+pub(super) async fn block_on_ssd(config: &NodeConfig) -> Bench {
     let bench = open(config).await;
     bench.saved(1, 0..1).await;
     bench.saved(2, 1..2).await;

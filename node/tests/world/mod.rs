@@ -70,13 +70,17 @@ impl World {
     }
 
     pub async fn dial(&self, address: SocketAddr) -> Arc<dyn Path> {
-        let dialer = QuicDialer::new(&self.identity, QuicConfig::default());
-        dialer.dial(address.to_string()).await.unwrap()
+        dial_as(&self.identity, address).await
     }
 
     pub async fn control(&self, address: SocketAddr) -> NodeControlClient<Channel> {
         control_as(&self.identity, address).await
     }
+}
+
+/// A path to a node, as whoever this is.
+pub async fn dial_as(identity: &Identity, address: SocketAddr) -> Arc<dyn Path> {
+    QuicDialer::new(identity, QuicConfig::default()).dial(address.to_string()).await.unwrap()
 }
 
 /// A node's control calls, as whoever this is.

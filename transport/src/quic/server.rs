@@ -15,6 +15,7 @@ use kvfleet_proto::tls::Identity;
 use kvfleet_proto::trace_context;
 use quinn::crypto::rustls::QuicServerConfig;
 use quinn::{Connection, Endpoint, RecvStream, SendStream, default_runtime};
+use rustls_pki_types::CertificateDer;
 use tokio::sync::Semaphore;
 use tokio::task::{JoinHandle, JoinSet};
 use tracing::Instrument;
@@ -27,7 +28,10 @@ use super::{
     save_bytes_in_flight,
 };
 use crate::wire::{self, Operation};
-use crate::{BlockService, FetchAnswer, FetchRequest, PathError, SaveOffer, SaveRequest, SaveSession};
+use crate::{
+    Admission, BlockService, Caller, FetchAnswer, FetchRequest, PathError, SaveOffer, SaveRequest,
+    SaveSession,
+};
 
 /// Frame size assumed before the first frame was sent, in bytes.
 const FRAME_BYTES_GUESS: u64 = 64 << 10;
@@ -66,6 +70,7 @@ pub struct QuicServer {
 
 /// What all streams of a server share.
 struct Shared {
+    /// Says who answers each connection.
     service: Arc<dyn BlockService>,
     saves: Semaphore,
     fetches: InFlight,
@@ -171,12 +176,16 @@ async fn accept(endpoint: Endpoint, shared: Arc<Shared>) {
 }
 
 async fn serve_connection(connection: Connection, shared: Arc<Shared>) {
+    let Some(service) = admit(&connection, &shared.service) else {
+        tracing::warn!(peer = %connection.remote_address(), "a caller is refused by its certificate");
+        return connection.close(CODE_REFUSED, b"this caller is not served");
+    };
     let mut streams = JoinSet::new();
     while let Ok((send, recv)) = connection.accept_bi().await {
         while streams.try_join_next().is_some() {}
-        let shared = Arc::clone(&shared);
+        let (shared, service) = (Arc::clone(&shared), Arc::clone(&service));
         streams.spawn(async move {
-            let mut stream = Stream { send, recv };
+            let mut stream = Stream { service, send, recv };
             if let Err(error) = shared.serve(&mut stream).await {
                 tracing::debug!(%error, "operation ended early");
                 stream.refuse();
@@ -185,8 +194,21 @@ async fn serve_connection(connection: Connection, shared: Arc<Shared>) {
     }
 }
 
-/// Both halves of one operation's stream.
+/// Who answers on this connection; nothing when its caller is not served.
+fn admit(connection: &Connection, service: &Arc<dyn BlockService>) -> Option<Arc<dyn BlockService>> {
+    // A handshake without one does not end; if one did, its caller would be nobody.
+    let chain = connection.peer_identity()?.downcast::<Vec<CertificateDer<'static>>>().ok()?;
+    let caller = Caller::Certified(chain.first()?.as_ref().into());
+    match service.admit(&caller) {
+        Admission::Same => Some(Arc::clone(service)),
+        Admission::Scoped { service, .. } => Some(service),
+        Admission::Refused => None,
+    }
+}
+
+/// Both halves of one operation's stream, and who answers.
 struct Stream {
+    service: Arc<dyn BlockService>,
     send: SendStream,
     recv: RecvStream,
 }
@@ -250,7 +272,7 @@ impl Shared {
                 tokio::time::timeout(self.times.save_max, self.save(request, stream)).await?
             }
             Operation::Release(lease) => {
-                self.timed(self.service.release(lease)).await?;
+                self.timed(stream.service.release(lease)).await?;
                 self.answer(stream, &pong()).await
             }
             Operation::Ping => self.answer(stream, &pong()).await,
@@ -268,7 +290,7 @@ impl Shared {
             let busy = FetchAnswer::Busy { retry_after: RETRY_AFTER };
             return self.answer(stream, &wire::head_to_pb(&busy, request.epoch)).await;
         };
-        let mut reply = self.service.fetch(request).await;
+        let mut reply = stream.service.fetch(request).await;
         self.answer(stream, &wire::head_to_pb(&reply.answer, reply.epoch)).await?;
         let mut stopped = std::pin::pin!(stream.send.stopped());
         for _ in reply.answer.tiers() {
@@ -298,7 +320,7 @@ impl Shared {
         };
         let frame_bytes = request.frame_bytes;
         let limit = usize::try_from(frame_bytes).unwrap_or(usize::MAX).min(FRAME_BYTES_MAX);
-        let (offer, session) = self.service.save(request).await;
+        let (offer, session) = stream.service.save(request).await;
         self.answer(stream, &wire::offer_to_pb(&offer)).await?;
         let (SaveOffer::Wanted(wanted), Some(session)) = (offer, session) else { return Ok(()) };
         let wanted = wanted.iter().filter(|wanted| **wanted).count();

@@ -1,6 +1,7 @@
 //! The suite over QUIC, and what only QUIC has: certificates, hostile bytes, limits, lost peers.
 #![allow(clippy::unwrap_used)]
 
+mod callers;
 mod lost;
 
 use std::net::{Ipv4Addr, SocketAddr};

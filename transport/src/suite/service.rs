@@ -169,7 +169,8 @@ impl BlockService for MemoryService {
                 }
             }
         });
-        Box::pin(std::future::ready(FetchReply { answer, frames: Frames::then(Vec::new(), frames), epoch }))
+        let frames = Frames::then(Vec::new(), frames);
+        Box::pin(std::future::ready(FetchReply { answer, frames, epoch, lendable: Vec::new() }))
     }
 
     fn save(&self, request: SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {

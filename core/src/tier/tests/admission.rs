@@ -209,6 +209,40 @@ fn what_another_request_brought_meanwhile_was_used_and_not_passed() {
 }
 
 #[test]
+fn what_another_tenant_brought_meanwhile_is_not_here_and_was_not_used() {
+    let (mut book, told) = weighing(4, 0);
+    request(&mut book, &[1, 2, 3, 4], 1);
+    assert_eq!(ask(&mut book, call(9, 0), &[10, 11], 9), [WORTH, WORTH]);
+    let behind = hashes(&[12]);
+    let offer = Offer { parent: Some(hash(11)), first_offset_blocks: 2, hashes: &behind, charge: CHARGE };
+    let answers = book.offer(call(9, 7), offer, Timestamp(9)).unwrap();
+    let [Offered::Wanted(key)] = answers[..] else { panic!("that tenant was turned away with nothing") };
+    book.abort(key);
+    assert!(matches!(ask(&mut book, call(10, 7), &[11], 10)[..], [Offered::Wanted(_)]));
+    book.release(LeaseId(10), Timestamp(10));
+    // There is room by now.
+    book.set_quotas([(TenantId(0), 2 * u64::from(CHARGE.frame))]);
+    drain(&mut book);
+    book.set_quotas([]);
+    assert_eq!(book.offer(call(9, 0), offer, Timestamp(11)).unwrap(), [WORTH], "11 is not here for this one");
+    told.try_iter().for_each(drop);
+    book.release(LeaseId(9), Timestamp(12));
+    assert_eq!(told.try_iter().collect::<Vec<_>>(), [(2, false), (0, false)]);
+}
+
+#[test]
+fn behind_another_tenants_block_nothing_comes_in_that_is_wanted() {
+    let (mut book, _told) = weighing(2, 0);
+    assert_eq!(request(&mut book, &[2], 1), 0);
+    assert!(matches!(ask(&mut book, call(2, 7), &[1], 2)[..], [Offered::Wanted(_)]));
+    book.set_pins([order(1, PinKind::Soft, &[11, 12])], Timestamp(2));
+    let full = Offered::Refused(RefusedBy::Full);
+    assert_eq!(ask(&mut book, call(9, 0), &[10, 1, 11], 9), [WORTH, full, full]);
+    assert_eq!(book.stats(Tier::Dram).turned_away_blocks, 1, "only what was weighed");
+    assert!(matches!(ask(&mut book, call(10, 0), &[10, 12], 10)[..], [WORTH, Offered::Wanted(_)]));
+}
+
+#[test]
 fn what_is_wanted_is_weighed_nowhere_and_a_stretch_drives_out_nothing_that_is_worth_more() {
     let mut marks = TierLimits::exact(Capacity::Blocks(10));
     (marks.watermark_high, marks.watermark_low) = (0.9, 0.4);

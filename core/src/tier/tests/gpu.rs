@@ -137,7 +137,7 @@ fn a_block_on_the_gpu_is_read_by_way_of_dram_and_keeps_its_place() {
     let mut book = filled(2, 4, 0, 2);
     use_again(&mut book, &[1], 10);
     let all = hashes(&[1]);
-    assert_eq!(book.bytes_to_load(&book.readable_prefix(&all)), 100);
+    assert_eq!(book.bytes_to_load(&book.readable_prefix(TenantId(0), &all)), 100);
     assert_eq!(read(&mut book, 7, 1, 20), Tier::Gpu);
     // Nothing of a GPU is used for it but a reader's place.
     let room = Room { gpu_read: true, ..Room::default() };

@@ -12,7 +12,7 @@ use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
 enum Op {
-    Fetch { lease: u64, first: u64, count: u64 },
+    Fetch { lease: u64, first: u64, count: u64, tenant: u32 },
     Offer { lease: u64, first: u64, count: u64, tenant: u32 },
     CommitOldest { frame: u32 },
     AbortOldest,
@@ -39,7 +39,8 @@ enum Op {
 fn op() -> impl Strategy<Value = Op> {
     let lease = 0u64..6;
     prop_oneof![
-        4 => (lease.clone(), 0u64..20, 1u64..6).prop_map(|(lease, first, count)| Op::Fetch { lease, first, count }),
+        4 => (lease.clone(), 0u64..20, 1u64..6, 0u32..2)
+            .prop_map(|(lease, first, count, tenant)| Op::Fetch { lease, first, count, tenant }),
         6 => (lease.clone(), 0u64..20, 1u64..6, 0u32..2)
             .prop_map(|(lease, first, count, tenant)| Op::Offer { lease, first, count, tenant }),
         8 => (1u32..=100).prop_map(|frame| Op::CommitOldest { frame }),
@@ -104,10 +105,7 @@ impl World {
         self.now += 1000;
         let now = Timestamp(self.now);
         match op.clone() {
-            Op::Fetch { lease, first, count } => {
-                let all: Vec<BlockHash> = (first..first + count).map(hash).collect();
-                self.book.fetch(asker(lease), &all, now).unwrap();
-            }
+            Op::Fetch { lease, first, count, tenant } => self.fetch(lease, first, count, tenant),
             Op::Offer { lease, first, count, tenant } => self.offer(lease, first, count, tenant),
             Op::CommitOldest { frame } if !self.writing.is_empty() => {
                 let key = self.writing.remove(0);
@@ -175,6 +173,58 @@ impl World {
         self.drop_bytes();
     }
 
+    /// Reaches the tenant's own leading blocks, and holds those and no others.
+    fn fetch(&mut self, lease: u64, first: u64, count: u64, tenant: u32) {
+        let all: Vec<BlockHash> = (first..first + count).map(hash).collect();
+        let who = Asker { tenant: TenantId(tenant), ..asker(lease) };
+        let others = self.others_holds(who.tenant);
+        let mine: BTreeMap<BlockHash, BlockKey> = self
+            .book
+            .slab
+            .iter()
+            .filter(|(_, entry)| entry.place.is_some() && !entry.writing && entry.meta.tenant == who.tenant)
+            .map(|(key, entry)| (entry.meta.hash, key))
+            .collect();
+        let expected: Vec<BlockKey> = all.iter().map_while(|hash| mine.get(hash).copied()).collect();
+        let reached = self.book.fetch(who, &all, Timestamp(self.now)).unwrap();
+        assert_eq!(reached.iter().map(|reach| reach.key).collect::<Vec<_>>(), expected);
+        self.holds_no_more(&others);
+    }
+
+    /// How many leases hold each block of the other tenants.
+    fn others_holds(&self, tenant: TenantId) -> BTreeMap<u64, u32> {
+        let others = self.book.slab.iter().filter(|(_, entry)| entry.meta.tenant != tenant);
+        others.map(|(_, entry)| (entry.serial, entry.leases)).collect()
+    }
+
+    fn holds_no_more(&self, others: &BTreeMap<u64, u32>) {
+        for (_, entry) in self.book.slab.iter() {
+            let before = others.get(&entry.serial);
+            assert!(before.is_none_or(|leases| entry.leases <= *leases), "another tenant's block is held");
+        }
+    }
+
+    /// What an offer says of each block is true of the tenant's own, and nothing comes in behind another tenant's.
+    fn check_offer(
+        &self,
+        tenant: TenantId,
+        all: &[BlockHash],
+        answers: &[Offered],
+        before: &[Option<TenantId>],
+    ) {
+        let is_own = |key| self.book.meta(key).is_some_and(|meta| meta.tenant == tenant);
+        let mut is_behind = false;
+        for ((hash, answer), before) in all.iter().zip(answers).zip(before) {
+            let is_true = match *answer {
+                Offered::Wanted(key) => !is_behind && is_own(key),
+                Offered::Present => self.book.slab.find(hash).is_some_and(is_own),
+                Offered::Refused(_) => *before != Some(tenant),
+            };
+            assert!(is_true, "{answer:?} is said of {hash}");
+            is_behind |= *answer == Offered::Refused(RefusedBy::Full);
+        }
+    }
+
     fn offer(&mut self, lease: u64, first: u64, count: u64, tenant: u32) {
         let all: Vec<BlockHash> = (first..first + count).map(hash).collect();
         let parent = first.checked_sub(1).map(hash);
@@ -186,7 +236,12 @@ impl World {
             charge: CHARGE,
         };
         let before = self.tenant_bytes(tenant);
-        for answer in self.book.offer(who, offer, Timestamp(self.now)).unwrap() {
+        let owners: Vec<Option<TenantId>> = all.iter().map(|hash| self.book.owner(hash)).collect();
+        let others = self.others_holds(who.tenant);
+        let answers = self.book.offer(who, offer, Timestamp(self.now)).unwrap();
+        self.check_offer(who.tenant, &all, &answers, &owners);
+        self.holds_no_more(&others);
+        for answer in answers {
             if let Offered::Wanted(key) = answer {
                 self.writing.push(key);
             }

@@ -12,6 +12,7 @@ mod shares;
 mod situations;
 mod slow;
 mod steps;
+mod tenants;
 mod ttls;
 mod windows;
 

@@ -60,6 +60,22 @@ fn an_unreleased_lease_expires_with_the_effect_of_a_release() {
 }
 
 #[test]
+fn a_lease_that_is_renewed_goes_on_and_one_that_ended_does_not_come_back() {
+    let mut book = blocks(1, 0);
+    for key in wanted(&offer(&mut book, 1, &[1], 0)) {
+        book.commit(key, CHARGE, Timestamp(0));
+    }
+    book.renew(LeaseId(1), Timestamp(9_000_000));
+    book.renew(LeaseId(2), Timestamp(9_000_000));
+    assert_eq!(book.lease_count(), 1, "one that never was is not made");
+    assert_eq!(book.expire(Timestamp(18_999_999)), 0);
+    assert_eq!(offer(&mut book, 3, &[2], 18_999_999), [Offered::Refused(RefusedBy::Full)]);
+    assert_eq!(book.expire(Timestamp(19_000_000)), 1);
+    book.renew(LeaseId(1), Timestamp(19_000_000));
+    assert_eq!(wanted(&offer(&mut book, 3, &[2], 19_000_001)).len(), 1);
+}
+
+#[test]
 fn a_pinned_block_stays_until_unpinned() {
     let mut book = blocks(1, 0);
     request(&mut book, &[1], 1);
@@ -390,7 +406,7 @@ fn what_a_fetch_would_load_is_known_before_it_leases_anything() {
     let mut book = blocks(1, 4);
     request(&mut book, &[1], 1);
     request(&mut book, &[2], 2);
-    let found = book.readable_prefix(&hashes(&[2, 1, 9]));
+    let found = book.readable_prefix(TenantId(0), &hashes(&[2, 1, 9]));
     assert_eq!(book.bytes_to_load(&found), 100, "block 2 is in DRAM, 9 nowhere");
     assert_eq!(book.lease_count(), 0);
 }

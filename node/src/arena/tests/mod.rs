@@ -64,6 +64,24 @@ fn memory_is_there_from_the_start() {
 }
 
 #[test]
+#[cfg(not(miri))]
+fn bytes_are_where_a_reader_finds_them() {
+    let arena = arena(4, 0);
+    let frames: Vec<Bytes> = [b"one", b"two"].map(|text| filled(&arena, text.len(), text[0])).into();
+    let reader = arena.reader().unwrap();
+    assert!(rustix::fs::fstat(&reader).unwrap().st_size as u64 >= arena.len_bytes());
+    for bytes in [&frames[0], &frames[1], &frames[1].slice(2..)] {
+        let mut seen = vec![0; bytes.len()];
+        let at = arena.offset_of(bytes).unwrap();
+        assert_eq!(rustix::io::pread(&reader, &mut seen, at).unwrap(), bytes.len());
+        assert_eq!(seen, bytes[..]);
+    }
+    assert_ne!(arena.offset_of(&frames[0]), arena.offset_of(&frames[1]));
+    assert_eq!(arena.offset_of(&Bytes::from(vec![1, 2])), None);
+    assert_eq!(arena.offset_of(&Bytes::new()), None);
+}
+
+#[test]
 fn memory_is_reused_only_after_the_last_reader_is_gone() {
     let arena = arena(1, 0);
     let mut slot = arena.take(3, Purpose::Save).unwrap();
