@@ -9,6 +9,7 @@ mod frame;
 mod get;
 mod hash;
 mod index;
+mod overlap;
 mod overload;
 mod snapshot;
 mod ssd;
@@ -64,6 +65,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "evict", about: evict::ABOUT, run: evict::run },
     Bench { name: "tiers", about: tiers::ABOUT, run: tiers::run },
     Bench { name: "window", about: window::ABOUT, run: window::run },
+    Bench { name: "overlap", about: overlap::ABOUT, run: overlap::run },
     Bench { name: "overload", about: overload::ABOUT, run: overload::run },
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },
 ];

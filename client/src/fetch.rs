@@ -5,6 +5,7 @@
 //! Waiting ends at one deadline for everything, because after it recomputing is cheaper. Not here:
 //! which sources (the router's decision) and recomputing (the engine).
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,7 +21,7 @@ use crate::Client;
 use crate::paths::{Found, Paths};
 
 /// Longest deadline; more is the same as none, and would overflow the clock.
-const DEADLINE_MAX: Duration = Duration::from_secs(3600);
+pub(crate) const DEADLINE_MAX: Duration = Duration::from_secs(3600);
 
 /// Fetch what a decision says is cached.
 #[derive(Clone, Debug)]
@@ -120,6 +121,14 @@ pub enum FetchError {
         /// Blocks of the request.
         asked: usize,
     },
+    /// Not one room for each block of the sources.
+    #[error("{rooms} rooms for {blocks} blocks of the sources: give one for each")]
+    Rooms {
+        /// Rooms that were given.
+        rooms: usize,
+        /// Blocks of all sources.
+        blocks: usize,
+    },
 }
 
 impl Client {
@@ -132,11 +141,20 @@ impl Client {
         let deadline = Instant::now() + call.deadline.min(DEADLINE_MAX);
         let mut running = JoinSet::new();
         for (position, source) in call.sources.iter().enumerate() {
-            let one = OneSource::new(&call, source, deadline);
+            let all = source.start_blocks..source.start_blocks + source.len_blocks;
+            let one = OneSource::new(&call, source, all, deadline);
             let paths = self.paths.clone();
-            running.spawn(async move { (position, one.run(&paths).await) });
+            running.spawn(async move {
+                let mut frames = Vec::new();
+                let mut keep = |frame: Frame| {
+                    frames.push(frame);
+                    true
+                };
+                let came = one.run(&paths, &mut keep).await;
+                (position, (came, frames))
+            });
         }
-        let mut came: Vec<_> = call.sources.iter().map(|_| Came::default()).collect();
+        let mut came: Vec<_> = call.sources.iter().map(|_| (Came::default(), Vec::new())).collect();
         while let Some(ended) = running.join_next().await {
             // A source whose task panicked has delivered nothing; its default says that it is lost.
             if let Ok((position, result)) = ended {
@@ -168,7 +186,7 @@ async fn release_one(paths: &Paths, held: &HeldLease) -> Result<(), PathError> {
     released
 }
 
-fn check_sources(call: &FetchCall) -> Result<(), FetchError> {
+pub(crate) fn check_sources(call: &FetchCall) -> Result<(), FetchError> {
     let mut expected = u64::from(call.resident_blocks);
     for (position, source) in call.sources.iter().enumerate() {
         let end = u64::from(source.start_blocks) + u64::from(source.len_blocks);
@@ -183,29 +201,43 @@ fn check_sources(call: &FetchCall) -> Result<(), FetchError> {
 
 /// What came from one source. The default is a source that is lost.
 #[derive(Default)]
-struct Came {
-    /// The leading blocks that are proven.
-    frames: Vec<Frame>,
+pub(crate) struct Came {
+    /// The leading blocks that are proven and kept.
+    proven: usize,
     tiers: Vec<Tier>,
-    received_bytes: u64,
-    wrong_blocks: u32,
+    pub(crate) received_bytes: u64,
+    pub(crate) wrong_blocks: u32,
     /// Why not all; nothing when all came.
-    reason: Option<MissReason>,
+    pub(crate) reason: Option<MissReason>,
     /// Whether the node may hold a lease now.
-    leased: bool,
+    pub(crate) leased: bool,
 }
 
+impl Came {
+    /// The deadline came first.
+    pub(crate) fn late() -> Came {
+        Came { reason: Some(MissReason::TooLate), leased: true, ..Came::default() }
+    }
+}
+
+/// Where a proven frame goes, the leading one first; `false` when it does not fit there, which makes it a wrong one.
+pub(crate) type Keep<'a> = &'a mut (dyn FnMut(Frame) -> bool + Send);
+
 /// One source's part of a fetch.
-struct OneSource {
+pub(crate) struct OneSource {
     address: String,
     request: FetchRequest,
     deadline: Instant,
 }
 
 impl OneSource {
-    fn new(call: &FetchCall, source: &pb::Source, deadline: Instant) -> OneSource {
-        let start = source.start_blocks as usize;
-        let hashes = call.hashes[start..start + source.len_blocks as usize].to_vec();
+    /// Blocks of a source, counted as the request's.
+    pub(crate) fn new(
+        call: &FetchCall,
+        source: &pb::Source,
+        blocks: Range<u32>,
+        deadline: Instant,
+    ) -> OneSource {
         OneSource {
             address: source.address.clone(),
             request: FetchRequest {
@@ -218,22 +250,22 @@ impl OneSource {
                     traceparent: current_traceparent(),
                 },
                 epoch: Epoch(source.epoch),
-                first_offset_blocks: source.start_blocks,
-                hashes,
+                first_offset_blocks: blocks.start,
+                hashes: call.hashes[blocks.start as usize..blocks.end as usize].to_vec(),
                 deadline: Duration::ZERO,
             },
             deadline,
         }
     }
 
-    async fn run(self, paths: &Paths) -> Came {
+    pub(crate) async fn run(self, paths: &Paths, keep: Keep<'_>) -> Came {
         loop {
             let found = match timeout_at(self.deadline, paths.get(&self.address, self.epoch())).await {
                 Ok(Ok(found)) => found,
                 Ok(Err(error)) => return lost(&self.address, &error, false),
                 Err(_) => return Came { reason: Some(MissReason::TooLate), ..Came::default() },
             };
-            let (came, error) = self.fetch_over(&found.path).await;
+            let (came, error) = self.fetch_over(&found.path, keep).await;
             let Some(error) = error else {
                 // A stream that was cut says nothing of the others; a path that ended does.
                 if let Some(error) = found.path.failure() {
@@ -254,11 +286,11 @@ impl OneSource {
     }
 
     /// One attempt. An error means that nothing came.
-    async fn fetch_over(&self, path: &Arc<dyn Path>) -> (Came, Option<PathError>) {
+    async fn fetch_over(&self, path: &Arc<dyn Path>, keep: Keep<'_>) -> (Came, Option<PathError>) {
         let mut came = Came { leased: true, ..Came::default() };
         let mut request = self.request.clone();
         request.deadline = self.deadline.saturating_duration_since(Instant::now());
-        let mut check = |frame: Frame| self.take(&mut came, frame);
+        let mut check = |frame: Frame| self.take(&mut came, frame, keep);
         let answer = match path.fetch(request, &mut check).await {
             Ok(answer) => answer,
             Err(error) => return (came, Some(error)),
@@ -268,7 +300,7 @@ impl OneSource {
     }
 
     /// Proves a frame. The first that is not the block asked ends what is usable of this source.
-    fn take(&self, came: &mut Came, frame: Frame) {
+    fn take(&self, came: &mut Came, frame: Frame, keep: Keep<'_>) {
         came.received_bytes += frame.bytes.len() as u64;
         if came.wrong_blocks > 0 {
             return;
@@ -276,10 +308,10 @@ impl OneSource {
         let proven = self
             .request
             .hashes
-            .get(came.frames.len())
+            .get(came.proven)
             .is_some_and(|hash| frame.verify(self.request.asker.identity, *hash).is_ok());
-        if proven {
-            came.frames.push(frame);
+        if proven && keep(frame) {
+            came.proven += 1;
         } else {
             came.wrong_blocks += 1;
         }
@@ -287,13 +319,13 @@ impl OneSource {
 
     fn conclude(&self, came: &mut Came, answer: &FetchAnswer) {
         came.tiers = answer.tiers().to_vec();
-        came.frames.truncate(came.tiers.len());
+        came.proven = came.proven.min(came.tiers.len());
         let told = match answer {
             FetchAnswer::Hit { .. } => None,
             FetchAnswer::Partial { reason, .. } | FetchAnswer::Miss { reason } => Some(*reason),
             FetchAnswer::Busy { .. } => Some(MissReason::Busy),
         };
-        let complete = came.frames.len() == self.request.hashes.len();
+        let complete = came.proven == self.request.hashes.len();
         came.reason = match told {
             _ if came.wrong_blocks > 0 => Some(MissReason::Corrupt),
             _ if complete => None,
@@ -311,17 +343,17 @@ fn lost(address: &str, error: &PathError, leased: bool) -> Came {
 }
 
 /// Puts the sources' parts together up to the first block that is missing.
-fn assemble(call: &FetchCall, came: Vec<Came>) -> FetchOutcome {
+fn assemble(call: &FetchCall, came: Vec<(Came, Vec<Frame>)>) -> FetchOutcome {
     let mut outcome = FetchOutcome::default();
     let mut whole = true;
-    for (source, came) in call.sources.iter().zip(came) {
+    for (source, (came, frames)) in call.sources.iter().zip(came) {
         let node = NodeId(source.node);
-        let delivered = u32::try_from(came.frames.len()).unwrap_or(u32::MAX);
+        let delivered = u32::try_from(came.proven).unwrap_or(u32::MAX);
         outcome.received_bytes += came.received_bytes;
         outcome.wrong_blocks += came.wrong_blocks;
         let short = delivered < source.len_blocks;
         if whole {
-            for (frame, tier) in came.frames.into_iter().zip(came.tiers) {
+            for (frame, tier) in frames.into_iter().zip(came.tiers).take(came.proven) {
                 outcome.bytes += frame.bytes.len() as u64;
                 outcome.blocks.push(FetchedBlock { frame, tier, node });
             }

@@ -1,7 +1,7 @@
 //! What frontends and engines link: route, fetch, save, and the release that ends a request.
 //!
 //! [`Client`] holds the routers of a cluster and a path to every node it was sent to. Where the verbs
-//! live: `route.rs` (with lookup, status and report), `fetch.rs`, `save.rs`, `control.rs` (a node's own
+//! live: `route.rs` (with lookup, status and report), `fetch.rs`, `save.rs`, both for engines that compute layer by layer in `layers.rs` and `layer_save.rs`, `control.rs` (a node's own
 //! calls); how routers are tried in turn is `retry.rs`, how paths are kept is `paths.rs`.
 //!
 //! Not here: choosing (the router does), computing, and what a block's bytes mean. The client proves
@@ -15,6 +15,8 @@ use kvfleet_transport::quic::{QuicConfig, QuicDialer};
 
 mod control;
 mod fetch;
+mod layer_save;
+mod layers;
 mod members;
 mod paths;
 mod retry;
@@ -23,6 +25,8 @@ mod save;
 
 pub use control::ControlError;
 pub use fetch::{FetchCall, FetchError, FetchOutcome, FetchedBlock, HeldLease, SourceMiss};
+pub use layer_save::{LayerSave, LayerSaveCall, LayerSaveError};
+pub use layers::{BlockRoom, LayerEvent, LayerFetch, LayersCall, SourceEnd};
 pub use members::{GroupMembers, Members, MembersError, Step};
 pub use retry::RouterError;
 pub use route::{RouteAnswer, RouteCall, RouteError};

@@ -128,7 +128,7 @@ impl Default for SaveQueue {
 }
 
 impl SaveQueue {
-    fn enter(&self, bytes: usize) -> Result<[OwnedSemaphorePermit; 2], SaveBusy> {
+    pub(crate) fn enter(&self, bytes: usize) -> Result<[OwnedSemaphorePermit; 2], SaveBusy> {
         let busy = SaveBusy { bytes };
         let room = u32::try_from(bytes).map_err(|_| busy)?;
         let call = Arc::clone(&self.calls).try_acquire_owned().map_err(|_| busy)?;
@@ -170,11 +170,16 @@ impl Client {
         let room = self.saves.enter(save.call.bytes())?;
         let client = self.clone();
         tokio::spawn(async move {
-            let _turn = client.saves.running.acquire().await;
-            client.run_background(save).await;
+            client.run_in_turn(save).await;
             drop(room);
         });
         Ok(())
+    }
+
+    /// Runs a save for which there is room, once few others run.
+    pub(crate) async fn run_in_turn(&self, save: BackgroundSave) {
+        let _turn = self.saves.running.acquire().await;
+        self.run_background(save).await;
     }
 
     async fn run_background(&self, save: BackgroundSave) {

@@ -3,5 +3,6 @@
 
 mod authority;
 mod fetching;
+mod layers;
 mod routing;
 mod saving;

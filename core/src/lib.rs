@@ -9,6 +9,7 @@ pub mod id;
 pub mod index;
 pub mod lend;
 pub mod math;
+pub mod pipeline;
 pub mod place;
 pub mod prefix;
 pub mod schedule;

@@ -1,0 +1,10 @@
+//! Tests of the pipeline: each rule beside a naive one that is too simple to be wrong.
+#![allow(clippy::unwrap_used)]
+
+mod efficiency;
+mod preload;
+mod race;
+mod save;
+mod world;
+
+use super::*;
