@@ -15,9 +15,13 @@ use kv_core::id::{
 };
 use kvfleet_proto::frame::Frame;
 
+mod ask;
 mod frames;
+mod in_flight;
 pub mod loopback;
 pub mod quic;
+mod serve;
+mod stream;
 pub mod suite;
 mod wire;
 

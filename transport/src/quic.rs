@@ -3,7 +3,8 @@
 //! On a stream: a length-delimited message asks, a length-delimited message answers, block frames follow
 //! one after another. This file holds what both ends share: settings, limits, error mapping. The node's
 //! end is `quic/server.rs`, the client's `quic/dialer.rs` and `quic/path.rs`, bytes are `quic/stream.rs`,
-//! lost peers are noticed in `quic/watchdog.rs`.
+//! lost peers are noticed in `quic/watchdog.rs`. What both network paths share is `serve.rs`, `ask.rs` and
+//! `stream.rs` beside this file.
 //!
 //! QUIC spends a CPU on encryption: it is the path that always works, not the fast one.
 
@@ -14,6 +15,7 @@ use kvfleet_proto::frame::FRAME_BYTES_MAX;
 use quinn::{ConnectionError, IdleTimeout, MtuDiscoveryConfig, TransportConfig, VarInt};
 
 use crate::PathError;
+use crate::stream::Loss;
 
 mod dialer;
 mod path;
@@ -154,21 +156,26 @@ impl QuicConfig {
 
 /// Errors of a connection as errors of a path.
 fn path_error(peer: &str, error: &ConnectionError) -> PathError {
-    let (peer, cause) = (peer.to_owned(), error.to_string());
+    loss(error).at(peer)
+}
+
+/// What the end of a connection is to its streams.
+fn loss(error: &ConnectionError) -> Loss {
+    let cause = error.to_string();
     let code = match error {
         ConnectionError::TransportError(error) => u64::from(error.code),
         ConnectionError::ConnectionClosed(close) => u64::from(close.error_code),
         // Silence, not a goodbye: the peer is dead or cut off, and dialling again would only wait more. A
         // path still in use is closed at this end only by its watchdog.
         ConnectionError::TimedOut | ConnectionError::LocallyClosed => {
-            return PathError::Unreachable { peer, cause: "nothing comes from it any more".to_owned() };
+            return Loss::Unreachable("nothing comes from it any more".to_owned());
         }
-        _ => return PathError::Broken { peer, cause },
+        _ => return Loss::Broken(cause),
     };
     match code {
-        ALERT_NO_PROTOCOL => PathError::Protocol { peer, what: "no protocol this release speaks".to_owned() },
-        ALERT_FIRST..=ALERT_LAST => PathError::Untrusted { peer, cause },
-        _ => PathError::Broken { peer, cause },
+        ALERT_NO_PROTOCOL => Loss::Protocol("no protocol this release speaks".to_owned()),
+        ALERT_FIRST..=ALERT_LAST => Loss::Untrusted(cause),
+        _ => Loss::Broken(cause),
     }
 }
 

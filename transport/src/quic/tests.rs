@@ -11,8 +11,8 @@ use kvfleet_proto::tls::{Identity, SERVER_NAME};
 use quinn::crypto::rustls::QuicClientConfig;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 
-use super::stream::{MESSAGE_BYTES_MAX, encode, read_message};
 use super::*;
+use crate::stream::{MESSAGE_BYTES_MAX, encode, read_message};
 use crate::suite::{
     self, MemoryService, PATIENCE, Pair, fetch_request, frame, hash, hashes, in_dram, save_request,
 };
