@@ -11,6 +11,7 @@ use kvfleet_proto::frame::{FRAME_BYTES_MAX, Frame};
 use prost::Message;
 use tokio::time::{Instant, timeout_at};
 
+use crate::dial::within;
 use crate::stream::{Next, Stream, read_frame, read_message};
 use crate::wire;
 use crate::{FetchAnswer, FetchRequest, MissReason, PathError, SaveAnswer, SaveOffer, SaveRequest};
@@ -160,15 +161,4 @@ async fn timed<T>(
     work: impl Future<Output = Result<T, PathError>>,
 ) -> Result<T, PathError> {
     within(asks.peer(), asks.stall_timeout(), work).await
-}
-
-/// `work`, or [`PathError::TimedOut`] after `limit`.
-pub(crate) async fn within<T>(
-    peer: &str,
-    limit: Duration,
-    work: impl Future<Output = Result<T, PathError>>,
-) -> Result<T, PathError> {
-    tokio::time::timeout(limit, work)
-        .await
-        .unwrap_or_else(|_| Err(PathError::TimedOut { peer: peer.to_owned(), after: limit }))
 }

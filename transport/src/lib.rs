@@ -16,13 +16,16 @@ use kv_core::id::{
 use kvfleet_proto::frame::Frame;
 
 mod ask;
+mod dial;
 mod frames;
 mod in_flight;
 pub mod loopback;
 pub mod quic;
 mod serve;
+mod silence;
 mod stream;
 pub mod suite;
+pub mod tcp;
 mod wire;
 
 pub use frames::Frames;

@@ -15,6 +15,7 @@ use kvfleet_proto::frame::FRAME_BYTES_MAX;
 use quinn::{ConnectionError, IdleTimeout, MtuDiscoveryConfig, TransportConfig, VarInt};
 
 use crate::PathError;
+use crate::silence::KEEP_ALIVE;
 use crate::stream::Loss;
 
 mod dialer;
@@ -73,10 +74,6 @@ const CODE_DONE: VarInt = VarInt::from_u32(0);
 
 /// Connection closed because nothing came from the peer any more.
 const CODE_SILENT: VarInt = VarInt::from_u32(2);
-
-/// How often an idle connection says something, so that silence means something: five small datagrams a
-/// second, and their answers.
-const KEEP_ALIVE: Duration = Duration::from_millis(200);
 
 /// Settings of both ends.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -140,6 +137,7 @@ impl QuicConfig {
             .stream_receive_window(VarInt::from_u32(STREAM_WINDOW_BYTES))
             .receive_window(VarInt::from_u32(CONNECTION_WINDOW_BYTES))
             .send_window(u64::from(CONNECTION_WINDOW_BYTES))
+            // Five small datagrams a second, and their answers.
             .keep_alive_interval(Some(KEEP_ALIVE))
             .max_idle_timeout(IdleTimeout::try_from(self.idle_timeout).ok())
             .mtu_discovery_config(Some(discovery));
@@ -186,4 +184,4 @@ const ALERT_LAST: u64 = 0x1ff;
 const ALERT_NO_PROTOCOL: u64 = 0x178;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

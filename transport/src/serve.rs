@@ -6,7 +6,6 @@
 //! by its deadline, a save by a time of its own. Not here: connections (`quic/server.rs`, `tcp/server.rs`),
 //! and what a node does with a request (`node/`).
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -59,9 +58,8 @@ pub(crate) struct Limits {
     pub(crate) times: Times,
 }
 
-/// What all streams of a server share.
+/// What all operations of a server share.
 pub(crate) struct Operations {
-    service: Arc<dyn BlockService>,
     saves: Semaphore,
     fetches: InFlight,
     arriving: InFlight,
@@ -93,9 +91,8 @@ pub(crate) enum ServeError {
 }
 
 impl Operations {
-    pub(crate) fn new(service: Arc<dyn BlockService>, limits: Limits) -> Operations {
+    pub(crate) fn new(limits: Limits) -> Operations {
         Operations {
-            service,
             saves: Semaphore::new(SAVES_AT_ONCE_MAX),
             fetches: InFlight::new(limits.fetch_bytes_in_flight_max),
             arriving: InFlight::new(limits.save_bytes_in_flight_max),
@@ -104,27 +101,36 @@ impl Operations {
         }
     }
 
-    /// Serves one operation, to its last byte.
-    pub(crate) async fn serve(&self, stream: &mut impl Stream) -> Result<(), ServeError> {
+    /// Serves one operation, to its last byte. `service` answers.
+    pub(crate) async fn serve(
+        &self,
+        service: &dyn BlockService,
+        stream: &mut impl Stream,
+    ) -> Result<(), ServeError> {
         let request: data::DataRequest = self.timed(read_message(stream)).await??;
         let span = tracing::debug_span!("serve_blocks");
         trace_context::set_parent(&span, &request.traceparent);
         let operation = wire::operation_from_pb(request)?;
-        self.run(operation, stream).instrument(span).await
+        self.run(operation, service, stream).instrument(span).await
     }
 
-    async fn run(&self, operation: Operation, stream: &mut impl Stream) -> Result<(), ServeError> {
+    async fn run(
+        &self,
+        operation: Operation,
+        service: &dyn BlockService,
+        stream: &mut impl Stream,
+    ) -> Result<(), ServeError> {
         let times = &self.limits.times;
         match operation {
             Operation::Fetch(request) => {
                 let limit = request.deadline.saturating_add(times.grace).min(times.fetch_max);
-                tokio::time::timeout(limit, self.fetch(request, stream)).await?
+                tokio::time::timeout(limit, self.fetch(request, service, stream)).await?
             }
             Operation::Save(request) => {
-                tokio::time::timeout(times.save_max, self.save(request, stream)).await?
+                tokio::time::timeout(times.save_max, self.save(request, service, stream)).await?
             }
             Operation::Release(lease) => {
-                self.timed(self.service.release(lease)).await?;
+                self.timed(service.release(lease)).await?;
                 self.answer(stream, &pong()).await
             }
             Operation::Ping => self.answer(stream, &pong()).await,
@@ -144,14 +150,19 @@ impl Operations {
         Ok(self.timed(stream.flush()).await??)
     }
 
-    async fn fetch(&self, request: FetchRequest, stream: &mut impl Stream) -> Result<(), ServeError> {
+    async fn fetch(
+        &self,
+        request: FetchRequest,
+        service: &dyn BlockService,
+        stream: &mut impl Stream,
+    ) -> Result<(), ServeError> {
         let frame_bytes = self.largest_frame.load(Ordering::Relaxed);
         let bytes = frame_bytes.saturating_mul(request.hashes.len() as u64);
         let Some(_reserved) = self.fetches.reserve(bytes) else {
             let busy = FetchAnswer::Busy { retry_after: RETRY_AFTER };
             return self.answer(stream, &wire::head_to_pb(&busy, request.epoch)).await;
         };
-        let mut reply = self.service.fetch(request).await;
+        let mut reply = service.fetch(request).await;
         // The head leaves with what lies ready behind it.
         let head = encode(&wire::head_to_pb(&reply.answer, reply.epoch))?;
         self.timed(stream.write(head)).await??;
@@ -178,7 +189,12 @@ impl Operations {
         }
     }
 
-    async fn save(&self, request: SaveRequest, stream: &mut impl Stream) -> Result<(), ServeError> {
+    async fn save(
+        &self,
+        request: SaveRequest,
+        service: &dyn BlockService,
+        stream: &mut impl Stream,
+    ) -> Result<(), ServeError> {
         let permit = self.saves.try_acquire().ok();
         let bytes = save_bytes_in_flight(request.hashes.len(), request.frame_bytes);
         let Some((_permit, mut room)) = permit.zip(self.arriving.reserve(bytes)) else {
@@ -187,7 +203,7 @@ impl Operations {
         };
         let frame_bytes = request.frame_bytes;
         let limit = usize::try_from(frame_bytes).unwrap_or(usize::MAX).min(FRAME_BYTES_MAX);
-        let (offer, session) = self.service.save(request).await;
+        let (offer, session) = service.save(request).await;
         self.answer(stream, &wire::offer_to_pb(&offer)).await?;
         let SaveOffer::Wanted(wanted) = offer else { return Ok(()) };
         let session = session.ok_or(ServeError::NoSession)?;

@@ -13,7 +13,7 @@ use quinn::{ClientConfig, Connection, Endpoint, default_runtime};
 use super::path::QuicPath;
 use super::watchdog::{refused, watch};
 use super::{QuicConfig, path_error};
-use crate::ask::within;
+use crate::dial::{resolve, within};
 use crate::{BoxFuture, Dialer, Path, PathError};
 
 /// Opens QUIC paths. One UDP socket per address family, shared by all paths.
@@ -81,11 +81,4 @@ impl Dialer for QuicDialer {
     fn dial(&self, address: String) -> BoxFuture<'_, Result<Arc<dyn Path>, PathError>> {
         Box::pin(async move { within(&address, self.config.dial_timeout, self.open(&address)).await })
     }
-}
-
-/// The first address behind `peer`.
-async fn resolve(peer: &str) -> Result<SocketAddr, PathError> {
-    let unreachable = |cause: String| PathError::Unreachable { peer: peer.to_owned(), cause };
-    let mut found = tokio::net::lookup_host(peer).await.map_err(|error| unreachable(error.to_string()))?;
-    found.next().ok_or_else(|| unreachable("the name has no address".to_owned()))
 }

@@ -37,6 +37,12 @@ pub struct QuicServer {
     accepting: JoinHandle<()>,
 }
 
+/// What all streams of a server share.
+struct Shared {
+    service: Arc<dyn BlockService>,
+    operations: Operations,
+}
+
 impl QuicServer {
     /// Listens on `address` (port 0: any) with the default settings. Needs a tokio runtime.
     ///
@@ -85,7 +91,7 @@ impl QuicServer {
             stall_timeout: config.stall_timeout,
             times,
         };
-        let shared = Arc::new(Operations::new(service, limits));
+        let shared = Arc::new(Shared { service, operations: Operations::new(limits) });
         let accepting = tokio::spawn(accept(endpoint.clone(), shared));
         Ok(QuicServer { endpoint, local, accepting })
     }
@@ -110,7 +116,7 @@ impl Drop for QuicServer {
     }
 }
 
-async fn accept(endpoint: Endpoint, shared: Arc<Operations>) {
+async fn accept(endpoint: Endpoint, shared: Arc<Shared>) {
     let mut connections = JoinSet::new();
     while let Some(incoming) = endpoint.accept().await {
         while connections.try_join_next().is_some() {}
@@ -128,14 +134,14 @@ async fn accept(endpoint: Endpoint, shared: Arc<Operations>) {
     }
 }
 
-async fn serve_connection(connection: Connection, shared: Arc<Operations>) {
+async fn serve_connection(connection: Connection, shared: Arc<Shared>) {
     let mut streams = JoinSet::new();
     while let Ok((send, recv)) = connection.accept_bi().await {
         while streams.try_join_next().is_some() {}
         let shared = Arc::clone(&shared);
         streams.spawn(async move {
             let mut stream = QuicStream { send, recv };
-            match shared.serve(&mut stream).await {
+            match shared.operations.serve(shared.service.as_ref(), &mut stream).await {
                 Ok(()) => stream.finish(),
                 Err(error) => {
                     tracing::debug!(%error, "operation ended early");
