@@ -13,7 +13,7 @@ const LARGE_BYTES: usize = 128 << 10;
 /// Bytes of a small one: a request that comes by itself.
 const SMALL_BYTES: usize = RECORD_BYTES_MAX + 1024;
 
-/// Large buffers that are kept while nobody reads.
+/// Buffers of each size that are kept while nobody reads.
 const KEPT_MAX: usize = 64;
 
 /// Which buffer a reader needs.
@@ -35,22 +35,29 @@ impl Size {
 /// Buffers of one server or dialer.
 #[derive(Debug, Default)]
 pub(super) struct Buffers {
+    small: Mutex<Vec<Vec<u8>>>,
     large: Mutex<Vec<Vec<u8>>>,
 }
 
 impl Buffers {
     pub(super) fn take(&self, size: Size) -> Vec<u8> {
         let kept = match size {
-            Size::Small => None,
-            Size::Large => self.large.lock().unwrap_or_else(PoisonError::into_inner).pop(),
+            Size::Small => &self.small,
+            Size::Large => &self.large,
         };
+        let kept = kept.lock().unwrap_or_else(PoisonError::into_inner).pop();
         kept.unwrap_or_else(|| vec![0; size.bytes()])
     }
 
     pub(super) fn give(&self, buffer: Vec<u8>) {
-        let mut large = self.large.lock().unwrap_or_else(PoisonError::into_inner);
-        if buffer.len() == LARGE_BYTES && large.len() < KEPT_MAX {
-            large.push(buffer);
+        let kept = match buffer.len() {
+            SMALL_BYTES => &self.small,
+            LARGE_BYTES => &self.large,
+            _ => return,
+        };
+        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.len() < KEPT_MAX {
+            kept.push(buffer);
         }
     }
 }

@@ -41,6 +41,7 @@ impl TcpDialer {
             tls: Arc::clone(&self.tls),
             ends: ends.clone(),
             dial_timeout: self.config.dial_timeout,
+            congestion_control: self.config.congestion_control.clone(),
         };
         let unreachable = |error| match error {
             PathError::Broken { peer, cause } => PathError::Unreachable { peer, cause },

@@ -14,6 +14,7 @@ use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
 
 use super::record::{RECORD_BYTES_MAX, ciphers, head};
+use super::socket::io_loss;
 use super::stream::{Ends, TlsStream};
 use super::tls_loss;
 use crate::stream::Loss;
@@ -148,9 +149,4 @@ async fn write_all(socket: &TcpStream, mut bytes: &[u8]) -> Result<(), Loss> {
         }
     }
     Ok(())
-}
-
-/// What a socket says as a loss.
-pub(super) fn io_loss(error: &std::io::Error) -> Loss {
-    Loss::Broken(error.to_string())
 }

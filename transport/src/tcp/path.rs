@@ -11,7 +11,7 @@ use kvfleet_proto::frame::Frame;
 use prost::Message;
 use tokio::task::JoinHandle;
 
-use super::pool::{Leased, Lost, Pool};
+use super::pool::{Lost, Occupied, Pool};
 use crate::ask::{self, Asks, Sends};
 use crate::stream::encode;
 use crate::{BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest};
@@ -32,7 +32,7 @@ impl Drop for TcpPath {
 }
 
 impl Asks for TcpPath {
-    type Stream = Leased;
+    type Stream = Occupied;
 
     fn peer(&self) -> &str {
         self.pool.peer()
@@ -46,11 +46,11 @@ impl Asks for TcpPath {
         &self,
         request: &data::DataRequest,
         _: Sends,
-    ) -> Result<(M, Leased), PathError> {
+    ) -> Result<(M, Occupied), PathError> {
         self.pool.ask(encode(request)?).await
     }
 
-    fn over(&self, stream: Leased) {
+    fn over(&self, stream: Occupied) {
         self.pool.keep(stream);
     }
 }

@@ -10,12 +10,11 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use prost::Message;
 use rustls::ClientConfig;
-use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::Instant;
 
-use super::handshake;
 use super::stream::{Ends, TlsStream};
+use super::{handshake, socket};
 use crate::dial::within;
 use crate::stream::{ItemError, Loss, Source, Stream, read_message};
 use crate::{MissReason, PathError};
@@ -28,6 +27,7 @@ pub(super) struct Connector {
     pub(super) tls: Arc<ClientConfig>,
     pub(super) ends: Ends,
     pub(super) dial_timeout: Duration,
+    pub(super) congestion_control: Option<String>,
 }
 
 impl Connector {
@@ -35,8 +35,8 @@ impl Connector {
     pub(super) async fn connect(&self) -> Result<TlsStream, PathError> {
         let connecting = async {
             let unreachable = |error: std::io::Error| Loss::Unreachable(error.to_string()).at(&self.peer);
-            let socket = TcpStream::connect(self.address).await.map_err(unreachable)?;
-            socket.set_nodelay(true).map_err(unreachable)?;
+            let connected = socket::connect(self.address, self.congestion_control.as_deref()).await;
+            let socket = connected.map_err(unreachable)?;
             // Large, and needed for a moment of a connection's life.
             let connected = Box::pin(handshake::connect(socket, &self.tls, self.ends.clone())).await;
             connected.map_err(|loss| loss.at(&self.peer))
@@ -97,7 +97,7 @@ impl Pool {
     pub(super) async fn ask<M: Message + Default>(
         self: &Arc<Pool>,
         message: Bytes,
-    ) -> Result<(M, Leased), PathError> {
+    ) -> Result<(M, Occupied), PathError> {
         let mut waits = self.lost.clone();
         let asked = self.ask_while_there(message);
         tokio::select! {
@@ -110,31 +110,31 @@ impl Pool {
     async fn ask_while_there<M: Message + Default>(
         self: &Arc<Pool>,
         message: Bytes,
-    ) -> Result<(M, Leased), PathError> {
+    ) -> Result<(M, Occupied), PathError> {
         let at_once = Arc::clone(&self.at_once).acquire_owned().await;
         let mut permit = at_once.expect("the semaphore is never closed");
         if let Some(stream) = self.kept() {
             let before = stream.plain_bytes();
-            let mut leased = self.lease(stream, permit);
-            match leased.ask(message.clone()).await {
-                Ok(answer) => return Ok((answer, leased)),
-                Err(error) => match leased.give_up(before) {
+            let mut occupied = self.occupy(stream, permit);
+            match occupied.ask(message.clone()).await {
+                Ok(answer) => return Ok((answer, occupied)),
+                Err(error) => match occupied.give_up(before) {
                     Some(freed) if error.is_loss() => permit = freed,
                     _ => return Err(error.at(self.peer())),
                 },
             }
         }
-        let mut leased = self.lease(self.connector.connect().await?, permit);
-        let answer = leased.ask(message).await.map_err(|error| error.at(self.peer()))?;
-        Ok((answer, leased))
+        let mut occupied = self.occupy(self.connector.connect().await?, permit);
+        let answer = occupied.ask(message).await.map_err(|error| error.at(self.peer()))?;
+        Ok((answer, occupied))
     }
 
-    fn lease(self: &Arc<Pool>, stream: TlsStream, permit: OwnedSemaphorePermit) -> Leased {
-        Leased { held: Some((stream, permit)), lost: self.lost.clone() }
+    fn occupy(self: &Arc<Pool>, stream: TlsStream, permit: OwnedSemaphorePermit) -> Occupied {
+        Occupied { held: Some((stream, permit)), lost: self.lost.clone() }
     }
 
     /// The connection that was used last, if one can be used again.
-    fn kept(&self) -> Option<TlsStream> {
+    pub(super) fn kept(&self) -> Option<TlsStream> {
         loop {
             let Idle { stream, since } = self.idle().pop()?;
             if since.elapsed() < self.idle_timeout && stream.is_usable() {
@@ -145,8 +145,8 @@ impl Pool {
     }
 
     /// Takes back the connection of an operation that is over.
-    pub(super) fn keep(&self, mut leased: Leased) {
-        let Some((mut stream, permit)) = leased.held.take() else { return };
+    pub(super) fn keep(&self, mut occupied: Occupied) {
+        let Some((mut stream, permit)) = occupied.held.take() else { return };
         stream.rest();
         if stream.is_usable() {
             self.idle().push(Idle { stream, since: Instant::now() });
@@ -167,6 +167,12 @@ impl Pool {
         old.into_iter().for_each(|kept| kept.stream.close());
     }
 
+    /// Makes what is idle look as if much had gone over it.
+    #[cfg(test)]
+    pub(super) fn wear_out(&self) {
+        self.idle().iter_mut().for_each(|kept| kept.stream.wear_out());
+    }
+
     #[cfg(test)]
     pub(super) fn idle_count(&self) -> usize {
         self.idle().len()
@@ -181,13 +187,13 @@ impl Drop for Pool {
 }
 
 /// A connection that one operation has to itself.
-pub(super) struct Leased {
+pub(super) struct Occupied {
     /// Present until the operation is over.
     held: Option<(TlsStream, OwnedSemaphorePermit)>,
     lost: Lost,
 }
 
-impl Drop for Leased {
+impl Drop for Occupied {
     fn drop(&mut self) {
         if let Some((stream, _)) = self.held.take() {
             stream.abort();
@@ -195,7 +201,7 @@ impl Drop for Leased {
     }
 }
 
-impl Leased {
+impl Occupied {
     async fn ask<M: Message + Default>(&mut self, message: Bytes) -> Result<M, ItemError> {
         self.write(message).await?;
         self.flush().await?;
@@ -216,7 +222,7 @@ impl Leased {
     }
 }
 
-impl Source for Leased {
+impl Source for Occupied {
     async fn fill(&mut self, have: &mut BytesMut, wanted: usize) -> Result<bool, Loss> {
         let (stream, gone) = self.stream();
         tokio::select! {
@@ -227,7 +233,7 @@ impl Source for Leased {
     }
 }
 
-impl Stream for Leased {
+impl Stream for Occupied {
     async fn write(&mut self, bytes: Bytes) -> Result<(), Loss> {
         let (stream, gone) = self.stream();
         tokio::select! {

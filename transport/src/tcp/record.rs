@@ -112,6 +112,11 @@ impl Sealer {
     pub(super) fn is_worn(&self) -> bool {
         self.records >= RECORDS_RETIRE
     }
+
+    #[cfg(test)]
+    pub(super) fn wear_out(&mut self) {
+        self.records = RECORDS_RETIRE;
+    }
 }
 
 impl Opener {
@@ -168,4 +173,35 @@ pub(super) fn head(came: &[u8]) -> Result<Option<(u8, usize)>, Loss> {
 
 fn no_tls() -> Loss {
     Loss::Protocol("bytes that are no TLS 1.3".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn a_head_says_how_long_its_record_is_or_that_it_is_none() {
+        assert_eq!(head(b""), Ok(None));
+        assert_eq!(head(b"\x17\x03\x03\x40"), Ok(None));
+        assert_eq!(head(b"\x17\x03\x03\x40\x11 and more"), Ok(Some((23, 5 + 0x4011))));
+        for no_tls in
+            [&b"G"[..], b"\x00", b"\x18\x03\x03\x00\x01", b"\x17\x02\x03\x00\x01", b"\x17\x03\x03\xff\xff"]
+        {
+            assert!(matches!(head(no_tls), Err(Loss::Protocol(_))), "{no_tls:?}");
+        }
+        let largest = u16::try_from(RECORD_BYTES_MAX - HEAD_BYTES).unwrap();
+        let head_of = |bytes: u16| head(&[&b"\x17\x03\x03"[..], &bytes.to_be_bytes()].concat());
+        assert!(head_of(largest).is_ok() && head_of(largest + 1).is_err());
+        // After the handshake only data comes.
+        assert!(record_len(b"\x16\x03\x03\x00\x01\x00").is_err());
+    }
+
+    #[test]
+    fn a_key_seals_no_more_than_it_may() {
+        let mut records = RECORDS_MAX - 1;
+        assert_eq!(next_number(&mut records), Ok(RECORDS_MAX - 1));
+        assert!(next_number(&mut records).is_err());
+        assert!(RECORDS_RETIRE < RECORDS_MAX / 2);
+    }
 }

@@ -15,6 +15,7 @@ use tokio::time::{sleep, timeout};
 use super::TcpConfig;
 use super::buffers::Size;
 use super::handshake;
+use super::socket::listen;
 use super::stream::{Ends, TlsStream};
 use crate::BlockService;
 use crate::serve::{Limits, Operations, TIMES, Times};
@@ -82,9 +83,7 @@ impl TcpServer {
         service: Arc<dyn BlockService>,
     ) -> Result<TcpServer, BindError> {
         let failed = |cause| BindError { address, cause };
-        let listener = std::net::TcpListener::bind(address).map_err(failed)?;
-        listener.set_nonblocking(true).map_err(failed)?;
-        let listener = TcpListener::from_std(listener).map_err(failed)?;
+        let listener = listen(address, config.congestion_control.as_deref()).map_err(failed)?;
         let local = listener.local_addr().map_err(failed)?;
         let operations = Operations::new(Limits {
             fetch_bytes_in_flight_max: config.fetch_bytes_in_flight_max,
@@ -142,7 +141,7 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
 }
 
 async fn serve_connection(socket: TcpStream, shared: Arc<Shared>) {
-    let _ = socket.set_nodelay(true); // without it small answers come later, and no less right
+    let _ = socket.set_nodelay(true); // without it answers come later, and no less right
     let handshake = handshake::accept(socket, &shared.tls, shared.ends.clone());
     match timeout(shared.config.dial_timeout, handshake).await {
         Ok(Ok(stream)) => serve_operations(stream, &shared).await,

@@ -17,8 +17,8 @@ use tokio::io::Interest;
 use tokio::net::TcpStream;
 
 use super::buffers::{Buffers, Size};
-use super::handshake::io_loss;
 use super::record::{HEAD_BYTES, Opened, Opener, PLAIN_BYTES_MAX, RECORD_BYTES_MAX, Sealer};
+use super::socket::{io_loss, try_read};
 use crate::MissReason;
 use crate::stream::{Loss, Source, Stream, end_bytes};
 
@@ -102,8 +102,13 @@ impl TlsStream {
     pub(super) fn is_usable(&self) -> bool {
         let is_empty = self.came.plain.is_empty() && self.came.sealed.is_empty() && self.waiting.is_empty();
         let is_worn = self.sealer.is_worn() || self.opener.is_worn();
-        let is_quiet = || self.socket.try_read(&mut [0]).is_err_and(|e| e.kind() == ErrorKind::WouldBlock);
+        let is_quiet = || try_read(&self.socket, &mut [0]).is_err_and(|e| e.kind() == ErrorKind::WouldBlock);
         is_empty && !is_worn && is_quiet()
+    }
+
+    #[cfg(test)]
+    pub(super) fn wear_out(&mut self) {
+        self.sealer.wear_out();
     }
 
     /// Says goodbye, as far as that needs no waiting.
@@ -147,7 +152,7 @@ impl TlsStream {
         loop {
             self.came.make_room(size.max(self.ends.least), &self.ends.buffers);
             let sealed = &mut self.came.sealed;
-            match self.socket.try_read(&mut self.came.buffer[sealed.end..]) {
+            match try_read(&self.socket, &mut self.came.buffer[sealed.end..]) {
                 Ok(0) => return Ok(false),
                 Ok(bytes) => {
                     sealed.end += bytes;

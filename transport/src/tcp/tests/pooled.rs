@@ -222,3 +222,23 @@ async fn too_many_bytes_in_flight_are_busy() {
     let again = suite::fetch(&path, fetch_request(&hashes(2))).await.unwrap();
     assert_eq!(again, FetchAnswer::Hit { tiers: in_dram(2) }, "the reservation was given back");
 }
+
+#[tokio::test]
+async fn a_congestion_control_that_the_system_does_not_have_leaves_its_own() {
+    for name in [None, Some("no such rule".to_owned())] {
+        let config = TcpConfig { congestion_control: name, ..TcpConfig::default() };
+        let (_server, path) = served(&config, holding(1)).await;
+        let answer = suite::fetch(&path, fetch_request(&hashes(1))).await.unwrap();
+        assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(1) });
+    }
+}
+
+#[tokio::test]
+async fn a_connection_whose_keys_are_worn_is_left_for_a_new_one() {
+    let (_server, path) = served(&TcpConfig::default(), holding(1)).await;
+    path.ping().await.unwrap();
+    path.pool.wear_out();
+    assert!(path.pool.kept().is_none());
+    path.ping().await.unwrap();
+    assert!(path.pool.kept().is_some());
+}
