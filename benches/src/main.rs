@@ -9,6 +9,7 @@ mod frame;
 mod get;
 mod hash;
 mod index;
+mod network;
 mod overload;
 mod snapshot;
 mod ssd;
@@ -66,6 +67,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "window", about: window::ABOUT, run: window::run },
     Bench { name: "overload", about: overload::ABOUT, run: overload::run },
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },
+    Bench { name: "network", about: network::ABOUT, run: network::run },
 ];
 
 /// Peers side by side, judged by ratio.

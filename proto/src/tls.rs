@@ -322,8 +322,9 @@ impl Identity {
         self.client(provider(), ALPN)
     }
 
-    /// For the server end of TLS over TCP: TLS 1.3, mutual, [`ALPN_TCP`]. Each connection shows its certificate anew: no
-    /// session is resumed, and nothing comes after the handshake but records of data, whose keys may be taken out.
+    /// For the server end of TLS over TCP: TLS 1.3, mutual, [`ALPN_TCP`]. Each connection shows its certificate
+    /// anew: no session is resumed, and nothing comes after the handshake but records of data, whose keys may be
+    /// taken out.
     #[must_use]
     pub fn tcp_server(&self) -> rustls::ServerConfig {
         let mut config = self.server(bulk_provider(), ALPN_TCP);

@@ -1,7 +1,7 @@
 //! How long nothing came from a peer, and what that means.
 //!
-//! A live peer says something every [`KEEP_ALIVE`], whatever its disk does, so one that is silent died, hangs or is cut
-//! off. Not here: who listens, and what is done about it (`quic/watchdog.rs`, `tcp/watch.rs`).
+//! A live peer says something every [`KEEP_ALIVE`], whatever its disk does, so one that is silent died, hangs or is
+//! cut off. Not here: who listens, and what is done about it (`quic/watchdog.rs`, `tcp/watch.rs`).
 
 use std::time::Duration;
 

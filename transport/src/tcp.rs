@@ -34,12 +34,12 @@ pub use server::{BindError, TcpServer};
 /// Connections a server keeps. One client has up to [`CONNECTIONS_PER_PEER`] and one more; above, new ones are reset.
 pub const CONNECTIONS_MAX: usize = 4096;
 
-/// Operations one path has under way at once, each on a connection of its own. Further ones wait, within their deadlines:
-/// more at once would only share the same processors.
+/// Operations one path has under way at once, each on a connection of its own. Further ones wait, within their
+/// deadlines: more at once would only share the same processors.
 pub const CONNECTIONS_PER_PEER: usize = 32;
 
-/// How much longer than a client the server waits for the next operation of a connection, so that it is the client that
-/// closes what is idle: it knows what it is about to send.
+/// How much longer than a client the server waits for the next operation of a connection, so that it is the client
+/// that closes what is idle: it knows what it is about to send.
 const IDLE_FACTOR: u32 = 3;
 
 /// Settings of both ends.
@@ -58,8 +58,8 @@ pub struct TcpConfig {
     pub dial_timeout: Duration,
     /// Time without progress after which a save or release counts as lost.
     pub stall_timeout: Duration,
-    /// Congestion control of the connections, by the system's name for it; nothing for the system's default, which also
-    /// rules where this one is not there.
+    /// Congestion control of the connections, by the system's name for it; nothing for the system's default, which
+    /// also rules where this one is not there.
     pub congestion_control: Option<String>,
     /// See [`FETCH_BYTES_IN_FLIGHT_MAX`].
     pub fetch_bytes_in_flight_max: u64,
@@ -77,8 +77,8 @@ impl Default for TcpConfig {
             silence_max: Duration::from_millis(750),
             dial_timeout: Duration::from_secs(1),
             stall_timeout: Duration::from_secs(10),
-            // As over QUIC, so that a link is shared alike whichever path is taken. A system whose default is BBR paces
-            // each socket with timers of its own, at a fifth of the CPU time of a large block over loopback.
+            // As over QUIC, so that a link is shared alike whichever path is taken. A system whose default is BBR
+            // paces each socket with timers of its own, at a fifth of the CPU time of a large block over loopback.
             congestion_control: Some("cubic".to_owned()),
             fetch_bytes_in_flight_max: FETCH_BYTES_IN_FLIGHT_MAX,
             save_bytes_in_flight_max: SAVE_BYTES_IN_FLIGHT_MAX,

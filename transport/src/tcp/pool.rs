@@ -1,7 +1,7 @@
 //! The connections of one path: an operation has one to itself, and leaves it to the next.
 //!
-//! One that an operation did not bring to its end is closed with it: what of it is still under way would reach the next.
-//! Not here: what an operation says (`ask.rs`), when a peer counts as gone (`watch.rs`).
+//! One that an operation did not bring to its end is closed with it: what of it is still under way would reach the
+//! next. Not here: what an operation says (`ask.rs`), when a peer counts as gone (`watch.rs`).
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -91,9 +91,9 @@ impl Pool {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks over a connection that was used last, or a new one when there is none. One that was kept may have ended at the
-    /// peer's side unnoticed: if it did before anything was answered, a new one is asked once more. That is sound for
-    /// every operation: a save stores nothing before its offer is answered.
+    /// Asks over a connection that was used last, or a new one when there is none. One that was kept may have ended
+    /// at the peer's side unnoticed: if it did before anything was answered, a new one is asked once more. That is
+    /// sound for every operation: a save stores nothing before its offer is answered.
     pub(super) async fn ask<M: Message + Default>(
         self: &Arc<Pool>,
         message: Bytes,

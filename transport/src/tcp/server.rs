@@ -20,7 +20,8 @@ use super::stream::{Ends, TlsStream};
 use crate::BlockService;
 use crate::serve::{Limits, Operations, TIMES, Times};
 
-/// Wait after the system gave no connection: it is out of descriptors or memory, and asking at once gives nothing either.
+/// Wait after the system gave no connection: it is out of descriptors or memory, and asking at once gives nothing
+/// either.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// Why a server cannot listen.

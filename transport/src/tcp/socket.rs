@@ -31,8 +31,8 @@ pub(super) fn listen(address: SocketAddr, congestion_control: Option<&str>) -> s
     TcpListener::from_std(listener)
 }
 
-/// Sets the congestion control of a socket that is not connected yet, if the system has it: one that began under another
-/// keeps that one's pacing. Without it the system's own rules, which moves the same bytes.
+/// Sets the congestion control of a socket that is not connected yet, if the system has it: one that began under
+/// another keeps that one's pacing. Without it the system's own rules, which moves the same bytes.
 fn rule(socket: impl AsFd, congestion_control: Option<&str>) {
     if let Some(name) = congestion_control {
         let _ = rustix::net::sockopt::set_tcp_congestion(socket, name);

@@ -97,8 +97,8 @@ impl TlsStream {
         }
     }
 
-    /// Whether the next operation may use this connection: nothing came that nobody asked for, the peer did not end it,
-    /// and its keys are good for much more.
+    /// Whether the next operation may use this connection: nothing came that nobody asked for, the peer did not end
+    /// it, and its keys are good for much more.
     pub(super) fn is_usable(&self) -> bool {
         let is_empty = self.came.plain.is_empty() && self.came.sealed.is_empty() && self.waiting.is_empty();
         let is_worn = self.sealer.is_worn() || self.opener.is_worn();
@@ -118,7 +118,8 @@ impl TlsStream {
         }
     }
 
-    /// Ends the connection at once: the peer is told even if it reads nothing, and nothing of what is under way counts.
+    /// Ends the connection at once: the peer is told even if it reads nothing, and nothing of what is under way
+    /// counts.
     pub(super) fn abort(self) {
         let _ = self.socket.set_zero_linger(); // without it the end comes behind what was sent
     }

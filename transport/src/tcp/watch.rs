@@ -1,8 +1,8 @@
 //! Notices that a peer is gone: one connection of each path does nothing but ask for signs of life.
 //!
-//! A process that died is told by its host, which ends its connections; one that hangs or is cut off ends nothing, and
-//! TCP would wait for minutes. Whatever comes over any connection of the path is a sign of life too.
-//! Not here: how silence is counted (`crate::silence`), what operations make of it (`pool.rs`).
+//! A process that died is told by its host, which ends its connections; one that hangs or is cut off ends nothing,
+//! and TCP would wait for minutes. Whatever comes over any connection of the path is a sign of life too. Not here:
+//! how silence is counted (`crate::silence`), what operations make of it (`pool.rs`).
 
 use std::sync::Weak;
 use std::sync::atomic::Ordering;

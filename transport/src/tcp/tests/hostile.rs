@@ -8,7 +8,7 @@ use tokio::net::TcpListener;
 use super::*;
 use crate::stream::{MESSAGE_BYTES_MAX, Source, Stream, encode, end_bytes, read_message};
 use crate::tcp::handshake;
-use crate::{SaveOffer, SaveRequest, wire};
+use crate::{Path, SaveOffer, SaveRequest, wire};
 
 async fn dial_error(address: SocketAddr, identity: &Identity) -> PathError {
     let dialer = TcpDialer::new(identity, TcpConfig::default());
@@ -274,8 +274,15 @@ async fn hostile_saves_leave_nothing() {
     assert!(!service.holds(hash(0)));
 }
 
-/// A node that answers every fetch with a fixed head and then bytes of our choice, on as many connections as are opened.
-async fn hostile_node(authority: &Authority, head: data::FetchHead, frames: Vec<u8>) -> SocketAddr {
+/// A node that answers every fetch with a fixed head and then bytes of our choice, on as many connections as are
+/// opened.
+/// `stays`: it does not close them after such an answer.
+async fn hostile_node(
+    authority: &Authority,
+    head: data::FetchHead,
+    frames: Vec<u8>,
+    stays: bool,
+) -> SocketAddr {
     let tls = Arc::new(authority.member().tcp_server());
     let listener = TcpListener::bind(ANY).await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -294,7 +301,7 @@ async fn hostile_node(authority: &Authority, head: data::FetchHead, frames: Vec<
                     };
                     stream.write(answer).await.unwrap();
                     stream.flush().await.unwrap();
-                    if !is_ping {
+                    if !is_ping && !stays {
                         return stream.close();
                     }
                 }
@@ -306,7 +313,7 @@ async fn hostile_node(authority: &Authority, head: data::FetchHead, frames: Vec<
 
 async fn fetch_from_hostile_node(head: data::FetchHead, frames: Vec<u8>) -> Result<FetchAnswer, PathError> {
     let authority = Authority::new();
-    let address = hostile_node(&authority, head, frames).await;
+    let address = hostile_node(&authority, head, frames, false).await;
     let dialer = TcpDialer::new(&authority.member(), TcpConfig::default());
     let path = dialer.dial(address.to_string()).await.unwrap();
     suite::fetch(path.as_ref(), fetch_request(&hashes(2))).await
@@ -335,6 +342,22 @@ async fn a_hostile_node_ends_the_usable_prefix() {
     let liar = data::FetchHead { blocks: 9, ..hit };
     let error = fetch_from_hostile_node(liar, Vec::new()).await.unwrap_err();
     assert!(matches!(error, PathError::Protocol { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn what_a_node_says_too_much_reaches_no_other_operation() {
+    let authority = Authority::new();
+    let hit = wire::head_to_pb(&FetchAnswer::Hit { tiers: in_dram(1) }, suite::EPOCH);
+    let good = frame(hash(0), 1000).bytes;
+    let address = hostile_node(&authority, hit, [&good[..], &good].concat(), true).await;
+    let dialer = TcpDialer::new(&authority.member(), TcpConfig::default());
+    let path = dialer.open(&address.to_string()).await.unwrap();
+    for _ in 0..2 {
+        let answer = suite::fetch(&path, fetch_request(&hashes(1))).await.unwrap();
+        assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(1) });
+        assert_eq!(path.pool.idle_count(), 0, "more came on it than was asked for");
+        path.ping().await.unwrap();
+    }
 }
 
 #[tokio::test]

@@ -119,8 +119,8 @@ async fn idle_connections_are_closed_by_the_client_first() {
     path.ping().await.unwrap();
 }
 
-/// A node that serves one operation on each connection, then closes it as if it had been idle for too long: `told` with a
-/// goodbye, otherwise only when the next operation was asked.
+/// A node that serves one operation on each connection, then closes it as if it had been idle for too long: `told`
+/// with a goodbye, otherwise only when the next operation was asked.
 async fn forgetful_node(authority: &Authority, told: bool) -> SocketAddr {
     let tls = Arc::new(authority.member().tcp_server());
     let listener = tokio::net::TcpListener::bind(ANY).await.unwrap();
