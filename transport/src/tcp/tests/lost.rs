@@ -195,7 +195,7 @@ async fn freed(server: &TcpServer, identity: &Identity) {
 #[tokio::test]
 async fn a_reader_that_reads_nothing_loses_its_place() {
     let identity = Authority::new().member();
-    let config = config(Duration::from_millis(300));
+    let config = config(Duration::from_secs(1));
     let server = TcpServer::bind_with(ANY, &identity, &config, large()).unwrap();
     let _held = hold_a_fetch(&server, &identity, &fetch_request(&hashes(2))).await;
     freed(&server, &identity).await;
@@ -204,10 +204,10 @@ async fn a_reader_that_reads_nothing_loses_its_place() {
 #[tokio::test]
 async fn a_fetch_ends_soon_after_its_deadline_whatever_its_reader_does() {
     let identity = Authority::new().member();
-    let times = Times { grace: Duration::from_millis(200), ..TIMES };
+    let times = Times { grace: Duration::from_millis(500), ..TIMES };
     // The stall timeout alone would take an hour.
     let server = TcpServer::bind_timed(ANY, &identity, &config(LONG), times, large()).unwrap();
-    let request = FetchRequest { deadline: Duration::from_millis(200), ..fetch_request(&hashes(2)) };
+    let request = FetchRequest { deadline: Duration::from_millis(500), ..fetch_request(&hashes(2)) };
     let _held = hold_a_fetch(&server, &identity, &request).await;
     freed(&server, &identity).await;
 }
@@ -215,7 +215,7 @@ async fn a_fetch_ends_soon_after_its_deadline_whatever_its_reader_does() {
 #[tokio::test]
 async fn a_fetch_without_an_end_in_sight_ends_at_the_servers_limit() {
     let identity = Authority::new().member();
-    let times = Times { fetch_max: Duration::from_millis(400), ..TIMES };
+    let times = Times { fetch_max: Duration::from_secs(1), ..TIMES };
     let server = TcpServer::bind_timed(ANY, &identity, &config(LONG), times, large()).unwrap();
     let request = FetchRequest { deadline: Duration::MAX, ..fetch_request(&hashes(2)) };
     let _held = hold_a_fetch(&server, &identity, &request).await;

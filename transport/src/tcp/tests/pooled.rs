@@ -76,7 +76,7 @@ async fn a_fetch_that_is_late_leaves_nothing_to_the_next() {
     let service = holding(3);
     let (_server, path) = served(&TcpConfig::default(), service.clone()).await;
     service.set_gate(1);
-    let request = FetchRequest { deadline: Duration::from_millis(300), ..fetch_request(&hashes(3)) };
+    let request = FetchRequest { deadline: Duration::from_secs(2), ..fetch_request(&hashes(3)) };
     let answer = suite::fetch(&path, request).await.unwrap();
     assert_eq!(answer, FetchAnswer::Partial { tiers: in_dram(1), reason: MissReason::TooLate });
     assert_eq!(path.pool.idle_count(), 0);
