@@ -9,6 +9,7 @@ mod frame;
 mod get;
 mod hash;
 mod index;
+mod network;
 mod overlap;
 mod overload;
 mod snapshot;
@@ -68,6 +69,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "overlap", about: overlap::ABOUT, run: overlap::run },
     Bench { name: "overload", about: overload::ABOUT, run: overload::run },
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },
+    Bench { name: "network", about: network::ABOUT, run: network::run },
 ];
 
 /// Peers side by side, judged by ratio.

@@ -3,7 +3,7 @@
 //! Not here: stores. Every side serves bytes that lie ready in memory, client and server in one process,
 //! so a CPU-second counts both ends.
 
-mod raw;
+pub(crate) mod raw;
 
 use std::cell::RefCell;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -51,7 +51,7 @@ const SHAPES: &[Shape] = &[
 /// Bytes fetched per run and side.
 const RUN_BYTES: u64 = 256 << 20;
 
-const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
+pub(crate) const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
 pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
@@ -76,7 +76,7 @@ impl Sides {
         Ok(Self {
             ours: Ours::start(server, client, shape).await?,
             quic: RawQuic::start(server, client).await?,
-            tcp: RawTcp::start().await?,
+            tcp: RawTcp::start(1).await?,
         })
     }
 }
@@ -106,7 +106,7 @@ fn compare(effort: &Effort, runtime: &Runtime, shape: &Shape, sides: &Sides) -> 
 }
 
 /// A server's and a client's identity of one fresh authority.
-fn identities() -> anyhow::Result<(Identity, Identity)> {
+pub(crate) fn identities() -> anyhow::Result<(Identity, Identity)> {
     let mut params = CertificateParams::new(vec![])?;
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let authority = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;

@@ -49,6 +49,21 @@ impl Frames {
         }
     }
 
+    /// The next frame if it is there already.
+    #[must_use]
+    pub fn try_next(&mut self) -> Option<Frame> {
+        if let Some(frame) = self.ready.next() {
+            return Some(frame);
+        }
+        match self.later.as_mut()?.try_recv().ok()? {
+            Ok(frame) => Some(frame),
+            Err(reason) => {
+                (self.later, self.ended) = (None, Some(reason));
+                None
+            }
+        }
+    }
+
     /// Why no more came than did, if that was said.
     #[must_use]
     pub fn ended(&self) -> Option<MissReason> {
@@ -72,6 +87,20 @@ mod tests {
         let order = [frames.next().await.unwrap().hash, frames.next().await.unwrap().hash];
         assert_eq!((order, frames.ended()), ([hash(1), hash(2)], None));
         assert!(frames.next().await.is_none());
+        assert_eq!(frames.ended(), Some(MissReason::Busy));
+        assert!(frames.next().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn what_is_there_is_had_without_waiting() {
+        let (send, later) = mpsc::channel(2);
+        let mut frames = Frames::then(vec![frame(hash(1), 100)], later);
+        assert_eq!(frames.try_next().unwrap().hash, hash(1));
+        assert!(frames.try_next().is_none());
+        send.send(Ok(frame(hash(2), 100))).await.unwrap();
+        send.send(Err(MissReason::Busy)).await.unwrap();
+        assert_eq!((frames.try_next().unwrap().hash, frames.ended()), (hash(2), None));
+        assert!(frames.try_next().is_none());
         assert_eq!(frames.ended(), Some(MissReason::Busy));
         assert!(frames.next().await.is_none());
     }

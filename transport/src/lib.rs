@@ -19,10 +19,17 @@ use kv_core::id::{
 };
 use kvfleet_proto::frame::{Frame, Unsettled};
 
+mod ask;
+mod dial;
 mod frames;
+mod in_flight;
 pub mod loopback;
 pub mod quic;
+mod serve;
+mod silence;
+mod stream;
 pub mod suite;
+pub mod tcp;
 mod wire;
 
 pub use frames::Frames;

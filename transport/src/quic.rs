@@ -3,7 +3,8 @@
 //! On a stream: a length-delimited message asks, a length-delimited message answers, block frames follow
 //! one after another. This file holds what both ends share: settings, limits, error mapping. The node's
 //! end is `quic/server.rs`, the client's `quic/dialer.rs` and `quic/path.rs`, bytes are `quic/stream.rs`,
-//! lost peers are noticed in `quic/watchdog.rs`.
+//! lost peers are noticed in `quic/watchdog.rs`. What both network paths share is `serve.rs`, `ask.rs` and
+//! `stream.rs` beside this file.
 //!
 //! QUIC spends a CPU on encryption: it is the path that always works, not the fast one.
 
@@ -14,6 +15,8 @@ use kvfleet_proto::frame::FRAME_BYTES_MAX;
 use quinn::{ConnectionError, IdleTimeout, MtuDiscoveryConfig, TransportConfig, VarInt};
 
 use crate::PathError;
+use crate::silence::KEEP_ALIVE;
+use crate::stream::Loss;
 
 mod dialer;
 mod path;
@@ -71,10 +74,6 @@ const CODE_DONE: VarInt = VarInt::from_u32(0);
 
 /// Connection closed because nothing came from the peer any more.
 const CODE_SILENT: VarInt = VarInt::from_u32(2);
-
-/// How often an idle connection says something, so that silence means something: five small datagrams a
-/// second, and their answers.
-const KEEP_ALIVE: Duration = Duration::from_millis(200);
 
 /// Settings of both ends.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -138,6 +137,7 @@ impl QuicConfig {
             .stream_receive_window(VarInt::from_u32(STREAM_WINDOW_BYTES))
             .receive_window(VarInt::from_u32(CONNECTION_WINDOW_BYTES))
             .send_window(u64::from(CONNECTION_WINDOW_BYTES))
+            // Five small datagrams a second, and their answers.
             .keep_alive_interval(Some(KEEP_ALIVE))
             .max_idle_timeout(IdleTimeout::try_from(self.idle_timeout).ok())
             .mtu_discovery_config(Some(discovery));
@@ -154,21 +154,26 @@ impl QuicConfig {
 
 /// Errors of a connection as errors of a path.
 fn path_error(peer: &str, error: &ConnectionError) -> PathError {
-    let (peer, cause) = (peer.to_owned(), error.to_string());
+    loss(error).at(peer)
+}
+
+/// What the end of a connection is to its streams.
+fn loss(error: &ConnectionError) -> Loss {
+    let cause = error.to_string();
     let code = match error {
         ConnectionError::TransportError(error) => u64::from(error.code),
         ConnectionError::ConnectionClosed(close) => u64::from(close.error_code),
         // Silence, not a goodbye: the peer is dead or cut off, and dialling again would only wait more. A
         // path still in use is closed at this end only by its watchdog.
         ConnectionError::TimedOut | ConnectionError::LocallyClosed => {
-            return PathError::Unreachable { peer, cause: "nothing comes from it any more".to_owned() };
+            return Loss::Unreachable("nothing comes from it any more".to_owned());
         }
-        _ => return PathError::Broken { peer, cause },
+        _ => return Loss::Broken(cause),
     };
     match code {
-        ALERT_NO_PROTOCOL => PathError::Protocol { peer, what: "no protocol this release speaks".to_owned() },
-        ALERT_FIRST..=ALERT_LAST => PathError::Untrusted { peer, cause },
-        _ => PathError::Broken { peer, cause },
+        ALERT_NO_PROTOCOL => Loss::Protocol("no protocol this release speaks".to_owned()),
+        ALERT_FIRST..=ALERT_LAST => Loss::Untrusted(cause),
+        _ => Loss::Broken(cause),
     }
 }
 
@@ -179,4 +184,4 @@ const ALERT_LAST: u64 = 0x1ff;
 const ALERT_NO_PROTOCOL: u64 = 0x178;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -1,6 +1,6 @@
 //! The messages of `data.proto` as the types of this crate, both ways.
 //!
-//! Not here: reading and writing them on a stream (`quic/stream.rs`). Whatever a peer may send is
+//! Not here: reading and writing them on a stream (`stream.rs`). Whatever a peer may send is
 //! checked here, so that the code behind sees only values that make sense.
 
 use std::time::Duration;

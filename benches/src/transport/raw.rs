@@ -10,22 +10,23 @@ use bytes::Bytes;
 use kvfleet_proto::tls::{Identity, SERVER_NAME};
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use quinn::{ClientConfig, Connection, Endpoint, ServerConfig};
+use rustix::net::sockopt::set_tcp_congestion;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::Mutex;
 
 use super::ANY;
 
 /// Bytes handed to the socket at once, and read at once over TCP.
-const PIECE: usize = 256 << 10;
+pub(crate) const PIECE: usize = 256 << 10;
 
-pub(super) struct RawQuic {
+pub(crate) struct RawQuic {
     connection: Connection,
     _ends: (Endpoint, Endpoint),
 }
 
 impl RawQuic {
-    pub(super) async fn start(server: &Identity, client: &Identity) -> anyhow::Result<Self> {
+    pub(crate) async fn start(server: &Identity, client: &Identity) -> anyhow::Result<Self> {
         let crypto = QuicServerConfig::try_from(server.quic_server())?;
         let listening = Endpoint::server(ServerConfig::with_crypto(Arc::new(crypto)), ANY)?;
         tokio::spawn(serve_quic(listening.clone()));
@@ -36,7 +37,7 @@ impl RawQuic {
         Ok(Self { connection, _ends: (listening, dialing) })
     }
 
-    pub(super) async fn fetch(&self, bytes: u64) -> anyhow::Result<()> {
+    pub(crate) async fn fetch(&self, bytes: u64) -> anyhow::Result<()> {
         let (mut ask, mut answer) = self.connection.open_bi().await?;
         ask.write_all(&bytes.to_le_bytes()).await?;
         ask.finish()?;
@@ -67,22 +68,47 @@ async fn serve_quic(endpoint: Endpoint) -> anyhow::Result<()> {
     }
 }
 
-pub(super) struct RawTcp {
-    stream: Mutex<(TcpStream, Vec<u8>)>,
+/// Both ends of connections. They are not paced, whatever the system's default is: a limit is what is possible.
+pub(crate) async fn connected(connections: usize) -> anyhow::Result<Vec<(TcpStream, TcpStream)>> {
+    let listening = TcpSocket::new_v4()?;
+    set_tcp_congestion(&listening, "cubic")?;
+    listening.bind(ANY)?;
+    let listener = listening.listen(connections as u32)?;
+    let mut both = Vec::new();
+    for _ in 0..connections {
+        let client = TcpSocket::new_v4()?;
+        set_tcp_congestion(&client, "cubic")?;
+        let client = client.connect(listener.local_addr()?).await?;
+        let (server, _) = listener.accept().await?;
+        client.set_nodelay(true)?;
+        server.set_nodelay(true)?;
+        both.push((client, server));
+    }
+    Ok(both)
+}
+
+/// Connections of which each serves one fetch at a time.
+pub(crate) struct RawTcp {
+    streams: Vec<Mutex<(TcpStream, Vec<u8>)>>,
 }
 
 impl RawTcp {
-    pub(super) async fn start() -> anyhow::Result<Self> {
-        let listener = TcpListener::bind(ANY).await?;
-        let address = listener.local_addr()?;
-        tokio::spawn(serve_tcp(listener));
-        let stream = TcpStream::connect(address).await?;
-        stream.set_nodelay(true)?;
-        Ok(Self { stream: Mutex::new((stream, vec![0; PIECE])) })
+    pub(crate) async fn start(connections: usize) -> anyhow::Result<Self> {
+        let mut streams = Vec::new();
+        for (client, server) in connected(connections).await? {
+            tokio::spawn(serve_tcp(server));
+            streams.push(Mutex::new((client, vec![0; PIECE])));
+        }
+        Ok(Self { streams })
     }
 
-    pub(super) async fn fetch(&self, bytes: u64) -> anyhow::Result<()> {
-        let (stream, buffer) = &mut *self.stream.lock().await;
+    pub(crate) async fn fetch(&self, bytes: u64) -> anyhow::Result<()> {
+        self.fetch_as(0, bytes).await
+    }
+
+    /// Fetches on the connection of this fetch's number.
+    pub(crate) async fn fetch_as(&self, at: u64, bytes: u64) -> anyhow::Result<()> {
+        let (stream, buffer) = &mut *self.streams[at as usize % self.streams.len()].lock().await;
         stream.write_all(&bytes.to_le_bytes()).await?;
         let mut left = bytes as usize;
         while left > 0 {
@@ -94,9 +120,7 @@ impl RawTcp {
 }
 
 /// Serves one client until it goes; what ends it is seen there.
-async fn serve_tcp(listener: TcpListener) -> anyhow::Result<()> {
-    let (mut stream, _) = listener.accept().await?;
-    stream.set_nodelay(true)?;
+async fn serve_tcp(mut stream: TcpStream) -> anyhow::Result<()> {
     let piece = vec![0x5a; PIECE];
     loop {
         let mut left = stream.read_u64_le().await? as usize;

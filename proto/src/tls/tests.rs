@@ -41,11 +41,17 @@ fn message(ca: &str, pair: &(String, String)) -> String {
 }
 
 #[test]
-fn a_good_identity_makes_all_four_configurations() {
+fn a_good_identity_makes_all_six_configurations() {
     let authority = Authority::new();
     let identity = check(&authority.pem(), &authority.member()).unwrap();
     assert_eq!(identity.quic_server().alpn_protocols, [ALPN]);
     assert_eq!(identity.quic_client().alpn_protocols, [ALPN]);
+    let (server, client) = (identity.tcp_server(), identity.tcp_client());
+    assert_eq!(
+        (&server.alpn_protocols, &client.alpn_protocols),
+        (&vec![ALPN_TCP.to_vec()], &vec![ALPN_TCP.to_vec()])
+    );
+    assert_eq!((server.max_early_data_size, client.enable_early_data), (0, false));
     let _ = (identity.server_tls(), identity.client_tls());
     assert_eq!(format!("{identity:?}"), "Identity(..)");
 }

@@ -5,7 +5,6 @@
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use kvfleet_proto::tls::{Identity, SERVER_NAME};
 use quinn::crypto::rustls::QuicClientConfig;
@@ -14,6 +13,7 @@ use quinn::{ClientConfig, Connection, Endpoint, default_runtime};
 use super::path::QuicPath;
 use super::watchdog::{refused, watch};
 use super::{QuicConfig, path_error};
+use crate::dial::{resolve, within};
 use crate::{BoxFuture, Dialer, Path, PathError};
 
 /// Opens QUIC paths. One UDP socket per address family, shared by all paths.
@@ -81,22 +81,4 @@ impl Dialer for QuicDialer {
     fn dial(&self, address: String) -> BoxFuture<'_, Result<Arc<dyn Path>, PathError>> {
         Box::pin(async move { within(&address, self.config.dial_timeout, self.open(&address)).await })
     }
-}
-
-/// The first address behind `peer`.
-async fn resolve(peer: &str) -> Result<SocketAddr, PathError> {
-    let unreachable = |cause: String| PathError::Unreachable { peer: peer.to_owned(), cause };
-    let mut found = tokio::net::lookup_host(peer).await.map_err(|error| unreachable(error.to_string()))?;
-    found.next().ok_or_else(|| unreachable("the name has no address".to_owned()))
-}
-
-/// `work`, or [`PathError::TimedOut`] after `limit`.
-pub(super) async fn within<T>(
-    peer: &str,
-    limit: Duration,
-    work: impl Future<Output = Result<T, PathError>>,
-) -> Result<T, PathError> {
-    tokio::time::timeout(limit, work)
-        .await
-        .unwrap_or_else(|_| Err(PathError::TimedOut { peer: peer.to_owned(), after: limit }))
 }

@@ -3,17 +3,19 @@
 
 use std::net::Ipv4Addr;
 
+use kvfleet_proto::data;
 use kvfleet_proto::tls::SERVER_NAME;
-use quinn::VarInt;
 use quinn::crypto::rustls::QuicClientConfig;
+use quinn::{RecvStream, SendStream, VarInt};
 
 use super::*;
-use crate::quic::QuicDialer;
 use crate::quic::tests::Authority;
+use crate::quic::{QuicDialer, save_bytes_in_flight};
+use crate::stream::{encode, read_message};
 use crate::suite::{
     self, MemoryService, PATIENCE, fetch_request, frame, hash, hashes, in_dram, save_request,
 };
-use crate::{Dialer, FetchAnswer};
+use crate::{Dialer, FetchAnswer, FetchRequest, SaveOffer, SaveRequest, wire};
 
 const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
@@ -147,16 +149,9 @@ async fn saves_that_would_fill_more_memory_than_they_may_are_told_to_come_again(
     assert!(!first_is_busy && !second_is_busy, "there is room for two");
     let (third_is_busy, _third) = hold_a_save(&connection, 12, frame_bytes).await;
     assert!(third_is_busy, "and for no third");
-    // The room of one that is given up comes back, and even one larger than all room passes when it is alone.
+    // The room of one that is given up comes back.
     drop(first);
     tokio::time::timeout(PATIENCE, service.aborts_seen(1)).await.expect("the save is given up");
     let again = async { while hold_a_save(&connection, 13, frame_bytes).await.0 {} };
     tokio::time::timeout(PATIENCE, again).await.expect("the room comes back");
-    let room = InFlight::new(5);
-    let mut first = room.reserve(100).unwrap();
-    assert!(room.reserve(1).is_none());
-    first.shrink(4);
-    assert!(room.reserve(1).is_some());
-    drop(first);
-    assert_eq!(room.bytes.load(Ordering::Relaxed), 0);
 }

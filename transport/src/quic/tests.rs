@@ -12,8 +12,8 @@ use kvfleet_proto::tls::{Identity, SERVER_NAME};
 use quinn::crypto::rustls::QuicClientConfig;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 
-use super::stream::{MESSAGE_BYTES_MAX, encode, read_message};
 use super::*;
+use crate::stream::{MESSAGE_BYTES_MAX, encode, read_message};
 use crate::suite::{
     self, MemoryService, PATIENCE, Pair, fetch_request, frame, hash, hashes, in_dram, save_request,
 };
@@ -21,16 +21,16 @@ use crate::{BlockService, Dialer, FetchAnswer, MissReason, SaveOffer, SaveReques
 
 const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
-pub(super) struct Authority(CertifiedIssuer<'static, KeyPair>);
+pub(crate) struct Authority(CertifiedIssuer<'static, KeyPair>);
 
 impl Authority {
-    pub(super) fn new() -> Authority {
+    pub(crate) fn new() -> Authority {
         let mut params = CertificateParams::new(vec![]).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         Authority(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
     }
 
-    pub(super) fn member(&self) -> Identity {
+    pub(crate) fn member(&self) -> Identity {
         let key = KeyPair::generate().unwrap();
         let params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).unwrap();
         let cert = params.signed_by(&key, &self.0).unwrap();

@@ -1,0 +1,164 @@
+//! The client's end of the four operations, over any stream.
+//!
+//! Not here: where a stream comes from (`quic/path.rs`, `tcp/path.rs`), checking what the bytes are (the
+//! caller verifies every frame), retrying, choosing.
+
+use std::time::Duration;
+
+use kv_core::id::LeaseId;
+use kvfleet_proto::data;
+use kvfleet_proto::frame::{FRAME_BYTES_MAX, Frame};
+use prost::Message;
+use tokio::time::{Instant, timeout_at};
+
+use crate::dial::within;
+use crate::stream::{Next, Stream, read_frame, read_message};
+use crate::wire;
+use crate::{FetchAnswer, FetchRequest, MissReason, PathError, SaveAnswer, SaveOffer, SaveRequest};
+
+/// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
+const DEADLINE_MAX: Duration = Duration::from_secs(3600);
+
+/// Whether an operation's request is all that its client sends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sends {
+    /// Nothing but the request.
+    Request,
+    /// Frames after it.
+    Frames,
+}
+
+/// A client's end that gives each operation a stream.
+pub(crate) trait Asks: Sync {
+    type Stream: Stream;
+
+    /// Who is asked.
+    fn peer(&self) -> &str;
+
+    /// Time without progress after which a save, release or ping counts as lost.
+    fn stall_timeout(&self) -> Duration;
+
+    /// Asks, and reads the message that answers.
+    fn call<M: Message + Default>(
+        &self,
+        request: &data::DataRequest,
+        sends: Sends,
+    ) -> impl Future<Output = Result<(M, Self::Stream), PathError>> + Send;
+
+    /// The operation is over at both ends: nothing of it is under way any more.
+    fn over(&self, stream: Self::Stream);
+}
+
+pub(crate) async fn fetch<A: Asks>(
+    asks: &A,
+    request: &FetchRequest,
+    sink: &mut (dyn FnMut(Frame) + Send),
+) -> Result<FetchAnswer, PathError> {
+    let deadline = Instant::now() + request.deadline.min(DEADLINE_MAX);
+    let wire = wire::fetch_to_pb(request);
+    let Ok(called) = timeout_at(deadline, asks.call::<data::FetchHead>(&wire, Sends::Request)).await else {
+        return Ok(FetchAnswer::Miss { reason: MissReason::TooLate });
+    };
+    let (head, mut stream) = called?;
+    let (answer, epoch) =
+        wire::head_from_pb(&head, request.hashes.len()).map_err(|error| protocol(asks, &error))?;
+    if epoch != request.epoch && !answer.tiers().is_empty() {
+        return Ok(FetchAnswer::Miss { reason: MissReason::StaleEpoch });
+    }
+    let received = receive(&mut stream, answer.tiers().len(), deadline, sink).await;
+    if received.is_over {
+        asks.over(stream);
+    }
+    Ok(answer.cut_short(received.blocks, received.reason))
+}
+
+pub(crate) async fn save<A: Asks>(
+    asks: &A,
+    request: &SaveRequest,
+    source: &(dyn Fn(usize) -> Frame + Send + Sync),
+) -> Result<SaveAnswer, PathError> {
+    let lost = |loss: crate::stream::Loss| loss.at(asks.peer());
+    let wire = wire::save_to_pb(request);
+    let (offer, mut stream) = timed(asks, asks.call::<data::SaveOffer>(&wire, Sends::Frames)).await?;
+    let offer = wire::offer_from_pb(&offer, request.hashes.len()).map_err(|error| protocol(asks, &error))?;
+    let wanted = match offer {
+        SaveOffer::Wanted(wanted) => wanted,
+        SaveOffer::Busy { retry_after } => {
+            asks.over(stream);
+            return Ok(SaveAnswer::Busy { retry_after });
+        }
+        SaveOffer::Refused(refusal) => {
+            asks.over(stream);
+            return Ok(SaveAnswer::Refused(refusal));
+        }
+    };
+    for (position, _) in wanted.iter().enumerate().filter(|(_, wanted)| **wanted) {
+        timed(asks, async { stream.write(source(position).bytes).await.map_err(lost) }).await?;
+    }
+    timed(asks, async { stream.end(None).await.map_err(lost) }).await?;
+    let answered = async { read_message(&mut stream).await.map_err(|error| error.at(asks.peer())) };
+    let done: data::SaveDone = timed(asks, answered).await?;
+    asks.over(stream);
+    Ok(wire::done_from_pb(&done))
+}
+
+pub(crate) async fn release<A: Asks>(asks: &A, lease: LeaseId) -> Result<(), PathError> {
+    let request = wire::release_to_pb(lease);
+    let (_, stream) = timed(asks, asks.call::<data::Pong>(&request, Sends::Request)).await?;
+    asks.over(stream);
+    Ok(())
+}
+
+pub(crate) async fn ping<A: Asks>(asks: &A) -> Result<Duration, PathError> {
+    let asked = Instant::now();
+    let (pong, stream) = timed(asks, asks.call::<data::Pong>(&wire::ping_to_pb(), Sends::Request)).await?;
+    asks.over(stream);
+    if pong.version != wire::PROTOCOL_VERSION {
+        return Err(protocol(asks, &format_args!("protocol version {}", pong.version)));
+    }
+    Ok(asked.elapsed())
+}
+
+/// What came of a fetch's frames.
+struct Received {
+    blocks: usize,
+    /// Why not more.
+    reason: MissReason,
+    /// Whether nothing of the fetch is under way any more.
+    is_over: bool,
+}
+
+/// Hands up to `wanted` frames to `sink`.
+async fn receive(
+    stream: &mut impl Stream,
+    wanted: usize,
+    deadline: Instant,
+    sink: &mut (dyn FnMut(Frame) + Send),
+) -> Received {
+    for blocks in 0..wanted {
+        let cut = |reason, is_over| Received { blocks, reason, is_over };
+        match timeout_at(deadline, read_frame(stream, FRAME_BYTES_MAX)).await {
+            Ok(Ok(Next::Frame(frame))) => sink(frame),
+            // A node that says nothing more had no bytes.
+            Ok(Ok(Next::End(reason))) => return cut(reason.unwrap_or(MissReason::MediumFailed), true),
+            Ok(Err(error)) if error.is_loss() => return cut(MissReason::NodeLost, false),
+            Ok(Err(_)) => return cut(MissReason::Corrupt, false),
+            Err(_) => return cut(MissReason::TooLate, false),
+        }
+    }
+    Received { blocks: wanted, reason: MissReason::NotHeld, is_over: true }
+}
+
+fn protocol(asks: &impl Asks, what: &dyn std::fmt::Display) -> PathError {
+    PathError::Protocol {
+        peer: asks.peer().to_owned(),
+        what: format!("a message that makes no sense: {what}"),
+    }
+}
+
+async fn timed<T>(
+    asks: &impl Asks,
+    work: impl Future<Output = Result<T, PathError>>,
+) -> Result<T, PathError> {
+    within(asks.peer(), asks.stall_timeout(), work).await
+}

@@ -1,0 +1,73 @@
+//! Opening paths to nodes over TCP.
+//!
+//! A TLS 1.3 client finishes its handshake before the server has looked at the client's certificate, so
+//! a path counts as open only after a ping came back. Not here: what runs over a path (`path.rs`).
+
+use std::sync::Arc;
+
+use kvfleet_proto::tls::Identity;
+use rustls::ClientConfig;
+use tokio::sync::watch;
+
+use super::TcpConfig;
+use super::buffers::{Buffers, Size};
+use super::path::TcpPath;
+use super::pool::{Connector, Pool};
+use super::stream::Ends;
+use super::watch::{ask_alive, watch};
+use crate::dial::{resolve, within};
+use crate::{BoxFuture, Dialer, Path, PathError, wire};
+
+/// Opens paths of TLS over TCP.
+#[derive(Debug)]
+pub struct TcpDialer {
+    tls: Arc<ClientConfig>,
+    config: TcpConfig,
+    buffers: Arc<Buffers>,
+}
+
+impl TcpDialer {
+    /// A dialer that shows `identity` and trusts its authority. Opens no socket yet.
+    #[must_use]
+    pub fn new(identity: &Identity, config: TcpConfig) -> TcpDialer {
+        TcpDialer { tls: Arc::new(identity.tcp_client()), config, buffers: Arc::default() }
+    }
+
+    pub(super) async fn open(&self, peer: &str) -> Result<TcpPath, PathError> {
+        let ends = Ends { buffers: Arc::clone(&self.buffers), heard: Arc::default(), least: Size::Large };
+        let connector = Connector {
+            peer: peer.to_owned(),
+            address: resolve(peer).await?,
+            tls: Arc::clone(&self.tls),
+            ends: ends.clone(),
+            dial_timeout: self.config.dial_timeout,
+            congestion_control: self.config.congestion_control.clone(),
+        };
+        let unreachable = |error| match error {
+            PathError::Broken { peer, cause } => PathError::Unreachable { peer, cause },
+            other => other,
+        };
+        let mut lifeline = connector.connect().await.map_err(unreachable)?;
+        let pong = ask_alive(&mut lifeline).await.map_err(|error| unreachable(error.at(peer)))?;
+        if pong.version != wire::PROTOCOL_VERSION {
+            let what = format!("a message that makes no sense: protocol version {}", pong.version);
+            return Err(PathError::Protocol { peer: peer.to_owned(), what });
+        }
+        let (says, lost) = watch::channel(None);
+        let config = &self.config;
+        let pool = Pool::new(connector, config.connections_per_peer, config.idle_timeout, lost.clone());
+        let pool = Arc::new(pool);
+        let watching = watch(lifeline, ends, config.silence_max, Arc::downgrade(&pool), says);
+        let watching = tokio::spawn(watching);
+        Ok(TcpPath { pool, lost, stall_timeout: config.stall_timeout, watching })
+    }
+}
+
+impl Dialer for TcpDialer {
+    fn dial(&self, address: String) -> BoxFuture<'_, Result<Arc<dyn Path>, PathError>> {
+        Box::pin(async move {
+            let open = async { Ok(Arc::new(self.open(&address).await?) as Arc<dyn Path>) };
+            within(&address, self.config.dial_timeout, open).await
+        })
+    }
+}

@@ -1,0 +1,86 @@
+//! The client's end: a path is a pool of connections and one that listens for signs of life.
+//!
+//! Not here: what an operation does with its stream (`ask.rs`), connections (`pool.rs`).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kv_core::id::LeaseId;
+use kvfleet_proto::data;
+use kvfleet_proto::frame::Frame;
+use prost::Message;
+use tokio::task::JoinHandle;
+
+use super::pool::{Lost, Occupied, Pool};
+use crate::ask::{self, Asks, Sends};
+use crate::stream::encode;
+use crate::{BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest};
+
+/// Connections to one node.
+pub(super) struct TcpPath {
+    pub(super) pool: Arc<Pool>,
+    pub(super) lost: Lost,
+    pub(super) stall_timeout: Duration,
+    /// Says when the peer is gone; ends with the path.
+    pub(super) watching: JoinHandle<()>,
+}
+
+impl Drop for TcpPath {
+    fn drop(&mut self) {
+        self.watching.abort();
+    }
+}
+
+impl Asks for TcpPath {
+    type Stream = Occupied;
+
+    fn peer(&self) -> &str {
+        self.pool.peer()
+    }
+
+    fn stall_timeout(&self) -> Duration {
+        self.stall_timeout
+    }
+
+    async fn call<M: Message + Default>(
+        &self,
+        request: &data::DataRequest,
+        _: Sends,
+    ) -> Result<(M, Occupied), PathError> {
+        self.pool.ask(encode(request)?).await
+    }
+
+    fn over(&self, stream: Occupied) {
+        self.pool.keep(stream);
+    }
+}
+
+impl Path for TcpPath {
+    fn fetch<'a>(
+        &'a self,
+        request: FetchRequest,
+        sink: &'a mut (dyn FnMut(Frame) + Send),
+    ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
+        Box::pin(async move { ask::fetch(self, &request, sink).await })
+    }
+
+    fn save<'a>(
+        &'a self,
+        request: SaveRequest,
+        source: &'a (dyn Fn(usize) -> Frame + Send + Sync),
+    ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
+        Box::pin(async move { ask::save(self, &request, source).await })
+    }
+
+    fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {
+        Box::pin(ask::release(self, lease))
+    }
+
+    fn failure(&self) -> Option<PathError> {
+        self.lost.borrow().clone().map(|loss| loss.at(self.peer()))
+    }
+
+    fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>> {
+        Box::pin(ask::ping(self))
+    }
+}

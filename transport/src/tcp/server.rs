@@ -1,0 +1,171 @@
+//! The node's end: accepts connections, and serves what each asks, one operation after the other.
+//!
+//! Not here: what is done with an operation (`serve.rs`).
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvfleet_proto::tls::Identity;
+use rustls::ServerConfig;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::{sleep, timeout};
+
+use super::TcpConfig;
+use super::buffers::Size;
+use super::handshake;
+use super::socket::listen;
+use super::stream::{Ends, TlsStream};
+use crate::BlockService;
+use crate::serve::{Limits, Operations, TIMES, Times, admit};
+
+/// Wait after the system gave no connection: it is out of descriptors or memory, and asking at once gives nothing
+/// either.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// Why a server cannot listen.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot listen on tcp {address}: {cause}; choose a free port or stop the process that holds it")]
+pub struct BindError {
+    /// Where.
+    pub address: SocketAddr,
+    /// What the system said.
+    pub cause: std::io::Error,
+}
+
+/// Serves a node's blocks with TLS over TCP until closed or dropped.
+#[derive(Debug)]
+pub struct TcpServer {
+    local: SocketAddr,
+    accepting: JoinHandle<()>,
+}
+
+/// What all connections of a server share.
+struct Shared {
+    service: Arc<dyn BlockService>,
+    operations: Operations,
+    tls: Arc<ServerConfig>,
+    ends: Ends,
+    config: TcpConfig,
+}
+
+impl TcpServer {
+    /// Listens on `address` (port 0: any) with the default settings. Needs a tokio runtime.
+    ///
+    /// # Errors
+    /// When the address cannot be bound.
+    pub fn bind(
+        address: SocketAddr,
+        identity: &Identity,
+        service: Arc<dyn BlockService>,
+    ) -> Result<TcpServer, BindError> {
+        TcpServer::bind_with(address, identity, &TcpConfig::default(), service)
+    }
+
+    /// Like [`TcpServer::bind`], with settings.
+    ///
+    /// # Errors
+    /// When the address cannot be bound.
+    pub fn bind_with(
+        address: SocketAddr,
+        identity: &Identity,
+        config: &TcpConfig,
+        service: Arc<dyn BlockService>,
+    ) -> Result<TcpServer, BindError> {
+        TcpServer::bind_timed(address, identity, config, TIMES, service)
+    }
+
+    pub(super) fn bind_timed(
+        address: SocketAddr,
+        identity: &Identity,
+        config: &TcpConfig,
+        times: Times,
+        service: Arc<dyn BlockService>,
+    ) -> Result<TcpServer, BindError> {
+        let failed = |cause| BindError { address, cause };
+        let listener = listen(address, config.congestion_control.as_deref()).map_err(failed)?;
+        let local = listener.local_addr().map_err(failed)?;
+        let operations = Operations::new(Limits {
+            fetch_bytes_in_flight_max: config.fetch_bytes_in_flight_max,
+            save_bytes_in_flight_max: config.save_bytes_in_flight_max,
+            stall_timeout: config.stall_timeout,
+            times,
+        });
+        let shared = Shared {
+            service,
+            operations,
+            tls: Arc::new(identity.tcp_server()),
+            ends: Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Small },
+            config: config.clone(),
+        };
+        Ok(TcpServer { local, accepting: tokio::spawn(accept(listener, Arc::new(shared))) })
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub fn local_addr(&self) -> SocketAddr {
+        self.local
+    }
+
+    /// Ends every operation and connection; returns when that is done.
+    pub async fn close(mut self) {
+        self.accepting.abort();
+        let _ = (&mut self.accepting).await; // cancelled, as asked
+    }
+}
+
+impl Drop for TcpServer {
+    fn drop(&mut self) {
+        self.accepting.abort();
+    }
+}
+
+async fn accept(listener: TcpListener, shared: Arc<Shared>) {
+    let mut connections = JoinSet::new();
+    loop {
+        let socket = match listener.accept().await {
+            Ok((socket, _)) => socket,
+            Err(error) => {
+                tracing::warn!(%error, "no connection could be accepted");
+                sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
+        };
+        while connections.try_join_next().is_some() {}
+        if connections.len() >= shared.config.connections_max {
+            let _ = socket.set_zero_linger(); // the peer is told by a reset, and nothing of it is left here
+            continue;
+        }
+        connections.spawn(serve_connection(socket, Arc::clone(&shared)));
+    }
+}
+
+async fn serve_connection(socket: TcpStream, shared: Arc<Shared>) {
+    let _ = socket.set_nodelay(true); // without it answers come later, and no less right
+    let handshake = handshake::accept(socket, &shared.tls, shared.ends.clone());
+    match timeout(shared.config.dial_timeout, handshake).await {
+        Ok(Ok((stream, leaf))) => match admit(leaf, &shared.service) {
+            Some(service) => serve_operations(stream, service.as_ref(), &shared).await,
+            None => tracing::warn!("a caller is refused by its certificate"),
+        },
+        Ok(Err(error)) => tracing::debug!(%error, "handshake failed"),
+        Err(_) => tracing::debug!("handshake took too long"),
+    }
+}
+
+async fn serve_operations(mut stream: TlsStream, service: &dyn BlockService, shared: &Shared) {
+    loop {
+        match timeout(shared.config.idle_timeout_of_server(), stream.begun()).await {
+            Ok(Ok(true)) => {}
+            Ok(Ok(false)) | Err(_) => return stream.close(),
+            Ok(Err(error)) => return tracing::debug!(%error, "connection ended"),
+        }
+        if let Err(error) = shared.operations.serve(service, &mut stream).await {
+            // What is left of it would be taken for what the next operation says.
+            tracing::debug!(%error, "operation ended early");
+            return;
+        }
+        stream.rest();
+    }
+}

@@ -1,0 +1,44 @@
+//! The suite over TLS on TCP, and what only that has: certificates, hostile bytes, a pool, limits, lost peers.
+#![allow(clippy::unwrap_used)]
+
+mod callers;
+mod hostile;
+mod lost;
+mod pooled;
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+
+use kvfleet_errors_doc::says;
+use kvfleet_proto::tls::Identity;
+use tokio::net::TcpStream;
+
+use super::buffers::Size;
+use super::stream::{Ends, TlsStream};
+use super::*;
+use crate::quic::tests::Authority;
+use crate::suite::{
+    self, MemoryService, PATIENCE, Pair, fetch_request, frame, hash, hashes, in_dram, save_request,
+};
+use crate::{BlockService, Dialer, FetchAnswer, MissReason, PathError, behaviour_suite};
+
+const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
+
+/// Long enough that nothing a test waits for comes of it.
+const LONG: Duration = Duration::from_secs(3600);
+
+async fn pair(service: Arc<dyn BlockService>) -> Pair {
+    let authority = Authority::new();
+    let server = TcpServer::bind(ANY, &authority.member(), service).unwrap();
+    let dialer = TcpDialer::new(&authority.member(), TcpConfig::default());
+    let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
+    Pair { path, keep: Box::new((server, dialer)) }
+}
+
+behaviour_suite!(pair);
+
+fn holding(blocks: u32) -> Arc<MemoryService> {
+    let service = MemoryService::default();
+    (0..blocks).for_each(|number| service.hold(frame(hash(number), 4000)));
+    Arc::new(service)
+}

@@ -1,0 +1,368 @@
+//! Peers that are no TLS, are not trusted, or say what makes no sense.
+
+use kvfleet_proto::data;
+use rustls::client::ResolvesClientCert;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
+
+use super::*;
+use crate::stream::{MESSAGE_BYTES_MAX, Source, Stream, encode, end_bytes, read_message};
+use crate::tcp::handshake;
+use crate::{Path, SaveOffer, SaveRequest, wire};
+
+async fn dial_error(address: SocketAddr, identity: &Identity) -> PathError {
+    let dialer = TcpDialer::new(identity, TcpConfig::default());
+    dialer.dial(address.to_string()).await.err().unwrap()
+}
+
+#[tokio::test]
+async fn a_peer_of_another_authority_is_untrusted() {
+    let server = TcpServer::bind(ANY, &Authority::new().member(), holding(0)).unwrap();
+    let error = dial_error(server.local_addr(), &Authority::new().member()).await;
+    assert!(matches!(error, PathError::Untrusted { .. }), "{error}");
+    says("a peer of another authority, over TCP", &error, &[&server.local_addr().to_string()]);
+}
+
+/// A connection of our own, any TLS configuration.
+pub(super) async fn raw(address: SocketAddr, tls: rustls::ClientConfig) -> Result<TlsStream, Loss> {
+    let ends = Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Large };
+    let socket = TcpStream::connect(address).await.unwrap();
+    handshake::connect(socket, &Arc::new(tls), ends).await
+}
+
+#[derive(Debug)]
+struct NoCertificate;
+
+impl ResolvesClientCert for NoCertificate {
+    fn resolve(&self, _: &[&[u8]], _: &[rustls::SignatureScheme]) -> Option<Arc<rustls::sign::CertifiedKey>> {
+        None
+    }
+
+    fn has_certs(&self) -> bool {
+        false
+    }
+}
+
+#[tokio::test]
+async fn a_peer_without_certificate_is_refused() {
+    let authority = Authority::new();
+    let server = TcpServer::bind(ANY, &authority.member(), holding(0)).unwrap();
+    let mut tls = authority.member().tcp_client();
+    tls.client_auth_cert_resolver = Arc::new(NoCertificate);
+    let mut stream = raw(server.local_addr(), tls).await.unwrap();
+    let error = watch::ask_alive(&mut stream).await.unwrap_err().at("node");
+    assert!(matches!(error, PathError::Untrusted { .. }), "{error}");
+    says("a peer without a certificate, over TCP", &error, &[]);
+}
+
+#[tokio::test]
+async fn a_client_whose_certificate_is_of_another_authority_is_refused() {
+    let (ours, theirs) = (Authority::new(), Authority::new());
+    let server = TcpServer::bind(ANY, &ours.member(), holding(0)).unwrap();
+    // It trusts the server, and the server does not trust it.
+    let mut tls = ours.member().tcp_client();
+    tls.client_auth_cert_resolver = theirs.member().tcp_client().client_auth_cert_resolver;
+    let mut stream = raw(server.local_addr(), tls).await.unwrap();
+    let error = watch::ask_alive(&mut stream).await.unwrap_err().at("node");
+    assert!(matches!(error, PathError::Untrusted { .. }), "{error}");
+    says("a client's certificate of another authority, over TCP", &error, &[]);
+}
+
+#[tokio::test]
+async fn a_peer_of_another_protocol_is_told_apart() {
+    let authority = Authority::new();
+    let server = TcpServer::bind(ANY, &authority.member(), holding(0)).unwrap();
+    for alpn in [vec![b"h2".to_vec()], Vec::new()] {
+        let mut tls = authority.member().tcp_client();
+        tls.alpn_protocols = alpn;
+        let error = match raw(server.local_addr(), tls).await {
+            Ok(mut stream) => watch::ask_alive(&mut stream).await.unwrap_err().at("node"),
+            Err(loss) => loss.at("node"),
+        };
+        assert!(matches!(error, PathError::Protocol { .. }), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn an_older_tls_is_refused() {
+    let authority = Authority::new();
+    let server = TcpServer::bind(ANY, &authority.member(), holding(0)).unwrap();
+    let provider = kvfleet_proto::tls::provider();
+    let builder = rustls::ClientConfig::builder_with_provider(provider);
+    let older = builder.with_protocol_versions(&[&rustls::version::TLS12]).unwrap();
+    let tls = older.with_root_certificates(rustls::RootCertStore::empty()).with_no_client_auth();
+    let loss = raw(server.local_addr(), tls).await.err().unwrap();
+    assert!(matches!(loss, Loss::Untrusted(_)), "{loss}");
+}
+
+#[tokio::test]
+async fn a_server_that_is_no_tls_is_told_apart() {
+    let listener = TcpListener::bind(ANY).await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let serving = tokio::spawn(async move {
+        let (mut socket, _) = listener.accept().await.unwrap();
+        let _ = socket.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").await;
+        let _ = socket.read_to_end(&mut Vec::new()).await;
+    });
+    let error = dial_error(address, &Authority::new().member()).await;
+    assert!(matches!(error, PathError::Protocol { .. }), "{error}");
+    says("a node's address at which something else than TLS answers", &error, &[&address.to_string()]);
+    serving.abort();
+}
+
+#[tokio::test]
+async fn a_client_that_is_no_tls_is_closed() {
+    let authority = Authority::new();
+    let server = TcpServer::bind(ANY, &authority.member(), holding(1)).unwrap();
+    for hello in
+        [&b"GET / HTTP/1.1\r\n\r\n"[..], b"\x16\x03\x01\xff\xff", b"\x16\x02\x00\x00\x01\x00", &[0; 100]]
+    {
+        let mut socket = TcpStream::connect(server.local_addr()).await.unwrap();
+        socket.write_all(hello).await.unwrap();
+        let ended = tokio::time::timeout(PATIENCE, socket.read_to_end(&mut Vec::new())).await;
+        ended.expect("the server does not wait for more").ok();
+    }
+    whole(&server, &authority).await;
+}
+
+/// The server still serves.
+async fn whole(server: &TcpServer, authority: &Authority) {
+    let dialer = TcpDialer::new(&authority.member(), TcpConfig::default());
+    let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
+    let answer = suite::fetch(path.as_ref(), fetch_request(&hashes(1))).await.unwrap();
+    assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(1) });
+}
+
+#[tokio::test]
+async fn nobody_there_is_an_error_and_not_a_wait() {
+    // Connections are taken by its host, and nothing more.
+    let silent = std::net::TcpListener::bind(ANY).unwrap();
+    let config = TcpConfig { dial_timeout: Duration::from_millis(200), ..TcpConfig::default() };
+    let dialer = TcpDialer::new(&Authority::new().member(), config);
+    let error = dialer.dial(silent.local_addr().unwrap().to_string()).await.err().unwrap();
+    assert!(matches!(error, PathError::TimedOut { .. }), "{error}");
+    let closed = silent.local_addr().unwrap();
+    drop(silent);
+    let error = dialer.dial(closed.to_string()).await.err().unwrap();
+    assert!(matches!(error, PathError::Unreachable { .. }), "{error}");
+    says("a node's port that is closed, over TCP", &error, &[&closed.to_string()]);
+}
+
+#[tokio::test]
+async fn a_port_in_use_is_named() {
+    let held = std::net::TcpListener::bind(ANY).unwrap();
+    let address = held.local_addr().unwrap();
+    let error = TcpServer::bind(address, &Authority::new().member(), holding(0)).unwrap_err();
+    says("a port in use, of block bytes over TCP", &error, &[&address.to_string()]);
+}
+
+/// What the server does with bytes that are not a request: it closes the connection without an answer.
+async fn refused(server: &TcpServer, authority: &Authority, bytes: &[u8]) {
+    let mut stream = raw(server.local_addr(), authority.member().tcp_client()).await.unwrap();
+    let _ = stream.write(bytes.to_vec().into()).await;
+    let _ = stream.flush().await;
+    let mut answer = bytes::BytesMut::new();
+    let ended = tokio::time::timeout(PATIENCE, stream.fill(&mut answer, 1)).await.unwrap();
+    assert!(ended.is_err(), "an answer to {bytes:?}");
+}
+
+#[tokio::test]
+async fn hostile_requests_are_refused_and_the_server_lives_on() {
+    let authority = Authority::new();
+    let config = TcpConfig { stall_timeout: Duration::from_millis(200), ..TcpConfig::default() };
+    let server = TcpServer::bind_with(ANY, &authority.member(), &config, holding(1)).unwrap();
+    let refused = async |bytes: &[u8]| refused(&server, &authority, bytes).await;
+    refused(b"\x01").await;
+    refused(b"GET / HTTP/1.1\r\n\r\n").await;
+    refused(&u32::MAX.to_le_bytes()).await;
+    refused(&u32::try_from(MESSAGE_BYTES_MAX + 1).unwrap().to_le_bytes()).await;
+    refused(b"\x05\x00\x00\x00abc").await;
+    refused(b"\x03\x00\x00\x00\xff\xff\xff").await;
+    refused(&encode(&data::DataRequest::default()).unwrap()).await;
+    let mut bad = data::Fetch { hashes: vec![0; 17], identity: vec![0; 16], ..data::Fetch::default() };
+    let ask = |fetch| data::DataRequest {
+        op: Some(data::data_request::Op::Fetch(fetch)),
+        traceparent: "garbage".into(),
+    };
+    refused(&encode(&ask(bad.clone())).unwrap()).await;
+    bad.hashes.pop();
+    bad.identity.pop();
+    refused(&encode(&ask(bad)).unwrap()).await;
+    whole(&server, &authority).await;
+}
+
+#[tokio::test]
+async fn records_that_were_changed_end_the_connection() {
+    let authority = Authority::new();
+    let server = TcpServer::bind(ANY, &authority.member(), holding(1)).unwrap();
+    let relay = Flipping::to(server.local_addr()).await;
+    let dialer = TcpDialer::new(&authority.member(), TcpConfig::default());
+    let error = dialer.dial(relay.to_string()).await.err().unwrap();
+    assert!(matches!(error, PathError::Unreachable { .. }), "{error}");
+    whole(&server, &authority).await;
+}
+
+/// Passes the bytes of connections, and flips a bit in each short record of data that comes from the server.
+struct Flipping;
+
+impl Flipping {
+    async fn to(server: SocketAddr) -> SocketAddr {
+        let listener = TcpListener::bind(ANY).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(async move {
+            while let Ok((client, _)) = listener.accept().await {
+                let server = TcpStream::connect(server).await.unwrap();
+                let ((mut from_client, mut to_client), (mut from_server, mut to_server)) =
+                    (client.into_split(), server.into_split());
+                tokio::spawn(async move { tokio::io::copy(&mut from_client, &mut to_server).await });
+                tokio::spawn(async move {
+                    let mut head = [0; 5];
+                    while from_server.read_exact(&mut head).await.is_ok() {
+                        let mut body = vec![0; usize::from(u16::from_be_bytes([head[3], head[4]]))];
+                        from_server.read_exact(&mut body).await.unwrap();
+                        // Those of the handshake are sealed too, and longer than the answer to a ping.
+                        if head[0] == 23 && body.len() < 30 {
+                            body[3] ^= 1;
+                        }
+                        if to_client.write_all(&[&head[..], &body].concat()).await.is_err() {
+                            return;
+                        }
+                    }
+                });
+            }
+        });
+        address
+    }
+}
+
+/// Offers a save by hand and sends `frames` in place of good ones.
+async fn save_bytes(server: &TcpServer, authority: &Authority, frame_bytes: u64, frames: &[u8]) {
+    let mut stream = raw(server.local_addr(), authority.member().tcp_client()).await.unwrap();
+    let request = SaveRequest { frame_bytes, ..save_request(&hashes(1)) };
+    stream.write(encode(&wire::save_to_pb(&request)).unwrap()).await.unwrap();
+    stream.flush().await.unwrap();
+    let offer: data::SaveOffer = read_message(&mut stream).await.unwrap();
+    assert!(matches!(wire::offer_from_pb(&offer, 1), Ok(SaveOffer::Wanted(_))));
+    let _ = stream.write(frames.to_vec().into()).await;
+    let _ = stream.flush().await;
+    let answer = tokio::time::timeout(PATIENCE, read_message::<data::SaveDone>(&mut stream)).await.unwrap();
+    assert!(answer.is_err(), "such a save must not be answered");
+}
+
+#[tokio::test]
+async fn hostile_saves_leave_nothing() {
+    let authority = Authority::new();
+    let service = holding(0);
+    let config = TcpConfig { stall_timeout: Duration::from_millis(200), ..TcpConfig::default() };
+    let server = TcpServer::bind_with(ANY, &authority.member(), &config, service.clone()).unwrap();
+    let save_bytes = async |size: u64, frames: &[u8]| save_bytes(&server, &authority, size, frames).await;
+    let good = frame(hash(0), 1000).bytes;
+    let size = good.len() as u64;
+    let end = end_bytes(None);
+    save_bytes(size, b"").await;
+    save_bytes(size, &end).await;
+    save_bytes(size, b"no frame at all").await;
+    save_bytes(size, &good[..good.len() - 1]).await;
+    save_bytes(size, &good).await;
+    save_bytes(size - 1, &[&good[..], &end].concat()).await;
+    save_bytes(size, &[&good[..], b"xxxxxxxx"].concat()).await;
+    save_bytes(size, &[&good[..], &good, &end].concat()).await;
+    let mut flipped = good.to_vec();
+    flipped[20] ^= 1;
+    save_bytes(size, &[&flipped[..], &end].concat()).await;
+    tokio::time::timeout(PATIENCE, service.aborts_seen(9)).await.unwrap();
+    assert!(!service.holds(hash(0)));
+}
+
+/// A node that answers every fetch with a fixed head and then bytes of our choice, on as many connections as are
+/// opened.
+/// `stays`: it does not close them after such an answer.
+async fn hostile_node(
+    authority: &Authority,
+    head: data::FetchHead,
+    frames: Vec<u8>,
+    stays: bool,
+) -> SocketAddr {
+    let tls = Arc::new(authority.member().tcp_server());
+    let listener = TcpListener::bind(ANY).await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((socket, _)) = listener.accept().await {
+            let (tls, head, frames) = (tls.clone(), head.clone(), frames.clone());
+            tokio::spawn(async move {
+                let ends = Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Small };
+                let (mut stream, _) = handshake::accept(socket, &tls, ends).await.unwrap();
+                while stream.begun().await == Ok(true) {
+                    let request: data::DataRequest = read_message(&mut stream).await.unwrap();
+                    let is_ping = matches!(wire::operation_from_pb(request).unwrap(), wire::Operation::Ping);
+                    let answer = match is_ping {
+                        true => encode(&data::Pong { version: wire::PROTOCOL_VERSION }).unwrap(),
+                        false => [&encode(&head).unwrap()[..], &frames].concat().into(),
+                    };
+                    stream.write(answer).await.unwrap();
+                    stream.flush().await.unwrap();
+                    if !is_ping && !stays {
+                        return stream.close();
+                    }
+                }
+            });
+        }
+    });
+    address
+}
+
+async fn fetch_from_hostile_node(head: data::FetchHead, frames: Vec<u8>) -> Result<FetchAnswer, PathError> {
+    let authority = Authority::new();
+    let address = hostile_node(&authority, head, frames, false).await;
+    let dialer = TcpDialer::new(&authority.member(), TcpConfig::default());
+    let path = dialer.dial(address.to_string()).await.unwrap();
+    suite::fetch(path.as_ref(), fetch_request(&hashes(2))).await
+}
+
+#[tokio::test]
+async fn a_hostile_node_ends_the_usable_prefix() {
+    let hit = wire::head_to_pb(&FetchAnswer::Hit { tiers: in_dram(2) }, suite::EPOCH);
+    let good = frame(hash(0), 1000).bytes;
+    let only_first = |answer: Result<FetchAnswer, PathError>| match answer.unwrap() {
+        FetchAnswer::Partial { tiers, reason } if tiers == in_dram(1) => reason,
+        other => panic!("{other:?}"),
+    };
+    let noise = [&good[..], b"noise noise noise noise"].concat();
+    assert_eq!(only_first(fetch_from_hostile_node(hit.clone(), noise).await), MissReason::Corrupt);
+    let cut = [&good[..], &good[..100]].concat();
+    assert_eq!(only_first(fetch_from_hostile_node(hit.clone(), cut).await), MissReason::NodeLost);
+    let short = good.to_vec();
+    assert_eq!(only_first(fetch_from_hostile_node(hit.clone(), short).await), MissReason::NodeLost);
+    let ended = [&good[..], &end_bytes(None)].concat();
+    assert_eq!(only_first(fetch_from_hostile_node(hit.clone(), ended).await), MissReason::MediumFailed);
+    let extra = [&good[..], &frame(hash(1), 10).bytes, &good].concat();
+    let whole = FetchAnswer::Hit { tiers: in_dram(2) };
+    assert_eq!(fetch_from_hostile_node(hit.clone(), extra).await.unwrap(), whole);
+
+    let liar = data::FetchHead { blocks: 9, ..hit };
+    let error = fetch_from_hostile_node(liar, Vec::new()).await.unwrap_err();
+    assert!(matches!(error, PathError::Protocol { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn what_a_node_says_too_much_reaches_no_other_operation() {
+    let authority = Authority::new();
+    let hit = wire::head_to_pb(&FetchAnswer::Hit { tiers: in_dram(1) }, suite::EPOCH);
+    let good = frame(hash(0), 1000).bytes;
+    let address = hostile_node(&authority, hit, [&good[..], &good].concat(), true).await;
+    let dialer = TcpDialer::new(&authority.member(), TcpConfig::default());
+    let path = dialer.open(&address.to_string()).await.unwrap();
+    for _ in 0..2 {
+        let answer = suite::fetch(&path, fetch_request(&hashes(1))).await.unwrap();
+        assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(1) });
+        assert_eq!(path.pool.idle_count(), 0, "more came on it than was asked for");
+        path.ping().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn an_oversized_request_is_refused_before_it_is_sent() {
+    let pair = pair(holding(0)).await;
+    let error = suite::fetch(pair.path.as_ref(), fetch_request(&hashes(70_000))).await.unwrap_err();
+    assert!(matches!(error, PathError::TooLarge { .. }), "{error}");
+}

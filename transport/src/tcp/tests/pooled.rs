@@ -1,0 +1,244 @@
+//! Connections that one operation leaves to the next, and those that it must not.
+
+use kvfleet_proto::data;
+use tokio::sync::watch;
+
+use super::*;
+use crate::stream::{Stream, encode, read_message};
+use crate::tcp::handshake;
+use crate::tcp::path::TcpPath;
+use crate::{FetchRequest, Path, SaveAnswer, wire};
+
+async fn path_to(address: SocketAddr, authority: &Authority, config: TcpConfig) -> TcpPath {
+    TcpDialer::new(&authority.member(), config).open(&address.to_string()).await.unwrap()
+}
+
+async fn served(config: &TcpConfig, service: Arc<MemoryService>) -> (TcpServer, TcpPath) {
+    let authority = Authority::new();
+    let server = TcpServer::bind_with(ANY, &authority.member(), config, service).unwrap();
+    let path = path_to(server.local_addr(), &authority, config.clone()).await;
+    (server, path)
+}
+
+#[tokio::test]
+async fn operations_one_after_another_share_one_connection() {
+    let (_server, path) = served(&TcpConfig::default(), holding(3)).await;
+    for _ in 0..3 {
+        let hit = FetchAnswer::Hit { tiers: in_dram(3) };
+        assert_eq!(suite::fetch(&path, fetch_request(&hashes(3))).await.unwrap(), hit);
+        let partial = suite::fetch(&path, fetch_request(&hashes(4))).await.unwrap();
+        assert_eq!(partial, FetchAnswer::Partial { tiers: in_dram(3), reason: MissReason::NotHeld });
+        assert!(matches!(
+            suite::save(&path, save_request(&hashes(3)), 1000).await.unwrap(),
+            SaveAnswer::Done(_)
+        ));
+        path.release(kv_core::id::LeaseId(1)).await.unwrap();
+        path.ping().await.unwrap();
+        assert_eq!(path.pool.idle_count(), 1);
+    }
+}
+
+#[tokio::test]
+async fn an_end_before_all_frames_leaves_the_connection_clean() {
+    let service = holding(3);
+    let (_server, path) = served(&TcpConfig::default(), service.clone()).await;
+    service.end_with(MissReason::Busy);
+    for _ in 0..2 {
+        let answer = suite::fetch(&path, fetch_request(&hashes(3))).await.unwrap();
+        assert_eq!(answer, FetchAnswer::Miss { reason: MissReason::Busy });
+        assert_eq!(path.pool.idle_count(), 1);
+    }
+}
+
+#[tokio::test]
+async fn a_dropped_fetch_leaves_nothing_to_the_next() {
+    let service = holding(3);
+    let (_server, path) = served(&TcpConfig::default(), service.clone()).await;
+    path.ping().await.unwrap();
+    service.set_gate(1);
+    let came = watch::Sender::new(0);
+    let mut seen = came.subscribe();
+    let mut sink = |_| came.send_modify(|came| *came += 1);
+    tokio::select! {
+        answer = path.fetch(fetch_request(&hashes(3)), &mut sink) => panic!("the gate was closed: {answer:?}"),
+        _ = seen.wait_for(|came| *came == 1) => {}
+    }
+    assert_eq!(path.pool.idle_count(), 0, "its connection went with it");
+    service.set_gate(100);
+    // Other blocks than those that were under way.
+    service.hold(frame(hash(9), 500));
+    let answer = suite::fetch(&path, fetch_request(&[hash(9)])).await.unwrap();
+    assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(1) });
+}
+
+#[tokio::test]
+async fn a_fetch_that_is_late_leaves_nothing_to_the_next() {
+    let service = holding(3);
+    let (_server, path) = served(&TcpConfig::default(), service.clone()).await;
+    service.set_gate(1);
+    let request = FetchRequest { deadline: Duration::from_secs(2), ..fetch_request(&hashes(3)) };
+    let answer = suite::fetch(&path, request).await.unwrap();
+    assert_eq!(answer, FetchAnswer::Partial { tiers: in_dram(1), reason: MissReason::TooLate });
+    assert_eq!(path.pool.idle_count(), 0);
+    service.set_gate(100);
+    let answer = suite::fetch(&path, fetch_request(&hashes(3))).await.unwrap();
+    assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(3) });
+}
+
+#[tokio::test]
+async fn operations_beyond_the_connections_wait_within_their_deadlines() {
+    let service = holding(2);
+    let config = TcpConfig { connections_per_peer: 1, ..TcpConfig::default() };
+    let (_server, path) = served(&config, service.clone()).await;
+    service.set_gate(0);
+    let first = suite::fetch(&path, fetch_request(&hashes(2)));
+    let second = async {
+        let request = FetchRequest { deadline: Duration::from_millis(100), ..fetch_request(&hashes(2)) };
+        let late = suite::fetch(&path, request).await.unwrap();
+        service.set_gate(10);
+        late
+    };
+    let third = suite::fetch(&path, fetch_request(&hashes(2)));
+    let (first, second, third) = tokio::join!(first, second, third);
+    let hit = FetchAnswer::Hit { tiers: in_dram(2) };
+    assert_eq!((first.unwrap(), third.unwrap()), (hit.clone(), hit));
+    assert_eq!(second, FetchAnswer::Miss { reason: MissReason::TooLate });
+}
+
+#[tokio::test]
+async fn idle_connections_are_closed_by_the_client_first() {
+    let config = TcpConfig { idle_timeout: Duration::from_millis(100), ..TcpConfig::default() };
+    let (_server, path) = served(&config, holding(1)).await;
+    path.ping().await.unwrap();
+    let emptied = async {
+        while path.pool.idle_count() > 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, emptied).await.expect("somebody looks after idle ones");
+    path.ping().await.unwrap();
+}
+
+/// A node that serves one operation on each connection, then closes it as if it had been idle for too long: `told`
+/// with a goodbye, otherwise only when the next operation was asked.
+async fn forgetful_node(authority: &Authority, told: bool) -> SocketAddr {
+    let tls = Arc::new(authority.member().tcp_server());
+    let listener = tokio::net::TcpListener::bind(ANY).await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        let mut lifelines = Vec::new();
+        for number in 0.. {
+            let (socket, _) = listener.accept().await.unwrap();
+            let tls = tls.clone();
+            lifelines.push(tokio::spawn(async move {
+                let ends = Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Small };
+                let (mut stream, _) = handshake::accept(socket, &tls, ends).await.unwrap();
+                while stream.begun().await == Ok(true) {
+                    let request: data::DataRequest = read_message(&mut stream).await.unwrap();
+                    let save = match wire::operation_from_pb(request).unwrap() {
+                        wire::Operation::Save(_) => Some(crate::SaveOffer::Refused(crate::SaveRefusal::Full)),
+                        _ => None,
+                    };
+                    let pong = data::Pong { version: wire::PROTOCOL_VERSION };
+                    let answer = match save {
+                        Some(offer) => encode(&wire::offer_to_pb(&offer)).unwrap(),
+                        None => encode(&pong).unwrap(),
+                    };
+                    stream.write(answer).await.unwrap();
+                    stream.flush().await.unwrap();
+                    // The first connection is the one that asks for signs of life.
+                    if number > 0 {
+                        if !told {
+                            let _ = stream.begun().await;
+                        }
+                        return stream.close();
+                    }
+                }
+            }));
+        }
+    });
+    address
+}
+
+#[tokio::test]
+async fn a_kept_connection_that_the_node_closed_is_replaced_without_a_word() {
+    for told in [true, false] {
+        let authority = Authority::new();
+        let address = forgetful_node(&authority, told).await;
+        let path = path_to(address, &authority, TcpConfig::default()).await;
+        for round in 0..3 {
+            path.ping().await.unwrap_or_else(|error| panic!("ping {round}, told {told}: {error}"));
+            path.release(kv_core::id::LeaseId(1)).await.unwrap();
+            let saved = suite::save(&path, save_request(&hashes(1)), 100).await.unwrap();
+            assert_eq!(saved, SaveAnswer::Refused(crate::SaveRefusal::Full));
+        }
+        assert!(path.failure().is_none());
+    }
+}
+
+#[tokio::test]
+async fn connections_beyond_the_servers_limit_are_refused() {
+    let authority = Authority::new();
+    let config = TcpConfig { connections_max: 2, ..TcpConfig::default() };
+    let server = TcpServer::bind_with(ANY, &authority.member(), &config, holding(1)).unwrap();
+    let path = path_to(server.local_addr(), &authority, config.clone()).await;
+    path.ping().await.unwrap();
+    let dialer = TcpDialer::new(&authority.member(), config);
+    let error = dialer.dial(server.local_addr().to_string()).await.err().unwrap();
+    assert!(matches!(error, PathError::Unreachable { .. }), "{error}");
+    // Those that are there are served.
+    let answer = suite::fetch(&path, fetch_request(&hashes(1))).await.unwrap();
+    assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(1) });
+    drop(path);
+    let freed = async {
+        while dialer.dial(server.local_addr().to_string()).await.is_err() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, freed).await.expect("their places are free again");
+}
+
+#[tokio::test]
+async fn too_many_bytes_in_flight_are_busy() {
+    let service = holding(2);
+    let config = TcpConfig { fetch_bytes_in_flight_max: 1, ..TcpConfig::default() };
+    let (_server, path) = served(&config, service.clone()).await;
+    service.set_gate(1);
+    let seen = watch::Sender::new(0);
+    let mut watch = seen.subscribe();
+    let first = async {
+        let mut sink = |_| seen.send_modify(|seen| *seen += 1);
+        path.fetch(fetch_request(&hashes(2)), &mut sink).await.unwrap()
+    };
+    let second = async {
+        watch.wait_for(|seen| *seen == 1).await.unwrap();
+        let busy = suite::fetch(&path, fetch_request(&hashes(2))).await.unwrap();
+        service.set_gate(10);
+        busy
+    };
+    let (first, second) = tokio::join!(first, second);
+    assert_eq!(first, FetchAnswer::Hit { tiers: in_dram(2) }, "one alone passes, however large");
+    assert!(matches!(second, FetchAnswer::Busy { .. }));
+    let again = suite::fetch(&path, fetch_request(&hashes(2))).await.unwrap();
+    assert_eq!(again, FetchAnswer::Hit { tiers: in_dram(2) }, "the reservation was given back");
+}
+
+#[tokio::test]
+async fn a_congestion_control_that_the_system_does_not_have_leaves_its_own() {
+    for name in [None, Some("no such rule".to_owned())] {
+        let config = TcpConfig { congestion_control: name, ..TcpConfig::default() };
+        let (_server, path) = served(&config, holding(1)).await;
+        let answer = suite::fetch(&path, fetch_request(&hashes(1))).await.unwrap();
+        assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(1) });
+    }
+}
+
+#[tokio::test]
+async fn a_connection_whose_keys_are_worn_is_left_for_a_new_one() {
+    let (_server, path) = served(&TcpConfig::default(), holding(1)).await;
+    path.ping().await.unwrap();
+    path.pool.wear_out();
+    assert!(path.pool.kept().is_none());
+    path.ping().await.unwrap();
+    assert!(path.pool.kept().is_some());
+}
