@@ -194,7 +194,7 @@ async fn the_deadline_counts_from_its_turn() {
     assert!(fetch.poll().is_none());
     fetch.begin();
     let (blocks, ends) = all(fetch).await;
-    assert_eq!(blocks, []);
+    assert_eq!(blocks, Vec::<u32>::new());
     assert_eq!(ends[0].miss.as_ref().map(|miss| miss.reason), Some(MissReason::TooLate));
     assert!(ends[0].lease.is_some(), "the node may hold it");
 }
@@ -289,7 +289,7 @@ async fn an_engine_that_follows_the_race_computes_what_does_not_come_and_nothing
     let (network, services) = network(2, 8);
     let client = client_on(&network);
     let sources = || vec![source(0, 0, 4), source(1, 4, 4)];
-    assert_eq!(computed(&client, call(8, sources()), 8).await, []);
+    assert_eq!(computed(&client, call(8, sources()), 8).await, Vec::<u32>::new());
     services[1].forget(hash(6));
     assert_eq!(computed(&client, call(8, sources()), 8).await, [6, 7], "those that are lost");
     services[0].set_gate(2);
