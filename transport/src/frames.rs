@@ -2,6 +2,8 @@
 //!
 //! Not here: the wire.
 
+use std::collections::VecDeque;
+
 use kvfleet_proto::frame::Frame;
 use tokio::sync::mpsc;
 
@@ -10,7 +12,7 @@ use crate::MissReason;
 /// Frames in prefix order: first those that are ready, then others as they become readable.
 #[derive(Debug)]
 pub struct Frames {
-    ready: std::vec::IntoIter<Frame>,
+    ready: VecDeque<Frame>,
     later: Option<mpsc::Receiver<Result<Frame, MissReason>>>,
     ended: Option<MissReason>,
 }
@@ -25,19 +27,19 @@ impl Frames {
     /// These and no others.
     #[must_use]
     pub fn ready(ready: Vec<Frame>) -> Frames {
-        Frames { ready: ready.into_iter(), later: None, ended: None }
+        Frames { ready: ready.into(), later: None, ended: None }
     }
 
     /// These, then what comes until the sender is dropped or says why no more will come.
     #[must_use]
     pub fn then(ready: Vec<Frame>, later: mpsc::Receiver<Result<Frame, MissReason>>) -> Frames {
-        Frames { ready: ready.into_iter(), later: Some(later), ended: None }
+        Frames { ready: ready.into(), later: Some(later), ended: None }
     }
 
     /// The next frame; nothing after the last, or once it is known that no other will come. Loses nothing when the
     /// future is dropped.
     pub async fn next(&mut self) -> Option<Frame> {
-        if let Some(frame) = self.ready.next() {
+        if let Some(frame) = self.ready.pop_front() {
             return Some(frame);
         }
         match self.later.as_mut()?.recv().await? {
@@ -52,7 +54,7 @@ impl Frames {
     /// The next frame if it is there already.
     #[must_use]
     pub fn try_next(&mut self) -> Option<Frame> {
-        if let Some(frame) = self.ready.next() {
+        if let Some(frame) = self.ready.pop_front() {
             return Some(frame);
         }
         match self.later.as_mut()?.try_recv().ok()? {
@@ -62,6 +64,11 @@ impl Frames {
                 None
             }
         }
+    }
+
+    /// The frame that was taken last is the next one again.
+    pub fn put_back(&mut self, frame: Frame) {
+        self.ready.push_front(frame);
     }
 
     /// Why no more came than did, if that was said.

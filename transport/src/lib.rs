@@ -26,6 +26,7 @@ mod in_flight;
 pub mod loopback;
 pub mod quic;
 mod serve;
+pub mod shm;
 mod silence;
 mod stream;
 pub mod suite;

@@ -15,9 +15,11 @@ use kvfleet_proto::frame::{Frame, FrameBuilder, KeyForm};
 
 use crate::{Asker, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveDone, SaveRequest};
 
+mod arena;
 pub mod cases;
 mod service;
 
+pub use arena::BumpArena;
 pub use service::MemoryService;
 
 /// Identity of everything in the suite.
@@ -44,22 +46,25 @@ impl std::fmt::Debug for Pair {
 }
 
 /// Writes one `#[tokio::test]` per case of the suite; `$make` is an async function from
-/// `Arc<dyn BlockService>` to [`Pair`].
+/// `Arc<MemoryService>` to [`Pair`], `$service` makes the service of a case when it is to be a certain one.
 #[macro_export]
 macro_rules! behaviour_suite {
     ($make:path) => {
-        $crate::behaviour_suite!($make:
+        $crate::behaviour_suite!($make; $crate::suite::MemoryService::default());
+    };
+    ($make:path; $service:expr) => {
+        $crate::behaviour_suite!($make; $service;
             fetch_hit, fetch_partial, fetch_miss, fetch_busy, fetch_of_nothing, fetch_many_blocks, fetch_big_block,
             fetch_stale_epoch, fetch_ends_early, fetch_ends_with_a_reason, deadline_before_any_block, deadline_between_frames,
             save_takes_the_wanted, save_refused, save_busy, aborted_save_leaves_nothing, release_reaches_the_node,
             operations_run_side_by_side, ping_answers,
         );
     };
-    ($make:path: $($case:ident),* $(,)?) => {
+    ($make:path; $service:expr; $($case:ident),* $(,)?) => {
         $(
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $case() {
-                let service = std::sync::Arc::new($crate::suite::MemoryService::default());
+                let service = std::sync::Arc::new($service);
                 let pair = $make(service.clone()).await;
                 $crate::suite::cases::$case(&service, pair.path.as_ref()).await;
             }

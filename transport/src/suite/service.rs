@@ -9,7 +9,7 @@ use kv_core::id::{BlockHash, Epoch, LeaseId, NodeId, Seq, Tier};
 use kvfleet_proto::frame::Frame;
 use tokio::sync::{Semaphore, mpsc, watch};
 
-use super::{EPOCH, IDENTITY};
+use super::{BumpArena, EPOCH, IDENTITY};
 use crate::{
     BlockService, BoxFuture, FetchAnswer, FetchReply, FetchRequest, Frames, MissReason, SaveDone, SaveOffer,
     SaveRefusal, SaveRequest, SaveSession, VisibleAt,
@@ -41,10 +41,20 @@ struct Inner {
     gate: Semaphore,
     puts: watch::Sender<usize>,
     aborted: watch::Sender<usize>,
+    /// Where blocks lie, for those who may read them in place.
+    arena: Option<Arc<BumpArena>>,
 }
 
 impl Default for MemoryService {
     fn default() -> MemoryService {
+        MemoryService::new(None)
+    }
+}
+
+impl MemoryService {
+    /// One whose blocks lie in `arena` and may be lent; nothing: neither.
+    #[must_use]
+    pub fn new(arena: Option<Arc<BumpArena>>) -> MemoryService {
         let state = State {
             blocks: BTreeMap::new(),
             released: Vec::new(),
@@ -59,17 +69,25 @@ impl Default for MemoryService {
             gate: Semaphore::new(Semaphore::MAX_PERMITS / 2),
             puts: watch::Sender::new(0),
             aborted: watch::Sender::new(0),
+            arena,
         }))
     }
-}
 
-impl MemoryService {
     fn state(&self) -> MutexGuard<'_, State> {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Where its blocks lie, if they may be lent.
+    #[must_use]
+    pub fn arena(&self) -> Option<Arc<BumpArena>> {
+        self.0.arena.clone()
+    }
+
     /// Holds `frame` from now on.
-    pub fn hold(&self, frame: Frame) {
+    pub fn hold(&self, mut frame: Frame) {
+        if let Some(arena) = &self.0.arena {
+            frame.bytes = arena.hold(&frame.bytes);
+        }
         self.state().blocks.insert(frame.hash, frame);
     }
 
@@ -151,6 +169,7 @@ impl MemoryService {
 impl BlockService for MemoryService {
     fn fetch(&self, request: FetchRequest) -> BoxFuture<'_, FetchReply> {
         let (answer, found, epoch) = self.answer(&request);
+        let lendable = vec![self.0.arena.is_some(); found.len()];
         let (sender, frames) = mpsc::channel(FRAMES_AHEAD);
         let service = self.clone();
         tokio::spawn(async move {
@@ -170,7 +189,7 @@ impl BlockService for MemoryService {
             }
         });
         let frames = Frames::then(Vec::new(), frames);
-        Box::pin(std::future::ready(FetchReply { answer, frames, epoch, lendable: Vec::new() }))
+        Box::pin(std::future::ready(FetchReply { answer, frames, epoch, lendable }))
     }
 
     fn save(&self, request: SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {
@@ -231,7 +250,11 @@ impl SaveSession for Session {
             }
             done.stored_blocks += 1;
             done.stored_bytes += frame.bytes.len() as u64;
-            state.blocks.insert(*hash, frame.clone());
+            let mut frame = frame.clone();
+            if let Some(arena) = &self.service.0.arena {
+                frame.bytes = arena.hold(&frame.bytes);
+            }
+            state.blocks.insert(*hash, frame);
         }
         if done.stored_blocks > 0 {
             state.seq += 1;

@@ -1,0 +1,67 @@
+//! The path within one host: a node's memory is mapped by the client and read in place.
+//!
+//! A socket carries packets (`shm/packet.rs`), descriptors of memory travel beside them. What a client fetches it reads where it
+//! lies in the node's arena, under the rules of `kv_core::lend`; what may not be lent, and what is saved, is copied
+//! through a tray, memory of one connection that both ends write. Who may map the arena is the service's to say
+//! ([`crate::BlockService::admit`]); it sees the bytes of every tenant. This file holds what both ends share. The node's
+//! end is `shm/server.rs`, `shm/connection.rs`, `shm/serving.rs` and `shm/lending.rs`; the client's is `shm/dialer.rs`,
+//! `shm/path.rs` and `shm/link.rs`.
+//! Not here: which path a client takes, and the arena itself (`node/`).
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+mod connection;
+mod dialer;
+mod lending;
+mod link;
+pub(crate) mod map;
+mod packet;
+mod path;
+mod seqpacket;
+mod server;
+mod serving;
+#[cfg(test)]
+mod tests;
+
+pub use dialer::{ShmConfig, ShmDialer};
+pub use map::MapRefused;
+pub use server::{ShmBindError, ShmEnds, ShmNumbers, ShmServer, ShmServerConfig};
+
+/// Longest packet: what a socket takes at once by default holds three of them.
+pub const PACKET_BYTES_MAX: usize = 64 << 10;
+
+/// Blocks of one operation. Longer requests are cut by the client.
+pub const BLOCKS_PER_ASK_MAX: usize = packet::ROWS_MAX;
+
+/// Connections a node keeps: one for each process of its host that asks.
+pub const CONNECTIONS_MAX: usize = 32;
+
+/// Operations of one connection at one time; above, a client hears `Busy`. Releases and pings always pass.
+pub const OPERATIONS_MAX: usize = 64;
+
+/// Loans of one connection at one time: a million tokens in blocks of 16, four times over.
+pub const LOANS_MAX: usize = 1 << 18;
+
+/// Leases that one connection may have in use.
+pub const LEASES_MAX: usize = 4096;
+
+/// When a refused client should ask again: about the time that one operation of another takes.
+pub const RETRY_AFTER: Duration = Duration::from_millis(5);
+
+/// The smallest part of a tray, in bytes: several blocks of a common size, so that one is written while one is read.
+const TRAY_PART_BYTES_MIN: u64 = 4 << 20;
+
+/// Places in trays begin at cache lines.
+const PLACE_ALIGN: u64 = 64;
+
+/// Name of the socket of the node that serves others at `address`, in the directory that host shares.
+#[must_use]
+pub fn socket_path(dir: &Path, address: &str) -> PathBuf {
+    dir.join(format!("{}.sock", address.replace([':', '/'], "_")))
+}
+
+/// Bytes of each part of a tray.
+fn tray_part_bytes(frame_bytes_max: u32) -> u64 {
+    (2 * u64::from(frame_bytes_max)).max(TRAY_PART_BYTES_MIN).next_multiple_of(4096)
+}

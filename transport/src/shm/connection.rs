@@ -1,0 +1,368 @@
+//! The node's end of one connection: reads packets, starts operations, sends what waits.
+//!
+//! It ends with the client's end of the socket, and only then is what was lent used again. Not here: accepting
+//! (`server.rs`), operations (`serving.rs`), and what is lent (`lending.rs`).
+
+use std::collections::BTreeMap;
+use std::io;
+use std::time::Duration;
+
+use kv_core::lend::Effect;
+use kvfleet_proto::data;
+use tokio::sync::{mpsc, watch};
+use tokio::task::{AbortHandle, Id, JoinError, JoinSet};
+use tokio::time::{MissedTickBehavior, interval};
+
+use super::lending::Begun;
+use super::packet::{Closing, PacketError, ToClient, ToNode};
+use super::seqpacket::Got;
+use super::serving::{SavePart, Serving};
+use super::{BLOCKS_PER_ASK_MAX, OPERATIONS_MAX, PACKET_BYTES_MAX, RETRY_AFTER};
+use crate::wire::{self, Operation};
+use crate::{FetchAnswer, FetchRequest, SaveOffer, SaveRequest};
+
+/// Packets read at one go, so that operations under way get their turn between.
+const PACKETS_AT_ONCE: usize = 32;
+
+/// Parts of a save that wait to be looked at.
+pub(super) const PARTS_MAX: usize = 1024;
+
+/// Why the node ends a connection.
+#[derive(Debug, thiserror::Error)]
+enum Broken {
+    #[error("a client of this host sent {0}")]
+    Packet(#[from] PacketError),
+    #[error("a client of this host asked something that makes no sense: {0}")]
+    Request(#[from] kvfleet_proto::convert::ConvertError),
+    #[error("a client of this host does not keep to the rules: {0}")]
+    Loan(#[from] kv_core::lend::UnknownLoan),
+    #[error("a client of this host sent {0}")]
+    Rule(&'static str),
+    #[error("the socket of a client of this host failed: {0}")]
+    Socket(#[from] io::Error),
+    #[error("a client of this host does not read what it is sent")]
+    Slow,
+}
+
+/// One connection after its welcome.
+pub(super) struct Connection {
+    serving: Serving,
+    operations: JoinSet<()>,
+    running: BTreeMap<u64, Running>,
+    ids: BTreeMap<Id, u64>,
+    buffer: Box<[u8; PACKET_BYTES_MAX]>,
+}
+
+struct Running {
+    abort: AbortHandle,
+    save: Option<Parts>,
+    is_cancelled: bool,
+}
+
+/// Where a save hears of its frames, and how many it may still bring.
+struct Parts {
+    to: mpsc::Sender<SavePart>,
+    frames_left: usize,
+}
+
+/// What the loop woke for.
+enum Woken {
+    Read(Read),
+    Ended { id: Id, is_broken: bool },
+    Again,
+    Tick,
+    Closes,
+}
+
+/// How far reading went.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Read {
+    /// Nothing is there now.
+    All,
+    /// There may be more.
+    Some,
+    /// The client is gone.
+    End,
+}
+
+impl Connection {
+    pub(super) fn new(serving: Serving) -> Connection {
+        Connection {
+            serving,
+            operations: JoinSet::new(),
+            running: BTreeMap::new(),
+            ids: BTreeMap::new(),
+            buffer: Box::new([0; PACKET_BYTES_MAX]),
+        }
+    }
+
+    /// Serves the client until it is gone. When the node wants to end first (`closes`, or the client breaks a rule), it says so and waits.
+    /// `closes` is dropped when that was said.
+    pub(super) async fn serve(mut self, mut closes: watch::Receiver<bool>, lease: Duration) {
+        let why = match self.run(&mut closes, lease).await {
+            Ok(None) => None,
+            Ok(Some(why)) => Some(why),
+            Err(broken) => {
+                tracing::warn!("{broken}; its connection is ended");
+                Some(Closing::Protocol)
+            }
+        };
+        let lending = self.serving.lending.clone();
+        self.operations.shutdown().await;
+        if let Some(why) = why {
+            lending.close();
+            lending.post(&ToClient::Closing(why));
+            lending.flush();
+            lending.socket().get_ref().end_sending();
+            drop(closes);
+            self.run_effects().await;
+            self.wait_for_end(lease).await;
+        }
+        lending.end();
+        self.run_effects().await;
+    }
+
+    /// Until the client is gone (nothing), or the node ends the connection (why).
+    async fn run(
+        &mut self,
+        closes: &mut watch::Receiver<bool>,
+        lease: Duration,
+    ) -> Result<Option<Closing>, Broken> {
+        let lending = self.serving.lending.clone();
+        let mut tick = interval((lease / 8).min(self.serving.stall_timeout / 2));
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            let is_posting = lending.flush();
+            let is_behind = lending.is_behind();
+            // The socket comes last: a client that never stops sending keeps nothing else from its turn.
+            let woken = tokio::select! {
+                biased;
+                () = told(closes) => Woken::Closes,
+                _ = tick.tick() => Woken::Tick,
+                Some(ended) = self.operations.join_next_with_id() => Woken::of(ended),
+                () = lending.work() => Woken::Again,
+                room = lending.socket().get_ref().room(), if is_posting => {
+                    room?;
+                    Woken::Again
+                }
+                ready = lending.socket().readable(), if !is_behind => Woken::Read(self.read(ready?).await?),
+            };
+            match woken {
+                Woken::Read(Read::End) => return Ok(None),
+                Woken::Closes => return Ok(Some(Closing::Stops)),
+                Woken::Ended { id, is_broken } => self.ended(id, is_broken),
+                // Nor other tasks of this thread.
+                Woken::Read(Read::Some) => tokio::task::yield_now().await,
+                Woken::Read(Read::All) | Woken::Again => {}
+                Woken::Tick => lending.tick(),
+            }
+            if let Some(error) = lending.take_failure() {
+                return Err(error.into());
+            }
+            if lending.posted_since().is_some_and(|since| since.elapsed() > self.serving.stall_timeout) {
+                return Err(Broken::Slow);
+            }
+            self.run_effects().await;
+        }
+    }
+
+    /// Reads what is there, up to a bound.
+    async fn read(
+        &mut self,
+        mut ready: tokio::io::unix::AsyncFdReadyGuard<'_, super::seqpacket::Seqpacket>,
+    ) -> Result<Read, Broken> {
+        for _ in 0..PACKETS_AT_ONCE {
+            if self.serving.lending.is_behind() {
+                break;
+            }
+            match ready.get_inner().recv(&mut self.buffer)? {
+                Got::Packet(len, descriptors) if descriptors.is_empty() => {
+                    let packet = ToNode::decode(&self.buffer[..len])?;
+                    self.packet(packet).await?;
+                }
+                Got::Packet(..) => return Err(Broken::Rule("descriptors where none belong")),
+                Got::Ended => return Ok(Read::End),
+                Got::Later => {
+                    ready.clear_ready();
+                    return Ok(Read::All);
+                }
+            }
+        }
+        Ok(Read::Some)
+    }
+
+    async fn packet(&mut self, packet: ToNode) -> Result<(), Broken> {
+        match packet {
+            ToNode::Hello { .. } => return Err(Broken::Rule("a second hello")),
+            ToNode::Ask { op, request } => return self.ask(op, request).await,
+            ToNode::Put { op, places } => self.part(op, SavePart::Put(places))?,
+            ToNode::Finish { op } => self.part(op, SavePart::Finish)?,
+            ToNode::Cancel { op } => match self.running.get_mut(&op) {
+                Some(running) => {
+                    running.is_cancelled = true;
+                    running.abort.abort();
+                }
+                None => self.serving.lending.post(&ToClient::Ended { op }),
+            },
+            ToNode::Return { loans } => self.serving.lending.take_back(&loans)?,
+        }
+        Ok(())
+    }
+
+    /// A part of a save; of one that ended meanwhile it is of no use.
+    fn part(&mut self, op: u64, part: SavePart) -> Result<(), Broken> {
+        let Some(running) = self.running.get_mut(&op) else { return Ok(()) };
+        let Some(save) = &mut running.save else { return Err(Broken::Rule("frames for what is no save")) };
+        if let SavePart::Put(places) = &part {
+            let left = save.frames_left.checked_sub(places.len());
+            save.frames_left = left.ok_or(Broken::Rule("more frames than a save has blocks"))?;
+        }
+        match save.to.try_send(part) {
+            Err(mpsc::error::TrySendError::Full(_)) => {
+                Err(Broken::Rule("more frames at once than a save may have"))
+            }
+            Ok(()) | Err(mpsc::error::TrySendError::Closed(_)) => Ok(()),
+        }
+    }
+
+    async fn ask(&mut self, op: u64, request: data::DataRequest) -> Result<(), Broken> {
+        if self.running.contains_key(&op) {
+            return Err(Broken::Rule("an operation with the number of one that is under way"));
+        }
+        let lending = self.serving.lending.clone();
+        let noted = ToClient::Noted { op, pong: data::Pong { version: wire::PROTOCOL_VERSION } };
+        match wire::operation_from_pb(request)? {
+            Operation::Fetch(request) => self.fetch(op, request).await?,
+            Operation::Save(request) => self.save(op, request).await?,
+            Operation::Release(lease) => {
+                lending.release(lease);
+                self.run_effects().await;
+                lending.post(&noted);
+            }
+            Operation::Ping => lending.post(&noted),
+        }
+        Ok(())
+    }
+
+    async fn fetch(&mut self, op: u64, request: FetchRequest) -> Result<(), Broken> {
+        has_count(request.hashes.len())?;
+        if self.is_full() {
+            let head = wire::head_to_pb(&FetchAnswer::Busy { retry_after: RETRY_AFTER }, request.epoch);
+            self.serving.lending.post(&ToClient::Head { op, head, rows: Vec::new() });
+            return Ok(());
+        }
+        let begun = self.begin(request.asker.lease).await;
+        let abort = self.operations.spawn(self.serving.clone().fetch(op, request, begun));
+        self.started(op, abort, None);
+        Ok(())
+    }
+
+    async fn save(&mut self, op: u64, request: SaveRequest) -> Result<(), Broken> {
+        has_count(request.hashes.len())?;
+        if self.is_full() {
+            let offer = wire::offer_to_pb(&SaveOffer::Busy { retry_after: RETRY_AFTER });
+            self.serving.lending.post(&ToClient::Offer { op, offer });
+            return Ok(());
+        }
+        let begun = self.begin(request.asker.lease).await;
+        let (to, come) = mpsc::channel(PARTS_MAX);
+        let save = Parts { to, frames_left: request.hashes.len() };
+        let abort = self.operations.spawn(self.serving.clone().save(op, request, begun, come));
+        self.started(op, abort, Some(save));
+        Ok(())
+    }
+
+    /// Releases go first: one that waits must not end what begins now.
+    async fn begin(&mut self, lease: kv_core::id::LeaseId) -> Result<Begun, kv_core::lend::LendRefused> {
+        self.run_effects().await;
+        self.serving.lending.begin(lease)
+    }
+
+    fn started(&mut self, op: u64, abort: AbortHandle, save: Option<Parts>) {
+        self.ids.insert(abort.id(), op);
+        self.running.insert(op, Running { abort, save, is_cancelled: false });
+    }
+
+    /// Whether one operation more is too many. Those that came to their end, but were not looked at, are none.
+    fn is_full(&mut self) -> bool {
+        while let Some(Woken::Ended { id, is_broken }) =
+            self.operations.try_join_next_with_id().map(Woken::of)
+        {
+            self.ended(id, is_broken);
+        }
+        self.running.len() >= OPERATIONS_MAX
+    }
+
+    /// An operation's task is over. One that did not come to its end said nothing of it to the client.
+    fn ended(&mut self, id: Id, is_broken: bool) {
+        let Some(op) = self.ids.remove(&id) else { return };
+        if self.running.remove(&op).is_some_and(|running| running.is_cancelled || is_broken) {
+            self.serving.lending.post(&ToClient::Ended { op });
+        }
+    }
+
+    async fn run_effects(&mut self) {
+        for effect in self.serving.lending.take_effects() {
+            match effect {
+                Effect::Release(lease) => self.serving.service.release(lease).await,
+                Effect::Renew(lease) => self.serving.service.renew(lease),
+                Effect::Free(_) => {}
+            }
+        }
+    }
+
+    /// The client was told to go. What it still sends is not heard.
+    async fn wait_for_end(&mut self, lease: Duration) {
+        let lending = self.serving.lending.clone();
+        let mut tick = interval(lease / 8);
+        loop {
+            tokio::select! {
+                biased;
+                // What it has lent is held as long as it may read it.
+                _ = tick.tick() => {
+                    lending.tick();
+                    self.run_effects().await;
+                }
+                ready = lending.socket().readable() => {
+                    // Without a word of its end, what it may read stays as it is.
+                    let Ok(mut ready) = ready else { return std::future::pending().await };
+                    match ready.get_inner().recv(&mut self.buffer) {
+                        Ok(Got::Ended) => return,
+                        Ok(Got::Later) => ready.clear_ready(),
+                        // Descriptors that came are closed.
+                        Ok(Got::Packet(..)) => {}
+                        Err(error) if error.kind() == io::ErrorKind::InvalidData => {}
+                        Err(error) => {
+                            tracing::warn!(%error, "the socket of a client of this host failed");
+                            return std::future::pending().await;
+                        }
+                    }
+                    tokio::task::yield_now().await;
+                }
+            }
+        }
+    }
+}
+
+impl Woken {
+    fn of(ended: Result<(Id, ()), JoinError>) -> Woken {
+        match ended {
+            Ok((id, ())) => Woken::Ended { id, is_broken: false },
+            Err(error) => Woken::Ended { id: error.id(), is_broken: true },
+        }
+    }
+}
+
+/// Until the server closes.
+async fn told(closes: &mut watch::Receiver<bool>) {
+    // A server that is gone has closed.
+    let _ = closes.wait_for(|closes| *closes).await;
+}
+
+fn has_count(blocks: usize) -> Result<(), Broken> {
+    if blocks > BLOCKS_PER_ASK_MAX {
+        Err(Broken::Rule("more blocks than one operation may ask for"))
+    } else {
+        Ok(())
+    }
+}

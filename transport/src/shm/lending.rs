@@ -1,0 +1,513 @@
+//! What one connection has of a node: loans with the bytes behind them, places of its tray, and packets that wait.
+//!
+//! One lock holds all of it, so that rows reach the client in the order in which they were lent. The rules are
+//! `kv_core::lend`'s; here are the bytes that they speak of. Not here: reading packets (`connection.rs`) and
+//! operations (`serving.rs`).
+
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use bytes::Bytes;
+use kv_core::id::{LeaseId, LoanId, Timestamp};
+use kv_core::lend::{Descriptor, Effect, LendLimits, LendRefused, Lender, Place, Room};
+use tokio::io::unix::AsyncFd;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use super::map::Mapping;
+use super::packet::ToClient;
+use super::seqpacket::{Sent, Seqpacket};
+use super::{LEASES_MAX, LOANS_MAX, PLACE_ALIGN};
+use crate::SharedArena;
+
+/// Packets that wait for a slow reader before operations wait with them.
+const POSTED_MAX: usize = 256;
+
+/// Bytes lent over all connections of a node.
+#[derive(Debug)]
+pub(super) struct Account {
+    lent_bytes: AtomicU64,
+    lent_bytes_max: u64,
+}
+
+impl Account {
+    pub(super) fn new(lent_bytes_max: u64) -> Arc<Account> {
+        Arc::new(Account { lent_bytes: AtomicU64::new(0), lent_bytes_max })
+    }
+
+    /// As of one connection, what is alone passes.
+    fn lend(self: &Arc<Self>, bytes: u64) -> Option<Counted> {
+        let fits = |lent: u64| {
+            let sum = lent.checked_add(bytes)?;
+            (lent == 0 || sum <= self.lent_bytes_max).then_some(sum)
+        };
+        self.lent_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok()?;
+        Some(Counted { account: Arc::clone(self), bytes })
+    }
+}
+
+/// Bytes on an account until dropped.
+#[derive(Debug)]
+struct Counted {
+    account: Arc<Account>,
+    bytes: u64,
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.account.lent_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+/// Bytes that can be lent: where the client finds them, and what keeps them there.
+pub(super) struct Lendable {
+    place: Place,
+    at: u64,
+    len: u32,
+    kept: Kept,
+}
+
+impl Lendable {
+    /// Whether it took a place of the tray.
+    pub(super) fn is_copied(&self) -> bool {
+        self.place == Place::Tray
+    }
+}
+
+/// What keeps bytes of a loan as they are.
+enum Kept {
+    /// The arena's slot comes back when nobody holds this.
+    Slot { _bytes: Bytes, _counted: Option<Counted> },
+    /// A place of the tray.
+    Copy { _place: TrayPlace },
+}
+
+/// A place in the client's part of the tray, free again when dropped.
+struct TrayPlace {
+    lending: std::sync::Weak<Lending>,
+    at: u64,
+}
+
+impl Drop for TrayPlace {
+    fn drop(&mut self) {
+        if let Some(lending) = self.lending.upgrade() {
+            lending.rooms().give_back(self.at);
+            lending.room.notify_waiters();
+        }
+    }
+}
+
+/// How far a packet of rows went.
+#[derive(Debug)]
+pub(super) struct Lent {
+    /// Rows in it.
+    pub(super) rows: usize,
+    /// A limit that stands in the way of the rest.
+    pub(super) refused: Option<LendRefused>,
+}
+
+/// One connection's side of the node.
+pub(super) struct Lending {
+    socket: AsyncFd<Seqpacket>,
+    state: Mutex<State>,
+    /// Places of the tray from which the client reads, in a lock of its own: they are freed while the other is held.
+    rooms: Mutex<Room>,
+    tray: Arc<Mapping>,
+    /// Where the part from which the client reads begins in the tray.
+    tray_out_at: u64,
+    arena: Option<Arc<dyn SharedArena>>,
+    account: Arc<Account>,
+    since: Instant,
+    /// A place of the tray came free.
+    room: Notify,
+    /// There are packets to be sent, or effects to be run.
+    work: Notify,
+    /// Fewer packets wait than before.
+    sent: Notify,
+}
+
+struct State {
+    lender: Lender,
+    kept: BTreeMap<LoanId, Kept>,
+    effects: Vec<Effect>,
+    posted: VecDeque<Vec<u8>>,
+    /// Since when the oldest packet waits.
+    posted_since: Option<Instant>,
+    /// Why nothing can be sent any more.
+    failed: Option<io::Error>,
+    /// The client is gone: nothing that was lent is read any more.
+    is_over: bool,
+}
+
+/// What a connection lends from.
+pub(super) struct Stock {
+    pub(super) tray: Arc<Mapping>,
+    pub(super) tray_out_at: u64,
+    pub(super) tray_out_bytes: u64,
+    /// The arena, when the client has mapped it.
+    pub(super) arena: Option<Arc<dyn SharedArena>>,
+    pub(super) account: Arc<Account>,
+    pub(super) lent_bytes_max: u64,
+    pub(super) lease: std::time::Duration,
+    /// When the node's time began.
+    pub(super) since: Instant,
+}
+
+impl Lending {
+    pub(super) fn new(socket: Seqpacket, stock: Stock) -> io::Result<Arc<Lending>> {
+        let limits = LendLimits {
+            lent_bytes_max: stock.lent_bytes_max,
+            loans_max: LOANS_MAX,
+            leases_max: LEASES_MAX,
+            lease: stock.lease,
+        };
+        let state = State {
+            lender: Lender::new(limits),
+            kept: BTreeMap::new(),
+            effects: Vec::new(),
+            posted: VecDeque::new(),
+            posted_since: None,
+            failed: None,
+            is_over: false,
+        };
+        Ok(Arc::new(Lending {
+            socket: socket.watched()?,
+            state: Mutex::new(state),
+            rooms: Mutex::new(Room::new(stock.tray_out_bytes, PLACE_ALIGN)),
+            tray: stock.tray,
+            tray_out_at: stock.tray_out_at,
+            arena: stock.arena,
+            account: stock.account,
+            since: stock.since,
+            room: Notify::new(),
+            work: Notify::new(),
+            sent: Notify::new(),
+        }))
+    }
+
+    pub(super) fn socket(&self) -> &AsyncFd<Seqpacket> {
+        &self.socket
+    }
+
+    pub(super) fn tray(&self) -> &Arc<Mapping> {
+        &self.tray
+    }
+
+    /// Part of the tray that the client writes, in bytes.
+    pub(super) fn tray_in_bytes(&self) -> u64 {
+        self.tray_out_at
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn rooms(&self) -> MutexGuard<'_, Room> {
+        self.rooms.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn now(&self) -> Timestamp {
+        Timestamp(u64::try_from(self.since.elapsed().as_micros()).unwrap_or(u64::MAX))
+    }
+
+    /// An operation under this lease begins; it is over when the guard is dropped.
+    ///
+    /// # Errors
+    /// When there are too many leases, or the connection is closing.
+    pub(super) fn begin(self: &Arc<Self>, lease: LeaseId) -> Result<Begun, LendRefused> {
+        let mut state = self.state();
+        state.lender.begin(lease, self.now())?;
+        // A release of before must not end what begins now.
+        state.effects.retain(|effect| *effect != Effect::Release(lease));
+        drop(state);
+        Ok(Begun { lending: Arc::clone(self), lease })
+    }
+
+    /// The client ended a lease.
+    pub(super) fn release(&self, lease: LeaseId) {
+        let mut state = self.state();
+        let State { lender, effects, .. } = &mut *state;
+        lender.release(lease, effects);
+    }
+
+    /// Bytes of a block as they can be lent: in place when `is_lendable` and the client maps the arena, or else in a copy
+    /// for which there is a place now.
+    pub(super) fn in_place(&self, bytes: &Bytes, is_lendable: bool) -> Option<Lendable> {
+        let arena = self.arena.as_ref().filter(|_| is_lendable)?;
+        let at = arena.offset_of(bytes)?;
+        let len = u32::try_from(bytes.len()).ok()?;
+        let kept = Kept::Slot { _bytes: bytes.clone(), _counted: None };
+        Some(Lendable { place: Place::Arena, at, len, kept })
+    }
+
+    /// A copy of bytes in the tray; nothing while there is no place for it. To be called where copying is no harm.
+    pub(super) fn copied(self: &Arc<Self>, bytes: &Bytes) -> Option<Lendable> {
+        let len = u32::try_from(bytes.len()).ok()?;
+        let at = self.rooms().take(len)?;
+        let place = TrayPlace { lending: Arc::downgrade(self), at };
+        self.tray.write(self.tray_out_at + at, bytes)?;
+        Some(Lendable { place: Place::Tray, at, len, kept: Kept::Copy { _place: place } })
+    }
+
+    /// Waits until a place of the tray came free. Made before the look at the tray that finds none, it misses nothing.
+    pub(super) fn room(&self) -> tokio::sync::futures::Notified<'_> {
+        self.room.notified()
+    }
+
+    /// Lends as many of these as may be and posts what `packet` makes of their rows.
+    pub(super) fn lend(
+        &self,
+        lease: LeaseId,
+        blocks: Vec<Lendable>,
+        packet: impl FnOnce(Vec<Descriptor>, Option<LendRefused>) -> Option<ToClient>,
+    ) -> Lent {
+        let now = self.now();
+        let mut state = self.state();
+        let (mut rows, mut refused) = (Vec::with_capacity(blocks.len()), None);
+        for mut block in blocks {
+            match self.lend_one(&mut state.lender, lease, &mut block, now) {
+                Ok(loan) => {
+                    rows.push(Descriptor { loan, place: block.place, at: block.at, len: block.len });
+                    state.kept.insert(loan, block.kept);
+                }
+                Err(why) => {
+                    refused = Some(why);
+                    break;
+                }
+            }
+        }
+        let count = rows.len();
+        if let Some(packet) = packet(rows, refused) {
+            self.post_in(&mut state, packet.encode());
+        }
+        Lent { rows: count, refused }
+    }
+
+    fn lend_one(
+        &self,
+        lender: &mut Lender,
+        lease: LeaseId,
+        block: &mut Lendable,
+        now: Timestamp,
+    ) -> Result<LoanId, LendRefused> {
+        // What lies in the tray is bounded by the tray.
+        let Kept::Slot { _counted: counted, .. } = &mut block.kept else { return lender.lend(lease, 0, now) };
+        let bytes = u64::from(block.len);
+        let limit = self.account.lent_bytes_max;
+        *counted = Some(self.account.lend(bytes).ok_or(LendRefused::Bytes { limit })?);
+        lender.lend(lease, bytes, now)
+    }
+
+    /// The client gave these back.
+    ///
+    /// # Errors
+    /// When one of them is not out.
+    pub(super) fn take_back(&self, loans: &[LoanId]) -> Result<(), kv_core::lend::UnknownLoan> {
+        let mut state = self.state();
+        let State { lender, effects, .. } = &mut *state;
+        lender.take_back(loans, effects)?;
+        self.free(state);
+        Ok(())
+    }
+
+    /// Renews and forgets leases.
+    pub(super) fn tick(&self) {
+        let mut state = self.state();
+        let State { lender, effects, .. } = &mut *state;
+        lender.tick(self.now(), effects);
+    }
+
+    /// Nothing new is lent. What is out stays out.
+    pub(super) fn close(&self) {
+        let mut state = self.state();
+        let State { lender, effects, .. } = &mut *state;
+        lender.close(effects);
+    }
+
+    /// The client is gone, and with it all that it read.
+    pub(super) fn end(&self) {
+        let mut state = self.state();
+        let State { lender, effects, is_over, .. } = &mut *state;
+        *is_over = true;
+        lender.end(effects);
+        self.free(state);
+    }
+
+    /// Effects on leases that are to be run, in this order. Bytes of loans that ended are let go of at once.
+    pub(super) fn take_effects(&self) -> Vec<Effect> {
+        let mut state = self.state();
+        let effects = std::mem::take(&mut state.effects);
+        effects.into_iter().filter(|effect| !matches!(effect, Effect::Free(_))).collect()
+    }
+
+    /// Drops what is behind loans that ended, outside the lock: the arena has one of its own.
+    fn free(&self, mut state: MutexGuard<'_, State>) {
+        let State { effects, kept, .. } = &mut *state;
+        let mut freed = Vec::new();
+        effects.retain(|effect| match effect {
+            Effect::Free(loan) => {
+                freed.extend(kept.remove(loan));
+                false
+            }
+            Effect::Release(_) | Effect::Renew(_) => true,
+        });
+        let is_work = !effects.is_empty();
+        drop(state);
+        drop(freed);
+        if is_work {
+            self.work.notify_one();
+        }
+    }
+
+    /// Sends a packet, now or as soon as the client reads again.
+    pub(super) fn post(&self, packet: &ToClient) {
+        self.post_in(&mut self.state(), packet.encode());
+    }
+
+    fn post_in(&self, state: &mut State, packet: Vec<u8>) {
+        if state.posted.is_empty() && self.send(state, &packet) {
+            return;
+        }
+        state.posted_since.get_or_insert_with(Instant::now);
+        state.posted.push_back(packet);
+        self.work.notify_one();
+    }
+
+    /// Sends what waits, as far as the client takes it now; whether anything is left.
+    pub(super) fn flush(&self) -> bool {
+        let mut state = self.state();
+        while let Some(packet) = state.posted.pop_front() {
+            if !self.send(&mut state, &packet) {
+                state.posted.push_front(packet);
+                return true;
+            }
+            state.posted_since = (!state.posted.is_empty()).then(Instant::now);
+        }
+        drop(state);
+        self.sent.notify_waiters();
+        false
+    }
+
+    /// Whether a packet is off: the client has it, or is gone and needs none.
+    fn send(&self, state: &mut State, packet: &[u8]) -> bool {
+        match self.socket.get_ref().send(packet, &[]) {
+            Ok(Sent::Queued | Sent::Ended) => true,
+            Ok(Sent::Later) => false,
+            Err(error) => {
+                // The client will never hear it, and waits for it: the connection is of no more use.
+                state.failed.get_or_insert(error);
+                self.work.notify_one();
+                true
+            }
+        }
+    }
+
+    /// Why a packet could not be sent.
+    pub(super) fn take_failure(&self) -> Option<io::Error> {
+        self.state().failed.take()
+    }
+
+    /// Since when a packet waits that the client does not take.
+    pub(super) fn posted_since(&self) -> Option<Instant> {
+        self.state().posted_since
+    }
+
+    /// Whether so many packets wait that the client is not to cause any more.
+    pub(super) fn is_behind(&self) -> bool {
+        self.state().posted.len() >= POSTED_MAX
+    }
+
+    /// Waits while too many packets wait for the client.
+    pub(super) async fn may_post(&self) {
+        loop {
+            let sent = self.sent.notified();
+            if !self.is_behind() {
+                return;
+            }
+            sent.await;
+        }
+    }
+
+    /// Waits until there is something to send or to run.
+    pub(super) async fn work(&self) {
+        self.work.notified().await;
+    }
+
+    /// Loans that are out, their bytes, and for how long the oldest is.
+    pub(super) fn numbers(&self) -> (usize, u64, Option<std::time::Duration>) {
+        let state = self.state();
+        let (loans, bytes) = state.lender.lent();
+        (loans, bytes, state.lender.oldest().map(|since| self.now().since(since)))
+    }
+}
+
+impl Drop for Lending {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if !state.is_over && !state.kept.is_empty() {
+            // Nobody hears any more when the client ends (the runtime is gone), so its memory is never used again.
+            tracing::debug!(loans = state.kept.len(), "what a client of this host reads stays as it is");
+            std::mem::forget(std::mem::take(&mut state.kept));
+        }
+    }
+}
+
+/// An operation that is under way.
+pub(super) struct Begun {
+    lending: Arc<Lending>,
+    lease: LeaseId,
+}
+
+impl Drop for Begun {
+    fn drop(&mut self) {
+        let mut state = self.lending.state();
+        let State { lender, effects, .. } = &mut *state;
+        lender.finish(self.lease, effects);
+        if !effects.is_empty() {
+            self.lending.work.notify_one();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::shm::map::memory_file;
+    use std::time::Duration;
+
+    const PART: u64 = 1 << 16;
+
+    fn lending() -> Arc<Lending> {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = Seqpacket::listen(&dir.path().join("s")).unwrap();
+        let _client = Seqpacket::connect(&dir.path().join("s")).unwrap();
+        let stock = Stock {
+            tray: Arc::new(Mapping::to_write(&memory_file(2 * PART).unwrap(), 2 * PART).unwrap()),
+            tray_out_at: PART,
+            tray_out_bytes: PART,
+            arena: None,
+            account: Account::new(PART),
+            lent_bytes_max: PART,
+            lease: Duration::from_secs(60),
+            since: Instant::now(),
+        };
+        Lending::new(listener.accept().unwrap().unwrap(), stock).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_release_that_waits_ends_nothing_that_began_after_it() {
+        let (lending, lease) = (lending(), LeaseId(7));
+        let first = lending.begin(lease).unwrap();
+        lending.release(lease);
+        assert_eq!(lending.take_effects(), [], "it is in use");
+        drop(first);
+        let second = lending.begin(lease).unwrap();
+        assert_eq!(lending.take_effects(), []);
+        lending.release(lease);
+        drop(second);
+        assert_eq!(lending.take_effects(), [Effect::Release(lease)]);
+    }
+}

@@ -1,0 +1,261 @@
+//! One operation of a client, from its ask to its last packet.
+//!
+//! Each runs as a task of its own; dropped midway it leaves nothing behind but what was lent, which the client gives back.
+//! Not here: who may ask (`server.rs`), and how packets come (`connection.rs`).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kv_core::lend::LendRefused;
+use tokio::runtime::Handle;
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+
+use super::RETRY_AFTER;
+use super::lending::{Begun, Lendable, Lending};
+use super::map::TrayFrame;
+use super::packet::{ToClient, TrayPlace};
+use crate::{
+    BlockService, FetchAnswer, FetchReply, FetchRequest, MissReason, SaveOffer, SaveRequest, SaveSession,
+    wire,
+};
+
+/// Above this many bytes a copy goes to another thread: what it costs there to begin, 10 µs, is a tenth of the copy.
+const COPY_HERE_BYTES_MAX: usize = 128 << 10;
+
+/// How much longer than its deadline a fetch is served; the client's own clock ends it first.
+const DEADLINE_GRACE: Duration = Duration::from_secs(1);
+
+/// Longest time a fetch is served, whatever deadline it names.
+const FETCH_TIME_MAX: Duration = Duration::from_secs(60);
+
+/// Longest time a save may take.
+const SAVE_TIME_MAX: Duration = Duration::from_secs(300);
+
+/// What all operations of a connection share.
+#[derive(Clone)]
+pub(super) struct Serving {
+    pub(super) lending: Arc<Lending>,
+    pub(super) service: Arc<dyn BlockService>,
+    pub(super) frame_bytes_max: u32,
+    pub(super) stall_timeout: Duration,
+    /// Where long copies run.
+    pub(super) bulk: Handle,
+}
+
+/// What a client says in the course of a save.
+#[derive(Debug)]
+pub(super) enum SavePart {
+    Put(Vec<TrayPlace>),
+    Finish,
+}
+
+/// Why an operation ended before its end. Only ever logged: the client hears that it ended.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ServeError {
+    #[error("a save ended after {got} of {wanted} frames")]
+    SaveCut { got: usize, wanted: usize },
+    #[error("a save brings more than the {wanted} frames that are wanted")]
+    TooMany { wanted: usize },
+    #[error("a frame of {len} bytes at {at} does not lie in the tray, or is longer than the offer said")]
+    Place { at: u64, len: u32 },
+    #[error("the client went quiet")]
+    Stalled(#[from] tokio::time::error::Elapsed),
+    #[error("the thread that copies ended")]
+    Copy(#[from] tokio::task::JoinError),
+}
+
+impl Serving {
+    pub(super) async fn fetch(self, op: u64, request: FetchRequest, begun: Result<Begun, LendRefused>) {
+        let epoch = request.epoch;
+        let Ok(_begun) = begun else {
+            let busy = FetchAnswer::Busy { retry_after: RETRY_AFTER };
+            let head = wire::head_to_pb(&busy, epoch);
+            return self.lending.post(&ToClient::Head { op, head, rows: Vec::new() });
+        };
+        let limit = request.deadline.saturating_add(DEADLINE_GRACE).min(FETCH_TIME_MAX);
+        if timeout(limit, self.answer(op, request)).await.is_err() {
+            self.lending.post(&ToClient::End { op, reason: MissReason::TooLate as u32 });
+        }
+    }
+
+    async fn answer(&self, op: u64, request: FetchRequest) {
+        let lease = request.asker.lease;
+        let mut reply = self.service.fetch(request).await;
+        let wanted = reply.answer.tiers().len();
+        let (mut sent, mut is_headed) = (0, false);
+        while sent < wanted || !is_headed {
+            let (blocks, waits) = self.ready(&mut reply, wanted - sent, sent).await;
+            if blocks.is_empty() && is_headed && !waits {
+                break;
+            }
+            let head = (!is_headed).then(|| wire::head_to_pb(&reply.answer, reply.epoch));
+            is_headed = true;
+            let is_nothing = blocks.is_empty() && head.is_none();
+            let lent = self.lending.lend(lease, blocks, |rows, _| {
+                (!is_nothing).then_some(match head {
+                    Some(head) => ToClient::Head { op, head, rows },
+                    None => ToClient::More { op, rows },
+                })
+            });
+            sent += lent.rows;
+            if let Some(refused) = lent.refused {
+                tracing::debug!(%refused, "a fetch ends early");
+                return self.end(op, sent, wanted, Some(MissReason::Busy));
+            }
+            self.lending.may_post().await;
+            if waits && let Err(reason) = self.wait(op, lease, &mut reply, &mut sent).await {
+                return self.end(op, sent, wanted, reason);
+            }
+        }
+        self.end(op, sent, wanted, reply.frames.ended());
+    }
+
+    fn end(&self, op: u64, sent: usize, wanted: usize, reason: Option<MissReason>) {
+        if sent < wanted {
+            self.lending.post(&ToClient::End { op, reason: reason.map_or(0, |reason| reason as u32) });
+        }
+    }
+
+    /// The blocks that are there now, at most so many, of which the first is at `position`; and whether to wait for more.
+    async fn ready(&self, reply: &mut FetchReply, most: usize, position: usize) -> (Vec<Lendable>, bool) {
+        let mut blocks = Vec::with_capacity(most.min(16));
+        while blocks.len() < most {
+            let Some(frame) = reply.frames.try_next() else {
+                return (blocks, reply.frames.ended().is_none());
+            };
+            let is_lendable = reply.lendable.get(position + blocks.len()).copied().unwrap_or(false);
+            match self.lending.in_place(&frame.bytes, is_lendable) {
+                Some(block) => blocks.push(block),
+                None => {
+                    reply.frames.put_back(frame);
+                    return (blocks, true);
+                }
+            }
+        }
+        (blocks, false)
+    }
+
+    /// Waits for the next block and sends it, by a copy if need be; an error when none comes, with the reason if there is one.
+    async fn wait(
+        &self,
+        op: u64,
+        lease: kv_core::id::LeaseId,
+        reply: &mut FetchReply,
+        sent: &mut usize,
+    ) -> Result<(), Option<MissReason>> {
+        let Some(frame) = reply.frames.next().await else { return Err(reply.frames.ended()) };
+        let is_lendable = reply.lendable.get(*sent).copied().unwrap_or(false);
+        let block = match self.lending.in_place(&frame.bytes, is_lendable) {
+            Some(block) => block,
+            None => match self.copied(&frame.bytes).await {
+                Ok(block) => block,
+                Err(error) => {
+                    tracing::warn!(%error, "a block could not be copied for a client of this host");
+                    return Err(None);
+                }
+            },
+        };
+        debug_assert!(block.is_copied() || is_lendable, "what lies elsewhere is not lent");
+        let lent = self.lending.lend(lease, vec![block], |rows, refused| {
+            refused.is_none().then_some(ToClient::More { op, rows })
+        });
+        *sent += lent.rows;
+        if lent.refused.is_some() { Err(Some(MissReason::Busy)) } else { Ok(()) }
+    }
+
+    async fn copied(&self, bytes: &Bytes) -> Result<Lendable, ServeError> {
+        loop {
+            let room = self.lending.room();
+            let copied = if bytes.len() <= COPY_HERE_BYTES_MAX {
+                self.lending.copied(bytes)
+            } else {
+                let (lending, bytes) = (Arc::clone(&self.lending), bytes.clone());
+                self.bulk.spawn(async move { lending.copied(&bytes) }).await?
+            };
+            match copied {
+                Some(block) => return Ok(block),
+                None => room.await,
+            }
+        }
+    }
+
+    pub(super) async fn save(
+        self,
+        op: u64,
+        request: SaveRequest,
+        begun: Result<Begun, LendRefused>,
+        parts: mpsc::Receiver<SavePart>,
+    ) {
+        let Ok(_begun) = begun else {
+            let offer = wire::offer_to_pb(&SaveOffer::Busy { retry_after: RETRY_AFTER });
+            return self.lending.post(&ToClient::Offer { op, offer });
+        };
+        let ended = match timeout(SAVE_TIME_MAX, self.take(op, request, parts)).await {
+            Ok(taken) => taken,
+            Err(elapsed) => Err(elapsed.into()),
+        };
+        if let Err(error) = ended {
+            tracing::debug!(%error, "a save ends early");
+            self.lending.post(&ToClient::Ended { op });
+        }
+    }
+
+    async fn take(
+        &self,
+        op: u64,
+        request: SaveRequest,
+        mut parts: mpsc::Receiver<SavePart>,
+    ) -> Result<(), ServeError> {
+        let len_max = request.frame_bytes.min(u64::from(self.frame_bytes_max));
+        let (offer, session) = self.service.save(request).await;
+        self.lending.post(&ToClient::Offer { op, offer: wire::offer_to_pb(&offer) });
+        let (SaveOffer::Wanted(wanted), Some(mut session)) = (offer, session) else { return Ok(()) };
+        let wanted = wanted.iter().filter(|wanted| **wanted).count();
+        let mut got = 0;
+        loop {
+            match timeout(self.stall_timeout, parts.recv()).await? {
+                Some(SavePart::Put(places)) => {
+                    for place in places {
+                        if got == wanted {
+                            return Err(ServeError::TooMany { wanted });
+                        }
+                        session = self.put(session, place, len_max).await?;
+                        got += 1;
+                        self.lending.post(&ToClient::Taken { op, frames: 1 });
+                    }
+                }
+                Some(SavePart::Finish) if got == wanted => break,
+                Some(SavePart::Finish) | None => return Err(ServeError::SaveCut { got, wanted }),
+            }
+        }
+        let done = session.finish().await;
+        self.lending.post(&ToClient::Done { op, done: wire::done_to_pb(&done) });
+        Ok(())
+    }
+
+    async fn put(
+        &self,
+        mut session: Box<dyn SaveSession>,
+        place: TrayPlace,
+        len_max: u64,
+    ) -> Result<Box<dyn SaveSession>, ServeError> {
+        let TrayPlace { at, len } = place;
+        let is_inside = at.checked_add(u64::from(len)).is_some_and(|end| end <= self.lending.tray_in_bytes());
+        let frame = TrayFrame::new(self.lending.tray(), at, len);
+        let fits = is_inside && len > 0 && u64::from(len) <= len_max;
+        let frame = frame.filter(|_| fits).ok_or(ServeError::Place { at, len })?;
+        let frame = Arc::new(frame);
+        if len as usize <= COPY_HERE_BYTES_MAX {
+            session.put_unsettled(frame).await;
+            return Ok(session);
+        }
+        // Were this operation dropped meanwhile, the copy goes on to its end and is dropped with the session.
+        let put = self.bulk.spawn(async move {
+            session.put_unsettled(frame).await;
+            session
+        });
+        Ok(put.await?)
+    }
+}

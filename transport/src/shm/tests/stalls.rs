@@ -1,0 +1,183 @@
+//! Ends that stand still, or never stop, and what goes on beside them.
+
+use std::os::fd::AsFd;
+use std::pin::Pin;
+use std::task::Poll;
+
+use super::super::map::{Mapping, memory_file};
+use super::super::packet::{ToClient, ToNode};
+use super::super::seqpacket::Seqpacket;
+use super::hostile::{Forger, PART, Raw, fetch_of, good_welcome, raw_client, row, welcomed};
+use super::*;
+use crate::suite::{EPOCH, PATIENCE};
+use crate::{MissReason, wire};
+use kv_core::id::Epoch;
+
+async fn soon<T>(what: impl Future<Output = T>) -> T {
+    tokio::time::timeout(PATIENCE, what).await.expect("it comes")
+}
+
+/// Polls once what is not ready.
+async fn begin<T>(mut work: Pin<&mut (impl Future<Output = T> + ?Sized)>) {
+    std::future::poll_fn(|context| {
+        assert!(work.as_mut().poll(context).is_pending());
+        Poll::Ready(())
+    })
+    .await;
+}
+
+/// A path to a forger that lends one block, and the forger's end.
+async fn forged() -> (Arc<dyn Path>, Raw) {
+    let forger = Forger::new();
+    let (tray, arena) = (memory_file(2 * PART).unwrap(), memory_file(PART).unwrap());
+    Mapping::to_write(&arena, PART).unwrap().write(0, &frame(hash(0), 1000).bytes).unwrap();
+    let good = ToClient::Welcome(good_welcome()).encode();
+    forger.welcome(&good, &[tray.as_fd(), arena.as_fd()]).await.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_reads_for_all_and_is_not_polled_any_more_stops_nobody() {
+    let (_node, service, _raw) = raw_client(server_config()).await;
+    let path = _node.dial().await.unwrap();
+    service.set_gate(0);
+    let mut sink = |_| {};
+    let mut waits = std::pin::pin!(path.fetch(fetch_request(&hashes(2)), &mut sink));
+    begin(waits.as_mut()).await;
+    for _ in 0..3 {
+        soon(path.ping()).await.unwrap();
+    }
+    service.set_gate(100);
+    assert_eq!(soon(waits).await.unwrap(), FetchAnswer::Hit { tiers: in_dram(2) });
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_node_had_no_room_for_is_sent_though_nobody_waits() {
+    const RELEASES: u64 = 1000;
+    let (path, mut raw) = forged().await;
+    let mut all: Vec<_> = (0..RELEASES).map(|lease| path.release(LeaseId(lease))).collect();
+    for release in &mut all {
+        begin(release.as_mut()).await;
+    }
+    for lease in 0..RELEASES {
+        let request = wire::release_to_pb(LeaseId(lease));
+        assert_eq!(raw.hear_client().await, ToNode::Ask { op: lease + 1, request });
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn rows_of_an_answer_that_is_of_no_use_go_back() {
+    let len = u32::try_from(frame(hash(0), 1000).bytes.len()).unwrap();
+    let hit = FetchAnswer::Hit { tiers: in_dram(2) };
+    let stale = wire::head_to_pb(&hit, Epoch(EPOCH.0 + 1));
+    let nonsense = wire::head_to_pb(&FetchAnswer::Hit { tiers: in_dram(3) }, EPOCH);
+    for (head, is_stale) in [(stale, true), (nonsense, false)] {
+        let (path, mut raw) = forged().await;
+        let fetching = {
+            let path = Arc::clone(&path);
+            tokio::spawn(async move { path.fetch(fetch_request(&hashes(2)), &mut |_| {}).await })
+        };
+        assert!(matches!(raw.hear_client().await, ToNode::Ask { op: 1, .. }));
+        raw.tell(&ToClient::Head { op: 1, head, rows: vec![row(1, 0, len)] });
+        let mut heard = [raw.hear_client().await, raw.hear_client().await];
+        heard.sort_by_key(|packet| matches!(packet, ToNode::Return { .. }));
+        let [cancel, came_back] = heard;
+        assert_eq!(cancel, ToNode::Cancel { op: 1 });
+        assert!(matches!(came_back, ToNode::Return { ref loans } if loans.len() == 1), "{came_back:?}");
+        let answer = soon(fetching).await.unwrap();
+        match is_stale {
+            true => assert_eq!(answer.unwrap(), FetchAnswer::Miss { reason: MissReason::StaleEpoch }),
+            false => assert!(answer.is_err()),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn those_that_are_not_served_take_no_place_of_others() {
+    let (node, _, _raw) = raw_client(server_config()).await;
+    node.is_open.store(false, Ordering::Relaxed);
+    let at = socket_path(&node.dir(), ADDRESS);
+    let mut quiet = Vec::new();
+    while quiet.len() < 4 * CONNECTIONS_MAX {
+        match Seqpacket::connect(&at) {
+            Ok(socket) => quiet.push(socket),
+            // Its queue is full for a moment.
+            Err(_) => tokio::task::yield_now().await,
+        }
+    }
+    assert!(node.dial().await.is_err());
+    node.is_open.store(true, Ordering::Relaxed);
+    soon(soon(node.dial()).await.unwrap().ping()).await.unwrap();
+    drop(quiet);
+}
+
+/// Talks as fast as it can until told to stop.
+fn chat(raw: Raw, stop: Arc<AtomicBool>) -> std::thread::JoinHandle<()> {
+    std::thread::spawn(move || {
+        let mut buffer = Box::new([0; PACKET_BYTES_MAX]);
+        let mut op = 0;
+        while !stop.load(Ordering::Relaxed) {
+            for _ in 0..64 {
+                op += 1;
+                raw.say(&ToNode::Cancel { op });
+            }
+            while matches!(raw.socket.recv(&mut buffer), Ok(seqpacket::Got::Packet(..))) {}
+        }
+    })
+}
+
+#[test]
+fn a_client_that_never_stops_talking_keeps_nobody_from_being_served() {
+    let quick = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let stop = Arc::new(AtomicBool::new(false));
+    let ending = Arc::clone(&stop);
+    // The node on one thread, the others on theirs.
+    let node = std::thread::spawn(move || {
+        quick.block_on(async move {
+            let (node, _, raw) = raw_client(server_config()).await;
+            let chatting = chat(raw, ending);
+            sender.send(node.dir()).unwrap();
+            while !chatting.is_finished() {
+                tokio::task::yield_now().await;
+            }
+        });
+    });
+    let dir = receiver.recv().unwrap();
+    let clients = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    clients.block_on(async {
+        let path = soon(ShmDialer::new(ShmConfig::new(dir)).dial(ADDRESS.to_owned())).await.unwrap();
+        for _ in 0..100 {
+            soon(path.ping()).await.unwrap();
+        }
+    });
+    stop.store(true, Ordering::Relaxed);
+    node.join().unwrap();
+}
+
+/// Does not come to the end of a fetch.
+struct Panics;
+
+impl BlockService for Panics {
+    fn fetch(&self, _: FetchRequest) -> BoxFuture<'_, FetchReply> {
+        Box::pin(async { panic!("a defect, as the test wants it") })
+    }
+
+    fn save(&self, _: SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {
+        Box::pin(async { panic!("a defect, as the test wants it") })
+    }
+
+    fn release(&self, _: LeaseId) -> BoxFuture<'_, ()> {
+        Box::pin(async {})
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_asked_for_what_broke_hears_of_its_end() {
+    let node = Node::start(Arc::new(Panics), Some(BumpArena::new(ARENA_BYTES)), server_config(), true);
+    let mut raw = welcomed(&node).await;
+    raw.say(&ToNode::Ask { op: 1, request: fetch_of(2) });
+    assert_eq!(raw.hear_node().await, Some(ToClient::Ended { op: 1 }));
+    let path = node.dial().await.unwrap();
+    assert!(soon(path.fetch(fetch_request(&hashes(2)), &mut |_| {})).await.is_err());
+    soon(path.ping()).await.unwrap();
+}
