@@ -12,8 +12,12 @@ use kvfleet_proto::frame::{HEADER_FIXED_BYTES, PAYLOAD_BYTES_MAX, SLICES_MAX};
 use kvfleet_transport::quic::save_bytes_in_flight;
 use serde::{Deserialize, Serialize};
 
+mod shm;
+
 use crate::arena::CLASSES_MAX;
 use crate::tiers::ssd::DEVICES_MAX;
+
+pub use shm::{ShmPeerSection, ShmSection};
 
 /// Configuration of a node. Every field has a default except the certificates and the routers, which
 /// have none that would work.
@@ -86,6 +90,8 @@ pub struct NodeConfig {
     pub tls: TlsSection,
     /// Quotas until the routers say otherwise.
     pub quotas: Vec<QuotaSection>,
+    /// Shared memory with processes of this host.
+    pub shm: ShmSection,
 }
 
 /// The identity manifest as written in a file; fields as in [`IdentityManifest`].
@@ -163,6 +169,7 @@ impl Default for NodeConfig {
             identity: IdentitySection::default(),
             tls: TlsSection::default(),
             quotas: Vec::new(),
+            shm: ShmSection::default(),
         }
     }
 }
@@ -262,6 +269,7 @@ impl NodeConfig {
             return wrong("save_inflight_bytes", &self.save_inflight_bytes, remedy);
         }
         self.validate_gpu()?;
+        self.validate_shm()?;
         self.validate_capacity()
     }
 

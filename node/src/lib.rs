@@ -7,8 +7,10 @@
 pub mod announce;
 pub mod arena;
 pub mod config;
+mod host;
 pub mod memory;
 mod metrics;
+mod quick;
 mod scope;
 mod serve;
 pub mod server;
@@ -19,6 +21,8 @@ pub mod store;
 mod test_log;
 pub mod tiers;
 
-pub use config::{ConfigError, IdentitySection, NodeConfig, QuotaSection, TlsSection};
+pub use config::{
+    ConfigError, IdentitySection, NodeConfig, QuotaSection, ShmPeerSection, ShmSection, TlsSection,
+};
 pub use serve::{FETCH_TIME_MAX, REQUEST_BLOCKS_MAX, SAVE_ROOM_WAIT};
 pub use start::{Node, NodeFailed, StartError};

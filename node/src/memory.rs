@@ -28,6 +28,8 @@ pub struct MemoryBound {
     pub gpu: u64,
     /// What is known of each block.
     pub books: u64,
+    /// Trays of clients on the same host.
+    pub trays: u64,
     /// Everything that does not grow with the configuration.
     pub base: u64,
 }
@@ -59,6 +61,7 @@ impl MemoryBound {
                 .saturating_add(on_ssd.saturating_mul(ssd::RECORD_BYTES_MAX)),
             gpu: gpu.shape.host_bytes_max(config.frame_bytes_max(), on_gpu),
             books: blocks.saturating_mul(BLOCK_BYTES_MAX + ROW_BYTES_MAX),
+            trays: config.shm.tray_bytes_max(),
             base: BASE_BYTES,
         }
     }
@@ -66,7 +69,7 @@ impl MemoryBound {
     /// All of it.
     #[must_use]
     pub fn total(&self) -> u64 {
-        let parts = [self.arena, self.saves, self.ssd, self.gpu, self.books, self.base];
+        let parts = [self.arena, self.saves, self.ssd, self.gpu, self.books, self.trays, self.base];
         parts.into_iter().fold(0, u64::saturating_add)
     }
 }
@@ -102,6 +105,10 @@ mod tests {
         let gpu = MemoryBound::of(&NodeConfig { gpu_bytes: 1 << 30, ..config(1 << 30, 0) });
         assert!(gpu.gpu > 16 << 20 && gpu.gpu < 64 << 20 && small.gpu == 0, "{gpu:?}");
         assert!(gpu.books > small.books && gpu.arena > small.arena, "{gpu:?}");
+        let shm = crate::ShmSection { dir: Some("run".into()), ..Default::default() };
+        let host = MemoryBound::of(&NodeConfig { shm, ..config(1 << 30, 0) });
+        assert_eq!((host.trays, small.trays), (256 << 20, 0));
+        assert_eq!(host.total(), small.total() + host.trays);
         let endless = NodeConfig { dram_blocks: Some(u64::MAX), ..NodeConfig::default() };
         assert_eq!(MemoryBound::of(&endless).total(), u64::MAX);
     }

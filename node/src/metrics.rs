@@ -2,6 +2,7 @@
 
 use kv_core::id::Tier;
 use kv_core::tier::TierStats;
+use kvfleet_transport::shm::ShmNumbers;
 use prometheus::{IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
 
 use crate::tiers::ssd::Wear;
@@ -26,6 +27,28 @@ pub(crate) struct Metrics {
     moves: IntGauge,
     window: IntGauge,
     prefetched: IntGauge,
+    host: HostMetrics,
+}
+
+/// Those of clients on the same host.
+#[derive(Clone, Debug)]
+struct HostMetrics {
+    clients: IntGauge,
+    loans: IntGauge,
+    lent_bytes: IntGauge,
+    oldest: IntGauge,
+}
+
+impl HostMetrics {
+    fn new(registry: &Registry) -> Result<HostMetrics, prometheus::Error> {
+        let gauge = |name: &str, help: &str| gauge(registry, name, help);
+        Ok(HostMetrics {
+            clients: gauge("kvfleet_node_host_clients", "Processes of this host that are connected")?,
+            loans: gauge("kvfleet_node_loans", "Blocks that processes of this host read in place")?,
+            lent_bytes: gauge("kvfleet_node_lent_bytes", "Bytes of those blocks")?,
+            oldest: gauge("kvfleet_node_oldest_loan_seconds", "For how long one of them has been read")?,
+        })
+    }
 }
 
 /// Those of the SSDs.
@@ -144,6 +167,7 @@ impl Metrics {
                 "kvfleet_node_prefetched_blocks",
                 "Blocks promoted since start because a waiting request needed them",
             )?,
+            host: HostMetrics::new(registry)?,
         })
     }
 
@@ -209,6 +233,13 @@ impl Metrics {
     pub(crate) fn window(&self, blocks: usize, prefetched: u64) {
         set(&self.window, blocks as u64);
         set(&self.prefetched, prefetched);
+    }
+
+    pub(crate) fn host(&self, numbers: &ShmNumbers) {
+        set(&self.host.clients, numbers.connections as u64);
+        set(&self.host.loans, numbers.loans as u64);
+        set(&self.host.lent_bytes, numbers.lent_bytes);
+        set(&self.host.oldest, numbers.oldest.map_or(0, |oldest| oldest.age.as_secs()));
     }
 
     pub(crate) fn moves(&self, count: usize) {

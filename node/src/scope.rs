@@ -42,6 +42,31 @@ impl Scope {
     }
 }
 
+/// A user of this host whose processes are served.
+#[derive(Clone, Debug)]
+pub(crate) struct Local {
+    pub(crate) uid: u32,
+    /// Nothing: every tenant there is.
+    pub(crate) tenants: Option<Arc<[TenantId]>>,
+    /// Whether they may map the memory of every tenant's blocks.
+    pub(crate) maps: bool,
+}
+
+/// All of them.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Locals(Arc<[Local]>);
+
+impl Locals {
+    pub(crate) fn new(users: Vec<Local>) -> Locals {
+        Locals(users.into())
+    }
+
+    /// What this user may do, if it is one of them.
+    pub(crate) fn of(&self, uid: u32) -> Option<&Local> {
+        self.0.iter().find(|local| local.uid == uid)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

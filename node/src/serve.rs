@@ -23,7 +23,7 @@ use tracing::Instrument;
 
 use crate::arena::{Arena, Purpose};
 use crate::metrics::Metrics;
-use crate::scope::Scope;
+use crate::scope::{Locals, Scope};
 use crate::store::{Ask, BUSY_RETRY, FetchPlan, OfferPlan, Planned, PlannedBytes, Reserved, StoreHandle};
 
 /// How long a save waits for a DRAM slot while demotions are under way, before the block is refused.
@@ -47,6 +47,7 @@ pub(crate) struct Service {
     frame_bytes_max: usize,
     metrics: Metrics,
     scope: Scope,
+    locals: Locals,
 }
 
 impl Service {
@@ -58,8 +59,9 @@ impl Service {
         frame_bytes_max: usize,
         metrics: Metrics,
         scope: Scope,
+        locals: Locals,
     ) -> Service {
-        Service { store, arena, identity, frame_bytes_max, metrics, scope }
+        Service { store, arena, identity, frame_bytes_max, metrics, scope, locals }
     }
 
     /// The same node for another caller.
@@ -299,8 +301,14 @@ impl BlockService for Service {
             Caller::Certified(_) => {
                 Admission::Scoped { service: Arc::new(self.scoped(caller, None)), maps: false }
             }
-            // Nobody said which users of this host are served.
-            Caller::Local { .. } => Admission::Refused,
+            // Each connection by itself: what it read ends with it.
+            Caller::Local { uid, .. } => match self.locals.of(*uid) {
+                Some(local) => {
+                    let service = Arc::new(self.scoped(caller, local.tenants.clone()));
+                    Admission::Scoped { service, maps: local.maps }
+                }
+                None => Admission::Refused,
+            },
         }
     }
 

@@ -13,7 +13,9 @@ use kvfleet_proto::pb::node_control_server::NodeControlServer;
 use kvfleet_proto::tls::{Identity, TlsError, TlsFiles};
 use kvfleet_transport::BlockService;
 use kvfleet_transport::quic::{BindError, QuicConfig, QuicServer};
+use kvfleet_transport::shm::{ShmBindError, ShmServer};
 use tokio::net::TcpListener;
+use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::TcpListenerStream;
@@ -22,8 +24,10 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use crate::announce::link::Link;
 use crate::arena::{Arena, ArenaShape, SizeClasses};
 use crate::config::{ConfigError, NodeConfig};
+use crate::host;
 use crate::memory::MemoryBound;
 use crate::metrics::Metrics;
+use crate::quick::QuickThread;
 use crate::scope::Scope;
 use crate::serve::Service;
 use crate::server::Control;
@@ -84,7 +88,10 @@ pub enum StartError {
     #[error("data_listen: {0}")]
     DataListen(#[from] BindError),
     /// The memory for blocks.
-    #[error("cannot map {bytes} bytes for the DRAM tier: {cause}; lower dram_bytes or dram_blocks")]
+    #[error(
+        "cannot map {bytes} bytes for the DRAM tier: {cause}; lower dram_bytes or dram_blocks, or end processes that still \
+         read the memory of a node that ended"
+    )]
     Arena {
         /// How much.
         bytes: u64,
@@ -97,6 +104,12 @@ pub enum StartError {
     /// The SSD directory was still being read when the process was told to stop.
     #[error("reading the SSD directory was interrupted")]
     Interrupted,
+    /// The socket for processes of this host.
+    #[error("shm.dir: {0}")]
+    Shm(#[from] ShmBindError),
+    /// No thread for the store.
+    #[error("cannot start a thread for the store: {0}; raise the limit on threads")]
+    QuickThread(std::io::Error),
     /// No thread for the GPU.
     #[error("cannot start a thread for the GPU: {0}; raise the limit on threads")]
     GpuThread(std::io::Error),
@@ -113,6 +126,8 @@ pub enum StartError {
 pub struct Node {
     service: Arc<Service>,
     data: QuicServer,
+    host: Option<Arc<ShmServer>>,
+    quick: Option<QuickThread>,
     data_addr: SocketAddr,
     control_addr: SocketAddr,
     tasks: Vec<JoinHandle<()>>,
@@ -152,8 +167,12 @@ impl Node {
         let arena = open_arena(&config)?;
         let shared = Arc::new(Shared::new(NodeId(config.id)));
         let parts = open_parts(&config, arena.clone(), shared, metrics.clone(), faults).await?;
-        let (store, store_task) = Store::start(parts, stop.clone());
-        let service = Arc::new(service(&config, store.clone(), arena, metrics));
+        // Processes of this host are answered on the thread that knows what is held: from another it would be woken twice.
+        let quick = config.shm.dir.as_ref().map(|_| QuickThread::start("kvfleet-store")).transpose();
+        let quick = quick.map_err(StartError::QuickThread)?;
+        let runtime = quick.as_ref().map_or_else(Handle::current, |quick| quick.handle().clone());
+        let (store, store_task) = Store::start_on(&runtime, parts, stop.clone());
+        let service = Arc::new(service(&config, store.clone(), arena.clone(), metrics.clone()));
         let data = QuicServer::bind_with(
             data_listen,
             &identity,
@@ -165,10 +184,17 @@ impl Node {
         let mut tasks = vec![tokio::spawn(watch(store_task, stop.clone(), failed.clone()))];
         tasks.push(serve_control(control, &identity, store.clone(), &stop)?);
         let record = record(&config, data_addr, control_addr);
+        let blocks = Arc::clone(&service) as Arc<dyn BlockService>;
+        let host =
+            quick.as_ref().map(|quick| host::serve(&config, &record.data_address, arena, blocks, quick));
+        let host = host.transpose()?.flatten();
+        if let Some(host) = &host {
+            tasks.push(tokio::spawn(host::tell(Arc::clone(host), metrics, stop.clone())));
+        }
         let link = Link { record, routers: config.routers, identity, store };
         tasks.push(tokio::spawn(link.run(stop.clone())));
         tracing::info!(node = config.id, %data_addr, %control_addr, "node serves");
-        Ok(Node { service, data, data_addr, control_addr, tasks, stop, failed, _guard: guard })
+        Ok(Node { service, data, host, quick, data_addr, control_addr, tasks, stop, failed, _guard: guard })
     }
 
     /// Block bytes for whoever shares this process: what peers get over the network, by reference. What the network's end
@@ -199,6 +225,9 @@ impl Node {
 
     /// Stops serving, ends what is under way and waits until everything is closed.
     pub async fn shutdown(self) {
+        if let Some(host) = self.host {
+            host.close().await;
+        }
         self.data.close().await;
         self.stop.cancel();
         for task in self.tasks {
@@ -207,6 +236,9 @@ impl Node {
             {
                 tracing::error!(%cause, "a task of the node ended with a panic");
             }
+        }
+        if let Some(quick) = self.quick {
+            quick.end().await;
         }
     }
 }
@@ -457,7 +489,8 @@ pub(crate) fn service(config: &NodeConfig, store: StoreHandle, arena: Arena, met
     let identity = config.identity.manifest().digest();
     // Like the seed of the book's hashes: nobody outside knows it.
     let scope = Scope::own(RandomState::new());
-    Service::new(store, arena, identity, config.frame_bytes_max(), metrics, scope)
+    let locals = config.shm.locals(rustix::process::geteuid().as_raw());
+    Service::new(store, arena, identity, config.frame_bytes_max(), metrics, scope, locals)
 }
 
 fn serve_control(

@@ -26,7 +26,7 @@ mod tests;
 
 pub use dialer::{ShmConfig, ShmDialer};
 pub use map::MapRefused;
-pub use server::{ShmBindError, ShmEnds, ShmNumbers, ShmServer, ShmServerConfig};
+pub use server::{OldestLoan, ShmBindError, ShmEnds, ShmNumbers, ShmServer, ShmServerConfig};
 
 /// Longest packet: what a socket takes at once by default holds three of them.
 pub const PACKET_BYTES_MAX: usize = 64 << 10;
@@ -59,6 +59,12 @@ const PLACE_ALIGN: u64 = 64;
 #[must_use]
 pub fn socket_path(dir: &Path, address: &str) -> PathBuf {
     dir.join(format!("{}.sock", address.replace([':', '/'], "_")))
+}
+
+/// Bytes of one connection's tray, where no frame is longer than `frame_bytes_max`.
+#[must_use]
+pub fn tray_bytes(frame_bytes_max: u32) -> u64 {
+    2 * tray_part_bytes(frame_bytes_max)
 }
 
 /// Bytes of each part of a tray.

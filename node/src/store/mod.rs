@@ -224,10 +224,20 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Starts the task.
+    /// Starts the task here.
+    #[cfg(test)]
     pub(crate) fn start(parts: Parts, stop: CancellationToken) -> (StoreHandle, tokio::task::JoinHandle<()>) {
+        Store::start_on(&tokio::runtime::Handle::current(), parts, stop)
+    }
+
+    /// Starts the task on a runtime.
+    pub(crate) fn start_on(
+        runtime: &tokio::runtime::Handle,
+        parts: Parts,
+        stop: CancellationToken,
+    ) -> (StoreHandle, tokio::task::JoinHandle<()>) {
         let (store, handle, inbox) = Store::new(parts);
-        (handle, tokio::spawn(store.run(inbox, stop)))
+        (handle, runtime.spawn(store.run(inbox, stop)))
     }
 
     fn new(mut parts: Parts) -> (Store, StoreHandle, mpsc::Receiver<Ask>) {

@@ -96,7 +96,7 @@ impl ShmDialer {
             return Ok(());
         }
         let cause = format!(
-            "its socket is that of process {} of user {}, which is not believed: name that user in shm_server_uids \
+            "its socket is that of process {} of user {}, which is not believed: name that user in shm.server_uids \
              if its node is meant",
             server.pid, server.uid
         );

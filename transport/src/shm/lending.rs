@@ -18,8 +18,8 @@ use tokio::time::Instant;
 
 use super::map::Mapping;
 use super::packet::ToClient;
-use super::seqpacket::{Sent, Seqpacket};
-use super::{LEASES_MAX, LOANS_MAX, PLACE_ALIGN};
+use super::seqpacket::{Peer, Sent, Seqpacket};
+use super::{LEASES_MAX, LOANS_MAX, OldestLoan, PLACE_ALIGN};
 use crate::SharedArena;
 
 /// Packets that wait for a slow reader before operations wait with them.
@@ -119,6 +119,7 @@ pub(super) struct Lending {
     tray_out_at: u64,
     arena: Option<Arc<dyn SharedArena>>,
     account: Arc<Account>,
+    peer: Peer,
     since: Instant,
     /// A place of the tray came free.
     room: Notify,
@@ -150,6 +151,8 @@ pub(super) struct Stock {
     pub(super) arena: Option<Arc<dyn SharedArena>>,
     pub(super) account: Arc<Account>,
     pub(super) lent_bytes_max: u64,
+    /// The client.
+    pub(super) peer: Peer,
     pub(super) lease: std::time::Duration,
     /// When the node's time began.
     pub(super) since: Instant,
@@ -180,6 +183,7 @@ impl Lending {
             tray_out_at: stock.tray_out_at,
             arena: stock.arena,
             account: stock.account,
+            peer: stock.peer,
             since: stock.since,
             room: Notify::new(),
             work: Notify::new(),
@@ -435,11 +439,13 @@ impl Lending {
         self.work.notified().await;
     }
 
-    /// Loans that are out, their bytes, and for how long the oldest is.
-    pub(super) fn numbers(&self) -> (usize, u64, Option<std::time::Duration>) {
+    /// Loans that are out, their bytes, and the oldest.
+    pub(super) fn numbers(&self) -> (usize, u64, Option<OldestLoan>) {
         let state = self.state();
         let (loans, bytes) = state.lender.lent();
-        (loans, bytes, state.lender.oldest().map(|since| self.now().since(since)))
+        let Peer { uid, pid } = self.peer;
+        let oldest = |since| OldestLoan { age: self.now().since(since), uid, pid };
+        (loans, bytes, state.lender.oldest().map(oldest))
     }
 }
 
@@ -490,6 +496,7 @@ mod tests {
             tray_out_bytes: PART,
             arena: None,
             account: Account::new(PART),
+            peer: Peer { uid: 0, pid: 0 },
             lent_bytes_max: PART,
             lease: Duration::from_secs(60),
             since: Instant::now(),

@@ -130,10 +130,10 @@ impl Closing {
         match self {
             Closing::Stops => "the node stops",
             Closing::Refused => {
-                "the node does not serve processes of this user, name it in the node's shm_peers"
+                "the node does not serve processes of this user, name it in the node's shm.peers"
             }
             Closing::Full => {
-                "the node has as many clients of its host as it takes, raise its shm_tray_bytes or run fewer"
+                "the node has as many clients of its host as it takes, raise its shm.tray_bytes or run fewer"
             }
             Closing::Protocol => {
                 "the node says that this process does not keep to the protocol, run the same release on both ends"

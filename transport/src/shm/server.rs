@@ -3,7 +3,7 @@
 //! Not here: what connections do (`connection.rs`).
 
 use std::os::fd::AsFd;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -64,6 +64,8 @@ pub struct ShmServerConfig {
     pub lease: Duration,
     /// How long a save may stand still, and how long a client may leave what it is sent in its queue.
     pub stall_timeout: Duration,
+    /// Whether users other than this process's own may come as far as being asked who they are.
+    pub serves_others: bool,
 }
 
 /// Where a server runs.
@@ -84,8 +86,19 @@ pub struct ShmNumbers {
     pub loans: usize,
     /// Their bytes.
     pub lent_bytes: u64,
-    /// For how long the oldest is out.
-    pub oldest: Option<Duration>,
+    /// The oldest of them.
+    pub oldest: Option<OldestLoan>,
+}
+
+/// A loan that is out longer than all others, and who has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OldestLoan {
+    /// For how long.
+    pub age: Duration,
+    /// User of the process that has it.
+    pub uid: u32,
+    /// Its number; 0 when it cannot be seen from here.
+    pub pid: i32,
 }
 
 /// Serves a node's blocks to processes of its host until closed or dropped.
@@ -134,7 +147,7 @@ impl ShmServer {
         ends: ShmEnds,
     ) -> Result<ShmServer, ShmBindError> {
         let failed = |cause| ShmBindError { path: path.to_owned(), cause };
-        let (listener, inode) = listen(path).map_err(failed)?;
+        let (listener, inode) = listen(path, config.serves_others).map_err(failed)?;
         let shared = Arc::new(Shared {
             account: Account::new(config.lent_bytes_max),
             config,
@@ -164,14 +177,14 @@ impl ShmServer {
             numbers.connections += 1;
             numbers.loans += loans;
             numbers.lent_bytes += bytes;
-            numbers.oldest = numbers.oldest.max(oldest);
+            numbers.oldest = [numbers.oldest, oldest].into_iter().flatten().max_by_key(|oldest| oldest.age);
         }
         numbers
     }
 
-    /// Tells every client to go; returns when all were told, or a second has passed. What they read stays as it is until
-    /// they are gone.
-    pub async fn close(self) {
+    /// Tells every client to go and takes in no more; returns when all were told, or a second has passed. What they read
+    /// stays as it is until they are gone.
+    pub async fn close(&self) {
         self.closes.send_replace(true);
         // Each connection keeps a receiver until it has said goodbye.
         if timeout(CLOSE_TIMEOUT, self.closes.closed()).await.is_err() {
@@ -190,10 +203,13 @@ impl Drop for ShmServer {
 }
 
 /// Listens under a name of its own first, so that a client finds either the old socket or one that answers.
-fn listen(path: &Path) -> std::io::Result<(Seqpacket, u64)> {
+fn listen(path: &Path, serves_others: bool) -> std::io::Result<(Seqpacket, u64)> {
     let fresh = path.with_extension(format!("{}.new", std::process::id()));
     let _ = std::fs::remove_file(&fresh);
     let listener = Seqpacket::listen(&fresh)?;
+    // To connect is to write. Who may is decided by who it is, this only keeps strangers from trying.
+    let mode = if serves_others { 0o666 } else { 0o600 };
+    std::fs::set_permissions(&fresh, std::fs::Permissions::from_mode(mode))?;
     let inode = std::fs::metadata(&fresh)?.ino();
     std::fs::rename(&fresh, path).inspect_err(|_| {
         let _ = std::fs::remove_file(&fresh);
@@ -306,6 +322,7 @@ impl Shared {
             arena,
             account: Arc::clone(&self.account),
             lent_bytes_max: self.config.lent_bytes_max / 2,
+            peer,
             lease: self.config.lease,
             since: self.since,
         };
@@ -334,7 +351,7 @@ impl Shared {
             tracing::warn!(
                 uid,
                 pid,
-                "a process of this host is not served; to serve it, name its user in shm_peers"
+                "a process of this host is not served; to serve it, name its user in shm.peers"
             );
         }
         let socket = socket.watched()?;
@@ -346,7 +363,7 @@ impl Shared {
         if !self.said_full.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 "no more clients of this host are served over shared memory; they use the network. Raise \
-                 shm_tray_bytes, or run fewer"
+                 shm.tray_bytes, or run fewer"
             );
         }
         socket.send(&ToClient::Closing(Closing::Full).encode(), &[]).map(|_| ())

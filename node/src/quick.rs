@@ -1,0 +1,69 @@
+//! A thread with a runtime of its own, for what must answer within microseconds.
+//!
+//! Tasks on it take turns and never move, so one that tells another something wakes no thread. What computes or copies for
+//! long runs elsewhere. Not here: what runs on it ([`crate::host`]).
+
+use std::thread::{self, JoinHandle};
+
+use tokio::runtime::{Builder, Handle};
+use tokio_util::sync::CancellationToken;
+
+/// Ends with its value, and what runs on it with it.
+#[derive(Debug)]
+pub(crate) struct QuickThread {
+    handle: Handle,
+    ends: CancellationToken,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl QuickThread {
+    /// Starts it.
+    ///
+    /// # Errors
+    /// What the system said: there is no thread left, most likely.
+    pub(crate) fn start(name: &str) -> std::io::Result<QuickThread> {
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let (handle, ends) = (runtime.handle().clone(), CancellationToken::new());
+        let ended = ends.clone();
+        let thread = thread::Builder::new().name(name.to_owned());
+        let thread = thread.spawn(move || runtime.block_on(ended.cancelled()))?;
+        Ok(QuickThread { handle, ends, thread: Some(thread) })
+    }
+
+    /// To spawn on it.
+    pub(crate) fn handle(&self) -> &Handle {
+        &self.handle
+    }
+
+    /// Ends it, and waits for it.
+    pub(crate) async fn end(mut self) {
+        self.ends.cancel();
+        if let Some(thread) = self.thread.take()
+            && tokio::task::spawn_blocking(move || thread.join()).await.is_ok_and(|ended| ended.is_err())
+        {
+            tracing::error!("a thread of the node ended with a panic");
+        }
+    }
+}
+
+impl Drop for QuickThread {
+    fn drop(&mut self) {
+        self.ends.cancel();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[tokio::test]
+    async fn what_runs_on_it_has_its_name_and_ends_with_it() {
+        let quick = QuickThread::start("quick-test").unwrap();
+        let name = || thread::current().name().map(str::to_owned);
+        assert_eq!(quick.handle().spawn(async move { name() }).await.unwrap().as_deref(), Some("quick-test"));
+        let endless = quick.handle().spawn(std::future::pending::<()>());
+        quick.end().await;
+        assert!(endless.await.unwrap_err().is_cancelled());
+    }
+}

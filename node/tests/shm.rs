@@ -1,0 +1,276 @@
+//! A node and the processes of its host: who is served and how, what is lent and for how long, and bad directories.
+#![allow(clippy::unwrap_used)]
+
+mod world;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use kv_core::id::{Epoch, LeaseId, TenantId, Tier};
+use kvfleet_errors_doc::says;
+use kvfleet_node::{Node, NodeConfig, ShmPeerSection, ShmSection};
+use kvfleet_proto::frame::Frame;
+use kvfleet_transport::shm::{ShmConfig, ShmDialer, socket_path};
+use kvfleet_transport::{Dialer, FetchAnswer, MissReason, Path, PathError, SaveAnswer};
+use prometheus::Registry;
+use world::*;
+
+fn sockets(world: &World) -> PathBuf {
+    world.dir.path().join("sockets")
+}
+
+/// A node that serves its host.
+fn config(world: &World, shm: ShmSection) -> NodeConfig {
+    NodeConfig { shm: ShmSection { dir: Some(sockets(world)), ..shm }, ..world.config(&[]) }
+}
+
+fn own() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+fn peer(uid: u32, tenants: &[u32], map: bool) -> ShmSection {
+    let peers = vec![ShmPeerSection { uid, tenants: tenants.to_vec(), map }];
+    ShmSection { peers, ..ShmSection::default() }
+}
+
+async fn try_dial(world: &World, node: &Node) -> Result<Arc<dyn Path>, PathError> {
+    ShmDialer::new(ShmConfig::new(sockets(world))).dial(node.data_addr().to_string()).await
+}
+
+async fn dial(world: &World, node: &Node) -> Arc<dyn Path> {
+    try_dial(world, node).await.unwrap()
+}
+
+/// Fetches and keeps.
+async fn held(path: &dyn Path, lease: u64, numbers: std::ops::Range<u64>) -> (FetchAnswer, Vec<Frame>) {
+    let mut frames = Vec::new();
+    let request = fetch_request(lease, Epoch(0), &hashes(numbers));
+    let answer = path.fetch(request, &mut |frame| frames.push(frame)).await.unwrap();
+    (answer, frames)
+}
+
+fn are_whole(frames: &[Frame], first: u64) -> bool {
+    frames.iter().zip(first..).all(|(frame, number)| frame.verify(our_identity(), hash(number)).is_ok())
+}
+
+fn figure(registry: &Registry, name: &str) -> f64 {
+    let families = registry.gather();
+    let family = families.iter().find(|family| family.name() == name).unwrap();
+    family.get_metric()[0].get_gauge().get_value()
+}
+
+async fn until(registry: &Registry, name: &str, value: f64) {
+    eventually(name, async || (figure(registry, name) == value).then_some(())).await;
+}
+
+fn hit(tier: Tier, blocks: usize) -> FetchAnswer {
+    FetchAnswer::Hit { tiers: vec![tier; blocks] }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_own_user_reads_in_place_what_any_path_saved() {
+    let world = World::new();
+    let registry = Registry::new();
+    let node = Node::start(config(&world, ShmSection::default()), &registry).await.unwrap();
+    let (near, far) = (dial(&world, &node).await, world.dial(node.data_addr()).await);
+    assert_eq!(save(&*far, 1, 0..5).await.stored_blocks, 5);
+    assert_eq!(save(&*near, 1, 5..10).await.stored_blocks, 5);
+    assert_eq!(save(&*near, 1, 0..10).await.present_blocks, 10);
+    assert_eq!(fetch(&*far, 2, 0, &hashes(0..10)).await, (hit(Tier::Dram, 10), 10));
+    let (answer, frames) = held(&*near, 3, 0..10).await;
+    assert_eq!(answer, hit(Tier::Dram, 10));
+    assert!(are_whole(&frames, 0));
+    until(&registry, "kvfleet_node_loans", 10.0).await;
+    until(&registry, "kvfleet_node_host_clients", 1.0).await;
+    assert!(figure(&registry, "kvfleet_node_lent_bytes") > 10.0 * BLOCK_BYTES as f64);
+    drop(frames);
+    near.release(LeaseId(3)).await.unwrap();
+    until(&registry, "kvfleet_node_loans", 0.0).await;
+    drop(near);
+    until(&registry, "kvfleet_node_host_clients", 0.0).await;
+    node.shutdown().await;
+    assert!(!std::fs::exists(socket_path(&sockets(&world), "x")).unwrap());
+    assert_eq!(std::fs::read_dir(sockets(&world)).unwrap().count(), 0, "the socket goes with the node");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_user_with_tenants_gets_copies_of_theirs_and_nothing_of_others() {
+    let world = World::new();
+    let registry = Registry::new();
+    let node = Node::start(config(&world, peer(own(), &[1, 2], false)), &registry).await.unwrap();
+    let (near, far) = (dial(&world, &node).await, world.dial(node.data_addr()).await);
+    save(&*far, 1, 0..2).await;
+    let (answer, _) = held(&*near, 2, 0..2).await;
+    assert_eq!(answer, FetchAnswer::Miss { reason: MissReason::NotHeld }, "tenant 0 is none of its own");
+    let all = hashes(0..2);
+    let refused = near.save(save_request(3, 0, &all), &|position| frame(all[position])).await.unwrap();
+    assert!(matches!(refused, SaveAnswer::Refused(_)), "{refused:?}");
+    let theirs = hashes(20..22);
+    let mut request = save_request(4, 20, &theirs);
+    (request.asker.tenant, request.parent) = (TenantId(2), None);
+    let saved = near.save(request, &|position| frame(theirs[position])).await.unwrap();
+    assert!(matches!(saved, SaveAnswer::Done(done) if done.stored_blocks == 2));
+    let mut request = fetch_request(5, Epoch(0), &theirs);
+    request.asker.tenant = TenantId(2);
+    let mut frames = Vec::new();
+    assert_eq!(near.fetch(request, &mut |frame| frames.push(frame)).await.unwrap(), hit(Tier::Dram, 2));
+    assert!(are_whole(&frames, 20));
+    until(&registry, "kvfleet_node_host_clients", 1.0).await;
+    assert_eq!(figure(&registry, "kvfleet_node_loans"), 0.0, "copies are no loans of long");
+    node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_user_that_is_not_named_is_not_served() {
+    let world = World::new();
+    let node = start(&config(&world, peer(own() + 1, &[], true))).await;
+    let error = try_dial(&world, &node).await.err().unwrap();
+    assert!(error.to_string().contains("name it in the node's shm.peers"), "{error}");
+    let far = world.dial(node.data_addr()).await;
+    assert_eq!(save(&*far, 1, 0..2).await.stored_blocks, 2, "the network is another door");
+    node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_read_stays_and_counts_until_it_is_dropped() {
+    let world = World::new();
+    let shm = ShmSection { lent_bytes: Some(1 << 30), ..ShmSection::default() };
+    let registry = Registry::new();
+    let node =
+        Node::start(NodeConfig { dram_blocks: Some(8), ..config(&world, shm) }, &registry).await.unwrap();
+    let (near, far) = (dial(&world, &node).await, world.dial(node.data_addr()).await);
+    save(&*near, 1, 0..4).await;
+    let (answer, frames) = held(&*near, 2, 0..4).await;
+    assert_eq!(answer, hit(Tier::Dram, 4));
+    near.release(LeaseId(2)).await.unwrap();
+    for round in 0..10 {
+        // Of eight places four are read, so four are what anybody else can have.
+        let first = 100 + 10 * round;
+        assert_eq!(save(&*far, 3, first..first + 8).await.stored_blocks, 4);
+    }
+    assert!(are_whole(&frames, 0));
+    assert_eq!(fetch(&*far, 4, 0, &hashes(0..4)).await, (hit(Tier::Dram, 4), 4), "they are where they were");
+    far.release(LeaseId(4)).await.unwrap();
+    drop(frames);
+    until(&registry, "kvfleet_node_loans", 0.0).await;
+    near.ping().await.unwrap();
+    eventually("all eight are free", async || {
+        (save(&*far, 5, 300..308).await.stored_blocks == 8).then_some(())
+    })
+    .await;
+    node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_keeps_half_of_what_may_be_lent_hears_busy_and_others_are_served() {
+    let world = World::new();
+    let bytes = frame(hash(0)).bytes.len() as u64;
+    let shm = ShmSection { lent_bytes: Some(8 * bytes), ..ShmSection::default() };
+    let node = start(&config(&world, shm)).await;
+    let (hoarder, other) = (dial(&world, &node).await, dial(&world, &node).await);
+    save(&*other, 1, 0..20).await;
+    let (answer, kept) = held(&*hoarder, 2, 0..20).await;
+    let partial = FetchAnswer::Partial { tiers: vec![Tier::Dram; 4], reason: MissReason::Busy };
+    assert_eq!((answer, kept.len()), (partial, 4));
+    assert_eq!(held(&*hoarder, 3, 0..1).await.0, FetchAnswer::Miss { reason: MissReason::Busy });
+    assert_eq!(held(&*other, 4, 0..4).await.0, hit(Tier::Dram, 4));
+    assert_eq!(save(&*other, 5, 30..40).await.stored_blocks, 10);
+    node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn blocks_that_come_past_dram_are_copied_and_keep_no_room_for_loads() {
+    let world = World::new();
+    let registry = Registry::new();
+    let tiers =
+        NodeConfig { dram_blocks: Some(0), ssd_blocks: Some(64), ..config(&world, ShmSection::default()) };
+    let node = Node::start(tiers, &registry).await.unwrap();
+    let near = dial(&world, &node).await;
+    save(&*near, 1, 0..40).await;
+    let kept = eventually("all are on SSD", async || {
+        let (answer, frames) = held(&*near, 2, 0..40).await;
+        near.release(LeaseId(2)).await.unwrap();
+        (answer == hit(Tier::Ssd, 40)).then_some(frames)
+    });
+    let kept = kept.await;
+    assert!(are_whole(&kept, 0));
+    // More than there are places for loads, all kept: the next are read all the same.
+    assert_eq!(fetch(&*near, 3, 0, &hashes(0..40)).await, (hit(Tier::Ssd, 40), 40));
+    until(&registry, "kvfleet_node_host_clients", 1.0).await;
+    assert_eq!(figure(&registry, "kvfleet_node_loans"), 0.0);
+    node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_read_outlives_the_node_and_a_new_one_takes_its_socket() {
+    let world = World::new();
+    let config = config(&world, ShmSection::default());
+    let node = start(&config).await;
+    let at = node.data_addr();
+    let near = dial(&world, &node).await;
+    save(&*near, 1, 0..4).await;
+    let (_, frames) = held(&*near, 2, 0..4).await;
+    node.shutdown().await;
+    assert!(are_whole(&frames, 0));
+    assert!(matches!(near.ping().await, Err(PathError::Broken { .. })));
+    // What a node that was killed leaves behind.
+    std::fs::write(socket_path(&sockets(&world), &at.to_string()), "").unwrap();
+    let node = start(&NodeConfig { data_listen: at.to_string(), ..config }).await;
+    let again = dial(&world, &node).await;
+    assert_eq!(held(&*again, 2, 0..4).await.0, FetchAnswer::Miss { reason: MissReason::NotHeld });
+    assert!(are_whole(&frames, 0));
+    node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_nodes_share_a_directory() {
+    let world = World::new();
+    let (one, two) = (
+        start(&config(&world, ShmSection::default())).await,
+        start(&config(&world, ShmSection::default())).await,
+    );
+    let (near_one, near_two) = (dial(&world, &one).await, dial(&world, &two).await);
+    save(&*near_one, 1, 0..3).await;
+    assert_eq!(held(&*near_one, 2, 0..3).await.0, hit(Tier::Dram, 3));
+    assert_eq!(held(&*near_two, 2, 0..3).await.0, FetchAnswer::Miss { reason: MissReason::NotHeld });
+    one.shutdown().await;
+    assert_eq!(save(&*near_two, 3, 0..3).await.stored_blocks, 3);
+    two.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn with_nothing_to_lend_everything_is_copied() {
+    let world = World::new();
+    let registry = Registry::new();
+    let shm = ShmSection { lent_bytes: Some(0), ..ShmSection::default() };
+    let node = Node::start(config(&world, shm), &registry).await.unwrap();
+    let near = dial(&world, &node).await;
+    save(&*near, 1, 0..4).await;
+    let (answer, frames) = held(&*near, 2, 0..4).await;
+    assert_eq!(answer, hit(Tier::Dram, 4));
+    assert!(are_whole(&frames, 0));
+    until(&registry, "kvfleet_node_host_clients", 1.0).await;
+    assert_eq!(figure(&registry, "kvfleet_node_loans"), 0.0);
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn a_directory_that_cannot_be_stops_the_start() {
+    let world = World::new();
+    let file = world.dir.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    let shm = ShmSection { dir: Some(file.join("sockets")), ..ShmSection::default() };
+    let refused = Node::start(NodeConfig { shm, ..world.config(&[]) }, &Registry::new()).await.unwrap_err();
+    says(
+        "a node: a directory for sockets that cannot be made",
+        &refused,
+        &[&world.dir.path().display().to_string()],
+    );
+    let long = world.dir.path().join("x".repeat(120));
+    let shm = ShmSection { dir: Some(long), ..ShmSection::default() };
+    let refused = Node::start(NodeConfig { shm, ..world.config(&[]) }, &Registry::new()).await.unwrap_err();
+    let said = refused.to_string();
+    let port = said.split_once("127.0.0.1_").unwrap().1.split_once(".sock").unwrap().0;
+    let dir = world.dir.path().display().to_string();
+    says("a node: a directory for sockets whose name is too long", &refused, &[&dir, port]);
+}
