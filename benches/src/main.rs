@@ -8,6 +8,7 @@ mod evict;
 mod frame;
 mod get;
 mod hash;
+mod host;
 mod index;
 mod network;
 mod overlap;
@@ -69,6 +70,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "overlap", about: overlap::ABOUT, run: overlap::run },
     Bench { name: "overload", about: overload::ABOUT, run: overload::run },
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },
+    Bench { name: "host", about: host::ABOUT, run: host::run },
     Bench { name: "network", about: network::ABOUT, run: network::run },
 ];
 
@@ -96,12 +98,18 @@ struct Args {
     /// Where it does.
     #[arg(long, hide = true)]
     fill_dir: Option<PathBuf>,
+    /// Instead of a bench: the node that serves its host (`host`).
+    #[arg(long, hide = true)]
+    serve_host: Option<PathBuf>,
 }
 
 fn main() -> anyhow::Result<()> {
     let args = Args::parse();
     if let (Some(blocks), Some(dir)) = (args.fill_blocks, &args.fill_dir) {
         return start::serve(dir, blocks);
+    }
+    if let Some(dir) = &args.serve_host {
+        return host::serve(dir);
     }
     let Some(name) = &args.name else {
         BENCHES.iter().for_each(|bench| println!("{}\t{}", bench.name, bench.about));

@@ -1,0 +1,199 @@
+//! A node and a client on one host: blocks read in place, copied out, and saved.
+//!
+//! Not here: other systems' stores (`benches/peers`), and networks (`network.rs`).
+
+mod child;
+
+use std::hint::black_box;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use benches::{Better, Row, outcome, sorted};
+use kv_core::id::{Epoch, LeaseId};
+use kvfleet_proto::frame::Frame;
+use kvfleet_transport::shm::{ShmConfig, ShmDialer};
+use kvfleet_transport::{Dialer, FetchAnswer, FetchRequest, Path, SaveAnswer, SaveRequest};
+use tokio::runtime::{Builder, Runtime};
+
+use crate::Effort;
+pub(crate) use child::serve;
+use child::{SIZES, Serving, Size, asker, identity, sockets};
+
+pub(crate) const ABOUT: &str = "one client of a node's host, the node in a process of its own: a block is fetched and its place in the node's memory \
+     known (nothing copied, nothing checked), the same copied out with every slice's CRC32C checked, and a block saved; one \
+     operation after the other, and after pauses in which both ends fall asleep";
+
+/// What a fetch in place may take.
+const GET_US: f64 = 10.0;
+
+/// A pause after which nobody waits awake any more.
+const PAUSE: Duration = Duration::from_millis(2);
+
+pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
+    let dir = tempfile::tempdir()?;
+    let serving = Serving::start(dir.path())?;
+    let runtime = Builder::new_current_thread().enable_all().build()?;
+    let dialer = ShmDialer::new(ShmConfig::new(sockets(dir.path())));
+    let path = runtime.block_on(dialer.dial(serving.address.clone()))?;
+    let client = Client { runtime, path };
+    let mut rows = Vec::new();
+    for size in SIZES {
+        rows.extend(client.in_place(effort, size)?);
+        rows.extend(client.copied(effort, size)?);
+        rows.extend(client.saved(effort, size)?);
+    }
+    drop(client);
+    serving.stop()?;
+    Ok(rows)
+}
+
+struct Client {
+    runtime: Runtime,
+    path: Arc<dyn Path>,
+}
+
+impl Client {
+    /// One block, as it lies in the node's memory.
+    async fn get(&self, size: Size, number: u32) -> anyhow::Result<Frame> {
+        let hashes = vec![size.hash(number)];
+        let (deadline, epoch) = (Duration::from_secs(5), Epoch::default());
+        let request = FetchRequest { asker: asker(1), epoch, first_offset_blocks: 0, hashes, deadline };
+        let mut came = None;
+        let answer = self.path.fetch(request, &mut |frame| came = Some(frame)).await?;
+        ensure!(matches!(answer, FetchAnswer::Hit { .. }), "the node answers {answer:?}");
+        came.context("a block is missing")
+    }
+
+    /// Microseconds that `count` operations took each, in ascending order.
+    fn timed(
+        &self,
+        count: u32,
+        pause: Duration,
+        mut operation: impl AsyncFnMut(u32) -> anyhow::Result<()>,
+    ) -> anyhow::Result<Vec<f64>> {
+        self.runtime.block_on(async {
+            let mut took = Vec::with_capacity(count as usize);
+            for number in 0..count {
+                if !pause.is_zero() {
+                    tokio::time::sleep(pause).await;
+                }
+                let since = Instant::now();
+                operation(number).await?;
+                took.push(since.elapsed().as_secs_f64() * 1e6);
+            }
+            self.path.release(LeaseId(1)).await?;
+            Ok(sorted(took.into_iter()))
+        })
+    }
+
+    fn in_place(&self, effort: &Effort, size: Size) -> anyhow::Result<Vec<Row>> {
+        let mut rows = Vec::new();
+        let kinds = [("", Duration::ZERO, 20_000), (" after a pause", PAUSE, 500)];
+        for (kind, pause, count) in kinds {
+            let name = format!("GET {} in place{kind}", size.name());
+            if !effort.wants(&name) {
+                continue;
+            }
+            let (mut half, mut tail) = (Vec::new(), Vec::new());
+            for run in 0..=effort.runs {
+                let count = effort.scaled(count) as u32;
+                let took = self.timed(count, pause, async |number| {
+                    black_box(self.get(size, number % size.blocks).await?.bytes.as_ptr());
+                    Ok(())
+                })?;
+                if run > 0 {
+                    half.push((percentile(&took, 50), GET_US));
+                    tail.push((percentile(&took, 99), GET_US));
+                }
+            }
+            let peer = if pause.is_zero() { "limit: 10 µs" } else { "10 µs, for comparison" };
+            let row = |what: &str, peer, pairs: &[(f64, f64)]| {
+                Row::new("host", &format!("{name}, {what}"), "µs", peer, Better::Lower, outcome(pairs))
+            };
+            rows.push(row("p50", peer, &half));
+            rows.push(row("p99", "10 µs, for comparison", &tail));
+        }
+        Ok(rows)
+    }
+
+    fn copied(&self, effort: &Effort, size: Size) -> anyhow::Result<Option<Row>> {
+        let name = format!("GET {} copied out, checked", size.name());
+        if !effort.wants(&name) {
+            return Ok(None);
+        }
+        let len = size.frame(0)?.bytes.len();
+        let (mut to, from) = (vec![1u8; len], vec![2u8; len * size.blocks as usize]);
+        let mut pairs = Vec::new();
+        for run in 0..=effort.runs {
+            let count = (effort.scaled(2 << 30) / len as u64).max(10) as u32;
+            let ours = self.timed(count, Duration::ZERO, async |number| {
+                let number = number % size.blocks;
+                let frame = self.get(size, number).await?;
+                frame.verify_into(identity(), size.hash(number), &mut to)?;
+                black_box(&mut to);
+                Ok(())
+            })?;
+            let bare = self.timed(count, Duration::ZERO, async |number| {
+                let at = (number % size.blocks) as usize * len;
+                to.copy_from_slice(black_box(&from[at..at + len]));
+                black_box(&mut to);
+                Ok(())
+            })?;
+            if run > 0 {
+                let rate = |took: &[f64]| len as f64 * took.len() as f64 / took.iter().sum::<f64>() / 1e3;
+                pairs.push((rate(&ours), rate(&bare)));
+            }
+        }
+        Ok(Some(Row::new("host", &name, "GB/s", "limit: a bare copy", Better::Higher, outcome(&pairs))))
+    }
+
+    fn saved(&self, effort: &Effort, size: Size) -> anyhow::Result<Option<Row>> {
+        let name = format!("PUT {}", size.name());
+        if !effort.wants(&name) {
+            return Ok(None);
+        }
+        let count = (effort.scaled(512 << 20) / u64::from(size.payload_bytes)).max(10) as u32;
+        let frames = (0..64).map(|number| size.frame(number)).collect::<anyhow::Result<Vec<Frame>>>()?;
+        let mut to = vec![1u8; frames[0].bytes.len()];
+        let mut pairs = Vec::new();
+        for run in 0..=effort.runs {
+            let first = 1_000_000 * (run as u32 + 1);
+            // Sealed under the block's hash before the clock runs.
+            let sealed = (0..count.min(256)).map(|number| size.frame(first + number));
+            let sealed = sealed.collect::<anyhow::Result<Vec<Frame>>>()?;
+            let took = self.timed(sealed.len() as u32, Duration::ZERO, async |number| {
+                self.put(size, first + number, &sealed[number as usize]).await
+            })?;
+            let bare = self.timed(sealed.len() as u32, Duration::ZERO, async |number| {
+                to.copy_from_slice(black_box(&sealed[number as usize].bytes));
+                black_box(&mut to);
+                Ok(())
+            })?;
+            if run > 0 {
+                let rate =
+                    |took: &[f64]| to.len() as f64 * took.len() as f64 / took.iter().sum::<f64>() / 1e3;
+                pairs.push((rate(&took), rate(&bare)));
+            }
+        }
+        let peer = "a bare copy, for comparison";
+        Ok(Some(Row::new("host", &name, "GB/s", peer, Better::Higher, outcome(&pairs))))
+    }
+
+    async fn put(&self, size: Size, number: u32, frame: &Frame) -> anyhow::Result<()> {
+        let (asker, hashes) = (asker(1), vec![size.hash(number)]);
+        let frame_bytes = frame.bytes.len() as u64;
+        let request = SaveRequest { asker, parent: None, first_offset_blocks: 0, hashes, frame_bytes };
+        let answer = self.path.save(request, &|_| frame.clone()).await?;
+        ensure!(
+            matches!(answer, SaveAnswer::Done(ref done) if done.stored_blocks == 1),
+            "the node answers {answer:?}"
+        );
+        Ok(())
+    }
+}
+
+/// Of figures in ascending order.
+fn percentile(sorted: &[f64], percent: usize) -> f64 {
+    sorted.get(sorted.len() * percent / 100).copied().unwrap_or(f64::NAN)
+}
