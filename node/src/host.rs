@@ -3,11 +3,12 @@
 //! Not here: who is served ([`crate::scope`]), and the path itself (`kvfleet_transport::shm`).
 
 use std::os::unix::fs::DirBuilderExt;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvfleet_transport::shm::{ShmBindError, ShmEnds, ShmNumbers, ShmServer, ShmServerConfig, socket_path};
+use kvfleet_transport::shm::{
+    AWAKE, ShmBindError, ShmEnds, ShmNumbers, ShmServer, ShmServerConfig, socket_path,
+};
 use kvfleet_transport::{BlockService, SharedArena};
 use tokio::runtime::Handle;
 use tokio::time::MissedTickBehavior;
@@ -36,10 +37,9 @@ pub(crate) fn serve(
     quick: &QuickThread,
 ) -> Result<Option<Arc<ShmServer>>, ShmBindError> {
     let Some(dir) = &config.shm.dir else { return Ok(None) };
-    let own = rustix::process::geteuid().as_raw();
-    let serves_others = config.shm.peers.iter().any(|peer| peer.uid != own);
-    make_dir(dir, serves_others)?;
     let lent_bytes_max = lent_bytes_max(config, arena.len_bytes());
+    // With one processor, who waits without sleeping keeps the client from asking.
+    let is_alone = std::thread::available_parallelism().is_ok_and(|cores| cores.get() == 1);
     let server = ShmServerConfig {
         address: address.to_owned(),
         frame_bytes_max: u32::try_from(config.frame_bytes_max()).unwrap_or(u32::MAX),
@@ -47,7 +47,8 @@ pub(crate) fn serve(
         tray_bytes_max: config.shm.tray_bytes,
         lease: config.lease(),
         stall_timeout: STALL_TIMEOUT,
-        serves_others,
+        awake: if is_alone { Duration::ZERO } else { AWAKE },
+        serves_others: serves_others(config),
     };
     let arena = (lent_bytes_max > 0).then(|| Arc::new(arena) as Arc<dyn SharedArena>);
     let ends = ShmEnds { quick: quick.handle().clone(), bulk: Handle::current() };
@@ -68,9 +69,17 @@ fn lent_bytes_max(config: &NodeConfig, arena_bytes: u64) -> u64 {
     })
 }
 
-/// Makes the directory unless it is there. Who may do what in one that is there is its owner's to say.
-fn make_dir(dir: &Path, serves_others: bool) -> Result<(), ShmBindError> {
-    let mode = if serves_others { 0o711 } else { 0o700 };
+/// Whether processes of other users are served.
+fn serves_others(config: &NodeConfig) -> bool {
+    let own = rustix::process::geteuid().as_raw();
+    config.shm.peers.iter().any(|peer| peer.uid != own)
+}
+
+/// Makes the directory of the socket unless it is there, or there is to be none. Who may do what in one that is there is its
+/// owner's to say.
+pub(crate) fn make_dir(config: &NodeConfig) -> Result<(), ShmBindError> {
+    let Some(dir) = &config.shm.dir else { return Ok(()) };
+    let mode = if serves_others(config) { 0o711 } else { 0o700 };
     let made = std::fs::DirBuilder::new().recursive(true).mode(mode).create(dir);
     made.map_err(|cause| ShmBindError { path: dir.to_owned(), cause })
 }

@@ -8,7 +8,7 @@ use std::thread::{self, JoinHandle};
 use tokio::runtime::{Builder, Handle};
 use tokio_util::sync::CancellationToken;
 
-/// Ends with its value, and what runs on it with it.
+/// Ends with its value, and what runs on it with it: nothing of that is left when the value is gone.
 #[derive(Debug)]
 pub(crate) struct QuickThread {
     handle: Handle,
@@ -35,20 +35,21 @@ impl QuickThread {
         &self.handle
     }
 
-    /// Ends it, and waits for it.
-    pub(crate) async fn end(mut self) {
-        self.ends.cancel();
-        if let Some(thread) = self.thread.take()
-            && tokio::task::spawn_blocking(move || thread.join()).await.is_ok_and(|ended| ended.is_err())
-        {
-            tracing::error!("a thread of the node ended with a panic");
-        }
+    /// Ends it, and waits for it without holding up other tasks.
+    pub(crate) async fn end(self) {
+        // Fails only where the runtime ends too, and then it was dropped.
+        let _ = tokio::task::spawn_blocking(move || drop(self)).await;
     }
 }
 
 impl Drop for QuickThread {
     fn drop(&mut self) {
         self.ends.cancel();
+        // One that ends itself cannot wait for that.
+        let other = self.thread.take().filter(|thread| thread.thread().id() != thread::current().id());
+        if other.is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("a thread of the node ended with a panic");
+        }
     }
 }
 
@@ -65,5 +66,18 @@ mod tests {
         let endless = quick.handle().spawn(std::future::pending::<()>());
         quick.end().await;
         assert!(endless.await.unwrap_err().is_cancelled());
+    }
+
+    #[tokio::test]
+    async fn nothing_of_it_is_left_when_it_is_dropped() {
+        let quick = QuickThread::start("quick-test").unwrap();
+        let held = std::sync::Arc::new(());
+        let weak = std::sync::Arc::downgrade(&held);
+        quick.handle().spawn(async move {
+            std::future::pending::<()>().await;
+            drop(held);
+        });
+        drop(quick);
+        assert!(weak.upgrade().is_none());
     }
 }

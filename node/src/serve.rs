@@ -5,6 +5,7 @@
 //! (`kvfleet-transport`) and who holds what (`store`).
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -35,6 +36,9 @@ pub const REQUEST_BLOCKS_MAX: usize = 65_536;
 /// Longest time a fetch may take, whatever its deadline: no recomputation takes longer.
 pub const FETCH_TIME_MAX: Duration = Duration::from_secs(60);
 
+/// Warnings about one caller: enough to see what is wrong with it.
+const SAID_MAX: u32 = 16;
+
 /// How long a waiting save sleeps at most before it asks for a slot again (a wake-up may be missed).
 const ROOM_POLL: Duration = Duration::from_millis(5);
 
@@ -48,6 +52,8 @@ pub(crate) struct Service {
     metrics: Metrics,
     scope: Scope,
     locals: Locals,
+    /// What was said of this caller in the log.
+    said: Arc<AtomicU32>,
 }
 
 impl Service {
@@ -61,12 +67,18 @@ impl Service {
         scope: Scope,
         locals: Locals,
     ) -> Service {
-        Service { store, arena, identity, frame_bytes_max, metrics, scope, locals }
+        Service { store, arena, identity, frame_bytes_max, metrics, scope, locals, said: Arc::default() }
     }
 
     /// The same node for another caller.
     pub(crate) fn scoped(&self, caller: &Caller, tenants: Option<Arc<[TenantId]>>) -> Service {
-        Service { scope: self.scope.of(caller, tenants), ..self.clone() }
+        Service { scope: self.scope.of(caller, tenants), said: Arc::default(), ..self.clone() }
+    }
+
+    /// Whether something may be said of this caller: whoever does wrong without end is not to fill the log.
+    fn may_say(&self) -> bool {
+        let more = |said: u32| (said < SAID_MAX).then_some(said + 1);
+        self.said.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
     }
 
     async fn answer_fetch(&self, request: FetchRequest) -> FetchReply {
@@ -118,7 +130,7 @@ impl Service {
     /// Whether the tenant is one of this caller's.
     fn may_name(&self, tenant: TenantId) -> bool {
         let has = self.scope.has(tenant);
-        if !has {
+        if !has && self.may_say() {
             tracing::warn!(%tenant, "a caller asks as a tenant that is not its own, check its configuration");
         }
         has
@@ -360,7 +372,9 @@ impl Session {
     async fn keep(&self, frame: &dyn Unsettled, hash: BlockHash) -> Option<Bytes> {
         let len = frame.len_bytes();
         if len > self.frame_bytes {
-            tracing::warn!(%hash, len, offered = self.frame_bytes, "a frame is larger than offered, check the instance that sent it");
+            if self.service.may_say() {
+                tracing::warn!(%hash, len, offered = self.frame_bytes, "a frame is larger than offered, check the instance that sent it");
+            }
             return None;
         }
         let waiting = tokio::time::timeout(SAVE_ROOM_WAIT, self.room(len));
@@ -368,7 +382,9 @@ impl Session {
         match settle(frame, self.service.identity, hash, &mut slot) {
             Ok(()) => Some(slot.freeze()),
             Err(cause) => {
-                tracing::warn!(%hash, %cause, "a saved frame is refused, check the instance that sent it");
+                if self.service.may_say() {
+                    tracing::warn!(%hash, %cause, "a saved frame is refused, check the instance that sent it");
+                }
                 None
             }
         }

@@ -159,6 +159,7 @@ impl Node {
         let files = TlsFiles { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() };
         let identity = files.load()?;
         let data_listen = address("data_listen", &config.data_listen)?;
+        host::make_dir(&config)?;
         let control = listen(&config.control_listen).await?;
         let control_addr = local(&control)?;
         let metrics = Metrics::new(registry)?;
@@ -252,7 +253,9 @@ pub struct NodeFailed;
 /// go on telling the routers that it is there.
 async fn watch(store: JoinHandle<()>, stop: CancellationToken, failed: CancellationToken) {
     let ended = store.await;
-    if stop.is_cancelled() && ended.is_ok() {
+    // Its thread ended with the node, before it could see that it should.
+    let is_stopped = ended.as_ref().is_err_and(tokio::task::JoinError::is_cancelled);
+    if is_stopped || stop.is_cancelled() && ended.is_ok() {
         return;
     }
     let cause = ended.err().map_or_else(|| "it returned".to_owned(), |cause| cause.to_string());

@@ -11,6 +11,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+mod awake;
 mod connection;
 mod dialer;
 mod lending;
@@ -37,17 +38,29 @@ pub const BLOCKS_PER_ASK_MAX: usize = packet::ROWS_MAX;
 /// Connections a node keeps: one for each process of its host that asks.
 pub const CONNECTIONS_MAX: usize = 32;
 
+/// Connections of one process, where the kernel says which it is.
+pub const CONNECTIONS_OF_ONE_MAX: usize = CONNECTIONS_MAX / 2;
+
 /// Operations of one connection at one time; above, a client hears `Busy`. Releases and pings always pass.
 pub const OPERATIONS_MAX: usize = 64;
 
-/// Loans of one connection at one time: a million tokens in blocks of 16, four times over.
-pub const LOANS_MAX: usize = 1 << 18;
+/// Loans of one connection at one time: a million tokens in blocks of 16.
+pub const LOANS_MAX: usize = 1 << 16;
 
-/// Leases that one connection may have in use.
-pub const LEASES_MAX: usize = 4096;
+/// Loans of all connections of a node at one time, not counting copies. Each costs the node some hundred bytes.
+pub const LOANS_OF_ALL_MAX: usize = 1 << 17;
+
+/// Leases that one connection may have in use: all together half of what a node keeps.
+pub const LEASES_MAX: usize = 1024;
+
+/// Saves of one connection at one time.
+pub const SAVES_MAX: usize = 16;
 
 /// When a refused client should ask again: about the time that one operation of another takes.
 pub const RETRY_AFTER: Duration = Duration::from_millis(5);
+
+/// How long to wait for the other end without sleeping: what two wake-ups take, so that at worst as much is spent as they cost.
+pub const AWAKE: Duration = Duration::from_micros(30);
 
 /// The smallest part of a tray, in bytes: several blocks of a common size, so that one is written while one is read.
 const TRAY_PART_BYTES_MIN: u64 = 4 << 20;

@@ -10,9 +10,9 @@ use crate::id::{LeaseId, LoanId, Timestamp};
 /// What one connection may have.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LendLimits {
-    /// Bytes that are lent at one time. A loan that is the only one may be larger.
+    /// Bytes that loans may keep where they are at one time. A loan that is the only one may be larger.
     pub lent_bytes_max: u64,
-    /// Loans at one time.
+    /// Loans and copies at one time.
     pub loans_max: usize,
     /// Leases that have an operation or a loan, or had one less than [`Self::lease`] ago.
     pub leases_max: usize,
@@ -71,14 +71,16 @@ pub struct Lender {
     loans: BTreeMap<LoanId, Loan>,
     leases: BTreeMap<LeaseId, Borrowing>,
     lent_bytes: u64,
+    /// Those of the loans that are copies.
+    copies: usize,
     /// Nothing new is begun or lent.
     is_closed: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 struct Loan {
-    lease: LeaseId,
-    bytes: u64,
+    /// Nothing for a copy, which keeps nothing of the book's where it is.
+    lease: Option<LeaseId>,
     since: Timestamp,
 }
 
@@ -87,9 +89,11 @@ struct Loan {
 struct Borrowing {
     operations: u32,
     loans: u32,
+    /// Bytes lent since there was no loan. As long as one is out the book keeps the blocks of all, for the lease is one.
+    lent_bytes: u64,
     /// The client ended it; the book hears of it when nothing goes on any more.
     is_released: bool,
-    /// When the book's time of it began anew at the latest.
+    /// When the book's time of it began, if it knows it, or later.
     renewed: Timestamp,
 }
 
@@ -109,11 +113,12 @@ impl Lender {
             loans: BTreeMap::new(),
             leases: BTreeMap::new(),
             lent_bytes: 0,
+            copies: 0,
             is_closed: false,
         }
     }
 
-    /// An operation under this lease begins, and the book is asked under it next. A lease whose release waits for its
+    /// An operation under this lease begins; the book may be asked under it next. A lease whose release waits for its
     /// loans goes on, as it would if the release had not been sent.
     ///
     /// # Errors
@@ -126,11 +131,11 @@ impl Lender {
         if self.leases.len() >= limit && !self.leases.contains_key(&lease) {
             return Err(LendRefused::Leases { limit });
         }
-        let fresh = Borrowing { operations: 0, loans: 0, is_released: false, renewed: now };
+        let fresh = Borrowing { operations: 0, loans: 0, lent_bytes: 0, is_released: false, renewed: now };
         let borrowing = self.leases.entry(lease).or_insert(fresh);
         borrowing.operations += 1;
         borrowing.is_released = false;
-        borrowing.renewed = now;
+        // Its time goes on: not every operation comes as far as the book, which would begin it anew.
         Ok(())
     }
 
@@ -140,21 +145,47 @@ impl Lender {
     /// # Errors
     /// When a limit is reached, or no operation of the lease is under way.
     pub fn lend(&mut self, lease: LeaseId, bytes: u64, now: Timestamp) -> Result<LoanId, LendRefused> {
+        let fits = self.fits(0, bytes);
         let borrowing = self.leases.get_mut(&lease).filter(|borrowing| borrowing.operations > 0);
         let Some(borrowing) = borrowing.filter(|_| !self.is_closed) else { return Err(LendRefused::Closed) };
         if self.loans.len() >= self.limits.loans_max {
             return Err(LendRefused::Loans { limit: self.limits.loans_max });
         }
-        let sum = self.lent_bytes.saturating_add(bytes);
         // One alone always passes: a limit below one block would otherwise end all lending.
-        if sum > self.limits.lent_bytes_max && !self.loans.is_empty() {
+        if !fits {
             return Err(LendRefused::Bytes { limit: self.limits.lent_bytes_max });
         }
         self.newest.0 += 1;
-        self.lent_bytes = sum;
+        self.lent_bytes = self.lent_bytes.saturating_add(bytes);
         borrowing.loans += 1;
-        self.loans.insert(self.newest, Loan { lease, bytes, since: now });
+        borrowing.lent_bytes = borrowing.lent_bytes.saturating_add(bytes);
+        self.loans.insert(self.newest, Loan { lease: Some(lease), since: now });
         Ok(self.newest)
+    }
+
+    /// The same of bytes in a copy: it ends as a loan does and keeps no block where it is.
+    ///
+    /// # Errors
+    /// As [`Self::lend`], but for bytes.
+    pub fn lend_copy(&mut self, lease: LeaseId, now: Timestamp) -> Result<LoanId, LendRefused> {
+        let is_begun = self.leases.get(&lease).is_some_and(|borrowing| borrowing.operations > 0);
+        if !is_begun || self.is_closed {
+            return Err(LendRefused::Closed);
+        }
+        if self.loans.len() >= self.limits.loans_max {
+            return Err(LendRefused::Loans { limit: self.limits.loans_max });
+        }
+        self.newest.0 += 1;
+        self.copies += 1;
+        self.loans.insert(self.newest, Loan { lease: None, since: now });
+        Ok(self.newest)
+    }
+
+    /// Whether so many bytes could be lent beside what is lent and what is `planned` to be.
+    #[must_use]
+    pub fn fits(&self, planned: u64, bytes: u64) -> bool {
+        let beside = self.lent_bytes.saturating_add(planned);
+        beside == 0 || beside.saturating_add(bytes) <= self.limits.lent_bytes_max
     }
 
     /// An operation that was begun is over, however it ended.
@@ -180,12 +211,18 @@ impl Lender {
             taken.push((id, loan));
         }
         for (id, loan) in taken {
-            self.lent_bytes -= loan.bytes;
             out.push(Effect::Free(id));
-            if let Some(borrowing) = self.leases.get_mut(&loan.lease) {
+            let Some(lease) = loan.lease else {
+                self.copies -= 1;
+                continue;
+            };
+            if let Some(borrowing) = self.leases.get_mut(&lease) {
                 borrowing.loans -= 1;
+                if borrowing.loans == 0 {
+                    self.lent_bytes -= std::mem::take(&mut borrowing.lent_bytes);
+                }
             }
-            self.settle(loan.lease, out);
+            self.settle(lease, out);
         }
         Ok(())
     }
@@ -231,21 +268,21 @@ impl Lender {
     /// lease. Operations that are still under way lend nothing any more.
     pub fn end(&mut self, out: &mut Vec<Effect>) {
         self.is_closed = true;
-        self.lent_bytes = 0;
+        (self.lent_bytes, self.copies) = (0, 0);
         out.extend(std::mem::take(&mut self.loans).into_keys().map(Effect::Free));
         out.extend(std::mem::take(&mut self.leases).into_keys().map(Effect::Release));
     }
 
-    /// Loans that are out, and their bytes.
+    /// Loans that are out, without copies, and the bytes that they keep where they are.
     #[must_use]
     pub fn lent(&self) -> (usize, u64) {
-        (self.loans.len(), self.lent_bytes)
+        (self.loans.len() - self.copies, self.lent_bytes)
     }
 
     /// Since when the oldest loan is out.
     #[must_use]
     pub fn oldest(&self) -> Option<Timestamp> {
-        self.loans.first_key_value().map(|(_, loan)| loan.since)
+        self.loans.values().find(|loan| loan.lease.is_some()).map(|loan| loan.since)
     }
 
     /// Tells the book of the end of a lease that was released once nothing goes on under it.
@@ -263,6 +300,10 @@ impl Lender {
         self.newest = number(self.newest);
         self.loans =
             std::mem::take(&mut self.loans).into_iter().map(|(id, loan)| (number(id), loan)).collect();
+        for borrowing in self.leases.values_mut() {
+            borrowing.lent_bytes = u64::from(borrowing.loans);
+        }
+        self.lent_bytes = self.leases.values().map(|borrowing| borrowing.lent_bytes).sum();
     }
 
     /// The number that the newest loan has.

@@ -5,24 +5,32 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::time::Duration;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use kv_core::lend::Effect;
 use kvfleet_proto::data;
 use tokio::sync::{mpsc, watch};
 use tokio::task::{AbortHandle, Id, JoinError, JoinSet};
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{MissedTickBehavior, interval, timeout};
 
-use super::lending::Begun;
+use super::awake::Awake;
+use super::lending::{Begun, Lending};
 use super::packet::{Closing, PacketError, ToClient, ToNode};
 use super::seqpacket::Got;
 use super::serving::{SavePart, Serving};
-use super::{BLOCKS_PER_ASK_MAX, OPERATIONS_MAX, PACKET_BYTES_MAX, RETRY_AFTER};
+use super::{BLOCKS_PER_ASK_MAX, OPERATIONS_MAX, PACKET_BYTES_MAX, RETRY_AFTER, SAVES_MAX};
 use crate::wire::{self, Operation};
 use crate::{FetchAnswer, FetchRequest, SaveOffer, SaveRequest};
 
+/// Loans given back in one packet, above which others have their turn before the next.
+const LOANS_AT_ONCE: usize = 64;
+
 /// Packets read at one go, so that operations under way get their turn between.
 const PACKETS_AT_ONCE: usize = 32;
+
+/// How long a client that has nothing lent may take to hear that its connection ended.
+const GOODBYE: Duration = Duration::from_secs(1);
 
 /// Parts of a save that wait to be looked at.
 pub(super) const PARTS_MAX: usize = 1024;
@@ -51,6 +59,7 @@ pub(super) struct Connection {
     running: BTreeMap<u64, Running>,
     ids: BTreeMap<Id, u64>,
     buffer: Box<[u8; PACKET_BYTES_MAX]>,
+    awake: Awake,
 }
 
 struct Running {
@@ -67,8 +76,13 @@ struct Parts {
 
 /// What the loop woke for.
 enum Woken {
+    /// The next packet, without having slept for it; nothing when none came in time.
+    Came(Option<Got>),
     Read(Read),
-    Ended { id: Id, is_broken: bool },
+    Ended {
+        id: Id,
+        is_broken: bool,
+    },
     Again,
     Tick,
     Closes,
@@ -87,7 +101,9 @@ enum Read {
 
 impl Connection {
     pub(super) fn new(serving: Serving) -> Connection {
+        let awake = Awake::new(serving.awake);
         Connection {
+            awake,
             serving,
             operations: JoinSet::new(),
             running: BTreeMap::new(),
@@ -103,7 +119,11 @@ impl Connection {
             Ok(None) => None,
             Ok(Some(why)) => Some(why),
             Err(broken) => {
-                tracing::warn!("{broken}; its connection is ended");
+                if self.serving.said_broken.swap(true, Ordering::Relaxed) {
+                    tracing::debug!("{broken}; its connection is ended");
+                } else {
+                    tracing::warn!("{broken}; its connection is ended, and others that do the same");
+                }
                 Some(Closing::Protocol)
             }
         };
@@ -116,7 +136,12 @@ impl Connection {
             lending.socket().get_ref().end_sending();
             drop(closes);
             self.run_effects().await;
-            self.wait_for_end(lease).await;
+            if lending.numbers().0 > 0 {
+                self.wait_for_end(lease).await;
+            } else {
+                // It reads nothing of ours, so it only has to hear why.
+                let _ = timeout(GOODBYE, self.wait_for_end(lease)).await;
+            }
         }
         lending.end();
         self.run_effects().await;
@@ -131,6 +156,7 @@ impl Connection {
         let lending = self.serving.lending.clone();
         let mut tick = interval((lease / 8).min(self.serving.stall_timeout / 2));
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let (mut awake, mut at_once) = (None, 0);
         loop {
             let is_posting = lending.flush();
             let is_behind = lending.is_behind();
@@ -145,15 +171,36 @@ impl Connection {
                     room?;
                     Woken::Again
                 }
-                ready = lending.socket().readable(), if !is_behind => Woken::Read(self.read(ready?).await?),
+                came = look(&lending, &mut self.buffer, awake), if awake.is_some() && !is_behind => Woken::Came(came?),
+                ready = lending.socket().readable(), if awake.is_none() && !is_behind => Woken::Read(self.read(ready?).await?),
             };
             match woken {
                 Woken::Read(Read::End) => return Ok(None),
                 Woken::Closes => return Ok(Some(Closing::Stops)),
                 Woken::Ended { id, is_broken } => self.ended(id, is_broken),
-                // Nor other tasks of this thread.
-                Woken::Read(Read::Some) => tokio::task::yield_now().await,
-                Woken::Read(Read::All) | Woken::Again => {}
+                Woken::Came(None) => {
+                    self.awake.missed();
+                    awake = None;
+                }
+                Woken::Came(Some(got)) => {
+                    self.awake.came();
+                    if self.take(got).await? == Read::End {
+                        return Ok(None);
+                    }
+                    at_once += 1;
+                    if at_once % PACKETS_AT_ONCE == 0 {
+                        tokio::task::yield_now().await;
+                    }
+                    awake = self.wait();
+                }
+                Woken::Read(read) => {
+                    if read == Read::Some {
+                        // Nor other tasks of this thread.
+                        tokio::task::yield_now().await;
+                    }
+                    awake = self.wait();
+                }
+                Woken::Again => {}
                 Woken::Tick => lending.tick(),
             }
             if let Some(error) = lending.take_failure() {
@@ -175,20 +222,38 @@ impl Connection {
             if self.serving.lending.is_behind() {
                 break;
             }
-            match ready.get_inner().recv(&mut self.buffer)? {
-                Got::Packet(len, descriptors) if descriptors.is_empty() => {
-                    let packet = ToNode::decode(&self.buffer[..len])?;
-                    self.packet(packet).await?;
-                }
-                Got::Packet(..) => return Err(Broken::Rule("descriptors where none belong")),
-                Got::Ended => return Ok(Read::End),
-                Got::Later => {
-                    ready.clear_ready();
-                    return Ok(Read::All);
+            let got = ready.get_inner().recv(&mut self.buffer)?;
+            let is_later = matches!(got, Got::Later);
+            match self.take(got).await? {
+                Read::Some => {}
+                read => {
+                    if is_later {
+                        ready.clear_ready();
+                    }
+                    return Ok(read);
                 }
             }
         }
         Ok(Read::Some)
+    }
+
+    /// A packet was taken in: until when the next is waited for without sleeping.
+    fn wait(&self) -> Option<Instant> {
+        self.awake.begin().map(|span| Instant::now() + span)
+    }
+
+    /// Takes in what lies in the buffer.
+    async fn take(&mut self, got: Got) -> Result<Read, Broken> {
+        match got {
+            Got::Packet(len, descriptors) if descriptors.is_empty() => {
+                let packet = ToNode::decode(&self.buffer[..len])?;
+                self.packet(packet).await?;
+                Ok(Read::Some)
+            }
+            Got::Packet(..) => Err(Broken::Rule("descriptors where none belong")),
+            Got::Ended => Ok(Read::End),
+            Got::Later => Ok(Read::All),
+        }
     }
 
     async fn packet(&mut self, packet: ToNode) -> Result<(), Broken> {
@@ -204,7 +269,12 @@ impl Connection {
                 }
                 None => self.serving.lending.post(&ToClient::Ended { op }),
             },
-            ToNode::Return { loans } => self.serving.lending.take_back(&loans)?,
+            ToNode::Return { loans } => {
+                self.serving.lending.take_back(&loans)?;
+                if loans.len() > LOANS_AT_ONCE {
+                    tokio::task::yield_now().await;
+                }
+            }
         }
         Ok(())
     }
@@ -259,7 +329,8 @@ impl Connection {
 
     async fn save(&mut self, op: u64, request: SaveRequest) -> Result<(), Broken> {
         has_count(request.hashes.len())?;
-        if self.is_full() {
+        let saves = self.running.values().filter(|running| running.save.is_some()).count();
+        if self.is_full() || saves >= SAVES_MAX {
             let offer = wire::offer_to_pb(&SaveOffer::Busy { retry_after: RETRY_AFTER });
             self.serving.lending.post(&ToClient::Offer { op, offer });
             return Ok(());
@@ -349,6 +420,21 @@ impl Woken {
         match ended {
             Ok((id, ())) => Woken::Ended { id, is_broken: false },
             Err(error) => Woken::Ended { id: error.id(), is_broken: true },
+        }
+    }
+}
+
+/// Looks for a packet until then, and lets everything else of this thread have its turn between.
+async fn look(
+    lending: &Lending,
+    buffer: &mut [u8; PACKET_BYTES_MAX],
+    until: Option<Instant>,
+) -> io::Result<Option<Got>> {
+    loop {
+        match lending.socket().get_ref().recv(buffer)? {
+            Got::Later if until.is_none_or(|until| Instant::now() >= until) => return Ok(None),
+            Got::Later => tokio::task::yield_now().await,
+            got => return Ok(Some(got)),
         }
     }
 }

@@ -17,7 +17,7 @@ use super::map::Mapping;
 use super::packet::{ToClient, ToNode, Welcome};
 use super::path::ShmPath;
 use super::seqpacket::{Got, Seqpacket};
-use super::{PACKET_BYTES_MAX, socket_path};
+use super::{AWAKE, PACKET_BYTES_MAX, socket_path};
 use crate::{BoxFuture, Dialer, Path, PathError};
 
 /// The user that may act for everyone.
@@ -35,8 +35,8 @@ pub struct ShmConfig {
     pub server_uids: Vec<u32>,
     /// Whether to read in place where the node allows it; otherwise all is copied.
     pub maps: bool,
-    /// How long to wait for an answer without sleeping.
-    pub spin: Duration,
+    /// How long to wait for an answer without sleeping, while such waits are worth it.
+    pub awake: Duration,
     /// How long opening may take.
     pub dial_timeout: Duration,
     /// How long a node may leave an operation other than a fetch unanswered.
@@ -53,7 +53,7 @@ impl ShmConfig {
             dir,
             server_uids: Vec::new(),
             maps: true,
-            spin: if is_alone { Duration::ZERO } else { Duration::from_micros(30) },
+            awake: if is_alone { Duration::ZERO } else { AWAKE },
             dial_timeout: Duration::from_secs(5),
             stall_timeout: Duration::from_secs(10),
         }
@@ -144,7 +144,7 @@ impl ShmDialer {
             tray,
             tray_in_bytes: welcome.tray_in_bytes,
             extent,
-            spin: self.config.spin,
+            awake: self.config.awake,
         }))
     }
 }

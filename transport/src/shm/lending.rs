@@ -6,58 +6,73 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use kv_core::id::{LeaseId, LoanId, Timestamp};
 use kv_core::lend::{Descriptor, Effect, LendLimits, LendRefused, Lender, Place, Room};
 use tokio::io::unix::AsyncFd;
+use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use super::map::Mapping;
 use super::packet::ToClient;
 use super::seqpacket::{Peer, Sent, Seqpacket};
-use super::{LEASES_MAX, LOANS_MAX, OldestLoan, PLACE_ALIGN};
+use super::{LEASES_MAX, LOANS_MAX, LOANS_OF_ALL_MAX, OldestLoan, PLACE_ALIGN};
 use crate::SharedArena;
+
+/// Loans that end at one go on the thread of the connection.
+const FREED_HERE_MAX: usize = 1024;
 
 /// Packets that wait for a slow reader before operations wait with them.
 const POSTED_MAX: usize = 256;
 
-/// Bytes lent over all connections of a node.
+/// What is lent over all connections of a node.
 #[derive(Debug)]
 pub(super) struct Account {
-    lent_bytes: AtomicU64,
+    lent: Mutex<Sum>,
     lent_bytes_max: u64,
+}
+
+/// Loans, and the bytes that they keep where they are.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sum {
+    loans: usize,
+    bytes: u64,
 }
 
 impl Account {
     pub(super) fn new(lent_bytes_max: u64) -> Arc<Account> {
-        Arc::new(Account { lent_bytes: AtomicU64::new(0), lent_bytes_max })
+        Arc::new(Account { lent: Mutex::default(), lent_bytes_max })
+    }
+
+    fn lent(&self) -> MutexGuard<'_, Sum> {
+        self.lent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// As of one connection, what is alone passes.
-    fn lend(self: &Arc<Self>, bytes: u64) -> Option<Counted> {
-        let fits = |lent: u64| {
-            let sum = lent.checked_add(bytes)?;
-            (lent == 0 || sum <= self.lent_bytes_max).then_some(sum)
-        };
-        self.lent_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok()?;
-        Some(Counted { account: Arc::clone(self), bytes })
+    fn fits(&self, lent: Sum, planned: u64, bytes: u64) -> bool {
+        let beside = lent.bytes.saturating_add(planned);
+        let is_room = beside == 0 || beside.saturating_add(bytes) <= self.lent_bytes_max;
+        is_room && lent.loans < LOANS_OF_ALL_MAX
     }
-}
 
-/// Bytes on an account until dropped.
-#[derive(Debug)]
-struct Counted {
-    account: Arc<Account>,
-    bytes: u64,
-}
+    /// Counts one more loan, if it fits.
+    fn lend(&self, bytes: u64) -> bool {
+        let mut lent = self.lent();
+        let fits = self.fits(*lent, 0, bytes);
+        if fits {
+            lent.loans += 1;
+            lent.bytes += bytes;
+        }
+        fits
+    }
 
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.account.lent_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+    fn take_back(&self, sum: Sum) {
+        let mut lent = self.lent();
+        lent.loans -= sum.loans;
+        lent.bytes -= sum.bytes;
     }
 }
 
@@ -79,7 +94,7 @@ impl Lendable {
 /// What keeps bytes of a loan as they are.
 enum Kept {
     /// The arena's slot comes back when nobody holds this.
-    Slot { _bytes: Bytes, _counted: Option<Counted> },
+    Slot { _bytes: Bytes },
     /// A place of the tray.
     Copy { _place: TrayPlace },
 }
@@ -119,6 +134,8 @@ pub(super) struct Lending {
     tray_out_at: u64,
     arena: Option<Arc<dyn SharedArena>>,
     account: Arc<Account>,
+    /// Where what takes long is done.
+    bulk: Handle,
     peer: Peer,
     since: Instant,
     /// A place of the tray came free.
@@ -132,6 +149,8 @@ pub(super) struct Lending {
 struct State {
     lender: Lender,
     kept: BTreeMap<LoanId, Kept>,
+    /// Its part of the node's account.
+    lent: Sum,
     effects: Vec<Effect>,
     posted: VecDeque<Vec<u8>>,
     /// Since when the oldest packet waits.
@@ -151,6 +170,7 @@ pub(super) struct Stock {
     pub(super) arena: Option<Arc<dyn SharedArena>>,
     pub(super) account: Arc<Account>,
     pub(super) lent_bytes_max: u64,
+    pub(super) bulk: Handle,
     /// The client.
     pub(super) peer: Peer,
     pub(super) lease: std::time::Duration,
@@ -169,6 +189,7 @@ impl Lending {
         let state = State {
             lender: Lender::new(limits),
             kept: BTreeMap::new(),
+            lent: Sum::default(),
             effects: Vec::new(),
             posted: VecDeque::new(),
             posted_since: None,
@@ -183,6 +204,7 @@ impl Lending {
             tray_out_at: stock.tray_out_at,
             arena: stock.arena,
             account: stock.account,
+            bulk: stock.bulk,
             peer: stock.peer,
             since: stock.since,
             room: Notify::new(),
@@ -236,13 +258,16 @@ impl Lending {
         lender.release(lease, effects);
     }
 
-    /// Bytes of a block as they can be lent: in place when `is_lendable` and the client maps the arena, or else in a copy
-    /// for which there is a place now.
-    pub(super) fn in_place(&self, bytes: &Bytes, is_lendable: bool) -> Option<Lendable> {
-        let arena = self.arena.as_ref().filter(|_| is_lendable)?;
-        let at = arena.offset_of(bytes)?;
+    /// Bytes of a block as they can be lent in place: when the client maps the arena, and as long as it may have so many
+    /// more beside those that are `planned`.
+    pub(super) fn in_place(&self, bytes: &Bytes, planned: u64) -> Option<Lendable> {
+        let at = self.arena.as_ref()?.offset_of(bytes)?;
         let len = u32::try_from(bytes.len()).ok()?;
-        let kept = Kept::Slot { _bytes: bytes.clone(), _counted: None };
+        let fits = self.state().lender.fits(planned, u64::from(len));
+        if !fits || !self.account.fits(*self.account.lent(), planned, u64::from(len)) {
+            return None;
+        }
+        let kept = Kept::Slot { _bytes: bytes.clone() };
         Some(Lendable { place: Place::Arena, at, len, kept })
     }
 
@@ -270,8 +295,8 @@ impl Lending {
         let now = self.now();
         let mut state = self.state();
         let (mut rows, mut refused) = (Vec::with_capacity(blocks.len()), None);
-        for mut block in blocks {
-            match self.lend_one(&mut state.lender, lease, &mut block, now) {
+        for block in blocks {
+            match self.lend_one(&mut state, lease, &block, now) {
                 Ok(loan) => {
                     rows.push(Descriptor { loan, place: block.place, at: block.at, len: block.len });
                     state.kept.insert(loan, block.kept);
@@ -291,17 +316,36 @@ impl Lending {
 
     fn lend_one(
         &self,
-        lender: &mut Lender,
+        state: &mut State,
         lease: LeaseId,
-        block: &mut Lendable,
+        block: &Lendable,
         now: Timestamp,
     ) -> Result<LoanId, LendRefused> {
-        // What lies in the tray is bounded by the tray.
-        let Kept::Slot { _counted: counted, .. } = &mut block.kept else { return lender.lend(lease, 0, now) };
+        if block.is_copied() {
+            // Bounded by the tray.
+            return state.lender.lend_copy(lease, now);
+        }
         let bytes = u64::from(block.len);
-        let limit = self.account.lent_bytes_max;
-        *counted = Some(self.account.lend(bytes).ok_or(LendRefused::Bytes { limit })?);
-        lender.lend(lease, bytes, now)
+        if !self.account.lend(bytes) {
+            return Err(LendRefused::Bytes { limit: self.account.lent_bytes_max });
+        }
+        let lent = state.lender.lend(lease, bytes, now);
+        match lent {
+            Ok(_) => {
+                state.lent.loans += 1;
+                state.lent.bytes += bytes;
+            }
+            Err(_) => self.account.take_back(Sum { loans: 1, bytes }),
+        }
+        lent
+    }
+
+    /// What came back goes off the node's account.
+    fn settle(&self, state: &mut State) {
+        let (loans, bytes) = state.lender.lent();
+        let back = Sum { loans: state.lent.loans - loans, bytes: state.lent.bytes - bytes };
+        state.lent = Sum { loans, bytes };
+        self.account.take_back(back);
     }
 
     /// The client gave these back.
@@ -348,6 +392,7 @@ impl Lending {
 
     /// Drops what is behind loans that ended, outside the lock: the arena has one of its own.
     fn free(&self, mut state: MutexGuard<'_, State>) {
+        self.settle(&mut state);
         let State { effects, kept, .. } = &mut *state;
         let mut freed = Vec::new();
         effects.retain(|effect| match effect {
@@ -359,7 +404,12 @@ impl Lending {
         });
         let is_work = !effects.is_empty();
         drop(state);
-        drop(freed);
+        if freed.len() > FREED_HERE_MAX {
+            // Each is a step of the arena's lock, and this thread answers others.
+            self.bulk.spawn(async move { drop(freed) });
+        } else {
+            drop(freed);
+        }
         if is_work {
             self.work.notify_one();
         }
@@ -496,6 +546,7 @@ mod tests {
             tray_out_bytes: PART,
             arena: None,
             account: Account::new(PART),
+            bulk: Handle::current(),
             peer: Peer { uid: 0, pid: 0 },
             lent_bytes_max: PART,
             lease: Duration::from_secs(60),

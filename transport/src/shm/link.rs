@@ -5,7 +5,7 @@
 //! end tells the node that nobody reads any more. Not here: what operations mean (`path.rs`).
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
@@ -15,9 +15,11 @@ use kv_core::id::LoanId;
 use kv_core::lend::{Borrower, Descriptor, Extent, Place, Received, Room};
 use kvfleet_proto::data;
 use kvfleet_proto::frame::Unsettled;
+use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
+use super::awake::Awake;
 use super::map::{Mapping, TrayFrame};
 use super::packet::{ToClient, ToNode, TrayPlace};
 use super::seqpacket::{Got, Sent, Seqpacket};
@@ -26,19 +28,25 @@ use crate::PathError;
 
 /// After how long who waits for another that reads looks for itself. That other is a future of the caller's: it may be kept
 /// without being polled, or belong to a runtime that stands still.
-const LOOK_AGAIN: Duration = Duration::from_millis(5);
+pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
 /// How often is tried again to send what the node's queue had no room for.
 const UNSENT_RETRY: Duration = Duration::from_millis(1);
-
-/// Most operations that go to sleep at once after one that waited awake in vain.
-const SLEEPERS_MAX: u32 = 255;
 
 /// Frames of one save that the node may have to read: more than both ends are ever apart, less than the node keeps.
 const PUTS_MAX: usize = 512;
 
 const _: () =
     assert!(PUTS_MAX < super::connection::PARTS_MAX, "a client that keeps to it is never ended for it");
+
+/// Packets that wait for a node to read. More, and it is given up: each is an operation that somebody waited for in vain.
+const UNSENT_MAX: usize = 256;
+
+/// Packets read at one go.
+const PACKETS_AT_ONCE: usize = 64;
+
+/// Answers that can wait to be looked at: one for each block, and those that begin and end an operation.
+const REPLIES_MAX: usize = super::BLOCKS_PER_ASK_MAX + 8;
 
 /// Loans that one packet gives back.
 const RETURNS_MAX: usize = super::packet::ROWS_MAX;
@@ -56,6 +64,16 @@ pub(super) enum Reply<R = Row> {
     Ended,
 }
 
+/// How far reading went.
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[must_use]
+enum Read {
+    /// Nothing is there now.
+    All,
+    /// There may be more.
+    Some,
+}
+
 /// One connection.
 pub(super) struct Link {
     socket: Seqpacket,
@@ -71,11 +89,9 @@ pub(super) struct Link {
     tray_out_at: u64,
     /// A place of the tray came free.
     room: Notify,
-    spin: Duration,
-    /// How many operations go to sleep at once before one waits awake again, and how many there are left. Where both ends
-    /// share a processor, or another needs it, who waits awake only keeps the answer from coming.
-    sleepers: AtomicU32,
-    sleepers_left: AtomicU32,
+    awake: Awake,
+    /// A task tries to send what is unsent. Beside the lock: a runtime that ends may drop the task while somebody has that.
+    is_flushing: AtomicBool,
 }
 
 struct State {
@@ -84,8 +100,6 @@ struct State {
     rooms: Room,
     /// Packets that the node's queue had no room for.
     unsent: VecDeque<Vec<u8>>,
-    /// A task tries to send what is unsent.
-    is_flushing: bool,
     is_led: bool,
     lost: Option<Lost>,
 }
@@ -114,7 +128,7 @@ pub(super) struct Parts {
     pub(super) tray: Arc<Mapping>,
     pub(super) tray_in_bytes: u64,
     pub(super) extent: Extent,
-    pub(super) spin: Duration,
+    pub(super) awake: Duration,
 }
 
 impl Link {
@@ -124,7 +138,6 @@ impl Link {
             operations: BTreeMap::new(),
             rooms: Room::new(parts.tray_in_bytes, PLACE_ALIGN),
             unsent: VecDeque::new(),
-            is_flushing: false,
             is_led: false,
             lost: None,
         };
@@ -138,9 +151,8 @@ impl Link {
             tray: parts.tray,
             tray_out_at: parts.tray_in_bytes,
             room: Notify::new(),
-            spin: parts.spin,
-            sleepers: AtomicU32::new(0),
-            sleepers_left: AtomicU32::new(0),
+            awake: Awake::new(parts.awake),
+            is_flushing: AtomicBool::new(false),
         })
     }
 
@@ -158,12 +170,15 @@ impl Link {
         blocks: usize,
         request: data::DataRequest,
     ) -> Result<Asking, PathError> {
-        if self.is_inherited() {
-            return Err(
-                Lost::Broken("it belongs to the process that this was forked from".to_owned()).at(&self.peer)
-            );
+        if let Some(inherited) = self.inherited() {
+            return Err(inherited);
         }
         let mut state = self.state();
+        if state.unsent.len() >= UNSENT_MAX {
+            drop(state);
+            self.lose(Lost::Broken("the node does not read what it is sent".to_owned()));
+            state = self.state();
+        }
         if let Some(lost) = &state.lost {
             return Err(lost.at(&self.peer));
         }
@@ -182,8 +197,12 @@ impl Link {
 
     /// Why this connection is of no more use, as far as can be known without waiting.
     pub(super) fn failure(self: &Arc<Self>) -> Option<PathError> {
+        if let Some(inherited) = self.inherited() {
+            // What came is its owner's to read.
+            return Some(inherited);
+        }
         if let Ok(mut buffer) = self.buffer.try_lock() {
-            self.read(&mut buffer);
+            let _ = self.read(&mut buffer);
         }
         self.state().lost.as_ref().map(|lost| lost.at(&self.peer))
     }
@@ -192,18 +211,23 @@ impl Link {
         std::process::id() != self.pid
     }
 
+    fn inherited(&self) -> Option<PathError> {
+        let whose = || Lost::Broken("it belongs to the process that this was forked from".to_owned());
+        self.is_inherited().then(|| whose().at(&self.peer))
+    }
+
     fn post(self: &Arc<Self>, state: &mut State, packet: Vec<u8>) {
         if state.lost.is_some() || self.is_inherited() {
             return;
         }
         state.unsent.push_back(packet);
         self.flush(state);
-        if !state.unsent.is_empty() && !state.is_flushing {
-            // Without a runtime at hand it goes with what is sent next.
-            if let Ok(runtime) = tokio::runtime::Handle::try_current() {
-                state.is_flushing = true;
-                runtime.spawn(Flushing(Some(Arc::clone(self))).run());
-            }
+        // Without a runtime at hand it goes with what is sent next.
+        if !state.unsent.is_empty()
+            && let Ok(runtime) = Handle::try_current()
+            && !self.is_flushing.swap(true, Ordering::Relaxed)
+        {
+            runtime.spawn(Flushing(Some(Arc::clone(self))).run());
         }
     }
 
@@ -214,6 +238,7 @@ impl Link {
                 Ok(Sent::Queued | Sent::Ended) => drop(state.unsent.pop_front()),
                 Ok(Sent::Later) => return,
                 Err(error) => {
+                    // Others hear of it when they look, a moment later.
                     state.lose(Lost::Broken(error.to_string()));
                     return;
                 }
@@ -223,7 +248,7 @@ impl Link {
 
     /// The next reply to an operation; nothing when it is over.
     async fn next(self: &Arc<Self>, op: u64) -> Result<Option<Reply<Descriptor>>, PathError> {
-        match self.spin(op) {
+        match self.look_awake(op) {
             Some(found) => found,
             None => self.sleep(op).await,
         }
@@ -272,23 +297,16 @@ impl Link {
     }
 
     /// Reads without sleeping for a moment: a node that is awake answers within it, and to be woken takes longer.
-    fn spin(self: &Arc<Self>, op: u64) -> Option<Found> {
-        let left = self.sleepers_left.load(Ordering::Relaxed);
-        if self.spin.is_zero() || left > 0 {
-            self.sleepers_left.store(left.saturating_sub(1), Ordering::Relaxed);
-            return self.look(op);
-        }
-        let sleepers = self.sleepers.load(Ordering::Relaxed);
+    fn look_awake(self: &Arc<Self>, op: u64) -> Option<Found> {
+        let Some(span) = self.awake.begin() else { return self.look(op) };
         let since = Instant::now();
         loop {
             if let Some(found) = self.look(op) {
-                self.sleepers.store(sleepers / 2, Ordering::Relaxed);
+                self.awake.came();
                 return Some(found);
             }
-            if since.elapsed() >= self.spin {
-                let sleepers = (2 * sleepers + 1).min(SLEEPERS_MAX);
-                self.sleepers.store(sleepers, Ordering::Relaxed);
-                self.sleepers_left.store(sleepers, Ordering::Relaxed);
+            if since.elapsed() >= span {
+                self.awake.missed();
                 return None;
             }
             std::hint::spin_loop();
@@ -297,9 +315,16 @@ impl Link {
 
     fn look(self: &Arc<Self>, op: u64) -> Option<Found> {
         if let Ok(mut buffer) = self.buffer.try_lock() {
-            self.read(&mut buffer);
+            let _ = self.read(&mut buffer);
         }
         self.found(&mut self.state(), op)
+    }
+
+    /// Whether there is no need to wait for this operation.
+    fn has_answer(&self, op: u64) -> bool {
+        let state = self.state();
+        let waits = state.operations.get(&op).is_some_and(|operation| operation.replies.is_empty());
+        !waits || state.lost.is_some()
     }
 
     /// Reads for all until there is something for `op`.
@@ -307,7 +332,15 @@ impl Link {
         let broken = |error: std::io::Error| Lost::Broken(error.to_string()).at(&self.peer);
         let ear = self.socket.heard().map_err(broken)?;
         loop {
-            self.read(&mut self.buffer.lock().unwrap_or_else(PoisonError::into_inner));
+            let read = self.read(&mut self.buffer.lock().unwrap_or_else(PoisonError::into_inner));
+            if read == Read::Some {
+                // A node that never stops talking does not keep this task from its time.
+                tokio::task::yield_now().await;
+                if self.has_answer(op) {
+                    return Ok(());
+                }
+                continue;
+            }
             let woken = std::future::poll_fn(|context| {
                 let mut state = self.state();
                 match state.operations.get_mut(&op) {
@@ -333,11 +366,11 @@ impl Link {
         }
     }
 
-    /// Takes in every packet that is there.
-    fn read(self: &Arc<Self>, buffer: &mut [u8; PACKET_BYTES_MAX]) {
-        loop {
+    /// Takes in the packets that are there, up to a bound.
+    fn read(self: &Arc<Self>, buffer: &mut [u8; PACKET_BYTES_MAX]) -> Read {
+        for _ in 0..PACKETS_AT_ONCE {
             let lost = match self.socket.recv(buffer) {
-                Ok(Got::Later) => return,
+                Ok(Got::Later) => return Read::All,
                 Ok(Got::Ended) => Lost::Broken("the node ended the connection".to_owned()),
                 Ok(Got::Packet(_, descriptors)) if !descriptors.is_empty() => {
                     Lost::Protocol("descriptors where none belong".to_owned())
@@ -351,19 +384,32 @@ impl Link {
                 },
                 Err(error) => Lost::Broken(error.to_string()),
             };
-            return self.state().lose(lost);
+            self.lose(lost);
+            return Read::All;
         }
+        Read::Some
+    }
+
+    fn lose(&self, lost: Lost) {
+        let mut state = self.state();
+        state.lose(lost);
+        let wakers = state.wakers();
+        drop(state);
+        wakers.into_iter().for_each(Waker::wake);
     }
 
     fn take_in(self: &Arc<Self>, packet: ToClient) -> Result<(), Lost> {
         let mut state = self.state();
         let (op, reply) = match packet {
             ToClient::Head { op, head, rows } => (op, Reply::Head(head, self.receive(&mut state, op, rows)?)),
+            ToClient::More { rows, .. } if rows.is_empty() => {
+                return Err(Lost::Protocol("rows that are none".to_owned()));
+            }
             ToClient::More { op, rows } => (op, Reply::More(self.receive(&mut state, op, rows)?)),
             ToClient::End { op, reason } => (op, Reply::End(reason)),
             ToClient::Offer { op, offer } => (op, Reply::Offer(offer)),
             ToClient::Taken { op, frames } => {
-                self.taken(&mut state, op, frames as usize);
+                self.taken(&mut state, op, frames as usize)?;
                 (op, Reply::Taken)
             }
             ToClient::Done { op, done } => (op, Reply::Done(done)),
@@ -374,6 +420,9 @@ impl Link {
         };
         let is_ended = matches!(reply, Reply::Ended);
         if let Some(operation) = state.operations.get_mut(&op) {
+            if operation.replies.len() >= REPLIES_MAX {
+                return Err(Lost::Protocol("more answers than an operation has".to_owned()));
+            }
             if !operation.is_abandoned {
                 operation.replies.push_back(reply);
             }
@@ -408,14 +457,17 @@ impl Link {
     }
 
     /// The node has read frames of a save.
-    fn taken(&self, state: &mut State, op: u64, frames: usize) {
-        let Some(operation) = state.operations.get_mut(&op) else { return };
-        let most = frames.min(operation.places.len());
-        let freed: Vec<u64> = operation.places.drain(..most).collect();
+    fn taken(&self, state: &mut State, op: u64, frames: usize) -> Result<(), Lost> {
+        let Some(operation) = state.operations.get_mut(&op) else { return Ok(()) };
+        if frames == 0 || frames > operation.places.len() {
+            return Err(Lost::Protocol(format!("{frames} frames as taken")));
+        }
+        let freed: Vec<u64> = operation.places.drain(..frames).collect();
         freed.into_iter().for_each(|at| {
             state.rooms.give_back(at);
         });
         self.room.notify_waiters();
+        Ok(())
     }
 
     /// Nothing of an operation is under way any more.
@@ -464,9 +516,9 @@ impl Flushing {
             tokio::time::sleep(UNSENT_RETRY).await;
             let mut state = link.state();
             link.flush(&mut state);
-            state.is_flushing = !state.unsent.is_empty();
-            if !state.is_flushing {
-                // From here on another may do it.
+            if state.unsent.is_empty() {
+                // Under the lock: whoever adds to it from here on begins anew.
+                link.is_flushing.store(false, Ordering::Relaxed);
                 self.0 = None;
             }
         }
@@ -477,7 +529,7 @@ impl Drop for Flushing {
     fn drop(&mut self) {
         // Its runtime ended before it did.
         if let Some(link) = &self.0 {
-            link.state().is_flushing = false;
+            link.is_flushing.store(false, Ordering::Relaxed);
         }
     }
 }
@@ -532,11 +584,11 @@ impl State {
         self.lost.get_or_insert(lost);
         self.borrower.lost();
         self.unsent.clear();
-        self.wake_all();
     }
 
-    fn wake_all(&mut self) {
-        self.operations.values_mut().filter_map(|operation| operation.waker.take()).for_each(Waker::wake);
+    /// Of everybody who waits, to be woken without the lock.
+    fn wakers(&mut self) -> Vec<Waker> {
+        self.operations.values_mut().filter_map(|operation| operation.waker.take()).collect()
     }
 }
 
@@ -557,8 +609,10 @@ impl Drop for Lead<'_> {
     fn drop(&mut self) {
         let mut state = self.0.state();
         state.is_led = false;
+        let wakers = state.wakers();
+        drop(state);
         // One of them leads now.
-        state.wake_all();
+        wakers.into_iter().for_each(Waker::wake);
     }
 }
 
@@ -660,7 +714,7 @@ impl Drop for Asking {
         self.link.post(&mut state, ToNode::Cancel { op: self.op }.encode());
         drop(state);
         // What still comes for it must be given back, also when nobody asks for anything else.
-        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+        if let Ok(runtime) = Handle::try_current() {
             let (link, op) = (Arc::clone(&self.link), self.op);
             runtime.spawn(async move {
                 let _ = link.next(op).await;

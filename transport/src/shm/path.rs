@@ -12,7 +12,7 @@ use kvfleet_proto::frame::Frame;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::BLOCKS_PER_ASK_MAX;
-use super::link::{Asking, Link, Reply, Row};
+use super::link::{Asking, LOOK_AGAIN, Link, Reply, Row};
 use crate::{
     BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer, SaveDone, SaveOffer,
     SaveRequest, wire,
@@ -238,8 +238,12 @@ impl ShmPath {
                 return Ok(());
             }
             if !asking.has_puts() {
-                // Other saves have the tray; their owners hear of its places.
-                room.await;
+                // Other saves have the tray; their owners hear of its places, or nobody does.
+                if timeout(LOOK_AGAIN, room).await.is_err()
+                    && let Some(error) = self.link.failure()
+                {
+                    return Err(error);
+                }
                 continue;
             }
             match asking.next().await? {

@@ -61,9 +61,11 @@ pub(super) enum Sent {
 }
 
 impl Seqpacket {
-    /// Listens at a path where nothing is.
+    /// Listens at a path where nothing is. Nobody but this user may connect until somebody says otherwise.
     pub(super) fn listen(at: &Path) -> io::Result<Seqpacket> {
         let socket = open()?;
+        // The file that `bind` makes has the rights of the socket.
+        rustix::fs::fchmod(&socket, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)?;
         bind(&socket, &SocketAddrUnix::new(at)?)?;
         listen(&socket, BACKLOG)?;
         Ok(Seqpacket(socket))

@@ -21,7 +21,7 @@ use super::map::{Mapping, memory_file};
 use super::packet::{Closing, ToClient, ToNode, Welcome};
 use super::seqpacket::{Got, Peer, Seqpacket};
 use super::serving::Serving;
-use super::{CONNECTIONS_MAX, PACKET_BYTES_MAX, tray_part_bytes};
+use super::{CONNECTIONS_MAX, CONNECTIONS_OF_ONE_MAX, PACKET_BYTES_MAX, tray_part_bytes};
 use crate::{Admission, BlockService, Caller, SharedArena};
 
 /// How long a client may take to say hello.
@@ -64,6 +64,8 @@ pub struct ShmServerConfig {
     pub lease: Duration,
     /// How long a save may stand still, and how long a client may leave what it is sent in its queue.
     pub stall_timeout: Duration,
+    /// How long to wait for a client's next packet without sleeping, while such waits are worth it. With one processor, zero.
+    pub awake: Duration,
     /// Whether users other than this process's own may come as far as being asked who they are.
     pub serves_others: bool,
 }
@@ -131,6 +133,9 @@ struct Shared {
     /// Said once each.
     said_refused: AtomicBool,
     said_full: AtomicBool,
+    said_broken: Arc<AtomicBool>,
+    /// Those that connected and did not end.
+    peers: Mutex<Vec<Peer>>,
 }
 
 impl ShmServer {
@@ -158,6 +163,8 @@ impl ShmServer {
             connections: Mutex::default(),
             said_refused: AtomicBool::new(false),
             said_full: AtomicBool::new(false),
+            said_broken: Arc::default(),
+            peers: Mutex::default(),
             ends,
             welcomed: AtomicUsize::new(0),
             refused: AtomicUsize::new(0),
@@ -206,15 +213,19 @@ impl Drop for ShmServer {
 fn listen(path: &Path, serves_others: bool) -> std::io::Result<(Seqpacket, u64)> {
     let fresh = path.with_extension(format!("{}.new", std::process::id()));
     let _ = std::fs::remove_file(&fresh);
-    let listener = Seqpacket::listen(&fresh)?;
-    // To connect is to write. Who may is decided by who it is, this only keeps strangers from trying.
-    let mode = if serves_others { 0o666 } else { 0o600 };
-    std::fs::set_permissions(&fresh, std::fs::Permissions::from_mode(mode))?;
-    let inode = std::fs::metadata(&fresh)?.ino();
-    std::fs::rename(&fresh, path).inspect_err(|_| {
+    let listen = || {
+        let listener = Seqpacket::listen(&fresh)?;
+        if serves_others {
+            // To connect is to write. Who may is decided by who it is.
+            std::fs::set_permissions(&fresh, std::fs::Permissions::from_mode(0o666))?;
+        }
+        let inode = std::fs::metadata(&fresh)?.ino();
+        std::fs::rename(&fresh, path)?;
+        Ok((listener, inode))
+    };
+    listen().inspect_err(|_| {
         let _ = std::fs::remove_file(&fresh);
-    })?;
-    Ok((listener, inode))
+    })
 }
 
 async fn accept(listener: Seqpacket, shared: Arc<Shared>, mut closes: watch::Receiver<bool>) {
@@ -245,7 +256,7 @@ async fn accept(listener: Seqpacket, shared: Arc<Shared>, mut closes: watch::Rec
         // Those that are served, and as many that wait for a welcome. More are not even told: these are no clients that
         // come again after a while.
         if connections.len() < 2 * CONNECTIONS_MAX + REFUSED_MAX {
-            let newcomer = Newcomer { socket, peer, service, may_map };
+            let newcomer = Newcomer { present: Present::new(&shared, peer), socket, service, may_map };
             connections.spawn(said(shared.welcome(newcomer, closes)));
         }
     }
@@ -275,8 +286,8 @@ async fn said(connection: impl Future<Output = std::io::Result<()>>) {
 
 /// A client that the service lets in, before its hello.
 struct Newcomer {
+    present: Present,
     socket: Seqpacket,
-    peer: Peer,
     service: Arc<dyn BlockService>,
     may_map: bool,
 }
@@ -287,12 +298,14 @@ impl Shared {
         newcomer: Newcomer,
         closes: watch::Receiver<bool>,
     ) -> std::io::Result<()> {
-        let Newcomer { socket, peer, service, may_map } = newcomer;
+        let Newcomer { present, socket, service, may_map } = newcomer;
+        let peer = present.peer;
         // Heard before anything is said: a socket that is closed over what was not read takes what it said with it.
         let socket = socket.watched()?;
         let wants_map = timeout(HELLO_TIMEOUT, hello(&socket)).await??;
         let part = tray_part_bytes(self.config.frame_bytes_max);
         let welcomed = Counted::take(&self, |shared| &shared.welcomed, CONNECTIONS_MAX);
+        let welcomed = welcomed.filter(|_| !present.is_one_too_many());
         let (Some(_welcomed), Some(_tray_bytes)) = (welcomed, TrayBytes::take(&self, 2 * part)) else {
             return self.full(socket.get_ref());
         };
@@ -322,6 +335,7 @@ impl Shared {
             arena,
             account: Arc::clone(&self.account),
             lent_bytes_max: self.config.lent_bytes_max / 2,
+            bulk: self.ends.bulk.clone(),
             peer,
             lease: self.config.lease,
             since: self.since,
@@ -333,10 +347,16 @@ impl Shared {
             service,
             frame_bytes_max: self.config.frame_bytes_max,
             stall_timeout: self.config.stall_timeout,
+            awake: self.config.awake,
+            said_broken: Arc::clone(&self.said_broken),
             bulk: self.ends.bulk.clone(),
         };
         Connection::new(serving).serve(closes, self.config.lease).await;
         Ok(())
+    }
+
+    fn peers(&self) -> std::sync::MutexGuard<'_, Vec<Peer>> {
+        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn register(&self, lending: &Arc<Lending>) {
@@ -390,6 +410,34 @@ async fn hello(socket: &AsyncFd<Seqpacket>) -> std::io::Result<bool> {
                     }
                 };
             }
+        }
+    }
+}
+
+/// A process that is connected, until dropped.
+struct Present {
+    shared: Arc<Shared>,
+    peer: Peer,
+}
+
+impl Present {
+    fn new(shared: &Arc<Shared>, peer: Peer) -> Present {
+        shared.peers().push(peer);
+        Present { shared: Arc::clone(shared), peer }
+    }
+
+    /// Whether this process has more connections than one may. Which process it is may not be known.
+    fn is_one_too_many(&self) -> bool {
+        let same = self.shared.peers().iter().filter(|peer| **peer == self.peer).count();
+        self.peer.pid != 0 && same > CONNECTIONS_OF_ONE_MAX
+    }
+}
+
+impl Drop for Present {
+    fn drop(&mut self) {
+        let mut peers = self.shared.peers();
+        if let Some(at) = peers.iter().position(|peer| *peer == self.peer) {
+            peers.swap_remove(at);
         }
     }
 }

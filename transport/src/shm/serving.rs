@@ -4,6 +4,7 @@
 //! Not here: who may ask (`server.rs`), and how packets come (`connection.rs`).
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -24,6 +25,9 @@ use crate::{
 /// Above this many bytes a copy goes to another thread: what it costs there to begin, 10 µs, is a tenth of the copy.
 const COPY_HERE_BYTES_MAX: usize = 128 << 10;
 
+/// Copies of so many bytes are a turn of this thread by themselves: some microseconds.
+const TURN_BYTES: usize = 16 << 10;
+
 /// How much longer than its deadline a fetch is served; the client's own clock ends it first.
 const DEADLINE_GRACE: Duration = Duration::from_secs(1);
 
@@ -40,6 +44,10 @@ pub(super) struct Serving {
     pub(super) service: Arc<dyn BlockService>,
     pub(super) frame_bytes_max: u32,
     pub(super) stall_timeout: Duration,
+    /// Whether it was said that a client broke a rule.
+    pub(super) said_broken: Arc<AtomicBool>,
+    /// How long to wait for the next packet without sleeping.
+    pub(super) awake: Duration,
     /// Where long copies run.
     pub(super) bulk: Handle,
 }
@@ -92,12 +100,9 @@ impl Serving {
             }
             let head = (!is_headed).then(|| wire::head_to_pb(&reply.answer, reply.epoch));
             is_headed = true;
-            let is_nothing = blocks.is_empty() && head.is_none();
-            let lent = self.lending.lend(lease, blocks, |rows, _| {
-                (!is_nothing).then_some(match head {
-                    Some(head) => ToClient::Head { op, head, rows },
-                    None => ToClient::More { op, rows },
-                })
+            let lent = self.lending.lend(lease, blocks, |rows, _| match head {
+                Some(head) => Some(ToClient::Head { op, head, rows }),
+                None => (!rows.is_empty()).then_some(ToClient::More { op, rows }),
             });
             sent += lent.rows;
             if let Some(refused) = lent.refused {
@@ -120,14 +125,17 @@ impl Serving {
 
     /// The blocks that are there now, at most so many, of which the first is at `position`; and whether to wait for more.
     async fn ready(&self, reply: &mut FetchReply, most: usize, position: usize) -> (Vec<Lendable>, bool) {
-        let mut blocks = Vec::with_capacity(most.min(16));
+        let (mut blocks, mut planned) = (Vec::with_capacity(most.min(16)), 0);
         while blocks.len() < most {
             let Some(frame) = reply.frames.try_next() else {
                 return (blocks, reply.frames.ended().is_none());
             };
             let is_lendable = reply.lendable.get(position + blocks.len()).copied().unwrap_or(false);
-            match self.lending.in_place(&frame.bytes, is_lendable) {
-                Some(block) => blocks.push(block),
+            match is_lendable.then(|| self.lending.in_place(&frame.bytes, planned)).flatten() {
+                Some(block) => {
+                    planned += frame.bytes.len() as u64;
+                    blocks.push(block);
+                }
                 None => {
                     reply.frames.put_back(frame);
                     return (blocks, true);
@@ -147,10 +155,11 @@ impl Serving {
     ) -> Result<(), Option<MissReason>> {
         let Some(frame) = reply.frames.next().await else { return Err(reply.frames.ended()) };
         let is_lendable = reply.lendable.get(*sent).copied().unwrap_or(false);
-        let block = match self.lending.in_place(&frame.bytes, is_lendable) {
+        let block = match is_lendable.then(|| self.lending.in_place(&frame.bytes, 0)).flatten() {
             Some(block) => block,
             None => match self.copied(&frame.bytes).await {
                 Ok(block) => block,
+                Err(ServeError::Stalled(_)) => return Err(Some(MissReason::Busy)),
                 Err(error) => {
                     tracing::warn!(%error, "a block could not be copied for a client of this host");
                     return Err(None);
@@ -175,8 +184,12 @@ impl Serving {
                 self.bulk.spawn(async move { lending.copied(&bytes) }).await?
             };
             match copied {
-                Some(block) => return Ok(block),
-                None => room.await,
+                Some(block) => {
+                    take_turns(bytes.len()).await;
+                    return Ok(block);
+                }
+                // A client that reads gives places back. What is to be copied must not be kept for one that does not.
+                None => timeout(self.stall_timeout, room).await?,
             }
         }
     }
@@ -249,6 +262,7 @@ impl Serving {
         let frame = Arc::new(frame);
         if len as usize <= COPY_HERE_BYTES_MAX {
             session.put_unsettled(frame).await;
+            take_turns(len as usize).await;
             return Ok(session);
         }
         // Were this operation dropped meanwhile, the copy goes on to its end and is dropped with the session.
@@ -257,5 +271,12 @@ impl Serving {
             session
         });
         Ok(put.await?)
+    }
+}
+
+/// After a copy on this thread: others have their turn before the next.
+async fn take_turns(copied_bytes: usize) {
+    if copied_bytes >= TURN_BYTES {
+        tokio::task::yield_now().await;
     }
 }

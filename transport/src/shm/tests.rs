@@ -64,6 +64,7 @@ fn server_config() -> ShmServerConfig {
         tray_bytes_max: 1 << 30,
         lease: Duration::from_secs(60),
         stall_timeout: Duration::from_secs(10),
+        awake: AWAKE,
         serves_others: false,
     }
 }

@@ -1,4 +1,5 @@
-//! An arena for the suite: memory that other processes may map, given out once from its beginning to its end.
+//! An arena for the suite: memory that other processes may map, given out once from its beginning to its end, and spoilt when
+//! nobody on this side holds it any more.
 //!
 //! For tests only; the real one is `node/src/arena.rs`.
 
@@ -40,7 +41,21 @@ impl BumpArena {
         let at = self.next.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         self.memory.write(at, bytes).expect("the suite's blocks fit its arena");
         let len = u32::try_from(bytes.len()).expect("a frame is shorter");
-        self.memory.lent(at, len, ()).expect("they were written there")
+        let spoilt = Spoilt { memory: Arc::clone(&self.memory), at, len };
+        self.memory.lent(at, len, spoilt).expect("they were written there")
+    }
+}
+
+/// Overwrites memory as soon as it may be used again: who reads it still sees that.
+struct Spoilt {
+    memory: Arc<Mapping>,
+    at: u64,
+    len: u32,
+}
+
+impl Drop for Spoilt {
+    fn drop(&mut self) {
+        self.memory.write(self.at, &vec![0xDD; self.len as usize]).expect("it lies in the arena");
     }
 }
 

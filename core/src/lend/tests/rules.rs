@@ -15,8 +15,10 @@ const LIMITS: LendLimits =
 
 #[derive(Clone, Debug)]
 enum Step {
-    Begin(u64),
+    /// Whether it comes as far as the book.
+    Begin(u64, bool),
     Lend(u64, u64),
+    Copy(u64),
     Finish(u64),
     TakeBack(Vec<usize>, bool),
     Release(u64),
@@ -28,9 +30,10 @@ enum Step {
 fn step() -> impl Strategy<Value = Step> {
     let lease = 0u64..4;
     prop_oneof![
-        60 => lease.clone().prop_map(Step::Begin),
+        60 => (lease.clone(), prop::bool::ANY).prop_map(|(lease, asks)| Step::Begin(lease, asks)),
         80 => (lease.clone(), 1u64..60).prop_map(|(lease, bytes)| Step::Lend(lease, bytes)),
         10 => lease.clone().prop_map(|lease| Step::Lend(lease, 500)),
+        20 => lease.clone().prop_map(Step::Copy),
         50 => lease.clone().prop_map(Step::Finish),
         50 => (prop::collection::vec(0usize..5, 0..4), prop::bool::weighted(0.1))
             .prop_map(|(which, wrong)| Step::TakeBack(which, wrong)),
@@ -46,6 +49,11 @@ fn step() -> impl Strategy<Value = Step> {
 #[derive(Default)]
 struct Known {
     out: BTreeMap<LoanId, (u64, u64, Timestamp)>,
+    copies: BTreeSet<LoanId>,
+    /// Bytes lent under a lease since it had no loan.
+    kept: BTreeMap<u64, u64>,
+    /// Leases that count, and since when their time goes.
+    begun: BTreeMap<u64, Timestamp>,
     operations: BTreeMap<u64, u32>,
     released: BTreeSet<u64>,
     /// When the book forgets a lease.
@@ -64,27 +72,40 @@ impl Known {
     fn run(&mut self, effects: &[Effect], now: Timestamp) {
         for effect in effects {
             match *effect {
-                Effect::Free(loan) => assert!(self.out.remove(&loan).is_some(), "{loan} was not out"),
+                Effect::Free(loan) => {
+                    let lease = self.out.remove(&loan).map(|(lease, ..)| lease);
+                    assert!(lease.is_some() != self.copies.remove(&loan), "{loan} was not out");
+                    if self.out.values().all(|(of, ..)| Some(*of) != lease) {
+                        lease.map(|lease| self.kept.remove(&lease));
+                    }
+                }
                 Effect::Release(LeaseId(lease)) => {
                     assert!(self.is_over || self.is_idle(lease), "lease {lease} is in use");
                     assert!(self.is_closed || self.released.contains(&lease), "lease {lease} was not ended");
                     self.released.remove(&lease);
                     self.book.remove(&lease);
+                    self.begun.remove(&lease);
                 }
                 Effect::Renew(LeaseId(lease)) => {
                     assert!(!self.is_idle(lease), "lease {lease} is renewed for nothing");
-                    let deadline = self.book.get_mut(&lease).expect("the book has a lease that is renewed");
-                    *deadline = now.after(LIMITS.lease);
+                    self.begun.insert(lease, now);
+                    // None that the book was never asked under.
+                    if let Some(deadline) = self.book.get_mut(&lease) {
+                        *deadline = now.after(LIMITS.lease);
+                    }
                 }
             }
         }
     }
 
     fn judge(&self, lender: &Lender) {
-        let bytes: u64 = self.out.values().map(|(_, bytes, _)| bytes).sum();
-        assert_eq!(lender.lent(), (self.out.len(), bytes));
-        assert!(bytes <= LIMITS.lent_bytes_max || self.out.len() == 1);
-        assert!(self.out.len() <= LIMITS.loans_max);
+        let (kept, lent): (u64, u64) =
+            (self.kept.values().sum(), self.out.values().map(|(_, bytes, _)| bytes).sum());
+        assert_eq!(lender.lent(), (self.out.len(), kept));
+        assert!(lent <= kept && (kept <= LIMITS.lent_bytes_max || self.out.len() == 1));
+        assert!(self.out.len() + self.copies.len() <= LIMITS.loans_max);
+        assert_eq!(lender.fits(7, 20), kept + 27 <= LIMITS.lent_bytes_max);
+        assert_eq!(lender.fits(0, 500), kept == 0);
         assert_eq!(lender.oldest(), self.out.values().map(|(_, _, since)| *since).min());
         for (lease, ..) in self.out.values() {
             assert!(self.book.contains_key(lease), "the book has no lease of what is lent under {lease}");
@@ -99,7 +120,8 @@ fn run(steps: &[Step]) {
     for step in steps {
         let mut effects = Vec::new();
         match step.clone() {
-            Step::Begin(lease) => begin(&mut lender, &mut known, lease, now),
+            Step::Begin(lease, asks) => begin(&mut lender, &mut known, lease, asks, now),
+            Step::Copy(lease) => copy(&mut lender, &mut known, lease, now),
             Step::Lend(lease, bytes) => lend(&mut lender, &mut known, lease, bytes, now),
             Step::Finish(lease) => {
                 // Operations of a connection that is over still end.
@@ -111,7 +133,7 @@ fn run(steps: &[Step]) {
                 lender.finish(LeaseId(lease), &mut effects);
             }
             Step::TakeBack(which, wrong) => {
-                let out: Vec<LoanId> = known.out.keys().copied().collect();
+                let out: Vec<LoanId> = known.out.keys().chain(&known.copies).copied().collect();
                 let mut loans: Vec<LoanId> = which.iter().filter_map(|at| out.get(*at)).copied().collect();
                 loans.extend(wrong.then_some(LoanId(known.newest + 1)));
                 let is_known = !wrong && loans.iter().collect::<BTreeSet<_>>().len() == loans.len();
@@ -131,6 +153,8 @@ fn run(steps: &[Step]) {
                 now = Timestamp(now.0 + us);
                 known.book.retain(|_, deadline| *deadline > now);
                 lender.tick(now, &mut effects);
+                known.run(&std::mem::take(&mut effects), now);
+                known.begun.retain(|_, since| now.since(*since) < LIMITS.lease);
             }
             Step::Close => {
                 known.is_closed = true;
@@ -144,13 +168,16 @@ fn run(steps: &[Step]) {
         }
         known.run(&effects, now);
         if known.is_over {
-            assert!(known.out.is_empty(), "the end of a connection ends its loans");
+            assert!(
+                known.out.is_empty() && known.copies.is_empty(),
+                "the end of a connection ends its loans"
+            );
         }
         known.judge(&lender);
     }
 }
 
-fn begin(lender: &mut Lender, known: &mut Known, lease: u64, now: Timestamp) {
+fn begin(lender: &mut Lender, known: &mut Known, lease: u64, asks: bool, now: Timestamp) {
     let answer = lender.begin(LeaseId(lease), now);
     if known.is_closed {
         return assert_eq!(answer, Err(LendRefused::Closed));
@@ -158,19 +185,22 @@ fn begin(lender: &mut Lender, known: &mut Known, lease: u64, now: Timestamp) {
     if answer.is_ok() {
         *known.operations.entry(lease).or_default() += 1;
         known.released.remove(&lease);
-        known.book.insert(lease, now.after(LIMITS.lease));
+        known.begun.entry(lease).or_insert(now);
+        if asks {
+            known.book.insert(lease, now.after(LIMITS.lease));
+        }
         return;
     }
     assert_eq!(answer, Err(LendRefused::Leases { limit: LIMITS.leases_max }));
-    assert!(known.is_idle(lease) && known.book.len() >= LIMITS.leases_max, "refused below the limit");
+    assert!(known.is_idle(lease) && known.begun.len() >= LIMITS.leases_max, "refused below the limit");
 }
 
 fn lend(lender: &mut Lender, known: &mut Known, lease: u64, bytes: u64, now: Timestamp) {
     let answer = lender.lend(LeaseId(lease), bytes, now);
-    let sum: u64 = known.out.values().map(|(_, bytes, _)| bytes).sum();
+    let sum: u64 = known.kept.values().sum();
     let expected = if known.is_closed || !known.operations.contains_key(&lease) {
         Err(LendRefused::Closed)
-    } else if known.out.len() == LIMITS.loans_max {
+    } else if known.out.len() + known.copies.len() == LIMITS.loans_max {
         Err(LendRefused::Loans { limit: LIMITS.loans_max })
     } else if sum + bytes > LIMITS.lent_bytes_max && sum > 0 {
         Err(LendRefused::Bytes { limit: LIMITS.lent_bytes_max })
@@ -181,7 +211,24 @@ fn lend(lender: &mut Lender, known: &mut Known, lease: u64, bytes: u64, now: Tim
     assert_eq!(answer, expected);
     if let Ok(loan) = answer {
         known.out.insert(loan, (lease, bytes, now));
+        *known.kept.entry(lease).or_default() += bytes;
+        // What is lent was fetched under it, at the latest now.
+        known.book.entry(lease).or_insert(now.after(LIMITS.lease));
     }
+}
+
+fn copy(lender: &mut Lender, known: &mut Known, lease: u64, now: Timestamp) {
+    let answer = lender.lend_copy(LeaseId(lease), now);
+    let expected = if known.is_closed || !known.operations.contains_key(&lease) {
+        Err(LendRefused::Closed)
+    } else if known.out.len() + known.copies.len() == LIMITS.loans_max {
+        Err(LendRefused::Loans { limit: LIMITS.loans_max })
+    } else {
+        known.newest += 1;
+        Ok(LoanId(known.newest))
+    };
+    assert_eq!(answer, expected);
+    known.copies.extend(answer.ok());
 }
 
 const EXTENT: Extent = Extent { arena_bytes: 1000, tray_bytes: 100, frame_bytes_max: 50 };

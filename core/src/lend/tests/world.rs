@@ -610,7 +610,8 @@ impl World {
             if !client.frames.keys().all(|loan| client.borrower.may_read(*loan)) {
                 return Err("a client holds what it may not read");
             }
-            if client.lender.lent() != (client.kept.len(), client.kept.len() as u64) {
+            let (loans, bytes) = client.lender.lent();
+            if loans != client.kept.len() || bytes < loans as u64 || (loans == 0) != (bytes == 0) {
                 return Err("what is lent is not what is kept");
             }
             if !client.kept.is_empty() && !client.is_leased {

@@ -146,6 +146,8 @@ async fn what_is_lent_to_a_client_that_broke_a_rule_stays_until_it_ends() {
     while raw.hear_node().await.is_some() {}
     assert_eq!(node.numbers().loans, 2, "neither came back: it may read both still");
     raw.say(&ToNode::Return { loans: vec![LoanId(1)] });
+    node.dial().await.unwrap().ping().await.unwrap();
+    assert_eq!(node.numbers().loans, 2, "what it says is not heard any more");
     assert!(service.released().is_empty());
     drop(raw);
     node.until(|numbers| numbers == ShmNumbers::default()).await;
@@ -416,7 +418,9 @@ async fn rows_that_cannot_be_end_the_connection() {
     let len = u32::try_from(frame(hash(0), 1000).bytes.len()).unwrap();
     let good = row(1, 0, len);
     let more = |rows: Vec<Descriptor>| ToClient::More { op: 1, rows };
-    let cases: [(&str, Vec<ToClient>); 8] = [
+    let cases: [(&str, Vec<ToClient>); 10] = [
+        ("none", vec![head(vec![good]), more(Vec::new())]),
+        ("frames of a fetch as taken", vec![ToClient::Taken { op: 1, frames: 1 }]),
         ("behind the arena's end", vec![head(vec![row(1, PART - 1, 2)])]),
         ("beyond all numbers", vec![head(vec![row(1, u64::MAX, 2)])]),
         ("an empty one", vec![head(vec![row(1, 0, 0)])]),

@@ -52,7 +52,8 @@ async fn who_reads_for_all_and_is_not_polled_any_more_stops_nobody() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_node_had_no_room_for_is_sent_though_nobody_waits() {
-    const RELEASES: u64 = 1000;
+    // More than its queue takes, and fewer than those with which it is given up.
+    const RELEASES: u64 = 400;
     let (path, mut raw) = forged().await;
     let mut all: Vec<_> = (0..RELEASES).map(|lease| path.release(LeaseId(lease))).collect();
     for release in &mut all {
@@ -180,4 +181,78 @@ async fn who_asked_for_what_broke_hears_of_its_end() {
     let path = node.dial().await.unwrap();
     assert!(soon(path.fetch(fetch_request(&hashes(2)), &mut |_| {})).await.is_err());
     soon(path.ping()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_reads_nothing_is_given_up() {
+    let (path, _raw) = forged().await;
+    let mut all: Vec<_> = (0..2000).map(|lease| path.release(LeaseId(lease))).collect();
+    let mut failed = 0;
+    for release in &mut all {
+        let answer = std::future::poll_fn(|context| Poll::Ready(release.as_mut().poll(context))).await;
+        failed += usize::from(matches!(answer, Poll::Ready(Err(_))));
+    }
+    assert!(failed > 1000 && path.failure().is_some(), "{failed}");
+}
+
+#[test]
+fn a_runtime_that_ends_with_its_node_asleep_hangs_nobody() {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let (path, raw) = runtime.block_on(forged());
+        let (begun, wait) = tokio::sync::oneshot::channel();
+        runtime.spawn(async move {
+            let mut all: Vec<_> = (0..400).map(|lease| path.release(LeaseId(lease))).collect();
+            for release in &mut all {
+                begin(release.as_mut()).await;
+            }
+            begun.send(()).unwrap();
+            std::future::pending::<()>().await;
+        });
+        runtime.block_on(wait).unwrap();
+        drop(runtime);
+        drop(raw);
+        sender.send(()).unwrap();
+    });
+    receiver.recv_timeout(PATIENCE).expect("the runtime ends");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_leaves_copies_lying_hears_busy_and_keeps_no_lease() {
+    let config = ShmServerConfig { stall_timeout: Duration::from_millis(100), ..server_config() };
+    let service = Arc::new(MemoryService::default());
+    (0..3).for_each(|number| service.hold(frame(hash(number), 9 << 20)));
+    let node = Node::start(service.clone(), None, config, true);
+    let socket = Seqpacket::connect(&socket_path(&node.dir(), ADDRESS)).unwrap();
+    let mut raw = Raw { socket, files: Vec::new() };
+    raw.say(&ToNode::Hello { maps: false });
+    assert!(matches!(raw.hear_node().await, Some(ToClient::Welcome(_))));
+    raw.say(&ToNode::Ask { op: 1, request: fetch_of(3) });
+    let mut rows = 0;
+    let reason = loop {
+        match raw.hear_node().await {
+            Some(ToClient::Head { rows: came, .. } | ToClient::More { rows: came, .. }) => rows += came.len(),
+            Some(ToClient::End { reason, .. }) => break reason,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!((rows, reason), (2, MissReason::Busy as u32), "what the tray takes, and then no more");
+    raw.say(&ToNode::Ask { op: 2, request: wire::release_to_pb(LeaseId(1)) });
+    assert!(matches!(raw.hear_node().await, Some(ToClient::Noted { op: 2, .. })));
+    assert_eq!((service.released(), node.numbers().loans), (vec![LeaseId(1)], 0), "copies hold no lease");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_process_does_not_take_every_place() {
+    let node = Node::start(Arc::new(MemoryService::default()), None, server_config(), true);
+    let mut paths = Vec::new();
+    for _ in 0..CONNECTIONS_OF_ONE_MAX {
+        paths.push(node.dial().await.unwrap());
+    }
+    assert!(node.dial().await.is_err());
+    paths.pop();
+    node.until(|numbers| numbers.connections < CONNECTIONS_OF_ONE_MAX).await;
+    while node.dial().await.is_err() {}
 }
