@@ -22,8 +22,10 @@ use crate::tiers::ssd::DEVICES_MAX;
 pub struct NodeConfig {
     /// Number of this node, unique in the cluster.
     pub id: u32,
-    /// Where block bytes are served (QUIC), `ip:port`; port 0 lets the system choose.
+    /// Where block bytes are served (QUIC, and TLS over TCP at the same port), `ip:port`; port 0 lets the system choose.
     pub data_listen: String,
+    /// Whether they are served over TCP too.
+    pub data_tcp: bool,
     /// Where control calls are served (gRPC), `ip:port`; port 0 lets the system choose.
     pub control_listen: String,
     /// Host name or address that others reach this node by; empty takes the listening address.
@@ -135,6 +137,7 @@ impl Default for NodeConfig {
         NodeConfig {
             id: 1,
             data_listen: "127.0.0.1:0".to_owned(),
+            data_tcp: true,
             control_listen: "127.0.0.1:0".to_owned(),
             advertise: String::new(),
             host: "localhost".to_owned(),

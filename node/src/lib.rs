@@ -7,6 +7,7 @@
 pub mod announce;
 pub mod arena;
 pub mod config;
+mod listen;
 pub mod memory;
 mod metrics;
 mod scope;
@@ -20,5 +21,6 @@ mod test_log;
 pub mod tiers;
 
 pub use config::{ConfigError, IdentitySection, NodeConfig, QuotaSection, TlsSection};
+pub use listen::ListenError;
 pub use serve::{FETCH_TIME_MAX, REQUEST_BLOCKS_MAX, SAVE_ROOM_WAIT};
 pub use start::{Node, NodeFailed, StartError};

@@ -12,7 +12,6 @@ use kv_core::tier::{Book, Capacity, Found, LIFTS_MAX, Limits, TierLimits};
 use kvfleet_proto::pb::node_control_server::NodeControlServer;
 use kvfleet_proto::tls::{Identity, TlsError, TlsFiles};
 use kvfleet_transport::BlockService;
-use kvfleet_transport::quic::{BindError, QuicConfig, QuicServer};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -22,8 +21,9 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use crate::announce::link::Link;
 use crate::arena::{Arena, ArenaShape, SizeClasses};
 use crate::config::{ConfigError, NodeConfig};
+use crate::listen::{DataServers, ListenError};
 use crate::memory::MemoryBound;
-use crate::metrics::Metrics;
+use crate::metrics::{self, Metrics};
 use crate::scope::Scope;
 use crate::serve::Service;
 use crate::server::Control;
@@ -81,8 +81,8 @@ pub enum StartError {
         cause: std::io::Error,
     },
     /// The data port.
-    #[error("data_listen: {0}")]
-    DataListen(#[from] BindError),
+    #[error(transparent)]
+    DataListen(#[from] ListenError),
     /// The memory for blocks.
     #[error("cannot map {bytes} bytes for the DRAM tier: {cause}; lower dram_bytes or dram_blocks")]
     Arena {
@@ -112,7 +112,7 @@ pub enum StartError {
 #[derive(Debug)]
 pub struct Node {
     service: Arc<Service>,
-    data: QuicServer,
+    data: DataServers,
     data_addr: SocketAddr,
     control_addr: SocketAddr,
     tasks: Vec<JoinHandle<()>>,
@@ -154,12 +154,9 @@ impl Node {
         let parts = open_parts(&config, arena.clone(), shared, metrics.clone(), faults).await?;
         let (store, store_task) = Store::start(parts, stop.clone());
         let service = Arc::new(service(&config, store.clone(), arena, metrics));
-        let data = QuicServer::bind_with(
-            data_listen,
-            &identity,
-            &quic(&config),
-            Arc::clone(&service) as Arc<dyn BlockService>,
-        )?;
+        let blocks = Arc::clone(&service) as Arc<dyn BlockService>;
+        let data = DataServers::bind(data_listen, &identity, &config, &blocks)?;
+        metrics::watch_paths(registry, data.carried())?;
         let data_addr = data.local_addr();
         let failed = CancellationToken::new();
         let mut tasks = vec![tokio::spawn(watch(store_task, stop.clone(), failed.clone()))];
@@ -286,15 +283,6 @@ pub(crate) fn open_arena(config: &NodeConfig) -> Result<Arena, StartError> {
     let beside = ((shape.slabs - tier_slabs) as u64).saturating_mul(slab);
     tracing::info!(bytes, beside, slab, "the arena has room beside the DRAM tier for blocks on their way");
     Arena::new(shape).map_err(|cause| StartError::Arena { bytes, cause })
-}
-
-/// The transport counts what it sends and what arrives, the store what it loads: one limit for what goes out.
-fn quic(config: &NodeConfig) -> QuicConfig {
-    QuicConfig {
-        fetch_bytes_in_flight_max: config.fetch_inflight_bytes,
-        save_bytes_in_flight_max: config.save_inflight_bytes,
-        ..QuicConfig::default()
-    }
 }
 
 pub(crate) async fn open_parts(
@@ -498,20 +486,6 @@ fn record(config: &NodeConfig, data: SocketAddr, control: SocketAddr) -> NodeRec
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_limits_of_bytes_in_flight_reach_the_transport() {
-        let config = NodeConfig {
-            fetch_inflight_bytes: 123_456_789,
-            save_inflight_bytes: 98_765_432,
-            ..NodeConfig::default()
-        };
-        let quic = quic(&config);
-        assert_eq!(
-            (quic.fetch_bytes_in_flight_max, quic.save_bytes_in_flight_max),
-            (123_456_789, 98_765_432)
-        );
-    }
 
     #[tokio::test]
     async fn a_node_whose_store_ends_stops_and_says_so() {

@@ -25,6 +25,7 @@ mod frames;
 mod in_flight;
 pub mod loopback;
 pub mod quic;
+mod room;
 mod serve;
 mod silence;
 mod stream;
@@ -33,6 +34,7 @@ pub mod tcp;
 mod wire;
 
 pub use frames::Frames;
+pub use room::{Carried, Room};
 
 /// A boxed future, so that paths can be chosen at run time.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
