@@ -24,6 +24,7 @@ mod dial;
 mod frames;
 mod in_flight;
 pub mod loopback;
+pub mod pick;
 pub mod quic;
 mod room;
 mod serve;

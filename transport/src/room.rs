@@ -1,4 +1,4 @@
-//! What a node has under way at once, over all its servers; and what each server carried.
+//! What a node has under way at once, over all its servers; and what each server, or each kind of a client's paths, carried.
 //!
 //! A node that listens on several paths gives one [`Room`] to all of them: its bounds are the node's, not those of a
 //! path. Not here: who is refused when there is no room (`serve.rs`).
@@ -53,7 +53,7 @@ impl Room {
     }
 }
 
-/// Encoded bytes of frames that a server carried since it began. Clones count the same.
+/// Encoded bytes of frames that one end carried since it began. Clones count the same.
 #[derive(Clone, Debug, Default)]
 pub struct Carried {
     counts: Arc<Counts>,
@@ -66,13 +66,13 @@ struct Counts {
 }
 
 impl Carried {
-    /// Bytes of blocks that were sent to readers, as far as the path took them.
+    /// Bytes of blocks that were sent, as far as the path took them: to readers, or with saves.
     #[must_use]
     pub fn sent_bytes(&self) -> u64 {
         self.counts.sent_bytes.load(Ordering::Relaxed)
     }
 
-    /// Bytes of blocks that came with saves, kept or not.
+    /// Bytes of blocks that came, kept or not: with saves, or with fetches.
     #[must_use]
     pub fn received_bytes(&self) -> u64 {
         self.counts.received_bytes.load(Ordering::Relaxed)

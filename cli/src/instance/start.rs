@@ -18,7 +18,7 @@ use tonic::transport::Server;
 use super::blocks::BlockShape;
 use super::config::InstanceConfig;
 use super::load::Working;
-use super::metrics::Metrics;
+use super::metrics::{self, Metrics};
 use super::report::Reporter;
 use super::request::Service;
 use super::serve::Engine;
@@ -73,8 +73,10 @@ impl Instance {
         let working = Arc::new(Working::default());
         let reporter =
             Reporter::new(&config, &address.to_string(), &identity).map_err(|cause| set_up(&cause))?;
+        let client = client(&config, &identity)?;
+        metrics::watch_paths(registry, client.clone()).map_err(|cause| set_up(&cause))?;
         let engine = Engine {
-            client: client(&config, &identity)?,
+            client,
             digest,
             blocks: BlockShape::new(digest, config.block_bytes, config.layers)
                 .map(Arc::new)
@@ -114,7 +116,8 @@ impl Instance {
 }
 
 fn client(config: &InstanceConfig, identity: &kvfleet_proto::tls::Identity) -> Result<Client, StartError> {
-    crate::connect::client(&config.routers, identity).map_err(|cause| set_up(&cause))
+    let transport = config.transport().map_err(StartError::Config)?;
+    crate::connect::client(&config.routers, identity, transport).map_err(|cause| set_up(&cause))
 }
 
 async fn listen(address: &str) -> Result<TcpListener, StartError> {
