@@ -86,6 +86,8 @@ pub struct NodeConfig {
     pub identity: IdentitySection,
     /// Certificates.
     pub tls: TlsSection,
+    /// How often their files are looked at for new ones, in milliseconds; 0 for never.
+    pub tls_renew_ms: u64,
     /// Quotas until the routers say otherwise.
     pub quotas: Vec<QuotaSection>,
 }
@@ -165,6 +167,7 @@ impl Default for NodeConfig {
             io_uring: true,
             identity: IdentitySection::default(),
             tls: TlsSection::default(),
+            tls_renew_ms: 10_000,
             quotas: Vec::new(),
         }
     }

@@ -3,15 +3,16 @@
 use std::hash::{BuildHasher, RandomState};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kv_core::evict::{self, BlockKey, Policy};
 use kv_core::id::{InstanceId, NodeId, TenantId, Tier, Timestamp};
 use kv_core::index::command::NodeRecord;
 use kv_core::tier::{Book, Capacity, Found, LIFTS_MAX, Limits, TierLimits};
 use kvfleet_proto::pb::node_control_server::NodeControlServer;
-use kvfleet_proto::tls::{Identity, TlsError, TlsFiles};
+use kvfleet_proto::tls::{Identity, Renewal, TlsError, TlsFiles};
 use kvfleet_transport::BlockService;
+use kvfleet_transport::renew::keep_renewed;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -162,6 +163,11 @@ impl Node {
         let mut tasks = vec![tokio::spawn(watch(store_task, stop.clone(), failed.clone()))];
         tasks.push(serve_control(control, &identity, store.clone(), &stop)?);
         let record = record(&config, data_addr, control_addr);
+        let renew = Duration::from_millis(config.tls_renew_ms);
+        if !renew.is_zero() {
+            let renewing = keep_renewed(Renewal::new(identity.clone(), files), renew);
+            tasks.push(tokio::spawn(until_stopped(stop.clone(), renewing)));
+        }
         let link = Link { record, routers: config.routers, identity, store };
         tasks.push(tokio::spawn(link.run(stop.clone())));
         tracing::info!(node = config.id, %data_addr, %control_addr, "node serves");
@@ -224,6 +230,11 @@ async fn watch(store: JoinHandle<()>, stop: CancellationToken, failed: Cancellat
     tracing::error!(cause, "the task that owns all blocks ended; the node stops");
     failed.cancel();
     stop.cancel();
+}
+
+/// Works until the node stops.
+async fn until_stopped(stop: CancellationToken, work: impl Future<Output = ()>) {
+    let _ = stop.run_until_cancelled_owned(work).await; // stopped, as asked
 }
 
 fn address(key: &'static str, text: &str) -> Result<SocketAddr, StartError> {

@@ -5,13 +5,19 @@ mod world;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kv_core::id::{LeaseId, Tier};
 use kvfleet_errors_doc::says;
-use kvfleet_node::{Node, NodeConfig};
+use kvfleet_node::{Node, NodeConfig, TlsSection};
+use kvfleet_proto::tls::{Identity, SERVER_NAME};
+use kvfleet_transport::quic::{QuicConfig, QuicDialer};
 use kvfleet_transport::tcp::{TcpConfig, TcpDialer};
-use kvfleet_transport::{Dialer, FetchAnswer, Path};
+use kvfleet_transport::{Dialer, FetchAnswer, Path, PathError};
 use prometheus::Registry;
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, date_time_ymd};
+use rustls::pki_types::UnixTime;
+use rustls::time_provider::TimeProvider;
 use world::*;
 
 async fn dial_tcp(world: &World, address: SocketAddr) -> Arc<dyn Path> {
@@ -84,4 +90,69 @@ async fn a_port_that_is_taken_for_tcp_only_is_named_and_can_be_done_without() {
     let dialer = TcpDialer::new(&world.identity, TcpConfig::default());
     let none = start(&NodeConfig { data_tcp: false, ..world.config(&[]) }).await;
     assert!(dialer.dial(none.data_addr().to_string()).await.is_err());
+}
+
+/// A clock that stands in the year 2200.
+#[derive(Debug)]
+struct Later;
+
+impl TimeProvider for Later {
+    fn current_time(&self) -> Option<UnixTime> {
+        Some(UnixTime::since_unix_epoch(Duration::from_secs(7_258_118_400)))
+    }
+}
+
+/// An authority, and a certificate and its key that are good until a year begins.
+struct Issuer(CertifiedIssuer<'static, KeyPair>);
+
+impl Issuer {
+    fn new() -> Issuer {
+        let mut params = CertificateParams::new(vec![]).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        Issuer(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+    }
+
+    fn issue(&self, until_year: i32) -> (String, String) {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).unwrap();
+        params.not_after = date_time_ymd(until_year, 1, 1);
+        (params.signed_by(&key, &self.0).unwrap().pem(), key.serialize_pem())
+    }
+}
+
+fn write((cert, key): (String, String), files: &TlsSection) {
+    std::fs::write(&files.cert, cert).unwrap();
+    std::fs::write(&files.key, key).unwrap();
+}
+
+#[tokio::test]
+async fn a_node_shows_new_certificates_on_both_paths_without_a_restart_and_says_which_it_cannot_use() {
+    let (world, issuer, log) = (World::new(), Issuer::new(), Log::start());
+    let config = NodeConfig { tls_renew_ms: 5, ..world.config(&[]) };
+    std::fs::write(&config.tls.ca, issuer.0.pem()).unwrap();
+    write(issuer.issue(2100), &config.tls);
+    let node = start(&config).await;
+    let address = node.data_addr().to_string();
+    // To this client the node's certificate ran out long ago.
+    let (cert, key) = issuer.issue(4000);
+    let [ca, cert, key] = [issuer.0.pem(), cert, key].map(String::into_bytes);
+    let identity = Identity::from_pem_at(&ca, &cert, &key, Arc::new(Later)).unwrap();
+    let quic = QuicDialer::new(&identity, QuicConfig::default());
+    let tcp = TcpDialer::new(&identity, TcpConfig::default());
+    let is_untrusted = |dialled: Result<_, _>| matches!(dialled.err(), Some(PathError::Untrusted { .. }));
+    assert!(is_untrusted(quic.dial(address.clone()).await) && is_untrusted(tcp.dial(address.clone()).await));
+
+    write(Issuer::new().issue(4000), &config.tls);
+    let here = world.dir.path().display().to_string();
+    // A look between the two writes finds a pair that does not match, and says so too.
+    let said = async || (log.count("BadSignature") > 0).then(|| log.line("BadSignature"));
+    let line = eventually("it is said", said).await;
+    says("a node whose new certificate is of another authority", &line, &[&here]);
+    assert!(is_untrusted(quic.dial(address.clone()).await), "the one from before goes on");
+
+    write(issuer.issue(4000), &config.tls);
+    let path = eventually("it is shown", async || quic.dial(address.clone()).await.ok()).await;
+    path.ping().await.unwrap();
+    tcp.dial(address).await.unwrap().ping().await.unwrap();
+    node.shutdown().await;
 }

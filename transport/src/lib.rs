@@ -26,6 +26,7 @@ mod in_flight;
 pub mod loopback;
 pub mod pick;
 pub mod quic;
+pub mod renew;
 mod room;
 mod serve;
 mod silence;
@@ -290,7 +291,7 @@ pub enum PathError {
     },
     /// The peer's or our certificate was refused.
     #[error(
-        "{peer} and this process do not trust each other: {cause}; both need certificates of the same cluster authority"
+        "{peer} and this process do not trust each other: {cause}; both need certificates of the same cluster authority that did not run out"
     )]
     Untrusted {
         /// Who.

@@ -7,7 +7,8 @@ use std::time::Duration;
 use kv_core::id::IdentityDigest;
 use kvfleet_client::Client;
 use kvfleet_proto::pb::instance_server::InstanceServer;
-use kvfleet_proto::tls::{TlsError, TlsFiles};
+use kvfleet_proto::tls::{Renewal, TlsError, TlsFiles};
+use kvfleet_transport::renew::{RENEW_EVERY, keep_renewed};
 use prometheus::Registry;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
@@ -66,7 +67,8 @@ impl Instance {
         let digest = IdentityDigest::from_hex(&config.identity).ok_or_else(|| {
             StartError::Config(format!("identity {:?} is not 32 hexadecimal digits", config.identity))
         })?;
-        let identity = TlsFiles::from(&config.tls).load()?;
+        let files = TlsFiles::from(&config.tls);
+        let identity = files.load()?;
         let listener = listen(&config.listen).await?;
         let address = listener.local_addr().map_err(|cause| set_up(&cause))?;
         let metrics = Metrics::register(registry).map_err(|cause| set_up(&cause))?;
@@ -87,6 +89,10 @@ impl Instance {
         };
         let stop = CancellationToken::new();
         let mut tasks = reporter.spawn(&working, &metrics, &stop);
+        let (renewal, stopped) = (Renewal::new(identity.clone(), files), stop.clone());
+        tasks.push(tokio::spawn(async move {
+            let _ = stopped.run_until_cancelled(keep_renewed(renewal, RENEW_EVERY)).await; // stopped, as asked
+        }));
         let service =
             InstanceServer::new(Service::new(engine, metrics)).max_decoding_message_size(REQUEST_BYTES_MAX);
         let server = Server::builder().tls_config(identity.server_tls()).map_err(|cause| set_up(&cause))?;
