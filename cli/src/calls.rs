@@ -102,6 +102,12 @@ pub async fn run_on_instance(channel: Channel, request: pb::RunRequest) -> Resul
     client.run(request).await.map(tonic::Response::into_inner)
 }
 
+/// What the instance behind `channel` says of itself.
+pub async fn instance_status(channel: Channel) -> Result<pb::InstanceStatusReply, Status> {
+    let request = limited(pb::InstanceStatusRequest {});
+    InstanceClient::new(channel).instance_status(request).await.map(tonic::Response::into_inner)
+}
+
 /// What a failed call says to a person, with what to do about it.
 pub fn explain(address: &str, status: &Status) -> String {
     match status.code() {

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use kvfleet_client::{Client, ClientConfig};
+use kvfleet_client::{Client, ClientConfig, Transport};
 use kvfleet_proto::tls::{Identity, TlsFiles};
 
 use crate::args::ConnectArgs;
@@ -47,6 +47,11 @@ fn admin_identity(directory: &Path) -> anyhow::Result<Identity> {
 }
 
 /// A client for route, fetch and save over these routers.
-pub(crate) fn client(routers: &[String], identity: &Identity) -> anyhow::Result<Client> {
-    Ok(Client::new(ClientConfig::new(routers.to_vec(), identity.clone()))?)
+pub(crate) fn client(
+    routers: &[String],
+    identity: &Identity,
+    transport: Transport,
+) -> anyhow::Result<Client> {
+    let config = ClientConfig::new(routers.to_vec(), identity.clone());
+    Ok(Client::new(ClientConfig { transport, ..config })?)
 }

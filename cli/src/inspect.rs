@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 
 use kv_core::id::{RequestKind, Tier};
+use kvfleet_client::Transport;
 use kvfleet_proto::pb;
 use serde::Serialize;
 
@@ -116,7 +117,7 @@ struct TenantLine {
 pub async fn run(args: &InspectArgs) -> anyhow::Result<()> {
     let connection = Connection::open(&args.connect)?;
     let address = control_address(&connection, args.node).await?;
-    let calls = client(&connection.routers, &connection.identity)?;
+    let calls = client(&connection.routers, &connection.identity, Transport::default())?;
     let inspected = gather(calls.node_status(&address).await?);
     let text = if args.json { serde_json::to_string_pretty(&inspected)? + "\n" } else { render(&inspected) };
     print!("{text}");

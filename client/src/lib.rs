@@ -11,7 +11,9 @@ use std::sync::Arc;
 
 use kvfleet_proto::tls::Identity;
 use kvfleet_transport::Dialer;
-use kvfleet_transport::quic::{QuicConfig, QuicDialer};
+use kvfleet_transport::pick::PickDialer;
+use kvfleet_transport::quic::QuicConfig;
+use kvfleet_transport::tcp::TcpConfig;
 
 mod control;
 mod fetch;
@@ -22,6 +24,7 @@ mod paths;
 mod retry;
 mod route;
 mod save;
+mod transport;
 
 pub use control::ControlError;
 pub use fetch::{FetchCall, FetchError, FetchOutcome, FetchedBlock, HeldLease, SourceMiss};
@@ -33,6 +36,7 @@ pub use route::{RouteAnswer, RouteCall, RouteError};
 pub use save::{
     BackgroundSave, FrameSource, SAVE_QUEUE_BYTES_MAX, SAVE_QUEUE_CALLS_MAX, SaveBusy, SaveCall, SaveError,
 };
+pub use transport::{NoTransport, Transport};
 
 pub use kvfleet_transport::{Asker, MissReason, SaveAnswer, SaveDone, SaveRefusal, VisibleAt};
 
@@ -49,15 +53,26 @@ pub struct ClientConfig {
     pub identity: Identity,
     /// Seed of the jitter between retries; give each process its own.
     pub seed: u64,
-    /// Settings of the block path.
+    /// Which paths are taken to nodes.
+    pub transport: Transport,
+    /// Settings of QUIC.
     pub quic: QuicConfig,
+    /// Settings of TLS over TCP.
+    pub tcp: TcpConfig,
 }
 
 impl ClientConfig {
     /// Defaults for everything but the cluster; the jitter is seeded from the process number.
     #[must_use]
     pub fn new(routers: Vec<String>, identity: Identity) -> ClientConfig {
-        ClientConfig { routers, identity, seed: u64::from(std::process::id()), quic: QuicConfig::default() }
+        ClientConfig {
+            routers,
+            identity,
+            seed: u64::from(std::process::id()),
+            transport: Transport::default(),
+            quic: QuicConfig::default(),
+            tcp: TcpConfig::default(),
+        }
     }
 }
 
@@ -82,6 +97,8 @@ pub enum ClientError {
 pub struct Client {
     routers: Arc<Routers>,
     paths: Paths,
+    /// Where the paths come from several kinds.
+    picks: Option<Arc<PickDialer>>,
     saves: Arc<SaveQueue>,
     identity: Identity,
 }
@@ -93,13 +110,14 @@ impl std::fmt::Debug for Client {
 }
 
 impl Client {
-    /// A client over QUIC. Connects when first used. Needs a tokio runtime.
+    /// A client over the transport that is configured. Connects when first used. Needs a tokio runtime.
     ///
     /// # Errors
     /// When no router is named or an address is malformed.
     pub fn new(config: ClientConfig) -> Result<Client, ClientError> {
-        let dialer = QuicDialer::new(&config.identity, config.quic.clone());
-        Client::with_dialer(config, Arc::new(dialer))
+        let picks = Arc::new(config.transport.dialer(&config));
+        let client = Client::with_dialer(config, Arc::clone(&picks) as Arc<dyn Dialer>)?;
+        Ok(Client { picks: Some(picks), ..client })
     }
 
     /// A client over any transport.
@@ -110,6 +128,7 @@ impl Client {
         Ok(Client {
             routers: Arc::new(Routers::new(&config.routers, &config.identity, config.seed)?),
             paths: Paths::new(dialer, COOL_DOWN),
+            picks: None,
             saves: Arc::new(SaveQueue::default()),
             identity: config.identity,
         })

@@ -6,3 +6,4 @@ mod fetching;
 mod layers;
 mod routing;
 mod saving;
+mod transport;

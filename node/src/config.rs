@@ -26,8 +26,10 @@ pub use shm::{ShmPeerSection, ShmSection};
 pub struct NodeConfig {
     /// Number of this node, unique in the cluster.
     pub id: u32,
-    /// Where block bytes are served (QUIC), `ip:port`; port 0 lets the system choose.
+    /// Where block bytes are served (QUIC, and TLS over TCP at the same port), `ip:port`; port 0 lets the system choose.
     pub data_listen: String,
+    /// Whether they are served over TCP too.
+    pub data_tcp: bool,
     /// Where control calls are served (gRPC), `ip:port`; port 0 lets the system choose.
     pub control_listen: String,
     /// Host name or address that others reach this node by; empty takes the listening address.
@@ -88,6 +90,8 @@ pub struct NodeConfig {
     pub identity: IdentitySection,
     /// Certificates.
     pub tls: TlsSection,
+    /// How often their files are looked at for new ones, in milliseconds; 0 for never.
+    pub tls_renew_ms: u64,
     /// Quotas until the routers say otherwise.
     pub quotas: Vec<QuotaSection>,
     /// Shared memory with processes of this host.
@@ -141,6 +145,7 @@ impl Default for NodeConfig {
         NodeConfig {
             id: 1,
             data_listen: "127.0.0.1:0".to_owned(),
+            data_tcp: true,
             control_listen: "127.0.0.1:0".to_owned(),
             advertise: String::new(),
             host: "localhost".to_owned(),
@@ -168,6 +173,7 @@ impl Default for NodeConfig {
             io_uring: true,
             identity: IdentitySection::default(),
             tls: TlsSection::default(),
+            tls_renew_ms: 10_000,
             quotas: Vec::new(),
             shm: ShmSection::default(),
         }

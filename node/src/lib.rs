@@ -8,6 +8,7 @@ pub mod announce;
 pub mod arena;
 pub mod config;
 mod host;
+mod listen;
 pub mod memory;
 mod metrics;
 mod quick;
@@ -24,5 +25,6 @@ pub mod tiers;
 pub use config::{
     ConfigError, IdentitySection, NodeConfig, QuotaSection, ShmPeerSection, ShmSection, TlsSection,
 };
+pub use listen::ListenError;
 pub use serve::{FETCH_TIME_MAX, REQUEST_BLOCKS_MAX, SAVE_ROOM_WAIT};
 pub use start::{Node, NodeFailed, StartError};

@@ -2,7 +2,10 @@
 
 use kv_core::id::Tier;
 use kv_core::tier::TierStats;
+use kvfleet_transport::Carried;
 use kvfleet_transport::shm::ShmNumbers;
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
 use prometheus::{IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
 
 use crate::tiers::ssd::Wear;
@@ -244,6 +247,39 @@ impl Metrics {
 
     pub(crate) fn moves(&self, count: usize) {
         set(&self.moves, count as u64);
+    }
+}
+
+/// Shows what each path carries, by its name, as its server counts it.
+pub(crate) fn watch_paths(
+    registry: &Registry,
+    paths: Vec<(&'static str, Carried)>,
+) -> Result<(), prometheus::Error> {
+    let by_path = |name: &str, help: &str| IntGaugeVec::new(Opts::new(name, help), &["path"]);
+    let sent = by_path("kvfleet_node_path_sent_bytes", "Bytes of blocks sent to readers since start")?;
+    let help = "Bytes of blocks that came with saves since start, kept or not";
+    let received = by_path("kvfleet_node_path_received_bytes", help)?;
+    registry.register(Box::new(PathBytes { sent, received, paths }))
+}
+
+/// Looks at the servers' own counts when somebody asks: a frame is sent in less time than a label is found.
+struct PathBytes {
+    sent: IntGaugeVec,
+    received: IntGaugeVec,
+    paths: Vec<(&'static str, Carried)>,
+}
+
+impl Collector for PathBytes {
+    fn desc(&self) -> Vec<&Desc> {
+        [self.sent.desc(), self.received.desc()].concat()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        for (path, carried) in &self.paths {
+            set(&self.sent.with_label_values(&[path]), carried.sent_bytes());
+            set(&self.received.with_label_values(&[path]), carried.received_bytes());
+        }
+        [self.sent.collect(), self.received.collect()].concat()
     }
 }
 

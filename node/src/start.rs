@@ -3,16 +3,16 @@
 use std::hash::{BuildHasher, RandomState};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kv_core::evict::{self, BlockKey, Policy};
 use kv_core::id::{InstanceId, NodeId, TenantId, Tier, Timestamp};
 use kv_core::index::command::NodeRecord;
 use kv_core::tier::{Book, Capacity, Found, LIFTS_MAX, Limits, TierLimits};
 use kvfleet_proto::pb::node_control_server::NodeControlServer;
-use kvfleet_proto::tls::{Identity, TlsError, TlsFiles};
+use kvfleet_proto::tls::{Identity, Renewal, TlsError, TlsFiles};
 use kvfleet_transport::BlockService;
-use kvfleet_transport::quic::{BindError, QuicConfig, QuicServer};
+use kvfleet_transport::renew::keep_renewed;
 use kvfleet_transport::shm::{ShmBindError, ShmServer};
 use tokio::net::TcpListener;
 use tokio::runtime::Handle;
@@ -25,8 +25,9 @@ use crate::announce::link::Link;
 use crate::arena::{Arena, ArenaShape, SizeClasses};
 use crate::config::{ConfigError, NodeConfig};
 use crate::host;
+use crate::listen::{DataServers, ListenError};
 use crate::memory::MemoryBound;
-use crate::metrics::Metrics;
+use crate::metrics::{self, Metrics};
 use crate::quick::QuickThread;
 use crate::scope::Scope;
 use crate::serve::Service;
@@ -85,8 +86,8 @@ pub enum StartError {
         cause: std::io::Error,
     },
     /// The data port.
-    #[error("data_listen: {0}")]
-    DataListen(#[from] BindError),
+    #[error(transparent)]
+    DataListen(#[from] ListenError),
     /// The memory for blocks.
     #[error(
         "cannot map {bytes} bytes for the DRAM tier: {cause}; lower dram_bytes or dram_blocks, or end processes that still \
@@ -125,7 +126,7 @@ pub enum StartError {
 #[derive(Debug)]
 pub struct Node {
     service: Arc<Service>,
-    data: QuicServer,
+    data: DataServers,
     host: Option<Arc<ShmServer>>,
     quick: Option<QuickThread>,
     data_addr: SocketAddr,
@@ -174,23 +175,24 @@ impl Node {
         let runtime = quick.as_ref().map_or_else(Handle::current, |quick| quick.handle().clone());
         let (store, store_task) = Store::start_on(&runtime, parts, stop.clone());
         let service = Arc::new(service(&config, store.clone(), arena.clone(), metrics.clone()));
-        let data = QuicServer::bind_with(
-            data_listen,
-            &identity,
-            &quic(&config),
-            Arc::clone(&service) as Arc<dyn BlockService>,
-        )?;
+        let blocks = Arc::clone(&service) as Arc<dyn BlockService>;
+        let data = DataServers::bind(data_listen, &identity, &config, &blocks)?;
+        metrics::watch_paths(registry, data.carried())?;
         let data_addr = data.local_addr();
         let failed = CancellationToken::new();
         let mut tasks = vec![tokio::spawn(watch(store_task, stop.clone(), failed.clone()))];
         tasks.push(serve_control(control, &identity, store.clone(), &stop)?);
         let record = record(&config, data_addr, control_addr);
-        let blocks = Arc::clone(&service) as Arc<dyn BlockService>;
         let host =
             quick.as_ref().map(|quick| host::serve(&config, &record.data_address, arena, blocks, quick));
         let host = host.transpose()?.flatten();
         if let Some(host) = &host {
             tasks.push(tokio::spawn(host::tell(Arc::clone(host), metrics, stop.clone())));
+        }
+        let renew = Duration::from_millis(config.tls_renew_ms);
+        if !renew.is_zero() {
+            let renewing = keep_renewed(Renewal::new(identity.clone(), files), renew);
+            tasks.push(tokio::spawn(until_stopped(stop.clone(), renewing)));
         }
         let link = Link { record, routers: config.routers, identity, store };
         tasks.push(tokio::spawn(link.run(stop.clone())));
@@ -264,6 +266,11 @@ async fn watch(store: JoinHandle<()>, stop: CancellationToken, failed: Cancellat
     stop.cancel();
 }
 
+/// Works until the node stops.
+async fn until_stopped(stop: CancellationToken, work: impl Future<Output = ()>) {
+    let _ = stop.run_until_cancelled_owned(work).await; // stopped, as asked
+}
+
 fn address(key: &'static str, text: &str) -> Result<SocketAddr, StartError> {
     text.parse().map_err(|_| StartError::Address { key, got: text.to_owned() })
 }
@@ -321,15 +328,6 @@ pub(crate) fn open_arena(config: &NodeConfig) -> Result<Arena, StartError> {
     let beside = ((shape.slabs - tier_slabs) as u64).saturating_mul(slab);
     tracing::info!(bytes, beside, slab, "the arena has room beside the DRAM tier for blocks on their way");
     Arena::new(shape).map_err(|cause| StartError::Arena { bytes, cause })
-}
-
-/// The transport counts what it sends and what arrives, the store what it loads: one limit for what goes out.
-fn quic(config: &NodeConfig) -> QuicConfig {
-    QuicConfig {
-        fetch_bytes_in_flight_max: config.fetch_inflight_bytes,
-        save_bytes_in_flight_max: config.save_inflight_bytes,
-        ..QuicConfig::default()
-    }
 }
 
 pub(crate) async fn open_parts(
@@ -534,20 +532,6 @@ fn record(config: &NodeConfig, data: SocketAddr, control: SocketAddr) -> NodeRec
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_limits_of_bytes_in_flight_reach_the_transport() {
-        let config = NodeConfig {
-            fetch_inflight_bytes: 123_456_789,
-            save_inflight_bytes: 98_765_432,
-            ..NodeConfig::default()
-        };
-        let quic = quic(&config);
-        assert_eq!(
-            (quic.fetch_bytes_in_flight_max, quic.save_bytes_in_flight_max),
-            (123_456_789, 98_765_432)
-        );
-    }
 
     #[tokio::test]
     async fn a_node_whose_store_ends_stops_and_says_so() {

@@ -2,7 +2,8 @@
 //!
 //! [`TlsFiles`] are read and checked *together* at start, so that a wrong file is an error with a name
 //! and a remedy there and not a refused handshake later. Out come the configurations of both stacks:
-//! tonic for control calls, rustls for QUIC and for TLS over TCP. Both directions are always authenticated.
+//! tonic for control calls, rustls for QUIC and for TLS over TCP. Both directions are always authenticated. What is shown
+//! can be renewed while configurations of it are in use (`tls/renew.rs`).
 //!
 //! Not here: making certificates (`cli/`) and opening connections.
 
@@ -14,10 +15,17 @@ use rustls::client::danger::ServerCertVerifier;
 use rustls::crypto::CryptoProvider;
 use rustls::server::WebPkiClientVerifier;
 use rustls::sign::CertifiedKey;
+use rustls::time_provider::{DefaultTimeProvider, TimeProvider};
 use rustls::{CertificateError, RootCertStore};
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tonic::transport::{Certificate, ClientTlsConfig, ServerTlsConfig};
+
+mod renew;
+
+pub use renew::{Look, Renewal};
+
+use renew::Shown;
 
 /// Name every certificate of the cluster carries and every client asks for. Addresses change, the
 /// cluster does not.
@@ -95,14 +103,14 @@ pub enum TlsError {
     },
 }
 
-/// A checked identity, ready to make the configurations of both stacks.
+/// A checked identity, ready to make the configurations of both stacks. Clones are the same one: what renews it renews all,
+/// and every configuration for QUIC and TLS over TCP that was made of it.
 #[derive(Clone)]
 pub struct Identity {
-    ca_pem: Vec<u8>,
-    cert_pem: Vec<u8>,
-    key_pem: Vec<u8>,
+    ca_pem: Arc<[u8]>,
     roots: Arc<RootCertStore>,
-    certified: Arc<CertifiedKey>,
+    shown: Arc<Shown>,
+    clock: Arc<dyn TimeProvider>,
 }
 
 impl std::fmt::Debug for Identity {
@@ -141,7 +149,7 @@ impl TlsFiles {
         let ca = read("cluster authority", &self.ca)?;
         let cert = read("certificate", &self.cert)?;
         let key = read("private key", &self.key)?;
-        Checked { files: self }.identity(ca, cert, key)
+        Checked { files: self }.identity(ca, cert, key, Arc::new(DefaultTimeProvider))
     }
 }
 
@@ -160,19 +168,37 @@ struct Checked<'a> {
 }
 
 impl Checked<'_> {
-    fn identity(&self, ca_pem: Vec<u8>, cert_pem: Vec<u8>, key_pem: Vec<u8>) -> Result<Identity, TlsError> {
+    fn identity(
+        &self,
+        ca_pem: Vec<u8>,
+        cert_pem: Vec<u8>,
+        key_pem: Vec<u8>,
+        clock: Arc<dyn TimeProvider>,
+    ) -> Result<Identity, TlsError> {
         let roots = Arc::new(self.roots(&ca_pem)?);
+        let certified = self.certified(&roots, clock.as_ref(), &cert_pem, &key_pem)?;
+        let shown = Arc::new(Shown::new(cert_pem, key_pem, certified));
+        Ok(Identity { ca_pem: ca_pem.into(), roots, shown, clock })
+    }
+
+    /// A certificate and its key, as a peer would accept them.
+    fn certified(
+        &self,
+        roots: &Arc<RootCertStore>,
+        clock: &dyn TimeProvider,
+        cert_pem: &[u8],
+        key_pem: &[u8],
+    ) -> Result<CertifiedKey, TlsError> {
         let remedy = "give the certificate file of this process";
-        let chain = certificates("certificate", &self.files.cert, &cert_pem, remedy)?;
-        let key = PrivateKeyDer::from_pem_slice(&key_pem).map_err(|error| TlsError::NotPem {
+        let chain = certificates("certificate", &self.files.cert, cert_pem, remedy)?;
+        let key = PrivateKeyDer::from_pem_slice(key_pem).map_err(|error| TlsError::NotPem {
             what: "private key",
             path: self.files.key.clone(),
             cause: error.to_string(),
             remedy: "give the key file that was made with the certificate",
         })?;
-        self.accepted(&roots, &chain)?;
-        let certified = self.pair(chain, key)?;
-        Ok(Identity { ca_pem, cert_pem, key_pem, roots, certified: Arc::new(certified) })
+        self.accepted(roots, clock, &chain)?;
+        self.pair(chain, key)
     }
 
     fn roots(&self, ca_pem: &[u8]) -> Result<RootCertStore, TlsError> {
@@ -205,6 +231,7 @@ impl Checked<'_> {
     fn accepted(
         &self,
         roots: &Arc<RootCertStore>,
+        clock: &dyn TimeProvider,
         chain: &[CertificateDer<'static>],
     ) -> Result<(), TlsError> {
         let refused = |error: &dyn std::fmt::Display, remedy| TlsError::Refused {
@@ -218,10 +245,15 @@ impl Checked<'_> {
             .map_err(|error| refused(&error, "give the certificate of the cluster authority"))?;
         let (leaf, intermediates) = chain.split_first().expect("certificates() returns at least one");
         verifier
-            .verify_server_cert(leaf, intermediates, &server_name(), &[], UnixTime::now())
+            .verify_server_cert(leaf, intermediates, &server_name(), &[], now(clock))
             .map(|_| ())
             .map_err(|error| refused(&error, remedy(&error)))
     }
+}
+
+/// A clock that tells no time is as one that stands at its beginning: every certificate is of the future.
+fn now(clock: &dyn TimeProvider) -> UnixTime {
+    clock.current_time().unwrap_or_else(|| UnixTime::since_unix_epoch(std::time::Duration::ZERO))
 }
 
 fn remedy(error: &rustls::Error) -> &'static str {
@@ -256,6 +288,11 @@ fn certificates(
     if found.is_empty() { Err(not_pem("no certificate section found".to_owned())) } else { Ok(found) }
 }
 
+/// Names for errors of what lies in no file.
+fn in_memory() -> TlsFiles {
+    TlsFiles { ca: "memory:ca".into(), cert: "memory:cert".into(), key: "memory:key".into() }
+}
+
 fn server_name() -> ServerName<'static> {
     ServerName::try_from(SERVER_NAME).expect("the constant is a valid DNS name")
 }
@@ -271,8 +308,20 @@ impl Identity {
     /// # Errors
     /// As [`TlsFiles::load`], with `memory:` names in place of files.
     pub fn from_pem(ca: &[u8], cert: &[u8], key: &[u8]) -> Result<Identity, TlsError> {
-        let files = TlsFiles { ca: "memory:ca".into(), cert: "memory:cert".into(), key: "memory:key".into() };
-        Checked { files: &files }.identity(ca.to_vec(), cert.to_vec(), key.to_vec())
+        Identity::from_pem_at(ca, cert, key, Arc::new(DefaultTimeProvider))
+    }
+
+    /// The same by a clock of the caller, which rules all handshakes too.
+    ///
+    /// # Errors
+    /// As [`Identity::from_pem`].
+    pub fn from_pem_at(
+        ca: &[u8],
+        cert: &[u8],
+        key: &[u8],
+        clock: Arc<dyn TimeProvider>,
+    ) -> Result<Identity, TlsError> {
+        Checked { files: &in_memory() }.identity(ca.to_vec(), cert.to_vec(), key.to_vec(), clock)
     }
 
     /// Whether a peer's certificate (chain, its own first) is one of the cluster and names it a router.
@@ -282,7 +331,8 @@ impl Identity {
         let verifier =
             WebPkiServerVerifier::builder_with_provider(Arc::clone(&self.roots), provider()).build();
         let verify = |verifier: Arc<WebPkiServerVerifier>| {
-            verifier.verify_server_cert(leaf, intermediates, &router_name(), &[], UnixTime::now()).is_ok()
+            let now = now(self.clock.as_ref());
+            verifier.verify_server_cert(leaf, intermediates, &router_name(), &[], now).is_ok()
         };
         verifier.is_ok_and(verify)
     }
@@ -290,24 +340,24 @@ impl Identity {
     /// Whether our own certificate names a router.
     #[must_use]
     pub fn names_router(&self) -> bool {
-        self.is_router(&self.certified.cert)
+        self.is_router(&self.shown.certified().cert)
     }
 
-    /// For a tonic server: shows our certificate, demands one of the cluster.
+    /// For a tonic server: shows the certificate of now, demands one of the cluster.
     #[must_use]
     pub fn server_tls(&self) -> ServerTlsConfig {
         ServerTlsConfig::new()
-            .identity(tonic::transport::Identity::from_pem(&self.cert_pem, &self.key_pem))
+            .identity(self.shown.tonic())
             .client_ca_root(Certificate::from_pem(&self.ca_pem))
     }
 
-    /// For a tonic channel: shows our certificate, demands [`SERVER_NAME`] of the cluster.
+    /// For a tonic channel: shows the certificate of now, demands [`SERVER_NAME`] of the cluster.
     #[must_use]
     pub fn client_tls(&self) -> ClientTlsConfig {
         ClientTlsConfig::new()
             .domain_name(SERVER_NAME)
             .ca_certificate(Certificate::from_pem(&self.ca_pem))
-            .identity(tonic::transport::Identity::from_pem(&self.cert_pem, &self.key_pem))
+            .identity(self.shown.tonic())
     }
 
     /// For the server end of QUIC: TLS 1.3, mutual, [`ALPN`].
@@ -322,14 +372,11 @@ impl Identity {
         self.client(provider(), ALPN)
     }
 
-    /// For the server end of TLS over TCP: TLS 1.3, mutual, [`ALPN_TCP`]. Each connection shows its certificate
-    /// anew: no session is resumed, and nothing comes after the handshake but records of data, whose keys may be
-    /// taken out.
+    /// For the server end of TLS over TCP: TLS 1.3, mutual, [`ALPN_TCP`]. Nothing comes after the handshake but records
+    /// of data, whose keys may be taken out.
     #[must_use]
     pub fn tcp_server(&self) -> rustls::ServerConfig {
         let mut config = self.server(bulk_provider(), ALPN_TCP);
-        config.send_tls13_tickets = 0;
-        config.session_storage = Arc::new(rustls::server::NoServerSessionStorage {});
         config.enable_secret_extraction = true;
         config
     }
@@ -338,33 +385,37 @@ impl Identity {
     #[must_use]
     pub fn tcp_client(&self) -> rustls::ClientConfig {
         let mut config = self.client(bulk_provider(), ALPN_TCP);
-        config.resumption = rustls::client::Resumption::disabled();
         config.enable_secret_extraction = true;
         config
     }
 
+    /// Each connection shows its certificate anew: a session that was resumed would go on with one that ran out since.
     fn server(&self, provider: Arc<CryptoProvider>, alpn: &[u8]) -> rustls::ServerConfig {
         let verifier =
             WebPkiClientVerifier::builder_with_provider(Arc::clone(&self.roots), Arc::clone(&provider))
                 .build()
                 .expect("the roots were checked to hold a certificate");
-        let mut config = rustls::ServerConfig::builder_with_provider(provider)
+        let mut config = rustls::ServerConfig::builder_with_details(provider, Arc::clone(&self.clock))
             .with_protocol_versions(&[&rustls::version::TLS13])
             .expect("ring supports TLS 1.3")
             .with_client_cert_verifier(verifier)
-            .with_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(Arc::clone(&self.certified))));
+            .with_cert_resolver(Arc::clone(&self.shown) as Arc<dyn rustls::server::ResolvesServerCert>);
+        config.send_tls13_tickets = 0;
+        config.session_storage = Arc::new(rustls::server::NoServerSessionStorage {});
         config.alpn_protocols = vec![alpn.to_vec()];
         config
     }
 
     fn client(&self, provider: Arc<CryptoProvider>, alpn: &[u8]) -> rustls::ClientConfig {
-        let mut config = rustls::ClientConfig::builder_with_provider(provider)
-            .with_protocol_versions(&[&rustls::version::TLS13])
-            .expect("ring supports TLS 1.3")
-            .with_root_certificates(Arc::clone(&self.roots))
-            .with_client_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(Arc::clone(
-                &self.certified,
-            ))));
+        let mut config =
+            rustls::ClientConfig::builder_with_details(provider, Arc::clone(&self.clock))
+                .with_protocol_versions(&[&rustls::version::TLS13])
+                .expect("ring supports TLS 1.3")
+                .with_root_certificates(Arc::clone(&self.roots))
+                .with_client_cert_resolver(
+                    Arc::clone(&self.shown) as Arc<dyn rustls::client::ResolvesClientCert>
+                );
+        config.resumption = rustls::client::Resumption::disabled();
         config.alpn_protocols = vec![alpn.to_vec()];
         config
     }

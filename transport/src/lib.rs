@@ -24,7 +24,10 @@ mod dial;
 mod frames;
 mod in_flight;
 pub mod loopback;
+pub mod pick;
 pub mod quic;
+pub mod renew;
+mod room;
 mod serve;
 pub mod shm;
 mod silence;
@@ -34,6 +37,7 @@ pub mod tcp;
 mod wire;
 
 pub use frames::Frames;
+pub use room::{Carried, Room};
 
 /// A boxed future, so that paths can be chosen at run time.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
@@ -288,7 +292,7 @@ pub enum PathError {
     },
     /// The peer's or our certificate was refused.
     #[error(
-        "{peer} and this process do not trust each other: {cause}; both need certificates of the same cluster authority"
+        "{peer} and this process do not trust each other: {cause}; both need certificates of the same cluster authority that did not run out"
     )]
     Untrusted {
         /// Who.

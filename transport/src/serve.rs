@@ -7,26 +7,22 @@
 //! and what a node does with a request (`node/`).
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use kvfleet_proto::data;
 use kvfleet_proto::frame::{FRAME_BYTES_MAX, Frame};
 use kvfleet_proto::trace_context;
-use tokio::sync::Semaphore;
 use tracing::Instrument;
 
-use crate::in_flight::InFlight;
-use crate::quic::{RETRY_AFTER, SAVES_AT_ONCE_MAX, save_bytes_in_flight};
+use crate::quic::{RETRY_AFTER, save_bytes_in_flight};
+use crate::room::{Carried, Room};
 use crate::stream::{ItemError, Loss, Next, Stream, encode, read_frame, read_message};
 use crate::wire::{self, Operation};
 use crate::{
     Admission, BlockService, Caller, FetchAnswer, FetchRequest, Frames, PathError, SaveOffer, SaveRequest,
     SaveSession,
 };
-
-/// Frame size assumed before the first frame was sent, in bytes.
-const FRAME_BYTES_GUESS: u64 = 64 << 10;
 
 /// Longest time a fetch holds its part of the bytes in flight, whatever deadline it names.
 const FETCH_TIME_MAX: Duration = Duration::from_secs(60);
@@ -35,7 +31,7 @@ const FETCH_TIME_MAX: Duration = Duration::from_secs(60);
 /// `TooLate`; this only ends what a reader that is gone or hostile left behind.
 const DEADLINE_GRACE: Duration = Duration::from_secs(1);
 
-/// Longest time a save may take: all of [`SAVES_AT_ONCE_MAX`] with 256 MiB each need two minutes on a
+/// Longest time a save may take: all of [`SAVES_AT_ONCE_MAX`](crate::quic::SAVES_AT_ONCE_MAX) with 256 MiB each need two minutes on a
 /// gigabit link. Without it a peer that sends one frame per stall timeout would keep its place for days.
 const SAVE_TIME_MAX: Duration = Duration::from_secs(300);
 
@@ -63,11 +59,9 @@ pub(crate) struct Times {
 pub(crate) const TIMES: Times =
     Times { fetch_max: FETCH_TIME_MAX, save_max: SAVE_TIME_MAX, grace: DEADLINE_GRACE };
 
-/// What operations may take and wait for, over all connections of a server.
+/// How long operations of a server may wait.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
-    pub(crate) fetch_bytes_in_flight_max: u64,
-    pub(crate) save_bytes_in_flight_max: u64,
     /// Time without progress after which a peer counts as gone.
     pub(crate) stall_timeout: Duration,
     pub(crate) times: Times,
@@ -75,10 +69,10 @@ pub(crate) struct Limits {
 
 /// What all operations of a server share.
 pub(crate) struct Operations {
-    saves: Semaphore,
-    fetches: InFlight,
-    arriving: InFlight,
-    largest_frame: AtomicU64,
+    /// Shared with the node's other servers.
+    room: Room,
+    /// Of this server alone.
+    pub(crate) carried: Carried,
     limits: Limits,
 }
 
@@ -106,14 +100,8 @@ pub(crate) enum ServeError {
 }
 
 impl Operations {
-    pub(crate) fn new(limits: Limits) -> Operations {
-        Operations {
-            saves: Semaphore::new(SAVES_AT_ONCE_MAX),
-            fetches: InFlight::new(limits.fetch_bytes_in_flight_max),
-            arriving: InFlight::new(limits.save_bytes_in_flight_max),
-            largest_frame: AtomicU64::new(FRAME_BYTES_GUESS),
-            limits,
-        }
+    pub(crate) fn new(room: Room, limits: Limits) -> Operations {
+        Operations { room, carried: Carried::default(), limits }
     }
 
     /// Serves one operation, to its last byte. `service` answers.
@@ -171,9 +159,10 @@ impl Operations {
         service: &dyn BlockService,
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
-        let frame_bytes = self.largest_frame.load(Ordering::Relaxed);
+        let room = self.room.shares();
+        let frame_bytes = room.largest_frame.load(Ordering::Relaxed);
         let bytes = frame_bytes.saturating_mul(request.hashes.len() as u64);
-        let Some(_reserved) = self.fetches.reserve(bytes) else {
+        let Some(_reserved) = room.fetches.reserve(bytes) else {
             let busy = FetchAnswer::Busy { retry_after: RETRY_AFTER };
             return self.answer(stream, &wire::head_to_pb(&busy, request.epoch)).await;
         };
@@ -185,8 +174,10 @@ impl Operations {
             let Some(frame) = self.next(&mut reply.frames, stream).await? else {
                 return Ok(self.timed(stream.end(reply.frames.ended())).await??);
             };
-            self.largest_frame.fetch_max(frame.bytes.len() as u64, Ordering::Relaxed);
+            let bytes = frame.bytes.len();
+            room.largest_frame.fetch_max(bytes as u64, Ordering::Relaxed);
             self.timed(stream.write(frame.bytes)).await??;
+            self.carried.sent(bytes);
         }
         self.flush(stream).await
     }
@@ -210,9 +201,10 @@ impl Operations {
         service: &dyn BlockService,
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
-        let permit = self.saves.try_acquire().ok();
+        let shares = self.room.shares();
+        let permit = shares.saves.try_acquire().ok();
         let bytes = save_bytes_in_flight(request.hashes.len(), request.frame_bytes);
-        let Some((_permit, mut room)) = permit.zip(self.arriving.reserve(bytes)) else {
+        let Some((_permit, mut room)) = permit.zip(shares.arriving.reserve(bytes)) else {
             let busy = SaveOffer::Busy { retry_after: RETRY_AFTER };
             return self.answer(stream, &wire::offer_to_pb(&busy)).await;
         };
@@ -244,7 +236,10 @@ impl Operations {
     ) -> Result<Box<dyn SaveSession>, ServeError> {
         for got in 0..wanted {
             match self.timed(read_frame(stream, limit)).await?? {
-                Next::Frame(frame) => session.put(frame).await,
+                Next::Frame(frame) => {
+                    self.carried.received(frame.bytes.len());
+                    session.put(frame).await;
+                }
                 Next::End(_) => return Err(ServeError::SaveCut { got, wanted }),
             }
         }

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use kvfleet_client::Transport;
 
 use super::sizes::{Capacity, Watermarks, parse_bytes};
 
@@ -40,6 +41,9 @@ pub struct ShapeArgs {
     /// Share of the modelled compute time that instances really wait; 0 never waits.
     #[arg(long, default_value_t = 0.0)]
     pub time_scale: f64,
+    /// Paths that block bytes take: quic, tcp (TLS 1.3), or auto for whichever is faster.
+    #[arg(long, default_value_t = Transport::default())]
+    pub transport: Transport,
     /// Where processes keep their data and logs; kept afterwards. Without it, a temporary directory.
     #[arg(long, value_name = "DIR")]
     pub data_dir: Option<PathBuf>,

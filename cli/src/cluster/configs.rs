@@ -107,6 +107,7 @@ fn instance(cluster: &Cluster, number: u32, files: CertificateFiles) -> Instance
         layers: shape.layers,
         fetch_floor_ms: shape.fetch_floor_ms,
         time_scale: shape.time_scale,
+        transport: shape.transport.to_string(),
         ..InstanceConfig::default()
     }
 }

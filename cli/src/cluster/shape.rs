@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use kv_core::prefix::IdentityManifest;
+use kvfleet_client::Transport;
 
 use crate::args::{ShapeArgs, Target};
 
@@ -47,6 +48,8 @@ pub struct Shape {
     pub time_scale: f64,
     /// Least time a fetch is given, in milliseconds.
     pub fetch_floor_ms: u64,
+    /// Paths that block bytes take.
+    pub transport: Transport,
     /// Data directory to keep; none for a temporary one.
     pub data_dir: Option<PathBuf>,
     /// First port of the routers; none for free ones.
@@ -77,6 +80,7 @@ impl Shape {
             profile: kv_core::schedule::HardwareProfile::default().name.to_owned(),
             time_scale: 0.0,
             fetch_floor_ms: 10_000,
+            transport: Transport::default(),
             data_dir: None,
             base_port: None,
             otlp: String::new(),
@@ -114,6 +118,7 @@ impl Shape {
             watermarks: args.watermarks.map(|marks| (marks.high, marks.low)),
             profile: args.profile.clone(),
             time_scale: args.time_scale,
+            transport: args.transport,
             data_dir: args.data_dir.clone(),
             otlp: args.otlp.clone().unwrap_or_default(),
             log: args.log.clone(),

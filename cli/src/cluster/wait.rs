@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use kvfleet_client::Transport;
 use kvfleet_proto::pb;
 use tokio::time::Instant;
 
@@ -47,7 +48,7 @@ pub(super) async fn until_settled(cluster: &Cluster, number: u64) -> anyhow::Res
     let Some(ready) = cluster.child((Role::Node, number)).and_then(Child::ready) else {
         anyhow::bail!("node {number} is not running");
     };
-    let client = client(&cluster.running_routers(), &cluster.identity()?)?;
+    let client = client(&cluster.running_routers(), &cluster.identity()?, Transport::default())?;
     let reply = client.settle(&ready.address("control"), SERVING_TIMEOUT).await?;
     if reply.settled {
         return Ok(());

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use kv_core::schedule::{HardwareProfile, PROFILES};
+use kvfleet_client::{NoTransport, Transport};
 use kvfleet_proto::frame::PAYLOAD_BYTES_MAX;
 use kvfleet_proto::tls::TlsFiles;
 use serde::{Deserialize, Serialize};
@@ -38,6 +39,8 @@ pub struct InstanceConfig {
     pub time_scale: f64,
     /// Time between load reports, in milliseconds.
     pub report_ms: u64,
+    /// Paths that block bytes take: quic, tcp, or auto for whichever is faster.
+    pub transport: String,
 }
 
 /// Files of this process's certificate.
@@ -74,6 +77,7 @@ impl Default for InstanceConfig {
             fetch_floor_ms: 50,
             time_scale: 0.0,
             report_ms: 200,
+            transport: Transport::default().to_string(),
         }
     }
 }
@@ -110,7 +114,12 @@ impl InstanceConfig {
         if self.report_ms == 0 {
             return Err("report_ms is 0: expected at least 1".to_owned());
         }
-        Ok(())
+        self.transport().map(|_| ())
+    }
+
+    /// The paths named in the configuration.
+    pub fn transport(&self) -> Result<Transport, String> {
+        self.transport.parse().map_err(|error: NoTransport| format!("transport: {error}"))
     }
 
     /// The profile named in the configuration, or the default one.
@@ -156,5 +165,6 @@ mod tests {
         says("an instance: block_bytes", &wrong(|config| config.block_bytes = 1 << 40), &[]);
         says("an instance: time_scale", &wrong(|config| config.time_scale = f64::NAN), &[]);
         says("an instance: report_ms", &wrong(|config| config.report_ms = 0), &[]);
+        says("an instance: transport", &wrong(|config| config.transport = "udp".into()), &[]);
     }
 }

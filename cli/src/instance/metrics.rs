@@ -1,7 +1,10 @@
 //! Counters of an instance for Prometheus. Wraps answers; the serving code does not know of it.
 
+use kvfleet_client::Client;
 use kvfleet_proto::pb;
-use prometheus::{IntCounter, IntCounterVec, IntGauge, Opts, Registry};
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
+use prometheus::{IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
 
 /// What an instance counts.
 #[derive(Clone, Debug)]
@@ -49,5 +52,41 @@ impl Metrics {
         bytes("wrong", reply.wrong_bytes);
         bytes("unused", reply.unused_bytes);
         bytes("saved", reply.saved_bytes);
+    }
+}
+
+/// Shows what `client` says of its paths.
+pub(super) fn watch_paths(registry: &Registry, client: Client) -> Result<(), prometheus::Error> {
+    let gauge = |name: &str, help: &str, labels: &[&str]| IntGaugeVec::new(Opts::new(name, help), labels);
+    let help = "Encoded bytes of blocks that went over each kind of path since start";
+    let bytes = gauge("kvfleet_instance_path_bytes", help, &["path", "act"])?;
+    let help = "Nodes to which each kind of path is the one in use";
+    let nodes = gauge("kvfleet_instance_path_nodes", help, &["path"])?;
+    registry.register(Box::new(Paths { client, bytes, nodes }))
+}
+
+/// Asks the client when somebody asks.
+struct Paths {
+    client: Client,
+    bytes: IntGaugeVec,
+    nodes: IntGaugeVec,
+}
+
+impl Collector for Paths {
+    fn desc(&self) -> Vec<&Desc> {
+        [self.bytes.desc(), self.nodes.desc()].concat()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        let set = |gauge: IntGauge, value: u64| gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
+        let reports = self.client.path_reports();
+        for (kind, carried) in self.client.carried() {
+            let path = kind.name();
+            set(self.bytes.with_label_values(&[path, "fetched"]), carried.received_bytes());
+            set(self.bytes.with_label_values(&[path, "saved"]), carried.sent_bytes());
+            let nodes = reports.iter().filter(|report| report.used == kind).count();
+            set(self.nodes.with_label_values(&[path]), nodes as u64);
+        }
+        [self.bytes.collect(), self.nodes.collect()].concat()
     }
 }

@@ -10,6 +10,8 @@ use kv_core::id::{BlockHash, Category, LeaseId, RequestId, TenantId};
 use kvfleet_proto::convert::{category_from_pb, hashes_from_bytes};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::instance_server::Instance;
+use kvfleet_transport::Carried;
+use kvfleet_transport::pick::PathKind;
 use tonic::{Request, Response, Status};
 use tracing::Instrument;
 
@@ -71,11 +73,19 @@ impl Instance for Service {
         _: Request<pb::InstanceStatusRequest>,
     ) -> Result<Response<pb::InstanceStatusReply>, Status> {
         let now = self.engine.working.snapshot();
+        let client = &self.engine.client;
+        let bytes = |(kind, carried): (PathKind, Carried)| pb::PathBytes {
+            path: kind.name().to_owned(),
+            fetched_bytes: carried.received_bytes(),
+            saved_bytes: carried.sent_bytes(),
+        };
         Ok(Response::new(pb::InstanceStatusReply {
             instance: self.engine.config.instance,
             served: now.served,
             queue_tokens: now.queue_tokens,
             running: now.running,
+            paths: client.carried().into_iter().map(bytes).collect(),
+            path_reasons: client.path_reports().iter().map(ToString::to_string).collect(),
         }))
     }
 }

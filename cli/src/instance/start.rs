@@ -7,7 +7,8 @@ use std::time::Duration;
 use kv_core::id::IdentityDigest;
 use kvfleet_client::Client;
 use kvfleet_proto::pb::instance_server::InstanceServer;
-use kvfleet_proto::tls::{TlsError, TlsFiles};
+use kvfleet_proto::tls::{Renewal, TlsError, TlsFiles};
+use kvfleet_transport::renew::{RENEW_EVERY, keep_renewed};
 use prometheus::Registry;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
@@ -18,7 +19,7 @@ use tonic::transport::Server;
 use super::blocks::BlockShape;
 use super::config::InstanceConfig;
 use super::load::Working;
-use super::metrics::Metrics;
+use super::metrics::{self, Metrics};
 use super::report::Reporter;
 use super::request::Service;
 use super::serve::Engine;
@@ -66,15 +67,18 @@ impl Instance {
         let digest = IdentityDigest::from_hex(&config.identity).ok_or_else(|| {
             StartError::Config(format!("identity {:?} is not 32 hexadecimal digits", config.identity))
         })?;
-        let identity = TlsFiles::from(&config.tls).load()?;
+        let files = TlsFiles::from(&config.tls);
+        let identity = files.load()?;
         let listener = listen(&config.listen).await?;
         let address = listener.local_addr().map_err(|cause| set_up(&cause))?;
         let metrics = Metrics::register(registry).map_err(|cause| set_up(&cause))?;
         let working = Arc::new(Working::default());
         let reporter =
             Reporter::new(&config, &address.to_string(), &identity).map_err(|cause| set_up(&cause))?;
+        let client = client(&config, &identity)?;
+        metrics::watch_paths(registry, client.clone()).map_err(|cause| set_up(&cause))?;
         let engine = Engine {
-            client: client(&config, &identity)?,
+            client,
             digest,
             blocks: BlockShape::new(digest, config.block_bytes, config.layers)
                 .map(Arc::new)
@@ -85,6 +89,10 @@ impl Instance {
         };
         let stop = CancellationToken::new();
         let mut tasks = reporter.spawn(&working, &metrics, &stop);
+        let (renewal, stopped) = (Renewal::new(identity.clone(), files), stop.clone());
+        tasks.push(tokio::spawn(async move {
+            let _ = stopped.run_until_cancelled(keep_renewed(renewal, RENEW_EVERY)).await; // stopped, as asked
+        }));
         let service =
             InstanceServer::new(Service::new(engine, metrics)).max_decoding_message_size(REQUEST_BYTES_MAX);
         let server = Server::builder().tls_config(identity.server_tls()).map_err(|cause| set_up(&cause))?;
@@ -114,7 +122,8 @@ impl Instance {
 }
 
 fn client(config: &InstanceConfig, identity: &kvfleet_proto::tls::Identity) -> Result<Client, StartError> {
-    crate::connect::client(&config.routers, identity).map_err(|cause| set_up(&cause))
+    let transport = config.transport().map_err(StartError::Config)?;
+    crate::connect::client(&config.routers, identity, transport).map_err(|cause| set_up(&cause))
 }
 
 async fn listen(address: &str) -> Result<TcpListener, StartError> {

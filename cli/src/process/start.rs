@@ -36,7 +36,7 @@ impl Role {
 /// A service that runs, with what it needs to stop.
 enum Service {
     Router(kvfleet_router::Router),
-    Node(kvfleet_node::Node),
+    Node(Box<kvfleet_node::Node>),
     Instance(Instance),
 }
 
@@ -72,7 +72,7 @@ pub async fn run(role: Role, args: &ProcessArgs) -> anyhow::Result<()> {
             serve(role, number, args, settings, async |config, registry| {
                 let node = kvfleet_node::Node::start(config, registry).await?;
                 let addresses = vec![("data", node.data_addr()), ("control", node.control_addr())];
-                Ok((Service::Node(node), addresses))
+                Ok((Service::Node(Box::new(node)), addresses))
             })
             .await
         }

@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use super::carried::Carried;
 use crate::cluster::PeakMemory;
 
 /// One request that ended.
@@ -137,6 +138,8 @@ pub struct Measured {
     pub wall: Duration,
     /// Processor time of all processes of the cluster; nothing for a cluster of someone else.
     pub cluster_cpu: Option<Duration>,
+    /// What went over which path; nothing of a cluster of someone else.
+    pub carried: Carried,
     /// Memory that the processes of the cluster had in place at most; nothing of a cluster of someone else.
     pub memory: Vec<PeakMemory>,
     /// Processor time of this process.

@@ -4,6 +4,7 @@
 //! one request, `faults` and `watch` break the cluster and measure what that costs. Not here: how the
 //! report is written and drawn (`crate::report`).
 
+mod carried;
 mod drive;
 mod faults;
 mod measure;
@@ -15,6 +16,7 @@ mod serve;
 mod visible;
 mod watch;
 
+pub use carried::{Carried, PathBytes};
 pub use measure::{FaultMark, Measured, ModelledSample, Percentiles, Sample, TierBlocks, ratio};
 pub use prepare::{Prepared, Reading, Workload, prepare, tenant_salt};
 pub use run::{Outcome, run};

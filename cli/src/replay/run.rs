@@ -9,6 +9,7 @@ use kvfleet_proto::tls::Identity;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
+use super::carried::Carried;
 use super::drive::{Drive, Pace};
 use super::faults::Faults;
 use super::measure::Measured;
@@ -163,8 +164,9 @@ async fn on_own_cluster(
     let target = (cluster.router_addresses(), cluster.identity()?);
     let measured = drive(args, workload, target, Some(&mut cluster), stop).await;
     let (crashed, memory) = (cluster.ever_crashed(), cluster.peak_memory());
+    let carried = Carried::of(&cluster).await;
     cluster.stop().await;
-    Ok((Measured { crashed, memory: memory?, ..measured? }, Some(shape)))
+    Ok((Measured { crashed, memory: memory?, carried: carried?, ..measured? }, Some(shape)))
 }
 
 async fn drive(
@@ -267,6 +269,7 @@ fn subject(args: &ReplayArgs, workload: &Workload, shape: Option<&Shape>, measur
         concurrency: concurrency(args) as u64,
         sequential: is_sequential(args),
         speed: args.speed.to_string(),
+        transport: known(args.shape.transport.to_string()),
         tenant: args.tenant,
         kill: texts(&args.kill),
         restart: texts(&args.restart),

@@ -6,7 +6,7 @@ use kvfleet_sim::trace::Skipped;
 use serde::Serialize;
 
 use crate::cluster::PeakMemory;
-use crate::replay::{FaultMark, Measured, Percentiles, Sample, ratio};
+use crate::replay::{FaultMark, Measured, PathBytes, Percentiles, Sample, ratio};
 
 /// What was replayed and how.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -49,6 +49,8 @@ pub struct Config {
     pub sequential: bool,
     /// Speed.
     pub speed: String,
+    /// Paths that block bytes were to take; empty when the cluster was someone else's.
+    pub transport: String,
     /// Tenant.
     pub tenant: u32,
     /// Kills as asked for.
@@ -121,6 +123,11 @@ pub struct Report {
     pub requests_per_s: f64,
     /// Processor time, seconds.
     pub cpu: Cpu,
+    /// Encoded bytes of blocks by the path they went over, as the instances that run at the end count them; empty when
+    /// the cluster was someone else's.
+    pub paths: BTreeMap<String, PathTraffic>,
+    /// Which path each instance takes to each node at the end, and why.
+    pub path_reasons: Vec<String>,
     /// Memory of each process; empty when the cluster was someone else's.
     pub memory: Vec<Memory>,
     /// Failed attempts by kind.
@@ -193,6 +200,36 @@ pub struct Cpu {
     pub cluster_s: Option<f64>,
     /// This process.
     pub driver_s: f64,
+    /// `cluster_s` over the gigabytes (10^9) of all `paths` together: the price of a path where all went over one.
+    pub cluster_s_per_gb: Option<f64>,
+}
+
+/// What went over a path, in encoded bytes.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct PathTraffic {
+    /// From nodes.
+    pub fetched_bytes: u64,
+    /// To nodes.
+    pub saved_bytes: u64,
+}
+
+impl From<&PathBytes> for PathTraffic {
+    fn from(bytes: &PathBytes) -> Self {
+        Self { fetched_bytes: bytes.fetched, saved_bytes: bytes.saved }
+    }
+}
+
+impl Cpu {
+    fn of(measured: &Measured) -> Self {
+        let cluster_s = measured.cluster_cpu.map(|cpu| cpu.as_secs_f64());
+        #[expect(clippy::cast_precision_loss)]
+        let gigabytes = measured.carried.total_bytes() as f64 / 1e9;
+        Self {
+            cluster_s,
+            driver_s: measured.driver_cpu.as_secs_f64(),
+            cluster_s_per_gb: cluster_s.filter(|_| gigabytes > 0.0).map(|cpu| cpu / gigabytes),
+        }
+    }
 }
 
 /// Part of its bound by which a process may exceed it: what the allocator keeps between pieces that are in use.
@@ -313,10 +350,9 @@ impl Report {
             request_us: latency(|sample| Some(sample.total_us)),
             wall_s,
             requests_per_s,
-            cpu: Cpu {
-                cluster_s: measured.cluster_cpu.map(|cpu| cpu.as_secs_f64()),
-                driver_s: measured.driver_cpu.as_secs_f64(),
-            },
+            cpu: Cpu::of(measured),
+            paths: measured.carried.bytes.iter().map(|(path, bytes)| (path.clone(), bytes.into())).collect(),
+            path_reasons: measured.carried.reasons.clone(),
             memory: measured.memory.iter().map(Memory::from).collect(),
             errors: measured.errors.clone(),
             misses: measured.misses.clone(),
@@ -377,6 +413,24 @@ mod tests {
             serving_ms: None,
         };
         Measured { samples: vec![sample.clone(), sample], faults: vec![mark], ..Measured::default() }
+    }
+
+    #[test]
+    fn processor_time_is_set_against_all_that_went_over_paths() {
+        let bytes = [("quic", 1_500_000_000, 250_000_000), ("tcp", 250_000_000, 0)];
+        let bytes = bytes.map(|(path, fetched, saved)| (path.to_owned(), PathBytes { fetched, saved }));
+        let carried = crate::replay::Carried { bytes: bytes.into(), reasons: vec!["why".to_owned()] };
+        let cluster_cpu = Some(std::time::Duration::from_secs(3));
+        let subject = || Subject { config: Config::default(), seed: 7, profile: String::new() };
+        let json = |measured| serde_json::to_value(Report::new(subject(), &measured)).unwrap();
+        let told = json(Measured { carried, cluster_cpu, ..measured() });
+        assert_eq!(told["cpu"]["cluster_s_per_gb"], 1.5);
+        assert_eq!(told["paths"]["quic"]["saved_bytes"], 250_000_000);
+        assert_eq!(
+            (&told["paths"]["tcp"]["fetched_bytes"], &told["path_reasons"][0]),
+            (&250_000_000.into(), &"why".into())
+        );
+        assert!(json(Measured { cluster_cpu, ..measured() })["cpu"]["cluster_s_per_gb"].is_null());
     }
 
     #[test]

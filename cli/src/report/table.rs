@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::json::{Fault, Latency, Memory, Report};
+use super::json::{Fault, Latency, Memory, PathTraffic, Report};
 use super::plots::human_bytes;
 use crate::trace::skipped_text;
 
@@ -52,7 +52,28 @@ fn requests(out: &mut String, report: &Report) {
         row(out, "  REFUSED", why);
     }
     row(out, "cpu", &format!("{cluster}{:.1} s this process", report.cpu.driver_s));
+    paths(out, report);
     memory(out, report);
+}
+
+/// What went over which path, and what it cost.
+fn paths(out: &mut String, report: &Report) {
+    let used = report.paths.iter().filter(|(_, bytes)| bytes.fetched_bytes + bytes.saved_bytes > 0);
+    let text = |(path, bytes): (&String, &PathTraffic)| {
+        let (fetched, saved) = (human_bytes(bytes.fetched_bytes), human_bytes(bytes.saved_bytes));
+        format!("{path} {fetched} fetched, {saved} saved")
+    };
+    let mut all: Vec<String> = used.map(text).collect();
+    if all.is_empty() {
+        return;
+    }
+    let cost = report.cpu.cluster_s_per_gb.map(|cost| format!("{cost:.2} CPU-seconds of the cluster a GB"));
+    all.extend(cost);
+    row(out, "paths", &all.join("; "));
+    // Where there was nothing to choose, there is nothing to explain.
+    for reason in report.path_reasons.iter().filter(|_| report.paths.len() > 1) {
+        row(out, "  why", reason);
+    }
 }
 
 /// The fullest process that has a bound, and every one above it.

@@ -8,3 +8,4 @@ mod replay;
 mod restart;
 mod support;
 mod trace;
+mod transport;

@@ -15,6 +15,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use super::stream::QuicStream;
 use super::{CODE_DONE, CODE_REFUSED, CONNECTIONS_MAX, QuicConfig};
 use crate::BlockService;
+use crate::room::{Carried, Room};
 use crate::serve::{Limits, Operations, TIMES, Times, admit};
 
 /// Time for connections to say goodbye when the server closes.
@@ -35,6 +36,7 @@ pub struct BindError {
 pub struct QuicServer {
     endpoint: Endpoint,
     local: SocketAddr,
+    carried: Carried,
     accepting: JoinHandle<()>,
 }
 
@@ -71,7 +73,34 @@ impl QuicServer {
         QuicServer::bind_timed(address, identity, config, TIMES, service)
     }
 
+    /// Like [`QuicServer::bind_with`], with bounds that other servers of the same node share: those of `config` are not
+    /// looked at.
+    ///
+    /// # Errors
+    /// When the address cannot be bound.
+    pub fn bind_in(
+        room: &Room,
+        address: SocketAddr,
+        identity: &Identity,
+        config: &QuicConfig,
+        service: Arc<dyn BlockService>,
+    ) -> Result<QuicServer, BindError> {
+        QuicServer::bind_all(room.clone(), address, identity, config, TIMES, service)
+    }
+
     fn bind_timed(
+        address: SocketAddr,
+        identity: &Identity,
+        config: &QuicConfig,
+        times: Times,
+        service: Arc<dyn BlockService>,
+    ) -> Result<QuicServer, BindError> {
+        let room = Room::new(config.fetch_bytes_in_flight_max, config.save_bytes_in_flight_max);
+        QuicServer::bind_all(room, address, identity, config, times, service)
+    }
+
+    fn bind_all(
+        room: Room,
         address: SocketAddr,
         identity: &Identity,
         config: &QuicConfig,
@@ -87,21 +116,23 @@ impl QuicServer {
         let runtime = default_runtime().ok_or_else(|| failed(std::io::Error::other("no tokio runtime")))?;
         let endpoint = Endpoint::new(config.endpoint(), Some(server), socket, runtime).map_err(failed)?;
         let local = endpoint.local_addr().map_err(failed)?;
-        let limits = Limits {
-            fetch_bytes_in_flight_max: config.fetch_bytes_in_flight_max,
-            save_bytes_in_flight_max: config.save_bytes_in_flight_max,
-            stall_timeout: config.stall_timeout,
-            times,
-        };
-        let shared = Arc::new(Shared { service, operations: Operations::new(limits) });
+        let operations = Operations::new(room, Limits { stall_timeout: config.stall_timeout, times });
+        let carried = operations.carried.clone();
+        let shared = Arc::new(Shared { service, operations });
         let accepting = tokio::spawn(accept(endpoint.clone(), shared));
-        Ok(QuicServer { endpoint, local, accepting })
+        Ok(QuicServer { endpoint, local, carried, accepting })
     }
 
     /// Where it listens.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.local
+    }
+
+    /// What it carried so far.
+    #[must_use]
+    pub fn carried(&self) -> Carried {
+        self.carried.clone()
     }
 
     /// Ends every operation and connection; returns when peers were told or a second has passed.

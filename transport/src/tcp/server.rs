@@ -18,6 +18,7 @@ use super::handshake;
 use super::socket::listen;
 use super::stream::{Ends, TlsStream};
 use crate::BlockService;
+use crate::room::{Carried, Room};
 use crate::serve::{Limits, Operations, TIMES, Times, admit};
 
 /// Wait after the system gave no connection: it is out of descriptors or memory, and asking at once gives nothing
@@ -38,6 +39,7 @@ pub struct BindError {
 #[derive(Debug)]
 pub struct TcpServer {
     local: SocketAddr,
+    carried: Carried,
     accepting: JoinHandle<()>,
 }
 
@@ -76,7 +78,34 @@ impl TcpServer {
         TcpServer::bind_timed(address, identity, config, TIMES, service)
     }
 
+    /// Like [`TcpServer::bind_with`], with bounds that other servers of the same node share: those of `config` are not
+    /// looked at.
+    ///
+    /// # Errors
+    /// When the address cannot be bound.
+    pub fn bind_in(
+        room: &Room,
+        address: SocketAddr,
+        identity: &Identity,
+        config: &TcpConfig,
+        service: Arc<dyn BlockService>,
+    ) -> Result<TcpServer, BindError> {
+        TcpServer::bind_all(room.clone(), address, identity, config, TIMES, service)
+    }
+
     pub(super) fn bind_timed(
+        address: SocketAddr,
+        identity: &Identity,
+        config: &TcpConfig,
+        times: Times,
+        service: Arc<dyn BlockService>,
+    ) -> Result<TcpServer, BindError> {
+        let room = Room::new(config.fetch_bytes_in_flight_max, config.save_bytes_in_flight_max);
+        TcpServer::bind_all(room, address, identity, config, times, service)
+    }
+
+    fn bind_all(
+        room: Room,
         address: SocketAddr,
         identity: &Identity,
         config: &TcpConfig,
@@ -86,12 +115,8 @@ impl TcpServer {
         let failed = |cause| BindError { address, cause };
         let listener = listen(address, config.congestion_control.as_deref()).map_err(failed)?;
         let local = listener.local_addr().map_err(failed)?;
-        let operations = Operations::new(Limits {
-            fetch_bytes_in_flight_max: config.fetch_bytes_in_flight_max,
-            save_bytes_in_flight_max: config.save_bytes_in_flight_max,
-            stall_timeout: config.stall_timeout,
-            times,
-        });
+        let operations = Operations::new(room, Limits { stall_timeout: config.stall_timeout, times });
+        let carried = operations.carried.clone();
         let shared = Shared {
             service,
             operations,
@@ -99,13 +124,19 @@ impl TcpServer {
             ends: Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Small },
             config: config.clone(),
         };
-        Ok(TcpServer { local, accepting: tokio::spawn(accept(listener, Arc::new(shared))) })
+        Ok(TcpServer { local, carried, accepting: tokio::spawn(accept(listener, Arc::new(shared))) })
     }
 
     /// Where it listens.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.local
+    }
+
+    /// What it carried so far.
+    #[must_use]
+    pub fn carried(&self) -> Carried {
+        self.carried.clone()
     }
 
     /// Ends every operation and connection; returns when that is done.

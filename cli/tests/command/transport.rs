@@ -1,0 +1,50 @@
+//! Replays over each transport: the bytes go where they were sent, all of them right, and the report says so.
+
+use serde_json::Value;
+
+use crate::support::Place;
+
+fn replay(place: &Place, words: &[&str]) -> Value {
+    let shape = ["--block-bytes", "4KiB", "--routers", "1", "--nodes", "2", "--instances", "2"];
+    let report = place.replay(&[&shape[..], words].concat());
+    for wrong in ["wrong_bytes", "wrong_blocks", "requests_failed"] {
+        assert_eq!(report[wrong], 0, "{report:#}");
+    }
+    assert_eq!(report["requests_ended"], report["requests"], "{report:#}");
+    report
+}
+
+/// Encoded bytes that were fetched over a path; nothing when the report does not name it.
+fn fetched(report: &Value, path: &str) -> Option<u64> {
+    report["paths"].get(path)?["fetched_bytes"].as_u64()
+}
+
+#[test]
+fn blocks_go_over_the_transport_that_was_asked_for() {
+    let place = Place::new();
+    place.trace(200);
+    for (words, path, other) in [
+        (&["--transport", "tcp"][..], "tcp", "quic"),
+        (&["--transport", "quic"], "quic", "tcp"),
+        (&[], "quic", "tcp"),
+    ] {
+        let report = replay(&place, words);
+        assert_eq!(report["config"]["transport"], path);
+        // Frames are longer than the blocks in them.
+        assert!(fetched(&report, path) > report["fetched_bytes"].as_u64(), "{report:#}");
+        assert_eq!(fetched(&report, other), None, "{report:#}");
+        assert!(report["paths"][path]["saved_bytes"].as_u64() > report["saved_bytes"].as_u64());
+        assert!(report["cpu"]["cluster_s_per_gb"].as_f64().unwrap() > 0.0, "{report:#}");
+    }
+}
+
+#[test]
+fn auto_survives_a_kill_and_says_which_path_it_took_and_why() {
+    let place = Place::new();
+    place.trace(300);
+    let report = replay(&place, &["--transport", "auto", "--kill", "node:2@50%", "--restart", "node:2@70%"]);
+    let all = fetched(&report, "quic").zip(fetched(&report, "tcp")).map(|(quic, tcp)| quic + tcp);
+    assert!(all > report["fetched_bytes"].as_u64(), "{report:#}");
+    let reasons = report["path_reasons"].as_array().unwrap();
+    assert!(reasons.iter().any(|reason| reason.as_str().unwrap().contains(" over quic: ")), "{report:#}");
+}

@@ -1,0 +1,60 @@
+//! Which paths a client takes, over both network paths for real.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use kv_core::id::{Category, LeaseId, RequestId, TenantId};
+use kvfleet_proto::pb;
+use kvfleet_proto::tls::Identity;
+use kvfleet_transport::BlockService;
+use kvfleet_transport::quic::QuicServer;
+use kvfleet_transport::suite::{EPOCH, IDENTITY, MemoryService, PATIENCE, frame, hash, hashes};
+use kvfleet_transport::tcp::TcpServer;
+
+use super::authority::{Authority, config};
+use crate::{Client, ClientConfig, FetchCall, Transport};
+
+/// Both servers of a node, at one port.
+fn serve(identity: &Identity, service: &Arc<dyn BlockService>) -> (SocketAddr, (QuicServer, TcpServer)) {
+    loop {
+        let any = "127.0.0.1:0".parse().unwrap();
+        let quic = QuicServer::bind(any, identity, Arc::clone(service)).unwrap();
+        if let Ok(tcp) = TcpServer::bind(quic.local_addr(), identity, Arc::clone(service)) {
+            return (quic.local_addr(), (quic, tcp));
+        }
+    }
+}
+
+fn call(address: String) -> FetchCall {
+    let source = pb::Source { node: 0, epoch: EPOCH.0, address, start_blocks: 0, len_blocks: 4, tier: 1 };
+    FetchCall {
+        lease: LeaseId(5),
+        request: RequestId(5),
+        tenant: TenantId(0),
+        category: Category::default(),
+        identity: IDENTITY,
+        hashes: hashes(4),
+        resident_blocks: 0,
+        sources: vec![source],
+        deadline: PATIENCE,
+    }
+}
+
+#[tokio::test]
+async fn a_client_takes_the_paths_of_its_transport_and_counts_what_went_over_each() {
+    let (authority, service) = (Authority::new(), MemoryService::default());
+    (0..4).for_each(|number| service.hold(frame(hash(number), 2000)));
+    let service: Arc<dyn BlockService> = Arc::new(service);
+    let (at, _servers) = serve(&authority.member(), &service);
+    for transport in Transport::ALL {
+        let config = config(vec!["127.0.0.1:1".to_owned()], authority.member());
+        let client = Client::new(ClientConfig { transport, ..config }).unwrap();
+        let outcome = client.fetch(call(at.to_string())).await.unwrap();
+        assert_eq!((outcome.blocks.len(), outcome.wrong_blocks), (4, 0), "{transport}");
+        let carried = client.carried();
+        assert_eq!(carried.iter().map(|(kind, _)| *kind).collect::<Vec<_>>(), transport.kinds());
+        assert_eq!(carried[0].1.received_bytes(), outcome.bytes, "{transport}: over the default of them");
+        let reports = client.path_reports();
+        assert_eq!((reports.len(), reports[0].used), (1, transport.kinds()[0]));
+    }
+}

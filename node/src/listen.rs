@@ -1,0 +1,160 @@
+//! Where a node serves block bytes: QUIC, and TLS over TCP at the same port.
+//!
+//! Whoever knows the one address knows the other, so nothing more is announced. Both servers share the node's bounds of
+//! what is under way and its service, which admits callers by their certificates. Not here: what is answered
+//! (`serve.rs`), and the paths themselves (`kvfleet-transport`).
+
+use std::io::ErrorKind;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use kvfleet_proto::tls::Identity;
+use kvfleet_transport::quic::{self, QuicConfig, QuicServer};
+use kvfleet_transport::tcp::{self, TcpConfig, TcpServer};
+use kvfleet_transport::{BlockService, Carried, Room};
+
+use crate::config::NodeConfig;
+
+/// Ports that the system is asked for at most, until one is free of both kinds.
+const PORTS_TRIED_MAX: usize = 32;
+
+/// Why a node cannot listen for block bytes.
+#[derive(Debug, thiserror::Error)]
+pub enum ListenError {
+    /// The port, as QUIC's.
+    #[error("data_listen: {0}")]
+    Quic(#[from] quic::BindError),
+    /// The same port, as TCP's.
+    #[error("data_listen: {0}, or set data_tcp to false to serve QUIC only")]
+    Tcp(#[from] tcp::BindError),
+}
+
+/// The servers of a node's block bytes.
+#[derive(Debug)]
+pub(crate) struct DataServers {
+    quic: QuicServer,
+    tcp: Option<TcpServer>,
+}
+
+impl DataServers {
+    /// Listens at `address` (port 0: any that is free of both kinds).
+    pub(crate) fn bind(
+        address: SocketAddr,
+        identity: &Identity,
+        config: &NodeConfig,
+        service: &Arc<dyn BlockService>,
+    ) -> Result<DataServers, ListenError> {
+        let room = Room::new(config.fetch_inflight_bytes, config.save_inflight_bytes);
+        let mut tries = 0;
+        loop {
+            let quic = QuicConfig::default();
+            let quic = QuicServer::bind_in(&room, address, identity, &quic, Arc::clone(service))?;
+            if !config.data_tcp {
+                return Ok(DataServers { quic, tcp: None });
+            }
+            let (at, settings) = (quic.local_addr(), TcpConfig::default());
+            tries += 1;
+            match TcpServer::bind_in(&room, at, identity, &settings, Arc::clone(service)) {
+                Ok(tcp) => return Ok(DataServers { quic, tcp: Some(tcp) }),
+                Err(error) if may_try_another(address, &error, tries) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Where it listens.
+    pub(crate) fn local_addr(&self) -> SocketAddr {
+        self.quic.local_addr()
+    }
+
+    /// What each path carries, by its name.
+    pub(crate) fn carried(&self) -> Vec<(&'static str, Carried)> {
+        let quic = ("quic", self.quic.carried());
+        std::iter::once(quic).chain(self.tcp.as_ref().map(|tcp| ("tcp", tcp.carried()))).collect()
+    }
+
+    /// Ends every operation and connection, and waits for it.
+    pub(crate) async fn close(self) {
+        let tcp = async {
+            if let Some(tcp) = self.tcp {
+                tcp.close().await;
+            }
+        };
+        tokio::join!(self.quic.close(), tcp);
+    }
+}
+
+/// Whether the port was the system's choice, and only taken.
+fn may_try_another(asked: SocketAddr, error: &tcp::BindError, tries: usize) -> bool {
+    asked.port() == 0 && error.cause.kind() == ErrorKind::AddrInUse && tries < PORTS_TRIED_MAX
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use kvfleet_proto::tls::SERVER_NAME;
+    use kvfleet_transport::quic::QuicDialer;
+    use kvfleet_transport::suite::{MemoryService, fetch, fetch_request, frame, hash, hashes, in_dram};
+    use kvfleet_transport::tcp::TcpDialer;
+    use kvfleet_transport::{Dialer, FetchAnswer};
+    use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+    use tokio::sync::watch;
+
+    use super::*;
+
+    fn identity() -> Identity {
+        let mut params = CertificateParams::new(vec![]).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+        let key = KeyPair::generate().unwrap();
+        let params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).unwrap();
+        let cert = params.signed_by(&key, &authority).unwrap();
+        let (ca, cert, key) = (authority.pem(), cert.pem(), key.serialize_pem());
+        Identity::from_pem(ca.as_bytes(), cert.as_bytes(), key.as_bytes()).unwrap()
+    }
+
+    #[tokio::test]
+    async fn one_bound_of_bytes_in_flight_holds_over_both_servers() {
+        let (identity, service) = (identity(), MemoryService::default());
+        (0..2).for_each(|number| service.hold(frame(hash(number), 4000)));
+        let config = NodeConfig { fetch_inflight_bytes: 1, ..NodeConfig::default() };
+        let blocks: Arc<dyn BlockService> = Arc::new(service.clone());
+        let any = "127.0.0.1:0".parse().unwrap();
+        let servers = DataServers::bind(any, &identity, &config, &blocks).unwrap();
+        let address = servers.local_addr().to_string();
+        let quic = QuicDialer::new(&identity, QuicConfig::default()).dial(address.clone()).await.unwrap();
+        let tcp = TcpDialer::new(&identity, TcpConfig::default()).dial(address).await.unwrap();
+        service.set_gate(1);
+        let seen = watch::Sender::new(0);
+        let mut came = seen.subscribe();
+        let first = async {
+            let mut sink = |_| seen.send_modify(|seen| *seen += 1);
+            quic.fetch(fetch_request(&hashes(2)), &mut sink).await.unwrap()
+        };
+        let second = async {
+            came.wait_for(|seen| *seen == 1).await.unwrap();
+            let busy = fetch(&*tcp, fetch_request(&hashes(2))).await.unwrap();
+            service.set_gate(10);
+            busy
+        };
+        let (first, second) = tokio::join!(first, second);
+        assert_eq!(first, FetchAnswer::Hit { tiers: in_dram(2) }, "one alone passes, however large");
+        assert!(matches!(second, FetchAnswer::Busy { .. }), "{second:?}");
+        let again = fetch(&*tcp, fetch_request(&hashes(2))).await.unwrap();
+        assert_eq!(again, FetchAnswer::Hit { tiers: in_dram(2) }, "the room was given back");
+        let frame = frame(hash(0), 4000).bytes.len() as u64;
+        let sent: Vec<_> = servers.carried().iter().map(|(path, all)| (*path, all.sent_bytes())).collect();
+        assert_eq!(sent, [("quic", 2 * frame), ("tcp", 2 * frame)]);
+    }
+
+    #[test]
+    fn only_a_port_that_the_system_chose_is_given_up_for_another() {
+        let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
+        let this: SocketAddr = "127.0.0.1:7400".parse().unwrap();
+        let error = |kind: ErrorKind| tcp::BindError { address: this, cause: kind.into() };
+        assert!(may_try_another(any, &error(ErrorKind::AddrInUse), 1));
+        assert!(!may_try_another(any, &error(ErrorKind::AddrInUse), PORTS_TRIED_MAX));
+        assert!(!may_try_another(any, &error(ErrorKind::PermissionDenied), 1));
+        assert!(!may_try_another(this, &error(ErrorKind::AddrInUse), 1));
+    }
+}

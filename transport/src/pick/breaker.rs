@@ -1,0 +1,193 @@
+//! Whether a path that failed is asked again: a circuit breaker, time passed in.
+//!
+//! Closed, it lets everything pass; after some failures in a row it opens, and everything goes another way; after a time one
+//! trial passes, and what becomes of it closes the breaker or opens it for twice as long. Not here: what counts as a failure
+//! (`path.rs`), and what is done where every path's breaker is open (`dialer.rs`).
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// When a breaker opens and for how long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BreakerRules {
+    /// Failures in a row that open it.
+    pub failures_max: u32,
+    /// How long it is open at first.
+    pub open_min: Duration,
+    /// How long it is open at most, however often its trials failed.
+    pub open_max: Duration,
+    /// How long a trial is waited for: one that nobody brought to an end lets another pass after that.
+    pub trial_max: Duration,
+}
+
+impl Default for BreakerRules {
+    fn default() -> BreakerRules {
+        BreakerRules {
+            // One is an accident; a path that fails three times in a row costs each request a wait.
+            failures_max: 3,
+            open_min: Duration::from_secs(1),
+            open_max: Duration::from_secs(60),
+            trial_max: Duration::from_secs(5),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Closed { failures: u32 },
+    Open { until: Instant, lasts: Duration },
+    HalfOpen { since: Instant, lasted: Duration },
+}
+
+/// What one path's failures led to.
+#[derive(Clone, Debug)]
+pub(super) struct Breaker {
+    rules: BreakerRules,
+    state: State,
+}
+
+impl Breaker {
+    pub(super) fn new(rules: BreakerRules) -> Breaker {
+        Breaker { rules, state: State::Closed { failures: 0 } }
+    }
+
+    /// Whether everything passes.
+    pub(super) fn is_closed(&self) -> bool {
+        matches!(self.state, State::Closed { .. })
+    }
+
+    /// Whether the path may be asked now. Of a breaker that is not closed only a trial passes, one at a time, and
+    /// whoever is let pass says what became of it.
+    pub(super) fn passes(&mut self, now: Instant) -> bool {
+        let lasted = match self.state {
+            State::Closed { .. } => return true,
+            State::Open { until, lasts } if now >= until => lasts,
+            State::HalfOpen { since, lasted } if now >= since + self.rules.trial_max => lasted,
+            State::Open { .. } | State::HalfOpen { .. } => return false,
+        };
+        self.state = State::HalfOpen { since: now, lasted };
+        true
+    }
+
+    /// The path did what it was asked. Something that began before the breaker opened says nothing new.
+    pub(super) fn succeeded(&mut self) {
+        if !matches!(self.state, State::Open { .. }) {
+            self.state = State::Closed { failures: 0 };
+        }
+    }
+
+    /// The path failed; whether that opened it.
+    pub(super) fn failed(&mut self, now: Instant) -> bool {
+        let lasts = match self.state {
+            State::Closed { failures } if failures + 1 < self.rules.failures_max => {
+                self.state = State::Closed { failures: failures + 1 };
+                return false;
+            }
+            State::Closed { .. } => self.rules.open_min,
+            State::HalfOpen { lasted, .. } => lasted.saturating_mul(2).min(self.rules.open_max),
+            State::Open { .. } => return false,
+        };
+        self.state = State::Open { until: now + lasts, lasts };
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::{Rng, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
+
+    use super::*;
+
+    const RULES: BreakerRules = BreakerRules {
+        failures_max: 3,
+        open_min: Duration::from_secs(1),
+        open_max: Duration::from_secs(8),
+        trial_max: Duration::from_secs(5),
+    };
+
+    const fn secs(count: u64) -> Duration {
+        Duration::from_secs(count)
+    }
+
+    /// One that opened now.
+    fn opened() -> (Instant, Breaker) {
+        let (now, mut breaker) = (Instant::now(), Breaker::new(RULES));
+        assert_eq!([breaker.failed(now), breaker.failed(now), breaker.failed(now)], [false, false, true]);
+        (now, breaker)
+    }
+
+    #[test]
+    fn only_failures_in_a_row_open_it() {
+        let (now, mut breaker) = (Instant::now(), Breaker::new(RULES));
+        for _ in 0..10 {
+            assert!(!breaker.failed(now) && !breaker.failed(now));
+            breaker.succeeded();
+        }
+        assert!(breaker.passes(now) && breaker.is_closed());
+        assert_eq!([breaker.failed(now), breaker.failed(now), breaker.failed(now)], [false, false, true]);
+        assert!(!breaker.passes(now + Duration::from_millis(999)) && !breaker.is_closed());
+    }
+
+    #[test]
+    fn one_trial_passes_and_decides() {
+        let (now, mut breaker) = opened();
+        assert!(breaker.passes(now + secs(1)), "the trial");
+        assert!(!breaker.passes(now + secs(1)), "and nothing beside it");
+        assert!(breaker.failed(now + secs(1)));
+        assert!(!breaker.passes(now + secs(2)) && breaker.passes(now + secs(3)), "twice as long");
+        breaker.succeeded();
+        assert!(breaker.is_closed() && breaker.passes(now + secs(3)) && breaker.passes(now + secs(3)));
+        assert!(!breaker.failed(now + secs(3)), "it counts from nothing again");
+    }
+
+    #[test]
+    fn a_trial_that_nobody_ended_gives_way_to_another() {
+        let (now, mut breaker) = opened();
+        assert!(breaker.passes(now + secs(1)));
+        assert!(!breaker.passes(now + secs(5)) && breaker.passes(now + secs(6)));
+    }
+
+    #[test]
+    fn what_began_before_it_opened_changes_nothing() {
+        let (now, mut breaker) = opened();
+        breaker.succeeded();
+        assert!(!breaker.failed(now + Duration::from_millis(900)) && !breaker.passes(now));
+        assert!(breaker.passes(now + secs(1)), "late failures do not keep it open for longer");
+    }
+
+    /// However things go, a path is left alone for the longest time at most, and what passes while it is not closed is
+    /// one trial at a time.
+    #[test]
+    fn it_is_never_closed_to_a_path_for_good_and_never_floods_it() {
+        for seed in 0..200 {
+            println!("seed {seed}");
+            let mut random = ChaCha8Rng::seed_from_u64(seed);
+            let (mut now, mut breaker) = (Instant::now(), Breaker::new(RULES));
+            let (mut refused_since, mut trials) = (None, Vec::<Instant>::new());
+            for _ in 0..500 {
+                now += Duration::from_millis(random.random_range(0..700));
+                let was_closed = breaker.is_closed();
+                if breaker.passes(now) {
+                    refused_since = None;
+                    if !was_closed {
+                        trials.push(now);
+                    }
+                    match random.random_range(0..3) {
+                        0 => breaker.succeeded(),
+                        1 => {
+                            breaker.failed(now);
+                        }
+                        _ => {} // nobody says
+                    }
+                } else {
+                    let since = *refused_since.get_or_insert(now);
+                    assert!(now - since < RULES.open_max + RULES.trial_max, "seed {seed}");
+                }
+            }
+            let gaps = trials.windows(2).map(|pair| pair[1] - pair[0]);
+            assert!(gaps.min().is_none_or(|least| least >= RULES.open_min), "seed {seed}");
+        }
+    }
+}

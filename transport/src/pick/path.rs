@@ -1,0 +1,258 @@
+//! Several open ways to one peer as one path.
+//!
+//! Each operation takes the way that is picked for it, and what becomes of it is remembered. A fetch that a way refused
+//! before it gave a byte goes another way within its deadline. Ways that are not open are opened behind the operations. Not here:
+//! what is concluded (`peer.rs`), what an operation says (the paths themselves).
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use kv_core::id::{LeaseId, Tier};
+use kvfleet_proto::frame::Frame;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, MissedTickBehavior, interval};
+
+use super::PickRules;
+use super::dialer::Way;
+use super::peer::Peer;
+use crate::{
+    BoxFuture, Carried, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer, SaveRequest,
+};
+
+/// The ways to a peer that are open.
+pub(super) struct Open {
+    ways: Arc<[Way]>,
+    peer: Arc<Peer>,
+    /// By position of the way.
+    paths: Mutex<Vec<Option<Arc<dyn Path>>>>,
+}
+
+impl Open {
+    pub(super) fn new(ways: Arc<[Way]>, peer: Arc<Peer>, at: usize, path: Arc<dyn Path>) -> Open {
+        let mut paths = vec![None; ways.len()];
+        paths[at] = Some(path);
+        Open { ways, peer, paths: Mutex::new(paths) }
+    }
+
+    fn paths(&self) -> MutexGuard<'_, Vec<Option<Arc<dyn Path>>>> {
+        self.paths.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The way that the next operation takes, but for those that refused it.
+    fn pick(&self, is_fetch: bool, refused: &[usize]) -> Option<(usize, Arc<dyn Path>)> {
+        let paths = self.paths().clone();
+        let is_open = |(at, path): (usize, &Option<Arc<dyn Path>>)| {
+            !refused.contains(&at) && path.as_ref().is_some_and(|path| path.failure().is_none())
+        };
+        let open: Vec<bool> = paths.iter().enumerate().map(is_open).collect();
+        let at = self.peer.pick(Instant::now(), &open, is_fetch)?;
+        Some((at, paths.get(at).cloned().flatten()?))
+    }
+
+    /// Why nothing is open any more; nothing while something is.
+    fn failure(&self) -> Option<PathError> {
+        let mut failure = None;
+        for path in self.paths().iter().flatten() {
+            let failed = path.failure()?;
+            failure.get_or_insert(failed);
+        }
+        failure
+    }
+
+    /// What an operation without a way is told.
+    fn no_way(&self) -> PathError {
+        let peer = self.peer.address().to_owned();
+        self.failure().unwrap_or(PathError::Broken { peer, cause: "no path to it is open".to_owned() })
+    }
+
+    /// Takes note of what became of an operation. What the caller did wrong says nothing of the way.
+    fn note<T>(&self, at: usize, ended: &Result<T, PathError>) {
+        match ended {
+            Ok(_) => self.peer.succeeded(at),
+            Err(PathError::TooLarge { .. }) => {}
+            Err(error) => self.peer.failed(Instant::now(), at, error),
+        }
+    }
+
+    fn carried(&self, at: usize) -> &Carried {
+        &self.ways[at].carried
+    }
+
+    /// A fetch that began with its answer, and came or not.
+    fn note_fetch(&self, at: usize, begun: Instant, bytes: u64, ended: &Result<FetchAnswer, PathError>) {
+        let Ok(answer) = ended else { return self.note(at, ended) };
+        let now = Instant::now();
+        if let FetchAnswer::Partial { reason: MissReason::NodeLost, .. }
+        | FetchAnswer::Miss { reason: MissReason::NodeLost } = answer
+        {
+            let peer = self.peer.address().to_owned();
+            let cause = "it ended during a fetch".to_owned();
+            return self.peer.failed(now, at, &PathError::Broken { peer, cause });
+        }
+        self.peer.succeeded(at);
+        if *answer == (FetchAnswer::Miss { reason: MissReason::TooLate }) {
+            return self.peer.late(now, at, now - begun);
+        }
+        // What a slow medium gave says nothing of the way.
+        if bytes > 0 && answer.tiers().iter().all(|tier| *tier == Tier::Dram) {
+            self.peer.fetched(now, at, bytes, now - begun);
+        }
+    }
+
+    async fn fetch(
+        &self,
+        mut request: FetchRequest,
+        sink: &mut (dyn FnMut(Frame) + Send),
+    ) -> Result<FetchAnswer, PathError> {
+        let (begun, deadline, mut refused) = (Instant::now(), request.deadline, Vec::new());
+        let mut last = None;
+        while let Some((at, path)) = self.pick(true, &refused) {
+            let (started, mut bytes) = (Instant::now(), 0);
+            let mut counted = |frame: Frame| {
+                bytes += frame.bytes.len() as u64;
+                self.carried(at).received(frame.bytes.len());
+                sink(frame);
+            };
+            request.deadline = deadline.saturating_sub(begun.elapsed());
+            let ended = path.fetch(request.clone(), &mut counted).await;
+            self.note_fetch(at, started, bytes, &ended);
+            let is_refused = match &ended {
+                Ok(answer) => *answer == FetchAnswer::Miss { reason: MissReason::NodeLost },
+                Err(error) => goes_on(error),
+            };
+            if bytes > 0 || !is_refused {
+                return ended;
+            }
+            last = Some(ended);
+            refused.push(at);
+        }
+        last.unwrap_or_else(|| Err(self.no_way()))
+    }
+
+    /// Asks something short, over one way after the other until one answers.
+    async fn ask<T>(
+        &self,
+        ask: impl Fn(Arc<dyn Path>) -> BoxFuture<'static, Result<T, PathError>>,
+    ) -> Result<T, PathError> {
+        let (mut refused, mut last) = (Vec::new(), None);
+        while let Some((at, path)) = self.pick(false, &refused) {
+            let ended = ask(path).await;
+            self.note(at, &ended);
+            match ended {
+                Err(error) if goes_on(&error) => last = Some(error),
+                ended => return ended,
+            }
+            refused.push(at);
+        }
+        Err(last.unwrap_or_else(|| self.no_way()))
+    }
+
+    async fn save(
+        &self,
+        request: SaveRequest,
+        source: &(dyn Fn(usize) -> Frame + Send + Sync),
+    ) -> Result<SaveAnswer, PathError> {
+        let Some((at, path)) = self.pick(false, &[]) else { return Err(self.no_way()) };
+        let counted = |position| {
+            let frame = source(position);
+            self.carried(at).sent(frame.bytes.len());
+            frame
+        };
+        // Half of it may be stored when it fails: whether it is said again is the caller's to say.
+        let ended = path.save(request, &counted).await;
+        self.note(at, &ended);
+        ended
+    }
+
+    /// Looks after one way: opens it if it is not open, and asks for a sign of life.
+    async fn tend(&self, at: usize, is_ping_due: bool) {
+        let path = self.paths()[at].clone().filter(|path| path.failure().is_none());
+        let is_doubtful = !self.peer.is_closed(at);
+        let Some(path) = path else {
+            if !self.peer.may_dial(Instant::now(), at) {
+                return;
+            }
+            let dialled = self.ways[at].candidate.dialer.dial(self.peer.address().to_owned()).await;
+            self.note(at, &dialled);
+            if let Ok(path) = dialled {
+                self.paths()[at] = Some(path);
+            }
+            return;
+        };
+        let is_asked = if is_doubtful { self.peer.may_dial(Instant::now(), at) } else { is_ping_due };
+        if is_asked {
+            let pinged = path.ping().await;
+            self.note(at, &pinged);
+            if let Ok(took) = pinged {
+                self.peer.pinged(at, took);
+            }
+        }
+    }
+}
+
+/// Whether another way may do better: all that is wrong is this one.
+fn goes_on(error: &PathError) -> bool {
+    !matches!(error, PathError::TooLarge { .. })
+}
+
+/// A path that is picked anew for each operation.
+pub(super) struct PickPath {
+    open: Arc<Open>,
+    /// Looks after the ways; ends with the path.
+    tending: Vec<JoinHandle<()>>,
+}
+
+impl PickPath {
+    pub(super) fn new(open: Arc<Open>, rules: &PickRules) -> PickPath {
+        // A single way is its owner's to dial anew.
+        let ways = if open.ways.len() > 1 { open.ways.len() } else { 0 };
+        let (every, ping_every) = (rules.tend_every, rules.ping_every.max(1));
+        let tend = |at| tokio::spawn(tend(Arc::clone(&open), at, every, ping_every));
+        PickPath { tending: (0..ways).map(tend).collect(), open }
+    }
+}
+
+impl Drop for PickPath {
+    fn drop(&mut self) {
+        self.tending.iter().for_each(JoinHandle::abort);
+    }
+}
+
+async fn tend(open: Arc<Open>, at: usize, every: Duration, ping_every: u32) {
+    let mut ticks = interval(every);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    for tick in (0..ping_every).cycle() {
+        ticks.tick().await;
+        open.tend(at, tick == 0).await;
+    }
+}
+
+impl Path for PickPath {
+    fn fetch<'a>(
+        &'a self,
+        request: FetchRequest,
+        sink: &'a mut (dyn FnMut(Frame) + Send),
+    ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
+        Box::pin(self.open.fetch(request, sink))
+    }
+
+    fn save<'a>(
+        &'a self,
+        request: SaveRequest,
+        source: &'a (dyn Fn(usize) -> Frame + Send + Sync),
+    ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
+        Box::pin(self.open.save(request, source))
+    }
+
+    fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {
+        Box::pin(self.open.ask(move |path| Box::pin(async move { path.release(lease).await })))
+    }
+
+    fn failure(&self) -> Option<PathError> {
+        self.open.failure()
+    }
+
+    fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>> {
+        Box::pin(self.open.ask(|path| Box::pin(async move { path.ping().await })))
+    }
+}

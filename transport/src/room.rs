@@ -1,0 +1,88 @@
+//! What a node has under way at once, over all its servers; and what each server, or each kind of a client's paths, carried.
+//!
+//! A node that listens on several paths gives one [`Room`] to all of them: its bounds are the node's, not those of a
+//! path. Not here: who is refused when there is no room (`serve.rs`).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use tokio::sync::Semaphore;
+
+use crate::in_flight::InFlight;
+use crate::quic::SAVES_AT_ONCE_MAX;
+
+/// Frame size assumed before the first frame was sent, in bytes.
+const FRAME_BYTES_GUESS: u64 = 64 << 10;
+
+/// Bounds of what is under way, shared by the servers that it is given to. Clones are the same room.
+#[derive(Clone)]
+pub struct Room {
+    shares: Arc<Shares>,
+}
+
+impl std::fmt::Debug for Room {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Room(..)")
+    }
+}
+
+/// The parts of a room, by what they bound.
+pub(crate) struct Shares {
+    pub(crate) saves: Semaphore,
+    pub(crate) fetches: InFlight,
+    pub(crate) arriving: InFlight,
+    /// Largest frame that was sent so far, in bytes.
+    pub(crate) largest_frame: AtomicU64,
+}
+
+impl Room {
+    /// Room for so many bytes of answers under way, and of saves that arrive.
+    #[must_use]
+    pub fn new(fetch_bytes_in_flight_max: u64, save_bytes_in_flight_max: u64) -> Room {
+        let shares = Shares {
+            saves: Semaphore::new(SAVES_AT_ONCE_MAX),
+            fetches: InFlight::new(fetch_bytes_in_flight_max),
+            arriving: InFlight::new(save_bytes_in_flight_max),
+            largest_frame: AtomicU64::new(FRAME_BYTES_GUESS),
+        };
+        Room { shares: Arc::new(shares) }
+    }
+
+    pub(crate) fn shares(&self) -> &Shares {
+        &self.shares
+    }
+}
+
+/// Encoded bytes of frames that one end carried since it began. Clones count the same.
+#[derive(Clone, Debug, Default)]
+pub struct Carried {
+    counts: Arc<Counts>,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    sent_bytes: AtomicU64,
+    received_bytes: AtomicU64,
+}
+
+impl Carried {
+    /// Bytes of blocks that were sent, as far as the path took them: to readers, or with saves.
+    #[must_use]
+    pub fn sent_bytes(&self) -> u64 {
+        self.counts.sent_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of blocks that came, kept or not: with saves, or with fetches.
+    #[must_use]
+    pub fn received_bytes(&self) -> u64 {
+        self.counts.received_bytes.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn sent(&self, bytes: usize) {
+        self.counts.sent_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    pub(crate) fn received(&self, bytes: usize) {
+        self.counts.received_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+}
