@@ -13,6 +13,7 @@ use kvfleet_proto::tls::Identity;
 use kvfleet_transport::Dialer;
 use kvfleet_transport::pick::PickDialer;
 use kvfleet_transport::quic::QuicConfig;
+use kvfleet_transport::shm::ShmConfig;
 use kvfleet_transport::tcp::TcpConfig;
 
 mod control;
@@ -59,6 +60,8 @@ pub struct ClientConfig {
     pub quic: QuicConfig,
     /// Settings of TLS over TCP.
     pub tcp: TcpConfig,
+    /// Where the sockets of this host's nodes are, and whom to believe there; nothing for no shared memory.
+    pub shm: Option<ShmConfig>,
 }
 
 impl ClientConfig {
@@ -72,6 +75,7 @@ impl ClientConfig {
             transport: Transport::default(),
             quic: QuicConfig::default(),
             tcp: TcpConfig::default(),
+            shm: None,
         }
     }
 }
@@ -82,6 +86,9 @@ pub enum ClientError {
     /// No router was named.
     #[error("no router is named: give at least one HOST:PORT")]
     NoRouters,
+    /// Nobody said where the sockets of this host's nodes are.
+    #[error("transport shm needs the directory of the nodes' sockets: give shm.dir as the nodes have it")]
+    NoShmDir,
     /// A router's address is not one.
     #[error("router {address:?} is not HOST:PORT: {cause}")]
     RouterAddress {
@@ -113,9 +120,9 @@ impl Client {
     /// A client over the transport that is configured. Connects when first used. Needs a tokio runtime.
     ///
     /// # Errors
-    /// When no router is named or an address is malformed.
+    /// When no router is named, an address is malformed, or the transport needs what is not configured.
     pub fn new(config: ClientConfig) -> Result<Client, ClientError> {
-        let picks = Arc::new(config.transport.dialer(&config));
+        let picks = Arc::new(config.transport.dialer(&config)?);
         let client = Client::with_dialer(config, Arc::clone(&picks) as Arc<dyn Dialer>)?;
         Ok(Client { picks: Some(picks), ..client })
     }

@@ -8,10 +8,11 @@ use std::sync::Arc;
 
 use kvfleet_transport::pick::{Candidate, PathKind, PeerReport, PickDialer, PickRules};
 use kvfleet_transport::quic::QuicDialer;
+use kvfleet_transport::shm::ShmDialer;
 use kvfleet_transport::tcp::TcpDialer;
 use kvfleet_transport::{Carried, Dialer};
 
-use crate::{Client, ClientConfig};
+use crate::{Client, ClientConfig, ClientError};
 
 /// Which paths a client takes to nodes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -21,18 +22,21 @@ pub enum Transport {
     Quic,
     /// TLS 1.3 over TCP only: for nodes that all serve it.
     Tcp,
-    /// Whatever there is, the best of it: QUIC until another network path is clearly faster.
+    /// Shared memory only: for nodes of this host.
+    Shm,
+    /// Whatever there is, the best of it: shared memory with nodes of this host, and QUIC until another network path is
+    /// clearly faster.
     Auto,
 }
 
 /// A name that is no transport's.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is no transport: choose one of quic, tcp, auto")]
+#[error("`{0}` is no transport: choose one of quic, tcp, shm, auto")]
 pub struct NoTransport(String);
 
 impl Transport {
     /// Every transport.
-    pub const ALL: [Transport; 3] = [Transport::Quic, Transport::Tcp, Transport::Auto];
+    pub const ALL: [Transport; 4] = [Transport::Quic, Transport::Tcp, Transport::Shm, Transport::Auto];
 
     /// Its name in flags and configurations.
     #[must_use]
@@ -40,33 +44,38 @@ impl Transport {
         match self {
             Transport::Quic => "quic",
             Transport::Tcp => "tcp",
+            Transport::Shm => "shm",
             Transport::Auto => "auto",
         }
     }
 
-    /// The kinds of paths it may take, the default first.
+    /// The kinds of paths it may take, the default first; shared memory only where a client knows its directory.
     #[must_use]
     pub fn kinds(self) -> &'static [PathKind] {
         match self {
             Transport::Quic => &[PathKind::Quic],
             Transport::Tcp => &[PathKind::Tcp],
-            Transport::Auto => &[PathKind::Quic, PathKind::Tcp],
+            Transport::Shm => &[PathKind::SharedMemory],
+            Transport::Auto => &[PathKind::SharedMemory, PathKind::Quic, PathKind::Tcp],
         }
     }
 
-    pub(crate) fn dialer(self, config: &ClientConfig) -> PickDialer {
+    /// # Errors
+    /// When it needs a directory that is not configured.
+    pub(crate) fn dialer(self, config: &ClientConfig) -> Result<PickDialer, ClientError> {
         let candidate = |kind: &PathKind| {
             let dialer: Arc<dyn Dialer> = match kind {
-                PathKind::Quic => Arc::new(QuicDialer::new(&config.identity, config.quic.clone())),
+                PathKind::SharedMemory => Arc::new(ShmDialer::new(config.shm.clone()?)),
                 PathKind::Tcp => Arc::new(TcpDialer::new(&config.identity, config.tcp.clone())),
-                // No transport names them yet.
-                PathKind::SharedMemory | PathKind::Rdma => return None,
+                PathKind::Quic | PathKind::Rdma => {
+                    Arc::new(QuicDialer::new(&config.identity, config.quic.clone()))
+                }
             };
             Some(Candidate { kind: *kind, dialer })
         };
         let mut candidates = self.kinds().iter().filter_map(candidate);
-        let first = candidates.next().expect("every transport takes one kind at least");
-        PickDialer::new(first, candidates.collect(), PickRules::default())
+        let first = candidates.next().ok_or(ClientError::NoShmDir)?;
+        Ok(PickDialer::new(first, candidates.collect(), PickRules::default()))
     }
 }
 

@@ -120,7 +120,7 @@ impl Default for PickRules {
 pub struct PeerReport {
     /// The peer's address.
     pub peer: String,
-    /// The network path in use. A path of a better class that is open goes before it.
+    /// The path that the last operation took, or, before any did, the network path that one would.
     pub used: PathKind,
     /// Why.
     pub reason: Reason,

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use kvfleet_node::memory::MemoryBound;
 use kvfleet_node::{IdentitySection, NodeConfig};
 use kvfleet_router::{RouterConfig, VoterConfig};
+use kvfleet_transport::pick::PathKind;
 
 use super::{ChildId, Cluster, name};
 use crate::certificates::{Authority, CertificateFiles};
@@ -90,8 +91,15 @@ fn node(cluster: &Cluster, number: u32, files: CertificateFiles) -> NodeConfig {
         watermark_low: marks.1,
         identity: IdentitySection::from(&shape.manifest()),
         tls: kvfleet_node::TlsSection { ca: files.ca, cert: files.cert, key: files.key },
+        shm: kvfleet_node::ShmSection { dir: sockets(cluster), ..Default::default() },
         ..NodeConfig::default()
     }
+}
+
+/// Where nodes and instances meet, if they are to.
+fn sockets(cluster: &Cluster) -> Option<PathBuf> {
+    let meets = cluster.shape().transport.kinds().contains(&PathKind::SharedMemory);
+    meets.then(|| cluster.directory().join("sockets"))
 }
 
 fn instance(cluster: &Cluster, number: u32, files: CertificateFiles) -> InstanceConfig {
@@ -108,6 +116,7 @@ fn instance(cluster: &Cluster, number: u32, files: CertificateFiles) -> Instance
         fetch_floor_ms: shape.fetch_floor_ms,
         time_scale: shape.time_scale,
         transport: shape.transport.to_string(),
+        shm: crate::instance::ShmSection { dir: sockets(cluster), ..Default::default() },
         ..InstanceConfig::default()
     }
 }

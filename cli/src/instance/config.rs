@@ -6,6 +6,7 @@ use kv_core::schedule::{HardwareProfile, PROFILES};
 use kvfleet_client::{NoTransport, Transport};
 use kvfleet_proto::frame::PAYLOAD_BYTES_MAX;
 use kvfleet_proto::tls::TlsFiles;
+use kvfleet_transport::shm::ShmConfig;
 use serde::{Deserialize, Serialize};
 
 /// Everything an instance can be told. Unknown keys are errors.
@@ -39,8 +40,20 @@ pub struct InstanceConfig {
     pub time_scale: f64,
     /// Time between load reports, in milliseconds.
     pub report_ms: u64,
-    /// Paths that block bytes take: quic, tcp, or auto for whichever is faster.
+    /// Paths that block bytes take: quic, tcp, shm (nodes of this host), or auto for the best there is.
     pub transport: String,
+    /// Shared memory with nodes of this host.
+    pub shm: ShmSection,
+}
+
+/// Where nodes of this host are met.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ShmSection {
+    /// Directory of their sockets, as they have it; none for no shared memory.
+    pub dir: Option<PathBuf>,
+    /// Users whose nodes are believed, beside this process's own and root.
+    pub server_uids: Vec<u32>,
 }
 
 /// Files of this process's certificate.
@@ -78,6 +91,7 @@ impl Default for InstanceConfig {
             time_scale: 0.0,
             report_ms: 200,
             transport: Transport::default().to_string(),
+            shm: ShmSection::default(),
         }
     }
 }
@@ -120,6 +134,13 @@ impl InstanceConfig {
     /// The paths named in the configuration.
     pub fn transport(&self) -> Result<Transport, String> {
         self.transport.parse().map_err(|error: NoTransport| format!("transport: {error}"))
+    }
+
+    /// How nodes of this host are reached, if they are.
+    #[must_use]
+    pub fn shm(&self) -> Option<ShmConfig> {
+        let server_uids = self.shm.server_uids.clone();
+        self.shm.dir.clone().map(|dir| ShmConfig { server_uids, ..ShmConfig::new(dir) })
     }
 
     /// The profile named in the configuration, or the default one.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kv_core::id::IdentityDigest;
-use kvfleet_client::Client;
+use kvfleet_client::{Client, ClientConfig};
 use kvfleet_proto::pb::instance_server::InstanceServer;
 use kvfleet_proto::tls::{Renewal, TlsError, TlsFiles};
 use kvfleet_transport::renew::{RENEW_EVERY, keep_renewed};
@@ -123,7 +123,10 @@ impl Instance {
 
 fn client(config: &InstanceConfig, identity: &kvfleet_proto::tls::Identity) -> Result<Client, StartError> {
     let transport = config.transport().map_err(StartError::Config)?;
-    crate::connect::client(&config.routers, identity, transport).map_err(|cause| set_up(&cause))
+    let routers = config.routers.clone();
+    let client =
+        ClientConfig { transport, shm: config.shm(), ..ClientConfig::new(routers, identity.clone()) };
+    Client::new(client).map_err(|cause| set_up(&cause))
 }
 
 async fn listen(address: &str) -> Result<TcpListener, StartError> {

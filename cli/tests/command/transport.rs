@@ -26,6 +26,7 @@ fn blocks_go_over_the_transport_that_was_asked_for() {
     for (words, path, other) in [
         (&["--transport", "tcp"][..], "tcp", "quic"),
         (&["--transport", "quic"], "quic", "tcp"),
+        (&["--transport", "shm"], "shm", "quic"),
         (&[], "quic", "tcp"),
     ] {
         let report = replay(&place, words);
@@ -43,8 +44,12 @@ fn auto_survives_a_kill_and_says_which_path_it_took_and_why() {
     let place = Place::new();
     place.trace(300);
     let report = replay(&place, &["--transport", "auto", "--kill", "node:2@50%", "--restart", "node:2@70%"]);
-    let all = fetched(&report, "quic").zip(fetched(&report, "tcp")).map(|(quic, tcp)| quic + tcp);
-    assert!(all > report["fetched_bytes"].as_u64(), "{report:#}");
+    let paths = ["shm", "quic", "tcp"].map(|path| fetched(&report, path).unwrap());
+    assert!(paths.iter().sum::<u64>() > report["fetched_bytes"].as_u64().unwrap(), "{report:#}");
+    assert!(paths[0] > paths[1] + paths[2], "every node is of this host: {report:#}");
     let reasons = report["path_reasons"].as_array().unwrap();
-    assert!(reasons.iter().any(|reason| reason.as_str().unwrap().contains(" over quic: ")), "{report:#}");
+    assert!(
+        reasons.iter().any(|reason| reason.as_str().unwrap().contains(" over shm: nearer")),
+        "{report:#}"
+    );
 }

@@ -1,15 +1,19 @@
 //! Which paths a client takes, over both network paths for real.
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::Arc;
 
 use kv_core::id::{Category, LeaseId, RequestId, TenantId};
+use kvfleet_errors_doc::says;
 use kvfleet_proto::pb;
 use kvfleet_proto::tls::Identity;
 use kvfleet_transport::BlockService;
 use kvfleet_transport::quic::QuicServer;
+use kvfleet_transport::shm::{AWAKE, ShmConfig, ShmEnds, ShmServer, ShmServerConfig, socket_path};
 use kvfleet_transport::suite::{EPOCH, IDENTITY, MemoryService, PATIENCE, frame, hash, hashes};
 use kvfleet_transport::tcp::TcpServer;
+use tokio::runtime::Handle;
 
 use super::authority::{Authority, config};
 use crate::{Client, ClientConfig, FetchCall, Transport};
@@ -23,6 +27,22 @@ fn serve(identity: &Identity, service: &Arc<dyn BlockService>) -> (SocketAddr, (
             return (quic.local_addr(), (quic, tcp));
         }
     }
+}
+
+/// Shared memory with the same node, by copies.
+fn serve_host(dir: &Path, at: SocketAddr, service: &Arc<dyn BlockService>) -> ShmServer {
+    let config = ShmServerConfig {
+        address: at.to_string(),
+        frame_bytes_max: 1 << 20,
+        lent_bytes_max: 0,
+        tray_bytes_max: 64 << 20,
+        lease: PATIENCE,
+        stall_timeout: PATIENCE,
+        awake: AWAKE,
+        serves_others: false,
+    };
+    let ends = ShmEnds { quick: Handle::current(), bulk: Handle::current() };
+    ShmServer::bind(&socket_path(dir, &at.to_string()), config, None, Arc::clone(service), ends).unwrap()
 }
 
 fn call(address: String) -> FetchCall {
@@ -46,9 +66,12 @@ async fn a_client_takes_the_paths_of_its_transport_and_counts_what_went_over_eac
     (0..4).for_each(|number| service.hold(frame(hash(number), 2000)));
     let service: Arc<dyn BlockService> = Arc::new(service);
     let (at, _servers) = serve(&authority.member(), &service);
+    let dir = tempfile::tempdir().unwrap();
+    let _near = serve_host(dir.path(), at, &service);
     for transport in Transport::ALL {
         let config = config(vec!["127.0.0.1:1".to_owned()], authority.member());
-        let client = Client::new(ClientConfig { transport, ..config }).unwrap();
+        let shm = Some(ShmConfig::new(dir.path().to_owned()));
+        let client = Client::new(ClientConfig { transport, shm, ..config }).unwrap();
         let outcome = client.fetch(call(at.to_string())).await.unwrap();
         assert_eq!((outcome.blocks.len(), outcome.wrong_blocks), (4, 0), "{transport}");
         let carried = client.carried();
@@ -57,4 +80,15 @@ async fn a_client_takes_the_paths_of_its_transport_and_counts_what_went_over_eac
         let reports = client.path_reports();
         assert_eq!((reports.len(), reports[0].used), (1, transport.kinds()[0]));
     }
+}
+
+#[tokio::test]
+async fn shared_memory_needs_a_directory_and_auto_does_without() {
+    let authority = Authority::new();
+    let refused = |transport| {
+        let config = config(vec!["127.0.0.1:1".to_owned()], authority.member());
+        Client::new(ClientConfig { transport, ..config }).err()
+    };
+    says("a client: transport shm without a directory", &refused(Transport::Shm).unwrap(), &[]);
+    assert_eq!(refused(Transport::Auto), None);
 }

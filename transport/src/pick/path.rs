@@ -4,6 +4,7 @@
 //! before it gave a byte goes another way within its deadline. Ways that are not open are opened behind the operations. Not here:
 //! what is concluded (`peer.rs`), what an operation says (the paths themselves).
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -25,13 +26,18 @@ pub(super) struct Open {
     peer: Arc<Peer>,
     /// By position of the way.
     paths: Mutex<Vec<Option<Arc<dyn Path>>>>,
+    leases: Mutex<LeaseWays>,
 }
 
 impl Open {
     pub(super) fn new(ways: Arc<[Way]>, peer: Arc<Peer>, at: usize, path: Arc<dyn Path>) -> Open {
         let mut paths = vec![None; ways.len()];
         paths[at] = Some(path);
-        Open { ways, peer, paths: Mutex::new(paths) }
+        Open { ways, peer, paths: Mutex::new(paths), leases: Mutex::default() }
+    }
+
+    fn leases(&self) -> MutexGuard<'_, LeaseWays> {
+        self.leases.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn paths(&self) -> MutexGuard<'_, Vec<Option<Arc<dyn Path>>>> {
@@ -114,6 +120,7 @@ impl Open {
                 sink(frame);
             };
             request.deadline = deadline.saturating_sub(begun.elapsed());
+            self.leases().note(request.asker.lease, at);
             let ended = path.fetch(request.clone(), &mut counted).await;
             self.note_fetch(at, started, bytes, &ended);
             let is_refused = match &ended {
@@ -158,10 +165,31 @@ impl Open {
             self.carried(at).sent(frame.bytes.len());
             frame
         };
+        self.leases().note(request.asker.lease, at);
         // Half of it may be stored when it fails: whether it is said again is the caller's to say.
         let ended = path.save(request, &counted).await;
         self.note(at, &ended);
         ended
+    }
+
+    /// Ends a lease over every way that it was used over: to the node it may be another one over each.
+    async fn release(&self, lease: LeaseId) -> Result<(), PathError> {
+        let used = self.leases().take(lease);
+        let paths = self.paths().clone();
+        let mut released = None;
+        for (at, path) in paths.iter().enumerate().filter(|(at, _)| used & (1 << at) != 0) {
+            let Some(path) = path.as_ref().filter(|path| path.failure().is_none()) else { continue };
+            let ended = path.release(lease).await;
+            self.note(at, &ended);
+            // One that was heard is as good as all: what the others hold ends by itself.
+            if !matches!(released, Some(Ok(()))) {
+                released = Some(ended);
+            }
+        }
+        match released {
+            Some(Ok(())) => Ok(()),
+            _ => self.ask(move |path| Box::pin(async move { path.release(lease).await })).await,
+        }
     }
 
     /// Looks after one way: opens it if it is not open, and asks for a sign of life.
@@ -187,6 +215,26 @@ impl Open {
                 self.peer.pinged(at, took);
             }
         }
+    }
+}
+
+/// Leases that are known to have been used over a way. Above it all are forgotten, and released over the one in use.
+const LEASES_MAX: usize = 4096;
+
+/// Over which ways a lease was used, a bit for each.
+#[derive(Default)]
+struct LeaseWays(BTreeMap<LeaseId, u8>);
+
+impl LeaseWays {
+    fn note(&mut self, lease: LeaseId, at: usize) {
+        if self.0.len() >= LEASES_MAX && !self.0.contains_key(&lease) {
+            self.0.clear();
+        }
+        *self.0.entry(lease).or_default() |= 1 << at;
+    }
+
+    fn take(&mut self, lease: LeaseId) -> u8 {
+        self.0.remove(&lease).unwrap_or(0)
     }
 }
 
@@ -245,7 +293,7 @@ impl Path for PickPath {
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {
-        Box::pin(self.open.ask(move |path| Box::pin(async move { path.release(lease).await })))
+        Box::pin(self.open.release(lease))
     }
 
     fn failure(&self) -> Option<PathError> {

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::breaker::Breaker;
 use super::choice::Choice;
-use super::{Class, PathKind, PathReport, PeerReport, PickRules};
+use super::{Class, PathKind, PathReport, PeerReport, PickRules, Reason};
 use crate::PathError;
 
 /// Knowledge of one peer. Ways are told apart by their position, those of the network last.
@@ -26,6 +26,8 @@ struct Known {
     /// Of the network's ways only.
     choice: Choice,
     errors: Vec<Option<PathError>>,
+    /// A way of a better class than the network's, when the last operation took one.
+    nearer: Option<usize>,
 }
 
 impl Peer {
@@ -35,6 +37,7 @@ impl Peer {
             breakers: vec![Breaker::new(rules.breaker); kinds.len()],
             choice: Choice::new(rules.choice, kinds[first_measured..].to_vec(), now),
             errors: vec![None; kinds.len()],
+            nearer: None,
         };
         Peer { address, kinds, first_measured, known: Mutex::new(known) }
     }
@@ -52,8 +55,9 @@ impl Peer {
         let mut known = self.known();
         let usable: Vec<bool> =
             open.iter().enumerate().map(|(at, open)| *open && known.breakers[at].is_closed()).collect();
-        if let Some(local) = usable[..self.first_measured].iter().position(|usable| *usable) {
-            return Some(local);
+        known.nearer = usable[..self.first_measured].iter().position(|usable| *usable);
+        if known.nearer.is_some() {
+            return known.nearer;
         }
         let measured = &usable[self.first_measured..];
         let picked = match measured {
@@ -157,11 +161,12 @@ impl Peer {
             }
         };
         // Where nothing is measured, the first is as good as any.
-        let in_use = self.first_measured + known.choice.in_use();
+        let in_use = known.nearer.unwrap_or(self.first_measured + known.choice.in_use());
+        let reason = known.nearer.map_or_else(|| known.choice.reason().clone(), |_| Reason::Nearer);
         PeerReport {
             peer: self.address.clone(),
             used: *self.kinds.get(in_use).unwrap_or(&self.kinds[0]),
-            reason: known.choice.reason().clone(),
+            reason,
             paths: self.kinds.iter().enumerate().map(path).collect(),
         }
     }

@@ -7,9 +7,11 @@ use std::time::Duration;
 
 use super::PathKind;
 
-/// Why a network path is the one in use.
+/// Why a path is the one in use.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Reason {
+    /// It is of a better class than the network, which nothing is compared with.
+    Nearer,
     /// It is the first, and nothing was compared yet.
     Default,
     /// Another one was tried with too few fetches to say anything.
@@ -55,6 +57,7 @@ pub enum Outcome {
 impl Display for Reason {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         match self {
+            Reason::Nearer => f.write_str("nearer than the network"),
             Reason::Default => f.write_str("the default, nothing was compared yet"),
             Reason::TooFew { other, fetches } => {
                 write!(f, "{other} was tried with {fetches} fetches from memory, too few to compare")
