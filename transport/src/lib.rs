@@ -25,6 +25,8 @@ mod frames;
 mod in_flight;
 pub mod loopback;
 pub mod quic;
+#[cfg(feature = "rdma")]
+pub mod rdma;
 mod serve;
 pub mod shm;
 mod silence;

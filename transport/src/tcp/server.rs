@@ -6,6 +6,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+#[cfg(feature = "rdma")]
+use kvfleet_proto::data::data_request::Op;
 use kvfleet_proto::tls::Identity;
 use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpStream};
@@ -18,7 +20,7 @@ use super::handshake;
 use super::socket::listen;
 use super::stream::{Ends, TlsStream};
 use crate::BlockService;
-use crate::serve::{Limits, Operations, TIMES, Times, admit};
+use crate::serve::{Admitted, Limits, Operations, ServeError, TIMES, Times, admit};
 
 /// Wait after the system gave no connection: it is out of descriptors or memory, and asking at once gives nothing
 /// either.
@@ -48,6 +50,32 @@ struct Shared {
     tls: Arc<ServerConfig>,
     ends: Ends,
     config: TcpConfig,
+    #[cfg(feature = "rdma")]
+    offer: Option<Arc<crate::rdma::RdmaOffer>>,
+}
+
+/// Whose connection it is, and what it has of the node.
+struct Served {
+    by: Admitted,
+    #[cfg(feature = "rdma")]
+    attached: Option<crate::rdma::Attached>,
+}
+
+/// What a server does and for how long, beside its settings.
+pub(crate) struct Terms {
+    pub(crate) times: Times,
+    #[cfg(feature = "rdma")]
+    pub(crate) offer: Option<Arc<crate::rdma::RdmaOffer>>,
+}
+
+impl Terms {
+    fn of(times: Times) -> Terms {
+        Terms {
+            times,
+            #[cfg(feature = "rdma")]
+            offer: None,
+        }
+    }
 }
 
 impl TcpServer {
@@ -73,14 +101,41 @@ impl TcpServer {
         config: &TcpConfig,
         service: Arc<dyn BlockService>,
     ) -> Result<TcpServer, BindError> {
-        TcpServer::bind_timed(address, identity, config, TIMES, service)
+        TcpServer::bind_as(address, identity, config, &Terms::of(TIMES), service)
     }
 
+    /// Like [`TcpServer::bind_with`], and offers RDMA to clients that ask for it.
+    ///
+    /// # Errors
+    /// When the address cannot be bound.
+    #[cfg(feature = "rdma")]
+    pub fn bind_offering(
+        address: SocketAddr,
+        identity: &Identity,
+        config: &TcpConfig,
+        offer: Arc<crate::rdma::RdmaOffer>,
+        service: Arc<dyn BlockService>,
+    ) -> Result<TcpServer, BindError> {
+        let terms = Terms { times: TIMES, offer: Some(offer) };
+        TcpServer::bind_as(address, identity, config, &terms, service)
+    }
+
+    #[cfg(test)]
     pub(super) fn bind_timed(
         address: SocketAddr,
         identity: &Identity,
         config: &TcpConfig,
         times: Times,
+        service: Arc<dyn BlockService>,
+    ) -> Result<TcpServer, BindError> {
+        TcpServer::bind_as(address, identity, config, &Terms::of(times), service)
+    }
+
+    pub(crate) fn bind_as(
+        address: SocketAddr,
+        identity: &Identity,
+        config: &TcpConfig,
+        terms: &Terms,
         service: Arc<dyn BlockService>,
     ) -> Result<TcpServer, BindError> {
         let failed = |cause| BindError { address, cause };
@@ -90,7 +145,7 @@ impl TcpServer {
             fetch_bytes_in_flight_max: config.fetch_bytes_in_flight_max,
             save_bytes_in_flight_max: config.save_bytes_in_flight_max,
             stall_timeout: config.stall_timeout,
-            times,
+            times: terms.times,
         });
         let shared = Shared {
             service,
@@ -98,6 +153,8 @@ impl TcpServer {
             tls: Arc::new(identity.tcp_server()),
             ends: Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Small },
             config: config.clone(),
+            #[cfg(feature = "rdma")]
+            offer: terms.offer.clone(),
         };
         Ok(TcpServer { local, accepting: tokio::spawn(accept(listener, Arc::new(shared))) })
     }
@@ -146,7 +203,14 @@ async fn serve_connection(socket: TcpStream, shared: Arc<Shared>) {
     let handshake = handshake::accept(socket, &shared.tls, shared.ends.clone());
     match timeout(shared.config.dial_timeout, handshake).await {
         Ok(Ok((stream, leaf))) => match admit(leaf, &shared.service) {
-            Some(service) => serve_operations(stream, service.as_ref(), &shared).await,
+            Some(by) => {
+                let served = Served {
+                    by,
+                    #[cfg(feature = "rdma")]
+                    attached: None,
+                };
+                serve_operations(stream, served, &shared).await;
+            }
             None => tracing::warn!("a caller is refused by its certificate"),
         },
         Ok(Err(error)) => tracing::debug!(%error, "handshake failed"),
@@ -154,18 +218,39 @@ async fn serve_connection(socket: TcpStream, shared: Arc<Shared>) {
     }
 }
 
-async fn serve_operations(mut stream: TlsStream, service: &dyn BlockService, shared: &Shared) {
+async fn serve_operations(mut stream: TlsStream, mut served: Served, shared: &Shared) {
     loop {
         match timeout(shared.config.idle_timeout_of_server(), stream.begun()).await {
             Ok(Ok(true)) => {}
             Ok(Ok(false)) | Err(_) => return stream.close(),
             Ok(Err(error)) => return tracing::debug!(%error, "connection ended"),
         }
-        if let Err(error) = shared.operations.serve(service, &mut stream).await {
+        if let Err(error) = serve_operation(&mut stream, &mut served, shared).await {
             // What is left of it would be taken for what the next operation says.
             tracing::debug!(%error, "operation ended early");
             return;
         }
         stream.rest();
     }
+}
+
+async fn serve_operation(
+    stream: &mut TlsStream,
+    served: &mut Served,
+    shared: &Shared,
+) -> Result<(), ServeError> {
+    let (service, operations) = (served.by.service.as_ref(), &shared.operations);
+    let request = operations.request(stream).await?;
+    #[cfg(feature = "rdma")]
+    {
+        if let Some(attached) = &mut served.attached {
+            return attached.serve(request, (service, operations), stream).await;
+        }
+        if let (Some(Op::Attach(attach)), Some(offer)) = (&request.op, &shared.offer) {
+            let (attached, answer) = offer.attach(attach.clone(), served.by.maps).await?;
+            served.attached = attached;
+            return operations.answer(stream, &answer).await;
+        }
+    }
+    operations.serve_request(request, service, stream).await
 }
