@@ -26,6 +26,8 @@ mod in_flight;
 pub mod loopback;
 pub mod pick;
 pub mod quic;
+#[cfg(feature = "rdma")]
+pub mod rdma;
 pub mod renew;
 mod room;
 mod serve;

@@ -13,8 +13,10 @@ use std::time::Duration;
 use kvfleet_proto::data;
 use kvfleet_proto::frame::{FRAME_BYTES_MAX, Frame};
 use kvfleet_proto::trace_context;
+use tokio::sync::SemaphorePermit;
 use tracing::Instrument;
 
+use crate::in_flight::Reserved;
 use crate::quic::{RETRY_AFTER, save_bytes_in_flight};
 use crate::room::{Carried, Room};
 use crate::stream::{ItemError, Loss, Next, Stream, encode, read_frame, read_message};
@@ -35,15 +37,20 @@ const DEADLINE_GRACE: Duration = Duration::from_secs(1);
 /// gigabit link. Without it a peer that sends one frame per stall timeout would keep its place for days.
 const SAVE_TIME_MAX: Duration = Duration::from_secs(300);
 
+/// Who answers a caller.
+pub(crate) struct Admitted {
+    pub(crate) service: Arc<dyn BlockService>,
+    /// Whether it may read all memory of the node's blocks.
+    #[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "only RDMA lends memory over a network"))]
+    pub(crate) maps: bool,
+}
+
 /// Who answers a caller that proved this leaf certificate; nothing when it is not served.
-pub(crate) fn admit(
-    leaf: Option<Arc<[u8]>>,
-    service: &Arc<dyn BlockService>,
-) -> Option<Arc<dyn BlockService>> {
+pub(crate) fn admit(leaf: Option<Arc<[u8]>>, service: &Arc<dyn BlockService>) -> Option<Admitted> {
     // A handshake without one does not end; if one did, its caller would be nobody.
     match service.admit(&Caller::Certified(leaf?)) {
-        Admission::Same => Some(Arc::clone(service)),
-        Admission::Scoped { service, .. } => Some(service),
+        Admission::Same => Some(Admitted { service: Arc::clone(service), maps: false }),
+        Admission::Scoped { service, maps } => Some(Admitted { service, maps }),
         Admission::Refused => None,
     }
 }
@@ -76,6 +83,19 @@ pub(crate) struct Operations {
     limits: Limits,
 }
 
+/// A save's place and its room.
+pub(crate) struct Arriving<'a> {
+    _permit: SemaphorePermit<'a>,
+    room: Reserved<'a>,
+}
+
+impl Arriving<'_> {
+    /// Only so many blocks arrive.
+    pub(crate) fn shrink(&mut self, wanted: usize, frame_bytes: u64) {
+        self.room.shrink(if wanted == 0 { 0 } else { save_bytes_in_flight(wanted, frame_bytes) });
+    }
+}
+
 /// Why an operation ended before its end. Only ever logged: the peer sees its stream reset or closed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ServeError {
@@ -97,6 +117,15 @@ pub(crate) enum ServeError {
     SaveCut { got: usize, wanted: usize },
     #[error("save goes on after its {wanted} frames")]
     SaveTooLong { wanted: usize },
+    #[cfg(feature = "rdma")]
+    #[error("peer broke the rules of lending: {0}")]
+    Lending(#[from] kv_core::lend::UnknownLoan),
+    #[cfg(feature = "rdma")]
+    #[error("peer asked something that makes no sense: {0}")]
+    Nonsense(#[from] crate::rdma::Nonsense),
+    #[cfg(feature = "rdma")]
+    #[error("RDMA could not be set up: {0}")]
+    Rdma(String),
 }
 
 impl Operations {
@@ -110,11 +139,57 @@ impl Operations {
         service: &dyn BlockService,
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
-        let request: data::DataRequest = self.timed(read_message(stream)).await??;
+        let request = self.request(stream).await?;
+        self.serve_request(request, service, stream).await
+    }
+
+    /// What a stream asks.
+    pub(crate) async fn request(&self, stream: &mut impl Stream) -> Result<data::DataRequest, ServeError> {
+        Ok(self.timed(read_message(stream)).await??)
+    }
+
+    /// Serves an operation that was read.
+    pub(crate) async fn serve_request(
+        &self,
+        request: data::DataRequest,
+        service: &dyn BlockService,
+        stream: &mut impl Stream,
+    ) -> Result<(), ServeError> {
         let span = tracing::debug_span!("serve_blocks");
         trace_context::set_parent(&span, &request.traceparent);
         let operation = wire::operation_from_pb(request)?;
         self.run(operation, service, stream).instrument(span).await
+    }
+
+    /// How long a fetch with this deadline may take here.
+    pub(crate) fn fetch_span(&self, deadline: Duration) -> Duration {
+        let times = &self.limits.times;
+        deadline.saturating_add(times.grace).min(times.fetch_max)
+    }
+
+    /// How long a save may take here.
+    pub(crate) fn save_span(&self) -> Duration {
+        self.limits.times.save_max
+    }
+
+    /// Room for a fetch of so many blocks, as far as is known before; nothing when too much is under way.
+    pub(crate) fn reserve_fetch(&self, blocks: usize) -> Option<Reserved<'_>> {
+        let shares = self.room.shares();
+        let frame_bytes = shares.largest_frame.load(Ordering::Relaxed);
+        shares.fetches.reserve(frame_bytes.saturating_mul(blocks as u64))
+    }
+
+    /// A frame of so many bytes is on its way.
+    pub(crate) fn sent(&self, frame_bytes: usize) {
+        self.room.shares().largest_frame.fetch_max(frame_bytes as u64, Ordering::Relaxed);
+    }
+
+    /// A place among the saves at once, and room for what arrives; nothing when there is none.
+    pub(crate) fn reserve_save(&self, blocks: usize, frame_bytes: u64) -> Option<Arriving<'_>> {
+        let shares = self.room.shares();
+        let permit = shares.saves.try_acquire().ok()?;
+        let room = shares.arriving.reserve(save_bytes_in_flight(blocks, frame_bytes))?;
+        Some(Arriving { _permit: permit, room })
     }
 
     async fn run(
@@ -123,14 +198,13 @@ impl Operations {
         service: &dyn BlockService,
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
-        let times = &self.limits.times;
         match operation {
             Operation::Fetch(request) => {
-                let limit = request.deadline.saturating_add(times.grace).min(times.fetch_max);
+                let limit = self.fetch_span(request.deadline);
                 tokio::time::timeout(limit, self.fetch(request, service, stream)).await?
             }
             Operation::Save(request) => {
-                tokio::time::timeout(times.save_max, self.save(request, service, stream)).await?
+                tokio::time::timeout(self.save_span(), self.save(request, service, stream)).await?
             }
             Operation::Release(lease) => {
                 self.timed(service.release(lease)).await?;
@@ -140,7 +214,7 @@ impl Operations {
         }
     }
 
-    async fn answer<M: prost::Message>(
+    pub(crate) async fn answer<M: prost::Message>(
         &self,
         stream: &mut impl Stream,
         message: &M,
@@ -149,7 +223,7 @@ impl Operations {
         self.flush(stream).await
     }
 
-    async fn flush(&self, stream: &mut impl Stream) -> Result<(), ServeError> {
+    pub(crate) async fn flush(&self, stream: &mut impl Stream) -> Result<(), ServeError> {
         Ok(self.timed(stream.flush()).await??)
     }
 
@@ -159,10 +233,7 @@ impl Operations {
         service: &dyn BlockService,
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
-        let room = self.room.shares();
-        let frame_bytes = room.largest_frame.load(Ordering::Relaxed);
-        let bytes = frame_bytes.saturating_mul(request.hashes.len() as u64);
-        let Some(_reserved) = room.fetches.reserve(bytes) else {
+        let Some(_reserved) = self.reserve_fetch(request.hashes.len()) else {
             let busy = FetchAnswer::Busy { retry_after: RETRY_AFTER };
             return self.answer(stream, &wire::head_to_pb(&busy, request.epoch)).await;
         };
@@ -175,7 +246,7 @@ impl Operations {
                 return Ok(self.timed(stream.end(reply.frames.ended())).await??);
             };
             let bytes = frame.bytes.len();
-            room.largest_frame.fetch_max(bytes as u64, Ordering::Relaxed);
+            self.sent(bytes);
             self.timed(stream.write(frame.bytes)).await??;
             self.carried.sent(bytes);
         }
@@ -183,7 +254,11 @@ impl Operations {
     }
 
     /// The next frame of a fetch. While it is waited for, nothing that was written waits.
-    async fn next(&self, frames: &mut Frames, stream: &mut impl Stream) -> Result<Option<Frame>, ServeError> {
+    pub(crate) async fn next(
+        &self,
+        frames: &mut Frames,
+        stream: &mut impl Stream,
+    ) -> Result<Option<Frame>, ServeError> {
         if let Some(frame) = frames.try_next() {
             return Ok(Some(frame));
         }
@@ -201,10 +276,7 @@ impl Operations {
         service: &dyn BlockService,
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
-        let shares = self.room.shares();
-        let permit = shares.saves.try_acquire().ok();
-        let bytes = save_bytes_in_flight(request.hashes.len(), request.frame_bytes);
-        let Some((_permit, mut room)) = permit.zip(shares.arriving.reserve(bytes)) else {
+        let Some(mut room) = self.reserve_save(request.hashes.len(), request.frame_bytes) else {
             let busy = SaveOffer::Busy { retry_after: RETRY_AFTER };
             return self.answer(stream, &wire::offer_to_pb(&busy)).await;
         };
@@ -215,7 +287,7 @@ impl Operations {
         let SaveOffer::Wanted(wanted) = offer else { return Ok(()) };
         let session = session.ok_or(ServeError::NoSession)?;
         let wanted = wanted.iter().filter(|wanted| **wanted).count();
-        room.shrink(if wanted == 0 { 0 } else { save_bytes_in_flight(wanted, frame_bytes) });
+        room.shrink(wanted, frame_bytes);
         let stopped = stream.stopped();
         let session = tokio::select! {
             session = self.take(stream, session, wanted, limit) => session?,
@@ -250,7 +322,10 @@ impl Operations {
         }
     }
 
-    async fn timed<T>(&self, work: impl Future<Output = T>) -> Result<T, tokio::time::error::Elapsed> {
+    pub(crate) async fn timed<T>(
+        &self,
+        work: impl Future<Output = T>,
+    ) -> Result<T, tokio::time::error::Elapsed> {
         tokio::time::timeout(self.limits.stall_timeout, work).await
     }
 }

@@ -17,9 +17,13 @@ use crate::{Asker, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveD
 
 mod arena;
 pub mod cases;
+#[cfg(feature = "rdma")]
+mod lending;
 mod service;
 
 pub use arena::BumpArena;
+#[cfg(feature = "rdma")]
+pub use lending::LendingService;
 pub use service::MemoryService;
 
 /// Identity of everything in the suite.

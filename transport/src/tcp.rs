@@ -29,6 +29,10 @@ mod stream;
 mod watch;
 
 pub use dialer::TcpDialer;
+#[cfg(feature = "rdma")]
+pub(crate) use path::TcpPath;
+#[cfg(feature = "rdma")]
+pub(crate) use pool::Occupied;
 pub use server::{BindError, TcpServer};
 
 /// Connections a server keeps. One client has up to [`CONNECTIONS_PER_PEER`] and one more; above, new ones are reset.
@@ -123,4 +127,4 @@ fn no_protocol() -> Loss {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -47,6 +47,8 @@ pub(crate) fn operation_from_pb(request: data::DataRequest) -> Result<Operation,
         Op::Save(save) => save_from_pb(&save, traceparent).map(Operation::Save),
         Op::Release(data::Release { lease }) => Ok(Operation::Release(LeaseId(lease))),
         Op::Ping(data::Ping {}) => Ok(Operation::Ping),
+        // Answered before it comes to this, where RDMA is offered.
+        Op::Attach(_) => Err(ConvertError::Unknown { field: "op", number: 5 }),
     }
 }
 

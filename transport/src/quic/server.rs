@@ -16,7 +16,7 @@ use super::stream::QuicStream;
 use super::{CODE_DONE, CODE_REFUSED, CONNECTIONS_MAX, QuicConfig};
 use crate::BlockService;
 use crate::room::{Carried, Room};
-use crate::serve::{Limits, Operations, TIMES, Times, admit};
+use crate::serve::{Admitted, Limits, Operations, TIMES, Times, admit};
 
 /// Time for connections to say goodbye when the server closes.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -168,7 +168,7 @@ async fn accept(endpoint: Endpoint, shared: Arc<Shared>) {
 }
 
 async fn serve_connection(connection: Connection, shared: Arc<Shared>) {
-    let Some(service) = admit(leaf(&connection), &shared.service) else {
+    let Some(Admitted { service, .. }) = admit(leaf(&connection), &shared.service) else {
         tracing::warn!(peer = %connection.remote_address(), "a caller is refused by its certificate");
         return connection.close(CODE_REFUSED, b"this caller is not served");
     };

@@ -33,7 +33,7 @@ impl TcpDialer {
         TcpDialer { tls: Arc::new(identity.tcp_client()), config, buffers: Arc::default() }
     }
 
-    pub(super) async fn open(&self, peer: &str) -> Result<TcpPath, PathError> {
+    pub(crate) async fn open(&self, peer: &str) -> Result<TcpPath, PathError> {
         let ends = Ends { buffers: Arc::clone(&self.buffers), heard: Arc::default(), least: Size::Large };
         let connector = Connector {
             peer: peer.to_owned(),

@@ -17,8 +17,8 @@ use crate::stream::encode;
 use crate::{BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest};
 
 /// Connections to one node.
-pub(super) struct TcpPath {
-    pub(super) pool: Arc<Pool>,
+pub(crate) struct TcpPath {
+    pub(crate) pool: Arc<Pool>,
     pub(super) lost: Lost,
     pub(super) stall_timeout: Duration,
     /// Says when the peer is gone; ends with the path.

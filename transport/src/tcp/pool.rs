@@ -58,7 +58,7 @@ async fn lost(lost: &mut Lost) -> Loss {
 }
 
 /// Connections to one peer.
-pub(super) struct Pool {
+pub(crate) struct Pool {
     connector: Connector,
     at_once: Arc<Semaphore>,
     idle: Mutex<Vec<Idle>>,
@@ -94,7 +94,7 @@ impl Pool {
     /// Asks over a connection that was used last, or a new one when there is none. One that was kept may have ended
     /// at the peer's side unnoticed: if it did before anything was answered, a new one is asked once more. That is
     /// sound for every operation: a save stores nothing before its offer is answered.
-    pub(super) async fn ask<M: Message + Default>(
+    pub(crate) async fn ask<M: Message + Default>(
         self: &Arc<Pool>,
         message: Bytes,
     ) -> Result<(M, Occupied), PathError> {
@@ -187,7 +187,7 @@ impl Drop for Pool {
 }
 
 /// A connection that one operation has to itself.
-pub(super) struct Occupied {
+pub(crate) struct Occupied {
     /// Present until the operation is over.
     held: Option<(TlsStream, OwnedSemaphorePermit)>,
     lost: Lost,
@@ -214,6 +214,14 @@ impl Occupied {
         let is_silent = stream.plain_bytes() == before;
         stream.abort();
         is_silent.then_some(permit)
+    }
+
+    /// Gives back memory that holds nothing; whether the next operation may use the connection.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn rest(&mut self) -> bool {
+        let (stream, _) = self.stream();
+        stream.rest();
+        stream.is_usable()
     }
 
     fn stream(&mut self) -> (&mut TlsStream, &mut Lost) {

@@ -6,6 +6,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+#[cfg(feature = "rdma")]
+use kvfleet_proto::data::data_request::Op;
 use kvfleet_proto::tls::Identity;
 use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpStream};
@@ -19,7 +21,7 @@ use super::socket::listen;
 use super::stream::{Ends, TlsStream};
 use crate::BlockService;
 use crate::room::{Carried, Room};
-use crate::serve::{Limits, Operations, TIMES, Times, admit};
+use crate::serve::{Admitted, Limits, Operations, ServeError, TIMES, Times, admit};
 
 /// Wait after the system gave no connection: it is out of descriptors or memory, and asking at once gives nothing
 /// either.
@@ -50,6 +52,37 @@ struct Shared {
     tls: Arc<ServerConfig>,
     ends: Ends,
     config: TcpConfig,
+    #[cfg(feature = "rdma")]
+    offer: Option<Arc<crate::rdma::RdmaOffer>>,
+}
+
+/// Whose connection it is, and what it has of the node.
+struct Served {
+    by: Admitted,
+    #[cfg(feature = "rdma")]
+    attached: Option<crate::rdma::Attached>,
+}
+
+/// What a server does and for how long, beside its settings.
+pub(crate) struct Terms {
+    pub(crate) times: Times,
+    #[cfg(feature = "rdma")]
+    pub(crate) offer: Option<Arc<crate::rdma::RdmaOffer>>,
+}
+
+impl Terms {
+    fn of(times: Times) -> Terms {
+        Terms {
+            times,
+            #[cfg(feature = "rdma")]
+            offer: None,
+        }
+    }
+}
+
+/// Room of a server that shares none.
+fn own_room(config: &TcpConfig) -> Room {
+    Room::new(config.fetch_bytes_in_flight_max, config.save_bytes_in_flight_max)
 }
 
 impl TcpServer {
@@ -75,7 +108,7 @@ impl TcpServer {
         config: &TcpConfig,
         service: Arc<dyn BlockService>,
     ) -> Result<TcpServer, BindError> {
-        TcpServer::bind_timed(address, identity, config, TIMES, service)
+        TcpServer::bind_as(own_room(config), address, identity, config, &Terms::of(TIMES), service)
     }
 
     /// Like [`TcpServer::bind_with`], with bounds that other servers of the same node share: those of `config` are not
@@ -90,9 +123,26 @@ impl TcpServer {
         config: &TcpConfig,
         service: Arc<dyn BlockService>,
     ) -> Result<TcpServer, BindError> {
-        TcpServer::bind_all(room.clone(), address, identity, config, TIMES, service)
+        TcpServer::bind_as(room.clone(), address, identity, config, &Terms::of(TIMES), service)
     }
 
+    /// Like [`TcpServer::bind_with`], and offers RDMA to clients that ask for it.
+    ///
+    /// # Errors
+    /// When the address cannot be bound.
+    #[cfg(feature = "rdma")]
+    pub fn bind_offering(
+        address: SocketAddr,
+        identity: &Identity,
+        config: &TcpConfig,
+        offer: Arc<crate::rdma::RdmaOffer>,
+        service: Arc<dyn BlockService>,
+    ) -> Result<TcpServer, BindError> {
+        let terms = Terms { times: TIMES, offer: Some(offer) };
+        TcpServer::bind_as(own_room(config), address, identity, config, &terms, service)
+    }
+
+    #[cfg(test)]
     pub(super) fn bind_timed(
         address: SocketAddr,
         identity: &Identity,
@@ -100,22 +150,22 @@ impl TcpServer {
         times: Times,
         service: Arc<dyn BlockService>,
     ) -> Result<TcpServer, BindError> {
-        let room = Room::new(config.fetch_bytes_in_flight_max, config.save_bytes_in_flight_max);
-        TcpServer::bind_all(room, address, identity, config, times, service)
+        TcpServer::bind_as(own_room(config), address, identity, config, &Terms::of(times), service)
     }
 
-    fn bind_all(
+    pub(crate) fn bind_as(
         room: Room,
         address: SocketAddr,
         identity: &Identity,
         config: &TcpConfig,
-        times: Times,
+        terms: &Terms,
         service: Arc<dyn BlockService>,
     ) -> Result<TcpServer, BindError> {
         let failed = |cause| BindError { address, cause };
         let listener = listen(address, config.congestion_control.as_deref()).map_err(failed)?;
         let local = listener.local_addr().map_err(failed)?;
-        let operations = Operations::new(room, Limits { stall_timeout: config.stall_timeout, times });
+        let limits = Limits { stall_timeout: config.stall_timeout, times: terms.times };
+        let operations = Operations::new(room, limits);
         let carried = operations.carried.clone();
         let shared = Shared {
             service,
@@ -123,6 +173,8 @@ impl TcpServer {
             tls: Arc::new(identity.tcp_server()),
             ends: Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Small },
             config: config.clone(),
+            #[cfg(feature = "rdma")]
+            offer: terms.offer.clone(),
         };
         Ok(TcpServer { local, carried, accepting: tokio::spawn(accept(listener, Arc::new(shared))) })
     }
@@ -177,7 +229,14 @@ async fn serve_connection(socket: TcpStream, shared: Arc<Shared>) {
     let handshake = handshake::accept(socket, &shared.tls, shared.ends.clone());
     match timeout(shared.config.dial_timeout, handshake).await {
         Ok(Ok((stream, leaf))) => match admit(leaf, &shared.service) {
-            Some(service) => serve_operations(stream, service.as_ref(), &shared).await,
+            Some(by) => {
+                let served = Served {
+                    by,
+                    #[cfg(feature = "rdma")]
+                    attached: None,
+                };
+                serve_operations(stream, served, &shared).await;
+            }
             None => tracing::warn!("a caller is refused by its certificate"),
         },
         Ok(Err(error)) => tracing::debug!(%error, "handshake failed"),
@@ -185,18 +244,39 @@ async fn serve_connection(socket: TcpStream, shared: Arc<Shared>) {
     }
 }
 
-async fn serve_operations(mut stream: TlsStream, service: &dyn BlockService, shared: &Shared) {
+async fn serve_operations(mut stream: TlsStream, mut served: Served, shared: &Shared) {
     loop {
         match timeout(shared.config.idle_timeout_of_server(), stream.begun()).await {
             Ok(Ok(true)) => {}
             Ok(Ok(false)) | Err(_) => return stream.close(),
             Ok(Err(error)) => return tracing::debug!(%error, "connection ended"),
         }
-        if let Err(error) = shared.operations.serve(service, &mut stream).await {
+        if let Err(error) = serve_operation(&mut stream, &mut served, shared).await {
             // What is left of it would be taken for what the next operation says.
             tracing::debug!(%error, "operation ended early");
             return;
         }
         stream.rest();
     }
+}
+
+async fn serve_operation(
+    stream: &mut TlsStream,
+    served: &mut Served,
+    shared: &Shared,
+) -> Result<(), ServeError> {
+    let (service, operations) = (served.by.service.as_ref(), &shared.operations);
+    let request = operations.request(stream).await?;
+    #[cfg(feature = "rdma")]
+    {
+        if let Some(attached) = &mut served.attached {
+            return attached.serve(request, (service, operations), stream).await;
+        }
+        if let (Some(Op::Attach(attach)), Some(offer)) = (&request.op, &shared.offer) {
+            let (attached, answer) = offer.attach(attach.clone(), served.by.maps).await?;
+            served.attached = attached;
+            return operations.answer(stream, &answer).await;
+        }
+    }
+    operations.serve_request(request, service, stream).await
 }

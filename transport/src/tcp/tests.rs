@@ -42,3 +42,14 @@ fn holding(blocks: u32) -> Arc<MemoryService> {
     (0..blocks).for_each(|number| service.hold(frame(hash(number), 4000)));
     Arc::new(service)
 }
+
+/// Accepts one connection, as a node would that says what it likes.
+#[cfg(feature = "rdma")]
+pub(crate) async fn accept_one(
+    listener: &tokio::net::TcpListener,
+    identity: &Identity,
+) -> impl crate::stream::Stream + use<> {
+    let (socket, _) = listener.accept().await.unwrap();
+    let ends = Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Large };
+    handshake::accept(socket, &Arc::new(identity.tcp_server()), ends).await.unwrap().0
+}

@@ -18,6 +18,8 @@ const UNSAFE_FILES: &[&str] = &[
     "node/src/tiers/ssd/ring.rs",
     "node/src/tiers/ssd/ring/registered.rs",
     "proto/src/frame/copy.rs",
+    "transport/src/rdma/memory.rs",
+    "transport/src/rdma/verbs.rs",
     "transport/src/shm/map.rs",
 ];
 

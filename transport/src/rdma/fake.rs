@@ -1,0 +1,319 @@
+//! Cards that copy memory of this process, with the rules of real ones: keys, domains, rights, and the end of a queue pair.
+//! For tests only.
+//!
+//! Transfers can be held back, so that a test sees what happens while one is under way; what is held back touches memory only
+//! when it goes on, as a slow card would. All calls whose order matters are written down.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::memory::Memory;
+use super::rail::{
+    Access, Completion, Direction, Domain, End, Gid, Port, Queue, Rail, RegisterMr, Role, Transfer,
+};
+
+/// Status of a transfer that the other end does not allow.
+const REMOTE_ACCESS: u32 = 10;
+/// Status of what was under way behind a failure.
+const FLUSHED: u32 = 5;
+
+struct FakeQueue {
+    domain: u32,
+    access: Access,
+    rail: Gid,
+    peer: Option<(Role, u32, End)>,
+    is_broken: bool,
+}
+
+struct FakeMemory {
+    domain: u32,
+    access: Access,
+    memory: Arc<Memory>,
+}
+
+#[derive(Default)]
+struct State {
+    next: u32,
+    queues: HashMap<u32, FakeQueue>,
+    memories: HashMap<u32, FakeMemory>,
+    ended: HashMap<[u8; 16], Vec<Completion>>,
+    held: Option<Vec<(u32, Transfer)>>,
+    fail_next: Option<u32>,
+    refuse_register: Option<i32>,
+    end_fails: bool,
+    log: Vec<String>,
+    transfers: Vec<Transfer>,
+}
+
+/// What cards are plugged into.
+#[derive(Clone, Default)]
+pub(super) struct Fabric(Arc<Mutex<State>>);
+
+impl Fabric {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A card with this number.
+    pub(super) fn rail(&self, number: u8) -> Arc<dyn Rail> {
+        let port =
+            Port { device: format!("fake{number}"), gid: Gid([number; 16]), lid: number.into(), mtu: 5 };
+        Arc::new(FakeRail { fabric: self.clone(), port })
+    }
+
+    /// Transfers that are begun from now on go on only when they are let go.
+    pub(super) fn hold(&self) {
+        self.state().held.get_or_insert_default();
+    }
+
+    /// Lets go of what is held back. What belongs to a queue pair that ended since touches nothing.
+    pub(super) fn let_go(&self) {
+        let mut state = self.state();
+        for (queue, transfer) in state.held.take().unwrap_or_default() {
+            state.run(queue, &transfer);
+        }
+    }
+
+    /// Transfers that are held back.
+    pub(super) fn held(&self) -> usize {
+        self.state().held.as_ref().map_or(0, Vec::len)
+    }
+
+    /// The next transfer fails with this status.
+    pub(super) fn fail_next(&self, status: u32) {
+        self.state().fail_next = Some(status);
+    }
+
+    /// Memory is no longer registered, with this error.
+    pub(super) fn refuse_register(&self, errno: i32) {
+        self.state().refuse_register = Some(errno);
+    }
+
+    /// Queue pairs do not end from now on.
+    pub(super) fn refuse_end(&self) {
+        self.state().end_fails = true;
+    }
+
+    /// Adds a line to what was written down.
+    pub(super) fn note(&self, line: String) {
+        self.state().log.push(line);
+    }
+
+    /// What was written down.
+    pub(super) fn log(&self) -> Vec<String> {
+        self.state().log.clone()
+    }
+
+    /// Every transfer that was begun.
+    pub(super) fn transfers(&self) -> Vec<Transfer> {
+        self.state().transfers.clone()
+    }
+
+    /// Queue pairs that live, by number.
+    pub(super) fn queues(&self) -> Vec<u32> {
+        let mut queues: Vec<u32> = self.state().queues.keys().copied().collect();
+        queues.sort_unstable();
+        queues
+    }
+}
+
+impl State {
+    fn number(&mut self) -> u32 {
+        self.next += 1;
+        self.next
+    }
+
+    /// The memory behind a key, if a queue pair of this domain may touch it so.
+    fn reach(
+        &self,
+        key: u32,
+        domain: u32,
+        needs: &[Access],
+        address: u64,
+        len: u32,
+    ) -> Option<(Arc<Memory>, u64)> {
+        let found = self.memories.get(&key)?;
+        let at = address.checked_sub(found.memory.address())?;
+        let is_inside = at.checked_add(len.into())? <= found.memory.len_bytes();
+        (found.domain == domain && needs.contains(&found.access) && is_inside)
+            .then(|| (Arc::clone(&found.memory), at))
+    }
+
+    fn status(&self, number: u32, transfer: &Transfer) -> u32 {
+        let Some(queue) = self.queues.get(&number) else { return FLUSHED };
+        if queue.is_broken {
+            return FLUSHED;
+        }
+        let Some((Role::Asks, packet, peer)) = &queue.peer else { return 2 };
+        // Nobody answers for a queue pair that is gone, or that is joined to another.
+        let Some(other) = self.queues.get(&peer.queue).filter(|other| other.rail == peer.gid) else {
+            return 12;
+        };
+        let Some((_, expected, back)) = &other.peer else { return 12 };
+        if back.queue != number || back.packet != *packet || *expected != peer.packet || other.is_broken {
+            return 12;
+        }
+        let all = [Access::Local, Access::Read, Access::ReadWrite];
+        let Some((ours, at)) =
+            self.reach(transfer.local_key, queue.domain, &all, transfer.local_address, transfer.len)
+        else {
+            return 4;
+        };
+        let needs: &[Access] = match transfer.direction {
+            Direction::Read => &[Access::Read, Access::ReadWrite],
+            Direction::Write => &[Access::ReadWrite],
+        };
+        let theirs =
+            self.reach(transfer.remote_key, other.domain, needs, transfer.remote_address, transfer.len);
+        let Some((theirs, there)) = theirs.filter(|_| needs.contains(&other.access)) else {
+            return REMOTE_ACCESS;
+        };
+        let mut bytes = vec![0; transfer.len as usize];
+        match transfer.direction {
+            Direction::Read => {
+                theirs.copy(there, &mut bytes);
+                ours.write(at, &bytes);
+            }
+            Direction::Write => {
+                ours.copy(at, &mut bytes);
+                theirs.write(there, &bytes);
+            }
+        }
+        0
+    }
+
+    fn run(&mut self, number: u32, transfer: &Transfer) {
+        let status = match self.fail_next.take() {
+            Some(status) => status,
+            None => self.status(number, transfer),
+        };
+        // A card says nothing of a queue pair that ended.
+        let Some(queue) = self.queues.get_mut(&number) else { return };
+        queue.is_broken |= status != 0;
+        self.ended.entry(queue.rail.0).or_default().push(Completion { id: transfer.id, status });
+    }
+}
+
+struct FakeRail {
+    fabric: Fabric,
+    port: Port,
+}
+
+impl Rail for FakeRail {
+    fn port(&self) -> &Port {
+        &self.port
+    }
+
+    fn domain(&self) -> io::Result<Arc<dyn Domain>> {
+        let number = self.fabric.state().number();
+        Ok(Arc::new(FakeDomain { fabric: self.fabric.clone(), rail: self.port.gid, number }))
+    }
+
+    fn poll(&self, ended: &mut Vec<Completion>) -> io::Result<()> {
+        ended.append(self.fabric.state().ended.entry(self.port.gid.0).or_default());
+        Ok(())
+    }
+}
+
+struct FakeDomain {
+    fabric: Fabric,
+    rail: Gid,
+    number: u32,
+}
+
+impl Domain for FakeDomain {
+    fn register(&self, memory: &Arc<Memory>, access: Access) -> io::Result<Box<dyn RegisterMr>> {
+        let mut state = self.fabric.state();
+        if let Some(errno) = state.refuse_register {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
+        let key = state.number();
+        state.log.push(format!("register {} bytes", memory.len_bytes()));
+        let memory = Arc::clone(memory);
+        state.memories.insert(key, FakeMemory { domain: self.number, access, memory });
+        Ok(Box::new(FakeMr { fabric: self.fabric.clone(), key }))
+    }
+
+    fn queue(&self, access: Access) -> io::Result<Box<dyn Queue>> {
+        let mut state = self.fabric.state();
+        let number = state.number();
+        let queue = FakeQueue { domain: self.number, access, rail: self.rail, peer: None, is_broken: false };
+        state.queues.insert(number, queue);
+        Ok(Box::new(Handle { fabric: self.fabric.clone(), number }))
+    }
+}
+
+struct FakeMr {
+    fabric: Fabric,
+    key: u32,
+}
+
+impl RegisterMr for FakeMr {
+    fn local_key(&self) -> u32 {
+        self.key
+    }
+
+    fn remote_key(&self) -> u32 {
+        self.key
+    }
+}
+
+impl Drop for FakeMr {
+    fn drop(&mut self) {
+        let mut state = self.fabric.state();
+        let gone = state.memories.remove(&self.key);
+        state
+            .log
+            .push(format!("deregister {} bytes", gone.as_ref().map_or(0, |gone| gone.memory.len_bytes())));
+        drop(state);
+    }
+}
+
+struct Handle {
+    fabric: Fabric,
+    number: u32,
+}
+
+impl Queue for Handle {
+    fn number(&self) -> u32 {
+        self.number
+    }
+
+    fn connect(&self, role: Role, packet: u32, peer: &End) -> io::Result<()> {
+        let mut state = self.fabric.state();
+        let queue = state.queues.get_mut(&self.number).ok_or(io::ErrorKind::NotConnected)?;
+        queue.peer = Some((role, packet, *peer));
+        Ok(())
+    }
+
+    fn post(&self, transfer: &Transfer) -> io::Result<()> {
+        let mut state = self.fabric.state();
+        if !state.queues.contains_key(&self.number) {
+            return Err(io::ErrorKind::NotConnected.into());
+        }
+        state.transfers.push(*transfer);
+        match &mut state.held {
+            Some(held) => held.push((self.number, *transfer)),
+            None => state.run(self.number, transfer),
+        }
+        Ok(())
+    }
+
+    fn end(&self) -> io::Result<()> {
+        let mut state = self.fabric.state();
+        if state.end_fails {
+            return Err(io::Error::from_raw_os_error(libc::EBUSY));
+        }
+        if let Some(queue) = state.queues.remove(&self.number) {
+            state.log.push(format!("end queue of fake{}", queue.rail.0[0]));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        let _ = self.end(); // as asked of the fabric
+    }
+}

@@ -1,0 +1,240 @@
+//! A fetch at the node's end: each block is lent where it lies, copied into the tray, or sent, whichever is first possible.
+//!
+//! Loans are out until the client gives them back, or the connection ends and its queue pairs with it. Not here: the rules
+//! of lending (`kv_core::lend`), saves (`taking.rs`).
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use kv_core::id::LeaseId;
+use kv_core::lend::{Descriptor, LendRefused, Place as LentIn};
+use kvfleet_proto::data;
+
+use super::offer::{Attached, Kept};
+use super::words;
+use crate::quic::RETRY_AFTER;
+use crate::serve::{Operations, ServeError};
+use crate::stream::{Stream, encode, read_message};
+use crate::{BlockService, FetchAnswer, FetchReply, FetchRequest, wire};
+
+/// Bytes of blocks that one message names, but for a single one: the client hands on what it read once it has all of it.
+const BATCH_BYTES: u64 = 8 << 20;
+
+/// What becomes of one block.
+enum Way {
+    /// The client reads it there.
+    Lent(Descriptor),
+    /// It goes over the connection.
+    Sent,
+    /// Something must come back first.
+    Full,
+}
+
+/// Rows that wait to be sent.
+#[derive(Default)]
+struct Batch {
+    rows: Vec<Descriptor>,
+    bytes: u64,
+}
+
+/// What all messages of one fetch say.
+struct Terms {
+    lease: LeaseId,
+    /// How long the node lends, from the time it was asked.
+    span: Duration,
+    epoch: u64,
+}
+
+impl Attached {
+    /// Serves one operation.
+    pub(crate) async fn serve(
+        &mut self,
+        request: data::DataRequest,
+        (service, operations): (&dyn BlockService, &Operations),
+        stream: &mut impl Stream,
+    ) -> Result<(), ServeError> {
+        use data::data_request::Op;
+        if !matches!(request.op, Some(Op::Fetch(_) | Op::Save(_))) {
+            return operations.serve_request(request, service, stream).await;
+        }
+        match wire::operation_from_pb(request)? {
+            wire::Operation::Fetch(request) => {
+                let span = operations.fetch_span(request.deadline);
+                let fetch = self.fetch(request, span, (service, operations), stream);
+                tokio::time::timeout(span, fetch).await?
+            }
+            wire::Operation::Save(request) => {
+                let save = self.save(request, (service, operations), stream);
+                tokio::time::timeout(operations.save_span(), save).await?
+            }
+            wire::Operation::Release(_) | wire::Operation::Ping => Ok(()),
+        }
+    }
+
+    async fn fetch(
+        &mut self,
+        request: FetchRequest,
+        span: Duration,
+        (service, operations): (&dyn BlockService, &Operations),
+        stream: &mut impl Stream,
+    ) -> Result<(), ServeError> {
+        let (lease, asked_epoch) = (request.asker.lease, request.epoch);
+        let reserved = operations.reserve_fetch(request.hashes.len());
+        let begun = reserved.is_some() && self.begin(lease).is_ok();
+        let Some(_reserved) = reserved.filter(|_| begun) else {
+            let busy = FetchAnswer::Busy { retry_after: RETRY_AFTER };
+            return operations.answer(stream, &wire::head_to_pb(&busy, asked_epoch)).await;
+        };
+        let reply = service.fetch(request).await;
+        self.answered(reply.epoch);
+        let terms = Terms { lease, span, epoch: reply.epoch.0 };
+        let lent = self.lend_all(reply, &terms, (service, operations), stream).await;
+        let mut effects = Vec::new();
+        self.lender.finish(lease, &mut effects);
+        self.run(effects, service);
+        lent
+    }
+
+    async fn lend_all(
+        &mut self,
+        mut reply: FetchReply,
+        terms: &Terms,
+        (service, operations): (&dyn BlockService, &Operations),
+        stream: &mut impl Stream,
+    ) -> Result<(), ServeError> {
+        let head = encode(&wire::head_to_pb(&reply.answer, reply.epoch))?;
+        operations.timed(stream.write(head)).await??;
+        let blocks = reply.answer.tiers().len();
+        if blocks == 0 {
+            return operations.flush(stream).await;
+        }
+        let mut batch = Batch::default();
+        let mut reason = None;
+        for position in 0..blocks {
+            let frame = match reply.frames.try_next() {
+                Some(frame) => Some(frame),
+                None => {
+                    self.say(&mut batch, terms, operations, stream).await?;
+                    operations.next(&mut reply.frames, stream).await?
+                }
+            };
+            let Some(frame) = frame else {
+                reason = reply.frames.ended();
+                break;
+            };
+            let may_lend = reply.lendable.get(position).copied().unwrap_or(false);
+            operations.sent(frame.bytes.len());
+            loop {
+                match self.way(&frame.bytes, may_lend, terms.lease) {
+                    Way::Lent(row) => {
+                        batch.rows.push(row);
+                        batch.bytes += u64::from(row.len);
+                        break;
+                    }
+                    Way::Sent => {
+                        self.say(&mut batch, terms, operations, stream).await?;
+                        let lent = data::Lent { is_frame: true, ..data::Lent::default() };
+                        operations.timed(stream.write(encode(&lent)?)).await??;
+                        operations.timed(stream.write(frame.bytes)).await??;
+                        break;
+                    }
+                    Way::Full => {
+                        self.say(&mut batch, terms, operations, stream).await?;
+                        self.take_back(service, operations, stream).await?;
+                    }
+                }
+            }
+            if batch.bytes >= BATCH_BYTES {
+                self.say(&mut batch, terms, operations, stream).await?;
+            }
+        }
+        let mut last = self.lent(&mut batch, terms);
+        (last.is_last, last.reason) = (true, reason.map_or(0, |reason| reason as u32));
+        operations.answer(stream, &last).await?;
+        while !self.kept.is_empty() {
+            self.take_back(service, operations, stream).await?;
+        }
+        Ok(())
+    }
+
+    /// What becomes of a block, which is lent if it can be.
+    fn way(&mut self, bytes: &Bytes, may_lend: bool, lease: LeaseId) -> Way {
+        let Some(len) = u32::try_from(bytes.len()).ok().filter(|len| *len <= self.frame_bytes_max) else {
+            return Way::Sent;
+        };
+        let arena = self.arena.as_ref().filter(|_| may_lend);
+        if let Some(at) = arena.and_then(|arena| arena.offset_of(bytes)) {
+            let kept = Kept { _bytes: Some(bytes.clone()), tray_at: None };
+            return self.lend(lease, LentIn::Arena, (at, len), kept);
+        }
+        if u64::from(len) > self.tray.bytes {
+            return Way::Sent;
+        }
+        let Some(at) = self.room.take(len) else { return Way::Full };
+        self.tray.memory.write(at, bytes);
+        self.lend(lease, LentIn::Tray, (at, len), Kept { _bytes: None, tray_at: Some(at) })
+    }
+
+    fn lend(&mut self, lease: LeaseId, place: LentIn, (at, len): (u64, u32), kept: Kept) -> Way {
+        let tray_at = kept.tray_at;
+        match self.lender.lend(lease, len.into(), self.now()) {
+            Ok(loan) => {
+                self.kept.insert(loan, kept);
+                Way::Lent(Descriptor { loan, place, at, len })
+            }
+            Err(refused) => {
+                if let Some(at) = tray_at {
+                    self.room.give_back(at);
+                }
+                match refused {
+                    LendRefused::Bytes { .. } | LendRefused::Loans { .. } => Way::Full,
+                    LendRefused::Leases { .. } | LendRefused::Closed => Way::Sent,
+                }
+            }
+        }
+    }
+
+    fn lent(&self, batch: &mut Batch, terms: &Terms) -> data::Lent {
+        let Batch { rows, .. } = std::mem::take(batch);
+        data::Lent {
+            rows: words::rows_to_bytes(&rows),
+            is_last: false,
+            reason: 0,
+            lease_us: u64::try_from(terms.span.as_micros()).unwrap_or(u64::MAX),
+            epoch: terms.epoch,
+            is_frame: false,
+        }
+    }
+
+    /// Sends the rows that wait, if any do.
+    async fn say(
+        &self,
+        batch: &mut Batch,
+        terms: &Terms,
+        operations: &Operations,
+        stream: &mut impl Stream,
+    ) -> Result<(), ServeError> {
+        if batch.rows.is_empty() {
+            return Ok(());
+        }
+        let lent = self.lent(batch, terms);
+        operations.answer(stream, &lent).await
+    }
+
+    /// Waits until something of what is lent comes back.
+    async fn take_back(
+        &mut self,
+        service: &dyn BlockService,
+        operations: &Operations,
+        stream: &mut impl Stream,
+    ) -> Result<(), ServeError> {
+        operations.flush(stream).await?;
+        let back: data::GivenBack = operations.timed(read_message(stream)).await??;
+        let loans = words::loans_from_bytes(&back.loans)?;
+        let mut effects = Vec::new();
+        self.lender.take_back(&loans, &mut effects)?;
+        self.lender.tick(self.now(), &mut effects);
+        self.run(effects, service);
+        Ok(())
+    }
+}

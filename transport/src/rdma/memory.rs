@@ -1,0 +1,376 @@
+//! Memory that a network card reads and writes, and places in it that have one owner at a time.
+//!
+//! A card writes where it was told to until it said that it is done, or its queue pair is gone. So a [`Place`] goes with
+//! the transfer and comes back with its end; nobody has a reference into it meanwhile. Memory that a peer may write at
+//! any moment (a node's trays) only ever gets copied out. Not here: registration (`rail.rs`), transfers (`flights.rs`).
+#![allow(unsafe_code)]
+
+use std::any::Any;
+use std::io;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use bytes::Bytes;
+use kv_core::lend::Room;
+use kvfleet_proto::frame::{Unsettled, copy_crc32c_from, copy_from};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use tokio::sync::Notify;
+
+/// Where places begin: at cache lines, so that two places never share one.
+pub(super) const ALIGN_BYTES: u64 = 64;
+
+/// A range of this process's memory that stays where it is.
+pub struct Memory {
+    base: NonNull<u8>,
+    len: usize,
+    /// Whose it is; nothing when it is unmapped with this value.
+    owner: Option<Box<dyn Any + Send + Sync>>,
+}
+
+// SAFETY: plain memory without thread affinity; who touches which bytes follows from places.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl std::fmt::Debug for Memory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Memory({} bytes)", self.len)
+    }
+}
+
+impl Memory {
+    /// So many zero bytes, in pages of their own.
+    ///
+    /// # Errors
+    /// When the system has none.
+    pub fn zeroed(len: usize) -> io::Result<Memory> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice aliases nothing.
+        let base = unsafe { mmap_anonymous(std::ptr::null_mut(), len, access, MapFlags::PRIVATE)? };
+        let base = NonNull::new(base.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
+        let memory = Memory { base, len, owner: None };
+        // A child must not share pages that the card writes: the parent's next write would move the parent's, not the
+        // card's.
+        // SAFETY: the range is the mapping, and the advice changes no contents.
+        unsafe { madvise(memory.base.as_ptr().cast(), len, Advice::LinuxDontFork)? };
+        Ok(memory)
+    }
+
+    /// Memory that belongs to something else: a node's arena.
+    ///
+    /// # Safety
+    /// From `base` on so many bytes are mapped, at the same place and readable, as long as `owner` lives.
+    #[must_use]
+    pub unsafe fn of<T: Send + Sync + 'static>(base: NonNull<u8>, len: usize, owner: T) -> Memory {
+        Memory { base, len, owner: Some(Box::new(owner)) }
+    }
+
+    /// How many bytes.
+    #[must_use]
+    pub fn len_bytes(&self) -> u64 {
+        self.len as u64
+    }
+
+    /// Where it begins, as cards know it.
+    pub(super) fn address(&self) -> u64 {
+        self.base.as_ptr() as u64
+    }
+
+    /// Where bytes lie in it, all of which must; nothing when they lie elsewhere.
+    #[must_use]
+    pub fn offset_of(&self, bytes: &[u8]) -> Option<u64> {
+        let at = (bytes.as_ptr() as usize).checked_sub(self.base.as_ptr() as usize)?;
+        (at.checked_add(bytes.len())? <= self.len).then_some(at as u64)
+    }
+
+    fn at(&self, at: u64, len: usize) -> NonNull<u8> {
+        let end = usize::try_from(at).ok().and_then(|at| at.checked_add(len));
+        assert!(end.is_some_and(|end| end <= self.len), "{len} bytes at {at} of {}", self.len);
+        // SAFETY: inside the range, as was just checked.
+        unsafe { self.base.add(at as usize) }
+    }
+
+    /// Puts `from` there. Whoever else writes there meanwhile spoils both.
+    ///
+    /// # Panics
+    /// When it does not fit.
+    pub(super) fn write(&self, at: u64, from: &[u8]) {
+        assert!(self.owner.is_none(), "memory of others is only read");
+        let to = self.at(at, from.len());
+        // SAFETY: the range is inside the mapping. A place is written by its owner alone; what cards do there is not
+        // known to the compiler, and both orders are sound since plain bytes have no invalid values.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len()) };
+    }
+
+    /// Fills `to` with what is there, each byte loaded once.
+    ///
+    /// # Panics
+    /// When there is less.
+    pub(super) fn copy(&self, at: u64, to: &mut [u8]) {
+        let from = self.at(at, to.len());
+        // SAFETY: so many bytes may be read there; who writes them is another device, or this process by `write`, whose
+        // callers keep to places.
+        unsafe { copy_from(to, from.as_ptr()) };
+    }
+
+    fn copy_crc32c(&self, at: u64, to: &mut [u8]) -> u32 {
+        let from = self.at(at, to.len());
+        // SAFETY: as in `copy`.
+        unsafe { copy_crc32c_from(to, from.as_ptr()) }
+    }
+
+    /// Sets eight bytes at once, after everything that was written before.
+    pub(super) fn set_word(&self, at: u64, value: u64) {
+        assert!(at.is_multiple_of(8) && self.owner.is_none(), "a word is aligned, and ours");
+        let word = self.at(at, 8).cast::<AtomicU64>();
+        // SAFETY: aligned, inside the mapping, and touched by atomic accesses and cards alone.
+        unsafe { word.as_ref() }.store(value, Ordering::SeqCst);
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if self.owner.is_some() {
+            return;
+        }
+        // SAFETY: base and length of the mapping, to which nothing refers: whatever does holds its `Arc`.
+        if let Err(cause) = unsafe { munmap(self.base.as_ptr().cast(), self.len) } {
+            tracing::warn!(%cause, "memory of a network card could not be unmapped");
+        }
+    }
+}
+
+/// A part of a memory that is handed out in places.
+#[derive(Debug)]
+pub struct Pool {
+    memory: Arc<Memory>,
+    start: u64,
+    len: u64,
+    room: Mutex<Room>,
+    freed: Notify,
+}
+
+impl Pool {
+    /// The bytes of `range`, which begins at a multiple of 64.
+    ///
+    /// # Panics
+    /// When the range is not inside, or begins elsewhere.
+    #[must_use]
+    pub fn new(memory: &Arc<Memory>, range: Range<u64>) -> Arc<Pool> {
+        let (start, len) = (range.start, range.end - range.start);
+        assert!(start.is_multiple_of(ALIGN_BYTES) && range.end <= memory.len_bytes(), "{range:?}");
+        let room = Mutex::new(Room::new(len, ALIGN_BYTES));
+        Arc::new(Pool { memory: Arc::clone(memory), start, len, room, freed: Notify::new() })
+    }
+
+    fn room(&self) -> MutexGuard<'_, Room> {
+        self.room.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes of the longest place there can be.
+    #[must_use]
+    pub fn len_bytes(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether these bytes lie in its memory.
+    #[must_use]
+    pub fn has(&self, bytes: &[u8]) -> bool {
+        self.memory.offset_of(bytes).is_some()
+    }
+
+    /// A place of `len` bytes, if there is one now.
+    #[must_use]
+    pub fn take(self: &Arc<Pool>, len: u32) -> Option<Place> {
+        let at = self.room().take(len)?;
+        Some(Place { pool: Arc::clone(self), at, len })
+    }
+
+    /// The same; waits until others give back. Nothing when it would wait forever.
+    pub(super) async fn wait(self: &Arc<Pool>, len: u32) -> Option<Place> {
+        if u64::from(len) > self.len {
+            return None;
+        }
+        loop {
+            let freed = self.freed.notified();
+            tokio::pin!(freed);
+            freed.as_mut().enable();
+            if let Some(place) = self.take(len) {
+                return Some(place);
+            }
+            freed.await;
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    #[cfg(test)]
+    pub(super) fn places(&self) -> usize {
+        self.room().places()
+    }
+}
+
+/// Bytes of a pool that nobody else has.
+#[derive(Debug)]
+pub struct Place {
+    pool: Arc<Pool>,
+    at: u64,
+    len: u32,
+}
+
+impl Place {
+    /// How many bytes.
+    #[must_use]
+    pub fn len_bytes(&self) -> u32 {
+        self.len
+    }
+
+    /// From which byte of its memory on.
+    pub(super) fn at(&self) -> u64 {
+        self.pool.start + self.at
+    }
+
+    /// As cards know it.
+    pub(super) fn address(&self) -> u64 {
+        self.pool.memory.address() + self.at()
+    }
+
+    /// Puts `from` at its beginning.
+    ///
+    /// # Panics
+    /// When it is longer.
+    pub fn write(&mut self, from: &[u8]) {
+        assert!(from.len() <= self.len as usize, "{} bytes into a place of {}", from.len(), self.len);
+        self.pool.memory.write(self.at(), from);
+    }
+
+    /// What is in it.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        let start = self.pool.memory.at(self.at(), self.len as usize);
+        // SAFETY: inside the mapping, which the pool keeps; nobody else has the place, and as long as a card may write
+        // it, it is with the transfer and not here.
+        unsafe { std::slice::from_raw_parts(start.as_ptr(), self.len as usize) }
+    }
+
+    /// Its bytes, in place, until they are dropped.
+    #[must_use]
+    pub fn freeze(self) -> Bytes {
+        Bytes::from_owner(self)
+    }
+}
+
+impl AsRef<[u8]> for Place {
+    fn as_ref(&self) -> &[u8] {
+        self.bytes()
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.pool.room().give_back(self.at);
+        self.pool.freed.notify_waiters();
+    }
+}
+
+/// A frame in memory that a peer may write at any time.
+pub(super) struct TrayFrame {
+    pub(super) tray: Arc<Memory>,
+    pub(super) at: u64,
+    pub(super) len: u32,
+}
+
+impl TrayFrame {
+    fn checked(&self, at: usize, len: usize) -> u64 {
+        let end = at.checked_add(len);
+        assert!(end.is_some_and(|end| end <= self.len as usize), "{len} bytes at {at} of {}", self.len);
+        self.at + at as u64
+    }
+}
+
+impl Unsettled for TrayFrame {
+    fn len_bytes(&self) -> usize {
+        self.len as usize
+    }
+
+    fn copy(&self, at: usize, to: &mut [u8]) {
+        self.tray.copy(self.checked(at, to.len()), to);
+    }
+
+    fn copy_crc32c(&self, at: usize, to: &mut [u8]) -> u32 {
+        self.tray.copy_crc32c(self.checked(at, to.len()), to)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use kvfleet_proto::frame::settle;
+
+    use super::*;
+    use crate::suite;
+
+    fn memory(len: usize) -> Arc<Memory> {
+        Arc::new(Memory::zeroed(len).unwrap())
+    }
+
+    #[tokio::test]
+    async fn a_place_has_one_owner_and_comes_back() {
+        let pool = Pool::new(&memory(8192), 4096..8192);
+        let mut first = pool.take(4000).unwrap();
+        assert!(pool.take(100).is_none());
+        first.write(b"bytes");
+        assert_eq!((first.at(), &first.bytes()[..6]), (4096, &b"bytes\0"[..]));
+        let frozen = first.freeze();
+        assert_eq!(pool.memory.offset_of(&frozen), Some(4096));
+        let waits = tokio::spawn({
+            let pool = Arc::clone(&pool);
+            async move { pool.wait(4096).await.unwrap().len_bytes() }
+        });
+        tokio::task::yield_now().await;
+        drop(frozen);
+        assert_eq!(waits.await.unwrap(), 4096);
+        let never = tokio::time::timeout(suite::PATIENCE, pool.wait(4097)).await;
+        assert!(never.unwrap().is_none(), "what never fits is not waited for");
+        assert_eq!(pool.places(), 0);
+    }
+
+    #[test]
+    fn what_lies_elsewhere_has_no_offset() {
+        let memory = memory(4096);
+        assert_eq!(memory.offset_of(b"elsewhere"), None);
+    }
+
+    #[test]
+    fn memory_of_an_owner_is_kept_as_long_as_it_is_used() {
+        let owner = Arc::new(vec![7_u8; 100]);
+        let base = NonNull::new(owner.as_ptr().cast_mut()).unwrap();
+        // SAFETY: the vector is never changed, and its clone keeps it.
+        let memory = unsafe { Memory::of(base, 100, Arc::clone(&owner)) };
+        assert_eq!(memory.offset_of(&owner[40..100]), Some(40));
+        let mut to = [0; 2];
+        memory.copy(98, &mut to);
+        assert_eq!((to, Arc::strong_count(&owner)), ([7, 7], 2));
+        drop(memory);
+        assert_eq!(Arc::strong_count(&owner), 1);
+    }
+
+    #[test]
+    fn a_frame_in_a_tray_is_settled_like_any_other() {
+        let tray = memory(8192);
+        let frame = suite::frame(suite::hash(1), 5000);
+        let len = u32::try_from(frame.bytes.len()).unwrap();
+        tray.write(128, &frame.bytes);
+        let place = TrayFrame { tray: Arc::clone(&tray), at: 128, len };
+        let mut to = vec![0; frame.bytes.len()];
+        settle(&place, suite::IDENTITY, suite::hash(1), &mut to).unwrap();
+        assert_eq!(to, frame.bytes);
+        tray.write(128 + u64::from(len) - 1, &[!frame.bytes[frame.bytes.len() - 1]]);
+        assert!(settle(&place, suite::IDENTITY, suite::hash(1), &mut to).is_err());
+    }
+}

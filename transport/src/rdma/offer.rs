@@ -1,0 +1,285 @@
+//! What a node offers over RDMA: its arena to those who may read all of it, and a tray to everybody.
+//!
+//! A connection has a protection domain of its own with its tray in it, so that no other connection's queue pairs reach
+//! it. The arena is registered once, in a domain of its own, to be read and not written. When a connection ends, the board
+//! says so first, then its queue pairs end, and only then is given back what they could reach. Not here: operations
+//! (`lending.rs`, `taking.rs`), sockets (`tcp/server.rs`).
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use kv_core::id::{Epoch, LeaseId, LoanId, Timestamp};
+use kv_core::lend::{Effect, LendLimits, LendRefused, Lender, Room};
+use kvfleet_proto::data;
+use kvfleet_proto::frame::FRAME_BYTES_MAX;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::flights::Line;
+use super::memory::{ALIGN_BYTES, Memory};
+use super::rail::{Access, Domain, End, RegisterMr, Role};
+use super::words::{self, Nonsense, PACKET_MAX, REVOKED, Window, outcome};
+use super::{Rdma, RdmaError};
+use crate::BlockService;
+use crate::serve::ServeError;
+
+/// Loans of one connection at once: what a client may leave unread in its socket.
+const LOANS_MAX: usize = 4096;
+
+/// Leases in use at once by one connection.
+const LEASES_MAX: usize = 256;
+
+/// Bytes lent to one connection at once.
+const LENT_BYTES_MAX: u64 = 512 << 20;
+
+/// How long a tier book keeps a lease that nobody renews.
+const LEASE: Duration = Duration::from_secs(10);
+
+/// What one connection may have lent.
+fn limits() -> LendLimits {
+    LendLimits { lent_bytes_max: LENT_BYTES_MAX, loans_max: LOANS_MAX, leases_max: LEASES_MAX, lease: LEASE }
+}
+
+/// A node's arena, registered.
+struct Arena {
+    memory: Arc<Memory>,
+    domain: Arc<dyn Domain>,
+    registered: Box<dyn RegisterMr>,
+}
+
+/// What a node offers over RDMA.
+pub struct RdmaOffer {
+    rdma: Arc<Rdma>,
+    arena: Option<Arena>,
+    links: Arc<Semaphore>,
+    /// The newest epoch that the node answered under.
+    epoch: AtomicU64,
+    trays: Mutex<Vec<Weak<Tray>>>,
+    began: Instant,
+}
+
+impl std::fmt::Debug for RdmaOffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "RdmaOffer({:?})", self.rdma)
+    }
+}
+
+/// Memory of one connection. Behind the tray's bytes lies the board: one word that says under which epoch they are lent.
+pub(super) struct Tray {
+    pub(super) memory: Arc<Memory>,
+    registered: Box<dyn RegisterMr>,
+    /// Bytes without the board.
+    pub(super) bytes: u64,
+}
+
+impl Tray {
+    /// What the client reads behind the bytes it was told of.
+    fn show(&self, word: u64) {
+        self.memory.set_word(self.bytes, word.to_le());
+    }
+}
+
+/// Bytes of a loan, as long as the client may read them.
+pub(super) struct Kept {
+    /// The arena's own, which it writes no other block over while somebody has them.
+    pub(super) _bytes: Option<Bytes>,
+    /// Where a copy begins in the tray.
+    pub(super) tray_at: Option<u64>,
+}
+
+/// What one upgraded connection has of the node.
+pub(crate) struct Attached {
+    offer: Arc<RdmaOffer>,
+    lines: Vec<Arc<Line>>,
+    pub(super) tray: Arc<Tray>,
+    pub(super) arena: Option<Arc<Memory>>,
+    pub(super) lender: Lender,
+    pub(super) room: Room,
+    pub(super) kept: BTreeMap<LoanId, Kept>,
+    pub(super) frame_bytes_max: u32,
+    permit: Option<OwnedSemaphorePermit>,
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        self.tray.show(REVOKED);
+        let rest = (std::mem::take(&mut self.kept), Arc::clone(&self.tray), self.permit.take());
+        let lines = std::mem::take(&mut self.lines);
+        self.offer.rdma.flights.end(lines, (rest, Arc::clone(&self.offer)));
+    }
+}
+
+impl Attached {
+    pub(super) fn now(&self) -> Timestamp {
+        self.offer.now()
+    }
+
+    /// An operation begins that lends under this lease.
+    pub(super) fn begin(&mut self, lease: LeaseId) -> Result<(), LendRefused> {
+        let now = self.now();
+        let mut forgotten = Vec::new();
+        self.lender.tick(now, &mut forgotten);
+        self.lender.begin(lease, now)
+    }
+
+    /// The node answered under this epoch: connections that lend under an older one hear of it.
+    pub(super) fn answered(&self, epoch: Epoch) {
+        self.offer.answered(epoch);
+        self.tray.show(self.offer.epoch.load(Ordering::SeqCst));
+    }
+
+    /// Lets go of what the client gave back, and renews leases that are in use.
+    pub(super) fn run(&mut self, effects: Vec<Effect>, service: &dyn BlockService) {
+        for effect in effects {
+            match effect {
+                Effect::Free(loan) => {
+                    let kept = self.kept.remove(&loan);
+                    if let Some(at) = kept.and_then(|kept| kept.tray_at) {
+                        self.room.give_back(at);
+                    }
+                }
+                Effect::Renew(lease) => service.renew(lease),
+                // Leases end by a word over any of a caller's connections, or by their time.
+                Effect::Release(_) => {}
+            }
+        }
+    }
+}
+
+impl RdmaOffer {
+    /// Offers a device's memory to callers: `arena`, whose bytes the service lends by [`crate::FetchReply::lendable`], and
+    /// trays. Registers the arena, which takes about a second for each 30 GiB.
+    ///
+    /// # Errors
+    /// When the arena cannot be registered.
+    pub fn new(rdma: &Arc<Rdma>, arena: Option<Arc<Memory>>) -> Result<Arc<RdmaOffer>, RdmaError> {
+        let register = |memory: Arc<Memory>| {
+            let domain = rdma.domain()?;
+            let registered = rdma.register(domain.as_ref(), &memory, Access::Read)?;
+            Ok(Arena { memory, domain, registered })
+        };
+        Ok(Arc::new(RdmaOffer {
+            rdma: Arc::clone(rdma),
+            arena: arena.map(register).transpose()?,
+            links: Arc::new(Semaphore::new(rdma.config.links_max)),
+            epoch: AtomicU64::new(0),
+            trays: Mutex::default(),
+            began: Instant::now(),
+        }))
+    }
+
+    fn now(&self) -> Timestamp {
+        Timestamp(u64::try_from(self.began.elapsed().as_micros()).unwrap_or(u64::MAX))
+    }
+
+    fn trays(&self) -> MutexGuard<'_, Vec<Weak<Tray>>> {
+        self.trays.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The node is at this epoch: whatever was lent under an older one is not to be trusted, and its readers see so.
+    pub fn answered(&self, epoch: Epoch) {
+        if self.epoch.fetch_max(epoch.0, Ordering::SeqCst) < epoch.0 {
+            self.trays().iter().filter_map(Weak::upgrade).for_each(|tray| tray.show(epoch.0));
+        }
+    }
+
+    /// Queue pairs and a tray for a client, and what it is told of them; nothing when as many connections have some as may.
+    pub(crate) async fn attach(
+        self: &Arc<RdmaOffer>,
+        attach: data::Attach,
+        maps: bool,
+    ) -> Result<(Option<Attached>, data::Attached), ServeError> {
+        if attach.version != words::VERSION {
+            return Err(Nonsense::new("a version of attach", attach.version).into());
+        }
+        let Ok(permit) = Arc::clone(&self.links).try_acquire_owned() else {
+            return Ok((None, data::Attached { outcome: outcome::BUSY, ..data::Attached::default() }));
+        };
+        let offer = Arc::clone(self);
+        let packets: [u32; 2] = super::packets();
+        let made = tokio::task::spawn_blocking(move || offer.make(&attach, maps, packets, permit)).await;
+        let (attached, answer) = made.map_err(|error| ServeError::Rdma(error.to_string()))??;
+        Ok((Some(attached), answer))
+    }
+
+    /// The blocking part.
+    fn make(
+        self: &Arc<RdmaOffer>,
+        attach: &data::Attach,
+        maps: bool,
+        packets: [u32; 2],
+        permit: OwnedSemaphorePermit,
+    ) -> Result<(Attached, data::Attached), ServeError> {
+        let refused = |error: RdmaError| {
+            // The node is short of something, which its operator should know.
+            tracing::warn!("{error}");
+            ServeError::Rdma(error.to_string())
+        };
+        let peer = |end: &Option<data::QueueEnd>| {
+            words::end_from_pb(end.as_ref().ok_or(Nonsense::new("the number of queue pairs", 1_u32))?)
+        };
+        let (tray_peer, arena_peer) = (peer(&attach.tray)?, peer(&attach.arena)?);
+        let domain = self.rdma.domain().map_err(refused)?;
+        let bytes = (self.rdma.config.tray_bytes as u64).next_multiple_of(ALIGN_BYTES);
+        let all = usize::try_from(bytes + ALIGN_BYTES).unwrap_or(usize::MAX);
+        let tray = self.rdma.allocate(domain.as_ref(), all, Access::ReadWrite).map_err(refused)?;
+        let tray = Arc::new(Tray { memory: tray.0, registered: tray.1, bytes });
+        tray.show(self.epoch.load(Ordering::SeqCst));
+        let mut attached = Attached {
+            offer: Arc::clone(self),
+            lines: Vec::new(),
+            tray: Arc::clone(&tray),
+            arena: None,
+            lender: Lender::new(limits()),
+            room: Room::new(bytes, ALIGN_BYTES),
+            kept: BTreeMap::new(),
+            frame_bytes_max: attach.frame_bytes_max.min(u32::try_from(FRAME_BYTES_MAX).unwrap_or(u32::MAX)),
+            permit: Some(permit),
+        };
+        let (line, tray_end) = self.join(domain.as_ref(), Access::ReadWrite, packets[0], &tray_peer)?;
+        attached.lines.push(line);
+        let window = Window { address: tray.memory.address(), bytes, key: tray.registered.remote_key() };
+        let mut answer = data::Attached {
+            outcome: outcome::ATTACHED,
+            tray: Some(tray_end),
+            arena: None,
+            tray_window: Some(words::window_to_pb(window)),
+            arena_window: None,
+            board_address: tray.memory.address() + bytes,
+            frame_bytes_max: attached.frame_bytes_max,
+        };
+        // To read the arena is to read every tenant's blocks.
+        if let Some(arena) = self.arena.as_ref().filter(|_| maps) {
+            let (line, end) = self.join(arena.domain.as_ref(), Access::Read, packets[1], &arena_peer)?;
+            attached.lines.push(line);
+            attached.arena = Some(Arc::clone(&arena.memory));
+            let (address, bytes) = (arena.memory.address(), arena.memory.len_bytes());
+            let window = Window { address, bytes, key: arena.registered.remote_key() };
+            (answer.arena, answer.arena_window) = (Some(end), Some(words::window_to_pb(window)));
+        }
+        let mut trays = self.trays();
+        trays.retain(|tray| tray.strong_count() > 0);
+        trays.push(Arc::downgrade(&tray));
+        drop(trays);
+        // What was announced between, to those that were listed then.
+        tray.show(self.epoch.load(Ordering::SeqCst));
+        Ok((attached, answer))
+    }
+    /// A queue pair that answers a client's.
+    fn join(
+        &self,
+        domain: &dyn Domain,
+        access: Access,
+        packet: u32,
+        peer: &End,
+    ) -> Result<(Arc<Line>, data::QueueEnd), ServeError> {
+        let failed = |cause: std::io::Error| ServeError::Rdma(cause.to_string());
+        let packet = packet & PACKET_MAX;
+        let queue = domain.queue(access).map_err(failed)?;
+        queue.connect(Role::Answers, packet, peer).map_err(failed)?;
+        let end = words::end_to_pb(self.rdma.flights.rail().port(), queue.number(), packet);
+        Ok((self.rdma.flights.line(queue), end))
+    }
+}

@@ -1,0 +1,165 @@
+//! Links: how many there are, and when one gives way to a new one.
+
+use super::*;
+
+#[tokio::test]
+async fn a_failed_transfer_replaces_the_queue_pairs() {
+    let world = world(&holding(3, 1000), true, &small());
+    let path = world.path().await;
+    assert_eq!(suite::fetch(path.as_ref(), fetch_request(&hashes(3))).await.unwrap().tiers().len(), 3);
+    let before = world.fabric.queues();
+    world.fabric.fail_next(12);
+    let lost = suite::fetch(path.as_ref(), fetch_request(&hashes(3))).await.unwrap();
+    assert_eq!(lost, FetchAnswer::Miss { reason: MissReason::NodeLost });
+    world.until("ended at both ends", |world| world.fabric.queues().is_empty()).await;
+    assert_eq!(suite::fetch(path.as_ref(), fetch_request(&hashes(3))).await.unwrap().tiers().len(), 3);
+    let after = world.fabric.queues();
+    assert!(after.len() == before.len() && after.iter().all(|queue| !before.contains(queue)), "{after:?}");
+    assert!(path.failure().is_none(), "the node is not gone");
+    world.fabric.fail_next(12);
+    let error = suite::save(path.as_ref(), save_request(&[hash(9)]), 1000).await.unwrap_err();
+    assert!(matches!(error, PathError::Broken { .. }), "{error}");
+    says("a save whose RDMA transfer failed", &error, &[&world.address()]);
+    suite::save(path.as_ref(), save_request(&[hash(9)]), 1000).await.unwrap();
+}
+
+#[tokio::test]
+async fn operations_leave_their_link_to_the_next() {
+    let world = world(&holding(3, 1000), true, &small());
+    let path = world.path().await;
+    let first = world.fabric.queues();
+    for _ in 0..3 {
+        suite::fetch(path.as_ref(), fetch_request(&hashes(3))).await.unwrap();
+        suite::save(path.as_ref(), save_request(&hashes(4)), 1000).await.unwrap();
+    }
+    assert_eq!(world.fabric.queues(), first);
+    drop(path);
+    world.until("ended with the path", |world| world.fabric.queues().is_empty()).await;
+}
+
+#[tokio::test]
+async fn above_the_limit_operations_go_without() {
+    let config = RdmaConfig { links_max: 1, ..small() };
+    let service = holding(3, 1000);
+    let world = world(&service, true, &config);
+    let path = world.path().await;
+    let other = world.dialer().dial(world.address()).await.err().unwrap();
+    says("a node whose RDMA links are all taken", &other, &[&world.address()]);
+    service.set_gate(0);
+    let both = async {
+        let request = || suite::fetch(path.as_ref(), fetch_request(&hashes(3)));
+        let (first, second) = tokio::join!(request(), request());
+        (first.unwrap().tiers().len(), second.unwrap().tiers().len())
+    };
+    let open = async {
+        world.until("both under way", |_| true).await;
+        service.set_gate(100);
+    };
+    assert_eq!(tokio::join!(both, open).0, (3, 3));
+    assert!(world.client.numbers().read_bytes < 2 * 3 * 1000, "one of them went over the connection");
+}
+
+#[tokio::test]
+async fn a_node_that_offers_none_is_not_taken_for_one() {
+    let world = world(&holding(0, 0), true, &small());
+    let plain = TcpServer::bind(ANY, &world.identity, Arc::new(MemoryService::default())).unwrap();
+    let error = world.dialer().dial(plain.local_addr().to_string()).await.err().unwrap();
+    assert!(matches!(error, PathError::Unreachable { .. }), "{error}");
+    says("a node without RDMA", &error, &[&plain.local_addr().to_string()]);
+}
+
+#[tokio::test]
+async fn a_node_that_is_gone_is_noticed_and_gives_back_everything() {
+    let service = holding(3, 1000);
+    let world = world(&service, true, &small());
+    let path = world.path().await;
+    service.set_gate(1);
+    let (first, came) = tokio::sync::oneshot::channel();
+    let mut first = Some(first);
+    let mut sink = |_| {
+        if let Some(first) = first.take() {
+            first.send(()).unwrap();
+        }
+    };
+    let fetch = path.fetch(fetch_request(&hashes(3)), &mut sink);
+    let World { server, fabric, .. } = world;
+    let killed = async {
+        came.await.unwrap();
+        server.close().await;
+    };
+    let (answer, ()) = tokio::join!(fetch, killed);
+    let expected = FetchAnswer::Partial { tiers: in_dram(1), reason: MissReason::NodeLost };
+    assert_eq!(answer.unwrap(), expected, "what came stands");
+    let error = suite::fetch(path.as_ref(), fetch_request(&hashes(3))).await.unwrap_err();
+    assert!(matches!(error, PathError::Broken { .. } | PathError::Unreachable { .. }), "{error}");
+    drop(path);
+    tokio::time::timeout(PATIENCE, async {
+        while !fabric.queues().is_empty() {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await
+    .unwrap();
+}
+
+#[tokio::test]
+async fn a_link_that_the_node_closed_meanwhile_is_made_anew() {
+    let service = holding(3, 1000);
+    let fabric = Fabric::default();
+    let config = small();
+    let [node, client] = [1, 2].map(|number| Rdma::over(fabric.rail(number), &config).unwrap());
+    let offer = RdmaOffer::new(&node, None).unwrap();
+    let authority = Authority::new();
+    // The node closes what is idle for three times as long; signs of life come more often, so that only the link is.
+    let idle = TcpConfig { idle_timeout: Duration::from_millis(400), ..TcpConfig::default() };
+    let server = TcpServer::bind_offering(ANY, &authority.member(), &idle, offer, Arc::new(service)).unwrap();
+    let dialer = RdmaDialer::new(&client, &authority.member(), TcpConfig::default()).unwrap();
+    let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
+    let first = fabric.queues();
+    assert_eq!(first.len(), 2, "one at each end, as no arena is offered");
+    while fabric.queues().len() == 2 {
+        tokio::task::yield_now().await;
+    }
+    let hit = suite::fetch(path.as_ref(), fetch_request(&hashes(3))).await.unwrap();
+    assert_eq!(hit, FetchAnswer::Hit { tiers: in_dram(3) });
+}
+
+#[tokio::test]
+async fn frames_that_are_kept_never_stop_others() {
+    // Half of the client's memory is three frames.
+    let config = RdmaConfig { local_bytes: 700_000, ..small() };
+    let world = world(&holding(20, 100_000), true, &config);
+    let path = world.path().await;
+    let mut kept = Vec::new();
+    let mut keep = |frame| kept.push(frame);
+    let fetched = path.fetch(fetch_request(&hashes(20)), &mut keep);
+    let hit = tokio::time::timeout(PATIENCE, fetched).await.expect("no place is waited for in vain").unwrap();
+    assert_eq!(hit, FetchAnswer::Hit { tiers: in_dram(20) });
+    for (number, frame) in (0..).zip(&kept) {
+        frame.verify(suite::IDENTITY, hash(number)).unwrap();
+    }
+    drop(path);
+    world.until("all links ended", |world| world.fabric.queues().is_empty()).await;
+    for (number, frame) in (0..).zip(&kept) {
+        frame.verify(suite::IDENTITY, hash(number)).expect("kept frames outlive their path");
+    }
+}
+
+#[tokio::test]
+async fn transfers_at_once_are_bounded() {
+    let tuning = RdmaTuning { queue_in_flight_max: 3, ..RdmaTuning::default() };
+    let world = world(&holding(20, 1000), true, &RdmaConfig { tuning, ..small() });
+    let path = world.path().await;
+    world.fabric.hold();
+    let fetch = suite::fetch(path.as_ref(), fetch_request(&hashes(20)));
+    let watch = async {
+        world.until("three are under way", |world| world.fabric.held() == 3).await;
+        for _ in 0..50 {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!((world.fabric.held(), world.client.flights.under_way()), (3, 3));
+        world.fabric.let_go();
+    };
+    let (hit, ()) = tokio::join!(fetch, watch);
+    assert_eq!(hit.unwrap(), FetchAnswer::Hit { tiers: in_dram(20) });
+}
