@@ -1,8 +1,8 @@
 //! Computes the CRC32C of bytes, and copies them on the way if they are to be somewhere else: they come from
 //! memory once. Bytes that others may write meanwhile are loaded once each, so that the sum is that of the copy.
 //!
-//! With AVX-512 and VPCLMULQDQ the sum costs nothing beside the copy: 256 bytes at a time are loaded, folded and stored past
-//! the caches (nobody reads a block soon after it came). Elsewhere short pieces are copied and summed while they are
+//! With AVX-512 and VPCLMULQDQ the sum costs nothing beside the copy: 256 bytes at a time are loaded, folded and stored, long
+//! pieces past the caches (nobody reads a block soon after it came). Elsewhere short pieces are copied and summed while they are
 //! in the first-level cache. Not here: which bytes belong to which checksum (`super`).
 
 #![allow(unsafe_code)]
@@ -105,6 +105,8 @@ mod wide {
     const STEP_BYTES: usize = 256;
     /// Destination of a store past the caches.
     const LINE_BYTES: usize = 64;
+    /// What is shorter stays in the caches: to wait until stores past them are done takes as long as some kilobytes do.
+    const PAST_CACHES_BYTES_MIN: usize = 16 << 10;
 
     fn is_able() -> bool {
         is_x86_feature_detected!("avx512f")
@@ -132,7 +134,9 @@ mod wide {
     /// As for [`super::copy_crc32c_from`].
     #[target_feature(enable = "avx512f,vpclmulqdq,pclmulqdq,sse4.2")]
     unsafe fn copy(to: &mut [u8], from: *const u8) -> u32 {
-        let head = to.as_ptr().align_offset(LINE_BYTES).min(to.len());
+        let is_long = to.len() >= PAST_CACHES_BYTES_MIN;
+        // Stores past the caches are of whole lines.
+        let head = if is_long { to.as_ptr().align_offset(LINE_BYTES).min(to.len()) } else { 0 };
         let (to_head, to) = to.split_at_mut(head);
         let (to_steps, to_tail) = to.as_chunks_mut::<STEP_BYTES>();
         let tail = head + to_steps.len() * STEP_BYTES;
@@ -143,9 +147,17 @@ mod wide {
             let (step, to) = to_steps.next()?;
             // SAFETY: as above.
             let bytes = unsafe { load_once(from.add(head + step * STEP_BYTES)) };
-            store(to, bytes);
+            if is_long {
+                store_past_caches(to, bytes);
+            } else {
+                store(to, bytes);
+            }
             Some(bytes)
         });
+        if is_long {
+            // Others see these stores in their order only from here on.
+            _mm_sfence();
+        }
         // SAFETY: as above.
         !unsafe { copy_words(to_tail, from.add(tail), crc) }
     }
@@ -210,8 +222,6 @@ mod wide {
         while let Some(next) = next() {
             sums = [0, 1, 2, 3].map(|lane| fold(sums[lane], over_step, next[lane]));
         }
-        // Stores past the caches are seen by others in their order only from here on.
-        _mm_sfence();
         let over_register = _mm512_broadcast_i32x4(constants::<512>());
         let sum = fold(sums[0], over_register, sums[1]);
         let sum = fold(fold(sum, over_register, sums[2]), over_register, sums[3]);
@@ -264,10 +274,19 @@ mod wide {
             .map(|register| unsafe { _mm512_loadu_si512(from.as_ptr().add(register * LINE_BYTES).cast()) })
     }
 
-    /// Writes a step past the caches.
     #[target_feature(enable = "avx512f")]
     #[inline]
     fn store(to: &mut [u8; STEP_BYTES], bytes: [__m512i; 4]) {
+        for (register, bytes) in bytes.into_iter().enumerate() {
+            // SAFETY: the 64 bytes from there lie inside the array; the store may be unaligned.
+            unsafe { _mm512_storeu_si512(to.as_mut_ptr().add(register * LINE_BYTES).cast(), bytes) };
+        }
+    }
+
+    /// Writes a step past the caches.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    fn store_past_caches(to: &mut [u8; STEP_BYTES], bytes: [__m512i; 4]) {
         debug_assert!(to.as_ptr().cast::<__m512i>().is_aligned());
         for (register, bytes) in bytes.into_iter().enumerate() {
             // SAFETY: the 64 bytes from there lie inside the array, and it begins at a line of 64 bytes, as all steps
@@ -354,7 +373,7 @@ mod tests {
     #[test]
     fn a_copy_has_the_sum_of_the_whole_wherever_it_begins_and_ends() {
         let from: Vec<u8> = (0..20_000_u32).map(|at| (at.wrapping_mul(0x9e37_79b9) >> 24) as u8).collect();
-        let lengths = (0..700).chain([1023, 1024, 4096, 6143, 6144, 6145, 12_289, 19_900]);
+        let lengths = (0..700).chain([1023, 1024, 4096, 6143, 6144, 6145, 12_289, 16_383, 16_384, 19_900]);
         for bytes in lengths {
             for (place, source) in [(0, 0), (1, 0), (63, 7), (17, 64)] {
                 let from = &from[source..source + bytes];

@@ -25,7 +25,7 @@ pub trait Unsettled: Send + Sync {
     /// When that is more than there is.
     fn copy(&self, at: usize, to: &mut [u8]);
 
-    /// The same past the caches, where the machine can, and gives the CRC32C of what is in `to` then.
+    /// The same, what is long past the caches where the machine can, and gives the CRC32C of what is in `to` then.
     ///
     /// # Panics
     /// When that is more than there is.
