@@ -12,6 +12,7 @@ use kvfleet_proto::frame::Unsettled;
 use kvfleet_transport::{
     Admission, BlockService, Caller, FetchAnswer, FetchReply, MissReason, SaveOffer, SaveRefusal,
 };
+use tokio::sync::oneshot;
 
 use super::tests::{
     BLOCK_BYTES, Bench, PATIENCE, block_on_ssd, config, fetch_request, frame, hash, open, open_of, parts,

@@ -9,6 +9,7 @@ use kvfleet_errors_doc::says;
 use kvfleet_proto::frame::Frame;
 use kvfleet_proto::pb;
 use kvfleet_transport::{BlockService, FetchAnswer, MissReason};
+use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 use super::tests::{BLOCK_BYTES, Bench, PATIENCE, asker, config, frame, hash, open_with};

@@ -1,12 +1,14 @@
-//! The one task that owns the tier book, and with it every slot of DRAM and every record on SSD of this node.
+//! The tier book's owner, and with it that of every slot of DRAM and every record on SSD of this node.
 //!
-//! Requests come in over a bounded channel, ends of SSD and GPU jobs over others; after each, the task runs
-//! what the book says and hands the changes to the outboxes. Situations are beside: `fetching`, `saving`,
+//! Questions are answered by whoever asks or, when somebody works on the state, by the one task, over a bounded channel
+//! (`desk`); ends of SSD and GPU jobs come over others. After each, the task runs what the book says and hands the changes
+//! to the outboxes. Situations are beside: `fetching`, `saving`,
 //! `moving`, `gpu`, `packing`, `status`. Not here: decisions (`kv_core::tier`) and the wire (`serve`).
 
 mod asks;
 #[cfg(test)]
 mod caller_tests;
+mod desk;
 mod fetching;
 mod gpu;
 #[cfg(test)]
@@ -25,6 +27,7 @@ mod tests;
 mod windows;
 
 pub use asks::Ask;
+pub use desk::{Full, StoreHandle};
 pub(crate) use fetching::LoadBudget;
 pub use fetching::{FetchPlan, Planned, PlannedBytes};
 pub(crate) use gpu::{GPU_JOBS_MAX, GPU_READS_MAX, GPU_RETRY, Gpu};
@@ -32,8 +35,9 @@ pub(crate) use saving::SlotSizes;
 pub use saving::{OfferPlan, Reserved};
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use kv_core::evict::BlockKey;
@@ -41,7 +45,8 @@ use kv_core::id::{BlockHash, Epoch, NodeId, Seq, Timestamp};
 use kv_core::tier::Book;
 use kvfleet_transport::VisibleAt;
 use parking_lot::Mutex;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::mpsc::error::TryRecvError;
+use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::announce::outboxes::{Outboxes, Point};
@@ -52,6 +57,7 @@ use crate::tiers::gpu::thread::GpuReport;
 use crate::tiers::ssd::budget::WriteBudget;
 use crate::tiers::ssd::pace::Pace;
 use crate::tiers::ssd::{Depth, Report, Ssd, SsdRecord};
+use desk::{Desk, Queue, WeakQueue};
 use moving::{Load, Move, Trouble};
 use packing::Held;
 use slots::Slots;
@@ -121,52 +127,6 @@ impl Shared {
     }
 }
 
-/// A way to ask the task.
-#[derive(Clone, Debug)]
-pub struct StoreHandle {
-    asks: mpsc::Sender<Ask>,
-    /// Shared state.
-    pub shared: Arc<Shared>,
-}
-
-/// The task's queue is full, or the node is stopping.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Full;
-
-impl StoreHandle {
-    /// Asks at once or not at all.
-    pub(crate) async fn try_ask<T>(&self, ask: impl FnOnce(oneshot::Sender<T>) -> Ask) -> Result<T, Full> {
-        let (reply, answer) = oneshot::channel();
-        self.asks.try_send(ask(reply)).map_err(|_| Full)?;
-        answer.await.map_err(|_| Full)
-    }
-
-    /// Asks and waits for room: for parts of something already accepted.
-    pub(crate) async fn ask<T>(&self, ask: impl FnOnce(oneshot::Sender<T>) -> Ask) -> Result<T, Full> {
-        let (reply, answer) = oneshot::channel();
-        self.asks.send(ask(reply)).await.map_err(|_| Full)?;
-        answer.await.map_err(|_| Full)
-    }
-
-    pub(crate) async fn tell(&self, ask: Ask) -> Result<(), Full> {
-        self.asks.send(ask).await.map_err(|_| Full)
-    }
-
-    /// For destructors: at once if there is room, in the background otherwise.
-    pub(crate) fn tell_later(&self, ask: Ask) {
-        tell_later(&self.asks, ask);
-    }
-}
-
-fn tell_later(asks: &mpsc::Sender<Ask>, ask: Ask) {
-    if let Err(mpsc::error::TrySendError::Full(ask)) = asks.try_send(ask)
-        && let Ok(runtime) = tokio::runtime::Handle::try_current()
-    {
-        let asks = asks.clone();
-        runtime.spawn(async move { asks.send(ask).await });
-    }
-}
-
 /// Bytes of one block.
 #[derive(Debug, Default)]
 struct Row {
@@ -202,11 +162,35 @@ pub(crate) struct Parts {
 
 pub(crate) use status::Capacities;
 
+/// What the task woke for.
+enum Came {
+    /// Something is in the queue, or there is room.
+    Due,
+    Report(Report),
+    GpuReport(GpuReport),
+    Tick,
+}
+
+/// What the task has; dropped in this order.
+struct Work {
+    inbox: mpsc::Receiver<Ask>,
+    desk: AtDesk,
+}
+
+/// Whoever has it ends the state.
+struct AtDesk(Arc<Desk>);
+
+impl Drop for AtDesk {
+    fn drop(&mut self) {
+        drop(self.0.take());
+    }
+}
+
 /// The task's state.
 pub(crate) struct Store {
     parts: Parts,
     /// Its own queue, for answers that nobody heard; weak, so that the task ends with its askers.
-    asks: mpsc::WeakSender<Ask>,
+    queue: WeakQueue,
     rows: Vec<Row>,
     moves: HashMap<u64, Move>,
     slots: Slots,
@@ -236,20 +220,29 @@ impl Store {
         parts: Parts,
         stop: CancellationToken,
     ) -> (StoreHandle, tokio::task::JoinHandle<()>) {
-        let (store, handle, inbox) = Store::new(parts);
-        (handle, runtime.spawn(store.run(inbox, stop)))
+        let desk = Arc::new(Desk::default());
+        let (store, handle, inbox) = Store::at(&Arc::downgrade(&desk), parts);
+        desk.put(store);
+        (handle, runtime.spawn(Store::run(desk, inbox, stop)))
     }
 
-    fn new(mut parts: Parts) -> (Store, StoreHandle, mpsc::Receiver<Ask>) {
+    /// Without a task: whoever has it answers for it.
+    #[cfg(test)]
+    fn new(parts: Parts) -> (Store, StoreHandle, mpsc::Receiver<Ask>) {
+        Store::at(&Weak::new(), parts)
+    }
+
+    fn at(desk: &Weak<Desk>, mut parts: Parts) -> (Store, StoreHandle, mpsc::Receiver<Ask>) {
         let (asks, inbox) = mpsc::channel(STORE_QUEUE_MAX);
-        let weak = asks.downgrade();
-        let handle = StoreHandle { asks, shared: Arc::clone(&parts.shared) };
+        let queue = Queue::new(asks, Weak::clone(desk));
+        let weak = queue.downgrade();
+        let handle = StoreHandle { queue, shared: Arc::clone(&parts.shared) };
         let found = std::mem::take(&mut parts.rows);
         let mut store = Store {
             refitted: parts.started,
             slots: Slots::new(Depth::of(parts.frame_bytes_max)),
             parts,
-            asks: weak,
+            queue: weak,
             rows: Vec::new(),
             moves: HashMap::new(),
             next_token: 0,
@@ -265,25 +258,65 @@ impl Store {
         (store, handle, inbox)
     }
 
-    async fn run(mut self, mut inbox: mpsc::Receiver<Ask>, stop: CancellationToken) {
+    /// The task: a step for each thing that comes, and after each what follows from it.
+    async fn run(desk: Arc<Desk>, inbox: mpsc::Receiver<Ask>, stop: CancellationToken) {
+        // However this ends, who waits in the queue hears of it before the state goes, which may wait for a device; and that goes
+        // here, not wherever somebody asks last.
+        let mut work = Work { inbox, desk: AtDesk(desk) };
+        let (desk, inbox) = (Arc::clone(&work.desk.0), &mut work.inbox);
         let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        self.pump();
+        let (mut reports, mut gpu_reports, arena) = desk.step(Store::take_reports);
         loop {
-            let arena = self.parts.arena.clone();
-            tokio::select! {
+            let came = tokio::select! {
                 () = stop.cancelled() => break,
-                ask = inbox.recv() => match ask {
-                    Some(ask) => self.answer(ask),
-                    None => break,
-                },
-                Some(report) = self.parts.reports.recv() => self.on_report(report),
-                Some(report) = self.parts.gpu_reports.recv() => self.on_gpu_report(report),
-                () = arena.freed() => {}
-                _ = tick.tick() => self.tick(),
+                () = desk.due.notified() => Came::Due,
+                Some(report) = reports.recv() => Came::Report(report),
+                Some(report) = gpu_reports.recv() => Came::GpuReport(report),
+                () = arena.freed() => Came::Due,
+                _ = tick.tick() => Came::Tick,
+            };
+            // In one step with what follows: who asks between would find neither what was nor what is.
+            let goes_on = desk.step(|store| {
+                match came {
+                    Came::Due => {}
+                    Came::Report(report) => store.on_report(report),
+                    Came::GpuReport(report) => store.on_gpu_report(report),
+                    Came::Tick => store.tick(),
+                }
+                store.next(inbox)
+            });
+            if goes_on.is_break() {
+                break;
             }
-            self.pump();
+            if !inbox.is_empty() {
+                desk.due.notify_one();
+            }
+            // Nothing above gives others of this thread their turn while the queue is never empty.
+            tokio::task::consume_budget().await;
         }
+    }
+
+    /// What the task waits for without the state in its hands.
+    fn take_reports(
+        &mut self,
+    ) -> (mpsc::UnboundedReceiver<Report>, mpsc::UnboundedReceiver<GpuReport>, Arena) {
+        self.pump();
+        let none = mpsc::unbounded_channel().1;
+        let reports = std::mem::replace(&mut self.parts.reports, none);
+        let none = mpsc::unbounded_channel().1;
+        (reports, std::mem::replace(&mut self.parts.gpu_reports, none), self.parts.arena.clone())
+    }
+
+    /// Answers the next question, if there is one, and does what follows. Ends when nobody can ask any more.
+    fn next(&mut self, inbox: &mut mpsc::Receiver<Ask>) -> ControlFlow<()> {
+        match inbox.try_recv() {
+            Ok(ask) => self.answer(ask),
+            Err(TryRecvError::Empty) => {}
+            Err(TryRecvError::Disconnected) => return ControlFlow::Break(()),
+        }
+        self.pump();
+        ControlFlow::Continue(())
     }
 
     fn answer(&mut self, ask: Ask) {

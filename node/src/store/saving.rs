@@ -4,9 +4,9 @@ use bytes::Bytes;
 use kv_core::evict::BlockKey;
 use kv_core::id::{BlockHash, LeaseId};
 use kv_core::tier::{Asker, Charge, Offer, Offered};
-use tokio::sync::mpsc;
 
-use super::{Ask, Store, tell_later};
+use super::desk::WeakQueue;
+use super::{Ask, Store};
 use crate::arena::SizeClasses;
 use crate::tiers::ssd::format;
 
@@ -23,7 +23,7 @@ pub enum OfferPlan {
 #[derive(Debug)]
 pub struct Reserved {
     answers: Vec<Offered>,
-    asks: mpsc::WeakSender<Ask>,
+    queue: WeakQueue,
 }
 
 impl Reserved {
@@ -41,8 +41,8 @@ impl Drop for Reserved {
             _ => None,
         });
         let keys: Vec<BlockKey> = wanted.collect();
-        if let Some(asks) = self.asks.upgrade().filter(|_| !keys.is_empty()) {
-            tell_later(&asks, Ask::Abort { keys });
+        if let Some(queue) = self.queue.upgrade().filter(|_| !keys.is_empty()) {
+            queue.tell_later(Ask::Abort { keys });
         }
     }
 }
@@ -98,7 +98,7 @@ impl Store {
             charge: self.parts.capacities.slots.charge(frame_bytes),
         };
         match self.parts.book.offer(asker, offer, now) {
-            Ok(answers) => OfferPlan::Blocks(Reserved { answers, asks: self.asks.clone() }),
+            Ok(answers) => OfferPlan::Blocks(Reserved { answers, queue: self.queue.clone() }),
             Err(full) => {
                 tracing::debug!(%full, "save told to come again");
                 OfferPlan::Busy

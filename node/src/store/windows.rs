@@ -5,8 +5,9 @@
 use kv_core::id::BlockHash;
 use kv_core::tier::WindowTaken;
 use parking_lot::Mutex;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::oneshot;
 
+use super::desk::Queue;
 use super::{Ask, Full, StoreHandle};
 
 /// Callers that wait for one window to be applied; beyond it they are told `Busy`.
@@ -30,11 +31,11 @@ impl Windows {
     fn put(
         &self,
         window: Vec<Vec<BlockHash>>,
-        asks: &mpsc::Sender<Ask>,
+        queue: &Queue,
     ) -> Result<oneshot::Receiver<WindowTaken>, Full> {
         let mut waiting = self.0.lock();
         if waiting.callers.is_empty() {
-            asks.try_send(Ask::SetWindow).map_err(|_| Full)?;
+            queue.try_send(Ask::SetWindow).map_err(|_| Full)?;
         }
         if waiting.callers.len() >= CALLERS_MAX {
             return Err(Full);
@@ -57,12 +58,12 @@ impl StoreHandle {
     /// # Errors
     /// [`Full`] when the task has too much to do.
     pub async fn set_window(&self, window: Vec<Vec<BlockHash>>) -> Result<WindowTaken, Full> {
-        let answer = self.shared.windows.put(window, &self.asks)?;
+        let answer = self.shared.windows.put(window, &self.queue)?;
         // A task that ended answers nobody, and the callers are not its own to let go.
         tokio::select! {
             biased;
             taken = answer => taken.map_err(|_| Full),
-            () = self.asks.closed() => Err(Full),
+            () = self.queue.closed() => Err(Full),
         }
     }
 }
@@ -70,6 +71,10 @@ impl StoreHandle {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use std::sync::Weak;
+
+    use tokio::sync::mpsc;
+
     use super::*;
 
     fn window(blocks: usize) -> Vec<Vec<BlockHash>> {
@@ -79,6 +84,7 @@ mod tests {
     #[test]
     fn of_several_windows_the_newest_is_taken_once_and_all_callers_wait_for_it() {
         let (asks, mut inbox) = mpsc::channel(2);
+        let asks = Queue::new(asks, Weak::new());
         let windows = Windows::default();
         let mut answers: Vec<_> = (1..=3).map(|blocks| windows.put(window(blocks), &asks).unwrap()).collect();
         assert!(matches!(inbox.try_recv(), Ok(Ask::SetWindow)));
@@ -95,6 +101,7 @@ mod tests {
     #[test]
     fn a_task_that_has_too_much_to_do_is_not_told_and_callers_are_bounded() {
         let (asks, mut inbox) = mpsc::channel(1);
+        let asks = Queue::new(asks, Weak::new());
         asks.try_send(Ask::SetWindow).unwrap();
         let windows = Windows::default();
         assert_eq!(windows.put(window(1), &asks).unwrap_err(), Full);
