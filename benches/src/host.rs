@@ -8,7 +8,7 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, ensure};
+use anyhow::ensure;
 use benches::{Better, Row, outcome, sorted};
 use kv_core::id::{Epoch, LeaseId};
 use kvfleet_proto::frame::Frame;
@@ -40,12 +40,45 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
     let mut rows = Vec::new();
     for size in SIZES {
         rows.extend(client.in_place(effort, size)?);
-        rows.extend(client.copied(effort, size)?);
+        for copies in Copies::of(size) {
+            rows.extend(client.copied(effort, size, copies)?);
+        }
+    }
+    // What is saved takes the place of what is read above.
+    for size in SIZES {
         rows.extend(client.saved(effort, size)?);
     }
     drop(client);
     serving.stop()?;
     Ok(rows)
+}
+
+/// How blocks are copied out.
+#[derive(Clone, Copy)]
+struct Copies {
+    /// Blocks that one fetch asks for.
+    a_fetch: u32,
+    /// Each block over the one before, which a cache holds, and not each to a place of its own, as an engine has them.
+    to_one_place: bool,
+}
+
+impl Copies {
+    fn of(size: Size) -> Vec<Copies> {
+        let alone = Copies { a_fetch: 1, to_one_place: false };
+        let mut all = vec![alone, Copies { to_one_place: true, ..alone }];
+        // As a prefix comes: many blocks, asked for at once.
+        let together = (4 << 20) / size.payload_bytes;
+        if together > 1 {
+            all.insert(1, Copies { a_fetch: together, ..alone });
+        }
+        all
+    }
+
+    fn name(self, size: Size) -> String {
+        let times = if self.a_fetch > 1 { format!("{} x ", self.a_fetch) } else { String::new() };
+        let place = if self.to_one_place { ", to one place" } else { "" };
+        format!("GET {times}{} copied out, checked{place}", size.name())
+    }
 }
 
 struct Client {
@@ -54,15 +87,16 @@ struct Client {
 }
 
 impl Client {
-    /// One block, as it lies in the node's memory.
-    async fn get(&self, size: Size, number: u32) -> anyhow::Result<Frame> {
-        let hashes = vec![size.hash(number)];
+    /// Blocks from this number on, as they lie in the node's memory.
+    async fn get(&self, size: Size, first: u32, count: u32) -> anyhow::Result<Vec<Frame>> {
+        let hashes = (first..first + count).map(|number| size.hash(number)).collect();
         let (deadline, epoch) = (Duration::from_secs(5), Epoch::default());
         let request = FetchRequest { asker: asker(1), epoch, first_offset_blocks: 0, hashes, deadline };
-        let mut came = None;
-        let answer = self.path.fetch(request, &mut |frame| came = Some(frame)).await?;
+        let mut came = Vec::with_capacity(count as usize);
+        let answer = self.path.fetch(request, &mut |frame| came.push(frame)).await?;
         ensure!(matches!(answer, FetchAnswer::Hit { .. }), "the node answers {answer:?}");
-        came.context("a block is missing")
+        ensure!(came.len() == count as usize, "a block is missing");
+        Ok(came)
     }
 
     /// Microseconds that `count` operations took each, in ascending order.
@@ -101,9 +135,9 @@ impl Client {
             for run in 0..=effort.runs {
                 let count = effort.scaled(count) as u32;
                 let took = self.timed(count, pause, async |number| {
-                    let frame = self.get(size, number % size.blocks).await?;
-                    black_box(frame.bytes.as_ptr());
-                    Ok(frame)
+                    let frames = self.get(size, number % size.blocks, 1).await?;
+                    black_box(frames[0].bytes.as_ptr());
+                    Ok(frames)
                 })?;
                 if run > 0 {
                     half.push((percentile(&took, 50), GET_US));
@@ -120,35 +154,44 @@ impl Client {
         Ok(rows)
     }
 
-    fn copied(&self, effort: &Effort, size: Size) -> anyhow::Result<Option<Row>> {
-        let name = format!("GET {} copied out, checked", size.name());
+    /// Blocks copied out of the node's memory, so many a fetch, beside bare copies of as many bytes.
+    fn copied(&self, effort: &Effort, size: Size, copies: Copies) -> anyhow::Result<Option<Row>> {
+        let name = copies.name(size);
         if !effort.wants(&name) {
             return Ok(None);
         }
         let len = size.frame(0)?.bytes.len();
-        let (mut to, from) = (vec![1u8; len], vec![2u8; len * size.blocks as usize]);
-        let mut pairs = Vec::new();
+        let places = if copies.to_one_place { 1 } else { size.blocks as usize };
+        let (mut to, from) = (vec![1u8; len * places], vec![2u8; len * size.blocks as usize]);
+        let (fetches, mut pairs) = (size.blocks / copies.a_fetch, Vec::new());
         for run in 0..=effort.runs {
-            let count = (effort.scaled(2 << 30) / len as u64).max(10) as u32;
+            let bytes = len as u64 * u64::from(copies.a_fetch);
+            let count = (effort.scaled(2 << 30) / bytes).max(10) as u32;
             let ours = self.timed(count, Duration::ZERO, async |number| {
-                let number = number % size.blocks;
-                let frame = self.get(size, number).await?;
-                frame.verify_into(identity(), size.hash(number), &mut to)?;
+                let first = number % fetches * copies.a_fetch;
+                for (frame, number) in self.get(size, first, copies.a_fetch).await?.into_iter().zip(first..) {
+                    let place = number as usize % places * len;
+                    frame.verify_into(identity(), size.hash(number), &mut to[place..place + len])?;
+                }
                 black_box(&mut to);
                 Ok(())
             })?;
             let bare = self.timed(count, Duration::ZERO, async |number| {
-                let at = (number % size.blocks) as usize * len;
-                to.copy_from_slice(black_box(&from[at..at + len]));
+                let first = number % fetches * copies.a_fetch;
+                for number in (first..first + copies.a_fetch).map(|number| number as usize) {
+                    let (place, at) = (number % places * len, number * len);
+                    to[place..place + len].copy_from_slice(black_box(&from[at..at + len]));
+                }
                 black_box(&mut to);
                 Ok(())
             })?;
             if run > 0 {
-                let rate = |took: &[f64]| len as f64 * took.len() as f64 / took.iter().sum::<f64>() / 1e3;
+                let rate = |took: &[f64]| bytes as f64 * took.len() as f64 / took.iter().sum::<f64>() / 1e3;
                 pairs.push((rate(&ours), rate(&bare)));
             }
         }
-        Ok(Some(Row::new("host", &name, "GB/s", "limit: a bare copy", Better::Higher, outcome(&pairs))))
+        let peer = if copies.to_one_place { "a bare copy, for comparison" } else { "limit: a bare copy" };
+        Ok(Some(Row::new("host", &name, "GB/s", peer, Better::Higher, outcome(&pairs))))
     }
 
     fn saved(&self, effort: &Effort, size: Size) -> anyhow::Result<Option<Row>> {

@@ -348,7 +348,8 @@ pub trait Path: Send + Sync {
         sink: &'a mut (dyn FnMut(Frame) + Send),
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>>;
 
-    /// Offers blocks and sends the wanted ones; `source(position)` gives the frame of `hashes[position]`.
+    /// Offers blocks and sends the wanted ones; `source(position)` gives the frame of `hashes[position]`. It may be asked for
+    /// blocks that turn out not to be wanted, and for one block twice.
     fn save<'a>(
         &'a self,
         request: SaveRequest,

@@ -14,6 +14,7 @@ use std::time::Duration;
 mod awake;
 mod connection;
 mod dialer;
+mod guess;
 mod lending;
 mod link;
 pub(crate) mod map;
@@ -59,8 +60,13 @@ pub const SAVES_MAX: usize = 16;
 /// When a refused client should ask again: about the time that one operation of another takes.
 pub const RETRY_AFTER: Duration = Duration::from_millis(5);
 
+/// Blocks and bytes of a save whose frames go with the offer: what is not wanted of them was written in vain, which takes a
+/// few times as long as asking does.
+const AT_ONCE_BLOCKS_MAX: usize = 64;
+const AT_ONCE_BYTES_MAX: u64 = 2 << 20;
+
 /// How long to wait for the other end without sleeping: what two wake-ups take, so that at worst as much is spent as they cost.
-pub const AWAKE: Duration = Duration::from_micros(30);
+pub const AWAKE: Duration = Duration::from_micros(50);
 
 /// The smallest part of a tray, in bytes: several blocks of a common size, so that one is written while one is read.
 const TRAY_PART_BYTES_MIN: u64 = 4 << 20;

@@ -69,6 +69,8 @@ fn config(dir: &Path) -> NodeConfig {
         block_bytes: large,
         component_bytes: vec![small, middle],
         data_dir: dir.join("data"),
+        // What is saved takes the place of what was used: what that costs is asked here, not whether it is worth it.
+        policy: "lru".to_owned(),
         shm: ShmSection { dir: Some(sockets(dir)), ..ShmSection::default() },
         ..NodeConfig::default()
     };

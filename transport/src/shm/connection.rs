@@ -4,8 +4,11 @@
 //! (`server.rs`), operations (`serving.rs`), and what is lent (`lending.rs`).
 
 use std::collections::BTreeMap;
+use std::future::poll_fn;
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use kv_core::lend::Effect;
@@ -16,12 +19,15 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use super::awake::Awake;
 use super::lending::{Begun, Lending};
-use super::packet::{Closing, PacketError, ToClient, ToNode};
+use super::packet::{Closing, PacketError, ToClient, ToNode, TrayPlace};
 use super::seqpacket::Got;
-use super::serving::{SavePart, Serving};
-use super::{BLOCKS_PER_ASK_MAX, OPERATIONS_MAX, PACKET_BYTES_MAX, RETRY_AFTER, SAVES_MAX};
+use super::serving::{Frames, SavePart, Serving};
+use super::{
+    AT_ONCE_BLOCKS_MAX, AT_ONCE_BYTES_MAX, BLOCKS_PER_ASK_MAX, OPERATIONS_MAX, PACKET_BYTES_MAX, RETRY_AFTER,
+    SAVES_MAX,
+};
 use crate::wire::{self, Operation};
-use crate::{FetchAnswer, FetchRequest, SaveOffer, SaveRequest};
+use crate::{BoxFuture, FetchAnswer, FetchRequest, SaveOffer, SaveRequest};
 
 /// How often the socket is looked at in one turn of the thread: a look takes a quarter of a microsecond, a turn more.
 const LOOKS_A_TURN: usize = 4;
@@ -31,6 +37,9 @@ const LOANS_AT_ONCE: usize = 64;
 
 /// Packets read at one go, so that operations under way get their turn between.
 const PACKETS_AT_ONCE: usize = 32;
+
+/// Blocks that are answered for one connection before others have their turn: some ten microseconds.
+const BLOCKS_A_TURN: usize = 128;
 
 /// How long a client that has nothing lent may take to hear that its connection ended.
 const GOODBYE: Duration = Duration::from_secs(1);
@@ -63,6 +72,8 @@ pub(super) struct Connection {
     ids: BTreeMap<Id, u64>,
     buffer: Box<[u8; PACKET_BYTES_MAX]>,
     awake: Awake,
+    /// Blocks of operations begun since others had their turn.
+    blocks_of_turn: usize,
 }
 
 struct Running {
@@ -112,6 +123,7 @@ impl Connection {
             running: BTreeMap::new(),
             ids: BTreeMap::new(),
             buffer: Box::new([0; PACKET_BYTES_MAX]),
+            blocks_of_turn: 0,
         }
     }
 
@@ -263,6 +275,7 @@ impl Connection {
         match packet {
             ToNode::Hello { .. } => return Err(Broken::Rule("a second hello")),
             ToNode::Ask { op, request } => return self.ask(op, request).await,
+            ToNode::Save { op, request, places } => return self.save_at_once(op, request, places).await,
             ToNode::Put { op, places } => self.part(op, SavePart::Put(places))?,
             ToNode::Finish { op } => self.part(op, SavePart::Finish)?,
             ToNode::Cancel { op } => match self.running.get_mut(&op) {
@@ -299,14 +312,12 @@ impl Connection {
     }
 
     async fn ask(&mut self, op: u64, request: data::DataRequest) -> Result<(), Broken> {
-        if self.running.contains_key(&op) {
-            return Err(Broken::Rule("an operation with the number of one that is under way"));
-        }
+        self.is_new(op)?;
         let lending = self.serving.lending.clone();
         let noted = ToClient::Noted { op, pong: data::Pong { version: wire::PROTOCOL_VERSION } };
         match wire::operation_from_pb(request)? {
             Operation::Fetch(request) => self.fetch(op, request).await?,
-            Operation::Save(request) => self.save(op, request).await?,
+            Operation::Save(request) => self.save(op, request, Vec::new()).await?,
             Operation::Release(lease) => {
                 lending.release(lease);
                 self.run_effects().await;
@@ -317,6 +328,33 @@ impl Connection {
         Ok(())
     }
 
+    /// A save whose frames lie in the tray.
+    async fn save_at_once(
+        &mut self,
+        op: u64,
+        request: data::DataRequest,
+        places: Vec<TrayPlace>,
+    ) -> Result<(), Broken> {
+        self.is_new(op)?;
+        match wire::operation_from_pb(request)? {
+            Operation::Save(request) if request.hashes.len() == places.len() => {
+                let bytes: u64 = places.iter().map(|place| u64::from(place.len)).sum();
+                if places.len() > AT_ONCE_BLOCKS_MAX || bytes > AT_ONCE_BYTES_MAX {
+                    return Err(Broken::Rule("more frames than may go with an offer"));
+                }
+                self.save(op, request, places).await
+            }
+            _ => Err(Broken::Rule("frames beside what is no save of as many blocks")),
+        }
+    }
+
+    fn is_new(&self, op: u64) -> Result<(), Broken> {
+        match self.running.contains_key(&op) {
+            true => Err(Broken::Rule("an operation with the number of one that is under way")),
+            false => Ok(()),
+        }
+    }
+
     async fn fetch(&mut self, op: u64, request: FetchRequest) -> Result<(), Broken> {
         has_count(request.hashes.len())?;
         if self.is_full() {
@@ -325,12 +363,12 @@ impl Connection {
             return Ok(());
         }
         let begun = self.begin(request.asker.lease).await;
-        let abort = self.operations.spawn(self.serving.clone().fetch(op, request, begun));
-        self.started(op, abort, None);
+        let blocks = request.hashes.len();
+        self.start(op, blocks, None, Box::pin(self.serving.clone().fetch(op, request, begun))).await;
         Ok(())
     }
 
-    async fn save(&mut self, op: u64, request: SaveRequest) -> Result<(), Broken> {
+    async fn save(&mut self, op: u64, request: SaveRequest, there: Vec<TrayPlace>) -> Result<(), Broken> {
         has_count(request.hashes.len())?;
         let saves = self.running.values().filter(|running| running.save.is_some()).count();
         if self.is_full() || saves >= SAVES_MAX {
@@ -340,9 +378,12 @@ impl Connection {
         }
         let begun = self.begin(request.asker.lease).await;
         let (to, come) = mpsc::channel(PARTS_MAX);
-        let save = Parts { to, frames_left: request.hashes.len() };
-        let abort = self.operations.spawn(self.serving.clone().save(op, request, begun, come));
-        self.started(op, abort, Some(save));
+        // To take a frame in takes longer than to find a block.
+        let blocks = request.hashes.len() + there.len() * BLOCKS_A_TURN / 8;
+        let frames_left = if there.is_empty() { request.hashes.len() } else { 0 };
+        let frames = Frames { there, come };
+        let save = Box::pin(self.serving.clone().save(op, request, begun, frames));
+        self.start(op, blocks, Some(Parts { to, frames_left }), save).await;
         Ok(())
     }
 
@@ -352,9 +393,34 @@ impl Connection {
         self.serving.lending.begin(lease)
     }
 
-    fn started(&mut self, op: u64, abort: AbortHandle, save: Option<Parts>) {
-        self.ids.insert(abort.id(), op);
-        self.running.insert(op, Running { abort, save, is_cancelled: false });
+    /// Begins an operation on so many blocks here. One that has to wait for something goes on as a task of its own; most need
+    /// none.
+    async fn start(
+        &mut self,
+        op: u64,
+        blocks: usize,
+        save: Option<Parts>,
+        mut operation: BoxFuture<'static, ()>,
+    ) {
+        self.blocks_of_turn += blocks + 1;
+        if self.blocks_of_turn > BLOCKS_A_TURN {
+            self.blocks_of_turn = 0;
+            tokio::task::yield_now().await;
+        }
+        let first = poll_fn(|context| {
+            // As in a task of its own, what breaks in it ends nothing else.
+            let polled = catch_unwind(AssertUnwindSafe(|| operation.as_mut().poll(context)));
+            Poll::Ready(polled)
+        });
+        match first.await {
+            Ok(Poll::Ready(())) => {}
+            Ok(Poll::Pending) => {
+                let abort = self.operations.spawn(operation);
+                self.ids.insert(abort.id(), op);
+                self.running.insert(op, Running { abort, save, is_cancelled: false });
+            }
+            Err(_) => self.serving.lending.post(&ToClient::Ended { op }),
+        }
     }
 
     /// Whether one operation more is too many. Those that came to their end, but were not looked at, are none.

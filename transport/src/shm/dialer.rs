@@ -12,6 +12,7 @@ use kv_core::lend::Extent;
 use kvfleet_proto::frame::FRAME_BYTES_MAX;
 use tokio::time::timeout;
 
+use super::guess::Guess;
 use super::link::{Link, Lost, Parts};
 use super::map::Mapping;
 use super::packet::{ToClient, ToNode, Welcome};
@@ -85,7 +86,8 @@ impl ShmDialer {
         let (socket, welcome, files) = welcome(socket, &peer).await?;
         let link = self.link(socket, &peer, &welcome, files)?;
         let tray_in_bytes = welcome.tray_in_bytes;
-        Ok(Arc::new(ShmPath { link, stall_timeout: self.config.stall_timeout, tray_in_bytes }))
+        let (stall_timeout, at_once) = (self.config.stall_timeout, Guess::default());
+        Ok(Arc::new(ShmPath { link, stall_timeout, tray_in_bytes, at_once }))
     }
 
     /// A checksum says that bytes are whole, not who wrote them: any user could listen under a node's name.

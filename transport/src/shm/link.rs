@@ -14,7 +14,7 @@ use bytes::Bytes;
 use kv_core::id::LoanId;
 use kv_core::lend::{Borrower, Descriptor, Extent, Place, Received, Room};
 use kvfleet_proto::data;
-use kvfleet_proto::frame::Unsettled;
+use kvfleet_proto::frame::{Frame, Unsettled};
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::time::timeout;
@@ -29,6 +29,9 @@ use crate::PathError;
 /// After how long who waits for another that reads looks for itself. That other is a future of the caller's: it may be kept
 /// without being polled, or belong to a runtime that stands still.
 pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(5);
+
+/// A node that works on something for longer is not waited for without sleeping.
+const BUSY_MAX: Duration = Duration::from_micros(100);
 
 /// How often is tried again to send what the node's queue had no room for.
 const UNSENT_RETRY: Duration = Duration::from_millis(1);
@@ -170,6 +173,49 @@ impl Link {
         blocks: usize,
         request: data::DataRequest,
     ) -> Result<Asking, PathError> {
+        let mut state = self.usable()?;
+        let op = state.borrower.begin(blocks);
+        self.open(state, op, &ToNode::Ask { op, request }, VecDeque::new())
+    }
+
+    /// Begins a save whose frames, one for each block, go with it; nothing while the tray has no place for all of them.
+    pub(super) fn begin_save(
+        self: &Arc<Self>,
+        request: data::DataRequest,
+        frames: &[Frame],
+    ) -> Result<Option<Asking>, PathError> {
+        let Some(places) = self.take_places(frames)? else { return Ok(None) };
+        // Outside the lock: these places are ours alone.
+        let is_written = frames
+            .iter()
+            .zip(&places)
+            .all(|(frame, place)| self.tray.write(place.at, &frame.bytes).is_some());
+        let own = places.iter().map(|place| place.at).collect();
+        let mut state = self.state();
+        if !is_written {
+            state.give_back_places(own);
+            return Ok(None);
+        }
+        let op = state.borrower.begin(0);
+        self.open(state, op, &ToNode::Save { op, request, places }, own).map(Some)
+    }
+
+    fn take_places(&self, frames: &[Frame]) -> Result<Option<Vec<TrayPlace>>, PathError> {
+        let mut state = self.usable()?;
+        let mut places = Vec::with_capacity(frames.len());
+        for frame in frames {
+            let len = u32::try_from(frame.bytes.len()).ok();
+            let Some((len, at)) = len.and_then(|len| state.rooms.take(len).map(|at| (len, at))) else {
+                state.give_back_places(places.iter().map(|place: &TrayPlace| place.at).collect());
+                return Ok(None);
+            };
+            places.push(TrayPlace { at, len });
+        }
+        Ok(Some(places))
+    }
+
+    /// The state of a connection over which something can be asked.
+    fn usable(&self) -> Result<MutexGuard<'_, State>, PathError> {
         if let Some(inherited) = self.inherited() {
             return Err(inherited);
         }
@@ -179,17 +225,27 @@ impl Link {
             self.lose(Lost::Broken("the node does not read what it is sent".to_owned()));
             state = self.state();
         }
-        if let Some(lost) = &state.lost {
-            return Err(lost.at(&self.peer));
+        match &state.lost {
+            Some(lost) => Err(lost.at(&self.peer)),
+            None => Ok(state),
         }
-        let op = state.borrower.begin(blocks);
-        state.operations.insert(op, Operation::default());
-        let packet = ToNode::Ask { op, request }.encode();
+    }
+
+    /// Sends the first packet of an operation, which has these places of the tray.
+    fn open(
+        self: &Arc<Self>,
+        mut state: MutexGuard<'_, State>,
+        op: u64,
+        packet: &ToNode,
+        places: VecDeque<u64>,
+    ) -> Result<Asking, PathError> {
+        let packet = packet.encode();
         if packet.len() > PACKET_BYTES_MAX {
-            state.operations.remove(&op);
+            state.give_back_places(places);
             state.borrower.finish(op);
             return Err(PathError::TooLarge { bytes: packet.len(), limit: PACKET_BYTES_MAX });
         }
+        state.operations.insert(op, Operation { places, ..Operation::default() });
         self.post(&mut state, packet);
         drop(state);
         Ok(Asking { link: Arc::clone(self), op, is_over: false })
@@ -246,9 +302,9 @@ impl Link {
         }
     }
 
-    /// The next reply to an operation; nothing when it is over.
-    async fn next(self: &Arc<Self>, op: u64) -> Result<Option<Reply<Descriptor>>, PathError> {
-        match self.look_awake(op) {
+    /// The next reply to an operation; nothing when it is over. The node is known to work on it for about `busy`.
+    async fn next(self: &Arc<Self>, op: u64, busy: Duration) -> Result<Option<Reply<Descriptor>>, PathError> {
+        match self.look_awake(op, busy) {
             Some(found) => found,
             None => self.sleep(op).await,
         }
@@ -297,8 +353,11 @@ impl Link {
     }
 
     /// Reads without sleeping for a moment: a node that is awake answers within it, and to be woken takes longer.
-    fn look_awake(self: &Arc<Self>, op: u64) -> Option<Found> {
-        let Some(span) = self.awake.begin() else { return self.look(op) };
+    fn look_awake(self: &Arc<Self>, op: u64, busy: Duration) -> Option<Found> {
+        if busy > BUSY_MAX {
+            return self.look(op);
+        }
+        let Some(span) = self.awake.begin().map(|span| span + busy) else { return self.look(op) };
         let since = Instant::now();
         loop {
             if let Some(found) = self.look(op) {
@@ -306,7 +365,10 @@ impl Link {
                 return Some(found);
             }
             if since.elapsed() >= span {
-                self.awake.missed();
+                // That a node takes longer than was thought says nothing of how it answers else.
+                if busy.is_zero() {
+                    self.awake.missed();
+                }
                 return None;
             }
             std::hint::spin_loop();
@@ -462,10 +524,8 @@ impl Link {
         if frames == 0 || frames > operation.places.len() {
             return Err(Lost::Protocol(format!("{frames} frames as taken")));
         }
-        let freed: Vec<u64> = operation.places.drain(..frames).collect();
-        freed.into_iter().for_each(|at| {
-            state.rooms.give_back(at);
-        });
+        let freed = operation.places.drain(..frames).collect();
+        state.give_back_places(freed);
         self.room.notify_waiters();
         Ok(())
     }
@@ -473,9 +533,7 @@ impl Link {
     /// Nothing of an operation is under way any more.
     fn over(self: &Arc<Self>, state: &mut State, op: u64) {
         if let Some(operation) = state.operations.remove(&op) {
-            operation.places.into_iter().for_each(|at| {
-                state.rooms.give_back(at);
-            });
+            state.give_back_places(operation.places);
             self.room.notify_waiters();
         }
         if state.borrower.finish(op) {
@@ -580,6 +638,12 @@ impl Reply<Descriptor> {
 }
 
 impl State {
+    fn give_back_places(&mut self, places: VecDeque<u64>) {
+        places.into_iter().for_each(|at| {
+            self.rooms.give_back(at);
+        });
+    }
+
     fn lose(&mut self, lost: Lost) {
         self.lost.get_or_insert(lost);
         self.borrower.lost();
@@ -646,7 +710,12 @@ pub(super) struct Asking {
 impl Asking {
     /// The next reply.
     pub(super) async fn next(&self) -> Result<Reply, PathError> {
-        let next = self.link.next(self.op).await?.map(|reply| reply.guarded(&self.link));
+        self.next_after(Duration::ZERO).await
+    }
+
+    /// The same when the node is known to work on it for about `busy`.
+    pub(super) async fn next_after(&self, busy: Duration) -> Result<Reply, PathError> {
+        let next = self.link.next(self.op, busy).await?.map(|reply| reply.guarded(&self.link));
         next.ok_or_else(|| Lost::Broken("the operation is over".to_owned()).at(&self.link.peer))
     }
 
@@ -717,7 +786,7 @@ impl Drop for Asking {
         if let Ok(runtime) = Handle::try_current() {
             let (link, op) = (Arc::clone(&self.link), self.op);
             runtime.spawn(async move {
-                let _ = link.next(op).await;
+                let _ = link.next(op, Duration::ZERO).await;
             });
         }
     }

@@ -16,7 +16,7 @@ use super::PACKET_BYTES_MAX;
 const MAGIC: [u8; 8] = *b"KVFSHM1\0";
 
 /// Version of these packets. Both ends are of one host and mostly of one release; another version is refused.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 
 /// Bytes before a packet's body.
 const HEAD_BYTES: usize = 16;
@@ -63,6 +63,8 @@ pub(super) enum ToNode {
     Hello { maps: bool },
     /// Begins an operation.
     Ask { op: u64, request: data::DataRequest },
+    /// Begins a save whose frames lie there already, one for each block in their order, and no others follow.
+    Save { op: u64, request: data::DataRequest, places: Vec<TrayPlace> },
     /// The next wanted frames of a save lie there.
     Put { op: u64, places: Vec<TrayPlace> },
     /// No frames of this save follow.
@@ -149,6 +151,7 @@ mod kind {
     pub(super) const FINISH: u8 = 4;
     pub(super) const CANCEL: u8 = 5;
     pub(super) const RETURN: u8 = 6;
+    pub(super) const SAVE: u8 = 7;
     pub(super) const WELCOME: u8 = 16;
     pub(super) const HEAD: u8 = 17;
     pub(super) const MORE: u8 = 18;
@@ -170,13 +173,10 @@ impl ToNode {
                 packet.u32(VERSION).u32(u32::from(*maps)).end_body()
             }
             ToNode::Ask { op, request } => Packet::new(*op, kind::ASK, 0).message(request).end_body(),
-            ToNode::Put { op, places } => {
-                let mut packet = Packet::new(*op, kind::PUT, places.len());
-                places.iter().for_each(|place| {
-                    packet.u64(place.at).u32(place.len).u32(0);
-                });
-                packet.0
+            ToNode::Save { op, request, places } => {
+                Packet::new(*op, kind::SAVE, places.len()).message(request).places(places)
             }
+            ToNode::Put { op, places } => Packet::new(*op, kind::PUT, places.len()).places(places),
             ToNode::Finish { op } => Packet::new(*op, kind::FINISH, 0).0,
             ToNode::Cancel { op } => Packet::new(*op, kind::CANCEL, 0).0,
             ToNode::Return { loans } => {
@@ -206,14 +206,23 @@ impl ToNode {
                 }
             }
             kind::ASK => ToNode::Ask { op, request: parts.message()? },
+            kind::SAVE => {
+                ToNode::Save { op, request: parts.message()?, places: parts.rows(PLACE_BYTES, place)? }
+            }
             kind::PUT => ToNode::Put { op, places: parts.rows(PLACE_BYTES, place)? },
             kind::FINISH => ToNode::Finish { op },
             kind::CANCEL => ToNode::Cancel { op },
             kind::RETURN => ToNode::Return { loans: parts.rows(LOAN_BYTES, |row| Ok(LoanId(row.u64()?)))? },
             other => return Err(PacketError::Kind(other)),
         };
-        parts.expect_rows(matches!(packet, ToNode::Put { .. } | ToNode::Return { .. }))?;
-        parts.expect_body(matches!(packet, ToNode::Hello { .. } | ToNode::Ask { .. }))?;
+        let (has_rows, has_body) = match packet {
+            ToNode::Save { .. } => (true, true),
+            ToNode::Put { .. } | ToNode::Return { .. } => (true, false),
+            ToNode::Hello { .. } | ToNode::Ask { .. } => (false, true),
+            ToNode::Finish { .. } | ToNode::Cancel { .. } => (false, false),
+        };
+        parts.expect_rows(has_rows)?;
+        parts.expect_body(has_body)?;
         Ok(packet)
     }
 }
@@ -340,6 +349,14 @@ impl Packet {
         std::mem::take(&mut self.0)
     }
 
+    fn places(&mut self, rows: &[TrayPlace]) -> Vec<u8> {
+        self.0 = self.end_body();
+        for row in rows {
+            self.u64(row.at).u32(row.len).u32(0);
+        }
+        std::mem::take(&mut self.0)
+    }
+
     fn descriptors(&mut self, rows: &[Descriptor]) -> Vec<u8> {
         self.0 = self.end_body();
         for row in rows {
@@ -451,6 +468,11 @@ mod tests {
             ToNode::Hello { maps: false },
             ToNode::Ask { op: 1, request: wire::release_to_pb(LeaseId(4)) },
             ToNode::Put { op: 2, places: vec![TrayPlace { at: 1 << 33, len: 9 }; 3] },
+            ToNode::Save {
+                op: 2,
+                request: wire::release_to_pb(LeaseId(4)),
+                places: vec![TrayPlace { at: 5, len: u32::MAX }],
+            },
             ToNode::Finish { op: 3 },
             ToNode::Cancel { op: u64::MAX },
             ToNode::Return { loans: (0..ROWS_MAX as u64).map(LoanId).collect() },
@@ -513,7 +535,7 @@ mod tests {
         let said = |bytes: &[u8]| ToNode::decode(bytes).unwrap_err().to_string();
         let mut hello = ToNode::Hello { maps: false }.encode();
         hello[HEAD_BYTES + 8] = 9;
-        assert_eq!(said(&hello), "version 9 of this protocol, expected 1: run the same release on both ends");
+        assert_eq!(said(&hello), "version 9 of this protocol, expected 2: run the same release on both ends");
         hello[8] = 77;
         assert_eq!(
             said(&hello),
@@ -531,11 +553,11 @@ mod tests {
     proptest! {
         /// Any bytes give an answer, and what is taken for a packet says the same when written again.
         #[test]
-        fn any_bytes_get_an_answer(bytes in prop::collection::vec(any::<u8>(), 0..200), kind in 0_u8..30, rows in 0_u8..5) {
+        fn any_bytes_get_an_answer(bytes in prop::collection::vec(any::<u8>(), 0..200), kind in 0_u8..30, rows in 0_u8..5, row in prop::sample::select(vec![LOAN_BYTES, PLACE_BYTES, DESCRIPTOR_BYTES])) {
             let mut bytes = bytes;
             if bytes.len() >= HEAD_BYTES {
                 let body = bytes.len() - HEAD_BYTES;
-                let body = body.saturating_sub(usize::from(rows) * 8).to_le_bytes();
+                let body = body.saturating_sub(usize::from(rows) * row).to_le_bytes();
                 bytes[8..12].copy_from_slice(&[kind, 0, rows, 0]);
                 bytes[12..16].copy_from_slice(&body[..4]);
             }

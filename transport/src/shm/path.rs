@@ -11,8 +11,9 @@ use kvfleet_proto::data;
 use kvfleet_proto::frame::Frame;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::BLOCKS_PER_ASK_MAX;
+use super::guess::Guess;
 use super::link::{Asking, LOOK_AGAIN, Link, Reply, Row};
+use super::{AT_ONCE_BLOCKS_MAX, AT_ONCE_BYTES_MAX, BLOCKS_PER_ASK_MAX};
 use crate::{
     BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer, SaveDone, SaveOffer,
     SaveRequest, wire,
@@ -21,11 +22,16 @@ use crate::{
 /// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
 const DEADLINE_MAX: Duration = Duration::from_secs(3600);
 
+/// Bytes of a save that a node takes in within a microsecond, at least.
+const TAKEN_BYTES_A_MICROSECOND: u64 = 2000;
+
 /// A connection to a node of this host.
 pub(super) struct ShmPath {
     pub(super) link: Arc<Link>,
     pub(super) stall_timeout: Duration,
     pub(super) tray_in_bytes: u64,
+    /// Whether frames are sent before the node says that it wants them.
+    pub(super) at_once: Guess,
 }
 
 impl ShmPath {
@@ -186,6 +192,61 @@ impl ShmPath {
     }
 
     async fn save_some(
+        &self,
+        request: SaveRequest,
+        first: usize,
+        source: &(dyn Fn(usize) -> Frame + Send + Sync),
+    ) -> Result<SaveAnswer, PathError> {
+        let blocks = request.hashes.len();
+        let bytes = request.frame_bytes.saturating_mul(blocks as u64);
+        let is_small = (1..=AT_ONCE_BLOCKS_MAX).contains(&blocks) && bytes <= AT_ONCE_BYTES_MAX;
+        if is_small && self.at_once.tries() {
+            let frames: Vec<Frame> = (first..first + blocks).map(source).collect();
+            if let Some(asking) = self.link.begin_save(wire::save_to_pb(&request), &frames)? {
+                let taking = Duration::from_micros(bytes / TAKEN_BYTES_A_MICROSECOND);
+                let answer = self.save_at_once(asking, blocks, taking).await;
+                match &answer {
+                    Ok(SaveAnswer::Done(done)) if 2 * done.stored_blocks as usize >= blocks => {
+                        self.at_once.was_right();
+                    }
+                    _ => self.at_once.was_wrong(),
+                }
+                return answer;
+            }
+            self.at_once.was_wrong();
+        }
+        self.save_wanted(request, first, source).await
+    }
+
+    /// The end of a save whose frames the node has.
+    async fn save_at_once(
+        &self,
+        asking: Asking,
+        blocks: usize,
+        taking: Duration,
+    ) -> Result<SaveAnswer, PathError> {
+        let mut reply = self.timed(asking.next_after(taking)).await?;
+        // It goes on, which is all that this says.
+        while matches!(reply, Reply::Taken) {
+            reply = self.timed(asking.next()).await?;
+        }
+        let answer = match reply {
+            Reply::Done(done) => wire::done_from_pb(&done),
+            Reply::Offer(offer) => {
+                match wire::offer_from_pb(&offer, blocks).map_err(|error| self.protocol(&error))? {
+                    SaveOffer::Busy { retry_after } => SaveAnswer::Busy { retry_after },
+                    SaveOffer::Refused(refusal) => SaveAnswer::Refused(refusal),
+                    SaveOffer::Wanted(_) => return Err(self.protocol(&"an offer of what was sent")),
+                }
+            }
+            other => return Err(self.unexpected(&other)),
+        };
+        asking.finish();
+        Ok(answer)
+    }
+
+    /// A save that brings what the node says that it wants.
+    async fn save_wanted(
         &self,
         request: SaveRequest,
         first: usize,

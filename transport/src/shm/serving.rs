@@ -1,11 +1,11 @@
 //! One operation of a client, from its ask to its last packet.
 //!
-//! Each runs as a task of its own; dropped midway it leaves nothing behind but what was lent, which the client gives back.
+//! What has to wait runs as a task of its own; dropped midway it leaves nothing behind but what was lent, which the client gives back.
 //! Not here: who may ask (`server.rs`), and how packets come (`connection.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kv_core::lend::LendRefused;
@@ -27,6 +27,9 @@ const COPY_HERE_BYTES_MAX: usize = 128 << 10;
 
 /// Copies of so many bytes are a turn of this thread by themselves: some microseconds.
 const TURN_BYTES: usize = 16 << 10;
+
+/// How often a client hears that its save goes on.
+const TAKEN_EVERY: Duration = Duration::from_millis(100);
 
 /// How much longer than its deadline a fetch is served; the client's own clock ends it first.
 const DEADLINE_GRACE: Duration = Duration::from_secs(1);
@@ -57,6 +60,14 @@ pub(super) struct Serving {
 pub(super) enum SavePart {
     Put(Vec<TrayPlace>),
     Finish,
+}
+
+/// Where a save's frames are.
+#[derive(Debug)]
+pub(super) struct Frames {
+    /// In the tray already, one for each block; empty when they come as they are wanted.
+    pub(super) there: Vec<TrayPlace>,
+    pub(super) come: mpsc::Receiver<SavePart>,
 }
 
 /// Why an operation ended before its end. Only ever logged: the client hears that it ended.
@@ -185,7 +196,7 @@ impl Serving {
             };
             match copied {
                 Some(block) => {
-                    take_turns(bytes.len()).await;
+                    Turn::default().before(bytes.len()).await;
                     return Ok(block);
                 }
                 // A client that reads gives places back. What is to be copied must not be kept for one that does not.
@@ -199,13 +210,13 @@ impl Serving {
         op: u64,
         request: SaveRequest,
         begun: Result<Begun, LendRefused>,
-        parts: mpsc::Receiver<SavePart>,
+        frames: Frames,
     ) {
         let Ok(_begun) = begun else {
             let offer = wire::offer_to_pb(&SaveOffer::Busy { retry_after: RETRY_AFTER });
             return self.lending.post(&ToClient::Offer { op, offer });
         };
-        let ended = match timeout(SAVE_TIME_MAX, self.take(op, request, parts)).await {
+        let ended = match timeout(SAVE_TIME_MAX, self.take(op, request, frames)).await {
             Ok(taken) => taken,
             Err(elapsed) => Err(elapsed.into()),
         };
@@ -215,18 +226,60 @@ impl Serving {
         }
     }
 
-    async fn take(
-        &self,
-        op: u64,
-        request: SaveRequest,
-        mut parts: mpsc::Receiver<SavePart>,
-    ) -> Result<(), ServeError> {
+    async fn take(&self, op: u64, request: SaveRequest, frames: Frames) -> Result<(), ServeError> {
         let len_max = request.frame_bytes.min(u64::from(self.frame_bytes_max));
         let (offer, session) = self.service.save(request).await;
-        self.lending.post(&ToClient::Offer { op, offer: wire::offer_to_pb(&offer) });
-        let (SaveOffer::Wanted(wanted), Some(mut session)) = (offer, session) else { return Ok(()) };
+        let session = match (offer, session) {
+            (SaveOffer::Wanted(wanted), Some(session)) if !frames.there.is_empty() => {
+                self.take_there(op, session, &wanted, frames.there, len_max).await?
+            }
+            (offer, session) => {
+                self.lending.post(&ToClient::Offer { op, offer: wire::offer_to_pb(&offer) });
+                let (SaveOffer::Wanted(wanted), Some(session)) = (offer, session) else { return Ok(()) };
+                self.take_coming(op, session, &wanted, frames.come, len_max).await?
+            }
+        };
+        let done = session.finish().await;
+        self.lending.post(&ToClient::Done { op, done: wire::done_to_pb(&done) });
+        Ok(())
+    }
+
+    /// Takes what is wanted of frames that lie in the tray.
+    async fn take_there(
+        &self,
+        op: u64,
+        mut session: Box<dyn SaveSession>,
+        wanted: &[bool],
+        places: Vec<TrayPlace>,
+        len_max: u64,
+    ) -> Result<Box<dyn SaveSession>, ServeError> {
+        let (mut turn, mut since, mut passed) = (Turn::default(), Instant::now(), 0);
+        for (place, wanted) in places.into_iter().zip(wanted) {
+            if *wanted {
+                turn.before(place.len as usize).await;
+                session = self.put(session, place, len_max).await?;
+            }
+            passed += 1;
+            // A client waits as long as something is heard. Most saves are over before.
+            if since.elapsed() >= TAKEN_EVERY {
+                self.lending.post(&ToClient::Taken { op, frames: passed });
+                (since, passed) = (Instant::now(), 0);
+            }
+        }
+        Ok(session)
+    }
+
+    /// Takes frames as they are announced.
+    async fn take_coming(
+        &self,
+        op: u64,
+        mut session: Box<dyn SaveSession>,
+        wanted: &[bool],
+        mut parts: mpsc::Receiver<SavePart>,
+        len_max: u64,
+    ) -> Result<Box<dyn SaveSession>, ServeError> {
         let wanted = wanted.iter().filter(|wanted| **wanted).count();
-        let mut got = 0;
+        let (mut got, mut turn) = (0, Turn::default());
         loop {
             match timeout(self.stall_timeout, parts.recv()).await? {
                 Some(SavePart::Put(places)) => {
@@ -234,18 +287,16 @@ impl Serving {
                         if got == wanted {
                             return Err(ServeError::TooMany { wanted });
                         }
+                        turn.before(place.len as usize).await;
                         session = self.put(session, place, len_max).await?;
                         got += 1;
                         self.lending.post(&ToClient::Taken { op, frames: 1 });
                     }
                 }
-                Some(SavePart::Finish) if got == wanted => break,
+                Some(SavePart::Finish) if got == wanted => return Ok(session),
                 Some(SavePart::Finish) | None => return Err(ServeError::SaveCut { got, wanted }),
             }
         }
-        let done = session.finish().await;
-        self.lending.post(&ToClient::Done { op, done: wire::done_to_pb(&done) });
-        Ok(())
     }
 
     async fn put(
@@ -262,7 +313,6 @@ impl Serving {
         let frame = Arc::new(frame);
         if len as usize <= COPY_HERE_BYTES_MAX {
             session.put_unsettled(frame).await;
-            take_turns(len as usize).await;
             return Ok(session);
         }
         // Were this operation dropped meanwhile, the copy goes on to its end and is dropped with the session.
@@ -274,9 +324,20 @@ impl Serving {
     }
 }
 
-/// After a copy on this thread: others have their turn before the next.
-async fn take_turns(copied_bytes: usize) {
-    if copied_bytes >= TURN_BYTES {
-        tokio::task::yield_now().await;
+/// How much was copied in one turn of this thread.
+#[derive(Default)]
+struct Turn {
+    bytes: usize,
+}
+
+impl Turn {
+    /// Before a copy of so many bytes: others have their turn if those before were enough for one.
+    async fn before(&mut self, bytes: usize) {
+        if self.bytes >= TURN_BYTES {
+            self.bytes = 0;
+            tokio::task::yield_now().await;
+        }
+        // What is not long takes its time as well.
+        self.bytes += bytes.max(TURN_BYTES / 16);
     }
 }

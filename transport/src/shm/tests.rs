@@ -18,6 +18,7 @@ use crate::{SaveOffer, SaveRequest, SaveSession, SharedArena};
 
 mod hostile;
 mod loans;
+mod saves;
 mod stalls;
 
 /// How the suite's nodes are known to others.

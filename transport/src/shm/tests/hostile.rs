@@ -99,7 +99,19 @@ async fn clients_that_break_a_rule_are_ended_and_others_are_served() {
     let many = ToNode::Ask { op: 1, request: fetch_of(BLOCKS_PER_ASK_MAX as u32 + 1) }.encode();
     let put = |op| ToNode::Put { op, places: vec![TrayPlace { at: 0, len: 1 }] }.encode();
     let save = ToNode::Ask { op: 1, request: wire::save_to_pb(&save_request(&[hash(7)])) }.encode();
-    let cases: [(&str, Vec<Vec<u8>>); 9] = [
+    let at_once = |request, places: usize| {
+        let places = vec![TrayPlace { at: 0, len: 1 }; places];
+        ToNode::Save { op: 1, request, places }.encode()
+    };
+    let one = || wire::save_to_pb(&save_request(&[hash(7)]));
+    let cases: [(&str, Vec<Vec<u8>>); 13] = [
+        ("more frames at once than blocks", vec![at_once(one(), 2)]),
+        ("fewer frames at once than blocks", vec![at_once(one(), 0)]),
+        (
+            "more frames at once than may be",
+            vec![at_once(wire::save_to_pb(&save_request(&[hash(7); 65])), 65)],
+        ),
+        ("frames beside a fetch", vec![at_once(fetch_of(1), 1)]),
         ("garbage", vec![vec![0xA5; 100]]),
         ("a packet cut short", vec![ask[..ask.len() - 1].to_vec()]),
         ("a packet too long", vec![vec![0; PACKET_BYTES_MAX + 1]]),
@@ -164,6 +176,11 @@ async fn saves_from_elsewhere_or_of_other_lengths_leave_nothing() {
         assert!(matches!(raw.hear_node().await, Some(ToClient::Offer { .. })));
         raw.say(&ToNode::Put { op, places: vec![TrayPlace { at, len }] });
         assert_eq!(raw.hear_node().await, Some(ToClient::Ended { op }), "{len} bytes at {at}");
+    }
+    for (&(at, len), op) in places.iter().zip(11..) {
+        let request = wire::save_to_pb(&save_request(&[hash(7)]));
+        raw.say(&ToNode::Save { op, request, places: vec![TrayPlace { at, len }] });
+        assert_eq!(raw.hear_node().await, Some(ToClient::Ended { op }), "{len} bytes at {at}, at once");
     }
     // A place with anything but a frame is taken and refused; one frame more than wanted ends the save.
     raw.say(&ToNode::Ask { op: 20, request: wire::save_to_pb(&save_request(&[hash(0), hash(7)])) });
