@@ -37,7 +37,7 @@ pub use route::{RouteAnswer, RouteCall, RouteError};
 pub use save::{
     BackgroundSave, FrameSource, SAVE_QUEUE_BYTES_MAX, SAVE_QUEUE_CALLS_MAX, SaveBusy, SaveCall, SaveError,
 };
-pub use transport::{NoTransport, Transport};
+pub use transport::{NoTransport, RdmaSettings, Transport};
 
 pub use kvfleet_transport::{Asker, MissReason, SaveAnswer, SaveDone, SaveRefusal, VisibleAt};
 
@@ -62,6 +62,8 @@ pub struct ClientConfig {
     pub tcp: TcpConfig,
     /// Where the sockets of this host's nodes are, and whom to believe there; nothing for no shared memory.
     pub shm: Option<ShmConfig>,
+    /// Settings of RDMA.
+    pub rdma: RdmaSettings,
 }
 
 impl ClientConfig {
@@ -76,6 +78,7 @@ impl ClientConfig {
             quic: QuicConfig::default(),
             tcp: TcpConfig::default(),
             shm: None,
+            rdma: RdmaSettings::default(),
         }
     }
 }
@@ -89,6 +92,12 @@ pub enum ClientError {
     /// Nobody said where the sockets of this host's nodes are.
     #[error("transport shm needs the directory of the nodes' sockets: give shm.dir as the nodes have it")]
     NoShmDir,
+    /// There is no RDMA, and nothing else may be taken.
+    #[error("transport rdma: {cause}")]
+    Rdma {
+        /// What is missing, and what to do.
+        cause: String,
+    },
     /// A router's address is not one.
     #[error("router {address:?} is not HOST:PORT: {cause}")]
     RouterAddress {

@@ -3,6 +3,7 @@
 //! Not here: how one of several is picked (`kvfleet_transport::pick`).
 
 use std::fmt::{Display, Formatter};
+use std::net::IpAddr;
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -24,19 +25,54 @@ pub enum Transport {
     Tcp,
     /// Shared memory only: for nodes of this host.
     Shm,
-    /// Whatever there is, the best of it: shared memory with nodes of this host, and QUIC until another network path is
-    /// clearly faster.
+    /// RDMA only: for nodes that all offer it.
+    Rdma,
+    /// Whatever there is, the best of it: shared memory with nodes of this host, RDMA with those that offer it, and QUIC until
+    /// another network path is clearly faster.
     Auto,
 }
 
-/// A name that is no transport's.
+/// A name that is no transport's, or not one of this program's.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is no transport: choose one of quic, tcp, shm, auto")]
-pub struct NoTransport(String);
+pub enum NoTransport {
+    /// There is none of this name.
+    #[error("`{0}` is no transport: choose one of quic, tcp, shm, rdma, auto")]
+    Unknown(String),
+    /// There is, but it was left out of this program.
+    #[error(
+        "this program was built without RDMA: build it with --features rdma, or choose one of quic, tcp, shm, auto"
+    )]
+    NotBuilt,
+}
+
+/// Which device carries blocks by RDMA, and what it takes here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RdmaSettings {
+    /// The device's name, such as `mlx5_0`; the best there is when nothing is said.
+    pub device: Option<String>,
+    /// The address of the device's port; for an IPv4 address, that of its network interface.
+    pub address: Option<IpAddr>,
+    /// Memory that blocks are read into and written from, in bytes. It is locked from the first path on.
+    pub memory_bytes: usize,
+    /// Class of the packets, by which networks without loss know them.
+    pub traffic_class: u8,
+}
+
+impl RdmaSettings {
+    /// Least memory that is of use, in bytes.
+    pub const MEMORY_BYTES_MIN: usize = 1 << 20;
+}
+
+impl Default for RdmaSettings {
+    fn default() -> RdmaSettings {
+        RdmaSettings { device: None, address: None, memory_bytes: 256 << 20, traffic_class: 0 }
+    }
+}
 
 impl Transport {
     /// Every transport.
-    pub const ALL: [Transport; 4] = [Transport::Quic, Transport::Tcp, Transport::Shm, Transport::Auto];
+    pub const ALL: [Transport; 5] =
+        [Transport::Quic, Transport::Tcp, Transport::Shm, Transport::Rdma, Transport::Auto];
 
     /// Its name in flags and configurations.
     #[must_use]
@@ -45,37 +81,70 @@ impl Transport {
             Transport::Quic => "quic",
             Transport::Tcp => "tcp",
             Transport::Shm => "shm",
+            Transport::Rdma => "rdma",
             Transport::Auto => "auto",
         }
     }
 
-    /// The kinds of paths it may take, the default first; shared memory only where a client knows its directory.
+    /// The kinds of paths it may take, the best first; shared memory only where a client knows its directory, and RDMA where
+    /// this program was built with it.
     #[must_use]
     pub fn kinds(self) -> &'static [PathKind] {
         match self {
             Transport::Quic => &[PathKind::Quic],
             Transport::Tcp => &[PathKind::Tcp],
             Transport::Shm => &[PathKind::SharedMemory],
+            Transport::Rdma => &[PathKind::Rdma],
+            Transport::Auto if cfg!(feature = "rdma") => &PathKind::ALL,
             Transport::Auto => &[PathKind::SharedMemory, PathKind::Quic, PathKind::Tcp],
         }
     }
 
     /// # Errors
-    /// When it needs a directory that is not configured.
+    /// When it needs a directory that is not configured, or RDMA that is not there.
     pub(crate) fn dialer(self, config: &ClientConfig) -> Result<PickDialer, ClientError> {
-        let candidate = |kind: &PathKind| {
+        let mut candidates = Vec::new();
+        for kind in self.kinds() {
             let dialer: Arc<dyn Dialer> = match kind {
-                PathKind::SharedMemory => Arc::new(ShmDialer::new(config.shm.clone()?)),
+                PathKind::SharedMemory => match &config.shm {
+                    Some(shm) => Arc::new(ShmDialer::new(shm.clone())),
+                    None => continue,
+                },
+                PathKind::Rdma => self.rdma(config)?,
                 PathKind::Tcp => Arc::new(TcpDialer::new(&config.identity, config.tcp.clone())),
-                PathKind::Quic | PathKind::Rdma => {
-                    Arc::new(QuicDialer::new(&config.identity, config.quic.clone()))
-                }
+                PathKind::Quic => Arc::new(QuicDialer::new(&config.identity, config.quic.clone())),
             };
-            Some(Candidate { kind: *kind, dialer })
-        };
-        let mut candidates = self.kinds().iter().filter_map(candidate);
+            candidates.push(Candidate { kind: *kind, dialer });
+        }
+        let mut candidates = candidates.into_iter();
         let first = candidates.next().ok_or(ClientError::NoShmDir)?;
         Ok(PickDialer::new(first, candidates.collect(), PickRules::default()))
+    }
+
+    /// Where nothing else may be taken, what is missing is known at once; otherwise each dial says it, and others are taken.
+    #[cfg(feature = "rdma")]
+    fn rdma(self, config: &ClientConfig) -> Result<Arc<dyn Dialer>, ClientError> {
+        use kvfleet_transport::rdma::{Rdma, RdmaChoice, RdmaConfig, RdmaDialer, RdmaTuning};
+        let RdmaSettings { device, address, memory_bytes, traffic_class } = config.rdma.clone();
+        let rdma = RdmaConfig {
+            choice: RdmaChoice { device, address },
+            tuning: RdmaTuning { traffic_class, ..RdmaTuning::default() },
+            local_bytes: memory_bytes.max(RdmaSettings::MEMORY_BYTES_MIN),
+            ..RdmaConfig::default()
+        };
+        let (identity, tcp) = (&config.identity, config.tcp.clone());
+        if self != Transport::Rdma {
+            return Ok(Arc::new(RdmaDialer::late(rdma, identity, tcp)));
+        }
+        let opened = Rdma::open(&rdma).and_then(|rdma| RdmaDialer::new(&rdma, identity, tcp));
+        opened
+            .map(|dialer| Arc::new(dialer) as _)
+            .map_err(|error| ClientError::Rdma { cause: error.to_string() })
+    }
+
+    #[cfg(not(feature = "rdma"))]
+    fn rdma(self, _: &ClientConfig) -> Result<Arc<dyn Dialer>, ClientError> {
+        Err(ClientError::Rdma { cause: NoTransport::NotBuilt.to_string() })
     }
 }
 
@@ -90,7 +159,10 @@ impl FromStr for Transport {
 
     fn from_str(text: &str) -> Result<Self, NoTransport> {
         let found = Transport::ALL.into_iter().find(|transport| transport.name() == text);
-        found.ok_or_else(|| NoTransport(text.to_owned()))
+        match found.ok_or_else(|| NoTransport::Unknown(text.to_owned()))? {
+            Transport::Rdma if !cfg!(feature = "rdma") => Err(NoTransport::NotBuilt),
+            transport => Ok(transport),
+        }
     }
 }
 
@@ -116,12 +188,21 @@ mod tests {
 
     #[test]
     fn every_transport_is_read_as_it_is_written() {
-        for transport in Transport::ALL {
+        let is_built = |transport: &Transport| cfg!(feature = "rdma") || *transport != Transport::Rdma;
+        for transport in Transport::ALL.into_iter().filter(is_built) {
             assert_eq!(transport.to_string().parse(), Ok(transport));
         }
         let error = "carrier pigeon".parse::<Transport>().unwrap_err().to_string();
         for transport in Transport::ALL {
             assert!(error.contains(transport.name()), "{error}");
         }
+    }
+
+    #[test]
+    #[cfg(not(feature = "rdma"))]
+    fn a_build_without_rdma_says_what_to_do() {
+        let error = "rdma".parse::<Transport>().unwrap_err();
+        kvfleet_errors_doc::says("transport rdma, in a build without RDMA", &error, &[]);
+        assert!(!Transport::Auto.kinds().contains(&PathKind::Rdma));
     }
 }

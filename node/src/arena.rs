@@ -164,6 +164,15 @@ impl Arena {
         self.inner.memory.registrable()
     }
 
+    /// All of it, for network cards that read it: slots, whoever has them, and what lies free between.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn as_device_memory(&self) -> kvfleet_transport::rdma::Memory {
+        let (base, len) = self.inner.memory.range();
+        // SAFETY: so many bytes are mapped there, readable, at the same place until the last clone of this arena is gone, one
+        // of which goes with what is made here.
+        unsafe { kvfleet_transport::rdma::Memory::of(base, len, self.clone()) }
+    }
+
     /// Waits until some slot came back. Ask again after it; it may wake for nothing.
     pub async fn freed(&self) {
         self.inner.freed.notified().await;

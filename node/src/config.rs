@@ -12,11 +12,13 @@ use kvfleet_proto::frame::{HEADER_FIXED_BYTES, PAYLOAD_BYTES_MAX, SLICES_MAX};
 use kvfleet_transport::quic::save_bytes_in_flight;
 use serde::{Deserialize, Serialize};
 
+mod rdma;
 mod shm;
 
 use crate::arena::CLASSES_MAX;
 use crate::tiers::ssd::DEVICES_MAX;
 
+pub use rdma::RdmaSection;
 pub use shm::{ShmPeerSection, ShmSection};
 
 /// Configuration of a node. Every field has a default except the certificates and the routers, which
@@ -96,6 +98,8 @@ pub struct NodeConfig {
     pub quotas: Vec<QuotaSection>,
     /// Shared memory with processes of this host.
     pub shm: ShmSection,
+    /// One-sided reads and writes by network cards.
+    pub rdma: RdmaSection,
 }
 
 /// The identity manifest as written in a file; fields as in [`IdentityManifest`].
@@ -176,6 +180,7 @@ impl Default for NodeConfig {
             tls_renew_ms: 10_000,
             quotas: Vec::new(),
             shm: ShmSection::default(),
+            rdma: RdmaSection::default(),
         }
     }
 }
@@ -276,6 +281,7 @@ impl NodeConfig {
         }
         self.validate_gpu()?;
         self.validate_shm()?;
+        self.validate_rdma()?;
         self.validate_capacity()
     }
 

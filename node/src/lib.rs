@@ -12,6 +12,7 @@ mod listen;
 pub mod memory;
 mod metrics;
 mod quick;
+mod rdma;
 mod scope;
 mod serve;
 pub mod server;
@@ -23,7 +24,8 @@ mod test_log;
 pub mod tiers;
 
 pub use config::{
-    ConfigError, IdentitySection, NodeConfig, QuotaSection, ShmPeerSection, ShmSection, TlsSection,
+    ConfigError, IdentitySection, NodeConfig, QuotaSection, RdmaSection, ShmPeerSection, ShmSection,
+    TlsSection,
 };
 pub use listen::ListenError;
 pub use serve::{FETCH_TIME_MAX, REQUEST_BLOCKS_MAX, SAVE_ROOM_WAIT};

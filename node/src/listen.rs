@@ -1,4 +1,4 @@
-//! Where a node serves block bytes: QUIC, and TLS over TCP at the same port.
+//! Where a node serves block bytes: QUIC, and TLS over TCP at the same port, by which clients ask for RDMA.
 //!
 //! Whoever knows the one address knows the other, so nothing more is announced. Both servers share the node's bounds of
 //! what is under way and its service, which admits callers by their certificates. Not here: what is answered
@@ -10,10 +10,11 @@ use std::sync::Arc;
 
 use kvfleet_proto::tls::Identity;
 use kvfleet_transport::quic::{self, QuicConfig, QuicServer};
-use kvfleet_transport::tcp::{self, TcpConfig, TcpServer};
+use kvfleet_transport::tcp::{self, TcpServer};
 use kvfleet_transport::{BlockService, Carried, Room};
 
 use crate::config::NodeConfig;
+use crate::rdma::{self, Offer};
 
 /// Ports that the system is asked for at most, until one is free of both kinds.
 const PORTS_TRIED_MAX: usize = 32;
@@ -34,6 +35,7 @@ pub enum ListenError {
 pub(crate) struct DataServers {
     quic: QuicServer,
     tcp: Option<TcpServer>,
+    offer: Option<Offer>,
 }
 
 impl DataServers {
@@ -43,6 +45,7 @@ impl DataServers {
         identity: &Identity,
         config: &NodeConfig,
         service: &Arc<dyn BlockService>,
+        offer: Option<Offer>,
     ) -> Result<DataServers, ListenError> {
         let room = Room::new(config.fetch_inflight_bytes, config.save_inflight_bytes);
         let mut tries = 0;
@@ -50,12 +53,12 @@ impl DataServers {
             let quic = QuicConfig::default();
             let quic = QuicServer::bind_in(&room, address, identity, &quic, Arc::clone(service))?;
             if !config.data_tcp {
-                return Ok(DataServers { quic, tcp: None });
+                return Ok(DataServers { quic, tcp: None, offer: None });
             }
-            let (at, settings) = (quic.local_addr(), TcpConfig::default());
+            let at = quic.local_addr();
             tries += 1;
-            match TcpServer::bind_in(&room, at, identity, &settings, Arc::clone(service)) {
-                Ok(tcp) => return Ok(DataServers { quic, tcp: Some(tcp) }),
+            match rdma::bind((&room, offer.as_ref()), at, identity, Arc::clone(service)) {
+                Ok(tcp) => return Ok(DataServers { quic, tcp: Some(tcp), offer }),
                 Err(error) if may_try_another(address, &error, tries) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -70,7 +73,9 @@ impl DataServers {
     /// What each path carries, by its name.
     pub(crate) fn carried(&self) -> Vec<(&'static str, Carried)> {
         let quic = ("quic", self.quic.carried());
-        std::iter::once(quic).chain(self.tcp.as_ref().map(|tcp| ("tcp", tcp.carried()))).collect()
+        let tcp = self.tcp.as_ref().map(|tcp| ("tcp", tcp.carried()));
+        let rdma = self.offer.as_ref().map(|offer| ("rdma", rdma::carried(offer)));
+        std::iter::once(quic).chain(tcp).chain(rdma).collect()
     }
 
     /// Ends every operation and connection, and waits for it.
@@ -95,7 +100,7 @@ mod tests {
     use kvfleet_proto::tls::SERVER_NAME;
     use kvfleet_transport::quic::QuicDialer;
     use kvfleet_transport::suite::{MemoryService, fetch, fetch_request, frame, hash, hashes, in_dram};
-    use kvfleet_transport::tcp::TcpDialer;
+    use kvfleet_transport::tcp::{TcpConfig, TcpDialer};
     use kvfleet_transport::{Dialer, FetchAnswer};
     use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
     use tokio::sync::watch;
@@ -120,7 +125,7 @@ mod tests {
         let config = NodeConfig { fetch_inflight_bytes: 1, ..NodeConfig::default() };
         let blocks: Arc<dyn BlockService> = Arc::new(service.clone());
         let any = "127.0.0.1:0".parse().unwrap();
-        let servers = DataServers::bind(any, &identity, &config, &blocks).unwrap();
+        let servers = DataServers::bind(any, &identity, &config, &blocks, None).unwrap();
         let address = servers.local_addr().to_string();
         let quic = QuicDialer::new(&identity, QuicConfig::default()).dial(address.clone()).await.unwrap();
         let tcp = TcpDialer::new(&identity, TcpConfig::default()).dial(address).await.unwrap();

@@ -30,6 +30,8 @@ pub struct MemoryBound {
     pub books: u64,
     /// Trays of clients on the same host.
     pub trays: u64,
+    /// Trays of clients that are served by RDMA.
+    pub rdma: u64,
     /// Everything that does not grow with the configuration.
     pub base: u64,
 }
@@ -62,6 +64,7 @@ impl MemoryBound {
             gpu: gpu.shape.host_bytes_max(config.frame_bytes_max(), on_gpu),
             books: blocks.saturating_mul(BLOCK_BYTES_MAX + ROW_BYTES_MAX),
             trays: config.shm.tray_bytes_max(),
+            rdma: config.rdma.memory_bytes_max(),
             base: BASE_BYTES,
         }
     }
@@ -69,7 +72,8 @@ impl MemoryBound {
     /// All of it.
     #[must_use]
     pub fn total(&self) -> u64 {
-        let parts = [self.arena, self.saves, self.ssd, self.gpu, self.books, self.trays, self.base];
+        let parts =
+            [self.arena, self.saves, self.ssd, self.gpu, self.books, self.trays, self.rdma, self.base];
         parts.into_iter().fold(0, u64::saturating_add)
     }
 }
@@ -109,6 +113,10 @@ mod tests {
         let host = MemoryBound::of(&NodeConfig { shm, ..config(1 << 30, 0) });
         assert_eq!((host.trays, small.trays), (256 << 20, 0));
         assert_eq!(host.total(), small.total() + host.trays);
+        let rdma = crate::RdmaSection { enabled: true, links_max: 4, ..Default::default() };
+        let offering = MemoryBound::of(&NodeConfig { rdma, ..config(1 << 30, 0) });
+        assert!(offering.rdma > 4 * (16 << 20) && offering.rdma < 4 * (17 << 20) && small.rdma == 0);
+        assert_eq!(offering.total(), small.total() + offering.rdma);
         let endless = NodeConfig { dram_blocks: Some(u64::MAX), ..NodeConfig::default() };
         assert_eq!(MemoryBound::of(&endless).total(), u64::MAX);
     }

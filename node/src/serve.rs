@@ -52,6 +52,8 @@ pub(crate) struct Service {
     metrics: Metrics,
     scope: Scope,
     locals: Locals,
+    /// Whether cards of callers with a certificate may read all memory of blocks.
+    lends_in_place: bool,
     /// What was said of this caller in the log.
     said: Arc<AtomicU32>,
 }
@@ -67,7 +69,13 @@ impl Service {
         scope: Scope,
         locals: Locals,
     ) -> Service {
-        Service { store, arena, identity, frame_bytes_max, metrics, scope, locals, said: Arc::default() }
+        let (lends_in_place, said) = (false, Arc::default());
+        Service { store, arena, identity, frame_bytes_max, metrics, scope, locals, lends_in_place, said }
+    }
+
+    /// The same, which lets cards of callers with a certificate read all memory of blocks, or not.
+    pub(crate) fn lending_in_place(self, lends_in_place: bool) -> Service {
+        Service { lends_in_place, ..self }
     }
 
     /// The same node for another caller.
@@ -311,7 +319,8 @@ impl BlockService for Service {
             Caller::Own => Admission::Same,
             // Certificates name no tenants: who has one of this cluster's may name every tenant.
             Caller::Certified(_) => {
-                Admission::Scoped { service: Arc::new(self.scoped(caller, None)), maps: false }
+                let service = Arc::new(self.scoped(caller, None));
+                Admission::Scoped { service, maps: self.lends_in_place }
             }
             // Each connection by itself: what it read ends with it.
             Caller::Local { uid, .. } => match self.locals.of(*uid) {

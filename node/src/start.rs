@@ -29,6 +29,7 @@ use crate::listen::{DataServers, ListenError};
 use crate::memory::MemoryBound;
 use crate::metrics::{self, Metrics};
 use crate::quick::QuickThread;
+use crate::rdma;
 use crate::scope::Scope;
 use crate::serve::Service;
 use crate::server::Control;
@@ -176,11 +177,16 @@ impl Node {
         let (store, store_task) = Store::start_on(&runtime, parts, stop.clone());
         let service = Arc::new(service(&config, store.clone(), arena.clone(), metrics.clone()));
         let blocks = Arc::clone(&service) as Arc<dyn BlockService>;
-        let data = DataServers::bind(data_listen, &identity, &config, &blocks)?;
+        let offer = rdma::open(&config, &arena).await;
+        let data = DataServers::bind(data_listen, &identity, &config, &blocks, offer.clone())?;
         metrics::watch_paths(registry, data.carried())?;
         let data_addr = data.local_addr();
         let failed = CancellationToken::new();
         let mut tasks = vec![tokio::spawn(watch(store_task, stop.clone(), failed.clone()))];
+        if let Some(offer) = offer {
+            let epochs = rdma::tell_epochs(offer, store.shared.joined.subscribe());
+            tasks.push(tokio::spawn(until_stopped(stop.clone(), epochs)));
+        }
         tasks.push(serve_control(control, &identity, store.clone(), &stop)?);
         let record = record(&config, data_addr, control_addr);
         let host =
@@ -491,7 +497,8 @@ pub(crate) fn service(config: &NodeConfig, store: StoreHandle, arena: Arena, met
     // Like the seed of the book's hashes: nobody outside knows it.
     let scope = Scope::own(RandomState::new());
     let locals = config.shm.locals(rustix::process::geteuid().as_raw());
-    Service::new(store, arena, identity, config.frame_bytes_max(), metrics, scope, locals)
+    let service = Service::new(store, arena, identity, config.frame_bytes_max(), metrics, scope, locals);
+    service.lending_in_place(config.rdma.enabled && config.rdma.in_place)
 }
 
 fn serve_control(

@@ -10,7 +10,7 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, Once};
+use std::sync::Arc;
 
 mod abi;
 mod choose;
@@ -28,6 +28,7 @@ mod path;
 pub mod probe;
 mod rail;
 mod save;
+mod shares;
 mod taking;
 mod verbs;
 mod words;
@@ -133,13 +134,16 @@ pub enum RdmaError {
         cause: String,
     },
     /// No device that is wanted.
-    #[error("RDMA is not used: no such device; there is: {there}")]
+    #[error(
+        "RDMA is not used: no such device; there is: {there}; bring one up, or give the device and address of one in the \
+         configuration's rdma section"
+    )]
     NoDevice {
         /// What there is.
         there: String,
     },
     /// A device refuses to be used.
-    #[error("RDMA device {device} cannot be {what}: {cause}")]
+    #[error("RDMA device {device} cannot be {what}: {cause}{}", hint(cause))]
     Device {
         /// Which.
         device: String,
@@ -148,8 +152,18 @@ pub enum RdmaError {
         /// What the system said.
         cause: io::Error,
     },
+    /// A setting that cannot work.
+    #[error("RDMA setting {name} is {got}: {remedy}")]
+    Setting {
+        /// Which.
+        name: &'static str,
+        /// What was given.
+        got: u64,
+        /// What to do.
+        remedy: &'static str,
+    },
     /// Memory cannot be registered.
-    #[error("RDMA device {device} cannot register {bytes} bytes: {cause}{hint}")]
+    #[error("RDMA device {device} cannot register {bytes} bytes: {cause}{}", hint(cause))]
     Register {
         /// Which.
         device: String,
@@ -157,22 +171,45 @@ pub enum RdmaError {
         bytes: u64,
         /// What the system said.
         cause: io::Error,
-        /// What to do.
-        hint: &'static str,
     },
+}
+
+/// What to do when the system refuses.
+fn hint(cause: &io::Error) -> &'static str {
+    match cause.raw_os_error() {
+        // Pinned pages count against the limit of locked memory, and the kernel says no more than that there is none. Queues are
+        // of such memory too.
+        Some(libc::ENOMEM | libc::EPERM | libc::EAGAIN) => {
+            "; such memory is locked: raise the limit (ulimit -l, LimitMEMLOCK=infinity) or give the process \
+             the capability IPC_LOCK"
+        }
+        Some(libc::EACCES) => {
+            "; let this user open the files under /dev/infiniband, and a container have them"
+        }
+        _ => "",
+    }
 }
 
 impl RdmaError {
     fn register(device: &str, bytes: u64, cause: io::Error) -> RdmaError {
-        // Pinned pages count against the limit of locked memory, and the kernel says no more than that there is none.
-        let hint = match cause.raw_os_error() {
-            Some(libc::ENOMEM | libc::EPERM | libc::EAGAIN) => {
-                "; such memory is locked: raise the limit (ulimit -l, LimitMEMLOCK=infinity) or give the process \
-                 the capability IPC_LOCK"
-            }
-            _ => "",
+        RdmaError::Register { device: device.to_owned(), bytes, cause }
+    }
+}
+
+impl RdmaTuning {
+    /// Refuses what no card takes, or with which every transfer would wait for ever.
+    fn check(&self) -> Result<(), RdmaError> {
+        let at_least_one = "give at least 1";
+        let number = |name, got: u64, is_right: bool, remedy| {
+            if is_right { Ok(()) } else { Err(RdmaError::Setting { name, got, remedy }) }
         };
-        RdmaError::Register { device: device.to_owned(), bytes, cause, hint }
+        number("in_flight_max", self.in_flight_max.into(), self.in_flight_max > 0, at_least_one)?;
+        let queue = self.queue_in_flight_max;
+        number("queue_in_flight_max", queue.into(), queue > 0, at_least_one)?;
+        number("reads_at_once", self.reads_at_once.into(), self.reads_at_once > 0, at_least_one)?;
+        let is_timeout = (1..=31).contains(&self.ack_timeout);
+        number("ack_timeout", self.ack_timeout.into(), is_timeout, "give 1 to 31; 14 is 67 ms")?;
+        number("retries", self.retries.into(), self.retries <= 7, "give at most 7")
     }
 }
 
@@ -203,19 +240,14 @@ impl Rdma {
     /// # Errors
     /// When there is none, or it cannot be used.
     pub fn open(config: &RdmaConfig) -> Result<Arc<Rdma>, RdmaError> {
-        let candidate = choose::choose(&choose::look(Path::new(choose::DEVICES)), &config.choice)?;
+        let candidate = Rdma::look(config)?;
         Rdma::over(Arc::new(verbs::VerbsRail::open(&candidate, &config.tuning)?), config)
     }
 
-    /// The same; says once in the life of the process why there is none, and goes on without.
-    #[must_use]
-    pub fn open_if_there(config: &RdmaConfig) -> Option<Arc<Rdma>> {
-        static SAID: Once = Once::new();
-        Rdma::open_or_say(config, &SAID, |error| tracing::warn!("{error}"))
-    }
-
-    fn open_or_say(config: &RdmaConfig, once: &Once, say: impl FnOnce(&RdmaError)) -> Option<Arc<Rdma>> {
-        Rdma::open(config).inspect_err(|error| once.call_once(|| say(error))).ok()
+    /// What would be opened, by what the kernel lists.
+    fn look(config: &RdmaConfig) -> Result<choose::Candidate, RdmaError> {
+        config.tuning.check()?;
+        choose::choose(&choose::look(Path::new(choose::DEVICES)), &config.choice)
     }
 
     /// What was transferred so far.

@@ -36,6 +36,12 @@ pub(crate) struct Shares {
 }
 
 impl Room {
+    /// Room as servers have it that share none.
+    #[cfg(all(test, feature = "rdma"))]
+    pub(crate) fn usual() -> Room {
+        Room::new(crate::quic::FETCH_BYTES_IN_FLIGHT_MAX, crate::quic::SAVE_BYTES_IN_FLIGHT_MAX)
+    }
+
     /// Room for so many bytes of answers under way, and of saves that arrive.
     #[must_use]
     pub fn new(fetch_bytes_in_flight_max: u64, save_bytes_in_flight_max: u64) -> Room {

@@ -40,6 +40,9 @@ const SAVE_TIME_MAX: Duration = Duration::from_secs(300);
 /// Who answers a caller.
 pub(crate) struct Admitted {
     pub(crate) service: Arc<dyn BlockService>,
+    /// Its certificate.
+    #[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "only links are counted by caller"))]
+    pub(crate) leaf: Arc<[u8]>,
     /// Whether it may read all memory of the node's blocks.
     #[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "only RDMA lends memory over a network"))]
     pub(crate) maps: bool,
@@ -48,9 +51,10 @@ pub(crate) struct Admitted {
 /// Who answers a caller that proved this leaf certificate; nothing when it is not served.
 pub(crate) fn admit(leaf: Option<Arc<[u8]>>, service: &Arc<dyn BlockService>) -> Option<Admitted> {
     // A handshake without one does not end; if one did, its caller would be nobody.
-    match service.admit(&Caller::Certified(leaf?)) {
-        Admission::Same => Some(Admitted { service: Arc::clone(service), maps: false }),
-        Admission::Scoped { service, maps } => Some(Admitted { service, maps }),
+    let leaf = leaf?;
+    match service.admit(&Caller::Certified(Arc::clone(&leaf))) {
+        Admission::Same => Some(Admitted { service: Arc::clone(service), leaf, maps: false }),
+        Admission::Scoped { service, maps } => Some(Admitted { service, leaf, maps }),
         Admission::Refused => None,
     }
 }

@@ -33,6 +33,8 @@ pub use dialer::TcpDialer;
 pub(crate) use path::TcpPath;
 #[cfg(feature = "rdma")]
 pub(crate) use pool::Occupied;
+#[cfg(feature = "rdma")]
+pub(crate) use server::RDMA_REFUSED;
 pub use server::{BindError, TcpServer};
 
 /// Connections a server keeps. One client has up to [`CONNECTIONS_PER_PEER`] and one more; above, new ones are reset.

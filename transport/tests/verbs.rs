@@ -17,7 +17,7 @@ use kvfleet_transport::rdma::{
 };
 use kvfleet_transport::suite::{self, LendingService, MemoryService, Pair};
 use kvfleet_transport::tcp::{TcpConfig, TcpServer};
-use kvfleet_transport::{Dialer, Path, PathError, SaveRequest};
+use kvfleet_transport::{Dialer, Path, PathError, Room, SaveRequest};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -25,6 +25,12 @@ const MIB: u32 = 1 << 20;
 
 fn is_emulated() -> bool {
     std::env::var_os("RDMA_VM").is_some()
+}
+
+/// Whether somebody expects a device here: then it is no reason to skip that it cannot be used.
+fn is_there() -> bool {
+    let listed = std::fs::read_dir("/sys/class/infiniband").is_ok_and(|mut devices| devices.next().is_some());
+    listed || std::env::var_os("KVFLEET_RDMA_DEVICE").is_some()
 }
 
 /// The address in an environment variable, which chooses the port of one end.
@@ -55,7 +61,7 @@ struct Devices {
 fn devices() -> Option<Devices> {
     let open = |address| match Rdma::open(&config(address)) {
         Ok(rdma) => Some(rdma),
-        Err(error) if is_emulated() => panic!("{error}"),
+        Err(error) if is_emulated() || is_there() => panic!("{error}"),
         Err(error) => {
             println!("skipped: no RDMA device: {error}");
             None
@@ -136,7 +142,8 @@ fn serve(
     let lending = LendingService { inner: service.clone(), arena: Arc::clone(&pool), maps };
     let offer = RdmaOffer::new(node, Some(arena)).unwrap();
     let any = SocketAddr::from((at, 0));
-    (TcpServer::bind_offering(any, identity, &tcp(), offer, Arc::new(lending)).unwrap(), pool)
+    let room = Room::new(1 << 30, 512 << 20);
+    (TcpServer::bind_offering(&room, any, identity, &tcp(), offer, Arc::new(lending)).unwrap(), pool)
 }
 
 async fn pair(devices: &Devices, service: &MemoryService, maps: bool) -> Pair {
@@ -271,6 +278,60 @@ async fn a_wrong_key_is_refused_and_its_queue_pair_is_of_no_more_use() {
     assert!(error.contains("remote access error"), "{error}");
     let error = probe.read(0, 64).await.unwrap_err();
     assert!(error.contains("an earlier transfer of its queue pair failed"), "{error}");
+}
+
+#[tokio::test]
+async fn a_key_of_another_domain_is_refused() {
+    let Some(devices) = devices() else { return };
+    let probes = || Probe::new(&devices.client, &devices.node, 1 << 20).unwrap();
+    let (own, other) = (probes(), probes());
+    other.set_remote(0, b"another connection's");
+    assert!(other.read(0, 64).await.unwrap().starts_with(b"another connection's"), "the key is a good one");
+    let error = own.read_of(&other).await.unwrap_err();
+    assert!(error.contains("remote access error"), "{error}");
+}
+
+#[tokio::test]
+async fn what_lies_behind_registered_memory_is_not_read() {
+    let Some(devices) = devices() else { return };
+    let probe = Probe::new(&devices.client, &devices.node, 1 << 20).unwrap();
+    let error = probe.read((1 << 20) - 32, 64).await.unwrap_err();
+    assert!(error.contains("remote access error"), "{error}");
+}
+
+/// When a queue pair was said to be ended, what it could touch belongs to somebody else: nothing may change there any more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn memory_is_left_alone_once_the_queue_pair_has_ended() {
+    let Some(devices) = devices() else { return };
+    for _ in 0..4 {
+        let probe = Probe::new(&devices.client, &devices.node, 8 << 20).unwrap();
+        let bytes = vec![0xAA; 4 << 20];
+        // The card asks a peer that is gone for many seconds: nobody waits for what is left of it.
+        let write = async {
+            let _ = probe.write(0, &bytes).await;
+            std::future::pending::<()>().await;
+        };
+        let ended = async {
+            // Some of it is there, and most of it is on its way.
+            while probe.remote(0, 1) == [0] {
+                tokio::task::yield_now().await;
+            }
+            probe.kill_peer().unwrap();
+            probe.set_remote(0, &vec![0x55; 8 << 20]);
+            let later = Instant::now() + Duration::from_millis(300);
+            while Instant::now() < later {
+                assert!(
+                    probe.remote(0, 8 << 20).iter().all(|byte| *byte == 0x55),
+                    "a write came after the end"
+                );
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::select! {
+            () = ended => {}
+            () = write => {}
+        }
+    }
 }
 
 #[tokio::test]

@@ -41,7 +41,7 @@ pub struct ShapeArgs {
     /// Share of the modelled compute time that instances really wait; 0 never waits.
     #[arg(long, default_value_t = 0.0)]
     pub time_scale: f64,
-    /// Paths that block bytes take: quic, tcp (TLS 1.3), shm (shared memory), or auto for the best there is.
+    /// Paths that block bytes take: quic, tcp (TLS 1.3), shm (shared memory), rdma, or auto for the best there is.
     #[arg(long, default_value_t = Transport::default())]
     pub transport: Transport,
     /// Where processes keep their data and logs; kept afterwards. Without it, a temporary directory.

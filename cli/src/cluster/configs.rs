@@ -5,6 +5,7 @@
 
 use std::path::PathBuf;
 
+use kvfleet_client::Transport;
 use kvfleet_node::memory::MemoryBound;
 use kvfleet_node::{IdentitySection, NodeConfig};
 use kvfleet_router::{RouterConfig, VoterConfig};
@@ -92,6 +93,7 @@ fn node(cluster: &Cluster, number: u32, files: CertificateFiles) -> NodeConfig {
         identity: IdentitySection::from(&shape.manifest()),
         tls: kvfleet_node::TlsSection { ca: files.ca, cert: files.cert, key: files.key },
         shm: kvfleet_node::ShmSection { dir: sockets(cluster), ..Default::default() },
+        rdma: rdma(cluster),
         ..NodeConfig::default()
     }
 }
@@ -100,6 +102,13 @@ fn node(cluster: &Cluster, number: u32, files: CertificateFiles) -> NodeConfig {
 fn sockets(cluster: &Cluster) -> Option<PathBuf> {
     let meets = cluster.shape().transport.kinds().contains(&PathKind::SharedMemory);
     meets.then(|| cluster.directory().join("sockets"))
+}
+
+/// What nodes offer if RDMA is asked for by name; under `auto` shared memory is nearer on one host. Whoever has a
+/// certificate of this cluster runs on this host, as this user.
+fn rdma(cluster: &Cluster) -> kvfleet_node::RdmaSection {
+    let enabled = cluster.shape().transport == Transport::Rdma;
+    kvfleet_node::RdmaSection { enabled, in_place: enabled, ..Default::default() }
 }
 
 fn instance(cluster: &Cluster, number: u32, files: CertificateFiles) -> InstanceConfig {

@@ -1,9 +1,10 @@
 //! Keys of an instance's configuration.
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 use kv_core::schedule::{HardwareProfile, PROFILES};
-use kvfleet_client::{NoTransport, Transport};
+use kvfleet_client::{NoTransport, RdmaSettings, Transport};
 use kvfleet_proto::frame::PAYLOAD_BYTES_MAX;
 use kvfleet_proto::tls::TlsFiles;
 use kvfleet_transport::shm::ShmConfig;
@@ -40,10 +41,34 @@ pub struct InstanceConfig {
     pub time_scale: f64,
     /// Time between load reports, in milliseconds.
     pub report_ms: u64,
-    /// Paths that block bytes take: quic, tcp, shm (nodes of this host), or auto for the best there is.
+    /// Paths that block bytes take: quic, tcp, shm (nodes of this host), rdma (nodes that offer it), or
+    /// auto for the best there is.
     pub transport: String,
     /// Shared memory with nodes of this host.
     pub shm: ShmSection,
+    /// RDMA with nodes that offer it.
+    pub rdma: RdmaSection,
+}
+
+/// By which network card nodes are reached with RDMA.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RdmaSection {
+    /// The device's name, such as `mlx5_0`; the best there is when nothing is said.
+    pub device: Option<String>,
+    /// The address of the device's port; for an IPv4 address, that of its network interface.
+    pub address: Option<IpAddr>,
+    /// Memory that blocks are read into and written from, in bytes.
+    pub memory_bytes: u64,
+    /// Class of the packets, by which networks without loss know them.
+    pub traffic_class: u8,
+}
+
+impl Default for RdmaSection {
+    fn default() -> Self {
+        let RdmaSettings { device, address, memory_bytes, traffic_class } = RdmaSettings::default();
+        Self { device, address, memory_bytes: memory_bytes as u64, traffic_class }
+    }
 }
 
 /// Where nodes of this host are met.
@@ -92,6 +117,7 @@ impl Default for InstanceConfig {
             report_ms: 200,
             transport: Transport::default().to_string(),
             shm: ShmSection::default(),
+            rdma: RdmaSection::default(),
         }
     }
 }
@@ -128,6 +154,13 @@ impl InstanceConfig {
         if self.report_ms == 0 {
             return Err("report_ms is 0: expected at least 1".to_owned());
         }
+        if self.rdma.memory_bytes < RdmaSettings::MEMORY_BYTES_MIN as u64 {
+            return Err(format!(
+                "rdma.memory_bytes is {}: expected at least {}",
+                self.rdma.memory_bytes,
+                RdmaSettings::MEMORY_BYTES_MIN
+            ));
+        }
         self.transport().map(|_| ())
     }
 
@@ -141,6 +174,14 @@ impl InstanceConfig {
     pub fn shm(&self) -> Option<ShmConfig> {
         let server_uids = self.shm.server_uids.clone();
         self.shm.dir.clone().map(|dir| ShmConfig { server_uids, ..ShmConfig::new(dir) })
+    }
+
+    /// By which card nodes are reached with RDMA, if they are.
+    #[must_use]
+    pub fn rdma(&self) -> RdmaSettings {
+        let RdmaSection { device, address, memory_bytes, traffic_class } = self.rdma.clone();
+        let memory_bytes = usize::try_from(memory_bytes).unwrap_or(usize::MAX);
+        RdmaSettings { device, address, memory_bytes, traffic_class }
     }
 
     /// The profile named in the configuration, or the default one.
@@ -186,6 +227,7 @@ mod tests {
         says("an instance: block_bytes", &wrong(|config| config.block_bytes = 1 << 40), &[]);
         says("an instance: time_scale", &wrong(|config| config.time_scale = f64::NAN), &[]);
         says("an instance: report_ms", &wrong(|config| config.report_ms = 0), &[]);
+        says("an instance: rdma.memory_bytes", &wrong(|config| config.rdma.memory_bytes = 5), &[]);
         says("an instance: transport", &wrong(|config| config.transport = "udp".into()), &[]);
     }
 }

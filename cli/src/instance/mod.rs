@@ -12,5 +12,5 @@ mod request;
 mod serve;
 mod start;
 
-pub use config::{InstanceConfig, ShmSection, TlsPaths};
+pub use config::{InstanceConfig, RdmaSection, ShmSection, TlsPaths};
 pub use start::{Instance, StartError};

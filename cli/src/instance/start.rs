@@ -124,8 +124,8 @@ impl Instance {
 fn client(config: &InstanceConfig, identity: &kvfleet_proto::tls::Identity) -> Result<Client, StartError> {
     let transport = config.transport().map_err(StartError::Config)?;
     let routers = config.routers.clone();
-    let client =
-        ClientConfig { transport, shm: config.shm(), ..ClientConfig::new(routers, identity.clone()) };
+    let (shm, rdma) = (config.shm(), config.rdma());
+    let client = ClientConfig { transport, shm, rdma, ..ClientConfig::new(routers, identity.clone()) };
     Client::new(client).map_err(|cause| set_up(&cause))
 }
 

@@ -53,3 +53,22 @@ fn auto_survives_a_kill_and_says_which_path_it_took_and_why() {
         "{report:#}"
     );
 }
+
+#[test]
+fn rdma_that_is_not_there_is_named_before_anything_is_served() {
+    let place = Place::new();
+    place.trace(2);
+    let nowhere = ["--set", "instance.rdma.device=nowhere", "--set", "node.rdma.device=nowhere"];
+    let words = ["replay", "trace.jsonl", "--quiet", "--transport", "rdma", "--routers", "1", "--nodes", "1"];
+    let ran = place.run(&[&words[..], &["--instances", "1"], &nowhere].concat());
+    let is_built = cfg!(feature = "rdma");
+    let missing =
+        if is_built { "no such device" } else { "built without RDMA: build it with --features rdma" };
+    assert!(ran.code != Some(0) && ran.all().contains(missing), "{}", ran.all());
+    // A node that asks for what was left out does not start either.
+    let enabled = ["--transport", "tcp", "--set", "node.rdma.enabled=true"];
+    let words = ["replay", "trace.jsonl", "--quiet", "--routers", "1", "--nodes", "1", "--instances", "1"];
+    let ran = place.run(&[&words[..], &enabled, &nowhere].concat());
+    assert_eq!(ran.code == Some(0), is_built, "without a device it serves: {}", ran.all());
+    assert!(is_built || ran.all().contains("rdma.enabled is true: this program was built without RDMA"));
+}

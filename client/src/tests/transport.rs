@@ -68,7 +68,7 @@ async fn a_client_takes_the_paths_of_its_transport_and_counts_what_went_over_eac
     let (at, _servers) = serve(&authority.member(), &service);
     let dir = tempfile::tempdir().unwrap();
     let _near = serve_host(dir.path(), at, &service);
-    for transport in Transport::ALL {
+    for transport in Transport::ALL.into_iter().filter(|transport| *transport != Transport::Rdma) {
         let config = config(vec!["127.0.0.1:1".to_owned()], authority.member());
         let shm = Some(ShmConfig::new(dir.path().to_owned()));
         let client = Client::new(ClientConfig { transport, shm, ..config }).unwrap();
@@ -91,4 +91,29 @@ async fn shared_memory_needs_a_directory_and_auto_does_without() {
     };
     says("a client: transport shm without a directory", &refused(Transport::Shm).unwrap(), &[]);
     assert_eq!(refused(Transport::Auto), None);
+}
+
+#[tokio::test]
+#[cfg(feature = "rdma")]
+async fn rdma_says_what_is_missing_and_auto_goes_another_way() {
+    let (authority, service) = (Authority::new(), MemoryService::default());
+    (0..4).for_each(|number| service.hold(frame(hash(number), 2000)));
+    let service: Arc<dyn BlockService> = Arc::new(service);
+    let (at, _servers) = serve(&authority.member(), &service);
+    let client = |transport| {
+        let rdma = crate::RdmaSettings { device: Some("no such device".to_owned()), ..Default::default() };
+        let config = config(vec!["127.0.0.1:1".to_owned()], authority.member());
+        Client::new(ClientConfig { transport, rdma, ..config })
+    };
+    let refused = client(Transport::Rdma).err().unwrap().to_string();
+    // A machine without the library says so before it looks for devices.
+    let there = refused.split("there is: ").nth(1).and_then(|rest| rest.split("; bring").next());
+    says("a client: transport rdma without a device", &refused, &[there.unwrap()]);
+    let auto = client(Transport::Auto).unwrap();
+    let outcome = auto.fetch(call(at.to_string())).await.unwrap();
+    assert_eq!((outcome.blocks.len(), outcome.wrong_blocks), (4, 0));
+    let reports = auto.path_reports();
+    assert_eq!(reports[0].used, kvfleet_transport::pick::PathKind::Quic);
+    let why = reports[0].to_string();
+    assert!(why.contains("rdma of 0 fetches, last failure") && why.contains("no such device"), "{why}");
 }

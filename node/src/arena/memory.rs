@@ -175,6 +175,12 @@ impl Memory {
         (self.is_huge || self.len <= SMALL_PAGES_REGISTERED_MAX).then_some((self.base.as_ptr(), self.len))
     }
 
+    /// Where it lies, and how long it is.
+    #[cfg(feature = "rdma")]
+    pub(super) fn range(&self) -> (NonNull<u8>, usize) {
+        (self.base, self.len)
+    }
+
     /// The offset of the byte at an address; none when it lies elsewhere.
     pub(super) fn offset_of(&self, address: *const u8) -> Option<usize> {
         address.addr().checked_sub(self.base.as_ptr().addr()).filter(|offset| *offset < self.len)

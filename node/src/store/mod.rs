@@ -89,6 +89,8 @@ pub struct Shared {
     pub acked: watch::Sender<Point>,
     windows: Windows,
     epoch: AtomicU64,
+    /// The same, for whoever waits for another.
+    pub(crate) joined: watch::Sender<Epoch>,
     dram_bytes: AtomicU64,
     ssd_bytes: AtomicU64,
 }
@@ -104,6 +106,7 @@ impl Shared {
             acked: watch::Sender::new(Point::default()),
             windows: Windows::default(),
             epoch: AtomicU64::new(0),
+            joined: watch::Sender::new(Epoch(0)),
             dram_bytes: AtomicU64::new(0),
             ssd_bytes: AtomicU64::new(0),
         }
@@ -371,6 +374,7 @@ impl Store {
         let everything = self.parts.book.announce_all();
         self.parts.shared.outboxes.lock().joined(epoch, shards, everything);
         self.parts.shared.epoch.store(epoch.0, Ordering::Release);
+        self.parts.shared.joined.send_replace(epoch);
         self.parts.shared.filled();
     }
 

@@ -240,6 +240,9 @@ pub(super) const WR_RDMA_READ: c_uint = 4;
 pub(super) const SEND_SIGNALED: c_uint = 1 << 1;
 
 /// What the library exports and is called here, by name and type.
+/// What [`IsForkInitialized`] says where the kernel copies pinned pages for children.
+pub(super) const FORK_UNNEEDED: c_int = 2;
+
 pub(super) type GetDeviceList = unsafe extern "C" fn(*mut c_int) -> *mut *mut Device;
 pub(super) type FreeDeviceList = unsafe extern "C" fn(*mut *mut Device);
 pub(super) type GetDeviceName = unsafe extern "C" fn(*mut Device) -> *const c_char;
@@ -257,6 +260,8 @@ pub(super) type CreateCq =
 pub(super) type DestroyCq = unsafe extern "C" fn(*mut Cq) -> c_int;
 pub(super) type CreateQp = unsafe extern "C" fn(*mut Pd, *mut QpInitAttr) -> *mut Qp;
 pub(super) type ModifyQp = unsafe extern "C" fn(*mut Qp, *mut QpAttr, c_int) -> c_int;
+pub(super) type IsForkInitialized = unsafe extern "C" fn() -> c_int;
+pub(super) type ForkInit = unsafe extern "C" fn() -> c_int;
 pub(super) type DestroyQp = unsafe extern "C" fn(*mut Qp) -> c_int;
 
 #[cfg(test)]

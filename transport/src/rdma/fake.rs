@@ -4,7 +4,7 @@
 //! Transfers can be held back, so that a test sees what happens while one is under way; what is held back touches memory only
 //! when it goes on, as a slow card would. All calls whose order matters are written down.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -41,7 +41,9 @@ struct State {
     held: Option<Vec<(u32, Transfer)>>,
     fail_next: Option<u32>,
     refuse_register: Option<i32>,
+    refuse_queue: Option<i32>,
     end_fails: bool,
+    unended: BTreeSet<u32>,
     log: Vec<String>,
     transfers: Vec<Transfer>,
 }
@@ -57,8 +59,13 @@ impl Fabric {
 
     /// A card with this number.
     pub(super) fn rail(&self, number: u8) -> Arc<dyn Rail> {
-        let port =
-            Port { device: format!("fake{number}"), gid: Gid([number; 16]), lid: number.into(), mtu: 5 };
+        let port = Port {
+            device: format!("fake{number}"),
+            gid: Gid([number; 16]),
+            lid: number.into(),
+            mtu: 5,
+            reads: 16,
+        };
         Arc::new(FakeRail { fabric: self.clone(), port })
     }
 
@@ -90,9 +97,19 @@ impl Fabric {
         self.state().refuse_register = Some(errno);
     }
 
+    /// There are no queue pairs any more, with this error.
+    pub(super) fn refuse_queue(&self, errno: i32) {
+        self.state().refuse_queue = Some(errno);
+    }
+
     /// Queue pairs do not end from now on.
     pub(super) fn refuse_end(&self) {
         self.state().end_fails = true;
+    }
+
+    /// Queue pairs whose end was refused, by number.
+    pub(super) fn unended(&self) -> Vec<u32> {
+        self.state().unended.iter().copied().collect()
     }
 
     /// Adds a line to what was written down.
@@ -237,6 +254,9 @@ impl Domain for FakeDomain {
 
     fn queue(&self, access: Access) -> io::Result<Box<dyn Queue>> {
         let mut state = self.fabric.state();
+        if let Some(errno) = state.refuse_queue {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
         let number = state.number();
         let queue = FakeQueue { domain: self.number, access, rail: self.rail, peer: None, is_broken: false };
         state.queues.insert(number, queue);
@@ -303,6 +323,7 @@ impl Queue for Handle {
     fn end(&self) -> io::Result<()> {
         let mut state = self.fabric.state();
         if state.end_fails {
+            state.unended.insert(self.number);
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
         }
         if let Some(queue) = state.queues.remove(&self.number) {

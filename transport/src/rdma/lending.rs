@@ -91,6 +91,9 @@ impl Attached {
         let lent = self.lend_all(reply, &terms, (service, operations), stream).await;
         let mut effects = Vec::new();
         self.lender.finish(lease, &mut effects);
+        // Nothing of it is out any more, and no later operation is of this lease's loans. It ends elsewhere, by a word over any of
+        // the caller's connections; kept here, it would count against those of other requests.
+        self.lender.release(lease, &mut effects);
         self.run(effects, service);
         lent
     }
@@ -127,6 +130,7 @@ impl Attached {
             loop {
                 match self.way(&frame.bytes, may_lend, terms.lease) {
                     Way::Lent(row) => {
+                        self.carried().sent(frame.bytes.len());
                         batch.rows.push(row);
                         batch.bytes += u64::from(row.len);
                         break;
@@ -135,7 +139,9 @@ impl Attached {
                         self.say(&mut batch, terms, operations, stream).await?;
                         let lent = data::Lent { is_frame: true, ..data::Lent::default() };
                         operations.timed(stream.write(encode(&lent)?)).await??;
+                        let bytes = frame.bytes.len();
                         operations.timed(stream.write(frame.bytes)).await??;
+                        operations.carried.sent(bytes);
                         break;
                     }
                     Way::Full => {

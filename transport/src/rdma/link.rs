@@ -12,7 +12,7 @@ use kvfleet_proto::frame::FRAME_BYTES_MAX;
 
 use super::flights::{Arriving, Line, Remote, TransferError};
 use super::memory::{ALIGN_BYTES, Place, Pool};
-use super::rail::{Access, Direction, Domain, End, Queue, RegisterMr, Role};
+use super::rail::{Access, Direction, Domain, End, Gid, Queue, RegisterMr, Role};
 use super::words::{self, Nonsense, PACKET_MAX, Window, outcome};
 use super::{Rdma, RdmaError};
 use crate::PathError;
@@ -23,6 +23,12 @@ use crate::tcp::{Occupied, TcpPath};
 /// Bytes of the board that are read.
 const BOARD_BYTES: u32 = 8;
 
+/// Memory for boards, each of which takes a cache line: as many as a process has links, generously.
+const BOARDS_BYTES: u64 = 256 << 10;
+
+/// Bytes that are read before a link counts: more than the largest packet, so that networks show which of them lose such.
+const TRIAL_BYTES: u32 = 8 << 10;
+
 /// Registered memory of a dialer, into which its cards read and from which they write.
 pub(super) struct Local {
     pub(super) rdma: Arc<Rdma>,
@@ -32,21 +38,24 @@ pub(super) struct Local {
     kept: Arc<Pool>,
     /// For what is under way, and is copied on: always comes back.
     pub(super) passing: Arc<Pool>,
+    /// For boards, which stay as long as their links and would lie between others.
+    boards: Arc<Pool>,
 }
 
 impl Local {
     pub(super) fn new(rdma: &Arc<Rdma>) -> Result<Arc<Local>, RdmaError> {
         let domain = rdma.domain()?;
         let half = (rdma.config.local_bytes as u64 / 2).next_multiple_of(ALIGN_BYTES);
-        let bytes = usize::try_from(2 * half).unwrap_or(usize::MAX);
+        let bytes = usize::try_from(2 * half + BOARDS_BYTES).unwrap_or(usize::MAX);
         let (memory, registered) = rdma.allocate(domain.as_ref(), bytes, Access::Local)?;
         let (kept, passing) = (Pool::new(&memory, 0..half), Pool::new(&memory, half..2 * half));
-        Ok(Arc::new(Local { rdma: Arc::clone(rdma), domain, registered, kept, passing }))
+        let boards = Pool::new(&memory, 2 * half..2 * half + BOARDS_BYTES);
+        Ok(Arc::new(Local { rdma: Arc::clone(rdma), domain, registered, kept, passing, boards }))
     }
 
     /// The largest frame that is read or written; larger ones come over the connection.
     pub(super) fn frame_bytes_max(&self) -> u32 {
-        // Half of it, so that boards and other small places never keep a large one out for good.
+        // Half of it, so that two fit whatever was taken before.
         let most = (self.passing.len_bytes() / 2).min(FRAME_BYTES_MAX as u64);
         u32::try_from(most).unwrap_or(u32::MAX)
     }
@@ -58,24 +67,39 @@ impl Local {
     }
 }
 
-/// A queue pair that waits for its peer.
+/// A queue pair that waits for its peer. Dropped before, it is ended where that may take its time.
 struct Asking {
-    queue: Box<dyn Queue>,
+    local: Arc<Local>,
+    line: Option<Arc<Line>>,
     packet: u32,
 }
 
+impl Drop for Asking {
+    fn drop(&mut self) {
+        if let Some(line) = self.line.take() {
+            self.local.rdma.flights.end(vec![line], ());
+        }
+    }
+}
+
 impl Asking {
-    fn new(local: &Local, packet: u32) -> std::io::Result<Asking> {
-        Ok(Asking { queue: local.domain.queue(Access::Local)?, packet: packet & PACKET_MAX })
+    fn new(local: &Arc<Local>, packet: u32) -> std::io::Result<Asking> {
+        let line = local.rdma.flights.line(local.domain.queue(Access::Local)?);
+        Ok(Asking { local: Arc::clone(local), line: Some(line), packet: packet & PACKET_MAX })
     }
 
-    fn end(&self, local: &Local) -> data::QueueEnd {
-        words::end_to_pb(local.rdma.flights.rail().port(), self.queue.number(), self.packet)
+    fn queue(&self) -> std::io::Result<&dyn Queue> {
+        self.line.as_deref().map(Line::queue).ok_or(std::io::ErrorKind::NotConnected.into())
     }
 
-    fn join(self, local: &Local, peer: &End) -> std::io::Result<Arc<Line>> {
-        self.queue.connect(Role::Asks, self.packet, peer)?;
-        Ok(local.rdma.flights.line(self.queue))
+    fn end(&self) -> std::io::Result<data::QueueEnd> {
+        let number = self.queue()?.number();
+        Ok(words::end_to_pb(self.local.rdma.flights.rail().port(), number, self.packet))
+    }
+
+    fn join(mut self, peer: &End) -> std::io::Result<Arc<Line>> {
+        self.queue()?.connect(Role::Asks, self.packet, peer)?;
+        self.line.take().ok_or(std::io::ErrorKind::NotConnected.into())
     }
 }
 
@@ -117,45 +141,82 @@ impl Drop for Reach {
     }
 }
 
+/// What became of asking for a link.
+pub(super) enum Asked {
+    /// It is there, and was tried.
+    Made(Box<Link>),
+    /// There is none, for this reason; operations go over the path below.
+    None(String),
+}
+
 impl Link {
-    /// Upgrades a connection; nothing when the node offers RDMA to as many as it may.
-    pub(super) async fn attach(tcp: &TcpPath, local: &Arc<Local>) -> Result<Option<Link>, PathError> {
-        let here = |what: &str, cause: std::io::Error| PathError::Broken {
-            peer: tcp.peer().to_owned(),
-            cause: format!("our RDMA device cannot {what}: {cause}"),
+    /// Whether a node offers RDMA at all; nothing, or why not. Costs no queue pairs, nor memory.
+    pub(super) async fn refusal(tcp: &TcpPath) -> Result<Option<String>, PathError> {
+        let attach = data::Attach { version: words::VERSION, ..data::Attach::default() };
+        let op = Some(data::data_request::Op::Attach(attach));
+        let request = encode(&data::DataRequest { op, traceparent: String::new() })?;
+        let (answer, control) = tcp.pool.ask::<data::Attached>(request).await?;
+        tcp.over(control);
+        let is_refused = answer.outcome != outcome::OFFERED;
+        Ok(is_refused.then(|| format!("it offers no RDMA: {}", answer.why)))
+    }
+
+    /// Upgrades a connection, and reads something over it.
+    ///
+    /// # Errors
+    /// When the path below fails, or the node talks nonsense.
+    pub(super) async fn attach(tcp: &TcpPath, local: &Arc<Local>) -> Result<Asked, PathError> {
+        let Pair { tray, arena, ends } = match asking(local).await {
+            Ok(made) => made,
+            Err(cause) => return Ok(Asked::None(ours("make queue pairs", &cause))),
         };
-        // Large calls into the system.
-        let ours = Arc::clone(local);
-        let [first, second]: [u32; 2] = super::packets();
-        let made = tokio::task::spawn_blocking(move || {
-            Ok::<_, std::io::Error>((Asking::new(&ours, first)?, Asking::new(&ours, second)?))
-        });
-        let made = made.await.map_err(|error| here("make queue pairs", std::io::Error::other(error)))?;
-        let (tray, arena) = made.map_err(|cause| here("make queue pairs", cause))?;
         let attach = data::Attach {
             version: words::VERSION,
-            tray: Some(tray.end(local)),
-            arena: Some(arena.end(local)),
+            tray: Some(ends.0),
+            arena: Some(ends.1),
             frame_bytes_max: local.frame_bytes_max(),
         };
         let op = Some(data::data_request::Op::Attach(attach));
         let request = encode(&data::DataRequest { op, traceparent: String::new() })?;
-        let (answer, control) = tcp.pool.ask::<data::Attached>(request).await?;
-        if answer.outcome == outcome::BUSY {
+        let (answer, mut control) = tcp.pool.ask::<data::Attached>(request).await?;
+        let none = match answer.outcome {
+            outcome::BUSY => {
+                "as many connections as it allows have it, raise its rdma.links_max or run fewer clients"
+            }
+            outcome::REFUSED => answer.why.as_str(),
+            _ => "",
+        };
+        if !none.is_empty() {
             tcp.over(control);
-            return Ok(None);
+            return Ok(Asked::None(format!("it offers no RDMA: {none}")));
         }
         let welcome = welcome(&answer).map_err(|error| PathError::Protocol {
             peer: tcp.peer().to_owned(),
             what: format!("an answer that makes no sense: {error}"),
         })?;
-        let (ours, ends) = (Arc::clone(local), (welcome.tray_end, welcome.arena_end));
+        // It is no connection of the path below any more, nor waits anybody for its place there.
+        control.upgraded();
+        let ends = (welcome.tray_end, welcome.arena_end);
         let joined = tokio::task::spawn_blocking(move || {
-            let arena = ends.1.map(|end| arena.join(&ours, &end)).transpose()?;
-            Ok::<_, std::io::Error>((tray.join(&ours, &ends.0)?, arena))
+            let arena = ends.1.map(|end| arena.join(&end)).transpose()?;
+            Ok::<_, std::io::Error>((tray.join(&ends.0)?, arena))
         });
-        let joined = joined.await.map_err(|error| here("join queue pairs", std::io::Error::other(error)))?;
-        let (tray_line, arena_line) = joined.map_err(|cause| here("join queue pairs", cause))?;
+        let joined = joined.await.map_err(std::io::Error::other).and_then(|joined| joined);
+        let (tray_line, arena_line) = match joined {
+            Ok(lines) => lines,
+            Err(cause) => return Ok(Asked::None(ours("join queue pairs", &cause))),
+        };
+        let peer = welcome.tray_end.gid;
+        let link = Link::of(local, control, welcome, (tray_line, arena_line)).await;
+        Ok(link.tried(peer).await)
+    }
+
+    async fn of(
+        local: &Arc<Local>,
+        control: Occupied,
+        welcome: Welcome,
+        (tray_line, arena_line): (Arc<Line>, Option<Arc<Line>>),
+    ) -> Link {
         let mut reach = Reach {
             local: Arc::clone(local),
             tray_line,
@@ -165,13 +226,28 @@ impl Link {
             board_address: welcome.board_address,
             board: None,
         };
-        reach.board = local.passing.wait(BOARD_BYTES).await;
+        reach.board = local.boards.wait(BOARD_BYTES).await;
         let extent = Extent {
             arena_bytes: welcome.arena.map_or(0, |arena| arena.bytes),
             tray_bytes: welcome.tray.bytes,
             frame_bytes_max: local.frame_bytes_max(),
         };
-        Ok(Some(Link { control, borrower: Borrower::new(extent), is_used: false, reach }))
+        Link { control, borrower: Borrower::new(extent), is_used: false, reach }
+    }
+
+    /// Whether packets pass: that both ends have their queue pairs joined says nothing of what is between.
+    async fn tried(mut self, peer: Gid) -> Asked {
+        match self.reach.try_all().await {
+            Ok(()) => Asked::Made(Box::new(self)),
+            Err(error) => {
+                let port = self.reach.local.rdma.flights.rail().port();
+                Asked::None(format!(
+                    "RDMA packets do not pass between {:?} and {peer:?} ({error}): check that both devices are of one network, \
+                     its MTU, and that firewalls let UDP port 4791 pass",
+                    port.gid
+                ))
+            }
+        }
     }
 
     /// Both halves: words and transfers.
@@ -179,13 +255,43 @@ impl Link {
         (&mut self.control, &mut self.borrower, &mut self.reach)
     }
 
+    /// Whether a transfer failed.
+    pub(super) fn is_broken(&self) -> bool {
+        let lines = [Some(&self.reach.tray_line), self.reach.arena_line.as_ref()];
+        lines.into_iter().flatten().any(|line| line.is_broken())
+    }
+
     /// Whether the next operation may use it. Gives back memory that holds nothing.
     pub(super) fn rest(&mut self) -> bool {
         self.is_used = true;
-        let lines = [Some(&self.reach.tray_line), self.reach.arena_line.as_ref()];
-        let is_broken = lines.into_iter().flatten().any(|line| line.is_broken());
-        !is_broken && self.reach.board.is_some() && self.control.rest()
+        !self.is_broken() && self.reach.board.is_some() && self.control.rest()
     }
+}
+
+/// Two queue pairs that wait for their peers, and what the node is told of them.
+struct Pair {
+    tray: Asking,
+    arena: Asking,
+    ends: (data::QueueEnd, data::QueueEnd),
+}
+
+/// Large calls into the system, on a thread for such.
+async fn asking(local: &Arc<Local>) -> std::io::Result<Pair> {
+    let ours = Arc::clone(local);
+    let [first, second]: [u32; 2] = super::packets();
+    let made = tokio::task::spawn_blocking(move || {
+        let (tray, arena) = (Asking::new(&ours, first)?, Asking::new(&ours, second)?);
+        let ends = (tray.end()?, arena.end()?);
+        Ok::<_, std::io::Error>(Pair { tray, arena, ends })
+    });
+    made.await.map_err(std::io::Error::other)?
+}
+
+/// What our own end is short of.
+fn ours(what: &str, cause: &std::io::Error) -> String {
+    format!(
+        "this process's RDMA device cannot {what}: {cause}; it may be short of queue pairs or of memory to lock (ulimit -l)"
+    )
 }
 
 /// What the node says, if it makes sense.
@@ -222,6 +328,19 @@ impl Reach {
     pub(super) async fn write(&self, at: u64, place: Place) -> Result<Arriving, TransferError> {
         let remote = Remote { address: self.tray.address.wrapping_add(at), key: self.tray.key };
         self.begin(&self.tray_line, Direction::Write, place, remote).await
+    }
+
+    /// Reads the board, and some of each memory, over each queue pair.
+    async fn try_all(&mut self) -> Result<(), TransferError> {
+        self.board().await?;
+        let windows = [(LentIn::Tray, Some(self.tray)), (LentIn::Arena, self.arena)];
+        for (of, window) in windows {
+            let bytes = window.map_or(0, |window| window.bytes).min(TRIAL_BYTES.into());
+            let Ok(bytes @ 1..) = u32::try_from(bytes) else { continue };
+            let place = self.local.passing.wait(bytes).await.ok_or(TransferError::Broken)?;
+            self.read(of, 0, place).await?.end().await?;
+        }
+        Ok(())
     }
 
     /// What stands on the board: the epoch under which the node lends, or that it takes everything back. What was written

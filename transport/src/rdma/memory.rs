@@ -27,6 +27,8 @@ pub struct Memory {
     len: usize,
     /// Whose it is; nothing when it is unmapped with this value.
     owner: Option<Box<dyn Any + Send + Sync>>,
+    /// Parts that belong to a pool, each to one.
+    pooled: Mutex<Vec<Range<u64>>>,
 }
 
 // SAFETY: plain memory without thread affinity; who touches which bytes follows from places.
@@ -50,7 +52,7 @@ impl Memory {
         // SAFETY: a fresh mapping at an address of the kernel's choice aliases nothing.
         let base = unsafe { mmap_anonymous(std::ptr::null_mut(), len, access, MapFlags::PRIVATE)? };
         let base = NonNull::new(base.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
-        let memory = Memory { base, len, owner: None };
+        let memory = Memory { base, len, owner: None, pooled: Mutex::default() };
         // A child must not share pages that the card writes: the parent's next write would move the parent's, not the
         // card's.
         // SAFETY: the range is the mapping, and the advice changes no contents.
@@ -64,13 +66,17 @@ impl Memory {
     /// From `base` on so many bytes are mapped, at the same place and readable, as long as `owner` lives.
     #[must_use]
     pub unsafe fn of<T: Send + Sync + 'static>(base: NonNull<u8>, len: usize, owner: T) -> Memory {
-        Memory { base, len, owner: Some(Box::new(owner)) }
+        Memory { base, len, owner: Some(Box::new(owner)), pooled: Mutex::default() }
     }
 
     /// How many bytes.
     #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.len as u64
+    }
+
+    fn pooled(&self) -> MutexGuard<'_, Vec<Range<u64>>> {
+        self.pooled.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Where it begins, as cards know it.
@@ -121,12 +127,15 @@ impl Memory {
         unsafe { copy_crc32c_from(to, from.as_ptr()) }
     }
 
-    /// Sets eight bytes at once, after everything that was written before.
-    pub(super) fn set_word(&self, at: u64, value: u64) {
+    /// Raises eight bytes at once, a number in little endian, to `value` unless more stands there; after everything that was
+    /// written before.
+    pub(super) fn raise_word(&self, at: u64, value: u64) {
         assert!(at.is_multiple_of(8) && self.owner.is_none(), "a word is aligned, and ours");
         let word = self.at(at, 8).cast::<AtomicU64>();
+        let higher = |stands: u64| (u64::from_le(stands) < value).then_some(value.to_le());
         // SAFETY: aligned, inside the mapping, and touched by atomic accesses and cards alone.
-        unsafe { word.as_ref() }.store(value, Ordering::SeqCst);
+        let word = unsafe { word.as_ref() };
+        let _ = word.fetch_update(Ordering::SeqCst, Ordering::SeqCst, higher); // what is higher stays
     }
 }
 
@@ -153,14 +162,21 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// The bytes of `range`, which begins at a multiple of 64.
+    /// The bytes of `range`, which begins at a multiple of 64 and is no other pool's.
     ///
     /// # Panics
-    /// When the range is not inside, or begins elsewhere.
+    /// When the range is not inside, begins elsewhere, is partly another pool's, or the memory is somebody else's.
     #[must_use]
     pub fn new(memory: &Arc<Memory>, range: Range<u64>) -> Arc<Pool> {
-        let (start, len) = (range.start, range.end - range.start);
-        assert!(start.is_multiple_of(ALIGN_BYTES) && range.end <= memory.len_bytes(), "{range:?}");
+        let (start, end) = (range.start, range.end);
+        assert!(start.is_multiple_of(ALIGN_BYTES) && start <= end && end <= memory.len_bytes(), "{range:?}");
+        assert!(memory.owner.is_none(), "memory of others is only read");
+        let mut pooled = memory.pooled();
+        let is_free = pooled.iter().all(|other| other.end <= start || end <= other.start);
+        assert!(is_free, "a part of {range:?} is another pool's");
+        pooled.push(range);
+        drop(pooled);
+        let len = end - start;
         let room = Mutex::new(Room::new(len, ALIGN_BYTES));
         Arc::new(Pool { memory: Arc::clone(memory), start, len, room, freed: Notify::new() })
     }
@@ -215,6 +231,13 @@ impl Pool {
     }
 }
 
+impl Drop for Pool {
+    fn drop(&mut self) {
+        // Places keep their pool, so none is left.
+        self.memory.pooled().retain(|range| range.start != self.start || range.end != self.start + self.len);
+    }
+}
+
 /// Bytes of a pool that nobody else has.
 #[derive(Debug)]
 pub struct Place {
@@ -253,8 +276,8 @@ impl Place {
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         let start = self.pool.memory.at(self.at(), self.len as usize);
-        // SAFETY: inside the mapping, which the pool keeps; nobody else has the place, and as long as a card may write
-        // it, it is with the transfer and not here.
+        // SAFETY: inside the mapping, which the pool keeps; nobody else has the place, as no two pools have a byte in common; and
+        // as long as a card may write it, it is with the transfer and not here.
         unsafe { std::slice::from_raw_parts(start.as_ptr(), self.len as usize) }
     }
 
@@ -338,6 +361,39 @@ mod tests {
         let never = tokio::time::timeout(suite::PATIENCE, pool.wait(4097)).await;
         assert!(never.unwrap().is_none(), "what never fits is not waited for");
         assert_eq!(pool.places(), 0);
+    }
+
+    #[test]
+    fn no_two_pools_have_a_byte_in_common() {
+        let memory = memory(8192);
+        let refused = |range: Range<u64>| {
+            let pool = std::panic::AssertUnwindSafe(|| Pool::new(&memory, range));
+            std::panic::catch_unwind(pool).is_err()
+        };
+        let first = Pool::new(&memory, 0..4096);
+        assert!(refused(0..64) && refused(4032..8192) && refused(0..8192));
+        let backwards = Range { start: 64, end: 0 };
+        assert!(refused(backwards) && refused(1..64) && refused(4096..8193), "what is no part of it");
+        let _second = Pool::new(&memory, 4096..8192);
+        let place = first.take(64).unwrap();
+        drop(first);
+        assert!(refused(0..64), "a place keeps its pool");
+        drop(place);
+        assert!(!refused(0..64));
+    }
+
+    #[test]
+    fn a_word_only_grows() {
+        let memory = memory(4096);
+        let word = || {
+            let mut bytes = [0; 8];
+            memory.copy(64, &mut bytes);
+            u64::from_le_bytes(bytes)
+        };
+        for (raised, stands) in [(5, 5), (6, 6), (5, 6), (u64::MAX, u64::MAX), (7, u64::MAX)] {
+            memory.raise_word(64, raised);
+            assert_eq!(word(), stands);
+        }
     }
 
     #[test]

@@ -15,14 +15,15 @@ use kv_core::id::{Epoch, LeaseId, LoanId, Timestamp};
 use kv_core::lend::{Effect, LendLimits, LendRefused, Lender, Room};
 use kvfleet_proto::data;
 use kvfleet_proto::frame::FRAME_BYTES_MAX;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::flights::Line;
 use super::memory::{ALIGN_BYTES, Memory};
 use super::rail::{Access, Domain, End, RegisterMr, Role};
+use super::shares::{Share, Shares};
 use super::words::{self, Nonsense, PACKET_MAX, REVOKED, Window, outcome};
 use super::{Rdma, RdmaError};
 use crate::BlockService;
+use crate::room::Carried;
 use crate::serve::ServeError;
 
 /// Loans of one connection at once: what a client may leave unread in its socket.
@@ -36,6 +37,9 @@ const LENT_BYTES_MAX: u64 = 512 << 20;
 
 /// How long a tier book keeps a lease that nobody renews.
 const LEASE: Duration = Duration::from_secs(10);
+
+/// Warnings of refused links: enough to see what is wrong.
+const SAID_MAX: u64 = 16;
 
 /// What one connection may have lent.
 fn limits() -> LendLimits {
@@ -53,11 +57,14 @@ struct Arena {
 pub struct RdmaOffer {
     rdma: Arc<Rdma>,
     arena: Option<Arena>,
-    links: Arc<Semaphore>,
+    shares: Arc<Shares>,
     /// The newest epoch that the node answered under.
     epoch: AtomicU64,
     trays: Mutex<Vec<Weak<Tray>>>,
     began: Instant,
+    carried: Carried,
+    /// Links that the device refused.
+    refused: AtomicU64,
 }
 
 impl std::fmt::Debug for RdmaOffer {
@@ -75,9 +82,9 @@ pub(super) struct Tray {
 }
 
 impl Tray {
-    /// What the client reads behind the bytes it was told of.
+    /// What the client reads behind the bytes it was told of. It never goes back: epochs grow, and nothing is above the end.
     fn show(&self, word: u64) {
-        self.memory.set_word(self.bytes, word.to_le());
+        self.memory.raise_word(self.bytes, word);
     }
 }
 
@@ -99,13 +106,13 @@ pub(crate) struct Attached {
     pub(super) room: Room,
     pub(super) kept: BTreeMap<LoanId, Kept>,
     pub(super) frame_bytes_max: u32,
-    permit: Option<OwnedSemaphorePermit>,
+    share: Option<Share>,
 }
 
 impl Drop for Attached {
     fn drop(&mut self) {
         self.tray.show(REVOKED);
-        let rest = (std::mem::take(&mut self.kept), Arc::clone(&self.tray), self.permit.take());
+        let rest = (std::mem::take(&mut self.kept), Arc::clone(&self.tray), self.share.take());
         let lines = std::mem::take(&mut self.lines);
         self.offer.rdma.flights.end(lines, (rest, Arc::clone(&self.offer)));
     }
@@ -114,6 +121,10 @@ impl Drop for Attached {
 impl Attached {
     pub(super) fn now(&self) -> Timestamp {
         self.offer.now()
+    }
+
+    pub(super) fn carried(&self) -> &Carried {
+        &self.offer.carried
     }
 
     /// An operation begins that lends under this lease.
@@ -163,11 +174,20 @@ impl RdmaOffer {
         Ok(Arc::new(RdmaOffer {
             rdma: Arc::clone(rdma),
             arena: arena.map(register).transpose()?,
-            links: Arc::new(Semaphore::new(rdma.config.links_max)),
+            shares: Shares::new(rdma.config.links_max),
             epoch: AtomicU64::new(0),
             trays: Mutex::default(),
             began: Instant::now(),
+            carried: Carried::default(),
+            refused: AtomicU64::new(0),
         }))
+    }
+
+    /// What clients' cards moved so far: sent is what was lent to be read, received what was written into trays. What went over
+    /// the connections themselves is their server's to count.
+    #[must_use]
+    pub fn carried(&self) -> Carried {
+        self.carried.clone()
     }
 
     fn now(&self) -> Timestamp {
@@ -185,23 +205,37 @@ impl RdmaOffer {
         }
     }
 
-    /// Queue pairs and a tray for a client, and what it is told of them; nothing when as many connections have some as may.
+    /// Queue pairs and a tray for a client, and what it is told of them; nothing when as many connections have some as may, or
+    /// the device has no more.
     pub(crate) async fn attach(
         self: &Arc<RdmaOffer>,
         attach: data::Attach,
-        maps: bool,
+        (caller, maps): (&Arc<[u8]>, bool),
     ) -> Result<(Option<Attached>, data::Attached), ServeError> {
         if attach.version != words::VERSION {
             return Err(Nonsense::new("a version of attach", attach.version).into());
         }
-        let Ok(permit) = Arc::clone(&self.links).try_acquire_owned() else {
+        if attach.tray.is_none() && attach.arena.is_none() {
+            return Ok((None, data::Attached { outcome: outcome::OFFERED, ..data::Attached::default() }));
+        }
+        let Some(share) = self.shares.take(caller) else {
             return Ok((None, data::Attached { outcome: outcome::BUSY, ..data::Attached::default() }));
         };
         let offer = Arc::clone(self);
         let packets: [u32; 2] = super::packets();
-        let made = tokio::task::spawn_blocking(move || offer.make(&attach, maps, packets, permit)).await;
-        let (attached, answer) = made.map_err(|error| ServeError::Rdma(error.to_string()))??;
-        Ok((Some(attached), answer))
+        let made = tokio::task::spawn_blocking(move || offer.make(&attach, maps, packets, share)).await;
+        match made.map_err(|error| ServeError::Rdma(error.to_string()))? {
+            Ok((attached, answer)) => Ok((Some(attached), answer)),
+            Err(ServeError::Rdma(why)) => {
+                // The node is short of something, which its operator should know; but a client can be the cause, without end.
+                if self.refused.fetch_add(1, Ordering::Relaxed) < SAID_MAX {
+                    tracing::warn!("a client gets no RDMA link: {why}");
+                }
+                let (outcome, why) = (outcome::REFUSED, format!("its device refuses: {why}"));
+                Ok((None, data::Attached { outcome, why, ..data::Attached::default() }))
+            }
+            Err(other) => Err(other),
+        }
     }
 
     /// The blocking part.
@@ -210,13 +244,9 @@ impl RdmaOffer {
         attach: &data::Attach,
         maps: bool,
         packets: [u32; 2],
-        permit: OwnedSemaphorePermit,
+        share: Share,
     ) -> Result<(Attached, data::Attached), ServeError> {
-        let refused = |error: RdmaError| {
-            // The node is short of something, which its operator should know.
-            tracing::warn!("{error}");
-            ServeError::Rdma(error.to_string())
-        };
+        let refused = |error: RdmaError| ServeError::Rdma(error.to_string());
         let peer = |end: &Option<data::QueueEnd>| {
             words::end_from_pb(end.as_ref().ok_or(Nonsense::new("the number of queue pairs", 1_u32))?)
         };
@@ -236,7 +266,7 @@ impl RdmaOffer {
             room: Room::new(bytes, ALIGN_BYTES),
             kept: BTreeMap::new(),
             frame_bytes_max: attach.frame_bytes_max.min(u32::try_from(FRAME_BYTES_MAX).unwrap_or(u32::MAX)),
-            permit: Some(permit),
+            share: Some(share),
         };
         let (line, tray_end) = self.join(domain.as_ref(), Access::ReadWrite, packets[0], &tray_peer)?;
         attached.lines.push(line);
@@ -249,6 +279,7 @@ impl RdmaOffer {
             arena_window: None,
             board_address: tray.memory.address() + bytes,
             frame_bytes_max: attached.frame_bytes_max,
+            why: String::new(),
         };
         // To read the arena is to read every tenant's blocks.
         if let Some(arena) = self.arena.as_ref().filter(|_| maps) {
@@ -267,6 +298,7 @@ impl RdmaOffer {
         tray.show(self.epoch.load(Ordering::SeqCst));
         Ok((attached, answer))
     }
+
     /// A queue pair that answers a client's.
     fn join(
         &self,
@@ -275,7 +307,10 @@ impl RdmaOffer {
         packet: u32,
         peer: &End,
     ) -> Result<(Arc<Line>, data::QueueEnd), ServeError> {
-        let failed = |cause: std::io::Error| ServeError::Rdma(cause.to_string());
+        let failed = |cause: std::io::Error| {
+            let device = self.rdma.device().to_owned();
+            ServeError::Rdma(RdmaError::Device { device, what: "given a queue pair", cause }.to_string())
+        };
         let packet = packet & PACKET_MAX;
         let queue = domain.queue(access).map_err(failed)?;
         queue.connect(Role::Answers, packet, peer).map_err(failed)?;

@@ -68,7 +68,7 @@ impl Probe {
         let answers = other.queue(Access::ReadWrite).map_err(failed(theirs, "given a queue pair"))?;
         let end = |rdma: &Arc<Rdma>, queue: u32| {
             let port = rdma.flights.rail().port();
-            End { gid: port.gid, lid: port.lid, mtu: port.mtu, queue, packet: 7 }
+            End { gid: port.gid, lid: port.lid, mtu: port.mtu, queue, packet: 7, reads: port.reads }
         };
         answers.connect(Role::Answers, 7, &end(ours, queue.number())).map_err(failed(theirs, "connected"))?;
         queue.connect(Role::Asks, 7, &end(theirs, answers.number())).map_err(failed(ours, "connected"))?;
@@ -123,6 +123,15 @@ impl Probe {
         self.transfer(Direction::Read, 0, &[0; 64], self.remote.key ^ 0x5A5A).await
     }
 
+    /// Reads, over its own queue pair, what lies at the other end of another probe, with the key that is good there.
+    ///
+    /// # Errors
+    /// What the card says; it should.
+    pub async fn read_of(&self, other: &Probe) -> Result<Vec<u8>, Failed> {
+        let at = other.remote.address.wrapping_sub(self.remote.address);
+        self.transfer(Direction::Read, at, &[0; 64], other.remote.key).await
+    }
+
     /// Deregisters the other end's memory, as a node does that wants it back.
     pub fn invalidate(&mut self) {
         self.far.registered = None;
@@ -149,7 +158,7 @@ impl Probe {
         if direction == Direction::Write {
             place.write(bytes);
         }
-        let remote = Remote { address: self.remote.address + at, key };
+        let remote = Remote { address: self.remote.address.wrapping_add(at), key };
         let begun = rdma.flights.begin(line, direction, (place, registered.local_key()), remote).await;
         let place = begun.map_err(|error| error.to_string())?.end().await;
         Ok(place.map_err(|error| error.to_string())?.bytes().to_vec())

@@ -30,6 +30,8 @@ pub(super) struct Port {
     pub(super) lid: u16,
     /// Largest packet, as verbs number it (1: 256 bytes, 5: 4096).
     pub(super) mtu: u8,
+    /// Reads that its queue pairs have under way, or answer, at once.
+    pub(super) reads: u8,
 }
 
 /// One end of a connection between queue pairs.
@@ -42,6 +44,8 @@ pub(super) struct End {
     pub(super) queue: u32,
     /// The number of its first packet, 24 bits, which nobody else should guess.
     pub(super) packet: u32,
+    /// Reads that it has under way, or answers, at once; what is more fails.
+    pub(super) reads: u8,
 }
 
 /// What a peer may do with registered memory, or through a queue pair.

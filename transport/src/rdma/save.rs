@@ -22,6 +22,8 @@ pub(super) struct Save<'a> {
     pub(super) link: &'a mut Link,
     pub(super) peer: &'a str,
     pub(super) stall_timeout: std::time::Duration,
+    /// Whether the node said anything.
+    pub(super) is_heard: bool,
 }
 
 /// How far the frames of a save came.
@@ -176,7 +178,9 @@ impl Save<'_> {
     async fn hear<M: Message + Default>(&mut self) -> Result<M, PathError> {
         let (peer, stall) = (self.peer, self.stall_timeout);
         let heard = async { read_message(&mut self.link.control).await.map_err(|error| error.at(peer)) };
-        crate::dial::within(peer, stall, heard).await
+        let heard = crate::dial::within(peer, stall, heard).await?;
+        self.is_heard = true;
+        Ok(heard)
     }
 
     async fn timed<T>(&self, work: impl Future<Output = Result<T, PathError>>) -> Result<T, PathError> {

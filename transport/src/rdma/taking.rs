@@ -75,7 +75,10 @@ impl Attached {
             let written: data::Written = operations.timed(read_message(stream)).await??;
             if written.is_frame {
                 match operations.timed(read_frame(stream, limit)).await?? {
-                    Next::Frame(frame) => session.put(frame).await,
+                    Next::Frame(frame) => {
+                        operations.carried.received(frame.bytes.len());
+                        session.put(frame).await;
+                    }
                     Next::End(_) => return Err(ServeError::SaveCut { got, wanted }),
                 }
                 continue;
@@ -86,6 +89,7 @@ impl Attached {
             }
             let at = (slots.used % slots.count) * slots.slot_bytes;
             let frame = TrayFrame { tray: Arc::clone(&self.tray.memory), at, len: written.bytes };
+            self.carried().received(written.bytes as usize);
             session.put_unsettled(Arc::new(frame)).await;
             slots.used += 1;
             operations.answer(stream, &data::Taken {}).await?;

@@ -13,9 +13,10 @@ use kvfleet_errors_doc::says;
 use kvfleet_proto::tls::Identity;
 
 use super::fake::Fabric;
-use super::link::{Link, Local};
+use super::link::{Asked, Link, Local};
 use super::*;
 use crate::quic::tests::Authority;
+use crate::room::Room;
 use crate::suite::{
     self, LendingService, MemoryService, PATIENCE, Pair, fetch_request, frame, hash, hashes, in_dram,
     save_request,
@@ -42,6 +43,15 @@ struct World {
     arena: Arc<Pool>,
 }
 
+fn bind(
+    identity: &Identity,
+    config: &TcpConfig,
+    offer: Arc<RdmaOffer>,
+    service: Arc<dyn BlockService>,
+) -> TcpServer {
+    TcpServer::bind_offering(&Room::usual(), ANY, identity, config, offer, service).unwrap()
+}
+
 /// A node whose callers may read its arena, or not.
 fn world(service: &MemoryService, maps: bool, config: &RdmaConfig) -> World {
     let fabric = Fabric::default();
@@ -52,14 +62,7 @@ fn world(service: &MemoryService, maps: bool, config: &RdmaConfig) -> World {
     let lending = LendingService { inner: service.clone(), arena: Arc::clone(&arena), maps };
     let authority = Authority::new();
     let identity = authority.member();
-    let server = TcpServer::bind_offering(
-        ANY,
-        &identity,
-        &TcpConfig::default(),
-        Arc::clone(&offer),
-        Arc::new(lending),
-    );
-    let server = server.unwrap();
+    let server = bind(&identity, &TcpConfig::default(), Arc::clone(&offer), Arc::new(lending));
     World { fabric, server, identity, authority, offer, node, client, arena }
 }
 
@@ -81,7 +84,10 @@ impl World {
         let tcp = TcpDialer::new(&self.authority.member(), TcpConfig::default());
         let tcp = tcp.open(&self.address()).await.unwrap();
         let local = Local::new(&self.client).unwrap();
-        Link::attach(&tcp, &local).await.unwrap().unwrap()
+        match Link::attach(&tcp, &local).await.unwrap() {
+            Asked::Made(link) => *link,
+            Asked::None(why) => panic!("{why}"),
+        }
     }
 
     /// Returns once it is so.
@@ -133,19 +139,24 @@ async fn blocks_are_read_by_the_card_and_saves_are_written_by_it() {
     for maps in [true, false] {
         let world = world(&holding(5, 100_000), maps, &small());
         let path = world.path().await;
+        let tried = (world.client.numbers().read_bytes, world.fabric.transfers().len());
         let hit = suite::fetch(path.as_ref(), fetch_request(&hashes(5))).await.unwrap();
         assert_eq!(hit, FetchAnswer::Hit { tiers: in_dram(5) });
-        let read = world.client.numbers().read_bytes;
+        let read = world.client.numbers().read_bytes - tried.0;
         assert!((5 * frame_bytes..5 * frame_bytes + 64).contains(&read), "{read}");
         let more: Vec<_> = (5..12).map(hash).collect();
         suite::save(path.as_ref(), save_request(&more), 100_000).await.unwrap();
         assert_eq!(world.client.numbers().written_bytes, 7 * frame_bytes);
         assert_eq!(world.node.numbers(), RdmaNumbers::default(), "a node begins nothing");
+        let (by_card, sent) = (world.offer.carried(), world.server.carried());
+        assert_eq!((by_card.sent_bytes(), by_card.received_bytes()), (5 * frame_bytes, 7 * frame_bytes));
+        assert_eq!((sent.sent_bytes(), sent.received_bytes()), (0, 0), "nothing went over the connection");
         // What is read in place lies in the arena; what is copied does not.
         let arena = world.arena.take(64).unwrap();
         let (low, high) = (arena.address() & !0xFFF, arena.address() + (64 << 20));
         let in_arena = |t: &&rail::Transfer| (low..high).contains(&t.remote_address);
-        assert_eq!(world.fabric.transfers().iter().filter(in_arena).count(), if maps { 5 } else { 0 });
+        let transfers = world.fabric.transfers().split_off(tried.1);
+        assert_eq!(transfers.iter().filter(in_arena).count(), if maps { 5 } else { 0 });
     }
 }
 
@@ -156,12 +167,17 @@ async fn frames_larger_than_the_memory_come_over_the_connection() {
         let service = holding(2, 300_000);
         let world = world(&service, maps, &config);
         let path = world.path().await;
+        let tried = world.client.numbers();
         let hit = suite::fetch(path.as_ref(), fetch_request(&hashes(2))).await.unwrap();
         assert_eq!(hit, FetchAnswer::Hit { tiers: in_dram(2) });
         let more: Vec<_> = (5..9).map(hash).collect();
         suite::save(path.as_ref(), save_request(&more), 300_000).await.unwrap();
         assert!(service.holds(hash(8)));
-        assert_eq!(world.client.numbers(), RdmaNumbers::default());
+        assert_eq!(world.client.numbers(), tried);
+        let (by_card, sent) = (world.offer.carried(), world.server.carried());
+        assert_eq!((by_card.sent_bytes(), by_card.received_bytes()), (0, 0));
+        let frame_bytes = frame(hash(0), 300_000).bytes.len() as u64;
+        assert_eq!((sent.sent_bytes(), sent.received_bytes()), (2 * frame_bytes, 4 * frame_bytes));
     }
 }
 
@@ -171,7 +187,7 @@ fn memory_that_cannot_be_locked_says_what_to_do() {
     let rdma = Rdma::over(fabric.rail(1), &small()).unwrap();
     fabric.refuse_register(libc::ENOMEM);
     let error = Local::new(&rdma).err().unwrap();
-    says("memory that RDMA cannot lock", &error, &["fake1", "4194304"]);
+    says("memory that RDMA cannot lock", &error, &["fake1", "4456448"]);
     fabric.refuse_register(libc::EINVAL);
     let error = Local::new(&rdma).err().unwrap().to_string();
     assert!(!error.contains("IPC_LOCK"), "{error}");
@@ -193,15 +209,34 @@ fn what_the_library_and_the_devices_say_is_written_down() {
 }
 
 #[test]
-fn without_rdma_the_process_goes_on_and_says_so_once() {
-    let nowhere = RdmaConfig {
-        choice: RdmaChoice { device: Some("no such device".to_owned()), address: None },
-        ..RdmaConfig::default()
+fn settings_that_no_card_takes_are_named() {
+    let wrong = |change: fn(&mut RdmaTuning)| {
+        let mut config = RdmaConfig::default();
+        change(&mut config.tuning);
+        Rdma::open(&config).err().unwrap()
     };
-    let (once, mut said) = (Once::new(), Vec::new());
-    for _ in 0..3 {
-        assert!(Rdma::open_or_say(&nowhere, &once, |error| said.push(error.to_string())).is_none());
+    says("an RDMA setting that no card takes", &wrong(|tuning| tuning.retries = 8), &[]);
+    let changes: [fn(&mut RdmaTuning); 5] = [
+        |tuning| tuning.in_flight_max = 0,
+        |tuning| tuning.queue_in_flight_max = 0,
+        |tuning| tuning.reads_at_once = 0,
+        |tuning| tuning.ack_timeout = 0,
+        |tuning| tuning.ack_timeout = 32,
+    ];
+    for change in changes {
+        assert!(matches!(wrong(change), RdmaError::Setting { .. }));
     }
-    let [said] = &said[..] else { panic!("{said:?}") };
-    assert!(said.starts_with("RDMA is not used: no such device"), "{said}");
+}
+
+#[tokio::test]
+async fn without_a_device_every_dial_is_refused_with_the_reason() {
+    let world = world(&holding(1, 100), true, &small());
+    let choice = RdmaChoice { device: Some("no such device".to_owned()), address: None };
+    let nowhere = RdmaConfig { choice, ..small() };
+    let dialer = RdmaDialer::late(nowhere, &world.authority.member(), TcpConfig::default());
+    for _ in 0..3 {
+        let error = dialer.dial(world.address()).await.err().unwrap();
+        assert!(matches!(error, PathError::Unreachable { .. }), "{error}");
+        assert!(error.to_string().contains("RDMA is not used: no such device"), "{error}");
+    }
 }

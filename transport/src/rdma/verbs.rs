@@ -46,6 +46,9 @@ struct Library {
     create_qp: abi::CreateQp,
     modify_qp: abi::ModifyQp,
     destroy_qp: abi::DestroyQp,
+    /// Since release 35.
+    is_fork_initialized: Option<abi::IsForkInitialized>,
+    fork_init: Option<abi::ForkInit>,
 }
 
 /// A call of the loaded library.
@@ -90,12 +93,31 @@ impl Library {
                 create_qp: symbol(library, c"ibv_create_qp")?,
                 modify_qp: symbol(library, c"ibv_modify_qp")?,
                 destroy_qp: symbol(library, c"ibv_destroy_qp")?,
+                is_fork_initialized: symbol(library, c"ibv_is_fork_initialized").ok(),
+                fork_init: symbol(library, c"ibv_fork_init").ok(),
             })
+        }
+    }
+
+    /// Keeps rings and doorbells of queues from children of this process, where the kernel does not: a child that shares their
+    /// pages would move the parent's, and the card would look at the old ones. To be called before anything is opened.
+    fn survive_forks(&self) {
+        // SAFETY: calls without arguments, which change only what the library does from now on.
+        let status = self.is_fork_initialized.map(|asked| unsafe { asked() });
+        if status == Some(abi::FORK_UNNEEDED) {
+            return;
+        }
+        if let Some(init) = self.fork_init
+            // SAFETY: as above.
+            && let Err(cause) = checked(unsafe { init() })
+        {
+            tracing::warn!(%cause, "a process that uses RDMA must not start others with this kernel");
         }
     }
 
     /// Opens the device of this name.
     fn open(&self, name: &str) -> io::Result<NonNull<abi::Context>> {
+        self.survive_forks();
         // SAFETY: the list is freed below, after its last use; an opened device does not need it.
         unsafe {
             let mut count: c_int = 0;
@@ -135,6 +157,8 @@ fn load_error() -> String {
 fn checked(code: c_int) -> io::Result<()> {
     match code {
         0 => Ok(()),
+        // Older drivers leave the number where other calls of the system do.
+        -1 => Err(io::Error::last_os_error()),
         // Some drivers give the number with a minus before it.
         code => Err(io::Error::from_raw_os_error(code.saturating_abs())),
     }
@@ -217,7 +241,8 @@ impl VerbsRail {
         let cq = NonNull::new(cq).ok_or_else(io::Error::last_os_error);
         let cq = Arc::new(CompletionQueue { device, cq: cq.map_err(failed("given a completion queue"))? });
         let mtu = u8::try_from(attributes.active_mtu).unwrap_or(1).clamp(1, 5);
-        let port = Port { device: candidate.device.clone(), gid: candidate.gid, lid: attributes.lid, mtu };
+        let (device_name, reads) = (candidate.device.clone(), tuning.reads_at_once);
+        let port = Port { device: device_name, gid: candidate.gid, lid: attributes.lid, mtu, reads };
         let link =
             Link { number: candidate.port, gid_index: candidate.gid_index, mtu, tuning: tuning.clone() };
         Ok(VerbsRail { cq, port, link })
@@ -420,6 +445,7 @@ impl Queue for VerbsQueue {
 
     fn connect(&self, role: Role, packet: u32, peer: &End) -> io::Result<()> {
         let Link { number, gid_index, mtu, tuning } = &self.link;
+        let reads = tuning.reads_at_once.min(peer.reads);
         let (high, low) = peer.gid.0.split_at(8);
         let word = |bytes: &[u8]| u64::from_ne_bytes(bytes.try_into().expect("eight of sixteen bytes"));
         let mut answer = abi::QpAttr {
@@ -427,7 +453,7 @@ impl Queue for VerbsQueue {
             path_mtu: u32::from(peer.mtu.clamp(1, 5).min(*mtu)),
             dest_qp_num: peer.queue,
             rq_psn: peer.packet,
-            max_dest_rd_atomic: tuning.reads_at_once,
+            max_dest_rd_atomic: reads,
             min_rnr_timer: 12,
             ah_attr: abi::AhAttr {
                 dgid: [word(high), word(low)],
@@ -458,7 +484,7 @@ impl Queue for VerbsQueue {
             timeout: tuning.ack_timeout,
             retry_cnt: tuning.retries,
             rnr_retry: 7,
-            max_rd_atomic: tuning.reads_at_once,
+            max_rd_atomic: reads,
             ..abi::QpAttr::default()
         };
         let mask = abi::QP_STATE

@@ -2,6 +2,8 @@
 //!
 //! Not here: when it is said (`link.rs`, `offer.rs`, `lending.rs`, `taking.rs`).
 
+use std::net::{Ipv4Addr, Ipv6Addr};
+
 use bytes::{Buf, BufMut};
 use kv_core::id::LoanId;
 use kv_core::lend::{Descriptor, Place as LentIn};
@@ -26,6 +28,8 @@ pub(super) const REVOKED: u64 = u64::MAX;
 pub(super) mod outcome {
     pub(in super::super) const ATTACHED: u32 = 1;
     pub(in super::super) const BUSY: u32 = 2;
+    pub(in super::super) const OFFERED: u32 = 4;
+    pub(in super::super) const REFUSED: u32 = crate::tcp::RDMA_REFUSED;
 }
 
 /// Something that no peer of this protocol says.
@@ -53,19 +57,34 @@ pub(super) struct Window {
 /// This end's queue pair, as the peer must know it.
 pub(super) fn end_to_pb(port: &Port, queue: u32, packet: u32) -> data::QueueEnd {
     let gid = port.gid.0.to_vec();
-    data::QueueEnd { gid, lid: port.lid.into(), mtu: port.mtu.into(), queue, packet }
+    let (lid, mtu, reads) = (port.lid.into(), port.mtu.into(), port.reads.into());
+    data::QueueEnd { gid, lid, mtu, queue, packet, reads }
+}
+
+/// Whether one port can have it. Others would be answered that never asked.
+fn is_of_a_port(gid: Ipv6Addr) -> bool {
+    let is_no_ipv4 = |address: Ipv4Addr| {
+        address.is_unspecified() || address.is_multicast() || address.is_broadcast() || address.is_loopback()
+    };
+    let is_none = gid.is_unspecified() || gid.is_multicast() || gid.is_loopback();
+    !is_none && !gid.to_ipv4_mapped().is_some_and(is_no_ipv4)
 }
 
 pub(super) fn end_from_pb(end: &data::QueueEnd) -> Result<End, Nonsense> {
     let gid = <[u8; 16]>::try_from(&end.gid[..]);
     let gid = gid.map_err(|_| Nonsense::new("the length of a gid", end.gid.len() as u64))?;
+    if !is_of_a_port(Ipv6Addr::from(gid)) {
+        return Err(Nonsense::new("the first byte of a gid", gid[0]));
+    }
     let lid = u16::try_from(end.lid).map_err(|_| Nonsense::new("a lid", end.lid))?;
     let mtu = u8::try_from(end.mtu).ok().filter(|mtu| (1..=5).contains(mtu));
     let limited = |field, number: u32| match number {
         0..=PACKET_MAX => Ok(number),
         _ => Err(Nonsense::new(field, number)),
     };
+    let reads = u8::try_from(end.reads).ok().filter(|reads| *reads > 0);
     Ok(End {
+        reads: reads.ok_or(Nonsense::new("the number of reads at once", end.reads))?,
         gid: Gid(gid),
         lid,
         mtu: mtu.ok_or(Nonsense::new("an mtu", end.mtu))?,
@@ -156,21 +175,31 @@ mod tests {
 
     #[test]
     fn ends_that_cannot_be_are_refused() {
-        let port = Port { device: "rxe0".to_owned(), gid: Gid([9; 16]), lid: 3, mtu: 5 };
+        let port = Port { device: "rxe0".to_owned(), gid: Gid([9; 16]), lid: 3, mtu: 5, reads: 16 };
         let good = end_to_pb(&port, 17, PACKET_MAX);
-        let end = End { gid: Gid([9; 16]), lid: 3, mtu: 5, queue: 17, packet: PACKET_MAX };
+        let end = End { gid: Gid([9; 16]), lid: 3, mtu: 5, queue: 17, packet: PACKET_MAX, reads: 16 };
         assert_eq!(end_from_pb(&good).unwrap(), end);
+        let ipv4 = |bytes: [u8; 4]| Ipv4Addr::from(bytes).to_ipv6_mapped().octets().to_vec();
+        let routed = data::QueueEnd { gid: ipv4([10, 0, 0, 1]), ..good };
         let bad = [
             data::QueueEnd { gid: vec![9; 15], ..good.clone() },
             data::QueueEnd { mtu: 6, ..good.clone() },
             data::QueueEnd { mtu: 0, ..good.clone() },
             data::QueueEnd { lid: 65_536, ..good.clone() },
             data::QueueEnd { queue: 1 << 24, ..good.clone() },
-            data::QueueEnd { packet: 1 << 24, ..good },
+            data::QueueEnd { packet: 1 << 24, ..good.clone() },
+            data::QueueEnd { reads: 0, ..good.clone() },
+            data::QueueEnd { reads: 256, ..good.clone() },
+            data::QueueEnd { gid: vec![0; 16], ..good.clone() },
+            data::QueueEnd { gid: vec![0xFF; 16], ..good.clone() },
+            data::QueueEnd { gid: ipv4([224, 0, 0, 1]), ..good.clone() },
+            data::QueueEnd { gid: ipv4([255; 4]), ..good.clone() },
+            data::QueueEnd { gid: ipv4([0; 4]), ..good },
         ];
         for end in bad {
             assert!(end_from_pb(&end).is_err(), "{end:?}");
         }
+        assert!(end_from_pb(&routed).is_ok());
         let window = data::Window { address: u64::MAX, bytes: 2, key: 0 };
         assert!(window_from_pb(&window).is_err(), "it ends behind all memory");
     }

@@ -23,6 +23,7 @@ const FRAMES_AHEAD: usize = 4;
 struct State {
     blocks: BTreeMap<BlockHash, Frame>,
     released: Vec<LeaseId>,
+    deadlines: Vec<Duration>,
     busy: Option<Duration>,
     end: Option<MissReason>,
     refuse: Option<SaveRefusal>,
@@ -58,6 +59,7 @@ impl MemoryService {
         let state = State {
             blocks: BTreeMap::new(),
             released: Vec::new(),
+            deadlines: Vec::new(),
             busy: None,
             end: None,
             refuse: None,
@@ -100,6 +102,12 @@ impl MemoryService {
     #[must_use]
     pub fn holds(&self, hash: BlockHash) -> bool {
         self.state().blocks.contains_key(&hash)
+    }
+
+    /// Deadlines of all fetches so far.
+    #[must_use]
+    pub fn deadlines(&self) -> Vec<Duration> {
+        self.state().deadlines.clone()
     }
 
     /// Leases released so far, in order.
@@ -168,6 +176,7 @@ impl MemoryService {
 
 impl BlockService for MemoryService {
     fn fetch(&self, request: FetchRequest) -> BoxFuture<'_, FetchReply> {
+        self.state().deadlines.push(request.deadline);
         let (answer, found, epoch) = self.answer(&request);
         let lendable = vec![self.0.arena.is_some(); found.len()];
         let (sender, frames) = mpsc::channel(FRAMES_AHEAD);

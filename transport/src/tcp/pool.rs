@@ -130,7 +130,7 @@ impl Pool {
     }
 
     fn occupy(self: &Arc<Pool>, stream: TlsStream, permit: OwnedSemaphorePermit) -> Occupied {
-        Occupied { held: Some((stream, permit)), lost: self.lost.clone() }
+        Occupied { held: Some((stream, Some(permit))), lost: self.lost.clone() }
     }
 
     /// The connection that was used last, if one can be used again.
@@ -188,8 +188,8 @@ impl Drop for Pool {
 
 /// A connection that one operation has to itself.
 pub(crate) struct Occupied {
-    /// Present until the operation is over.
-    held: Option<(TlsStream, OwnedSemaphorePermit)>,
+    /// Present until the operation is over. What was upgraded takes no place any more.
+    held: Option<(TlsStream, Option<OwnedSemaphorePermit>)>,
     lost: Lost,
 }
 
@@ -213,7 +213,15 @@ impl Occupied {
         let (stream, permit) = self.held.take()?;
         let is_silent = stream.plain_bytes() == before;
         stream.abort();
-        is_silent.then_some(permit)
+        permit.filter(|_| is_silent)
+    }
+
+    /// The connection belongs to another protocol, which bounds how many there are: its place is another's.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn upgraded(&mut self) {
+        if let Some((_, permit)) = &mut self.held {
+            drop(permit.take());
+        }
     }
 
     /// Gives back memory that holds nothing; whether the next operation may use the connection.

@@ -6,8 +6,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-#[cfg(feature = "rdma")]
-use kvfleet_proto::data::data_request::Op;
+use kvfleet_proto::data::{self, data_request::Op};
 use kvfleet_proto::tls::Identity;
 use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpStream};
@@ -26,6 +25,9 @@ use crate::serve::{Admitted, Limits, Operations, ServeError, TIMES, Times, admit
 /// Wait after the system gave no connection: it is out of descriptors or memory, and asking at once gives nothing
 /// either.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// Number of `Attached.outcome`: there is no RDMA, and the connection goes on without.
+pub(crate) const RDMA_REFUSED: u32 = 3;
 
 /// Why a server cannot listen.
 #[derive(Debug, thiserror::Error)]
@@ -126,12 +128,13 @@ impl TcpServer {
         TcpServer::bind_as(room.clone(), address, identity, config, &Terms::of(TIMES), service)
     }
 
-    /// Like [`TcpServer::bind_with`], and offers RDMA to clients that ask for it.
+    /// Like [`TcpServer::bind_in`], and offers RDMA to clients that ask for it.
     ///
     /// # Errors
     /// When the address cannot be bound.
     #[cfg(feature = "rdma")]
     pub fn bind_offering(
+        room: &Room,
         address: SocketAddr,
         identity: &Identity,
         config: &TcpConfig,
@@ -139,7 +142,7 @@ impl TcpServer {
         service: Arc<dyn BlockService>,
     ) -> Result<TcpServer, BindError> {
         let terms = Terms { times: TIMES, offer: Some(offer) };
-        TcpServer::bind_as(own_room(config), address, identity, config, &terms, service)
+        TcpServer::bind_as(room.clone(), address, identity, config, &terms, service)
     }
 
     #[cfg(test)]
@@ -185,7 +188,8 @@ impl TcpServer {
         self.local
     }
 
-    /// What it carried so far.
+    /// What it carried so far. Blocks that went by RDMA are counted by what was offered
+    /// (`RdmaOffer::carried`).
     #[must_use]
     pub fn carried(&self) -> Carried {
         self.carried.clone()
@@ -260,6 +264,12 @@ async fn serve_operations(mut stream: TlsStream, mut served: Served, shared: &Sh
     }
 }
 
+/// What a client is told that asks for RDMA where there is none.
+fn no_rdma() -> data::Attached {
+    let why = "its rdma.enabled is not set, or its log says why it has none".to_owned();
+    data::Attached { outcome: RDMA_REFUSED, why, ..data::Attached::default() }
+}
+
 async fn serve_operation(
     stream: &mut TlsStream,
     served: &mut Served,
@@ -273,10 +283,14 @@ async fn serve_operation(
             return attached.serve(request, (service, operations), stream).await;
         }
         if let (Some(Op::Attach(attach)), Some(offer)) = (&request.op, &shared.offer) {
-            let (attached, answer) = offer.attach(attach.clone(), served.by.maps).await?;
+            let caller = (&served.by.leaf, served.by.maps);
+            let (attached, answer) = offer.attach(attach.clone(), caller).await?;
             served.attached = attached;
             return operations.answer(stream, &answer).await;
         }
+    }
+    if let Some(Op::Attach(_)) = request.op {
+        return operations.answer(stream, &no_rdma()).await;
     }
     operations.serve_request(request, service, stream).await
 }

@@ -17,7 +17,7 @@ fn row(loan: u64, at: u64, len: u32) -> Descriptor {
 }
 
 /// Sends a message and what waits before it.
-async fn say(stream: &mut impl Stream, message: &impl prost::Message) {
+pub(super) async fn say(stream: &mut impl Stream, message: &impl prost::Message) {
     stream.write(encode(message).unwrap()).await.unwrap();
     stream.flush().await.unwrap();
 }
@@ -39,7 +39,7 @@ async fn lent_by_a_liar(lies: Vec<data::Lent>) -> (FetchAnswer, Vec<rail::Transf
         let mut stream = accept_one(&listener, &identity).await;
         let asked: data::DataRequest = read_message(&mut stream).await.unwrap();
         let Some(Op::Attach(attach)) = asked.op else { panic!("{asked:?}") };
-        let (attached, answer) = offer.attach(attach, false).await.unwrap();
+        let (attached, answer) = offer.attach(attach, (&Arc::from([0]), false)).await.unwrap();
         let attached = attached.unwrap();
         attached.answered(suite::EPOCH);
         say(&mut stream, &answer).await;
@@ -56,10 +56,11 @@ async fn lent_by_a_liar(lies: Vec<data::Lent>) -> (FetchAnswer, Vec<rail::Transf
     });
     let dialer = RdmaDialer::new(&client, &authority.member(), TcpConfig::default()).unwrap();
     let path = dialer.dial(address).await.unwrap();
+    let tried = fabric.transfers().len();
     let request = FetchRequest { deadline: Duration::from_secs(20), ..fetch_request(&hashes(2)) };
     let answer = path.fetch(request, &mut |frame| panic!("a frame of a liar: {frame:?}")).await.unwrap();
     serving.abort();
-    (answer, fabric.transfers())
+    (answer, fabric.transfers().split_off(tried))
 }
 
 fn lent(rows: &[Descriptor]) -> data::Lent {
@@ -269,10 +270,11 @@ async fn attaching_with_what_cannot_be_is_refused() {
         with_end(data::QueueEnd { queue: u32::MAX, ..end.clone() }),
         with_end(data::QueueEnd { mtu: 99, ..end }),
     ];
+    let caller = Arc::from([0]);
     for attach in bad {
-        assert!(world.offer.attach(attach.clone(), true).await.is_err(), "{attach:?}");
+        assert!(world.offer.attach(attach.clone(), (&caller, true)).await.is_err(), "{attach:?}");
     }
     world.until("no queue pair is left of it", |world| world.fabric.queues().is_empty()).await;
-    assert!(world.offer.attach(good, true).await.is_ok());
+    assert!(world.offer.attach(good, (&caller, true)).await.is_ok());
     let _: &dyn Path = world.path().await.as_ref();
 }

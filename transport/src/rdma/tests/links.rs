@@ -1,6 +1,13 @@
 //! Links: how many there are, and when one gives way to a new one.
 
+use kvfleet_proto::data::{self, data_request::Op};
+use tokio::net::TcpListener;
+
+use super::hostile::say;
 use super::*;
+use crate::stream::read_message;
+use crate::tcp::tests::accept_one;
+use crate::{SaveOffer, SaveRefusal, wire};
 
 #[tokio::test]
 async fn a_failed_transfer_replaces_the_queue_pairs() {
@@ -46,17 +53,20 @@ async fn above_the_limit_operations_go_without() {
     let other = world.dialer().dial(world.address()).await.err().unwrap();
     says("a node whose RDMA links are all taken", &other, &[&world.address()]);
     service.set_gate(0);
+    let before = world.client.numbers().read_bytes;
     let both = async {
         let request = || suite::fetch(path.as_ref(), fetch_request(&hashes(3)));
         let (first, second) = tokio::join!(request(), request());
         (first.unwrap().tiers().len(), second.unwrap().tiers().len())
     };
     let open = async {
-        world.until("both under way", |_| true).await;
+        // The second is told at once that there is no link, and asks over the connection below.
+        world.until("both under way", |_| service.deadlines().len() == 2).await;
         service.set_gate(100);
     };
     assert_eq!(tokio::join!(both, open).0, (3, 3));
-    assert!(world.client.numbers().read_bytes < 2 * 3 * 1000, "one of them went over the connection");
+    let read = world.client.numbers().read_bytes - before;
+    assert!((3 * 1000..2 * 3 * 1000).contains(&read), "one of them went over the connection: {read}");
 }
 
 #[tokio::test]
@@ -65,6 +75,14 @@ async fn a_node_that_offers_none_is_not_taken_for_one() {
     let plain = TcpServer::bind(ANY, &world.identity, Arc::new(MemoryService::default())).unwrap();
     let error = world.dialer().dial(plain.local_addr().to_string()).await.err().unwrap();
     assert!(matches!(error, PathError::Unreachable { .. }), "{error}");
+    let tcp = TcpDialer::new(&world.authority.member(), TcpConfig::default());
+    for (at, is_refused) in [(plain.local_addr().to_string(), true), (world.address(), false)] {
+        let tcp = tcp.open(&at).await.unwrap();
+        let why = Link::refusal(&tcp).await.unwrap();
+        assert_eq!(why.is_some(), is_refused, "asking costs nothing: {why:?}");
+        crate::Path::ping(&tcp).await.unwrap();
+    }
+    assert!(world.fabric.queues().is_empty());
     says("a node without RDMA", &error, &[&plain.local_addr().to_string()]);
 }
 
@@ -112,7 +130,7 @@ async fn a_link_that_the_node_closed_meanwhile_is_made_anew() {
     let authority = Authority::new();
     // The node closes what is idle for three times as long; signs of life come more often, so that only the link is.
     let idle = TcpConfig { idle_timeout: Duration::from_millis(400), ..TcpConfig::default() };
-    let server = TcpServer::bind_offering(ANY, &authority.member(), &idle, offer, Arc::new(service)).unwrap();
+    let server = bind(&authority.member(), &idle, offer, Arc::new(service));
     let dialer = RdmaDialer::new(&client, &authority.member(), TcpConfig::default()).unwrap();
     let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
     let first = fabric.queues();
@@ -162,4 +180,148 @@ async fn transfers_at_once_are_bounded() {
     };
     let (hit, ()) = tokio::join!(fetch, watch);
     assert_eq!(hit.unwrap(), FetchAnswer::Hit { tiers: in_dram(20) });
+}
+
+#[tokio::test]
+async fn requests_with_leases_of_their_own_are_not_taken_for_load() {
+    let world = world(&holding(1, 100), true, &small());
+    let path = world.path().await;
+    for lease in 0..300 {
+        let asker = crate::Asker { lease: kv_core::id::LeaseId(lease), ..fetch_request(&hashes(1)).asker };
+        let request = FetchRequest { asker, ..fetch_request(&hashes(1)) };
+        let hit = suite::fetch(path.as_ref(), request).await.unwrap();
+        assert_eq!(hit, FetchAnswer::Hit { tiers: in_dram(1) }, "lease {lease}");
+    }
+}
+
+#[tokio::test]
+async fn a_path_over_which_no_packets_pass_is_not_opened() {
+    let world = world(&holding(1, 100), true, &small());
+    world.fabric.fail_next(12);
+    let error = world.dialer().dial(world.address()).await.err().unwrap();
+    assert!(matches!(error, PathError::Unreachable { .. }), "{error}");
+    says("a node to which RDMA packets do not pass", &error, &[&world.address()]);
+    world.until("ended at both ends", |world| world.fabric.queues().is_empty()).await;
+    world.dialer().dial(world.address()).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_link_that_cannot_be_made_leaves_the_operation_to_the_connection_below() {
+    for refuse in [Fabric::refuse_register, Fabric::refuse_queue] {
+        let service = holding(3, 1000);
+        let world = world(&service, true, &small());
+        let path = world.path().await;
+        refuse(&world.fabric, libc::ENOMEM);
+        service.set_gate(0);
+        let both = async {
+            let request = || suite::fetch(path.as_ref(), fetch_request(&hashes(3)));
+            let (first, second) = tokio::join!(request(), request());
+            (first.unwrap().tiers().len(), second.unwrap().tiers().len())
+        };
+        let open = async {
+            world.until("both under way", |_| service.deadlines().len() == 2).await;
+            service.set_gate(100);
+        };
+        assert_eq!(tokio::join!(both, open).0, (3, 3));
+    }
+}
+
+#[tokio::test]
+async fn waiting_for_a_link_takes_from_the_time_of_a_fetch() {
+    let config = RdmaConfig { links_per_peer: 1, ..small() };
+    let service = holding(3, 1000);
+    let world = world(&service, true, &config);
+    let path = world.path().await;
+    service.set_gate(0);
+    let first = suite::fetch(path.as_ref(), fetch_request(&hashes(3)));
+    let second = async {
+        world.until("the first has the link", |_| service.deadlines().len() == 1).await;
+        let deadline = Duration::from_millis(500);
+        let waits = suite::fetch(path.as_ref(), FetchRequest { deadline, ..fetch_request(&hashes(3)) });
+        let open = async {
+            tokio::time::timeout(deadline / 2, std::future::pending::<()>()).await.unwrap_err();
+            service.set_gate(3);
+        };
+        tokio::join!(waits, open).0
+    };
+    let (first, second) = tokio::join!(first, second);
+    assert_eq!(first.unwrap().tiers().len(), 3);
+    assert_eq!(second.unwrap(), FetchAnswer::Miss { reason: MissReason::TooLate });
+    let asked = service.deadlines();
+    assert!(asked[1] <= Duration::from_millis(250), "the node is told how long is left: {asked:?}");
+}
+
+#[tokio::test]
+async fn links_take_no_places_of_connections() {
+    let world = world(&holding(1, 100), true, &small());
+    let config = TcpConfig { connections_per_peer: 1, ..TcpConfig::default() };
+    let dialer = RdmaDialer::new(&world.client, &world.authority.member(), config).unwrap();
+    let path = dialer.dial(world.address()).await.unwrap();
+    suite::fetch(path.as_ref(), fetch_request(&hashes(1))).await.unwrap();
+    tokio::time::timeout(PATIENCE, path.ping()).await.expect("a place is free").unwrap();
+    path.release(kv_core::id::LeaseId(1)).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_client_ends_links_that_it_does_not_use() {
+    let world = world(&holding(1, 100), true, &small());
+    let config = TcpConfig { idle_timeout: Duration::from_millis(200), ..TcpConfig::default() };
+    let dialer = RdmaDialer::new(&world.client, &world.authority.member(), config).unwrap();
+    let path = dialer.dial(world.address()).await.unwrap();
+    // The node would only after a minute.
+    world.until("ended", |world| world.fabric.queues().is_empty()).await;
+    let hit = suite::fetch(path.as_ref(), fetch_request(&hashes(1))).await.unwrap();
+    assert_eq!(hit, FetchAnswer::Hit { tiers: in_dram(1) });
+}
+
+#[tokio::test]
+async fn a_save_over_a_link_that_the_node_closed_goes_over_another() {
+    let fabric = Fabric::default();
+    let [node, client] = [1, 2].map(|number| Rdma::over(fabric.rail(number), &small()).unwrap());
+    let offer = RdmaOffer::new(&node, None).unwrap();
+    let authority = Authority::new();
+    let (identity, listener) = (authority.member(), TcpListener::bind(ANY).await.unwrap());
+    let address = listener.local_addr().unwrap().to_string();
+    let serving = tokio::spawn(async move {
+        let mut lifeline = accept_one(&listener, &identity).await;
+        let _: data::DataRequest = read_message(&mut lifeline).await.unwrap();
+        say(&mut lifeline, &data::Pong { version: wire::PROTOCOL_VERSION }).await;
+        // It ends the first link over the second operation, of which it says nothing, and keeps the second link.
+        for answered in [1, usize::MAX] {
+            let mut stream = accept_one(&listener, &identity).await;
+            let asked: data::DataRequest = read_message(&mut stream).await.unwrap();
+            let Some(Op::Attach(attach)) = asked.op else { panic!("{asked:?}") };
+            let (_attached, answer) = offer.attach(attach, (&Arc::from([0]), false)).await.unwrap();
+            say(&mut stream, &answer).await;
+            for number in 0.. {
+                if read_message::<data::DataRequest>(&mut stream).await.is_err() || number == answered {
+                    break;
+                }
+                say(&mut stream, &wire::offer_to_pb(&SaveOffer::Refused(SaveRefusal::Full))).await;
+            }
+        }
+    });
+    let dialer = RdmaDialer::new(&client, &authority.member(), TcpConfig::default()).unwrap();
+    let path = dialer.dial(address).await.unwrap();
+    for _ in 0..3 {
+        let answer = suite::save(path.as_ref(), save_request(&[hash(9)]), 1000).await.unwrap();
+        assert_eq!(answer, crate::SaveAnswer::Refused(SaveRefusal::Full));
+    }
+    serving.abort();
+}
+
+#[tokio::test]
+async fn who_runs_out_of_time_for_a_link_is_not_followed_by_the_next() {
+    let world = world(&holding(3, 1000), true, &small());
+    let path = world.path().await;
+    world.fabric.fail_next(12);
+    suite::fetch(path.as_ref(), fetch_request(&hashes(3))).await.unwrap();
+    // The network loses everything from now on.
+    world.fabric.hold();
+    let request = FetchRequest { deadline: Duration::from_millis(300), ..fetch_request(&hashes(3)) };
+    let late = suite::fetch(path.as_ref(), request).await.unwrap();
+    assert_eq!(late, FetchAnswer::Miss { reason: MissReason::TooLate });
+    let request = FetchRequest { deadline: Duration::from_secs(4), ..fetch_request(&hashes(3)) };
+    let hit = suite::fetch(path.as_ref(), request).await.unwrap();
+    assert_eq!(hit, FetchAnswer::Hit { tiers: in_dram(3) }, "over the connection below");
 }
