@@ -56,11 +56,15 @@ static kvf_result *run(kvf_queue *queue, uint32_t kind, const void *call, kvf_st
 
 /* Ends the leases that an operation left. */
 static void release(kvf_queue *queue, const kvf_result *result) {
-    kvf_lease leases[8];
-    size_t count = 0;
-    while (count < 8 && kvf_result_lease(result, count, &leases[count]) == KVF_OK) count++;
-    kvf_release_call call = {sizeof call, 0, leases, count};
-    if (count > 0) kvf_result_free(run(queue, KVF_RELEASE, &call, KVF_OK));
+    size_t at = 0;
+    for (;;) {
+        kvf_lease leases[8];
+        size_t count = 0;
+        while (count < 8 && kvf_result_lease(result, at, &leases[count]) == KVF_OK) at++, count++;
+        if (count == 0) return;
+        kvf_release_call call = {sizeof call, 0, leases, count};
+        kvf_result_free(run(queue, KVF_RELEASE, &call, KVF_OK));
+    }
 }
 
 static uint8_t pattern(size_t slice, size_t byte) { return (uint8_t)(slice * 31 + byte * 7 + 1); }

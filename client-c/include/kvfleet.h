@@ -2,17 +2,26 @@
  *
  * Operations are submitted under a tag and polled; nothing here calls back. docs/ENGINES.md tells the same in order.
  *
- * Handles (kvf_client, kvf_queue, kvf_hasher, kvf_result) are made and freed by this library. Structs begin with
- * `size`, which you set to sizeof the struct: a release that knows more of it takes the smaller one, one that knows
- * less of it refuses it. Fields named `reserved` are 0.
+ * Handles (kvf_client, kvf_queue, kvf_hasher, kvf_result) are made and freed by this library. Structs with a field
+ * `size` begin with it, and you set it to sizeof the struct: a release that knows more of it takes the smaller one,
+ * one that knows less of it refuses it. In an array of such structs all have the size of the first, which is how far
+ * they are apart. Structs without it never change; kvf_completion's size is an argument. Fields named `reserved` are 0,
+ * or the call is refused.
  *
- * Memory. What a call points to is copied before it returns, except the slices of a fetch and of a save: these
- * stay yours, and must stay valid, in place and unshared (a fetch writes them, a save reads them) until the KVF_ENDED
- * of the operation was polled, or kvf_queue_close said KVF_OK, or kvf_queue_free returned. Slices of operations in flight
- * must not overlap, unless all of these are saves.
+ * Memory. What a call points to is copied before it returns, except the slices of a fetch and of a save. These
+ * stay valid and in place until the KVF_ENDED of the operation was polled, or kvf_queue_close said KVF_OK, or
+ * kvf_queue_free returned. Until then those of a fetch are the library's alone, but for what KVF_LAYER or KVF_ARRIVED
+ * say is there, which you may read; and those of a save are read-only for everybody, you included. Slices of a fetch
+ * overlap no others in flight; saves may share theirs. All of it is memory that this process can read and write by
+ * address, and that was written at some time (malloc alone does not): not of a device.
  *
  * Threads. Every function may be called from any thread. The same handle may be used by several threads at once; it
- * is freed once, by one thread, when no other uses it. kvf_last_error speaks of the calling thread's last call.
+ * is freed once, by one thread, when no other uses it. One thread polls a queue, or those that do put entries in order
+ * by tag: of two threads, one may hold a KVF_LAYER while the other is done with the KVF_ENDED behind it.
+ *
+ * Processes. A client and its queues belong to the process that opened them. In one that was forked from it every call
+ * on them is KVF_FAILED, and freeing them does nothing: open a client there. Never dlclose this library: its threads
+ * may outlive the last handle by a moment.
  *
  * Errors. Functions give a kvf_status and, for what is not KVF_OK, leave a sentence in kvf_last_error. A pointer that
  * is null or misaligned, a length above its limit, a text without end are refused; that other pointers are valid is
@@ -83,8 +92,8 @@ uint32_t kvf_abi_version(void);
 /* Lower-case name of a status; never null. */
 const char *kvf_status_name(kvf_status status);
 
-/* Copies the message of the calling thread's last call that was not KVF_OK, ends it with a 0, and gives its whole length
- * without that; nothing is copied to a null `text`. */
+/* Copies the message of the calling thread's last call whose kvf_status was not KVF_OK, ends it with a 0, and gives
+ * its whole length without that; nothing is copied to a null `text`. */
 size_t kvf_last_error(char *text, size_t text_bytes);
 
 /* Connects when first used. */
@@ -192,9 +201,9 @@ typedef struct kvf_fetch_call {
     const uint32_t *slice_bytes; /* length of each layer's slice */
     void *const *slices;         /* of the sources' blocks: layers of the first block, then of the second, ... */
     size_t slices_count;         /* blocks of all sources times layers */
-    uint32_t layers;
+    uint32_t layers;             /* slices of a block: twice the model's where K and V lie apart */
     uint32_t resident_blocks;    /* leading blocks that you have already */
-    uint64_t deadline_us;        /* from its turn; after it computing is cheaper */
+    uint64_t deadline_us;        /* from its turn, an hour at most; after it computing is cheaper */
     uint64_t read_buffer_bytes;  /* loaded before its turn */
     uint64_t in_flight_bytes_max; /* asked for at once; 0 for no limit */
 } kvf_fetch_call;
@@ -236,13 +245,13 @@ typedef struct kvf_operation {
 typedef struct kvf_queue_limits {
     uint32_t size;
     uint32_t reserved;
-    uint64_t operations_max;     /* in flight: submitted, and the end not polled */
-    uint64_t blocks_max;         /* that these name */
+    uint64_t operations_max;     /* in flight: submitted, and the end not polled; 0 for 1024 */
+    uint64_t blocks_max;         /* that these name; 0 for 1048576 */
 } kvf_queue_limits;
 
 enum {
     KVF_ARRIVED = 1,             /* block: all its slices are there */
-    KVF_RECOMPUTE = 2,           /* block: from this one on not all come; compute these */
+    KVF_RECOMPUTE = 2,           /* block: from this one on not all come; compute these, elsewhere until KVF_ENDED */
     KVF_LAYER = 3,               /* layer: is there for all blocks of the sources before `block` */
     KVF_ENDED = 4                /* nothing more comes, and no slice is used any more: see status and result */
 };
@@ -263,11 +272,12 @@ kvf_status kvf_queue_open(kvf_client *client, const kvf_queue_limits *limits, kv
 kvf_status kvf_queue_submit(kvf_queue *queue, const kvf_operation *operations, size_t operations_count);
 
 /* Writes what became of operations and says how many entries that are. Never waits. `entry_bytes` is
- * sizeof(kvf_completion). Of several threads that poll, each gets other entries. */
+ * sizeof(kvf_completion). Of several threads that poll, each gets other entries (see Threads). */
 kvf_status kvf_queue_poll(kvf_queue *queue, kvf_completion *entries, size_t entries_count, size_t entry_bytes,
                           size_t *count);
 
-/* The same, but waits for the first at most so long; not where nothing is in flight. None in that time is KVF_OK. */
+/* The same, but waits for the first at most so long and at most an hour, also while nothing is in flight. None in that
+ * time is KVF_OK, and KVF_CLOSED once the queue is closed and all that it ever tells was polled. */
 kvf_status kvf_queue_wait(kvf_queue *queue, kvf_completion *entries, size_t entries_count, size_t entry_bytes,
                           uint64_t timeout_us, size_t *count);
 
@@ -277,8 +287,8 @@ kvf_status kvf_queue_begin(kvf_queue *queue, uint64_t tag);
 /* Asks an operation to end. It still ends by KVF_ENDED, and its slices are in use until then. */
 kvf_status kvf_queue_cancel(kvf_queue *queue, uint64_t tag);
 
-/* Takes nothing more, cancels all, and waits until no slice is in use: KVF_OK, or KVF_TIMED_OUT and call again. What ended
- * can still be polled. */
+/* Takes nothing more, cancels all, and waits until no slice is in use, at most so long and at most an hour: KVF_OK, or
+ * KVF_TIMED_OUT and call again. What ended can still be polled. */
 kvf_status kvf_queue_close(kvf_queue *queue, uint64_t timeout_us);
 
 /* Closes, waits until no slice is in use, however long that takes, and frees. Results that were polled stay yours. */
@@ -338,7 +348,8 @@ kvf_status kvf_result_fetched(const kvf_result *result, kvf_fetched *fetched);
 kvf_status kvf_result_miss(const kvf_result *result, size_t position, kvf_miss *miss);
 kvf_status kvf_result_saved(const kvf_result *result, kvf_saved *saved);
 
-/* Leases that nodes may hold now: release them when the request ends. */
+/* Leases that nodes may hold now: release them when the request ends. After KVF_CANCELLED that is worth a try: the
+ * release may reach the node before the fetch does, and then the lease ends by itself after its time. */
 kvf_status kvf_result_lease(const kvf_result *result, size_t position, kvf_lease *lease);
 
 /* When trying again makes sense, of KVF_REJECTED and KVF_NODE_BUSY; else 0. */

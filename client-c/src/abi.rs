@@ -31,13 +31,13 @@ macro_rules! structs {
         #[repr(C)]
         pub struct $name { $(pub $field: $type,)* })*
 
-        /// Name of each struct in C, its size, and its fields with their places, all in bytes.
+        /// Name of each struct in C, its size, and its fields with their places and sizes, all in bytes.
         #[must_use]
-        pub fn layouts() -> Vec<(&'static str, usize, Vec<(&'static str, usize)>)> {
+        pub fn layouts() -> Vec<(&'static str, usize, Vec<(&'static str, usize, usize)>)> {
             vec![$((
                 $c_name,
                 size_of::<$name>(),
-                vec![$((stringify!($field), std::mem::offset_of!($name, $field))),*],
+                vec![$((stringify!($field), std::mem::offset_of!($name, $field), size_of::<$type>())),*],
             )),*]
         }
     };

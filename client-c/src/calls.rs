@@ -12,7 +12,7 @@ use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, LeaseId, RequestId
 use kv_core::prefix::{IdentityManifest, KeyForm as ManifestForm};
 use kvfleet_client::{
     Asker, ClientConfig, FetchCall, HeldLease, LayersCall, LayersOperation, Operation, QueueLimits,
-    RouteCall, SaveCall, Submission, Transport,
+    RouteCall, SaveCall, Submission, SubmitError, Transport,
 };
 use kvfleet_proto::frame::{KeyForm, PAYLOAD_BYTES_MAX, SLICES_MAX, encoded_len};
 use kvfleet_proto::pb;
@@ -20,7 +20,7 @@ use kvfleet_transport::shm::ShmConfig;
 
 use crate::abi;
 use crate::handles::{ClientHandle, tls_files};
-use crate::raw::{several, sized, text, text_if_any};
+use crate::raw::{check_size, several, sized, text, text_if_any};
 use crate::slices::{Room, Table};
 use crate::status::Failure;
 
@@ -80,6 +80,7 @@ pub(crate) unsafe fn manifest(model: *const abi::Model) -> Result<IdentityManife
     // SAFETY: what the caller promised.
     unsafe {
         let model = sized(model, "model")?;
+        within(model.reserved, 0, 0, "model.reserved")?;
         let key_form = match key_form(model.key_form)? {
             KeyForm::Raw => ManifestForm::Raw,
             KeyForm::Rotated => ManifestForm::Rotated,
@@ -109,22 +110,44 @@ pub(crate) unsafe fn limits(limits: *const abi::QueueLimits) -> Result<QueueLimi
     }
     // SAFETY: what the caller promised.
     let limits = unsafe { sized(limits, "limits")? };
-    let count = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
-    Ok(QueueLimits { operations_max: count(limits.operations_max), blocks_max: count(limits.blocks_max) })
+    within(limits.reserved, 0, 0, "limits.reserved")?;
+    // A struct of which only the size was set asks for nothing of its own.
+    let count = |number: u64, unsaid: usize| match number {
+        0 => unsaid,
+        said => usize::try_from(said).unwrap_or(usize::MAX),
+    };
+    let unsaid = QueueLimits::default();
+    Ok(QueueLimits {
+        operations_max: count(limits.operations_max, unsaid.operations_max),
+        blocks_max: count(limits.blocks_max, unsaid.blocks_max),
+    })
 }
 
+/// Nothing more is copied once it is more than the queue ever takes.
+///
 /// # Safety
 /// As the header says of `kvf_operation`, and of its slices until it ended.
 pub(crate) unsafe fn batch(
     operations: *const abi::Operation,
     count: usize,
+    limits: QueueLimits,
 ) -> Result<Vec<Submission<Room>>, Failure> {
-    // SAFETY: what the caller promised.
-    let operations = unsafe { several(operations, count, BATCH_MAX, "operations")? };
+    // SAFETY: what the caller promised. The first one says how long all of them are, so it is looked at by itself.
+    let operations = unsafe {
+        if count > 0 {
+            check_size(operations, "operation")?;
+        }
+        several(operations, count, BATCH_MAX, "operations")?
+    };
+    let too_large = |blocks| SubmitError::TooLarge { operations: count, blocks, limits };
+    if count > limits.operations_max {
+        return Err(too_large(0).into());
+    }
+    let mut blocks = 0;
     let one = |operation: &abi::Operation| {
         // SAFETY: what the caller promised.
         let operation = unsafe { sized(operation, "operation")? };
-        Ok(Submission {
+        let submission = Submission {
             tag: operation.tag,
             // SAFETY: what the caller promised of a call of this kind.
             operation: unsafe {
@@ -136,7 +159,9 @@ pub(crate) unsafe fn batch(
                     other => return Err(range("operation.kind", other, "1 to 4")),
                 }
             },
-        })
+        };
+        blocks += submission.operation.blocks();
+        if blocks > limits.blocks_max { Err(too_large(blocks).into()) } else { Ok(submission) }
     };
     operations.iter().map(one).collect()
 }
@@ -145,6 +170,7 @@ unsafe fn route(call: *const abi::RouteCall) -> Result<Operation<Room>, Failure>
     // SAFETY: what the caller promised.
     let (call, hashes, after) = unsafe {
         let call = sized(call, "route_call")?;
+        within(call.reserved, 0, 0, "route_call.reserved")?;
         let after = several(call.after, call.after_count, BLOCKS_MAX, "after")?;
         (call, hashes(call.hashes, call.hashes_count)?, after)
     };
@@ -252,6 +278,7 @@ unsafe fn release(call: *const abi::ReleaseCall) -> Result<Operation<Room>, Fail
     // SAFETY: what the caller promised.
     let leases = unsafe {
         let call = sized(call, "release_call")?;
+        within(call.reserved, 0, 0, "release_call.reserved")?;
         several(call.leases, call.leases_count, BLOCKS_MAX, "leases")?
     };
     let lease = |lease: &abi::Lease| {
@@ -321,6 +348,7 @@ impl<T> PointsSomewhere for *const T {
 }
 
 fn category(asker: &abi::Asker) -> Result<Category, Failure> {
+    within(asker.reserved, 0, 0, "asker.reserved")?;
     let kinds = u32::try_from(RequestKind::ALL.len() - 1).unwrap_or(u32::MAX);
     let kind = u8::try_from(within(asker.kind, 0, kinds, "asker.kind")?).unwrap_or_default();
     // Turns saturate.
@@ -340,7 +368,8 @@ fn within(number: u32, least: u32, most: u32, what: &'static str) -> Result<u32,
     if (least..=most).contains(&number) {
         return Ok(number);
     }
-    Err(range(what, number, &format!("{least} to {most}")))
+    let expected = if least == most { least.to_string() } else { format!("{least} to {most}") };
+    Err(range(what, number, &expected))
 }
 
 fn range(what: &'static str, got: u32, expected: &str) -> Failure {

@@ -11,7 +11,7 @@
 use std::ffi::c_char;
 use std::time::Duration;
 
-use kvfleet_client::{Completion, CompletionQueue, Progress};
+use kvfleet_client::{Completion, CompletionQueue, Progress, SubmitError};
 
 use crate::raw::{check_size, give, one, put, put_several, put_text, several, take, writable};
 use crate::results::name_of;
@@ -59,7 +59,7 @@ pub unsafe extern "C" fn kvf_client_open(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_client_free(client: *mut ClientHandle) {
     // SAFETY: as the header asks.
-    guard_number(|| drop(unsafe { take(client) }));
+    guard_number(|| unsafe { take(client) }.into_iter().for_each(|client| client.free()));
 }
 
 #[unsafe(no_mangle)]
@@ -141,9 +141,9 @@ pub unsafe extern "C" fn kvf_queue_submit(
 ) -> Status {
     // SAFETY: as the header asks.
     guard(|| unsafe {
-        let queue = one(queue, "queue")?;
-        let batch = calls::batch(operations, operations_count)?;
-        queue.queue.submit(batch).map_err(|refused| refused.why.into())
+        let queue = one(queue, "queue")?.queue()?;
+        let batch = calls::batch(operations, operations_count, queue.limits())?;
+        queue.submit(batch).map_err(|refused| refused.why.into())
     })
 }
 
@@ -156,7 +156,7 @@ pub unsafe extern "C" fn kvf_queue_poll(
     count: *mut usize,
 ) -> Status {
     // SAFETY: as the header asks.
-    unsafe { polled(queue, (entries, entries_count, entry_bytes), count, |queue, into| queue.poll(into)) }
+    unsafe { polled(queue, (entries, entries_count, entry_bytes), count, |queue, into| Ok(queue.poll(into))) }
 }
 
 #[unsafe(no_mangle)]
@@ -171,7 +171,11 @@ pub unsafe extern "C" fn kvf_queue_wait(
     let timeout = Duration::from_micros(timeout_us);
     // SAFETY: as the header asks.
     unsafe {
-        polled(queue, (entries, entries_count, entry_bytes), count, |queue, into| queue.wait(into, timeout))
+        polled(queue, (entries, entries_count, entry_bytes), count, |queue, into| {
+            let came = queue.wait(into, timeout);
+            // Whoever waits in a loop must hear that nothing comes any more.
+            if came == 0 && queue.is_over() { Err(SubmitError::Closed.into()) } else { Ok(came) }
+        })
     }
 }
 
@@ -180,11 +184,11 @@ unsafe fn polled(
     queue: *mut QueueHandle,
     (entries, entries_count, entry_bytes): (*mut abi::Completion, usize, usize),
     count: *mut usize,
-    first: impl Fn(&CompletionQueue<Room>, &mut [Completion<Room>]) -> usize,
+    first: impl Fn(&CompletionQueue<Room>, &mut [Completion<Room>]) -> Result<usize, Failure>,
 ) -> Status {
     // SAFETY: as the header asks of both callers.
     guard(|| unsafe {
-        let queue = &one(queue, "queue")?.queue;
+        let queue = one(queue, "queue")?.queue()?;
         put(count, 0, "count")?;
         let expected = size_of::<abi::Completion>();
         if entry_bytes != expected {
@@ -199,7 +203,7 @@ unsafe fn polled(
         while written < entries_count {
             let room = (entries_count - written).min(ENTRIES_AT_ONCE);
             let came =
-                if written == 0 { first(queue, &mut into[..room]) } else { queue.poll(&mut into[..room]) };
+                if written == 0 { first(queue, &mut into[..room])? } else { queue.poll(&mut into[..room]) };
             for completion in into.iter_mut().take(came).map(std::mem::take) {
                 put(entries.add(written), entry(completion), "entries")?;
                 written += 1;
@@ -239,13 +243,13 @@ fn entry(completion: Completion<Room>) -> abi::Completion {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_queue_begin(queue: *mut QueueHandle, tag: u64) -> Status {
     // SAFETY: as the header asks.
-    guard(|| found(unsafe { one(queue, "queue")? }.queue.begin(tag)))
+    guard(|| found(unsafe { one(queue, "queue")? }.queue()?.begin(tag)))
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_queue_cancel(queue: *mut QueueHandle, tag: u64) -> Status {
     // SAFETY: as the header asks.
-    guard(|| found(unsafe { one(queue, "queue")? }.queue.cancel(tag)))
+    guard(|| found(unsafe { one(queue, "queue")? }.queue()?.cancel(tag)))
 }
 
 fn found(is_found: bool) -> Result<(), Failure> {
@@ -256,7 +260,7 @@ fn found(is_found: bool) -> Result<(), Failure> {
 pub unsafe extern "C" fn kvf_queue_close(queue: *mut QueueHandle, timeout_us: u64) -> Status {
     guard(|| {
         // SAFETY: as the header asks.
-        let ended = unsafe { one(queue, "queue")? }.queue.close(Duration::from_micros(timeout_us));
+        let ended = unsafe { one(queue, "queue")? }.queue()?.close(Duration::from_micros(timeout_us));
         if ended { Ok(()) } else { Err(Failure::TimedOut) }
     })
 }

@@ -19,11 +19,27 @@ use crate::status::Failure;
 /// Time between two looks at whether a queue that is freed has ended; nothing depends on it.
 const CLOSE_STEP: Duration = Duration::from_secs(600);
 
+/// The process that opened a handle. A forked one has the handle's memory but none of its threads, and shares its
+/// sockets: there nothing of it is used or even dropped.
+#[derive(Clone, Copy, Debug)]
+struct Home(u32);
+
+impl Home {
+    fn here() -> Home {
+        Home(std::process::id())
+    }
+
+    fn check(self) -> Result<(), Failure> {
+        if self.0 == std::process::id() { Ok(()) } else { Err(Failure::Forked) }
+    }
+}
+
 /// A client, and the threads on which it works until its last queue is gone.
 #[derive(Debug)]
 struct Opened {
     client: Client,
     runtime: Option<Runtime>,
+    home: Home,
 }
 
 impl Drop for Opened {
@@ -58,27 +74,44 @@ impl ClientHandle {
             Client::new(config(identity.clone())).map_err(|error| failed(&error))?
         };
         runtime.spawn(keep_renewed(Renewal::new(identity, files), RENEW_EVERY));
-        Ok(ClientHandle(Arc::new(Opened { client, runtime: Some(runtime) })))
+        Ok(ClientHandle(Arc::new(Opened { client, runtime: Some(runtime), home: Home::here() })))
+    }
+
+    /// Gives the client up, in a forked process by leaving it alone.
+    pub(crate) fn free(self) {
+        if self.0.home.check().is_err() {
+            std::mem::forget(self);
+        }
     }
 
     /// A queue on the client's threads.
     pub(crate) fn queue(&self, limits: QueueLimits) -> Result<QueueHandle, Failure> {
+        self.0.home.check()?;
         let runtime = self.0.runtime.as_ref().ok_or(Failure::NotFound { what: "client" })?;
         let queue = CompletionQueue::new(self.0.client.clone(), limits, runtime.handle().clone());
-        Ok(QueueHandle { queue, _threads: Arc::clone(&self.0) })
+        Ok(QueueHandle { queue, threads: Arc::clone(&self.0) })
     }
 }
 
 /// `kvf_queue`.
 #[derive(Debug)]
 pub struct QueueHandle {
-    pub(crate) queue: CompletionQueue<Room>,
-    _threads: Arc<Opened>,
+    queue: CompletionQueue<Room>,
+    threads: Arc<Opened>,
 }
 
 impl QueueHandle {
-    /// Ends when no slice is in use any more.
-    pub(crate) fn close_for_good(&self) {
+    /// The queue, for the process that opened it.
+    pub(crate) fn queue(&self) -> Result<&CompletionQueue<Room>, Failure> {
+        self.threads.home.check()?;
+        Ok(&self.queue)
+    }
+
+    /// Ends when no slice is in use any more; in a forked process at once, and nothing is given back.
+    pub(crate) fn close_for_good(self) {
+        if self.threads.home.check().is_err() {
+            return std::mem::forget(self);
+        }
         while !self.queue.close(CLOSE_STEP) {}
     }
 }
@@ -100,4 +133,26 @@ impl HasherHandle {
 /// The files of a process.
 pub(crate) fn tls_files(ca: String, cert: String, key: String) -> TlsFiles {
     TlsFiles { ca: PathBuf::from(ca), cert: PathBuf::from(cert), key: PathBuf::from(key) }
+}
+
+/// C uses them from any thread.
+const _: () = {
+    const fn is_shared<T: Send + Sync>() {}
+    is_shared::<ClientHandle>();
+    is_shared::<QueueHandle>();
+    is_shared::<HasherHandle>();
+    is_shared::<crate::ResultHandle>();
+};
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn a_handle_of_another_process_is_refused() {
+        assert!(Home::here().check().is_ok());
+        let refused = Home(std::process::id() + 1).check().unwrap_err();
+        kvfleet_errors_doc::says("C: a handle from before a fork", &refused, &[]);
+    }
 }

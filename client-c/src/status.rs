@@ -119,6 +119,9 @@ pub(crate) enum Failure {
         /// What was asked for.
         what: &'static str,
     },
+    /// A handle of the process that this one was forked from.
+    #[error("this handle was opened before a fork: open a client in the process that uses it")]
+    Forked,
     /// Operations in flight did not end in time.
     #[error("slices are still in use: wait longer")]
     TimedOut,
@@ -144,7 +147,7 @@ impl Failure {
             Failure::Submit(SubmitError::Closed) => CLOSED,
             Failure::NotFound { .. } => NOT_FOUND,
             Failure::TimedOut => TIMED_OUT,
-            Failure::Failed(_) => FAILED,
+            Failure::Failed(_) | Failure::Forked => FAILED,
             Failure::Panicked(_) => PANICKED,
         }
     }

@@ -28,6 +28,20 @@ fn printed_by(body: &str) -> String {
     String::from_utf8(Command::new(program).output().unwrap().stdout).unwrap()
 }
 
+#[test]
+fn the_header_is_cxx_too() {
+    let place = tempfile::tempdir().unwrap();
+    let source = place.path().join("it.cc");
+    std::fs::write(&source, "#include <kvfleet.h>\nint main() { return kvf_abi_version() == 0; }\n").unwrap();
+    let include = Path::new(env!("CARGO_MANIFEST_DIR")).join("include");
+    let mut compiler = Command::new("c++");
+    compiler.args(["-std=c++11", "-pedantic", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]);
+    match compiler.arg("-I").arg(include).arg(&source).output() {
+        Ok(built) => assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr)),
+        Err(error) => println!("not looked at, for want of a compiler: {error}"),
+    }
+}
+
 /// Words of the header that begin so.
 fn words(beginning: &str) -> BTreeSet<&'static str> {
     let is_word = |character: char| character.is_ascii_alphanumeric() || character == '_';
@@ -40,9 +54,10 @@ fn structs_are_as_the_header_has_them() {
     for (name, bytes, fields) in abi::layouts() {
         writeln!(body, "printf(\"{name} %zu\\n\", sizeof({name}));").unwrap();
         writeln!(expected, "{name} {bytes}").unwrap();
-        for (field, place) in fields {
-            writeln!(body, "printf(\"{name}.{field} %zu\\n\", offsetof({name}, {field}));").unwrap();
-            writeln!(expected, "{name}.{field} {place}").unwrap();
+        for (field, place, bytes) in fields {
+            let sizes = format!("offsetof({name}, {field}), sizeof((({name} *)0)->{field})");
+            writeln!(body, "printf(\"{name}.{field} %zu %zu\\n\", {sizes});").unwrap();
+            writeln!(expected, "{name}.{field} {place} {bytes}").unwrap();
         }
     }
     assert_eq!(printed_by(&body), expected);

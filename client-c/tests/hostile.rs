@@ -174,6 +174,135 @@ fn null_is_refused_everywhere_and_freed_as_nothing() {
     }
 }
 
+#[test]
+fn each_argument_that_is_null_is_refused_where_all_others_are_good() {
+    let opened = opened(null());
+    let (queue, salt) = (opened.queue, [0u8; 32]);
+    let model = model();
+    // SAFETY: what is not null is there and as long as it says; one argument of each call is null.
+    unsafe {
+        let mut entry: abi::Completion = std::mem::zeroed();
+        let (entry, bytes) = (&raw mut entry, size_of::<abi::Completion>());
+        let (mut hasher, mut other): (*mut HasherHandle, *mut QueueHandle) = (null_mut(), null_mut());
+        assert_eq!(kvf_hasher_open(&raw const model, salt.as_ptr(), &raw mut hasher), status::OK);
+        let (mut hash, mut count, tokens) = (abi::Hash::default(), 0, [1u32; 512]);
+        let (hash, count) = (&raw mut hash, &raw mut count);
+        for (status, what) in [
+            (kvf_queue_open(null_mut(), null(), &raw mut other), "client"),
+            (kvf_queue_open(opened.client, null(), null_mut()), "queue"),
+            (kvf_queue_submit(queue, null(), 1), "operation"),
+            (kvf_queue_poll(queue, null_mut(), 1, bytes, count), "entries"),
+            (kvf_queue_poll(queue, entry, 1, bytes, null_mut()), "count"),
+            (kvf_queue_wait(queue, null_mut(), 1, bytes, 0, count), "entries"),
+            (kvf_queue_wait(queue, entry, 1, bytes, 0, null_mut()), "count"),
+            (kvf_hasher_open(null(), salt.as_ptr(), &raw mut hasher), "model"),
+            (kvf_hasher_open(&raw const model, null(), &raw mut hasher), "tenant_salt"),
+            (kvf_hasher_open(&raw const model, salt.as_ptr(), null_mut()), "hasher"),
+            (kvf_hasher_identity(null(), hash), "hasher"),
+            (kvf_hasher_identity(hasher, null_mut()), "identity"),
+            (kvf_hasher_blocks(null(), tokens.as_ptr(), 512, hash, 1, count), "hasher"),
+            (kvf_hasher_blocks(hasher, null(), 512, hash, 1, count), "tokens"),
+            (kvf_hasher_blocks(hasher, tokens.as_ptr(), 512, null_mut(), 1, count), "hashes"),
+            (kvf_hasher_blocks(hasher, tokens.as_ptr(), 512, hash, 1, null_mut()), "count"),
+        ] {
+            assert_eq!(status, status::INVALID, "{what}");
+        }
+        // Sentences are of the last call only, so some are asked once more.
+        refused(kvf_queue_submit(queue, null(), 1), status::INVALID, "operation is null");
+        refused(kvf_queue_poll(queue, null_mut(), 1, bytes, count), status::INVALID, "entries is null");
+        refused(kvf_hasher_identity(hasher, null_mut()), status::INVALID, "identity is null");
+        assert!(other.is_null());
+        kvf_hasher_free(hasher);
+    }
+}
+
+unsafe extern "C" {
+    fn fork() -> i32;
+    fn waitpid(process: i32, status: *mut i32, options: i32) -> i32;
+    fn alarm(seconds: u32) -> u32;
+    fn _exit(status: i32) -> !;
+}
+
+#[test]
+fn a_forked_process_is_told_so_and_does_not_hang_when_it_frees() {
+    let mut memory = Memory::new();
+    let (slices, sources) = (memory.slices(), [source(2)]);
+    let opened = opened(null());
+    // An operation that never ends by itself: freeing would wait for it.
+    let waits = abi::FetchCall { flags: abi::FETCH_WAITS, ..memory.fetch(&slices, &sources) };
+    assert_eq!(submit(&opened, &[operation(abi::FETCH, 1, &waits)]), status::OK);
+    // SAFETY: the child calls the library, which leaves it alone, and ends without returning.
+    unsafe {
+        let child = fork();
+        if child == 0 {
+            alarm(30);
+            let (mut count, mut other) = (0, null_mut());
+            let bytes = size_of::<abi::Completion>();
+            let statuses = [
+                kvf_queue_poll(opened.queue, null_mut(), 0, bytes, &raw mut count),
+                kvf_queue_submit(opened.queue, null(), 0),
+                kvf_queue_begin(opened.queue, 1),
+                kvf_queue_cancel(opened.queue, 1),
+                kvf_queue_close(opened.queue, 1 << 40),
+                kvf_queue_open(opened.client, null(), &raw mut other),
+            ];
+            kvf_queue_free(opened.queue);
+            kvf_client_free(opened.client);
+            _exit(i32::from(statuses != [status::FAILED; 6]));
+        }
+        let mut ended = -1;
+        assert_eq!(waitpid(child, &raw mut ended, 0), child);
+        assert_eq!(ended, 0, "it was stopped, or was answered otherwise");
+        // The parent's goes on as before.
+        assert_eq!(kvf_queue_cancel(opened.queue, 1), status::OK);
+        let entry = waited(&opened)[0];
+        assert_eq!((entry.kind, entry.status), (abi::ENDED, status::CANCELLED));
+        let mut lease: abi::Lease = std::mem::zeroed();
+        assert_eq!(kvf_result_lease(entry.result, 0, &raw mut lease), status::OK);
+        refused(kvf_result_lease(entry.result, 0, null_mut()), status::INVALID, "lease is null");
+        refused(kvf_result_lease(entry.result, 1, &raw mut lease), status::NOT_FOUND, "lease of this number");
+        kvf_result_free(entry.result);
+    }
+}
+
+#[test]
+fn what_is_reserved_is_0_and_limits_that_are_0_are_those_of_the_library() {
+    let size = |bytes: usize| u32::try_from(bytes).unwrap();
+    let limits = abi::QueueLimits {
+        size: size(size_of::<abi::QueueLimits>()),
+        reserved: 0,
+        operations_max: 0,
+        blocks_max: 0,
+    };
+    let mut memory = Memory::new();
+    let (slices, sources) = (memory.slices(), [source(2)]);
+    let opened = opened(&raw const limits);
+    let fetch = memory.fetch(&slices, &sources);
+    let asker = abi::Asker { reserved: 1, ..abi::Asker::default() };
+    let later = abi::FetchCall { asker, ..fetch };
+    let refuses = |operation, words: &str| refused(submit(&opened, &[operation]), status::INVALID, words);
+    refuses(operation(abi::FETCH, 1, &later), "asker.reserved is 1, expected 0");
+    let size_of_release = size(size_of::<abi::ReleaseCall>());
+    let release = abi::ReleaseCall { size: size_of_release, reserved: 1, leases: null(), leases_count: 0 };
+    refuses(operation(abi::RELEASE, 1, &release), "release_call.reserved is 1");
+    // SAFETY: zeroes are a call of nothing.
+    let route: abi::RouteCall = unsafe { std::mem::zeroed() };
+    let route = abi::RouteCall { size: size(size_of::<abi::RouteCall>()), reserved: 1, ..route };
+    refuses(operation(abi::ROUTE, 1, &route), "route_call.reserved is 1");
+    let later = abi::QueueLimits { reserved: 1, ..limits };
+    let (mut queue, mut hasher) = (null_mut(), null_mut());
+    let model = abi::Model { reserved: 1, ..model() };
+    // SAFETY: what is pointed to lives until after the calls.
+    unsafe {
+        let status = kvf_queue_open(opened.client, &raw const later, &raw mut queue);
+        refused(status, status::INVALID, "limits.reserved is 1");
+        let status = kvf_hasher_open(&raw const model, [0u8; 32].as_ptr(), &raw mut hasher);
+        refused(status, status::INVALID, "model.reserved is 1");
+    }
+    // Limits of 0 that were taken at their word would refuse this.
+    assert_eq!(submit(&opened, &[operation(abi::FETCH, 1, &fetch)]), status::OK);
+}
+
 /// Slices of 8 and 4 bytes of two blocks, and what a call says of them.
 struct Memory {
     bytes: [u8; 24],
@@ -301,12 +430,13 @@ fn calls_that_make_no_sense_are_refused_and_nothing_of_their_batch_is_done() {
         let bytes = size_of::<abi::Completion>();
         let status = kvf_queue_poll(opened.queue, &raw mut entry, 1, bytes - 8, &raw mut count);
         refused(status, status::INVALID, "entry.size is 24");
-        assert_eq!(
-            kvf_queue_wait(opened.queue, &raw mut entry, 1, bytes, 1 << 40, &raw mut count),
-            status::OK
-        );
+        assert_eq!(kvf_queue_poll(opened.queue, &raw mut entry, 1, bytes, &raw mut count), status::OK);
         assert_eq!(count, 0, "nothing of any batch was begun");
         refused(kvf_queue_cancel(opened.queue, 1), status::NOT_FOUND, "no operation in flight");
+        // Whoever waits for more of a closed queue is told that nothing comes.
+        assert_eq!(kvf_queue_close(opened.queue, 0), status::OK);
+        let over = kvf_queue_wait(opened.queue, &raw mut entry, 1, bytes, 1 << 40, &raw mut count);
+        refused(over, status::CLOSED, "closed");
     }
 }
 
@@ -321,8 +451,11 @@ fn a_full_queue_is_busy_and_what_ends_without_a_cluster_says_why() {
     let mut memory = Memory::new();
     let slices = memory.slices();
     let sources = [source(2)];
+    // Of memory of its own: slices in flight do not overlap those of a fetch.
+    let mut computed = Memory::new();
+    let saved = computed.slices();
     let opened = opened(&raw const limits);
-    let (fetch, save) = (memory.fetch(&slices, &sources), memory.save(&slices));
+    let (fetch, save) = (memory.fetch(&slices, &sources), computed.save(&saved));
     let both = [operation(abi::FETCH, 1, &fetch), operation(abi::SAVE, 2, &save)];
     assert_eq!(submit(&opened, &both), status::OK);
     refused(submit(&opened, &[operation(abi::SAVE, 3, &save)]), status::BUSY, "do not fit");
@@ -345,6 +478,29 @@ fn a_full_queue_is_busy_and_what_ends_without_a_cluster_says_why() {
     // SAFETY: the queue is there.
     assert_eq!(unsafe { kvf_queue_close(opened.queue, 0) }, status::OK);
     refused(submit(&opened, &both), status::CLOSED, "closed");
+}
+
+#[test]
+fn of_a_batch_that_never_fits_no_more_is_copied_than_would_fit() {
+    let limits = abi::QueueLimits {
+        size: u32::try_from(size_of::<abi::QueueLimits>()).unwrap(),
+        reserved: 0,
+        operations_max: 3,
+        blocks_max: 3,
+    };
+    let mut memory = Memory::new();
+    let (slices, sources) = (memory.slices(), [source(2)]);
+    let opened = opened(&raw const limits);
+    let fetch = memory.fetch(&slices, &sources);
+    let mut unread = operation(abi::FETCH, 3, &fetch);
+    unread.call = null();
+    refused(submit(&opened, &[unread]), status::INVALID, "fetch_call is null");
+    let blocks = [operation(abi::FETCH, 1, &fetch), operation(abi::FETCH, 2, &fetch), unread];
+    refused(submit(&opened, &blocks), status::TOO_LARGE, "of 4 blocks never fit");
+    refused(submit(&opened, &[unread; 4]), status::TOO_LARGE, "4 operations");
+    let mut short = blocks;
+    short[0].size -= 8;
+    refused(submit(&opened, &short), status::INVALID, "operation.size is 16");
 }
 
 fn waited(opened: &Opened) -> Vec<abi::Completion> {
@@ -387,14 +543,15 @@ unsafe fn judge(entry: &abi::Completion) {
             assert_eq!(kvf_result_miss(result, 0, &raw mut miss), status::OK);
             assert_eq!((miss.reason, CStr::from_ptr(miss.address)), (6, c"127.0.0.1:9"));
             refused(kvf_result_miss(result, 1, &raw mut miss), status::NOT_FOUND, "miss of this number");
+            refused(kvf_result_miss(result, 0, null_mut()), status::INVALID, "miss is null");
+            refused(kvf_result_fetched(result, null_mut()), status::INVALID, "fetched is null");
         }
         kvf_result_free(result);
     }
 }
 
-#[test]
-fn hashes_are_those_of_the_library_and_never_more_than_there_is_room_for() {
-    let model = abi::Model {
+fn model() -> abi::Model {
+    abi::Model {
         size: u32::try_from(size_of::<abi::Model>()).unwrap(),
         key_form: 1,
         model: c"emulated-8b".as_ptr(),
@@ -409,7 +566,12 @@ fn hashes_are_those_of_the_library_and_never_more_than_there_is_room_for() {
         rank: 0,
         block_tokens: 512,
         reserved: 0,
-    };
+    }
+}
+
+#[test]
+fn hashes_are_those_of_the_library_and_never_more_than_there_is_room_for() {
+    let model = model();
     let manifest = kv_core::prefix::IdentityManifest::default();
     let salt = [3u8; 32];
     let tokens: Vec<u32> = (0..1300).collect();

@@ -30,8 +30,8 @@ use state::Shared;
 /// Operations in flight unless said otherwise: several for each request that a busy instance runs.
 pub const OPERATIONS_MAX: usize = 1024;
 
-/// Blocks of operations in flight unless said otherwise: prompts of half a billion tokens. A queue keeps some hundred bytes for
-/// each, and its room.
+/// Blocks of operations in flight unless said otherwise: prompts of half a billion tokens. A queue keeps for each its
+/// hash, its room and what the room holds: from C, eight bytes for each layer.
 pub const OPERATION_BLOCKS_MAX: usize = 1 << 20;
 
 /// How much a queue takes before it says [`SubmitError::Busy`]. An operation counts until its end was polled.
@@ -277,9 +277,17 @@ impl<R: BlockRoom> CompletionQueue<R> {
             .build()
             .map_err(QueueError::Threads)?;
         let runtime = own.handle().clone();
-        let client = {
+        let made = {
             let _inside = runtime.enter();
-            make()?
+            make()
+        };
+        let client = match made {
+            Ok(client) => client,
+            Err(error) => {
+                // The caller may be on a thread of another runtime, where this one may only be dropped so.
+                own.shutdown_background();
+                return Err(error.into());
+            }
         };
         let mut queue = CompletionQueue::new(client, limits, runtime);
         queue.own = Some(own);
@@ -296,8 +304,9 @@ impl<R: BlockRoom> CompletionQueue<R> {
             Err(why) => return Err(Refused { why, batch }),
         };
         for (submission, operating) in batch.into_iter().zip(operations) {
+            let operation = operation::bind(submission.operation, &operating);
             // A runtime that is gone drops it at once, which ends it as lost.
-            self.runtime.spawn(operation::run(self.client.clone(), submission.operation, operating));
+            self.runtime.spawn(operation::run(self.client.clone(), operation, operating));
         }
         Ok(())
     }
@@ -308,7 +317,11 @@ impl<R: BlockRoom> CompletionQueue<R> {
         self.shared.poll(into)
     }
 
-    /// The same, but waits until there is something; at most so long, and not where nothing is in flight.
+    /// The same, but waits until there is something; at most so long and at most an hour. Also while nothing is in
+    /// flight, since another thread may submit; not once [`CompletionQueue::is_over`].
+    ///
+    /// Of several threads that poll one queue each gets other completions, and one may be done with an end while
+    /// another still holds an earlier word of the same tag: let one poll, or put them in order by tag.
     pub fn wait(&self, into: &mut [Completion<R>], timeout: Duration) -> usize {
         self.shared.wait(into, timeout)
     }
@@ -330,8 +343,20 @@ impl<R: BlockRoom> CompletionQueue<R> {
         self.shared.in_flight()
     }
 
+    /// Whether the queue is closed and all that it ever tells was polled.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.shared.is_over()
+    }
+
+    /// How much it takes.
+    #[must_use]
+    pub fn limits(&self) -> QueueLimits {
+        self.shared.limits()
+    }
+
     /// Takes nothing more, cancels what is in flight, and waits until nothing refers to what callers gave; `false` when
-    /// that takes longer than so long, and it may be called again. Ends can still be polled after it. Not to be
+    /// that takes longer than so long or an hour, and it may be called again. Ends can still be polled after it. Not to be
     /// called on a thread of its runtime, which it would stop.
     pub fn close(&self, timeout: Duration) -> bool {
         self.shared.close();

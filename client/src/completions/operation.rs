@@ -16,8 +16,47 @@ use crate::{
     BlockRoom, Client, FetchCall, FrameSource, HeldLease, LayerEvent, LayerFetch, SaveCall, SourceEnd,
 };
 
+/// Binds all that the caller gave to the operation, before anything may drop it: whatever becomes of it from here on,
+/// rooms come back, and the end is told after them.
+pub(super) fn bind<R: BlockRoom>(operation: Operation<R>, of: &Arc<Operating<R>>) -> Operation<LentRoom<R>> {
+    match operation {
+        Operation::Route(call) => Operation::Route(call),
+        Operation::Fetch(call) => Operation::Fetch(call),
+        Operation::Release(leases) => Operation::Release(leases),
+        Operation::FetchLayers(LayersOperation { call, rooms, begins, each_block }) => {
+            let first = call.fetch.resident_blocks;
+            let lend = |(position, room)| LentRoom::new(first.saturating_add(position), room, Arc::clone(of));
+            let rooms = (0..).zip(rooms).map(lend).collect();
+            Operation::FetchLayers(LayersOperation { call, rooms, begins, each_block })
+        }
+        Operation::Save(mut call) => {
+            call.frame = lent_frames(call.frame, Arc::clone(of));
+            Operation::Save(call)
+        }
+    }
+}
+
+/// A frame source that holds its operation.
+fn lent_frames<R: Send + 'static>(source: FrameSource, of: Arc<Operating<R>>) -> FrameSource {
+    /// The source goes first: the end is told when nothing of it is left.
+    struct Lent<R> {
+        source: FrameSource,
+        _holds: Arc<Operating<R>>,
+    }
+    let lent = Lent { source, _holds: of };
+    Arc::new(move |position| {
+        // All of it, or the closure would take its parts, in an order of its own.
+        let lent = &lent;
+        (lent.source)(position)
+    })
+}
+
 /// Runs an operation. Its end is told when this and all that it lent are dropped.
-pub(super) async fn run<R: BlockRoom>(client: Client, operation: Operation<R>, of: Arc<Operating<R>>) {
+pub(super) async fn run<R: BlockRoom>(
+    client: Client,
+    operation: Operation<LentRoom<R>>,
+    of: Arc<Operating<R>>,
+) {
     let outcome = match operation {
         Operation::Route(call) => {
             unless_cancelled(&of, async { Outcome::Routed(client.route(call).await) }).await
@@ -51,27 +90,19 @@ async fn fetch<R>(client: &Client, call: FetchCall, of: &Operating<R>) -> Outcom
     .await
 }
 
-async fn save<R: BlockRoom>(client: &Client, mut call: SaveCall, of: &Arc<Operating<R>>) -> Outcome {
-    let (source, holds) = (call.frame, Arc::clone(of));
-    let lent: FrameSource = Arc::new(move |position| {
-        let _while_it_lives = &holds;
-        source(position)
-    });
-    call.frame = lent;
+async fn save<R>(client: &Client, call: SaveCall, of: &Operating<R>) -> Outcome {
     of.may_hold(if call.hashes.is_empty() { Vec::new() } else { vec![call.lease()] });
     unless_cancelled(of, async { Outcome::Saved(client.save(&call).await) }).await
 }
 
 async fn fetch_layers<R: BlockRoom>(
     client: &Client,
-    layers: LayersOperation<R>,
-    of: &Arc<Operating<R>>,
+    layers: LayersOperation<LentRoom<R>>,
+    of: &Operating<R>,
 ) -> Outcome {
-    let LayersOperation { call, rooms, begins, each_block } = layers;
+    let LayersOperation { call, mut rooms, begins, each_block } = layers;
     let first = call.fetch.resident_blocks;
     let blocks = rooms.len();
-    let lend = |(position, room)| LentRoom::new(first.saturating_add(position), room, Arc::clone(of));
-    let mut rooms: Vec<_> = (0..).zip(rooms).map(lend).collect();
     let layers = rooms.first_mut().map_or(0, layers_of);
     let leases = leases_of(&call.fetch);
     let sources = call.fetch.sources.len();
@@ -97,7 +128,7 @@ fn layers_of(room: &mut impl BlockRoom) -> u32 {
 
 /// A fetch whose rooms are being filled.
 struct Filling<'a, R> {
-    of: &'a Arc<Operating<R>>,
+    of: &'a Operating<R>,
     layers: u32,
     each_block: bool,
     arrivals: Arrivals,
@@ -134,7 +165,7 @@ impl<R: BlockRoom> Filling<'_, R> {
     fn arrived(&mut self, block: u32, room: LentRoom<R>) {
         let told = self.arrivals.arrived(block);
         if let Some(room) = self.each_block.then(|| room.take()).flatten() {
-            self.of.tell(Progress::Arrived { block, room });
+            self.of.tell([Progress::Arrived { block, room }]);
         }
         self.tell(told);
     }
@@ -152,9 +183,9 @@ impl<R: BlockRoom> Filling<'_, R> {
 
     fn tell(&self, told: Option<Told>) {
         match told {
-            Some(Told::Recompute(from_block)) => self.of.tell(Progress::Recompute { from_block }),
+            Some(Told::Recompute(from_block)) => self.of.tell([Progress::Recompute { from_block }]),
             Some(Told::Whole(end_block)) => {
-                (0..self.layers).for_each(|layer| self.of.tell(Progress::Layer { layer, end_block }));
+                self.of.tell((0..self.layers).map(|layer| Progress::Layer { layer, end_block }));
             }
             None => {}
         }
@@ -168,4 +199,49 @@ fn leases_of(call: &FetchCall) -> Vec<HeldLease> {
     leases.sort();
     leases.dedup();
     leases
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use kvfleet_proto::frame::Frame;
+
+    use super::super::state::Shared;
+    use super::super::{Completion, QueueLimits, Submission};
+    use super::*;
+
+    type Room = Vec<Box<[u8]>>;
+
+    /// Part of a frame source: counts what was told of the operation when it goes.
+    struct Witness(Arc<Shared<Room>>, Arc<AtomicUsize>);
+
+    impl Drop for Witness {
+        fn drop(&mut self) {
+            let told = self.0.poll(&mut [Completion::default()]);
+            self.1.fetch_add(10 + told, Ordering::SeqCst);
+        }
+    }
+
+    #[test]
+    fn the_end_of_a_save_is_told_behind_the_last_of_its_frame_source() {
+        let shared = Shared::<Room>::new(QueueLimits::default());
+        let batch = [Submission { tag: 1, operation: Operation::Release(Vec::new()) }];
+        let of = shared.enter(&batch).unwrap().pop().unwrap();
+        let gone = Arc::<AtomicUsize>::default();
+        let witness = Witness(Arc::clone(&shared), Arc::clone(&gone));
+        let lent = lent_frames(
+            Arc::new(move |_| -> Frame { unreachable!("{}", witness.1.load(Ordering::SeqCst)) }),
+            of,
+        );
+        let another = Arc::clone(&lent);
+        drop(lent);
+        assert_eq!(shared.poll(&mut [Completion::default()]), 0, "somebody still has it");
+        drop(another);
+        assert_eq!(gone.load(Ordering::SeqCst), 10, "it went while nothing was told");
+        let mut told = [Completion::default()];
+        assert_eq!(shared.poll(&mut told), 1);
+        assert!(matches!(told[0].progress, Progress::Ended(_)));
+    }
 }

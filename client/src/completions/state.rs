@@ -45,7 +45,7 @@ struct State<R> {
 pub(super) struct Shared<R> {
     limits: QueueLimits,
     state: Mutex<State<R>>,
-    /// Something is to be polled, or an operation ended.
+    /// Something is to be polled, an operation ended, or the queue was closed.
     changed: Condvar,
 }
 
@@ -70,7 +70,7 @@ impl<R> Shared<R> {
         self: &Arc<Self>,
         batch: &[Submission<R>],
     ) -> Result<Vec<Arc<Operating<R>>>, SubmitError> {
-        let counts: Vec<usize> = batch.iter().map(|submission| count(&submission.operation)).collect();
+        let counts: Vec<usize> = batch.iter().map(|submission| submission.operation.blocks()).collect();
         let (operations, blocks) =
             (batch.len(), counts.iter().fold(0, |sum: usize, one| sum.saturating_add(*one)));
         let limits = self.limits;
@@ -111,22 +111,33 @@ impl<R> Shared<R> {
         self.state().in_flight.len()
     }
 
+    pub(super) fn limits(&self) -> QueueLimits {
+        self.limits
+    }
+
     pub(super) fn poll(&self, into: &mut [Completion<R>]) -> usize {
         let taken = self.state().take(into.len());
         put(taken, into)
     }
 
-    /// Who waits is woken by every end that is told, so it also hears when another thread polled the last one.
+    /// Also while nothing is in flight: another thread may submit. Nothing comes any more once it is over; whoever
+    /// waits beside the thread that polled the last end was woken when that was told, and sees it.
     pub(super) fn wait(&self, into: &mut [Completion<R>], timeout: Duration) -> usize {
-        let nothing_yet = |state: &mut State<R>| state.ready.is_empty() && !state.in_flight.is_empty();
+        let nothing_yet = |state: &mut State<R>| state.ready.is_empty() && !state.is_over();
         let taken = self.wait_while(timeout, nothing_yet).take(into.len());
         put(taken, into)
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.state().is_over()
     }
 
     pub(super) fn close(&self) {
         let mut state = self.state();
         state.is_closed = true;
         state.in_flight.values().for_each(|entry| entry.signals.cancel.notify_one());
+        drop(state);
+        self.changed.notify_all();
     }
 
     /// Whether all operations ended in time.
@@ -151,16 +162,23 @@ impl<R> Shared<R> {
         state
     }
 
-    fn tell(&self, completion: Completion<R>) {
+    fn tell(&self, completions: impl Iterator<Item = Completion<R>>) {
         let mut state = self.state();
-        state.running -= usize::from(matches!(completion.progress, Progress::Ended(_)));
-        state.ready.push_back(completion);
+        for completion in completions {
+            state.running -= usize::from(matches!(completion.progress, Progress::Ended(_)));
+            state.ready.push_back(completion);
+        }
         drop(state);
         self.changed.notify_all();
     }
 }
 
 impl<R> State<R> {
+    /// Nothing is to be polled now or later.
+    fn is_over(&self) -> bool {
+        self.is_closed && self.in_flight.is_empty()
+    }
+
     fn take(&mut self, most: usize) -> Vec<Completion<R>> {
         let taken: Vec<_> = self.ready.drain(..self.ready.len().min(most)).collect();
         for completion in taken.iter().filter(|one| matches!(one.progress, Progress::Ended(_))) {
@@ -178,17 +196,20 @@ fn put<R>(taken: Vec<Completion<R>>, into: &mut [Completion<R>]) -> usize {
     count
 }
 
-/// What an operation counts as: blocks that it names, or leases that it ends.
-fn count<R>(operation: &Operation<R>) -> usize {
-    match operation {
-        Operation::Route(call) => call.hashes.len(),
-        Operation::Fetch(call) => call.hashes.len().max(call.sources.len()),
-        Operation::FetchLayers(layers) => {
-            let fetch = &layers.call.fetch;
-            fetch.hashes.len().max(fetch.sources.len()).max(layers.rooms.len())
+impl<R> Operation<R> {
+    /// What it counts as against [`QueueLimits::blocks_max`]: blocks that it names, or leases that it ends.
+    #[must_use]
+    pub fn blocks(&self) -> usize {
+        match self {
+            Operation::Route(call) => call.hashes.len(),
+            Operation::Fetch(call) => call.hashes.len().max(call.sources.len()),
+            Operation::FetchLayers(layers) => {
+                let fetch = &layers.call.fetch;
+                fetch.hashes.len().max(fetch.sources.len()).max(layers.rooms.len())
+            }
+            Operation::Save(call) => call.hashes.len(),
+            Operation::Release(leases) => leases.len(),
         }
-        Operation::Save(call) => call.hashes.len(),
-        Operation::Release(leases) => leases.len(),
     }
 }
 
@@ -211,8 +232,9 @@ impl<R> Operating<R> {
         self.end.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn tell(&self, progress: Progress<R>) {
-        self.shared.tell(Completion { tag: self.tag, progress });
+    /// All of it at once, with nothing of this operation in between.
+    pub(super) fn tell(&self, progress: impl IntoIterator<Item = Progress<R>>) {
+        self.shared.tell(progress.into_iter().map(|progress| Completion { tag: self.tag, progress }));
     }
 
     /// Nodes may hold these from now on.
@@ -233,7 +255,7 @@ impl<R> Drop for Operating<R> {
         rooms.sort_by_key(|(block, _)| *block);
         let leases = std::mem::take(&mut end.leases);
         let outcome = std::mem::replace(&mut end.outcome, Outcome::Lost);
-        self.tell(Progress::Ended(Box::new(Ended { outcome, rooms, leases })));
+        self.tell([Progress::Ended(Box::new(Ended { outcome, rooms, leases }))]);
     }
 }
 

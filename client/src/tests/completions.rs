@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kv_core::id::{Category, LeaseId, RequestId, TenantId};
 use kvfleet_errors_doc::says;
@@ -15,8 +15,9 @@ use kvfleet_transport::{MissReason, SaveAnswer};
 
 use super::authority::{CONTENT_BYTES, client_on, network};
 use crate::{
-    BlockRoom, Completion, CompletionQueue, Ended, FetchCall, HeldLease, LayersCall, LayersOperation,
-    Operation, Outcome, Progress, QueueLimits, Refused, RouteCall, SaveCall, Submission, SubmitError,
+    BlockRoom, ClientError, Completion, CompletionQueue, Ended, FetchCall, HeldLease, LayersCall,
+    LayersOperation, Operation, Outcome, Progress, QueueError, QueueLimits, Refused, RouteCall, SaveCall,
+    Submission, SubmitError,
 };
 
 mod seeded;
@@ -268,26 +269,66 @@ fn a_full_queue_says_so_and_has_room_again_when_an_end_was_polled() {
     tags.sort_unstable();
     assert_eq!(tags, [1, 2, 3]);
     assert_eq!(refused(vec![one(7, 1), one(7, 1)]), SubmitError::TagInUse { tag: 7 }, "twice in a batch");
-    assert_eq!(queue.wait(&mut [Completion::default()], PATIENCE), 0, "nothing is in flight, nobody waits");
     assert!(queue.close(PATIENCE));
     let closed = refused(vec![one(1, 1)]);
     assert_eq!(closed, SubmitError::Closed);
     says("a queue: closed", &closed, &[]);
 }
 
+/// What a wait gives, and how long it took.
+fn timed(queue: &CompletionQueue<Room>, timeout: Duration) -> (usize, Duration) {
+    let begun = Instant::now();
+    (queue.wait(&mut [Completion::default()], timeout), begun.elapsed())
+}
+
 #[test]
-fn nobody_waits_for_what_another_thread_has_polled() {
+fn a_thread_that_polls_an_idle_queue_waits() {
+    let (network, _) = network(1, 2);
+    let queue = queue::<Room>(&network);
+    let (count, took) = timed(&queue, A_WHILE);
+    assert!(count == 0 && took >= A_WHILE, "it would turn and turn: {took:?}");
+    submit(&queue, 1, Operation::Fetch(fetch_call(2, vec![source(0, 0, 2)])));
+    assert!(matches!(ended(&queue, 1).outcome, Outcome::Fetched(Ok(_))));
+    let (count, took) = timed(&queue, A_WHILE);
+    assert!(count == 0 && took >= A_WHILE, "{took:?}");
+    assert!(!queue.is_over());
+}
+
+#[test]
+fn threads_that_poll_go_on_when_a_queue_is_closed_and_all_was_polled() {
     let (network, services) = network(1, 2);
     services[0].set_gate(0);
     let queue = queue::<Room>(&network);
     submit(&queue, 1, Operation::Fetch(fetch_call(2, vec![source(0, 0, 2)])));
-    let counts = std::thread::scope(|scope| {
-        let wait = || scope.spawn(|| queue.wait(&mut [Completion::default()], PATIENCE));
+    let waited = std::thread::scope(|scope| {
+        let wait = || scope.spawn(|| timed(&queue, PATIENCE));
         let waiting = [wait(), wait()];
-        services[0].set_gate(2);
+        assert!(queue.close(PATIENCE));
         waiting.map(|one| one.join().unwrap())
     });
-    assert_eq!(counts.iter().sum::<usize>(), 1, "one of them has it, and the other one went on");
+    assert_eq!(waited.iter().map(|(count, _)| count).sum::<usize>(), 1, "one of them has the end");
+    assert!(waited.iter().all(|(_, took)| *took < PATIENCE), "the other one went on: {waited:?}");
+    assert!(queue.is_over());
+    let (count, took) = timed(&queue, PATIENCE);
+    assert!(count == 0 && took < PATIENCE, "nothing comes any more: {took:?}");
+    let idle = self::queue::<Room>(&network);
+    let (count, took) = std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| timed(&idle, PATIENCE));
+        assert_eq!(idle.wait(&mut [], A_WHILE), 0, "the other one waits by then");
+        assert!(idle.close(PATIENCE));
+        waiting.join().unwrap()
+    });
+    assert!(count == 0 && took < PATIENCE, "it was told that nothing comes: {took:?}");
+}
+
+#[tokio::test]
+async fn a_queue_whose_client_cannot_be_made_is_an_error_also_on_a_runtime() {
+    let (network, _) = network(1, 2);
+    let made = CompletionQueue::<Room>::with_threads(1, QueueLimits::default(), || {
+        drop(client_on(&network));
+        Err(ClientError::NoRouters)
+    });
+    assert!(matches!(made, Err(QueueError::Client(ClientError::NoRouters))));
 }
 
 /// A room that says when it is written, and stays in the writer's hands until it may go on.
@@ -387,12 +428,12 @@ fn after_closing_nothing_is_written_whatever_still_comes() {
         assert!(queue.close(PATIENCE));
         freed.store(true, Ordering::SeqCst);
         services[0].set_gate(1000);
-        drop(queue);
-        // Another fetch goes the way that the first one would have gone on.
+        // Another fetch goes the way that the first one would have gone on, with the threads of the first still there.
         let other = self::queue(&network);
         submit(&other, 1, Operation::<Room>::Fetch(fetch_call(6, vec![source(0, 0, 6)])));
         assert!(matches!(ended(&other, 1).outcome, Outcome::Fetched(Ok(_))));
         assert_eq!(violations.load(Ordering::SeqCst), 0);
+        drop(queue);
     }
 }
 
@@ -451,19 +492,30 @@ fn an_operation_without_a_runtime_ends_as_lost() {
     submit(&queue, 1, layers(fetch_call(2, vec![source(0, 0, 2)]), vec![room(), room()]));
     let end = ended(&queue, 1);
     assert!(matches!(end.outcome, Outcome::Lost));
+    assert_eq!(end.rooms.iter().map(|(block, _)| *block).collect::<Vec<_>>(), [0, 1], "they come back");
     assert!(queue.close(PATIENCE));
 }
 
 #[test]
 fn a_queue_that_is_dropped_stops_its_operations() {
-    let (network, services) = network(1, 2);
-    services[0].set_gate(0);
-    let queue = queue::<Room>(&network);
-    let call = save_call(4..6);
-    let kept = Arc::downgrade(&call.frame);
-    submit(&queue, 1, Operation::Save(call));
+    let (network, _) = network(1, 2);
+    // Threads that go on without the queue, so that nothing but its word ends what is in flight.
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let client = {
+        let _inside = runtime.enter();
+        client_on(&network)
+    };
+    let queue = CompletionQueue::new(client, QueueLimits::default(), runtime.handle().clone());
+    let lent = Lent { freed: Arc::default(), violations: Arc::default(), room: room() };
+    let kept = Arc::downgrade(&lent.freed);
+    // Its turn never comes, so it does not end by itself.
+    let Operation::FetchLayers(operation) = layers(fetch_call(1, vec![source(0, 0, 1)]), vec![lent]) else {
+        unreachable!()
+    };
+    submit(&queue, 1, Operation::FetchLayers(LayersOperation { begins: false, ..operation }));
+    assert_eq!(queue.wait(&mut [Completion::default()], A_WHILE), 0);
     drop(queue);
-    let begun = std::time::Instant::now();
+    let begun = Instant::now();
     while kept.strong_count() > 0 {
         assert!(begun.elapsed() < PATIENCE, "the operation goes on without its queue");
         std::thread::yield_now();
