@@ -2,7 +2,7 @@
 //!
 //! [`Client`] holds the routers of a cluster and a path to every node it was sent to. Where the verbs
 //! live: `route.rs` (with lookup, status and report), `fetch.rs`, `save.rs`, both for engines that compute layer by layer in `layers.rs` and `layer_save.rs`, `control.rs` (a node's own
-//! calls); how routers are tried in turn is `retry.rs`, how paths are kept is `paths.rs`.
+//! calls); all of them for threads without a runtime in `completions.rs`; how routers are tried in turn is `retry.rs`, how paths are kept is `paths.rs`.
 //!
 //! Not here: choosing (the router does), computing, and what a block's bytes mean. The client proves
 //! that a frame is the block asked; everything doubtful is a miss with a reason, never a wrong byte.
@@ -16,6 +16,7 @@ use kvfleet_transport::quic::QuicConfig;
 use kvfleet_transport::shm::ShmConfig;
 use kvfleet_transport::tcp::TcpConfig;
 
+mod completions;
 mod control;
 mod fetch;
 mod layer_save;
@@ -27,6 +28,10 @@ mod route;
 mod save;
 mod transport;
 
+pub use completions::{
+    Completion, CompletionQueue, Ended, LayersCame, LayersOperation, OPERATION_BLOCKS_MAX, OPERATIONS_MAX,
+    Operation, Outcome, Progress, QueueError, QueueLimits, Refused, Submission, SubmitError,
+};
 pub use control::ControlError;
 pub use fetch::{FetchCall, FetchError, FetchOutcome, FetchedBlock, HeldLease, SourceMiss};
 pub use layer_save::{LayerSave, LayerSaveCall, LayerSaveError};

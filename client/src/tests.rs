@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod authority;
+mod completions;
 mod fetching;
 mod layers;
 mod routing;

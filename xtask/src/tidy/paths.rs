@@ -9,13 +9,14 @@ const DOCUMENTS: [&str; 5] =
     ["README.md", "docs/ARCHITECTURE.md", "docs/PAPERS.md", "docs/GLOSSARY.md", "docs/ERRORS.md"];
 
 /// Folders whose files documents speak of; other words with a slash are no paths of ours.
-const FOLDERS: [&str; 17] = [
+const FOLDERS: [&str; 18] = [
     "core",
     "proto",
     "transport",
     "router",
     "node",
     "client",
+    "client-c",
     "sim",
     "cli",
     "chaos-tests",

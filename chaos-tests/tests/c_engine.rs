@@ -1,0 +1,142 @@
+//! The example of an engine in C, and one that cancels what it began, compiled and run against a router and a node in
+//! this process.
+//!
+//! Not here: what the interface refuses (`client-c/tests/hostile.rs`), and whether header and library agree
+//! (`client-c/tests/header.rs`).
+#![allow(clippy::unwrap_used)]
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use chaos_tests::certificates;
+use chaos_tests::ports::unused_address;
+use chaos_tests::waiting::until;
+use kvfleet_client::{Client, ClientConfig};
+use kvfleet_node::{Node, NodeConfig, TlsSection};
+use kvfleet_proto::pb;
+use kvfleet_proto::tls::TlsFiles;
+use kvfleet_router::{Router, RouterConfig, TlsConfig, VoterConfig};
+use prometheus::Registry;
+
+/// Bytes of a layer's slice; the example's model has 32 layers.
+const SLICE_BYTES: u64 = 1024;
+const LAYERS: u64 = 32;
+
+/// Rounds of eight fetches that are cancelled: a second or two.
+const CANCEL_ROUNDS: u32 = 150;
+
+async fn router(place: &Path, files: &TlsFiles) -> (Router, String) {
+    let address = unused_address();
+    let TlsFiles { ca, cert, key } = files.clone();
+    let config = RouterConfig {
+        id: 1,
+        listen: address.clone(),
+        voters: vec![VoterConfig { id: 1, address: address.clone() }],
+        data_dir: place.join("router"),
+        tls: TlsConfig { ca, cert, key },
+        shards: 1,
+        ..RouterConfig::default()
+    };
+    (Router::start(config, &Registry::new()).await.unwrap(), address)
+}
+
+async fn node(place: &Path, files: &TlsFiles, router: &str) -> Node {
+    let TlsFiles { ca, cert, key } = files.clone();
+    let config = NodeConfig {
+        id: 7,
+        instance: Some(1),
+        routers: vec![router.to_owned()],
+        data_dir: place.join("node"),
+        dram_blocks: Some(64),
+        block_bytes: SLICE_BYTES * LAYERS,
+        tls: TlsSection { ca, cert, key },
+        ..NodeConfig::default()
+    };
+    Node::start(config, &Registry::new()).await.unwrap()
+}
+
+/// Says that there is an instance with a node of its own, which routers send requests to while it was heard of lately.
+async fn report_until_ended(client: Client) {
+    let mut report = pb::ReportRequest {
+        instance: 1,
+        address: "127.0.0.1:9".to_owned(),
+        host: "localhost".to_owned(),
+        node: 7,
+        has_node: true,
+        started_us: 1,
+        ..pb::ReportRequest::default()
+    };
+    let mut due = tokio::time::interval(Duration::from_millis(100));
+    loop {
+        due.tick().await;
+        report.sequence += 1;
+        client.report(&report).await;
+    }
+}
+
+/// A program of `client-c`, linked with the library that was built beside this test.
+fn program(place: &Path, source: &str) -> PathBuf {
+    let here = std::env::current_exe().unwrap();
+    let libraries = here.parent().unwrap();
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../client-c");
+    let program = place.join(Path::new(source).file_stem().unwrap());
+    let mut compiler = Command::new("cc");
+    compiler.args(["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-g"]);
+    compiler.arg("-I").arg(folder.join("include")).arg(folder.join(source));
+    compiler.arg("-L").arg(libraries).arg("-lkvfleet_client_c");
+    compiler.arg(format!("-Wl,-rpath,{}", libraries.display())).arg("-o").arg(&program);
+    let built = compiler.output().unwrap();
+    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    program
+}
+
+/// Runs a program to its good end, and gives what it said.
+async fn run(program: PathBuf, words: Vec<OsString>) -> String {
+    let ran = tokio::task::spawn_blocking(move || Command::new(program).args(words).output().unwrap());
+    let ran = ran.await.unwrap();
+    let (said, complained) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
+    assert!(ran.status.success(), "{said}{complained}");
+    said.into_owned()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_engine_in_c_gets_its_own_bytes_back_and_memory_that_ended_is_its_own() {
+    // Built with this test, so that there is a library to link with.
+    assert_eq!(kvfleet_client_c::entry::kvf_abi_version(), kvfleet_client_c::abi::ABI_VERSION);
+    let place = tempfile::tempdir().unwrap();
+    let files = certificates::make(place.path()).unwrap();
+    let (router, address) = router(place.path(), &files).await;
+    let node = node(place.path(), &files, &address).await;
+    let client = Client::new(ClientConfig::new(vec![address.clone()], files.load().unwrap())).unwrap();
+    let reports = tokio::spawn(report_until_ended(client.clone()));
+    until("the router knows the node and the instance", || async {
+        let status = client.status().await.ok()?;
+        (status.nodes.iter().any(|node| node.live) && !status.instances.is_empty()).then_some(())
+    })
+    .await;
+    let words: Vec<OsString> = [
+        address.into(),
+        files.ca.into(),
+        files.cert.into(),
+        files.key.into(),
+        SLICE_BYTES.to_string().into(),
+    ]
+    .into();
+    let said = run(program(place.path(), "examples/engine.c"), words.clone()).await;
+    let expected = "instance 1 fetches 0 blocks and computes 4\nsaved 4 blocks\n\
+        instance 1 fetches 4 blocks and computes 0\nlayer 0 of 4 blocks is there\n\
+        layer 31 of 4 blocks is there\nfetched 4 blocks, all bytes right\n";
+    assert_eq!(said, expected);
+    let leases = || async { Some(client.node_status(&node.control_addr().to_string()).await.ok()?.leases) };
+    assert_eq!(leases().await, Some(0), "what ended by itself is released by who says so");
+    let rounds = OsString::from(CANCEL_ROUNDS.to_string());
+    let said = run(program(place.path(), "tests/cancel.c"), [words, vec![rounds]].concat()).await;
+    println!("{said}");
+    // The release of a fetch that was cancelled may overtake it, and then its lease runs out instead.
+    until("no lease is held", || async { (leases().await? == 0).then_some(()) }).await;
+    reports.abort();
+    node.shutdown().await;
+    router.shutdown().await;
+}

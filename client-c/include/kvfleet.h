@@ -1,0 +1,367 @@
+/* kvfleet.h - the client of kvfleet for engines: route, fetch into your memory, save out of it, release.
+ *
+ * Operations are submitted under a tag and polled; nothing here calls back. docs/ENGINES.md tells the same in order.
+ *
+ * Handles (kvf_client, kvf_queue, kvf_hasher, kvf_result) are made and freed by this library. Structs with a field
+ * `size` begin with it, and you set it to sizeof the struct: a release that knows more of it takes the smaller one,
+ * one that knows less of it refuses it. In an array of such structs all have the size of the first, which is how far
+ * they are apart. Structs without it never change; kvf_completion's size is an argument. Fields named `reserved` are 0,
+ * or the call is refused.
+ *
+ * Memory. What a call points to is copied before it returns, except the slices of a fetch and of a save. These
+ * stay valid and in place until the KVF_ENDED of the operation was polled, or kvf_queue_close said KVF_OK, or
+ * kvf_queue_free returned. Until then those of a fetch are the library's alone, but for what KVF_LAYER or KVF_ARRIVED
+ * say is there, which you may read; and those of a save are read-only for everybody, you included. Slices of a fetch
+ * overlap no others in flight; saves may share theirs. All of it is memory that this process can read and write by
+ * address, and that was written at some time (malloc alone does not): not of a device.
+ *
+ * Threads. Every function may be called from any thread. The same handle may be used by several threads at once; it
+ * is freed once, by one thread, when no other uses it. One thread polls a queue, or those that do put entries in order
+ * by tag: of two threads, one may hold a KVF_LAYER while the other is done with the KVF_ENDED behind it.
+ *
+ * Processes. A client and its queues belong to the process that opened them. In one that was forked from it every call
+ * on them is KVF_FAILED, and freeing them does nothing: open a client there. Never dlclose this library: its threads
+ * may outlive the last handle by a moment.
+ *
+ * Errors. Functions give a kvf_status and, for what is not KVF_OK, leave a sentence in kvf_last_error. A pointer that
+ * is null or misaligned, a length above its limit, a text without end are refused; that other pointers are valid is
+ * your part. No panic of this library crosses into C: it comes back as KVF_PANICKED.
+ */
+#ifndef KVFLEET_H
+#define KVFLEET_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Grows when what is here means something else; a library of another number is of no use. */
+#define KVF_ABI_VERSION 1
+
+typedef int32_t kvf_status;
+enum {
+    KVF_OK = 0,
+    /* Of calls. */
+    KVF_INVALID = 1,      /* an argument is wrong: null, misaligned, of an unknown size, out of range */
+    KVF_TOO_LARGE = 2,    /* it would never be taken: give less at once */
+    KVF_BUSY = 3,         /* it does not fit beside what is in flight: poll ends, then submit again */
+    KVF_TAG_IN_USE = 4,   /* an operation in flight has this tag */
+    KVF_CLOSED = 5,       /* the queue is closed */
+    KVF_NOT_FOUND = 6,    /* no operation in flight has this tag, or a result has no such part */
+    KVF_TIMED_OUT = 7,    /* not in the time given */
+    KVF_FAILED = 8,       /* what was asked failed; the message says why */
+    KVF_PANICKED = 9,     /* a mistake inside the library; the handle may be freed, and should be */
+    /* Of operations that ended, besides KVF_OK and KVF_FAILED. */
+    KVF_MISSED = 16,      /* fetch: not all blocks came. Those before end_block did */
+    KVF_REJECTED = 17,    /* route: no instance can take it now */
+    KVF_NODE_BUSY = 18,   /* save: the node has no time for it now */
+    KVF_REFUSED = 19,     /* save: the node takes nothing of it */
+    KVF_CANCELLED = 20,   /* it was cancelled, or its queue closed */
+    KVF_LOST = 21         /* it broke inside the library */
+};
+
+typedef struct kvf_client kvf_client;
+typedef struct kvf_queue kvf_queue;
+typedef struct kvf_hasher kvf_hasher;
+typedef struct kvf_result kvf_result;
+
+typedef struct kvf_hash {
+    uint8_t bytes[16];
+} kvf_hash;
+
+/* ---- the cluster ---- */
+
+typedef struct kvf_client_config {
+    uint32_t size;
+    uint32_t threads;            /* that run operations; 0 for two */
+    const char *const *routers;  /* host:port each */
+    size_t routers_count;
+    const char *ca_file;         /* PEM files of this process; looked at again now and then */
+    const char *cert_file;
+    const char *key_file;
+    const char *transport;       /* "quic", "tcp", "shm" or "auto"; null for "quic" */
+    const char *shm_dir;         /* where the sockets of this host's nodes are; null for none */
+    uint64_t seed;               /* of the jitter between retries; 0 for one of the process */
+} kvf_client_config;
+
+/* The number of the library that is loaded: compare it with KVF_ABI_VERSION. */
+uint32_t kvf_abi_version(void);
+
+/* Lower-case name of a status; never null. */
+const char *kvf_status_name(kvf_status status);
+
+/* Copies the message of the calling thread's last call whose kvf_status was not KVF_OK, ends it with a 0, and gives
+ * its whole length without that; nothing is copied to a null `text`. */
+size_t kvf_last_error(char *text, size_t text_bytes);
+
+/* Connects when first used. */
+kvf_status kvf_client_open(const kvf_client_config *config, kvf_client **client);
+
+/* Gives the handle back; its queues go on. Null is nothing. */
+void kvf_client_free(kvf_client *client);
+
+/* ---- hashes of prompts ---- */
+
+typedef struct kvf_model {
+    uint32_t size;
+    uint32_t key_form;           /* of the keys that are stored: 0 before RoPE, 1 after */
+    const char *model;           /* all texts as the nodes' [identity] has them */
+    const char *weights_digest;
+    const char *dtype;
+    const char *layout;
+    const char *rope;
+    const char *adapter;         /* "" for none */
+    uint32_t layers;
+    uint32_t tp;
+    uint32_t pp;
+    uint32_t rank;
+    uint32_t block_tokens;       /* a power of two up to 512 */
+    uint32_t reserved;
+} kvf_model;
+
+/* `tenant_salt` has 32 bytes, which keep the hashes of tenants apart. */
+kvf_status kvf_hasher_open(const kvf_model *model, const uint8_t *tenant_salt, kvf_hasher **hasher);
+
+/* The model in 16 bytes, as nodes and routers compare it. */
+kvf_status kvf_hasher_identity(const kvf_hasher *hasher, kvf_hash *identity);
+
+/* Hashes of all blocks of a prompt, in order; the last one may be partly filled. `count` is how many there are, also
+ * where `hashes_count` is less, which is KVF_TOO_LARGE and writes none. */
+kvf_status kvf_hasher_blocks(const kvf_hasher *hasher, const uint32_t *tokens, size_t tokens_count,
+                             kvf_hash *hashes, size_t hashes_count, size_t *count);
+
+void kvf_hasher_free(kvf_hasher *hasher);
+
+/* ---- operations ---- */
+
+/* Who asks, for what. */
+typedef struct kvf_asker {
+    uint64_t request;            /* yours: for traces and reports */
+    uint64_t lease;              /* yours: holds blocks on nodes until released; ends by itself after a time */
+    uint32_t tenant;
+    uint32_t kind;               /* of request: 0 text, 1 file, 2 multimodal, 3 search, 4 api, 5 agent, 6 thinking */
+    uint32_t turn;               /* of the conversation, from 1; 0 when unknown */
+    uint32_t reserved;
+    kvf_hash identity;
+} kvf_asker;
+
+/* A save that was seen: kvf_saved has it. */
+typedef struct kvf_seen {
+    uint32_t node;
+    uint32_t shard;
+    uint64_t epoch;
+    uint64_t seq;
+} kvf_seen;
+
+/* A node, and which blocks come from it. */
+typedef struct kvf_source {
+    const char *address;         /* host:port of its data */
+    uint64_t epoch;
+    uint32_t node;
+    uint32_t tier;               /* 0 SSD, 1 DRAM, 2 GPU */
+    uint32_t start_blocks;
+    uint32_t len_blocks;
+} kvf_source;
+
+/* A lease that a node may hold. */
+typedef struct kvf_lease {
+    const char *address;
+    uint64_t lease;
+} kvf_lease;
+
+typedef struct kvf_route_call {
+    uint32_t size;
+    uint32_t fresh;              /* 1 to answer from what is committed now, at the price of a round trip */
+    kvf_asker asker;             /* its lease is not used */
+    const kvf_hash *hashes;
+    size_t hashes_count;
+    const kvf_seen *after;       /* saves whose effect the answer must have seen; may be null with 0 */
+    size_t after_count;
+    uint32_t block_tokens;
+    uint32_t input_tokens;       /* of the whole prompt */
+    uint32_t output_tokens;      /* expected; 0 when unknown */
+    uint32_t reserved;
+} kvf_route_call;
+
+enum {
+    KVF_FETCH_EACH_BLOCK = 1,    /* tell KVF_ARRIVED of each block */
+    KVF_FETCH_WAITS = 2          /* its turn is at kvf_queue_begin: until then only the read buffer is filled */
+};
+
+typedef struct kvf_fetch_call {
+    uint32_t size;
+    uint32_t flags;
+    kvf_asker asker;
+    const kvf_hash *hashes;      /* of the whole request */
+    size_t hashes_count;
+    const kvf_source *sources;   /* one after the other, from the first block that is not resident */
+    size_t sources_count;
+    const uint32_t *slice_bytes; /* length of each layer's slice */
+    void *const *slices;         /* of the sources' blocks: layers of the first block, then of the second, ... */
+    size_t slices_count;         /* blocks of all sources times layers */
+    uint32_t layers;             /* slices of a block: twice the model's where K and V lie apart */
+    uint32_t resident_blocks;    /* leading blocks that you have already */
+    uint64_t deadline_us;        /* from its turn, an hour at most; after it computing is cheaper */
+    uint64_t read_buffer_bytes;  /* loaded before its turn */
+    uint64_t in_flight_bytes_max; /* asked for at once; 0 for no limit */
+} kvf_fetch_call;
+
+typedef struct kvf_save_call {
+    uint32_t size;
+    uint32_t key_form;           /* 0 before RoPE, 1 after */
+    kvf_asker asker;             /* its lease is held on the node until released */
+    const char *address;         /* data address of the node */
+    uint64_t epoch;
+    const kvf_hash *parent;      /* hash before the first block; null at the start of a prefix */
+    const kvf_hash *hashes;      /* of the blocks to save */
+    size_t hashes_count;
+    const uint32_t *slice_bytes;
+    const void *const *slices;   /* layers of the first block, then of the second, ... */
+    size_t slices_count;
+    uint32_t layers;
+    uint32_t first_offset_blocks; /* of the first block in its prefix */
+} kvf_save_call;
+
+typedef struct kvf_release_call {
+    uint32_t size;
+    uint32_t reserved;
+    const kvf_lease *leases;
+    size_t leases_count;
+} kvf_release_call;
+
+enum { KVF_ROUTE = 1, KVF_FETCH = 2, KVF_SAVE = 3, KVF_RELEASE = 4 };
+
+typedef struct kvf_operation {
+    uint32_t size;
+    uint32_t kind;
+    uint64_t tag;                /* yours; no other operation in flight may have it */
+    const void *call;            /* kvf_route_call, kvf_fetch_call, kvf_save_call or kvf_release_call */
+} kvf_operation;
+
+/* ---- queues ---- */
+
+typedef struct kvf_queue_limits {
+    uint32_t size;
+    uint32_t reserved;
+    uint64_t operations_max;     /* in flight: submitted, and the end not polled; 0 for 1024 */
+    uint64_t blocks_max;         /* that these name; 0 for 1048576 */
+} kvf_queue_limits;
+
+enum {
+    KVF_ARRIVED = 1,             /* block: all its slices are there */
+    KVF_RECOMPUTE = 2,           /* block: from this one on not all come; compute these, elsewhere until KVF_ENDED */
+    KVF_LAYER = 3,               /* layer: is there for all blocks of the sources before `block` */
+    KVF_ENDED = 4                /* nothing more comes, and no slice is used any more: see status and result */
+};
+
+typedef struct kvf_completion {
+    uint64_t tag;
+    uint32_t kind;
+    kvf_status status;           /* of KVF_ENDED */
+    uint32_t block;
+    uint32_t layer;
+    kvf_result *result;          /* of KVF_ENDED, and then not null: yours to free */
+} kvf_completion;
+
+/* `limits` may be null. */
+kvf_status kvf_queue_open(kvf_client *client, const kvf_queue_limits *limits, kvf_queue **queue);
+
+/* Starts all of these, or nothing. Never waits. */
+kvf_status kvf_queue_submit(kvf_queue *queue, const kvf_operation *operations, size_t operations_count);
+
+/* Writes what became of operations and says how many entries that are. Never waits. `entry_bytes` is
+ * sizeof(kvf_completion). Of several threads that poll, each gets other entries (see Threads). */
+kvf_status kvf_queue_poll(kvf_queue *queue, kvf_completion *entries, size_t entries_count, size_t entry_bytes,
+                          size_t *count);
+
+/* The same, but waits for the first at most so long and at most an hour, also while nothing is in flight. None in that
+ * time is KVF_OK, and KVF_CLOSED once the queue is closed and all that it ever tells was polled. */
+kvf_status kvf_queue_wait(kvf_queue *queue, kvf_completion *entries, size_t entries_count, size_t entry_bytes,
+                          uint64_t timeout_us, size_t *count);
+
+/* It is the turn of a fetch that waits. */
+kvf_status kvf_queue_begin(kvf_queue *queue, uint64_t tag);
+
+/* Asks an operation to end. It still ends by KVF_ENDED, and its slices are in use until then. */
+kvf_status kvf_queue_cancel(kvf_queue *queue, uint64_t tag);
+
+/* Takes nothing more, cancels all, and waits until no slice is in use, at most so long and at most an hour: KVF_OK, or
+ * KVF_TIMED_OUT and call again. What ended can still be polled. */
+kvf_status kvf_queue_close(kvf_queue *queue, uint64_t timeout_us);
+
+/* Closes, waits until no slice is in use, however long that takes, and frees. Results that were polled stay yours. */
+void kvf_queue_free(kvf_queue *queue);
+
+/* ---- results ---- */
+
+/* Of a route that ended KVF_OK. */
+typedef struct kvf_decision {
+    uint32_t size;
+    uint32_t instance;
+    const char *instance_address; /* this and all texts of a result: valid until it is freed */
+    const char *save_address;    /* of the node to save to; null when there is none */
+    uint64_t save_epoch;
+    uint32_t save_node;
+    uint32_t save_tier;
+    uint32_t fetch_blocks;
+    uint32_t recompute_blocks;
+    uint32_t resident_blocks;
+    uint32_t sources;            /* see kvf_result_source */
+} kvf_decision;
+
+/* Of a fetch that ended KVF_OK or KVF_MISSED. */
+typedef struct kvf_fetched {
+    uint32_t size;
+    uint32_t end_block;          /* all blocks of the sources before this one came */
+    const uint8_t *came;         /* by block of the sources: 1 if it came */
+    size_t came_count;
+    uint64_t received_bytes;
+    uint32_t wrong_blocks;       /* that came and were not what was asked, or fit no slices */
+    uint32_t misses;             /* see kvf_result_miss */
+} kvf_fetched;
+
+/* A source that fell short. */
+typedef struct kvf_miss {
+    uint32_t size;
+    uint32_t node;
+    const char *address;
+    uint32_t first_missing_block;
+    uint32_t reason; /* 1 not held, 2 stale epoch, 3 other identity, 4 corrupt, 5 too late, 6 node lost, 7 busy, 8 medium */
+} kvf_miss;
+
+/* Of a save that ended KVF_OK. */
+typedef struct kvf_saved {
+    uint32_t size;
+    uint32_t stored_blocks;
+    uint32_t present_blocks;     /* were there already */
+    uint32_t refused_blocks;
+    uint64_t stored_bytes;
+    kvf_seen visible_at;         /* for kvf_route_call.after; all 0 when nothing was stored */
+} kvf_saved;
+
+/* KVF_NOT_FOUND when the result is of another kind, or there are fewer parts. */
+kvf_status kvf_result_decision(const kvf_result *result, kvf_decision *decision);
+kvf_status kvf_result_source(const kvf_result *result, size_t position, kvf_source *source);
+kvf_status kvf_result_fetched(const kvf_result *result, kvf_fetched *fetched);
+kvf_status kvf_result_miss(const kvf_result *result, size_t position, kvf_miss *miss);
+kvf_status kvf_result_saved(const kvf_result *result, kvf_saved *saved);
+
+/* Leases that nodes may hold now: release them when the request ends. After KVF_CANCELLED that is worth a try: the
+ * release may reach the node before the fetch does, and then the lease ends by itself after its time. */
+kvf_status kvf_result_lease(const kvf_result *result, size_t position, kvf_lease *lease);
+
+/* When trying again makes sense, of KVF_REJECTED and KVF_NODE_BUSY; else 0. */
+uint64_t kvf_result_retry_after_us(const kvf_result *result);
+
+/* Why it ended so, as kvf_last_error; empty for KVF_OK. */
+size_t kvf_result_message(const kvf_result *result, char *text, size_t text_bytes);
+
+void kvf_result_free(kvf_result *result);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,218 @@
+//! Structs as C sees them, field by field as `include/kvfleet.h` has them; `tests/header.rs` compares.
+//!
+//! Not here: what the fields mean, which the header says, and whether what they say makes sense (`calls.rs`).
+#![allow(missing_docs)] // the header is where they are described
+
+use std::ffi::{c_char, c_void};
+
+use crate::ResultHandle;
+use crate::status::Status;
+
+/// See `KVF_ABI_VERSION`.
+pub const ABI_VERSION: u32 = 1;
+
+pub const ROUTE: u32 = 1;
+pub const FETCH: u32 = 2;
+pub const SAVE: u32 = 3;
+pub const RELEASE: u32 = 4;
+
+pub const FETCH_EACH_BLOCK: u32 = 1;
+pub const FETCH_WAITS: u32 = 2;
+
+pub const ARRIVED: u32 = 1;
+pub const RECOMPUTE: u32 = 2;
+pub const LAYER: u32 = 3;
+pub const ENDED: u32 = 4;
+
+/// Declares structs, and lists their sizes and the places of their fields for the test.
+macro_rules! structs {
+    ($($(#[$meta:meta])* $name:ident as $c_name:literal { $($field:ident: $type:ty,)* })*) => {
+        $($(#[$meta])* #[derive(Clone, Copy, Debug)]
+        #[repr(C)]
+        pub struct $name { $(pub $field: $type,)* })*
+
+        /// Name of each struct in C, its size, and its fields with their places and sizes, all in bytes.
+        #[must_use]
+        pub fn layouts() -> Vec<(&'static str, usize, Vec<(&'static str, usize, usize)>)> {
+            vec![$((
+                $c_name,
+                size_of::<$name>(),
+                vec![$((stringify!($field), std::mem::offset_of!($name, $field), size_of::<$type>())),*],
+            )),*]
+        }
+    };
+}
+
+structs! {
+    #[derive(Default, PartialEq, Eq)]
+    Hash as "kvf_hash" { bytes: [u8; 16], }
+
+    ClientConfig as "kvf_client_config" {
+        size: u32,
+        threads: u32,
+        routers: *const *const c_char,
+        routers_count: usize,
+        ca_file: *const c_char,
+        cert_file: *const c_char,
+        key_file: *const c_char,
+        transport: *const c_char,
+        shm_dir: *const c_char,
+        seed: u64,
+    }
+
+    Model as "kvf_model" {
+        size: u32,
+        key_form: u32,
+        model: *const c_char,
+        weights_digest: *const c_char,
+        dtype: *const c_char,
+        layout: *const c_char,
+        rope: *const c_char,
+        adapter: *const c_char,
+        layers: u32,
+        tp: u32,
+        pp: u32,
+        rank: u32,
+        block_tokens: u32,
+        reserved: u32,
+    }
+
+    #[derive(Default)]
+    Asker as "kvf_asker" {
+        request: u64,
+        lease: u64,
+        tenant: u32,
+        kind: u32,
+        turn: u32,
+        reserved: u32,
+        identity: Hash,
+    }
+
+    #[derive(Default, PartialEq, Eq)]
+    Seen as "kvf_seen" { node: u32, shard: u32, epoch: u64, seq: u64, }
+
+    Source as "kvf_source" {
+        address: *const c_char,
+        epoch: u64,
+        node: u32,
+        tier: u32,
+        start_blocks: u32,
+        len_blocks: u32,
+    }
+
+    Lease as "kvf_lease" { address: *const c_char, lease: u64, }
+
+    RouteCall as "kvf_route_call" {
+        size: u32,
+        fresh: u32,
+        asker: Asker,
+        hashes: *const Hash,
+        hashes_count: usize,
+        after: *const Seen,
+        after_count: usize,
+        block_tokens: u32,
+        input_tokens: u32,
+        output_tokens: u32,
+        reserved: u32,
+    }
+
+    FetchCall as "kvf_fetch_call" {
+        size: u32,
+        flags: u32,
+        asker: Asker,
+        hashes: *const Hash,
+        hashes_count: usize,
+        sources: *const Source,
+        sources_count: usize,
+        slice_bytes: *const u32,
+        slices: *const *mut c_void,
+        slices_count: usize,
+        layers: u32,
+        resident_blocks: u32,
+        deadline_us: u64,
+        read_buffer_bytes: u64,
+        in_flight_bytes_max: u64,
+    }
+
+    SaveCall as "kvf_save_call" {
+        size: u32,
+        key_form: u32,
+        asker: Asker,
+        address: *const c_char,
+        epoch: u64,
+        parent: *const Hash,
+        hashes: *const Hash,
+        hashes_count: usize,
+        slice_bytes: *const u32,
+        slices: *const *const c_void,
+        slices_count: usize,
+        layers: u32,
+        first_offset_blocks: u32,
+    }
+
+    ReleaseCall as "kvf_release_call" {
+        size: u32,
+        reserved: u32,
+        leases: *const Lease,
+        leases_count: usize,
+    }
+
+    Operation as "kvf_operation" { size: u32, kind: u32, tag: u64, call: *const c_void, }
+
+    QueueLimits as "kvf_queue_limits" {
+        size: u32,
+        reserved: u32,
+        operations_max: u64,
+        blocks_max: u64,
+    }
+
+    Completion as "kvf_completion" {
+        tag: u64,
+        kind: u32,
+        status: Status,
+        block: u32,
+        layer: u32,
+        result: *mut ResultHandle,
+    }
+
+    Decision as "kvf_decision" {
+        size: u32,
+        instance: u32,
+        instance_address: *const c_char,
+        save_address: *const c_char,
+        save_epoch: u64,
+        save_node: u32,
+        save_tier: u32,
+        fetch_blocks: u32,
+        recompute_blocks: u32,
+        resident_blocks: u32,
+        sources: u32,
+    }
+
+    Fetched as "kvf_fetched" {
+        size: u32,
+        end_block: u32,
+        came: *const u8,
+        came_count: usize,
+        received_bytes: u64,
+        wrong_blocks: u32,
+        misses: u32,
+    }
+
+    Miss as "kvf_miss" {
+        size: u32,
+        node: u32,
+        address: *const c_char,
+        first_missing_block: u32,
+        reason: u32,
+    }
+
+    Saved as "kvf_saved" {
+        size: u32,
+        stored_blocks: u32,
+        present_blocks: u32,
+        refused_blocks: u32,
+        stored_bytes: u64,
+        visible_at: Seen,
+    }
+}

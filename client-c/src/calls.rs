@@ -1,0 +1,377 @@
+//! Operations of what callers point to: everything is copied, but the slices.
+//!
+//! Every function here is unsafe for one reason: the pointers in the structs it reads are the caller's, and are what
+//! the header says of them.
+//!
+//! Not here: what may be refused of a pointer (`raw.rs`).
+#![allow(unsafe_code)] // the caller's pointers: docs/adr/0044
+
+use std::time::Duration;
+
+use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, LeaseId, RequestId, RequestKind, TenantId};
+use kv_core::prefix::{IdentityManifest, KeyForm as ManifestForm};
+use kvfleet_client::{
+    Asker, ClientConfig, FetchCall, HeldLease, LayersCall, LayersOperation, Operation, QueueLimits,
+    RouteCall, SaveCall, Submission, SubmitError, Transport,
+};
+use kvfleet_proto::frame::{KeyForm, PAYLOAD_BYTES_MAX, SLICES_MAX, encoded_len};
+use kvfleet_proto::pb;
+use kvfleet_transport::shm::ShmConfig;
+
+use crate::abi;
+use crate::handles::{ClientHandle, tls_files};
+use crate::raw::{check_size, several, sized, text, text_if_any};
+use crate::slices::{Room, Table};
+use crate::status::Failure;
+
+/// Blocks, sources or leases of one call: a prompt of 33 million tokens at 512 each.
+pub(crate) const BLOCKS_MAX: usize = 1 << 16;
+
+/// Operations of one batch.
+pub(crate) const BATCH_MAX: usize = 1 << 16;
+
+/// Routers of a cluster, several times what one has.
+const ROUTERS_MAX: usize = 64;
+
+/// Threads of a client: more than any network path can use.
+const THREADS_MAX: u32 = 256;
+
+/// Threads of a client when it is not said: one copies while another hears of what comes.
+const THREADS: u32 = 2;
+
+/// # Safety
+/// As the header says of `kvf_client_config`.
+pub(crate) unsafe fn client(config: *const abi::ClientConfig) -> Result<ClientHandle, Failure> {
+    // SAFETY: this and all below is what the caller promised.
+    let (config, routers) = unsafe {
+        let config = sized(config, "config")?;
+        (config, several(config.routers, config.routers_count, ROUTERS_MAX, "routers")?)
+    };
+    // SAFETY: the same.
+    let routers: Vec<String> =
+        unsafe { routers.iter().map(|router| text(*router, "router")).collect::<Result<_, _>>()? };
+    // SAFETY: the same.
+    let (files, transport, shm) = unsafe {
+        let files = tls_files(
+            text(config.ca_file, "ca_file")?,
+            text(config.cert_file, "cert_file")?,
+            text(config.key_file, "key_file")?,
+        );
+        (files, text_if_any(config.transport, "transport")?, text_if_any(config.shm_dir, "shm_dir")?)
+    };
+    let transport = transport.map_or(Ok(Transport::default()), |name| name.parse());
+    let transport = transport.map_err(|error| Failure::Failed(error.to_string()))?;
+    let threads = within(config.threads, 0, THREADS_MAX, "threads")?;
+    let threads = if threads == 0 { THREADS } else { threads };
+    ClientHandle::open(threads as usize, files, |identity| {
+        let defaults = ClientConfig::new(routers, identity);
+        ClientConfig {
+            seed: if config.seed == 0 { defaults.seed } else { config.seed },
+            transport,
+            shm: shm.map(|dir| ShmConfig::new(dir.into())),
+            ..defaults
+        }
+    })
+}
+
+/// # Safety
+/// As the header says of `kvf_model`.
+pub(crate) unsafe fn manifest(model: *const abi::Model) -> Result<IdentityManifest, Failure> {
+    // SAFETY: what the caller promised.
+    unsafe {
+        let model = sized(model, "model")?;
+        within(model.reserved, 0, 0, "model.reserved")?;
+        let key_form = match key_form(model.key_form)? {
+            KeyForm::Raw => ManifestForm::Raw,
+            KeyForm::Rotated => ManifestForm::Rotated,
+        };
+        Ok(IdentityManifest {
+            model: text(model.model, "model.model")?,
+            weights_digest: text(model.weights_digest, "weights_digest")?,
+            dtype: text(model.dtype, "dtype")?,
+            layout: text(model.layout, "layout")?,
+            layers: model.layers,
+            tp: model.tp,
+            pp: model.pp,
+            rank: model.rank,
+            block_tokens: model.block_tokens,
+            rope: text(model.rope, "rope")?,
+            key_form,
+            adapter: text(model.adapter, "adapter")?,
+        })
+    }
+}
+
+/// # Safety
+/// As the header says of `kvf_queue_limits`.
+pub(crate) unsafe fn limits(limits: *const abi::QueueLimits) -> Result<QueueLimits, Failure> {
+    if limits.is_null() {
+        return Ok(QueueLimits::default());
+    }
+    // SAFETY: what the caller promised.
+    let limits = unsafe { sized(limits, "limits")? };
+    within(limits.reserved, 0, 0, "limits.reserved")?;
+    // A struct of which only the size was set asks for nothing of its own.
+    let count = |number: u64, unsaid: usize| match number {
+        0 => unsaid,
+        said => usize::try_from(said).unwrap_or(usize::MAX),
+    };
+    let unsaid = QueueLimits::default();
+    Ok(QueueLimits {
+        operations_max: count(limits.operations_max, unsaid.operations_max),
+        blocks_max: count(limits.blocks_max, unsaid.blocks_max),
+    })
+}
+
+/// Nothing more is copied once it is more than the queue ever takes.
+///
+/// # Safety
+/// As the header says of `kvf_operation`, and of its slices until it ended.
+pub(crate) unsafe fn batch(
+    operations: *const abi::Operation,
+    count: usize,
+    limits: QueueLimits,
+) -> Result<Vec<Submission<Room>>, Failure> {
+    // SAFETY: what the caller promised. The first one says how long all of them are, so it is looked at by itself.
+    let operations = unsafe {
+        if count > 0 {
+            check_size(operations, "operation")?;
+        }
+        several(operations, count, BATCH_MAX, "operations")?
+    };
+    let too_large = |blocks| SubmitError::TooLarge { operations: count, blocks, limits };
+    if count > limits.operations_max {
+        return Err(too_large(0).into());
+    }
+    let mut blocks = 0;
+    let one = |operation: &abi::Operation| {
+        // SAFETY: what the caller promised.
+        let operation = unsafe { sized(operation, "operation")? };
+        let submission = Submission {
+            tag: operation.tag,
+            // SAFETY: what the caller promised of a call of this kind.
+            operation: unsafe {
+                match operation.kind {
+                    abi::ROUTE => route(operation.call.cast())?,
+                    abi::FETCH => fetch(operation.call.cast())?,
+                    abi::SAVE => save(operation.call.cast())?,
+                    abi::RELEASE => release(operation.call.cast())?,
+                    other => return Err(range("operation.kind", other, "1 to 4")),
+                }
+            },
+        };
+        blocks += submission.operation.blocks();
+        if blocks > limits.blocks_max { Err(too_large(blocks).into()) } else { Ok(submission) }
+    };
+    operations.iter().map(one).collect()
+}
+
+unsafe fn route(call: *const abi::RouteCall) -> Result<Operation<Room>, Failure> {
+    // SAFETY: what the caller promised.
+    let (call, hashes, after) = unsafe {
+        let call = sized(call, "route_call")?;
+        within(call.reserved, 0, 0, "route_call.reserved")?;
+        let after = several(call.after, call.after_count, BLOCKS_MAX, "after")?;
+        (call, hashes(call.hashes, call.hashes_count)?, after)
+    };
+    let seen =
+        |seen: &abi::Seen| pb::Seen { node: seen.node, epoch: seen.epoch, seq: seen.seq, shard: seen.shard };
+    Ok(Operation::Route(RouteCall {
+        request: RequestId(call.asker.request),
+        tenant: TenantId(call.asker.tenant),
+        category: category(&call.asker)?,
+        hashes,
+        block_tokens: call.block_tokens,
+        input_tokens: call.input_tokens,
+        output_tokens: call.output_tokens,
+        identity: IdentityDigest(call.asker.identity.bytes),
+        after: after.iter().map(seen).collect(),
+        fresh: within(call.fresh, 0, 1, "fresh")? == 1,
+    }))
+}
+
+unsafe fn fetch(call: *const abi::FetchCall) -> Result<Operation<Room>, Failure> {
+    // SAFETY: what the caller promised.
+    let (call, hashes, sources, slice_bytes) = unsafe {
+        let call = sized(call, "fetch_call")?;
+        let sources = several(call.sources, call.sources_count, BLOCKS_MAX, "sources")?;
+        (call, hashes(call.hashes, call.hashes_count)?, sources, slice_bytes(call.slice_bytes, call.layers)?)
+    };
+    let flags = within(call.flags, 0, abi::FETCH_EACH_BLOCK | abi::FETCH_WAITS, "flags")?;
+    let blocks: u64 = sources.iter().map(|source| u64::from(source.len_blocks)).sum();
+    let source = |source: &abi::Source| {
+        Ok::<_, Failure>(pb::Source {
+            node: source.node,
+            epoch: source.epoch,
+            // SAFETY: what the caller promised.
+            address: unsafe { text(source.address, "source.address")? },
+            start_blocks: source.start_blocks,
+            len_blocks: source.len_blocks,
+            tier: source.tier,
+        })
+    };
+    let sources = sources.iter().map(source).collect::<Result<_, _>>()?;
+    // SAFETY: what the caller promised; fetches write their slices, which nobody else uses and which do not overlap.
+    let rooms = unsafe {
+        let slices = all_slices(call.slices, call.slices_count, blocks, slice_bytes)?;
+        Table::rooms(&Table::new(slices.iter().map(|slice| slice.cast()), slice_bytes))
+    };
+    let no_limit = if call.in_flight_bytes_max == 0 { u64::MAX } else { call.in_flight_bytes_max };
+    Ok(Operation::FetchLayers(LayersOperation {
+        call: LayersCall {
+            fetch: FetchCall {
+                lease: LeaseId(call.asker.lease),
+                request: RequestId(call.asker.request),
+                tenant: TenantId(call.asker.tenant),
+                category: category(&call.asker)?,
+                identity: IdentityDigest(call.asker.identity.bytes),
+                hashes,
+                resident_blocks: call.resident_blocks,
+                sources,
+                deadline: Duration::from_micros(call.deadline_us),
+            },
+            frame_bytes: encoded_len(slice_bytes) as u64,
+            read_buffer_bytes: call.read_buffer_bytes,
+            in_flight_bytes_max: no_limit,
+        },
+        rooms,
+        begins: flags & abi::FETCH_WAITS == 0,
+        each_block: flags & abi::FETCH_EACH_BLOCK != 0,
+    }))
+}
+
+unsafe fn save(call: *const abi::SaveCall) -> Result<Operation<Room>, Failure> {
+    // SAFETY: what the caller promised.
+    let (call, hashes, slice_bytes, address, parent) = unsafe {
+        let call = sized(call, "save_call")?;
+        let parent = if call.parent.is_null() { &[] } else { several(call.parent, 1, 1, "parent")? };
+        let bytes = slice_bytes(call.slice_bytes, call.layers)?;
+        let address = text(call.address, "address")?;
+        (call, hashes(call.hashes, call.hashes_count)?, bytes, address, parent.first())
+    };
+    let (identity, key_form) = (IdentityDigest(call.asker.identity.bytes), key_form(call.key_form)?);
+    // SAFETY: what the caller promised; a save reads its slices, which nobody writes.
+    let table = unsafe {
+        let slices = all_slices(call.slices, call.slices_count, hashes.len() as u64, slice_bytes)?;
+        Table::new(slices.iter().map(|slice| slice.cast_mut().cast()), slice_bytes)
+    };
+    Ok(Operation::Save(SaveCall {
+        asker: Asker {
+            lease: LeaseId(call.asker.lease),
+            request: RequestId(call.asker.request),
+            tenant: TenantId(call.asker.tenant),
+            category: category(&call.asker)?,
+            identity,
+            traceparent: String::new(),
+        },
+        address,
+        epoch: Epoch(call.epoch),
+        parent: parent.map(|hash| BlockHash(hash.bytes)),
+        first_offset_blocks: call.first_offset_blocks,
+        frame_bytes: encoded_len(slice_bytes) as u64,
+        frame: Table::frames(table, identity, hashes.clone(), key_form),
+        hashes,
+    }))
+}
+
+unsafe fn release(call: *const abi::ReleaseCall) -> Result<Operation<Room>, Failure> {
+    // SAFETY: what the caller promised.
+    let leases = unsafe {
+        let call = sized(call, "release_call")?;
+        within(call.reserved, 0, 0, "release_call.reserved")?;
+        several(call.leases, call.leases_count, BLOCKS_MAX, "leases")?
+    };
+    let lease = |lease: &abi::Lease| {
+        // SAFETY: what the caller promised.
+        let address = unsafe { text(lease.address, "lease.address")? };
+        Ok::<_, Failure>(HeldLease { address, lease: LeaseId(lease.lease) })
+    };
+    Ok(Operation::Release(leases.iter().map(lease).collect::<Result<_, _>>()?))
+}
+
+unsafe fn hashes(pointer: *const abi::Hash, count: usize) -> Result<Vec<BlockHash>, Failure> {
+    // SAFETY: what the caller promised.
+    let hashes = unsafe { several(pointer, count, BLOCKS_MAX, "hashes")? };
+    Ok(hashes.iter().map(|hash| BlockHash(hash.bytes)).collect())
+}
+
+unsafe fn slice_bytes<'a>(pointer: *const u32, layers: u32) -> Result<&'a [u32], Failure> {
+    within(layers, 1, u32::try_from(SLICES_MAX).unwrap_or(u32::MAX), "layers")?;
+    // SAFETY: what the caller promised.
+    let lengths = unsafe { several(pointer, layers as usize, SLICES_MAX, "slice_bytes")? };
+    let all: u64 = lengths.iter().map(|bytes| u64::from(*bytes)).sum();
+    if all > PAYLOAD_BYTES_MAX as u64 {
+        return Err(Failure::TooLong { what: "slice_bytes", got: all, limit: PAYLOAD_BYTES_MAX });
+    }
+    Ok(lengths)
+}
+
+/// The addresses of a call's slices: one for each layer of each block, null only where a slice is empty.
+unsafe fn all_slices<'a, P: Copy + PointsSomewhere>(
+    pointer: *const P,
+    count: usize,
+    blocks: u64,
+    slice_bytes: &[u32],
+) -> Result<&'a [P], Failure> {
+    if blocks > BLOCKS_MAX as u64 {
+        return Err(Failure::TooLong { what: "blocks", got: blocks, limit: BLOCKS_MAX });
+    }
+    let expected = blocks * slice_bytes.len() as u64;
+    if count as u64 != expected {
+        let expected = format!("{expected}: {blocks} blocks of {} layers", slice_bytes.len());
+        return Err(Failure::Range { what: "slices_count", got: count as u64, expected });
+    }
+    // SAFETY: what the caller promised.
+    let slices = unsafe { several(pointer, count, count, "slices")? };
+    let is_bad = |(slice, bytes): (&P, &u32)| slice.is_nowhere() && *bytes > 0;
+    if slices.iter().zip(slice_bytes.iter().cycle()).any(is_bad) {
+        return Err(Failure::Null { what: "one of the slices" });
+    }
+    Ok(slices)
+}
+
+/// A pointer, to be written or only read.
+trait PointsSomewhere {
+    fn is_nowhere(&self) -> bool;
+}
+
+impl<T> PointsSomewhere for *mut T {
+    fn is_nowhere(&self) -> bool {
+        self.is_null()
+    }
+}
+
+impl<T> PointsSomewhere for *const T {
+    fn is_nowhere(&self) -> bool {
+        self.is_null()
+    }
+}
+
+fn category(asker: &abi::Asker) -> Result<Category, Failure> {
+    within(asker.reserved, 0, 0, "asker.reserved")?;
+    let kinds = u32::try_from(RequestKind::ALL.len() - 1).unwrap_or(u32::MAX);
+    let kind = u8::try_from(within(asker.kind, 0, kinds, "asker.kind")?).unwrap_or_default();
+    // Turns saturate.
+    let turn = u8::try_from(asker.turn).unwrap_or(u8::MAX);
+    Ok(Category { kind: RequestKind::from_u8(kind), turn })
+}
+
+fn key_form(number: u32) -> Result<KeyForm, Failure> {
+    match number {
+        0 => Ok(KeyForm::Raw),
+        1 => Ok(KeyForm::Rotated),
+        other => Err(range("key_form", other, "0 or 1")),
+    }
+}
+
+fn within(number: u32, least: u32, most: u32, what: &'static str) -> Result<u32, Failure> {
+    if (least..=most).contains(&number) {
+        return Ok(number);
+    }
+    let expected = if least == most { least.to_string() } else { format!("{least} to {most}") };
+    Err(range(what, number, &expected))
+}
+
+fn range(what: &'static str, got: u32, expected: &str) -> Failure {
+    Failure::Range { what, got: u64::from(got), expected: expected.to_owned() }
+}

@@ -1,0 +1,158 @@
+//! What the handles are: a client with its threads, a queue, a hasher.
+//!
+//! Not here: how they are given out and come back (`entry.rs`), and results (`results.rs`).
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kv_core::id::IdentityDigest;
+use kv_core::prefix::{IdentityManifest, PrefixHasher};
+use kvfleet_client::{Client, ClientConfig, CompletionQueue, QueueLimits};
+use kvfleet_proto::tls::{Renewal, TlsFiles};
+use kvfleet_transport::renew::{RENEW_EVERY, keep_renewed};
+use tokio::runtime::{Builder, Runtime};
+
+use crate::slices::Room;
+use crate::status::Failure;
+
+/// Time between two looks at whether a queue that is freed has ended; nothing depends on it.
+const CLOSE_STEP: Duration = Duration::from_secs(600);
+
+/// The process that opened a handle. A forked one has the handle's memory but none of its threads, and shares its
+/// sockets: there nothing of it is used or even dropped.
+#[derive(Clone, Copy, Debug)]
+struct Home(u32);
+
+impl Home {
+    fn here() -> Home {
+        Home(std::process::id())
+    }
+
+    fn check(self) -> Result<(), Failure> {
+        if self.0 == std::process::id() { Ok(()) } else { Err(Failure::Forked) }
+    }
+}
+
+/// A client, and the threads on which it works until its last queue is gone.
+#[derive(Debug)]
+struct Opened {
+    client: Client,
+    runtime: Option<Runtime>,
+    home: Home,
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// `kvf_client`.
+#[derive(Debug)]
+pub struct ClientHandle(Arc<Opened>);
+
+impl ClientHandle {
+    /// A client on so many threads of its own, whose certificates are looked at again now and then.
+    pub(crate) fn open(
+        threads: usize,
+        files: TlsFiles,
+        config: impl FnOnce(kvfleet_proto::tls::Identity) -> ClientConfig,
+    ) -> Result<ClientHandle, Failure> {
+        let failed = |error: &dyn std::fmt::Display| Failure::Failed(error.to_string());
+        let identity = files.load().map_err(|error| failed(&error))?;
+        let runtime = Builder::new_multi_thread()
+            .worker_threads(threads)
+            .thread_name("kvfleet")
+            .enable_all()
+            .build()
+            .map_err(|error| failed(&error))?;
+        let client = {
+            let _inside = runtime.enter();
+            Client::new(config(identity.clone())).map_err(|error| failed(&error))?
+        };
+        runtime.spawn(keep_renewed(Renewal::new(identity, files), RENEW_EVERY));
+        Ok(ClientHandle(Arc::new(Opened { client, runtime: Some(runtime), home: Home::here() })))
+    }
+
+    /// Gives the client up, in a forked process by leaving it alone.
+    pub(crate) fn free(self) {
+        if self.0.home.check().is_err() {
+            std::mem::forget(self);
+        }
+    }
+
+    /// A queue on the client's threads.
+    pub(crate) fn queue(&self, limits: QueueLimits) -> Result<QueueHandle, Failure> {
+        self.0.home.check()?;
+        let runtime = self.0.runtime.as_ref().ok_or(Failure::NotFound { what: "client" })?;
+        let queue = CompletionQueue::new(self.0.client.clone(), limits, runtime.handle().clone());
+        Ok(QueueHandle { queue, threads: Arc::clone(&self.0) })
+    }
+}
+
+/// `kvf_queue`.
+#[derive(Debug)]
+pub struct QueueHandle {
+    queue: CompletionQueue<Room>,
+    threads: Arc<Opened>,
+}
+
+impl QueueHandle {
+    /// The queue, for the process that opened it.
+    pub(crate) fn queue(&self) -> Result<&CompletionQueue<Room>, Failure> {
+        self.threads.home.check()?;
+        Ok(&self.queue)
+    }
+
+    /// Ends when no slice is in use any more; in a forked process at once, and nothing is given back.
+    pub(crate) fn close_for_good(self) {
+        if self.threads.home.check().is_err() {
+            return std::mem::forget(self);
+        }
+        while !self.queue.close(CLOSE_STEP) {}
+    }
+}
+
+/// `kvf_hasher`.
+#[derive(Debug)]
+pub struct HasherHandle {
+    pub(crate) hasher: PrefixHasher,
+    pub(crate) identity: IdentityDigest,
+}
+
+impl HasherHandle {
+    pub(crate) fn open(model: &IdentityManifest, tenant_salt: &[u8; 32]) -> Result<HasherHandle, Failure> {
+        model.validate().map_err(|error| Failure::Failed(error.to_string()))?;
+        Ok(HasherHandle { hasher: PrefixHasher::new(model, tenant_salt), identity: model.digest() })
+    }
+}
+
+/// The files of a process.
+pub(crate) fn tls_files(ca: String, cert: String, key: String) -> TlsFiles {
+    TlsFiles { ca: PathBuf::from(ca), cert: PathBuf::from(cert), key: PathBuf::from(key) }
+}
+
+/// C uses them from any thread.
+const _: () = {
+    const fn is_shared<T: Send + Sync>() {}
+    is_shared::<ClientHandle>();
+    is_shared::<QueueHandle>();
+    is_shared::<HasherHandle>();
+    is_shared::<crate::ResultHandle>();
+};
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn a_handle_of_another_process_is_refused() {
+        assert!(Home::here().check().is_ok());
+        let refused = Home(std::process::id() + 1).check().unwrap_err();
+        kvfleet_errors_doc::says("C: a handle from before a fork", &refused, &[]);
+    }
+}

@@ -1,0 +1,224 @@
+//! How an operation ended, kept until the caller frees it: texts lie in it with a 0 at their end.
+//!
+//! Not here: what was told before the end (`entry.rs`).
+
+use std::ffi::{CString, c_char};
+use std::fmt::Display;
+use std::ptr::null;
+use std::time::Duration;
+
+use kvfleet_client::{Ended, LayersCame, Outcome, RouteAnswer, SaveAnswer, SaveDone};
+use kvfleet_proto::pb;
+
+use crate::abi;
+use crate::slices::Room;
+use crate::status::{self, Failure, Status};
+
+/// `kvf_result`.
+#[derive(Debug)]
+pub struct ResultHandle {
+    pub(crate) status: Status,
+    pub(crate) message: String,
+    pub(crate) retry_after: Duration,
+    part: Part,
+    leases: Vec<(CString, u64)>,
+}
+
+#[derive(Debug)]
+enum Part {
+    None,
+    Decided(Box<Decided>),
+    Fetched(Fetched),
+    Saved(SaveDone),
+}
+
+/// A decision, with its texts as C reads them.
+#[derive(Debug)]
+struct Decided {
+    decision: pb::Decision,
+    instance_address: CString,
+    save_address: CString,
+    source_addresses: Vec<CString>,
+}
+
+/// A fetch, the same.
+#[derive(Debug)]
+struct Fetched {
+    came: LayersCame,
+    by_block: Vec<u8>,
+    miss_addresses: Vec<CString>,
+}
+
+impl ResultHandle {
+    /// What an operation came to.
+    pub(crate) fn of(ended: Ended<Room>) -> ResultHandle {
+        let leases = ended.leases.into_iter().map(|held| (c_text(&held.address), held.lease.0)).collect();
+        let plain = |status, message: String, part| ResultHandle {
+            status,
+            message,
+            retry_after: Duration::ZERO,
+            part,
+            leases: Vec::new(),
+        };
+        let failed = |error: &dyn Display| plain(status::FAILED, error.to_string(), Part::None);
+        let ok = |part| plain(status::OK, String::new(), part);
+        let result = match ended.outcome {
+            Outcome::Routed(Ok(RouteAnswer::Decided(decision))) => {
+                ok(Part::Decided(Box::new(Decided::of(decision))))
+            }
+            Outcome::Routed(Ok(RouteAnswer::Rejected { reason, retry_after })) => {
+                ResultHandle { retry_after, ..plain(status::REJECTED, reason, Part::None) }
+            }
+            Outcome::Routed(Err(error)) => failed(&error),
+            Outcome::Layers(Ok(came)) if came.misses.is_empty() => ok(Part::Fetched(Fetched::of(came))),
+            Outcome::Layers(Ok(came)) => {
+                let words: Vec<_> = came.misses.iter().map(ToString::to_string).collect();
+                plain(status::MISSED, words.join("; "), Part::Fetched(Fetched::of(came)))
+            }
+            Outcome::Layers(Err(error)) => failed(&error),
+            Outcome::Saved(Ok(SaveAnswer::Done(done))) => ok(Part::Saved(done)),
+            Outcome::Saved(Ok(SaveAnswer::Busy { retry_after })) => {
+                let message = "the node has no time for it now".to_owned();
+                ResultHandle { retry_after, ..plain(status::NODE_BUSY, message, Part::None) }
+            }
+            Outcome::Saved(Ok(SaveAnswer::Refused(refusal))) => {
+                plain(status::REFUSED, format!("the node takes nothing of it: {refusal:?}"), Part::None)
+            }
+            Outcome::Saved(Err(error)) => failed(&error),
+            Outcome::Released(left) if left.is_empty() => ok(Part::None),
+            Outcome::Released(left) => {
+                let words: Vec<_> = left.iter().map(|(_, error)| error.to_string()).collect();
+                failed(&format!("{} leases are left to expire: {}", left.len(), words.join("; ")))
+            }
+            // A queue of this library has no fetch into memory of its own.
+            Outcome::Fetched(_) | Outcome::Lost => {
+                plain(status::LOST, "it broke inside the library".to_owned(), Part::None)
+            }
+            Outcome::Cancelled => plain(status::CANCELLED, "it was cancelled".to_owned(), Part::None),
+        };
+        ResultHandle { leases, ..result }
+    }
+
+    pub(crate) fn decision(&self) -> Result<abi::Decision, Failure> {
+        let Part::Decided(decided) = &self.part else { return Err(Failure::NotFound { what: "decision" }) };
+        let Decided { decision, instance_address, save_address, source_addresses } = &**decided;
+        let save_to = decision.save_to.clone().unwrap_or_default();
+        Ok(abi::Decision {
+            size: size_of_u32::<abi::Decision>(),
+            instance: decision.instance,
+            instance_address: instance_address.as_ptr(),
+            save_address: if decision.save_to.is_some() { save_address.as_ptr() } else { null() },
+            save_epoch: save_to.epoch,
+            save_node: save_to.node,
+            save_tier: save_to.tier,
+            fetch_blocks: decision.fetch_blocks,
+            recompute_blocks: decision.recompute_blocks,
+            resident_blocks: decision.resident_blocks,
+            sources: count(source_addresses.len()),
+        })
+    }
+
+    pub(crate) fn source(&self, position: usize) -> Result<abi::Source, Failure> {
+        let missing = || Failure::NotFound { what: "source of this number" };
+        let Part::Decided(decided) = &self.part else { return Err(missing()) };
+        let source = decided.decision.sources.get(position).ok_or_else(missing)?;
+        Ok(abi::Source {
+            address: decided.source_addresses.get(position).ok_or_else(missing)?.as_ptr(),
+            epoch: source.epoch,
+            node: source.node,
+            tier: source.tier,
+            start_blocks: source.start_blocks,
+            len_blocks: source.len_blocks,
+        })
+    }
+
+    pub(crate) fn fetched(&self) -> Result<abi::Fetched, Failure> {
+        let Part::Fetched(fetched) = &self.part else { return Err(Failure::NotFound { what: "fetch" }) };
+        Ok(abi::Fetched {
+            size: size_of_u32::<abi::Fetched>(),
+            end_block: fetched.came.end_block,
+            came: fetched.by_block.as_ptr(),
+            came_count: fetched.by_block.len(),
+            received_bytes: fetched.came.received_bytes,
+            wrong_blocks: fetched.came.wrong_blocks,
+            misses: count(fetched.miss_addresses.len()),
+        })
+    }
+
+    pub(crate) fn miss(&self, position: usize) -> Result<abi::Miss, Failure> {
+        let missing = || Failure::NotFound { what: "miss of this number" };
+        let Part::Fetched(fetched) = &self.part else { return Err(missing()) };
+        let miss = fetched.came.misses.get(position).ok_or_else(missing)?;
+        Ok(abi::Miss {
+            size: size_of_u32::<abi::Miss>(),
+            node: miss.node.0,
+            address: fetched.miss_addresses.get(position).ok_or_else(missing)?.as_ptr(),
+            first_missing_block: miss.first_missing_block,
+            reason: miss.reason as u32,
+        })
+    }
+
+    pub(crate) fn saved(&self) -> Result<abi::Saved, Failure> {
+        let Part::Saved(done) = &self.part else { return Err(Failure::NotFound { what: "save" }) };
+        let visible_at = done.visible_at.map_or_else(abi::Seen::default, |at| abi::Seen {
+            node: at.node.0,
+            shard: u32::from(at.shard),
+            epoch: at.epoch.0,
+            seq: at.seq.0,
+        });
+        Ok(abi::Saved {
+            size: size_of_u32::<abi::Saved>(),
+            stored_blocks: done.stored_blocks,
+            present_blocks: done.present_blocks,
+            refused_blocks: done.refused_blocks,
+            stored_bytes: done.stored_bytes,
+            visible_at,
+        })
+    }
+
+    pub(crate) fn lease(&self, position: usize) -> Result<abi::Lease, Failure> {
+        let held = self.leases.get(position).ok_or(Failure::NotFound { what: "lease of this number" })?;
+        Ok(abi::Lease { address: held.0.as_ptr(), lease: held.1 })
+    }
+}
+
+impl Decided {
+    fn of(decision: pb::Decision) -> Decided {
+        Decided {
+            instance_address: c_text(&decision.instance_address),
+            save_address: c_text(decision.save_to.as_ref().map_or("", |holder| &holder.address)),
+            source_addresses: decision.sources.iter().map(|source| c_text(&source.address)).collect(),
+            decision,
+        }
+    }
+}
+
+impl Fetched {
+    fn of(came: LayersCame) -> Fetched {
+        Fetched {
+            by_block: came.came.iter().map(|came| u8::from(*came)).collect(),
+            miss_addresses: came.misses.iter().map(|miss| c_text(&miss.address)).collect(),
+            came,
+        }
+    }
+}
+
+/// The text up to its first 0, which no address has.
+fn c_text(text: &str) -> CString {
+    let end = text.find('\0').unwrap_or(text.len());
+    CString::new(&text[..end]).unwrap_or_default()
+}
+
+fn count(number: usize) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
+}
+
+fn size_of_u32<T>() -> u32 {
+    count(size_of::<T>())
+}
+
+/// The name of a status as C reads it.
+pub(crate) fn name_of(status: Status) -> *const c_char {
+    let named = status::NAMES.iter().find(|(number, _)| *number == status);
+    named.map_or("unknown\0", |(_, name)| name).as_ptr().cast()
+}

@@ -1,0 +1,613 @@
+//! What a careless caller gets: a number and a sentence, and nothing done.
+//!
+//! Not here: what cannot be refused (pointers that are not null and lead nowhere).
+#![allow(unsafe_code, clippy::unwrap_used)] // calls what C calls, with pointers of this test's own
+
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::path::Path;
+use std::ptr::{null, null_mut};
+
+use kvfleet_client_c::entry::*;
+use kvfleet_client_c::status::{self, Status};
+use kvfleet_client_c::{ClientHandle, HasherHandle, QueueHandle, abi};
+use kvfleet_errors_doc::says;
+
+fn sentence() -> String {
+    let mut text = [0u8; 512];
+    // SAFETY: as long as it says.
+    let length = unsafe { kvf_last_error(text.as_mut_ptr().cast(), text.len()) };
+    assert!(length > 0 && length < text.len());
+    CStr::from_bytes_until_nul(&text).unwrap().to_str().unwrap().to_owned()
+}
+
+/// Asserts that a call was refused so, with a sentence that has these words.
+#[track_caller]
+fn refused(status: Status, expected: Status, words: &str) {
+    assert_eq!(status, expected, "{}", sentence());
+    assert!(sentence().contains(words), "{}", sentence());
+}
+
+/// Files of an authority and one certificate.
+fn certificates(place: &Path) -> [CString; 3] {
+    let mut params = rcgen::CertificateParams::new(vec![]).unwrap();
+    params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    let authority = rcgen::KeyPair::generate().unwrap();
+    let authority = rcgen::CertifiedIssuer::self_signed(params, authority).unwrap();
+    let key = rcgen::KeyPair::generate().unwrap();
+    let params = rcgen::CertificateParams::new(vec!["kvfleet".to_owned()]).unwrap();
+    let cert = params.signed_by(&key, &authority).unwrap();
+    [("ca.pem", authority.pem()), ("cert.pem", cert.pem()), ("key.pem", key.serialize_pem())].map(
+        |(name, text)| {
+            let path = place.join(name);
+            std::fs::write(&path, text).unwrap();
+            CString::new(path.to_str().unwrap()).unwrap()
+        },
+    )
+}
+
+struct Opened {
+    client: *mut ClientHandle,
+    queue: *mut QueueHandle,
+}
+
+/// A client and a queue of a cluster that is not there.
+fn opened(limits: *const abi::QueueLimits) -> Opened {
+    let place = tempfile::tempdir().unwrap();
+    let [ca, cert, key] = certificates(place.path());
+    let routers = [c"127.0.0.1:9".as_ptr()];
+    let config = config(&routers, [&ca, &cert, &key]);
+    let (mut client, mut queue) = (null_mut(), null_mut());
+    // SAFETY: what is pointed to lives until after the calls.
+    unsafe {
+        assert_eq!(kvf_client_open(&raw const config, &raw mut client), status::OK);
+        assert_eq!(kvf_queue_open(client, limits, &raw mut queue), status::OK);
+    }
+    Opened { client, queue }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        // SAFETY: once each. The client may go before its queue.
+        unsafe {
+            kvf_client_free(self.client);
+            kvf_queue_free(self.queue);
+        }
+    }
+}
+
+fn config(routers: &[*const c_char], [ca, cert, key]: [&CStr; 3]) -> abi::ClientConfig {
+    abi::ClientConfig {
+        size: u32::try_from(size_of::<abi::ClientConfig>()).unwrap(),
+        threads: 1,
+        routers: routers.as_ptr(),
+        routers_count: routers.len(),
+        ca_file: ca.as_ptr(),
+        cert_file: cert.as_ptr(),
+        key_file: key.as_ptr(),
+        transport: null(),
+        shm_dir: null(),
+        seed: 0,
+    }
+}
+
+#[test]
+fn a_client_that_cannot_be_is_refused_with_its_reason() {
+    let place = tempfile::tempdir().unwrap();
+    let [ca, cert, key] = certificates(place.path());
+    let routers = [c"127.0.0.1:9".as_ptr()];
+    let good = config(&routers, [&ca, &cert, &key]);
+    let mut client: *mut ClientHandle = null_mut();
+    let mut open = |config: *const abi::ClientConfig| {
+        // SAFETY: what is pointed to lives until after the call.
+        let status = unsafe { kvf_client_open(config, &raw mut client) };
+        assert!(client.is_null(), "nothing is given");
+        status
+    };
+    refused(open(null()), status::INVALID, "config is null");
+    says("C: a null pointer", &sentence(), &[]);
+    let odd = (&raw const good).cast::<u8>().wrapping_add(1).cast();
+    refused(open(odd), status::INVALID, "config is misaligned");
+    says("C: a misaligned pointer", &sentence(), &[]);
+    let unset = abi::ClientConfig { size: 0, ..good };
+    refused(open(&raw const unset), status::INVALID, "config.size is 0");
+    says("C: a size that was not set", &sentence(), &[]);
+    let many = abi::ClientConfig { routers_count: usize::MAX, ..good };
+    refused(open(&raw const many), status::TOO_LARGE, "routers has");
+    says("C: a length above its limit", &sentence(), &[]);
+    let none = abi::ClientConfig { routers_count: 0, ..good };
+    refused(open(&raw const none), status::FAILED, "no router is named");
+    let nowhere = [null()];
+    let nowhere = abi::ClientConfig { routers: nowhere.as_ptr(), ..good };
+    refused(open(&raw const nowhere), status::INVALID, "router is null");
+    let threads = abi::ClientConfig { threads: 1 << 20, ..good };
+    refused(open(&raw const threads), status::INVALID, "threads is 1048576");
+    let pigeon = abi::ClientConfig { transport: c"pigeon".as_ptr(), ..good };
+    refused(open(&raw const pigeon), status::FAILED, "`pigeon` is no transport");
+    let no_text = abi::ClientConfig { transport: c"\xff".as_ptr(), ..good };
+    refused(open(&raw const no_text), status::INVALID, "transport is no UTF-8");
+    let long = CString::new(vec![b'a'; 5000]).unwrap();
+    let long = abi::ClientConfig { transport: long.as_ptr(), ..good };
+    refused(open(&raw const long), status::TOO_LARGE, "transport has 4097");
+    let shm = abi::ClientConfig { transport: c"shm".as_ptr(), ..good };
+    refused(open(&raw const shm), status::FAILED, "needs the directory");
+    let lost = abi::ClientConfig { ca_file: c"/nowhere/ca.pem".as_ptr(), ..good };
+    refused(open(&raw const lost), status::FAILED, "/nowhere/ca.pem");
+    // SAFETY: nothing is written to null.
+    let status = unsafe { kvf_client_open(&raw const good, null_mut()) };
+    refused(status, status::INVALID, "client is null");
+}
+
+#[test]
+fn null_is_refused_everywhere_and_freed_as_nothing() {
+    // SAFETY: every pointer is null, which each function refuses.
+    unsafe {
+        let count = &mut 0usize as *mut usize;
+        for status in [
+            kvf_queue_open(null_mut(), null(), null_mut()),
+            kvf_queue_submit(null_mut(), null(), 0),
+            kvf_queue_poll(null_mut(), null_mut(), 0, 0, count),
+            kvf_queue_wait(null_mut(), null_mut(), 0, 0, 0, count),
+            kvf_queue_begin(null_mut(), 0),
+            kvf_queue_cancel(null_mut(), 0),
+            kvf_queue_close(null_mut(), 0),
+            kvf_hasher_open(null(), null(), null_mut()),
+            kvf_hasher_identity(null(), null_mut()),
+            kvf_hasher_blocks(null(), null(), 0, null_mut(), 0, count),
+            kvf_result_decision(null(), null_mut()),
+            kvf_result_source(null(), 0, null_mut()),
+            kvf_result_fetched(null(), null_mut()),
+            kvf_result_miss(null(), 0, null_mut()),
+            kvf_result_saved(null(), null_mut()),
+            kvf_result_lease(null(), 0, null_mut()),
+        ] {
+            refused(status, status::INVALID, "is null");
+        }
+        assert_eq!(kvf_result_retry_after_us(null()), 0);
+        assert_eq!(kvf_result_message(null(), null_mut(), 0), 0);
+        kvf_client_free(null_mut());
+        kvf_queue_free(null_mut());
+        kvf_hasher_free(null_mut());
+        kvf_result_free(null_mut());
+        for number in [status::OK, status::LOST, 999, -1] {
+            assert!(!CStr::from_ptr(kvf_status_name(number)).is_empty());
+        }
+    }
+}
+
+#[test]
+fn each_argument_that_is_null_is_refused_where_all_others_are_good() {
+    let opened = opened(null());
+    let (queue, salt) = (opened.queue, [0u8; 32]);
+    let model = model();
+    // SAFETY: what is not null is there and as long as it says; one argument of each call is null.
+    unsafe {
+        let mut entry: abi::Completion = std::mem::zeroed();
+        let (entry, bytes) = (&raw mut entry, size_of::<abi::Completion>());
+        let (mut hasher, mut other): (*mut HasherHandle, *mut QueueHandle) = (null_mut(), null_mut());
+        assert_eq!(kvf_hasher_open(&raw const model, salt.as_ptr(), &raw mut hasher), status::OK);
+        let (mut hash, mut count, tokens) = (abi::Hash::default(), 0, [1u32; 512]);
+        let (hash, count) = (&raw mut hash, &raw mut count);
+        for (status, what) in [
+            (kvf_queue_open(null_mut(), null(), &raw mut other), "client"),
+            (kvf_queue_open(opened.client, null(), null_mut()), "queue"),
+            (kvf_queue_submit(queue, null(), 1), "operation"),
+            (kvf_queue_poll(queue, null_mut(), 1, bytes, count), "entries"),
+            (kvf_queue_poll(queue, entry, 1, bytes, null_mut()), "count"),
+            (kvf_queue_wait(queue, null_mut(), 1, bytes, 0, count), "entries"),
+            (kvf_queue_wait(queue, entry, 1, bytes, 0, null_mut()), "count"),
+            (kvf_hasher_open(null(), salt.as_ptr(), &raw mut hasher), "model"),
+            (kvf_hasher_open(&raw const model, null(), &raw mut hasher), "tenant_salt"),
+            (kvf_hasher_open(&raw const model, salt.as_ptr(), null_mut()), "hasher"),
+            (kvf_hasher_identity(null(), hash), "hasher"),
+            (kvf_hasher_identity(hasher, null_mut()), "identity"),
+            (kvf_hasher_blocks(null(), tokens.as_ptr(), 512, hash, 1, count), "hasher"),
+            (kvf_hasher_blocks(hasher, null(), 512, hash, 1, count), "tokens"),
+            (kvf_hasher_blocks(hasher, tokens.as_ptr(), 512, null_mut(), 1, count), "hashes"),
+            (kvf_hasher_blocks(hasher, tokens.as_ptr(), 512, hash, 1, null_mut()), "count"),
+        ] {
+            assert_eq!(status, status::INVALID, "{what}");
+        }
+        // Sentences are of the last call only, so some are asked once more.
+        refused(kvf_queue_submit(queue, null(), 1), status::INVALID, "operation is null");
+        refused(kvf_queue_poll(queue, null_mut(), 1, bytes, count), status::INVALID, "entries is null");
+        refused(kvf_hasher_identity(hasher, null_mut()), status::INVALID, "identity is null");
+        assert!(other.is_null());
+        kvf_hasher_free(hasher);
+    }
+}
+
+unsafe extern "C" {
+    fn fork() -> i32;
+    fn waitpid(process: i32, status: *mut i32, options: i32) -> i32;
+    fn alarm(seconds: u32) -> u32;
+    fn _exit(status: i32) -> !;
+}
+
+#[test]
+fn a_forked_process_is_told_so_and_does_not_hang_when_it_frees() {
+    let mut memory = Memory::new();
+    let (slices, sources) = (memory.slices(), [source(2)]);
+    let opened = opened(null());
+    // An operation that never ends by itself: freeing would wait for it.
+    let waits = abi::FetchCall { flags: abi::FETCH_WAITS, ..memory.fetch(&slices, &sources) };
+    assert_eq!(submit(&opened, &[operation(abi::FETCH, 1, &waits)]), status::OK);
+    // SAFETY: the child calls the library, which leaves it alone, and ends without returning.
+    unsafe {
+        let child = fork();
+        if child == 0 {
+            alarm(30);
+            let (mut count, mut other) = (0, null_mut());
+            let bytes = size_of::<abi::Completion>();
+            let statuses = [
+                kvf_queue_poll(opened.queue, null_mut(), 0, bytes, &raw mut count),
+                kvf_queue_submit(opened.queue, null(), 0),
+                kvf_queue_begin(opened.queue, 1),
+                kvf_queue_cancel(opened.queue, 1),
+                kvf_queue_close(opened.queue, 1 << 40),
+                kvf_queue_open(opened.client, null(), &raw mut other),
+            ];
+            kvf_queue_free(opened.queue);
+            kvf_client_free(opened.client);
+            _exit(i32::from(statuses != [status::FAILED; 6]));
+        }
+        let mut ended = -1;
+        assert_eq!(waitpid(child, &raw mut ended, 0), child);
+        assert_eq!(ended, 0, "it was stopped, or was answered otherwise");
+        // The parent's goes on as before.
+        assert_eq!(kvf_queue_cancel(opened.queue, 1), status::OK);
+        let entry = waited(&opened)[0];
+        assert_eq!((entry.kind, entry.status), (abi::ENDED, status::CANCELLED));
+        let mut lease: abi::Lease = std::mem::zeroed();
+        assert_eq!(kvf_result_lease(entry.result, 0, &raw mut lease), status::OK);
+        refused(kvf_result_lease(entry.result, 0, null_mut()), status::INVALID, "lease is null");
+        refused(kvf_result_lease(entry.result, 1, &raw mut lease), status::NOT_FOUND, "lease of this number");
+        kvf_result_free(entry.result);
+    }
+}
+
+#[test]
+fn what_is_reserved_is_0_and_limits_that_are_0_are_those_of_the_library() {
+    let size = |bytes: usize| u32::try_from(bytes).unwrap();
+    let limits = abi::QueueLimits {
+        size: size(size_of::<abi::QueueLimits>()),
+        reserved: 0,
+        operations_max: 0,
+        blocks_max: 0,
+    };
+    let mut memory = Memory::new();
+    let (slices, sources) = (memory.slices(), [source(2)]);
+    let opened = opened(&raw const limits);
+    let fetch = memory.fetch(&slices, &sources);
+    let asker = abi::Asker { reserved: 1, ..abi::Asker::default() };
+    let later = abi::FetchCall { asker, ..fetch };
+    let refuses = |operation, words: &str| refused(submit(&opened, &[operation]), status::INVALID, words);
+    refuses(operation(abi::FETCH, 1, &later), "asker.reserved is 1, expected 0");
+    let size_of_release = size(size_of::<abi::ReleaseCall>());
+    let release = abi::ReleaseCall { size: size_of_release, reserved: 1, leases: null(), leases_count: 0 };
+    refuses(operation(abi::RELEASE, 1, &release), "release_call.reserved is 1");
+    // SAFETY: zeroes are a call of nothing.
+    let route: abi::RouteCall = unsafe { std::mem::zeroed() };
+    let route = abi::RouteCall { size: size(size_of::<abi::RouteCall>()), reserved: 1, ..route };
+    refuses(operation(abi::ROUTE, 1, &route), "route_call.reserved is 1");
+    let later = abi::QueueLimits { reserved: 1, ..limits };
+    let (mut queue, mut hasher) = (null_mut(), null_mut());
+    let model = abi::Model { reserved: 1, ..model() };
+    // SAFETY: what is pointed to lives until after the calls.
+    unsafe {
+        let status = kvf_queue_open(opened.client, &raw const later, &raw mut queue);
+        refused(status, status::INVALID, "limits.reserved is 1");
+        let status = kvf_hasher_open(&raw const model, [0u8; 32].as_ptr(), &raw mut hasher);
+        refused(status, status::INVALID, "model.reserved is 1");
+    }
+    // Limits of 0 that were taken at their word would refuse this.
+    assert_eq!(submit(&opened, &[operation(abi::FETCH, 1, &fetch)]), status::OK);
+}
+
+/// Slices of 8 and 4 bytes of two blocks, and what a call says of them.
+struct Memory {
+    bytes: [u8; 24],
+    slice_bytes: [u32; 2],
+    hashes: [abi::Hash; 2],
+}
+
+impl Memory {
+    fn new() -> Box<Memory> {
+        Box::new(Memory { bytes: [0; 24], slice_bytes: [8, 4], hashes: [abi::Hash { bytes: [1; 16] }; 2] })
+    }
+
+    fn slices(&mut self) -> [*mut c_void; 4] {
+        [0, 8, 12, 20].map(|at| self.bytes.as_mut_ptr().wrapping_add(at).cast())
+    }
+
+    fn fetch(&self, slices: &[*mut c_void], sources: &[abi::Source]) -> abi::FetchCall {
+        abi::FetchCall {
+            size: u32::try_from(size_of::<abi::FetchCall>()).unwrap(),
+            flags: 0,
+            asker: abi::Asker::default(),
+            hashes: self.hashes.as_ptr(),
+            hashes_count: 2,
+            sources: sources.as_ptr(),
+            sources_count: sources.len(),
+            slice_bytes: self.slice_bytes.as_ptr(),
+            slices: slices.as_ptr(),
+            slices_count: slices.len(),
+            layers: 2,
+            resident_blocks: 0,
+            deadline_us: 1_000_000,
+            read_buffer_bytes: 0,
+            in_flight_bytes_max: 0,
+        }
+    }
+
+    fn save(&self, slices: &[*mut c_void]) -> abi::SaveCall {
+        abi::SaveCall {
+            size: u32::try_from(size_of::<abi::SaveCall>()).unwrap(),
+            key_form: 1,
+            asker: abi::Asker::default(),
+            address: c"127.0.0.1:9".as_ptr(),
+            epoch: 1,
+            parent: null(),
+            hashes: self.hashes.as_ptr(),
+            hashes_count: 2,
+            slice_bytes: self.slice_bytes.as_ptr(),
+            slices: slices.as_ptr().cast(),
+            slices_count: slices.len(),
+            layers: 2,
+            first_offset_blocks: 0,
+        }
+    }
+}
+
+fn operation<T>(kind: u32, tag: u64, call: &T) -> abi::Operation {
+    let size = u32::try_from(size_of::<abi::Operation>()).unwrap();
+    abi::Operation { size, kind, tag, call: (&raw const *call).cast() }
+}
+
+fn source(len_blocks: u32) -> abi::Source {
+    abi::Source { address: c"127.0.0.1:9".as_ptr(), epoch: 1, node: 1, tier: 1, start_blocks: 0, len_blocks }
+}
+
+fn submit(opened: &Opened, operations: &[abi::Operation]) -> Status {
+    // SAFETY: what is pointed to lives until after the call, and slices until the queue is freed.
+    unsafe { kvf_queue_submit(opened.queue, operations.as_ptr(), operations.len()) }
+}
+
+#[test]
+fn calls_that_make_no_sense_are_refused_and_nothing_of_their_batch_is_done() {
+    let mut memory = Memory::new();
+    let slices = memory.slices();
+    let sources = [source(2)];
+    let opened = opened(null());
+    let fetch = memory.fetch(&slices, &sources);
+    let save = memory.save(&slices);
+    let bad_fetch = |call: abi::FetchCall, expected, words: &str| {
+        let good = operation(abi::SAVE, 1, &save);
+        refused(submit(&opened, &[good, operation(abi::FETCH, 2, &call)]), expected, words);
+    };
+    bad_fetch(abi::FetchCall { size: 8, ..fetch }, status::INVALID, "fetch_call.size is 8");
+    bad_fetch(abi::FetchCall { flags: 4, ..fetch }, status::INVALID, "flags is 4");
+    bad_fetch(abi::FetchCall { hashes: null(), ..fetch }, status::INVALID, "hashes is null");
+    bad_fetch(abi::FetchCall { hashes_count: 1 << 40, ..fetch }, status::TOO_LARGE, "hashes has");
+    bad_fetch(abi::FetchCall { sources: null(), ..fetch }, status::INVALID, "sources is null");
+    bad_fetch(abi::FetchCall { layers: 0, ..fetch }, status::INVALID, "layers is 0");
+    bad_fetch(abi::FetchCall { layers: u32::MAX, ..fetch }, status::INVALID, "layers is 4294967295");
+    bad_fetch(abi::FetchCall { slice_bytes: null(), ..fetch }, status::INVALID, "slice_bytes is null");
+    bad_fetch(abi::FetchCall { slices: null(), ..fetch }, status::INVALID, "slices is null");
+    let odd = slices.as_ptr().cast::<u8>().wrapping_add(1).cast();
+    bad_fetch(abi::FetchCall { slices: odd, ..fetch }, status::INVALID, "slices is misaligned");
+    bad_fetch(abi::FetchCall { slices_count: 3, ..fetch }, status::INVALID, "slices_count is 3, expected 4");
+    says("C: not a slice for each layer of each block", &sentence(), &[]);
+    let mut hole = slices;
+    hole[2] = null_mut();
+    bad_fetch(memory.fetch(&hole, &sources), status::INVALID, "one of the slices is null");
+    let endless = [source(u32::MAX), source(u32::MAX)];
+    bad_fetch(memory.fetch(&slices, &endless), status::TOO_LARGE, "blocks has 8589934590");
+    let huge = [u32::MAX, u32::MAX];
+    bad_fetch(
+        abi::FetchCall { slice_bytes: huge.as_ptr(), ..fetch },
+        status::TOO_LARGE,
+        "slice_bytes has 8589934590",
+    );
+    let kind = abi::Asker { kind: 7, ..abi::Asker::default() };
+    bad_fetch(abi::FetchCall { asker: kind, ..fetch }, status::INVALID, "asker.kind is 7");
+    let form = abi::SaveCall { key_form: 2, ..save };
+    refused(submit(&opened, &[operation(abi::SAVE, 1, &form)]), status::INVALID, "key_form is 2");
+    let nobody = abi::SaveCall { address: null(), ..save };
+    refused(submit(&opened, &[operation(abi::SAVE, 1, &nobody)]), status::INVALID, "address is null");
+    refused(submit(&opened, &[operation(9, 1, &save)]), status::INVALID, "operation.kind is 9");
+    let mut nothing = operation(abi::SAVE, 1, &save);
+    nothing.call = null();
+    refused(submit(&opened, &[nothing]), status::INVALID, "save_call is null");
+    // SAFETY: the count is refused before anything is read.
+    let endless = unsafe { kvf_queue_submit(opened.queue, &raw const nothing, usize::MAX) };
+    refused(endless, status::TOO_LARGE, "operations has");
+    let twice = [operation(abi::SAVE, 1, &save), operation(abi::SAVE, 1, &save)];
+    refused(submit(&opened, &twice), status::TAG_IN_USE, "tag 1");
+    let mut count = 7;
+    // SAFETY: the entry is there; what it holds is written before it is read.
+    unsafe {
+        let mut entry = std::mem::zeroed();
+        let bytes = size_of::<abi::Completion>();
+        let status = kvf_queue_poll(opened.queue, &raw mut entry, 1, bytes - 8, &raw mut count);
+        refused(status, status::INVALID, "entry.size is 24");
+        assert_eq!(kvf_queue_poll(opened.queue, &raw mut entry, 1, bytes, &raw mut count), status::OK);
+        assert_eq!(count, 0, "nothing of any batch was begun");
+        refused(kvf_queue_cancel(opened.queue, 1), status::NOT_FOUND, "no operation in flight");
+        // Whoever waits for more of a closed queue is told that nothing comes.
+        assert_eq!(kvf_queue_close(opened.queue, 0), status::OK);
+        let over = kvf_queue_wait(opened.queue, &raw mut entry, 1, bytes, 1 << 40, &raw mut count);
+        refused(over, status::CLOSED, "closed");
+    }
+}
+
+#[test]
+fn a_full_queue_is_busy_and_what_ends_without_a_cluster_says_why() {
+    let limits = abi::QueueLimits {
+        size: u32::try_from(size_of::<abi::QueueLimits>()).unwrap(),
+        reserved: 0,
+        operations_max: 2,
+        blocks_max: 100,
+    };
+    let mut memory = Memory::new();
+    let slices = memory.slices();
+    let sources = [source(2)];
+    // Of memory of its own: slices in flight do not overlap those of a fetch.
+    let mut computed = Memory::new();
+    let saved = computed.slices();
+    let opened = opened(&raw const limits);
+    let (fetch, save) = (memory.fetch(&slices, &sources), computed.save(&saved));
+    let both = [operation(abi::FETCH, 1, &fetch), operation(abi::SAVE, 2, &save)];
+    assert_eq!(submit(&opened, &both), status::OK);
+    refused(submit(&opened, &[operation(abi::SAVE, 3, &save)]), status::BUSY, "do not fit");
+    let three = [3, 4, 5].map(|tag| operation(abi::SAVE, tag, &save));
+    refused(submit(&opened, &three), status::TOO_LARGE, "never fit");
+    let mut ended = Vec::new();
+    while ended.len() < 2 {
+        for entry in waited(&opened) {
+            if entry.kind == abi::ENDED {
+                ended.push((entry.tag, entry.status));
+                // SAFETY: it is this test's, and freed once.
+                unsafe { judge(&entry) };
+            } else {
+                assert_eq!((entry.kind, entry.tag, entry.block), (abi::RECOMPUTE, 1, 0));
+            }
+        }
+    }
+    ended.sort_unstable();
+    assert_eq!(ended, [(1, status::MISSED), (2, status::FAILED)]);
+    // SAFETY: the queue is there.
+    assert_eq!(unsafe { kvf_queue_close(opened.queue, 0) }, status::OK);
+    refused(submit(&opened, &both), status::CLOSED, "closed");
+}
+
+#[test]
+fn of_a_batch_that_never_fits_no_more_is_copied_than_would_fit() {
+    let limits = abi::QueueLimits {
+        size: u32::try_from(size_of::<abi::QueueLimits>()).unwrap(),
+        reserved: 0,
+        operations_max: 3,
+        blocks_max: 3,
+    };
+    let mut memory = Memory::new();
+    let (slices, sources) = (memory.slices(), [source(2)]);
+    let opened = opened(&raw const limits);
+    let fetch = memory.fetch(&slices, &sources);
+    let mut unread = operation(abi::FETCH, 3, &fetch);
+    unread.call = null();
+    refused(submit(&opened, &[unread]), status::INVALID, "fetch_call is null");
+    let blocks = [operation(abi::FETCH, 1, &fetch), operation(abi::FETCH, 2, &fetch), unread];
+    refused(submit(&opened, &blocks), status::TOO_LARGE, "of 4 blocks never fit");
+    refused(submit(&opened, &[unread; 4]), status::TOO_LARGE, "4 operations");
+    let mut short = blocks;
+    short[0].size -= 8;
+    refused(submit(&opened, &short), status::INVALID, "operation.size is 16");
+}
+
+fn waited(opened: &Opened) -> Vec<abi::Completion> {
+    // SAFETY: as many entries as it says, of which as many are read as were written.
+    unsafe {
+        let mut entries: [abi::Completion; 4] = std::mem::zeroed();
+        let mut count = 0;
+        let bytes = size_of::<abi::Completion>();
+        let status = kvf_queue_wait(
+            opened.queue,
+            entries.as_mut_ptr(),
+            entries.len(),
+            bytes,
+            60_000_000,
+            &raw mut count,
+        );
+        assert!(status == status::OK && count > 0);
+        entries[..count].to_vec()
+    }
+}
+
+/// Looks at the end of an operation of a cluster that is not there, and frees it.
+unsafe fn judge(entry: &abi::Completion) {
+    let result = entry.result;
+    // SAFETY: the result is there until it is freed below; each struct is written before it is read.
+    unsafe {
+        assert!(kvf_result_message(result, null_mut(), 0) > 0);
+        let mut decision: abi::Decision = std::mem::zeroed();
+        decision.size = u32::try_from(size_of::<abi::Decision>()).unwrap();
+        refused(kvf_result_decision(result, &raw mut decision), status::NOT_FOUND, "no decision");
+        if entry.tag == 1 {
+            let mut fetched: abi::Fetched = std::mem::zeroed();
+            refused(kvf_result_fetched(result, &raw mut fetched), status::INVALID, "fetched.size is 0");
+            fetched.size = u32::try_from(size_of::<abi::Fetched>()).unwrap();
+            assert_eq!(kvf_result_fetched(result, &raw mut fetched), status::OK);
+            assert_eq!((fetched.end_block, fetched.came_count, fetched.misses), (0, 2, 1));
+            assert_eq!(std::slice::from_raw_parts(fetched.came, 2), [0, 0]);
+            let mut miss: abi::Miss = std::mem::zeroed();
+            miss.size = u32::try_from(size_of::<abi::Miss>()).unwrap();
+            assert_eq!(kvf_result_miss(result, 0, &raw mut miss), status::OK);
+            assert_eq!((miss.reason, CStr::from_ptr(miss.address)), (6, c"127.0.0.1:9"));
+            refused(kvf_result_miss(result, 1, &raw mut miss), status::NOT_FOUND, "miss of this number");
+            refused(kvf_result_miss(result, 0, null_mut()), status::INVALID, "miss is null");
+            refused(kvf_result_fetched(result, null_mut()), status::INVALID, "fetched is null");
+        }
+        kvf_result_free(result);
+    }
+}
+
+fn model() -> abi::Model {
+    abi::Model {
+        size: u32::try_from(size_of::<abi::Model>()).unwrap(),
+        key_form: 1,
+        model: c"emulated-8b".as_ptr(),
+        weights_digest: c"emulated".as_ptr(),
+        dtype: c"bf16".as_ptr(),
+        layout: c"layer-major".as_ptr(),
+        rope: c"theta=500000".as_ptr(),
+        adapter: c"".as_ptr(),
+        layers: 32,
+        tp: 1,
+        pp: 1,
+        rank: 0,
+        block_tokens: 512,
+        reserved: 0,
+    }
+}
+
+#[test]
+fn hashes_are_those_of_the_library_and_never_more_than_there_is_room_for() {
+    let model = model();
+    let manifest = kv_core::prefix::IdentityManifest::default();
+    let salt = [3u8; 32];
+    let tokens: Vec<u32> = (0..1300).collect();
+    let expected = kv_core::prefix::PrefixHasher::new(&manifest, &salt).blocks(&tokens);
+    let mut hasher: *mut HasherHandle = null_mut();
+    let odd = abi::Model { block_tokens: 500, ..model };
+    // SAFETY: what is pointed to lives until after the calls, and the hasher is freed once.
+    unsafe {
+        let status = kvf_hasher_open(&raw const odd, salt.as_ptr(), &raw mut hasher);
+        refused(status, status::FAILED, "block_tokens is 500");
+        let unfinished = abi::Model { rope: null(), ..model };
+        let status = kvf_hasher_open(&raw const unfinished, salt.as_ptr(), &raw mut hasher);
+        refused(status, status::INVALID, "rope is null");
+        assert_eq!(kvf_hasher_open(&raw const model, salt.as_ptr(), &raw mut hasher), status::OK);
+        let mut identity = abi::Hash::default();
+        assert_eq!(kvf_hasher_identity(hasher, &raw mut identity), status::OK);
+        assert_eq!(identity.bytes, manifest.digest().0);
+        let mut hashes = [abi::Hash::default(); 3];
+        let mut count = 0;
+        let mut blocks = |room| {
+            kvf_hasher_blocks(
+                hasher,
+                tokens.as_ptr(),
+                tokens.len(),
+                hashes.as_mut_ptr(),
+                room,
+                &raw mut count,
+            )
+        };
+        refused(blocks(2), status::TOO_LARGE, "the prompt has 3");
+        assert_eq!(blocks(3), status::OK);
+        assert_eq!(count, 3);
+        assert_eq!(
+            hashes.map(|hash| hash.bytes).to_vec(),
+            expected.iter().map(|hash| hash.0).collect::<Vec<_>>()
+        );
+        kvf_hasher_free(hasher);
+    }
+}
