@@ -13,11 +13,13 @@ use kv_core::id::{BlockHash, IdentityDigest};
 
 mod arriving;
 mod copy;
+mod head;
 mod header;
 mod unsettled;
 
 pub use arriving::Arriving;
 pub use copy::{copy_crc32c_from, copy_from};
+pub use head::FrameHead;
 pub use header::{Need, parse_header};
 pub use unsettled::{Unsettled, settle};
 

@@ -3,6 +3,7 @@
 //! Not here: where a stream comes from (`quic/path.rs`, `tcp/path.rs`), checking what the bytes are (the
 //! caller verifies every frame), retrying, choosing.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use kv_core::id::LeaseId;
@@ -12,9 +13,12 @@ use prost::Message;
 use tokio::time::{Instant, timeout_at};
 
 use crate::dial::within;
+use crate::slices::{Filling, Whole};
 use crate::stream::{Next, Stream, read_frame, read_message};
-use crate::wire;
-use crate::{FetchAnswer, FetchRequest, MissReason, PathError, SaveAnswer, SaveOffer, SaveRequest};
+use crate::{
+    FetchAnswer, FetchRequest, MissReason, PathError, SaveAnswer, SaveOffer, SaveRequest, SliceSink, pieces,
+    wire,
+};
 
 /// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
 const DEADLINE_MAX: Duration = Duration::from_secs(3600);
@@ -55,21 +59,74 @@ pub(crate) async fn fetch<A: Asks>(
     sink: &mut (dyn FnMut(Frame) + Send),
 ) -> Result<FetchAnswer, PathError> {
     let deadline = Instant::now() + request.deadline.min(DEADLINE_MAX);
-    let wire = wire::fetch_to_pb(request);
-    let Ok(called) = timeout_at(deadline, asks.call::<data::FetchHead>(&wire, Sends::Request)).await else {
-        return Ok(FetchAnswer::Miss { reason: MissReason::TooLate });
+    let begun = match begin(asks, request, &wire::fetch_to_pb(request), deadline).await? {
+        Ok(begun) => begun,
+        Err(reason) => return Ok(FetchAnswer::Miss { reason }),
     };
-    let (head, mut stream) = called?;
-    let (answer, epoch) =
-        wire::head_from_pb(&head, request.hashes.len()).map_err(|error| protocol(asks, &error))?;
-    if epoch != request.epoch && !answer.tiers().is_empty() {
-        return Ok(FetchAnswer::Miss { reason: MissReason::StaleEpoch });
-    }
+    let Begun { answer, mut stream, .. } = begun;
     let received = receive(&mut stream, answer.tiers().len(), deadline, sink).await;
     if received.is_over {
         asks.over(stream);
     }
     Ok(answer.cut_short(received.blocks, received.reason))
+}
+
+/// The same of these layers, one after the other; frames from a node that sends nothing else.
+pub(crate) async fn fetch_layers<A: Asks>(
+    asks: &A,
+    request: &FetchRequest,
+    layers: Range<usize>,
+    sink: &mut dyn SliceSink,
+) -> Result<FetchAnswer, PathError> {
+    let deadline = Instant::now() + request.deadline.min(DEADLINE_MAX);
+    let begun = match begin(asks, request, &wire::layers_to_pb(request, &layers), deadline).await? {
+        Ok(begun) => begun,
+        Err(reason) => return Ok(FetchAnswer::Miss { reason }),
+    };
+    let Begun { answer, mut stream, is_by_layer } = begun;
+    let wanted = answer.tiers().len();
+    let (received, spoilt) = if is_by_layer {
+        (receive_layers(&mut stream, wanted, deadline, Filling::new(sink, layers)).await, None)
+    } else {
+        let mut whole = Whole::new(sink, layers);
+        let received = receive(&mut stream, wanted, deadline, &mut |frame| whole.take(&[frame])).await;
+        (received, whole.spoilt())
+    };
+    if received.is_over {
+        asks.over(stream);
+    }
+    let answer = answer.cut_short(received.blocks, received.reason);
+    Ok(match spoilt {
+        Some(good) => answer.cut_short(good, MissReason::Corrupt),
+        None => answer,
+    })
+}
+
+/// A fetch that was answered.
+struct Begun<S> {
+    answer: FetchAnswer,
+    stream: S,
+    /// Whether slices follow, and not frames.
+    is_by_layer: bool,
+}
+
+/// Asks for blocks, and reads the answer; or says why nothing of it counts.
+async fn begin<A: Asks>(
+    asks: &A,
+    request: &FetchRequest,
+    wire: &data::DataRequest,
+    deadline: Instant,
+) -> Result<Result<Begun<A::Stream>, MissReason>, PathError> {
+    let Ok(called) = timeout_at(deadline, asks.call::<data::FetchHead>(wire, Sends::Request)).await else {
+        return Ok(Err(MissReason::TooLate));
+    };
+    let (head, stream) = called?;
+    let (answer, epoch) =
+        wire::head_from_pb(&head, request.hashes.len()).map_err(|error| protocol(asks, &error))?;
+    if epoch != request.epoch && !answer.tiers().is_empty() {
+        return Ok(Err(MissReason::StaleEpoch));
+    }
+    Ok(Ok(Begun { answer, stream, is_by_layer: head.is_by_layer }))
 }
 
 pub(crate) async fn save<A: Asks>(
@@ -147,6 +204,25 @@ async fn receive(
         }
     }
     Received { blocks: wanted, reason: MissReason::NotHeld, is_over: true }
+}
+
+/// Reads the slices of `wanted` blocks.
+async fn receive_layers(
+    stream: &mut impl Stream,
+    wanted: usize,
+    deadline: Instant,
+    mut filling: Filling<'_>,
+) -> Received {
+    let ended = timeout_at(deadline, pieces::receive(stream, wanted, &mut filling)).await;
+    let (reason, is_over) = match ended {
+        Ok(Ok(None)) => (MissReason::NotHeld, true),
+        Ok(Ok(Some(reason))) => (reason.unwrap_or(MissReason::MediumFailed), true),
+        Ok(Err(error)) if error.is_loss() => (MissReason::NodeLost, false),
+        Ok(Err(_)) => (MissReason::Corrupt, false),
+        Err(_) => (MissReason::TooLate, false),
+    };
+    let reason = if filling.is_spoilt() { MissReason::Corrupt } else { reason };
+    Received { blocks: filling.whole(), reason, is_over }
 }
 
 fn protocol(asks: &impl Asks, what: &dyn std::fmt::Display) -> PathError {

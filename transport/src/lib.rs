@@ -8,6 +8,7 @@
 
 use std::future::Future;
 use std::io;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -25,6 +26,7 @@ mod frames;
 mod in_flight;
 pub mod loopback;
 pub mod pick;
+mod pieces;
 pub mod quic;
 #[cfg(feature = "rdma")]
 pub mod rdma;
@@ -33,6 +35,7 @@ mod room;
 mod serve;
 pub mod shm;
 mod silence;
+mod slices;
 mod stream;
 pub mod suite;
 pub mod tcp;
@@ -40,6 +43,7 @@ mod wire;
 
 pub use frames::Frames;
 pub use room::{Carried, Room};
+pub use slices::SliceSink;
 
 /// A boxed future, so that paths can be chosen at run time.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
@@ -347,6 +351,24 @@ pub trait Path: Send + Sync {
         request: FetchRequest,
         sink: &'a mut (dyn FnMut(Frame) + Send),
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>>;
+
+    /// Fetches these layers of blocks in prefix order into the caller's memory, one layer of all before the next as far as
+    /// blocks are readable and the path can: one that moves frames whole hands on what it has. Slices are checked against
+    /// their sums. What the answer says of blocks counts those of which all came that was asked; when the stream breaks or
+    /// the deadline passes midway, the slices that were handed on stand.
+    fn fetch_layers<'a>(
+        &'a self,
+        request: FetchRequest,
+        layers: Range<usize>,
+        sink: &'a mut dyn SliceSink,
+    ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
+        Box::pin(async move {
+            let mut whole = slices::Whole::new(sink, layers);
+            let mut take = |frame: Frame| whole.take(&[frame]);
+            let answer = self.fetch(request, &mut take).await?;
+            Ok(whole.conclude(answer))
+        })
+    }
 
     /// Offers blocks and sends the wanted ones; `source(position)` gives the frame of `hashes[position]`. It may be asked for
     /// blocks that turn out not to be wanted, and for one block twice.

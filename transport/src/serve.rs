@@ -6,6 +6,7 @@
 //! by its deadline, a save by a time of its own. Not here: connections (`quic/server.rs`, `tcp/server.rs`),
 //! and what a node does with a request (`node/`).
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -17,13 +18,14 @@ use tokio::sync::SemaphorePermit;
 use tracing::Instrument;
 
 use crate::in_flight::Reserved;
+use crate::pieces::{self, Wave};
 use crate::quic::{RETRY_AFTER, save_bytes_in_flight};
 use crate::room::{Carried, Room};
 use crate::stream::{ItemError, Loss, Next, Stream, encode, read_frame, read_message};
 use crate::wire::{self, Operation};
 use crate::{
-    Admission, BlockService, Caller, FetchAnswer, FetchRequest, Frames, PathError, SaveOffer, SaveRequest,
-    SaveSession,
+    Admission, BlockService, Caller, FetchAnswer, FetchReply, FetchRequest, Frames, PathError, SaveOffer,
+    SaveRequest, SaveSession,
 };
 
 /// Longest time a fetch holds its part of the bytes in flight, whatever deadline it names.
@@ -203,9 +205,9 @@ impl Operations {
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
         match operation {
-            Operation::Fetch(request) => {
+            Operation::Fetch(request, layers) => {
                 let limit = self.fetch_span(request.deadline);
-                tokio::time::timeout(limit, self.fetch(request, service, stream)).await?
+                tokio::time::timeout(limit, self.fetch(request, layers, service, stream)).await?
             }
             Operation::Save(request) => {
                 tokio::time::timeout(self.save_span(), self.save(request, service, stream)).await?
@@ -234,6 +236,7 @@ impl Operations {
     async fn fetch(
         &self,
         request: FetchRequest,
+        layers: Option<Range<usize>>,
         service: &dyn BlockService,
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
@@ -243,8 +246,12 @@ impl Operations {
         };
         let mut reply = service.fetch(request).await;
         // The head leaves with what lies ready behind it.
-        let head = encode(&wire::head_to_pb(&reply.answer, reply.epoch))?;
-        self.timed(stream.write(head)).await??;
+        let mut head = wire::head_to_pb(&reply.answer, reply.epoch);
+        head.is_by_layer = layers.is_some();
+        self.timed(stream.write(encode(&head)?)).await??;
+        if let Some(layers) = layers {
+            return self.send_layers(&mut reply, layers, stream).await;
+        }
         for _ in reply.answer.tiers() {
             let Some(frame) = self.next(&mut reply.frames, stream).await? else {
                 return Ok(self.timed(stream.end(reply.frames.ended())).await??);
@@ -255,6 +262,52 @@ impl Operations {
             self.carried.sent(bytes);
         }
         self.flush(stream).await
+    }
+
+    /// A layer of all blocks that are readable, then the next. Blocks that become readable meanwhile catch up.
+    async fn send_layers(
+        &self,
+        reply: &mut FetchReply,
+        layers: Range<usize>,
+        stream: &mut impl Stream,
+    ) -> Result<(), ServeError> {
+        let wanted = reply.answer.tiers().len();
+        let mut wave = Wave::new(layers);
+        loop {
+            while let Some(frame) = (wave.len() < wanted).then(|| reply.frames.try_next()).flatten() {
+                self.send_head(&mut wave, &frame, stream).await?;
+            }
+            if let Some(piece) = wave.next() {
+                let bytes = piece.bytes.len();
+                self.timed(stream.write(piece.start())).await??;
+                self.timed(stream.write(piece.bytes)).await??;
+                self.carried.sent(bytes);
+            } else if wave.len() < wanted {
+                let Some(frame) = self.next(&mut reply.frames, stream).await? else {
+                    self.timed(stream.write(pieces::end(reply.frames.ended()))).await??;
+                    break;
+                };
+                self.send_head(&mut wave, &frame, stream).await?;
+            } else {
+                break;
+            }
+        }
+        self.flush(stream).await
+    }
+
+    async fn send_head(
+        &self,
+        wave: &mut Wave,
+        frame: &Frame,
+        stream: &mut impl Stream,
+    ) -> Result<(), ServeError> {
+        let head = frame.head().map_err(ItemError::from)?;
+        self.sent(frame.bytes.len());
+        self.timed(stream.write(pieces::head_start(wave.len()))).await??;
+        self.timed(stream.write(head.bytes().clone())).await??;
+        self.carried.sent(head.bytes().len());
+        wave.add(head, frame);
+        Ok(())
     }
 
     /// The next frame of a fetch. While it is waited for, nothing that was written waits.

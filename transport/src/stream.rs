@@ -28,6 +28,10 @@ pub(crate) trait Source: Send {
     /// Extends `have` to `wanted` bytes. `Ok(false)` when the peer ended its side before.
     fn fill(&mut self, have: &mut BytesMut, wanted: usize)
     -> impl Future<Output = Result<bool, Loss>> + Send;
+
+    /// Fills all of `to`. `behind` is how much more is known to follow, in bytes. `Ok(false)` when the peer ended its side
+    /// before.
+    fn read_into(&mut self, to: &mut [u8], behind: usize) -> impl Future<Output = Result<bool, Loss>> + Send;
 }
 
 /// The bytes of one operation, both ways. Dropped before the operation is over, it tells the peer to stop.
@@ -83,6 +87,8 @@ pub(crate) enum ItemError {
     Decode(#[from] prost::DecodeError),
     #[error("a bad frame: {0}")]
     Frame(#[from] FrameError),
+    #[error("layer {layer} of block {position} of a fetch, whose turn it is not")]
+    Piece { position: usize, layer: usize },
 }
 
 impl ItemError {

@@ -17,13 +17,16 @@ use crate::{Asker, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveD
 
 mod arena;
 pub mod cases;
+pub mod layer_cases;
 #[cfg(feature = "rdma")]
 mod lending;
+mod rooms;
 mod service;
 
 pub use arena::BumpArena;
 #[cfg(feature = "rdma")]
 pub use lending::LendingService;
+pub use rooms::Rooms;
 pub use service::MemoryService;
 
 /// Identity of everything in the suite.
@@ -61,7 +64,8 @@ macro_rules! behaviour_suite {
             fetch_hit, fetch_partial, fetch_miss, fetch_busy, fetch_of_nothing, fetch_many_blocks, fetch_big_block,
             fetch_stale_epoch, fetch_ends_early, fetch_ends_with_a_reason, deadline_before_any_block, deadline_between_frames,
             save_takes_the_wanted, save_refused, save_busy, aborted_save_leaves_nothing, release_reaches_the_node,
-            operations_run_side_by_side, ping_answers,
+            operations_run_side_by_side, ping_answers, layers_of_all_blocks, layers_of_a_range, layers_of_what_is_held,
+            layers_that_are_late, layers_that_are_wrong,
         );
     };
     ($make:path; $service:expr; $($case:ident),* $(,)?) => {
@@ -93,7 +97,13 @@ pub fn hashes(count: u32) -> Vec<BlockHash> {
 /// The frame of `hash` with two layers and `bytes` of content.
 #[must_use]
 pub fn frame(hash: BlockHash, bytes: u32) -> Frame {
-    let mut builder = FrameBuilder::new(IDENTITY, hash, KeyForm::Rotated, &[bytes / 2, bytes - bytes / 2])
+    frame_of(hash, &[bytes / 2, bytes - bytes / 2])
+}
+
+/// The frame of `hash` with slices of these lengths.
+#[must_use]
+pub fn frame_of(hash: BlockHash, slice_bytes: &[u32]) -> Frame {
+    let mut builder = FrameBuilder::new(IDENTITY, hash, KeyForm::Rotated, slice_bytes)
         .expect("the suite's sizes are within the limits");
     content::fill(hash, builder.payload_mut());
     builder.seal()

@@ -3,6 +3,7 @@
 //! Not here: reading and writing them on a stream (`stream.rs`). Whatever a peer may send is
 //! checked here, so that the code behind sees only values that make sense.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use kv_core::id::{Epoch, IdentityDigest, LeaseId, NodeId, RequestId, Seq, TenantId, Tier};
@@ -33,7 +34,8 @@ mod outcome {
 /// What a client asks on a fresh stream.
 #[derive(Debug)]
 pub(crate) enum Operation {
-    Fetch(FetchRequest),
+    /// Of these layers, if they are wanted one after the other.
+    Fetch(FetchRequest, Option<Range<usize>>),
     Save(SaveRequest),
     Release(LeaseId),
     Ping,
@@ -43,7 +45,10 @@ pub(crate) fn operation_from_pb(request: data::DataRequest) -> Result<Operation,
     use data::data_request::Op;
     let traceparent = request.traceparent;
     match request.op.ok_or(ConvertError::Absent { field: "op" })? {
-        Op::Fetch(fetch) => fetch_from_pb(&fetch, traceparent).map(Operation::Fetch),
+        Op::Fetch(fetch) => {
+            let layers = fetch.layers.as_ref().map(|layers| layers.first as usize..layers.end as usize);
+            Ok(Operation::Fetch(fetch_from_pb(&fetch, traceparent)?, layers))
+        }
         Op::Save(save) => save_from_pb(&save, traceparent).map(Operation::Save),
         Op::Release(data::Release { lease }) => Ok(Operation::Release(LeaseId(lease))),
         Op::Ping(data::Ping {}) => Ok(Operation::Ping),
@@ -86,6 +91,16 @@ fn save_from_pb(save: &data::Save, traceparent: String) -> Result<SaveRequest, C
     })
 }
 
+/// The same as [`fetch_to_pb`], of these layers one after the other.
+pub(crate) fn layers_to_pb(request: &FetchRequest, layers: &Range<usize>) -> data::DataRequest {
+    let number = |layer: usize| u32::try_from(layer).unwrap_or(u32::MAX);
+    let mut asked = fetch_to_pb(request);
+    if let Some(data::data_request::Op::Fetch(fetch)) = &mut asked.op {
+        fetch.layers = Some(data::Layers { first: number(layers.start), end: number(layers.end) });
+    }
+    asked
+}
+
 pub(crate) fn fetch_to_pb(request: &FetchRequest) -> data::DataRequest {
     let (kind, turn) = category_to_parts(request.asker.category);
     let fetch = data::Fetch {
@@ -99,6 +114,7 @@ pub(crate) fn fetch_to_pb(request: &FetchRequest) -> data::DataRequest {
         first_offset_blocks: request.first_offset_blocks,
         hashes: hashes_to_bytes(&request.hashes),
         deadline_us: u64::try_from(request.deadline.as_micros()).unwrap_or(u64::MAX),
+        layers: None,
     };
     data::DataRequest {
         op: Some(data::data_request::Op::Fetch(fetch)),
@@ -300,7 +316,9 @@ mod tests {
             deadline: Duration::from_micros(9),
         };
         let back = operation_from_pb(fetch_to_pb(&fetch)).unwrap();
-        assert_eq!(format!("{back:?}"), format!("{:?}", Operation::Fetch(fetch)));
+        assert_eq!(format!("{back:?}"), format!("{:?}", Operation::Fetch(fetch.clone(), None)));
+        let back = operation_from_pb(layers_to_pb(&fetch, &(3..7))).unwrap();
+        assert_eq!(format!("{back:?}"), format!("{:?}", Operation::Fetch(fetch, Some(3..7))));
         let save = SaveRequest {
             asker: asker(),
             parent: Some(BlockHash([1; 16])),

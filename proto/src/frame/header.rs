@@ -123,6 +123,12 @@ pub(super) fn entries(bytes: &[u8]) -> impl Iterator<Item = Entry> + '_ {
     })
 }
 
+/// Length in bytes and checksum of a slice, by the table of a header that was read and has an entry for it.
+pub(super) fn entry_at(header: &[u8], layer: usize) -> (usize, u32) {
+    let at = TABLE_AT + layer * SLICE_ENTRY_BYTES;
+    (u32_at(header, at) as usize, u32_at(header, at + 4))
+}
+
 /// Payload bytes by the table of a header that was read.
 pub(super) fn table_payload_len(bytes: &[u8], slices: usize) -> Result<usize, FrameError> {
     let table = &bytes[TABLE_AT..header_len(slices) - 4];

@@ -5,11 +5,12 @@
 //! what is concluded (`peer.rs`), what an operation says (the paths themselves).
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kv_core::id::{LeaseId, Tier};
-use kvfleet_proto::frame::Frame;
+use kvfleet_proto::frame::{Frame, FrameHead};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
@@ -18,6 +19,7 @@ use super::dialer::Way;
 use super::peer::Peer;
 use crate::{
     BoxFuture, Carried, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer, SaveRequest,
+    SliceSink,
 };
 
 /// The ways to a peer that are open.
@@ -108,20 +110,19 @@ impl Open {
     async fn fetch(
         &self,
         mut request: FetchRequest,
-        sink: &mut (dyn FnMut(Frame) + Send),
+        taker: &mut dyn Taker,
     ) -> Result<FetchAnswer, PathError> {
         let (begun, deadline, mut refused) = (Instant::now(), request.deadline, Vec::new());
         let mut last = None;
         while let Some((at, path)) = self.pick(true, &refused) {
             let (started, mut bytes) = (Instant::now(), 0);
-            let mut counted = |frame: Frame| {
-                bytes += frame.bytes.len() as u64;
-                self.carried(at).received(frame.bytes.len());
-                sink(frame);
+            let mut count = |came: usize| {
+                bytes += came as u64;
+                self.carried(at).received(came);
             };
             request.deadline = deadline.saturating_sub(begun.elapsed());
             self.leases().note(request.asker.lease, at);
-            let ended = path.fetch(request.clone(), &mut counted).await;
+            let ended = taker.fetch(&*path, request.clone(), &mut count).await;
             self.note_fetch(at, started, bytes, &ended);
             let is_refused = match &ended {
                 Ok(answer) => *answer == FetchAnswer::Miss { reason: MissReason::NodeLost },
@@ -218,6 +219,83 @@ impl Open {
     }
 }
 
+/// What a fetch is to bring, over whichever way.
+trait Taker: Send {
+    /// Fetches over this way; `count` hears of all encoded bytes that come.
+    fn fetch<'a>(
+        &'a mut self,
+        path: &'a dyn Path,
+        request: FetchRequest,
+        count: &'a mut (dyn FnMut(usize) + Send),
+    ) -> BoxFuture<'a, Result<FetchAnswer, PathError>>;
+}
+
+/// Frames.
+struct Blocks<'s>(&'s mut (dyn FnMut(Frame) + Send));
+
+impl Taker for Blocks<'_> {
+    fn fetch<'a>(
+        &'a mut self,
+        path: &'a dyn Path,
+        request: FetchRequest,
+        count: &'a mut (dyn FnMut(usize) + Send),
+    ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
+        Box::pin(async move {
+            let mut counted = |frame: Frame| {
+                count(frame.bytes.len());
+                (self.0)(frame);
+            };
+            path.fetch(request, &mut counted).await
+        })
+    }
+}
+
+/// Slices of these layers.
+struct Layers<'s>(Range<usize>, &'s mut dyn SliceSink);
+
+impl Taker for Layers<'_> {
+    fn fetch<'a>(
+        &'a mut self,
+        path: &'a dyn Path,
+        request: FetchRequest,
+        count: &'a mut (dyn FnMut(usize) + Send),
+    ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
+        Box::pin(async move {
+            let Layers(layers, sink) = self;
+            path.fetch_layers(request, layers.clone(), &mut Counted { sink: &mut **sink, count }).await
+        })
+    }
+}
+
+/// A sink whose bytes are counted.
+struct Counted<'a> {
+    sink: &'a mut dyn SliceSink,
+    count: &'a mut (dyn FnMut(usize) + Send),
+}
+
+impl SliceSink for Counted<'_> {
+    fn head(&mut self, position: usize, head: &FrameHead) -> bool {
+        self.sink.head(position, head)
+    }
+
+    fn slice(&mut self, position: usize, layer: usize) -> Option<&mut [u8]> {
+        self.sink.slice(position, layer)
+    }
+
+    fn filled(&mut self, position: usize, layers: Range<usize>) {
+        self.sink.filled(position, layers);
+    }
+
+    fn wrong(&mut self, position: usize) {
+        self.sink.wrong(position);
+    }
+
+    fn received(&mut self, bytes: usize) {
+        (self.count)(bytes);
+        self.sink.received(bytes);
+    }
+}
+
 /// Leases that are known to have been used over a way. Above it all are forgotten, and released over the one in use.
 const LEASES_MAX: usize = 4096;
 
@@ -281,7 +359,16 @@ impl Path for PickPath {
         request: FetchRequest,
         sink: &'a mut (dyn FnMut(Frame) + Send),
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
-        Box::pin(self.open.fetch(request, sink))
+        Box::pin(async move { self.open.fetch(request, &mut Blocks(sink)).await })
+    }
+
+    fn fetch_layers<'a>(
+        &'a self,
+        request: FetchRequest,
+        layers: Range<usize>,
+        sink: &'a mut dyn SliceSink,
+    ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
+        Box::pin(async move { self.open.fetch(request, &mut Layers(layers, sink)).await })
     }
 
     fn save<'a>(

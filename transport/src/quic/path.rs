@@ -2,6 +2,7 @@
 //!
 //! Not here: what an operation does with its stream (`ask.rs`).
 
+use std::ops::Range;
 use std::time::Duration;
 
 use kv_core::id::LeaseId;
@@ -14,7 +15,7 @@ use super::stream::QuicStream;
 use super::{CODE_DONE, path_error};
 use crate::ask::{self, Asks, Sends};
 use crate::stream::{Stream, encode, read_message};
-use crate::{BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest};
+use crate::{BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest, SliceSink};
 
 /// One connection to one node.
 #[derive(Debug)]
@@ -76,6 +77,15 @@ impl Path for QuicPath {
         sink: &'a mut (dyn FnMut(Frame) + Send),
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
         Box::pin(async move { ask::fetch(self, &request, sink).await })
+    }
+
+    fn fetch_layers<'a>(
+        &'a self,
+        request: FetchRequest,
+        layers: Range<usize>,
+        sink: &'a mut dyn SliceSink,
+    ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
+        Box::pin(async move { ask::fetch_layers(self, &request, layers, sink).await })
     }
 
     fn save<'a>(

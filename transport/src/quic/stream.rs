@@ -39,11 +39,29 @@ impl Source for RecvStream {
         }
         Ok(true)
     }
+
+    async fn read_into(&mut self, mut to: &mut [u8], _behind: usize) -> Result<bool, Loss> {
+        while !to.is_empty() {
+            match self.read_chunk(to.len(), true).await.map_err(|error| read_loss(&error))? {
+                Some(chunk) => {
+                    let (filled, rest) = std::mem::take(&mut to).split_at_mut(chunk.bytes.len());
+                    filled.copy_from_slice(&chunk.bytes);
+                    to = rest;
+                }
+                None => return Ok(false),
+            }
+        }
+        Ok(true)
+    }
 }
 
 impl Source for QuicStream {
     async fn fill(&mut self, have: &mut BytesMut, wanted: usize) -> Result<bool, Loss> {
         self.recv.fill(have, wanted).await
+    }
+
+    async fn read_into(&mut self, to: &mut [u8], behind: usize) -> Result<bool, Loss> {
+        self.recv.read_into(to, behind).await
     }
 }
 

@@ -58,7 +58,7 @@ impl Attached {
             return operations.serve_request(request, service, stream).await;
         }
         match wire::operation_from_pb(request)? {
-            wire::Operation::Fetch(request) => {
+            wire::Operation::Fetch(request, _) => {
                 let span = operations.fetch_span(request.deadline);
                 let fetch = self.fetch(request, span, (service, operations), stream);
                 tokio::time::timeout(span, fetch).await?

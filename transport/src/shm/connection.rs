@@ -316,7 +316,8 @@ impl Connection {
         let lending = self.serving.lending.clone();
         let noted = ToClient::Noted { op, pong: data::Pong { version: wire::PROTOCOL_VERSION } };
         match wire::operation_from_pb(request)? {
-            Operation::Fetch(request) => self.fetch(op, request).await?,
+            // Its client takes the layers out of frames that are there whole.
+            Operation::Fetch(request, _) => self.fetch(op, request).await?,
             Operation::Save(request) => self.save(op, request, Vec::new()).await?,
             Operation::Release(lease) => {
                 lending.release(lease);

@@ -3,6 +3,7 @@
 //! Requests for more blocks than one operation takes are cut, one after another. Not here: packets and memory
 //! (`link.rs`), checking what the bytes are (the caller verifies every frame), and choosing.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,9 +15,10 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::guess::Guess;
 use super::link::{Asking, LOOK_AGAIN, Link, Reply, Row};
 use super::{AT_ONCE_BLOCKS_MAX, AT_ONCE_BYTES_MAX, BLOCKS_PER_ASK_MAX};
+use crate::slices::Whole;
 use crate::{
     BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer, SaveDone, SaveOffer,
-    SaveRequest, wire,
+    SaveRequest, SliceSink, wire,
 };
 
 /// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
@@ -59,7 +61,7 @@ impl ShmPath {
     async fn fetch_all(
         &self,
         mut request: FetchRequest,
-        sink: &mut (dyn FnMut(Frame) + Send),
+        sink: &mut dyn Takes,
     ) -> Result<FetchAnswer, PathError> {
         let deadline = Instant::now() + request.deadline.min(DEADLINE_MAX);
         if request.hashes.len() <= BLOCKS_PER_ASK_MAX {
@@ -96,7 +98,7 @@ impl ShmPath {
         &self,
         request: FetchRequest,
         deadline: Instant,
-        sink: &mut (dyn FnMut(Frame) + Send),
+        sink: &mut dyn Takes,
     ) -> Result<FetchAnswer, PathError> {
         let asked = request.hashes.len();
         let asking = self.link.begin(asked, wire::fetch_to_pb(&request))?;
@@ -128,16 +130,22 @@ impl ShmPath {
         mut rows: Vec<Row>,
         wanted: usize,
         deadline: Instant,
-        sink: &mut (dyn FnMut(Frame) + Send),
+        sink: &mut dyn Takes,
     ) -> (usize, MissReason) {
         let mut delivered = 0;
         loop {
-            for row in rows {
-                match row.bytes().map(Frame::parse) {
-                    Some(Ok(frame)) if delivered < wanted => sink(frame),
-                    _ => return (delivered, MissReason::Corrupt),
-                }
-                delivered += 1;
+            let mut is_sound = true;
+            let mut sound = rows.into_iter().map_while(|row| {
+                let frame = row.bytes().and_then(|bytes| Frame::parse(bytes).ok());
+                is_sound = delivered < wanted && frame.is_some();
+                delivered += usize::from(is_sound);
+                frame.filter(|_| is_sound)
+            });
+            sink.take(&mut sound);
+            // What the sink left is looked at all the same.
+            sound.for_each(drop);
+            if !is_sound {
+                return (delivered, MissReason::Corrupt);
             }
             if delivered >= wanted {
                 asking.finish();
@@ -327,6 +335,28 @@ impl ShmPath {
     }
 }
 
+/// Who takes the frames of a fetch.
+trait Takes: Send {
+    /// These lie there, the next blocks in prefix order; others may come when these are taken.
+    fn take(&mut self, frames: &mut dyn Iterator<Item = Frame>);
+}
+
+/// Frames handed on as they are.
+struct OneByOne<'a>(&'a mut (dyn FnMut(Frame) + Send));
+
+impl Takes for OneByOne<'_> {
+    fn take(&mut self, frames: &mut dyn Iterator<Item = Frame>) {
+        frames.for_each(&mut *self.0);
+    }
+}
+
+impl Takes for Whole<'_> {
+    fn take(&mut self, frames: &mut dyn Iterator<Item = Frame>) {
+        let frames: Vec<Frame> = frames.collect();
+        Whole::take(self, &frames);
+    }
+}
+
 /// A node that says nothing more had no bytes.
 fn reason_of(number: u32) -> MissReason {
     let known = MissReason::ALL.into_iter().find(|reason| *reason as u32 == number);
@@ -339,7 +369,20 @@ impl Path for ShmPath {
         request: FetchRequest,
         sink: &'a mut (dyn FnMut(Frame) + Send),
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
-        Box::pin(self.fetch_all(request, sink))
+        Box::pin(async move { self.fetch_all(request, &mut OneByOne(sink)).await })
+    }
+
+    fn fetch_layers<'a>(
+        &'a self,
+        request: FetchRequest,
+        layers: Range<usize>,
+        sink: &'a mut dyn SliceSink,
+    ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
+        Box::pin(async move {
+            let mut whole = Whole::new(sink, layers);
+            let answer = self.fetch_all(request, &mut whole).await?;
+            Ok(whole.conclude(answer))
+        })
     }
 
     fn save<'a>(

@@ -129,6 +129,7 @@ mod mapped {
     }
 
     crate::behaviour_suite!(pair; MemoryService::new(Some(BumpArena::new(ARENA_BYTES))));
+    crate::behaviour_suite!(pair; MemoryService::new(Some(BumpArena::new(ARENA_BYTES))); layers_come_one_after_the_other);
 }
 
 /// The suite with everything copied.

@@ -2,6 +2,7 @@
 //!
 //! Not here: what an operation does with its stream (`ask.rs`), connections (`pool.rs`).
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,7 +15,7 @@ use tokio::task::JoinHandle;
 use super::pool::{Lost, Occupied, Pool};
 use crate::ask::{self, Asks, Sends};
 use crate::stream::encode;
-use crate::{BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest};
+use crate::{BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest, SliceSink};
 
 /// Connections to one node.
 pub(crate) struct TcpPath {
@@ -62,6 +63,15 @@ impl Path for TcpPath {
         sink: &'a mut (dyn FnMut(Frame) + Send),
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
         Box::pin(async move { ask::fetch(self, &request, sink).await })
+    }
+
+    fn fetch_layers<'a>(
+        &'a self,
+        request: FetchRequest,
+        layers: Range<usize>,
+        sink: &'a mut dyn SliceSink,
+    ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
+        Box::pin(async move { ask::fetch_layers(self, &request, layers, sink).await })
     }
 
     fn save<'a>(

@@ -247,6 +247,15 @@ impl Source for Occupied {
             loss = lost(gone) => Err(loss),
         }
     }
+
+    async fn read_into(&mut self, to: &mut [u8], behind: usize) -> Result<bool, Loss> {
+        let (stream, gone) = self.stream();
+        tokio::select! {
+            biased;
+            filled = stream.read_into(to, behind) => filled,
+            loss = lost(gone) => Err(loss),
+        }
+    }
 }
 
 impl Stream for Occupied {

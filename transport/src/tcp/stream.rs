@@ -147,6 +147,18 @@ impl TlsStream {
         }
     }
 
+    /// The next plain bytes, `at_most` so many, of which there is one at least. So many are `expected` in all.
+    async fn take(&mut self, at_most: usize, expected: usize) -> Result<&[u8], Loss> {
+        let size = if expected > PLAIN_BYTES_MAX { Size::Large } else { Size::Small };
+        if !self.more(size).await? {
+            return Err(Loss::Broken("the peer closed the connection".to_owned()));
+        }
+        let Came { buffer, plain, .. } = &mut self.came;
+        let taken = plain.start..plain.end.min(plain.start + at_most);
+        plain.start = taken.end;
+        Ok(&buffer[taken])
+    }
+
     /// Reads behind what came and was not opened.
     async fn read(&mut self, size: Size) -> Result<bool, Loss> {
         self.socket.readable().await.map_err(|error| io_loss(&error))?;
@@ -240,14 +252,18 @@ impl Source for TlsStream {
     async fn fill(&mut self, have: &mut BytesMut, wanted: usize) -> Result<bool, Loss> {
         while have.len() < wanted {
             let missing = wanted - have.len();
-            let size = if missing > PLAIN_BYTES_MAX { Size::Large } else { Size::Small };
-            if !self.more(size).await? {
-                return Err(Loss::Broken("the peer closed the connection".to_owned()));
-            }
-            let plain = &mut self.came.plain;
-            let end = plain.end.min(plain.start + missing);
-            have.extend_from_slice(&self.came.buffer[plain.start..end]);
-            plain.start = end;
+            have.extend_from_slice(self.take(missing, missing).await?);
+        }
+        Ok(true)
+    }
+
+    async fn read_into(&mut self, to: &mut [u8], behind: usize) -> Result<bool, Loss> {
+        let mut filled = 0;
+        while filled < to.len() {
+            let missing = to.len() - filled;
+            let plain = self.take(missing, missing.saturating_add(behind)).await?;
+            to[filled..filled + plain.len()].copy_from_slice(plain);
+            filled += plain.len();
         }
         Ok(true)
     }

@@ -345,6 +345,30 @@ async fn a_hostile_node_ends_the_usable_prefix() {
 }
 
 #[tokio::test]
+async fn a_node_that_knows_of_no_layers_is_understood() {
+    let hit = wire::head_to_pb(&FetchAnswer::Hit { tiers: in_dram(2) }, suite::EPOCH);
+    let [first, second] = [0, 1].map(|number| frame(hash(number), 1000).bytes);
+    for (frames, expected) in [
+        ([&first[..], &second].concat(), FetchAnswer::Hit { tiers: in_dram(2) }),
+        (
+            [&first[..], &first].concat(),
+            FetchAnswer::Partial { tiers: in_dram(1), reason: MissReason::Corrupt },
+        ),
+        (first.to_vec(), FetchAnswer::Partial { tiers: in_dram(1), reason: MissReason::NodeLost }),
+    ] {
+        let authority = Authority::new();
+        let address = hostile_node(&authority, hit.clone(), frames, false).await;
+        let dialer = TcpDialer::new(&authority.member(), TcpConfig::default());
+        let path = dialer.dial(address.to_string()).await.unwrap();
+        let mut rooms = suite::Rooms::new(&hashes(2), 1..2);
+        let answer = path.fetch_layers(fetch_request(&hashes(2)), 1..2, &mut rooms).await.unwrap();
+        rooms.check();
+        assert_eq!(rooms.layers_there(), vec![1; expected.tiers().len()], "{expected:?}");
+        assert_eq!(answer, expected);
+    }
+}
+
+#[tokio::test]
 async fn what_a_node_says_too_much_reaches_no_other_operation() {
     let authority = Authority::new();
     let hit = wire::head_to_pb(&FetchAnswer::Hit { tiers: in_dram(1) }, suite::EPOCH);

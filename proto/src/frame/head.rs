@@ -1,0 +1,178 @@
+//! The header of a frame without its slices: what the frame is, and how long each slice is and what it sums to. Where
+//! slices travel one by one, each is checked against it as it comes.
+//!
+//! Not here: the layout (`header.rs`), and in which order slices travel.
+
+use std::ops::Range;
+
+use bytes::Bytes;
+use kv_core::id::{BlockHash, IdentityDigest};
+
+use super::copy::{copy_crc32c, crc32c};
+use super::header::{Header, START_BYTES, entry_at, header_len, parse_header, table_payload_len};
+use super::{Frame, FrameError, Need, verify_ids};
+
+/// A frame's header, read and matching its own checksum.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FrameHead {
+    header: Bytes,
+    slices: usize,
+    payload_bytes: usize,
+    identity: IdentityDigest,
+    hash: BlockHash,
+}
+
+impl FrameHead {
+    /// Bytes from which [`Self::length`] is known.
+    pub const START_BYTES: usize = START_BYTES;
+
+    /// How long the header is whose first [`Self::START_BYTES`] bytes are these.
+    ///
+    /// # Errors
+    /// When they do not begin a frame within the limits.
+    pub fn length(start: &[u8; START_BYTES]) -> Result<usize, FrameError> {
+        match parse_header(start)? {
+            Need::Header(bytes) => Ok(bytes),
+            // Every header is longer than its start.
+            Need::Frame(_) => Err(FrameError::Header("length does not fit the slice count")),
+        }
+    }
+
+    /// Reads the header that `bytes` begin with; what follows is not looked at and not kept.
+    ///
+    /// # Errors
+    /// Names what is wrong; never panics, whatever the bytes.
+    pub fn read(bytes: &Bytes) -> Result<FrameHead, FrameError> {
+        let Header { identity, hash, slices, .. } = Header::read(bytes)?;
+        let payload_bytes = table_payload_len(bytes, slices)?;
+        Ok(FrameHead { header: bytes.slice(..header_len(slices)), slices, payload_bytes, identity, hash })
+    }
+
+    /// The header as it stands in the frame.
+    #[must_use]
+    pub fn bytes(&self) -> &Bytes {
+        &self.header
+    }
+
+    /// Encoded size of the whole frame in bytes.
+    #[must_use]
+    pub fn frame_bytes(&self) -> usize {
+        self.header.len() + self.payload_bytes
+    }
+
+    /// How many slices there are.
+    #[must_use]
+    pub fn slice_count(&self) -> usize {
+        self.slices
+    }
+
+    /// Length of a layer's slice in bytes; nothing when there is no such layer.
+    #[must_use]
+    pub fn slice_bytes(&self, layer: usize) -> Option<usize> {
+        self.entry(layer).map(|(bytes, _)| bytes)
+    }
+
+    /// Bytes of these layers' slices together; layers that there are not have none.
+    #[must_use]
+    pub fn bytes_of(&self, layers: Range<usize>) -> usize {
+        layers.map_while(|layer| self.slice_bytes(layer)).sum()
+    }
+
+    /// This is the header of block `hash` of `identity`.
+    ///
+    /// # Errors
+    /// Names what differs.
+    pub fn verify(&self, identity: IdentityDigest, hash: BlockHash) -> Result<(), FrameError> {
+        verify_ids(&[self.identity], &[self.hash], identity, hash)
+    }
+
+    /// These are the bytes of a layer's slice.
+    ///
+    /// # Errors
+    /// When they are not, or there is no such layer.
+    pub fn verify_slice(&self, layer: usize, slice: &[u8]) -> Result<(), FrameError> {
+        let is_it = self.entry(layer).is_some_and(|(bytes, sum)| bytes == slice.len() && sum == crc32c(slice));
+        if is_it { Ok(()) } else { Err(FrameError::SliceChecksum { layer }) }
+    }
+
+    /// Copies a layer's slice out of its frame to `to`, and checks it on the way. After an error what is in `to` is of no
+    /// use.
+    ///
+    /// # Errors
+    /// When the bytes are not that slice, `to` has another length, or there is no such layer.
+    pub fn copy_slice(&self, layer: usize, from: &[u8], to: &mut [u8]) -> Result<(), FrameError> {
+        let Some((bytes, sum)) = self.entry(layer) else { return Err(FrameError::SliceChecksum { layer }) };
+        let fits = from.len() == bytes && to.len() == bytes;
+        if fits && copy_crc32c(to, from) == sum { Ok(()) } else { Err(FrameError::SliceChecksum { layer }) }
+    }
+
+    fn entry(&self, layer: usize) -> Option<(usize, u32)> {
+        (layer < self.slices).then(|| entry_at(&self.header, layer))
+    }
+}
+
+impl Frame {
+    /// The header of this frame, sharing its memory.
+    ///
+    /// # Errors
+    /// When the bytes do not begin with one.
+    pub fn head(&self) -> Result<FrameHead, FrameError> {
+        FrameHead::read(&self.bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::super::{KeyForm, seal};
+    use super::*;
+
+    const IDENTITY: IdentityDigest = IdentityDigest([3; 16]);
+    const HASH: BlockHash = BlockHash([7; 16]);
+
+    fn frame() -> Frame {
+        seal(IDENTITY, HASH, KeyForm::Raw, &[3, 0, 5], b"aaabbbbb").unwrap()
+    }
+
+    #[test]
+    fn a_head_says_what_its_frame_says() {
+        let frame = frame();
+        let head = frame.head().unwrap();
+        let start: [u8; START_BYTES] = frame.bytes[..START_BYTES].try_into().unwrap();
+        assert_eq!(FrameHead::length(&start).unwrap(), head.bytes().len());
+        assert_eq!(head, FrameHead::read(head.bytes()).unwrap(), "without the slices it is the same");
+        assert_eq!((head.slice_count(), head.frame_bytes()), (3, frame.bytes.len()));
+        assert_eq!([0, 1, 2, 3].map(|layer| head.slice_bytes(layer)), [Some(3), Some(0), Some(5), None]);
+        assert_eq!([head.bytes_of(0..2), head.bytes_of(1..9), head.bytes_of(7..9)], [3, 5, 0]);
+        assert_eq!(head.verify(IDENTITY, HASH), Ok(()));
+        assert!(head.verify(IDENTITY, BlockHash([8; 16])).is_err());
+        assert!(head.verify(IdentityDigest([8; 16]), HASH).is_err());
+    }
+
+    #[test]
+    fn a_slice_is_checked_where_it_lies_and_on_its_way() {
+        let head = frame().head().unwrap();
+        assert_eq!(head.verify_slice(2, b"bbbbb"), Ok(()));
+        assert_eq!(head.verify_slice(1, b""), Ok(()));
+        for (layer, wrong) in [(2, &b"bbbba"[..]), (2, b"bbbb"), (0, b"bbbbb"), (3, b"")] {
+            assert_eq!(head.verify_slice(layer, wrong), Err(FrameError::SliceChecksum { layer }));
+            let mut to = vec![0; wrong.len()];
+            assert!(head.copy_slice(layer, wrong, &mut to).is_err());
+        }
+        let mut to = [0; 5];
+        assert_eq!(head.copy_slice(2, b"bbbbb", &mut to), Ok(()));
+        assert_eq!(&to, b"bbbbb");
+        assert!(head.copy_slice(2, b"bbbbb", &mut [0; 4]).is_err());
+    }
+
+    #[test]
+    fn a_head_that_was_changed_or_cut_is_none() {
+        let whole = frame().head().unwrap();
+        for at in 0..whole.bytes().len() {
+            let mut bytes = whole.bytes().to_vec();
+            bytes[at] ^= 0x10;
+            assert!(FrameHead::read(&bytes.into()).is_err(), "byte {at}");
+            assert!(FrameHead::read(&whole.bytes().slice(..at)).is_err(), "{at} bytes");
+        }
+    }
+}

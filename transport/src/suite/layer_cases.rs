@@ -1,0 +1,110 @@
+//! The cases of the suite that are about fetching by layers. The name says what must hold.
+#![allow(missing_docs)]
+
+use std::ops::Range;
+use std::time::Duration;
+
+use bytes::BytesMut;
+use kvfleet_proto::frame::Frame;
+
+use super::{MemoryService, Rooms, fetch_request, frame_of, hash, hashes, in_dram};
+use crate::{FetchAnswer, FetchRequest, MissReason, Path};
+
+/// Slices of each block: long, short and empty ones.
+const SLICES: [u32; 5] = [20_000, 0, 100, 40_000, 3000];
+
+const ALL: Range<usize> = 0..usize::MAX;
+
+/// As in [`super::cases`].
+const SHORT: Duration = Duration::from_secs(2);
+
+fn hold(service: &MemoryService, blocks: u32) {
+    (0..blocks).for_each(|number| service.hold(frame_of(hash(number), &SLICES)));
+}
+
+async fn fetch(path: &dyn Path, request: FetchRequest, layers: Range<usize>) -> (FetchAnswer, Rooms) {
+    let mut rooms = Rooms::new(&request.hashes, layers.clone());
+    let answer = path.fetch_layers(request, layers, &mut rooms).await.expect("the path is whole");
+    rooms.check();
+    (answer, rooms)
+}
+
+async fn all(path: &dyn Path, blocks: u32, layers: Range<usize>) -> (FetchAnswer, Rooms) {
+    fetch(path, fetch_request(&hashes(blocks)), layers).await
+}
+
+pub async fn layers_of_all_blocks(service: &MemoryService, path: &dyn Path) {
+    hold(service, 6);
+    let (answer, rooms) = all(path, 6, ALL).await;
+    assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(6) });
+    assert_eq!(rooms.layers_there(), [5; 6]);
+    assert_eq!(rooms.received_bytes, 6 * frame_of(hash(0), &SLICES).bytes.len());
+    let (answer, rooms) = all(path, 0, ALL).await;
+    assert_eq!((answer, rooms.received_bytes), (FetchAnswer::Hit { tiers: Vec::new() }, 0));
+}
+
+pub async fn layers_of_a_range(service: &MemoryService, path: &dyn Path) {
+    hold(service, 3);
+    for (layers, there) in [(1..4, 3), (3..9, 2), (0..1, 1), (7..9, 0), (2..2, 0)] {
+        let (answer, rooms) = all(path, 3, layers.clone()).await;
+        assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(3) }, "{layers:?}");
+        assert_eq!(rooms.layers_there(), [there; 3], "{layers:?}");
+    }
+}
+
+pub async fn layers_of_what_is_held(service: &MemoryService, path: &dyn Path) {
+    hold(service, 4);
+    service.forget(hash(2));
+    let (answer, rooms) = all(path, 4, ALL).await;
+    assert_eq!(answer, FetchAnswer::Partial { tiers: in_dram(2), reason: MissReason::NotHeld });
+    assert_eq!(rooms.layers_there(), [5; 2]);
+    service.end_with(MissReason::Busy);
+    let (answer, rooms) = all(path, 2, ALL).await;
+    assert_eq!(answer, FetchAnswer::Miss { reason: MissReason::Busy });
+    assert_eq!(rooms.layers_there(), [0; 0]);
+}
+
+pub async fn layers_that_are_late(service: &MemoryService, path: &dyn Path) {
+    hold(service, 5);
+    service.set_gate(2);
+    let request = FetchRequest { deadline: SHORT, ..fetch_request(&hashes(5)) };
+    let (answer, rooms) = fetch(path, request, ALL).await;
+    assert_eq!(answer, FetchAnswer::Partial { tiers: in_dram(2), reason: MissReason::TooLate });
+    assert_eq!(rooms.layers_there(), [5; 2]);
+    service.set_gate(100);
+    let (answer, _) = all(path, 5, ALL).await;
+    assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(5) }, "the path goes on");
+}
+
+pub async fn layers_that_are_wrong(service: &MemoryService, path: &dyn Path) {
+    hold(service, 4);
+    let good = frame_of(hash(1), &SLICES);
+    let mut bytes = BytesMut::from(&good.bytes[..]);
+    let third = good.slice(3).expect("there is one");
+    let at = third.as_ptr() as usize - good.bytes.as_ptr() as usize;
+    bytes[at + third.len() - 1] ^= 1;
+    service.hold(Frame { bytes: bytes.freeze(), ..good });
+    let (answer, rooms) = all(path, 4, ALL).await;
+    assert_eq!(answer, FetchAnswer::Partial { tiers: in_dram(1), reason: MissReason::Corrupt });
+    assert_eq!(rooms.wrong, [1]);
+    assert_eq!(rooms.layers_there()[0], 5, "the block before is whole");
+    assert!(rooms.layers_there()[1] <= 3, "the wrong slice was not handed on: {rooms:?}");
+    let (answer, rooms) = all(path, 4, 0..3).await;
+    assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(4) }, "its other layers are good");
+    assert!(rooms.wrong.is_empty());
+
+    service.hold(Frame { hash: hash(1), ..frame_of(hash(9), &SLICES) });
+    let (answer, rooms) = all(path, 4, ALL).await;
+    assert_eq!(answer, FetchAnswer::Partial { tiers: in_dram(1), reason: MissReason::Corrupt });
+    assert_eq!((&rooms.wrong[..], rooms.layers_there()), (&[1][..], vec![5]), "another block");
+}
+
+/// Not of every path: one that moves frames whole has another order.
+pub async fn layers_come_one_after_the_other(service: &MemoryService, path: &dyn Path) {
+    hold(service, 4);
+    service.lie_ready();
+    let (_, rooms) = all(path, 4, ALL).await;
+    let layers: Vec<usize> = rooms.filled.iter().map(|(_, layers)| layers.start).collect();
+    assert!(layers.is_sorted(), "{:?}", rooms.filled);
+    assert!(rooms.filled.len() >= 3 * 4, "few pieces: {:?}", rooms.filled);
+}
