@@ -187,7 +187,8 @@ typedef struct kvf_route_call {
 
 enum {
     KVF_FETCH_EACH_BLOCK = 1,    /* tell KVF_ARRIVED of each block */
-    KVF_FETCH_WAITS = 2          /* its turn is at kvf_queue_begin: until then only the read buffer is filled */
+    KVF_FETCH_WAITS = 2,         /* its turn is at kvf_queue_begin: until then only the read buffer is filled */
+    KVF_FETCH_EACH_LAYER = 4     /* KVF_LAYER as soon as all awaited blocks have the layer; later ones may name a lesser block */
 };
 
 typedef struct kvf_fetch_call {
@@ -205,7 +206,7 @@ typedef struct kvf_fetch_call {
     uint32_t resident_blocks;    /* leading blocks that you have already */
     uint64_t deadline_us;        /* from its turn, an hour at most; after it computing is cheaper */
     uint64_t read_buffer_bytes;  /* loaded before its turn */
-    uint64_t in_flight_bytes_max; /* asked for at once; 0 for no limit */
+    uint64_t in_flight_bytes_max; /* asked for at once; 0 for no limit, and layers come in order within it */
 } kvf_fetch_call;
 
 typedef struct kvf_save_call {

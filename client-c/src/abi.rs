@@ -18,6 +18,7 @@ pub const RELEASE: u32 = 4;
 
 pub const FETCH_EACH_BLOCK: u32 = 1;
 pub const FETCH_WAITS: u32 = 2;
+pub const FETCH_EACH_LAYER: u32 = 4;
 
 pub const ARRIVED: u32 = 1;
 pub const RECOMPUTE: u32 = 2;

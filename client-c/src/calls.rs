@@ -197,7 +197,8 @@ unsafe fn fetch(call: *const abi::FetchCall) -> Result<Operation<Room>, Failure>
         let sources = several(call.sources, call.sources_count, BLOCKS_MAX, "sources")?;
         (call, hashes(call.hashes, call.hashes_count)?, sources, slice_bytes(call.slice_bytes, call.layers)?)
     };
-    let flags = within(call.flags, 0, abi::FETCH_EACH_BLOCK | abi::FETCH_WAITS, "flags")?;
+    let flags =
+        within(call.flags, 0, abi::FETCH_EACH_BLOCK | abi::FETCH_WAITS | abi::FETCH_EACH_LAYER, "flags")?;
     let blocks: u64 = sources.iter().map(|source| u64::from(source.len_blocks)).sum();
     let source = |source: &abi::Source| {
         Ok::<_, Failure>(pb::Source {
@@ -237,6 +238,7 @@ unsafe fn fetch(call: *const abi::FetchCall) -> Result<Operation<Room>, Failure>
         rooms,
         begins: flags & abi::FETCH_WAITS == 0,
         each_block: flags & abi::FETCH_EACH_BLOCK != 0,
+        each_layer: flags & abi::FETCH_EACH_LAYER != 0,
     }))
 }
 

@@ -76,6 +76,7 @@ fn numbers_are_as_the_header_has_them() {
         ("RELEASE", abi::RELEASE),
         ("FETCH_EACH_BLOCK", abi::FETCH_EACH_BLOCK),
         ("FETCH_WAITS", abi::FETCH_WAITS),
+        ("FETCH_EACH_LAYER", abi::FETCH_EACH_LAYER),
         ("ARRIVED", abi::ARRIVED),
         ("RECOMPUTE", abi::RECOMPUTE),
         ("LAYER", abi::LAYER),

@@ -13,7 +13,7 @@ use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, LeaseId, NodeId, R
 use kvfleet_proto::frame::Frame;
 use kvfleet_proto::pb;
 use kvfleet_proto::trace_context::current_traceparent;
-use kvfleet_transport::{Asker, FetchAnswer, FetchRequest, MissReason, Path, PathError};
+use kvfleet_transport::{Asker, BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
@@ -144,14 +144,11 @@ impl Client {
             let all = source.start_blocks..source.start_blocks + source.len_blocks;
             let one = OneSource::new(&call, source, all, deadline);
             let paths = self.paths.clone();
+            let (identity, hashes) = (call.identity, one.request.hashes.clone());
+            let mut proving = Proving { identity, hashes, frames: Vec::new(), tally: Tally::default() };
             running.spawn(async move {
-                let mut frames = Vec::new();
-                let mut keep = |frame: Frame| {
-                    frames.push(frame);
-                    true
-                };
-                let came = one.run(&paths, &mut keep).await;
-                (position, (came, frames))
+                let came = one.run(&paths, &mut proving).await;
+                (position, (came, proving.frames))
             });
         }
         let mut came: Vec<_> = call.sources.iter().map(|_| (Came::default(), Vec::new())).collect();
@@ -220,8 +217,66 @@ impl Came {
     }
 }
 
-/// Where a proven frame goes, the leading one first; `false` when it does not fit there, which makes it a wrong one.
-pub(crate) type Keep<'a> = &'a mut (dyn FnMut(Frame) -> bool + Send);
+/// What one attempt brought so far.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Tally {
+    /// The leading blocks that are proven and kept.
+    pub(crate) proven: usize,
+    pub(crate) received_bytes: u64,
+    pub(crate) wrong_blocks: u32,
+}
+
+/// Who takes what comes of a source, and proves it.
+pub(crate) trait Taking: Send {
+    /// One attempt over this path.
+    fn fetch<'a>(
+        &'a mut self,
+        path: &'a dyn Path,
+        request: FetchRequest,
+    ) -> BoxFuture<'a, Result<FetchAnswer, PathError>>;
+
+    /// What the attempt brought.
+    fn tally(&self) -> Tally;
+}
+
+/// Takes frames. The first that is not the block asked ends what is usable of its source.
+struct Proving {
+    identity: IdentityDigest,
+    hashes: Vec<BlockHash>,
+    frames: Vec<Frame>,
+    tally: Tally,
+}
+
+impl Taking for Proving {
+    fn fetch<'a>(
+        &'a mut self,
+        path: &'a dyn Path,
+        request: FetchRequest,
+    ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
+        Box::pin(async move { path.fetch(request, &mut |frame| self.take(frame)).await })
+    }
+
+    fn tally(&self) -> Tally {
+        self.tally
+    }
+}
+
+impl Proving {
+    fn take(&mut self, frame: Frame) {
+        let tally = &mut self.tally;
+        tally.received_bytes += frame.bytes.len() as u64;
+        if tally.wrong_blocks > 0 {
+            return;
+        }
+        let hash = self.hashes.get(tally.proven);
+        if hash.is_some_and(|hash| frame.verify(self.identity, *hash).is_ok()) {
+            tally.proven += 1;
+            self.frames.push(frame);
+        } else {
+            tally.wrong_blocks += 1;
+        }
+    }
+}
 
 /// One source's part of a fetch.
 pub(crate) struct OneSource {
@@ -258,14 +313,14 @@ impl OneSource {
         }
     }
 
-    pub(crate) async fn run(self, paths: &Paths, keep: Keep<'_>) -> Came {
+    pub(crate) async fn run(self, paths: &Paths, taking: &mut dyn Taking) -> Came {
         loop {
             let found = match timeout_at(self.deadline, paths.get(&self.address, self.epoch())).await {
                 Ok(Ok(found)) => found,
                 Ok(Err(error)) => return lost(&self.address, &error, false),
                 Err(_) => return Came { reason: Some(MissReason::TooLate), ..Came::default() },
             };
-            let (came, error) = self.fetch_over(&found.path, keep).await;
+            let (came, error) = self.fetch_over(&found.path, taking).await;
             let Some(error) = error else {
                 // A stream that was cut says nothing of the others; a path that ended does.
                 if let Some(error) = found.path.failure() {
@@ -286,35 +341,18 @@ impl OneSource {
     }
 
     /// One attempt. An error means that nothing came.
-    async fn fetch_over(&self, path: &Arc<dyn Path>, keep: Keep<'_>) -> (Came, Option<PathError>) {
+    async fn fetch_over(&self, path: &Arc<dyn Path>, taking: &mut dyn Taking) -> (Came, Option<PathError>) {
         let mut came = Came { leased: true, ..Came::default() };
         let mut request = self.request.clone();
         request.deadline = self.deadline.saturating_duration_since(Instant::now());
-        let mut check = |frame: Frame| self.take(&mut came, frame, keep);
-        let answer = match path.fetch(request, &mut check).await {
+        let answer = match taking.fetch(&**path, request).await {
             Ok(answer) => answer,
             Err(error) => return (came, Some(error)),
         };
+        let Tally { proven, received_bytes, wrong_blocks } = taking.tally();
+        (came.proven, came.received_bytes, came.wrong_blocks) = (proven, received_bytes, wrong_blocks);
         self.conclude(&mut came, &answer);
         (came, None)
-    }
-
-    /// Proves a frame. The first that is not the block asked ends what is usable of this source.
-    fn take(&self, came: &mut Came, frame: Frame, keep: Keep<'_>) {
-        came.received_bytes += frame.bytes.len() as u64;
-        if came.wrong_blocks > 0 {
-            return;
-        }
-        let proven = self
-            .request
-            .hashes
-            .get(came.proven)
-            .is_some_and(|hash| frame.verify(self.request.asker.identity, *hash).is_ok());
-        if proven && keep(frame) {
-            came.proven += 1;
-        } else {
-            came.wrong_blocks += 1;
-        }
     }
 
     fn conclude(&self, came: &mut Came, answer: &FetchAnswer) {

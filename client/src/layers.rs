@@ -1,38 +1,46 @@
 //! Fetch and save for an engine that computes layer by layer, in its own memory.
 //!
-//! A fetch fills the rooms that the caller gave, one for each block, and hands each back as its block is there and
-//! proven: whoever computes feeds that to [`kv_core::pipeline::Race`] and is told what to do next. Before the job's
-//! turn comes what the read buffer takes, the rest after [`LayerFetch::begin`]; at most so many bytes are asked for
-//! at once. Saving is `layer_save.rs`.
+//! A fetch fills the rooms that the caller gave, one for each block. It says of each slice when it is there and proven, and
+//! hands each room back when all of its block is: whoever computes feeds that to [`kv_core::pipeline::Race`] and is told
+//! what to do next. Before the job's turn comes what the read buffer takes, the rest after [`LayerFetch::begin`]; at most
+//! so many bytes are asked for at once. Saving is `layer_save.rs`.
 //!
-//! **Whole frames.** A frame has all layers of one block and travels whole, so what is handed out is a block
-//! with all its layers ([`kv_core::pipeline::Arrive::ByBlock`]), and nothing of a save leaves before its last
-//! layer. Layers over the wire need two things that are not there: a fetch that names a range of layers and is
-//! answered with the frame's header first (its table has the length and the sum of every slice) and then the
-//! slices of that range, all blocks of one layer before the next; and a save whose header comes last. The sums
-//! are those of slices already, so neither changes what is stored.
+//! **In which order.** Over a path that moves slices ([`kvfleet_transport::Path::moves_slices`]) a layer of all blocks that
+//! are asked for at once comes before the next, and the read buffer holds the leading layers of all blocks. Where frames
+//! travel whole, blocks come one after the other, and the read buffer holds the leading ones.
 //!
-//! Not here: what is waited for and for how long ([`kv_core::pipeline`]), and which sources (the router's decision).
+//! Not here: what is waited for and for how long ([`kv_core::pipeline`]), which sources (the router's decision), and the
+//! rooms of a source (`rooms.rs`).
 
-use std::collections::VecDeque;
+mod feed;
+mod rooms;
+
+use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
 
-use kv_core::id::NodeId;
-use kvfleet_proto::frame::Frame;
-use kvfleet_proto::pb;
+use kvfleet_proto::frame::SLICES_MAX;
 use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, sleep_until};
+use tokio::time::Instant;
 
-use crate::fetch::{Came, DEADLINE_MAX, OneSource, check_sources};
-use crate::paths::Paths;
+use crate::fetch::check_sources;
 use crate::{Client, FetchCall, FetchError, HeldLease, SourceMiss};
+use feed::{Feed, Plan};
+use rooms::Rooms;
 
 /// Memory of the caller for one block.
 pub trait BlockRoom: Send + 'static {
     /// Where this layer's slice goes, exactly as long as the slice; nothing behind the last layer. A block
     /// that has other slices counts as wrong.
     fn slice(&mut self, layer: usize) -> Option<&mut [u8]>;
+
+    /// This layer's slice is there and proven, and is not written any more. A room that shares its memory may let
+    /// others read it now.
+    fn filled(&mut self, _layer: usize) {}
+}
+
+/// Lengths of the slices that a room has.
+fn slices_of(room: &mut impl BlockRoom) -> Vec<usize> {
+    (0..SLICES_MAX).map_while(|layer| room.slice(layer).map(|slice| slice.len())).collect()
 }
 
 /// A block's slices one after the other in memory of its own.
@@ -51,13 +59,22 @@ pub struct LayersCall {
     pub frame_bytes: u64,
     /// Bytes that are loaded before the job's turn ([`kv_core::pipeline::Preload::buffer_bytes`]).
     pub read_buffer_bytes: u64,
-    /// Bytes that are asked for and not handed out, at most; but one block of each source may be.
+    /// Bytes that are asked for and not there, at most; but one block of each source may be. Layers come in order within
+    /// what is asked for at once: where that is less than the history, some blocks are there whole before others begin.
     pub in_flight_bytes_max: u64,
 }
 
 /// What happened in a fetch.
 #[derive(Debug)]
 pub enum LayerEvent<R> {
+    /// These slices of a block are in its room, and proven; the layers of a block come in order. Those with which it is
+    /// whole are told by [`LayerEvent::Arrived`], if no block of its source before it is missing then.
+    Slices {
+        /// Which block of the request.
+        block: u32,
+        /// Which layers of it.
+        layers: Range<u32>,
+    },
     /// All slices of a block are in its room, and proven. Blocks of one source come in order.
     Arrived {
         /// Which block of the request.
@@ -74,7 +91,7 @@ pub enum LayerEvent<R> {
 pub struct SourceEnd<R> {
     /// What it did not deliver of what it should have; nothing when all came.
     pub miss: Option<SourceMiss>,
-    /// Blocks that did not come, with their rooms. What is in them is of no use.
+    /// Blocks that did not come whole, with their rooms. Of what is in them only slices that were told of are of use.
     pub absent: Vec<(u32, R)>,
     /// The lease that its node may hold now.
     pub lease: Option<HeldLease>,
@@ -89,6 +106,7 @@ pub struct SourceEnd<R> {
 pub struct LayerFetch<R> {
     events: mpsc::UnboundedReceiver<LayerEvent<R>>,
     turn: watch::Sender<Option<Instant>>,
+    layers: u32,
 }
 
 impl<R> LayerFetch<R> {
@@ -99,6 +117,12 @@ impl<R> LayerFetch<R> {
             turn.get_or_insert_with(Instant::now);
             is_first
         });
+    }
+
+    /// Layers that the rooms have.
+    #[must_use]
+    pub fn layers(&self) -> u32 {
+        self.layers
     }
 
     /// What happens next; nothing once every source has ended.
@@ -136,148 +160,17 @@ impl Client {
         }
         let (turn, turns) = watch::channel(None);
         let (sender, events) = mpsc::unbounded_channel();
+        let mut rooms = rooms;
+        let slices = rooms.first_mut().map(slices_of).unwrap_or_default();
+        let layers = u32::try_from(slices.len()).unwrap_or(u32::MAX);
+        let plan = Arc::new(Plan::new(call, slices, blocks));
         let mut rooms = rooms.into_iter();
-        let call = Arc::new(call);
-        for (position, source) in call.fetch.sources.iter().enumerate() {
-            let rooms = rooms.by_ref().take(source.len_blocks as usize).collect();
-            let feed = Feed {
-                call: Arc::clone(&call),
-                position,
-                filled: source.start_blocks,
-                rooms,
-                events: sender.clone(),
-                turn: turns.clone(),
-            };
+        for (position, source) in plan.call.fetch.sources.iter().enumerate() {
+            let of_source = rooms.by_ref().take(source.len_blocks as usize);
+            let rooms = Rooms::new(source.start_blocks, of_source, sender.clone());
+            let feed = Feed::new(Arc::clone(&plan), position, rooms, turns.clone());
             tokio::spawn(feed.run(self.paths.clone()));
         }
-        Ok(LayerFetch { events, turn })
+        Ok(LayerFetch { events, turn, layers })
     }
-}
-
-/// One source's part of a fetch.
-struct Feed<R> {
-    call: Arc<LayersCall>,
-    position: usize,
-    /// The next block that is to come.
-    filled: u32,
-    /// From that one on.
-    rooms: VecDeque<R>,
-    events: mpsc::UnboundedSender<LayerEvent<R>>,
-    turn: watch::Receiver<Option<Instant>>,
-}
-
-impl<R: BlockRoom> Feed<R> {
-    async fn run(mut self, paths: Paths) {
-        let (mut received_bytes, mut wrong_blocks, mut leased) = (0, 0, false);
-        let mut reason = None;
-        let (end, most) = (self.source_end(), self.blocks_at_once());
-        while self.filled < end && reason.is_none() {
-            let ahead = self.ahead_end();
-            if self.filled >= ahead && !self.wait_for_turn().await {
-                return;
-            }
-            let until = if self.turn.borrow().is_some() { end } else { end.min(ahead) };
-            let part = self.filled..until.min(self.filled.saturating_add(most));
-            let Some(came) = self.part(part, &paths).await else { return };
-            received_bytes += came.received_bytes;
-            wrong_blocks += came.wrong_blocks;
-            leased |= came.leased;
-            reason = came.reason;
-        }
-        let source = self.source().clone();
-        let held = HeldLease { address: source.address.clone(), lease: self.call.fetch.lease };
-        let miss = reason.map(|reason| SourceMiss {
-            node: NodeId(source.node),
-            address: source.address,
-            first_missing_block: self.filled,
-            reason,
-        });
-        let absent = (self.filled..).zip(self.rooms).collect();
-        let lease = leased.then_some(held);
-        // Nobody listens any more: what is left is dropped.
-        let _ = self.events.send(LayerEvent::Ended(SourceEnd {
-            miss,
-            absent,
-            lease,
-            received_bytes,
-            wrong_blocks,
-        }));
-    }
-
-    /// Fetches these blocks; nothing when nobody waits for them any more.
-    async fn part(&mut self, part: std::ops::Range<u32>, paths: &Paths) -> Option<Came> {
-        let patience = self.call.fetch.deadline.min(DEADLINE_MAX);
-        let (call, position, events) = (Arc::clone(&self.call), self.position, self.events.clone());
-        let source = &call.fetch.sources[position];
-        let at_most =
-            self.turn.borrow().map_or_else(|| Instant::now() + DEADLINE_MAX, |turn| turn + patience);
-        let one = OneSource::new(&call.fetch, source, part, at_most);
-        let turn = self.turn.clone();
-        let (rooms, filled) = (&mut self.rooms, &mut self.filled);
-        let mut keep = |frame: Frame| {
-            let Some(mut room) = rooms.pop_front() else { return false };
-            if !fill(&mut room, &frame) {
-                rooms.push_front(room);
-                return false;
-            }
-            // Whoever does not listen ends this, in its own time.
-            let _ = events.send(LayerEvent::Arrived { block: *filled, room });
-            *filled += 1;
-            true
-        };
-        tokio::select! {
-            came = one.run(paths, &mut keep) => Some(came),
-            () = over(turn, patience) => {
-                Some(Came::late())
-            }
-            () = events.closed() => None,
-        }
-    }
-
-    /// `false` when the fetch is dropped before its turn.
-    async fn wait_for_turn(&mut self) -> bool {
-        self.turn.wait_for(Option::is_some).await.is_ok()
-    }
-
-    fn source(&self) -> &pb::Source {
-        &self.call.fetch.sources[self.position]
-    }
-
-    fn source_end(&self) -> u32 {
-        self.source().start_blocks + self.source().len_blocks
-    }
-
-    /// The first block that is not loaded before the job's turn.
-    fn ahead_end(&self) -> u32 {
-        let blocks = self.call.read_buffer_bytes / self.call.frame_bytes.max(1);
-        self.call.fetch.resident_blocks.saturating_add(u32::try_from(blocks).unwrap_or(u32::MAX))
-    }
-
-    /// Blocks that one source may be asked for at once.
-    fn blocks_at_once(&self) -> u32 {
-        let sources = self.call.fetch.sources.len().max(1) as u64;
-        let blocks = self.call.in_flight_bytes_max / sources / self.call.frame_bytes.max(1);
-        u32::try_from(blocks).unwrap_or(u32::MAX).max(1)
-    }
-}
-
-/// Ends when a job's turn was so long ago, or the fetch was dropped.
-async fn over(mut turn: watch::Receiver<Option<Instant>>, patience: Duration) {
-    let begun = turn.wait_for(Option::is_some).await.ok().and_then(|turn| *turn);
-    if let Some(begun) = begun {
-        sleep_until(begun + patience).await;
-    }
-}
-
-/// Copies every slice of a proven frame to its place; `false` when the room has other slices.
-fn fill(room: &mut impl BlockRoom, frame: &Frame) -> bool {
-    let layers = frame.slice_count();
-    let fits = (0..layers).all(|layer| match (room.slice(layer), frame.slice(layer)) {
-        (Some(to), Some(from)) if to.len() == from.len() => {
-            to.copy_from_slice(&from);
-            true
-        }
-        _ => false,
-    });
-    fits && room.slice(layers).is_none()
 }

@@ -7,4 +7,5 @@ mod fetching;
 mod layers;
 mod routing;
 mod saving;
+mod slices;
 mod transport;

@@ -370,6 +370,11 @@ pub trait Path: Send + Sync {
         })
     }
 
+    /// Whether [`Path::fetch_layers`] moves the slices that are asked for and no others.
+    fn moves_slices(&self) -> bool {
+        false
+    }
+
     /// Offers blocks and sends the wanted ones; `source(position)` gives the frame of `hashes[position]`. It may be asked for
     /// blocks that turn out not to be wanted, and for one block twice.
     fn save<'a>(

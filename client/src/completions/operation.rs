@@ -7,8 +7,6 @@
 
 use std::sync::Arc;
 
-use kvfleet_proto::frame::SLICES_MAX;
-
 use super::arrivals::{Arrivals, Told};
 use super::state::{LentRoom, Operating};
 use super::{LayersCame, LayersOperation, Operation, Outcome, Progress};
@@ -23,11 +21,11 @@ pub(super) fn bind<R: BlockRoom>(operation: Operation<R>, of: &Arc<Operating<R>>
         Operation::Route(call) => Operation::Route(call),
         Operation::Fetch(call) => Operation::Fetch(call),
         Operation::Release(leases) => Operation::Release(leases),
-        Operation::FetchLayers(LayersOperation { call, rooms, begins, each_block }) => {
+        Operation::FetchLayers(LayersOperation { call, rooms, begins, each_block, each_layer }) => {
             let first = call.fetch.resident_blocks;
             let lend = |(position, room)| LentRoom::new(first.saturating_add(position), room, Arc::clone(of));
             let rooms = (0..).zip(rooms).map(lend).collect();
-            Operation::FetchLayers(LayersOperation { call, rooms, begins, each_block })
+            Operation::FetchLayers(LayersOperation { call, rooms, begins, each_block, each_layer })
         }
         Operation::Save(mut call) => {
             call.frame = lent_frames(call.frame, Arc::clone(of));
@@ -100,10 +98,9 @@ async fn fetch_layers<R: BlockRoom>(
     layers: LayersOperation<LentRoom<R>>,
     of: &Operating<R>,
 ) -> Outcome {
-    let LayersOperation { call, mut rooms, begins, each_block } = layers;
+    let LayersOperation { call, rooms, begins, each_block, each_layer } = layers;
     let first = call.fetch.resident_blocks;
     let blocks = rooms.len();
-    let layers = rooms.first_mut().map_or(0, layers_of);
     let leases = leases_of(&call.fetch);
     let sources = call.fetch.sources.len();
     let fetch = match client.fetch_layers(call, rooms) {
@@ -114,22 +111,15 @@ async fn fetch_layers<R: BlockRoom>(
     if begins {
         fetch.begin();
     }
-    let arrivals = Arrivals::new(first, blocks);
-    Filling { of, layers, each_block, arrivals, came: LayersCame::default(), leases: Vec::new(), sources }
+    let arrivals = Arrivals::new(first, blocks, fetch.layers(), each_layer);
+    Filling { of, each_block, arrivals, came: LayersCame::default(), leases: Vec::new(), sources }
         .run(fetch)
         .await
-}
-
-/// Layers that a room has.
-fn layers_of(room: &mut impl BlockRoom) -> u32 {
-    let layers = (0..SLICES_MAX).take_while(|layer| room.slice(*layer).is_some()).count();
-    u32::try_from(layers).unwrap_or(u32::MAX)
 }
 
 /// A fetch whose rooms are being filled.
 struct Filling<'a, R> {
     of: &'a Operating<R>,
-    layers: u32,
     each_block: bool,
     arrivals: Arrivals,
     came: LayersCame,
@@ -146,6 +136,10 @@ impl<R: BlockRoom> Filling<'_, R> {
                 () = self.of.signals.cancel.notified() => return Outcome::Cancelled,
                 () = self.of.signals.begin.notified() => fetch.begin(),
                 event = fetch.next() => match event {
+                    Some(LayerEvent::Slices { block, layers }) => {
+                        let told = self.arrivals.slices(block, layers.end);
+                        self.tell(told);
+                    }
                     Some(LayerEvent::Arrived { block, room }) => self.arrived(block, room),
                     Some(LayerEvent::Ended(end)) => self.ended(end),
                     None => break,
@@ -184,8 +178,8 @@ impl<R: BlockRoom> Filling<'_, R> {
     fn tell(&self, told: Option<Told>) {
         match told {
             Some(Told::Recompute(from_block)) => self.of.tell([Progress::Recompute { from_block }]),
-            Some(Told::Whole(end_block)) => {
-                self.of.tell((0..self.layers).map(|layer| Progress::Layer { layer, end_block }));
+            Some(Told::Layers { layers, end }) => {
+                self.of.tell(layers.map(|layer| Progress::Layer { layer, end_block: end }));
             }
             None => {}
         }

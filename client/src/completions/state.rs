@@ -281,6 +281,12 @@ impl<R: BlockRoom> BlockRoom for LentRoom<R> {
     fn slice(&mut self, layer: usize) -> Option<&mut [u8]> {
         self.room.as_mut()?.slice(layer)
     }
+
+    fn filled(&mut self, layer: usize) {
+        if let Some(room) = &mut self.room {
+            room.filled(layer);
+        }
+    }
 }
 
 impl<R> Drop for LentRoom<R> {

@@ -56,7 +56,13 @@ fn fetch_call(blocks: u32, sources: Vec<pb::Source>) -> FetchCall {
 fn layers<R>(fetch: FetchCall, rooms: Vec<R>) -> Operation<R> {
     let call =
         LayersCall { fetch, frame_bytes: 1 << 20, read_buffer_bytes: 0, in_flight_bytes_max: u64::MAX };
-    Operation::FetchLayers(LayersOperation { call, rooms, begins: true, each_block: false })
+    Operation::FetchLayers(LayersOperation {
+        call,
+        rooms,
+        begins: true,
+        each_block: false,
+        each_layer: false,
+    })
 }
 
 fn save_call(blocks: std::ops::Range<u32>) -> SaveCall {
@@ -371,9 +377,11 @@ fn no_end_is_told_while_a_room_is_written() {
             written_after: Arc::clone(&written_after),
         };
         submit(&queue, 1, layers(fetch_call(1, vec![source(0, 0, 1)]), vec![slow]));
-        // The room is asked for its layers before it is lent; the second time it is written.
-        is_entered.recv().unwrap();
-        go_on.send(()).unwrap();
+        // The room is asked for its layers before it is lent, and whether the block fits; the third time it is written.
+        for _ in 0..2 {
+            is_entered.recv().unwrap();
+            go_on.send(()).unwrap();
+        }
         is_entered.recv().unwrap();
         if closes {
             assert!(!queue.close(A_WHILE), "a room is still written");

@@ -91,7 +91,8 @@ impl FrameHead {
     /// # Errors
     /// When they are not, or there is no such layer.
     pub fn verify_slice(&self, layer: usize, slice: &[u8]) -> Result<(), FrameError> {
-        let is_it = self.entry(layer).is_some_and(|(bytes, sum)| bytes == slice.len() && sum == crc32c(slice));
+        let is_it =
+            self.entry(layer).is_some_and(|(bytes, sum)| bytes == slice.len() && sum == crc32c(slice));
         if is_it { Ok(()) } else { Err(FrameError::SliceChecksum { layer }) }
     }
 

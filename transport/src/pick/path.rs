@@ -371,6 +371,11 @@ impl Path for PickPath {
         Box::pin(async move { self.open.fetch(request, &mut Layers(layers, sink)).await })
     }
 
+    /// Whichever way it goes.
+    fn moves_slices(&self) -> bool {
+        self.open.paths().iter().flatten().all(|path| path.moves_slices())
+    }
+
     fn save<'a>(
         &'a self,
         request: SaveRequest,

@@ -88,6 +88,10 @@ impl Path for QuicPath {
         Box::pin(async move { ask::fetch_layers(self, &request, layers, sink).await })
     }
 
+    fn moves_slices(&self) -> bool {
+        true
+    }
+
     fn save<'a>(
         &'a self,
         request: SaveRequest,

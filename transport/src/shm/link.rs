@@ -159,6 +159,11 @@ impl Link {
         })
     }
 
+    /// Whether blocks are read where they lie.
+    pub(super) fn reads_in_place(&self) -> bool {
+        self.arena.is_some()
+    }
+
     pub(super) fn peer(&self) -> &str {
         &self.peer
     }

@@ -385,6 +385,11 @@ impl Path for ShmPath {
         })
     }
 
+    /// Nothing moves until it is copied out.
+    fn moves_slices(&self) -> bool {
+        self.link.reads_in_place()
+    }
+
     fn save<'a>(
         &'a self,
         request: SaveRequest,

@@ -74,6 +74,10 @@ impl Path for TcpPath {
         Box::pin(async move { ask::fetch_layers(self, &request, layers, sink).await })
     }
 
+    fn moves_slices(&self) -> bool {
+        true
+    }
+
     fn save<'a>(
         &'a self,
         request: SaveRequest,

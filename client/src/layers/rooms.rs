@@ -1,0 +1,251 @@
+//! The rooms of one source: slices go in, whole blocks come out in order.
+//!
+//! Not here: what is asked for, and when (`feed.rs`).
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use kv_core::id::{BlockHash, IdentityDigest};
+use kvfleet_proto::frame::FrameHead;
+use kvfleet_transport::{BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SliceSink};
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::{BlockRoom, LayerEvent};
+use crate::fetch::{Taking, Tally};
+
+/// Blocks that were not handed out, and where they go.
+pub(super) struct Rooms<R> {
+    /// The first of `slots`.
+    first: u32,
+    slots: VecDeque<Slot<R>>,
+    events: UnboundedSender<LayerEvent<R>>,
+}
+
+/// A block's room.
+struct Slot<R> {
+    room: R,
+    /// Layers before this one are there.
+    here: usize,
+    /// What its slices must be, once that is known: what comes in two fetches is of one frame.
+    head: Option<FrameHead>,
+}
+
+impl<R> Slot<R> {
+    fn is_whole(&self) -> bool {
+        self.head.as_ref().is_some_and(|head| self.here == head.slice_count())
+    }
+}
+
+impl<R: BlockRoom> Rooms<R> {
+    pub(super) fn new(
+        first: u32,
+        rooms: impl Iterator<Item = R>,
+        events: UnboundedSender<LayerEvent<R>>,
+    ) -> Rooms<R> {
+        let slots = rooms.map(|room| Slot { room, here: 0, head: None }).collect();
+        Rooms { first, slots, events }
+    }
+
+    pub(super) fn events(&self) -> UnboundedSender<LayerEvent<R>> {
+        self.events.clone()
+    }
+
+    /// The first block that is not there whole.
+    pub(super) fn first(&self) -> u32 {
+        self.first
+    }
+
+    fn slot(&mut self, block: u32) -> Option<&mut Slot<R>> {
+        self.slots.get_mut(block.checked_sub(self.first)? as usize)
+    }
+
+    fn hand_out_whole(&mut self) {
+        while let Some(slot) = self.slots.pop_front_if(|slot| slot.is_whole()) {
+            // Whoever does not listen ends this, in its own time.
+            let _ = self.events.send(LayerEvent::Arrived { block: self.first, room: slot.room });
+            self.first += 1;
+        }
+    }
+
+    /// Nothing more comes: what is whole behind a gap is handed out too, the rest comes back.
+    pub(super) fn end(self) -> Vec<(u32, R)> {
+        let mut absent = Vec::new();
+        for (block, slot) in (self.first..).zip(self.slots) {
+            if slot.is_whole() {
+                let _ = self.events.send(LayerEvent::Arrived { block, room: slot.room });
+            } else {
+                absent.push((block, slot.room));
+            }
+        }
+        absent
+    }
+}
+
+/// One fetch into the rooms.
+pub(super) struct Filling<'a, R> {
+    pub(super) rooms: &'a mut Rooms<R>,
+    /// The first block that is asked for.
+    pub(super) first: u32,
+    pub(super) layers: Range<usize>,
+    pub(super) identity: IdentityDigest,
+    /// Of all blocks of the request.
+    pub(super) hashes: &'a [BlockHash],
+    pub(super) tally: Tally,
+}
+
+impl<R: BlockRoom> Filling<'_, R> {
+    fn block(&self, position: usize) -> u32 {
+        self.first.saturating_add(u32::try_from(position).unwrap_or(u32::MAX))
+    }
+
+    /// Whether this is the head of a block's frame, and its slices are those of its room.
+    fn fits(&mut self, block: u32, head: &FrameHead) -> bool {
+        let is_it =
+            self.hashes.get(block as usize).is_some_and(|hash| head.verify(self.identity, *hash).is_ok());
+        let Some(slot) = self.rooms.slot(block).filter(|_| is_it) else { return false };
+        let is_same = slot.head.as_ref().is_none_or(|before| before == head);
+        let layers = head.slice_count();
+        let fits = |layer| slot.room.slice(layer).map(|slice| slice.len()) == head.slice_bytes(layer);
+        // Behind the last layer both have nothing.
+        let fits = is_same && (0..=layers).all(fits);
+        slot.head = Some(head.clone()).filter(|_| fits);
+        fits
+    }
+}
+
+impl<R: BlockRoom> Taking for Filling<'_, R> {
+    fn fetch<'a>(
+        &'a mut self,
+        path: &'a dyn Path,
+        request: FetchRequest,
+    ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
+        let layers = self.layers.clone();
+        Box::pin(async move {
+            let answer = path.fetch_layers(request, layers, self).await?;
+            self.tally.proven = answer.tiers().len();
+            Ok(answer)
+        })
+    }
+
+    fn tally(&self) -> Tally {
+        self.tally
+    }
+}
+
+impl<R: BlockRoom> SliceSink for Filling<'_, R> {
+    fn head(&mut self, position: usize, head: &FrameHead) -> bool {
+        let fits = self.fits(self.block(position), head);
+        self.tally.wrong_blocks += u32::from(!fits);
+        fits
+    }
+
+    fn slice(&mut self, position: usize, layer: usize) -> Option<&mut [u8]> {
+        let block = self.block(position);
+        // What was told of is not written again.
+        self.rooms.slot(block).filter(|slot| layer >= slot.here)?.room.slice(layer)
+    }
+
+    fn filled(&mut self, position: usize, layers: Range<usize>) {
+        let block = self.block(position);
+        let is_first = block == self.rooms.first;
+        let Some(slot) = self.rooms.slot(block).filter(|slot| slot.here == layers.start) else { return };
+        slot.here = layers.end;
+        layers.clone().for_each(|layer| slot.room.filled(layer));
+        if is_first && slot.is_whole() {
+            return self.rooms.hand_out_whole();
+        }
+        let number = |layer: usize| u32::try_from(layer).unwrap_or(u32::MAX);
+        let layers = number(layers.start)..number(layers.end);
+        let _ = self.rooms.events.send(LayerEvent::Slices { block, layers });
+    }
+
+    fn wrong(&mut self, _: usize) {
+        self.tally.wrong_blocks += 1;
+    }
+
+    fn received(&mut self, bytes: usize) {
+        self.tally.received_bytes += bytes as u64;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use kvfleet_transport::suite::{IDENTITY, frame_of, hash, hashes};
+    use tokio::sync::mpsc::unbounded_channel;
+
+    use super::*;
+
+    type Room = Vec<Box<[u8]>>;
+
+    fn room() -> Room {
+        vec![vec![0; 10].into(), vec![0; 20].into()]
+    }
+
+    /// What was told: whole blocks as `[block]`, slices as `[block, first, end]`.
+    fn told(events: &mut tokio::sync::mpsc::UnboundedReceiver<LayerEvent<Room>>) -> Vec<Vec<u32>> {
+        std::iter::from_fn(|| events.try_recv().ok())
+            .map(|event| match event {
+                LayerEvent::Slices { block, layers } => vec![block, layers.start, layers.end],
+                LayerEvent::Arrived { block, .. } => vec![block],
+                LayerEvent::Ended(_) => unreachable!("ended by whoever feeds the rooms"),
+            })
+            .collect()
+    }
+
+    #[test]
+    fn whole_blocks_come_out_in_order_and_behind_a_gap_at_the_end() {
+        let (sender, mut events) = unbounded_channel();
+        let mut rooms = Rooms::new(2, (0..4).map(|_| room()), sender);
+        let hashes = hashes(6);
+        let mut filling = Filling {
+            rooms: &mut rooms,
+            first: 2,
+            layers: 0..9,
+            identity: IDENTITY,
+            hashes: &hashes,
+            tally: Tally::default(),
+        };
+        for position in 0..4 {
+            let head = frame_of(hash(2 + position), &[10, 20]).head().unwrap();
+            assert!(filling.head(position as usize, &head));
+        }
+        filling.filled(1, 0..2);
+        assert_eq!(told(&mut events), [[3, 0, 2]]);
+        filling.filled(0, 0..1);
+        filling.filled(0, 1..2);
+        assert_eq!(told(&mut events), [vec![2, 0, 1], vec![2], vec![3]]);
+        assert!(filling.slice(0, 1).is_none() && filling.slice(1, 0).is_none(), "what was handed out");
+        filling.filled(3, 0..2);
+        filling.filled(2, 0..1);
+        assert!(filling.slice(2, 0).is_none(), "what was told of");
+        assert_eq!(filling.slice(2, 1).map(|slice| slice.len()), Some(20));
+        assert!(filling.slice(4, 0).is_none(), "no block of this source");
+        assert_eq!((rooms.first(), told(&mut events)), (4, vec![vec![5, 0, 2], vec![4, 0, 1]]));
+        let absent = rooms.end();
+        assert_eq!(absent.iter().map(|(block, _)| *block).collect::<Vec<_>>(), [4]);
+        assert_eq!(told(&mut events), [[5]]);
+    }
+
+    #[test]
+    fn a_head_that_is_not_the_blocks_or_does_not_fit_is_wrong() {
+        let (sender, _events) = unbounded_channel();
+        let mut rooms = Rooms::new(0, [room()].into_iter(), sender);
+        let hashes = hashes(1);
+        let mut filling = Filling {
+            rooms: &mut rooms,
+            first: 0,
+            layers: 0..9,
+            identity: IDENTITY,
+            hashes: &hashes,
+            tally: Tally::default(),
+        };
+        let head = |number, slices: &[u32]| frame_of(hash(number), slices).head().unwrap();
+        for wrong in [head(1, &[10, 20]), head(0, &[10]), head(0, &[10, 20, 0]), head(0, &[20, 10])] {
+            assert!(!filling.head(0, &wrong), "{wrong:?}");
+        }
+        assert!(!filling.head(1, &head(1, &[10, 20])), "not asked for");
+        assert_eq!(filling.tally.wrong_blocks, 5);
+        assert!(filling.head(0, &head(0, &[10, 20])));
+    }
+}
