@@ -10,6 +10,7 @@ mod get;
 mod hash;
 mod host;
 mod index;
+mod layers;
 mod network;
 mod overlap;
 mod overload;
@@ -68,6 +69,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "tiers", about: tiers::ABOUT, run: tiers::run },
     Bench { name: "window", about: window::ABOUT, run: window::run },
     Bench { name: "overlap", about: overlap::ABOUT, run: overlap::run },
+    Bench { name: "layers", about: layers::ABOUT, run: layers::run },
     Bench { name: "overload", about: overload::ABOUT, run: overload::run },
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },
     Bench { name: "host", about: host::ABOUT, run: host::run },

@@ -3,7 +3,7 @@
 //! Not here: stores. Every side serves bytes that lie ready in memory, client and server in one process,
 //! so a CPU-second counts both ends. What a fetch costs with more blocks in it is `transport.rs`.
 
-mod held;
+pub(crate) mod held;
 mod threads;
 
 use std::any::Any;

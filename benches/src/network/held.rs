@@ -13,13 +13,17 @@ use kvfleet_transport::{
 };
 
 /// Blocks that lie ready.
-pub(super) struct Held(HashMap<BlockHash, Frame>);
+pub(crate) struct Held(HashMap<BlockHash, Frame>);
 
 impl Held {
     /// So many blocks of this size.
     pub(super) fn new(blocks: u32, block_bytes: u32) -> Self {
-        let frames = suite::hashes(blocks).into_iter().map(|hash| (hash, suite::frame(hash, block_bytes)));
-        Self(frames.collect())
+        Self::of(suite::hashes(blocks).into_iter().map(|hash| suite::frame(hash, block_bytes)))
+    }
+
+    /// These blocks.
+    pub(crate) fn of(frames: impl Iterator<Item = Frame>) -> Self {
+        Self(frames.map(|frame| (frame.hash, frame)).collect())
     }
 }
 
