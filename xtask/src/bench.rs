@@ -13,6 +13,8 @@ use anyhow::{Context, bail};
 use clap::Args;
 use serde::Deserialize;
 
+use crate::plot::{self, Dot};
+
 /// What to run.
 #[derive(Args, Debug)]
 pub(crate) struct BenchArgs {
@@ -174,10 +176,45 @@ fn write_all(options: &[String]) -> anyhow::Result<()> {
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
     let text = document(&sections, &Machine::read(), &date(now.as_secs() / 86_400));
-    let path = root().join("docs/BENCHMARKS.md");
-    std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
-    eprintln!("wrote docs/BENCHMARKS.md");
+    let write = |file: &str, text: &str| {
+        let path = root().join("docs").join(file);
+        std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
+    };
+    write("BENCHMARKS.md", &text)?;
+    for section in sections.iter().filter(|section| section.name == DRAWN) {
+        write(&picture_of(&section.name), &picture(section))?;
+    }
+    eprintln!("wrote docs/BENCHMARKS.md and docs/{}", picture_of(DRAWN));
     Ok(())
+}
+
+/// The bench whose ratios are drawn too.
+const DRAWN: &str = "overlap";
+
+fn picture_of(name: &str) -> String {
+    format!("benchmarks-{name}.svg")
+}
+
+fn picture(section: &Section) -> String {
+    let dot = |row: &Row| Dot {
+        label: format!(
+            "{}, over {}",
+            row.row,
+            row.peer.split_once(": ").map_or(&row.peer[..], |(_, peer)| peer)
+        ),
+        ratio: row.ratio,
+        min: row.min,
+        max: row.max,
+        limit: limit(&row.peer),
+    };
+    let dots: Vec<Dot> = section.rows.iter().map(dot).collect();
+    let title = "Load, compute and save side by side, over what they are measured against";
+    plot::dots(title, "time over the peer's: median, least and greatest run; limits are marked", &dots)
+}
+
+/// What a peer such as `limit 1.1: …` says a ratio must not pass.
+fn limit(peer: &str) -> Option<f64> {
+    peer.strip_prefix("limit ")?.split_once(':')?.0.parse().ok()
 }
 
 /// One JSON line of a bench: exactly these keys.
@@ -271,6 +308,9 @@ fn document(sections: &[Section], machine: &Machine, date: &str) -> String {
         format!("{INTRO}\n{date}, {cpu}, {cores} cores, {memory_gib:.1} GiB of memory, Linux {kernel}.\n");
     for section in sections {
         let _ = write!(text, "\n## {}\n\n{}.\n\n", section.name, capitalised(&section.about));
+        if section.name == DRAWN {
+            let _ = write!(text, "![The rows below]({})\n\n", picture_of(DRAWN));
+        }
         text.push_str("| row | unit | ours | theirs | peer | ratio | better | runs |\n");
         text.push_str("| --- | --- | ---: | ---: | --- | ---: | --- | ---: |\n");
         section.rows.iter().for_each(|row| text.push_str(&line(row)));
@@ -346,6 +386,12 @@ One replica.
 ";
         assert_eq!(text.strip_prefix(INTRO), Some(expected));
         Ok(())
+    }
+
+    #[test]
+    fn a_peer_that_is_a_limit_says_which() {
+        assert_eq!(limit("limit 1.02: recomputing all"), Some(1.02));
+        assert_eq!(["no buffer", "limit: a bare copy"].map(limit), [None, None]);
     }
 
     #[test]

@@ -6,6 +6,7 @@
 
 mod bench;
 mod fuzz;
+mod plot;
 mod policies;
 mod tidy;
 
