@@ -11,12 +11,13 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use benches::{Better, Outcome, Row, Spent, outcome, spend};
 use kv_core::id::BlockHash;
+use kv_core::pipeline::Arrive;
 use kvfleet_proto::frame::{Frame, FrameHead};
 use kvfleet_proto::tls::Identity;
 use kvfleet_transport::quic::{QuicConfig, QuicDialer, QuicServer};
 use kvfleet_transport::suite::{self, IDENTITY};
 use kvfleet_transport::tcp::{TcpConfig, TcpDialer, TcpServer};
-use kvfleet_transport::{Dialer, FetchAnswer, Path, SliceSink};
+use kvfleet_transport::{AskedLayers, Dialer, FetchAnswer, Path, SliceSink};
 
 use crate::Effort;
 use crate::network::held::Held;
@@ -135,8 +136,9 @@ impl Node {
             begun: Instant::now(),
             first: None,
         };
+        let asked = AskedLayers { layers: 0..LAYERS, arrive: Arrive::ByLayer };
         let answer = if by_layer {
-            self.path.fetch_layers(request, 0..LAYERS, &mut filling).await?
+            self.path.fetch_layers(request, asked, &mut filling).await?
         } else {
             self.path.fetch(request, &mut |frame| filling.copy(&frame)).await?
         };

@@ -9,6 +9,7 @@
 use std::time::Duration;
 
 use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, LeaseId, RequestId, RequestKind, TenantId};
+use kv_core::pipeline::Arrive;
 use kv_core::prefix::{IdentityManifest, KeyForm as ManifestForm};
 use kvfleet_client::{
     Asker, ClientConfig, FetchCall, HeldLease, LayersCall, LayersOperation, Operation, QueueLimits,
@@ -234,11 +235,11 @@ unsafe fn fetch(call: *const abi::FetchCall) -> Result<Operation<Room>, Failure>
             frame_bytes: encoded_len(slice_bytes) as u64,
             read_buffer_bytes: call.read_buffer_bytes,
             in_flight_bytes_max: no_limit,
+            arrive: if flags & abi::FETCH_EACH_LAYER == 0 { Arrive::ByBlock } else { Arrive::ByLayer },
         },
         rooms,
         begins: flags & abi::FETCH_WAITS == 0,
         each_block: flags & abi::FETCH_EACH_BLOCK != 0,
-        each_layer: flags & abi::FETCH_EACH_LAYER != 0,
     }))
 }
 

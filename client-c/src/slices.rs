@@ -32,8 +32,8 @@ pub(crate) struct Table {
 impl Table {
     /// # Safety
     /// There is one address for each layer of each block, none of them null unless its slice is empty. While the table
-    /// lives each slice is as long as `slice_bytes` says. If rooms are made of it, no slice overlaps
-    /// another one and nobody else reads or writes them; if it is read, nobody writes them.
+    /// lives each slice is as long as `slice_bytes` says. If rooms are made of it, no slice overlaps another one, nobody else
+    /// writes them, and nobody else reads one before it was told of as filled; if it is read, nobody writes them.
     pub(crate) unsafe fn new(addresses: impl Iterator<Item = *mut u8>, slice_bytes: &[u32]) -> Arc<Table> {
         Arc::new(Table { addresses: addresses.map(Address).collect(), slice_bytes: slice_bytes.to_vec() })
     }
@@ -93,8 +93,8 @@ pub(crate) struct Room {
 impl BlockRoom for Room {
     fn slice(&mut self, layer: usize) -> Option<&mut [u8]> {
         let (at, bytes) = self.table.place(self.block, layer)?;
-        // SAFETY: the slice lives as long as the table and nobody else uses it, as whoever made the table promised;
-        // there is one room for each block, and it is borrowed meanwhile.
+        // SAFETY: the slice lives as long as the table and nobody else uses it, as whoever made the table promised, and
+        // it is not asked for any more once it was filled; there is one room for each block, and it is borrowed meanwhile.
         Some(unsafe { std::slice::from_raw_parts_mut(at, bytes) })
     }
 }

@@ -76,7 +76,9 @@ pub enum Operation<R> {
 /// A fetch into rooms of the caller.
 #[derive(Debug)]
 pub struct LayersOperation<R> {
-    /// What is fetched.
+    /// What is fetched. By layers, each is told as soon as all awaited blocks have it: for an engine that goes on when less
+    /// comes than it began with, since a layer may be there for fewer blocks than the one before. By blocks, all layers are
+    /// told when nothing can be missing any more.
     pub call: LayersCall,
     /// One for each block of the sources, in order. All have the same layers.
     pub rooms: Vec<R>,
@@ -85,9 +87,6 @@ pub struct LayersOperation<R> {
     /// Whether each block is told as it comes ([`Progress::Arrived`]), with its room; else all rooms come back at
     /// the end.
     pub each_block: bool,
-    /// Whether each layer is told as soon as all awaited blocks have it; else all are told when those are whole. For an
-    /// engine that goes on when less comes than it began with: a layer may be there for fewer blocks than the one before.
-    pub each_layer: bool,
 }
 
 /// What became of an operation.
@@ -119,7 +118,7 @@ pub enum Progress<R> {
         room: R,
     },
     /// Blocks from this one on do not come all: they are the engine's to compute, but for those that arrived
-    /// one by one. Told again when an earlier one is found missing; after a layer only where each layer is told.
+    /// one by one. Told again when an earlier one is found missing; after a layer only where layers come first.
     Recompute {
         /// The first that does not come.
         from_block: u32,

@@ -200,7 +200,7 @@ pub(crate) fn check_sources(call: &FetchCall) -> Result<(), FetchError> {
 #[derive(Default)]
 pub(crate) struct Came {
     /// The leading blocks that are proven and kept.
-    proven: usize,
+    pub(crate) proven: usize,
     tiers: Vec<Tier>,
     pub(crate) received_bytes: u64,
     pub(crate) wrong_blocks: u32,

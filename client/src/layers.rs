@@ -5,9 +5,9 @@
 //! what to do next. Before the job's turn comes what the read buffer takes, the rest after [`LayerFetch::begin`]; at most
 //! so many bytes are asked for at once. Saving is `layer_save.rs`.
 //!
-//! **In which order.** Over a path that moves slices ([`kvfleet_transport::Path::moves_slices`]) a layer of all blocks that
-//! are asked for at once comes before the next, and the read buffer holds the leading layers of all blocks. Where frames
-//! travel whole, blocks come one after the other, and the read buffer holds the leading ones.
+//! **In which order** is the caller's to say. By layers, over a path that moves slices
+//! ([`kvfleet_transport::Path::moves_slices`]), a layer of all blocks that are asked for at once comes before the next, and the read
+//! buffer holds the leading layers of all blocks. Else blocks come one after the other, and it holds the leading ones.
 //!
 //! Not here: what is waited for and for how long ([`kv_core::pipeline`]), which sources (the router's decision), and the
 //! rooms of a source (`rooms.rs`).
@@ -18,6 +18,7 @@ mod rooms;
 use std::ops::Range;
 use std::sync::Arc;
 
+use kv_core::pipeline::Arrive;
 use kvfleet_proto::frame::SLICES_MAX;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
@@ -30,7 +31,7 @@ use rooms::Rooms;
 /// Memory of the caller for one block.
 pub trait BlockRoom: Send + 'static {
     /// Where this layer's slice goes, exactly as long as the slice; nothing behind the last layer. A block
-    /// that has other slices counts as wrong.
+    /// that has other slices counts as wrong. Not asked for once that slice was [`filled`](BlockRoom::filled).
     fn slice(&mut self, layer: usize) -> Option<&mut [u8]>;
 
     /// This layer's slice is there and proven, and is not written any more. A room that shares its memory may let
@@ -59,9 +60,13 @@ pub struct LayersCall {
     pub frame_bytes: u64,
     /// Bytes that are loaded before the job's turn ([`kv_core::pipeline::Preload::buffer_bytes`]).
     pub read_buffer_bytes: u64,
-    /// Bytes that are asked for and not there, at most; but one block of each source may be. Layers come in order within
-    /// what is asked for at once: where that is less than the history, some blocks are there whole before others begin.
+    /// Bytes of blocks of which something is asked for and not there, at most; but one block of each source may be. Layers come
+    /// in order within what is asked for at once: where that is less than the history, some blocks are there whole before
+    /// others begin.
     pub in_flight_bytes_max: u64,
+    /// Layers first, for an engine that computes with those that are there: what ends early leaves leading layers of all
+    /// blocks. Or blocks first: it leaves leading blocks.
+    pub arrive: Arrive,
 }
 
 /// What happened in a fetch.
@@ -83,7 +88,7 @@ pub enum LayerEvent<R> {
         room: R,
     },
     /// Nothing more comes from this source.
-    Ended(SourceEnd<R>),
+    Ended(Box<SourceEnd<R>>),
 }
 
 /// How a source ended.
@@ -144,7 +149,7 @@ impl<R> LayerFetch<R> {
 
 impl Client {
     /// Fetches from all sources at once into `rooms`, one for each block of the sources, in order. Until
-    /// [`LayerFetch::begin`], only leading blocks that fit the read buffer. Needs a tokio runtime.
+    /// [`LayerFetch::begin`], only leading layers or blocks that fit the read buffer. Needs a tokio runtime.
     ///
     /// # Errors
     /// When the sources make no sense for these hashes, or there is not one room for each block of them.
@@ -163,7 +168,7 @@ impl Client {
         let mut rooms = rooms;
         let slices = rooms.first_mut().map(slices_of).unwrap_or_default();
         let layers = u32::try_from(slices.len()).unwrap_or(u32::MAX);
-        let plan = Arc::new(Plan::new(call, slices, blocks));
+        let plan = Arc::new(Plan::new(call, slices));
         let mut rooms = rooms.into_iter();
         for (position, source) in plan.call.fetch.sources.iter().enumerate() {
             let of_source = rooms.by_ref().take(source.len_blocks as usize);

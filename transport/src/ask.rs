@@ -3,7 +3,6 @@
 //! Not here: where a stream comes from (`quic/path.rs`, `tcp/path.rs`), checking what the bytes are (the
 //! caller verifies every frame), retrying, choosing.
 
-use std::ops::Range;
 use std::time::Duration;
 
 use kv_core::id::LeaseId;
@@ -16,8 +15,8 @@ use crate::dial::within;
 use crate::slices::{Filling, Whole};
 use crate::stream::{Next, Stream, read_frame, read_message};
 use crate::{
-    FetchAnswer, FetchRequest, MissReason, PathError, SaveAnswer, SaveOffer, SaveRequest, SliceSink, pieces,
-    wire,
+    AskedLayers, FetchAnswer, FetchRequest, MissReason, PathError, SaveAnswer, SaveOffer, SaveRequest,
+    SliceSink, pieces, wire,
 };
 
 /// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
@@ -49,6 +48,9 @@ pub(crate) trait Asks: Sync {
         sends: Sends,
     ) -> impl Future<Output = Result<(M, Self::Stream), PathError>> + Send;
 
+    /// The peer answered a fetch by layers with frames.
+    fn sends_frames(&self);
+
     /// The operation is over at both ends: nothing of it is under way any more.
     fn over(&self, stream: Self::Stream);
 }
@@ -75,20 +77,21 @@ pub(crate) async fn fetch<A: Asks>(
 pub(crate) async fn fetch_layers<A: Asks>(
     asks: &A,
     request: &FetchRequest,
-    layers: Range<usize>,
+    asked: AskedLayers,
     sink: &mut dyn SliceSink,
 ) -> Result<FetchAnswer, PathError> {
     let deadline = Instant::now() + request.deadline.min(DEADLINE_MAX);
-    let begun = match begin(asks, request, &wire::layers_to_pb(request, &layers), deadline).await? {
+    let begun = match begin(asks, request, &wire::layers_to_pb(request, &asked), deadline).await? {
         Ok(begun) => begun,
         Err(reason) => return Ok(FetchAnswer::Miss { reason }),
     };
     let Begun { answer, mut stream, is_by_layer } = begun;
     let wanted = answer.tiers().len();
     let (received, spoilt) = if is_by_layer {
-        (receive_layers(&mut stream, wanted, deadline, Filling::new(sink, layers)).await, None)
+        (receive_layers(&mut stream, wanted, deadline, Filling::new(sink, asked.layers)).await, None)
     } else {
-        let mut whole = Whole::new(sink, layers);
+        asks.sends_frames();
+        let mut whole = Whole::new(sink, asked);
         let received = receive(&mut stream, wanted, deadline, &mut |frame| whole.take(&[frame])).await;
         (received, whole.spoilt())
     };

@@ -8,7 +8,6 @@
 
 use std::future::Future;
 use std::io;
-use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -43,7 +42,7 @@ mod wire;
 
 pub use frames::Frames;
 pub use room::{Carried, Room};
-pub use slices::SliceSink;
+pub use slices::{AskedLayers, SliceSink};
 
 /// A boxed future, so that paths can be chosen at run time.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
@@ -352,18 +351,18 @@ pub trait Path: Send + Sync {
         sink: &'a mut (dyn FnMut(Frame) + Send),
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>>;
 
-    /// Fetches these layers of blocks in prefix order into the caller's memory, one layer of all before the next as far as
-    /// blocks are readable and the path can: one that moves frames whole hands on what it has. Slices are checked against
+    /// Fetches these layers of blocks into the caller's memory, in this order as far as blocks are readable and the path can:
+    /// one that moves frames whole hands on what it has. Slices are checked against
     /// their sums. What the answer says of blocks counts those of which all came that was asked; when the stream breaks or
     /// the deadline passes midway, the slices that were handed on stand.
     fn fetch_layers<'a>(
         &'a self,
         request: FetchRequest,
-        layers: Range<usize>,
+        asked: AskedLayers,
         sink: &'a mut dyn SliceSink,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
         Box::pin(async move {
-            let mut whole = slices::Whole::new(sink, layers);
+            let mut whole = slices::Whole::new(sink, asked);
             let mut take = |frame: Frame| whole.take(&[frame]);
             let answer = self.fetch(request, &mut take).await?;
             Ok(whole.conclude(answer))

@@ -1,4 +1,4 @@
-//! Slices of several blocks on one stream: a layer of all blocks that lie ready before the next.
+//! Slices of several blocks on one stream: a layer of all blocks that lie ready before the next, or block by block.
 //!
 //! A fetch by layer is answered by *pieces*, each behind eight bytes: the block's position u32, the first layer u16, the
 //! number of layers u16 (little endian). A piece of no layer is the header of the block's frame; those come in prefix
@@ -13,10 +13,11 @@ use std::collections::BinaryHeap;
 use std::ops::Range;
 
 use bytes::{BufMut, Bytes, BytesMut};
+use kv_core::pipeline::Arrive;
 use kvfleet_proto::frame::{Frame, FrameHead};
 
 use crate::MissReason;
-use crate::slices::{Filling, clip};
+use crate::slices::{AskedLayers, Filling, clip};
 use crate::stream::{ItemError, Source};
 
 /// Bytes before each piece.
@@ -25,7 +26,7 @@ const PIECE_HEAD_BYTES: usize = 8;
 /// Position that no block has.
 const END: u32 = u32::MAX;
 
-/// Slices are sent together up to here, in bytes: each piece costs both ends some work, and a reader hears of each.
+/// By layers, slices are sent together up to here, in bytes: each piece costs both ends some work, and a reader hears of each.
 const PIECE_BYTES: usize = 16 << 10;
 
 /// What is read and thrown away at once, in bytes.
@@ -33,9 +34,9 @@ const WASTE_BYTES: usize = 4 << 10;
 
 /// In which order slices leave.
 pub(crate) struct Wave {
-    layers: Range<usize>,
+    asked: AskedLayers,
     blocks: Vec<Option<Sending>>,
-    /// Next layer and position of each block that is not sent; the least first.
+    /// Blocks that are not sent, the next one first: by next layer and position, or only by position.
     order: BinaryHeap<Reverse<(usize, usize)>>,
 }
 
@@ -44,6 +45,8 @@ struct Sending {
     head: FrameHead,
     /// From the next slice on.
     rest: Bytes,
+    /// The next slice.
+    next: usize,
 }
 
 /// Slices of a block that lie one behind the other.
@@ -56,8 +59,13 @@ pub(crate) struct Piece {
 
 impl Wave {
     /// Of these layers of each block.
-    pub(crate) fn new(layers: Range<usize>) -> Wave {
-        Wave { layers, blocks: Vec::new(), order: BinaryHeap::new() }
+    pub(crate) fn new(asked: AskedLayers) -> Wave {
+        Wave { asked, blocks: Vec::new(), order: BinaryHeap::new() }
+    }
+
+    fn queue(&mut self, position: usize, layer: usize) {
+        let rank = if self.asked.arrive == Arrive::ByLayer { layer } else { 0 };
+        self.order.push(Reverse((rank, position)));
     }
 
     /// Blocks that were added.
@@ -67,29 +75,32 @@ impl Wave {
 
     /// The next block, with its frame's head.
     pub(crate) fn add(&mut self, head: FrameHead, frame: &Frame) {
-        let (first, end) = clip(&self.layers, &head);
+        let (first, end) = clip(&self.asked.layers, &head);
         let from = head.bytes().len() + head.bytes_of(0..first);
         let rest = frame.bytes.slice(from.min(frame.bytes.len())..);
         if first < end {
-            self.order.push(Reverse((first, self.blocks.len())));
+            self.queue(self.blocks.len(), first);
         }
-        self.blocks.push((first < end).then_some(Sending { head, rest }));
+        self.blocks.push((first < end).then_some(Sending { head, rest, next: first }));
     }
 
     /// What leaves next; nothing when all that was added has left.
     pub(crate) fn next(&mut self) -> Option<Piece> {
-        let Reverse((first, position)) = self.order.pop()?;
+        let Reverse((_, position)) = self.order.pop()?;
         let slot = self.blocks.get_mut(position)?;
         let sending = slot.as_mut()?;
-        let (_, last) = clip(&self.layers, &sending.head);
+        let (_, last) = clip(&self.asked.layers, &sending.head);
+        let most = if self.asked.arrive == Arrive::ByLayer { PIECE_BYTES } else { usize::MAX };
+        let first = sending.next;
         let (mut end, mut bytes) = (first, 0);
-        while end < last && (end == first || bytes < PIECE_BYTES) {
+        while end < last && (end == first || bytes < most) {
             bytes += sending.head.slice_bytes(end).unwrap_or(0);
             end += 1;
         }
         let bytes = sending.rest.split_to(bytes.min(sending.rest.len()));
+        sending.next = end;
         if end < last {
-            self.order.push(Reverse((end, position)));
+            self.queue(position, end);
         } else {
             *slot = None;
         }
@@ -174,7 +185,7 @@ async fn read_head(source: &mut impl Source, behind: usize) -> Result<FrameHead,
     let (known, rest) = header.split_at_mut(start.len());
     known.copy_from_slice(&start);
     read(source, rest, behind).await?;
-    Ok(FrameHead::read(&header.into())?)
+    Ok(FrameHead::read(&header)?)
 }
 
 async fn read(source: &mut impl Source, to: &mut [u8], behind: usize) -> Result<(), ItemError> {

@@ -6,7 +6,6 @@
 //! by its deadline, a save by a time of its own. Not here: connections (`quic/server.rs`, `tcp/server.rs`),
 //! and what a node does with a request (`node/`).
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -24,8 +23,8 @@ use crate::room::{Carried, Room};
 use crate::stream::{ItemError, Loss, Next, Stream, encode, read_frame, read_message};
 use crate::wire::{self, Operation};
 use crate::{
-    Admission, BlockService, Caller, FetchAnswer, FetchReply, FetchRequest, Frames, PathError, SaveOffer,
-    SaveRequest, SaveSession,
+    Admission, AskedLayers, BlockService, Caller, FetchAnswer, FetchReply, FetchRequest, Frames, MissReason,
+    PathError, SaveOffer, SaveRequest, SaveSession,
 };
 
 /// Longest time a fetch holds its part of the bytes in flight, whatever deadline it names.
@@ -236,7 +235,7 @@ impl Operations {
     async fn fetch(
         &self,
         request: FetchRequest,
-        layers: Option<Range<usize>>,
+        layers: Option<AskedLayers>,
         service: &dyn BlockService,
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
@@ -268,14 +267,16 @@ impl Operations {
     async fn send_layers(
         &self,
         reply: &mut FetchReply,
-        layers: Range<usize>,
+        asked: AskedLayers,
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
-        let wanted = reply.answer.tiers().len();
-        let mut wave = Wave::new(layers);
+        let mut wanted = reply.answer.tiers().len();
+        let mut spoilt = false;
+        let mut wave = Wave::new(asked);
         loop {
             while let Some(frame) = (wave.len() < wanted).then(|| reply.frames.try_next()).flatten() {
-                self.send_head(&mut wave, &frame, stream).await?;
+                spoilt = !self.send_head(&mut wave, &frame, stream).await?;
+                wanted = if spoilt { wave.len() } else { wanted };
             }
             if let Some(piece) = wave.next() {
                 let bytes = piece.bytes.len();
@@ -287,27 +288,32 @@ impl Operations {
                     self.timed(stream.write(pieces::end(reply.frames.ended()))).await??;
                     break;
                 };
-                self.send_head(&mut wave, &frame, stream).await?;
+                spoilt = !self.send_head(&mut wave, &frame, stream).await?;
+                wanted = if spoilt { wave.len() } else { wanted };
             } else {
+                if spoilt {
+                    self.timed(stream.write(pieces::end(Some(MissReason::Corrupt)))).await??;
+                }
                 break;
             }
         }
         self.flush(stream).await
     }
 
+    /// `false` when there is no head: what was stored is spoilt.
     async fn send_head(
         &self,
         wave: &mut Wave,
         frame: &Frame,
         stream: &mut impl Stream,
-    ) -> Result<(), ServeError> {
-        let head = frame.head().map_err(ItemError::from)?;
+    ) -> Result<bool, ServeError> {
+        let Ok(head) = frame.head() else { return Ok(false) };
         self.sent(frame.bytes.len());
         self.timed(stream.write(pieces::head_start(wave.len()))).await??;
         self.timed(stream.write(head.bytes().clone())).await??;
         self.carried.sent(head.bytes().len());
         wave.add(head, frame);
-        Ok(())
+        Ok(true)
     }
 
     /// The next frame of a fetch. While it is waited for, nothing that was written waits.

@@ -6,10 +6,20 @@
 
 use std::ops::Range;
 
+use kv_core::pipeline::Arrive;
 use kvfleet_proto::frame::{Frame, FrameHead};
 
 use crate::pieces::Wave;
 use crate::{FetchAnswer, MissReason};
+
+/// What is asked of each block of a fetch, and in which order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AskedLayers {
+    /// Those of them that a block has.
+    pub layers: Range<usize>,
+    /// As far as the path can, and blocks are readable.
+    pub arrive: Arrive,
+}
 
 /// Where the slices of a fetch go. Positions count from the first block asked.
 pub trait SliceSink: Send {
@@ -43,6 +53,8 @@ pub(crate) struct Filling<'a> {
     left_bytes: usize,
     /// Blocks whose heads came and that are not complete.
     open: usize,
+    /// Something that came was not what was asked.
+    is_spoilt: bool,
 }
 
 struct Block {
@@ -56,7 +68,15 @@ struct Block {
 impl<'a> Filling<'a> {
     /// For these layers of each block; of a block that has fewer, those that it has.
     pub(crate) fn new(sink: &'a mut dyn SliceSink, layers: Range<usize>) -> Filling<'a> {
-        Filling { sink, layers, blocks: Vec::new(), usable: usize::MAX, left_bytes: 0, open: 0 }
+        Filling {
+            sink,
+            layers,
+            blocks: Vec::new(),
+            usable: usize::MAX,
+            left_bytes: 0,
+            open: 0,
+            is_spoilt: false,
+        }
     }
 
     /// The head of the next block.
@@ -64,7 +84,7 @@ impl<'a> Filling<'a> {
         let position = self.blocks.len();
         self.sink.received(head.bytes().len());
         if position < self.usable && !self.sink.head(position, &head) {
-            self.usable = position;
+            self.refuse(position);
         }
         let (next, end) = clip(&self.layers, &head);
         self.left_bytes += head.bytes_of(next..end);
@@ -155,11 +175,16 @@ impl<'a> Filling<'a> {
 
     /// Whether something that came was not what was asked.
     pub(crate) fn is_spoilt(&self) -> bool {
-        self.usable < self.blocks.len()
+        self.is_spoilt
+    }
+
+    /// Nothing from this block on is handed on any more.
+    fn refuse(&mut self, position: usize) {
+        (self.usable, self.is_spoilt) = (position, true);
     }
 
     fn spoil(&mut self, position: usize) {
-        self.usable = position;
+        self.refuse(position);
         self.sink.wrong(position);
     }
 }
@@ -173,11 +198,12 @@ pub(crate) fn clip(layers: &Range<usize>, head: &FrameHead) -> (usize, usize) {
 /// Frames that came whole, handed on in the order of slices: those that are there together go layer by layer.
 pub(crate) struct Whole<'a> {
     filling: Filling<'a>,
+    asked: AskedLayers,
 }
 
 impl<'a> Whole<'a> {
-    pub(crate) fn new(sink: &'a mut dyn SliceSink, layers: Range<usize>) -> Whole<'a> {
-        Whole { filling: Filling::new(sink, layers) }
+    pub(crate) fn new(sink: &'a mut dyn SliceSink, asked: AskedLayers) -> Whole<'a> {
+        Whole { filling: Filling::new(sink, asked.layers.clone()), asked }
     }
 
     /// How many leading blocks were good, where not all were.
@@ -196,10 +222,13 @@ impl<'a> Whole<'a> {
     /// The next blocks, in prefix order.
     pub(crate) fn take(&mut self, frames: &[Frame]) {
         let first = self.filling.heads();
-        let mut wave = Wave::new(self.filling.layers.clone());
+        let mut wave = Wave::new(self.asked.clone());
         for frame in frames {
-            // A frame whose head parsed once parses again.
-            let Ok(head) = frame.head() else { return self.filling.usable = self.filling.heads() };
+            // A frame whose head parsed once parses again, but where a peer changes it meanwhile.
+            let Ok(head) = frame.head() else {
+                self.filling.spoil(self.filling.heads());
+                break;
+            };
             self.filling.head(head.clone());
             wave.add(head, frame);
         }

@@ -3,10 +3,10 @@
 //! Not here: reading and writing them on a stream (`stream.rs`). Whatever a peer may send is
 //! checked here, so that the code behind sees only values that make sense.
 
-use std::ops::Range;
 use std::time::Duration;
 
 use kv_core::id::{Epoch, IdentityDigest, LeaseId, NodeId, RequestId, Seq, TenantId, Tier};
+use kv_core::pipeline::Arrive;
 use kvfleet_proto::convert::{
     ConvertError, category_from_parts, category_to_parts, hashes_from_bytes, hashes_to_bytes, identity_field,
     parent_from_bytes, parent_to_bytes, tier_field,
@@ -14,8 +14,8 @@ use kvfleet_proto::convert::{
 use kvfleet_proto::data;
 
 use crate::{
-    Asker, FetchAnswer, FetchRequest, MissReason, SaveAnswer, SaveDone, SaveOffer, SaveRefusal, SaveRequest,
-    VisibleAt,
+    AskedLayers, Asker, FetchAnswer, FetchRequest, MissReason, SaveAnswer, SaveDone, SaveOffer, SaveRefusal,
+    SaveRequest, VisibleAt,
 };
 
 /// Version this end speaks, told in every pong.
@@ -35,7 +35,7 @@ mod outcome {
 #[derive(Debug)]
 pub(crate) enum Operation {
     /// Of these layers, if they are wanted one after the other.
-    Fetch(FetchRequest, Option<Range<usize>>),
+    Fetch(FetchRequest, Option<AskedLayers>),
     Save(SaveRequest),
     Release(LeaseId),
     Ping,
@@ -46,7 +46,7 @@ pub(crate) fn operation_from_pb(request: data::DataRequest) -> Result<Operation,
     let traceparent = request.traceparent;
     match request.op.ok_or(ConvertError::Absent { field: "op" })? {
         Op::Fetch(fetch) => {
-            let layers = fetch.layers.as_ref().map(|layers| layers.first as usize..layers.end as usize);
+            let layers = fetch.layers.as_ref().map(asked_from_pb);
             Ok(Operation::Fetch(fetch_from_pb(&fetch, traceparent)?, layers))
         }
         Op::Save(save) => save_from_pb(&save, traceparent).map(Operation::Save),
@@ -92,13 +92,21 @@ fn save_from_pb(save: &data::Save, traceparent: String) -> Result<SaveRequest, C
 }
 
 /// The same as [`fetch_to_pb`], of these layers one after the other.
-pub(crate) fn layers_to_pb(request: &FetchRequest, layers: &Range<usize>) -> data::DataRequest {
+pub(crate) fn layers_to_pb(request: &FetchRequest, asked: &AskedLayers) -> data::DataRequest {
     let number = |layer: usize| u32::try_from(layer).unwrap_or(u32::MAX);
-    let mut asked = fetch_to_pb(request);
-    if let Some(data::data_request::Op::Fetch(fetch)) = &mut asked.op {
-        fetch.layers = Some(data::Layers { first: number(layers.start), end: number(layers.end) });
+    let AskedLayers { layers, arrive } = asked;
+    let mut wire = fetch_to_pb(request);
+    if let Some(data::data_request::Op::Fetch(fetch)) = &mut wire.op {
+        let is_by_block = *arrive == Arrive::ByBlock;
+        fetch.layers =
+            Some(data::Layers { first: number(layers.start), end: number(layers.end), is_by_block });
     }
-    asked
+    wire
+}
+
+fn asked_from_pb(layers: &data::Layers) -> AskedLayers {
+    let arrive = if layers.is_by_block { Arrive::ByBlock } else { Arrive::ByLayer };
+    AskedLayers { layers: layers.first as usize..layers.end as usize, arrive }
 }
 
 pub(crate) fn fetch_to_pb(request: &FetchRequest) -> data::DataRequest {
@@ -317,8 +325,11 @@ mod tests {
         };
         let back = operation_from_pb(fetch_to_pb(&fetch)).unwrap();
         assert_eq!(format!("{back:?}"), format!("{:?}", Operation::Fetch(fetch.clone(), None)));
-        let back = operation_from_pb(layers_to_pb(&fetch, &(3..7))).unwrap();
-        assert_eq!(format!("{back:?}"), format!("{:?}", Operation::Fetch(fetch, Some(3..7))));
+        for arrive in [Arrive::ByLayer, Arrive::ByBlock] {
+            let asked = AskedLayers { layers: 3..7, arrive };
+            let back = operation_from_pb(layers_to_pb(&fetch, &asked)).unwrap();
+            assert_eq!(format!("{back:?}"), format!("{:?}", Operation::Fetch(fetch.clone(), Some(asked))));
+        }
         let save = SaveRequest {
             asker: asker(),
             parent: Some(BlockHash([1; 16])),

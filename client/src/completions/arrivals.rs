@@ -30,12 +30,12 @@ pub(super) struct Arrivals {
     end: u32,
     /// Layers that were told.
     told: u32,
-    each_layer: bool,
+    by_layer: bool,
 }
 
 impl Arrivals {
-    /// Of so many blocks from `first` on, with so many layers. `each_layer`: they are told one by one.
-    pub(super) fn new(first: u32, blocks: usize, layers: u32, each_layer: bool) -> Arrivals {
+    /// Of so many blocks from `first` on, with so many layers. `by_layer`: they are told one by one.
+    pub(super) fn new(first: u32, blocks: usize, layers: u32, by_layer: bool) -> Arrivals {
         let count = u32::try_from(blocks).unwrap_or(u32::MAX);
         Arrivals {
             first,
@@ -45,7 +45,7 @@ impl Arrivals {
             reached: first,
             end: first.saturating_add(count),
             told: 0,
-            each_layer,
+            by_layer,
         }
     }
 
@@ -92,7 +92,7 @@ impl Arrivals {
     fn there(&mut self) -> Option<Told> {
         let told = self.told as usize;
         let there = self.missing[told..].iter().take_while(|count| **count == 0).count();
-        let is_due = self.each_layer || told + there == self.missing.len();
+        let is_due = self.by_layer || told + there == self.missing.len();
         if self.end <= self.first || there == 0 || !is_due {
             return None;
         }
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn each_layer_is_told_once_all_awaited_blocks_have_it() {
+    fn by_layer_is_told_once_all_awaited_blocks_have_it() {
         let mut arrivals = Arrivals::new(1, 3, 3, true);
         assert_eq!([arrivals.slices(1, 1), arrivals.slices(2, 2)], [None, None]);
         assert_eq!(arrivals.slices(3, 1), layers(0..1, 4));
@@ -150,11 +150,11 @@ mod tests {
 
     #[test]
     fn of_nothing_no_layer_is_told() {
-        for each_layer in [false, true] {
-            let mut arrivals = Arrivals::new(2, 2, 3, each_layer);
+        for by_layer in [false, true] {
+            let mut arrivals = Arrivals::new(2, 2, 3, by_layer);
             assert_eq!(arrivals.missing(2), [Some(Told::Recompute(2)), None]);
             assert_eq!(arrivals.into_parts(), (2, vec![false; 2]));
-            let mut none = Arrivals::new(2, 1, 0, each_layer);
+            let mut none = Arrivals::new(2, 1, 0, by_layer);
             assert_eq!([none.slices(2, 4), none.arrived(2)], [None, None], "no layers");
         }
     }

@@ -7,6 +7,8 @@
 
 use std::sync::Arc;
 
+use kv_core::pipeline::Arrive;
+
 use super::arrivals::{Arrivals, Told};
 use super::state::{LentRoom, Operating};
 use super::{LayersCame, LayersOperation, Operation, Outcome, Progress};
@@ -21,11 +23,11 @@ pub(super) fn bind<R: BlockRoom>(operation: Operation<R>, of: &Arc<Operating<R>>
         Operation::Route(call) => Operation::Route(call),
         Operation::Fetch(call) => Operation::Fetch(call),
         Operation::Release(leases) => Operation::Release(leases),
-        Operation::FetchLayers(LayersOperation { call, rooms, begins, each_block, each_layer }) => {
+        Operation::FetchLayers(LayersOperation { call, rooms, begins, each_block }) => {
             let first = call.fetch.resident_blocks;
             let lend = |(position, room)| LentRoom::new(first.saturating_add(position), room, Arc::clone(of));
             let rooms = (0..).zip(rooms).map(lend).collect();
-            Operation::FetchLayers(LayersOperation { call, rooms, begins, each_block, each_layer })
+            Operation::FetchLayers(LayersOperation { call, rooms, begins, each_block })
         }
         Operation::Save(mut call) => {
             call.frame = lent_frames(call.frame, Arc::clone(of));
@@ -98,11 +100,12 @@ async fn fetch_layers<R: BlockRoom>(
     layers: LayersOperation<LentRoom<R>>,
     of: &Operating<R>,
 ) -> Outcome {
-    let LayersOperation { call, rooms, begins, each_block, each_layer } = layers;
+    let LayersOperation { call, rooms, begins, each_block } = layers;
     let first = call.fetch.resident_blocks;
     let blocks = rooms.len();
     let leases = leases_of(&call.fetch);
     let sources = call.fetch.sources.len();
+    let by_layer = call.arrive == Arrive::ByLayer;
     let fetch = match client.fetch_layers(call, rooms) {
         Ok(fetch) => fetch,
         Err(error) => return Outcome::Layers(Err(error)),
@@ -111,7 +114,7 @@ async fn fetch_layers<R: BlockRoom>(
     if begins {
         fetch.begin();
     }
-    let arrivals = Arrivals::new(first, blocks, fetch.layers(), each_layer);
+    let arrivals = Arrivals::new(first, blocks, fetch.layers(), by_layer);
     Filling { of, each_block, arrivals, came: LayersCame::default(), leases: Vec::new(), sources }
         .run(fetch)
         .await
@@ -141,7 +144,7 @@ impl<R: BlockRoom> Filling<'_, R> {
                         self.tell(told);
                     }
                     Some(LayerEvent::Arrived { block, room }) => self.arrived(block, room),
-                    Some(LayerEvent::Ended(end)) => self.ended(end),
+                    Some(LayerEvent::Ended(end)) => self.ended(*end),
                     None => break,
                 },
             }

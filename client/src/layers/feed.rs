@@ -7,8 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kv_core::id::{Epoch, NodeId};
+use kv_core::pipeline::Arrive;
 use kvfleet_proto::pb;
-use kvfleet_transport::MissReason;
+use kvfleet_transport::{AskedLayers, MissReason};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 
@@ -26,56 +27,63 @@ pub(super) struct Plan {
     pub(super) call: LayersCall,
     /// Lengths of the slices of each block.
     slices: Vec<usize>,
-    /// Leading layers that the read buffer takes of all blocks.
-    buffer_layers: usize,
 }
 
 impl Plan {
-    /// For so many blocks of all sources.
-    pub(super) fn new(call: LayersCall, slices: Vec<usize>, blocks: usize) -> Plan {
-        let mut left = call.read_buffer_bytes;
+    pub(super) fn new(call: LayersCall, slices: Vec<usize>) -> Plan {
+        Plan { call, slices }
+    }
+
+    fn blocks_of_all_sources(&self) -> u64 {
+        self.call.fetch.sources.iter().map(|source| u64::from(source.len_blocks)).sum()
+    }
+
+    /// Blocks that the read buffer takes whole.
+    fn buffer_blocks(&self) -> u64 {
+        self.call.read_buffer_bytes / self.call.frame_bytes.max(1)
+    }
+
+    /// Leading layers that the read buffer takes of all blocks.
+    fn buffer_layers(&self) -> usize {
+        let mut left = self.call.read_buffer_bytes;
+        let blocks = self.blocks_of_all_sources();
         let fits = |bytes: &&usize| {
-            let layer = (**bytes as u64).checked_mul(blocks as u64);
+            let layer = (**bytes as u64).checked_mul(blocks);
             let rest = layer.and_then(|layer| left.checked_sub(layer));
             left = rest.unwrap_or(0);
             rest.is_some()
         };
-        let buffer_layers = slices.iter().take_while(fits).count();
-        Plan { call, slices, buffer_layers }
+        self.slices.iter().take_while(fits).count()
     }
 
-    /// The first block that is not loaded before the job's turn, where blocks come whole.
-    fn ahead_end(&self) -> u32 {
-        let blocks = self.call.read_buffer_bytes / self.call.frame_bytes.max(1);
-        self.call.fetch.resident_blocks.saturating_add(u32::try_from(blocks).unwrap_or(u32::MAX))
-    }
-
-    /// Blocks of which one source may be asked for these layers at once.
-    fn blocks_at_once(&self, layers: &Range<usize>) -> u32 {
-        let bytes = if *layers == ALL {
-            self.call.frame_bytes
-        } else {
-            let end = layers.end.min(self.slices.len());
-            self.slices[layers.start.min(end)..end].iter().map(|bytes| *bytes as u64).sum()
-        };
+    /// Blocks of which one source may be asked for something at once. A node holds whole frames, whatever is asked of them.
+    fn blocks_at_once(&self) -> u32 {
         let sources = self.call.fetch.sources.len().max(1) as u64;
-        let blocks = self.call.in_flight_bytes_max / sources / bytes.max(1);
+        let blocks = self.call.in_flight_bytes_max / sources / self.call.frame_bytes.max(1);
         u32::try_from(blocks).unwrap_or(u32::MAX).max(1)
     }
 
-    /// What is asked of a source with these blocks, in order.
+    /// What is asked of a source with these blocks before the job's turn, and then.
     fn steps(&self, blocks: Range<u32>, by_slices: bool) -> [Step; 2] {
         let step = |blocks, layers, is_ahead| Step { blocks, layers, is_ahead };
-        if by_slices {
-            let ahead = self.buffer_layers;
-            let rest = if ahead < self.slices.len() { blocks.clone() } else { blocks.end..blocks.end };
-            let buffered = if ahead > 0 { blocks } else { rest.start..rest.start };
-            let layers = if ahead > 0 { ahead..usize::MAX } else { ALL };
-            [step(buffered, 0..ahead, true), step(rest, layers, false)]
-        } else {
-            let cut = self.ahead_end().clamp(blocks.start, blocks.end);
-            [step(blocks.start..cut, ALL, true), step(cut..blocks.end, ALL, false)]
+        let layers = if by_slices { self.buffer_layers() } else { 0 };
+        let none = blocks.end..blocks.end;
+        if layers >= self.slices.len() {
+            return [step(blocks, ALL, true), step(none, ALL, false)];
         }
+        if layers > 0 {
+            return [step(blocks.clone(), 0..layers, true), step(blocks, layers..usize::MAX, false)];
+        }
+        let first = self.call.fetch.resident_blocks;
+        let buffered = if self.call.arrive == Arrive::ByLayer {
+            // Other sources may fill their share by layers.
+            let share = self.buffer_blocks() * blocks.len() as u64 / self.blocks_of_all_sources().max(1);
+            u64::from(blocks.start) + share
+        } else {
+            u64::from(first) + self.buffer_blocks()
+        };
+        let cut = u32::try_from(buffered).unwrap_or(u32::MAX).clamp(blocks.start, blocks.end);
+        [step(blocks.start..cut, ALL, true), step(cut..blocks.end, ALL, false)]
     }
 }
 
@@ -135,30 +143,42 @@ impl<R: BlockRoom> Feed<R> {
             wrong_blocks: sum.wrong_blocks,
         };
         // Nobody listens any more: what is left is dropped.
-        let _ = events.send(LayerEvent::Ended(end));
+        let _ = events.send(LayerEvent::Ended(Box::new(end)));
     }
 
     /// Nothing when nobody waits for it any more.
     async fn ask_for_all(&mut self, paths: &Paths) -> Option<Sum> {
         let source = self.source();
         let blocks = source.start_blocks..source.start_blocks + source.len_blocks;
-        let by_slices = self.plan.call.read_buffer_bytes > 0 && self.moves_slices(paths).await?;
         let mut sum = Sum::default();
-        for Step { blocks, layers, is_ahead } in self.plan.steps(blocks, by_slices) {
-            let most = self.plan.blocks_at_once(&layers);
-            let mut first = blocks.start;
-            while first < blocks.end && sum.reason.is_none() {
-                if !is_ahead {
+        let mut steps = [Step { blocks: blocks.clone(), layers: ALL, is_ahead: false }].to_vec();
+        if self.plan.call.read_buffer_bytes > 0 && !blocks.is_empty() {
+            let by_slices = self.plan.call.arrive == Arrive::ByLayer && self.moves_slices(paths).await?;
+            if self.turn.borrow().is_none() {
+                steps = self.plan.steps(blocks.clone(), by_slices).to_vec();
+            }
+        }
+        // What is behind a block that does not come is not asked for again.
+        let mut end = blocks.end;
+        for step in steps {
+            let most = self.plan.blocks_at_once();
+            let (mut first, last) = (step.blocks.start, step.blocks.end.min(end));
+            while first < last {
+                if !step.is_ahead {
                     // Dropped before its turn, it is not waited for.
                     self.turn.wait_for(Option::is_some).await.ok()?;
                 }
-                let part = first..blocks.end.min(first.saturating_add(most));
-                first = part.end;
-                let came = self.part(part, layers.clone(), paths).await?;
+                let part = first..last.min(first.saturating_add(most));
+                let came = self.part(part.clone(), step.layers.clone(), paths).await?;
                 sum.received_bytes += came.received_bytes;
                 sum.wrong_blocks += came.wrong_blocks;
                 sum.leased |= came.leased;
-                sum.reason = came.reason;
+                first = part.end;
+                if came.reason.is_some() {
+                    sum.reason = came.reason;
+                    end = part.start.saturating_add(u32::try_from(came.proven).unwrap_or(u32::MAX));
+                    break;
+                }
             }
         }
         Some(sum)
@@ -186,7 +206,7 @@ impl<R: BlockRoom> Feed<R> {
         let mut filling = Filling {
             rooms: &mut self.rooms,
             first: blocks.start,
-            layers,
+            asked: AskedLayers { layers, arrive: self.plan.call.arrive },
             identity: call.identity,
             hashes: &call.hashes,
             tally: Tally::default(),

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use kv_core::id::{BlockHash, IdentityDigest};
 use kvfleet_proto::frame::FrameHead;
-use kvfleet_transport::{BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SliceSink};
+use kvfleet_transport::{AskedLayers, BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SliceSink};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::{BlockRoom, LayerEvent};
@@ -86,7 +86,7 @@ pub(super) struct Filling<'a, R> {
     pub(super) rooms: &'a mut Rooms<R>,
     /// The first block that is asked for.
     pub(super) first: u32,
-    pub(super) layers: Range<usize>,
+    pub(super) asked: AskedLayers,
     pub(super) identity: IdentityDigest,
     /// Of all blocks of the request.
     pub(super) hashes: &'a [BlockHash],
@@ -103,11 +103,13 @@ impl<R: BlockRoom> Filling<'_, R> {
         let is_it =
             self.hashes.get(block as usize).is_some_and(|hash| head.verify(self.identity, *hash).is_ok());
         let Some(slot) = self.rooms.slot(block).filter(|_| is_it) else { return false };
-        let is_same = slot.head.as_ref().is_none_or(|before| before == head);
-        let layers = head.slice_count();
+        if let Some(before) = &slot.head {
+            // Then it fits too. Its room is not looked at again: somebody may be reading what is there.
+            return before == head;
+        }
         let fits = |layer| slot.room.slice(layer).map(|slice| slice.len()) == head.slice_bytes(layer);
         // Behind the last layer both have nothing.
-        let fits = is_same && (0..=layers).all(fits);
+        let fits = (0..=head.slice_count()).all(fits);
         slot.head = Some(head.clone()).filter(|_| fits);
         fits
     }
@@ -119,9 +121,9 @@ impl<R: BlockRoom> Taking for Filling<'_, R> {
         path: &'a dyn Path,
         request: FetchRequest,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
-        let layers = self.layers.clone();
+        let asked = self.asked.clone();
         Box::pin(async move {
-            let answer = path.fetch_layers(request, layers, self).await?;
+            let answer = path.fetch_layers(request, asked, self).await?;
             self.tally.proven = answer.tiers().len();
             Ok(answer)
         })
@@ -171,6 +173,7 @@ impl<R: BlockRoom> SliceSink for Filling<'_, R> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use kv_core::pipeline::Arrive;
     use kvfleet_transport::suite::{IDENTITY, frame_of, hash, hashes};
     use tokio::sync::mpsc::unbounded_channel;
 
@@ -201,7 +204,7 @@ mod tests {
         let mut filling = Filling {
             rooms: &mut rooms,
             first: 2,
-            layers: 0..9,
+            asked: AskedLayers { layers: 0..9, arrive: Arrive::ByLayer },
             identity: IDENTITY,
             hashes: &hashes,
             tally: Tally::default(),
@@ -235,7 +238,7 @@ mod tests {
         let mut filling = Filling {
             rooms: &mut rooms,
             first: 0,
-            layers: 0..9,
+            asked: AskedLayers { layers: 0..9, arrive: Arrive::ByLayer },
             identity: IDENTITY,
             hashes: &hashes,
             tally: Tally::default(),
@@ -246,6 +249,10 @@ mod tests {
         }
         assert!(!filling.head(1, &head(1, &[10, 20])), "not asked for");
         assert_eq!(filling.tally.wrong_blocks, 5);
+        assert!(filling.head(0, &head(0, &[10, 20])));
+        let other = frame_of(hash(9), &[10, 20]);
+        let other = kvfleet_proto::frame::Frame { hash: hash(0), ..other };
+        assert!(!filling.head(0, &other.head().unwrap()), "not the same as before");
         assert!(filling.head(0, &head(0, &[10, 20])));
     }
 }

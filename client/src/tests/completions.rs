@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use kv_core::id::{Category, LeaseId, RequestId, TenantId};
+use kv_core::pipeline::Arrive;
 use kvfleet_errors_doc::says;
 use kvfleet_proto::{content, pb};
 use kvfleet_transport::loopback::{Faults, Loopback};
@@ -54,15 +55,14 @@ fn fetch_call(blocks: u32, sources: Vec<pb::Source>) -> FetchCall {
 
 /// All blocks of the sources into these rooms, from now on.
 fn layers<R>(fetch: FetchCall, rooms: Vec<R>) -> Operation<R> {
-    let call =
-        LayersCall { fetch, frame_bytes: 1 << 20, read_buffer_bytes: 0, in_flight_bytes_max: u64::MAX };
-    Operation::FetchLayers(LayersOperation {
-        call,
-        rooms,
-        begins: true,
-        each_block: false,
-        each_layer: false,
-    })
+    let call = LayersCall {
+        fetch,
+        frame_bytes: 1 << 20,
+        read_buffer_bytes: 0,
+        in_flight_bytes_max: u64::MAX,
+        arrive: Arrive::ByBlock,
+    };
+    Operation::FetchLayers(LayersOperation { call, rooms, begins: true, each_block: false })
 }
 
 fn save_call(blocks: std::ops::Range<u32>) -> SaveCall {

@@ -48,7 +48,13 @@ fn call(blocks: u32, sources: Vec<pb::Source>) -> LayersCall {
         sources,
         deadline: PATIENCE,
     };
-    LayersCall { fetch, frame_bytes: frame_bytes(), read_buffer_bytes: 0, in_flight_bytes_max: u64::MAX }
+    LayersCall {
+        fetch,
+        frame_bytes: frame_bytes(),
+        read_buffer_bytes: 0,
+        in_flight_bytes_max: u64::MAX,
+        arrive: Arrive::ByBlock,
+    }
 }
 
 fn frame_bytes() -> u64 {
@@ -65,7 +71,7 @@ async fn all(mut fetch: LayerFetch<Room>) -> (Vec<u32>, Vec<SourceEnd<Room>>) {
                 assert!(content::matches(hash(block), &room.concat()), "wrong bytes were handed out");
                 blocks.push(block);
             }
-            LayerEvent::Ended(end) => ends.push(end),
+            LayerEvent::Ended(end) => ends.push(*end),
         }
     }
     assert!(fetch.is_over());

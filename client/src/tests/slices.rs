@@ -3,14 +3,18 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kv_core::id::{Category, LeaseId, RequestId, TenantId};
+use kv_core::pipeline::Arrive;
 use kvfleet_proto::frame::Frame;
 use kvfleet_proto::{content, pb};
 use kvfleet_transport::quic::{QuicConfig, QuicDialer, QuicServer};
 use kvfleet_transport::suite::{EPOCH, IDENTITY, MemoryService, PATIENCE, frame_of, hash, hashes};
 use kvfleet_transport::tcp::{TcpConfig, TcpDialer, TcpServer};
 use kvfleet_transport::{Dialer, MissReason};
+
+use tokio::time::timeout;
 
 use super::authority::{Authority, config};
 use crate::{
@@ -58,9 +62,10 @@ fn cluster(over_quic: bool) -> Cluster {
 }
 
 impl Cluster {
-    /// A fetch of all blocks with so much loaded ahead.
+    /// A fetch of all blocks by layers with so much loaded ahead.
     fn fetch(&self, read_buffer_bytes: u64) -> LayerFetch<Room> {
         let (call, rooms) = self.call(read_buffer_bytes);
+        let call = LayersCall { arrive: Arrive::ByLayer, ..call };
         self.client.fetch_layers(call, rooms).unwrap()
     }
 
@@ -85,7 +90,9 @@ impl Cluster {
             deadline: PATIENCE,
         };
         let frame_bytes = frame_of(hash(0), &SLICES).bytes.len() as u64;
-        let call = LayersCall { fetch, frame_bytes, read_buffer_bytes, in_flight_bytes_max: u64::MAX };
+        let in_flight_bytes_max = u64::MAX;
+        let arrive = Arrive::ByBlock;
+        let call = LayersCall { fetch, frame_bytes, read_buffer_bytes, in_flight_bytes_max, arrive };
         let room = || SLICES.map(|bytes| vec![0; bytes as usize].into()).to_vec();
         (call, (0..BLOCKS).map(|_| room()).collect())
     }
@@ -107,7 +114,7 @@ impl Told {
                 assert!(content::matches(hash(block), &room.concat()), "wrong bytes were handed out");
                 self.whole.push(block);
             }
-            LayerEvent::Ended(end) => self.end = Some(end),
+            LayerEvent::Ended(end) => self.end = Some(*end),
         }
     }
 
@@ -145,24 +152,35 @@ async fn the_first_layer_of_all_blocks_comes_before_the_second_of_any() {
 }
 
 #[tokio::test]
-async fn before_its_turn_the_read_buffer_takes_the_leading_layers_of_all_blocks() {
+async fn by_blocks_each_comes_whole() {
     let cluster = cluster(false);
-    // Two layers and not the third, or all of them, or not the first.
+    let (call, rooms) = cluster.call(0);
+    let fetch = cluster.client.fetch_layers(call, rooms).unwrap();
+    fetch.begin();
+    let told = Told::default().rest(fetch).await;
+    assert_eq!((told.slices, told.whole), (vec![], vec![0, 1, 2, 3, 4]));
+}
+
+/// Long enough for a fetch that must not be.
+const A_WHILE: Duration = Duration::from_millis(50);
+
+#[tokio::test]
+async fn before_its_turn_the_read_buffer_takes_the_leading_layers_of_all_blocks() {
+    // Two layers and not the third, or three, or all of them, or not the first: then leading blocks.
     let two = u64::from(BLOCKS * (SLICES[0] + SLICES[1]));
-    for (buffer, layers) in [(two, 2), (two + 499, 2), (u64::MAX, 4), (two + 500, 3), (99_999, 0)] {
+    for (buffer, layers) in [(two, 2), (two + 499, 2), (two + 500, 3), (u64::MAX, 4), (99_999, 0)] {
+        let cluster = cluster(false);
         let mut fetch = cluster.fetch(buffer);
         let mut told = Told::default();
-        if layers == 4 {
-            while told.end.is_none() {
-                told.hear(fetch.next().await.unwrap());
-            }
-        } else {
-            while told.slices.iter().map(|(_, layers)| layers.len()).sum::<usize>() < 5 * layers {
-                told.hear(fetch.next().await.unwrap());
-            }
-            assert_eq!(told.layers(), [u32::try_from(layers).unwrap(); 5], "{buffer}");
-            assert!(fetch.poll().is_none(), "nothing more was asked for");
+        while let Ok(Some(event)) = timeout(A_WHILE, fetch.next()).await {
+            told.hear(event);
         }
+        match layers {
+            4 => assert_eq!((&told.whole[..], told.end.is_some()), (&[0, 1, 2, 3, 4][..], true)),
+            0 => assert_eq!((&told.whole[..], told.end.is_some()), (&[0][..], false)),
+            _ => assert_eq!((told.layers(), &told.whole[..]), (vec![layers; 5], &[][..]), "{buffer}"),
+        }
+        assert_eq!(cluster.service.deadlines().len(), 1, "nothing more was asked for: {buffer}");
         fetch.begin();
         let told = told.rest(fetch).await;
         assert_eq!(told.whole, [0, 1, 2, 3, 4], "{buffer}");
@@ -172,6 +190,57 @@ async fn before_its_turn_the_read_buffer_takes_the_leading_layers_of_all_blocks(
         let heads = 5 * frame.head().unwrap().bytes().len();
         let twice = if (1..4).contains(&layers) { heads } else { 0 };
         assert_eq!(end.received_bytes, (5 * frame.bytes.len() + twice) as u64, "each slice once: {buffer}");
+    }
+}
+
+#[tokio::test]
+async fn one_whose_turn_is_there_asks_once() {
+    let cluster = cluster(false);
+    let fetch = cluster.fetch(u64::from(BLOCKS * SLICES[0]));
+    fetch.begin();
+    let told = Told::default().rest(fetch).await;
+    assert_eq!(told.whole, [0, 1, 2, 3, 4]);
+    assert_eq!(cluster.service.deadlines().len(), 1);
+}
+
+/// The fourth block's frame with a wrong byte in this layer.
+fn spoilt(layer: usize) -> Frame {
+    let good = frame_of(hash(3), &SLICES);
+    let mut bytes = good.bytes.to_vec();
+    let slice = good.slice(layer).unwrap();
+    bytes[slice.as_ptr() as usize - good.bytes.as_ptr() as usize] ^= 1;
+    Frame { bytes: bytes.into(), ..good }
+}
+
+#[tokio::test]
+async fn blocks_before_one_that_is_missing_or_wrong_come_whole_behind_a_read_buffer_too() {
+    let missing = |service: &MemoryService| service.forget(hash(3));
+    let wrong_first = |service: &MemoryService| service.hold(spoilt(0));
+    let wrong_last = |service: &MemoryService| service.hold(spoilt(3));
+    type Spoil<'a> = &'a dyn Fn(&MemoryService);
+    let cases: [(Spoil<'_>, MissReason); 3] = [
+        (&missing, MissReason::NotHeld),
+        (&wrong_first, MissReason::Corrupt),
+        (&wrong_last, MissReason::Corrupt),
+    ];
+    for (spoil, reason) in cases {
+        for buffer in [0, u64::from(BLOCKS * SLICES[0]), u64::MAX] {
+            let cluster = cluster(false);
+            spoil(&cluster.service);
+            let mut fetch = cluster.fetch(buffer);
+            let mut told = Told::default();
+            while buffer > 0
+                && let Ok(Some(event)) = timeout(A_WHILE, fetch.next()).await
+            {
+                told.hear(event);
+            }
+            fetch.begin();
+            let told = told.rest(fetch).await;
+            assert_eq!(told.whole, [0, 1, 2], "{reason:?} {buffer}");
+            let end = told.end.unwrap();
+            let miss = end.miss.map(|miss| (miss.first_missing_block, miss.reason));
+            assert_eq!((miss, end.absent.len()), (Some((3, reason)), 2), "{buffer}");
+        }
     }
 }
 
@@ -200,14 +269,15 @@ async fn what_comes_in_two_fetches_is_of_one_frame() {
 
 /// What a queue tells of a fetch whose last block has a wrong last slice: layers as `(layer, end)`, and from where on
 /// to compute as `(99, from)`.
-async fn queue_tells(each_layer: bool) -> Vec<(u32, u32)> {
+async fn queue_tells(arrive: Arrive) -> Vec<(u32, u32)> {
     let cluster = cluster(false);
     let good = frame_of(hash(4), &SLICES);
     let mut bytes = good.bytes.to_vec();
     *bytes.last_mut().unwrap() ^= 1;
     cluster.service.hold(Frame { bytes: bytes.into(), ..good });
     let (call, rooms) = cluster.call(0);
-    let operation = LayersOperation { call, rooms, begins: true, each_block: false, each_layer };
+    let call = LayersCall { arrive, ..call };
+    let operation = LayersOperation { call, rooms, begins: true, each_block: false };
     let runtime = tokio::runtime::Handle::current();
     let queue = CompletionQueue::new(cluster.client.clone(), QueueLimits::default(), runtime);
     queue.submit(vec![Submission { tag: 1, operation: Operation::FetchLayers(operation) }]).unwrap();
@@ -231,6 +301,6 @@ async fn queue_tells(each_layer: bool) -> Vec<(u32, u32)> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_queue_tells_each_layer_as_it_comes_or_all_when_nothing_can_be_missing_any_more() {
-    assert_eq!(queue_tells(true).await, [(0, 5), (1, 5), (99, 4), (2, 4), (3, 4)]);
-    assert_eq!(queue_tells(false).await, [(99, 4), (0, 4), (1, 4), (2, 4), (3, 4)]);
+    assert_eq!(queue_tells(Arrive::ByLayer).await, [(0, 5), (1, 5), (99, 4), (2, 4), (3, 4)]);
+    assert_eq!(queue_tells(Arrive::ByBlock).await, [(99, 4), (0, 4), (1, 4), (2, 4), (3, 4)]);
 }

@@ -42,10 +42,12 @@ impl FrameHead {
     ///
     /// # Errors
     /// Names what is wrong; never panics, whatever the bytes.
-    pub fn read(bytes: &Bytes) -> Result<FrameHead, FrameError> {
+    pub fn read(bytes: &[u8]) -> Result<FrameHead, FrameError> {
         let Header { identity, hash, slices, .. } = Header::read(bytes)?;
         let payload_bytes = table_payload_len(bytes, slices)?;
-        Ok(FrameHead { header: bytes.slice(..header_len(slices)), slices, payload_bytes, identity, hash })
+        // A copy: whoever keeps a head must not keep its frame.
+        let header = Bytes::copy_from_slice(&bytes[..header_len(slices)]);
+        Ok(FrameHead { header, slices, payload_bytes, identity, hash })
     }
 
     /// The header as it stands in the frame.
@@ -113,7 +115,7 @@ impl FrameHead {
 }
 
 impl Frame {
-    /// The header of this frame, sharing its memory.
+    /// The header of this frame, in memory of its own.
     ///
     /// # Errors
     /// When the bytes do not begin with one.
@@ -151,6 +153,13 @@ mod tests {
     }
 
     #[test]
+    fn a_head_keeps_nothing_of_its_frame() {
+        let frame = frame();
+        let head = frame.head().unwrap();
+        assert!(frame.bytes.is_unique() && !head.bytes().is_empty());
+    }
+
+    #[test]
     fn a_slice_is_checked_where_it_lies_and_on_its_way() {
         let head = frame().head().unwrap();
         assert_eq!(head.verify_slice(2, b"bbbbb"), Ok(()));
@@ -172,7 +181,7 @@ mod tests {
         for at in 0..whole.bytes().len() {
             let mut bytes = whole.bytes().to_vec();
             bytes[at] ^= 0x10;
-            assert!(FrameHead::read(&bytes.into()).is_err(), "byte {at}");
+            assert!(FrameHead::read(&bytes).is_err(), "byte {at}");
             assert!(FrameHead::read(&whole.bytes().slice(..at)).is_err(), "{at} bytes");
         }
     }

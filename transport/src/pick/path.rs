@@ -18,8 +18,8 @@ use super::PickRules;
 use super::dialer::Way;
 use super::peer::Peer;
 use crate::{
-    BoxFuture, Carried, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer, SaveRequest,
-    SliceSink,
+    AskedLayers, BoxFuture, Carried, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer,
+    SaveRequest, SliceSink,
 };
 
 /// The ways to a peer that are open.
@@ -251,7 +251,7 @@ impl Taker for Blocks<'_> {
 }
 
 /// Slices of these layers.
-struct Layers<'s>(Range<usize>, &'s mut dyn SliceSink);
+struct Layers<'s>(AskedLayers, &'s mut dyn SliceSink);
 
 impl Taker for Layers<'_> {
     fn fetch<'a>(
@@ -261,8 +261,8 @@ impl Taker for Layers<'_> {
         count: &'a mut (dyn FnMut(usize) + Send),
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
         Box::pin(async move {
-            let Layers(layers, sink) = self;
-            path.fetch_layers(request, layers.clone(), &mut Counted { sink: &mut **sink, count }).await
+            let Layers(asked, sink) = self;
+            path.fetch_layers(request, asked.clone(), &mut Counted { sink: &mut **sink, count }).await
         })
     }
 }
@@ -365,10 +365,10 @@ impl Path for PickPath {
     fn fetch_layers<'a>(
         &'a self,
         request: FetchRequest,
-        layers: Range<usize>,
+        asked: AskedLayers,
         sink: &'a mut dyn SliceSink,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
-        Box::pin(async move { self.open.fetch(request, &mut Layers(layers, sink)).await })
+        Box::pin(async move { self.open.fetch(request, &mut Layers(asked, sink)).await })
     }
 
     /// Whichever way it goes.

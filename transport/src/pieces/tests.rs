@@ -9,6 +9,10 @@ use crate::suite::{Rooms, frame_of, hash, hashes};
 
 const ALL: Range<usize> = 0..usize::MAX;
 
+fn by_layer(layers: Range<usize>) -> Wave {
+    Wave::new(AskedLayers { layers, arrive: Arrive::ByLayer })
+}
+
 fn add(wave: &mut Wave, frame: &Frame) {
     wave.add(frame.head().unwrap(), frame);
 }
@@ -19,7 +23,7 @@ fn order(wave: &mut Wave) -> Vec<(usize, Range<usize>)> {
 
 #[test]
 fn a_layer_of_all_blocks_comes_before_the_next() {
-    let mut wave = Wave::new(ALL);
+    let mut wave = by_layer(ALL);
     (0..3).for_each(|number| add(&mut wave, &frame_of(hash(number), &[20_000; 2])));
     let expected = [(0, 0..1), (1, 0..1), (2, 0..1), (0, 1..2), (1, 1..2), (2, 1..2)];
     assert_eq!(order(&mut wave), expected);
@@ -27,7 +31,7 @@ fn a_layer_of_all_blocks_comes_before_the_next() {
 
 #[test]
 fn a_block_that_comes_later_catches_up() {
-    let mut wave = Wave::new(ALL);
+    let mut wave = by_layer(ALL);
     add(&mut wave, &frame_of(hash(0), &[20_000; 4]));
     let first: Vec<_> = (0..2).map(|_| wave.next().unwrap().layers).collect();
     assert_eq!(first, [0..1, 1..2]);
@@ -37,8 +41,15 @@ fn a_block_that_comes_later_catches_up() {
 }
 
 #[test]
+fn by_blocks_each_leaves_whole() {
+    let mut wave = Wave::new(AskedLayers { layers: 1..9, arrive: Arrive::ByBlock });
+    (0..3).for_each(|number| add(&mut wave, &frame_of(hash(number), &[20_000; 4])));
+    assert_eq!(order(&mut wave), [(0, 1..4), (1, 1..4), (2, 1..4)]);
+}
+
+#[test]
 fn short_slices_leave_together_and_only_those_that_were_asked() {
-    let mut wave = Wave::new(1..90);
+    let mut wave = by_layer(1..90);
     let frame = frame_of(hash(0), &[1000; 40]);
     add(&mut wave, &frame);
     let pieces: Vec<Piece> = std::iter::from_fn(|| wave.next()).collect();
@@ -46,7 +57,7 @@ fn short_slices_leave_together_and_only_those_that_were_asked() {
     assert_eq!(layers, [1..18, 18..35, 35..40]);
     let sent: Vec<u8> = pieces.iter().flat_map(|piece| piece.bytes.to_vec()).collect();
     assert_eq!(sent, frame.payload()[1000..]);
-    let mut none = Wave::new(40..90);
+    let mut none = by_layer(40..90);
     add(&mut none, &frame);
     assert!(none.next().is_none());
 }

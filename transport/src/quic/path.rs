@@ -2,7 +2,7 @@
 //!
 //! Not here: what an operation does with its stream (`ask.rs`).
 
-use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kv_core::id::LeaseId;
@@ -15,7 +15,9 @@ use super::stream::QuicStream;
 use super::{CODE_DONE, path_error};
 use crate::ask::{self, Asks, Sends};
 use crate::stream::{Stream, encode, read_message};
-use crate::{BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest, SliceSink};
+use crate::{
+    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest, SliceSink,
+};
 
 /// One connection to one node.
 #[derive(Debug)]
@@ -23,6 +25,8 @@ pub(super) struct QuicPath {
     connection: Connection,
     peer: String,
     stall_timeout: Duration,
+    /// Whether the node is known to send frames where slices were asked for.
+    sends_frames: AtomicBool,
 }
 
 impl Drop for QuicPath {
@@ -33,7 +37,7 @@ impl Drop for QuicPath {
 
 impl QuicPath {
     pub(super) fn new(connection: Connection, peer: String, stall_timeout: Duration) -> QuicPath {
-        QuicPath { connection, peer, stall_timeout }
+        QuicPath { connection, peer, stall_timeout, sends_frames: AtomicBool::new(false) }
     }
 }
 
@@ -65,6 +69,10 @@ impl Asks for QuicPath {
     }
 
     /// Each operation has a stream of its own, which ends with it.
+    fn sends_frames(&self) {
+        self.sends_frames.store(true, Ordering::Relaxed);
+    }
+
     fn over(&self, stream: QuicStream) {
         drop(stream);
     }
@@ -82,14 +90,14 @@ impl Path for QuicPath {
     fn fetch_layers<'a>(
         &'a self,
         request: FetchRequest,
-        layers: Range<usize>,
+        asked: AskedLayers,
         sink: &'a mut dyn SliceSink,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
-        Box::pin(async move { ask::fetch_layers(self, &request, layers, sink).await })
+        Box::pin(async move { ask::fetch_layers(self, &request, asked, sink).await })
     }
 
     fn moves_slices(&self) -> bool {
-        true
+        !self.sends_frames.load(Ordering::Relaxed)
     }
 
     fn save<'a>(

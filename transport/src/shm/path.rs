@@ -3,7 +3,6 @@
 //! Requests for more blocks than one operation takes are cut, one after another. Not here: packets and memory
 //! (`link.rs`), checking what the bytes are (the caller verifies every frame), and choosing.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,8 +16,8 @@ use super::link::{Asking, LOOK_AGAIN, Link, Reply, Row};
 use super::{AT_ONCE_BLOCKS_MAX, AT_ONCE_BYTES_MAX, BLOCKS_PER_ASK_MAX};
 use crate::slices::Whole;
 use crate::{
-    BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer, SaveDone, SaveOffer,
-    SaveRequest, SliceSink, wire,
+    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer, SaveDone,
+    SaveOffer, SaveRequest, SliceSink, wire,
 };
 
 /// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
@@ -134,17 +133,13 @@ impl ShmPath {
     ) -> (usize, MissReason) {
         let mut delivered = 0;
         loop {
-            let mut is_sound = true;
-            let mut sound = rows.into_iter().map_while(|row| {
-                let frame = row.bytes().and_then(|bytes| Frame::parse(bytes).ok());
-                is_sound = delivered < wanted && frame.is_some();
-                delivered += usize::from(is_sound);
-                frame.filter(|_| is_sound)
-            });
-            sink.take(&mut sound);
-            // What the sink left is looked at all the same.
-            sound.for_each(drop);
-            if !is_sound {
+            let (there, left) = (rows.len(), wanted - delivered);
+            let parsed = rows.into_iter().map(|row| row.bytes().and_then(|bytes| Frame::parse(bytes).ok()));
+            let frames: Vec<Frame> = parsed.map_while(|frame| frame).take(left).collect();
+            let sound = frames.len();
+            delivered += sound;
+            sink.take(frames);
+            if sound < there {
                 return (delivered, MissReason::Corrupt);
             }
             if delivered >= wanted {
@@ -338,21 +333,20 @@ impl ShmPath {
 /// Who takes the frames of a fetch.
 trait Takes: Send {
     /// These lie there, the next blocks in prefix order; others may come when these are taken.
-    fn take(&mut self, frames: &mut dyn Iterator<Item = Frame>);
+    fn take(&mut self, frames: Vec<Frame>);
 }
 
 /// Frames handed on as they are.
 struct OneByOne<'a>(&'a mut (dyn FnMut(Frame) + Send));
 
 impl Takes for OneByOne<'_> {
-    fn take(&mut self, frames: &mut dyn Iterator<Item = Frame>) {
-        frames.for_each(&mut *self.0);
+    fn take(&mut self, frames: Vec<Frame>) {
+        frames.into_iter().for_each(&mut *self.0);
     }
 }
 
 impl Takes for Whole<'_> {
-    fn take(&mut self, frames: &mut dyn Iterator<Item = Frame>) {
-        let frames: Vec<Frame> = frames.collect();
+    fn take(&mut self, frames: Vec<Frame>) {
         Whole::take(self, &frames);
     }
 }
@@ -375,11 +369,11 @@ impl Path for ShmPath {
     fn fetch_layers<'a>(
         &'a self,
         request: FetchRequest,
-        layers: Range<usize>,
+        asked: AskedLayers,
         sink: &'a mut dyn SliceSink,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
         Box::pin(async move {
-            let mut whole = Whole::new(sink, layers);
+            let mut whole = Whole::new(sink, asked);
             let answer = self.fetch_all(request, &mut whole).await?;
             Ok(whole.conclude(answer))
         })

@@ -5,10 +5,11 @@ use std::ops::Range;
 use std::time::Duration;
 
 use bytes::BytesMut;
+use kv_core::pipeline::Arrive;
 use kvfleet_proto::frame::Frame;
 
 use super::{MemoryService, Rooms, fetch_request, frame_of, hash, hashes, in_dram};
-use crate::{FetchAnswer, FetchRequest, MissReason, Path};
+use crate::{AskedLayers, FetchAnswer, FetchRequest, MissReason, Path};
 
 /// Slices of each block: long, short and empty ones.
 const SLICES: [u32; 5] = [20_000, 0, 100, 40_000, 3000];
@@ -22,9 +23,25 @@ fn hold(service: &MemoryService, blocks: u32) {
     (0..blocks).for_each(|number| service.hold(frame_of(hash(number), &SLICES)));
 }
 
+/// In either order: what holds does not depend on it.
 async fn fetch(path: &dyn Path, request: FetchRequest, layers: Range<usize>) -> (FetchAnswer, Rooms) {
+    let (answer, rooms) = fetch_as(path, request.clone(), layers.clone(), Arrive::ByBlock).await;
+    let (same, others) = fetch_as(path, request, layers, Arrive::ByLayer).await;
+    assert_eq!((&answer, rooms.layers_there().len()), (&same, others.layers_there().len()));
+    (same, others)
+}
+
+async fn fetch_as(
+    path: &dyn Path,
+    request: FetchRequest,
+    layers: Range<usize>,
+    arrive: Arrive,
+) -> (FetchAnswer, Rooms) {
     let mut rooms = Rooms::new(&request.hashes, layers.clone());
-    let answer = path.fetch_layers(request, layers, &mut rooms).await.expect("the path is whole");
+    let answer = path
+        .fetch_layers(request, AskedLayers { layers, arrive }, &mut rooms)
+        .await
+        .expect("the path is whole");
     rooms.check();
     (answer, rooms)
 }
@@ -68,7 +85,7 @@ pub async fn layers_that_are_late(service: &MemoryService, path: &dyn Path) {
     hold(service, 5);
     service.set_gate(2);
     let request = FetchRequest { deadline: SHORT, ..fetch_request(&hashes(5)) };
-    let (answer, rooms) = fetch(path, request, ALL).await;
+    let (answer, rooms) = fetch_as(path, request, ALL, Arrive::ByLayer).await;
     assert_eq!(answer, FetchAnswer::Partial { tiers: in_dram(2), reason: MissReason::TooLate });
     assert_eq!(rooms.layers_there(), [5; 2]);
     service.set_gate(100);
@@ -107,4 +124,17 @@ pub async fn layers_come_one_after_the_other(service: &MemoryService, path: &dyn
     let layers: Vec<usize> = rooms.filled.iter().map(|(_, layers)| layers.start).collect();
     assert!(layers.is_sorted(), "{:?}", rooms.filled);
     assert!(rooms.filled.len() >= 3 * 4, "few pieces: {:?}", rooms.filled);
+}
+
+pub async fn layers_of_a_frame_without_a_head(service: &MemoryService, path: &dyn Path) {
+    hold(service, 3);
+    let good = frame_of(hash(1), &SLICES);
+    let mut bytes = BytesMut::from(&good.bytes[..]);
+    bytes[50] ^= 1;
+    service.hold(Frame { bytes: bytes.freeze(), ..good });
+    let (answer, rooms) = all(path, 3, ALL).await;
+    assert_eq!(answer, FetchAnswer::Partial { tiers: in_dram(1), reason: MissReason::Corrupt });
+    assert_eq!(rooms.layers_there(), [5], "the block before it is whole");
+    service.hold(frame_of(hash(1), &SLICES));
+    assert_eq!(all(path, 3, ALL).await.0, FetchAnswer::Hit { tiers: in_dram(3) }, "the path goes on");
 }

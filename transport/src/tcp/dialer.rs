@@ -4,6 +4,7 @@
 //! a path counts as open only after a ping came back. Not here: what runs over a path (`path.rs`).
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use kvfleet_proto::tls::Identity;
 use rustls::ClientConfig;
@@ -59,7 +60,8 @@ impl TcpDialer {
         let pool = Arc::new(pool);
         let watching = watch(lifeline, ends, config.silence_max, Arc::downgrade(&pool), says);
         let watching = tokio::spawn(watching);
-        Ok(TcpPath { pool, lost, stall_timeout: config.stall_timeout, watching })
+        let sends_frames = AtomicBool::new(false);
+        Ok(TcpPath { pool, lost, stall_timeout: config.stall_timeout, watching, sends_frames })
     }
 }
 

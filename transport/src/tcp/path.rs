@@ -2,8 +2,8 @@
 //!
 //! Not here: what an operation does with its stream (`ask.rs`), connections (`pool.rs`).
 
-use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kv_core::id::LeaseId;
@@ -15,7 +15,9 @@ use tokio::task::JoinHandle;
 use super::pool::{Lost, Occupied, Pool};
 use crate::ask::{self, Asks, Sends};
 use crate::stream::encode;
-use crate::{BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest, SliceSink};
+use crate::{
+    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest, SliceSink,
+};
 
 /// Connections to one node.
 pub(crate) struct TcpPath {
@@ -24,6 +26,8 @@ pub(crate) struct TcpPath {
     pub(super) stall_timeout: Duration,
     /// Says when the peer is gone; ends with the path.
     pub(super) watching: JoinHandle<()>,
+    /// Whether the node is known to send frames where slices were asked for.
+    pub(super) sends_frames: AtomicBool,
 }
 
 impl Drop for TcpPath {
@@ -51,6 +55,10 @@ impl Asks for TcpPath {
         self.pool.ask(encode(request)?).await
     }
 
+    fn sends_frames(&self) {
+        self.sends_frames.store(true, Ordering::Relaxed);
+    }
+
     fn over(&self, stream: Occupied) {
         self.pool.keep(stream);
     }
@@ -68,14 +76,14 @@ impl Path for TcpPath {
     fn fetch_layers<'a>(
         &'a self,
         request: FetchRequest,
-        layers: Range<usize>,
+        asked: AskedLayers,
         sink: &'a mut dyn SliceSink,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
-        Box::pin(async move { ask::fetch_layers(self, &request, layers, sink).await })
+        Box::pin(async move { ask::fetch_layers(self, &request, asked, sink).await })
     }
 
     fn moves_slices(&self) -> bool {
-        true
+        !self.sends_frames.load(Ordering::Relaxed)
     }
 
     fn save<'a>(

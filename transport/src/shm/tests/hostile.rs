@@ -467,8 +467,9 @@ async fn what_a_node_leaves_out_or_spoils_is_a_miss() {
     let end = |reason| ToClient::End { op: 1, reason };
     let partial = |reason| FetchAnswer::Partial { tiers: in_dram(1), reason };
     let miss = |reason| FetchAnswer::Miss { reason };
-    let cases: [(&str, Vec<ToClient>, FetchAnswer); 6] = [
+    let cases: [(&str, Vec<ToClient>, FetchAnswer); 7] = [
         ("no frame", vec![head(vec![row(1, 9, len)])], miss(MissReason::Corrupt)),
+        ("none before one", vec![head(vec![row(1, 9, len), row(2, 0, len)])], miss(MissReason::Corrupt)),
         ("too long for its header", vec![head(vec![row(1, 0, len + 1)])], miss(MissReason::Corrupt)),
         ("its end", vec![head(vec![row(1, 0, len)])], partial(MissReason::NodeLost)),
         ("an end with a reason", vec![head(vec![row(1, 0, len)]), end(7)], partial(MissReason::Busy)),

@@ -1,5 +1,6 @@
 //! Peers that are no TLS, are not trusted, or say what makes no sense.
 
+use kv_core::pipeline::Arrive;
 use kvfleet_proto::data;
 use rustls::client::ResolvesClientCert;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -8,7 +9,7 @@ use tokio::net::TcpListener;
 use super::*;
 use crate::stream::{MESSAGE_BYTES_MAX, Source, Stream, encode, end_bytes, read_message};
 use crate::tcp::handshake;
-use crate::{Path, SaveOffer, SaveRequest, wire};
+use crate::{AskedLayers, Path, SaveOffer, SaveRequest, wire};
 
 async fn dial_error(address: SocketAddr, identity: &Identity) -> PathError {
     let dialer = TcpDialer::new(identity, TcpConfig::default());
@@ -360,8 +361,11 @@ async fn a_node_that_knows_of_no_layers_is_understood() {
         let address = hostile_node(&authority, hit.clone(), frames, false).await;
         let dialer = TcpDialer::new(&authority.member(), TcpConfig::default());
         let path = dialer.dial(address.to_string()).await.unwrap();
+        assert!(path.moves_slices(), "as far as is known");
         let mut rooms = suite::Rooms::new(&hashes(2), 1..2);
-        let answer = path.fetch_layers(fetch_request(&hashes(2)), 1..2, &mut rooms).await.unwrap();
+        let asked = AskedLayers { layers: 1..2, arrive: Arrive::ByLayer };
+        let answer = path.fetch_layers(fetch_request(&hashes(2)), asked, &mut rooms).await.unwrap();
+        assert!(!path.moves_slices(), "now it is known");
         rooms.check();
         assert_eq!(rooms.layers_there(), vec![1; expected.tiers().len()], "{expected:?}");
         assert_eq!(answer, expected);
