@@ -385,7 +385,7 @@ fn calls_that_make_no_sense_are_refused_and_nothing_of_their_batch_is_done() {
         refused(submit(&opened, &[good, operation(abi::FETCH, 2, &call)]), expected, words);
     };
     bad_fetch(abi::FetchCall { size: 8, ..fetch }, status::INVALID, "fetch_call.size is 8");
-    bad_fetch(abi::FetchCall { flags: 4, ..fetch }, status::INVALID, "flags is 4");
+    bad_fetch(abi::FetchCall { flags: 8, ..fetch }, status::INVALID, "flags is 8");
     bad_fetch(abi::FetchCall { hashes: null(), ..fetch }, status::INVALID, "hashes is null");
     bad_fetch(abi::FetchCall { hashes_count: 1 << 40, ..fetch }, status::TOO_LARGE, "hashes has");
     bad_fetch(abi::FetchCall { sources: null(), ..fetch }, status::INVALID, "sources is null");
