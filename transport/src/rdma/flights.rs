@@ -8,7 +8,7 @@
 use std::any::Any;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
@@ -220,6 +220,8 @@ pub(super) struct Flights {
     at_once: Arc<Semaphore>,
     queue_in_flight_max: u32,
     graves: mpsc::Sender<Grave>,
+    /// All that live.
+    lines: Mutex<Vec<Weak<Line>>>,
 }
 
 impl Flights {
@@ -246,6 +248,7 @@ impl Flights {
             at_once: Arc::new(Semaphore::new(tuning.in_flight_max as usize)),
             queue_in_flight_max: tuning.queue_in_flight_max,
             graves,
+            lines: Mutex::default(),
         })
     }
 
@@ -255,12 +258,23 @@ impl Flights {
 
     /// A line of this queue pair.
     pub(super) fn line(&self, queue: Box<dyn Queue>) -> Arc<Line> {
-        Arc::new(Line {
+        let line = Arc::new(Line {
             queue,
             number: self.next.fetch_add(1, Ordering::Relaxed),
             is_broken: AtomicBool::new(false),
             at_once: Arc::new(Semaphore::new(self.queue_in_flight_max as usize)),
-        })
+        });
+        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        lines.retain(|line| line.strong_count() > 0);
+        lines.push(Arc::downgrade(&line));
+        drop(lines);
+        line
+    }
+
+    /// All that live.
+    pub(super) fn lines(&self) -> Vec<Arc<Line>> {
+        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        lines.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// Begins a transfer between the start of `place` and `remote`; waits while too many are under way. What comes back is

@@ -48,6 +48,14 @@ pub fn register_file(rdma: &Arc<Rdma>, range: &Range, exported: &Exported) -> st
     rdma.flights.rail().domain()?.register_file(range, exported).map(drop)
 }
 
+/// Ends all queue pairs of a rail and lets their owners believe that they live, as when a port goes down.
+///
+/// # Errors
+/// What the system said.
+pub fn kill_rail(rdma: &Rdma) -> std::io::Result<()> {
+    rdma.flights.lines().iter().try_for_each(|line| line.queue().end())
+}
+
 /// What a transfer that failed says.
 pub type Failed = String;
 
