@@ -43,6 +43,8 @@ pub(super) struct Lane {
     /// Another lane has one of the two: this one is for when that fails.
     is_spare: bool,
     breaker: Mutex<Breaker>,
+    /// Transfers of all its links.
+    of_peer: Arc<Semaphore>,
     /// Held by whoever asks for a link.
     asking: tokio::sync::Mutex<()>,
     /// Since when a link is asked for, or there was none to be had.
@@ -63,6 +65,7 @@ impl Lane {
             remote: pair.remote,
             is_spare: pair.is_spare,
             breaker: Mutex::new(Breaker::new(rules)),
+            of_peer: local.rdma.flights.peer(),
             asking: tokio::sync::Mutex::default(),
             asked: Mutex::default(),
             idle: Mutex::default(),
@@ -103,7 +106,7 @@ impl Lane {
 
     /// Asks for a link and tries it.
     pub(super) async fn attach(&self, tcp: &TcpPath) -> Result<Asked, PathError> {
-        match timeout(ATTACH_TIMEOUT, Link::attach(tcp, (&self.local, self.remote))).await {
+        match timeout(ATTACH_TIMEOUT, Link::attach(tcp, (&self.local, self.remote), &self.of_peer)).await {
             Ok(asked) => asked,
             Err(_) => Ok(Asked::Dead("its RDMA answers too slowly".to_owned())),
         }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use kv_core::lend::{Borrower, Extent, Place as LentIn};
 use kvfleet_proto::data;
 use kvfleet_proto::frame::FRAME_BYTES_MAX;
+use tokio::sync::Semaphore;
 
 use super::flights::{Arriving, Line, Remote, TransferError};
 use super::memory::{ALIGN_BYTES, Memory, Place, Pool};
@@ -103,8 +104,8 @@ impl Drop for Asking {
 }
 
 impl Asking {
-    fn new(local: &Arc<Local>, packet: u32) -> std::io::Result<Asking> {
-        let line = local.rdma.flights.line(local.domain.queue(Access::Local)?);
+    fn new(local: &Arc<Local>, of_peer: &Arc<Semaphore>, packet: u32) -> std::io::Result<Asking> {
+        let line = local.rdma.flights.line(local.domain.queue(Access::Local)?, of_peer);
         Ok(Asking { local: Arc::clone(local), line: Some(line), packet: packet & PACKET_MAX })
     }
 
@@ -186,12 +187,17 @@ impl Link {
         rails.collect::<Result<_, _>>().map(Ok).map_err(|error| senseless(tcp, &error))
     }
 
-    /// Upgrades a connection over this rail of ours and that of the node, and reads something over it.
+    /// Upgrades a connection over this rail of ours and that of the node, and reads something over it. What it has under way
+    /// counts with that of other links to the peer.
     ///
     /// # Errors
     /// When the path below fails, or the node talks nonsense.
-    pub(super) async fn attach(tcp: &TcpPath, (local, rail): (&Arc<Local>, u32)) -> Result<Asked, PathError> {
-        let Pair { tray, arena, ends } = match asking(local).await {
+    pub(super) async fn attach(
+        tcp: &TcpPath,
+        (local, rail): (&Arc<Local>, u32),
+        of_peer: &Arc<Semaphore>,
+    ) -> Result<Asked, PathError> {
+        let Pair { tray, arena, ends } = match asking(local, of_peer).await {
             Ok(made) => made,
             Err(cause) => return Ok(Asked::None(ours("make queue pairs", &cause))),
         };
@@ -299,11 +305,11 @@ struct Pair {
 }
 
 /// Large calls into the system, on a thread for such.
-async fn asking(local: &Arc<Local>) -> std::io::Result<Pair> {
-    let ours = Arc::clone(local);
+async fn asking(local: &Arc<Local>, of_peer: &Arc<Semaphore>) -> std::io::Result<Pair> {
+    let (ours, of_peer) = (Arc::clone(local), Arc::clone(of_peer));
     let [first, second]: [u32; 2] = super::packets();
     let made = tokio::task::spawn_blocking(move || {
-        let (tray, arena) = (Asking::new(&ours, first)?, Asking::new(&ours, second)?);
+        let (tray, arena) = (Asking::new(&ours, &of_peer, first)?, Asking::new(&ours, &of_peer, second)?);
         let ends = (tray.end()?, arena.end()?);
         Ok::<_, std::io::Error>(Pair { tray, arena, ends })
     });

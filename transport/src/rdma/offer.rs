@@ -42,9 +42,9 @@ const LEASE: Duration = Duration::from_secs(10);
 /// Warnings of refused links: enough to see what is wrong.
 const SAID_MAX: u64 = 16;
 
-/// What one connection may have lent.
-fn limits() -> LendLimits {
-    LendLimits { lent_bytes_max: LENT_BYTES_MAX, loans_max: LOANS_MAX, leases_max: LEASES_MAX, lease: LEASE }
+/// What one connection may have lent, under leases that the book keeps so long.
+fn limits(lease: Duration) -> LendLimits {
+    LendLimits { lent_bytes_max: LENT_BYTES_MAX, loans_max: LOANS_MAX, leases_max: LEASES_MAX, lease }
 }
 
 /// A node's arena, registered on one rail.
@@ -65,6 +65,8 @@ pub struct RdmaOffer {
     /// One at least; clients know them by their numbers.
     rails: Vec<OfferedRail>,
     shares: Arc<Shares>,
+    /// See [`LEASE`].
+    lease: Duration,
     /// The newest epoch that the node answered under.
     epoch: AtomicU64,
     trays: Mutex<Vec<Weak<Tray>>>,
@@ -136,6 +138,11 @@ impl Attached {
         &self.offer.carried
     }
 
+    /// How often leases in use are looked after: more often than they must be renewed.
+    pub(super) fn tick_every(&self) -> Duration {
+        self.offer.lease / 6
+    }
+
     /// An operation begins that lends under this lease.
     pub(super) fn begin(&mut self, lease: LeaseId) -> Result<(), LendRefused> {
         let now = self.now();
@@ -199,6 +206,7 @@ impl RdmaOffer {
         Ok(Arc::new(RdmaOffer {
             rails: super::those_that_work(rails.iter().take(RAILS_MAX).map(offered))?,
             shares: Shares::new(links_max),
+            lease: LEASE,
             epoch: AtomicU64::new(0),
             trays: Mutex::default(),
             began: Instant::now(),
@@ -212,6 +220,14 @@ impl RdmaOffer {
     #[must_use]
     pub fn carried(&self) -> Carried {
         self.carried.clone()
+    }
+
+    /// The same with leases that are short.
+    #[cfg(test)]
+    pub(super) fn leasing(self: Arc<RdmaOffer>, lease: Duration) -> Arc<RdmaOffer> {
+        let mut offer = Arc::into_inner(self).expect("nobody else has it yet");
+        offer.lease = lease;
+        Arc::new(offer)
     }
 
     /// Says on every board that everything is taken back, and ends nothing.
@@ -299,7 +315,7 @@ impl RdmaOffer {
             lines: Vec::new(),
             tray: Arc::clone(&tray),
             arena: None,
-            lender: Lender::new(limits()),
+            lender: Lender::new(limits(self.lease)),
             room: Room::new(bytes, ALIGN_BYTES),
             kept: BTreeMap::new(),
             frame_bytes_max: attach.frame_bytes_max.min(u32::try_from(FRAME_BYTES_MAX).unwrap_or(u32::MAX)),
@@ -351,5 +367,6 @@ fn join(
     let queue = domain.queue(access).map_err(failed)?;
     queue.connect(Role::Answers, packet, peer).map_err(failed)?;
     let end = words::end_to_pb(rdma.flights.rail().port(), queue.number(), packet);
-    Ok((rdma.flights.line(queue), end))
+    // It begins nothing.
+    Ok((rdma.flights.line(queue, &rdma.flights.peer()), end))
 }

@@ -83,10 +83,15 @@ impl Probe {
         let remote = Remote { address: target.address(), key: offered.remote_key() };
         let pool = Pool::new(&memory, 0..memory.len_bytes());
         Ok(Probe {
-            near: Near { rdma: Arc::clone(ours), line: ours.flights.line(queue), registered, pool },
+            near: Near {
+                rdma: Arc::clone(ours),
+                line: ours.flights.line(queue, &ours.flights.peer()),
+                registered,
+                pool,
+            },
             far: Far {
                 rdma: Arc::clone(theirs),
-                line: theirs.flights.line(answers),
+                line: theirs.flights.line(answers, &theirs.flights.peer()),
                 registered: Some(offered),
                 memory: target,
             },

@@ -85,7 +85,7 @@ impl World {
         let tcp = TcpDialer::new(&self.authority.member(), TcpConfig::default());
         let tcp = tcp.open(&self.address()).await.unwrap();
         let local = Local::new(&self.client).unwrap();
-        match Link::attach(&tcp, (&local, 0)).await.unwrap() {
+        match Link::attach(&tcp, (&local, 0), &local.rdma.flights.peer()).await.unwrap() {
             Asked::Made(link) => *link,
             Asked::None(why) | Asked::Dead(why) => panic!("{why}"),
         }

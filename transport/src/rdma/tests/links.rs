@@ -164,6 +164,44 @@ async fn transfers_at_once_are_bounded() {
 }
 
 #[tokio::test]
+async fn a_peer_that_answers_nothing_leaves_transfers_to_others() {
+    let tuning = RdmaTuning { in_flight_max: 16, ..RdmaTuning::default() };
+    let world = world(&holding(20, 1000), true, &RdmaConfig { tuning, ..small() });
+    let paths = [world.path().await, world.path().await];
+    world.fabric.hold();
+    let [first, second] =
+        paths.each_ref().map(|path| suite::fetch(path.as_ref(), fetch_request(&hashes(20))));
+    let watch = async {
+        world.until("each has its part", |world| world.fabric.held() == 4).await;
+        for _ in 0..50 {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!((world.fabric.held(), world.client.flights.under_way()), (4, 4));
+        world.fabric.let_go();
+    };
+    let (first, second, ()) = tokio::join!(first, second, watch);
+    assert_eq!((first.unwrap().tiers().len(), second.unwrap().tiers().len()), (20, 20));
+}
+
+#[tokio::test]
+async fn a_stale_epoch_does_not_cost_the_link() {
+    let service = holding(3, 1000);
+    let world = world(&service, true, &small());
+    let path = world.path().await;
+    let first = world.fabric.queues();
+    for epoch in [suite::EPOCH.0 + 1, suite::EPOCH.0 + 2] {
+        let newer = kv_core::id::Epoch(epoch);
+        service.set_epoch(newer);
+        let stale = suite::fetch(path.as_ref(), fetch_request(&hashes(3))).await.unwrap();
+        assert_eq!(stale, FetchAnswer::Miss { reason: MissReason::StaleEpoch });
+        let request = FetchRequest { epoch: newer, ..fetch_request(&hashes(3)) };
+        let hit = suite::fetch(path.as_ref(), request).await.unwrap();
+        assert_eq!(hit, FetchAnswer::Hit { tiers: in_dram(3) });
+    }
+    assert_eq!(world.fabric.queues(), first);
+}
+
+#[tokio::test]
 async fn requests_with_leases_of_their_own_are_not_taken_for_load() {
     let world = world(&holding(1, 100), true, &small());
     let path = world.path().await;
