@@ -4,6 +4,7 @@
 //! machine that emulates two. Not here: what fakes can show (`src/rdma/tests`).
 #![allow(clippy::unwrap_used)]
 
+mod perftest;
 mod rails;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
