@@ -45,14 +45,19 @@ pub enum NoTransport {
     NotBuilt,
 }
 
-/// Which device carries blocks by RDMA, and what it takes here.
+/// Which devices carry blocks by RDMA, and what it takes here.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RdmaSettings {
     /// The device's name, such as `mlx5_0`; the best there is when nothing is said.
     pub device: Option<String>,
+    /// Further devices: each port of all of them is a rail; `all` for every device there is.
+    pub devices: Vec<String>,
+    /// A device by its PCI address, such as `0000:17:00.0`: the GPU that the blocks are for. Of devices that are equally good
+    /// otherwise the nearest is taken, or taken first.
+    pub near: Option<String>,
     /// The address of the device's port; for an IPv4 address, that of its network interface.
     pub address: Option<IpAddr>,
-    /// Memory that blocks are read into and written from, in bytes. It is locked from the first path on.
+    /// Memory that blocks are read into and written from, in bytes, for all devices together. It is locked from the first path on.
     pub memory_bytes: usize,
     /// Class of the packets, by which networks without loss know them.
     pub traffic_class: u8,
@@ -65,7 +70,14 @@ impl RdmaSettings {
 
 impl Default for RdmaSettings {
     fn default() -> RdmaSettings {
-        RdmaSettings { device: None, address: None, memory_bytes: 256 << 20, traffic_class: 0 }
+        RdmaSettings {
+            device: None,
+            devices: Vec::new(),
+            near: None,
+            address: None,
+            memory_bytes: 256 << 20,
+            traffic_class: 0,
+        }
     }
 }
 
@@ -124,10 +136,12 @@ impl Transport {
     /// Where nothing else may be taken, what is missing is known at once; otherwise each dial says it, and others are taken.
     #[cfg(feature = "rdma")]
     fn rdma(self, config: &ClientConfig) -> Result<Arc<dyn Dialer>, ClientError> {
-        use kvfleet_transport::rdma::{Rdma, RdmaChoice, RdmaConfig, RdmaDialer, RdmaTuning};
-        let RdmaSettings { device, address, memory_bytes, traffic_class } = config.rdma.clone();
+        use kvfleet_transport::rdma::{Rdma, RdmaChoice, RdmaConfig, RdmaDialer, RdmaNear, RdmaTuning};
+        let RdmaSettings { device, devices, near, address, memory_bytes, traffic_class } =
+            config.rdma.clone();
+        let near = near.map_or(RdmaNear::Process, RdmaNear::Pci);
         let rdma = RdmaConfig {
-            choice: RdmaChoice { device, address },
+            choice: RdmaChoice { device, devices, address, near },
             tuning: RdmaTuning { traffic_class, ..RdmaTuning::default() },
             local_bytes: memory_bytes.max(RdmaSettings::MEMORY_BYTES_MIN),
             ..RdmaConfig::default()
@@ -136,7 +150,7 @@ impl Transport {
         if self != Transport::Rdma {
             return Ok(Arc::new(RdmaDialer::late(rdma, identity, tcp)));
         }
-        let opened = Rdma::open(&rdma).and_then(|rdma| RdmaDialer::new(&rdma, identity, tcp));
+        let opened = Rdma::open_all(&rdma).and_then(|rails| RdmaDialer::over(&rails, identity, tcp));
         opened
             .map(|dialer| Arc::new(dialer) as _)
             .map_err(|error| ClientError::Rdma { cause: error.to_string() })

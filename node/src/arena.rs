@@ -164,6 +164,12 @@ impl Arena {
         self.inner.memory.registrable()
     }
 
+    /// Where it lies, for whoever asks what is near.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn address(&self) -> u64 {
+        self.inner.memory.range().0.as_ptr() as u64
+    }
+
     /// All of it, for network cards that read it: slots, whoever has them, and what lies free between.
     #[cfg(feature = "rdma")]
     pub(crate) fn as_device_memory(&self) -> kvfleet_transport::rdma::Memory {

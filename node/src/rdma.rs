@@ -1,4 +1,4 @@
-//! What a node offers by RDMA: opens the device once, at start, and goes on without when there is none.
+//! What a node offers by RDMA: opens the devices once, at start, and goes on without when there is none.
 //!
 //! This file knows whether the program was built with RDMA, so that others need not. Not here: the keys
 //! (`config/rdma.rs`), and the path itself (`kvfleet_transport::rdma`).
@@ -24,17 +24,19 @@ pub(crate) type Offer = Arc<kvfleet_transport::rdma::RdmaOffer>;
 #[derive(Clone, Debug)]
 pub(crate) enum Offer {}
 
-/// Opens the device and registers the arena, if it is to be read in place. Where that cannot be, the log says why and what to do,
+/// Opens the devices and registers the arena on each, if it is to be read in place. Where none can be, the log says why and what to do,
 /// and the node serves without.
 #[cfg(feature = "rdma")]
 pub(crate) async fn open(config: &NodeConfig, arena: &Arena) -> Option<Offer> {
-    use kvfleet_transport::rdma::{Rdma, RdmaChoice, RdmaConfig, RdmaError, RdmaOffer, RdmaTuning};
+    use kvfleet_transport::rdma::{Rdma, RdmaChoice, RdmaConfig, RdmaError, RdmaNear, RdmaOffer, RdmaTuning};
     let section = &config.rdma;
     if !section.enabled {
         return None;
     }
+    let (device, devices) = (section.device.clone(), section.devices.clone());
+    let near = RdmaNear::Memory(arena.address());
     let rdma = RdmaConfig {
-        choice: RdmaChoice { device: section.device.clone(), address: section.address },
+        choice: RdmaChoice { device, devices, address: section.address, near },
         tuning: RdmaTuning { traffic_class: section.traffic_class, ..RdmaTuning::default() },
         tray_bytes: usize::try_from(section.tray_bytes).unwrap_or(usize::MAX),
         links_max: section.links_max as usize,
@@ -43,7 +45,7 @@ pub(crate) async fn open(config: &NodeConfig, arena: &Arena) -> Option<Offer> {
     let lent = section.in_place.then(|| Arc::new(arena.as_device_memory()));
     let in_place = section.in_place;
     let opened = tokio::task::spawn_blocking(move || {
-        let offer = RdmaOffer::new(&Rdma::open(&rdma)?, lent)?;
+        let offer = RdmaOffer::over(&Rdma::open_all(&rdma)?, lent.as_ref())?;
         tracing::info!(?offer, in_place, "node offers RDMA");
         Ok::<_, RdmaError>(offer)
     });

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use crate::Dialer;
 
-mod breaker;
+pub(crate) mod breaker;
 mod choice;
 mod dialer;
 mod estimate;

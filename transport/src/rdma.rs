@@ -4,13 +4,15 @@
 //! What is said goes over a connection of TLS over TCP that was upgraded: it proves who the caller is, exchanges the
 //! numbers of queue pairs, and names the places that may be read or written. When it ends, its queue pairs end, and with
 //! them every right to touch memory (`docs/adr/0038-rdma.md`). The node's end is `rdma/offer.rs`, `lending.rs` and
-//! `taking.rs`; the client's `dialer.rs`, `path.rs`, `link.rs`, `fetch.rs` and `save.rs`. Below both: transfers
+//! `taking.rs`; the client's `dialer.rs`, `path.rs`, `lane.rs`, `link.rs`, `fetch.rs` and `save.rs`. Below both: transfers
 //! (`flights.rs`), memory and places (`memory.rs`), the card as traits (`rail.rs`) and as libibverbs (`verbs.rs`).
-//! Not here: several cards at once. Memory of GPUs is prepared in `gpu.rs`, which nothing uses yet.
+//! A process has one rail for each device and port that it opens; which of them go together is in `pairs.rs`, what becomes of one
+//! that fails in `lane.rs` (`docs/adr/0046-several-rails.md`). Memory of GPUs is prepared in `gpu.rs`, which nothing uses yet.
 
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 mod abi;
 mod choose;
@@ -20,16 +22,21 @@ mod fake;
 mod fetch;
 mod flights;
 pub mod gpu;
+mod lane;
 mod lending;
 mod link;
 mod memory;
 mod offer;
+mod pairs;
+mod parts;
 mod path;
 pub mod probe;
 mod rail;
 mod save;
 mod shares;
+mod stripe;
 mod taking;
+mod topology;
 mod verbs;
 mod words;
 
@@ -38,10 +45,13 @@ pub use dialer::RdmaDialer;
 pub use memory::{Memory, Place, Pool};
 pub(crate) use offer::Attached;
 pub use offer::RdmaOffer;
+pub use topology::RdmaNear;
 pub(crate) use words::Nonsense;
 
 use flights::Flights;
 use rail::{Access, Domain, Rail, RegisterMr};
+
+use crate::pick::BreakerRules;
 
 /// Transfers under way at once over all queue pairs of a device.
 pub const IN_FLIGHT_MAX: u32 = 1024;
@@ -83,20 +93,33 @@ impl Default for RdmaTuning {
 /// Settings of both ends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RdmaConfig {
-    /// Which device.
+    /// Which devices.
     pub choice: RdmaChoice,
     /// What networks differ in.
     pub tuning: RdmaTuning,
-    /// Registered memory of a dialer in bytes: half of it for frames that callers keep, half for what is under way.
+    /// Registered memory of a dialer in bytes, on all of its rails together: half of it for frames that callers keep, half for what is under way.
     pub local_bytes: usize,
     /// Registered memory of each connection at the node, in bytes: what may not be read in place goes through it, and
     /// all saves do.
     pub tray_bytes: usize,
     /// Connections that a node offers RDMA at once; above, they are served without.
     pub links_max: usize,
-    /// Operations that one path has under way at once over RDMA. Further ones wait.
+    /// Operations that one path has under way at once over RDMA; over several rails at least two on each. Further ones wait.
     pub links_per_peer: usize,
+    /// Bytes of a stripe: a fetch of two or more is divided over the rails.
+    pub stripe_bytes: usize,
+    /// For how long a rail is not used with a peer to which its transfers failed.
+    pub cool_down: BreakerRules,
 }
+
+/// A transfer that failed was sent again many times by the card: once is enough.
+const COOL_DOWN: BreakerRules = BreakerRules {
+    failures_max: 1,
+    open_min: Duration::from_secs(1),
+    open_max: Duration::from_secs(60),
+    // More than a trial takes, so that there is one at a time.
+    trial_max: Duration::from_secs(10),
+};
 
 impl Default for RdmaConfig {
     fn default() -> RdmaConfig {
@@ -107,6 +130,9 @@ impl Default for RdmaConfig {
             tray_bytes: 16 << 20,
             links_max: 64,
             links_per_peer: 4,
+            // What a rail of 400 Gbit/s brings in twice the time of asking for it; the node says as many bytes at once.
+            stripe_bytes: 8 << 20,
+            cool_down: COOL_DOWN,
         }
     }
 }
@@ -213,6 +239,28 @@ impl RdmaTuning {
     }
 }
 
+/// Those of several rails that can be used.
+///
+/// # Errors
+/// That of the first, when none can.
+fn those_that_work<T>(each: impl Iterator<Item = Result<T, RdmaError>>) -> Result<Vec<T>, RdmaError> {
+    let (mut good, mut first) = (Vec::new(), None);
+    for one in each {
+        match one {
+            Ok(one) => good.push(one),
+            Err(error) => drop(first.get_or_insert(error)),
+        }
+    }
+    match first {
+        Some(error) if good.is_empty() => Err(error),
+        Some(error) => {
+            tracing::warn!("{error}; the other rails are used");
+            Ok(good)
+        }
+        None => Ok(good),
+    }
+}
+
 /// Numbers of first packets, which nobody else should guess.
 fn packets() -> [u32; 2] {
     let mut bytes = [0; 8];
@@ -235,19 +283,31 @@ impl std::fmt::Debug for Rdma {
 }
 
 impl Rdma {
-    /// Loads the library and opens the device that is wanted. Blocks for some milliseconds.
+    /// Loads the library and opens the device that is wanted, the best of them if several are. Blocks for some milliseconds.
     ///
     /// # Errors
     /// When there is none, or it cannot be used.
     pub fn open(config: &RdmaConfig) -> Result<Arc<Rdma>, RdmaError> {
-        let candidate = Rdma::look(config)?;
-        Rdma::over(Arc::new(verbs::VerbsRail::open(&candidate, &config.tuning)?), config)
+        let candidate = &Rdma::look(config)?[0];
+        Rdma::over(Arc::new(verbs::VerbsRail::open(candidate, &config.tuning)?), config)
+    }
+
+    /// The same of every rail that is wanted, the best first. Devices that cannot be used are left out, which the log says.
+    ///
+    /// # Errors
+    /// When there is none, or none can be used.
+    pub fn open_all(config: &RdmaConfig) -> Result<Vec<Arc<Rdma>>, RdmaError> {
+        let open = |candidate: &choose::Candidate| {
+            Rdma::over(Arc::new(verbs::VerbsRail::open(candidate, &config.tuning)?), config)
+        };
+        those_that_work(Rdma::look(config)?.iter().map(open))
     }
 
     /// What would be opened, by what the kernel lists.
-    fn look(config: &RdmaConfig) -> Result<choose::Candidate, RdmaError> {
+    fn look(config: &RdmaConfig) -> Result<Vec<choose::Candidate>, RdmaError> {
         config.tuning.check()?;
-        choose::choose(&choose::look(Path::new(choose::DEVICES)), &config.choice)
+        let found = choose::look(Path::new(choose::SYS), &config.choice.near);
+        choose::choose(&found, &config.choice)
     }
 
     /// What was transferred so far.

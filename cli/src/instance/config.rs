@@ -50,12 +50,17 @@ pub struct InstanceConfig {
     pub rdma: RdmaSection,
 }
 
-/// By which network card nodes are reached with RDMA.
+/// By which network cards nodes are reached with RDMA.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RdmaSection {
     /// The device's name, such as `mlx5_0`; the best there is when nothing is said.
     pub device: Option<String>,
+    /// Further devices: each port of all of them is a rail; `all` for every device there is.
+    pub devices: Vec<String>,
+    /// A device by its PCI address, such as `0000:17:00.0`: the GPU that the blocks are for. The nearest of equal devices is
+    /// taken first.
+    pub near: Option<String>,
     /// The address of the device's port; for an IPv4 address, that of its network interface.
     pub address: Option<IpAddr>,
     /// Memory that blocks are read into and written from, in bytes.
@@ -66,8 +71,9 @@ pub struct RdmaSection {
 
 impl Default for RdmaSection {
     fn default() -> Self {
-        let RdmaSettings { device, address, memory_bytes, traffic_class } = RdmaSettings::default();
-        Self { device, address, memory_bytes: memory_bytes as u64, traffic_class }
+        let RdmaSettings { device, devices, near, address, memory_bytes, traffic_class } =
+            RdmaSettings::default();
+        Self { device, devices, near, address, memory_bytes: memory_bytes as u64, traffic_class }
     }
 }
 
@@ -179,9 +185,9 @@ impl InstanceConfig {
     /// By which card nodes are reached with RDMA, if they are.
     #[must_use]
     pub fn rdma(&self) -> RdmaSettings {
-        let RdmaSection { device, address, memory_bytes, traffic_class } = self.rdma.clone();
+        let RdmaSection { device, devices, near, address, memory_bytes, traffic_class } = self.rdma.clone();
         let memory_bytes = usize::try_from(memory_bytes).unwrap_or(usize::MAX);
-        RdmaSettings { device, address, memory_bytes, traffic_class }
+        RdmaSettings { device, devices, near, address, memory_bytes, traffic_class }
     }
 
     /// The profile named in the configuration, or the default one.

@@ -20,6 +20,9 @@ pub struct RdmaSection {
     pub enabled: bool,
     /// The device's name, such as `mlx5_0`; the best there is when nothing is said.
     pub device: Option<String>,
+    /// Further devices: each port of all of them is a rail; `all` for every device there is. Clients use the rails side by side, and
+    /// another where one fails.
+    pub devices: Vec<String>,
     /// The address of the device's port; for an IPv4 address, that of its network interface.
     pub address: Option<IpAddr>,
     /// Whether clients read blocks where they lie. Their cards may then read all of the DRAM tier, free places too, whoever's
@@ -38,6 +41,7 @@ impl Default for RdmaSection {
         RdmaSection {
             enabled: false,
             device: None,
+            devices: Vec::new(),
             address: None,
             in_place: false,
             tray_bytes: 16 << 20,

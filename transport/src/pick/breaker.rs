@@ -1,8 +1,9 @@
 //! Whether a path that failed is asked again: a circuit breaker, time passed in.
 //!
 //! Closed, it lets everything pass; after some failures in a row it opens, and everything goes another way; after a time one
-//! trial passes, and what becomes of it closes the breaker or opens it for twice as long. Not here: what counts as a failure
-//! (`path.rs`), and what is done where every path's breaker is open (`dialer.rs`).
+//! trial passes, and what becomes of it closes the breaker or opens it for twice as long. Lanes of RDMA have one each, too
+//! (`rdma/lane.rs`). Not here: what counts as a failure (`path.rs`), and what is done where every path's breaker is open
+//! (`dialer.rs`).
 
 use std::time::Duration;
 
@@ -42,24 +43,34 @@ enum State {
 
 /// What one path's failures led to.
 #[derive(Clone, Debug)]
-pub(super) struct Breaker {
+pub(crate) struct Breaker {
     rules: BreakerRules,
     state: State,
 }
 
 impl Breaker {
-    pub(super) fn new(rules: BreakerRules) -> Breaker {
+    pub(crate) fn new(rules: BreakerRules) -> Breaker {
         Breaker { rules, state: State::Closed { failures: 0 } }
     }
 
     /// Whether everything passes.
-    pub(super) fn is_closed(&self) -> bool {
+    pub(crate) fn is_closed(&self) -> bool {
         matches!(self.state, State::Closed { .. })
+    }
+
+    /// When a trial may pass; nothing while everything does.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn trial_at(&self) -> Option<Instant> {
+        match self.state {
+            State::Closed { .. } => None,
+            State::Open { until, .. } => Some(until),
+            State::HalfOpen { since, .. } => Some(since + self.rules.trial_max),
+        }
     }
 
     /// Whether the path may be asked now. Of a breaker that is not closed only a trial passes, one at a time, and
     /// whoever is let pass says what became of it.
-    pub(super) fn passes(&mut self, now: Instant) -> bool {
+    pub(crate) fn passes(&mut self, now: Instant) -> bool {
         let lasted = match self.state {
             State::Closed { .. } => return true,
             State::Open { until, lasts } if now >= until => lasts,
@@ -71,14 +82,14 @@ impl Breaker {
     }
 
     /// The path did what it was asked. Something that began before the breaker opened says nothing new.
-    pub(super) fn succeeded(&mut self) {
+    pub(crate) fn succeeded(&mut self) {
         if !matches!(self.state, State::Open { .. }) {
             self.state = State::Closed { failures: 0 };
         }
     }
 
     /// The path failed; whether that opened it.
-    pub(super) fn failed(&mut self, now: Instant) -> bool {
+    pub(crate) fn failed(&mut self, now: Instant) -> bool {
         let lasts = match self.state {
             State::Closed { failures } if failures + 1 < self.rules.failures_max => {
                 self.state = State::Closed { failures: failures + 1 };
@@ -140,6 +151,21 @@ mod tests {
         breaker.succeeded();
         assert!(breaker.is_closed() && breaker.passes(now + secs(3)) && breaker.passes(now + secs(3)));
         assert!(!breaker.failed(now + secs(3)), "it counts from nothing again");
+    }
+
+    #[test]
+    #[cfg(feature = "rdma")]
+    fn whoever_makes_trials_knows_when() {
+        let (now, mut breaker) = opened();
+        assert_eq!(breaker.trial_at(), Some(now + secs(1)));
+        assert!(breaker.passes(now + secs(2)));
+        assert_eq!(
+            breaker.trial_at(),
+            Some(now + secs(7)),
+            "when nobody says what became of the one under way"
+        );
+        breaker.succeeded();
+        assert_eq!(breaker.trial_at(), None);
     }
 
     #[test]

@@ -1,23 +1,25 @@
-//! Opening paths over RDMA: a path of TLS over TCP, and on it a first link, which shows whether there can be any.
+//! Opening paths over RDMA: a path of TLS over TCP, and on it a first link, which shows whether there can be any. Where both ends
+//! have several rails, it is on the first pair of them between which packets pass.
 //!
 //! Not here: what runs over a path (`path.rs`).
 
 use std::sync::{Arc, Mutex, Once, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvfleet_proto::tls::Identity;
-use tokio::time::timeout;
 
+use super::lane::{ATTACH_TIMEOUT, Lane, Lanes};
 use super::link::{Asked, Link, Local};
+use super::pairs::pairs;
 use super::path::RdmaPath;
+use super::rail::Gid;
 use super::{Rdma, RdmaConfig, RdmaError};
 use crate::dial::within;
 use crate::tcp::{TcpConfig, TcpDialer};
 use crate::{BoxFuture, Dialer, Path, PathError};
 
-/// Time for a first link beside that of the connection below. Cards take milliseconds for it; some seconds are what they try to
-/// reach a peer that does not answer, and what their emulation takes.
-const ATTACH_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long rails are tried one after the other: the second has its time when the first took all of its own.
+const TRIALS_MAX: Duration = ATTACH_TIMEOUT.saturating_add(Duration::from_secs(1));
 
 /// Opens paths over RDMA.
 pub struct RdmaDialer {
@@ -29,7 +31,8 @@ pub struct RdmaDialer {
 /// Our end of all paths, from when there is one.
 struct Ours {
     config: RdmaConfig,
-    local: OnceLock<Arc<Local>>,
+    /// One for each rail, the best first.
+    local: OnceLock<Vec<Arc<Local>>>,
     /// Held by whoever opens it, so that memory is registered once.
     opening: Mutex<()>,
     said: Once,
@@ -45,14 +48,18 @@ impl Ours {
         Rdma::look(&self.config).map(drop)
     }
 
-    /// Opens the device if nobody did, which blocks.
-    fn open(&self, open: impl FnOnce(&RdmaConfig) -> Result<Arc<Rdma>, RdmaError>) -> Result<(), RdmaError> {
+    /// Opens the devices if nobody did, which blocks.
+    fn open(
+        &self,
+        open: impl FnOnce(&RdmaConfig) -> Result<Vec<Arc<Rdma>>, RdmaError>,
+    ) -> Result<(), RdmaError> {
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         if self.local.get().is_some() {
             return Ok(());
         }
-        let local = Local::new(&open(&self.config)?)?;
-        tracing::info!(rdma = ?local.rdma, "RDMA is used with nodes that offer it");
+        let local = Local::of(&open(&self.config)?)?;
+        let rails: Vec<&Arc<Rdma>> = local.iter().map(|local| &local.rdma).collect();
+        tracing::info!(?rails, "RDMA is used with nodes that offer it");
         self.local.get_or_init(|| local);
         Ok(())
     }
@@ -60,7 +67,7 @@ impl Ours {
 
 impl std::fmt::Debug for RdmaDialer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "RdmaDialer({:?})", self.ours.local.get().map(|local| &local.rdma))
+        write!(f, "RdmaDialer({:?})", self.rails())
     }
 }
 
@@ -71,9 +78,27 @@ impl RdmaDialer {
     /// # Errors
     /// When the memory cannot be registered.
     pub fn new(rdma: &Arc<Rdma>, identity: &Identity, config: TcpConfig) -> Result<RdmaDialer, RdmaError> {
-        let dialer = RdmaDialer::late(rdma.config.clone(), identity, config);
-        dialer.ours.open(|_| Ok(Arc::clone(rdma)))?;
+        RdmaDialer::over(std::slice::from_ref(rdma), identity, config)
+    }
+
+    /// The same over several rails, the best first. Memory is registered on each; those that refuse it are left out.
+    ///
+    /// # Errors
+    /// When the memory cannot be registered on any.
+    pub fn over(
+        rails: &[Arc<Rdma>],
+        identity: &Identity,
+        config: TcpConfig,
+    ) -> Result<RdmaDialer, RdmaError> {
+        let first = rails.first().map(|rdma| rdma.config.clone()).unwrap_or_default();
+        let dialer = RdmaDialer::late(first, identity, config);
+        dialer.ours.open(|_| Ok(rails.to_vec()))?;
         Ok(dialer)
+    }
+
+    /// What is open, the best first.
+    fn rails(&self) -> Vec<&Arc<Rdma>> {
+        self.ours.local.get().into_iter().flatten().map(|local| &local.rdma).collect()
     }
 
     /// The same, but that the device is opened and memory registered for the first node that offers RDMA. While there is no
@@ -85,13 +110,13 @@ impl RdmaDialer {
     }
 
     /// Our end. Whoever waits no longer leaves it open for the next.
-    async fn local(&self, peer: &str) -> Result<Arc<Local>, PathError> {
+    async fn local(&self, peer: &str) -> Result<&[Arc<Local>], PathError> {
         if self.ours.local.get().is_none() {
-            self.blocking(peer, |ours| ours.open(Rdma::open)).await?;
+            self.blocking(peer, |ours| ours.open(Rdma::open_all)).await?;
         }
         let cause = || "its device was opened and is not there".to_owned();
         let none = || PathError::Unreachable { peer: peer.to_owned(), cause: cause() };
-        self.ours.local.get().cloned().ok_or_else(none)
+        self.ours.local.get().map(Vec::as_slice).ok_or_else(none)
     }
 
     /// Calls into the system, on a thread for such.
@@ -116,17 +141,31 @@ impl RdmaDialer {
             self.blocking(peer, Ours::look).await?;
         }
         let tcp = within(peer, self.config.dial_timeout, self.tcp.open(peer)).await?;
-        if !is_open && let Some(why) = within(peer, self.config.dial_timeout, Link::refusal(&tcp)).await? {
-            return Err(refused(why));
-        }
+        let offered = within(peer, self.config.dial_timeout, Link::offered(&tcp)).await?;
+        let theirs = offered.map_err(refused)?;
         let local = self.local(peer).await?;
-        let asked = timeout(ATTACH_TIMEOUT, Link::attach(&tcp, &local)).await;
-        let first = match asked.map_err(|_| refused("its RDMA answers too slowly".to_owned()))?? {
-            Asked::Made(first) => *first,
-            Asked::None(why) => return Err(refused(why)),
-        };
-        let limits = (local.rdma.config.links_per_peer, self.config.idle_timeout);
-        Ok(RdmaPath::new(tcp, local, first, limits))
+        let ours: Vec<Gid> = local.iter().map(|local| local.rdma.flights.rail().port().gid).collect();
+        let config = &local[0].rdma.config;
+        let lane = |pair: super::pairs::Pair| Lane::new(&local[pair.local], pair, config.cool_down);
+        let lanes: Vec<Lane> = pairs(&ours, &theirs).into_iter().map(lane).collect();
+        let (mut whys, begun) = (Vec::new(), Instant::now());
+        for (at, lane) in lanes.iter().enumerate() {
+            if begun.elapsed() > TRIALS_MAX {
+                break;
+            }
+            match lane.attach(&tcp).await? {
+                Asked::Made(first) => {
+                    let limits = (config.links_per_peer, self.config.idle_timeout);
+                    return Ok(RdmaPath::new(Lanes::new(tcp, lanes, (at, *first), limits)));
+                }
+                Asked::None(why) => whys.push(why),
+                Asked::Dead(why) => {
+                    lane.leave_alone();
+                    whys.push(why);
+                }
+            }
+        }
+        Err(refused(whys.join("; ")))
     }
 }
 
@@ -154,7 +193,7 @@ mod tests {
         let opened = AtomicU32::new(0);
         let open = |config: &RdmaConfig| {
             opened.fetch_add(1, Ordering::Relaxed);
-            Rdma::over(fabric.rail(1), config)
+            Ok(vec![Rdma::over(fabric.rail(1), config)?])
         };
         std::thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(|| ours.open(open).unwrap()))));
         assert_eq!(opened.load(Ordering::Relaxed), 1);

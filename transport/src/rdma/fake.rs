@@ -41,8 +41,10 @@ struct State {
     held: Option<Vec<(u32, Transfer)>>,
     fail_next: Option<u32>,
     refuse_register: Option<i32>,
+    refuse_register_of: Option<(u8, i32)>,
     refuse_queue: Option<i32>,
     end_fails: bool,
+    dead: BTreeSet<u8>,
     unended: BTreeSet<u32>,
     log: Vec<String>,
     transfers: Vec<Transfer>,
@@ -92,9 +94,24 @@ impl Fabric {
         self.state().fail_next = Some(status);
     }
 
+    /// Nothing passes to or from this card any more.
+    pub(super) fn kill(&self, number: u8) {
+        self.state().dead.insert(number);
+    }
+
+    /// It does again.
+    pub(super) fn revive(&self, number: u8) {
+        self.state().dead.remove(&number);
+    }
+
     /// Memory is no longer registered, with this error.
     pub(super) fn refuse_register(&self, errno: i32) {
         self.state().refuse_register = Some(errno);
+    }
+
+    /// The same of one card.
+    pub(super) fn refuse_register_of(&self, number: u8, errno: i32) {
+        self.state().refuse_register_of = Some((number, errno));
     }
 
     /// There are no queue pairs any more, with this error.
@@ -163,6 +180,9 @@ impl State {
             return FLUSHED;
         }
         let Some((Role::Asks, packet, peer)) = &queue.peer else { return 2 };
+        if self.dead.contains(&queue.rail.0[0]) || self.dead.contains(&peer.gid.0[0]) {
+            return 12;
+        }
         // Nobody answers for a queue pair that is gone, or that is joined to another.
         let Some(other) = self.queues.get(&peer.queue).filter(|other| other.rail == peer.gid) else {
             return 12;
@@ -242,7 +262,8 @@ struct FakeDomain {
 impl Domain for FakeDomain {
     fn register(&self, memory: &Arc<Memory>, access: Access) -> io::Result<Box<dyn RegisterMr>> {
         let mut state = self.fabric.state();
-        if let Some(errno) = state.refuse_register {
+        let own = state.refuse_register_of.filter(|(number, _)| *number == self.rail.0[0]);
+        if let Some(errno) = state.refuse_register.or(own.map(|(_, errno)| errno)) {
             return Err(io::Error::from_raw_os_error(errno));
         }
         let key = state.number();

@@ -26,17 +26,30 @@ const RETURNS_MAX: usize = 4096;
 const LEASE_MAX: Duration = Duration::from_secs(3600);
 
 /// Why a fetch goes no further.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub(super) enum Stop {
     /// The connection, or what came over it.
+    #[error("{0}")]
     Item(ItemError),
     /// The card.
+    #[error("{0}")]
     Transfer(TransferError),
     /// Nothing is broken.
+    #[error("{}", .0.name())]
     Reason(MissReason),
 }
 
 impl Stop {
+    /// Whether another link may bring what this one did not: nobody said anything of the blocks themselves.
+    pub(super) fn is_of_the_link(&self) -> bool {
+        match self {
+            Stop::Transfer(_) => true,
+            Stop::Item(ItemError::Lost(loss)) => matches!(loss, Loss::Broken(_) | Loss::Unreachable(_)),
+            Stop::Item(error) => error.is_loss(),
+            Stop::Reason(_) => false,
+        }
+    }
+
     /// What it means for blocks that did not come.
     pub(super) fn reason(&self) -> MissReason {
         match self {
@@ -61,7 +74,6 @@ impl From<Loss> for Stop {
 
 impl From<TransferError> for Stop {
     fn from(error: TransferError) -> Stop {
-        tracing::debug!(%error, "an RDMA transfer failed");
         Stop::Transfer(error)
     }
 }

@@ -8,7 +8,7 @@
 use std::any::Any;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
@@ -28,6 +28,10 @@ const SLEEP_MOST: Duration = Duration::from_micros(320);
 
 /// Wait after the card could not be asked: it will hardly recover, and what is under way is given up in time anyway.
 const POLL_FAILED_PAUSE: Duration = Duration::from_millis(50);
+
+/// Part of all transfers that those to one peer may be: eight that died together hold all until their retries end, and two full
+/// queue pairs are more than keep a rail busy.
+const PEER_PART: u32 = 8;
 
 /// How long to wait before the next look.
 #[derive(Debug, Default)]
@@ -84,6 +88,8 @@ pub(super) struct Line {
     number: u64,
     is_broken: AtomicBool,
     at_once: Arc<Semaphore>,
+    /// Those of all lines to the same peer.
+    of_peer: Arc<Semaphore>,
 }
 
 impl Line {
@@ -111,7 +117,7 @@ struct Flight {
     owner: Arc<Line>,
     place: Place,
     done: oneshot::Sender<(Place, Result<(), TransferError>)>,
-    _permits: [OwnedSemaphorePermit; 2],
+    _permits: [OwnedSemaphorePermit; 3],
 }
 
 struct Table {
@@ -218,8 +224,11 @@ pub(super) struct Flights {
     shared: Arc<Shared>,
     next: AtomicU64,
     at_once: Arc<Semaphore>,
+    in_flight_max: u32,
     queue_in_flight_max: u32,
     graves: mpsc::Sender<Grave>,
+    /// All that live.
+    lines: Mutex<Vec<Weak<Line>>>,
 }
 
 impl Flights {
@@ -244,8 +253,10 @@ impl Flights {
             shared,
             next: AtomicU64::new(1),
             at_once: Arc::new(Semaphore::new(tuning.in_flight_max as usize)),
+            in_flight_max: tuning.in_flight_max,
             queue_in_flight_max: tuning.queue_in_flight_max,
             graves,
+            lines: Mutex::default(),
         })
     }
 
@@ -253,14 +264,32 @@ impl Flights {
         &self.shared.rail
     }
 
-    /// A line of this queue pair.
-    pub(super) fn line(&self, queue: Box<dyn Queue>) -> Arc<Line> {
-        Arc::new(Line {
+    /// As many transfers as may be under way to one peer.
+    pub(super) fn peer(&self) -> Arc<Semaphore> {
+        let most = (self.in_flight_max / PEER_PART).max(1);
+        Arc::new(Semaphore::new(most as usize))
+    }
+
+    /// A line of this queue pair to a [`Flights::peer`].
+    pub(super) fn line(&self, queue: Box<dyn Queue>, of_peer: &Arc<Semaphore>) -> Arc<Line> {
+        let line = Arc::new(Line {
             queue,
             number: self.next.fetch_add(1, Ordering::Relaxed),
             is_broken: AtomicBool::new(false),
             at_once: Arc::new(Semaphore::new(self.queue_in_flight_max as usize)),
-        })
+            of_peer: Arc::clone(of_peer),
+        });
+        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        lines.retain(|line| line.strong_count() > 0);
+        lines.push(Arc::downgrade(&line));
+        drop(lines);
+        line
+    }
+
+    /// All that live.
+    pub(super) fn lines(&self) -> Vec<Arc<Line>> {
+        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        lines.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// Begins a transfer between the start of `place` and `remote`; waits while too many are under way. What comes back is
@@ -273,6 +302,8 @@ impl Flights {
         remote: Remote,
     ) -> Result<Arriving, TransferError> {
         let of_line = Arc::clone(&line.at_once).acquire_owned().await.map_err(|_| TransferError::Broken)?;
+        // Before the bound of all: a peer that is dead holds no more of that than its part until its retries end.
+        let of_peer = Arc::clone(&line.of_peer).acquire_owned().await.map_err(|_| TransferError::Broken)?;
         let of_all = Arc::clone(&self.at_once).acquire_owned().await.map_err(|_| TransferError::Broken)?;
         if line.is_broken() {
             return Err(TransferError::Broken);
@@ -288,7 +319,7 @@ impl Flights {
             len: place.len_bytes(),
         };
         let (done, arriving) = oneshot::channel();
-        let _permits = [of_line, of_all];
+        let _permits = [of_line, of_peer, of_all];
         let (number, owner) = (line.number, Arc::clone(line));
         let flight = Flight { direction, line: number, owner, place, done, _permits };
         // Known before it begins, or its end could come first.

@@ -15,7 +15,7 @@ use super::words;
 use crate::quic::RETRY_AFTER;
 use crate::serve::{Operations, ServeError};
 use crate::stream::{Stream, encode, read_message};
-use crate::{BlockService, FetchAnswer, FetchReply, FetchRequest, wire};
+use crate::{BlockService, FetchAnswer, FetchReply, FetchRequest, MissReason, wire};
 
 /// Bytes of blocks that one message names, but for a single one: the client hands on what it read once it has all of it.
 const BATCH_BYTES: u64 = 8 << 20;
@@ -85,10 +85,16 @@ impl Attached {
             let busy = FetchAnswer::Busy { retry_after: RETRY_AFTER };
             return operations.answer(stream, &wire::head_to_pb(&busy, asked_epoch)).await;
         };
-        let reply = service.fetch(request).await;
+        let reply = self.renewing(service, service.fetch(request)).await;
         self.answered(reply.epoch);
         let terms = Terms { lease, span, epoch: reply.epoch.0 };
-        let lent = self.lend_all(reply, &terms, (service, operations), stream).await;
+        let lent = if reply.epoch == asked_epoch {
+            self.lend_all(reply, &terms, (service, operations), stream).await
+        } else {
+            // It would read none of them; so nothing is under way, and the link is of use for the next.
+            let stale = FetchAnswer::Miss { reason: MissReason::StaleEpoch };
+            operations.answer(stream, &wire::head_to_pb(&stale, reply.epoch)).await
+        };
         let mut effects = Vec::new();
         self.lender.finish(lease, &mut effects);
         // Nothing of it is out any more, and no later operation is of this lease's loans. It ends elsewhere, by a word over any of
@@ -118,7 +124,7 @@ impl Attached {
                 Some(frame) => Some(frame),
                 None => {
                     self.say(&mut batch, terms, operations, stream).await?;
-                    operations.next(&mut reply.frames, stream).await?
+                    self.renewing(service, operations.next(&mut reply.frames, stream)).await?
                 }
             };
             let Some(frame) = frame else {
@@ -235,12 +241,26 @@ impl Attached {
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
         operations.flush(stream).await?;
-        let back: data::GivenBack = operations.timed(read_message(stream)).await??;
+        let heard = operations.timed(read_message(stream));
+        let back: data::GivenBack = self.renewing(service, heard).await??;
         let loans = words::loans_from_bytes(&back.loans)?;
         let mut effects = Vec::new();
         self.lender.take_back(&loans, &mut effects)?;
         self.lender.tick(self.now(), &mut effects);
         self.run(effects, service);
         Ok(())
+    }
+
+    /// Waits for `work`, during which leases in use are renewed: the book is to hold what is lent, or about to be.
+    async fn renewing<T>(&mut self, service: &dyn BlockService, work: impl Future<Output = T>) -> T {
+        tokio::pin!(work);
+        loop {
+            if let Ok(done) = tokio::time::timeout(self.tick_every(), &mut work).await {
+                return done;
+            }
+            let mut effects = Vec::new();
+            self.lender.tick(self.now(), &mut effects);
+            self.run(effects, service);
+        }
     }
 }

@@ -9,9 +9,11 @@ use std::sync::Arc;
 use kv_core::lend::{Borrower, Extent, Place as LentIn};
 use kvfleet_proto::data;
 use kvfleet_proto::frame::FRAME_BYTES_MAX;
+use tokio::sync::Semaphore;
 
 use super::flights::{Arriving, Line, Remote, TransferError};
-use super::memory::{ALIGN_BYTES, Place, Pool};
+use super::memory::{ALIGN_BYTES, Memory, Place, Pool};
+use super::pairs::RAILS_MAX;
 use super::rail::{Access, Direction, Domain, End, Gid, Queue, RegisterMr, Role};
 use super::words::{self, Nonsense, PACKET_MAX, Window, outcome};
 use super::{Rdma, RdmaError};
@@ -43,14 +45,33 @@ pub(super) struct Local {
 }
 
 impl Local {
-    pub(super) fn new(rdma: &Arc<Rdma>) -> Result<Arc<Local>, RdmaError> {
-        let domain = rdma.domain()?;
-        let half = (rdma.config.local_bytes as u64 / 2).next_multiple_of(ALIGN_BYTES);
+    /// One for each rail, all with the same memory: a place is of use on each. Rails that refuse it are left out.
+    ///
+    /// # Errors
+    /// When all of them refuse.
+    pub(super) fn of(rails: &[Arc<Rdma>]) -> Result<Vec<Arc<Local>>, RdmaError> {
+        let Some(first) = rails.first() else {
+            return Err(RdmaError::NoDevice { there: "none".to_owned() });
+        };
+        let local_bytes = first.config.local_bytes;
+        let half = (local_bytes as u64 / 2).next_multiple_of(ALIGN_BYTES);
         let bytes = usize::try_from(2 * half + BOARDS_BYTES).unwrap_or(usize::MAX);
-        let (memory, registered) = rdma.allocate(domain.as_ref(), bytes, Access::Local)?;
+        let failed = |cause| RdmaError::register(first.device(), bytes as u64, cause);
+        let memory = Arc::new(Memory::zeroed(bytes).map_err(failed)?);
         let (kept, passing) = (Pool::new(&memory, 0..half), Pool::new(&memory, half..2 * half));
         let boards = Pool::new(&memory, 2 * half..2 * half + BOARDS_BYTES);
-        Ok(Arc::new(Local { rdma: Arc::clone(rdma), domain, registered, kept, passing, boards }))
+        let local = |rdma: &Arc<Rdma>| {
+            let domain = rdma.domain()?;
+            let registered = rdma.register(domain.as_ref(), &memory, Access::Local)?;
+            let [kept, passing, boards] = [&kept, &passing, &boards].map(Arc::clone);
+            Ok(Arc::new(Local { rdma: Arc::clone(rdma), domain, registered, kept, passing, boards }))
+        };
+        super::those_that_work(rails.iter().map(local))
+    }
+
+    #[cfg(test)]
+    pub(super) fn new(rdma: &Arc<Rdma>) -> Result<Arc<Local>, RdmaError> {
+        Local::of(std::slice::from_ref(rdma)).map(|mut local| local.remove(0))
     }
 
     /// The largest frame that is read or written; larger ones come over the connection.
@@ -83,8 +104,8 @@ impl Drop for Asking {
 }
 
 impl Asking {
-    fn new(local: &Arc<Local>, packet: u32) -> std::io::Result<Asking> {
-        let line = local.rdma.flights.line(local.domain.queue(Access::Local)?);
+    fn new(local: &Arc<Local>, of_peer: &Arc<Semaphore>, packet: u32) -> std::io::Result<Asking> {
+        let line = local.rdma.flights.line(local.domain.queue(Access::Local)?, of_peer);
         Ok(Asking { local: Arc::clone(local), line: Some(line), packet: packet & PACKET_MAX })
     }
 
@@ -147,26 +168,36 @@ pub(super) enum Asked {
     Made(Box<Link>),
     /// There is none, for this reason; operations go over the path below.
     None(String),
+    /// It was made, and nothing passes over it.
+    Dead(String),
 }
 
 impl Link {
-    /// Whether a node offers RDMA at all; nothing, or why not. Costs no queue pairs, nor memory.
-    pub(super) async fn refusal(tcp: &TcpPath) -> Result<Option<String>, PathError> {
+    /// By which rails a node offers RDMA, none where it does not say; or why it does not. Costs no queue pairs, nor memory.
+    pub(super) async fn offered(tcp: &TcpPath) -> Result<Result<Vec<Gid>, String>, PathError> {
         let attach = data::Attach { version: words::VERSION, ..data::Attach::default() };
         let op = Some(data::data_request::Op::Attach(attach));
         let request = encode(&data::DataRequest { op, traceparent: String::new() })?;
         let (answer, control) = tcp.pool.ask::<data::Attached>(request).await?;
         tcp.over(control);
-        let is_refused = answer.outcome != outcome::OFFERED;
-        Ok(is_refused.then(|| format!("it offers no RDMA: {}", answer.why)))
+        if answer.outcome != outcome::OFFERED {
+            return Ok(Err(format!("it offers no RDMA: {}", answer.why)));
+        }
+        let rails = answer.rails.iter().take(RAILS_MAX).map(|end| words::end_from_pb(end).map(|end| end.gid));
+        rails.collect::<Result<_, _>>().map(Ok).map_err(|error| senseless(tcp, &error))
     }
 
-    /// Upgrades a connection, and reads something over it.
+    /// Upgrades a connection over this rail of ours and that of the node, and reads something over it. What it has under way
+    /// counts with that of other links to the peer.
     ///
     /// # Errors
     /// When the path below fails, or the node talks nonsense.
-    pub(super) async fn attach(tcp: &TcpPath, local: &Arc<Local>) -> Result<Asked, PathError> {
-        let Pair { tray, arena, ends } = match asking(local).await {
+    pub(super) async fn attach(
+        tcp: &TcpPath,
+        (local, rail): (&Arc<Local>, u32),
+        of_peer: &Arc<Semaphore>,
+    ) -> Result<Asked, PathError> {
+        let Pair { tray, arena, ends } = match asking(local, of_peer).await {
             Ok(made) => made,
             Err(cause) => return Ok(Asked::None(ours("make queue pairs", &cause))),
         };
@@ -175,6 +206,7 @@ impl Link {
             tray: Some(ends.0),
             arena: Some(ends.1),
             frame_bytes_max: local.frame_bytes_max(),
+            rail,
         };
         let op = Some(data::data_request::Op::Attach(attach));
         let request = encode(&data::DataRequest { op, traceparent: String::new() })?;
@@ -190,10 +222,7 @@ impl Link {
             tcp.over(control);
             return Ok(Asked::None(format!("it offers no RDMA: {none}")));
         }
-        let welcome = welcome(&answer).map_err(|error| PathError::Protocol {
-            peer: tcp.peer().to_owned(),
-            what: format!("an answer that makes no sense: {error}"),
-        })?;
+        let welcome = welcome(&answer).map_err(|error| senseless(tcp, &error))?;
         // It is no connection of the path below any more, nor waits anybody for its place there.
         control.upgraded();
         let ends = (welcome.tray_end, welcome.arena_end);
@@ -241,7 +270,7 @@ impl Link {
             Ok(()) => Asked::Made(Box::new(self)),
             Err(error) => {
                 let port = self.reach.local.rdma.flights.rail().port();
-                Asked::None(format!(
+                Asked::Dead(format!(
                     "RDMA packets do not pass between {:?} and {peer:?} ({error}): check that both devices are of one network, \
                      its MTU, and that firewalls let UDP port 4791 pass",
                     port.gid
@@ -276,15 +305,21 @@ struct Pair {
 }
 
 /// Large calls into the system, on a thread for such.
-async fn asking(local: &Arc<Local>) -> std::io::Result<Pair> {
-    let ours = Arc::clone(local);
+async fn asking(local: &Arc<Local>, of_peer: &Arc<Semaphore>) -> std::io::Result<Pair> {
+    let (ours, of_peer) = (Arc::clone(local), Arc::clone(of_peer));
     let [first, second]: [u32; 2] = super::packets();
     let made = tokio::task::spawn_blocking(move || {
-        let (tray, arena) = (Asking::new(&ours, first)?, Asking::new(&ours, second)?);
+        let (tray, arena) = (Asking::new(&ours, &of_peer, first)?, Asking::new(&ours, &of_peer, second)?);
         let ends = (tray.end()?, arena.end()?);
         Ok::<_, std::io::Error>(Pair { tray, arena, ends })
     });
     made.await.map_err(std::io::Error::other)?
+}
+
+/// The node talks nonsense.
+fn senseless(tcp: &TcpPath, error: &Nonsense) -> PathError {
+    let what = format!("an answer that makes no sense: {error}");
+    PathError::Protocol { peer: tcp.peer().to_owned(), what }
 }
 
 /// What our own end is short of.

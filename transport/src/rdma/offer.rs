@@ -1,7 +1,7 @@
 //! What a node offers over RDMA: its arena to those who may read all of it, and a tray to everybody.
 //!
 //! A connection has a protection domain of its own with its tray in it, so that no other connection's queue pairs reach
-//! it. The arena is registered once, in a domain of its own, to be read and not written. When a connection ends, the board
+//! it. The arena is registered once on each rail, in a domain of its own, to be read and not written. When a connection ends, the board
 //! says so first, then its queue pairs end, and only then is given back what they could reach. Not here: operations
 //! (`lending.rs`, `taking.rs`), sockets (`tcp/server.rs`).
 
@@ -18,6 +18,7 @@ use kvfleet_proto::frame::FRAME_BYTES_MAX;
 
 use super::flights::Line;
 use super::memory::{ALIGN_BYTES, Memory};
+use super::pairs::RAILS_MAX;
 use super::rail::{Access, Domain, End, RegisterMr, Role};
 use super::shares::{Share, Shares};
 use super::words::{self, Nonsense, PACKET_MAX, REVOKED, Window, outcome};
@@ -41,23 +42,31 @@ const LEASE: Duration = Duration::from_secs(10);
 /// Warnings of refused links: enough to see what is wrong.
 const SAID_MAX: u64 = 16;
 
-/// What one connection may have lent.
-fn limits() -> LendLimits {
-    LendLimits { lent_bytes_max: LENT_BYTES_MAX, loans_max: LOANS_MAX, leases_max: LEASES_MAX, lease: LEASE }
+/// What one connection may have lent, under leases that the book keeps so long.
+fn limits(lease: Duration) -> LendLimits {
+    LendLimits { lent_bytes_max: LENT_BYTES_MAX, loans_max: LOANS_MAX, leases_max: LEASES_MAX, lease }
 }
 
-/// A node's arena, registered.
+/// A node's arena, registered on one rail.
 struct Arena {
     memory: Arc<Memory>,
     domain: Arc<dyn Domain>,
     registered: Box<dyn RegisterMr>,
 }
 
-/// What a node offers over RDMA.
-pub struct RdmaOffer {
+/// One rail, and what is reached over it.
+struct OfferedRail {
     rdma: Arc<Rdma>,
     arena: Option<Arena>,
+}
+
+/// What a node offers over RDMA.
+pub struct RdmaOffer {
+    /// One at least; clients know them by their numbers.
+    rails: Vec<OfferedRail>,
     shares: Arc<Shares>,
+    /// See [`LEASE`].
+    lease: Duration,
     /// The newest epoch that the node answered under.
     epoch: AtomicU64,
     trays: Mutex<Vec<Weak<Tray>>>,
@@ -69,7 +78,7 @@ pub struct RdmaOffer {
 
 impl std::fmt::Debug for RdmaOffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "RdmaOffer({:?})", self.rdma)
+        write!(f, "RdmaOffer({:?})", self.rails.iter().map(|rail| &rail.rdma).collect::<Vec<_>>())
     }
 }
 
@@ -99,6 +108,8 @@ pub(super) struct Kept {
 /// What one upgraded connection has of the node.
 pub(crate) struct Attached {
     offer: Arc<RdmaOffer>,
+    /// Its rail.
+    rdma: Arc<Rdma>,
     lines: Vec<Arc<Line>>,
     pub(super) tray: Arc<Tray>,
     pub(super) arena: Option<Arc<Memory>>,
@@ -114,7 +125,7 @@ impl Drop for Attached {
         self.tray.show(REVOKED);
         let rest = (std::mem::take(&mut self.kept), Arc::clone(&self.tray), self.share.take());
         let lines = std::mem::take(&mut self.lines);
-        self.offer.rdma.flights.end(lines, (rest, Arc::clone(&self.offer)));
+        self.rdma.flights.end(lines, (rest, Arc::clone(&self.offer)));
     }
 }
 
@@ -125,6 +136,11 @@ impl Attached {
 
     pub(super) fn carried(&self) -> &Carried {
         &self.offer.carried
+    }
+
+    /// How often leases in use are looked after: more often than they must be renewed.
+    pub(super) fn tick_every(&self) -> Duration {
+        self.offer.lease / 6
     }
 
     /// An operation begins that lends under this lease.
@@ -165,16 +181,32 @@ impl RdmaOffer {
     ///
     /// # Errors
     /// When the arena cannot be registered.
-    pub fn new(rdma: &Arc<Rdma>, arena: Option<Arc<Memory>>) -> Result<Arc<RdmaOffer>, RdmaError> {
-        let register = |memory: Arc<Memory>| {
-            let domain = rdma.domain()?;
+    pub fn new(rdma: &Arc<Rdma>, arena: Option<&Arc<Memory>>) -> Result<Arc<RdmaOffer>, RdmaError> {
+        RdmaOffer::over(std::slice::from_ref(rdma), arena)
+    }
+
+    /// The same over several rails, the best first. The arena is registered on each; those that refuse it are left out.
+    ///
+    /// # Errors
+    /// When the arena cannot be registered on any.
+    pub fn over(rails: &[Arc<Rdma>], arena: Option<&Arc<Memory>>) -> Result<Arc<RdmaOffer>, RdmaError> {
+        let Some(first) = rails.first() else {
+            return Err(RdmaError::NoDevice { there: "none".to_owned() });
+        };
+        let register = |rdma: &Arc<Rdma>, memory: &Arc<Memory>| {
+            let (memory, domain) = (Arc::clone(memory), rdma.domain()?);
             let registered = rdma.register(domain.as_ref(), &memory, Access::Read)?;
             Ok(Arena { memory, domain, registered })
         };
+        let offered = |rdma: &Arc<Rdma>| {
+            let arena = arena.map(|memory| register(rdma, memory)).transpose()?;
+            Ok(OfferedRail { rdma: Arc::clone(rdma), arena })
+        };
+        let links_max = first.config.links_max;
         Ok(Arc::new(RdmaOffer {
-            rdma: Arc::clone(rdma),
-            arena: arena.map(register).transpose()?,
-            shares: Shares::new(rdma.config.links_max),
+            rails: super::those_that_work(rails.iter().take(RAILS_MAX).map(offered))?,
+            shares: Shares::new(links_max),
+            lease: LEASE,
             epoch: AtomicU64::new(0),
             trays: Mutex::default(),
             began: Instant::now(),
@@ -188,6 +220,20 @@ impl RdmaOffer {
     #[must_use]
     pub fn carried(&self) -> Carried {
         self.carried.clone()
+    }
+
+    /// The same with leases that are short.
+    #[cfg(test)]
+    pub(super) fn leasing(self: Arc<RdmaOffer>, lease: Duration) -> Arc<RdmaOffer> {
+        let mut offer = Arc::into_inner(self).expect("nobody else has it yet");
+        offer.lease = lease;
+        Arc::new(offer)
+    }
+
+    /// Says on every board that everything is taken back, and ends nothing.
+    #[cfg(test)]
+    pub(super) fn take_back(&self) {
+        self.trays().iter().filter_map(Weak::upgrade).for_each(|tray| tray.show(REVOKED));
     }
 
     fn now(&self) -> Timestamp {
@@ -216,7 +262,12 @@ impl RdmaOffer {
             return Err(Nonsense::new("a version of attach", attach.version).into());
         }
         if attach.tray.is_none() && attach.arena.is_none() {
-            return Ok((None, data::Attached { outcome: outcome::OFFERED, ..data::Attached::default() }));
+            let rails = self.rails.iter().map(|rail| words::end_to_pb(rail.rdma.flights.rail().port(), 0, 0));
+            let (outcome, rails) = (outcome::OFFERED, rails.collect());
+            return Ok((None, data::Attached { outcome, rails, ..data::Attached::default() }));
+        }
+        if attach.rail as usize >= self.rails.len() {
+            return Err(Nonsense::new("the number of a rail", attach.rail).into());
         }
         let Some(share) = self.shares.take(caller) else {
             return Ok((None, data::Attached { outcome: outcome::BUSY, ..data::Attached::default() }));
@@ -251,39 +302,39 @@ impl RdmaOffer {
             words::end_from_pb(end.as_ref().ok_or(Nonsense::new("the number of queue pairs", 1_u32))?)
         };
         let (tray_peer, arena_peer) = (peer(&attach.tray)?, peer(&attach.arena)?);
-        let domain = self.rdma.domain().map_err(refused)?;
-        let bytes = (self.rdma.config.tray_bytes as u64).next_multiple_of(ALIGN_BYTES);
+        let OfferedRail { rdma, arena } = &self.rails[attach.rail as usize];
+        let domain = rdma.domain().map_err(refused)?;
+        let bytes = (rdma.config.tray_bytes as u64).next_multiple_of(ALIGN_BYTES);
         let all = usize::try_from(bytes + ALIGN_BYTES).unwrap_or(usize::MAX);
-        let tray = self.rdma.allocate(domain.as_ref(), all, Access::ReadWrite).map_err(refused)?;
+        let tray = rdma.allocate(domain.as_ref(), all, Access::ReadWrite).map_err(refused)?;
         let tray = Arc::new(Tray { memory: tray.0, registered: tray.1, bytes });
         tray.show(self.epoch.load(Ordering::SeqCst));
         let mut attached = Attached {
             offer: Arc::clone(self),
+            rdma: Arc::clone(rdma),
             lines: Vec::new(),
             tray: Arc::clone(&tray),
             arena: None,
-            lender: Lender::new(limits()),
+            lender: Lender::new(limits(self.lease)),
             room: Room::new(bytes, ALIGN_BYTES),
             kept: BTreeMap::new(),
             frame_bytes_max: attach.frame_bytes_max.min(u32::try_from(FRAME_BYTES_MAX).unwrap_or(u32::MAX)),
             share: Some(share),
         };
-        let (line, tray_end) = self.join(domain.as_ref(), Access::ReadWrite, packets[0], &tray_peer)?;
+        let (line, tray_end) = join(rdma, domain.as_ref(), Access::ReadWrite, packets[0], &tray_peer)?;
         attached.lines.push(line);
         let window = Window { address: tray.memory.address(), bytes, key: tray.registered.remote_key() };
         let mut answer = data::Attached {
             outcome: outcome::ATTACHED,
             tray: Some(tray_end),
-            arena: None,
             tray_window: Some(words::window_to_pb(window)),
-            arena_window: None,
             board_address: tray.memory.address() + bytes,
             frame_bytes_max: attached.frame_bytes_max,
-            why: String::new(),
+            ..data::Attached::default()
         };
         // To read the arena is to read every tenant's blocks.
-        if let Some(arena) = self.arena.as_ref().filter(|_| maps) {
-            let (line, end) = self.join(arena.domain.as_ref(), Access::Read, packets[1], &arena_peer)?;
+        if let Some(arena) = arena.as_ref().filter(|_| maps) {
+            let (line, end) = join(rdma, arena.domain.as_ref(), Access::Read, packets[1], &arena_peer)?;
             attached.lines.push(line);
             attached.arena = Some(Arc::clone(&arena.memory));
             let (address, bytes) = (arena.memory.address(), arena.memory.len_bytes());
@@ -298,23 +349,24 @@ impl RdmaOffer {
         tray.show(self.epoch.load(Ordering::SeqCst));
         Ok((attached, answer))
     }
+}
 
-    /// A queue pair that answers a client's.
-    fn join(
-        &self,
-        domain: &dyn Domain,
-        access: Access,
-        packet: u32,
-        peer: &End,
-    ) -> Result<(Arc<Line>, data::QueueEnd), ServeError> {
-        let failed = |cause: std::io::Error| {
-            let device = self.rdma.device().to_owned();
-            ServeError::Rdma(RdmaError::Device { device, what: "given a queue pair", cause }.to_string())
-        };
-        let packet = packet & PACKET_MAX;
-        let queue = domain.queue(access).map_err(failed)?;
-        queue.connect(Role::Answers, packet, peer).map_err(failed)?;
-        let end = words::end_to_pb(self.rdma.flights.rail().port(), queue.number(), packet);
-        Ok((self.rdma.flights.line(queue), end))
-    }
+/// A queue pair that answers a client's.
+fn join(
+    rdma: &Rdma,
+    domain: &dyn Domain,
+    access: Access,
+    packet: u32,
+    peer: &End,
+) -> Result<(Arc<Line>, data::QueueEnd), ServeError> {
+    let failed = |cause: std::io::Error| {
+        let device = rdma.device().to_owned();
+        ServeError::Rdma(RdmaError::Device { device, what: "given a queue pair", cause }.to_string())
+    };
+    let packet = packet & PACKET_MAX;
+    let queue = domain.queue(access).map_err(failed)?;
+    queue.connect(Role::Answers, packet, peer).map_err(failed)?;
+    let end = words::end_to_pb(rdma.flights.rail().port(), queue.number(), packet);
+    // It begins nothing.
+    Ok((rdma.flights.line(queue, &rdma.flights.peer()), end))
 }

@@ -1,43 +1,41 @@
-//! The client's end: links that operations leave to each other, over a path of TLS over TCP.
+//! The client's end: operations over the lanes to a node, and over the connection below where there is none.
 //!
-//! What needs no block bytes goes over that path, and so does everything while the node offers RDMA to others. A link
-//! that an operation did not bring to its end goes with it; the next one gets new queue pairs. Not here: what an operation
-//! says (`fetch.rs`, `save.rs`).
+//! What needs no block bytes goes over that connection, and so does everything while the node offers RDMA to others. What a link
+//! did not bring goes over another lane, and at last over the connection: a fetch goes on behind the last block that came, a save
+//! is offered again once the node gave up the first. A large fetch is divided over several lanes (`stripe.rs`). Not here: lanes and links (`lane.rs`), what an operation says (`fetch.rs`,
+//! `save.rs`).
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::Poll;
 use std::time::Duration;
 
 use kv_core::id::LeaseId;
 use kvfleet_proto::frame::Frame;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, MissedTickBehavior, interval, timeout, timeout_at};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::fetch::{Fetch, Progress, Stop};
-use super::link::{Asked, Link, Local};
+use super::lane::Lanes;
+use super::parts::{Parts, skip};
 use super::save::Save;
+use super::stripe::{Plan, Stripes};
 use crate::ask::{self, Asks};
-use crate::tcp::TcpPath;
 use crate::{BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer, SaveRequest};
 
 /// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
 const DEADLINE_MAX: Duration = Duration::from_secs(3600);
 
-/// How long nobody asks for a link after there was none: asking costs both ends queue pairs.
-const WITHOUT: Duration = Duration::from_secs(5);
+/// How long stripes behind one that came short may go on, so that their links are of use to others.
+const GRACE: Duration = Duration::from_millis(50);
 
 /// Links to one node.
 pub(super) struct RdmaPath {
-    tcp: TcpPath,
-    local: Arc<Local>,
-    at_once: Arc<Semaphore>,
-    idle: Arc<Idle>,
-    /// Since when a link is asked for, or there was none to be had.
-    asked: Mutex<Option<Instant>>,
-    is_told: AtomicBool,
-    is_failure_told: AtomicBool,
-    /// Ends what is idle; ends with the path.
+    lanes: Arc<Lanes>,
+    /// Bytes of the frame that came last: how large a fetch will be.
+    frame_bytes: AtomicU64,
+    /// Looks after lanes; ends with the path.
     tending: JoinHandle<()>,
 }
 
@@ -47,154 +45,119 @@ impl Drop for RdmaPath {
     }
 }
 
-/// Links that no operation has.
-struct Idle {
-    links: Mutex<Vec<(Link, Instant)>>,
-    /// The node closes what nobody used for three times as long.
-    timeout: Duration,
-}
-
-impl Idle {
-    fn links(&self) -> MutexGuard<'_, Vec<(Link, Instant)>> {
-        self.links.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The link that was used last, if one can be used again.
-    fn take(&self) -> Option<Link> {
-        loop {
-            let (mut link, since) = self.links().pop()?;
-            if since.elapsed() < self.timeout && link.rest() {
-                return Some(link);
-            }
-        }
-    }
-
-    /// Ends what nobody used for long, so that others may have its place at the node.
-    async fn tend(self: Arc<Idle>) {
-        let mut ticks = interval((self.timeout / 2).max(Duration::from_millis(1)));
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        loop {
-            ticks.tick().await;
-            let mut links = self.links();
-            // Used last is taken first, so the front is the oldest.
-            let old = links.iter().take_while(|(_, since)| since.elapsed() >= self.timeout).count();
-            let old: Vec<_> = links.drain(..old).collect();
-            drop(links);
-            drop(old);
-        }
-    }
-}
-
-/// A link that one operation has to itself.
-struct Held {
-    link: Link,
-    _permit: OwnedSemaphorePermit,
-}
-
 impl RdmaPath {
-    /// Over this path; `first` is a link that was made to see whether there can be any.
-    pub(super) fn new(
-        tcp: TcpPath,
-        local: Arc<Local>,
-        first: Link,
-        (links_max, idle_timeout): (usize, Duration),
-    ) -> RdmaPath {
-        let at_once = Arc::new(Semaphore::new(links_max.max(1)));
-        let links = Mutex::new(vec![(first, Instant::now())]);
-        let idle = Arc::new(Idle { links, timeout: idle_timeout });
-        let tending = tokio::spawn(Arc::clone(&idle).tend());
-        let asked = Mutex::default();
-        let (is_told, is_failure_told) = (AtomicBool::new(false), AtomicBool::new(false));
-        RdmaPath { tcp, local, at_once, idle, asked, is_told, is_failure_told, tending }
+    /// Over these lanes.
+    pub(super) fn new(lanes: Lanes) -> RdmaPath {
+        let lanes = Arc::new(lanes);
+        let tending = tokio::spawn(Arc::clone(&lanes).tend());
+        RdmaPath { lanes, frame_bytes: AtomicU64::new(0), tending }
     }
 
-    /// A link for an operation; nothing when there is none to be had.
-    async fn held(&self, may_be_used: bool) -> Result<Option<Held>, PathError> {
-        let at_once = Arc::clone(&self.at_once).acquire_owned().await;
-        let permit = at_once.expect("the semaphore is never closed");
-        let link = match self.idle.take().filter(|_| may_be_used) {
-            Some(link) => Some(link),
-            None => self.attach().await?,
+    async fn fetch_all(
+        &self,
+        request: FetchRequest,
+        sink: &mut (dyn FnMut(Frame) + Send),
+    ) -> Result<FetchAnswer, PathError> {
+        let deadline = Instant::now() + request.deadline.min(DEADLINE_MAX);
+        let size = (request.hashes.len(), self.frame_bytes.load(Ordering::Relaxed));
+        let mut sink = |frame: Frame| {
+            self.frame_bytes.store(frame.bytes.len() as u64, Ordering::Relaxed);
+            sink(frame);
         };
-        Ok(link.map(|link| Held { link, _permit: permit }))
-    }
-
-    /// A new link, unless there was none just before, or somebody asks for one: who runs out of time in a network that loses
-    /// everything is not to be followed by the next.
-    async fn attach(&self) -> Result<Option<Link>, PathError> {
-        {
-            let mut asked = self.asked();
-            if asked.is_some_and(|since| since.elapsed() < WITHOUT) {
-                return Ok(None);
-            }
-            *asked = Some(Instant::now());
-        }
-        match Link::attach(&self.tcp, &self.local).await? {
-            Asked::Made(link) => {
-                *self.asked() = None;
-                Ok(Some(*link))
-            }
-            Asked::None(why) => {
-                *self.asked() = Some(Instant::now());
-                if !self.is_told.swap(true, Ordering::Relaxed) {
-                    let peer = self.tcp.peer();
-                    tracing::warn!(peer, why, "some blocks go over TCP, as there is no further RDMA link");
-                }
-                Ok(None)
-            }
+        match Plan::new(size, self.lanes.open(), self.lanes.stripes()) {
+            Some(plan) => self.fetch_striped(&request, plan, deadline, &mut sink).await,
+            None => self.fetch_until(request, deadline, &mut sink).await,
         }
     }
 
-    fn asked(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.asked.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Takes back the link of an operation that is over.
-    fn keep(&self, mut held: Held) {
-        if held.link.rest() {
-            self.idle.links().push((held.link, Instant::now()));
+    /// Fetches over several lanes at once, each of which brings one stripe after the other.
+    async fn fetch_striped(
+        &self,
+        request: &FetchRequest,
+        plan: Plan,
+        deadline: Instant,
+        sink: &mut (dyn FnMut(Frame) + Send),
+    ) -> Result<FetchAnswer, PathError> {
+        let stripes = Stripes::new(plan, sink);
+        let bring = || async {
+            while let Some(stripe) = stripes.next().await {
+                let mut put = |frame| stripes.put(stripe, frame);
+                let answer = self.fetch_until(plan.request(request, stripe), deadline, &mut put).await;
+                stripes.end(stripe, answer);
+            }
+        };
+        let mut under_way: Vec<BoxFuture<'_, ()>> =
+            (0..plan.at_once).map(|_| Box::pin(bring()) as Pin<Box<_>>).collect();
+        let all = std::future::poll_fn(|context| {
+            under_way.retain_mut(|bring| bring.as_mut().poll(context).is_pending());
+            if under_way.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+        });
+        let known = async {
+            stripes.known().await;
+            sleep(GRACE).await;
+        };
+        tokio::select! {
+            () = all => {}
+            () = known => {}
         }
-        // The permit goes last: whoever waits for it finds the link.
+        drop(under_way);
+        stripes.answer()
     }
 
+    /// Fetches over one link, and what that does not bring over others.
     async fn fetch_until(
         &self,
         mut request: FetchRequest,
         deadline: Instant,
         sink: &mut (dyn FnMut(Frame) + Send),
     ) -> Result<FetchAnswer, PathError> {
-        let mut may_be_used = true;
+        let (mut parts, mut tried, mut may_be_used) = (Parts::default(), Vec::new(), true);
         loop {
-            let held = timeout_at(deadline, self.held(may_be_used)).await;
-            let Ok(held) = held else { return Ok(FetchAnswer::Miss { reason: MissReason::TooLate }) };
+            let held = timeout_at(deadline, self.lanes.held(&tried, may_be_used)).await;
+            let Ok(held) = held else {
+                return parts.end(Ok(FetchAnswer::Miss { reason: MissReason::TooLate }));
+            };
             // A link may have been waited for, and the node is to keep nothing longer than anybody waits.
             request.deadline = deadline.saturating_duration_since(Instant::now());
-            let Some(mut held) = held? else { return ask::fetch(&self.tcp, &request, sink).await };
+            let mut held = match held {
+                Ok(Some(held)) => held,
+                Ok(None) => return parts.end(ask::fetch(&self.lanes.tcp, &request, sink).await),
+                Err(error) => return parts.end(Err(error)),
+            };
             let mut progress = Progress::default();
             let was_used = held.link.is_used;
             let mut fetch = Fetch { link: &mut held.link, progress: &mut progress, sink };
             let stop = match timeout_at(deadline, fetch.run(&request)).await {
                 Ok(Ok(answer)) => {
-                    self.keep(held);
-                    return Ok(answer);
+                    self.lanes.keep(held);
+                    return parts.end(Ok(answer));
                 }
                 Ok(Err(stop)) => stop,
                 Err(_) => Stop::Reason(MissReason::TooLate),
             };
-            self.tell(&held.link);
-            return match (progress.answer, stop) {
-                (Some(answer), stop) => Ok(answer.cut_short(progress.delivered, stop.reason())),
-                (None, Stop::Reason(reason)) => Ok(FetchAnswer::Miss { reason }),
-                // The node had closed it: nothing was answered, so nothing is asked twice.
-                (None, Stop::Item(error)) if was_used && error.is_loss() => {
-                    may_be_used = false;
-                    continue;
+            self.lanes.ended(&held, &stop);
+            let at = held.at;
+            // Its queue pairs end, and the node hears of it, before the rest is asked for.
+            drop(held);
+            let Progress { answer, delivered } = progress;
+            if !stop.is_of_the_link() {
+                return parts.end(match (answer, stop) {
+                    (Some(answer), stop) => Ok(answer.cut_short(delivered, stop.reason())),
+                    (None, Stop::Item(error)) => Err(error.at(self.lanes.tcp.peer())),
+                    (None, stop) => Ok(FetchAnswer::Miss { reason: stop.reason() }),
+                });
+            }
+            match answer {
+                Some(answer) if delivered >= answer.tiers().len() => return parts.end(Ok(answer)),
+                Some(answer) => {
+                    parts.add(&answer, delivered);
+                    skip(&mut request, delivered);
+                    tried.push(at);
                 }
-                (None, Stop::Item(error)) => Err(error.at(self.tcp.peer())),
-                (None, Stop::Transfer(error)) => {
-                    Err(PathError::Broken { peer: self.tcp.peer().to_owned(), cause: error.to_string() })
-                }
-            };
+                // The node had closed it: that says nothing of its lane.
+                None if was_used && may_be_used => may_be_used = false,
+                None => tried.push(at),
+            }
         }
     }
 
@@ -203,38 +166,34 @@ impl RdmaPath {
         request: &SaveRequest,
         source: &(dyn Fn(usize) -> Frame + Send + Sync),
     ) -> Result<SaveAnswer, PathError> {
-        let (peer, stall_timeout) = (self.tcp.peer(), self.tcp.stall_timeout());
-        let mut may_be_used = true;
+        let tcp = &self.lanes.tcp;
+        let (peer, stall_timeout) = (tcp.peer(), tcp.stall_timeout());
+        let (mut tried, mut may_be_used) = (Vec::new(), true);
         loop {
             // Others may have all links for long, which says nothing of the peer.
-            let held = timeout(stall_timeout, self.held(may_be_used)).await;
+            let held = timeout(stall_timeout, self.lanes.held(&tried, may_be_used)).await;
             let Ok(Some(mut held)) = held.unwrap_or(Ok(None)) else {
-                return ask::save(&self.tcp, request, source).await;
+                return ask::save(tcp, request, source).await;
             };
             let was_used = held.link.is_used;
             let mut save = Save { link: &mut held.link, peer, stall_timeout, is_heard: false };
             let ended = save.run(request, source).await;
             match ended {
                 Ok(answer) => {
-                    self.keep(held);
+                    self.lanes.keep(held);
                     return Ok(answer);
                 }
                 // The node had closed it, and stores nothing before its offer is answered.
                 Err(PathError::Broken { .. }) if was_used && !save.is_heard => may_be_used = false,
                 Err(error) => {
-                    self.tell(&held.link);
-                    return Err(error);
+                    let is_given_up = save.link.is_broken() && save.give_up().await;
+                    self.lanes.ended(&held, &error);
+                    if !is_given_up {
+                        return Err(error);
+                    }
+                    tried.push(held.at);
                 }
             }
-        }
-    }
-
-    /// Says once that transfers fail: whoever runs the network should know.
-    fn tell(&self, link: &Link) {
-        if link.is_broken() && !self.is_failure_told.swap(true, Ordering::Relaxed) {
-            let (peer, port) = (self.tcp.peer(), self.local.rdma.flights.rail().port());
-            let errors = self.local.rdma.numbers().failed;
-            tracing::warn!(peer, device = port.device, gid = ?port.gid, errors, "an RDMA transfer failed");
         }
     }
 }
@@ -245,10 +204,7 @@ impl Path for RdmaPath {
         request: FetchRequest,
         sink: &'a mut (dyn FnMut(Frame) + Send),
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
-        Box::pin(async move {
-            let deadline = Instant::now() + request.deadline.min(DEADLINE_MAX);
-            self.fetch_until(request, deadline, sink).await
-        })
+        Box::pin(self.fetch_all(request, sink))
     }
 
     fn save<'a>(
@@ -260,14 +216,14 @@ impl Path for RdmaPath {
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {
-        self.tcp.release(lease)
+        self.lanes.tcp.release(lease)
     }
 
     fn failure(&self) -> Option<PathError> {
-        self.tcp.failure()
+        self.lanes.tcp.failure()
     }
 
     fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>> {
-        self.tcp.ping()
+        self.lanes.tcp.ping()
     }
 }

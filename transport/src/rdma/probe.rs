@@ -48,6 +48,14 @@ pub fn register_file(rdma: &Arc<Rdma>, range: &Range, exported: &Exported) -> st
     rdma.flights.rail().domain()?.register_file(range, exported).map(drop)
 }
 
+/// Ends all queue pairs of a rail and lets their owners believe that they live, as when a port goes down.
+///
+/// # Errors
+/// What the system said.
+pub fn kill_rail(rdma: &Rdma) -> std::io::Result<()> {
+    rdma.flights.lines().iter().try_for_each(|line| line.queue().end())
+}
+
 /// What a transfer that failed says.
 pub type Failed = String;
 
@@ -75,10 +83,15 @@ impl Probe {
         let remote = Remote { address: target.address(), key: offered.remote_key() };
         let pool = Pool::new(&memory, 0..memory.len_bytes());
         Ok(Probe {
-            near: Near { rdma: Arc::clone(ours), line: ours.flights.line(queue), registered, pool },
+            near: Near {
+                rdma: Arc::clone(ours),
+                line: ours.flights.line(queue, &ours.flights.peer()),
+                registered,
+                pool,
+            },
             far: Far {
                 rdma: Arc::clone(theirs),
-                line: theirs.flights.line(answers),
+                line: theirs.flights.line(answers, &theirs.flights.peer()),
                 registered: Some(offered),
                 memory: target,
             },

@@ -91,6 +91,19 @@ impl Save<'_> {
         Ok(wire::done_from_pb(&done))
     }
 
+    /// Breaks the save off and waits until the node did so, too: from then on, what it stored is present and what it did not is
+    /// wanted. Whether that was seen.
+    pub(super) async fn give_up(&mut self) -> bool {
+        let control = &mut self.link.control;
+        let ended = async {
+            // Where a message is awaited this is none, so that the node ends the connection, and before it the save.
+            let is_said = control.end(None).await.is_ok();
+            while is_said && read_message::<data::Taken>(control).await.is_ok() {}
+            is_said
+        };
+        tokio::time::timeout(self.stall_timeout, ended).await.unwrap_or(false)
+    }
+
     fn window(&mut self, slots: &data::Slots) -> Result<Window, PathError> {
         let (count, slot_bytes) = (u64::from(slots.slots), u64::from(slots.slot_bytes));
         let tray = self.link.parts().2.tray.bytes;

@@ -4,6 +4,7 @@
 mod fences;
 mod hostile;
 mod links;
+mod rails;
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -57,7 +58,7 @@ fn world(service: &MemoryService, maps: bool, config: &RdmaConfig) -> World {
     let fabric = Fabric::default();
     let [node, client] = [1, 2].map(|number| Rdma::over(fabric.rail(number), config).unwrap());
     let memory = Arc::new(Memory::zeroed(64 << 20).unwrap());
-    let offer = RdmaOffer::new(&node, Some(Arc::clone(&memory))).unwrap();
+    let offer = RdmaOffer::new(&node, Some(&memory)).unwrap();
     let arena = Pool::new(&memory, 0..memory.len_bytes());
     let lending = LendingService { inner: service.clone(), arena: Arc::clone(&arena), maps };
     let authority = Authority::new();
@@ -84,9 +85,9 @@ impl World {
         let tcp = TcpDialer::new(&self.authority.member(), TcpConfig::default());
         let tcp = tcp.open(&self.address()).await.unwrap();
         let local = Local::new(&self.client).unwrap();
-        match Link::attach(&tcp, &local).await.unwrap() {
+        match Link::attach(&tcp, (&local, 0), &local.rdma.flights.peer()).await.unwrap() {
             Asked::Made(link) => *link,
-            Asked::None(why) => panic!("{why}"),
+            Asked::None(why) | Asked::Dead(why) => panic!("{why}"),
         }
     }
 
@@ -231,7 +232,7 @@ fn settings_that_no_card_takes_are_named() {
 #[tokio::test]
 async fn without_a_device_every_dial_is_refused_with_the_reason() {
     let world = world(&holding(1, 100), true, &small());
-    let choice = RdmaChoice { device: Some("no such device".to_owned()), address: None };
+    let choice = RdmaChoice { device: Some("no such device".to_owned()), ..RdmaChoice::default() };
     let nowhere = RdmaConfig { choice, ..small() };
     let dialer = RdmaDialer::late(nowhere, &world.authority.member(), TcpConfig::default());
     for _ in 0..3 {

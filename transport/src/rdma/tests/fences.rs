@@ -60,13 +60,20 @@ impl BlockService for OneBlock {
     }
 }
 
+/// A path of one link.
+fn one_lane(tcp: crate::tcp::TcpPath, local: &Arc<Local>, link: Link) -> path::RdmaPath {
+    let pair = pairs::Pair { local: 0, remote: 0, is_spare: false };
+    let lane = lane::Lane::new(local, pair, COOL_DOWN);
+    path::RdmaPath::new(lane::Lanes::new(tcp, vec![lane], (0, link), (1, Duration::from_secs(20))))
+}
+
 /// A fetch that is cut off while the client's card reads; the log of what happened then.
 async fn cut_off(is_refused: bool) -> Vec<String> {
     let fabric = Fabric::default();
     let config = small();
     let [node, client] = [1, 2].map(|number| Rdma::over(fabric.rail(number), &config).unwrap());
     let memory = Arc::new(Memory::zeroed(1 << 20).unwrap());
-    let offer = RdmaOffer::new(&node, Some(Arc::clone(&memory))).unwrap();
+    let offer = RdmaOffer::new(&node, Some(&memory)).unwrap();
     let block = frame(hash(0), 1000);
     let mut place = Pool::new(&memory, 0..1 << 20).take(u32::try_from(block.bytes.len()).unwrap()).unwrap();
     place.write(&block.bytes);
@@ -77,8 +84,12 @@ async fn cut_off(is_refused: bool) -> Vec<String> {
     let tcp = TcpDialer::new(&authority.member(), TcpConfig::default());
     let tcp = tcp.open(&server.local_addr().to_string()).await.unwrap();
     let local = Local::new(&client).unwrap();
-    let Asked::Made(link) = Link::attach(&tcp, &local).await.unwrap() else { panic!("no link") };
-    let path = path::RdmaPath::new(tcp, local, *link, (1, Duration::from_secs(20)));
+    let Asked::Made(link) = Link::attach(&tcp, (&local, 0), &local.rdma.flights.peer()).await.unwrap() else {
+        panic!("no link")
+    };
+    let path = one_lane(tcp, &local, *link);
+    let ours = Arc::downgrade(&local);
+    drop(local);
     fabric.hold();
     let request = FetchRequest { deadline: Duration::from_millis(300), ..fetch_request(&hashes(1)) };
     let cut = suite::fetch(&path, request).await.unwrap();
@@ -89,6 +100,10 @@ async fn cut_off(is_refused: bool) -> Vec<String> {
     drop(path);
     drop(server);
     let over = async {
+        // What looks after the path ends behind it. What is never free keeps our end, too.
+        while !is_refused && ours.strong_count() > 0 {
+            tokio::task::yield_now().await;
+        }
         // Those that are left are those whose end was tried and refused.
         while fabric.queues() != fabric.unended() {
             tokio::task::yield_now().await;
@@ -144,7 +159,10 @@ async fn a_place_comes_back_when_its_transfer_ends_and_not_with_its_fetch() {
     let local = Local::new(&world.client).unwrap();
     let tcp = TcpDialer::new(&world.authority.member(), TcpConfig::default());
     let tcp = tcp.open(&world.address()).await.unwrap();
-    let Asked::Made(mut link) = Link::attach(&tcp, &local).await.unwrap() else { panic!("no link") };
+    let Asked::Made(mut link) = Link::attach(&tcp, (&local, 0), &local.rdma.flights.peer()).await.unwrap()
+    else {
+        panic!("no link")
+    };
     world.fabric.hold();
     let before = local.passing.places();
     let place = local.passing.take(100).unwrap();
@@ -213,4 +231,74 @@ async fn a_block_that_changes_while_it_is_read_is_not_taken_for_itself() {
     };
     tokio::join!(fetch, rot).0.unwrap();
     assert!(was_wrong.into_inner(), "the sum of its bytes says so");
+}
+
+/// Counts how often leases are renewed.
+#[derive(Clone)]
+struct Renewed {
+    inner: LendingService,
+    renewed: Arc<std::sync::atomic::AtomicU32>,
+}
+
+impl BlockService for Renewed {
+    fn fetch(&self, request: FetchRequest) -> BoxFuture<'_, FetchReply> {
+        self.inner.fetch(request)
+    }
+
+    fn save(&self, request: crate::SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {
+        self.inner.save(request)
+    }
+
+    fn release(&self, lease: kv_core::id::LeaseId) -> BoxFuture<'_, ()> {
+        self.inner.release(lease)
+    }
+
+    fn renew(&self, lease: kv_core::id::LeaseId) {
+        assert_eq!(lease, fetch_request(&[]).asker.lease);
+        self.renewed.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+    }
+
+    fn admit(&self, _: &crate::Caller) -> crate::Admission {
+        crate::Admission::Scoped { service: Arc::new(self.clone()), maps: true }
+    }
+}
+
+#[tokio::test]
+async fn leases_are_renewed_while_a_fetch_waits() {
+    let fabric = Fabric::default();
+    let [node, client] = [1, 2].map(|number| Rdma::over(fabric.rail(number), &small()).unwrap());
+    let memory = Arc::new(Memory::zeroed(1 << 20).unwrap());
+    let arena = Pool::new(&memory, 0..memory.len_bytes());
+    let offer = RdmaOffer::new(&node, Some(&memory)).unwrap().leasing(Duration::from_millis(60));
+    let (held, authority) = (holding(3, 1000), Authority::new());
+    let inner = LendingService { inner: held.clone(), arena, maps: true };
+    let service = Renewed { inner, renewed: Arc::default() };
+    let renewed = Arc::clone(&service.renewed);
+    let renewed = || renewed.load(std::sync::atomic::Ordering::SeqCst);
+    let server = bind(&authority.member(), &TcpConfig::default(), offer, Arc::new(service));
+    let dialer = RdmaDialer::new(&client, &authority.member(), TcpConfig::default()).unwrap();
+    let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
+    let wait = |rounds: u32| {
+        let (renewed, from) = (&renewed, renewed());
+        tokio::time::timeout(PATIENCE, async move {
+            while renewed() < from + rounds {
+                tokio::task::yield_now().await;
+            }
+        })
+    };
+    // The medium is slow, then the client's card is.
+    held.set_gate(0);
+    fabric.hold();
+    let slow = async {
+        wait(3).await.expect("renewed while the medium is waited for");
+        held.set_gate(3);
+        while fabric.held() == 0 {
+            tokio::task::yield_now().await;
+        }
+        wait(3).await.expect("renewed while what is lent is out");
+        fabric.let_go();
+    };
+    let fetch = suite::fetch(path.as_ref(), fetch_request(&hashes(3)));
+    let (hit, ()) = tokio::join!(fetch, slow);
+    assert_eq!(hit.unwrap(), FetchAnswer::Hit { tiers: in_dram(3) });
 }

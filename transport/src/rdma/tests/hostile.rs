@@ -22,6 +22,19 @@ pub(super) async fn say(stream: &mut impl Stream, message: &impl prost::Message)
     stream.flush().await.unwrap();
 }
 
+/// Answers a client that asks for RDMA over this connection, until it has a link.
+pub(super) async fn attach(offer: &Arc<RdmaOffer>, stream: &mut impl Stream) -> Attached {
+    loop {
+        let asked: data::DataRequest = read_message(stream).await.unwrap();
+        let Some(Op::Attach(attach)) = asked.op else { panic!("{asked:?}") };
+        let (attached, answer) = offer.attach(attach, (&Arc::from([0]), false)).await.unwrap();
+        say(stream, &answer).await;
+        if let Some(attached) = attached {
+            return attached;
+        }
+    }
+}
+
 /// A node that attaches as it should and then lends these, one after the other, to whoever asks for two blocks; what a client
 /// makes of it.
 async fn lent_by_a_liar(lies: Vec<data::Lent>) -> (FetchAnswer, Vec<rail::Transfer>) {
@@ -37,12 +50,8 @@ async fn lent_by_a_liar(lies: Vec<data::Lent>) -> (FetchAnswer, Vec<rail::Transf
         let _: data::DataRequest = read_message(&mut lifeline).await.unwrap();
         say(&mut lifeline, &data::Pong { version: wire::PROTOCOL_VERSION }).await;
         let mut stream = accept_one(&listener, &identity).await;
-        let asked: data::DataRequest = read_message(&mut stream).await.unwrap();
-        let Some(Op::Attach(attach)) = asked.op else { panic!("{asked:?}") };
-        let (attached, answer) = offer.attach(attach, (&Arc::from([0]), false)).await.unwrap();
-        let attached = attached.unwrap();
+        let attached = attach(&offer, &mut stream).await;
         attached.answered(suite::EPOCH);
-        say(&mut stream, &answer).await;
         let _: data::DataRequest = read_message(&mut stream).await.unwrap();
         let hit = FetchAnswer::Hit { tiers: in_dram(2) };
         say(&mut stream, &wire::head_to_pb(&hit, suite::EPOCH)).await;
@@ -258,6 +267,7 @@ async fn attaching_with_what_cannot_be_is_refused() {
             tray: Some(end.clone()),
             arena: Some(end),
             frame_bytes_max: 100,
+            rail: 0,
         }
     };
     let with_end = |end: data::QueueEnd| data::Attach { tray: Some(end), ..good.clone() };
@@ -266,6 +276,7 @@ async fn attaching_with_what_cannot_be_is_refused() {
         data::Attach { version: 2, ..good.clone() },
         data::Attach { tray: None, ..good.clone() },
         data::Attach { arena: None, ..good.clone() },
+        data::Attach { rail: 1, ..good.clone() },
         with_end(data::QueueEnd { gid: vec![], ..end.clone() }),
         with_end(data::QueueEnd { queue: u32::MAX, ..end.clone() }),
         with_end(data::QueueEnd { mtu: 99, ..end }),

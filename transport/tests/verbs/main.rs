@@ -4,6 +4,9 @@
 //! machine that emulates two. Not here: what fakes can show (`src/rdma/tests`).
 #![allow(clippy::unwrap_used)]
 
+mod perftest;
+mod rails;
+
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -43,7 +46,7 @@ fn config(address: Option<IpAddr>) -> RdmaConfig {
     // Under emulation an answer takes a while.
     let ack_timeout = if is_emulated() { 19 } else { RdmaTuning::default().ack_timeout };
     RdmaConfig {
-        choice: RdmaChoice { device, address },
+        choice: RdmaChoice { device, address, ..RdmaChoice::default() },
         tuning: RdmaTuning { ack_timeout, ..RdmaTuning::default() },
         local_bytes: 48 << 20,
         tray_bytes: 4 << 20,
@@ -140,7 +143,7 @@ fn serve(
     let arena = Arc::new(Memory::zeroed(64 << 20).unwrap());
     let pool = Pool::new(&arena, 0..arena.len_bytes());
     let lending = LendingService { inner: service.clone(), arena: Arc::clone(&pool), maps };
-    let offer = RdmaOffer::new(node, Some(arena)).unwrap();
+    let offer = RdmaOffer::new(node, Some(&arena)).unwrap();
     let any = SocketAddr::from((at, 0));
     let room = Room::new(1 << 30, 512 << 20);
     (TcpServer::bind_offering(&room, any, identity, &tcp(), offer, Arc::new(lending)).unwrap(), pool)
