@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, TenantId, Tier};
+use kv_core::id::{BlockHash, Category, Class, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, TenantId, Tier};
 use kvfleet_proto::frame::Frame;
 use kvfleet_proto::pb;
 use kvfleet_proto::trace_context::current_traceparent;
@@ -44,6 +44,8 @@ pub struct FetchCall {
     pub sources: Vec<pb::Source>,
     /// Time after which recomputing is cheaper than waiting.
     pub deadline: Duration,
+    /// What it is for, where no request waits for it.
+    pub class: Option<Class>,
 }
 
 /// A block that came, proven to be the one asked.
@@ -248,6 +250,7 @@ impl OneSource {
                     category: call.category,
                     identity: call.identity,
                     traceparent: current_traceparent(),
+                    class: call.class,
                 },
                 epoch: Epoch(source.epoch),
                 first_offset_blocks: blocks.start,
@@ -256,6 +259,12 @@ impl OneSource {
             },
             deadline,
         }
+    }
+
+    /// The same for something else than the call says.
+    pub(crate) fn of_class(mut self, class: Class) -> OneSource {
+        self.request.asker.class = Some(class);
+        self
     }
 
     pub(crate) async fn run(self, paths: &Paths, keep: Keep<'_>) -> Came {

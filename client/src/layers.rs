@@ -18,15 +18,19 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::id::NodeId;
+use kv_core::id::{Class, NodeId};
 use kvfleet_proto::frame::Frame;
 use kvfleet_proto::pb;
+use kvfleet_transport::MissReason;
 use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep_until, timeout};
 
 use crate::fetch::{Came, DEADLINE_MAX, OneSource, check_sources};
 use crate::paths::Paths;
 use crate::{Client, FetchCall, FetchError, HeldLease, SourceMiss};
+
+/// When a node that was busy is asked again for what nobody waits for yet: as soon as nodes say.
+const BUSY_AGAIN: Duration = Duration::from_millis(50);
 
 /// Memory of the caller for one block.
 pub trait BlockRoom: Send + 'static {
@@ -178,7 +182,15 @@ impl<R: BlockRoom> Feed<R> {
             }
             let until = if self.turn.borrow().is_some() { end } else { end.min(ahead) };
             let part = self.filled..until.min(self.filled.saturating_add(most));
-            let Some(came) = self.part(part, &paths).await else { return };
+            let is_ahead = self.turn.borrow().is_none();
+            let Some(mut came) = self.part(part, &paths).await else { return };
+            // Others went first, which says nothing of the blocks: they are asked for again, at the turn at the latest.
+            if is_ahead && came.reason == Some(MissReason::Busy) {
+                came.reason = None;
+                if !self.wait_a_little().await {
+                    return;
+                }
+            }
             received_bytes += came.received_bytes;
             wrong_blocks += came.wrong_blocks;
             leased |= came.leased;
@@ -211,7 +223,10 @@ impl<R: BlockRoom> Feed<R> {
         let source = &call.fetch.sources[position];
         let at_most =
             self.turn.borrow().map_or_else(|| Instant::now() + DEADLINE_MAX, |turn| turn + patience);
-        let one = OneSource::new(&call.fetch, source, part, at_most);
+        // Before its turn nobody waits for it.
+        let usual = if self.turn.borrow().is_some() { Class::Fetch } else { Class::Prefetch };
+        let class = call.fetch.class.unwrap_or(usual);
+        let one = OneSource::new(&call.fetch, source, part, at_most).of_class(class);
         let turn = self.turn.clone();
         let (rooms, filled) = (&mut self.rooms, &mut self.filled);
         let mut keep = |frame: Frame| {
@@ -232,6 +247,12 @@ impl<R: BlockRoom> Feed<R> {
             }
             () = events.closed() => None,
         }
+    }
+
+    /// Until a node that was busy may be asked again; `false` when the fetch is dropped before that.
+    async fn wait_a_little(&mut self) -> bool {
+        let turn = timeout(BUSY_AGAIN, self.turn.wait_for(Option::is_some)).await;
+        turn.map_or(true, |turn| turn.is_ok())
     }
 
     /// `false` when the fetch is dropped before its turn.

@@ -10,10 +10,11 @@ use kvfleet_proto::frame::Frame;
 use prost::Message;
 use quinn::Connection;
 
-use super::stream::QuicStream;
+use super::stream::{Mates, QuicStream};
 use super::{CODE_DONE, path_error};
 use crate::ask::{self, Asks, Sends};
 use crate::stream::{Stream, encode, read_message};
+use crate::wire;
 use crate::{BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest};
 
 /// One connection to one node.
@@ -22,6 +23,7 @@ pub(super) struct QuicPath {
     connection: Connection,
     peer: String,
     stall_timeout: Duration,
+    mates: Mates,
 }
 
 impl Drop for QuicPath {
@@ -32,7 +34,7 @@ impl Drop for QuicPath {
 
 impl QuicPath {
     pub(super) fn new(connection: Connection, peer: String, stall_timeout: Duration) -> QuicPath {
-        QuicPath { connection, peer, stall_timeout }
+        QuicPath { connection, peer, stall_timeout, mates: Mates::default() }
     }
 }
 
@@ -53,8 +55,9 @@ impl Asks for QuicPath {
         sends: Sends,
     ) -> Result<(M, QuicStream), PathError> {
         let message = encode(request)?;
-        let (send, recv) = self.connection.open_bi().await.map_err(|error| path_error(&self.peer, &error))?;
-        let mut stream = QuicStream { send, recv };
+        let opened = self.connection.open_bi().await.map_err(|error| path_error(&self.peer, &error))?;
+        let mut stream = QuicStream::opened(opened, &self.mates);
+        stream.rank(wire::class_of(request));
         stream.write(message).await.map_err(|loss| loss.at(&self.peer))?;
         if sends == Sends::Request {
             stream.finish();

@@ -8,9 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use kv_core::id::LeaseId;
+use kv_core::id::{Class, LeaseId};
 use kvfleet_proto::frame::Frame;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout, timeout_at};
 
@@ -19,6 +18,7 @@ use super::link::{Asked, Link, Local};
 use super::save::Save;
 use crate::ask::{self, Asks};
 use crate::tcp::TcpPath;
+use crate::turns::{Place, Places};
 use crate::{BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer, SaveRequest};
 
 /// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
@@ -31,7 +31,7 @@ const WITHOUT: Duration = Duration::from_secs(5);
 pub(super) struct RdmaPath {
     tcp: TcpPath,
     local: Arc<Local>,
-    at_once: Arc<Semaphore>,
+    at_once: Arc<Places>,
     idle: Arc<Idle>,
     /// Since when a link is asked for, or there was none to be had.
     asked: Mutex<Option<Instant>>,
@@ -88,7 +88,7 @@ impl Idle {
 /// A link that one operation has to itself.
 struct Held {
     link: Link,
-    _permit: OwnedSemaphorePermit,
+    _place: Place,
 }
 
 impl RdmaPath {
@@ -99,7 +99,7 @@ impl RdmaPath {
         first: Link,
         (links_max, idle_timeout): (usize, Duration),
     ) -> RdmaPath {
-        let at_once = Arc::new(Semaphore::new(links_max.max(1)));
+        let at_once = Places::new(links_max.max(1));
         let links = Mutex::new(vec![(first, Instant::now())]);
         let idle = Arc::new(Idle { links, timeout: idle_timeout });
         let tending = tokio::spawn(Arc::clone(&idle).tend());
@@ -109,14 +109,13 @@ impl RdmaPath {
     }
 
     /// A link for an operation; nothing when there is none to be had.
-    async fn held(&self, may_be_used: bool) -> Result<Option<Held>, PathError> {
-        let at_once = Arc::clone(&self.at_once).acquire_owned().await;
-        let permit = at_once.expect("the semaphore is never closed");
+    async fn held(&self, class: Class, may_be_used: bool) -> Result<Option<Held>, PathError> {
+        let place = self.at_once.take(class).await;
         let link = match self.idle.take().filter(|_| may_be_used) {
             Some(link) => Some(link),
             None => self.attach().await?,
         };
-        Ok(link.map(|link| Held { link, _permit: permit }))
+        Ok(link.map(|link| Held { link, _place: place }))
     }
 
     /// A new link, unless there was none just before, or somebody asks for one: who runs out of time in a network that loses
@@ -154,7 +153,7 @@ impl RdmaPath {
         if held.link.rest() {
             self.idle.links().push((held.link, Instant::now()));
         }
-        // The permit goes last: whoever waits for it finds the link.
+        // The place goes last: whoever waits for it finds the link.
     }
 
     async fn fetch_until(
@@ -165,7 +164,7 @@ impl RdmaPath {
     ) -> Result<FetchAnswer, PathError> {
         let mut may_be_used = true;
         loop {
-            let held = timeout_at(deadline, self.held(may_be_used)).await;
+            let held = timeout_at(deadline, self.held(request.class(), may_be_used)).await;
             let Ok(held) = held else { return Ok(FetchAnswer::Miss { reason: MissReason::TooLate }) };
             // A link may have been waited for, and the node is to keep nothing longer than anybody waits.
             request.deadline = deadline.saturating_duration_since(Instant::now());
@@ -207,7 +206,7 @@ impl RdmaPath {
         let mut may_be_used = true;
         loop {
             // Others may have all links for long, which says nothing of the peer.
-            let held = timeout(stall_timeout, self.held(may_be_used)).await;
+            let held = timeout(stall_timeout, self.held(request.class(), may_be_used)).await;
             let Ok(Some(mut held)) = held.unwrap_or(Ok(None)) else {
                 return ask::save(&self.tcp, request, source).await;
             };

@@ -14,6 +14,7 @@ use tokio::task::JoinHandle;
 use super::pool::{Lost, Occupied, Pool};
 use crate::ask::{self, Asks, Sends};
 use crate::stream::encode;
+use crate::wire;
 use crate::{BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest};
 
 /// Connections to one node.
@@ -47,7 +48,7 @@ impl Asks for TcpPath {
         request: &data::DataRequest,
         _: Sends,
     ) -> Result<(M, Occupied), PathError> {
-        self.pool.ask(encode(request)?).await
+        self.pool.ask(wire::class_of(request), encode(request)?).await
     }
 
     fn over(&self, stream: Occupied) {
