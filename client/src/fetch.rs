@@ -9,7 +9,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, Category, Class, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, TenantId, Tier};
+use kv_core::id::{
+    BlockHash, Category, Class, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, TenantId, Tier,
+};
 use kvfleet_proto::frame::Frame;
 use kvfleet_proto::pb;
 use kvfleet_proto::trace_context::current_traceparent;
@@ -18,6 +20,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
 use crate::Client;
+use crate::links::{LinkReader, Links, Timed};
 use crate::paths::{Found, Paths};
 
 /// Longest deadline; more is the same as none, and would overflow the clock.
@@ -144,7 +147,7 @@ impl Client {
         let mut running = JoinSet::new();
         for (position, source) in call.sources.iter().enumerate() {
             let all = source.start_blocks..source.start_blocks + source.len_blocks;
-            let one = OneSource::new(&call, source, all, deadline);
+            let one = OneSource::new(&call, source, all, (deadline, &self.links));
             let paths = self.paths.clone();
             running.spawn(async move {
                 let mut frames = Vec::new();
@@ -164,6 +167,12 @@ impl Client {
             }
         }
         Ok(assemble(&call, came))
+    }
+
+    /// What fetches came to, for reports to one router ([`pb::ReportRequest::links`]).
+    #[must_use]
+    pub fn link_reader(&self) -> LinkReader {
+        LinkReader::new(self.links.clone())
     }
 
     /// Ends leases, on all nodes at once. What cannot be released expires by itself; the failures come
@@ -228,8 +237,10 @@ pub(crate) type Keep<'a> = &'a mut (dyn FnMut(Frame) -> bool + Send);
 /// One source's part of a fetch.
 pub(crate) struct OneSource {
     address: String,
+    node: NodeId,
     request: FetchRequest,
     deadline: Instant,
+    links: Links,
 }
 
 impl OneSource {
@@ -238,10 +249,12 @@ impl OneSource {
         call: &FetchCall,
         source: &pb::Source,
         blocks: Range<u32>,
-        deadline: Instant,
+        (deadline, links): (Instant, &Links),
     ) -> OneSource {
         OneSource {
             address: source.address.clone(),
+            node: NodeId(source.node),
+            links: links.clone(),
             request: FetchRequest {
                 asker: Asker {
                     lease: call.lease,
@@ -299,12 +312,23 @@ impl OneSource {
         let mut came = Came { leased: true, ..Came::default() };
         let mut request = self.request.clone();
         request.deadline = self.deadline.saturating_duration_since(Instant::now());
-        let mut check = |frame: Frame| self.take(&mut came, frame, keep);
+        let class = request.class();
+        let mut timed = Timed::begin();
+        let mut check = |frame: Frame| {
+            timed.came(frame.bytes.len());
+            self.take(&mut came, frame, keep);
+        };
         let answer = match path.fetch(request, &mut check).await {
             Ok(answer) => answer,
             Err(error) => return (came, Some(error)),
         };
         self.conclude(&mut came, &answer);
+        if came.reason == Some(MissReason::TooLate) {
+            timed.held_up();
+        }
+        if class == Class::Fetch && came.wrong_blocks == 0 {
+            self.links.fetched((self.node, self.request.epoch), path.kind(), &came.tiers, &timed);
+        }
         (came, None)
     }
 

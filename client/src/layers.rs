@@ -26,6 +26,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use crate::fetch::{Came, DEADLINE_MAX, OneSource, check_sources};
+use crate::links::Links;
 use crate::paths::Paths;
 use crate::{Client, FetchCall, FetchError, HeldLease, SourceMiss};
 
@@ -151,6 +152,7 @@ impl Client {
                 rooms,
                 events: sender.clone(),
                 turn: turns.clone(),
+                links: self.links.clone(),
             };
             tokio::spawn(feed.run(self.paths.clone()));
         }
@@ -168,6 +170,7 @@ struct Feed<R> {
     rooms: VecDeque<R>,
     events: mpsc::UnboundedSender<LayerEvent<R>>,
     turn: watch::Receiver<Option<Instant>>,
+    links: Links,
 }
 
 impl<R: BlockRoom> Feed<R> {
@@ -226,7 +229,7 @@ impl<R: BlockRoom> Feed<R> {
         // Before its turn nobody waits for it.
         let usual = if self.turn.borrow().is_some() { Class::Fetch } else { Class::Prefetch };
         let class = call.fetch.class.unwrap_or(usual);
-        let one = OneSource::new(&call.fetch, source, part, at_most).of_class(class);
+        let one = OneSource::new(&call.fetch, source, part, (at_most, &self.links)).of_class(class);
         let turn = self.turn.clone();
         let (rooms, filled) = (&mut self.rooms, &mut self.filled);
         let mut keep = |frame: Frame| {

@@ -382,6 +382,11 @@ pub trait Path: Send + Sync {
     /// Why this path is of no more use; nothing while it may work. Answers at once, from what is known.
     fn failure(&self) -> Option<PathError>;
 
+    /// Over what fetches go most of the time now; nothing where nobody knows.
+    fn kind(&self) -> Option<pick::PathKind> {
+        None
+    }
+
     /// Round trip, for liveness and latency estimates.
     fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>>;
 }
