@@ -9,7 +9,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, TenantId, Tier};
+use kv_core::id::{
+    BlockHash, Category, Class, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, TenantId, Tier,
+};
 use kvfleet_proto::frame::Frame;
 use kvfleet_proto::pb;
 use kvfleet_proto::trace_context::current_traceparent;
@@ -18,6 +20,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
 use crate::Client;
+use crate::links::{LinkReader, Links, Timed};
 use crate::paths::{Found, Paths};
 
 /// Longest deadline; more is the same as none, and would overflow the clock.
@@ -44,6 +47,8 @@ pub struct FetchCall {
     pub sources: Vec<pb::Source>,
     /// Time after which recomputing is cheaper than waiting.
     pub deadline: Duration,
+    /// What it is for, where no request waits for it.
+    pub class: Option<Class>,
 }
 
 /// A block that came, proven to be the one asked.
@@ -142,10 +147,16 @@ impl Client {
         let mut running = JoinSet::new();
         for (position, source) in call.sources.iter().enumerate() {
             let all = source.start_blocks..source.start_blocks + source.len_blocks;
-            let one = OneSource::new(&call, source, all, deadline);
+            let one = OneSource::new(&call, source, all, (deadline, &self.links));
             let paths = self.paths.clone();
             let (identity, hashes) = (call.identity, one.request.hashes.clone());
-            let mut proving = Proving { identity, hashes, frames: Vec::new(), tally: Tally::default() };
+            let mut proving = Proving {
+                identity,
+                hashes,
+                frames: Vec::new(),
+                tally: Tally::default(),
+                timed: Timed::begin(),
+            };
             running.spawn(async move {
                 let came = one.run(&paths, &mut proving).await;
                 (position, (came, proving.frames))
@@ -159,6 +170,12 @@ impl Client {
             }
         }
         Ok(assemble(&call, came))
+    }
+
+    /// What fetches came to, for reports to one router ([`pb::ReportRequest::links`]).
+    #[must_use]
+    pub fn link_reader(&self) -> LinkReader {
+        LinkReader::new(self.links.clone())
     }
 
     /// Ends leases, on all nodes at once. What cannot be released expires by itself; the failures come
@@ -237,6 +254,9 @@ pub(crate) trait Taking: Send {
 
     /// What the attempt brought.
     fn tally(&self) -> Tally;
+
+    /// When it came.
+    fn timed(&self) -> Timed;
 }
 
 /// Takes frames. The first that is not the block asked ends what is usable of its source.
@@ -245,6 +265,7 @@ struct Proving {
     hashes: Vec<BlockHash>,
     frames: Vec<Frame>,
     tally: Tally,
+    timed: Timed,
 }
 
 impl Taking for Proving {
@@ -253,16 +274,22 @@ impl Taking for Proving {
         path: &'a dyn Path,
         request: FetchRequest,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
+        self.timed = Timed::begin();
         Box::pin(async move { path.fetch(request, &mut |frame| self.take(frame)).await })
     }
 
     fn tally(&self) -> Tally {
         self.tally
     }
+
+    fn timed(&self) -> Timed {
+        self.timed
+    }
 }
 
 impl Proving {
     fn take(&mut self, frame: Frame) {
+        self.timed.came(frame.bytes.len());
         let tally = &mut self.tally;
         tally.received_bytes += frame.bytes.len() as u64;
         if tally.wrong_blocks > 0 {
@@ -281,8 +308,10 @@ impl Proving {
 /// One source's part of a fetch.
 pub(crate) struct OneSource {
     address: String,
+    node: NodeId,
     request: FetchRequest,
     deadline: Instant,
+    links: Links,
 }
 
 impl OneSource {
@@ -291,10 +320,12 @@ impl OneSource {
         call: &FetchCall,
         source: &pb::Source,
         blocks: Range<u32>,
-        deadline: Instant,
+        (deadline, links): (Instant, &Links),
     ) -> OneSource {
         OneSource {
             address: source.address.clone(),
+            node: NodeId(source.node),
+            links: links.clone(),
             request: FetchRequest {
                 asker: Asker {
                     lease: call.lease,
@@ -303,6 +334,7 @@ impl OneSource {
                     category: call.category,
                     identity: call.identity,
                     traceparent: current_traceparent(),
+                    class: call.class,
                 },
                 epoch: Epoch(source.epoch),
                 first_offset_blocks: blocks.start,
@@ -311,6 +343,12 @@ impl OneSource {
             },
             deadline,
         }
+    }
+
+    /// The same for something else than the call says.
+    pub(crate) fn of_class(mut self, class: Class) -> OneSource {
+        self.request.asker.class = Some(class);
+        self
     }
 
     pub(crate) async fn run(self, paths: &Paths, taking: &mut dyn Taking) -> Came {
@@ -345,13 +383,21 @@ impl OneSource {
         let mut came = Came { leased: true, ..Came::default() };
         let mut request = self.request.clone();
         request.deadline = self.deadline.saturating_duration_since(Instant::now());
+        let class = request.class();
         let answer = match taking.fetch(&**path, request).await {
             Ok(answer) => answer,
             Err(error) => return (came, Some(error)),
         };
+        let mut timed = taking.timed();
         let Tally { proven, received_bytes, wrong_blocks } = taking.tally();
         (came.proven, came.received_bytes, came.wrong_blocks) = (proven, received_bytes, wrong_blocks);
         self.conclude(&mut came, &answer);
+        if came.reason == Some(MissReason::TooLate) {
+            timed.held_up();
+        }
+        if class == Class::Fetch && came.wrong_blocks == 0 {
+            self.links.fetched((self.node, self.request.epoch), path.kind(), &came.tiers, &timed);
+        }
         (came, None)
     }
 

@@ -173,7 +173,7 @@ impl Client {
         for (position, source) in plan.call.fetch.sources.iter().enumerate() {
             let of_source = rooms.by_ref().take(source.len_blocks as usize);
             let rooms = Rooms::new(source.start_blocks, of_source, sender.clone());
-            let feed = Feed::new(Arc::clone(&plan), position, rooms, turns.clone());
+            let feed = Feed::new(Arc::clone(&plan), position, rooms, turns.clone(), self.links.clone());
             tokio::spawn(feed.run(self.paths.clone()));
         }
         Ok(LayerFetch { events, turn, layers })

@@ -21,6 +21,7 @@ mod control;
 mod fetch;
 mod layer_save;
 mod layers;
+mod links;
 mod members;
 mod paths;
 mod retry;
@@ -36,6 +37,7 @@ pub use control::ControlError;
 pub use fetch::{FetchCall, FetchError, FetchOutcome, FetchedBlock, HeldLease, SourceMiss};
 pub use layer_save::{LayerSave, LayerSaveCall, LayerSaveError};
 pub use layers::{BlockRoom, LayerEvent, LayerFetch, LayersCall, SourceEnd};
+pub use links::LinkReader;
 pub use members::{GroupMembers, Members, MembersError, Step};
 pub use retry::RouterError;
 pub use route::{RouteAnswer, RouteCall, RouteError};
@@ -46,6 +48,7 @@ pub use transport::{NoTransport, RdmaSettings, Transport};
 
 pub use kvfleet_transport::{Asker, MissReason, SaveAnswer, SaveDone, SaveRefusal, VisibleAt};
 
+use links::Links;
 use paths::{COOL_DOWN, Paths};
 use retry::Routers;
 use save::SaveQueue;
@@ -121,6 +124,7 @@ pub struct Client {
     /// Where the paths come from several kinds.
     picks: Option<Arc<PickDialer>>,
     saves: Arc<SaveQueue>,
+    links: Links,
     identity: Identity,
 }
 
@@ -151,6 +155,7 @@ impl Client {
             paths: Paths::new(dialer, COOL_DOWN),
             picks: None,
             saves: Arc::new(SaveQueue::default()),
+            links: Links::default(),
             identity: config.identity,
         })
     }

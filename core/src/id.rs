@@ -216,6 +216,59 @@ impl Tier {
     }
 }
 
+/// What an operation on blocks is for: who goes first where not all can. Ordered from what goes first to what goes last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum Class {
+    /// A request waits for the blocks.
+    Fetch = 1,
+    /// Blocks that were computed are kept.
+    Save = 2,
+    /// Blocks are copied from one node to another.
+    Replicate = 3,
+    /// Blocks are read before the turn of the request that needs them.
+    Prefetch = 4,
+}
+
+impl Class {
+    /// Every class, in the order in which they go.
+    pub const ALL: [Class; 4] = [Class::Fetch, Class::Save, Class::Replicate, Class::Prefetch];
+
+    /// The class with this number. An unknown one is the last: a newer peer is understood, and takes nobody's place.
+    #[must_use]
+    pub fn from_number(number: u32) -> Class {
+        Class::ALL.into_iter().find(|class| *class as u32 == number).unwrap_or(Class::Prefetch)
+    }
+
+    /// The class of a fetch whose asker named this one: what no fetch is counts as the last.
+    #[must_use]
+    pub fn of_fetch(named: Option<Class>) -> Class {
+        named.unwrap_or(Class::Fetch).or_last(Class::Save)
+    }
+
+    /// The class of a save whose asker named this one: what no save is counts as the last.
+    #[must_use]
+    pub fn of_save(named: Option<Class>) -> Class {
+        named.unwrap_or(Class::Save).or_last(Class::Fetch)
+    }
+
+    fn or_last(self, cannot_be: Class) -> Class {
+        if self == cannot_be { Class::Prefetch } else { self }
+    }
+
+    /// Its place in [`Class::ALL`], from 0.
+    #[must_use]
+    pub fn rank(self) -> usize {
+        self as usize - 1
+    }
+
+    /// Lower-case name as used in metrics and reports.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        ["fetch", "save", "replicate", "prefetch"][self.rank()]
+    }
+}
+
 /// What kind of request a block was made for; with the turn it is the [`Category`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]

@@ -33,6 +33,7 @@ pub enum ListenError {
 /// The servers of a node's block bytes.
 #[derive(Debug)]
 pub(crate) struct DataServers {
+    room: Room,
     quic: QuicServer,
     tcp: Option<TcpServer>,
     offer: Option<Offer>,
@@ -53,12 +54,12 @@ impl DataServers {
             let quic = QuicConfig::default();
             let quic = QuicServer::bind_in(&room, address, identity, &quic, Arc::clone(service))?;
             if !config.data_tcp {
-                return Ok(DataServers { quic, tcp: None, offer: None });
+                return Ok(DataServers { room, quic, tcp: None, offer: None });
             }
             let at = quic.local_addr();
             tries += 1;
             match rdma::bind((&room, offer.as_ref()), at, identity, Arc::clone(service)) {
-                Ok(tcp) => return Ok(DataServers { quic, tcp: Some(tcp), offer }),
+                Ok(tcp) => return Ok(DataServers { room, quic, tcp: Some(tcp), offer }),
                 Err(error) if may_try_another(address, &error, tries) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -68,6 +69,11 @@ impl DataServers {
     /// Where it listens.
     pub(crate) fn local_addr(&self) -> SocketAddr {
         self.quic.local_addr()
+    }
+
+    /// The bounds that all of them share.
+    pub(crate) fn room(&self) -> Room {
+        self.room.clone()
     }
 
     /// What each path carries, by its name.

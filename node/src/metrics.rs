@@ -1,9 +1,9 @@
 //! Prometheus figures of a node. Wrappers only: nothing here decides anything.
 
-use kv_core::id::Tier;
+use kv_core::id::{Class, Tier};
 use kv_core::tier::TierStats;
-use kvfleet_transport::Carried;
 use kvfleet_transport::shm::ShmNumbers;
+use kvfleet_transport::{Carried, Room};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
@@ -280,6 +280,41 @@ impl Collector for PathBytes {
             set(&self.received.with_label_values(&[path]), carried.received_bytes());
         }
         [self.sent.collect(), self.received.collect()].concat()
+    }
+}
+
+/// Shows what became of the operations of each class, by its name.
+pub(crate) fn watch_classes(registry: &Registry, room: Room) -> Result<(), prometheus::Error> {
+    let by_class = |name: &str, help: &str| IntGaugeVec::new(Opts::new(name, help), &["class"]);
+    let help = "Fetches and saves let in since start";
+    let let_in = by_class("kvfleet_node_class_let_in_operations", help)?;
+    let help = "Fetches and saves told to come again since start";
+    let refused = by_class("kvfleet_node_class_refused_operations", help)?;
+    let bytes = by_class("kvfleet_node_class_under_way_bytes", "Bytes kept for those that are under way")?;
+    registry.register(Box::new(ClassFigures { let_in, refused, bytes, room }))
+}
+
+/// Looks at the room's own counts when somebody asks.
+struct ClassFigures {
+    let_in: IntGaugeVec,
+    refused: IntGaugeVec,
+    bytes: IntGaugeVec,
+    room: Room,
+}
+
+impl Collector for ClassFigures {
+    fn desc(&self) -> Vec<&Desc> {
+        [self.let_in.desc(), self.refused.desc(), self.bytes.desc()].concat()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        for (class, numbers) in Class::ALL.into_iter().zip(self.room.numbers()) {
+            let label = &[class.name()];
+            set(&self.let_in.with_label_values(label), numbers.let_in);
+            set(&self.refused.with_label_values(label), numbers.refused);
+            set(&self.bytes.with_label_values(label), numbers.under_way_bytes);
+        }
+        [self.let_in.collect(), self.refused.collect(), self.bytes.collect()].concat()
     }
 }
 

@@ -180,6 +180,7 @@ impl Node {
         let offer = rdma::open(&config, &arena).await;
         let data = DataServers::bind(data_listen, &identity, &config, &blocks, offer.clone())?;
         metrics::watch_paths(registry, data.carried())?;
+        metrics::watch_classes(registry, data.room())?;
         let data_addr = data.local_addr();
         let failed = CancellationToken::new();
         let mut tasks = vec![tokio::spawn(watch(store_task, stop.clone(), failed.clone()))];

@@ -26,8 +26,12 @@ async fn dial_tcp(world: &World, address: SocketAddr) -> Arc<dyn Path> {
 
 /// The number that the metrics endpoint shows for this figure of a path.
 fn figure(registry: &Registry, name: &str, path: &str) -> u64 {
+    labelled(registry, name, ("path", path))
+}
+
+fn labelled(registry: &Registry, name: &str, (label, value): (&str, &str)) -> u64 {
     let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
-    let start = format!("{name}{{path=\"{path}\"}} ");
+    let start = format!("{name}{{{label}=\"{value}\"}} ");
     text.lines().find_map(|line| line.strip_prefix(&start)).unwrap().parse().unwrap()
 }
 
@@ -46,6 +50,11 @@ async fn what_was_saved_over_one_path_is_fetched_over_the_other_and_each_counts_
     let received = |path| figure(&registry, "kvfleet_node_path_received_bytes", path);
     assert_eq!((sent("quic"), sent("tcp")), (5 * frame, 2 * frame));
     assert_eq!((received("quic"), received("tcp")), (0, 5 * frame));
+    let of_class = |class| {
+        ["let_in_operations", "refused_operations", "under_way_bytes"]
+            .map(|what| labelled(&registry, &format!("kvfleet_node_class_{what}"), ("class", class)))
+    };
+    assert_eq!(["fetch", "save", "prefetch"].map(of_class), [[2, 0, 0], [1, 0, 0], [0, 0, 0]]);
     node.shutdown().await;
 }
 

@@ -62,6 +62,7 @@ impl Background {
             weight: NODE_WEIGHT,
             blocks: holders::blocks_of(&self.groups, state),
             link: self.fleet.link(state.record.node, state.epoch, now),
+            tiers: self.fleet.tiers(state.record.node, state.epoch, now),
         });
         self.fleet.set_nodes(live.collect());
     }
@@ -79,6 +80,7 @@ impl Background {
             }
         }
         self.fleet.forget_aged_links(now);
+        self.metrics.link_rates(&self.fleet.link_rates(now));
         let standings = self.residency.read().standings(now);
         self.metrics.resident(&standings);
     }

@@ -12,6 +12,7 @@ use prometheus::{
 };
 
 use crate::truth::audit::Score;
+use crate::view::links::LinkRate;
 use crate::view::residency::Standing;
 
 /// Handles on this router's metrics; clones share them.
@@ -41,6 +42,7 @@ pub(crate) struct Metrics {
 #[derive(Clone)]
 struct SoftMetrics {
     blocks: IntGaugeVec,
+    rates: IntGaugeVec,
     batches: IntCounterVec,
     replays: IntCounter,
     ended: IntCounterVec,
@@ -52,8 +54,13 @@ impl SoftMetrics {
         let (name, help) = ("kvfleet_resident_blocks", "Blocks that an instance has in GPU memory");
         let blocks = IntGaugeVec::new(Opts::new(name, help), &["instance"])?;
         registry.register(Box::new(blocks.clone()))?;
+        let name = "kvfleet_link_bytes_per_second";
+        let help = "How fast instances read from a node of late, out of a tier or over a path";
+        let rates = IntGaugeVec::new(Opts::new(name, help), &["node", "of"])?;
+        registry.register(Box::new(rates.clone()))?;
         Ok(SoftMetrics {
             blocks,
+            rates,
             batches: labelled(
                 registry,
                 "kvfleet_residency_batches_total",
@@ -318,6 +325,15 @@ impl Metrics {
         for one in all {
             let instance = one.instance.0.to_string();
             self.soft.blocks.with_label_values(&[&instance]).set(gauge_value(one.blocks));
+        }
+    }
+
+    /// Shows how fast nodes were read from of late, and nothing of those that were not.
+    pub(crate) fn link_rates(&self, all: &[LinkRate]) {
+        self.soft.rates.reset();
+        for rate in all {
+            let node = rate.node.0.to_string();
+            self.soft.rates.with_label_values(&[&node, rate.of]).set(gauge_value(rate.bytes_per_s));
         }
     }
 

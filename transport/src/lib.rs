@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kv_core::id::{
-    BlockHash, Category, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, Seq, TenantId, Tier,
+    BlockHash, Category, Class, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, Seq, TenantId, Tier,
 };
 use kvfleet_proto::frame::{Frame, Unsettled};
 
@@ -38,9 +38,11 @@ mod slices;
 mod stream;
 pub mod suite;
 pub mod tcp;
+mod turns;
 mod wire;
 
 pub use frames::Frames;
+pub use in_flight::ClassNumbers;
 pub use room::{Carried, Room};
 pub use slices::{AskedLayers, SliceSink};
 
@@ -62,6 +64,8 @@ pub struct Asker {
     pub identity: IdentityDigest,
     /// W3C `traceparent`, empty when the request is not traced.
     pub traceparent: String,
+    /// What it is asked for, where that is something else than the operation's name says.
+    pub class: Option<Class>,
 }
 
 /// Ask for consecutive blocks of a prefix.
@@ -77,6 +81,14 @@ pub struct FetchRequest {
     pub hashes: Vec<BlockHash>,
     /// Time after which recomputing is cheaper than waiting.
     pub deadline: Duration,
+}
+
+impl FetchRequest {
+    /// What it is for.
+    #[must_use]
+    pub fn class(&self) -> Class {
+        Class::of_fetch(self.asker.class)
+    }
 }
 
 /// What the node says before it sends bytes. `blocks` counts from the first block asked.
@@ -199,6 +211,14 @@ pub struct SaveRequest {
     pub hashes: Vec<BlockHash>,
     /// Encoded size of the largest frame that will follow, in bytes.
     pub frame_bytes: u64,
+}
+
+impl SaveRequest {
+    /// What it is for.
+    #[must_use]
+    pub fn class(&self) -> Class {
+        Class::of_save(self.asker.class)
+    }
 }
 
 /// What the node wants of an offered save.
@@ -387,6 +407,11 @@ pub trait Path: Send + Sync {
 
     /// Why this path is of no more use; nothing while it may work. Answers at once, from what is known.
     fn failure(&self) -> Option<PathError>;
+
+    /// Over what fetches go most of the time now; nothing where nobody knows.
+    fn kind(&self) -> Option<pick::PathKind> {
+        None
+    }
 
     /// Round trip, for liveness and latency estimates.
     fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>>;

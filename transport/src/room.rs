@@ -6,13 +6,20 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use tokio::sync::Semaphore;
+use kv_core::classes::Parts;
+use kv_core::id::Class;
 
-use crate::in_flight::InFlight;
+use crate::in_flight::{ClassNumbers, InFlight};
 use crate::quic::SAVES_AT_ONCE_MAX;
 
 /// Frame size assumed before the first frame was sent, in bytes.
 const FRAME_BYTES_GUESS: u64 = 64 << 10;
+
+/// What each class has at least of the bytes of answers: half of it is for those who wait.
+const OF_FETCHES: Parts = [8, 0, 2, 2];
+
+/// What each class has at least of saves. The last one is for classes that only a later release knows.
+const OF_SAVES: Parts = [0, 8, 2, 2];
 
 /// Bounds of what is under way, shared by the servers that it is given to. Clones are the same room.
 #[derive(Clone)]
@@ -28,7 +35,7 @@ impl std::fmt::Debug for Room {
 
 /// The parts of a room, by what they bound.
 pub(crate) struct Shares {
-    pub(crate) saves: Semaphore,
+    pub(crate) saves: InFlight,
     pub(crate) fetches: InFlight,
     pub(crate) arriving: InFlight,
     /// Largest frame that was sent so far, in bytes.
@@ -46,12 +53,27 @@ impl Room {
     #[must_use]
     pub fn new(fetch_bytes_in_flight_max: u64, save_bytes_in_flight_max: u64) -> Room {
         let shares = Shares {
-            saves: Semaphore::new(SAVES_AT_ONCE_MAX),
-            fetches: InFlight::new(fetch_bytes_in_flight_max),
-            arriving: InFlight::new(save_bytes_in_flight_max),
+            saves: InFlight::new(SAVES_AT_ONCE_MAX as u64, OF_SAVES),
+            fetches: InFlight::new(fetch_bytes_in_flight_max, OF_FETCHES),
+            arriving: InFlight::new(save_bytes_in_flight_max, OF_SAVES),
             largest_frame: AtomicU64::new(FRAME_BYTES_GUESS),
         };
         Room { shares: Arc::new(shares) }
+    }
+
+    /// What became of the operations of each class, in the order of [`Class::ALL`].
+    #[must_use]
+    pub fn numbers(&self) -> [ClassNumbers; Class::ALL.len()] {
+        Class::ALL.map(|class| {
+            let [fetches, places, saves] = [&self.shares.fetches, &self.shares.saves, &self.shares.arriving]
+                .map(|kind| kind.numbers(class));
+            ClassNumbers {
+                let_in: fetches.let_in + saves.let_in,
+                // What found no place among the saves at once did not ask for bytes.
+                refused: fetches.refused + places.refused + saves.refused,
+                under_way_bytes: fetches.under_way_bytes.saturating_add(saves.under_way_bytes),
+            }
+        })
     }
 
     pub(crate) fn shares(&self) -> &Shares {

@@ -10,10 +10,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use kv_core::id::Class;
 use kvfleet_proto::data;
 use kvfleet_proto::frame::{FRAME_BYTES_MAX, Frame};
 use kvfleet_proto::trace_context;
-use tokio::sync::SemaphorePermit;
 use tracing::Instrument;
 
 use crate::in_flight::Reserved;
@@ -90,7 +90,7 @@ pub(crate) struct Operations {
 
 /// A save's place and its room.
 pub(crate) struct Arriving<'a> {
-    _permit: SemaphorePermit<'a>,
+    _place: Reserved<'a>,
     room: Reserved<'a>,
 }
 
@@ -160,6 +160,7 @@ impl Operations {
         service: &dyn BlockService,
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
+        stream.rank(wire::class_of(&request));
         let span = tracing::debug_span!("serve_blocks");
         trace_context::set_parent(&span, &request.traceparent);
         let operation = wire::operation_from_pb(request)?;
@@ -178,10 +179,10 @@ impl Operations {
     }
 
     /// Room for a fetch of so many blocks, as far as is known before; nothing when too much is under way.
-    pub(crate) fn reserve_fetch(&self, blocks: usize) -> Option<Reserved<'_>> {
+    pub(crate) fn reserve_fetch(&self, class: Class, blocks: usize) -> Option<Reserved<'_>> {
         let shares = self.room.shares();
         let frame_bytes = shares.largest_frame.load(Ordering::Relaxed);
-        shares.fetches.reserve(frame_bytes.saturating_mul(blocks as u64))
+        shares.fetches.reserve(class, frame_bytes.saturating_mul(blocks as u64))
     }
 
     /// A frame of so many bytes is on its way.
@@ -190,11 +191,12 @@ impl Operations {
     }
 
     /// A place among the saves at once, and room for what arrives; nothing when there is none.
-    pub(crate) fn reserve_save(&self, blocks: usize, frame_bytes: u64) -> Option<Arriving<'_>> {
-        let shares = self.room.shares();
-        let permit = shares.saves.try_acquire().ok()?;
-        let room = shares.arriving.reserve(save_bytes_in_flight(blocks, frame_bytes))?;
-        Some(Arriving { _permit: permit, room })
+    pub(crate) fn reserve_save(&self, request: &SaveRequest) -> Option<Arriving<'_>> {
+        let (shares, class) = (self.room.shares(), request.class());
+        let place = shares.saves.reserve(class, 1)?;
+        let bytes = save_bytes_in_flight(request.hashes.len(), request.frame_bytes);
+        let room = shares.arriving.reserve(class, bytes)?;
+        Some(Arriving { _place: place, room })
     }
 
     async fn run(
@@ -239,7 +241,7 @@ impl Operations {
         service: &dyn BlockService,
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
-        let Some(_reserved) = self.reserve_fetch(request.hashes.len()) else {
+        let Some(_reserved) = self.reserve_fetch(request.class(), request.hashes.len()) else {
             let busy = FetchAnswer::Busy { retry_after: RETRY_AFTER };
             return self.answer(stream, &wire::head_to_pb(&busy, request.epoch)).await;
         };
@@ -339,7 +341,7 @@ impl Operations {
         service: &dyn BlockService,
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
-        let Some(mut room) = self.reserve_save(request.hashes.len(), request.frame_bytes) else {
+        let Some(mut room) = self.reserve_save(&request) else {
             let busy = SaveOffer::Busy { retry_after: RETRY_AFTER };
             return self.answer(stream, &wire::offer_to_pb(&busy)).await;
         };

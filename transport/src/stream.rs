@@ -5,6 +5,7 @@
 //! Not here: what a message means (`wire.rs`), and what moves the bytes (`quic/stream.rs`, `tcp/stream.rs`).
 
 use bytes::{BufMut, Bytes, BytesMut};
+use kv_core::id::Class;
 use kvfleet_proto::frame::{Frame, FrameError, Need, parse_header};
 use prost::Message;
 
@@ -44,6 +45,9 @@ pub(crate) trait Stream: Source {
 
     /// Says that no more frames come, and why if that is known. Flushes.
     fn end(&mut self, reason: Option<MissReason>) -> impl Future<Output = Result<(), Loss>> + Send;
+
+    /// Says what the operation is for, to a stream that shares its way with others.
+    fn rank(&mut self, _class: Class) {}
 
     /// Returns once the peer wants nothing more of this operation.
     fn stopped(&self) -> impl Future<Output = ()> + Send + 'static;

@@ -119,6 +119,7 @@ pub fn asker(lease: u64) -> Asker {
         category: Category::default(),
         identity: IDENTITY,
         traceparent: String::new(),
+        class: None,
     }
 }
 

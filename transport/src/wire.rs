@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use kv_core::id::{Epoch, IdentityDigest, LeaseId, NodeId, RequestId, Seq, TenantId, Tier};
+use kv_core::id::{Class, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, Seq, TenantId, Tier};
 use kv_core::pipeline::Arrive;
 use kvfleet_proto::convert::{
     ConvertError, category_from_parts, category_to_parts, hashes_from_bytes, hashes_to_bytes, identity_field,
@@ -66,6 +66,7 @@ fn fetch_from_pb(fetch: &data::Fetch, traceparent: String) -> Result<FetchReques
             category: category_from_parts(fetch.kind, fetch.turn),
             identity: identity_field("fetch.identity", &fetch.identity)?,
             traceparent,
+            class: class_from_pb(fetch.class),
         },
         epoch: Epoch(fetch.epoch),
         first_offset_blocks: fetch.first_offset_blocks,
@@ -83,6 +84,7 @@ fn save_from_pb(save: &data::Save, traceparent: String) -> Result<SaveRequest, C
             category: category_from_parts(save.kind, save.turn),
             identity: identity_field("save.identity", &save.identity)?,
             traceparent,
+            class: class_from_pb(save.class),
         },
         parent: parent_from_bytes("save.parent", &save.parent)?,
         first_offset_blocks: save.first_offset_blocks,
@@ -123,6 +125,7 @@ pub(crate) fn fetch_to_pb(request: &FetchRequest) -> data::DataRequest {
         hashes: hashes_to_bytes(&request.hashes),
         deadline_us: u64::try_from(request.deadline.as_micros()).unwrap_or(u64::MAX),
         layers: None,
+        class: class_to_pb(request.asker.class),
     };
     data::DataRequest {
         op: Some(data::data_request::Op::Fetch(fetch)),
@@ -143,6 +146,7 @@ pub(crate) fn save_to_pb(request: &SaveRequest) -> data::DataRequest {
         first_offset_blocks: request.first_offset_blocks,
         hashes: hashes_to_bytes(&request.hashes),
         frame_bytes: request.frame_bytes,
+        class: class_to_pb(request.asker.class),
     };
     data::DataRequest {
         op: Some(data::data_request::Op::Save(save)),
@@ -157,6 +161,24 @@ pub(crate) fn release_to_pb(lease: LeaseId) -> data::DataRequest {
 
 pub(crate) fn ping_to_pb() -> data::DataRequest {
     data::DataRequest { op: Some(data::data_request::Op::Ping(data::Ping {})), traceparent: String::new() }
+}
+
+fn class_from_pb(number: u32) -> Option<Class> {
+    (number != 0).then(|| Class::from_number(number))
+}
+
+fn class_to_pb(class: Option<Class>) -> u32 {
+    class.map_or(0, |class| class as u32)
+}
+
+/// What a request is for. Nobody waits behind others to end a lease or to be heard.
+pub(crate) fn class_of(request: &data::DataRequest) -> Class {
+    use data::data_request::Op;
+    match &request.op {
+        Some(Op::Fetch(fetch)) => Class::of_fetch(class_from_pb(fetch.class)),
+        Some(Op::Save(save)) => Class::of_save(class_from_pb(save.class)),
+        Some(Op::Release(_) | Op::Ping(_) | Op::Attach(_)) | None => Class::Fetch,
+    }
 }
 
 fn identity_bytes(identity: IdentityDigest) -> Vec<u8> {
@@ -311,6 +333,7 @@ mod tests {
             category: Category { kind: RequestKind::Agent, turn: 4 },
             identity: IdentityDigest([5; 16]),
             traceparent: "tp".into(),
+            class: Some(Class::Replicate),
         }
     }
 
@@ -342,6 +365,33 @@ mod tests {
         assert!(matches!(operation_from_pb(release_to_pb(LeaseId(4))), Ok(Operation::Release(LeaseId(4)))));
         assert!(matches!(operation_from_pb(ping_to_pb()), Ok(Operation::Ping)));
         assert!(operation_from_pb(data::DataRequest::default()).is_err());
+    }
+
+    #[test]
+    fn what_a_request_is_for_is_said_or_usual_or_last() {
+        use data::data_request::Op;
+        let named = |number: u32| {
+            let fetch = data::Fetch { class: number, identity: vec![0; 16], ..data::Fetch::default() };
+            let save = data::Save { class: number, identity: vec![0; 16], ..data::Save::default() };
+            [Op::Fetch(fetch), Op::Save(save)].map(|op| {
+                let request = data::DataRequest { op: Some(op), traceparent: String::new() };
+                let class = class_of(&request);
+                let read = match operation_from_pb(request).unwrap() {
+                    Operation::Fetch(fetch, _) => fetch.class(),
+                    Operation::Save(save) => save.class(),
+                    other => panic!("{other:?}"),
+                };
+                assert_eq!(read, class, "read and looked at");
+                class
+            })
+        };
+        assert_eq!(named(0), [Class::Fetch, Class::Save], "a peer that names none");
+        assert_eq!(named(Class::Replicate as u32), [Class::Replicate; 2]);
+        assert_eq!(named(Class::Prefetch as u32), [Class::Prefetch; 2]);
+        assert_eq!(named(Class::Fetch as u32), [Class::Fetch, Class::Prefetch], "no save is a fetch");
+        assert_eq!(named(Class::Save as u32), [Class::Prefetch, Class::Save]);
+        assert_eq!(named(5), [Class::Prefetch; 2], "a later peer's");
+        assert_eq!(class_of(&release_to_pb(LeaseId(1))), Class::Fetch);
     }
 
     #[test]

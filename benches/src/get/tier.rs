@@ -77,6 +77,7 @@ impl DramTier {
             identity: self.identity,
             category: Category::default(),
             traceparent: String::new(),
+            class: None,
         }
     }
 

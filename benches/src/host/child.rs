@@ -95,6 +95,7 @@ pub(super) fn asker(lease: u64) -> Asker {
         identity: identity(),
         category: Category::default(),
         traceparent: String::new(),
+        class: None,
     }
 }
 

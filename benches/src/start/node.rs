@@ -73,6 +73,7 @@ impl Served {
             identity: self.config.identity.manifest().digest(),
             category: Category::default(),
             traceparent: String::new(),
+            class: None,
         };
         let (epoch, deadline, hashes) = (Default::default(), Duration::from_secs(10), vec![hash(number)]);
         let request = FetchRequest { asker, epoch, first_offset_blocks: 0, hashes, deadline };

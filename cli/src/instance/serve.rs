@@ -70,6 +70,7 @@ impl Engine {
             category: job.category,
             identity: self.digest,
             traceparent: kvfleet_proto::trace_context::current_traceparent(),
+            class: None,
         }
     }
 
@@ -90,6 +91,7 @@ impl Engine {
             resident_blocks: 0,
             sources: job.sources.clone(),
             deadline: self.deadline(job),
+            class: None,
         };
         let outcome = self.client.fetch(call).await;
         reply.fetch_us = micros(begun.elapsed());

@@ -6,18 +6,22 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::id::{Epoch, NodeId};
+use kv_core::id::{Class, Epoch, NodeId};
 use kv_core::pipeline::Arrive;
 use kvfleet_proto::pb;
 use kvfleet_transport::{AskedLayers, MissReason};
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep_until, timeout};
 
 use super::rooms::{Filling, Rooms};
 use super::{BlockRoom, LayerEvent, LayersCall, SourceEnd};
 use crate::fetch::{Came, DEADLINE_MAX, OneSource, Tally};
+use crate::links::{Links, Timed};
 use crate::paths::Paths;
 use crate::{HeldLease, SourceMiss};
+
+/// When a node that was busy is asked again for what nobody waits for yet: as soon as nodes say.
+const BUSY_AGAIN: Duration = Duration::from_millis(50);
 
 /// All layers, however many there are.
 const ALL: Range<usize> = 0..usize::MAX;
@@ -102,6 +106,7 @@ pub(super) struct Feed<R> {
     position: usize,
     rooms: Rooms<R>,
     turn: watch::Receiver<Option<Instant>>,
+    links: Links,
 }
 
 /// What came of all that a source was asked.
@@ -119,8 +124,9 @@ impl<R: BlockRoom> Feed<R> {
         position: usize,
         rooms: Rooms<R>,
         turn: watch::Receiver<Option<Instant>>,
+        links: Links,
     ) -> Feed<R> {
-        Feed { plan, position, rooms, turn }
+        Feed { plan, position, rooms, turn, links }
     }
 
     pub(super) async fn run(mut self, paths: Paths) {
@@ -169,10 +175,16 @@ impl<R: BlockRoom> Feed<R> {
                     self.turn.wait_for(Option::is_some).await.ok()?;
                 }
                 let part = first..last.min(first.saturating_add(most));
+                let is_ahead = self.turn.borrow().is_none();
                 let came = self.part(part.clone(), step.layers.clone(), paths).await?;
                 sum.received_bytes += came.received_bytes;
                 sum.wrong_blocks += came.wrong_blocks;
                 sum.leased |= came.leased;
+                if is_ahead && came.reason == Some(MissReason::Busy) && came.proven == 0 {
+                    // Others went first, which says nothing of the blocks: they are asked for again, at the turn at the latest.
+                    self.wait_a_little().await?;
+                    continue;
+                }
                 first = part.end;
                 if came.reason.is_some() {
                     sum.reason = came.reason;
@@ -182,6 +194,14 @@ impl<R: BlockRoom> Feed<R> {
             }
         }
         Some(sum)
+    }
+
+    /// Until a node that was busy may be asked again; nothing when the fetch is dropped before that.
+    async fn wait_a_little(&mut self) -> Option<()> {
+        match timeout(BUSY_AGAIN, self.turn.wait_for(Option::is_some)).await {
+            Ok(Err(_)) => None,
+            _ => Some(()),
+        }
     }
 
     /// Whether the path to the source moves slices, as far as that is known in time.
@@ -202,7 +222,11 @@ impl<R: BlockRoom> Feed<R> {
         let (plan, turn, events) = (Arc::clone(&self.plan), self.turn.clone(), self.rooms.events());
         let call = &plan.call.fetch;
         let at_most = turn.borrow().map_or_else(|| Instant::now() + DEADLINE_MAX, |turn| turn + patience);
-        let one = OneSource::new(call, &call.sources[self.position], blocks.clone(), at_most);
+        // Before its turn nobody waits for it.
+        let usual = if turn.borrow().is_some() { Class::Fetch } else { Class::Prefetch };
+        let source = &call.sources[self.position];
+        let one = OneSource::new(call, source, blocks.clone(), (at_most, &self.links))
+            .of_class(call.class.unwrap_or(usual));
         let mut filling = Filling {
             rooms: &mut self.rooms,
             first: blocks.start,
@@ -210,6 +234,7 @@ impl<R: BlockRoom> Feed<R> {
             identity: call.identity,
             hashes: &call.hashes,
             tally: Tally::default(),
+            timed: Timed::begin(),
         };
         tokio::select! {
             came = one.run(paths, &mut filling) => Some(came),

@@ -12,6 +12,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::{BlockRoom, LayerEvent};
 use crate::fetch::{Taking, Tally};
+use crate::links::Timed;
 
 /// Blocks that were not handed out, and where they go.
 pub(super) struct Rooms<R> {
@@ -91,6 +92,7 @@ pub(super) struct Filling<'a, R> {
     /// Of all blocks of the request.
     pub(super) hashes: &'a [BlockHash],
     pub(super) tally: Tally,
+    pub(super) timed: Timed,
 }
 
 impl<R: BlockRoom> Filling<'_, R> {
@@ -121,6 +123,7 @@ impl<R: BlockRoom> Taking for Filling<'_, R> {
         path: &'a dyn Path,
         request: FetchRequest,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
+        self.timed = Timed::begin();
         let asked = self.asked.clone();
         Box::pin(async move {
             let answer = path.fetch_layers(request, asked, self).await?;
@@ -131,6 +134,10 @@ impl<R: BlockRoom> Taking for Filling<'_, R> {
 
     fn tally(&self) -> Tally {
         self.tally
+    }
+
+    fn timed(&self) -> Timed {
+        self.timed
     }
 }
 
@@ -167,6 +174,7 @@ impl<R: BlockRoom> SliceSink for Filling<'_, R> {
 
     fn received(&mut self, bytes: usize) {
         self.tally.received_bytes += bytes as u64;
+        self.timed.came(bytes);
     }
 }
 
@@ -208,6 +216,7 @@ mod tests {
             identity: IDENTITY,
             hashes: &hashes,
             tally: Tally::default(),
+            timed: Timed::begin(),
         };
         for position in 0..4 {
             let head = frame_of(hash(2 + position), &[10, 20]).head().unwrap();
@@ -242,6 +251,7 @@ mod tests {
             identity: IDENTITY,
             hashes: &hashes,
             tally: Tally::default(),
+            timed: Timed::begin(),
         };
         let head = |number, slices: &[u32]| frame_of(hash(number), slices).head().unwrap();
         for wrong in [head(1, &[10, 20]), head(0, &[10]), head(0, &[10, 20, 0]), head(0, &[20, 10])] {

@@ -50,6 +50,7 @@ fn fetch_call(blocks: u32, sources: Vec<pb::Source>) -> FetchCall {
         resident_blocks: 0,
         sources,
         deadline: PATIENCE,
+        class: None,
     }
 }
 

@@ -26,6 +26,7 @@ fn call(blocks: u32, sources: Vec<pb::Source>) -> FetchCall {
         resident_blocks: 0,
         sources,
         deadline: PATIENCE,
+        class: None,
     }
 }
 

@@ -4,14 +4,15 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use kv_core::id::{Category, LeaseId, NodeId, RequestId, TenantId};
+use kv_core::id::{Category, Class, LeaseId, NodeId, RequestId, TenantId};
 use kv_core::pipeline::{Arrive, Costs, Next, Race};
 use kvfleet_proto::frame::{FrameError, KeyForm};
 use kvfleet_proto::{content, pb};
 use kvfleet_transport::loopback::Faults;
 use kvfleet_transport::suite::{EPOCH, IDENTITY, MemoryService, PATIENCE, asker, frame, hash, hashes};
 use kvfleet_transport::{
-    BlockService, BoxFuture, FetchReply, FetchRequest, MissReason, SaveOffer, SaveRequest, SaveSession,
+    BlockService, BoxFuture, FetchAnswer, FetchReply, FetchRequest, Frames, MissReason, SaveOffer,
+    SaveRequest, SaveSession,
 };
 
 use tokio::time::Instant;
@@ -47,6 +48,7 @@ fn call(blocks: u32, sources: Vec<pb::Source>) -> LayersCall {
         resident_blocks: 0,
         sources,
         deadline: PATIENCE,
+        class: None,
     };
     LayersCall {
         fetch,
@@ -149,6 +151,64 @@ impl BlockService for Noting {
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, ()> {
         self.0.release(lease)
     }
+}
+
+/// A node that notes what each fetch is for, and is busy for those that nobody waits for so many times.
+struct Choosy(MemoryService, Mutex<Vec<Class>>, usize);
+
+impl BlockService for Choosy {
+    fn fetch(&self, request: FetchRequest) -> BoxFuture<'_, FetchReply> {
+        let mut asked = self.1.lock().unwrap();
+        asked.push(request.class());
+        let ahead = asked.iter().filter(|class| **class == Class::Prefetch).count();
+        drop(asked);
+        if request.class() == Class::Prefetch && ahead <= self.2 {
+            let answer = FetchAnswer::Busy { retry_after: Duration::from_millis(1) };
+            let (frames, epoch) = (Frames::none(), request.epoch);
+            return Box::pin(async move { FetchReply { answer, frames, epoch, lendable: Vec::new() } });
+        }
+        self.0.fetch(request)
+    }
+
+    fn save(&self, request: SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {
+        self.0.save(request)
+    }
+
+    fn release(&self, lease: LeaseId) -> BoxFuture<'_, ()> {
+        self.0.release(lease)
+    }
+}
+
+/// What is asked of a node that is busy so many times, by whoever begins when so many blocks came.
+async fn classes(busy: usize, begins_at: usize) -> Vec<Class> {
+    let (network, services) = network(1, 6);
+    let node = Arc::new(Choosy(services[0].clone(), Mutex::default(), busy));
+    network.serve("node:0", node.clone());
+    let buffered = LayersCall { read_buffer_bytes: 3 * frame_bytes(), ..call(6, vec![source(0, 0, 6)]) };
+    let mut fetch = client_on(&network).fetch_layers(buffered, rooms(6)).unwrap();
+    for block in 0..begins_at {
+        assert!(
+            matches!(fetch.next().await, Some(LayerEvent::Arrived { block: at, .. }) if at == block as u32)
+        );
+    }
+    while begins_at == 0 && node.1.lock().unwrap().is_empty() {
+        tokio::task::yield_now().await;
+    }
+    fetch.begin();
+    let (blocks, ends) = all(fetch).await;
+    assert_eq!(blocks, (begins_at as u32..6).collect::<Vec<_>>());
+    assert_eq!(ends[0].miss, None);
+    std::mem::take(&mut *node.1.lock().unwrap())
+}
+
+#[tokio::test]
+async fn before_its_turn_blocks_are_asked_for_as_nobody_waits_for_them_and_then_as_somebody_does() {
+    let [fetch, ahead] = [Class::Fetch, Class::Prefetch];
+    assert_eq!(classes(0, 3).await, [ahead, fetch]);
+    assert_eq!(classes(2, 3).await, [ahead, ahead, ahead, fetch], "a busy node is asked again");
+    let mut asked = classes(usize::MAX, 0).await;
+    asked.dedup();
+    assert_eq!(asked, [ahead, fetch], "at the turn at the latest");
 }
 
 #[tokio::test]

@@ -88,6 +88,7 @@ impl Cluster {
             resident_blocks: 0,
             sources: vec![source],
             deadline: PATIENCE,
+            class: None,
         };
         let frame_bytes = frame_of(hash(0), &SLICES).bytes.len() as u64;
         let in_flight_bytes_max = u64::MAX;

@@ -57,6 +57,7 @@ fn call(address: String) -> FetchCall {
         resident_blocks: 0,
         sources: vec![source],
         deadline: PATIENCE,
+        class: None,
     }
 }
 

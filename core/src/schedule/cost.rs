@@ -18,7 +18,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::RouteRequest;
 use super::decision::Source;
-use super::fleet::Fleet;
+use super::fleet::{Fleet, LiveNode};
 use super::load::Load;
 use super::profile::{HardwareProfile, Lane};
 use crate::id::NodeId;
@@ -100,7 +100,7 @@ impl<'a> Planner<'a> {
         let holds = run
             .holders
             .iter()
-            .filter_map(|holder| live(holder).map(|live| self.hold(holder, live.link, tokens)))
+            .filter_map(|holder| live(holder).map(|live| self.hold(holder, live, tokens)))
             .collect();
         Run::new(start_blocks, end_blocks, holds)
     }
@@ -108,15 +108,15 @@ impl<'a> Planner<'a> {
     /// A run without its first blocks.
     fn cut(&self, run: &Run, start_blocks: u32) -> Run {
         let tokens = self.tokens_between(start_blocks, run.end_blocks);
-        let link = |holder: &Holder| self.fleet.live(holder.node).and_then(|live| live.link);
-        let holds = run.holds.iter().map(|hold| self.hold(&hold.holder, link(&hold.holder), tokens));
+        let hold = |holder: &Holder| Some(self.hold(holder, self.fleet.live(holder.node)?, tokens));
+        let holds = run.holds.iter().filter_map(|held| hold(&held.holder));
         Run::new(start_blocks, run.end_blocks, holds.collect())
     }
 
-    fn hold(&self, holder: &Holder, link: Option<Lane>, tokens: u64) -> Hold {
+    fn hold(&self, holder: &Holder, live: &LiveNode, tokens: u64) -> Hold {
         let profile = &self.fleet.profile;
         let near = profile.tier(holder.tier);
-        let far = near.through(link.unwrap_or(profile.network));
+        let far = live.lane(holder.tier, profile);
         let way =
             |lane: Lane| Way { latency_ns: lane.latency_ns, stream_ns: profile.stream_ns(lane, tokens) };
         Hold { holder: *holder, near: way(near), far: way(far), turn: self.turn_of(holder.node) }

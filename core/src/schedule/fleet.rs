@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::load::Load;
 use super::profile::{HardwareProfile, Lane};
-use crate::id::{Epoch, InstanceId, NodeId, Timestamp};
+use crate::id::{Epoch, InstanceId, NodeId, Tier, Timestamp};
 use crate::place::Ring;
 
 /// An instance whose last report is older is left out. Reports come five times a second: ten missed in
@@ -59,6 +59,18 @@ pub struct LiveNode {
     pub blocks: u64,
     /// Its measured link to others, where one is known; else the profile's network.
     pub link: Option<Lane>,
+    /// The measured way of what comes out of one tier to others, medium and link together, in the order of [`Tier::ALL`]; where
+    /// one is not known, the profile's tier and `link`.
+    pub tiers: [Option<Lane>; Tier::ALL.len()],
+}
+
+impl LiveNode {
+    /// What comes out of this tier to an instance at another node.
+    #[must_use]
+    pub fn lane(&self, tier: Tier, profile: &HardwareProfile) -> Lane {
+        self.tiers[tier as usize]
+            .unwrap_or_else(|| profile.tier(tier).through(self.link.unwrap_or(profile.network)))
+    }
 }
 
 /// Everything a decision looks at besides the request and the index.

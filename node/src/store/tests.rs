@@ -97,6 +97,7 @@ pub(super) fn asker(lease: u64) -> kvfleet_transport::Asker {
         category: Category::default(),
         identity: identity(),
         traceparent: String::new(),
+        class: None,
     }
 }
 

@@ -152,6 +152,7 @@ pub fn asker(lease: u64) -> Asker {
         category: Category::default(),
         identity: our_identity(),
         traceparent: String::new(),
+        class: None,
     }
 }
 

@@ -7,11 +7,11 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use kv_core::id::{Epoch, InstanceId, NodeId, Timestamp};
+use kv_core::id::{Epoch, InstanceId, NodeId, Tier, Timestamp};
 use kv_core::schedule::{Decision, Fleet, HardwareProfile, Instance, Lane, LiveNode, Load, record};
 use parking_lot::RwLock;
 
-use super::links::{Links, Measured};
+use super::links::{LinkRate, Links, Measured};
 
 /// Instances known at once: far above any fleet, so that a reporter gone mad cannot fill the memory.
 pub(crate) const INSTANCES_MAX: usize = 4096;
@@ -129,6 +129,21 @@ impl FleetView {
         self.soft.read().links.of_node(node, epoch, now)
     }
 
+    /// The same of what came out of each tier of it.
+    pub(crate) fn tiers(
+        &self,
+        node: NodeId,
+        epoch: Epoch,
+        now: Timestamp,
+    ) -> [Option<Lane>; Tier::ALL.len()] {
+        self.soft.read().links.of_tiers(node, epoch, now)
+    }
+
+    /// How fast instances read from each node, by tier and by path, where they did lately: for show.
+    pub(crate) fn link_rates(&self, now: Timestamp) -> Vec<LinkRate> {
+        self.soft.read().links.rates(now)
+    }
+
     /// Forgets links that nobody used lately.
     pub(crate) fn forget_aged_links(&self, now: Timestamp) {
         self.soft.write().links.forget_aged(now);
@@ -223,7 +238,7 @@ mod tests {
         let view = FleetView::new(HardwareProfile::default());
         let (bytes, stream) = (100_000_000, Duration::from_millis(100));
         let sample = LinkSample { fetches: 1, bytes, stream, latency: Duration::ZERO };
-        let link = |node| Measured { node: NodeId(node), epoch: Epoch(1), sample };
+        let link = |node| Measured { node: NodeId(node), epoch: Epoch(1), sample, path: None, tier: None };
         let with = |sequence, started_us| Report {
             node: Some(NodeId(2)),
             links: vec![link(1), link(2)],

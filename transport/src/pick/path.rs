@@ -14,9 +14,9 @@ use kvfleet_proto::frame::{Frame, FrameHead};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
-use super::PickRules;
 use super::dialer::Way;
 use super::peer::Peer;
+use super::{PathKind, PickRules};
 use crate::{
     AskedLayers, BoxFuture, Carried, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer,
     SaveRequest, SliceSink,
@@ -390,6 +390,10 @@ impl Path for PickPath {
 
     fn failure(&self) -> Option<PathError> {
         self.open.failure()
+    }
+
+    fn kind(&self) -> Option<PathKind> {
+        Some(self.open.peer.used())
     }
 
     fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>> {

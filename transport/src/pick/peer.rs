@@ -147,6 +147,17 @@ impl Peer {
         }
     }
 
+    /// What fetches go over but for turns.
+    pub(super) fn used(&self) -> PathKind {
+        self.used_of(&self.known())
+    }
+
+    /// Where nothing is measured, the first is as good as any.
+    fn used_of(&self, known: &Known) -> PathKind {
+        let in_use = known.nearer.unwrap_or(self.first_measured + known.choice.in_use());
+        *self.kinds.get(in_use).unwrap_or(&self.kinds[0])
+    }
+
     pub(super) fn report(&self) -> PeerReport {
         let known = self.known();
         let path = |(at, kind): (usize, &PathKind)| {
@@ -160,12 +171,10 @@ impl Peer {
                 error: known.errors[at].as_ref().map(ToString::to_string),
             }
         };
-        // Where nothing is measured, the first is as good as any.
-        let in_use = known.nearer.unwrap_or(self.first_measured + known.choice.in_use());
         let reason = known.nearer.map_or_else(|| known.choice.reason().clone(), |_| Reason::Nearer);
         PeerReport {
             peer: self.address.clone(),
-            used: *self.kinds.get(in_use).unwrap_or(&self.kinds[0]),
+            used: self.used_of(&known),
             reason,
             paths: self.kinds.iter().enumerate().map(path).collect(),
         }

@@ -11,10 +11,11 @@ use kvfleet_proto::frame::Frame;
 use prost::Message;
 use quinn::Connection;
 
-use super::stream::QuicStream;
+use super::stream::{Mates, QuicStream};
 use super::{CODE_DONE, path_error};
 use crate::ask::{self, Asks, Sends};
 use crate::stream::{Stream, encode, read_message};
+use crate::wire;
 use crate::{
     AskedLayers, BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest, SliceSink,
 };
@@ -27,6 +28,7 @@ pub(super) struct QuicPath {
     stall_timeout: Duration,
     /// Whether the node is known to send frames where slices were asked for.
     sends_frames: AtomicBool,
+    mates: Mates,
 }
 
 impl Drop for QuicPath {
@@ -37,7 +39,13 @@ impl Drop for QuicPath {
 
 impl QuicPath {
     pub(super) fn new(connection: Connection, peer: String, stall_timeout: Duration) -> QuicPath {
-        QuicPath { connection, peer, stall_timeout, sends_frames: AtomicBool::new(false) }
+        QuicPath {
+            connection,
+            peer,
+            stall_timeout,
+            sends_frames: AtomicBool::new(false),
+            mates: Mates::default(),
+        }
     }
 }
 
@@ -58,8 +66,9 @@ impl Asks for QuicPath {
         sends: Sends,
     ) -> Result<(M, QuicStream), PathError> {
         let message = encode(request)?;
-        let (send, recv) = self.connection.open_bi().await.map_err(|error| path_error(&self.peer, &error))?;
-        let mut stream = QuicStream { send, recv };
+        let opened = self.connection.open_bi().await.map_err(|error| path_error(&self.peer, &error))?;
+        let mut stream = QuicStream::opened(opened, &self.mates);
+        stream.rank(wire::class_of(request));
         stream.write(message).await.map_err(|loss| loss.at(&self.peer))?;
         if sends == Sends::Request {
             stream.finish();

@@ -12,7 +12,7 @@ use quinn::{Connection, Endpoint, default_runtime};
 use rustls_pki_types::CertificateDer;
 use tokio::task::{JoinHandle, JoinSet};
 
-use super::stream::QuicStream;
+use super::stream::{Mates, QuicStream};
 use super::{CODE_DONE, CODE_REFUSED, CONNECTIONS_MAX, QuicConfig};
 use crate::BlockService;
 use crate::room::{Carried, Room};
@@ -172,14 +172,14 @@ async fn serve_connection(connection: Connection, shared: Arc<Shared>) {
         tracing::warn!(peer = %connection.remote_address(), "a caller is refused by its certificate");
         return connection.close(CODE_REFUSED, b"this caller is not served");
     };
-    let mut streams = JoinSet::new();
-    while let Ok((send, recv)) = connection.accept_bi().await {
+    let (mut streams, mates) = (JoinSet::new(), Mates::default());
+    while let Ok(accepted) = connection.accept_bi().await {
         while streams.try_join_next().is_some() {}
-        let (shared, service) = (Arc::clone(&shared), Arc::clone(&service));
+        let (shared, service, mates) = (Arc::clone(&shared), Arc::clone(&service), mates.clone());
         streams.spawn(async move {
-            let mut stream = QuicStream { send, recv };
+            let mut stream = QuicStream::accepted(accepted, &mates);
             match shared.operations.serve(service.as_ref(), &mut stream).await {
-                Ok(()) => stream.finish(),
+                Ok(()) => stream.leave().await,
                 Err(error) => {
                     tracing::debug!(%error, "operation ended early");
                     stream.refuse();

@@ -3,6 +3,7 @@
 
 use std::net::Ipv4Addr;
 
+use kv_core::id::Class;
 use kvfleet_proto::data;
 use kvfleet_proto::tls::SERVER_NAME;
 use quinn::crypto::rustls::QuicClientConfig;
@@ -79,6 +80,32 @@ async fn a_reader_that_reads_nothing_loses_its_place() {
     let (_endpoint, connection) = tight_client(&server, &identity).await;
     let _held = hold_a_fetch(&connection, &fetch_request(&hashes(2))).await;
     freed(&server, &identity).await;
+}
+
+#[tokio::test]
+async fn fetches_that_nobody_waits_for_leave_room_for_those_that_somebody_does() {
+    let identity = Authority::new().member();
+    let room = Room::new(16 * 2 * u64::from(LARGE), 1);
+    let config = QuicConfig::default();
+    let server = QuicServer::bind_in(&room, ANY, &identity, &config, service()).unwrap();
+    let (_endpoint, connection) = tight_client(&server, &identity).await;
+    let mut ahead = fetch_request(&hashes(2));
+    ahead.asker.class = Some(Class::Prefetch);
+    let mut held = Vec::new();
+    // Readers that do not read. How long a frame is, is known once one was sent.
+    while room.numbers()[Class::Prefetch.rank()].refused == 0 {
+        assert!(held.len() < 16, "they were to leave half of the room");
+        held.push(hold_a_fetch(&connection, &ahead).await);
+    }
+    let dialer = QuicDialer::new(&identity, QuicConfig::default());
+    let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
+    let ahead = suite::fetch(path.as_ref(), ahead).await.unwrap();
+    assert!(matches!(ahead, FetchAnswer::Busy { .. }), "{ahead:?}");
+    let waited_for = suite::fetch(path.as_ref(), fetch_request(&hashes(2))).await.unwrap();
+    assert_eq!(waited_for, FetchAnswer::Hit { tiers: in_dram(2) });
+    let [fetch, .., prefetch] = room.numbers();
+    assert_eq!((fetch.let_in, fetch.refused, prefetch.refused), (1, 0, 2));
+    assert!(prefetch.under_way_bytes > 0 && held.len() > 2);
 }
 
 #[tokio::test]

@@ -1,22 +1,104 @@
 //! The bytes of one QUIC stream, as the code above both network paths wants them.
 //!
-//! Writes hand the frame's own memory to quinn, which sends when it sees fit. Not here: what the bytes are
-//! (`crate::stream`).
+//! Writes hand the frame's own memory to quinn, which sends when it sees fit: what is of a higher class first, as streams of
+//! one connection share its way. quinn lets a stream wait for ever behind others, and looks at its priority only when it comes
+//! to the queue; so it is the others that yield: while one has moved nothing for [`PASSED_OVER_MAX`], all streams of its
+//! connection write as the last class, where each has its turn. What was written before goes first, which is a window at
+//! most. Not here: what the bytes are (`crate::stream`).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use kv_core::id::Class;
 use quinn::{ReadError, RecvStream, SendStream, WriteError};
+use tokio::time::timeout;
 
 use super::{CODE_REFUSED, loss};
 use crate::MissReason;
 use crate::stream::{Loss, Source, Stream, end_bytes};
 
+/// How long a stream stands behind those of higher classes before they yield. A fetch that waits lasts less, most often.
+const PASSED_OVER_MAX: Duration = Duration::from_millis(100);
+
+/// How long a stream that is over waits for its last bytes to be sent, with others yielding.
+const LEAVES_MAX: Duration = Duration::from_secs(5);
+
+/// The last class.
+const LAST: Class = Class::Prefetch;
+
+/// What the streams of one connection know of each other. Clones are the same.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Mates {
+    passed_over: Arc<AtomicUsize>,
+}
+
+impl Mates {
+    /// Others yield until this is dropped.
+    fn pass_over(&self) -> PassedOver {
+        self.passed_over.fetch_add(1, Ordering::Relaxed);
+        PassedOver(Arc::clone(&self.passed_over))
+    }
+
+    fn is_any_passed_over(&self) -> bool {
+        self.passed_over.load(Ordering::Relaxed) > 0
+    }
+}
+
+/// A stream that moved nothing for long.
+struct PassedOver(Arc<AtomicUsize>);
+
+impl Drop for PassedOver {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// Both halves of one operation's stream.
 pub(super) struct QuicStream {
-    pub(super) send: SendStream,
-    pub(super) recv: RecvStream,
+    send: SendStream,
+    recv: RecvStream,
+    class: Class,
+    /// As what it sends.
+    as_class: Class,
+    mates: Mates,
+    /// Whether this end asks, and so reads what answers all it wrote.
+    asks: bool,
 }
 
 impl QuicStream {
+    /// A stream of the first class, at the end that answers.
+    pub(super) fn accepted((send, recv): (SendStream, RecvStream), mates: &Mates) -> QuicStream {
+        let (class, mates) = (Class::Fetch, mates.clone());
+        QuicStream { send, recv, class, as_class: class, mates, asks: false }
+    }
+
+    /// A stream of the first class, at the end that asks.
+    pub(super) fn opened(both: (SendStream, RecvStream), mates: &Mates) -> QuicStream {
+        QuicStream { asks: true, ..QuicStream::accepted(both, mates) }
+    }
+
+    /// Sends what is written from now on among those of its class, or the last one where somebody is passed over.
+    fn line_up(&mut self) {
+        let class = if self.mates.is_any_passed_over() { LAST } else { self.class };
+        if class != self.as_class {
+            self.as_class = class;
+            // Of a stream that is over nothing is sent.
+            let _ = self.send.set_priority(-i32::try_from(class.rank()).unwrap_or(i32::MAX));
+        }
+    }
+
+    /// Nothing more is written: what quinn has still to send is not passed over for long either.
+    pub(super) async fn leave(mut self) {
+        self.finish();
+        if self.class == Class::Fetch || timeout(PASSED_OVER_MAX, self.send.stopped()).await.is_ok() {
+            return;
+        }
+        let _passed_over = self.mates.pass_over();
+        let _ = timeout(LEAVES_MAX, self.send.stopped()).await;
+    }
+
     /// Tells the peer that its operation is not served.
     pub(super) fn refuse(&mut self) {
         let _ = self.send.reset(CODE_REFUSED);
@@ -57,6 +139,14 @@ impl Source for RecvStream {
 
 impl Source for QuicStream {
     async fn fill(&mut self, have: &mut BytesMut, wanted: usize) -> Result<bool, Loss> {
+        if self.class == Class::Fetch || !self.asks {
+            return self.recv.fill(have, wanted).await;
+        }
+        // What was written before may be what the answer waits for. What came stays in `have`.
+        if let Ok(filled) = timeout(PASSED_OVER_MAX, self.recv.fill(have, wanted)).await {
+            return filled;
+        }
+        let _passed_over = self.mates.pass_over();
         self.recv.fill(have, wanted).await
     }
 
@@ -67,7 +157,21 @@ impl Source for QuicStream {
 
 impl Stream for QuicStream {
     async fn write(&mut self, bytes: Bytes) -> Result<(), Loss> {
-        self.send.write_chunk(bytes).await.map_err(|error| write_loss(&error))
+        self.line_up();
+        if self.class == Class::Fetch {
+            return self.send.write_chunk(bytes).await.map_err(|error| write_loss(&error));
+        }
+        let (mut left, mut passed_over) = ([bytes], None);
+        while !left[0].is_empty() {
+            match timeout(PASSED_OVER_MAX, self.send.write_chunks(&mut left)).await {
+                Ok(written) => {
+                    written.map_err(|error| write_loss(&error))?;
+                    passed_over = None;
+                }
+                Err(_) => passed_over = passed_over.or_else(|| Some(self.mates.pass_over())),
+            }
+        }
+        Ok(())
     }
 
     async fn flush(&mut self) -> Result<(), Loss> {
@@ -81,6 +185,11 @@ impl Stream for QuicStream {
         }
         self.finish();
         Ok(())
+    }
+
+    fn rank(&mut self, class: Class) {
+        self.class = class;
+        self.line_up();
     }
 
     fn stopped(&self) -> impl Future<Output = ()> + Send + 'static {
@@ -106,3 +215,7 @@ fn write_loss(error: &WriteError) -> Loss {
         other => Loss::Broken(other.to_string()),
     }
 }
+
+#[cfg(test)]
+#[path = "stream_tests.rs"]
+mod tests;

@@ -11,7 +11,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use kv_core::id::Class;
+use tokio::sync::{Notify, Semaphore};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 
 use super::link::{Asked, Link, Local};
@@ -20,6 +21,7 @@ use crate::ask::Asks;
 use crate::pick::BreakerRules;
 use crate::pick::breaker::Breaker;
 use crate::tcp::TcpPath;
+use crate::turns::{Place, Places};
 use crate::{Path, PathError};
 
 /// Time for a link. Cards take milliseconds for it; some seconds are what they try to reach a peer that does not answer, and what
@@ -135,14 +137,14 @@ pub(super) struct Held {
     /// Its lane, by position.
     pub(super) at: usize,
     busy: Busy,
-    permit: OwnedSemaphorePermit,
+    place: Place,
 }
 
 /// All lanes to a node, over one path of TLS over TCP.
 pub(super) struct Lanes {
     pub(super) tcp: TcpPath,
     lanes: Vec<Arc<Lane>>,
-    at_once: Arc<Semaphore>,
+    at_once: Arc<Places>,
     /// The node closes what nobody used for three times as long.
     idle_timeout: Duration,
     /// A lane is left alone, and somebody is to try it.
@@ -161,7 +163,7 @@ impl Lanes {
         (links_max, idle_timeout): (usize, Duration),
     ) -> Lanes {
         let many = if lanes.len() > 1 { LINKS_PER_LANE * lanes.len() } else { 1 };
-        let at_once = Arc::new(Semaphore::new(links_max.max(many)));
+        let at_once = Places::new(links_max.max(many));
         let lanes: Vec<Arc<Lane>> = lanes.into_iter().map(Arc::new).collect();
         lanes[at].keep(first);
         let (is_told, is_failure_told) = (AtomicBool::new(false), AtomicBool::new(false));
@@ -179,10 +181,14 @@ impl Lanes {
         (config.stripe_bytes as u64, config.local_bytes as u64 / 2)
     }
 
-    /// A link for an operation, of none of the lanes that it `tried`; nothing when there is none to be had.
-    pub(super) async fn held(&self, tried: &[usize], may_be_used: bool) -> Result<Option<Held>, PathError> {
-        let at_once = Arc::clone(&self.at_once).acquire_owned().await;
-        let permit = at_once.expect("the semaphore is never closed");
+    /// A link for an operation of this class, of none of the lanes that it `tried`; nothing when there is none to be had.
+    pub(super) async fn held(
+        &self,
+        class: Class,
+        tried: &[usize],
+        may_be_used: bool,
+    ) -> Result<Option<Held>, PathError> {
+        let place = self.at_once.take(class).await;
         let untried = self.lanes.iter().enumerate().filter(|(at, _)| !tried.contains(at));
         let mut lanes: Vec<_> = untried.filter(|(_, lane)| lane.is_open()).collect();
         lanes.sort_by_key(|(_, lane)| (lane.is_spare, lane.under_way.load(Ordering::Relaxed)));
@@ -193,7 +199,7 @@ impl Lanes {
                 None => self.attach(lane).await?,
             };
             if let Some(link) = link {
-                return Ok(Some(Held { link, at, busy, permit }));
+                return Ok(Some(Held { link, at, busy, place }));
             }
         }
         Ok(None)
@@ -230,13 +236,13 @@ impl Lanes {
 
     /// Takes back the link of an operation that is over.
     pub(super) fn keep(&self, held: Held) {
-        let Held { mut link, busy, permit, .. } = held;
+        let Held { mut link, busy, place, .. } = held;
         if link.rest() {
             locked(&busy.0.breaker).succeeded();
             busy.0.keep(link);
         }
-        // The permit goes last: whoever waits for it finds the link.
-        drop((busy, permit));
+        // The place goes last: whoever waits for it finds the link.
+        drop((busy, place));
     }
 
     /// Takes note of an operation that its link did not bring to an end, and why.

@@ -79,7 +79,7 @@ impl Attached {
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
         let (lease, asked_epoch) = (request.asker.lease, request.epoch);
-        let reserved = operations.reserve_fetch(request.hashes.len());
+        let reserved = operations.reserve_fetch(request.class(), request.hashes.len());
         let begun = reserved.is_some() && self.begin(lease).is_ok();
         let Some(_reserved) = reserved.filter(|_| begun) else {
             let busy = FetchAnswer::Busy { retry_after: RETRY_AFTER };

@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use kv_core::id::Class;
 use kv_core::lend::{Borrower, Extent, Place as LentIn};
 use kvfleet_proto::data;
 use kvfleet_proto::frame::FRAME_BYTES_MAX;
@@ -178,7 +179,7 @@ impl Link {
         let attach = data::Attach { version: words::VERSION, ..data::Attach::default() };
         let op = Some(data::data_request::Op::Attach(attach));
         let request = encode(&data::DataRequest { op, traceparent: String::new() })?;
-        let (answer, control) = tcp.pool.ask::<data::Attached>(request).await?;
+        let (answer, control) = tcp.pool.ask::<data::Attached>(Class::Fetch, request).await?;
         tcp.over(control);
         if answer.outcome != outcome::OFFERED {
             return Ok(Err(format!("it offers no RDMA: {}", answer.why)));
@@ -210,7 +211,7 @@ impl Link {
         };
         let op = Some(data::data_request::Op::Attach(attach));
         let request = encode(&data::DataRequest { op, traceparent: String::new() })?;
-        let (answer, mut control) = tcp.pool.ask::<data::Attached>(request).await?;
+        let (answer, mut control) = tcp.pool.ask::<data::Attached>(Class::Fetch, request).await?;
         let none = match answer.outcome {
             outcome::BUSY => {
                 "as many connections as it allows have it, raise its rdma.links_max or run fewer clients"

@@ -111,9 +111,10 @@ impl RdmaPath {
         deadline: Instant,
         sink: &mut (dyn FnMut(Frame) + Send),
     ) -> Result<FetchAnswer, PathError> {
+        let class = request.class();
         let (mut parts, mut tried, mut may_be_used) = (Parts::default(), Vec::new(), true);
         loop {
-            let held = timeout_at(deadline, self.lanes.held(&tried, may_be_used)).await;
+            let held = timeout_at(deadline, self.lanes.held(class, &tried, may_be_used)).await;
             let Ok(held) = held else {
                 return parts.end(Ok(FetchAnswer::Miss { reason: MissReason::TooLate }));
             };
@@ -168,10 +169,11 @@ impl RdmaPath {
     ) -> Result<SaveAnswer, PathError> {
         let tcp = &self.lanes.tcp;
         let (peer, stall_timeout) = (tcp.peer(), tcp.stall_timeout());
+        let class = request.class();
         let (mut tried, mut may_be_used) = (Vec::new(), true);
         loop {
             // Others may have all links for long, which says nothing of the peer.
-            let held = timeout(stall_timeout, self.lanes.held(&tried, may_be_used)).await;
+            let held = timeout(stall_timeout, self.lanes.held(class, &tried, may_be_used)).await;
             let Ok(Some(mut held)) = held.unwrap_or(Ok(None)) else {
                 return ask::save(tcp, request, source).await;
             };

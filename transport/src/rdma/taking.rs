@@ -30,7 +30,7 @@ impl Attached {
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
         let frame_bytes = request.frame_bytes;
-        let Some(mut room) = operations.reserve_save(request.hashes.len(), frame_bytes) else {
+        let Some(mut room) = operations.reserve_save(&request) else {
             let busy = SaveOffer::Busy { retry_after: RETRY_AFTER };
             return operations.answer(stream, &wire::offer_to_pb(&busy)).await;
         };

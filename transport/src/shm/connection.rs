@@ -11,6 +11,8 @@ use std::sync::atomic::Ordering;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
+use kv_core::classes::{self, ClassRoom};
+use kv_core::id::Class;
 use kv_core::lend::Effect;
 use kvfleet_proto::data;
 use tokio::sync::{mpsc, watch};
@@ -64,11 +66,17 @@ enum Broken {
     Slow,
 }
 
+/// What each class has at least of the operations of a connection. The host has no other bound that one could fill: each
+/// process has a connection, and copies places, of its own.
+const PARTS: classes::Parts = [8, 4, 1, 2];
+
 /// One connection after its welcome.
 pub(super) struct Connection {
     serving: Serving,
     operations: JoinSet<()>,
     running: BTreeMap<u64, Running>,
+    /// One place for each of them.
+    places: ClassRoom,
     ids: BTreeMap<Id, u64>,
     buffer: Box<[u8; PACKET_BYTES_MAX]>,
     awake: Awake,
@@ -78,6 +86,7 @@ pub(super) struct Connection {
 
 struct Running {
     abort: AbortHandle,
+    class: Class,
     save: Option<Parts>,
     is_cancelled: bool,
 }
@@ -121,6 +130,7 @@ impl Connection {
             serving,
             operations: JoinSet::new(),
             running: BTreeMap::new(),
+            places: ClassRoom::new(OPERATIONS_MAX as u64, PARTS),
             ids: BTreeMap::new(),
             buffer: Box::new([0; PACKET_BYTES_MAX]),
             blocks_of_turn: 0,
@@ -358,21 +368,23 @@ impl Connection {
 
     async fn fetch(&mut self, op: u64, request: FetchRequest) -> Result<(), Broken> {
         has_count(request.hashes.len())?;
-        if self.is_full() {
+        let class = request.class();
+        if !self.has_place(class) {
             let head = wire::head_to_pb(&FetchAnswer::Busy { retry_after: RETRY_AFTER }, request.epoch);
             self.serving.lending.post(&ToClient::Head { op, head, rows: Vec::new() });
             return Ok(());
         }
         let begun = self.begin(request.asker.lease).await;
         let blocks = request.hashes.len();
-        self.start(op, blocks, None, Box::pin(self.serving.clone().fetch(op, request, begun))).await;
+        self.start((op, class), blocks, None, Box::pin(self.serving.clone().fetch(op, request, begun))).await;
         Ok(())
     }
 
     async fn save(&mut self, op: u64, request: SaveRequest, there: Vec<TrayPlace>) -> Result<(), Broken> {
         has_count(request.hashes.len())?;
         let saves = self.running.values().filter(|running| running.save.is_some()).count();
-        if self.is_full() || saves >= SAVES_MAX {
+        let class = request.class();
+        if saves >= SAVES_MAX || !self.has_place(class) {
             let offer = wire::offer_to_pb(&SaveOffer::Busy { retry_after: RETRY_AFTER });
             self.serving.lending.post(&ToClient::Offer { op, offer });
             return Ok(());
@@ -384,7 +396,7 @@ impl Connection {
         let frames_left = if there.is_empty() { request.hashes.len() } else { 0 };
         let frames = Frames { there, come };
         let save = Box::pin(self.serving.clone().save(op, request, begun, frames));
-        self.start(op, blocks, Some(Parts { to, frames_left }), save).await;
+        self.start((op, class), blocks, Some(Parts { to, frames_left }), save).await;
         Ok(())
     }
 
@@ -398,7 +410,7 @@ impl Connection {
     /// none.
     async fn start(
         &mut self,
-        op: u64,
+        (op, class): (u64, Class),
         blocks: usize,
         save: Option<Parts>,
         mut operation: BoxFuture<'static, ()>,
@@ -414,30 +426,36 @@ impl Connection {
             Poll::Ready(polled)
         });
         match first.await {
-            Ok(Poll::Ready(())) => {}
+            Ok(Poll::Ready(())) => self.places.give_back(class, 1),
             Ok(Poll::Pending) => {
                 let abort = self.operations.spawn(operation);
                 self.ids.insert(abort.id(), op);
-                self.running.insert(op, Running { abort, save, is_cancelled: false });
+                self.running.insert(op, Running { abort, class, save, is_cancelled: false });
             }
-            Err(_) => self.serving.lending.post(&ToClient::Ended { op }),
+            Err(_) => {
+                self.places.give_back(class, 1);
+                self.serving.lending.post(&ToClient::Ended { op });
+            }
         }
     }
 
-    /// Whether one operation more is too many. Those that came to their end, but were not looked at, are none.
-    fn is_full(&mut self) -> bool {
+    /// Takes a place for one operation more of this class, if there is one. Those that came to their end, but were not
+    /// looked at, have none.
+    fn has_place(&mut self, class: Class) -> bool {
         while let Some(Woken::Ended { id, is_broken }) =
             self.operations.try_join_next_with_id().map(Woken::of)
         {
             self.ended(id, is_broken);
         }
-        self.running.len() >= OPERATIONS_MAX
+        self.places.take(class, 1)
     }
 
     /// An operation's task is over. One that did not come to its end said nothing of it to the client.
     fn ended(&mut self, id: Id, is_broken: bool) {
         let Some(op) = self.ids.remove(&id) else { return };
-        if self.running.remove(&op).is_some_and(|running| running.is_cancelled || is_broken) {
+        let Some(running) = self.running.remove(&op) else { return };
+        self.places.give_back(running.class, 1);
+        if running.is_cancelled || is_broken {
             self.serving.lending.post(&ToClient::Ended { op });
         }
     }

@@ -15,6 +15,7 @@ use tokio::task::JoinHandle;
 use super::pool::{Lost, Occupied, Pool};
 use crate::ask::{self, Asks, Sends};
 use crate::stream::encode;
+use crate::wire;
 use crate::{
     AskedLayers, BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest, SliceSink,
 };
@@ -52,7 +53,7 @@ impl Asks for TcpPath {
         request: &data::DataRequest,
         _: Sends,
     ) -> Result<(M, Occupied), PathError> {
-        self.pool.ask(encode(request)?).await
+        self.pool.ask(wire::class_of(request), encode(request)?).await
     }
 
     fn sends_frames(&self) {

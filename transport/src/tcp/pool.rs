@@ -8,15 +8,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use kv_core::id::Class;
 use prost::Message;
 use rustls::ClientConfig;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::stream::{Ends, TlsStream};
 use super::{handshake, socket};
 use crate::dial::within;
 use crate::stream::{ItemError, Loss, Source, Stream, read_message};
+use crate::turns::{Place, Places};
 use crate::{MissReason, PathError};
 
 /// Opens connections to one peer.
@@ -60,7 +62,7 @@ async fn lost(lost: &mut Lost) -> Loss {
 /// Connections to one peer.
 pub(crate) struct Pool {
     connector: Connector,
-    at_once: Arc<Semaphore>,
+    at_once: Arc<Places>,
     idle: Mutex<Vec<Idle>>,
     idle_timeout: Duration,
     lost: Lost,
@@ -79,7 +81,7 @@ impl Pool {
         idle_timeout: Duration,
         lost: Lost,
     ) -> Pool {
-        let at_once = Arc::new(Semaphore::new(connections_max.max(1)));
+        let at_once = Places::new(connections_max.max(1));
         Pool { connector, at_once, idle: Mutex::default(), idle_timeout, lost }
     }
 
@@ -91,15 +93,16 @@ impl Pool {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks over a connection that was used last, or a new one when there is none. One that was kept may have ended
-    /// at the peer's side unnoticed: if it did before anything was answered, a new one is asked once more. That is
-    /// sound for every operation: a save stores nothing before its offer is answered.
+    /// Asks for something of this class, over a connection that was used last, or a new one when there is none. One that
+    /// was kept may have ended at the peer's side unnoticed: if it did before anything was answered, a new one is asked
+    /// once more. That is sound for every operation: a save stores nothing before its offer is answered.
     pub(crate) async fn ask<M: Message + Default>(
         self: &Arc<Pool>,
+        class: Class,
         message: Bytes,
     ) -> Result<(M, Occupied), PathError> {
         let mut waits = self.lost.clone();
-        let asked = self.ask_while_there(message);
+        let asked = self.ask_while_there(class, message);
         tokio::select! {
             biased;
             asked = asked => asked,
@@ -109,28 +112,28 @@ impl Pool {
 
     async fn ask_while_there<M: Message + Default>(
         self: &Arc<Pool>,
+        class: Class,
         message: Bytes,
     ) -> Result<(M, Occupied), PathError> {
-        let at_once = Arc::clone(&self.at_once).acquire_owned().await;
-        let mut permit = at_once.expect("the semaphore is never closed");
+        let mut place = self.at_once.take(class).await;
         if let Some(stream) = self.kept() {
             let before = stream.plain_bytes();
-            let mut occupied = self.occupy(stream, permit);
+            let mut occupied = self.occupy(stream, place);
             match occupied.ask(message.clone()).await {
                 Ok(answer) => return Ok((answer, occupied)),
                 Err(error) => match occupied.give_up(before) {
-                    Some(freed) if error.is_loss() => permit = freed,
+                    Some(freed) if error.is_loss() => place = freed,
                     _ => return Err(error.at(self.peer())),
                 },
             }
         }
-        let mut occupied = self.occupy(self.connector.connect().await?, permit);
+        let mut occupied = self.occupy(self.connector.connect().await?, place);
         let answer = occupied.ask(message).await.map_err(|error| error.at(self.peer()))?;
         Ok((answer, occupied))
     }
 
-    fn occupy(self: &Arc<Pool>, stream: TlsStream, permit: OwnedSemaphorePermit) -> Occupied {
-        Occupied { held: Some((stream, Some(permit))), lost: self.lost.clone() }
+    fn occupy(self: &Arc<Pool>, stream: TlsStream, place: Place) -> Occupied {
+        Occupied { held: Some((stream, Some(place))), lost: self.lost.clone() }
     }
 
     /// The connection that was used last, if one can be used again.
@@ -146,7 +149,7 @@ impl Pool {
 
     /// Takes back the connection of an operation that is over.
     pub(super) fn keep(&self, mut occupied: Occupied) {
-        let Some((mut stream, permit)) = occupied.held.take() else { return };
+        let Some((mut stream, place)) = occupied.held.take() else { return };
         stream.rest();
         if stream.is_usable() {
             self.idle().push(Idle { stream, since: Instant::now() });
@@ -154,7 +157,7 @@ impl Pool {
             stream.close();
         }
         // Only now: whoever waits for it finds the connection.
-        drop(permit);
+        drop(place);
     }
 
     /// Closes what nobody used for long.
@@ -189,7 +192,7 @@ impl Drop for Pool {
 /// A connection that one operation has to itself.
 pub(crate) struct Occupied {
     /// Present until the operation is over. What was upgraded takes no place any more.
-    held: Option<(TlsStream, Option<OwnedSemaphorePermit>)>,
+    held: Option<(TlsStream, Option<Place>)>,
     lost: Lost,
 }
 
@@ -209,18 +212,18 @@ impl Occupied {
     }
 
     /// Closes the connection. Its place, if it gave no byte of an answer since `before`.
-    fn give_up(mut self, before: u64) -> Option<OwnedSemaphorePermit> {
-        let (stream, permit) = self.held.take()?;
+    fn give_up(mut self, before: u64) -> Option<Place> {
+        let (stream, place) = self.held.take()?;
         let is_silent = stream.plain_bytes() == before;
         stream.abort();
-        permit.filter(|_| is_silent)
+        place.filter(|_| is_silent)
     }
 
     /// The connection belongs to another protocol, which bounds how many there are: its place is another's.
     #[cfg(feature = "rdma")]
     pub(crate) fn upgraded(&mut self) {
-        if let Some((_, permit)) = &mut self.held {
-            drop(permit.take());
+        if let Some((_, place)) = &mut self.held {
+            drop(place.take());
         }
     }
 

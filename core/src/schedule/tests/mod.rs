@@ -69,7 +69,7 @@ pub(super) fn instance(n: u32) -> Instance {
 }
 
 pub(super) fn live(node: u32) -> LiveNode {
-    LiveNode { node: NodeId(node), epoch: Epoch(1), weight: 1, blocks: 0, link: None }
+    LiveNode { node: NodeId(node), epoch: Epoch(1), weight: 1, blocks: 0, link: None, tiers: [None; 3] }
 }
 
 /// `count` idle instances, each with a live node of the same number, counted from 1.

@@ -185,6 +185,38 @@ fn a_tail_that_is_slower_to_fetch_than_to_compute_is_cut() {
 }
 
 #[test]
+fn blocks_are_priced_by_what_was_measured_of_their_tier_then_of_their_node_then_by_the_profile() {
+    let way = |latency_ns, bytes_per_s| Some(Lane { latency_ns, bytes_per_s });
+    // DRAM comes fast, SSD slowly: 5 MB/s is 200 µs a token, twice the time of computing it.
+    let (slow, fast) = (way(20_000, 5_000_000), way(20_000, 100_000_000));
+    let transfer = |tier: Tier, link, tiers| {
+        let mut fleet = fleet(1);
+        fleet.set_nodes(vec![live(1), LiveNode { link, tiers, ..live(2) }]);
+        let decision = chosen(&request(4), &prefix(&[(4, &[(2, tier)])]), &fleet);
+        (decision.fetch_blocks, decision.predicted.transfer_us)
+    };
+    let measured = [slow, fast, None];
+    assert_eq!(transfer(SSD, None, measured), (0, 0), "computed sooner");
+    assert_eq!(transfer(DRAM, None, measured), (4, 20 + 40 * 10));
+    assert_eq!(transfer(DRAM, way(1_000_000, 1), measured), (4, 420), "the link is in it already");
+    // What is not measured of a tier is the profile's, over the link that was.
+    assert_eq!(transfer(DRAM, slow, [slow, None, None]), (0, 0));
+    assert_eq!(transfer(DRAM, None, [slow, None, None]), transfer(DRAM, None, [None; 3]));
+    assert_eq!(transfer(GPU, fast, measured), transfer(GPU, fast, [None; 3]));
+    // Of two nodes the one is taken whose tier is faster, whatever their tiers are called.
+    let mut two = fleet_with_nodes([[fast, None, None], [None, slow, None]]);
+    two.put_instance(Instance { node: None, ..instance(1) });
+    let decision = chosen(&request(4), &prefix(&[(4, &[(1, SSD), (2, DRAM)])]), &two);
+    assert_eq!(sources(&decision), [(1, 0, 4)]);
+}
+
+fn fleet_with_nodes(tiers: [[Option<Lane>; 3]; 2]) -> Fleet {
+    let mut fleet = fleet(1);
+    fleet.set_nodes((1..).zip(tiers).map(|(node, tiers)| LiveNode { tiers, ..live(node) }).collect());
+    fleet
+}
+
+#[test]
 fn a_slow_middle_is_fetched_for_the_sake_of_what_lies_behind() {
     // Middle run of 1 block: 30 + 10 x 200 = 2,030 to save 1,000. Behind it 8 own blocks that save 8,000.
     let matched = prefix(&[(1, &[(2, DRAM)]), (8, &[(1, DRAM)])]);

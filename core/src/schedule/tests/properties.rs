@@ -57,15 +57,20 @@ fn instances() -> impl Strategy<Value = Vec<Instance>> {
 
 fn nodes() -> impl Strategy<Value = Vec<LiveNode>> {
     let link = prop::option::of((0u64..1_000_000, 1_000_000u64..10_000_000_000));
-    let node = (0u32..8, 1u64..3, 0u32..3, 0u64..1_000, link);
+    let tiers = [link.clone(), link.clone(), link.clone()];
+    let node = (0u32..8, 1u64..3, 0u32..3, 0u64..1_000, link, tiers);
     prop::collection::vec(node, 0..8).prop_map(|all| {
-        let made = |(node, epoch, weight, blocks, link): (u32, u64, u32, u64, Option<(u64, u64)>)| LiveNode {
-            node: NodeId(node),
-            epoch: Epoch(epoch),
-            weight,
-            blocks,
-            link: link.map(|(latency_ns, bytes_per_s)| Lane { latency_ns, bytes_per_s }),
-        };
+        let lane = |(latency_ns, bytes_per_s)| Lane { latency_ns, bytes_per_s };
+        type Way = Option<(u64, u64)>;
+        let made =
+            |(node, epoch, weight, blocks, link, tiers): (u32, u64, u32, u64, Way, [Way; 3])| LiveNode {
+                node: NodeId(node),
+                epoch: Epoch(epoch),
+                weight,
+                blocks,
+                link: link.map(lane),
+                tiers: tiers.map(|tier| tier.map(lane)),
+            };
         all.into_iter().map(made).collect()
     })
 }

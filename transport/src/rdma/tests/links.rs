@@ -54,6 +54,8 @@ async fn a_node_that_offers_none_is_not_taken_for_one() {
     let plain = TcpServer::bind(ANY, &world.identity, Arc::new(MemoryService::default())).unwrap();
     let error = world.dialer().dial(plain.local_addr().to_string()).await.err().unwrap();
     assert!(matches!(error, PathError::Unreachable { .. }), "{error}");
+    // Those it asked with end on a thread of their own.
+    world.until("its queue pairs gone", |world| world.fabric.queues().is_empty()).await;
     let tcp = TcpDialer::new(&world.authority.member(), TcpConfig::default());
     for (at, is_refused) in [(plain.local_addr().to_string(), true), (world.address(), false)] {
         let tcp = tcp.open(&at).await.unwrap();

@@ -1,0 +1,229 @@
+//! What fetches came to, by node, path and tier: what an engine reports of its links, and routers price by.
+//!
+//! Only what a request waited for counts: what is loaded before its turn goes behind others, and says nothing of how fast a
+//! fetch is. The first frame of a fetch is its latency, the others are its stream, so a fetch of one block says too
+//! little and is left out. Not here: how samples become an estimate (`kv_core::schedule`), and when they are reported (the
+//! engine).
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use kv_core::id::{Epoch, NodeId, Tier};
+use kvfleet_proto::pb;
+use kvfleet_transport::pick::PathKind;
+use tokio::time::Instant;
+
+/// Sums at once: as many samples as a router takes in one report. Above it what changed least lately is forgotten.
+const SUMS_MAX: usize = 256;
+
+/// What is summed up by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Key {
+    node: NodeId,
+    epoch: Epoch,
+    /// As a report numbers it; 0 where it is not known.
+    path: u32,
+    /// As a report numbers it; 0 where blocks came out of several.
+    tier: u32,
+}
+
+/// Everything since a key was first heard of.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sums {
+    /// Tells it from one of the same key that was forgotten.
+    born: u64,
+    changed: u64,
+    fetches: u64,
+    bytes: u64,
+    latency: Duration,
+    stream: Duration,
+}
+
+/// What fetches came to. Clones are the same.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Links {
+    known: Arc<Mutex<Known>>,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    sums: BTreeMap<Key, Sums>,
+    changes: u64,
+}
+
+/// One fetch under way.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Timed {
+    begun: Instant,
+    first: Option<Instant>,
+    last: Instant,
+    /// Behind the first frame.
+    bytes: u64,
+}
+
+impl Timed {
+    pub(crate) fn begin() -> Timed {
+        let now = Instant::now();
+        Timed { begun: now, first: None, last: now, bytes: 0 }
+    }
+
+    /// A frame, or slices, of so many bytes came.
+    pub(crate) fn came(&mut self, bytes: usize) {
+        self.last = Instant::now();
+        match self.first {
+            None => self.first = Some(self.last),
+            Some(_) => self.bytes = self.bytes.saturating_add(bytes as u64),
+        }
+    }
+
+    /// What was to come did not, up to now.
+    pub(crate) fn held_up(&mut self) {
+        self.last = Instant::now();
+    }
+}
+
+impl Links {
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a fetch whose blocks came out of these tiers.
+    pub(crate) fn fetched(
+        &self,
+        (node, epoch): (NodeId, Epoch),
+        path: Option<PathKind>,
+        tiers: &[Tier],
+        timed: &Timed,
+    ) {
+        let Some(first) = timed.first.filter(|_| timed.bytes > 0) else { return };
+        let one = tiers.split_first().filter(|(first, rest)| rest.iter().all(|tier| tier == *first));
+        let tier = one.map_or(0, |(tier, _)| *tier as u32 + 1);
+        let key = Key { node, epoch, path: path.map_or(0, path_number), tier };
+        let mut known = self.known();
+        known.changes += 1;
+        let now = known.changes;
+        // A node that was started anew is another one.
+        known.sums.retain(|of, _| of.node != node || of.epoch >= epoch);
+        if known.sums.len() >= SUMS_MAX && !known.sums.contains_key(&key) {
+            let oldest = known.sums.iter().min_by_key(|(_, sums)| sums.changed).map(|(key, _)| *key);
+            oldest.map(|key| known.sums.remove(&key));
+        }
+        let sums = known.sums.entry(key).or_insert(Sums { born: now, ..Sums::default() });
+        sums.changed = now;
+        sums.fetches += 1;
+        sums.bytes = sums.bytes.saturating_add(timed.bytes);
+        sums.latency = sums.latency.saturating_add(first - timed.begun);
+        sums.stream = sums.stream.saturating_add(timed.last - first);
+    }
+}
+
+/// The number of a path in a report.
+fn path_number(kind: PathKind) -> u32 {
+    match kind {
+        PathKind::SharedMemory => 1,
+        PathKind::Rdma => 2,
+        PathKind::Quic => 3,
+        PathKind::Tcp => 4,
+    }
+}
+
+/// What one reader of a client's links has not seen yet: one for each router that is reported to.
+#[derive(Debug)]
+pub struct LinkReader {
+    links: Links,
+    seen: BTreeMap<Key, Sums>,
+}
+
+impl LinkReader {
+    pub(crate) fn new(links: Links) -> LinkReader {
+        LinkReader { links, seen: BTreeMap::new() }
+    }
+
+    /// What fetches came to since this was called last, for a report: 256 samples at most. What a report that was lost
+    /// said is not said again: the next one says as much.
+    pub fn take(&mut self) -> Vec<pb::LinkSample> {
+        let now = self.links.known().sums.clone();
+        let since = |(key, sums): (&Key, &Sums)| {
+            let seen = self.seen.get(key).filter(|seen| seen.born == sums.born).copied().unwrap_or_default();
+            let micros = |span: Duration| u64::try_from(span.as_micros()).unwrap_or(u64::MAX);
+            (sums.fetches > seen.fetches).then(|| pb::LinkSample {
+                node: key.node.0,
+                epoch: key.epoch.0,
+                fetches: u32::try_from(sums.fetches - seen.fetches).unwrap_or(u32::MAX),
+                latency_us: micros(sums.latency - seen.latency),
+                bytes: sums.bytes - seen.bytes,
+                stream_us: micros(sums.stream - seen.stream),
+                path: key.path,
+                tier: key.tier,
+            })
+        };
+        let samples = now.iter().filter_map(since).collect();
+        self.seen = now;
+        samples
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    const NODE: (NodeId, Epoch) = (NodeId(1), Epoch(2));
+
+    /// A fetch of frames of 1,000 bytes, the first after 5 ms and each other after one more.
+    fn timed(frames: u64) -> Timed {
+        let begun = Instant::now();
+        let at = |frame: u64| begun + Duration::from_millis(4 + frame);
+        let behind = frames.saturating_sub(1);
+        Timed { begun, first: (frames > 0).then(|| at(1)), last: at(frames), bytes: 1_000 * behind }
+    }
+
+    #[test]
+    fn each_reader_hears_of_each_fetch_once_by_tier_and_path() {
+        let links = Links::default();
+        let mut readers = [LinkReader::new(links.clone()), LinkReader::new(links.clone())];
+        links.fetched(NODE, Some(PathKind::Tcp), &[Tier::Dram; 4], &timed(4));
+        links.fetched(NODE, Some(PathKind::Tcp), &[Tier::Ssd, Tier::Dram], &timed(2));
+        links.fetched(NODE, Some(PathKind::Tcp), &[Tier::Dram], &timed(1));
+        links.fetched(NODE, Some(PathKind::Tcp), &[], &timed(0));
+        let sample = |fetches: u32, bytes, stream_us, path, tier| pb::LinkSample {
+            node: 1,
+            epoch: 2,
+            fetches,
+            latency_us: 5_000 * u64::from(fetches),
+            bytes,
+            stream_us,
+            path,
+            tier,
+        };
+        // A block alone says nothing of how fast others come behind it; blocks of several tiers count for none.
+        assert_eq!(readers[0].take(), [sample(1, 1_000, 1_000, 4, 0), sample(1, 3_000, 3_000, 4, 2)]);
+        assert_eq!(readers[0].take(), []);
+        links.fetched(NODE, Some(PathKind::Tcp), &[Tier::Dram; 3], &timed(3));
+        links.fetched(NODE, None, &[Tier::Ssd; 2], &timed(2));
+        assert_eq!(readers[0].take(), [sample(1, 1_000, 1_000, 0, 1), sample(1, 2_000, 2_000, 4, 2)]);
+        let all = readers[1].take();
+        assert_eq!(all.iter().map(|sample| sample.fetches).collect::<Vec<_>>(), [1, 1, 2]);
+    }
+
+    #[test]
+    fn what_is_known_is_bounded_and_an_older_start_of_a_node_is_forgotten() {
+        let links = Links::default();
+        let mut reader = LinkReader::new(links.clone());
+        let two = timed(2);
+        for node in 0..1_000 {
+            links.fetched((NodeId(node), Epoch(1)), None, &[Tier::Dram; 2], &two);
+        }
+        assert_eq!(reader.take().len(), SUMS_MAX);
+        // Forgotten and heard of again, it counts from there.
+        links.fetched((NodeId(0), Epoch(1)), None, &[Tier::Dram; 2], &two);
+        links.fetched((NodeId(999), Epoch(2)), None, &[Tier::Dram; 2], &two);
+        links.fetched((NodeId(999), Epoch(1)), None, &[Tier::Dram; 2], &two);
+        let said: Vec<_> =
+            reader.take().iter().map(|sample| (sample.node, sample.epoch, sample.fetches)).collect();
+        assert_eq!(said, [(0, 1, 1), (999, 1, 1), (999, 2, 1)]);
+        links.fetched((NodeId(999), Epoch(3)), None, &[Tier::Dram; 2], &two);
+        assert!(links.known().sums.keys().all(|key| key.node != NodeId(999) || key.epoch == Epoch(3)));
+    }
+}
