@@ -20,7 +20,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
 use crate::Client;
-use crate::links::{LinkReader, Links, Timed};
+use crate::links::{LinkReader, Links, Timed, one_tier};
 use crate::paths::{Found, Paths};
 
 /// Longest deadline; more is the same as none, and would overflow the clock.
@@ -228,6 +228,11 @@ pub(crate) struct Came {
 }
 
 impl Came {
+    /// Given up to be asked for again at once.
+    pub(crate) fn again() -> Came {
+        Came { reason: Some(MissReason::Busy), leased: true, ..Came::default() }
+    }
+
     /// The deadline came first.
     pub(crate) fn late() -> Came {
         Came { reason: Some(MissReason::TooLate), leased: true, ..Came::default() }
@@ -309,6 +314,8 @@ impl Proving {
 pub(crate) struct OneSource {
     address: String,
     node: NodeId,
+    /// The tier that the decision named.
+    planned: Option<Tier>,
     request: FetchRequest,
     deadline: Instant,
     links: Links,
@@ -324,6 +331,7 @@ impl OneSource {
     ) -> OneSource {
         OneSource {
             address: source.address.clone(),
+            planned: Tier::ALL.into_iter().find(|tier| *tier as u32 == source.tier),
             node: NodeId(source.node),
             links: links.clone(),
             request: FetchRequest {
@@ -396,7 +404,8 @@ impl OneSource {
             timed.held_up();
         }
         if class == Class::Fetch && came.wrong_blocks == 0 {
-            self.links.fetched((self.node, self.request.epoch), path.kind(), &came.tiers, &timed);
+            let tier = one_tier(&came.tiers, self.request.hashes.len(), self.planned);
+            self.links.fetched((self.node, self.request.epoch), path.kind(), tier, &timed);
         }
         (came, None)
     }

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kv_core::id::{Epoch, NodeId, Tier};
+use kv_core::schedule::RATE_MIN;
 use kvfleet_proto::pb;
 use kvfleet_transport::pick::PathKind;
 use tokio::time::Instant;
@@ -70,16 +71,28 @@ impl Timed {
 
     /// A frame, or slices, of so many bytes came.
     pub(crate) fn came(&mut self, bytes: usize) {
-        self.last = Instant::now();
+        self.came_at(bytes, Instant::now());
+    }
+
+    fn came_at(&mut self, bytes: usize, now: Instant) {
+        self.last = now;
         match self.first {
             None => self.first = Some(self.last),
             Some(_) => self.bytes = self.bytes.saturating_add(bytes as u64),
         }
     }
 
-    /// What was to come did not, up to now.
+    /// What was to come did not, up to now. Nobody knows what it would have been, so the wait counts at the slowest rate that is
+    /// believed: who brings nothing in time is not to look like one of whom nothing is known.
     pub(crate) fn held_up(&mut self) {
-        self.last = Instant::now();
+        self.held_up_at(Instant::now());
+    }
+
+    fn held_up_at(&mut self, now: Instant) {
+        self.first.get_or_insert(self.begun);
+        let waited = now.saturating_duration_since(self.last).as_secs_f64();
+        self.bytes = self.bytes.saturating_add((waited * RATE_MIN) as u64);
+        self.last = now;
     }
 }
 
@@ -88,17 +101,16 @@ impl Links {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a fetch whose blocks came out of these tiers.
+    /// Counts a fetch whose blocks came out of this tier, if all did.
     pub(crate) fn fetched(
         &self,
         (node, epoch): (NodeId, Epoch),
         path: Option<PathKind>,
-        tiers: &[Tier],
+        tier: Option<Tier>,
         timed: &Timed,
     ) {
         let Some(first) = timed.first.filter(|_| timed.bytes > 0) else { return };
-        let one = tiers.split_first().filter(|(first, rest)| rest.iter().all(|tier| tier == *first));
-        let tier = one.map_or(0, |(tier, _)| *tier as u32 + 1);
+        let tier = tier.map_or(0, |tier| tier as u32 + 1);
         let key = Key { node, epoch, path: path.map_or(0, path_number), tier };
         let mut known = self.known();
         known.changes += 1;
@@ -116,6 +128,14 @@ impl Links {
         sums.latency = sums.latency.saturating_add(first - timed.begun);
         sums.stream = sums.stream.saturating_add(timed.last - first);
     }
+}
+
+/// The tier that blocks came out of, if all of `asked` came, or those that did not are `planned` to be in the one that the others
+/// came out of: what was waited for in vain may have been in another one.
+pub(crate) fn one_tier(tiers: &[Tier], asked: usize, planned: Option<Tier>) -> Option<Tier> {
+    let tier = tiers.first().copied().or(planned)?;
+    let is_one = tiers.iter().all(|other| *other == tier);
+    (is_one && (tiers.len() == asked || planned == Some(tier))).then_some(tier)
 }
 
 /// The number of a path in a report.
@@ -183,10 +203,10 @@ mod tests {
     fn each_reader_hears_of_each_fetch_once_by_tier_and_path() {
         let links = Links::default();
         let mut readers = [LinkReader::new(links.clone()), LinkReader::new(links.clone())];
-        links.fetched(NODE, Some(PathKind::Tcp), &[Tier::Dram; 4], &timed(4));
-        links.fetched(NODE, Some(PathKind::Tcp), &[Tier::Ssd, Tier::Dram], &timed(2));
-        links.fetched(NODE, Some(PathKind::Tcp), &[Tier::Dram], &timed(1));
-        links.fetched(NODE, Some(PathKind::Tcp), &[], &timed(0));
+        links.fetched(NODE, Some(PathKind::Tcp), Some(Tier::Dram), &timed(4));
+        links.fetched(NODE, Some(PathKind::Tcp), None, &timed(2));
+        links.fetched(NODE, Some(PathKind::Tcp), Some(Tier::Dram), &timed(1));
+        links.fetched(NODE, Some(PathKind::Tcp), None, &timed(0));
         let sample = |fetches: u32, bytes, stream_us, path, tier| pb::LinkSample {
             node: 1,
             epoch: 2,
@@ -200,8 +220,8 @@ mod tests {
         // A block alone says nothing of how fast others come behind it; blocks of several tiers count for none.
         assert_eq!(readers[0].take(), [sample(1, 1_000, 1_000, 4, 0), sample(1, 3_000, 3_000, 4, 2)]);
         assert_eq!(readers[0].take(), []);
-        links.fetched(NODE, Some(PathKind::Tcp), &[Tier::Dram; 3], &timed(3));
-        links.fetched(NODE, None, &[Tier::Ssd; 2], &timed(2));
+        links.fetched(NODE, Some(PathKind::Tcp), Some(Tier::Dram), &timed(3));
+        links.fetched(NODE, None, Some(Tier::Ssd), &timed(2));
         assert_eq!(readers[0].take(), [sample(1, 1_000, 1_000, 0, 1), sample(1, 2_000, 2_000, 4, 2)]);
         let all = readers[1].take();
         assert_eq!(all.iter().map(|sample| sample.fetches).collect::<Vec<_>>(), [1, 1, 2]);
@@ -213,17 +233,43 @@ mod tests {
         let mut reader = LinkReader::new(links.clone());
         let two = timed(2);
         for node in 0..1_000 {
-            links.fetched((NodeId(node), Epoch(1)), None, &[Tier::Dram; 2], &two);
+            links.fetched((NodeId(node), Epoch(1)), None, Some(Tier::Dram), &two);
         }
         assert_eq!(reader.take().len(), SUMS_MAX);
         // Forgotten and heard of again, it counts from there.
-        links.fetched((NodeId(0), Epoch(1)), None, &[Tier::Dram; 2], &two);
-        links.fetched((NodeId(999), Epoch(2)), None, &[Tier::Dram; 2], &two);
-        links.fetched((NodeId(999), Epoch(1)), None, &[Tier::Dram; 2], &two);
+        links.fetched((NodeId(0), Epoch(1)), None, Some(Tier::Dram), &two);
+        links.fetched((NodeId(999), Epoch(2)), None, Some(Tier::Dram), &two);
+        links.fetched((NodeId(999), Epoch(1)), None, Some(Tier::Dram), &two);
         let said: Vec<_> =
             reader.take().iter().map(|sample| (sample.node, sample.epoch, sample.fetches)).collect();
         assert_eq!(said, [(0, 1, 1), (999, 1, 1), (999, 2, 1)]);
-        links.fetched((NodeId(999), Epoch(3)), None, &[Tier::Dram; 2], &two);
+        links.fetched((NodeId(999), Epoch(3)), None, Some(Tier::Dram), &two);
         assert!(links.known().sums.keys().all(|key| key.node != NodeId(999) || key.epoch == Epoch(3)));
+    }
+
+    #[test]
+    fn a_tier_is_known_where_no_block_may_have_been_in_another() {
+        let (dram, ssd) = (Tier::Dram, Tier::Ssd);
+        assert_eq!(one_tier(&[dram; 3], 3, None), Some(dram));
+        assert_eq!(one_tier(&[dram; 3], 3, Some(ssd)), Some(dram), "the node knows better than the plan");
+        assert_eq!(one_tier(&[dram, ssd], 2, Some(dram)), None);
+        assert_eq!(one_tier(&[dram; 3], 8, Some(ssd)), None, "what did not come was planned to be elsewhere");
+        assert_eq!(one_tier(&[ssd; 3], 8, Some(ssd)), Some(ssd));
+        assert_eq!(one_tier(&[], 8, Some(ssd)), Some(ssd));
+        assert_eq!([one_tier(&[], 0, None), one_tier(&[dram], 2, None)], [None, None]);
+    }
+
+    #[test]
+    fn a_wait_in_vain_counts_at_the_slowest_rate_that_is_believed() {
+        let mut nothing = Timed::begin();
+        let begun = nothing.begun;
+        let after = |ms| begun + Duration::from_millis(ms);
+        nothing.held_up_at(after(200));
+        assert_eq!((nothing.bytes, nothing.first), (200_000, Some(begun)));
+        let mut some = Timed { begun, ..timed(0) };
+        some.came_at(9_000, after(5));
+        some.came_at(70_000, after(5));
+        some.held_up_at(after(55));
+        assert_eq!((some.bytes, some.first, some.last), (120_000, Some(after(5)), after(55)));
     }
 }

@@ -55,6 +55,8 @@ pub(crate) struct Filling<'a> {
     open: usize,
     /// Something that came was not what was asked.
     is_spoilt: bool,
+    /// Whether what comes is told piece by piece; else by whoever knows when it came.
+    counts: bool,
 }
 
 struct Block {
@@ -76,13 +78,14 @@ impl<'a> Filling<'a> {
             left_bytes: 0,
             open: 0,
             is_spoilt: false,
+            counts: true,
         }
     }
 
     /// The head of the next block.
     pub(crate) fn head(&mut self, head: FrameHead) {
         let position = self.blocks.len();
-        self.sink.received(head.bytes().len());
+        self.count(head.bytes().len());
         if position < self.usable && !self.sink.head(position, &head) {
             self.refuse(position);
         }
@@ -162,7 +165,7 @@ impl<'a> Filling<'a> {
         block.next = layers.end;
         self.open -= usize::from(block.next == block.end);
         self.left_bytes -= bytes;
-        self.sink.received(bytes);
+        self.count(bytes);
         if position < self.usable {
             self.sink.filled(position, layers);
         }
@@ -176,6 +179,12 @@ impl<'a> Filling<'a> {
     /// Whether something that came was not what was asked.
     pub(crate) fn is_spoilt(&self) -> bool {
         self.is_spoilt
+    }
+
+    fn count(&mut self, bytes: usize) {
+        if self.counts {
+            self.sink.received(bytes);
+        }
     }
 
     /// Nothing from this block on is handed on any more.
@@ -203,7 +212,9 @@ pub(crate) struct Whole<'a> {
 
 impl<'a> Whole<'a> {
     pub(crate) fn new(sink: &'a mut dyn SliceSink, asked: AskedLayers) -> Whole<'a> {
-        Whole { filling: Filling::new(sink, asked.layers.clone()), asked }
+        // A frame came as one: that its slices follow each other at once says nothing of the path.
+        let filling = Filling { counts: false, ..Filling::new(sink, asked.layers.clone()) };
+        Whole { filling, asked }
     }
 
     /// How many leading blocks were good, where not all were.
@@ -224,6 +235,7 @@ impl<'a> Whole<'a> {
         let first = self.filling.heads();
         let mut wave = Wave::new(self.asked.clone());
         for frame in frames {
+            self.filling.sink.received(frame.bytes.len());
             // A frame whose head parsed once parses again, but where a peer changes it meanwhile.
             let Ok(head) = frame.head() else {
                 self.filling.spoil(self.filling.heads());

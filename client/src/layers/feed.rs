@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kv_core::id::{Class, Epoch, NodeId};
@@ -22,6 +23,12 @@ use crate::{HeldLease, SourceMiss};
 
 /// When a node that was busy is asked again for what nobody waits for yet: as soon as nodes say.
 const BUSY_AGAIN: Duration = Duration::from_millis(50);
+
+/// The longest that it is left alone for.
+const BUSY_AGAIN_MAX: Duration = Duration::from_secs(1);
+
+/// How much later than a fetch its source is given up: it says itself that it is late, and what came of it.
+const GRACE: Duration = Duration::from_millis(20);
 
 /// All layers, however many there are.
 const ALL: Range<usize> = 0..usize::MAX;
@@ -167,28 +174,36 @@ impl<R: BlockRoom> Feed<R> {
         // What is behind a block that does not come is not asked for again.
         let mut end = blocks.end;
         for step in steps {
-            let most = self.plan.blocks_at_once();
+            let (mut most, mut again) = (self.plan.blocks_at_once(), BUSY_AGAIN);
             let (mut first, last) = (step.blocks.start, step.blocks.end.min(end));
             while first < last {
                 if !step.is_ahead {
                     // Dropped before its turn, it is not waited for.
                     self.turn.wait_for(Option::is_some).await.ok()?;
                 }
+                if self.turn.borrow().is_some() {
+                    most = self.plan.blocks_at_once();
+                }
                 let part = first..last.min(first.saturating_add(most));
                 let is_ahead = self.turn.borrow().is_none();
                 let came = self.part(part.clone(), step.layers.clone(), paths).await?;
+                let proven = u32::try_from(came.proven).unwrap_or(u32::MAX);
                 sum.received_bytes += came.received_bytes;
                 sum.wrong_blocks += came.wrong_blocks;
                 sum.leased |= came.leased;
-                if is_ahead && came.reason == Some(MissReason::Busy) && came.proven == 0 {
-                    // Others went first, which says nothing of the blocks: they are asked for again, at the turn at the latest.
-                    self.wait_a_little().await?;
+                if is_ahead && came.reason == Some(MissReason::Busy) {
+                    // Others went first, which says nothing of the blocks: they are asked for again, fewer at once in case
+                    // there is never room for so many, and at the turn at the latest.
+                    first = part.start.saturating_add(proven);
+                    most = (part.end - part.start).div_ceil(2);
+                    self.wait_a_little(&mut again).await?;
                     continue;
                 }
+                again = BUSY_AGAIN;
                 first = part.end;
                 if came.reason.is_some() {
                     sum.reason = came.reason;
-                    end = part.start.saturating_add(u32::try_from(came.proven).unwrap_or(u32::MAX));
+                    end = part.start.saturating_add(proven);
                     break;
                 }
             }
@@ -196,9 +211,10 @@ impl<R: BlockRoom> Feed<R> {
         Some(sum)
     }
 
-    /// Until a node that was busy may be asked again; nothing when the fetch is dropped before that.
-    async fn wait_a_little(&mut self) -> Option<()> {
-        match timeout(BUSY_AGAIN, self.turn.wait_for(Option::is_some)).await {
+    /// Until a node that was busy may be asked again, which is later each time; nothing when the fetch is dropped before that.
+    async fn wait_a_little(&mut self, again: &mut Duration) -> Option<()> {
+        let span = std::mem::replace(again, (*again * 2).min(BUSY_AGAIN_MAX));
+        match timeout(span, self.turn.wait_for(Option::is_some)).await {
             Ok(Err(_)) => None,
             _ => Some(()),
         }
@@ -223,7 +239,8 @@ impl<R: BlockRoom> Feed<R> {
         let call = &plan.call.fetch;
         let at_most = turn.borrow().map_or_else(|| Instant::now() + DEADLINE_MAX, |turn| turn + patience);
         // Before its turn nobody waits for it.
-        let usual = if turn.borrow().is_some() { Class::Fetch } else { Class::Prefetch };
+        let is_ahead = turn.borrow().is_none();
+        let usual = if is_ahead { Class::Prefetch } else { Class::Fetch };
         let source = &call.sources[self.position];
         let one = OneSource::new(call, source, blocks.clone(), (at_most, &self.links))
             .of_class(call.class.unwrap_or(usual));
@@ -235,10 +252,17 @@ impl<R: BlockRoom> Feed<R> {
             hashes: &call.hashes,
             tally: Tally::default(),
             timed: Timed::begin(),
+            heard: Arc::default(),
         };
+        let heard = Arc::clone(&filling.heard);
         tokio::select! {
+            biased;
             came = one.run(paths, &mut filling) => Some(came),
-            () = over(turn, patience) => Some(Came::late()),
+            // Nobody waits for what is asked for as that: it is asked for again, now that somebody does.
+            () = unheard_at_its_turn(turn.clone(), &heard), if is_ahead => {
+                Some(Came::again())
+            }
+            () = over(turn, patience + GRACE) => Some(Came::late()),
             () = events.closed() => None,
         }
     }
@@ -249,6 +273,14 @@ impl<R: BlockRoom> Feed<R> {
 
     fn source(&self) -> &pb::Source {
         &self.plan.call.fetch.sources[self.position]
+    }
+}
+
+/// Ends when the turn comes before anything of a part did.
+async fn unheard_at_its_turn(mut turn: watch::Receiver<Option<Instant>>, heard: &AtomicBool) {
+    let is_there = turn.wait_for(Option::is_some).await.is_ok();
+    if !is_there || heard.load(Ordering::Relaxed) {
+        std::future::pending::<()>().await;
     }
 }
 

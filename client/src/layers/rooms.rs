@@ -4,6 +4,8 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use kv_core::id::{BlockHash, IdentityDigest};
 use kvfleet_proto::frame::FrameHead;
@@ -93,6 +95,8 @@ pub(super) struct Filling<'a, R> {
     pub(super) hashes: &'a [BlockHash],
     pub(super) tally: Tally,
     pub(super) timed: Timed,
+    /// Whether anything came.
+    pub(super) heard: Arc<AtomicBool>,
 }
 
 impl<R: BlockRoom> Filling<'_, R> {
@@ -175,6 +179,7 @@ impl<R: BlockRoom> SliceSink for Filling<'_, R> {
     fn received(&mut self, bytes: usize) {
         self.tally.received_bytes += bytes as u64;
         self.timed.came(bytes);
+        self.heard.store(true, Ordering::Relaxed);
     }
 }
 
@@ -217,6 +222,7 @@ mod tests {
             hashes: &hashes,
             tally: Tally::default(),
             timed: Timed::begin(),
+            heard: Arc::default(),
         };
         for position in 0..4 {
             let head = frame_of(hash(2 + position), &[10, 20]).head().unwrap();
@@ -252,6 +258,7 @@ mod tests {
             hashes: &hashes,
             tally: Tally::default(),
             timed: Timed::begin(),
+            heard: Arc::default(),
         };
         let head = |number, slices: &[u32]| frame_of(hash(number), slices).head().unwrap();
         for wrong in [head(1, &[10, 20]), head(0, &[10]), head(0, &[10, 20, 0]), head(0, &[20, 10])] {

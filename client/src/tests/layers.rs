@@ -205,10 +205,88 @@ async fn classes(busy: usize, begins_at: usize) -> Vec<Class> {
 async fn before_its_turn_blocks_are_asked_for_as_nobody_waits_for_them_and_then_as_somebody_does() {
     let [fetch, ahead] = [Class::Fetch, Class::Prefetch];
     assert_eq!(classes(0, 3).await, [ahead, fetch]);
-    assert_eq!(classes(2, 3).await, [ahead, ahead, ahead, fetch], "a busy node is asked again");
+    let expected = [ahead, ahead, ahead, ahead, ahead, fetch];
+    assert_eq!(
+        classes(2, 3).await,
+        expected,
+        "a busy node is asked again, for three blocks, two, and one at a time"
+    );
     let mut asked = classes(usize::MAX, 0).await;
     asked.dedup();
     assert_eq!(asked, [ahead, fetch], "at the turn at the latest");
+}
+
+/// A node that gives at most one block of a fetch that nobody waits for, or none if it is asked for several.
+struct Narrow(MemoryService, bool);
+
+impl BlockService for Narrow {
+    fn fetch(&self, mut request: FetchRequest) -> BoxFuture<'_, FetchReply> {
+        let asked = request.hashes.len();
+        if request.class() == Class::Fetch || asked <= 1 {
+            return self.0.fetch(request);
+        }
+        request.hashes.truncate(usize::from(self.1));
+        Box::pin(async move {
+            let reply = self.0.fetch(request).await;
+            let answer = match reply.answer {
+                FetchAnswer::Hit { tiers } if !tiers.is_empty() => {
+                    FetchAnswer::Partial { tiers, reason: MissReason::Busy }
+                }
+                _ => FetchAnswer::Busy { retry_after: Duration::from_millis(1) },
+            };
+            FetchReply { answer, ..reply }
+        })
+    }
+
+    fn save(&self, request: SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {
+        self.0.save(request)
+    }
+
+    fn release(&self, lease: LeaseId) -> BoxFuture<'_, ()> {
+        self.0.release(lease)
+    }
+}
+
+#[tokio::test]
+async fn a_node_that_has_no_room_for_many_is_asked_for_fewer_before_the_turn() {
+    for gives_one in [false, true] {
+        let (network, services) = network(1, 6);
+        network.serve("node:0", Arc::new(Narrow(services[0].clone(), gives_one)));
+        let buffered = LayersCall { read_buffer_bytes: 5 * frame_bytes(), ..call(6, vec![source(0, 0, 6)]) };
+        let mut fetch = client_on(&network).fetch_layers(buffered, rooms(6)).unwrap();
+        for block in 0..5 {
+            let event = fetch.next().await;
+            assert!(
+                matches!(&event, Some(LayerEvent::Arrived { block: at, .. }) if *at == block),
+                "{event:?}"
+            );
+        }
+        fetch.begin();
+        let (blocks, ends) = all(fetch).await;
+        assert_eq!((blocks, &ends[0].miss), (vec![5], &None), "{gives_one}");
+    }
+}
+
+#[tokio::test]
+async fn what_nobody_waited_for_is_asked_for_again_when_somebody_does() {
+    let (network, services) = network(1, 6);
+    let node = Arc::new(Choosy(services[0].clone(), Mutex::default(), 0));
+    network.serve("node:0", node.clone());
+    services[0].set_gate(0);
+    let buffered = LayersCall { read_buffer_bytes: u64::MAX, ..call(6, vec![source(0, 0, 6)]) };
+    let fetch = client_on(&network).fetch_layers(buffered, rooms(6)).unwrap();
+    let asked = || node.1.lock().unwrap().clone();
+    while asked().is_empty() {
+        tokio::task::yield_now().await;
+    }
+    fetch.begin();
+    while asked().len() < 2 {
+        tokio::task::yield_now().await;
+    }
+    services[0].set_gate(100);
+    let (blocks, ends) = all(fetch).await;
+    assert_eq!((blocks.len(), &ends[0].miss), (6, &None));
+    assert_eq!(asked(), [Class::Prefetch, Class::Fetch]);
 }
 
 #[tokio::test]

@@ -25,7 +25,7 @@ const RATE_MAX: f64 = 800e9;
 
 /// Slowest rate that is believed: what is slower is a fault of a moment, and must not keep a node from ever
 /// being tried again.
-const RATE_MIN: f64 = 1e6;
+pub const RATE_MIN: f64 = 1e6;
 
 /// Longest latency that is believed, for the same reason.
 const LATENCY_MAX: Duration = Duration::from_secs(10);

@@ -24,7 +24,7 @@ use crate::place::LOAD_BOUND;
 use cost::{Plan, Planner};
 pub use decision::{Candidate, Decision, Filtered, Prediction, Reason, RejectReason, Rejection, Source};
 pub use fleet::{Fleet, Instance, Limits, LiveNode, QUEUE_TOKENS_MAX, REPORT_STALE_AFTER};
-pub use link::{LINK_AGED_AFTER, LinkEstimate, LinkSample};
+pub use link::{LINK_AGED_AFTER, LinkEstimate, LinkSample, RATE_MIN};
 pub use load::{Load, record};
 pub use profile::{HardwareProfile, Lane, PROFILES};
 
