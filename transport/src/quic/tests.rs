@@ -3,6 +3,7 @@
 
 mod callers;
 mod lost;
+mod relay;
 
 use std::net::{Ipv4Addr, SocketAddr};
 

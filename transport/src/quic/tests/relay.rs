@@ -1,0 +1,130 @@
+//! What a network does between both ends: packets that it takes no longer, and addresses that change.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tokio::net::UdpSocket;
+use tokio::sync::Notify;
+
+use super::*;
+
+/// Passes packets between one client and a server.
+struct Relay {
+    /// Where the client finds it.
+    at: SocketAddr,
+    state: Arc<State>,
+    passing: tokio::task::JoinHandle<()>,
+}
+
+#[derive(Default)]
+struct State {
+    /// What is longer is lost without a word, in bytes; zero: nothing is.
+    longest: AtomicUsize,
+    /// Packets that were lost so.
+    lost: AtomicUsize,
+    /// The longest that came through to the client.
+    seen: AtomicUsize,
+    /// The server is to see another address from now on.
+    moves: Notify,
+    /// Packets of the client that left from the newest of them.
+    from_newest: AtomicUsize,
+}
+
+impl State {
+    fn passes(&self, bytes: usize) -> bool {
+        let longest = self.longest.load(Ordering::SeqCst);
+        let passes = longest == 0 || bytes <= longest;
+        if !passes {
+            self.lost.fetch_add(1, Ordering::SeqCst);
+        }
+        passes
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        self.passing.abort();
+    }
+}
+
+impl Relay {
+    async fn to(server: SocketAddr) -> Relay {
+        let front = UdpSocket::bind(ANY).await.unwrap();
+        let (at, state) = (front.local_addr().unwrap(), Arc::<State>::default());
+        let passing = tokio::spawn(pass(front, server, Arc::clone(&state)));
+        Relay { at, state, passing }
+    }
+}
+
+async fn pass(front: UdpSocket, server: SocketAddr, state: Arc<State>) {
+    let mut back = UdpSocket::bind(ANY).await.unwrap();
+    let mut client = None;
+    let (mut up, mut down) = (vec![0; 65_536], vec![0; 65_536]);
+    loop {
+        tokio::select! {
+            Ok((bytes, from)) = front.recv_from(&mut up) => {
+                client = Some(from);
+                if state.passes(bytes) {
+                    state.from_newest.fetch_add(1, Ordering::SeqCst);
+                    // What a full socket drops, a network drops.
+                    let _ = back.send_to(&up[..bytes], server).await;
+                }
+            }
+            Ok(bytes) = back.recv(&mut down) => {
+                let Some(client) = client.filter(|_| state.passes(bytes)) else { continue };
+                state.seen.fetch_max(bytes, Ordering::SeqCst);
+                let _ = front.send_to(&down[..bytes], client).await;
+            }
+            () = state.moves.notified() => {
+                back = UdpSocket::bind(ANY).await.unwrap();
+                state.from_newest.store(0, Ordering::SeqCst);
+            }
+        }
+    }
+}
+
+/// A path over a relay to a node with these blocks, of 64 KiB each.
+async fn relayed(blocks: u32) -> (Arc<dyn crate::Path>, Relay, MemoryService, Box<dyn std::any::Any>) {
+    let (authority, service) = (Authority::new(), MemoryService::default());
+    (0..blocks).for_each(|number| service.hold(frame(hash(number), 64 << 10)));
+    let server = QuicServer::bind(ANY, &authority.member(), Arc::new(service.clone())).unwrap();
+    let relay = Relay::to(server.local_addr()).await;
+    let dialer = QuicDialer::new(&authority.member(), QuicConfig::default());
+    let path = dialer.dial(relay.at.to_string()).await.unwrap();
+    (path, relay, service, Box::new((server, dialer)))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_network_that_takes_long_packets_no_more_costs_time_and_nothing_else() {
+    let (path, relay, _, _ends) = relayed(64).await;
+    let all = || async { suite::fetch(path.as_ref(), fetch_request(&hashes(64))).await.unwrap() };
+    // Until long packets are in use.
+    while relay.state.seen.load(Ordering::SeqCst) <= 1400 {
+        assert_eq!(all().await, FetchAnswer::Hit { tiers: in_dram(64) });
+    }
+    relay.state.longest.store(1400, Ordering::SeqCst);
+    assert_eq!(all().await, FetchAnswer::Hit { tiers: in_dram(64) });
+    assert!(relay.state.lost.load(Ordering::SeqCst) > 0, "long packets were in use");
+    assert!(path.failure().is_none());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_whose_address_changes_goes_on_where_it_was() {
+    let (path, relay, service, _ends) = relayed(16).await;
+    service.set_gate(4);
+    let fetch = suite::fetch(path.as_ref(), fetch_request(&hashes(16)));
+    let moving = async {
+        while service.deadlines().is_empty() {
+            tokio::task::yield_now().await;
+        }
+        relay.state.moves.notify_one();
+        while relay.state.from_newest.load(Ordering::SeqCst) == 0 {
+            tokio::task::yield_now().await;
+        }
+        service.set_gate(100);
+    };
+    let (answer, ()) = tokio::join!(fetch, moving);
+    assert_eq!(answer.unwrap(), FetchAnswer::Hit { tiers: in_dram(16) });
+    path.ping().await.unwrap();
+    assert!(path.failure().is_none(), "it is the same connection");
+}
