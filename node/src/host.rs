@@ -51,7 +51,7 @@ pub(crate) fn serve(
         serves_others: serves_others(config),
     };
     let arena = (lent_bytes_max > 0).then(|| Arc::new(arena) as Arc<dyn SharedArena>);
-    let ends = ShmEnds { quick: quick.handle().clone(), bulk: Handle::current() };
+    let ends = ShmEnds { quick: quick.handle().clone(), may_move: true, bulk: Handle::current() };
     let path = socket_path(dir, address);
     let server = ShmServer::bind(&path, server, arena, service, ends)?;
     tracing::info!(path = %path.display(), lent_bytes_max, "node serves this host");

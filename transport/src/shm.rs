@@ -11,6 +11,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+mod aside;
 mod awake;
 mod connection;
 mod dialer;

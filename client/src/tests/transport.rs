@@ -41,7 +41,7 @@ fn serve_host(dir: &Path, at: SocketAddr, service: &Arc<dyn BlockService>) -> Sh
         awake: AWAKE,
         serves_others: false,
     };
-    let ends = ShmEnds { quick: Handle::current(), bulk: Handle::current() };
+    let ends = ShmEnds { quick: Handle::current(), may_move: false, bulk: Handle::current() };
     ShmServer::bind(&socket_path(dir, &at.to_string()), config, None, Arc::clone(service), ends).unwrap()
 }
 

@@ -19,9 +19,10 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::{AbortHandle, Id, JoinError, JoinSet};
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
+use super::aside::Aside;
 use super::awake::Awake;
 use super::lending::{Begun, Lending};
-use super::packet::{Closing, PacketError, ToClient, ToNode, TrayPlace};
+use super::packet::{Closing, PacketError, ToClient, ToNode, TrayPlace, said_from};
 use super::seqpacket::Got;
 use super::serving::{Frames, SavePart, Serving};
 use super::{
@@ -80,6 +81,7 @@ pub(super) struct Connection {
     ids: BTreeMap<Id, u64>,
     buffer: Box<[u8; PACKET_BYTES_MAX]>,
     awake: Awake,
+    aside: Aside,
     /// Blocks of operations begun since others had their turn.
     blocks_of_turn: usize,
 }
@@ -127,6 +129,7 @@ impl Connection {
         let awake = Awake::new(serving.awake);
         Connection {
             awake,
+            aside: Aside::default(),
             serving,
             operations: JoinSet::new(),
             running: BTreeMap::new(),
@@ -263,14 +266,21 @@ impl Connection {
     }
 
     /// A packet was taken in: until when the next is waited for without sleeping.
-    fn wait(&self) -> Option<Instant> {
-        self.awake.begin().map(|span| Instant::now() + span)
+    fn wait(&mut self) -> Option<Instant> {
+        let span = self.awake.begin()?;
+        if self.serving.may_move {
+            self.aside.make_way();
+        }
+        Some(Instant::now() + span)
     }
 
     /// Takes in what lies in the buffer.
     async fn take(&mut self, got: Got) -> Result<Read, Broken> {
         match got {
             Got::Packet(len, descriptors) if descriptors.is_empty() => {
+                if self.serving.may_move {
+                    self.aside.heard(said_from(&self.buffer[..len]));
+                }
                 let packet = ToNode::decode(&self.buffer[..len])?;
                 self.packet(packet).await?;
                 Ok(Read::Some)

@@ -19,9 +19,10 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
+use super::aside;
 use super::awake::Awake;
 use super::map::{Mapping, TrayFrame};
-use super::packet::{ToClient, ToNode, TrayPlace};
+use super::packet::{ToClient, ToNode, TrayPlace, say_from};
 use super::seqpacket::{Got, Sent, Seqpacket};
 use super::{PACKET_BYTES_MAX, PLACE_ALIGN};
 use crate::PathError;
@@ -277,10 +278,11 @@ impl Link {
         self.is_inherited().then(|| whose().at(&self.peer))
     }
 
-    fn post(self: &Arc<Self>, state: &mut State, packet: Vec<u8>) {
+    fn post(self: &Arc<Self>, state: &mut State, mut packet: Vec<u8>) {
         if state.lost.is_some() || self.is_inherited() {
             return;
         }
+        say_from(&mut packet, aside::here());
         state.unsent.push_back(packet);
         self.flush(state);
         // Without a runtime at hand it goes with what is sent next.

@@ -16,7 +16,7 @@ use super::PACKET_BYTES_MAX;
 const MAGIC: [u8; 8] = *b"KVFSHM1\0";
 
 /// Version of these packets. Both ends are of one host and mostly of one release; another version is refused.
-pub(super) const VERSION: u32 = 2;
+pub(super) const VERSION: u32 = 3;
 
 /// Bytes before a packet's body.
 const HEAD_BYTES: usize = 16;
@@ -164,6 +164,21 @@ mod kind {
     pub(super) const CLOSING: u8 = 25;
 }
 
+/// Where a packet to a node says on which processor it was sent (`aside.rs`).
+const FROM_AT: usize = 9;
+
+/// Has a packet to a node say from where it comes.
+pub(super) fn say_from(packet: &mut [u8], from: u8) {
+    if let Some(byte) = packet.get_mut(FROM_AT) {
+        *byte = from;
+    }
+}
+
+/// From where a packet to a node says that it comes; zero where it does not.
+pub(super) fn said_from(packet: &[u8]) -> u8 {
+    packet.get(FROM_AT).copied().unwrap_or(0)
+}
+
 impl ToNode {
     pub(super) fn encode(&self) -> Vec<u8> {
         match self {
@@ -253,6 +268,9 @@ impl ToClient {
 
     pub(super) fn decode(bytes: &[u8]) -> Result<ToClient, PacketError> {
         let parts = Parts::read(bytes)?;
+        if parts.from != 0 {
+            return Err(PacketError::Field("head"));
+        }
         let op = parts.op;
         let number = || {
             let mut fields = Fields(parts.body);
@@ -370,6 +388,7 @@ impl Packet {
 struct Parts<'a> {
     op: u64,
     kind: u8,
+    from: u8,
     count: usize,
     body: &'a [u8],
     rows: &'a [u8],
@@ -378,17 +397,14 @@ struct Parts<'a> {
 impl<'a> Parts<'a> {
     fn read(bytes: &'a [u8]) -> Result<Parts<'a>, PacketError> {
         let mut head = Fields(bytes);
-        let (op, kind, zero, count, body) = (head.u64()?, head.u8()?, head.u8()?, head.u16()?, head.u32()?);
-        if zero != 0 {
-            return Err(PacketError::Field("head"));
-        }
+        let (op, kind, from, count, body) = (head.u64()?, head.u8()?, head.u8()?, head.u16()?, head.u32()?);
         let wrong = PacketError::Length(bytes.len());
         let (body, rows) = head.0.split_at_checked(body as usize).ok_or(wrong)?;
         let count = usize::from(count);
         if count > ROWS_MAX {
             return Err(PacketError::Field("number of rows"));
         }
-        Ok(Parts { op, kind, count, body, rows })
+        Ok(Parts { op, kind, from, count, body, rows })
     }
 
     fn message<M: Message + Default>(&self) -> Result<M, PacketError> {
@@ -535,7 +551,7 @@ mod tests {
         let said = |bytes: &[u8]| ToNode::decode(bytes).unwrap_err().to_string();
         let mut hello = ToNode::Hello { maps: false }.encode();
         hello[HEAD_BYTES + 8] = 9;
-        assert_eq!(said(&hello), "version 9 of this protocol, expected 2: run the same release on both ends");
+        assert_eq!(said(&hello), "version 9 of this protocol, expected 3: run the same release on both ends");
         hello[8] = 77;
         assert_eq!(
             said(&hello),

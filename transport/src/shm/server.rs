@@ -75,6 +75,8 @@ pub struct ShmServerConfig {
 pub struct ShmEnds {
     /// Connections and operations: best the thread that answers them.
     pub quick: Handle,
+    /// Whether `quick` is one thread of its own, which may move to another processor than its client's.
+    pub may_move: bool,
     /// Long copies.
     pub bulk: Handle,
 }
@@ -348,6 +350,7 @@ impl Shared {
             frame_bytes_max: self.config.frame_bytes_max,
             stall_timeout: self.config.stall_timeout,
             awake: self.config.awake,
+            may_move: self.ends.may_move,
             said_broken: Arc::clone(&self.said_broken),
             bulk: self.ends.bulk.clone(),
         };

@@ -51,6 +51,8 @@ pub(super) struct Serving {
     pub(super) said_broken: Arc<AtomicBool>,
     /// How long to wait for the next packet without sleeping.
     pub(super) awake: Duration,
+    /// Whether its thread may move to another processor.
+    pub(super) may_move: bool,
     /// Where long copies run.
     pub(super) bulk: Handle,
 }

@@ -89,7 +89,7 @@ impl Node {
         let maps = arena.is_some();
         let is_open = Arc::new(AtomicBool::new(is_open));
         let door = Arc::new(Door { service, maps, is_open: Arc::clone(&is_open) });
-        let ends = ShmEnds { quick: Handle::current(), bulk: Handle::current() };
+        let ends = ShmEnds { quick: Handle::current(), may_move: false, bulk: Handle::current() };
         let arena = arena.map(|arena| arena as Arc<dyn SharedArena>);
         let server = ShmServer::bind(&socket_path(dir.path(), ADDRESS), config, arena, door, ends).unwrap();
         Node { dir, server: Some(server), is_open }

@@ -286,7 +286,7 @@ async fn a_socket_is_taken_over_and_one_that_cannot_be_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let at = socket_path(dir.path(), ADDRESS);
     let bind = |at: &std::path::Path| {
-        let ends = ShmEnds { quick: Handle::current(), bulk: Handle::current() };
+        let ends = ShmEnds { quick: Handle::current(), may_move: false, bulk: Handle::current() };
         ShmServer::bind(at, server_config(), None, Arc::new(MemoryService::default()), ends)
     };
     std::fs::write(&at, "left behind").unwrap();
