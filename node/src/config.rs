@@ -83,6 +83,7 @@ pub struct NodeConfig {
     /// Time after which an unreleased lease ends, in milliseconds.
     pub lease_ms: u64,
     /// Block bytes being sent or loaded for readers at once; above it readers are told `Busy`.
+    /// Copies and prefetches have six sixteenths of it at most, so with less than three frames there may be none.
     pub fetch_inflight_bytes: u64,
     /// Bytes of saves that are arriving at once, over all connections; above it savers are told `Busy`.
     pub save_inflight_bytes: u64,

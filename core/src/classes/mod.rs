@@ -10,5 +10,5 @@ mod room;
 mod tests;
 mod turns;
 
-pub use room::{ClassRoom, FORGOTTEN_ASKS, OVERTAKEN_MAX, Parts};
-pub use turns::{TURN_EVERY, Turns};
+pub use room::{ClassRoom, FORGOTTEN_ASKS, HELD_UP_MAX, OVERTAKEN_MAX, Parts};
+pub use turns::{TURN_EVERY, Turns, places_behind};

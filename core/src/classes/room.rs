@@ -8,11 +8,13 @@
 //!   kept for nobody.
 //! - A class that was refused, and saw [`OVERTAKEN_MAX`] others be let in beyond their minimum, is *due*: others have their
 //!   minimum and no more until it was let in. Where the first class is due with more than others leave it, they have
-//!   nothing until then.
+//!   nothing until then. A refused one that left does not say so: [`HELD_UP_MAX`] others that find room are refused after
+//!   a class's last ask, and then it is due no more until it asks again.
 //!
 //! All together never have more than there is, but for one of the first class that is larger than all, which passes when it
-//! is alone, or it could never be served. What of another class is larger than that class can ever have is refused, and is to
-//! be asked for in parts. Not here: waiting; a refused one asks again, and as often as it likes.
+//! is alone, or it could never be served. What of another class is larger than that class can ever have is refused and changes
+//! nothing: nobody waits for what cannot come. It is to be asked for in parts. Not here: waiting; a refused one asks again,
+//! and as often as it likes.
 
 use std::cmp::Ordering;
 
@@ -30,6 +32,9 @@ pub const FORGOTTEN_ASKS: u64 = 256;
 
 /// How many others are let in beyond their minimum while one of a class is refused, by the class's place.
 pub const OVERTAKEN_MAX: [u32; CLASSES] = [0, 4, 8, 16];
+
+/// How many others that find room are refused for the sake of a class that is due, since it asked last.
+pub const HELD_UP_MAX: u32 = 32;
 
 /// A bound that classes share. Amounts are bytes or places, as its owner likes.
 #[derive(Clone, Debug)]
@@ -60,6 +65,8 @@ struct Refused {
     amount: u64,
     /// Others that were let in beyond their minimum since.
     overtaken: u32,
+    /// Others that were refused for its sake since the last ask.
+    held_up: u32,
 }
 
 impl Refused {
@@ -92,31 +99,44 @@ impl ClassRoom {
     #[must_use]
     pub fn take(&mut self, class: Class, amount: u64) -> bool {
         let at = class.rank();
+        if at != self.first && amount > self.largest(class) {
+            return false;
+        }
         self.asks += 1;
         self.forget();
         // From now on others leave it its minimum.
         self.claims[at].get_or_insert(Claim { asked: 0, refused: None }).asked = self.asks;
         let due = self.due().filter(|due| due.at != at);
-        let is_let_in = self.fits(at, amount) || self.may_be_alone(at);
+        let has_room = self.has_room(at, amount) || self.may_be_alone(at);
+        let own = self.taken[at].saturating_add(amount);
+        let holds_up = due.filter(|due| due.needs_all || own > self.minima[at]);
+        let is_let_in = has_room && holds_up.is_none();
         if is_let_in {
-            self.taken[at] = self.taken[at].saturating_add(amount);
-            if self.taken[at] > self.minima[at] {
+            self.taken[at] = own;
+            if own > self.minima[at] {
                 self.overtake(at);
             }
+        } else if let Some(due) = holds_up.filter(|_| has_room)
+            && let Some(refused) = self.claims[due.at].as_mut().and_then(|claim| claim.refused.as_mut())
+        {
+            refused.held_up += 1;
         }
-        let asks = self.asks;
-        if let Some(claim) = &mut self.claims[at] {
-            claim.refused = match claim.refused {
-                _ if is_let_in => None,
-                Some(refused) => Some(Refused { amount, ..refused }),
-                None => Some(Refused { since: asks, amount, overtaken: 0 }),
-            };
-            // Whoever has nothing for the sake of one that may never come again is passed over too.
-            if let Some(refused) = claim.refused.as_mut().filter(|_| due.is_some_and(|due| due.needs_all)) {
-                refused.pass(at);
-            }
-        }
+        self.note(at, (!is_let_in).then_some(amount), due.is_some_and(|due| due.needs_all));
         is_let_in
+    }
+
+    /// Notes that a class was let in, or what of it was refused, perhaps while another one had all.
+    fn note(&mut self, at: usize, amount: Option<u64>, is_passed: bool) {
+        let since = self.asks;
+        let Some(claim) = &mut self.claims[at] else { return };
+        claim.refused = amount.map(|amount| match claim.refused {
+            Some(refused) => Refused { amount, held_up: 0, ..refused },
+            None => Refused { since, amount, overtaken: 0, held_up: 0 },
+        });
+        // Whoever has nothing for the sake of one that may never come again is passed over too.
+        if let Some(refused) = claim.refused.as_mut().filter(|_| is_passed) {
+            refused.pass(at);
+        }
     }
 
     /// So much of what was let in is over.
@@ -145,13 +165,10 @@ impl ClassRoom {
         self.all - others
     }
 
-    fn fits(&self, at: usize, amount: u64) -> bool {
-        let due = self.due();
+    /// Whether it is there, whoever is due.
+    fn has_room(&self, at: usize, amount: u64) -> bool {
         let Some(own) = self.taken[at].checked_add(amount) else { return false };
         let is_within = own <= self.minima[at];
-        if due.is_some_and(|due| due.at != at && (due.needs_all || !is_within)) {
-            return false;
-        }
         // What a class behind another asked keeps the minimum of that one too, or it would be taken from it.
         let last_asking = self.claims.iter().rposition(Option::is_some);
         let kept = |of: usize| match of.cmp(&at) {
@@ -163,10 +180,10 @@ impl ClassRoom {
         (0..CLASSES).map(|of| u128::from(kept(of))).sum::<u128>() <= u128::from(self.all)
     }
 
-    /// What is larger than all there is passes when nothing else is there and nobody is due.
+    /// What is larger than all there is passes when nothing else is there.
     fn may_be_alone(&self, at: usize) -> bool {
         let is_empty = self.taken.iter().all(|taken| *taken == 0);
-        at == self.first && is_empty && self.due().is_none_or(|due| due.at == at)
+        at == self.first && is_empty
     }
 
     /// The class that is due, of several the one that has waited longest.
@@ -174,8 +191,9 @@ impl ClassRoom {
         let due = |at: usize| {
             let refused = self.claims[at]?.refused?;
             let needs_all = refused.amount > self.largest(Class::ALL[at]);
-            let is_due = refused.overtaken >= OVERTAKEN_MAX[at] && (!needs_all || at == self.first);
-            is_due.then_some((refused.since, Due { at, needs_all }))
+            let is_due = refused.overtaken >= OVERTAKEN_MAX[at];
+            // Whoever asks no more is passed by in the end.
+            (is_due && refused.held_up < HELD_UP_MAX).then_some((refused.since, Due { at, needs_all }))
         };
         (0..CLASSES).filter_map(due).min_by_key(|(since, _)| *since).map(|(_, due)| due)
     }

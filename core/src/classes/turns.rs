@@ -1,4 +1,5 @@
-//! Whose turn it is among waiters of several classes: the first class that waits, but for every so manieth turn.
+//! Whose turn it is among waiters of several classes: the first class that waits, but for every so manieth turn, and for places that are kept
+//! free for fetches.
 //!
 //! Not here: who waits, and what for.
 
@@ -7,7 +8,16 @@ use crate::id::Class;
 /// Every so manieth turn is of whoever waited longest behind the first class.
 pub const TURN_EVERY: u32 = 4;
 
-/// Turns among waiters. Who has waited longer than all but `n` others has his within [`TURN_EVERY`] times `n + 1` turns,
+/// How many of so many places classes behind the first have together: three quarters, and one at least, which is the only one
+/// where there is one.
+#[must_use]
+pub const fn places_behind(places: usize) -> usize {
+    let behind = places - places.div_ceil(4);
+    if behind == 0 { 1 } else { behind }
+}
+
+/// Turns among waiters. Turns for which all classes wait count here: while those behind the first have as many places as they
+/// may ([`places_behind`]), what comes free is a fetch's or nobody's, until one of theirs is over. Who has waited longer than all but `n` others has his within [`TURN_EVERY`] times `n + 1` turns,
 /// whatever comes behind him.
 #[derive(Clone, Debug, Default)]
 pub struct Turns {

@@ -60,16 +60,23 @@ pub struct LiveNode {
     /// Its measured link to others, where one is known; else the profile's network.
     pub link: Option<Lane>,
     /// The measured way of what comes out of one tier to others, medium and link together, in the order of [`Tier::ALL`]; where
-    /// one is not known, the profile's tier and `link`.
+    /// one is not known, see [`LiveNode::lane`].
     pub tiers: [Option<Lane>; Tier::ALL.len()],
 }
 
 impl LiveNode {
-    /// What comes out of this tier to an instance at another node.
+    /// What comes out of this tier to an instance at another node. Where that was not measured, the profile's tier through the
+    /// best way that was: of the faster tiers, else the link. `link` pools all tiers, and a slow SSD says nothing of how fast
+    /// the node's memory comes: where an SSD was measured the link counts for none, and the profile's network does.
     #[must_use]
     pub fn lane(&self, tier: Tier, profile: &HardwareProfile) -> Lane {
-        self.tiers[tier as usize]
-            .unwrap_or_else(|| profile.tier(tier).through(self.link.unwrap_or(profile.network)))
+        if let Some(measured) = self.tiers[tier as usize] {
+            return measured;
+        }
+        let faster = [Tier::Dram, Tier::Gpu].into_iter().filter_map(|tier| self.tiers[tier as usize]);
+        let best = faster.max_by_key(|lane| (lane.bytes_per_s, std::cmp::Reverse(lane.latency_ns)));
+        let link = self.link.filter(|_| self.tiers[Tier::Ssd as usize].is_none());
+        profile.tier(tier).through(best.or(link).unwrap_or(profile.network))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Rooms under random arrivals.
 
-use super::super::{ClassRoom, FORGOTTEN_ASKS, OVERTAKEN_MAX, Parts};
+use super::super::{ClassRoom, FORGOTTEN_ASKS, HELD_UP_MAX, OVERTAKEN_MAX, Parts};
 use super::Random;
 use crate::id::Class;
 
@@ -42,15 +42,29 @@ struct World {
     waiting: Vec<Waiting>,
     passed: [Option<Passed>; 4],
     largest_of_first: u64,
+    /// Of this many refused ones, one never asks again. None where it is 0.
+    leaves: u64,
     let_in: [u64; 4],
 }
 
 impl World {
-    fn new(seed: u64, parts: Parts, largest_of_first: u64) -> World {
+    fn new(seed: u64, parts: Parts, largest_of_first: u64, leaves: u64) -> World {
         let (random, room) = (Random::new(seed), ClassRoom::new(ALL, parts));
         let (running, waiting) = (Vec::new(), Vec::new());
         let (passed, let_in) = ([None; 4], [0; 4]);
-        World { seed, random, room, parts, now: 0, running, waiting, passed, largest_of_first, let_in }
+        World {
+            seed,
+            random,
+            room,
+            parts,
+            now: 0,
+            running,
+            waiting,
+            passed,
+            largest_of_first,
+            leaves,
+            let_in,
+        }
     }
 
     fn first(&self) -> Class {
@@ -90,6 +104,13 @@ impl World {
             assert!(is_let_in, "seed {seed}: {class:?} is refused {amount} with {own} of its minimum");
         }
         if !is_let_in {
+            if self.leaves > 0 && self.random.below(self.leaves) == 0 {
+                // Whoever is left is bounded from here: of a class that nobody asks for nothing is promised.
+                if !self.waiting.iter().any(|waiting| waiting.class == class) {
+                    self.passed[class.rank()] = None;
+                }
+                return;
+            }
             self.passed[class.rank()].get_or_insert(Passed { others: 0, since: self.now });
             let next = self.now + 1 + self.random.below(AGAIN);
             return self.waiting.push(Waiting { next, ..waiting });
@@ -128,6 +149,20 @@ impl World {
         self.check();
     }
 
+    /// An empty room lets in what asks after a number of asks, whoever asked before and left.
+    fn check_empty(&mut self) {
+        let of = self.random.below(4) as usize;
+        let (class, seed) = (Class::ALL[of], self.seed);
+        let mut room = self.room.clone();
+        for class in Class::ALL {
+            room.give_back(class, room.taken(class));
+        }
+        let amount = 1 + self.random.below(if self.parts[of] > 0 { room.largest(class) } else { 1 });
+        let refused = (0..=FORGOTTEN_ASKS).take_while(|_| !room.take(class, amount)).count() as u64;
+        let refused_max = 3 * u64::from(HELD_UP_MAX);
+        assert!(refused <= refused_max, "seed {seed}: {class:?} is refused {refused} times in an empty room");
+    }
+
     /// Nobody is passed over more often, nor for longer, than is promised.
     fn check(&self) {
         for (at, passed) in self.passed.iter().enumerate() {
@@ -152,7 +187,7 @@ fn no_class_starves_the_bound_holds_and_the_first_has_its_minimum_whatever_other
     for seed in 0..60 {
         for parts in [OF_FETCHES, OF_ALL] {
             let largest = ClassRoom::new(ALL, parts).largest(Class::Fetch);
-            let mut world = World::new(seed, parts, largest);
+            let mut world = World::new(seed, parts, largest, 0);
             (0..1_500).for_each(|_| world.step());
             let served = |class: Class| world.let_in[class.rank()];
             assert!(served(Class::Prefetch) > 20 && served(Class::Fetch) > served(Class::Prefetch));
@@ -161,9 +196,66 @@ fn no_class_starves_the_bound_holds_and_the_first_has_its_minimum_whatever_other
 }
 
 #[test]
+fn who_left_is_in_the_way_of_few_and_of_nobody_who_waits() {
+    for seed in 0..60 {
+        for (parts, giants) in [(OF_FETCHES, false), (OF_FETCHES, true), (OF_ALL, false)] {
+            let largest = if giants { 2 * ALL } else { ClassRoom::new(ALL, parts).largest(Class::Fetch) };
+            let mut world = World::new(seed, parts, largest, 3);
+            for _ in 0..1_500 {
+                world.step();
+                world.check_empty();
+            }
+        }
+    }
+}
+
+/// How often this is refused before it is let in.
+fn refused(room: &mut ClassRoom, class: Class, amount: u64) -> u32 {
+    (0..1_000).take_while(|_| !room.take(class, amount)).count() as u32
+}
+
+#[test]
+fn one_that_was_refused_and_left_holds_up_so_many_others_only() {
+    // A fetch is due at once, whether it finds the others' minima free or needs all there is.
+    for amount in [ALL / 2, 2 * ALL] {
+        let mut room = ClassRoom::new(ALL, OF_FETCHES);
+        assert!(room.take(Class::Fetch, ALL / 2 + 1) && !room.take(Class::Fetch, amount));
+        room.give_back(Class::Fetch, ALL / 2 + 1);
+        assert_eq!(refused(&mut room, Class::Prefetch, ALL * 3 / 16), HELD_UP_MAX);
+        room.give_back(Class::Prefetch, ALL * 3 / 16);
+        assert_eq!(refused(&mut room, Class::Prefetch, ALL * 3 / 16), 0, "it is over");
+    }
+    let mut room = ClassRoom::new(ALL, OF_FETCHES);
+    assert!(room.take(Class::Fetch, ALL / 2 + 1) && !room.take(Class::Prefetch, ALL / 2 - ALL / 8));
+    for _ in 0..OVERTAKEN_MAX[Class::Prefetch.rank()] {
+        assert!(room.take(Class::Fetch, 1));
+    }
+    assert_eq!(refused(&mut room, Class::Fetch, 1), HELD_UP_MAX);
+    // Who asks again is due again.
+    assert!(!room.take(Class::Prefetch, ALL / 2 - ALL / 8) && !room.take(Class::Fetch, 1));
+}
+
+#[test]
+fn what_a_class_can_never_have_changes_nothing() {
+    let mut room = ClassRoom::new(ALL, OF_FETCHES);
+    let never = room.largest(Class::Prefetch) + 1;
+    assert!(!room.take(Class::Prefetch, never) && room.take(Class::Fetch, ALL), "nothing is kept for it");
+    room.give_back(Class::Fetch, ALL);
+    // One that is due stays so beside what asks too much.
+    assert!(room.take(Class::Fetch, ALL / 2 + 1) && !room.take(Class::Prefetch, never - 1));
+    for _ in 0..OVERTAKEN_MAX[Class::Prefetch.rank()] {
+        assert!(room.take(Class::Fetch, 1));
+    }
+    assert!(
+        !room.take(Class::Prefetch, never) && !room.take(Class::Fetch, 1),
+        "it would refill what was left"
+    );
+}
+
+#[test]
 fn what_is_larger_than_all_starves_no_other_class() {
     for seed in 0..60 {
-        let mut world = World::new(seed, OF_FETCHES, 2 * ALL);
+        let mut world = World::new(seed, OF_FETCHES, 2 * ALL, 0);
         (0..3_000).for_each(|_| world.step());
         assert!(world.let_in[Class::Prefetch.rank()] > 20, "seed {seed}: {:?}", world.let_in);
     }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::super::{TURN_EVERY, Turns};
+use super::super::{TURN_EVERY, Turns, places_behind};
 use super::Random;
 use crate::id::Class;
 
@@ -46,4 +46,10 @@ fn the_first_class_has_all_turns_but_every_fourth() {
     assert_eq!(given, [fetch, fetch, fetch, prefetch, fetch, fetch, fetch, prefetch]);
     assert_eq!(turns.next([None; 4]), None);
     assert_eq!(turns.next([None, Some(1), None, None]), Some(Class::Save), "alone it is always next");
+}
+
+#[test]
+fn a_quarter_of_the_places_is_kept_for_fetches_and_one_alone_for_nobody() {
+    let kept = [1, 2, 3, 4, 5, 8, 9, 32].map(|places| places - places_behind(places));
+    assert_eq!(kept, [0, 1, 1, 1, 2, 2, 3, 8]);
 }

@@ -199,10 +199,12 @@ fn blocks_are_priced_by_what_was_measured_of_their_tier_then_of_their_node_then_
     assert_eq!(transfer(SSD, None, measured), (0, 0), "computed sooner");
     assert_eq!(transfer(DRAM, None, measured), (4, 20 + 40 * 10));
     assert_eq!(transfer(DRAM, way(1_000_000, 1), measured), (4, 420), "the link is in it already");
-    // What is not measured of a tier is the profile's, over the link that was.
-    assert_eq!(transfer(DRAM, slow, [slow, None, None]), (0, 0));
+    // What is not measured of a tier is the profile's, over the link that was, where no slow SSD is in it.
+    assert_eq!(transfer(DRAM, slow, [None; 3]), (0, 0));
+    assert_eq!(transfer(DRAM, slow, [slow, None, None]), transfer(DRAM, None, [None; 3]));
     assert_eq!(transfer(DRAM, None, [slow, None, None]), transfer(DRAM, None, [None; 3]));
-    assert_eq!(transfer(GPU, fast, measured), transfer(GPU, fast, [None; 3]));
+    assert_eq!(transfer(GPU, slow, measured), transfer(GPU, fast, [None; 3]), "as its DRAM comes");
+    assert_eq!(transfer(SSD, slow, [None, slow, fast]), transfer(SSD, fast, [None; 3]), "as the best came");
     // Of two nodes the one is taken whose tier is faster, whatever their tiers are called.
     let mut two = fleet_with_nodes([[fast, None, None], [None, slow, None]]);
     two.put_instance(Instance { node: None, ..instance(1) });
