@@ -36,6 +36,8 @@ pub(crate) use pool::Occupied;
 #[cfg(feature = "rdma")]
 pub(crate) use server::RDMA_REFUSED;
 pub use server::{BindError, TcpServer};
+#[cfg(feature = "rdma")]
+pub(crate) use stream::CLOSED;
 
 /// Connections a server keeps. One client has up to [`CONNECTIONS_PER_PEER`] and one more; above, new ones are reset.
 pub const CONNECTIONS_MAX: usize = 4096;

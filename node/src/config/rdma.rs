@@ -30,7 +30,8 @@ pub struct RdmaSection {
     pub in_place: bool,
     /// Memory of each client's connection for copies and saves, in bytes.
     pub tray_bytes: u64,
-    /// Connections that have such memory at once; a client has up to four. What comes beyond is served over TCP.
+    /// Connections that have such memory at once; a client has up to four, or two for each pair of rails if that is more. What comes
+    /// beyond is served over TCP.
     pub links_max: u32,
     /// Class of the packets, by which networks without loss know them.
     pub traffic_class: u8,

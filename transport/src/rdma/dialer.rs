@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, Once, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvfleet_proto::tls::Identity;
+use tokio::sync::Notify;
 
 use super::lane::{ATTACH_TIMEOUT, Lane, Lanes};
 use super::link::{Asked, Link, Local};
@@ -146,7 +147,8 @@ impl RdmaDialer {
         let local = self.local(peer).await?;
         let ours: Vec<Gid> = local.iter().map(|local| local.rdma.flights.rail().port().gid).collect();
         let config = &local[0].rdma.config;
-        let lane = |pair: super::pairs::Pair| Lane::new(&local[pair.local], pair, config.cool_down);
+        let told = Arc::new(Notify::new());
+        let lane = |pair: super::pairs::Pair| Lane::new(&local[pair.local], pair, config.cool_down, &told);
         let lanes: Vec<Lane> = pairs(&ours, &theirs).into_iter().map(lane).collect();
         let (mut whys, begun) = (Vec::new(), Instant::now());
         for (at, lane) in lanes.iter().enumerate() {
@@ -156,7 +158,7 @@ impl RdmaDialer {
             match lane.attach(&tcp).await? {
                 Asked::Made(first) => {
                     let limits = (config.links_per_peer, self.config.idle_timeout);
-                    return Ok(RdmaPath::new(Lanes::new(tcp, lanes, (at, *first), limits)));
+                    return Ok(RdmaPath::new(Lanes::new(tcp, (lanes, told), (at, *first), limits)));
                 }
                 Asked::None(why) => whys.push(why),
                 Asked::Dead(why) => {

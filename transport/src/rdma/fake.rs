@@ -45,6 +45,8 @@ struct State {
     refuse_queue: Option<i32>,
     end_fails: bool,
     dead: BTreeSet<u8>,
+    silent: BTreeSet<u8>,
+    lost: Vec<(u32, Transfer)>,
     unended: BTreeSet<u32>,
     log: Vec<String>,
     transfers: Vec<Transfer>,
@@ -102,6 +104,28 @@ impl Fabric {
     /// It does again.
     pub(super) fn revive(&self, number: u8) {
         self.state().dead.remove(&number);
+    }
+
+    /// Nothing passes to or from this card any more, and cards go on trying: nobody hears of an end.
+    pub(super) fn silence(&self, number: u8) {
+        self.state().silent.insert(number);
+    }
+
+    /// Cards have tried for long enough: what was lost ends, and the silent card is dead.
+    pub(super) fn give_up(&self, number: u8) {
+        let mut state = self.state();
+        state.silent.remove(&number);
+        state.dead.insert(number);
+        for (queue, transfer) in std::mem::take(&mut state.lost) {
+            state.run(queue, &transfer);
+        }
+    }
+
+    /// Queue pairs that live and on which something was lost, by number.
+    pub(super) fn waiting(&self) -> BTreeSet<u32> {
+        let state = self.state();
+        let queues = state.lost.iter().map(|(queue, _)| *queue);
+        queues.filter(|queue| state.queues.contains_key(queue)).collect()
     }
 
     /// Memory is no longer registered, with this error.
@@ -172,6 +196,13 @@ impl State {
         let is_inside = at.checked_add(len.into())? <= found.memory.len_bytes();
         (found.domain == domain && needs.contains(&found.access) && is_inside)
             .then(|| (Arc::clone(&found.memory), at))
+    }
+
+    /// Whether nobody hears what this queue pair sends.
+    fn is_lost(&self, number: u32) -> bool {
+        let Some(queue) = self.queues.get(&number) else { return false };
+        let peer = queue.peer.as_ref().map(|(_, _, peer)| peer.gid.0[0]);
+        self.silent.contains(&queue.rail.0[0]) || peer.is_some_and(|peer| self.silent.contains(&peer))
     }
 
     fn status(&self, number: u32, transfer: &Transfer) -> u32 {
@@ -334,6 +365,10 @@ impl Queue for Handle {
             return Err(io::ErrorKind::NotConnected.into());
         }
         state.transfers.push(*transfer);
+        if state.is_lost(self.number) {
+            state.lost.push((self.number, *transfer));
+            return Ok(());
+        }
         match &mut state.held {
             Some(held) => held.push((self.number, *transfer)),
             None => state.run(self.number, transfer),

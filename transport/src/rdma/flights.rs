@@ -286,6 +286,11 @@ impl Flights {
         line
     }
 
+    /// Whether a transfer of this line did not end yet.
+    pub(super) fn is_under_way(&self, line: &Line) -> bool {
+        line.at_once.available_permits() < self.queue_in_flight_max as usize
+    }
+
     /// All that live.
     pub(super) fn lines(&self) -> Vec<Arc<Line>> {
         let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);

@@ -2,9 +2,11 @@
 //! each other.
 //!
 //! An operation takes the lane that has the fewest under way. A lane on which a transfer failed is left alone for a time that
-//! doubles, and then tried by a link of its own, over which a few bytes are read before it counts: never by a request. A link that
-//! an operation did not bring to its end goes with it; the next one gets new queue pairs. Not here: which rails go together
-//! (`pairs.rs`), what an operation says (`fetch.rs`, `save.rs`).
+//! doubles, and then tried by a link of its own, over which a few bytes are read before it counts: never by a request. Links are
+//! made by tasks of their own, so that whoever has too little time for one leaves it to the next. A link that an operation did
+//! not bring to its end goes with it; the next one gets new queue pairs, and if something was under way on it, at once: cards tell
+//! of a rail that is silent later than many operations wait. Not here: which rails go together (`pairs.rs`), what an operation
+//! says (`fetch.rs`, `save.rs`).
 
 use std::fmt::Display;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -13,7 +15,8 @@ use std::time::Duration;
 
 use kv_core::id::Class;
 use tokio::sync::{Notify, Semaphore};
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout, timeout_at};
 
 use super::link::{Asked, Link, Local};
 use super::pairs::Pair;
@@ -31,11 +34,27 @@ pub(super) const ATTACH_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long nobody asks for a link after there was none: asking costs both ends queue pairs.
 const WITHOUT: Duration = Duration::from_secs(5);
 
-/// How long an operation waits for another that asks for a link, before it goes without: cards take less for one.
+/// How long an operation waits for a link that is asked for already, before it goes without: cards take less for one.
 const BESIDE: Duration = Duration::from_millis(100);
 
 /// Links at once of each lane, at least: while one operation is answered, another has the rail.
 const LINKS_PER_LANE: usize = 2;
+
+/// Whether links of a lane were given up while something was under way on them, which nobody knows the end of.
+#[derive(Default)]
+pub(super) struct Doubt {
+    is_there: AtomicBool,
+    /// Who looks after lanes.
+    told: Arc<Notify>,
+}
+
+impl Doubt {
+    /// A link was given up so.
+    pub(super) fn cast(&self) {
+        self.is_there.store(true, Ordering::Relaxed);
+        self.told.notify_one();
+    }
+}
 
 /// One of our rails, and one of a node's.
 pub(super) struct Lane {
@@ -47,10 +66,15 @@ pub(super) struct Lane {
     breaker: Mutex<Breaker>,
     /// Transfers of all its links.
     of_peer: Arc<Semaphore>,
-    /// Held by whoever asks for a link.
-    asking: tokio::sync::Mutex<()>,
-    /// Since when a link is asked for, or there was none to be had.
-    asked: Mutex<Option<Instant>>,
+    /// Whether a task asks for links.
+    is_asked: AtomicBool,
+    /// Operations that wait for a link.
+    wanted: AtomicUsize,
+    /// An operation went over another lane, as this one had no link.
+    is_missed: AtomicBool,
+    doubt: Arc<Doubt>,
+    /// When there was no link to be had.
+    without: Mutex<Option<Instant>>,
     /// Links that no operation has, and since when; used last at the end.
     idle: Mutex<Vec<(Link, Instant)>>,
     under_way: AtomicUsize,
@@ -61,15 +85,19 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Lane {
-    pub(super) fn new(local: &Arc<Local>, pair: Pair, rules: BreakerRules) -> Lane {
+    /// Without links; `told` is notified of what is to be done about it.
+    pub(super) fn new(local: &Arc<Local>, pair: Pair, rules: BreakerRules, told: &Arc<Notify>) -> Lane {
         Lane {
             local: Arc::clone(local),
             remote: pair.remote,
             is_spare: pair.is_spare,
             breaker: Mutex::new(Breaker::new(rules)),
             of_peer: local.rdma.flights.peer(),
-            asking: tokio::sync::Mutex::default(),
-            asked: Mutex::default(),
+            is_asked: AtomicBool::new(false),
+            wanted: AtomicUsize::new(0),
+            is_missed: AtomicBool::new(false),
+            doubt: Arc::new(Doubt { told: Arc::clone(told), ..Doubt::default() }),
+            without: Mutex::default(),
             idle: Mutex::default(),
             under_way: AtomicUsize::new(0),
         }
@@ -84,11 +112,39 @@ impl Lane {
         locked(&self.breaker).is_closed()
     }
 
-    /// The link that was used last, if one can be used again.
-    fn take(&self, idle_timeout: Duration) -> Option<Link> {
+    /// Whether links were given up on it just now, so that others come first.
+    fn is_doubted(&self) -> bool {
+        self.doubt.is_there.load(Ordering::Relaxed)
+    }
+
+    /// Whether there may be a link if one is asked for: who was told that there is none is not followed by the next.
+    fn may_have(&self) -> bool {
+        self.is_open() && locked(&self.without).is_none_or(|since| since.elapsed() >= WITHOUT)
+    }
+
+    fn is_short(&self) -> bool {
+        self.wanted.load(Ordering::Relaxed) > locked(&self.idle).len()
+    }
+
+    /// Whether a link is to be asked for now.
+    fn is_to_be_asked(&self) -> bool {
+        if self.is_asked.load(Ordering::Acquire) {
+            return false;
+        }
+        let is_open = self.is_open();
+        if !is_open {
+            return locked(&self.breaker).passes(Instant::now());
+        }
+        let is_missed = self.is_missed.load(Ordering::Relaxed) && locked(&self.idle).is_empty();
+        self.may_have() && (is_missed || self.is_doubted() || self.is_short())
+    }
+
+    /// The link that was used last, if one can be used again; made since then, where that is said.
+    fn take(&self, idle_timeout: Duration, made_since: Option<Instant>) -> Option<Link> {
         loop {
             let (mut link, since) = locked(&self.idle).pop()?;
-            if since.elapsed() < idle_timeout && link.rest() {
+            let is_fit = made_since.is_none_or(|begun| !link.is_used && since >= begun);
+            if is_fit && since.elapsed() < idle_timeout && link.rest() {
                 return Some(link);
             }
         }
@@ -96,6 +152,12 @@ impl Lane {
 
     fn keep(&self, link: Link) {
         locked(&self.idle).push((link, Instant::now()));
+    }
+
+    /// Keeps one that was just made.
+    fn keep_new(&self, mut link: Link) {
+        link.watch(&self.doubt);
+        self.keep(link);
     }
 
     /// Links that nobody used for long.
@@ -131,6 +193,15 @@ impl Drop for Busy {
     }
 }
 
+/// Counts an operation that waits for a link.
+struct Wanted<'a>(&'a Lane);
+
+impl Drop for Wanted<'_> {
+    fn drop(&mut self) {
+        self.0.wanted.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// A link that one operation has to itself.
 pub(super) struct Held {
     pub(super) link: Link,
@@ -147,8 +218,10 @@ pub(super) struct Lanes {
     at_once: Arc<Places>,
     /// The node closes what nobody used for three times as long.
     idle_timeout: Duration,
-    /// A lane is left alone, and somebody is to try it.
-    left_alone: Notify,
+    /// Something is to be done about a lane.
+    told: Arc<Notify>,
+    /// Somebody asked for links, and there are some or none.
+    came: Notify,
     is_told: AtomicBool,
     is_failure_told: AtomicBool,
 }
@@ -158,16 +231,17 @@ impl Lanes {
     /// `links_max` have operations at once; of several no fewer than keep each of them under way.
     pub(super) fn new(
         tcp: TcpPath,
-        lanes: Vec<Lane>,
+        (lanes, told): (Vec<Lane>, Arc<Notify>),
         (at, first): (usize, Link),
         (links_max, idle_timeout): (usize, Duration),
     ) -> Lanes {
-        let many = if lanes.len() > 1 { LINKS_PER_LANE * lanes.len() } else { 1 };
+        let abreast = lanes.iter().filter(|lane| !lane.is_spare).count();
+        let many = if abreast > 1 { LINKS_PER_LANE * abreast } else { 1 };
         let at_once = Places::new(links_max.max(many));
         let lanes: Vec<Arc<Lane>> = lanes.into_iter().map(Arc::new).collect();
-        lanes[at].keep(first);
+        lanes[at].keep_new(first);
         let (is_told, is_failure_told) = (AtomicBool::new(false), AtomicBool::new(false));
-        Lanes { tcp, lanes, at_once, idle_timeout, left_alone: Notify::new(), is_told, is_failure_told }
+        Lanes { tcp, lanes, at_once, idle_timeout, told, came: Notify::new(), is_told, is_failure_told }
     }
 
     /// How many may be used side by side.
@@ -181,56 +255,109 @@ impl Lanes {
         (config.stripe_bytes as u64, config.local_bytes as u64 / 2)
     }
 
-    /// A link for an operation of this class, of none of the lanes that it `tried`; nothing when there is none to be had.
-    pub(super) async fn held(
-        &self,
-        class: Class,
-        tried: &[usize],
-        may_be_used: bool,
-    ) -> Result<Option<Held>, PathError> {
-        let place = self.at_once.take(class).await;
+    /// Lanes that may be used, those that have the fewest under way first.
+    fn in_order(&self, tried: &[usize], is_spare: bool) -> Vec<(usize, &Arc<Lane>)> {
         let untried = self.lanes.iter().enumerate().filter(|(at, _)| !tried.contains(at));
-        let mut lanes: Vec<_> = untried.filter(|(_, lane)| lane.is_open()).collect();
-        lanes.sort_by_key(|(_, lane)| (lane.is_spare, lane.under_way.load(Ordering::Relaxed)));
-        for (at, lane) in lanes {
-            let busy = Busy::new(lane);
-            let link = match lane.take(self.idle_timeout).filter(|_| may_be_used) {
-                Some(link) => Some(link),
-                None => self.attach(lane).await?,
-            };
-            if let Some(link) = link {
-                return Ok(Some(Held { link, at, busy, place }));
-            }
-        }
-        Ok(None)
+        let mut lanes: Vec<_> =
+            untried.filter(|(_, lane)| lane.is_spare == is_spare && lane.is_open()).collect();
+        lanes.sort_by_key(|(_, lane)| (lane.is_doubted(), lane.under_way.load(Ordering::Relaxed)));
+        lanes
     }
 
-    /// A new link, unless there was none just before, or somebody asks for one for long: who runs out of time in a network that
-    /// loses everything is not to be followed by the next.
-    async fn attach(&self, lane: &Lane) -> Result<Option<Link>, PathError> {
-        let Ok(_asking) = timeout(BESIDE, lane.asking.lock()).await else { return Ok(None) };
-        {
-            let mut asked = locked(&lane.asked);
-            if asked.is_some_and(|since| since.elapsed() < WITHOUT) {
-                return Ok(None);
+    /// A link for an operation of this class, of none of the lanes that it `tried`; nothing when there is none to be had. One
+    /// that is there comes first; one that is not is waited for at most half of the time that is left `until` then, so that
+    /// the other half is there to go without.
+    pub(super) async fn held(
+        &self,
+        (class, until): (Class, Instant),
+        tried: &[usize],
+        may_be_used: bool,
+    ) -> Option<Held> {
+        let place = self.at_once.take(class).await;
+        let begun = Instant::now();
+        let half = begun + until.saturating_duration_since(begun) / 2;
+        let (made_since, mut patience) = ((!may_be_used).then_some(begun), None);
+        for is_spare in [false, true] {
+            loop {
+                let came = self.came.notified();
+                tokio::pin!(came);
+                came.as_mut().enable();
+                let lanes = self.in_order(tried, is_spare);
+                let there = |(at, lane): &(usize, &Arc<Lane>)| {
+                    lane.take(self.idle_timeout, made_since).map(|link| (*at, Busy::new(lane), link))
+                };
+                if let Some((at, busy, link)) = lanes.iter().find_map(there) {
+                    self.miss(lanes.iter().take_while(|(other, _)| *other != at).map(|(_, lane)| *lane));
+                    return Some(Held { link, at, busy, place });
+                }
+                let Some((_, lane)) = lanes.iter().find(|(_, lane)| lane.may_have()) else { break };
+                // Nobody asks a node that is gone.
+                if self.tcp.failure().is_some() {
+                    return None;
+                }
+                let (_busy, _wanted) = (Busy::new(lane), Wanted(lane));
+                let others = lane.wanted.fetch_add(1, Ordering::Relaxed);
+                let is_asked = others > 0 || lane.is_asked.load(Ordering::Acquire);
+                let patience = patience.get_or_insert(if is_asked { half.min(begun + BESIDE) } else { half });
+                self.told.notify_one();
+                if timeout_at(*patience, came).await.is_err() {
+                    return None;
+                }
             }
-            *asked = Some(Instant::now());
         }
-        let asked = lane.attach(&self.tcp).await?;
-        *locked(&lane.asked) = matches!(asked, Asked::None(_)).then(Instant::now);
-        match asked {
-            Asked::Made(link) => Ok(Some(*link)),
-            Asked::Dead(why) => {
-                self.fail(lane, &why);
-                Ok(None)
+        None
+    }
+
+    /// These had no link for an operation: they are to have one for the next.
+    fn miss<'a>(&self, lanes: impl Iterator<Item = &'a Arc<Lane>>) {
+        for lane in lanes {
+            lane.is_missed.store(true, Ordering::Relaxed);
+            self.told.notify_one();
+        }
+    }
+
+    /// Asks for links on a lane until there are as many as operations wait for, and tells its breaker.
+    async fn make(self: Arc<Lanes>, lane: Arc<Lane>) {
+        loop {
+            let asked = lane.attach(&self.tcp).await;
+            lane.is_missed.store(false, Ordering::Relaxed);
+            lane.doubt.is_there.store(false, Ordering::Relaxed);
+            let is_made = matches!(asked, Ok(Asked::Made(_)));
+            *locked(&lane.without) = (!is_made).then(Instant::now);
+            self.take_note(&lane, asked);
+            if !is_made || !lane.is_short() {
+                break;
             }
-            Asked::None(why) => {
+            self.came.notify_waiters();
+        }
+        lane.is_asked.store(false, Ordering::Release);
+        self.came.notify_waiters();
+        // Whoever wanted one since was not seen.
+        self.told.notify_one();
+    }
+
+    /// What became of asking for a link.
+    fn take_note(&self, lane: &Lane, asked: Result<Asked, PathError>) {
+        let (peer, remote) = (self.tcp.peer(), lane.remote);
+        match asked {
+            Ok(Asked::Made(link)) => {
+                let was_open = lane.is_open();
+                locked(&lane.breaker).succeeded();
+                lane.keep_new(*link);
+                if !was_open && lane.is_open() {
+                    let device = &lane.local.rdma.flights.rail().port().device;
+                    tracing::info!(peer, device, remote, "an RDMA lane is used again");
+                }
+            }
+            Ok(Asked::Dead(why)) => self.fail(lane, &why),
+            // That says nothing of the lane, so that the next trial decides.
+            Ok(Asked::None(why)) => {
                 if !self.is_told.swap(true, Ordering::Relaxed) {
-                    let peer = self.tcp.peer();
                     tracing::warn!(peer, why, "some blocks go over TCP, as there is no further RDMA link");
                 }
-                Ok(None)
             }
+            // The operation that goes over that connection hears of it.
+            Err(error) => tracing::debug!(peer, remote, %error, "no RDMA link"),
         }
     }
 
@@ -260,7 +387,7 @@ impl Lanes {
         // What is idle goes over the same rails, and the trial makes a new one.
         let idle = std::mem::take(&mut *locked(&lane.idle));
         drop(idle);
-        self.left_alone.notify_one();
+        self.told.notify_one();
         let (peer, rdma) = (self.tcp.peer(), &lane.local.rdma);
         let (port, remote, errors) = (rdma.flights.rail().port(), lane.remote, rdma.numbers().failed);
         if self.is_failure_told.swap(true, Ordering::Relaxed) {
@@ -271,13 +398,16 @@ impl Lanes {
         }
     }
 
-    /// Ends what is idle, and tries lanes that are left alone. Never ends by itself.
+    /// Ends what is idle, asks for links, and tries lanes that are left alone. Never ends by itself.
     pub(super) async fn tend(self: Arc<Lanes>) {
         let mut ticks = interval((self.idle_timeout / 2).max(Duration::from_millis(1)));
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        // They end with this.
+        let mut asking = JoinSet::new();
         loop {
-            let trials = self.lanes.iter().filter_map(|lane| locked(&lane.breaker).trial_at());
-            let next = trials.min();
+            self.ask(&mut asking);
+            let unasked = self.lanes.iter().filter(|lane| !lane.is_asked.load(Ordering::Acquire));
+            let next = unasked.filter_map(|lane| locked(&lane.breaker).trial_at()).min();
             let wait = async {
                 match next {
                     Some(at) => sleep_until(at).await,
@@ -289,39 +419,24 @@ impl Lanes {
                     let old: Vec<_> = self.lanes.iter().flat_map(|lane| lane.old(self.idle_timeout)).collect();
                     drop(old);
                 }
-                () = self.left_alone.notified() => {}
-                () = wait => self.try_lanes().await,
+                () = self.told.notified() => {}
+                () = wait => {}
+                Some(_) = asking.join_next() => {}
             }
         }
     }
 
-    /// Tries each lane whose time has come: a link is made on it, and read over.
-    async fn try_lanes(&self) {
+    /// Asks for a link on each lane that is to have one, or whose time to be tried has come.
+    fn ask(self: &Arc<Lanes>, asking: &mut JoinSet<()>) {
         for lane in &self.lanes {
-            let is_due = {
-                let mut breaker = locked(&lane.breaker);
-                !breaker.is_closed() && breaker.passes(Instant::now())
-            };
             // Of a node that is gone its own path says so.
-            if !is_due || self.tcp.failure().is_some() {
-                continue;
+            if lane.is_to_be_asked() && self.tcp.failure().is_none() {
+                lane.is_asked.store(true, Ordering::Release);
+                asking.spawn(Arc::clone(self).make(Arc::clone(lane)));
             }
-            match lane.attach(&self.tcp).await {
-                Ok(Asked::Made(link)) => {
-                    locked(&lane.breaker).succeeded();
-                    lane.keep(*link);
-                    let device = &lane.local.rdma.flights.rail().port().device;
-                    tracing::info!(
-                        peer = self.tcp.peer(),
-                        device,
-                        remote = lane.remote,
-                        "an RDMA lane is used again"
-                    );
-                }
-                Ok(Asked::Dead(why)) => self.fail(lane, &why),
-                // That says nothing of the lane, so that the next trial decides.
-                Ok(Asked::None(_)) | Err(_) => {}
-            }
+        }
+        if self.tcp.failure().is_some() {
+            self.came.notify_waiters();
         }
     }
 }

@@ -13,6 +13,7 @@ use kvfleet_proto::frame::FRAME_BYTES_MAX;
 use tokio::sync::Semaphore;
 
 use super::flights::{Arriving, Line, Remote, TransferError};
+use super::lane::Doubt;
 use super::memory::{ALIGN_BYTES, Memory, Place, Pool};
 use super::pairs::RAILS_MAX;
 use super::rail::{Access, Direction, Domain, End, Gid, Queue, RegisterMr, Role};
@@ -153,10 +154,21 @@ pub(super) struct Reach {
     board_address: u64,
     /// Where the board is read to, when it is not being read.
     board: Option<Place>,
+    /// Told when it goes with transfers under way.
+    doubt: Option<Arc<Doubt>>,
 }
 
 impl Drop for Reach {
     fn drop(&mut self) {
+        let under_way = |line: &&Arc<Line>| !line.is_broken() && self.local.rdma.flights.is_under_way(line);
+        if let Some(doubt) = &self.doubt
+            && [Some(&self.tray_line), self.arena_line.as_ref()]
+                .into_iter()
+                .flatten()
+                .any(|line| under_way(&line))
+        {
+            doubt.cast();
+        }
         let lines = [Some(Arc::clone(&self.tray_line)), self.arena_line.take()];
         let lines = lines.into_iter().flatten().collect();
         self.local.rdma.flights.end(lines, Arc::clone(&self.local));
@@ -255,6 +267,7 @@ impl Link {
             arena: welcome.arena,
             board_address: welcome.board_address,
             board: None,
+            doubt: None,
         };
         reach.board = local.boards.wait(BOARD_BYTES).await;
         let extent = Extent {
@@ -289,6 +302,11 @@ impl Link {
     pub(super) fn is_broken(&self) -> bool {
         let lines = [Some(&self.reach.tray_line), self.reach.arena_line.as_ref()];
         lines.into_iter().flatten().any(|line| line.is_broken())
+    }
+
+    /// Has it told when the link is given up with transfers under way.
+    pub(super) fn watch(&mut self, doubt: &Arc<Doubt>) {
+        self.reach.doubt = Some(Arc::clone(doubt));
     }
 
     /// Whether the next operation may use it. Gives back memory that holds nothing.

@@ -14,7 +14,7 @@ use std::time::Duration;
 use kv_core::id::LeaseId;
 use kvfleet_proto::frame::Frame;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio::time::{Instant, sleep, timeout_at};
 
 use super::fetch::{Fetch, Progress, Stop};
 use super::lane::Lanes;
@@ -114,16 +114,14 @@ impl RdmaPath {
         let class = request.class();
         let (mut parts, mut tried, mut may_be_used) = (Parts::default(), Vec::new(), true);
         loop {
-            let held = timeout_at(deadline, self.lanes.held(class, &tried, may_be_used)).await;
+            let held = timeout_at(deadline, self.lanes.held((class, deadline), &tried, may_be_used)).await;
             let Ok(held) = held else {
                 return parts.end(Ok(FetchAnswer::Miss { reason: MissReason::TooLate }));
             };
             // A link may have been waited for, and the node is to keep nothing longer than anybody waits.
             request.deadline = deadline.saturating_duration_since(Instant::now());
-            let mut held = match held {
-                Ok(Some(held)) => held,
-                Ok(None) => return parts.end(ask::fetch(&self.lanes.tcp, &request, sink).await),
-                Err(error) => return parts.end(Err(error)),
+            let Some(mut held) = held else {
+                return parts.end(ask::fetch(&self.lanes.tcp, &request, sink).await);
             };
             let mut progress = Progress::default();
             let was_used = held.link.is_used;
@@ -173,8 +171,9 @@ impl RdmaPath {
         let (mut tried, mut may_be_used) = (Vec::new(), true);
         loop {
             // Others may have all links for long, which says nothing of the peer.
-            let held = timeout(stall_timeout, self.lanes.held(class, &tried, may_be_used)).await;
-            let Ok(Some(mut held)) = held.unwrap_or(Ok(None)) else {
+            let until = Instant::now() + stall_timeout;
+            let held = timeout_at(until, self.lanes.held((class, until), &tried, may_be_used)).await;
+            let Ok(Some(mut held)) = held else {
                 return ask::save(tcp, request, source).await;
             };
             let was_used = held.link.is_used;

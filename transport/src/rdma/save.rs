@@ -14,7 +14,7 @@ use super::flights::{Arriving, TransferError};
 use super::link::Link;
 use super::memory::ALIGN_BYTES;
 use super::words;
-use crate::stream::{Loss, Stream, encode, read_message};
+use crate::stream::{ItemError, Loss, Stream, encode, read_message};
 use crate::{PathError, SaveAnswer, SaveOffer, SaveRequest, wire};
 
 /// A save under way.
@@ -98,8 +98,13 @@ impl Save<'_> {
         let ended = async {
             // Where a message is awaited this is none, so that the node ends the connection, and before it the save.
             let is_said = control.end(None).await.is_ok();
-            while is_said && read_message::<data::Taken>(control).await.is_ok() {}
-            is_said
+            loop {
+                match read_message::<data::Taken>(control).await {
+                    Ok(_) if is_said => {}
+                    Ok(_) => return false,
+                    Err(error) => return is_said && is_ended(&error),
+                }
+            }
         };
         tokio::time::timeout(self.stall_timeout, ended).await.unwrap_or(false)
     }
@@ -206,7 +211,34 @@ impl Save<'_> {
     }
 }
 
+/// Whether the node ended the connection. What else goes wrong says nothing of what the node still has under way.
+fn is_ended(error: &ItemError) -> bool {
+    let reset = std::io::Error::from_raw_os_error(libc::ECONNRESET).to_string();
+    match error {
+        ItemError::Cut => true,
+        // It had not read all that was said, or said no farewell.
+        ItemError::Lost(Loss::Broken(cause)) => *cause == reset || cause == crate::tcp::CLOSED,
+        _ => false,
+    }
+}
+
 /// What a card's failure is to the path.
 fn transfer(peer: &str, error: &TransferError) -> PathError {
     PathError::Broken { peer: peer.to_owned(), cause: error.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_connection_that_the_node_ended_says_that_it_gave_up() {
+        let system = |errno| Loss::Broken(std::io::Error::from_raw_os_error(errno).to_string());
+        assert!(is_ended(&ItemError::Cut) && is_ended(&system(libc::ECONNRESET).into()));
+        assert!(is_ended(&Loss::Broken(crate::tcp::CLOSED.to_owned()).into()));
+        for other in [system(libc::ETIMEDOUT), system(libc::EHOSTUNREACH), Loss::Protocol("odd".to_owned())] {
+            assert!(!is_ended(&other.clone().into()), "{other}");
+        }
+        assert!(!is_ended(&ItemError::Oversized { what: "a message", bytes: 2, limit: 1 }));
+    }
 }

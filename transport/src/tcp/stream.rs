@@ -22,6 +22,9 @@ use super::socket::{io_loss, try_read};
 use crate::MissReason;
 use crate::stream::{Loss, Source, Stream, end_bytes};
 
+/// What is said of a connection that its peer ended.
+pub(crate) const CLOSED: &str = "the peer closed the connection";
+
 /// Records sealed and sent at once: as many plain bytes as a buffer of the reader takes.
 const BATCH_RECORDS: usize = 8;
 
@@ -151,7 +154,7 @@ impl TlsStream {
     async fn take(&mut self, at_most: usize, expected: usize) -> Result<&[u8], Loss> {
         let size = if expected > PLAIN_BYTES_MAX { Size::Large } else { Size::Small };
         if !self.more(size).await? {
-            return Err(Loss::Broken("the peer closed the connection".to_owned()));
+            return Err(Loss::Broken(CLOSED.to_owned()));
         }
         let Came { buffer, plain, .. } = &mut self.came;
         let taken = plain.start..plain.end.min(plain.start + at_most);

@@ -63,8 +63,9 @@ impl BlockService for OneBlock {
 /// A path of one link.
 fn one_lane(tcp: crate::tcp::TcpPath, local: &Arc<Local>, link: Link) -> path::RdmaPath {
     let pair = pairs::Pair { local: 0, remote: 0, is_spare: false };
-    let lane = lane::Lane::new(local, pair, COOL_DOWN);
-    path::RdmaPath::new(lane::Lanes::new(tcp, vec![lane], (0, link), (1, Duration::from_secs(20))))
+    let told = Arc::default();
+    let lane = lane::Lane::new(local, pair, COOL_DOWN, &told);
+    path::RdmaPath::new(lane::Lanes::new(tcp, (vec![lane], told), (0, link), (1, Duration::from_secs(20))))
 }
 
 /// A fetch that is cut off while the client's card reads; the log of what happened then.

@@ -89,7 +89,9 @@ async fn a_node_that_is_gone_is_noticed_and_gives_back_everything() {
     let (answer, ()) = tokio::join!(fetch, killed);
     let expected = FetchAnswer::Partial { tiers: in_dram(1), reason: MissReason::NodeLost };
     assert_eq!(answer.unwrap(), expected, "what came stands");
-    let error = suite::fetch(path.as_ref(), fetch_request(&hashes(3))).await.unwrap_err();
+    // Of the minute that it has, it spends none on waiting for a link.
+    let again = suite::fetch(path.as_ref(), fetch_request(&hashes(3)));
+    let error = tokio::time::timeout(Duration::from_secs(20), again).await.unwrap().unwrap_err();
     assert!(matches!(error, PathError::Broken { .. } | PathError::Unreachable { .. }), "{error}");
     drop(path);
     tokio::time::timeout(PATIENCE, async {
@@ -329,7 +331,7 @@ async fn a_save_over_a_link_that_the_node_closed_goes_over_another() {
 }
 
 #[tokio::test]
-async fn who_runs_out_of_time_for_a_link_is_not_followed_by_the_next() {
+async fn who_finds_no_link_in_time_goes_without() {
     let world = world(&holding(3, 1000), true, &small());
     let config = TcpConfig { idle_timeout: Duration::from_millis(200), ..TcpConfig::default() };
     let dialer = RdmaDialer::new(&world.client, &world.authority.member(), config).unwrap();
@@ -337,10 +339,13 @@ async fn who_runs_out_of_time_for_a_link_is_not_followed_by_the_next() {
     world.until("no link is left", |world| world.fabric.queues().is_empty()).await;
     // The network loses everything from now on.
     world.fabric.hold();
-    let request = FetchRequest { deadline: Duration::from_millis(300), ..fetch_request(&hashes(3)) };
-    let late = suite::fetch(path.as_ref(), request).await.unwrap();
-    assert_eq!(late, FetchAnswer::Miss { reason: MissReason::TooLate });
-    let request = FetchRequest { deadline: Duration::from_secs(4), ..fetch_request(&hashes(3)) };
-    let hit = suite::fetch(path.as_ref(), request).await.unwrap();
-    assert_eq!(hit, FetchAnswer::Hit { tiers: in_dram(3) }, "over the connection below");
+    for _ in 0..2 {
+        let request = FetchRequest { deadline: Duration::from_secs(2), ..fetch_request(&hashes(3)) };
+        let hit = suite::fetch(path.as_ref(), request).await.unwrap();
+        assert_eq!(
+            hit,
+            FetchAnswer::Hit { tiers: in_dram(3) },
+            "over the connection below, while there is time"
+        );
+    }
 }
