@@ -52,6 +52,13 @@ async fn two_rails_bring_a_large_fetch_together() {
     let Some([nodes, clients]) = two_rails() else { return };
     let service = MemoryService::default();
     let pair = world(&nodes, &clients, &service).await;
+    // Links of the second rail are made beside the first fetch.
+    let warm = async {
+        while read(&clients).contains(&0) {
+            suite::fetch(pair.path.as_ref(), suite::fetch_request(&suite::hashes(BLOCKS))).await.unwrap();
+        }
+    };
+    tokio::time::timeout(suite::PATIENCE, warm).await.expect("both rails are used");
     for _ in 0..3 {
         let (before, began) = (read(&clients), Instant::now());
         let whole =
