@@ -8,6 +8,9 @@ use tokio::sync::Notify;
 
 use super::*;
 
+/// The shortest packet of QUIC has a header, a number, and the sum of its cipher.
+const PACKET_BYTES_MIN: usize = 20;
+
 /// Passes packets between one client and a server.
 struct Relay {
     /// Where the client finds it.
@@ -63,6 +66,10 @@ async fn pass(front: UdpSocket, server: SocketAddr, state: Arc<State>) {
     loop {
         tokio::select! {
             Ok((bytes, from)) = front.recv_from(&mut up) => {
+                // What asks whether anybody is there comes of another socket, and is no packet of the connection.
+                if bytes < PACKET_BYTES_MIN {
+                    continue;
+                }
                 client = Some(from);
                 if state.passes(bytes) {
                     state.from_newest.fetch_add(1, Ordering::SeqCst);
