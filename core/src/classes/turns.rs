@@ -1,11 +1,11 @@
-//! Whose turn it is among waiters of several classes: the first class that waits, but for every so manieth turn, and for places that are kept
+//! Whose turn it is among waiters of several classes: the first class that waits, but for every fourth turn ([`TURN_EVERY`]), and for places that are kept
 //! free for fetches.
 //!
 //! Not here: who waits, and what for.
 
 use crate::id::Class;
 
-/// Every so manieth turn is of whoever waited longest behind the first class.
+/// One turn of so many is of whoever waited longest behind the first class.
 pub const TURN_EVERY: u32 = 4;
 
 /// How many of so many places classes behind the first have together: three quarters, and one at least, which is the only one
