@@ -198,6 +198,52 @@ mod tests {
         vec![vec![0; 10].into(), vec![0; 20].into()]
     }
 
+    /// All layers of the blocks from this one on.
+    fn filling<'a, R>(rooms: &'a mut Rooms<R>, hashes: &'a [BlockHash], first: u32) -> Filling<'a, R> {
+        Filling {
+            rooms,
+            first,
+            asked: AskedLayers { layers: 0..9, arrive: Arrive::ByLayer },
+            identity: IDENTITY,
+            hashes,
+            tally: Tally::default(),
+            timed: Timed::begin(),
+            heard: Arc::default(),
+        }
+    }
+
+    /// A room that lets others read what is there, and notes from when on.
+    struct Sharing(Room, Arc<std::sync::Mutex<Vec<usize>>>);
+
+    impl BlockRoom for Sharing {
+        fn slice(&mut self, layer: usize) -> Option<&mut [u8]> {
+            assert!(!self.1.lock().unwrap().contains(&layer), "it was let go");
+            self.0.slice(layer)
+        }
+
+        fn filled(&mut self, layer: usize) {
+            self.1.lock().unwrap().push(layer);
+        }
+    }
+
+    #[test]
+    fn a_room_hears_of_each_slice_once_and_is_not_asked_for_it_again() {
+        let (sender, _events) = unbounded_channel();
+        let filled = Arc::<std::sync::Mutex<Vec<usize>>>::default();
+        let mut rooms = Rooms::new(0, [Sharing(room(), Arc::clone(&filled))].into_iter(), sender);
+        let (hashes, head) = (hashes(1), frame_of(hash(0), &[10, 20]).head().unwrap());
+        let mut first = filling(&mut rooms, &hashes, 0);
+        assert!(first.head(0, &head));
+        first.filled(0, 0..1);
+        first.filled(0, 0..1);
+        assert_eq!(*filled.lock().unwrap(), [0]);
+        let mut second = filling(&mut rooms, &hashes, 0);
+        assert!(second.head(0, &head), "its head is compared, and nothing is asked of its room");
+        assert!(second.slice(0, 0).is_none() && second.slice(0, 1).is_some());
+        second.filled(0, 1..2);
+        assert_eq!(*filled.lock().unwrap(), [0, 1]);
+    }
+
     /// What was told: whole blocks as `[block]`, slices as `[block, first, end]`.
     fn told(events: &mut tokio::sync::mpsc::UnboundedReceiver<LayerEvent<Room>>) -> Vec<Vec<u32>> {
         std::iter::from_fn(|| events.try_recv().ok())
@@ -214,16 +260,7 @@ mod tests {
         let (sender, mut events) = unbounded_channel();
         let mut rooms = Rooms::new(2, (0..4).map(|_| room()), sender);
         let hashes = hashes(6);
-        let mut filling = Filling {
-            rooms: &mut rooms,
-            first: 2,
-            asked: AskedLayers { layers: 0..9, arrive: Arrive::ByLayer },
-            identity: IDENTITY,
-            hashes: &hashes,
-            tally: Tally::default(),
-            timed: Timed::begin(),
-            heard: Arc::default(),
-        };
+        let mut filling = filling(&mut rooms, &hashes, 2);
         for position in 0..4 {
             let head = frame_of(hash(2 + position), &[10, 20]).head().unwrap();
             assert!(filling.head(position as usize, &head));
@@ -250,16 +287,7 @@ mod tests {
         let (sender, _events) = unbounded_channel();
         let mut rooms = Rooms::new(0, [room()].into_iter(), sender);
         let hashes = hashes(1);
-        let mut filling = Filling {
-            rooms: &mut rooms,
-            first: 0,
-            asked: AskedLayers { layers: 0..9, arrive: Arrive::ByLayer },
-            identity: IDENTITY,
-            hashes: &hashes,
-            tally: Tally::default(),
-            timed: Timed::begin(),
-            heard: Arc::default(),
-        };
+        let mut filling = filling(&mut rooms, &hashes, 0);
         let head = |number, slices: &[u32]| frame_of(hash(number), slices).head().unwrap();
         for wrong in [head(1, &[10, 20]), head(0, &[10]), head(0, &[10, 20, 0]), head(0, &[20, 10])] {
             assert!(!filling.head(0, &wrong), "{wrong:?}");
