@@ -14,7 +14,7 @@ use std::ops::Range;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use kv_core::pipeline::Arrive;
-use kvfleet_proto::frame::{Frame, FrameHead};
+use kvfleet_proto::frame::FrameHead;
 
 use crate::MissReason;
 use crate::slices::{AskedLayers, Filling, clip};
@@ -32,34 +32,36 @@ const PIECE_BYTES: usize = 16 << 10;
 /// What is read and thrown away at once, in bytes.
 const WASTE_BYTES: usize = 4 << 10;
 
-/// In which order slices leave.
-pub(crate) struct Wave {
+/// In which order slices leave. `T` is what they are slices of: a frame's bytes, or where they lie.
+pub(crate) struct Wave<T> {
     asked: AskedLayers,
-    blocks: Vec<Option<Sending>>,
+    blocks: Vec<Option<Sending<T>>>,
     /// Blocks that are not sent, the next one first: by next layer and position, or only by position.
     order: BinaryHeap<Reverse<(usize, usize)>>,
 }
 
 /// A block of which slices are left.
-struct Sending {
+struct Sending<T> {
     head: FrameHead,
-    /// From the next slice on.
-    rest: Bytes,
-    /// The next slice.
+    /// The next slice, and where it begins in the frame.
     next: usize,
+    at: usize,
+    of: T,
 }
 
 /// Slices of a block that lie one behind the other.
-pub(crate) struct Piece {
+pub(crate) struct Piece<T> {
     /// Counted from the first block that was added.
     pub(crate) position: usize,
     pub(crate) layers: Range<usize>,
-    pub(crate) bytes: Bytes,
+    /// Where in the frame, in bytes.
+    pub(crate) at: Range<usize>,
+    pub(crate) of: T,
 }
 
-impl Wave {
+impl<T: Clone> Wave<T> {
     /// Of these layers of each block.
-    pub(crate) fn new(asked: AskedLayers) -> Wave {
+    pub(crate) fn new(asked: AskedLayers) -> Wave<T> {
         Wave { asked, blocks: Vec::new(), order: BinaryHeap::new() }
     }
 
@@ -73,42 +75,52 @@ impl Wave {
         self.blocks.len()
     }
 
-    /// The next block, with its frame's head.
-    pub(crate) fn add(&mut self, head: FrameHead, frame: &Frame) {
-        let (first, end) = clip(&self.asked.layers, &head);
-        let from = head.bytes().len() + head.bytes_of(0..first);
-        let rest = frame.bytes.slice(from.min(frame.bytes.len())..);
+    /// The next block.
+    pub(crate) fn add(&mut self, head: FrameHead, of: T) {
+        let (first, _) = clip(&self.asked.layers, &head);
+        self.add_from(first, head, of);
+    }
+
+    /// The next block, of which the layers before `first` left already.
+    pub(crate) fn add_from(&mut self, first: usize, head: FrameHead, of: T) {
+        let (_, end) = clip(&self.asked.layers, &head);
         if first < end {
             self.queue(self.blocks.len(), first);
         }
-        self.blocks.push((first < end).then_some(Sending { head, rest, next: first }));
+        let at = head.bytes().len() + head.bytes_of(0..first);
+        self.blocks.push((first < end).then_some(Sending { head, next: first, at, of }));
     }
 
     /// What leaves next; nothing when all that was added has left.
-    pub(crate) fn next(&mut self) -> Option<Piece> {
+    pub(crate) fn next(&mut self) -> Option<Piece<T>> {
         let Reverse((_, position)) = self.order.pop()?;
         let slot = self.blocks.get_mut(position)?;
         let sending = slot.as_mut()?;
         let (_, last) = clip(&self.asked.layers, &sending.head);
         let most = if self.asked.arrive == Arrive::ByLayer { PIECE_BYTES } else { usize::MAX };
-        let first = sending.next;
-        let (mut end, mut bytes) = (first, 0);
-        while end < last && (end == first || bytes < most) {
-            bytes += sending.head.slice_bytes(end).unwrap_or(0);
-            end += 1;
+        let (first, from) = (sending.next, sending.at);
+        while sending.next < last && (sending.next == first || sending.at - from < most) {
+            sending.at += sending.head.slice_bytes(sending.next).unwrap_or(0);
+            sending.next += 1;
         }
-        let bytes = sending.rest.split_to(bytes.min(sending.rest.len()));
-        sending.next = end;
+        let (end, at) = (sending.next, from..sending.at);
+        let of = sending.of.clone();
         if end < last {
             self.queue(position, end);
         } else {
             *slot = None;
         }
-        Some(Piece { position, layers: first..end, bytes })
+        Some(Piece { position, layers: first..end, at, of })
     }
 }
 
-impl Piece {
+impl Piece<Bytes> {
+    /// What it is; less where the frame is shorter than its head says.
+    pub(crate) fn bytes(&self) -> Bytes {
+        let end = self.at.end.min(self.of.len());
+        self.of.slice(self.at.start.min(end)..end)
+    }
+
     /// What stands before it on the wire.
     pub(crate) fn start(&self) -> Bytes {
         start(self.position, self.layers.start, self.layers.len())

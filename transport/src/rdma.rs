@@ -23,6 +23,7 @@ mod fetch;
 mod flights;
 pub mod gpu;
 mod lane;
+mod layers;
 mod lending;
 mod link;
 mod memory;
@@ -32,9 +33,9 @@ mod parts;
 mod path;
 pub mod probe;
 mod rail;
+mod reads;
 mod save;
 mod shares;
-mod stripe;
 mod taking;
 mod topology;
 mod verbs;
@@ -106,8 +107,8 @@ pub struct RdmaConfig {
     pub links_max: usize,
     /// Operations that one path has under way at once over RDMA; over several rails at least two on each. Further ones wait.
     pub links_per_peer: usize,
-    /// Bytes of a stripe: a fetch of two or more is divided over the rails.
-    pub stripe_bytes: usize,
+    /// A fetch of so many bytes is read over all rails at once.
+    pub large_bytes: usize,
     /// For how long a rail is not used with a peer to which its transfers failed.
     pub cool_down: BreakerRules,
 }
@@ -131,7 +132,7 @@ impl Default for RdmaConfig {
             links_max: 64,
             links_per_peer: 4,
             // What a rail of 400 Gbit/s brings in twice the time of asking for it; the node says as many bytes at once.
-            stripe_bytes: 8 << 20,
+            large_bytes: 16 << 20,
             cool_down: COOL_DOWN,
         }
     }

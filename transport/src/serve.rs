@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use bytes::Bytes;
 use kv_core::id::Class;
 use kvfleet_proto::data;
 use kvfleet_proto::frame::{FRAME_BYTES_MAX, Frame};
@@ -281,10 +282,11 @@ impl Operations {
                 wanted = if spoilt { wave.len() } else { wanted };
             }
             if let Some(piece) = wave.next() {
-                let bytes = piece.bytes.len();
+                let bytes = piece.bytes();
+                let sent = bytes.len();
                 self.timed(stream.write(piece.start())).await??;
-                self.timed(stream.write(piece.bytes)).await??;
-                self.carried.sent(bytes);
+                self.timed(stream.write(bytes)).await??;
+                self.carried.sent(sent);
             } else if wave.len() < wanted {
                 let Some(frame) = self.next(&mut reply.frames, stream).await? else {
                     self.timed(stream.write(pieces::end(reply.frames.ended()))).await??;
@@ -305,7 +307,7 @@ impl Operations {
     /// `false` when there is no head: what was stored is spoilt.
     async fn send_head(
         &self,
-        wave: &mut Wave,
+        wave: &mut Wave<Bytes>,
         frame: &Frame,
         stream: &mut impl Stream,
     ) -> Result<bool, ServeError> {
@@ -314,7 +316,7 @@ impl Operations {
         self.timed(stream.write(pieces::head_start(wave.len()))).await??;
         self.timed(stream.write(head.bytes().clone())).await??;
         self.carried.sent(head.bytes().len());
-        wave.add(head, frame);
+        wave.add(head, frame.bytes.clone());
         Ok(true)
     }
 

@@ -145,6 +145,17 @@ impl<'a> Filling<'a> {
         }
     }
 
+    /// These layers of a block came, which come next: fills their memory from where they lie, one behind the other.
+    pub(crate) fn take(&mut self, position: usize, layers: Range<usize>, mut from: &[u8]) {
+        for layer in layers.clone() {
+            let bytes = self.blocks[position].head.slice_bytes(layer).unwrap_or(0);
+            let (slice, rest) = from.split_at(bytes.min(from.len()));
+            self.copy(position, layer, slice);
+            from = rest;
+        }
+        self.came(position, layers);
+    }
+
     /// Fills a slice's memory from where it lies, and checks it on the way.
     fn copy(&mut self, position: usize, layer: usize, from: &[u8]) {
         if position >= self.usable {
@@ -192,9 +203,39 @@ impl<'a> Filling<'a> {
         (self.usable, self.is_spoilt) = (position, true);
     }
 
-    fn spoil(&mut self, position: usize) {
+    /// What came of a block is not what was asked.
+    pub(crate) fn spoil(&mut self, position: usize) {
         self.refuse(position);
         self.sink.wrong(position);
+    }
+}
+
+/// What a fetch asks that goes on where another one ended.
+#[cfg(feature = "rdma")]
+impl<'a> Filling<'a> {
+    /// Whether what comes from now on is told piece by piece.
+    pub(crate) fn counts(&mut self, counts: bool) {
+        self.counts = counts;
+    }
+
+    /// The first block that was wrong.
+    pub(crate) fn first_wrong(&self) -> Option<usize> {
+        self.is_spoilt.then_some(self.usable)
+    }
+
+    /// What comes of this block is handed on.
+    pub(crate) fn is_usable(&self, position: usize) -> bool {
+        position < self.usable
+    }
+
+    /// The layer of a block that comes next, if its head came.
+    pub(crate) fn next(&self, position: usize) -> Option<usize> {
+        self.blocks.get(position).map(|block| block.next)
+    }
+
+    /// Where slices go.
+    pub(crate) fn sink(&mut self) -> &mut (dyn SliceSink + 'a) {
+        self.sink
     }
 }
 
@@ -242,18 +283,11 @@ impl<'a> Whole<'a> {
                 break;
             };
             self.filling.head(head.clone());
-            wave.add(head, frame);
+            wave.add(head, frame.bytes.clone());
         }
         while let Some(piece) = wave.next() {
-            let position = first + piece.position;
-            let mut from = &piece.bytes[..];
-            for layer in piece.layers.clone() {
-                let bytes = self.filling.blocks[position].head.slice_bytes(layer).unwrap_or(0);
-                let (slice, rest) = from.split_at(bytes.min(from.len()));
-                self.filling.copy(position, layer, slice);
-                from = rest;
-            }
-            self.filling.came(position, piece.layers);
+            let bytes = piece.bytes();
+            self.filling.take(first + piece.position, piece.layers, &bytes);
         }
     }
 }

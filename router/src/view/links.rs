@@ -153,21 +153,17 @@ impl Links {
         sums.map(|sum| sum?.lane(now))
     }
 
-    /// How fast each node was read from of late, by tier and by path, under the newest epoch that was measured.
-    pub(crate) fn rates(&self, now: Timestamp) -> Vec<LinkRate> {
-        let mut sums: BTreeMap<(NodeId, Detail), Fenced> = BTreeMap::new();
+    /// How fast each node that is `live` was read from of late under its epoch, by tier and by path. Whoever reports can name
+    /// any node and epoch; these are not told of.
+    pub(crate) fn rates(&self, live: impl Fn(NodeId) -> Option<Epoch>, now: Timestamp) -> Vec<LinkRate> {
+        let mut sums: BTreeMap<(NodeId, Detail), LinkEstimate> = BTreeMap::new();
         for ((node, _, detail), (epoch, estimate)) in &self.details {
-            if estimate.is_aged(now) {
-                continue;
-            }
-            let sum = sums.entry((*node, *detail)).or_insert((*epoch, LinkEstimate::default()));
-            match sum.0.cmp(epoch) {
-                std::cmp::Ordering::Less => *sum = (*epoch, *estimate),
-                std::cmp::Ordering::Equal => sum.1 = sum.1.with(estimate),
-                std::cmp::Ordering::Greater => {}
+            if live(*node) == Some(*epoch) && !estimate.is_aged(now) {
+                let sum = sums.entry((*node, *detail)).or_default();
+                *sum = sum.with(estimate);
             }
         }
-        let rate = |((node, detail), (_, sum)): ((NodeId, Detail), Fenced)| {
+        let rate = |((node, detail), sum): ((NodeId, Detail), LinkEstimate)| {
             Some(LinkRate { node, of: detail.name(), bytes_per_s: sum.lane(now)?.bytes_per_s })
         };
         sums.into_iter().filter_map(rate).collect()
@@ -237,27 +233,33 @@ mod tests {
         assert_eq!(tiers(&links, 2, 1, NOW), [None; 3]);
         links.measured(InstanceId(2), &[out_of(Tier::Dram, LinkPath::Tcp, measured(1, 1, 4))], NOW);
         assert_eq!(tiers(&links, 1, 1, NOW), [Some(2), Some(6), None], "of both");
-        let rates: Vec<_> =
-            links.rates(NOW).iter().map(|rate| (rate.of, rate.bytes_per_s / 1_000_000_000)).collect();
+        let shown = |links: &Links, epoch| {
+            let live = |node| (node == NodeId(1)).then_some(Epoch(epoch));
+            links
+                .rates(live, NOW)
+                .iter()
+                .map(|rate| (rate.of, rate.bytes_per_s / 1_000_000_000))
+                .collect::<Vec<_>>()
+        };
+        links.measured(InstanceId(9), &[out_of(Tier::Dram, LinkPath::Tcp, measured(77, 1, 1))], NOW);
+        let rates = shown(&links, 1);
         assert_eq!(rates, [("ssd", 2), ("dram", 6), ("quic", 2), ("tcp", 6)]);
         // A restarted node, of which two instances did not hear yet, and a restarted instance.
         links.measured(InstanceId(0), &[out_of(Tier::Dram, LinkPath::Tcp, measured(1, 1, 4))], NOW);
         links.measured(InstanceId(1), &[out_of(Tier::Dram, LinkPath::Tcp, measured(1, 2, 1))], NOW);
         assert_eq!((tiers(&links, 1, 1, NOW)[1], tiers(&links, 1, 2, NOW)[1]), (Some(4), Some(1)));
-        assert_eq!(
-            links.rates(NOW).iter().find(|rate| rate.of == "tcp").map(|rate| rate.bytes_per_s),
-            Some(1_000_000_000)
-        );
+        assert_eq!(shown(&links, 2), [("dram", 1), ("tcp", 1)]);
+        assert_eq!(shown(&links, u64::MAX), [], "an epoch that nobody has");
         links.forget(InstanceId(1));
         assert_eq!(tiers(&links, 1, 2, NOW), [None; 3]);
         let later = NOW.after(kv_core::schedule::LINK_AGED_AFTER);
-        assert_eq!((tiers(&links, 1, 1, later), links.rates(later)), ([None; 3], vec![]));
+        assert_eq!((tiers(&links, 1, 1, later), links.rates(|_| Some(Epoch(1)), later)), ([None; 3], vec![]));
         links.forget_aged(later);
         assert!(links.details.is_empty());
     }
 
     #[test]
-    fn tiers_and_paths_are_bounded_and_absurd_samples_say_no_more_than_others() {
+    fn tiers_and_paths_are_bounded_and_so_is_what_an_absurd_sample_says() {
         let mut links = Links::default();
         let of = |node| out_of(Tier::Ssd, LinkPath::SharedMemory, measured(node, 1, 1));
         let all: Vec<_> = (0..70_000).map(of).collect();

@@ -1,7 +1,8 @@
 //! Whether a path that failed is asked again: a circuit breaker, time passed in.
 //!
 //! Closed, it lets everything pass; after some failures in a row it opens, and everything goes another way; after a time one
-//! trial passes, and what becomes of it closes the breaker or opens it for twice as long. Lanes of RDMA have one each, too
+//! trial passes, and what becomes of it closes the breaker or opens it for twice as long. A path that fails again soon after it
+//! was let pass goes on from there: what a trial cannot see must not cost each second a request. Lanes of RDMA have one each, too
 //! (`rdma/lane.rs`). Not here: what counts as a failure (`path.rs`), and what is done where every path's breaker is open
 //! (`dialer.rs`).
 
@@ -36,9 +37,19 @@ impl Default for BreakerRules {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    Closed { failures: u32 },
-    Open { until: Instant, lasts: Duration },
-    HalfOpen { since: Instant, lasted: Duration },
+    /// `trouble`: when the trial passed that closed it, and for how long it had been open.
+    Closed {
+        failures: u32,
+        trouble: Option<(Instant, Duration)>,
+    },
+    Open {
+        until: Instant,
+        lasts: Duration,
+    },
+    HalfOpen {
+        since: Instant,
+        lasted: Duration,
+    },
 }
 
 /// What one path's failures led to.
@@ -50,7 +61,7 @@ pub(crate) struct Breaker {
 
 impl Breaker {
     pub(crate) fn new(rules: BreakerRules) -> Breaker {
-        Breaker { rules, state: State::Closed { failures: 0 } }
+        Breaker { rules, state: State::Closed { failures: 0, trouble: None } }
     }
 
     /// Whether everything passes.
@@ -83,20 +94,27 @@ impl Breaker {
 
     /// The path did what it was asked. Something that began before the breaker opened says nothing new.
     pub(crate) fn succeeded(&mut self) {
-        if !matches!(self.state, State::Open { .. }) {
-            self.state = State::Closed { failures: 0 };
-        }
+        let trouble = match self.state {
+            State::Open { .. } => return,
+            State::HalfOpen { since, lasted } => Some((since, lasted)),
+            State::Closed { trouble, .. } => trouble,
+        };
+        self.state = State::Closed { failures: 0, trouble };
     }
 
     /// The path failed; whether that opened it.
     pub(crate) fn failed(&mut self, now: Instant) -> bool {
+        let longer = |lasted: Duration| lasted.saturating_mul(2).min(self.rules.open_max);
         let lasts = match self.state {
-            State::Closed { failures } if failures + 1 < self.rules.failures_max => {
-                self.state = State::Closed { failures: failures + 1 };
+            State::Closed { failures, trouble } if failures + 1 < self.rules.failures_max => {
+                self.state = State::Closed { failures: failures + 1, trouble };
                 return false;
             }
+            State::Closed { trouble: Some((since, lasted)), .. } if now < since + self.rules.open_max => {
+                longer(lasted)
+            }
             State::Closed { .. } => self.rules.open_min,
-            State::HalfOpen { lasted, .. } => lasted.saturating_mul(2).min(self.rules.open_max),
+            State::HalfOpen { lasted, .. } => longer(lasted),
             State::Open { .. } => return false,
         };
         self.state = State::Open { until: now + lasts, lasts };
@@ -151,6 +169,26 @@ mod tests {
         breaker.succeeded();
         assert!(breaker.is_closed() && breaker.passes(now + secs(3)) && breaker.passes(now + secs(3)));
         assert!(!breaker.failed(now + secs(3)), "it counts from nothing again");
+    }
+
+    #[test]
+    fn what_fails_again_soon_after_its_trial_is_left_alone_for_longer_each_time() {
+        let (mut now, mut breaker) = opened();
+        for lasts in [1, 2, 4, 8, 8] {
+            assert!(!breaker.passes(now + secs(lasts) - Duration::from_millis(1)), "open for {lasts} s");
+            now += secs(lasts);
+            assert!(breaker.passes(now));
+            breaker.succeeded();
+            now += Duration::from_millis(10);
+            breaker.succeeded();
+            assert_eq!([breaker.failed(now), breaker.failed(now), breaker.failed(now)], [false, false, true]);
+        }
+        now += secs(8);
+        assert!(breaker.passes(now));
+        breaker.succeeded();
+        now += secs(8);
+        assert_eq!([breaker.failed(now), breaker.failed(now), breaker.failed(now)], [false, false, true]);
+        assert!(breaker.passes(now + secs(1)), "it was well for long: this is another trouble");
     }
 
     #[test]

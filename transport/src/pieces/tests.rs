@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use bytes::BytesMut;
+use kvfleet_proto::frame::Frame;
 
 use super::*;
 use crate::stream::Loss;
@@ -9,15 +10,15 @@ use crate::suite::{Rooms, frame_of, hash, hashes};
 
 const ALL: Range<usize> = 0..usize::MAX;
 
-fn by_layer(layers: Range<usize>) -> Wave {
+fn by_layer(layers: Range<usize>) -> Wave<Bytes> {
     Wave::new(AskedLayers { layers, arrive: Arrive::ByLayer })
 }
 
-fn add(wave: &mut Wave, frame: &Frame) {
-    wave.add(frame.head().unwrap(), frame);
+fn add(wave: &mut Wave<Bytes>, frame: &Frame) {
+    wave.add(frame.head().unwrap(), frame.bytes.clone());
 }
 
-fn order(wave: &mut Wave) -> Vec<(usize, Range<usize>)> {
+fn order(wave: &mut Wave<Bytes>) -> Vec<(usize, Range<usize>)> {
     std::iter::from_fn(|| wave.next()).map(|piece| (piece.position, piece.layers)).collect()
 }
 
@@ -52,10 +53,10 @@ fn short_slices_leave_together_and_only_those_that_were_asked() {
     let mut wave = by_layer(1..90);
     let frame = frame_of(hash(0), &[1000; 40]);
     add(&mut wave, &frame);
-    let pieces: Vec<Piece> = std::iter::from_fn(|| wave.next()).collect();
+    let pieces: Vec<Piece<Bytes>> = std::iter::from_fn(|| wave.next()).collect();
     let layers: Vec<_> = pieces.iter().map(|piece| piece.layers.clone()).collect();
     assert_eq!(layers, [1..18, 18..35, 35..40]);
-    let sent: Vec<u8> = pieces.iter().flat_map(|piece| piece.bytes.to_vec()).collect();
+    let sent: Vec<u8> = pieces.iter().flat_map(|piece| piece.bytes().to_vec()).collect();
     assert_eq!(sent, frame.payload()[1000..]);
     let mut none = by_layer(40..90);
     add(&mut none, &frame);

@@ -39,6 +39,9 @@ struct State {
     memories: HashMap<u32, FakeMemory>,
     ended: HashMap<[u8; 16], Vec<Completion>>,
     held: Option<Vec<(u32, Transfer)>>,
+    hold_from: Option<usize>,
+    kill_after: Vec<(u8, usize)>,
+    queues_made: usize,
     fail_next: Option<u32>,
     refuse_register: Option<i32>,
     refuse_register_of: Option<(u8, i32)>,
@@ -78,9 +81,15 @@ impl Fabric {
         self.state().held.get_or_insert_default();
     }
 
+    /// The same once so many were begun since the first of all.
+    pub(super) fn hold_from(&self, transfers: usize) {
+        self.state().hold_from = Some(transfers);
+    }
+
     /// Lets go of what is held back. What belongs to a queue pair that ended since touches nothing.
     pub(super) fn let_go(&self) {
         let mut state = self.state();
+        state.hold_from = None;
         for (queue, transfer) in state.held.take().unwrap_or_default() {
             state.run(queue, &transfer);
         }
@@ -99,6 +108,11 @@ impl Fabric {
     /// Nothing passes to or from this card any more.
     pub(super) fn kill(&self, number: u8) {
         self.state().dead.insert(number);
+    }
+
+    /// The same once so many transfers were begun since the first of all.
+    pub(super) fn kill_after(&self, number: u8, transfers: usize) {
+        self.state().kill_after.push((number, transfers));
     }
 
     /// It does again.
@@ -166,6 +180,11 @@ impl Fabric {
     /// Every transfer that was begun.
     pub(super) fn transfers(&self) -> Vec<Transfer> {
         self.state().transfers.clone()
+    }
+
+    /// Queue pairs that there ever were.
+    pub(super) fn queues_made(&self) -> usize {
+        self.state().queues_made
     }
 
     /// Queue pairs that live, by number.
@@ -311,6 +330,7 @@ impl Domain for FakeDomain {
         }
         let number = state.number();
         let queue = FakeQueue { domain: self.number, access, rail: self.rail, peer: None, is_broken: false };
+        state.queues_made += 1;
         state.queues.insert(number, queue);
         Ok(Box::new(Handle { fabric: self.fabric.clone(), number }))
     }
@@ -364,7 +384,13 @@ impl Queue for Handle {
         if !state.queues.contains_key(&self.number) {
             return Err(io::ErrorKind::NotConnected.into());
         }
+        let begun = state.transfers.len();
         state.transfers.push(*transfer);
+        let dying = state.kill_after.extract_if(.., |(_, after)| *after <= begun).collect::<Vec<_>>();
+        state.dead.extend(dying.into_iter().map(|(number, _)| number));
+        if state.hold_from.is_some_and(|from| from <= begun) {
+            state.held.get_or_insert_default();
+        }
         if state.is_lost(self.number) {
             state.lost.push((self.number, *transfer));
             return Ok(());

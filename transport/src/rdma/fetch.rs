@@ -1,20 +1,22 @@
 //! A fetch at the client's end: rows come over the connection, the card reads what they name.
 //!
-//! A batch of rows is read, then the board: as long as the node's epoch stands there, nothing of the batch was taken
-//! back before it was read. Only then are frames handed on. Not here: which link, and what its failure means to the path
+//! Rows are read, then the board: as long as the node's epoch stands there, nothing of them was taken back before it was read. Only
+//! then are they handed on. Not here: reading (`reads.rs`, `layers.rs`), which links, and what their failure means to the path
 //! (`path.rs`).
 
 use std::time::Duration;
 
-use bytes::Bytes;
-use kv_core::id::{Epoch, LoanId};
-use kv_core::lend::Descriptor;
+use kv_core::id::Epoch;
+use kv_core::lend::{Descriptor, Place as LentIn};
 use kvfleet_proto::data;
 use kvfleet_proto::frame::{FRAME_BYTES_MAX, Frame};
 use tokio::time::Instant;
 
-use super::flights::{Arriving, TransferError};
+use super::flights::TransferError;
+use super::lane::Besides;
+use super::layers::{self, Slices};
 use super::link::Link;
+use super::reads::{self, Reaches};
 use super::words;
 use crate::stream::{ItemError, Loss, Next, Stream, encode, read_frame, read_message};
 use crate::{FetchAnswer, FetchRequest, MissReason, wire};
@@ -79,41 +81,90 @@ impl From<TransferError> for Stop {
 }
 
 /// The peer talks nonsense.
-fn nonsense(what: &impl std::fmt::Display) -> Stop {
+pub(super) fn nonsense(what: &impl std::fmt::Display) -> Stop {
     Stop::Item(ItemError::Lost(Loss::Protocol(format!("a message that makes no sense: {what}"))))
 }
 
-/// How far a fetch came: what stands when it is cut off.
-#[derive(Debug, Default)]
-pub(super) struct Progress {
-    /// What the node said first.
-    pub(super) answer: Option<FetchAnswer>,
-    /// Frames handed on.
-    pub(super) delivered: usize,
+/// Who takes what a fetch brings.
+pub(super) enum Taker<'a, 'b> {
+    /// Frames, of which so many were handed on since it was asked.
+    Frames(&'a mut (dyn FnMut(Frame) + Send), usize),
+    Slices(&'a mut Slices<'b>),
 }
 
-/// One block that is being read.
-struct Reading {
-    loan: LoanId,
-    arriving: Arriving,
-    /// The frame may stay where it is read to.
-    stays: bool,
+impl Taker<'_, '_> {
+    /// Leading blocks of those asked for now of which all came.
+    pub(super) fn delivered(&self) -> usize {
+        match self {
+            Taker::Frames(_, delivered) => *delivered,
+            Taker::Slices(slices) => slices.delivered(),
+        }
+    }
+
+    /// From now on what is behind those is asked for.
+    pub(super) fn go_on(&mut self) {
+        match self {
+            Taker::Frames(_, delivered) => *delivered = 0,
+            Taker::Slices(slices) => slices.go_on(),
+        }
+    }
+
+    /// How many of those asked for now are of use, where not all are.
+    pub(super) fn of_use(&self) -> Option<usize> {
+        match self {
+            Taker::Frames(..) => None,
+            Taker::Slices(slices) => slices.of_use(),
+        }
+    }
+
+    /// Why not more came, when that is what the path says.
+    pub(super) fn reason(&self, said: MissReason) -> MissReason {
+        match self {
+            Taker::Slices(slices) if slices.is_spoilt() => MissReason::Corrupt,
+            _ => said,
+        }
+    }
+
+    /// A block came whole, the `nth` of those asked for now.
+    pub(super) fn frame(&mut self, nth: usize, frame: Frame) {
+        match self {
+            Taker::Frames(sink, delivered) => {
+                sink(frame);
+                *delivered += 1;
+            }
+            Taker::Slices(slices) => slices.frame(nth, &frame),
+        }
+    }
+}
+
+/// Under which epoch a node lends, and until when.
+pub(super) struct Terms {
+    pub(super) epoch: Epoch,
+    pub(super) lease_end: Instant,
 }
 
 /// A fetch under way.
-pub(super) struct Fetch<'a> {
+pub(super) struct Fetch<'a, 'b, 'c, 'd> {
     pub(super) link: &'a mut Link,
-    pub(super) progress: &'a mut Progress,
-    pub(super) sink: &'a mut (dyn FnMut(Frame) + Send),
+    /// Links of other lanes.
+    pub(super) besides: &'a mut Besides<'d>,
+    /// What the node said first; stands when the fetch is cut off.
+    pub(super) answer: &'a mut Option<FetchAnswer>,
+    pub(super) taker: &'a mut Taker<'b, 'c>,
+    /// Blocks that came, or that the node named.
+    pub(super) named: usize,
 }
 
-impl Fetch<'_> {
+impl Fetch<'_, '_, '_, '_> {
     /// Runs it to its end; then nothing of it is under way.
     pub(super) async fn run(&mut self, request: &FetchRequest) -> Result<FetchAnswer, Stop> {
         let asked = Instant::now();
         let (control, borrower, _) = self.link.parts();
-        let message = encode(&wire::fetch_to_pb(request)).map_err(|error| nonsense(&error))?;
-        control.write(message).await?;
+        let wire = match &self.taker {
+            Taker::Frames(..) => wire::fetch_to_pb(request),
+            Taker::Slices(slices) => wire::layers_to_pb(request, slices.asked()),
+        };
+        control.write(encode(&wire).map_err(|error| nonsense(&error))?).await?;
         control.flush().await?;
         let head: data::FetchHead = read_message(control).await?;
         let (answer, epoch) =
@@ -125,7 +176,7 @@ impl Fetch<'_> {
         if epoch != request.epoch {
             return Err(Stop::Reason(MissReason::StaleEpoch));
         }
-        self.progress.answer = Some(answer.clone());
+        *self.answer = Some(answer.clone());
         let operation = borrower.begin(blocks);
         loop {
             let lent: data::Lent = read_message(&mut self.link.control).await?;
@@ -136,87 +187,62 @@ impl Fetch<'_> {
                     return Err(Stop::Reason(MissReason::StaleEpoch));
                 }
                 let rows = words::rows_from_bytes(&lent.rows).map_err(|error| nonsense(&error))?;
-                if rows.len() > blocks - self.progress.delivered {
+                if rows.len() > blocks - self.named {
                     return Err(nonsense(&"more rows than blocks"));
                 }
                 self.link.borrower.receive(operation, &rows).map_err(|error| nonsense(&error))?;
                 // The node's time begins after ours, so that ours never ends later.
                 let lease_end = asked + Duration::from_micros(lent.lease_us).min(LEASE_MAX);
-                self.read(rows, epoch, lease_end).await?;
+                self.read(&rows, &Terms { epoch, lease_end }).await?;
             }
             if lent.is_last {
                 self.link.borrower.finish(operation);
                 let reason = words::reason_from_number(lent.reason).unwrap_or(MissReason::MediumFailed);
-                return Ok(answer.cut_short(self.progress.delivered, reason));
+                return Ok(answer.cut_short(self.taker.delivered(), self.taker.reason(reason)));
             }
         }
     }
 
     /// Takes a frame that comes over the connection.
     async fn take_frame(&mut self, blocks: usize) -> Result<(), Stop> {
-        if self.progress.delivered >= blocks {
+        if self.named >= blocks {
             return Err(nonsense(&"more frames than blocks"));
         }
         match read_frame(&mut self.link.control, FRAME_BYTES_MAX).await? {
-            Next::Frame(frame) => self.hand_on(frame),
+            Next::Frame(frame) => self.taker.frame(self.named, frame),
             Next::End(_) => return Err(nonsense(&"an end in place of a frame")),
         }
+        self.named += 1;
         Ok(())
-    }
-
-    fn hand_on(&mut self, frame: Frame) {
-        (self.sink)(frame);
-        self.progress.delivered += 1;
     }
 
     /// Reads a batch, and says that it was.
-    async fn read(&mut self, rows: Vec<Descriptor>, epoch: Epoch, lease_end: Instant) -> Result<(), Stop> {
-        let mut reading = Vec::with_capacity(rows.len());
+    async fn read(&mut self, rows: &[Descriptor], terms: &Terms) -> Result<(), Stop> {
+        let in_arena = rows.iter().all(|row| row.place == LentIn::Arena);
+        let own = self.link.reach();
+        match &mut self.taker {
+            Taker::Frames(sink, delivered) => {
+                let hand_on = |frame| {
+                    sink(frame);
+                    *delivered += 1;
+                };
+                let bytes = rows.iter().map(|row| u64::from(row.len)).sum();
+                self.besides.help(if in_arena { bytes } else { 0 });
+                let reaches = Reaches::new(own, self.besides.reaches());
+                reads::read_frames(rows, &reaches, terms, hand_on).await?;
+            }
+            Taker::Slices(slices) => {
+                let plan = layers::plan(slices, (self.named, rows), &Reaches::new(own, []), terms).await?;
+                self.besides.help(if in_arena { plan.bytes } else { 0 });
+                let reaches = Reaches::new(own, self.besides.reaches());
+                layers::read(slices, plan, &reaches, terms).await?;
+            }
+        }
+        self.named += rows.len();
         for row in rows {
-            let local = &self.link.parts().2.local;
-            let place = match local.take(row.len) {
-                Some(place) => place,
-                None => {
-                    // Whoever waits for a place holds none, or two could wait for each other.
-                    let passing = std::sync::Arc::clone(&local.passing);
-                    self.settle(std::mem::take(&mut reading), epoch, lease_end).await?;
-                    let place = passing.wait(row.len).await;
-                    (place.ok_or_else(|| nonsense(&"a block that is too large"))?, false)
-                }
-            };
-            let arriving = self.link.parts().2.read(row.place, row.at, place.0).await?;
-            reading.push(Reading { loan: row.loan, arriving, stays: place.1 });
+            self.link.borrower.give_back(row.loan);
         }
-        self.settle(reading, epoch, lease_end).await?;
         self.give_back().await
-    }
-
-    /// Waits for what is being read, checks that the node lent it all the while, and hands it on.
-    async fn settle(&mut self, reading: Vec<Reading>, epoch: Epoch, lease_end: Instant) -> Result<(), Stop> {
-        if reading.is_empty() {
-            return Ok(());
-        }
-        let mut there = Vec::with_capacity(reading.len());
-        for Reading { loan, arriving, stays } in reading {
-            there.push((loan, arriving.end().await?, stays));
-        }
-        let board = self.link.parts().2.board().await?;
-        if board == words::REVOKED {
-            return Err(Stop::Transfer(TransferError::Broken));
-        }
-        if board != epoch.0 {
-            return Err(Stop::Reason(MissReason::StaleEpoch));
-        }
-        if Instant::now() >= lease_end {
-            return Err(Stop::Reason(MissReason::TooLate));
-        }
-        for (loan, place, stays) in there {
-            let bytes = if stays { place.freeze() } else { Bytes::copy_from_slice(place.bytes()) };
-            let frame = Frame::parse(bytes).map_err(ItemError::from)?;
-            self.hand_on(frame);
-            self.link.borrower.give_back(loan);
-        }
-        Ok(())
     }
 
     async fn give_back(&mut self) -> Result<(), Stop> {

@@ -291,6 +291,12 @@ impl Flights {
         line.at_once.available_permits() < self.queue_in_flight_max as usize
     }
 
+    /// Returns once all transfers of this line have ended, if no others are begun.
+    pub(super) async fn quiet(&self, line: &Line) {
+        // Closed never, and what is got goes back.
+        let _ = line.at_once.acquire_many(self.queue_in_flight_max).await;
+    }
+
     /// All that live.
     pub(super) fn lines(&self) -> Vec<Arc<Line>> {
         let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);

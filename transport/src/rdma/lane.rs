@@ -14,11 +14,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kv_core::id::Class;
+use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout, timeout_at};
 
-use super::link::{Asked, Link, Local};
+use super::link::{Asked, Link, Local, Reach};
 use super::pairs::Pair;
 use crate::ask::Asks;
 use crate::pick::BreakerRules;
@@ -36,6 +37,9 @@ const WITHOUT: Duration = Duration::from_secs(5);
 
 /// How long an operation waits for a link that is asked for already, before it goes without: cards take less for one.
 const BESIDE: Duration = Duration::from_millis(100);
+
+/// How long reads over a link may take to end that nobody waits for any more: a few times what is under way at most takes.
+const QUIET_MAX: Duration = Duration::from_millis(100);
 
 /// Links at once of each lane, at least: while one operation is answered, another has the rail.
 const LINKS_PER_LANE: usize = 2;
@@ -139,19 +143,26 @@ impl Lane {
         self.may_have() && (is_missed || self.is_doubted() || self.is_short())
     }
 
-    /// The link that was used last, if one can be used again; made since then, where that is said.
-    fn take(&self, idle_timeout: Duration, made_since: Option<Instant>) -> Option<Link> {
+    /// The link that was used last, and when, if one can be used again; made since then, where that is said.
+    fn take(&self, idle_timeout: Duration, made_since: Option<Instant>) -> Option<(Link, Instant)> {
         loop {
             let (mut link, since) = locked(&self.idle).pop()?;
             let is_fit = made_since.is_none_or(|begun| !link.is_used && since >= begun);
             if is_fit && since.elapsed() < idle_timeout && link.rest() {
-                return Some(link);
+                return Some((link, since));
             }
         }
     }
 
     fn keep(&self, link: Link) {
-        locked(&self.idle).push((link, Instant::now()));
+        self.keep_since(link, Instant::now());
+    }
+
+    /// Keeps one whose connection nobody used since then.
+    fn keep_since(&self, link: Link, since: Instant) {
+        let mut idle = locked(&self.idle);
+        let at = idle.partition_point(|(_, other)| *other <= since);
+        idle.insert(at, (link, since));
     }
 
     /// Keeps one that was just made.
@@ -208,7 +219,69 @@ pub(super) struct Held {
     /// Its lane, by position.
     pub(super) at: usize,
     busy: Busy,
-    place: Place,
+    _place: Place,
+}
+
+/// Links over which a fetch reads that was asked over another one.
+pub(super) struct Besides<'a> {
+    lanes: &'a Lanes,
+    /// The lane that was asked.
+    own: usize,
+    /// Whether there may be any that were not taken yet.
+    may_take: bool,
+    bytes: u64,
+    taken: Vec<Beside>,
+}
+
+impl<'a> Besides<'a> {
+    /// None, and others only where they `may` be taken.
+    pub(super) fn new(lanes: &'a Lanes, own: usize, may: bool) -> Besides<'a> {
+        Besides { lanes, own, may_take: may, bytes: 0, taken: Vec::new() }
+    }
+
+    /// So many bytes more are to be read that any link reaches: takes others once they are many.
+    pub(super) fn help(&mut self, bytes: u64) {
+        self.bytes = self.bytes.saturating_add(bytes);
+        if self.may_take && self.bytes >= self.lanes.large_bytes() {
+            self.may_take = false;
+            self.taken = self.lanes.beside(self.own);
+        }
+    }
+
+    pub(super) fn reaches(&self) -> impl Iterator<Item = &Reach> {
+        self.taken.iter().filter_map(|beside| beside.link.as_ref()).map(Link::reach)
+    }
+
+    /// Takes note of those that broke; whether any did.
+    pub(super) fn ended(&self, why: &dyn Display) -> bool {
+        let broken = |beside: &&Beside| beside.link.as_ref().is_some_and(Link::is_broken);
+        self.taken.iter().filter(broken).inspect(|beside| self.lanes.fail(&beside.busy.0, why)).count() > 0
+    }
+}
+
+struct Beside {
+    link: Option<Link>,
+    /// When its connection was used last: the node ends links over which nothing is asked.
+    since: Instant,
+    busy: Busy,
+}
+
+impl Drop for Beside {
+    /// The next one has it, unless it broke; once what was begun over it has ended, which nobody waits for any more.
+    fn drop(&mut self) {
+        let Some(link) = self.link.take().filter(|link| !link.is_broken()) else { return };
+        let (lane, since) = (Arc::clone(&self.busy.0), self.since);
+        if !link.is_under_way() {
+            return lane.keep_since(link, since);
+        }
+        let Ok(runtime) = Handle::try_current() else { return };
+        runtime.spawn(async move {
+            // Else it goes as any link does on which something is under way.
+            if timeout(QUIET_MAX, link.quiet()).await.is_ok() && !link.is_broken() {
+                lane.keep_since(link, since);
+            }
+        });
+    }
 }
 
 /// All lanes to a node, over one path of TLS over TCP.
@@ -244,15 +317,9 @@ impl Lanes {
         Lanes { tcp, lanes, at_once, idle_timeout, told, came: Notify::new(), is_told, is_failure_told }
     }
 
-    /// How many may be used side by side.
-    pub(super) fn open(&self) -> usize {
-        self.lanes.iter().filter(|lane| !lane.is_spare && lane.is_open()).count()
-    }
-
-    /// Bytes of a stripe, and of stripes that may wait for others: as many as may stay where they are read to.
-    pub(super) fn stripes(&self) -> (u64, u64) {
-        let config = &self.lanes[0].local.rdma.config;
-        (config.stripe_bytes as u64, config.local_bytes as u64 / 2)
+    /// Bytes from which on a fetch is large.
+    fn large_bytes(&self) -> u64 {
+        self.lanes[0].local.rdma.config.large_bytes as u64
     }
 
     /// Lanes that may be used, those that have the fewest under way first.
@@ -284,11 +351,11 @@ impl Lanes {
                 came.as_mut().enable();
                 let lanes = self.in_order(tried, is_spare);
                 let there = |(at, lane): &(usize, &Arc<Lane>)| {
-                    lane.take(self.idle_timeout, made_since).map(|link| (*at, Busy::new(lane), link))
+                    lane.take(self.idle_timeout, made_since).map(|(link, _)| (*at, Busy::new(lane), link))
                 };
                 if let Some((at, busy, link)) = lanes.iter().find_map(there) {
                     self.miss(lanes.iter().take_while(|(other, _)| *other != at).map(|(_, lane)| *lane));
-                    return Some(Held { link, at, busy, place });
+                    return Some(Held { link, at, busy, _place: place });
                 }
                 let Some((_, lane)) = lanes.iter().find(|(_, lane)| lane.may_have()) else { break };
                 // Nobody asks a node that is gone.
@@ -306,6 +373,24 @@ impl Lanes {
             }
         }
         None
+    }
+
+    /// Links of other lanes than `own` on which nothing is under way.
+    fn beside(&self, own: usize) -> Vec<Beside> {
+        let unused: Vec<_> = self
+            .in_order(&[own], false)
+            .into_iter()
+            .filter(|(_, lane)| !lane.is_doubted() && lane.under_way.load(Ordering::Relaxed) == 0)
+            .map(|(_, lane)| lane)
+            .collect();
+        let take = |lane: &&Arc<Lane>| {
+            let (link, since) = lane.take(self.idle_timeout, None)?;
+            Some(Beside { link: Some(link), since, busy: Busy::new(lane) })
+        };
+        let there: Vec<Beside> = unused.iter().filter_map(take).collect();
+        let has_one = |lane: &&Arc<Lane>| there.iter().any(|beside| Arc::ptr_eq(&beside.busy.0, lane));
+        self.miss(unused.iter().copied().filter(|lane| !has_one(lane)));
+        there
     }
 
     /// These had no link for an operation: they are to have one for the next.
@@ -363,13 +448,13 @@ impl Lanes {
 
     /// Takes back the link of an operation that is over.
     pub(super) fn keep(&self, held: Held) {
-        let Held { mut link, busy, place, .. } = held;
+        let Held { mut link, busy, _place, .. } = held;
         if link.rest() {
             locked(&busy.0.breaker).succeeded();
             busy.0.keep(link);
         }
         // The place goes last: whoever waits for it finds the link.
-        drop((busy, place));
+        drop((busy, _place));
     }
 
     /// Takes note of an operation that its link did not bring to an end, and why.

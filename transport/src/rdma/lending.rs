@@ -8,6 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use kv_core::id::LeaseId;
 use kv_core::lend::{Descriptor, LendRefused, Place as LentIn};
+use kv_core::pipeline::Arrive;
 use kvfleet_proto::data;
 
 use super::offer::{Attached, Kept};
@@ -15,10 +16,14 @@ use super::words;
 use crate::quic::RETRY_AFTER;
 use crate::serve::{Operations, ServeError};
 use crate::stream::{Stream, encode, read_message};
-use crate::{BlockService, FetchAnswer, FetchReply, FetchRequest, MissReason, wire};
+use crate::{AskedLayers, BlockService, FetchAnswer, FetchReply, FetchRequest, MissReason, wire};
 
-/// Bytes of blocks that one message names, but for a single one: the client hands on what it read once it has all of it.
-const BATCH_BYTES: u64 = 8 << 20;
+/// Bytes of blocks that one message names, but for a single one: loans come back once all that it names was read, and a client that
+/// gives none back for long is taken for gone.
+const BATCH_BYTES: u64 = 64 << 20;
+
+/// The same to one who reads layer by layer, all of a message before the next.
+const LAYERS_BATCH_BYTES: u64 = 256 << 20;
 
 /// What becomes of one block.
 enum Way {
@@ -35,6 +40,8 @@ enum Way {
 struct Batch {
     rows: Vec<Descriptor>,
     bytes: u64,
+    /// Whether any of them was copied.
+    in_tray: bool,
 }
 
 /// What all messages of one fetch say.
@@ -43,6 +50,8 @@ struct Terms {
     /// How long the node lends, from the time it was asked.
     span: Duration,
     epoch: u64,
+    /// See [`BATCH_BYTES`].
+    batch_bytes: u64,
 }
 
 impl Attached {
@@ -58,9 +67,9 @@ impl Attached {
             return operations.serve_request(request, service, stream).await;
         }
         match wire::operation_from_pb(request)? {
-            wire::Operation::Fetch(request, _) => {
+            wire::Operation::Fetch(request, layers) => {
                 let span = operations.fetch_span(request.deadline);
-                let fetch = self.fetch(request, span, (service, operations), stream);
+                let fetch = self.fetch((request, layers), span, (service, operations), stream);
                 tokio::time::timeout(span, fetch).await?
             }
             wire::Operation::Save(request) => {
@@ -73,7 +82,7 @@ impl Attached {
 
     async fn fetch(
         &mut self,
-        request: FetchRequest,
+        (request, layers): (FetchRequest, Option<AskedLayers>),
         span: Duration,
         (service, operations): (&dyn BlockService, &Operations),
         stream: &mut impl Stream,
@@ -87,7 +96,9 @@ impl Attached {
         };
         let reply = self.renewing(service, service.fetch(request)).await;
         self.answered(reply.epoch);
-        let terms = Terms { lease, span, epoch: reply.epoch.0 };
+        let is_by_layer = layers.is_some_and(|layers| layers.arrive == Arrive::ByLayer);
+        let batch_bytes = if is_by_layer { LAYERS_BATCH_BYTES } else { BATCH_BYTES };
+        let terms = Terms { lease, span, epoch: reply.epoch.0, batch_bytes };
         let lent = if reply.epoch == asked_epoch {
             self.lend_all(reply, &terms, (service, operations), stream).await
         } else {
@@ -137,6 +148,7 @@ impl Attached {
                 match self.way(&frame.bytes, may_lend, terms.lease) {
                     Way::Lent(row) => {
                         self.carried().sent(frame.bytes.len());
+                        batch.in_tray |= row.place == LentIn::Tray;
                         batch.rows.push(row);
                         batch.bytes += u64::from(row.len);
                         break;
@@ -156,7 +168,9 @@ impl Attached {
                     }
                 }
             }
-            if batch.bytes >= BATCH_BYTES {
+            // While the client reads a half of the tray, the other is filled.
+            let half = batch.in_tray && batch.bytes >= self.tray.bytes / 2;
+            if half || batch.bytes >= terms.batch_bytes {
                 self.say(&mut batch, terms, operations, stream).await?;
             }
         }

@@ -4,14 +4,16 @@
 //! protection domain of its own at the node. Dropped, a link ends both, and only then is given back what they may still write.
 //! Not here: what is said over the connection in an operation (`fetch.rs`, `save.rs`).
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kv_core::id::Class;
 use kv_core::lend::{Borrower, Extent, Place as LentIn};
 use kvfleet_proto::data;
 use kvfleet_proto::frame::FRAME_BYTES_MAX;
 use tokio::sync::Semaphore;
+use tokio::time::Instant;
 
+use super::fetch::{Stop, Terms};
 use super::flights::{Arriving, Line, Remote, TransferError};
 use super::lane::Doubt;
 use super::memory::{ALIGN_BYTES, Memory, Place, Pool};
@@ -19,10 +21,10 @@ use super::pairs::RAILS_MAX;
 use super::rail::{Access, Direction, Domain, End, Gid, Queue, RegisterMr, Role};
 use super::words::{self, Nonsense, PACKET_MAX, Window, outcome};
 use super::{Rdma, RdmaError};
-use crate::PathError;
 use crate::ask::Asks;
 use crate::stream::encode;
 use crate::tcp::{Occupied, TcpPath};
+use crate::{MissReason, PathError};
 
 /// Bytes of the board that are read.
 const BOARD_BYTES: u32 = 8;
@@ -153,7 +155,7 @@ pub(super) struct Reach {
     arena: Option<Window>,
     board_address: u64,
     /// Where the board is read to, when it is not being read.
-    board: Option<Place>,
+    board: Mutex<Option<Place>>,
     /// Told when it goes with transfers under way.
     doubt: Option<Arc<Doubt>>,
 }
@@ -259,17 +261,17 @@ impl Link {
         welcome: Welcome,
         (tray_line, arena_line): (Arc<Line>, Option<Arc<Line>>),
     ) -> Link {
-        let mut reach = Reach {
+        let board = local.boards.wait(BOARD_BYTES).await;
+        let reach = Reach {
             local: Arc::clone(local),
             tray_line,
             arena_line,
             tray: welcome.tray,
             arena: welcome.arena,
             board_address: welcome.board_address,
-            board: None,
+            board: Mutex::new(board),
             doubt: None,
         };
-        reach.board = local.boards.wait(BOARD_BYTES).await;
         let extent = Extent {
             arena_bytes: welcome.arena.map_or(0, |arena| arena.bytes),
             tray_bytes: welcome.tray.bytes,
@@ -279,7 +281,7 @@ impl Link {
     }
 
     /// Whether packets pass: that both ends have their queue pairs joined says nothing of what is between.
-    async fn tried(mut self, peer: Gid) -> Asked {
+    async fn tried(self, peer: Gid) -> Asked {
         match self.reach.try_all().await {
             Ok(()) => Asked::Made(Box::new(self)),
             Err(error) => {
@@ -298,10 +300,30 @@ impl Link {
         (&mut self.control, &mut self.borrower, &mut self.reach)
     }
 
+    /// What transfers need.
+    pub(super) fn reach(&self) -> &Reach {
+        &self.reach
+    }
+
     /// Whether a transfer failed.
     pub(super) fn is_broken(&self) -> bool {
-        let lines = [Some(&self.reach.tray_line), self.reach.arena_line.as_ref()];
-        lines.into_iter().flatten().any(|line| line.is_broken())
+        self.lines().any(|line| line.is_broken())
+    }
+
+    fn lines(&self) -> impl Iterator<Item = &Arc<Line>> {
+        [Some(&self.reach.tray_line), self.reach.arena_line.as_ref()].into_iter().flatten()
+    }
+
+    /// Whether a transfer did not end yet.
+    pub(super) fn is_under_way(&self) -> bool {
+        self.lines().any(|line| self.reach.local.rdma.flights.is_under_way(line))
+    }
+
+    /// Returns once all transfers have ended, if no others are begun.
+    pub(super) async fn quiet(&self) {
+        for line in self.lines() {
+            self.reach.local.rdma.flights.quiet(line).await;
+        }
     }
 
     /// Has it told when the link is given up with transfers under way.
@@ -312,7 +334,7 @@ impl Link {
     /// Whether the next operation may use it. Gives back memory that holds nothing.
     pub(super) fn rest(&mut self) -> bool {
         self.is_used = true;
-        !self.is_broken() && self.reach.board.is_some() && self.control.rest()
+        !self.is_broken() && self.reach.place().is_some() && self.control.rest()
     }
 }
 
@@ -385,7 +407,7 @@ impl Reach {
     }
 
     /// Reads the board, and some of each memory, over each queue pair.
-    async fn try_all(&mut self) -> Result<(), TransferError> {
+    async fn try_all(&self) -> Result<(), TransferError> {
         self.board().await?;
         let windows = [(LentIn::Tray, Some(self.tray)), (LentIn::Arena, self.arena)];
         for (of, window) in windows {
@@ -399,13 +421,38 @@ impl Reach {
 
     /// What stands on the board: the epoch under which the node lends, or that it takes everything back. What was written
     /// before lies in the node's memory when this is known: a read does not pass writes of its queue pair.
-    pub(super) async fn board(&mut self) -> Result<u64, TransferError> {
-        let place = self.board.take().ok_or(TransferError::Broken)?;
+    pub(super) async fn board(&self) -> Result<u64, TransferError> {
+        let place = self.place().take().ok_or(TransferError::Broken)?;
         let remote = Remote { address: self.board_address, key: self.tray.key };
         let place = self.begin(&self.tray_line, Direction::Read, place, remote).await?.end().await?;
         let bytes = place.bytes().first_chunk::<8>().copied().unwrap_or_default();
-        self.board = Some(place);
+        *self.place() = Some(place);
         Ok(u64::from_le_bytes(bytes))
+    }
+
+    fn place(&self) -> MutexGuard<'_, Option<Place>> {
+        self.board.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What was read before this lay there as the node lent it.
+    pub(super) async fn vouch(&self, terms: &Terms) -> Result<(), Stop> {
+        let board = self.board().await?;
+        if board == words::REVOKED {
+            return Err(Stop::Transfer(TransferError::Broken));
+        }
+        if board != terms.epoch.0 {
+            return Err(Stop::Reason(MissReason::StaleEpoch));
+        }
+        if Instant::now() >= terms.lease_end {
+            return Err(Stop::Reason(MissReason::TooLate));
+        }
+        Ok(())
+    }
+
+    /// Whether it reaches the same arena as another link.
+    pub(super) fn shares_arena(&self, other: &Reach) -> bool {
+        let extent = |reach: &Reach| reach.arena.map(|arena| (arena.address, arena.bytes));
+        self.arena_line.is_some() && self.arena.is_some() && extent(self) == extent(other)
     }
 
     #[cfg(test)]

@@ -1,6 +1,6 @@
 //! The answer to a fetch that was asked in parts, each of which begins where the one before ended.
 //!
-//! Parts are asked because a link broke (`path.rs`), or because several lanes bring them at once (`stripe.rs`). Not here: asking.
+//! Parts are asked because a link broke. Not here: asking (`path.rs`).
 
 use kv_core::id::Tier;
 

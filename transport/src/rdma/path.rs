@@ -2,39 +2,37 @@
 //!
 //! What needs no block bytes goes over that connection, and so does everything while the node offers RDMA to others. What a link
 //! did not bring goes over another lane, and at last over the connection: a fetch goes on behind the last block that came, a save
-//! is offered again once the node gave up the first. A large fetch is divided over several lanes (`stripe.rs`). Not here: lanes and links (`lane.rs`), what an operation says (`fetch.rs`,
-//! `save.rs`).
+//! is offered again once the node gave up the first. A large fetch reads over all lanes at once. Not here: lanes and links (`lane.rs`),
+//! what an operation says (`fetch.rs`, `save.rs`).
 
-use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::Poll;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kv_core::id::LeaseId;
+use kv_core::id::{Class, LeaseId};
 use kvfleet_proto::frame::Frame;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep, timeout_at};
+use tokio::time::{Instant, timeout_at};
 
-use super::fetch::{Fetch, Progress, Stop};
-use super::lane::Lanes;
+use super::fetch::{Fetch, Stop, Taker};
+use super::lane::{Besides, Lanes};
+use super::layers::Slices;
 use super::parts::{Parts, skip};
 use super::save::Save;
-use super::stripe::{Plan, Stripes};
 use crate::ask::{self, Asks};
-use crate::{BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer, SaveRequest};
+use crate::{
+    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer, SaveRequest,
+    SliceSink,
+};
 
 /// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
 const DEADLINE_MAX: Duration = Duration::from_secs(3600);
 
-/// How long stripes behind one that came short may go on, so that their links are of use to others.
-const GRACE: Duration = Duration::from_millis(50);
-
 /// Links to one node.
 pub(super) struct RdmaPath {
     lanes: Arc<Lanes>,
-    /// Bytes of the frame that came last: how large a fetch will be.
-    frame_bytes: AtomicU64,
+    /// The node sent frames over the connection where slices were to be read.
+    sends_frames: AtomicBool,
     /// Looks after lanes; ends with the path.
     tending: JoinHandle<()>,
 }
@@ -50,7 +48,7 @@ impl RdmaPath {
     pub(super) fn new(lanes: Lanes) -> RdmaPath {
         let lanes = Arc::new(lanes);
         let tending = tokio::spawn(Arc::clone(&lanes).tend());
-        RdmaPath { lanes, frame_bytes: AtomicU64::new(0), tending }
+        RdmaPath { lanes, sends_frames: AtomicBool::new(false), tending }
     }
 
     async fn fetch_all(
@@ -59,103 +57,93 @@ impl RdmaPath {
         sink: &mut (dyn FnMut(Frame) + Send),
     ) -> Result<FetchAnswer, PathError> {
         let deadline = Instant::now() + request.deadline.min(DEADLINE_MAX);
-        let size = (request.hashes.len(), self.frame_bytes.load(Ordering::Relaxed));
-        let mut sink = |frame: Frame| {
-            self.frame_bytes.store(frame.bytes.len() as u64, Ordering::Relaxed);
-            sink(frame);
-        };
-        match Plan::new(size, self.lanes.open(), self.lanes.stripes()) {
-            Some(plan) => self.fetch_striped(&request, plan, deadline, &mut sink).await,
-            None => self.fetch_until(request, deadline, &mut sink).await,
-        }
+        self.fetch_until(request, deadline, &mut Taker::Frames(sink, 0)).await
     }
 
-    /// Fetches over several lanes at once, each of which brings one stripe after the other.
-    async fn fetch_striped(
+    async fn fetch_slices(
+        &self,
+        request: FetchRequest,
+        asked: AskedLayers,
+        sink: &mut dyn SliceSink,
+    ) -> Result<FetchAnswer, PathError> {
+        let deadline = Instant::now() + request.deadline.min(DEADLINE_MAX);
+        let mut slices = Slices::new(sink, asked);
+        let answer = self.fetch_until(request, deadline, &mut Taker::Slices(&mut slices)).await?;
+        self.sends_frames.store(slices.came_whole(), Ordering::Relaxed);
+        if let Some(good) = slices.is_spoilt().then(|| slices.whole()) {
+            return Ok(answer.cut_short(good, MissReason::Corrupt));
+        }
+        // Some slices came, so this is no answer to be asked again after.
+        let is_busy = matches!(answer, FetchAnswer::Busy { .. }) && slices.untouched().is_none();
+        Ok(if is_busy { FetchAnswer::Miss { reason: MissReason::Busy } } else { answer })
+    }
+
+    /// Over the connection below.
+    async fn fetch_below(
         &self,
         request: &FetchRequest,
-        plan: Plan,
-        deadline: Instant,
-        sink: &mut (dyn FnMut(Frame) + Send),
+        taker: &mut Taker<'_, '_>,
     ) -> Result<FetchAnswer, PathError> {
-        let stripes = Stripes::new(plan, sink);
-        let bring = || async {
-            while let Some(stripe) = stripes.next().await {
-                let mut put = |frame| stripes.put(stripe, frame);
-                let answer = self.fetch_until(plan.request(request, stripe), deadline, &mut put).await;
-                stripes.end(stripe, answer);
+        if let Taker::Slices(slices) = taker {
+            let asked = slices.asked().clone();
+            if let Some(sink) = slices.untouched() {
+                return ask::fetch_layers(&self.lanes.tcp, request, asked, sink).await;
             }
-        };
-        let mut under_way: Vec<BoxFuture<'_, ()>> =
-            (0..plan.at_once).map(|_| Box::pin(bring()) as Pin<Box<_>>).collect();
-        let all = std::future::poll_fn(|context| {
-            under_way.retain_mut(|bring| bring.as_mut().poll(context).is_pending());
-            if under_way.is_empty() { Poll::Ready(()) } else { Poll::Pending }
-        });
-        let known = async {
-            stripes.known().await;
-            sleep(GRACE).await;
-        };
-        tokio::select! {
-            () = all => {}
-            () = known => {}
         }
-        drop(under_way);
-        stripes.answer()
+        let mut nth = 0;
+        let mut put = |frame| {
+            taker.frame(nth, frame);
+            nth += 1;
+        };
+        let answer = ask::fetch(&self.lanes.tcp, request, &mut put).await?;
+        Ok(answer.cut_short(taker.delivered(), taker.reason(MissReason::Corrupt)))
     }
 
-    /// Fetches over one link, and what that does not bring over others.
+    /// Asks over one link, and over others for what it does not bring.
     async fn fetch_until(
         &self,
-        mut request: FetchRequest,
+        request: FetchRequest,
         deadline: Instant,
-        sink: &mut (dyn FnMut(Frame) + Send),
+        taker: &mut Taker<'_, '_>,
     ) -> Result<FetchAnswer, PathError> {
         let class = request.class();
-        let (mut parts, mut tried, mut may_be_used) = (Parts::default(), Vec::new(), true);
+        let mut rest = Rest::of(request);
         loop {
-            let held = timeout_at(deadline, self.lanes.held((class, deadline), &tried, may_be_used)).await;
-            let Ok(held) = held else {
-                return parts.end(Ok(FetchAnswer::Miss { reason: MissReason::TooLate }));
+            let held = self.lanes.held((class, deadline), &rest.tried, rest.may_be_used);
+            let Ok(held) = timeout_at(deadline, held).await else {
+                return rest.parts.end(Ok(FetchAnswer::Miss { reason: MissReason::TooLate }));
             };
             // A link may have been waited for, and the node is to keep nothing longer than anybody waits.
-            request.deadline = deadline.saturating_duration_since(Instant::now());
+            rest.request.deadline = deadline.saturating_duration_since(Instant::now());
             let Some(mut held) = held else {
-                return parts.end(ask::fetch(&self.lanes.tcp, &request, sink).await);
+                return rest.parts.end(self.fetch_below(&rest.request, taker).await);
             };
-            let mut progress = Progress::default();
-            let was_used = held.link.is_used;
-            let mut fetch = Fetch { link: &mut held.link, progress: &mut progress, sink };
-            let stop = match timeout_at(deadline, fetch.run(&request)).await {
+            let (mut answer, was_used) = (None, held.link.is_used);
+            // Whoever waits for nothing leaves other lanes to those who do.
+            let mut besides = Besides::new(&self.lanes, held.at, !rest.is_alone && class == Class::Fetch);
+            let mut fetch =
+                Fetch { link: &mut held.link, besides: &mut besides, answer: &mut answer, taker, named: 0 };
+            let stop = match timeout_at(deadline, fetch.run(&rest.request)).await {
                 Ok(Ok(answer)) => {
+                    drop(besides);
                     self.lanes.keep(held);
-                    return parts.end(Ok(answer));
+                    return rest.parts.end(Ok(answer));
                 }
                 Ok(Err(stop)) => stop,
                 Err(_) => Stop::Reason(MissReason::TooLate),
             };
+            rest.is_alone = besides.ended(&stop) && !held.link.is_broken();
             self.lanes.ended(&held, &stop);
             let at = held.at;
+            drop(besides);
             // Its queue pairs end, and the node hears of it, before the rest is asked for.
             drop(held);
-            let Progress { answer, delivered } = progress;
-            if !stop.is_of_the_link() {
-                return parts.end(match (answer, stop) {
-                    (Some(answer), stop) => Ok(answer.cut_short(delivered, stop.reason())),
-                    (None, Stop::Item(error)) => Err(error.at(self.lanes.tcp.peer())),
-                    (None, stop) => Ok(FetchAnswer::Miss { reason: stop.reason() }),
-                });
-            }
-            match answer {
-                Some(answer) if delivered >= answer.tiers().len() => return parts.end(Ok(answer)),
-                Some(answer) => {
-                    parts.add(&answer, delivered);
-                    skip(&mut request, delivered);
-                    tried.push(at);
-                }
-                // The node had closed it: that says nothing of its lane.
-                None if was_used && may_be_used => may_be_used = false,
-                None => tried.push(at),
+            let end = match answer {
+                Some(answer) => rest.cut(answer, &stop, taker, at),
+                None => rest.unanswered(stop, (at, was_used), self.lanes.tcp.peer()),
+            };
+            if let Some(end) = end {
+                return rest.parts.end(end);
             }
         }
     }
@@ -199,6 +187,73 @@ impl RdmaPath {
     }
 }
 
+/// What a fetch is still to bring, and what became of asking so far.
+struct Rest {
+    request: FetchRequest,
+    parts: Parts,
+    /// Lanes that did not bring what they were asked.
+    tried: Vec<usize>,
+    /// Whether a link may be asked that an operation used before.
+    may_be_used: bool,
+    /// Only another lane's link broke: the one that was asked says nothing against its lane, and reads alone from now on.
+    is_alone: bool,
+}
+
+impl Rest {
+    fn of(request: FetchRequest) -> Rest {
+        Rest { request, parts: Parts::default(), tried: Vec::new(), may_be_used: true, is_alone: false }
+    }
+
+    /// A link was cut off behind this answer of the node: how that ends the fetch, if it does.
+    fn cut(
+        &mut self,
+        answer: FetchAnswer,
+        stop: &Stop,
+        taker: &mut Taker<'_, '_>,
+        at: usize,
+    ) -> Option<Result<FetchAnswer, PathError>> {
+        let delivered = taker.delivered();
+        if !stop.is_of_the_link() {
+            return Some(Ok(answer.cut_short(delivered, taker.reason(stop.reason()))));
+        }
+        if delivered >= answer.tiers().len() {
+            return Some(Ok(answer));
+        }
+        self.parts.add(&answer, delivered);
+        skip(&mut self.request, delivered);
+        taker.go_on();
+        if !self.is_alone {
+            self.tried.push(at);
+        }
+        // What lies behind a wrong block is of no use.
+        let of_use = taker.of_use()?;
+        self.request.hashes.truncate(of_use);
+        (of_use == 0).then_some(Ok(FetchAnswer::Miss { reason: MissReason::Corrupt }))
+    }
+
+    /// The same of a link over which nothing was answered.
+    fn unanswered(
+        &mut self,
+        stop: Stop,
+        (at, was_used): (usize, bool),
+        peer: &str,
+    ) -> Option<Result<FetchAnswer, PathError>> {
+        if !stop.is_of_the_link() {
+            return Some(match stop {
+                Stop::Item(error) => Err(error.at(peer)),
+                stop => Ok(FetchAnswer::Miss { reason: stop.reason() }),
+            });
+        }
+        if was_used && self.may_be_used {
+            // The node had closed it: that says nothing of its lane.
+            self.may_be_used = false;
+        } else {
+            self.tried.push(at);
+        }
+        None
+    }
+}
+
 impl Path for RdmaPath {
     fn fetch<'a>(
         &'a self,
@@ -206,6 +261,19 @@ impl Path for RdmaPath {
         sink: &'a mut (dyn FnMut(Frame) + Send),
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
         Box::pin(self.fetch_all(request, sink))
+    }
+
+    fn fetch_layers<'a>(
+        &'a self,
+        request: FetchRequest,
+        asked: AskedLayers,
+        sink: &'a mut dyn SliceSink,
+    ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
+        Box::pin(self.fetch_slices(request, asked, sink))
+    }
+
+    fn moves_slices(&self) -> bool {
+        !self.sends_frames.load(Ordering::Relaxed)
     }
 
     fn save<'a>(

@@ -3,6 +3,7 @@
 
 mod fences;
 mod hostile;
+mod layers;
 mod links;
 mod rails;
 
@@ -121,6 +122,7 @@ mod in_place {
     }
 
     crate::behaviour_suite!(pair);
+    crate::behaviour_suite!(pair; MemoryService::default(); layers_come_one_after_the_other);
 }
 
 mod by_copy {
@@ -132,6 +134,7 @@ mod by_copy {
     }
 
     crate::behaviour_suite!(pair);
+    crate::behaviour_suite!(pair; MemoryService::default(); layers_come_one_after_the_other);
 }
 
 #[tokio::test]

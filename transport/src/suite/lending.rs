@@ -43,6 +43,7 @@ impl BlockService for LendingService {
             let mut reply = self.inner.fetch(request).await;
             reply.lendable = vec![true; reply.answer.tiers().len()];
             let mut inner = std::mem::replace(&mut reply.frames, Frames::none());
+            let ready = std::iter::from_fn(|| inner.try_next()).map(|frame| self.lend(frame)).collect();
             let (sender, frames) = mpsc::channel(4);
             let service = self.clone();
             tokio::spawn(async move {
@@ -55,7 +56,7 @@ impl BlockService for LendingService {
                     let _ = sender.send(Err(reason)).await; // a reader that gave up does not hear it
                 }
             });
-            reply.frames = Frames::then(Vec::new(), frames);
+            reply.frames = Frames::then(ready, frames);
             reply
         })
     }

@@ -4,6 +4,7 @@
 //! machine that emulates two. Not here: what fakes can show (`src/rdma/tests`).
 #![allow(clippy::unwrap_used)]
 
+mod layers;
 mod perftest;
 mod rails;
 
@@ -193,6 +194,12 @@ suite!(
     release_reaches_the_node,
     operations_run_side_by_side,
     ping_answers,
+    layers_of_all_blocks,
+    layers_of_a_range,
+    layers_of_what_is_held,
+    layers_that_are_wrong,
+    layers_of_a_frame_without_a_head,
+    layers_come_one_after_the_other,
 );
 
 fn pattern(bytes: u32) -> Vec<u8> {

@@ -9,18 +9,37 @@ use crate::pick::BreakerRules;
 use crate::{BoxFuture, Caller, SaveOffer, SaveRequest, SaveSession};
 
 /// Numbers of the node's cards.
-const NODE: [u8; 2] = [1, 3];
+pub(super) const NODE: [u8; 2] = [1, 3];
 /// Numbers of the client's, in the same order.
 const CLIENT: [u8; 2] = [2, 4];
 
 /// Both ends of some rails.
-struct Rails {
-    world: World,
-    clients: Vec<Arc<Rdma>>,
+pub(super) struct Rails {
+    pub(super) world: World,
+    pub(super) clients: Vec<Arc<Rdma>>,
+    tcp: TcpConfig,
 }
 
 /// A node with so many rails, and a client.
-fn rails(service: impl BlockService + Clone, (ours, theirs): (usize, usize), config: &RdmaConfig) -> Rails {
+fn rails(service: impl BlockService + Clone, counts: (usize, usize), config: &RdmaConfig) -> Rails {
+    rails_of(|_| service, counts, config)
+}
+
+/// The same, of a node whose service has blocks in this arena.
+pub(super) fn rails_of<S: BlockService>(
+    service: impl FnOnce(Arc<Pool>) -> S,
+    (ours, theirs): (usize, usize),
+    config: &RdmaConfig,
+) -> Rails {
+    rails_over(service, (ours, theirs), config, TcpConfig::default())
+}
+
+fn rails_over<S: BlockService>(
+    service: impl FnOnce(Arc<Pool>) -> S,
+    (ours, theirs): (usize, usize),
+    config: &RdmaConfig,
+    tcp: TcpConfig,
+) -> Rails {
     let fabric = Fabric::default();
     let open = |number: &u8| Rdma::over(fabric.rail(*number), config).unwrap();
     let nodes: Vec<_> = NODE[..theirs].iter().map(open).collect();
@@ -30,9 +49,10 @@ fn rails(service: impl BlockService + Clone, (ours, theirs): (usize, usize), con
     let arena = Pool::new(&memory, 0..memory.len_bytes());
     let authority = Authority::new();
     let identity = authority.member();
-    let server = bind(&identity, &TcpConfig::default(), Arc::clone(&offer), Arc::new(service));
+    let service = Arc::new(service(Arc::clone(&arena)));
+    let server = bind(&identity, &tcp, Arc::clone(&offer), service);
     let (node, client) = (Arc::clone(&nodes[0]), Arc::clone(&clients[0]));
-    Rails { world: World { fabric, server, identity, authority, offer, node, client, arena }, clients }
+    Rails { world: World { fabric, server, identity, authority, offer, node, client, arena }, clients, tcp }
 }
 
 /// Rails that are tried again soon.
@@ -42,20 +62,20 @@ fn soon() -> RdmaConfig {
 }
 
 /// Rails that are not tried again while a test runs.
-fn never() -> RdmaConfig {
+pub(super) fn never() -> RdmaConfig {
     let [open_min, open_max] = [600, 600].map(Duration::from_secs);
     RdmaConfig { cool_down: BreakerRules { open_min, open_max, ..small().cool_down }, ..small() }
 }
 
 impl Rails {
-    async fn path(&self) -> Arc<dyn crate::Path> {
+    pub(super) async fn path(&self) -> Arc<dyn crate::Path> {
         let identity = self.world.authority.member();
-        let dialer = RdmaDialer::over(&self.clients, &identity, TcpConfig::default()).unwrap();
+        let dialer = RdmaDialer::over(&self.clients, &identity, self.tcp.clone()).unwrap();
         dialer.dial(self.world.address()).await.unwrap()
     }
 
     /// Bytes that each of our rails read.
-    fn read(&self) -> Vec<u64> {
+    pub(super) fn read(&self) -> Vec<u64> {
         self.clients.iter().map(|rdma| rdma.numbers().read_bytes).collect()
     }
 }
@@ -63,8 +83,7 @@ impl Rails {
 /// Fetches so many blocks, and does something once the first of them came; the service lets the others pass after that. All of them
 /// come, each once and in order.
 async fn interrupted(path: &dyn crate::Path, service: &MemoryService, blocks: u32, interrupt: impl FnOnce()) {
-    // Of a fetch that is divided, those of seven stripes may pass before any of the first.
-    service.set_gate(if blocks < 100 { 1 } else { 75 });
+    service.set_gate(1);
     let (first, came) = tokio::sync::oneshot::channel();
     let (mut first, mut frames) = (Some(first), Vec::new());
     let mut sink = |frame: Frame| {
@@ -323,53 +342,108 @@ async fn a_rail_that_cannot_register_is_left_out() {
     assert!(error.contains("fake1"), "the first one's: {error}");
 }
 
-/// Ten frames or so in a stripe.
-fn striping(config: RdmaConfig) -> RdmaConfig {
-    RdmaConfig { stripe_bytes: 40_000, ..config }
+/// Two rails at each end, over both of which a fetch of twenty frames or so is read, as far as blocks are lent.
+fn both(service: &MemoryService) -> Rails {
+    let lending = |arena| LendingService { inner: service.clone(), arena, maps: true };
+    rails_of(lending, (2, 2), &RdmaConfig { large_bytes: 80_000, ..never() })
 }
 
-/// The path, which knows how large frames are.
+/// The path, with a link on each rail, which knows how large frames are.
 async fn warm(rails: &Rails) -> Arc<dyn crate::Path> {
     let path = rails.path().await;
-    suite::fetch(path.as_ref(), fetch_request(&hashes(1))).await.unwrap();
+    both_help(rails, path.as_ref()).await;
     path
 }
 
+/// Returns once a large fetch was read over both rails.
+async fn both_help(rails: &Rails, path: &dyn crate::Path) {
+    let help = async {
+        loop {
+            let before = rails.read();
+            suite::fetch(path, fetch_request(&hashes(100))).await.unwrap();
+            // A link is tried with less.
+            if rails.read().iter().zip(before).all(|(after, before)| after - before > 40_000) {
+                return;
+            }
+        }
+    };
+    tokio::time::timeout(PATIENCE, help).await.unwrap();
+}
+
 #[tokio::test]
-async fn a_large_fetch_is_divided_over_the_rails_and_comes_in_order() {
-    for several in [1, 2] {
-        let service = holding(100, 4000);
-        let rails = rails(service.clone(), (several, several), &striping(never()));
-        let path = warm(&rails).await;
-        let (before, asked) = (rails.read(), service.deadlines().len());
+async fn a_large_fetch_is_read_over_all_rails_under_one_lease_and_comes_in_order() {
+    let service = holding(100, 4000);
+    let rails = both(&service);
+    let path = warm(&rails).await;
+    let before = (rails.read(), service.deadlines().len(), rails.world.fabric.transfers().len());
+    let mut frames = Vec::new();
+    let mut sink = |frame: Frame| frames.push(frame);
+    let answer = path.fetch(fetch_request(&hashes(100)), &mut sink).await.unwrap();
+    assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(100) });
+    for (frame, hash) in frames.iter().zip(hashes(100)) {
+        frame.verify(suite::IDENTITY, hash).unwrap();
+    }
+    assert_eq!((frames.len(), service.deadlines().len() - before.1), (100, 1));
+    let read: Vec<u64> = rails.read().iter().zip(before.0).map(|(after, before)| after - before).collect();
+    assert!(read.iter().all(|read| *read > 100 * 4000 / 4), "both brought some: {read:?}");
+    let frame_bytes = u32::try_from(frame(hash(0), 4000).bytes.len()).unwrap();
+    let transfers = rails.world.fabric.transfers().split_off(before.2);
+    assert_eq!(transfers.iter().filter(|transfer| transfer.len == frame_bytes).count(), 100, "each once");
+    // What is small leaves the other rail to others.
+    let before = rails.read();
+    suite::fetch(path.as_ref(), fetch_request(&hashes(15))).await.unwrap();
+    assert_eq!(rails.read().iter().zip(before).filter(|(after, before)| *after > before).count(), 1);
+}
+
+/// Nothing is asked over a link that only helps others, so to the node it is idle.
+#[tokio::test]
+async fn a_link_that_only_helps_is_ended_before_the_node_does() {
+    let service = holding(100, 4000);
+    service.lie_ready();
+    let lending = |arena| LendingService { inner: service.clone(), arena, maps: true };
+    // The node ends what it was asked nothing over for three times as long.
+    let tcp = TcpConfig { idle_timeout: Duration::from_millis(600), ..TcpConfig::default() };
+    let rails = rails_over(lending, (2, 2), &RdmaConfig { large_bytes: 80_000, ..never() }, tcp);
+    let path = warm(&rails).await;
+    let began = tokio::time::Instant::now();
+    while began.elapsed() < Duration::from_millis(1400) {
+        both_help(&rails, path.as_ref()).await;
+    }
+    // One that lasts until after that, if what helps it were the one that helped the first of those above.
+    let (count, mut came) = (rails.world.fabric.transfers().len(), 0);
+    rails.world.fabric.hold_from(count + 30);
+    let mut sink = |_| came += 1;
+    let fetch = path.fetch(fetch_request(&hashes(100)), &mut sink);
+    let later = async {
+        tokio::time::sleep(Duration::from_millis(700)).await;
+        rails.world.fabric.let_go();
+    };
+    let (answer, ()) = tokio::join!(fetch, later);
+    assert_eq!((answer.unwrap(), came), (FetchAnswer::Hit { tiers: in_dram(100) }, 100));
+    let failed: Vec<u64> = rails.clients.iter().map(|rdma| rdma.numbers().failed).collect();
+    assert_eq!(failed, [0, 0], "the node ended one that was in use");
+}
+
+#[tokio::test]
+async fn a_large_fetch_of_what_is_not_lent_comes_over_one_rail() {
+    let service = holding(100, 4000);
+    let lending = |arena| LendingService { inner: service.clone(), arena, maps: false };
+    let rails = rails_of(lending, (2, 2), &RdmaConfig { large_bytes: 80_000, ..never() });
+    let path = rails.path().await;
+    for _ in 0..3 {
+        let before = rails.read();
         let hit = suite::fetch(path.as_ref(), fetch_request(&hashes(100))).await.unwrap();
         assert_eq!(hit, FetchAnswer::Hit { tiers: in_dram(100) });
-        let read: Vec<u64> = rails.read().iter().zip(before).map(|(after, before)| after - before).collect();
-        let asked = service.deadlines().len() - asked;
-        if several == 1 {
-            assert_eq!(asked, 1, "with one rail there is nothing to divide");
-            continue;
-        }
-        assert!(asked >= 10, "{asked} stripes");
-        assert!(read.iter().all(|read| *read > 100 * 4000 / 10), "both brought some: {read:?}");
-        let frame_bytes = u32::try_from(frame(hash(0), 4000).bytes.len()).unwrap();
-        let transfers = rails.world.fabric.transfers();
-        let of_frames = transfers.iter().filter(|transfer| transfer.len == frame_bytes).count() as u64;
-        // What found its link being made for long went over the connection.
-        let sent = rails.world.server.carried().sent_bytes() / u64::from(frame_bytes);
-        assert_eq!(of_frames + sent, 1 + 100, "each once, and the one before");
-        // What is small is not divided.
-        let asked = service.deadlines().len();
-        suite::fetch(path.as_ref(), fetch_request(&hashes(15))).await.unwrap();
-        assert_eq!(service.deadlines().len(), asked + 1);
+        let read = rails.read().into_iter().zip(before).filter(|(after, before)| after - before > 100_000);
+        assert_eq!(read.count(), 1, "a tray is reached by its own link alone");
     }
 }
 
 #[tokio::test]
-async fn a_striped_fetch_ends_at_the_first_block_that_is_not_there() {
+async fn a_large_fetch_ends_at_the_first_block_that_is_not_there() {
     for missing in [0, 5, 50, 99] {
         let service = holding(100, 4000);
-        let rails = rails(service.clone(), (2, 2), &striping(never()));
+        let rails = both(&service);
         let path = warm(&rails).await;
         service.forget(hash(missing));
         let answer = suite::fetch(path.as_ref(), fetch_request(&hashes(100))).await.unwrap();
@@ -381,30 +455,29 @@ async fn a_striped_fetch_ends_at_the_first_block_that_is_not_there() {
 }
 
 #[tokio::test]
-async fn a_striped_fetch_loses_nothing_with_a_rail() {
+async fn a_large_fetch_loses_nothing_with_a_rail() {
     for dead in NODE {
         let service = holding(100, 4000);
-        let rails = rails(service.clone(), (2, 2), &striping(never()));
+        let rails = both(&service);
         let path = warm(&rails).await;
-        let before: u64 = rails.read().iter().sum();
+        let failed = |rails: &Rails| rails.clients.iter().map(|rdma| rdma.numbers().failed).sum::<u64>();
         interrupted(path.as_ref(), &service, 100, || rails.world.fabric.kill(dead)).await;
-        let sent = rails.world.server.carried().sent_bytes();
-        // What found its link being made for long went over the connection; the other rail brought all else that was held back.
-        let read = rails.read().iter().sum::<u64>() - before;
-        assert!(read + sent >= 99 * 4000, "each block came one way: {read} {sent}");
+        assert!(failed(&rails) > 0, "it was in use");
+        assert_eq!(rails.world.server.carried().sent_bytes(), 0, "the other rail brought all the rest");
         // With both gone, the connection brings what was held back.
         interrupted(path.as_ref(), &service, 100, || {
             NODE.iter().for_each(|rail| rails.world.fabric.kill(*rail));
         })
         .await;
-        assert!(rails.world.server.carried().sent_bytes() - sent >= 25 * 4000);
+        let frame_bytes = frame(hash(0), 4000).bytes.len() as u64;
+        assert_eq!(rails.world.server.carried().sent_bytes(), 99 * frame_bytes);
     }
 }
 
 #[tokio::test]
-async fn a_striped_fetch_is_over_at_its_deadline() {
+async fn a_large_fetch_is_over_at_its_deadline() {
     let service = holding(100, 4000);
-    let rails = rails(service.clone(), (2, 2), &striping(never()));
+    let rails = both(&service);
     let path = warm(&rails).await;
     service.set_gate(0);
     let request = FetchRequest { deadline: Duration::from_millis(300), ..fetch_request(&hashes(100)) };
@@ -413,23 +486,26 @@ async fn a_striped_fetch_is_over_at_its_deadline() {
 }
 
 #[tokio::test]
-async fn what_is_dropped_in_the_middle_of_stripes_gives_everything_back() {
+async fn a_large_fetch_that_is_dropped_midway_gives_everything_back() {
     let service = holding(100, 4000);
-    let rails = rails(service.clone(), (2, 2), &striping(never()));
+    service.lie_ready();
+    let rails = both(&service);
     let path = warm(&rails).await;
-    service.set_gate(30);
-    let mut came = 0;
-    let fetch = async {
-        let mut count = |_| came += 1;
-        path.fetch(fetch_request(&hashes(100)), &mut count).await
-    };
-    let asked = service.deadlines().len();
-    let some = rails.world.until("stripes are under way", |_| service.deadlines().len() >= asked + 4);
-    tokio::select! {
-        _ = fetch => panic!("frames are held back"),
-        () = some => {}
+    let made = rails.world.fabric.queues_made();
+    // All memory of the client is lost several times, if any is.
+    for _ in 0..60 {
+        both_help(&rails, path.as_ref()).await;
+        rails.world.fabric.hold();
+        let mut ignored = |_| {};
+        tokio::select! {
+            _ = path.fetch(fetch_request(&hashes(100)), &mut ignored) => panic!("reads are held back"),
+            () = rails.world.until("reads are under way", |world| world.fabric.held() > 10) => {}
+        }
+        rails.world.fabric.let_go();
     }
-    service.set_gate(1000);
+    // Of each operation its own link goes, with four ends; one that was read over beside it is of use to the next.
+    let made = rails.world.fabric.queues_made() - made;
+    assert!(made <= 60 * 6, "{made} queue pairs");
     let hit = suite::fetch(path.as_ref(), fetch_request(&hashes(100))).await.unwrap();
     assert_eq!(hit, FetchAnswer::Hit { tiers: in_dram(100) });
     drop(path);
