@@ -15,8 +15,11 @@ use kvfleet_proto::pb;
 use kvfleet_transport::pick::PathKind;
 use tokio::time::Instant;
 
-/// Sums at once: as many samples as a router takes in one report. Above it what changed least lately is forgotten.
-const SUMS_MAX: usize = 256;
+/// Sums at once: those of some hundred nodes by two paths and two tiers. Above it what changed least lately is forgotten.
+const SUMS_MAX: usize = 1024;
+
+/// Samples that a router takes in one report.
+const SAMPLES_MAX: usize = 256;
 
 /// What is summed up by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -115,11 +118,13 @@ impl Links {
         let mut known = self.known();
         known.changes += 1;
         let now = known.changes;
-        // A node that was started anew is another one.
-        known.sums.retain(|of, _| of.node != node || of.epoch >= epoch);
-        if known.sums.len() >= SUMS_MAX && !known.sums.contains_key(&key) {
-            let oldest = known.sums.iter().min_by_key(|(_, sums)| sums.changed).map(|(key, _)| *key);
-            oldest.map(|key| known.sums.remove(&key));
+        if !known.sums.contains_key(&key) {
+            // A node that was started anew is another one.
+            known.sums.retain(|of, _| of.node != node || of.epoch >= epoch);
+            if known.sums.len() >= SUMS_MAX {
+                let oldest = known.sums.iter().min_by_key(|(_, sums)| sums.changed).map(|(key, _)| *key);
+                oldest.map(|key| known.sums.remove(&key));
+            }
         }
         let sums = known.sums.entry(key).or_insert(Sums { born: now, ..Sums::default() });
         sums.changed = now;
@@ -160,27 +165,36 @@ impl LinkReader {
         LinkReader { links, seen: BTreeMap::new() }
     }
 
-    /// What fetches came to since this was called last, for a report: 256 samples at most. What a report that was lost
-    /// said is not said again: the next one says as much.
+    /// What fetches came to since this was called last, for a report: 256 samples at most, of what changed last; others
+    /// wait for the next. What a report that was lost said is not said again: the next one says as much.
     pub fn take(&mut self) -> Vec<pb::LinkSample> {
         let now = self.links.known().sums.clone();
-        let since = |(key, sums): (&Key, &Sums)| {
-            let seen = self.seen.get(key).filter(|seen| seen.born == sums.born).copied().unwrap_or_default();
-            let micros = |span: Duration| u64::try_from(span.as_micros()).unwrap_or(u64::MAX);
-            (sums.fetches > seen.fetches).then(|| pb::LinkSample {
-                node: key.node.0,
-                epoch: key.epoch.0,
-                fetches: u32::try_from(sums.fetches - seen.fetches).unwrap_or(u32::MAX),
-                latency_us: micros(sums.latency - seen.latency),
-                bytes: sums.bytes - seen.bytes,
-                stream_us: micros(sums.stream - seen.stream),
-                path: key.path,
-                tier: key.tier,
-            })
+        let seen = |key: &Key, sums: &Sums| {
+            self.seen.get(key).filter(|seen| seen.born == sums.born).copied().unwrap_or_default()
         };
-        let samples = now.iter().filter_map(since).collect();
-        self.seen = now;
-        samples
+        let mut news: Vec<(Key, Sums, Sums)> = now
+            .iter()
+            .map(|(key, sums)| (*key, *sums, seen(key, sums)))
+            .filter(|(_, sums, seen)| sums.fetches > seen.fetches)
+            .collect();
+        if news.len() > SAMPLES_MAX {
+            news.sort_unstable_by_key(|(_, sums, _)| std::cmp::Reverse(sums.changed));
+            news.truncate(SAMPLES_MAX);
+        }
+        self.seen.retain(|key, _| now.contains_key(key));
+        self.seen.extend(news.iter().map(|(key, sums, _)| (*key, *sums)));
+        let micros = |span: Duration| u64::try_from(span.as_micros()).unwrap_or(u64::MAX);
+        let sample = |(key, sums, seen): (Key, Sums, Sums)| pb::LinkSample {
+            node: key.node.0,
+            epoch: key.epoch.0,
+            fetches: u32::try_from(sums.fetches - seen.fetches).unwrap_or(u32::MAX),
+            latency_us: micros(sums.latency - seen.latency),
+            bytes: sums.bytes - seen.bytes,
+            stream_us: micros(sums.stream - seen.stream),
+            path: key.path,
+            tier: key.tier,
+        };
+        news.into_iter().map(sample).collect()
     }
 }
 
@@ -232,19 +246,23 @@ mod tests {
         let links = Links::default();
         let mut reader = LinkReader::new(links.clone());
         let two = timed(2);
-        for node in 0..1_000 {
+        for node in 0..3_000 {
             links.fetched((NodeId(node), Epoch(1)), None, Some(Tier::Dram), &two);
         }
-        assert_eq!(reader.take().len(), SUMS_MAX);
+        assert_eq!(links.known().sums.len(), SUMS_MAX);
+        let told: Vec<u32> = (0..5).flat_map(|_| reader.take()).map(|sample| sample.node).collect();
+        assert!(told[..SAMPLES_MAX].iter().all(|node| *node >= 3_000 - 256), "what changed last comes first");
+        let each: std::collections::BTreeSet<u32> = told.iter().copied().collect();
+        assert_eq!((told.len(), each.len()), (SUMS_MAX, SUMS_MAX), "and all others later, each once");
         // Forgotten and heard of again, it counts from there.
         links.fetched((NodeId(0), Epoch(1)), None, Some(Tier::Dram), &two);
-        links.fetched((NodeId(999), Epoch(2)), None, Some(Tier::Dram), &two);
-        links.fetched((NodeId(999), Epoch(1)), None, Some(Tier::Dram), &two);
+        links.fetched((NodeId(2999), Epoch(2)), None, Some(Tier::Dram), &two);
+        links.fetched((NodeId(2999), Epoch(1)), None, Some(Tier::Dram), &two);
         let said: Vec<_> =
             reader.take().iter().map(|sample| (sample.node, sample.epoch, sample.fetches)).collect();
-        assert_eq!(said, [(0, 1, 1), (999, 1, 1), (999, 2, 1)]);
-        links.fetched((NodeId(999), Epoch(3)), None, Some(Tier::Dram), &two);
-        assert!(links.known().sums.keys().all(|key| key.node != NodeId(999) || key.epoch == Epoch(3)));
+        assert_eq!(said, [(0, 1, 1), (2999, 1, 1), (2999, 2, 1)]);
+        links.fetched((NodeId(2999), Epoch(3)), None, Some(Tier::Dram), &two);
+        assert!(links.known().sums.keys().all(|key| key.node != NodeId(2999) || key.epoch == Epoch(3)));
     }
 
     #[test]

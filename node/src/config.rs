@@ -271,8 +271,10 @@ impl NodeConfig {
         if self.lease_ms == 0 {
             return wrong("lease_ms", &0, "give at least 1; the default is 10000".to_owned());
         }
-        if self.fetch_inflight_bytes < self.frame_bytes_max() as u64 {
-            let remedy = format!("one frame must fit, give at least {}", self.frame_bytes_max());
+        // Of the room, lower classes of operations have no more than six parts of sixteen.
+        let least = 3 * self.frame_bytes_max() as u64;
+        if self.fetch_inflight_bytes < least {
+            let remedy = format!("a frame of each class must fit, give at least {least}");
             return wrong("fetch_inflight_bytes", &self.fetch_inflight_bytes, remedy);
         }
         let one_save = save_bytes_in_flight(usize::MAX, self.frame_bytes_max() as u64);

@@ -11,7 +11,7 @@ use kv_core::id::{Epoch, InstanceId, NodeId, Tier, Timestamp};
 use kv_core::schedule::{Decision, Fleet, HardwareProfile, Instance, Lane, LiveNode, Load, record};
 use parking_lot::RwLock;
 
-use super::links::{LinkRate, Links, Measured};
+use super::links::{LinkPath, LinkRate, Links, Measured};
 
 /// Instances known at once: far above any fleet, so that a reporter gone mad cannot fill the memory.
 pub(crate) const INSTANCES_MAX: usize = 4096;
@@ -110,8 +110,10 @@ impl FleetView {
         } else {
             let Report { instance, node, load, .. } = report;
             soft.fleet.put_instance(Instance { id: instance, node, load, reported_at: now });
-            // What comes from its own node says nothing of the network.
-            let afar: Vec<_> = report.links.iter().filter(|link| Some(link.node) != node).copied().collect();
+            // What comes from its own node, or over a host's memory, says nothing of the network that others read over.
+            let is_afar =
+                |link: &&Measured| Some(link.node) != node && link.path != Some(LinkPath::SharedMemory);
+            let afar: Vec<_> = report.links.iter().filter(is_afar).copied().collect();
             soft.links.measured(instance, &afar, now);
         }
         let Report { instance, address, sequence, started_us, .. } = report;
@@ -141,7 +143,8 @@ impl FleetView {
 
     /// How fast instances read from each node, by tier and by path, where they did lately: for show.
     pub(crate) fn link_rates(&self, now: Timestamp) -> Vec<LinkRate> {
-        self.soft.read().links.rates(now)
+        let soft = self.soft.read();
+        soft.links.rates(|node| soft.fleet.live(node).map(|live| live.epoch), now)
     }
 
     /// Forgets links that nobody used lately.
@@ -245,6 +248,9 @@ mod tests {
             ..report(sequence, started_us, 1)
         };
         let rate = |node| view.link(NodeId(node), Epoch(1), Timestamp(1)).map(|lane| lane.bytes_per_s);
+        let local = Measured { path: Some(LinkPath::SharedMemory), ..link(1) };
+        view.report(Report { node: None, links: vec![local], ..report(1, 5, 1) }, Timestamp(1));
+        assert_eq!(rate(1), None, "nor over the memory of a host, of an instance that names no node");
         view.report(with(1, 10), Timestamp(1));
         assert_eq!((rate(1), rate(2)), (Some(1_000_000_000), None), "its own node is no network away");
         assert_eq!(view.report(with(1, 10), Timestamp(1)), Receipt::Old);

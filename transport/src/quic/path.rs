@@ -39,13 +39,8 @@ impl Drop for QuicPath {
 
 impl QuicPath {
     pub(super) fn new(connection: Connection, peer: String, stall_timeout: Duration) -> QuicPath {
-        QuicPath {
-            connection,
-            peer,
-            stall_timeout,
-            sends_frames: AtomicBool::new(false),
-            mates: Mates::default(),
-        }
+        let mates = Mates::of(&connection);
+        QuicPath { connection, peer, stall_timeout, sends_frames: AtomicBool::new(false), mates }
     }
 }
 

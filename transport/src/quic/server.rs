@@ -172,7 +172,7 @@ async fn serve_connection(connection: Connection, shared: Arc<Shared>) {
         tracing::warn!(peer = %connection.remote_address(), "a caller is refused by its certificate");
         return connection.close(CODE_REFUSED, b"this caller is not served");
     };
-    let (mut streams, mates) = (JoinSet::new(), Mates::default());
+    let (mut streams, mates) = (JoinSet::new(), Mates::of(&connection));
     while let Ok(accepted) = connection.accept_bi().await {
         while streams.try_join_next().is_some() {}
         let (shared, service, mates) = (Arc::clone(&shared), Arc::clone(&service), mates.clone());

@@ -2,7 +2,7 @@
 //!
 //! Writes hand the frame's own memory to quinn, which sends when it sees fit: what is of a higher class first, as streams of
 //! one connection share its way. quinn lets a stream wait for ever behind others, and looks at its priority only when it comes
-//! to the queue; so it is the others that yield: while one has moved nothing for [`PASSED_OVER_MAX`], all streams of its
+//! to the queue; so it is the others that yield: while one has moved nothing for [`Mates::patience`], all streams of its
 //! connection write as the last class, where each has its turn. What was written before goes first, which is a window at
 //! most. Not here: what the bytes are (`crate::stream`).
 
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use kv_core::id::Class;
-use quinn::{ReadError, RecvStream, SendStream, WriteError};
+use quinn::{Connection, ReadError, RecvStream, SendStream, WriteError};
 use tokio::time::timeout;
 
 use super::{CODE_REFUSED, loss};
@@ -22,6 +22,9 @@ use crate::stream::{Loss, Source, Stream, end_bytes};
 /// How long a stream stands behind those of higher classes before they yield. A fetch that waits lasts less, most often.
 const PASSED_OVER_MAX: Duration = Duration::from_millis(100);
 
+/// The same in round trips, over a long way: nothing moves for one of them at each end of a stream.
+const PASSED_OVER_ROUND_TRIPS: u32 = 4;
+
 /// How long a stream that is over waits for its last bytes to be sent, with others yielding.
 const LEAVES_MAX: Duration = Duration::from_secs(5);
 
@@ -29,12 +32,22 @@ const LEAVES_MAX: Duration = Duration::from_secs(5);
 const LAST: Class = Class::Prefetch;
 
 /// What the streams of one connection know of each other. Clones are the same.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(super) struct Mates {
+    connection: Connection,
     passed_over: Arc<AtomicUsize>,
 }
 
 impl Mates {
+    pub(super) fn of(connection: &Connection) -> Mates {
+        Mates { connection: connection.clone(), passed_over: Arc::default() }
+    }
+
+    /// How long a stream may stand behind others.
+    fn patience(&self) -> Duration {
+        PASSED_OVER_MAX.max(self.connection.rtt().saturating_mul(PASSED_OVER_ROUND_TRIPS))
+    }
+
     /// Others yield until this is dropped.
     fn pass_over(&self) -> PassedOver {
         self.passed_over.fetch_add(1, Ordering::Relaxed);
@@ -92,7 +105,7 @@ impl QuicStream {
     /// Nothing more is written: what quinn has still to send is not passed over for long either.
     pub(super) async fn leave(mut self) {
         self.finish();
-        if self.class == Class::Fetch || timeout(PASSED_OVER_MAX, self.send.stopped()).await.is_ok() {
+        if self.class == Class::Fetch || timeout(self.mates.patience(), self.send.stopped()).await.is_ok() {
             return;
         }
         let _passed_over = self.mates.pass_over();
@@ -143,7 +156,7 @@ impl Source for QuicStream {
             return self.recv.fill(have, wanted).await;
         }
         // What was written before may be what the answer waits for. What came stays in `have`.
-        if let Ok(filled) = timeout(PASSED_OVER_MAX, self.recv.fill(have, wanted)).await {
+        if let Ok(filled) = timeout(self.mates.patience(), self.recv.fill(have, wanted)).await {
             return filled;
         }
         let _passed_over = self.mates.pass_over();
@@ -163,7 +176,7 @@ impl Stream for QuicStream {
         }
         let (mut left, mut passed_over) = ([bytes], None);
         while !left[0].is_empty() {
-            match timeout(PASSED_OVER_MAX, self.send.write_chunks(&mut left)).await {
+            match timeout(self.mates.patience(), self.send.write_chunks(&mut left)).await {
                 Ok(written) => {
                     written.map_err(|error| write_loss(&error))?;
                     passed_over = None;
