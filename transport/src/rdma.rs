@@ -308,7 +308,15 @@ impl Rdma {
     fn look(config: &RdmaConfig) -> Result<Vec<choose::Candidate>, RdmaError> {
         config.tuning.check()?;
         let found = choose::look(Path::new(choose::SYS), &config.choice.near);
-        choose::choose(&found, &config.choice)
+        let chosen = choose::choose(&found, &config.choice)?;
+        let missing = choose::missing(&chosen, &config.choice);
+        if !missing.is_empty() {
+            tracing::warn!(
+                devices = missing.join(", "),
+                "RDMA goes without these: no port of theirs is there, active, and of the address that is set, if one is"
+            );
+        }
+        Ok(chosen)
     }
 
     /// What was transferred so far.

@@ -71,6 +71,12 @@ fn gid_of(address: IpAddr) -> Gid {
     }
 }
 
+/// Devices that were named and of which no port was chosen.
+pub(super) fn missing<'a>(chosen: &[Candidate], choice: &'a RdmaChoice) -> Vec<&'a str> {
+    let named = choice.device.iter().chain(&choice.devices).map(String::as_str).filter(|name| *name != ALL);
+    named.filter(|name| chosen.iter().all(|candidate| candidate.device != *name)).collect()
+}
+
 /// What is there and wanted, the best first; each port by its best address. One port, unless several devices are named. Among equals the
 /// first device by name.
 pub(super) fn choose(found: &[Candidate], choice: &RdmaChoice) -> Result<Vec<Candidate>, RdmaError> {
@@ -200,6 +206,8 @@ mod tests {
         assert_eq!(rails(&found, &["all"]), [first.clone(), second.clone()]);
         assert_eq!(rails(&found, &["mlx5_1", "mlx5_0"]), [first.clone(), second.clone()]);
         assert_eq!(rails(&found, &["mlx5_1", "none of this name"]), std::slice::from_ref(&second));
+        let some = named(&["mlx5_1", "none of this name", "all"]);
+        assert_eq!(missing(&choose(&found, &some).unwrap(), &some), ["none of this name"]);
         found.push(Candidate { port: 2, ..found[4].clone() });
         assert_eq!(rails(&found, &["mlx5_1"]), [second.clone(), ("mlx5_1".to_owned(), 2, 3)]);
         assert_eq!(chosen(&found, &one).0, "mlx5_1");

@@ -22,7 +22,8 @@ pub(super) struct Raw {
 
 impl Raw {
     fn send(&self, packet: &[u8]) {
-        self.socket.send(packet, &[]).unwrap();
+        // What is not sent now would be lost here.
+        assert_ne!(self.socket.send(packet, &[]).unwrap(), Sent::Later);
     }
 
     pub(super) fn say(&self, packet: &ToNode) {
