@@ -131,7 +131,7 @@ impl Default for RdmaConfig {
             tray_bytes: 16 << 20,
             links_max: 64,
             links_per_peer: 4,
-            // What a rail of 400 Gbit/s brings in twice the time of asking for it; the node says as many bytes at once.
+            // What a rail of 400 Gbit/s brings in twice the time of asking for it.
             large_bytes: 16 << 20,
             cool_down: COOL_DOWN,
         }

@@ -228,6 +228,11 @@ impl<'a> Filling<'a> {
         position < self.usable
     }
 
+    /// The head of a block, if it came.
+    pub(crate) fn head_of(&self, position: usize) -> Option<&FrameHead> {
+        self.blocks.get(position).map(|block| &block.head)
+    }
+
     /// The layer of a block that comes next, if its head came.
     pub(crate) fn next(&self, position: usize) -> Option<usize> {
         self.blocks.get(position).map(|block| block.next)

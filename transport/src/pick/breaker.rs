@@ -35,6 +35,9 @@ impl Default for BreakerRules {
     }
 }
 
+/// Times as long as it had been open, within which a failure is of the same trouble.
+const SOON: u32 = 4;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     /// `trouble`: when the trial passed that closed it, and for how long it had been open.
@@ -110,7 +113,9 @@ impl Breaker {
                 self.state = State::Closed { failures: failures + 1, trouble };
                 return false;
             }
-            State::Closed { trouble: Some((since, lasted)), .. } if now < since + self.rules.open_max => {
+            State::Closed { trouble: Some((since, lasted)), .. }
+                if now.saturating_duration_since(since) < lasted.saturating_mul(SOON) =>
+            {
                 longer(lasted)
             }
             State::Closed { .. } => self.rules.open_min,
@@ -186,7 +191,7 @@ mod tests {
         now += secs(8);
         assert!(breaker.passes(now));
         breaker.succeeded();
-        now += secs(8);
+        now += secs(32);
         assert_eq!([breaker.failed(now), breaker.failed(now), breaker.failed(now)], [false, false, true]);
         assert!(breaker.passes(now + secs(1)), "it was well for long: this is another trouble");
     }

@@ -209,7 +209,12 @@ impl Fetch<'_, '_, '_, '_> {
             return Err(nonsense(&"more frames than blocks"));
         }
         match read_frame(&mut self.link.control, FRAME_BYTES_MAX).await? {
-            Next::Frame(frame) => self.taker.frame(self.named, frame),
+            Next::Frame(frame) => {
+                if let Taker::Slices(slices) = &mut self.taker {
+                    slices.note_whole();
+                }
+                self.taker.frame(self.named, frame);
+            }
             Next::End(_) => return Err(nonsense(&"an end in place of a frame")),
         }
         self.named += 1;

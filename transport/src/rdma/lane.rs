@@ -77,6 +77,8 @@ pub(super) struct Lane {
     /// An operation went over another lane, as this one had no link.
     is_missed: AtomicBool,
     doubt: Arc<Doubt>,
+    /// Told when there is a link that there was not.
+    came: Arc<Notify>,
     /// When there was no link to be had.
     without: Mutex<Option<Instant>>,
     /// Links that no operation has, and since when; used last at the end.
@@ -101,6 +103,7 @@ impl Lane {
             wanted: AtomicUsize::new(0),
             is_missed: AtomicBool::new(false),
             doubt: Arc::new(Doubt { told: Arc::clone(told), ..Doubt::default() }),
+            came: Arc::default(),
             without: Mutex::default(),
             idle: Mutex::default(),
             under_way: AtomicUsize::new(0),
@@ -163,6 +166,15 @@ impl Lane {
         let mut idle = locked(&self.idle);
         let at = idle.partition_point(|(_, other)| *other <= since);
         idle.insert(at, (link, since));
+        drop(idle);
+        self.came.notify_waiters();
+    }
+
+    /// Takes back one that only helped; of a lane that is left alone since, links go.
+    fn take_back(&self, link: Link, since: Instant) {
+        if self.is_open() {
+            self.keep_since(link, since);
+        }
     }
 
     /// Keeps one that was just made.
@@ -227,7 +239,6 @@ pub(super) struct Besides<'a> {
     lanes: &'a Lanes,
     /// The lane that was asked.
     own: usize,
-    /// Whether there may be any that were not taken yet.
     may_take: bool,
     bytes: u64,
     taken: Vec<Beside>,
@@ -242,8 +253,8 @@ impl<'a> Besides<'a> {
     /// So many bytes more are to be read that any link reaches: takes others once they are many.
     pub(super) fn help(&mut self, bytes: u64) {
         self.bytes = self.bytes.saturating_add(bytes);
-        if self.may_take && self.bytes >= self.lanes.large_bytes() {
-            self.may_take = false;
+        // Where there was none, one is made meanwhile.
+        if self.may_take && self.taken.is_empty() && self.bytes >= self.lanes.large_bytes() {
             self.taken = self.lanes.beside(self.own);
         }
     }
@@ -272,13 +283,13 @@ impl Drop for Beside {
         let Some(link) = self.link.take().filter(|link| !link.is_broken()) else { return };
         let (lane, since) = (Arc::clone(&self.busy.0), self.since);
         if !link.is_under_way() {
-            return lane.keep_since(link, since);
+            return lane.take_back(link, since);
         }
         let Ok(runtime) = Handle::try_current() else { return };
         runtime.spawn(async move {
             // Else it goes as any link does on which something is under way.
             if timeout(QUIET_MAX, link.quiet()).await.is_ok() && !link.is_broken() {
-                lane.keep_since(link, since);
+                lane.take_back(link, since);
             }
         });
     }
@@ -293,8 +304,8 @@ pub(super) struct Lanes {
     idle_timeout: Duration,
     /// Something is to be done about a lane.
     told: Arc<Notify>,
-    /// Somebody asked for links, and there are some or none.
-    came: Notify,
+    /// Somebody asked for links, and there are some or none; or there is one again.
+    came: Arc<Notify>,
     is_told: AtomicBool,
     is_failure_told: AtomicBool,
 }
@@ -311,10 +322,12 @@ impl Lanes {
         let abreast = lanes.iter().filter(|lane| !lane.is_spare).count();
         let many = if abreast > 1 { LINKS_PER_LANE * abreast } else { 1 };
         let at_once = Places::new(links_max.max(many));
-        let lanes: Vec<Arc<Lane>> = lanes.into_iter().map(Arc::new).collect();
+        let came = Arc::new(Notify::new());
+        let of_all = |lane| Arc::new(Lane { came: Arc::clone(&came), ..lane });
+        let lanes: Vec<Arc<Lane>> = lanes.into_iter().map(of_all).collect();
         lanes[at].keep_new(first);
         let (is_told, is_failure_told) = (AtomicBool::new(false), AtomicBool::new(false));
-        Lanes { tcp, lanes, at_once, idle_timeout, told, came: Notify::new(), is_told, is_failure_told }
+        Lanes { tcp, lanes, at_once, idle_timeout, told, came, is_told, is_failure_told }
     }
 
     /// Bytes from which on a fetch is large.

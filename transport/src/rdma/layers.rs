@@ -61,9 +61,19 @@ impl<'a> Slices<'a> {
         self.filling.is_spoilt()
     }
 
-    /// Whether frames came over the connection of a link, as they do that are larger than what cards read.
-    pub(super) fn came_whole(&self) -> bool {
-        self.came_whole
+    /// A block came whole over the connection of a link, as those do that are larger than what cards read.
+    pub(super) fn note_whole(&mut self) {
+        self.came_whole = true;
+    }
+
+    /// Whether blocks come so; nothing where none came.
+    pub(super) fn comes_whole(&self) -> Option<bool> {
+        (self.filling.heads() > 0).then_some(self.came_whole)
+    }
+
+    /// Whether something is there of blocks behind those that came whole.
+    pub(super) fn is_half_done(&self) -> bool {
+        self.filling.heads() > self.whole()
     }
 
     /// Where slices go, as long as none came.
@@ -73,7 +83,6 @@ impl<'a> Slices<'a> {
 
     /// A block came whole, the `nth` of those that are asked for now.
     pub(super) fn frame(&mut self, nth: usize, frame: &Frame) {
-        self.came_whole = true;
         // It came as one: that its slices follow each other at once says nothing of the path.
         self.filling.counts(false);
         self.filling.sink().received(frame.bytes.len());
@@ -102,9 +111,11 @@ impl<'a> Slices<'a> {
             self.filling.spoil(position);
             return None;
         };
-        // Of one that came before, slices go on behind those that are there. What is of another frame does not match its sums.
-        if self.filling.next(position).is_none() {
-            self.filling.head(head.clone());
+        // Of one that came before, slices go on behind those that are there.
+        match self.filling.head_of(position) {
+            None => self.filling.head(head.clone()),
+            Some(before) if *before == head => {}
+            Some(_) => self.filling.spoil(position),
         }
         let first = self.filling.next(position)?;
         self.filling.is_usable(position).then_some((head, first))

@@ -142,6 +142,10 @@ impl Attached {
                 reason = reply.frames.ended();
                 break;
             };
+            // While the client reads a half of the tray, the other is filled.
+            if batch.in_tray && batch.bytes + frame.bytes.len() as u64 > self.tray.bytes / 2 {
+                self.say(&mut batch, terms, operations, stream).await?;
+            }
             let may_lend = reply.lendable.get(position).copied().unwrap_or(false);
             operations.sent(frame.bytes.len());
             loop {
@@ -168,9 +172,7 @@ impl Attached {
                     }
                 }
             }
-            // While the client reads a half of the tray, the other is filled.
-            let half = batch.in_tray && batch.bytes >= self.tray.bytes / 2;
-            if half || batch.bytes >= terms.batch_bytes {
+            if batch.bytes >= terms.batch_bytes {
                 self.say(&mut batch, terms, operations, stream).await?;
             }
         }

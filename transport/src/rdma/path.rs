@@ -69,13 +69,13 @@ impl RdmaPath {
         let deadline = Instant::now() + request.deadline.min(DEADLINE_MAX);
         let mut slices = Slices::new(sink, asked);
         let answer = self.fetch_until(request, deadline, &mut Taker::Slices(&mut slices)).await?;
-        self.sends_frames.store(slices.came_whole(), Ordering::Relaxed);
+        if let Some(comes_whole) = slices.comes_whole() {
+            self.sends_frames.store(comes_whole, Ordering::Relaxed);
+        }
         if let Some(good) = slices.is_spoilt().then(|| slices.whole()) {
             return Ok(answer.cut_short(good, MissReason::Corrupt));
         }
-        // Some slices came, so this is no answer to be asked again after.
-        let is_busy = matches!(answer, FetchAnswer::Busy { .. }) && slices.untouched().is_none();
-        Ok(if is_busy { FetchAnswer::Miss { reason: MissReason::Busy } } else { answer })
+        Ok(if slices.is_half_done() { not_again(answer) } else { answer })
     }
 
     /// Over the connection below.
@@ -187,6 +187,19 @@ impl RdmaPath {
     }
 }
 
+/// Slices of blocks behind those that came whole are there already, so whoever is told to come again would be given them twice: what a
+/// busy node did not bring behind a link that broke is lost with that.
+fn not_again(answer: FetchAnswer) -> FetchAnswer {
+    let reason = MissReason::NodeLost;
+    match answer {
+        FetchAnswer::Busy { .. } | FetchAnswer::Miss { reason: MissReason::Busy } => {
+            FetchAnswer::Miss { reason }
+        }
+        FetchAnswer::Partial { tiers, reason: MissReason::Busy } => FetchAnswer::Partial { tiers, reason },
+        other => other,
+    }
+}
+
 /// What a fetch is still to bring, and what became of asking so far.
 struct Rest {
     request: FetchRequest,
@@ -195,7 +208,7 @@ struct Rest {
     tried: Vec<usize>,
     /// Whether a link may be asked that an operation used before.
     may_be_used: bool,
-    /// Only another lane's link broke: the one that was asked says nothing against its lane, and reads alone from now on.
+    /// Only another lane's link broke: the one that was asked says nothing against its lane, and the next attempt reads alone.
     is_alone: bool,
 }
 

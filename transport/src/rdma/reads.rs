@@ -19,8 +19,8 @@ use super::link::Reach;
 use super::memory::Place;
 use crate::stream::ItemError;
 
-/// Reads of one fetch that are begun and not handed on: more than queue pairs have under way.
-const BEGUN_MAX: usize = 128;
+/// Reads of one fetch that are begun and not handed on: more than the queue pairs of eight rails have under way.
+const BEGUN_MAX: usize = 1024;
 
 /// Part of the memory for what is under way that the reads of one fetch have: others are to find places, too.
 const BEGUN_PART: u64 = 4;
