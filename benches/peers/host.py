@@ -1,13 +1,15 @@
-"""Times Redis, Mooncake's store and a kvfleet node in turn on one host, one operation after the other.
+"""Times Redis, Mooncake's store and a kvfleet node in turn on one host: over shared memory, and over our encrypted network path beside
+their plain TCP, one operation after the other; and Redis with 64 at a time.
 
-Each round runs all three, so what disturbs the machine disturbs all. Prints a table and one JSON line a row, as `benches` does. Not
-here: how the peers get here (`host`), and how ours is timed (`benches/src/host.rs`).
+Each round runs all of them, so what disturbs the machine disturbs all. Prints a table and one JSON line a row, as `benches` does. Not
+here: how the peers get here (`host`), and how ours is timed (`benches/src/host.rs`, `benches/src/network.rs`).
 """
 
 import argparse
 import ctypes
 import json
 import os
+import resource
 import socket
 import statistics
 import subprocess
@@ -21,7 +23,12 @@ AIMS = {
     ("GET 64 KiB in place, p50", "Mooncake"): ("<=", 0.2),
     ("PUT 64 KiB", "Mooncake"): (">=", 5.0),
     ("PUT 1 MiB", "Mooncake"): (">=", 3.0),
+    ("GET 64 KiB, TLS over TCP", "Mooncake"): (">=", 3.0),
+    ("GET 1 MiB, TLS over TCP", "Mooncake"): (">=", 1.0),
 }
+# Of which our network path has a row with one in flight.
+NETWORK_SIZES = ["64 KiB", "1 MiB"]
+MANY = 64
 START_SECONDS = 30
 
 
@@ -69,9 +76,26 @@ class Redis:
             figures[cells["test"]] = (float(cells["p50_latency_ms"]) * 1e3, float(cells["rps"]) * size / 1e9)
         return {"GET": figures["GET"], "PUT": figures["SET"]}
 
+    def many(self, size, count):
+        """Rate of GETs with many at a time, in GB/s and in GB for a CPU-second of both ends."""
+        command = ["redis-benchmark", "-p", str(self.port), "-c", str(MANY), "-n", str(count), "-d", str(size), "-r", "64"]
+        subprocess.run([*command, "-t", "set", "-q"], check=True, capture_output=True)
+        before, began = cpu_seconds(self.server.pid), time.perf_counter()
+        subprocess.run([*command, "-t", "get", "-q"], check=True, capture_output=True)
+        took, spent = time.perf_counter() - began, cpu_seconds(self.server.pid) - before
+        return size * count / took / 1e9, size * count / spent / 1e9
+
     def stop(self):
         self.server.terminate()
         self.server.wait()
+
+
+def cpu_seconds(pid):
+    """CPU time of a process, and of those that this one waited for."""
+    with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
+        fields = stat.read().rsplit(")", 1)[1].split()
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + children.ru_utime + children.ru_stime
 
 
 class Mooncake:
@@ -133,12 +157,25 @@ class Mooncake:
             process.wait()
 
 
-def ours(arguments):
-    """Our rows by name, of one run of the bench."""
-    command = [arguments.benches, "host", "--json", "--runs", "1"] + (["--quick"] if arguments.quick else [])
+def ours(arguments, bench):
+    """Our rows by name and unit, of one run of a bench."""
+    command = [arguments.benches, bench, "--json", "--runs", "1"] + (["--quick"] if arguments.quick else [])
     said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     rows = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    return {row["row"]: row["ours"] for row in rows}
+    return {(row["row"], row["unit"]): row["ours"] for row in rows}
+
+
+def compared_over_network(own, peers, many):
+    """Rows of one round beside what others send unencrypted: (row, unit, peer) to (ours, theirs)."""
+    rows = {}
+    for peer, sizes in peers.items():
+        for size in NETWORK_SIZES:
+            _, rate = sizes[size]["GET"]
+            rows[(f"GET {size}, TLS over TCP", "GB/s", peer)] = (own[(f"GET {size}, 1 in flight, TLS over TCP", "GB/s")], rate)
+    row = f"GET 64 KiB, {MANY} in flight, TLS over TCP"
+    for unit, theirs in zip(["GB/s", "GB/CPU-s"], many):
+        rows[(row, unit, "Redis")] = (own[(row, unit)], theirs)
+    return rows
 
 
 def compared(own, peers):
@@ -147,14 +184,14 @@ def compared(own, peers):
     for peer, sizes in peers.items():
         for size, figures in sizes.items():
             (get_us, get_rate), (_, put_rate) = figures["GET"], figures["PUT"]
-            rows[(f"GET {size} in place, p50", "µs", peer)] = (own[f"GET {size} in place, p50"], get_us)
-            rows[(f"GET {size} copied out", "GB/s", peer)] = (own[f"GET {size} copied out, checked"], get_rate)
-            rows[(f"PUT {size}", "GB/s", peer)] = (own[f"PUT {size}"], put_rate)
+            rows[(f"GET {size} in place, p50", "µs", peer)] = (own[(f"GET {size} in place, p50", "µs")], get_us)
+            rows[(f"GET {size} copied out", "GB/s", peer)] = (own[(f"GET {size} copied out, checked", "GB/s")], get_rate)
+            rows[(f"PUT {size}", "GB/s", peer)] = (own[(f"PUT {size}", "GB/s")], put_rate)
     return rows
 
 
 def show(rounds):
-    print(f"{'row':<26} {'unit':<5} {'ours':>8} {'theirs':>8}  {'peer':<9} ratio (min-max)         aim")
+    print(f"{'row':<40} {'unit':<8} {'ours':>8} {'theirs':>8}  {'peer':<9} ratio (min-max)         aim")
     lines = []
     for key in rounds[0]:
         row, unit, peer = key
@@ -168,7 +205,7 @@ def show(rounds):
             is_met = ratio <= limit if how == "<=" else ratio >= limit
             aim = f"{how} {limit}: {'met' if is_met else 'NOT met'}"
         spread = f"{ratio:.3g} ({ratios[0]:.3g}-{ratios[-1]:.3g})"
-        print(f"{row:<26} {unit:<5} {mine:>8.3g} {theirs:>8.3g}  {peer:<9} {spread:<23} {aim}")
+        print(f"{row:<40} {unit:<8} {mine:>8.3g} {theirs:>8.3g}  {peer:<9} {spread:<23} {aim}")
         better = "lower" if unit == "µs" else "higher"
         lines.append({"bench": "peers-host", "row": row, "unit": unit, "ours": mine, "peer": peer, "theirs": theirs, "ratio": ratio,
                       "better": better, "runs": len(pairs), "min": ratios[0], "max": ratios[-1]})
@@ -188,7 +225,7 @@ def main():
     arguments.peers, arguments.benches = os.path.abspath(arguments.peers), os.path.abspath(arguments.benches)
     rounds = []
     for number in range(arguments.runs):
-        peers = {}
+        peers, many = {}, None
         for kind in (Redis, Mooncake):
             # Each alone: an idle store of others still takes its share of two processors.
             with tempfile.TemporaryDirectory() as directory:
@@ -196,9 +233,12 @@ def main():
                 try:
                     counts = {size: max(200, (1 << 29) // size // (10 if arguments.quick else 1)) for _, size in SIZES}
                     peers[kind.name] = {name: peer.time(size, counts[size]) for name, size in SIZES}
+                    if kind is Redis:
+                        many = peer.many(64 << 10, counts[64 << 10])
                 finally:
                     peer.stop()
-        rounds.append(compared(ours(arguments), peers))
+        over_network = compared_over_network(ours(arguments, "network"), peers, many)
+        rounds.append(compared(ours(arguments, "host"), peers) | over_network)
         print(f"peers: round {number + 1} of {arguments.runs} is done", file=sys.stderr)
     show(rounds)
 

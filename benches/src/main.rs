@@ -19,6 +19,7 @@ mod ssd;
 mod start;
 mod tiers;
 mod transport;
+mod tuning;
 mod window;
 
 use std::path::PathBuf;
@@ -74,6 +75,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },
     Bench { name: "host", about: host::ABOUT, run: host::run },
     Bench { name: "network", about: network::ABOUT, run: network::run },
+    Bench { name: "tuning", about: tuning::ABOUT, run: tuning::run },
 ];
 
 /// Peers side by side, judged by ratio.

@@ -23,13 +23,13 @@ use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
 
 use crate::Effort;
-use crate::transport::raw::{RawQuic, RawTcp};
+use crate::transport::raw::{RawQuic, RawTcp, Tuning};
 use crate::transport::{ANY, identities};
 use held::Held;
 use threads::ThreadTcp;
 
 pub(crate) const ABOUT: &str = "fetches over loopback, by both network paths, every frame verified (CRC32C, hash, identity); \
-     against each other, a bare stream loop on quinn with stock settings (same certificates, nothing verified), and as \
+     against each other, bare stream loops on quinn with stock settings and with ours (same certificates, nothing verified), and as \
      limits bare TCP loops without encryption, on the runtime and on blocking threads; all sides in turn in each run";
 
 /// What is fetched.
@@ -64,16 +64,17 @@ const TLS: &str = "TLS over TCP";
 const QUIC: &str = "QUIC";
 
 /// Sides in the order in which `measure` gives them.
-const SIDES: [&str; 5] = [
+const SIDES: [&str; 6] = [
     TLS,
     QUIC,
     "quinn 0.11.12, stock settings",
+    "limit 0.9: quinn 0.11.12 with our settings",
     "limit: tokio TCP, no encryption",
     "limit: blocking TCP, no encryption",
 ];
 
 /// Which are set beside which.
-const PAIRS: &[(usize, usize)] = &[(0, 2), (0, 1), (0, 3), (0, 4), (1, 2), (1, 3)];
+const PAIRS: &[(usize, usize)] = &[(0, 2), (0, 1), (0, 4), (0, 5), (1, 2), (1, 3), (1, 4)];
 
 pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
@@ -87,7 +88,7 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
 }
 
 /// Something that fetches one block of a shape's size when asked.
-trait Side: Send + Sync {
+pub(crate) trait Side: Send + Sync {
     /// Fetches with different numbers may run at a time as long as their remainders by the shape's `in_flight`
     /// differ.
     fn fetch(&self, at: u64) -> BoxFuture<'_, anyhow::Result<()>>;
@@ -95,7 +96,7 @@ trait Side: Send + Sync {
 
 /// All of them, ready to be asked.
 struct Sides {
-    asked: [Arc<dyn Side>; 4],
+    asked: [Arc<dyn Side>; 5],
     threads: ThreadTcp,
 }
 
@@ -107,6 +108,7 @@ impl Sides {
                 Arc::new(Ours::start_tls(server, client, shape).await?),
                 Arc::new(Ours::start_quic(server, client, shape).await?),
                 Arc::new((RawQuic::start(server, client).await?, bytes)),
+                Arc::new((RawQuic::tuned(server, client, &Tuning::OURS).await?, bytes)),
                 Arc::new((RawTcp::start(shape.in_flight).await?, bytes)),
             ],
             threads: ThreadTcp::start(shape.in_flight).await?,
@@ -136,7 +138,7 @@ impl Sides {
 }
 
 /// So many fetches, so many at a time.
-async fn share(side: &Arc<dyn Side>, fetches: u64, at_once: usize) -> anyhow::Result<()> {
+pub(crate) async fn share(side: &Arc<dyn Side>, fetches: u64, at_once: usize) -> anyhow::Result<()> {
     let mut tasks = JoinSet::new();
     for task in 0..at_once as u64 {
         let side = Arc::clone(side);
@@ -154,7 +156,7 @@ async fn share(side: &Arc<dyn Side>, fetches: u64, at_once: usize) -> anyhow::Re
 }
 
 /// What so many bytes come to.
-type Rate = fn(&Spent, u64) -> f64;
+pub(crate) type Rate = fn(&Spent, u64) -> f64;
 
 fn compare(effort: &Effort, runtime: &Runtime, shape: &Shape, sides: &Sides) -> anyhow::Result<Vec<Row>> {
     let bytes = shape.fetch_bytes();

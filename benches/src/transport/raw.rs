@@ -4,15 +4,22 @@
 //! Not here: frames, checksums, answers, limits.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use bytes::Bytes;
 use kvfleet_proto::tls::{Identity, SERVER_NAME};
+use quinn::congestion::BbrConfig;
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
-use quinn::{ClientConfig, Connection, Endpoint, ServerConfig};
+use quinn::{
+    AckFrequencyConfig, ClientConfig, Connection, Endpoint, EndpointConfig, MtuDiscoveryConfig, ServerConfig,
+    TransportConfig, VarInt,
+};
 use rustix::net::sockopt::set_tcp_congestion;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpSocket, TcpStream};
+use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Mutex;
 
 use super::ANY;
@@ -20,25 +27,123 @@ use super::ANY;
 /// Bytes handed to the socket at once, and read at once over TCP.
 pub(crate) const PIECE: usize = 256 << 10;
 
+/// Settings of both ends.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tuning {
+    /// Largest packet to probe for, in bytes.
+    pub(crate) mtu: u16,
+    /// Windows that stop nobody.
+    pub(crate) windows: bool,
+    /// Segmentation offload.
+    pub(crate) segments: bool,
+    pub(crate) bbr: bool,
+    /// Packets that are acknowledged together, if not as quinn does.
+    pub(crate) acks: Option<u32>,
+    /// Connections over which fetches go in turn.
+    pub(crate) connections: usize,
+    /// Each end has a thread for its socket.
+    pub(crate) own_threads: bool,
+}
+
+impl Tuning {
+    /// As quinn is.
+    pub(crate) const STOCK: Tuning = Tuning {
+        mtu: 1452,
+        windows: false,
+        segments: true,
+        bbr: false,
+        acks: None,
+        connections: 1,
+        own_threads: false,
+    };
+
+    /// As our path is.
+    pub(crate) const OURS: Tuning = Tuning { mtu: 6000, windows: true, ..Tuning::STOCK };
+
+    fn transport(&self) -> Arc<TransportConfig> {
+        let mut transport = TransportConfig::default();
+        let mut discovery = MtuDiscoveryConfig::default();
+        discovery.upper_bound(self.mtu);
+        transport.mtu_discovery_config(Some(discovery)).enable_segmentation_offload(self.segments);
+        // Others are timed meanwhile.
+        transport.keep_alive_interval(Some(Duration::from_secs(5)));
+        if self.windows {
+            transport.stream_receive_window(VarInt::from_u32(16 << 20));
+            transport.receive_window(VarInt::from_u32(32 << 20)).send_window(32 << 20);
+        }
+        if self.bbr {
+            transport.congestion_controller_factory(Arc::new(BbrConfig::default()));
+        }
+        if let Some(packets) = self.acks {
+            let mut acks = AckFrequencyConfig::default();
+            acks.ack_eliciting_threshold(VarInt::from_u32(packets))
+                .max_ack_delay(Some(Duration::from_millis(5)));
+            transport.ack_frequency_config(Some(acks));
+        }
+        Arc::new(transport)
+    }
+
+    fn endpoint(&self) -> anyhow::Result<EndpointConfig> {
+        let mut endpoint = EndpointConfig::default();
+        endpoint.max_udp_payload_size(self.mtu)?;
+        Ok(endpoint)
+    }
+
+    /// A socket, and the thread that has it.
+    fn open(&self, server: Option<ServerConfig>) -> anyhow::Result<(Endpoint, Option<Runtime>)> {
+        let own =
+            self.own_threads.then(|| Builder::new_multi_thread().worker_threads(1).enable_all().build());
+        let own = own.transpose()?;
+        let entered = own.as_ref().map(Runtime::enter);
+        let socket = std::net::UdpSocket::bind(ANY)?;
+        let endpoint = Endpoint::new(self.endpoint()?, server, socket, Arc::new(quinn::TokioRuntime))?;
+        drop(entered);
+        Ok((endpoint, own))
+    }
+}
+
 pub(crate) struct RawQuic {
-    connection: Connection,
+    connections: Vec<Connection>,
+    next: AtomicUsize,
     _ends: (Endpoint, Endpoint),
+    threads: [Option<Runtime>; 2],
+}
+
+impl Drop for RawQuic {
+    fn drop(&mut self) {
+        self.threads.iter_mut().filter_map(Option::take).for_each(Runtime::shutdown_background);
+    }
 }
 
 impl RawQuic {
     pub(crate) async fn start(server: &Identity, client: &Identity) -> anyhow::Result<Self> {
+        Self::tuned(server, client, &Tuning::STOCK).await
+    }
+
+    pub(crate) async fn tuned(server: &Identity, client: &Identity, tuning: &Tuning) -> anyhow::Result<Self> {
         let crypto = QuicServerConfig::try_from(server.quic_server())?;
-        let listening = Endpoint::server(ServerConfig::with_crypto(Arc::new(crypto)), ANY)?;
-        tokio::spawn(serve_quic(listening.clone()));
-        let mut dialing = Endpoint::client(ANY)?;
+        let mut config = ServerConfig::with_crypto(Arc::new(crypto));
+        config.transport_config(tuning.transport());
+        let (listening, serving) = tuning.open(Some(config))?;
+        for _ in 0..tuning.connections {
+            tokio::spawn(serve_quic(listening.clone()));
+        }
+        let (mut dialing, asking) = tuning.open(None)?;
         let crypto = QuicClientConfig::try_from(client.quic_client())?;
-        dialing.set_default_client_config(ClientConfig::new(Arc::new(crypto)));
-        let connection = dialing.connect(listening.local_addr()?, SERVER_NAME)?.await?;
-        Ok(Self { connection, _ends: (listening, dialing) })
+        let mut config = ClientConfig::new(Arc::new(crypto));
+        config.transport_config(tuning.transport());
+        dialing.set_default_client_config(config);
+        let mut connections = Vec::new();
+        for _ in 0..tuning.connections {
+            connections.push(dialing.connect(listening.local_addr()?, SERVER_NAME)?.await?);
+        }
+        let (next, threads) = (AtomicUsize::new(0), [serving, asking]);
+        Ok(Self { connections, next, _ends: (listening, dialing), threads })
     }
 
     pub(crate) async fn fetch(&self, bytes: u64) -> anyhow::Result<()> {
-        let (mut ask, mut answer) = self.connection.open_bi().await?;
+        let turn = self.next.fetch_add(1, Ordering::Relaxed);
+        let (mut ask, mut answer) = self.connections[turn % self.connections.len()].open_bi().await?;
         ask.write_all(&bytes.to_le_bytes()).await?;
         ask.finish()?;
         let mut got = 0;
