@@ -38,7 +38,7 @@ extern "C" {
 #endif
 
 /* Grows when what is here means something else; a library of another number is of no use. */
-#define KVF_ABI_VERSION 1
+#define KVF_ABI_VERSION 2
 
 typedef int32_t kvf_status;
 enum {
@@ -81,9 +81,14 @@ typedef struct kvf_client_config {
     const char *ca_file;         /* PEM files of this process; looked at again now and then */
     const char *cert_file;
     const char *key_file;
-    const char *transport;       /* "quic", "tcp", "shm" or "auto"; null for "quic" */
+    const char *transport;       /* "quic", "tcp", "shm", "rdma" or "auto"; null for "quic". "rdma", and RDMA under "auto", only in a
+                                  * library that was built with it */
     const char *shm_dir;         /* where the sockets of this host's nodes are; null for none */
     uint64_t seed;               /* of the jitter between retries; 0 for one of the process */
+    const char *rdma_device;     /* all of whose ports are used, such as "mlx5_0"; "all" for each device; null for the best port */
+    const char *rdma_near;       /* PCI address of a GPU, such as "0000:17:00.0": of equally good devices the nearest is taken;
+                                  * null for none */
+    uint64_t rdma_memory_bytes;  /* that is locked for reads and writes, for all devices together, at least 1 MiB; 0 for 256 MiB */
 } kvf_client_config;
 
 /* The number of the library that is loaded: compare it with KVF_ABI_VERSION. */

@@ -9,7 +9,7 @@ use crate::ResultHandle;
 use crate::status::Status;
 
 /// See `KVF_ABI_VERSION`.
-pub const ABI_VERSION: u32 = 1;
+pub const ABI_VERSION: u32 = 2;
 
 pub const ROUTE: u32 = 1;
 pub const FETCH: u32 = 2;
@@ -59,6 +59,9 @@ structs! {
         transport: *const c_char,
         shm_dir: *const c_char,
         seed: u64,
+        rdma_device: *const c_char,
+        rdma_near: *const c_char,
+        rdma_memory_bytes: u64,
     }
 
     Model as "kvf_model" {

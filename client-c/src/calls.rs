@@ -13,7 +13,7 @@ use kv_core::pipeline::Arrive;
 use kv_core::prefix::{IdentityManifest, KeyForm as ManifestForm};
 use kvfleet_client::{
     Asker, ClientConfig, FetchCall, HeldLease, LayersCall, LayersOperation, Operation, QueueLimits,
-    RouteCall, SaveCall, Submission, SubmitError, Transport,
+    RdmaSettings, RouteCall, SaveCall, Submission, SubmitError, Transport,
 };
 use kvfleet_proto::frame::{KeyForm, PAYLOAD_BYTES_MAX, SLICES_MAX, encoded_len};
 use kvfleet_proto::pb;
@@ -60,6 +60,8 @@ pub(crate) unsafe fn client(config: *const abi::ClientConfig) -> Result<ClientHa
         );
         (files, text_if_any(config.transport, "transport")?, text_if_any(config.shm_dir, "shm_dir")?)
     };
+    // SAFETY: the same.
+    let rdma = unsafe { rdma_settings(config)? };
     let transport = transport.map_or(Ok(Transport::default()), |name| name.parse());
     let transport = transport.map_err(|error| Failure::Failed(error.to_string()))?;
     let threads = within(config.threads, 0, THREADS_MAX, "threads")?;
@@ -70,9 +72,29 @@ pub(crate) unsafe fn client(config: *const abi::ClientConfig) -> Result<ClientHa
             seed: if config.seed == 0 { defaults.seed } else { config.seed },
             transport,
             shm: shm.map(|dir| ShmConfig::new(dir.into())),
+            rdma,
             ..defaults
         }
     })
+}
+
+/// # Safety
+/// As the header says of `kvf_client_config`.
+unsafe fn rdma_settings(config: &abi::ClientConfig) -> Result<RdmaSettings, Failure> {
+    // SAFETY: what the caller promised.
+    let (device, near) = unsafe {
+        (text_if_any(config.rdma_device, "rdma_device")?, text_if_any(config.rdma_near, "rdma_near")?)
+    };
+    let least = RdmaSettings::MEMORY_BYTES_MIN;
+    let memory_bytes = match usize::try_from(config.rdma_memory_bytes).unwrap_or(usize::MAX) {
+        0 => RdmaSettings::default().memory_bytes,
+        bytes if bytes >= least => bytes,
+        bytes => {
+            let what = format!("rdma_memory_bytes is {bytes}: give at least {least}, or 0 for the default");
+            return Err(Failure::Failed(what));
+        }
+    };
+    Ok(RdmaSettings { devices: device.into_iter().collect(), near, memory_bytes, ..RdmaSettings::default() })
 }
 
 /// # Safety

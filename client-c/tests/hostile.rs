@@ -87,11 +87,14 @@ fn config(routers: &[*const c_char], [ca, cert, key]: [&CStr; 3]) -> abi::Client
         transport: null(),
         shm_dir: null(),
         seed: 0,
+        rdma_device: null(),
+        rdma_near: null(),
+        rdma_memory_bytes: 0,
     }
 }
 
 #[test]
-fn a_client_that_cannot_be_is_refused_with_its_reason() {
+fn a_client_that_cannot_be_is_refused_with_its_reason_also_with_rdma() {
     let place = tempfile::tempdir().unwrap();
     let [ca, cert, key] = certificates(place.path());
     let routers = [c"127.0.0.1:9".as_ptr()];
@@ -130,6 +133,13 @@ fn a_client_that_cannot_be_is_refused_with_its_reason() {
     refused(open(&raw const long), status::TOO_LARGE, "transport has 4097");
     let shm = abi::ClientConfig { transport: c"shm".as_ptr(), ..good };
     refused(open(&raw const shm), status::FAILED, "needs the directory");
+    let little = abi::ClientConfig { rdma_memory_bytes: 4096, ..good };
+    refused(open(&raw const little), status::FAILED, "rdma_memory_bytes is 4096: give at least 1048576");
+    let nowhere =
+        abi::ClientConfig { transport: c"rdma".as_ptr(), rdma_device: c"no_such0".as_ptr(), ..good };
+    let reason =
+        if cfg!(feature = "rdma") { "transport rdma: " } else { "this program was built without RDMA" };
+    refused(open(&raw const nowhere), status::FAILED, reason);
     let lost = abi::ClientConfig { ca_file: c"/nowhere/ca.pem".as_ptr(), ..good };
     refused(open(&raw const lost), status::FAILED, "/nowhere/ca.pem");
     // SAFETY: nothing is written to null.
