@@ -216,7 +216,7 @@ typedef struct kvf_fetch_call {
 
 typedef struct kvf_save_call {
     uint32_t size;
-    uint32_t key_form;           /* 0 before RoPE, 1 after */
+    uint32_t key_form;           /* 0 before RoPE, 1 after: that of the model, nodes keep no other */
     kvf_asker asker;             /* its lease is held on the node until released */
     const char *address;         /* data address of the node */
     uint64_t epoch;

@@ -31,7 +31,7 @@ pub struct LayerSaveCall {
     pub first_offset_blocks: u32,
     /// The blocks in prefix order.
     pub hashes: Vec<BlockHash>,
-    /// In which form the keys are.
+    /// In which form the keys are: that of the model manifest, for nodes keep no other.
     pub key_form: KeyForm,
     /// Length of each layer's slice in bytes.
     pub slice_bytes: Vec<u32>,

@@ -12,7 +12,7 @@ use bytes::Bytes;
 use kv_core::evict::BlockKey;
 use kv_core::id::{BlockHash, IdentityDigest, LeaseId, TenantId, Tier};
 use kv_core::tier::{Asker, Offered, RefusedBy};
-use kvfleet_proto::frame::{Frame, Unsettled, settle};
+use kvfleet_proto::frame::{Frame, KeyForm, Unsettled, settle};
 use kvfleet_proto::trace_context;
 use kvfleet_transport::{
     Admission, BlockService, BoxFuture, Caller, FetchAnswer, FetchReply, FetchRequest, Frames, MissReason,
@@ -42,13 +42,23 @@ const SAID_MAX: u32 = 16;
 /// How long a waiting save sleeps at most before it asks for a slot again (a wake-up may be missed).
 const ROOM_POLL: Duration = Duration::from_millis(5);
 
+/// The frames that a node keeps: those of one manifest, and no longer ones than it has room for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Keeps {
+    /// Digest of the manifest.
+    pub(crate) identity: IdentityDigest,
+    /// Form of the keys by the manifest. The digest says it too, but nobody can read it there.
+    pub(crate) key_form: KeyForm,
+    /// Length of the longest frame in bytes.
+    pub(crate) frame_bytes_max: usize,
+}
+
 /// The node's side of every path of one caller.
 #[derive(Clone, Debug)]
 pub(crate) struct Service {
     store: StoreHandle,
     arena: Arena,
-    identity: IdentityDigest,
-    frame_bytes_max: usize,
+    keeps: Keeps,
     metrics: Metrics,
     scope: Scope,
     locals: Locals,
@@ -63,14 +73,13 @@ impl Service {
     pub(crate) fn new(
         store: StoreHandle,
         arena: Arena,
-        identity: IdentityDigest,
-        frame_bytes_max: usize,
+        keeps: Keeps,
         metrics: Metrics,
         scope: Scope,
         locals: Locals,
     ) -> Service {
         let (lends_in_place, said) = (false, Arc::default());
-        Service { store, arena, identity, frame_bytes_max, metrics, scope, locals, lends_in_place, said }
+        Service { store, arena, keeps, metrics, scope, locals, lends_in_place, said }
     }
 
     /// The same, which lets cards of callers with a certificate read all memory of blocks, or not.
@@ -101,7 +110,7 @@ impl Service {
         let deadline = Instant::now() + request.deadline.min(FETCH_TIME_MAX);
         let asked = request.hashes.len();
         let hashes = request.hashes;
-        let identity = self.identity;
+        let identity = self.keeps.identity;
         let held = hashes.clone();
         match self.store.try_ask(|reply| Ask::Fetch { asker, hashes, reply }).await {
             Ok(FetchPlan::Blocks { blocks, .. }) if blocks.is_empty() => {
@@ -123,7 +132,7 @@ impl Service {
     }
 
     fn refuse_fetch(&self, request: &FetchRequest) -> Option<MissReason> {
-        if request.asker.identity != self.identity {
+        if request.asker.identity != self.keeps.identity {
             return Some(MissReason::IdentityDiffers);
         }
         if !self.may_name(request.asker.tenant) {
@@ -157,11 +166,11 @@ impl Service {
     }
 
     async fn answer_save(&self, request: SaveRequest) -> (SaveOffer, Option<Box<dyn SaveSession>>) {
-        if request.asker.identity != self.identity || !self.may_name(request.asker.tenant) {
+        if request.asker.identity != self.keeps.identity || !self.may_name(request.asker.tenant) {
             return (SaveOffer::Refused(SaveRefusal::IdentityDiffers), None);
         }
         let frame_bytes = match u32::try_from(request.frame_bytes) {
-            Ok(bytes) if bytes > 0 && bytes as usize <= self.frame_bytes_max => bytes,
+            Ok(bytes) if bytes > 0 && bytes as usize <= self.keeps.frame_bytes_max => bytes,
             _ => return (SaveOffer::Refused(SaveRefusal::FrameSize), None),
         };
         let offsets_end = u32::try_from(request.hashes.len()).ok();
@@ -388,7 +397,8 @@ impl Session {
         }
         let waiting = tokio::time::timeout(SAVE_ROOM_WAIT, self.room(len));
         let mut slot = waiting.await.ok()?;
-        match settle(frame, self.service.identity, hash, &mut slot) {
+        let Keeps { identity, key_form, .. } = self.service.keeps;
+        match settle(frame, identity, key_form, hash, &mut slot) {
             Ok(()) => Some(slot.freeze()),
             Err(cause) => {
                 if self.service.may_say() {

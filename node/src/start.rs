@@ -31,7 +31,7 @@ use crate::metrics::{self, Metrics};
 use crate::quick::QuickThread;
 use crate::rdma;
 use crate::scope::Scope;
-use crate::serve::Service;
+use crate::serve::{Keeps, Service};
 use crate::server::Control;
 use crate::store::{
     Capacities, GPU_JOBS_MAX, GPU_READS_MAX, GPU_RETRY, Gpu, LoadBudget, Parts, Shared, SlotSizes, Store,
@@ -494,11 +494,13 @@ fn restore(
 }
 
 pub(crate) fn service(config: &NodeConfig, store: StoreHandle, arena: Arena, metrics: Metrics) -> Service {
-    let identity = config.identity.manifest().digest();
+    let manifest = config.identity.manifest();
+    let (identity, key_form) = (manifest.digest(), manifest.key_form.into());
+    let keeps = Keeps { identity, key_form, frame_bytes_max: config.frame_bytes_max() };
     // Like the seed of the book's hashes: nobody outside knows it.
     let scope = Scope::own(RandomState::new());
     let locals = config.shm.locals(rustix::process::geteuid().as_raw());
-    let service = Service::new(store, arena, identity, config.frame_bytes_max(), metrics, scope, locals);
+    let service = Service::new(store, arena, keeps, metrics, scope, locals);
     service.lending_in_place(config.rdma.enabled && config.rdma.in_place)
 }
 

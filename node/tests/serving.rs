@@ -10,7 +10,7 @@ use kv_core::id::{Epoch, IdentityDigest, LeaseId, TenantId, Tier};
 use kvfleet_errors_doc::says;
 use kvfleet_node::tiers::ssd::SsdFaults;
 use kvfleet_node::{Node, NodeConfig, QuotaSection, TlsSection};
-use kvfleet_proto::frame::Frame;
+use kvfleet_proto::frame::{Frame, KeyForm, seal};
 use kvfleet_proto::pb;
 use kvfleet_transport::{FetchAnswer, MissReason, Path, SaveAnswer, SaveRefusal};
 use prometheus::Registry;
@@ -135,6 +135,40 @@ async fn wrong_bytes_are_counted_and_never_served() {
     let status = status(&world, &node).await;
     assert_eq!(status.tiers[0].blocks, 1, "room of refused blocks is free again");
     assert_eq!(save(&*path, 3, 0..3).await.stored_blocks, 2);
+}
+
+/// Whose manifest says that keys are stored before rotation keeps no others, and the other way round: readers take the form
+/// from the manifest and would rotate such keys twice, or never.
+#[tokio::test]
+async fn a_saved_block_with_keys_of_another_form_is_refused() {
+    for raw_keys in [false, true] {
+        let (world, log) = (World::new(), Log::start());
+        let mut config = world.config(&[]);
+        config.identity.raw_keys = raw_keys;
+        let (identity, all) = (config.identity.manifest().digest(), hashes(0..3));
+        let node = start(&config).await;
+        let path = world.dial(node.data_addr()).await;
+        let half = u32::try_from(BLOCK_BYTES / 2).unwrap();
+        let with_raw = |position: usize, raw: bool| {
+            let form = if raw { KeyForm::Raw } else { KeyForm::Rotated };
+            seal(identity, all[position], form, &[half, half], &[7; BLOCK_BYTES]).unwrap()
+        };
+        let mut request = save_request(1, 0, &all);
+        request.asker.identity = identity;
+        let again = request.clone();
+        let one_is_other = |position: usize| with_raw(position, raw_keys != (position == 1));
+        let SaveAnswer::Done(done) = path.save(request, &one_is_other).await.unwrap() else {
+            panic!("not done")
+        };
+        assert_eq!((done.stored_blocks, done.refused_blocks), (2, 1), "raw keys: {raw_keys}");
+        if !raw_keys {
+            let line = log.line("a saved frame is refused");
+            says("a saved block with keys of another form", &line, &[&all[1].to_string()]);
+        }
+        let right = |position: usize| with_raw(position, raw_keys);
+        let SaveAnswer::Done(done) = path.save(again, &right).await.unwrap() else { panic!("not done") };
+        assert_eq!((done.stored_blocks, done.present_blocks), (1, 2), "the block itself is wanted still");
+    }
 }
 
 #[tokio::test]

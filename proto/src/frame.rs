@@ -8,8 +8,11 @@
 //! every byte. The first is for whoever passes a frame on, the second for whoever uses it.
 //! Not here: what to do about a bad frame (a miss, in `client/`), and where frames come from.
 
+use std::fmt;
+
 use bytes::{Bytes, BytesMut};
 use kv_core::id::{BlockHash, IdentityDigest};
+use kv_core::prefix;
 
 mod arriving;
 mod copy;
@@ -54,6 +57,24 @@ pub enum KeyForm {
     /// After RoPE: valid only at its own position. Number 1.
     #[default]
     Rotated,
+}
+
+impl From<prefix::KeyForm> for KeyForm {
+    fn from(form: prefix::KeyForm) -> KeyForm {
+        match form {
+            prefix::KeyForm::Raw => KeyForm::Raw,
+            prefix::KeyForm::Rotated => KeyForm::Rotated,
+        }
+    }
+}
+
+impl fmt::Display for KeyForm {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(match self {
+            KeyForm::Raw => "raw",
+            KeyForm::Rotated => "rotated",
+        })
+    }
 }
 
 /// Why bytes are not a frame, or not the frame that was wanted.
@@ -114,6 +135,16 @@ pub enum FrameError {
         got: BlockHash,
         /// What was wanted.
         wanted: BlockHash,
+    },
+    /// The frame is of the identity that was wanted, and says that its keys are in a form that is not this identity's.
+    #[error(
+        "frame has {got} keys, the model manifest of its identity says {wanted}: save with the manifest's key form"
+    )]
+    OtherKeyForm {
+        /// What it is.
+        got: KeyForm,
+        /// What the manifest says.
+        wanted: KeyForm,
     },
 }
 
@@ -228,7 +259,8 @@ impl Frame {
         }
     }
 
-    /// Reads every byte: this is block `hash` of `identity`, and no bit of it changed since sealing.
+    /// Reads every byte: this is block `hash` of `identity`, and no bit of it changed since sealing. Its key form is that of
+    /// the identity's manifest because whoever stores it sees to that ([`settle`]); a reader knows no manifest.
     ///
     /// # Errors
     /// Names the first thing that differs.
@@ -298,7 +330,7 @@ impl Frame {
         self.bytes.slice(header_len(self.slice_count()).min(self.bytes.len())..)
     }
 
-    /// In which form the keys are stored.
+    /// In which form the keys are stored, by the frame's own word.
     #[must_use]
     pub fn key_form(&self) -> KeyForm {
         Header::read(&self.bytes).map(|header| header.key_form).unwrap_or_default()

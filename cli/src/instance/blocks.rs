@@ -10,6 +10,7 @@ use kvfleet_proto::frame::{Frame, FrameBuilder, FrameError, KeyForm, encoded_len
 #[derive(Clone, Debug)]
 pub(super) struct BlockShape {
     identity: IdentityDigest,
+    key_form: KeyForm,
     slice_bytes: Vec<u32>,
 }
 
@@ -23,18 +24,23 @@ pub(super) struct Checked {
 }
 
 impl BlockShape {
-    /// Blocks of `block_bytes` in `layers` slices that differ by at most one byte. Fails when no frame can
+    /// Blocks with such keys, of `block_bytes` in `layers` slices that differ by at most one byte. Fails when no frame can
     /// be cut that way.
-    pub(super) fn new(identity: IdentityDigest, block_bytes: u64, layers: u32) -> Result<Self, FrameError> {
+    pub(super) fn new(
+        identity: IdentityDigest,
+        key_form: KeyForm,
+        block_bytes: u64,
+        layers: u32,
+    ) -> Result<Self, FrameError> {
         let (each, longer) = (block_bytes / u64::from(layers.max(1)), block_bytes % u64::from(layers.max(1)));
         let slice = |layer: u64| u32::try_from(each + u64::from(layer < longer)).unwrap_or(u32::MAX);
-        let shape = Self { identity, slice_bytes: (0..layers.into()).map(slice).collect() };
+        let shape = Self { identity, key_form, slice_bytes: (0..layers.into()).map(slice).collect() };
         shape.builder(BlockHash::default())?;
         Ok(shape)
     }
 
     fn builder(&self, hash: BlockHash) -> Result<FrameBuilder, FrameError> {
-        FrameBuilder::new(self.identity, hash, KeyForm::default(), &self.slice_bytes)
+        FrameBuilder::new(self.identity, hash, self.key_form, &self.slice_bytes)
     }
 
     /// Payload size of a block.
@@ -76,15 +82,18 @@ impl BlockShape {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::instance::InstanceConfig;
 
+    /// With the form that is not the usual one.
     fn shape() -> BlockShape {
-        BlockShape::new(IdentityDigest([1; 16]), 4099, 4).unwrap()
+        let config = InstanceConfig { raw_keys: true, ..InstanceConfig::default() };
+        BlockShape::new(IdentityDigest([1; 16]), config.key_form(), 4099, 4).unwrap()
     }
 
     #[test]
     fn a_block_is_cut_into_layers_without_loss() {
         let frame = shape().make(BlockHash([7; 16]));
-        assert_eq!(frame.slice_count(), 4);
+        assert_eq!((frame.slice_count(), frame.key_form()), (4, KeyForm::Raw));
         assert_eq!(frame.payload().len(), 4099);
         frame.verify(IdentityDigest([1; 16]), BlockHash([7; 16])).unwrap();
     }
@@ -96,7 +105,7 @@ mod tests {
         assert_eq!(shape().check(hash, &frame), Checked { verified_bytes: 4099, wrong_bytes: 0 });
         let other = shape().check(BlockHash([8; 16]), &frame);
         assert_eq!(other, Checked { verified_bytes: 0, wrong_bytes: 4099 });
-        let short = BlockShape::new(IdentityDigest([1; 16]), 100, 1).unwrap().make(hash);
+        let short = BlockShape::new(IdentityDigest([1; 16]), KeyForm::Raw, 100, 1).unwrap().make(hash);
         assert_eq!(
             shape().check(hash, &short).wrong_bytes,
             100,

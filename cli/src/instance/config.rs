@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use kv_core::schedule::{HardwareProfile, PROFILES};
 use kvfleet_client::{NoTransport, RdmaSettings, Transport};
-use kvfleet_proto::frame::PAYLOAD_BYTES_MAX;
+use kvfleet_proto::frame::{KeyForm, PAYLOAD_BYTES_MAX};
 use kvfleet_proto::tls::TlsFiles;
 use kvfleet_transport::shm::ShmConfig;
 use serde::{Deserialize, Serialize};
@@ -30,6 +30,8 @@ pub struct InstanceConfig {
     pub profile: String,
     /// Identity of the KV it makes: 32 hexadecimal digits, the same as the nodes'.
     pub identity: String,
+    /// Whether that identity's keys are stored before rotation, as the nodes' `identity.raw_keys` says: they keep no others.
+    pub raw_keys: bool,
     /// Payload of one block in bytes, all layers together.
     pub block_bytes: u64,
     /// Layers a block is split into; slices differ by at most one byte.
@@ -116,6 +118,7 @@ impl Default for InstanceConfig {
             tls: TlsPaths::default(),
             profile: HardwareProfile::default().name.to_owned(),
             identity: String::new(),
+            raw_keys: false,
             block_bytes: 16 * 1024,
             layers: 4,
             fetch_floor_ms: 50,
@@ -168,6 +171,11 @@ impl InstanceConfig {
             ));
         }
         self.transport().map(|_| ())
+    }
+
+    /// Form of the keys of the blocks it makes.
+    pub fn key_form(&self) -> KeyForm {
+        if self.raw_keys { KeyForm::Raw } else { KeyForm::Rotated }
     }
 
     /// The paths named in the configuration.

@@ -260,6 +260,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use kv_core::id::{Category, NodeId, RequestId, TenantId};
     use kvfleet_client::FetchedBlock;
+    use kvfleet_proto::frame::KeyForm;
 
     use super::*;
 
@@ -267,7 +268,7 @@ mod tests {
     const PAYLOAD: u64 = 4099;
 
     fn shape() -> BlockShape {
-        BlockShape::new(IdentityDigest([1; 16]), PAYLOAD, 4).unwrap()
+        BlockShape::new(IdentityDigest([1; 16]), KeyForm::default(), PAYLOAD, 4).unwrap()
     }
 
     fn hash(number: u8) -> BlockHash {

@@ -80,7 +80,7 @@ impl Instance {
         let engine = Engine {
             client,
             digest,
-            blocks: BlockShape::new(digest, config.block_bytes, config.layers)
+            blocks: BlockShape::new(digest, config.key_form(), config.block_bytes, config.layers)
                 .map(Arc::new)
                 .map_err(|cause| set_up(&cause))?,
             profile: config.hardware(),

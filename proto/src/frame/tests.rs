@@ -8,6 +8,8 @@ use crate::content;
 use kvfleet_errors_doc::says;
 use proptest::prelude::*;
 
+mod golden;
+
 const IDENTITY: IdentityDigest = IdentityDigest([1; 16]);
 const HASH: BlockHash = BlockHash([2; 16]);
 
@@ -246,11 +248,11 @@ fn what_is_settled_is_decided_from_the_copy_and_loaded_once() {
     for change in [1, 0x80, 0xff] {
         let from = Turncoat::of(&frame.bytes, change);
         let mut to = vec![0xee; frame.bytes.len()];
-        settle(&from, IDENTITY, HASH, &mut to).unwrap();
+        settle(&from, IDENTITY, KeyForm::Raw, HASH, &mut to).unwrap();
         assert_eq!(to, frame.bytes, "the copy is of the first load");
         assert!(from.loads.iter().all(|loads| loads.load(Relaxed) == 1), "each byte is loaded once");
         // What lies there now is another thing, and is not taken for the first.
-        assert!(settle(&from, IDENTITY, HASH, &mut to).is_err());
+        assert!(settle(&from, IDENTITY, KeyForm::Raw, HASH, &mut to).is_err());
     }
 }
 
@@ -258,11 +260,28 @@ fn what_is_settled_is_decided_from_the_copy_and_loaded_once() {
 fn lengths_that_differ_are_refused_before_a_byte_is_loaded() {
     let from = Turncoat::of(&frame(&[8]).bytes, 0);
     let needed = from.len_bytes();
-    let into = |bytes: usize| settle(&from, IDENTITY, HASH, &mut vec![0; bytes]);
+    let into = |bytes: usize| settle(&from, IDENTITY, KeyForm::Raw, HASH, &mut vec![0; bytes]);
     assert_eq!(into(0), Err(FrameError::Cut { got: 0, needed }));
     assert_eq!(into(needed - 1), Err(FrameError::Cut { got: needed - 1, needed }));
     assert_eq!(into(needed + 1), Err(FrameError::Trailing { needed, extra: 1 }));
     assert!(from.loads.iter().all(|loads| loads.load(Relaxed) == 0));
+}
+
+/// A tampered header is told from another form: its checksum comes first, and a form by another name is none.
+#[test]
+fn what_is_settled_has_the_key_form_of_its_manifest() {
+    let frame = frame(&[300, 7]);
+    let mut to = vec![0xee; frame.bytes.len()];
+    let (got, wanted) = (KeyForm::Raw, KeyForm::Rotated);
+    let refused = settle(&frame.bytes, IDENTITY, wanted, HASH, &mut to);
+    assert_eq!(refused, Err(FrameError::OtherKeyForm { got, wanted }));
+    let mut changed = frame.bytes.to_vec();
+    changed[8] = 1;
+    let refused = settle(&Bytes::from(changed), IDENTITY, wanted, HASH, &mut to);
+    assert_eq!(refused, Err(FrameError::HeaderChecksum));
+    settle(&frame.bytes, IDENTITY, got, HASH, &mut to).unwrap();
+    let rotated = seal(IDENTITY, HASH, wanted, &[3], b"abc").unwrap();
+    settle(&rotated.bytes, IDENTITY, wanted, HASH, &mut vec![0; rotated.bytes.len()]).unwrap();
 }
 
 /// Real memory that another thread writes, as a hostile client does with its tray.
@@ -312,7 +331,7 @@ fn a_writer_that_races_gets_nothing_wrong_trusted() {
             if round >= 20_000 && seen.iter().all(|seen| *seen > 0) {
                 break;
             }
-            let settled = settle(&shared, IDENTITY, HASH, &mut to);
+            let settled = settle(&shared, IDENTITY, KeyForm::Raw, HASH, &mut to);
             assert_eq!(
                 settled,
                 plain(&to, IDENTITY, HASH).and(settled),
@@ -344,7 +363,7 @@ proptest! {
         }
         let mut to = vec![0; bytes.len()];
         let from = Turncoat::of(&bytes, change);
-        let (settled, plain) = (settle(&from, IDENTITY, HASH, &mut to), plain(&bytes, IDENTITY, HASH));
+        let (settled, plain) = (settle(&from, IDENTITY, KeyForm::Raw, HASH, &mut to), plain(&bytes, IDENTITY, HASH));
         // Of several things that are wrong the two may name another one.
         prop_assert_eq!(settled.is_ok(), plain.is_ok(), "{:?} and {:?}", settled, plain);
         prop_assert!(settled.is_err() || to == bytes);

@@ -12,7 +12,7 @@ use bytes::Bytes;
 use kv_core::id::{BlockHash, IdentityDigest};
 
 use super::header::{self, Header, Need, START_BYTES, header_len, parse_header};
-use super::{FrameError, copy, verify_ids};
+use super::{FrameError, KeyForm, copy, verify_ids};
 
 /// Bytes that may change as long as nobody copied them.
 pub trait Unsettled: Send + Sync {
@@ -47,18 +47,27 @@ impl Unsettled for Bytes {
     }
 }
 
-/// Copies a frame to `to`, which is as long: what is there then is block `hash` of `identity`, whatever happens to `from`
-/// meanwhile. After an error what is in `to` is of no use.
+/// Copies a frame to `to`, which is as long: what is there then is block `hash` of `identity`, with keys in `key_form`,
+/// whatever happens to `from` meanwhile. After an error what is in `to` is of no use.
+///
+/// `key_form` is that of the manifest whose digest `identity` is: it decides the bytes, and who stores them is the last who
+/// knows it.
 ///
 /// # Errors
-/// As [`super::Frame::parse`] and [`super::Frame::verify`] of what was copied; and when `to` has another length than `from`.
+/// As [`super::Frame::parse`] and [`super::Frame::verify`] of what was copied; when its key form is another one; and when
+/// `to` has another length than `from`.
 pub fn settle(
     from: &dyn Unsettled,
     identity: IdentityDigest,
+    key_form: KeyForm,
     hash: BlockHash,
     to: &mut [u8],
 ) -> Result<(), FrameError> {
-    settle_as(from, to, |header| verify_ids(&[header.identity], &[header.hash], identity, hash))
+    settle_as(from, to, |header| {
+        verify_ids(&[header.identity], &[header.hash], identity, hash)?;
+        let (got, wanted) = (header.key_form, key_form);
+        if got == wanted { Ok(()) } else { Err(FrameError::OtherKeyForm { got, wanted }) }
+    })
 }
 
 /// The same with the caller's judgement of the header.

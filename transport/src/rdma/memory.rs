@@ -333,7 +333,7 @@ impl Unsettled for TrayFrame {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use kvfleet_proto::frame::settle;
+    use kvfleet_proto::frame::{KeyForm, settle};
 
     use super::*;
     use crate::suite;
@@ -424,9 +424,9 @@ mod tests {
         tray.write(128, &frame.bytes);
         let place = TrayFrame { tray: Arc::clone(&tray), at: 128, len };
         let mut to = vec![0; frame.bytes.len()];
-        settle(&place, suite::IDENTITY, suite::hash(1), &mut to).unwrap();
+        settle(&place, suite::IDENTITY, KeyForm::Rotated, suite::hash(1), &mut to).unwrap();
         assert_eq!(to, frame.bytes);
         tray.write(128 + u64::from(len) - 1, &[!frame.bytes[frame.bytes.len() - 1]]);
-        assert!(settle(&place, suite::IDENTITY, suite::hash(1), &mut to).is_err());
+        assert!(settle(&place, suite::IDENTITY, KeyForm::Rotated, suite::hash(1), &mut to).is_err());
     }
 }

@@ -259,7 +259,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
     use crate::suite;
-    use kvfleet_proto::frame::settle;
+    use kvfleet_proto::frame::{KeyForm, settle};
 
     const LEN: u64 = 1 << 20;
 
@@ -314,11 +314,11 @@ mod tests {
         tray.write(77, &frame.bytes).unwrap();
         let place = TrayFrame::new(&tray, 77, len).unwrap();
         let mut to = vec![0; frame.bytes.len()];
-        settle(&place, suite::IDENTITY, suite::hash(1), &mut to).unwrap();
+        settle(&place, suite::IDENTITY, KeyForm::Rotated, suite::hash(1), &mut to).unwrap();
         assert_eq!(to, frame.bytes);
-        assert!(settle(&place, suite::IDENTITY, suite::hash(2), &mut to).is_err());
+        assert!(settle(&place, suite::IDENTITY, KeyForm::Rotated, suite::hash(2), &mut to).is_err());
         tray.write(77 + u64::from(len) - 1, &[!frame.bytes[frame.bytes.len() - 1]]).unwrap();
-        assert!(settle(&place, suite::IDENTITY, suite::hash(1), &mut to).is_err());
+        assert!(settle(&place, suite::IDENTITY, KeyForm::Rotated, suite::hash(1), &mut to).is_err());
         assert!(TrayFrame::new(&tray, LEN - 1, 2).is_none());
     }
 }

@@ -65,7 +65,9 @@ pub(crate) fn check_file_head(page: &[u8], identity: IdentityDigest) -> Result<u
         return Err("its superblock does not match its checksum");
     }
     if u32_at(page, 8) != FILE_VERSION {
-        return Err("it was written by another version");
+        return Err(
+            "another version of this format wrote it: rename it back to serve it by a release of that version",
+        );
     }
     let segment_bytes = u32_at(page, 12);
     if segment_bytes < 4 * PAGE_BYTES as u32 || !(segment_bytes as usize).is_multiple_of(PAGE_BYTES) {

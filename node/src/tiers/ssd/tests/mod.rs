@@ -5,6 +5,7 @@
 mod book;
 mod crashes;
 mod faulty;
+mod golden;
 mod slow;
 
 use std::os::unix::fs::FileExt;
@@ -125,7 +126,12 @@ impl Bench {
     }
 
     fn load(&mut self, number: u8, record: SsdRecord) -> Result<Bytes, ReadFault> {
-        let into = self.arena.take(frame(number).len(), Purpose::Load).unwrap();
+        self.load_of(number, record, frame(number).len())
+    }
+
+    /// The same of a frame with so many bytes.
+    fn load_of(&mut self, number: u8, record: SsdRecord, bytes: usize) -> Result<Bytes, ReadFault> {
+        let into = self.arena.take(bytes, Purpose::Load).unwrap();
         self.ssd.read(1, record, hash(number), into).unwrap();
         match self.done() {
             Done::Read { result, .. } => result,

@@ -1,0 +1,139 @@
+//! A file of segments as version 1 of the format lies on SSDs: written once, committed beside this file, and read by
+//! whatever the code has become.
+//!
+//! What makes these tests fail makes the blocks of a running node unreadable after an upgrade, without a word if the
+//! version stays: a change of the layout takes a new `FILE_VERSION`, and the file of version 1 stays as it is, to be set
+//! aside. Not here: damage of any kind (the parent module, `crashes`).
+
+use kv_core::id::{Category, RequestKind};
+
+use super::*;
+
+/// A line is an offset and the bytes there, both in hexadecimal; what no line names is zero.
+const VERSION_1: &str = include_str!("segments-v1.hex");
+
+/// Length of that file: its head and two segments.
+const VERSION_1_BYTES: usize = 3 << 16;
+
+/// Blocks of it. Those before the last two fill a segment, which has its footer; the others lie in one without.
+const BLOCKS: std::ops::RangeInclusive<u8> = 1..=9;
+
+/// The one that takes a single page.
+const SHORT: u8 = 2;
+
+/// Bytes a line of the fixture has.
+const LINE_BYTES: usize = 32;
+
+/// Zeros, but for the first bytes of each slice: the fixture says every byte that is not zero.
+fn golden_frame(number: u8) -> Bytes {
+    let slices = if number == SHORT { [40, 50] } else { [3000, 3000] };
+    let mut payload = vec![0; slices[0] as usize + slices[1] as usize];
+    payload[..4].fill(number);
+    payload[slices[0] as usize..][..4].fill(!number);
+    seal(IDENTITY, hash(number), KeyForm::Rotated, &slices, &payload).unwrap().bytes
+}
+
+/// Every field has a value of its own.
+fn golden_header(number: u8) -> RecordHeader {
+    let bytes = u32::try_from(golden_frame(number).len()).unwrap();
+    let category = Category { kind: RequestKind::Agent, turn: number + 3 };
+    let fingerprint = hash(number).fingerprint();
+    let offset_blocks = 0x0102_0300 + u32::from(number);
+    let traits = BlockTraits { category, offset_blocks, bytes, is_partial: false, fingerprint };
+    let parent = (number > 1).then(|| hash(number - 1));
+    let tenant = TenantId(0x0a0b_0c00 + u32::from(number));
+    RecordHeader { hash: hash(number), parent, tenant, traits, sequence: u64::from(number) }
+}
+
+/// The bytes of the committed file.
+fn version_1() -> Vec<u8> {
+    let mut file = vec![0; VERSION_1_BYTES];
+    for line in VERSION_1.lines().filter(|line| !line.starts_with('#')) {
+        let (at, hex) = line.split_once(' ').unwrap();
+        let at = usize::from_str_radix(at, 16).unwrap();
+        for (nth, byte) in file[at..at + hex.len() / 2].iter_mut().enumerate() {
+            *byte = u8::from_str_radix(&hex[2 * nth..2 * nth + 2], 16).unwrap();
+        }
+    }
+    file
+}
+
+/// The lines that say these bytes.
+fn lines(file: &[u8]) -> String {
+    let line = |(nth, bytes): (usize, &[u8])| {
+        let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("{:06x} {hex}\n", nth * LINE_BYTES)
+    };
+    let is_there = |(_, bytes): &(usize, &[u8])| bytes.iter().any(|byte| *byte != 0);
+    file.chunks(LINE_BYTES).enumerate().filter(is_there).map(line).collect()
+}
+
+fn with_file(bytes: &[u8]) -> (tempfile::TempDir, SsdConfig) {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(only_file(dir.path()), bytes).unwrap();
+    let config = config(dir.path(), true);
+    (dir, config)
+}
+
+#[test]
+fn a_file_that_version_1_wrote_is_read_to_the_same_blocks() {
+    let (_dir, config) = with_file(&version_1());
+    let mut bench = open(&config);
+    assert!(bench.report.quarantined.is_empty(), "{:?}", bench.report.quarantined);
+    assert_eq!((bench.report.damaged, bench.report.torn), (0, 0));
+    let found: Vec<RecordHeader> = bench.report.blocks.iter().map(|block| block.header).collect();
+    assert_eq!(found, BLOCKS.map(golden_header).collect::<Vec<_>>());
+    for block in bench.report.blocks.clone() {
+        let number = block.header.hash.0[0];
+        let wanted = golden_frame(number);
+        let loaded = bench.load_of(number, block.record, wanted.len());
+        assert_eq!(loaded.unwrap(), wanted, "block {number}");
+    }
+}
+
+#[test]
+fn the_present_code_writes_what_version_1_wrote() {
+    for uring in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut bench = open(&config(dir.path(), uring));
+        for number in BLOCKS {
+            let token = u64::from(number);
+            let record = bench.ssd.write(token, 0, golden_header(number), &golden_frame(number)).unwrap();
+            assert!(record.is_some());
+            assert!(matches!(bench.done(), Done::Written { result: Ok(()), .. }));
+        }
+        drop(bench);
+        let mut file = std::fs::read(only_file(dir.path())).unwrap();
+        // Behind it there is the head of a segment that is ready for what comes next.
+        file.truncate(VERSION_1_BYTES);
+        let (now, before) = (lines(&file), lines(&version_1()));
+        let other = now.lines().zip(before.lines()).find(|(now, before)| now != before);
+        assert_eq!(other, None, "the first line that differs, now and before");
+        assert_eq!(now.len(), before.len());
+    }
+}
+
+#[test]
+fn a_file_of_another_version_is_set_aside_whole() {
+    for version in [0u32, 2, u32::MAX] {
+        let mut other = version_1();
+        other[8..12].copy_from_slice(&version.to_le_bytes());
+        let crc = crc32c::crc32c(&other[..32]);
+        other[32..36].copy_from_slice(&crc.to_le_bytes());
+        let (dir, config) = with_file(&other);
+        let log = Log::start();
+        let mut bench = open(&config);
+        let here = dir.path().display().to_string();
+        says("an SSD file of another version", &log.line("set aside"), &[&here]);
+        assert!(bench.report.blocks.is_empty(), "version {version}");
+        let aside = bench.report.quarantined.clone();
+        assert_eq!(aside, vec![dir.path().join("segments.kvs.quarantined")]);
+        for number in BLOCKS {
+            bench.save(number).unwrap();
+        }
+        drop(bench);
+        let bench = open(&config);
+        assert_eq!((bench.found(), &bench.report.quarantined), (BLOCKS.collect(), &aside));
+        assert_eq!(std::fs::read(&aside[0]).unwrap(), other, "every byte of it is kept");
+    }
+}
