@@ -9,13 +9,14 @@ use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use kvfleet_proto::tls::{ROUTER_NAME, SERVER_NAME};
+use kv_core::id::TenantId;
+use kvfleet_proto::tls::{ROUTER_NAME, SERVER_NAME, tenant_name};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose,
 };
 
-/// Name that every certificate of a cluster carries; clients verify it.
+/// Name that certificates of a cluster's own processes carry; clients verify it.
 const CLUSTER_NAME: &str = SERVER_NAME;
 
 /// File of the authority's certificate.
@@ -91,13 +92,27 @@ impl Authority {
 
     /// The files of the process named `role` (`router-1`, `node-2`, `admin`), made when absent.
     pub fn issue(&self, role: &str) -> Result<CertificateFiles, CertificateError> {
+        self.issue_of(role, || process_params(role))
+    }
+
+    /// The files of whoever acts for this tenant and nobody else (`tenant-3`), made when absent.
+    pub fn issue_for(&self, tenant: TenantId) -> Result<CertificateFiles, CertificateError> {
+        let role = tenant.to_string();
+        // Without the cluster's name, with which its holder could pose as a node.
+        self.issue_of(&role, || params(&role, vec![tenant_name(tenant)]))
+    }
+
+    fn issue_of(
+        &self,
+        role: &str,
+        params: impl FnOnce() -> Result<CertificateParams, rcgen::Error>,
+    ) -> Result<CertificateFiles, CertificateError> {
         let files = files(&self.directory, role);
         if !is_pair_present(&files.cert, &files.key)? {
             let pair = KeyPair::generate().map_err(invalid(&files.key))?;
             let issuer = Issuer::new(authority_params(), &self.key);
-            let made = process_params(role)
-                .and_then(|params| params.signed_by(&pair, &issuer))
-                .map_err(invalid(&files.cert))?;
+            let made =
+                params().and_then(|params| params.signed_by(&pair, &issuer)).map_err(invalid(&files.cert))?;
             write(&files.key, &pair.serialize_pem(), 0o600)?;
             write(&files.cert, &made.pem(), 0o644)?;
         }
@@ -128,12 +143,18 @@ fn authority_params() -> CertificateParams {
 fn process_params(role: &str) -> Result<CertificateParams, rcgen::Error> {
     let router = role.starts_with("router-").then_some(ROUTER_NAME);
     let names = [CLUSTER_NAME, role, "localhost", "127.0.0.1", "::1"].into_iter().chain(router);
-    let mut params = CertificateParams::new(names.map(str::to_owned).collect::<Vec<_>>())?;
+    let mut params = params(role, names.map(str::to_owned).collect())?;
+    params.extended_key_usages.push(ExtendedKeyUsagePurpose::ServerAuth);
+    Ok(params)
+}
+
+/// Of somebody to whom nobody connects. Others add what they need.
+fn params(role: &str, names: Vec<String>) -> Result<CertificateParams, rcgen::Error> {
+    let mut params = CertificateParams::new(names)?;
     params.distinguished_name.push(DnType::CommonName, role);
     params.use_authority_key_identifier_extension = true;
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-    params.extended_key_usages =
-        vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
     Ok(params)
 }
 
@@ -195,6 +216,19 @@ mod tests {
             TlsFiles { ca, cert, key }.load().unwrap().names_router()
         });
         assert_eq!(names_router, [true, false, false, false]);
+    }
+
+    #[test]
+    fn a_tenants_certificate_names_the_tenant_and_is_no_servers() {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = Authority::open(dir.path()).unwrap();
+        let CertificateFiles { ca, cert, key } = authority.issue_for(TenantId(3)).unwrap();
+        assert_eq!(cert, dir.path().join("tenant-3.pem"));
+        let files = TlsFiles { ca, cert, key };
+        assert_eq!(files.load().unwrap().tenants(), Some([TenantId(3)].into()));
+        assert!(files.load_server().is_err());
+        let CertificateFiles { ca, cert, key } = authority.issue("admin").unwrap();
+        assert_eq!(TlsFiles { ca, cert, key }.load_server().unwrap().tenants(), None);
     }
 
     #[test]

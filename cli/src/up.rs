@@ -1,8 +1,10 @@
 //! `kvfleet up`: a cluster on this machine until Ctrl-C.
 
+use kv_core::id::TenantId;
 use serde::Serialize;
 
 use crate::args::{Capacity, UpArgs};
+use crate::certificates::Authority;
 use crate::cluster::{Cluster, NodeCapacity, Shape, name};
 use crate::instance::InstanceConfig;
 use crate::process::{Role, Stop};
@@ -17,6 +19,8 @@ struct UpReply {
     tls_dir: String,
     data_dir: String,
     processes: Vec<crate::process::Ready>,
+    /// Certificates of the tenants that were asked for.
+    tenants: Vec<String>,
 }
 
 /// Starts the cluster, says where it is, and stops it when asked to.
@@ -26,7 +30,12 @@ pub async fn run(args: &UpArgs, stop: &Stop) -> anyhow::Result<()> {
         cluster = Cluster::start(shape) => cluster?,
         _ = stop.requested() => return Ok(()),
     };
-    print(args, &cluster)?;
+    // Whatever comes of it, the cluster is stopped.
+    let told = tenants(args, &cluster).and_then(|tenants| print(args, &cluster, tenants));
+    if let Err(error) = told {
+        cluster.stop().await;
+        return Err(error);
+    }
     let outcome = tokio::select! {
         _ = stop.requested() => Ok(()),
         crashed = first_crash(&mut cluster) => Err(anyhow::anyhow!("{crashed}; its log is in {}", cluster.directory().join("logs").display())),
@@ -71,13 +80,21 @@ async fn first_crash(cluster: &mut Cluster) -> String {
     }
 }
 
-fn print(args: &UpArgs, cluster: &Cluster) -> anyhow::Result<()> {
+/// Makes the certificates of tenants, and says where they are.
+fn tenants(args: &UpArgs, cluster: &Cluster) -> anyhow::Result<Vec<String>> {
+    let authority = Authority::open(&cluster.certificates())?;
+    let issue = |tenant: &u32| Ok(authority.issue_for(TenantId(*tenant))?.cert.display().to_string());
+    args.tenants.iter().map(issue).collect()
+}
+
+fn print(args: &UpArgs, cluster: &Cluster, tenants: Vec<String>) -> anyhow::Result<()> {
     let processes: Vec<_> = cluster.children().filter_map(|(_, child)| child.ready().cloned()).collect();
     let reply = UpReply {
         routers: cluster.router_addresses(),
         tls_dir: cluster.certificates().display().to_string(),
         data_dir: cluster.directory().display().to_string(),
         processes,
+        tenants,
     };
     if args.json {
         println!("{}", serde_json::to_string(&reply)?);
@@ -90,6 +107,9 @@ fn print(args: &UpArgs, cluster: &Cluster) -> anyhow::Result<()> {
         let addresses: Vec<_> =
             ready.addresses.iter().map(|(purpose, address)| format!("{purpose} {address}")).collect();
         println!("  {name:12} {}", addresses.join("  "));
+    }
+    for certificate in &reply.tenants {
+        println!("  tenant       {certificate}");
     }
     println!("data and logs in {}", reply.data_dir);
     println!(
@@ -111,10 +131,11 @@ mod tests {
 
     #[test]
     fn a_cluster_is_what_its_flags_say_and_waits_as_the_product_does() {
-        let words = ["kvfleet", "up", "--block-tokens", "16", "--base-port", "30000"];
+        let words = ["kvfleet", "up", "--block-tokens", "16", "--base-port", "30000", "--tenant", "3,5"];
         let Command::Up(args) = Args::try_parse_from(words).unwrap().command else { panic!("not up") };
         let shape = shape(&args).unwrap();
         assert_eq!((shape.block_tokens, shape.base_port), (16, Some(30_000)));
+        assert_eq!(args.tenants, [3, 5]);
         assert_eq!(shape.fetch_floor_ms, InstanceConfig::default().fetch_floor_ms);
     }
 }

@@ -13,6 +13,7 @@ use kv_core::evict::BlockKey;
 use kv_core::id::{BlockHash, IdentityDigest, LeaseId, TenantId, Tier};
 use kv_core::tier::{Asker, Offered, RefusedBy};
 use kvfleet_proto::frame::{Frame, KeyForm, Unsettled, settle};
+use kvfleet_proto::tls::{NamesError, tenants_of};
 use kvfleet_proto::trace_context;
 use kvfleet_transport::{
     Admission, BlockService, BoxFuture, Caller, FetchAnswer, FetchReply, FetchRequest, Frames, MissReason,
@@ -151,6 +152,13 @@ impl Service {
             tracing::warn!(%tenant, "a caller asks as a tenant that is not its own, check its configuration");
         }
         has
+    }
+
+    /// Whoever is refused comes again: all of them together are not to fill the log.
+    fn say_refused(&self, error: &NamesError) {
+        if self.may_say() {
+            tracing::warn!(%error, "a certificate is refused, issue a new one");
+        }
     }
 
     pub(crate) fn asker(&self, asker: &kvfleet_transport::Asker) -> Asker {
@@ -326,11 +334,18 @@ impl BlockService for Service {
     fn admit(&self, caller: &Caller) -> Admission {
         match caller {
             Caller::Own => Admission::Same,
-            // Certificates name no tenants: who has one of this cluster's may name every tenant.
-            Caller::Certified(_) => {
-                let service = Arc::new(self.scoped(caller, None));
-                Admission::Scoped { service, maps: self.lends_in_place }
-            }
+            Caller::Certified(leaf) => match tenants_of(leaf) {
+                Ok(tenants) => {
+                    // The memory is one: whoever reads it reads what every tenant keeps there.
+                    let maps = self.lends_in_place && tenants.is_none();
+                    let tenants = tenants.map(|tenants| tenants.into_iter().collect());
+                    Admission::Scoped { service: Arc::new(self.scoped(caller, tenants)), maps }
+                }
+                Err(error) => {
+                    self.say_refused(&error);
+                    Admission::Refused
+                }
+            },
             // Each connection by itself: what it read ends with it.
             Caller::Local { uid, .. } => match self.locals.of(*uid) {
                 Some(local) => {

@@ -1,4 +1,5 @@
 //! Control calls of a node over gRPC with mutual TLS: status, audits, windows, and waiting for announcements to arrive.
+//! They are for the cluster's own processes: callers whose certificates name tenants are refused before (`start.rs`).
 
 use std::cmp::Ordering;
 use std::time::Duration;

@@ -10,6 +10,7 @@ use kv_core::id::{InstanceId, NodeId, TenantId, Tier, Timestamp};
 use kv_core::index::command::NodeRecord;
 use kv_core::tier::{Book, Capacity, Found, LIFTS_MAX, Limits, TierLimits};
 use kvfleet_proto::pb::node_control_server::NodeControlServer;
+use kvfleet_proto::tls::callers::members_only;
 use kvfleet_proto::tls::{Identity, Renewal, TlsError, TlsFiles};
 use kvfleet_transport::BlockService;
 use kvfleet_transport::renew::keep_renewed;
@@ -159,7 +160,7 @@ impl Node {
         config.validate()?;
         let tls = &config.tls;
         let files = TlsFiles { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() };
-        let identity = files.load()?;
+        let identity = files.load_server()?;
         let data_listen = address("data_listen", &config.data_listen)?;
         host::make_dir(&config)?;
         let control = listen(&config.control_listen).await?;
@@ -512,7 +513,8 @@ fn serve_control(
 ) -> Result<JoinHandle<()>, StartError> {
     let mut server = tonic::transport::Server::builder().tls_config(identity.server_tls())?;
     let control = Control { store, identity: identity.clone() };
-    let router = server.add_service(NodeControlServer::new(control));
+    let control = NodeControlServer::with_interceptor(control, members_only);
+    let router = server.add_service(control);
     let stop = stop.clone();
     Ok(tokio::spawn(async move {
         let incoming = TcpListenerStream::new(listener);

@@ -7,9 +7,11 @@
 //!
 //! Not here: making certificates (`cli/`) and opening connections.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use kv_core::id::TenantId;
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::ServerCertVerifier;
 use rustls::crypto::CryptoProvider;
@@ -21,14 +23,17 @@ use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tonic::transport::{Certificate, ClientTlsConfig, ServerTlsConfig};
 
+pub mod callers;
+mod names;
 mod renew;
 
+pub use names::{NamesError, tenant_name, tenants_of};
 pub use renew::{Look, Renewal};
 
 use renew::Shown;
 
-/// Name every certificate of the cluster carries and every client asks for. Addresses change, the
-/// cluster does not.
+/// Name that certificates of the cluster's own processes carry and every client asks for. Addresses change, the
+/// cluster does not. A tenant's certificate ([`tenant_name`]) must not carry it: its holder could pose as a node.
 pub const SERVER_NAME: &str = "kvfleet";
 
 /// Name that certificates of routers carry besides [`SERVER_NAME`]: what only routers may say is refused from others.
@@ -45,7 +50,7 @@ pub const ALPN_TCP: &[u8] = b"kvfleet-tcp/1";
 pub struct TlsFiles {
     /// Certificate of the cluster authority.
     pub ca: PathBuf,
-    /// Certificate (chain) of this process, issued by that authority for [`SERVER_NAME`].
+    /// Certificate (chain) of this process, issued by that authority for [`SERVER_NAME`], or for tenants.
     pub cert: PathBuf,
     /// Private key of that certificate.
     pub key: PathBuf,
@@ -151,6 +156,21 @@ impl TlsFiles {
         let key = read("private key", &self.key)?;
         Checked { files: self }.identity(ca, cert, key, Arc::new(DefaultTimeProvider))
     }
+
+    /// The same for a process that others connect to, which is never one of tenants.
+    ///
+    /// # Errors
+    /// As [`Self::load`], and when the certificate names tenants.
+    pub fn load_server(&self) -> Result<Identity, TlsError> {
+        let identity = self.load()?;
+        match identity.tenants() {
+            None => Ok(identity),
+            Some(_) => Err(Checked { files: self }.refused(
+                &"its holder acts for tenants only, and nobody would connect to it",
+                "give this process one with the subject alternative name \"kvfleet\"",
+            )),
+        }
+    }
 }
 
 fn read(what: &'static str, path: &Path) -> Result<Vec<u8>, TlsError> {
@@ -227,6 +247,15 @@ impl Checked<'_> {
         })
     }
 
+    fn refused(&self, error: &dyn std::fmt::Display, remedy: &'static str) -> TlsError {
+        TlsError::Refused {
+            cert: self.files.cert.clone(),
+            ca: self.files.ca.clone(),
+            cause: error.to_string(),
+            remedy,
+        }
+    }
+
     /// Looks at our own certificate the way a peer will.
     fn accepted(
         &self,
@@ -234,20 +263,27 @@ impl Checked<'_> {
         clock: &dyn TimeProvider,
         chain: &[CertificateDer<'static>],
     ) -> Result<(), TlsError> {
-        let refused = |error: &dyn std::fmt::Display, remedy| TlsError::Refused {
-            cert: self.files.cert.clone(),
-            ca: self.files.ca.clone(),
-            cause: error.to_string(),
-            remedy,
-        };
-        let verifier = WebPkiServerVerifier::builder_with_provider(Arc::clone(roots), provider())
-            .build()
-            .map_err(|error| refused(&error, "give the certificate of the cluster authority"))?;
+        let other = "give the certificate of the cluster authority";
         let (leaf, intermediates) = chain.split_first().expect("certificates() returns at least one");
-        verifier
-            .verify_server_cert(leaf, intermediates, &server_name(), &[], now(clock))
-            .map(|_| ())
-            .map_err(|error| refused(&error, remedy(&error)))
+        let verified = match tenants_of(leaf) {
+            // Nobody connects to who acts for tenants.
+            Ok(Some(_)) => {
+                let verifier =
+                    WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider()).build();
+                let verifier = verifier.map_err(|error| self.refused(&error, other))?;
+                verifier.verify_client_cert(leaf, intermediates, now(clock)).map(drop)
+            }
+            Err(error @ (NamesError::Malformed(_) | NamesError::Both(_))) => {
+                return Err(self.refused(&error, "issue a new one with the right names"));
+            }
+            Ok(None) | Err(NamesError::Unreadable | NamesError::Nobody) => {
+                let verifier =
+                    WebPkiServerVerifier::builder_with_provider(Arc::clone(roots), provider()).build();
+                let verifier = verifier.map_err(|error| self.refused(&error, other))?;
+                verifier.verify_server_cert(leaf, intermediates, &server_name(), &[], now(clock)).map(drop)
+            }
+        };
+        verified.map_err(|error| self.refused(&error, remedy(&error)))
     }
 }
 
@@ -335,6 +371,12 @@ impl Identity {
             verifier.verify_server_cert(leaf, intermediates, &router_name(), &[], now).is_ok()
         };
         verifier.is_ok_and(verify)
+    }
+
+    /// The tenants that our own certificate names; nothing for one of the cluster's own processes.
+    #[must_use]
+    pub fn tenants(&self) -> Option<BTreeSet<TenantId>> {
+        self.shown.tenants()
     }
 
     /// Whether our own certificate names a router.

@@ -11,12 +11,14 @@ use std::time::Duration;
 
 use kvfleet_proto::pb::raft_server::RaftServer;
 use kvfleet_proto::pb::router_server::RouterServer;
+use kvfleet_proto::tls::callers::members_only;
 use kvfleet_proto::tls::{Identity, TlsFiles};
 use parking_lot::{Mutex, RwLock};
 use prometheus::Registry;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
+use tonic::service::interceptor::InterceptedService;
 use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
 
@@ -83,7 +85,7 @@ impl Router {
             cert: config.tls.cert.clone(),
             key: config.tls.key.clone(),
         };
-        let identity = files.load()?;
+        let identity = files.load_server()?;
         let listener = listen(&config.listen).await?;
         let local_addr = listener
             .local_addr()
@@ -296,6 +298,7 @@ fn serve(
     let raft = RaftServer::new(raft)
         .max_decoding_message_size(RAFT_MESSAGE_BYTES_MAX)
         .max_encoding_message_size(RAFT_MESSAGE_BYTES_MAX);
+    let raft = InterceptedService::new(raft, members_only);
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))

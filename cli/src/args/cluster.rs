@@ -71,6 +71,10 @@ pub struct UpArgs {
     /// First port: routers listen there and above. Without it, free ports are chosen.
     #[arg(long, value_name = "PORT")]
     pub base_port: Option<u16>,
+    /// Tenants to make certificates for, separated by commas: tenant-N.pem and tenant-N.key beside the others. Who has
+    /// one may route, read and save as that tenant, and do nothing else.
+    #[arg(long = "tenant", value_name = "N[,N]", value_delimiter = ',')]
+    pub tenants: Vec<u32>,
     /// Print what is ready as one JSON object instead of text.
     #[arg(long)]
     pub json: bool,

@@ -10,6 +10,7 @@ use kv_core::id::{BlockHash, Category, LeaseId, RequestId, TenantId};
 use kvfleet_proto::convert::{category_from_pb, hashes_from_bytes};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::instance_server::Instance;
+use kvfleet_proto::tls::callers::{may_name, members_only};
 use kvfleet_transport::Carried;
 use kvfleet_transport::pick::PathKind;
 use tonic::{Request, Response, Status};
@@ -58,7 +59,7 @@ impl Service {
 #[tonic::async_trait]
 impl Instance for Service {
     async fn run(&self, request: Request<pb::RunRequest>) -> Result<Response<pb::RunReply>, Status> {
-        let request = request.into_inner();
+        let request = may_name(request, |call| TenantId(call.tenant))?.into_inner();
         let span = tracing::info_span!("run", request = request.request);
         kvfleet_proto::trace_context::set_parent(&span, &request.traceparent);
         let job = read(request)?;
@@ -70,8 +71,9 @@ impl Instance for Service {
 
     async fn instance_status(
         &self,
-        _: Request<pb::InstanceStatusRequest>,
+        request: Request<pb::InstanceStatusRequest>,
     ) -> Result<Response<pb::InstanceStatusReply>, Status> {
+        members_only(request)?;
         let now = self.engine.working.snapshot();
         let client = &self.engine.client;
         let bytes = |(kind, carried): (PathKind, Carried)| pb::PathBytes {

@@ -68,7 +68,7 @@ impl Instance {
             StartError::Config(format!("identity {:?} is not 32 hexadecimal digits", config.identity))
         })?;
         let files = TlsFiles::from(&config.tls);
-        let identity = files.load()?;
+        let identity = files.load_server()?;
         let listener = listen(&config.listen).await?;
         let address = listener.local_addr().map_err(|cause| set_up(&cause))?;
         let metrics = Metrics::register(registry).map_err(|cause| set_up(&cause))?;

@@ -8,8 +8,13 @@ use std::process::{Child, Command, Stdio};
 
 use kvfleet::certificates::Authority;
 use kvfleet_errors_doc::says;
+use kvfleet_proto::pb;
+use kvfleet_proto::pb::instance_client::InstanceClient;
+use kvfleet_proto::tls::TlsFiles;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+use tonic::Code;
+use tonic::transport::Endpoint;
 
 use crate::support::{Place, Ran, until};
 
@@ -38,7 +43,7 @@ fn up_with(place: &Place, more: &[&str]) -> (Child, Value) {
 #[test]
 fn up_serves_until_it_is_told_to_stop() {
     let place = Place::new();
-    let (mut child, said) = up(&place);
+    let (mut child, said) = up_with(&place, &["--tenant", "3"]);
     let routers: Vec<_> = said["routers"].as_array().unwrap().iter().map(|r| r.as_str().unwrap()).collect();
     let tls = said["tls_dir"].as_str().unwrap();
     let cluster = routers[0];
@@ -58,9 +63,43 @@ fn up_serves_until_it_is_told_to_stop() {
     Authority::open(&place.path("theirs")).unwrap().issue("admin").unwrap();
     let foreign = place.run(&["status", "--cluster", cluster, "--tls-dir", "theirs"]);
     says("a command with certificates of another cluster", &foreign.refused(&[]), &[cluster]);
+    says("a status with a tenant's certificate", &as_tenant(&place, &said).refused(&[]), &[cluster]);
     signal(&child, Signal::TERM);
     assert!(child.wait().unwrap().success());
     assert_nothing_left(&place);
+}
+
+/// A status by whoever has the certificate of the tenant that `up` was told of, whom an instance answers for it.
+fn as_tenant(place: &Place, said: &Value) -> Ran {
+    let certificate = Path::new(said["tenants"][0].as_str().unwrap());
+    let (from, to) = (certificate.parent().unwrap(), place.path("tenant"));
+    std::fs::create_dir(&to).unwrap();
+    for (name, as_name) in
+        [("ca.pem", "ca.pem"), ("tenant-3.pem", "admin.pem"), ("tenant-3.key", "admin.key")]
+    {
+        std::fs::copy(from.join(name), to.join(as_name)).unwrap();
+    }
+    let files = TlsFiles { ca: to.join("ca.pem"), cert: to.join("admin.pem"), key: to.join("admin.key") };
+    let processes = said["processes"].as_array().unwrap();
+    let instance = processes.iter().find(|process| process["role"] == "instance").unwrap();
+    let address = instance["addresses"]["grpc"].as_str().unwrap();
+    tokio::runtime::Runtime::new().unwrap().block_on(at_instance(address, &files));
+    let cluster = said["routers"][0].as_str().unwrap();
+    place.run(&["status", "--cluster", cluster, "--tls-dir", "tenant"])
+}
+
+/// An instance runs requests of the caller's own tenant: this one lacks only what to run.
+async fn at_instance(address: &str, files: &TlsFiles) {
+    let endpoint = Endpoint::from_shared(format!("https://{address}")).unwrap();
+    let endpoint = endpoint.tls_config(files.load().unwrap().client_tls()).unwrap();
+    let mut instance = InstanceClient::new(endpoint.connect().await.unwrap());
+    let mut run = async |tenant| {
+        let request = pb::RunRequest { tenant, ..Default::default() };
+        instance.run(request).await.unwrap_err().code()
+    };
+    assert_eq!((run(3).await, run(4).await), (Code::InvalidArgument, Code::PermissionDenied));
+    let status = instance.instance_status(pb::InstanceStatusRequest::default()).await;
+    assert_eq!(status.unwrap_err().code(), Code::PermissionDenied);
 }
 
 /// Pins and quotas go through, whoever leads.

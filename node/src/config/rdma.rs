@@ -26,7 +26,8 @@ pub struct RdmaSection {
     /// The address of the device's port; for an IPv4 address, that of its network interface.
     pub address: Option<IpAddr>,
     /// Whether clients read blocks where they lie. Their cards may then read all of the DRAM tier, free places too, whoever's
-    /// blocks lie there: for clusters all of whose certificates may read every tenant's blocks. Otherwise they get copies.
+    /// blocks lie there: for clusters all of whose own certificates may read every tenant's blocks. Otherwise they get copies, as do
+    /// those whose certificates name tenants.
     pub in_place: bool,
     /// Memory of each client's connection for copies and saves, in bytes.
     pub tray_bytes: u64,

@@ -9,9 +9,11 @@ use kv_core::id::{LeaseId, TenantId, Tier};
 use kv_core::tier::{Asker, Offer, Offered};
 use kvfleet_errors_doc::says;
 use kvfleet_proto::frame::Unsettled;
+use kvfleet_proto::tls::SERVER_NAME;
 use kvfleet_transport::{
     Admission, BlockService, Caller, FetchAnswer, FetchReply, MissReason, SaveOffer, SaveRefusal,
 };
+use rcgen::{CertificateParams, KeyPair};
 use tokio::sync::oneshot;
 
 use super::tests::{
@@ -27,6 +29,14 @@ use crate::tiers::ssd::SsdFaults;
 
 fn certified(byte: u8) -> Caller {
     Caller::Certified([byte; 40].into())
+}
+
+/// A caller with a certificate of these names.
+fn named(names: &[&str]) -> Caller {
+    let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+    let certificate =
+        CertificateParams::new(names).unwrap().self_signed(&KeyPair::generate().unwrap()).unwrap();
+    Caller::Certified(certificate.der().to_vec().into())
 }
 
 /// What the node answers this caller by.
@@ -47,7 +57,8 @@ async fn is_wanted(service: &dyn BlockService, lease: u64, number: u64) -> bool 
 async fn a_lease_is_its_callers_own() {
     let dir = tempfile::tempdir().unwrap();
     let bench = open(&config(dir.path(), 1, 0)).await;
-    let [ours, again, theirs] = [1, 1, 2].map(|byte| admitted(&bench, &certified(byte)));
+    let callers = [named(&[SERVER_NAME]), named(&[SERVER_NAME])];
+    let [ours, again, theirs] = [0, 0, 1].map(|at: usize| admitted(&bench, &callers[at]));
     bench.saved(1, 0..1).await;
     assert_eq!(ours.fetch(fetch_request(7, 0..1)).await.answer, FetchAnswer::Hit { tiers: vec![Tier::Dram] });
     theirs.release(LeaseId(7)).await;
@@ -83,6 +94,54 @@ async fn a_tenant_outside_a_callers_scope_is_a_miss_and_refused_and_said() {
     let mut own = save_request(2, 5..6);
     own.asker.tenant = TenantId(4);
     assert!(matches!(service.save(own).await.0, SaveOffer::Wanted(_)));
+}
+
+#[tokio::test]
+async fn a_certificate_names_the_tenants_of_its_caller_and_who_has_some_maps_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let bench = open(&config(dir.path(), 4, 0)).await;
+    let lending = bench.service.clone().lending_in_place(true);
+    let of = |names: &[&str]| match lending.admit(&named(names)) {
+        Admission::Scoped { service, maps } => Some((service, maps)),
+        Admission::Refused => None,
+        Admission::Same => panic!("a caller is this process"),
+    };
+    let wants = async |service: &dyn BlockService, tenant: u32, number: u64| {
+        let mut request = save_request(u64::from(tenant), number..number + 1);
+        request.asker.tenant = TenantId(tenant);
+        matches!(service.save(request).await.0, SaveOffer::Wanted(_))
+    };
+    let (member, maps) = of(&[SERVER_NAME, "node-1"]).unwrap();
+    assert!(maps && wants(&*member, 0, 1).await && wants(&*member, 4, 2).await);
+    let (some, maps) = of(&["tenant-3.kvfleet", "tenant-5.kvfleet"]).unwrap();
+    assert!(!maps, "the memory is every tenant's");
+    let mut wanted = vec![];
+    for tenant in 0..8 {
+        if wants(&*some, tenant, 10 + u64::from(tenant)).await {
+            wanted.push(tenant);
+        }
+    }
+    assert_eq!(wanted, [3, 5]);
+}
+
+#[tokio::test]
+async fn a_certificate_that_does_not_say_whose_it_is_is_refused_and_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let (bench, log) = (open(&config(dir.path(), 1, 0)).await, Log::start());
+    let refused = |caller: &Caller| assert!(matches!(bench.service.admit(caller), Admission::Refused));
+    let said = |word: &str| log.line(word);
+    refused(&named(&[SERVER_NAME, "tenant-03.kvfleet"]));
+    says("a caller whose certificate names a tenant wrongly, in the log", &said("no tenant's"), &[]);
+    refused(&named(&[SERVER_NAME, "tenant-3.kvfleet"]));
+    says("a caller whose certificate names tenants and the cluster, in the log", &said("could pose"), &[]);
+    refused(&named(&["node-1"]));
+    says("a caller whose certificate names neither, in the log", &said("nor a tenant"), &[]);
+    refused(&certified(1));
+    assert_eq!(log.count("cannot be read"), 1);
+    for _ in 0..100 {
+        refused(&certified(1));
+    }
+    assert_eq!(log.count("a certificate is refused"), 16, "who comes again and again does not fill the log");
 }
 
 #[tokio::test]

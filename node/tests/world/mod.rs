@@ -41,6 +41,8 @@ pub struct World {
     pub dir: tempfile::TempDir,
     pub identity: Identity,
     pub router: Identity,
+    /// Of tenant 3 and nobody else.
+    pub tenant: Identity,
 }
 
 impl World {
@@ -49,7 +51,8 @@ impl World {
         write_certificates(dir.path());
         let identity = files(dir.path(), "cert").load().unwrap();
         let router = files(dir.path(), "router").load().unwrap();
-        World { dir, identity, router }
+        let tenant = files(dir.path(), "tenant").load().unwrap();
+        World { dir, identity, router, tenant }
     }
 
     pub fn config(&self, routers: &[String]) -> NodeConfig {
@@ -101,7 +104,8 @@ fn write_certificates(dir: &FilePath) {
     let mut params = CertificateParams::new(vec![]).unwrap();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
-    for (who, names) in [("cert", vec![SERVER_NAME]), ("router", vec![SERVER_NAME, ROUTER_NAME])] {
+    let (router, tenant) = (vec![SERVER_NAME, ROUTER_NAME], vec!["tenant-3.kvfleet"]);
+    for (who, names) in [("cert", vec![SERVER_NAME]), ("router", router), ("tenant", tenant)] {
         let key = KeyPair::generate().unwrap();
         let names: Vec<String> = names.into_iter().map(str::to_owned).collect();
         let cert = CertificateParams::new(names).unwrap().signed_by(&key, &authority).unwrap();

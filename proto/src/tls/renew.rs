@@ -5,15 +5,17 @@
 //! one is another cluster. Not here: how often somebody looks (`kvfleet-transport`), and tonic's connections, whose
 //! configurations hold what was shown when they were made.
 
+use std::collections::BTreeSet;
 use std::mem::{Discriminant, discriminant};
 use std::sync::{Arc, PoisonError, RwLock};
 
+use kv_core::id::TenantId;
 use rustls::SignatureScheme;
 use rustls::client::ResolvesClientCert;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 
-use super::{Checked, Identity, TlsError, TlsFiles, in_memory, read};
+use super::{Checked, Identity, TlsError, TlsFiles, in_memory, read, tenants_of};
 
 /// The certificate and key of a process, exchangeable.
 pub(super) struct Shown {
@@ -40,10 +42,19 @@ impl Shown {
         self.pair().certified
     }
 
+    pub(super) fn tenants(&self) -> Option<BTreeSet<TenantId>> {
+        tenants_of_pair(&self.certified())
+    }
+
     pub(super) fn tonic(&self) -> tonic::transport::Identity {
         let pair = self.pair();
         tonic::transport::Identity::from_pem(pair.cert_pem, pair.key_pem)
     }
+}
+
+/// What it shows was accepted, so that its names can be told.
+fn tenants_of_pair(certified: &CertifiedKey) -> Option<BTreeSet<TenantId>> {
+    certified.cert.first().and_then(|leaf| tenants_of(leaf).ok()).flatten()
 }
 
 impl Pair {
@@ -91,6 +102,11 @@ impl Identity {
             return Ok(false);
         }
         let pair = Pair::new(cert_pem.to_vec(), key_pem.to_vec(), certified);
+        // Others connect to this process by its old certificate, and would not by the new one.
+        if tenants_of_pair(&before.certified).is_none() && tenants_of_pair(&pair.certified).is_some() {
+            let cause = "it names tenants, and the one before is of the cluster's own";
+            return Err(Checked { files }.refused(&cause, "start this process anew to make it a tenant's"));
+        }
         *self.shown.now.write().unwrap_or_else(PoisonError::into_inner) = pair;
         Ok(true)
     }

@@ -46,8 +46,12 @@ impl World {
     }
 
     fn issue(&self) -> (String, String) {
+        self.issue_for("kvfleet")
+    }
+
+    fn issue_for(&self, name: &str) -> (String, String) {
         let key = KeyPair::generate().unwrap();
-        let mut params = CertificateParams::new(vec!["kvfleet".to_owned()]).unwrap();
+        let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         params.not_before = date_time_ymd(2030, 1, 1);
         params.not_after = date_time_ymd(2030, 2, 1);
         (params.signed_by(&key, &self.authority).unwrap().pem(), key.serialize_pem())
@@ -131,4 +135,26 @@ fn a_certificate_that_ran_out_and_was_not_renewed_is_said_once() {
     assert_eq!(renewal.look(), Look::Same);
     clock.0.store(FEBRUARY, Ordering::Relaxed);
     assert!(matches!(renewal.look(), Look::Kept(_)), "it is said anew after it was good");
+}
+
+#[test]
+fn who_others_connect_to_is_not_renewed_to_a_tenants() {
+    let world = World::new();
+    let (identity, mut renewal, _) = world.renewal();
+    let (cert, key) = world.issue_for("tenant-3.kvfleet");
+    world.write(&cert, &key);
+    says(
+        "a tenant's certificate in place of one of the cluster's own",
+        &kept(renewal.look()),
+        &[&world.here()],
+    );
+    assert_eq!(identity.tenants(), None);
+
+    let (identity, mut renewal, _) = world.renewal();
+    assert_eq!(identity.tenants(), Some([TenantId(3)].into()));
+    for (name, tenants) in [("tenant-5.kvfleet", Some([TenantId(5)].into())), ("kvfleet", None)] {
+        let (cert, key) = world.issue_for(name);
+        world.write(&cert, &key);
+        assert_eq!((renewal.look(), identity.tenants()), (Look::Renewed, tenants), "{name}");
+    }
 }

@@ -3,7 +3,7 @@
 
 use super::*;
 use kvfleet_errors_doc::says;
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair};
 
 struct Authority(CertifiedIssuer<'static, KeyPair>);
 
@@ -69,6 +69,48 @@ fn a_router_is_told_by_its_certificate_and_only_one_of_the_same_authority() {
             && !near.is_router(&node.shown.certified().cert)
             && !near.is_router(&[])
     );
+}
+
+#[test]
+fn a_tenants_certificate_is_a_callers_and_no_servers() {
+    let authority = Authority::new();
+    let issue = |names: &[&str], usages: &[ExtendedKeyUsagePurpose]| {
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        let mut params = CertificateParams::new(names).unwrap();
+        params.extended_key_usages = usages.to_vec();
+        authority.issue(&params)
+    };
+    let pair = issue(&["tenant-3.kvfleet", "tenant-7.kvfleet"], &[ExtendedKeyUsagePurpose::ClientAuth]);
+    let identity = check(&authority.pem(), &pair).unwrap();
+    assert_eq!(identity.tenants(), Some([3, 7].map(TenantId).into()));
+    assert!(!identity.names_router());
+    assert_eq!(check(&authority.pem(), &authority.member()).unwrap().tenants(), None);
+
+    let wrong = issue(&["kvfleet", "tenant-03.kvfleet"], &[]);
+    says("a certificate that names a tenant wrongly", &message(&authority.pem(), &wrong), &[]);
+    let both = issue(&["kvfleet", "tenant-3.kvfleet"], &[]);
+    says("a certificate that names tenants and the cluster", &message(&authority.pem(), &both), &[]);
+    let servers = issue(&["tenant-3.kvfleet"], &[ExtendedKeyUsagePurpose::ServerAuth]);
+    says("a tenant's certificate for servers only", &message(&authority.pem(), &servers), &[]);
+    assert!(
+        message(&Authority::new().pem(), &pair)
+            .contains("both files must come from the same cluster authority")
+    );
+
+    let dir = tempfile::tempdir().unwrap();
+    let [ca, cert, key] = ["ca.pem", "cert.pem", "cert.key"].map(|name| dir.path().join(name));
+    let files = TlsFiles { ca, cert, key };
+    let write = |pair: &(String, String)| {
+        std::fs::write(&files.ca, authority.pem()).unwrap();
+        std::fs::write(&files.cert, &pair.0).unwrap();
+        std::fs::write(&files.key, &pair.1).unwrap();
+    };
+    write(&pair);
+    assert!(files.load().is_ok());
+    let here = dir.path().display().to_string();
+    says("a tenant's certificate where others are to connect", &files.load_server().unwrap_err(), &[&here]);
+    write(&authority.member());
+    assert!(files.load_server().is_ok());
 }
 
 #[test]

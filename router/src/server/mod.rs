@@ -17,8 +17,9 @@ mod status;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kv_core::id::Timestamp;
+use kv_core::id::{TenantId, Timestamp};
 use kvfleet_proto::pb;
+use kvfleet_proto::tls::callers::{known, may_name, members_only};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::watch;
 use tokio_stream::wrappers::ReceiverStream;
@@ -127,7 +128,7 @@ fn not_proposed(error: ProposeError) -> Status {
     }
 }
 
-/// The service tonic calls; one line per call.
+/// The service tonic calls: who may make each call, and a line that makes it.
 #[derive(Clone)]
 pub(crate) struct RouterService {
     shared: Arc<Shared>,
@@ -148,70 +149,75 @@ impl pb::router_server::Router for RouterService {
 
     async fn route(&self, request: Request<pb::RouteRequest>) -> Answer<pb::RouteReply> {
         let started = Instant::now();
-        let answer = route::route(&self.shared, request.into_inner()).await;
+        let answer = match may_name(request, |call| TenantId(call.tenant)) {
+            Ok(request) => route::route(&self.shared, request.into_inner()).await,
+            Err(status) => Err(status),
+        };
         self.shared.metrics.routed(route::outcome(&answer), started.elapsed());
         answer.map(Response::new)
     }
 
     async fn lookup(&self, request: Request<pb::LookupRequest>) -> Answer<pb::LookupReply> {
+        let request = known(request)?;
         self.shared.metrics.looked_up();
         lookup::lookup(&self.shared, request.into_inner()).await.map(Response::new)
     }
 
     async fn report(&self, request: Request<pb::ReportRequest>) -> Answer<pb::ReportReply> {
-        route::report(&self.shared, request.into_inner()).map(Response::new)
+        route::report(&self.shared, members_only(request)?.into_inner()).map(Response::new)
     }
 
     async fn report_residency(&self, request: Request<pb::ResidencyRequest>) -> Answer<pb::ResidencyReply> {
-        residency::report(&self.shared, request.get_ref()).map(Response::new)
+        residency::report(&self.shared, members_only(request)?.get_ref()).map(Response::new)
     }
 
-    async fn status(&self, _: Request<pb::StatusRequest>) -> Answer<pb::StatusReply> {
+    async fn status(&self, request: Request<pb::StatusRequest>) -> Answer<pb::StatusReply> {
+        members_only(request)?;
         status::status(&self.shared).await.map(Response::new)
     }
 
     async fn join(&self, request: Request<pb::JoinRequest>) -> Answer<pb::JoinReply> {
-        admin::join(&self.shared, &request.into_inner()).await.map(Response::new)
+        admin::join(&self.shared, &members_only(request)?.into_inner()).await.map(Response::new)
     }
 
     async fn announce(
         &self,
         request: Request<Streaming<pb::AnnounceRequest>>,
     ) -> Answer<Self::AnnounceStream> {
-        announce::open(Arc::clone(&self.shared), request.into_inner()).await.map(Response::new)
+        announce::open(Arc::clone(&self.shared), members_only(request)?.into_inner()).await.map(Response::new)
     }
 
     async fn pin(&self, request: Request<pb::PinRequest>) -> Answer<pb::AdminReply> {
-        admin::pin(&self.shared, request.into_inner()).await.map(Response::new)
+        admin::pin(&self.shared, members_only(request)?.into_inner()).await.map(Response::new)
     }
 
     async fn unpin(&self, request: Request<pb::UnpinRequest>) -> Answer<pb::AdminReply> {
-        admin::unpin(&self.shared, request.into_inner()).await.map(Response::new)
+        admin::unpin(&self.shared, members_only(request)?.into_inner()).await.map(Response::new)
     }
 
     async fn set_quota(&self, request: Request<pb::SetQuotaRequest>) -> Answer<pb::AdminReply> {
-        admin::set_quota(&self.shared, &request.into_inner()).await.map(Response::new)
+        admin::set_quota(&self.shared, &members_only(request)?.into_inner()).await.map(Response::new)
     }
 
     async fn set_ttl(&self, request: Request<pb::SetTtlRequest>) -> Answer<pb::AdminReply> {
-        admin::set_ttl(&self.shared, &request.into_inner()).await.map(Response::new)
+        admin::set_ttl(&self.shared, &members_only(request)?.into_inner()).await.map(Response::new)
     }
 
     async fn leave(&self, request: Request<pb::LeaveRequest>) -> Answer<pb::AdminReply> {
-        admin::leave(&self.shared, &request.into_inner()).await.map(Response::new)
+        admin::leave(&self.shared, &members_only(request)?.into_inner()).await.map(Response::new)
     }
 
     async fn change_member(
         &self,
         request: Request<pb::ChangeMemberRequest>,
     ) -> Answer<pb::ChangeMemberReply> {
-        members::change(&self.shared, &request.into_inner()).await.map(Response::new)
+        members::change(&self.shared, &members_only(request)?.into_inner()).await.map(Response::new)
     }
 
     async fn transfer_lead(
         &self,
         request: Request<pb::TransferLeadRequest>,
     ) -> Answer<pb::TransferLeadReply> {
-        members::transfer(&self.shared, &request.into_inner()).await.map(Response::new)
+        members::transfer(&self.shared, &members_only(request)?.into_inner()).await.map(Response::new)
     }
 }

@@ -39,25 +39,32 @@ pub async fn until<T, F: Future<Output = Option<T>>>(what: &str, mut probe: impl
     }
 }
 
-/// Makes an authority and one certificate under it in `directory`.
+/// Makes an authority in `directory`, a certificate of a router, and `tenant.pem` with `tenant.key` of who acts for
+/// tenants 3 and 5.
 pub fn certificates(directory: &Path) -> TlsConfig {
     let authority_key = rcgen::KeyPair::generate().unwrap();
     let mut authority = rcgen::CertificateParams::new(Vec::<String>::new()).unwrap();
     authority.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
     let authority_pem = authority.self_signed(&authority_key).unwrap().pem();
     let issuer = rcgen::Issuer::new(authority, authority_key);
-    let key = rcgen::KeyPair::generate().unwrap();
-    let params = rcgen::CertificateParams::new(vec!["kvfleet".to_owned(), "router".to_owned()]).unwrap();
-    let certificate = params.signed_by(&key, &issuer).unwrap();
     let write = |name: &str, text: String| -> PathBuf {
         let path = directory.join(name);
         std::fs::write(&path, text).unwrap();
         path
     };
+    let issue = |names: [&str; 2]| {
+        let key = rcgen::KeyPair::generate().unwrap();
+        let params = rcgen::CertificateParams::new(names.map(str::to_owned).to_vec()).unwrap();
+        (params.signed_by(&key, &issuer).unwrap().pem(), key.serialize_pem())
+    };
+    let (cert, key) = issue(["tenant-3.kvfleet", "tenant-5.kvfleet"]);
+    write("tenant.pem", cert);
+    write("tenant.key", key);
+    let (cert, key) = issue(["kvfleet", "router"]);
     TlsConfig {
         ca: write("ca.pem", authority_pem),
-        cert: write("cert.pem", certificate.pem()),
-        key: write("key.pem", key.serialize_pem()),
+        cert: write("cert.pem", cert),
+        key: write("key.pem", key),
     }
 }
 
@@ -122,6 +129,12 @@ impl Cluster {
 
     pub fn client(&self, id: u64) -> RouterClient<Channel> {
         RouterClient::new(self.channels[usize::try_from(id - 1).unwrap()].clone())
+    }
+
+    /// The files of who acts for tenants 3 and 5.
+    pub fn tenant(&self) -> TlsConfig {
+        let file = |name: &str| self.directory.path().join(name);
+        TlsConfig { cert: file("tenant.pem"), key: file("tenant.key"), ..self.configs[0].tls.clone() }
     }
 
     pub async fn status(&self, id: u64) -> Option<pb::StatusReply> {

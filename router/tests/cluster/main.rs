@@ -9,4 +9,5 @@ mod ports;
 mod residency;
 mod restarts;
 mod shards;
+mod tenants;
 mod truth;

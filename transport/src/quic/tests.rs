@@ -32,8 +32,12 @@ impl Authority {
     }
 
     pub(crate) fn member(&self) -> Identity {
+        self.named(SERVER_NAME)
+    }
+
+    pub(crate) fn named(&self, name: &str) -> Identity {
         let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).unwrap();
+        let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         let cert = params.signed_by(&key, &self.0).unwrap();
         Identity::from_pem(self.0.pem().as_bytes(), cert.pem().as_bytes(), key.serialize_pem().as_bytes())
             .unwrap()

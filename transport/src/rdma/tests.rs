@@ -6,6 +6,7 @@ mod hostile;
 mod layers;
 mod links;
 mod rails;
+mod tenants;
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;

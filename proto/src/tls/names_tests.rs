@@ -1,0 +1,132 @@
+//! Names of tenants as certificates carry them, right and wrong, and bytes that are no certificate.
+#![allow(clippy::unwrap_used)]
+
+use rcgen::{BasicConstraints, CertificateParams, IsCa, KeyPair, KeyUsagePurpose, SanType};
+use rustls_pki_types::CertificateDer;
+use rustls_pki_types::pem::PemObject;
+
+use super::*;
+
+/// A certificate with these names of DNS, between names of other kinds and further extensions.
+fn leaf(names: &[&str]) -> Vec<u8> {
+    let mut params = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+    params.subject_alt_names.extend(names.iter().map(|name| SanType::DnsName((*name).try_into().unwrap())));
+    params.subject_alt_names.push(SanType::Rfc822Name("tenant-9.kvfleet".try_into().unwrap()));
+    params.subject_alt_names.push(SanType::URI("tenant-8.kvfleet".try_into().unwrap()));
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    params.self_signed(&KeyPair::generate().unwrap()).unwrap().der().to_vec()
+}
+
+fn tenants(names: &[&str]) -> Result<Option<Vec<u32>>, NamesError> {
+    let numbers = |tenants: BTreeSet<TenantId>| tenants.into_iter().map(|tenant| tenant.0).collect();
+    tenants_of(&leaf(names)).map(|tenants| tenants.map(numbers))
+}
+
+#[test]
+fn a_certificate_names_the_cluster_or_tenants() {
+    assert_eq!(tenants(&["kvfleet"]), Ok(None));
+    assert_eq!(tenants(&["node-1", "kvfleet", "localhost", "kvfleet-router"]), Ok(None));
+    assert_eq!(tenants(&["KVfleet."]), Ok(None), "as those who verify it have it");
+    assert_eq!(tenants(&["tenant-3.kvfleet"]), Ok(Some(vec![3])));
+    let many = ["tenant-4294967295.kvfleet", "engine.example", "tenant-0.kvfleet", "tenant-17.kvfleet"];
+    assert_eq!(tenants(&many), Ok(Some(vec![0, 17, u32::MAX])));
+    for number in [0, 7, u32::MAX] {
+        assert_eq!(tenants(&[&tenant_name(TenantId(number))]), Ok(Some(vec![number])));
+    }
+    // Enough for lengths of two and three bytes.
+    let all: Vec<String> = (0..5_000).map(|number| tenant_name(TenantId(number))).collect();
+    let all: Vec<&str> = all.iter().map(String::as_str).collect();
+    assert_eq!(tenants(&all), Ok(Some((0..5_000).collect())));
+}
+
+/// Made by openssl, with critical alternative names among which are a URI and a directory's name.
+const FOREIGN: &str = "\
+-----BEGIN CERTIFICATE-----
+MIIB3DCCAYKgAwIBAgIUKgk1K2Z2VtlWvnqJY85Ib3vS/jYwCgYIKoZIzj0EAwIw
+DTELMAkGA1UEAwwCY2EwHhcNMjYxMTIzMTkzMTA5WhcNMjYxMjIzMTkzMTA5WjAT
+MREwDwYDVQQDDAh0ZW5hbnQtMzBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABIc4
++2a09e5vXT0iLgzazx4t28Z2QUtAvr329Vswj9KlQmCfD7p6rlBIuYEnDcbJkcdQ
+Y6qhijRKniiX5ltRB2KjgbkwgbYwTwYDVR0RAQH/BEUwQ4IQdGVuYW50LTMua3Zm
+bGVldIYMc3BpZmZlOi8veC95ghF0ZW5hbnQtNzAua3ZmbGVldKQOMAwxCjAIBgNV
+BAMMAXgwEwYDVR0lBAwwCgYIKwYBBQUHAwIwDgYDVR0PAQH/BAQDAgeAMB0GA1Ud
+DgQWBBQDP1ZBxk9M+JmsmQ2ocSfAX72EJDAfBgNVHSMEGDAWgBSqjdM5texG9vl1
+vsKl07koMo7fijAKBggqhkjOPQQDAgNIADBFAiEAlff4Jf6wDUcwh3XOEM7svK5H
+UKwyof2BKcQT9pQSsWoCIErwvm7dL5yr5OtOYMJuDHnVGEfCTYGAy7Zyjt7am//G
+-----END CERTIFICATE-----
+";
+
+#[test]
+fn a_certificate_that_others_made_is_read() {
+    let leaf = CertificateDer::from_pem_slice(FOREIGN.as_bytes()).unwrap();
+    assert_eq!(tenants_of(&leaf), Ok(Some([3, 70].map(TenantId).into())));
+}
+
+#[test]
+fn a_name_that_is_nearly_a_tenants_is_refused_and_never_everybodys() {
+    let bad = [
+        "tenant-x.kvfleet",
+        "tenant-.kvfleet",
+        "tenant-03.kvfleet",
+        "tenant-+3.kvfleet",
+        "tenant--3.kvfleet",
+        "tenant-4294967296.kvfleet",
+        "tenant-99999999999999999999.kvfleet",
+        "Tenant-3.kvfleet",
+        "tenant-3.KVFLEET",
+        "tenant-3.kvfleet.",
+        "tenant-3.kvfleet.example",
+        "tenant-*.kvfleet",
+        "tenant-3 .kvfleet",
+        "tenant-3.kvfleet\0",
+        "tenant-3.4.kvfleet",
+        "tenant-3.kvfleet.kvfleet",
+        "tenant-0x3.kvfleet",
+        "tenant-3_.kvfleet",
+    ];
+    for name in bad {
+        for names in [vec![name], vec!["kvfleet", name], vec!["tenant-1.kvfleet", name]] {
+            assert_eq!(tenants(&names), Err(NamesError::Malformed(name.to_owned())), "{names:?}");
+        }
+    }
+    let long = format!("tenant-{}.kvfleet", "9".repeat(200));
+    let Err(NamesError::Malformed(shown)) = tenants(&[&long]) else { panic!() };
+    assert!(long.starts_with(&shown) && shown.len() == SHOWN_CHARS_MAX);
+}
+
+#[test]
+fn a_tenant_is_none_of_the_clusters_own_and_nobody_is_either() {
+    for (own, said) in [("kvfleet", SERVER_NAME), ("KVFLEET.", SERVER_NAME), ("kvfleet-router", ROUTER_NAME)]
+    {
+        assert_eq!(tenants(&["tenant-3.kvfleet", own]), Err(NamesError::Both(said)));
+    }
+    for names in [&[][..], &["kvfleet-router"], &["node"], &["tenant-3"], &["tenant.kvfleet", "*.kvfleet"]] {
+        assert_eq!(tenants(names), Err(NamesError::Nobody), "{names:?}");
+    }
+}
+
+#[test]
+fn bytes_that_are_no_certificate_are_nobodys() {
+    let whole = leaf(&["tenant-3.kvfleet"]);
+    for len in 0..whole.len() {
+        assert_eq!(tenants_of(&whole[..len]), Err(NamesError::Unreadable), "the first {len} bytes");
+    }
+    assert_eq!(tenants_of(&[&whole[..], &[0]].concat()), Err(NamesError::Unreadable));
+    for bytes in
+        [&[0x30, 0x80, 0, 0][..], &[0x30, 0x85, 0, 0, 0, 0, 0], &[0x30, 0x84, 255, 255, 255, 255], &[40; 40]]
+    {
+        assert_eq!(tenants_of(bytes), Err(NamesError::Unreadable));
+    }
+    // Nothing is read past the end, and whatever is other in one bit is no member and no tenant that is not written there.
+    let at = whole.windows(16).position(|part| part == b"tenant-3.kvfleet").unwrap();
+    let written: BTreeSet<_> = [3, 8, 9].map(TenantId).into();
+    for place in (0..whole.len()).filter(|place| !(at..at + 16).contains(place)) {
+        for bit in 0..8 {
+            let mut bytes = whole.clone();
+            bytes[place] ^= 1 << bit;
+            if let Ok(found) = tenants_of(&bytes) {
+                assert!(found.is_some_and(|found| found.is_subset(&written)), "bit {bit} of byte {place}");
+            }
+        }
+    }
+}

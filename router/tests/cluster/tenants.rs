@@ -1,0 +1,132 @@
+//! Callers whose certificates name tenants: they route and look up for theirs, and nothing else is for them.
+
+use kvfleet_errors_doc::says;
+use kvfleet_proto::pb;
+use kvfleet_proto::pb::raft_client::RaftClient;
+use kvfleet_proto::pb::router_client::RouterClient;
+use kvfleet_router::TlsConfig;
+use tempfile::TempDir;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::Channel;
+use tonic::{Code, Status};
+
+use crate::harness::{Cluster, certificates, channel, heartbeat, join_request, prefix, start};
+use kvfleet_router::RouterConfig;
+
+fn route_request(tenant: u32) -> pb::RouteRequest {
+    pb::RouteRequest {
+        request: 1,
+        tenant,
+        block_tokens: 16,
+        input_tokens: 32,
+        hashes: prefix(51, 2).concat(),
+        ..Default::default()
+    }
+}
+
+fn report() -> pb::ReportRequest {
+    pb::ReportRequest { instance: 6, address: "i:6".into(), sequence: 1, started_us: 1, ..Default::default() }
+}
+
+fn as_tenant(cluster: &Cluster) -> Channel {
+    channel(&cluster.tenant(), &cluster.configs[0].listen)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tenants_certificate_routes_for_its_tenants_only() {
+    let cluster = Cluster::start(1, |_| {}).await;
+    cluster.leader().await;
+    cluster.client(1).report(report()).await.unwrap();
+    let mut tenant = RouterClient::new(as_tenant(&cluster));
+    for own in [3, 5] {
+        let reply = tenant.route(route_request(own)).await.unwrap().into_inner();
+        let Some(pb::route_reply::Answer::Decision(decision)) = reply.answer else { panic!("{reply:?}") };
+        assert_eq!(decision.instance, 6);
+    }
+    for other in [0, 1, 4, u32::MAX] {
+        assert_eq!(
+            tenant.route(route_request(other)).await.unwrap_err().code(),
+            Code::PermissionDenied,
+            "{other}"
+        );
+        assert!(cluster.client(1).route(route_request(other)).await.is_ok(), "a member names every tenant");
+    }
+    let status = tenant.route(route_request(4)).await.unwrap_err();
+    says("a route for a tenant that the certificate does not name", &status.message(), &[]);
+    let lookup = pb::LookupRequest { hashes: prefix(51, 2).concat(), ..Default::default() };
+    tenant.lookup(lookup).await.unwrap();
+    cluster.shutdown().await;
+}
+
+/// Every call of a router that is not for tenants, as one of them.
+async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
+    let mut router = RouterClient::new(as_tenant(cluster));
+    let (words, stream) = tokio::sync::mpsc::channel(1);
+    words.send(heartbeat(4, 1, 0)).await.unwrap();
+    let answers = [
+        ("report", router.report(report()).await.map(drop)),
+        ("report_residency", router.report_residency(pb::ResidencyRequest::default()).await.map(drop)),
+        ("status", router.status(pb::StatusRequest {}).await.map(drop)),
+        ("join", router.join(join_request(4)).await.map(drop)),
+        ("announce", router.announce(ReceiverStream::new(stream)).await.map(drop)),
+        ("pin", router.pin(pb::PinRequest::default()).await.map(drop)),
+        ("unpin", router.unpin(pb::UnpinRequest::default()).await.map(drop)),
+        (
+            "set_quota",
+            router.set_quota(pb::SetQuotaRequest { tenant: 3, lift: true, bytes: 0 }).await.map(drop),
+        ),
+        ("set_ttl", router.set_ttl(pb::SetTtlRequest::default()).await.map(drop)),
+        ("leave", router.leave(pb::LeaveRequest::default()).await.map(drop)),
+        ("change_member", router.change_member(pb::ChangeMemberRequest::default()).await.map(drop)),
+        ("transfer_lead", router.transfer_lead(pb::TransferLeadRequest::default()).await.map(drop)),
+    ];
+    let mut raft = RaftClient::new(as_tenant(cluster));
+    let frames = || tokio_stream::iter(vec![pb::RaftFrame::default()]);
+    let raft_answers = [
+        ("hello", raft.hello(pb::HelloRequest::default()).await.map(drop)),
+        ("read_index", raft.read_index(pb::RaftFrame::default()).await.map(drop)),
+        ("append", raft.append(pb::RaftFrame::default()).await.map(drop)),
+        ("append_stream", raft.append_stream(frames()).await.map(drop)),
+        ("vote", raft.vote(pb::RaftFrame::default()).await.map(drop)),
+        ("pre_vote", raft.pre_vote(pb::RaftFrame::default()).await.map(drop)),
+        ("transfer_leader", raft.transfer_leader(pb::RaftFrame::default()).await.map(drop)),
+        ("snapshot", raft.snapshot(tokio_stream::iter(vec![pb::SnapshotPart::default()])).await.map(drop)),
+        ("compare", raft.compare(pb::CompareRequest::default()).await.map(drop)),
+        ("state", raft.state(pb::RaftFrame::default()).await.map(drop)),
+    ];
+    let all = answers.into_iter().chain(raft_answers);
+    all.map(|(call, answer)| (call, answer.err().unwrap_or_else(|| panic!("{call} was answered")))).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_for_the_clusters_own_is_refused_to_a_tenants_certificate() {
+    let cluster = Cluster::start(1, |_| {}).await;
+    cluster.leader().await;
+    let refusals = refusals(&cluster).await;
+    for (call, status) in &refusals {
+        assert_eq!(status.code(), Code::PermissionDenied, "{call}: {status}");
+        assert_eq!(status.message(), refusals[0].1.message(), "{call}");
+    }
+    says("a call for the cluster's own with a tenant's certificate", &refusals[0].1.message(), &[]);
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_router_is_no_tenants() {
+    let directory = TempDir::new().unwrap();
+    let own = certificates(directory.path());
+    let file = |name: &str| directory.path().join(name);
+    let tls = TlsConfig { cert: file("tenant.pem"), key: file("tenant.key"), ..own };
+    let address = crate::ports::unused_address();
+    let voters = vec![kvfleet_router::VoterConfig { id: 1, address: address.clone() }];
+    let config = RouterConfig {
+        id: 1,
+        listen: address,
+        voters,
+        data_dir: file("router"),
+        tls,
+        ..RouterConfig::default()
+    };
+    let error = start(config).await.err().unwrap();
+    says("a router with a tenant's certificate", &error, &[&directory.path().display().to_string()]);
+}
