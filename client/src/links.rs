@@ -15,7 +15,7 @@ use kvfleet_proto::pb;
 use kvfleet_transport::pick::PathKind;
 use tokio::time::Instant;
 
-/// Sums at once: those of some hundred nodes by two paths and two tiers. Above it what changed least lately is forgotten.
+/// Sums at once: those of 256 nodes by two paths and two tiers. Above it what changed least lately is forgotten.
 const SUMS_MAX: usize = 1024;
 
 /// Samples that a router takes in one report.

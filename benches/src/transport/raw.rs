@@ -10,6 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use bytes::Bytes;
 use kvfleet_proto::tls::{Identity, SERVER_NAME};
+use kvfleet_transport::quic::{CONNECTION_WINDOW_BYTES, STREAM_WINDOW_BYTES};
 use quinn::congestion::BbrConfig;
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use quinn::{
@@ -68,8 +69,9 @@ impl Tuning {
         // Others are timed meanwhile.
         transport.keep_alive_interval(Some(Duration::from_secs(5)));
         if self.windows {
-            transport.stream_receive_window(VarInt::from_u32(16 << 20));
-            transport.receive_window(VarInt::from_u32(32 << 20)).send_window(32 << 20);
+            transport.stream_receive_window(VarInt::from_u32(STREAM_WINDOW_BYTES));
+            transport.receive_window(VarInt::from_u32(CONNECTION_WINDOW_BYTES));
+            transport.send_window(CONNECTION_WINDOW_BYTES.into());
         }
         if self.bbr {
             transport.congestion_controller_factory(Arc::new(BbrConfig::default()));

@@ -55,17 +55,7 @@ async fn warm(rails: &Rails) -> Arc<dyn crate::Path> {
 
 /// Returns once a large history was read over both rails.
 async fn both_help(rails: &Rails, path: &dyn crate::Path) {
-    let help = async {
-        loop {
-            let before = rails.read();
-            fetch(path, 100, ALL).await;
-            // A link is tried with less.
-            if rails.read().iter().zip(before).all(|(after, before)| after - before > 40_000) {
-                return;
-            }
-        }
-    };
-    tokio::time::timeout(PATIENCE, help).await.unwrap();
+    rails::both_help(rails, async || drop(fetch(path, 100, ALL).await)).await;
 }
 
 #[tokio::test]

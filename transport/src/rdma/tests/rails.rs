@@ -351,16 +351,16 @@ fn both(service: &MemoryService) -> Rails {
 /// The path, with a link on each rail, which knows how large frames are.
 async fn warm(rails: &Rails) -> Arc<dyn crate::Path> {
     let path = rails.path().await;
-    both_help(rails, path.as_ref()).await;
+    large_fetch_over_both(rails, path.as_ref()).await;
     path
 }
 
-/// Returns once a large fetch was read over both rails.
-async fn both_help(rails: &Rails, path: &dyn crate::Path) {
+/// Fetches until what is fetched was read over both rails.
+pub(super) async fn both_help(rails: &Rails, mut fetch: impl AsyncFnMut()) {
     let help = async {
         loop {
             let before = rails.read();
-            suite::fetch(path, fetch_request(&hashes(100))).await.unwrap();
+            fetch().await;
             // A link is tried with less.
             if rails.read().iter().zip(before).all(|(after, before)| after - before > 40_000) {
                 return;
@@ -368,6 +368,11 @@ async fn both_help(rails: &Rails, path: &dyn crate::Path) {
         }
     };
     tokio::time::timeout(PATIENCE, help).await.unwrap();
+}
+
+/// The same of a large fetch.
+async fn large_fetch_over_both(rails: &Rails, path: &dyn crate::Path) {
+    both_help(rails, async || drop(suite::fetch(path, fetch_request(&hashes(100))).await.unwrap())).await;
 }
 
 #[tokio::test]
@@ -407,7 +412,7 @@ async fn a_link_that_only_helps_is_ended_before_the_node_does() {
     let path = warm(&rails).await;
     let began = tokio::time::Instant::now();
     while began.elapsed() < Duration::from_millis(1400) {
-        both_help(&rails, path.as_ref()).await;
+        large_fetch_over_both(&rails, path.as_ref()).await;
     }
     // One that lasts until after that, if what helps it were the one that helped the first of those above.
     let (count, mut came) = (rails.world.fabric.transfers().len(), 0);
@@ -494,7 +499,7 @@ async fn a_large_fetch_that_is_dropped_midway_gives_everything_back() {
     let made = rails.world.fabric.queues_made();
     // All memory of the client is lost several times, if any is.
     for _ in 0..60 {
-        both_help(&rails, path.as_ref()).await;
+        large_fetch_over_both(&rails, path.as_ref()).await;
         rails.world.fabric.hold();
         let mut ignored = |_| {};
         tokio::select! {
