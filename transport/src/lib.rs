@@ -30,6 +30,8 @@ pub mod quic;
 #[cfg(feature = "rdma")]
 pub mod rdma;
 pub mod renew;
+#[cfg(test)]
+mod restart_tests;
 mod room;
 mod serve;
 pub mod shm;

@@ -25,7 +25,7 @@ mod seqpacket;
 mod server;
 mod serving;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub use dialer::{ShmConfig, ShmDialer};
 pub use map::MapRefused;

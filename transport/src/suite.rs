@@ -62,10 +62,11 @@ macro_rules! behaviour_suite {
     ($make:path; $service:expr) => {
         $crate::behaviour_suite!($make; $service;
             fetch_hit, fetch_partial, fetch_miss, fetch_busy, fetch_of_nothing, fetch_many_blocks, fetch_big_block,
-            fetch_stale_epoch, fetch_ends_early, fetch_ends_with_a_reason, deadline_before_any_block, deadline_between_frames,
+            fetch_stale_epoch, fetch_over_the_end_of_an_epoch, fetch_ends_early, fetch_ends_with_a_reason,
+            deadline_before_any_block, deadline_between_frames,
             save_takes_the_wanted, save_refused, save_busy, aborted_save_leaves_nothing, release_reaches_the_node,
             operations_run_side_by_side, ping_answers, layers_of_all_blocks, layers_of_a_range, layers_of_what_is_held,
-            layers_that_are_late, layers_that_are_wrong, layers_of_a_frame_without_a_head,
+            layers_that_are_late, layers_over_the_end_of_an_epoch, layers_that_are_wrong, layers_of_a_frame_without_a_head,
         );
     };
     ($make:path; $service:expr; $($case:ident),* $(,)?) => {

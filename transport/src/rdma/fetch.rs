@@ -6,8 +6,8 @@
 
 use std::time::Duration;
 
-use kv_core::id::Epoch;
-use kv_core::lend::{Descriptor, Place as LentIn};
+use kv_core::id::{Epoch, LoanId};
+use kv_core::lend::{Borrower, Descriptor, Place as LentIn};
 use kvfleet_proto::data;
 use kvfleet_proto::frame::{FRAME_BYTES_MAX, Frame};
 use tokio::time::Instant;
@@ -19,10 +19,15 @@ use super::link::Link;
 use super::reads::{self, Reaches};
 use super::words;
 use crate::stream::{ItemError, Loss, Next, Stream, encode, read_frame, read_message};
+use crate::tcp::Occupied;
 use crate::{FetchAnswer, FetchRequest, MissReason, wire};
 
 /// Loans named in one message.
 const RETURNS_MAX: usize = 4096;
+
+/// How often a node hears at least that what it lent is being read, as long as it is: one that hears nothing for long takes its
+/// client for gone.
+const SIGN_EVERY: Duration = Duration::from_secs(1);
 
 /// Longest lease: more is the same as no end, and would overflow the clock.
 const LEASE_MAX: Duration = Duration::from_secs(3600);
@@ -224,7 +229,9 @@ impl Fetch<'_, '_, '_, '_> {
     /// Reads a batch, and says that it was.
     async fn read(&mut self, rows: &[Descriptor], terms: &Terms) -> Result<(), Stop> {
         let in_arena = rows.iter().all(|row| row.place == LentIn::Arena);
-        let own = self.link.reach();
+        let (control, borrower, own) = self.link.parts();
+        let own = &*own;
+        let mut signs = Signs { control, borrower, last: Instant::now() };
         match &mut self.taker {
             Taker::Frames(sink, delivered) => {
                 let hand_on = |frame| {
@@ -234,29 +241,62 @@ impl Fetch<'_, '_, '_, '_> {
                 let bytes = rows.iter().map(|row| u64::from(row.len)).sum();
                 self.besides.help(if in_arena { bytes } else { 0 });
                 let reaches = Reaches::new(own, self.besides.reaches());
-                reads::read_frames(rows, &reaches, terms, hand_on).await?;
+                reads::read_frames(rows, &reaches, terms, &mut signs, hand_on).await?;
             }
             Taker::Slices(slices) => {
-                let plan = layers::plan(slices, (self.named, rows), &Reaches::new(own, []), terms).await?;
+                let plan =
+                    layers::plan(slices, (self.named, rows), &Reaches::new(own, []), terms, &mut signs)
+                        .await?;
                 self.besides.help(if in_arena { plan.bytes } else { 0 });
                 let reaches = Reaches::new(own, self.besides.reaches());
-                layers::read(slices, plan, &reaches, terms).await?;
+                layers::read(slices, plan, &reaches, terms, &mut signs).await?;
             }
         }
         self.named += rows.len();
         for row in rows {
-            self.link.borrower.give_back(row.loan);
+            signs.is_read(row.loan);
+        }
+        signs.give_back().await
+    }
+}
+
+/// What the node hears while what it lent is read.
+pub(super) struct Signs<'a> {
+    control: &'a mut Occupied,
+    borrower: &'a mut Borrower,
+    last: Instant,
+}
+
+impl Signs<'_> {
+    /// Nobody reads this any more.
+    pub(super) fn is_read(&mut self, loan: LoanId) {
+        self.borrower.give_back(loan);
+    }
+
+    /// Something was read: now and then the node hears of it, and of what nobody reads any more, be it nothing. Only while something
+    /// of what it said last is not given back: else it would take this for what is asked next.
+    pub(super) async fn progress(&mut self) -> Result<(), Stop> {
+        if self.last.elapsed() < SIGN_EVERY {
+            return Ok(());
+        }
+        self.last = Instant::now();
+        if self.borrower.waiting() == 0 && self.borrower.held() > 0 {
+            self.say(Vec::new()).await?;
         }
         self.give_back().await
     }
 
     async fn give_back(&mut self) -> Result<(), Stop> {
-        let (control, borrower, _) = self.link.parts();
-        while borrower.waiting() > 0 {
-            let loans = words::loans_to_bytes(&borrower.take_returns(RETURNS_MAX));
-            let message = encode(&data::GivenBack { loans }).map_err(|error| nonsense(&error))?;
-            control.write(message).await?;
+        while self.borrower.waiting() > 0 {
+            let loans = self.borrower.take_returns(RETURNS_MAX);
+            self.say(loans).await?;
         }
-        Ok(control.flush().await?)
+        Ok(self.control.flush().await?)
+    }
+
+    async fn say(&mut self, loans: Vec<LoanId>) -> Result<(), Stop> {
+        let loans = words::loans_to_bytes(&loans);
+        let message = encode(&data::GivenBack { loans }).map_err(|error| nonsense(&error))?;
+        Ok(self.control.write(message).await?)
     }
 }

@@ -119,6 +119,12 @@ impl Lane {
         locked(&self.breaker).is_closed()
     }
 
+    /// As if a link had been given up on it, and nobody was told.
+    #[cfg(test)]
+    pub(super) fn is_in_doubt(&self) {
+        self.doubt.is_there.store(true, Ordering::Relaxed);
+    }
+
     /// Whether links were given up on it just now, so that others come first.
     fn is_doubted(&self) -> bool {
         self.doubt.is_there.load(Ordering::Relaxed)
@@ -237,17 +243,18 @@ pub(super) struct Held {
 /// Links over which a fetch reads that was asked over another one.
 pub(super) struct Besides<'a> {
     lanes: &'a Lanes,
-    /// The lane that was asked.
-    own: usize,
+    /// Lanes of which none is taken: the one that was asked, and those whose links broke before.
+    without: Vec<usize>,
     may_take: bool,
     bytes: u64,
     taken: Vec<Beside>,
 }
 
 impl<'a> Besides<'a> {
-    /// None, and others only where they `may` be taken.
-    pub(super) fn new(lanes: &'a Lanes, own: usize, may: bool) -> Besides<'a> {
-        Besides { lanes, own, may_take: may, bytes: 0, taken: Vec::new() }
+    /// None yet of other lanes than `own` and those that are `left_out`, and never any unless they `may` be taken.
+    pub(super) fn new(lanes: &'a Lanes, own: usize, left_out: &[usize], may: bool) -> Besides<'a> {
+        let without = left_out.iter().copied().chain([own]).collect();
+        Besides { lanes, without, may_take: may, bytes: 0, taken: Vec::new() }
     }
 
     /// So many bytes more are to be read that any link reaches: takes others once they are many.
@@ -255,7 +262,7 @@ impl<'a> Besides<'a> {
         self.bytes = self.bytes.saturating_add(bytes);
         // Where there was none, one is made meanwhile.
         if self.may_take && self.taken.is_empty() && self.bytes >= self.lanes.large_bytes() {
-            self.taken = self.lanes.beside(self.own);
+            self.taken = self.lanes.beside(&self.without);
         }
     }
 
@@ -263,15 +270,18 @@ impl<'a> Besides<'a> {
         self.taken.iter().filter_map(|beside| beside.link.as_ref()).map(Link::reach)
     }
 
-    /// Takes note of those that broke; whether any did.
-    pub(super) fn ended(&self, why: &dyn Display) -> bool {
+    /// Takes note of those that broke: their lanes.
+    pub(super) fn ended(&self, why: &dyn Display) -> Vec<usize> {
         let broken = |beside: &&Beside| beside.link.as_ref().is_some_and(Link::is_broken);
-        self.taken.iter().filter(broken).inspect(|beside| self.lanes.fail(&beside.busy.0, why)).count() > 0
+        let failed = self.taken.iter().filter(broken).inspect(|beside| self.lanes.fail(&beside.busy.0, why));
+        failed.map(|beside| beside.at).collect()
     }
 }
 
 struct Beside {
     link: Option<Link>,
+    /// Its lane, by position.
+    at: usize,
     /// When its connection was used last: the node ends links over which nothing is asked.
     since: Instant,
     busy: Busy,
@@ -328,6 +338,11 @@ impl Lanes {
         lanes[at].keep_new(first);
         let (is_told, is_failure_told) = (AtomicBool::new(false), AtomicBool::new(false));
         Lanes { tcp, lanes, at_once, idle_timeout, told, came, is_told, is_failure_told }
+    }
+
+    #[cfg(test)]
+    pub(super) fn lane(&self, at: usize) -> &Lane {
+        &self.lanes[at]
     }
 
     /// Bytes from which on a fetch is large.
@@ -388,21 +403,21 @@ impl Lanes {
         None
     }
 
-    /// Links of other lanes than `own` on which nothing is under way.
-    fn beside(&self, own: usize) -> Vec<Beside> {
+    /// Links of other lanes than these on which nothing is under way.
+    fn beside(&self, without: &[usize]) -> Vec<Beside> {
         let unused: Vec<_> = self
-            .in_order(&[own], false)
+            .in_order(without, false)
             .into_iter()
             .filter(|(_, lane)| !lane.is_doubted() && lane.under_way.load(Ordering::Relaxed) == 0)
-            .map(|(_, lane)| lane)
             .collect();
-        let take = |lane: &&Arc<Lane>| {
+        let take = |(at, lane): &(usize, &Arc<Lane>)| {
             let (link, since) = lane.take(self.idle_timeout, None)?;
-            Some(Beside { link: Some(link), since, busy: Busy::new(lane) })
+            Some(Beside { link: Some(link), at: *at, since, busy: Busy::new(lane) })
         };
-        let there: Vec<Beside> = unused.iter().filter_map(take).collect();
-        let has_one = |lane: &&Arc<Lane>| there.iter().any(|beside| Arc::ptr_eq(&beside.busy.0, lane));
-        self.miss(unused.iter().copied().filter(|lane| !has_one(lane)));
+        let there = unused.iter().filter_map(take).collect();
+        // One that took the last leaves the next operation none for as long as the fetch lasts.
+        let has_none = |lane: &&Arc<Lane>| locked(&lane.idle).is_empty();
+        self.miss(unused.iter().map(|(_, lane)| *lane).filter(has_none));
         there
     }
 

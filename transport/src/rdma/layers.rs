@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use kv_core::lend::Descriptor;
 use kvfleet_proto::frame::{Frame, FrameHead};
 
-use super::fetch::{Stop, Terms, nonsense};
+use super::fetch::{Signs, Stop, Terms, nonsense};
 use super::reads::{Came, Reaches, read_all};
 use crate::pieces::{Piece, Wave};
 use crate::slices::Filling;
@@ -137,10 +137,11 @@ pub(super) async fn plan(
     (nth, rows): (usize, &[Descriptor]),
     reaches: &Reaches<'_>,
     terms: &Terms,
+    signs: &mut Signs<'_>,
 ) -> Result<Plan, Stop> {
     let of_use = slices.of_use().map_or(rows.len(), |blocks| blocks.saturating_sub(nth).min(rows.len()));
     let rows = &rows[..of_use];
-    let heads = read_heads(rows, reaches, terms).await?;
+    let heads = read_heads(rows, reaches, terms, signs).await?;
     let mut plan = Plan { wave: Wave::new(slices.asked().clone()), bytes: 0, first: slices.before + nth };
     for (block, (row, bytes)) in rows.iter().zip(&heads).enumerate() {
         let Some((head, first)) = slices.head(nth + block, bytes, row.len as usize) else { break };
@@ -156,6 +157,7 @@ pub(super) async fn read(
     Plan { mut wave, first, .. }: Plan,
     reaches: &Reaches<'_>,
     terms: &Terms,
+    signs: &mut Signs<'_>,
 ) -> Result<(), Stop> {
     // What lies behind a wrong slice is not read any more.
     let usable = AtomicUsize::new(usize::MAX);
@@ -173,13 +175,18 @@ pub(super) async fn read(
         if !slices.filling.is_usable(first + piece.position) {
             usable.fetch_min(piece.position, Ordering::Relaxed);
         }
-        Ok(())
+        Ok(None)
     };
-    read_all(reaches, terms, wanted, take).await
+    read_all(reaches, terms, signs, wanted, take).await
 }
 
 /// The first bytes of each block, from which its head can be read.
-async fn read_heads(rows: &[Descriptor], reaches: &Reaches<'_>, terms: &Terms) -> Result<Vec<Vec<u8>>, Stop> {
+async fn read_heads(
+    rows: &[Descriptor],
+    reaches: &Reaches<'_>,
+    terms: &Terms,
+    signs: &mut Signs<'_>,
+) -> Result<Vec<Vec<u8>>, Stop> {
     let mut heads = vec![Vec::new(); rows.len()];
     let mut lengths: Vec<u32> = rows.iter().map(|row| row.len.min(HEAD_BYTES)).collect();
     // Most heads are as short; others say how long they are, which is believed once.
@@ -194,9 +201,9 @@ async fn read_heads(rows: &[Descriptor], reaches: &Reaches<'_>, terms: &Terms) -
         let wanted = || short.next().map(|nth| (nth, rows[nth], 0..lengths[nth]));
         let take = |nth: usize, came: Option<Came<'_>>| {
             heads[nth] = came.map_or_else(Vec::new, |came| came.bytes().to_vec());
-            Ok(())
+            Ok(None)
         };
-        read_all(reaches, terms, wanted, take).await?;
+        read_all(reaches, terms, signs, wanted, take).await?;
         for (nth, row) in rows.iter().enumerate() {
             // What does not begin a frame is found out by whoever reads the head.
             let needs = heads[nth].first_chunk().and_then(|start| FrameHead::length(start).ok());

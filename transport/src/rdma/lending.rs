@@ -3,6 +3,7 @@
 //! Loans are out until the client gives them back, or the connection ends and its queue pairs with it. Not here: the rules
 //! of lending (`kv_core::lend`), saves (`taking.rs`).
 
+use std::ops::Range;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -10,6 +11,7 @@ use kv_core::id::LeaseId;
 use kv_core::lend::{Descriptor, LendRefused, Place as LentIn};
 use kv_core::pipeline::Arrive;
 use kvfleet_proto::data;
+use kvfleet_proto::frame::Frame;
 
 use super::offer::{Attached, Kept};
 use super::words;
@@ -52,6 +54,18 @@ struct Terms {
     epoch: u64,
     /// See [`BATCH_BYTES`].
     batch_bytes: u64,
+    /// Whoever asked for slices reads these and the heads; all of a frame else.
+    layers: Option<Range<usize>>,
+}
+
+impl Terms {
+    /// Bytes of a frame that its reader wants.
+    fn wanted(&self, frame: &Frame) -> usize {
+        let all = frame.bytes.len();
+        let Some(layers) = &self.layers else { return all };
+        // What is no frame is found out by whoever reads it.
+        frame.head().map_or(all, |head| head.bytes().len() + head.bytes_of(layers.clone()))
+    }
 }
 
 impl Attached {
@@ -96,9 +110,10 @@ impl Attached {
         };
         let reply = self.renewing(service, service.fetch(request)).await;
         self.answered(reply.epoch);
-        let is_by_layer = layers.is_some_and(|layers| layers.arrive == Arrive::ByLayer);
+        let is_by_layer = layers.as_ref().is_some_and(|layers| layers.arrive == Arrive::ByLayer);
         let batch_bytes = if is_by_layer { LAYERS_BATCH_BYTES } else { BATCH_BYTES };
-        let terms = Terms { lease, span, epoch: reply.epoch.0, batch_bytes };
+        let layers = layers.map(|layers| layers.layers);
+        let terms = Terms { lease, span, epoch: reply.epoch.0, batch_bytes, layers };
         let lent = if reply.epoch == asked_epoch {
             self.lend_all(reply, &terms, (service, operations), stream).await
         } else {
@@ -151,7 +166,7 @@ impl Attached {
             loop {
                 match self.way(&frame.bytes, may_lend, terms.lease) {
                     Way::Lent(row) => {
-                        self.carried().sent(frame.bytes.len());
+                        self.carried().sent(terms.wanted(&frame));
                         batch.in_tray |= row.place == LentIn::Tray;
                         batch.rows.push(row);
                         batch.bytes += u64::from(row.len);

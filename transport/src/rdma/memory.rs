@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::any::Any;
+use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -16,7 +17,7 @@ use bytes::Bytes;
 use kv_core::lend::Room;
 use kvfleet_proto::frame::{Unsettled, copy_crc32c_from, copy_from};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
-use tokio::sync::Notify;
+use tokio::sync::oneshot;
 
 /// Where places begin: at cache lines, so that two places never share one.
 pub(super) const ALIGN_BYTES: u64 = 64;
@@ -157,8 +158,48 @@ pub struct Pool {
     memory: Arc<Memory>,
     start: u64,
     len: u64,
-    room: Mutex<Room>,
-    freed: Notify,
+    shared: Mutex<Shared>,
+}
+
+/// What is free, and who waits for it.
+#[derive(Debug)]
+struct Shared {
+    room: Room,
+    /// In the order in which they came: what comes back is the first one's.
+    waiting: VecDeque<Waiting>,
+    /// Of the next who waits.
+    number: u64,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    number: u64,
+    len: u32,
+    /// Where the place goes, also to one that is not polled meanwhile: it keeps what is its own, and nobody behind it waits for that.
+    to: oneshot::Sender<Place>,
+}
+
+impl Shared {
+    /// Those in front who have their places now.
+    fn grant(&mut self) -> Vec<(Waiting, u64)> {
+        let mut granted = Vec::new();
+        while let Some(at) = self.waiting.front().and_then(|first| self.room.take(first.len)) {
+            granted.extend(self.waiting.pop_front().map(|first| (first, at)));
+        }
+        granted
+    }
+}
+
+/// One who waits for a place, until it has it or is dropped.
+struct Waits<'a> {
+    pool: &'a Arc<Pool>,
+    number: u64,
+}
+
+impl Drop for Waits<'_> {
+    fn drop(&mut self) {
+        self.pool.change(|shared| shared.waiting.retain(|other| other.number != self.number));
+    }
 }
 
 impl Pool {
@@ -177,12 +218,27 @@ impl Pool {
         pooled.push(range);
         drop(pooled);
         let len = end - start;
-        let room = Mutex::new(Room::new(len, ALIGN_BYTES));
-        Arc::new(Pool { memory: Arc::clone(memory), start, len, room, freed: Notify::new() })
+        let room = Room::new(len, ALIGN_BYTES);
+        let shared = Mutex::new(Shared { room, waiting: VecDeque::new(), number: 0 });
+        Arc::new(Pool { memory: Arc::clone(memory), start, len, shared })
     }
 
-    fn room(&self) -> MutexGuard<'_, Room> {
-        self.room.lock().unwrap_or_else(PoisonError::into_inner)
+    fn shared(&self) -> MutexGuard<'_, Shared> {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes what is free or who waits, and gives those their places who have them then.
+    fn change(self: &Arc<Pool>, change: impl FnOnce(&mut Shared)) {
+        let granted = {
+            let mut shared = self.shared();
+            change(&mut shared);
+            shared.grant()
+        };
+        for (waiting, at) in granted {
+            let place = Place { pool: Arc::clone(self), at, len: waiting.len };
+            // One who waits no longer gives it back by dropping it, which needs the lock.
+            let _ = waiting.to.send(place);
+        }
     }
 
     /// Bytes of the longest place there can be.
@@ -197,27 +253,30 @@ impl Pool {
         self.memory.offset_of(bytes).is_some()
     }
 
-    /// A place of `len` bytes, if there is one now.
+    /// A place of `len` bytes, if there is one now that nobody waits for.
     #[must_use]
     pub fn take(self: &Arc<Pool>, len: u32) -> Option<Place> {
-        let at = self.room().take(len)?;
+        // Many that need little would take each hole before one that needs much.
+        let mut shared = self.shared();
+        let at = if shared.waiting.is_empty() { shared.room.take(len) } else { None }?;
+        drop(shared);
         Some(Place { pool: Arc::clone(self), at, len })
     }
 
-    /// The same; waits until others give back. Nothing when it would wait forever.
+    /// The same; waits until others give back, behind those who came before. Nothing when it would wait forever.
     pub(super) async fn wait(self: &Arc<Pool>, len: u32) -> Option<Place> {
         if u64::from(len) > self.len {
             return None;
         }
-        loop {
-            let freed = self.freed.notified();
-            tokio::pin!(freed);
-            freed.as_mut().enable();
-            if let Some(place) = self.take(len) {
-                return Some(place);
-            }
-            freed.await;
-        }
+        let (to, place) = oneshot::channel();
+        let mut number = 0;
+        self.change(|shared| {
+            number = shared.number;
+            shared.number += 1;
+            shared.waiting.push_back(Waiting { number, len, to });
+        });
+        let _waits = Waits { pool: self, number };
+        place.await.ok()
     }
 
     #[cfg(test)]
@@ -227,7 +286,7 @@ impl Pool {
 
     #[cfg(test)]
     pub(super) fn places(&self) -> usize {
-        self.room().places()
+        self.shared().room.places()
     }
 }
 
@@ -296,8 +355,7 @@ impl AsRef<[u8]> for Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.pool.room().give_back(self.at);
-        self.pool.freed.notify_waiters();
+        self.pool.change(|shared| shared.room.give_back(self.at));
     }
 }
 
@@ -361,6 +419,49 @@ mod tests {
         let never = tokio::time::timeout(suite::PATIENCE, pool.wait(4097)).await;
         assert!(never.unwrap().is_none(), "what never fits is not waited for");
         assert_eq!(pool.places(), 0);
+    }
+
+    #[tokio::test]
+    async fn who_waits_for_much_is_not_passed_by_those_who_need_little() {
+        let pool = Pool::new(&memory(4096), 0..4096);
+        let (first, second) = (pool.take(2048).unwrap(), pool.take(2048).unwrap());
+        let mut much = Box::pin(pool.wait(4096));
+        let mut little = Box::pin(pool.wait(64));
+        let mut given_up = Box::pin(pool.wait(64));
+        assert!(!is_there(&mut much).await && !is_there(&mut little).await && !is_there(&mut given_up).await);
+        drop(first);
+        assert!(
+            pool.take(64).is_none() && !is_there(&mut little).await,
+            "there is room, and it is another's"
+        );
+        assert!(!is_there(&mut much).await);
+        drop((given_up, second));
+        let much = much.await.unwrap();
+        assert!(!is_there(&mut little).await);
+        drop(much);
+        little.await.unwrap();
+        assert!(pool.take(4096).is_some(), "nobody waits any more");
+        // One that is not polled any more when its place came keeps that, and nobody behind it waits for it.
+        let held = pool.take(2048).unwrap();
+        let (mut idle, mut next) = (Box::pin(pool.wait(4096 - 64)), Box::pin(pool.wait(64)));
+        assert!(!is_there(&mut idle).await && !is_there(&mut next).await);
+        drop(held);
+        next.await.unwrap();
+        drop(idle);
+        assert!(pool.take(4096).is_some(), "what it kept came back with it");
+        // Who gives up in front of others leaves them the room.
+        let held = pool.take(2048).unwrap();
+        let (mut much, mut little) = (Box::pin(pool.wait(4096)), Box::pin(pool.wait(64)));
+        assert!(!is_there(&mut much).await && !is_there(&mut little).await);
+        drop(much);
+        little.await.unwrap();
+        assert!(pool.take(2048).is_some());
+        drop(held);
+    }
+
+    /// Whether a place is there already.
+    async fn is_there<F: Future<Output = Option<Place>>>(waits: &mut std::pin::Pin<Box<F>>) -> bool {
+        std::future::poll_fn(|context| std::task::Poll::Ready(waits.as_mut().poll(context).is_ready())).await
     }
 
     #[test]

@@ -120,7 +120,7 @@ impl RdmaPath {
             };
             let (mut answer, was_used) = (None, held.link.is_used);
             // Whoever waits for nothing leaves other lanes to those who do.
-            let mut besides = Besides::new(&self.lanes, held.at, !rest.is_alone && class == Class::Fetch);
+            let mut besides = Besides::new(&self.lanes, held.at, &rest.left_out, class == Class::Fetch);
             let mut fetch =
                 Fetch { link: &mut held.link, besides: &mut besides, answer: &mut answer, taker, named: 0 };
             let stop = match timeout_at(deadline, fetch.run(&rest.request)).await {
@@ -132,7 +132,10 @@ impl RdmaPath {
                 Ok(Err(stop)) => stop,
                 Err(_) => Stop::Reason(MissReason::TooLate),
             };
-            rest.is_alone = besides.ended(&stop) && !held.link.is_broken();
+            let broken = besides.ended(&stop);
+            // Then the link that was asked says nothing against its lane, and the next attempt is without those.
+            rest.is_of_others = !broken.is_empty() && !held.link.is_broken();
+            rest.left_out.extend(broken);
             self.lanes.ended(&held, &stop);
             let at = held.at;
             drop(besides);
@@ -208,13 +211,22 @@ struct Rest {
     tried: Vec<usize>,
     /// Whether a link may be asked that an operation used before.
     may_be_used: bool,
-    /// Only another lane's link broke: the one that was asked says nothing against its lane, and the next attempt reads alone.
-    is_alone: bool,
+    /// Lanes whose links broke while they only helped. Each that is added is one that was not, so that attempts come to an end.
+    left_out: Vec<usize>,
+    /// Only such links broke in the attempt that is over.
+    is_of_others: bool,
 }
 
 impl Rest {
     fn of(request: FetchRequest) -> Rest {
-        Rest { request, parts: Parts::default(), tried: Vec::new(), may_be_used: true, is_alone: false }
+        Rest {
+            request,
+            parts: Parts::default(),
+            tried: Vec::new(),
+            may_be_used: true,
+            left_out: Vec::new(),
+            is_of_others: false,
+        }
     }
 
     /// A link was cut off behind this answer of the node: how that ends the fetch, if it does.
@@ -235,7 +247,7 @@ impl Rest {
         self.parts.add(&answer, delivered);
         skip(&mut self.request, delivered);
         taker.go_on();
-        if !self.is_alone {
+        if !self.is_of_others {
             self.tried.push(at);
         }
         // What lies behind a wrong block is of no use.

@@ -9,11 +9,12 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
+use kv_core::id::LoanId;
 use kv_core::lend::{Descriptor, Place as LentIn};
 use kvfleet_proto::frame::Frame;
 use tokio::sync::{Semaphore, SemaphorePermit, mpsc};
 
-use super::fetch::{Stop, Terms, nonsense};
+use super::fetch::{Signs, Stop, Terms, nonsense};
 use super::flights::{Arriving, TransferError};
 use super::link::Reach;
 use super::memory::Place;
@@ -115,12 +116,14 @@ impl<'a> Reaches<'a> {
 /// Something to be read: for what, where it is, and which bytes of that, if any.
 pub(super) type Wanted<T> = (T, Descriptor, Range<u32>);
 
-/// Reads one after the other, and hands each on in this order once the node is known to have lent it until it was there.
+/// Reads one after the other, and hands each on in this order once the node is known to have lent it until it was there. Who takes
+/// it says which loan nobody reads any more.
 pub(super) async fn read_all<T: Send>(
     reaches: &Reaches<'_>,
     terms: &Terms,
+    signs: &mut Signs<'_>,
     mut wanted: impl FnMut() -> Option<Wanted<T>> + Send,
-    mut take: impl FnMut(T, Option<Came<'_>>) -> Result<(), Stop> + Send,
+    mut take: impl FnMut(T, Option<Came<'_>>) -> Result<Option<LoanId>, Stop> + Send,
 ) -> Result<(), Stop> {
     let (begun, mut reading) = mpsc::channel(BEGUN_MAX);
     let begins = async move {
@@ -148,8 +151,11 @@ pub(super) async fn read_all<T: Send>(
             }
             reaches.own.vouch(terms).await?;
             for (what, came) in there.drain(..) {
-                take(what, came)?;
+                if let Some(loan) = take(what, came)? {
+                    signs.is_read(loan);
+                }
             }
+            signs.progress().await?;
         }
         Ok(())
     };
@@ -161,15 +167,16 @@ pub(super) async fn read_frames(
     rows: &[Descriptor],
     reaches: &Reaches<'_>,
     terms: &Terms,
+    signs: &mut Signs<'_>,
     mut sink: impl FnMut(Frame) + Send,
 ) -> Result<(), Stop> {
     let mut next = rows.iter();
-    let wanted = || next.next().map(|row| ((), *row, 0..row.len));
-    let take = |(), came: Option<Came<'_>>| {
+    let wanted = || next.next().map(|row| (row.loan, *row, 0..row.len));
+    let take = |loan, came: Option<Came<'_>>| {
         // No row is empty.
         let bytes = came.map(Came::keep).unwrap_or_default();
         sink(Frame::parse(bytes).map_err(ItemError::from)?);
-        Ok(())
+        Ok(Some(loan))
     };
-    read_all(reaches, terms, wanted, take).await
+    read_all(reaches, terms, signs, wanted, take).await
 }

@@ -1,6 +1,7 @@
 //! The suite over cards that are fakes, and what only this path has: domains, fences, links, hostile ends.
 #![allow(clippy::unwrap_used)]
 
+mod beside;
 mod fences;
 mod hostile;
 mod layers;

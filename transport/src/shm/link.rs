@@ -104,6 +104,8 @@ struct State {
     rooms: Room,
     /// Packets that the node's queue had no room for.
     unsent: VecDeque<Vec<u8>>,
+    /// What nobody reads any more is to be given back as soon as nothing else is unsent.
+    is_return_due: bool,
     is_led: bool,
     lost: Option<Lost>,
 }
@@ -142,6 +144,7 @@ impl Link {
             operations: BTreeMap::new(),
             rooms: Room::new(parts.tray_in_bytes, PLACE_ALIGN),
             unsent: VecDeque::new(),
+            is_return_due: false,
             is_led: false,
             lost: None,
         };
@@ -295,7 +298,17 @@ impl Link {
     }
 
     fn flush(&self, state: &mut State) {
-        while let Some(packet) = state.unsent.front() {
+        loop {
+            let Some(packet) = state.unsent.front() else {
+                if !std::mem::take(&mut state.is_return_due) || state.borrower.waiting() == 0 {
+                    return;
+                }
+                let mut packet = ToNode::Return { loans: state.borrower.take_returns(RETURNS_MAX) }.encode();
+                say_from(&mut packet, aside::here());
+                state.is_return_due = state.borrower.waiting() > 0;
+                state.unsent.push_back(packet);
+                continue;
+            };
             match self.socket.send(packet, &[]) {
                 // The end of the connection is heard of where packets are read.
                 Ok(Sent::Queued | Sent::Ended) => drop(state.unsent.pop_front()),
@@ -549,7 +562,9 @@ impl Link {
     }
 
     fn send_returns(self: &Arc<Self>, state: &mut State) {
-        while state.borrower.waiting() > 0 {
+        // While packets wait for the node to read, these do, and go in one: as many as there are blocks would be too many.
+        state.is_return_due = !state.unsent.is_empty();
+        while state.borrower.waiting() > 0 && !state.is_return_due {
             let loans = state.borrower.take_returns(RETURNS_MAX);
             self.post(state, ToNode::Return { loans }.encode());
         }

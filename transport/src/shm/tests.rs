@@ -71,7 +71,7 @@ fn server_config() -> ShmServerConfig {
 }
 
 /// A node of the suite at a socket of its own.
-struct Node {
+pub(crate) struct Node {
     dir: tempfile::TempDir,
     server: Option<ShmServer>,
     /// Whether it lets clients in.
@@ -86,20 +86,45 @@ impl Node {
         is_open: bool,
     ) -> Node {
         let dir = tempfile::tempdir().unwrap();
+        let mut node = Node { dir, server: None, is_open: Arc::new(AtomicBool::new(is_open)) };
+        node.bind(service, arena, config);
+        node
+    }
+
+    /// One of the usual settings that lets everybody in.
+    pub(crate) fn holding(service: Arc<MemoryService>) -> Node {
+        let arena = service.arena();
+        Node::start(service, arena, server_config(), true)
+    }
+
+    /// Ends, and starts anew at the same socket.
+    pub(crate) async fn restart(&mut self, service: Arc<MemoryService>) {
+        if let Some(server) = self.server.take() {
+            server.close().await;
+        }
+        let arena = service.arena();
+        self.bind(service, arena, server_config());
+    }
+
+    fn bind(
+        &mut self,
+        service: Arc<dyn BlockService>,
+        arena: Option<Arc<BumpArena>>,
+        config: ShmServerConfig,
+    ) {
         let maps = arena.is_some();
-        let is_open = Arc::new(AtomicBool::new(is_open));
-        let door = Arc::new(Door { service, maps, is_open: Arc::clone(&is_open) });
+        let door = Arc::new(Door { service, maps, is_open: Arc::clone(&self.is_open) });
         let ends = ShmEnds { quick: Handle::current(), may_move: false, bulk: Handle::current() };
         let arena = arena.map(|arena| arena as Arc<dyn SharedArena>);
-        let server = ShmServer::bind(&socket_path(dir.path(), ADDRESS), config, arena, door, ends).unwrap();
-        Node { dir, server: Some(server), is_open }
+        let socket = socket_path(self.dir.path(), ADDRESS);
+        self.server = Some(ShmServer::bind(&socket, config, arena, door, ends).unwrap());
     }
 
     fn dir(&self) -> PathBuf {
         self.dir.path().to_owned()
     }
 
-    async fn dial(&self) -> Result<Arc<dyn Path>, crate::PathError> {
+    pub(crate) async fn dial(&self) -> Result<Arc<dyn Path>, crate::PathError> {
         ShmDialer::new(ShmConfig::new(self.dir())).dial(ADDRESS.to_owned()).await
     }
 
@@ -122,8 +147,7 @@ mod mapped {
     use super::*;
 
     pub(super) async fn pair(service: Arc<MemoryService>) -> Pair {
-        let arena = service.arena();
-        let node = Node::start(service, arena, server_config(), true);
+        let node = Node::holding(service);
         let path = node.dial().await.unwrap();
         Pair { path, keep: Box::new(node) }
     }

@@ -3,11 +3,13 @@
 
 use std::time::Duration;
 
-use kv_core::id::{Epoch, LeaseId};
+use kv_core::id::{BlockHash, Epoch, LeaseId};
+use kvfleet_proto::frame::Frame;
+use tokio::sync::watch;
 use tokio::time::timeout;
 
 use super::{
-    EPOCH, MemoryService, PATIENCE, done, fetch, fetch_request, frame, hash, hashes, in_dram, save,
+    EPOCH, IDENTITY, MemoryService, PATIENCE, done, fetch, fetch_request, frame, hash, hashes, in_dram, save,
     save_request,
 };
 use crate::{FetchAnswer, FetchRequest, MissReason, Path, SaveAnswer, SaveRefusal};
@@ -73,6 +75,55 @@ pub async fn fetch_stale_epoch(service: &MemoryService, path: &dyn Path) {
     hold(service, 3, 1000);
     service.set_epoch(Epoch(EPOCH.0 + 1));
     assert_eq!(answer(path, 3).await, FetchAnswer::Miss { reason: MissReason::StaleEpoch });
+}
+
+/// Routers may end the epoch of a node that lives; it then takes the next one and serves on. What it answered before is one answer: its
+/// blocks come as they were then, though the node forgets them and holds others meanwhile, and none of those comes in their place.
+pub async fn fetch_over_the_end_of_an_epoch(service: &MemoryService, path: &dyn Path) {
+    hold(service, 6, 1000);
+    service.set_gate(2);
+    let (seen, mut frames) = (watch::Sender::new(0), Vec::new());
+    let mut sink = |frame| {
+        frames.push(frame);
+        seen.send_replace(frames.len());
+    };
+    let fetch = path.fetch(fetch_request(&hashes(6)), &mut sink);
+    let newer = Epoch(EPOCH.0 + 1);
+    let ends = async {
+        let _ = seen.subscribe().wait_for(|seen| *seen == 2).await; // the sender is here
+        service.set_epoch(newer);
+        (0..6).for_each(|number| service.forget(hash(number)));
+        hold(service, 6, 2000);
+        service.set_gate(100);
+    };
+    let (answered, ()) =
+        timeout(PATIENCE, async { tokio::join!(fetch, ends) }).await.expect("it comes to an end");
+    assert_eq!(answered.expect("the path is whole"), FetchAnswer::Hit { tiers: in_dram(6) });
+    assert_eq!(
+        answer(path, 6).await,
+        FetchAnswer::Miss { reason: MissReason::StaleEpoch },
+        "whoever asks next"
+    );
+    let request = FetchRequest { epoch: newer, ..fetch_request(&hashes(6)) };
+    assert_eq!(fetch_of(path, request, 2000).await, FetchAnswer::Hit { tiers: in_dram(6) });
+    // They were kept where they came, which may be memory of the node.
+    are_of(&frames, &hashes(6), 1000);
+}
+
+/// These blocks, with so many bytes of content each.
+fn are_of(frames: &[Frame], hashes: &[BlockHash], bytes: usize) {
+    assert_eq!(frames.len(), hashes.len());
+    for (frame, hash) in frames.iter().zip(hashes) {
+        frame.verify(IDENTITY, *hash).expect("a good frame of the block asked");
+        assert_eq!(frame.payload().len(), bytes, "of the answer that it belongs to");
+    }
+}
+
+async fn fetch_of(path: &dyn Path, request: FetchRequest, bytes: usize) -> FetchAnswer {
+    let (hashes, mut frames) = (request.hashes.clone(), Vec::new());
+    let answer = path.fetch(request, &mut |frame| frames.push(frame)).await.expect("the path is whole");
+    are_of(&frames, &hashes, bytes);
+    answer
 }
 
 pub async fn fetch_ends_early(service: &MemoryService, path: &dyn Path) {

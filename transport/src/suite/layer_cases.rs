@@ -5,10 +5,12 @@ use std::ops::Range;
 use std::time::Duration;
 
 use bytes::BytesMut;
+use kv_core::id::Epoch;
 use kv_core::pipeline::Arrive;
 use kvfleet_proto::frame::Frame;
+use tokio::time::timeout;
 
-use super::{MemoryService, Rooms, fetch_request, frame_of, hash, hashes, in_dram};
+use super::{EPOCH, MemoryService, PATIENCE, Rooms, fetch_request, frame_of, hash, hashes, in_dram};
 use crate::{AskedLayers, FetchAnswer, FetchRequest, MissReason, Path};
 
 /// Slices of each block: long, short and empty ones.
@@ -91,6 +93,31 @@ pub async fn layers_that_are_late(service: &MemoryService, path: &dyn Path) {
     service.set_gate(100);
     let (answer, _) = all(path, 5, ALL).await;
     assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(5) }, "the path goes on");
+}
+
+/// As [`super::cases::fetch_over_the_end_of_an_epoch`]: no block is put together of slices of two answers.
+pub async fn layers_over_the_end_of_an_epoch(service: &MemoryService, path: &dyn Path) {
+    hold(service, 4);
+    service.set_gate(2);
+    let mut rooms = Rooms::new(&hashes(4), ALL);
+    let mut filled = rooms.count();
+    let asked = AskedLayers { layers: ALL, arrive: Arrive::ByLayer };
+    let fetch = path.fetch_layers(fetch_request(&hashes(4)), asked, &mut rooms);
+    let ends = async {
+        let _ = filled.wait_for(|filled| *filled > 0).await; // the sender is with the fetch
+        service.set_epoch(Epoch(EPOCH.0 + 1));
+        // The same blocks, in other slices.
+        (0..4).for_each(|number| service.hold(frame_of(hash(number), &[30_000, 100, 0, 33_000, 0])));
+        service.set_gate(100);
+    };
+    let (answer, ()) =
+        timeout(PATIENCE, async { tokio::join!(fetch, ends) }).await.expect("it comes to an end");
+    assert_eq!(answer.expect("the path is whole"), FetchAnswer::Hit { tiers: in_dram(4) });
+    assert_eq!(rooms.slice_bytes(), [&SLICES[..]; 4], "the head is of the same answer");
+    assert_eq!((&rooms.wrong[..], rooms.layers_there()), (&[][..], vec![5; 4]));
+    rooms.check();
+    let stale = fetch_as(path, fetch_request(&hashes(4)), ALL, Arrive::ByLayer).await;
+    assert_eq!(stale.0, FetchAnswer::Miss { reason: MissReason::StaleEpoch }, "whoever asks next");
 }
 
 pub async fn layers_that_are_wrong(service: &MemoryService, path: &dyn Path) {

@@ -5,6 +5,7 @@ use std::ops::Range;
 use kv_core::id::BlockHash;
 use kvfleet_proto::content;
 use kvfleet_proto::frame::FrameHead;
+use tokio::sync::watch;
 
 use super::IDENTITY;
 use crate::SliceSink;
@@ -21,6 +22,8 @@ pub struct Rooms {
     pub wrong: Vec<usize>,
     /// Encoded bytes that came.
     pub received_bytes: usize,
+    /// Slices that were filled.
+    count: watch::Sender<usize>,
 }
 
 #[derive(Debug)]
@@ -41,6 +44,7 @@ impl Rooms {
             filled: Vec::new(),
             wrong: Vec::new(),
             received_bytes: 0,
+            count: watch::Sender::new(0),
         }
     }
 
@@ -48,6 +52,19 @@ impl Rooms {
     #[must_use]
     pub fn layers_there(&self) -> Vec<usize> {
         self.blocks.iter().map(|room| room.until - self.layers.start.min(room.until)).collect()
+    }
+
+    /// How many slices are filled, for whoever waits for some.
+    #[must_use]
+    pub fn count(&self) -> watch::Receiver<usize> {
+        self.count.subscribe()
+    }
+
+    /// Bytes of each slice of the blocks whose heads came.
+    #[must_use]
+    pub fn slice_bytes(&self) -> Vec<Vec<u32>> {
+        let bytes = |slice: &Vec<u8>| u32::try_from(slice.len()).unwrap_or(u32::MAX);
+        self.blocks.iter().map(|room| room.slices.iter().map(bytes).collect()).collect()
     }
 
     /// Checks that what is there is the blocks' content.
@@ -88,6 +105,7 @@ impl SliceSink for Rooms {
         assert!(self.wrong.iter().all(|wrong| position < *wrong), "block {position} was wrong");
         assert_eq!(self.blocks[position].until, layers.start, "layers of a block come in order");
         self.blocks[position].until = layers.end;
+        self.count.send_modify(|count| *count += layers.len());
         self.filled.push((position, layers));
     }
 

@@ -102,6 +102,10 @@ impl Pool {
         message: Bytes,
     ) -> Result<(M, Occupied), PathError> {
         let mut waits = self.lost.clone();
+        // Another process may be there since, which is a new path's to find out.
+        if let Some(loss) = waits.borrow().as_ref() {
+            return Err(loss.clone().at(self.peer()));
+        }
         let asked = self.ask_while_there(class, message);
         tokio::select! {
             biased;

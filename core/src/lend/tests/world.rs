@@ -1,17 +1,20 @@
 //! A small node with its clients, in which everything that can happen next is a value: production `Lender` and `Borrower`
 //! at the ends of queues, slots that are written again as soon as nobody refers to them, and processes that are killed.
 //!
-//! The evictor is stronger than the tier book: it drops any block at any moment. Time stands still, so that no clock
-//! keeps anything right. Not here: the walk through all of it (`search`).
+//! Clients read what they map, or have a card read it for them (`card`). The evictor is stronger than the tier book: it drops
+//! any block at any moment. Time stands still, so that no clock keeps anything right: a lease that ends is a `Close` at the node
+//! and a `Kill` at the client, each of which may come at any moment. Not here: the walk through all of it (`search`).
 
-use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+mod card;
+mod client;
+mod judge;
+mod node;
+
 use std::hash::Hash;
-use std::time::Duration;
 
-use super::super::*;
 use super::search::Recorder;
-use crate::id::{LeaseId, LoanId, Timestamp};
+use crate::id::LoanId;
+use client::{Asked, Client};
 
 /// How the ends behave; all but the first are wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +37,10 @@ pub(super) enum Rules {
     NumbersAgain,
     /// What came for a cancelled operation is not given back.
     KeepUnwanted,
+    /// The client looks at the board when its card begins to read.
+    VouchBeforeTheReadEnds,
+    /// The node shows a new epoch on a board when it next answers over that connection.
+    ShowAtTheNextAnswer,
 }
 
 /// How much of everything there may be at one time.
@@ -49,6 +56,10 @@ pub(super) struct Bounds {
     pub(super) loans: usize,
     /// The node may be killed and start again.
     pub(super) node_dies: bool,
+    /// Cards read for clients; nothing is mapped.
+    pub(super) by_card: bool,
+    /// Epochs that a living node is given after its first.
+    pub(super) epochs: u8,
 }
 
 /// One thing that happens. The first number is the client's.
@@ -73,11 +84,20 @@ pub(super) enum Action {
     StartNode,
     Evict(usize),
     Write(usize, u8),
+    /// A card takes what it sees at this moment.
+    CardReads(usize, LoanId),
+    /// The client looks at the board, and hands on what its card read or gives the connection up.
+    Vouch(usize, LoanId),
+    /// The node, which closed the connection, ends its queue pair.
+    EndQueue(usize),
+    /// Then it takes back what was lent.
+    TakeBack(usize),
+    NewEpoch,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum ToNode {
-    Ask { operation: u64 },
+    Ask { operation: u64, epoch: u8 },
     Cancel { operation: u64 },
     Return { loans: Vec<LoanId> },
     Release,
@@ -85,7 +105,7 @@ enum ToNode {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum ToClient {
-    Row { operation: u64, loan: LoanId, slot: u8 },
+    Row { operation: u64, loan: LoanId, slot: u8, epoch: u8 },
     End { operation: u64 },
 }
 
@@ -101,153 +121,10 @@ impl Slot {
     const FREE: Slot = Slot { block: OTHER, is_listed: false, references: 0 };
 }
 
-/// One connection with both its ends.
-#[derive(Clone, Debug, Hash)]
-struct Client {
-    // The client's end.
-    is_alive: bool,
-    borrower: Borrower,
-    asked: BTreeMap<u64, Asked>,
-    /// What it may be reading at any moment.
-    frames: BTreeMap<LoanId, u8>,
-    /// What it reads and gave back, where the rules are broken.
-    reading: Option<u8>,
-    must_give_back: bool,
-    is_lost: bool,
-    // Between them.
-    to_node: VecDeque<ToNode>,
-    to_client: VecDeque<ToClient>,
-    // The node's end.
-    lender: Lender,
-    /// What keeps the bytes of loans: the slot of each.
-    kept: BTreeMap<LoanId, u8>,
-    operations: BTreeMap<u64, Serving>,
-    /// The book has the lease.
-    is_leased: bool,
-    is_closed: bool,
-    /// The node that this connection leads to is gone.
-    is_orphan: bool,
-}
-
-#[derive(Clone, Copy, Debug, Hash)]
-struct Asked {
-    is_cancelled: bool,
-}
-
-#[derive(Clone, Copy, Debug, Hash)]
-struct Serving {
-    loan: Option<LoanId>,
-    is_answered: bool,
-}
-
-const LEASE: LeaseId = LeaseId(1);
-const NOW: Timestamp = Timestamp(0);
 const SLOTS_MAX: usize = 2;
 /// The block that everybody asks for, and every other one: what else a slot may hold makes no difference.
 const WANTED: u8 = 1;
 const OTHER: u8 = 2;
-
-impl Client {
-    fn new() -> Client {
-        let limits = LendLimits {
-            lent_bytes_max: 1 << 20,
-            loans_max: 1 << 10,
-            leases_max: 1,
-            lease: Duration::from_secs(1),
-        };
-        let extent = Extent { arena_bytes: SLOTS_MAX as u64, tray_bytes: 0, frame_bytes_max: 1 };
-        Client {
-            is_alive: true,
-            borrower: Borrower::new(extent),
-            asked: BTreeMap::new(),
-            frames: BTreeMap::new(),
-            reading: None,
-            must_give_back: false,
-            is_lost: false,
-            to_node: VecDeque::new(),
-            to_client: VecDeque::new(),
-            lender: Lender::new(limits),
-            kept: BTreeMap::new(),
-            operations: BTreeMap::new(),
-            is_leased: false,
-            is_closed: false,
-            is_orphan: false,
-        }
-    }
-
-    fn speaks(&self) -> bool {
-        self.is_alive && !self.is_lost
-    }
-
-    /// The node hears and answers.
-    fn is_served(&self) -> bool {
-        !self.is_orphan && !self.is_closed
-    }
-
-    /// The process is gone, and with it all that it could read.
-    fn die(&mut self) {
-        self.is_alive = false;
-        self.borrower = Client::new().borrower;
-        self.asked.clear();
-        self.frames.clear();
-        self.reading = None;
-        self.must_give_back = false;
-        self.is_lost = false;
-        self.to_client.clear();
-    }
-
-    /// Numbers count how often something happened before, which changes nothing: they become the smallest of the same order.
-    fn renumber(&mut self) {
-        let loans = RefCell::new(BTreeSet::from([LoanId(0)]));
-        let operations = RefCell::new(BTreeSet::from([0]));
-        self.each_number(
-            &|loan| {
-                loans.borrow_mut().insert(loan);
-                loan
-            },
-            &|operation| {
-                operations.borrow_mut().insert(operation);
-                operation
-            },
-        );
-        let (loans, operations): (Vec<LoanId>, Vec<u64>) =
-            (loans.into_inner().into_iter().collect(), operations.into_inner().into_iter().collect());
-        let is_smallest = loans.last() == Some(&LoanId(loans.len() as u64 - 1))
-            && operations.last() == Some(&(operations.len() as u64 - 1));
-        if !is_smallest {
-            self.each_number(&|loan| LoanId(loans.binary_search(&loan).unwrap() as u64), &|operation| {
-                operations.binary_search(&operation).unwrap() as u64
-            });
-        }
-    }
-
-    fn each_number(&mut self, loan: &dyn Fn(LoanId) -> LoanId, operation: &dyn Fn(u64) -> u64) {
-        self.lender.renumber(loan);
-        self.borrower.renumber(loan, operation);
-        self.asked =
-            std::mem::take(&mut self.asked).into_iter().map(|(id, of)| (operation(id), of)).collect();
-        self.frames = std::mem::take(&mut self.frames).into_iter().map(|(id, of)| (loan(id), of)).collect();
-        self.kept = std::mem::take(&mut self.kept).into_iter().map(|(id, of)| (loan(id), of)).collect();
-        self.operations =
-            std::mem::take(&mut self.operations).into_iter().map(|(id, of)| (operation(id), of)).collect();
-        for serving in self.operations.values_mut() {
-            serving.loan = serving.loan.map(loan);
-        }
-        for message in &mut self.to_node {
-            match message {
-                ToNode::Ask { operation: id, .. } | ToNode::Cancel { operation: id } => *id = operation(*id),
-                ToNode::Return { loans } => loans.iter_mut().for_each(|id| *id = loan(*id)),
-                ToNode::Release => {}
-            }
-        }
-        for message in &mut self.to_client {
-            match message {
-                ToClient::Row { operation: of, loan: id, .. } => (*of, *id) = (operation(*of), loan(*id)),
-                ToClient::End { operation: of } => *of = operation(*of),
-            }
-        }
-    }
-}
 
 /// Everything.
 #[derive(Clone, Debug)]
@@ -255,14 +132,15 @@ pub(super) struct World {
     slots: Vec<Slot>,
     clients: Vec<Client>,
     is_node_alive: bool,
+    epoch: u8,
     /// What an end said that keeps to the rules and was refused.
     fault: Option<&'static str>,
 }
 
 impl World {
     pub(super) fn new(bounds: Bounds) -> World {
-        let clients = vec![Client::new(); bounds.clients];
-        World { slots: vec![Slot::FREE; bounds.slots], clients, is_node_alive: true, fault: None }
+        let clients = vec![Client::new(bounds.by_card, 0); bounds.clients];
+        World { slots: vec![Slot::FREE; bounds.slots], clients, is_node_alive: true, epoch: 0, fault: None }
     }
 
     /// Makes the numbers small again that this may have made large.
@@ -282,9 +160,13 @@ impl World {
             | Action::End(number)
             | Action::Close(number)
             | Action::SeeLoss(number)
-            | Action::Connect(number) => self.clients[number].renumber(),
+            | Action::Connect(number)
+            | Action::CardReads(number, _)
+            | Action::Vouch(number, _)
+            | Action::EndQueue(number)
+            | Action::TakeBack(number) => self.clients[number].renumber(),
             Action::KillNode => self.clients.iter_mut().for_each(Client::renumber),
-            Action::StartNode | Action::Evict(_) | Action::Write(..) => {}
+            Action::StartNode | Action::Evict(_) | Action::Write(..) | Action::NewEpoch => {}
         }
     }
 
@@ -293,7 +175,7 @@ impl World {
         let mut clients: Vec<u128> =
             self.clients.iter().map(|client| hash(&|recorder| client.hash(recorder))).collect();
         clients.sort_unstable();
-        hash(&|recorder| (&self.slots, self.is_node_alive, self.fault, &clients).hash(recorder))
+        hash(&|recorder| (&self.slots, self.is_node_alive, self.epoch, self.fault, &clients).hash(recorder))
     }
 
     /// Everything that can happen next.
@@ -302,12 +184,14 @@ impl World {
         for number in 0..self.clients.len() {
             self.actions_of_client(number, bounds, &mut all);
             self.actions_of_connection(number, rules, bounds, &mut all);
+            self.actions_of_card(number, &mut all);
         }
         if !self.is_node_alive {
             all.push(Action::StartNode);
             return all;
         }
         all.extend(bounds.node_dies.then_some(Action::KillNode));
+        all.extend((self.epoch < bounds.epochs).then_some(Action::NewEpoch));
         for (number, slot) in self.slots.iter().enumerate() {
             if slot.is_listed {
                 all.push(Action::Evict(number));
@@ -393,7 +277,7 @@ impl World {
                 let client = &mut self.clients[number];
                 let operation = client.borrower.begin(1);
                 client.asked.insert(operation, Asked { is_cancelled: false });
-                client.to_node.push_back(ToNode::Ask { operation });
+                client.to_node.push_back(ToNode::Ask { operation, epoch: self.epoch });
             }
             Action::Cancel(number, operation) => {
                 let client = &mut self.clients[number];
@@ -419,273 +303,19 @@ impl World {
             Action::Kill(number) => self.clients[number].die(),
             Action::End(number) => self.end(number),
             Action::Close(number) => self.close(number, rules),
-            Action::SeeLoss(number) => {
-                let client = &mut self.clients[number];
-                client.is_lost = true;
-                client.borrower.lost();
-                client.asked.clear();
-                client.must_give_back = false;
-            }
-            Action::Connect(number) => self.clients[number] = Client::new(),
+            Action::SeeLoss(number) => self.clients[number].see_loss(),
+            Action::Connect(number) => self.clients[number] = self.clients[number].fresh(self.epoch),
             Action::KillNode => self.kill_node(),
             Action::StartNode => self.is_node_alive = true,
             Action::Evict(slot) => self.slots[slot].is_listed = false,
             Action::Write(slot, block) => {
                 self.slots[slot] = Slot { block, is_listed: block == WANTED, references: 0 };
             }
-        }
-    }
-
-    fn lend(&mut self, number: usize, operation: u64) {
-        let client = &mut self.clients[number];
-        let Some(serving) = client.operations.get_mut(&operation) else { return };
-        serving.is_answered = true;
-        let Some(slot) = self.slots.iter().position(|slot| slot.is_listed) else {
-            return;
-        };
-        let Ok(loan) = client.lender.lend(LEASE, 1, NOW) else {
-            self.fault = Some("nothing is lent below the limits");
-            return;
-        };
-        serving.loan = Some(loan);
-        self.slots[slot].references += 1;
-        client.kept.insert(loan, slot as u8);
-        client.to_client.push_back(ToClient::Row { operation, loan, slot: slot as u8 });
-    }
-
-    fn finish(&mut self, number: usize, operation: u64) {
-        let client = &mut self.clients[number];
-        client.operations.remove(&operation);
-        client.to_client.push_back(ToClient::End { operation });
-        let mut effects = Vec::new();
-        client.lender.finish(LEASE, &mut effects);
-        self.run(number, &effects);
-    }
-
-    fn node_reads(&mut self, number: usize, rules: Rules) {
-        let client = &mut self.clients[number];
-        let mut effects = Vec::new();
-        match client.to_node.pop_front() {
-            Some(ToNode::Ask { operation }) => {
-                if client.lender.begin(LEASE, NOW).is_err() {
-                    self.fault = Some("an operation is refused below the limits");
-                }
-                client.is_leased = true;
-                client.operations.insert(operation, Serving { loan: None, is_answered: false });
-            }
-            Some(ToNode::Cancel { operation }) => {
-                if let Some(serving) = client.operations.get(&operation).copied() {
-                    if let (Rules::FreeAtCancel, Some(loan)) = (rules, serving.loan) {
-                        // Such a node does not hear of the loan again either.
-                        let _ = client.lender.take_back(&[loan], &mut effects);
-                    }
-                    self.finish(number, operation);
-                }
-            }
-            Some(ToNode::Return { loans }) => {
-                // A node that freed some of it too early is not to be found by its own complaint.
-                let is_out = |loan: &LoanId| rules == Rules::Kept || client.kept.contains_key(loan);
-                let out: Vec<LoanId> = loans.iter().copied().filter(is_out).collect();
-                if client.lender.take_back(&out, &mut effects).is_err() {
-                    self.fault = Some("what is given back was not out");
-                }
-                if rules == Rules::NumbersAgain {
-                    let out = client.kept.keys().filter(|loan| !loans.contains(loan));
-                    *client.lender.newest_mut() = out.copied().max().unwrap_or_default();
-                }
-            }
-            Some(ToNode::Release) => {
-                if rules == Rules::FreeAtRelease {
-                    let all: Vec<LoanId> = client.kept.keys().copied().collect();
-                    let _ = client.lender.take_back(&all, &mut effects);
-                }
-                client.lender.release(LEASE, &mut effects);
-                if rules == Rules::ReleaseAtOnce {
-                    client.is_leased = false;
-                }
-            }
-            None => {}
-        }
-        self.run(number, &effects);
-    }
-
-    fn client_reads(&mut self, number: usize, rules: Rules) {
-        let client = &mut self.clients[number];
-        match client.to_client.pop_front() {
-            Some(ToClient::Row { operation, loan, slot }) => {
-                let row = Descriptor { loan, place: Place::Arena, at: u64::from(slot), len: 1 };
-                match client.borrower.receive(operation, &[row]) {
-                    Ok(Received::Kept) => {
-                        client.frames.insert(loan, slot);
-                    }
-                    Ok(Received::Unwanted) if rules == Rules::KeepUnwanted => {
-                        client.borrower.take_returns(1);
-                    }
-                    Ok(Received::Unwanted) => {}
-                    Err(_) => self.fault = Some("the row of a node that keeps to the rules is refused"),
-                }
-            }
-            Some(ToClient::End { operation }) => {
-                client.asked.remove(&operation);
-                client.must_give_back |= client.borrower.finish(operation);
-            }
-            None => {}
-        }
-    }
-
-    /// The node sees that the client's end is gone.
-    fn end(&mut self, number: usize) {
-        let mut effects = Vec::new();
-        self.clients[number].lender.end(&mut effects);
-        self.run(number, &effects);
-        let client = &mut self.clients[number];
-        if client.is_alive {
-            // Only where the rules are broken: the reader goes on without a connection.
-            (client.is_closed, client.is_lost) = (true, true);
-            client.operations.clear();
-            client.borrower.lost();
-            client.to_node.clear();
-            client.to_client.clear();
-        } else {
-            *client = Client::new();
-        }
-    }
-
-    /// The node has enough of the client, which may be reading.
-    fn close(&mut self, number: usize, rules: Rules) {
-        let mut effects = Vec::new();
-        let client = &mut self.clients[number];
-        client.is_closed = true;
-        client.to_node.clear();
-        client.lender.close(&mut effects);
-        for _ in std::mem::take(&mut client.operations) {
-            client.lender.finish(LEASE, &mut effects);
-        }
-        if rules == Rules::FreeAtClose {
-            client.lender.end(&mut effects);
-        }
-        self.run(number, &effects);
-    }
-
-    /// What the clients map stays as it is; a node that starts has other memory.
-    fn kill_node(&mut self) {
-        self.is_node_alive = false;
-        self.slots.fill(Slot::FREE);
-        for client in self.clients.iter_mut().filter(|client| !client.is_orphan) {
-            let fresh = Client::new();
-            client.is_orphan = true;
-            client.to_node.clear();
-            (client.lender, client.kept, client.operations) = (fresh.lender, fresh.kept, fresh.operations);
-            (client.is_leased, client.is_closed) = (false, false);
-        }
-    }
-
-    fn run(&mut self, number: usize, effects: &[Effect]) {
-        let client = &mut self.clients[number];
-        for effect in effects {
-            match effect {
-                Effect::Free(loan) => match client.kept.remove(loan) {
-                    Some(slot) => self.slots[usize::from(slot)].references -= 1,
-                    None => self.fault = Some("a loan ends twice"),
-                },
-                Effect::Release(_) => client.is_leased = false,
-                Effect::Renew(_) => {}
-            }
-        }
-    }
-
-    /// What must hold at every moment.
-    pub(super) fn judge(&self) -> Result<(), &'static str> {
-        if let Some(fault) = self.fault {
-            return Err(fault);
-        }
-        let mut references = vec![0; self.slots.len()];
-        for client in &self.clients {
-            let held = client.frames.values().chain(&client.reading);
-            for slot in held.filter(|_| !client.is_orphan) {
-                if self.slots[usize::from(*slot)].block != WANTED {
-                    return Err("a client reads another block than the one it asked for");
-                }
-            }
-            if !client.frames.keys().all(|loan| client.borrower.may_read(*loan)) {
-                return Err("a client holds what it may not read");
-            }
-            let (loans, bytes) = client.lender.lent();
-            if loans != client.kept.len() || bytes < loans as u64 || (loans == 0) != (bytes == 0) {
-                return Err("what is lent is not what is kept");
-            }
-            if !client.kept.is_empty() && !client.is_leased {
-                return Err("the book has no lease of what is lent");
-            }
-            client.kept.values().for_each(|slot| references[usize::from(*slot)] += 1);
-        }
-        if self.slots.iter().map(|slot| slot.references).ne(references) {
-            return Err("references are not loans");
-        }
-        Ok(())
-    }
-
-    /// From here everybody ends what they do, without anything new: nothing is left lent, neither by what clients give back
-    /// nor by their going.
-    pub(super) fn drain(&mut self, rules: Rules) -> Result<(), &'static str> {
-        for number in 0..self.clients.len() {
-            if self.clients[number].is_orphan {
-                continue;
-            }
-            self.settle(number, rules);
-            self.judge()?;
-            let client = &self.clients[number];
-            if client.is_alive && client.is_served() && !client.kept.is_empty() {
-                return Err("a loan is not given back by a client that reads nothing any more");
-            }
-            if client.is_alive && client.is_served() {
-                self.clients[number].to_node.push_back(ToNode::Release);
-                self.settle(number, rules);
-                if self.clients[number].is_leased {
-                    return Err("a lease that was released stays");
-                }
-            }
-            self.clients[number].die();
-            self.end(number);
-        }
-        match self.slots.iter().all(|slot| slot.references == 0) {
-            true => self.judge(),
-            false => Err("a slot is referred to by nobody"),
-        }
-    }
-
-    /// What is on the way arrives, and the client lets go of all it has.
-    fn settle(&mut self, number: usize, rules: Rules) {
-        loop {
-            let client = &self.clients[number];
-            let serving = client.operations.iter().next().map(|(id, serving)| (*id, serving.is_answered));
-            let held = client.frames.keys().next().copied();
-            let action = if client.is_alive && !client.to_client.is_empty() {
-                Action::ClientReads(number)
-            } else if client.is_served() && !client.to_node.is_empty() {
-                Action::NodeReads(number)
-            } else if let Some((operation, is_answered)) = serving {
-                if is_answered { Action::Finish(number, operation) } else { Action::Lend(number, operation) }
-            } else if client.reading.is_some() {
-                Action::StopReading(number)
-            } else if let Some(loan) = held {
-                Action::Drop(number, loan)
-            } else if client.must_give_back && client.speaks() && client.is_served() {
-                Action::GiveBack(number)
-            } else {
-                return;
-            };
-            self.apply(action, rules);
-        }
-    }
-}
-
-impl Client {
-    fn send_returns(&mut self) {
-        self.must_give_back = false;
-        let loans = self.borrower.take_returns(usize::MAX);
-        if !loans.is_empty() {
-            self.to_node.push_back(ToNode::Return { loans });
+            Action::CardReads(number, loan) => self.card_reads(number, loan),
+            Action::Vouch(number, loan) => self.vouch(number, loan, rules),
+            Action::EndQueue(number) => self.clients[number].end_queue(),
+            Action::TakeBack(number) => self.take_back(number),
+            Action::NewEpoch => self.new_epoch(rules),
         }
     }
 }

@@ -51,9 +51,11 @@ impl Drop for Relay {
 }
 
 impl Relay {
-    async fn to(server: SocketAddr) -> Relay {
+    /// Loses what is `longer` than so many bytes from the first packet on; zero: nothing.
+    async fn to(server: SocketAddr, longer: usize) -> Relay {
         let front = UdpSocket::bind(ANY).await.unwrap();
         let (at, state) = (front.local_addr().unwrap(), Arc::<State>::default());
+        state.longest.store(longer, Ordering::SeqCst);
         let passing = tokio::spawn(pass(front, server, Arc::clone(&state)));
         Relay { at, state, passing }
     }
@@ -90,20 +92,34 @@ async fn pass(front: UdpSocket, server: SocketAddr, state: Arc<State>) {
     }
 }
 
-/// A path over a relay to a node with these blocks, of 64 KiB each.
-async fn relayed(blocks: u32) -> (Arc<dyn crate::Path>, Relay, MemoryService, Box<dyn std::any::Any>) {
-    let (authority, service) = (Authority::new(), MemoryService::default());
-    (0..blocks).for_each(|number| service.hold(frame(hash(number), 64 << 10)));
-    let server = QuicServer::bind(ANY, &authority.member(), Arc::new(service.clone())).unwrap();
-    let relay = Relay::to(server.local_addr()).await;
-    let dialer = QuicDialer::new(&authority.member(), QuicConfig::default());
-    let path = dialer.dial(relay.at.to_string()).await.unwrap();
-    (path, relay, service, Box::new((server, dialer)))
+/// A node with these blocks, of 64 KiB each, behind a relay.
+struct Relayed {
+    relay: Relay,
+    service: MemoryService,
+    dialer: QuicDialer,
+    _server: QuicServer,
+}
+
+impl Relayed {
+    /// What is `longer` than so many bytes never passes.
+    async fn new(blocks: u32, longer: usize) -> Relayed {
+        let (authority, service) = (Authority::new(), MemoryService::default());
+        (0..blocks).for_each(|number| service.hold(frame(hash(number), 64 << 10)));
+        let server = QuicServer::bind(ANY, &authority.member(), Arc::new(service.clone())).unwrap();
+        let relay = Relay::to(server.local_addr(), longer).await;
+        let dialer = QuicDialer::new(&authority.member(), QuicConfig::default());
+        Relayed { relay, service, dialer, _server: server }
+    }
+
+    async fn dial(&self) -> Result<Arc<dyn crate::Path>, PathError> {
+        self.dialer.dial(self.relay.at.to_string()).await
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_network_that_takes_long_packets_no_more_costs_time_and_nothing_else() {
-    let (path, relay, _, _ends) = relayed(64).await;
+    let node = Relayed::new(64, 0).await;
+    let (path, relay) = (node.dial().await.unwrap(), &node.relay);
     let all = || async { suite::fetch(path.as_ref(), fetch_request(&hashes(64))).await.unwrap() };
     // Until long packets are in use.
     while relay.state.seen.load(Ordering::SeqCst) <= 1400 {
@@ -115,9 +131,39 @@ async fn a_network_that_takes_long_packets_no_more_costs_time_and_nothing_else()
     assert!(path.failure().is_none());
 }
 
+/// Networks that say nothing of what they do not pass, from the first packet on: both ends try longer ones, hear nothing of them, and
+/// stay with what the standard has every network pass.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_network_that_never_took_long_packets_carries_blocks_both_ways() {
+    let node = Relayed::new(64, usize::from(MTU_MIN)).await;
+    let (path, state) = (node.dial().await.unwrap(), &node.relay.state);
+    let fetched = || suite::fetch(path.as_ref(), fetch_request(&hashes(64)));
+    let lost = || state.lost.load(Ordering::SeqCst);
+    assert_eq!(fetched().await.unwrap(), FetchAnswer::Hit { tiers: in_dram(64) });
+    // Until both ends, or one of them twice, tried longer ones.
+    while lost() < 2 {
+        assert_eq!(fetched().await.unwrap(), FetchAnswer::Hit { tiers: in_dram(64) });
+    }
+    let more: Vec<_> = (100..132).map(hash).collect();
+    let saved = suite::save(path.as_ref(), save_request(&more), 64 << 10).await.unwrap();
+    assert_eq!(suite::done(saved).stored_blocks, 32);
+    assert!(path.failure().is_none() && state.seen.load(Ordering::SeqCst) <= usize::from(MTU_MIN));
+}
+
+/// What passes no packet that QUIC must send is no path, which the dial says and no request finds out.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_network_that_takes_less_than_quic_needs_is_no_path() {
+    let node = Relayed::new(1, usize::from(MTU_MIN) - 1).await;
+    let error = node.dial().await.err().unwrap();
+    let PathError::TimedOut { peer, .. } = &error else { panic!("{error}") };
+    assert_eq!(*peer, node.relay.at.to_string());
+    assert!(node.relay.state.lost.load(Ordering::SeqCst) > 0, "it was tried");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_whose_address_changes_goes_on_where_it_was() {
-    let (path, relay, service, _ends) = relayed(16).await;
+    let node = Relayed::new(16, 0).await;
+    let (path, relay, service) = (node.dial().await.unwrap(), &node.relay, &node.service);
     service.set_gate(4);
     let fetch = suite::fetch(path.as_ref(), fetch_request(&hashes(16)));
     let moving = async {

@@ -212,6 +212,32 @@ async fn another_answer_under_a_newer_epoch_is_heard_by_who_reads() {
     assert_eq!(answer.unwrap(), FetchAnswer::Miss { reason: MissReason::StaleEpoch });
 }
 
+/// What a link did not bring is asked for again, over another or over the connection: of the same epoch, or not at all.
+#[tokio::test]
+async fn a_node_whose_epoch_changed_behind_a_broken_rail_is_not_asked_for_the_rest() {
+    let service = holding(5, 1000);
+    let world = world(&service, true, &small());
+    let path = world.path().await;
+    service.set_gate(2);
+    let (seen, mut frames) = (tokio::sync::watch::Sender::new(0), Vec::new());
+    let mut sink = |frame: Frame| {
+        frames.push(frame);
+        seen.send_replace(frames.len());
+    };
+    let fetch = path.fetch(fetch_request(&hashes(5)), &mut sink);
+    let breaks = async {
+        let _ = seen.subscribe().wait_for(|seen| *seen == 2).await; // the sender is here
+        world.fabric.kill(1);
+        service.set_epoch(Epoch(EPOCH.0 + 1));
+        (0..5).for_each(|number| service.hold(frame(hash(number), 2000)));
+        service.set_gate(100);
+    };
+    let (answer, ()) = tokio::join!(fetch, breaks);
+    let expected = FetchAnswer::Partial { tiers: in_dram(2), reason: MissReason::StaleEpoch };
+    assert_eq!(answer.unwrap(), expected);
+    assert_eq!(frames.iter().map(|frame| frame.payload().len()).collect::<Vec<_>>(), [1000; 2]);
+}
+
 #[tokio::test]
 async fn a_block_that_changes_while_it_is_read_is_not_taken_for_itself() {
     let world = world(&holding(1, 1000), true, &small());

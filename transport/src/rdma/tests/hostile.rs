@@ -289,3 +289,70 @@ async fn attaching_with_what_cannot_be_is_refused() {
     assert!(world.offer.attach(good, (&caller, true)).await.is_ok());
     let _: &dyn Path = world.path().await.as_ref();
 }
+
+/// Lets time pass for whoever waits by the clock, and has everybody else take many turns.
+pub(super) async fn pass(time: Duration) {
+    tokio::time::advance(time).await;
+    for _ in 0..2000 {
+        tokio::task::yield_now().await;
+    }
+}
+
+/// What is lent is kept from the evictor as long as the client may read it, so that one that says nothing must not go on for ever.
+/// Each time that it gives something back counts anew: as much as it likes may be read, slowly.
+#[tokio::test]
+async fn a_client_that_gives_nothing_back_for_ten_seconds_is_ended() {
+    let world = world(&holding(3, 1000), true, &small());
+    let mut link = world.link().await;
+    let stall_timeout = TcpConfig::default().stall_timeout;
+    assert_eq!(stall_timeout, Duration::from_secs(10), "what is written down of it");
+    tokio::time::pause();
+    // A clock that stands still goes on when nobody has anything to do, which nobody may find.
+    let busy = tokio::spawn(async {
+        loop {
+            tokio::task::yield_now().await;
+        }
+    });
+    say(&mut link.control, &wire::fetch_to_pb(&fetch_request(&hashes(3)))).await;
+    let _: data::FetchHead = read_message(&mut link.control).await.unwrap();
+    let mut rows = Vec::new();
+    let mut is_last = false;
+    while !is_last {
+        let lent: data::Lent = read_message(&mut link.control).await.unwrap();
+        rows.extend(words::rows_from_bytes(&lent.rows).unwrap());
+        is_last = lent.is_last;
+    }
+    let state = || (world.arena.places(), world.fabric.queues().len());
+    assert_eq!((rows.len(), state()), (3, (3, 4)), "lent, over two queue pairs of two ends");
+    let almost = stall_timeout - Duration::from_secs(1);
+    for left in [2, 1] {
+        pass(almost).await;
+        assert_eq!(state(), (left + 1, 4), "not before its time");
+        let loans = words::loans_to_bytes(&[rows[left].loan]);
+        say(&mut link.control, &data::GivenBack { loans }).await;
+        world.until("it is heard", |world| world.arena.places() == left).await;
+    }
+    pass(almost).await;
+    assert_eq!(state(), (1, 4));
+    pass(stall_timeout - almost).await;
+    busy.abort();
+    tokio::time::resume();
+    let ended = async {
+        world.until("the node ended its queue pairs", |world| world.fabric.queues().len() == 2).await;
+        world.until("what was lent is free", |world| world.arena.places() == 0).await;
+    };
+    tokio::time::timeout(stall_timeout, ended).await.expect("it is over now, and not with the longest fetch");
+    let heard = tokio::time::timeout(PATIENCE, read_message::<data::Lent>(&mut link.control)).await;
+    assert!(heard.expect("it hears of it").is_err());
+    assert!(!reads_arena(&mut link, &rows[0]).await, "and reads nothing more");
+}
+
+/// Reads what a row names.
+async fn reads_arena(link: &mut Link, row: &Descriptor) -> bool {
+    let (_, _, reach) = link.parts();
+    let place = reach.local.passing.take(row.len).unwrap();
+    match reach.read(row.place, row.at, place).await {
+        Ok(arriving) => arriving.end().await.is_ok(),
+        Err(_) => false,
+    }
+}

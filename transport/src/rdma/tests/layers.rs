@@ -82,6 +82,8 @@ async fn only_what_is_asked_is_read_and_a_layer_of_all_blocks_before_the_next() 
                 "all of a layer, then all of the next"
             );
         }
+        let head = frame_of(hash(0), &[20_000; 6]).head().unwrap().bytes().len() as u64;
+        assert_eq!(world.offer.carried().sent_bytes(), blocks as u64 * (head + 2 * 20_000), "what was asked");
         let all = world.client.numbers().read_bytes;
         fetch(path.as_ref(), blocks as u32, 0..0).await;
         let heads = world.client.numbers().read_bytes - all;

@@ -12,6 +12,8 @@ use crate::{BoxFuture, Caller, SaveOffer, SaveRequest, SaveSession};
 pub(super) const NODE: [u8; 2] = [1, 3];
 /// Numbers of the client's, in the same order.
 const CLIENT: [u8; 2] = [2, 4];
+/// The same of a third rail at each end.
+const THIRD: [u8; 2] = [5, 6];
 
 /// Both ends of some rails.
 pub(super) struct Rails {
@@ -42,8 +44,8 @@ fn rails_over<S: BlockService>(
 ) -> Rails {
     let fabric = Fabric::default();
     let open = |number: &u8| Rdma::over(fabric.rail(*number), config).unwrap();
-    let nodes: Vec<_> = NODE[..theirs].iter().map(open).collect();
-    let clients: Vec<_> = CLIENT[..ours].iter().map(open).collect();
+    let nodes: Vec<_> = NODE.iter().chain(&THIRD[..1]).take(theirs).map(open).collect();
+    let clients: Vec<_> = CLIENT.iter().chain(&THIRD[1..]).take(ours).map(open).collect();
     let memory = Arc::new(Memory::zeroed(64 << 20).unwrap());
     let offer = RdmaOffer::over(&nodes, Some(&memory)).unwrap();
     let arena = Pool::new(&memory, 0..memory.len_bytes());
@@ -82,7 +84,12 @@ impl Rails {
 
 /// Fetches so many blocks, and does something once the first of them came; the service lets the others pass after that. All of them
 /// come, each once and in order.
-async fn interrupted(path: &dyn crate::Path, service: &MemoryService, blocks: u32, interrupt: impl FnOnce()) {
+pub(super) async fn interrupted(
+    path: &dyn crate::Path,
+    service: &MemoryService,
+    blocks: u32,
+    interrupt: impl FnOnce(),
+) {
     service.set_gate(1);
     let (first, came) = tokio::sync::oneshot::channel();
     let (mut first, mut frames) = (Some(first), Vec::new());

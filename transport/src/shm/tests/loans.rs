@@ -3,6 +3,7 @@
 use super::*;
 use crate::suite::{IDENTITY, asker};
 use crate::{MissReason, SaveAnswer};
+use kv_core::id::Epoch;
 use kvfleet_proto::frame::Frame;
 
 struct Case {
@@ -184,4 +185,37 @@ async fn saves_larger_than_the_tray_run_side_by_side() {
     let answer = path.save(request, &|_| frame(hash(99), 9 << 20)).await;
     assert!(matches!(answer, Err(crate::PathError::TooLarge { .. })), "{answer:?}");
     path.ping().await.unwrap();
+}
+
+/// What does not fit one ask is asked in several, each of which the node answers anew.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn all_asks_of_one_fetch_are_of_one_epoch() {
+    let at_once = u32::try_from(BLOCKS_PER_ASK_MAX).unwrap();
+    for maps in [true, false] {
+        let arena = maps.then(|| BumpArena::new(ARENA_BYTES));
+        let service = Arc::new(MemoryService::new(arena));
+        let hold = |bytes| (0..at_once + 5).for_each(|number| service.hold(frame(hash(number), bytes)));
+        hold(300);
+        let node = Node::holding(service.clone());
+        let path = node.dial().await.unwrap();
+        service.set_gate(100);
+        let newer = Epoch(crate::suite::EPOCH.0 + 1);
+        let (seen, mut frames) = (tokio::sync::watch::Sender::new(0), Vec::new());
+        let mut sink = |frame: Frame| {
+            frames.push(frame);
+            seen.send_replace(frames.len());
+        };
+        let fetch = path.fetch(fetch_request(&hashes(at_once + 5)), &mut sink);
+        let ends = async {
+            let _ = seen.subscribe().wait_for(|seen| *seen > 50).await; // the sender is here
+            service.set_epoch(newer);
+            hold(200);
+            service.set_gate(10_000);
+        };
+        let answer = tokio::join!(fetch, ends).0.unwrap();
+        let first = in_dram(BLOCKS_PER_ASK_MAX);
+        assert_eq!(answer, FetchAnswer::Partial { tiers: first, reason: MissReason::StaleEpoch });
+        assert_eq!(frames.len(), BLOCKS_PER_ASK_MAX);
+        assert!(are_whole(&frames) && frames.iter().all(|frame| frame.payload().len() == 300));
+    }
 }
