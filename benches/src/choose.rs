@@ -67,8 +67,8 @@ fn scan(fleet: &Fleet) {
 /// Every instance with its own node, and with a load of its own.
 fn fleet(instances: u32) -> Fleet {
     let mut fleet = Fleet::new(HardwareProfile::by_name("h100-8b").unwrap_or_default());
-    let (epoch, tiers) = (Epoch(1), [None; 3]);
-    let node = |n| LiveNode { node: NodeId(n), epoch, weight: 1, blocks: 0, link: None, tiers };
+    let epoch = Epoch(1);
+    let node = |n| LiveNode { node: NodeId(n), epoch, weight: 1, blocks: 0, afar: None, near: None };
     fleet.set_nodes((0..instances).map(node).collect());
     for n in 0..instances {
         let load = Load::reported(u64::from(n * 7_919 % 10_007), n % 13, n % 3);

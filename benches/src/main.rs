@@ -14,6 +14,7 @@ mod layers;
 mod network;
 mod overlap;
 mod overload;
+mod prefill;
 mod snapshot;
 mod ssd;
 mod start;
@@ -70,6 +71,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "tiers", about: tiers::ABOUT, run: tiers::run },
     Bench { name: "window", about: window::ABOUT, run: window::run },
     Bench { name: "overlap", about: overlap::ABOUT, run: overlap::run },
+    Bench { name: "prefill", about: prefill::ABOUT, run: prefill::run },
     Bench { name: "layers", about: layers::ABOUT, run: layers::run },
     Bench { name: "overload", about: overload::ABOUT, run: overload::run },
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },

@@ -16,7 +16,7 @@ use benches::{Better, Outcome, Row, outcome, side_by_side};
 use kv_core::pipeline::{Arrive, Costs, Preload, PreloadWork, Race};
 
 use crate::Effort;
-use engine::Engine;
+pub(crate) use engine::Engine;
 use source::{Fault, Sending, Source};
 
 pub(crate) const ABOUT: &str = "a prefill of 32 layers by a loop of counted turns, beside a thread that copies the slices of \

@@ -1,4 +1,4 @@
-//! The example of an engine in C, and one that cancels what it began, compiled and run against a router and a node in
+//! The example of an engine in C, one that cancels what it began, and one that reports by itself, compiled and run against a router and a node in
 //! this process.
 //!
 //! Not here: what the interface refuses (`client-c/tests/hostile.rs`), and whether header and library agree
@@ -6,8 +6,9 @@
 #![allow(clippy::unwrap_used)]
 
 use std::ffi::OsString;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use chaos_tests::certificates;
@@ -101,6 +102,37 @@ async fn run(program: PathBuf, words: Vec<OsString>) -> String {
     said.into_owned()
 }
 
+/// Runs `reports.c` and looks at what the router heard of it: its load, its link, and that it left.
+async fn an_engine_that_reports(program: PathBuf, words: &[OsString], client: &Client) {
+    let mut child =
+        Command::new(program).args(words).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let instance = || async {
+        let instances = client.status().await.ok()?.instances;
+        Some(instances.into_iter().find(|one| one.instance == 2))
+    };
+    let heard = until("its load", || async { instance().await?.filter(|one| one.queue_tokens == 77) }).await;
+    assert_eq!((heard.running, heard.has_node, &*heard.address), (1, false, "127.0.0.1:9"));
+    // What it read counts for the node, the path and the tier it came by, as from afar: it has no node of its own.
+    let link = until("its link", || async {
+        let links = client.status().await.ok()?.links;
+        links.into_iter().find(|link| (link.node, link.own, link.path, link.tier) == (7, false, 4, 2))
+    })
+    .await;
+    assert!(link.bytes_per_s > 0, "{link:?}");
+    let mut said = String::new();
+    let mut lines = BufReader::new(child.stdout.take().unwrap());
+    while !said.ends_with("done\n") {
+        assert!(lines.read_line(&mut said).unwrap() > 0, "{said}");
+    }
+    let expected = "1 link: 40 fetches from node 7 over 4 out of 2\n0 links of what was fetched ahead\n\
+        path 4, with its reason, more bytes than the blocks have\ndone\n";
+    assert_eq!(said, expected);
+    drop(child.stdin.take());
+    let ended = tokio::task::spawn_blocking(move || child.wait().unwrap()).await.unwrap();
+    assert!(ended.success(), "{ended}");
+    until("its goodbye", || async { instance().await?.is_none().then_some(()) }).await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_engine_in_c_gets_its_own_bytes_back_and_memory_that_ended_is_its_own() {
     // Built with this test, so that there is a library to link with.
@@ -132,10 +164,11 @@ async fn an_engine_in_c_gets_its_own_bytes_back_and_memory_that_ended_is_its_own
     let leases = || async { Some(client.node_status(&node.control_addr().to_string()).await.ok()?.leases) };
     assert_eq!(leases().await, Some(0), "what ended by itself is released by who says so");
     let rounds = OsString::from(CANCEL_ROUNDS.to_string());
-    let said = run(program(place.path(), "tests/cancel.c"), [words, vec![rounds]].concat()).await;
+    let said = run(program(place.path(), "tests/cancel.c"), [words.clone(), vec![rounds]].concat()).await;
     println!("{said}");
     // The release of a fetch that was cancelled may overtake it, and then its lease runs out instead.
     until("no lease is held", || async { (leases().await? == 0).then_some(()) }).await;
+    an_engine_that_reports(program(place.path(), "tests/reports.c"), &words, &client).await;
     reports.abort();
     node.shutdown().await;
     router.shutdown().await;

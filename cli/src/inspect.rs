@@ -117,7 +117,7 @@ struct TenantLine {
 pub async fn run(args: &InspectArgs) -> anyhow::Result<()> {
     let connection = Connection::open(&args.connect)?;
     let address = control_address(&connection, args.node).await?;
-    let calls = client(&connection.routers, &connection.identity, Transport::default())?;
+    let calls = client(&connection.routers, &connection.identity, Transport::Quic)?;
     let inspected = gather(calls.node_status(&address).await?);
     let text = if args.json { serde_json::to_string_pretty(&inspected)? + "\n" } else { render(&inspected) };
     print!("{text}");

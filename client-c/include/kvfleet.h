@@ -2,7 +2,7 @@
  *
  * Operations are submitted under a tag and polled; nothing here calls back. docs/ENGINES.md tells the same in order.
  *
- * Handles (kvf_client, kvf_queue, kvf_hasher, kvf_result) are made and freed by this library. Structs with a field
+ * Handles (kvf_client, kvf_queue, kvf_hasher, kvf_result, kvf_reporter, kvf_paths) are made and freed by this library. Structs with a field
  * `size` begin with it, and you set it to sizeof the struct: a release that knows more of it takes the smaller one,
  * one that knows less of it refuses it. In an array of such structs all have the size of the first, which is how far
  * they are apart. Structs without it never change; kvf_completion's size is an argument. Fields named `reserved` are 0,
@@ -19,7 +19,7 @@
  * is freed once, by one thread, when no other uses it. One thread polls a queue, or those that do put entries in order
  * by tag: of two threads, one may hold a KVF_LAYER while the other is done with the KVF_ENDED behind it.
  *
- * Processes. A client and its queues belong to the process that opened them. In one that was forked from it every call
+ * Processes. A client, its queues and its reporters belong to the process that opened them. In one that was forked from it every call
  * on them is KVF_FAILED, and freeing them does nothing: open a client there. Never dlclose this library: its threads
  * may outlive the last handle by a moment.
  *
@@ -38,7 +38,7 @@ extern "C" {
 #endif
 
 /* Grows when what is here means something else; a library of another number is of no use. */
-#define KVF_ABI_VERSION 2
+#define KVF_ABI_VERSION 3
 
 typedef int32_t kvf_status;
 enum {
@@ -81,7 +81,7 @@ typedef struct kvf_client_config {
     const char *ca_file;         /* PEM files of this process; looked at again now and then */
     const char *cert_file;
     const char *key_file;
-    const char *transport;       /* "quic", "tcp", "shm", "rdma" or "auto"; null for "quic". "rdma", and RDMA under "auto", only in a
+    const char *transport;       /* "quic", "tcp", "shm", "rdma" or "auto"; null for "auto". "rdma", and RDMA under "auto", only in a
                                   * library that was built with it */
     const char *shm_dir;         /* where the sockets of this host's nodes are; null for none */
     uint64_t seed;               /* of the jitter between retries; 0 for one of the process */
@@ -148,9 +148,17 @@ typedef struct kvf_asker {
     uint32_t tenant;
     uint32_t kind;               /* of request: 0 text, 1 file, 2 multimodal, 3 search, 4 api, 5 agent, 6 thinking */
     uint32_t turn;               /* of the conversation, from 1; 0 when unknown */
-    uint32_t reserved;
+    uint32_t qos;                /* what the operation is for, as below: who goes first where not all can. 0 is what it is
+                                  * called; a route has no other */
     kvf_hash identity;
 } kvf_asker;
+
+enum {
+    KVF_QOS_FETCH = 1,           /* a request waits for the blocks; no save is that */
+    KVF_QOS_SAVE = 2,            /* blocks that were computed are kept; no fetch is that */
+    KVF_QOS_REPLICATE = 3,       /* they are copied to another node */
+    KVF_QOS_PREFETCH = 4         /* they are read, or kept, before anybody asks for them. So is what KVF_FETCH_WAITS loads */
+};
 
 /* A save that was seen: kvf_saved has it. */
 typedef struct kvf_seen {
@@ -365,6 +373,92 @@ uint64_t kvf_result_retry_after_us(const kvf_result *result);
 size_t kvf_result_message(const kvf_result *result, char *text, size_t text_bytes);
 
 void kvf_result_free(kvf_result *result);
+
+/* ---- paths and links ---- */
+
+/* What carries blocks between this process and a node. */
+enum { KVF_PATH_SHM = 1, KVF_PATH_RDMA = 2, KVF_PATH_QUIC = 3, KVF_PATH_TCP = 4 };
+
+/* What a client knew of its paths when it was asked. */
+typedef struct kvf_paths kvf_paths;
+
+/* The path that the last operation to a node took. */
+typedef struct kvf_node_path {
+    uint32_t size;
+    uint32_t path;               /* as above */
+    const char *address;         /* of the node's data; this and `reason`: valid until the kvf_paths is freed */
+    const char *reason;          /* why it is that one, and what is known of each other, in words and figures */
+} kvf_node_path;
+
+/* Encoded bytes of blocks that went over one kind of path, to and from all nodes, since the client was opened. */
+typedef struct kvf_carried {
+    uint32_t size;
+    uint32_t path;               /* as above */
+    uint64_t fetched_bytes;
+    uint64_t saved_bytes;
+} kvf_carried;
+
+kvf_status kvf_client_paths(const kvf_client *client, kvf_paths **paths);
+
+/* KVF_NOT_FOUND when there are fewer: nodes that were met, and kinds of paths that the client may take. */
+kvf_status kvf_paths_node(const kvf_paths *paths, size_t position, kvf_node_path *path);
+kvf_status kvf_paths_carried(const kvf_paths *paths, size_t position, kvf_carried *carried);
+
+void kvf_paths_free(kvf_paths *paths);
+
+/* What fetches from a node came to, added up: those that a request waited for, over one path, out of one tier. */
+typedef struct kvf_link {
+    uint64_t epoch;              /* of the node */
+    uint64_t latency_us;         /* until the first block, of all fetches together */
+    uint64_t bytes;              /* behind the first block of each */
+    uint64_t stream_us;          /* from the first block to the last, of all fetches together */
+    uint32_t node;
+    uint32_t fetches;
+    uint32_t path;               /* as above; 0 when unknown */
+    uint32_t tier;               /* 1 SSD, 2 DRAM, 3 GPU; 0 where blocks came out of several */
+} kvf_link;
+
+/* Writes what came since the call before, of this client, at most 256 at a time: what changed last first, the others with
+ * the next call. `link_bytes` is sizeof(kvf_link). A reporter tells routers the same by itself, and takes nothing from here. */
+kvf_status kvf_client_links(kvf_client *client, kvf_link *links, size_t links_count, size_t link_bytes,
+                            size_t *count);
+
+/* ---- reports ---- */
+
+/* Tells every router that an instance is there, what it is doing, and how fast this client read from nodes, again and again
+ * on the client's threads. Routers send requests to instances they hear of, and price fetches by what they hear. For a
+ * certificate of the cluster's own: one of tenants is refused by the routers, which only the log says. */
+typedef struct kvf_reporter kvf_reporter;
+
+typedef struct kvf_reporter_config {
+    uint32_t size;
+    uint32_t instance;           /* its number, unique in the cluster */
+    const char *address;         /* where it takes requests, as decisions name it */
+    const char *host;            /* its host's name; null for none */
+    uint32_t node;               /* the node it uses as its own, with no network between */
+    uint32_t has_node;           /* 1 if there is one; else 0, and `node` is 0 */
+    uint32_t every_ms;           /* time between two reports, 10000 at most; 0 for 200. Routers leave out who was silent for two
+                                  * seconds */
+    uint32_t without_links;      /* 1 to leave out how fast it read from nodes */
+} kvf_reporter_config;
+
+/* What an instance is doing. */
+typedef struct kvf_load {
+    uint32_t size;
+    uint32_t running;            /* requests being served */
+    uint32_t waiting;            /* requests that wait */
+    uint32_t reserved;
+    uint64_t queue_tokens;       /* prompt tokens that wait for prefill */
+} kvf_load;
+
+/* Begins with a load of nothing. */
+kvf_status kvf_reporter_open(kvf_client *client, const kvf_reporter_config *config, kvf_reporter **reporter);
+
+/* What the next reports say. Never waits. */
+kvf_status kvf_reporter_load(kvf_reporter *reporter, const kvf_load *load);
+
+/* Says goodbye to the routers, which send no more requests then, and waits two seconds for that at most. */
+void kvf_reporter_free(kvf_reporter *reporter);
 
 #ifdef __cplusplus
 }

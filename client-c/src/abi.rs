@@ -9,7 +9,7 @@ use crate::ResultHandle;
 use crate::status::Status;
 
 /// See `KVF_ABI_VERSION`.
-pub const ABI_VERSION: u32 = 2;
+pub const ABI_VERSION: u32 = 3;
 
 pub const ROUTE: u32 = 1;
 pub const FETCH: u32 = 2;
@@ -19,6 +19,16 @@ pub const RELEASE: u32 = 4;
 pub const FETCH_EACH_BLOCK: u32 = 1;
 pub const FETCH_WAITS: u32 = 2;
 pub const FETCH_EACH_LAYER: u32 = 4;
+
+pub const QOS_FETCH: u32 = 1;
+pub const QOS_SAVE: u32 = 2;
+pub const QOS_REPLICATE: u32 = 3;
+pub const QOS_PREFETCH: u32 = 4;
+
+pub const PATH_SHM: u32 = 1;
+pub const PATH_RDMA: u32 = 2;
+pub const PATH_QUIC: u32 = 3;
+pub const PATH_TCP: u32 = 4;
 
 pub const ARRIVED: u32 = 1;
 pub const RECOMPUTE: u32 = 2;
@@ -88,7 +98,7 @@ structs! {
         tenant: u32,
         kind: u32,
         turn: u32,
-        reserved: u32,
+        qos: u32,
         identity: Hash,
     }
 
@@ -219,4 +229,38 @@ structs! {
         stored_bytes: u64,
         visible_at: Seen,
     }
+
+    NodePath as "kvf_node_path" {
+        size: u32,
+        path: u32,
+        address: *const c_char,
+        reason: *const c_char,
+    }
+
+    Carried as "kvf_carried" { size: u32, path: u32, fetched_bytes: u64, saved_bytes: u64, }
+
+    #[derive(Default, PartialEq, Eq)]
+    Link as "kvf_link" {
+        epoch: u64,
+        latency_us: u64,
+        bytes: u64,
+        stream_us: u64,
+        node: u32,
+        fetches: u32,
+        path: u32,
+        tier: u32,
+    }
+
+    ReporterConfig as "kvf_reporter_config" {
+        size: u32,
+        instance: u32,
+        address: *const c_char,
+        host: *const c_char,
+        node: u32,
+        has_node: u32,
+        every_ms: u32,
+        without_links: u32,
+    }
+
+    Load as "kvf_load" { size: u32, running: u32, waiting: u32, reserved: u32, queue_tokens: u64, }
 }

@@ -8,12 +8,15 @@
 
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, LeaseId, RequestId, RequestKind, TenantId};
+use kv_core::id::{
+    BlockHash, Category, Class, Epoch, IdentityDigest, InstanceId, LeaseId, NodeId, RequestId, RequestKind,
+    TenantId,
+};
 use kv_core::pipeline::Arrive;
 use kv_core::prefix::{IdentityManifest, KeyForm as ManifestForm};
 use kvfleet_client::{
-    Asker, ClientConfig, FetchCall, HeldLease, LayersCall, LayersOperation, Operation, QueueLimits,
-    RdmaSettings, RouteCall, SaveCall, Submission, SubmitError, Transport,
+    Asker, ClientConfig, FetchCall, HeldLease, InstanceLoad, LayersCall, LayersOperation, Operation,
+    QueueLimits, RdmaSettings, ReporterConfig, RouteCall, SaveCall, Submission, SubmitError, Transport,
 };
 use kvfleet_proto::frame::{KeyForm, PAYLOAD_BYTES_MAX, SLICES_MAX, encoded_len};
 use kvfleet_proto::pb;
@@ -39,6 +42,12 @@ const THREADS_MAX: u32 = 256;
 
 /// Threads of a client when it is not said: one copies while another hears of what comes.
 const THREADS: u32 = 2;
+
+/// Time between two reports when it is not said, in milliseconds.
+const REPORT_MS: u32 = 200;
+
+/// The longest there is: beyond it routers hear too seldom to send anything.
+const REPORT_MS_MAX: u32 = 10_000;
 
 /// # Safety
 /// As the header says of `kvf_client_config`.
@@ -194,6 +203,7 @@ unsafe fn route(call: *const abi::RouteCall) -> Result<Operation<Room>, Failure>
     let (call, hashes, after) = unsafe {
         let call = sized(call, "route_call")?;
         within(call.reserved, 0, 0, "route_call.reserved")?;
+        within(call.asker.qos, 0, 0, "asker.qos")?;
         let after = several(call.after, call.after_count, BLOCKS_MAX, "after")?;
         (call, hashes(call.hashes, call.hashes_count)?, after)
     };
@@ -253,11 +263,12 @@ unsafe fn fetch(call: *const abi::FetchCall) -> Result<Operation<Room>, Failure>
                 resident_blocks: call.resident_blocks,
                 sources,
                 deadline: Duration::from_micros(call.deadline_us),
-                class: None,
+                class: qos(&call.asker, Class::Save)?,
             },
             frame_bytes: encoded_len(slice_bytes) as u64,
             read_buffer_bytes: call.read_buffer_bytes,
             in_flight_bytes_max: no_limit,
+            layers_at_once: u32::MAX,
             arrive: if flags & abi::FETCH_EACH_LAYER == 0 { Arrive::ByBlock } else { Arrive::ByLayer },
         },
         rooms,
@@ -289,7 +300,7 @@ unsafe fn save(call: *const abi::SaveCall) -> Result<Operation<Room>, Failure> {
             category: category(&call.asker)?,
             identity,
             traceparent: String::new(),
-            class: None,
+            class: qos(&call.asker, Class::Fetch)?,
         },
         address,
         epoch: Epoch(call.epoch),
@@ -375,12 +386,62 @@ impl<T> PointsSomewhere for *const T {
 }
 
 fn category(asker: &abi::Asker) -> Result<Category, Failure> {
-    within(asker.reserved, 0, 0, "asker.reserved")?;
     let kinds = u32::try_from(RequestKind::ALL.len() - 1).unwrap_or(u32::MAX);
     let kind = u8::try_from(within(asker.kind, 0, kinds, "asker.kind")?).unwrap_or_default();
     // Turns saturate.
     let turn = u8::try_from(asker.turn).unwrap_or(u8::MAX);
     Ok(Category { kind: RequestKind::from_u8(kind), turn })
+}
+
+/// What an operation is for, if that is said; one of the other kind cannot be.
+fn qos(asker: &abi::Asker, other: Class) -> Result<Option<Class>, Failure> {
+    let may_be = || Class::ALL.into_iter().filter(|class| *class != other);
+    match asker.qos {
+        0 => Ok(None),
+        number => may_be().find(|class| *class as u32 == number).map(Some).ok_or_else(|| {
+            let numbers: Vec<_> =
+                may_be().map(|class| format!("{} ({})", class as u32, class.name())).collect();
+            range("asker.qos", number, &format!("0 or one of {}", numbers.join(", ")))
+        }),
+    }
+}
+
+/// # Safety
+/// As the header says of `kvf_reporter_config`.
+pub(crate) unsafe fn reporter(config: *const abi::ReporterConfig) -> Result<ReporterConfig, Failure> {
+    // SAFETY: what the caller promised.
+    let (config, address, host) = unsafe {
+        let config = sized(config, "reporter_config")?;
+        (config, text(config.address, "address")?, text_if_any(config.host, "host")?)
+    };
+    let has_node = within(config.has_node, 0, 1, "has_node")? == 1;
+    if !has_node {
+        within(config.node, 0, 0, "node")?;
+    }
+    let every_ms = match within(config.every_ms, 0, REPORT_MS_MAX, "every_ms")? {
+        0 => REPORT_MS,
+        said => said,
+    };
+    if address.is_empty() {
+        return Err(Failure::Failed("address is empty: say where the instance takes requests".to_owned()));
+    }
+    Ok(ReporterConfig {
+        instance: InstanceId(config.instance),
+        address,
+        host: host.unwrap_or_default(),
+        node: has_node.then_some(NodeId(config.node)),
+        every: Duration::from_millis(every_ms.into()),
+        links: within(config.without_links, 0, 1, "without_links")? == 0,
+    })
+}
+
+/// # Safety
+/// As the header says of `kvf_load`.
+pub(crate) unsafe fn load(load: *const abi::Load) -> Result<InstanceLoad, Failure> {
+    // SAFETY: what the caller promised.
+    let abi::Load { running, waiting, reserved, queue_tokens, .. } = *unsafe { sized(load, "load")? };
+    within(reserved, 0, 0, "load.reserved")?;
+    Ok(InstanceLoad { queue_tokens, running, waiting })
 }
 
 fn key_form(number: u32) -> Result<KeyForm, Failure> {

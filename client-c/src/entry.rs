@@ -17,7 +17,7 @@ use crate::raw::{check_size, give, one, put, put_several, put_text, several, tak
 use crate::results::name_of;
 use crate::slices::Room;
 use crate::status::{Failure, Status, guard, guard_number, last_error};
-use crate::{ClientHandle, HasherHandle, QueueHandle, ResultHandle, abi, calls};
+use crate::{ClientHandle, HasherHandle, PathsHandle, QueueHandle, ReporterHandle, ResultHandle, abi, calls};
 
 /// Entries that are moved at a time: what a thread that computes can spare.
 const ENTRIES_AT_ONCE: usize = 64;
@@ -370,4 +370,100 @@ pub unsafe extern "C" fn kvf_result_message(
 pub unsafe extern "C" fn kvf_result_free(result: *mut ResultHandle) {
     // SAFETY: as the header asks.
     guard_number(|| drop(unsafe { take(result) }));
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_client_paths(
+    client: *const ClientHandle,
+    paths: *mut *mut PathsHandle,
+) -> Status {
+    // SAFETY: as the header asks.
+    guard(|| unsafe {
+        writable(paths, "paths")?;
+        put(paths, give(one(client, "client")?.paths()?), "paths")
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_paths_node(
+    paths: *const PathsHandle,
+    position: usize,
+    path: *mut abi::NodePath,
+) -> Status {
+    // SAFETY: as the header asks.
+    guard(|| unsafe {
+        let found = one(paths, "paths")?.node(position)?;
+        check_size(path, "path")?;
+        put(path, found, "path")
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_paths_carried(
+    paths: *const PathsHandle,
+    position: usize,
+    carried: *mut abi::Carried,
+) -> Status {
+    // SAFETY: as the header asks.
+    guard(|| unsafe {
+        let found = one(paths, "paths")?.carried(position)?;
+        check_size(carried, "carried")?;
+        put(carried, found, "carried")
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_paths_free(paths: *mut PathsHandle) {
+    // SAFETY: as the header asks.
+    guard_number(|| drop(unsafe { take(paths) }));
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_client_links(
+    client: *mut ClientHandle,
+    links: *mut abi::Link,
+    links_count: usize,
+    link_bytes: usize,
+    count: *mut usize,
+) -> Status {
+    // SAFETY: as the header asks. Nothing is taken that cannot be written.
+    guard(|| unsafe {
+        let client = one(client, "client")?;
+        let expected = size_of::<abi::Link>();
+        if link_bytes != expected {
+            return Err(Failure::Size { what: "link", got: link_bytes as u64, expected });
+        }
+        if links_count > 0 {
+            writable(links, "links")?;
+        }
+        writable(count, "count")?;
+        let taken = client.links(links_count)?;
+        put_several(links, &taken, "links")?;
+        put(count, taken.len(), "count")
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_reporter_open(
+    client: *mut ClientHandle,
+    config: *const abi::ReporterConfig,
+    reporter: *mut *mut ReporterHandle,
+) -> Status {
+    // SAFETY: as the header asks.
+    guard(|| unsafe {
+        writable(reporter, "reporter")?;
+        put(reporter, give(one(client, "client")?.reporter(&calls::reporter(config)?)?), "reporter")
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_reporter_load(reporter: *mut ReporterHandle, load: *const abi::Load) -> Status {
+    // SAFETY: as the header asks.
+    guard(|| unsafe { one(reporter, "reporter")?.set_load(calls::load(load)?) })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_reporter_free(reporter: *mut ReporterHandle) {
+    // SAFETY: as the header asks.
+    guard_number(|| unsafe { take(reporter) }.into_iter().for_each(|reporter| reporter.free()));
 }

@@ -3,16 +3,18 @@
 //! Not here: how they are given out and come back (`entry.rs`), and results (`results.rs`).
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use kv_core::id::IdentityDigest;
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
-use kvfleet_client::{Client, ClientConfig, CompletionQueue, QueueLimits};
+use kvfleet_client::{Client, ClientConfig, CompletionQueue, LinkReader, QueueLimits, ReporterConfig};
 use kvfleet_proto::tls::{Renewal, TlsFiles};
 use kvfleet_transport::renew::{RENEW_EVERY, keep_renewed};
 use tokio::runtime::{Builder, Runtime};
 
+use crate::abi;
+use crate::reports::{PathsHandle, ReporterHandle, link};
 use crate::slices::Room;
 use crate::status::Failure;
 
@@ -36,10 +38,18 @@ impl Home {
 
 /// A client, and the threads on which it works until its last queue is gone.
 #[derive(Debug)]
-struct Opened {
+pub(crate) struct Opened {
     client: Client,
     runtime: Option<Runtime>,
     home: Home,
+}
+
+impl Opened {
+    /// The client and its threads, for the process that opened it.
+    pub(crate) fn here(&self) -> Result<(&Client, &Runtime), Failure> {
+        self.home.check()?;
+        Ok((&self.client, self.runtime.as_ref().ok_or(Failure::NotFound { what: "client" })?))
+    }
 }
 
 impl Drop for Opened {
@@ -52,7 +62,11 @@ impl Drop for Opened {
 
 /// `kvf_client`.
 #[derive(Debug)]
-pub struct ClientHandle(Arc<Opened>);
+pub struct ClientHandle {
+    opened: Arc<Opened>,
+    /// What the caller did not take yet of what fetches came to.
+    links: Mutex<LinkReader>,
+}
 
 impl ClientHandle {
     /// A client on so many threads of its own, whose certificates are looked at again now and then.
@@ -74,22 +88,40 @@ impl ClientHandle {
             Client::new(config(identity.clone())).map_err(|error| failed(&error))?
         };
         runtime.spawn(keep_renewed(Renewal::new(identity, files), RENEW_EVERY));
-        Ok(ClientHandle(Arc::new(Opened { client, runtime: Some(runtime), home: Home::here() })))
+        let links = Mutex::new(client.link_reader());
+        let opened = Arc::new(Opened { client, runtime: Some(runtime), home: Home::here() });
+        Ok(ClientHandle { opened, links })
     }
 
     /// Gives the client up, in a forked process by leaving it alone.
     pub(crate) fn free(self) {
-        if self.0.home.check().is_err() {
+        if self.opened.home.check().is_err() {
             std::mem::forget(self);
         }
     }
 
     /// A queue on the client's threads.
     pub(crate) fn queue(&self, limits: QueueLimits) -> Result<QueueHandle, Failure> {
-        self.0.home.check()?;
-        let runtime = self.0.runtime.as_ref().ok_or(Failure::NotFound { what: "client" })?;
-        let queue = CompletionQueue::new(self.0.client.clone(), limits, runtime.handle().clone());
-        Ok(QueueHandle { queue, threads: Arc::clone(&self.0) })
+        let (client, runtime) = self.opened.here()?;
+        let queue = CompletionQueue::new(client.clone(), limits, runtime.handle().clone());
+        Ok(QueueHandle { queue, threads: Arc::clone(&self.opened) })
+    }
+
+    /// What is known of its paths.
+    pub(crate) fn paths(&self) -> Result<PathsHandle, Failure> {
+        Ok(PathsHandle::of(self.opened.here()?.0))
+    }
+
+    /// What its fetches came to since this was asked last, so many samples at most.
+    pub(crate) fn links(&self, most: usize) -> Result<Vec<abi::Link>, Failure> {
+        self.opened.here()?;
+        let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(links.take_most(most).iter().map(link).collect())
+    }
+
+    /// Reports on its threads.
+    pub(crate) fn reporter(&self, config: &ReporterConfig) -> Result<ReporterHandle, Failure> {
+        ReporterHandle::open(&self.opened, config)
     }
 }
 

@@ -204,7 +204,7 @@ impl Fetched {
 }
 
 /// The text up to its first 0, which no address has.
-fn c_text(text: &str) -> CString {
+pub(crate) fn c_text(text: &str) -> CString {
     let end = text.find('\0').unwrap_or(text.len());
     CString::new(&text[..end]).unwrap_or_default()
 }
@@ -213,7 +213,7 @@ fn count(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
-fn size_of_u32<T>() -> u32 {
+pub(crate) fn size_of_u32<T>() -> u32 {
     count(size_of::<T>())
 }
 

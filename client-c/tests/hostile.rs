@@ -169,6 +169,12 @@ fn null_is_refused_everywhere_and_freed_as_nothing() {
             kvf_result_miss(null(), 0, null_mut()),
             kvf_result_saved(null(), null_mut()),
             kvf_result_lease(null(), 0, null_mut()),
+            kvf_client_paths(null(), null_mut()),
+            kvf_paths_node(null(), 0, null_mut()),
+            kvf_paths_carried(null(), 0, null_mut()),
+            kvf_client_links(null_mut(), null_mut(), 0, size_of::<abi::Link>(), count),
+            kvf_reporter_open(null_mut(), null(), null_mut()),
+            kvf_reporter_load(null_mut(), null()),
         ] {
             refused(status, status::INVALID, "is null");
         }
@@ -178,6 +184,8 @@ fn null_is_refused_everywhere_and_freed_as_nothing() {
         kvf_queue_free(null_mut());
         kvf_hasher_free(null_mut());
         kvf_result_free(null_mut());
+        kvf_paths_free(null_mut());
+        kvf_reporter_free(null_mut());
         for number in [status::OK, status::LOST, 999, -1] {
             assert!(!CStr::from_ptr(kvf_status_name(number)).is_empty());
         }
@@ -241,12 +249,18 @@ fn a_forked_process_is_told_so_and_does_not_hang_when_it_frees() {
     // An operation that never ends by itself: freeing would wait for it.
     let waits = abi::FetchCall { flags: abi::FETCH_WAITS, ..memory.fetch(&slices, &sources) };
     assert_eq!(submit(&opened, &[operation(abi::FETCH, 1, &waits)]), status::OK);
+    let (config, mut reporter) = (reporter_config(c"127.0.0.1:9".as_ptr()), null_mut());
+    // SAFETY: what is pointed to lives until after the call.
+    let status = unsafe { kvf_reporter_open(opened.client, &raw const config, &raw mut reporter) };
+    assert_eq!(status, status::OK);
+    let size = u32::try_from(size_of::<abi::Load>()).unwrap();
+    let load = abi::Load { size, running: 0, waiting: 0, reserved: 0, queue_tokens: 0 };
     // SAFETY: the child calls the library, which leaves it alone, and ends without returning.
     unsafe {
         let child = fork();
         if child == 0 {
             alarm(30);
-            let (mut count, mut other) = (0, null_mut());
+            let (mut count, mut other, mut paths) = (0, null_mut(), null_mut());
             let bytes = size_of::<abi::Completion>();
             let statuses = [
                 kvf_queue_poll(opened.queue, null_mut(), 0, bytes, &raw mut count),
@@ -255,14 +269,21 @@ fn a_forked_process_is_told_so_and_does_not_hang_when_it_frees() {
                 kvf_queue_cancel(opened.queue, 1),
                 kvf_queue_close(opened.queue, 1 << 40),
                 kvf_queue_open(opened.client, null(), &raw mut other),
+                kvf_reporter_load(reporter, &raw const load),
+                kvf_reporter_open(opened.client, &raw const config, &raw mut reporter),
+                kvf_client_paths(opened.client, &raw mut paths),
+                kvf_client_links(opened.client, null_mut(), 0, size_of::<abi::Link>(), &raw mut count),
             ];
+            kvf_reporter_free(reporter);
             kvf_queue_free(opened.queue);
             kvf_client_free(opened.client);
-            _exit(i32::from(statuses != [status::FAILED; 6]));
+            _exit(i32::from(statuses != [status::FAILED; 10]));
         }
         let mut ended = -1;
         assert_eq!(waitpid(child, &raw mut ended, 0), child);
         assert_eq!(ended, 0, "it was stopped, or was answered otherwise");
+        assert_eq!(kvf_reporter_load(reporter, &raw const load), status::OK);
+        kvf_reporter_free(reporter);
         // The parent's goes on as before.
         assert_eq!(kvf_queue_cancel(opened.queue, 1), status::OK);
         let entry = waited(&opened)[0];
@@ -288,10 +309,7 @@ fn what_is_reserved_is_0_and_limits_that_are_0_are_those_of_the_library() {
     let (slices, sources) = (memory.slices(), [source(2)]);
     let opened = opened(&raw const limits);
     let fetch = memory.fetch(&slices, &sources);
-    let asker = abi::Asker { reserved: 1, ..abi::Asker::default() };
-    let later = abi::FetchCall { asker, ..fetch };
     let refuses = |operation, words: &str| refused(submit(&opened, &[operation]), status::INVALID, words);
-    refuses(operation(abi::FETCH, 1, &later), "asker.reserved is 1, expected 0");
     let size_of_release = size(size_of::<abi::ReleaseCall>());
     let release = abi::ReleaseCall { size: size_of_release, reserved: 1, leases: null(), leases_count: 0 };
     refuses(operation(abi::RELEASE, 1, &release), "release_call.reserved is 1");
@@ -311,6 +329,112 @@ fn what_is_reserved_is_0_and_limits_that_are_0_are_those_of_the_library() {
     }
     // Limits of 0 that were taken at their word would refuse this.
     assert_eq!(submit(&opened, &[operation(abi::FETCH, 1, &fetch)]), status::OK);
+}
+
+#[test]
+fn an_operation_is_for_what_it_can_be_for() {
+    let mut memory = Memory::new();
+    let (slices, sources) = (memory.slices(), [source(2)]);
+    let opened = opened(null());
+    let (fetch, save) = (memory.fetch(&slices, &sources), memory.save(&slices));
+    let asker = |qos| abi::Asker { qos, ..abi::Asker::default() };
+    let fetches = |qos| {
+        let call = abi::FetchCall { asker: asker(qos), flags: abi::FETCH_WAITS, ..fetch };
+        submit(&opened, &[operation(abi::FETCH, u64::from(qos), &call)])
+    };
+    let saves = |qos| {
+        let call = abi::SaveCall { asker: asker(qos), ..save };
+        submit(&opened, &[operation(abi::SAVE, 100 + u64::from(qos), &call)])
+    };
+    for qos in [0, abi::QOS_REPLICATE, abi::QOS_PREFETCH] {
+        assert_eq!((fetches(qos), saves(qos)), (status::OK, status::OK), "{qos}");
+    }
+    assert_eq!((fetches(abi::QOS_FETCH), saves(abi::QOS_SAVE)), (status::OK, status::OK));
+    refused(saves(abi::QOS_FETCH), status::INVALID, "asker.qos is 1, expected 0 or one of 2 (save), 3");
+    says("C: an operation for what it cannot be for", &sentence(), &[]);
+    refused(fetches(abi::QOS_SAVE), status::INVALID, "asker.qos is 2, expected 0 or one of 1 (fetch), 3");
+    refused(fetches(5), status::INVALID, "asker.qos is 5");
+    // SAFETY: zeroes are a call of nothing.
+    let route: abi::RouteCall = unsafe { std::mem::zeroed() };
+    let size = u32::try_from(size_of::<abi::RouteCall>()).unwrap();
+    let route = abi::RouteCall { size, asker: asker(abi::QOS_FETCH), ..route };
+    let status = submit(&opened, &[operation(abi::ROUTE, 9, &route)]);
+    refused(status, status::INVALID, "asker.qos is 1, expected 0");
+}
+
+fn reporter_config(address: *const c_char) -> abi::ReporterConfig {
+    abi::ReporterConfig {
+        size: u32::try_from(size_of::<abi::ReporterConfig>()).unwrap(),
+        instance: 1,
+        address,
+        host: null(),
+        node: 0,
+        has_node: 0,
+        every_ms: 1,
+        without_links: 0,
+    }
+}
+
+#[test]
+fn a_reporter_that_makes_no_sense_is_refused_and_one_without_routers_ends() {
+    let opened = opened(null());
+    let good = reporter_config(c"127.0.0.1:9".as_ptr());
+    let mut reporter = null_mut();
+    let mut open = |config: abi::ReporterConfig| {
+        // SAFETY: what is pointed to lives until after the call.
+        unsafe { kvf_reporter_open(opened.client, &raw const config, &raw mut reporter) }
+    };
+    refused(open(abi::ReporterConfig { size: 4, ..good }), status::INVALID, "reporter_config.size is 4");
+    refused(open(abi::ReporterConfig { address: null(), ..good }), status::INVALID, "address is null");
+    refused(open(abi::ReporterConfig { address: c"".as_ptr(), ..good }), status::FAILED, "address is empty");
+    says("C: a reporter without an address", &sentence(), &[]);
+    refused(open(abi::ReporterConfig { has_node: 2, ..good }), status::INVALID, "has_node is 2");
+    refused(open(abi::ReporterConfig { node: 1, ..good }), status::INVALID, "node is 1, expected 0");
+    refused(open(abi::ReporterConfig { every_ms: 10_001, ..good }), status::INVALID, "every_ms is 10001");
+    refused(open(abi::ReporterConfig { without_links: 2, ..good }), status::INVALID, "without_links is 2");
+    assert_eq!(open(good), status::OK);
+    let size = u32::try_from(size_of::<abi::Load>()).unwrap();
+    let load = abi::Load { size, running: 1, waiting: 2, reserved: 0, queue_tokens: 3 };
+    // SAFETY: what is pointed to lives until after the calls, and the reporter is freed once.
+    unsafe {
+        assert_eq!(kvf_reporter_load(reporter, &raw const load), status::OK);
+        let later = abi::Load { reserved: 1, ..load };
+        refused(kvf_reporter_load(reporter, &raw const later), status::INVALID, "load.reserved is 1");
+        refused(kvf_reporter_load(reporter, null()), status::INVALID, "load is null");
+        // Nobody hears the goodbye; that ends all the same.
+        kvf_reporter_free(reporter);
+    }
+}
+
+#[test]
+fn paths_and_links_of_a_client_that_met_nobody_are_none() {
+    let opened = opened(null());
+    // SAFETY: what is not null is there and as long as it says.
+    unsafe {
+        let (mut paths, mut count) = (null_mut(), 7);
+        refused(kvf_client_paths(opened.client, null_mut()), status::INVALID, "paths is null");
+        assert_eq!(kvf_client_paths(opened.client, &raw mut paths), status::OK);
+        let mut node: abi::NodePath = std::mem::zeroed();
+        refused(
+            kvf_paths_node(paths, 0, &raw mut node),
+            status::NOT_FOUND,
+            "there is no node of this number",
+        );
+        let mut carried: abi::Carried = std::mem::zeroed();
+        refused(kvf_paths_carried(paths, 0, &raw mut carried), status::INVALID, "carried.size is 0");
+        carried.size = u32::try_from(size_of::<abi::Carried>()).unwrap();
+        assert_eq!(kvf_paths_carried(paths, 0, &raw mut carried), status::OK);
+        assert_eq!((carried.path, carried.fetched_bytes, carried.saved_bytes), (abi::PATH_QUIC, 0, 0));
+        refused(kvf_paths_carried(paths, 1, &raw mut carried), status::NOT_FOUND, "no path of this number");
+        kvf_paths_free(paths);
+        let (mut link, bytes) = (abi::Link::default(), size_of::<abi::Link>());
+        let links = |link, count: *mut usize, bytes| kvf_client_links(opened.client, link, 1, bytes, count);
+        refused(links(&raw mut link, &raw mut count, bytes + 8), status::INVALID, "link.size is 56");
+        refused(links(null_mut(), &raw mut count, bytes), status::INVALID, "links is null");
+        refused(links(&raw mut link, null_mut(), bytes), status::INVALID, "count is null");
+        assert_eq!((links(&raw mut link, &raw mut count, bytes), count), (status::OK, 0));
+        assert_eq!(kvf_client_links(opened.client, null_mut(), 0, bytes, &raw mut count), status::OK);
+    }
 }
 
 /// Slices of 8 and 4 bytes of two blocks, and what a call says of them.

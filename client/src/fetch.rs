@@ -134,6 +134,14 @@ pub enum FetchError {
         /// Blocks of all sources.
         blocks: usize,
     },
+    /// Rooms of another model than the one whose computing is reckoned with.
+    #[error("rooms of {layers} layers, and costs of {costs}: give both for the same model")]
+    Layers {
+        /// Layers of the first room.
+        layers: usize,
+        /// Layers of the costs.
+        costs: usize,
+    },
 }
 
 impl Client {

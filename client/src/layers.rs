@@ -17,6 +17,7 @@ mod rooms;
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use kv_core::pipeline::Arrive;
 use kvfleet_proto::frame::SLICES_MAX;
@@ -25,7 +26,7 @@ use tokio::time::Instant;
 
 use crate::fetch::check_sources;
 use crate::{Client, FetchCall, FetchError, HeldLease, SourceMiss};
-use feed::{Feed, Plan};
+use feed::{Feed, Order, Plan};
 use rooms::Rooms;
 
 /// Memory of the caller for one block.
@@ -40,7 +41,7 @@ pub trait BlockRoom: Send + 'static {
 }
 
 /// Lengths of the slices that a room has.
-fn slices_of(room: &mut impl BlockRoom) -> Vec<usize> {
+pub(crate) fn slices_of(room: &mut impl BlockRoom) -> Vec<usize> {
     (0..SLICES_MAX).map_while(|layer| room.slice(layer).map(|slice| slice.len())).collect()
 }
 
@@ -61,9 +62,11 @@ pub struct LayersCall {
     /// Bytes that are loaded before the job's turn ([`kv_core::pipeline::Preload::buffer_bytes`]).
     pub read_buffer_bytes: u64,
     /// Bytes of blocks of which something is asked for and not there, at most; but one block of each source may be. Layers come
-    /// in order within what is asked for at once: where that is less than the history, some blocks are there whole before
-    /// others begin.
+    /// in order within what is asked for at once: where that is less than the history, some blocks are ahead of others.
     pub in_flight_bytes_max: u64,
+    /// Layers of a source's blocks that are asked for at once after the job's turn, at most, over a path that moves slices; at least one.
+    /// Between two of these requests a round trip passes, and what [`LayerFetch::leave_out`] named before is not asked for any more.
+    pub layers_at_once: u32,
     /// Layers first, for an engine that computes with those that are there: what ends early leaves leading layers of all
     /// blocks. Or blocks first: it leaves leading blocks.
     pub arrive: Arrive,
@@ -87,6 +90,11 @@ pub enum LayerEvent<R> {
         /// Its room.
         room: R,
     },
+    /// These blocks will not come whole: their source fell short. Their rooms come with its end.
+    Short {
+        /// Which blocks of the request.
+        blocks: Range<u32>,
+    },
     /// Nothing more comes from this source.
     Ended(Box<SourceEnd<R>>),
 }
@@ -94,7 +102,9 @@ pub enum LayerEvent<R> {
 /// How a source ended.
 #[derive(Debug)]
 pub struct SourceEnd<R> {
-    /// What it did not deliver of what it should have; nothing when all came.
+    /// Which source of the call.
+    pub source: usize,
+    /// What it did not deliver of what it should have; nothing when all came, but what was left out.
     pub miss: Option<SourceMiss>,
     /// Blocks that did not come whole, with their rooms. Of what is in them only slices that were told of are of use.
     pub absent: Vec<(u32, R)>,
@@ -112,6 +122,10 @@ pub struct LayerFetch<R> {
     events: mpsc::UnboundedReceiver<LayerEvent<R>>,
     turn: watch::Sender<Option<Instant>>,
     layers: u32,
+    arrive: Arrive,
+    order: Arc<Order>,
+    /// Set once a path is found that moves no slices.
+    whole: Arc<AtomicBool>,
 }
 
 impl<R> LayerFetch<R> {
@@ -128,6 +142,37 @@ impl<R> LayerFetch<R> {
     #[must_use]
     pub fn layers(&self) -> u32 {
         self.layers
+    }
+
+    /// How slices come, as far as it is known: as the call says, or block by block once a path is found that moves no slices.
+    #[must_use]
+    pub fn arrive(&self) -> Arrive {
+        if self.whole.load(Ordering::Relaxed) { Arrive::ByBlock } else { self.arrive }
+    }
+
+    /// From this block on the caller computes them all: what was not asked for of them yet, is not. They come back as absent, without a
+    /// miss where nothing else was.
+    pub fn leave_out(&self, from_block: u32) {
+        self.order.useless.fetch_min(from_block, Ordering::Relaxed);
+    }
+
+    /// So many leading blocks come whole after the job's turn before layers of the others do, over a path that moves slices: each source's share of
+    /// them. Blocks that are whole need not be computed whatever becomes of the rest: where loading is the slower that is what
+    /// waiting may be paid with. Said before [`LayerFetch::begin`].
+    pub fn blocks_first(&self, blocks: u32) {
+        self.order.blocks_first.store(blocks, Ordering::Relaxed);
+    }
+
+    /// Encoded bytes that came so far, usable or not.
+    #[must_use]
+    pub fn received_bytes(&self) -> u64 {
+        self.order.received_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Frames so far that were not the block asked, whole, or did not fit their room.
+    #[must_use]
+    pub fn wrong_blocks(&self) -> u32 {
+        self.order.wrong_blocks.load(Ordering::Relaxed)
     }
 
     /// What happens next; nothing once every source has ended.
@@ -176,6 +221,13 @@ impl Client {
             let feed = Feed::new(Arc::clone(&plan), position, rooms, turns.clone(), self.links.clone());
             tokio::spawn(feed.run(self.paths.clone()));
         }
-        Ok(LayerFetch { events, turn, layers })
+        Ok(LayerFetch {
+            events,
+            turn,
+            layers,
+            arrive: plan.call.arrive,
+            order: Arc::clone(&plan.order),
+            whole: Arc::clone(&plan.whole),
+        })
     }
 }

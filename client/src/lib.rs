@@ -1,8 +1,8 @@
 //! What frontends and engines link: route, fetch, save, and the release that ends a request.
 //!
 //! [`Client`] holds the routers of a cluster and a path to every node it was sent to. Where the verbs
-//! live: `route.rs` (with lookup, status and report), `fetch.rs`, `save.rs`, both for engines that compute layer by layer in `layers.rs` and `layer_save.rs`, `control.rs` (a node's own
-//! calls); all of them for threads without a runtime in `completions.rs`; how routers are tried in turn is `retry.rs`, how paths are kept is `paths.rs`.
+//! live: `route.rs` (with lookup, status and report), `fetch.rs`, `save.rs`, both for engines that compute layer by layer in `layers.rs` and `layer_save.rs`, a whole prefill beside its load in `prefill.rs`, `control.rs` (a node's own
+//! calls); all of them for threads without a runtime in `completions.rs`; reports to them again and again in `report.rs`; how routers are tried in turn is `retry.rs`, how paths are kept is `paths.rs`.
 //!
 //! Not here: choosing (the router does), computing, and what a block's bytes mean. The client proves
 //! that a frame is the block asked; everything doubtful is a miss with a reason, never a wrong byte.
@@ -24,6 +24,8 @@ mod layers;
 mod links;
 mod members;
 mod paths;
+mod prefill;
+mod report;
 mod retry;
 mod route;
 mod save;
@@ -39,6 +41,8 @@ pub use layer_save::{LayerSave, LayerSaveCall, LayerSaveError};
 pub use layers::{BlockRoom, LayerEvent, LayerFetch, LayersCall, SourceEnd};
 pub use links::LinkReader;
 pub use members::{GroupMembers, Members, MembersError, Step};
+pub use prefill::{Prefill, PrefillCall, PrefillEnd};
+pub use report::{InstanceLoad, Reporter, ReporterConfig};
 pub use retry::RouterError;
 pub use route::{RouteAnswer, RouteCall, RouteError};
 pub use save::{

@@ -2,15 +2,15 @@
 //!
 //! Only what a request waited for counts: what is loaded before its turn goes behind others, and says nothing of how fast a
 //! fetch is. The first frame of a fetch is its latency, the others are its stream, so a fetch of one block says too
-//! little and is left out. Not here: how samples become an estimate (`kv_core::schedule`), and when they are reported (the
-//! engine).
+//! little and is left out. Not here: how samples become an estimate (`kv_core::schedule`), and when they are reported
+//! (`report.rs`, or the engine).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kv_core::id::{Epoch, NodeId, Tier};
-use kv_core::schedule::RATE_MIN;
+use kv_core::schedule::{LinkPath, RATE_MIN};
 use kvfleet_proto::pb;
 use kvfleet_transport::pick::PathKind;
 use tokio::time::Instant;
@@ -104,6 +104,26 @@ impl Links {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Bytes a second that came of these sources together, each as in all fetches since its node's start, whatever the path; nothing
+    /// where one of them is not known.
+    pub(crate) fn rate(&self, sources: &[pb::Source]) -> Option<u64> {
+        let known = self.known();
+        let of = |source: &pb::Source| {
+            // Blocks that came out of several tiers were of it too.
+            let tiers = [0, source.tier.saturating_add(1)];
+            let is_it = |key: &Key| {
+                (key.node, key.epoch) == (NodeId(source.node), Epoch(source.epoch))
+                    && tiers.contains(&key.tier)
+            };
+            let sums = known.sums.iter().filter(|(key, _)| is_it(key)).map(|(_, sums)| sums);
+            let (bytes, seconds) = sums.fold((0.0, 0.0), |(bytes, seconds), sums| {
+                (bytes + sums.bytes as f64, seconds + sums.stream.as_secs_f64())
+            });
+            (seconds > 0.0).then_some((bytes / seconds) as u64)
+        };
+        sources.iter().map(of).try_fold(0u64, |sum, rate| Some(sum.saturating_add(rate?)))
+    }
+
     /// Counts a fetch whose blocks came out of this tier, if all did.
     pub(crate) fn fetched(
         &self,
@@ -145,12 +165,13 @@ pub(crate) fn one_tier(tiers: &[Tier], asked: usize, planned: Option<Tier>) -> O
 
 /// The number of a path in a report.
 fn path_number(kind: PathKind) -> u32 {
-    match kind {
-        PathKind::SharedMemory => 1,
-        PathKind::Rdma => 2,
-        PathKind::Quic => 3,
-        PathKind::Tcp => 4,
-    }
+    let path = match kind {
+        PathKind::SharedMemory => LinkPath::SharedMemory,
+        PathKind::Rdma => LinkPath::Rdma,
+        PathKind::Quic => LinkPath::Quic,
+        PathKind::Tcp => LinkPath::Tcp,
+    };
+    path as u32
 }
 
 /// What one reader of a client's links has not seen yet: one for each router that is reported to.
@@ -165,9 +186,31 @@ impl LinkReader {
         LinkReader { links, seen: BTreeMap::new() }
     }
 
+    /// One that hears of nothing before this moment.
+    pub(crate) fn from_now(links: Links) -> LinkReader {
+        let seen = links.known().sums.clone();
+        LinkReader { links, seen }
+    }
+
     /// What fetches came to since this was called last, for a report: 256 samples at most, of what changed last; others
     /// wait for the next. What a report that was lost said is not said again: the next one says as much.
     pub fn take(&mut self) -> Vec<pb::LinkSample> {
+        self.take_most(SAMPLES_MAX)
+    }
+
+    /// The same, so many samples at most.
+    pub fn take_most(&mut self, most: usize) -> Vec<pb::LinkSample> {
+        let (samples, told) = self.look_at_most(most.min(SAMPLES_MAX));
+        self.told(told);
+        samples
+    }
+
+    /// The same, said again by the next look unless [`told`](LinkReader::told) hears of it.
+    pub(crate) fn look(&self) -> (Vec<pb::LinkSample>, Told) {
+        self.look_at_most(SAMPLES_MAX)
+    }
+
+    fn look_at_most(&self, most: usize) -> (Vec<pb::LinkSample>, Told) {
         let now = self.links.known().sums.clone();
         let seen = |key: &Key, sums: &Sums| {
             self.seen.get(key).filter(|seen| seen.born == sums.born).copied().unwrap_or_default()
@@ -177,24 +220,41 @@ impl LinkReader {
             .map(|(key, sums)| (*key, *sums, seen(key, sums)))
             .filter(|(_, sums, seen)| sums.fetches > seen.fetches)
             .collect();
-        if news.len() > SAMPLES_MAX {
+        if news.len() > most {
             news.sort_unstable_by_key(|(_, sums, _)| std::cmp::Reverse(sums.changed));
-            news.truncate(SAMPLES_MAX);
+            news.truncate(most);
         }
-        self.seen.retain(|key, _| now.contains_key(key));
-        self.seen.extend(news.iter().map(|(key, sums, _)| (*key, *sums)));
-        let micros = |span: Duration| u64::try_from(span.as_micros()).unwrap_or(u64::MAX);
-        let sample = |(key, sums, seen): (Key, Sums, Sums)| pb::LinkSample {
-            node: key.node.0,
-            epoch: key.epoch.0,
-            fetches: u32::try_from(sums.fetches - seen.fetches).unwrap_or(u32::MAX),
-            latency_us: micros(sums.latency - seen.latency),
-            bytes: sums.bytes - seen.bytes,
-            stream_us: micros(sums.stream - seen.stream),
-            path: key.path,
-            tier: key.tier,
-        };
-        news.into_iter().map(sample).collect()
+        let told = news.iter().map(|(key, sums, _)| (*key, *sums)).collect();
+        let known = now.into_keys().collect();
+        (news.into_iter().map(sample).collect(), Told { told, known })
+    }
+
+    /// What a look gave was heard.
+    pub(crate) fn told(&mut self, Told { told, known }: Told) {
+        self.seen.retain(|key, _| known.contains(key));
+        self.seen.extend(told);
+    }
+}
+
+/// What a look gave, and all that was known then.
+#[derive(Debug)]
+pub(crate) struct Told {
+    told: Vec<(Key, Sums)>,
+    known: BTreeSet<Key>,
+}
+
+/// What came between two states of a sum.
+fn sample((key, sums, seen): (Key, Sums, Sums)) -> pb::LinkSample {
+    let micros = |span: Duration| u64::try_from(span.as_micros()).unwrap_or(u64::MAX);
+    pb::LinkSample {
+        node: key.node.0,
+        epoch: key.epoch.0,
+        fetches: u32::try_from(sums.fetches - seen.fetches).unwrap_or(u32::MAX),
+        latency_us: micros(sums.latency - seen.latency),
+        bytes: sums.bytes - seen.bytes,
+        stream_us: micros(sums.stream - seen.stream),
+        path: key.path,
+        tier: key.tier,
     }
 }
 
@@ -242,6 +302,28 @@ mod tests {
     }
 
     #[test]
+    fn what_was_not_heard_is_said_again_with_what_came_since() {
+        let links = Links::default();
+        let mut reader = LinkReader::new(links.clone());
+        links.fetched(NODE, Some(PathKind::Tcp), Some(Tier::Dram), &timed(4));
+        let lost = reader.look();
+        assert_eq!(lost.0.len(), 1);
+        links.fetched(NODE, Some(PathKind::Tcp), Some(Tier::Dram), &timed(3));
+        let (again, told) = reader.look();
+        assert_eq!(
+            again.iter().map(|sample| (sample.fetches, sample.bytes)).collect::<Vec<_>>(),
+            [(2, 5_000)]
+        );
+        links.fetched(NODE, Some(PathKind::Tcp), Some(Tier::Dram), &timed(2));
+        reader.told(told);
+        let rest = reader.take();
+        assert_eq!(
+            rest.iter().map(|sample| (sample.fetches, sample.bytes)).collect::<Vec<_>>(),
+            [(1, 1_000)]
+        );
+    }
+
+    #[test]
     fn what_is_known_is_bounded_and_an_older_start_of_a_node_is_forgotten() {
         let links = Links::default();
         let mut reader = LinkReader::new(links.clone());
@@ -252,7 +334,7 @@ mod tests {
         assert_eq!(links.known().sums.len(), SUMS_MAX);
         let told: Vec<u32> = (0..5).flat_map(|_| reader.take()).map(|sample| sample.node).collect();
         assert!(told[..SAMPLES_MAX].iter().all(|node| *node >= 3_000 - 256), "what changed last comes first");
-        let each: std::collections::BTreeSet<u32> = told.iter().copied().collect();
+        let each: BTreeSet<u32> = told.iter().copied().collect();
         assert_eq!((told.len(), each.len()), (SUMS_MAX, SUMS_MAX), "and all others later, each once");
         // Forgotten and heard of again, it counts from there.
         links.fetched((NodeId(0), Epoch(1)), None, Some(Tier::Dram), &two);

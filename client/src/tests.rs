@@ -5,6 +5,8 @@ mod authority;
 mod completions;
 mod fetching;
 mod layers;
+mod prefill;
+mod reporting;
 mod routing;
 mod saving;
 mod slices;

@@ -19,7 +19,6 @@ use crate::{Client, ClientConfig, ClientError};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Transport {
     /// QUIC only.
-    #[default]
     Quic,
     /// TLS 1.3 over TCP only: for nodes that all serve it.
     Tcp,
@@ -29,6 +28,7 @@ pub enum Transport {
     Rdma,
     /// Whatever there is, the best of it: shared memory with nodes of this host, RDMA with those that offer it, and QUIC until
     /// another network path is clearly faster.
+    #[default]
     Auto,
 }
 

@@ -46,9 +46,23 @@ pub fn fill(hash: BlockHash, bytes: &mut [u8]) {
 /// Whether `bytes` are exactly the content of block `hash`.
 #[must_use]
 pub fn matches(hash: BlockHash, bytes: &[u8]) -> bool {
+    matches_from(key(hash), 0, bytes)
+}
+
+/// Whether `bytes` are what the content of block `hash` has from byte `start` on, as a slice of it does.
+#[must_use]
+pub fn matches_at(hash: BlockHash, start: usize, bytes: &[u8]) -> bool {
     let key = key(hash);
+    let (first, within) = ((start / STRIDE) as u64, start % STRIDE);
+    let (head, rest) = bytes.split_at(bytes.len().min((STRIDE - within) % STRIDE));
+    let is_head = head == &word(key, first).to_le_bytes()[within..][..head.len()];
+    is_head && matches_from(key, first + u64::from(within > 0), rest)
+}
+
+/// Whether `bytes` are the words of the stream from this position on.
+fn matches_from(key: (u64, u64), first: u64, bytes: &[u8]) -> bool {
     let (words, tail) = bytes.as_chunks::<STRIDE>();
-    let mut position = 0;
+    let mut position = first;
     let mut difference = 0u64;
     for chunk in words {
         difference |= u64::from_le_bytes(*chunk) ^ word(key, position);
@@ -70,6 +84,23 @@ mod tests {
             fill(BlockHash([7; 16]), &mut bytes);
             assert!(matches(BlockHash([7; 16]), &bytes));
             assert_eq!(bytes, long[..length], "a longer buffer continues a shorter one");
+        }
+    }
+
+    #[test]
+    fn every_part_of_it_is_known_by_where_it_begins() {
+        let hash = BlockHash([7; 16]);
+        let mut whole = [0; 40];
+        fill(hash, &mut whole);
+        for (start, end) in (0..40).flat_map(|start| (start..40).map(move |end| (start, end))) {
+            let mut part = whole[start..end].to_vec();
+            assert!(matches_at(hash, start, &part), "{start}..{end}");
+            assert!(part.is_empty() || !matches_at(hash, start + 1, &part), "{start}..{end} elsewhere");
+            for at in 0..part.len() {
+                part[at] ^= 1;
+                assert!(!matches_at(hash, start, &part), "{start}..{end}: byte {at}");
+                part[at] ^= 1;
+            }
         }
     }
 

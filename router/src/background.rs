@@ -15,6 +15,7 @@ use crate::groups::Groups;
 use crate::metrics::Metrics;
 use crate::view::fleet::FleetView;
 use crate::view::holders;
+use crate::view::links::NodeLanes;
 use crate::view::residency::{self, Residency};
 
 /// How often the block counts of nodes (the ring's load), silence of instances and the gauges are taken anew.
@@ -34,6 +35,8 @@ pub(crate) struct Background {
     pub(crate) residency: Arc<RwLock<Residency>>,
     pub(crate) clock: Clock,
     pub(crate) metrics: Metrics,
+    /// Whether decisions price by what instances measured.
+    pub(crate) price_links: bool,
 }
 
 impl Background {
@@ -56,13 +59,12 @@ impl Background {
     fn refresh_nodes(&self) {
         let now = self.clock.now();
         let control = self.groups.control().published.read();
-        let live = control.index.nodes().filter(|state| state.live).map(|state| LiveNode {
-            node: state.record.node,
-            epoch: state.epoch,
-            weight: NODE_WEIGHT,
-            blocks: holders::blocks_of(&self.groups, state),
-            link: self.fleet.link(state.record.node, state.epoch, now),
-            tiers: self.fleet.tiers(state.record.node, state.epoch, now),
+        let live = control.index.nodes().filter(|state| state.live).map(|state| {
+            let (node, epoch) = (state.record.node, state.epoch);
+            let priced = self.price_links.then(|| self.fleet.lanes(node, epoch, now));
+            let NodeLanes { afar, near } = priced.unwrap_or_default();
+            let blocks = holders::blocks_of(&self.groups, state);
+            LiveNode { node, epoch, weight: NODE_WEIGHT, blocks, afar, near }
         });
         self.fleet.set_nodes(live.collect());
     }

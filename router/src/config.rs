@@ -44,6 +44,9 @@ pub struct RouterConfig {
     pub truth: TruthConfig,
     /// Named hardware profile that predicts TTFT (see `kv_core::schedule::PROFILES`).
     pub profile: String,
+    /// Whether decisions price by what instances measured of their links, where they report any; else by the profile alone,
+    /// and what they report is shown only.
+    pub price_links: bool,
     /// Log entries between two snapshots.
     pub snapshot_every_entries: u64,
     /// (node, block) pairs the index may hold. The same on every router.
@@ -127,6 +130,7 @@ impl Default for RouterConfig {
             announce: AnnounceConfig::default(),
             truth: TruthConfig::default(),
             profile: HardwareProfile::default().name.into(),
+            price_links: true,
             snapshot_every_entries: 5_000,
             index_copies_max: kv_core::index::COPIES_MAX,
         }

@@ -4,8 +4,9 @@
 
 use std::time::Duration;
 
-use kv_core::id::NodeId;
+use kv_core::id::{NodeId, Tier};
 use kv_core::index::command::AnnounceOutcome;
+use kv_core::schedule::LinkPath;
 use prometheus::{
     GaugeVec, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
     exponential_buckets,
@@ -43,6 +44,7 @@ pub(crate) struct Metrics {
 struct SoftMetrics {
     blocks: IntGaugeVec,
     rates: IntGaugeVec,
+    latencies: IntGaugeVec,
     batches: IntCounterVec,
     replays: IntCounter,
     ended: IntCounterVec,
@@ -54,13 +56,20 @@ impl SoftMetrics {
         let (name, help) = ("kvfleet_resident_blocks", "Blocks that an instance has in GPU memory");
         let blocks = IntGaugeVec::new(Opts::new(name, help), &["instance"])?;
         registry.register(Box::new(blocks.clone()))?;
+        let labels = &["node", "reader", "path", "tier"];
         let name = "kvfleet_link_bytes_per_second";
-        let help = "How fast instances read from a node of late, out of a tier or over a path";
-        let rates = IntGaugeVec::new(Opts::new(name, help), &["node", "of"])?;
+        let help = "How fast instances read from a node of late, out of a tier over a path";
+        let rates = IntGaugeVec::new(Opts::new(name, help), labels)?;
         registry.register(Box::new(rates.clone()))?;
+        let name = "kvfleet_link_latency_microseconds";
+        let help =
+            "How long instances waited of late for the first block from a node, out of a tier over a path";
+        let latencies = IntGaugeVec::new(Opts::new(name, help), labels)?;
+        registry.register(Box::new(latencies.clone()))?;
         Ok(SoftMetrics {
             blocks,
             rates,
+            latencies,
             batches: labelled(
                 registry,
                 "kvfleet_residency_batches_total",
@@ -331,9 +340,12 @@ impl Metrics {
     /// Shows how fast nodes were read from of late, and nothing of those that were not.
     pub(crate) fn link_rates(&self, all: &[LinkRate]) {
         self.soft.rates.reset();
-        for rate in all {
-            let node = rate.node.0.to_string();
-            self.soft.rates.with_label_values(&[&node, rate.of]).set(gauge_value(rate.bytes_per_s));
+        self.soft.latencies.reset();
+        for LinkRate { node, is_own, key, lane } in all {
+            let node = node.0.to_string();
+            let labels = [&*node, reader_name(*is_own), path_name(key.path), tier_name(key.tier)];
+            self.soft.rates.with_label_values(&labels).set(gauge_value(lane.bytes_per_s));
+            self.soft.latencies.with_label_values(&labels).set(gauge_value(lane.latency_ns / 1_000));
         }
     }
 
@@ -361,6 +373,21 @@ fn ratio(registry: &Registry, name: &str, help: &str) -> prometheus::Result<Gaug
     let gauges = GaugeVec::new(Opts::new(name, help), &["node"])?;
     registry.register(Box::new(gauges.clone()))?;
     Ok(gauges)
+}
+
+/// Who read, as figures say it.
+fn reader_name(is_own: bool) -> &'static str {
+    if is_own { "own" } else { "other" }
+}
+
+/// What a link went over, as figures say it.
+fn path_name(path: Option<LinkPath>) -> &'static str {
+    path.map_or("unknown", LinkPath::name)
+}
+
+/// What blocks came out of, as figures say it.
+fn tier_name(tier: Option<Tier>) -> &'static str {
+    tier.map_or("several", Tier::name)
 }
 
 fn gauge_value(value: u64) -> i64 {

@@ -244,6 +244,7 @@ impl Parts<'_> {
             residency: Arc::clone(&residency),
             clock,
             metrics: self.metrics.clone(),
+            price_links: self.config.price_links,
         };
         tokio::spawn(background.run(self.stop.clone()));
         let truth = Arc::new(Truth::new(self.config.id << 32 ^ u64::from(std::process::id())));

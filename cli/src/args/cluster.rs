@@ -38,7 +38,8 @@ pub struct ShapeArgs {
     /// Hardware profile under which compute is modelled.
     #[arg(long, default_value_t = default_profile(), value_parser = profile)]
     pub profile: String,
-    /// Share of the modelled compute time that instances really wait; 0 never waits.
+    /// Share of the modelled compute time that computing really takes on the instances, one prefill at a time on each, beside its load; with 0 it
+    /// takes none.
     #[arg(long, default_value_t = 0.0)]
     pub time_scale: f64,
     /// Paths that block bytes take: quic, tcp (TLS 1.3), shm (shared memory), rdma, or auto for the best there is.

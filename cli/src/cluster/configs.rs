@@ -69,6 +69,8 @@ fn router(cluster: &Cluster, number: u64, files: CertificateFiles) -> RouterConf
         data_dir: cluster.directory().join(name((Role::Router, number))),
         tls: kvfleet_router::TlsConfig { ca: files.ca, cert: files.cert, key: files.key },
         profile: cluster.shape().profile.clone(),
+        // Stand-ins model their computing under the profile: what this machine moves is not to be weighed against that.
+        price_links: false,
         ..RouterConfig::default()
     }
 }
@@ -98,10 +100,17 @@ fn node(cluster: &Cluster, number: u32, files: CertificateFiles) -> NodeConfig {
     }
 }
 
-/// Where nodes and instances meet, if they are to.
+/// Longest name of a socket (`unix(7)`).
+const SOCKET_NAME_BYTES_MAX: usize = 107;
+
+/// Where nodes and instances meet, if they are to. In a directory whose sockets would have longer names than systems take they do not, unless
+/// they are to meet nowhere else.
 fn sockets(cluster: &Cluster) -> Option<PathBuf> {
-    let meets = cluster.shape().transport.kinds().contains(&PathKind::SharedMemory);
-    meets.then(|| cluster.directory().join("sockets"))
+    let transport = cluster.shape().transport;
+    let directory = cluster.directory().join("sockets");
+    let longest = directory.join("255.255.255.255_65535.sock").as_os_str().len();
+    let fits = longest <= SOCKET_NAME_BYTES_MAX || transport == Transport::Shm;
+    (transport.kinds().contains(&PathKind::SharedMemory) && fits).then_some(directory)
 }
 
 /// What nodes offer if RDMA is asked for by name; under `auto` shared memory is nearer on one host. Whoever has a

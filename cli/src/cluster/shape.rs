@@ -80,7 +80,7 @@ impl Shape {
             profile: kv_core::schedule::HardwareProfile::default().name.to_owned(),
             time_scale: 0.0,
             fetch_floor_ms: 10_000,
-            transport: Transport::default(),
+            transport: Transport::Quic,
             data_dir: None,
             base_port: None,
             otlp: String::new(),

@@ -48,7 +48,7 @@ pub(super) async fn until_settled(cluster: &Cluster, number: u64) -> anyhow::Res
     let Some(ready) = cluster.child((Role::Node, number)).and_then(Child::ready) else {
         anyhow::bail!("node {number} is not running");
     };
-    let client = client(&cluster.running_routers(), &cluster.identity()?, Transport::default())?;
+    let client = client(&cluster.running_routers(), &cluster.identity()?, Transport::Quic)?;
     let reply = client.settle(&ready.address("control"), SERVING_TIMEOUT).await?;
     if reply.settled {
         return Ok(());

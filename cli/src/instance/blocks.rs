@@ -59,6 +59,11 @@ impl BlockShape {
         whole * self.payload_bytes() + rest.min(self.payload_bytes())
     }
 
+    /// Lengths of a block's slices in bytes, layer after layer.
+    pub(super) fn slice_bytes(&self) -> &[u32] {
+        &self.slice_bytes
+    }
+
     /// The frame of block `hash`: content from the hash, layer after layer, sealed.
     pub(super) fn make(&self, hash: BlockHash) -> Frame {
         let mut builder = self.builder(hash).expect("a frame of these slices was made when the shape was");

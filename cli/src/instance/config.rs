@@ -36,13 +36,20 @@ pub struct InstanceConfig {
     pub block_bytes: u64,
     /// Layers a block is split into; slices differ by at most one byte.
     pub layers: u32,
-    /// Least time a fetch is given, in milliseconds: on a machine shared by a whole cluster the
-    /// modelled time to recompute says nothing about the time to fetch.
+    /// Least time a fetch is given where compute takes none, in milliseconds: the modelled time to recompute says nothing then about
+    /// the time to fetch.
     pub fetch_floor_ms: u64,
-    /// Share of the modelled prefill time that is really waited for; 0 never waits, 1 is real time.
+    /// Share of the modelled compute time that it really takes: 1 is real time. One request's prefill runs at a time then, beside
+    /// its load, and what does not come in time is computed. With 0 compute takes no time, and fetches end before it is accounted.
     pub time_scale: f64,
+    /// Bytes that may be loaded for requests whose turn has not come, of all of them together. Of use where compute takes time.
+    pub read_buffer_bytes: u64,
+    /// Bytes of one request of which something is asked for and not there, at most, where compute takes time.
+    pub in_flight_bytes: u64,
     /// Time between load reports, in milliseconds.
     pub report_ms: u64,
+    /// Whether the reports tell how fast it read from nodes, too.
+    pub report_links: bool,
     /// Paths that block bytes take: quic, tcp, shm (nodes of this host), rdma (nodes that offer it), or
     /// auto for the best there is.
     pub transport: String,
@@ -123,7 +130,10 @@ impl Default for InstanceConfig {
             layers: 4,
             fetch_floor_ms: 50,
             time_scale: 0.0,
+            read_buffer_bytes: 64 << 20,
+            in_flight_bytes: 64 << 20,
             report_ms: 200,
+            report_links: true,
             transport: Transport::default().to_string(),
             shm: ShmSection::default(),
             rdma: RdmaSection::default(),

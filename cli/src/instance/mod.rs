@@ -7,6 +7,7 @@ mod blocks;
 mod config;
 mod load;
 mod metrics;
+mod prefill;
 mod report;
 mod request;
 mod serve;

@@ -64,7 +64,9 @@ impl Instance for Service {
         kvfleet_proto::trace_context::set_parent(&span, &request.traceparent);
         let job = read(request)?;
         let lease = LeaseId(self.next_lease.fetch_add(1, Ordering::Relaxed));
-        let reply = Arc::clone(&self.engine).serve(job, lease).instrument(span).await;
+        // By itself, so that who stops waiting for the answer does not leave leases behind.
+        let served = tokio::spawn(Arc::clone(&self.engine).serve(job, lease).instrument(span));
+        let reply = served.await.map_err(|cause| Status::internal(format!("the request broke: {cause}")))?;
         self.metrics.answered(&reply);
         Ok(Response::new(reply))
     }

@@ -18,6 +18,7 @@ use kvfleet_proto::pb;
 use super::blocks::BlockShape;
 use super::config::InstanceConfig;
 use super::load::{Running, Working};
+use super::prefill::Accelerator;
 use super::request::Job;
 
 /// Most time a fetch is given, however long recomputing would take under the profile: behind a node that
@@ -34,6 +35,7 @@ pub(super) struct Engine {
     pub(super) blocks: Arc<BlockShape>,
     pub(super) profile: HardwareProfile,
     pub(super) working: Arc<Working>,
+    pub(super) accelerator: Accelerator,
     pub(super) config: InstanceConfig,
 }
 
@@ -45,8 +47,15 @@ impl Engine {
         let mut reply =
             pb::RunReply { asked_blocks: blocks_u32(job.hashes.len()), ..pb::RunReply::default() };
         let asker = self.asker(&job, lease);
-        let mut leases = self.fetch(&job, &asker, &mut reply).await;
-        self.account(&job, &mut reply).await;
+        let call = self.call(&job, &asker);
+        let mut leases = if self.config.time_scale > 0.0 {
+            self.prefill(&job, call, &mut reply).await
+        } else if call.sources.is_empty() {
+            BTreeSet::new()
+        } else {
+            self.fetch(call, &mut reply).await
+        };
+        self.account(&job, &mut reply);
         running.prefilled();
         if job.wait_save {
             leases.extend(self.save(&job, &asker, &mut reply).await);
@@ -74,14 +83,10 @@ impl Engine {
         }
     }
 
-    /// Fetches what the decision says and compares every byte. Answers where leases may be held now.
-    async fn fetch(&self, job: &Job, asker: &Asker, reply: &mut pb::RunReply) -> BTreeSet<HeldLease> {
-        // Without GPU memory, what a decision counts on there is computed, and with it all that lies behind.
-        if job.sources.is_empty() || job.resident_blocks > 0 {
-            return BTreeSet::new();
-        }
-        let begun = Instant::now();
-        let call = FetchCall {
+    /// What the decision says is fetched. Without GPU memory, what it counts on there is computed, and with it all that lies behind.
+    fn call(&self, job: &Job, asker: &Asker) -> FetchCall {
+        let sources = if job.resident_blocks > 0 { Vec::new() } else { job.sources.clone() };
+        FetchCall {
             lease: asker.lease,
             request: asker.request,
             tenant: asker.tenant,
@@ -89,10 +94,16 @@ impl Engine {
             identity: asker.identity,
             hashes: job.hashes.clone(),
             resident_blocks: 0,
-            sources: job.sources.clone(),
+            sources,
             deadline: self.deadline(job),
             class: None,
-        };
+        }
+    }
+
+    /// Fetches all of it and compares every byte. Answers where leases may be held now.
+    async fn fetch(&self, call: FetchCall, reply: &mut pb::RunReply) -> BTreeSet<HeldLease> {
+        let begun = Instant::now();
+        let (request, hashes) = (call.request, call.hashes.clone());
         let outcome = self.client.fetch(call).await;
         reply.fetch_us = micros(begun.elapsed());
         let outcome = match outcome {
@@ -102,32 +113,32 @@ impl Engine {
                 return BTreeSet::new();
             }
         };
-        count_fetched(&self.blocks, &job.hashes, &outcome, reply);
+        count_fetched(&self.blocks, &hashes, &outcome, reply);
         if reply.wrong_bytes > 0 {
-            tracing::error!(request = %job.request, bytes = reply.wrong_bytes, "fetched bytes are not what they must be");
+            tracing::error!(%request, bytes = reply.wrong_bytes, "fetched bytes are not what they must be");
         }
         reply.misses = outcome.misses.iter().map(|miss| miss.reason.name().to_owned()).collect();
         outcome.leases.into_iter().collect()
     }
 
-    /// Recomputing what is fetched would take so long; waiting longer for it makes no sense.
+    /// Recomputing what is fetched would take so long; waiting longer for it makes no sense. Where compute takes time,
+    /// it says itself when it is not waited for any longer.
     fn deadline(&self, job: &Job) -> Duration {
+        if self.config.time_scale > 0.0 {
+            return FETCH_TIME_MAX;
+        }
         let tokens = u64::from(job.block_tokens)
             * job.sources.iter().map(|source| u64::from(source.len_blocks)).sum::<u64>();
         let recompute = Duration::from_nanos(self.profile.prefill_ns(0, tokens.min(job.input_tokens.into())));
         recompute.max(Duration::from_millis(self.config.fetch_floor_ms)).min(FETCH_TIME_MAX)
     }
 
-    /// What the profile says the rest takes, and the whole would have; waited for only as far as the
-    /// configuration says.
-    async fn account(&self, job: &Job, reply: &mut pb::RunReply) {
+    /// What the profile says the rest takes, and the whole would have.
+    fn account(&self, job: &Job, reply: &mut pb::RunReply) {
         let prefill = modelled_prefill(&self.profile, job, reply.hit_blocks);
         reply.modelled_profile = self.profile.name.to_owned();
         reply.modelled_prefill_us = micros(prefill);
         reply.modelled_prefill_uncached_us = micros(modelled_prefill(&self.profile, job, 0));
-        if self.config.time_scale > 0.0 {
-            tokio::time::sleep(prefill.mul_f64(self.config.time_scale)).await;
-        }
     }
 
     /// Saves what was not a hit. Answers where a lease may be held now.
@@ -246,12 +257,12 @@ fn count_saved(done: &SaveDone, block_bytes: u64, reply: &mut pb::RunReply) {
 }
 
 /// A prompt never has more blocks than its message could name.
-fn blocks_u32(blocks: usize) -> u32 {
+pub(super) fn blocks_u32(blocks: usize) -> u32 {
     u32::try_from(blocks).unwrap_or(u32::MAX)
 }
 
 /// At least 1: in an answer, 0 says that there was nothing to time.
-fn micros(time: Duration) -> u64 {
+pub(super) fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX).max(1)
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kv_core::id::IdentityDigest;
-use kvfleet_client::{Client, ClientConfig};
+use kvfleet_client::{Client, ClientConfig, Reporter};
 use kvfleet_proto::pb::instance_server::InstanceServer;
 use kvfleet_proto::tls::{Renewal, TlsError, TlsFiles};
 use kvfleet_transport::renew::{RENEW_EVERY, keep_renewed};
@@ -20,7 +20,8 @@ use super::blocks::BlockShape;
 use super::config::InstanceConfig;
 use super::load::Working;
 use super::metrics::{self, Metrics};
-use super::report::Reporter;
+use super::prefill::Accelerator;
+use super::report;
 use super::request::Service;
 use super::serve::Engine;
 
@@ -57,6 +58,7 @@ pub enum StartError {
 pub struct Instance {
     address: SocketAddr,
     stop: CancellationToken,
+    reporter: Reporter,
     tasks: Vec<JoinHandle<()>>,
 }
 
@@ -73,31 +75,25 @@ impl Instance {
         let address = listener.local_addr().map_err(|cause| set_up(&cause))?;
         let metrics = Metrics::register(registry).map_err(|cause| set_up(&cause))?;
         let working = Arc::new(Working::default());
-        let reporter =
-            Reporter::new(&config, &address.to_string(), &identity).map_err(|cause| set_up(&cause))?;
         let client = client(&config, &identity)?;
         metrics::watch_paths(registry, client.clone()).map_err(|cause| set_up(&cause))?;
-        let engine = Engine {
-            client,
-            digest,
-            blocks: BlockShape::new(digest, config.key_form(), config.block_bytes, config.layers)
-                .map(Arc::new)
-                .map_err(|cause| set_up(&cause))?,
-            profile: config.hardware(),
-            working: Arc::clone(&working),
-            config,
-        };
+        let blocks = BlockShape::new(digest, config.key_form(), config.block_bytes, config.layers)
+            .map(Arc::new)
+            .map_err(|cause| set_up(&cause))?;
+        let server = Server::builder().tls_config(identity.server_tls()).map_err(|cause| set_up(&cause))?;
+        let reporter = report::begin(&client, &config, address.to_string(), &working, &metrics);
+        let (profile, accelerator) = (config.hardware(), Accelerator::new(config.read_buffer_bytes));
+        let engine = Engine { client, digest, blocks, profile, working, accelerator, config };
         let stop = CancellationToken::new();
-        let mut tasks = reporter.spawn(&working, &metrics, &stop);
+        let mut tasks = Vec::new();
         let (renewal, stopped) = (Renewal::new(identity.clone(), files), stop.clone());
         tasks.push(tokio::spawn(async move {
             let _ = stopped.run_until_cancelled(keep_renewed(renewal, RENEW_EVERY)).await; // stopped, as asked
         }));
         let service =
             InstanceServer::new(Service::new(engine, metrics)).max_decoding_message_size(REQUEST_BYTES_MAX);
-        let server = Server::builder().tls_config(identity.server_tls()).map_err(|cause| set_up(&cause))?;
         tasks.push(tokio::spawn(serve(server, service, listener, stop.clone())));
-        Ok(Self { address, stop, tasks })
+        Ok(Self { address, stop, reporter, tasks })
     }
 
     /// Where it serves.
@@ -110,6 +106,7 @@ impl Instance {
     pub async fn shutdown(self) {
         self.stop.cancel();
         let all = async {
+            self.reporter.stop().await;
             for task in self.tasks {
                 // A task that panicked has been logged by its panic; stopping goes on.
                 let _ = task.await;

@@ -46,8 +46,27 @@ pub struct Sample {
     pub total_us: u64,
     /// The instance that served it.
     pub instance: u32,
+    /// The prefill, where instances let compute take time.
+    pub timed: Option<TimedPrefill>,
     /// Modelled, not measured.
     pub modelled: ModelledSample,
+}
+
+/// A prefill beside its load, as an instance measured it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TimedPrefill {
+    /// Waiting for the accelerator.
+    pub queue_us: u64,
+    /// From its turn to its last layer.
+    pub prefill_us: u64,
+    /// Of that, time in which compute had nothing to do.
+    pub idle_us: u64,
+    /// What computing everything would have taken.
+    pub recompute_us: u64,
+    /// Blocks that were computed although a node had them.
+    pub computed_blocks: u32,
+    /// Bytes that were loaded before its turn.
+    pub read_buffer_bytes: u64,
 }
 
 /// Blocks by tier.

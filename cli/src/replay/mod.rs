@@ -17,6 +17,8 @@ mod visible;
 mod watch;
 
 pub use carried::{Carried, PathBytes};
-pub use measure::{FaultMark, Measured, ModelledSample, Percentiles, Sample, TierBlocks, ratio};
+pub use measure::{
+    FaultMark, Measured, ModelledSample, Percentiles, Sample, TierBlocks, TimedPrefill, ratio,
+};
 pub use prepare::{Prepared, Reading, Workload, prepare, tenant_salt};
 pub use run::{Outcome, run};

@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use tonic::transport::Channel;
 use tracing::Instrument;
 
-use super::measure::{ModelledSample, Sample, TierBlocks};
+use super::measure::{ModelledSample, Sample, TierBlocks, TimedPrefill};
 use super::prepare::Prepared;
 use super::watch::Watch;
 use crate::calls::{channel, run_on_instance};
@@ -240,6 +240,14 @@ fn sample(reply: &pb::RunReply, routed: &Routed) -> Sample {
         save_us: tried(reply.save_us),
         total_us: 0,
         instance: routed.instance,
+        timed: reply.timed.map(|timed| TimedPrefill {
+            queue_us: timed.queue_us,
+            prefill_us: timed.prefill_us,
+            idle_us: timed.idle_us,
+            recompute_us: timed.recompute_us,
+            computed_blocks: timed.computed_blocks,
+            read_buffer_bytes: timed.read_buffer_bytes,
+        }),
         modelled: ModelledSample {
             transfer_us: routed.transfer_us,
             prefill_us: reply.modelled_prefill_us,

@@ -6,7 +6,7 @@ use kvfleet_sim::trace::Skipped;
 use serde::Serialize;
 
 use crate::cluster::PeakMemory;
-use crate::replay::{FaultMark, Measured, PathBytes, Percentiles, Sample, ratio};
+use crate::replay::{FaultMark, Measured, PathBytes, Percentiles, Sample, TimedPrefill, ratio};
 
 /// What was replayed and how.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -150,8 +150,51 @@ pub struct Report {
     pub seed: u64,
     /// What was replayed and how.
     pub config: Config,
+    /// Prefills beside their load; absent where compute took no time (`--time-scale 0`).
+    pub prefill: Option<Prefill>,
     /// What a hardware profile says, never measured.
     pub modelled: Modelled,
+}
+
+/// Prefills of which compute took the time that the profile says, times `--time-scale`, one at a time on each instance.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Prefill {
+    /// Waiting for the accelerator, microseconds.
+    pub queue_us: Latency,
+    /// From a request's turn to its last layer, microseconds.
+    pub prefill_us: Latency,
+    /// Time of all of them over what computing everything would have taken.
+    pub over_recompute: f64,
+    /// The same of the request that did worst, of those whose computing would have taken a tenth of a second: it is never to be above
+    /// 1.02, but for what timers and other processes of the machine add.
+    pub over_recompute_max: Option<f64>,
+    /// Share of the time in which compute had nothing to do.
+    pub idle_share: f64,
+    /// Blocks that were computed although a node had them.
+    pub computed_blocks: u64,
+    /// Bytes that were loaded before their request's turn.
+    pub read_buffer_bytes: u64,
+}
+
+/// Below this, a timer that wakes a millisecond late is a share of the time that says nothing of waiting.
+const TELLING_US: u64 = 100_000;
+
+impl Prefill {
+    fn of(samples: &[Sample]) -> Option<Prefill> {
+        let timed: Vec<TimedPrefill> = samples.iter().filter_map(|sample| sample.timed).collect();
+        let sum = |of: fn(&TimedPrefill) -> u64| timed.iter().map(of).sum::<u64>();
+        let over = |one: &TimedPrefill| ratio(one.prefill_us, one.recompute_us);
+        let telling = timed.iter().filter(|one| one.recompute_us >= TELLING_US);
+        (!timed.is_empty()).then(|| Prefill {
+            queue_us: Latency::of(timed.iter().map(|one| one.queue_us)),
+            prefill_us: Latency::of(timed.iter().map(|one| one.prefill_us)),
+            over_recompute: ratio(sum(|one| one.prefill_us), sum(|one| one.recompute_us)),
+            over_recompute_max: telling.map(over).reduce(f64::max),
+            idle_share: ratio(sum(|one| one.idle_us), sum(|one| one.prefill_us)),
+            computed_blocks: sum(|one| one.computed_blocks.into()),
+            read_buffer_bytes: sum(|one| one.read_buffer_bytes),
+        })
+    }
 }
 
 /// Counts by tier.
@@ -363,6 +406,7 @@ impl Report {
             crashed: measured.crashed.clone(),
             refused: measured.refused.clone(),
             seed: subject.seed,
+            prefill: Prefill::of(&measured.samples),
             modelled: Modelled::new(subject.profile, measured),
             config: subject.config,
         }

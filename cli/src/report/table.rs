@@ -15,6 +15,7 @@ pub(super) fn render(report: &Report) -> String {
     requests(&mut out, report);
     blocks(&mut out, report);
     times(&mut out, report);
+    prefill(&mut out, report);
     faults(&mut out, report);
     modelled(&mut out, report);
     out
@@ -136,6 +137,21 @@ fn times(out: &mut String, report: &Report) {
     for (label, latency) in all {
         row(out, label, &times_of(latency));
     }
+}
+
+fn prefill(out: &mut String, report: &Report) {
+    let Some(prefill) = &report.prefill else { return };
+    row(out, "prefill", &times_of(prefill.prefill_us));
+    let worst = prefill.over_recompute_max.map_or(String::new(), |worst| format!(", {worst:.2} at worst"));
+    let text = format!(
+        "{:.2} of computing all{worst}; compute idle {:.1} %, {} blocks computed in place of waiting, {} ahead",
+        prefill.over_recompute,
+        100.0 * prefill.idle_share,
+        prefill.computed_blocks,
+        human_bytes(prefill.read_buffer_bytes)
+    );
+    row(out, "  beside its load", &text);
+    row(out, "  behind others", &times_of(prefill.queue_us));
 }
 
 fn times_of(latency: Latency) -> String {

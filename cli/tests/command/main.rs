@@ -4,6 +4,8 @@
 
 mod bad_input;
 mod lifecycle;
+mod links;
+mod prefill;
 mod replay;
 mod restart;
 mod support;

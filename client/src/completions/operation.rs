@@ -144,6 +144,8 @@ impl<R: BlockRoom> Filling<'_, R> {
                         self.tell(told);
                     }
                     Some(LayerEvent::Arrived { block, room }) => self.arrived(block, room),
+                    // Told with the source's end.
+                    Some(LayerEvent::Short { .. }) => {}
                     Some(LayerEvent::Ended(end)) => self.ended(*end),
                     None => break,
                 },

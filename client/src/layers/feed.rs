@@ -2,14 +2,16 @@
 //!
 //! Not here: what becomes of what comes (`rooms.rs`).
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use kv_core::id::{Class, Epoch, NodeId};
+use kv_core::id::{Class, Epoch, NodeId, Tier};
 use kv_core::pipeline::Arrive;
 use kvfleet_proto::pb;
+use kvfleet_transport::pick::PathKind;
 use kvfleet_transport::{AskedLayers, MissReason};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
@@ -38,11 +40,36 @@ pub(super) struct Plan {
     pub(super) call: LayersCall,
     /// Lengths of the slices of each block.
     slices: Vec<usize>,
+    /// Whether a path was found that moves no slices: blocks of its source come whole.
+    pub(super) whole: Arc<AtomicBool>,
+    pub(super) order: Arc<Order>,
+}
+
+/// What is said and counted while a fetch is under way.
+#[derive(Debug)]
+pub(super) struct Order {
+    /// Blocks from this one on are not to be asked for.
+    pub(super) useless: AtomicU32,
+    /// So many come whole before layers of the others do.
+    pub(super) blocks_first: AtomicU32,
+    pub(super) received_bytes: AtomicU64,
+    pub(super) wrong_blocks: AtomicU32,
+}
+
+impl Default for Order {
+    fn default() -> Order {
+        Order {
+            useless: AtomicU32::new(u32::MAX),
+            blocks_first: AtomicU32::new(0),
+            received_bytes: AtomicU64::new(0),
+            wrong_blocks: AtomicU32::new(0),
+        }
+    }
 }
 
 impl Plan {
     pub(super) fn new(call: LayersCall, slices: Vec<usize>) -> Plan {
-        Plan { call, slices }
+        Plan { call, slices, whole: Arc::default(), order: Arc::default() }
     }
 
     fn blocks_of_all_sources(&self) -> u64 {
@@ -76,7 +103,13 @@ impl Plan {
 
     /// What is asked of a source with these blocks before the job's turn, and then.
     fn steps(&self, blocks: Range<u32>, by_slices: bool) -> [Step; 2] {
-        let step = |blocks, layers, is_ahead| Step { blocks, layers, is_ahead };
+        let arrive = self.call.arrive;
+        let step = |blocks, layers, is_ahead| Step {
+            blocks,
+            layers,
+            when: if is_ahead { When::Ahead } else { When::Then },
+            arrive,
+        };
         let layers = if by_slices { self.buffer_layers() } else { 0 };
         let none = blocks.end..blocks.end;
         if layers >= self.slices.len() {
@@ -96,6 +129,25 @@ impl Plan {
         let cut = u32::try_from(buffered).unwrap_or(u32::MAX).clamp(blocks.start, blocks.end);
         [step(blocks.start..cut, ALL, true), step(cut..blocks.end, ALL, false)]
     }
+
+    /// What is asked after the turn: leading blocks, and then layers of all others, no more of them at once than may be.
+    fn in_order(&self, step: Step, by_slices: bool) -> Vec<Step> {
+        let step = Step { when: When::Now, ..step };
+        if !by_slices {
+            return vec![step];
+        }
+        let wanted = u64::from(self.order.blocks_first.load(Ordering::Relaxed));
+        let share = wanted * step.blocks.len() as u64 / self.blocks_of_all_sources().max(1);
+        let share = u32::try_from(share).unwrap_or(u32::MAX);
+        let cut = step.blocks.start.saturating_add(share).min(step.blocks.end);
+        let first = Step { blocks: step.blocks.start..cut, arrive: Arrive::ByBlock, ..step.clone() };
+        let each = usize::try_from(self.call.layers_at_once).unwrap_or(usize::MAX).max(1);
+        let layers = step.layers.start..step.layers.end.min(self.slices.len());
+        let part = |first: usize| first..first.saturating_add(each).min(layers.end);
+        let rest = Step { blocks: cut..step.blocks.end, ..step };
+        let parts = layers.clone().step_by(each).map(|first| Step { layers: part(first), ..rest.clone() });
+        std::iter::once(first).chain(parts).collect()
+    }
 }
 
 /// Layers of some blocks.
@@ -103,8 +155,19 @@ impl Plan {
 struct Step {
     blocks: Range<u32>,
     layers: Range<usize>,
+    when: When,
+    arrive: Arrive,
+}
+
+/// When something is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum When {
     /// Before the job's turn.
-    is_ahead: bool,
+    Ahead,
+    /// After it, in an order that is known then.
+    Then,
+    /// After it.
+    Now,
 }
 
 /// One source's part of a fetch.
@@ -114,6 +177,24 @@ pub(super) struct Feed<R> {
     rooms: Rooms<R>,
     turn: watch::Receiver<Option<Instant>>,
     links: Links,
+}
+
+/// How far a source was asked.
+struct Asking {
+    sum: Sum,
+    /// Blocks from this one on do not come.
+    end: u32,
+    /// Something that was asked for came, all of it.
+    has_come: bool,
+}
+
+/// What became of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Asked {
+    /// All of it was asked for.
+    All,
+    /// Nothing came of it before the turn.
+    Again,
 }
 
 /// What came of all that a source was asked.
@@ -149,6 +230,7 @@ impl<R: BlockRoom> Feed<R> {
         });
         let events = self.rooms.events();
         let end = SourceEnd {
+            source: self.position,
             miss,
             absent: self.rooms.end(),
             lease: sum.leased.then_some(lease),
@@ -159,65 +241,111 @@ impl<R: BlockRoom> Feed<R> {
         let _ = events.send(LayerEvent::Ended(Box::new(end)));
     }
 
+    /// What is asked for, and whether the path moves slices; nothing when nobody waits for it any more.
+    async fn plan(&mut self, paths: &Paths) -> Option<(VecDeque<Step>, bool)> {
+        let (blocks, plan) = (self.blocks(), Arc::clone(&self.plan));
+        let all = Step { blocks: blocks.clone(), layers: ALL, when: When::Then, arrive: plan.call.arrive };
+        let by_slices =
+            plan.call.arrive == Arrive::ByLayer && !blocks.is_empty() && self.moves_slices(paths).await?;
+        if plan.call.read_buffer_bytes > 0 && self.turn.borrow().is_none() {
+            return Some((plan.steps(blocks, by_slices).into(), by_slices));
+        }
+        Some(([all].into(), by_slices))
+    }
+
     /// Nothing when nobody waits for it any more.
     async fn ask_for_all(&mut self, paths: &Paths) -> Option<Sum> {
-        let source = self.source();
-        let blocks = source.start_blocks..source.start_blocks + source.len_blocks;
-        let mut sum = Sum::default();
-        let mut steps = [Step { blocks: blocks.clone(), layers: ALL, is_ahead: false }].to_vec();
-        if self.plan.call.read_buffer_bytes > 0 && !blocks.is_empty() {
-            let by_slices = self.plan.call.arrive == Arrive::ByLayer && self.moves_slices(paths).await?;
-            if self.turn.borrow().is_none() {
-                steps = self.plan.steps(blocks.clone(), by_slices).to_vec();
-            }
-        }
+        let (mut steps, by_slices) = self.plan(paths).await?;
         // What is behind a block that does not come is not asked for again.
-        let mut end = blocks.end;
-        for step in steps {
-            let (mut most, mut again) = (self.plan.blocks_at_once(), BUSY_AGAIN);
-            let (mut first, last) = (step.blocks.start, step.blocks.end.min(end));
-            while first < last {
-                if !step.is_ahead {
-                    // Dropped before its turn, it is not waited for.
-                    self.turn.wait_for(Option::is_some).await.ok()?;
-                }
-                if self.turn.borrow().is_some() {
-                    most = self.plan.blocks_at_once();
-                }
-                let part = first..last.min(first.saturating_add(most));
-                let is_ahead = self.turn.borrow().is_none();
-                let came = self.part(part.clone(), step.layers.clone(), paths).await?;
-                let proven = u32::try_from(came.proven).unwrap_or(u32::MAX);
-                sum.received_bytes += came.received_bytes;
-                sum.wrong_blocks += came.wrong_blocks;
-                sum.leased |= came.leased;
-                if is_ahead && came.reason == Some(MissReason::Busy) {
-                    // Others went first, which says nothing of the blocks: they are asked for again, fewer at once in case
-                    // there is never room for so many, and at the turn at the latest.
-                    first = part.start.saturating_add(proven);
-                    most = (part.end - part.start).div_ceil(2);
-                    self.wait_a_little(&mut again).await?;
-                    continue;
-                }
-                again = BUSY_AGAIN;
-                first = part.end;
-                if came.reason.is_some() {
-                    sum.reason = came.reason;
-                    end = part.start.saturating_add(proven);
-                    break;
-                }
+        let mut asking = Asking { sum: Sum::default(), end: self.blocks().end, has_come: false };
+        while let Some(mut step) = steps.pop_front() {
+            if step.blocks.is_empty() {
+                continue;
+            }
+            if step.when == When::Then {
+                // Dropped before its turn, it is not waited for.
+                self.turn.wait_for(Option::is_some).await.ok()?;
+                let order = self.plan.in_order(step, by_slices);
+                order.into_iter().rev().for_each(|step| steps.push_front(step));
+                continue;
+            }
+            if self.plan.whole.load(Ordering::Relaxed) {
+                // Whole blocks came where slices were asked for: once is enough.
+                step.layers.end = ALL.end;
+                steps.retain(|later| later.when != When::Now || later.blocks != step.blocks);
+            }
+            if self.ask(&step, &mut asking, paths).await? == Asked::Again {
+                let blocks = self.blocks();
+                steps =
+                    [Step { blocks, layers: ALL, when: When::Then, arrive: self.plan.call.arrive }].into();
             }
         }
-        Some(sum)
+        Some(asking.sum)
+    }
+
+    /// Asks for what a step says, no more of it at once than may be.
+    async fn ask(&mut self, step: &Step, asking: &mut Asking, paths: &Paths) -> Option<Asked> {
+        let (mut most, mut again) = (self.plan.blocks_at_once(), BUSY_AGAIN);
+        let mut first = step.blocks.start;
+        loop {
+            let useless = self.plan.order.useless.load(Ordering::Relaxed);
+            let last = step.blocks.end.min(asking.end).min(useless);
+            if first >= last {
+                return Some(Asked::All);
+            }
+            let is_ahead = self.turn.borrow().is_none();
+            if !is_ahead {
+                most = self.plan.blocks_at_once();
+            }
+            let part = first..last.min(first.saturating_add(most));
+            let came = self.part(part.clone(), (step.layers.clone(), step.arrive), paths).await?;
+            let proven = u32::try_from(came.proven).unwrap_or(u32::MAX);
+            asking.sum.received_bytes += came.received_bytes;
+            asking.sum.wrong_blocks += came.wrong_blocks;
+            asking.sum.leased |= came.leased;
+            let is_busy = came.reason == Some(MissReason::Busy);
+            if is_busy && is_ahead && self.turn.borrow().is_some() && asking.sum.received_bytes == 0 {
+                // Its turn came before anything of it did: it is asked for in the order that is known now.
+                return Some(Asked::Again);
+            }
+            if is_busy && (is_ahead || asking.has_come) {
+                // Others went first, which says nothing of the blocks: they are asked for again, fewer at once in case
+                // there is never room for so many, and at the turn at the latest.
+                first = part.start.saturating_add(proven);
+                most = (part.end - part.start).div_ceil(2);
+                self.wait_a_little(&mut again).await?;
+                continue;
+            }
+            again = BUSY_AGAIN;
+            first = part.end;
+            if came.reason.is_some() {
+                asking.sum.reason = came.reason;
+                let short = part.start.saturating_add(proven)..asking.end;
+                asking.end = short.start;
+                // Whoever does not listen ends this, in its own time.
+                let _ = self.rooms.events().send(LayerEvent::Short { blocks: short });
+                return Some(Asked::All);
+            }
+            asking.has_come = true;
+        }
     }
 
     /// Until a node that was busy may be asked again, which is later each time; nothing when the fetch is dropped before that.
     async fn wait_a_little(&mut self, again: &mut Duration) -> Option<()> {
         let span = std::mem::replace(again, (*again * 2).min(BUSY_AGAIN_MAX));
+        if self.turn.borrow().is_some() {
+            let events = self.rooms.events();
+            return timeout(span, events.closed()).await.is_err().then_some(());
+        }
         match timeout(span, self.turn.wait_for(Option::is_some)).await {
             Ok(Err(_)) => None,
             _ => Some(()),
         }
+    }
+
+    fn blocks(&self) -> Range<u32> {
+        let source = self.source();
+        source.start_blocks..source.start_blocks + source.len_blocks
     }
 
     /// Whether the path to the source moves slices, as far as that is known in time.
@@ -233,26 +361,36 @@ impl<R: BlockRoom> Feed<R> {
     }
 
     /// Fetches these layers of these blocks; nothing when nobody waits for them any more.
-    async fn part(&mut self, blocks: Range<u32>, layers: Range<usize>, paths: &Paths) -> Option<Came> {
+    async fn part(
+        &mut self,
+        blocks: Range<u32>,
+        (layers, arrive): (Range<usize>, Arrive),
+        paths: &Paths,
+    ) -> Option<Came> {
+        if self.rooms.events().is_closed() {
+            return None;
+        }
         let patience = self.patience();
         let (plan, turn, events) = (Arc::clone(&self.plan), self.turn.clone(), self.rooms.events());
         let call = &plan.call.fetch;
         let at_most = turn.borrow().map_or_else(|| Instant::now() + DEADLINE_MAX, |turn| turn + patience);
         // Before its turn nobody waits for it.
         let is_ahead = turn.borrow().is_none();
-        let usual = if is_ahead { Class::Prefetch } else { Class::Fetch };
+        let class = call.class.unwrap_or(if is_ahead { Class::Prefetch } else { Class::Fetch });
         let source = &call.sources[self.position];
-        let one = OneSource::new(call, source, blocks.clone(), (at_most, &self.links))
-            .of_class(call.class.unwrap_or(usual));
+        let one = OneSource::new(call, source, blocks.clone(), (at_most, &self.links)).of_class(class);
         let mut filling = Filling {
             rooms: &mut self.rooms,
             first: blocks.start,
-            asked: AskedLayers { layers, arrive: self.plan.call.arrive },
+            asked: AskedLayers { layers, arrive },
             identity: call.identity,
             hashes: &call.hashes,
             tally: Tally::default(),
             timed: Timed::begin(),
             heard: Arc::default(),
+            whole: Arc::clone(&plan.whole),
+            order: Arc::clone(&plan.order),
+            kind: None,
         };
         let heard = Arc::clone(&filling.heard);
         tokio::select! {
@@ -263,8 +401,23 @@ impl<R: BlockRoom> Feed<R> {
                 Some(Came::again())
             }
             () = over(turn, patience + GRACE) => Some(Came::late()),
-            () = events.closed() => None,
+            () = events.closed() => {
+                // Nobody waits for it any more, perhaps because it did not come: that is to be known of the source.
+                let (timed, kind) = (filling.timed, filling.kind);
+                if class == Class::Fetch {
+                    self.given_up(timed, kind);
+                }
+                None
+            }
         }
+    }
+
+    /// An attempt that somebody waited for was given up.
+    fn given_up(&self, mut timed: Timed, kind: Option<PathKind>) {
+        timed.held_up();
+        let source = self.source();
+        let planned = Tier::ALL.into_iter().find(|tier| *tier as u32 == source.tier);
+        self.links.fetched((NodeId(source.node), Epoch(source.epoch)), kind, planned, &timed);
     }
 
     fn patience(&self) -> Duration {

@@ -9,9 +9,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use kv_core::id::{BlockHash, IdentityDigest};
 use kvfleet_proto::frame::FrameHead;
+use kvfleet_transport::pick::PathKind;
 use kvfleet_transport::{AskedLayers, BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SliceSink};
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::feed::Order;
 use super::{BlockRoom, LayerEvent};
 use crate::fetch::{Taking, Tally};
 use crate::links::Timed;
@@ -97,6 +99,11 @@ pub(super) struct Filling<'a, R> {
     pub(super) timed: Timed,
     /// Whether anything came.
     pub(super) heard: Arc<AtomicBool>,
+    /// Set by a path that moves no slices.
+    pub(super) whole: Arc<AtomicBool>,
+    pub(super) order: Arc<Order>,
+    /// Over what it goes.
+    pub(super) kind: Option<PathKind>,
 }
 
 impl<R: BlockRoom> Filling<'_, R> {
@@ -128,6 +135,8 @@ impl<R: BlockRoom> Taking for Filling<'_, R> {
         request: FetchRequest,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
         self.timed = Timed::begin();
+        self.kind = path.kind();
+        self.whole.fetch_or(!path.moves_slices(), Ordering::Relaxed);
         let asked = self.asked.clone();
         Box::pin(async move {
             let answer = path.fetch_layers(request, asked, self).await?;
@@ -174,10 +183,12 @@ impl<R: BlockRoom> SliceSink for Filling<'_, R> {
 
     fn wrong(&mut self, _: usize) {
         self.tally.wrong_blocks += 1;
+        self.order.wrong_blocks.fetch_add(1, Ordering::Relaxed);
     }
 
     fn received(&mut self, bytes: usize) {
         self.tally.received_bytes += bytes as u64;
+        self.order.received_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         self.timed.came(bytes);
         self.heard.store(true, Ordering::Relaxed);
     }
@@ -209,6 +220,9 @@ mod tests {
             tally: Tally::default(),
             timed: Timed::begin(),
             heard: Arc::default(),
+            whole: Arc::default(),
+            order: Arc::default(),
+            kind: None,
         }
     }
 
@@ -250,7 +264,9 @@ mod tests {
             .map(|event| match event {
                 LayerEvent::Slices { block, layers } => vec![block, layers.start, layers.end],
                 LayerEvent::Arrived { block, .. } => vec![block],
-                LayerEvent::Ended(_) => unreachable!("ended by whoever feeds the rooms"),
+                LayerEvent::Short { .. } | LayerEvent::Ended(_) => {
+                    unreachable!("ended by whoever feeds the rooms")
+                }
             })
             .collect()
     }

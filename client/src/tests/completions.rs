@@ -61,6 +61,7 @@ fn layers<R>(fetch: FetchCall, rooms: Vec<R>) -> Operation<R> {
         frame_bytes: 1 << 20,
         read_buffer_bytes: 0,
         in_flight_bytes_max: u64::MAX,
+        layers_at_once: u32::MAX,
         arrive: Arrive::ByBlock,
     };
     Operation::FetchLayers(LayersOperation { call, rooms, begins: true, each_block: false })

@@ -11,11 +11,11 @@ use kvfleet_transport::suite::{EPOCH, IDENTITY, PATIENCE, frame, hash, hashes};
 use super::authority::{CONTENT_BYTES, client_on, network};
 use crate::{FetchCall, FetchError, FetchOutcome, HeldLease, SourceMiss};
 
-fn source(node: u32, start_blocks: u32, len_blocks: u32) -> pb::Source {
+pub(super) fn source(node: u32, start_blocks: u32, len_blocks: u32) -> pb::Source {
     pb::Source { node, epoch: EPOCH.0, address: format!("node:{node}"), start_blocks, len_blocks, tier: 1 }
 }
 
-fn call(blocks: u32, sources: Vec<pb::Source>) -> FetchCall {
+pub(super) fn call(blocks: u32, sources: Vec<pb::Source>) -> FetchCall {
     FetchCall {
         lease: LeaseId(5),
         request: RequestId(5),

@@ -55,6 +55,7 @@ fn call(blocks: u32, sources: Vec<pb::Source>) -> LayersCall {
         frame_bytes: frame_bytes(),
         read_buffer_bytes: 0,
         in_flight_bytes_max: u64::MAX,
+        layers_at_once: u32::MAX,
         arrive: Arrive::ByBlock,
     }
 }
@@ -68,7 +69,7 @@ async fn all(mut fetch: LayerFetch<Room>) -> (Vec<u32>, Vec<SourceEnd<Room>>) {
     let (mut blocks, mut ends) = (Vec::new(), Vec::new());
     while let Some(event) = fetch.next().await {
         match event {
-            LayerEvent::Slices { .. } => {}
+            LayerEvent::Slices { .. } | LayerEvent::Short { .. } => {}
             LayerEvent::Arrived { block, room } => {
                 assert!(content::matches(hash(block), &room.concat()), "wrong bytes were handed out");
                 blocks.push(block);
@@ -118,7 +119,9 @@ async fn before_its_turn_only_the_read_buffer_is_filled() {
     // The first source ends by itself; of the second, one block fits.
     while blocks.len() < 4 {
         match fetch.next().await.unwrap() {
-            LayerEvent::Slices { block, .. } => panic!("block {block} does not come whole"),
+            LayerEvent::Slices { .. } | LayerEvent::Short { .. } => {
+                panic!("no block comes in parts or short")
+            }
             LayerEvent::Arrived { block, .. } => blocks.push(block),
             LayerEvent::Ended(end) => blocks.push(if end.miss.is_none() { 100 } else { 200 }),
         }
@@ -408,6 +411,7 @@ async fn computed(client: &Client, call: LayersCall, blocks: u32) -> Vec<u32> {
     fetch.begin();
     let told = |race: &mut Race, event: LayerEvent<Room>, now_ns| match event {
         LayerEvent::Slices { block, layers } => race.arrived(block, layers.end, now_ns),
+        LayerEvent::Short { blocks } => blocks.for_each(|block| race.lost(block)),
         LayerEvent::Arrived { block, .. } => race.arrived(block, 2, now_ns),
         LayerEvent::Ended(end) => end.absent.iter().for_each(|(block, _)| race.lost(*block)),
     };

@@ -1,8 +1,8 @@
 //! Route with failover, against fake routers over mutual TLS.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kv_core::id::{Category, IdentityDigest, RequestId, TenantId};
@@ -16,11 +16,26 @@ use tonic::{Code, Request, Response, Status, Streaming};
 use super::authority::{Authority, config};
 use crate::{Client, ClientError, RouteAnswer, RouteCall, RouteError, RouterError};
 
-/// Answers every route call the same way, and counts.
+/// Answers every route call the same way, counts, and keeps the reports that it took.
 #[derive(Clone)]
-struct Fake {
+pub(super) struct Fake {
     answer: Result<pb::RouteReply, Code>,
     calls: Arc<AtomicU32>,
+    pub(super) reports: Arc<Mutex<Vec<pb::ReportRequest>>>,
+    pub(super) refused_reports: Arc<AtomicU32>,
+    pub(super) refuses_reports: Arc<AtomicBool>,
+}
+
+impl Fake {
+    pub(super) fn new(answer: Result<pb::RouteReply, Code>) -> Fake {
+        Fake {
+            answer,
+            calls: Arc::default(),
+            reports: Arc::default(),
+            refused_reports: Arc::default(),
+            refuses_reports: Arc::default(),
+        }
+    }
 }
 
 type Answer<T> = Result<Response<T>, Status>;
@@ -43,8 +58,13 @@ impl Router for Fake {
         let run = pb::HolderRun { len_blocks, ..Default::default() };
         Ok(Response::new(pb::LookupReply { runs: vec![run], ..Default::default() }))
     }
-    async fn report(&self, _: Request<pb::ReportRequest>) -> Answer<pb::ReportReply> {
+    async fn report(&self, request: Request<pb::ReportRequest>) -> Answer<pb::ReportReply> {
         self.calls.fetch_add(1, Ordering::Relaxed);
+        if self.refuses_reports.load(Ordering::Relaxed) {
+            self.refused_reports.fetch_add(1, Ordering::Relaxed);
+            return Err(Status::unavailable("as told"));
+        }
+        self.reports.lock().unwrap().push(request.into_inner());
         Ok(Response::new(pb::ReportReply::default()))
     }
 
@@ -83,7 +103,7 @@ impl Router for Fake {
     }
 }
 
-fn decision(instance: u32) -> pb::RouteReply {
+pub(super) fn decision(instance: u32) -> pb::RouteReply {
     let decision = pb::Decision { instance, ..pb::Decision::default() };
     pb::RouteReply { answer: Some(pb::route_reply::Answer::Decision(decision)), freshness: None }
 }
@@ -93,8 +113,14 @@ async fn serve(
     identity: &Identity,
     answer: Result<pb::RouteReply, Code>,
 ) -> (String, Arc<AtomicU32>, tokio::task::JoinHandle<()>) {
-    let calls = Arc::new(AtomicU32::new(0));
-    let fake = Fake { answer, calls: Arc::clone(&calls) };
+    let fake = Fake::new(answer);
+    let calls = Arc::clone(&fake.calls);
+    let (address, serving) = serve_fake(identity, fake).await;
+    (address, calls, serving)
+}
+
+/// The same of a fake that is there.
+pub(super) async fn serve_fake(identity: &Identity, fake: Fake) -> (String, tokio::task::JoinHandle<()>) {
     let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
     let listener = tokio::net::TcpListener::bind(any).await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -103,11 +129,11 @@ async fn serve(
         let incoming = TcpListenerStream::new(listener);
         server.add_service(RouterServer::new(fake)).serve_with_incoming(incoming).await.unwrap();
     });
-    (address, calls, serving)
+    (address, serving)
 }
 
 /// An address where nobody listens.
-fn nobody() -> String {
+pub(super) fn nobody() -> String {
     let held = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     held.local_addr().unwrap().to_string()
 }

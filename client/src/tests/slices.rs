@@ -93,7 +93,9 @@ impl Cluster {
         let frame_bytes = frame_of(hash(0), &SLICES).bytes.len() as u64;
         let in_flight_bytes_max = u64::MAX;
         let arrive = Arrive::ByBlock;
-        let call = LayersCall { fetch, frame_bytes, read_buffer_bytes, in_flight_bytes_max, arrive };
+        let layers_at_once = u32::MAX;
+        let call =
+            LayersCall { fetch, frame_bytes, read_buffer_bytes, in_flight_bytes_max, layers_at_once, arrive };
         let room = || SLICES.map(|bytes| vec![0; bytes as usize].into()).to_vec();
         (call, (0..BLOCKS).map(|_| room()).collect())
     }
@@ -111,6 +113,7 @@ impl Told {
     fn hear(&mut self, event: LayerEvent<Room>) {
         match event {
             LayerEvent::Slices { block, layers } => self.slices.push((block, layers)),
+            LayerEvent::Short { .. } => {}
             LayerEvent::Arrived { block, room } => {
                 assert!(content::matches(hash(block), &room.concat()), "wrong bytes were handed out");
                 self.whole.push(block);

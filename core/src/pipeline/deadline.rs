@@ -70,6 +70,14 @@ impl Costs {
         Costs { block_layer_ns: (0..blocks).map(each).collect(), new_layer_ns, layers }
     }
 
+    /// The costs of an engine that takes `times` as long for everything.
+    #[must_use]
+    pub fn scaled(&self, times: f64) -> Costs {
+        let scaled = |ns: &u64| (*ns as f64 * times) as u64;
+        let block_layer_ns = self.block_layer_ns.iter().map(scaled).collect();
+        Costs { block_layer_ns, new_layer_ns: scaled(&self.new_layer_ns), layers: self.layers }
+    }
+
     /// R: everything computed and nothing fetched.
     #[must_use]
     pub fn recompute_ns(&self) -> u64 {
@@ -219,6 +227,11 @@ impl Race {
         self.rate.resume(now_ns);
     }
 
+    /// It is known now how slices come.
+    pub fn comes(&mut self, arrive: Arrive) {
+        self.arrive = arrive;
+    }
+
     /// The first `layers` slices of a block are here, and proven. What is known already, or of no block,
     /// changes nothing.
     pub fn arrived(&mut self, block: u32, layers: u32, now_ns: u64) {
@@ -304,6 +317,12 @@ impl Race {
     #[must_use]
     pub fn is_awaited(&self, block: u32) -> bool {
         self.blocks.get(block as usize).is_some_and(|block| block.origin == Origin::Awaited)
+    }
+
+    /// Bytes that are awaited and not here.
+    #[must_use]
+    pub fn missing_bytes(&self) -> u64 {
+        self.missing_bytes
     }
 
     /// Time that compute idled so far, in nanoseconds.

@@ -15,7 +15,7 @@
 //!
 //! Not here: what to do when bytes do not come as they should (`deadline.rs`).
 
-use super::NS_PER_S;
+use super::{Costs, NS_PER_S};
 
 /// The symbols of the formula: a job behind its history, and the speeds it is reckoned with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +33,21 @@ pub struct PreloadWork {
 }
 
 impl PreloadWork {
+    /// The symbols for a job with these costs, of whose history so many bytes are loaded at such a rate.
+    #[must_use]
+    pub fn of(costs: &Costs, history_bytes: u64, bytes_per_s: u64) -> PreloadWork {
+        let load_ns = (u128::from(history_bytes) * NS_PER_S).div_ceil(u128::from(bytes_per_s.max(1)));
+        let compute_ns = costs.new_layer_ns.saturating_mul(costs.layers.into());
+        // Only the two products count, and these are of tokens that all take the same.
+        PreloadWork {
+            bytes_per_s,
+            load_ns_per_token: clamp(load_ns),
+            hist_tokens: 1,
+            prefill_ns_per_token: compute_ns,
+            new_tokens: 1,
+        }
+    }
+
     /// T_load · L_hist in nanoseconds.
     #[must_use]
     pub fn load_ns(&self) -> u64 {

@@ -18,7 +18,8 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::RouteRequest;
 use super::decision::Source;
-use super::fleet::{Fleet, LiveNode};
+use super::fleet::{Fleet, InstancePaths, LiveNode};
+use super::lanes::{LinkPath, Price, Reader};
 use super::load::Load;
 use super::profile::{HardwareProfile, Lane};
 use crate::id::NodeId;
@@ -39,6 +40,17 @@ pub(super) struct Plan {
     pub overlap_blocks: u32,
     /// Leading blocks that are resident or that live nodes hold.
     pub held_blocks: u32,
+    /// Where the first block behind the fetched ones would come from, if a live node holds it.
+    pub left: Option<Holder>,
+}
+
+/// Whose plan it is: what decides, besides the request, from where an instance fetches.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Asking<'a> {
+    /// The instance's own node.
+    pub own: Option<NodeId>,
+    /// The paths it takes.
+    pub paths: &'a InstancePaths,
 }
 
 /// Time until the work ahead of a new request is done: its prefill, one step per request, and what the
@@ -52,18 +64,42 @@ pub(super) fn queue_us(profile: &HardwareProfile, load: &Load) -> u64 {
 
 const NS_PER_US: u64 = 1_000;
 
-/// Makes the plans of one request. What all plans share is worked out once, in one pass over the runs: which holders
-/// are live, and the best one of each run for an instance without a node.
+/// Makes the plans of one request for instances that take the same paths to the nodes that matter. What all of them share is
+/// worked out once, in one pass over the runs: which holders are live, and the best one of each run from afar.
 pub(super) struct Planner<'a> {
     request: &'a RouteRequest,
     fleet: &'a Fleet,
+    paths: Paths,
     /// Of the whole request, without gaps; nobody live holds some of them.
     runs: SmallVec<[Run; 8]>,
 }
 
+/// The paths by which plans differ: the usual one, and those to holders of the prefix, by ascending node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Paths {
+    pub usual: Option<LinkPath>,
+    pub other: SmallVec<[(NodeId, LinkPath); 2]>,
+}
+
+impl Paths {
+    /// The usual one alone.
+    pub(super) fn without_other(&self) -> Paths {
+        Paths { usual: self.usual, ..Paths::default() }
+    }
+
+    fn to(&self, node: NodeId) -> Option<LinkPath> {
+        self.other.iter().find(|(other, _)| *other == node).map_or(self.usual, |(_, path)| Some(*path))
+    }
+}
+
 impl<'a> Planner<'a> {
-    pub(super) fn new(request: &'a RouteRequest, matched: &PrefixMatch, fleet: &'a Fleet) -> Self {
-        let mut planner = Self { request, fleet, runs: SmallVec::new() };
+    pub(super) fn new(
+        request: &'a RouteRequest,
+        matched: &PrefixMatch,
+        fleet: &'a Fleet,
+        paths: Paths,
+    ) -> Self {
+        let mut planner = Self { request, fleet, paths, runs: SmallVec::new() };
         let mut named_blocks = 0;
         for run in &matched.runs {
             let end_blocks = run.start_blocks.saturating_add(run.len_blocks).min(request.blocks);
@@ -78,6 +114,11 @@ impl<'a> Planner<'a> {
             named_blocks = end_blocks;
         }
         planner
+    }
+
+    /// The paths that its plans are for.
+    pub(super) fn paths(&self) -> &Paths {
+        &self.paths
     }
 
     /// What is left for an instance with so many leading blocks in GPU memory.
@@ -114,12 +155,42 @@ impl<'a> Planner<'a> {
     }
 
     fn hold(&self, holder: &Holder, live: &LiveNode, tokens: u64) -> Hold {
-        let profile = &self.fleet.profile;
-        let near = profile.tier(holder.tier);
-        let far = live.lane(holder.tier, profile);
-        let way =
-            |lane: Lane| Way { latency_ns: lane.latency_ns, stream_ns: profile.stream_ns(lane, tokens) };
-        Hold { holder: *holder, near: way(near), far: way(far), turn: self.turn_of(holder.node) }
+        let reader = Reader { is_own: false, path: self.paths.to(holder.node) };
+        let Price { lane, .. } = live.price(holder.tier, reader, &self.fleet.profile);
+        Hold { holder: *holder, far: self.way(lane, tokens), turn: self.turn_of(holder.node) }
+    }
+
+    fn way(&self, lane: Lane, tokens: u64) -> Way {
+        Way { latency_ns: lane.latency_ns, stream_ns: self.fleet.profile.stream_ns(lane, tokens) }
+    }
+
+    /// The way of a run from the asking instance's own node.
+    fn near(&self, run: &Run, hold: &Hold, asking: Asking<'_>) -> Way {
+        let tokens = self.tokens_between(run.start_blocks, run.end_blocks);
+        let price = self.price(&hold.holder, asking);
+        price.map_or(hold.far, |price| self.way(price.lane, tokens))
+    }
+
+    /// As what the asking instance reads from a node is priced here.
+    pub(super) fn reader(&self, node: NodeId, asking: Asking<'_>) -> Reader {
+        let is_own = asking.own == Some(node);
+        let path = if is_own { asking.paths.to(node) } else { self.paths.to(node) };
+        Reader { is_own, path }
+    }
+
+    /// What blocks of this holder are priced with; nothing when it is not live.
+    pub(super) fn price(&self, holder: &Holder, asking: Asking<'_>) -> Option<Price> {
+        let live = self.fleet.live(holder.node)?;
+        Some(live.price(holder.tier, self.reader(holder.node, asking), &self.fleet.profile))
+    }
+
+    /// The nodes that hold any of it and are live, by ascending node.
+    pub(super) fn holders(&self) -> SmallVec<[NodeId; 8]> {
+        let all = self.runs.iter().flat_map(|run| run.holds.iter().map(|hold| hold.holder.node));
+        let mut all: SmallVec<[NodeId; 8]> = all.collect();
+        all.sort_unstable();
+        all.dedup();
+        all
     }
 
     /// Tokens in the first `blocks` blocks of the request.
@@ -169,8 +240,9 @@ impl Behind<'_> {
         self.runs().any(|(run, _)| run.held_by(node).is_some())
     }
 
-    /// The plan of least transfer and prefill for an instance whose own node is `own`.
-    pub(super) fn plan(&self, own: Option<NodeId>) -> Plan {
+    /// The plan of least transfer and prefill.
+    pub(super) fn plan(&self, asking: Asking<'_>) -> Plan {
+        let own = asking.own;
         let Self { planner, resident_blocks, .. } = *self;
         let mut best = Plan { prefill_us: planner.prefill_us(resident_blocks), ..Plan::default() };
         let mut sources = SmallVec::<[Source; 4]>::new();
@@ -179,7 +251,7 @@ impl Behind<'_> {
             (resident_blocks, resident_blocks, resident_blocks);
         let mut transfer_ns = 0u64;
         for (run, nearest) in self.runs() {
-            let leg = leg(run, nearest, own, sources.last());
+            let leg = self.leg((run, nearest), asking, sources.last());
             if overlap_to == run.start_blocks && own == Some(leg.holder.node) {
                 overlap_to = run.end_blocks;
             }
@@ -194,8 +266,11 @@ impl Behind<'_> {
                 best = Plan { transfer_us, prefill_us, ..best };
             }
         }
+        let left = sources.iter().find(|source| source.start_blocks + source.len_blocks > fetched_to);
+        let left = left.map(|&Source { node, epoch, tier, .. }| Holder { node, epoch, tier });
         truncate(&mut sources, fetched_to);
         Plan {
+            left,
             resident_blocks,
             sources,
             fetch_blocks: fetched_to - resident_blocks,
@@ -205,20 +280,29 @@ impl Behind<'_> {
             ..best
         }
     }
-}
 
-/// The best source of a run: the own node when it holds it, which spares the network, else the holder with the least
-/// time. Equal holders take turns by request, so that none serves everyone.
-fn leg(run: &Run, nearest: &Hold, own: Option<NodeId>, last: Option<&Source>) -> Leg {
-    let goes_on = |hold: &Hold| last.is_some_and(|last| continues(last, &hold.holder));
-    if let Some(hold) = own.and_then(|node| run.held_by(node)) {
-        return Leg::new(hold, hold.near, goes_on(hold));
+    /// The best source of a run: the own node when it holds it, which spares the network, else the holder with the least
+    /// time. Equal holders take turns by request, so that none serves everyone.
+    fn leg(&self, (run, nearest): (&Run, &Hold), asking: Asking<'_>, last: Option<&Source>) -> Leg {
+        let goes_on = |hold: &Hold| last.is_some_and(|last| continues(last, &hold.holder));
+        if let Some(hold) = asking.own.and_then(|node| run.held_by(node)) {
+            return Leg::new(hold, self.planner.near(run, hold, asking), goes_on(hold));
+        }
+        // Going on with the source before spares its latency, so it may beat the nearest.
+        let same = last.and_then(|last| run.held_by(last.node)).filter(|hold| goes_on(hold));
+        match same {
+            Some(same) if same.rank(0) <= nearest.rank(nearest.far.latency_ns) => {
+                Leg::new(same, same.far, true)
+            }
+            _ => Leg::new(nearest, nearest.far, false),
+        }
     }
-    // Going on with the source before spares its latency, so it may beat the nearest.
-    let same = last.and_then(|last| run.held_by(last.node)).filter(|hold| goes_on(hold));
-    match same {
-        Some(same) if same.rank(0) <= nearest.rank(nearest.far.latency_ns) => Leg::new(same, same.far, true),
-        _ => Leg::new(nearest, nearest.far, false),
+
+    /// Who else holds the blocks that this source begins with, the best of them.
+    pub(super) fn instead_of(&self, source: &Source) -> Option<Holder> {
+        let (run, _) = self.runs().find(|(run, _)| run.start_blocks == source.start_blocks)?;
+        let others = run.holds.iter().filter(|hold| hold.holder.node != source.node);
+        others.min_by_key(|hold| hold.rank(hold.far.latency_ns)).map(|hold| hold.holder)
     }
 }
 
@@ -252,9 +336,7 @@ impl Run {
 #[derive(Clone, Copy)]
 struct Hold {
     holder: Holder,
-    /// To an instance at the same node.
-    near: Way,
-    /// To any other instance.
+    /// To an instance that is not at the same node.
     far: Way,
     /// Orders equally good holders, another way for every request.
     turn: u64,

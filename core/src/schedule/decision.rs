@@ -5,6 +5,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use super::lanes::{LinkPath, Price};
 use crate::id::{Epoch, InstanceId, NodeId, RequestId, Tier};
 use crate::index::Holder;
 
@@ -81,6 +82,27 @@ impl fmt::Display for Filtered {
     }
 }
 
+/// What became of blocks that were priced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// They are fetched from there.
+    Taken,
+    /// They are fetched from somebody else.
+    PassedOver,
+    /// They are computed.
+    Computed,
+}
+
+impl fmt::Display for Fate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Fate::Taken => "taken",
+            Fate::PassedOver => "passed over",
+            Fate::Computed => "computed instead",
+        })
+    }
+}
+
 /// Why the decision is what it is. Closed; each one says something that was decisive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
@@ -118,6 +140,19 @@ pub enum Reason {
         /// How many.
         blocks: u32,
     },
+    /// What blocks of a holder were priced with, where that was measured.
+    Priced {
+        /// What became of them.
+        fate: Fate,
+        /// From whom.
+        node: NodeId,
+        /// Where they are there.
+        tier: Tier,
+        /// Over which path, where that is known.
+        path: Option<LinkPath>,
+        /// With what.
+        price: Price,
+    },
     /// No live node holds the first block, and it is not in the instance's GPU memory.
     NothingHeld,
     /// The index names more blocks, from one on whose holders are not live.
@@ -154,6 +189,14 @@ impl fmt::Display for Reason {
             Reason::RemoteFetch { blocks } => write!(f, "{blocks} blocks come from other nodes"),
             Reason::RecomputeCheaper { blocks } => {
                 write!(f, "{blocks} held blocks are faster to recompute than to fetch")
+            }
+            Reason::Priced { fate, node, tier, path, price: Price { lane, measure } } => {
+                let (tier, us, rate) = (tier.name(), lane.latency_ns / 1_000, lane.bytes_per_s);
+                write!(f, "{tier} of {node}")?;
+                if let Some(path) = path {
+                    write!(f, " over {}", path.name())?;
+                }
+                write!(f, " at {rate} B/s after {us} us, {measure}: {fate}")
             }
             Reason::NothingHeld => write!(f, "no live node holds the first block"),
             Reason::HolderGone { blocks } => {

@@ -3,10 +3,12 @@
 //!
 //! Not here: which blocks a node holds (`index/`) and how all this is learnt (the router's view).
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use super::lanes::{LinkLanes, LinkPath, Price, Reader};
 use super::load::Load;
-use super::profile::{HardwareProfile, Lane};
+use super::profile::HardwareProfile;
 use crate::id::{Epoch, InstanceId, NodeId, Tier, Timestamp};
 use crate::place::Ring;
 
@@ -47,7 +49,7 @@ pub struct Instance {
 }
 
 /// A node that serves, in the epoch that counts. A node that is not listed is dead to a decision.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LiveNode {
     /// The node.
     pub node: NodeId,
@@ -57,26 +59,21 @@ pub struct LiveNode {
     pub weight: u32,
     /// Blocks it holds, for bounded load.
     pub blocks: u64,
-    /// Its measured link to others, where one is known; else the profile's network.
-    pub link: Option<Lane>,
-    /// The measured way of what comes out of one tier to others, medium and link together, in the order of [`Tier::ALL`]; where
-    /// one is not known, see [`LiveNode::lane`].
-    pub tiers: [Option<Lane>; Tier::ALL.len()],
+    /// What instances elsewhere measured of it, if they did; else the profile counts.
+    pub afar: Option<Arc<LinkLanes>>,
+    /// What instances measured whose own node it is.
+    pub near: Option<Arc<LinkLanes>>,
 }
 
 impl LiveNode {
-    /// What comes out of this tier to an instance at another node. Where that was not measured, the profile's tier through the
-    /// best way that was: of the faster tiers, else the link. `link` pools all tiers, and a slow SSD says nothing of how fast
-    /// the node's memory comes: where an SSD was measured the link counts for none, and the profile's network does.
+    /// What comes out of this tier to this reader.
     #[must_use]
-    pub fn lane(&self, tier: Tier, profile: &HardwareProfile) -> Lane {
-        if let Some(measured) = self.tiers[tier as usize] {
-            return measured;
+    pub fn price(&self, tier: Tier, reader: Reader, profile: &HardwareProfile) -> Price {
+        let lanes = if reader.is_own { &self.near } else { &self.afar };
+        match lanes {
+            Some(lanes) => lanes.price(tier, reader, profile),
+            None => LinkLanes::default().price(tier, reader, profile),
         }
-        let faster = [Tier::Dram, Tier::Gpu].into_iter().filter_map(|tier| self.tiers[tier as usize]);
-        let best = faster.max_by_key(|lane| (lane.bytes_per_s, std::cmp::Reverse(lane.latency_ns)));
-        let link = self.link.filter(|_| self.tiers[Tier::Ssd as usize].is_none());
-        profile.tier(tier).through(best.or(link).unwrap_or(profile.network))
     }
 }
 
@@ -88,8 +85,39 @@ pub struct Fleet {
     /// What filters an instance out.
     pub limits: Limits,
     instances: Vec<Instance>,
+    /// Of the instances, in their order.
+    paths: Vec<InstancePaths>,
     nodes: Vec<LiveNode>,
     ring: Ring,
+}
+
+/// The paths that an instance took lately.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct InstancePaths {
+    /// To most nodes, memory of the host left out: what it would take to one that it did not read from.
+    pub(super) usual: Option<LinkPath>,
+    /// To nodes to which it took another one, by ascending node.
+    pub(super) other: Vec<(NodeId, LinkPath)>,
+}
+
+impl InstancePaths {
+    fn of(taken: &[(NodeId, LinkPath)]) -> InstancePaths {
+        let count = |path: LinkPath| taken.iter().filter(|(_, taken)| *taken == path).count();
+        let network = LinkPath::ALL.into_iter().filter(|path| *path != LinkPath::SharedMemory);
+        let used = network.map(|path| (count(path), path)).filter(|(count, _)| *count > 0);
+        // Of equally many the later kind, so that equal reports are understood alike.
+        let usual = used.max().map(|(_, path)| path);
+        let mut other: Vec<_> = taken.iter().filter(|(_, path)| Some(*path) != usual).copied().collect();
+        other.sort_unstable();
+        other.dedup_by_key(|(node, _)| *node);
+        InstancePaths { usual, other }
+    }
+
+    /// The path to this node.
+    pub(super) fn to(&self, node: NodeId) -> Option<LinkPath> {
+        let other = self.other.binary_search_by_key(&node, |(node, _)| *node);
+        other.map_or(self.usual, |rank| Some(self.other[rank].1))
+    }
 }
 
 impl Fleet {
@@ -103,14 +131,37 @@ impl Fleet {
     pub fn put_instance(&mut self, instance: Instance) {
         match self.instances.binary_search_by_key(&instance.id, |known| known.id) {
             Ok(rank) => self.instances[rank] = instance,
-            Err(rank) => self.instances.insert(rank, instance),
+            Err(rank) => {
+                self.instances.insert(rank, instance);
+                self.paths.insert(rank, InstancePaths::default());
+            }
         }
     }
 
     /// Forgets an instance.
     pub fn remove_instance(&mut self, id: InstanceId) -> Option<Instance> {
         let rank = self.instances.binary_search_by_key(&id, |known| known.id).ok()?;
+        self.paths.remove(rank);
         Some(self.instances.remove(rank))
+    }
+
+    /// Replaces what is known of the paths that an instance takes: to each node at most one. Nothing when the instance is
+    /// not known.
+    pub fn set_paths(&mut self, id: InstanceId, taken: &[(NodeId, LinkPath)]) {
+        if let Ok(rank) = self.instances.binary_search_by_key(&id, |known| known.id) {
+            self.paths[rank] = InstancePaths::of(taken);
+        }
+    }
+
+    /// Every instance with the paths that it takes, as far as they are known.
+    pub(super) fn instances_with_paths(&self) -> impl Iterator<Item = (&Instance, &InstancePaths)> {
+        self.instances.iter().zip(&self.paths)
+    }
+
+    /// An instance with the paths that it takes.
+    pub(super) fn with_paths(&self, id: InstanceId) -> Option<(&Instance, &InstancePaths)> {
+        let rank = self.instances.binary_search_by_key(&id, |known| known.id).ok()?;
+        Some((&self.instances[rank], &self.paths[rank]))
     }
 
     /// The load of an instance, to [`record`](super::record) a decision in.

@@ -8,9 +8,12 @@
 mod cost;
 mod decision;
 mod fleet;
+mod lanes;
 mod link;
 mod load;
+mod planners;
 mod profile;
+mod reasons;
 
 use std::time::Duration;
 
@@ -21,11 +24,16 @@ use crate::id::{BlockHash, Category, InstanceId, NodeId, RequestId, TenantId, Ti
 use crate::index::{Holder, PrefixMatch};
 use crate::place::LOAD_BOUND;
 
-use cost::{Plan, Planner};
-pub use decision::{Candidate, Decision, Filtered, Prediction, Reason, RejectReason, Rejection, Source};
+use cost::{Asking, Plan, Planner};
+pub use decision::{
+    Candidate, Decision, Fate, Filtered, Prediction, Reason, RejectReason, Rejection, Source,
+};
+use fleet::InstancePaths;
 pub use fleet::{Fleet, Instance, Limits, LiveNode, QUEUE_TOKENS_MAX, REPORT_STALE_AFTER};
+pub use lanes::{LinkKey, LinkLanes, LinkPath, Measure, Price, Reader};
 pub use link::{LINK_AGED_AFTER, LinkEstimate, LinkSample, RATE_MIN};
 pub use load::{Load, record};
+use planners::{Planners, asking};
 pub use profile::{HardwareProfile, Lane, PROFILES};
 
 /// When no instance has a fresh report: one report interval (five a second) from now there may be one.
@@ -103,8 +111,8 @@ pub fn choose<'a>(
     now: Timestamp,
 ) -> Result<Decision, Rejection> {
     let held = held.into();
-    let planner = Planner::new(request, held.matched, fleet);
-    let mut candidates = price(held, &planner, fleet, now);
+    let mut planners = Planners::new(request, held.matched, fleet);
+    let mut candidates = price(held, &mut planners, fleet, now);
     candidates.sort_unstable_by_key(rank);
     let open = candidates.partition_point(|candidate| candidate.filtered.is_none());
     if open == 0 {
@@ -113,27 +121,40 @@ pub fn choose<'a>(
     let best_us = candidates[0].predicted.ttft_us();
     let tied = candidates[..open].partition_point(|candidate| candidate.predicted.ttft_us() == best_us);
     candidates[..tied].rotate_left(turn(request.request, tied));
-    Ok(decide(&Choice { request, held, planner: &planner, fleet, open, tied }, candidates))
+    let chosen = fleet.with_paths(candidates[0].instance).expect("candidates are instances of the fleet");
+    let asking = asking(chosen);
+    let place = planners.place(asking);
+    let planner = planners.at(place);
+    Ok(decide(&Choice { request, held, planner, asking, fleet, open, tied }, candidates))
 }
 
 /// Cost of every instance, in the order of the fleet.
-fn price(held: Held<'_>, planner: &Planner<'_>, fleet: &Fleet, now: Timestamp) -> Vec<Candidate> {
-    // Instances whose node holds nothing of the prefix all share one plan.
-    let whole = planner.behind(0);
-    let afar = whole.plan(None);
-    let cost = |instance: &Instance| {
+fn price(held: Held<'_>, planners: &mut Planners<'_>, fleet: &Fleet, now: Timestamp) -> Vec<Candidate> {
+    // Instances whose node holds nothing of the prefix share one plan with those that take the same paths.
+    let mut afar: SmallVec<[Option<Plan>; 4]> = SmallVec::new();
+    let cost = |known: (&Instance, &InstancePaths)| {
+        let (instance, asking) = (known.0, asking(known));
         if let Some(filtered) = filter(instance, &fleet.limits, now) {
             return filtered_out(instance, filtered);
         }
+        let place = planners.place(asking);
+        let planner = planners.at(place);
         let resident_blocks = held.resident_blocks(instance.id);
         if resident_blocks > 0 {
-            let plan = planner.behind(resident_blocks).plan(instance.node);
+            let plan = planner.behind(resident_blocks).plan(asking);
             return costed(instance, &plan, &fleet.profile);
         }
-        let near = instance.node.filter(|&node| whole.holds_any(node)).map(|node| whole.plan(Some(node)));
-        costed(instance, near.as_ref().unwrap_or(&afar), &fleet.profile)
+        let whole = planner.behind(0);
+        if instance.node.is_some_and(|node| whole.holds_any(node)) {
+            return costed(instance, &whole.plan(asking), &fleet.profile);
+        }
+        if afar.len() <= place {
+            afar.resize_with(place + 1, || None);
+        }
+        let plan = afar[place].get_or_insert_with(|| whole.plan(Asking { own: None, ..asking }));
+        costed(instance, plan, &fleet.profile)
     };
-    fleet.instances().iter().map(cost).collect()
+    fleet.instances_with_paths().map(cost).collect()
 }
 
 fn filter(instance: &Instance, limits: &Limits, now: Timestamp) -> Option<Filtered> {
@@ -180,7 +201,9 @@ fn turn(request: RequestId, among: usize) -> usize {
 struct Choice<'a> {
     request: &'a RouteRequest,
     held: Held<'a>,
+    /// That of the chosen instance.
     planner: &'a Planner<'a>,
+    asking: Asking<'a>,
     fleet: &'a Fleet,
     /// Candidates that were not filtered.
     open: usize,
@@ -189,12 +212,11 @@ struct Choice<'a> {
 }
 
 fn decide(choice: &Choice<'_>, candidates: Vec<Candidate>) -> Decision {
-    let Choice { request, planner, fleet, .. } = *choice;
+    let Choice { request, planner, asking, fleet, .. } = *choice;
     let chosen = candidates[0];
-    let own = fleet.instance(chosen.instance).and_then(|instance| instance.node);
-    let plan = planner.behind(chosen.resident_blocks).plan(own);
-    let save_to = save_to(request, fleet, own);
-    let reasons = reasons(choice, &candidates, &plan, own, save_to);
+    let plan = planner.behind(chosen.resident_blocks).plan(asking);
+    let save_to = save_to(request, fleet, asking.own);
+    let reasons = reasons::of(choice, &candidates, &plan, save_to);
     Decision {
         request: request.request,
         instance: chosen.instance,
@@ -219,62 +241,6 @@ fn save_to(request: &RouteRequest, fleet: &Fleet, own: Option<NodeId>) -> Option
         fleet.ring().place(&key.0, blocks, LOAD_BOUND).and_then(|node| fleet.live(node))
     });
     live.map(|live| Holder { node: live.node, epoch: live.epoch, tier: Tier::Dram })
-}
-
-fn reasons(
-    choice: &Choice<'_>,
-    candidates: &[Candidate],
-    plan: &Plan,
-    own: Option<NodeId>,
-    save_to: Option<Holder>,
-) -> Vec<Reason> {
-    let mut reasons = SmallVec::<[Reason; 8]>::new();
-    reasons.push(why_instance(choice, candidates));
-    reasons.extend(why_sources(choice, plan, own));
-    match save_to {
-        None => reasons.push(Reason::NowhereToSave),
-        Some(holder) if own != Some(holder.node) => reasons.push(Reason::SavedByRing { node: holder.node }),
-        Some(_) => {}
-    }
-    let stale = candidates.iter().filter(|c| matches!(c.filtered, Some(Filtered::Stale { .. }))).count();
-    let full = candidates.len() - choice.open - stale;
-    if stale + full > 0 {
-        reasons.push(Reason::Filtered { stale: stale as u32, full: full as u32 });
-    }
-    reasons.into_vec()
-}
-
-fn why_instance(choice: &Choice<'_>, candidates: &[Candidate]) -> Reason {
-    match (choice.open, choice.tied) {
-        (1, _) => Reason::OnlyCandidate,
-        (open, 1) => {
-            let margin_us = candidates[1].predicted.ttft_us() - candidates[0].predicted.ttft_us();
-            Reason::LeastTtft { others: open as u32 - 1, margin_us }
-        }
-        (_, tied) => Reason::Tie { among: tied as u32 },
-    }
-}
-
-fn why_sources(choice: &Choice<'_>, plan: &Plan, own: Option<NodeId>) -> SmallVec<[Reason; 4]> {
-    let remote: u32 =
-        plan.sources.iter().filter(|source| own != Some(source.node)).map(|source| source.len_blocks).sum();
-    let runs = &choice.held.matched.runs;
-    let named = runs.last().map_or(0, |run| run.start_blocks.saturating_add(run.len_blocks));
-    let gone = named.min(choice.request.blocks).saturating_sub(plan.held_blocks);
-    let cut = plan.held_blocks - plan.resident_blocks - plan.fetch_blocks;
-    let mut reasons = SmallVec::new();
-    let mut say = |holds: bool, reason: Reason| {
-        if holds {
-            reasons.push(reason);
-        }
-    };
-    say(plan.held_blocks == 0, Reason::NothingHeld);
-    say(plan.resident_blocks > 0, Reason::Resident { blocks: plan.resident_blocks });
-    say(plan.overlap_blocks > 0, Reason::OwnOverlap { blocks: plan.overlap_blocks });
-    say(remote > 0, Reason::RemoteFetch { blocks: remote });
-    say(cut > 0, Reason::RecomputeCheaper { blocks: cut });
-    say(gone > 0, Reason::HolderGone { blocks: gone });
-    reasons
 }
 
 fn rejection(fleet: &Fleet, candidates: &[Candidate]) -> Rejection {

@@ -7,8 +7,8 @@ use std::time::Duration;
 use kv_core::id::{Epoch, InstanceId, NodeId, RequestId, TenantId, Tier};
 use kv_core::index::Index;
 use kv_core::schedule::{
-    self, Candidate, Decision, Held, LinkSample, Load, Prediction, RejectReason, Rejection, Resident,
-    RouteRequest, Source,
+    self, Candidate, Decision, Held, LinkKey, LinkPath, LinkSample, Load, Prediction, RejectReason,
+    Rejection, Resident, RouteRequest, Source,
 };
 use kvfleet_proto::{convert, pb, trace_context};
 use tonic::Status;
@@ -19,7 +19,7 @@ use super::{Shared, check, millis};
 use crate::metrics::Routed;
 use crate::view::fleet::{INSTANCES_MAX, Receipt, Report};
 use crate::view::holders;
-use crate::view::links::{LinkPath, Measured, SAMPLES_MAX};
+use crate::view::links::{Measured, SAMPLES_MAX};
 use crate::view::residency::Standing;
 
 /// Answers a route call, under a span that continues the caller's trace.
@@ -190,8 +190,8 @@ fn measured_from_pb(link: &pb::LinkSample) -> Measured {
         bytes: link.bytes,
         stream: Duration::from_micros(link.stream_us),
     };
-    // What a later release calls by another number counts for the link.
+    // What a later release calls by another number counts for what is coarser.
     let tier = link.tier.checked_sub(1).and_then(|tier| u8::try_from(tier).ok()).and_then(Tier::from_u8);
     let path = LinkPath::from_number(link.path);
-    Measured { node: NodeId(link.node), epoch: Epoch(link.epoch), sample, path, tier }
+    Measured { node: NodeId(link.node), epoch: Epoch(link.epoch), sample, key: LinkKey { path, tier } }
 }

@@ -13,6 +13,7 @@ use super::residency::standing_to_pb;
 use super::{Shared, millis};
 use crate::groups::Group;
 use crate::view::holders;
+use crate::view::links::LinkRate;
 
 /// Answers a status call. Digests walk the index, so it runs on a blocking thread.
 pub(super) async fn status(shared: &Arc<Shared>) -> Result<pb::StatusReply, Status> {
@@ -48,6 +49,7 @@ pub(super) async fn status(shared: &Arc<Shared>) -> Result<pb::StatusReply, Stat
         next_pin_end_ms: pins.next_end_ms,
         groups,
         cluster: shared.cluster.name.clone(),
+        links: links(shared),
     })
 }
 
@@ -123,6 +125,18 @@ fn node_status(shared: &Shared, state: &NodeState) -> pb::NodeStatus {
             drifts: score.drifts,
         }),
     }
+}
+
+fn links(shared: &Shared) -> Vec<pb::LinkStatus> {
+    let status = |LinkRate { node, is_own, key, lane }: LinkRate| pb::LinkStatus {
+        node: node.0,
+        own: is_own,
+        path: key.path.map_or(0, |path| path as u32),
+        tier: key.tier.map_or(0, |tier| tier as u32 + 1),
+        latency_us: lane.latency_ns / 1_000,
+        bytes_per_s: lane.bytes_per_s,
+    };
+    shared.fleet.link_rates(shared.clock.now()).into_iter().map(status).collect()
 }
 
 fn instances(shared: &Shared) -> Vec<pb::InstanceStatus> {

@@ -7,11 +7,11 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use kv_core::id::{Epoch, InstanceId, NodeId, Tier, Timestamp};
-use kv_core::schedule::{Decision, Fleet, HardwareProfile, Instance, Lane, LiveNode, Load, record};
+use kv_core::id::{Epoch, InstanceId, NodeId, Timestamp};
+use kv_core::schedule::{Decision, Fleet, HardwareProfile, Instance, LiveNode, Load, record};
 use parking_lot::RwLock;
 
-use super::links::{LinkPath, LinkRate, Links, Measured};
+use super::links::{LinkRate, Links, Measured, NodeLanes};
 
 /// Instances known at once: far above any fleet, so that a reporter gone mad cannot fill the memory.
 pub(crate) const INSTANCES_MAX: usize = 4096;
@@ -110,11 +110,9 @@ impl FleetView {
         } else {
             let Report { instance, node, load, .. } = report;
             soft.fleet.put_instance(Instance { id: instance, node, load, reported_at: now });
-            // What comes from its own node, or over a host's memory, says nothing of the network that others read over.
-            let is_afar =
-                |link: &&Measured| Some(link.node) != node && link.path != Some(LinkPath::SharedMemory);
-            let afar: Vec<_> = report.links.iter().filter(is_afar).copied().collect();
-            soft.links.measured(instance, &afar, now);
+            soft.links.measured((instance, node), &report.links, now);
+            let paths = soft.links.paths(instance, now);
+            soft.fleet.set_paths(instance, &paths);
         }
         let Report { instance, address, sequence, started_us, .. } = report;
         soft.known.insert(instance, Known { address, sequence, started_us, heard: now });
@@ -126,22 +124,12 @@ impl FleetView {
         self.soft.read().known.get(&instance).map(|known| known.started_us)
     }
 
-    /// How fast instances read from a node under this epoch, if they did lately.
-    pub(crate) fn link(&self, node: NodeId, epoch: Epoch, now: Timestamp) -> Option<Lane> {
+    /// How fast instances read from a node under this epoch, where they did lately.
+    pub(crate) fn lanes(&self, node: NodeId, epoch: Epoch, now: Timestamp) -> NodeLanes {
         self.soft.read().links.of_node(node, epoch, now)
     }
 
-    /// The same of what came out of each tier of it.
-    pub(crate) fn tiers(
-        &self,
-        node: NodeId,
-        epoch: Epoch,
-        now: Timestamp,
-    ) -> [Option<Lane>; Tier::ALL.len()] {
-        self.soft.read().links.of_tiers(node, epoch, now)
-    }
-
-    /// How fast instances read from each node, by tier and by path, where they did lately: for show.
+    /// How fast instances read from each node, by path and tier, where they did lately: for show.
     pub(crate) fn link_rates(&self, now: Timestamp) -> Vec<LinkRate> {
         let soft = self.soft.read();
         soft.links.rates(|node| soft.fleet.live(node).map(|live| live.epoch), now)
@@ -185,7 +173,8 @@ impl FleetView {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kv_core::schedule::LinkSample;
+    use kv_core::id::Tier;
+    use kv_core::schedule::{LinkKey, LinkPath, LinkSample, Measure, Reader};
 
     fn report(sequence: u64, started_us: u64, queue_tokens: u64) -> Report {
         Report {
@@ -241,25 +230,38 @@ mod tests {
         let view = FleetView::new(HardwareProfile::default());
         let (bytes, stream) = (100_000_000, Duration::from_millis(100));
         let sample = LinkSample { fetches: 1, bytes, stream, latency: Duration::ZERO };
-        let link = |node| Measured { node: NodeId(node), epoch: Epoch(1), sample, path: None, tier: None };
+        let link = |node, path| {
+            let key = LinkKey { path: Some(path), tier: Some(Tier::Dram) };
+            Measured { node: NodeId(node), epoch: Epoch(1), sample, key }
+        };
         let with = |sequence, started_us| Report {
             node: Some(NodeId(2)),
-            links: vec![link(1), link(2)],
+            links: vec![link(1, LinkPath::Quic), link(2, LinkPath::Quic)],
             ..report(sequence, started_us, 1)
         };
-        let rate = |node| view.link(NodeId(node), Epoch(1), Timestamp(1)).map(|lane| lane.bytes_per_s);
-        let local = Measured { path: Some(LinkPath::SharedMemory), ..link(1) };
+        let price = |node, is_own, path| {
+            let NodeLanes { afar, near } = view.lanes(NodeId(node), Epoch(1), Timestamp(1));
+            let lanes = if is_own { near } else { afar }?;
+            let price =
+                lanes.price(Tier::Dram, Reader { is_own, path: Some(path) }, &HardwareProfile::default());
+            (price.measure != Measure::Profile).then_some(price.lane.bytes_per_s)
+        };
+        let rates = |path| [price(1, false, path), price(2, false, path), price(2, true, path)];
+        let local = link(1, LinkPath::SharedMemory);
         view.report(Report { node: None, links: vec![local], ..report(1, 5, 1) }, Timestamp(1));
-        assert_eq!(rate(1), None, "nor over the memory of a host, of an instance that names no node");
+        assert_eq!(rates(LinkPath::Quic), [None; 3], "memory of a host says nothing of the network");
+        assert_eq!(rates(LinkPath::SharedMemory)[0], Some(1_000_000_000));
         view.report(with(1, 10), Timestamp(1));
-        assert_eq!((rate(1), rate(2)), (Some(1_000_000_000), None), "its own node is no network away");
+        let expected = [Some(1_000_000_000), None, Some(1_000_000_000)];
+        assert_eq!(rates(LinkPath::Quic), expected, "its own node is no network away");
+        assert_eq!(rates(LinkPath::SharedMemory), [None; 3], "ended with the process that measured");
         assert_eq!(view.report(with(1, 10), Timestamp(1)), Receipt::Old);
         view.report(report(1, 20, 1), Timestamp(1));
-        assert_eq!(rate(1), None);
+        assert_eq!(rates(LinkPath::Quic), [None; 3]);
         view.report(with(2, 20), Timestamp(1));
-        assert_eq!(rate(1), Some(1_000_000_000));
+        assert_eq!(rates(LinkPath::Quic)[0], Some(1_000_000_000));
         view.report(Report { leaving: true, ..report(3, 20, 1) }, Timestamp(1));
-        assert_eq!((rate(1), view.started(InstanceId(1))), (None, Some(20)));
+        assert_eq!((rates(LinkPath::Quic)[0], view.started(InstanceId(1))), (None, Some(20)));
     }
 
     #[test]

@@ -1,73 +1,23 @@
-//! Link estimates: how fast each instance has been reading from each node, out of its load reports.
+//! Link estimates: how fast each instance has been reading from each node, by path and tier, out of its load reports.
 //!
 //! An estimate is fenced twice: by the start of the instance that measured and by the epoch of the node it measured;
-//! and it ages. Soft as load is: the next reports bring it back. Each sample counts for the link; one whose blocks all came
-//! out of one tier counts for that tier too, and one that says its path for that. Not here: how samples become a lane, and
-//! what is priced by it (`kv_core::schedule`).
+//! and it ages. Soft as load is: the next reports bring it back. Not here: how samples become a lane, and what is priced by
+//! it (`kv_core::schedule`).
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use kv_core::id::{Epoch, InstanceId, NodeId, Tier, Timestamp};
-use kv_core::schedule::{Lane, LinkEstimate, LinkSample};
+use kv_core::id::{Epoch, InstanceId, NodeId, Timestamp};
+use kv_core::schedule::{LINK_AGED_AFTER, Lane, LinkEstimate, LinkKey, LinkLanes, LinkPath, LinkSample};
 
 /// Samples in one report: one per node that an instance reads from in a fifth of a second.
 pub(crate) const SAMPLES_MAX: usize = 256;
 
-/// Pairs known at once; above it new ones are left out until others have aged: 65,536 of 64 bytes are 4 MiB.
-const PAIRS_MAX: usize = 65_536;
+/// Estimates at once; above it new ones are left out until others have aged: 131,072 of 96 bytes are 12 MiB.
+const ESTIMATES_MAX: usize = 131_072;
 
-/// Tiers and paths of pairs known at once, for the same reason: 131,072 of 80 bytes are 10 MiB.
-const DETAILS_MAX: usize = 131_072;
-
-/// A kind of path between instance and node, as reports number it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum LinkPath {
-    SharedMemory,
-    Rdma,
-    Quic,
-    Tcp,
-}
-
-impl LinkPath {
-    const ALL: [LinkPath; 4] = [LinkPath::SharedMemory, LinkPath::Rdma, LinkPath::Quic, LinkPath::Tcp];
-
-    /// The kind of this number, from 1; nothing for one that is not known here.
-    pub(crate) fn from_number(number: u32) -> Option<LinkPath> {
-        LinkPath::ALL.get(usize::try_from(number.checked_sub(1)?).ok()?).copied()
-    }
-
-    fn name(self) -> &'static str {
-        ["shm", "rdma", "quic", "tcp"][self as usize]
-    }
-}
-
-/// A part of what goes over a link.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Detail {
-    Tier(Tier),
-    Path(LinkPath),
-}
-
-impl Detail {
-    const FIRST: Detail = Detail::Tier(Tier::Ssd);
-    const LAST: Detail = Detail::Path(LinkPath::Tcp);
-
-    fn name(self) -> &'static str {
-        match self {
-            Detail::Tier(tier) => tier.name(),
-            Detail::Path(path) => path.name(),
-        }
-    }
-}
-
-/// How fast instances read from a node of late, out of one tier or over one path.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct LinkRate {
-    pub(crate) node: NodeId,
-    /// Name of the tier or path.
-    pub(crate) of: &'static str,
-    pub(crate) bytes_per_s: u64,
-}
+/// Paths of instances to nodes known at once, for the same reason: 65,536 of 32 bytes are 2 MiB.
+const PATHS_MAX: usize = 65_536;
 
 /// What an instance measured of a node since its last report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,107 +25,134 @@ pub(crate) struct Measured {
     pub(crate) node: NodeId,
     pub(crate) epoch: Epoch,
     pub(crate) sample: LinkSample,
-    pub(crate) path: Option<LinkPath>,
-    /// Out of which all blocks came.
-    pub(crate) tier: Option<Tier>,
+    pub(crate) key: LinkKey,
 }
 
-/// Estimates by node and instance.
-#[derive(Default)]
-pub(crate) struct Links {
-    pairs: BTreeMap<(NodeId, InstanceId), Fenced>,
-    details: BTreeMap<(NodeId, InstanceId, Detail), Fenced>,
+/// How fast a node was read from of late, by one key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LinkRate {
+    pub(crate) node: NodeId,
+    /// By instances whose own node it is.
+    pub(crate) is_own: bool,
+    pub(crate) key: LinkKey,
+    pub(crate) lane: Lane,
+}
+
+/// What instances measured of a node, as decisions price by it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct NodeLanes {
+    /// Those elsewhere.
+    pub(crate) afar: Option<Arc<LinkLanes>>,
+    /// Those whose own node it is.
+    pub(crate) near: Option<Arc<LinkLanes>>,
+}
+
+/// What is estimated by itself, of one node and instance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Of {
+    is_own: bool,
+    key: LinkKey,
 }
 
 /// An estimate under an epoch of the node.
-type Fenced = (Epoch, LinkEstimate);
+#[derive(Clone, Copy, Debug)]
+struct Fenced {
+    epoch: Epoch,
+    estimate: LinkEstimate,
+}
 
-/// Adds a sample to the estimate of this key. Room is made by [`Links::forget_aged`], not here: routes wait meanwhile.
-fn add<K: Ord>(
-    known: &mut BTreeMap<K, Fenced>,
-    (key, max): (K, usize),
-    Measured { epoch, sample, .. }: &Measured,
-    now: Timestamp,
-) {
-    if known.len() >= max && !known.contains_key(&key) {
-        return;
-    }
-    let known = known.entry(key).or_insert((*epoch, LinkEstimate::default()));
-    if known.0 < *epoch {
-        *known = (*epoch, LinkEstimate::default());
-    }
-    if known.0 == *epoch {
-        known.1.add(sample, now);
-    }
+/// Estimates by node and instance, and the path that was taken last.
+#[derive(Default)]
+pub(crate) struct Links {
+    estimates: BTreeMap<(NodeId, InstanceId, Of), Fenced>,
+    paths: BTreeMap<(InstanceId, NodeId), (LinkPath, Timestamp)>,
 }
 
 impl Links {
-    /// Takes what an instance measured.
-    pub(crate) fn measured(&mut self, instance: InstanceId, all: &[Measured], now: Timestamp) {
-        for one in all {
-            add(&mut self.pairs, ((one.node, instance), PAIRS_MAX), one, now);
-            let details = [one.tier.map(Detail::Tier), one.path.map(Detail::Path)];
-            for detail in details.into_iter().flatten() {
-                add(&mut self.details, ((one.node, instance, detail), DETAILS_MAX), one, now);
+    /// Takes what an instance measured, whose own node may be among those. Room is made by [`Links::forget_aged`], not here:
+    /// routes wait meanwhile.
+    pub(crate) fn measured(
+        &mut self,
+        (instance, own): (InstanceId, Option<NodeId>),
+        all: &[Measured],
+        now: Timestamp,
+    ) {
+        for Measured { node, epoch, sample, key } in all {
+            let is_own = own == Some(*node);
+            self.add((*node, instance, Of { is_own, key: *key }), *epoch, sample, now);
+            let at = (instance, *node);
+            let Some(path) = key.path else { continue };
+            if self.paths.len() < PATHS_MAX || self.paths.contains_key(&at) {
+                self.paths.insert(at, (path, now));
             }
+        }
+    }
+
+    fn add(&mut self, at: (NodeId, InstanceId, Of), epoch: Epoch, sample: &LinkSample, now: Timestamp) {
+        let known = &mut self.estimates;
+        if known.len() >= ESTIMATES_MAX && !known.contains_key(&at) {
+            return;
+        }
+        let anew = Fenced { epoch, estimate: LinkEstimate::default() };
+        let known = known.entry(at).or_insert(anew);
+        if known.epoch < epoch {
+            *known = anew;
+        }
+        if known.epoch == epoch {
+            known.estimate.add(sample, now);
         }
     }
 
     /// Forgets what an instance measured: it has started anew, or left.
     pub(crate) fn forget(&mut self, instance: InstanceId) {
-        self.pairs.retain(|(_, by), _| *by != instance);
-        self.details.retain(|(_, by, _), _| *by != instance);
+        self.estimates.retain(|(_, by, _), _| *by != instance);
+        self.paths.retain(|(by, _), _| *by != instance);
     }
 
     /// Forgets what is too old to count.
     pub(crate) fn forget_aged(&mut self, now: Timestamp) {
-        self.pairs.retain(|_, (_, estimate)| !estimate.is_aged(now));
-        self.details.retain(|_, (_, estimate)| !estimate.is_aged(now));
+        self.estimates.retain(|_, known| !known.estimate.is_aged(now));
+        self.paths.retain(|_, (_, taken)| now.since(*taken) < LINK_AGED_AFTER);
     }
 
-    /// The lanes out of the tiers of a node under this epoch, in the order of [`Tier::ALL`]: medium and link together.
-    pub(crate) fn of_tiers(
-        &self,
-        node: NodeId,
-        epoch: Epoch,
-        now: Timestamp,
-    ) -> [Option<Lane>; Tier::ALL.len()] {
-        let mut sums = [None::<LinkEstimate>; Tier::ALL.len()];
-        let ends = [(InstanceId(0), Detail::FIRST), (InstanceId(u32::MAX), Detail::LAST)];
-        let [first, last] = ends.map(|(instance, detail)| (node, instance, detail));
-        for ((_, _, detail), (of, estimate)) in self.details.range(first..=last) {
-            let Detail::Tier(tier) = *detail else { continue };
-            if *of == epoch && !estimate.is_aged(now) {
-                let sum = &mut sums[tier as usize];
-                *sum = Some(sum.map_or(*estimate, |sum| sum.with(estimate)));
-            }
+    /// The path that an instance took to each node it read from lately, the last one it told of.
+    pub(crate) fn paths(&self, instance: InstanceId, now: Timestamp) -> Vec<(NodeId, LinkPath)> {
+        let of_instance = self.paths.range((instance, NodeId(0))..=(instance, NodeId(u32::MAX)));
+        let fresh = of_instance.filter(|(_, (_, taken))| now.since(*taken) < LINK_AGED_AFTER);
+        fresh.map(|((_, node), (path, _))| (*node, *path)).collect()
+    }
+
+    /// The lanes out of a node under this epoch, over everything that any instance measured lately.
+    pub(crate) fn of_node(&self, node: NodeId, epoch: Epoch, now: Timestamp) -> NodeLanes {
+        let first = (node, InstanceId(0), Of { is_own: false, key: LinkKey::default() });
+        let of_node = self.estimates.range(first..).take_while(|((of, ..), _)| *of == node);
+        let counted = of_node.filter(|(_, known)| known.epoch == epoch && !known.estimate.is_aged(now));
+        let (mut afar, mut near) = (Vec::new(), Vec::new());
+        for ((_, _, of), known) in counted {
+            let side = if of.is_own { &mut near } else { &mut afar };
+            side.push((of.key, known.estimate));
         }
-        sums.map(|sum| sum?.lane(now))
+        let lanes = |all: Vec<_>| {
+            let lanes = LinkLanes::of(all, now);
+            (!lanes.is_empty()).then(|| Arc::new(lanes))
+        };
+        NodeLanes { afar: lanes(afar), near: lanes(near) }
     }
 
-    /// How fast each node that is `live` was read from of late under its epoch, by tier and by path. Whoever reports can name
-    /// any node and epoch; these are not told of.
+    /// How fast each node that is `live` was read from of late under its epoch. Whoever reports can name any node and epoch;
+    /// these are not told of.
     pub(crate) fn rates(&self, live: impl Fn(NodeId) -> Option<Epoch>, now: Timestamp) -> Vec<LinkRate> {
-        let mut sums: BTreeMap<(NodeId, Detail), LinkEstimate> = BTreeMap::new();
-        for ((node, _, detail), (epoch, estimate)) in &self.details {
+        let mut sums: BTreeMap<(NodeId, Of), LinkEstimate> = BTreeMap::new();
+        for ((node, _, of), Fenced { epoch, estimate }) in &self.estimates {
             if live(*node) == Some(*epoch) && !estimate.is_aged(now) {
-                let sum = sums.entry((*node, *detail)).or_default();
+                let sum = sums.entry((*node, *of)).or_default();
                 *sum = sum.with(estimate);
             }
         }
-        let rate = |((node, detail), sum): ((NodeId, Detail), LinkEstimate)| {
-            Some(LinkRate { node, of: detail.name(), bytes_per_s: sum.lane(now)?.bytes_per_s })
+        let rate = |((node, Of { is_own, key }), sum): ((NodeId, Of), LinkEstimate)| {
+            Some(LinkRate { node, is_own, key, lane: sum.lane(now)? })
         };
         sums.into_iter().filter_map(rate).collect()
-    }
-
-    /// The lane out of a node under this epoch, over everything that any instance measured; none without enough of
-    /// it lately.
-    pub(crate) fn of_node(&self, node: NodeId, epoch: Epoch, now: Timestamp) -> Option<Lane> {
-        let of_node = self.pairs.range((node, InstanceId(0))..=(node, InstanceId(u32::MAX)));
-        let counted = of_node.filter(|(_, (of, estimate))| *of == epoch && !estimate.is_aged(now));
-        let all = counted.map(|(_, (_, estimate))| *estimate);
-        all.reduce(|sum, one| sum.with(&one))?.lane(now)
     }
 }
 
@@ -183,7 +160,14 @@ impl Links {
 mod tests {
     use std::time::Duration;
 
+    use kv_core::id::Tier;
+    use kv_core::schedule::{HardwareProfile, Measure, Price, Reader};
+
     use super::*;
+
+    const NOW: Timestamp = Timestamp(1_000_000_000);
+    const QUIC: Option<LinkPath> = Some(LinkPath::Quic);
+    const TCP: Option<LinkPath> = Some(LinkPath::Tcp);
 
     fn measured(node: u32, epoch: u64, gigabytes_per_s: u64) -> Measured {
         let sample = LinkSample {
@@ -192,120 +176,156 @@ mod tests {
             bytes: gigabytes_per_s * 100_000_000,
             stream: Duration::from_millis(100),
         };
-        Measured { node: NodeId(node), epoch: Epoch(epoch), sample, path: None, tier: None }
+        Measured { node: NodeId(node), epoch: Epoch(epoch), sample, key: LinkKey::default() }
+    }
+
+    fn by(path: Option<LinkPath>, tier: Tier, measured: Measured) -> Measured {
+        Measured { key: LinkKey { path, tier: Some(tier) }, ..measured }
+    }
+
+    fn told(links: &mut Links, instance: u32, all: &[Measured]) {
+        links.measured((InstanceId(instance), None), all, NOW);
+    }
+
+    /// The price of a tier by a path from elsewhere, in gigabytes a second, and what it rests on.
+    fn price(lanes: &NodeLanes, path: Option<LinkPath>, tier: Tier) -> (u64, Measure) {
+        let reader = Reader { is_own: false, path };
+        let profile = HardwareProfile::by_name("h100-8b").unwrap_or_default();
+        let lanes = lanes.afar.as_deref().copied().unwrap_or_default();
+        let Price { lane, measure } = lanes.price(tier, reader, &profile);
+        (lane.bytes_per_s / 1_000_000_000, measure)
     }
 
     fn rate(links: &Links, node: u32, epoch: u64, now: Timestamp) -> Option<u64> {
-        links.of_node(NodeId(node), Epoch(epoch), now).map(|lane| lane.bytes_per_s / 1_000_000_000)
+        let (rate, measure) = price(&links.of_node(NodeId(node), Epoch(epoch), now), None, Tier::Dram);
+        (measure != Measure::Profile).then_some(rate)
     }
-
-    const NOW: Timestamp = Timestamp(1_000_000_000);
 
     #[test]
     fn a_node_is_as_fast_as_those_who_read_from_it_say() {
         let mut links = Links::default();
-        links.measured(InstanceId(1), &[measured(1, 1, 2), measured(2, 1, 8)], NOW);
-        links.measured(InstanceId(2), &[measured(1, 1, 4)], NOW);
+        told(&mut links, 1, &[measured(1, 1, 2), measured(2, 1, 8)]);
+        told(&mut links, 2, &[measured(1, 1, 4)]);
         assert_eq!((rate(&links, 1, 1, NOW), rate(&links, 2, 1, NOW)), (Some(3), Some(8)));
         assert_eq!(rate(&links, 3, 1, NOW), None);
         links.forget(InstanceId(1));
         assert_eq!((rate(&links, 1, 1, NOW), rate(&links, 2, 1, NOW)), (Some(4), None));
     }
 
-    fn tiers(links: &Links, node: u32, epoch: u64, now: Timestamp) -> [Option<u64>; 3] {
-        let lanes = links.of_tiers(NodeId(node), Epoch(epoch), now);
-        lanes.map(|lane| lane.map(|lane| lane.bytes_per_s / 1_000_000_000))
-    }
-
-    fn out_of(tier: Tier, path: LinkPath, measured: Measured) -> Measured {
-        Measured { tier: Some(tier), path: Some(path), ..measured }
-    }
-
     #[test]
-    fn a_tier_is_as_fast_as_fetches_out_of_it_alone_say_and_all_count_for_the_link() {
+    fn a_tier_over_a_path_is_as_fast_as_fetches_that_went_that_way_say_and_all_count_for_what_is_coarser() {
         let mut links = Links::default();
-        let fast = out_of(Tier::Dram, LinkPath::Tcp, measured(1, 1, 8));
-        let slow = out_of(Tier::Ssd, LinkPath::Quic, measured(1, 1, 2));
+        let (dram, ssd) = (by(TCP, Tier::Dram, measured(1, 1, 8)), by(QUIC, Tier::Ssd, measured(1, 1, 2)));
         // An older instance says neither.
-        links.measured(InstanceId(1), &[fast, slow], NOW);
-        links.measured(InstanceId(2), &[measured(1, 1, 5)], NOW);
-        assert_eq!((rate(&links, 1, 1, NOW), tiers(&links, 1, 1, NOW)), (Some(5), [Some(2), Some(8), None]));
-        assert_eq!(tiers(&links, 2, 1, NOW), [None; 3]);
-        links.measured(InstanceId(2), &[out_of(Tier::Dram, LinkPath::Tcp, measured(1, 1, 4))], NOW);
-        assert_eq!(tiers(&links, 1, 1, NOW), [Some(2), Some(6), None], "of both");
-        let shown = |links: &Links, epoch| {
-            let live = |node| (node == NodeId(1)).then_some(Epoch(epoch));
-            links
-                .rates(live, NOW)
-                .iter()
-                .map(|rate| (rate.of, rate.bytes_per_s / 1_000_000_000))
-                .collect::<Vec<_>>()
-        };
-        links.measured(InstanceId(9), &[out_of(Tier::Dram, LinkPath::Tcp, measured(77, 1, 1))], NOW);
-        let rates = shown(&links, 1);
-        assert_eq!(rates, [("ssd", 2), ("dram", 6), ("quic", 2), ("tcp", 6)]);
-        // A restarted node, of which two instances did not hear yet, and a restarted instance.
-        links.measured(InstanceId(0), &[out_of(Tier::Dram, LinkPath::Tcp, measured(1, 1, 4))], NOW);
-        links.measured(InstanceId(1), &[out_of(Tier::Dram, LinkPath::Tcp, measured(1, 2, 1))], NOW);
-        assert_eq!((tiers(&links, 1, 1, NOW)[1], tiers(&links, 1, 2, NOW)[1]), (Some(4), Some(1)));
-        assert_eq!(shown(&links, 2), [("dram", 1), ("tcp", 1)]);
-        assert_eq!(shown(&links, u64::MAX), [], "an epoch that nobody has");
-        links.forget(InstanceId(1));
-        assert_eq!(tiers(&links, 1, 2, NOW), [None; 3]);
-        let later = NOW.after(kv_core::schedule::LINK_AGED_AFTER);
-        assert_eq!((tiers(&links, 1, 1, later), links.rates(|_| Some(Epoch(1)), later)), ([None; 3], vec![]));
-        links.forget_aged(later);
-        assert!(links.details.is_empty());
+        told(&mut links, 1, &[dram, ssd]);
+        told(&mut links, 2, &[measured(1, 1, 5)]);
+        let of = |links: &Links, path, tier| price(&links.of_node(NodeId(1), Epoch(1), NOW), path, tier);
+        assert_eq!(of(&links, TCP, Tier::Dram), (8, Measure::TierOverPath));
+        assert_eq!(of(&links, QUIC, Tier::Dram), (8, Measure::Tier), "nobody read memory over QUIC");
+        assert_eq!(of(&links, QUIC, Tier::Ssd), (2, Measure::TierOverPath));
+        told(&mut links, 2, &[by(QUIC, Tier::Dram, measured(1, 1, 4))]);
+        assert_eq!(of(&links, QUIC, Tier::Dram), (4, Measure::TierOverPath));
+        assert_eq!(
+            of(&links, TCP, Tier::Dram),
+            (8, Measure::TierOverPath),
+            "one path says nothing of another"
+        );
+        assert_eq!(of(&links, None, Tier::Dram), (6, Measure::Tier), "of both");
+        assert_eq!(links.of_node(NodeId(1), Epoch(2), NOW), NodeLanes::default(), "of another epoch");
     }
 
     #[test]
-    fn tiers_and_paths_are_bounded_and_so_is_what_an_absurd_sample_says() {
+    fn the_own_node_is_kept_apart_and_paths_are_the_last_ones() {
         let mut links = Links::default();
-        let of = |node| out_of(Tier::Ssd, LinkPath::SharedMemory, measured(node, 1, 1));
-        let all: Vec<_> = (0..70_000).map(of).collect();
-        links.measured(InstanceId(1), &all, NOW);
-        assert_eq!((links.pairs.len(), links.details.len()), (PAIRS_MAX, DETAILS_MAX));
+        let (quic, tcp) = (by(QUIC, Tier::Dram, measured(1, 1, 1)), by(TCP, Tier::Dram, measured(2, 1, 2)));
+        links.measured((InstanceId(1), Some(NodeId(1))), &[quic, tcp, measured(3, 1, 1)], NOW);
+        assert!(links.of_node(NodeId(1), Epoch(1), NOW).near.is_some());
+        assert_eq!(links.of_node(NodeId(1), Epoch(1), NOW).afar, None);
+        assert_eq!(links.of_node(NodeId(2), Epoch(1), NOW).near, None);
+        let later = NOW.after(LINK_AGED_AFTER / 2);
+        let moved = by(TCP, Tier::Dram, measured(1, 1, 1));
+        links.measured((InstanceId(1), Some(NodeId(1))), &[moved], later);
+        let paths = |links: &Links, now| links.paths(InstanceId(1), now);
+        assert_eq!(paths(&links, later), [(NodeId(1), LinkPath::Tcp), (NodeId(2), LinkPath::Tcp)]);
+        let later = NOW.after(LINK_AGED_AFTER);
+        assert_eq!(paths(&links, later), [(NodeId(1), LinkPath::Tcp)]);
+        assert_eq!((links.paths(InstanceId(2), NOW), links.paths.len()), (vec![], 2));
+        links.forget_aged(later);
+        assert_eq!((links.paths.len(), links.estimates.len()), (1, 1));
+        links.forget(InstanceId(1));
+        assert!(links.paths.is_empty() && links.estimates.is_empty());
+    }
+
+    #[test]
+    fn rates_are_told_of_live_nodes_by_every_key() {
+        let mut links = Links::default();
+        let all = [
+            by(TCP, Tier::Dram, measured(1, 1, 8)),
+            by(QUIC, Tier::Ssd, measured(1, 1, 2)),
+            by(TCP, Tier::Dram, measured(77, 1, 1)),
+        ];
+        told(&mut links, 1, &all);
+        told(&mut links, 2, &[by(TCP, Tier::Dram, measured(1, 1, 4)), measured(1, 1, 5)]);
+        links.measured((InstanceId(3), Some(NodeId(1))), &[by(TCP, Tier::Dram, measured(1, 1, 9))], NOW);
+        let shown = |links: &Links, epoch, now| {
+            let live = |node| (node == NodeId(1)).then_some(Epoch(epoch));
+            let rate = |rate: LinkRate| (rate.is_own, rate.key.path, rate.key.tier, rate.lane.bytes_per_s);
+            links.rates(live, now).into_iter().map(rate).collect::<Vec<_>>()
+        };
+        let (giga, dram, ssd) = (1_000_000_000, Some(Tier::Dram), Some(Tier::Ssd));
+        let expected = [
+            (false, None, None, 5 * giga),
+            (false, QUIC, ssd, 2 * giga),
+            (false, TCP, dram, 6 * giga),
+            (true, TCP, dram, 9 * giga),
+        ];
+        assert_eq!(shown(&links, 1, NOW), expected);
+        assert_eq!(shown(&links, u64::MAX, NOW), [], "an epoch that nobody has");
+        assert_eq!(shown(&links, 1, NOW.after(LINK_AGED_AFTER)), []);
+    }
+
+    #[test]
+    fn estimates_are_bounded_and_so_is_what_an_absurd_sample_says() {
+        let mut links = Links::default();
+        let of = |node| by(QUIC, Tier::Dram, measured(node, 1, 1));
+        let all: Vec<_> = (0..200_000).map(of).collect();
+        told(&mut links, 1, &all);
+        assert_eq!((links.estimates.len(), links.paths.len()), (ESTIMATES_MAX, PATHS_MAX));
+        assert_eq!(rate(&links, 199_999, 1, NOW), None);
+        let later = NOW.after(LINK_AGED_AFTER);
+        links.forget_aged(later);
+        links.measured((InstanceId(1), None), &all[199_999..], later);
+        assert_eq!((links.estimates.len(), rate(&links, 199_999, 1, later)), (1, Some(1)));
         let mut links = Links::default();
         let absurd =
             LinkSample { fetches: u32::MAX, latency: Duration::MAX, bytes: u64::MAX, stream: Duration::MAX };
-        let honest = out_of(Tier::Dram, LinkPath::Tcp, measured(1, 1, 4));
-        links.measured(InstanceId(1), &[Measured { sample: absurd, ..honest }], NOW);
-        links.measured(InstanceId(2), &vec![honest; 40], NOW);
-        let lane = links.of_tiers(NodeId(1), Epoch(1), NOW)[1];
-        let lane = lane.unwrap_or(Lane { latency_ns: 0, bytes_per_s: 0 });
-        assert!((1_000_000_000..=800_000_000_000).contains(&lane.bytes_per_s), "{lane:?}");
-        assert!(lane.latency_ns <= 10_000_000_000, "{lane:?}");
+        let honest = by(TCP, Tier::Dram, measured(1, 1, 4));
+        told(&mut links, 1, &[Measured { sample: absurd, ..honest }]);
+        told(&mut links, 2, &vec![honest; 40]);
+        let (rate, measure) = price(&links.of_node(NodeId(1), Epoch(1), NOW), TCP, Tier::Dram);
+        assert!((1..=800).contains(&rate) && measure == Measure::TierOverPath, "{rate}");
     }
 
     #[test]
     fn an_estimate_ends_with_the_epoch_it_was_made_under() {
         let mut links = Links::default();
-        links.measured(InstanceId(1), &[measured(1, 2, 2)], NOW);
+        told(&mut links, 1, &[measured(1, 2, 2)]);
         assert_eq!((rate(&links, 1, 2, NOW), rate(&links, 1, 3, NOW)), (Some(2), None));
-        links.measured(InstanceId(1), &[measured(1, 3, 6)], NOW);
-        links.measured(InstanceId(1), &[measured(1, 2, 1)], NOW);
+        told(&mut links, 1, &[measured(1, 3, 6)]);
+        told(&mut links, 1, &[measured(1, 2, 1)]);
         assert_eq!((rate(&links, 1, 2, NOW), rate(&links, 1, 3, NOW)), (None, Some(6)));
+        // A restarted node, of which one of two instances did not hear yet.
+        told(&mut links, 2, &[measured(1, 2, 1)]);
+        assert_eq!((rate(&links, 1, 2, NOW), rate(&links, 1, 3, NOW)), (Some(1), Some(6)));
     }
 
     #[test]
     fn what_is_old_does_not_count_and_is_forgotten() {
         let mut links = Links::default();
-        links.measured(InstanceId(1), &[measured(1, 1, 2)], NOW);
-        let later = NOW.after(kv_core::schedule::LINK_AGED_AFTER);
+        told(&mut links, 1, &[measured(1, 1, 2)]);
+        let later = NOW.after(LINK_AGED_AFTER);
         assert_eq!(rate(&links, 1, 1, later), None);
         links.forget_aged(later);
-        assert!(links.pairs.is_empty());
-    }
-
-    #[test]
-    fn pairs_are_bounded_and_aged_ones_make_room() {
-        let mut links = Links::default();
-        let all: Vec<_> = (0..70_000).map(|node| measured(node, 1, 1)).collect();
-        links.measured(InstanceId(1), &all, NOW);
-        assert_eq!((links.pairs.len(), rate(&links, 69_999, 1, NOW)), (PAIRS_MAX, None));
-        let later = NOW.after(kv_core::schedule::LINK_AGED_AFTER);
-        links.forget_aged(later);
-        links.measured(InstanceId(1), &all[69_999..], later);
-        assert_eq!((links.pairs.len(), rate(&links, 69_999, 1, later)), (1, Some(1)));
+        assert!(links.estimates.is_empty());
     }
 }

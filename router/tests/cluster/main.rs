@@ -4,6 +4,7 @@
 mod agreement;
 mod bad_input;
 mod harness;
+mod links;
 mod nodes;
 mod ports;
 mod residency;

@@ -21,7 +21,7 @@ fn request(instance: u32, batches: Vec<pb::Batch>) -> pb::ResidencyRequest {
     pb::ResidencyRequest { instance, epoch: EPOCH, batches, last_seq }
 }
 
-fn load(instance: u32, sequence: u64) -> pb::ReportRequest {
+pub fn load(instance: u32, sequence: u64) -> pb::ReportRequest {
     let address = format!("i:{instance}");
     pb::ReportRequest { instance, address, sequence, started_us: EPOCH, ..Default::default() }
 }
@@ -47,7 +47,7 @@ fn runs(reply: &pb::LookupReply) -> Vec<Run> {
     reply.runs.iter().map(run).collect()
 }
 
-async fn decided(cluster: &Cluster, hashes: &[[u8; 16]]) -> pb::Decision {
+pub async fn decided(cluster: &Cluster, hashes: &[[u8; 16]]) -> pb::Decision {
     let blocks = u32::try_from(hashes.len()).unwrap();
     let request = pb::RouteRequest {
         request: 1,

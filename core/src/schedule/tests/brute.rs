@@ -38,7 +38,7 @@ fn way(profile: &HardwareProfile, tier: Tier, link: Lane) -> Lane {
     }
 }
 
-fn lanes() -> impl Strategy<Value = Lane> {
+fn ways() -> impl Strategy<Value = Lane> {
     (0u64..2_000_000, 100_000u64..100_000_000)
         .prop_map(|(latency_ns, bytes_per_s)| Lane { latency_ns, bytes_per_s })
 }
@@ -49,8 +49,8 @@ proptest! {
     /// One run a node, alternating so that every run is its own source; no instance has a node.
     #[test]
     fn no_cut_at_any_token_beats_the_plan(
-        runs in prop::collection::vec((1u32..6, lanes(), prop::sample::select(Tier::ALL.to_vec())), 0..6),
-        tiers in (lanes(), lanes(), lanes()),
+        runs in prop::collection::vec((1u32..6, ways(), prop::sample::select(Tier::ALL.to_vec())), 0..6),
+        tiers in (ways(), ways(), ways()),
         tail in 0u32..25,
         linear in 1_000u64..200_000,
         quadratic in 0u64..5_000_000,
@@ -65,7 +65,7 @@ proptest! {
         };
         let mut fleet = Fleet::new(profile);
         fleet.put_instance(Instance { node: None, ..instance(1) });
-        fleet.set_nodes((1u32..).zip(&runs).map(|(n, run)| LiveNode { link: Some(run.1), ..live(n) }).collect());
+        fleet.set_nodes((1u32..).zip(&runs).map(|(n, run)| LiveNode { afar: lanes(Some(run.1), [None; 3]), ..live(n) }).collect());
         let held: u32 = runs.iter().map(|run| run.0).sum();
         let holders: Vec<_> = (1u32..).zip(&runs).map(|(n, run)| (run.0, vec![(n, run.2)])).collect();
         let matched = prefix(&holders.iter().map(|(len, at)| (*len, at.as_slice())).collect::<Vec<_>>());

@@ -4,11 +4,14 @@
 mod brute;
 mod filter;
 mod loads;
+mod measured;
 mod plans;
 mod profiles;
 mod properties;
 mod resident;
 mod ties;
+
+use std::sync::Arc;
 
 use super::*;
 use crate::id::{Epoch, InstanceId};
@@ -69,7 +72,15 @@ pub(super) fn instance(n: u32) -> Instance {
 }
 
 pub(super) fn live(node: u32) -> LiveNode {
-    LiveNode { node: NodeId(node), epoch: Epoch(1), weight: 1, blocks: 0, link: None, tiers: [None; 3] }
+    LiveNode { node: NodeId(node), epoch: Epoch(1), weight: 1, blocks: 0, afar: None, near: None }
+}
+
+/// What was measured of everything together and of each tier, over paths that nobody told.
+pub(super) fn lanes(link: Option<Lane>, tiers: [Option<Lane>; 3]) -> Option<Arc<LinkLanes>> {
+    let of = |tier, lane: Option<Lane>| lane.map(|lane| (LinkKey { path: None, tier }, lane));
+    let all = [of(None, link)].into_iter().chain(Tier::ALL.map(|tier| of(Some(tier), tiers[tier as usize])));
+    let lanes = all.flatten().fold(LinkLanes::default(), |lanes, (key, lane)| lanes.with(key, lane));
+    (!lanes.is_empty()).then(|| Arc::new(lanes))
 }
 
 /// `count` idle instances, each with a live node of the same number, counted from 1.

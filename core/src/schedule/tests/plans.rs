@@ -167,7 +167,7 @@ fn plans_are_as_written() {
 fn slow_link(bytes_per_s: u64) -> Fleet {
     let mut fleet = fleet(1);
     let link = Some(Lane { latency_ns: 20_000, bytes_per_s });
-    fleet.set_nodes(vec![live(1), LiveNode { link, ..live(2) }]);
+    fleet.set_nodes(vec![live(1), LiveNode { afar: lanes(link, [None; 3]), ..live(2) }]);
     fleet
 }
 
@@ -191,7 +191,7 @@ fn blocks_are_priced_by_what_was_measured_of_their_tier_then_of_their_node_then_
     let (slow, fast) = (way(20_000, 5_000_000), way(20_000, 100_000_000));
     let transfer = |tier: Tier, link, tiers| {
         let mut fleet = fleet(1);
-        fleet.set_nodes(vec![live(1), LiveNode { link, tiers, ..live(2) }]);
+        fleet.set_nodes(vec![live(1), LiveNode { afar: lanes(link, tiers), ..live(2) }]);
         let decision = chosen(&request(4), &prefix(&[(4, &[(2, tier)])]), &fleet);
         (decision.fetch_blocks, decision.predicted.transfer_us)
     };
@@ -214,7 +214,9 @@ fn blocks_are_priced_by_what_was_measured_of_their_tier_then_of_their_node_then_
 
 fn fleet_with_nodes(tiers: [[Option<Lane>; 3]; 2]) -> Fleet {
     let mut fleet = fleet(1);
-    fleet.set_nodes((1..).zip(tiers).map(|(node, tiers)| LiveNode { tiers, ..live(node) }).collect());
+    fleet.set_nodes(
+        (1..).zip(tiers).map(|(node, tiers)| LiveNode { afar: lanes(None, tiers), ..live(node) }).collect(),
+    );
     fleet
 }
 

@@ -68,8 +68,8 @@ fn nodes() -> impl Strategy<Value = Vec<LiveNode>> {
                 epoch: Epoch(epoch),
                 weight,
                 blocks,
-                link: link.map(lane),
-                tiers: tiers.map(|tier| tier.map(lane)),
+                afar: lanes(link.map(lane), tiers.map(|tier| tier.map(lane))),
+                near: None,
             };
         all.into_iter().map(made).collect()
     })

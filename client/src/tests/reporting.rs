@@ -1,0 +1,126 @@
+//! Reports go on behind requests, whoever of the routers is there, and end with a goodbye.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use kv_core::id::{InstanceId, NodeId};
+use kvfleet_proto::pb;
+
+use super::authority::{Authority, config, network};
+use super::fetching::{call, source};
+use super::routing::{Fake, decision, nobody, serve_fake};
+use crate::{Client, InstanceLoad, ReporterConfig};
+
+fn reporter_config(links: bool) -> ReporterConfig {
+    ReporterConfig {
+        instance: InstanceId(3),
+        address: "i:3".to_owned(),
+        host: "here".to_owned(),
+        node: Some(NodeId(7)),
+        every: Duration::from_millis(2),
+        links,
+    }
+}
+
+/// What the fake took of fetches, all reports together: how many, and their samples' other fields.
+fn told(fake: &Fake) -> (u32, Vec<(u32, u32, u32)>) {
+    let reports = fake.reports.lock().unwrap();
+    let samples = reports.iter().flat_map(|report| &report.links);
+    let fetches = samples.clone().map(|sample| sample.fetches).sum();
+    let mut keys: Vec<_> = samples.map(|sample| (sample.node, sample.path, sample.tier)).collect();
+    keys.dedup();
+    (fetches, keys)
+}
+
+async fn until(what: &str, is_so: impl Fn() -> bool) {
+    let waiting = async {
+        while !is_so() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), waiting)
+        .await
+        .unwrap_or_else(|_| panic!("waited for {what}"));
+}
+
+#[tokio::test]
+async fn what_fetches_came_to_is_told_to_every_router_once_and_to_one_that_was_away_later() {
+    let authority = Authority::new();
+    let (steady, away) = (Fake::new(Ok(decision(1))), Fake::new(Ok(decision(1))));
+    let (first, _serving) = serve_fake(&authority.member(), steady.clone()).await;
+    let (second, _serving_too) = serve_fake(&authority.member(), away.clone()).await;
+    let (network, _) = network(1, 6);
+    let routers = vec![nobody(), first, second];
+    let client = Client::with_dialer(config(routers, authority.member()), Arc::new(network)).unwrap();
+    let running = Arc::new(AtomicU32::new(4));
+    let seen = Arc::clone(&running);
+    let reporter = client.reporter(&reporter_config(true), move || InstanceLoad {
+        queue_tokens: 100,
+        running: seen.load(Ordering::Relaxed),
+        waiting: 2,
+    });
+    let fetch = || async { client.fetch(call(6, vec![source(0, 0, 6)])).await.unwrap() };
+    fetch().await;
+    // Loopback is no kind of path; all of it came out of DRAM.
+    let key = vec![(0, 0, 2)];
+    until("both to hear of it", || told(&steady) == (1, key.clone()) && told(&away) == (1, key.clone()))
+        .await;
+
+    away.refuses_reports.store(true, Ordering::Relaxed);
+    let refused = away.refused_reports.load(Ordering::Relaxed);
+    fetch().await;
+    fetch().await;
+    until("the others to hear of it", || told(&steady).0 == 3).await;
+    until("it to be refused", || away.refused_reports.load(Ordering::Relaxed) > refused + 3).await;
+    assert_eq!(told(&away).0, 1);
+    running.store(5, Ordering::Relaxed);
+    away.refuses_reports.store(false, Ordering::Relaxed);
+    until("what it missed", || told(&away).0 == 3).await;
+    let count = away.reports.lock().unwrap().len();
+    until("more reports", || away.reports.lock().unwrap().len() > count + 3).await;
+    assert_eq!((told(&steady).0, told(&away).0), (3, 3), "each is told once");
+
+    reporter.stop().await;
+    let reports = away.reports.lock().unwrap().clone();
+    let last = reports.last().unwrap();
+    let load = |report: &pb::ReportRequest| (report.queue_tokens, report.running, report.waiting);
+    assert_eq!((load(&reports[0]), load(last), last.leaving), ((100, 4, 2), (100, 5, 2), true));
+    assert_eq!((last.instance, &*last.address, &*last.host), (3, "i:3", "here"));
+    assert_eq!((last.has_node, last.node), (true, 7));
+    assert!(reports.is_sorted_by(|a, b| (a.started_us, a.sequence) < (b.started_us, b.sequence)));
+    assert!(reports[..reports.len() - 1].iter().all(|report| !report.leaving));
+}
+
+#[tokio::test]
+async fn a_reporter_that_is_dropped_says_goodbye_and_tells_of_links_only_where_it_is_to() {
+    let authority = Authority::new();
+    let fake = Fake::new(Ok(decision(1)));
+    let (address, _serving) = serve_fake(&authority.member(), fake.clone()).await;
+    let (network, _) = network(1, 6);
+    let client = Client::with_dialer(config(vec![address], authority.member()), Arc::new(network)).unwrap();
+    let reporter = client.reporter(&reporter_config(false), InstanceLoad::default);
+    client.fetch(call(6, vec![source(0, 0, 6)])).await.unwrap();
+    until("some reports", || fake.reports.lock().unwrap().len() > 3).await;
+    drop(reporter);
+    until("a goodbye", || fake.reports.lock().unwrap().last().is_some_and(|report| report.leaving)).await;
+    assert_eq!(told(&fake), (0, vec![]));
+    assert_eq!(client.link_reader().take().len(), 1, "there would have been something to tell");
+}
+
+#[tokio::test]
+async fn a_reporter_tells_nothing_of_what_was_before_it() {
+    let authority = Authority::new();
+    let fake = Fake::new(Ok(decision(1)));
+    let (address, _serving) = serve_fake(&authority.member(), fake.clone()).await;
+    let (network, _) = network(1, 6);
+    let client = Client::with_dialer(config(vec![address], authority.member()), Arc::new(network)).unwrap();
+    for before in 1..3 {
+        client.fetch(call(6, vec![source(0, 0, 6)])).await.unwrap();
+        let reporter = client.reporter(&reporter_config(true), InstanceLoad::default);
+        client.fetch(call(6, vec![source(0, 0, 6)])).await.unwrap();
+        until("one of two to be told", || told(&fake).0 == before).await;
+        reporter.stop().await;
+    }
+    assert_eq!(told(&fake).0, 2, "those that were fetched while somebody reported");
+}

@@ -1,0 +1,99 @@
+//! Why a decision is what it is: the reasons that go with it.
+//!
+//! Not here: the decision itself (`mod.rs`), and the words (`decision.rs`).
+
+use smallvec::SmallVec;
+
+use super::Choice;
+use super::cost::Plan;
+use super::decision::{Candidate, Fate, Filtered, Reason, Source};
+use super::lanes::Measure;
+use crate::index::Holder;
+
+/// Prices that are told of one decision: of its first sources, and of what was not taken.
+const PRICES_MAX: usize = 4;
+
+pub(super) fn of(
+    choice: &Choice<'_>,
+    candidates: &[Candidate],
+    plan: &Plan,
+    save_to: Option<Holder>,
+) -> Vec<Reason> {
+    let own = choice.asking.own;
+    let mut reasons = SmallVec::<[Reason; 8]>::new();
+    reasons.push(why_instance(choice, candidates));
+    reasons.extend(why_sources(choice, plan));
+    reasons.extend(prices(choice, plan));
+    match save_to {
+        None => reasons.push(Reason::NowhereToSave),
+        Some(holder) if own != Some(holder.node) => reasons.push(Reason::SavedByRing { node: holder.node }),
+        Some(_) => {}
+    }
+    let stale = candidates.iter().filter(|c| matches!(c.filtered, Some(Filtered::Stale { .. }))).count();
+    let full = candidates.len() - choice.open - stale;
+    if stale + full > 0 {
+        reasons.push(Reason::Filtered { stale: stale as u32, full: full as u32 });
+    }
+    reasons.into_vec()
+}
+
+fn why_instance(choice: &Choice<'_>, candidates: &[Candidate]) -> Reason {
+    match (choice.open, choice.tied) {
+        (1, _) => Reason::OnlyCandidate,
+        (open, 1) => {
+            let margin_us = candidates[1].predicted.ttft_us() - candidates[0].predicted.ttft_us();
+            Reason::LeastTtft { others: open as u32 - 1, margin_us }
+        }
+        (_, tied) => Reason::Tie { among: tied as u32 },
+    }
+}
+
+fn why_sources(choice: &Choice<'_>, plan: &Plan) -> SmallVec<[Reason; 4]> {
+    let own = choice.asking.own;
+    let remote: u32 =
+        plan.sources.iter().filter(|source| own != Some(source.node)).map(|source| source.len_blocks).sum();
+    let runs = &choice.held.matched.runs;
+    let named = runs.last().map_or(0, |run| run.start_blocks.saturating_add(run.len_blocks));
+    let gone = named.min(choice.request.blocks).saturating_sub(plan.held_blocks);
+    let cut = plan.held_blocks - plan.resident_blocks - plan.fetch_blocks;
+    let mut reasons = SmallVec::new();
+    let mut say = |holds: bool, reason: Reason| {
+        if holds {
+            reasons.push(reason);
+        }
+    };
+    say(plan.held_blocks == 0, Reason::NothingHeld);
+    say(plan.resident_blocks > 0, Reason::Resident { blocks: plan.resident_blocks });
+    say(plan.overlap_blocks > 0, Reason::OwnOverlap { blocks: plan.overlap_blocks });
+    say(remote > 0, Reason::RemoteFetch { blocks: remote });
+    say(cut > 0, Reason::RecomputeCheaper { blocks: cut });
+    say(gone > 0, Reason::HolderGone { blocks: gone });
+    reasons
+}
+
+/// With what the blocks were priced, each tier of a node once; of what was not measured there is nothing to tell.
+fn prices(choice: &Choice<'_>, plan: &Plan) -> SmallVec<[Reason; PRICES_MAX]> {
+    let own = choice.asking.own;
+    let behind = choice.planner.behind(plan.resident_blocks);
+    let holder = |&Source { node, epoch, tier, .. }: &Source| Holder { node, epoch, tier };
+    let afar = plan.sources.iter().find(|source| own != Some(source.node));
+    let instead = afar.and_then(|source| behind.instead_of(source));
+    let taken = plan.sources.iter().map(|source| (Fate::Taken, holder(source)));
+    let others = [(Fate::PassedOver, instead), (Fate::Computed, plan.left)];
+    let others = others.into_iter().filter_map(|(fate, holder)| Some((fate, holder?)));
+    let mut told = SmallVec::<[Holder; PRICES_MAX]>::new();
+    let mut reasons = SmallVec::new();
+    // What was not taken has room of its own, or many sources would leave none to say why.
+    for (fate, holder) in taken.take(PRICES_MAX - 2).chain(others) {
+        if told.contains(&holder) {
+            continue;
+        }
+        told.push(holder);
+        let price = choice.planner.price(&holder, choice.asking);
+        let Some(price) = price.filter(|price| price.measure != Measure::Profile) else { continue };
+        let (node, tier) = (holder.node, holder.tier);
+        let path = choice.planner.reader(node, choice.asking).path;
+        reasons.push(Reason::Priced { fate, node, tier, path, price });
+    }
+    reasons
+}
