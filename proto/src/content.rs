@@ -95,7 +95,8 @@ mod tests {
         for (start, end) in (0..40).flat_map(|start| (start..40).map(move |end| (start, end))) {
             let mut part = whole[start..end].to_vec();
             assert!(matches_at(hash, start, &part), "{start}..{end}");
-            assert!(part.is_empty() || !matches_at(hash, start + 1, &part), "{start}..{end} elsewhere");
+            // Neighbouring bytes may be equal by themselves; words of them are not.
+            assert!(part.len() < STRIDE || !matches_at(hash, start + 1, &part), "{start}..{end} elsewhere");
             for at in 0..part.len() {
                 part[at] ^= 1;
                 assert!(!matches_at(hash, start, &part), "{start}..{end}: byte {at}");

@@ -151,6 +151,7 @@ pub struct Report {
     /// What was replayed and how.
     pub config: Config,
     /// Prefills beside their load; absent where compute took no time (`--time-scale 0`).
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub prefill: Option<Prefill>,
     /// What a hardware profile says, never measured.
     pub modelled: Modelled,
