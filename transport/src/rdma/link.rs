@@ -35,6 +35,9 @@ const BOARDS_BYTES: u64 = 256 << 10;
 /// Bytes that are read before a link counts: more than the largest packet, so that networks show which of them lose such.
 const TRIAL_BYTES: u32 = 8 << 10;
 
+/// Memory for trials: links are made a few at once, and one that is dead keeps its place until the card gives up.
+const TRIALS_BYTES: u64 = 32 * TRIAL_BYTES as u64;
+
 /// Registered memory of a dialer, into which its cards read and from which they write.
 pub(super) struct Local {
     pub(super) rdma: Arc<Rdma>,
@@ -46,6 +49,8 @@ pub(super) struct Local {
     pub(super) passing: Arc<Pool>,
     /// For boards, which stay as long as their links and would lie between others.
     boards: Arc<Pool>,
+    /// For trials of links: one that waited behind the fetches of others would say that no packets pass.
+    trials: Arc<Pool>,
 }
 
 impl Local {
@@ -59,16 +64,18 @@ impl Local {
         };
         let local_bytes = first.config.local_bytes;
         let half = (local_bytes as u64 / 2).next_multiple_of(ALIGN_BYTES);
-        let bytes = usize::try_from(2 * half + BOARDS_BYTES).unwrap_or(usize::MAX);
+        let bytes = usize::try_from(2 * half + BOARDS_BYTES + TRIALS_BYTES).unwrap_or(usize::MAX);
         let failed = |cause| RdmaError::register(first.device(), bytes as u64, cause);
         let memory = Arc::new(Memory::zeroed(bytes).map_err(failed)?);
         let (kept, passing) = (Pool::new(&memory, 0..half), Pool::new(&memory, half..2 * half));
-        let boards = Pool::new(&memory, 2 * half..2 * half + BOARDS_BYTES);
+        let boards_end = 2 * half + BOARDS_BYTES;
+        let boards = Pool::new(&memory, 2 * half..boards_end);
+        let trials = Pool::new(&memory, boards_end..boards_end + TRIALS_BYTES);
         let local = |rdma: &Arc<Rdma>| {
             let domain = rdma.domain()?;
             let registered = rdma.register(domain.as_ref(), &memory, Access::Local)?;
-            let [kept, passing, boards] = [&kept, &passing, &boards].map(Arc::clone);
-            Ok(Arc::new(Local { rdma: Arc::clone(rdma), domain, registered, kept, passing, boards }))
+            let [kept, passing, boards, trials] = [&kept, &passing, &boards, &trials].map(Arc::clone);
+            Ok(Arc::new(Local { rdma: Arc::clone(rdma), domain, registered, kept, passing, boards, trials }))
         };
         super::those_that_work(rails.iter().map(local))
     }
@@ -413,7 +420,7 @@ impl Reach {
         for (of, window) in windows {
             let bytes = window.map_or(0, |window| window.bytes).min(TRIAL_BYTES.into());
             let Ok(bytes @ 1..) = u32::try_from(bytes) else { continue };
-            let place = self.local.passing.wait(bytes).await.ok_or(TransferError::Broken)?;
+            let place = self.local.trials.wait(bytes).await.ok_or(TransferError::Broken)?;
             self.read(of, 0, place).await?.end().await?;
         }
         Ok(())

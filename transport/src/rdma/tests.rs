@@ -85,10 +85,13 @@ impl World {
 
     /// A link by itself, for a client that says what it likes.
     async fn link(&self) -> Link {
+        self.link_with(&Local::new(&self.client).unwrap()).await
+    }
+
+    async fn link_with(&self, local: &Arc<Local>) -> Link {
         let tcp = TcpDialer::new(&self.authority.member(), TcpConfig::default());
         let tcp = tcp.open(&self.address()).await.unwrap();
-        let local = Local::new(&self.client).unwrap();
-        match Link::attach(&tcp, (&local, 0), &local.rdma.flights.peer()).await.unwrap() {
+        match Link::attach(&tcp, (local, 0), &local.rdma.flights.peer()).await.unwrap() {
             Asked::Made(link) => *link,
             Asked::None(why) | Asked::Dead(why) => panic!("{why}"),
         }
@@ -193,7 +196,7 @@ fn memory_that_cannot_be_locked_says_what_to_do() {
     let rdma = Rdma::over(fabric.rail(1), &small()).unwrap();
     fabric.refuse_register(libc::ENOMEM);
     let error = Local::new(&rdma).err().unwrap();
-    says("memory that RDMA cannot lock", &error, &["fake1", "4456448"]);
+    says("memory that RDMA cannot lock", &error, &["fake1", "4718592"]);
     fabric.refuse_register(libc::EINVAL);
     let error = Local::new(&rdma).err().unwrap().to_string();
     assert!(!error.contains("IPC_LOCK"), "{error}");

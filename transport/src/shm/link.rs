@@ -96,6 +96,8 @@ pub(super) struct Link {
     awake: Awake,
     /// A task tries to send what is unsent. Beside the lock: a runtime that ends may drop the task while somebody has that.
     is_flushing: AtomicBool,
+    /// The one on which it was dialled, for what threads without one give back.
+    runtime: Option<Handle>,
 }
 
 struct State {
@@ -160,6 +162,7 @@ impl Link {
             room: Notify::new(),
             awake: Awake::new(parts.awake),
             is_flushing: AtomicBool::new(false),
+            runtime: Handle::try_current().ok(),
         })
     }
 
@@ -288,9 +291,9 @@ impl Link {
         say_from(&mut packet, aside::here());
         state.unsent.push_back(packet);
         self.flush(state);
-        // Without a runtime at hand it goes with what is sent next.
+        // Without any runtime it goes with what is sent next.
         if !state.unsent.is_empty()
-            && let Ok(runtime) = Handle::try_current()
+            && let Some(runtime) = Handle::try_current().ok().or_else(|| self.runtime.clone())
             && !self.is_flushing.swap(true, Ordering::Relaxed)
         {
             runtime.spawn(Flushing(Some(Arc::clone(self))).run());

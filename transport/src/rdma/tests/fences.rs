@@ -144,7 +144,7 @@ async fn what_a_card_may_still_read_is_free_only_after_its_queue_pair_ended() {
     assert!(freed.len() == 1 && node.iter().all(|ended| *ended < freed[0]), "{log:?}");
     let tray = all(&format!("deregister {} bytes", (1 << 20) + 64));
     assert!(tray.len() == 1 && node.iter().all(|ended| *ended < tray[0]), "{log:?}");
-    let local = all(&format!("deregister {} bytes", (4 << 20) + (256 << 10)));
+    let local = all(&format!("deregister {} bytes", (4 << 20) + (512 << 10)));
     assert!(local.len() == 1 && client.iter().all(|ended| *ended < local[0]), "{log:?}");
 }
 

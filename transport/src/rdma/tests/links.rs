@@ -128,6 +128,16 @@ async fn a_link_that_the_node_closed_meanwhile_is_made_anew() {
 }
 
 #[tokio::test]
+async fn a_trial_waits_for_no_memory_of_fetches() {
+    let world = world(&holding(1, 1000), true, &small());
+    let local = Local::new(&world.client).unwrap();
+    let all = u32::try_from(local.passing.len_bytes()).unwrap();
+    let fetched = local.passing.take(all).unwrap();
+    let link = tokio::time::timeout(PATIENCE, world.link_with(&local)).await.expect("it is tried at once");
+    drop((link, fetched));
+}
+
+#[tokio::test]
 async fn frames_that_are_kept_never_stop_others() {
     // Half of the client's memory is three frames.
     let config = RdmaConfig { local_bytes: 700_000, ..small() };

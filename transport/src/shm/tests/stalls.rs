@@ -12,6 +12,7 @@ use super::*;
 use crate::suite::{EPOCH, PATIENCE};
 use crate::{MissReason, wire};
 use kv_core::id::Epoch;
+use kv_core::lend::{Descriptor, Place};
 
 async fn soon<T>(what: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, what).await.expect("it comes")
@@ -63,6 +64,47 @@ async fn what_a_node_had_no_room_for_is_sent_though_nobody_waits() {
         let request = wire::release_to_pb(LeaseId(lease));
         assert_eq!(raw.hear_client().await, ToNode::Ask { op: lease + 1, request });
     }
+}
+
+/// An engine's thread has no runtime, and may be the last that touches a block.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_thread_gives_back_is_sent_though_the_node_had_no_room_for_it() {
+    // One word each while the queue has room, which is less than these.
+    const ROWS: u32 = 2000;
+    let forger = Forger::new();
+    let (tray, arena) = (memory_file(2 * PART).unwrap(), memory_file(PART).unwrap());
+    let block = frame(hash(0), 1000).bytes;
+    Mapping::to_write(&tray, 2 * PART).unwrap().write(PART, &block).unwrap();
+    let good = ToClient::Welcome(good_welcome()).encode();
+    let (path, mut raw) = forger.welcome(&good, &[tray.as_fd(), arena.as_fd()]).await.unwrap();
+    let fetching = {
+        let path = Arc::clone(&path);
+        tokio::spawn(async move {
+            let mut frames = Vec::new();
+            let request = fetch_request(&hashes(ROWS));
+            path.fetch(request, &mut |frame| frames.push(frame)).await.unwrap();
+            frames
+        })
+    };
+    assert!(matches!(raw.hear_client().await, ToNode::Ask { op: 1, .. }));
+    let answer = FetchAnswer::Hit { tiers: in_dram(ROWS as usize) };
+    let len = u32::try_from(block.len()).unwrap();
+    let lent = |loan| Descriptor { place: Place::Tray, ..row(loan, 0, len) };
+    let rows: Vec<Descriptor> = (1..=ROWS.into()).map(lent).collect();
+    let (first, more) = rows.split_at(100);
+    raw.tell(&ToClient::Head { op: 1, head: wire::head_to_pb(&answer, EPOCH), rows: first.to_vec() });
+    for rows in more.chunks(100) {
+        raw.tell(&ToClient::More { op: 1, rows: rows.to_vec() });
+    }
+    let frames = soon(fetching).await.unwrap();
+    assert_eq!(frames.len(), ROWS as usize);
+    std::thread::spawn(move || drop(frames)).join().unwrap();
+    let mut returned = 0;
+    while returned < ROWS as usize {
+        let ToNode::Return { loans } = raw.hear_client().await else { continue };
+        returned += loans.len();
+    }
+    path.failure().map_or(Ok(()), Err).unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
