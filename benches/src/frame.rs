@@ -16,7 +16,7 @@ use crate::Effort;
 pub(crate) const ABOUT: &str = "one frame after the other is copied from one 256 MiB set into another and every slice's CRC32C checked on the \
      way, against a bare copy of the same bytes and against checking first and copying then; one thread";
 
-const BARE: &str = "limit: a bare copy";
+const BARE: &str = "a bare copy, through the caches";
 const APART: &str = "the same in two passes";
 
 const IDENTITY: IdentityDigest = IdentityDigest([1; 16]);

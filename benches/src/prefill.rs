@@ -75,7 +75,7 @@ fn rate(load: Duration) -> u64 {
 pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
     let bench = Bench::new(Engine::calibrated())?;
     let mut rows = Vec::new();
-    for load in [0.5, 1.0, 2.0, 4.0] {
+    for load in [0.25, 0.5, 1.0, 2.0, 4.0] {
         rows.extend(bench.beside(effort, load)?);
     }
     rows.extend(bench.buffered(effort, 2.0)?);

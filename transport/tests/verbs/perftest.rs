@@ -1,5 +1,5 @@
-//! The tool that people know (`ib_read_bw` of perftest) beside our bare loop, on the same ports. A figure and no judgement: nothing is
-//! asserted of it, and where the tool is not there a word says so.
+//! A fetch beside the tool that people know (`ib_read_bw` of perftest) and beside a bare loop of reads, on the same ports and in turn. Figures and
+//! no judgement: nothing is asserted of them, and where the tool is not there a word says so.
 
 use std::process::{Child, Command, Stdio};
 
@@ -26,39 +26,75 @@ fn rate(said: &str) -> Option<f64> {
     Some(row[3].parse::<f64>().ok()? * f64::from(MIB) / 1e9)
 }
 
+/// What three sides did in each of some rounds, in GB/s.
+#[derive(Default)]
+struct Rates {
+    fetch: Vec<f64>,
+    bare: Vec<f64>,
+    tool: Vec<f64>,
+}
+
+/// The median of one side over another, with the least and the greatest of all rounds.
+fn ratio(ours: &[f64], theirs: &[f64]) -> String {
+    let mut ratios: Vec<f64> = ours.iter().zip(theirs).map(|(ours, theirs)| ours / theirs).collect();
+    ratios.sort_by(f64::total_cmp);
+    match (ratios.get(ratios.len() / 2), ratios.first(), ratios.last()) {
+        (Some(median), Some(least), Some(most)) => format!("{median:.2} ({least:.2} to {most:.2})"),
+        _ => "nothing".to_owned(),
+    }
+}
+
+/// Reads by the tool; nothing where it is not there, or says nothing of use.
+async fn by_tool((node, client): (&str, &str), peer: &str, reads: usize) -> Option<f64> {
+    let mut server = tool(node, None, reads).ok()?;
+    // It does not say when it listens, and the other end does not ask twice.
+    let mut said = String::new();
+    for _ in 0..20 {
+        let output = tool(client, Some(peer), reads).ok()?.wait_with_output().ok()?;
+        said = String::from_utf8_lossy(&output.stdout).into_owned();
+        if output.status.success() {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    let _ = server.kill(); // it ended by itself if all went well
+    server.wait().ok()?;
+    rate(&said)
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_usual_tool_beside_the_bare_loop() {
-    const READS: usize = 32;
+async fn a_fetch_beside_the_usual_tool_and_a_bare_loop() {
+    const BLOCKS: u32 = 32;
     let Some(devices) = devices() else { return };
     let device = |name: &str| std::env::var(name).or_else(|_| std::env::var("KVFLEET_RDMA_DEVICE"));
     let (Ok(node), Ok(client)) = (device("RDMA_VM_DEV0"), device("RDMA_VM_DEV1")) else {
         return println!("skipped: which device is not said (scripts/rdma --device NAME)");
     };
     let peer = std::env::var("RDMA_VM_IP0").unwrap_or_else(|_| "127.0.0.1".to_owned());
+    let (service, authority) = (MemoryService::default(), Authority::new());
+    let here = Ipv4Addr::LOCALHOST.into();
+    let (server, arena) = serve(&devices.node, here, &authority.member(), &service, true);
+    hold_in_arena(&service, &arena, BLOCKS);
+    let dialer = RdmaDialer::new(&devices.client, &authority.member(), tcp()).unwrap();
+    let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
+    let hashes = suite::hashes(BLOCKS);
+    suite::fetch(path.as_ref(), suite::fetch_request(&hashes)).await.unwrap();
     let probe = Probe::new(&devices.client, &devices.node, 16 << 20).unwrap();
-    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
-    for _ in 0..3 {
-        let took = probe.read_many(MIB, DEPTH, READS).await.unwrap();
-        ours.push(READS as f64 * f64::from(MIB) / took.as_secs_f64() / 1e9);
-        let Ok(mut server) = tool(&node, None, READS) else {
-            return println!("skipped: no ib_read_bw (package perftest)");
-        };
-        // It does not say when it listens, and the other end does not ask twice.
-        let mut said = String::new();
-        for _ in 0..20 {
-            let output = tool(&client, Some(&peer), READS).unwrap().wait_with_output().unwrap();
-            said = String::from_utf8_lossy(&output.stdout).into_owned();
-            if output.status.success() {
-                break;
-            }
-            tokio::time::sleep(Duration::from_millis(200)).await;
-        }
-        let _ = server.kill(); // it ended by itself if all went well
-        server.wait().unwrap();
-        match rate(&said) {
-            Some(rate) => theirs.push(rate),
-            None => println!("ib_read_bw says nothing of use: {said}"),
+    let moved = |took: Duration| f64::from(BLOCKS) * f64::from(MIB) / took.as_secs_f64() / 1e9;
+    let mut rates = Rates::default();
+    for _ in 0..5 {
+        let began = Instant::now();
+        path.fetch(suite::fetch_request(&hashes), &mut |_| {}).await.unwrap();
+        rates.fetch.push(moved(began.elapsed()));
+        rates.bare.push(moved(probe.read_many(MIB, DEPTH, BLOCKS as usize).await.unwrap()));
+        match by_tool((&node, &client), &peer, BLOCKS as usize).await {
+            Some(rate) => rates.tool.push(rate),
+            None => println!("skipped: no ib_read_bw (package perftest), or it says nothing of use"),
         }
     }
-    println!("READ of 1 MiB, {DEPTH} at once, in turn, GB/s: ours {ours:.4?}, ib_read_bw {theirs:.4?}");
+    let Rates { fetch, bare, tool } = &rates;
+    println!(
+        "{BLOCKS} blocks of 1 MiB in turn, GB/s: fetch {fetch:.4?}, bare {bare:.4?}, ib_read_bw {tool:.4?}"
+    );
+    println!("fetch over a bare loop: {}; over ib_read_bw: {}", ratio(fetch, bare), ratio(fetch, tool));
 }

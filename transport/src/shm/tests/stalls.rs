@@ -66,6 +66,31 @@ async fn what_a_node_had_no_room_for_is_sent_though_nobody_waits() {
     }
 }
 
+/// Whatever the node does: one that keeps to the rules says by itself that it is late.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_goes_on_with_nothing_is_waited_for_until_the_deadline() {
+    let len = u32::try_from(frame(hash(0), 1000).bytes.len()).unwrap();
+    let head = wire::head_to_pb(&FetchAnswer::Hit { tiers: in_dram(2) }, EPOCH);
+    for says in [None, Some(ToClient::Head { op: 1, head, rows: vec![row(1, 0, len)] })] {
+        let (path, mut raw) = forged().await;
+        let fetching = {
+            let path = Arc::clone(&path);
+            let request = FetchRequest { deadline: Duration::from_millis(300), ..fetch_request(&hashes(2)) };
+            tokio::spawn(async move { path.fetch(request, &mut |_| {}).await })
+        };
+        assert!(matches!(raw.hear_client().await, ToNode::Ask { op: 1, .. }));
+        if let Some(head) = &says {
+            raw.tell(head);
+        }
+        let reason = MissReason::TooLate;
+        let expected = match says {
+            None => FetchAnswer::Miss { reason },
+            Some(_) => FetchAnswer::Partial { tiers: in_dram(1), reason },
+        };
+        assert_eq!(soon(fetching).await.unwrap().unwrap(), expected);
+    }
+}
+
 /// An engine's thread has no runtime, and may be the last that touches a block.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_thread_gives_back_is_sent_though_the_node_had_no_room_for_it() {

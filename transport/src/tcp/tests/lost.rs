@@ -258,14 +258,30 @@ async fn a_peer_that_stalls_inside_a_frame_is_given_up() {
 #[tokio::test]
 async fn a_node_that_stalls_inside_a_frame_is_waited_for_until_the_deadline() {
     let authority = Authority::new();
-    let service = holding(3);
-    let server = TcpServer::bind(ANY, &authority.member(), service.clone()).unwrap();
-    let dialer = TcpDialer::new(&authority.member(), TcpConfig::default());
-    let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
-    service.set_gate(0);
-    let request = FetchRequest { deadline: Duration::from_millis(100), ..fetch_request(&hashes(3)) };
-    let answer = suite::fetch(path.as_ref(), request).await.unwrap();
-    assert_eq!(answer, FetchAnswer::Miss { reason: MissReason::TooLate });
+    let (identity, listener) = (authority.member(), TcpListener::bind(ANY).await.unwrap());
+    let address = listener.local_addr().unwrap().to_string();
+    // Of three blocks that it has it sends one and a half, and goes on with nothing.
+    let serving = tokio::spawn(async move {
+        let mut lifeline = accept_one(&listener, &identity).await;
+        let _: data::DataRequest = read_message(&mut lifeline).await.unwrap();
+        let pong = encode(&data::Pong { version: wire::PROTOCOL_VERSION }).unwrap();
+        lifeline.write(pong).await.unwrap();
+        lifeline.flush().await.unwrap();
+        let mut stream = accept_one(&listener, &identity).await;
+        let _: data::DataRequest = read_message(&mut stream).await.unwrap();
+        let head = wire::head_to_pb(&FetchAnswer::Hit { tiers: in_dram(3) }, suite::EPOCH);
+        stream.write(encode(&head).unwrap()).await.unwrap();
+        stream.write(frame(hash(0), 1000).bytes).await.unwrap();
+        stream.write(frame(hash(1), 1000).bytes.slice(..500)).await.unwrap();
+        stream.flush().await.unwrap();
+        std::future::pending::<()>().await;
+    });
+    let path = TcpDialer::new(&authority.member(), TcpConfig::default()).dial(address).await.unwrap();
+    let request = FetchRequest { deadline: Duration::from_millis(300), ..fetch_request(&hashes(3)) };
+    let fetch = suite::fetch(path.as_ref(), request);
+    let answer = tokio::time::timeout(PATIENCE, fetch).await.expect("it ends").unwrap();
+    assert_eq!(answer, FetchAnswer::Partial { tiers: in_dram(1), reason: MissReason::TooLate });
+    serving.abort();
 }
 
 #[tokio::test]
