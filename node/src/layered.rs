@@ -53,7 +53,7 @@ mod tests {
     fn what_is_held_comes_back() {
         let layered = Layered::of(100);
         let held = layered.take(60);
-        assert!(held.is_some() && layered.clone().take(41).is_none());
+        assert!(held.is_some() && layered.take(41).is_none());
         assert!(layered.take(40).is_some());
         drop(held);
         assert!(layered.take(100).is_some());
