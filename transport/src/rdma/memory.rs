@@ -355,7 +355,9 @@ impl AsRef<[u8]> for Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.pool.change(|shared| shared.room.give_back(self.at));
+        self.pool.change(|shared| {
+            shared.room.give_back(self.at);
+        });
     }
 }
 
