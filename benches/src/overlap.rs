@@ -1,9 +1,8 @@
 //! Layers that are loaded, computed and saved side by side, with the rules of production: an emulated prefill
 //! beside a path of a set rate, against the longer of load and compute, against recomputing when the path
-//! fails, and saving beside computing.
+//! fails; and saving beside computing, over real paths to a real node.
 //!
-//! Not here: the engine that burns time (`overlap/engine.rs`), the path (`overlap/source.rs`), real bytes over
-//! a wire.
+//! Not here: the engine that burns time (`overlap/engine.rs`), the path that is emulated (`overlap/source.rs`), saves (`overlap/saving.rs`).
 
 mod engine;
 mod saving;
@@ -22,7 +21,7 @@ use source::{Fault, Sending, Source};
 pub(crate) const ABOUT: &str = "a prefill of 32 layers by a loop of counted turns, beside a thread that copies the slices of \
      64 history blocks at a set rate; a token's history loads 12.5 times as fast as it is computed. Compute runs a \
      layer when its slices are there, and waits or recomputes as the rules say; from the first byte to the last \
-     layer, or from the job's turn behind another job";
+     layer, or from the job's turn behind another job. Saves: 32 blocks of 512 KiB a job to a node of this process, compute sleeps";
 
 /// Layers of the model, and blocks of the history.
 const LAYERS: u32 = 32;
@@ -84,7 +83,7 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
         rows.extend(buffers(effort, engine, load));
     }
     for share in [15, 30] {
-        rows.extend(saving::rows(effort, engine, share));
+        rows.extend(saving::rows(effort, share)?);
     }
     for (name, arrive, fault) in FAILURES {
         rows.extend(failure(effort, engine, name, *arrive, *fault));

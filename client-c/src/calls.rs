@@ -16,7 +16,8 @@ use kv_core::pipeline::Arrive;
 use kv_core::prefix::{IdentityManifest, KeyForm as ManifestForm};
 use kvfleet_client::{
     Asker, ClientConfig, FetchCall, HeldLease, InstanceLoad, LayersCall, LayersOperation, Operation,
-    QueueLimits, RdmaSettings, ReporterConfig, RouteCall, SaveCall, Submission, SubmitError, Transport,
+    QueueLimits, RdmaSettings, ReporterConfig, RouteCall, SAVE_DEADLINE, SaveCall, Submission, SubmitError,
+    Transport,
 };
 use kvfleet_proto::frame::{KeyForm, PAYLOAD_BYTES_MAX, SLICES_MAX, encoded_len};
 use kvfleet_proto::pb;
@@ -309,6 +310,7 @@ unsafe fn save(call: *const abi::SaveCall) -> Result<Operation<Room>, Failure> {
         frame_bytes: encoded_len(slice_bytes) as u64,
         frame: Table::frames(table, identity, hashes.clone(), key_form),
         hashes,
+        deadline: SAVE_DEADLINE,
     }))
 }
 

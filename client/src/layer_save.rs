@@ -1,20 +1,26 @@
-//! Save from the memory of an engine that computes layer by layer: each layer's slices are taken as they are
-//! computed, and after the last one the engine's memory is its own again while the frames go out.
+//! Save from the memory of an engine that computes layer by layer: each layer's slices are copied as they are computed, and are
+//! on their way while the next one is. After the last layer the engine goes on, and what is left leaves behind it.
 //!
 //! The queue of background saves is the write buffer: room for all frames of a save is taken at its begin, so
 //! that the job behind never waits for it. Where there is none the caller is told before anything is computed,
-//! and the blocks are not saved.
+//! and the blocks are not saved. What was copied is kept until the node has answered, so that a path that fails on the way costs a
+//! second try and no block.
 //!
-//! Not here: frames that go out before their last layer (see `layers.rs`), and the queue (`save.rs`).
+//! Not here: what becomes of the copies (`layer_save/sending.rs`), and the queue (`save.rs`).
 
-use std::sync::Arc;
+use std::time::Duration;
 
+use bytes::BytesMut;
 use kv_core::id::{BlockHash, Epoch};
-use kvfleet_proto::frame::{Frame, FrameBuilder, FrameError, KeyForm, encoded_len};
+use kvfleet_proto::frame::{FrameError, KeyForm, SliceLayout, copy_crc32c};
 use kvfleet_transport::Asker;
-use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
-use crate::{BackgroundSave, Client, HeldLease, SaveBusy, SaveCall};
+use crate::{Client, HeldLease, SaveBusy};
+
+mod sending;
+
+use sending::{Layer, Layers, Put, send};
 
 /// Save blocks that are being computed.
 #[derive(Clone, Debug)]
@@ -37,6 +43,8 @@ pub struct LayerSaveCall {
     pub slice_bytes: Vec<u32>,
     /// Leases that end after it, besides its own.
     pub then_release: Vec<HeldLease>,
+    /// How long it may take from its last layer on; [`SAVE_DEADLINE`](crate::SAVE_DEADLINE) unless there is a reason.
+    pub deadline: Duration,
 }
 
 /// Why layers cannot be saved.
@@ -70,31 +78,34 @@ pub enum LayerSaveError {
     },
 }
 
-/// A save that takes layers. Dropping it saves nothing.
+/// A save that takes layers. Dropping it saves nothing, and ends what is under way.
 #[derive(Debug)]
 pub struct LayerSave {
-    client: Client,
-    call: LayerSaveCall,
-    frames: Vec<FrameBuilder>,
+    layout: SliceLayout,
+    blocks: usize,
     layer: usize,
-    /// Where the next layer begins in each payload.
-    at: usize,
+    puts: mpsc::UnboundedSender<Put>,
+    /// Kept here until the end, so that it is free at once where the save is dropped.
     room: [OwnedSemaphorePermit; 2],
+    finished: oneshot::Sender<[OwnedSemaphorePermit; 2]>,
 }
 
 impl Client {
-    /// Begins to save blocks that are being computed: room for all of their frames is taken now.
+    /// Begins to save blocks that are being computed: room for all of their frames is taken now, and the node is asked in the
+    /// background. Needs a tokio runtime.
     ///
     /// # Errors
     /// When there is no room, or the slices make no frame.
     pub fn save_layers(&self, call: LayerSaveCall) -> Result<LayerSave, LayerSaveError> {
-        let bytes = encoded_len(&call.slice_bytes).saturating_mul(call.hashes.len());
-        let room = self.saves.enter(bytes)?;
-        let builder = |hash: &BlockHash| {
-            FrameBuilder::new(call.asker.identity, *hash, call.key_form, &call.slice_bytes)
-        };
-        let frames = call.hashes.iter().map(builder).collect::<Result<_, _>>()?;
-        Ok(LayerSave { client: self.clone(), call, frames, layer: 0, at: 0, room })
+        let layout = SliceLayout::new(&call.slice_bytes)?;
+        let blocks = call.hashes.len();
+        let room = self.saves.enter(layout.frame_bytes().saturating_mul(blocks))?;
+        // Without a bound of its own: what is put is within the room.
+        let (puts, came) = mpsc::unbounded_channel();
+        let (finished, is_finished) = oneshot::channel();
+        let layers = Layers::new(&call, layout.clone(), came);
+        tokio::spawn(send(self.clone(), call, layers, is_finished));
+        Ok(LayerSave { layout, blocks, layer: 0, puts, room, finished })
     }
 }
 
@@ -104,50 +115,47 @@ impl LayerSave {
     /// # Errors
     /// When these are not the slices of the next layer; nothing was taken.
     pub fn put(&mut self, slices: &[&[u8]]) -> Result<(), LayerSaveError> {
-        let layers = self.call.slice_bytes.len();
-        let Some(&bytes) = self.call.slice_bytes.get(self.layer) else {
+        let layers = self.layout.slice_bytes().len();
+        let Some(&bytes) = self.layout.slice_bytes().get(self.layer) else {
             return Err(LayerSaveError::Layers { expected: layers, got: self.layer + 1 });
         };
         let expected = bytes as usize;
-        if slices.len() != self.frames.len() || slices.iter().any(|slice| slice.len() != expected) {
+        if slices.len() != self.blocks || slices.iter().any(|slice| slice.len() != expected) {
             let got = slices.iter().map(|slice| slice.len()).collect();
-            let blocks = self.frames.len();
-            return Err(LayerSaveError::Slices { layer: self.layer, blocks, expected, got });
+            return Err(LayerSaveError::Slices { layer: self.layer, blocks: self.blocks, expected, got });
         }
-        for (frame, slice) in self.frames.iter_mut().zip(slices) {
-            frame.payload_mut()[self.at..self.at + expected].copy_from_slice(slice);
-        }
-        (self.layer, self.at) = (self.layer + 1, self.at + expected);
+        self.layer += 1;
+        // Fails only with the runtime, and with it everything that was to be saved.
+        let _ = self.puts.send(Put::Layer(copied(slices, expected)));
         Ok(())
     }
 
-    /// All layers were put: what was taken goes out in the background, and leases are released then. Needs a
-    /// tokio runtime.
+    /// All layers were put: what is not on its way yet goes out in the background, and leases are released then.
     ///
     /// # Errors
     /// When layers are missing; nothing is saved.
     pub fn finish(self) -> Result<(), LayerSaveError> {
-        let LayerSave { client, call, frames, layer, room, .. } = self;
-        let expected = call.slice_bytes.len();
-        if layer != expected {
-            return Err(LayerSaveError::Layers { expected, got: layer });
+        let expected = self.layout.slice_bytes().len();
+        if self.layer != expected {
+            return Err(LayerSaveError::Layers { expected, got: self.layer });
         }
-        tokio::spawn(async move {
-            let sealed = tokio::task::spawn_blocking(|| frames.into_iter().map(FrameBuilder::seal).collect());
-            // Ends early only with the runtime, and with it everything that was to be saved.
-            if let Ok(frames) = sealed.await {
-                client.run_in_turn(save_of(call, frames)).await;
-            }
-            drop(room);
-        });
+        // As above.
+        let _ = self.finished.send(self.room);
+        let _ = self.puts.send(Put::End);
         Ok(())
     }
 }
 
-fn save_of(call: LayerSaveCall, frames: Vec<Frame>) -> BackgroundSave {
-    let frame_bytes = frames.first().map_or(0, |frame| frame.bytes.len() as u64);
-    let LayerSaveCall { asker, address, epoch, parent, first_offset_blocks, hashes, then_release, .. } = call;
-    let frame = Arc::new(move |position: usize| frames[position].clone());
-    let call = SaveCall { asker, address, epoch, parent, first_offset_blocks, hashes, frame_bytes, frame };
-    BackgroundSave { call, then_release }
+/// The slices of a layer in memory of our own, with their sums.
+fn copied(slices: &[&[u8]], bytes: usize) -> Layer {
+    let mut copies = BytesMut::zeroed(bytes * slices.len());
+    let mut left = &mut copies[..];
+    let sums = slices.iter().map(|slice| {
+        let (copy, behind) = std::mem::take(&mut left).split_at_mut(bytes);
+        left = behind;
+        copy_crc32c(copy, slice)
+    });
+    let sums = sums.collect();
+    let mut copies = copies.freeze();
+    Layer { slices: slices.iter().map(|_| copies.split_to(bytes)).collect(), sums }
 }

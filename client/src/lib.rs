@@ -46,7 +46,8 @@ pub use report::{InstanceLoad, Reporter, ReporterConfig};
 pub use retry::RouterError;
 pub use route::{RouteAnswer, RouteCall, RouteError};
 pub use save::{
-    BackgroundSave, FrameSource, SAVE_QUEUE_BYTES_MAX, SAVE_QUEUE_CALLS_MAX, SaveBusy, SaveCall, SaveError,
+    BackgroundSave, FrameSource, SAVE_DEADLINE, SAVE_QUEUE_BYTES_MAX, SAVE_QUEUE_CALLS_MAX, SaveBusy,
+    SaveCall, SaveError,
 };
 pub use transport::{NoTransport, RdmaSettings, Transport};
 

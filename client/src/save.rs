@@ -5,11 +5,13 @@
 //! process. Not here: which node (the decision says), and what the node does with the blocks.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use kv_core::id::{BlockHash, Epoch};
+use kv_core::id::{BlockHash, Epoch, LeaseId};
 use kvfleet_proto::frame::Frame;
 use kvfleet_transport::{Asker, PathError, SaveAnswer, SaveRequest};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Instant, timeout_at};
 
 use crate::paths::Found;
 use crate::{Client, HeldLease};
@@ -22,6 +24,17 @@ pub const SAVE_QUEUE_BYTES_MAX: usize = 256 << 20;
 
 /// Background saves that run at once. More would only share one link.
 const SAVES_AT_ONCE: usize = 4;
+
+/// Saves by layer whose slices leave while they are computed, beside those: they last as long as a prefill. Others leave behind
+/// their last layer.
+const STREAMING_AT_ONCE: usize = 4;
+
+/// How long a save may take unless its caller says otherwise: all of [`SAVE_QUEUE_BYTES_MAX`] need less over a slow network of one
+/// gigabit a second, with as many others beside it as run at once. What takes longer is not worth its room.
+pub const SAVE_DEADLINE: Duration = Duration::from_secs(60);
+
+/// Longest deadline of a save; more is the same as none, and would overflow the clock.
+const DEADLINE_MAX: Duration = Duration::from_secs(3600);
 
 /// Gives the frame of the block at a position of a save, when the node wants it and not before.
 pub type FrameSource = Arc<dyn Fn(usize) -> Frame + Send + Sync>;
@@ -45,6 +58,8 @@ pub struct SaveCall {
     pub frame_bytes: u64,
     /// Where the frames come from.
     pub frame: FrameSource,
+    /// How long it may take once it runs; [`SAVE_DEADLINE`] unless there is a reason.
+    pub deadline: Duration,
 }
 
 impl std::fmt::Debug for SaveCall {
@@ -115,6 +130,7 @@ pub(crate) struct SaveQueue {
     calls: Arc<Semaphore>,
     bytes: Arc<Semaphore>,
     running: Arc<Semaphore>,
+    streaming: Arc<Semaphore>,
 }
 
 impl Default for SaveQueue {
@@ -123,6 +139,7 @@ impl Default for SaveQueue {
             calls: Arc::new(Semaphore::new(SAVE_QUEUE_CALLS_MAX)),
             bytes: Arc::new(Semaphore::new(SAVE_QUEUE_BYTES_MAX)),
             running: Arc::new(Semaphore::new(SAVES_AT_ONCE)),
+            streaming: Arc::new(Semaphore::new(STREAMING_AT_ONCE)),
         }
     }
 }
@@ -135,6 +152,29 @@ impl SaveQueue {
         let room = Arc::clone(&self.bytes).try_acquire_many_owned(room).map_err(|_| busy)?;
         Ok([call, room])
     }
+
+    /// A turn for a save whose slices leave while they are computed; nothing where others have them all.
+    pub(crate) fn streaming_turn(&self) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.streaming).try_acquire_owned().ok()
+    }
+}
+
+/// When a save that may take so long has to be over.
+pub(crate) fn deadline_of(deadline: Duration) -> Instant {
+    Instant::now() + deadline.min(DEADLINE_MAX)
+}
+
+/// What is said of a save that took longer than it may.
+pub(crate) fn too_late(address: &str, deadline: Duration) -> SaveError {
+    PathError::TimedOut { peer: address.to_owned(), after: deadline }.into()
+}
+
+/// Says what became of a save that nobody waits for.
+pub(crate) fn said(address: &str, ended: &Result<SaveAnswer, SaveError>) {
+    match ended {
+        Ok(answer) => tracing::debug!(?answer, address, "saved"),
+        Err(error) => tracing::warn!(%error, address, "save failed"),
+    }
 }
 
 impl Client {
@@ -142,11 +182,16 @@ impl Client {
     /// visible. The lease stays until released.
     ///
     /// # Errors
-    /// When there is nothing to save, or the node is lost on the way.
+    /// When there is nothing to save, the node is lost on the way, or the deadline passes.
     pub async fn save(&self, call: &SaveCall) -> Result<SaveAnswer, SaveError> {
         if call.hashes.is_empty() {
             return Err(SaveError::Empty);
         }
+        let late = |_| Err(too_late(&call.address, call.deadline));
+        timeout_at(deadline_of(call.deadline), self.save_to_its_end(call)).await.unwrap_or_else(late)
+    }
+
+    async fn save_to_its_end(&self, call: &SaveCall) -> Result<SaveAnswer, SaveError> {
         loop {
             let epoch = Some(call.epoch);
             let Found { path, kept } = self.paths.get(&call.address, epoch).await?;
@@ -176,20 +221,24 @@ impl Client {
         Ok(())
     }
 
-    /// Runs a save for which there is room, once few others run.
-    pub(crate) async fn run_in_turn(&self, save: BackgroundSave) {
+    /// Saves once few others run.
+    pub(crate) async fn save_in_turn(&self, call: &SaveCall) -> Result<SaveAnswer, SaveError> {
         let _turn = self.saves.running.acquire().await;
-        self.run_background(save).await;
+        self.save(call).await
     }
 
-    async fn run_background(&self, save: BackgroundSave) {
-        let BackgroundSave { call, then_release: mut leases } = save;
-        match self.save(&call).await {
-            Ok(answer) => tracing::debug!(?answer, address = call.address, "saved"),
-            Err(error) => tracing::warn!(%error, address = call.address, "save failed"),
-        }
-        if !leases.contains(&call.lease()) {
-            leases.push(call.lease());
+    /// Runs a save for which there is room, once few others run.
+    async fn run_in_turn(&self, save: BackgroundSave) {
+        let BackgroundSave { call, then_release } = save;
+        said(&call.address, &self.save_in_turn(&call).await);
+        self.release_after(call.asker.lease, &call.address, then_release).await;
+    }
+
+    /// Ends the lease of a save and those that were to end after it.
+    pub(crate) async fn release_after(&self, lease: LeaseId, address: &str, mut leases: Vec<HeldLease>) {
+        let own = HeldLease { address: address.to_owned(), lease };
+        if !leases.contains(&own) {
+            leases.push(own);
         }
         for (held, error) in self.release(&leases).await {
             tracing::debug!(%error, address = held.address, "lease left to expire");

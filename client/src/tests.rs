@@ -4,6 +4,7 @@
 mod authority;
 mod completions;
 mod fetching;
+mod layer_saves;
 mod layers;
 mod prefill;
 mod reporting;

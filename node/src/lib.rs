@@ -8,6 +8,7 @@ pub mod announce;
 pub mod arena;
 pub mod config;
 mod host;
+mod layered;
 mod listen;
 pub mod memory;
 mod metrics;

@@ -12,18 +12,19 @@ use bytes::Bytes;
 use kv_core::evict::BlockKey;
 use kv_core::id::{BlockHash, IdentityDigest, LeaseId, TenantId, Tier};
 use kv_core::tier::{Asker, Offered, RefusedBy};
-use kvfleet_proto::frame::{Frame, KeyForm, Unsettled, settle};
+use kvfleet_proto::frame::{Frame, FrameError, HeadLast, KeyForm, SliceLayout, Unsettled, settle};
 use kvfleet_proto::tls::{NamesError, tenants_of};
 use kvfleet_proto::trace_context;
 use kvfleet_transport::{
-    Admission, BlockService, BoxFuture, Caller, FetchAnswer, FetchReply, FetchRequest, Frames, MissReason,
-    SaveDone, SaveOffer, SaveRefusal, SaveRequest, SaveSession,
+    Admission, BlockService, BoxFuture, Caller, FetchAnswer, FetchReply, FetchRequest, Frames, LayerRoom,
+    MissReason, SaveDone, SaveOffer, SaveRefusal, SaveRequest, SaveSession,
 };
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::time::Instant;
 use tracing::Instrument;
 
-use crate::arena::{Arena, Purpose};
+use crate::arena::{Arena, Purpose, SlotMut};
+use crate::layered::{Layered, LayeredPart};
 use crate::metrics::Metrics;
 use crate::scope::{Locals, Scope};
 use crate::store::{Ask, BUSY_RETRY, FetchPlan, OfferPlan, Planned, PlannedBytes, Reserved, StoreHandle};
@@ -65,6 +66,8 @@ pub(crate) struct Service {
     locals: Locals,
     /// Whether cards of callers with a certificate may read all memory of blocks.
     lends_in_place: bool,
+    /// Slots that may be held while blocks are computed, of all callers.
+    layered: Layered,
     /// What was said of this caller in the log.
     said: Arc<AtomicU32>,
 }
@@ -80,7 +83,8 @@ impl Service {
         locals: Locals,
     ) -> Service {
         let (lends_in_place, said) = (false, Arc::default());
-        Service { store, arena, keeps, metrics, scope, locals, lends_in_place, said }
+        let layered = Layered::half_of(&arena);
+        Service { store, arena, keeps, metrics, scope, locals, lends_in_place, layered, said }
     }
 
     /// The same, which lets cards of callers with a certificate read all memory of blocks, or not.
@@ -219,6 +223,7 @@ impl Service {
             frame_bytes: frame_bytes as usize,
             root: request.hashes.first().copied().unwrap_or_default(),
             wanted,
+            filling: Filling::default(),
             done: SaveDone {
                 present_blocks: count(|answer| matches!(answer, Offered::Present)).unwrap_or(u32::MAX),
                 refused_blocks: count(|answer| matches!(answer, Offered::Refused(_))).unwrap_or(u32::MAX),
@@ -373,6 +378,8 @@ struct Session {
     root: BlockHash,
     /// Still to come, last first.
     wanted: Vec<(BlockKey, BlockHash)>,
+    /// What comes by layer.
+    filling: Filling,
     done: SaveDone,
 }
 
@@ -383,8 +390,14 @@ impl Session {
             return;
         };
         // From here on the block is ours to end, one way or the other, even if this future is dropped.
-        let mut pending = Pending { store: &self.service.store, key: Some(key) };
-        match self.keep(frame, hash).await {
+        let pending = Pending { store: self.service.store.clone(), key: Some(key) };
+        let kept = self.keep(frame, hash).await;
+        self.end(pending, key, kept).await;
+    }
+
+    /// Puts what was kept of a block, or refuses it.
+    async fn end(&mut self, mut pending: Pending, key: BlockKey, kept: Option<Bytes>) {
+        match kept {
             Some(bytes) => {
                 let (lease, len) = (self.lease, bytes.len() as u64);
                 if self.service.store.tell(Ask::Put { lease, key, bytes }).await.is_ok() {
@@ -415,16 +428,18 @@ impl Session {
         let Keeps { identity, key_form, .. } = self.service.keeps;
         match settle(frame, identity, key_form, hash, &mut slot) {
             Ok(()) => Some(slot.freeze()),
-            Err(cause) => {
-                if self.service.may_say() {
-                    tracing::warn!(%hash, %cause, "a saved frame is refused, check the instance that sent it");
-                }
-                None
-            }
+            Err(cause) => self.refused(hash, cause),
         }
     }
 
-    async fn room(&self, len: usize) -> crate::arena::SlotMut {
+    fn refused(&self, hash: BlockHash, cause: FrameError) -> Option<Bytes> {
+        if self.service.may_say() {
+            tracing::warn!(%hash, %cause, "a saved frame is refused, check the instance that sent it");
+        }
+        None
+    }
+
+    async fn room(&self, len: usize) -> SlotMut {
         loop {
             if let Some(slot) = self.service.arena.take(len, Purpose::Save) {
                 return slot;
@@ -443,12 +458,12 @@ impl Session {
 }
 
 /// A reserved block whose bytes are being taken; aborted unless it was put.
-struct Pending<'a> {
-    store: &'a StoreHandle,
+struct Pending {
+    store: StoreHandle,
     key: Option<BlockKey>,
 }
 
-impl Drop for Pending<'_> {
+impl Drop for Pending {
     fn drop(&mut self) {
         if let Some(key) = self.key {
             self.store.tell_later(Ask::Abort { keys: vec![key] });
@@ -456,7 +471,60 @@ impl Drop for Pending<'_> {
     }
 }
 
+/// Slots of the wanted blocks of a save that comes by layer.
+#[derive(Default)]
+struct Filling {
+    /// By position; taken when their heads come.
+    slots: Vec<Option<(SlotMut, HeadLast)>>,
+    /// Heads that came.
+    heads: usize,
+    _part: Option<LayeredPart>,
+}
+
+impl LayerRoom for Session {
+    fn slice(&mut self, position: usize, layer: usize) -> Option<&mut [u8]> {
+        let (slot, comes) = self.filling.slots.get_mut(position)?.as_mut()?;
+        comes.slice(layer, slot)
+    }
+
+    fn came(&mut self, position: usize) {
+        if let Some(Some((slot, comes))) = self.filling.slots.get_mut(position) {
+            comes.came(slot);
+        }
+    }
+
+    fn put_head(&mut self, head: Bytes) -> BoxFuture<'_, ()> {
+        Box::pin(async move {
+            let Some((key, hash)) = self.wanted.pop() else { return };
+            let pending = Pending { store: self.service.store.clone(), key: Some(key) };
+            let filled = self.filling.slots.get_mut(self.filling.heads).and_then(Option::take);
+            self.filling.heads += 1;
+            let Keeps { identity, key_form, .. } = self.service.keeps;
+            let kept = filled.and_then(|(mut slot, comes)| {
+                match comes.finish(&head, identity, key_form, hash, &mut slot) {
+                    Ok(()) => Some(slot.freeze()),
+                    Err(cause) => self.refused(hash, cause),
+                }
+            });
+            self.end(pending, key, kept).await;
+        })
+    }
+}
+
 impl SaveSession for Session {
+    /// Slots for all blocks or none: saves that wait for each other's would wait for ever.
+    fn layers(&mut self, layout: &SliceLayout) -> Option<&mut dyn LayerRoom> {
+        let (service, frame_bytes) = (&self.service, layout.frame_bytes());
+        if frame_bytes > self.frame_bytes {
+            return None;
+        }
+        let part = service.layered.take(frame_bytes.saturating_mul(self.wanted.len()))?;
+        let slot = || Some((service.arena.take(frame_bytes, Purpose::Save)?, HeadLast::new(layout.clone())));
+        let slots = self.wanted.iter().map(|_| slot().map(Some)).collect::<Option<_>>()?;
+        self.filling = Filling { slots, heads: 0, _part: Some(part) };
+        Some(self)
+    }
+
     fn put(&mut self, frame: Frame) -> BoxFuture<'_, ()> {
         Box::pin(async move { self.take(&frame.bytes).await })
     }

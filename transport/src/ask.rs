@@ -13,10 +13,10 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::dial::within;
 use crate::slices::{Filling, Whole};
-use crate::stream::{Next, Stream, read_frame, read_message};
+use crate::stream::{MESSAGE_BYTES_MAX, Next, Stream, read_frame, read_message};
 use crate::{
-    AskedLayers, FetchAnswer, FetchRequest, MissReason, PathError, SaveAnswer, SaveOffer, SaveRequest,
-    SliceSink, pieces, wire,
+    AskedLayers, FetchAnswer, FetchRequest, LayerSource, MissReason, PathError, SaveAnswer, SaveOffer,
+    SaveRequest, SliceSink, layered, pieces, wire,
 };
 
 /// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
@@ -50,6 +50,9 @@ pub(crate) trait Asks: Sync {
 
     /// The peer answered a fetch by layers with frames.
     fn sends_frames(&self);
+
+    /// The peer does not know of saves that come by layer.
+    fn saves_frames(&self);
 
     /// The operation is over at both ends: nothing of it is under way any more.
     fn over(&self, stream: Self::Stream);
@@ -138,28 +141,108 @@ pub(crate) async fn save<A: Asks>(
     source: &(dyn Fn(usize) -> Frame + Send + Sync),
 ) -> Result<SaveAnswer, PathError> {
     let lost = |loss: crate::stream::Loss| loss.at(asks.peer());
-    let wire = wire::save_to_pb(request);
-    let (offer, mut stream) = timed(asks, asks.call::<data::SaveOffer>(&wire, Sends::Frames)).await?;
-    let offer = wire::offer_from_pb(&offer, request.hashes.len()).map_err(|error| protocol(asks, &error))?;
-    let wanted = match offer {
-        SaveOffer::Wanted(wanted) => wanted,
-        SaveOffer::Busy { retry_after } => {
-            asks.over(stream);
-            return Ok(SaveAnswer::Busy { retry_after });
-        }
-        SaveOffer::Refused(refusal) => {
-            asks.over(stream);
-            return Ok(SaveAnswer::Refused(refusal));
-        }
+    let Offered { wanted, mut stream, .. } = match offer(asks, request, &wire::save_to_pb(request)).await? {
+        Ok(offered) => offered,
+        Err(answer) => return Ok(answer),
     };
     for (position, _) in wanted.iter().enumerate().filter(|(_, wanted)| **wanted) {
         timed(asks, async { stream.write(source(position).bytes).await.map_err(lost) }).await?;
     }
-    timed(asks, async { stream.end(None).await.map_err(lost) }).await?;
+    done(asks, stream).await
+}
+
+/// The end of a save that was sent, and what became of it.
+async fn done<A: Asks>(asks: &A, mut stream: A::Stream) -> Result<SaveAnswer, PathError> {
+    timed(asks, async { stream.end(None).await.map_err(|loss| loss.at(asks.peer())) }).await?;
     let answered = async { read_message(&mut stream).await.map_err(|error| error.at(asks.peer())) };
     let done: data::SaveDone = timed(asks, answered).await?;
     asks.over(stream);
     Ok(wire::done_from_pb(&done))
+}
+
+/// A save that was offered.
+struct Offered<S> {
+    wanted: Vec<bool>,
+    stream: S,
+    /// Whether slices are to come, and not frames.
+    is_by_layer: bool,
+}
+
+/// Offers blocks; or says what became of it, where nothing is wanted.
+async fn offer<A: Asks>(
+    asks: &A,
+    request: &SaveRequest,
+    wire: &data::DataRequest,
+) -> Result<Result<Offered<A::Stream>, SaveAnswer>, PathError> {
+    let (offer, stream) = timed(asks, asks.call::<data::SaveOffer>(wire, Sends::Frames)).await?;
+    let is_by_layer = offer.is_by_layer;
+    let offer = wire::offer_from_pb(&offer, request.hashes.len()).map_err(|error| protocol(asks, &error))?;
+    let answer = match offer {
+        SaveOffer::Wanted(wanted) => return Ok(Ok(Offered { wanted, stream, is_by_layer })),
+        SaveOffer::Busy { retry_after } => SaveAnswer::Busy { retry_after },
+        SaveOffer::Refused(refusal) => SaveAnswer::Refused(refusal),
+    };
+    asks.over(stream);
+    Ok(Err(answer))
+}
+
+/// The same of blocks that are being computed: slices as they come, or frames when all of them came.
+pub(crate) async fn save_layers<A: Asks>(
+    asks: &A,
+    request: &SaveRequest,
+    layers: &mut dyn LayerSource,
+) -> Result<SaveAnswer, PathError> {
+    let wire = wire::save_layers_to_pb(request, layers.slice_bytes());
+    // What no peer would take may do without the lengths.
+    if wire.encoded_len() <= MESSAGE_BYTES_MAX
+        && let Ok(Offered { wanted, stream, is_by_layer }) = offer(asks, request, &wire).await?
+    {
+        if !wanted.contains(&true) {
+            return done(asks, stream).await;
+        }
+        if is_by_layer {
+            return send_layers(asks, stream, &wanted, layers).await;
+        }
+        // Only a node that knows of it answers an end before the first frame.
+        if done(asks, stream).await.is_err() {
+            asks.saves_frames();
+        }
+    }
+    while layers.next().await.is_some() {}
+    save(asks, request, &|position| layers.frame(position)).await
+}
+
+/// Sends the slices of wanted blocks as they come, then their heads.
+async fn send_layers<A: Asks>(
+    asks: &A,
+    mut stream: A::Stream,
+    wanted: &[bool],
+    layers: &mut dyn LayerSource,
+) -> Result<SaveAnswer, PathError> {
+    let lost = |loss: crate::stream::Loss| loss.at(asks.peer());
+    for layer in 0..layers.slice_bytes().len() {
+        let slices = layered::next_layer(layers, layer, wanted.len()).await;
+        let slices = slices.ok_or_else(|| layered::other_slices(asks.peer()))?;
+        for (slice, _) in
+            slices.into_iter().zip(wanted).filter(|(slice, wanted)| **wanted && !slice.is_empty())
+        {
+            let bytes = slice.len();
+            timed(asks, async { stream.write(slice).await.map_err(lost) }).await?;
+            layers.sent(bytes);
+        }
+        // The next layer may be long in coming.
+        timed(asks, async { stream.flush().await.map_err(lost) }).await?;
+    }
+    if layers.next().await.is_some() {
+        return Err(layered::other_slices(asks.peer()));
+    }
+    for (position, _) in wanted.iter().enumerate().filter(|(_, wanted)| **wanted) {
+        let head = layers.head(position);
+        let bytes = head.len();
+        timed(asks, async { stream.write(head).await.map_err(lost) }).await?;
+        layers.sent(bytes);
+    }
+    done(asks, stream).await
 }
 
 pub(crate) async fn release<A: Asks>(asks: &A, lease: LeaseId) -> Result<(), PathError> {

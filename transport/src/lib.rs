@@ -17,12 +17,13 @@ use bytes::Bytes;
 use kv_core::id::{
     BlockHash, Category, Class, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, Seq, TenantId, Tier,
 };
-use kvfleet_proto::frame::{Frame, Unsettled};
+use kvfleet_proto::frame::{Frame, SliceLayout, Unsettled};
 
 mod ask;
 mod dial;
 mod frames;
 mod in_flight;
+mod layered;
 pub mod loopback;
 pub mod pick;
 mod pieces;
@@ -45,6 +46,7 @@ mod wire;
 
 pub use frames::Frames;
 pub use in_flight::ClassNumbers;
+pub use layered::{LayerRoom, LayerSource};
 pub use room::{Carried, Room};
 pub use slices::{AskedLayers, SliceSink};
 
@@ -404,6 +406,26 @@ pub trait Path: Send + Sync {
         source: &'a (dyn Fn(usize) -> Frame + Send + Sync),
     ) -> BoxFuture<'a, Result<SaveAnswer, PathError>>;
 
+    /// Offers blocks that are being computed and sends the slices of the wanted ones as they come, their heads behind the last
+    /// layer: the save ends soon after it. A path that cannot, or a node that has no room for it now, has whole frames when all
+    /// layers came, and nothing is offered before.
+    fn save_layers<'a>(
+        &'a self,
+        request: SaveRequest,
+        layers: &'a mut dyn LayerSource,
+    ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
+        Box::pin(async move {
+            while layers.next().await.is_some() {}
+            let frame = |position| layers.frame(position);
+            self.save(request, &frame).await
+        })
+    }
+
+    /// Whether [`Path::save_layers`] sends slices before all are there, where the node has room.
+    fn streams_saves(&self) -> bool {
+        false
+    }
+
     /// Ends a lease; returns once the node has taken note.
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>>;
 
@@ -488,6 +510,12 @@ pub trait SaveSession: Send {
         let no_frame =
             Frame { bytes: bytes.clone(), identity: IdentityDigest::default(), hash: BlockHash::default() };
         self.put(Frame::parse(bytes).unwrap_or(no_frame))
+    }
+
+    /// Memory for all wanted blocks, taken at once and without waiting, so that their slices can come before their heads. Asked
+    /// before anything is put, and then nothing else is. Nothing when there is none: frames come whole.
+    fn layers(&mut self, _layout: &SliceLayout) -> Option<&mut dyn LayerRoom> {
+        None
     }
 
     /// Commits and answers.

@@ -11,14 +11,14 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use kv_core::id::LeaseId;
-use kvfleet_proto::frame::Frame;
+use kvfleet_proto::frame::{Frame, SliceLayout};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::{
-    BlockService, BoxFuture, Dialer, FetchAnswer, FetchReply, FetchRequest, MissReason, Path, PathError,
-    SaveAnswer, SaveOffer, SaveRequest,
+    BlockService, BoxFuture, Dialer, FetchAnswer, FetchReply, FetchRequest, LayerRoom, LayerSource,
+    MissReason, Path, PathError, SaveAnswer, SaveOffer, SaveRequest, layered,
 };
 
 /// Time after which a save, release or ping without answer counts as lost, unless set otherwise.
@@ -38,9 +38,9 @@ pub struct Faults {
     pub loss: f64,
     /// Time after which a save, release or ping without answer counts as lost.
     pub lost_after: Duration,
-    /// Frames after which the connection breaks, in every operation that moves frames.
+    /// Frames after which the connection breaks, in every operation that moves frames; slices, of a save that goes by layer.
     pub cut_after: Option<u32>,
-    /// Probability per frame that one of its bits is flipped.
+    /// Probability per frame that one of its bits is flipped; per slice, of a save that goes by layer.
     pub corrupt: f64,
     /// Probability per frame of a fetch that it changes places with the next one.
     pub reorder: f64,
@@ -148,6 +148,15 @@ impl Fate {
         if self.strikes(self.faults.loss) {
             std::future::pending::<()>().await;
         }
+    }
+
+    /// A slice as it arrives.
+    fn carry_slice(&mut self, slice: Bytes) -> Bytes {
+        if slice.is_empty() || !self.strikes(self.faults.corrupt) {
+            return slice;
+        }
+        let bit = self.random.random_range(0..slice.len() * 8);
+        flip(&slice, bit)
     }
 
     fn cuts(&self, frames: usize) -> bool {
@@ -284,6 +293,65 @@ impl LoopbackPath {
     }
 }
 
+/// A save by layer.
+impl LoopbackPath {
+    async fn save_as_it_comes(
+        &self,
+        request: SaveRequest,
+        layers: &mut dyn LayerSource,
+    ) -> Result<SaveAnswer, PathError> {
+        let mut fate = self.network.fate();
+        let (service, layout) = (self.service()?, SliceLayout::new(layers.slice_bytes()).ok());
+        let offered = self.within(async {
+            fate.travel().await;
+            Ok(service.save(request.clone()).await)
+        });
+        if let (SaveOffer::Wanted(wanted), Some(mut session)) = offered.await?
+            && let Some(room) = layout.as_ref().and_then(|layout| session.layers(layout))
+        {
+            self.send_layers(&service, &mut fate, &wanted, (room, layers)).await?;
+            return Ok(SaveAnswer::Done(session.finish().await));
+        }
+        while layers.next().await.is_some() {}
+        self.within(self.save_all(request, &|position| layers.frame(position))).await
+    }
+
+    async fn send_layers(
+        &self,
+        service: &Arc<dyn BlockService>,
+        fate: &mut Fate,
+        wanted: &[bool],
+        (room, layers): (&mut dyn LayerRoom, &mut dyn LayerSource),
+    ) -> Result<(), PathError> {
+        let other = || layered::other_slices(&self.peer);
+        let mut sent = 0;
+        for layer in 0..layers.slice_bytes().len() {
+            let slices = layered::next_layer(layers, layer, wanted.len()).await.ok_or_else(other)?;
+            let wanted = slices.into_iter().zip(wanted).filter(|(_, wanted)| **wanted);
+            for (position, (slice, _)) in wanted.enumerate() {
+                if fate.cuts(sent) || !self.serves(service) {
+                    return Err(self.broken("the connection was cut"));
+                }
+                let slice = fate.carry_slice(slice);
+                let to = room.slice(position, layer).filter(|to| to.len() == slice.len());
+                to.ok_or_else(|| self.broken("no memory for a slice"))?.copy_from_slice(&slice);
+                room.came(position);
+                layers.sent(slice.len());
+                sent += 1;
+            }
+        }
+        if layers.next().await.is_some() {
+            return Err(other());
+        }
+        for (position, _) in wanted.iter().enumerate().filter(|(_, wanted)| **wanted) {
+            let head = layers.head(position);
+            layers.sent(head.len());
+            room.put_head(head).await;
+        }
+        Ok(())
+    }
+}
+
 impl Path for LoopbackPath {
     fn fetch<'a>(
         &'a self,
@@ -299,6 +367,18 @@ impl Path for LoopbackPath {
         source: &'a (dyn Fn(usize) -> Frame + Send + Sync),
     ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
         Box::pin(self.within(self.save_all(request, source)))
+    }
+
+    fn save_layers<'a>(
+        &'a self,
+        request: SaveRequest,
+        layers: &'a mut dyn LayerSource,
+    ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
+        Box::pin(self.save_as_it_comes(request, layers))
+    }
+
+    fn streams_saves(&self) -> bool {
+        true
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {

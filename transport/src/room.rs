@@ -3,8 +3,8 @@
 //! A node that listens on several paths gives one [`Room`] to all of them: its bounds are the node's, not those of a
 //! path. Not here: who is refused when there is no room (`serve.rs`).
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kv_core::classes::Parts;
 use kv_core::id::Class;
@@ -38,6 +38,7 @@ pub(crate) struct Shares {
     pub(crate) saves: InFlight,
     pub(crate) fetches: InFlight,
     pub(crate) arriving: InFlight,
+    pub(crate) layered: Layered,
     /// Largest frame that was sent so far, in bytes.
     pub(crate) largest_frame: AtomicU64,
 }
@@ -56,6 +57,7 @@ impl Room {
             saves: InFlight::new(SAVES_AT_ONCE_MAX as u64, OF_SAVES),
             fetches: InFlight::new(fetch_bytes_in_flight_max, OF_FETCHES),
             arriving: InFlight::new(save_bytes_in_flight_max, OF_SAVES),
+            layered: Layered::new(SAVES_AT_ONCE_MAX / 2, save_bytes_in_flight_max / 2),
             largest_frame: AtomicU64::new(FRAME_BYTES_GUESS),
         };
         Room { shares: Arc::new(shares) }
@@ -78,6 +80,44 @@ impl Room {
 
     pub(crate) fn shares(&self) -> &Shares {
         &self.shares
+    }
+}
+
+/// What saves that come by layer may hold of a room: they last as long as somebody computes, and others shall come through beside
+/// them.
+pub(crate) struct Layered {
+    /// Places and bytes that are left.
+    left: Mutex<(usize, u64)>,
+}
+
+impl Layered {
+    fn new(places: usize, bytes: u64) -> Layered {
+        Layered { left: Mutex::new((places, bytes)) }
+    }
+
+    fn left(&self) -> MutexGuard<'_, (usize, u64)> {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A part for a save that fills so many bytes while it arrives; nothing when others have it.
+    pub(crate) fn reserve(&self, bytes: u64) -> Option<LayeredPart<'_>> {
+        let mut left = self.left();
+        let next = (left.0.checked_sub(1)?, left.1.checked_sub(bytes)?);
+        *left = next;
+        Some(LayeredPart { of: self, bytes })
+    }
+}
+
+/// What one save that comes by layer holds, until it is dropped.
+pub(crate) struct LayeredPart<'a> {
+    of: &'a Layered,
+    bytes: u64,
+}
+
+impl Drop for LayeredPart<'_> {
+    fn drop(&mut self) {
+        let mut left = self.of.left();
+        *left = (left.0 + 1, left.1 + self.bytes);
     }
 }
 
@@ -112,5 +152,23 @@ impl Carried {
 
     pub(crate) fn received(&self, bytes: usize) {
         self.counts.received_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn saves_by_layer_have_half_and_give_it_back() {
+        let room = Room::new(1, 100);
+        let layered = &room.shares().layered;
+        let held = layered.reserve(50);
+        assert!(held.is_some() && layered.reserve(1).is_none(), "half of the bytes");
+        drop(held);
+        let held: Vec<_> = std::iter::from_fn(|| layered.reserve(1)).collect();
+        assert_eq!(held.len(), SAVES_AT_ONCE_MAX / 2, "half of the places");
+        drop(held);
+        assert!(layered.reserve(50).is_some() && layered.reserve(51).is_none());
     }
 }

@@ -13,14 +13,15 @@ use std::time::Duration;
 use bytes::Bytes;
 use kv_core::id::Class;
 use kvfleet_proto::data;
-use kvfleet_proto::frame::{FRAME_BYTES_MAX, Frame};
+use kvfleet_proto::frame::{FRAME_BYTES_MAX, Frame, SliceLayout};
 use kvfleet_proto::trace_context;
 use tracing::Instrument;
 
 use crate::in_flight::Reserved;
+use crate::layered::{self, LayerRoom, SLICES_AT_ONCE_MAX};
 use crate::pieces::{self, Wave};
 use crate::quic::{RETRY_AFTER, save_bytes_in_flight};
-use crate::room::{Carried, Room};
+use crate::room::{Carried, LayeredPart, Room};
 use crate::stream::{ItemError, Loss, Next, Stream, encode, read_frame, read_message};
 use crate::wire::{self, Operation};
 use crate::{
@@ -211,8 +212,8 @@ impl Operations {
                 let limit = self.fetch_span(request.deadline);
                 tokio::time::timeout(limit, self.fetch(request, layers, service, stream)).await?
             }
-            Operation::Save(request) => {
-                tokio::time::timeout(self.save_span(), self.save(request, service, stream)).await?
+            Operation::Save(request, layout) => {
+                tokio::time::timeout(self.save_span(), self.save(request, layout, service, stream)).await?
             }
             Operation::Release(lease) => {
                 self.timed(service.release(lease)).await?;
@@ -340,6 +341,7 @@ impl Operations {
     async fn save(
         &self,
         request: SaveRequest,
+        layout: Option<SliceLayout>,
         service: &dyn BlockService,
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
@@ -350,28 +352,80 @@ impl Operations {
         let frame_bytes = request.frame_bytes;
         let limit = usize::try_from(frame_bytes).unwrap_or(usize::MAX).min(FRAME_BYTES_MAX);
         let (offer, session) = service.save(request).await;
-        self.answer(stream, &wire::offer_to_pb(&offer)).await?;
-        let SaveOffer::Wanted(wanted) = offer else { return Ok(()) };
-        let session = session.ok_or(ServeError::NoSession)?;
+        let mut answer = wire::offer_to_pb(&offer);
+        let SaveOffer::Wanted(wanted) = offer else { return self.answer(stream, &answer).await };
+        let mut session = session.ok_or(ServeError::NoSession)?;
         let wanted = wanted.iter().filter(|wanted| **wanted).count();
         room.shrink(wanted, frame_bytes);
-        let stopped = stream.stopped();
-        let session = tokio::select! {
-            session = self.take(stream, session, wanted, limit) => session?,
-            () = stopped => return Err(ServeError::GaveUp),
-        };
+        if let Some(layout) = &layout
+            && let Some(_part) = self.reserve_layers(layout, wanted)
+            && let Some(layers) = session.layers(layout)
+        {
+            answer.is_by_layer = true;
+            self.answer(stream, &answer).await?;
+            let stopped = stream.stopped();
+            tokio::select! {
+                taken = self.take_layers(stream, layers, wanted, layout) => taken?,
+                () = stopped => return Err(ServeError::GaveUp),
+            }
+        } else {
+            self.answer(stream, &answer).await?;
+            let stopped = stream.stopped();
+            session = tokio::select! {
+                session = self.take(stream, session, wanted, (limit, layout.is_some())) => session?,
+                () = stopped => return Err(ServeError::GaveUp),
+            };
+        }
         let done = session.finish().await;
         self.answer(stream, &wire::done_to_pb(&done)).await
     }
 
+    /// A part of what saves that come by layer may hold; nothing when others have it, or nothing is to come.
+    fn reserve_layers(&self, layout: &SliceLayout, wanted: usize) -> Option<LayeredPart<'_>> {
+        let slices = wanted.saturating_mul(layout.slice_bytes().len());
+        let bytes = save_bytes_in_flight(wanted, layout.frame_bytes() as u64);
+        let part = self.room.shares().layered.reserve(bytes);
+        part.filter(|_| wanted > 0 && slices <= SLICES_AT_ONCE_MAX)
+    }
+
+    /// Takes the slices and heads of a save up to its end. Each slice is waited for like any word of a peer, so that what it
+    /// holds is not held for long where nothing is computed any more.
+    async fn take_layers(
+        &self,
+        stream: &mut impl Stream,
+        room: &mut dyn LayerRoom,
+        wanted: usize,
+        layout: &SliceLayout,
+    ) -> Result<(), ServeError> {
+        for (layer, slice_bytes) in layout.slice_bytes().iter().enumerate() {
+            for position in 0..wanted {
+                let behind = (wanted - position - 1) * *slice_bytes as usize;
+                let reading = layered::read_slice(stream, room, (position, layer), behind);
+                let bytes = self.timed(reading).await??.ok_or(ServeError::NoSession)?;
+                self.carried.received(bytes);
+            }
+        }
+        for position in 0..wanted {
+            let behind = (wanted - position - 1) * layout.head_bytes();
+            let head = self.timed(layered::read_head(stream, layout, behind)).await??;
+            self.carried.received(head.len());
+            room.put_head(head).await;
+        }
+        match self.timed(read_frame(stream, 0)).await?? {
+            Next::End(_) => Ok(()),
+            Next::Frame(_) => Err(ServeError::SaveTooLong { wanted }),
+        }
+    }
+
     /// Takes the frames of a save up to its end. Dropped midway, it drops the session, which gives back
-    /// what did not come; whether blocks that were put already stay is the service's to say.
+    /// what did not come; whether blocks that were put already stay is the service's to say. Frames have a `limit` in bytes; a
+    /// saver that would have sent slices may end before the first one.
     async fn take(
         &self,
         stream: &mut impl Stream,
         mut session: Box<dyn SaveSession>,
         wanted: usize,
-        limit: usize,
+        (limit, may_end): (usize, bool),
     ) -> Result<Box<dyn SaveSession>, ServeError> {
         for got in 0..wanted {
             match self.timed(read_frame(stream, limit)).await?? {
@@ -379,6 +433,7 @@ impl Operations {
                     self.carried.received(frame.bytes.len());
                     session.put(frame).await;
                 }
+                Next::End(_) if may_end && got == 0 => return Ok(session),
                 Next::End(_) => return Err(ServeError::SaveCut { got, wanted }),
             }
         }

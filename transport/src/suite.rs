@@ -17,13 +17,16 @@ use crate::{Asker, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveD
 
 mod arena;
 pub mod cases;
+mod computed;
 pub mod layer_cases;
 #[cfg(feature = "rdma")]
 mod lending;
 mod rooms;
+pub mod save_cases;
 mod service;
 
 pub use arena::BumpArena;
+pub use computed::Computed;
 #[cfg(feature = "rdma")]
 pub use lending::LendingService;
 pub use rooms::Rooms;
@@ -67,6 +70,8 @@ macro_rules! behaviour_suite {
             save_takes_the_wanted, save_refused, save_busy, aborted_save_leaves_nothing, release_reaches_the_node,
             operations_run_side_by_side, ping_answers, layers_of_all_blocks, layers_of_a_range, layers_of_what_is_held,
             layers_that_are_late, layers_over_the_end_of_an_epoch, layers_that_are_wrong, layers_of_a_frame_without_a_head,
+            save_by_layer_takes_the_wanted, save_by_layer_refuses_alone_what_is_wrong, save_by_layer_without_room_comes_whole,
+            save_by_layer_refused, aborted_save_by_layer_leaves_nothing,
         );
     };
     ($make:path; $service:expr; $($case:ident),* $(,)?) => {

@@ -12,6 +12,7 @@ use kvfleet_proto::convert::{
     parent_from_bytes, parent_to_bytes, tier_field,
 };
 use kvfleet_proto::data;
+use kvfleet_proto::frame::{SLICES_MAX, SliceLayout};
 
 use crate::{
     AskedLayers, Asker, FetchAnswer, FetchRequest, MissReason, SaveAnswer, SaveDone, SaveOffer, SaveRefusal,
@@ -36,7 +37,8 @@ mod outcome {
 pub(crate) enum Operation {
     /// Of these layers, if they are wanted one after the other.
     Fetch(FetchRequest, Option<AskedLayers>),
-    Save(SaveRequest),
+    /// With slices laid out like this, if they are to come one layer after the other.
+    Save(SaveRequest, Option<SliceLayout>),
     Release(LeaseId),
     Ping,
 }
@@ -49,7 +51,10 @@ pub(crate) fn operation_from_pb(request: data::DataRequest) -> Result<Operation,
             let layers = fetch.layers.as_ref().map(asked_from_pb);
             Ok(Operation::Fetch(fetch_from_pb(&fetch, traceparent)?, layers))
         }
-        Op::Save(save) => save_from_pb(&save, traceparent).map(Operation::Save),
+        Op::Save(save) => {
+            let layout = layout_from_pb(&save)?;
+            Ok(Operation::Save(save_from_pb(&save, traceparent)?, layout))
+        }
         Op::Release(data::Release { lease }) => Ok(Operation::Release(LeaseId(lease))),
         Op::Ping(data::Ping {}) => Ok(Operation::Ping),
         // Answered before it comes to this, where RDMA is offered.
@@ -133,6 +138,30 @@ pub(crate) fn fetch_to_pb(request: &FetchRequest) -> data::DataRequest {
     }
 }
 
+/// Frames of one layout are as long as was said. Nothing where they come whole.
+fn layout_from_pb(save: &data::Save) -> Result<Option<SliceLayout>, ConvertError> {
+    if save.slice_bytes.is_empty() {
+        return Ok(None);
+    }
+    let number = save.slice_bytes.len();
+    let odd = |_| ConvertError::Count { field: "save.slice_bytes", number, expected: SLICES_MAX };
+    let layout = SliceLayout::new(&save.slice_bytes).map_err(odd)?;
+    let (number, said) = (layout.frame_bytes(), usize::try_from(save.frame_bytes).unwrap_or(usize::MAX));
+    if number != said {
+        return Err(ConvertError::Count { field: "save.frame_bytes", number, expected: said });
+    }
+    Ok(Some(layout))
+}
+
+/// The same as [`save_to_pb`], with slices of these lengths one layer after the other.
+pub(crate) fn save_layers_to_pb(request: &SaveRequest, slice_bytes: &[u32]) -> data::DataRequest {
+    let mut wire = save_to_pb(request);
+    if let Some(data::data_request::Op::Save(save)) = &mut wire.op {
+        save.slice_bytes = slice_bytes.to_vec();
+    }
+    wire
+}
+
 pub(crate) fn save_to_pb(request: &SaveRequest) -> data::DataRequest {
     let (kind, turn) = category_to_parts(request.asker.category);
     let save = data::Save {
@@ -147,6 +176,7 @@ pub(crate) fn save_to_pb(request: &SaveRequest) -> data::DataRequest {
         hashes: hashes_to_bytes(&request.hashes),
         frame_bytes: request.frame_bytes,
         class: class_to_pb(request.asker.class),
+        slice_bytes: Vec::new(),
     };
     data::DataRequest {
         op: Some(data::data_request::Op::Save(save)),
@@ -361,7 +391,14 @@ mod tests {
             frame_bytes: 10,
         };
         let back = operation_from_pb(save_to_pb(&save)).unwrap();
-        assert_eq!(format!("{back:?}"), format!("{:?}", Operation::Save(save)));
+        assert_eq!(format!("{back:?}"), format!("{:?}", Operation::Save(save.clone(), None)));
+        let layout = SliceLayout::new(&[5, 0, 7]).unwrap();
+        let save = SaveRequest { frame_bytes: layout.frame_bytes() as u64, ..save };
+        let back = operation_from_pb(save_layers_to_pb(&save, &[5, 0, 7])).unwrap();
+        assert_eq!(format!("{back:?}"), format!("{:?}", Operation::Save(save.clone(), Some(layout))));
+        for slices in [vec![5, 0, 8], vec![0; SLICES_MAX + 1], vec![u32::MAX; 3], vec![5, 7]] {
+            assert!(operation_from_pb(save_layers_to_pb(&save, &slices)).is_err(), "{} slices", slices.len());
+        }
         assert!(matches!(operation_from_pb(release_to_pb(LeaseId(4))), Ok(Operation::Release(LeaseId(4)))));
         assert!(matches!(operation_from_pb(ping_to_pb()), Ok(Operation::Ping)));
         assert!(operation_from_pb(data::DataRequest::default()).is_err());
@@ -378,7 +415,7 @@ mod tests {
                 let class = class_of(&request);
                 let read = match operation_from_pb(request).unwrap() {
                     Operation::Fetch(fetch, _) => fetch.class(),
-                    Operation::Save(save) => save.class(),
+                    Operation::Save(save, _) => save.class(),
                     other => panic!("{other:?}"),
                 };
                 assert_eq!(read, class, "read and looked at");

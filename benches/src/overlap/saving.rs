@@ -1,105 +1,277 @@
-//! Saving beside computing: a line of jobs whose new KV goes out through a writer of a set rate, by layers
-//! through a write buffer, against waiting for it at each job's end.
+//! Saving beside computing: a line of jobs whose new KV is saved to a node as its layers are computed
+//! (`Client::save_layers`), against waiting for a save of whole frames at each job's end; and how long behind a job's last
+//! layer its blocks are there.
 //!
-//! Not here: what is written and where to.
+//! The node, the client and the path between them are those of production, in one process. Compute sleeps: an accelerator's work
+//! is not this processor's. Not here: slower networks, and nodes that are full.
 
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::cell::Cell;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use benches::{Row, side_by_side};
-use kv_core::pipeline::{JobEnd, WriteBuffer, write_buffer_bytes};
+use anyhow::ensure;
+use benches::{Better, Row, side_by_side};
+use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, LeaseId, RequestId, TenantId};
+use kvfleet_client::{
+    Asker, BackgroundSave, Client, ClientConfig, LayerSaveCall, SAVE_DEADLINE, SaveAnswer, SaveCall,
+};
+use kvfleet_node::{Node, NodeConfig, ShmSection};
+use kvfleet_proto::frame::{Frame, KeyForm, encoded_len, seal};
+use kvfleet_proto::tls::TlsFiles;
+use kvfleet_transport::Dialer;
+use kvfleet_transport::shm::{ShmConfig, ShmDialer};
+use kvfleet_transport::tcp::{TcpConfig, TcpDialer};
+use tokio::runtime::{Builder, Runtime};
 
-use super::engine::Engine;
-use super::{COMPUTE_MS, LAYERS, milliseconds, row};
+use super::{LAYERS, milliseconds, row};
 use crate::Effort;
+use crate::get::certificates;
 
 /// Jobs in a line.
-const JOBS: u32 = 4;
-/// Bytes that one layer of a job saves.
-const LAYER_BYTES: u64 = 1 << 20;
+const JOBS: u64 = 4;
+/// Blocks of a job, and bytes of a slice.
+const BLOCKS: usize = 32;
+const SLICE_BYTES: u32 = 16 << 10;
+/// DRAM of the node: more than all jobs of a run.
+const DRAM_BYTES: u64 = 1 << 30;
+/// Saves by which it is known how long one takes.
+const PROBES: usize = 7;
 
-/// A thread that writes layers at a set rate, and says when each is out.
-struct Writer {
-    layers: Sender<Instant>,
-    out: Receiver<()>,
+/// A node, and a client that reaches it one way.
+struct Saver {
+    runtime: Runtime,
+    client: Client,
+    address: String,
+    identity: IdentityDigest,
+    payload: Arc<[u8]>,
+    /// Jobs so far: each has other blocks, and a lease of its own.
+    jobs: Cell<u64>,
+    node: Option<Node>,
+    _dir: tempfile::TempDir,
 }
 
-impl Writer {
-    fn start(layer: Duration) -> Writer {
-        let (layers, computed) = channel::<Instant>();
-        let (done, out) = channel();
-        std::thread::spawn(move || {
-            let mut free = Instant::now();
-            for computed in computed {
-                free = free.max(computed) + layer;
-                std::thread::sleep(free.saturating_duration_since(Instant::now()));
-                if done.send(()).is_err() {
-                    return;
-                }
-            }
-        });
-        Writer { layers, out }
+impl Saver {
+    fn start(way: &str) -> anyhow::Result<Saver> {
+        let dir = tempfile::tempdir()?;
+        let sockets = dir.path().join("sockets");
+        let mut config = NodeConfig {
+            dram_bytes: DRAM_BYTES,
+            block_bytes: u64::from(SLICE_BYTES * LAYERS),
+            data_dir: dir.path().join("data"),
+            policy: "lru".to_owned(),
+            shm: ShmSection { dir: Some(sockets.clone()), ..ShmSection::default() },
+            tls: certificates(dir.path())?,
+            ..NodeConfig::default()
+        };
+        config.identity.layers = LAYERS;
+        let identity = config.identity.manifest().digest();
+        let files = config.tls.clone();
+        let tls = TlsFiles { ca: files.ca, cert: files.cert, key: files.key }.load()?;
+        let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+        let node = runtime.block_on(Node::start(config, &prometheus::Registry::new()))?;
+        let dialer: Arc<dyn Dialer> = match way {
+            "shared memory" => Arc::new(ShmDialer::new(ShmConfig::new(sockets))),
+            _ => Arc::new(TcpDialer::new(&tls, TcpConfig::default())),
+        };
+        let (routers, address) = (vec!["127.0.0.1:1".to_owned()], node.data_addr().to_string());
+        let client = {
+            let _inside = runtime.enter();
+            Client::with_dialer(ClientConfig::new(routers, tls), dialer)?
+        };
+        let payload: Vec<u8> = (0..SLICE_BYTES * LAYERS).map(|at| (at.wrapping_mul(31) >> 5) as u8).collect();
+        let (payload, jobs) = (payload.into(), Cell::new(0));
+        Ok(Saver { runtime, client, address, identity, payload, jobs, node: Some(node), _dir: dir })
     }
 
-    fn write(&self) {
-        // Fails only when the thread is gone, which shows in what is never out.
-        let _ = self.layers.send(Instant::now());
+    /// The blocks of the next job, and who saves them.
+    fn next(&self) -> (Asker, Vec<BlockHash>) {
+        let job = self.jobs.replace(self.jobs.get() + 1) + 1;
+        let hash = |block: usize| {
+            let low = ((job << 16) | block as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+            BlockHash((u128::from(low) << 64 | u128::from(job)).to_be_bytes())
+        };
+        let asker = Asker {
+            lease: LeaseId(job),
+            request: RequestId(job),
+            tenant: TenantId(0),
+            category: Category::default(),
+            identity: self.identity,
+            traceparent: String::new(),
+            class: None,
+        };
+        (asker, (0..BLOCKS).map(hash).collect())
     }
-}
 
-/// Rows of jobs of whose time, when they wait for it, saving takes `share` percent.
-pub(super) fn rows(effort: &Effort, engine: Engine, share: u64) -> Vec<Row> {
-    let name = format!("save of {share} % of the time, by layers beside compute");
-    if !effort.wants(&name) {
-        return Vec::new();
-    }
-    let compute_ns = effort.scaled(COMPUTE_MS) * 1_000_000;
-    let save = Duration::from_nanos(compute_ns * share / (100 - share));
-    let layer_ns = compute_ns / u64::from(LAYERS);
-    let beside = || milliseconds(jobs(engine, layer_ns, save / LAYERS));
-    let blocking = || milliseconds(jobs_that_wait(engine, layer_ns, save / LAYERS));
-    let outcome = side_by_side(effort.runs, beside, blocking);
-    vec![row(&name, "ms", "limit 0.9: waiting for it at each end", outcome)]
-}
-
-/// Each layer goes out while the next ones are computed.
-fn jobs(engine: Engine, layer_ns: u64, save: Duration) -> Duration {
-    let writer = Writer::start(save);
-    let bytes_per_s = (LAYER_BYTES as f64 / save.as_secs_f64()) as u64;
-    let size = write_buffer_bytes(&[LAYER_BYTES; LAYERS as usize], layer_ns, bytes_per_s);
-    // Twice what a job needs: the machine is not always as fast as its loop was.
-    let mut buffer = WriteBuffer::new(size * 2);
-    let begun = Instant::now();
-    for _ in 0..JOBS {
-        for _ in 0..LAYERS {
-            engine.compute(layer_ns);
-            for () in writer.out.try_iter() {
-                buffer.written(LAYER_BYTES);
-            }
-            buffer.computed(LAYER_BYTES);
-            writer.write();
+    /// A save of whole frames, which are made when they are wanted.
+    fn whole(&self, (asker, hashes): (Asker, Vec<BlockHash>)) -> SaveCall {
+        let (payload, identity, of) = (Arc::clone(&self.payload), self.identity, hashes.clone());
+        SaveCall {
+            asker,
+            address: self.address.clone(),
+            epoch: Epoch::default(),
+            parent: None,
+            first_offset_blocks: 0,
+            hashes,
+            frame_bytes: encoded_len(&[SLICE_BYTES; LAYERS as usize]) as u64,
+            frame: Arc::new(move |position| frame(identity, of[position], &payload)),
+            deadline: SAVE_DEADLINE,
         }
-        let mut end = buffer.end_job();
-        while end != JobEnd::Free && writer.out.recv().is_ok() {
-            end = buffer.written(LAYER_BYTES);
+    }
+
+    /// Waits for a save of whole frames.
+    fn save(&self) -> anyhow::Result<()> {
+        let call = self.whole(self.next());
+        let answer = self.runtime.block_on(async {
+            let answer = self.client.save(&call).await;
+            self.client.release(&[call.lease()]).await;
+            answer
+        })?;
+        ensure!(
+            matches!(&answer, SaveAnswer::Done(done) if done.stored_blocks as usize == BLOCKS),
+            "the node answers {answer:?}"
+        );
+        Ok(())
+    }
+
+    /// One job, whose layers are saved while others are computed.
+    fn job(&self, layer: Duration) -> anyhow::Result<Vec<BlockHash>> {
+        let _inside = self.runtime.enter();
+        let (asker, hashes) = self.next();
+        let mut save = self.client.save_layers(LayerSaveCall {
+            asker,
+            address: self.address.clone(),
+            epoch: Epoch::default(),
+            parent: None,
+            first_offset_blocks: 0,
+            hashes: hashes.clone(),
+            key_form: KeyForm::Rotated,
+            slice_bytes: vec![SLICE_BYTES; LAYERS as usize],
+            then_release: Vec::new(),
+            deadline: SAVE_DEADLINE,
+        })?;
+        for slice in self.payload.chunks(SLICE_BYTES as usize) {
+            compute(layer);
+            save.put(&[slice; BLOCKS])?;
         }
+        save.finish()?;
+        Ok(hashes)
     }
-    // What is left after the last one counts too: nothing is gained by not saving.
-    while buffer.unwritten_bytes() > 0 && writer.out.recv().is_ok() {
-        buffer.written(LAYER_BYTES);
+
+    /// Until nothing of a save is under way.
+    fn saved(&self) {
+        self.runtime.block_on(self.client.saves_ended());
     }
-    begun.elapsed()
+
+    /// These blocks are there: what was measured is that they were saved.
+    fn check(&self, hashes: Vec<BlockHash>) -> anyhow::Result<()> {
+        let (asker, _) = self.next();
+        let call = self.whole((asker, hashes));
+        let answer = self.runtime.block_on(self.client.save(&call))?;
+        self.runtime.block_on(self.client.release(&[call.lease()]));
+        ensure!(
+            matches!(&answer, SaveAnswer::Done(done) if done.present_blocks as usize == BLOCKS),
+            "blocks were not saved: {answer:?}"
+        );
+        Ok(())
+    }
+
+    /// How long it takes to wait for a save.
+    fn probe(&self) -> anyhow::Result<Duration> {
+        let mut took = Vec::new();
+        for _ in 0..PROBES {
+            let begun = Instant::now();
+            self.save()?;
+            took.push(begun.elapsed());
+        }
+        took.sort_unstable();
+        Ok(took[PROBES / 2])
+    }
 }
 
-/// Each job ends when all of it is out.
-fn jobs_that_wait(engine: Engine, layer_ns: u64, save: Duration) -> Duration {
-    let begun = Instant::now();
-    for _ in 0..JOBS {
-        (0..LAYERS).for_each(|_| engine.compute(layer_ns));
-        let writer = Writer::start(save);
-        (0..LAYERS).for_each(|_| writer.write());
-        // Ends early only if the writer is gone, and then too soon to be believed.
-        writer.out.iter().take(LAYERS as usize).for_each(|()| ());
+impl Drop for Saver {
+    fn drop(&mut self) {
+        if let Some(node) = self.node.take() {
+            self.runtime.block_on(node.shutdown());
+        }
     }
-    begun.elapsed()
+}
+
+fn frame(identity: IdentityDigest, hash: BlockHash, payload: &[u8]) -> Frame {
+    seal(identity, hash, KeyForm::Rotated, &[SLICE_BYTES; LAYERS as usize], payload)
+        .expect("the bench's sizes are within the limits")
+}
+
+/// A layer on an accelerator.
+fn compute(layer: Duration) {
+    std::thread::sleep(layer);
+}
+
+/// Rows over real paths: jobs of whose time, when they wait for it, saving takes `share` percent.
+pub(super) fn rows(effort: &Effort, share: u32) -> anyhow::Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    for way in ["TLS over TCP", "shared memory"] {
+        let name = format!("save of {share} % of the time over {way}, by layers beside compute");
+        let behind = format!("save of {share} % of the time over {way}, from the last layer to its blocks");
+        if !effort.wants(&name) && !effort.wants(&behind) {
+            continue;
+        }
+        let saver = Saver::start(way)?;
+        let layer = saver.probe()? * (100 - share) / share / LAYERS;
+        saver.check(saver.job(layer).inspect(|_| saver.saved())?)?;
+        rows.extend(beside(effort, &saver, &name, layer)?);
+        rows.extend(after(effort, &saver, &behind, layer)?);
+    }
+    Ok(rows)
+}
+
+/// A line of jobs, to the last byte: nothing is gained by not saving.
+fn beside(effort: &Effort, saver: &Saver, name: &str, layer: Duration) -> anyhow::Result<Option<Row>> {
+    if !effort.wants(name) {
+        return Ok(None);
+    }
+    let (jobs, failed) = (effort.scaled(JOBS), Cell::new(None));
+    let timed = |job: &dyn Fn() -> anyhow::Result<()>| {
+        let begun = Instant::now();
+        for _ in 0..jobs {
+            job().unwrap_or_else(|error| failed.set(Some(error)));
+        }
+        saver.saved();
+        milliseconds(begun.elapsed())
+    };
+    let ours = || timed(&|| saver.job(layer).map(drop));
+    let theirs = || {
+        timed(&|| {
+            (0..LAYERS).for_each(|_| compute(layer));
+            saver.save()
+        })
+    };
+    let outcome = side_by_side(effort.runs, ours, theirs);
+    failed.take().map_or(Ok(()), Err)?;
+    Ok(Some(row(name, "ms", "limit 0.9: waiting for it at each end", outcome)))
+}
+
+/// From the last layer of a job until its blocks are there, against frames that leave behind it.
+fn after(effort: &Effort, saver: &Saver, name: &str, layer: Duration) -> anyhow::Result<Option<Row>> {
+    if !effort.wants(name) {
+        return Ok(None);
+    }
+    let failed = Cell::new(None);
+    let timed = |job: &dyn Fn() -> anyhow::Result<()>| {
+        job().unwrap_or_else(|error| failed.set(Some(error)));
+        let begun = Instant::now();
+        saver.saved();
+        milliseconds(begun.elapsed())
+    };
+    let ours = || timed(&|| saver.job(layer).map(drop));
+    let theirs = || {
+        timed(&|| {
+            (0..LAYERS).for_each(|_| compute(layer));
+            let _inside = saver.runtime.enter();
+            let save = BackgroundSave { call: saver.whole(saver.next()), then_release: Vec::new() };
+            Ok(saver.client.save_in_background(save)?)
+        })
+    };
+    let outcome = side_by_side(effort.runs, ours, theirs);
+    failed.take().map_or(Ok(()), Err)?;
+    Ok(Some(Row::new("overlap", name, "ms", "whole frames at the end", Better::Lower, outcome)))
 }

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use kv_core::id::{BlockHash, Epoch, IdentityDigest, LeaseId, Tier};
 use kv_core::schedule::HardwareProfile;
 use kvfleet_client::{
-    Asker, Client, FetchCall, FetchOutcome, HeldLease, SaveAnswer, SaveCall, SaveDone, SaveRefusal,
+    Asker, Client, FetchCall, FetchOutcome, HeldLease, SAVE_DEADLINE, SaveAnswer, SaveCall, SaveDone,
+    SaveRefusal,
 };
 use kvfleet_proto::pb;
 
@@ -164,6 +165,7 @@ impl Engine {
                 let (blocks, hashes) = (Arc::clone(&self.blocks), new.to_vec());
                 Arc::new(move |position| blocks.make(hashes[position]))
             },
+            deadline: SAVE_DEADLINE,
         };
         let begun = Instant::now();
         match self.offer(&call).await {

@@ -17,8 +17,8 @@ use kvfleet_transport::{MissReason, SaveAnswer};
 use super::authority::{CONTENT_BYTES, client_on, network};
 use crate::{
     BlockRoom, ClientError, Completion, CompletionQueue, Ended, FetchCall, HeldLease, LayersCall,
-    LayersOperation, Operation, Outcome, Progress, QueueError, QueueLimits, Refused, RouteCall, SaveCall,
-    Submission, SubmitError,
+    LayersOperation, Operation, Outcome, Progress, QueueError, QueueLimits, Refused, RouteCall,
+    SAVE_DEADLINE, SaveCall, Submission, SubmitError,
 };
 
 mod seeded;
@@ -79,6 +79,7 @@ fn save_call(blocks: std::ops::Range<u32>) -> SaveCall {
         frame: Arc::new(move |position| {
             frame(hash(blocks.start + u32::try_from(position).unwrap()), CONTENT_BYTES)
         }),
+        deadline: SAVE_DEADLINE,
     }
 }
 

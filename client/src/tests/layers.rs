@@ -20,7 +20,7 @@ use tokio::time::Instant;
 use super::authority::{CONTENT_BYTES, client_on, network};
 use crate::{
     Client, FetchCall, FetchError, HeldLease, LayerEvent, LayerFetch, LayerSaveCall, LayerSaveError,
-    LayersCall, SourceEnd, SourceMiss,
+    LayersCall, SAVE_DEADLINE, SourceEnd, SourceMiss,
 };
 
 /// A block's two slices, as the suite makes them.
@@ -459,6 +459,7 @@ fn save_call(blocks: Range<u32>) -> LayerSaveCall {
         key_form: KeyForm::Rotated,
         slice_bytes: SLICE_BYTES.to_vec(),
         then_release: vec![HeldLease { address: "node:1".to_owned(), lease: LeaseId(7) }],
+        deadline: SAVE_DEADLINE,
     }
 }
 

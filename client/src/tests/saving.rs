@@ -9,7 +9,7 @@ use kvfleet_transport::suite::{EPOCH, asker, done, frame, hash};
 use kvfleet_transport::{PathError, SaveAnswer, SaveRefusal};
 
 use super::authority::{CONTENT_BYTES, client_on, network};
-use crate::{BackgroundSave, HeldLease, SAVE_QUEUE_CALLS_MAX, SaveCall, SaveError};
+use crate::{BackgroundSave, HeldLease, SAVE_DEADLINE, SAVE_QUEUE_CALLS_MAX, SaveCall, SaveError};
 
 fn call(blocks: std::ops::Range<u32>) -> SaveCall {
     SaveCall {
@@ -23,6 +23,7 @@ fn call(blocks: std::ops::Range<u32>) -> SaveCall {
         frame: Arc::new(move |position| {
             frame(hash(blocks.start + u32::try_from(position).unwrap()), CONTENT_BYTES)
         }),
+        deadline: SAVE_DEADLINE,
     }
 }
 

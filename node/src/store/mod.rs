@@ -17,6 +17,8 @@ mod gpu_end_tests;
 mod gpu_read_tests;
 #[cfg(test)]
 mod gpu_tests;
+#[cfg(test)]
+mod layer_tests;
 mod moving;
 mod packing;
 mod saving;

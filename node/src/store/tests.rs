@@ -168,7 +168,7 @@ impl Bench {
     }
 
     /// Takes every DRAM slot that is left, so that nothing can be loaded.
-    fn no_room(&self) -> Vec<SlotMut> {
+    pub(super) fn no_room(&self) -> Vec<SlotMut> {
         std::iter::from_fn(|| self.arena.take(1, Purpose::Load)).collect()
     }
 

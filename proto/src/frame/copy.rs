@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 ///
 /// # Panics
 /// When the lengths differ, as `copy_from_slice` does.
-pub(super) fn copy_crc32c(to: &mut [u8], from: &[u8]) -> u32 {
+pub fn copy_crc32c(to: &mut [u8], from: &[u8]) -> u32 {
     assert_eq!(to.len(), from.len(), "a copy has the length of what is copied");
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     // SAFETY: `from` may be read over the length of `to`, which is its own.

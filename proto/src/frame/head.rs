@@ -5,12 +5,14 @@
 
 use std::ops::Range;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use kv_core::id::{BlockHash, IdentityDigest};
 
 use super::copy::{copy_crc32c, crc32c};
-use super::header::{Header, START_BYTES, entry_at, header_len, parse_header, table_payload_len};
-use super::{Frame, FrameError, Need, verify_ids};
+use super::header::{
+    Header, START_BYTES, entry_at, header_len, parse_header, payload_len, slice_count, table_payload_len,
+};
+use super::{Frame, FrameError, KeyForm, Need, verify_ids};
 
 /// A frame's header, read and matching its own checksum.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,6 +50,43 @@ impl FrameHead {
         // A copy: whoever keeps a head must not keep its frame.
         let header = Bytes::copy_from_slice(&bytes[..header_len(slices)]);
         Ok(FrameHead { header, slices, payload_bytes, identity, hash })
+    }
+
+    /// The header of a frame with slices of these lengths, which have these CRC32C sums.
+    ///
+    /// # Errors
+    /// When a limit is exceeded, or there is not a sum for each slice.
+    pub fn of(
+        identity: IdentityDigest,
+        hash: BlockHash,
+        key_form: KeyForm,
+        slice_bytes: &[u32],
+        sums: &[u32],
+    ) -> Result<FrameHead, FrameError> {
+        let slices = slice_count(slice_bytes.len())?;
+        let payload_bytes = payload_len(slice_bytes.iter().copied())?;
+        if sums.len() != slices {
+            return Err(FrameError::SliceCount(sums.len()));
+        }
+        let mut header = BytesMut::zeroed(header_len(slices));
+        Header { identity, hash, key_form, slices }.write(slice_bytes, sums, &mut header);
+        Ok(FrameHead { header: header.freeze(), slices, payload_bytes, identity, hash })
+    }
+
+    /// The frame of these slices, which are not looked at.
+    ///
+    /// # Errors
+    /// When they are not as long as the header says.
+    pub fn frame(&self, slices: &[Bytes]) -> Result<Frame, FrameError> {
+        let lengths =
+            slices.iter().enumerate().all(|(layer, slice)| self.slice_bytes(layer) == Some(slice.len()));
+        if slices.len() != self.slices || !lengths {
+            return Err(FrameError::Header("payload is not the sum of its slices"));
+        }
+        let mut bytes = BytesMut::with_capacity(self.frame_bytes());
+        bytes.extend_from_slice(&self.header);
+        slices.iter().for_each(|slice| bytes.extend_from_slice(slice));
+        Ok(Frame { bytes: bytes.freeze(), identity: self.identity, hash: self.hash })
     }
 
     /// The header as it stands in the frame.
@@ -127,7 +166,7 @@ impl Frame {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use super::super::{KeyForm, seal};
+    use super::super::seal;
     use super::*;
 
     const IDENTITY: IdentityDigest = IdentityDigest([3; 16]);

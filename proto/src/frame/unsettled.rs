@@ -65,9 +65,14 @@ pub fn settle(
 ) -> Result<(), FrameError> {
     settle_as(from, to, |header| {
         verify_ids(&[header.identity], &[header.hash], identity, hash)?;
-        let (got, wanted) = (header.key_form, key_form);
-        if got == wanted { Ok(()) } else { Err(FrameError::OtherKeyForm { got, wanted }) }
+        has_key_form(header, key_form)
     })
+}
+
+/// The keys are in the form that was wanted.
+pub(super) fn has_key_form(header: &Header, wanted: KeyForm) -> Result<(), FrameError> {
+    let got = header.key_form;
+    if got == wanted { Ok(()) } else { Err(FrameError::OtherKeyForm { got, wanted }) }
 }
 
 /// The same with the caller's judgement of the header.
@@ -101,7 +106,7 @@ pub(super) fn settle_as(
     Ok(())
 }
 
-fn has_length(got: usize, needed: usize) -> Result<(), FrameError> {
+pub(super) fn has_length(got: usize, needed: usize) -> Result<(), FrameError> {
     match got.cmp(&needed) {
         Ordering::Less => Err(FrameError::Cut { got, needed }),
         Ordering::Equal => Ok(()),

@@ -18,6 +18,7 @@ async fn pair(service: Arc<dyn BlockService>) -> Pair {
 }
 
 behaviour_suite!(pair);
+behaviour_suite!(pair; MemoryService::default(); slices_leave_before_the_last_layer);
 
 fn holding(blocks: u32) -> Arc<MemoryService> {
     let service = MemoryService::default();

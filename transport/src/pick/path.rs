@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use bytes::Bytes;
 use kv_core::id::{LeaseId, Tier};
 use kvfleet_proto::frame::{Frame, FrameHead};
 use tokio::task::JoinHandle;
@@ -18,8 +19,8 @@ use super::dialer::Way;
 use super::peer::Peer;
 use super::{PathKind, PickRules};
 use crate::{
-    AskedLayers, BoxFuture, Carried, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer,
-    SaveRequest, SliceSink,
+    AskedLayers, BoxFuture, Carried, FetchAnswer, FetchRequest, LayerSource, MissReason, Path, PathError,
+    SaveAnswer, SaveRequest, SliceSink,
 };
 
 /// The ways to a peer that are open.
@@ -173,6 +174,18 @@ impl Open {
         ended
     }
 
+    async fn save_layers(
+        &self,
+        request: SaveRequest,
+        layers: &mut dyn LayerSource,
+    ) -> Result<SaveAnswer, PathError> {
+        let Some((at, path)) = self.pick(false, &[]) else { return Err(self.no_way()) };
+        self.leases().note(request.asker.lease, at);
+        let ended = path.save_layers(request, &mut CountedLayers { layers, carried: self.carried(at) }).await;
+        self.note(at, &ended);
+        ended
+    }
+
     /// Ends a lease over every way that it was used over: to the node it may be another one over each.
     async fn release(&self, lease: LeaseId) -> Result<(), PathError> {
         let used = self.leases().take(lease);
@@ -296,6 +309,37 @@ impl SliceSink for Counted<'_> {
     }
 }
 
+/// Layers whose bytes are counted, slice by slice or as whole frames.
+struct CountedLayers<'a> {
+    layers: &'a mut dyn LayerSource,
+    carried: &'a Carried,
+}
+
+impl LayerSource for CountedLayers<'_> {
+    fn slice_bytes(&self) -> &[u32] {
+        self.layers.slice_bytes()
+    }
+
+    fn next(&mut self) -> BoxFuture<'_, Option<Vec<Bytes>>> {
+        self.layers.next()
+    }
+
+    fn head(&self, position: usize) -> Bytes {
+        self.layers.head(position)
+    }
+
+    fn frame(&self, position: usize) -> Frame {
+        let frame = self.layers.frame(position);
+        self.carried.sent(frame.bytes.len());
+        frame
+    }
+
+    fn sent(&mut self, bytes: usize) {
+        self.carried.sent(bytes);
+        self.layers.sent(bytes);
+    }
+}
+
 /// Leases that are known to have been used over a way. Above it all are forgotten, and released over the one in use.
 const LEASES_MAX: usize = 4096;
 
@@ -382,6 +426,19 @@ impl Path for PickPath {
         source: &'a (dyn Fn(usize) -> Frame + Send + Sync),
     ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
         Box::pin(self.open.save(request, source))
+    }
+
+    fn save_layers<'a>(
+        &'a self,
+        request: SaveRequest,
+        layers: &'a mut dyn LayerSource,
+    ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
+        Box::pin(self.open.save_layers(request, layers))
+    }
+
+    /// Whichever way it goes.
+    fn streams_saves(&self) -> bool {
+        self.open.paths().iter().flatten().all(|path| path.streams_saves())
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {

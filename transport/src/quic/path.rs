@@ -17,7 +17,8 @@ use crate::ask::{self, Asks, Sends};
 use crate::stream::{Stream, encode, read_message};
 use crate::wire;
 use crate::{
-    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest, SliceSink,
+    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, Path, PathError, SaveAnswer, SaveRequest,
+    SliceSink,
 };
 
 /// One connection to one node.
@@ -28,6 +29,8 @@ pub(super) struct QuicPath {
     stall_timeout: Duration,
     /// Whether the node is known to send frames where slices were asked for.
     sends_frames: AtomicBool,
+    /// Whether the node is known to take frames only.
+    saves_frames: AtomicBool,
     mates: Mates,
 }
 
@@ -40,7 +43,8 @@ impl Drop for QuicPath {
 impl QuicPath {
     pub(super) fn new(connection: Connection, peer: String, stall_timeout: Duration) -> QuicPath {
         let mates = Mates::of(&connection);
-        QuicPath { connection, peer, stall_timeout, sends_frames: AtomicBool::new(false), mates }
+        let [sends_frames, saves_frames] = [false; 2].map(AtomicBool::new);
+        QuicPath { connection, peer, stall_timeout, sends_frames, saves_frames, mates }
     }
 }
 
@@ -77,6 +81,10 @@ impl Asks for QuicPath {
         self.sends_frames.store(true, Ordering::Relaxed);
     }
 
+    fn saves_frames(&self) {
+        self.saves_frames.store(true, Ordering::Relaxed);
+    }
+
     fn over(&self, stream: QuicStream) {
         drop(stream);
     }
@@ -110,6 +118,18 @@ impl Path for QuicPath {
         source: &'a (dyn Fn(usize) -> Frame + Send + Sync),
     ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
         Box::pin(async move { ask::save(self, &request, source).await })
+    }
+
+    fn save_layers<'a>(
+        &'a self,
+        request: SaveRequest,
+        layers: &'a mut dyn LayerSource,
+    ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
+        Box::pin(async move { ask::save_layers(self, &request, layers).await })
+    }
+
+    fn streams_saves(&self) -> bool {
+        !self.saves_frames.load(Ordering::Relaxed)
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {

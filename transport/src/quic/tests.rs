@@ -53,7 +53,7 @@ async fn pair(service: Arc<dyn BlockService>) -> Pair {
 }
 
 behaviour_suite!(pair);
-behaviour_suite!(pair; MemoryService::default(); layers_come_one_after_the_other);
+behaviour_suite!(pair; MemoryService::default(); layers_come_one_after_the_other, slices_leave_before_the_last_layer);
 
 fn holding(blocks: u32) -> Arc<MemoryService> {
     let service = MemoryService::default();
@@ -199,6 +199,84 @@ async fn hostile_saves_leave_nothing() {
     save_bytes(&connection, size, &flipped).await;
     tokio::time::timeout(PATIENCE, service.aborts_seen(6)).await.unwrap();
     assert!(!service.holds(hash(0)));
+}
+
+/// Offers a save by layer by hand and sends these bytes, then the end unless it `stays`. What it is answered, if it is.
+async fn layered_bytes(connection: &quinn::Connection, sent: &[u8], stays: bool) -> Option<data::SaveDone> {
+    let (mut send, mut recv) = connection.open_bi().await.unwrap();
+    let frame_bytes = frame(hash(0), 1000).bytes.len() as u64;
+    let request = SaveRequest { frame_bytes, ..save_request(&hashes(1)) };
+    send.write_all(&encode(&wire::save_layers_to_pb(&request, &[500, 500])).unwrap()).await.unwrap();
+    let offer: data::SaveOffer = read_message(&mut recv).await.unwrap();
+    assert!(offer.is_by_layer && offer.wanted == [1]);
+    let _ = send.write_all(sent).await;
+    if !stays {
+        let _ = send.finish();
+    }
+    let answered = read_message(&mut recv);
+    tokio::time::timeout(PATIENCE, answered).await.expect("it is answered or ended").ok()
+}
+
+#[tokio::test]
+async fn hostile_saves_by_layer_leave_nothing() {
+    let authority = Authority::new();
+    let service = holding(0);
+    let config = QuicConfig { stall_timeout: Duration::from_millis(200), ..QuicConfig::default() };
+    let server = QuicServer::bind_with(ANY, &authority.member(), &config, service.clone()).unwrap();
+    let (_endpoint, connection) = raw(&server, authority.member().quic_client()).await;
+    let good = frame(hash(0), 1000);
+    let (head, payload) = (good.head().unwrap().bytes().clone(), good.payload());
+    let all = [&payload[..], &head].concat();
+    let cut_or_long =
+        [&b""[..], &payload[..700], &payload, &all[..all.len() - 1], &[&all[..], b"x"].concat()];
+    for (aborts, sent) in (1..).zip(cut_or_long) {
+        assert_eq!(layered_bytes(&connection, sent, false).await, None, "{} bytes", sent.len());
+        tokio::time::timeout(PATIENCE, service.aborts_seen(aborts)).await.unwrap();
+    }
+    assert_eq!(layered_bytes(&connection, &payload[..700], true).await, None, "silence in the middle");
+    tokio::time::timeout(PATIENCE, service.aborts_seen(6)).await.unwrap();
+    // What has the right length is answered, and refused by itself.
+    let other = frame(hash(1), 1000).head().unwrap().bytes().clone();
+    let mut lying = payload.to_vec();
+    lying[999] ^= 1;
+    for sent in [[&payload[..], &other].concat(), [&lying[..], &head].concat(), vec![7; all.len()]] {
+        let done = layered_bytes(&connection, &sent, false).await.expect("it has its end");
+        assert_eq!((done.stored_blocks, done.refused_blocks), (0, 1));
+    }
+    assert!(!service.holds(hash(0)) && !service.holds(hash(1)));
+    // Lengths that are not those of the frame are no request.
+    let wrong = wire::save_layers_to_pb(&save_request(&hashes(1)), &[500, 500]);
+    refused(&connection, &encode(&wrong).unwrap()).await;
+    let done = layered_bytes(&connection, &all, false).await.expect("it has its end");
+    assert_eq!((done.stored_blocks, service.holds(hash(0))), (1, true), "the server lives on");
+}
+
+#[tokio::test]
+async fn saves_by_layer_leave_half_of_the_room_to_others() {
+    let authority = Authority::new();
+    let service = holding(0);
+    let frame_bytes = frame(hash(0), 1000).bytes.len() as u64;
+    // Room for four, and so for two by layer.
+    let config = QuicConfig {
+        save_bytes_in_flight_max: 4 * save_bytes_in_flight(1, frame_bytes),
+        ..QuicConfig::default()
+    };
+    let server = QuicServer::bind_with(ANY, &authority.member(), &config, service.clone()).unwrap();
+    let (_endpoint, connection) = raw(&server, authority.member().quic_client()).await;
+    let offered = async |block| {
+        let (mut send, mut recv) = connection.open_bi().await.unwrap();
+        let request = SaveRequest { frame_bytes, ..save_request(&[hash(block)]) };
+        send.write_all(&encode(&wire::save_layers_to_pb(&request, &[500, 500])).unwrap()).await.unwrap();
+        let offer: data::SaveOffer = read_message(&mut recv).await.unwrap();
+        assert_eq!(offer.wanted, [1]);
+        (offer.is_by_layer, (send, recv))
+    };
+    let (first, second, third) = (offered(0).await, offered(1).await, offered(2).await);
+    assert_eq!((first.0, second.0, third.0), (true, true, false));
+    drop(first);
+    tokio::time::timeout(PATIENCE, service.aborts_seen(1)).await.unwrap();
+    let again = async { while !offered(3).await.0 {} };
+    tokio::time::timeout(PATIENCE, again).await.expect("the part comes back");
 }
 
 /// A node that answers with a fixed head and then bytes of our choice.

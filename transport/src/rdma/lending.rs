@@ -86,7 +86,7 @@ impl Attached {
                 let fetch = self.fetch((request, layers), span, (service, operations), stream);
                 tokio::time::timeout(span, fetch).await?
             }
-            wire::Operation::Save(request) => {
+            wire::Operation::Save(request, _) => {
                 let save = self.save(request, (service, operations), stream);
                 tokio::time::timeout(operations.save_span(), save).await?
             }

@@ -338,7 +338,7 @@ impl Connection {
         match wire::operation_from_pb(request)? {
             // Its client takes the layers out of frames that are there whole.
             Operation::Fetch(request, _) => self.fetch(op, request).await?,
-            Operation::Save(request) => self.save(op, request, Vec::new()).await?,
+            Operation::Save(request, _) => self.save(op, request, Vec::new()).await?,
             Operation::Release(lease) => {
                 lending.release(lease);
                 self.run_effects().await;
@@ -358,7 +358,7 @@ impl Connection {
     ) -> Result<(), Broken> {
         self.is_new(op)?;
         match wire::operation_from_pb(request)? {
-            Operation::Save(request) if request.hashes.len() == places.len() => {
+            Operation::Save(request, _) if request.hashes.len() == places.len() => {
                 let bytes: u64 = places.iter().map(|place| u64::from(place.len)).sum();
                 if places.len() > AT_ONCE_BLOCKS_MAX || bytes > AT_ONCE_BYTES_MAX {
                     return Err(Broken::Rule("more frames than may go with an offer"));

@@ -15,6 +15,7 @@ use super::{
 use crate::{FetchAnswer, FetchRequest, MissReason, Path, SaveAnswer, SaveRefusal};
 
 pub use super::layer_cases::*;
+pub use super::save_cases::*;
 
 /// A deadline that passes while a closed gate holds frames back, and not before open ones passed.
 const SHORT: Duration = Duration::from_secs(2);

@@ -5,14 +5,15 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use bytes::Bytes;
 use kv_core::id::{BlockHash, Epoch, LeaseId, NodeId, Seq, Tier};
-use kvfleet_proto::frame::Frame;
+use kvfleet_proto::frame::{Frame, HeadLast, KeyForm, SliceLayout};
 use tokio::sync::{Semaphore, mpsc, watch};
 
 use super::{BumpArena, EPOCH, IDENTITY};
 use crate::{
-    BlockService, BoxFuture, FetchAnswer, FetchReply, FetchRequest, Frames, MissReason, SaveDone, SaveOffer,
-    SaveRefusal, SaveRequest, SaveSession, VisibleAt,
+    BlockService, BoxFuture, FetchAnswer, FetchReply, FetchRequest, Frames, LayerRoom, MissReason, SaveDone,
+    SaveOffer, SaveRefusal, SaveRequest, SaveSession, VisibleAt,
 };
 
 /// Frames handed over ahead of their reader.
@@ -28,6 +29,7 @@ struct State {
     lies_ready: bool,
     end: Option<MissReason>,
     refuse: Option<SaveRefusal>,
+    takes_layers: bool,
     epoch: Epoch,
     seq: u64,
 }
@@ -42,6 +44,7 @@ struct Inner {
     /// Frames that may still pass, in either direction.
     gate: Semaphore,
     puts: watch::Sender<usize>,
+    slices: watch::Sender<usize>,
     aborted: watch::Sender<usize>,
     /// Where blocks lie, for those who may read them in place.
     arena: Option<Arc<BumpArena>>,
@@ -65,6 +68,7 @@ impl MemoryService {
             lies_ready: false,
             end: None,
             refuse: None,
+            takes_layers: true,
             epoch: EPOCH,
             seq: 0,
         };
@@ -72,6 +76,7 @@ impl MemoryService {
             state: Mutex::new(state),
             gate: Semaphore::new(Semaphore::MAX_PERMITS / 2),
             puts: watch::Sender::new(0),
+            slices: watch::Sender::new(0),
             aborted: watch::Sender::new(0),
             arena,
         }))
@@ -106,6 +111,12 @@ impl MemoryService {
         self.state().blocks.contains_key(&hash)
     }
 
+    /// The block as it holds it.
+    #[must_use]
+    pub fn held(&self, hash: BlockHash) -> Option<Frame> {
+        self.state().blocks.get(&hash).cloned()
+    }
+
     /// Deadlines of all fetches so far.
     #[must_use]
     pub fn deadlines(&self) -> Vec<Duration> {
@@ -133,6 +144,11 @@ impl MemoryService {
         self.state().refuse = refusal;
     }
 
+    /// Has memory for saves that come by layer from now on, or none.
+    pub fn set_takes_layers(&self, takes_layers: bool) {
+        self.state().takes_layers = takes_layers;
+    }
+
     /// Serves under another epoch from now on.
     pub fn set_epoch(&self, epoch: Epoch) {
         self.state().epoch = epoch;
@@ -158,6 +174,11 @@ impl MemoryService {
     /// Returns once so many frames of saves have arrived.
     pub async fn puts_seen(&self, frames: usize) {
         let _ = self.0.puts.subscribe().wait_for(|seen| *seen >= frames).await;
+    }
+
+    /// Returns once so many slices of saves that come by layer have arrived.
+    pub async fn slices_seen(&self, slices: usize) {
+        let _ = self.0.slices.subscribe().wait_for(|seen| *seen >= slices).await;
     }
 
     /// Returns once so many saves were aborted.
@@ -226,6 +247,7 @@ impl BlockService for MemoryService {
                 wanted: wanted.iter().zip(&request.hashes).filter(|(w, _)| **w).map(|(_, h)| *h).collect(),
                 present: wanted.iter().filter(|wanted| !**wanted).count(),
                 arrived: Vec::new(),
+                filling: Vec::new(),
                 finished: false,
             };
             (SaveOffer::Wanted(wanted), Some(Box::new(session) as Box<dyn SaveSession>))
@@ -245,10 +267,46 @@ struct Session {
     wanted: Vec<BlockHash>,
     present: usize,
     arrived: Vec<Frame>,
+    /// What comes by layer.
+    filling: Vec<(HeadLast, Vec<u8>)>,
     finished: bool,
 }
 
+impl LayerRoom for Session {
+    fn slice(&mut self, position: usize, layer: usize) -> Option<&mut [u8]> {
+        let (comes, memory) = self.filling.get_mut(position)?;
+        comes.slice(layer, memory)
+    }
+
+    fn came(&mut self, position: usize) {
+        if let Some((comes, memory)) = self.filling.get_mut(position) {
+            comes.came(memory);
+            self.service.0.slices.send_modify(|seen| *seen += 1);
+        }
+    }
+
+    fn put_head(&mut self, head: Bytes) -> BoxFuture<'_, ()> {
+        let position = self.arrived.len();
+        let (comes, mut memory) = self.filling.get_mut(position).map_or_else(
+            || unreachable!("a head of a block that nobody wanted"),
+            |(comes, memory)| (comes, std::mem::take(memory)),
+        );
+        let hash = self.wanted[position];
+        let is_it = comes.finish(&head, IDENTITY, KeyForm::Rotated, hash, &mut memory);
+        // What is no frame uses up its turn.
+        let bytes = if is_it.is_ok() { memory.into() } else { Bytes::new() };
+        self.put(Frame { bytes, identity: IDENTITY, hash })
+    }
+}
+
 impl SaveSession for Session {
+    fn layers(&mut self, layout: &SliceLayout) -> Option<&mut dyn LayerRoom> {
+        let takes_layers = self.service.state().takes_layers;
+        let empty = || (HeadLast::new(layout.clone()), vec![0; layout.frame_bytes()]);
+        self.filling = self.wanted.iter().map(|_| empty()).collect();
+        takes_layers.then_some(self)
+    }
+
     fn put(&mut self, frame: Frame) -> BoxFuture<'_, ()> {
         Box::pin(async move {
             self.arrived.push(frame);

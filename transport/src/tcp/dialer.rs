@@ -60,8 +60,9 @@ impl TcpDialer {
         let pool = Arc::new(pool);
         let watching = watch(lifeline, ends, config.silence_max, Arc::downgrade(&pool), says);
         let watching = tokio::spawn(watching);
-        let sends_frames = AtomicBool::new(false);
-        Ok(TcpPath { pool, lost, stall_timeout: config.stall_timeout, watching, sends_frames })
+        let [sends_frames, saves_frames] = [false; 2].map(AtomicBool::new);
+        let stall_timeout = config.stall_timeout;
+        Ok(TcpPath { pool, lost, stall_timeout, watching, sends_frames, saves_frames })
     }
 }
 

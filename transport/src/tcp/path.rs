@@ -17,7 +17,8 @@ use crate::ask::{self, Asks, Sends};
 use crate::stream::encode;
 use crate::wire;
 use crate::{
-    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest, SliceSink,
+    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, Path, PathError, SaveAnswer, SaveRequest,
+    SliceSink,
 };
 
 /// Connections to one node.
@@ -29,6 +30,8 @@ pub(crate) struct TcpPath {
     pub(super) watching: JoinHandle<()>,
     /// Whether the node is known to send frames where slices were asked for.
     pub(super) sends_frames: AtomicBool,
+    /// Whether the node is known to take frames only.
+    pub(super) saves_frames: AtomicBool,
 }
 
 impl Drop for TcpPath {
@@ -58,6 +61,10 @@ impl Asks for TcpPath {
 
     fn sends_frames(&self) {
         self.sends_frames.store(true, Ordering::Relaxed);
+    }
+
+    fn saves_frames(&self) {
+        self.saves_frames.store(true, Ordering::Relaxed);
     }
 
     fn over(&self, stream: Occupied) {
@@ -93,6 +100,18 @@ impl Path for TcpPath {
         source: &'a (dyn Fn(usize) -> Frame + Send + Sync),
     ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
         Box::pin(async move { ask::save(self, &request, source).await })
+    }
+
+    fn save_layers<'a>(
+        &'a self,
+        request: SaveRequest,
+        layers: &'a mut dyn LayerSource,
+    ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
+        Box::pin(async move { ask::save_layers(self, &request, layers).await })
+    }
+
+    fn streams_saves(&self) -> bool {
+        !self.saves_frames.load(Ordering::Relaxed)
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {

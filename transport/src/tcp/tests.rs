@@ -36,7 +36,7 @@ async fn pair(service: Arc<dyn BlockService>) -> Pair {
 }
 
 behaviour_suite!(pair);
-behaviour_suite!(pair; MemoryService::default(); layers_come_one_after_the_other);
+behaviour_suite!(pair; MemoryService::default(); layers_come_one_after_the_other, slices_leave_before_the_last_layer);
 
 fn holding(blocks: u32) -> Arc<MemoryService> {
     let service = MemoryService::default();

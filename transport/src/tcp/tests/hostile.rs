@@ -275,6 +275,52 @@ async fn hostile_saves_leave_nothing() {
     assert!(!service.holds(hash(0)));
 }
 
+/// Offers a save by layer by hand and sends these bytes. What it is answered, if it is.
+async fn layered_bytes(server: &TcpServer, authority: &Authority, sent: &[u8]) -> Option<data::SaveDone> {
+    let mut stream = raw(server.local_addr(), authority.member().tcp_client()).await.unwrap();
+    let frame_bytes = frame(hash(0), 1000).bytes.len() as u64;
+    let request = SaveRequest { frame_bytes, ..save_request(&hashes(1)) };
+    stream.write(encode(&wire::save_layers_to_pb(&request, &[500, 500])).unwrap()).await.unwrap();
+    stream.flush().await.unwrap();
+    let offer: data::SaveOffer = read_message(&mut stream).await.unwrap();
+    assert!(offer.is_by_layer && offer.wanted == [1]);
+    let _ = stream.write(sent.to_vec().into()).await;
+    let _ = stream.flush().await;
+    let answered = read_message(&mut stream);
+    tokio::time::timeout(PATIENCE, answered).await.expect("it is answered or ended").ok()
+}
+
+#[tokio::test]
+async fn hostile_saves_by_layer_leave_nothing() {
+    let authority = Authority::new();
+    let service = holding(0);
+    let config = TcpConfig { stall_timeout: Duration::from_millis(200), ..TcpConfig::default() };
+    let server = TcpServer::bind_with(ANY, &authority.member(), &config, service.clone()).unwrap();
+    let sent = async |sent: &[u8]| layered_bytes(&server, &authority, sent).await;
+    let good = frame(hash(0), 1000);
+    let (head, payload, end) = (good.head().unwrap().bytes().clone(), good.payload(), end_bytes(None));
+    let all = [&payload[..], &head].concat();
+    // Silence at the begin, in a slice, before the heads, in one, before the end; and ends in the wrong place.
+    let silent = [&b""[..], &payload[..700], &payload, &all[..all.len() - 1], &all];
+    let early = [&payload[..700], &payload, &[]].map(|part| [part, &end].concat());
+    let long = [[&all[..], b"xxxxxxxx"].concat(), [&all[..], &good.bytes, &end].concat()];
+    let wrong = silent.into_iter().map(<[u8]>::to_vec).chain(early).chain(long);
+    for (aborts, bytes) in (1..).zip(wrong) {
+        assert_eq!(sent(&bytes).await, None, "{} bytes", bytes.len());
+        tokio::time::timeout(PATIENCE, service.aborts_seen(aborts)).await.unwrap();
+    }
+    let other = frame(hash(1), 1000).head().unwrap().bytes().clone();
+    let mut lying = payload.to_vec();
+    lying[999] ^= 1;
+    for bytes in [[&payload[..], &other].concat(), [&lying[..], &head].concat(), vec![7; all.len()]] {
+        let done = sent(&[&bytes[..], &end].concat()).await.expect("it has its end");
+        assert_eq!((done.stored_blocks, done.refused_blocks), (0, 1));
+    }
+    assert!(!service.holds(hash(0)) && !service.holds(hash(1)));
+    let done = sent(&[&all[..], &end].concat()).await.expect("it has its end");
+    assert_eq!((done.stored_blocks, service.holds(hash(0))), (1, true), "the server lives on");
+}
+
 /// A node that answers every fetch with a fixed head and then bytes of our choice, on as many connections as are
 /// opened.
 /// `stays`: it does not close them after such an answer.

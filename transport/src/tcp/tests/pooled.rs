@@ -4,10 +4,13 @@ use kvfleet_proto::data;
 use tokio::sync::watch;
 
 use super::*;
+use crate::room::Room;
+use crate::serve::{Limits, Operations, TIMES};
 use crate::stream::{Stream, encode, read_message};
+use crate::suite::Computed;
 use crate::tcp::handshake;
 use crate::tcp::path::TcpPath;
-use crate::{FetchRequest, Path, SaveAnswer, wire};
+use crate::{FetchRequest, Path, SaveAnswer, SaveRequest, wire};
 
 async fn path_to(address: SocketAddr, authority: &Authority, config: TcpConfig) -> TcpPath {
     TcpDialer::new(&authority.member(), config).open(&address.to_string()).await.unwrap()
@@ -136,7 +139,9 @@ async fn forgetful_node(authority: &Authority, told: bool) -> SocketAddr {
                 while stream.begun().await == Ok(true) {
                     let request: data::DataRequest = read_message(&mut stream).await.unwrap();
                     let save = match wire::operation_from_pb(request).unwrap() {
-                        wire::Operation::Save(_) => Some(crate::SaveOffer::Refused(crate::SaveRefusal::Full)),
+                        wire::Operation::Save(..) => {
+                            Some(crate::SaveOffer::Refused(crate::SaveRefusal::Full))
+                        }
                         _ => None,
                     };
                     let pong = data::Pong { version: wire::PROTOCOL_VERSION };
@@ -241,4 +246,50 @@ async fn a_connection_whose_keys_are_worn_is_left_for_a_new_one() {
     assert!(path.pool.kept().is_none());
     path.ping().await.unwrap();
     assert!(path.pool.kept().is_some());
+}
+
+/// A node of a release that knows no saves by layer.
+async fn older_node(authority: &Authority, service: Arc<MemoryService>) -> SocketAddr {
+    let tls = Arc::new(authority.member().tcp_server());
+    let listener = tokio::net::TcpListener::bind(ANY).await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((socket, _)) = listener.accept().await {
+            let (tls, service) = (tls.clone(), service.clone());
+            tokio::spawn(async move {
+                let ends = Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Small };
+                let (mut stream, _) = handshake::accept(socket, &tls, ends).await.unwrap();
+                let limits = Limits { stall_timeout: PATIENCE, times: TIMES };
+                let operations = Operations::new(Room::new(1 << 20, 1 << 20), limits);
+                while stream.begun().await == Ok(true) {
+                    let mut request = operations.request(&mut stream).await.unwrap();
+                    if let Some(data::data_request::Op::Save(save)) = &mut request.op {
+                        save.slice_bytes.clear();
+                    }
+                    if operations.serve_request(request, &*service, &mut stream).await.is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    address
+}
+
+#[tokio::test]
+async fn an_older_node_is_sent_frames_and_asked_for_layers_once() {
+    let (authority, service) = (Authority::new(), holding(0));
+    let address = older_node(&authority, service.clone()).await;
+    let path = path_to(address, &authority, TcpConfig::default()).await;
+    for block in 0..3 {
+        assert_eq!(path.streams_saves(), block == 0);
+        let frame_bytes = frame(hash(block), 1000).bytes.len() as u64;
+        let request = SaveRequest { frame_bytes, ..save_request(&[hash(block)]) };
+        let mut layers = Computed::new(&[hash(block)], &[500, 500]);
+        let saved = suite::done(path.save_layers(request, &mut layers).await.unwrap());
+        assert_eq!((saved.stored_blocks, service.holds(hash(block))), (1, true));
+    }
+    tokio::time::timeout(PATIENCE, service.aborts_seen(1))
+        .await
+        .expect("what was offered by layer is given up");
 }

@@ -1,0 +1,197 @@
+//! Saves by layer: slices that leave while others are computed, and what is saved where they cannot.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kv_core::id::LeaseId;
+use kvfleet_errors_doc::says;
+use kvfleet_proto::frame::KeyForm;
+use kvfleet_transport::loopback::{Faults, Loopback};
+use kvfleet_transport::suite::{EPOCH, MemoryService, PATIENCE, asker, frame_of, hash};
+use kvfleet_transport::{
+    BlockService, BoxFuture, FetchReply, FetchRequest, SaveOffer, SaveRequest, SaveSession,
+};
+use tokio::time::{Instant, timeout};
+
+use super::authority::{client_on, network};
+use crate::{Client, LayerSave, LayerSaveCall, SAVE_DEADLINE, SaveCall, SaveError};
+
+const SLICES: [u32; 3] = [700, 0, 1300];
+
+fn save_call(blocks: Range<u32>) -> LayerSaveCall {
+    LayerSaveCall {
+        asker: asker(7),
+        address: "node:0".to_owned(),
+        epoch: EPOCH,
+        parent: None,
+        first_offset_blocks: blocks.start,
+        hashes: blocks.map(hash).collect(),
+        key_form: KeyForm::Rotated,
+        slice_bytes: SLICES.to_vec(),
+        then_release: Vec::new(),
+        deadline: SAVE_DEADLINE,
+    }
+}
+
+/// Puts these layers of these blocks.
+fn put(save: &mut LayerSave, blocks: Range<u32>, layers: Range<usize>) {
+    for layer in layers {
+        let slices: Vec<_> =
+            blocks.clone().map(|block| frame_of(hash(block), &SLICES).slice(layer).unwrap()).collect();
+        let slices: Vec<&[u8]> = slices.iter().map(|slice| &slice[..]).collect();
+        save.put(&slices).unwrap();
+    }
+}
+
+/// The node has these blocks as they were computed.
+fn holds(service: &MemoryService, blocks: Range<u32>) -> bool {
+    blocks.map(hash).all(|hash| service.held(hash) == Some(frame_of(hash, &SLICES)))
+}
+
+async fn ended(client: &Client) {
+    timeout(PATIENCE, client.saves_ended()).await.expect("saves end");
+}
+
+#[tokio::test]
+async fn slices_leave_while_others_are_computed_and_are_no_blocks_before_the_end() {
+    let (network, services) = network(1, 0);
+    let client = client_on(&network);
+    let mut save = client.save_layers(save_call(0..4)).unwrap();
+    for layer in 0..3 {
+        put(&mut save, 0..4, layer..layer + 1);
+        timeout(PATIENCE, services[0].slices_seen(4 * (layer + 1)))
+            .await
+            .expect("a layer leaves once it is there");
+    }
+    assert!(!services[0].holds(hash(0)), "all layers are there, and nobody said that it is the end");
+    save.finish().unwrap();
+    ended(&client).await;
+    assert!(holds(&services[0], 0..4));
+    assert_eq!(services[0].released(), [LeaseId(7)]);
+}
+
+#[tokio::test]
+async fn a_save_that_is_dropped_leaves_nothing_wherever_it_is() {
+    let (network, services) = network(1, 0);
+    let client = client_on(&network);
+    for layers in 0..=3 {
+        let mut save = client.save_layers(save_call(0..2)).unwrap();
+        put(&mut save, 0..2, 0..layers);
+        timeout(PATIENCE, services[0].slices_seen(layers * (layers + 1))).await.expect("they leave");
+        drop(save);
+        timeout(PATIENCE, services[0].aborts_seen(layers)).await.expect("the node hears of it");
+        ended(&client).await;
+        assert!(!services[0].holds(hash(0)) && services[0].released().is_empty(), "{layers} layers");
+    }
+}
+
+#[tokio::test]
+async fn a_path_that_breaks_on_the_way_costs_no_block() {
+    for cut_after in [0, 1, 5] {
+        let (network, services) = network(1, 0);
+        let client = client_on(&network);
+        network.set_faults(Faults { cut_after: Some(cut_after), ..Faults::default() });
+        let mut save = client.save_layers(save_call(0..3)).unwrap();
+        put(&mut save, 0..3, 0..3);
+        timeout(PATIENCE, services[0].aborts_seen(1)).await.expect("it breaks");
+        network.set_faults(Faults::default());
+        save.finish().unwrap();
+        ended(&client).await;
+        assert!(holds(&services[0], 0..3), "cut after {cut_after}");
+        assert_eq!(services[0].released(), [LeaseId(7)]);
+    }
+}
+
+#[tokio::test]
+async fn without_room_for_layers_blocks_are_saved_whole() {
+    let (network, services) = network(1, 0);
+    let client = client_on(&network);
+    services[0].set_takes_layers(false);
+    let mut save = client.save_layers(save_call(0..3)).unwrap();
+    put(&mut save, 0..3, 0..3);
+    save.finish().unwrap();
+    ended(&client).await;
+    assert!(holds(&services[0], 0..3));
+}
+
+#[tokio::test]
+async fn saves_that_stream_keep_no_turn_from_others() {
+    let (network, services) = network(1, 0);
+    let client = client_on(&network);
+    // More than may stream at once, none of which comes to an end.
+    let mut streaming: Vec<_> =
+        (0..6).map(|save| client.save_layers(save_call(save * 10..save * 10 + 1)).unwrap()).collect();
+    for (number, save) in (0..).zip(&mut streaming) {
+        put(save, number * 10..number * 10 + 1, 0..1);
+    }
+    timeout(PATIENCE, services[0].slices_seen(4)).await.expect("four of them stream");
+    let mut whole = client.save_layers(save_call(90..92)).unwrap();
+    put(&mut whole, 90..92, 0..3);
+    whole.finish().unwrap();
+    let is_there = async {
+        while !holds(&services[0], 90..92) {
+            tokio::task::yield_now().await;
+        }
+    };
+    timeout(PATIENCE, is_there).await.expect("one that is computed passes those that are not");
+    for (number, mut save) in (0..).zip(streaming) {
+        put(&mut save, number * 10..number * 10 + 1, 1..3);
+        save.finish().unwrap();
+    }
+    ended(&client).await;
+    assert!((0..6).all(|number| holds(&services[0], number * 10..number * 10 + 1)));
+}
+
+/// A node that never answers a save.
+struct Silent(MemoryService);
+
+impl BlockService for Silent {
+    fn fetch(&self, request: FetchRequest) -> BoxFuture<'_, FetchReply> {
+        self.0.fetch(request)
+    }
+
+    fn save(&self, _: SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {
+        Box::pin(std::future::pending())
+    }
+
+    fn release(&self, lease: LeaseId) -> BoxFuture<'_, ()> {
+        self.0.release(lease)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_says_nothing_ends_a_save_by_its_deadline() {
+    let inner = MemoryService::default();
+    let hour = Duration::from_secs(3600);
+    let network = Loopback::new(Faults { lost_after: hour, ..Faults::default() });
+    network.serve("node:0", Arc::new(Silent(inner.clone())));
+    let client = client_on(&network);
+    let deadline = Duration::from_secs(3);
+    let frame = frame_of(hash(0), &SLICES);
+    let layered = LayerSaveCall { deadline, ..save_call(0..1) };
+    let call = SaveCall {
+        asker: asker(7),
+        address: "node:0".to_owned(),
+        epoch: EPOCH,
+        parent: None,
+        first_offset_blocks: 0,
+        hashes: vec![hash(0)],
+        frame_bytes: frame.bytes.len() as u64,
+        frame: Arc::new(move |_| frame.clone()),
+        deadline,
+    };
+    let begun = Instant::now();
+    let error = client.save(&call).await.unwrap_err();
+    assert!(matches!(error, SaveError::Path(_)) && begun.elapsed() == deadline, "{error}");
+    says("a node that does not answer a save in time", &error, &["node:0", "3s"]);
+    // From its end on, however long it was computed.
+    let mut save = client.save_layers(layered).unwrap();
+    put(&mut save, 0..1, 0..3);
+    tokio::time::sleep(deadline * 10).await; // on a clock that the test holds
+    save.finish().unwrap();
+    let begun = Instant::now();
+    client.saves_ended().await;
+    assert_eq!(begun.elapsed(), deadline);
+    assert_eq!(inner.released(), [LeaseId(7)], "its lease is not kept for it");
+}

@@ -1,0 +1,109 @@
+//! Saves whose slices come before their heads: what they hold, when it is a block, and that it comes back.
+#![allow(clippy::unwrap_used)]
+
+use kv_core::id::LeaseId;
+use kvfleet_proto::frame::{Frame, SliceLayout};
+use kvfleet_transport::{BlockService, FetchAnswer, LayerRoom, MissReason, SaveOffer, SaveSession};
+
+use super::tests::{BLOCK_BYTES, Bench, config, frame, open, save_request};
+use crate::test_log::Log;
+
+/// Frames here have one slice.
+fn layout() -> SliceLayout {
+    SliceLayout::new(&[u32::try_from(BLOCK_BYTES).unwrap()]).unwrap()
+}
+
+/// A save of these blocks, all of which are wanted.
+async fn offered(bench: &Bench, lease: u64, numbers: std::ops::Range<u64>) -> Box<dyn SaveSession> {
+    let (offer, session) = bench.service.save(save_request(lease, numbers)).await;
+    assert!(matches!(offer, SaveOffer::Wanted(wanted) if wanted.iter().all(|wanted| *wanted)));
+    session.unwrap()
+}
+
+fn fill(room: &mut dyn LayerRoom, position: usize, of: &Frame) {
+    let slice = of.slice(0).unwrap();
+    room.slice(position, 0).unwrap().copy_from_slice(&slice);
+    room.came(position);
+}
+
+async fn put_head(room: &mut dyn LayerRoom, of: &Frame) {
+    room.put_head(of.head().unwrap().bytes().clone()).await;
+}
+
+#[tokio::test]
+async fn slices_lie_in_their_slots_and_are_no_block_before_their_head_proves_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let (bench, log) = (open(&config(dir.path(), 8, 0)).await, Log::start());
+    let mut session = offered(&bench, 1, 0..3).await;
+    let room = session.layers(&layout()).unwrap();
+    let held = bench.arena.used_bytes();
+    assert!(held >= 3 * BLOCK_BYTES, "all slots are taken at once: {held}");
+    (0..3).for_each(|number| fill(room, usize::try_from(number).unwrap(), &frame(number, BLOCK_BYTES)));
+    assert_eq!(bench.fetch(2, 0..3).await, (FetchAnswer::Miss { reason: MissReason::NotHeld }, 0));
+    put_head(room, &frame(0, BLOCK_BYTES)).await;
+    // The second block's head is that of another.
+    put_head(room, &frame(7, BLOCK_BYTES)).await;
+    put_head(room, &frame(2, BLOCK_BYTES)).await;
+    let done = session.finish().await;
+    assert_eq!((done.stored_blocks, done.refused_blocks), (2, 1));
+    assert_eq!(done.stored_bytes, 2 * frame(0, BLOCK_BYTES).bytes.len() as u64);
+    assert_eq!(bench.fetch(3, 0..1).await.1, 1);
+    assert_eq!(bench.fetch(4, 1..2).await.1, 0);
+    assert_eq!(bench.fetch(5, 2..3).await.1, 1);
+    assert_eq!(log.count("a saved frame is refused"), 1);
+    bench.until("slots of what was refused come back", |_, used| used == held / 3 * 2).await;
+}
+
+#[tokio::test]
+async fn a_save_by_layer_that_is_dropped_gives_everything_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let bench = open(&config(dir.path(), 4, 0)).await;
+    let mut session = offered(&bench, 1, 0..2).await;
+    let room = session.layers(&layout()).unwrap();
+    fill(room, 0, &frame(0, BLOCK_BYTES));
+    fill(room, 1, &frame(1, BLOCK_BYTES));
+    put_head(room, &frame(0, BLOCK_BYTES)).await;
+    drop(session);
+    assert_eq!(bench.fetch(2, 0..1).await.1, 1, "what its head proved stays");
+    assert_eq!(bench.fetch(3, 1..2).await.1, 0);
+    bench.service.release(LeaseId(1)).await;
+    bench.service.release(LeaseId(2)).await;
+    bench.until("the slot comes back", |_, used| used < 2 * BLOCK_BYTES).await;
+    bench.saved(4, 1..4).await;
+}
+
+#[tokio::test]
+async fn what_is_computed_leaves_half_of_the_slots_to_others_and_without_room_frames_come_whole() {
+    let dir = tempfile::tempdir().unwrap();
+    let bench = open(&config(dir.path(), 8, 0)).await;
+    let slots = {
+        let numbers = bench.arena.numbers();
+        let classes = numbers.classes.iter().map(|(class, _)| class.slot_bytes).max().unwrap();
+        numbers.slab_bytes * numbers.slabs / classes
+    };
+    // As many sessions of two blocks as may be.
+    let (mut held, mut refused) = (Vec::new(), None);
+    for number in 0..4 {
+        let mut session = offered(&bench, 1, number * 2..number * 2 + 2).await;
+        match session.layers(&layout()).is_some() {
+            true => held.push(session),
+            false => refused = Some((number * 2, session)),
+        }
+    }
+    assert!(held.len() * 2 <= slots / 2 + 1, "{} saves hold more than half of {slots} slots", held.len());
+    if let Some((number, mut session)) = refused {
+        session.put(frame(number, BLOCK_BYTES)).await;
+        assert_eq!(session.finish().await.stored_blocks, 1, "as a whole frame");
+    }
+    held.clear();
+    let mut session = offered(&bench, 9, 20..22).await;
+    assert!(session.layers(&layout()).is_some(), "what was held came back");
+    drop(session);
+    let longer = SliceLayout::new(&[u32::try_from(BLOCK_BYTES).unwrap() + 1]).unwrap();
+    let mut session = offered(&bench, 9, 20..22).await;
+    assert!(session.layers(&longer).is_none(), "longer than offered");
+    let taken = bench.no_room();
+    assert!(session.layers(&layout()).is_none(), "not one slot is free, and nobody waits for one");
+    drop(taken);
+    assert!(session.layers(&layout()).is_some());
+}

@@ -1,0 +1,93 @@
+//! Saves whose slices leave as they are computed: a layer of all wanted blocks before the next, then the heads of their frames.
+//!
+//! [`LayerSource`] is the saver, who knows the head of a frame only behind its last layer; [`LayerRoom`] is the node's memory, in
+//! which nothing is a block before its head came and proved it. On a stream there is nothing between slices: both ends know who is
+//! wanted and how long each slice is. Not here: what is asked and answered before (`ask.rs`, `serve.rs`), and paths that bring
+//! whole frames when all is there.
+
+use bytes::Bytes;
+use kvfleet_proto::frame::{Frame, SliceLayout};
+
+use crate::stream::{ItemError, Source};
+use crate::{BoxFuture, PathError};
+
+/// Slices of all blocks of a save that comes by layer, and their sums, which a node keeps until the heads come: 4 MiB of sums.
+pub(crate) const SLICES_AT_ONCE_MAX: usize = 1 << 20;
+
+/// Blocks that are being computed, layer by layer.
+pub trait LayerSource: Send + Sync {
+    /// Length of each layer's slice in bytes, which is that of every block.
+    fn slice_bytes(&self) -> &[u32];
+
+    /// Waits for the next layer: a slice of each block of the save, in its order. Nothing behind the last one, once no more is
+    /// to come. Never returns when the blocks are not computed to their end: whoever gives up drops the operation. Loses
+    /// nothing when the future is dropped.
+    fn next(&mut self) -> BoxFuture<'_, Option<Vec<Bytes>>>;
+
+    /// The header of the frame of the block at this position. Asked when all layers came.
+    fn head(&self, position: usize) -> Bytes;
+
+    /// The whole frame of the block at this position. Asked when all layers came.
+    fn frame(&self, position: usize) -> Frame;
+
+    /// So many encoded bytes went, as slices or heads.
+    fn sent(&mut self, _bytes: usize) {}
+}
+
+/// A node's memory for the wanted blocks of one save, all of it taken at once. Positions count from the first wanted block. What is
+/// dropped before its head came was nothing.
+pub trait LayerRoom: Send {
+    /// Memory for a slice, whose layers come in order.
+    fn slice(&mut self, position: usize, layer: usize) -> Option<&mut [u8]>;
+
+    /// A slice is in its memory.
+    fn came(&mut self, position: usize);
+
+    /// The head of the next wanted block, all of whose slices came: uses up its turn whatever it is.
+    fn put_head(&mut self, head: Bytes) -> BoxFuture<'_, ()>;
+}
+
+/// What a saver hands over is not what it announced.
+pub(crate) fn other_slices(peer: &str) -> PathError {
+    let cause =
+        "given up here: the layers that were handed over are not those that were announced".to_owned();
+    PathError::Broken { peer: peer.to_owned(), cause }
+}
+
+/// The next layer's slices, one for each block; nothing when they are not what was announced.
+pub(crate) async fn next_layer(
+    source: &mut dyn LayerSource,
+    layer: usize,
+    blocks: usize,
+) -> Option<Vec<Bytes>> {
+    let slices = source.next().await?;
+    let bytes = *source.slice_bytes().get(layer)? as usize;
+    (slices.len() == blocks && slices.iter().all(|slice| slice.len() == bytes)).then_some(slices)
+}
+
+/// Reads one slice into the node's memory. `behind` is how much follows in its layer, in bytes. `Ok(None)` when there is no
+/// memory for it.
+pub(crate) async fn read_slice(
+    source: &mut impl Source,
+    room: &mut dyn LayerRoom,
+    (position, layer): (usize, usize),
+    behind: usize,
+) -> Result<Option<usize>, ItemError> {
+    let Some(slice) = room.slice(position, layer) else { return Ok(None) };
+    let bytes = slice.len();
+    if bytes > 0 && !source.read_into(slice, behind).await? {
+        return Err(ItemError::Cut);
+    }
+    room.came(position);
+    Ok(Some(bytes))
+}
+
+/// Reads the head of a frame of this layout, whatever it says.
+pub(crate) async fn read_head(
+    source: &mut impl Source,
+    layout: &SliceLayout,
+    behind: usize,
+) -> Result<Bytes, ItemError> {
+    let mut head = vec![0; layout.head_bytes()];
+    if source.read_into(&mut head, behind).await? { Ok(head.into()) } else { Err(ItemError::Cut) }
+}

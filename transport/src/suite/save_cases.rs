@@ -1,0 +1,105 @@
+//! The cases of the suite that are about saves by layer. The name says what must hold; it holds also where frames come whole.
+#![allow(missing_docs)]
+
+use std::time::Duration;
+
+use kv_core::id::BlockHash;
+use tokio::time::timeout;
+
+use super::{
+    Computed, MemoryService, PATIENCE, done, fetch, fetch_request, frame_of, hash, hashes, in_dram,
+    save_request,
+};
+use crate::{FetchAnswer, Path, SaveAnswer, SaveDone, SaveRefusal, SaveRequest};
+
+/// Slices of each block: long, short and empty ones.
+const SLICES: [u32; 5] = [20_000, 0, 100, 40_000, 3000];
+
+fn request(hashes: &[BlockHash]) -> SaveRequest {
+    let frame_bytes = frame_of(hash(0), &SLICES).bytes.len() as u64;
+    SaveRequest { frame_bytes, ..save_request(hashes) }
+}
+
+async fn answer(path: &dyn Path, mut computed: Computed, blocks: u32) -> SaveAnswer {
+    let saving = path.save_layers(request(&hashes(blocks)), &mut computed);
+    timeout(PATIENCE, saving).await.expect("it comes to an end").expect("the path is whole")
+}
+
+async fn save(path: &dyn Path, computed: Computed, blocks: u32) -> SaveDone {
+    done(answer(path, computed, blocks).await)
+}
+
+fn computed(blocks: u32) -> Computed {
+    Computed::new(&hashes(blocks), &SLICES)
+}
+
+pub async fn save_by_layer_takes_the_wanted(service: &MemoryService, path: &dyn Path) {
+    for held in [1, 3] {
+        service.hold(frame_of(hash(held), &SLICES));
+    }
+    let first = save(path, computed(5), 5).await;
+    assert_eq!((first.stored_blocks, first.present_blocks, first.refused_blocks), (3, 2, 0));
+    assert_eq!(first.stored_bytes, 3 * frame_of(hash(0), &SLICES).bytes.len() as u64);
+    assert_eq!(first.visible_at.map(|at| at.seq.0), Some(1));
+    let there = fetch(path, fetch_request(&hashes(5))).await.expect("the path is whole");
+    assert_eq!(there, FetchAnswer::Hit { tiers: in_dram(5) });
+    let again = save(path, computed(5), 5).await;
+    assert_eq!((again.stored_blocks, again.present_blocks, again.visible_at), (0, 5, None));
+}
+
+pub async fn save_by_layer_refuses_alone_what_is_wrong(service: &MemoryService, path: &dyn Path) {
+    let wrong = computed(4).with_wrong_slice(1).with_other_block(2, hash(9));
+    let result = save(path, wrong, 4).await;
+    assert_eq!((result.stored_blocks, result.refused_blocks), (2, 2));
+    assert_eq!([0, 1, 2, 3, 9].map(|number| service.holds(hash(number))), [true, false, false, true, false]);
+    assert_eq!(save(path, computed(4), 4).await.stored_blocks, 2, "the path goes on");
+}
+
+pub async fn save_by_layer_without_room_comes_whole(service: &MemoryService, path: &dyn Path) {
+    service.set_takes_layers(false);
+    assert_eq!(save(path, computed(3), 3).await.stored_blocks, 3);
+    let there = fetch(path, fetch_request(&hashes(3))).await.expect("the path is whole");
+    assert_eq!(there, FetchAnswer::Hit { tiers: in_dram(3) });
+}
+
+pub async fn save_by_layer_refused(service: &MemoryService, path: &dyn Path) {
+    service.set_refuse(Some(SaveRefusal::Quota));
+    assert_eq!(answer(path, computed(2), 2).await, SaveAnswer::Refused(SaveRefusal::Quota));
+    service.set_refuse(None);
+    let retry_after = Duration::from_millis(9);
+    service.set_busy(Some(retry_after));
+    assert_eq!(answer(path, computed(2), 2).await, SaveAnswer::Busy { retry_after });
+    assert!(!service.holds(hash(0)));
+}
+
+pub async fn aborted_save_by_layer_leaves_nothing(service: &MemoryService, path: &dyn Path) {
+    let mut some = computed(3).until(2);
+    let streams = path.streams_saves();
+    tokio::select! {
+        result = path.save_layers(request(&hashes(3)), &mut some) => panic!("layers are missing: {result:?}"),
+        () = service.slices_seen(6), if streams => {}
+        () = tokio::task::yield_now(), if !streams => {}
+    }
+    if streams {
+        timeout(PATIENCE, service.aborts_seen(1)).await.expect("the node notices that its peer gave up");
+    }
+    assert!((0..3).all(|number| !service.holds(hash(number))), "nothing of it was committed");
+    assert_eq!(save(path, computed(3), 3).await.stored_blocks, 3, "the path goes on");
+}
+
+/// Of paths that stream.
+pub async fn slices_leave_before_the_last_layer(service: &MemoryService, path: &dyn Path) {
+    assert!(path.streams_saves());
+    let mut some = computed(3).until(4);
+    let gate = some.gate();
+    let saving = path.save_layers(request(&hashes(3)), &mut some);
+    let last = async {
+        service.slices_seen(12).await;
+        assert!((0..3).all(|number| !service.holds(hash(number))), "nothing is visible before its head");
+        path.ping().await.expect("others pass a save that waits for its layers");
+        gate.add_permits(2);
+    };
+    let (saved, ()) = timeout(PATIENCE, async { tokio::join!(saving, last) }).await.expect("no deadlock");
+    assert_eq!(done(saved.expect("the path is whole")).stored_blocks, 3);
+    assert_eq!(some.sent_bytes, 3 * frame_of(hash(0), &SLICES).bytes.len(), "each byte was counted once");
+}
