@@ -15,8 +15,9 @@ use kv_core::id::{
 use kv_core::pipeline::Arrive;
 use kv_core::prefix::{IdentityManifest, KeyForm as ManifestForm};
 use kvfleet_client::{
-    Asker, ClientConfig, FetchCall, HeldLease, InstanceLoad, LayerSaveCall, LayersCall, LayersOperation, Operation,
-    QueueLimits, RdmaSettings, ReporterConfig, RouteCall, SaveCall, Submission, SubmitError, Transport,
+    Asker, ClientConfig, FetchCall, HeldLease, InstanceLoad, LayerSaveCall, LayersCall, LayersOperation,
+    Operation, QueueLimits, RdmaSettings, ReporterConfig, RouteCall, SaveCall, Submission, SubmitError,
+    Transport,
 };
 use kvfleet_proto::frame::{KeyForm, PAYLOAD_BYTES_MAX, SLICES_MAX, encoded_len};
 use kvfleet_proto::pb;

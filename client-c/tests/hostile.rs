@@ -411,7 +411,11 @@ fn a_reporter_that_makes_no_sense_is_refused_and_one_without_routers_ends() {
     refused(open(abi::ReporterConfig { without_links: 2, ..good }), status::INVALID, "without_links is 2");
     let hours = abi::ReporterConfig { silent_after_ms: 3_600_001, ..good };
     refused(open(hours), status::INVALID, "silent_after_ms is 3600001, expected 0 to 3600000");
-    refused(open(abi::ReporterConfig { reserved: 1, ..good }), status::INVALID, "reporter_config.reserved is 1");
+    refused(
+        open(abi::ReporterConfig { reserved: 1, ..good }),
+        status::INVALID,
+        "reporter_config.reserved is 1",
+    );
     assert_eq!(open(good), status::OK);
     let size = u32::try_from(size_of::<abi::Load>()).unwrap();
     let load = abi::Load { size, running: 1, waiting: 2, reserved: 0, queue_tokens: 3 };
