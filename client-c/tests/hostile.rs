@@ -604,7 +604,8 @@ fn layers_are_taken_in_order_each_once_and_none_is_kept_by_address() {
         let bytes = [0u8; 8];
         let (at, nowhere): (*const c_void, *const c_void) = (bytes.as_ptr().cast(), null());
         refused(kvf_save_layers_put(save, null(), 2), status::INVALID, "slices is null");
-        let odd = [at, at, at].as_ptr().wrapping_byte_add(1);
+        let three = [at; 3];
+        let odd = three.as_ptr().wrapping_byte_add(1);
         refused(kvf_save_layers_put(save, odd, 2), status::INVALID, "slices is misaligned");
         for count in [0, 1, 3, usize::MAX] {
             let status = kvf_save_layers_put(save, [at; 3].as_ptr(), count);
@@ -624,7 +625,8 @@ fn layers_are_taken_in_order_each_once_and_none_is_kept_by_address() {
         refused(put(4), status::CLOSED, "this save was finished");
         kvf_save_layers_drop(save);
         // Of layers that have nothing, slices may be anywhere; and a save of no blocks has none.
-        let empty = abi::SaveLayersCall { slice_bytes: [0u32, 0].as_ptr(), ..call };
+        let nothing = [0u32; 2];
+        let empty = abi::SaveLayersCall { slice_bytes: nothing.as_ptr(), ..call };
         assert_eq!(kvf_save_layers_begin(opened.client, &raw const empty, &raw mut save), status::OK);
         assert_eq!(kvf_save_layers_put(save, [nowhere; 2].as_ptr(), 2), status::OK);
         kvf_save_layers_drop(save);
