@@ -1,4 +1,4 @@
-//! The example of an engine in C, one that cancels what it began, and one that reports by itself, compiled and run against a router and a node in
+//! The example of an engine in C, one that cancels what it began, one that saves layer by layer, and one that reports by itself, compiled and run against a router and a node in
 //! this process.
 //!
 //! Not here: what the interface refuses (`client-c/tests/hostile.rs`), and whether header and library agree
@@ -167,6 +167,9 @@ async fn an_engine_in_c_gets_its_own_bytes_back_and_memory_that_ended_is_its_own
     let said = run(program(place.path(), "tests/cancel.c"), [words.clone(), vec![rounds]].concat()).await;
     println!("{said}");
     // The release of a fetch that was cancelled may overtake it, and then its lease runs out instead.
+    until("no lease is held", || async { (leases().await? == 0).then_some(()) }).await;
+    let said = run(program(place.path(), "tests/save_layers.c"), words.clone()).await;
+    assert_eq!(said, "saved by layers, all bytes right\n");
     until("no lease is held", || async { (leases().await? == 0).then_some(()) }).await;
     an_engine_that_reports(program(place.path(), "tests/reports.c"), &words, &client).await;
     reports.abort();

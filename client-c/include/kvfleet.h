@@ -2,7 +2,7 @@
  *
  * Operations are submitted under a tag and polled; nothing here calls back. docs/ENGINES.md tells the same in order.
  *
- * Handles (kvf_client, kvf_queue, kvf_hasher, kvf_result, kvf_reporter, kvf_paths) are made and freed by this library. Structs with a field
+ * Handles (kvf_client, kvf_queue, kvf_hasher, kvf_result, kvf_layer_save, kvf_reporter, kvf_paths) are made and freed by this library. Structs with a field
  * `size` begin with it, and you set it to sizeof the struct: a release that knows more of it takes the smaller one,
  * one that knows less of it refuses it. In an array of such structs all have the size of the first, which is how far
  * they are apart. Structs without it never change; kvf_completion's size is an argument. Fields named `reserved` are 0,
@@ -38,7 +38,7 @@ extern "C" {
 #endif
 
 /* Grows when what is here means something else; a library of another number is of no use. */
-#define KVF_ABI_VERSION 3
+#define KVF_ABI_VERSION 4
 
 typedef int32_t kvf_status;
 enum {
@@ -308,6 +308,50 @@ kvf_status kvf_queue_close(kvf_queue *queue, uint64_t timeout_us);
 /* Closes, waits until no slice is in use, however long that takes, and frees. Results that were polled stay yours. */
 void kvf_queue_free(kvf_queue *queue);
 
+/* ---- saves by layer ---- */
+
+/* Blocks that are saved while they are computed: each layer is taken as it is there, and the slices are yours again when its
+ * call returns. Nothing of it is kept by address, and no queue is needed.
+ *
+ *   begin                        when the blocks to save are known, before their first layer
+ *   put, for each layer          behind its compute (where a connector's save_kv_layer is called)
+ *   finish                       behind the last one (its wait_for_save): the blocks go out on the client's threads
+ *   drop                         always, in the end. Without a finish before it nothing is saved
+ *
+ * What becomes of a save that was finished is not told: blocks that did not get to their node are computed again. */
+typedef struct kvf_layer_save kvf_layer_save;
+
+typedef struct kvf_save_layers_call {
+    uint32_t size;
+    uint32_t key_form;           /* as in kvf_save_call, and so are all fields of the same name */
+    kvf_asker asker;             /* its lease is released behind the save: give that of the request's fetch, or another one */
+    const char *address;
+    uint64_t epoch;
+    const kvf_hash *parent;
+    const kvf_hash *hashes;
+    size_t hashes_count;
+    const uint32_t *slice_bytes;
+    const kvf_lease *then_release; /* leases that end behind it, besides its own; may be null with 0 */
+    size_t then_release_count;
+    uint32_t layers;
+    uint32_t first_offset_blocks;
+} kvf_save_layers_call;
+
+/* Takes room for all of the blocks, in memory of the library. KVF_BUSY when there is none now: go on without saving them. */
+kvf_status kvf_save_layers_begin(kvf_client *client, const kvf_save_layers_call *call, kvf_layer_save **save);
+
+/* Copies the next layer: a slice of each block, in their order, each as long as slice_bytes says of that layer. Slices may be null
+ * where that is 0. What is refused takes nothing, and may be put again; a layer behind the last one is KVF_INVALID. Waits for nothing
+ * but another put of the same save. */
+kvf_status kvf_save_layers_put(kvf_layer_save *save, const void *const *slices, size_t slices_count);
+
+/* All layers were put: what was taken goes out. Does not wait for that. KVF_INVALID while layers are missing, and the save is as it
+ * was; after it every call but kvf_save_layers_drop is KVF_CLOSED. */
+kvf_status kvf_save_layers_finish(kvf_layer_save *save);
+
+/* Frees it. One that was finished goes on by itself. */
+void kvf_save_layers_drop(kvf_layer_save *save);
+
 /* ---- results ---- */
 
 /* Of a route that ended KVF_OK. */
@@ -440,6 +484,9 @@ typedef struct kvf_reporter_config {
     uint32_t every_ms;           /* time between two reports, 10000 at most; 0 for 200. Routers leave out who was silent for two
                                   * seconds */
     uint32_t without_links;      /* 1 to leave out how fast it read from nodes */
+    uint32_t silent_after_ms;    /* when the load was not said for so long, nothing is reported until it is: an engine that stands
+                                  * still gets no requests. An hour at most; 0 for 10000 */
+    uint32_t reserved;
 } kvf_reporter_config;
 
 /* What an instance is doing. */
@@ -454,7 +501,8 @@ typedef struct kvf_load {
 /* Begins with a load of nothing. */
 kvf_status kvf_reporter_open(kvf_client *client, const kvf_reporter_config *config, kvf_reporter **reporter);
 
-/* What the next reports say. Never waits. */
+/* What the next reports say, for `silent_after_ms` at most: say it from the loop that serves requests, also while nothing changes and
+ * while there are none. Never waits. */
 kvf_status kvf_reporter_load(kvf_reporter *reporter, const kvf_load *load);
 
 /* Says goodbye to the routers, which send no more requests then, and waits two seconds for that at most. */

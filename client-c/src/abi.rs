@@ -9,7 +9,7 @@ use crate::ResultHandle;
 use crate::status::Status;
 
 /// See `KVF_ABI_VERSION`.
-pub const ABI_VERSION: u32 = 3;
+pub const ABI_VERSION: u32 = 4;
 
 pub const ROUTE: u32 = 1;
 pub const FETCH: u32 = 2;
@@ -164,6 +164,22 @@ structs! {
         first_offset_blocks: u32,
     }
 
+    SaveLayersCall as "kvf_save_layers_call" {
+        size: u32,
+        key_form: u32,
+        asker: Asker,
+        address: *const c_char,
+        epoch: u64,
+        parent: *const Hash,
+        hashes: *const Hash,
+        hashes_count: usize,
+        slice_bytes: *const u32,
+        then_release: *const Lease,
+        then_release_count: usize,
+        layers: u32,
+        first_offset_blocks: u32,
+    }
+
     ReleaseCall as "kvf_release_call" {
         size: u32,
         reserved: u32,
@@ -260,6 +276,8 @@ structs! {
         has_node: u32,
         every_ms: u32,
         without_links: u32,
+        silent_after_ms: u32,
+        reserved: u32,
     }
 
     Load as "kvf_load" { size: u32, running: u32, waiting: u32, reserved: u32, queue_tokens: u64, }

@@ -15,9 +15,9 @@ use kv_core::id::{
 use kv_core::pipeline::Arrive;
 use kv_core::prefix::{IdentityManifest, KeyForm as ManifestForm};
 use kvfleet_client::{
-    Asker, ClientConfig, FetchCall, HeldLease, InstanceLoad, LayersCall, LayersOperation, Operation,
-    QueueLimits, RdmaSettings, ReporterConfig, RouteCall, SAVE_DEADLINE, SaveCall, Submission, SubmitError,
-    Transport,
+    Asker, ClientConfig, FetchCall, HeldLease, InstanceLoad, LayerSaveCall, LayersCall, LayersOperation,
+    Operation, QueueLimits, RdmaSettings, ReporterConfig, RouteCall, SAVE_DEADLINE, SaveCall, Submission,
+    SubmitError, Transport,
 };
 use kvfleet_proto::frame::{KeyForm, PAYLOAD_BYTES_MAX, SLICES_MAX, encoded_len};
 use kvfleet_proto::pb;
@@ -25,7 +25,7 @@ use kvfleet_transport::shm::ShmConfig;
 
 use crate::abi;
 use crate::handles::{ClientHandle, tls_files};
-use crate::raw::{check_size, several, sized, text, text_if_any};
+use crate::raw::{check_size, one, several, sized, text, text_if_any};
 use crate::slices::{Room, Table};
 use crate::status::Failure;
 
@@ -49,6 +49,13 @@ const REPORT_MS: u32 = 200;
 
 /// The longest there is: beyond it routers hear too seldom to send anything.
 const REPORT_MS_MAX: u32 = 10_000;
+
+/// How long a load is told again when it is not said, in milliseconds: many steps of an engine, and the longest that requests go to one that stands
+/// still.
+const SILENT_AFTER_MS: u32 = 10_000;
+
+/// The longest there is.
+const SILENT_AFTER_MS_MAX: u32 = 3_600_000;
 
 /// # Safety
 /// As the header says of `kvf_client_config`.
@@ -282,10 +289,9 @@ unsafe fn save(call: *const abi::SaveCall) -> Result<Operation<Room>, Failure> {
     // SAFETY: what the caller promised.
     let (call, hashes, slice_bytes, address, parent) = unsafe {
         let call = sized(call, "save_call")?;
-        let parent = if call.parent.is_null() { &[] } else { several(call.parent, 1, 1, "parent")? };
         let bytes = slice_bytes(call.slice_bytes, call.layers)?;
         let address = text(call.address, "address")?;
-        (call, hashes(call.hashes, call.hashes_count)?, bytes, address, parent.first())
+        (call, hashes(call.hashes, call.hashes_count)?, bytes, address, parent(call.parent)?)
     };
     let (identity, key_form) = (IdentityDigest(call.asker.identity.bytes), key_form(call.key_form)?);
     // SAFETY: what the caller promised; a save reads its slices, which nobody writes.
@@ -294,18 +300,10 @@ unsafe fn save(call: *const abi::SaveCall) -> Result<Operation<Room>, Failure> {
         Table::new(slices.iter().map(|slice| slice.cast_mut().cast()), slice_bytes)
     };
     Ok(Operation::Save(SaveCall {
-        asker: Asker {
-            lease: LeaseId(call.asker.lease),
-            request: RequestId(call.asker.request),
-            tenant: TenantId(call.asker.tenant),
-            category: category(&call.asker)?,
-            identity,
-            traceparent: String::new(),
-            class: qos(&call.asker, Class::Fetch)?,
-        },
+        asker: saver(&call.asker)?,
         address,
         epoch: Epoch(call.epoch),
-        parent: parent.map(|hash| BlockHash(hash.bytes)),
+        parent,
         first_offset_blocks: call.first_offset_blocks,
         frame_bytes: encoded_len(slice_bytes) as u64,
         frame: Table::frames(table, identity, hashes.clone(), key_form),
@@ -314,19 +312,70 @@ unsafe fn save(call: *const abi::SaveCall) -> Result<Operation<Room>, Failure> {
     }))
 }
 
+/// # Safety
+/// As the header says of `kvf_save_layers_call`.
+pub(crate) unsafe fn save_layers(call: *const abi::SaveLayersCall) -> Result<LayerSaveCall, Failure> {
+    // SAFETY: what the caller promised.
+    unsafe {
+        let call = sized(call, "save_layers_call")?;
+        Ok(LayerSaveCall {
+            asker: saver(&call.asker)?,
+            address: text(call.address, "address")?,
+            epoch: Epoch(call.epoch),
+            parent: parent(call.parent)?,
+            first_offset_blocks: call.first_offset_blocks,
+            hashes: hashes(call.hashes, call.hashes_count)?,
+            key_form: key_form(call.key_form)?,
+            slice_bytes: slice_bytes(call.slice_bytes, call.layers)?.to_vec(),
+            then_release: leases(call.then_release, call.then_release_count, "then_release")?,
+            deadline: SAVE_DEADLINE,
+        })
+    }
+}
+
 unsafe fn release(call: *const abi::ReleaseCall) -> Result<Operation<Room>, Failure> {
     // SAFETY: what the caller promised.
-    let leases = unsafe {
+    unsafe {
         let call = sized(call, "release_call")?;
         within(call.reserved, 0, 0, "release_call.reserved")?;
-        several(call.leases, call.leases_count, BLOCKS_MAX, "leases")?
-    };
+        Ok(Operation::Release(leases(call.leases, call.leases_count, "leases")?))
+    }
+}
+
+unsafe fn leases(
+    pointer: *const abi::Lease,
+    count: usize,
+    what: &'static str,
+) -> Result<Vec<HeldLease>, Failure> {
+    // SAFETY: what the caller promised.
+    let leases = unsafe { several(pointer, count, BLOCKS_MAX, what)? };
     let lease = |lease: &abi::Lease| {
         // SAFETY: what the caller promised.
         let address = unsafe { text(lease.address, "lease.address")? };
-        Ok::<_, Failure>(HeldLease { address, lease: LeaseId(lease.lease) })
+        Ok(HeldLease { address, lease: LeaseId(lease.lease) })
     };
-    Ok(Operation::Release(leases.iter().map(lease).collect::<Result<_, _>>()?))
+    leases.iter().map(lease).collect()
+}
+
+unsafe fn parent(pointer: *const abi::Hash) -> Result<Option<BlockHash>, Failure> {
+    if pointer.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: what the caller promised.
+    Ok(Some(BlockHash(unsafe { one(pointer, "parent")? }.bytes)))
+}
+
+/// Who saves.
+fn saver(asker: &abi::Asker) -> Result<Asker, Failure> {
+    Ok(Asker {
+        lease: LeaseId(asker.lease),
+        request: RequestId(asker.request),
+        tenant: TenantId(asker.tenant),
+        category: category(asker)?,
+        identity: IdentityDigest(asker.identity.bytes),
+        traceparent: String::new(),
+        class: qos(asker, Class::Fetch)?,
+    })
 }
 
 unsafe fn hashes(pointer: *const abi::Hash, count: usize) -> Result<Vec<BlockHash>, Failure> {
@@ -410,7 +459,11 @@ fn qos(asker: &abi::Asker, other: Class) -> Result<Option<Class>, Failure> {
 
 /// # Safety
 /// As the header says of `kvf_reporter_config`.
-pub(crate) unsafe fn reporter(config: *const abi::ReporterConfig) -> Result<ReporterConfig, Failure> {
+///
+/// Also for how long a load is told.
+pub(crate) unsafe fn reporter(
+    config: *const abi::ReporterConfig,
+) -> Result<(ReporterConfig, Duration), Failure> {
     // SAFETY: what the caller promised.
     let (config, address, host) = unsafe {
         let config = sized(config, "reporter_config")?;
@@ -424,17 +477,23 @@ pub(crate) unsafe fn reporter(config: *const abi::ReporterConfig) -> Result<Repo
         0 => REPORT_MS,
         said => said,
     };
+    within(config.reserved, 0, 0, "reporter_config.reserved")?;
+    let silent_after_ms = match within(config.silent_after_ms, 0, SILENT_AFTER_MS_MAX, "silent_after_ms")? {
+        0 => SILENT_AFTER_MS,
+        said => said,
+    };
     if address.is_empty() {
         return Err(Failure::Failed("address is empty: say where the instance takes requests".to_owned()));
     }
-    Ok(ReporterConfig {
+    let reporter = ReporterConfig {
         instance: InstanceId(config.instance),
         address,
         host: host.unwrap_or_default(),
         node: has_node.then_some(NodeId(config.node)),
         every: Duration::from_millis(every_ms.into()),
         links: within(config.without_links, 0, 1, "without_links")? == 0,
-    })
+    };
+    Ok((reporter, Duration::from_millis(silent_after_ms.into())))
 }
 
 /// # Safety

@@ -8,7 +8,7 @@
 #![allow(clippy::missing_safety_doc)] // the header says what each asks for
 #![allow(missing_docs)] // and what each does
 
-use std::ffi::c_char;
+use std::ffi::{c_char, c_void};
 use std::time::Duration;
 
 use kvfleet_client::{Completion, CompletionQueue, Progress, SubmitError};
@@ -17,7 +17,10 @@ use crate::raw::{check_size, give, one, put, put_several, put_text, several, tak
 use crate::results::name_of;
 use crate::slices::Room;
 use crate::status::{Failure, Status, guard, guard_number, last_error};
-use crate::{ClientHandle, HasherHandle, PathsHandle, QueueHandle, ReporterHandle, ResultHandle, abi, calls};
+use crate::{
+    ClientHandle, HasherHandle, LayerSaveHandle, PathsHandle, QueueHandle, ReporterHandle, ResultHandle, abi,
+    calls, raw,
+};
 
 /// Entries that are moved at a time: what a thread that computes can spare.
 const ENTRIES_AT_ONCE: usize = 64;
@@ -276,6 +279,50 @@ pub unsafe extern "C" fn kvf_queue_free(queue: *mut QueueHandle) {
 }
 
 #[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_save_layers_begin(
+    client: *mut ClientHandle,
+    call: *const abi::SaveLayersCall,
+    save: *mut *mut LayerSaveHandle,
+) -> Status {
+    // SAFETY: as the header asks.
+    guard(|| unsafe {
+        writable(save, "save")?;
+        put(save, give(one(client, "client")?.save_layers(calls::save_layers(call)?)?), "save")
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_save_layers_put(
+    save: *mut LayerSaveHandle,
+    slices: *const *const c_void,
+    slices_count: usize,
+) -> Status {
+    // SAFETY: as the header asks. What is read of the slices is copied before this returns.
+    guard(|| unsafe {
+        one(save, "save")?.put(|wanted| {
+            if slices_count != wanted.slices {
+                let (got, expected) = (slices_count as u64, format!("{}: one for each block", wanted.slices));
+                return Err(Failure::Range { what: "slices_count", got, expected });
+            }
+            let pointers = several(slices, slices_count, slices_count, "slices")?;
+            raw::slices(pointers, wanted.bytes, "one of the slices")
+        })
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_save_layers_finish(save: *mut LayerSaveHandle) -> Status {
+    // SAFETY: as the header asks.
+    guard(|| unsafe { one(save, "save")?.finish() })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_save_layers_drop(save: *mut LayerSaveHandle) {
+    // SAFETY: as the header asks.
+    guard_number(|| unsafe { take(save) }.into_iter().for_each(|save| save.free()));
+}
+
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_result_decision(
     result: *const ResultHandle,
     decision: *mut abi::Decision,
@@ -452,7 +499,9 @@ pub unsafe extern "C" fn kvf_reporter_open(
     // SAFETY: as the header asks.
     guard(|| unsafe {
         writable(reporter, "reporter")?;
-        put(reporter, give(one(client, "client")?.reporter(&calls::reporter(config)?)?), "reporter")
+        let client = one(client, "client")?;
+        let (config, silent_after) = calls::reporter(config)?;
+        put(reporter, give(client.reporter(&config, silent_after)?), "reporter")
     })
 }
 

@@ -8,12 +8,15 @@ use std::time::Duration;
 
 use kv_core::id::IdentityDigest;
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
-use kvfleet_client::{Client, ClientConfig, CompletionQueue, LinkReader, QueueLimits, ReporterConfig};
+use kvfleet_client::{
+    Client, ClientConfig, CompletionQueue, LayerSaveCall, LinkReader, QueueLimits, ReporterConfig,
+};
 use kvfleet_proto::tls::{Renewal, TlsFiles};
 use kvfleet_transport::renew::{RENEW_EVERY, keep_renewed};
 use tokio::runtime::{Builder, Runtime};
 
 use crate::abi;
+use crate::layer_saves::LayerSaveHandle;
 use crate::reports::{PathsHandle, ReporterHandle, link};
 use crate::slices::Room;
 use crate::status::Failure;
@@ -119,9 +122,18 @@ impl ClientHandle {
         Ok(links.take_most(most).iter().map(link).collect())
     }
 
-    /// Reports on its threads.
-    pub(crate) fn reporter(&self, config: &ReporterConfig) -> Result<ReporterHandle, Failure> {
-        ReporterHandle::open(&self.opened, config)
+    /// Reports on its threads, each load for so long at most.
+    pub(crate) fn reporter(
+        &self,
+        config: &ReporterConfig,
+        silent_after: Duration,
+    ) -> Result<ReporterHandle, Failure> {
+        ReporterHandle::open(&self.opened, config, silent_after)
+    }
+
+    /// Begins to save layer by layer.
+    pub(crate) fn save_layers(&self, call: LayerSaveCall) -> Result<LayerSaveHandle, Failure> {
+        LayerSaveHandle::begin(&self.opened, call)
     }
 }
 

@@ -6,7 +6,7 @@
 //! Not here: what the fields mean (`calls.rs`).
 #![allow(unsafe_code)] // the caller's pointers: docs/adr/0044
 
-use std::ffi::c_char;
+use std::ffi::{c_char, c_void};
 
 use crate::status::Failure;
 
@@ -75,6 +75,26 @@ pub(crate) unsafe fn several<'a, T>(
     check(pointer, what)?;
     // SAFETY: aligned and not null by the check; `count` is within a limit that no address space ends before.
     Ok(unsafe { std::slice::from_raw_parts(pointer, count) })
+}
+
+/// Slices of so many bytes each, null only where that is 0.
+///
+/// # Safety
+/// Those that are not null point to so many bytes that nobody changes while the result is used.
+pub(crate) unsafe fn slices<'a>(
+    pointers: &[*const c_void],
+    bytes: usize,
+    what: &'static str,
+) -> Result<Vec<&'a [u8]>, Failure> {
+    if bytes == 0 {
+        return Ok(vec![&[]; pointers.len()]);
+    }
+    let slice = |pointer: &*const c_void| {
+        check(pointer.cast::<u8>(), what)?;
+        // SAFETY: not null by the check, and so long by the caller's promise; `bytes` is what one slice of a frame may have.
+        Ok(unsafe { std::slice::from_raw_parts(pointer.cast(), bytes) })
+    };
+    pointers.iter().map(slice).collect()
 }
 
 /// A text with a 0 at its end.
@@ -212,6 +232,19 @@ mod tests {
                     matches!(read, Ok(7) if is_read) || matches!(read, Err(Failure::Size { .. }) if !is_read)
                 );
             }
+        }
+    }
+
+    #[test]
+    fn slices_are_there_or_are_refused() {
+        let bytes = [1u8, 2, 3];
+        let (at, null) = (bytes.as_ptr().cast::<c_void>(), std::ptr::null());
+        // SAFETY: what is not null has three bytes.
+        unsafe {
+            assert_eq!(slices(&[at, at], 3, "it").unwrap(), [&bytes[..], &bytes[..]]);
+            assert!(matches!(slices(&[at, null], 3, "it"), Err(Failure::Null { what: "it" })));
+            assert_eq!(slices(&[null, at], 0, "it").unwrap(), [&[] as &[u8]; 2]);
+            assert!(slices(&[], 3, "it").unwrap().is_empty());
         }
     }
 

@@ -4,7 +4,7 @@
 
 use std::ffi::CString;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kv_core::schedule::LinkPath;
 use kvfleet_client::{Client, InstanceLoad, Reporter, ReporterConfig};
@@ -77,25 +77,50 @@ pub(crate) fn link(sample: &pb::LinkSample) -> abi::Link {
 #[derive(Debug)]
 pub struct ReporterHandle {
     reporter: Option<Reporter>,
-    load: Arc<Mutex<InstanceLoad>>,
+    said: Arc<Mutex<Said>>,
     threads: Arc<Opened>,
 }
 
+/// What the engine said it is doing, and when.
+#[derive(Clone, Copy, Debug)]
+struct Said {
+    load: InstanceLoad,
+    at: Instant,
+}
+
+impl Said {
+    fn now(load: InstanceLoad) -> Said {
+        Said { load, at: Instant::now() }
+    }
+
+    /// What may still be told of it. The threads that report go on while those of an engine stand still: what it said long ago is
+    /// no word of what it does now.
+    fn fresh(&self, now: Instant, silent_after: Duration) -> Option<InstanceLoad> {
+        (now.saturating_duration_since(self.at) < silent_after).then_some(self.load)
+    }
+}
+
 impl ReporterHandle {
-    /// Begins to report on the client's threads.
-    pub(crate) fn open(threads: &Arc<Opened>, config: &ReporterConfig) -> Result<ReporterHandle, Failure> {
+    /// Begins to report on the client's threads, each load for so long at most.
+    pub(crate) fn open(
+        threads: &Arc<Opened>,
+        config: &ReporterConfig,
+        silent_after: Duration,
+    ) -> Result<ReporterHandle, Failure> {
         let (client, runtime) = threads.here()?;
-        let load = Arc::new(Mutex::new(InstanceLoad::default()));
-        let said = Arc::clone(&load);
+        let said = Arc::new(Mutex::new(Said::now(InstanceLoad::default())));
+        let heard = Arc::clone(&said);
         let _inside = runtime.enter();
-        let reporter = client.reporter(config, move || *said.lock().unwrap_or_else(PoisonError::into_inner));
-        Ok(ReporterHandle { reporter: Some(reporter), load, threads: Arc::clone(threads) })
+        let reporter = client.reporter_while(config, move || {
+            heard.lock().unwrap_or_else(PoisonError::into_inner).fresh(Instant::now(), silent_after)
+        });
+        Ok(ReporterHandle { reporter: Some(reporter), said, threads: Arc::clone(threads) })
     }
 
     /// What the next reports say.
     pub(crate) fn set_load(&self, load: InstanceLoad) -> Result<(), Failure> {
         self.threads.here()?;
-        *self.load.lock().unwrap_or_else(PoisonError::into_inner) = load;
+        *self.said.lock().unwrap_or_else(PoisonError::into_inner) = Said::now(load);
         Ok(())
     }
 
@@ -123,3 +148,19 @@ const _: () = {
     is_shared::<PathsHandle>();
     is_shared::<ReporterHandle>();
 };
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_load_that_was_said_long_ago_is_not_told() {
+        let load = InstanceLoad { running: 3, ..InstanceLoad::default() };
+        let (said, second) = (Said::now(load), Duration::from_secs(1));
+        let after = |span| said.fresh(said.at + span, second);
+        assert_eq!([after(Duration::ZERO), after(second / 2), after(second)], [Some(load), Some(load), None]);
+        let again = Said { at: said.at + second, ..said };
+        assert_eq!(again.fresh(said.at + second, second), Some(load), "said again, it is");
+        assert_eq!(again.fresh(said.at, second), Some(load), "also by a look that began before");
+    }
+}

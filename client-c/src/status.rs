@@ -6,7 +6,7 @@ use std::any::Any;
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use kvfleet_client::SubmitError;
+use kvfleet_client::{LayerSaveError, SubmitError};
 
 /// What functions return and operations end with; the header has the same numbers.
 pub type Status = i32;
@@ -113,6 +113,12 @@ pub(crate) enum Failure {
     /// See [`SubmitError`].
     #[error(transparent)]
     Submit(#[from] SubmitError),
+    /// See [`LayerSaveError`].
+    #[error(transparent)]
+    LayerSave(#[from] LayerSaveError),
+    /// A save by layers of which nothing more is taken.
+    #[error("this save was finished: free it, and begin another one")]
+    Finished,
     /// No such operation or part.
     #[error("there is no {what}")]
     NotFound {
@@ -142,12 +148,13 @@ impl Failure {
             | Failure::Range { .. }
             | Failure::Text { .. } => INVALID,
             Failure::TooLong { .. } | Failure::Submit(SubmitError::TooLarge { .. }) => TOO_LARGE,
-            Failure::Submit(SubmitError::Busy { .. }) => BUSY,
+            Failure::Submit(SubmitError::Busy { .. }) | Failure::LayerSave(LayerSaveError::Busy(_)) => BUSY,
+            Failure::LayerSave(LayerSaveError::Layers { .. } | LayerSaveError::Slices { .. }) => INVALID,
             Failure::Submit(SubmitError::TagInUse { .. }) => TAG_IN_USE,
-            Failure::Submit(SubmitError::Closed) => CLOSED,
+            Failure::Submit(SubmitError::Closed) | Failure::Finished => CLOSED,
             Failure::NotFound { .. } => NOT_FOUND,
             Failure::TimedOut => TIMED_OUT,
-            Failure::Failed(_) | Failure::Forked => FAILED,
+            Failure::Failed(_) | Failure::Forked | Failure::LayerSave(_) => FAILED,
             Failure::Panicked(_) => PANICKED,
         }
     }

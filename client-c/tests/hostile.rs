@@ -7,9 +7,10 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::Path;
 use std::ptr::{null, null_mut};
 
+use kvfleet_client::SAVE_QUEUE_CALLS_MAX;
 use kvfleet_client_c::entry::*;
 use kvfleet_client_c::status::{self, Status};
-use kvfleet_client_c::{ClientHandle, HasherHandle, QueueHandle, abi};
+use kvfleet_client_c::{ClientHandle, HasherHandle, LayerSaveHandle, QueueHandle, abi};
 use kvfleet_errors_doc::says;
 
 fn sentence() -> String {
@@ -175,6 +176,9 @@ fn null_is_refused_everywhere_and_freed_as_nothing() {
             kvf_client_links(null_mut(), null_mut(), 0, size_of::<abi::Link>(), count),
             kvf_reporter_open(null_mut(), null(), null_mut()),
             kvf_reporter_load(null_mut(), null()),
+            kvf_save_layers_begin(null_mut(), null(), null_mut()),
+            kvf_save_layers_put(null_mut(), null(), 0),
+            kvf_save_layers_finish(null_mut()),
         ] {
             refused(status, status::INVALID, "is null");
         }
@@ -186,6 +190,7 @@ fn null_is_refused_everywhere_and_freed_as_nothing() {
         kvf_result_free(null_mut());
         kvf_paths_free(null_mut());
         kvf_reporter_free(null_mut());
+        kvf_save_layers_drop(null_mut());
         for number in [status::OK, status::LOST, 999, -1] {
             assert!(!CStr::from_ptr(kvf_status_name(number)).is_empty());
         }
@@ -253,6 +258,11 @@ fn a_forked_process_is_told_so_and_does_not_hang_when_it_frees() {
     // SAFETY: what is pointed to lives until after the call.
     let status = unsafe { kvf_reporter_open(opened.client, &raw const config, &raw mut reporter) };
     assert_eq!(status, status::OK);
+    let mut save = null_mut();
+    let layers = memory.save_layers();
+    // SAFETY: the same.
+    let status = unsafe { kvf_save_layers_begin(opened.client, &raw const layers, &raw mut save) };
+    assert_eq!(status, status::OK);
     let size = u32::try_from(size_of::<abi::Load>()).unwrap();
     let load = abi::Load { size, running: 0, waiting: 0, reserved: 0, queue_tokens: 0 };
     // SAFETY: the child calls the library, which leaves it alone, and ends without returning.
@@ -273,17 +283,22 @@ fn a_forked_process_is_told_so_and_does_not_hang_when_it_frees() {
                 kvf_reporter_open(opened.client, &raw const config, &raw mut reporter),
                 kvf_client_paths(opened.client, &raw mut paths),
                 kvf_client_links(opened.client, null_mut(), 0, size_of::<abi::Link>(), &raw mut count),
+                kvf_save_layers_begin(opened.client, &raw const layers, &raw mut save),
+                kvf_save_layers_put(save, null(), 0),
+                kvf_save_layers_finish(save),
             ];
+            kvf_save_layers_drop(save);
             kvf_reporter_free(reporter);
             kvf_queue_free(opened.queue);
             kvf_client_free(opened.client);
-            _exit(i32::from(statuses != [status::FAILED; 10]));
+            _exit(i32::from(statuses != [status::FAILED; 13]));
         }
         let mut ended = -1;
         assert_eq!(waitpid(child, &raw mut ended, 0), child);
         assert_eq!(ended, 0, "it was stopped, or was answered otherwise");
         assert_eq!(kvf_reporter_load(reporter, &raw const load), status::OK);
         kvf_reporter_free(reporter);
+        kvf_save_layers_drop(save);
         // The parent's goes on as before.
         assert_eq!(kvf_queue_cancel(opened.queue, 1), status::OK);
         let entry = waited(&opened)[0];
@@ -372,6 +387,8 @@ fn reporter_config(address: *const c_char) -> abi::ReporterConfig {
         has_node: 0,
         every_ms: 1,
         without_links: 0,
+        silent_after_ms: 0,
+        reserved: 0,
     }
 }
 
@@ -392,6 +409,13 @@ fn a_reporter_that_makes_no_sense_is_refused_and_one_without_routers_ends() {
     refused(open(abi::ReporterConfig { node: 1, ..good }), status::INVALID, "node is 1, expected 0");
     refused(open(abi::ReporterConfig { every_ms: 10_001, ..good }), status::INVALID, "every_ms is 10001");
     refused(open(abi::ReporterConfig { without_links: 2, ..good }), status::INVALID, "without_links is 2");
+    let hours = abi::ReporterConfig { silent_after_ms: 3_600_001, ..good };
+    refused(open(hours), status::INVALID, "silent_after_ms is 3600001, expected 0 to 3600000");
+    refused(
+        open(abi::ReporterConfig { reserved: 1, ..good }),
+        status::INVALID,
+        "reporter_config.reserved is 1",
+    );
     assert_eq!(open(good), status::OK);
     let size = u32::try_from(size_of::<abi::Load>()).unwrap();
     let load = abi::Load { size, running: 1, waiting: 2, reserved: 0, queue_tokens: 3 };
@@ -495,6 +519,160 @@ impl Memory {
             first_offset_blocks: 0,
         }
     }
+
+    fn save_layers(&self) -> abi::SaveLayersCall {
+        abi::SaveLayersCall {
+            size: u32::try_from(size_of::<abi::SaveLayersCall>()).unwrap(),
+            key_form: 1,
+            asker: abi::Asker::default(),
+            address: c"127.0.0.1:9".as_ptr(),
+            epoch: 1,
+            parent: null(),
+            hashes: self.hashes.as_ptr(),
+            hashes_count: 2,
+            slice_bytes: self.slice_bytes.as_ptr(),
+            then_release: null(),
+            then_release_count: 0,
+            layers: 2,
+            first_offset_blocks: 0,
+        }
+    }
+}
+
+#[test]
+fn a_save_by_layers_that_makes_no_sense_is_refused_and_one_too_many_is_busy() {
+    let (opened, memory) = (opened(null()), Memory::new());
+    let good = memory.save_layers();
+    let begin = |call: abi::SaveLayersCall| {
+        let mut save: *mut LayerSaveHandle = null_mut();
+        // SAFETY: what is pointed to lives until after the call.
+        let status = unsafe { kvf_save_layers_begin(opened.client, &raw const call, &raw mut save) };
+        assert_eq!(save.is_null(), status != status::OK);
+        (status, save)
+    };
+    let refuses = |call, expected, words: &str| refused(begin(call).0, expected, words);
+    refuses(abi::SaveLayersCall { size: 8, ..good }, status::INVALID, "save_layers_call.size is 8");
+    refuses(abi::SaveLayersCall { key_form: 2, ..good }, status::INVALID, "key_form is 2");
+    refuses(abi::SaveLayersCall { address: null(), ..good }, status::INVALID, "address is null");
+    refuses(abi::SaveLayersCall { hashes: null(), ..good }, status::INVALID, "hashes is null");
+    refuses(abi::SaveLayersCall { hashes_count: usize::MAX, ..good }, status::TOO_LARGE, "hashes has");
+    refuses(abi::SaveLayersCall { layers: 0, ..good }, status::INVALID, "layers is 0");
+    refuses(abi::SaveLayersCall { layers: u32::MAX, ..good }, status::INVALID, "layers is 4294967295");
+    refuses(abi::SaveLayersCall { slice_bytes: null(), ..good }, status::INVALID, "slice_bytes is null");
+    refuses(abi::SaveLayersCall { then_release_count: 1, ..good }, status::INVALID, "then_release is null");
+    let odd = good.hashes.cast::<u32>().wrapping_byte_add(1).cast();
+    refuses(abi::SaveLayersCall { slice_bytes: odd, ..good }, status::INVALID, "slice_bytes is misaligned");
+    let huge = [u32::MAX; 2];
+    refuses(abi::SaveLayersCall { slice_bytes: huge.as_ptr(), ..good }, status::TOO_LARGE, "slice_bytes has");
+    let fetch = abi::Asker { qos: abi::QOS_FETCH, ..abi::Asker::default() };
+    refuses(abi::SaveLayersCall { asker: fetch, ..good }, status::INVALID, "asker.qos is 1");
+    // SAFETY: nothing is written to null.
+    let status = unsafe { kvf_save_layers_begin(opened.client, &raw const good, null_mut()) };
+    refused(status, status::INVALID, "save is null");
+    // None of these kept room: as many fit as are ever taken.
+    let mut taken = Vec::new();
+    let full = loop {
+        match begin(good) {
+            (status::OK, save) => taken.push(save),
+            (status, _) => break status,
+        }
+    };
+    refused(full, status::BUSY, "");
+    assert_eq!(taken.len(), SAVE_QUEUE_CALLS_MAX);
+    // SAFETY: once each.
+    unsafe {
+        kvf_save_layers_drop(taken.pop().unwrap());
+        let (status, again) = begin(good);
+        assert_eq!(status, status::OK, "what was dropped made room");
+        taken.into_iter().chain([again]).for_each(|save| kvf_save_layers_drop(save));
+    }
+}
+
+#[test]
+fn layers_are_taken_in_order_each_once_and_none_is_kept_by_address() {
+    let (opened, memory) = (opened(null()), Memory::new());
+    let (call, mut save) = (memory.save_layers(), null_mut());
+    // SAFETY: what is pointed to lives until after the calls; what is not null has as many bytes as is said.
+    unsafe {
+        assert_eq!(kvf_save_layers_begin(opened.client, &raw const call, &raw mut save), status::OK);
+        let put = |bytes: usize| {
+            // Gone when the call has returned.
+            let slices = [vec![7u8; bytes], vec![8u8; bytes]];
+            let pointers = slices.each_ref().map(|slice| slice.as_ptr().cast::<c_void>());
+            kvf_save_layers_put(save, pointers.as_ptr(), 2)
+        };
+        let bytes = [0u8; 8];
+        let (at, nowhere): (*const c_void, *const c_void) = (bytes.as_ptr().cast(), null());
+        refused(kvf_save_layers_put(save, null(), 2), status::INVALID, "slices is null");
+        let three = [at; 3];
+        let odd = three.as_ptr().wrapping_byte_add(1);
+        refused(kvf_save_layers_put(save, odd, 2), status::INVALID, "slices is misaligned");
+        for count in [0, 1, 3, usize::MAX] {
+            let status = kvf_save_layers_put(save, [at; 3].as_ptr(), count);
+            refused(status, status::INVALID, "expected 2: one for each block");
+        }
+        let status = kvf_save_layers_put(save, [at, nowhere].as_ptr(), 2);
+        refused(status, status::INVALID, "one of the slices is null");
+        refused(kvf_save_layers_finish(save), status::INVALID, "a save of 2 layers got 0");
+        assert_eq!(put(8), status::OK, "what was refused took nothing");
+        refused(kvf_save_layers_finish(save), status::INVALID, "a save of 2 layers got 1");
+        says("C: a save by layers that lacks one", &sentence(), &[]);
+        assert_eq!(put(4), status::OK);
+        refused(put(4), status::INVALID, "a save of 2 layers got 3");
+        assert_eq!(kvf_save_layers_finish(save), status::OK);
+        refused(kvf_save_layers_finish(save), status::CLOSED, "this save was finished");
+        says("C: a save by layers that was finished", &sentence(), &[]);
+        refused(put(4), status::CLOSED, "this save was finished");
+        kvf_save_layers_drop(save);
+        // Of layers that have nothing, slices may be anywhere; and a save of no blocks has none.
+        let nothing = [0u32; 2];
+        let empty = abi::SaveLayersCall { slice_bytes: nothing.as_ptr(), ..call };
+        assert_eq!(kvf_save_layers_begin(opened.client, &raw const empty, &raw mut save), status::OK);
+        assert_eq!(kvf_save_layers_put(save, [nowhere; 2].as_ptr(), 2), status::OK);
+        kvf_save_layers_drop(save);
+        let none = abi::SaveLayersCall { hashes_count: 0, ..call };
+        assert_eq!(kvf_save_layers_begin(opened.client, &raw const none, &raw mut save), status::OK);
+        assert_eq!(kvf_save_layers_put(save, null(), 0), status::OK);
+        kvf_save_layers_drop(save);
+    }
+}
+
+#[test]
+fn threads_that_put_and_finish_at_once_are_put_in_order() {
+    struct Shared(*mut LayerSaveHandle);
+    // SAFETY: C uses handles from any thread.
+    unsafe impl Send for Shared {}
+    // SAFETY: the same.
+    unsafe impl Sync for Shared {}
+    let (opened, memory) = (opened(null()), Memory::new());
+    let layers = [8u32; 64];
+    let call = abi::SaveLayersCall { layers: 64, slice_bytes: layers.as_ptr(), ..memory.save_layers() };
+    let mut save = null_mut();
+    // SAFETY: what is pointed to lives until after the call.
+    let status = unsafe { kvf_save_layers_begin(opened.client, &raw const call, &raw mut save) };
+    assert_eq!(status, status::OK);
+    let shared = Shared(save);
+    let ended: Vec<(u32, u32)> = std::thread::scope(|scope| {
+        let one = || {
+            let (Shared(save), bytes) = (&shared, [1u8; 8]);
+            let slices: [*const c_void; 2] = [bytes.as_ptr().cast(); 2];
+            let (mut puts, mut finishes) = (0, 0);
+            for _ in 0..64 {
+                // SAFETY: the save is dropped behind all of these.
+                unsafe {
+                    puts += u32::from(kvf_save_layers_put(*save, slices.as_ptr(), 2) == status::OK);
+                    finishes += u32::from(kvf_save_layers_finish(*save) == status::OK);
+                }
+            }
+            (puts, finishes)
+        };
+        let threads: Vec<_> = (0..4).map(|_| scope.spawn(one)).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    let sums = ended.iter().fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+    assert_eq!(sums, (64, 1), "each layer once, and finished once");
+    // SAFETY: once.
+    unsafe { kvf_save_layers_drop(save) };
 }
 
 fn operation<T>(kind: u32, tag: u64, call: &T) -> abi::Operation {

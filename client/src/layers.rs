@@ -116,10 +116,51 @@ pub struct SourceEnd<R> {
     pub wrong_blocks: u32,
 }
 
-/// A fetch under way. Dropping it ends it; rooms that were not handed back are dropped too.
+/// A room that came back without its block having been told as [`LayerEvent::Arrived`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RoomBack<R> {
+    /// Which block of the request.
+    pub block: u32,
+    /// Its room.
+    pub room: R,
+    /// So many leading layers are in it, and proven: all of them, if it came whole unheard.
+    pub layers: u32,
+}
+
+/// Rooms of a fetch that is over, as its tasks let go of them. Dropping it drops those that are still to come, as soon as they do.
+#[derive(Debug)]
+pub struct RoomsLeft<R> {
+    back: mpsc::UnboundedReceiver<RoomBack<R>>,
+}
+
+impl<R> RoomsLeft<R> {
+    /// All that come, in ascending order of their blocks: some moments, in which nothing is waited for but the tasks' own turn.
+    pub async fn all(mut self) -> Vec<RoomBack<R>> {
+        let mut all = Vec::new();
+        while let Some(back) = self.back.recv().await {
+            all.push(back);
+        }
+        all.sort_by_key(|back| back.block);
+        all
+    }
+
+    /// One that has come, for a thread that never waits.
+    pub fn poll(&mut self) -> Option<RoomBack<R>> {
+        self.back.try_recv().ok()
+    }
+
+    /// Whether all have come and were taken: nothing is written to any room of the fetch any more.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.back.is_closed() && self.back.is_empty()
+    }
+}
+
+/// A fetch under way. Dropping it ends it; rooms that were not handed back are dropped too ([`LayerFetch::close`] gives them back).
 #[derive(Debug)]
 pub struct LayerFetch<R> {
     events: mpsc::UnboundedReceiver<LayerEvent<R>>,
+    back: mpsc::UnboundedReceiver<RoomBack<R>>,
     turn: watch::Sender<Option<Instant>>,
     layers: u32,
     arrive: Arrive,
@@ -185,6 +226,18 @@ impl<R> LayerFetch<R> {
         self.events.try_recv().ok()
     }
 
+    /// Ends it: what is on its way is not waited for. What has happened until now is still heard by [`LayerFetch::poll`].
+    pub fn close(&mut self) {
+        self.events.close();
+    }
+
+    /// Ends it. Rooms that were not handed back come as soon as nothing is written to them any more.
+    #[must_use]
+    pub fn rooms_left(mut self) -> RoomsLeft<R> {
+        self.close();
+        RoomsLeft { back: self.back }
+    }
+
     /// Whether every source has ended and all of that was heard.
     #[must_use]
     pub fn is_over(&self) -> bool {
@@ -210,6 +263,7 @@ impl Client {
         }
         let (turn, turns) = watch::channel(None);
         let (sender, events) = mpsc::unbounded_channel();
+        let (giver, back) = mpsc::unbounded_channel();
         let mut rooms = rooms;
         let slices = rooms.first_mut().map(slices_of).unwrap_or_default();
         let layers = u32::try_from(slices.len()).unwrap_or(u32::MAX);
@@ -217,12 +271,13 @@ impl Client {
         let mut rooms = rooms.into_iter();
         for (position, source) in plan.call.fetch.sources.iter().enumerate() {
             let of_source = rooms.by_ref().take(source.len_blocks as usize);
-            let rooms = Rooms::new(source.start_blocks, of_source, sender.clone());
+            let rooms = Rooms::new(source.start_blocks, of_source, sender.clone(), giver.clone());
             let feed = Feed::new(Arc::clone(&plan), position, rooms, turns.clone(), self.links.clone());
             tokio::spawn(feed.run(self.paths.clone()));
         }
         Ok(LayerFetch {
             events,
+            back,
             turn,
             layers,
             arrive: plan.call.arrive,

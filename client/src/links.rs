@@ -104,24 +104,25 @@ impl Links {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Bytes a second that came of these sources together, each as in all fetches since its node's start, whatever the path; nothing
-    /// where one of them is not known.
+    /// Bytes a second that came of the nodes of these sources together, each as in all fetches since its start, whatever the path; nothing
+    /// where one of them is not known. What several sources bring from one node comes over one link.
     pub(crate) fn rate(&self, sources: &[pb::Source]) -> Option<u64> {
         let known = self.known();
-        let of = |source: &pb::Source| {
+        let mut nodes: BTreeMap<(NodeId, Epoch), BTreeSet<u32>> = BTreeMap::new();
+        for source in sources {
+            let tiers = nodes.entry((NodeId(source.node), Epoch(source.epoch))).or_default();
             // Blocks that came out of several tiers were of it too.
-            let tiers = [0, source.tier.saturating_add(1)];
-            let is_it = |key: &Key| {
-                (key.node, key.epoch) == (NodeId(source.node), Epoch(source.epoch))
-                    && tiers.contains(&key.tier)
-            };
+            tiers.extend([0, source.tier.saturating_add(1)]);
+        }
+        let of = |(node, tiers): (&(NodeId, Epoch), &BTreeSet<u32>)| {
+            let is_it = |key: &Key| (key.node, key.epoch) == *node && tiers.contains(&key.tier);
             let sums = known.sums.iter().filter(|(key, _)| is_it(key)).map(|(_, sums)| sums);
             let (bytes, seconds) = sums.fold((0.0, 0.0), |(bytes, seconds), sums| {
                 (bytes + sums.bytes as f64, seconds + sums.stream.as_secs_f64())
             });
             (seconds > 0.0).then_some((bytes / seconds) as u64)
         };
-        sources.iter().map(of).try_fold(0u64, |sum, rate| Some(sum.saturating_add(rate?)))
+        nodes.iter().map(of).try_fold(0u64, |sum, rate| Some(sum.saturating_add(rate?)))
     }
 
     /// Counts a fetch whose blocks came out of this tier, if all did.
@@ -345,6 +346,29 @@ mod tests {
         assert_eq!(said, [(0, 1, 1), (2999, 1, 1), (2999, 2, 1)]);
         links.fetched((NodeId(2999), Epoch(3)), None, Some(Tier::Dram), &two);
         assert!(links.known().sums.keys().all(|key| key.node != NodeId(2999) || key.epoch == Epoch(3)));
+    }
+
+    #[test]
+    fn what_comes_of_one_node_counts_once_however_many_sources_it_is() {
+        let links = Links::default();
+        let source = |node, tier: Tier| pb::Source {
+            node,
+            epoch: 2,
+            address: format!("node:{node}"),
+            start_blocks: 0,
+            len_blocks: 1,
+            tier: tier as u32,
+        };
+        let (dram, ssd) = (source(1, Tier::Dram), source(1, Tier::Ssd));
+        assert_eq!((links.rate(&[]), links.rate(std::slice::from_ref(&dram))), (Some(0), None));
+        links.fetched(NODE, None, Some(Tier::Dram), &timed(11));
+        let one = Some(1_000_000);
+        assert_eq!(links.rate(&[dram.clone(), dram.clone()]), one);
+        assert_eq!(links.rate(&[dram.clone(), ssd.clone()]), one, "its other tier is as good as known");
+        assert_eq!(links.rate(std::slice::from_ref(&ssd)), None);
+        links.fetched((NodeId(3), Epoch(2)), None, Some(Tier::Dram), &timed(11));
+        let apart = [dram.clone(), source(3, Tier::Dram), ssd, dram];
+        assert_eq!(links.rate(&apart), Some(2_000_000), "two nodes bring twice as much");
     }
 
     #[test]

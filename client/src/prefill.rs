@@ -3,7 +3,8 @@
 //! [`Client::prefill`] joins what is apart elsewhere: the read buffer is sized by what loading takes longer than computing
 //! ([`Preload`]), slices come in the order of layers ([`Client::fetch_layers`]), the deadline is what recomputing costs, and at each
 //! moment [`Race`] says whether compute waits or computes what has not come. So a request never takes longer than if nothing
-//! had been cached, but for the 64th of it that a wait in vain may cost.
+//! had been cached, but for the 64th of it that a wait in vain may cost, or two milliseconds where that is more: timers tell no
+//! less apart.
 //!
 //! ```text
 //! let mut prefill = client.prefill(call, rooms)?;      // the read buffer fills while other jobs compute
@@ -15,7 +16,7 @@
 //!         Next::Done | Next::Wait { .. } => break,
 //!     }
 //! }
-//! let end = prefill.end();                             // what came, what was computed, and the leases to release
+//! let end = prefill.end();                             // what came, what was computed, every room, and the leases to release
 //! ```
 //!
 //! Not here: computing, saving what was computed (`layer_save.rs`), and the rules ([`kv_core::pipeline`]).
@@ -24,7 +25,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Duration;
 
-use kv_core::pipeline::{Arrive, Costs, Next, Preload, PreloadWork, Race, WAIT_SHARE};
+use kv_core::pipeline::{Arrive, Costs, Next, Preload, PreloadWork, Race};
 use kvfleet_proto::frame::SLICES_MAX;
 use kvfleet_proto::pb;
 use tokio::time::{Instant, timeout_at};
@@ -32,8 +33,8 @@ use tokio::time::{Instant, timeout_at};
 use crate::fetch::check_sources;
 use crate::layers::slices_of;
 use crate::{
-    BlockRoom, Client, FetchCall, FetchError, HeldLease, LayerEvent, LayerFetch, LayersCall, SourceEnd,
-    SourceMiss,
+    BlockRoom, Client, FetchCall, FetchError, HeldLease, LayerEvent, LayerFetch, LayersCall, RoomBack,
+    RoomsLeft, SourceEnd, SourceMiss,
 };
 
 /// How late timers are: a wait ends so much sooner, and counts as long as it was to be.
@@ -72,6 +73,7 @@ pub struct Prefill<R> {
     /// The blocks of the sources.
     blocks: Range<u32>,
     arrived: BTreeMap<u32, R>,
+    absent: Vec<RoomBack<R>>,
     ends: Vec<SourceEnd<R>>,
     /// Of each source that has not ended what its node may hold.
     awaited: BTreeMap<usize, HeldLease>,
@@ -80,15 +82,21 @@ pub struct Prefill<R> {
     /// The end of a wait that is over.
     waited_ns: u64,
     work: PreloadWork,
-    recompute_ns: u64,
+    /// What may be idled in vain.
+    wait_ns: u64,
 }
 
 /// What came of a prefill.
 #[derive(Debug)]
 pub struct PrefillEnd<R> {
     /// Blocks that came whole, by their number in the request. A block behind one of its source that was still to come is not among
-    /// them: its room is dropped, as are those of blocks that did not come.
+    /// them, but in `rest`.
     pub arrived: BTreeMap<u32, R>,
+    /// Rooms of blocks that did not come whole, of sources that have ended: in ascending order, with what is in them.
+    pub absent: Vec<RoomBack<R>>,
+    /// All other rooms: of sources that were still awaited. They come when nothing is written to them any more, which is not waited for
+    /// here.
+    pub rest: RoomsLeft<R>,
     /// Blocks that were computed although a source had them, in ascending order. Some of them may have come all the same.
     pub computed: Vec<u32>,
     /// Sources that said why they fell short. One that was still awaited at the end says nothing.
@@ -135,14 +143,14 @@ impl Client {
         let read_buffer_bytes =
             Preload::new(work, &slices, blocks, call.read_buffer_bytes_max).buffer_bytes();
         let mut fetch = call.fetch;
-        fetch.deadline = fetch.deadline.min(Duration::from_nanos(call.costs.deadline_ns()));
+        fetch.deadline = fetch.deadline.min(Duration::from_nanos(call.costs.deadline_ns(TIMER_GRAIN_NS)));
         let blocks = fetch.resident_blocks..fetch.resident_blocks.saturating_add(blocks);
         let lease = fetch.lease;
         let held = |source: &pb::Source| HeldLease { address: source.address.clone(), lease };
         let awaited: BTreeMap<_, _> = fetch.sources.iter().map(held).enumerate().collect();
-        let recompute_ns = call.costs.recompute_ns();
+        let wait_ns = call.costs.wait_ns(TIMER_GRAIN_NS);
         let origin = Instant::now();
-        let race = Race::new(call.costs, &slices, Arrive::ByLayer, bytes_per_s, 0);
+        let race = Race::by_clock(call.costs, &slices, Arrive::ByLayer, bytes_per_s, 0, TIMER_GRAIN_NS);
         let fetch = self.fetch_layers(
             LayersCall {
                 fetch,
@@ -154,7 +162,7 @@ impl Client {
             },
             rooms,
         )?;
-        let (arrived, ends) = (BTreeMap::new(), Vec::new());
+        let (arrived, absent, ends) = (BTreeMap::new(), Vec::new(), Vec::new());
         Ok(Prefill {
             fetch,
             race,
@@ -162,13 +170,14 @@ impl Client {
             read_buffer_bytes,
             blocks,
             arrived,
+            absent,
             ends,
             awaited,
             is_begun: false,
             is_over: false,
             waited_ns: 0,
             work,
-            recompute_ns,
+            wait_ns,
         })
     }
 }
@@ -205,7 +214,7 @@ impl<R> Prefill<R> {
     /// where the first of each source would not be whole within that.
     fn blocks_first(&self) -> u32 {
         let left_ns = self.race.missing_bytes() as f64 / self.work.bytes_per_s.max(1) as f64 * 1e9;
-        let credit_ns = self.recompute_ns as f64 / (2 * WAIT_SHARE) as f64;
+        let credit_ns = self.wait_ns as f64 / 2.0;
         let blocks = f64::from(self.blocks.end - self.blocks.start);
         if left_ns * self.awaited.len() as f64 > credit_ns * blocks {
             return 0;
@@ -256,8 +265,13 @@ impl<R> Prefill<R> {
     /// The prefill is over, or nobody wants it any more: what is still on its way is not waited for.
     #[must_use]
     pub fn end(mut self) -> PrefillEnd<R> {
-        self.hear();
         let computed = self.pass().collect();
+        // What happens from here on comes by way of the rooms that are left.
+        self.fetch.close();
+        while let Some(event) = self.fetch.poll() {
+            self.told(event);
+        }
+        self.absent.sort_by_key(|back| back.block);
         let ended = self.ends.iter().filter_map(|end| end.lease.clone());
         PrefillEnd {
             computed,
@@ -269,6 +283,8 @@ impl<R> Prefill<R> {
             idle: Duration::from_nanos(self.race.idle_ns()),
             saved: Duration::from_nanos(self.race.saved_ns()),
             arrived: self.arrived,
+            absent: self.absent,
+            rest: self.fetch.rooms_left(),
         }
     }
 
@@ -317,8 +333,12 @@ impl<R> Prefill<R> {
             LayerEvent::Short { blocks } => {
                 blocks.for_each(|block| self.race.lost(block - self.blocks.start));
             }
-            LayerEvent::Ended(end) => {
-                end.absent.iter().for_each(|(block, _)| self.race.lost(block - self.blocks.start));
+            LayerEvent::Ended(mut end) => {
+                for (block, room) in end.absent.drain(..) {
+                    let number = block - self.blocks.start;
+                    self.race.lost(number);
+                    self.absent.push(RoomBack { block, room, layers: self.race.here(number) });
+                }
                 self.awaited.remove(&end.source);
                 self.ends.push(*end);
             }

@@ -78,10 +78,23 @@ impl Reporter {
 
 impl Client {
     /// Begins to report to every router what `load` says, and what this client's fetches came to. Needs a tokio runtime.
+    ///
+    /// `load` is asked on that runtime, which goes on while the engine's own threads stand still: what it says must be what they
+    /// are doing now. Where that is not known, [`Client::reporter_while`] is silent.
     pub fn reporter(
         &self,
         config: &ReporterConfig,
         load: impl Fn() -> InstanceLoad + Send + Sync + 'static,
+    ) -> Reporter {
+        self.reporter_while(config, move || Some(load()))
+    }
+
+    /// The same while `load` says something. Nothing is reported otherwise, so that routers leave the instance out as they do one
+    /// that fell silent, and take it back with the first report that follows.
+    pub fn reporter_while(
+        &self,
+        config: &ReporterConfig,
+        load: impl Fn() -> Option<InstanceLoad> + Send + Sync + 'static,
     ) -> Reporter {
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let fixed = pb::ReportRequest {
@@ -93,7 +106,7 @@ impl Client {
             started_us: u64::try_from(started.as_micros()).unwrap_or(u64::MAX),
             ..pb::ReportRequest::default()
         };
-        let load: Arc<dyn Fn() -> InstanceLoad + Send + Sync> = Arc::new(load);
+        let load: Arc<Load> = Arc::new(load);
         let (stop, stopped) = watch::channel(false);
         let task = |(address, client): (&str, RouterClient<Channel>)| {
             let one = OneRouter {
@@ -106,6 +119,7 @@ impl Client {
                 links: config.links.then(|| LinkReader::from_now(self.links.clone())),
                 heard: Instant::now(),
                 is_reachable: true,
+                is_known: true,
             };
             tokio::spawn(one.run(stopped.clone()))
         };
@@ -113,16 +127,21 @@ impl Client {
     }
 }
 
+/// What the instance is doing, while that is known.
+type Load = dyn Fn() -> Option<InstanceLoad> + Send + Sync;
+
 struct OneRouter {
     address: String,
     client: RouterClient<Channel>,
     fixed: pb::ReportRequest,
     every: Duration,
-    load: Arc<dyn Fn() -> InstanceLoad + Send + Sync>,
+    load: Arc<Load>,
     links: Option<LinkReader>,
     /// When it took a report last.
     heard: Instant,
     is_reachable: bool,
+    /// Whether the instance said what it does when it was asked last.
+    is_known: bool,
 }
 
 impl OneRouter {
@@ -135,15 +154,20 @@ impl OneRouter {
                 // An error says that the reporter was dropped.
                 _ = stopped.wait_for(|is_stopped| *is_stopped) => true,
             };
-            self.send(sequence, leaving).await;
+            let load = (self.load)();
+            self.log_silence(load.is_some() || leaving);
+            // A goodbye is said whatever is known.
+            if let Some(load) = load.or(leaving.then(InstanceLoad::default)) {
+                self.send(sequence, load, leaving).await;
+            }
             if leaving {
                 return;
             }
         }
     }
 
-    async fn send(&mut self, sequence: u64, leaving: bool) {
-        let InstanceLoad { queue_tokens, running, waiting } = (self.load)();
+    async fn send(&mut self, sequence: u64, load: InstanceLoad, leaving: bool) {
+        let InstanceLoad { queue_tokens, running, waiting } = load;
         let looked = self.links.as_ref().filter(|_| !leaving).map(LinkReader::look);
         let (links, told) = looked.map_or((Vec::new(), None), |(links, told)| (links, Some(told)));
         let report = pb::ReportRequest {
@@ -171,6 +195,16 @@ impl OneRouter {
             links.told(told);
         }
         self.log_change(&sent);
+    }
+
+    /// One line per change.
+    fn log_silence(&mut self, is_known: bool) {
+        if self.is_known && !is_known {
+            tracing::warn!(router = self.address, "the engine says nothing of its load: nothing is reported");
+        } else if is_known && !self.is_known {
+            tracing::info!(router = self.address, "the engine says its load again");
+        }
+        self.is_known = is_known;
     }
 
     /// One line per change, not one per report.

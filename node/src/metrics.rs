@@ -118,8 +118,10 @@ fn gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGauge, promet
 
 /// Blocks given to readers, of each tier. Looked up once: a block is given away in less time than a label is found.
 fn hits(registry: &Registry) -> Result<[IntCounter; Tier::ALL.len()], prometheus::Error> {
-    let hits =
-        IntCounterVec::new(Opts::new("kvfleet_node_hits_total", "Blocks given to readers"), &["tier"])?;
+    let hits = IntCounterVec::new(
+        Opts::new("kvfleet_node_hits_total", "Blocks given to readers, each once for a request"),
+        &["tier"],
+    )?;
     registry.register(Box::new(hits.clone()))?;
     Ok(Tier::ALL.map(|tier| hits.with_label_values(&[tier.name()])))
 }
@@ -178,6 +180,16 @@ impl Metrics {
         if let Some(hits) = Tier::ALL.iter().position(|of| *of == tier).and_then(|at| self.hits.get(at)) {
             hits.inc();
         }
+    }
+
+    /// Blocks of this tier that were given to readers.
+    #[cfg(test)]
+    pub(crate) fn hits(&self, tier: Tier) -> u64 {
+        Tier::ALL
+            .iter()
+            .position(|of| *of == tier)
+            .and_then(|at| self.hits.get(at))
+            .map_or(0, IntCounter::get)
     }
 
     pub(crate) fn saved(&self, bytes: usize) {

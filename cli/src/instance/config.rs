@@ -145,6 +145,13 @@ impl InstanceConfig {
     /// Largest block an instance makes: what a frame holds.
     pub const BLOCK_BYTES_MAX: u64 = PAYLOAD_BYTES_MAX as u64;
 
+    /// Least share of the modelled compute time that is not none: below it a layer takes less than a clock can tell, and whether one
+    /// waits for it would be chance.
+    pub const TIME_SCALE_MIN: f64 = 0.001;
+
+    /// Largest share of it: a prompt would take hours.
+    pub const TIME_SCALE_MAX: f64 = 1000.0;
+
     /// Checks what types cannot say.
     pub fn validate(&self) -> Result<(), String> {
         if self.routers.is_empty() {
@@ -167,8 +174,20 @@ impl InstanceConfig {
                 Self::BLOCK_BYTES_MAX
             ));
         }
-        if !(0.0..=1000.0).contains(&self.time_scale) {
-            return Err(format!("time_scale is {}: expected 0 to 1000", self.time_scale));
+        let times = Self::TIME_SCALE_MIN..=Self::TIME_SCALE_MAX;
+        if self.time_scale != 0.0 && !times.contains(&self.time_scale) {
+            return Err(format!(
+                "time_scale is {}: give 0 for compute that takes no time, or {} to {} times the modelled time",
+                self.time_scale,
+                Self::TIME_SCALE_MIN,
+                Self::TIME_SCALE_MAX
+            ));
+        }
+        if self.in_flight_bytes < self.block_bytes {
+            return Err(format!(
+                "in_flight_bytes is {}: give at least block_bytes ({}), or nothing could be asked for",
+                self.in_flight_bytes, self.block_bytes
+            ));
         }
         if self.report_ms == 0 {
             return Err("report_ms is 0: expected at least 1".to_owned());
@@ -250,6 +269,18 @@ mod tests {
         says("an instance: more layers than bytes", &wrong(|config| config.layers = 1 << 20), &[]);
         says("an instance: block_bytes", &wrong(|config| config.block_bytes = 1 << 40), &[]);
         says("an instance: time_scale", &wrong(|config| config.time_scale = f64::NAN), &[]);
+        for wrong_times in
+            [f64::NEG_INFINITY, -1.0, -f64::MIN_POSITIVE, f64::MIN_POSITIVE, 1e-9, 1000.1, f64::INFINITY]
+        {
+            let refused = InstanceConfig { time_scale: wrong_times, ..valid() }.validate().unwrap_err();
+            assert!(refused.contains("give 0 for compute"), "{wrong_times}: {refused}");
+        }
+        for times in [0.0, -0.0, InstanceConfig::TIME_SCALE_MIN, 1.0, InstanceConfig::TIME_SCALE_MAX] {
+            InstanceConfig { time_scale: times, ..valid() }.validate().unwrap();
+        }
+        says("an instance: in_flight_bytes", &wrong(|config| config.in_flight_bytes = 0), &[]);
+        let least = InstanceConfig { in_flight_bytes: valid().block_bytes, ..valid() };
+        least.validate().unwrap();
         says("an instance: report_ms", &wrong(|config| config.report_ms = 0), &[]);
         says("an instance: rdma.memory_bytes", &wrong(|config| config.rdma.memory_bytes = 5), &[]);
         says("an instance: transport", &wrong(|config| config.transport = "udp".into()), &[]);

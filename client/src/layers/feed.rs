@@ -228,17 +228,17 @@ impl<R: BlockRoom> Feed<R> {
             first_missing_block: self.rooms.first(),
             reason,
         });
-        let events = self.rooms.events();
-        let end = SourceEnd {
-            source: self.position,
-            miss,
-            absent: self.rooms.end(),
-            lease: sum.leased.then_some(lease),
-            received_bytes: sum.received_bytes,
-            wrong_blocks: sum.wrong_blocks,
-        };
-        // Nobody listens any more: what is left is dropped.
-        let _ = events.send(LayerEvent::Ended(Box::new(end)));
+        let source = self.position;
+        self.rooms.end(|absent| {
+            LayerEvent::Ended(Box::new(SourceEnd {
+                source,
+                miss,
+                absent,
+                lease: sum.leased.then_some(lease),
+                received_bytes: sum.received_bytes,
+                wrong_blocks: sum.wrong_blocks,
+            }))
+        });
     }
 
     /// What is asked for, and whether the path moves slices; nothing when nobody waits for it any more.
@@ -400,20 +400,26 @@ impl<R: BlockRoom> Feed<R> {
             () = unheard_at_its_turn(turn.clone(), &heard), if is_ahead => {
                 Some(Came::again())
             }
-            () = over(turn, patience + GRACE) => Some(Came::late()),
+            () = over(turn, patience + GRACE) => {
+                // It did not even say that it is late.
+                let (timed, kind) = (filling.timed, filling.kind);
+                self.given_up(class, timed, kind);
+                Some(Came::late())
+            }
             () = events.closed() => {
                 // Nobody waits for it any more, perhaps because it did not come: that is to be known of the source.
                 let (timed, kind) = (filling.timed, filling.kind);
-                if class == Class::Fetch {
-                    self.given_up(timed, kind);
-                }
+                self.given_up(class, timed, kind);
                 None
             }
         }
     }
 
-    /// An attempt that somebody waited for was given up.
-    fn given_up(&self, mut timed: Timed, kind: Option<PathKind>) {
+    /// An attempt was given up. If somebody waited for it, that counts for the path it was on.
+    fn given_up(&self, class: Class, mut timed: Timed, kind: Option<PathKind>) {
+        if class != Class::Fetch {
+            return;
+        }
         timed.held_up();
         let source = self.source();
         let planned = Tier::ALL.into_iter().find(|tier| *tier as u32 == source.tier);

@@ -12,9 +12,10 @@ use kvfleet_proto::frame::FrameHead;
 use kvfleet_transport::pick::PathKind;
 use kvfleet_transport::{AskedLayers, BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SliceSink};
 use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::mpsc::error::SendError;
 
 use super::feed::Order;
-use super::{BlockRoom, LayerEvent};
+use super::{BlockRoom, LayerEvent, RoomBack};
 use crate::fetch::{Taking, Tally};
 use crate::links::Timed;
 
@@ -24,6 +25,8 @@ pub(super) struct Rooms<R> {
     first: u32,
     slots: VecDeque<Slot<R>>,
     events: UnboundedSender<LayerEvent<R>>,
+    /// Where rooms go once nobody hears of events any more.
+    back: UnboundedSender<RoomBack<R>>,
 }
 
 /// A block's room.
@@ -46,9 +49,10 @@ impl<R: BlockRoom> Rooms<R> {
         first: u32,
         rooms: impl Iterator<Item = R>,
         events: UnboundedSender<LayerEvent<R>>,
+        back: UnboundedSender<RoomBack<R>>,
     ) -> Rooms<R> {
         let slots = rooms.map(|room| Slot { room, here: 0, head: None }).collect();
-        Rooms { first, slots, events }
+        Rooms { first, slots, events, back }
     }
 
     pub(super) fn events(&self) -> UnboundedSender<LayerEvent<R>> {
@@ -66,23 +70,51 @@ impl<R: BlockRoom> Rooms<R> {
 
     fn hand_out_whole(&mut self) {
         while let Some(slot) = self.slots.pop_front_if(|slot| slot.is_whole()) {
-            // Whoever does not listen ends this, in its own time.
-            let _ = self.events.send(LayerEvent::Arrived { block: self.first, room: slot.room });
+            self.hand_out(self.first, slot);
             self.first += 1;
         }
     }
 
-    /// Nothing more comes: what is whole behind a gap is handed out too, the rest comes back.
-    pub(super) fn end(self) -> Vec<(u32, R)> {
-        let mut absent = Vec::new();
-        for (block, slot) in (self.first..).zip(self.slots) {
+    fn hand_out(&self, block: u32, slot: Slot<R>) {
+        let layers = slot.here;
+        let arrived = LayerEvent::Arrived { block, room: slot.room };
+        if let Err(SendError(LayerEvent::Arrived { room, .. })) = self.events.send(arrived) {
+            self.give_back(block, room, layers);
+        }
+    }
+
+    /// Whoever does not listen for that either does not want it.
+    fn give_back(&self, block: u32, room: R, layers: usize) {
+        let layers = u32::try_from(layers).unwrap_or(u32::MAX);
+        let _ = self.back.send(RoomBack { block, room, layers });
+    }
+
+    /// Nothing more comes: what is whole behind a gap is handed out too, the others are told of by `told` if anybody listens.
+    pub(super) fn end(mut self, told: impl FnOnce(Vec<(u32, R)>) -> LayerEvent<R>) {
+        let (mut absent, mut here) = (Vec::new(), Vec::new());
+        for (block, slot) in (self.first..).zip(std::mem::take(&mut self.slots)) {
             if slot.is_whole() {
-                let _ = self.events.send(LayerEvent::Arrived { block, room: slot.room });
+                self.hand_out(block, slot);
             } else {
+                here.push(slot.here);
                 absent.push((block, slot.room));
             }
         }
-        absent
+        if let Err(SendError(LayerEvent::Ended(end))) = self.events.send(told(absent)) {
+            for ((block, room), here) in end.absent.into_iter().zip(here) {
+                self.give_back(block, room, here);
+            }
+        }
+    }
+}
+
+/// Whyever it is over: nothing is written to a room that came back.
+impl<R> Drop for Rooms<R> {
+    fn drop(&mut self) {
+        for (block, slot) in (self.first..).zip(std::mem::take(&mut self.slots)) {
+            let layers = u32::try_from(slot.here).unwrap_or(u32::MAX);
+            let _ = self.back.send(RoomBack { block, room: slot.room, layers });
+        }
     }
 }
 
@@ -201,6 +233,7 @@ mod tests {
     use kvfleet_transport::suite::{IDENTITY, frame_of, hash, hashes};
     use tokio::sync::mpsc::unbounded_channel;
 
+    use super::super::SourceEnd;
     use super::*;
 
     type Room = Vec<Box<[u8]>>;
@@ -244,7 +277,8 @@ mod tests {
     fn a_room_hears_of_each_slice_once_and_is_not_asked_for_it_again() {
         let (sender, _events) = unbounded_channel();
         let filled = Arc::<std::sync::Mutex<Vec<usize>>>::default();
-        let mut rooms = Rooms::new(0, [Sharing(room(), Arc::clone(&filled))].into_iter(), sender);
+        let mut rooms =
+            Rooms::new(0, [Sharing(room(), Arc::clone(&filled))].into_iter(), sender, unbounded_channel().0);
         let (hashes, head) = (hashes(1), frame_of(hash(0), &[10, 20]).head().unwrap());
         let mut first = filling(&mut rooms, &hashes, 0);
         assert!(first.head(0, &head));
@@ -258,15 +292,26 @@ mod tests {
         assert_eq!(*filled.lock().unwrap(), [0, 1]);
     }
 
-    /// What was told: whole blocks as `[block]`, slices as `[block, first, end]`.
+    fn ended(absent: Vec<(u32, Room)>) -> LayerEvent<Room> {
+        let (miss, lease) = (None, None);
+        LayerEvent::Ended(Box::new(SourceEnd {
+            source: 0,
+            miss,
+            absent,
+            lease,
+            received_bytes: 0,
+            wrong_blocks: 0,
+        }))
+    }
+
+    /// What was told: whole blocks as `[block]`, slices as `[block, first, end]`, the end as nothing.
     fn told(events: &mut tokio::sync::mpsc::UnboundedReceiver<LayerEvent<Room>>) -> Vec<Vec<u32>> {
         std::iter::from_fn(|| events.try_recv().ok())
             .map(|event| match event {
                 LayerEvent::Slices { block, layers } => vec![block, layers.start, layers.end],
                 LayerEvent::Arrived { block, .. } => vec![block],
-                LayerEvent::Short { .. } | LayerEvent::Ended(_) => {
-                    unreachable!("ended by whoever feeds the rooms")
-                }
+                LayerEvent::Short { .. } => unreachable!("told by whoever feeds the rooms"),
+                LayerEvent::Ended(_) => vec![],
             })
             .collect()
     }
@@ -274,7 +319,7 @@ mod tests {
     #[test]
     fn whole_blocks_come_out_in_order_and_behind_a_gap_at_the_end() {
         let (sender, mut events) = unbounded_channel();
-        let mut rooms = Rooms::new(2, (0..4).map(|_| room()), sender);
+        let mut rooms = Rooms::new(2, (0..4).map(|_| room()), sender, unbounded_channel().0);
         let hashes = hashes(6);
         let mut filling = filling(&mut rooms, &hashes, 2);
         for position in 0..4 {
@@ -293,15 +338,47 @@ mod tests {
         assert_eq!(filling.slice(2, 1).map(|slice| slice.len()), Some(20));
         assert!(filling.slice(4, 0).is_none(), "no block of this source");
         assert_eq!((rooms.first(), told(&mut events)), (4, vec![vec![5, 0, 2], vec![4, 0, 1]]));
-        let absent = rooms.end();
-        assert_eq!(absent.iter().map(|(block, _)| *block).collect::<Vec<_>>(), [4]);
-        assert_eq!(told(&mut events), [[5]]);
+        let mut absent = Vec::new();
+        rooms.end(|rooms| {
+            absent = rooms.iter().map(|(block, _)| *block).collect();
+            ended(rooms)
+        });
+        assert_eq!((absent, told(&mut events)), (vec![4], vec![vec![5], vec![]]));
+    }
+
+    #[test]
+    fn rooms_that_nobody_hears_of_come_back_however_it_ends() {
+        let hashes = hashes(3);
+        // At its end, and dropped as with a task that is given up.
+        for ends in [true, false] {
+            let ((sender, mut events), (back, mut came)) = (unbounded_channel(), unbounded_channel());
+            let mut rooms = Rooms::new(0, (0..3).map(|_| room()), sender, back);
+            let mut filling = filling(&mut rooms, &hashes, 0);
+            for position in 0..3 {
+                let head = frame_of(hash(position), &[10, 20]).head().unwrap();
+                assert!(filling.head(position as usize, &head));
+            }
+            filling.filled(1, 0..1);
+            filling.filled(2, 0..2);
+            assert_eq!(told(&mut events), [[1, 0, 1], [2, 0, 2]]);
+            events.close();
+            filling.filled(0, 0..2);
+            if ends {
+                rooms.end(ended)
+            } else {
+                drop(rooms)
+            }
+            let mut back: Vec<_> =
+                std::iter::from_fn(|| came.try_recv().ok()).map(|back| (back.block, back.layers)).collect();
+            back.sort_unstable();
+            assert_eq!(back, [(0, 2), (1, 1), (2, 2)]);
+        }
     }
 
     #[test]
     fn a_head_that_is_not_the_blocks_or_does_not_fit_is_wrong() {
         let (sender, _events) = unbounded_channel();
-        let mut rooms = Rooms::new(0, [room()].into_iter(), sender);
+        let mut rooms = Rooms::new(0, [room()].into_iter(), sender, unbounded_channel().0);
         let hashes = hashes(1);
         let mut filling = filling(&mut rooms, &hashes, 0);
         let head = |number, slices: &[u32]| frame_of(hash(number), slices).head().unwrap();

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use kv_core::id::{Category, LeaseId, NodeId, RequestId, TenantId, Tier};
 use kv_core::pipeline::{Arrive, Costs, Next, WAIT_SHARE};
+use kv_core::schedule::RATE_MIN;
 use kvfleet_proto::frame::Frame;
 use kvfleet_proto::{content, pb};
 use kvfleet_transport::suite::{EPOCH, IDENTITY, frame_of, hash, hashes};
@@ -17,7 +18,7 @@ use kvfleet_transport::{
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::authority::{Authority, config};
-use crate::{Client, FetchCall, FetchError, HeldLease, Prefill, PrefillCall, PrefillEnd};
+use crate::{Client, FetchCall, FetchError, HeldLease, Prefill, PrefillCall, PrefillEnd, RoomBack};
 
 type Room = Vec<Box<[u8]>>;
 
@@ -227,13 +228,18 @@ fn rooms(blocks: u32) -> Vec<Room> {
 }
 
 /// Runs it from the job's turn to its last layer: how long that took, and what came of it. Its layers take what `load` says.
-async fn run(mut prefill: Prefill<Room>, load: Duration) -> (Duration, PrefillEnd<Room>) {
-    let (begun, costs) = (Instant::now(), costs(load));
+async fn run(prefill: Prefill<Room>, load: Duration) -> (Duration, PrefillEnd<Room>) {
+    run_at(prefill, &costs(load)).await
+}
+
+async fn run_at(mut prefill: Prefill<Room>, costs: &Costs) -> (Duration, PrefillEnd<Room>) {
+    let begun = Instant::now();
     let block = Duration::from_nanos(costs.block_layer_ns[0]);
+    let new = Duration::from_nanos(costs.new_layer_ns);
     prefill.begin();
     loop {
         match prefill.next().await {
-            Next::Layer { .. } => sleep(CELL + block * prefill.pass().count() as u32).await,
+            Next::Layer { .. } => sleep(new + block * prefill.pass().count() as u32).await,
             Next::CatchUp { blocks, layers } => {
                 assert!(blocks.iter().all(|block| (2..BLOCKS + 2).contains(block)));
                 sleep(block * blocks.len() as u32 * layers).await;
@@ -411,6 +417,117 @@ async fn how_fast_it_comes_is_known_from_the_fetches_before() {
     let layer = u64::from(SLICE_BYTES * BLOCKS);
     let behind = new().read_buffer_bytes();
     assert!(behind.abs_diff(BYTES / 2) <= layer, "{behind}");
+}
+
+/// The blocks of all rooms that came back, each once, with how many leading layers are in it; and that these hold what they should.
+async fn every_room(end: PrefillEnd<Room>) -> Vec<(u32, u32)> {
+    let rest = end.rest.all().await;
+    for some in [&end.absent, &rest] {
+        assert!(some.is_sorted_by_key(|back| back.block), "in order");
+    }
+    let arrived = end.arrived.into_iter().map(|(block, room)| RoomBack { block, room, layers: LAYERS });
+    let mut all: Vec<_> = arrived.chain(end.absent).chain(rest).collect();
+    all.sort_by_key(|back| back.block);
+    for RoomBack { block, room, layers } in &all {
+        let frame = frame_of(hash(*block), &[SLICE_BYTES; LAYERS as usize]);
+        let is_right = |layer: usize| room[layer][..] == frame.slice(layer).unwrap()[..];
+        assert!((0..*layers as usize).all(is_right), "block {block}");
+    }
+    all.into_iter().map(|back| (back.block, back.layers)).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_room_comes_back_with_what_is_in_it() {
+    let load = COMPUTE;
+    let half = (LAYERS * BLOCKS / 2) as usize;
+    let well = || Paced::within(load);
+    let nodes = [
+        ("well", well()),
+        ("too slow", Paced::within(load * 8)),
+        ("silent from the first byte", Paced { silent_after: 0, ..well() }),
+        ("silent in its middle", Paced { silent_after: half, ..well() }),
+        ("silent in its middle, whole blocks", Paced { silent_after: half, by_layer: false, ..well() }),
+        ("cut in its middle", Paced { cut_after: half, ..well() }),
+        ("without a block", Paced { without: Some(9), ..well() }),
+    ];
+    for (name, node) in nodes {
+        let (_, end) = run(prefill(&node, load, 0), load).await;
+        let rooms = every_room(end).await;
+        let blocks: Vec<u32> = rooms.iter().map(|(block, _)| *block).collect();
+        assert_eq!(blocks, (2..BLOCKS + 2).collect::<Vec<_>>(), "{name}");
+        let slices: u32 = rooms.iter().map(|(_, layers)| *layers).sum();
+        assert_eq!(slices, node.sent.load(Ordering::Relaxed).min(slices as usize) as u32, "{name}");
+        let some = name != "silent from the first byte";
+        assert_eq!(slices > 0, some, "{name}: what came is in its room");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_prefill_that_is_given_up_gives_every_room_back_and_writes_no_more() {
+    let load = COMPUTE;
+    let node = Paced::within(load);
+    let mut prefill = prefill(&node, load, 0);
+    prefill.begin();
+    sleep(load / 2).await;
+    let mut end = prefill.end();
+    assert!(end.arrived.is_empty() && end.absent.is_empty() && !end.rest.is_over());
+    let mut came = 0;
+    while !end.rest.is_over() {
+        while end.rest.poll().is_some() {
+            came += 1;
+        }
+        tokio::task::yield_now().await;
+    }
+    let sent = node.sent.load(Ordering::Relaxed);
+    assert_eq!(came, BLOCKS);
+    sleep(load).await;
+    assert_eq!(node.sent.load(Ordering::Relaxed), sent, "nothing is written to a room that came back");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_given_up_counts_for_its_path() {
+    let load = COMPUTE;
+    let silent = Paced { silent_after: 0, ..Paced::within(load) };
+    // Given up because computing is quicker, and because it did not even say that it is late.
+    for deadline in [Duration::from_secs(60), load / 4] {
+        let config = config(vec!["127.0.0.1:1".to_owned()], Authority::new().member());
+        let client = Client::with_dialer(config, Arc::new(silent.clone())).unwrap();
+        let call = call(load, 0);
+        let call = PrefillCall { fetch: FetchCall { deadline, ..call.fetch }, ..call };
+        let (_, end) = run(client.prefill(call, rooms(BLOCKS)).unwrap(), load).await;
+        end.rest.all().await;
+        let told = client.link_reader().take();
+        assert_eq!(told.len(), 1, "{deadline:?}");
+        let rate = told[0].bytes as f64 / (told[0].stream_us as f64 / 1e6);
+        assert!((rate / RATE_MIN - 1.0).abs() < 0.01, "{deadline:?}: {rate}");
+        assert!(Duration::from_micros(told[0].stream_us) >= load / 4, "{deadline:?}: {told:?}");
+    }
+}
+
+/// Where a 64th of recomputing is less than what a timer can tell, it is not the timer that decides.
+#[tokio::test(start_paused = true)]
+async fn where_recomputing_is_short_a_path_that_is_well_is_still_waited_for() {
+    let ms = Duration::from_millis;
+    for recompute_ms in [12, 20, 40, 80] {
+        let each = |share: u64| u64::from(recompute_ms) * 1_000_000 * share / 10 / u64::from(LAYERS);
+        let block_layer_ns = vec![each(9) / u64::from(BLOCKS); BLOCKS as usize];
+        let costs = Costs { block_layer_ns, new_layer_ns: each(1), layers: LAYERS };
+        let load = ms(recompute_ms) / 6;
+        let prefill = |node: &Paced| {
+            let config = config(vec!["127.0.0.1:1".to_owned()], Authority::new().member());
+            let client = Client::with_dialer(config, Arc::new(node.clone())).unwrap();
+            let call = PrefillCall { costs: costs.clone(), ..call(load, 0) };
+            client.prefill(call, rooms(BLOCKS)).unwrap()
+        };
+        let well = Paced::within(load);
+        let (_, end) = run_at(prefill(&well), &costs).await;
+        assert_eq!((&end.computed[..], end.arrived.len()), (&[][..], BLOCKS as usize), "{recompute_ms} ms");
+        let silent = Paced { silent_after: 0, ..well };
+        let (_, end) = run_at(prefill(&silent), &costs).await;
+        // Two turns of the clock, and the one in which it wakes up.
+        assert!(end.idle <= ms(3), "{recompute_ms} ms: {:?}", end.idle);
+        assert_eq!(end.computed.len(), BLOCKS as usize, "{recompute_ms} ms");
+    }
 }
 
 #[tokio::test]

@@ -1,7 +1,7 @@
 //! Reports go on behind requests, whoever of the routers is there, and end with a goodbye.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kv_core::id::{InstanceId, NodeId};
@@ -106,6 +106,36 @@ async fn a_reporter_that_is_dropped_says_goodbye_and_tells_of_links_only_where_i
     until("a goodbye", || fake.reports.lock().unwrap().last().is_some_and(|report| report.leaving)).await;
     assert_eq!(told(&fake), (0, vec![]));
     assert_eq!(client.link_reader().take().len(), 1, "there would have been something to tell");
+}
+
+#[tokio::test]
+async fn an_engine_that_says_nothing_of_its_load_is_not_reported_and_comes_back() {
+    let authority = Authority::new();
+    let fake = Fake::new(Ok(decision(1)));
+    let (address, _serving) = serve_fake(&authority.member(), fake.clone()).await;
+    let (network, _) = network(1, 6);
+    let client = Client::with_dialer(config(vec![address], authority.member()), Arc::new(network)).unwrap();
+    let (load, asked) = (Arc::new(Mutex::new(Some(InstanceLoad::default()))), Arc::<AtomicU32>::default());
+    let (seen, counted) = (Arc::clone(&load), Arc::clone(&asked));
+    let reporter = client.reporter_while(&reporter_config(true), move || {
+        counted.fetch_add(1, Ordering::Relaxed);
+        *seen.lock().unwrap()
+    });
+    let count = || fake.reports.lock().unwrap().len();
+    until("some reports", || count() > 3).await;
+    *load.lock().unwrap() = None;
+    let before = asked.load(Ordering::Relaxed);
+    until("it to be asked", || asked.load(Ordering::Relaxed) > before + 1).await;
+    let silent_from = count();
+    client.fetch(call(6, vec![source(0, 0, 6)])).await.unwrap();
+    until("it to be asked again", || asked.load(Ordering::Relaxed) > before + 5).await;
+    assert_eq!(count(), silent_from, "also not for the sake of links");
+    *load.lock().unwrap() = Some(InstanceLoad { running: 9, ..InstanceLoad::default() });
+    until("it to come back", || fake.reports.lock().unwrap().last().unwrap().running == 9).await;
+    assert_eq!(told(&fake).0, 1, "what was measured meanwhile is told then");
+    *load.lock().unwrap() = None;
+    reporter.stop().await;
+    assert!(fake.reports.lock().unwrap().last().unwrap().leaving, "a goodbye is said all the same");
 }
 
 #[tokio::test]

@@ -21,6 +21,12 @@
 //! waits for the first byte at all pays that: who never sends makes it pay exactly what it would wait. The rest
 //! up to 2 % is for the caller's lateness. Where the costs are wrong, it is by their share that this is.
 //!
+//! **Where R is small.** Who waits wakes up no more exactly than its clock turns, a millisecond with most timers. A 64th of R is
+//! less than that where R is below 64 of them, and then it would be the clock that decides: the first wait is over before
+//! anything can have come, and the rate has halved several times while nobody could look. So compute may idle for
+//! [`GRAINS`] turns of the caller's clock at least, and the rate halves no sooner: total ≤ R + max(R / 64, two turns). In one
+//! silence it still idles no longer than what has not come would take to compute, so never for more than R.
+//!
 //! **When it waits, within that.** Three judgements, which only make it better:
 //! - In one silence it never idles longer than what has not come would take to compute (as who rents skis until
 //!   they would have been bought): so a silence costs twice what the best foresight would have paid, at most.
@@ -39,6 +45,10 @@ use crate::schedule::HardwareProfile;
 /// The share of recomputing that compute may idle for bytes that never come: 1/64 = 1.6 %, and 0.4 % of the 2 %
 /// are left to whoever is late.
 pub const WAIT_SHARE: u64 = 64;
+
+/// Turns of the caller's clock that compute may idle for bytes that never come, where that is longer than the share of recomputing: one
+/// may be over as soon as it began, so only with a second is there one whole turn in which something can come.
+pub const GRAINS: u64 = 2;
 
 /// Looks in a half-life of silence: what is decided follows the rate that closely.
 const LOOKS: u64 = 4;
@@ -85,11 +95,16 @@ impl Costs {
         blocks.saturating_add(self.new_layer_ns).saturating_mul(self.layers.into())
     }
 
-    /// The longest that any of it may take: what comes later than this after the job's turn is of no use.
+    /// The longest that compute idles for bytes that never come, by a clock that turns every `grain_ns` (0 for one that is exact).
     #[must_use]
-    pub fn deadline_ns(&self) -> u64 {
-        let recompute_ns = self.recompute_ns();
-        recompute_ns.saturating_add(recompute_ns / WAIT_SHARE)
+    pub fn wait_ns(&self, grain_ns: u64) -> u64 {
+        (self.recompute_ns() / WAIT_SHARE).max(grain_ns.saturating_mul(GRAINS))
+    }
+
+    /// The longest that any of it may take by such a clock: what comes later than this after the job's turn is of no use.
+    #[must_use]
+    pub fn deadline_ns(&self, grain_ns: u64) -> u64 {
+        self.recompute_ns().saturating_add(self.wait_ns(grain_ns))
     }
 }
 
@@ -174,7 +189,8 @@ pub struct Race {
     pass_layer_ns: u64,
     /// Blocks of the pass that are all here.
     leaving: Vec<u32>,
-    recompute_ns: u64,
+    /// What may be idled in vain.
+    wait_ns: u64,
     saved_ns: u64,
     idle_ns: u64,
     is_begun: bool,
@@ -189,13 +205,27 @@ impl Race {
     /// The costs say how many layers and blocks there are; a length that is not there counts as zero.
     #[must_use]
     pub fn new(costs: Costs, slice_bytes: &[u32], arrive: Arrive, bytes_per_s: u64, now_ns: u64) -> Race {
+        Race::by_clock(costs, slice_bytes, arrive, bytes_per_s, now_ns, 0)
+    }
+
+    /// The same for a caller that wakes up no more exactly than every `grain_ns`.
+    #[must_use]
+    pub fn by_clock(
+        costs: Costs,
+        slice_bytes: &[u32],
+        arrive: Arrive,
+        bytes_per_s: u64,
+        now_ns: u64,
+        grain_ns: u64,
+    ) -> Race {
         let layers = costs.layers as usize;
         let mut slice_bytes = slice_bytes.to_vec();
         slice_bytes.resize(layers, 0);
         let blocks = costs.block_layer_ns.len();
         let one: u64 = slice_bytes.iter().map(|bytes| u64::from(*bytes)).sum();
         let recompute_ns = costs.recompute_ns();
-        let half_life_ns = (recompute_ns / WAIT_SHARE).max(1);
+        let wait_ns = costs.wait_ns(grain_ns);
+        let half_life_ns = wait_ns.max(1);
         let new_ns = costs.new_layer_ns.saturating_mul(costs.layers.into());
         Race {
             slice_bytes,
@@ -208,7 +238,7 @@ impl Race {
             lost: 0,
             pass_layer_ns: costs.new_layer_ns,
             leaving: Vec::new(),
-            recompute_ns,
+            wait_ns,
             saved_ns: 0,
             idle_ns: 0,
             is_begun: false,
@@ -319,6 +349,12 @@ impl Race {
         self.blocks.get(block as usize).is_some_and(|block| block.origin == Origin::Awaited)
     }
 
+    /// Leading slices of a block that are here.
+    #[must_use]
+    pub fn here(&self, block: u32) -> u32 {
+        self.blocks.get(block as usize).map_or(0, |block| block.here)
+    }
+
     /// Bytes that are awaited and not here.
     #[must_use]
     pub fn missing_bytes(&self) -> u64 {
@@ -339,7 +375,7 @@ impl Race {
 
     /// How long compute may idle from now on.
     fn patience_ns(&self, now_ns: u64) -> u64 {
-        let budget_ns = (self.recompute_ns / WAIT_SHARE).saturating_add(self.saved_ns);
+        let budget_ns = self.wait_ns.saturating_add(self.saved_ns);
         let silent_ns = now_ns.saturating_sub(self.heard_ns);
         budget_ns.saturating_sub(self.idle_ns).min(self.awaited_ns.saturating_sub(silent_ns))
     }

@@ -14,7 +14,7 @@ mod save;
 #[cfg(test)]
 mod tests;
 
-pub use deadline::{Arrive, Costs, Next, Race, WAIT_SHARE};
+pub use deadline::{Arrive, Costs, GRAINS, Next, Race, WAIT_SHARE};
 pub use preload::{Preload, PreloadWork, Slot};
 pub use rate::Rate;
 pub use save::{JobEnd, WriteBuffer, write_buffer_bytes};

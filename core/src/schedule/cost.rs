@@ -19,7 +19,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::RouteRequest;
 use super::decision::Source;
 use super::fleet::{Fleet, InstancePaths, LiveNode};
-use super::lanes::{LinkPath, Price, Reader};
+use super::lanes::{LinkPath, Measure, Price, Reader};
 use super::load::Load;
 use super::profile::{HardwareProfile, Lane};
 use crate::id::NodeId;
@@ -156,19 +156,22 @@ impl<'a> Planner<'a> {
 
     fn hold(&self, holder: &Holder, live: &LiveNode, tokens: u64) -> Hold {
         let reader = Reader { is_own: false, path: self.paths.to(holder.node) };
-        let Price { lane, .. } = live.price(holder.tier, reader, &self.fleet.profile);
-        Hold { holder: *holder, far: self.way(lane, tokens), turn: self.turn_of(holder.node) }
+        let Price { lane, measure } = live.price(holder.tier, reader, &self.fleet.profile);
+        let is_measured = measure != Measure::Profile;
+        Hold { holder: *holder, far: self.way(lane, tokens), is_measured, turn: self.turn_of(holder.node) }
     }
 
     fn way(&self, lane: Lane, tokens: u64) -> Way {
         Way { latency_ns: lane.latency_ns, stream_ns: self.fleet.profile.stream_ns(lane, tokens) }
     }
 
-    /// The way of a run from the asking instance's own node.
-    fn near(&self, run: &Run, hold: &Hold, asking: Asking<'_>) -> Way {
+    /// The way of a run from the asking instance's own node, and whether it was measured.
+    fn near(&self, run: &Run, hold: &Hold, asking: Asking<'_>) -> (Way, bool) {
         let tokens = self.tokens_between(run.start_blocks, run.end_blocks);
         let price = self.price(&hold.holder, asking);
-        price.map_or(hold.far, |price| self.way(price.lane, tokens))
+        price.map_or((hold.far, hold.is_measured), |Price { lane, measure }| {
+            (self.way(lane, tokens), measure != Measure::Profile)
+        })
     }
 
     /// As what the asking instance reads from a node is priced here.
@@ -252,7 +255,7 @@ impl Behind<'_> {
         let mut transfer_ns = 0u64;
         for (run, nearest) in self.runs() {
             let leg = self.leg((run, nearest), asking, sources.last());
-            if overlap_to == run.start_blocks && own == Some(leg.holder.node) {
+            if overlap_to == run.start_blocks && own.is_some_and(|node| run.held_by(node).is_some()) {
                 overlap_to = run.end_blocks;
             }
             extend(&mut sources, &leg, run);
@@ -281,12 +284,19 @@ impl Behind<'_> {
         }
     }
 
-    /// The best source of a run: the own node when it holds it, which spares the network, else the holder with the least
-    /// time. Equal holders take turns by request, so that none serves everyone.
+    /// The best source of a run: the own node when it holds it, which spares the network, unless it was measured to be slower
+    /// than another is, that was measured too; else the holder with the least time. Equal holders take turns by request, so that none
+    /// serves everyone.
     fn leg(&self, (run, nearest): (&Run, &Hold), asking: Asking<'_>, last: Option<&Source>) -> Leg {
         let goes_on = |hold: &Hold| last.is_some_and(|last| continues(last, &hold.holder));
         if let Some(hold) = asking.own.and_then(|node| run.held_by(node)) {
-            return Leg::new(hold, self.planner.near(run, hold, asking), goes_on(hold));
+            let (way, is_measured) = self.planner.near(run, hold, asking);
+            let own = Leg::new(hold, way, goes_on(hold));
+            let others = run.holds.iter().filter(|other| other.holder.node != hold.holder.node);
+            let others = others.filter(|other| is_measured && other.is_measured);
+            let rank = |other: &&Hold| other.rank(if goes_on(other) { 0 } else { other.far.latency_ns });
+            let other = others.min_by_key(rank).map(|other| Leg::new(other, other.far, goes_on(other)));
+            return other.filter(|other| other.ns < own.ns).unwrap_or(own);
         }
         // Going on with the source before spares its latency, so it may beat the nearest.
         let same = last.and_then(|last| run.held_by(last.node)).filter(|hold| goes_on(hold));
@@ -338,6 +348,8 @@ struct Hold {
     holder: Holder,
     /// To an instance that is not at the same node.
     far: Way,
+    /// Whether that was measured, of whatever.
+    is_measured: bool,
     /// Orders equally good holders, another way for every request.
     turn: u64,
 }

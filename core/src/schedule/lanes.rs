@@ -146,8 +146,37 @@ impl LinkLanes {
     /// What comes out of this tier to this reader. Where that was not measured over its path, what was over any; where neither
     /// was, the profile's tier through the best way that was: of the faster tiers, else of everything. What pools all tiers
     /// counts only where no SSD was measured: a slow SSD says nothing of how fast the node's memory comes.
+    ///
+    /// What came over other paths never makes a path that is faster than these look worse than it would without: else it
+    /// would be passed over because others are slow, and never be tried.
     #[must_use]
     pub fn price(&self, tier: Tier, reader: Reader, profile: &HardwareProfile) -> Price {
+        let price = self.finest(tier, reader, profile);
+        let is_pooled = matches!(price.measure, Measure::Tier | Measure::Node);
+        if !is_pooled || !self.may_be_held_up(tier, reader.path) {
+            return price;
+        }
+        // The same, as far as this path is known, of nothing but this path.
+        let place = path_place(reader.path);
+        let mut alone = LinkLanes::default();
+        alone.lanes[place] = self.lanes[place];
+        let alone = alone.finest(tier, reader, profile);
+        if alone.lane.bytes_per_s > price.lane.bytes_per_s { alone } else { price }
+    }
+
+    /// Whether what was measured over all paths may be slow for the sake of slower paths than this one: RDMA needs no core of
+    /// either side, the others do. Not where this tier came much slower than memory did over one of these: then the medium is what
+    /// is slow, and it is that over every path.
+    fn may_be_held_up(&self, tier: Tier, path: Option<LinkPath>) -> bool {
+        let is_medium = |slower: LinkPath| {
+            let rate = |tier| self.lane(Some(slower), Some(tier)).map(|lane| lane.bytes_per_s);
+            rate(tier).zip(rate(Tier::Dram)).is_some_and(|(of_tier, memory)| of_tier < memory / 2)
+        };
+        path == Some(LinkPath::Rdma) && ![LinkPath::Quic, LinkPath::Tcp].into_iter().any(is_medium)
+    }
+
+    /// The price by the finest measure there is.
+    fn finest(&self, tier: Tier, reader: Reader, profile: &HardwareProfile) -> Price {
         let Reader { is_own, path } = reader;
         let is_host = path == Some(LinkPath::SharedMemory);
         let measured = |lane, measure| Price { lane, measure };
@@ -276,6 +305,36 @@ mod tests {
         let mapped = none.with(key(Some(SharedMemory), Some(Tier::Dram)), FAST);
         assert_eq!(price(&mapped, Tier::Dram, host), (8_000_000_000, Measure::TierOverPath));
         assert_eq!(price(&mapped, Tier::Dram, afar(Tcp)), (300_000_000, Measure::Profile));
+    }
+
+    #[test]
+    fn a_faster_path_is_not_priced_by_what_slower_ones_brought() {
+        use LinkPath::{Quic, Rdma, Tcp};
+        let (dram, ssd) = (Some(Tier::Dram), Some(Tier::Ssd));
+        let none = LinkLanes::default();
+        // As the router makes them: what was measured over one path counts for all of them together too.
+        let slow =
+            none.with(key(Some(Tcp), dram), SLOW).with(key(None, dram), SLOW).with(key(None, None), SLOW);
+        assert_eq!(price(&slow, Tier::Dram, afar(Tcp)), (50_000_000, Measure::TierOverPath));
+        assert_eq!(price(&slow, Tier::Dram, afar(Quic)), (50_000_000, Measure::Tier), "of the same kind");
+        assert_eq!(price(&slow, Tier::Dram, afar(Rdma)), (300_000_000, Measure::Profile), "never tried");
+        assert_eq!(price(&slow, Tier::Ssd, afar(Rdma)), (300_000_000, Measure::Profile));
+        let slow = slow.with(key(Some(Tcp), ssd), SLOW).with(key(None, ssd), SLOW);
+        assert_eq!(price(&slow, Tier::Ssd, afar(Rdma)).1, Measure::Profile, "no slower than memory over it");
+        // Tried for memory: its SSD is the profile's over it.
+        let tried = slow.with(key(Some(Rdma), dram), FAST).with(key(None, dram), MIDDLE);
+        assert_eq!(price(&tried, Tier::Ssd, afar(Rdma)), (700_000_000, Measure::Path));
+        assert_eq!(price(&tried, Tier::Dram, afar(Rdma)), (8_000_000_000, Measure::TierOverPath));
+        // A medium that is slow over a path that is not, is slow.
+        let medium = none
+            .with(key(Some(Quic), dram), MIDDLE)
+            .with(key(Some(Quic), ssd), SLOW)
+            .with(key(None, ssd), SLOW)
+            .with(key(Some(Rdma), dram), FAST);
+        assert_eq!(price(&medium, Tier::Ssd, afar(Rdma)), (50_000_000, Measure::Tier));
+        // What others brought faster than the profile says is believed.
+        let fast = none.with(key(Some(Tcp), dram), FAST).with(key(None, dram), FAST);
+        assert_eq!(price(&fast, Tier::Dram, afar(Rdma)), (8_000_000_000, Measure::Tier));
     }
 
     #[test]

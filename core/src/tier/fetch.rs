@@ -12,6 +12,9 @@ pub struct Reach {
     pub key: BlockKey,
     /// Where its bytes are now. From SSD or a GPU they are loaded first; completion is [`Book::on_moved`] to DRAM.
     pub tier: Tier,
+    /// The lease did not hold it before: it is a use of the block. What one request asks for again, because it reads layer by
+    /// layer, ahead of its turn or after a node was busy, is the same use.
+    pub is_new: bool,
 }
 
 /// What a fetch reaches: the leading blocks up to the first one that is not held for its tenant.
@@ -54,8 +57,8 @@ impl Book {
         }
         self.open_lease(asker, now)?;
         // Hold all before any promotion, or loading the first could push out the last.
-        self.hold_all(asker.lease, found);
-        Ok(found.iter().map(|&key| self.reach(key, now)).collect())
+        let are_new = self.hold_all(asker.lease, found);
+        Ok(found.iter().zip(are_new).map(|(&key, is_new)| self.reach(key, is_new, now)).collect())
     }
 
     /// Bytes of found blocks that a fetch would have to load first. Changes nothing.
@@ -65,21 +68,23 @@ impl Book {
         entries.filter(|entry| !entry.copies.dram).map(|entry| u64::from(entry.meta.charge.frame)).sum()
     }
 
-    fn reach(&mut self, key: BlockKey, now: Timestamp) -> Reach {
-        self.count_hit(key, now);
+    fn reach(&mut self, key: BlockKey, is_new: bool, now: Timestamp) -> Reach {
+        if is_new {
+            self.count_hit(key, now);
+        }
         if self.slab.get(key).is_some_and(|entry| entry.place == Some(Tier::Ssd)) && self.may_come_up(key) {
             self.promote(key, now);
         }
-        let Some(entry) = self.slab.get_mut(key) else { return Reach { key, tier: Tier::Ssd } };
+        let Some(entry) = self.slab.get_mut(key) else { return Reach { key, tier: Tier::Ssd, is_new } };
         if entry.copies.dram {
-            return Reach { key, tier: Tier::Dram };
+            return Reach { key, tier: Tier::Dram, is_new };
         }
         entry.awaited = true;
         let tier = entry.copies.fastest();
         // It stands behind all that somebody waits for, and now somebody does.
         self.end_prefetch(key);
         self.settle(key);
-        Reach { key, tier }
+        Reach { key, tier, is_new }
     }
 
     /// Whether a block on SSD may take room in DRAM. Where that makes others leave that a slow SSD does not take, it is

@@ -135,26 +135,31 @@ impl Book {
         self.hold_all(id, &[key]);
     }
 
-    /// Holds blocks for an open lease.
-    pub(super) fn hold_all(&mut self, id: LeaseId, keys: &[BlockKey]) {
+    /// Holds blocks for an open lease. Says of each whether the lease did not hold it before.
+    pub(super) fn hold_all(&mut self, id: LeaseId, keys: &[BlockKey]) -> Vec<bool> {
         // Out of the table meanwhile: it is found once for all blocks.
         let Some(mut holds) = self.leases.get_mut(&id).map(|lease| std::mem::take(&mut lease.blocks)) else {
-            return;
+            return vec![false; keys.len()];
         };
         holds.ordered.reserve(keys.len());
-        for &key in keys {
-            let Some(entry) = self.slab.get_mut(key) else { continue };
-            let hold = Hold { offset_blocks: entry.meta.traits.offset_blocks, key, serial: entry.serial };
-            if holds.insert(hold) {
-                entry.leases += 1;
-                if entry.leases == 1 {
-                    self.park(key);
-                }
-            }
-        }
+        let are_new = keys.iter().map(|&key| self.hold_one(&mut holds, key)).collect();
         if let Some(lease) = self.leases.get_mut(&id) {
             lease.blocks = holds;
         }
+        are_new
+    }
+
+    fn hold_one(&mut self, holds: &mut Holds, key: BlockKey) -> bool {
+        let Some(entry) = self.slab.get_mut(key) else { return false };
+        let hold = Hold { offset_blocks: entry.meta.traits.offset_blocks, key, serial: entry.serial };
+        let is_new = holds.insert(hold);
+        if is_new {
+            entry.leases += 1;
+            if entry.leases == 1 {
+                self.park(key);
+            }
+        }
+        is_new
     }
 
     /// Notes that a block of an open lease was not let in.

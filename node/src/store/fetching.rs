@@ -93,7 +93,9 @@ impl Store {
     }
 
     fn plan(&mut self, tenant: TenantId, reach: Reach, hash: BlockHash) -> Planned {
-        self.parts.metrics.hit(reach.tier);
+        if reach.is_new {
+            self.parts.metrics.hit(reach.tier);
+        }
         let bytes = match (reach.tier, &self.row(reach.key).dram) {
             (Tier::Dram, Some(held)) => PlannedBytes::Ready(held.lend()),
             _ => {

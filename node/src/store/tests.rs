@@ -27,6 +27,7 @@ pub(super) struct Bench {
     pub(super) store: StoreHandle,
     pub(super) service: Service,
     pub(super) arena: Arena,
+    metrics: Metrics,
     stop: CancellationToken,
     task: tokio::task::JoinHandle<()>,
 }
@@ -70,8 +71,8 @@ pub(super) fn open_of(config: &NodeConfig, mut parts: Parts, change: impl FnOnce
     let (arena, metrics) = (parts.arena.clone(), parts.metrics.clone());
     let stop = CancellationToken::new();
     let (store, task) = Store::start(parts, stop.clone());
-    let service = start::service(config, store.clone(), arena.clone(), metrics);
-    Bench { store, service, arena, stop, task }
+    let service = start::service(config, store.clone(), arena.clone(), metrics.clone());
+    Bench { store, service, arena, metrics, stop, task }
 }
 
 fn identity() -> IdentityDigest {
@@ -472,6 +473,21 @@ async fn what_was_put_stays_when_a_save_ends_early() {
     let head = FetchAnswer::Partial { tiers: vec![Tier::Dram], reason: MissReason::NotHeld };
     assert_eq!((answer, frames), (head, 1));
     assert_eq!(bench.save(3, 0..3, |_| BLOCK_BYTES).await, 2);
+}
+
+#[tokio::test]
+async fn blocks_that_a_request_asks_for_again_count_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let bench = open(&config(dir.path(), 8, 8)).await;
+    bench.saved(1, 0..3).await;
+    for end in [2, 3, 3] {
+        assert_eq!(bench.fetch(2, 0..end).await.1, end as usize);
+    }
+    assert_eq!(bench.fetch(3, 0..1).await.1, 1);
+    let classes = bench.status().await.classes;
+    assert_eq!(classes.iter().map(|class| class.hits).sum::<u64>(), 4, "{classes:?}");
+    assert_eq!(bench.metrics.hits(Tier::Dram), 4);
+    bench.close().await;
 }
 
 #[tokio::test]

@@ -4,7 +4,7 @@
 //! and it ages. Soft as load is: the next reports bring it back. Not here: how samples become a lane, and what is priced by
 //! it (`kv_core::schedule`).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use kv_core::id::{Epoch, InstanceId, NodeId, Timestamp};
@@ -13,11 +13,18 @@ use kv_core::schedule::{LINK_AGED_AFTER, Lane, LinkEstimate, LinkKey, LinkLanes,
 /// Samples in one report: one per node that an instance reads from in a fifth of a second.
 pub(crate) const SAMPLES_MAX: usize = 256;
 
-/// Estimates at once; above it new ones are left out until others have aged: 131,072 of 96 bytes are 12 MiB.
+/// Estimates at once; above it new ones are left out until others have aged: 131,072 of 96 bytes, and 12 of their keys, are
+/// 14 MiB.
 const ESTIMATES_MAX: usize = 131_072;
 
 /// Paths of instances to nodes known at once, for the same reason: 65,536 of 32 bytes are 2 MiB.
 const PATHS_MAX: usize = 65_536;
+
+/// Nodes of which one instance is known to have read, and keys by which: as many as a client keeps itself, and twice that for what has
+/// not aged yet. A report looks at all of the first, and at the second when its instance starts anew or leaves: some 0.1 and 0.5 ms, while
+/// routes wait.
+const NODES_OF_INSTANCE_MAX: usize = 1024;
+const ESTIMATES_OF_INSTANCE_MAX: usize = 2048;
 
 /// What an instance measured of a node since its last report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,6 +73,8 @@ struct Fenced {
 pub(crate) struct Links {
     estimates: BTreeMap<(NodeId, InstanceId, Of), Fenced>,
     paths: BTreeMap<(InstanceId, NodeId), (LinkPath, Timestamp)>,
+    /// Keys of the estimates of each instance, so that none looks at those of others.
+    keys: BTreeMap<InstanceId, BTreeSet<(NodeId, Of)>>,
 }
 
 impl Links {
@@ -82,17 +91,28 @@ impl Links {
             self.add((*node, instance, Of { is_own, key: *key }), *epoch, sample, now);
             let at = (instance, *node);
             let Some(path) = key.path else { continue };
-            if self.paths.len() < PATHS_MAX || self.paths.contains_key(&at) {
+            let is_room = || self.paths.len() < PATHS_MAX && self.nodes_of(instance) < NODES_OF_INSTANCE_MAX;
+            if self.paths.contains_key(&at) || is_room() {
                 self.paths.insert(at, (path, now));
             }
         }
     }
 
+    /// Nodes that an instance is known to take a path to.
+    fn nodes_of(&self, instance: InstanceId) -> usize {
+        self.paths.range((instance, NodeId(0))..=(instance, NodeId(u32::MAX))).count()
+    }
+
     fn add(&mut self, at: (NodeId, InstanceId, Of), epoch: Epoch, sample: &LinkSample, now: Timestamp) {
-        let known = &mut self.estimates;
-        if known.len() >= ESTIMATES_MAX && !known.contains_key(&at) {
-            return;
+        let (node, instance, of) = at;
+        if !self.estimates.contains_key(&at) {
+            let keys = self.keys.get(&instance).map_or(0, BTreeSet::len);
+            if self.estimates.len() >= ESTIMATES_MAX || keys >= ESTIMATES_OF_INSTANCE_MAX {
+                return;
+            }
+            self.keys.entry(instance).or_default().insert((node, of));
         }
+        let known = &mut self.estimates;
         let anew = Fenced { epoch, estimate: LinkEstimate::default() };
         let known = known.entry(at).or_insert(anew);
         if known.epoch < epoch {
@@ -105,13 +125,27 @@ impl Links {
 
     /// Forgets what an instance measured: it has started anew, or left.
     pub(crate) fn forget(&mut self, instance: InstanceId) {
-        self.estimates.retain(|(_, by, _), _| *by != instance);
-        self.paths.retain(|(by, _), _| *by != instance);
+        for (node, of) in self.keys.remove(&instance).unwrap_or_default() {
+            self.estimates.remove(&(node, instance, of));
+        }
+        let of_instance = self.paths.range((instance, NodeId(0))..=(instance, NodeId(u32::MAX)));
+        let nodes: Vec<NodeId> = of_instance.map(|((_, node), _)| *node).collect();
+        for node in nodes {
+            self.paths.remove(&(instance, node));
+        }
     }
 
     /// Forgets what is too old to count.
     pub(crate) fn forget_aged(&mut self, now: Timestamp) {
-        self.estimates.retain(|_, known| !known.estimate.is_aged(now));
+        let keys = &mut self.keys;
+        self.estimates.retain(|&(node, instance, of), known| {
+            let is_aged = known.estimate.is_aged(now);
+            if let Some(of_instance) = keys.get_mut(&instance).filter(|_| is_aged) {
+                of_instance.remove(&(node, of));
+            }
+            !is_aged
+        });
+        keys.retain(|_, of_instance| !of_instance.is_empty());
         self.paths.retain(|_, (_, taken)| now.since(*taken) < LINK_AGED_AFTER);
     }
 
@@ -289,7 +323,9 @@ mod tests {
         let mut links = Links::default();
         let of = |node| by(QUIC, Tier::Dram, measured(node, 1, 1));
         let all: Vec<_> = (0..200_000).map(of).collect();
-        told(&mut links, 1, &all);
+        for (instance, some) in (1..).zip(all.chunks(SAMPLES_MAX)) {
+            told(&mut links, instance, some);
+        }
         assert_eq!((links.estimates.len(), links.paths.len()), (ESTIMATES_MAX, PATHS_MAX));
         assert_eq!(rate(&links, 199_999, 1, NOW), None);
         let later = NOW.after(LINK_AGED_AFTER);
@@ -304,6 +340,32 @@ mod tests {
         told(&mut links, 2, &vec![honest; 40]);
         let (rate, measure) = price(&links.of_node(NodeId(1), Epoch(1), NOW), TCP, Tier::Dram);
         assert!((1..=800).contains(&rate) && measure == Measure::TierOverPath, "{rate}");
+    }
+
+    #[test]
+    fn one_instance_takes_no_more_room_or_time_than_a_client_has_use_for() {
+        let mut links = Links::default();
+        let of = |node| by(QUIC, Tier::Dram, measured(node, 1, 1));
+        told(&mut links, 2, &[of(5)]);
+        for first in (0..100_000).step_by(SAMPLES_MAX) {
+            let some: Vec<_> = (first..first + SAMPLES_MAX as u32).map(of).collect();
+            told(&mut links, 1, &some);
+        }
+        let kept = (links.estimates.len() - 1, links.paths.len() - 1);
+        assert_eq!(kept, (ESTIMATES_OF_INSTANCE_MAX, NODES_OF_INSTANCE_MAX));
+        assert_eq!(
+            links.paths(InstanceId(1), NOW).len(),
+            NODES_OF_INSTANCE_MAX,
+            "all that a report looks at"
+        );
+        told(&mut links, 3, &[of(99_999)]);
+        assert_eq!(rate(&links, 99_999, 1, NOW), Some(1), "others have their room");
+        links.forget(InstanceId(1));
+        assert_eq!((links.estimates.len(), links.paths.len(), links.keys.len()), (2, 2, 2));
+        told(&mut links, 1, &[of(5)]);
+        assert_eq!(links.paths(InstanceId(1), NOW).len(), 1, "it begins anew");
+        links.forget_aged(NOW.after(LINK_AGED_AFTER));
+        assert!(links.estimates.is_empty() && links.paths.is_empty() && links.keys.is_empty());
     }
 
     #[test]

@@ -239,5 +239,7 @@ fn costs_add_up_to_the_profiles_prefill() {
     let whole = profile.prefill_ns(0, 9_000);
     assert!(costs.recompute_ns().abs_diff(whole) < whole / 1_000, "{} {whole}", costs.recompute_ns());
     assert!(costs.block_layer_ns.is_sorted(), "later blocks look back on more");
-    assert_eq!(costs.deadline_ns(), costs.recompute_ns() + costs.recompute_ns() / WAIT_SHARE);
+    assert_eq!(costs.deadline_ns(0), costs.recompute_ns() + costs.recompute_ns() / WAIT_SHARE);
+    let (longer_ns, wait_ns) = (costs.recompute_ns(), costs.wait_ns(0));
+    assert_eq!([costs.wait_ns(wait_ns / 4), costs.wait_ns(longer_ns)], [wait_ns, longer_ns * GRAINS]);
 }

@@ -102,6 +102,29 @@ fn the_own_node_is_priced_by_what_those_measured_whose_own_it_is() {
 }
 
 #[test]
+fn the_own_node_is_passed_over_where_it_was_measured_to_be_slower_than_another() {
+    use LinkPath::Quic;
+    let middle = Lane { latency_ns: 20_000, bytes_per_s: 20_000_000 };
+    let both = prefix(&[(4, &[(1, DRAM), (2, DRAM)])]);
+    let plan = |near: Option<Lane>, afar: Option<Lane>| {
+        let mut fleet = fleet(1);
+        let of = |lane: Option<Lane>| lane.and_then(|lane| measured(&[(Quic, Some(DRAM), lane)]));
+        let nodes = vec![LiveNode { near: of(near), ..live(1) }, LiveNode { afar: of(afar), ..live(2) }];
+        fleet.set_nodes(nodes);
+        fleet.set_paths(InstanceId(1), &[(NodeId(1), Quic), (NodeId(2), Quic)]);
+        let decision = chosen(&request(4), &both, &fleet);
+        (sources(&decision), decision.predicted.transfer_us)
+    };
+    assert_eq!(plan(Some(middle), Some(FAST)), (vec![(2, 0, 4)], 20 + 40 * 10));
+    assert_eq!(plan(Some(SLOW), Some(FAST)), (vec![(2, 0, 4)], 20 + 40 * 10), "it would have been computed");
+    assert_eq!(plan(Some(SLOW), Some(SLOW)), (vec![], 0), "computed sooner than either");
+    assert_eq!(plan(Some(FAST), Some(FAST)), (vec![(1, 0, 4)], 420), "it spares the network");
+    // What the profile says of either does not outweigh that.
+    assert_eq!(plan(Some(middle), None), (vec![(1, 0, 4)], 20 + 40 * 50));
+    assert_eq!(plan(None, Some(FAST)), (vec![(1, 0, 4)], 10 + 40 * 10));
+}
+
+#[test]
 fn paths_end_with_their_instance_and_are_replaced_whole() {
     let mut fleet = fleet(3);
     fleet.set_paths(InstanceId(2), &[(NodeId(1), LinkPath::Tcp)]);

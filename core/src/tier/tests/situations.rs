@@ -433,6 +433,30 @@ fn what_happens_to_blocks_is_counted_by_tier_and_category() {
 }
 
 #[test]
+fn what_a_lease_asks_for_again_is_one_use_of_each_block() {
+    let mut book = blocks(4, 4);
+    request(&mut book, &[1, 2, 3], 1);
+    let fetch = |book: &mut Book, lease, numbers: &[u64], now| {
+        let reached = book.fetch(asker(lease), &hashes(numbers), Timestamp(now)).unwrap();
+        reached.iter().map(|reach| reach.is_new).collect::<Vec<_>>()
+    };
+    assert_eq!(fetch(&mut book, 7, &[1, 2], 1_000_001), [true, true]);
+    assert_eq!(fetch(&mut book, 7, &[1, 2, 3], 2_000_001), [false, false, true]);
+    assert_eq!(fetch(&mut book, 7, &[1, 2, 3], 3_000_001), [false; 3]);
+    let dram = *book.numbers(Tier::Dram).classes().next().unwrap().1;
+    assert_eq!((dram.hits, dram.reuse_gap.count(), dram.reuse_gap.mean_us()), (3, 3, Some(1_333_333)));
+    // Another request's use is another one, and so is that of this request's number once it ended.
+    assert_eq!(fetch(&mut book, 8, &[1], 4_000_000), [true]);
+    book.release(LeaseId(7), Timestamp(5_000_000));
+    assert_eq!(fetch(&mut book, 7, &[1], 6_000_000), [true]);
+    // What a request brought itself is no use of what was there.
+    for key in wanted(&offer(&mut book, 9, &[20], 7_000_000)) {
+        book.commit(key, CHARGE, Timestamp(7_000_000));
+    }
+    assert_eq!(fetch(&mut book, 9, &[20], 8_000_000), [false]);
+}
+
+#[test]
 fn the_curve_says_what_both_tiers_would_hit_if_they_were_larger() {
     let mut book = blocks(2, 1);
     for round in 0..50 {
