@@ -364,9 +364,9 @@ mod tests {
             events.close();
             filling.filled(0, 0..2);
             if ends {
-                rooms.end(ended)
+                rooms.end(ended);
             } else {
-                drop(rooms)
+                drop(rooms);
             }
             let mut back: Vec<_> =
                 std::iter::from_fn(|| came.try_recv().ok()).map(|back| (back.block, back.layers)).collect();

@@ -509,7 +509,7 @@ async fn what_was_given_up_counts_for_its_path() {
 async fn where_recomputing_is_short_a_path_that_is_well_is_still_waited_for() {
     let ms = Duration::from_millis;
     for recompute_ms in [12, 20, 40, 80] {
-        let each = |share: u64| u64::from(recompute_ms) * 1_000_000 * share / 10 / u64::from(LAYERS);
+        let each = |share: u64| recompute_ms * 1_000_000 * share / 10 / u64::from(LAYERS);
         let block_layer_ns = vec![each(9) / u64::from(BLOCKS); BLOCKS as usize];
         let costs = Costs { block_layer_ns, new_layer_ns: each(1), layers: LAYERS };
         let load = ms(recompute_ms) / 6;
