@@ -10,7 +10,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvfleet_proto::pb::raft_server::RaftServer;
-use kvfleet_proto::pb::router_server::RouterServer;
 use kvfleet_proto::tls::callers::members_only;
 use kvfleet_proto::tls::listen::incoming;
 use kvfleet_proto::tls::{Identity, RENEW_EVERY, Renewal, TlsFiles, keep_renewed};
@@ -39,7 +38,7 @@ use crate::raft::network::{Envelope, Peers, RAFT_MESSAGE_BYTES_MAX};
 use crate::raft::service::RaftService;
 use crate::raft::{CONTROL, Cluster};
 use crate::retire;
-use crate::server::{CONTROL_MESSAGE_BYTES_MAX, RouterService, Shared};
+use crate::server::{RouterService, Shared};
 use crate::truth::Truth;
 use crate::truth::run::Meter;
 use crate::view::fleet::FleetView;
@@ -297,9 +296,6 @@ fn serve(
     raft: RaftService,
     stop: CancellationToken,
 ) -> JoinHandle<()> {
-    let router = RouterServer::new(router)
-        .max_decoding_message_size(CONTROL_MESSAGE_BYTES_MAX)
-        .max_encoding_message_size(CONTROL_MESSAGE_BYTES_MAX);
     let raft = RaftServer::new(raft)
         .max_decoding_message_size(RAFT_MESSAGE_BYTES_MAX)
         .max_encoding_message_size(RAFT_MESSAGE_BYTES_MAX);
@@ -307,7 +303,7 @@ fn serve(
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))
-        .add_service(router)
+        .add_service(router.served())
         .add_service(raft);
     let incoming = incoming(listener, identity);
     tokio::spawn(async move {

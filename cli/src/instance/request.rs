@@ -10,7 +10,7 @@ use kv_core::id::{BlockHash, Category, LeaseId, RequestId, TenantId};
 use kvfleet_proto::convert::{category_from_pb, hashes_from_bytes};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::instance_server::Instance;
-use kvfleet_proto::tls::callers::{may_name, members_only};
+use kvfleet_proto::tls::callers::Caller;
 use kvfleet_transport::Carried;
 use kvfleet_transport::pick::PathKind;
 use tonic::{Request, Response, Status};
@@ -18,6 +18,9 @@ use tracing::Instrument;
 
 use super::metrics::Metrics;
 use super::serve::Engine;
+
+/// Calls that are for tenants too. All others are for the cluster's own.
+pub(super) const FOR_TENANTS: &[&str] = &["/kvfleet.v1.Instance/Run"];
 
 /// Bits of a lease that count; those above name the instance, so that no two instances share one.
 const LEASE_COUNTER_BITS: u32 = 44;
@@ -59,7 +62,9 @@ impl Service {
 #[tonic::async_trait]
 impl Instance for Service {
     async fn run(&self, request: Request<pb::RunRequest>) -> Result<Response<pb::RunReply>, Status> {
-        let request = may_name(request, |call| TenantId(call.tenant))?.into_inner();
+        let caller = Caller::of(request.extensions())?;
+        caller.may_name(TenantId(request.get_ref().tenant))?;
+        let request = request.into_inner();
         let span = tracing::info_span!("run", request = request.request);
         kvfleet_proto::trace_context::set_parent(&span, &request.traceparent);
         let job = read(request)?;
@@ -73,9 +78,8 @@ impl Instance for Service {
 
     async fn instance_status(
         &self,
-        request: Request<pb::InstanceStatusRequest>,
+        _: Request<pb::InstanceStatusRequest>,
     ) -> Result<Response<pb::InstanceStatusReply>, Status> {
-        members_only(request)?;
         let now = self.engine.working.snapshot();
         let client = &self.engine.client;
         let bytes = |(kind, carried): (PathKind, Carried)| pb::PathBytes {

@@ -7,6 +7,7 @@ use std::time::Duration;
 use kv_core::id::IdentityDigest;
 use kvfleet_client::{Client, ClientConfig, Reporter};
 use kvfleet_proto::pb::instance_server::InstanceServer;
+use kvfleet_proto::tls::callers::MembersUnless;
 use kvfleet_proto::tls::listen::{Called, incoming};
 use kvfleet_proto::tls::{Renewal, TlsError, TlsFiles};
 use kvfleet_transport::renew::{RENEW_EVERY, keep_renewed};
@@ -23,7 +24,7 @@ use super::load::Working;
 use super::metrics::{self, Metrics};
 use super::prefill::Accelerator;
 use super::report;
-use super::request::Service;
+use super::request::{FOR_TENANTS, Service};
 use super::serve::Engine;
 
 /// How long calls under way get to end when the instance stops.
@@ -92,7 +93,11 @@ impl Instance {
         }));
         let service =
             InstanceServer::new(Service::new(engine, metrics)).max_decoding_message_size(REQUEST_BYTES_MAX);
-        tasks.push(tokio::spawn(serve(service, incoming(listener, &identity), stop.clone())));
+        tasks.push(tokio::spawn(serve(
+            MembersUnless::new(service, FOR_TENANTS),
+            incoming(listener, &identity),
+            stop.clone(),
+        )));
         Ok(Self { address, stop, reporter, tasks })
     }
 
@@ -137,7 +142,7 @@ fn set_up(cause: &dyn std::fmt::Display) -> StartError {
 }
 
 async fn serve(
-    service: InstanceServer<Service>,
+    service: MembersUnless<InstanceServer<Service>>,
     incoming: impl Stream<Item = std::io::Result<Called>>,
     stop: CancellationToken,
 ) {

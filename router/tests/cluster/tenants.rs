@@ -1,5 +1,7 @@
 //! Callers whose certificates name tenants: they route and look up for theirs, and nothing else is for them.
 
+use std::collections::BTreeSet;
+
 use kvfleet_errors_doc::says;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::raft_client::RaftClient;
@@ -98,11 +100,28 @@ async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
     all.map(|(call, answer)| (call, answer.err().unwrap_or_else(|| panic!("{call} was answered")))).collect()
 }
 
+/// Calls of the services of a router, as their description has them.
+fn described() -> BTreeSet<String> {
+    let text = include_str!("../../../proto/proto/router.proto");
+    let names = text.lines().filter_map(|line| line.trim().strip_prefix("rpc ")?.split('(').next());
+    let snake = |name: &str| {
+        let lower = |at: usize, letter: char| match letter.is_ascii_uppercase() && at > 0 {
+            true => format!("_{}", letter.to_ascii_lowercase()),
+            false => letter.to_ascii_lowercase().to_string(),
+        };
+        name.char_indices().map(|(at, letter)| lower(at, letter)).collect()
+    };
+    names.map(snake).collect()
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_for_the_clusters_own_is_refused_to_a_tenants_certificate() {
     let cluster = Cluster::start(1, |_| {}).await;
     cluster.leader().await;
     let refusals = refusals(&cluster).await;
+    let tried = refusals.iter().map(|(call, _)| (*call).to_owned());
+    let all: BTreeSet<String> = tried.chain(["route", "lookup"].map(str::to_owned)).collect();
+    assert_eq!(all, described(), "every call was tried, or is for tenants");
     for (call, status) in &refusals {
         assert_eq!(status.code(), Code::PermissionDenied, "{call}: {status}");
         assert_eq!(status.message(), refusals[0].1.message(), "{call}");
