@@ -269,6 +269,7 @@ impl Parts<'_> {
             residency,
             silence,
             ingests: self.groups.shards().iter().map(|shard| self.ingest(shard, clock)).collect(),
+            fresh_shares: Mutex::default(),
             directives: directives::start(Arc::clone(&control.published), self.stop.clone()),
             metrics: self.metrics.clone(),
             clock,

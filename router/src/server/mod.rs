@@ -17,7 +17,7 @@ mod status;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kv_core::id::{TenantId, Timestamp};
+use kv_core::id::Timestamp;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_server::RouterServer;
 use kvfleet_proto::tls::callers::{Caller, MembersUnless};
@@ -35,6 +35,7 @@ use crate::metrics::Metrics;
 use crate::raft::Cluster;
 use crate::raft::handle::{LeaderAt, ProposeError};
 use crate::raft::network::Peers;
+use crate::shares::FreshShares;
 use crate::truth::Truth;
 use crate::view::fleet::FleetView;
 use crate::view::residency::Residency;
@@ -61,6 +62,8 @@ pub(crate) struct Shared {
     pub(crate) unix: UnixClock,
     /// From when on a lack of instances is one of the cluster, and not of a router that has just come back to it.
     pub(crate) reported_by: Timestamp,
+    /// What tenants read afresh.
+    pub(crate) fresh_shares: Mutex<FreshShares>,
     /// What every node must respect, newest version.
     pub(crate) directives: watch::Receiver<Arc<pb::Directives>>,
     /// Most blocks one announcement may hold.
@@ -162,9 +165,8 @@ impl pb::router_server::Router for RouterService {
 
     async fn route(&self, request: Request<pb::RouteRequest>) -> Answer<pb::RouteReply> {
         let started = Instant::now();
-        let caller = Caller::of(request.extensions());
-        let answer = match caller.and_then(|caller| caller.may_name(TenantId(request.get_ref().tenant))) {
-            Ok(()) => route::route(&self.shared, request.into_inner()).await,
+        let answer = match Caller::of(request.extensions()) {
+            Ok(caller) => route::route(&self.shared, &caller, request.into_inner()).await,
             Err(status) => Err(status),
         };
         self.shared.metrics.routed(route::outcome(&answer), started.elapsed());
@@ -172,9 +174,9 @@ impl pb::router_server::Router for RouterService {
     }
 
     async fn lookup(&self, request: Request<pb::LookupRequest>) -> Answer<pb::LookupReply> {
-        Caller::of(request.extensions())?;
+        let caller = Caller::of(request.extensions())?;
         self.shared.metrics.looked_up();
-        lookup::lookup(&self.shared, request.into_inner()).await.map(Response::new)
+        lookup::lookup(&self.shared, &caller, request.into_inner()).await.map(Response::new)
     }
 
     async fn report(&self, request: Request<pb::ReportRequest>) -> Answer<pb::ReportReply> {

@@ -60,6 +60,42 @@ async fn a_tenants_certificate_routes_for_its_tenants_only() {
     cluster.shutdown().await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tenants_words_fill_no_queue_and_keep_no_leader_busy() {
+    let cluster = Cluster::start(1, |_| {}).await;
+    cluster.leader().await;
+    let mut tenant = RouterClient::new(as_tenant(&cluster));
+    let unhashed = |input_tokens| pb::RouteRequest { input_tokens, hashes: Vec::new(), ..route_request(3) };
+    let status = tenant.route(unhashed(u32::MAX)).await.unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument);
+    says("a prompt of more tokens than a queue holds", &status.message(), &[]);
+    for (sequence, own) in (1..).zip([3, 5, 3, 5]) {
+        cluster.client(1).report(pb::ReportRequest { sequence, ..report() }).await.unwrap();
+        for _ in 0..4 {
+            let request = pb::RouteRequest { tenant: own, ..unhashed(4 << 20) };
+            let reply = tenant.route(request).await.unwrap().into_inner();
+            assert!(matches!(reply.answer, Some(pb::route_reply::Answer::Decision(_))), "{reply:?}");
+        }
+    }
+    let others = cluster.client(1).route(unhashed(4 << 20)).await.unwrap().into_inner();
+    assert!(matches!(others.answer, Some(pb::route_reply::Answer::Decision(_))), "{others:?}");
+    let fresh = || pb::LookupRequest { fresh: true, hashes: prefix(51, 2).concat(), ..Default::default() };
+    // More than the shares of as many seconds as this may take.
+    let asked = (0..1_000).map(|_| {
+        let mut tenant = tenant.clone();
+        async move { tenant.lookup(fresh()).await }
+    });
+    let answers = futures_util::future::join_all(asked).await;
+    let status = answers.into_iter().find_map(Result::err).expect("there is a limit");
+    assert_eq!(status.code(), Code::ResourceExhausted);
+    let ms = status.message().split(' ').rev().find(|word| word.parse::<u32>().is_ok()).unwrap_or_default();
+    says("more fresh reads of a tenant in a second than it has", &status.message(), &[&format!("{ms} ms")]);
+    for _ in 0..60 {
+        cluster.client(1).lookup(fresh()).await.unwrap();
+    }
+    cluster.shutdown().await;
+}
+
 /// Every call of a router that is not for tenants, as one of them.
 async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
     let mut router = RouterClient::new(as_tenant(cluster));
