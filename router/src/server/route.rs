@@ -53,7 +53,11 @@ async fn decide(
     let chosen = shared.fleet.decide(caller.share(), |fleet| schedule::choose(&asked, held, fleet, now));
     let answer = match chosen {
         Ok((decision, address)) => {
-            pb::route_reply::Answer::Decision(decision_to_pb(&control.index, &decision, address))
+            let mut decision = decision_to_pb(&control.index, &decision, address);
+            if caller.share().is_some() {
+                own_only(&mut decision);
+            }
+            pb::route_reply::Answer::Decision(decision)
         }
         Err(Rejection { reason: RejectReason::NoInstance, .. }) if now < shared.reported_by => {
             return Err(Status::unavailable(
@@ -126,6 +130,12 @@ fn decision_to_pb(index: &Index, decision: &Decision, instance_address: String) 
         reasons: decision.reasons.iter().map(ToString::to_string).collect(),
         resident_blocks: decision.resident_blocks,
     }
+}
+
+/// A tenant is told what it is to do, and not how busy all others are.
+fn own_only(decision: &mut pb::Decision) {
+    let chosen = decision.instance;
+    decision.candidates.retain(|candidate| candidate.instance == chosen);
 }
 
 fn source_to_pb(index: &Index, source: &Source) -> pb::Source {

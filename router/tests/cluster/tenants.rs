@@ -96,6 +96,25 @@ async fn a_tenants_words_fill_no_queue_and_keep_no_leader_busy() {
     cluster.shutdown().await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tenant_is_not_told_how_busy_the_other_instances_are() {
+    let cluster = Cluster::start(1, |_| {}).await;
+    cluster.leader().await;
+    let busy = pb::ReportRequest { instance: 7, queue_tokens: 5_000_000, ..report() };
+    for report in [report(), busy] {
+        cluster.client(1).report(report).await.unwrap();
+    }
+    let candidates = async |mut router: RouterClient<Channel>| {
+        let reply = router.route(route_request(3)).await.unwrap().into_inner();
+        let Some(pb::route_reply::Answer::Decision(decision)) = reply.answer else { panic!("{reply:?}") };
+        let numbers: Vec<u32> = decision.candidates.iter().map(|candidate| candidate.instance).collect();
+        (decision.instance, numbers)
+    };
+    assert_eq!(candidates(cluster.client(1)).await, (6, vec![6, 7]));
+    assert_eq!(candidates(RouterClient::new(as_tenant(&cluster))).await, (6, vec![6]));
+    cluster.shutdown().await;
+}
+
 /// Every call of a router that is not for tenants, as one of them.
 async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
     let mut router = RouterClient::new(as_tenant(cluster));
