@@ -104,7 +104,7 @@ pub struct MembersUnless<S> {
 }
 
 impl<S> MembersUnless<S> {
-    /// `open` are paths as gRPC has them: `/kvfleet.Router/Route`.
+    /// `open` are paths as gRPC has them: `/kvfleet.v1.Router/Route`.
     pub fn new(inner: S, open: &'static [&'static str]) -> MembersUnless<S> {
         MembersUnless { inner, open }
     }

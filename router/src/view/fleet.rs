@@ -308,8 +308,8 @@ mod tests {
         for round in 2..5 {
             for tenant in [3, 4] {
                 for _ in 0..40 {
-                    decide(&view, Some(tenant), 4 << 20).unwrap();
-                    decide(&view, Some(tenant), 0).unwrap();
+                    decide(&view, Some(tenant), 4 << 20).expect("there is room");
+                    decide(&view, Some(tenant), 0).expect("there is room");
                 }
             }
             assert_eq!(routed().routed_tokens, 2 * TENANT_ROUTED_TOKENS_MAX, "one share each");
@@ -317,9 +317,9 @@ mod tests {
             view.report(report(round, 10, 5), Timestamp(1));
             assert_eq!((routed().routed_tokens, routed().routed), (0, 0));
         }
-        decide(&view, Some(3), 1_000).unwrap();
+        decide(&view, Some(3), 1_000).expect("there is room");
         assert_eq!((routed().routed_tokens, routed().routed), (1_000, 1), "an honest one counts as it is");
-        decide(&view, None, 4 << 20).unwrap();
+        decide(&view, None, 4 << 20).expect("there is room");
         assert!(decide(&view, None, 1).is_err(), "the queue is full of a member's");
     }
 
