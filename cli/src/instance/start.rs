@@ -83,7 +83,8 @@ impl Instance {
             .map(Arc::new)
             .map_err(|cause| set_up(&cause))?;
         let reporter = report::begin(&client, &config, address.to_string(), &working, &metrics);
-        let (profile, accelerator) = (config.hardware(), Accelerator::new(config.read_buffer_bytes));
+        let (profile, accelerator) =
+            (config.hardware(), Arc::new(Accelerator::new(config.read_buffer_bytes)));
         let engine = Engine { client, digest, blocks, profile, working, accelerator, config };
         let stop = CancellationToken::new();
         let mut tasks = Vec::new();
