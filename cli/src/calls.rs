@@ -5,12 +5,12 @@
 
 use std::time::Duration;
 
-use kvfleet_proto::channel::connect_lazily;
+use kvfleet_proto::channel::{connect_lazily, endpoint};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::instance_client::InstanceClient;
 use kvfleet_proto::pb::router_client::RouterClient;
 use kvfleet_proto::tls::Identity;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 
 /// How long a connection may take. Routers are near; a longer wait means a dead one.
@@ -37,9 +37,8 @@ pub struct RouterCalls {
 /// Opens a channel that connects when first used and again after every break.
 pub fn channel(address: &str, identity: &Identity) -> anyhow::Result<Channel> {
     let wrong = |cause: &dyn std::fmt::Display| anyhow::anyhow!("{address:?} is not HOST:PORT: {cause}");
-    let endpoint = Endpoint::from_shared(format!("https://{address}")).map_err(|cause| wrong(&cause))?;
-    let endpoint = endpoint.tls_config(identity.client_tls()).map_err(|cause| wrong(&cause))?;
-    Ok(connect_lazily(&endpoint.connect_timeout(CONNECT_TIMEOUT)))
+    let endpoint = endpoint(address).map_err(|cause| wrong(&cause))?;
+    Ok(connect_lazily(&endpoint.connect_timeout(CONNECT_TIMEOUT), identity))
 }
 
 impl RouterCalls {

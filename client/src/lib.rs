@@ -150,6 +150,13 @@ impl Client {
         Ok(Client { picks: Some(picks), ..client })
     }
 
+    /// The same client, whose fetches do not count among what [`Client::link_reader`] and a reporter tell: for requests whose
+    /// sources somebody named who is not to say how fast nodes are.
+    #[must_use]
+    pub fn with_links_apart(&self) -> Client {
+        Client { links: Links::default(), ..self.clone() }
+    }
+
     /// A client over any transport.
     ///
     /// # Errors

@@ -8,10 +8,10 @@ use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use kvfleet_proto::channel::connect_lazily;
+use kvfleet_proto::channel::{connect_lazily, endpoint};
 use kvfleet_proto::pb::router_client::RouterClient;
 use kvfleet_proto::tls::Identity;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Code, Request, Response, Status};
 
 use crate::ClientError;
@@ -141,9 +141,8 @@ pub(crate) fn channel(address: &str, identity: &Identity) -> Result<Channel, Cli
     if !has_port {
         return Err(wrong(&"it does not end with a port"));
     }
-    let endpoint = Endpoint::from_shared(format!("https://{address}")).map_err(|error| wrong(&error))?;
-    let endpoint = endpoint.tls_config(identity.client_tls()).map_err(|error| wrong(&error))?;
-    Ok(connect_lazily(&endpoint.connect_timeout(CONNECT_TIMEOUT)))
+    let endpoint = endpoint(address).map_err(|error| wrong(&error))?;
+    Ok(connect_lazily(&endpoint.connect_timeout(CONNECT_TIMEOUT), identity))
 }
 
 /// Whether another router may answer differently: it is gone, late, full, or not ready.

@@ -11,6 +11,7 @@ use kv_core::index::command::NodeRecord;
 use kv_core::tier::{Book, Capacity, Found, LIFTS_MAX, Limits, TierLimits};
 use kvfleet_proto::pb::node_control_server::NodeControlServer;
 use kvfleet_proto::tls::callers::members_only;
+use kvfleet_proto::tls::listen::incoming;
 use kvfleet_proto::tls::{Identity, Renewal, TlsError, TlsFiles};
 use kvfleet_transport::BlockService;
 use kvfleet_transport::renew::keep_renewed;
@@ -19,7 +20,6 @@ use tokio::net::TcpListener;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
-use tokio_stream::wrappers::TcpListenerStream;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::announce::link::Link;
@@ -189,7 +189,7 @@ impl Node {
             let epochs = rdma::tell_epochs(offer, store.shared.joined.subscribe());
             tasks.push(tokio::spawn(until_stopped(stop.clone(), epochs)));
         }
-        tasks.push(serve_control(control, &identity, store.clone(), &stop)?);
+        tasks.push(serve_control(control, &identity, store.clone(), &stop));
         let record = record(&config, data_addr, control_addr);
         let host =
             quick.as_ref().map(|quick| host::serve(&config, &record.data_address, arena, blocks, quick));
@@ -510,19 +510,18 @@ fn serve_control(
     identity: &Identity,
     store: StoreHandle,
     stop: &CancellationToken,
-) -> Result<JoinHandle<()>, StartError> {
-    let mut server = tonic::transport::Server::builder().tls_config(identity.server_tls())?;
+) -> JoinHandle<()> {
+    let mut server = tonic::transport::Server::builder();
     let control = Control { store, identity: identity.clone() };
     let control = NodeControlServer::with_interceptor(control, members_only);
     let router = server.add_service(control);
-    let stop = stop.clone();
-    Ok(tokio::spawn(async move {
-        let incoming = TcpListenerStream::new(listener);
+    let (incoming, stop) = (incoming(listener, identity), stop.clone());
+    tokio::spawn(async move {
         let ended = router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned()).await;
         if let Err(cause) = ended {
             tracing::error!(%cause, "the control server ended");
         }
-    }))
+    })
 }
 
 fn record(config: &NodeConfig, data: SocketAddr, control: SocketAddr) -> NodeRecord {

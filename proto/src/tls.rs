@@ -1,8 +1,8 @@
 //! Who a process is to the rest of the cluster: one cluster authority, one certificate, one key.
 //!
 //! [`TlsFiles`] are read and checked *together* at start, so that a wrong file is an error with a name
-//! and a remedy there and not a refused handshake later. Out come the configurations of both stacks:
-//! tonic for control calls, rustls for QUIC and for TLS over TCP. Both directions are always authenticated. What is shown
+//! and a remedy there and not a refused handshake later. Out come the configurations of rustls for control calls, for QUIC and
+//! for TLS over TCP, and tonic's for clients that connect once. Both directions are always authenticated. What is shown
 //! can be renewed while configurations of it are in use (`tls/renew.rs`).
 //!
 //! Not here: making certificates (`cli/`) and opening connections.
@@ -21,12 +21,15 @@ use rustls::time_provider::{DefaultTimeProvider, TimeProvider};
 use rustls::{CertificateError, RootCertStore};
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
-use tonic::transport::{Certificate, ClientTlsConfig, ServerTlsConfig};
+use tonic::transport::{Certificate, ClientTlsConfig};
 
 pub mod callers;
+mod keep;
+pub mod listen;
 mod names;
 mod renew;
 
+pub use keep::{RENEW_EVERY, keep_renewed};
 pub use names::{NamesError, tenant_name, tenants_of};
 pub use renew::{Look, Renewal};
 
@@ -44,6 +47,9 @@ pub const ALPN: &[u8] = b"kvfleet/1";
 
 /// The same over TCP, where operations follow one another on a connection.
 pub const ALPN_TCP: &[u8] = b"kvfleet-tcp/1";
+
+/// Application protocol of control calls: HTTP/2, which gRPC is made of.
+pub const ALPN_GRPC: &[u8] = b"h2";
 
 /// The three PEM files of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -329,7 +335,7 @@ fn in_memory() -> TlsFiles {
     TlsFiles { ca: "memory:ca".into(), cert: "memory:cert".into(), key: "memory:key".into() }
 }
 
-fn server_name() -> ServerName<'static> {
+pub(crate) fn server_name() -> ServerName<'static> {
     ServerName::try_from(SERVER_NAME).expect("the constant is a valid DNS name")
 }
 
@@ -385,15 +391,20 @@ impl Identity {
         self.is_router(&self.shown.certified().cert)
     }
 
-    /// For a tonic server: shows the certificate of now, demands one of the cluster.
+    /// For the server end of control calls: TLS 1.3, mutual, [`ALPN_GRPC`] (`listen.rs`).
     #[must_use]
-    pub fn server_tls(&self) -> ServerTlsConfig {
-        ServerTlsConfig::new()
-            .identity(self.shown.tonic())
-            .client_ca_root(Certificate::from_pem(&self.ca_pem))
+    pub fn grpc_server(&self) -> rustls::ServerConfig {
+        self.server(provider(), ALPN_GRPC)
     }
 
-    /// For a tonic channel: shows the certificate of now, demands [`SERVER_NAME`] of the cluster.
+    /// For the client end of control calls: TLS 1.3, mutual, [`ALPN_GRPC`]; connect to [`SERVER_NAME`].
+    #[must_use]
+    pub fn grpc_client(&self) -> rustls::ClientConfig {
+        self.client(provider(), ALPN_GRPC)
+    }
+
+    /// For a tonic channel that is made for one connection: shows the certificate of now, also later on, and demands
+    /// [`SERVER_NAME`] of the cluster. Channels that last are made by `channel::connect_lazily`.
     #[must_use]
     pub fn client_tls(&self) -> ClientTlsConfig {
         ClientTlsConfig::new()

@@ -19,6 +19,7 @@ mod pin_ends;
 mod raft;
 mod retire;
 mod server;
+mod shares;
 mod start;
 mod truth;
 mod view;

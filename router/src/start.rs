@@ -10,9 +10,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvfleet_proto::pb::raft_server::RaftServer;
-use kvfleet_proto::pb::router_server::RouterServer;
 use kvfleet_proto::tls::callers::members_only;
-use kvfleet_proto::tls::{Identity, TlsFiles};
+use kvfleet_proto::tls::listen::incoming;
+use kvfleet_proto::tls::{Identity, RENEW_EVERY, Renewal, TlsFiles, keep_renewed};
 use parking_lot::{Mutex, RwLock};
 use prometheus::Registry;
 use tokio::net::TcpListener;
@@ -20,7 +20,6 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tonic::service::interceptor::InterceptedService;
 use tonic::transport::Server;
-use tonic::transport::server::TcpIncoming;
 
 use crate::background::Background;
 use crate::balance;
@@ -39,7 +38,7 @@ use crate::raft::network::{Envelope, Peers, RAFT_MESSAGE_BYTES_MAX};
 use crate::raft::service::RaftService;
 use crate::raft::{CONTROL, Cluster};
 use crate::retire;
-use crate::server::{CONTROL_MESSAGE_BYTES_MAX, RouterService, Shared};
+use crate::server::{RouterService, Shared};
 use crate::truth::Truth;
 use crate::truth::run::Meter;
 use crate::view::fleet::FleetView;
@@ -93,7 +92,7 @@ impl Router {
         let metrics = Metrics::register(registry)?;
         make_durably(&config.data_dir)
             .map_err(|source| StartError::DataDir { path: config.data_dir.clone(), source })?;
-        let booted = boot::boot(&config, identity.client_tls()).await?;
+        let booted = boot::boot(&config, identity.clone()).await?;
         let stop = CancellationToken::new();
         // Whatever fails from here on takes the standing tasks with it.
         let started = stop.clone().drop_guard();
@@ -107,7 +106,11 @@ impl Router {
         );
         let parts = Parts { config: &config, groups: &groups, metrics, comes_late, stop: &stop };
         let shared = parts.assemble(cluster, peers);
-        let serving = serve(listener, &identity, RouterService::new(shared), raft_service, stop.clone())?;
+        let serving = serve(listener, &identity, RouterService::new(shared), raft_service, stop.clone());
+        let (renewal, stopped) = (Renewal::new(identity, files), stop.clone());
+        tokio::spawn(async move {
+            let _ = stopped.run_until_cancelled(keep_renewed(renewal, RENEW_EVERY)).await; // stopped, as asked
+        });
         groups.all().iter().for_each(|group| group.consensus.raft().run());
         let router = Router { local_addr, groups, stop, serving, guard };
         if let Err(error) = boot::initialize(&router.groups, &withheld, &config).await {
@@ -266,6 +269,7 @@ impl Parts<'_> {
             residency,
             silence,
             ingests: self.groups.shards().iter().map(|shard| self.ingest(shard, clock)).collect(),
+            fresh_shares: Mutex::default(),
             directives: directives::start(Arc::clone(&control.published), self.stop.clone()),
             metrics: self.metrics.clone(),
             clock,
@@ -292,10 +296,7 @@ fn serve(
     router: RouterService,
     raft: RaftService,
     stop: CancellationToken,
-) -> Result<JoinHandle<()>, StartError> {
-    let router = RouterServer::new(router)
-        .max_decoding_message_size(CONTROL_MESSAGE_BYTES_MAX)
-        .max_encoding_message_size(CONTROL_MESSAGE_BYTES_MAX);
+) -> JoinHandle<()> {
     let raft = RaftServer::new(raft)
         .max_decoding_message_size(RAFT_MESSAGE_BYTES_MAX)
         .max_encoding_message_size(RAFT_MESSAGE_BYTES_MAX);
@@ -303,17 +304,15 @@ fn serve(
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))
-        .tls_config(identity.server_tls())
-        .map_err(|error| StartError::Consensus(format!("TLS: {error}")))?
-        .add_service(router)
+        .add_service(router.served())
         .add_service(raft);
-    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-    Ok(tokio::spawn(async move {
+    let incoming = incoming(listener, identity);
+    tokio::spawn(async move {
         let ended = server.serve_with_incoming_shutdown(incoming, stop.cancelled_owned()).await;
         if let Err(error) = ended {
             tracing::error!(%error, "the control server ended");
         }
-    }))
+    })
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@ mod prefill;
 mod report;
 mod request;
 mod serve;
+mod shares;
 mod start;
 
 pub use config::{InstanceConfig, RdmaSection, ShmSection, TlsPaths};

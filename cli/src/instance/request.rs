@@ -10,7 +10,7 @@ use kv_core::id::{BlockHash, Category, LeaseId, RequestId, TenantId};
 use kvfleet_proto::convert::{category_from_pb, hashes_from_bytes};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::instance_server::Instance;
-use kvfleet_proto::tls::callers::{may_name, members_only};
+use kvfleet_proto::tls::callers::Caller;
 use kvfleet_transport::Carried;
 use kvfleet_transport::pick::PathKind;
 use tonic::{Request, Response, Status};
@@ -18,6 +18,10 @@ use tracing::Instrument;
 
 use super::metrics::Metrics;
 use super::serve::Engine;
+use super::shares::{Share, Shares};
+
+/// Calls that are for tenants too. All others are for the cluster's own.
+pub(super) const FOR_TENANTS: &[&str] = &["/kvfleet.v1.Instance/Run"];
 
 /// Bits of a lease that count; those above name the instance, so that no two instances share one.
 const LEASE_COUNTER_BITS: u32 = 44;
@@ -35,11 +39,17 @@ pub(super) struct Job {
     pub(super) sources: Vec<pb::Source>,
     pub(super) save_to: Option<pb::Holder>,
     pub(super) wait_save: bool,
+    /// Its part of what a tenant may have under way, until it is saved.
+    pub(super) share: Option<Share>,
 }
 
 /// The service.
 pub(super) struct Service {
     engine: Arc<Engine>,
+    /// For callers with a tenant's certificate. A decision says whose bytes come from which address: what their fetches came to is
+    /// not reported as what links are.
+    tenants_engine: Arc<Engine>,
+    shares: Shares,
     metrics: Metrics,
     next_lease: AtomicU64,
 }
@@ -52,20 +62,37 @@ impl Service {
         // leases it had, because it makes far fewer than one a microsecond.
         let first = u64::try_from(started.as_micros()).unwrap_or_default() & counter_mask;
         let instance = u64::from(engine.config.instance) << LEASE_COUNTER_BITS;
-        Self { engine: Arc::new(engine), metrics, next_lease: AtomicU64::new(instance.wrapping_add(first)) }
+        let tenants_engine = Arc::new(Engine { client: engine.client.with_links_apart(), ..engine.clone() });
+        Self {
+            engine: Arc::new(engine),
+            tenants_engine,
+            shares: Shares::default(),
+            metrics,
+            next_lease: AtomicU64::new(instance.wrapping_add(first)),
+        }
+    }
+
+    /// Who serves a job of this caller, with its part of what is bounded.
+    fn engine_for(&self, caller: &Caller, job: &mut Job) -> Result<Arc<Engine>, Status> {
+        let Some(tenant) = caller.share() else { return Ok(Arc::clone(&self.engine)) };
+        job.share = Some(self.shares.take(tenant, job.input_tokens)?);
+        Ok(Arc::clone(&self.tenants_engine))
     }
 }
 
 #[tonic::async_trait]
 impl Instance for Service {
     async fn run(&self, request: Request<pb::RunRequest>) -> Result<Response<pb::RunReply>, Status> {
-        let request = may_name(request, |call| TenantId(call.tenant))?.into_inner();
+        let caller = Caller::of(request.extensions())?;
+        caller.may_name(TenantId(request.get_ref().tenant))?;
+        let request = request.into_inner();
         let span = tracing::info_span!("run", request = request.request);
         kvfleet_proto::trace_context::set_parent(&span, &request.traceparent);
-        let job = read(request)?;
+        let mut job = read(request)?;
+        let engine = self.engine_for(&caller, &mut job)?;
         let lease = LeaseId(self.next_lease.fetch_add(1, Ordering::Relaxed));
         // By itself, so that who stops waiting for the answer does not leave leases behind.
-        let served = tokio::spawn(Arc::clone(&self.engine).serve(job, lease).instrument(span));
+        let served = tokio::spawn(engine.serve(job, lease).instrument(span));
         let reply = served.await.map_err(|cause| Status::internal(format!("the request broke: {cause}")))?;
         self.metrics.answered(&reply);
         Ok(Response::new(reply))
@@ -73,9 +100,8 @@ impl Instance for Service {
 
     async fn instance_status(
         &self,
-        request: Request<pb::InstanceStatusRequest>,
+        _: Request<pb::InstanceStatusRequest>,
     ) -> Result<Response<pb::InstanceStatusReply>, Status> {
-        members_only(request)?;
         let now = self.engine.working.snapshot();
         let client = &self.engine.client;
         let bytes = |(kind, carried): (PathKind, Carried)| pb::PathBytes {
@@ -110,13 +136,68 @@ fn read(request: pb::RunRequest) -> Result<Job, Status> {
         sources: decision.sources,
         save_to: decision.save_to,
         wait_save: request.wait_save,
+        share: None,
     })
 }
 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use kv_core::id::IdentityDigest;
+    use kv_core::schedule::HardwareProfile;
+    use kvfleet_client::{Client, ClientConfig};
+    use kvfleet_proto::frame::KeyForm;
+    use kvfleet_proto::tls::TlsFiles;
+
+    use super::super::blocks::BlockShape;
+    use super::super::config::InstanceConfig;
+    use super::super::prefill::Accelerator;
     use super::*;
+    use crate::certificates::Authority;
+
+    /// An instance of certificates of its own.
+    fn service() -> Service {
+        let directory = tempfile::tempdir().unwrap();
+        let files = Authority::open(directory.path()).unwrap().issue("instance-1").unwrap();
+        let files = TlsFiles { ca: files.ca, cert: files.cert, key: files.key };
+        let client = ClientConfig::new(vec!["127.0.0.1:1".to_owned()], files.load().unwrap());
+        let digest = IdentityDigest([1; 16]);
+        let engine = Engine {
+            client: Client::new(client).unwrap(),
+            digest,
+            blocks: Arc::new(BlockShape::new(digest, KeyForm::default(), 4096, 4).unwrap()),
+            profile: HardwareProfile::default(),
+            working: Arc::default(),
+            accelerator: Arc::new(Accelerator::new(0)),
+            config: InstanceConfig::default(),
+        };
+        Service::new(engine, Metrics::register(&prometheus::Registry::new()).unwrap())
+    }
+
+    #[tokio::test]
+    async fn a_tenants_runs_are_bounded_and_are_not_what_links_are_judged_by() {
+        let service = service();
+        let job = || read(request(vec![])).unwrap();
+        let tenant = Caller::Tenants([3, 5].map(TenantId).into());
+        let mut held = Vec::new();
+        let refused = loop {
+            let mut job = job();
+            match service.engine_for(&tenant, &mut job) {
+                Ok(engine) => assert!(Arc::ptr_eq(&engine, &service.tenants_engine)),
+                Err(refused) => break refused,
+            }
+            held.push(job);
+            assert!(held.len() < 1_000);
+        };
+        assert_eq!(refused.code(), tonic::Code::ResourceExhausted);
+        for _ in 0..1_000 {
+            let mut job = job();
+            assert!(Arc::ptr_eq(&service.engine_for(&Caller::Member, &mut job).unwrap(), &service.engine));
+            held.push(job);
+        }
+        held.clear();
+        assert!(service.engine_for(&tenant, &mut job()).is_ok(), "those have ended");
+    }
 
     fn request(sources: Vec<(u32, u32)>) -> pb::RunRequest {
         let sources = sources

@@ -30,13 +30,14 @@ const FETCH_TIME_MAX: Duration = Duration::from_secs(15);
 const SAVE_OFFERS_MAX: u32 = 20;
 
 /// What an instance serves with.
+#[derive(Clone)]
 pub(super) struct Engine {
     pub(super) client: Client,
     pub(super) digest: IdentityDigest,
     pub(super) blocks: Arc<BlockShape>,
     pub(super) profile: HardwareProfile,
     pub(super) working: Arc<Working>,
-    pub(super) accelerator: Accelerator,
+    pub(super) accelerator: Arc<Accelerator>,
     pub(super) config: InstanceConfig,
 }
 
@@ -356,6 +357,7 @@ mod tests {
             sources: vec![],
             save_to: None,
             wait_save: true,
+            share: None,
         };
         let step = Duration::from_nanos(profile.step_ns);
         assert_eq!(modelled_prefill(&profile, &job, 2), step);

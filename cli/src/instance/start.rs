@@ -7,12 +7,14 @@ use std::time::Duration;
 use kv_core::id::IdentityDigest;
 use kvfleet_client::{Client, ClientConfig, Reporter};
 use kvfleet_proto::pb::instance_server::InstanceServer;
+use kvfleet_proto::tls::callers::MembersUnless;
+use kvfleet_proto::tls::listen::{Called, incoming};
 use kvfleet_proto::tls::{Renewal, TlsError, TlsFiles};
 use kvfleet_transport::renew::{RENEW_EVERY, keep_renewed};
 use prometheus::Registry;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
-use tokio_stream::wrappers::TcpListenerStream;
+use tokio_stream::Stream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
 
@@ -22,7 +24,7 @@ use super::load::Working;
 use super::metrics::{self, Metrics};
 use super::prefill::Accelerator;
 use super::report;
-use super::request::Service;
+use super::request::{FOR_TENANTS, Service};
 use super::serve::Engine;
 
 /// How long calls under way get to end when the instance stops.
@@ -80,9 +82,9 @@ impl Instance {
         let blocks = BlockShape::new(digest, config.key_form(), config.block_bytes, config.layers)
             .map(Arc::new)
             .map_err(|cause| set_up(&cause))?;
-        let server = Server::builder().tls_config(identity.server_tls()).map_err(|cause| set_up(&cause))?;
         let reporter = report::begin(&client, &config, address.to_string(), &working, &metrics);
-        let (profile, accelerator) = (config.hardware(), Accelerator::new(config.read_buffer_bytes));
+        let (profile, accelerator) =
+            (config.hardware(), Arc::new(Accelerator::new(config.read_buffer_bytes)));
         let engine = Engine { client, digest, blocks, profile, working, accelerator, config };
         let stop = CancellationToken::new();
         let mut tasks = Vec::new();
@@ -92,7 +94,11 @@ impl Instance {
         }));
         let service =
             InstanceServer::new(Service::new(engine, metrics)).max_decoding_message_size(REQUEST_BYTES_MAX);
-        tasks.push(tokio::spawn(serve(server, service, listener, stop.clone())));
+        tasks.push(tokio::spawn(serve(
+            MembersUnless::new(service, FOR_TENANTS),
+            incoming(listener, &identity),
+            stop.clone(),
+        )));
         Ok(Self { address, stop, reporter, tasks })
     }
 
@@ -137,14 +143,12 @@ fn set_up(cause: &dyn std::fmt::Display) -> StartError {
 }
 
 async fn serve(
-    mut server: Server,
-    service: InstanceServer<Service>,
-    listener: TcpListener,
+    service: MembersUnless<InstanceServer<Service>>,
+    incoming: impl Stream<Item = std::io::Result<Called>>,
     stop: CancellationToken,
 ) {
-    let incoming = TcpListenerStream::new(listener);
-    let served =
-        server.add_service(service).serve_with_incoming_shutdown(incoming, stop.cancelled_owned()).await;
+    let server = Server::builder().add_service(service);
+    let served = server.serve_with_incoming_shutdown(incoming, stop.cancelled_owned()).await;
     if let Err(cause) = served {
         tracing::error!(%cause, "instance stopped serving");
     }

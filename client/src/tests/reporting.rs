@@ -139,6 +139,16 @@ async fn an_engine_that_says_nothing_of_its_load_is_not_reported_and_comes_back(
 }
 
 #[tokio::test]
+async fn fetches_with_links_apart_are_told_by_nobody_else() {
+    let (network, _) = network(1, 6);
+    let routers = vec!["127.0.0.1:1".to_owned()];
+    let client = Client::with_dialer(config(routers, Authority::new().member()), Arc::new(network)).unwrap();
+    let apart = client.with_links_apart();
+    apart.fetch(call(6, vec![source(0, 0, 6)])).await.unwrap();
+    assert_eq!((client.link_reader().take().len(), apart.link_reader().take().len()), (0, 1));
+}
+
+#[tokio::test]
 async fn a_reporter_tells_nothing_of_what_was_before_it() {
     let authority = Authority::new();
     let fake = Fake::new(Ok(decision(1)));

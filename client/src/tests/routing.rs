@@ -10,7 +10,7 @@ use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_server::{Router, RouterServer};
 use kvfleet_proto::tls::Identity;
 use kvfleet_transport::suite::hashes;
-use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::authority::{Authority, config};
@@ -124,9 +124,9 @@ pub(super) async fn serve_fake(identity: &Identity, fake: Fake) -> (String, toki
     let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
     let listener = tokio::net::TcpListener::bind(any).await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
-    let mut server = tonic::transport::Server::builder().tls_config(identity.server_tls()).unwrap();
+    let incoming = kvfleet_proto::tls::listen::incoming(listener, identity);
     let serving = tokio::spawn(async move {
-        let incoming = TcpListenerStream::new(listener);
+        let mut server = tonic::transport::Server::builder();
         server.add_service(RouterServer::new(fake)).serve_with_incoming(incoming).await.unwrap();
     });
     (address, serving)

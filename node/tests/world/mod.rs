@@ -17,6 +17,7 @@ use kvfleet_proto::frame::{Frame, KeyForm, seal};
 use kvfleet_proto::pb::node_control_client::NodeControlClient;
 use kvfleet_proto::pb::router_server::{Router, RouterServer};
 use kvfleet_proto::pb::{self, announce_reply, announce_request};
+use kvfleet_proto::tls::listen::incoming;
 use kvfleet_proto::tls::{Identity, ROUTER_NAME, SERVER_NAME, TlsFiles};
 use kvfleet_proto::{content, convert};
 use kvfleet_transport::quic::{QuicConfig, QuicDialer};
@@ -26,7 +27,7 @@ use prometheus::Registry;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
-use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint, Server};
 use tonic::{Request, Response, Status, Streaming};
 
@@ -251,9 +252,8 @@ impl FakeRouter {
     pub async fn serve(&self, identity: &Identity) -> String {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
-        let mut server = Server::builder().tls_config(identity.server_tls()).unwrap();
-        let served = server.add_service(RouterServer::new(self.clone()));
-        tokio::spawn(served.serve_with_incoming(TcpListenerStream::new(listener)));
+        let served = Server::builder().add_service(RouterServer::new(self.clone()));
+        tokio::spawn(served.serve_with_incoming(incoming(listener, identity)));
         address
     }
 

@@ -16,6 +16,9 @@ const PREFIX: &str = "tenant-";
 /// How they end, behind the number.
 const SUFFIX: &str = ".kvfleet";
 
+/// What no other name may begin with: it was to be a tenant's.
+const RESERVED: &str = "tenant";
+
 /// Longest part of a name that an error repeats, in characters: four of a name of DNS fill a line.
 const SHOWN_CHARS_MAX: usize = 80;
 
@@ -25,9 +28,10 @@ pub enum NamesError {
     /// The names cannot be read.
     #[error("its names cannot be read")]
     Unreadable,
-    /// A name is like a tenant's, and is none.
+    /// A name is like one that says something, and says nothing.
     #[error(
-        "its name {0:?} is no tenant's, which is tenant-NUMBER.kvfleet with a number from 0 to 4294967295"
+        "its name {0:?} is neither {SERVER_NAME:?} nor a tenant's, which is tenant-NUMBER.kvfleet with a number from 0 to \
+         4294967295; other names may not begin with \"tenant\" or end in \".kvfleet\""
     )]
     Malformed(String),
     /// Names of tenants stand beside one of the cluster's own processes.
@@ -64,16 +68,15 @@ pub fn tenants_of(leaf: &[u8]) -> Result<Option<BTreeSet<TenantId>>, NamesError>
     }
 }
 
-/// As DNS has it: whatever the case, with or without the root's point.
+/// As DNS has it: whatever the case.
 fn is_same(name: &[u8], own: &str) -> bool {
-    name.strip_suffix(b".").unwrap_or(name).eq_ignore_ascii_case(own.as_bytes())
+    name.eq_ignore_ascii_case(own.as_bytes())
 }
 
-/// The tenant of this name. All that is nearly a tenant's name is an error: who wrote it meant to set limits.
+/// The tenant of this name. All that is nearly a tenant's name is an error: who wrote it meant to set limits. So is one of the
+/// cluster's own with the root's point, which no verifier takes.
 fn tenant_of(name: &[u8]) -> Result<Option<TenantId>, NamesError> {
-    let lower = name.to_ascii_lowercase();
-    let suffix = SUFFIX.as_bytes();
-    if !lower.starts_with(PREFIX.as_bytes()) || !lower.windows(suffix.len()).any(|part| part == suffix) {
+    if !is_reserved(name) {
         return Ok(None);
     }
     let text = String::from_utf8_lossy(name);
@@ -84,6 +87,16 @@ fn tenant_of(name: &[u8]) -> Result<Option<TenantId>, NamesError> {
         Some(tenant) => Ok(Some(tenant)),
         None => Err(NamesError::Malformed(text.chars().take(SHOWN_CHARS_MAX).collect())),
     }
+}
+
+/// Whether a name may only be a tenant's.
+fn is_reserved(name: &[u8]) -> bool {
+    let lower = name.to_ascii_lowercase();
+    let relative = lower.strip_suffix(b".");
+    let is_absolute_own = [SERVER_NAME, ROUTER_NAME].iter().any(|own| relative == Some(own.as_bytes()));
+    is_absolute_own
+        || lower.starts_with(RESERVED.as_bytes())
+        || relative.unwrap_or(&lower).ends_with(SUFFIX.as_bytes())
 }
 
 const SEQUENCE: u8 = 0x30;

@@ -27,7 +27,13 @@ fn tenants(names: &[&str]) -> Result<Option<Vec<u32>>, NamesError> {
 fn a_certificate_names_the_cluster_or_tenants() {
     assert_eq!(tenants(&["kvfleet"]), Ok(None));
     assert_eq!(tenants(&["node-1", "kvfleet", "localhost", "kvfleet-router"]), Ok(None));
-    assert_eq!(tenants(&["KVfleet."]), Ok(None), "as those who verify it have it");
+    assert_eq!(tenants(&["KVfleet"]), Ok(None), "as those who verify it have it");
+    // What certificates of the cluster's own carry beside it, here and elsewhere.
+    let beside =
+        ["router-1", "node-2.example", "kvfleet.example", "node-3.kvfleet.svc.cluster.local", "a-tenant-3"];
+    for name in beside {
+        assert_eq!(tenants(&["kvfleet", name]), Ok(None), "{name}");
+    }
     assert_eq!(tenants(&["tenant-3.kvfleet"]), Ok(Some(vec![3])));
     let many = ["tenant-4294967295.kvfleet", "engine.example", "tenant-0.kvfleet", "tenant-17.kvfleet"];
     assert_eq!(tenants(&many), Ok(Some(vec![0, 17, u32::MAX])));
@@ -83,6 +89,21 @@ fn a_name_that_is_nearly_a_tenants_is_refused_and_never_everybodys() {
         "tenant-3.kvfleet.kvfleet",
         "tenant-0x3.kvfleet",
         "tenant-3_.kvfleet",
+        // Without one of the letters that make it one.
+        "tenant3.kvfleet",
+        "tenant_3.kvfleet",
+        "tenants-3.kvfleet",
+        "tenant-3",
+        "tenant-3.kvflet",
+        "tenant-3,kvfleet",
+        "Tenant3",
+        "tenant",
+        "tenat-3.kvfleet",
+        "3.kvfleet",
+        " tenant-3.kvfleet",
+        "*.kvfleet",
+        ".KVfleet",
+        "tenat-3.kvfleet.",
     ];
     for name in bad {
         for names in [vec![name], vec!["kvfleet", name], vec!["tenant-1.kvfleet", name]] {
@@ -96,12 +117,20 @@ fn a_name_that_is_nearly_a_tenants_is_refused_and_never_everybodys() {
 
 #[test]
 fn a_tenant_is_none_of_the_clusters_own_and_nobody_is_either() {
-    for (own, said) in [("kvfleet", SERVER_NAME), ("KVFLEET.", SERVER_NAME), ("kvfleet-router", ROUTER_NAME)]
-    {
+    for (own, said) in [("kvfleet", SERVER_NAME), ("KVFLEET", SERVER_NAME), ("kvfleet-router", ROUTER_NAME)] {
         assert_eq!(tenants(&["tenant-3.kvfleet", own]), Err(NamesError::Both(said)));
     }
-    for names in [&[][..], &["kvfleet-router"], &["node"], &["tenant-3"], &["tenant.kvfleet", "*.kvfleet"]] {
+    for names in [&[][..], &["kvfleet-router"], &["node"], &["kvfleet.example"]] {
         assert_eq!(tenants(names), Err(NamesError::Nobody), "{names:?}");
+    }
+}
+
+#[test]
+fn an_absolute_name_is_none_of_the_clusters_own() {
+    for name in ["kvfleet.", "KVfleet.", "kvfleet-router."] {
+        for names in [vec![name], vec!["kvfleet", name], vec!["tenant-1.kvfleet", name]] {
+            assert_eq!(tenants(&names), Err(NamesError::Malformed(name.to_owned())), "{names:?}");
+        }
     }
 }
 

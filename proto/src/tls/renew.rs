@@ -2,7 +2,7 @@
 //!
 //! Handshakes ask for it each time, so connections that begin later show the new one, and those that are there go on. What
 //! cannot be used (torn, mismatched, not accepted) changes nothing and is said once. The authority is not renewed: another
-//! one is another cluster. Not here: how often somebody looks (`kvfleet-transport`), and tonic's connections, whose
+//! one is another cluster. Not here: how often somebody looks (`keep.rs`), and tonic's own TLS, whose
 //! configurations hold what was shown when they were made.
 
 use std::collections::BTreeSet;

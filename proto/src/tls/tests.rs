@@ -41,7 +41,7 @@ fn message(ca: &str, pair: &(String, String)) -> String {
 }
 
 #[test]
-fn a_good_identity_makes_all_six_configurations() {
+fn a_good_identity_makes_all_seven_configurations() {
     let authority = Authority::new();
     let identity = check(&authority.pem(), &authority.member()).unwrap();
     assert_eq!(identity.quic_server().alpn_protocols, [ALPN]);
@@ -52,7 +52,13 @@ fn a_good_identity_makes_all_six_configurations() {
         (&vec![ALPN_TCP.to_vec()], &vec![ALPN_TCP.to_vec()])
     );
     assert_eq!((server.max_early_data_size, client.enable_early_data), (0, false));
-    let _ = (identity.server_tls(), identity.client_tls());
+    let (server, client) = (identity.grpc_server(), identity.grpc_client());
+    assert_eq!(
+        (&server.alpn_protocols, &client.alpn_protocols),
+        (&vec![ALPN_GRPC.to_vec()], &vec![ALPN_GRPC.to_vec()])
+    );
+    assert_eq!((server.max_early_data_size, client.enable_early_data), (0, false));
+    let _ = identity.client_tls();
     assert_eq!(format!("{identity:?}"), "Identity(..)");
 }
 

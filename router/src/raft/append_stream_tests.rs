@@ -9,7 +9,7 @@ use openraft::impls::BasicNode;
 use openraft::network::{RPCOption, RaftNetworkFactory, RaftNetworkV2};
 use openraft::vote::RaftLeaderIdExt;
 use tonic::transport::server::TcpIncoming;
-use tonic::transport::{ClientTlsConfig, Endpoint, Server};
+use tonic::transport::{Endpoint, Server};
 
 use super::super::network::{Network, Peers};
 use super::super::{Cluster, Entry, LeaderId, LogId, Payload, Proposal, Vote};
@@ -143,7 +143,7 @@ async fn who_gives_up_on_the_answers_lets_go_of_the_calls() {
 /// openraft pauses after a failure when it is asked for a call.
 #[tokio::test]
 async fn a_follower_that_is_not_there_is_asked_no_faster_than_calls_come() {
-    let peers = Peers::new(ClientTlsConfig::new());
+    let peers = Peers::new(crate::harness::identity());
     let mut network = Network { peers, envelope: envelope() };
     let mut peer = network.new_client(2, &BasicNode::new("127.0.0.1:1")).await;
     let asked = Arc::new(AtomicU64::new(0));

@@ -6,10 +6,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use kv_core::index::IndexLimits;
+use kvfleet_proto::tls::Identity;
 use openraft::errors::{InitializeError, RaftError};
 use openraft::impls::BasicNode;
 use openraft::{Config, SnapshotPolicy};
-use tonic::transport::ClientTlsConfig;
 
 use super::handle::Consensus;
 use super::intake::Intake;
@@ -52,11 +52,11 @@ pub(crate) struct Booted {
 }
 
 /// Opens what is on disk and builds the Raft of every group on it.
-pub(crate) async fn boot(config: &RouterConfig, tls: ClientTlsConfig) -> Result<Booted, StartError> {
+pub(crate) async fn boot(config: &RouterConfig, identity: Identity) -> Result<Booted, StartError> {
     let cluster = Arc::new(Cluster { name: config.cluster.clone(), shards: config.shards });
     let Opened { stores, guard, withheld } = open(config, &cluster)?;
     let comes_late = config.join || stores.iter().any(|(log, _)| log.has_vote());
-    let peers = Peers::new(tls);
+    let peers = Peers::new(identity);
     let mut repairs = Vec::with_capacity(stores.len());
     let mut groups = Vec::with_capacity(stores.len());
     for (group, (log, machine)) in (0..).zip(stores) {

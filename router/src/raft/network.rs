@@ -15,9 +15,10 @@ use futures_util::future::{BoxFuture, Either, select};
 use futures_util::stream::{self, BoxStream};
 use futures_util::{FutureExt, Stream, StreamExt};
 use kv_core::index::SNAPSHOT_FORMAT;
-use kvfleet_proto::channel::connect_lazily;
+use kvfleet_proto::channel::{connect_lazily, endpoint};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::raft_client::RaftClient;
+use kvfleet_proto::tls::Identity;
 use openraft::OptionalSend;
 use openraft::errors::{NetworkError, RPCError, ReplicationClosed, StreamingError, Unreachable};
 use openraft::impls::BasicNode;
@@ -30,7 +31,7 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 
 use super::sending::{self, SENDING_MAX};
@@ -58,15 +59,15 @@ const KEEPALIVE: Duration = Duration::from_secs(2);
 /// Connections to the other routers, by address; all groups of a process share them.
 #[derive(Clone)]
 pub(crate) struct Peers {
-    tls: ClientTlsConfig,
+    identity: Identity,
     channels: Arc<Mutex<HashMap<String, Channel>>>,
     /// Room for snapshots on their way out.
     sending: Arc<Semaphore>,
 }
 
 impl Peers {
-    pub(crate) fn new(tls: ClientTlsConfig) -> Peers {
-        Peers { tls, channels: Arc::default(), sending: Arc::new(Semaphore::new(SENDING_MAX)) }
+    pub(crate) fn new(identity: Identity) -> Peers {
+        Peers { identity, channels: Arc::default(), sending: Arc::new(Semaphore::new(SENDING_MAX)) }
     }
 
     /// A client of the router at this address; it connects when it is first used.
@@ -92,15 +93,13 @@ impl Peers {
 
     /// A connection of its own to this address, made when it is first used.
     pub(crate) fn channel(&self, address: &str) -> Result<Channel, String> {
-        let endpoint = Endpoint::from_shared(format!("https://{address}"))
+        let endpoint = endpoint(address)
             .map_err(|error| format!("{address} is no address: {error}"))?
             .connect_timeout(CONNECT_TIMEOUT)
             .http2_keep_alive_interval(KEEPALIVE)
             .keep_alive_timeout(KEEPALIVE)
-            .keep_alive_while_idle(true)
-            .tls_config(self.tls.clone())
-            .map_err(|error| format!("TLS towards {address}: {error}"))?;
-        Ok(connect_lazily(&endpoint))
+            .keep_alive_while_idle(true);
+        Ok(connect_lazily(&endpoint, &self.identity))
     }
 }
 

@@ -4,6 +4,7 @@
 
 use kv_core::id::BlockHash;
 use kv_core::index::{IndexLimits, command::Command};
+use kv_core::schedule::QUEUE_TOKENS_MAX;
 use kvfleet_proto::convert;
 use kvfleet_proto::pb;
 use tonic::Status;
@@ -13,6 +14,9 @@ pub(crate) const REQUEST_BLOCKS_MAX: usize = 65_536;
 
 /// Tokens per block: the largest block the system cuts is 512; the rest is room.
 pub(crate) const BLOCK_TOKENS_MAX: u32 = 4_096;
+
+/// Tokens of one prompt: as many as may stand in the queue of an instance, so that no single one is more than all of it.
+pub(crate) const INPUT_TOKENS_MAX: u64 = QUEUE_TOKENS_MAX;
 
 /// Points of announce streams a reader may wait for: one per node of a large cluster.
 pub(crate) const SEEN_MAX: usize = 4_096;
@@ -38,6 +42,16 @@ pub(crate) fn at_most(what: &str, got: usize, limit: usize) -> Result<(), Status
 pub(crate) fn hashes(field: &'static str, bytes: &[u8]) -> Result<Vec<BlockHash>, Status> {
     at_most(&format!("number of {field}"), bytes.len() / convert::HASH_BYTES, REQUEST_BLOCKS_MAX)?;
     convert::hashes_from_bytes(field, bytes).map_err(invalid)
+}
+
+/// Tokens of a prompt.
+pub(crate) fn input_tokens(tokens: u32) -> Result<(), Status> {
+    if u64::from(tokens) <= INPUT_TOKENS_MAX {
+        return Ok(());
+    }
+    Err(invalid(format!(
+        "input_tokens is {tokens}, the limit is {INPUT_TOKENS_MAX}: no instance's queue holds more"
+    )))
 }
 
 /// Points to wait for.

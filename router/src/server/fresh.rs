@@ -8,12 +8,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvfleet_proto::tls::callers::Caller;
 use parking_lot::Mutex;
 use tonic::{Request, Status};
 
-use super::Shared;
+use super::{Shared, millis};
 use crate::groups::Group;
 use crate::raft::network::Envelope;
+use crate::shares::{FreshShares, TENANT_FRESH_MAX};
 
 /// Longest a fresh read waits, for the leader's word and for this replica to get there: an election and a
 /// quorum's answer, with room.
@@ -24,6 +26,20 @@ const ANSWER_MAX: Duration = Duration::from_millis(500);
 
 /// Pause before a leader is asked for again: a fraction of an election.
 const ASK_AGAIN: Duration = Duration::from_millis(20);
+
+/// Whether this caller may have a fresh read, if it asks for one.
+pub(super) fn may(shared: &Shared, caller: &Caller, is_fresh: bool) -> Result<(), Status> {
+    let Some(tenant) = caller.share().filter(|_| is_fresh) else { return Ok(()) };
+    let now = shared.clock.now();
+    if shared.fresh_shares.lock().take(tenant, now) {
+        return Ok(());
+    }
+    Err(Status::resource_exhausted(format!(
+        "{TENANT_FRESH_MAX} fresh reads in a second are the limit of a tenant's certificate: ask again in {} ms, or without \
+         `fresh` for what this router has",
+        millis(FreshShares::again_in(now)).max(1)
+    )))
+}
 
 /// Waits until this router may answer about blocks of `group`: when a fresh answer is asked for, and while the
 /// router has not been level with the leaders since it started.

@@ -7,6 +7,7 @@ use std::time::Duration;
 use kv_core::id::{BlockHash, Epoch, NodeId};
 use kv_core::index::{Holder, Index};
 use kvfleet_proto::pb;
+use kvfleet_proto::tls::callers::Caller;
 use tonic::Status;
 
 use super::residency::standing_to_pb;
@@ -20,8 +21,13 @@ use crate::view::{holders, planes};
 const SEEN_WAIT_MAX: Duration = Duration::from_secs(1);
 
 /// Answers a lookup.
-pub(super) async fn lookup(shared: &Shared, request: pb::LookupRequest) -> Result<pb::LookupReply, Status> {
+pub(super) async fn lookup(
+    shared: &Shared,
+    caller: &Caller,
+    request: pb::LookupRequest,
+) -> Result<pb::LookupReply, Status> {
     let hashes = check::hashes("hashes", &request.hashes)?;
+    fresh::may(shared, caller, request.fresh)?;
     ready(shared, &hashes, &request.after, request.fresh).await?;
     let control = shared.control().published.read();
     let (matched, applied) = holders::longest_prefix(&shared.groups, &control.index, &hashes);

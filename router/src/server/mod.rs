@@ -17,9 +17,10 @@ mod status;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kv_core::id::{TenantId, Timestamp};
+use kv_core::id::Timestamp;
 use kvfleet_proto::pb;
-use kvfleet_proto::tls::callers::{known, may_name, members_only};
+use kvfleet_proto::pb::router_server::RouterServer;
+use kvfleet_proto::tls::callers::{Caller, MembersUnless};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::watch;
 use tokio_stream::wrappers::ReceiverStream;
@@ -34,6 +35,7 @@ use crate::metrics::Metrics;
 use crate::raft::Cluster;
 use crate::raft::handle::{LeaderAt, ProposeError};
 use crate::raft::network::Peers;
+use crate::shares::FreshShares;
 use crate::truth::Truth;
 use crate::view::fleet::FleetView;
 use crate::view::residency::Residency;
@@ -42,7 +44,7 @@ use crate::view::residency::Residency;
 pub(crate) const LEADER_KEY: &str = "kvfleet-leader";
 
 /// Largest control message taken: an announce batch of the largest size, with its envelope.
-pub(crate) const CONTROL_MESSAGE_BYTES_MAX: usize = 8 << 20;
+const CONTROL_MESSAGE_BYTES_MAX: usize = 8 << 20;
 
 /// Everything a call may need.
 pub(crate) struct Shared {
@@ -60,6 +62,8 @@ pub(crate) struct Shared {
     pub(crate) unix: UnixClock,
     /// From when on a lack of instances is one of the cluster, and not of a router that has just come back to it.
     pub(crate) reported_by: Timestamp,
+    /// What tenants read afresh.
+    pub(crate) fresh_shares: Mutex<FreshShares>,
     /// What every node must respect, newest version.
     pub(crate) directives: watch::Receiver<Arc<pb::Directives>>,
     /// Most blocks one announcement may hold.
@@ -128,7 +132,11 @@ fn not_proposed(error: ProposeError) -> Status {
     }
 }
 
-/// The service tonic calls: who may make each call, and a line that makes it.
+/// Calls that are for tenants too, and see to it themselves who makes them. All others are for members, those too that are added
+/// later.
+const FOR_TENANTS: &[&str] = &["/kvfleet.v1.Router/Route", "/kvfleet.v1.Router/Lookup"];
+
+/// The service tonic calls: a line for each call that makes it.
 #[derive(Clone)]
 pub(crate) struct RouterService {
     shared: Arc<Shared>,
@@ -138,6 +146,14 @@ impl RouterService {
     pub(crate) fn new(shared: Arc<Shared>) -> RouterService {
         tokio::spawn(fresh::settle(Arc::clone(&shared)));
         RouterService { shared }
+    }
+
+    /// What is served: messages bounded, and calls kept to who may make them.
+    pub(crate) fn served(self) -> MembersUnless<RouterServer<RouterService>> {
+        let server = RouterServer::new(self)
+            .max_decoding_message_size(CONTROL_MESSAGE_BYTES_MAX)
+            .max_encoding_message_size(CONTROL_MESSAGE_BYTES_MAX);
+        MembersUnless::new(server, FOR_TENANTS)
     }
 }
 
@@ -149,8 +165,8 @@ impl pb::router_server::Router for RouterService {
 
     async fn route(&self, request: Request<pb::RouteRequest>) -> Answer<pb::RouteReply> {
         let started = Instant::now();
-        let answer = match may_name(request, |call| TenantId(call.tenant)) {
-            Ok(request) => route::route(&self.shared, request.into_inner()).await,
+        let answer = match Caller::of(request.extensions()) {
+            Ok(caller) => route::route(&self.shared, &caller, request.into_inner()).await,
             Err(status) => Err(status),
         };
         self.shared.metrics.routed(route::outcome(&answer), started.elapsed());
@@ -158,66 +174,65 @@ impl pb::router_server::Router for RouterService {
     }
 
     async fn lookup(&self, request: Request<pb::LookupRequest>) -> Answer<pb::LookupReply> {
-        let request = known(request)?;
+        let caller = Caller::of(request.extensions())?;
         self.shared.metrics.looked_up();
-        lookup::lookup(&self.shared, request.into_inner()).await.map(Response::new)
+        lookup::lookup(&self.shared, &caller, request.into_inner()).await.map(Response::new)
     }
 
     async fn report(&self, request: Request<pb::ReportRequest>) -> Answer<pb::ReportReply> {
-        route::report(&self.shared, members_only(request)?.into_inner()).map(Response::new)
+        route::report(&self.shared, request.into_inner()).map(Response::new)
     }
 
     async fn report_residency(&self, request: Request<pb::ResidencyRequest>) -> Answer<pb::ResidencyReply> {
-        residency::report(&self.shared, members_only(request)?.get_ref()).map(Response::new)
+        residency::report(&self.shared, request.get_ref()).map(Response::new)
     }
 
-    async fn status(&self, request: Request<pb::StatusRequest>) -> Answer<pb::StatusReply> {
-        members_only(request)?;
+    async fn status(&self, _: Request<pb::StatusRequest>) -> Answer<pb::StatusReply> {
         status::status(&self.shared).await.map(Response::new)
     }
 
     async fn join(&self, request: Request<pb::JoinRequest>) -> Answer<pb::JoinReply> {
-        admin::join(&self.shared, &members_only(request)?.into_inner()).await.map(Response::new)
+        admin::join(&self.shared, &request.into_inner()).await.map(Response::new)
     }
 
     async fn announce(
         &self,
         request: Request<Streaming<pb::AnnounceRequest>>,
     ) -> Answer<Self::AnnounceStream> {
-        announce::open(Arc::clone(&self.shared), members_only(request)?.into_inner()).await.map(Response::new)
+        announce::open(Arc::clone(&self.shared), request.into_inner()).await.map(Response::new)
     }
 
     async fn pin(&self, request: Request<pb::PinRequest>) -> Answer<pb::AdminReply> {
-        admin::pin(&self.shared, members_only(request)?.into_inner()).await.map(Response::new)
+        admin::pin(&self.shared, request.into_inner()).await.map(Response::new)
     }
 
     async fn unpin(&self, request: Request<pb::UnpinRequest>) -> Answer<pb::AdminReply> {
-        admin::unpin(&self.shared, members_only(request)?.into_inner()).await.map(Response::new)
+        admin::unpin(&self.shared, request.into_inner()).await.map(Response::new)
     }
 
     async fn set_quota(&self, request: Request<pb::SetQuotaRequest>) -> Answer<pb::AdminReply> {
-        admin::set_quota(&self.shared, &members_only(request)?.into_inner()).await.map(Response::new)
+        admin::set_quota(&self.shared, &request.into_inner()).await.map(Response::new)
     }
 
     async fn set_ttl(&self, request: Request<pb::SetTtlRequest>) -> Answer<pb::AdminReply> {
-        admin::set_ttl(&self.shared, &members_only(request)?.into_inner()).await.map(Response::new)
+        admin::set_ttl(&self.shared, &request.into_inner()).await.map(Response::new)
     }
 
     async fn leave(&self, request: Request<pb::LeaveRequest>) -> Answer<pb::AdminReply> {
-        admin::leave(&self.shared, &members_only(request)?.into_inner()).await.map(Response::new)
+        admin::leave(&self.shared, &request.into_inner()).await.map(Response::new)
     }
 
     async fn change_member(
         &self,
         request: Request<pb::ChangeMemberRequest>,
     ) -> Answer<pb::ChangeMemberReply> {
-        members::change(&self.shared, &members_only(request)?.into_inner()).await.map(Response::new)
+        members::change(&self.shared, &request.into_inner()).await.map(Response::new)
     }
 
     async fn transfer_lead(
         &self,
         request: Request<pb::TransferLeadRequest>,
     ) -> Answer<pb::TransferLeadReply> {
-        members::transfer(&self.shared, &members_only(request)?.into_inner()).await.map(Response::new)
+        members::transfer(&self.shared, &request.into_inner()).await.map(Response::new)
     }
 }

@@ -10,12 +10,13 @@ use kv_core::schedule::{
     self, Candidate, Decision, Held, LinkKey, LinkPath, LinkSample, Load, Prediction, RejectReason,
     Rejection, Resident, RouteRequest, Source,
 };
+use kvfleet_proto::tls::callers::Caller;
 use kvfleet_proto::{convert, pb, trace_context};
 use tonic::Status;
 use tracing::Instrument;
 
 use super::lookup::{data_address, freshness, holder_to_pb, ready, resident};
-use super::{Shared, check, millis};
+use super::{Shared, check, fresh, millis};
 use crate::metrics::Routed;
 use crate::view::fleet::{INSTANCES_MAX, Receipt, Report};
 use crate::view::holders;
@@ -23,15 +24,25 @@ use crate::view::links::{Measured, SAMPLES_MAX};
 use crate::view::residency::Standing;
 
 /// Answers a route call, under a span that continues the caller's trace.
-pub(super) async fn route(shared: &Shared, request: pb::RouteRequest) -> Result<pb::RouteReply, Status> {
+pub(super) async fn route(
+    shared: &Shared,
+    caller: &Caller,
+    request: pb::RouteRequest,
+) -> Result<pb::RouteReply, Status> {
+    caller.may_name(TenantId(request.tenant))?;
     let span = tracing::info_span!("route", request = request.request, tenant = request.tenant);
     trace_context::set_parent(&span, &request.traceparent);
-    decide(shared, request).instrument(span).await
+    decide(shared, caller, request).instrument(span).await
 }
 
-async fn decide(shared: &Shared, request: pb::RouteRequest) -> Result<pb::RouteReply, Status> {
+async fn decide(
+    shared: &Shared,
+    caller: &Caller,
+    request: pb::RouteRequest,
+) -> Result<pb::RouteReply, Status> {
     let hashes = check::hashes("hashes", &request.hashes)?;
     let asked = asked(&request, &hashes)?;
+    fresh::may(shared, caller, request.fresh)?;
     ready(shared, &hashes, &request.after, request.fresh).await?;
     let control = shared.control().published.read();
     check_identity(&control.index, &request.identity)?;
@@ -39,10 +50,14 @@ async fn decide(shared: &Shared, request: pb::RouteRequest) -> Result<pb::RouteR
     let now = shared.clock.now();
     let resident: Vec<_> = resident(shared, &hashes).iter().map(of_instance).collect();
     let held = Held { matched: &matched, resident: &resident };
-    let chosen = shared.fleet.decide(|fleet| schedule::choose(&asked, held, fleet, now));
+    let chosen = shared.fleet.decide(caller.share(), |fleet| schedule::choose(&asked, held, fleet, now));
     let answer = match chosen {
         Ok((decision, address)) => {
-            pb::route_reply::Answer::Decision(decision_to_pb(&control.index, &decision, address))
+            let mut decision = decision_to_pb(&control.index, &decision, address);
+            if caller.share().is_some() {
+                own_only(&mut decision);
+            }
+            pb::route_reply::Answer::Decision(decision)
         }
         Err(Rejection { reason: RejectReason::NoInstance, .. }) if now < shared.reported_by => {
             return Err(Status::unavailable(
@@ -74,6 +89,7 @@ fn asked(request: &pb::RouteRequest, hashes: &[kv_core::id::BlockHash]) -> Resul
         let (got, limit) = (request.block_tokens, check::BLOCK_TOKENS_MAX);
         return Err(check::invalid(format!("block_tokens is {got}, expected 1 to {limit}")));
     }
+    check::input_tokens(request.input_tokens)?;
     let blocks = u32::try_from(hashes.len()).map_err(check::invalid)?;
     Ok(RouteRequest {
         request: RequestId(request.request),
@@ -114,6 +130,12 @@ fn decision_to_pb(index: &Index, decision: &Decision, instance_address: String) 
         reasons: decision.reasons.iter().map(ToString::to_string).collect(),
         resident_blocks: decision.resident_blocks,
     }
+}
+
+/// A tenant is told what it is to do, and not how busy all others are.
+fn own_only(decision: &mut pb::Decision) {
+    let chosen = decision.instance;
+    decision.candidates.retain(|candidate| candidate.instance == chosen);
 }
 
 fn source_to_pb(index: &Index, source: &Source) -> pb::Source {

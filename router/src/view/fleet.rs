@@ -7,11 +7,12 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use kv_core::id::{Epoch, InstanceId, NodeId, Timestamp};
+use kv_core::id::{Epoch, InstanceId, NodeId, TenantId, Timestamp};
 use kv_core::schedule::{Decision, Fleet, HardwareProfile, Instance, LiveNode, Load, record};
 use parking_lot::RwLock;
 
 use super::links::{LinkRate, Links, Measured, NodeLanes};
+use crate::shares::QueueShares;
 
 /// Instances known at once: far above any fleet, so that a reporter gone mad cannot fill the memory.
 pub(crate) const INSTANCES_MAX: usize = 4096;
@@ -56,16 +57,18 @@ struct Soft {
     fleet: Fleet,
     known: BTreeMap<InstanceId, Known>,
     links: Links,
+    shares: QueueShares,
 }
 
 impl Soft {
     /// Makes room: forgets instances that left or fell silent long ago.
     fn forget_silent(&mut self, now: Timestamp) {
-        let Soft { fleet, known, .. } = self;
+        let Soft { fleet, known, shares, .. } = self;
         known.retain(|instance, one| {
             let stays = now.since(one.heard) < FORGOTTEN_AFTER;
             if !stays {
                 fleet.remove_instance(*instance);
+                shares.reported(*instance);
             }
             stays
         });
@@ -104,6 +107,7 @@ impl FleetView {
             Some(known) if known.started_us < report.started_us => soft.links.forget(report.instance),
             _ => {}
         }
+        soft.shares.reported(report.instance);
         if report.leaving {
             soft.fleet.remove_instance(report.instance);
             soft.links.forget(report.instance);
@@ -145,16 +149,15 @@ impl FleetView {
         self.soft.write().fleet.set_nodes(nodes);
     }
 
-    /// Runs a choice on the fleet, notes it, and adds the address of the chosen instance.
+    /// Runs a choice on the fleet, notes it as far as whoever asked has a share, and adds the address of the chosen instance.
     pub(crate) fn decide<E>(
         &self,
+        share: Option<TenantId>,
         choose: impl FnOnce(&Fleet) -> Result<Decision, E>,
     ) -> Result<(Decision, String), E> {
         let decision = choose(&self.soft.read().fleet)?;
         let mut soft = self.soft.write();
-        if let Some(load) = soft.fleet.load_mut(decision.instance) {
-            record(load, &decision);
-        }
+        note(&mut soft, share, &decision);
         let address = soft.known.get(&decision.instance).map(|known| known.address.clone());
         Ok((decision, address.unwrap_or_default()))
     }
@@ -170,11 +173,27 @@ impl FleetView {
     }
 }
 
+/// Counts a decision into the load of its instance; a tenant's until its share of the queue is taken.
+fn note(soft: &mut Soft, share: Option<TenantId>, decision: &Decision) {
+    let Soft { fleet, shares, .. } = soft;
+    let Some(load) = fleet.load_mut(decision.instance) else { return };
+    match share.map(|tenant| shares.take(decision.instance, tenant, decision.recompute_tokens)) {
+        None => record(load, decision),
+        Some(None) => {}
+        Some(Some(tokens)) if tokens == decision.recompute_tokens => record(load, decision),
+        Some(Some(tokens)) => {
+            record(load, &Decision { recompute_tokens: tokens, candidates: Vec::new(), ..decision.clone() });
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kv_core::id::Tier;
-    use kv_core::schedule::{LinkKey, LinkPath, LinkSample, Measure, Reader};
+    use crate::shares::TENANT_ROUTED_TOKENS_MAX;
+    use kv_core::id::{Category, RequestId, Tier};
+    use kv_core::index::PrefixMatch;
+    use kv_core::schedule::{self, LinkKey, LinkPath, LinkSample, Measure, Reader, RouteRequest};
 
     fn report(sequence: u64, started_us: u64, queue_tokens: u64) -> Report {
         Report {
@@ -262,6 +281,46 @@ mod tests {
         assert_eq!(rates(LinkPath::Quic)[0], Some(1_000_000_000));
         view.report(Report { leaving: true, ..report(3, 20, 1) }, Timestamp(1));
         assert_eq!((rates(LinkPath::Quic)[0], view.started(InstanceId(1))), (None, Some(20)));
+    }
+
+    /// Decides on so many tokens to compute, for a member or on a tenant's share.
+    fn decide(view: &FleetView, share: Option<u32>, input_tokens: u32) -> Result<(), schedule::Rejection> {
+        let request = RouteRequest {
+            request: RequestId(1),
+            tenant: TenantId(3),
+            category: Category::default(),
+            blocks: 0,
+            first_block: None,
+            block_tokens: 16,
+            input_tokens,
+            output_tokens: 0,
+        };
+        let matched = PrefixMatch::default();
+        let choose = |fleet: &Fleet| schedule::choose(&request, &matched, fleet, Timestamp(2));
+        view.decide(share.map(TenantId), choose).map(drop)
+    }
+
+    #[test]
+    fn a_tenants_decisions_fill_no_queue_and_a_members_do() {
+        let view = FleetView::new(HardwareProfile::default());
+        let routed = || view.instances()[0].instance.load;
+        view.report(report(1, 10, 5), Timestamp(1));
+        for round in 2..5 {
+            for tenant in [3, 4] {
+                for _ in 0..40 {
+                    decide(&view, Some(tenant), 4 << 20).expect("there is room");
+                    decide(&view, Some(tenant), 0).expect("there is room");
+                }
+            }
+            assert_eq!(routed().routed_tokens, 2 * TENANT_ROUTED_TOKENS_MAX, "one share each");
+            assert!(routed().routed <= 4, "{:?}", routed());
+            view.report(report(round, 10, 5), Timestamp(1));
+            assert_eq!((routed().routed_tokens, routed().routed), (0, 0));
+        }
+        decide(&view, Some(3), 1_000).expect("there is room");
+        assert_eq!((routed().routed_tokens, routed().routed), (1_000, 1), "an honest one counts as it is");
+        decide(&view, None, 4 << 20).expect("there is room");
+        assert!(decide(&view, None, 1).is_err(), "the queue is full of a member's");
     }
 
     #[test]

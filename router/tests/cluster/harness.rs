@@ -10,7 +10,7 @@ use kvfleet_proto::pb;
 use kvfleet_proto::pb::announce_reply::Body as Reply;
 use kvfleet_proto::pb::announce_request::Body as Word;
 use kvfleet_proto::pb::router_client::RouterClient;
-use kvfleet_proto::tls::TlsFiles;
+use kvfleet_proto::tls::{Identity, TlsFiles};
 use kvfleet_router::{Router, RouterConfig, StartError, TimingsConfig, TlsConfig, VoterConfig};
 use tempfile::TempDir;
 use tokio::sync::mpsc;
@@ -66,6 +66,14 @@ pub fn certificates(directory: &Path) -> TlsConfig {
         cert: write("cert.pem", cert),
         key: write("key.pem", key),
     }
+}
+
+/// A router's, of an authority of its own.
+#[allow(dead_code, reason = "unit tests use it")]
+pub fn identity() -> Identity {
+    let directory = TempDir::new().unwrap();
+    let TlsConfig { ca, cert, key } = certificates(directory.path());
+    TlsFiles { ca, cert, key }.load().unwrap()
 }
 
 pub async fn start(config: RouterConfig) -> Result<Router, StartError> {

@@ -1,5 +1,7 @@
 //! Callers whose certificates name tenants: they route and look up for theirs, and nothing else is for them.
 
+use std::collections::BTreeSet;
+
 use kvfleet_errors_doc::says;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::raft_client::RaftClient;
@@ -58,6 +60,61 @@ async fn a_tenants_certificate_routes_for_its_tenants_only() {
     cluster.shutdown().await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tenants_words_fill_no_queue_and_keep_no_leader_busy() {
+    let cluster = Cluster::start(1, |_| {}).await;
+    cluster.leader().await;
+    let mut tenant = RouterClient::new(as_tenant(&cluster));
+    let unhashed = |input_tokens| pb::RouteRequest { input_tokens, hashes: Vec::new(), ..route_request(3) };
+    let status = tenant.route(unhashed(u32::MAX)).await.unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument);
+    says("a prompt of more tokens than a queue holds", &status.message(), &[]);
+    for (sequence, own) in (1..).zip([3, 5, 3, 5]) {
+        cluster.client(1).report(pb::ReportRequest { sequence, ..report() }).await.unwrap();
+        for _ in 0..4 {
+            let request = pb::RouteRequest { tenant: own, ..unhashed(4 << 20) };
+            let reply = tenant.route(request).await.unwrap().into_inner();
+            assert!(matches!(reply.answer, Some(pb::route_reply::Answer::Decision(_))), "{reply:?}");
+        }
+    }
+    let others = cluster.client(1).route(unhashed(4 << 20)).await.unwrap().into_inner();
+    assert!(matches!(others.answer, Some(pb::route_reply::Answer::Decision(_))), "{others:?}");
+    let fresh = || pb::LookupRequest { fresh: true, hashes: prefix(51, 2).concat(), ..Default::default() };
+    // More than the shares of as many seconds as this may take.
+    let asked = (0..1_000).map(|_| {
+        let mut tenant = tenant.clone();
+        async move { tenant.lookup(fresh()).await }
+    });
+    let answers = futures_util::future::join_all(asked).await;
+    let status = answers.into_iter().find_map(Result::err).expect("there is a limit");
+    assert_eq!(status.code(), Code::ResourceExhausted);
+    let ms = status.message().split(' ').rev().find(|word| word.parse::<u32>().is_ok()).unwrap_or_default();
+    says("more fresh reads of a tenant in a second than it has", &status.message(), &[&format!("{ms} ms")]);
+    for _ in 0..60 {
+        cluster.client(1).lookup(fresh()).await.unwrap();
+    }
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tenant_is_not_told_how_busy_the_other_instances_are() {
+    let cluster = Cluster::start(1, |_| {}).await;
+    cluster.leader().await;
+    let busy = pb::ReportRequest { instance: 7, queue_tokens: 5_000_000, ..report() };
+    for report in [report(), busy] {
+        cluster.client(1).report(report).await.unwrap();
+    }
+    let candidates = async |mut router: RouterClient<Channel>| {
+        let reply = router.route(route_request(3)).await.unwrap().into_inner();
+        let Some(pb::route_reply::Answer::Decision(decision)) = reply.answer else { panic!("{reply:?}") };
+        let numbers: Vec<u32> = decision.candidates.iter().map(|candidate| candidate.instance).collect();
+        (decision.instance, numbers)
+    };
+    assert_eq!(candidates(cluster.client(1)).await, (6, vec![6, 7]));
+    assert_eq!(candidates(RouterClient::new(as_tenant(&cluster))).await, (6, vec![6]));
+    cluster.shutdown().await;
+}
+
 /// Every call of a router that is not for tenants, as one of them.
 async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
     let mut router = RouterClient::new(as_tenant(cluster));
@@ -98,11 +155,28 @@ async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
     all.map(|(call, answer)| (call, answer.err().unwrap_or_else(|| panic!("{call} was answered")))).collect()
 }
 
+/// Calls of the services of a router, as their description has them.
+fn described() -> BTreeSet<String> {
+    let text = include_str!("../../../proto/proto/router.proto");
+    let names = text.lines().filter_map(|line| line.trim().strip_prefix("rpc ")?.split('(').next());
+    let snake = |name: &str| {
+        let lower = |at: usize, letter: char| match letter.is_ascii_uppercase() && at > 0 {
+            true => format!("_{}", letter.to_ascii_lowercase()),
+            false => letter.to_ascii_lowercase().to_string(),
+        };
+        name.char_indices().map(|(at, letter)| lower(at, letter)).collect()
+    };
+    names.map(snake).collect()
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_for_the_clusters_own_is_refused_to_a_tenants_certificate() {
     let cluster = Cluster::start(1, |_| {}).await;
     cluster.leader().await;
     let refusals = refusals(&cluster).await;
+    let tried = refusals.iter().map(|(call, _)| (*call).to_owned());
+    let all: BTreeSet<String> = tried.chain(["route", "lookup"].map(str::to_owned)).collect();
+    assert_eq!(all, described(), "every call was tried, or is for tenants");
     for (call, status) in &refusals {
         assert_eq!(status.code(), Code::PermissionDenied, "{call}: {status}");
         assert_eq!(status.message(), refusals[0].1.message(), "{call}");

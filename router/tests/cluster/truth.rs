@@ -12,9 +12,9 @@ use kvfleet_proto::pb::announce_reply::Body as Reply;
 use kvfleet_proto::pb::node_control_server::{NodeControl, NodeControlServer};
 use kvfleet_proto::pb::raft_client::RaftClient;
 use kvfleet_proto::tls::TlsFiles;
+use kvfleet_proto::tls::listen::incoming;
 use kvfleet_router::TruthConfig;
 use parking_lot::Mutex;
-use tokio_stream::wrappers::TcpListenerStream;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
 
@@ -81,9 +81,8 @@ async fn world() -> (Cluster, Witness, Node) {
     let files = TlsFiles { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() };
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let control_address = listener.local_addr().unwrap().to_string();
-    let mut server = Server::builder().tls_config(files.load().unwrap().server_tls()).unwrap();
-    let served = server.add_service(NodeControlServer::new(witness.clone()));
-    tokio::spawn(served.serve_with_incoming(TcpListenerStream::new(listener)));
+    let served = Server::builder().add_service(NodeControlServer::new(witness.clone()));
+    tokio::spawn(served.serve_with_incoming(incoming(listener, &files.load().unwrap())));
     let request = pb::JoinRequest { control_address, ..join_request(1) };
     let joined = cluster.on_leader(|mut client| {
         let request = request.clone();

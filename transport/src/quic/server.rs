@@ -169,7 +169,8 @@ async fn accept(endpoint: Endpoint, shared: Arc<Shared>) {
 
 async fn serve_connection(connection: Connection, shared: Arc<Shared>) {
     let Some(Admitted { service, .. }) = admit(leaf(&connection), &shared.service) else {
-        tracing::warn!(peer = %connection.remote_address(), "a caller is refused by its certificate");
+        // Whoever refused it says why, and not for each connection.
+        tracing::debug!(peer = %connection.remote_address(), "a caller is refused by its certificate");
         return connection.close(CODE_REFUSED, b"this caller is not served");
     };
     let (mut streams, mates) = (JoinSet::new(), Mates::of(&connection));

@@ -241,7 +241,8 @@ async fn serve_connection(socket: TcpStream, shared: Arc<Shared>) {
                 };
                 serve_operations(stream, served, &shared).await;
             }
-            None => tracing::warn!("a caller is refused by its certificate"),
+            // Whoever refused it says why, and not for each connection.
+            None => tracing::debug!("a caller is refused by its certificate"),
         },
         Ok(Err(error)) => tracing::debug!(%error, "handshake failed"),
         Err(_) => tracing::debug!("handshake took too long"),

@@ -11,7 +11,6 @@ use openraft::async_runtime::WatchReceiver;
 use openraft::storage::RaftStateMachine;
 use tempfile::TempDir;
 use tokio::time::timeout;
-use tonic::transport::ClientTlsConfig;
 
 use super::super::boot;
 use super::super::intake::Received;
@@ -90,7 +89,7 @@ async fn a_snapshot_that_was_refused_is_asked_for_again() {
     let voter = VoterConfig { id: 1, address: "127.0.0.1:1".into() };
     let data_dir = directory.path().to_owned();
     let config = RouterConfig { id: 1, voters: vec![voter], data_dir, shards: 1, ..RouterConfig::default() };
-    let booted = boot::boot(&config, ClientTlsConfig::new()).await.unwrap();
+    let booted = boot::boot(&config, crate::harness::identity()).await.unwrap();
     let all = || booted.groups.all().iter().map(|group| &group.consensus);
     all().for_each(|consensus| consensus.raft().run());
     boot::initialize(&booted.groups, &booted.withheld, &config).await.unwrap();

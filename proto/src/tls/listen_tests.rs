@@ -1,0 +1,177 @@
+//! Control calls over connections of our own: no session outlives a certificate, and what is renewed is shown by servers and
+//! channels that are there. By a clock that the tests hold.
+#![allow(clippy::unwrap_used)]
+
+use std::net::SocketAddr;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, date_time_ymd};
+use rustls::HandshakeKind;
+use rustls::time_provider::TimeProvider;
+use rustls_pki_types::{CertificateDer, UnixTime};
+use tokio::io::AsyncReadExt;
+use tokio_rustls::TlsConnector;
+use tonic::{Request, Response, Status};
+
+use super::*;
+use crate::channel::{connect_lazily, endpoint};
+use crate::pb;
+use crate::pb::instance_client::InstanceClient;
+use crate::pb::instance_server::{Instance, InstanceServer};
+use crate::tls::server_name;
+
+/// Half an hour before and after the end of January 2030, in seconds since 1970: a session of before could be resumed after.
+const JANUARY: u64 = 1_896_134_400 - 1_800;
+const FEBRUARY: u64 = JANUARY + 3_600;
+
+#[derive(Debug)]
+struct Clock(AtomicU64);
+
+impl TimeProvider for Clock {
+    fn current_time(&self) -> Option<UnixTime> {
+        Some(UnixTime::since_unix_epoch(Duration::from_secs(self.0.load(Ordering::Relaxed))))
+    }
+}
+
+/// An authority, and the clock of everybody.
+struct World {
+    authority: CertifiedIssuer<'static, KeyPair>,
+    clock: Arc<Clock>,
+}
+
+impl World {
+    fn new() -> World {
+        let mut params = CertificateParams::new(vec![]).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+        World { authority, clock: Arc::new(Clock(AtomicU64::new(JANUARY))) }
+    }
+
+    /// A certificate that is good from January until the first of this month, and its key.
+    fn issue(&self, until_month: u8) -> (String, String) {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(vec!["kvfleet".to_owned()]).unwrap();
+        params.not_before = date_time_ymd(2030, 1, 1);
+        params.not_after = date_time_ymd(2030, until_month, 1);
+        (params.signed_by(&key, &self.authority).unwrap().pem(), key.serialize_pem())
+    }
+
+    fn member(&self, until_month: u8) -> Identity {
+        let (cert, key) = self.issue(until_month);
+        let clock = Arc::clone(&self.clock) as Arc<dyn TimeProvider>;
+        Identity::from_pem_at(self.authority.pem().as_bytes(), cert.as_bytes(), key.as_bytes(), clock)
+            .unwrap()
+    }
+
+    fn renew(&self, identity: &Identity) {
+        let (cert, key) = self.issue(12);
+        assert!(identity.renew(cert.as_bytes(), key.as_bytes()).unwrap());
+    }
+}
+
+fn shown(identity: &Identity) -> CertificateDer<'static> {
+    identity.shown.certified().cert[0].clone()
+}
+
+/// A service that notes who called.
+#[derive(Clone, Default)]
+struct Callers(Arc<Mutex<Vec<CertificateDer<'static>>>>);
+
+#[tonic::async_trait]
+impl Instance for Callers {
+    async fn run(&self, _: Request<pb::RunRequest>) -> Result<Response<pb::RunReply>, Status> {
+        Err(Status::unimplemented("only status is asked for here"))
+    }
+
+    async fn instance_status(
+        &self,
+        request: Request<pb::InstanceStatusRequest>,
+    ) -> Result<Response<pb::InstanceStatusReply>, Status> {
+        let leaf = request.peer_certs().and_then(|chain| chain.first().cloned());
+        self.0.lock().unwrap().push(leaf.ok_or_else(|| Status::internal("a caller without a certificate"))?);
+        Ok(Response::new(pb::InstanceStatusReply::default()))
+    }
+}
+
+async fn serve(identity: &Identity) -> (SocketAddr, Callers) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (address, callers) = (listener.local_addr().unwrap(), Callers::default());
+    let served = tonic::transport::Server::builder().add_service(InstanceServer::new(callers.clone()));
+    tokio::spawn(served.serve_with_incoming(incoming(listener, identity)));
+    (address, callers)
+}
+
+fn client(address: SocketAddr, identity: &Identity) -> InstanceClient<tonic::transport::Channel> {
+    let endpoint = endpoint(&address.to_string()).unwrap().connect_timeout(Duration::from_secs(5));
+    InstanceClient::new(connect_lazily(&endpoint, identity))
+}
+
+async fn asks(mut client: InstanceClient<tonic::transport::Channel>) -> Result<(), Status> {
+    client.instance_status(pb::InstanceStatusRequest {}).await.map(drop)
+}
+
+/// How the handshake went and what the server showed, once it has spoken: by then it has taken the client's certificate.
+async fn connects(
+    address: SocketAddr,
+    config: &Arc<rustls::ClientConfig>,
+) -> io::Result<(HandshakeKind, CertificateDer<'static>)> {
+    let socket = TcpStream::connect(address).await?;
+    let mut stream = TlsConnector::from(Arc::clone(config)).connect(server_name(), socket).await?;
+    // Settings, which a server of HTTP/2 sends first; tickets would stand before them.
+    stream.read_exact(&mut [0]).await?;
+    let session = stream.get_ref().1;
+    Ok((session.handshake_kind().unwrap(), session.peer_certificates().unwrap()[0].clone()))
+}
+
+#[tokio::test]
+async fn no_session_goes_on_with_a_certificate_that_ran_out() {
+    let world = World::new();
+    let (address, _) = serve(&world.member(12)).await;
+    let mut config = world.member(2).grpc_client();
+    // As a caller may who would have it so.
+    config.resumption = rustls::client::Resumption::in_memory_sessions(8);
+    let config = Arc::new(config);
+    for _ in 0..2 {
+        assert_eq!(connects(address, &config).await.unwrap().0, HandshakeKind::Full);
+    }
+    world.clock.0.store(FEBRUARY, Ordering::Relaxed);
+    let refused = connects(address, &config).await.unwrap_err();
+    assert!(refused.to_string().contains("CertificateExpired"), "{refused}");
+}
+
+#[tokio::test]
+async fn a_renewed_certificate_is_shown_by_servers_and_channels_that_were_made_before() {
+    let world = World::new();
+    let (server, caller) = (world.member(2), world.member(2));
+    let (address, callers) = serve(&server).await;
+    let raw = Arc::new(world.member(12).grpc_client());
+    // Made now, and connected when first used.
+    let [before, after, never] =
+        [caller.clone(), caller.clone(), world.member(2)].map(|by| client(address, &by));
+    asks(before.clone()).await.unwrap();
+    assert_eq!(*callers.0.lock().unwrap(), [shown(&caller)]);
+    let old = shown(&caller);
+
+    world.renew(&server);
+    world.renew(&caller);
+    world.clock.0.store(FEBRUARY, Ordering::Relaxed);
+    assert_eq!(connects(address, &raw).await.unwrap().1, shown(&server));
+    asks(after).await.unwrap();
+    asks(before).await.unwrap();
+    assert_eq!(callers.0.lock().unwrap()[1..], [shown(&caller), old], "what is there goes on");
+    asks(never).await.unwrap_err();
+    assert_eq!(callers.0.lock().unwrap().len(), 3);
+}
+
+#[tokio::test]
+async fn who_says_nothing_is_in_nobodys_way() {
+    let world = World::new();
+    let identity = world.member(12);
+    let (address, _) = serve(&identity).await;
+    let mut silent = Vec::new();
+    for _ in 0..8 {
+        silent.push(TcpStream::connect(address).await.unwrap());
+    }
+    asks(client(address, &identity)).await.unwrap();
+}
