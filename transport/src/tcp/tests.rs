@@ -45,7 +45,6 @@ fn holding(blocks: u32) -> Arc<MemoryService> {
 }
 
 /// Accepts one connection, as a node would that says what it likes.
-#[cfg(feature = "rdma")]
 pub(crate) async fn accept_one(
     listener: &tokio::net::TcpListener,
     identity: &Identity,
