@@ -184,6 +184,12 @@ impl Arena {
         self.inner.freed.notified().await;
     }
 
+    /// What a frame of `len` bytes costs ([`SizeClasses::share_bytes`]).
+    #[must_use]
+    pub fn share_bytes(&self, len: usize) -> usize {
+        self.inner.classes.share_bytes(len)
+    }
+
     /// Counts of all slabs and classes.
     #[must_use]
     pub fn numbers(&self) -> ArenaNumbers {

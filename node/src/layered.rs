@@ -24,7 +24,7 @@ impl Layered {
         Layered { left_bytes: Arc::new(AtomicUsize::new(bytes)) }
     }
 
-    /// A part for frames of so many bytes; nothing when others have it.
+    /// A part for slots of so many bytes, their shares of the slabs; nothing when others have it.
     pub(crate) fn take(&self, bytes: usize) -> Option<LayeredPart> {
         let less = |left: usize| left.checked_sub(bytes);
         self.left_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).ok()?;

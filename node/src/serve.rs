@@ -206,6 +206,7 @@ impl Service {
         reserved: Reserved,
     ) -> (SaveOffer, Option<Box<dyn SaveSession>>) {
         // No await between here and the session: it answers for the reserved blocks from now on.
+        let has_dram = reserved.has_dram();
         let answers = reserved.into_answers();
         if let Some(refusal) = all_refused(&answers) {
             return (SaveOffer::Refused(refusal), None);
@@ -221,6 +222,7 @@ impl Service {
             service: self.clone(),
             lease: self.scope.lease(request.asker.lease),
             frame_bytes: frame_bytes as usize,
+            has_dram,
             root: request.hashes.first().copied().unwrap_or_default(),
             wanted,
             filling: Filling::default(),
@@ -374,6 +376,9 @@ struct Session {
     /// The book's name for it.
     lease: LeaseId,
     frame_bytes: usize,
+    /// Whether all that is wanted has its room in DRAM. The few slots through which the rest passes on its way to SSD are not for
+    /// what is still computed.
+    has_dram: bool,
     /// A block of the prefix: all of it is listed by one shard.
     root: BlockHash,
     /// Still to come, last first.
@@ -515,10 +520,11 @@ impl SaveSession for Session {
     /// Slots for all blocks or none: saves that wait for each other's would wait for ever.
     fn layers(&mut self, layout: &SliceLayout) -> Option<&mut dyn LayerRoom> {
         let (service, frame_bytes) = (&self.service, layout.frame_bytes());
-        if frame_bytes > self.frame_bytes {
+        if frame_bytes > self.frame_bytes || !self.has_dram {
             return None;
         }
-        let part = service.layered.take(frame_bytes.saturating_mul(self.wanted.len()))?;
+        let share_bytes = service.arena.share_bytes(frame_bytes);
+        let part = service.layered.take(share_bytes.saturating_mul(self.wanted.len()))?;
         let slot = || Some((service.arena.take(frame_bytes, Purpose::Save)?, HeadLast::new(layout.clone())));
         let slots = self.wanted.iter().map(|_| slot().map(Some)).collect::<Option<_>>()?;
         self.filling = Filling { slots, heads: 0, _part: Some(part) };

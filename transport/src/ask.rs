@@ -12,6 +12,7 @@ use prost::Message;
 use tokio::time::{Instant, timeout_at};
 
 use crate::dial::within;
+use crate::layered::Handed;
 use crate::slices::{Filling, Whole};
 use crate::stream::{MESSAGE_BYTES_MAX, Next, Stream, read_frame, read_message};
 use crate::{
@@ -186,30 +187,33 @@ async fn offer<A: Asks>(
     Ok(Err(answer))
 }
 
-/// The same of blocks that are being computed: slices as they come, or frames when all of them came.
+/// The same of blocks that are being computed: slices as they come. Nothing where that is not to be, which leaves its turn to others
+/// and the whole frames to the caller.
 pub(crate) async fn save_layers<A: Asks>(
     asks: &A,
     request: &SaveRequest,
     layers: &mut dyn LayerSource,
-) -> Result<SaveAnswer, PathError> {
+) -> Result<Option<SaveAnswer>, PathError> {
     let wire = wire::save_layers_to_pb(request, layers.slice_bytes());
     // What no peer would take may do without the lengths.
-    if wire.encoded_len() <= MESSAGE_BYTES_MAX
-        && let Ok(Offered { wanted, stream, is_by_layer }) = offer(asks, request, &wire).await?
-    {
-        if !wanted.contains(&true) {
-            return done(asks, stream).await;
-        }
-        if is_by_layer {
-            return send_layers(asks, stream, &wanted, layers).await;
-        }
-        // Only a node that knows of it answers an end before the first frame.
-        if done(asks, stream).await.is_err() {
-            asks.saves_frames();
-        }
+    if wire.encoded_len() > MESSAGE_BYTES_MAX {
+        return Ok(None);
     }
-    while layers.next().await.is_some() {}
-    save(asks, request, &|position| layers.frame(position)).await
+    // Who was busy or refused may not be when all is there.
+    let Ok(Offered { wanted, stream, is_by_layer }) = offer(asks, request, &wire).await? else {
+        return Ok(None);
+    };
+    if !wanted.contains(&true) {
+        return done(asks, stream).await.map(Some);
+    }
+    if is_by_layer {
+        return send_layers(asks, stream, &wanted, layers).await;
+    }
+    // Only a node that knows of it answers an end before the first frame. Silence says nothing of what it knows.
+    if done(asks, stream).await.is_err_and(|error| !matches!(error, PathError::TimedOut { .. })) {
+        asks.saves_frames();
+    }
+    Ok(None)
 }
 
 /// Sends the slices of wanted blocks as they come, then their heads.
@@ -218,11 +222,15 @@ async fn send_layers<A: Asks>(
     mut stream: A::Stream,
     wanted: &[bool],
     layers: &mut dyn LayerSource,
-) -> Result<SaveAnswer, PathError> {
+) -> Result<Option<SaveAnswer>, PathError> {
     let lost = |loss: crate::stream::Loss| loss.at(asks.peer());
-    for layer in 0..layers.slice_bytes().len() {
-        let slices = layered::next_layer(layers, layer, wanted.len()).await;
-        let slices = slices.ok_or_else(|| layered::other_slices(asks.peer()))?;
+    let patience = (asks.peer(), asks.stall_timeout());
+    for layer in 0.. {
+        let slices = match layered::next_layer(layers, (layer, wanted.len()), patience).await? {
+            Handed::Layer(slices) => slices,
+            Handed::End => break,
+            Handed::Slow => return Ok(None),
+        };
         for (slice, _) in
             slices.into_iter().zip(wanted).filter(|(slice, wanted)| **wanted && !slice.is_empty())
         {
@@ -233,16 +241,13 @@ async fn send_layers<A: Asks>(
         // The next layer may be long in coming.
         timed(asks, async { stream.flush().await.map_err(lost) }).await?;
     }
-    if layers.next().await.is_some() {
-        return Err(layered::other_slices(asks.peer()));
-    }
     for (position, _) in wanted.iter().enumerate().filter(|(_, wanted)| **wanted) {
         let head = layers.head(position);
         let bytes = head.len();
         timed(asks, async { stream.write(head).await.map_err(lost) }).await?;
         layers.sent(bytes);
     }
-    done(asks, stream).await
+    done(asks, stream).await.map(Some)
 }
 
 pub(crate) async fn release<A: Asks>(asks: &A, lease: LeaseId) -> Result<(), PathError> {

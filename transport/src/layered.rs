@@ -2,11 +2,14 @@
 //!
 //! [`LayerSource`] is the saver, who knows the head of a frame only behind its last layer; [`LayerRoom`] is the node's memory, in
 //! which nothing is a block before its head came and proved it. On a stream there is nothing between slices: both ends know who is
-//! wanted and how long each slice is. Not here: what is asked and answered before (`ask.rs`, `serve.rs`), and paths that bring
-//! whole frames when all is there.
+//! wanted and how long each slice is. Not here: what is asked and answered before (`ask.rs`, `serve.rs`), and whole frames.
+
+use std::time::Duration;
 
 use bytes::Bytes;
-use kvfleet_proto::frame::{Frame, SliceLayout};
+use kvfleet_proto::frame::SliceLayout;
+
+use tokio::time::timeout;
 
 use crate::stream::{ItemError, Source};
 use crate::{BoxFuture, PathError};
@@ -27,9 +30,6 @@ pub trait LayerSource: Send + Sync {
     /// The header of the frame of the block at this position. Asked when all layers came.
     fn head(&self, position: usize) -> Bytes;
 
-    /// The whole frame of the block at this position. Asked when all layers came.
-    fn frame(&self, position: usize) -> Frame;
-
     /// So many encoded bytes went, as slices or heads.
     fn sent(&mut self, _bytes: usize) {}
 }
@@ -48,21 +48,39 @@ pub trait LayerRoom: Send {
 }
 
 /// What a saver hands over is not what it announced.
-pub(crate) fn other_slices(peer: &str) -> PathError {
+fn other_slices(peer: &str) -> PathError {
     let cause =
         "given up here: the layers that were handed over are not those that were announced".to_owned();
     PathError::Broken { peer: peer.to_owned(), cause }
 }
 
-/// The next layer's slices, one for each block; nothing when they are not what was announced.
+/// What a saver hands over next.
+pub(crate) enum Handed {
+    /// A slice of each block.
+    Layer(Vec<Bytes>),
+    /// The last layer came before.
+    End,
+    /// Nothing for so long that the node would end the operation. That is the computation's doing, and says nothing of the path.
+    Slow,
+}
+
+/// The next layer's slices, one for each block, or the end behind `layers`, which a node awaits for `stall_timeout`.
 pub(crate) async fn next_layer(
     source: &mut dyn LayerSource,
-    layer: usize,
-    blocks: usize,
-) -> Option<Vec<Bytes>> {
-    let slices = source.next().await?;
-    let bytes = *source.slice_bytes().get(layer)? as usize;
-    (slices.len() == blocks && slices.iter().all(|slice| slice.len() == bytes)).then_some(slices)
+    (layer, blocks): (usize, usize),
+    (peer, stall_timeout): (&str, Duration),
+) -> Result<Handed, PathError> {
+    // Well before the node does.
+    let Ok(next) = timeout(stall_timeout / 2, source.next()).await else { return Ok(Handed::Slow) };
+    match (next, source.slice_bytes().get(layer)) {
+        (None, None) => Ok(Handed::End),
+        (Some(slices), Some(&bytes))
+            if slices.len() == blocks && slices.iter().all(|slice| slice.len() == bytes as usize) =>
+        {
+            Ok(Handed::Layer(slices))
+        }
+        _ => Err(other_slices(peer)),
+    }
 }
 
 /// Reads one slice into the node's memory. `behind` is how much follows in its layer, in bytes. `Ok(None)` when there is no

@@ -407,18 +407,15 @@ pub trait Path: Send + Sync {
     ) -> BoxFuture<'a, Result<SaveAnswer, PathError>>;
 
     /// Offers blocks that are being computed and sends the slices of the wanted ones as they come, their heads behind the last
-    /// layer: the save ends soon after it. A path that cannot, or a node that has no room for it now, has whole frames when all
-    /// layers came, and nothing is offered before.
+    /// layer: the save ends soon after it. Nothing where it does not go that way: the path cannot, the node has no room for it now or
+    /// wants nothing of it yet, or a layer takes so long that the node would not wait for it. Whoever has whole frames then
+    /// saves these.
     fn save_layers<'a>(
         &'a self,
-        request: SaveRequest,
-        layers: &'a mut dyn LayerSource,
-    ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
-        Box::pin(async move {
-            while layers.next().await.is_some() {}
-            let frame = |position| layers.frame(position);
-            self.save(request, &frame).await
-        })
+        _request: SaveRequest,
+        _layers: &'a mut dyn LayerSource,
+    ) -> BoxFuture<'a, Result<Option<SaveAnswer>, PathError>> {
+        Box::pin(std::future::ready(Ok(None)))
     }
 
     /// Whether [`Path::save_layers`] sends slices before all are there, where the node has room.

@@ -16,6 +16,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tokio::time::{Instant, sleep, timeout_at};
 
+use crate::layered::Handed;
 use crate::{
     BlockService, BoxFuture, Dialer, FetchAnswer, FetchReply, FetchRequest, LayerRoom, LayerSource,
     MissReason, Path, PathError, SaveAnswer, SaveOffer, SaveRequest, layered,
@@ -299,34 +300,39 @@ impl LoopbackPath {
         &self,
         request: SaveRequest,
         layers: &mut dyn LayerSource,
-    ) -> Result<SaveAnswer, PathError> {
+    ) -> Result<Option<SaveAnswer>, PathError> {
         let mut fate = self.network.fate();
         let (service, layout) = (self.service()?, SliceLayout::new(layers.slice_bytes()).ok());
         let offered = self.within(async {
             fate.travel().await;
-            Ok(service.save(request.clone()).await)
+            Ok(service.save(request).await)
         });
         if let (SaveOffer::Wanted(wanted), Some(mut session)) = offered.await?
             && let Some(room) = layout.as_ref().and_then(|layout| session.layers(layout))
         {
-            self.send_layers(&service, &mut fate, &wanted, (room, layers)).await?;
-            return Ok(SaveAnswer::Done(session.finish().await));
+            let is_whole = self.send_layers(&service, &mut fate, &wanted, (room, layers)).await?;
+            return Ok(if is_whole { Some(SaveAnswer::Done(session.finish().await)) } else { None });
         }
-        while layers.next().await.is_some() {}
-        self.within(self.save_all(request, &|position| layers.frame(position))).await
+        Ok(None)
     }
 
+    /// `false` when they come too slowly.
     async fn send_layers(
         &self,
         service: &Arc<dyn BlockService>,
         fate: &mut Fate,
         wanted: &[bool],
         (room, layers): (&mut dyn LayerRoom, &mut dyn LayerSource),
-    ) -> Result<(), PathError> {
-        let other = || layered::other_slices(&self.peer);
+    ) -> Result<bool, PathError> {
+        let lost_after = fate.faults.lost_after;
         let mut sent = 0;
-        for layer in 0..layers.slice_bytes().len() {
-            let slices = layered::next_layer(layers, layer, wanted.len()).await.ok_or_else(other)?;
+        for layer in 0.. {
+            let at = (layer, wanted.len());
+            let slices = match layered::next_layer(layers, at, (&self.peer, lost_after)).await? {
+                Handed::Layer(slices) => slices,
+                Handed::End => break,
+                Handed::Slow => return Ok(false),
+            };
             let wanted = slices.into_iter().zip(wanted).filter(|(_, wanted)| **wanted);
             for (position, (slice, _)) in wanted.enumerate() {
                 if fate.cuts(sent) || !self.serves(service) {
@@ -340,15 +346,12 @@ impl LoopbackPath {
                 sent += 1;
             }
         }
-        if layers.next().await.is_some() {
-            return Err(other());
-        }
         for (position, _) in wanted.iter().enumerate().filter(|(_, wanted)| **wanted) {
             let head = layers.head(position);
             layers.sent(head.len());
             room.put_head(head).await;
         }
-        Ok(())
+        Ok(true)
     }
 }
 
@@ -373,7 +376,7 @@ impl Path for LoopbackPath {
         &'a self,
         request: SaveRequest,
         layers: &'a mut dyn LayerSource,
-    ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
+    ) -> BoxFuture<'a, Result<Option<SaveAnswer>, PathError>> {
         Box::pin(self.save_as_it_comes(request, layers))
     }
 

@@ -4,18 +4,22 @@
 //! Not here: who hands layers over (`layer_save.rs`).
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use kv_core::id::{BlockHash, IdentityDigest};
 use kvfleet_proto::frame::{Frame, FrameHead, KeyForm, SliceLayout};
 use kvfleet_transport::{BoxFuture, LayerSource, SaveAnswer, SaveRequest};
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
-use tokio::time::timeout_at;
+use tokio::time::{sleep, timeout_at};
 
 use super::LayerSaveCall;
 use crate::paths::Found;
 use crate::save::{deadline_of, said, too_late};
-use crate::{Client, SaveCall};
+use crate::{Client, SaveCall, SaveError};
+
+/// How long a node may need to hear that a stream was left: a few round trips of a far one.
+const LEFT_FOR: Duration = Duration::from_secs(1);
 
 /// What a caller says.
 #[derive(Debug)]
@@ -72,6 +76,12 @@ impl Layers {
         FrameHead::of(self.identity, self.hashes[position], self.key_form, self.layout.slice_bytes(), &sums)
             .expect("the layout is that of a frame, and every layer came")
     }
+
+    /// The whole frame of the block at this position, when all layers came.
+    fn frame(&self, position: usize) -> Frame {
+        let slices: Vec<Bytes> = self.came.iter().map(|layer| layer.slices[position].clone()).collect();
+        self.head_of(position).frame(&slices).expect("each slice was looked at when it was put")
+    }
 }
 
 impl LayerSource for Layers {
@@ -96,11 +106,6 @@ impl LayerSource for Layers {
 
     fn head(&self, position: usize) -> Bytes {
         self.head_of(position).bytes().clone()
-    }
-
-    fn frame(&self, position: usize) -> Frame {
-        let slices: Vec<Bytes> = self.came.iter().map(|layer| layer.slices[position].clone()).collect();
-        self.head_of(position).frame(&slices).expect("each slice was looked at when it was put")
     }
 }
 
@@ -129,16 +134,34 @@ pub(super) async fn send(client: Client, call: LayerSaveCall, mut layers: Layers
         None => timeout_at(until, streaming).await,
     };
     let answered = match streamed {
-        Ok(Some(answer)) => Ok(answer),
-        Ok(None) => {
+        Ok(Streamed::Answered(answer)) if is_all_stored(&answer, &call) => Ok(answer),
+        Ok(streamed) => {
             let call = whole(&call, layers);
-            timeout_at(until, client.save_in_turn(&call)).await.unwrap_or(Err(late))
+            timeout_at(until, save_whole(&client, &call, &streamed)).await.unwrap_or(Err(late))
         }
         Err(_) => Err(late),
     };
     said(&call.address, &answered);
     client.release_after(call.asker.lease, &call.address, call.then_release).await;
     drop(room);
+}
+
+/// Whether nothing is left to offer. What was answered at the begin is as old as the computation: a block that was present was perhaps
+/// only being written, by a save that was given up since, and where there was no room there may be some now.
+fn is_all_stored(answer: &SaveAnswer, call: &LayerSaveCall) -> bool {
+    matches!(answer, SaveAnswer::Done(done) if done.stored_blocks as usize >= call.hashes.len())
+}
+
+/// Saves whole frames, behind what became of their slices.
+async fn save_whole(client: &Client, call: &SaveCall, streamed: &Streamed) -> Result<SaveAnswer, SaveError> {
+    let saved = client.save_in_turn(call).await;
+    let is_present = matches!(&saved, Ok(SaveAnswer::Done(done)) if done.present_blocks > 0);
+    if !matches!(streamed, Streamed::Left) || !is_present {
+        return saved;
+    }
+    // Perhaps by what was left, which the node gives up once it knows.
+    sleep(LEFT_FOR).await;
+    client.save_in_turn(call).await
 }
 
 /// The same blocks as whole frames.
@@ -157,15 +180,27 @@ fn whole(call: &LayerSaveCall, mut layers: Layers) -> SaveCall {
     }
 }
 
-/// Streams slices, if the path and the node do. Nothing when it did not come to a good end: what is whole may be saved once more,
-/// for blocks that are there are there.
-async fn stream(client: &Client, call: &LayerSaveCall, layers: &mut Layers) -> Option<SaveAnswer> {
+/// What became of slices.
+enum Streamed {
+    /// Nothing was offered.
+    Nothing,
+    /// They were answered.
+    Answered(SaveAnswer),
+    /// It did not come to a good end: what is whole may be saved once more, for blocks that are there are there. The node may hear
+    /// of it later than of that.
+    Left,
+}
+
+/// Streams slices, if the path and the node do.
+async fn stream(client: &Client, call: &LayerSaveCall, layers: &mut Layers) -> Streamed {
     let epoch = Some(call.epoch);
-    let Found { path, .. } = client.paths.get(&call.address, epoch).await.ok()?;
+    let Ok(Found { path, .. }) = client.paths.get(&call.address, epoch).await else {
+        return Streamed::Nothing;
+    };
     if call.hashes.is_empty() || !path.streams_saves() {
-        return None;
+        return Streamed::Nothing;
     }
-    let _turn = client.saves.streaming_turn()?;
+    let Some(_turn) = client.saves.streaming_turn() else { return Streamed::Nothing };
     let request = SaveRequest {
         asker: call.asker.clone(),
         parent: call.parent,
@@ -174,11 +209,11 @@ async fn stream(client: &Client, call: &LayerSaveCall, layers: &mut Layers) -> O
         frame_bytes: layers.layout.frame_bytes() as u64,
     };
     match path.save_layers(request, layers).await {
-        Ok(answer) => Some(answer),
+        Ok(answer) => answer.map_or(Streamed::Left, Streamed::Answered),
         Err(error) => {
             tracing::debug!(%error, address = call.address, "a save ended while it streamed");
             client.paths.failed(&call.address, epoch, &path, &error);
-            None
+            Streamed::Left
         }
     }
 }

@@ -1,16 +1,18 @@
 //! Saves by layer: slices that leave while others are computed, and what is saved where they cannot.
 
+use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use kv_core::id::LeaseId;
 use kvfleet_errors_doc::says;
-use kvfleet_proto::frame::KeyForm;
+use kvfleet_proto::frame::{Frame, KeyForm, SliceLayout};
 use kvfleet_transport::loopback::{Faults, Loopback};
 use kvfleet_transport::suite::{EPOCH, MemoryService, PATIENCE, asker, frame_of, hash};
 use kvfleet_transport::{
-    BlockService, BoxFuture, FetchReply, FetchRequest, SaveOffer, SaveRequest, SaveSession,
+    BlockService, BoxFuture, FetchReply, FetchRequest, LayerRoom, SaveDone, SaveOffer, SaveRequest,
+    SaveSession,
 };
 use tokio::time::{Instant, timeout};
 
@@ -101,6 +103,113 @@ async fn a_path_that_breaks_on_the_way_costs_no_block() {
         assert!(holds(&services[0], 0..3), "cut after {cut_after}");
         assert_eq!(services[0].released(), [LeaseId(7)]);
     }
+}
+
+/// A node that is told of other saves: of each offer that comes, so many blocks at its begin are still being written.
+struct Contended(MemoryService, Mutex<VecDeque<u32>>);
+
+/// A save of what is behind those.
+struct Behind(Box<dyn SaveSession>, u32);
+
+impl SaveSession for Behind {
+    fn put(&mut self, frame: Frame) -> BoxFuture<'_, ()> {
+        self.0.put(frame)
+    }
+
+    fn layers(&mut self, layout: &SliceLayout) -> Option<&mut dyn LayerRoom> {
+        self.0.layers(layout)
+    }
+
+    fn finish(self: Box<Self>) -> BoxFuture<'static, SaveDone> {
+        Box::pin(async move {
+            let done = self.0.finish().await;
+            SaveDone { present_blocks: done.present_blocks + self.1, ..done }
+        })
+    }
+}
+
+impl BlockService for Contended {
+    fn fetch(&self, request: FetchRequest) -> BoxFuture<'_, FetchReply> {
+        self.0.fetch(request)
+    }
+
+    fn save(&self, mut request: SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {
+        let writing = self.1.lock().unwrap_or_else(PoisonError::into_inner).pop_front().unwrap_or_default();
+        Box::pin(async move {
+            let held = vec![false; writing as usize];
+            request.hashes.drain(..held.len());
+            let (offer, session) = self.0.save(request).await;
+            let SaveOffer::Wanted(behind) = offer else { return (offer, session) };
+            let session = session.map(|session| Box::new(Behind(session, writing)) as Box<dyn SaveSession>);
+            (SaveOffer::Wanted([held, behind].concat()), session)
+        })
+    }
+
+    fn release(&self, lease: LeaseId) -> BoxFuture<'_, ()> {
+        self.0.release(lease)
+    }
+}
+
+/// Such a node, and what it has.
+fn contended(writing: &[u32]) -> (Loopback, MemoryService) {
+    let (network, inner) = (Loopback::default(), MemoryService::default());
+    let node = Contended(inner.clone(), Mutex::new(writing.iter().copied().collect()));
+    network.serve("node:0", Arc::new(node));
+    (network, inner)
+}
+
+#[tokio::test]
+async fn what_another_save_still_wrote_at_the_begin_is_offered_once_more() {
+    for writing in [1, 3] {
+        let (network, service) = contended(&[writing]);
+        let client = client_on(&network);
+        let mut save = client.save_layers(save_call(0..3)).unwrap();
+        put(&mut save, 0..3, 0..1);
+        timeout(PATIENCE, service.slices_seen(3 - writing as usize)).await.expect("the others leave");
+        put(&mut save, 0..3, 1..3);
+        save.finish().unwrap();
+        ended(&client).await;
+        assert!(holds(&service, 0..3), "{writing} blocks of one that was given up");
+        assert_eq!(service.released(), [LeaseId(7)]);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_second_try_that_meets_the_first_one_comes_again() {
+    // The node does not know yet that the first one ended.
+    let (network, service) = contended(&[0, 3]);
+    let client = client_on(&network);
+    network.set_faults(Faults { cut_after: Some(4), ..Faults::default() });
+    let mut save = client.save_layers(save_call(0..3)).unwrap();
+    put(&mut save, 0..3, 0..1);
+    timeout(PATIENCE, service.slices_seen(3)).await.expect("it begins");
+    network.set_faults(Faults::default());
+    put(&mut save, 0..3, 1..3);
+    save.finish().unwrap();
+    ended(&client).await;
+    assert!(holds(&service, 0..3));
+}
+
+#[tokio::test]
+async fn saves_that_do_not_stream_keep_no_turn_from_those_that_do() {
+    let (network, services) = network(1, 0);
+    let client = client_on(&network);
+    services[0].set_takes_layers(false);
+    let mut whole: Vec<_> =
+        (0..4).map(|save| client.save_layers(save_call(save * 10..save * 10 + 1)).unwrap()).collect();
+    timeout(PATIENCE, services[0].aborts_seen(4)).await.expect("all of them ask for layers");
+    services[0].set_takes_layers(true);
+    let mut save = client.save_layers(save_call(90..91)).unwrap();
+    put(&mut save, 90..91, 0..1);
+    timeout(PATIENCE, services[0].slices_seen(1)).await.expect("one behind them streams");
+    put(&mut save, 90..91, 1..3);
+    save.finish().unwrap();
+    for (number, mut save) in (0..).zip(whole.drain(..)) {
+        put(&mut save, number * 10..number * 10 + 1, 0..3);
+        save.finish().unwrap();
+    }
+    ended(&client).await;
+    assert!([0, 10, 20, 30, 90].into_iter().all(|block| holds(&services[0], block..block + 1)));
 }
 
 #[tokio::test]

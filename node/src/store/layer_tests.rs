@@ -6,6 +6,7 @@ use kvfleet_proto::frame::{Frame, SliceLayout};
 use kvfleet_transport::{BlockService, FetchAnswer, LayerRoom, MissReason, SaveOffer, SaveSession};
 
 use super::tests::{BLOCK_BYTES, Bench, config, frame, open, save_request};
+use crate::arena::Purpose;
 use crate::test_log::Log;
 
 /// Frames here have one slice.
@@ -73,32 +74,54 @@ async fn a_save_by_layer_that_is_dropped_gives_everything_back() {
 }
 
 #[tokio::test]
-async fn what_is_computed_leaves_half_of_the_slots_to_others_and_without_room_frames_come_whole() {
+async fn what_is_computed_leaves_half_of_the_slots_to_others_however_short_its_frames_are() {
+    for bytes in [BLOCK_BYTES, 60] {
+        let dir = tempfile::tempdir().unwrap();
+        let bench = open(&config(dir.path(), 40, 0)).await;
+        let half = bench.arena.numbers().slabs / 2;
+        let layout = SliceLayout::new(&[u32::try_from(bytes).unwrap()]).unwrap();
+        let (mut held, mut refused) = (Vec::new(), None);
+        for number in 0..40 {
+            let mut request = save_request(number, number..number + 1);
+            request.frame_bytes = layout.frame_bytes() as u64;
+            let mut session = bench.service.save(request).await.1.unwrap();
+            match session.layers(&layout).is_some() {
+                true => held.push(session),
+                false => refused = Some((number, session)),
+            }
+        }
+        assert_eq!(held.len(), half, "frames of {bytes} bytes, one in each slot");
+        let free = bench.arena.take(bytes, Purpose::Save);
+        assert!(free.is_some(), "others still find slots");
+        drop(free);
+        let (number, mut session) = refused.unwrap();
+        session.put(frame(number, bytes)).await;
+        assert_eq!(session.finish().await.stored_blocks, 1, "as a whole frame");
+        held.clear();
+        let mut session = offered(&bench, 99, 60..62).await;
+        assert!(session.layers(&self::layout()).is_some(), "what was held came back");
+    }
+}
+
+#[tokio::test]
+async fn what_is_computed_leaves_the_slots_through_which_saves_to_ssd_pass() {
+    let dir = tempfile::tempdir().unwrap();
+    let bench = open(&config(dir.path(), 4, 64)).await;
+    // All of the DRAM is held, so that what is saved goes to SSD.
+    bench.saved(1, 0..4).await;
+    assert_eq!(bench.fetch(2, 0..4).await.1, 4);
+    let mut computed = offered(&bench, 3, 10..22).await;
+    assert!(
+        computed.layers(&layout()).is_none(),
+        "it would hold nearly all of them for as long as it is computed"
+    );
+    bench.saved(4, 30..40).await;
+}
+
+#[tokio::test]
+async fn slots_are_taken_at_once_or_not_at_all() {
     let dir = tempfile::tempdir().unwrap();
     let bench = open(&config(dir.path(), 8, 0)).await;
-    let slots = {
-        let numbers = bench.arena.numbers();
-        let classes = numbers.classes.iter().map(|(class, _)| class.slot_bytes).max().unwrap();
-        numbers.slab_bytes * numbers.slabs / classes
-    };
-    // As many sessions of two blocks as may be.
-    let (mut held, mut refused) = (Vec::new(), None);
-    for number in 0..4 {
-        let mut session = offered(&bench, 1, number * 2..number * 2 + 2).await;
-        match session.layers(&layout()).is_some() {
-            true => held.push(session),
-            false => refused = Some((number * 2, session)),
-        }
-    }
-    assert!(held.len() * 2 <= slots / 2 + 1, "{} saves hold more than half of {slots} slots", held.len());
-    if let Some((number, mut session)) = refused {
-        session.put(frame(number, BLOCK_BYTES)).await;
-        assert_eq!(session.finish().await.stored_blocks, 1, "as a whole frame");
-    }
-    held.clear();
-    let mut session = offered(&bench, 9, 20..22).await;
-    assert!(session.layers(&layout()).is_some(), "what was held came back");
-    drop(session);
     let longer = SliceLayout::new(&[u32::try_from(BLOCK_BYTES).unwrap() + 1]).unwrap();
     let mut session = offered(&bench, 9, 20..22).await;
     assert!(session.layers(&longer).is_none(), "longer than offered");

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use kv_core::evict::BlockKey;
-use kv_core::id::{BlockHash, LeaseId};
+use kv_core::id::{BlockHash, LeaseId, Tier};
 use kv_core::tier::{Asker, Charge, Offer, Offered};
 
 use super::desk::WeakQueue;
@@ -23,10 +23,17 @@ pub enum OfferPlan {
 #[derive(Debug)]
 pub struct Reserved {
     answers: Vec<Offered>,
+    has_dram: bool,
     queue: WeakQueue,
 }
 
 impl Reserved {
+    /// Whether the room of all wanted blocks is in DRAM.
+    #[must_use]
+    pub fn has_dram(&self) -> bool {
+        self.has_dram
+    }
+
     /// The answers; whoever takes them ends what is wanted.
     #[must_use]
     pub fn into_answers(mut self) -> Vec<Offered> {
@@ -98,7 +105,11 @@ impl Store {
             charge: self.parts.capacities.slots.charge(frame_bytes),
         };
         match self.parts.book.offer(asker, offer, now) {
-            Ok(answers) => OfferPlan::Blocks(Reserved { answers, queue: self.queue.clone() }),
+            Ok(answers) => {
+                let is_elsewhere = |answer: &Offered| matches!(answer, Offered::Wanted(key) if self.parts.book.place(*key) != Some(Tier::Dram));
+                let has_dram = !answers.iter().any(is_elsewhere);
+                OfferPlan::Blocks(Reserved { answers, has_dram, queue: self.queue.clone() })
+            }
             Err(full) => {
                 tracing::debug!(%full, "save told to come again");
                 OfferPlan::Busy

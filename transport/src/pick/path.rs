@@ -178,7 +178,7 @@ impl Open {
         &self,
         request: SaveRequest,
         layers: &mut dyn LayerSource,
-    ) -> Result<SaveAnswer, PathError> {
+    ) -> Result<Option<SaveAnswer>, PathError> {
         let Some((at, path)) = self.pick(false, &[]) else { return Err(self.no_way()) };
         self.leases().note(request.asker.lease, at);
         let ended = path.save_layers(request, &mut CountedLayers { layers, carried: self.carried(at) }).await;
@@ -309,7 +309,7 @@ impl SliceSink for Counted<'_> {
     }
 }
 
-/// Layers whose bytes are counted, slice by slice or as whole frames.
+/// Layers whose bytes are counted.
 struct CountedLayers<'a> {
     layers: &'a mut dyn LayerSource,
     carried: &'a Carried,
@@ -326,12 +326,6 @@ impl LayerSource for CountedLayers<'_> {
 
     fn head(&self, position: usize) -> Bytes {
         self.layers.head(position)
-    }
-
-    fn frame(&self, position: usize) -> Frame {
-        let frame = self.layers.frame(position);
-        self.carried.sent(frame.bytes.len());
-        frame
     }
 
     fn sent(&mut self, bytes: usize) {
@@ -432,7 +426,7 @@ impl Path for PickPath {
         &'a self,
         request: SaveRequest,
         layers: &'a mut dyn LayerSource,
-    ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
+    ) -> BoxFuture<'a, Result<Option<SaveAnswer>, PathError>> {
         Box::pin(self.open.save_layers(request, layers))
     }
 

@@ -124,7 +124,7 @@ impl Path for QuicPath {
         &'a self,
         request: SaveRequest,
         layers: &'a mut dyn LayerSource,
-    ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
+    ) -> BoxFuture<'a, Result<Option<SaveAnswer>, PathError>> {
         Box::pin(async move { ask::save_layers(self, &request, layers).await })
     }
 

@@ -43,6 +43,12 @@ impl Computed {
         Arc::clone(&self.gate)
     }
 
+    /// The whole frame at this position.
+    #[must_use]
+    pub fn frame(&self, position: usize) -> Frame {
+        self.frames[position].clone()
+    }
+
     /// The same with a wrong byte at the end of the block at this position.
     #[must_use]
     pub fn with_wrong_slice(mut self, position: usize) -> Computed {
@@ -82,10 +88,6 @@ impl LayerSource for Computed {
     fn head(&self, position: usize) -> Bytes {
         let head = FrameHead::read(&self.frames[position].bytes).expect("the suite's frames have heads");
         head.bytes().clone()
-    }
-
-    fn frame(&self, position: usize) -> Frame {
-        self.frames[position].clone()
     }
 
     fn sent(&mut self, bytes: usize) {

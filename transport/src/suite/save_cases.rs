@@ -21,8 +21,16 @@ fn request(hashes: &[BlockHash]) -> SaveRequest {
 }
 
 async fn answer(path: &dyn Path, mut computed: Computed, blocks: u32) -> SaveAnswer {
-    let saving = path.save_layers(request(&hashes(blocks)), &mut computed);
-    timeout(PATIENCE, saving).await.expect("it comes to an end").expect("the path is whole")
+    let saving = async {
+        match path.save_layers(request(&hashes(blocks)), &mut computed).await {
+            Ok(None) => {
+                path.save(request(&hashes(blocks)), &|position| computed.frame(position)).await.map(Some)
+            }
+            ended => ended,
+        }
+    };
+    let ended = timeout(PATIENCE, saving).await.expect("it comes to an end").expect("the path is whole");
+    ended.expect("frames have an answer")
 }
 
 async fn save(path: &dyn Path, computed: Computed, blocks: u32) -> SaveDone {
@@ -76,7 +84,7 @@ pub async fn aborted_save_by_layer_leaves_nothing(service: &MemoryService, path:
     let mut some = computed(3).until(2);
     let streams = path.streams_saves();
     tokio::select! {
-        result = path.save_layers(request(&hashes(3)), &mut some) => panic!("layers are missing: {result:?}"),
+        result = path.save_layers(request(&hashes(3)), &mut some), if streams => panic!("layers are missing: {result:?}"),
         () = service.slices_seen(6), if streams => {}
         () = tokio::task::yield_now(), if !streams => {}
     }
@@ -100,6 +108,7 @@ pub async fn slices_leave_before_the_last_layer(service: &MemoryService, path: &
         gate.add_permits(2);
     };
     let (saved, ()) = timeout(PATIENCE, async { tokio::join!(saving, last) }).await.expect("no deadlock");
-    assert_eq!(done(saved.expect("the path is whole")).stored_blocks, 3);
+    let saved = saved.expect("the path is whole").expect("it streams");
+    assert_eq!(done(saved).stored_blocks, 3);
     assert_eq!(some.sent_bytes, 3 * frame_of(hash(0), &SLICES).bytes.len(), "each byte was counted once");
 }

@@ -281,15 +281,31 @@ async fn an_older_node_is_sent_frames_and_asked_for_layers_once() {
     let (authority, service) = (Authority::new(), holding(0));
     let address = older_node(&authority, service.clone()).await;
     let path = path_to(address, &authority, TcpConfig::default()).await;
-    for block in 0..3 {
-        assert_eq!(path.streams_saves(), block == 0);
-        let frame_bytes = frame(hash(block), 1000).bytes.len() as u64;
-        let request = SaveRequest { frame_bytes, ..save_request(&[hash(block)]) };
-        let mut layers = Computed::new(&[hash(block)], &[500, 500]);
-        let saved = suite::done(path.save_layers(request, &mut layers).await.unwrap());
-        assert_eq!((saved.stored_blocks, service.holds(hash(block))), (1, true));
-    }
+    assert!(path.streams_saves());
+    let frame_bytes = frame(hash(0), 1000).bytes.len() as u64;
+    let request = SaveRequest { frame_bytes, ..save_request(&[hash(0)]) };
+    let mut layers = Computed::new(&[hash(0)], &[500, 500]);
+    assert_eq!(path.save_layers(request.clone(), &mut layers).await.unwrap(), None);
+    assert!(!path.streams_saves(), "it is not asked again");
+    let saved = suite::done(path.save(request, &|_| layers.frame(0)).await.unwrap());
+    assert_eq!((saved.stored_blocks, service.holds(hash(0))), (1, true));
     tokio::time::timeout(PATIENCE, service.aborts_seen(1))
         .await
         .expect("what was offered by layer is given up");
+}
+
+#[tokio::test]
+async fn a_computation_that_is_slow_leaves_the_path_alone() {
+    let service = holding(0);
+    let config = TcpConfig { stall_timeout: Duration::from_millis(500), ..TcpConfig::default() };
+    let (_server, path) = served(&config, service.clone()).await;
+    let frame_bytes = frame(hash(0), 1000).bytes.len() as u64;
+    let request = SaveRequest { frame_bytes, ..save_request(&[hash(0)]) };
+    let mut layers = Computed::new(&[hash(0)], &[500, 500]).until(1);
+    let saving = tokio::time::timeout(PATIENCE, path.save_layers(request.clone(), &mut layers));
+    assert_eq!(saving.await.expect("nobody waits for a computation that stands").unwrap(), None);
+    assert!(path.failure().is_none() && path.streams_saves());
+    tokio::time::timeout(PATIENCE, service.aborts_seen(1)).await.expect("the node hears of it");
+    let saved = suite::done(path.save(request, &|_| layers.frame(0)).await.unwrap());
+    assert_eq!((saved.stored_blocks, service.holds(hash(0))), (1, true));
 }
