@@ -337,7 +337,8 @@ typedef struct kvf_save_layers_call {
     uint32_t first_offset_blocks;
 } kvf_save_layers_call;
 
-/* Takes room for all of the blocks, in memory of the library. KVF_BUSY when there is none now: go on without saving them. */
+/* Takes room for all of the blocks, in memory of the library. KVF_BUSY when there is none now: go on without saving them.
+ * KVF_TOO_LARGE when there never is: 256 MiB of all frames of a save. */
 kvf_status kvf_save_layers_begin(kvf_client *client, const kvf_save_layers_call *call, kvf_layer_save **save);
 
 /* Copies the next layer: a slice of each block, in their order, each as long as slice_bytes says of that layer. Slices may be null

@@ -16,8 +16,8 @@ use kv_core::pipeline::Arrive;
 use kv_core::prefix::{IdentityManifest, KeyForm as ManifestForm};
 use kvfleet_client::{
     Asker, ClientConfig, FetchCall, HeldLease, InstanceLoad, LayerSaveCall, LayersCall, LayersOperation,
-    Operation, QueueLimits, RdmaSettings, ReporterConfig, RouteCall, SaveCall, Submission, SubmitError,
-    Transport,
+    Operation, QueueLimits, RdmaSettings, ReporterConfig, RouteCall, SAVE_QUEUE_BYTES_MAX, SaveCall,
+    Submission, SubmitError, Transport,
 };
 use kvfleet_proto::frame::{KeyForm, PAYLOAD_BYTES_MAX, SLICES_MAX, encoded_len};
 use kvfleet_proto::pb;
@@ -317,7 +317,7 @@ pub(crate) unsafe fn save_layers(call: *const abi::SaveLayersCall) -> Result<Lay
     // SAFETY: what the caller promised.
     unsafe {
         let call = sized(call, "save_layers_call")?;
-        Ok(LayerSaveCall {
+        let call = LayerSaveCall {
             asker: saver(&call.asker)?,
             address: text(call.address, "address")?,
             epoch: Epoch(call.epoch),
@@ -327,7 +327,14 @@ pub(crate) unsafe fn save_layers(call: *const abi::SaveLayersCall) -> Result<Lay
             key_form: key_form(call.key_form)?,
             slice_bytes: slice_bytes(call.slice_bytes, call.layers)?.to_vec(),
             then_release: leases(call.then_release, call.then_release_count, "then_release")?,
-        })
+        };
+        let bytes = encoded_len(&call.slice_bytes).saturating_mul(call.hashes.len());
+        if bytes > SAVE_QUEUE_BYTES_MAX {
+            // Room that it would wait for in vain.
+            let limit = SAVE_QUEUE_BYTES_MAX;
+            return Err(Failure::TooLong { what: "the save, in bytes,", got: bytes as u64, limit });
+        }
+        Ok(call)
     }
 }
 

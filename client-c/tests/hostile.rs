@@ -7,7 +7,7 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::Path;
 use std::ptr::{null, null_mut};
 
-use kvfleet_client::SAVE_QUEUE_CALLS_MAX;
+use kvfleet_client::{SAVE_QUEUE_BYTES_MAX, SAVE_QUEUE_CALLS_MAX};
 use kvfleet_client_c::entry::*;
 use kvfleet_client_c::status::{self, Status};
 use kvfleet_client_c::{ClientHandle, HasherHandle, LayerSaveHandle, QueueHandle, abi};
@@ -564,6 +564,12 @@ fn a_save_by_layers_that_makes_no_sense_is_refused_and_one_too_many_is_busy() {
     refuses(abi::SaveLayersCall { slice_bytes: odd, ..good }, status::INVALID, "slice_bytes is misaligned");
     let huge = [u32::MAX; 2];
     refuses(abi::SaveLayersCall { slice_bytes: huge.as_ptr(), ..good }, status::TOO_LARGE, "slice_bytes has");
+    // More than there ever is room for: nothing to come again with.
+    let (many, mebibyte) = (vec![abi::Hash::default(); 257], [1 << 20, 8]);
+    let (hashes, slice_bytes) = (many.as_ptr(), mebibyte.as_ptr());
+    let large = abi::SaveLayersCall { hashes, hashes_count: many.len(), slice_bytes, ..good };
+    refuses(large, status::TOO_LARGE, "the save, in bytes, has 269");
+    assert!(sentence().contains(&format!("the limit is {SAVE_QUEUE_BYTES_MAX}")), "{}", sentence());
     let fetch = abi::Asker { qos: abi::QOS_FETCH, ..abi::Asker::default() };
     refuses(abi::SaveLayersCall { asker: fetch, ..good }, status::INVALID, "asker.qos is 1");
     // SAFETY: nothing is written to null.
