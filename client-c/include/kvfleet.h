@@ -485,8 +485,8 @@ typedef struct kvf_reporter_config {
     uint32_t every_ms;           /* time between two reports, 10000 at most; 0 for 200. Routers leave out who was silent for two
                                   * seconds */
     uint32_t without_links;      /* 1 to leave out how fast it read from nodes */
-    uint32_t silent_after_ms;    /* when the load was not said for so long, nothing is reported until it is: an engine that stands
-                                  * still gets no requests. An hour at most; 0 for 10000 */
+    uint32_t silent_after_ms;    /* when a load with requests that run or wait was not said for so long, nothing is reported until
+                                  * it is: an engine that stands still gets no more. every_ms or more, an hour at most; 0 for 10000 */
     uint32_t reserved;
 } kvf_reporter_config;
 
@@ -502,8 +502,8 @@ typedef struct kvf_load {
 /* Begins with a load of nothing. */
 kvf_status kvf_reporter_open(kvf_client *client, const kvf_reporter_config *config, kvf_reporter **reporter);
 
-/* What the next reports say, for `silent_after_ms` at most: say it from the loop that serves requests, also while nothing changes and
- * while there are none. Never waits. */
+/* What the next reports say, for `silent_after_ms` at most: say it from the loop that serves requests, also while nothing changes.
+ * That none runs and none waits is told until something else is said: an engine may wait for requests. Never waits. */
 kvf_status kvf_reporter_load(kvf_reporter *reporter, const kvf_load *load);
 
 /* Says goodbye to the routers, which send no more requests then, and waits two seconds for that at most. */

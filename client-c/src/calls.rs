@@ -50,8 +50,8 @@ const REPORT_MS: u32 = 200;
 /// The longest there is: beyond it routers hear too seldom to send anything.
 const REPORT_MS_MAX: u32 = 10_000;
 
-/// How long a load is told again when it is not said, in milliseconds: many steps of an engine, and the longest that requests go to one that stands
-/// still.
+/// How long a load of work is told again when it is not said, in milliseconds: many steps of an engine, and the longest that requests go to one
+/// that stands still with work.
 const SILENT_AFTER_MS: u32 = 10_000;
 
 /// The longest there is.
@@ -485,6 +485,11 @@ pub(crate) unsafe fn reporter(
     within(config.reserved, 0, 0, "reporter_config.reserved")?;
     let silent_after_ms = match within(config.silent_after_ms, 0, SILENT_AFTER_MS_MAX, "silent_after_ms")? {
         0 => SILENT_AFTER_MS,
+        // Shorter than that it would be silent most of the time, however often the load is said.
+        said if said < every_ms => {
+            let expected = format!("every_ms, {every_ms}, or more; or 0 for {SILENT_AFTER_MS}");
+            return Err(Failure::Range { what: "silent_after_ms", got: said.into(), expected });
+        }
         said => said,
     };
     if address.is_empty() {

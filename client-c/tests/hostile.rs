@@ -411,6 +411,11 @@ fn a_reporter_that_makes_no_sense_is_refused_and_one_without_routers_ends() {
     refused(open(abi::ReporterConfig { without_links: 2, ..good }), status::INVALID, "without_links is 2");
     let hours = abi::ReporterConfig { silent_after_ms: 3_600_001, ..good };
     refused(open(hours), status::INVALID, "silent_after_ms is 3600001, expected 0 to 3600000");
+    let short = abi::ReporterConfig { every_ms: 300, silent_after_ms: 299, ..good };
+    refused(open(short), status::INVALID, "silent_after_ms is 299, expected every_ms, 300, or more");
+    says("C: a reporter that is silent between its reports", &sentence(), &[]);
+    let usual = abi::ReporterConfig { every_ms: 0, silent_after_ms: 199, ..good };
+    refused(open(usual), status::INVALID, "silent_after_ms is 199, expected every_ms, 200, or more");
     refused(
         open(abi::ReporterConfig { reserved: 1, ..good }),
         status::INVALID,
