@@ -109,7 +109,10 @@ fn the_own_node_is_passed_over_where_it_was_measured_to_be_slower_than_another()
     let plan_by = |tier: Option<Tier>, near: Option<Lane>, afar: Option<Lane>| {
         let mut fleet = fleet(1);
         let of = |tier, lane: Option<Lane>| lane.and_then(|lane| measured(&[(Quic, tier, lane)]));
-        let nodes = vec![LiveNode { near: of(tier, near), ..live(1) }, LiveNode { afar: of(Some(DRAM), afar), ..live(2) }];
+        let nodes = vec![
+            LiveNode { near: of(tier, near), ..live(1) },
+            LiveNode { afar: of(Some(DRAM), afar), ..live(2) },
+        ];
         fleet.set_nodes(nodes);
         fleet.set_paths(InstanceId(1), &[(NodeId(1), Quic), (NodeId(2), Quic)]);
         let decision = chosen(&request(4), &both, &fleet);
