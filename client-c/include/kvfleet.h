@@ -19,8 +19,8 @@
  * is freed once, by one thread, when no other uses it. One thread polls a queue, or those that do put entries in order
  * by tag: of two threads, one may hold a KVF_LAYER while the other is done with the KVF_ENDED behind it.
  *
- * Processes. A client, its queues and its reporters belong to the process that opened them. In one that was forked from it every call
- * on them is KVF_FAILED, and freeing them does nothing: open a client there. Never dlclose this library: its threads
+ * Processes. A client, its queues, its reporters and its saves by layers belong to the process that opened them. In one that was forked
+ * from it every call on them is KVF_FAILED, and freeing them does nothing: open a client there. Never dlclose this library: its threads
  * may outlive the last handle by a moment.
  *
  * Errors. Functions give a kvf_status and, for what is not KVF_OK, leave a sentence in kvf_last_error. A pointer that
@@ -104,7 +104,8 @@ size_t kvf_last_error(char *text, size_t text_bytes);
 /* Connects when first used. */
 kvf_status kvf_client_open(const kvf_client_config *config, kvf_client **client);
 
-/* Gives the handle back; its queues go on. Null is nothing. */
+/* Gives the handle back; its queues go on, and so do saves by layers that were finished, as long as the process does. Waits for none
+ * of them. Null is nothing. */
 void kvf_client_free(kvf_client *client);
 
 /* ---- hashes of prompts ---- */
@@ -350,7 +351,7 @@ kvf_status kvf_save_layers_put(kvf_layer_save *save, const void *const *slices, 
  * was; after it every call but kvf_save_layers_drop is KVF_CLOSED. */
 kvf_status kvf_save_layers_finish(kvf_layer_save *save);
 
-/* Frees it. One that was finished goes on by itself. */
+/* Frees it. One that was finished goes on by itself, also when the client is freed. */
 void kvf_save_layers_drop(kvf_layer_save *save);
 
 /* ---- results ---- */
