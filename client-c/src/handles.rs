@@ -235,7 +235,7 @@ mod tests {
             request: RequestId(1),
             tenant: TenantId(0),
             category: Category { kind: RequestKind::Text, turn: 1 },
-            identity: IdentityDigest([0; 32]),
+            identity: IdentityDigest([0; 16]),
             traceparent: String::new(),
             class: None,
         };
@@ -245,7 +245,7 @@ mod tests {
             epoch: Epoch(1),
             parent: None,
             first_offset_blocks: 0,
-            hashes: vec![BlockHash([1; 32])],
+            hashes: vec![BlockHash([1; 16])],
             key_form: KeyForm::Rotated,
             slice_bytes: vec![8],
             then_release: Vec::new(),
