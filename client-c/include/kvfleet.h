@@ -19,8 +19,8 @@
  * is freed once, by one thread, when no other uses it. One thread polls a queue, or those that do put entries in order
  * by tag: of two threads, one may hold a KVF_LAYER while the other is done with the KVF_ENDED behind it.
  *
- * Processes. A client, its queues and its reporters belong to the process that opened them. In one that was forked from it every call
- * on them is KVF_FAILED, and freeing them does nothing: open a client there. Never dlclose this library: its threads
+ * Processes. A client, its queues, its reporters and its saves by layers belong to the process that opened them. In one that was forked
+ * from it every call on them is KVF_FAILED, and freeing them does nothing: open a client there. Never dlclose this library: its threads
  * may outlive the last handle by a moment.
  *
  * Errors. Functions give a kvf_status and, for what is not KVF_OK, leave a sentence in kvf_last_error. A pointer that
@@ -104,7 +104,8 @@ size_t kvf_last_error(char *text, size_t text_bytes);
 /* Connects when first used. */
 kvf_status kvf_client_open(const kvf_client_config *config, kvf_client **client);
 
-/* Gives the handle back; its queues go on. Null is nothing. */
+/* Gives the handle back; its queues go on, and so do saves by layers that were finished, as long as the process does. Waits for none
+ * of them. Null is nothing. */
 void kvf_client_free(kvf_client *client);
 
 /* ---- hashes of prompts ---- */
@@ -337,7 +338,8 @@ typedef struct kvf_save_layers_call {
     uint32_t first_offset_blocks;
 } kvf_save_layers_call;
 
-/* Takes room for all of the blocks, in memory of the library. KVF_BUSY when there is none now: go on without saving them. */
+/* Takes room for all of the blocks, in memory of the library. KVF_BUSY when there is none now: go on without saving them.
+ * KVF_TOO_LARGE when there never is: 256 MiB of all frames of a save. */
 kvf_status kvf_save_layers_begin(kvf_client *client, const kvf_save_layers_call *call, kvf_layer_save **save);
 
 /* Copies the next layer: a slice of each block, in their order, each as long as slice_bytes says of that layer. Slices may be null
@@ -349,7 +351,7 @@ kvf_status kvf_save_layers_put(kvf_layer_save *save, const void *const *slices, 
  * was; after it every call but kvf_save_layers_drop is KVF_CLOSED. */
 kvf_status kvf_save_layers_finish(kvf_layer_save *save);
 
-/* Frees it. One that was finished goes on by itself. */
+/* Frees it. One that was finished goes on by itself, also when the client is freed. */
 void kvf_save_layers_drop(kvf_layer_save *save);
 
 /* ---- results ---- */
@@ -484,8 +486,8 @@ typedef struct kvf_reporter_config {
     uint32_t every_ms;           /* time between two reports, 10000 at most; 0 for 200. Routers leave out who was silent for two
                                   * seconds */
     uint32_t without_links;      /* 1 to leave out how fast it read from nodes */
-    uint32_t silent_after_ms;    /* when the load was not said for so long, nothing is reported until it is: an engine that stands
-                                  * still gets no requests. An hour at most; 0 for 10000 */
+    uint32_t silent_after_ms;    /* when a load with requests that run or wait was not said for so long, nothing is reported until
+                                  * it is: an engine that stands still gets no more. every_ms or more, an hour at most; 0 for 10000 */
     uint32_t reserved;
 } kvf_reporter_config;
 
@@ -501,8 +503,8 @@ typedef struct kvf_load {
 /* Begins with a load of nothing. */
 kvf_status kvf_reporter_open(kvf_client *client, const kvf_reporter_config *config, kvf_reporter **reporter);
 
-/* What the next reports say, for `silent_after_ms` at most: say it from the loop that serves requests, also while nothing changes and
- * while there are none. Never waits. */
+/* What the next reports say, for `silent_after_ms` at most: say it from the loop that serves requests, also while nothing changes.
+ * That none runs and none waits is told until something else is said: an engine may wait for requests. Never waits. */
 kvf_status kvf_reporter_load(kvf_reporter *reporter, const kvf_load *load);
 
 /* Says goodbye to the routers, which send no more requests then, and waits two seconds for that at most. */

@@ -16,8 +16,8 @@ use kv_core::pipeline::Arrive;
 use kv_core::prefix::{IdentityManifest, KeyForm as ManifestForm};
 use kvfleet_client::{
     Asker, ClientConfig, FetchCall, HeldLease, InstanceLoad, LayerSaveCall, LayersCall, LayersOperation,
-    Operation, QueueLimits, RdmaSettings, ReporterConfig, RouteCall, SAVE_DEADLINE, SaveCall, Submission,
-    SubmitError, Transport,
+    Operation, QueueLimits, RdmaSettings, ReporterConfig, RouteCall, SAVE_DEADLINE, SAVE_QUEUE_BYTES_MAX,
+    SaveCall, Submission, SubmitError, Transport,
 };
 use kvfleet_proto::frame::{KeyForm, PAYLOAD_BYTES_MAX, SLICES_MAX, encoded_len};
 use kvfleet_proto::pb;
@@ -50,8 +50,8 @@ const REPORT_MS: u32 = 200;
 /// The longest there is: beyond it routers hear too seldom to send anything.
 const REPORT_MS_MAX: u32 = 10_000;
 
-/// How long a load is told again when it is not said, in milliseconds: many steps of an engine, and the longest that requests go to one that stands
-/// still.
+/// How long a load of work is told again when it is not said, in milliseconds: many steps of an engine, and the longest that requests go to one
+/// that stands still with work.
 const SILENT_AFTER_MS: u32 = 10_000;
 
 /// The longest there is.
@@ -318,7 +318,7 @@ pub(crate) unsafe fn save_layers(call: *const abi::SaveLayersCall) -> Result<Lay
     // SAFETY: what the caller promised.
     unsafe {
         let call = sized(call, "save_layers_call")?;
-        Ok(LayerSaveCall {
+        let call = LayerSaveCall {
             asker: saver(&call.asker)?,
             address: text(call.address, "address")?,
             epoch: Epoch(call.epoch),
@@ -329,7 +329,14 @@ pub(crate) unsafe fn save_layers(call: *const abi::SaveLayersCall) -> Result<Lay
             slice_bytes: slice_bytes(call.slice_bytes, call.layers)?.to_vec(),
             then_release: leases(call.then_release, call.then_release_count, "then_release")?,
             deadline: SAVE_DEADLINE,
-        })
+        };
+        let bytes = encoded_len(&call.slice_bytes).saturating_mul(call.hashes.len());
+        if bytes > SAVE_QUEUE_BYTES_MAX {
+            // Room that it would wait for in vain.
+            let limit = SAVE_QUEUE_BYTES_MAX;
+            return Err(Failure::TooLong { what: "the save, in bytes,", got: bytes as u64, limit });
+        }
+        Ok(call)
     }
 }
 
@@ -480,6 +487,11 @@ pub(crate) unsafe fn reporter(
     within(config.reserved, 0, 0, "reporter_config.reserved")?;
     let silent_after_ms = match within(config.silent_after_ms, 0, SILENT_AFTER_MS_MAX, "silent_after_ms")? {
         0 => SILENT_AFTER_MS,
+        // Shorter than that it would be silent most of the time, however often the load is said.
+        said if said < every_ms => {
+            let expected = format!("every_ms, {every_ms}, or more; or 0 for {SILENT_AFTER_MS}");
+            return Err(Failure::Range { what: "silent_after_ms", got: said.into(), expected });
+        }
         said => said,
     };
     if address.is_empty() {

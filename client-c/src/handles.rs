@@ -39,7 +39,7 @@ impl Home {
     }
 }
 
-/// A client, and the threads on which it works until its last queue is gone.
+/// A client, and the threads on which it works until its last queue is gone and its saves have ended.
 #[derive(Debug)]
 pub(crate) struct Opened {
     client: Client,
@@ -96,11 +96,16 @@ impl ClientHandle {
         Ok(ClientHandle { opened, links })
     }
 
-    /// Gives the client up, in a forked process by leaving it alone.
+    /// Gives the client up, in a forked process by leaving it alone. Its threads end behind the saves by layers that were
+    /// finished: nothing else is left to keep them.
     pub(crate) fn free(self) {
-        if self.opened.home.check().is_err() {
-            std::mem::forget(self);
-        }
+        let Ok((client, runtime)) = self.opened.here() else { return std::mem::forget(self) };
+        // Not at each finish: who waits for all saves lets none in meanwhile.
+        let (client, kept) = (client.clone(), Arc::clone(&self.opened));
+        runtime.spawn(async move {
+            client.saves_ended().await;
+            drop(kept);
+        });
     }
 
     /// A queue on the client's threads.
@@ -191,7 +196,86 @@ const _: () = {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use std::net::{TcpListener, UdpSocket};
+    use std::path::Path;
+    use std::time::Instant;
+
+    use kv_core::id::{BlockHash, Category, Epoch, LeaseId, RequestId, RequestKind, TenantId};
+    use kvfleet_client::Asker;
+    use kvfleet_proto::frame::KeyForm;
+
     use super::*;
+
+    fn opened(place: &Path) -> ClientHandle {
+        let mut params = rcgen::CertificateParams::new(vec![]).unwrap();
+        params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        let authority = rcgen::KeyPair::generate().unwrap();
+        let authority = rcgen::CertifiedIssuer::self_signed(params, authority).unwrap();
+        let key = rcgen::KeyPair::generate().unwrap();
+        let params = rcgen::CertificateParams::new(vec!["kvfleet".to_owned()]).unwrap();
+        let cert = params.signed_by(&key, &authority).unwrap();
+        let file = |name: &str, text: String| {
+            let path = place.join(name);
+            std::fs::write(&path, text).unwrap();
+            path.to_str().unwrap().to_owned()
+        };
+        let files = tls_files(
+            file("ca.pem", authority.pem()),
+            file("cert.pem", cert.pem()),
+            file("key.pem", key.serialize_pem()),
+        );
+        ClientHandle::open(1, files, |identity| ClientConfig::new(vec!["127.0.0.1:9".to_owned()], identity))
+            .unwrap()
+    }
+
+    /// A save of one block of eight bytes.
+    fn call(address: String) -> LayerSaveCall {
+        let asker = Asker {
+            lease: LeaseId(1),
+            request: RequestId(1),
+            tenant: TenantId(0),
+            category: Category { kind: RequestKind::Text, turn: 1 },
+            identity: IdentityDigest([0; 16]),
+            traceparent: String::new(),
+            class: None,
+        };
+        LayerSaveCall {
+            asker,
+            address,
+            epoch: Epoch(1),
+            parent: None,
+            first_offset_blocks: 0,
+            hashes: vec![BlockHash([1; 16])],
+            key_form: KeyForm::Rotated,
+            slice_bytes: vec![8],
+            then_release: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn threads_of_a_client_that_was_freed_end_behind_the_saves_that_were_finished() {
+        let place = tempfile::tempdir().unwrap();
+        // Takes connections, and says nothing.
+        let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
+        let _udp = UdpSocket::bind(tcp.local_addr().unwrap()).unwrap();
+        let client = opened(place.path());
+        let save = client.save_layers(call(tcp.local_addr().unwrap().to_string())).unwrap();
+        save.put(|_| Ok(vec![&[7; 8]])).unwrap();
+        save.finish().unwrap();
+        let threads = Arc::downgrade(&client.opened);
+        save.free();
+        client.free();
+        assert!(threads.upgrade().is_some(), "the save is under way");
+        // Without one they end at once.
+        let client = opened(place.path());
+        let threads = Arc::downgrade(&client.opened);
+        client.free();
+        let began = Instant::now();
+        while threads.strong_count() > 0 {
+            assert!(began.elapsed() < Duration::from_secs(30), "nothing is under way");
+            std::thread::yield_now();
+        }
+    }
 
     #[test]
     fn a_handle_of_another_process_is_refused() {

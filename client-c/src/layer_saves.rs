@@ -39,7 +39,9 @@ pub(crate) struct Wanted {
 impl LayerSaveHandle {
     /// Takes room for all of its frames.
     pub(crate) fn begin(threads: &Arc<Opened>, call: LayerSaveCall) -> Result<LayerSaveHandle, Failure> {
-        let (client, _) = threads.here()?;
+        let (client, runtime) = threads.here()?;
+        // It may begin on the client's threads at once; the caller's thread is none of them.
+        let _inside = runtime.enter();
         let (blocks, slice_bytes) = (call.hashes.len(), call.slice_bytes.clone());
         let state = Mutex::new(State { save: Some(client.save_layers(call)?), layers: 0 });
         Ok(LayerSaveHandle { state, blocks, slice_bytes, threads: Arc::clone(threads) })

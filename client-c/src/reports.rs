@@ -94,9 +94,10 @@ impl Said {
     }
 
     /// What may still be told of it. The threads that report go on while those of an engine stand still: what it said long ago is
-    /// no word of what it does now.
+    /// no word of what it does now. An engine without work may wait for some and say nothing, and must be sent it.
     fn fresh(&self, now: Instant, silent_after: Duration) -> Option<InstanceLoad> {
-        (now.saturating_duration_since(self.at) < silent_after).then_some(self.load)
+        let is_idle = self.load.running == 0 && self.load.waiting == 0;
+        (is_idle || now.saturating_duration_since(self.at) < silent_after).then_some(self.load)
     }
 }
 
@@ -162,5 +163,14 @@ mod tests {
         let again = Said { at: said.at + second, ..said };
         assert_eq!(again.fresh(said.at + second, second), Some(load), "said again, it is");
         assert_eq!(again.fresh(said.at, second), Some(load), "also by a look that began before");
+        let waiting = Said { load: InstanceLoad { running: 0, waiting: 1, ..load }, ..said };
+        assert_eq!(waiting.fresh(said.at + second, second), None);
+    }
+
+    #[test]
+    fn an_engine_that_waits_for_work_is_told_of_however_long_it_says_nothing() {
+        let said = Said::now(InstanceLoad::default());
+        let told = said.fresh(said.at + Duration::from_secs(86_400), Duration::from_secs(1));
+        assert_eq!(told, Some(said.load));
     }
 }

@@ -7,7 +7,7 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::Path;
 use std::ptr::{null, null_mut};
 
-use kvfleet_client::SAVE_QUEUE_CALLS_MAX;
+use kvfleet_client::{SAVE_QUEUE_BYTES_MAX, SAVE_QUEUE_CALLS_MAX};
 use kvfleet_client_c::entry::*;
 use kvfleet_client_c::status::{self, Status};
 use kvfleet_client_c::{ClientHandle, HasherHandle, LayerSaveHandle, QueueHandle, abi};
@@ -411,6 +411,11 @@ fn a_reporter_that_makes_no_sense_is_refused_and_one_without_routers_ends() {
     refused(open(abi::ReporterConfig { without_links: 2, ..good }), status::INVALID, "without_links is 2");
     let hours = abi::ReporterConfig { silent_after_ms: 3_600_001, ..good };
     refused(open(hours), status::INVALID, "silent_after_ms is 3600001, expected 0 to 3600000");
+    let short = abi::ReporterConfig { every_ms: 300, silent_after_ms: 299, ..good };
+    refused(open(short), status::INVALID, "silent_after_ms is 299, expected every_ms, 300, or more");
+    says("C: a reporter that is silent between its reports", &sentence(), &[]);
+    let usual = abi::ReporterConfig { every_ms: 0, silent_after_ms: 199, ..good };
+    refused(open(usual), status::INVALID, "silent_after_ms is 199, expected every_ms, 200, or more");
     refused(
         open(abi::ReporterConfig { reserved: 1, ..good }),
         status::INVALID,
@@ -564,6 +569,12 @@ fn a_save_by_layers_that_makes_no_sense_is_refused_and_one_too_many_is_busy() {
     refuses(abi::SaveLayersCall { slice_bytes: odd, ..good }, status::INVALID, "slice_bytes is misaligned");
     let huge = [u32::MAX; 2];
     refuses(abi::SaveLayersCall { slice_bytes: huge.as_ptr(), ..good }, status::TOO_LARGE, "slice_bytes has");
+    // More than there ever is room for: nothing to come again with.
+    let (many, mebibyte) = (vec![abi::Hash::default(); 257], [1 << 20, 8]);
+    let (hashes, slice_bytes) = (many.as_ptr(), mebibyte.as_ptr());
+    let large = abi::SaveLayersCall { hashes, hashes_count: many.len(), slice_bytes, ..good };
+    refuses(large, status::TOO_LARGE, "the save, in bytes, has 269");
+    assert!(sentence().contains(&format!("the limit is {SAVE_QUEUE_BYTES_MAX}")), "{}", sentence());
     let fetch = abi::Asker { qos: abi::QOS_FETCH, ..abi::Asker::default() };
     refuses(abi::SaveLayersCall { asker: fetch, ..good }, status::INVALID, "asker.qos is 1");
     // SAFETY: nothing is written to null.

@@ -185,7 +185,7 @@ impl InstanceConfig {
         }
         if self.in_flight_bytes < self.block_bytes {
             return Err(format!(
-                "in_flight_bytes is {}: give at least block_bytes ({}), or nothing could be asked for",
+                "in_flight_bytes is {}: give at least block_bytes ({}), the room of one block",
                 self.in_flight_bytes, self.block_bytes
             ));
         }

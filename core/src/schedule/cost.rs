@@ -157,21 +157,18 @@ impl<'a> Planner<'a> {
     fn hold(&self, holder: &Holder, live: &LiveNode, tokens: u64) -> Hold {
         let reader = Reader { is_own: false, path: self.paths.to(holder.node) };
         let Price { lane, measure } = live.price(holder.tier, reader, &self.fleet.profile);
-        let is_measured = measure != Measure::Profile;
-        Hold { holder: *holder, far: self.way(lane, tokens), is_measured, turn: self.turn_of(holder.node) }
+        Hold { holder: *holder, far: self.way(lane, tokens), measure, turn: self.turn_of(holder.node) }
     }
 
     fn way(&self, lane: Lane, tokens: u64) -> Way {
         Way { latency_ns: lane.latency_ns, stream_ns: self.fleet.profile.stream_ns(lane, tokens) }
     }
 
-    /// The way of a run from the asking instance's own node, and whether it was measured.
-    fn near(&self, run: &Run, hold: &Hold, asking: Asking<'_>) -> (Way, bool) {
+    /// The way of a run from the asking instance's own node, and of what it was measured.
+    fn near(&self, run: &Run, hold: &Hold, asking: Asking<'_>) -> (Way, Measure) {
         let tokens = self.tokens_between(run.start_blocks, run.end_blocks);
         let price = self.price(&hold.holder, asking);
-        price.map_or((hold.far, hold.is_measured), |Price { lane, measure }| {
-            (self.way(lane, tokens), measure != Measure::Profile)
-        })
+        price.map_or((hold.far, hold.measure), |Price { lane, measure }| (self.way(lane, tokens), measure))
     }
 
     /// As what the asking instance reads from a node is priced here.
@@ -284,19 +281,19 @@ impl Behind<'_> {
         }
     }
 
-    /// The best source of a run: the own node when it holds it, which spares the network, unless it was measured to be slower
-    /// than another is, that was measured too; else the holder with the least time. Equal holders take turns by request, so that none
+    /// The best source of a run: the own node when it holds it, which spares the network, unless that tier of it was measured to be
+    /// clearly slower than that of another; else the holder with the least time. Equal holders take turns by request, so that none
     /// serves everyone.
     fn leg(&self, (run, nearest): (&Run, &Hold), asking: Asking<'_>, last: Option<&Source>) -> Leg {
         let goes_on = |hold: &Hold| last.is_some_and(|last| continues(last, &hold.holder));
         if let Some(hold) = asking.own.and_then(|node| run.held_by(node)) {
-            let (way, is_measured) = self.planner.near(run, hold, asking);
+            let (way, measure) = self.planner.near(run, hold, asking);
             let own = Leg::new(hold, way, goes_on(hold));
             let others = run.holds.iter().filter(|other| other.holder.node != hold.holder.node);
-            let others = others.filter(|other| is_measured && other.is_measured);
+            let others = others.filter(|other| is_of_tier(measure) && is_of_tier(other.measure));
             let rank = |other: &&Hold| other.rank(if goes_on(other) { 0 } else { other.far.latency_ns });
             let other = others.min_by_key(rank).map(|other| Leg::new(other, other.far, goes_on(other)));
-            return other.filter(|other| other.ns < own.ns).unwrap_or(own);
+            return other.filter(|other| is_clearly_less(other.ns, own.ns)).unwrap_or(own);
         }
         // Going on with the source before spares its latency, so it may beat the nearest.
         let same = last.and_then(|last| run.held_by(last.node)).filter(|hold| goes_on(hold));
@@ -348,8 +345,8 @@ struct Hold {
     holder: Holder,
     /// To an instance that is not at the same node.
     far: Way,
-    /// Whether that was measured, of whatever.
-    is_measured: bool,
+    /// Of what that was measured.
+    measure: Measure,
     /// Orders equally good holders, another way for every request.
     turn: u64,
 }
@@ -381,6 +378,16 @@ impl Leg {
         let latency_ns = if extends { 0 } else { way.latency_ns };
         Self { holder: hold.holder, extends, ns: latency_ns.saturating_add(way.stream_ns) }
     }
+}
+
+/// Whether the tier itself was measured. A price through other tiers is in part the profile's guess of the medium.
+fn is_of_tier(measure: Measure) -> bool {
+    matches!(measure, Measure::TierOverPath | Measure::Tier)
+}
+
+/// Below four fifths. Two estimates that are about the same change places with every report, and requests would with them.
+fn is_clearly_less(ns: u64, than_ns: u64) -> bool {
+    ns < than_ns - than_ns / 5
 }
 
 fn continues(last: &Source, holder: &Holder) -> bool {

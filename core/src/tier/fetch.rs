@@ -12,8 +12,8 @@ pub struct Reach {
     pub key: BlockKey,
     /// Where its bytes are now. From SSD or a GPU they are loaded first; completion is [`Book::on_moved`] to DRAM.
     pub tier: Tier,
-    /// The lease did not hold it before: it is a use of the block. What one request asks for again, because it reads layer by
-    /// layer, ahead of its turn or after a node was busy, is the same use.
+    /// The lease asks for it for the first time, and did not bring it itself: it is a use of the block. What one request asks for
+    /// again, because it reads layer by layer, ahead of its turn or after a node was busy, is the same use.
     pub is_new: bool,
 }
 

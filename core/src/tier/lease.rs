@@ -39,6 +39,8 @@ struct Holds {
     gone: BTreeSet<Hold>,
     /// Those that came after one behind them.
     late: BTreeSet<Hold>,
+    /// Those that a save found here, and that nothing asked for yet.
+    unused: BTreeSet<Hold>,
 }
 
 impl Holds {
@@ -56,6 +58,7 @@ impl Holds {
     }
 
     fn remove(&mut self, hold: &Hold) {
+        self.unused.remove(hold);
         if self.ordered.last() == Some(hold) {
             self.ordered.pop();
             self.gone.remove(hold);
@@ -135,22 +138,43 @@ impl Book {
         self.hold_all(id, &[key]);
     }
 
-    /// Holds blocks for an open lease. Says of each whether the lease did not hold it before.
+    /// Holds blocks that an open lease asks for. Says of each whether it does for the first time: what it brought itself it
+    /// does not, nor what it asked for before.
     pub(super) fn hold_all(&mut self, id: LeaseId, keys: &[BlockKey]) -> Vec<bool> {
+        self.hold_each(id, keys, |holds, hold, is_new| holds.unused.remove(&hold) || is_new)
+    }
+
+    /// Holds blocks for an open lease that would have brought them. That they were here is no use of them: it may ask for them
+    /// yet.
+    pub(super) fn hold_found(&mut self, id: LeaseId, keys: &[BlockKey]) {
+        self.hold_each(id, keys, |holds, hold, is_new| is_new && holds.unused.insert(hold));
+    }
+
+    fn hold_each(
+        &mut self,
+        id: LeaseId,
+        keys: &[BlockKey],
+        note: impl Fn(&mut Holds, Hold, bool) -> bool,
+    ) -> Vec<bool> {
         // Out of the table meanwhile: it is found once for all blocks.
         let Some(mut holds) = self.leases.get_mut(&id).map(|lease| std::mem::take(&mut lease.blocks)) else {
             return vec![false; keys.len()];
         };
         holds.ordered.reserve(keys.len());
-        let are_new = keys.iter().map(|&key| self.hold_one(&mut holds, key)).collect();
+        let one = |&key: &BlockKey| {
+            let held = self.hold_one(&mut holds, key);
+            held.is_some_and(|(hold, is_new)| note(&mut holds, hold, is_new))
+        };
+        let are_said = keys.iter().map(one).collect();
         if let Some(lease) = self.leases.get_mut(&id) {
             lease.blocks = holds;
         }
-        are_new
+        are_said
     }
 
-    fn hold_one(&mut self, holds: &mut Holds, key: BlockKey) -> bool {
-        let Some(entry) = self.slab.get_mut(key) else { return false };
+    /// The hold, and whether the lease did not have it before.
+    fn hold_one(&mut self, holds: &mut Holds, key: BlockKey) -> Option<(Hold, bool)> {
+        let entry = self.slab.get_mut(key)?;
         let hold = Hold { offset_blocks: entry.meta.traits.offset_blocks, key, serial: entry.serial };
         let is_new = holds.insert(hold);
         if is_new {
@@ -159,7 +183,7 @@ impl Book {
                 self.park(key);
             }
         }
-        is_new
+        Some((hold, is_new))
     }
 
     /// Notes that a block of an open lease was not let in.

@@ -58,11 +58,9 @@ impl Book {
     ) -> Result<Vec<Offered>, LeasesFull> {
         self.open_lease(asker, now)?;
         // Present blocks are held first: making room for an early block must not drop a later one.
-        for hash in offer.hashes {
-            if let Some(key) = self.readable(asker.tenant, hash) {
-                self.hold(asker.lease, key);
-            }
-        }
+        let present: Vec<_> =
+            offer.hashes.iter().filter_map(|hash| self.readable(asker.tenant, hash)).collect();
+        self.hold_found(asker.lease, &present);
         // Nor behind what was refused in an earlier offer of the same lease.
         let is_behind = offer.parent.is_some_and(|parent| self.was_passed_last(asker, &parent));
         let (mut parent, mut refused) = (offer.parent, is_behind.then_some(RefusedBy::Worth));

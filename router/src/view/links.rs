@@ -21,8 +21,8 @@ const ESTIMATES_MAX: usize = 131_072;
 const PATHS_MAX: usize = 65_536;
 
 /// Nodes of which one instance is known to have read, and keys by which: as many as a client keeps itself, and twice that for what has
-/// not aged yet. A report looks at all of the first, and at the second when its instance starts anew or leaves: some 0.1 and 0.5 ms, while
-/// routes wait.
+/// not aged yet. A report looks at all of the first once with its samples and once for the paths, and at the second when its instance starts
+/// anew or leaves: some 0.1 and 0.5 ms, while routes wait.
 const NODES_OF_INSTANCE_MAX: usize = 1024;
 const ESTIMATES_OF_INSTANCE_MAX: usize = 2048;
 
@@ -86,14 +86,19 @@ impl Links {
         all: &[Measured],
         now: Timestamp,
     ) {
+        // Once for all samples: it looks at every one of them.
+        let mut nodes = self.nodes_of(instance);
         for Measured { node, epoch, sample, key } in all {
             let is_own = own == Some(*node);
             self.add((*node, instance, Of { is_own, key: *key }), *epoch, sample, now);
             let at = (instance, *node);
             let Some(path) = key.path else { continue };
-            let is_room = || self.paths.len() < PATHS_MAX && self.nodes_of(instance) < NODES_OF_INSTANCE_MAX;
-            if self.paths.contains_key(&at) || is_room() {
+            let is_room = self.paths.len() < PATHS_MAX && nodes < NODES_OF_INSTANCE_MAX;
+            if let Some(known) = self.paths.get_mut(&at) {
+                *known = (path, now);
+            } else if is_room {
                 self.paths.insert(at, (path, now));
+                nodes += 1;
             }
         }
     }
@@ -364,6 +369,12 @@ mod tests {
         assert_eq!((links.estimates.len(), links.paths.len(), links.keys.len()), (2, 2, 2));
         told(&mut links, 1, &[of(5)]);
         assert_eq!(links.paths(InstanceId(1), NOW).len(), 1, "it begins anew");
+        // Counted within a report too, each node once.
+        let all: Vec<_> = (0..2_000).flat_map(|node| [of(node), of(node)]).collect();
+        told(&mut links, 1, &all[..2_000]);
+        assert_eq!(links.paths(InstanceId(1), NOW).len(), 1_000);
+        told(&mut links, 1, &all);
+        assert_eq!(links.paths(InstanceId(1), NOW).len(), NODES_OF_INSTANCE_MAX);
         links.forget_aged(NOW.after(LINK_AGED_AFTER));
         assert!(links.estimates.is_empty() && links.paths.is_empty() && links.keys.is_empty());
     }

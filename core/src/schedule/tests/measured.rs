@@ -106,19 +106,29 @@ fn the_own_node_is_passed_over_where_it_was_measured_to_be_slower_than_another()
     use LinkPath::Quic;
     let middle = Lane { latency_ns: 20_000, bytes_per_s: 20_000_000 };
     let both = prefix(&[(4, &[(1, DRAM), (2, DRAM)])]);
-    let plan = |near: Option<Lane>, afar: Option<Lane>| {
+    let plan_by = |tier: Option<Tier>, near: Option<Lane>, afar: Option<Lane>| {
         let mut fleet = fleet(1);
-        let of = |lane: Option<Lane>| lane.and_then(|lane| measured(&[(Quic, Some(DRAM), lane)]));
-        let nodes = vec![LiveNode { near: of(near), ..live(1) }, LiveNode { afar: of(afar), ..live(2) }];
+        let of = |tier, lane: Option<Lane>| lane.and_then(|lane| measured(&[(Quic, tier, lane)]));
+        let nodes = vec![
+            LiveNode { near: of(tier, near), ..live(1) },
+            LiveNode { afar: of(Some(DRAM), afar), ..live(2) },
+        ];
         fleet.set_nodes(nodes);
         fleet.set_paths(InstanceId(1), &[(NodeId(1), Quic), (NodeId(2), Quic)]);
         let decision = chosen(&request(4), &both, &fleet);
         (sources(&decision), decision.predicted.transfer_us)
     };
+    let plan = |near, afar| plan_by(Some(DRAM), near, afar);
     assert_eq!(plan(Some(middle), Some(FAST)), (vec![(2, 0, 4)], 20 + 40 * 10));
     assert_eq!(plan(Some(SLOW), Some(FAST)), (vec![(2, 0, 4)], 20 + 40 * 10), "it would have been computed");
     assert_eq!(plan(Some(SLOW), Some(SLOW)), (vec![], 0), "computed sooner than either");
     assert_eq!(plan(Some(FAST), Some(FAST)), (vec![(1, 0, 4)], 420), "it spares the network");
+    // About as fast as the other is no reason to leave, one way or the other.
+    let tenths = |tenths: u64| Lane { bytes_per_s: middle.bytes_per_s * tenths / 10, ..middle };
+    assert_eq!(plan(Some(middle), Some(tenths(12))).0, [(1, 0, 4)]);
+    assert_eq!(plan(Some(middle), Some(tenths(13))).0, [(2, 0, 4)]);
+    // Nor is a price of which the medium is the profile's.
+    assert_eq!(plan_by(None, Some(middle), Some(FAST)).0, [(1, 0, 4)]);
     // What the profile says of either does not outweigh that.
     assert_eq!(plan(Some(middle), None), (vec![(1, 0, 4)], 20 + 40 * 50));
     assert_eq!(plan(None, Some(FAST)), (vec![(1, 0, 4)], 10 + 40 * 10));

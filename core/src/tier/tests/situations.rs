@@ -454,6 +454,15 @@ fn what_a_lease_asks_for_again_is_one_use_of_each_block() {
         book.commit(key, CHARGE, Timestamp(7_000_000));
     }
     assert_eq!(fetch(&mut book, 9, &[20], 8_000_000), [false]);
+    // That a save found a block here is no use of it either, but that its request asks for it then is.
+    let hits = |book: &Book| book.numbers(Tier::Dram).classes().map(|(_, class)| class.hits).sum::<u64>();
+    let before = hits(&book);
+    assert!(wanted(&offer(&mut book, 10, &[1, 20], 9_000_000)).is_empty());
+    assert_eq!(hits(&book), before);
+    assert_eq!(fetch(&mut book, 10, &[1], 9_000_001), [true]);
+    assert!(wanted(&offer(&mut book, 10, &[1, 20], 9_000_002)).is_empty());
+    assert_eq!(fetch(&mut book, 10, &[1], 9_000_003), [false]);
+    assert_eq!(hits(&book), before + 1);
 }
 
 #[test]
