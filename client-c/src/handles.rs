@@ -249,6 +249,7 @@ mod tests {
             key_form: KeyForm::Rotated,
             slice_bytes: vec![8],
             then_release: Vec::new(),
+            deadline: kvfleet_client::SAVE_DEADLINE,
         }
     }
 
