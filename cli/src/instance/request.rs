@@ -26,6 +26,13 @@ pub(super) const FOR_TENANTS: &[&str] = &["/kvfleet.v1.Instance/Run"];
 /// Bits of a lease that count; those above name the instance, so that no two instances share one.
 const LEASE_COUNTER_BITS: u32 = 44;
 
+/// Hashes of one run: as many as routers take, a million tokens in blocks of sixteen.
+const HASHES_MAX: usize = 65_536;
+
+/// Sources of one run of a tenant's certificate. Each may name an address that nobody serves at, and what is known of addresses is
+/// everybody's (a client keeps 1024 of them): one run is not to push out all others.
+const TENANT_SOURCES_MAX: usize = 64;
+
 /// A request, read and found sensible.
 #[derive(Debug)]
 pub(super) struct Job {
@@ -75,6 +82,7 @@ impl Service {
     /// Who serves a job of this caller, with its part of what is bounded.
     fn engine_for(&self, caller: &Caller, job: &mut Job) -> Result<Arc<Engine>, Status> {
         let Some(tenant) = caller.share() else { return Ok(Arc::clone(&self.engine)) };
+        check_tenants(job)?;
         job.share = Some(self.shares.take(tenant, job.input_tokens)?);
         Ok(Arc::clone(&self.tenants_engine))
     }
@@ -138,6 +146,32 @@ fn read(request: pb::RunRequest) -> Result<Job, Status> {
         wait_save: request.wait_save,
         share: None,
     })
+}
+
+/// A tenant may have changed what a router decided. What its prompt does not fill, or one run cannot need, is refused.
+fn check_tenants(job: &Job) -> Result<(), Status> {
+    let wrong = |what: String| Err(Status::invalid_argument(what));
+    let (blocks, sources) = (job.hashes.len(), job.sources.len());
+    if blocks > HASHES_MAX {
+        return wrong(format!("number of hashes is {blocks}, the limit is {HASHES_MAX}: send less"));
+    }
+    if sources > TENANT_SOURCES_MAX {
+        return wrong(format!(
+            "number of sources is {sources}, the limit of a tenant's certificate is {TENANT_SOURCES_MAX}: leave the last ones out"
+        ));
+    }
+    if let Some(position) = job.sources.iter().position(|source| source.len_blocks == 0) {
+        return wrong(format!("source {position} has no blocks: leave it out"));
+    }
+    let (block_tokens, input_tokens) = (job.block_tokens, job.input_tokens);
+    // The last one need not be full, as traces have it. Blocks of no tokens are as many as one likes.
+    if blocks as u64 > u64::from(input_tokens.div_ceil(block_tokens.max(1))) {
+        return wrong(format!(
+            "{blocks} hashes of blocks of {block_tokens} tokens are more than input_tokens, {input_tokens}: name blocks of \
+             the prompt only"
+        ));
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -211,6 +245,8 @@ mod tests {
         pb::RunRequest {
             hashes: vec![7; 48],
             decision: Some(pb::Decision { sources, ..pb::Decision::default() }),
+            block_tokens: 16,
+            input_tokens: 33,
             ..pb::RunRequest::default()
         }
     }
@@ -230,5 +266,31 @@ mod tests {
         assert!(read(cut).is_err());
         let undecided = pb::RunRequest { decision: None, ..request(vec![]) };
         assert!(refused(undecided).contains("decision is missing"));
+    }
+
+    #[test]
+    fn what_a_tenant_may_name_in_one_run_is_bounded_by_its_prompt_and_in_sources() {
+        let refused = |request| check_tenants(&read(request).unwrap()).unwrap_err();
+        let says = |input, request| {
+            let refused = refused(request);
+            assert_eq!(refused.code(), tonic::Code::InvalidArgument);
+            kvfleet_errors_doc::says(input, &refused.message(), &[]);
+        };
+        let blocks = |blocks: usize, sources: Vec<(u32, u32)>| pb::RunRequest {
+            hashes: vec![7; blocks * 16],
+            input_tokens: u32::try_from(blocks * 16).unwrap(),
+            ..request(sources)
+        };
+        let each = |sources: u32| (0..sources).map(|at| (at, 1)).collect::<Vec<_>>();
+        for taken in [request(vec![]), blocks(0, vec![]), blocks(HASHES_MAX, vec![]), blocks(64, each(64))] {
+            check_tenants(&read(taken).unwrap()).unwrap();
+        }
+        says("a tenant's run of more blocks than one may have", blocks(HASHES_MAX + 1, vec![]));
+        says("a tenant's run of more sources than one may have", blocks(65, each(65)));
+        says("a tenant's run with a source of no blocks", blocks(3, vec![(0, 1), (1, 0)]));
+        let short = pb::RunRequest { input_tokens: 32, ..request(vec![]) };
+        says("a tenant's run of more blocks than its prompt has", short);
+        let free = pb::RunRequest { block_tokens: 0, input_tokens: 2, ..request(vec![]) };
+        assert!(refused(free).message().contains("0 tokens"));
     }
 }

@@ -4,12 +4,13 @@
 //! tonic's own listener keeps the certificate that it began with, and resumes sessions: whose certificate ran out would go
 //! on opening connections. Not here: what a caller may call (`callers.rs`).
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
@@ -17,11 +18,21 @@ use tonic::codegen::tokio_stream::Stream;
 
 use super::Identity;
 
-/// Handshakes under way at once. Whoever comes above it waits in the kernel's queue.
-const HANDSHAKES_MAX: usize = 1024;
+/// Bounds of what callers cost before they have said who they are.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Bounds {
+    /// Handshakes under way at once, one at least. Whoever comes above that has the place of the oldest, which is ended: those who say
+    /// nothing are to be in nobody's way.
+    pub(super) handshakes_max: usize,
+    /// Longest a handshake may take, so that who connects and says nothing goes.
+    pub(super) handshake_max: Duration,
+}
 
-/// Longest a handshake may take, so that who connects and says nothing goes.
-const HANDSHAKE_MAX: Duration = Duration::from_secs(5);
+impl Default for Bounds {
+    fn default() -> Self {
+        Bounds { handshakes_max: 1024, handshake_max: Duration::from_secs(5) }
+    }
+}
 
 /// Pause after a connection could not be taken, for want of descriptors, say.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -35,8 +46,17 @@ pub fn incoming(
     listener: TcpListener,
     identity: &Identity,
 ) -> impl Stream<Item = io::Result<Called>> + Send + Unpin + use<> {
+    incoming_within(listener, identity, Bounds::default())
+}
+
+pub(super) fn incoming_within(
+    listener: TcpListener,
+    identity: &Identity,
+    bounds: Bounds,
+) -> impl Stream<Item = io::Result<Called>> + Send + Unpin + use<> {
     let acceptor = TlsAcceptor::from(Arc::new(identity.grpc_server()));
-    let incoming = Incoming { listener, acceptor, handshakes: JoinSet::new() };
+    let handshakes = Handshakes { bounds, begun: 0, running: JoinSet::new(), by_age: BTreeMap::new() };
+    let incoming = Incoming { listener, acceptor, handshakes };
     Box::pin(futures_util::stream::unfold(incoming, |mut incoming| async {
         let called = incoming.next().await;
         Some((Ok(called), incoming))
@@ -46,35 +66,68 @@ pub fn incoming(
 struct Incoming {
     listener: TcpListener,
     acceptor: TlsAcceptor,
-    handshakes: JoinSet<Option<Called>>,
+    handshakes: Handshakes,
 }
 
 impl Incoming {
     async fn next(&mut self) -> Called {
         loop {
             tokio::select! {
-                accepted = self.listener.accept(), if self.handshakes.len() < HANDSHAKES_MAX => match accepted {
-                    Ok((socket, _)) => {
-                        self.handshakes.spawn(shake_hands(self.acceptor.clone(), socket));
+                // Who has ended makes room first, so that nobody is ended for want of it who need not be.
+                biased;
+                Some(ended) = self.handshakes.ended() => {
+                    if let Some(called) = ended {
+                        return called;
                     }
+                }
+                accepted = self.listener.accept() => match accepted {
+                    Ok((socket, _)) => self.handshakes.begin(self.acceptor.clone(), socket),
                     Err(error) => {
                         tracing::debug!(%error, "no connection for control calls could be accepted");
                         sleep(ACCEPT_PAUSE).await;
                     }
                 },
-                Some(ended) = self.handshakes.join_next() => {
-                    if let Ok(Some(called)) = ended {
-                        return called;
-                    }
-                }
             }
         }
     }
 }
 
-async fn shake_hands(acceptor: TlsAcceptor, socket: TcpStream) -> Option<Called> {
+/// Handshakes under way.
+struct Handshakes {
+    bounds: Bounds,
+    /// How many were begun so far: the number of the next.
+    begun: u64,
+    running: JoinSet<(u64, Option<Called>)>,
+    /// Those that may be under way, by number.
+    by_age: BTreeMap<u64, AbortHandle>,
+}
+
+impl Handshakes {
+    /// Begins one, in the place of the oldest if there is no other.
+    fn begin(&mut self, acceptor: TlsAcceptor, socket: TcpStream) {
+        while self.by_age.len() >= self.bounds.handshakes_max.max(1) {
+            let Some((_, oldest)) = self.by_age.pop_first() else { break };
+            oldest.abort();
+            tracing::debug!("a handshake for control calls made way for a newer one");
+        }
+        let (number, longest) = (self.begun, self.bounds.handshake_max);
+        self.begun += 1;
+        let shaking = async move { (number, shake_hands(acceptor, socket, longest).await) };
+        self.by_age.insert(number, self.running.spawn(shaking));
+    }
+
+    /// The next one that ends, and whose connection it was if it went well. Nothing where none is under way.
+    async fn ended(&mut self) -> Option<Option<Called>> {
+        // Who made way has no number here any more.
+        let Ok((number, called)) = self.running.join_next().await? else { return Some(None) };
+        self.by_age.remove(&number);
+        Some(called)
+    }
+}
+
+async fn shake_hands(acceptor: TlsAcceptor, socket: TcpStream, longest: Duration) -> Option<Called> {
     let _ = socket.set_nodelay(true); // without it answers come later, and no less right
-    match timeout(HANDSHAKE_MAX, acceptor.accept(socket)).await {
+    match timeout(longest, acceptor.accept(socket)).await {
         Ok(Ok(called)) => Some(called),
         Ok(Err(error)) => {
             tracing::debug!(%error, "a handshake for control calls failed");

@@ -10,7 +10,7 @@ use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair,
 use rustls::HandshakeKind;
 use rustls::time_provider::TimeProvider;
 use rustls_pki_types::{CertificateDer, UnixTime};
-use tokio::io::AsyncReadExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio_rustls::TlsConnector;
 use tonic::{Request, Response, Status};
 
@@ -95,10 +95,14 @@ impl Instance for Callers {
 }
 
 async fn serve(identity: &Identity) -> (SocketAddr, Callers) {
+    serve_within(identity, Bounds::default()).await
+}
+
+async fn serve_within(identity: &Identity, bounds: Bounds) -> (SocketAddr, Callers) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (address, callers) = (listener.local_addr().unwrap(), Callers::default());
     let served = tonic::transport::Server::builder().add_service(InstanceServer::new(callers.clone()));
-    tokio::spawn(served.serve_with_incoming(incoming(listener, identity)));
+    tokio::spawn(served.serve_with_incoming(incoming_within(listener, identity, bounds)));
     (address, callers)
 }
 
@@ -164,14 +168,60 @@ async fn a_renewed_certificate_is_shown_by_servers_and_channels_that_were_made_b
     assert_eq!(callers.0.lock().unwrap().len(), 3);
 }
 
-#[tokio::test]
-async fn who_says_nothing_is_in_nobodys_way() {
-    let world = World::new();
-    let identity = world.member(12);
-    let (address, _) = serve(&identity).await;
+/// Far above what anything here takes, and below what a test may.
+const SOON: Duration = Duration::from_secs(20);
+
+/// So many connections that say nothing.
+async fn silent(address: SocketAddr, connections: usize) -> Vec<TcpStream> {
     let mut silent = Vec::new();
-    for _ in 0..8 {
+    for _ in 0..connections {
         silent.push(TcpStream::connect(address).await.unwrap());
     }
-    asks(client(address, &identity)).await.unwrap();
+    silent
+}
+
+/// Waits until the server has ended this connection, to which it never said anything.
+async fn is_ended(connection: &mut TcpStream) {
+    let read = timeout(SOON, connection.read(&mut [0])).await.expect("the server keeps the connection");
+    assert!(matches!(read, Ok(0) | Err(_)), "{read:?}");
+}
+
+fn is_kept(connection: &TcpStream) -> bool {
+    connection.try_read(&mut [0]).is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
+}
+
+#[tokio::test]
+async fn strangers_who_say_nothing_make_way_oldest_first_and_stop_nobody() {
+    let world = World::new();
+    let identity = world.member(12);
+    let bounds = Bounds { handshakes_max: 4, handshake_max: Duration::from_secs(3_600) };
+    let (address, callers) = serve_within(&identity, bounds).await;
+    let mut strangers = silent(address, 4).await;
+    for calls in 1..=3 {
+        timeout(SOON, asks(client(address, &identity))).await.expect("strangers stop a caller").unwrap();
+        assert_eq!(callers.0.lock().unwrap().len(), calls);
+        // The caller's place is free again, so each stranger that comes after it takes that, and the next caller the oldest's.
+        is_ended(&mut strangers[0]).await;
+        strangers.remove(0);
+        strangers.extend(silent(address, 1).await);
+    }
+    // One that comes to a full server ends the oldest, and the others stay.
+    strangers.extend(silent(address, 1).await);
+    is_ended(&mut strangers[0]).await;
+    assert_eq!(strangers.iter().map(is_kept).collect::<Vec<_>>(), [false, true, true, true, true]);
+}
+
+#[tokio::test]
+async fn who_says_nothing_goes_when_the_time_of_a_handshake_is_over() {
+    let world = World::new();
+    let bounds = Bounds { handshake_max: Duration::from_millis(100), ..Bounds::default() };
+    let (address, _) = serve_within(&world.member(12), bounds).await;
+    let before = std::time::Instant::now();
+    let mut strangers = silent(address, 2).await;
+    // A word is no handshake.
+    strangers[1].write_all(&[22]).await.unwrap();
+    for stranger in &mut strangers {
+        is_ended(stranger).await;
+    }
+    assert!(before.elapsed() >= bounds.handshake_max, "not before");
 }
