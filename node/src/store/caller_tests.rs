@@ -131,7 +131,7 @@ async fn a_certificate_that_does_not_say_whose_it_is_is_refused_and_said() {
     let refused = |caller: &Caller| assert!(matches!(bench.service.admit(caller), Admission::Refused));
     let said = |word: &str| log.line(word);
     refused(&named(&[SERVER_NAME, "tenant-03.kvfleet"]));
-    says("a caller whose certificate names a tenant wrongly, in the log", &said("no tenant's"), &[]);
+    says("a caller whose certificate names a tenant wrongly, in the log", &said("nor a tenant's"), &[]);
     refused(&named(&[SERVER_NAME, "tenant-3.kvfleet"]));
     says("a caller whose certificate names tenants and the cluster, in the log", &said("could pose"), &[]);
     refused(&named(&["node-1"]));
