@@ -188,6 +188,7 @@ mod tests {
     use super::super::prefill::Accelerator;
     use super::*;
     use crate::certificates::Authority;
+    use kvfleet_errors_doc::says;
 
     /// An instance of certificates of its own.
     fn service() -> Service {
@@ -270,11 +271,10 @@ mod tests {
 
     #[test]
     fn what_a_tenant_may_name_in_one_run_is_bounded_by_its_prompt_and_in_sources() {
-        let refused = |request| check_tenants(&read(request).unwrap()).unwrap_err();
-        let says = |input, request| {
-            let refused = refused(request);
+        let refused = |request| {
+            let refused = check_tenants(&read(request).unwrap()).unwrap_err();
             assert_eq!(refused.code(), tonic::Code::InvalidArgument);
-            kvfleet_errors_doc::says(input, &refused.message(), &[]);
+            refused.message().to_owned()
         };
         let blocks = |blocks: usize, sources: Vec<(u32, u32)>| pb::RunRequest {
             hashes: vec![7; blocks * 16],
@@ -285,12 +285,13 @@ mod tests {
         for taken in [request(vec![]), blocks(0, vec![]), blocks(HASHES_MAX, vec![]), blocks(64, each(64))] {
             check_tenants(&read(taken).unwrap()).unwrap();
         }
-        says("a tenant's run of more blocks than one may have", blocks(HASHES_MAX + 1, vec![]));
-        says("a tenant's run of more sources than one may have", blocks(65, each(65)));
-        says("a tenant's run with a source of no blocks", blocks(3, vec![(0, 1), (1, 0)]));
+        let many = refused(blocks(HASHES_MAX + 1, vec![]));
+        says("a tenant's run of more blocks than one may have", &many, &[]);
+        says("a tenant's run of more sources than one may have", &refused(blocks(65, each(65))), &[]);
+        says("a tenant's run with a source of no blocks", &refused(blocks(3, vec![(0, 1), (1, 0)])), &[]);
         let short = pb::RunRequest { input_tokens: 32, ..request(vec![]) };
-        says("a tenant's run of more blocks than its prompt has", short);
+        says("a tenant's run of more blocks than its prompt has", &refused(short), &[]);
         let free = pb::RunRequest { block_tokens: 0, input_tokens: 2, ..request(vec![]) };
-        assert!(refused(free).message().contains("0 tokens"));
+        assert!(refused(free).contains("0 tokens"));
     }
 }

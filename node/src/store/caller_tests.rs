@@ -135,7 +135,7 @@ async fn a_certificate_that_does_not_say_whose_it_is_is_refused_and_said() {
     refused(&named(&[SERVER_NAME, "tenant-3.kvfleet"]));
     says("a caller whose certificate names tenants and the cluster, in the log", &said("could pose"), &[]);
     refused(&named(&["node-1"]));
-    says("a caller whose certificate names neither, in the log", &said("nor a tenant"), &[]);
+    says("a caller whose certificate names neither, in the log", &said("it names neither"), &[]);
     refused(&certified(1));
     assert_eq!(log.count("cannot be read"), 1);
     for _ in 0..100 {
