@@ -78,7 +78,8 @@ pub enum LayerSaveError {
     },
 }
 
-/// A save that takes layers. Dropping it saves nothing, and ends what is under way.
+/// A save that takes layers. Dropping it saves nothing, and ends what is under way; its leases are the caller's to release then,
+/// its own among them, which the node may have opened when it was asked.
 #[derive(Debug)]
 pub struct LayerSave {
     layout: SliceLayout,
