@@ -116,14 +116,17 @@ impl Open {
         let (begun, deadline, mut refused) = (Instant::now(), request.deadline, Vec::new());
         let mut last = None;
         while let Some((at, path)) = self.pick(true, &refused) {
-            let (started, mut bytes) = (Instant::now(), 0);
+            let mut given =
+                GivenUp { peer: &self.peer, at, started: Instant::now(), bytes: 0, is_over: false };
             let mut count = |came: usize| {
-                bytes += came as u64;
+                given.bytes += came as u64;
                 self.carried(at).received(came);
             };
             request.deadline = deadline.saturating_sub(begun.elapsed());
             self.leases().note(request.asker.lease, at);
             let ended = taker.fetch(&*path, request.clone(), &mut count).await;
+            given.is_over = true;
+            let (started, bytes) = (given.started, given.bytes);
             self.note_fetch(at, started, bytes, &ended);
             let is_refused = match &ended {
                 Ok(answer) => *answer == FetchAnswer::Miss { reason: MissReason::NodeLost },
@@ -228,6 +231,25 @@ impl Open {
             if let Ok(took) = pinged {
                 self.peer.pinged(at, took);
             }
+        }
+    }
+}
+
+/// A fetch over one way, whose caller may give it up before it has an answer: where nothing came, that way was late, as it would have
+/// been by a deadline. Of one that brought something it is not known from which medium.
+struct GivenUp<'a> {
+    peer: &'a Peer,
+    at: usize,
+    started: Instant,
+    bytes: u64,
+    is_over: bool,
+}
+
+impl Drop for GivenUp<'_> {
+    fn drop(&mut self) {
+        if !self.is_over && self.bytes == 0 {
+            let now = Instant::now();
+            self.peer.late(now, self.at, now - self.started);
         }
     }
 }

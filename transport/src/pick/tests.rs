@@ -233,6 +233,27 @@ async fn the_default_is_used_until_another_way_was_clearly_better() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_way_whose_fetches_are_given_up_before_anything_came_is_left_for_another() {
+    let two = Two::new(&holding(2));
+    [&two.quic, &two.tcp].iter().for_each(|way| way.takes.store(4_000, Ordering::Relaxed));
+    let path = two.dial_both().await;
+    for _ in 0..2_000 {
+        assert_eq!(fetch_both(&*path).await.unwrap(), hit());
+    }
+    assert_eq!(two.report().used, PathKind::Quic, "neither is better");
+    // From here on its callers have computed the blocks before any byte comes.
+    two.quic.takes.store(3_600_000_000, Ordering::Relaxed);
+    let mut given_up = 0;
+    while two.report().used == PathKind::Quic {
+        let came = tokio::time::timeout(Duration::from_millis(100), fetch_both(&*path)).await;
+        given_up += u32::from(came.is_err());
+        assert!(given_up < 2_000, "{}", two.report());
+    }
+    assert!(given_up > 0);
+    assert_eq!(fetch_both(&*path).await.unwrap(), hit(), "over the other");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_fetch_that_one_way_refuses_goes_another_way_and_a_broken_way_is_left_alone_for_a_time() {
     let two = Two::new(&holding(2));
     let path = two.dial_both().await;
