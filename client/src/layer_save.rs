@@ -1,16 +1,17 @@
-//! Save from the memory of an engine that computes layer by layer: each layer's slices are copied as they are computed, and are
-//! on their way while the next one is. After the last layer the engine goes on, and what is left leaves behind it.
+//! Save from the memory of an engine that computes layer by layer: each layer's slices are copied as they are computed, or shared where
+//! they lie in memory that is the save's until its end, and are on their way while the next one is. After the last layer the engine
+//! goes on, and what is left leaves behind it.
 //!
 //! The queue of background saves is the write buffer: room for all frames of a save is taken at its begin, so
 //! that the job behind never waits for it. Where there is none the caller is told before anything is computed,
-//! and the blocks are not saved. What was copied is kept until the node has answered, so that a path that fails on the way costs a
+//! and the blocks are not saved. What was put is kept until the node has answered, so that a path that fails on the way costs a
 //! second try and no block.
 //!
-//! Not here: what becomes of the copies (`layer_save/sending.rs`), and the queue (`save.rs`).
+//! Not here: what becomes of the layers (`layer_save/sending.rs`), and the queue (`save.rs`).
 
 use std::time::Duration;
 
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 use kv_core::id::{BlockHash, Epoch};
 use kvfleet_proto::frame::{FrameError, KeyForm, SliceLayout, copy_crc32c};
 use kvfleet_transport::Asker;
@@ -111,24 +112,46 @@ impl Client {
 }
 
 impl LayerSave {
-    /// Takes the next layer: a slice of each block, in their order. They are the caller's again at once.
+    /// Takes the next layer: a slice of each block, in their order. They are copied, and the caller's again at once.
     ///
     /// # Errors
     /// When these are not the slices of the next layer; nothing was taken.
     pub fn put(&mut self, slices: &[&[u8]]) -> Result<(), LayerSaveError> {
+        let expected = self.take_turn(slices.len(), slices.iter().map(|slice| slice.len()))?;
+        // Fails only with the runtime, and with it everything that was to be saved.
+        let _ = self.puts.send(Put::Layer(copied(slices, expected)));
+        Ok(())
+    }
+
+    /// The same of slices that lie in memory of which others have no use before the save's end, such as what a card copied them
+    /// to: nothing is copied here, and they are dropped when they are saved or given up.
+    ///
+    /// # Errors
+    /// As for [`LayerSave::put`]; the slices are dropped.
+    pub fn put_shared(&mut self, slices: Vec<Bytes>) -> Result<(), LayerSaveError> {
+        self.take_turn(slices.len(), slices.iter().map(Bytes::len))?;
+        // As above.
+        let _ = self.puts.send(Put::Shared(slices));
+        Ok(())
+    }
+
+    /// Counts a layer with slices of these lengths as put: how long each is, in bytes.
+    fn take_turn(
+        &mut self,
+        slices: usize,
+        lengths: impl Iterator<Item = usize> + Clone,
+    ) -> Result<usize, LayerSaveError> {
         let layers = self.layout.slice_bytes().len();
         let Some(&bytes) = self.layout.slice_bytes().get(self.layer) else {
             return Err(LayerSaveError::Layers { expected: layers, got: self.layer + 1 });
         };
         let expected = bytes as usize;
-        if slices.len() != self.blocks || slices.iter().any(|slice| slice.len() != expected) {
-            let got = slices.iter().map(|slice| slice.len()).collect();
+        if slices != self.blocks || lengths.clone().any(|bytes| bytes != expected) {
+            let got = lengths.collect();
             return Err(LayerSaveError::Slices { layer: self.layer, blocks: self.blocks, expected, got });
         }
         self.layer += 1;
-        // Fails only with the runtime, and with it everything that was to be saved.
-        let _ = self.puts.send(Put::Layer(copied(slices, expected)));
-        Ok(())
+        Ok(expected)
     }
 
     /// All layers were put: what is not on its way yet goes out in the background, and leases are released then.

@@ -22,13 +22,12 @@ mod header;
 mod unsettled;
 
 pub use arriving::Arriving;
-pub use copy::{copy_crc32c, copy_crc32c_from, copy_from};
+pub use copy::{copy_crc32c, copy_crc32c_from, copy_from, crc32c};
 pub use head::FrameHead;
 pub use head_last::{HeadLast, SliceLayout};
 pub use header::{Need, parse_header};
 pub use unsettled::{Unsettled, settle};
 
-use copy::crc32c;
 use header::{Header, SLICE_ENTRY_BYTES, header_len};
 
 /// First bytes of every frame.

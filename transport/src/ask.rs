@@ -12,7 +12,7 @@ use prost::Message;
 use tokio::time::{Instant, timeout_at};
 
 use crate::dial::within;
-use crate::layered::Handed;
+use crate::layered::{Handed, Patience};
 use crate::slices::{Filling, Whole};
 use crate::stream::{MESSAGE_BYTES_MAX, Next, Stream, read_frame, read_message};
 use crate::{
@@ -224,9 +224,9 @@ async fn send_layers<A: Asks>(
     layers: &mut dyn LayerSource,
 ) -> Result<Option<SaveAnswer>, PathError> {
     let lost = |loss: crate::stream::Loss| loss.at(asks.peer());
-    let patience = (asks.peer(), asks.stall_timeout());
+    let mut patience = Patience::new(asks.peer(), asks.stall_timeout());
     for layer in 0.. {
-        let slices = match layered::next_layer(layers, (layer, wanted.len()), patience).await? {
+        let slices = match layered::next_layer(layers, (layer, wanted.len()), &patience).await? {
             Handed::Layer(slices) => slices,
             Handed::End => break,
             Handed::Slow => return Ok(None),
@@ -237,6 +237,7 @@ async fn send_layers<A: Asks>(
             let bytes = slice.len();
             timed(asks, async { stream.write(slice).await.map_err(lost) }).await?;
             layers.sent(bytes);
+            patience.heard();
         }
         // The next layer may be long in coming.
         timed(asks, async { stream.flush().await.map_err(lost) }).await?;

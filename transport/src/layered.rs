@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use kvfleet_proto::frame::SliceLayout;
 
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
 
 use crate::stream::{ItemError, Source};
 use crate::{BoxFuture, PathError};
@@ -64,14 +64,35 @@ pub(crate) enum Handed {
     Slow,
 }
 
-/// The next layer's slices, one for each block, or the end behind `layers`, which a node awaits for `stall_timeout`.
+/// For how long a node still awaits the next bytes.
+pub(crate) struct Patience<'p> {
+    peer: &'p str,
+    stall_timeout: Duration,
+    /// When it had some.
+    heard: Instant,
+}
+
+impl Patience<'_> {
+    /// Of a node that waits for `stall_timeout` from now on.
+    pub(crate) fn new(peer: &str, stall_timeout: Duration) -> Patience<'_> {
+        Patience { peer, stall_timeout, heard: Instant::now() }
+    }
+
+    /// Bytes went. Of a layer whose slices are empty it hears nothing.
+    pub(crate) fn heard(&mut self) {
+        self.heard = Instant::now();
+    }
+}
+
+/// The next layer's slices, one for each block, or the end behind the last.
 pub(crate) async fn next_layer(
     source: &mut dyn LayerSource,
     (layer, blocks): (usize, usize),
-    (peer, stall_timeout): (&str, Duration),
+    patience: &Patience<'_>,
 ) -> Result<Handed, PathError> {
     // Well before the node does.
-    let Ok(next) = timeout(stall_timeout / 2, source.next()).await else { return Ok(Handed::Slow) };
+    let until = patience.heard + patience.stall_timeout / 2;
+    let Ok(next) = timeout_at(until, source.next()).await else { return Ok(Handed::Slow) };
     match (next, source.slice_bytes().get(layer)) {
         (None, None) => Ok(Handed::End),
         (Some(slices), Some(&bytes))
@@ -79,7 +100,7 @@ pub(crate) async fn next_layer(
         {
             Ok(Handed::Layer(slices))
         }
-        _ => Err(other_slices(peer)),
+        _ => Err(other_slices(patience.peer)),
     }
 }
 

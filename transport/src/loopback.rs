@@ -16,7 +16,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::layered::Handed;
+use crate::layered::{Handed, Patience};
 use crate::{
     BlockService, BoxFuture, Dialer, FetchAnswer, FetchReply, FetchRequest, LayerRoom, LayerSource,
     MissReason, Path, PathError, SaveAnswer, SaveOffer, SaveRequest, layered,
@@ -325,10 +325,10 @@ impl LoopbackPath {
         (room, layers): (&mut dyn LayerRoom, &mut dyn LayerSource),
     ) -> Result<bool, PathError> {
         let lost_after = fate.faults.lost_after;
-        let mut sent = 0;
+        let (mut sent, mut patience) = (0, Patience::new(&self.peer, lost_after));
         for layer in 0.. {
             let at = (layer, wanted.len());
-            let slices = match layered::next_layer(layers, at, (&self.peer, lost_after)).await? {
+            let slices = match layered::next_layer(layers, at, &patience).await? {
                 Handed::Layer(slices) => slices,
                 Handed::End => break,
                 Handed::Slow => return Ok(false),
@@ -344,6 +344,9 @@ impl LoopbackPath {
                 room.came(position);
                 layers.sent(slice.len());
                 sent += 1;
+                if !slice.is_empty() {
+                    patience.heard();
+                }
             }
         }
         for (position, _) in wanted.iter().enumerate().filter(|(_, wanted)| **wanted) {

@@ -5,7 +5,7 @@
 //! through a tray, memory of one connection that both ends write. Who may map the arena is the service's to say
 //! ([`crate::BlockService::admit`]); it sees the bytes of every tenant. This file holds what both ends share. The node's
 //! end is `shm/server.rs`, `shm/connection.rs`, `shm/serving.rs` and `shm/lending.rs`; the client's is `shm/dialer.rs`,
-//! `shm/path.rs` and `shm/link.rs`.
+//! `shm/path.rs` and `shm/link.rs`; both ends of a save that comes by layer are in `shm/layered.rs`.
 //! Not here: which path a client takes, and the arena itself (`node/`).
 
 use std::path::{Path, PathBuf};
@@ -16,6 +16,7 @@ mod awake;
 mod connection;
 mod dialer;
 mod guess;
+mod layered;
 mod lending;
 mod link;
 pub(crate) mod map;

@@ -1,6 +1,7 @@
 //! Saving beside computing: a line of jobs whose new KV is saved to a node as its layers are computed
 //! (`Client::save_layers`), against waiting for a save of whole frames at each job's end; and how long behind a job's last
-//! layer its blocks are there.
+//! layer its blocks are there. Layers are shared where they lie, as those are that a card copied to the host's memory, or copied by the
+//! job's own thread.
 //!
 //! The node, the client and the path between them are those of production, in one process. Compute sleeps: an accelerator's work
 //! is not this processor's. Not here: slower networks, and nodes that are full.
@@ -11,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use benches::{Better, Row, side_by_side};
+use bytes::Bytes;
 use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, LeaseId, RequestId, TenantId};
 use kvfleet_client::{
     Asker, BackgroundSave, Client, ClientConfig, LayerSaveCall, SAVE_DEADLINE, SaveAnswer, SaveCall,
@@ -37,13 +39,20 @@ const DRAM_BYTES: u64 = 1 << 30;
 /// Saves by which it is known how long one takes.
 const PROBES: usize = 7;
 
+/// What a job does with a layer of its slices.
+#[derive(Clone, Copy)]
+enum Puts {
+    Shared,
+    Copied,
+}
+
 /// A node, and a client that reaches it one way.
 struct Saver {
     runtime: Runtime,
     client: Client,
     address: String,
     identity: IdentityDigest,
-    payload: Arc<[u8]>,
+    payload: Bytes,
     /// Jobs so far: each has other blocks, and a lease of its own.
     jobs: Cell<u64>,
     node: Option<Node>,
@@ -79,7 +88,7 @@ impl Saver {
             Client::with_dialer(ClientConfig::new(routers, tls), dialer)?
         };
         let payload: Vec<u8> = (0..SLICE_BYTES * LAYERS).map(|at| (at.wrapping_mul(31) >> 5) as u8).collect();
-        let (payload, jobs) = (payload.into(), Cell::new(0));
+        let (payload, jobs) = (Bytes::from(payload), Cell::new(0));
         Ok(Saver { runtime, client, address, identity, payload, jobs, node: Some(node), _dir: dir })
     }
 
@@ -104,7 +113,7 @@ impl Saver {
 
     /// A save of whole frames, which are made when they are wanted.
     fn whole(&self, (asker, hashes): (Asker, Vec<BlockHash>)) -> SaveCall {
-        let (payload, identity, of) = (Arc::clone(&self.payload), self.identity, hashes.clone());
+        let (payload, identity, of) = (self.payload.clone(), self.identity, hashes.clone());
         SaveCall {
             asker,
             address: self.address.clone(),
@@ -134,7 +143,7 @@ impl Saver {
     }
 
     /// One job, whose layers are saved while others are computed.
-    fn job(&self, layer: Duration) -> anyhow::Result<Vec<BlockHash>> {
+    fn job(&self, layer: Duration, puts: Puts) -> anyhow::Result<Vec<BlockHash>> {
         let _inside = self.runtime.enter();
         let (asker, hashes) = self.next();
         let mut save = self.client.save_layers(LayerSaveCall {
@@ -149,9 +158,13 @@ impl Saver {
             then_release: Vec::new(),
             deadline: SAVE_DEADLINE,
         })?;
-        for slice in self.payload.chunks(SLICE_BYTES as usize) {
+        for first in (0..self.payload.len()).step_by(SLICE_BYTES as usize) {
+            let slice = self.payload.slice(first..first + SLICE_BYTES as usize);
             compute(layer);
-            save.put(&[slice; BLOCKS])?;
+            match puts {
+                Puts::Shared => save.put_shared(vec![slice; BLOCKS])?,
+                Puts::Copied => save.put(&[&slice[..]; BLOCKS])?,
+            }
         }
         save.finish()?;
         Ok(hashes)
@@ -211,21 +224,30 @@ pub(super) fn rows(effort: &Effort, share: u32) -> anyhow::Result<Vec<Row>> {
     let mut rows = Vec::new();
     for way in ["TLS over TCP", "shared memory"] {
         let name = format!("save of {share} % of the time over {way}, by layers beside compute");
+        let copied = format!("save of {share} % of the time over {way}, by copied layers beside compute");
         let behind = format!("save of {share} % of the time over {way}, from the last layer to its blocks");
-        if !effort.wants(&name) && !effort.wants(&behind) {
+        if ![&name, &copied, &behind].into_iter().any(|name| effort.wants(name)) {
             continue;
         }
         let saver = Saver::start(way)?;
         let layer = saver.probe()? * (100 - share) / share / LAYERS;
-        saver.check(saver.job(layer).inspect(|_| saver.saved())?)?;
-        rows.extend(beside(effort, &saver, &name, layer)?);
+        for puts in [Puts::Shared, Puts::Copied] {
+            saver.check(saver.job(layer, puts).inspect(|_| saver.saved())?)?;
+        }
+        rows.extend(beside(effort, &saver, &name, (layer, Puts::Shared))?);
+        rows.extend(beside(effort, &saver, &copied, (layer, Puts::Copied))?);
         rows.extend(after(effort, &saver, &behind, layer)?);
     }
     Ok(rows)
 }
 
 /// A line of jobs, to the last byte: nothing is gained by not saving.
-fn beside(effort: &Effort, saver: &Saver, name: &str, layer: Duration) -> anyhow::Result<Option<Row>> {
+fn beside(
+    effort: &Effort,
+    saver: &Saver,
+    name: &str,
+    (layer, puts): (Duration, Puts),
+) -> anyhow::Result<Option<Row>> {
     if !effort.wants(name) {
         return Ok(None);
     }
@@ -238,7 +260,7 @@ fn beside(effort: &Effort, saver: &Saver, name: &str, layer: Duration) -> anyhow
         saver.saved();
         milliseconds(begun.elapsed())
     };
-    let ours = || timed(&|| saver.job(layer).map(drop));
+    let ours = || timed(&|| saver.job(layer, puts).map(drop));
     let theirs = || {
         timed(&|| {
             (0..LAYERS).for_each(|_| compute(layer));
@@ -262,7 +284,7 @@ fn after(effort: &Effort, saver: &Saver, name: &str, layer: Duration) -> anyhow:
         saver.saved();
         milliseconds(begun.elapsed())
     };
-    let ours = || timed(&|| saver.job(layer).map(drop));
+    let ours = || timed(&|| saver.job(layer, Puts::Shared).map(drop));
     let theirs = || {
         timed(&|| {
             (0..LAYERS).for_each(|_| compute(layer));

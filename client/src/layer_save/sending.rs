@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kv_core::id::{BlockHash, IdentityDigest};
-use kvfleet_proto::frame::{Frame, FrameHead, KeyForm, SliceLayout};
+use kvfleet_proto::frame::{Frame, FrameHead, KeyForm, SliceLayout, crc32c};
 use kvfleet_transport::{BoxFuture, LayerSource, SaveAnswer, SaveRequest};
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
+use tokio::task::yield_now;
 use tokio::time::{sleep, timeout_at};
 
 use super::LayerSaveCall;
@@ -25,6 +26,8 @@ const LEFT_FOR: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) enum Put {
     Layer(Layer),
+    /// Slices in memory that is the caller's.
+    Shared(Vec<Bytes>),
     /// That was the last.
     End,
 }
@@ -34,6 +37,20 @@ pub(super) enum Put {
 pub(super) struct Layer {
     pub(super) slices: Vec<Bytes>,
     pub(super) sums: Vec<u32>,
+}
+
+impl Put {
+    /// The layer that was put, with its sums; nothing at the end.
+    fn layer(self) -> Option<Layer> {
+        match self {
+            Put::Layer(layer) => Some(layer),
+            // Here and not where they were put: its caller has another layer to compute.
+            Put::Shared(slices) => {
+                Some(Layer { sums: slices.iter().map(|slice| crc32c(slice)).collect(), slices })
+            }
+            Put::End => None,
+        }
+    }
 }
 
 /// The layers that were put so far, all of which are kept.
@@ -65,9 +82,11 @@ impl Layers {
     }
 
     /// Takes what is still to come of a save that was put to its end.
-    fn complete(&mut self) {
-        while let Ok(Put::Layer(layer)) = self.puts.try_recv() {
-            self.came.push(layer);
+    async fn complete(&mut self) {
+        while let Ok(put) = self.puts.try_recv() {
+            self.came.extend(put.layer());
+            // To sum a layer takes its time, and there may be all of them.
+            yield_now().await;
         }
     }
 
@@ -92,9 +111,9 @@ impl LayerSource for Layers {
     fn next(&mut self) -> BoxFuture<'_, Option<Vec<Bytes>>> {
         Box::pin(async move {
             if self.given == self.came.len() {
-                match self.puts.recv().await {
-                    Some(Put::Layer(layer)) => self.came.push(layer),
-                    Some(Put::End) => return None,
+                match self.puts.recv().await.map(Put::layer) {
+                    Some(Some(layer)) => self.came.push(layer),
+                    Some(None) => return None,
                     // Given up, which is noticed beside this.
                     None => std::future::pending().await,
                 }
@@ -134,12 +153,19 @@ pub(super) async fn send(client: Client, call: LayerSaveCall, mut layers: Layers
         None => timeout_at(until, streaming).await,
     };
     let answered = match streamed {
-        Ok(Streamed::Answered(answer)) if is_all_stored(&answer, &call) => Ok(answer),
+        Ok(Streamed::Answered(answer)) if is_all_stored(&answer, &call) => {
+            // Before its room: the memory counts until it is free, and may be the caller's.
+            drop(layers);
+            Ok(answer)
+        }
         Ok(streamed) => {
-            let call = whole(&call, layers);
+            let call = whole(&call, layers).await;
             timeout_at(until, save_whole(&client, &call, &streamed)).await.unwrap_or(Err(late))
         }
-        Err(_) => Err(late),
+        Err(_) => {
+            drop(layers);
+            Err(late)
+        }
     };
     said(&call.address, &answered);
     client.release_after(call.asker.lease, &call.address, call.then_release).await;
@@ -165,8 +191,8 @@ async fn save_whole(client: &Client, call: &SaveCall, streamed: &Streamed) -> Re
 }
 
 /// The same blocks as whole frames.
-fn whole(call: &LayerSaveCall, mut layers: Layers) -> SaveCall {
-    layers.complete();
+async fn whole(call: &LayerSaveCall, mut layers: Layers) -> SaveCall {
+    layers.complete().await;
     SaveCall {
         asker: call.asker.clone(),
         address: call.address.clone(),

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use bytes::Bytes;
 use kv_core::id::LeaseId;
 use kvfleet_errors_doc::says;
 use kvfleet_proto::frame::{Frame, KeyForm, SliceLayout};
@@ -17,7 +18,7 @@ use kvfleet_transport::{
 use tokio::time::{Instant, timeout};
 
 use super::authority::{client_on, network};
-use crate::{Client, LayerSave, LayerSaveCall, SAVE_DEADLINE, SaveCall, SaveError};
+use crate::{Client, LayerSave, LayerSaveCall, LayerSaveError, SAVE_DEADLINE, SaveCall, SaveError};
 
 const SLICES: [u32; 3] = [700, 0, 1300];
 
@@ -71,6 +72,42 @@ async fn slices_leave_while_others_are_computed_and_are_no_blocks_before_the_end
     ended(&client).await;
     assert!(holds(&services[0], 0..4));
     assert_eq!(services[0].released(), [LeaseId(7)]);
+}
+
+/// Slices in memory that says when it is free.
+fn shared(blocks: Range<u32>, layer: usize, all: &Arc<()>) -> Vec<Bytes> {
+    struct Owned(Bytes, #[expect(dead_code, reason = "counted while it lives")] Arc<()>);
+    impl AsRef<[u8]> for Owned {
+        fn as_ref(&self) -> &[u8] {
+            &self.0
+        }
+    }
+    let slices = blocks.map(|block| frame_of(hash(block), &SLICES).slice(layer).unwrap());
+    slices.map(|slice| Bytes::from_owner(Owned(slice, Arc::clone(all)))).collect()
+}
+
+#[tokio::test]
+async fn slices_that_are_shared_are_the_callers_again_when_they_are_saved() {
+    for streams in [true, false] {
+        let (network, services) = network(1, 0);
+        services[0].set_takes_layers(streams);
+        let (client, all) = (client_on(&network), Arc::new(()));
+        let mut save = client.save_layers(save_call(0..4)).unwrap();
+        let few = save.put_shared(shared(0..3, 0, &all)).unwrap_err();
+        assert!(matches!(few, LayerSaveError::Slices { layer: 0, blocks: 4, .. }), "{few:?}");
+        assert!(save.put_shared(shared(0..4, 1, &all)).is_err(), "of another layer");
+        assert_eq!(Arc::strong_count(&all), 1, "what was not taken is free");
+        save.put_shared(shared(0..4, 0, &all)).unwrap();
+        // A layer that is copied may come between.
+        put(&mut save, 0..4, 1..2);
+        save.put_shared(shared(0..4, 2, &all)).unwrap();
+        assert!(save.put_shared(shared(0..4, 2, &all)).is_err(), "all layers were put");
+        assert_eq!(Arc::strong_count(&all), 9, "a path that breaks needs them again");
+        save.finish().unwrap();
+        ended(&client).await;
+        assert!(holds(&services[0], 0..4));
+        assert_eq!(Arc::strong_count(&all), 1);
+    }
 }
 
 #[tokio::test]

@@ -41,7 +41,8 @@ pub unsafe fn copy_crc32c_from(to: &mut [u8], from: *const u8) -> u32 {
 }
 
 /// The CRC32C of bytes that stay where they are.
-pub(super) fn crc32c(bytes: &[u8]) -> u32 {
+#[must_use]
+pub fn crc32c(bytes: &[u8]) -> u32 {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     if let Some(crc) = wide::crc32c(bytes) {
         return crc;

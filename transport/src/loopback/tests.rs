@@ -3,7 +3,9 @@
 
 use super::*;
 use crate::behaviour_suite;
-use crate::suite::{self, MemoryService, Pair, fetch_request, frame, hash, hashes, in_dram, save_request};
+use crate::suite::{
+    self, Computed, MemoryService, Pair, fetch_request, frame, hash, hashes, in_dram, save_request,
+};
 
 const ADDRESS: &str = "node:1";
 
@@ -145,4 +147,31 @@ async fn equal_seeds_give_equal_runs() {
         runs.push(results);
     }
     assert_eq!(runs[0], runs[1]);
+}
+
+/// A node that waits for 10 s hears nothing of layers without bytes, however many of them are computed.
+#[tokio::test(start_paused = true)]
+async fn empty_layers_do_not_make_up_for_silence() {
+    let lost_after = Duration::from_secs(10);
+    let service = Arc::new(MemoryService::default());
+    let (_network, path) = faulty(Faults { lost_after, ..Faults::default() }, &service).await;
+    for (every, is_saved) in [(Duration::from_secs(4), false), (Duration::from_millis(800), true)] {
+        // Six layers from one with bytes to the next.
+        let slices = [100, 0, 0, 0, 0, 0, 50, 0, 0, 0, 0, 0, 70];
+        let mut some = Computed::new(&hashes(2), &slices).until(0);
+        let gate = some.gate();
+        let frame_bytes = suite::frame_of(hash(0), &slices).bytes.len() as u64;
+        let request = SaveRequest { frame_bytes, ..save_request(&hashes(2)) };
+        let computing = async {
+            loop {
+                gate.add_permits(1);
+                sleep(every).await;
+            }
+        };
+        let saved = tokio::select! {
+            saved = path.save_layers(request, &mut some) => saved.unwrap(),
+            () = computing => unreachable!("it has no end"),
+        };
+        assert_eq!(saved.is_some(), is_saved, "a layer each {every:?}");
+    }
 }

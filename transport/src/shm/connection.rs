@@ -15,6 +15,7 @@ use kv_core::classes::{self, ClassRoom};
 use kv_core::id::Class;
 use kv_core::lend::Effect;
 use kvfleet_proto::data;
+use kvfleet_proto::frame::SliceLayout;
 use tokio::sync::{mpsc, watch};
 use tokio::task::{AbortHandle, Id, JoinError, JoinSet};
 use tokio::time::{MissedTickBehavior, interval, timeout};
@@ -29,6 +30,7 @@ use super::{
     AT_ONCE_BLOCKS_MAX, AT_ONCE_BYTES_MAX, BLOCKS_PER_ASK_MAX, OPERATIONS_MAX, PACKET_BYTES_MAX, RETRY_AFTER,
     SAVES_MAX,
 };
+use crate::layered::SLICES_AT_ONCE_MAX;
 use crate::wire::{self, Operation};
 use crate::{BoxFuture, FetchAnswer, FetchRequest, SaveOffer, SaveRequest};
 
@@ -93,10 +95,12 @@ struct Running {
     is_cancelled: bool,
 }
 
-/// Where a save hears of its frames, and how many it may still bring.
+/// Where a save hears of its frames or pieces, and how many it may still bring.
 struct Parts {
     to: mpsc::Sender<SavePart>,
-    frames_left: usize,
+    left: usize,
+    /// Whether it may come by layer.
+    is_layered: bool,
 }
 
 /// What the loop woke for.
@@ -320,12 +324,18 @@ impl Connection {
         let Some(running) = self.running.get_mut(&op) else { return Ok(()) };
         let Some(save) = &mut running.save else { return Err(Broken::Rule("frames for what is no save")) };
         if let SavePart::Put(places) = &part {
-            let left = save.frames_left.checked_sub(places.len());
-            save.frames_left = left.ok_or(Broken::Rule("more frames than a save has blocks"))?;
+            // What waits to be looked at is bounded by packets.
+            if places.is_empty() || save.is_layered && places.len() > 1 {
+                return Err(Broken::Rule("a packet without frames, or with more than one piece"));
+            }
+            let left = save.left.checked_sub(places.len());
+            save.left = left.ok_or(Broken::Rule(
+                "more frames than a save has blocks, or more pieces than it has slices and heads",
+            ))?;
         }
         match save.to.try_send(part) {
             Err(mpsc::error::TrySendError::Full(_)) => {
-                Err(Broken::Rule("more frames at once than a save may have"))
+                Err(Broken::Rule("more frames or pieces at once than a save may have"))
             }
             Ok(()) | Err(mpsc::error::TrySendError::Closed(_)) => Ok(()),
         }
@@ -338,7 +348,7 @@ impl Connection {
         match wire::operation_from_pb(request)? {
             // Its client takes the layers out of frames that are there whole.
             Operation::Fetch(request, _) => self.fetch(op, request).await?,
-            Operation::Save(request, _) => self.save(op, request, Vec::new()).await?,
+            Operation::Save(request, layout) => self.save(op, request, layout, Vec::new()).await?,
             Operation::Release(lease) => {
                 lending.release(lease);
                 self.run_effects().await;
@@ -363,7 +373,7 @@ impl Connection {
                 if places.len() > AT_ONCE_BLOCKS_MAX || bytes > AT_ONCE_BYTES_MAX {
                     return Err(Broken::Rule("more frames than may go with an offer"));
                 }
-                self.save(op, request, places).await
+                self.save(op, request, None, places).await
             }
             _ => Err(Broken::Rule("frames beside what is no save of as many blocks")),
         }
@@ -390,10 +400,22 @@ impl Connection {
         Ok(())
     }
 
-    async fn save(&mut self, op: u64, request: SaveRequest, there: Vec<TrayPlace>) -> Result<(), Broken> {
+    async fn save(
+        &mut self,
+        op: u64,
+        request: SaveRequest,
+        layout: Option<SliceLayout>,
+        there: Vec<TrayPlace>,
+    ) -> Result<(), Broken> {
         has_count(request.hashes.len())?;
-        let saves = self.running.values().filter(|running| running.save.is_some()).count();
-        let class = request.class();
+        self.look_after_ended();
+        let saves = || self.running.values().filter_map(|running| running.save.as_ref());
+        // They last as long as a prefill: others find a place beside them.
+        let layered = saves().filter(|save| save.is_layered).count();
+        let may_end = layout.is_some();
+        let puts = puts_of(&request, layout.as_ref());
+        let layout = layout.filter(|_| layered < SAVES_MAX / 2 && puts <= SLICES_AT_ONCE_MAX);
+        let (saves, class) = (saves().count(), request.class());
         if saves >= SAVES_MAX || !self.has_place(class) {
             let offer = wire::offer_to_pb(&SaveOffer::Busy { retry_after: RETRY_AFTER });
             self.serving.lending.post(&ToClient::Offer { op, offer });
@@ -403,10 +425,11 @@ impl Connection {
         let (to, come) = mpsc::channel(PARTS_MAX);
         // To take a frame in takes longer than to find a block.
         let blocks = request.hashes.len() + there.len() * BLOCKS_A_TURN / 8;
-        let frames_left = if there.is_empty() { request.hashes.len() } else { 0 };
-        let frames = Frames { there, come };
+        let left = if there.is_empty() { puts_of(&request, layout.as_ref()) } else { 0 };
+        let parts = Parts { to, left, is_layered: layout.is_some() };
+        let frames = Frames { layout, may_end, there, come };
         let save = Box::pin(self.serving.clone().save(op, request, begun, frames));
-        self.start((op, class), blocks, Some(Parts { to, frames_left }), save).await;
+        self.start((op, class), blocks, Some(parts), save).await;
         Ok(())
     }
 
@@ -452,12 +475,16 @@ impl Connection {
     /// Takes a place for one operation more of this class, if there is one. Those that came to their end, but were not
     /// looked at, have none.
     fn has_place(&mut self, class: Class) -> bool {
+        self.look_after_ended();
+        self.places.take(class, 1)
+    }
+
+    fn look_after_ended(&mut self) {
         while let Some(Woken::Ended { id, is_broken }) =
             self.operations.try_join_next_with_id().map(Woken::of)
         {
             self.ended(id, is_broken);
         }
-        self.places.take(class, 1)
     }
 
     /// An operation's task is over. One that did not come to its end said nothing of it to the client.
@@ -546,6 +573,12 @@ async fn look(
 async fn told(closes: &mut watch::Receiver<bool>) {
     // A server that is gone has closed.
     let _ = closes.wait_for(|closes| *closes).await;
+}
+
+/// How many places a save may name: one for each frame, or for each slice and head.
+fn puts_of(request: &SaveRequest, layout: Option<&SliceLayout>) -> usize {
+    let of_block = layout.map_or(1, |layout| layout.slice_bytes().len() + 1);
+    request.hashes.len().saturating_mul(of_block)
 }
 
 fn has_count(blocks: usize) -> Result<(), Broken> {

@@ -6,6 +6,7 @@
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use kv_core::lend::Extent;
@@ -87,7 +88,8 @@ impl ShmDialer {
         let link = self.link(socket, &peer, &welcome, files)?;
         let tray_in_bytes = welcome.tray_in_bytes;
         let (stall_timeout, at_once) = (self.config.stall_timeout, Guess::default());
-        Ok(Arc::new(ShmPath { link, stall_timeout, tray_in_bytes, at_once }))
+        let saves_frames = AtomicBool::new(false);
+        Ok(Arc::new(ShmPath { link, stall_timeout, tray_in_bytes, at_once, saves_frames }))
     }
 
     /// A checksum says that bytes are whole, not who wrote them: any user could listen under a node's name.

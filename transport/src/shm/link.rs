@@ -37,7 +37,7 @@ const BUSY_MAX: Duration = Duration::from_micros(100);
 /// How often is tried again to send what the node's queue had no room for.
 const UNSENT_RETRY: Duration = Duration::from_millis(1);
 
-/// Frames of one save that the node may have to read: more than both ends are ever apart, less than the node keeps.
+/// Frames or pieces of one save that the node may have to read: more than both ends are ever apart, less than the node keeps.
 const PUTS_MAX: usize = 512;
 
 const _: () =
@@ -116,7 +116,7 @@ struct State {
 struct Operation {
     replies: VecDeque<Reply<Descriptor>>,
     waker: Option<Waker>,
-    /// Places of the tray with frames that the node has not read.
+    /// Places of the tray with what the node has not read.
     places: VecDeque<u64>,
     is_abandoned: bool,
 }
@@ -508,7 +508,9 @@ impl Link {
             if operation.replies.len() >= REPLIES_MAX {
                 return Err(Lost::Protocol("more answers than an operation has".to_owned()));
             }
-            if !operation.is_abandoned {
+            // That more was taken is no news to who has not heard of what was before.
+            let is_known = matches!((operation.replies.back(), &reply), (Some(Reply::Taken), Reply::Taken));
+            if !operation.is_abandoned && !is_known {
                 operation.replies.push_back(reply);
             }
             let waker = operation.waker.take();
@@ -751,8 +753,9 @@ impl Asking {
         self.link.over(&mut state, self.op);
     }
 
-    /// Puts a frame into the tray as the next one of a save; `false` while there is no place.
-    pub(super) fn put(&self, frame: &[u8], len: u32) -> bool {
+    /// Puts bytes into the tray, one after the other, as what comes next of a save: a frame, or a piece of one that comes by layer.
+    /// All together are `len`. `false` while there is no place.
+    pub(super) fn put(&self, parts: &[Bytes], len: u32) -> bool {
         let at = {
             let mut state = self.link.state();
             let puts = state.operations.get(&self.op).map_or(0, |operation| operation.places.len());
@@ -760,7 +763,12 @@ impl Asking {
         };
         let Some(at) = at else { return false };
         // Outside the lock: this place is ours alone.
-        let is_written = self.link.tray.write(at, frame).is_some();
+        let mut to = at;
+        let is_written = parts.iter().all(|part| {
+            let written = self.link.tray.write(to, part);
+            to += part.len() as u64;
+            written.is_some()
+        });
         let mut state = self.link.state();
         if let Some(operation) = state.operations.get_mut(&self.op).filter(|_| is_written) {
             operation.places.push_back(at);
@@ -772,12 +780,12 @@ impl Asking {
         true
     }
 
-    /// Whether the node has frames of this save that it has not read.
-    pub(super) fn has_puts(&self) -> bool {
-        self.link.state().operations.get(&self.op).is_some_and(|operation| !operation.places.is_empty())
+    /// Places with what the node has not read of this save.
+    pub(super) fn puts(&self) -> usize {
+        self.link.state().operations.get(&self.op).map_or(0, |operation| operation.places.len())
     }
 
-    /// Says that no frames follow.
+    /// Says that nothing follows.
     pub(super) fn end_puts(&self) {
         self.link.post(&mut self.link.state(), ToNode::Finish { op: self.op }.encode());
     }

@@ -1,11 +1,13 @@
 //! The client's end as a path: the four operations over a link.
 //!
 //! Requests for more blocks than one operation takes are cut, one after another. Not here: packets and memory
-//! (`link.rs`), checking what the bytes are (the caller verifies every frame), and choosing.
+//! (`link.rs`), saves that come by layer (`layered.rs`), checking what the bytes are (the caller verifies every frame), and choosing.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use bytes::Bytes;
 use kv_core::id::LeaseId;
 use kvfleet_proto::data;
 use kvfleet_proto::frame::Frame;
@@ -16,8 +18,8 @@ use super::link::{Asking, LOOK_AGAIN, Link, Reply, Row};
 use super::{AT_ONCE_BLOCKS_MAX, AT_ONCE_BYTES_MAX, BLOCKS_PER_ASK_MAX};
 use crate::slices::Whole;
 use crate::{
-    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer, SaveDone,
-    SaveOffer, SaveRequest, SliceSink, wire,
+    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, MissReason, Path, PathError, SaveAnswer,
+    SaveDone, SaveOffer, SaveRequest, SliceSink, wire,
 };
 
 /// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
@@ -33,15 +35,17 @@ pub(super) struct ShmPath {
     pub(super) tray_in_bytes: u64,
     /// Whether frames are sent before the node says that it wants them.
     pub(super) at_once: Guess,
+    /// Whether the node knows of frames only, and not of saves by layer.
+    pub(super) saves_frames: AtomicBool,
 }
 
 impl ShmPath {
-    fn protocol(&self, what: &dyn std::fmt::Display) -> PathError {
+    pub(super) fn protocol(&self, what: &dyn std::fmt::Display) -> PathError {
         let peer = self.link.peer().to_owned();
         PathError::Protocol { peer, what: format!("a message that makes no sense: {what}") }
     }
 
-    fn unexpected(&self, reply: &Reply) -> PathError {
+    pub(super) fn unexpected(&self, reply: &Reply) -> PathError {
         match reply {
             Reply::Ended => PathError::Broken {
                 peer: self.link.peer().to_owned(),
@@ -51,7 +55,10 @@ impl ShmPath {
         }
     }
 
-    async fn timed<T>(&self, work: impl Future<Output = Result<T, PathError>>) -> Result<T, PathError> {
+    pub(super) async fn timed<T>(
+        &self,
+        work: impl Future<Output = Result<T, PathError>>,
+    ) -> Result<T, PathError> {
         let peer = || self.link.peer().to_owned();
         let after = self.stall_timeout;
         timeout(after, work).await.unwrap_or_else(|_| Err(PathError::TimedOut { peer: peer(), after }))
@@ -275,8 +282,13 @@ impl ShmPath {
         };
         for (position, _) in wanted.iter().enumerate().filter(|(_, wanted)| **wanted) {
             let frame = source(first + position);
-            self.timed(self.put(&asking, &frame)).await?;
+            self.timed(self.put(&asking, &[frame.bytes])).await?;
         }
+        self.done(asking).await
+    }
+
+    /// Ends a save that brought what was wanted.
+    pub(super) async fn done(&self, asking: Asking) -> Result<SaveAnswer, PathError> {
         asking.end_puts();
         loop {
             match self.timed(asking.next()).await? {
@@ -290,18 +302,18 @@ impl ShmPath {
         }
     }
 
-    /// Puts one frame into the tray as soon as there is a place.
-    async fn put(&self, asking: &Asking, frame: &Frame) -> Result<(), PathError> {
-        let bytes = frame.bytes.len();
+    /// Puts these bytes into the tray, one after the other in one place, as soon as there is one.
+    pub(super) async fn put(&self, asking: &Asking, parts: &[Bytes]) -> Result<(), PathError> {
+        let bytes = parts.iter().map(Bytes::len).sum();
         let limit = usize::try_from(self.tray_in_bytes).unwrap_or(usize::MAX);
         let len = u32::try_from(bytes).ok().filter(|_| bytes <= limit);
         let len = len.ok_or(PathError::TooLarge { bytes, limit })?;
         loop {
             let room = asking.room();
-            if asking.put(&frame.bytes, len) {
+            if asking.put(parts, len) {
                 return Ok(());
             }
-            if !asking.has_puts() {
+            if asking.puts() == 0 {
                 // Other saves have the tray; their owners hear of its places, or nobody does.
                 if timeout(LOOK_AGAIN, room).await.is_err()
                     && let Some(error) = self.link.failure()
@@ -390,6 +402,18 @@ impl Path for ShmPath {
         source: &'a (dyn Fn(usize) -> Frame + Send + Sync),
     ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
         Box::pin(self.save_all(request, source))
+    }
+
+    fn save_layers<'a>(
+        &'a self,
+        request: SaveRequest,
+        layers: &'a mut dyn LayerSource,
+    ) -> BoxFuture<'a, Result<Option<SaveAnswer>, PathError>> {
+        Box::pin(self.save_by_layer(request, layers))
+    }
+
+    fn streams_saves(&self) -> bool {
+        !self.saves_frames.load(Ordering::Relaxed)
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {

@@ -1,7 +1,8 @@
 //! One operation of a client, from its ask to its last packet.
 //!
 //! What has to wait runs as a task of its own; dropped midway it leaves nothing behind but what was lent, which the client gives back.
-//! Not here: who may ask (`server.rs`), and how packets come (`connection.rs`).
+//! Not here: who may ask (`server.rs`), how packets come (`connection.rs`), and saves whose slices come as they are computed
+//! (`layered.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -9,11 +10,13 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kv_core::lend::LendRefused;
+use kvfleet_proto::frame::SliceLayout;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 use super::RETRY_AFTER;
+use super::layered::Layered;
 use super::lending::{Begun, Lendable, Lending};
 use super::map::TrayFrame;
 use super::packet::{ToClient, TrayPlace};
@@ -67,6 +70,10 @@ pub(super) enum SavePart {
 /// Where a save's frames are.
 #[derive(Debug)]
 pub(super) struct Frames {
+    /// How long their slices are, where they may come by layer.
+    pub(super) layout: Option<SliceLayout>,
+    /// Whether they would have come by layer: then they may not come at all.
+    pub(super) may_end: bool,
     /// In the tray already, one for each block; empty when they come as they are wanted.
     pub(super) there: Vec<TrayPlace>,
     pub(super) come: mpsc::Receiver<SavePart>,
@@ -81,6 +88,12 @@ pub(super) enum ServeError {
     TooMany { wanted: usize },
     #[error("a frame of {len} bytes at {at} does not lie in the tray, or is longer than the offer said")]
     Place { at: u64, len: u32 },
+    #[error("a slice or a head of {wanted} bytes, of which {left} are in its piece")]
+    Piece { wanted: usize, left: usize },
+    #[error("a save by layer ended before the last head")]
+    PiecesCut,
+    #[error("the service wants slices and takes none")]
+    NoRoom,
     #[error("the client went quiet")]
     Stalled(#[from] tokio::time::error::Elapsed),
     #[error("the thread that copies ended")]
@@ -235,10 +248,14 @@ impl Serving {
             (SaveOffer::Wanted(wanted), Some(session)) if !frames.there.is_empty() => {
                 self.take_there(op, session, &wanted, frames.there, len_max).await?
             }
+            (SaveOffer::Wanted(wanted), Some(session)) if let Some(layout) = frames.layout => {
+                let parts = frames.come;
+                Layered { op, wanted, layout, parts, len_max }.take(self, session).await?
+            }
             (offer, session) => {
                 self.lending.post(&ToClient::Offer { op, offer: wire::offer_to_pb(&offer) });
                 let (SaveOffer::Wanted(wanted), Some(session)) = (offer, session) else { return Ok(()) };
-                self.take_coming(op, session, &wanted, frames.come, len_max).await?
+                self.take_coming(op, session, &wanted, frames.come, (len_max, frames.may_end)).await?
             }
         };
         let done = session.finish().await;
@@ -271,14 +288,14 @@ impl Serving {
         Ok(session)
     }
 
-    /// Takes frames as they are announced.
-    async fn take_coming(
+    /// Takes frames as they are announced, which have this length at most. Who would have sent slices may end before the first one.
+    pub(super) async fn take_coming(
         &self,
         op: u64,
         mut session: Box<dyn SaveSession>,
         wanted: &[bool],
         mut parts: mpsc::Receiver<SavePart>,
-        len_max: u64,
+        (len_max, may_end): (u64, bool),
     ) -> Result<Box<dyn SaveSession>, ServeError> {
         let wanted = wanted.iter().filter(|wanted| **wanted).count();
         let (mut got, mut turn) = (0, Turn::default());
@@ -295,7 +312,7 @@ impl Serving {
                         self.lending.post(&ToClient::Taken { op, frames: 1 });
                     }
                 }
-                Some(SavePart::Finish) if got == wanted => return Ok(session),
+                Some(SavePart::Finish) if got == wanted || may_end && got == 0 => return Ok(session),
                 Some(SavePart::Finish) | None => return Err(ServeError::SaveCut { got, wanted }),
             }
         }
@@ -307,13 +324,8 @@ impl Serving {
         place: TrayPlace,
         len_max: u64,
     ) -> Result<Box<dyn SaveSession>, ServeError> {
-        let TrayPlace { at, len } = place;
-        let is_inside = at.checked_add(u64::from(len)).is_some_and(|end| end <= self.lending.tray_in_bytes());
-        let frame = TrayFrame::new(self.lending.tray(), at, len);
-        let fits = is_inside && len > 0 && u64::from(len) <= len_max;
-        let frame = frame.filter(|_| fits).ok_or(ServeError::Place { at, len })?;
-        let frame = Arc::new(frame);
-        if len as usize <= COPY_HERE_BYTES_MAX {
+        let frame = Arc::new(self.there(place, len_max)?);
+        if place.len as usize <= COPY_HERE_BYTES_MAX {
             session.put_unsettled(frame).await;
             return Ok(session);
         }
@@ -323,6 +335,15 @@ impl Serving {
             session
         });
         Ok(put.await?)
+    }
+
+    /// What the client put there, of this length at most.
+    pub(super) fn there(&self, place: TrayPlace, len_max: u64) -> Result<TrayFrame, ServeError> {
+        let TrayPlace { at, len } = place;
+        let is_inside = at.checked_add(u64::from(len)).is_some_and(|end| end <= self.lending.tray_in_bytes());
+        let fits = is_inside && len > 0 && u64::from(len) <= len_max;
+        let there = TrayFrame::new(self.lending.tray(), at, len).filter(|_| fits);
+        there.ok_or(ServeError::Place { at, len })
     }
 }
 

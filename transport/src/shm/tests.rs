@@ -17,6 +17,7 @@ use crate::{
 use crate::{SaveOffer, SaveRequest, SaveSession, SharedArena};
 
 mod hostile;
+mod layered;
 mod loans;
 mod saves;
 mod stalls;
@@ -153,7 +154,7 @@ mod mapped {
     }
 
     crate::behaviour_suite!(pair; MemoryService::new(Some(BumpArena::new(ARENA_BYTES))));
-    crate::behaviour_suite!(pair; MemoryService::new(Some(BumpArena::new(ARENA_BYTES))); layers_come_one_after_the_other);
+    crate::behaviour_suite!(pair; MemoryService::new(Some(BumpArena::new(ARENA_BYTES))); layers_come_one_after_the_other, slices_leave_before_the_last_layer);
 }
 
 /// The suite with everything copied.
@@ -167,4 +168,5 @@ mod tray {
     }
 
     crate::behaviour_suite!(pair);
+    crate::behaviour_suite!(pair; MemoryService::default(); slices_leave_before_the_last_layer);
 }

@@ -6,12 +6,13 @@ use kv_core::id::LoanId;
 use kv_core::lend::{Descriptor, Place};
 use kvfleet_errors_doc::says;
 use kvfleet_proto::data;
+use kvfleet_proto::frame::SliceLayout;
 
 use super::super::map::{Mapping, memory_file, read_only};
 use super::super::packet::{Closing, ToClient, ToNode, TrayPlace, Welcome};
 use super::super::seqpacket::{Got, Sent, Seqpacket};
 use super::*;
-use crate::suite::{EPOCH, PATIENCE, save_request};
+use crate::suite::{EPOCH, PATIENCE, frame_of, save_request};
 use crate::{FetchAnswer, MissReason, PathError, wire};
 
 /// One end of a connection without any manners.
@@ -105,7 +106,17 @@ async fn clients_that_break_a_rule_are_ended_and_others_are_served() {
         ToNode::Save { op: 1, request, places }.encode()
     };
     let one = || wire::save_to_pb(&save_request(&[hash(7)]));
-    let cases: [(&str, Vec<Vec<u8>>); 13] = [
+    let frame_bytes = frame_of(hash(7), &[100]).bytes.len() as u64;
+    let by_layer = SaveRequest { frame_bytes, ..save_request(&[hash(7)]) };
+    let layered = ToNode::Ask { op: 1, request: wire::save_layers_to_pb(&by_layer, &[100]) };
+    let piece = |len| ToNode::Put { op: 1, places: vec![TrayPlace { at: 0, len }] }.encode();
+    let pieces = ToNode::Put { op: 1, places: vec![TrayPlace { at: 0, len: 100 }; 2] }.encode();
+    let none = ToNode::Put { op: 1, places: Vec::new() }.encode();
+    let head = u32::try_from(SliceLayout::new(&[100]).unwrap().head_bytes()).unwrap();
+    let cases: [(&str, Vec<Vec<u8>>); 16] = [
+        ("more pieces than slices and heads", vec![layered.encode(), piece(100), piece(head), piece(100)]),
+        ("two pieces at once", vec![layered.encode(), pieces]),
+        ("no frames where some are said", vec![save.clone(), none]),
         ("more frames at once than blocks", vec![at_once(one(), 2)]),
         ("fewer frames at once than blocks", vec![at_once(one(), 0)]),
         (

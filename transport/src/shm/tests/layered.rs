@@ -1,0 +1,265 @@
+//! Saves by layer through the tray: what is in it when, and ends that do not keep to the rules.
+
+use std::os::fd::AsFd;
+
+use super::super::map::memory_file;
+use super::super::packet::{ToClient, ToNode, TrayPlace};
+use super::hostile::{Forger, PART, Raw, good_welcome, raw_client};
+use super::*;
+use crate::suite::{Computed, PATIENCE, done, frame_of, save_request};
+use crate::{PathError, SaveAnswer, SaveDone, wire};
+
+async fn soon<T>(what: impl Future<Output = T>) -> T {
+    tokio::time::timeout(PATIENCE, what).await.expect("it comes")
+}
+
+/// A node that only copies, whose frames have this length at most, and a path to it. Both wait longer than any test.
+async fn node(frame_bytes_max: u32) -> (Node, Arc<MemoryService>, Arc<dyn Path>) {
+    let service = Arc::new(MemoryService::default());
+    let stall_timeout = 4 * PATIENCE;
+    let config = ShmServerConfig { frame_bytes_max, stall_timeout, ..server_config() };
+    let node = Node::start(service.clone(), None, config, true);
+    let dialer = ShmDialer::new(ShmConfig { stall_timeout, ..ShmConfig::new(node.dir()) });
+    let path = dialer.dial(ADDRESS.to_owned()).await.unwrap();
+    (node, service, path)
+}
+
+fn request(hashes: &[kv_core::id::BlockHash], slices: &[u32]) -> SaveRequest {
+    let frame_bytes = frame_of(hash(0), slices).bytes.len() as u64;
+    SaveRequest { frame_bytes, ..save_request(hashes) }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_save_larger_than_the_tray_goes_through_it() {
+    let slices = [1 << 20; 3];
+    let (_node, service, path) = node(4 << 20).await;
+    let blocks = hashes(4);
+    assert!(u64::from(slices[0]) * 12 > tray_part_bytes(4 << 20));
+    let mut computed = Computed::new(&blocks, &slices);
+    let saved = soon(path.save_layers(request(&blocks, &slices), &mut computed)).await.unwrap();
+    assert_eq!(done(saved.expect("it streams")).stored_blocks, 4);
+    assert!(blocks.iter().all(|block| service.held(*block) == Some(frame_of(*block, &slices))));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_waits_for_a_layer_holds_nothing_of_the_tray() {
+    let slices = [3 << 20, 100, 50];
+    let (_node, service, path) = node(4 << 20).await;
+    let blocks = hashes(2);
+    let mut some = Computed::new(&blocks, &slices).until(1);
+    let gate = some.gate();
+    let waiting = path.save_layers(request(&blocks, &slices), &mut some);
+    let others = async {
+        service.slices_seen(2).await;
+        // Each of them is half of the tray, and what has come is more than the other half.
+        let large = frame_of(hash(9), &[(4 << 20) - 4096]);
+        assert_eq!(2 * large.bytes.len().next_multiple_of(4096) as u64, tray_part_bytes(4 << 20));
+        assert!(2 * u64::from(slices[0]) > tray_part_bytes(4 << 20) / 2);
+        for first in [10, 20] {
+            let more = [hash(first), hash(first + 1)];
+            let request = SaveRequest { frame_bytes: 4 << 20, ..save_request(&more) };
+            let source = |position: usize| frame_of(more[position], &[(4 << 20) - 4096]);
+            assert_eq!(done(path.save(request, &source).await.unwrap()).stored_blocks, 2);
+        }
+        gate.add_permits(3);
+    };
+    let (saved, ()) = soon(async { tokio::join!(waiting, others) }).await;
+    assert_eq!(done(saved.unwrap().expect("it streams")).stored_blocks, 2);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn half_of_the_saves_of_a_client_may_wait_for_their_layers() {
+    let (_node, service, path) = node(1 << 20).await;
+    let slices = [1000, 1000];
+    let mut waiting = Vec::new();
+    for number in 0..SAVES_MAX / 2 {
+        let (path, block) = (Arc::clone(&path), hash(u32::try_from(number).unwrap()));
+        waiting.push(tokio::spawn(async move {
+            let mut some = Computed::new(&[block], &slices).until(1);
+            path.save_layers(request(&[block], &slices), &mut some).await
+        }));
+        soon(service.slices_seen(number + 1)).await;
+    }
+    let block = hash(99);
+    let mut all = Computed::new(&[block], &slices);
+    let over = soon(path.save_layers(request(&[block], &slices), &mut all)).await.unwrap();
+    assert_eq!(over, None, "this one comes as whole frames");
+    let source = |_| frame_of(block, &slices);
+    let whole = soon(path.save(request(&[block], &slices), &source)).await.unwrap();
+    assert_eq!(done(whole).stored_blocks, 1);
+    waiting.into_iter().for_each(|saving| saving.abort());
+    soon(service.aborts_seen(SAVES_MAX / 2)).await;
+    let block = hash(100);
+    let mut all = Computed::new(&[block], &slices);
+    let next = soon(path.save_layers(request(&[block], &slices), &mut all)).await.unwrap();
+    assert_eq!(done(next.expect("there is a place again")).stored_blocks, 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn pieces_that_are_not_what_was_announced_end_their_save_alone() {
+    let (_node, service, mut raw) = raw_client(server_config()).await;
+    let part = tray_part_bytes(server_config().frame_bytes_max);
+    let head = kvfleet_proto::frame::SliceLayout::new(&[100, 50]).unwrap().head_bytes();
+    let head = u32::try_from(head).unwrap();
+    let at = |at, len| TrayPlace { at, len };
+    let there = |len| at(0, len);
+    let cases: [(&str, Vec<TrayPlace>, u32); 8] = [
+        ("a slice that is cut", vec![there(99)], 0),
+        ("one and a half", vec![there(150)], 0),
+        ("an empty piece", vec![there(0)], 0),
+        ("a piece behind the part", vec![at(part - 50, 100)], 0),
+        ("a piece beyond all numbers", vec![at(u64::MAX - 10, 100)], 0),
+        ("fewer slices than blocks", vec![there(250)], 1),
+        ("fewer heads than blocks", vec![there(200), there(100), there(head)], 3),
+        ("more than the heads", vec![there(200), there(100), there(2 * head), there(head)], 3),
+    ];
+    for ((what, places, taken), op) in cases.into_iter().zip(1..) {
+        let ask = wire::save_layers_to_pb(&request(&[hash(7), hash(8)], &[100, 50]), &[100, 50]);
+        raw.say(&ToNode::Ask { op, request: ask });
+        let heard = raw.hear_node().await;
+        let Some(ToClient::Offer { offer, .. }) = heard else { panic!("{what}: {heard:?}") };
+        assert!(offer.is_by_layer, "{what}");
+        places.into_iter().for_each(|place| raw.say(&ToNode::Put { op, places: vec![place] }));
+        raw.say(&ToNode::Finish { op });
+        for _ in 0..taken {
+            assert_eq!(raw.hear_node().await, Some(ToClient::Taken { op, frames: 1 }), "{what}");
+        }
+        assert_eq!(raw.hear_node().await, Some(ToClient::Ended { op }), "{what}");
+    }
+    assert!(!service.holds(hash(7)) && !service.holds(hash(8)));
+    // And what is right goes on: bytes that are no slices of these blocks are refused by their heads.
+    let ask = wire::save_layers_to_pb(&request(&[hash(7)], &[100]), &[100]);
+    raw.say(&ToNode::Ask { op: 30, request: ask });
+    assert!(matches!(raw.hear_node().await, Some(ToClient::Offer { .. })));
+    let head = kvfleet_proto::frame::SliceLayout::new(&[100]).unwrap().head_bytes();
+    let head = u32::try_from(head).unwrap();
+    [100, head].into_iter().for_each(|len| raw.say(&ToNode::Put { op: 30, places: vec![there(len)] }));
+    raw.say(&ToNode::Finish { op: 30 });
+    for _ in 0..2 {
+        assert_eq!(raw.hear_node().await, Some(ToClient::Taken { op: 30, frames: 1 }));
+    }
+    let Some(ToClient::Done { done, .. }) = raw.hear_node().await else { panic!("the save ends") };
+    assert_eq!((done.stored_blocks, done.refused_blocks), (0, 1));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_goes_quiet_between_layers_is_not_waited_for() {
+    let config = ShmServerConfig { stall_timeout: Duration::from_millis(50), ..server_config() };
+    let (_node, service, mut raw) = raw_client(config).await;
+    let ask = wire::save_layers_to_pb(&request(&[hash(7)], &[100, 50]), &[100, 50]);
+    raw.say(&ToNode::Ask { op: 1, request: ask });
+    let heard = raw.hear_node().await;
+    assert!(matches!(heard, Some(ToClient::Offer { .. })), "{heard:?}");
+    raw.say(&ToNode::Put { op: 1, places: vec![TrayPlace { at: 0, len: 100 }] });
+    assert_eq!(raw.hear_node().await, Some(ToClient::Taken { op: 1, frames: 1 }));
+    assert_eq!(raw.hear_node().await, Some(ToClient::Ended { op: 1 }));
+    soon(service.aborts_seen(1)).await;
+}
+
+/// A path to a forger, and the forger's end.
+async fn forged() -> (Arc<dyn Path>, Raw) {
+    let forger = Forger::new();
+    let (tray, arena) = (memory_file(2 * PART).unwrap(), memory_file(PART).unwrap());
+    let welcome = ToClient::Welcome(good_welcome()).encode();
+    forger.welcome(&welcome, &[tray.as_fd(), arena.as_fd()]).await.unwrap()
+}
+
+/// What a save of one block by layer comes to at a node that answers its offer so, and then says these packets.
+async fn saved(
+    offer: impl FnOnce(u64) -> ToClient,
+    then: &[fn(u64) -> ToClient],
+) -> (Raw, Result<Option<SaveAnswer>, PathError>) {
+    let (path, mut raw) = forged().await;
+    let saving = tokio::spawn(async move {
+        let mut computed = Computed::new(&[hash(7)], &[100, 50]);
+        path.save_layers(request(&[hash(7)], &[100, 50]), &mut computed).await
+    });
+    let ToNode::Ask { op, .. } = raw.hear_client().await else { panic!("it asks first") };
+    raw.tell(&offer(op));
+    then.iter().for_each(|packet| raw.tell(&packet(op)));
+    let saved = soon(saving).await.unwrap();
+    (raw, saved)
+}
+
+fn offer(is_by_layer: bool) -> impl FnOnce(u64) -> ToClient {
+    let mut offer = wire::offer_to_pb(&SaveOffer::Wanted(vec![true]));
+    offer.is_by_layer = is_by_layer;
+    move |op| ToClient::Offer { op, offer }
+}
+
+fn all_done(op: u64) -> ToClient {
+    ToClient::Done { op, done: wire::done_to_pb(&SaveDone { stored_blocks: 1, ..SaveDone::default() }) }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_node_makes_of_slices_is_its_word_and_nonsense_is_none() {
+    let (mut raw, plain) = saved(offer(false), &[all_done]).await;
+    assert_eq!(plain.unwrap(), None, "a node that has no room for layers is offered frames later");
+    assert!(matches!(raw.hear_client().await, ToNode::Finish { .. }), "it says that none come now");
+    let (_, busy) = saved(
+        |op| {
+            let offer = SaveOffer::Busy { retry_after: Duration::from_millis(3) };
+            ToClient::Offer { op, offer: wire::offer_to_pb(&offer) }
+        },
+        &[],
+    )
+    .await;
+    assert_eq!(busy.unwrap(), None);
+    let ended: fn(u64) -> ToClient = |op| ToClient::Ended { op };
+    let (_, ended) = saved(offer(true), &[ended]).await;
+    assert!(matches!(ended, Err(PathError::Broken { .. })), "{ended:?}");
+    let early: fn(u64) -> ToClient = |op| ToClient::End { op, reason: 0 };
+    let (_, early) = saved(offer(true), &[early]).await;
+    assert!(matches!(early, Err(PathError::Protocol { .. })), "{early:?}");
+    let (_, none) = saved(|op| ToClient::Ended { op }, &[]).await;
+    assert!(matches!(none, Err(PathError::Broken { .. })), "{none:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_knows_of_frames_only_is_asked_for_layers_once() {
+    let (path, mut raw) = forged().await;
+    assert!(path.streams_saves());
+    let saving = {
+        let path = Arc::clone(&path);
+        tokio::spawn(async move {
+            let mut computed = Computed::new(&[hash(7)], &[100, 50]);
+            path.save_layers(request(&[hash(7)], &[100, 50]), &mut computed).await
+        })
+    };
+    let ToNode::Ask { op, .. } = raw.hear_client().await else { panic!("it asks first") };
+    raw.tell(&offer(false)(op));
+    assert_eq!(raw.hear_client().await, ToNode::Finish { op });
+    // As one does that misses the frame it wanted.
+    raw.tell(&ToClient::Ended { op });
+    assert_eq!(soon(saving).await.unwrap().unwrap(), None);
+    assert!(path.failure().is_none() && !path.streams_saves());
+}
+
+/// Answers come as fast as pieces, and a save has thousands of them: they are not all kept until somebody looks.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_save_of_many_short_layers_outlives_its_answers() {
+    let layers = 4000;
+    let (path, mut raw) = forged().await;
+    let saving = tokio::spawn(async move {
+        let slices = vec![1; layers];
+        let mut computed = Computed::new(&[hash(7)], &slices);
+        path.save_layers(request(&[hash(7)], &slices), &mut computed).await
+    });
+    let ToNode::Ask { op, .. } = raw.hear_client().await else { panic!("it asks first") };
+    raw.tell(&offer(true)(op));
+    let mut pieces = 0;
+    loop {
+        match raw.hear_client().await {
+            ToNode::Put { places, .. } => {
+                assert_eq!(places.len(), 1);
+                pieces += 1;
+                raw.tell(&ToClient::Taken { op, frames: 1 });
+            }
+            ToNode::Finish { .. } => break,
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(pieces, layers + 1, "each layer, and the head");
+    raw.tell(&all_done(op));
+    assert!(matches!(soon(saving).await.unwrap(), Ok(Some(SaveAnswer::Done(_)))));
+}
