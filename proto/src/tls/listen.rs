@@ -56,7 +56,7 @@ pub(super) fn incoming_within(
 ) -> impl Stream<Item = io::Result<Called>> + Send + Unpin + use<> {
     let acceptor = TlsAcceptor::from(Arc::new(identity.grpc_server()));
     let handshakes = Handshakes { bounds, begun: 0, running: JoinSet::new(), by_age: BTreeMap::new() };
-    let incoming = Incoming { listener, acceptor, handshakes };
+    let incoming = Incoming { listener, acceptor, handshakes, is_said: false };
     Box::pin(futures_util::stream::unfold(incoming, |mut incoming| async {
         let called = incoming.next().await;
         Some((Ok(called), incoming))
@@ -67,6 +67,8 @@ struct Incoming {
     listener: TcpListener,
     acceptor: TlsAcceptor,
     handshakes: Handshakes,
+    /// Whether it was said that nothing can be accepted, since something was.
+    is_said: bool,
 }
 
 impl Incoming {
@@ -81,9 +83,14 @@ impl Incoming {
                     }
                 }
                 accepted = self.listener.accept() => match accepted {
-                    Ok((socket, _)) => self.handshakes.begin(self.acceptor.clone(), socket),
+                    Ok((socket, _)) => {
+                        self.is_said = false;
+                        self.handshakes.begin(self.acceptor.clone(), socket);
+                    }
                     Err(error) => {
-                        tracing::debug!(%error, "no connection for control calls could be accepted");
+                        if !std::mem::replace(&mut self.is_said, true) {
+                            tracing::warn!(%error, "no connection for control calls could be accepted; raise the limit of open files if there are too many");
+                        }
                         sleep(ACCEPT_PAUSE).await;
                     }
                 },
