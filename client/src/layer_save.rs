@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use kv_core::id::{BlockHash, Epoch};
-use kvfleet_proto::frame::{FrameError, KeyForm, SliceLayout, copy_crc32c};
+use kvfleet_proto::frame::{FrameError, KeyForm, SliceLayout, copies};
 use kvfleet_transport::Asker;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
@@ -172,14 +172,16 @@ impl LayerSave {
 
 /// The slices of a layer in memory of our own, with their sums.
 fn copied(slices: &[&[u8]], bytes: usize) -> Layer {
-    let mut copies = BytesMut::zeroed(bytes * slices.len());
-    let mut left = &mut copies[..];
-    let sums = slices.iter().map(|slice| {
-        let (copy, behind) = std::mem::take(&mut left).split_at_mut(bytes);
-        left = behind;
-        copy_crc32c(copy, slice)
+    let mut copied = BytesMut::zeroed(bytes * slices.len());
+    let mut left = &mut copied[..];
+    let sums = copies(left.len(), |copies| {
+        let sums = slices.iter().map(|slice| {
+            let (copy, behind) = std::mem::take(&mut left).split_at_mut(bytes);
+            left = behind;
+            copies.crc32c(copy, slice)
+        });
+        sums.collect()
     });
-    let sums = sums.collect();
-    let mut copies = copies.freeze();
-    Layer { slices: slices.iter().map(|_| copies.split_to(bytes)).collect(), sums }
+    let mut copied = copied.freeze();
+    Layer { slices: slices.iter().map(|_| copied.split_to(bytes)).collect(), sums }
 }

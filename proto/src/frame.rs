@@ -22,7 +22,7 @@ mod header;
 mod unsettled;
 
 pub use arriving::Arriving;
-pub use copy::{copy_crc32c, copy_crc32c_from, copy_from, crc32c};
+pub use copy::{Copies, copies, copy_crc32c, copy_from, crc32c};
 pub use head::FrameHead;
 pub use head_last::{HeadLast, SliceLayout};
 pub use header::{Need, parse_header};
@@ -183,15 +183,15 @@ pub fn seal(
     if to.len() != from.len() {
         return Err(FrameError::Header("payload is not the sum of its slices"));
     }
-    let sums: Vec<u32> = slice_bytes
-        .iter()
-        .map(|bytes| {
+    let sums: Vec<u32> = copies(to.len(), |copies| {
+        let sums = slice_bytes.iter().map(|bytes| {
             let (slice, rest) = std::mem::take(&mut to).split_at_mut(*bytes as usize);
             let (source, left) = from.split_at(*bytes as usize);
             (to, from) = (rest, left);
-            copy_crc32c(slice, source)
-        })
-        .collect();
+            copies.crc32c(slice, source)
+        });
+        sums.collect()
+    });
     Ok(builder.seal_with(&sums))
 }
 

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use kv_core::id::{LeaseId, TenantId, Tier};
 use kv_core::tier::{Asker, Offer, Offered};
 use kvfleet_errors_doc::says;
-use kvfleet_proto::frame::Unsettled;
+use kvfleet_proto::frame::{Copies, Unsettled};
 use kvfleet_proto::tls::SERVER_NAME;
 use kvfleet_transport::{
     Admission, BlockService, Caller, FetchAnswer, FetchReply, MissReason, SaveOffer, SaveRefusal,
@@ -206,8 +206,8 @@ impl Unsettled for Changing {
         self.now().copy(at, to);
     }
 
-    fn copy_crc32c(&self, at: usize, to: &mut [u8]) -> u32 {
-        self.now().copy_crc32c(at, to)
+    fn copy_crc32c(&self, at: usize, to: &mut [u8], copies: &Copies) -> u32 {
+        self.now().copy_crc32c(at, to, copies)
     }
 }
 

@@ -225,10 +225,10 @@ impl Unsettled for Turncoat {
     }
 
     fn copy(&self, at: usize, to: &mut [u8]) {
-        self.copy_crc32c(at, to);
+        copies(to.len(), |copies| self.copy_crc32c(at, to, copies));
     }
 
-    fn copy_crc32c(&self, at: usize, to: &mut [u8]) -> u32 {
+    fn copy_crc32c(&self, at: usize, to: &mut [u8], _: &Copies) -> u32 {
         for (at, to) in (at..).zip(&mut *to) {
             *to = self.bytes[at].fetch_xor(self.change, Relaxed);
             self.loads[at].fetch_add(1, Relaxed);
@@ -296,8 +296,8 @@ impl Unsettled for Shared {
         copy::copy_shared(to, &self.0, at);
     }
 
-    fn copy_crc32c(&self, at: usize, to: &mut [u8]) -> u32 {
-        copy::copy_crc32c_shared(to, &self.0, at)
+    fn copy_crc32c(&self, at: usize, to: &mut [u8], copies: &Copies) -> u32 {
+        copy::copy_crc32c_shared(to, &self.0, at, copies)
     }
 }
 

@@ -4,15 +4,16 @@
 //! memory of our own, and what is looked at is there: first the start of the header, then all of it, then one slice after
 //! the other, each with the sum of its copy.
 //!
-//! Not here: such memory itself, and who says that it may be read ([`super::copy_crc32c_from`] and [`super::copy_from`] ask for that).
+//! Not here: such memory itself, and who says that it may be read ([`Copies::crc32c_from`] and [`super::copy_from`] ask for that).
 
 use std::cmp::Ordering;
 
 use bytes::Bytes;
 use kv_core::id::{BlockHash, IdentityDigest};
 
+use super::copy::{Copies, copies};
 use super::header::{self, Header, Need, START_BYTES, header_len, parse_header};
-use super::{FrameError, KeyForm, copy, verify_ids};
+use super::{FrameError, KeyForm, verify_ids};
 
 /// Bytes that may change as long as nobody copied them.
 pub trait Unsettled: Send + Sync {
@@ -25,11 +26,11 @@ pub trait Unsettled: Send + Sync {
     /// When that is more than there is.
     fn copy(&self, at: usize, to: &mut [u8]);
 
-    /// The same, what is long past the caches where the machine can, and gives the CRC32C of what is in `to` then.
+    /// The same as one of the `copies` that are made together, and gives the CRC32C of what is in `to` then.
     ///
     /// # Panics
     /// When that is more than there is.
-    fn copy_crc32c(&self, at: usize, to: &mut [u8]) -> u32;
+    fn copy_crc32c(&self, at: usize, to: &mut [u8], copies: &Copies) -> u32;
 }
 
 /// Bytes that nobody writes any more are the simplest case.
@@ -42,8 +43,8 @@ impl Unsettled for Bytes {
         to.copy_from_slice(&self[at..at + to.len()]);
     }
 
-    fn copy_crc32c(&self, at: usize, to: &mut [u8]) -> u32 {
-        copy::copy_crc32c(to, &self[at..at + to.len()])
+    fn copy_crc32c(&self, at: usize, to: &mut [u8], copies: &Copies) -> u32 {
+        copies.crc32c(to, &self[at..at + to.len()])
     }
 }
 
@@ -95,15 +96,17 @@ pub(super) fn settle_as(
     let header = Header::read(start)?;
     verify(&header)?;
     has_length(got, header_len(header.slices) + header::table_payload_len(start, header.slices)?)?;
-    for (layer, entry) in header::entries(start).enumerate() {
-        let range = entry.range();
-        let (slice, rest) = payload.split_at_mut(range.len());
-        if from.copy_crc32c(range.start, slice) != entry.crc {
-            return Err(FrameError::SliceChecksum { layer });
+    copies(payload.len(), |copies| {
+        for (layer, entry) in header::entries(start).enumerate() {
+            let range = entry.range();
+            let (slice, rest) = payload.split_at_mut(range.len());
+            if from.copy_crc32c(range.start, slice, copies) != entry.crc {
+                return Err(FrameError::SliceChecksum { layer });
+            }
+            payload = rest;
         }
-        payload = rest;
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 pub(super) fn has_length(got: usize, needed: usize) -> Result<(), FrameError> {

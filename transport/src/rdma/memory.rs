@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use kv_core::lend::Room;
-use kvfleet_proto::frame::{Unsettled, copy_crc32c_from, copy_from};
+use kvfleet_proto::frame::{Copies, Unsettled, copy_from};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use tokio::sync::oneshot;
 
@@ -122,10 +122,10 @@ impl Memory {
         unsafe { copy_from(to, from.as_ptr()) };
     }
 
-    fn copy_crc32c(&self, at: u64, to: &mut [u8]) -> u32 {
+    fn copy_crc32c(&self, at: u64, to: &mut [u8], copies: &Copies) -> u32 {
         let from = self.at(at, to.len());
         // SAFETY: as in `copy`.
-        unsafe { copy_crc32c_from(to, from.as_ptr()) }
+        unsafe { copies.crc32c_from(to, from.as_ptr()) }
     }
 
     /// Raises eight bytes at once, a number in little endian, to `value` unless more stands there; after everything that was
@@ -385,8 +385,8 @@ impl Unsettled for TrayFrame {
         self.tray.copy(self.checked(at, to.len()), to);
     }
 
-    fn copy_crc32c(&self, at: usize, to: &mut [u8]) -> u32 {
-        self.tray.copy_crc32c(self.checked(at, to.len()), to)
+    fn copy_crc32c(&self, at: usize, to: &mut [u8], copies: &Copies) -> u32 {
+        self.tray.copy_crc32c(self.checked(at, to.len()), to, copies)
     }
 }
 

@@ -11,7 +11,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use kvfleet_proto::frame::{Unsettled, copy_crc32c_from, copy_from};
+use kvfleet_proto::frame::{Copies, Unsettled, copy_from};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
@@ -209,9 +209,9 @@ impl Unsettled for TrayFrame {
         unsafe { copy_from(to, self.from(at, to.len())) };
     }
 
-    fn copy_crc32c(&self, at: usize, to: &mut [u8]) -> u32 {
+    fn copy_crc32c(&self, at: usize, to: &mut [u8], copies: &Copies) -> u32 {
         // SAFETY: as in `copy`.
-        unsafe { copy_crc32c_from(to, self.from(at, to.len())) }
+        unsafe { copies.crc32c_from(to, self.from(at, to.len())) }
     }
 }
 
