@@ -15,6 +15,7 @@ mod network;
 mod overlap;
 mod overload;
 mod prefill;
+mod serving;
 mod snapshot;
 mod ssd;
 mod start;
@@ -115,7 +116,7 @@ fn main() -> anyhow::Result<()> {
         return start::serve(dir, blocks);
     }
     if let Some(dir) = &args.serve_host {
-        return host::serve(dir);
+        return serving::serve(dir);
     }
     let Some(name) = &args.name else {
         BENCHES.iter().for_each(|bench| println!("{}\t{}", bench.name, bench.about));

@@ -1,9 +1,10 @@
 //! Both network paths beside each other and beside the wires they run on: GB/s, and GB for a CPU-second of both ends.
 //!
-//! Not here: stores. Every side serves bytes that lie ready in memory, client and server in one process,
-//! so a CPU-second counts both ends. What a fetch costs with more blocks in it is `transport.rs`.
+//! Every side serves bytes that lie ready in memory, client and server in one process, so a CPU-second counts both ends; then the
+//! better path once more in front of a node (`node.rs`). Not here: what a fetch costs with more blocks in it (`transport.rs`).
 
 pub(crate) mod held;
+mod node;
 mod threads;
 
 use std::any::Any;
@@ -16,7 +17,7 @@ use kv_core::id::BlockHash;
 use kvfleet_proto::frame::Frame;
 use kvfleet_proto::tls::Identity;
 use kvfleet_transport::quic::{QuicConfig, QuicDialer, QuicServer};
-use kvfleet_transport::suite::{self, IDENTITY};
+use kvfleet_transport::suite::{self, IDENTITY, PATIENCE};
 use kvfleet_transport::tcp::{TcpConfig, TcpDialer, TcpServer};
 use kvfleet_transport::{BoxFuture, Dialer, FetchAnswer, Path};
 use tokio::runtime::Runtime;
@@ -30,7 +31,8 @@ use threads::ThreadTcp;
 
 pub(crate) const ABOUT: &str = "fetches over loopback, by both network paths, every frame verified (CRC32C, hash, identity); \
      against each other, bare stream loops on quinn with stock settings and with ours (same certificates, nothing verified), and as \
-     limits bare TCP loops without encryption, on the runtime and on blocking threads; all sides in turn in each run";
+     limits bare TCP loops without encryption, on the runtime and on blocking threads; all sides in turn in each run. Of a node: a \
+     node in a process of its own, what is fetched leased and from its DRAM tier";
 
 /// What is fetched.
 struct Shape {
@@ -68,13 +70,27 @@ const SIDES: [&str; 6] = [
     TLS,
     QUIC,
     "quinn 0.11.12, stock settings",
-    "limit 0.9: quinn 0.11.12 with our settings",
+    "quinn 0.11.12 with our settings",
     "limit: tokio TCP, no encryption",
     "limit: blocking TCP, no encryption",
 ];
 
-/// Which are set beside which.
-const PAIRS: &[(usize, usize)] = &[(0, 2), (0, 1), (0, 4), (0, 5), (1, 2), (1, 3), (1, 4)];
+/// Which are set beside which, and what has to be reached of the other for a CPU-second.
+const PAIRS: &[(usize, usize, &str)] = &[
+    (0, 2, "limit 3: "),
+    (0, 1, ""),
+    (0, 4, ""),
+    (0, 5, ""),
+    (1, 2, "limit 1.8: "),
+    (1, 3, "limit 0.9: "),
+    (1, 4, ""),
+];
+
+/// What is said of each pair.
+const RATES: [(&str, Rate); 2] = [
+    ("GB/CPU-s", |spent, bytes| spent.per_cpu_s(bytes) / 1e9),
+    ("GB/s", |spent, bytes| spent.per_wall_s(bytes) / 1e9),
+];
 
 pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
@@ -84,6 +100,7 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
         let sides = runtime.block_on(Sides::start(&identities, shape))?;
         rows.extend(compare(effort, &runtime, shape, &sides)?);
     }
+    rows.extend(node::rows(effort, &runtime, &identities)?);
     Ok(rows)
 }
 
@@ -170,17 +187,15 @@ fn compare(effort: &Effort, runtime: &Runtime, shape: &Shape, sides: &Sides) -> 
             runs.push(spent);
         }
     }
-    let units: [(&str, Rate); 2] = [
-        ("GB/CPU-s", |spent, bytes| spent.per_cpu_s(bytes) / 1e9),
-        ("GB/s", |spent, bytes| spent.per_wall_s(bytes) / 1e9),
-    ];
     let mut rows = Vec::new();
-    for (unit, rate) in units {
-        for &(ours, theirs) in PAIRS {
+    for (unit, rate) in RATES {
+        for &(ours, theirs, reach) in PAIRS {
             let of = |side: usize, spent: &[Spent; SIDES.len()]| rate(&spent[side], fetches * bytes);
             let pairs: Vec<_> = runs.iter().map(|spent| (of(ours, spent), of(theirs, spent))).collect();
             let name = format!("{}, {}", shape.name, SIDES[ours]);
-            rows.push(Row::new("network", &name, unit, SIDES[theirs], Better::Higher, outcome(&pairs)));
+            let reach = if unit == "GB/CPU-s" { reach } else { "" };
+            let peer = format!("{reach}{}", SIDES[theirs]);
+            rows.push(Row::new("network", &name, unit, &peer, Better::Higher, outcome(&pairs)));
         }
     }
     Ok(rows)

@@ -21,7 +21,7 @@ use source::{Fault, Sending, Source};
 pub(crate) const ABOUT: &str = "a prefill of 32 layers by a loop of counted turns, beside a thread that copies the slices of \
      64 history blocks at a set rate; a token's history loads 12.5 times as fast as it is computed. Compute runs a \
      layer when its slices are there, and waits or recomputes as the rules say; from the first byte to the last \
-     layer, or from the job's turn behind another job. Saves: 32 blocks of 512 KiB a job to a node of this process, compute sleeps";
+     layer, or from the job's turn behind another job. Saves: 32 blocks of 512 KiB a job to a node of this process, compute sleeps unless it is said to keep a processor busy";
 
 /// Layers of the model, and blocks of the history.
 const LAYERS: u32 = 32;
@@ -83,7 +83,7 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
         rows.extend(buffers(effort, engine, load));
     }
     for share in [15, 30] {
-        rows.extend(saving::rows(effort, share)?);
+        rows.extend(saving::rows(effort, engine, share)?);
     }
     for (name, arrive, fault) in FAILURES {
         rows.extend(failure(effort, engine, name, *arrive, *fault));

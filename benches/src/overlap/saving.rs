@@ -3,8 +3,9 @@
 //! layer its blocks are there. Layers are shared where they lie, as those are that a card copied to the host's memory, or copied by the
 //! job's own thread.
 //!
-//! The node, the client and the path between them are those of production, in one process. Compute sleeps: an accelerator's work
-//! is not this processor's. Not here: slower networks, and nodes that are full.
+//! The node, the client and the path between them are those of production, in one process. Compute sleeps, as an accelerator's work
+//! is not this processor's, or keeps one processor busy, so that a save has only what is left. Not here: slower networks, and nodes
+//! that are full.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -25,7 +26,7 @@ use kvfleet_transport::shm::{ShmConfig, ShmDialer};
 use kvfleet_transport::tcp::{TcpConfig, TcpDialer};
 use tokio::runtime::{Builder, Runtime};
 
-use super::{LAYERS, milliseconds, row};
+use super::{Engine, LAYERS, milliseconds, row};
 use crate::Effort;
 use crate::get::certificates;
 
@@ -44,6 +45,30 @@ const PROBES: usize = 7;
 enum Puts {
     Shared,
     Copied,
+}
+
+/// Where a layer is computed.
+#[derive(Clone, Copy)]
+enum Work {
+    Accelerator,
+    Processor(Engine),
+}
+
+impl Work {
+    fn compute(self, layer: Duration) {
+        match self {
+            Work::Accelerator => std::thread::sleep(layer),
+            Work::Processor(engine) => engine.compute(layer.as_nanos() as u64),
+        }
+    }
+}
+
+/// How a job computes and saves.
+#[derive(Clone, Copy)]
+struct Job {
+    layer: Duration,
+    puts: Puts,
+    work: Work,
 }
 
 /// A node, and a client that reaches it one way.
@@ -143,7 +168,7 @@ impl Saver {
     }
 
     /// One job, whose layers are saved while others are computed.
-    fn job(&self, layer: Duration, puts: Puts) -> anyhow::Result<Vec<BlockHash>> {
+    fn job(&self, job: Job) -> anyhow::Result<Vec<BlockHash>> {
         let _inside = self.runtime.enter();
         let (asker, hashes) = self.next();
         let mut save = self.client.save_layers(LayerSaveCall {
@@ -160,8 +185,8 @@ impl Saver {
         })?;
         for first in (0..self.payload.len()).step_by(SLICE_BYTES as usize) {
             let slice = self.payload.slice(first..first + SLICE_BYTES as usize);
-            compute(layer);
-            match puts {
+            job.work.compute(job.layer);
+            match job.puts {
                 Puts::Shared => save.put_shared(vec![slice; BLOCKS])?,
                 Puts::Copied => save.put(&[&slice[..]; BLOCKS])?,
             }
@@ -214,56 +239,50 @@ fn frame(identity: IdentityDigest, hash: BlockHash, payload: &[u8]) -> Frame {
         .expect("the bench's sizes are within the limits")
 }
 
-/// A layer on an accelerator.
-fn compute(layer: Duration) {
-    std::thread::sleep(layer);
-}
-
 /// Rows over real paths: jobs of whose time, when they wait for it, saving takes `share` percent.
-pub(super) fn rows(effort: &Effort, share: u32) -> anyhow::Result<Vec<Row>> {
+pub(super) fn rows(effort: &Effort, engine: Engine, share: u32) -> anyhow::Result<Vec<Row>> {
     let mut rows = Vec::new();
     for way in ["TLS over TCP", "shared memory"] {
         let name = format!("save of {share} % of the time over {way}, by layers beside compute");
+        let busy = format!("save of {share} % of the time over {way}, by layers beside a busy processor");
         let copied = format!("save of {share} % of the time over {way}, by copied layers beside compute");
         let behind = format!("save of {share} % of the time over {way}, from the last layer to its blocks");
-        if ![&name, &copied, &behind].into_iter().any(|name| effort.wants(name)) {
+        if ![&name, &busy, &copied, &behind].into_iter().any(|name| effort.wants(name)) {
             continue;
         }
         let saver = Saver::start(way)?;
         let layer = saver.probe()? * (100 - share) / share / LAYERS;
-        for puts in [Puts::Shared, Puts::Copied] {
-            saver.check(saver.job(layer, puts).inspect(|_| saver.saved())?)?;
+        let job = Job { layer, puts: Puts::Shared, work: Work::Accelerator };
+        let all_copied = Job { puts: Puts::Copied, ..job };
+        for job in [job, all_copied] {
+            saver.check(saver.job(job).inspect(|_| saver.saved())?)?;
         }
-        rows.extend(beside(effort, &saver, &name, (layer, Puts::Shared))?);
-        rows.extend(beside(effort, &saver, &copied, (layer, Puts::Copied))?);
-        rows.extend(after(effort, &saver, &behind, layer)?);
+        rows.extend(beside(effort, &saver, &name, job)?);
+        rows.extend(beside(effort, &saver, &busy, Job { work: Work::Processor(engine), ..job })?);
+        rows.extend(beside(effort, &saver, &copied, all_copied)?);
+        rows.extend(after(effort, &saver, &behind, job)?);
     }
     Ok(rows)
 }
 
 /// A line of jobs, to the last byte: nothing is gained by not saving.
-fn beside(
-    effort: &Effort,
-    saver: &Saver,
-    name: &str,
-    (layer, puts): (Duration, Puts),
-) -> anyhow::Result<Option<Row>> {
+fn beside(effort: &Effort, saver: &Saver, name: &str, job: Job) -> anyhow::Result<Option<Row>> {
     if !effort.wants(name) {
         return Ok(None);
     }
     let (jobs, failed) = (effort.scaled(JOBS), Cell::new(None));
-    let timed = |job: &dyn Fn() -> anyhow::Result<()>| {
+    let timed = |run: &dyn Fn() -> anyhow::Result<()>| {
         let begun = Instant::now();
         for _ in 0..jobs {
-            job().unwrap_or_else(|error| failed.set(Some(error)));
+            run().unwrap_or_else(|error| failed.set(Some(error)));
         }
         saver.saved();
         milliseconds(begun.elapsed())
     };
-    let ours = || timed(&|| saver.job(layer, puts).map(drop));
+    let ours = || timed(&|| saver.job(job).map(drop));
     let theirs = || {
         timed(&|| {
-            (0..LAYERS).for_each(|_| compute(layer));
+            (0..LAYERS).for_each(|_| job.work.compute(job.layer));
             saver.save()
         })
     };
@@ -273,21 +292,21 @@ fn beside(
 }
 
 /// From the last layer of a job until its blocks are there, against frames that leave behind it.
-fn after(effort: &Effort, saver: &Saver, name: &str, layer: Duration) -> anyhow::Result<Option<Row>> {
+fn after(effort: &Effort, saver: &Saver, name: &str, job: Job) -> anyhow::Result<Option<Row>> {
     if !effort.wants(name) {
         return Ok(None);
     }
     let failed = Cell::new(None);
-    let timed = |job: &dyn Fn() -> anyhow::Result<()>| {
-        job().unwrap_or_else(|error| failed.set(Some(error)));
+    let timed = |run: &dyn Fn() -> anyhow::Result<()>| {
+        run().unwrap_or_else(|error| failed.set(Some(error)));
         let begun = Instant::now();
         saver.saved();
         milliseconds(begun.elapsed())
     };
-    let ours = || timed(&|| saver.job(layer, Puts::Shared).map(drop));
+    let ours = || timed(&|| saver.job(job).map(drop));
     let theirs = || {
         timed(&|| {
-            (0..LAYERS).for_each(|_| compute(layer));
+            (0..LAYERS).for_each(|_| job.work.compute(job.layer));
             let _inside = saver.runtime.enter();
             let save = BackgroundSave { call: saver.whole(saver.next()), then_release: Vec::new() };
             Ok(saver.client.save_in_background(save)?)

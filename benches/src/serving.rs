@@ -1,12 +1,13 @@
-//! The node whose host is served: a process of its own, as in life.
+//! A node that serves its host and the network: a process of its own, as in life.
 //!
-//! Not here: what is timed (the parent module).
+//! Not here: what is timed (`host.rs`, `network/node.rs`).
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::Duration;
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 use kv_core::id::{BlockHash, Category, IdentityDigest, LeaseId, RequestId, TenantId};
 use kvfleet_node::{Node, NodeConfig, ShmSection};
 use kvfleet_proto::frame::{Frame, KeyForm, seal};
@@ -23,20 +24,20 @@ const SLICES: u32 = 32;
 
 /// A size of block, and which of them are held.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Size {
-    pub(super) payload_bytes: u32,
+pub(crate) struct Size {
+    pub(crate) payload_bytes: u32,
     /// Blocks that are held from the start: more than any cache holds.
-    pub(super) blocks: u32,
+    pub(crate) blocks: u32,
 }
 
-pub(super) const SIZES: [Size; 3] = [
+pub(crate) const SIZES: [Size; 3] = [
     Size { payload_bytes: 64 << 10, blocks: 1024 },
     Size { payload_bytes: 1 << 20, blocks: 96 },
     Size { payload_bytes: 4 << 20, blocks: 32 },
 ];
 
 impl Size {
-    pub(super) fn name(self) -> String {
+    pub(crate) fn name(self) -> String {
         match self.payload_bytes >> 20 {
             0 => format!("{} KiB", self.payload_bytes >> 10),
             mib => format!("{mib} MiB"),
@@ -44,7 +45,7 @@ impl Size {
     }
 
     /// The hash of one of its blocks.
-    pub(super) fn hash(self, number: u32) -> BlockHash {
+    pub(crate) fn hash(self, number: u32) -> BlockHash {
         let low = ((u64::from(self.payload_bytes) << 32) | (u64::from(number) + 1))
             .wrapping_mul(0x9E37_79B9_7F4A_7C15);
         let mut hash = [0; 16];
@@ -54,7 +55,7 @@ impl Size {
     }
 
     /// One of its blocks.
-    pub(super) fn frame(self, number: u32) -> anyhow::Result<Frame> {
+    pub(crate) fn frame(self, number: u32) -> anyhow::Result<Frame> {
         let payload: Vec<u8> =
             (0..self.payload_bytes).map(|at| (at.wrapping_mul(number + 31) >> 5) as u8).collect();
         let slices = vec![self.payload_bytes / SLICES; SLICES as usize];
@@ -78,16 +79,18 @@ fn config(dir: &Path) -> NodeConfig {
     config
 }
 
-pub(super) fn identity() -> IdentityDigest {
+/// Of its model.
+pub(crate) fn identity() -> IdentityDigest {
     config(Path::new("")).identity.manifest().digest()
 }
 
-pub(super) fn sockets(dir: &Path) -> PathBuf {
+/// Where its sockets for processes of its host are.
+pub(crate) fn sockets(dir: &Path) -> PathBuf {
     dir.join("sockets")
 }
 
 /// Who asks under a lease.
-pub(super) fn asker(lease: u64) -> Asker {
+pub(crate) fn asker(lease: u64) -> Asker {
     Asker {
         request: RequestId(lease),
         lease: LeaseId(lease),
@@ -134,14 +137,15 @@ async fn save(blocks: &dyn BlockService, size: Size, number: u32) -> anyhow::Res
 }
 
 /// The process, from outside.
-pub(super) struct Serving {
+pub(crate) struct Serving {
     child: Child,
-    pub(super) address: String,
+    /// Where it serves the network.
+    pub(crate) address: String,
 }
 
 impl Serving {
     /// Starts it on this directory; it has all its blocks then.
-    pub(super) fn start(dir: &Path) -> anyhow::Result<Serving> {
+    pub(crate) fn start(dir: &Path) -> anyhow::Result<Serving> {
         let mut child = Command::new(std::env::current_exe()?);
         let child = child.arg("--serve-host").arg(dir).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = child.spawn()?;
@@ -149,8 +153,19 @@ impl Serving {
         Ok(Serving { child, address })
     }
 
+    /// CPU time that it took so far, in hundredths of a second.
+    pub(crate) fn cpu_time(&self) -> anyhow::Result<Duration> {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()))?;
+        // User and system time are the twelfth and the thirteenth field behind the name, which may have anything in it.
+        let (_, fields) = stat.rsplit_once(')').context("what /proc says has no name")?;
+        let fields: Vec<&str> = fields.split_whitespace().collect();
+        let (Some(user), Some(system)) = (fields.get(11), fields.get(12)) else { bail!("/proc says {stat}") };
+        let ticks = user.parse::<u64>()? + system.parse::<u64>()?;
+        Ok(Duration::from_secs(ticks) / u32::try_from(rustix::param::clock_ticks_per_second())?)
+    }
+
     /// Lets it end.
-    pub(super) fn stop(mut self) -> anyhow::Result<()> {
+    pub(crate) fn stop(mut self) -> anyhow::Result<()> {
         drop(self.child.stdin.take());
         ensure!(self.child.wait()?.success(), "the node failed");
         Ok(())
