@@ -30,7 +30,8 @@ use held::Held;
 use threads::ThreadTcp;
 
 pub(crate) const ABOUT: &str = "fetches over loopback, by both network paths, every frame verified (CRC32C, hash, identity); \
-     against each other, bare stream loops on quinn with stock settings and with ours (same certificates, nothing verified), and as \
+     against each other, bare stream loops on quinn with stock settings and with ours (same certificates, nothing verified; one piece from a cache, dropped as it comes, \
+     or bytes from memory put together in memory), and as \
      limits bare TCP loops without encryption, on the runtime and on blocking threads; all sides in turn in each run. Of a node: a \
      node in a process of its own, what is fetched leased and from its DRAM tier";
 
@@ -66,11 +67,12 @@ const TLS: &str = "TLS over TCP";
 const QUIC: &str = "QUIC";
 
 /// Sides in the order in which `measure` gives them.
-const SIDES: [&str; 6] = [
+const SIDES: [&str; 7] = [
     TLS,
     QUIC,
     "quinn 0.11.12, stock settings",
     "quinn 0.11.12 with our settings",
+    "the same from memory into memory",
     "limit: tokio TCP, no encryption",
     "limit: blocking TCP, no encryption",
 ];
@@ -79,12 +81,16 @@ const SIDES: [&str; 6] = [
 const PAIRS: &[(usize, usize, &str)] = &[
     (0, 2, "limit 3: "),
     (0, 1, ""),
-    (0, 4, ""),
     (0, 5, ""),
+    (0, 6, ""),
     (1, 2, "limit 1.8: "),
     (1, 3, "limit 0.9: "),
     (1, 4, ""),
+    (1, 5, ""),
 ];
+
+/// A loop that moves as many other bytes as our path does.
+const MOVING: Tuning = Tuning { moves_memory: true, ..Tuning::OURS };
 
 /// What is said of each pair.
 const RATES: [(&str, Rate); 2] = [
@@ -113,7 +119,7 @@ pub(crate) trait Side: Send + Sync {
 
 /// All of them, ready to be asked.
 struct Sides {
-    asked: [Arc<dyn Side>; 5],
+    asked: [Arc<dyn Side>; 6],
     threads: ThreadTcp,
 }
 
@@ -126,6 +132,7 @@ impl Sides {
                 Arc::new(Ours::start_quic(server, client, shape).await?),
                 Arc::new((RawQuic::start(server, client).await?, bytes)),
                 Arc::new((RawQuic::tuned(server, client, &Tuning::OURS).await?, bytes)),
+                Arc::new((RawQuic::tuned(server, client, &MOVING).await?, bytes)),
                 Arc::new((RawTcp::start(shape.in_flight).await?, bytes)),
             ],
             threads: ThreadTcp::start(shape.in_flight).await?,

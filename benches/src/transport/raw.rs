@@ -28,6 +28,9 @@ use super::ANY;
 /// Bytes handed to the socket at once, and read at once over TCP.
 pub(crate) const PIECE: usize = 256 << 10;
 
+/// Bytes that are sent in turn where a loop moves memory: far more than lie in a cache.
+const MEMORY_BYTES: usize = 64 << 20;
+
 /// Settings of both ends.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tuning {
@@ -44,6 +47,9 @@ pub(crate) struct Tuning {
     pub(crate) connections: usize,
     /// Each end has a thread for its socket.
     pub(crate) own_threads: bool,
+    /// What is sent comes from memory, other bytes each time, and is put together in memory at the other end. Else one piece is sent
+    /// again and again out of a cache, and dropped as it comes.
+    pub(crate) moves_memory: bool,
 }
 
 impl Tuning {
@@ -56,6 +62,7 @@ impl Tuning {
         acks: None,
         connections: 1,
         own_threads: false,
+        moves_memory: false,
     };
 
     /// As our path is.
@@ -105,6 +112,7 @@ impl Tuning {
 }
 
 pub(crate) struct RawQuic {
+    keeps: bool,
     connections: Vec<Connection>,
     next: AtomicUsize,
     _ends: (Endpoint, Endpoint),
@@ -128,7 +136,7 @@ impl RawQuic {
         config.transport_config(tuning.transport());
         let (listening, serving) = tuning.open(Some(config))?;
         for _ in 0..tuning.connections {
-            tokio::spawn(serve_quic(listening.clone()));
+            tokio::spawn(serve_quic(listening.clone(), tuning.moves_memory));
         }
         let (mut dialing, asking) = tuning.open(None)?;
         let crypto = QuicClientConfig::try_from(client.quic_client())?;
@@ -140,7 +148,8 @@ impl RawQuic {
             connections.push(dialing.connect(listening.local_addr()?, SERVER_NAME)?.await?);
         }
         let (next, threads) = (AtomicUsize::new(0), [serving, asking]);
-        Ok(Self { connections, next, _ends: (listening, dialing), threads })
+        let keeps = tuning.moves_memory;
+        Ok(Self { keeps, connections, next, _ends: (listening, dialing), threads })
     }
 
     pub(crate) async fn fetch(&self, bytes: u64) -> anyhow::Result<()> {
@@ -149,25 +158,32 @@ impl RawQuic {
         ask.write_all(&bytes.to_le_bytes()).await?;
         ask.finish()?;
         let mut got = 0;
+        let mut kept = Vec::with_capacity(if self.keeps { bytes as usize } else { 0 });
         while let Some(chunk) = answer.read_chunk(PIECE, true).await? {
             got += chunk.bytes.len() as u64;
+            if self.keeps {
+                kept.extend_from_slice(&chunk.bytes);
+            }
         }
+        std::hint::black_box(&kept);
         ensure!(got == bytes, "{got} of {bytes} bytes came");
         Ok(())
     }
 }
 
 /// Serves until the client goes; what ends it is seen there.
-async fn serve_quic(endpoint: Endpoint) -> anyhow::Result<()> {
+async fn serve_quic(endpoint: Endpoint, moves_memory: bool) -> anyhow::Result<()> {
     let connection = endpoint.accept().await.context("the endpoint closed")?.await?;
-    let piece = Bytes::from(vec![0x5a; PIECE]);
+    let memory = Bytes::from(vec![0x5a; if moves_memory { MEMORY_BYTES } else { PIECE }]);
+    let mut at = 0;
     loop {
         let (mut answer, mut ask) = connection.accept_bi().await?;
         let mut length = [0; 8];
         ask.read_exact(&mut length).await?;
         let mut left = u64::from_le_bytes(length) as usize;
         while left > 0 {
-            let part = piece.slice(..left.min(PIECE));
+            let part = memory.slice(at..at + left.min(PIECE).min(memory.len() - at));
+            at = if moves_memory { (at + part.len()) % memory.len() } else { 0 };
             left -= part.len();
             answer.write_chunk(part).await?;
         }

@@ -69,6 +69,7 @@ impl Asks for QuicPath {
         let mut stream = QuicStream::opened(opened, &self.mates);
         stream.rank(wire::class_of(request));
         stream.write(message).await.map_err(|loss| loss.at(&self.peer))?;
+        stream.flush().await.map_err(|loss| loss.at(&self.peer))?;
         if sends == Sends::Request {
             stream.finish();
         }

@@ -1,7 +1,7 @@
 //! The bytes of one QUIC stream, as the code above both network paths wants them.
 //!
-//! Writes hand the frame's own memory to quinn, which sends when it sees fit: what is of a higher class first, as streams of
-//! one connection share its way. quinn lets a stream wait for ever behind others, and looks at its priority only when it comes
+//! Writes hand the frame's own memory to quinn, which sends when it sees fit: what is short together with what stands behind it, and
+//! what is of a higher class first, as streams of one connection share its way. quinn lets a stream wait for ever behind others, and looks at its priority only when it comes
 //! to the queue; so it is the others that yield: while one has moved nothing for [`Mates::patience`], all streams of its
 //! connection write as the last class, where each has its turn. What was written before goes first, which is a window at
 //! most. Not here: what the bytes are (`crate::stream`).
@@ -27,6 +27,10 @@ const PASSED_OVER_ROUND_TRIPS: u32 = 4;
 
 /// How long a stream that is over waits for its last bytes to be sent, with others yielding.
 const LEAVES_MAX: Duration = Duration::from_secs(5);
+
+/// What is shorter waits for what is written next, or for a flush: a message with a frame behind it wakes the connection once and
+/// needs no packet of its own.
+const HELD_BYTES_MAX: usize = 1024;
 
 /// The last class.
 const LAST: Class = Class::Prefetch;
@@ -78,13 +82,15 @@ pub(super) struct QuicStream {
     mates: Mates,
     /// Whether this end asks, and so reads what answers all it wrote.
     asks: bool,
+    /// Short bytes that were written and not handed to quinn.
+    held: Bytes,
 }
 
 impl QuicStream {
     /// A stream of the first class, at the end that answers.
     pub(super) fn accepted((send, recv): (SendStream, RecvStream), mates: &Mates) -> QuicStream {
         let (class, mates) = (Class::Fetch, mates.clone());
-        QuicStream { send, recv, class, as_class: class, mates, asks: false }
+        QuicStream { send, recv, class, as_class: class, mates, asks: false, held: Bytes::new() }
     }
 
     /// A stream of the first class, at the end that asks.
@@ -104,12 +110,32 @@ impl QuicStream {
 
     /// Nothing more is written: what quinn has still to send is not passed over for long either.
     pub(super) async fn leave(mut self) {
+        debug_assert!(self.held.is_empty(), "an answer is flushed");
         self.finish();
         if self.class == Class::Fetch || timeout(self.mates.patience(), self.send.stopped()).await.is_ok() {
             return;
         }
         let _passed_over = self.mates.pass_over();
         let _ = timeout(LEAVES_MAX, self.send.stopped()).await;
+    }
+
+    /// Hands what is held to quinn, and this behind it.
+    async fn hand_over(&mut self, bytes: Bytes) -> Result<(), Loss> {
+        let mut left = [std::mem::take(&mut self.held), bytes];
+        if self.class == Class::Fetch {
+            return self.send.write_all_chunks(&mut left).await.map_err(|error| write_loss(&error));
+        }
+        let mut passed_over = None;
+        while left.iter().any(|bytes| !bytes.is_empty()) {
+            match timeout(self.mates.patience(), self.send.write_chunks(&mut left)).await {
+                Ok(written) => {
+                    written.map_err(|error| write_loss(&error))?;
+                    passed_over = None;
+                }
+                Err(_) => passed_over = passed_over.or_else(|| Some(self.mates.pass_over())),
+            }
+        }
+        Ok(())
     }
 
     /// Tells the peer that its operation is not served.
@@ -171,24 +197,15 @@ impl Source for QuicStream {
 impl Stream for QuicStream {
     async fn write(&mut self, bytes: Bytes) -> Result<(), Loss> {
         self.line_up();
-        if self.class == Class::Fetch {
-            return self.send.write_chunk(bytes).await.map_err(|error| write_loss(&error));
+        if self.held.is_empty() && bytes.len() <= HELD_BYTES_MAX {
+            self.held = bytes;
+            return Ok(());
         }
-        let (mut left, mut passed_over) = ([bytes], None);
-        while !left[0].is_empty() {
-            match timeout(self.mates.patience(), self.send.write_chunks(&mut left)).await {
-                Ok(written) => {
-                    written.map_err(|error| write_loss(&error))?;
-                    passed_over = None;
-                }
-                Err(_) => passed_over = passed_over.or_else(|| Some(self.mates.pass_over())),
-            }
-        }
-        Ok(())
+        self.hand_over(bytes).await
     }
 
     async fn flush(&mut self) -> Result<(), Loss> {
-        Ok(())
+        if self.held.is_empty() { Ok(()) } else { self.hand_over(Bytes::new()).await }
     }
 
     /// The end of the stream says it, without a reason.
@@ -196,6 +213,7 @@ impl Stream for QuicStream {
         if reason.is_some() {
             self.write(end_bytes(reason)).await?;
         }
+        self.flush().await?;
         self.finish();
         Ok(())
     }
