@@ -96,6 +96,7 @@ impl ShmPath {
     ) -> Result<Option<SaveAnswer>, PathError> {
         let mut patience = Patience::new(self.link.peer(), self.stall_timeout);
         let at_once = self.pieces_at_once(layers);
+        let mut turn = Turn::default();
         for layer in 0.. {
             let slices = match self.next_layer(&asking, layers, (layer, wanted.len()), &patience).await? {
                 Handed::Layer(slices) => slices,
@@ -103,7 +104,7 @@ impl ShmPath {
                 Handed::Slow => return Ok(None),
             };
             for piece in pieces(slices, wanted) {
-                layers.sent(self.put_piece(&asking, &piece, at_once).await?);
+                layers.sent(self.put_piece(&asking, &piece, (at_once, &mut turn)).await?);
                 patience.heard();
             }
         }
@@ -112,7 +113,7 @@ impl ShmPath {
         };
         let heads = wanted.iter().enumerate().map(head).collect();
         for piece in pieces(heads, wanted) {
-            layers.sent(self.put_piece(&asking, &piece, at_once).await?);
+            layers.sent(self.put_piece(&asking, &piece, (at_once, &mut turn)).await?);
         }
         self.done(asking).await.map(Some)
     }
@@ -139,7 +140,13 @@ impl ShmPath {
     }
 
     /// Puts one piece once so few others are there: how many bytes it has.
-    async fn put_piece(&self, asking: &Asking, piece: &[Bytes], at_once: usize) -> Result<usize, PathError> {
+    async fn put_piece(
+        &self,
+        asking: &Asking,
+        piece: &[Bytes],
+        (at_once, turn): (usize, &mut Turn),
+    ) -> Result<usize, PathError> {
+        let bytes = piece.iter().map(Bytes::len).sum();
         let put = async {
             while asking.puts() >= at_once {
                 match asking.next().await? {
@@ -147,10 +154,29 @@ impl ShmPath {
                     other => return Err(self.unexpected(&other)),
                 }
             }
+            turn.before(bytes).await;
             self.put(asking, piece).await
         };
         self.timed(put).await?;
-        Ok(piece.iter().map(Bytes::len).sum())
+        Ok(bytes)
+    }
+}
+
+/// How much was copied in one turn of a thread. A copy waits for nothing, and neither does who is answered at once: without turns a
+/// whole layer would be one.
+#[derive(Default)]
+pub(super) struct Turn {
+    bytes: usize,
+}
+
+impl Turn {
+    /// Before a copy of so many bytes: others have their turn if those before were enough for one.
+    pub(super) async fn before(&mut self, bytes: usize) {
+        if self.bytes >= TURN_BYTES {
+            self.bytes = 0;
+            tokio::task::yield_now().await;
+        }
+        self.bytes += bytes;
     }
 }
 
@@ -210,16 +236,12 @@ impl Layered {
         offer.is_by_layer = true;
         serving.lending.post(&ToClient::Offer { op, offer });
         let mut pieces = Pieces { serving, op, parts, piece: None };
-        let mut turn_bytes = 0;
+        let mut turn = Turn::default();
         for (layer, slice_bytes) in layout.slice_bytes().iter().enumerate() {
             for position in 0..blocks {
+                turn.before(*slice_bytes as usize).await;
                 pieces.read(room.slice(position, layer).ok_or(ServeError::NoRoom)?).await?;
                 room.came(position);
-                turn_bytes += *slice_bytes as usize;
-                if turn_bytes >= TURN_BYTES {
-                    turn_bytes = 0;
-                    tokio::task::yield_now().await;
-                }
                 // Slices may be short, and a million of them are there without a wait.
                 tokio::task::consume_budget().await;
             }

@@ -14,6 +14,7 @@ use kvfleet_proto::frame::Frame;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::guess::Guess;
+use super::layered::Turn;
 use super::link::{Asking, LOOK_AGAIN, Link, Reply, Row};
 use super::{AT_ONCE_BLOCKS_MAX, AT_ONCE_BYTES_MAX, BLOCKS_PER_ASK_MAX};
 use crate::slices::Whole;
@@ -280,8 +281,10 @@ impl ShmPath {
                 return Ok(SaveAnswer::Refused(refusal));
             }
         };
+        let mut turn = Turn::default();
         for (position, _) in wanted.iter().enumerate().filter(|(_, wanted)| **wanted) {
             let frame = source(first + position);
+            turn.before(frame.bytes.len()).await;
             self.timed(self.put(&asking, &[frame.bytes])).await?;
         }
         self.done(asking).await

@@ -3,7 +3,7 @@
 use std::os::fd::AsFd;
 
 use super::super::map::memory_file;
-use super::super::packet::{ToClient, ToNode, TrayPlace};
+use super::super::packet::{ToClient, ToNode, TrayPlace, Welcome};
 use super::hostile::{Forger, PART, Raw, good_welcome, raw_client};
 use super::*;
 use crate::suite::{Computed, PATIENCE, done, frame_of, save_request};
@@ -158,9 +158,15 @@ async fn a_client_that_goes_quiet_between_layers_is_not_waited_for() {
 
 /// A path to a forger, and the forger's end.
 async fn forged() -> (Arc<dyn Path>, Raw) {
+    forged_with(PART).await
+}
+
+/// The same with a tray whose parts have so many bytes.
+async fn forged_with(part: u64) -> (Arc<dyn Path>, Raw) {
     let forger = Forger::new();
-    let (tray, arena) = (memory_file(2 * PART).unwrap(), memory_file(PART).unwrap());
-    let welcome = ToClient::Welcome(good_welcome()).encode();
+    let (tray, arena) = (memory_file(2 * part).unwrap(), memory_file(PART).unwrap());
+    let welcome = Welcome { tray_in_bytes: part, tray_out_bytes: part, ..good_welcome() };
+    let welcome = ToClient::Welcome(welcome).encode();
     forger.welcome(&welcome, &[tray.as_fd(), arena.as_fd()]).await.unwrap()
 }
 
@@ -233,6 +239,38 @@ async fn a_node_that_knows_of_frames_only_is_asked_for_layers_once() {
     raw.tell(&ToClient::Ended { op });
     assert_eq!(soon(saving).await.unwrap().unwrap(), None);
     assert!(path.failure().is_none() && !path.streams_saves());
+}
+
+/// A node that answers at once, or as here has room for all of it, is no reason to keep a thread from what else runs on it.
+#[tokio::test]
+async fn who_saves_leaves_its_thread_to_others_while_it_copies() {
+    const BLOCKS: usize = 64;
+    let (slices, blocks) = ([128 << 10], hashes(BLOCKS as u32));
+    for is_by_layer in [true, false] {
+        let (path, mut raw) = forged_with(64 << 20).await;
+        let (blocks, request) = (blocks.clone(), request(&blocks, &slices));
+        let saving = tokio::spawn(async move {
+            let mut computed = Computed::new(&blocks, &slices);
+            if is_by_layer {
+                path.save_layers(request, &mut computed).await.map(drop)
+            } else {
+                path.save(request, &|position| computed.frame(position)).await.map(drop)
+            }
+        });
+        let ToNode::Ask { op, .. } = raw.hear_client().await else { panic!("it asks first") };
+        let mut offer = wire::offer_to_pb(&SaveOffer::Wanted(vec![true; BLOCKS]));
+        offer.is_by_layer = is_by_layer;
+        raw.tell(&ToClient::Offer { op, offer });
+        let (mut puts, mut most_at_once) = (0, 0);
+        while puts < BLOCKS {
+            let there = std::iter::from_fn(|| raw.there()).count();
+            puts += there;
+            most_at_once = most_at_once.max(there);
+            tokio::task::yield_now().await;
+        }
+        assert!(most_at_once <= 4, "{most_at_once} of {puts} in one turn, by layer: {is_by_layer}");
+        saving.abort();
+    }
 }
 
 /// Answers come as fast as pieces, and a save has thousands of them: they are not all kept until somebody looks.
