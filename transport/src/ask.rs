@@ -234,6 +234,9 @@ async fn send_layers<A: Asks>(
         for (slice, _) in
             slices.into_iter().zip(wanted).filter(|(slice, wanted)| **wanted && !slice.is_empty())
         {
+            if patience.is_over() {
+                return Ok(None);
+            }
             let bytes = slice.len();
             timed(asks, async { stream.write(slice).await.map_err(lost) }).await?;
             layers.sent(bytes);

@@ -212,6 +212,25 @@ async fn what_another_save_still_wrote_at_the_begin_is_offered_once_more() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_computation_longer_than_a_save_may_take_is_saved_whole_behind_it() {
+    let (network, services) = network(1, 0);
+    let client = client_on(&network);
+    let slices = [100; 80];
+    let mut save =
+        client.save_layers(LayerSaveCall { slice_bytes: slices.to_vec(), ..save_call(0..2) }).unwrap();
+    let frames = [0, 1].map(|block| frame_of(hash(block), &slices));
+    for layer in 0..slices.len() {
+        tokio::time::sleep(Duration::from_secs(4)).await; // on a clock that the test holds
+        let slices = frames.each_ref().map(|frame| frame.slice(layer).unwrap());
+        save.put(&slices.each_ref().map(|slice| &slice[..])).unwrap();
+    }
+    timeout(PATIENCE, services[0].aborts_seen(1)).await.expect("it is left");
+    save.finish().unwrap();
+    ended(&client).await;
+    assert_eq!([0, 1].map(|block| services[0].held(hash(block))), frames.map(Some));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_second_try_that_meets_the_first_one_comes_again() {
     // The node does not know yet that the first one ended.
     let (network, service) = contended(&[0, 3]);

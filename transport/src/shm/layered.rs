@@ -104,6 +104,9 @@ impl ShmPath {
                 Handed::Slow => return Ok(None),
             };
             for piece in pieces(slices, wanted) {
+                if patience.is_over() {
+                    return Ok(None);
+                }
                 layers.sent(self.put_piece(&asking, &piece, (at_once, &mut turn)).await?);
                 patience.heard();
             }
