@@ -318,7 +318,8 @@ async fn what_does_not_come_is_given_back_with_its_reason() {
     let (blocks, ends) = fetch(&client_on(&network), call(6, vec![source(0, 0, 6)])).await;
     assert_eq!(blocks, [0, 1, 2]);
     let miss = |first_missing_block, reason| {
-        Some(SourceMiss { node: NodeId(0), address: "node:0".to_owned(), first_missing_block, reason })
+        let address = "node:0".to_owned();
+        Some(SourceMiss { node: NodeId(0), address, first_missing_block, reason, cause: None })
     };
     assert_eq!(ends[0].miss, miss(3, MissReason::NotHeld));
     assert_eq!(ends[0].absent.iter().map(|back| back.block).collect::<Vec<_>>(), [3, 4, 5]);
@@ -326,6 +327,11 @@ async fn what_does_not_come_is_given_back_with_its_reason() {
     network.set_faults(Faults { cut_after: Some(1), ..Faults::default() });
     let (blocks, ends) = fetch(&client_on(&network), call(3, vec![source(0, 0, 3)])).await;
     assert_eq!((blocks, &ends[0].miss), (vec![0], &miss(1, MissReason::NodeLost)));
+
+    network.stop("node:0");
+    let (_, ends) = fetch(&client_on(&network), call(3, vec![source(0, 0, 3)])).await;
+    let miss = ends[0].miss.as_ref().expect("nobody is there");
+    assert!(miss.cause.as_ref().is_some_and(|cause| cause.contains("cannot reach node:0")), "{miss}");
 }
 
 #[tokio::test]
