@@ -857,7 +857,7 @@ unsafe fn judge(entry: &abi::Completion) {
     unsafe {
         let mut message = [0; 400];
         assert!(kvf_result_message(result, message.as_mut_ptr(), message.len()) > 0);
-        let message = std::ffi::CStr::from_ptr(message.as_ptr()).to_str().unwrap();
+        let message = CStr::from_ptr(message.as_ptr()).to_str().unwrap();
         assert!(message.contains("127.0.0.1:9"), "it says who and why: {message}");
         let mut decision: abi::Decision = std::mem::zeroed();
         decision.size = u32::try_from(size_of::<abi::Decision>()).unwrap();

@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use kv_core::id::{BlockHash, IdentityDigest};
 use kvfleet_proto::frame::{Frame, FrameHead, KeyForm, SliceLayout, crc32c};
-use kvfleet_transport::{BoxFuture, LayerSource, SaveAnswer, SaveRequest};
+use kvfleet_transport::{BoxFuture, LayerSource, SaveAnswer, SaveRequest, Streamed};
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 use tokio::task::yield_now;
 use tokio::time::{sleep, timeout_at};
@@ -223,18 +223,8 @@ async fn whole(call: &LayerSaveCall, mut layers: Layers) -> SaveCall {
     }
 }
 
-/// What became of slices.
-enum Streamed {
-    /// Nothing was offered.
-    Nothing,
-    /// They were answered.
-    Answered(SaveAnswer),
-    /// It did not come to a good end: what is whole may be saved once more, for blocks that are there are there. The node may hear
-    /// of it later than of that.
-    Left,
-}
-
-/// Streams slices, if the path and the node do.
+/// Streams slices, if the path and the node do. Whatever breaks on the way, what is whole may be saved once more: blocks that are there
+/// are there.
 async fn stream(client: &Client, call: &LayerSaveCall, layers: &mut Layers) -> Streamed {
     let epoch = Some(call.epoch);
     let Ok(Found { path, .. }) = client.paths.get(&call.address, epoch).await else {
@@ -252,7 +242,7 @@ async fn stream(client: &Client, call: &LayerSaveCall, layers: &mut Layers) -> S
         frame_bytes: layers.layout.frame_bytes() as u64,
     };
     match path.save_layers(request, layers).await {
-        Ok(answer) => answer.map_or(Streamed::Left, Streamed::Answered),
+        Ok(streamed) => streamed,
         Err(error) => {
             tracing::debug!(%error, address = call.address, "a save ended while it streamed");
             client.paths.failed(&call.address, epoch, &path, &error);

@@ -246,6 +246,27 @@ async fn a_second_try_that_meets_the_first_one_comes_again() {
     assert!(holds(&service, 0..3));
 }
 
+#[tokio::test(start_paused = true)]
+async fn what_was_never_begun_is_not_waited_for_behind_it() {
+    for is_busy in [true, false] {
+        let (network, services) = network(1, 0);
+        let client = client_on(&network);
+        // As after another request with the same first block.
+        services[0].hold(frame_of(hash(0), &SLICES));
+        services[0].set_busy(is_busy.then_some(Duration::from_millis(1)));
+        services[0].set_takes_layers(false);
+        let mut save = client.save_layers(save_call(0..3)).unwrap();
+        put(&mut save, 0..3, 0..3);
+        tokio::time::sleep(Duration::from_secs(1)).await; // on a clock that the test holds
+        services[0].set_busy(None);
+        let begun = Instant::now();
+        save.finish().unwrap();
+        ended(&client).await;
+        assert!(begun.elapsed() < Duration::from_secs(1), "{:?}, busy: {is_busy}", begun.elapsed());
+        assert!(holds(&services[0], 0..3));
+    }
+}
+
 #[tokio::test]
 async fn saves_that_do_not_stream_keep_no_turn_from_those_that_do() {
     let (network, services) = network(1, 0);

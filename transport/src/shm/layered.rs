@@ -20,7 +20,7 @@ use super::packet::{ToClient, TrayPlace};
 use super::path::ShmPath;
 use super::serving::{SavePart, ServeError, Serving};
 use crate::layered::{Handed, Patience, next_layer};
-use crate::{LayerSource, PathError, SaveAnswer, SaveOffer, SaveRequest, SaveSession, wire};
+use crate::{LayerSource, PathError, SaveOffer, SaveRequest, SaveSession, Streamed, wire};
 
 /// Bytes of one piece where slices are shorter: some ten microseconds of copying, so that both ends work at once.
 const PIECE_BYTES: usize = 128 << 10;
@@ -32,20 +32,20 @@ const PIECES_AT_ONCE_MAX: usize = 64;
 const TURN_BYTES: usize = 256 << 10;
 
 impl ShmPath {
-    /// Saves blocks that are being computed. Nothing where that is not to be, which leaves the whole frames to the caller.
+    /// Saves blocks that are being computed. Where that is not to be, the whole frames are the caller's to save.
     pub(super) async fn save_by_layer(
         &self,
         request: SaveRequest,
         layers: &mut dyn LayerSource,
-    ) -> Result<Option<SaveAnswer>, PathError> {
+    ) -> Result<Streamed, PathError> {
         let blocks = request.hashes.len();
         if blocks > BLOCKS_PER_ASK_MAX {
-            return Ok(None);
+            return Ok(Streamed::Nothing);
         }
         let asking = match self.link.begin(0, wire::save_layers_to_pb(&request, layers.slice_bytes())) {
             Ok(asking) => asking,
             // What no node would take may do without the lengths.
-            Err(PathError::TooLarge { .. }) => return Ok(None),
+            Err(PathError::TooLarge { .. }) => return Ok(Streamed::Nothing),
             Err(error) => return Err(error),
         };
         let offer = match self.timed(asking.next()).await? {
@@ -58,10 +58,10 @@ impl ShmPath {
         else {
             // Who was busy or refused may not be when all is there.
             asking.finish();
-            return Ok(None);
+            return Ok(Streamed::Nothing);
         };
         if !wanted.contains(&true) {
-            return self.done(asking).await.map(Some);
+            return self.done(asking).await.map(Streamed::Answered);
         }
         if is_by_layer {
             return self.send_layers(asking, &wanted, layers).await;
@@ -75,9 +75,9 @@ impl ShmPath {
                 asking.finish();
                 self.saves_frames.store(true, Ordering::Relaxed);
             }
-            _ => {}
+            _ => return Ok(Streamed::Left),
         }
-        Ok(None)
+        Ok(Streamed::Nothing)
     }
 
     /// Pieces of a save that the node may have to read, which have these slices: a quarter of the tray, so that others find their places
@@ -93,7 +93,7 @@ impl ShmPath {
         asking: Asking,
         wanted: &[bool],
         layers: &mut dyn LayerSource,
-    ) -> Result<Option<SaveAnswer>, PathError> {
+    ) -> Result<Streamed, PathError> {
         let mut patience = Patience::new(self.link.peer(), self.stall_timeout);
         let at_once = self.pieces_at_once(layers);
         let mut turn = Turn::default();
@@ -101,11 +101,11 @@ impl ShmPath {
             let slices = match self.next_layer(&asking, layers, (layer, wanted.len()), &patience).await? {
                 Handed::Layer(slices) => slices,
                 Handed::End => break,
-                Handed::Slow => return Ok(None),
+                Handed::Slow => return Ok(Streamed::Left),
             };
             for piece in pieces(slices, wanted) {
                 if patience.is_over() {
-                    return Ok(None);
+                    return Ok(Streamed::Left);
                 }
                 layers.sent(self.put_piece(&asking, &piece, (at_once, &mut turn)).await?);
                 patience.heard();
@@ -118,7 +118,7 @@ impl ShmPath {
         for piece in pieces(heads, wanted) {
             layers.sent(self.put_piece(&asking, &piece, (at_once, &mut turn)).await?);
         }
-        self.done(asking).await.map(Some)
+        self.done(asking).await.map(Streamed::Answered)
     }
 
     /// The next layer. Meanwhile the places of what was put before come back: others need them.

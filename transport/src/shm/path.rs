@@ -20,7 +20,7 @@ use super::{AT_ONCE_BLOCKS_MAX, AT_ONCE_BYTES_MAX, BLOCKS_PER_ASK_MAX};
 use crate::slices::Whole;
 use crate::{
     AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, MissReason, Path, PathError, SaveAnswer,
-    SaveDone, SaveOffer, SaveRequest, SliceSink, wire,
+    SaveDone, SaveOffer, SaveRequest, SliceSink, Streamed, wire,
 };
 
 /// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
@@ -411,7 +411,7 @@ impl Path for ShmPath {
         &'a self,
         request: SaveRequest,
         layers: &'a mut dyn LayerSource,
-    ) -> BoxFuture<'a, Result<Option<SaveAnswer>, PathError>> {
+    ) -> BoxFuture<'a, Result<Streamed, PathError>> {
         Box::pin(self.save_by_layer(request, layers))
     }
 
