@@ -855,7 +855,10 @@ unsafe fn judge(entry: &abi::Completion) {
     let result = entry.result;
     // SAFETY: the result is there until it is freed below; each struct is written before it is read.
     unsafe {
-        assert!(kvf_result_message(result, null_mut(), 0) > 0);
+        let mut message = [0; 400];
+        assert!(kvf_result_message(result, message.as_mut_ptr(), message.len()) > 0);
+        let message = CStr::from_ptr(message.as_ptr()).to_str().unwrap();
+        assert!(message.contains("127.0.0.1:9"), "it says who and why: {message}");
         let mut decision: abi::Decision = std::mem::zeroed();
         decision.size = u32::try_from(size_of::<abi::Decision>()).unwrap();
         refused(kvf_result_decision(result, &raw mut decision), status::NOT_FOUND, "no decision");

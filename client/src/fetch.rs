@@ -90,11 +90,14 @@ pub struct SourceMiss {
     pub first_missing_block: u32,
     /// Why.
     pub reason: MissReason,
+    /// What is broken between here and the node, and what to do about it, where that is known.
+    pub cause: Option<String>,
 }
 
 impl std::fmt::Display for SourceMiss {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}: {} from block {}", self.node, self.reason.name(), self.first_missing_block)
+        write!(f, "{}: {} from block {}", self.node, self.reason.name(), self.first_missing_block)?;
+        self.cause.as_ref().map_or(Ok(()), |cause| write!(f, ", {cause}"))
     }
 }
 
@@ -231,6 +234,8 @@ pub(crate) struct Came {
     pub(crate) wrong_blocks: u32,
     /// Why not all; nothing when all came.
     pub(crate) reason: Option<MissReason>,
+    /// What is broken, where that is why.
+    pub(crate) cause: Option<String>,
     /// Whether the node may hold a lease now.
     pub(crate) leased: bool,
 }
@@ -374,11 +379,12 @@ impl OneSource {
                 Ok(Err(error)) => return lost(&self.address, &error, false),
                 Err(_) => return Came { reason: Some(MissReason::TooLate), ..Came::default() },
             };
-            let (came, error) = self.fetch_over(&found.path, taking).await;
+            let (mut came, error) = self.fetch_over(&found.path, taking).await;
             let Some(error) = error else {
                 // A stream that was cut says nothing of the others; a path that ended does.
                 if let Some(error) = found.path.failure() {
                     paths.failed(&self.address, self.epoch(), &found.path, &error);
+                    came.cause = (came.reason == Some(MissReason::NodeLost)).then(|| error.to_string());
                 }
                 return came;
             };
@@ -440,7 +446,8 @@ impl OneSource {
 
 fn lost(address: &str, error: &PathError, leased: bool) -> Came {
     tracing::debug!(address, %error, "source lost");
-    Came { reason: Some(MissReason::NodeLost), leased, ..Came::default() }
+    let cause = Some(error.to_string());
+    Came { reason: Some(MissReason::NodeLost), cause, leased, ..Came::default() }
 }
 
 /// Puts the sources' parts together up to the first block that is missing.
@@ -465,6 +472,7 @@ fn assemble(call: &FetchCall, came: Vec<(Came, Vec<Frame>)>) -> FetchOutcome {
                 address: source.address.clone(),
                 first_missing_block: source.start_blocks.saturating_add(delivered),
                 reason: came.reason.unwrap_or(MissReason::NodeLost),
+                cause: came.cause,
             });
         }
         whole &= !short;

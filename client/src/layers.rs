@@ -15,6 +15,7 @@
 mod feed;
 mod rooms;
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -106,8 +107,8 @@ pub struct SourceEnd<R> {
     pub source: usize,
     /// What it did not deliver of what it should have; nothing when all came, but what was left out.
     pub miss: Option<SourceMiss>,
-    /// Blocks that did not come whole, with their rooms. Of what is in them only slices that were told of are of use.
-    pub absent: Vec<(u32, R)>,
+    /// Rooms of blocks that did not come whole.
+    pub absent: Vec<RoomBack<R>>,
     /// The lease that its node may hold now.
     pub lease: Option<HeldLease>,
     /// Encoded bytes of all frames that arrived, usable or not.
@@ -116,7 +117,7 @@ pub struct SourceEnd<R> {
     pub wrong_blocks: u32,
 }
 
-/// A room that came back without its block having been told as [`LayerEvent::Arrived`].
+/// A room that came back without its block having been heard of as [`LayerEvent::Arrived`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RoomBack<R> {
     /// Which block of the request.
@@ -130,13 +131,32 @@ pub struct RoomBack<R> {
 /// Rooms of a fetch that is over, as its tasks let go of them. Dropping it drops those that are still to come, as soon as they do.
 #[derive(Debug)]
 pub struct RoomsLeft<R> {
+    /// What was told and not heard, or is being told at this moment: there are rooms in it too.
+    events: mpsc::UnboundedReceiver<LayerEvent<R>>,
     back: mpsc::UnboundedReceiver<RoomBack<R>>,
+    /// Layers of a block that is whole.
+    layers: u32,
+    /// Out of events, and not taken yet.
+    told: VecDeque<RoomBack<R>>,
 }
 
 impl<R> RoomsLeft<R> {
+    /// Of blocks of so many layers, whose events were closed.
+    fn of(
+        events: mpsc::UnboundedReceiver<LayerEvent<R>>,
+        back: mpsc::UnboundedReceiver<RoomBack<R>>,
+        layers: u32,
+    ) -> RoomsLeft<R> {
+        RoomsLeft { events, back, layers, told: VecDeque::new() }
+    }
+
     /// All that come, in ascending order of their blocks: some moments, in which nothing is waited for but the tasks' own turn.
     pub async fn all(mut self) -> Vec<RoomBack<R>> {
-        let mut all = Vec::new();
+        // Also what somebody is about to tell, which a look does not see.
+        while let Some(event) = self.events.recv().await {
+            self.hear(event);
+        }
+        let mut all: Vec<_> = self.told.into();
         while let Some(back) = self.back.recv().await {
             all.push(back);
         }
@@ -146,13 +166,29 @@ impl<R> RoomsLeft<R> {
 
     /// One that has come, for a thread that never waits.
     pub fn poll(&mut self) -> Option<RoomBack<R>> {
-        self.back.try_recv().ok()
+        while self.told.is_empty() {
+            let Ok(event) = self.events.try_recv() else { return self.back.try_recv().ok() };
+            self.hear(event);
+        }
+        self.told.pop_front()
     }
 
     /// Whether all have come and were taken: nothing is written to any room of the fetch any more.
     #[must_use]
     pub fn is_over(&self) -> bool {
-        self.back.is_closed() && self.back.is_empty()
+        // Once nobody is there to tell anything, all that was told can be seen.
+        let is_told = self.events.sender_strong_count() == 0 && self.back.sender_strong_count() == 0;
+        is_told && self.told.is_empty() && self.events.is_empty() && self.back.is_empty()
+    }
+
+    fn hear(&mut self, event: LayerEvent<R>) {
+        match event {
+            LayerEvent::Slices { .. } | LayerEvent::Short { .. } => {}
+            LayerEvent::Arrived { block, room } => {
+                self.told.push_back(RoomBack { block, room, layers: self.layers });
+            }
+            LayerEvent::Ended(end) => self.told.extend(end.absent),
+        }
     }
 }
 
@@ -231,17 +267,19 @@ impl<R> LayerFetch<R> {
         self.events.close();
     }
 
-    /// Ends it. Rooms that were not handed back come as soon as nothing is written to them any more.
+    /// Ends it. Rooms that were not handed back come as soon as nothing is written to them any more; also those that were, in events
+    /// that nobody heard. A node whose source was not heard to end may hold the call's lease.
     #[must_use]
     pub fn rooms_left(mut self) -> RoomsLeft<R> {
         self.close();
-        RoomsLeft { back: self.back }
+        RoomsLeft::of(self.events, self.back, self.layers)
     }
 
     /// Whether every source has ended and all of that was heard.
     #[must_use]
     pub fn is_over(&self) -> bool {
-        self.events.is_closed() && self.events.is_empty()
+        // Closed is not enough: somebody may be about to tell what was begun before.
+        self.events.sender_strong_count() == 0 && self.events.is_empty()
     }
 }
 

@@ -266,7 +266,7 @@ impl<R> Prefill<R> {
     #[must_use]
     pub fn end(mut self) -> PrefillEnd<R> {
         let computed = self.pass().collect();
-        // What happens from here on comes by way of the rooms that are left.
+        // What happens from here on comes by way of the rooms that are left, as does what is being told at this moment.
         self.fetch.close();
         while let Some(event) = self.fetch.poll() {
             self.told(event);
@@ -334,10 +334,9 @@ impl<R> Prefill<R> {
                 blocks.for_each(|block| self.race.lost(block - self.blocks.start));
             }
             LayerEvent::Ended(mut end) => {
-                for (block, room) in end.absent.drain(..) {
-                    let number = block - self.blocks.start;
-                    self.race.lost(number);
-                    self.absent.push(RoomBack { block, room, layers: self.race.here(number) });
+                for back in end.absent.drain(..) {
+                    self.race.lost(back.block - self.blocks.start);
+                    self.absent.push(back);
                 }
                 self.awaited.remove(&end.source);
                 self.ends.push(*end);

@@ -17,7 +17,7 @@ use crate::slices::{Filling, Whole};
 use crate::stream::{MESSAGE_BYTES_MAX, Next, Stream, read_frame, read_message};
 use crate::{
     AskedLayers, FetchAnswer, FetchRequest, LayerSource, MissReason, PathError, SaveAnswer, SaveOffer,
-    SaveRequest, SliceSink, layered, pieces, wire,
+    SaveRequest, SliceSink, Streamed, layered, pieces, wire,
 };
 
 /// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
@@ -187,33 +187,35 @@ async fn offer<A: Asks>(
     Ok(Err(answer))
 }
 
-/// The same of blocks that are being computed: slices as they come. Nothing where that is not to be, which leaves its turn to others
-/// and the whole frames to the caller.
+/// The same of blocks that are being computed: slices as they come. Where that is not to be its turn is others', and the whole frames are
+/// the caller's to save.
 pub(crate) async fn save_layers<A: Asks>(
     asks: &A,
     request: &SaveRequest,
     layers: &mut dyn LayerSource,
-) -> Result<Option<SaveAnswer>, PathError> {
+) -> Result<Streamed, PathError> {
     let wire = wire::save_layers_to_pb(request, layers.slice_bytes());
     // What no peer would take may do without the lengths.
     if wire.encoded_len() > MESSAGE_BYTES_MAX {
-        return Ok(None);
+        return Ok(Streamed::Nothing);
     }
     // Who was busy or refused may not be when all is there.
     let Ok(Offered { wanted, stream, is_by_layer }) = offer(asks, request, &wire).await? else {
-        return Ok(None);
+        return Ok(Streamed::Nothing);
     };
     if !wanted.contains(&true) {
-        return done(asks, stream).await.map(Some);
+        return done(asks, stream).await.map(Streamed::Answered);
     }
     if is_by_layer {
         return send_layers(asks, stream, &wanted, layers).await;
     }
     // Only a node that knows of it answers an end before the first frame. Silence says nothing of what it knows.
-    if done(asks, stream).await.is_err_and(|error| !matches!(error, PathError::TimedOut { .. })) {
-        asks.saves_frames();
+    match done(asks, stream).await {
+        Ok(_) => return Ok(Streamed::Nothing),
+        Err(PathError::TimedOut { .. }) => {}
+        Err(_) => asks.saves_frames(),
     }
-    Ok(None)
+    Ok(Streamed::Left)
 }
 
 /// Sends the slices of wanted blocks as they come, then their heads.
@@ -222,18 +224,21 @@ async fn send_layers<A: Asks>(
     mut stream: A::Stream,
     wanted: &[bool],
     layers: &mut dyn LayerSource,
-) -> Result<Option<SaveAnswer>, PathError> {
+) -> Result<Streamed, PathError> {
     let lost = |loss: crate::stream::Loss| loss.at(asks.peer());
     let mut patience = Patience::new(asks.peer(), asks.stall_timeout());
     for layer in 0.. {
         let slices = match layered::next_layer(layers, (layer, wanted.len()), &patience).await? {
             Handed::Layer(slices) => slices,
             Handed::End => break,
-            Handed::Slow => return Ok(None),
+            Handed::Slow => return Ok(Streamed::Left),
         };
         for (slice, _) in
             slices.into_iter().zip(wanted).filter(|(slice, wanted)| **wanted && !slice.is_empty())
         {
+            if patience.is_over() {
+                return Ok(Streamed::Left);
+            }
             let bytes = slice.len();
             timed(asks, async { stream.write(slice).await.map_err(lost) }).await?;
             layers.sent(bytes);
@@ -248,7 +253,7 @@ async fn send_layers<A: Asks>(
         timed(asks, async { stream.write(head).await.map_err(lost) }).await?;
         layers.sent(bytes);
     }
-    done(asks, stream).await.map(Some)
+    done(asks, stream).await.map(Streamed::Answered)
 }
 
 pub(crate) async fn release<A: Asks>(asks: &A, lease: LeaseId) -> Result<(), PathError> {

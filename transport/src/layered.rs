@@ -11,6 +11,7 @@ use kvfleet_proto::frame::SliceLayout;
 
 use tokio::time::{Instant, timeout_at};
 
+use crate::serve::TIMES;
 use crate::stream::{ItemError, Source};
 use crate::{BoxFuture, PathError};
 
@@ -47,6 +48,10 @@ pub trait LayerRoom: Send {
     fn put_head(&mut self, head: Bytes) -> BoxFuture<'_, ()>;
 }
 
+/// For so long a save may go on as it comes, well within what a node bounds a save by in all: what is left then is a layer under way,
+/// the heads, and a node that began to count when it was asked.
+const STREAM_TIME_MAX: Duration = TIMES.save_max.saturating_sub(Duration::from_secs(30));
+
 /// What a saver hands over is not what it announced.
 fn other_slices(peer: &str) -> PathError {
     let cause =
@@ -60,14 +65,16 @@ pub(crate) enum Handed {
     Layer(Vec<Bytes>),
     /// The last layer came before.
     End,
-    /// Nothing for so long that the node would end the operation. That is the computation's doing, and says nothing of the path.
+    /// Nothing for so long, or all of it takes so long, that the node would end the operation. That is the computation's doing, and says
+    /// nothing of the path.
     Slow,
 }
 
-/// For how long a node still awaits the next bytes.
+/// For how long a node still awaits the next bytes, and the save.
 pub(crate) struct Patience<'p> {
     peer: &'p str,
     stall_timeout: Duration,
+    begun: Instant,
     /// When it had some.
     heard: Instant,
 }
@@ -75,12 +82,23 @@ pub(crate) struct Patience<'p> {
 impl Patience<'_> {
     /// Of a node that waits for `stall_timeout` from now on.
     pub(crate) fn new(peer: &str, stall_timeout: Duration) -> Patience<'_> {
-        Patience { peer, stall_timeout, heard: Instant::now() }
+        let begun = Instant::now();
+        Patience { peer, stall_timeout, begun, heard: begun }
     }
 
     /// Bytes went. Of a layer whose slices are empty it hears nothing.
     pub(crate) fn heard(&mut self) {
         self.heard = Instant::now();
+    }
+
+    /// Whether the node would not wait for all of it any more, however fast the next bytes are.
+    pub(crate) fn is_over(&self) -> bool {
+        self.begun.elapsed() >= STREAM_TIME_MAX
+    }
+
+    /// Until when the next layer is waited for: well before the node stops.
+    fn until(&self) -> Instant {
+        (self.heard + self.stall_timeout / 2).min(self.begun + STREAM_TIME_MAX)
     }
 }
 
@@ -90,9 +108,10 @@ pub(crate) async fn next_layer(
     (layer, blocks): (usize, usize),
     patience: &Patience<'_>,
 ) -> Result<Handed, PathError> {
-    // Well before the node does.
-    let until = patience.heard + patience.stall_timeout / 2;
-    let Ok(next) = timeout_at(until, source.next()).await else { return Ok(Handed::Slow) };
+    if patience.is_over() {
+        return Ok(Handed::Slow);
+    }
+    let Ok(next) = timeout_at(patience.until(), source.next()).await else { return Ok(Handed::Slow) };
     match (next, source.slice_bytes().get(layer)) {
         (None, None) => Ok(Handed::End),
         (Some(slices), Some(&bytes))
@@ -129,4 +148,56 @@ pub(crate) async fn read_head(
 ) -> Result<Bytes, ItemError> {
     let mut head = vec![0; layout.head_bytes()];
     if source.read_into(&mut head, behind).await? { Ok(head.into()) } else { Err(ItemError::Cut) }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use tokio::time::sleep;
+
+    use super::*;
+
+    /// Layers that take so long each.
+    struct Slow(Duration, [u32; 100]);
+
+    impl LayerSource for Slow {
+        fn slice_bytes(&self) -> &[u32] {
+            &self.1
+        }
+
+        fn next(&mut self) -> BoxFuture<'_, Option<Vec<Bytes>>> {
+            Box::pin(async {
+                sleep(self.0).await;
+                Some(vec![Bytes::from_static(b"slice")])
+            })
+        }
+
+        fn head(&self, _: usize) -> Bytes {
+            Bytes::new()
+        }
+    }
+
+    /// How long such a computation streams to a node that waits for ten seconds.
+    async fn streamed(layer: Duration) -> Duration {
+        let (mut source, stall_timeout) = (Slow(layer, [5; 100]), Duration::from_secs(10));
+        let begun = Instant::now();
+        let mut patience = Patience::new("a node", stall_timeout);
+        for layer in 0.. {
+            match next_layer(&mut source, (layer, 1), &patience).await.unwrap() {
+                Handed::Layer(_) => patience.heard(),
+                Handed::Slow => break,
+                Handed::End => panic!("it has more layers"),
+            }
+        }
+        begun.elapsed()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_slow_computation_is_left_before_the_node_ends_it() {
+        assert_eq!(streamed(Duration::from_secs(6)).await, Duration::from_secs(5), "by a layer that is late");
+        // Each is in time, and all of them take longer than a node lets a save take.
+        let took = streamed(Duration::from_secs(4)).await;
+        assert!(took * 100 > TIMES.save_max * 85 && took <= STREAM_TIME_MAX, "{took:?}");
+        assert!(took + 2 * Duration::from_secs(10) < TIMES.save_max, "what is under way has its time");
+    }
 }

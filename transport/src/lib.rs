@@ -308,6 +308,29 @@ pub enum SaveAnswer {
     Refused(SaveRefusal),
 }
 
+/// What became of a save by layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Streamed {
+    /// The path cannot, or the node has no room for it now or wants nothing of it yet. It knows that no slices come.
+    Nothing,
+    /// It was sent to its end.
+    Answered(SaveAnswer),
+    /// It was left before its end, since the node would not have waited so long for the computation. The node may hear of that later than
+    /// of what it is asked next.
+    Left,
+}
+
+impl Streamed {
+    /// What the node said of all of it.
+    #[must_use]
+    pub fn answer(self) -> Option<SaveAnswer> {
+        match self {
+            Streamed::Answered(answer) => Some(answer),
+            Streamed::Nothing | Streamed::Left => None,
+        }
+    }
+}
+
 /// Something is broken between here and the node.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum PathError {
@@ -407,15 +430,13 @@ pub trait Path: Send + Sync {
     ) -> BoxFuture<'a, Result<SaveAnswer, PathError>>;
 
     /// Offers blocks that are being computed and sends the slices of the wanted ones as they come, their heads behind the last
-    /// layer: the save ends soon after it. Nothing where it does not go that way: the path cannot, the node has no room for it now or
-    /// wants nothing of it yet, or a layer takes so long that the node would not wait for it. Whoever has whole frames then
-    /// saves these.
+    /// layer: the save ends soon after it. Where it does not go that way, whoever has whole frames then saves these.
     fn save_layers<'a>(
         &'a self,
         _request: SaveRequest,
         _layers: &'a mut dyn LayerSource,
-    ) -> BoxFuture<'a, Result<Option<SaveAnswer>, PathError>> {
-        Box::pin(std::future::ready(Ok(None)))
+    ) -> BoxFuture<'a, Result<Streamed, PathError>> {
+        Box::pin(std::future::ready(Ok(Streamed::Nothing)))
     }
 
     /// Whether [`Path::save_layers`] sends slices before all are there, where the node has room.

@@ -19,7 +19,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 use crate::layered::{Handed, Patience};
 use crate::{
     BlockService, BoxFuture, Dialer, FetchAnswer, FetchReply, FetchRequest, LayerRoom, LayerSource,
-    MissReason, Path, PathError, SaveAnswer, SaveOffer, SaveRequest, layered,
+    MissReason, Path, PathError, SaveAnswer, SaveOffer, SaveRequest, Streamed, layered,
 };
 
 /// Time after which a save, release or ping without answer counts as lost, unless set otherwise.
@@ -300,7 +300,7 @@ impl LoopbackPath {
         &self,
         request: SaveRequest,
         layers: &mut dyn LayerSource,
-    ) -> Result<Option<SaveAnswer>, PathError> {
+    ) -> Result<Streamed, PathError> {
         let mut fate = self.network.fate();
         let (service, layout) = (self.service()?, SliceLayout::new(layers.slice_bytes()).ok());
         let offered = self.within(async {
@@ -311,9 +311,12 @@ impl LoopbackPath {
             && let Some(room) = layout.as_ref().and_then(|layout| session.layers(layout))
         {
             let is_whole = self.send_layers(&service, &mut fate, &wanted, (room, layers)).await?;
-            return Ok(if is_whole { Some(SaveAnswer::Done(session.finish().await)) } else { None });
+            if !is_whole {
+                return Ok(Streamed::Left);
+            }
+            return Ok(Streamed::Answered(SaveAnswer::Done(session.finish().await)));
         }
-        Ok(None)
+        Ok(Streamed::Nothing)
     }
 
     /// `false` when they come too slowly.
@@ -379,7 +382,7 @@ impl Path for LoopbackPath {
         &'a self,
         request: SaveRequest,
         layers: &'a mut dyn LayerSource,
-    ) -> BoxFuture<'a, Result<Option<SaveAnswer>, PathError>> {
+    ) -> BoxFuture<'a, Result<Streamed, PathError>> {
         Box::pin(self.save_as_it_comes(request, layers))
     }
 

@@ -171,8 +171,8 @@ impl<R: BlockRoom> Filling<'_, R> {
 
     fn ended(&mut self, end: SourceEnd<LentRoom<R>>) {
         self.sources = self.sources.saturating_sub(1);
-        for (block, _) in &end.absent {
-            self.arrivals.missing(*block).into_iter().for_each(|told| self.tell(told));
+        for back in &end.absent {
+            self.arrivals.missing(back.block).into_iter().for_each(|told| self.tell(told));
         }
         self.came.misses.extend(end.miss);
         self.came.received_bytes += end.received_bytes;

@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use kv_core::id::{BlockHash, IdentityDigest};
 use kvfleet_proto::frame::{Frame, FrameHead, KeyForm, SliceLayout, crc32c};
-use kvfleet_transport::{BoxFuture, LayerSource, SaveAnswer, SaveRequest};
+use kvfleet_transport::{BoxFuture, LayerSource, SaveAnswer, SaveRequest, Streamed};
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 use tokio::task::yield_now;
 use tokio::time::{sleep, timeout_at};
@@ -22,6 +22,9 @@ use crate::{Client, SaveCall, SaveError};
 /// How long a node may need to hear that a stream was left: a few round trips of a far one.
 const LEFT_FOR: Duration = Duration::from_secs(1);
 
+/// To sum so many bytes is a turn of a thread that serves others too: some ten microseconds.
+const TURN_BYTES: usize = 256 << 10;
+
 /// What a caller says.
 #[derive(Debug)]
 pub(super) enum Put {
@@ -32,7 +35,7 @@ pub(super) enum Put {
     End,
 }
 
-/// Slices of one layer, one for each block, and their sums.
+/// Slices of one layer, one for each block, and the sums of them or of the first of them.
 #[derive(Debug)]
 pub(super) struct Layer {
     pub(super) slices: Vec<Bytes>,
@@ -40,14 +43,12 @@ pub(super) struct Layer {
 }
 
 impl Put {
-    /// The layer that was put, with its sums; nothing at the end.
+    /// The layer that was put; nothing at the end.
     fn layer(self) -> Option<Layer> {
         match self {
             Put::Layer(layer) => Some(layer),
-            // Here and not where they were put: its caller has another layer to compute.
-            Put::Shared(slices) => {
-                Some(Layer { sums: slices.iter().map(|slice| crc32c(slice)).collect(), slices })
-            }
+            // Summed here and not where they were put: its caller has another layer to compute.
+            Put::Shared(slices) => Some(Layer { sums: Vec::with_capacity(slices.len()), slices }),
             Put::End => None,
         }
     }
@@ -83,10 +84,25 @@ impl Layers {
 
     /// Takes what is still to come of a save that was put to its end.
     async fn complete(&mut self) {
+        self.sum().await;
         while let Ok(put) = self.puts.try_recv() {
             self.came.extend(put.layer());
-            // To sum a layer takes its time, and there may be all of them.
-            yield_now().await;
+            self.sum().await;
+        }
+    }
+
+    /// Sums what is not summed yet of the layer that came last, in turns, since others need the thread. Dropped midway it goes on from
+    /// there.
+    async fn sum(&mut self) {
+        let Some(layer) = self.came.last_mut() else { return };
+        let mut bytes = 0;
+        while let Some(slice) = layer.slices.get(layer.sums.len()) {
+            layer.sums.push(crc32c(slice));
+            bytes += slice.len();
+            if bytes >= TURN_BYTES {
+                bytes = 0;
+                yield_now().await;
+            }
         }
     }
 
@@ -118,6 +134,7 @@ impl LayerSource for Layers {
                     None => std::future::pending().await,
                 }
             }
+            self.sum().await;
             self.given += 1;
             Some(self.came[self.given - 1].slices.clone())
         })
@@ -206,18 +223,8 @@ async fn whole(call: &LayerSaveCall, mut layers: Layers) -> SaveCall {
     }
 }
 
-/// What became of slices.
-enum Streamed {
-    /// Nothing was offered.
-    Nothing,
-    /// They were answered.
-    Answered(SaveAnswer),
-    /// It did not come to a good end: what is whole may be saved once more, for blocks that are there are there. The node may hear
-    /// of it later than of that.
-    Left,
-}
-
-/// Streams slices, if the path and the node do.
+/// Streams slices, if the path and the node do. Whatever breaks on the way, what is whole may be saved once more: blocks that are there
+/// are there.
 async fn stream(client: &Client, call: &LayerSaveCall, layers: &mut Layers) -> Streamed {
     let epoch = Some(call.epoch);
     let Ok(Found { path, .. }) = client.paths.get(&call.address, epoch).await else {
@@ -235,11 +242,66 @@ async fn stream(client: &Client, call: &LayerSaveCall, layers: &mut Layers) -> S
         frame_bytes: layers.layout.frame_bytes() as u64,
     };
     match path.save_layers(request, layers).await {
-        Ok(answer) => answer.map_or(Streamed::Left, Streamed::Answered),
+        Ok(streamed) => streamed,
         Err(error) => {
             tracing::debug!(%error, address = call.address, "a save ended while it streamed");
             client.paths.failed(&call.address, epoch, &path, &error);
             Streamed::Left
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::task::{Context, Waker};
+
+    use kvfleet_transport::suite::{EPOCH, IDENTITY, asker, hash};
+
+    use super::*;
+    use crate::SAVE_DEADLINE;
+
+    const BLOCKS: u32 = 8;
+    const SLICES: [u32; 2] = [TURN_BYTES as u32, 10];
+
+    fn slices(layer: u8) -> Vec<Bytes> {
+        let slice = |block: u32| vec![layer ^ block as u8; SLICES[usize::from(layer)] as usize].into();
+        (0..BLOCKS).map(slice).collect()
+    }
+
+    /// How often others have their turn until the next layer is there, at most so often.
+    fn turns(layers: &mut Layers, most: usize) -> usize {
+        let mut next = layers.next();
+        let mut context = Context::from_waker(Waker::noop());
+        (0..most).take_while(|_| next.as_mut().poll(&mut context).is_pending()).count()
+    }
+
+    #[test]
+    fn a_layer_that_is_shared_is_summed_in_turns_and_once() {
+        let call = LayerSaveCall {
+            asker: asker(7),
+            address: "node:0".to_owned(),
+            epoch: EPOCH,
+            parent: None,
+            first_offset_blocks: 0,
+            hashes: (0..BLOCKS).map(hash).collect(),
+            key_form: KeyForm::Rotated,
+            slice_bytes: SLICES.to_vec(),
+            then_release: Vec::new(),
+            deadline: SAVE_DEADLINE,
+        };
+        let (puts, came) = mpsc::unbounded_channel();
+        let mut layers = Layers::new(&call, SliceLayout::new(&SLICES).unwrap(), came);
+        puts.send(Put::Shared(slices(0))).unwrap();
+        // Given up in its middle, as beside the end of a save.
+        assert_eq!(turns(&mut layers, 3), 3);
+        assert_eq!(turns(&mut layers, 100), BLOCKS as usize - 3, "it goes on");
+        puts.send(Put::Shared(slices(1))).unwrap();
+        assert_eq!(turns(&mut layers, 100), 0, "short ones are one turn");
+        for position in 0..BLOCKS as usize {
+            let frame = layers.frame(position);
+            frame.verify(IDENTITY, hash(position as u32)).unwrap();
+            assert_eq!(frame.slice(0).unwrap(), slices(0)[position]);
         }
     }
 }

@@ -204,6 +204,7 @@ struct Sum {
     wrong_blocks: u32,
     leased: bool,
     reason: Option<MissReason>,
+    cause: Option<String>,
 }
 
 impl<R: BlockRoom> Feed<R> {
@@ -227,6 +228,7 @@ impl<R: BlockRoom> Feed<R> {
             address: source.address,
             first_missing_block: self.rooms.first(),
             reason,
+            cause: sum.cause,
         });
         let source = self.position;
         self.rooms.end(|absent| {
@@ -319,7 +321,7 @@ impl<R: BlockRoom> Feed<R> {
             again = BUSY_AGAIN;
             first = part.end;
             if came.reason.is_some() {
-                asking.sum.reason = came.reason;
+                (asking.sum.reason, asking.sum.cause) = (came.reason, came.cause);
                 let short = part.start.saturating_add(proven)..asking.end;
                 asking.end = short.start;
                 // Whoever does not listen ends this, in its own time.

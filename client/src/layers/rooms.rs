@@ -42,6 +42,12 @@ impl<R> Slot<R> {
     fn is_whole(&self) -> bool {
         self.head.as_ref().is_some_and(|head| self.here == head.slice_count())
     }
+
+    /// The room, with what is in it.
+    fn back(self, block: u32) -> RoomBack<R> {
+        let layers = u32::try_from(self.here).unwrap_or(u32::MAX);
+        RoomBack { block, room: self.room, layers }
+    }
 }
 
 impl<R: BlockRoom> Rooms<R> {
@@ -76,34 +82,30 @@ impl<R: BlockRoom> Rooms<R> {
     }
 
     fn hand_out(&self, block: u32, slot: Slot<R>) {
-        let layers = slot.here;
-        let arrived = LayerEvent::Arrived { block, room: slot.room };
+        let RoomBack { room, layers, .. } = slot.back(block);
+        let arrived = LayerEvent::Arrived { block, room };
         if let Err(SendError(LayerEvent::Arrived { room, .. })) = self.events.send(arrived) {
-            self.give_back(block, room, layers);
+            self.give_back(RoomBack { block, room, layers });
         }
     }
 
     /// Whoever does not listen for that either does not want it.
-    fn give_back(&self, block: u32, room: R, layers: usize) {
-        let layers = u32::try_from(layers).unwrap_or(u32::MAX);
-        let _ = self.back.send(RoomBack { block, room, layers });
+    fn give_back(&self, back: RoomBack<R>) {
+        let _ = self.back.send(back);
     }
 
     /// Nothing more comes: what is whole behind a gap is handed out too, the others are told of by `told` if anybody listens.
-    pub(super) fn end(mut self, told: impl FnOnce(Vec<(u32, R)>) -> LayerEvent<R>) {
-        let (mut absent, mut here) = (Vec::new(), Vec::new());
+    pub(super) fn end(mut self, told: impl FnOnce(Vec<RoomBack<R>>) -> LayerEvent<R>) {
+        let mut absent = Vec::new();
         for (block, slot) in (self.first..).zip(std::mem::take(&mut self.slots)) {
             if slot.is_whole() {
                 self.hand_out(block, slot);
             } else {
-                here.push(slot.here);
-                absent.push((block, slot.room));
+                absent.push(slot.back(block));
             }
         }
         if let Err(SendError(LayerEvent::Ended(end))) = self.events.send(told(absent)) {
-            for ((block, room), here) in end.absent.into_iter().zip(here) {
-                self.give_back(block, room, here);
-            }
+            end.absent.into_iter().for_each(|back| self.give_back(back));
         }
     }
 }
@@ -112,8 +114,7 @@ impl<R: BlockRoom> Rooms<R> {
 impl<R> Drop for Rooms<R> {
     fn drop(&mut self) {
         for (block, slot) in (self.first..).zip(std::mem::take(&mut self.slots)) {
-            let layers = u32::try_from(slot.here).unwrap_or(u32::MAX);
-            let _ = self.back.send(RoomBack { block, room: slot.room, layers });
+            let _ = self.back.send(slot.back(block));
         }
     }
 }
@@ -233,7 +234,7 @@ mod tests {
     use kvfleet_transport::suite::{IDENTITY, frame_of, hash, hashes};
     use tokio::sync::mpsc::unbounded_channel;
 
-    use super::super::SourceEnd;
+    use super::super::{RoomsLeft, SourceEnd};
     use super::*;
 
     type Room = Vec<Box<[u8]>>;
@@ -292,7 +293,7 @@ mod tests {
         assert_eq!(*filled.lock().unwrap(), [0, 1]);
     }
 
-    fn ended(absent: Vec<(u32, Room)>) -> LayerEvent<Room> {
+    fn ended(absent: Vec<RoomBack<Room>>) -> LayerEvent<Room> {
         let (miss, lease) = (None, None);
         LayerEvent::Ended(Box::new(SourceEnd {
             source: 0,
@@ -340,10 +341,10 @@ mod tests {
         assert_eq!((rooms.first(), told(&mut events)), (4, vec![vec![5, 0, 2], vec![4, 0, 1]]));
         let mut absent = Vec::new();
         rooms.end(|rooms| {
-            absent = rooms.iter().map(|(block, _)| *block).collect();
+            absent = rooms.iter().map(|back| (back.block, back.layers)).collect();
             ended(rooms)
         });
-        assert_eq!((absent, told(&mut events)), (vec![4], vec![vec![5], vec![]]));
+        assert_eq!((absent, told(&mut events)), (vec![(4, 1)], vec![vec![5], vec![]]));
     }
 
     #[test]
@@ -372,6 +373,53 @@ mod tests {
                 std::iter::from_fn(|| came.try_recv().ok()).map(|back| (back.block, back.layers)).collect();
             back.sort_unstable();
             assert_eq!(back, [(0, 2), (1, 1), (2, 2)]);
+        }
+    }
+
+    /// Whatever moment it is given up at: on another thread a block may just have been told of, and not be seen yet.
+    #[test]
+    fn no_room_is_lost_to_who_stops_hearing_while_it_is_told() {
+        const BLOCKS: u32 = 8;
+        let hashes = hashes(BLOCKS);
+        let heads: Vec<_> =
+            (0..BLOCKS).map(|block| frame_of(hash(block), &[10, 20]).head().unwrap()).collect();
+        for turn in 0..500 {
+            let ((sender, mut events), (giver, back)) = (unbounded_channel(), unbounded_channel());
+            let mut rooms = Rooms::new(0, (0..BLOCKS).map(|_| room()), sender, giver);
+            let mut heard = std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    let mut filling = filling(&mut rooms, &hashes, 0);
+                    for (position, head) in heads.iter().enumerate() {
+                        assert!(filling.head(position, head));
+                    }
+                    (0..6).for_each(|position| filling.filled(position, 0..2));
+                    filling.filled(7, 0..1);
+                    if turn % 2 == 0 {
+                        rooms.end(ended);
+                    } else {
+                        drop(rooms);
+                    }
+                });
+                let mut heard = Vec::new();
+                while heard.len() < turn % 7 {
+                    match events.try_recv() {
+                        Ok(LayerEvent::Arrived { block, .. }) => heard.push((block, 2)),
+                        _ => std::thread::yield_now(),
+                    }
+                }
+                events.close();
+                let mut left = RoomsLeft::of(events, back, 2);
+                while !left.is_over() {
+                    match left.poll() {
+                        Some(back) => heard.push((back.block, back.layers)),
+                        None => std::thread::yield_now(),
+                    }
+                }
+                heard
+            });
+            heard.sort_unstable();
+            let all = (0..BLOCKS).map(|block| (block, [2, 0, 1][block.saturating_sub(5) as usize]));
+            assert_eq!(heard, all.collect::<Vec<_>>(), "turn {turn}");
         }
     }
 

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use kv_core::id::{Category, Epoch, LeaseId, NodeId, RequestId, TenantId, Tier};
+use kvfleet_errors_doc::says;
 use kvfleet_proto::{content, pb};
 use kvfleet_transport::MissReason;
 use kvfleet_transport::loopback::Faults;
@@ -31,7 +32,8 @@ pub(super) fn call(blocks: u32, sources: Vec<pb::Source>) -> FetchCall {
 }
 
 fn miss(node: u32, first_missing_block: u32, reason: MissReason) -> SourceMiss {
-    SourceMiss { node: NodeId(node), address: format!("node:{node}"), first_missing_block, reason }
+    let address = format!("node:{node}");
+    SourceMiss { node: NodeId(node), address, first_missing_block, reason, cause: None }
 }
 
 fn held(node: u32) -> HeldLease {
@@ -108,6 +110,7 @@ async fn every_reason_is_told() {
     let absent = pb::Source { address: "nowhere:1".into(), ..source(0, 0, 4) };
     let outcome = client.fetch(call(4, vec![absent])).await.unwrap();
     assert_eq!(outcome.misses[0].reason, MissReason::NodeLost);
+    says("a source that is not there", &outcome.misses[0], &[]);
     assert_eq!(outcome.leases, [], "nobody there, nothing held");
 
     let imposter = kvfleet_proto::frame::Frame { hash: hash(1), ..frame(hash(9), CONTENT_BYTES) };
@@ -136,7 +139,9 @@ async fn a_node_that_came_back_is_found_again() {
     let client = client_on(&network);
     network.stop("node:0");
     let outcome = client.fetch(call(4, vec![source(0, 0, 4)])).await.unwrap();
-    assert_eq!(outcome.misses, [miss(0, 0, MissReason::NodeLost)]);
+    let cause = outcome.misses[0].cause.clone();
+    assert!(cause.is_some());
+    assert_eq!(outcome.misses, [SourceMiss { cause, ..miss(0, 0, MissReason::NodeLost) }]);
     services[0].set_epoch(Epoch(EPOCH.0 + 1));
     network.serve("node:0", std::sync::Arc::new(services[0].clone()));
     let again = pb::Source { epoch: EPOCH.0 + 1, ..source(0, 0, 4) };

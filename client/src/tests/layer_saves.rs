@@ -212,6 +212,25 @@ async fn what_another_save_still_wrote_at_the_begin_is_offered_once_more() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_computation_longer_than_a_save_may_take_is_saved_whole_behind_it() {
+    let (network, services) = network(1, 0);
+    let client = client_on(&network);
+    let slices = [100; 80];
+    let mut save =
+        client.save_layers(LayerSaveCall { slice_bytes: slices.to_vec(), ..save_call(0..2) }).unwrap();
+    let frames = [0, 1].map(|block| frame_of(hash(block), &slices));
+    for layer in 0..slices.len() {
+        tokio::time::sleep(Duration::from_secs(4)).await; // on a clock that the test holds
+        let slices = frames.each_ref().map(|frame| frame.slice(layer).unwrap());
+        save.put(&slices.each_ref().map(|slice| &slice[..])).unwrap();
+    }
+    timeout(PATIENCE, services[0].aborts_seen(1)).await.expect("it is left");
+    save.finish().unwrap();
+    ended(&client).await;
+    assert_eq!([0, 1].map(|block| services[0].held(hash(block))), frames.map(Some));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_second_try_that_meets_the_first_one_comes_again() {
     // The node does not know yet that the first one ended.
     let (network, service) = contended(&[0, 3]);
@@ -225,6 +244,27 @@ async fn a_second_try_that_meets_the_first_one_comes_again() {
     save.finish().unwrap();
     ended(&client).await;
     assert!(holds(&service, 0..3));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_never_begun_is_not_waited_for_behind_it() {
+    for is_busy in [true, false] {
+        let (network, services) = network(1, 0);
+        let client = client_on(&network);
+        // As after another request with the same first block.
+        services[0].hold(frame_of(hash(0), &SLICES));
+        services[0].set_busy(is_busy.then_some(Duration::from_millis(1)));
+        services[0].set_takes_layers(false);
+        let mut save = client.save_layers(save_call(0..3)).unwrap();
+        put(&mut save, 0..3, 0..3);
+        tokio::time::sleep(Duration::from_secs(1)).await; // on a clock that the test holds
+        services[0].set_busy(None);
+        let begun = Instant::now();
+        save.finish().unwrap();
+        ended(&client).await;
+        assert!(begun.elapsed() < Duration::from_secs(1), "{:?}, busy: {is_busy}", begun.elapsed());
+        assert!(holds(&services[0], 0..3));
+    }
 }
 
 #[tokio::test]

@@ -318,14 +318,20 @@ async fn what_does_not_come_is_given_back_with_its_reason() {
     let (blocks, ends) = fetch(&client_on(&network), call(6, vec![source(0, 0, 6)])).await;
     assert_eq!(blocks, [0, 1, 2]);
     let miss = |first_missing_block, reason| {
-        Some(SourceMiss { node: NodeId(0), address: "node:0".to_owned(), first_missing_block, reason })
+        let address = "node:0".to_owned();
+        Some(SourceMiss { node: NodeId(0), address, first_missing_block, reason, cause: None })
     };
     assert_eq!(ends[0].miss, miss(3, MissReason::NotHeld));
-    assert_eq!(ends[0].absent.iter().map(|(block, _)| *block).collect::<Vec<_>>(), [3, 4, 5]);
+    assert_eq!(ends[0].absent.iter().map(|back| back.block).collect::<Vec<_>>(), [3, 4, 5]);
 
     network.set_faults(Faults { cut_after: Some(1), ..Faults::default() });
     let (blocks, ends) = fetch(&client_on(&network), call(3, vec![source(0, 0, 3)])).await;
     assert_eq!((blocks, &ends[0].miss), (vec![0], &miss(1, MissReason::NodeLost)));
+
+    network.stop("node:0");
+    let (_, ends) = fetch(&client_on(&network), call(3, vec![source(0, 0, 3)])).await;
+    let miss = ends[0].miss.as_ref().expect("nobody is there");
+    assert!(miss.cause.as_ref().is_some_and(|cause| cause.contains("cannot reach node:0")), "{miss}");
 }
 
 #[tokio::test]
@@ -395,6 +401,57 @@ async fn a_room_for_each_block_or_none_is_filled() {
     assert_eq!(error, FetchError::Rooms { rooms: 2, blocks: 3 });
 }
 
+#[tokio::test]
+async fn rooms_of_events_that_nobody_heard_come_back_too() {
+    let (network, services) = network(2, 6);
+    services[1].forget(hash(5));
+    // As many of them as were heard before.
+    for heard in 0..3 {
+        let call = call(6, vec![source(0, 0, 3), source(1, 3, 3)]);
+        let mut fetch = client_on(&network).fetch_layers(call, rooms(6)).unwrap();
+        fetch.begin();
+        let mut came = Vec::new();
+        while came.len() < heard {
+            if let LayerEvent::Arrived { block, .. } = fetch.next().await.unwrap() {
+                came.push((block, 2));
+            }
+        }
+        while fetch.received_bytes() < 5 * frame_bytes() {
+            tokio::task::yield_now().await;
+        }
+        let left = fetch.rooms_left();
+        assert!(!left.is_over(), "nobody has them");
+        came.extend(left.all().await.into_iter().map(|back| (back.block, back.layers)));
+        came.sort_unstable();
+        assert_eq!(came, [(0, 2), (1, 2), (2, 2), (3, 2), (4, 2), (5, 0)], "{heard} heard");
+    }
+}
+
+/// On other threads than whoever ends it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn every_room_comes_back_at_whatever_moment_a_fetch_is_given_up() {
+    let (network, _) = network(2, 8);
+    let client = client_on(&network);
+    for turn in 0..200 {
+        let call = call(8, vec![source(0, 0, 4), source(1, 4, 4)]);
+        let mut fetch = client.fetch_layers(call, rooms(8)).unwrap();
+        fetch.begin();
+        let mut came = Vec::new();
+        while came.len() < turn % 8 {
+            if let LayerEvent::Arrived { block, .. } = fetch.next().await.unwrap() {
+                came.push(block);
+            }
+        }
+        let left = fetch.rooms_left().all().await;
+        for back in &left {
+            assert!(back.layers < 2 || content::matches(hash(back.block), &back.room.concat()));
+        }
+        came.extend(left.into_iter().map(|back| back.block));
+        came.sort_unstable();
+        assert_eq!(came, (0..8).collect::<Vec<_>>(), "turn {turn}");
+    }
+}
+
 /// An engine whose compute takes no time of ours, only of the clock it tells the race: the blocks it had to compute.
 async fn computed(client: &Client, call: LayersCall, blocks: u32) -> Vec<u32> {
     let costs = Costs {
@@ -413,7 +470,7 @@ async fn computed(client: &Client, call: LayersCall, blocks: u32) -> Vec<u32> {
         LayerEvent::Slices { block, layers } => race.arrived(block, layers.end, now_ns),
         LayerEvent::Short { blocks } => blocks.for_each(|block| race.lost(block)),
         LayerEvent::Arrived { block, .. } => race.arrived(block, 2, now_ns),
-        LayerEvent::Ended(end) => end.absent.iter().for_each(|(block, _)| race.lost(*block)),
+        LayerEvent::Ended(end) => end.absent.iter().for_each(|back| race.lost(back.block)),
     };
     loop {
         while let Some(event) = fetch.poll() {

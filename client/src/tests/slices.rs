@@ -19,7 +19,7 @@ use tokio::time::timeout;
 use super::authority::{Authority, config};
 use crate::{
     Client, Completion, CompletionQueue, FetchCall, LayerEvent, LayerFetch, LayersCall, LayersOperation,
-    Operation, Outcome, Progress, QueueLimits, SourceEnd, Submission,
+    Operation, Outcome, Progress, QueueLimits, RoomBack, SourceEnd, Submission,
 };
 
 type Room = Vec<Box<[u8]>>;
@@ -264,7 +264,8 @@ async fn what_comes_in_two_fetches_is_of_one_frame() {
     let end = told.end.unwrap();
     assert_eq!(end.miss.map(|miss| (miss.first_missing_block, miss.reason)), Some((2, MissReason::Corrupt)));
     assert_eq!((end.wrong_blocks, end.absent.len()), (1, 3));
-    for (block, room) in end.absent {
+    for RoomBack { block, room, layers } in end.absent {
+        assert!(layers > 0, "of block {block}");
         let mut content = vec![0; SLICES.iter().sum::<u32>() as usize];
         content::fill(hash(block), &mut content);
         assert_eq!(*room[0], content[..SLICES[0] as usize], "what was told of block {block} stays");

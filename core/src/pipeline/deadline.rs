@@ -349,12 +349,6 @@ impl Race {
         self.blocks.get(block as usize).is_some_and(|block| block.origin == Origin::Awaited)
     }
 
-    /// Leading slices of a block that are here.
-    #[must_use]
-    pub fn here(&self, block: u32) -> u32 {
-        self.blocks.get(block as usize).map_or(0, |block| block.here)
-    }
-
     /// Bytes that are awaited and not here.
     #[must_use]
     pub fn missing_bytes(&self) -> u64 {

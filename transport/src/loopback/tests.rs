@@ -172,6 +172,6 @@ async fn empty_layers_do_not_make_up_for_silence() {
             saved = path.save_layers(request, &mut some) => saved.unwrap(),
             () = computing => unreachable!("it has no end"),
         };
-        assert_eq!(saved.is_some(), is_saved, "a layer each {every:?}");
+        assert_eq!(saved.answer().is_some(), is_saved, "a layer each {every:?}");
     }
 }

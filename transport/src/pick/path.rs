@@ -20,7 +20,7 @@ use super::peer::Peer;
 use super::{PathKind, PickRules};
 use crate::{
     AskedLayers, BoxFuture, Carried, FetchAnswer, FetchRequest, LayerSource, MissReason, Path, PathError,
-    SaveAnswer, SaveRequest, SliceSink,
+    SaveAnswer, SaveRequest, SliceSink, Streamed,
 };
 
 /// The ways to a peer that are open.
@@ -181,7 +181,7 @@ impl Open {
         &self,
         request: SaveRequest,
         layers: &mut dyn LayerSource,
-    ) -> Result<Option<SaveAnswer>, PathError> {
+    ) -> Result<Streamed, PathError> {
         let Some((at, path)) = self.pick(false, &[]) else { return Err(self.no_way()) };
         self.leases().note(request.asker.lease, at);
         let ended = path.save_layers(request, &mut CountedLayers { layers, carried: self.carried(at) }).await;
@@ -448,7 +448,7 @@ impl Path for PickPath {
         &'a self,
         request: SaveRequest,
         layers: &'a mut dyn LayerSource,
-    ) -> BoxFuture<'a, Result<Option<SaveAnswer>, PathError>> {
+    ) -> BoxFuture<'a, Result<Streamed, PathError>> {
         Box::pin(self.open.save_layers(request, layers))
     }
 

@@ -18,7 +18,7 @@ use crate::stream::{Stream, encode, read_message};
 use crate::wire;
 use crate::{
     AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, Path, PathError, SaveAnswer, SaveRequest,
-    SliceSink,
+    SliceSink, Streamed,
 };
 
 /// One connection to one node.
@@ -125,7 +125,7 @@ impl Path for QuicPath {
         &'a self,
         request: SaveRequest,
         layers: &'a mut dyn LayerSource,
-    ) -> BoxFuture<'a, Result<Option<SaveAnswer>, PathError>> {
+    ) -> BoxFuture<'a, Result<Streamed, PathError>> {
         Box::pin(async move { ask::save_layers(self, &request, layers).await })
     }
 

@@ -20,7 +20,7 @@ use super::packet::{ToClient, TrayPlace};
 use super::path::ShmPath;
 use super::serving::{SavePart, ServeError, Serving};
 use crate::layered::{Handed, Patience, next_layer};
-use crate::{LayerSource, PathError, SaveAnswer, SaveOffer, SaveRequest, SaveSession, wire};
+use crate::{LayerSource, PathError, SaveOffer, SaveRequest, SaveSession, Streamed, wire};
 
 /// Bytes of one piece where slices are shorter: some ten microseconds of copying, so that both ends work at once.
 const PIECE_BYTES: usize = 128 << 10;
@@ -32,20 +32,20 @@ const PIECES_AT_ONCE_MAX: usize = 64;
 const TURN_BYTES: usize = 256 << 10;
 
 impl ShmPath {
-    /// Saves blocks that are being computed. Nothing where that is not to be, which leaves the whole frames to the caller.
+    /// Saves blocks that are being computed. Where that is not to be, the whole frames are the caller's to save.
     pub(super) async fn save_by_layer(
         &self,
         request: SaveRequest,
         layers: &mut dyn LayerSource,
-    ) -> Result<Option<SaveAnswer>, PathError> {
+    ) -> Result<Streamed, PathError> {
         let blocks = request.hashes.len();
         if blocks > BLOCKS_PER_ASK_MAX {
-            return Ok(None);
+            return Ok(Streamed::Nothing);
         }
         let asking = match self.link.begin(0, wire::save_layers_to_pb(&request, layers.slice_bytes())) {
             Ok(asking) => asking,
             // What no node would take may do without the lengths.
-            Err(PathError::TooLarge { .. }) => return Ok(None),
+            Err(PathError::TooLarge { .. }) => return Ok(Streamed::Nothing),
             Err(error) => return Err(error),
         };
         let offer = match self.timed(asking.next()).await? {
@@ -58,10 +58,10 @@ impl ShmPath {
         else {
             // Who was busy or refused may not be when all is there.
             asking.finish();
-            return Ok(None);
+            return Ok(Streamed::Nothing);
         };
         if !wanted.contains(&true) {
-            return self.done(asking).await.map(Some);
+            return self.done(asking).await.map(Streamed::Answered);
         }
         if is_by_layer {
             return self.send_layers(asking, &wanted, layers).await;
@@ -75,9 +75,9 @@ impl ShmPath {
                 asking.finish();
                 self.saves_frames.store(true, Ordering::Relaxed);
             }
-            _ => {}
+            _ => return Ok(Streamed::Left),
         }
-        Ok(None)
+        Ok(Streamed::Nothing)
     }
 
     /// Pieces of a save that the node may have to read, which have these slices: a quarter of the tray, so that others find their places
@@ -93,17 +93,21 @@ impl ShmPath {
         asking: Asking,
         wanted: &[bool],
         layers: &mut dyn LayerSource,
-    ) -> Result<Option<SaveAnswer>, PathError> {
+    ) -> Result<Streamed, PathError> {
         let mut patience = Patience::new(self.link.peer(), self.stall_timeout);
         let at_once = self.pieces_at_once(layers);
+        let mut turn = Turn::default();
         for layer in 0.. {
             let slices = match self.next_layer(&asking, layers, (layer, wanted.len()), &patience).await? {
                 Handed::Layer(slices) => slices,
                 Handed::End => break,
-                Handed::Slow => return Ok(None),
+                Handed::Slow => return Ok(Streamed::Left),
             };
             for piece in pieces(slices, wanted) {
-                layers.sent(self.put_piece(&asking, &piece, at_once).await?);
+                if patience.is_over() {
+                    return Ok(Streamed::Left);
+                }
+                layers.sent(self.put_piece(&asking, &piece, (at_once, &mut turn)).await?);
                 patience.heard();
             }
         }
@@ -112,9 +116,9 @@ impl ShmPath {
         };
         let heads = wanted.iter().enumerate().map(head).collect();
         for piece in pieces(heads, wanted) {
-            layers.sent(self.put_piece(&asking, &piece, at_once).await?);
+            layers.sent(self.put_piece(&asking, &piece, (at_once, &mut turn)).await?);
         }
-        self.done(asking).await.map(Some)
+        self.done(asking).await.map(Streamed::Answered)
     }
 
     /// The next layer. Meanwhile the places of what was put before come back: others need them.
@@ -139,7 +143,13 @@ impl ShmPath {
     }
 
     /// Puts one piece once so few others are there: how many bytes it has.
-    async fn put_piece(&self, asking: &Asking, piece: &[Bytes], at_once: usize) -> Result<usize, PathError> {
+    async fn put_piece(
+        &self,
+        asking: &Asking,
+        piece: &[Bytes],
+        (at_once, turn): (usize, &mut Turn),
+    ) -> Result<usize, PathError> {
+        let bytes = piece.iter().map(Bytes::len).sum();
         let put = async {
             while asking.puts() >= at_once {
                 match asking.next().await? {
@@ -147,10 +157,29 @@ impl ShmPath {
                     other => return Err(self.unexpected(&other)),
                 }
             }
+            turn.before(bytes).await;
             self.put(asking, piece).await
         };
         self.timed(put).await?;
-        Ok(piece.iter().map(Bytes::len).sum())
+        Ok(bytes)
+    }
+}
+
+/// How much was copied in one turn of a thread. A copy waits for nothing, and neither does who is answered at once: without turns a
+/// whole layer would be one.
+#[derive(Default)]
+pub(super) struct Turn {
+    bytes: usize,
+}
+
+impl Turn {
+    /// Before a copy of so many bytes: others have their turn if those before were enough for one.
+    pub(super) async fn before(&mut self, bytes: usize) {
+        if self.bytes >= TURN_BYTES {
+            self.bytes = 0;
+            tokio::task::yield_now().await;
+        }
+        self.bytes += bytes;
     }
 }
 
@@ -210,16 +239,12 @@ impl Layered {
         offer.is_by_layer = true;
         serving.lending.post(&ToClient::Offer { op, offer });
         let mut pieces = Pieces { serving, op, parts, piece: None };
-        let mut turn_bytes = 0;
+        let mut turn = Turn::default();
         for (layer, slice_bytes) in layout.slice_bytes().iter().enumerate() {
             for position in 0..blocks {
+                turn.before(*slice_bytes as usize).await;
                 pieces.read(room.slice(position, layer).ok_or(ServeError::NoRoom)?).await?;
                 room.came(position);
-                turn_bytes += *slice_bytes as usize;
-                if turn_bytes >= TURN_BYTES {
-                    turn_bytes = 0;
-                    tokio::task::yield_now().await;
-                }
                 // Slices may be short, and a million of them are there without a wait.
                 tokio::task::consume_budget().await;
             }

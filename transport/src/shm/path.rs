@@ -14,12 +14,13 @@ use kvfleet_proto::frame::Frame;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::guess::Guess;
+use super::layered::Turn;
 use super::link::{Asking, LOOK_AGAIN, Link, Reply, Row};
 use super::{AT_ONCE_BLOCKS_MAX, AT_ONCE_BYTES_MAX, BLOCKS_PER_ASK_MAX};
 use crate::slices::Whole;
 use crate::{
     AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, MissReason, Path, PathError, SaveAnswer,
-    SaveDone, SaveOffer, SaveRequest, SliceSink, wire,
+    SaveDone, SaveOffer, SaveRequest, SliceSink, Streamed, wire,
 };
 
 /// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
@@ -280,8 +281,10 @@ impl ShmPath {
                 return Ok(SaveAnswer::Refused(refusal));
             }
         };
+        let mut turn = Turn::default();
         for (position, _) in wanted.iter().enumerate().filter(|(_, wanted)| **wanted) {
             let frame = source(first + position);
+            turn.before(frame.bytes.len()).await;
             self.timed(self.put(&asking, &[frame.bytes])).await?;
         }
         self.done(asking).await
@@ -408,7 +411,7 @@ impl Path for ShmPath {
         &'a self,
         request: SaveRequest,
         layers: &'a mut dyn LayerSource,
-    ) -> BoxFuture<'a, Result<Option<SaveAnswer>, PathError>> {
+    ) -> BoxFuture<'a, Result<Streamed, PathError>> {
         Box::pin(self.save_by_layer(request, layers))
     }
 

@@ -20,6 +20,7 @@ use super::layered::Layered;
 use super::lending::{Begun, Lendable, Lending};
 use super::map::TrayFrame;
 use super::packet::{ToClient, TrayPlace};
+use crate::serve::TIMES;
 use crate::{
     BlockService, FetchAnswer, FetchReply, FetchRequest, MissReason, SaveOffer, SaveRequest, SaveSession,
     wire,
@@ -41,7 +42,7 @@ const DEADLINE_GRACE: Duration = Duration::from_secs(1);
 const FETCH_TIME_MAX: Duration = Duration::from_secs(60);
 
 /// Longest time a save may take.
-const SAVE_TIME_MAX: Duration = Duration::from_secs(300);
+const SAVE_TIME_MAX: Duration = TIMES.save_max;
 
 /// What all operations of a connection share.
 #[derive(Clone)]

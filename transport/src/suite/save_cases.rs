@@ -10,7 +10,7 @@ use super::{
     Computed, MemoryService, PATIENCE, done, fetch, fetch_request, frame_of, hash, hashes, in_dram,
     save_request,
 };
-use crate::{FetchAnswer, Path, SaveAnswer, SaveDone, SaveRefusal, SaveRequest};
+use crate::{FetchAnswer, Path, SaveAnswer, SaveDone, SaveRefusal, SaveRequest, Streamed};
 
 /// Slices of each block: long, short and empty ones.
 const SLICES: [u32; 5] = [20_000, 0, 100, 40_000, 3000];
@@ -23,14 +23,14 @@ fn request(hashes: &[BlockHash]) -> SaveRequest {
 async fn answer(path: &dyn Path, mut computed: Computed, blocks: u32) -> SaveAnswer {
     let saving = async {
         match path.save_layers(request(&hashes(blocks)), &mut computed).await {
-            Ok(None) => {
-                path.save(request(&hashes(blocks)), &|position| computed.frame(position)).await.map(Some)
+            Ok(Streamed::Nothing | Streamed::Left) => {
+                path.save(request(&hashes(blocks)), &|position| computed.frame(position)).await
             }
-            ended => ended,
+            Ok(Streamed::Answered(answer)) => Ok(answer),
+            Err(error) => Err(error),
         }
     };
-    let ended = timeout(PATIENCE, saving).await.expect("it comes to an end").expect("the path is whole");
-    ended.expect("frames have an answer")
+    timeout(PATIENCE, saving).await.expect("it comes to an end").expect("the path is whole")
 }
 
 async fn save(path: &dyn Path, computed: Computed, blocks: u32) -> SaveDone {
@@ -108,7 +108,7 @@ pub async fn slices_leave_before_the_last_layer(service: &MemoryService, path: &
         gate.add_permits(2);
     };
     let (saved, ()) = timeout(PATIENCE, async { tokio::join!(saving, last) }).await.expect("no deadlock");
-    let saved = saved.expect("the path is whole").expect("it streams");
+    let saved = saved.expect("the path is whole").answer().expect("it streams");
     assert_eq!(done(saved).stored_blocks, 3);
     assert_eq!(some.sent_bytes, 3 * frame_of(hash(0), &SLICES).bytes.len(), "each byte was counted once");
 }

@@ -18,7 +18,7 @@ use crate::stream::encode;
 use crate::wire;
 use crate::{
     AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, Path, PathError, SaveAnswer, SaveRequest,
-    SliceSink,
+    SliceSink, Streamed,
 };
 
 /// Connections to one node.
@@ -106,7 +106,7 @@ impl Path for TcpPath {
         &'a self,
         request: SaveRequest,
         layers: &'a mut dyn LayerSource,
-    ) -> BoxFuture<'a, Result<Option<SaveAnswer>, PathError>> {
+    ) -> BoxFuture<'a, Result<Streamed, PathError>> {
         Box::pin(async move { ask::save_layers(self, &request, layers).await })
     }
 

@@ -61,6 +61,15 @@ impl Raw {
         tokio::time::timeout(PATIENCE, heard).await.expect("an answer or the end")
     }
 
+    /// A client's packet that is there now.
+    pub(super) fn there(&mut self) -> Option<ToNode> {
+        let mut buffer = Box::new([0; PACKET_BYTES_MAX]);
+        match self.socket.recv(&mut buffer).unwrap() {
+            Got::Packet(len, _) => Some(ToNode::decode(&buffer[..len]).unwrap()),
+            Got::Ended | Got::Later => None,
+        }
+    }
+
     pub(super) async fn hear_client(&mut self) -> ToNode {
         self.hear(ToNode::decode).await.unwrap().unwrap()
     }

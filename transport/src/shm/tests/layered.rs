@@ -3,11 +3,11 @@
 use std::os::fd::AsFd;
 
 use super::super::map::memory_file;
-use super::super::packet::{ToClient, ToNode, TrayPlace};
+use super::super::packet::{ToClient, ToNode, TrayPlace, Welcome};
 use super::hostile::{Forger, PART, Raw, good_welcome, raw_client};
 use super::*;
 use crate::suite::{Computed, PATIENCE, done, frame_of, save_request};
-use crate::{PathError, SaveAnswer, SaveDone, wire};
+use crate::{PathError, SaveAnswer, SaveDone, Streamed, wire};
 
 async fn soon<T>(what: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, what).await.expect("it comes")
@@ -37,7 +37,7 @@ async fn a_save_larger_than_the_tray_goes_through_it() {
     assert!(u64::from(slices[0]) * 12 > tray_part_bytes(4 << 20));
     let mut computed = Computed::new(&blocks, &slices);
     let saved = soon(path.save_layers(request(&blocks, &slices), &mut computed)).await.unwrap();
-    assert_eq!(done(saved.expect("it streams")).stored_blocks, 4);
+    assert_eq!(done(saved.answer().expect("it streams")).stored_blocks, 4);
     assert!(blocks.iter().all(|block| service.held(*block) == Some(frame_of(*block, &slices))));
 }
 
@@ -64,7 +64,7 @@ async fn what_waits_for_a_layer_holds_nothing_of_the_tray() {
         gate.add_permits(3);
     };
     let (saved, ()) = soon(async { tokio::join!(waiting, others) }).await;
-    assert_eq!(done(saved.unwrap().expect("it streams")).stored_blocks, 2);
+    assert_eq!(done(saved.unwrap().answer().expect("it streams")).stored_blocks, 2);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -83,7 +83,7 @@ async fn half_of_the_saves_of_a_client_may_wait_for_their_layers() {
     let block = hash(99);
     let mut all = Computed::new(&[block], &slices);
     let over = soon(path.save_layers(request(&[block], &slices), &mut all)).await.unwrap();
-    assert_eq!(over, None, "this one comes as whole frames");
+    assert_eq!(over, Streamed::Nothing, "this one comes as whole frames");
     let source = |_| frame_of(block, &slices);
     let whole = soon(path.save(request(&[block], &slices), &source)).await.unwrap();
     assert_eq!(done(whole).stored_blocks, 1);
@@ -92,7 +92,7 @@ async fn half_of_the_saves_of_a_client_may_wait_for_their_layers() {
     let block = hash(100);
     let mut all = Computed::new(&[block], &slices);
     let next = soon(path.save_layers(request(&[block], &slices), &mut all)).await.unwrap();
-    assert_eq!(done(next.expect("there is a place again")).stored_blocks, 1);
+    assert_eq!(done(next.answer().expect("there is a place again")).stored_blocks, 1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -158,9 +158,15 @@ async fn a_client_that_goes_quiet_between_layers_is_not_waited_for() {
 
 /// A path to a forger, and the forger's end.
 async fn forged() -> (Arc<dyn Path>, Raw) {
+    forged_with(PART).await
+}
+
+/// The same with a tray whose parts have so many bytes.
+async fn forged_with(part: u64) -> (Arc<dyn Path>, Raw) {
     let forger = Forger::new();
-    let (tray, arena) = (memory_file(2 * PART).unwrap(), memory_file(PART).unwrap());
-    let welcome = ToClient::Welcome(good_welcome()).encode();
+    let (tray, arena) = (memory_file(2 * part).unwrap(), memory_file(PART).unwrap());
+    let welcome = Welcome { tray_in_bytes: part, tray_out_bytes: part, ..good_welcome() };
+    let welcome = ToClient::Welcome(welcome).encode();
     forger.welcome(&welcome, &[tray.as_fd(), arena.as_fd()]).await.unwrap()
 }
 
@@ -168,7 +174,7 @@ async fn forged() -> (Arc<dyn Path>, Raw) {
 async fn saved(
     offer: impl FnOnce(u64) -> ToClient,
     then: &[fn(u64) -> ToClient],
-) -> (Raw, Result<Option<SaveAnswer>, PathError>) {
+) -> (Raw, Result<Streamed, PathError>) {
     let (path, mut raw) = forged().await;
     let saving = tokio::spawn(async move {
         let mut computed = Computed::new(&[hash(7)], &[100, 50]);
@@ -194,7 +200,11 @@ fn all_done(op: u64) -> ToClient {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_node_makes_of_slices_is_its_word_and_nonsense_is_none() {
     let (mut raw, plain) = saved(offer(false), &[all_done]).await;
-    assert_eq!(plain.unwrap(), None, "a node that has no room for layers is offered frames later");
+    assert_eq!(
+        plain.unwrap(),
+        Streamed::Nothing,
+        "a node that has no room for layers is offered frames later"
+    );
     assert!(matches!(raw.hear_client().await, ToNode::Finish { .. }), "it says that none come now");
     let (_, busy) = saved(
         |op| {
@@ -204,7 +214,7 @@ async fn what_a_node_makes_of_slices_is_its_word_and_nonsense_is_none() {
         &[],
     )
     .await;
-    assert_eq!(busy.unwrap(), None);
+    assert_eq!(busy.unwrap(), Streamed::Nothing);
     let ended: fn(u64) -> ToClient = |op| ToClient::Ended { op };
     let (_, ended) = saved(offer(true), &[ended]).await;
     assert!(matches!(ended, Err(PathError::Broken { .. })), "{ended:?}");
@@ -231,8 +241,40 @@ async fn a_node_that_knows_of_frames_only_is_asked_for_layers_once() {
     assert_eq!(raw.hear_client().await, ToNode::Finish { op });
     // As one does that misses the frame it wanted.
     raw.tell(&ToClient::Ended { op });
-    assert_eq!(soon(saving).await.unwrap().unwrap(), None);
+    assert_eq!(soon(saving).await.unwrap().unwrap(), Streamed::Nothing);
     assert!(path.failure().is_none() && !path.streams_saves());
+}
+
+/// A node that answers at once, or as here has room for all of it, is no reason to keep a thread from what else runs on it.
+#[tokio::test]
+async fn who_saves_leaves_its_thread_to_others_while_it_copies() {
+    const BLOCKS: usize = 64;
+    let (slices, blocks) = ([128 << 10], hashes(BLOCKS as u32));
+    for is_by_layer in [true, false] {
+        let (path, mut raw) = forged_with(64 << 20).await;
+        let (blocks, request) = (blocks.clone(), request(&blocks, &slices));
+        let saving = tokio::spawn(async move {
+            let mut computed = Computed::new(&blocks, &slices);
+            if is_by_layer {
+                path.save_layers(request, &mut computed).await.map(drop)
+            } else {
+                path.save(request, &|position| computed.frame(position)).await.map(drop)
+            }
+        });
+        let ToNode::Ask { op, .. } = raw.hear_client().await else { panic!("it asks first") };
+        let mut offer = wire::offer_to_pb(&SaveOffer::Wanted(vec![true; BLOCKS]));
+        offer.is_by_layer = is_by_layer;
+        raw.tell(&ToClient::Offer { op, offer });
+        let (mut puts, mut most_at_once) = (0, 0);
+        while puts < BLOCKS {
+            let there = std::iter::from_fn(|| raw.there()).count();
+            puts += there;
+            most_at_once = most_at_once.max(there);
+            tokio::task::yield_now().await;
+        }
+        assert!(most_at_once <= 4, "{most_at_once} of {puts} in one turn, by layer: {is_by_layer}");
+        saving.abort();
+    }
 }
 
 /// Answers come as fast as pieces, and a save has thousands of them: they are not all kept until somebody looks.
@@ -261,5 +303,5 @@ async fn a_save_of_many_short_layers_outlives_its_answers() {
     }
     assert_eq!(pieces, layers + 1, "each layer, and the head");
     raw.tell(&all_done(op));
-    assert!(matches!(soon(saving).await.unwrap(), Ok(Some(SaveAnswer::Done(_)))));
+    assert!(matches!(soon(saving).await.unwrap(), Ok(Streamed::Answered(SaveAnswer::Done(_)))));
 }

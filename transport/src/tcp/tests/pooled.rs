@@ -10,7 +10,7 @@ use crate::stream::{Stream, encode, read_message};
 use crate::suite::Computed;
 use crate::tcp::handshake;
 use crate::tcp::path::TcpPath;
-use crate::{FetchRequest, Path, SaveAnswer, SaveRequest, wire};
+use crate::{FetchRequest, Path, SaveAnswer, SaveRequest, Streamed, wire};
 
 async fn path_to(address: SocketAddr, authority: &Authority, config: TcpConfig) -> TcpPath {
     TcpDialer::new(&authority.member(), config).open(&address.to_string()).await.unwrap()
@@ -285,7 +285,7 @@ async fn an_older_node_is_sent_frames_and_asked_for_layers_once() {
     let frame_bytes = frame(hash(0), 1000).bytes.len() as u64;
     let request = SaveRequest { frame_bytes, ..save_request(&[hash(0)]) };
     let mut layers = Computed::new(&[hash(0)], &[500, 500]);
-    assert_eq!(path.save_layers(request.clone(), &mut layers).await.unwrap(), None);
+    assert_eq!(path.save_layers(request.clone(), &mut layers).await.unwrap(), Streamed::Left);
     assert!(!path.streams_saves(), "it is not asked again");
     let saved = suite::done(path.save(request, &|_| layers.frame(0)).await.unwrap());
     assert_eq!((saved.stored_blocks, service.holds(hash(0))), (1, true));
@@ -303,7 +303,8 @@ async fn a_computation_that_is_slow_leaves_the_path_alone() {
     let request = SaveRequest { frame_bytes, ..save_request(&[hash(0)]) };
     let mut layers = Computed::new(&[hash(0)], &[500, 500]).until(1);
     let saving = tokio::time::timeout(PATIENCE, path.save_layers(request.clone(), &mut layers));
-    assert_eq!(saving.await.expect("nobody waits for a computation that stands").unwrap(), None);
+    let saved = saving.await.expect("nobody waits for a computation that stands").unwrap();
+    assert_eq!(saved, Streamed::Left);
     assert!(path.failure().is_none() && path.streams_saves());
     tokio::time::timeout(PATIENCE, service.aborts_seen(1)).await.expect("the node hears of it");
     let saved = suite::done(path.save(request, &|_| layers.frame(0)).await.unwrap());
