@@ -55,12 +55,20 @@ pub(crate) struct Keeps {
     pub(crate) frame_bytes_max: usize,
 }
 
+/// What a node grants its callers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Terms {
+    /// How long a lease is kept that nobody renews.
+    pub(crate) lease: Duration,
+}
+
 /// The node's side of every path of one caller.
 #[derive(Clone, Debug)]
 pub(crate) struct Service {
     store: StoreHandle,
     arena: Arena,
     keeps: Keeps,
+    terms: Terms,
     metrics: Metrics,
     scope: Scope,
     locals: Locals,
@@ -78,13 +86,14 @@ impl Service {
         store: StoreHandle,
         arena: Arena,
         keeps: Keeps,
+        terms: Terms,
         metrics: Metrics,
         scope: Scope,
         locals: Locals,
     ) -> Service {
         let (lends_in_place, said) = (false, Arc::default());
         let layered = Layered::half_of(&arena);
-        Service { store, arena, keeps, metrics, scope, locals, lends_in_place, layered, said }
+        Service { store, arena, keeps, terms, metrics, scope, locals, lends_in_place, layered, said }
     }
 
     /// The same, which lets cards of callers with a certificate read all memory of blocks, or not.
@@ -366,6 +375,10 @@ impl BlockService for Service {
 
     fn renew(&self, lease: LeaseId) {
         self.store.tell_later(Ask::Renew { lease: self.scope.lease(lease) });
+    }
+
+    fn renew_every(&self) -> Duration {
+        self.terms.lease / 3
     }
 }
 

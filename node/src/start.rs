@@ -32,7 +32,7 @@ use crate::metrics::{self, Metrics};
 use crate::quick::QuickThread;
 use crate::rdma;
 use crate::scope::Scope;
-use crate::serve::{Keeps, Service};
+use crate::serve::{Keeps, Service, Terms};
 use crate::server::Control;
 use crate::store::{
     Capacities, GPU_JOBS_MAX, GPU_READS_MAX, GPU_RETRY, Gpu, LoadBudget, Parts, Shared, SlotSizes, Store,
@@ -498,10 +498,11 @@ pub(crate) fn service(config: &NodeConfig, store: StoreHandle, arena: Arena, met
     let manifest = config.identity.manifest();
     let (identity, key_form) = (manifest.digest(), manifest.key_form.into());
     let keeps = Keeps { identity, key_form, frame_bytes_max: config.frame_bytes_max() };
+    let terms = Terms { lease: config.lease() };
     // Like the seed of the book's hashes: nobody outside knows it.
     let scope = Scope::own(RandomState::new());
     let locals = config.shm.locals(rustix::process::geteuid().as_raw());
-    let service = Service::new(store, arena, keeps, metrics, scope, locals);
+    let service = Service::new(store, arena, keeps, terms, metrics, scope, locals);
     service.lending_in_place(config.rdma.enabled && config.rdma.in_place)
 }
 

@@ -161,7 +161,8 @@ async fn renewing_reaches_the_lease_of_the_caller() {
     service.renew(LeaseId(7));
     let Ok(Ask::Renew { lease }) = inbox.try_recv() else { panic!("no renewal") };
     assert_eq!(lease, asker.lease);
-    // As long as it is renewed it goes on.
+    // As long as it is renewed it goes on, and who uses it does so often enough.
+    assert!(2 * service.renew_every() < Duration::from_millis(config.lease_ms));
     let later = |store: &mut Store, ms: u64| {
         store.parts.started -= Duration::from_millis(ms);
         store.tick();
