@@ -260,7 +260,7 @@ async fn older_node(authority: &Authority, service: Arc<MemoryService>) -> Socke
                 let ends = Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Small };
                 let (mut stream, _) = handshake::accept(socket, &tls, ends).await.unwrap();
                 let limits = Limits { stall_timeout: PATIENCE, times: TIMES };
-                let operations = Operations::new(Room::new(1 << 20, 1 << 20), limits);
+                let operations = Operations::new(Room::new(1 << 20, 1 << 20, 4096), limits);
                 while stream.begun().await == Ok(true) {
                     let mut request = operations.request(&mut stream).await.unwrap();
                     if let Some(data::data_request::Op::Save(save)) = &mut request.op {
