@@ -175,7 +175,8 @@ impl Service {
     }
 
     pub(crate) fn asker(&self, asker: &kvfleet_transport::Asker) -> Asker {
-        Asker { lease: self.scope.lease(asker.lease), tenant: asker.tenant, category: asker.category }
+        let (lease, caller) = (self.scope.lease(asker.lease), self.scope.caller());
+        Asker { lease, caller, tenant: asker.tenant, category: asker.category }
     }
 
     fn busy(&self) -> FetchReply {

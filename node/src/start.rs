@@ -60,7 +60,7 @@ const GPU_CHUNKS: usize = 16;
 
 /// Leases at once. A lease is one request; a node serves some thousand at a time, and an abandoned one
 /// lives for ten seconds.
-const LEASES_MAX: usize = 65_536;
+pub(crate) const LEASES_MAX: usize = 65_536;
 
 /// Why a node cannot start. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
