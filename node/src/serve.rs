@@ -58,6 +58,8 @@ pub(crate) struct Keeps {
 /// What a node grants its callers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Terms {
+    /// Bytes of the DRAM tier: its own slots, not those beside it.
+    pub(crate) tier_bytes: usize,
     /// How long a lease is kept that nobody renews.
     pub(crate) lease: Duration,
 }
@@ -92,7 +94,7 @@ impl Service {
         locals: Locals,
     ) -> Service {
         let (lends_in_place, said) = (false, Arc::default());
-        let layered = Layered::half_of(&arena);
+        let layered = Layered::half_of(terms.tier_bytes);
         Service { store, arena, keeps, terms, metrics, scope, locals, lends_in_place, layered, said }
     }
 

@@ -498,7 +498,9 @@ pub(crate) fn service(config: &NodeConfig, store: StoreHandle, arena: Arena, met
     let manifest = config.identity.manifest();
     let (identity, key_form) = (manifest.digest(), manifest.key_form.into());
     let keeps = Keeps { identity, key_form, frame_bytes_max: config.frame_bytes_max() };
-    let terms = Terms { lease: config.lease() };
+    let (shape, tier_slabs) = arena_shape(config);
+    let tier_bytes = shape.classes.slab_bytes().saturating_mul(tier_slabs);
+    let terms = Terms { tier_bytes, lease: config.lease() };
     // Like the seed of the book's hashes: nobody outside knows it.
     let scope = Scope::own(RandomState::new());
     let locals = config.shm.locals(rustix::process::geteuid().as_raw());
