@@ -42,6 +42,9 @@ number!(
     /// A time-bounded promise that blocks stay, given to a reader or to a save under way.
     LeaseId(u64), "lease-");
 number!(
+    /// Whose requests these are at one node: the node's own name for it, that no two callers have.
+    CallerId(u64), "caller-");
+number!(
     /// A block's bytes that another process may read in place. Given out by the lender of one connection, strictly growing
     /// from 1 and never again.
     LoanId(u64), "loan-");

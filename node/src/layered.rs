@@ -6,8 +6,6 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::arena::Arena;
-
 /// Bytes of slots that are left for them. Clones are the same.
 #[derive(Clone, Debug)]
 pub(crate) struct Layered {
@@ -15,13 +13,9 @@ pub(crate) struct Layered {
 }
 
 impl Layered {
-    pub(crate) fn half_of(arena: &Arena) -> Layered {
-        let numbers = arena.numbers();
-        Layered::of(numbers.slab_bytes.saturating_mul(numbers.slabs) / 2)
-    }
-
-    fn of(bytes: usize) -> Layered {
-        Layered { left_bytes: Arc::new(AtomicUsize::new(bytes)) }
+    /// Half of a DRAM tier of so many bytes. What the arena has beside the tier is for what passes through it, and no part of this.
+    pub(crate) fn half_of(tier_bytes: usize) -> Layered {
+        Layered { left_bytes: Arc::new(AtomicUsize::new(tier_bytes / 2)) }
     }
 
     /// A part for slots of so many bytes, their shares of the slabs; nothing when others have it.
@@ -51,7 +45,7 @@ mod tests {
 
     #[test]
     fn what_is_held_comes_back() {
-        let layered = Layered::of(100);
+        let layered = Layered::half_of(200);
         let held = layered.take(60);
         assert!(held.is_some() && layered.take(41).is_none());
         assert!(layered.take(40).is_some());

@@ -48,7 +48,8 @@ impl DataServers {
         service: &Arc<dyn BlockService>,
         offer: Option<Offer>,
     ) -> Result<DataServers, ListenError> {
-        let room = Room::new(config.fetch_inflight_bytes, config.save_inflight_bytes);
+        let frame_bytes_max = config.frame_bytes_max() as u64;
+        let room = Room::new(config.fetch_inflight_bytes, config.save_inflight_bytes, frame_bytes_max);
         let mut tries = 0;
         loop {
             let quic = QuicConfig::default();
@@ -103,13 +104,18 @@ fn may_try_another(asked: SocketAddr, error: &tcp::BindError, tries: usize) -> b
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use std::time::Duration;
+
     use kvfleet_proto::tls::SERVER_NAME;
     use kvfleet_transport::quic::QuicDialer;
-    use kvfleet_transport::suite::{MemoryService, fetch, fetch_request, frame, hash, hashes, in_dram};
+    use kvfleet_transport::suite::{
+        MemoryService, PATIENCE, fetch, fetch_request, frame, hash, hashes, in_dram,
+    };
     use kvfleet_transport::tcp::{TcpConfig, TcpDialer};
     use kvfleet_transport::{Dialer, FetchAnswer};
     use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
     use tokio::sync::watch;
+    use tokio::time::timeout;
 
     use super::*;
 
@@ -156,6 +162,45 @@ mod tests {
         let frame = frame(hash(0), 4000).bytes.len() as u64;
         let sent: Vec<_> = servers.carried().iter().map(|(path, all)| (*path, all.sent_bytes())).collect();
         assert_eq!(sent, [("quic", 2 * frame), ("tcp", 2 * frame)]);
+    }
+
+    #[tokio::test]
+    async fn the_bound_of_bytes_in_flight_holds_for_the_first_fetches_too_however_long_frames_are() {
+        const PAYLOAD: u32 = 1 << 20;
+        let (identity, service) = (identity(), MemoryService::default());
+        (0..2).for_each(|number| service.hold(frame(hash(number), PAYLOAD)));
+        let one = 2 * frame(hash(0), PAYLOAD).bytes.len() as u64;
+        let mut config = NodeConfig { block_bytes: PAYLOAD.into(), ..NodeConfig::default() };
+        config.fetch_inflight_bytes = 4 * 2 * config.frame_bytes_max() as u64;
+        let blocks: Arc<dyn BlockService> = Arc::new(service.clone());
+        let any = "127.0.0.1:0".parse().unwrap();
+        let servers = DataServers::bind(any, &identity, &config, &blocks, None).unwrap();
+        let dialer = QuicDialer::new(&identity, QuicConfig::default());
+        let path = dialer.dial(servers.local_addr().to_string()).await.unwrap();
+        // Nothing was sent yet, and nothing is before all of them asked.
+        service.set_gate(0);
+        let mut asking = tokio::task::JoinSet::new();
+        for _ in 0..16 {
+            let path = Arc::clone(&path);
+            asking.spawn(async move { fetch(&*path, fetch_request(&hashes(2))).await.unwrap() });
+        }
+        let numbers = async {
+            loop {
+                let [fetches, ..] = servers.room().numbers();
+                if fetches.let_in + fetches.refused == 16 {
+                    return fetches;
+                }
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        let numbers = timeout(PATIENCE, numbers).await.unwrap();
+        let peak = numbers.let_in * one;
+        assert!(peak <= config.fetch_inflight_bytes, "{peak} bytes are under way");
+        assert_eq!(numbers.let_in, 4, "and all of the room is used");
+        service.set_gate(100);
+        let answers = timeout(PATIENCE, asking.join_all()).await.unwrap();
+        let are_whole = answers.iter().filter(|answer| **answer == FetchAnswer::Hit { tiers: in_dram(2) });
+        assert_eq!(are_whole.count(), 4);
     }
 
     #[test]

@@ -7,7 +7,7 @@
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
-use kv_core::id::{LeaseId, TenantId};
+use kv_core::id::{CallerId, LeaseId, TenantId};
 use kvfleet_transport::Caller;
 
 /// What one caller may do, and its name in this process.
@@ -29,6 +29,11 @@ impl Scope {
     /// Of another caller under the same key, for these tenants; for every one if none are named.
     pub(crate) fn of(&self, caller: &Caller, tenants: Option<Arc<[TenantId]>>) -> Scope {
         Scope { keys: self.keys.clone(), caller: self.keys.hash_one(caller), tenants }
+    }
+
+    /// The book's name for this caller.
+    pub(crate) fn caller(&self) -> CallerId {
+        CallerId(self.caller)
     }
 
     /// The book's name for this caller's lease.

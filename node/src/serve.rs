@@ -55,12 +55,22 @@ pub(crate) struct Keeps {
     pub(crate) frame_bytes_max: usize,
 }
 
+/// What a node grants its callers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Terms {
+    /// Bytes of the DRAM tier: its own slots, not those beside it.
+    pub(crate) tier_bytes: usize,
+    /// How long a lease is kept that nobody renews.
+    pub(crate) lease: Duration,
+}
+
 /// The node's side of every path of one caller.
 #[derive(Clone, Debug)]
 pub(crate) struct Service {
     store: StoreHandle,
     arena: Arena,
     keeps: Keeps,
+    terms: Terms,
     metrics: Metrics,
     scope: Scope,
     locals: Locals,
@@ -78,13 +88,14 @@ impl Service {
         store: StoreHandle,
         arena: Arena,
         keeps: Keeps,
+        terms: Terms,
         metrics: Metrics,
         scope: Scope,
         locals: Locals,
     ) -> Service {
         let (lends_in_place, said) = (false, Arc::default());
-        let layered = Layered::half_of(&arena);
-        Service { store, arena, keeps, metrics, scope, locals, lends_in_place, layered, said }
+        let layered = Layered::half_of(terms.tier_bytes);
+        Service { store, arena, keeps, terms, metrics, scope, locals, lends_in_place, layered, said }
     }
 
     /// The same, which lets cards of callers with a certificate read all memory of blocks, or not.
@@ -166,7 +177,8 @@ impl Service {
     }
 
     pub(crate) fn asker(&self, asker: &kvfleet_transport::Asker) -> Asker {
-        Asker { lease: self.scope.lease(asker.lease), tenant: asker.tenant, category: asker.category }
+        let (lease, caller) = (self.scope.lease(asker.lease), self.scope.caller());
+        Asker { lease, caller, tenant: asker.tenant, category: asker.category }
     }
 
     fn busy(&self) -> FetchReply {
@@ -366,6 +378,10 @@ impl BlockService for Service {
 
     fn renew(&self, lease: LeaseId) {
         self.store.tell_later(Ask::Renew { lease: self.scope.lease(lease) });
+    }
+
+    fn renew_every(&self) -> Duration {
+        self.terms.lease / 3
     }
 }
 

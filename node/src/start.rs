@@ -32,7 +32,7 @@ use crate::metrics::{self, Metrics};
 use crate::quick::QuickThread;
 use crate::rdma;
 use crate::scope::Scope;
-use crate::serve::{Keeps, Service};
+use crate::serve::{Keeps, Service, Terms};
 use crate::server::Control;
 use crate::store::{
     Capacities, GPU_JOBS_MAX, GPU_READS_MAX, GPU_RETRY, Gpu, LoadBudget, Parts, Shared, SlotSizes, Store,
@@ -60,7 +60,7 @@ const GPU_CHUNKS: usize = 16;
 
 /// Leases at once. A lease is one request; a node serves some thousand at a time, and an abandoned one
 /// lives for ten seconds.
-const LEASES_MAX: usize = 65_536;
+pub(crate) const LEASES_MAX: usize = 65_536;
 
 /// Why a node cannot start. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
@@ -498,10 +498,13 @@ pub(crate) fn service(config: &NodeConfig, store: StoreHandle, arena: Arena, met
     let manifest = config.identity.manifest();
     let (identity, key_form) = (manifest.digest(), manifest.key_form.into());
     let keeps = Keeps { identity, key_form, frame_bytes_max: config.frame_bytes_max() };
+    let (shape, tier_slabs) = arena_shape(config);
+    let tier_bytes = shape.classes.slab_bytes().saturating_mul(tier_slabs);
+    let terms = Terms { tier_bytes, lease: config.lease() };
     // Like the seed of the book's hashes: nobody outside knows it.
     let scope = Scope::own(RandomState::new());
     let locals = config.shm.locals(rustix::process::geteuid().as_raw());
-    let service = Service::new(store, arena, keeps, metrics, scope, locals);
+    let service = Service::new(store, arena, keeps, terms, metrics, scope, locals);
     service.lending_in_place(config.rdma.enabled && config.rdma.in_place)
 }
 

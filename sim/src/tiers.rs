@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use kv_core::evict::Policy;
-use kv_core::id::{BlockHash, LeaseId, TenantId, Tier, Timestamp};
+use kv_core::id::{BlockHash, CallerId, LeaseId, TenantId, Tier, Timestamp};
 use kv_core::tier::{Action, Asker, Book, Capacity, Charge, Limits, Offer, Offered, Room, TierLimits};
 use serde::Serialize;
 
@@ -83,7 +83,8 @@ impl Tiers {
         self.outcome.requests += 1;
         self.outcome.block_accesses += hashes.len() as u64;
         let lease = LeaseId(self.outcome.requests);
-        let asker = Asker { lease, tenant: TenantId(0), category: request.category };
+        let (caller, tenant) = (CallerId(0), TenantId(0));
+        let asker = Asker { lease, caller, tenant, category: request.category };
         // One lease at a time: there is always room for it.
         let reached = self.book.fetch(asker, &hashes, now).unwrap_or_default();
         for reach in &reached {

@@ -50,6 +50,9 @@ pub use layered::{LayerRoom, LayerSource};
 pub use room::{Carried, Room};
 pub use slices::{AskedLayers, SliceSink};
 
+/// How often leases in use are renewed unless the node says otherwise: a third of the time for which one keeps them.
+const RENEW_EVERY: Duration = Duration::from_secs(3);
+
 /// A boxed future, so that paths can be chosen at run time.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
@@ -556,8 +559,13 @@ pub trait BlockService: Send + Sync + 'static {
         Admission::Same
     }
 
-    /// Starts a lease's time anew, for whoever still reads what it holds; nothing when it ended. Answers at once.
+    /// Starts a lease's time anew, for whoever still uses what it holds; nothing when it ended. Answers at once.
     fn renew(&self, _lease: LeaseId) {}
+
+    /// How often a lease is renewed while an operation under it is under way: well before its time is over.
+    fn renew_every(&self) -> Duration {
+        RENEW_EVERY
+    }
 }
 
 /// Memory in which a node's blocks lie and which processes of its host can map, to read it.

@@ -12,8 +12,8 @@ use kv_core::id::Class;
 use crate::in_flight::{ClassNumbers, InFlight};
 use crate::quic::SAVES_AT_ONCE_MAX;
 
-/// Frame size assumed before the first frame was sent, in bytes.
-const FRAME_BYTES_GUESS: u64 = 64 << 10;
+/// Frame size that servers assume before the first frame was sent, in bytes, where nobody says how long frames are.
+pub(crate) const FRAME_BYTES_GUESS: u64 = 64 << 10;
 
 /// What each class has at least of the bytes of answers: half of it is for those who wait.
 const OF_FETCHES: Parts = [8, 0, 2, 2];
@@ -39,7 +39,7 @@ pub(crate) struct Shares {
     pub(crate) fetches: InFlight,
     pub(crate) arriving: InFlight,
     pub(crate) layered: Layered,
-    /// Largest frame that was sent so far, in bytes.
+    /// Largest frame there may be, as far as is known, in bytes: a longer one that was sent counts from then on.
     pub(crate) largest_frame: AtomicU64,
 }
 
@@ -47,18 +47,20 @@ impl Room {
     /// Room as servers have it that share none.
     #[cfg(all(test, feature = "rdma"))]
     pub(crate) fn usual() -> Room {
-        Room::new(crate::quic::FETCH_BYTES_IN_FLIGHT_MAX, crate::quic::SAVE_BYTES_IN_FLIGHT_MAX)
+        use crate::quic::{FETCH_BYTES_IN_FLIGHT_MAX, SAVE_BYTES_IN_FLIGHT_MAX};
+        Room::new(FETCH_BYTES_IN_FLIGHT_MAX, SAVE_BYTES_IN_FLIGHT_MAX, FRAME_BYTES_GUESS)
     }
 
-    /// Room for so many bytes of answers under way, and of saves that arrive.
+    /// Room for so many bytes of answers under way, and of saves that arrive. An answer is reckoned before it is known, by the
+    /// length of the longest frame of the node: give the real one, or the first answers may be more than the room.
     #[must_use]
-    pub fn new(fetch_bytes_in_flight_max: u64, save_bytes_in_flight_max: u64) -> Room {
+    pub fn new(fetch_bytes_in_flight_max: u64, save_bytes_in_flight_max: u64, frame_bytes_max: u64) -> Room {
         let shares = Shares {
             saves: InFlight::new(SAVES_AT_ONCE_MAX as u64, OF_SAVES),
             fetches: InFlight::new(fetch_bytes_in_flight_max, OF_FETCHES),
             arriving: InFlight::new(save_bytes_in_flight_max, OF_SAVES),
             layered: Layered::new(SAVES_AT_ONCE_MAX / 2, save_bytes_in_flight_max / 2),
-            largest_frame: AtomicU64::new(FRAME_BYTES_GUESS),
+            largest_frame: AtomicU64::new(frame_bytes_max),
         };
         Room { shares: Arc::new(shares) }
     }
@@ -161,7 +163,7 @@ mod tests {
 
     #[test]
     fn saves_by_layer_have_half_and_give_it_back() {
-        let room = Room::new(1, 100);
+        let room = Room::new(1, 100, 1);
         let layered = &room.shares().layered;
         let held = layered.reserve(50);
         assert!(held.is_some() && layered.reserve(1).is_none(), "half of the bytes");

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kv_core::id::Class;
+use kv_core::id::{Class, LeaseId};
 use kvfleet_proto::data;
 use kvfleet_proto::frame::{FRAME_BYTES_MAX, Frame, SliceLayout};
 use kvfleet_proto::trace_context;
@@ -209,11 +209,14 @@ impl Operations {
     ) -> Result<(), ServeError> {
         match operation {
             Operation::Fetch(request, layers) => {
-                let limit = self.fetch_span(request.deadline);
-                tokio::time::timeout(limit, self.fetch(request, layers, service, stream)).await?
+                let (limit, lease) = (self.fetch_span(request.deadline), request.asker.lease);
+                let fetch = renewing(service, lease, self.fetch(request, layers, service, stream));
+                tokio::time::timeout(limit, fetch).await?
             }
             Operation::Save(request, layout) => {
-                tokio::time::timeout(self.save_span(), self.save(request, layout, service, stream)).await?
+                let lease = request.asker.lease;
+                let save = renewing(service, lease, self.save(request, layout, service, stream));
+                tokio::time::timeout(self.save_span(), save).await?
             }
             Operation::Release(lease) => {
                 self.timed(service.release(lease)).await?;
@@ -451,6 +454,18 @@ impl Operations {
         work: impl Future<Output = T>,
     ) -> Result<T, tokio::time::error::Elapsed> {
         tokio::time::timeout(self.limits.stall_timeout, work).await
+    }
+}
+
+/// Waits for `work`, an operation under this lease, which is renewed meanwhile: between two layers of a save, or two frames of
+/// a slow fetch, nothing else says that it is in use.
+async fn renewing<T>(service: &dyn BlockService, lease: LeaseId, work: impl Future<Output = T>) -> T {
+    tokio::pin!(work);
+    loop {
+        match tokio::time::timeout(service.renew_every(), &mut work).await {
+            Ok(done) => return done,
+            Err(_) => service.renew(lease),
+        }
     }
 }
 

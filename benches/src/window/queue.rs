@@ -8,7 +8,7 @@ use std::collections::{BTreeSet, BinaryHeap, VecDeque};
 
 use anyhow::Context;
 use kv_core::evict::BlockKey;
-use kv_core::id::{BlockHash, Category, LeaseId, TenantId, Tier, Timestamp};
+use kv_core::id::{BlockHash, CallerId, Category, LeaseId, TenantId, Tier, Timestamp};
 use kv_core::tier::{Action, Asker, Book, Offer, Offered, Room};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -239,7 +239,7 @@ impl World {
     }
 
     fn asker(lease: LeaseId) -> Asker {
-        Asker { lease, tenant: TenantId(0), category: Category::default() }
+        Asker { lease, caller: CallerId(0), tenant: TenantId(0), category: Category::default() }
     }
 
     fn begin(&mut self, session: usize) -> anyhow::Result<()> {

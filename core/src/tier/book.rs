@@ -21,7 +21,7 @@ use super::ttl::TtlRows;
 use super::watermark::{Capacity, TierLimits};
 use super::window::Window;
 use crate::evict::{BlockKey, Policy};
-use crate::id::{BlockHash, LeaseId, TenantId, Tier, Timestamp};
+use crate::id::{BlockHash, CallerId, LeaseId, TenantId, Tier, Timestamp};
 use crate::index::command::Change;
 
 /// Time after which a use counts half in the curve of misses: as long as the paper finds reuse stable (ATC '25 §3).
@@ -36,7 +36,7 @@ pub struct Limits {
     pub ssd: TierLimits,
     /// Time after which an unreleased lease ends by itself.
     pub lease: Duration,
-    /// Leases held at once; above it callers are told `Busy`.
+    /// Leases held at once; above it callers are told `Busy`, and one that has as many as are left before.
     pub leases_max: usize,
     /// Seeds the hash table, so that no caller can aim at one bucket.
     pub seed: u64,
@@ -105,6 +105,8 @@ pub struct Book {
     pub(super) losing: Option<usize>,
     pub(super) leases: BTreeMap<LeaseId, Lease>,
     pub(super) deadlines: BTreeSet<(Timestamp, LeaseId)>,
+    /// How many leases each caller has that has some.
+    pub(super) callers: BTreeMap<CallerId, usize>,
     pub(super) lease_span: Duration,
     pub(super) leases_max: usize,
     /// Blocks that leases note they were not let in with.
@@ -151,6 +153,7 @@ impl Book {
             on_gpu: 0,
             losing: None,
             leases: BTreeMap::new(),
+            callers: BTreeMap::new(),
             deadlines: BTreeSet::new(),
             lease_span: limits.lease,
             leases_max: limits.leases_max,

@@ -4,18 +4,21 @@
 //! head, so that the head of a prefix is always younger than its tail.
 
 use std::cmp::Reverse;
-use std::collections::BTreeSet;
+#[cfg(test)]
+use std::collections::BTreeMap;
+use std::collections::{BTreeSet, btree_map};
 
 use super::book::Book;
 use super::entry::Entry;
 use super::order::Told;
 use super::{Asker, LeasesFull};
 use crate::evict::{BlockKey, BlockTraits};
-use crate::id::{BlockHash, Category, LeaseId, TenantId, Tier, Timestamp};
+use crate::id::{BlockHash, CallerId, Category, LeaseId, TenantId, Tier, Timestamp};
 
 /// One request under way.
 #[derive(Clone, Debug)]
 pub(super) struct Lease {
+    caller: CallerId,
     category: Category,
     deadline: Timestamp,
     blocks: Holds,
@@ -113,15 +116,29 @@ impl Book {
             self.renew(asker.lease, now);
             return Ok(());
         }
-        if self.leases.len() >= self.leases_max {
-            return Err(LeasesFull { limit: self.leases_max });
+        let Asker { lease: id, caller, category, .. } = asker;
+        let (limit, held) = (self.leases_max, self.leases.len());
+        let own = self.callers.get(&caller).copied().unwrap_or(0);
+        // Alone it may have half of them, the next one half of the rest: whoever comes finds some, however long others keep theirs.
+        if own >= limit.saturating_sub(held) {
+            return Err(LeasesFull { limit, held, own });
         }
+        self.callers.insert(caller, own + 1);
         let deadline = now.after(self.lease_span);
-        let lease =
-            Lease { category: asker.category, deadline, blocks: Holds::default(), passed: Vec::new() };
-        self.leases.insert(asker.lease, lease);
-        self.deadlines.insert((deadline, asker.lease));
+        let lease = Lease { caller, category, deadline, blocks: Holds::default(), passed: Vec::new() };
+        self.leases.insert(id, lease);
+        self.deadlines.insert((deadline, id));
         Ok(())
+    }
+
+    /// One lease less of this caller.
+    fn leave(&mut self, caller: CallerId) {
+        if let btree_map::Entry::Occupied(mut own) = self.callers.entry(caller) {
+            *own.get_mut() -= 1;
+            if *own.get() == 0 {
+                own.remove();
+            }
+        }
     }
 
     /// Starts the lease's time anew; it is unknown once it ended.
@@ -213,6 +230,14 @@ impl Book {
         }
     }
 
+    /// Leases of each caller that has some, as they were counted and as they are.
+    #[cfg(test)]
+    pub(super) fn callers(&self) -> [BTreeMap<CallerId, usize>; 2] {
+        let mut are = BTreeMap::new();
+        self.leases.values().for_each(|lease| *are.entry(lease.caller).or_default() += 1);
+        [self.callers.clone(), are]
+    }
+
     /// Blocks a lease holds, for tests of what it costs.
     #[cfg(test)]
     pub(super) fn held_by(&self, id: LeaseId) -> usize {
@@ -223,6 +248,7 @@ impl Book {
     pub fn release(&mut self, id: LeaseId, now: Timestamp) {
         let Some(lease) = self.leases.remove(&id) else { return };
         self.deadlines.remove(&(lease.deadline, id));
+        self.leave(lease.caller);
         self.passed_blocks -= lease.passed.len();
         let holds = lease.blocks.into_tail_first();
         let mut live: Vec<BlockKey> = holds.into_iter().filter_map(|hold| self.let_go(hold)).collect();

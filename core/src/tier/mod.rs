@@ -51,15 +51,17 @@ pub use window::{
     PREFETCH_SHARE_MAX, PREFETCHES_MAX, WINDOW_BLOCKS_MAX, WINDOW_REQUESTS_MAX, WINDOW_SPAN, WindowTaken,
 };
 
-use crate::id::{Category, LeaseId, TenantId};
+use crate::id::{CallerId, Category, LeaseId, TenantId};
 
 pub use crate::evict::BlockKey;
 
 /// Who asks: the part of a fetch or save that the book needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Asker {
-    /// The lease under which this request's blocks are held.
+    /// The lease under which this request's blocks are held, of the same caller each time.
     pub lease: LeaseId,
+    /// Whose request it is: no caller may have all leases.
+    pub caller: CallerId,
     /// Whose bytes.
     pub tenant: TenantId,
     /// Category of the request, handed to the policy.
@@ -77,10 +79,16 @@ pub struct Charge {
     pub ssd: u32,
 }
 
-/// The book holds as many leases as it may; the caller answers `Busy`.
+/// There is no lease for this caller now; who asked answers `Busy`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{limit} leases are held already")]
+#[error(
+    "{held} of {limit} leases are held, {own} of them by this caller, which may have no more than are left"
+)]
 pub struct LeasesFull {
-    /// The limit.
+    /// How many there may be.
     pub limit: usize,
+    /// How many there are.
+    pub held: usize,
+    /// How many of them this caller has.
+    pub own: usize,
 }

@@ -5,7 +5,7 @@
 use std::sync::atomic::AtomicUsize;
 
 use bytes::Bytes;
-use kv_core::id::{LeaseId, TenantId, Tier};
+use kv_core::id::{CallerId, LeaseId, TenantId, Tier};
 use kv_core::tier::{Asker, Offer, Offered};
 use kvfleet_errors_doc::says;
 use kvfleet_proto::frame::{Copies, Unsettled};
@@ -21,6 +21,7 @@ use super::tests::{
     parts_on, save_request,
 };
 use super::*;
+use crate::NodeConfig;
 use crate::arena::Purpose;
 use crate::serve::Service;
 use crate::start;
@@ -145,6 +146,27 @@ async fn a_certificate_that_does_not_say_whose_it_is_is_refused_and_said() {
 }
 
 #[tokio::test]
+async fn a_caller_that_releases_nothing_leaves_leases_to_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let bench = open(&NodeConfig { lease_ms: 3_600_000, ..config(dir.path(), 1, 0) }).await;
+    bench.saved(1, 0..1).await;
+    let callers = [named(&[SERVER_NAME]), named(&[SERVER_NAME])];
+    let [ours, theirs, again] = [0, 1, 0].map(|at: usize| admitted(&bench, &callers[at]));
+    let is_busy = async |service: &dyn BlockService, lease: u64| {
+        matches!(service.fetch(fetch_request(lease, 0..1)).await.answer, FetchAnswer::Busy { .. })
+    };
+    let mut taken = 0;
+    while !is_busy(&*ours, taken).await {
+        taken += 1;
+    }
+    let left = start::LEASES_MAX as u64 - taken - 1; // and one of this process
+    assert!(taken - left <= 1, "it may have half: {taken}");
+    assert!(is_busy(&*again, taken + 1).await, "over whichever connection");
+    assert!(!is_busy(&*again, 7).await, "what it has goes on");
+    assert!(!is_busy(&*theirs, 7).await && !is_busy(&bench.service, 7).await);
+}
+
+#[tokio::test]
 async fn renewing_reaches_the_lease_of_the_caller() {
     let dir = tempfile::tempdir().unwrap();
     let config = config(dir.path(), 1, 0);
@@ -161,7 +183,8 @@ async fn renewing_reaches_the_lease_of_the_caller() {
     service.renew(LeaseId(7));
     let Ok(Ask::Renew { lease }) = inbox.try_recv() else { panic!("no renewal") };
     assert_eq!(lease, asker.lease);
-    // As long as it is renewed it goes on.
+    // As long as it is renewed it goes on, and who uses it does so often enough.
+    assert!(2 * service.renew_every() < Duration::from_millis(config.lease_ms));
     let later = |store: &mut Store, ms: u64| {
         store.parts.started -= Duration::from_millis(ms);
         store.tick();
@@ -296,7 +319,8 @@ async fn bytes_that_were_loaded_go_to_their_tenants_readers_only() {
     let dir = tempfile::tempdir().unwrap();
     let config = config(dir.path(), 2, 8);
     let (mut store, _handle, _inbox) = Store::new(parts(&config).await);
-    let asker = Asker { lease: LeaseId(1), tenant: TenantId(2), category: Default::default() };
+    let (caller, tenant) = (CallerId(1), TenantId(2));
+    let asker = Asker { lease: LeaseId(1), caller, tenant, category: Default::default() };
     let charge = store.parts.capacities.slots.largest();
     let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &[hash(0)], charge };
     let offered = store.parts.book.offer(asker, offer, store.now()).unwrap();

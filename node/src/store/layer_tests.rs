@@ -7,6 +7,7 @@ use kvfleet_transport::{BlockService, FetchAnswer, LayerRoom, MissReason, SaveOf
 
 use super::tests::{BLOCK_BYTES, Bench, config, frame, open, save_request};
 use crate::arena::Purpose;
+use crate::start;
 use crate::test_log::Log;
 
 /// Frames here have one slice.
@@ -77,8 +78,12 @@ async fn a_save_by_layer_that_is_dropped_gives_everything_back() {
 async fn what_is_computed_leaves_half_of_the_slots_to_others_however_short_its_frames_are() {
     for bytes in [BLOCK_BYTES, 60] {
         let dir = tempfile::tempdir().unwrap();
-        let bench = open(&config(dir.path(), 40, 0)).await;
-        let half = bench.arena.numbers().slabs / 2;
+        let config = config(dir.path(), 40, 0);
+        let bench = open(&config).await;
+        // Of the tier's own: those beside it are for what passes through them.
+        let (_, tier_slabs) = start::arena_shape(&config);
+        let half = tier_slabs / 2;
+        assert!(half <= 20 && tier_slabs < bench.arena.numbers().slabs);
         let layout = SliceLayout::new(&[u32::try_from(bytes).unwrap()]).unwrap();
         let (mut held, mut refused) = (Vec::new(), None);
         for number in 0..40 {

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use kv_core::id::{Category, IdentityDigest, LeaseId, RequestId, TenantId, Tier};
+use kv_core::id::{CallerId, Category, IdentityDigest, LeaseId, RequestId, TenantId, Tier};
 use kvfleet_proto::frame::{Frame, KeyForm, seal};
 use kvfleet_proto::pb;
 use kvfleet_transport::{
@@ -371,6 +371,7 @@ async fn slow_readers_all_over_dram_leave_small_blocks_their_place() {
     for number in (0..600).step_by(15) {
         let asker = kv_core::tier::Asker {
             lease: LeaseId(10_000 + number),
+            caller: CallerId(1),
             tenant: TenantId(0),
             category: Category::default(),
         };

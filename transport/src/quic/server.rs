@@ -15,7 +15,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use super::stream::{Mates, QuicStream};
 use super::{CODE_DONE, CODE_REFUSED, CONNECTIONS_MAX, QuicConfig};
 use crate::BlockService;
-use crate::room::{Carried, Room};
+use crate::room::{Carried, FRAME_BYTES_GUESS, Room};
 use crate::serve::{Admitted, Limits, Operations, TIMES, Times, admit};
 
 /// Time for connections to say goodbye when the server closes.
@@ -95,7 +95,8 @@ impl QuicServer {
         times: Times,
         service: Arc<dyn BlockService>,
     ) -> Result<QuicServer, BindError> {
-        let room = Room::new(config.fetch_bytes_in_flight_max, config.save_bytes_in_flight_max);
+        let (fetch_bytes, save_bytes) = (config.fetch_bytes_in_flight_max, config.save_bytes_in_flight_max);
+        let room = Room::new(fetch_bytes, save_bytes, FRAME_BYTES_GUESS);
         QuicServer::bind_all(room, address, identity, config, times, service)
     }
 

@@ -85,14 +85,14 @@ async fn a_reader_that_reads_nothing_loses_its_place() {
 #[tokio::test]
 async fn fetches_that_nobody_waits_for_leave_room_for_those_that_somebody_does() {
     let identity = Authority::new().member();
-    let room = Room::new(16 * 2 * u64::from(LARGE), 1);
+    let room = Room::new(16 * 2 * u64::from(LARGE), 1, u64::from(LARGE));
     let config = QuicConfig::default();
     let server = QuicServer::bind_in(&room, ANY, &identity, &config, service()).unwrap();
     let (_endpoint, connection) = tight_client(&server, &identity).await;
     let mut ahead = fetch_request(&hashes(2));
     ahead.asker.class = Some(Class::Prefetch);
     let mut held = Vec::new();
-    // Readers that do not read. How long a frame is, is known once one was sent.
+    // Readers that do not read.
     while room.numbers()[Class::Prefetch.rank()].refused == 0 {
         assert!(held.len() < 16, "they were to leave half of the room");
         held.push(hold_a_fetch(&connection, &ahead).await);

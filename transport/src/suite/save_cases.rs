@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use kv_core::id::BlockHash;
+use kv_core::id::{BlockHash, LeaseId};
 use tokio::time::timeout;
 
 use super::{
@@ -111,4 +111,28 @@ pub async fn slices_leave_before_the_last_layer(service: &MemoryService, path: &
     let saved = saved.expect("the path is whole").answer().expect("it streams");
     assert_eq!(done(saved).stored_blocks, 3);
     assert_eq!(some.sent_bytes, 3 * frame_of(hash(0), &SLICES).bytes.len(), "each byte was counted once");
+}
+
+/// Of paths whose node renews what is under way. A computation may last longer than a lease, and so may a medium that is slow.
+pub async fn leases_in_use_are_renewed(service: &MemoryService, path: &dyn Path) {
+    service.set_renew_every(Duration::from_millis(5));
+    let mut some = computed(3).until(1);
+    let gate = some.gate();
+    let saving = path.save_layers(request(&hashes(3)), &mut some);
+    let next = async {
+        service.slices_seen(3).await;
+        assert_eq!(service.renewals(3).await, [LeaseId(1); 3], "while it waits for a layer");
+        gate.add_permits(5);
+    };
+    let (saved, ()) = timeout(PATIENCE, async { tokio::join!(saving, next) }).await.expect("it is renewed");
+    assert_eq!(done(saved.expect("the path is whole").expect("it streams")).stored_blocks, 3);
+    service.set_gate(0);
+    let fetching = fetch(path, fetch_request(&hashes(3)));
+    let medium = async {
+        assert_eq!(service.renewals(3).await, [LeaseId(1); 3], "while the medium works");
+        service.set_gate(100);
+    };
+    let (there, ()) =
+        timeout(PATIENCE, async { tokio::join!(fetching, medium) }).await.expect("it is renewed");
+    assert_eq!(there.expect("the path is whole"), FetchAnswer::Hit { tiers: in_dram(3) });
 }

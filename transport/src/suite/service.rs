@@ -12,8 +12,8 @@ use tokio::sync::{Semaphore, mpsc, watch};
 
 use super::{BumpArena, EPOCH, IDENTITY};
 use crate::{
-    BlockService, BoxFuture, FetchAnswer, FetchReply, FetchRequest, Frames, LayerRoom, MissReason, SaveDone,
-    SaveOffer, SaveRefusal, SaveRequest, SaveSession, VisibleAt,
+    BlockService, BoxFuture, FetchAnswer, FetchReply, FetchRequest, Frames, LayerRoom, MissReason,
+    RENEW_EVERY, SaveDone, SaveOffer, SaveRefusal, SaveRequest, SaveSession, VisibleAt,
 };
 
 /// Frames handed over ahead of their reader.
@@ -30,6 +30,7 @@ struct State {
     end: Option<MissReason>,
     refuse: Option<SaveRefusal>,
     takes_layers: bool,
+    renew_every: Duration,
     epoch: Epoch,
     seq: u64,
 }
@@ -46,6 +47,7 @@ struct Inner {
     puts: watch::Sender<usize>,
     slices: watch::Sender<usize>,
     aborted: watch::Sender<usize>,
+    renewed: watch::Sender<Vec<LeaseId>>,
     /// Where blocks lie, for those who may read them in place.
     arena: Option<Arc<BumpArena>>,
 }
@@ -69,6 +71,7 @@ impl MemoryService {
             end: None,
             refuse: None,
             takes_layers: true,
+            renew_every: RENEW_EVERY,
             epoch: EPOCH,
             seq: 0,
         };
@@ -78,6 +81,7 @@ impl MemoryService {
             puts: watch::Sender::new(0),
             slices: watch::Sender::new(0),
             aborted: watch::Sender::new(0),
+            renewed: watch::Sender::default(),
             arena,
         }))
     }
@@ -149,6 +153,11 @@ impl MemoryService {
         self.state().takes_layers = takes_layers;
     }
 
+    /// Wants leases that are in use to be renewed so often from now on.
+    pub fn set_renew_every(&self, span: Duration) {
+        self.state().renew_every = span;
+    }
+
     /// Serves under another epoch from now on.
     pub fn set_epoch(&self, epoch: Epoch) {
         self.state().epoch = epoch;
@@ -184,6 +193,14 @@ impl MemoryService {
     /// Returns once so many saves were aborted.
     pub async fn aborts_seen(&self, saves: usize) {
         let _ = self.0.aborted.subscribe().wait_for(|seen| *seen >= saves).await;
+    }
+
+    /// Returns once leases were renewed so often since it was asked: which, in order.
+    pub async fn renewals(&self, count: usize) -> Vec<LeaseId> {
+        let mut renewed = self.0.renewed.subscribe();
+        let before = renewed.borrow().len();
+        let seen = renewed.wait_for(|renewed| renewed.len() >= before + count).await;
+        seen.map_or_else(|_| Vec::new(), |renewed| renewed[before..].to_vec())
     }
 
     fn answer(&self, request: &FetchRequest) -> (FetchAnswer, Vec<Frame>, Epoch) {
@@ -259,6 +276,14 @@ impl BlockService for MemoryService {
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, ()> {
         self.state().released.push(lease);
         Box::pin(std::future::ready(()))
+    }
+
+    fn renew(&self, lease: LeaseId) {
+        self.0.renewed.send_modify(|renewed| renewed.push(lease));
+    }
+
+    fn renew_every(&self) -> Duration {
+        self.state().renew_every
     }
 }
 

@@ -19,7 +19,7 @@ use super::handshake;
 use super::socket::listen;
 use super::stream::{Ends, TlsStream};
 use crate::BlockService;
-use crate::room::{Carried, Room};
+use crate::room::{Carried, FRAME_BYTES_GUESS, Room};
 use crate::serve::{Admitted, Limits, Operations, ServeError, TIMES, Times, admit};
 
 /// Wait after the system gave no connection: it is out of descriptors or memory, and asking at once gives nothing
@@ -84,7 +84,7 @@ impl Terms {
 
 /// Room of a server that shares none.
 fn own_room(config: &TcpConfig) -> Room {
-    Room::new(config.fetch_bytes_in_flight_max, config.save_bytes_in_flight_max)
+    Room::new(config.fetch_bytes_in_flight_max, config.save_bytes_in_flight_max, FRAME_BYTES_GUESS)
 }
 
 impl TcpServer {

@@ -36,7 +36,10 @@ async fn pair(service: Arc<dyn BlockService>) -> Pair {
 }
 
 behaviour_suite!(pair);
-behaviour_suite!(pair; MemoryService::default(); layers_come_one_after_the_other, slices_leave_before_the_last_layer);
+behaviour_suite!(
+    pair; MemoryService::default(); layers_come_one_after_the_other, slices_leave_before_the_last_layer,
+    leases_in_use_are_renewed,
+);
 
 fn holding(blocks: u32) -> Arc<MemoryService> {
     let service = MemoryService::default();

@@ -146,7 +146,7 @@ fn serve(
     let lending = LendingService { inner: service.clone(), arena: Arc::clone(&pool), maps };
     let offer = RdmaOffer::new(node, Some(&arena)).unwrap();
     let any = SocketAddr::from((at, 0));
-    let room = Room::new(1 << 30, 512 << 20);
+    let room = Room::new(1 << 30, 512 << 20, 2 << 20);
     (TcpServer::bind_offering(&room, any, identity, &tcp(), offer, Arc::new(lending)).unwrap(), pool)
 }
 

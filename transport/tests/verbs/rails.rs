@@ -30,7 +30,7 @@ async fn world(nodes: &[Arc<Rdma>], clients: &[Arc<Rdma>], service: &MemoryServi
     hold_in_arena(service, &arena, BLOCKS);
     let lending = LendingService { inner: service.clone(), arena: Arc::clone(&arena), maps: true };
     let offer = RdmaOffer::over(nodes, Some(&memory)).unwrap();
-    let (any, room) = (SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), Room::new(1 << 30, 512 << 20));
+    let (any, room) = (SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), Room::new(1 << 30, 512 << 20, 2 << 20));
     let server =
         TcpServer::bind_offering(&room, any, &authority.member(), &tcp(), offer, Arc::new(lending)).unwrap();
     let dialer = RdmaDialer::over(clients, &authority.member(), tcp()).unwrap();

@@ -176,7 +176,7 @@ impl World {
     /// Reaches the tenant's own leading blocks, and holds those and no others.
     fn fetch(&mut self, lease: u64, first: u64, count: u64, tenant: u32) {
         let all: Vec<BlockHash> = (first..first + count).map(hash).collect();
-        let who = Asker { tenant: TenantId(tenant), ..asker(lease) };
+        let who = Asker { tenant: TenantId(tenant), caller: CallerId(lease % 2), ..asker(lease) };
         let others = self.others_holds(who.tenant);
         let mine: BTreeMap<BlockHash, BlockKey> = self
             .book
@@ -228,7 +228,7 @@ impl World {
     fn offer(&mut self, lease: u64, first: u64, count: u64, tenant: u32) {
         let all: Vec<BlockHash> = (first..first + count).map(hash).collect();
         let parent = first.checked_sub(1).map(hash);
-        let who = Asker { tenant: TenantId(tenant), ..asker(lease) };
+        let who = Asker { tenant: TenantId(tenant), caller: CallerId(lease % 2), ..asker(lease) };
         let offer = Offer {
             parent,
             first_offset_blocks: u32::try_from(first).unwrap(),
@@ -377,6 +377,8 @@ impl World {
             self.refused = 0;
         }
         self.check_tenants();
+        let [counted, are] = self.book.callers();
+        assert_eq!(counted, are, "leases by caller");
         self.check_window();
         self.check_shares();
         self.check_lines();

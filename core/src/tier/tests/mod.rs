@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::evict::{BlockTraits, Policy};
-use crate::id::{BlockHash, PinId, Tier, Timestamp};
+use crate::id::{BlockHash, CallerId, PinId, Tier, Timestamp};
 use crate::index::command::PinKind;
 
 /// Order of last use, kept the simplest way there is.
@@ -99,7 +99,9 @@ pub(super) fn hash(number: u64) -> BlockHash {
 }
 
 pub(super) fn asker(lease: u64) -> Asker {
-    Asker { lease: LeaseId(lease), tenant: TenantId(0), category: Category::default() }
+    // Of a caller of its own, as if many asked.
+    let caller = CallerId(lease);
+    Asker { lease: LeaseId(lease), caller, tenant: TenantId(0), category: Category::default() }
 }
 
 pub(super) const ALL_ROOM: Room =

@@ -228,8 +228,38 @@ fn too_many_leases_are_refused_and_known_ones_go_on() {
     }
     let all = [hash(1)];
     let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
-    assert_eq!(book.offer(asker(64), offer, Timestamp(0)), Err(LeasesFull { limit: 64 }));
+    let full = LeasesFull { limit: 64, held: 64, own: 0 };
+    assert_eq!(book.offer(asker(64), offer, Timestamp(0)), Err(full));
     assert!(book.offer(asker(3), offer, Timestamp(0)).is_ok());
+}
+
+#[test]
+fn a_caller_that_releases_nothing_leaves_half_of_the_leases_that_are_left_to_others() {
+    let mut book = blocks(4, 0);
+    let all = [hash(1)];
+    let mut next = 0;
+    // Takes what it gets, and gives nothing back.
+    let mut taken = |book: &mut Book, caller: u64, now: u64| {
+        (0..)
+            .take_while(|_| {
+                next += 1;
+                let who = Asker { caller: CallerId(caller), ..asker(next) };
+                let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
+                book.offer(who, offer, Timestamp(now)).is_ok()
+            })
+            .count()
+    };
+    assert_eq!([1, 2, 3, 1, 4].map(|caller| taken(&mut book, caller, 0)), [32, 16, 8, 0, 4]);
+    let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
+    let known = Asker { caller: CallerId(1), ..asker(1) };
+    assert!(book.offer(known, offer, Timestamp(0)).is_ok(), "what it has goes on");
+    book.release(LeaseId(1), Timestamp(0));
+    assert_eq!(taken(&mut book, 1, 0), 0, "it has more than are left");
+    assert_eq!(taken(&mut book, 5, 0), 3);
+    let later = 11_000_000;
+    book.expire(Timestamp(later));
+    assert_eq!(book.lease_count(), 0);
+    assert_eq!(taken(&mut book, 1, later), 32, "what ended counts for nobody");
 }
 
 #[test]

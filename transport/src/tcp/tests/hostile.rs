@@ -275,8 +275,8 @@ async fn hostile_saves_leave_nothing() {
     assert!(!service.holds(hash(0)));
 }
 
-/// Offers a save by layer by hand and sends these bytes. What it is answered, if it is.
-async fn layered_bytes(server: &TcpServer, authority: &Authority, sent: &[u8]) -> Option<data::SaveDone> {
+/// Offers a save by layer by hand and sends these bytes.
+async fn layered_bytes(server: &TcpServer, authority: &Authority, sent: &[u8]) -> TlsStream {
     let mut stream = raw(server.local_addr(), authority.member().tcp_client()).await.unwrap();
     let frame_bytes = frame(hash(0), 1000).bytes.len() as u64;
     let request = SaveRequest { frame_bytes, ..save_request(&hashes(1)) };
@@ -286,6 +286,11 @@ async fn layered_bytes(server: &TcpServer, authority: &Authority, sent: &[u8]) -
     assert!(offer.is_by_layer && offer.wanted == [1]);
     let _ = stream.write(sent.to_vec().into()).await;
     let _ = stream.flush().await;
+    stream
+}
+
+/// What such a save is answered, if it is.
+async fn answered(mut stream: TlsStream) -> Option<data::SaveDone> {
     let answered = read_message(&mut stream);
     tokio::time::timeout(PATIENCE, answered).await.expect("it is answered or ended").ok()
 }
@@ -294,9 +299,10 @@ async fn layered_bytes(server: &TcpServer, authority: &Authority, sent: &[u8]) -
 async fn hostile_saves_by_layer_leave_nothing() {
     let authority = Authority::new();
     let service = holding(0);
-    let config = TcpConfig { stall_timeout: Duration::from_millis(200), ..TcpConfig::default() };
-    let server = TcpServer::bind_with(ANY, &authority.member(), &config, service.clone()).unwrap();
-    let sent = async |sent: &[u8]| layered_bytes(&server, &authority, sent).await;
+    // Of those that wait for no silence none is to be ended by one.
+    let server = TcpServer::bind(ANY, &authority.member(), service.clone()).unwrap();
+    let config = TcpConfig { stall_timeout: Duration::from_secs(1), ..TcpConfig::default() };
+    let quick = TcpServer::bind_with(ANY, &authority.member(), &config, service.clone()).unwrap();
     let good = frame(hash(0), 1000);
     let (head, payload, end) = (good.head().unwrap().bytes().clone(), good.payload(), end_bytes(None));
     let all = [&payload[..], &head].concat();
@@ -304,11 +310,16 @@ async fn hostile_saves_by_layer_leave_nothing() {
     let silent = [&b""[..], &payload[..700], &payload, &all[..all.len() - 1], &all];
     let early = [&payload[..700], &payload, &[]].map(|part| [part, &end].concat());
     let long = [[&all[..], b"xxxxxxxx"].concat(), [&all[..], &good.bytes, &end].concat()];
-    let wrong = silent.into_iter().map(<[u8]>::to_vec).chain(early).chain(long);
-    for (aborts, bytes) in (1..).zip(wrong) {
-        assert_eq!(sent(&bytes).await, None, "{} bytes", bytes.len());
-        tokio::time::timeout(PATIENCE, service.aborts_seen(aborts)).await.unwrap();
+    let wrong: Vec<_> = silent.into_iter().map(<[u8]>::to_vec).chain(early).chain(long).collect();
+    let mut waiting = Vec::new();
+    for bytes in &wrong {
+        waiting.push(layered_bytes(&quick, &authority, bytes).await);
     }
+    for (stream, bytes) in waiting.into_iter().zip(&wrong) {
+        assert_eq!(answered(stream).await, None, "{} bytes", bytes.len());
+    }
+    tokio::time::timeout(PATIENCE, service.aborts_seen(wrong.len())).await.unwrap();
+    let sent = async |sent: &[u8]| answered(layered_bytes(&server, &authority, sent).await).await;
     let other = frame(hash(1), 1000).head().unwrap().bytes().clone();
     let mut lying = payload.to_vec();
     lying[999] ^= 1;

@@ -260,7 +260,7 @@ async fn older_node(authority: &Authority, service: Arc<MemoryService>) -> Socke
                 let ends = Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Small };
                 let (mut stream, _) = handshake::accept(socket, &tls, ends).await.unwrap();
                 let limits = Limits { stall_timeout: PATIENCE, times: TIMES };
-                let operations = Operations::new(Room::new(1 << 20, 1 << 20), limits);
+                let operations = Operations::new(Room::new(1 << 20, 1 << 20, 4096), limits);
                 while stream.begun().await == Ok(true) {
                     let mut request = operations.request(&mut stream).await.unwrap();
                     if let Some(data::data_request::Op::Save(save)) = &mut request.op {
@@ -297,8 +297,10 @@ async fn an_older_node_is_sent_frames_and_asked_for_layers_once() {
 #[tokio::test]
 async fn a_computation_that_is_slow_leaves_the_path_alone() {
     let service = holding(0);
-    let config = TcpConfig { stall_timeout: Duration::from_millis(500), ..TcpConfig::default() };
-    let (_server, path) = served(&config, service.clone()).await;
+    let config = TcpConfig { stall_timeout: Duration::from_secs(2), ..TcpConfig::default() };
+    let authority = Authority::new();
+    let server = TcpServer::bind_with(ANY, &authority.member(), &config, service.clone()).unwrap();
+    let path = path_to(server.local_addr(), &authority, config).await;
     let frame_bytes = frame(hash(0), 1000).bytes.len() as u64;
     let request = SaveRequest { frame_bytes, ..save_request(&[hash(0)]) };
     let mut layers = Computed::new(&[hash(0)], &[500, 500]).until(1);
@@ -307,6 +309,8 @@ async fn a_computation_that_is_slow_leaves_the_path_alone() {
     assert_eq!(saved, Streamed::Left);
     assert!(path.failure().is_none() && path.streams_saves());
     tokio::time::timeout(PATIENCE, service.aborts_seen(1)).await.expect("the node hears of it");
-    let saved = suite::done(path.save(request, &|_| layers.frame(0)).await.unwrap());
+    // Whose own patience is not at issue any more.
+    let other = path_to(server.local_addr(), &authority, TcpConfig::default()).await;
+    let saved = suite::done(other.save(request, &|_| layers.frame(0)).await.unwrap());
     assert_eq!((saved.stored_blocks, service.holds(hash(0))), (1, true));
 }
