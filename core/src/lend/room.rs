@@ -22,6 +22,11 @@ impl Room {
 
     /// The first place that has `len` bytes; nothing when there is none. An empty place takes one byte.
     pub fn take(&mut self, len: u32) -> Option<u64> {
+        self.take_within(len, self.bytes)
+    }
+
+    /// The same among the first bytes of the part: what is behind these is left to others.
+    pub fn take_within(&mut self, len: u32, bytes: u64) -> Option<u64> {
         let len = u64::from(len).max(1);
         let mut at = 0_u64;
         for (&start, &end) in &self.taken {
@@ -30,7 +35,7 @@ impl Room {
             }
             at = end.checked_next_multiple_of(self.align)?;
         }
-        let end = at.checked_add(len).filter(|end| *end <= self.bytes)?;
+        let end = at.checked_add(len).filter(|end| *end <= self.bytes.min(bytes))?;
         self.taken.insert(at, end);
         Some(at)
     }

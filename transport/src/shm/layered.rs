@@ -13,12 +13,12 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::BLOCKS_PER_ASK_MAX;
 use super::link::{Asking, Reply};
 use super::map::TrayFrame;
 use super::packet::{ToClient, TrayPlace};
 use super::path::ShmPath;
 use super::serving::{SavePart, ServeError, Serving};
+use super::{BLOCKS_PER_ASK_MAX, PLACE_ALIGN};
 use crate::layered::{Handed, Patience, next_layer};
 use crate::{LayerSource, PathError, SaveOffer, SaveRequest, SaveSession, Streamed, wire};
 
@@ -80,8 +80,14 @@ impl ShmPath {
         Ok(Streamed::Nothing)
     }
 
+    /// Bytes of the tray in which the pieces of all saves are: a half, so that a whole frame finds its place in the other one, however
+    /// many stream. No slice is longer, since two frames fit into the tray.
+    fn streaming_bytes(&self) -> u64 {
+        self.tray_in_bytes.div_ceil(2).next_multiple_of(PLACE_ALIGN).min(self.tray_in_bytes)
+    }
+
     /// Pieces of a save that the node may have to read, which have these slices: a quarter of the tray, so that others find their places
-    /// there. Two at least, so that one is written while one is read.
+    /// there. Two at least, so that one is written while one is read, where others leave room for that.
     fn pieces_at_once(&self, layers: &dyn LayerSource) -> usize {
         let longest = layers.slice_bytes().iter().copied().max().unwrap_or(0) as usize;
         let quarter = usize::try_from(self.tray_in_bytes / 4).unwrap_or(usize::MAX);
@@ -158,7 +164,7 @@ impl ShmPath {
                 }
             }
             turn.before(bytes).await;
-            self.put(asking, piece).await
+            self.put(asking, piece, self.streaming_bytes()).await
         };
         self.timed(put).await?;
         Ok(bytes)

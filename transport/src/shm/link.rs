@@ -755,12 +755,12 @@ impl Asking {
     }
 
     /// Puts bytes into the tray, one after the other, as what comes next of a save: a frame, or a piece of one that comes by layer.
-    /// All together are `len`. `false` while there is no place.
-    pub(super) fn put(&self, parts: &[Bytes], len: u32) -> bool {
+    /// All together are `len`. `false` while there is no place among the first bytes `within` the client's part of the tray.
+    pub(super) fn put(&self, parts: &[Bytes], len: u32, within: u64) -> bool {
         let at = {
             let mut state = self.link.state();
             let puts = state.operations.get(&self.op).map_or(0, |operation| operation.places.len());
-            if puts < PUTS_MAX { state.rooms.take(len) } else { None }
+            if puts < PUTS_MAX { state.rooms.take_within(len, within) } else { None }
         };
         let Some(at) = at else { return false };
         // Outside the lock: this place is ours alone.

@@ -285,7 +285,7 @@ impl ShmPath {
         for (position, _) in wanted.iter().enumerate().filter(|(_, wanted)| **wanted) {
             let frame = source(first + position);
             turn.before(frame.bytes.len()).await;
-            self.timed(self.put(&asking, &[frame.bytes])).await?;
+            self.timed(self.put(&asking, &[frame.bytes], self.tray_in_bytes)).await?;
         }
         self.done(asking).await
     }
@@ -305,15 +305,15 @@ impl ShmPath {
         }
     }
 
-    /// Puts these bytes into the tray, one after the other in one place, as soon as there is one.
-    pub(super) async fn put(&self, asking: &Asking, parts: &[Bytes]) -> Result<(), PathError> {
+    /// Puts these bytes into the tray, one after the other in one place, as soon as there is one in this much of it.
+    pub(super) async fn put(&self, asking: &Asking, parts: &[Bytes], within: u64) -> Result<(), PathError> {
         let bytes = parts.iter().map(Bytes::len).sum();
-        let limit = usize::try_from(self.tray_in_bytes).unwrap_or(usize::MAX);
+        let limit = usize::try_from(within).unwrap_or(usize::MAX);
         let len = u32::try_from(bytes).ok().filter(|_| bytes <= limit);
         let len = len.ok_or(PathError::TooLarge { bytes, limit })?;
         loop {
             let room = asking.room();
-            if asking.put(parts, len) {
+            if asking.put(parts, len, within) {
                 return Ok(());
             }
             if asking.puts() == 0 {

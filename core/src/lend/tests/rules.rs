@@ -360,17 +360,21 @@ proptest! {
     #[test]
     fn places_of_a_tray_do_not_overlap_and_the_first_that_fits_is_taken(
         align in 1u64..9,
-        steps in prop::collection::vec((any::<bool>(), 0u32..40, any::<prop::sample::Index>()), 0..60),
+        steps in prop::collection::vec(
+            (any::<bool>(), 0u32..40, 0u64..200, any::<prop::sample::Index>()),
+            0..60,
+        ),
     ) {
         const BYTES: u64 = 100;
         let mut room = Room::new(BYTES, align);
         let mut taken: BTreeMap<u64, u64> = BTreeMap::new();
-        for (is_new, len, index) in steps {
+        for (is_new, len, within, index) in steps {
             if is_new {
                 let bytes = u64::from(len).max(1);
                 let is_free = |at: &u64| taken.iter().all(|(start, of)| at + bytes <= *start || start + of <= *at);
-                let fits = (0..BYTES).step_by(align as usize).filter(|at| at + bytes <= BYTES).find(is_free);
-                prop_assert_eq!(room.take(len), fits);
+                let fits = (0..BYTES).step_by(align as usize).filter(|at| at + bytes <= BYTES.min(within)).find(is_free);
+                let took = if within > BYTES { room.take(len) } else { room.take_within(len, within) };
+                prop_assert_eq!(took, fits);
                 taken.extend(fits.map(|at| (at, bytes)));
             } else if !taken.is_empty() {
                 let at = *taken.keys().nth(index.index(taken.len())).unwrap();

@@ -246,6 +246,71 @@ async fn a_node_that_knows_of_frames_only_is_asked_for_layers_once() {
     assert!(path.failure().is_none() && !path.streams_saves());
 }
 
+/// A node that has taken nothing of what streams yet.
+#[tokio::test]
+async fn a_whole_frame_finds_its_place_beside_all_saves_that_stream() {
+    let frame = 2 << 20;
+    let (path, mut raw) = forged_with(2 * frame).await;
+    // Two pieces of each of them would be twice the tray.
+    let slices = [1 << 20; 2];
+    let streaming: Vec<_> = (0..4)
+        .map(|number| {
+            let (path, blocks) = (Arc::clone(&path), [hash(2 * number), hash(2 * number + 1)]);
+            tokio::spawn(async move {
+                let mut computed = Computed::new(&blocks, &slices);
+                path.save_layers(request(&blocks, &slices), &mut computed).await.map(drop)
+            })
+        })
+        .collect();
+    let mut offer = wire::offer_to_pb(&SaveOffer::Wanted(vec![true; 2]));
+    offer.is_by_layer = true;
+    let mut pieces = Vec::new();
+    for _ in 0..1000 {
+        match raw.there() {
+            Some(ToNode::Ask { op, .. }) => raw.tell(&ToClient::Offer { op, offer: offer.clone() }),
+            Some(ToNode::Put { places, .. }) => pieces.extend(places),
+            Some(other) => panic!("{other:?}"),
+            None => tokio::task::yield_now().await,
+        }
+    }
+    assert!(!pieces.is_empty() && pieces.iter().all(|place| place.at + u64::from(place.len) <= frame));
+    let whole = [u32::try_from(frame).unwrap() - 4096];
+    let saving = {
+        let (path, request) = (Arc::clone(&path), request(&[hash(9)], &whole));
+        tokio::spawn(async move { path.save(request, &|_| frame_of(hash(9), &whole)).await.map(drop) })
+    };
+    let ToNode::Ask { op, .. } = raw.hear_client().await else { panic!("it is too long to go at once") };
+    let wanted = wire::offer_to_pb(&SaveOffer::Wanted(vec![true]));
+    raw.tell(&ToClient::Offer { op, offer: wanted });
+    let put = raw.hear_client().await;
+    assert!(matches!(&put, ToNode::Put { op: of, .. } if *of == op), "{put:?}");
+    streaming.into_iter().chain([saving]).for_each(|task| task.abort());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn saves_that_stream_and_whole_ones_pass_each_other_in_the_tray() {
+    let slices = [2 << 20, (2 << 20) - 4096];
+    let (_node, service, path) = node(4 << 20).await;
+    let mut saving = Vec::new();
+    for number in 0..8 {
+        let (path, blocks) = (Arc::clone(&path), [hash(2 * number), hash(2 * number + 1)]);
+        saving.push(tokio::spawn(async move {
+            let mut computed = Computed::new(&blocks, &slices);
+            let saved = if number < 4 {
+                path.save_layers(request(&blocks, &slices), &mut computed).await.unwrap().answer()
+            } else {
+                let source = |position| computed.frame(position);
+                Some(path.save(request(&blocks, &slices), &source).await.unwrap())
+            };
+            done(saved.expect("it streams")).stored_blocks
+        }));
+    }
+    for saving in saving {
+        assert_eq!(soon(saving).await.unwrap(), 2);
+    }
+    assert!((0..16).all(|number| service.held(hash(number)) == Some(frame_of(hash(number), &slices))));
+}
+
 /// A node that answers at once, or as here has room for all of it, is no reason to keep a thread from what else runs on it.
 #[tokio::test]
 async fn who_saves_leaves_its_thread_to_others_while_it_copies() {
