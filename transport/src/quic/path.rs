@@ -17,8 +17,8 @@ use crate::ask::{self, Asks, Sends};
 use crate::stream::{Stream, encode, read_message};
 use crate::wire;
 use crate::{
-    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, Path, PathError, SaveAnswer, SaveRequest,
-    SliceSink,
+    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, Path, PathError, Progress, SaveAnswer,
+    SaveRequest, SliceSink,
 };
 
 /// One connection to one node.
@@ -63,8 +63,12 @@ impl Asks for QuicPath {
         &self,
         request: &data::DataRequest,
         sends: Sends,
+        fetch: Option<&Progress>,
     ) -> Result<(M, QuicStream), PathError> {
         let message = encode(request)?;
+        if let Some(fetch) = fetch {
+            fetch.asked();
+        }
         let opened = self.connection.open_bi().await.map_err(|error| path_error(&self.peer, &error))?;
         let mut stream = QuicStream::opened(opened, &self.mates);
         stream.rank(wire::class_of(request));

@@ -108,10 +108,13 @@ impl ShmPath {
     ) -> Result<FetchAnswer, PathError> {
         let asked = request.hashes.len();
         let asking = self.link.begin(asked, wire::fetch_to_pb(&request))?;
+        request.progress.asked();
         let Ok(first) = timeout_at(deadline, asking.next()).await else {
             return Ok(FetchAnswer::Miss { reason: MissReason::TooLate });
         };
-        let (head, rows) = match first? {
+        let first = first?;
+        request.progress.answered();
+        let (head, rows) = match first {
             Reply::Head(head, rows) => (head, rows),
             // The node's clock was the quicker one.
             Reply::End(reason) => {

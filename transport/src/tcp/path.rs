@@ -17,8 +17,8 @@ use crate::ask::{self, Asks, Sends};
 use crate::stream::encode;
 use crate::wire;
 use crate::{
-    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, Path, PathError, SaveAnswer, SaveRequest,
-    SliceSink,
+    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, Path, PathError, Progress, SaveAnswer,
+    SaveRequest, SliceSink,
 };
 
 /// Connections to one node.
@@ -55,8 +55,9 @@ impl Asks for TcpPath {
         &self,
         request: &data::DataRequest,
         _: Sends,
+        fetch: Option<&Progress>,
     ) -> Result<(M, Occupied), PathError> {
-        self.pool.ask(wire::class_of(request), encode(request)?).await
+        self.pool.ask(wire::class_of(request), encode(request)?, fetch).await
     }
 
     fn sends_frames(&self) {
