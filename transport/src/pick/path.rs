@@ -476,9 +476,10 @@ impl Path for PickPath {
         Box::pin(self.open.save_layers(request, layers))
     }
 
-    /// Whichever way it goes.
+    /// Over the way that a save would take now. Where it takes another one that does not, nothing is sent, and whole frames go as they would
+    /// have.
     fn streams_saves(&self) -> bool {
-        self.open.paths().iter().flatten().all(|path| path.streams_saves())
+        self.open.pick(false, &[]).is_some_and(|(_, path)| path.streams_saves())
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {

@@ -15,12 +15,12 @@ use crate::loopback::Loopback;
 use crate::quic::tests::Authority;
 use crate::quic::{QuicConfig, QuicDialer, QuicServer};
 use crate::suite::{
-    self, MemoryService, PATIENCE, Pair, fetch_request, frame, hash, hashes, in_dram, save_request,
+    self, Computed, MemoryService, PATIENCE, Pair, fetch_request, frame, hash, hashes, in_dram, save_request,
 };
 use crate::tcp::{TcpConfig, TcpDialer, TcpServer};
 use crate::{
-    BlockService, BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer, SaveRequest,
-    behaviour_suite,
+    BlockService, BoxFuture, FetchAnswer, FetchRequest, LayerSource, MissReason, Path, PathError, SaveAnswer,
+    SaveRequest, behaviour_suite,
 };
 
 mod unheard;
@@ -71,6 +71,8 @@ struct Fake {
     error: Arc<Mutex<Option<PathError>>>,
     /// What fetches meet before they are answered, or behind it.
     meets: Arc<Mutex<Meets>>,
+    /// Whether saves are to come whole.
+    is_whole: Arc<AtomicBool>,
     dials: Arc<AtomicUsize>,
     fetches: Arc<AtomicUsize>,
 }
@@ -93,6 +95,7 @@ impl Fake {
             takes: Arc::default(),
             error: Arc::default(),
             meets: Arc::new(Mutex::new(Meets::Nothing)),
+            is_whole: Arc::default(),
             dials: Arc::default(),
             fetches: Arc::default(),
         }
@@ -169,6 +172,20 @@ impl Path for FakePath {
             self.fake.work().await?;
             self.path.save(request, source).await
         })
+    }
+
+    fn save_layers<'a>(
+        &'a self,
+        request: SaveRequest,
+        layers: &'a mut dyn LayerSource,
+    ) -> BoxFuture<'a, Result<Option<SaveAnswer>, PathError>> {
+        Box::pin(async move {
+            if self.streams_saves() { self.path.save_layers(request, layers).await } else { Ok(None) }
+        })
+    }
+
+    fn streams_saves(&self) -> bool {
+        !self.fake.is_whole.load(Ordering::Relaxed)
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {
@@ -362,6 +379,33 @@ async fn a_local_way_goes_before_every_other_while_it_is_open() {
     shm.network.stop("node:1");
     assert_eq!(fetch_both(&*path).await.unwrap(), hit());
     assert_eq!(quic.fetches(), 1);
+}
+
+/// As RDMA does not stream, which is no reason that others do not.
+#[tokio::test(start_paused = true)]
+async fn saves_stream_where_the_way_that_they_take_does() {
+    let service = holding(0);
+    let [shm, rdma, quic] = [(); 3].map(|()| Fake::new(&service));
+    rdma.is_whole.store(true, Ordering::Relaxed);
+    let more = vec![shm.candidate(PathKind::SharedMemory), rdma.candidate(PathKind::Rdma)];
+    let dialer = PickDialer::new(quic.candidate(PathKind::Quic), more, PickRules::default());
+    let path = dialer.dial("node:1".to_owned()).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(2)).await; // on the test's clock
+    assert!(dialer.reports()[0].paths.iter().all(|path| path.error.is_none()), "all are open");
+    let save = |number| SaveRequest { frame_bytes: 1 << 20, ..save_request(&[hash(number)]) };
+    let mut layers = Computed::new(&[hash(0)], &[500, 500]);
+    assert!(path.streams_saves());
+    assert!(path.save_layers(save(0), &mut layers).await.unwrap().is_some() && service.holds(hash(0)));
+    // The way changes behind the question: nothing of the layers is gone, and the frames go whole.
+    let mut layers = Computed::new(&[hash(1)], &[500, 500]);
+    assert!(path.streams_saves());
+    shm.network.stop("node:1");
+    assert_eq!(path.save_layers(save(1), &mut layers).await.unwrap(), None);
+    assert!(!path.streams_saves());
+    let saved = suite::done(path.save(save(1), &|_| layers.frame(0)).await.unwrap());
+    assert_eq!((saved.stored_blocks, service.holds(hash(1))), (1, true));
+    rdma.network.stop("node:1");
+    assert!(path.streams_saves());
 }
 
 #[tokio::test(start_paused = true)]
