@@ -53,7 +53,7 @@ pub(crate) trait Asks: Sync {
     /// The peer answered a fetch by layers with frames.
     fn sends_frames(&self);
 
-    /// The peer does not know of saves that come by layer.
+    /// The peer does not seem to know of saves that come by layer.
     fn saves_frames(&self);
 
     /// The operation is over at both ends: nothing of it is under way any more.
@@ -213,7 +213,7 @@ pub(crate) async fn save_layers<A: Asks>(
     if is_by_layer {
         return send_layers(asks, stream, &wanted, layers).await;
     }
-    // Only a node that knows of it answers an end before the first frame. Silence says nothing of what it knows.
+    // Only a node that knows of it answers an end before the first frame. Silence says nothing of what it knows, and what broke may not.
     if done(asks, stream).await.is_err_and(|error| !matches!(error, PathError::TimedOut { .. })) {
         asks.saves_frames();
     }

@@ -14,6 +14,7 @@ use quinn::Connection;
 use super::stream::{Mates, QuicStream};
 use super::{CODE_DONE, path_error};
 use crate::ask::{self, Asks, Sends};
+use crate::layered::FramesOnly;
 use crate::stream::{Stream, encode, read_message};
 use crate::wire;
 use crate::{
@@ -29,8 +30,7 @@ pub(super) struct QuicPath {
     stall_timeout: Duration,
     /// Whether the node is known to send frames where slices were asked for.
     sends_frames: AtomicBool,
-    /// Whether the node is known to take frames only.
-    saves_frames: AtomicBool,
+    saves_frames: FramesOnly,
     mates: Mates,
 }
 
@@ -43,7 +43,7 @@ impl Drop for QuicPath {
 impl QuicPath {
     pub(super) fn new(connection: Connection, peer: String, stall_timeout: Duration) -> QuicPath {
         let mates = Mates::of(&connection);
-        let [sends_frames, saves_frames] = [false; 2].map(AtomicBool::new);
+        let (sends_frames, saves_frames) = (AtomicBool::new(false), FramesOnly::default());
         QuicPath { connection, peer, stall_timeout, sends_frames, saves_frames, mates }
     }
 }
@@ -86,7 +86,7 @@ impl Asks for QuicPath {
     }
 
     fn saves_frames(&self) {
-        self.saves_frames.store(true, Ordering::Relaxed);
+        self.saves_frames.seems();
     }
 
     fn over(&self, stream: QuicStream) {
@@ -133,7 +133,7 @@ impl Path for QuicPath {
     }
 
     fn streams_saves(&self) -> bool {
-        !self.saves_frames.load(Ordering::Relaxed)
+        !self.saves_frames.is_so()
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {

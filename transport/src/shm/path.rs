@@ -4,7 +4,6 @@
 //! (`link.rs`), saves that come by layer (`layered.rs`), checking what the bytes are (the caller verifies every frame), and choosing.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -16,6 +15,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::guess::Guess;
 use super::link::{Asking, LOOK_AGAIN, Link, Reply, Row};
 use super::{AT_ONCE_BLOCKS_MAX, AT_ONCE_BYTES_MAX, BLOCKS_PER_ASK_MAX};
+use crate::layered::FramesOnly;
 use crate::slices::Whole;
 use crate::{
     AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, MissReason, Path, PathError, SaveAnswer,
@@ -35,8 +35,7 @@ pub(super) struct ShmPath {
     pub(super) tray_in_bytes: u64,
     /// Whether frames are sent before the node says that it wants them.
     pub(super) at_once: Guess,
-    /// Whether the node knows of frames only, and not of saves by layer.
-    pub(super) saves_frames: AtomicBool,
+    pub(super) saves_frames: FramesOnly,
 }
 
 impl ShmPath {
@@ -416,7 +415,7 @@ impl Path for ShmPath {
     }
 
     fn streams_saves(&self) -> bool {
-        !self.saves_frames.load(Ordering::Relaxed)
+        !self.saves_frames.is_so()
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {

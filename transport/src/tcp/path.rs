@@ -14,6 +14,7 @@ use tokio::task::JoinHandle;
 
 use super::pool::{Lost, Occupied, Pool};
 use crate::ask::{self, Asks, Sends};
+use crate::layered::FramesOnly;
 use crate::stream::encode;
 use crate::wire;
 use crate::{
@@ -30,8 +31,7 @@ pub(crate) struct TcpPath {
     pub(super) watching: JoinHandle<()>,
     /// Whether the node is known to send frames where slices were asked for.
     pub(super) sends_frames: AtomicBool,
-    /// Whether the node is known to take frames only.
-    pub(super) saves_frames: AtomicBool,
+    pub(super) saves_frames: FramesOnly,
 }
 
 impl Drop for TcpPath {
@@ -65,7 +65,7 @@ impl Asks for TcpPath {
     }
 
     fn saves_frames(&self) {
-        self.saves_frames.store(true, Ordering::Relaxed);
+        self.saves_frames.seems();
     }
 
     fn over(&self, stream: Occupied) {
@@ -112,7 +112,7 @@ impl Path for TcpPath {
     }
 
     fn streams_saves(&self) -> bool {
-        !self.saves_frames.load(Ordering::Relaxed)
+        !self.saves_frames.is_so()
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {
