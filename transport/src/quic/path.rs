@@ -2,6 +2,7 @@
 //!
 //! Not here: what an operation does with its stream (`ask.rs`).
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -12,10 +13,11 @@ use prost::Message;
 use quinn::Connection;
 
 use super::stream::{Mates, QuicStream};
-use super::{CODE_DONE, path_error};
+use super::{CODE_DONE, STREAMS_MAX, path_error};
 use crate::ask::{self, Asks, Sends};
 use crate::layered::FramesOnly;
 use crate::stream::{Stream, encode, read_message};
+use crate::turns::Places;
 use crate::wire;
 use crate::{
     AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, Path, PathError, Progress, SaveAnswer,
@@ -23,7 +25,6 @@ use crate::{
 };
 
 /// One connection to one node.
-#[derive(Debug)]
 pub(super) struct QuicPath {
     connection: Connection,
     peer: String,
@@ -32,6 +33,8 @@ pub(super) struct QuicPath {
     sends_frames: AtomicBool,
     saves_frames: FramesOnly,
     mates: Mates,
+    /// One for each stream that a node allows: who waits for quinn's goes by no class.
+    at_once: Arc<Places>,
 }
 
 impl Drop for QuicPath {
@@ -42,9 +45,9 @@ impl Drop for QuicPath {
 
 impl QuicPath {
     pub(super) fn new(connection: Connection, peer: String, stall_timeout: Duration) -> QuicPath {
-        let mates = Mates::of(&connection);
+        let (mates, at_once) = (Mates::of(&connection), Places::new(STREAMS_MAX as usize));
         let (sends_frames, saves_frames) = (AtomicBool::new(false), FramesOnly::default());
-        QuicPath { connection, peer, stall_timeout, sends_frames, saves_frames, mates }
+        QuicPath { connection, peer, stall_timeout, sends_frames, saves_frames, mates, at_once }
     }
 }
 
@@ -65,13 +68,14 @@ impl Asks for QuicPath {
         sends: Sends,
         fetch: Option<&Progress>,
     ) -> Result<(M, QuicStream), PathError> {
-        let message = encode(request)?;
+        let (message, class) = (encode(request)?, wire::class_of(request));
+        let place = self.at_once.take(class).await;
         if let Some(fetch) = fetch {
             fetch.asked();
         }
         let opened = self.connection.open_bi().await.map_err(|error| path_error(&self.peer, &error))?;
-        let mut stream = QuicStream::opened(opened, &self.mates);
-        stream.rank(wire::class_of(request));
+        let mut stream = QuicStream::opened(opened, place, &self.mates);
+        stream.rank(class);
         stream.write(message).await.map_err(|loss| loss.at(&self.peer))?;
         if sends == Sends::Request {
             stream.finish();
