@@ -11,7 +11,7 @@ use benches::{Better, Row, outcome, sorted};
 use kv_core::id::{Epoch, LeaseId};
 use kvfleet_proto::frame::Frame;
 use kvfleet_transport::shm::{ShmConfig, ShmDialer};
-use kvfleet_transport::{Dialer, FetchAnswer, FetchRequest, Path, SaveAnswer, SaveRequest};
+use kvfleet_transport::{Dialer, FetchAnswer, FetchRequest, Path, Progress, SaveAnswer, SaveRequest};
 use tokio::runtime::{Builder, Runtime};
 
 use crate::Effort;
@@ -101,7 +101,8 @@ impl Client {
     async fn get(&self, size: Size, first: u32, count: u32) -> anyhow::Result<Vec<Frame>> {
         let hashes = (first..first + count).map(|number| size.hash(number)).collect();
         let (deadline, epoch) = (Duration::from_secs(5), Epoch::default());
-        let request = FetchRequest { asker: asker(1), epoch, first_offset_blocks: 0, hashes, deadline };
+        let (asker, progress) = (asker(1), Progress::default());
+        let request = FetchRequest { asker, epoch, first_offset_blocks: 0, hashes, deadline, progress };
         let mut came = Vec::with_capacity(count as usize);
         let answer = self.path.fetch(request, &mut |frame| came.push(frame)).await?;
         ensure!(matches!(answer, FetchAnswer::Hit { .. }), "the node answers {answer:?}");

@@ -15,7 +15,7 @@ use kv_core::id::{
 use kvfleet_proto::frame::Frame;
 use kvfleet_proto::pb;
 use kvfleet_proto::trace_context::current_traceparent;
-use kvfleet_transport::{Asker, BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError};
+use kvfleet_transport::{Asker, BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError, Progress};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
@@ -361,6 +361,7 @@ impl OneSource {
                 first_offset_blocks: blocks.start,
                 hashes: call.hashes[blocks.start as usize..blocks.end as usize].to_vec(),
                 deadline: Duration::ZERO,
+                progress: Progress::default(),
             },
             deadline,
         }

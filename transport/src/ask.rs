@@ -16,8 +16,8 @@ use crate::layered::{Handed, Patience};
 use crate::slices::{Filling, Whole};
 use crate::stream::{MESSAGE_BYTES_MAX, Next, Stream, read_frame, read_message};
 use crate::{
-    AskedLayers, FetchAnswer, FetchRequest, LayerSource, MissReason, PathError, SaveAnswer, SaveOffer,
-    SaveRequest, SliceSink, Streamed, layered, pieces, wire,
+    AskedLayers, FetchAnswer, FetchRequest, LayerSource, MissReason, PathError, Progress, SaveAnswer,
+    SaveOffer, SaveRequest, SliceSink, Streamed, layered, pieces, wire,
 };
 
 /// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
@@ -42,17 +42,18 @@ pub(crate) trait Asks: Sync {
     /// Time without progress after which a save, release or ping counts as lost.
     fn stall_timeout(&self) -> Duration;
 
-    /// Asks, and reads the message that answers.
+    /// Asks, and reads the message that answers. Of a fetch it is noted when it is asked.
     fn call<M: Message + Default>(
         &self,
         request: &data::DataRequest,
         sends: Sends,
+        fetch: Option<&Progress>,
     ) -> impl Future<Output = Result<(M, Self::Stream), PathError>> + Send;
 
     /// The peer answered a fetch by layers with frames.
     fn sends_frames(&self);
 
-    /// The peer does not know of saves that come by layer.
+    /// The peer does not seem to know of saves that come by layer.
     fn saves_frames(&self);
 
     /// The operation is over at both ends: nothing of it is under way any more.
@@ -124,10 +125,13 @@ async fn begin<A: Asks>(
     wire: &data::DataRequest,
     deadline: Instant,
 ) -> Result<Result<Begun<A::Stream>, MissReason>, PathError> {
-    let Ok(called) = timeout_at(deadline, asks.call::<data::FetchHead>(wire, Sends::Request)).await else {
+    let progress = &request.progress;
+    let call = asks.call::<data::FetchHead>(wire, Sends::Request, Some(progress));
+    let Ok(called) = timeout_at(deadline, call).await else {
         return Ok(Err(MissReason::TooLate));
     };
     let (head, stream) = called?;
+    progress.answered();
     let (answer, epoch) =
         wire::head_from_pb(&head, request.hashes.len()).map_err(|error| protocol(asks, &error))?;
     if epoch != request.epoch && !answer.tiers().is_empty() {
@@ -175,7 +179,7 @@ async fn offer<A: Asks>(
     request: &SaveRequest,
     wire: &data::DataRequest,
 ) -> Result<Result<Offered<A::Stream>, SaveAnswer>, PathError> {
-    let (offer, stream) = timed(asks, asks.call::<data::SaveOffer>(wire, Sends::Frames)).await?;
+    let (offer, stream) = timed(asks, asks.call::<data::SaveOffer>(wire, Sends::Frames, None)).await?;
     let is_by_layer = offer.is_by_layer;
     let offer = wire::offer_from_pb(&offer, request.hashes.len()).map_err(|error| protocol(asks, &error))?;
     let answer = match offer {
@@ -209,7 +213,7 @@ pub(crate) async fn save_layers<A: Asks>(
     if is_by_layer {
         return send_layers(asks, stream, &wanted, layers).await;
     }
-    // Only a node that knows of it answers an end before the first frame. Silence says nothing of what it knows.
+    // Only a node that knows of it answers an end before the first frame. Silence says nothing of what it knows, and what broke may not.
     match done(asks, stream).await {
         Ok(_) => return Ok(Streamed::Nothing),
         Err(PathError::TimedOut { .. }) => {}
@@ -258,14 +262,15 @@ async fn send_layers<A: Asks>(
 
 pub(crate) async fn release<A: Asks>(asks: &A, lease: LeaseId) -> Result<(), PathError> {
     let request = wire::release_to_pb(lease);
-    let (_, stream) = timed(asks, asks.call::<data::Pong>(&request, Sends::Request)).await?;
+    let (_, stream) = timed(asks, asks.call::<data::Pong>(&request, Sends::Request, None)).await?;
     asks.over(stream);
     Ok(())
 }
 
 pub(crate) async fn ping<A: Asks>(asks: &A) -> Result<Duration, PathError> {
     let asked = Instant::now();
-    let (pong, stream) = timed(asks, asks.call::<data::Pong>(&wire::ping_to_pb(), Sends::Request)).await?;
+    let ping = wire::ping_to_pb();
+    let (pong, stream) = timed(asks, asks.call::<data::Pong>(&ping, Sends::Request, None)).await?;
     asks.over(stream);
     if pong.version != wire::PROTOCOL_VERSION {
         return Err(protocol(asks, &format_args!("protocol version {}", pong.version)));

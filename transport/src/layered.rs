@@ -4,11 +4,11 @@
 //! which nothing is a block before its head came and proved it. On a stream there is nothing between slices: both ends know who is
 //! wanted and how long each slice is. Not here: what is asked and answered before (`ask.rs`, `serve.rs`), and whole frames.
 
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 use kvfleet_proto::frame::SliceLayout;
-
 use tokio::time::{Instant, timeout_at};
 
 use crate::serve::TIMES;
@@ -33,6 +33,25 @@ pub trait LayerSource: Send + Sync {
 
     /// So many encoded bytes went, as slices or heads.
     fn sent(&mut self, _bytes: usize) {}
+}
+
+/// How long a node that seems to know of frames only is not asked for layers: each time costs a save an offer.
+pub(crate) const FRAMES_ONLY: Duration = Duration::from_secs(300);
+
+/// Whether a node seems to know of frames only. Not for ever: a connection that broke at that moment looks the same.
+#[derive(Debug, Default)]
+pub(crate) struct FramesOnly(Mutex<Option<Instant>>);
+
+impl FramesOnly {
+    /// It ended a save by layer as those do that know of none.
+    pub(crate) fn seems(&self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+    }
+
+    pub(crate) fn is_so(&self) -> bool {
+        let seen = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.is_some_and(|seen| seen.elapsed() < FRAMES_ONLY)
+    }
 }
 
 /// A node's memory for the wanted blocks of one save, all of it taken at once. Positions count from the first wanted block. What is

@@ -27,6 +27,7 @@ mod layered;
 pub mod loopback;
 pub mod pick;
 mod pieces;
+mod progress;
 pub mod quic;
 #[cfg(feature = "rdma")]
 pub mod rdma;
@@ -47,6 +48,7 @@ mod wire;
 pub use frames::Frames;
 pub use in_flight::ClassNumbers;
 pub use layered::{LayerRoom, LayerSource};
+pub use progress::Progress;
 pub use room::{Carried, Room};
 pub use slices::{AskedLayers, SliceSink};
 
@@ -88,6 +90,8 @@ pub struct FetchRequest {
     pub hashes: Vec<BlockHash>,
     /// Time after which recomputing is cheaper than waiting.
     pub deadline: Duration,
+    /// How far it is. Stays at the asker's end.
+    pub progress: Progress,
 }
 
 impl FetchRequest {

@@ -213,16 +213,18 @@ impl LoopbackPath {
         sink: &mut (dyn FnMut(Frame) + Send),
     ) -> Result<FetchAnswer, PathError> {
         let deadline = Instant::now() + request.deadline.min(DEADLINE_MAX);
-        let epoch = request.epoch;
+        let (epoch, progress) = (request.epoch, request.progress.clone());
         let mut fate = self.network.fate();
         let service = self.service()?;
         let asked = async {
             fate.travel().await;
             service.fetch(request).await
         };
+        progress.asked();
         let Ok(mut reply) = timeout_at(deadline, asked).await else {
             return Ok(FetchAnswer::Miss { reason: MissReason::TooLate });
         };
+        progress.answered();
         if reply.epoch != epoch && !reply.answer.tiers().is_empty() {
             return Ok(FetchAnswer::Miss { reason: MissReason::StaleEpoch });
         }

@@ -13,7 +13,7 @@ use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, LeaseId, RequestId
 use kvfleet_proto::content;
 use kvfleet_proto::frame::{Frame, FrameBuilder, KeyForm};
 
-use crate::{Asker, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveDone, SaveRequest};
+use crate::{Asker, FetchAnswer, FetchRequest, Path, PathError, Progress, SaveAnswer, SaveDone, SaveRequest};
 
 mod arena;
 pub mod cases;
@@ -138,6 +138,7 @@ pub fn fetch_request(hashes: &[BlockHash]) -> FetchRequest {
         first_offset_blocks: 0,
         hashes: hashes.to_vec(),
         deadline: PATIENCE,
+        progress: Progress::default(),
     }
 }
 

@@ -15,8 +15,8 @@ use kvfleet_proto::data;
 use kvfleet_proto::frame::{SLICES_MAX, SliceLayout};
 
 use crate::{
-    AskedLayers, Asker, FetchAnswer, FetchRequest, MissReason, SaveAnswer, SaveDone, SaveOffer, SaveRefusal,
-    SaveRequest, VisibleAt,
+    AskedLayers, Asker, FetchAnswer, FetchRequest, MissReason, Progress, SaveAnswer, SaveDone, SaveOffer,
+    SaveRefusal, SaveRequest, VisibleAt,
 };
 
 /// Version this end speaks, told in every pong.
@@ -77,6 +77,7 @@ fn fetch_from_pb(fetch: &data::Fetch, traceparent: String) -> Result<FetchReques
         first_offset_blocks: fetch.first_offset_blocks,
         hashes: hashes_from_bytes("fetch.hashes", &fetch.hashes)?,
         deadline: Duration::from_micros(fetch.deadline_us),
+        progress: Progress::default(),
     })
 }
 
@@ -375,6 +376,7 @@ mod tests {
             first_offset_blocks: 7,
             hashes: vec![BlockHash([8; 16]); 3],
             deadline: Duration::from_micros(9),
+            progress: Progress::default(),
         };
         let back = operation_from_pb(fetch_to_pb(&fetch)).unwrap();
         assert_eq!(format!("{back:?}"), format!("{:?}", Operation::Fetch(fetch.clone(), None)));

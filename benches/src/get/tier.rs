@@ -12,7 +12,7 @@ use kv_core::id::{BlockHash, Category, IdentityDigest, LeaseId, RequestId, Tenan
 use kvfleet_node::{Node, NodeConfig, TlsSection};
 use kvfleet_proto::frame::{Frame, KeyForm, seal};
 use kvfleet_proto::tls::SERVER_NAME;
-use kvfleet_transport::{Asker, BlockService, FetchAnswer, FetchRequest, SaveOffer, SaveRequest};
+use kvfleet_transport::{Asker, BlockService, FetchAnswer, FetchRequest, Progress, SaveOffer, SaveRequest};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
@@ -122,6 +122,7 @@ impl DramTier {
                 first_offset_blocks: 0,
                 hashes: hashes(prefix, blocks),
                 deadline,
+                progress: Progress::default(),
             };
             let lease = request.asker.lease;
             self.runtime.block_on(async {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use kv_core::id::{BlockHash, Category, LeaseId, RequestId, TenantId};
 use kvfleet_node::{Node, NodeConfig};
-use kvfleet_transport::{Asker, BlockService, FetchAnswer, FetchRequest};
+use kvfleet_transport::{Asker, BlockService, FetchAnswer, FetchRequest, Progress};
 use tokio::runtime::{Builder, Runtime};
 
 use crate::get::certificates;
@@ -76,7 +76,8 @@ impl Served {
             class: None,
         };
         let (epoch, deadline, hashes) = (Default::default(), Duration::from_secs(10), vec![hash(number)]);
-        let request = FetchRequest { asker, epoch, first_offset_blocks: 0, hashes, deadline };
+        let progress = Progress::default();
+        let request = FetchRequest { asker, epoch, first_offset_blocks: 0, hashes, deadline, progress };
         self.runtime.block_on(async {
             let mut reply = self.blocks.fetch(request).await;
             if !matches!(reply.answer, FetchAnswer::Hit { .. }) {

@@ -119,6 +119,7 @@ pub(super) fn fetch_request(lease: u64, numbers: std::ops::Range<u64>) -> FetchR
         first_offset_blocks: 0,
         hashes: numbers.map(hash).collect(),
         deadline: Duration::from_micros(u64::MAX),
+        progress: kvfleet_transport::Progress::default(),
     }
 }
 

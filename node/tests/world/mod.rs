@@ -168,6 +168,7 @@ pub fn fetch_request(lease: u64, epoch: Epoch, hashes: &[BlockHash]) -> FetchReq
         first_offset_blocks: 0,
         hashes: hashes.to_vec(),
         deadline: Duration::from_secs(20),
+        progress: kvfleet_transport::Progress::default(),
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! Closed, it lets everything pass; after some failures in a row it opens, and everything goes another way; after a time one
 //! trial passes, and what becomes of it closes the breaker or opens it for twice as long. A path that fails again soon after it
-//! was let pass goes on from there: what a trial cannot see must not cost each second a request. Lanes of RDMA have one each, too
+//! was let pass goes on from there: what a trial cannot see must not cost each second a request. Fetches that hear nothing are
+//! counted apart: only one that brings something shows that others will, and no sign of life does. Lanes of RDMA have one each, too
 //! (`rdma/lane.rs`). Not here: what counts as a failure (`path.rs`), and what is done where every path's breaker is open
 //! (`dialer.rs`).
 
@@ -13,7 +14,7 @@ use tokio::time::Instant;
 /// When a breaker opens and for how long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BreakerRules {
-    /// Failures in a row that open it.
+    /// Failures in a row that open it, and fetches in a row that heard nothing.
     pub failures_max: u32,
     /// How long it is open at first.
     pub open_min: Duration,
@@ -60,11 +61,13 @@ enum State {
 pub(crate) struct Breaker {
     rules: BreakerRules,
     state: State,
+    /// Fetches that heard nothing since one brought something.
+    unheard: u32,
 }
 
 impl Breaker {
     pub(crate) fn new(rules: BreakerRules) -> Breaker {
-        Breaker { rules, state: State::Closed { failures: 0, trouble: None } }
+        Breaker { rules, state: State::Closed { failures: 0, trouble: None }, unheard: 0 }
     }
 
     /// Whether everything passes.
@@ -105,16 +108,37 @@ impl Breaker {
         self.state = State::Closed { failures: 0, trouble };
     }
 
+    /// A fetch brought something.
+    pub(crate) fn brought(&mut self) {
+        self.unheard = 0;
+        self.succeeded();
+    }
+
     /// The path failed; whether that opened it.
     pub(crate) fn failed(&mut self, now: Instant) -> bool {
+        if let State::Closed { failures, trouble } = self.state
+            && failures + 1 < self.rules.failures_max
+        {
+            self.state = State::Closed { failures: failures + 1, trouble };
+            return false;
+        }
+        self.open(now, false)
+    }
+
+    /// A fetch heard nothing in all the time that it had; whether that opened it. Where it was open for that before, and nothing was brought
+    /// since, one is enough, whenever it comes.
+    pub(crate) fn unheard(&mut self, now: Instant) -> bool {
+        self.unheard = self.unheard.saturating_add(1);
+        let is_enough = self.unheard >= self.rules.failures_max || !self.is_closed();
+        is_enough && self.open(now, self.unheard > self.rules.failures_max)
+    }
+
+    /// `is_same`: it is the trouble for which it was open before.
+    fn open(&mut self, now: Instant, is_same: bool) -> bool {
         let longer = |lasted: Duration| lasted.saturating_mul(2).min(self.rules.open_max);
         let lasts = match self.state {
-            State::Closed { failures, trouble } if failures + 1 < self.rules.failures_max => {
-                self.state = State::Closed { failures: failures + 1, trouble };
-                return false;
-            }
             State::Closed { trouble: Some((since, lasted)), .. }
-                if now.saturating_duration_since(since) < lasted.saturating_mul(SOON) =>
+                if is_same || now.saturating_duration_since(since) < lasted.saturating_mul(SOON) =>
             {
                 longer(lasted)
             }
@@ -224,6 +248,33 @@ mod tests {
         breaker.succeeded();
         assert!(!breaker.failed(now + Duration::from_millis(900)) && !breaker.passes(now));
         assert!(breaker.passes(now + secs(1)), "late failures do not keep it open for longer");
+    }
+
+    #[test]
+    fn signs_of_life_do_not_outweigh_fetches_that_hear_nothing() {
+        let (mut now, mut breaker) = (Instant::now(), Breaker::new(RULES));
+        let unheard = |breaker: &mut Breaker, now| {
+            breaker.succeeded();
+            breaker.unheard(now)
+        };
+        assert_eq!([(); 3].map(|()| unheard(&mut breaker, now)), [false, false, true]);
+        // From then on one tells what no trial sees, and it is left alone for longer each time.
+        for lasts in [1, 2, 4, 8, 8] {
+            assert!(!breaker.passes(now + secs(lasts) - Duration::from_millis(1)));
+            now += secs(lasts);
+            assert!(breaker.passes(now));
+            breaker.succeeded();
+            now += secs(100);
+            assert!(unheard(&mut breaker, now), "after {lasts} s");
+        }
+        now += secs(8);
+        assert!(breaker.passes(now));
+        breaker.brought();
+        assert_eq!(
+            [(); 3].map(|()| unheard(&mut breaker, now)),
+            [false, false, true],
+            "it counts from nothing"
+        );
     }
 
     /// However things go, a path is left alone for the longest time at most, and what passes while it is not closed is

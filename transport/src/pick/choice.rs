@@ -157,17 +157,18 @@ impl Choice {
         self.estimates[at].fetched(bytes, took);
         let weight = if self.usual_bytes == 0.0 { 1.0 } else { 1.0 / 16.0 };
         self.usual_bytes += weight * (as_f64(bytes) - self.usual_bytes);
-        self.count(now, at);
+        self.count(now, at, true);
     }
 
-    /// Of a fetch nothing came in all that time: one of the usual size would have taken longer. A deadline that was
-    /// shorter than what is expected anyway says nothing.
+    /// Of a fetch nothing came in all that time: one of the usual size would have taken longer. A time that was not longer than what
+    /// is expected anyway says nothing, nor does any where nothing is expected: such a fetch is none of those that a turn compares.
     pub(super) fn late(&mut self, now: Instant, at: usize, took: Duration) {
         let bytes = self.usual_bytes();
-        if self.estimates[at].expects(bytes).is_none_or(|expected| took > expected) {
+        let says = self.estimates[at].expects(bytes).is_some_and(|expected| took > expected);
+        if says {
             self.estimates[at].fetched(bytes, took);
         }
-        self.count(now, at);
+        self.count(now, at, says);
     }
 
     fn usual_bytes(&self) -> u64 {
@@ -176,9 +177,9 @@ impl Choice {
         bytes
     }
 
-    fn count(&mut self, now: Instant, at: usize) {
+    fn count(&mut self, now: Instant, at: usize, is_measured: bool) {
         match self.turn.as_mut() {
-            Some(turn) if turn.at == at => turn.counted += 1,
+            Some(turn) if turn.at == at => turn.counted += u32::from(is_measured),
             _ if at == self.in_use => self.since_turn = self.since_turn.saturating_add(1),
             _ => {}
         }

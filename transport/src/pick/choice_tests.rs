@@ -120,6 +120,44 @@ fn a_deadline_that_is_too_short_anyway_says_nothing() {
     assert!(world.choice.estimate(0).expects(1 << 20) > before);
 }
 
+/// A path that nothing came over yet would look as fast as whoever waits is impatient.
+#[test]
+fn what_is_given_up_at_once_in_a_first_turn_counts_for_nothing() {
+    let mut world = World::new(1, [1000.0, 1000.0], 0.0);
+    world.usable = [true, false];
+    world.run(300);
+    world.usable = [true; 2];
+    world.choice.pinged(1, Duration::from_millis(1));
+    for _ in 0..ChoiceRules::default().turn_fetches {
+        assert_eq!(world.choice.next_fetch(world.now, &world.usable), Some(1), "its turn goes on");
+        world.choice.late(world.now, 1, Duration::from_micros(100));
+    }
+    assert_eq!((world.choice.estimate(1).fetches(), world.choice.reason()), (0, &Reason::Default));
+    world.choice.fetched(world.now, 1, 1 << 20, Duration::from_millis(3));
+    let expected = world.choice.estimate(1).expects(1 << 20).unwrap();
+    assert_eq!(expected.as_micros(), 3_000, "what comes is measured as it is");
+}
+
+/// Else a turn would be judged by what was known before it.
+#[test]
+fn a_turn_of_fetches_that_were_given_up_at_once_is_not_won() {
+    let mut world = World::new(1, [1000.0, 500.0], 0.0);
+    while !matches!(world.choice.reason(), Reason::Compared(Compared { outcome: Outcome::Ahead, .. })) {
+        world.run(1);
+    }
+    world.usable = [true, false];
+    world.run(300);
+    world.usable = [true; 2];
+    for _ in 0..ChoiceRules::default().turn_fetches {
+        assert_eq!(world.choice.next_fetch(world.now, &world.usable), Some(1), "the second turn");
+        world.choice.late(world.now, 1, Duration::from_micros(100));
+    }
+    assert_eq!(world.choice.in_use(), 0, "{}", world.choice.reason());
+    let late = world.now + ChoiceRules::default().turn_max;
+    assert_eq!(world.choice.next_fetch(late, &world.usable), Some(0));
+    assert_eq!(*world.choice.reason(), Reason::TooFew { other: PathKind::Tcp, fetches: 0 });
+}
+
 #[test]
 fn where_there_is_little_to_fetch_little_is_tried() {
     let mut world = World::new(7, [1000.0, 500.0], 0.0);

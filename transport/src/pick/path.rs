@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use kv_core::id::{LeaseId, Tier};
+use kv_core::id::{Class, LeaseId, Tier};
 use kvfleet_proto::frame::{Frame, FrameHead};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior, interval};
@@ -20,7 +20,7 @@ use super::peer::Peer;
 use super::{PathKind, PickRules};
 use crate::{
     AskedLayers, BoxFuture, Carried, FetchAnswer, FetchRequest, LayerSource, MissReason, Path, PathError,
-    SaveAnswer, SaveRequest, SliceSink, Streamed,
+    Progress, SaveAnswer, SaveRequest, SliceSink, Streamed,
 };
 
 /// The ways to a peer that are open.
@@ -88,7 +88,8 @@ impl Open {
     }
 
     /// A fetch that began with its answer, and came or not.
-    fn note_fetch(&self, at: usize, begun: Instant, bytes: u64, ended: &Result<FetchAnswer, PathError>) {
+    fn note_fetch(&self, given: &GivenUp<'_>, ended: &Result<FetchAnswer, PathError>) {
+        let GivenUp { at, begun, bytes, .. } = *given;
         let Ok(answer) = ended else { return self.note(at, ended) };
         let now = Instant::now();
         if let FetchAnswer::Partial { reason: MissReason::NodeLost, .. }
@@ -98,10 +99,13 @@ impl Open {
             let cause = "it ended during a fetch".to_owned();
             return self.peer.failed(now, at, &PathError::Broken { peer, cause });
         }
-        self.peer.succeeded(at);
-        if *answer == (FetchAnswer::Miss { reason: MissReason::TooLate }) {
-            return self.peer.late(now, at, now - begun);
+        if bytes > 0 {
+            self.peer.brought(at);
         }
+        if *answer == (FetchAnswer::Miss { reason: MissReason::TooLate }) {
+            return given.late(now);
+        }
+        self.peer.succeeded(at);
         // What a slow medium gave says nothing of the way.
         if bytes > 0 && answer.tiers().iter().all(|tier| *tier == Tier::Dram) {
             self.peer.fetched(now, at, bytes, now - begun);
@@ -116,8 +120,7 @@ impl Open {
         let (begun, deadline, mut refused) = (Instant::now(), request.deadline, Vec::new());
         let mut last = None;
         while let Some((at, path)) = self.pick(true, &refused) {
-            let mut given =
-                GivenUp { peer: &self.peer, at, started: Instant::now(), bytes: 0, is_over: false };
+            let mut given = GivenUp::new(&self.peer, at, &request);
             let mut count = |came: usize| {
                 given.bytes += came as u64;
                 self.carried(at).received(came);
@@ -126,13 +129,12 @@ impl Open {
             self.leases().note(request.asker.lease, at);
             let ended = taker.fetch(&*path, request.clone(), &mut count).await;
             given.is_over = true;
-            let (started, bytes) = (given.started, given.bytes);
-            self.note_fetch(at, started, bytes, &ended);
+            self.note_fetch(&given, &ended);
             let is_refused = match &ended {
                 Ok(answer) => *answer == FetchAnswer::Miss { reason: MissReason::NodeLost },
                 Err(error) => goes_on(error),
             };
-            if bytes > 0 || !is_refused {
+            if given.bytes > 0 || !is_refused {
                 return ended;
             }
             last = Some(ended);
@@ -235,21 +237,43 @@ impl Open {
     }
 }
 
-/// A fetch over one way, whose caller may give it up before it has an answer: where nothing came, that way was late, as it would have
-/// been by a deadline. Of one that brought something it is not known from which medium.
+/// A fetch over one way, whose caller may give it up before it has an answer: where somebody waited for it and nothing came, that way
+/// was late, as it would have been by a deadline. Of one that brought something it is not known from which medium.
 struct GivenUp<'a> {
     peer: &'a Peer,
     at: usize,
-    started: Instant,
+    begun: Instant,
+    class: Class,
+    progress: Progress,
     bytes: u64,
     is_over: bool,
 }
 
+impl<'a> GivenUp<'a> {
+    fn new(peer: &'a Peer, at: usize, request: &FetchRequest) -> GivenUp<'a> {
+        let (class, progress) = (request.class(), request.progress.clone());
+        progress.begins();
+        GivenUp { peer, at, begun: Instant::now(), class, progress, bytes: 0, is_over: false }
+    }
+
+    /// It was not there in time. The way failed where the node was not even heard over it, and works where it was. What nobody waits for
+    /// goes behind others, and does not say how fast a way is.
+    fn late(&self, now: Instant) {
+        if let Some(since) = self.progress.unheard_since() {
+            self.peer.unheard(now, self.at, since);
+        } else if self.progress.is_answered() {
+            self.peer.succeeded(self.at);
+        }
+        if self.class == Class::Fetch {
+            self.peer.late(now, self.at, now - self.begun);
+        }
+    }
+}
+
 impl Drop for GivenUp<'_> {
     fn drop(&mut self) {
-        if !self.is_over && self.bytes == 0 {
-            let now = Instant::now();
-            self.peer.late(now, self.at, now - self.started);
+        if !self.is_over && self.bytes == 0 && self.class == Class::Fetch {
+            self.late(Instant::now());
         }
     }
 }
@@ -452,9 +476,10 @@ impl Path for PickPath {
         Box::pin(self.open.save_layers(request, layers))
     }
 
-    /// Whichever way it goes.
+    /// Over the way that a save would take now. Where it takes another one that does not, nothing is sent, and whole frames go as they would
+    /// have.
     fn streams_saves(&self) -> bool {
-        self.open.paths().iter().flatten().all(|path| path.streams_saves())
+        self.open.pick(false, &[]).is_some_and(|(_, path)| path.streams_saves())
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {

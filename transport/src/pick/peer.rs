@@ -12,6 +12,33 @@ use super::choice::Choice;
 use super::{Class, PathKind, PathReport, PeerReport, PickRules, Reason};
 use crate::PathError;
 
+/// How long a fetch hears nothing before its way counts as one that failed: longer than a busy node or client takes to come to it.
+const SILENCE_MIN: Duration = Duration::from_millis(100);
+
+/// What a fetch must have waited, in round trips, for its silence to say something.
+const ROUND_TRIPS: u32 = 4;
+
+/// For how long fetches that wait heard nothing over a way. A moment in which several wait is one.
+#[derive(Clone, Debug, Default)]
+struct Silence {
+    sum: Duration,
+    until: Option<Instant>,
+}
+
+impl Silence {
+    /// One heard nothing from then on. Whether that is long enough, by itself or with those since the last that was.
+    fn lasts(&mut self, since: Instant, now: Instant) -> bool {
+        let counted = self.until.map_or(since, |until| until.max(since));
+        self.sum += now.saturating_duration_since(counted);
+        self.until = Some(now);
+        let is_long = self.sum.max(now.saturating_duration_since(since)) >= SILENCE_MIN;
+        if is_long {
+            self.sum = Duration::ZERO;
+        }
+        is_long
+    }
+}
+
 /// Knowledge of one peer. Ways are told apart by their position, those of the network last.
 pub(super) struct Peer {
     address: String,
@@ -26,8 +53,11 @@ struct Known {
     /// Of the network's ways only.
     choice: Choice,
     errors: Vec<Option<PathError>>,
+    silences: Vec<Silence>,
     /// A way of a better class than the network's, when the last operation took one.
     nearer: Option<usize>,
+    /// What went for the network's way in use, when the last operation could not take that.
+    stands_in: Option<usize>,
 }
 
 impl Peer {
@@ -37,7 +67,9 @@ impl Peer {
             breakers: vec![Breaker::new(rules.breaker); kinds.len()],
             choice: Choice::new(rules.choice, kinds[first_measured..].to_vec(), now),
             errors: vec![None; kinds.len()],
+            silences: vec![Silence::default(); kinds.len()],
             nearer: None,
+            stands_in: None,
         };
         Peer { address, kinds, first_measured, known: Mutex::new(known) }
     }
@@ -60,13 +92,18 @@ impl Peer {
             return known.nearer;
         }
         let measured = &usable[self.first_measured..];
-        let picked = match measured {
-            [] => None,
-            _ if is_fetch => known.choice.next_fetch(now, measured),
-            _ => known.choice.usable(measured),
-        };
+        let (mut picked, mut used) = (None, None);
+        if !measured.is_empty() {
+            picked = is_fetch.then(|| known.choice.next_fetch(now, measured)).flatten();
+            used = known.choice.usable(measured);
+        }
         // Where all were left alone, one that is open is better than none.
-        picked.map(|at| at + self.first_measured).or_else(|| open.iter().position(|open| *open))
+        let of_all = |at: Option<usize>| {
+            at.map(|at| at + self.first_measured).or_else(|| open.iter().position(|open| *open))
+        };
+        let in_use = self.first_measured + known.choice.in_use();
+        known.stands_in = of_all(used).filter(|at| *at != in_use);
+        of_all(picked.or(used))
     }
 
     /// The ways in the order in which they are to be dialled: better classes first, then the one in use. Those that are
@@ -91,10 +128,21 @@ impl Peer {
         self.known().breakers[at].is_closed()
     }
 
+    /// A way did what was asked, or is there at least.
     pub(super) fn succeeded(&self, at: usize) {
+        self.works(at, Breaker::succeeded);
+    }
+
+    /// A fetch brought something.
+    pub(super) fn brought(&self, at: usize) {
+        self.known().silences[at] = Silence::default();
+        self.works(at, Breaker::brought);
+    }
+
+    fn works(&self, at: usize, note: fn(&mut Breaker)) {
         let mut known = self.known();
         let was_closed = known.breakers[at].is_closed();
-        known.breakers[at].succeeded();
+        note(&mut known.breakers[at]);
         if !was_closed && known.breakers[at].is_closed() {
             drop(known);
             tracing::info!(peer = self.address, path = self.kinds[at].name(), "a path works again");
@@ -102,9 +150,28 @@ impl Peer {
     }
 
     pub(super) fn failed(&self, now: Instant, at: usize, error: &PathError) {
+        self.fails((now, at), error, Breaker::failed);
+    }
+
+    /// A fetch that was asked over this way heard nothing since then. Who waits for less than a few round trips says nothing by that, and
+    /// those that wait for no long time count together.
+    pub(super) fn unheard(&self, now: Instant, at: usize, since: Instant) {
+        let after = now.saturating_duration_since(since);
+        let mut known = self.known();
+        let measured = at.checked_sub(self.first_measured);
+        let latency = measured.and_then(|at| known.choice.estimate(at).latency()).unwrap_or_default();
+        if after < latency.saturating_mul(ROUND_TRIPS) || !known.silences[at].lasts(since, now) {
+            return;
+        }
+        drop(known);
+        let error = PathError::TimedOut { peer: self.address.clone(), after };
+        self.fails((now, at), &error, Breaker::unheard);
+    }
+
+    fn fails(&self, (now, at): (Instant, usize), error: &PathError, note: fn(&mut Breaker, Instant) -> bool) {
         let mut known = self.known();
         let was_closed = known.breakers[at].is_closed();
-        let opened = known.breakers[at].failed(now) && was_closed;
+        let opened = note(&mut known.breakers[at], now) && was_closed;
         known.errors[at] = Some(error.clone());
         if let Some(measured) = at.checked_sub(self.first_measured) {
             known.choice.failed(now, measured);
@@ -154,7 +221,7 @@ impl Peer {
 
     /// Where nothing is measured, the first is as good as any.
     fn used_of(&self, known: &Known) -> PathKind {
-        let in_use = known.nearer.unwrap_or(self.first_measured + known.choice.in_use());
+        let in_use = known.nearer.or(known.stands_in).unwrap_or(self.first_measured + known.choice.in_use());
         *self.kinds.get(in_use).unwrap_or(&self.kinds[0])
     }
 
@@ -171,7 +238,12 @@ impl Peer {
                 error: known.errors[at].as_ref().map(ToString::to_string),
             }
         };
-        let reason = known.nearer.map_or_else(|| known.choice.reason().clone(), |_| Reason::Nearer);
+        let stands_in = || {
+            let other = self.kinds.get(self.first_measured + known.choice.in_use());
+            known.stands_in.and(other).map(|other| Reason::StandsIn { other: *other })
+        };
+        let reason = known.nearer.map(|_| Reason::Nearer).or_else(stands_in);
+        let reason = reason.unwrap_or_else(|| known.choice.reason().clone());
         PeerReport {
             peer: self.address.clone(),
             used: self.used_of(&known),

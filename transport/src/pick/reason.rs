@@ -14,6 +14,11 @@ pub enum Reason {
     Nearer,
     /// It is the first, and nothing was compared yet.
     Default,
+    /// The one that is better, as far as is known, is not open or left alone.
+    StandsIn {
+        /// Which.
+        other: PathKind,
+    },
     /// Another one was tried with too few fetches to say anything.
     TooFew {
         /// Which.
@@ -59,6 +64,7 @@ impl Display for Reason {
         match self {
             Reason::Nearer => f.write_str("nearer than the network"),
             Reason::Default => f.write_str("the default, nothing was compared yet"),
+            Reason::StandsIn { other } => write!(f, "in place of {other}, which is not open or left alone"),
             Reason::TooFew { other, fetches } => {
                 write!(f, "{other} was tried with {fetches} fetches from memory, too few to compare")
             }

@@ -3,7 +3,7 @@
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use kv_core::id::LeaseId;
 use kvfleet_proto::frame::Frame;
@@ -15,13 +15,15 @@ use crate::loopback::Loopback;
 use crate::quic::tests::Authority;
 use crate::quic::{QuicConfig, QuicDialer, QuicServer};
 use crate::suite::{
-    self, MemoryService, PATIENCE, Pair, fetch_request, frame, hash, hashes, in_dram, save_request,
+    self, Computed, MemoryService, PATIENCE, Pair, fetch_request, frame, hash, hashes, in_dram, save_request,
 };
 use crate::tcp::{TcpConfig, TcpDialer, TcpServer};
 use crate::{
-    BlockService, BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SaveAnswer, SaveRequest,
-    behaviour_suite,
+    BlockService, BoxFuture, FetchAnswer, FetchRequest, LayerSource, MissReason, Path, PathError, SaveAnswer,
+    SaveRequest, behaviour_suite,
 };
+
+mod unheard;
 
 const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
@@ -67,8 +69,21 @@ struct Fake {
     takes: Arc<AtomicU64>,
     /// What dials and operations say in place of doing anything.
     error: Arc<Mutex<Option<PathError>>>,
+    /// What fetches meet before they are answered, or behind it.
+    meets: Arc<Mutex<Meets>>,
+    /// Whether saves are to come whole.
+    is_whole: Arc<AtomicBool>,
     dials: Arc<AtomicUsize>,
     fetches: Arc<AtomicUsize>,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Meets {
+    Nothing,
+    /// The node is not heard, as far as fetches go.
+    Silence,
+    /// The node says that they are to come, and nothing does.
+    Delay,
 }
 
 impl Fake {
@@ -79,6 +94,8 @@ impl Fake {
             network,
             takes: Arc::default(),
             error: Arc::default(),
+            meets: Arc::new(Mutex::new(Meets::Nothing)),
+            is_whole: Arc::default(),
             dials: Arc::default(),
             fetches: Arc::default(),
         }
@@ -91,6 +108,10 @@ impl Fake {
     fn fail(&self, is_failing: bool) {
         let (peer, cause) = ("node:1".to_owned(), "so the test says".to_owned());
         *self.error.lock().unwrap() = is_failing.then_some(PathError::Broken { peer, cause });
+    }
+
+    fn meet(&self, meets: Meets) {
+        *self.meets.lock().unwrap() = meets;
     }
 
     fn fetches(&self) -> usize {
@@ -128,6 +149,15 @@ impl Path for FakePath {
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
         Box::pin(async move {
             self.fake.fetches.fetch_add(1, Ordering::Relaxed);
+            request.progress.asked();
+            let meets = *self.fake.meets.lock().unwrap();
+            if meets == Meets::Delay {
+                request.progress.answered();
+            }
+            if meets != Meets::Nothing {
+                tokio::time::sleep(request.deadline).await; // on a clock that the test holds
+                return Ok(FetchAnswer::Miss { reason: MissReason::TooLate });
+            }
             self.fake.work().await?;
             self.path.fetch(request, sink).await
         })
@@ -142,6 +172,20 @@ impl Path for FakePath {
             self.fake.work().await?;
             self.path.save(request, source).await
         })
+    }
+
+    fn save_layers<'a>(
+        &'a self,
+        request: SaveRequest,
+        layers: &'a mut dyn LayerSource,
+    ) -> BoxFuture<'a, Result<Option<SaveAnswer>, PathError>> {
+        Box::pin(async move {
+            if self.streams_saves() { self.path.save_layers(request, layers).await } else { Ok(None) }
+        })
+    }
+
+    fn streams_saves(&self) -> bool {
+        !self.fake.is_whole.load(Ordering::Relaxed)
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {
@@ -247,10 +291,11 @@ async fn a_way_whose_fetches_are_given_up_before_anything_came_is_left_for_anoth
     while two.report().used == PathKind::Quic {
         let came = tokio::time::timeout(Duration::from_millis(100), fetch_both(&*path)).await;
         given_up += u32::from(came.is_err());
-        assert!(given_up < 2_000, "{}", two.report());
+        assert!(given_up < 5, "{}", two.report());
     }
     assert!(given_up > 0);
     assert_eq!(fetch_both(&*path).await.unwrap(), hit(), "over the other");
+    assert_eq!(two.report().reason, Reason::StandsIn { other: PathKind::Quic });
 }
 
 #[tokio::test(start_paused = true)]
@@ -334,6 +379,33 @@ async fn a_local_way_goes_before_every_other_while_it_is_open() {
     shm.network.stop("node:1");
     assert_eq!(fetch_both(&*path).await.unwrap(), hit());
     assert_eq!(quic.fetches(), 1);
+}
+
+/// As RDMA does not stream, which is no reason that others do not.
+#[tokio::test(start_paused = true)]
+async fn saves_stream_where_the_way_that_they_take_does() {
+    let service = holding(0);
+    let [shm, rdma, quic] = [(); 3].map(|()| Fake::new(&service));
+    rdma.is_whole.store(true, Ordering::Relaxed);
+    let more = vec![shm.candidate(PathKind::SharedMemory), rdma.candidate(PathKind::Rdma)];
+    let dialer = PickDialer::new(quic.candidate(PathKind::Quic), more, PickRules::default());
+    let path = dialer.dial("node:1".to_owned()).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(2)).await; // on the test's clock
+    assert!(dialer.reports()[0].paths.iter().all(|path| path.error.is_none()), "all are open");
+    let save = |number| SaveRequest { frame_bytes: 1 << 20, ..save_request(&[hash(number)]) };
+    let mut layers = Computed::new(&[hash(0)], &[500, 500]);
+    assert!(path.streams_saves());
+    assert!(path.save_layers(save(0), &mut layers).await.unwrap().is_some() && service.holds(hash(0)));
+    // The way changes behind the question: nothing of the layers is gone, and the frames go whole.
+    let mut layers = Computed::new(&[hash(1)], &[500, 500]);
+    assert!(path.streams_saves());
+    shm.network.stop("node:1");
+    assert_eq!(path.save_layers(save(1), &mut layers).await.unwrap(), None);
+    assert!(!path.streams_saves());
+    let saved = suite::done(path.save(save(1), &|_| layers.frame(0)).await.unwrap());
+    assert_eq!((saved.stored_blocks, service.holds(hash(1))), (1, true));
+    rdma.network.stop("node:1");
+    assert!(path.streams_saves());
 }
 
 #[tokio::test(start_paused = true)]

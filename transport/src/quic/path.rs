@@ -2,6 +2,7 @@
 //!
 //! Not here: what an operation does with its stream (`ask.rs`).
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -12,26 +13,28 @@ use prost::Message;
 use quinn::Connection;
 
 use super::stream::{Mates, QuicStream};
-use super::{CODE_DONE, path_error};
+use super::{CODE_DONE, STREAMS_MAX, path_error};
 use crate::ask::{self, Asks, Sends};
+use crate::layered::FramesOnly;
 use crate::stream::{Stream, encode, read_message};
+use crate::turns::Places;
 use crate::wire;
 use crate::{
-    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, Path, PathError, SaveAnswer, SaveRequest,
-    SliceSink, Streamed,
+    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, Path, PathError, Progress, SaveAnswer,
+    SaveRequest, SliceSink, Streamed,
 };
 
 /// One connection to one node.
-#[derive(Debug)]
 pub(super) struct QuicPath {
     connection: Connection,
     peer: String,
     stall_timeout: Duration,
     /// Whether the node is known to send frames where slices were asked for.
     sends_frames: AtomicBool,
-    /// Whether the node is known to take frames only.
-    saves_frames: AtomicBool,
+    saves_frames: FramesOnly,
     mates: Mates,
+    /// One for each stream that a node allows: who waits for quinn's goes by no class.
+    at_once: Arc<Places>,
 }
 
 impl Drop for QuicPath {
@@ -42,9 +45,9 @@ impl Drop for QuicPath {
 
 impl QuicPath {
     pub(super) fn new(connection: Connection, peer: String, stall_timeout: Duration) -> QuicPath {
-        let mates = Mates::of(&connection);
-        let [sends_frames, saves_frames] = [false; 2].map(AtomicBool::new);
-        QuicPath { connection, peer, stall_timeout, sends_frames, saves_frames, mates }
+        let (mates, at_once) = (Mates::of(&connection), Places::new(STREAMS_MAX as usize));
+        let (sends_frames, saves_frames) = (AtomicBool::new(false), FramesOnly::default());
+        QuicPath { connection, peer, stall_timeout, sends_frames, saves_frames, mates, at_once }
     }
 }
 
@@ -63,11 +66,16 @@ impl Asks for QuicPath {
         &self,
         request: &data::DataRequest,
         sends: Sends,
+        fetch: Option<&Progress>,
     ) -> Result<(M, QuicStream), PathError> {
-        let message = encode(request)?;
+        let (message, class) = (encode(request)?, wire::class_of(request));
+        let place = self.at_once.take(class).await;
+        if let Some(fetch) = fetch {
+            fetch.asked();
+        }
         let opened = self.connection.open_bi().await.map_err(|error| path_error(&self.peer, &error))?;
-        let mut stream = QuicStream::opened(opened, &self.mates);
-        stream.rank(wire::class_of(request));
+        let mut stream = QuicStream::opened(opened, place, &self.mates);
+        stream.rank(class);
         stream.write(message).await.map_err(|loss| loss.at(&self.peer))?;
         stream.flush().await.map_err(|loss| loss.at(&self.peer))?;
         if sends == Sends::Request {
@@ -83,7 +91,7 @@ impl Asks for QuicPath {
     }
 
     fn saves_frames(&self) {
-        self.saves_frames.store(true, Ordering::Relaxed);
+        self.saves_frames.seems();
     }
 
     fn over(&self, stream: QuicStream) {
@@ -130,7 +138,7 @@ impl Path for QuicPath {
     }
 
     fn streams_saves(&self) -> bool {
-        !self.saves_frames.load(Ordering::Relaxed)
+        !self.saves_frames.is_so()
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {

@@ -18,6 +18,7 @@ use tokio::time::timeout;
 use super::{CODE_REFUSED, loss};
 use crate::MissReason;
 use crate::stream::{Loss, Source, Stream, end_bytes};
+use crate::turns::Place;
 
 /// How long a stream stands behind those of higher classes before they yield. A fetch that waits lasts less, most often.
 const PASSED_OVER_MAX: Duration = Duration::from_millis(100);
@@ -80,8 +81,8 @@ pub(super) struct QuicStream {
     /// As what it sends.
     as_class: Class,
     mates: Mates,
-    /// Whether this end asks, and so reads what answers all it wrote.
-    asks: bool,
+    /// At the end that asks, which so reads what answers all it wrote.
+    place: Option<Place>,
     /// Short bytes that were written and not handed to quinn.
     held: Bytes,
 }
@@ -90,12 +91,12 @@ impl QuicStream {
     /// A stream of the first class, at the end that answers.
     pub(super) fn accepted((send, recv): (SendStream, RecvStream), mates: &Mates) -> QuicStream {
         let (class, mates) = (Class::Fetch, mates.clone());
-        QuicStream { send, recv, class, as_class: class, mates, asks: false, held: Bytes::new() }
+        QuicStream { send, recv, class, as_class: class, mates, place: None, held: Bytes::new() }
     }
 
     /// A stream of the first class, at the end that asks.
-    pub(super) fn opened(both: (SendStream, RecvStream), mates: &Mates) -> QuicStream {
-        QuicStream { asks: true, ..QuicStream::accepted(both, mates) }
+    pub(super) fn opened(both: (SendStream, RecvStream), place: Place, mates: &Mates) -> QuicStream {
+        QuicStream { place: Some(place), ..QuicStream::accepted(both, mates) }
     }
 
     /// Sends what is written from now on among those of its class, or the last one where somebody is passed over.
@@ -178,7 +179,7 @@ impl Source for RecvStream {
 
 impl Source for QuicStream {
     async fn fill(&mut self, have: &mut BytesMut, wanted: usize) -> Result<bool, Loss> {
-        if self.class == Class::Fetch || !self.asks {
+        if self.class == Class::Fetch || self.place.is_none() {
             return self.recv.fill(have, wanted).await;
         }
         // What was written before may be what the answer waits for. What came stays in `have`.

@@ -144,7 +144,8 @@ async fn one_that_is_given_up_while_it_is_passed_over_stops_nobody() {
 async fn who_waits_for_an_answer_to_what_it_wrote_counts_as_passed_over_and_who_is_asked_does_not() {
     let (_endpoints, ours, theirs) = connected().await;
     let mates = [Mates::of(&theirs), Mates::of(&ours)];
-    let mut asked = QuicStream::opened(theirs.open_bi().await.unwrap(), &mates[0]);
+    let place = crate::turns::Places::new(1).take(Class::Fetch).await;
+    let mut asked = QuicStream::opened(theirs.open_bi().await.unwrap(), place, &mates[0]);
     asked.rank(Class::Save);
     asked.write(Bytes::from_static(b"save")).await.unwrap();
     let mut answers = QuicStream::accepted(ours.accept_bi().await.unwrap(), &mates[1]);

@@ -6,7 +6,9 @@ mod lost;
 mod relay;
 
 use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicU32, Ordering};
 
+use kv_core::id::Class;
 use kvfleet_errors_doc::says;
 use kvfleet_proto::data;
 use kvfleet_proto::tls::{Identity, SERVER_NAME};
@@ -67,6 +69,30 @@ fn holding(blocks: u32) -> Arc<MemoryService> {
 async fn dial_error(server: &QuicServer, identity: &Identity) -> PathError {
     let dialer = QuicDialer::new(identity, QuicConfig::default());
     dialer.dial(server.local_addr().to_string()).await.err().unwrap()
+}
+
+/// All streams would be theirs, and quinn gives them in the order in which they are asked for.
+#[tokio::test]
+async fn a_fetch_waits_for_no_stream_behind_what_nobody_waits_for() {
+    let service = holding(1);
+    service.set_gate(0);
+    let Pair { path, keep: _keep } = pair(service).await;
+    let (mut waiting, asked) = (tokio::task::JoinSet::new(), Arc::new(AtomicU32::new(0)));
+    for _ in 0..2 * STREAMS_MAX {
+        let (path, mut ahead, asked) = (Arc::clone(&path), fetch_request(&hashes(1)), Arc::clone(&asked));
+        ahead.asker.class = Some(Class::Prefetch);
+        waiting.spawn(async move {
+            asked.fetch_add(1, Ordering::Relaxed);
+            suite::fetch(&*path, ahead).await
+        });
+    }
+    while asked.load(Ordering::Relaxed) < 2 * STREAMS_MAX {
+        tokio::task::yield_now().await;
+    }
+    let fetch = tokio::time::timeout(PATIENCE, suite::fetch(&*path, fetch_request(&[hash(9)]))).await;
+    let not_held = FetchAnswer::Miss { reason: MissReason::NotHeld };
+    assert_eq!(fetch.expect("it does not wait behind them").unwrap(), not_held);
+    assert_eq!(waiting.try_join_next().map(|ended| ended.unwrap().unwrap()), None, "they are there still");
 }
 
 #[tokio::test]

@@ -169,9 +169,11 @@ impl Fetch<'_, '_, '_, '_> {
             Taker::Frames(..) => wire::fetch_to_pb(request),
             Taker::Slices(slices) => wire::layers_to_pb(request, slices.asked()),
         };
+        request.progress.asked();
         control.write(encode(&wire).map_err(|error| nonsense(&error))?).await?;
         control.flush().await?;
         let head: data::FetchHead = read_message(control).await?;
+        request.progress.answered();
         let (answer, epoch) =
             wire::head_from_pb(&head, request.hashes.len()).map_err(|error| nonsense(&error))?;
         let blocks = answer.tiers().len();

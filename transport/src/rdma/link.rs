@@ -200,7 +200,7 @@ impl Link {
         let attach = data::Attach { version: words::VERSION, ..data::Attach::default() };
         let op = Some(data::data_request::Op::Attach(attach));
         let request = encode(&data::DataRequest { op, traceparent: String::new() })?;
-        let (answer, control) = tcp.pool.ask::<data::Attached>(Class::Fetch, request).await?;
+        let (answer, control) = tcp.pool.ask::<data::Attached>(Class::Fetch, request, None).await?;
         tcp.over(control);
         if answer.outcome != outcome::OFFERED {
             return Ok(Err(format!("it offers no RDMA: {}", answer.why)));
@@ -232,7 +232,7 @@ impl Link {
         };
         let op = Some(data::data_request::Op::Attach(attach));
         let request = encode(&data::DataRequest { op, traceparent: String::new() })?;
-        let (answer, mut control) = tcp.pool.ask::<data::Attached>(Class::Fetch, request).await?;
+        let (answer, mut control) = tcp.pool.ask::<data::Attached>(Class::Fetch, request, None).await?;
         let none = match answer.outcome {
             outcome::BUSY => {
                 "as many connections as it allows have it, raise its rdma.links_max or run fewer clients"

@@ -6,7 +6,6 @@
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use kv_core::lend::Extent;
@@ -20,6 +19,7 @@ use super::packet::{ToClient, ToNode, Welcome};
 use super::path::ShmPath;
 use super::seqpacket::{Got, Seqpacket};
 use super::{AWAKE, PACKET_BYTES_MAX, socket_path};
+use crate::layered::FramesOnly;
 use crate::{BoxFuture, Dialer, Path, PathError};
 
 /// The user that may act for everyone.
@@ -88,7 +88,7 @@ impl ShmDialer {
         let link = self.link(socket, &peer, &welcome, files)?;
         let tray_in_bytes = welcome.tray_in_bytes;
         let (stall_timeout, at_once) = (self.config.stall_timeout, Guess::default());
-        let saves_frames = AtomicBool::new(false);
+        let saves_frames = FramesOnly::default();
         Ok(Arc::new(ShmPath { link, stall_timeout, tray_in_bytes, at_once, saves_frames }))
     }
 

@@ -5,8 +5,6 @@
 //! the paths over a network (`crate::layered`): a layer of all wanted blocks, then the next, then their heads. No slice and no head
 //! is cut in two. Not here: packets and places (`link.rs`, `connection.rs`), and whole frames (`path.rs`, `serving.rs`).
 
-use std::sync::atomic::Ordering;
-
 use bytes::Bytes;
 use kvfleet_proto::frame::{SliceLayout, Unsettled};
 use tokio::sync::mpsc;
@@ -73,7 +71,7 @@ impl ShmPath {
             Ok(Reply::Done(_)) => asking.finish(),
             Ok(Reply::Ended) => {
                 asking.finish();
-                self.saves_frames.store(true, Ordering::Relaxed);
+                self.saves_frames.seems();
             }
             _ => return Ok(Streamed::Left),
         }

@@ -4,7 +4,6 @@
 //! (`link.rs`), saves that come by layer (`layered.rs`), checking what the bytes are (the caller verifies every frame), and choosing.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -17,6 +16,7 @@ use super::guess::Guess;
 use super::layered::Turn;
 use super::link::{Asking, LOOK_AGAIN, Link, Reply, Row};
 use super::{AT_ONCE_BLOCKS_MAX, AT_ONCE_BYTES_MAX, BLOCKS_PER_ASK_MAX};
+use crate::layered::FramesOnly;
 use crate::slices::Whole;
 use crate::{
     AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, MissReason, Path, PathError, SaveAnswer,
@@ -36,8 +36,7 @@ pub(super) struct ShmPath {
     pub(super) tray_in_bytes: u64,
     /// Whether frames are sent before the node says that it wants them.
     pub(super) at_once: Guess,
-    /// Whether the node knows of frames only, and not of saves by layer.
-    pub(super) saves_frames: AtomicBool,
+    pub(super) saves_frames: FramesOnly,
 }
 
 impl ShmPath {
@@ -109,10 +108,13 @@ impl ShmPath {
     ) -> Result<FetchAnswer, PathError> {
         let asked = request.hashes.len();
         let asking = self.link.begin(asked, wire::fetch_to_pb(&request))?;
+        request.progress.asked();
         let Ok(first) = timeout_at(deadline, asking.next()).await else {
             return Ok(FetchAnswer::Miss { reason: MissReason::TooLate });
         };
-        let (head, rows) = match first? {
+        let first = first?;
+        request.progress.answered();
+        let (head, rows) = match first {
             Reply::Head(head, rows) => (head, rows),
             // The node's clock was the quicker one.
             Reply::End(reason) => {
@@ -416,7 +418,7 @@ impl Path for ShmPath {
     }
 
     fn streams_saves(&self) -> bool {
-        !self.saves_frames.load(Ordering::Relaxed)
+        !self.saves_frames.is_so()
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {

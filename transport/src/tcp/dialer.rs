@@ -17,6 +17,7 @@ use super::pool::{Connector, Pool};
 use super::stream::Ends;
 use super::watch::{ask_alive, watch};
 use crate::dial::{resolve, within};
+use crate::layered::FramesOnly;
 use crate::{BoxFuture, Dialer, Path, PathError, wire};
 
 /// Opens paths of TLS over TCP.
@@ -60,7 +61,7 @@ impl TcpDialer {
         let pool = Arc::new(pool);
         let watching = watch(lifeline, ends, config.silence_max, Arc::downgrade(&pool), says);
         let watching = tokio::spawn(watching);
-        let [sends_frames, saves_frames] = [false; 2].map(AtomicBool::new);
+        let (sends_frames, saves_frames) = (AtomicBool::new(false), FramesOnly::default());
         let stall_timeout = config.stall_timeout;
         Ok(TcpPath { pool, lost, stall_timeout, watching, sends_frames, saves_frames })
     }

@@ -14,11 +14,12 @@ use tokio::task::JoinHandle;
 
 use super::pool::{Lost, Occupied, Pool};
 use crate::ask::{self, Asks, Sends};
+use crate::layered::FramesOnly;
 use crate::stream::encode;
 use crate::wire;
 use crate::{
-    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, Path, PathError, SaveAnswer, SaveRequest,
-    SliceSink, Streamed,
+    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, Path, PathError, Progress, SaveAnswer,
+    SaveRequest, SliceSink, Streamed,
 };
 
 /// Connections to one node.
@@ -30,8 +31,7 @@ pub(crate) struct TcpPath {
     pub(super) watching: JoinHandle<()>,
     /// Whether the node is known to send frames where slices were asked for.
     pub(super) sends_frames: AtomicBool,
-    /// Whether the node is known to take frames only.
-    pub(super) saves_frames: AtomicBool,
+    pub(super) saves_frames: FramesOnly,
 }
 
 impl Drop for TcpPath {
@@ -55,8 +55,9 @@ impl Asks for TcpPath {
         &self,
         request: &data::DataRequest,
         _: Sends,
+        fetch: Option<&Progress>,
     ) -> Result<(M, Occupied), PathError> {
-        self.pool.ask(wire::class_of(request), encode(request)?).await
+        self.pool.ask(wire::class_of(request), encode(request)?, fetch).await
     }
 
     fn sends_frames(&self) {
@@ -64,7 +65,7 @@ impl Asks for TcpPath {
     }
 
     fn saves_frames(&self) {
-        self.saves_frames.store(true, Ordering::Relaxed);
+        self.saves_frames.seems();
     }
 
     fn over(&self, stream: Occupied) {
@@ -111,7 +112,7 @@ impl Path for TcpPath {
     }
 
     fn streams_saves(&self) -> bool {
-        !self.saves_frames.load(Ordering::Relaxed)
+        !self.saves_frames.is_so()
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {

@@ -19,7 +19,7 @@ use super::{handshake, socket};
 use crate::dial::within;
 use crate::stream::{ItemError, Loss, Source, Stream, read_message};
 use crate::turns::{Place, Places};
-use crate::{MissReason, PathError};
+use crate::{MissReason, PathError, Progress};
 
 /// Opens connections to one peer.
 #[derive(Clone)]
@@ -100,13 +100,14 @@ impl Pool {
         self: &Arc<Pool>,
         class: Class,
         message: Bytes,
+        fetch: Option<&Progress>,
     ) -> Result<(M, Occupied), PathError> {
         let mut waits = self.lost.clone();
         // Another process may be there since, which is a new path's to find out.
         if let Some(loss) = waits.borrow().as_ref() {
             return Err(loss.clone().at(self.peer()));
         }
-        let asked = self.ask_while_there(class, message);
+        let asked = self.ask_while_there(class, message, fetch);
         tokio::select! {
             biased;
             asked = asked => asked,
@@ -118,8 +119,12 @@ impl Pool {
         self: &Arc<Pool>,
         class: Class,
         message: Bytes,
+        fetch: Option<&Progress>,
     ) -> Result<(M, Occupied), PathError> {
         let mut place = self.at_once.take(class).await;
+        if let Some(fetch) = fetch {
+            fetch.asked();
+        }
         if let Some(stream) = self.kept() {
             let before = stream.plain_bytes();
             let mut occupied = self.occupy(stream, place);

@@ -1,0 +1,205 @@
+//! Fetches that hear nothing, or too late: which way is left for it, and which is not.
+
+use kv_core::id::Class;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpListener, TcpStream};
+
+use super::*;
+
+/// What is loaded before its turn goes behind others, and is dropped at the turn.
+#[tokio::test(start_paused = true)]
+async fn what_nobody_waited_for_says_nothing_when_it_is_given_up() {
+    let two = Two::new(&holding(2));
+    [&two.quic, &two.tcp].iter().for_each(|way| way.takes.store(4_000, Ordering::Relaxed));
+    let path = two.dial_both().await;
+    for _ in 0..20 {
+        assert_eq!(fetch_both(&*path).await.unwrap(), hit());
+    }
+    let before = two.report().paths[0].fetches;
+    two.quic.meet(Meets::Silence);
+    for _ in 0..500 {
+        let mut request = fetch_request(&hashes(2));
+        request.asker.class = Some(Class::Prefetch);
+        let came = tokio::time::timeout(Duration::from_secs(2), suite::fetch(&*path, request)).await;
+        assert!(came.is_err(), "it hears nothing for longer");
+    }
+    let report = two.report();
+    assert_eq!((report.used, report.paths[0].fetches), (PathKind::Quic, before), "{report}");
+    assert!(!report.paths[0].is_left_alone && report.reason == Reason::Default, "{report}");
+}
+
+/// Shared memory, and the network as the other way.
+struct Near {
+    shm: Fake,
+    quic: Fake,
+    dialer: PickDialer,
+}
+
+impl Near {
+    fn new(service: &MemoryService) -> Near {
+        let (quic, shm) = (Fake::new(service), Fake::new(service));
+        let more = vec![shm.candidate(PathKind::SharedMemory)];
+        let dialer = PickDialer::new(quic.candidate(PathKind::Quic), more, PickRules::default());
+        Near { shm, quic, dialer }
+    }
+
+    /// Dials, and waits until both are open.
+    async fn dial(&self) -> Arc<dyn Path> {
+        let path = self.dialer.dial("node:1".to_owned()).await.unwrap();
+        while self.quic.dials.load(Ordering::Relaxed) == 0 {
+            yield_now().await;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await; // on the test's clock
+        path
+    }
+
+    fn report(&self) -> PeerReport {
+        self.dialer.reports().pop().unwrap()
+    }
+}
+
+async fn fetch_within(path: &dyn Path, millis: u64) -> FetchAnswer {
+    let deadline = Duration::from_millis(millis);
+    suite::fetch(path, FetchRequest { deadline, ..fetch_request(&hashes(2)) }).await.unwrap()
+}
+
+fn too_late() -> FetchAnswer {
+    FetchAnswer::Miss { reason: MissReason::TooLate }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_nearer_way_that_is_not_heard_is_left_after_a_few_fetches_and_tried_again() {
+    for (millis, most) in [(5_000, 3), (100, 3), (20, 15)] {
+        let near = Near::new(&holding(2));
+        let path = near.dial().await;
+        assert_eq!(fetch_within(&*path, millis).await, hit());
+        near.shm.meet(Meets::Silence);
+        let mut lost = 0;
+        while fetch_within(&*path, millis).await == too_late() {
+            lost += 1;
+            assert!(lost <= most, "with {millis} ms: {}", near.report());
+        }
+        let report = near.report();
+        assert_eq!((report.used, near.quic.fetches()), (PathKind::Quic, 1), "{report}");
+        assert!(report.paths[0].is_left_alone, "{report}");
+        // Its signs of life come all the while: it is tried again, ever more rarely.
+        lost = 0;
+        let begun = tokio::time::Instant::now();
+        while begun.elapsed() < Duration::from_secs(600) {
+            lost += u32::from(fetch_within(&*path, millis).await == too_late());
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        let tries = near.shm.fetches();
+        assert!((10..=80).contains(&lost), "with {millis} ms: {lost} of {tries} tries in ten minutes");
+        near.shm.meet(Meets::Nothing);
+        tokio::time::sleep(Duration::from_secs(70)).await;
+        assert_eq!(fetch_within(&*path, millis).await, hit());
+        assert_eq!((near.shm.fetches(), near.report().used), (tries + 1, PathKind::SharedMemory));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_is_late_and_says_so_keeps_its_way() {
+    let near = Near::new(&holding(2));
+    let path = near.dial().await;
+    near.shm.meet(Meets::Delay);
+    for _ in 0..100 {
+        assert_eq!(fetch_within(&*path, 5_000).await, too_late());
+    }
+    let report = near.report();
+    assert_eq!((report.used, near.quic.fetches()), (PathKind::SharedMemory, 0), "{report}");
+    assert!(!report.paths[0].is_left_alone, "{report}");
+}
+
+/// One moment of silence is one, however many fetches meet it.
+#[tokio::test(start_paused = true)]
+async fn fetches_that_wait_for_little_leave_a_way_only_together() {
+    let near = Near::new(&holding(2));
+    let path = near.dial().await;
+    near.shm.meet(Meets::Silence);
+    let mut all = tokio::task::JoinSet::new();
+    for _ in 0..50 {
+        let path = Arc::clone(&path);
+        all.spawn(async move { fetch_within(&*path, 20).await });
+    }
+    while let Some(ended) = all.join_next().await {
+        assert_eq!(ended.unwrap(), too_late());
+    }
+    assert!(!near.report().paths[0].is_left_alone, "{}", near.report());
+}
+
+/// What a read of the proxy has of a large segment, at least: handshakes, signs of life and answers without blocks are shorter.
+const LARGE_BYTES: usize = 8 << 10;
+
+/// Hands on what comes; once told to, all but what is short, and nothing behind that: as a network that loses every large packet.
+async fn hand_on(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, is_black_hole: Arc<AtomicBool>) {
+    let mut buffer = vec![0; 1 << 20];
+    while let Ok(bytes @ 1..) = from.read(&mut buffer).await {
+        if bytes >= LARGE_BYTES && is_black_hole.load(Ordering::Relaxed) {
+            std::future::pending::<()>().await;
+        }
+        if to.write_all(&buffer[..bytes]).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// The address of what goes to `node` by way of [`hand_on`].
+async fn proxy(node: SocketAddr, is_black_hole: Arc<AtomicBool>) -> SocketAddr {
+    let listener = TcpListener::bind(ANY).await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((client, _)) = listener.accept().await {
+            let server = TcpStream::connect(node).await.unwrap();
+            let ((client_in, client_out), (server_in, server_out)) =
+                (client.into_split(), server.into_split());
+            tokio::spawn(hand_on(client_in, server_out, Arc::default()));
+            tokio::spawn(hand_on(server_in, client_out, Arc::clone(&is_black_hole)));
+        }
+    });
+    address
+}
+
+/// TCP, dialled elsewhere than at the peer's address.
+struct By(TcpDialer, SocketAddr);
+
+impl Dialer for By {
+    fn dial(&self, _: String) -> BoxFuture<'_, Result<Arc<dyn Path>, PathError>> {
+        self.0.dial(self.1.to_string())
+    }
+}
+
+/// Its lifeline goes on, and so do pings.
+#[tokio::test]
+async fn tcp_that_loses_what_is_large_is_left_for_quic() {
+    let (authority, service) = (Authority::new(), MemoryService::default());
+    (0..2).for_each(|number| service.hold(frame(hash(number), 200_000)));
+    let served: Arc<dyn BlockService> = Arc::new(service);
+    let (quic, _tcp) = serve(&authority.member(), &served);
+    let is_black_hole = Arc::new(AtomicBool::new(false));
+    let by = proxy(quic.local_addr(), Arc::clone(&is_black_hole)).await;
+    let tcp = Arc::new(By(TcpDialer::new(&authority.member(), TcpConfig::default()), by));
+    let other = Arc::new(QuicDialer::new(&authority.member(), QuicConfig::default()));
+    let other = vec![Candidate { kind: PathKind::Quic, dialer: other }];
+    let rules = PickRules { tend_every: Duration::from_millis(5), ping_every: 1, ..PickRules::default() };
+    let dialer = PickDialer::new(Candidate { kind: PathKind::Tcp, dialer: tcp }, other, rules);
+    let path = dialer.dial(quic.local_addr().to_string()).await.unwrap();
+    let open = async {
+        while dialer.reports()[0].paths.iter().any(|path| path.latency.is_none()) {
+            yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, open).await.unwrap();
+    assert_eq!(fetch_both(&*path).await.unwrap(), hit());
+    assert_eq!(path.kind(), Some(PathKind::Tcp));
+    is_black_hole.store(true, Ordering::Relaxed);
+    let mut lost = 0;
+    while fetch_within(&*path, 500).await != hit() {
+        lost += 1;
+        assert!(lost < 10, "{}", dialer.reports()[0]);
+    }
+    let report = &dialer.reports()[0];
+    assert!(lost > 0 && report.used == PathKind::Quic, "{report}");
+    assert!(report.paths[0].error.as_ref().is_some_and(|error| error.contains("did not answer")), "{report}");
+}
