@@ -38,7 +38,7 @@ extern "C" {
 #endif
 
 /* Grows when what is here means something else; a library of another number is of no use. */
-#define KVF_ABI_VERSION 4
+#define KVF_ABI_VERSION 5
 
 typedef int32_t kvf_status;
 enum {
@@ -237,6 +237,7 @@ typedef struct kvf_save_call {
     size_t slices_count;
     uint32_t layers;
     uint32_t first_offset_blocks; /* of the first block in its prefix */
+    uint64_t deadline_us;        /* an hour at most; 0 for a minute */
 } kvf_save_call;
 
 typedef struct kvf_release_call {
@@ -336,6 +337,7 @@ typedef struct kvf_save_layers_call {
     size_t then_release_count;
     uint32_t layers;
     uint32_t first_offset_blocks;
+    uint64_t deadline_us;        /* from the finish, an hour at most; 0 for a minute */
 } kvf_save_layers_call;
 
 /* Takes room for all of the blocks, in memory of the library. KVF_BUSY when there is none now: go on without saving them.

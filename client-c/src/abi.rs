@@ -9,7 +9,7 @@ use crate::ResultHandle;
 use crate::status::Status;
 
 /// See `KVF_ABI_VERSION`.
-pub const ABI_VERSION: u32 = 4;
+pub const ABI_VERSION: u32 = 5;
 
 pub const ROUTE: u32 = 1;
 pub const FETCH: u32 = 2;
@@ -162,6 +162,7 @@ structs! {
         slices_count: usize,
         layers: u32,
         first_offset_blocks: u32,
+        deadline_us: u64,
     }
 
     SaveLayersCall as "kvf_save_layers_call" {
@@ -178,6 +179,7 @@ structs! {
         then_release_count: usize,
         layers: u32,
         first_offset_blocks: u32,
+        deadline_us: u64,
     }
 
     ReleaseCall as "kvf_release_call" {

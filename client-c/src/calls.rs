@@ -308,7 +308,7 @@ unsafe fn save(call: *const abi::SaveCall) -> Result<Operation<Room>, Failure> {
         frame_bytes: encoded_len(slice_bytes) as u64,
         frame: Table::frames(table, identity, hashes.clone(), key_form),
         hashes,
-        deadline: SAVE_DEADLINE,
+        deadline: save_deadline(call.deadline_us),
     }))
 }
 
@@ -328,7 +328,7 @@ pub(crate) unsafe fn save_layers(call: *const abi::SaveLayersCall) -> Result<Lay
             key_form: key_form(call.key_form)?,
             slice_bytes: slice_bytes(call.slice_bytes, call.layers)?.to_vec(),
             then_release: leases(call.then_release, call.then_release_count, "then_release")?,
-            deadline: SAVE_DEADLINE,
+            deadline: save_deadline(call.deadline_us),
         };
         let bytes = encoded_len(&call.slice_bytes).saturating_mul(call.hashes.len());
         if bytes > SAVE_QUEUE_BYTES_MAX {
@@ -370,6 +370,11 @@ unsafe fn parent(pointer: *const abi::Hash) -> Result<Option<BlockHash>, Failure
     }
     // SAFETY: what the caller promised.
     Ok(Some(BlockHash(unsafe { one(pointer, "parent")? }.bytes)))
+}
+
+/// How long a save may take, where nothing is said as long as the library says.
+fn save_deadline(us: u64) -> Duration {
+    if us == 0 { SAVE_DEADLINE } else { Duration::from_micros(us) }
 }
 
 /// Who saves.
@@ -535,4 +540,58 @@ fn within(number: u32, least: u32, most: u32, what: &'static str) -> Result<u32,
 
 fn range(what: &'static str, got: u32, expected: &str) -> Failure {
     Failure::Range { what, got: u64::from(got), expected: expected.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::ptr::null;
+
+    use super::*;
+
+    #[test]
+    fn a_save_may_take_as_long_as_its_caller_says_and_a_minute_where_that_is_not_said() {
+        let (slice_bytes, hashes) = ([0u32], [abi::Hash::default()]);
+        let (address, nowhere) = (c"127.0.0.1:9".as_ptr(), [null()]);
+        for (deadline_us, expected) in [(0, SAVE_DEADLINE), (250_000, Duration::from_millis(250))] {
+            let call = abi::SaveCall {
+                size: u32::try_from(size_of::<abi::SaveCall>()).unwrap(),
+                key_form: 1,
+                asker: abi::Asker::default(),
+                address,
+                epoch: 1,
+                parent: null(),
+                hashes: hashes.as_ptr(),
+                hashes_count: 1,
+                slice_bytes: slice_bytes.as_ptr(),
+                slices: nowhere.as_ptr(),
+                slices_count: 1,
+                layers: 1,
+                first_offset_blocks: 0,
+                deadline_us,
+            };
+            let by_layers = abi::SaveLayersCall {
+                size: u32::try_from(size_of::<abi::SaveLayersCall>()).unwrap(),
+                key_form: 1,
+                asker: abi::Asker::default(),
+                address,
+                epoch: 1,
+                parent: null(),
+                hashes: hashes.as_ptr(),
+                hashes_count: 1,
+                slice_bytes: slice_bytes.as_ptr(),
+                then_release: null(),
+                then_release_count: 0,
+                layers: 1,
+                first_offset_blocks: 0,
+                deadline_us,
+            };
+            // SAFETY: what is pointed to lives until after the calls; its slice has nothing.
+            unsafe {
+                let Operation::Save(whole) = save(&raw const call).unwrap() else { panic!("a save") };
+                assert_eq!(whole.deadline, expected);
+                assert_eq!(save_layers(&raw const by_layers).unwrap().deadline, expected);
+            }
+        }
+    }
 }

@@ -522,6 +522,7 @@ impl Memory {
             slices_count: slices.len(),
             layers: 2,
             first_offset_blocks: 0,
+            deadline_us: 0,
         }
     }
 
@@ -540,6 +541,7 @@ impl Memory {
             then_release_count: 0,
             layers: 2,
             first_offset_blocks: 0,
+            deadline_us: 0,
         }
     }
 }
