@@ -125,7 +125,8 @@ pub async fn leases_in_use_are_renewed(service: &MemoryService, path: &dyn Path)
         gate.add_permits(5);
     };
     let (saved, ()) = timeout(PATIENCE, async { tokio::join!(saving, next) }).await.expect("it is renewed");
-    assert_eq!(done(saved.expect("the path is whole").expect("it streams")).stored_blocks, 3);
+    let saved = saved.expect("the path is whole").answer().expect("it streams");
+    assert_eq!(done(saved).stored_blocks, 3);
     service.set_gate(0);
     let fetching = fetch(path, fetch_request(&hashes(3)));
     let medium = async {
