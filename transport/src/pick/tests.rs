@@ -20,7 +20,7 @@ use crate::suite::{
 use crate::tcp::{TcpConfig, TcpDialer, TcpServer};
 use crate::{
     BlockService, BoxFuture, FetchAnswer, FetchRequest, LayerSource, MissReason, Path, PathError, SaveAnswer,
-    SaveRequest, behaviour_suite,
+    SaveRequest, Streamed, behaviour_suite,
 };
 
 mod unheard;
@@ -178,9 +178,10 @@ impl Path for FakePath {
         &'a self,
         request: SaveRequest,
         layers: &'a mut dyn LayerSource,
-    ) -> BoxFuture<'a, Result<Option<SaveAnswer>, PathError>> {
+    ) -> BoxFuture<'a, Result<Streamed, PathError>> {
         Box::pin(async move {
-            if self.streams_saves() { self.path.save_layers(request, layers).await } else { Ok(None) }
+            let streams = self.streams_saves();
+            if streams { self.path.save_layers(request, layers).await } else { Ok(Streamed::Nothing) }
         })
     }
 
@@ -395,12 +396,13 @@ async fn saves_stream_where_the_way_that_they_take_does() {
     let save = |number| SaveRequest { frame_bytes: 1 << 20, ..save_request(&[hash(number)]) };
     let mut layers = Computed::new(&[hash(0)], &[500, 500]);
     assert!(path.streams_saves());
-    assert!(path.save_layers(save(0), &mut layers).await.unwrap().is_some() && service.holds(hash(0)));
+    let streamed = path.save_layers(save(0), &mut layers).await.unwrap();
+    assert!(matches!(streamed, Streamed::Answered(_)) && service.holds(hash(0)), "{streamed:?}");
     // The way changes behind the question: nothing of the layers is gone, and the frames go whole.
     let mut layers = Computed::new(&[hash(1)], &[500, 500]);
     assert!(path.streams_saves());
     shm.network.stop("node:1");
-    assert_eq!(path.save_layers(save(1), &mut layers).await.unwrap(), None);
+    assert_eq!(path.save_layers(save(1), &mut layers).await.unwrap(), Streamed::Nothing);
     assert!(!path.streams_saves());
     let saved = suite::done(path.save(save(1), &|_| layers.frame(0)).await.unwrap());
     assert_eq!((saved.stored_blocks, service.holds(hash(1))), (1, true));
