@@ -7,11 +7,13 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use rustix::process::{Resource, getrlimit};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tonic::codegen::tokio_stream::Stream;
@@ -21,21 +23,41 @@ use super::Identity;
 /// Bounds of what callers cost before they have said who they are.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bounds {
-    /// Handshakes under way at once, one at least. Whoever comes above that has the place of the oldest, which is ended: those who say
-    /// nothing are to be in nobody's way.
+    /// Handshakes under way at once, one at least. Whoever comes above that has the place of one that may be
+    /// ended ([`Handshakes::make_way`]), or waits until there is one.
     pub(super) handshakes_max: usize,
     /// Longest a handshake may take, so that who connects and says nothing goes.
     pub(super) handshake_max: Duration,
+    /// As long as this it is not ended for another once its caller has spoken: it takes some turns and a signature, also of a server to
+    /// which everybody comes back at once. Of whoever has said nothing, a [`SILENT_PART`]th: his words may be here, and not looked at yet.
+    pub(super) undisturbed: Duration,
 }
 
 impl Default for Bounds {
     fn default() -> Self {
-        Bounds { handshakes_max: 1024, handshake_max: Duration::from_secs(5) }
+        let files = getrlimit(Resource::Nofile).current.and_then(|files| usize::try_from(files).ok());
+        Bounds {
+            handshakes_max: HANDSHAKES_MAX.min(files.map_or(HANDSHAKES_MAX, |files| files / SHARE_OF_FILES)),
+            handshake_max: Duration::from_secs(5),
+            undisturbed: Duration::from_secs(1),
+        }
     }
 }
 
+/// Handshakes under way at once, unless files are few.
+const HANDSHAKES_MAX: usize = 1024;
+
+/// Of the files that the process may have open strangers get this part at most.
+const SHARE_OF_FILES: usize = 4;
+
+/// See [`Bounds::undisturbed`].
+const SILENT_PART: u32 = 10;
+
 /// Pause after a connection could not be taken, for want of descriptors, say.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// How often it is said that connections cannot be taken: strangers may bring that about at will.
+const SAID_EVERY: Duration = Duration::from_secs(60);
 
 /// A connection whose caller showed a certificate of the cluster.
 pub type Called = TlsStream<TcpStream>;
@@ -56,7 +78,7 @@ pub(super) fn incoming_within(
 ) -> impl Stream<Item = io::Result<Called>> + Send + Unpin + use<> {
     let acceptor = TlsAcceptor::from(Arc::new(identity.grpc_server()));
     let handshakes = Handshakes { bounds, begun: 0, running: JoinSet::new(), by_age: BTreeMap::new() };
-    let incoming = Incoming { listener, acceptor, handshakes, is_said: false };
+    let incoming = Incoming { listener, acceptor, handshakes, said: None };
     Box::pin(futures_util::stream::unfold(incoming, |mut incoming| async {
         let called = incoming.next().await;
         Some((Ok(called), incoming))
@@ -67,13 +89,14 @@ struct Incoming {
     listener: TcpListener,
     acceptor: TlsAcceptor,
     handshakes: Handshakes,
-    /// Whether it was said that nothing can be accepted, since something was.
-    is_said: bool,
+    /// When it was last said that nothing can be accepted.
+    said: Option<Instant>,
 }
 
 impl Incoming {
     async fn next(&mut self) -> Called {
         loop {
+            let place = self.handshakes.place();
             tokio::select! {
                 // Who has ended makes room first, so that nobody is ended for want of it who need not be.
                 biased;
@@ -82,20 +105,24 @@ impl Incoming {
                         return called;
                     }
                 }
-                accepted = self.listener.accept() => match accepted {
-                    Ok((socket, _)) => {
-                        self.is_said = false;
-                        self.handshakes.begin(self.acceptor.clone(), socket);
-                    }
-                    Err(error) => {
-                        if !std::mem::replace(&mut self.is_said, true) {
-                            tracing::warn!(%error, "no connection for control calls could be accepted; raise the limit of open files if there are too many");
-                        }
-                        sleep(ACCEPT_PAUSE).await;
-                    }
+                // The system keeps callers for us meanwhile.
+                () = sleep_until(place.unwrap_or_else(Instant::now)), if place.is_some() => {}
+                accepted = self.listener.accept(), if place.is_none() => match accepted {
+                    Ok((socket, _)) => self.handshakes.begin(self.acceptor.clone(), socket),
+                    Err(error) => self.refused(&error).await,
                 },
             }
         }
+    }
+
+    /// Nothing can be accepted, most often for want of descriptors.
+    async fn refused(&mut self, error: &io::Error) {
+        if self.said.is_none_or(|said| said.elapsed() >= SAID_EVERY) {
+            self.said = Some(Instant::now());
+            tracing::warn!(%error, "no connection for control calls could be accepted; raise the limit of open files if there are too many");
+        }
+        self.handshakes.halve();
+        sleep(ACCEPT_PAUSE).await;
     }
 }
 
@@ -106,21 +133,70 @@ struct Handshakes {
     begun: u64,
     running: JoinSet<(u64, Option<Called>)>,
     /// Those that may be under way, by number.
-    by_age: BTreeMap<u64, AbortHandle>,
+    by_age: BTreeMap<u64, Handshake>,
+}
+
+struct Handshake {
+    task: AbortHandle,
+    since: Instant,
+    /// Whether its caller said anything.
+    is_begun: Arc<AtomicBool>,
+}
+
+impl Handshake {
+    /// From when on it may be ended for another.
+    fn yields(&self, bounds: &Bounds) -> Instant {
+        let is_begun = self.is_begun.load(Ordering::Relaxed);
+        self.since + if is_begun { bounds.undisturbed } else { bounds.undisturbed / SILENT_PART }
+    }
 }
 
 impl Handshakes {
-    /// Begins one, in the place of the oldest if there is no other.
-    fn begin(&mut self, acceptor: TlsAcceptor, socket: TcpStream) {
-        while self.by_age.len() >= self.bounds.handshakes_max.max(1) {
-            let Some((_, oldest)) = self.by_age.pop_first() else { break };
-            oldest.abort();
-            tracing::debug!("a handshake for control calls made way for a newer one");
+    /// When there is a place for another one, if not now.
+    fn place(&self) -> Option<Instant> {
+        if self.by_age.len() < self.bounds.handshakes_max.max(1) {
+            return None;
         }
+        let soonest = self.by_age.values().map(|handshake| handshake.yields(&self.bounds)).min();
+        soonest.filter(|soonest| *soonest > Instant::now())
+    }
+
+    /// Begins one, in the place of another if there is none free.
+    fn begin(&mut self, acceptor: TlsAcceptor, socket: TcpStream) {
+        while self.by_age.len() >= self.bounds.handshakes_max.max(1) && self.make_way() {}
         let (number, longest) = (self.begun, self.bounds.handshake_max);
         self.begun += 1;
-        let shaking = async move { (number, shake_hands(acceptor, socket, longest).await) };
-        self.by_age.insert(number, self.running.spawn(shaking));
+        let is_begun = Arc::<AtomicBool>::default();
+        let spoken = Arc::clone(&is_begun);
+        let shaking = async move { (number, shake_hands(acceptor, socket, longest, &spoken).await) };
+        let task = self.running.spawn(shaking);
+        self.by_age.insert(number, Handshake { task, since: Instant::now(), is_begun });
+    }
+
+    /// Ends the oldest whose caller has said nothing, or else the oldest that had its time. `false` when there is none.
+    fn make_way(&mut self) -> bool {
+        let now = Instant::now();
+        let yields = |handshake: &Handshake| handshake.yields(&self.bounds) <= now;
+        let silent = |handshake: &Handshake| !handshake.is_begun.load(Ordering::Relaxed) && yields(handshake);
+        let oldest = |may: &dyn Fn(&Handshake) -> bool| {
+            self.by_age.iter().find(|(_, handshake)| may(handshake)).map(|(number, _)| *number)
+        };
+        let Some(number) = oldest(&silent).or_else(|| oldest(&yields)) else { return false };
+        if let Some(ended) = self.by_age.remove(&number) {
+            ended.task.abort();
+            tracing::debug!("a handshake for control calls made way for a newer one");
+        }
+        true
+    }
+
+    /// Ends half of those that may be ended, so that their descriptors are there for whoever comes.
+    fn halve(&mut self) {
+        let now = Instant::now();
+        let yield_now = |handshake: &&Handshake| handshake.yields(&self.bounds) <= now;
+        let some = self.by_age.values().filter(yield_now).count();
+        for _ in 0..some.div_ceil(2) {
+            self.make_way();
+        }
     }
 
     /// The next one that ends, and whose connection it was if it went well. Nothing where none is under way.
@@ -132,9 +208,19 @@ impl Handshakes {
     }
 }
 
-async fn shake_hands(acceptor: TlsAcceptor, socket: TcpStream, longest: Duration) -> Option<Called> {
+async fn shake_hands(
+    acceptor: TlsAcceptor,
+    socket: TcpStream,
+    longest: Duration,
+    is_begun: &AtomicBool,
+) -> Option<Called> {
     let _ = socket.set_nodelay(true); // without it answers come later, and no less right
-    match timeout(longest, acceptor.accept(socket)).await {
+    let shaking = async {
+        socket.peek(&mut [0]).await?;
+        is_begun.store(true, Ordering::Relaxed);
+        acceptor.accept(socket).await
+    };
+    match timeout(longest, shaking).await {
         Ok(Ok(called)) => Some(called),
         Ok(Err(error)) => {
             tracing::debug!(%error, "a handshake for control calls failed");

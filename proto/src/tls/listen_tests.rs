@@ -4,7 +4,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, date_time_ymd};
 use rustls::HandshakeKind;
@@ -120,7 +120,13 @@ async fn connects(
     address: SocketAddr,
     config: &Arc<rustls::ClientConfig>,
 ) -> io::Result<(HandshakeKind, CertificateDer<'static>)> {
-    let socket = TcpStream::connect(address).await?;
+    connects_by(TcpStream::connect(address).await?, config).await
+}
+
+async fn connects_by(
+    socket: TcpStream,
+    config: &Arc<rustls::ClientConfig>,
+) -> io::Result<(HandshakeKind, CertificateDer<'static>)> {
     let mut stream = TlsConnector::from(Arc::clone(config)).connect(server_name(), socket).await?;
     // Settings, which a server of HTTP/2 sends first; tickets would stand before them.
     stream.read_exact(&mut [0]).await?;
@@ -194,7 +200,8 @@ fn is_kept(connection: &TcpStream) -> bool {
 async fn strangers_who_say_nothing_make_way_oldest_first_and_stop_nobody() {
     let world = World::new();
     let identity = world.member(12);
-    let bounds = Bounds { handshakes_max: 4, handshake_max: Duration::from_secs(3_600) };
+    let handshake_max = Duration::from_secs(3_600);
+    let bounds = Bounds { handshakes_max: 4, handshake_max, ..Bounds::default() };
     let (address, callers) = serve_within(&identity, bounds).await;
     let mut strangers = silent(address, 4).await;
     for calls in 1..=3 {
@@ -224,4 +231,102 @@ async fn who_says_nothing_goes_when_the_time_of_a_handshake_is_over() {
         is_ended(stranger).await;
     }
     assert!(before.elapsed() >= bounds.handshake_max, "not before");
+}
+
+/// As where everybody comes back to a server that was away.
+#[tokio::test]
+async fn who_has_spoken_is_not_ended_for_those_who_come_behind() {
+    let world = World::new();
+    let identity = world.member(12);
+    let hour = Duration::from_secs(3_600);
+    let bounds = Bounds { handshakes_max: 4, handshake_max: 2 * hour, undisturbed: hour };
+    let (address, _) = serve_within(&identity, bounds).await;
+    let mut talking = silent(address, 4).await;
+    for caller in &mut talking {
+        // The head of a record that never comes.
+        caller.write_all(&[22, 3, 1, 2, 0]).await.unwrap();
+    }
+    let (raw, late) = (Arc::new(identity.grpc_client()), TcpStream::connect(address).await.unwrap());
+    let calling = tokio::spawn(async move { connects_by(late, &raw).await });
+    // Whatever the server does with the one that came last, it did when the one before was seen to be kept.
+    for _ in 0..100 {
+        tokio::task::yield_now().await;
+    }
+    assert!(talking.iter().all(is_kept) && !calling.is_finished());
+    drop(talking.pop());
+    timeout(SOON, calling).await.expect("there is a place now").unwrap().unwrap();
+    assert!(talking.iter().all(is_kept));
+}
+
+#[tokio::test]
+async fn who_has_spoken_and_does_not_go_on_makes_way_after_a_time() {
+    let world = World::new();
+    let identity = world.member(12);
+    let bounds = Bounds {
+        handshakes_max: 2,
+        handshake_max: Duration::from_secs(3_600),
+        undisturbed: Duration::from_millis(50),
+    };
+    let (address, callers) = serve_within(&identity, bounds).await;
+    let mut talking = silent(address, 2).await;
+    for caller in &mut talking {
+        caller.write_all(&[22, 3, 1, 2, 0]).await.unwrap();
+    }
+    timeout(SOON, asks(client(address, &identity))).await.expect("they stop a caller").unwrap();
+    assert_eq!(callers.0.lock().unwrap().len(), 1);
+}
+
+/// The process of [`strangers_do_not_have_the_last_descriptors`], when that test starts this program again.
+#[tokio::test]
+async fn process_with_few_descriptors() {
+    use std::io::{BufRead, Write};
+    if std::env::var_os("KVFLEET_FEW_DESCRIPTORS").is_none() {
+        return;
+    }
+    let world = World::new();
+    let identity = world.member(12);
+    // More than there are descriptors: it is for want of these that strangers have to go.
+    let bounds =
+        Bounds { handshakes_max: 1024, handshake_max: Duration::from_secs(3_600), ..Bounds::default() };
+    let (address, _) = serve_within(&identity, bounds).await;
+    let raw = Arc::new(identity.grpc_client());
+    // What the caller needs it has.
+    let caller = tokio::net::TcpSocket::new_v4().unwrap();
+    let limit = rustix::process::Rlimit { current: Some(64), maximum: Some(64) };
+    rustix::process::setrlimit(Resource::Nofile, limit).unwrap();
+    println!("serves {address}");
+    io::stdout().flush().unwrap();
+    let told = tokio::task::spawn_blocking(|| io::stdin().lock().read_line(&mut String::new()));
+    told.await.unwrap().unwrap();
+    let calling = async { connects_by(caller.connect(address).await.unwrap(), &raw).await };
+    timeout(SOON, calling).await.expect("strangers stop a caller").unwrap();
+    println!("called");
+}
+
+#[tokio::test]
+async fn strangers_do_not_have_the_last_descriptors() {
+    use tokio::io::AsyncBufReadExt;
+    let name = "tls::listen::tests::process_with_few_descriptors";
+    let mut child = tokio::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", name, "--nocapture"])
+        .env("KVFLEET_FEW_DESCRIPTORS", "1")
+        .stdin(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .unwrap();
+    let mut said = tokio::io::BufReader::new(child.stdout.take().unwrap()).lines();
+    let address = loop {
+        let line = timeout(SOON, said.next_line()).await.unwrap().unwrap().expect("it serves");
+        if let Some((_, address)) = line.split_once("serves ") {
+            break address.parse().unwrap();
+        }
+    };
+    let _strangers = silent(address, 100).await;
+    child.stdin.take().unwrap().write_all(b"go\n").await.unwrap();
+    let mut rest = String::new();
+    while let Some(line) = timeout(2 * SOON, said.next_line()).await.unwrap().unwrap() {
+        rest += &(line + "\n");
+    }
+    assert!(child.wait().await.unwrap().success() && rest.contains("called"), "{rest}");
 }
