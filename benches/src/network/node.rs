@@ -10,7 +10,7 @@ use benches::{Better, Row, Spent, outcome, spend};
 use kv_core::id::Epoch;
 use kvfleet_proto::tls::{Identity, TlsFiles};
 use kvfleet_transport::tcp::{TcpConfig, TcpDialer};
-use kvfleet_transport::{Dialer, FetchAnswer, FetchRequest, Path};
+use kvfleet_transport::{Dialer, FetchAnswer, FetchRequest, Path, Progress};
 use tokio::runtime::Runtime;
 
 use super::{BoxFuture, Ours, PATIENCE, RATES, RUN_BYTES, SHAPES, Shape, Side, TLS, share};
@@ -38,6 +38,7 @@ impl Side for OfNode {
                 first_offset_blocks: 0,
                 hashes: vec![hash],
                 deadline: PATIENCE,
+                progress: Progress::default(),
             };
             let mut is_verified = false;
             let answer = self
