@@ -406,7 +406,7 @@ impl OneSource {
         let mut came = Came { leased: true, ..Came::default() };
         let mut request = self.request.clone();
         request.deadline = self.deadline.saturating_duration_since(Instant::now());
-        let class = request.class();
+        let (class, progress) = (request.class(), request.progress.clone());
         let answer = match taking.fetch(&**path, request).await {
             Ok(answer) => answer,
             Err(error) => return (came, Some(error)),
@@ -420,7 +420,7 @@ impl OneSource {
         }
         if class == Class::Fetch && came.wrong_blocks == 0 {
             let tier = one_tier(&came.tiers, self.request.hashes.len(), self.planned);
-            self.links.fetched((self.node, self.request.epoch), path.kind(), tier, &timed);
+            self.links.fetched((self.node, self.request.epoch), progress.kind(), tier, &timed);
         }
         (came, None)
     }

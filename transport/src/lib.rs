@@ -90,7 +90,7 @@ pub struct FetchRequest {
     pub hashes: Vec<BlockHash>,
     /// Time after which recomputing is cheaper than waiting.
     pub deadline: Duration,
-    /// How far it is. Stays at the asker's end.
+    /// How far it is, and over what. Stays at the asker's end.
     pub progress: Progress,
 }
 
@@ -456,11 +456,6 @@ pub trait Path: Send + Sync {
 
     /// Why this path is of no more use; nothing while it may work. Answers at once, from what is known.
     fn failure(&self) -> Option<PathError>;
-
-    /// Over what fetches go most of the time now; nothing where nobody knows.
-    fn kind(&self) -> Option<pick::PathKind> {
-        None
-    }
 
     /// Round trip, for liveness and latency estimates.
     fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>>;

@@ -7,9 +7,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::time::Instant;
 
-/// How far one fetch is. Clones are of the same one.
+use crate::pick::PathKind;
+
+/// How far one fetch is, and over what. Clones are of the same one.
 #[derive(Clone, Debug, Default)]
-pub struct Progress(Arc<Mutex<Step>>);
+pub struct Progress(Arc<Mutex<State>>);
+
+#[derive(Clone, Copy, Debug, Default)]
+struct State {
+    step: Step,
+    kind: Option<PathKind>,
+}
 
 #[derive(Clone, Copy, Debug, Default)]
 enum Step {
@@ -21,18 +29,30 @@ enum Step {
 }
 
 impl Progress {
-    fn step(&self) -> MutexGuard<'_, Step> {
+    fn state(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// For whoever picks a path: it goes another way from here.
-    pub(crate) fn begins(&self) {
-        *self.step() = Step::Waits;
+    /// For whoever picks a path: it begins, or begins anew, over this.
+    pub(crate) fn begins(&self, kind: PathKind) {
+        *self.state() = State { step: Step::Waits, kind: Some(kind) };
+    }
+
+    /// For a path that has another one below it: all of it goes over that.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn goes_over(&self, kind: PathKind) {
+        self.state().kind = Some(kind);
+    }
+
+    /// Over what it goes, or went last; nothing where nobody picked.
+    #[must_use]
+    pub fn kind(&self) -> Option<PathKind> {
+        self.state().kind
     }
 
     /// For a path: nothing but the way and the node is waited for from here.
     pub fn asked(&self) {
-        let mut step = self.step();
+        let step = &mut self.state().step;
         if matches!(*step, Step::Waits) {
             *step = Step::Asked(Instant::now());
         }
@@ -40,19 +60,19 @@ impl Progress {
 
     /// For a path: the node said something, be it that nothing comes.
     pub fn answered(&self) {
-        *self.step() = Step::Answered;
+        self.state().step = Step::Answered;
     }
 
     /// Whether the node said something.
     #[must_use]
     pub fn is_answered(&self) -> bool {
-        matches!(*self.step(), Step::Answered)
+        matches!(self.state().step, Step::Answered)
     }
 
     /// When the node was asked, where it said nothing since.
     #[must_use]
     pub fn unheard_since(&self) -> Option<Instant> {
-        match *self.step() {
+        match self.state().step {
             Step::Asked(since) => Some(since),
             Step::Waits | Step::Answered => None,
         }

@@ -12,7 +12,7 @@ use kv_core::id::{Class, Epoch, NodeId, Tier};
 use kv_core::pipeline::Arrive;
 use kvfleet_proto::pb;
 use kvfleet_transport::pick::PathKind;
-use kvfleet_transport::{AskedLayers, MissReason};
+use kvfleet_transport::{AskedLayers, MissReason, Progress};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
@@ -392,7 +392,7 @@ impl<R: BlockRoom> Feed<R> {
             heard: Arc::default(),
             whole: Arc::clone(&plan.whole),
             order: Arc::clone(&plan.order),
-            kind: None,
+            progress: Progress::default(),
         };
         let heard = Arc::clone(&filling.heard);
         tokio::select! {
@@ -404,13 +404,13 @@ impl<R: BlockRoom> Feed<R> {
             }
             () = over(turn, patience + GRACE) => {
                 // It did not even say that it is late.
-                let (timed, kind) = (filling.timed, filling.kind);
+                let (timed, kind) = (filling.timed, filling.progress.kind());
                 self.given_up(class, timed, kind);
                 Some(Came::late())
             }
             () = events.closed() => {
                 // Nobody waits for it any more, perhaps because it did not come: that is to be known of the source.
-                let (timed, kind) = (filling.timed, filling.kind);
+                let (timed, kind) = (filling.timed, filling.progress.kind());
                 self.given_up(class, timed, kind);
                 None
             }

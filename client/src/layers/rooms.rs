@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use kv_core::id::{BlockHash, IdentityDigest};
 use kvfleet_proto::frame::FrameHead;
-use kvfleet_transport::pick::PathKind;
-use kvfleet_transport::{AskedLayers, BoxFuture, FetchAnswer, FetchRequest, Path, PathError, SliceSink};
+use kvfleet_transport::{
+    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, Path, PathError, Progress, SliceSink,
+};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::mpsc::error::SendError;
 
@@ -135,8 +136,8 @@ pub(super) struct Filling<'a, R> {
     /// Set by a path that moves no slices.
     pub(super) whole: Arc<AtomicBool>,
     pub(super) order: Arc<Order>,
-    /// Over what it goes.
-    pub(super) kind: Option<PathKind>,
+    /// Says over what it goes.
+    pub(super) progress: Progress,
 }
 
 impl<R: BlockRoom> Filling<'_, R> {
@@ -168,7 +169,7 @@ impl<R: BlockRoom> Taking for Filling<'_, R> {
         request: FetchRequest,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
         self.timed = Timed::begin();
-        self.kind = path.kind();
+        self.progress = request.progress.clone();
         self.whole.fetch_or(!path.moves_slices(), Ordering::Relaxed);
         let asked = self.asked.clone();
         Box::pin(async move {
@@ -256,7 +257,7 @@ mod tests {
             heard: Arc::default(),
             whole: Arc::default(),
             order: Arc::default(),
-            kind: None,
+            progress: Progress::default(),
         }
     }
 

@@ -120,7 +120,7 @@ impl Open {
         let (begun, deadline, mut refused) = (Instant::now(), request.deadline, Vec::new());
         let mut last = None;
         while let Some((at, path)) = self.pick(true, &refused) {
-            let mut given = GivenUp::new(&self.peer, at, &request);
+            let mut given = GivenUp::new(&self.peer, (at, self.ways[at].candidate.kind), &request);
             let mut count = |came: usize| {
                 given.bytes += came as u64;
                 self.carried(at).received(came);
@@ -250,9 +250,9 @@ struct GivenUp<'a> {
 }
 
 impl<'a> GivenUp<'a> {
-    fn new(peer: &'a Peer, at: usize, request: &FetchRequest) -> GivenUp<'a> {
+    fn new(peer: &'a Peer, (at, kind): (usize, PathKind), request: &FetchRequest) -> GivenUp<'a> {
         let (class, progress) = (request.class(), request.progress.clone());
-        progress.begins();
+        progress.begins(kind);
         GivenUp { peer, at, begun: Instant::now(), class, progress, bytes: 0, is_over: false }
     }
 
@@ -488,10 +488,6 @@ impl Path for PickPath {
 
     fn failure(&self) -> Option<PathError> {
         self.open.failure()
-    }
-
-    fn kind(&self) -> Option<PathKind> {
-        Some(self.open.peer.used())
     }
 
     fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>> {

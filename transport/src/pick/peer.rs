@@ -214,12 +214,7 @@ impl Peer {
         }
     }
 
-    /// What fetches go over but for turns.
-    pub(super) fn used(&self) -> PathKind {
-        self.used_of(&self.known())
-    }
-
-    /// Where nothing is measured, the first is as good as any.
+    /// What fetches go over but for turns. Where nothing is measured, the first is as good as any.
     fn used_of(&self, known: &Known) -> PathKind {
         let in_use = known.nearer.or(known.stands_in).unwrap_or(self.first_measured + known.choice.in_use());
         *self.kinds.get(in_use).unwrap_or(&self.kinds[0])

@@ -320,6 +320,27 @@ async fn a_fetch_that_one_way_refuses_goes_another_way_and_a_broken_way_is_left_
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_fetch_says_over_what_it_went() {
+    let two = Two::new(&holding(2));
+    let path = two.dial_both().await;
+    let request = fetch_request(&hashes(2));
+    assert_eq!(request.progress.kind(), None);
+    let mut over = Vec::new();
+    while two.tcp.fetches() < 12 {
+        let request = fetch_request(&hashes(2));
+        let (progress, before) = (request.progress.clone(), two.tcp.fetches());
+        assert_eq!(suite::fetch(&*path, request).await.unwrap(), hit());
+        assert_eq!(progress.kind() == Some(PathKind::Tcp), two.tcp.fetches() > before, "in a turn too");
+        over.push(progress.kind());
+        tokio::time::sleep(Duration::from_millis(50)).await; // on the test's clock
+    }
+    assert!(over.contains(&Some(PathKind::Quic)) && two.report().used == PathKind::Quic);
+    two.quic.fail(true);
+    assert_eq!(suite::fetch(&*path, request.clone()).await.unwrap(), hit());
+    assert_eq!(request.progress.kind(), Some(PathKind::Tcp), "which it went to from the other");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_node_that_serves_only_one_way_is_reached_and_the_reason_is_kept() {
     for is_quic_there in [true, false] {
         let two = Two::new(&holding(2));

@@ -148,6 +148,7 @@ async fn who_waits_for_an_answer_to_what_it_wrote_counts_as_passed_over_and_who_
     let mut asked = QuicStream::opened(theirs.open_bi().await.unwrap(), place, &mates[0]);
     asked.rank(Class::Save);
     asked.write(Bytes::from_static(b"save")).await.unwrap();
+    asked.flush().await.unwrap();
     let mut answers = QuicStream::accepted(ours.accept_bi().await.unwrap(), &mates[1]);
     answers.rank(Class::Save);
     let mut came = BytesMut::new();
@@ -166,6 +167,7 @@ async fn who_waits_for_an_answer_to_what_it_wrote_counts_as_passed_over_and_who_
     let mut answers = more.await.unwrap();
     assert!(!mates[1].is_any_passed_over());
     answers.write(Bytes::from_static(b"done")).await.unwrap();
+    answers.flush().await.unwrap();
     assert_eq!(waiting.await.unwrap().unwrap(), &b"done"[..]);
     passed_over(&mates[0], false).await;
 }

@@ -21,6 +21,11 @@ impl Parts {
         self.tiers.extend(answer.tiers().iter().take(delivered));
     }
 
+    /// Whether nothing came of any.
+    pub(super) fn is_empty(&self) -> bool {
+        self.tiers.is_empty()
+    }
+
     /// The whole answer, when this became of the last part.
     ///
     /// # Errors

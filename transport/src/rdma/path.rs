@@ -20,6 +20,7 @@ use super::layers::Slices;
 use super::parts::{Parts, skip};
 use super::save::Save;
 use crate::ask::{self, Asks};
+use crate::pick::PathKind;
 use crate::{
     AskedLayers, BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer, SaveRequest,
     SliceSink,
@@ -116,6 +117,9 @@ impl RdmaPath {
             // A link may have been waited for, and the node is to keep nothing longer than anybody waits.
             rest.request.deadline = deadline.saturating_duration_since(Instant::now());
             let Some(mut held) = held else {
+                if rest.parts.is_empty() {
+                    rest.request.progress.goes_over(PathKind::Tcp);
+                }
                 return rest.parts.end(self.fetch_below(&rest.request, taker).await);
             };
             let (mut answer, was_used) = (None, held.link.is_used);

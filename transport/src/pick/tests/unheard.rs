@@ -192,7 +192,7 @@ async fn tcp_that_loses_what_is_large_is_left_for_quic() {
     };
     tokio::time::timeout(PATIENCE, open).await.unwrap();
     assert_eq!(fetch_both(&*path).await.unwrap(), hit());
-    assert_eq!(path.kind(), Some(PathKind::Tcp));
+    assert_eq!(dialer.reports()[0].used, PathKind::Tcp);
     is_black_hole.store(true, Ordering::Relaxed);
     let mut lost = 0;
     while fetch_within(&*path, 500).await != hit() {
