@@ -249,10 +249,11 @@ async fn a_node_that_knows_of_frames_only_is_asked_for_layers_once() {
 /// A node that has taken nothing of what streams yet.
 #[tokio::test]
 async fn a_whole_frame_finds_its_place_beside_all_saves_that_stream() {
-    let frame = 2 << 20;
+    // Too long to go with its offer.
+    let frame = 4 << 20;
     let (path, mut raw) = forged_with(2 * frame).await;
     // Two pieces of each of them would be twice the tray.
-    let slices = [1 << 20; 2];
+    let slices = [2 << 20; 2];
     let streaming: Vec<_> = (0..4)
         .map(|number| {
             let (path, blocks) = (Arc::clone(&path), [hash(2 * number), hash(2 * number + 1)]);
