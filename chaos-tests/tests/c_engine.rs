@@ -1,4 +1,4 @@
-//! The example of an engine in C, one that cancels what it began, one that saves layer by layer, and one that reports by itself, compiled and run against a router and a node in
+//! The example of an engine in C, one that cancels what it began, one that saves layer by layer, one that prefills beside its load, and one that reports by itself, compiled and run against a router and a node in
 //! this process.
 //!
 //! Not here: what the interface refuses (`client-c/tests/hostile.rs`), and whether header and library agree
@@ -7,6 +7,7 @@
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -102,6 +103,16 @@ async fn run(program: PathBuf, words: Vec<OsString>) -> String {
     said.into_owned()
 }
 
+/// Runs `prefill.c` beside a node that takes connections and says nothing.
+async fn prefills(program: PathBuf, words: &[OsString]) {
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = silent.local_addr().unwrap().to_string();
+    let said = run(program, [words, &[address.into()]].concat()).await;
+    let expected = "held: computed 0 of 4 blocks in 0 cells\nheld by nobody: computed 4 of 4 blocks in 128 cells\n\
+        half of it silent: that half is computed\n";
+    assert_eq!(said, expected);
+}
+
 /// Runs `reports.c` and looks at what the router heard of it: its load, its link, and that it left.
 async fn an_engine_that_reports(program: PathBuf, words: &[OsString], client: &Client) {
     let mut child =
@@ -170,6 +181,8 @@ async fn an_engine_in_c_gets_its_own_bytes_back_and_memory_that_ended_is_its_own
     until("no lease is held", || async { (leases().await? == 0).then_some(()) }).await;
     let said = run(program(place.path(), "tests/save_layers.c"), words.clone()).await;
     assert_eq!(said, "saved by layers, all bytes right\n");
+    until("no lease is held", || async { (leases().await? == 0).then_some(()) }).await;
+    prefills(program(place.path(), "tests/prefill.c"), &words).await;
     until("no lease is held", || async { (leases().await? == 0).then_some(()) }).await;
     an_engine_that_reports(program(place.path(), "tests/reports.c"), &words, &client).await;
     reports.abort();

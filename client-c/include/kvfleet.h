@@ -2,24 +2,26 @@
  *
  * Operations are submitted under a tag and polled; nothing here calls back. docs/ENGINES.md tells the same in order.
  *
- * Handles (kvf_client, kvf_queue, kvf_hasher, kvf_result, kvf_layer_save, kvf_reporter, kvf_paths) are made and freed by this library. Structs with a field
+ * Handles (kvf_client, kvf_queue, kvf_hasher, kvf_result, kvf_prefill, kvf_layer_save, kvf_reporter, kvf_paths) are made and freed by this library. Structs with a field
  * `size` begin with it, and you set it to sizeof the struct: a release that knows more of it takes the smaller one,
  * one that knows less of it refuses it. In an array of such structs all have the size of the first, which is how far
  * they are apart. Structs without it never change; kvf_completion's size is an argument. Fields named `reserved` are 0,
  * or the call is refused.
  *
- * Memory. What a call points to is copied before it returns, except the slices of a fetch and of a save. These
+ * Memory. What a call points to is copied before it returns, except the slices of a fetch, a prefill and a save. These
  * stay valid and in place until the KVF_ENDED of the operation was polled, or kvf_queue_close said KVF_OK, or
- * kvf_queue_free returned. Until then those of a fetch are the library's alone, but for what KVF_LAYER or KVF_ARRIVED
- * say is there, which you may read; and those of a save are read-only for everybody, you included. Slices of a fetch
- * overlap no others in flight; saves may share theirs. All of it is memory that this process can read and write by
- * address, and that was written at some time (malloc alone does not): not of a device.
+ * kvf_queue_free returned; those of a prefill until kvf_prefill_back named their block, or said KVF_CLOSED, or
+ * kvf_prefill_free returned. Until then those of a fetch or a prefill are the library's alone, but for what KVF_LAYER or KVF_ARRIVED
+ * or kvf_prefill_next say is there, which you may read; and those of a save are read-only for everybody, you included. Slices of a fetch
+ * or a prefill overlap no others in flight; saves may share theirs. All of it is memory that this process can read and write by
+ * address, and that was written at some time (malloc alone does not): not of a device. That you registered it with a network card
+ * or pinned it changes nothing: over RDMA too bytes are read into memory of the library, proven there, and copied.
  *
  * Threads. Every function may be called from any thread. The same handle may be used by several threads at once; it
  * is freed once, by one thread, when no other uses it. One thread polls a queue, or those that do put entries in order
  * by tag: of two threads, one may hold a KVF_LAYER while the other is done with the KVF_ENDED behind it.
  *
- * Processes. A client, its queues, its reporters and its saves by layers belong to the process that opened them. In one that was forked
+ * Processes. A client, its queues, its reporters, its prefills and its saves by layers belong to the process that opened them. In one that was forked
  * from it every call on them is KVF_FAILED, and freeing them does nothing: open a client there. Never dlclose this library: its threads
  * may outlive the last handle by a moment.
  *
@@ -104,7 +106,7 @@ size_t kvf_last_error(char *text, size_t text_bytes);
 /* Connects when first used. */
 kvf_status kvf_client_open(const kvf_client_config *config, kvf_client **client);
 
-/* Gives the handle back; its queues go on, and so do saves by layers that were finished, as long as the process does. Waits for none
+/* Gives the handle back; its queues and prefills go on, and so do saves by layers that were finished, as long as the process does. Waits for none
  * of them. Null is nothing. */
 void kvf_client_free(kvf_client *client);
 
@@ -310,6 +312,96 @@ kvf_status kvf_queue_close(kvf_queue *queue, uint64_t timeout_us);
 /* Closes, waits until no slice is in use, however long that takes, and frees. Results that were polled stay yours. */
 void kvf_queue_free(kvf_queue *queue);
 
+/* ---- prefills beside their load ---- */
+
+/* A prefill that computes layer by layer while its history comes, and never takes longer than if nothing had been cached, but for a 64th
+ * of that, or two milliseconds where a 64th is less: whatever the path does. No queue is needed.
+ *
+ *   begin                        when the request is decided: the read buffer is filled while others compute
+ *   next, until KVF_STEP_DONE    from its turn on: what to compute now. Asking again says that it is done
+ *   end                          what came of it, and the leases; also at any time before, when nobody wants it any more
+ *   back, until KVF_CLOSED       whose slices are yours again, each block once
+ *   free                         always, in the end. Waits for slices that did not come back
+ *
+ * What is computed of the sources' blocks goes elsewhere until their slices came back. */
+typedef struct kvf_prefill kvf_prefill;
+
+/* What computing takes: measured, or of a profile. The bound above holds as far as these are right. Where K and V lie apart a layer of
+ * the model is two here, each of half its time: compute it when the second is said. */
+typedef struct kvf_costs {
+    const uint64_t *block_layer_ns; /* one layer of each block of the sources, in order; later ones attend to more */
+    size_t blocks_count;
+    uint64_t new_layer_ns;       /* one layer of all tokens behind them */
+} kvf_costs;
+
+typedef struct kvf_prefill_call {
+    uint32_t size;
+    uint32_t layers;             /* as in kvf_fetch_call, and so are all fields of the same name */
+    kvf_asker asker;
+    const kvf_hash *hashes;
+    size_t hashes_count;
+    const kvf_source *sources;
+    size_t sources_count;
+    const uint32_t *slice_bytes;
+    void *const *slices;
+    size_t slices_count;
+    kvf_costs costs;
+    uint64_t bytes_per_s;        /* expected of all sources together, until earlier fetches or this one say more; 0 for 10^9 */
+    uint64_t read_buffer_bytes_max; /* that may be loaded before its turn */
+    uint64_t in_flight_bytes_max;
+    uint64_t deadline_us;        /* from its turn; never later than computing everything would end, and 0 for that */
+    uint32_t resident_blocks;
+    uint32_t reserved;
+} kvf_prefill_call;
+
+enum {
+    KVF_STEP_LAYER = 1,          /* layer: compute it, of the new tokens and of these blocks. Of all other blocks of the sources it is
+                                  * in their slices, with all layers before it */
+    KVF_STEP_CATCH_UP = 2,       /* compute the layers before `layer` of these blocks, whose slices do not come in time; they are among
+                                  * those of each layer from then on, unless they come after all */
+    KVF_STEP_WAIT = 3,           /* nothing to do until something comes, or for wait_us: ask again then */
+    KVF_STEP_DONE = 4            /* all layers are computed */
+};
+
+typedef struct kvf_step {
+    uint32_t size;
+    uint32_t kind;
+    uint32_t layer;
+    uint32_t blocks;             /* how many were written: numbers in the request, in ascending order */
+    uint64_t wait_us;
+} kvf_step;
+
+/* A block whose slices are yours again. */
+typedef struct kvf_back {
+    uint32_t block;              /* of the request */
+    uint32_t layers;             /* so many leading ones are there, and right: go on from them, or compute them all */
+} kvf_back;
+
+kvf_status kvf_prefill_begin(kvf_client *client, const kvf_prefill_call *call, kvf_prefill **prefill);
+
+/* What is loaded before its turn, read_buffer_bytes_max at most: the rest of that is free for others. */
+uint64_t kvf_prefill_read_buffer_bytes(const kvf_prefill *prefill);
+
+/* What to compute now; what was said before is done. The first call says that it is the request's turn: the deadline counts, and the
+ * rest is loaded. Never waits with a timeout of 0; else for something to do, at most so long and at most an hour, and then
+ * it is KVF_STEP_WAIT. `step->size` is set, and `blocks` has room for all blocks of the sources, or nothing is done. One thread asks
+ * at a time. After kvf_prefill_end it is KVF_CLOSED, also for a thread that waits in it. */
+kvf_status kvf_prefill_next(kvf_prefill *prefill, uint64_t timeout_us, kvf_step *step, uint32_t *blocks,
+                            size_t blocks_count);
+
+/* It is over, done or not: what is still on its way is not waited for. The result has kvf_result_prefilled, _miss and _lease.
+ * Once: then it is KVF_CLOSED. */
+kvf_status kvf_prefill_end(kvf_prefill *prefill, kvf_result **result);
+
+/* Writes blocks whose slices came back since, each once, and says how many these are; waits for the first at most so long and at most
+ * an hour. None in that time is KVF_OK, and KVF_CLOSED once all were told. `entry_bytes` is sizeof(kvf_back). KVF_INVALID before
+ * kvf_prefill_end. */
+kvf_status kvf_prefill_back(kvf_prefill *prefill, kvf_back *entries, size_t entries_count, size_t entry_bytes,
+                            uint64_t timeout_us, size_t *count);
+
+/* Ends it where that was not done, when its leases run out by themselves; waits until no slice is in use, however long that takes, and frees. */
+void kvf_prefill_free(kvf_prefill *prefill);
+
 /* ---- saves by layer ---- */
 
 /* Blocks that are saved while they are computed: each layer is taken as it is there, and the slices are yours again when its
@@ -384,6 +476,19 @@ typedef struct kvf_fetched {
     uint32_t misses;             /* see kvf_result_miss */
 } kvf_fetched;
 
+/* Of a prefill that ended. Why sources fell short is its message. */
+typedef struct kvf_prefilled {
+    uint32_t size;
+    uint32_t misses;             /* see kvf_result_miss; a source that was still awaited says nothing */
+    const uint8_t *computed;     /* by block of the sources: 1 if it was computed to the end. Its slices may have come too */
+    size_t computed_count;
+    uint64_t received_bytes;
+    uint64_t idle_us;            /* how long there was nothing to do */
+    uint64_t saved_us;           /* computing that was spared */
+    uint32_t wrong_blocks;       /* that came and were not what was asked, or fit no slices */
+    uint32_t reserved;
+} kvf_prefilled;
+
 /* A source that fell short. */
 typedef struct kvf_miss {
     uint32_t size;
@@ -407,6 +512,7 @@ typedef struct kvf_saved {
 kvf_status kvf_result_decision(const kvf_result *result, kvf_decision *decision);
 kvf_status kvf_result_source(const kvf_result *result, size_t position, kvf_source *source);
 kvf_status kvf_result_fetched(const kvf_result *result, kvf_fetched *fetched);
+kvf_status kvf_result_prefilled(const kvf_result *result, kvf_prefilled *prefilled);
 kvf_status kvf_result_miss(const kvf_result *result, size_t position, kvf_miss *miss);
 kvf_status kvf_result_saved(const kvf_result *result, kvf_saved *saved);
 

@@ -30,6 +30,11 @@ pub const PATH_RDMA: u32 = 2;
 pub const PATH_QUIC: u32 = 3;
 pub const PATH_TCP: u32 = 4;
 
+pub const STEP_LAYER: u32 = 1;
+pub const STEP_CATCH_UP: u32 = 2;
+pub const STEP_WAIT: u32 = 3;
+pub const STEP_DONE: u32 = 4;
+
 pub const ARRIVED: u32 = 1;
 pub const RECOMPUTE: u32 = 2;
 pub const LAYER: u32 = 3;
@@ -182,6 +187,34 @@ structs! {
         deadline_us: u64,
     }
 
+    Costs as "kvf_costs" { block_layer_ns: *const u64, blocks_count: usize, new_layer_ns: u64, }
+
+    PrefillCall as "kvf_prefill_call" {
+        size: u32,
+        layers: u32,
+        asker: Asker,
+        hashes: *const Hash,
+        hashes_count: usize,
+        sources: *const Source,
+        sources_count: usize,
+        slice_bytes: *const u32,
+        slices: *const *mut c_void,
+        slices_count: usize,
+        costs: Costs,
+        bytes_per_s: u64,
+        read_buffer_bytes_max: u64,
+        in_flight_bytes_max: u64,
+        deadline_us: u64,
+        resident_blocks: u32,
+        reserved: u32,
+    }
+
+    #[derive(Default, PartialEq, Eq)]
+    Step as "kvf_step" { size: u32, kind: u32, layer: u32, blocks: u32, wait_us: u64, }
+
+    #[derive(Default, PartialEq, Eq)]
+    Back as "kvf_back" { block: u32, layers: u32, }
+
     ReleaseCall as "kvf_release_call" {
         size: u32,
         reserved: u32,
@@ -229,6 +262,18 @@ structs! {
         received_bytes: u64,
         wrong_blocks: u32,
         misses: u32,
+    }
+
+    Prefilled as "kvf_prefilled" {
+        size: u32,
+        misses: u32,
+        computed: *const u8,
+        computed_count: usize,
+        received_bytes: u64,
+        idle_us: u64,
+        saved_us: u64,
+        wrong_blocks: u32,
+        reserved: u32,
     }
 
     Miss as "kvf_miss" {

@@ -12,12 +12,12 @@ use kv_core::id::{
     BlockHash, Category, Class, Epoch, IdentityDigest, InstanceId, LeaseId, NodeId, RequestId, RequestKind,
     TenantId,
 };
-use kv_core::pipeline::Arrive;
+use kv_core::pipeline::{Arrive, Costs};
 use kv_core::prefix::{IdentityManifest, KeyForm as ManifestForm};
 use kvfleet_client::{
     Asker, ClientConfig, FetchCall, HeldLease, InstanceLoad, LayerSaveCall, LayersCall, LayersOperation,
-    Operation, QueueLimits, RdmaSettings, ReporterConfig, RouteCall, SAVE_DEADLINE, SAVE_QUEUE_BYTES_MAX,
-    SaveCall, Submission, SubmitError, Transport,
+    Operation, PrefillCall, QueueLimits, RdmaSettings, ReporterConfig, RouteCall, SAVE_DEADLINE,
+    SAVE_QUEUE_BYTES_MAX, SaveCall, Submission, SubmitError, Transport,
 };
 use kvfleet_proto::frame::{KeyForm, PAYLOAD_BYTES_MAX, SLICES_MAX, encoded_len};
 use kvfleet_proto::pb;
@@ -26,7 +26,7 @@ use kvfleet_transport::shm::ShmConfig;
 use crate::abi;
 use crate::handles::{ClientHandle, tls_files};
 use crate::raw::{check_size, one, several, sized, text, text_if_any};
-use crate::slices::{Room, Table};
+use crate::slices::{Gone, Room, Table};
 use crate::status::Failure;
 
 /// Blocks, sources or leases of one call: a prompt of 33 million tokens at 512 each.
@@ -43,6 +43,10 @@ const THREADS_MAX: u32 = 256;
 
 /// Threads of a client when it is not said: one copies while another hears of what comes.
 const THREADS: u32 = 2;
+
+/// What is expected of a prefill's sources when it is not said, in bytes a second: a network of ten gigabits. What is wrong with it costs a
+/// 64th of the request at most.
+const BYTES_PER_S: u64 = 1_000_000_000;
 
 /// Time between two reports when it is not said, in milliseconds.
 const REPORT_MS: u32 = 200;
@@ -235,14 +239,106 @@ unsafe fn fetch(call: *const abi::FetchCall) -> Result<Operation<Room>, Failure>
     // SAFETY: what the caller promised.
     let (call, hashes, sources, slice_bytes) = unsafe {
         let call = sized(call, "fetch_call")?;
-        let sources = several(call.sources, call.sources_count, BLOCKS_MAX, "sources")?;
+        let sources = sources(call.sources, call.sources_count)?;
         (call, hashes(call.hashes, call.hashes_count)?, sources, slice_bytes(call.slice_bytes, call.layers)?)
     };
     let flags =
         within(call.flags, 0, abi::FETCH_EACH_BLOCK | abi::FETCH_WAITS | abi::FETCH_EACH_LAYER, "flags")?;
-    let blocks: u64 = sources.iter().map(|source| u64::from(source.len_blocks)).sum();
+    // SAFETY: what the caller promised; fetches write their slices, which nobody else uses and which do not overlap.
+    let rooms = unsafe {
+        let slices = all_slices(call.slices, call.slices_count, blocks_of(&sources), slice_bytes)?;
+        Table::rooms(&Table::new(slices.iter().map(|slice| slice.cast()), slice_bytes))
+    };
+    let deadline = Duration::from_micros(call.deadline_us);
+    Ok(Operation::FetchLayers(LayersOperation {
+        call: LayersCall {
+            fetch: asked(&call.asker, hashes, call.resident_blocks, sources, deadline)?,
+            frame_bytes: encoded_len(slice_bytes) as u64,
+            read_buffer_bytes: call.read_buffer_bytes,
+            in_flight_bytes_max: or_no_limit(call.in_flight_bytes_max),
+            layers_at_once: u32::MAX,
+            arrive: if flags & abi::FETCH_EACH_LAYER == 0 { Arrive::ByBlock } else { Arrive::ByLayer },
+        },
+        rooms,
+        begins: flags & abi::FETCH_WAITS == 0,
+        each_block: flags & abi::FETCH_EACH_BLOCK != 0,
+    }))
+}
+
+/// Also the rooms, one for each block of the sources, and who hears when the last of them is dropped.
+///
+/// # Safety
+/// As the header says of `kvf_prefill_call`, and of its slices until they came back.
+pub(crate) unsafe fn prefill(
+    call: *const abi::PrefillCall,
+) -> Result<(PrefillCall, Vec<Room>, Gone), Failure> {
+    // SAFETY: what the caller promised.
+    let (call, hashes, sources, slice_bytes) = unsafe {
+        let call = sized(call, "prefill_call")?;
+        let sources = sources(call.sources, call.sources_count)?;
+        (call, hashes(call.hashes, call.hashes_count)?, sources, slice_bytes(call.slice_bytes, call.layers)?)
+    };
+    within(call.reserved, 0, 0, "prefill_call.reserved")?;
+    let blocks = blocks_of(&sources);
+    // SAFETY: what the caller promised; prefills write their slices, which nobody else uses and which do not overlap.
+    let (slices, block_layer_ns) = unsafe {
+        let slices = all_slices(call.slices, call.slices_count, blocks, slice_bytes)?;
+        (slices, block_costs(&call.costs, blocks)?)
+    };
+    let deadline =
+        if call.deadline_us == 0 { Duration::MAX } else { Duration::from_micros(call.deadline_us) };
+    let prefill = PrefillCall {
+        fetch: asked(&call.asker, hashes, call.resident_blocks, sources, deadline)?,
+        costs: Costs { block_layer_ns, new_layer_ns: call.costs.new_layer_ns, layers: call.layers },
+        frame_bytes: encoded_len(slice_bytes) as u64,
+        bytes_per_s: if call.bytes_per_s == 0 { BYTES_PER_S } else { call.bytes_per_s },
+        read_buffer_bytes_max: call.read_buffer_bytes_max,
+        in_flight_bytes_max: or_no_limit(call.in_flight_bytes_max),
+    };
+    // SAFETY: the same.
+    let (rooms, gone) = unsafe { Table::lent(slices.iter().map(|slice| slice.cast()), slice_bytes) };
+    Ok((prefill, rooms, gone))
+}
+
+/// What a layer of each of so many blocks takes.
+unsafe fn block_costs(costs: &abi::Costs, blocks: u64) -> Result<Vec<u64>, Failure> {
+    if costs.blocks_count as u64 != blocks {
+        let expected = format!("{blocks}: one for each block of the sources");
+        return Err(Failure::Range { what: "costs.blocks_count", got: costs.blocks_count as u64, expected });
+    }
+    // SAFETY: what the caller promised.
+    let each =
+        unsafe { several(costs.block_layer_ns, costs.blocks_count, BLOCKS_MAX, "costs.block_layer_ns")? };
+    Ok(each.to_vec())
+}
+
+/// What is asked of nodes, for whom.
+fn asked(
+    asker: &abi::Asker,
+    hashes: Vec<BlockHash>,
+    resident_blocks: u32,
+    sources: Vec<pb::Source>,
+    deadline: Duration,
+) -> Result<FetchCall, Failure> {
+    Ok(FetchCall {
+        lease: LeaseId(asker.lease),
+        request: RequestId(asker.request),
+        tenant: TenantId(asker.tenant),
+        category: category(asker)?,
+        identity: IdentityDigest(asker.identity.bytes),
+        hashes,
+        resident_blocks,
+        sources,
+        deadline,
+        class: qos(asker, Class::Save)?,
+    })
+}
+
+unsafe fn sources(pointer: *const abi::Source, count: usize) -> Result<Vec<pb::Source>, Failure> {
+    // SAFETY: what the caller promised.
+    let sources = unsafe { several(pointer, count, BLOCKS_MAX, "sources")? };
     let source = |source: &abi::Source| {
-        Ok::<_, Failure>(pb::Source {
+        Ok(pb::Source {
             node: source.node,
             epoch: source.epoch,
             // SAFETY: what the caller promised.
@@ -252,37 +348,15 @@ unsafe fn fetch(call: *const abi::FetchCall) -> Result<Operation<Room>, Failure>
             tier: source.tier,
         })
     };
-    let sources = sources.iter().map(source).collect::<Result<_, _>>()?;
-    // SAFETY: what the caller promised; fetches write their slices, which nobody else uses and which do not overlap.
-    let rooms = unsafe {
-        let slices = all_slices(call.slices, call.slices_count, blocks, slice_bytes)?;
-        Table::rooms(&Table::new(slices.iter().map(|slice| slice.cast()), slice_bytes))
-    };
-    let no_limit = if call.in_flight_bytes_max == 0 { u64::MAX } else { call.in_flight_bytes_max };
-    Ok(Operation::FetchLayers(LayersOperation {
-        call: LayersCall {
-            fetch: FetchCall {
-                lease: LeaseId(call.asker.lease),
-                request: RequestId(call.asker.request),
-                tenant: TenantId(call.asker.tenant),
-                category: category(&call.asker)?,
-                identity: IdentityDigest(call.asker.identity.bytes),
-                hashes,
-                resident_blocks: call.resident_blocks,
-                sources,
-                deadline: Duration::from_micros(call.deadline_us),
-                class: qos(&call.asker, Class::Save)?,
-            },
-            frame_bytes: encoded_len(slice_bytes) as u64,
-            read_buffer_bytes: call.read_buffer_bytes,
-            in_flight_bytes_max: no_limit,
-            layers_at_once: u32::MAX,
-            arrive: if flags & abi::FETCH_EACH_LAYER == 0 { Arrive::ByBlock } else { Arrive::ByLayer },
-        },
-        rooms,
-        begins: flags & abi::FETCH_WAITS == 0,
-        each_block: flags & abi::FETCH_EACH_BLOCK != 0,
-    }))
+    sources.iter().map(source).collect()
+}
+
+fn blocks_of(sources: &[pb::Source]) -> u64 {
+    sources.iter().map(|source| u64::from(source.len_blocks)).sum()
+}
+
+fn or_no_limit(bytes: u64) -> u64 {
+    if bytes == 0 { u64::MAX } else { bytes }
 }
 
 unsafe fn save(call: *const abi::SaveCall) -> Result<Operation<Room>, Failure> {

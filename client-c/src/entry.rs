@@ -18,8 +18,8 @@ use crate::results::name_of;
 use crate::slices::Room;
 use crate::status::{Failure, Status, guard, guard_number, last_error};
 use crate::{
-    ClientHandle, HasherHandle, LayerSaveHandle, PathsHandle, QueueHandle, ReporterHandle, ResultHandle, abi,
-    calls, raw,
+    ClientHandle, HasherHandle, LayerSaveHandle, PathsHandle, PrefillHandle, QueueHandle, ReporterHandle,
+    ResultHandle, abi, calls, raw,
 };
 
 /// Entries that are moved at a time: what a thread that computes can spare.
@@ -279,6 +279,94 @@ pub unsafe extern "C" fn kvf_queue_free(queue: *mut QueueHandle) {
 }
 
 #[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_prefill_begin(
+    client: *mut ClientHandle,
+    call: *const abi::PrefillCall,
+    prefill: *mut *mut PrefillHandle,
+) -> Status {
+    // SAFETY: as the header asks.
+    guard(|| unsafe {
+        writable(prefill, "prefill")?;
+        put(prefill, give(one(client, "client")?.prefill(calls::prefill(call)?)?), "prefill")
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_prefill_read_buffer_bytes(prefill: *const PrefillHandle) -> u64 {
+    // SAFETY: as the header asks.
+    guard_number(|| unsafe { one(prefill, "prefill") }.map_or(0, PrefillHandle::read_buffer_bytes))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_prefill_next(
+    prefill: *mut PrefillHandle,
+    timeout_us: u64,
+    step: *mut abi::Step,
+    blocks: *mut u32,
+    blocks_count: usize,
+) -> Status {
+    // SAFETY: as the header asks. No step is lost for want of a place.
+    guard(|| unsafe {
+        let prefill = one(prefill, "prefill")?;
+        check_size(step, "step")?;
+        if blocks_count < prefill.blocks() {
+            let expected = format!("{} or more: one for each block of the sources", prefill.blocks());
+            return Err(Failure::Range { what: "blocks_count", got: blocks_count as u64, expected });
+        }
+        if prefill.blocks() > 0 {
+            writable(blocks, "blocks")?;
+        }
+        let (said, numbers) = prefill.next(Duration::from_micros(timeout_us))?;
+        put_several(blocks, &numbers, "blocks")?;
+        put(step, said, "step")
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_prefill_end(
+    prefill: *mut PrefillHandle,
+    result: *mut *mut ResultHandle,
+) -> Status {
+    // SAFETY: as the header asks.
+    guard(|| unsafe {
+        writable(result, "result")?;
+        put(result, give(one(prefill, "prefill")?.end()?), "result")
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_prefill_back(
+    prefill: *mut PrefillHandle,
+    entries: *mut abi::Back,
+    entries_count: usize,
+    entry_bytes: usize,
+    timeout_us: u64,
+    count: *mut usize,
+) -> Status {
+    // SAFETY: as the header asks. Nothing is taken that cannot be written.
+    guard(|| unsafe {
+        let prefill = one(prefill, "prefill")?;
+        put(count, 0, "count")?;
+        let expected = size_of::<abi::Back>();
+        if entry_bytes != expected {
+            return Err(Failure::Size { what: "entry", got: entry_bytes as u64, expected });
+        }
+        if entries_count > 0 {
+            writable(entries, "entries")?;
+        }
+        let came = prefill.back(entries_count, Duration::from_micros(timeout_us))?;
+        put_several(entries, &came, "entries")?;
+        put(count, came.len(), "count")
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_prefill_free(prefill: *mut PrefillHandle) {
+    // SAFETY: as the header asks.
+    guard_number(|| unsafe { take(prefill) }.into_iter().for_each(|prefill| prefill.free()));
+}
+
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_save_layers_begin(
     client: *mut ClientHandle,
     call: *const abi::SaveLayersCall,
@@ -369,6 +457,19 @@ pub unsafe extern "C" fn kvf_result_miss(
         let found = one(result, "result")?.miss(position)?;
         check_size(miss, "miss")?;
         put(miss, found, "miss")
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_result_prefilled(
+    result: *const ResultHandle,
+    prefilled: *mut abi::Prefilled,
+) -> Status {
+    // SAFETY: as the header asks.
+    guard(|| unsafe {
+        let found = one(result, "result")?.prefilled()?;
+        check_size(prefilled, "prefilled")?;
+        put(prefilled, found, "prefilled")
     })
 }
 

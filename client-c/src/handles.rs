@@ -9,7 +9,8 @@ use std::time::Duration;
 use kv_core::id::IdentityDigest;
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
 use kvfleet_client::{
-    Client, ClientConfig, CompletionQueue, LayerSaveCall, LinkReader, QueueLimits, ReporterConfig,
+    Client, ClientConfig, CompletionQueue, LayerSaveCall, LinkReader, PrefillCall, QueueLimits,
+    ReporterConfig,
 };
 use kvfleet_proto::tls::{Renewal, TlsFiles};
 use kvfleet_transport::renew::{RENEW_EVERY, keep_renewed};
@@ -17,8 +18,9 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::abi;
 use crate::layer_saves::LayerSaveHandle;
+use crate::prefills::PrefillHandle;
 use crate::reports::{PathsHandle, ReporterHandle, link};
-use crate::slices::Room;
+use crate::slices::{Gone, Room};
 use crate::status::Failure;
 
 /// Time between two looks at whether a queue that is freed has ended; nothing depends on it.
@@ -52,6 +54,22 @@ impl Opened {
     pub(crate) fn here(&self) -> Result<(&Client, &Runtime), Failure> {
         self.home.check()?;
         Ok((&self.client, self.runtime.as_ref().ok_or(Failure::NotFound { what: "client" })?))
+    }
+}
+
+#[cfg(test)]
+impl Opened {
+    /// A client over paths of a test, on a thread of its own.
+    pub(crate) fn over(dialer: Arc<dyn kvfleet_transport::Dialer>) -> Arc<Opened> {
+        let place = tempfile::tempdir().expect("a directory");
+        let identity = tests::files(place.path()).load().expect("certificates");
+        let config = ClientConfig::new(vec!["127.0.0.1:9".to_owned()], identity);
+        let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("threads");
+        let client = {
+            let _inside = runtime.enter();
+            Client::with_dialer(config, dialer).expect("a client")
+        };
+        Arc::new(Opened { client, runtime: Some(runtime), home: Home::here() })
     }
 }
 
@@ -140,6 +158,11 @@ impl ClientHandle {
     pub(crate) fn save_layers(&self, call: LayerSaveCall) -> Result<LayerSaveHandle, Failure> {
         LayerSaveHandle::begin(&self.opened, call)
     }
+
+    /// Begins to load the history of a prefill.
+    pub(crate) fn prefill(&self, call: (PrefillCall, Vec<Room>, Gone)) -> Result<PrefillHandle, Failure> {
+        PrefillHandle::begin(&self.opened, call)
+    }
 }
 
 /// `kvf_queue`.
@@ -206,7 +229,8 @@ mod tests {
 
     use super::*;
 
-    fn opened(place: &Path) -> ClientHandle {
+    /// Files of an authority and one certificate.
+    pub(super) fn files(place: &Path) -> TlsFiles {
         let mut params = rcgen::CertificateParams::new(vec![]).unwrap();
         params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
         let authority = rcgen::KeyPair::generate().unwrap();
@@ -219,13 +243,18 @@ mod tests {
             std::fs::write(&path, text).unwrap();
             path.to_str().unwrap().to_owned()
         };
-        let files = tls_files(
+        tls_files(
             file("ca.pem", authority.pem()),
             file("cert.pem", cert.pem()),
             file("key.pem", key.serialize_pem()),
-        );
-        ClientHandle::open(1, files, |identity| ClientConfig::new(vec!["127.0.0.1:9".to_owned()], identity))
-            .unwrap()
+        )
+    }
+
+    fn opened(place: &Path) -> ClientHandle {
+        ClientHandle::open(1, files(place), |identity| {
+            ClientConfig::new(vec!["127.0.0.1:9".to_owned()], identity)
+        })
+        .unwrap()
     }
 
     /// A save of one block of eight bytes.

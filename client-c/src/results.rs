@@ -4,10 +4,13 @@
 
 use std::ffi::{CString, c_char};
 use std::fmt::Display;
+use std::ops::Range;
 use std::ptr::null;
 use std::time::Duration;
 
-use kvfleet_client::{Ended, LayersCame, Outcome, RouteAnswer, SaveAnswer, SaveDone};
+use kvfleet_client::{
+    Ended, HeldLease, LayersCame, Outcome, PrefillEnd, RouteAnswer, SaveAnswer, SaveDone, SourceMiss,
+};
 use kvfleet_proto::pb;
 
 use crate::abi;
@@ -29,6 +32,7 @@ enum Part {
     None,
     Decided(Box<Decided>),
     Fetched(Fetched),
+    Prefilled(Prefilled),
     Saved(SaveDone),
 }
 
@@ -44,15 +48,32 @@ struct Decided {
 /// A fetch, the same.
 #[derive(Debug)]
 struct Fetched {
-    came: LayersCame,
+    end_block: u32,
     by_block: Vec<u8>,
-    miss_addresses: Vec<CString>,
+    received_bytes: u64,
+    wrong_blocks: u32,
+    misses: Misses,
 }
+
+/// A prefill, the same.
+#[derive(Debug)]
+struct Prefilled {
+    computed: Vec<u8>,
+    received_bytes: u64,
+    wrong_blocks: u32,
+    idle: Duration,
+    saved: Duration,
+    misses: Misses,
+}
+
+/// Sources that fell short, with their addresses as C reads them.
+#[derive(Debug)]
+struct Misses(Vec<(SourceMiss, CString)>);
 
 impl ResultHandle {
     /// What an operation came to.
     pub(crate) fn of(ended: Ended<Room>) -> ResultHandle {
-        let leases = ended.leases.into_iter().map(|held| (c_text(&held.address), held.lease.0)).collect();
+        let leases = c_leases(&ended.leases);
         let plain = |status, message: String, part| ResultHandle {
             status,
             message,
@@ -72,8 +93,7 @@ impl ResultHandle {
             Outcome::Routed(Err(error)) => failed(&error),
             Outcome::Layers(Ok(came)) if came.misses.is_empty() => ok(Part::Fetched(Fetched::of(came))),
             Outcome::Layers(Ok(came)) => {
-                let words: Vec<_> = came.misses.iter().map(ToString::to_string).collect();
-                plain(status::MISSED, words.join("; "), Part::Fetched(Fetched::of(came)))
+                plain(status::MISSED, words_of(&came.misses), Part::Fetched(Fetched::of(came)))
             }
             Outcome::Layers(Err(error)) => failed(&error),
             Outcome::Saved(Ok(SaveAnswer::Done(done))) => ok(Part::Saved(done)),
@@ -97,6 +117,26 @@ impl ResultHandle {
             Outcome::Cancelled => plain(status::CANCELLED, "it was cancelled".to_owned(), Part::None),
         };
         ResultHandle { leases, ..result }
+    }
+
+    /// What a prefill of these blocks came to.
+    pub(crate) fn of_prefill<R>(end: &PrefillEnd<R>, blocks: Range<u32>) -> ResultHandle {
+        let is_computed = |block: u32| u8::from(end.computed.binary_search(&block).is_ok());
+        let is_all = end.misses.is_empty();
+        ResultHandle {
+            status: if is_all { status::OK } else { status::MISSED },
+            message: words_of(&end.misses),
+            retry_after: Duration::ZERO,
+            leases: c_leases(&end.leases),
+            part: Part::Prefilled(Prefilled {
+                computed: blocks.map(is_computed).collect(),
+                received_bytes: end.received_bytes,
+                wrong_blocks: end.wrong_blocks,
+                idle: end.idle,
+                saved: end.saved,
+                misses: Misses::of(end.misses.clone()),
+            }),
+        }
     }
 
     pub(crate) fn decision(&self) -> Result<abi::Decision, Failure> {
@@ -136,23 +176,43 @@ impl ResultHandle {
         let Part::Fetched(fetched) = &self.part else { return Err(Failure::NotFound { what: "fetch" }) };
         Ok(abi::Fetched {
             size: size_of_u32::<abi::Fetched>(),
-            end_block: fetched.came.end_block,
+            end_block: fetched.end_block,
             came: fetched.by_block.as_ptr(),
             came_count: fetched.by_block.len(),
-            received_bytes: fetched.came.received_bytes,
-            wrong_blocks: fetched.came.wrong_blocks,
-            misses: count(fetched.miss_addresses.len()),
+            received_bytes: fetched.received_bytes,
+            wrong_blocks: fetched.wrong_blocks,
+            misses: count(fetched.misses.0.len()),
+        })
+    }
+
+    pub(crate) fn prefilled(&self) -> Result<abi::Prefilled, Failure> {
+        let Part::Prefilled(prefilled) = &self.part else {
+            return Err(Failure::NotFound { what: "prefill" });
+        };
+        Ok(abi::Prefilled {
+            size: size_of_u32::<abi::Prefilled>(),
+            misses: count(prefilled.misses.0.len()),
+            computed: prefilled.computed.as_ptr(),
+            computed_count: prefilled.computed.len(),
+            received_bytes: prefilled.received_bytes,
+            idle_us: micros(prefilled.idle),
+            saved_us: micros(prefilled.saved),
+            wrong_blocks: prefilled.wrong_blocks,
+            reserved: 0,
         })
     }
 
     pub(crate) fn miss(&self, position: usize) -> Result<abi::Miss, Failure> {
-        let missing = || Failure::NotFound { what: "miss of this number" };
-        let Part::Fetched(fetched) = &self.part else { return Err(missing()) };
-        let miss = fetched.came.misses.get(position).ok_or_else(missing)?;
+        let missing = Failure::NotFound { what: "miss of this number" };
+        let misses = match &self.part {
+            Part::Fetched(Fetched { misses, .. }) | Part::Prefilled(Prefilled { misses, .. }) => misses,
+            Part::None | Part::Decided(_) | Part::Saved(_) => return Err(missing),
+        };
+        let (miss, address) = misses.0.get(position).ok_or(missing)?;
         Ok(abi::Miss {
             size: size_of_u32::<abi::Miss>(),
             node: miss.node.0,
-            address: fetched.miss_addresses.get(position).ok_or_else(missing)?.as_ptr(),
+            address: address.as_ptr(),
             first_missing_block: miss.first_missing_block,
             reason: miss.reason as u32,
         })
@@ -196,17 +256,41 @@ impl Decided {
 impl Fetched {
     fn of(came: LayersCame) -> Fetched {
         Fetched {
+            end_block: came.end_block,
             by_block: came.came.iter().map(|came| u8::from(*came)).collect(),
-            miss_addresses: came.misses.iter().map(|miss| c_text(&miss.address)).collect(),
-            came,
+            received_bytes: came.received_bytes,
+            wrong_blocks: came.wrong_blocks,
+            misses: Misses::of(came.misses),
         }
     }
+}
+
+impl Misses {
+    fn of(misses: Vec<SourceMiss>) -> Misses {
+        let with_address = |miss: SourceMiss| {
+            let address = c_text(&miss.address);
+            (miss, address)
+        };
+        Misses(misses.into_iter().map(with_address).collect())
+    }
+}
+
+fn words_of(misses: &[SourceMiss]) -> String {
+    misses.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}
+
+fn c_leases(leases: &[HeldLease]) -> Vec<(CString, u64)> {
+    leases.iter().map(|held| (c_text(&held.address), held.lease.0)).collect()
 }
 
 /// The text up to its first 0, which no address has.
 pub(crate) fn c_text(text: &str) -> CString {
     let end = text.find('\0').unwrap_or(text.len());
     CString::new(&text[..end]).unwrap_or_default()
+}
+
+pub(crate) fn micros(span: Duration) -> u64 {
+    u64::try_from(span.as_micros()).unwrap_or(u64::MAX)
 }
 
 fn count(number: usize) -> u32 {

@@ -6,7 +6,9 @@
 //! Not here: how the table is read (`calls.rs`).
 #![allow(unsafe_code)] // the caller's pointers: docs/adr/0044
 
+use std::convert::Infallible;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
 
 use bytes::Bytes;
 use kv_core::id::{BlockHash, IdentityDigest};
@@ -27,7 +29,12 @@ unsafe impl Sync for Address {}
 pub(crate) struct Table {
     addresses: Vec<Address>,
     slice_bytes: Vec<u32>,
+    /// Whoever waits for the other end hears when the table is dropped.
+    _gone: Option<Sender<Infallible>>,
 }
+
+/// Hears when nothing refers to the slices of a table any more: nothing is ever received but the end.
+pub(crate) type Gone = Receiver<Infallible>;
 
 impl Table {
     /// # Safety
@@ -35,7 +42,22 @@ impl Table {
     /// lives each slice is as long as `slice_bytes` says. If rooms are made of it, no slice overlaps another one, nobody else
     /// writes them, and nobody else reads one before it was told of as filled; if it is read, nobody writes them.
     pub(crate) unsafe fn new(addresses: impl Iterator<Item = *mut u8>, slice_bytes: &[u32]) -> Arc<Table> {
-        Arc::new(Table { addresses: addresses.map(Address).collect(), slice_bytes: slice_bytes.to_vec() })
+        let addresses = addresses.map(Address).collect();
+        Arc::new(Table { addresses, slice_bytes: slice_bytes.to_vec(), _gone: None })
+    }
+
+    /// The same, one room for each block, and who hears when the last of the rooms is dropped.
+    ///
+    /// # Safety
+    /// As [`Table::new`].
+    pub(crate) unsafe fn lent(
+        addresses: impl Iterator<Item = *mut u8>,
+        slice_bytes: &[u32],
+    ) -> (Vec<Room>, Gone) {
+        let (sender, gone) = channel();
+        let addresses = addresses.map(Address).collect();
+        let table = Table { addresses, slice_bytes: slice_bytes.to_vec(), _gone: Some(sender) };
+        (Table::rooms(&Arc::new(table)), gone)
     }
 
     /// One room for each block.
@@ -99,6 +121,15 @@ impl BlockRoom for Room {
     }
 }
 
+/// Rooms of so many blocks in memory that is never freed, and who hears when the last is dropped.
+#[cfg(test)]
+pub(crate) fn leaked(blocks: usize, slice_bytes: &[u32]) -> (Vec<Room>, Gone) {
+    let slice = |bytes: &u32| Box::leak(vec![0; *bytes as usize].into_boxed_slice()).as_mut_ptr();
+    let addresses: Vec<_> = (0..blocks).flat_map(|_| slice_bytes.iter().map(slice)).collect();
+    // SAFETY: each is memory of its own that lives for ever and that nobody else knows.
+    unsafe { Table::lent(addresses.into_iter(), slice_bytes) }
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -128,6 +159,20 @@ mod tests {
             assert!(room.slice(3).is_none());
         }
         assert_eq!(memory, [10, 10, 10, 12, 12, 20, 20, 20, 22, 22]);
+    }
+
+    #[test]
+    fn memory_is_lent_until_its_last_room_is_dropped() {
+        use std::sync::mpsc::TryRecvError;
+        let mut memory = [0u8; 4];
+        let addresses = [memory.as_mut_ptr(), memory.as_mut_ptr().wrapping_add(2)];
+        // SAFETY: they are parts of an array that outlives the rooms, which this test uses alone.
+        let (mut rooms, gone) = unsafe { Table::lent(addresses.into_iter(), &[2]) };
+        assert_eq!((rooms.len(), gone.try_recv()), (2, Err(TryRecvError::Empty)));
+        drop(rooms.pop());
+        assert_eq!(gone.try_recv(), Err(TryRecvError::Empty));
+        drop(rooms.pop());
+        assert_eq!(gone.try_recv(), Err(TryRecvError::Disconnected));
     }
 
     #[test]

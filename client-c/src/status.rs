@@ -119,6 +119,15 @@ pub(crate) enum Failure {
     /// A save by layers of which nothing more is taken.
     #[error("this save was finished: free it, and begin another one")]
     Finished,
+    /// A prefill that says nothing more.
+    #[error("this prefill has ended: free it, and begin another one")]
+    Ended,
+    /// A prefill of which nothing comes back yet.
+    #[error("this prefill has not ended: end it first")]
+    NotEnded,
+    /// A prefill of which nothing more comes back.
+    #[error("all blocks of this prefill have come back: free it")]
+    AllBack,
     /// No such operation or part.
     #[error("there is no {what}")]
     NotFound {
@@ -146,12 +155,15 @@ impl Failure {
             | Failure::Misaligned { .. }
             | Failure::Size { .. }
             | Failure::Range { .. }
+            | Failure::NotEnded
             | Failure::Text { .. } => INVALID,
             Failure::TooLong { .. } | Failure::Submit(SubmitError::TooLarge { .. }) => TOO_LARGE,
             Failure::Submit(SubmitError::Busy { .. }) | Failure::LayerSave(LayerSaveError::Busy(_)) => BUSY,
             Failure::LayerSave(LayerSaveError::Layers { .. } | LayerSaveError::Slices { .. }) => INVALID,
             Failure::Submit(SubmitError::TagInUse { .. }) => TAG_IN_USE,
-            Failure::Submit(SubmitError::Closed) | Failure::Finished => CLOSED,
+            Failure::Submit(SubmitError::Closed) | Failure::Finished | Failure::Ended | Failure::AllBack => {
+                CLOSED
+            }
             Failure::NotFound { .. } => NOT_FOUND,
             Failure::TimedOut => TIMED_OUT,
             Failure::Failed(_) | Failure::Forked | Failure::LayerSave(_) => FAILED,

@@ -13,6 +13,9 @@ use kvfleet_client_c::status::{self, Status};
 use kvfleet_client_c::{ClientHandle, HasherHandle, LayerSaveHandle, QueueHandle, abi};
 use kvfleet_errors_doc::says;
 
+#[path = "hostile/prefill.rs"]
+mod prefill;
+
 fn sentence() -> String {
     let mut text = [0u8; 512];
     // SAFETY: as long as it says.
@@ -179,6 +182,11 @@ fn null_is_refused_everywhere_and_freed_as_nothing() {
             kvf_save_layers_begin(null_mut(), null(), null_mut()),
             kvf_save_layers_put(null_mut(), null(), 0),
             kvf_save_layers_finish(null_mut()),
+            kvf_prefill_begin(null_mut(), null(), null_mut()),
+            kvf_prefill_next(null_mut(), 0, null_mut(), null_mut(), 0),
+            kvf_prefill_end(null_mut(), null_mut()),
+            kvf_prefill_back(null_mut(), null_mut(), 0, size_of::<abi::Back>(), 0, count),
+            kvf_result_prefilled(null(), null_mut()),
         ] {
             refused(status, status::INVALID, "is null");
         }
@@ -191,6 +199,8 @@ fn null_is_refused_everywhere_and_freed_as_nothing() {
         kvf_paths_free(null_mut());
         kvf_reporter_free(null_mut());
         kvf_save_layers_drop(null_mut());
+        assert_eq!(kvf_prefill_read_buffer_bytes(null()), 0);
+        kvf_prefill_free(null_mut());
         for number in [status::OK, status::LOST, 999, -1] {
             assert!(!CStr::from_ptr(kvf_status_name(number)).is_empty());
         }

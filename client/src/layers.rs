@@ -144,6 +144,11 @@ impl<R> RoomsLeft<R> {
         all
     }
 
+    /// The next that comes; nothing once all have.
+    pub async fn next(&mut self) -> Option<RoomBack<R>> {
+        self.back.recv().await
+    }
+
     /// One that has come, for a thread that never waits.
     pub fn poll(&mut self) -> Option<RoomBack<R>> {
         self.back.try_recv().ok()

@@ -13,6 +13,7 @@ const UNSAFE_FILES: &[&str] = &[
     "client-c/src/raw.rs",
     "client-c/src/slices.rs",
     "client-c/tests/hostile.rs",
+    "client-c/tests/hostile/prefill.rs",
     "core/src/cpu.rs",
     "core/src/prefix/x86.rs",
     "node/src/arena.rs",
