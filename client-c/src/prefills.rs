@@ -118,7 +118,7 @@ impl PrefillHandle {
         let layers = self.layers;
         let PrefillEnd { arrived, absent, rest, .. } = end;
         state.back = arrived.into_keys().map(|block| abi::Back { block, layers }).collect();
-        state.back.extend(absent.into_iter().map(|room| told(&room)));
+        state.back.extend(absent.into_iter().map(told));
         state.rest = Some(rest);
         Ok(result)
     }
@@ -129,9 +129,9 @@ impl PrefillHandle {
         let mut state = self.state();
         let State { back, rest, .. } = &mut *state;
         let rest = rest.as_mut().ok_or(Failure::NotEnded)?;
-        back.extend(std::iter::from_fn(|| rest.poll()).map(|room| told(&room)));
+        back.extend(std::iter::from_fn(|| rest.poll()).map(told));
         if back.is_empty() && !at_most.is_zero() && most > 0 {
-            back.extend(block_on(at_most, rest.next()).flatten().map(|room| told(&room)));
+            back.extend(block_on(at_most, rest.next()).flatten().map(told));
         }
         if back.is_empty() && rest.is_over() {
             return Err(Failure::AllBack);
@@ -154,8 +154,9 @@ impl PrefillHandle {
 }
 
 /// A room that came back: its memory is the caller's from here on.
-fn told<R>(room: &RoomBack<R>) -> abi::Back {
-    abi::Back { block: room.block, layers: room.layers }
+fn told<R>(RoomBack { block, layers, room }: RoomBack<R>) -> abi::Back {
+    drop(room);
+    abi::Back { block, layers }
 }
 
 /// A step as C sees it.
