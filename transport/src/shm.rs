@@ -16,6 +16,7 @@ mod awake;
 mod connection;
 mod dialer;
 mod guess;
+mod held;
 mod layered;
 mod lending;
 mod link;

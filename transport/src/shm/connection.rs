@@ -8,6 +8,7 @@ use std::future::poll_fn;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
@@ -22,6 +23,7 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use super::aside::Aside;
 use super::awake::Awake;
+use super::held::{Copies, Held};
 use super::lending::{Begun, Lending};
 use super::packet::{Closing, PacketError, ToClient, ToNode, TrayPlace, said_from};
 use super::seqpacket::Got;
@@ -86,6 +88,8 @@ pub(super) struct Connection {
     aside: Aside,
     /// Blocks of operations begun since others had their turn.
     blocks_of_turn: usize,
+    /// Copies for saves that may still be under way, also of those that were given up.
+    copies: Copies,
 }
 
 struct Running {
@@ -101,6 +105,8 @@ struct Parts {
     left: usize,
     /// Whether it may come by layer.
     is_layered: bool,
+    /// Until nothing of it is copied any more.
+    held: Weak<Held>,
 }
 
 /// What the loop woke for.
@@ -141,6 +147,7 @@ impl Connection {
             ids: BTreeMap::new(),
             buffer: Box::new([0; PACKET_BYTES_MAX]),
             blocks_of_turn: 0,
+            copies: Copies::default(),
         }
     }
 
@@ -175,6 +182,7 @@ impl Connection {
                 let _ = timeout(GOODBYE, self.wait_for_end(lease)).await;
             }
         }
+        self.copies.ended().await;
         lending.end();
         self.run_effects().await;
     }
@@ -422,13 +430,15 @@ impl Connection {
             return Ok(());
         }
         let begun = self.begin(request.asker.lease).await;
+        let held = begun.map(|begun| Held::new(op, self.serving.lending.clone(), begun, &self.copies));
         let (to, come) = mpsc::channel(PARTS_MAX);
         // To take a frame in takes longer than to find a block.
         let blocks = request.hashes.len() + there.len() * BLOCKS_A_TURN / 8;
         let left = if there.is_empty() { puts_of(&request, layout.as_ref()) } else { 0 };
-        let parts = Parts { to, left, is_layered: layout.is_some() };
+        let weak = held.as_ref().map_or_else(|_| Weak::new(), Arc::downgrade);
+        let parts = Parts { to, left, is_layered: layout.is_some(), held: weak };
         let frames = Frames { layout, may_end, there, come };
-        let save = Box::pin(self.serving.clone().save(op, request, begun, frames));
+        let save = Box::pin(self.serving.clone().save(op, request, held, frames));
         self.start((op, class), blocks, Some(parts), save).await;
         Ok(())
     }
@@ -493,7 +503,11 @@ impl Connection {
         let Some(running) = self.running.remove(&op) else { return };
         self.places.give_back(running.class, 1);
         if running.is_cancelled || is_broken {
-            self.serving.lending.post(&ToClient::Ended { op });
+            match running.save.and_then(|save| save.held.upgrade()) {
+                // It says so at its end.
+                Some(held) => held.say_ended(),
+                None => self.serving.lending.post(&ToClient::Ended { op }),
+            }
         }
     }
 

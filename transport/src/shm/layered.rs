@@ -8,9 +8,9 @@
 use bytes::Bytes;
 use kvfleet_proto::frame::{SliceLayout, Unsettled};
 use tokio::sync::mpsc;
-use tokio::task::JoinSet;
 use tokio::time::timeout;
 
+use super::held::Saving;
 use super::link::{Asking, Reply};
 use super::map::TrayFrame;
 use super::packet::{ToClient, TrayPlace};
@@ -18,7 +18,7 @@ use super::path::ShmPath;
 use super::serving::{SavePart, ServeError, Serving};
 use super::{BLOCKS_PER_ASK_MAX, PLACE_ALIGN};
 use crate::layered::{Handed, Patience, next_layer};
-use crate::{LayerSource, PathError, SaveOffer, SaveRequest, SaveSession, Streamed, wire};
+use crate::{LayerSource, PathError, SaveOffer, SaveRequest, Streamed, wire};
 
 /// Bytes of one piece where slices are shorter: some ten microseconds of copying, so that both ends work at once.
 const PIECE_BYTES: usize = 128 << 10;
@@ -216,29 +216,19 @@ pub(super) struct Layered {
 
 impl Layered {
     /// Takes it up to its end, where copies are long. Dropped midway, it ends there as well.
-    pub(super) async fn take(
-        self,
-        serving: &Serving,
-        session: Box<dyn SaveSession>,
-    ) -> Result<Box<dyn SaveSession>, ServeError> {
-        let mut there = JoinSet::new();
-        there.spawn_on(self.take_here(serving.clone(), session), &serving.bulk);
-        there.join_next().await.ok_or(ServeError::NoRoom)??
+    pub(super) async fn take(self, serving: &Serving, saving: Saving) -> Result<Saving, ServeError> {
+        serving.aside(self.take_here(serving.clone(), saving)).await?
     }
 
     /// Offers to take slices where there is room for them, and frames elsewhere.
-    async fn take_here(
-        self,
-        serving: Serving,
-        mut session: Box<dyn SaveSession>,
-    ) -> Result<Box<dyn SaveSession>, ServeError> {
+    async fn take_here(self, serving: Serving, mut saving: Saving) -> Result<Saving, ServeError> {
         let Layered { op, wanted, layout, parts, len_max } = self;
         let blocks = wanted.iter().filter(|wanted| **wanted).count();
         let fits = blocks > 0 && layout.frame_bytes() as u64 <= len_max;
         let mut offer = wire::offer_to_pb(&SaveOffer::Wanted(wanted.clone()));
-        let Some(room) = fits.then(|| session.layers(&layout)).flatten() else {
+        let Some(room) = fits.then(|| saving.session.layers(&layout)).flatten() else {
             serving.lending.post(&ToClient::Offer { op, offer });
-            return serving.take_coming(op, session, &wanted, parts, (len_max, true)).await;
+            return serving.take_coming(op, saving, &wanted, parts, (len_max, true)).await;
         };
         offer.is_by_layer = true;
         serving.lending.post(&ToClient::Offer { op, offer });
@@ -259,7 +249,7 @@ impl Layered {
             room.put_head(head.into()).await;
         }
         pieces.end(blocks).await?;
-        Ok(session)
+        Ok(saving)
     }
 }
 

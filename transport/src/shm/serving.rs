@@ -13,18 +13,17 @@ use kv_core::lend::LendRefused;
 use kvfleet_proto::frame::SliceLayout;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::RETRY_AFTER;
+use super::held::{Held, Saving};
 use super::layered::Layered;
 use super::lending::{Begun, Lendable, Lending};
 use super::map::TrayFrame;
 use super::packet::{ToClient, TrayPlace};
 use crate::serve::TIMES;
-use crate::{
-    BlockService, FetchAnswer, FetchReply, FetchRequest, MissReason, SaveOffer, SaveRequest, SaveSession,
-    wire,
-};
+use crate::{BlockService, FetchAnswer, FetchReply, FetchRequest, MissReason, SaveOffer, SaveRequest, wire};
 
 /// Above this many bytes a copy goes to another thread: what it costs there to begin, 10 µs, is a tenth of the copy.
 const COPY_HERE_BYTES_MAX: usize = 128 << 10;
@@ -225,41 +224,48 @@ impl Serving {
         self,
         op: u64,
         request: SaveRequest,
-        begun: Result<Begun, LendRefused>,
+        held: Result<Arc<Held>, LendRefused>,
         frames: Frames,
     ) {
-        let Ok(_begun) = begun else {
+        let Ok(held) = held else {
             let offer = wire::offer_to_pb(&SaveOffer::Busy { retry_after: RETRY_AFTER });
             return self.lending.post(&ToClient::Offer { op, offer });
         };
-        let ended = match timeout(SAVE_TIME_MAX, self.take(op, request, frames)).await {
+        let ended = match timeout(SAVE_TIME_MAX, self.take(op, request, &held, frames)).await {
             Ok(taken) => taken,
             Err(elapsed) => Err(elapsed.into()),
         };
         if let Err(error) = ended {
             tracing::debug!(%error, "a save ends early");
-            self.lending.post(&ToClient::Ended { op });
+            held.say_ended();
         }
     }
 
-    async fn take(&self, op: u64, request: SaveRequest, frames: Frames) -> Result<(), ServeError> {
+    async fn take(
+        &self,
+        op: u64,
+        request: SaveRequest,
+        held: &Arc<Held>,
+        frames: Frames,
+    ) -> Result<(), ServeError> {
         let len_max = request.frame_bytes.min(u64::from(self.frame_bytes_max));
         let (offer, session) = self.service.save(request).await;
-        let session = match (offer, session) {
-            (SaveOffer::Wanted(wanted), Some(session)) if !frames.there.is_empty() => {
-                self.take_there(op, session, &wanted, frames.there, len_max).await?
+        let saving = session.map(|session| Saving::new(session, held));
+        let saving = match (offer, saving) {
+            (SaveOffer::Wanted(wanted), Some(saving)) if !frames.there.is_empty() => {
+                self.take_there(op, saving, &wanted, frames.there, len_max).await?
             }
-            (SaveOffer::Wanted(wanted), Some(session)) if let Some(layout) = frames.layout => {
+            (SaveOffer::Wanted(wanted), Some(saving)) if let Some(layout) = frames.layout => {
                 let parts = frames.come;
-                Layered { op, wanted, layout, parts, len_max }.take(self, session).await?
+                Layered { op, wanted, layout, parts, len_max }.take(self, saving).await?
             }
-            (offer, session) => {
+            (offer, saving) => {
                 self.lending.post(&ToClient::Offer { op, offer: wire::offer_to_pb(&offer) });
-                let (SaveOffer::Wanted(wanted), Some(session)) = (offer, session) else { return Ok(()) };
-                self.take_coming(op, session, &wanted, frames.come, (len_max, frames.may_end)).await?
+                let (SaveOffer::Wanted(wanted), Some(saving)) = (offer, saving) else { return Ok(()) };
+                self.take_coming(op, saving, &wanted, frames.come, (len_max, frames.may_end)).await?
             }
         };
-        let done = session.finish().await;
+        let done = saving.session.finish().await;
         self.lending.post(&ToClient::Done { op, done: wire::done_to_pb(&done) });
         Ok(())
     }
@@ -268,16 +274,16 @@ impl Serving {
     async fn take_there(
         &self,
         op: u64,
-        mut session: Box<dyn SaveSession>,
+        mut saving: Saving,
         wanted: &[bool],
         places: Vec<TrayPlace>,
         len_max: u64,
-    ) -> Result<Box<dyn SaveSession>, ServeError> {
+    ) -> Result<Saving, ServeError> {
         let (mut turn, mut since, mut passed) = (Turn::default(), Instant::now(), 0);
         for (place, wanted) in places.into_iter().zip(wanted) {
             if *wanted {
                 turn.before(place.len as usize).await;
-                session = self.put(session, place, len_max).await?;
+                saving = self.put(saving, place, len_max).await?;
             }
             passed += 1;
             // A client waits as long as something is heard. Most saves are over before.
@@ -286,18 +292,18 @@ impl Serving {
                 (since, passed) = (Instant::now(), 0);
             }
         }
-        Ok(session)
+        Ok(saving)
     }
 
     /// Takes frames as they are announced, which have this length at most. Who would have sent slices may end before the first one.
     pub(super) async fn take_coming(
         &self,
         op: u64,
-        mut session: Box<dyn SaveSession>,
+        mut saving: Saving,
         wanted: &[bool],
         mut parts: mpsc::Receiver<SavePart>,
         (len_max, may_end): (u64, bool),
-    ) -> Result<Box<dyn SaveSession>, ServeError> {
+    ) -> Result<Saving, ServeError> {
         let wanted = wanted.iter().filter(|wanted| **wanted).count();
         let (mut got, mut turn) = (0, Turn::default());
         loop {
@@ -308,34 +314,39 @@ impl Serving {
                             return Err(ServeError::TooMany { wanted });
                         }
                         turn.before(place.len as usize).await;
-                        session = self.put(session, place, len_max).await?;
+                        saving = self.put(saving, place, len_max).await?;
                         got += 1;
                         self.lending.post(&ToClient::Taken { op, frames: 1 });
                     }
                 }
-                Some(SavePart::Finish) if got == wanted || may_end && got == 0 => return Ok(session),
+                Some(SavePart::Finish) if got == wanted || may_end && got == 0 => return Ok(saving),
                 Some(SavePart::Finish) | None => return Err(ServeError::SaveCut { got, wanted }),
             }
         }
     }
 
-    async fn put(
-        &self,
-        mut session: Box<dyn SaveSession>,
-        place: TrayPlace,
-        len_max: u64,
-    ) -> Result<Box<dyn SaveSession>, ServeError> {
+    async fn put(&self, mut saving: Saving, place: TrayPlace, len_max: u64) -> Result<Saving, ServeError> {
         let frame = Arc::new(self.there(place, len_max)?);
         if place.len as usize <= COPY_HERE_BYTES_MAX {
-            session.put_unsettled(frame).await;
-            return Ok(session);
+            saving.session.put_unsettled(frame).await;
+            return Ok(saving);
         }
-        // Were this operation dropped meanwhile, the copy goes on to its end and is dropped with the session.
-        let put = self.bulk.spawn(async move {
-            session.put_unsettled(frame).await;
-            session
-        });
-        Ok(put.await?)
+        let put = async move {
+            saving.session.put_unsettled(frame).await;
+            saving
+        };
+        self.aside(put).await
+    }
+
+    /// Runs where copies are long. Were this operation dropped meanwhile, a copy goes on to its end, and what it copies for holds
+    /// the lease until then.
+    pub(super) async fn aside<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> Result<T, ServeError> {
+        let mut there = JoinSet::new();
+        there.spawn_on(work, &self.bulk);
+        Ok(there.join_next().await.ok_or(ServeError::NoRoom)??)
     }
 
     /// What the client put there, of this length at most.

@@ -4,7 +4,6 @@
 mod efficiency;
 mod preload;
 mod race;
-mod save;
 mod world;
 
 use super::*;

@@ -1,13 +1,17 @@
 //! Saves by layer through the tray: what is in it when, and ends that do not keep to the rules.
 
 use std::os::fd::AsFd;
+use std::sync::Mutex;
+
+use bytes::Bytes;
+use kvfleet_proto::frame::{Frame, SliceLayout};
 
 use super::super::map::memory_file;
 use super::super::packet::{ToClient, ToNode, TrayPlace, Welcome};
-use super::hostile::{Forger, PART, Raw, good_welcome, raw_client};
+use super::hostile::{Forger, PART, Raw, good_welcome, raw_client, welcomed};
 use super::*;
 use crate::suite::{Computed, PATIENCE, done, frame_of, save_request};
-use crate::{PathError, SaveAnswer, SaveDone, Streamed, wire};
+use crate::{LayerRoom, PathError, SaveAnswer, SaveDone, Streamed, wire};
 
 async fn soon<T>(what: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, what).await.expect("it comes")
@@ -99,7 +103,7 @@ async fn half_of_the_saves_of_a_client_may_wait_for_their_layers() {
 async fn pieces_that_are_not_what_was_announced_end_their_save_alone() {
     let (_node, service, mut raw) = raw_client(server_config()).await;
     let part = tray_part_bytes(server_config().frame_bytes_max);
-    let head = kvfleet_proto::frame::SliceLayout::new(&[100, 50]).unwrap().head_bytes();
+    let head = SliceLayout::new(&[100, 50]).unwrap().head_bytes();
     let head = u32::try_from(head).unwrap();
     let at = |at, len| TrayPlace { at, len };
     let there = |len| at(0, len);
@@ -131,7 +135,7 @@ async fn pieces_that_are_not_what_was_announced_end_their_save_alone() {
     let ask = wire::save_layers_to_pb(&request(&[hash(7)], &[100]), &[100]);
     raw.say(&ToNode::Ask { op: 30, request: ask });
     assert!(matches!(raw.hear_node().await, Some(ToClient::Offer { .. })));
-    let head = kvfleet_proto::frame::SliceLayout::new(&[100]).unwrap().head_bytes();
+    let head = SliceLayout::new(&[100]).unwrap().head_bytes();
     let head = u32::try_from(head).unwrap();
     [100, head].into_iter().for_each(|len| raw.say(&ToNode::Put { op: 30, places: vec![there(len)] }));
     raw.say(&ToNode::Finish { op: 30 });
@@ -155,6 +159,115 @@ async fn a_client_that_goes_quiet_between_layers_is_not_waited_for() {
     assert_eq!(raw.hear_node().await, Some(ToClient::Taken { op: 1, frames: 1 }));
     assert_eq!(raw.hear_node().await, Some(ToClient::Ended { op: 1 }));
     soon(service.aborts_seen(1)).await;
+}
+
+/// Takes one block, and puts it when the test says so, in a copy that nothing interrupts. Notes what it was asked, in order.
+#[derive(Clone)]
+struct Slow {
+    order: Arc<Mutex<Vec<&'static str>>>,
+    copies: tokio::sync::watch::Sender<bool>,
+    goes_on: Arc<Mutex<std::sync::mpsc::Receiver<()>>>,
+    slot: Vec<u8>,
+}
+
+impl Slow {
+    fn note(&self, what: &'static str) {
+        self.order.lock().unwrap().push(what);
+    }
+
+    fn put_slowly(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async {
+            self.copies.send_replace(true);
+            // Other tasks of this thread go on elsewhere.
+            tokio::task::block_in_place(|| self.goes_on.lock().unwrap().recv_timeout(PATIENCE)).unwrap();
+            self.note("put");
+        })
+    }
+}
+
+impl BlockService for Slow {
+    fn fetch(&self, _: FetchRequest) -> BoxFuture<'_, FetchReply> {
+        unreachable!("nobody fetches")
+    }
+
+    fn save(&self, _: SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {
+        let session: Box<dyn SaveSession> = Box::new(self.clone());
+        Box::pin(async { (SaveOffer::Wanted(vec![true]), Some(session)) })
+    }
+
+    fn release(&self, _: LeaseId) -> BoxFuture<'_, ()> {
+        self.note("released");
+        Box::pin(async {})
+    }
+}
+
+impl SaveSession for Slow {
+    fn put(&mut self, _: Frame) -> BoxFuture<'_, ()> {
+        self.put_slowly()
+    }
+
+    fn layers(&mut self, _: &SliceLayout) -> Option<&mut dyn LayerRoom> {
+        Some(self)
+    }
+
+    fn finish(self: Box<Self>) -> BoxFuture<'static, SaveDone> {
+        unreachable!("it is given up")
+    }
+}
+
+impl LayerRoom for Slow {
+    fn slice(&mut self, _: usize, _: usize) -> Option<&mut [u8]> {
+        Some(&mut self.slot)
+    }
+
+    fn came(&mut self, _: usize) {}
+
+    fn put_head(&mut self, _: Bytes) -> BoxFuture<'_, ()> {
+        self.put_slowly()
+    }
+}
+
+/// Whatever comes, by layer or as a frame: a release does not overtake what is still copied, and nobody hears of an end before it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 3)]
+async fn a_save_that_is_given_up_in_a_copy_ends_with_the_copy() {
+    for is_by_layer in [true, false] {
+        let (go_on, goes_on) = std::sync::mpsc::channel();
+        let (order, copies) = (Arc::default(), tokio::sync::watch::Sender::new(false));
+        let slow = Slow { order, copies, goes_on: Arc::new(Mutex::new(goes_on)), slot: vec![0; 1 << 20] };
+        let node =
+            Node::start(Arc::new(slow.clone()), Some(BumpArena::new(ARENA_BYTES)), server_config(), true);
+        let mut raw = welcomed(&node).await;
+        let whole = wire::save_to_pb(&request(&[hash(7)], &[1 << 20]));
+        let by_layer = wire::save_layers_to_pb(&request(&[hash(7)], &[1 << 20]), &[1 << 20]);
+        raw.say(&ToNode::Ask { op: 1, request: if is_by_layer { by_layer } else { whole } });
+        assert!(matches!(raw.hear_node().await, Some(ToClient::Offer { .. })));
+        let head = u32::try_from(SliceLayout::new(&[1 << 20]).unwrap().head_bytes()).unwrap();
+        raw.say(&ToNode::Put { op: 1, places: vec![TrayPlace { at: 0, len: 1 << 20 }] });
+        if is_by_layer {
+            assert_eq!(raw.hear_node().await, Some(ToClient::Taken { op: 1, frames: 1 }));
+            raw.say(&ToNode::Put { op: 1, places: vec![TrayPlace { at: 0, len: head }] });
+            assert_eq!(raw.hear_node().await, Some(ToClient::Taken { op: 1, frames: 1 }));
+        }
+        soon(slow.copies.subscribe().wait_for(|copies| *copies)).await.unwrap();
+        raw.say(&ToNode::Cancel { op: 1 });
+        raw.say(&ToNode::Ask { op: 2, request: wire::release_to_pb(LeaseId(1)) });
+        for op in 2..6 {
+            let heard = raw.hear_node().await;
+            assert!(matches!(heard, Some(ToClient::Noted { op: noted, .. }) if noted == op), "{heard:?}");
+            raw.say(&ToNode::Ask { op: op + 1, request: wire::ping_to_pb() });
+        }
+        assert!(matches!(raw.hear_node().await, Some(ToClient::Noted { op: 6, .. })));
+        assert_eq!(*slow.order.lock().unwrap(), [""; 0]);
+        go_on.send(()).unwrap();
+        assert_eq!(raw.hear_node().await, Some(ToClient::Ended { op: 1 }));
+        let all = async {
+            while slow.order.lock().unwrap().len() < 2 {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        soon(all).await;
+        assert_eq!(slow.order.lock().unwrap()[..2], ["put", "released"]);
+    }
 }
 
 /// A path to a forger, and the forger's end.
