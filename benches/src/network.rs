@@ -1,8 +1,9 @@
 //! Both network paths beside each other and beside the wires they run on: GB/s, and GB for a CPU-second of both ends.
 //!
 //! Every side serves bytes that lie ready in memory, client and server in one process, so a CPU-second counts both ends; then the
-//! better path once more in front of a node (`node.rs`). Not here: what a fetch costs with more blocks in it (`transport.rs`).
+//! better path once more in front of a node (`node.rs`), and what such a node keeps under load (`bound.rs`). Not here: what a fetch costs with more blocks in it (`transport.rs`).
 
+mod bound;
 pub(crate) mod held;
 mod node;
 mod threads;
@@ -107,6 +108,7 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
         rows.extend(compare(effort, &runtime, shape, &sides)?);
     }
     rows.extend(node::rows(effort, &runtime, &identities)?);
+    rows.extend(bound::rows(effort, &runtime)?);
     Ok(rows)
 }
 

@@ -19,8 +19,11 @@ use crate::get::certificates;
 /// DRAM of the node.
 const DRAM_BYTES: u64 = 1 << 30;
 
-/// Slices of a frame: two a layer of 16.
-const SLICES: u32 = 32;
+/// Layers of its model.
+pub(crate) const LAYERS: u32 = 16;
+
+/// Slices of a frame: two a layer.
+const SLICES: u32 = 2 * LAYERS;
 
 /// A size of block, and which of them are held.
 #[derive(Clone, Copy, Debug)]
@@ -75,7 +78,7 @@ fn config(dir: &Path) -> NodeConfig {
         shm: ShmSection { dir: Some(sockets(dir)), ..ShmSection::default() },
         ..NodeConfig::default()
     };
-    config.identity.layers = SLICES / 2;
+    config.identity.layers = LAYERS;
     config
 }
 
@@ -120,7 +123,8 @@ pub(crate) fn serve(dir: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn save(blocks: &dyn BlockService, size: Size, number: u32) -> anyhow::Result<()> {
+/// Saves one of its blocks.
+pub(crate) async fn save(blocks: &dyn BlockService, size: Size, number: u32) -> anyhow::Result<()> {
     let (frame, asker) = (size.frame(number)?, asker(u64::MAX));
     let frame_bytes = frame.bytes.len() as u64;
     let hashes = vec![size.hash(number)];
