@@ -197,7 +197,8 @@ impl<R> RoomsLeft<R> {
     }
 }
 
-/// A fetch under way. Dropping it ends it; rooms that were not handed back are dropped too ([`LayerFetch::close`] gives them back).
+/// A fetch under way. Dropping it ends it; rooms that were not handed back are dropped too
+/// ([`LayerFetch::rooms_left`] gives them back).
 #[derive(Debug)]
 pub struct LayerFetch<R> {
     events: mpsc::UnboundedReceiver<LayerEvent<R>>,
@@ -267,7 +268,8 @@ impl<R> LayerFetch<R> {
         self.events.try_recv().ok()
     }
 
-    /// Ends it: what is on its way is not waited for. What has happened until now is still heard by [`LayerFetch::poll`].
+    /// Ends it, before its turn as well as after it: what is on its way is not waited for. What has happened until now is still heard by
+    /// [`LayerFetch::poll`], and rooms come by [`LayerFetch::rooms_left`].
     pub fn close(&mut self) {
         self.events.close();
     }

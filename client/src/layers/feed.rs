@@ -265,8 +265,7 @@ impl<R: BlockRoom> Feed<R> {
                 continue;
             }
             if step.when == When::Then {
-                // Dropped before its turn, it is not waited for.
-                self.turn.wait_for(Option::is_some).await.ok()?;
+                self.turn_comes().await?;
                 let order = self.plan.in_order(step, by_slices);
                 order.into_iter().rev().for_each(|step| steps.push_front(step));
                 continue;
@@ -339,9 +338,15 @@ impl<R: BlockRoom> Feed<R> {
             let events = self.rooms.events();
             return timeout(span, events.closed()).await.is_err().then_some(());
         }
-        match timeout(span, self.turn.wait_for(Option::is_some)).await {
-            Ok(Err(_)) => None,
-            _ => Some(()),
+        timeout(span, self.turn_comes()).await.unwrap_or(Some(()))
+    }
+
+    /// Until it is the job's turn; nothing when the fetch is dropped or closed before that.
+    async fn turn_comes(&mut self) -> Option<()> {
+        let events = self.rooms.events();
+        tokio::select! {
+            turn = self.turn.wait_for(Option::is_some) => turn.ok().map(drop),
+            () = events.closed() => None,
         }
     }
 

@@ -427,6 +427,28 @@ async fn rooms_of_events_that_nobody_heard_come_back_too() {
     }
 }
 
+#[tokio::test]
+async fn a_fetch_that_is_closed_before_its_turn_ends_and_gives_every_room_back() {
+    let (network, _) = network(1, 6);
+    let buffered = LayersCall { read_buffer_bytes: 2 * frame_bytes(), ..call(6, vec![source(0, 0, 6)]) };
+    let mut fetch = client_on(&network).fetch_layers(buffered, rooms(6)).unwrap();
+    for block in 0..2 {
+        let event = fetch.next().await;
+        assert!(matches!(event, Some(LayerEvent::Arrived { block: at, .. }) if at == block), "{event:?}");
+    }
+    // It waits for its turn, which never comes.
+    (0..100).for_each(|_| assert!(fetch.poll().is_none()));
+    fetch.close();
+    let is_over = async {
+        while !fetch.is_over() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, is_over).await.expect("nobody waits for it any more");
+    let left: Vec<u32> = fetch.rooms_left().all().await.into_iter().map(|back| back.block).collect();
+    assert_eq!(left, [2, 3, 4, 5]);
+}
+
 /// On other threads than whoever ends it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn every_room_comes_back_at_whatever_moment_a_fetch_is_given_up() {
