@@ -166,7 +166,17 @@ impl<R> RoomsLeft<R> {
 
     /// The next that comes; nothing once all have.
     pub async fn next(&mut self) -> Option<RoomBack<R>> {
-        self.back.recv().await
+        loop {
+            if let Some(back) = self.poll() {
+                return Some(back);
+            }
+            // Also what somebody is about to tell, on either way.
+            tokio::select! {
+                Some(event) = self.events.recv() => self.hear(event),
+                Some(back) = self.back.recv() => return Some(back),
+                else => return None,
+            }
+        }
     }
 
     /// One that has come, for a thread that never waits.

@@ -9,10 +9,10 @@ use std::time::Duration;
 use bytes::Bytes;
 use kv_core::id::{BlockHash, IdentityDigest};
 use kvfleet_proto::frame::{Frame, FrameHead, KeyForm, SliceLayout, crc32c};
-use kvfleet_transport::{BoxFuture, LayerSource, SaveAnswer, SaveRequest, Streamed};
+use kvfleet_transport::{BoxFuture, LayerSource, SaveAnswer, SaveDone, SaveRequest, Streamed};
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 use tokio::task::yield_now;
-use tokio::time::{sleep, timeout_at};
+use tokio::time::{Instant, sleep, timeout_at};
 
 use super::LayerSaveCall;
 use crate::paths::Found;
@@ -177,7 +177,7 @@ pub(super) async fn send(client: Client, call: LayerSaveCall, mut layers: Layers
         }
         Ok(streamed) => {
             let call = whole(&call, layers).await;
-            timeout_at(until, save_whole(&client, &call, &streamed)).await.unwrap_or(Err(late))
+            save_whole(&client, &call, &streamed, until).await.unwrap_or(Err(late))
         }
         Err(_) => {
             drop(layers);
@@ -195,16 +195,38 @@ fn is_all_stored(answer: &SaveAnswer, call: &LayerSaveCall) -> bool {
     matches!(answer, SaveAnswer::Done(done) if done.stored_blocks as usize >= call.hashes.len())
 }
 
-/// Saves whole frames, behind what became of their slices.
-async fn save_whole(client: &Client, call: &SaveCall, streamed: &Streamed) -> Result<SaveAnswer, SaveError> {
-    let saved = client.save_in_turn(call).await;
-    let is_present = matches!(&saved, Ok(SaveAnswer::Done(done)) if done.present_blocks > 0);
-    if !matches!(streamed, Streamed::Left) || !is_present {
-        return saved;
+/// Saves whole frames, behind what became of their slices; nothing when it was not answered in time.
+async fn save_whole(
+    client: &Client,
+    call: &SaveCall,
+    streamed: &Streamed,
+    until: Instant,
+) -> Option<Result<SaveAnswer, SaveError>> {
+    let saved = timeout_at(until, client.save_in_turn(call)).await.ok()?;
+    let done = match (&saved, streamed) {
+        (Ok(SaveAnswer::Done(done)), Streamed::Left) if done.present_blocks > 0 => done.clone(),
+        _ => return Some(saved),
+    };
+    // Perhaps by what was left, which the node gives up once it knows. What was stored meanwhile is stored.
+    let again = async {
+        sleep(LEFT_FOR).await;
+        client.save_in_turn(call).await
+    };
+    match timeout_at(until, again).await {
+        Ok(Ok(SaveAnswer::Done(again))) => Some(Ok(SaveAnswer::Done(both(&done, again)))),
+        _ => Some(saved),
     }
-    // Perhaps by what was left, which the node gives up once it knows.
-    sleep(LEFT_FOR).await;
-    client.save_in_turn(call).await
+}
+
+/// What two saves of the same blocks came to: what the first stored was present for the second.
+fn both(first: &SaveDone, second: SaveDone) -> SaveDone {
+    SaveDone {
+        stored_blocks: first.stored_blocks + second.stored_blocks,
+        present_blocks: second.present_blocks.saturating_sub(first.stored_blocks),
+        refused_blocks: second.refused_blocks,
+        stored_bytes: first.stored_bytes + second.stored_bytes,
+        visible_at: second.visible_at.or(first.visible_at),
+    }
 }
 
 /// The same blocks as whole frames.
@@ -274,6 +296,24 @@ mod tests {
         let mut next = layers.next();
         let mut context = Context::from_waker(Waker::noop());
         (0..most).take_while(|_| next.as_mut().poll(&mut context).is_pending()).count()
+    }
+
+    #[test]
+    fn two_saves_of_the_same_blocks_are_told_as_one() {
+        let first = SaveDone { stored_blocks: 5, present_blocks: 3, stored_bytes: 50, ..SaveDone::default() };
+        let second = SaveDone {
+            stored_blocks: 2,
+            present_blocks: 5,
+            refused_blocks: 1,
+            stored_bytes: 20,
+            ..SaveDone::default()
+        };
+        let (told, blocks) = (both(&first, second), 8);
+        assert_eq!((told.stored_blocks, told.present_blocks, told.refused_blocks), (7, 0, 1));
+        assert_eq!(
+            (told.stored_blocks + told.present_blocks + told.refused_blocks, told.stored_bytes),
+            (blocks, 70)
+        );
     }
 
     #[test]

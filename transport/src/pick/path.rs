@@ -257,14 +257,17 @@ impl<'a> GivenUp<'a> {
     }
 
     /// It was not there in time. The way failed where the node was not even heard over it, and works where it was. What nobody waits for
-    /// goes behind others, and does not say how fast a way is.
+    /// goes behind others, also on its way to the node, and says nothing of a way.
     fn late(&self, now: Instant) {
+        let is_first = self.class == Class::Fetch;
         if let Some(since) = self.progress.unheard_since() {
-            self.peer.unheard(now, self.at, since);
+            if is_first {
+                self.peer.unheard(now, self.at, since);
+            }
         } else if self.progress.is_answered() {
             self.peer.succeeded(self.at);
         }
-        if self.class == Class::Fetch {
+        if is_first {
             self.peer.late(now, self.at, now - self.begun);
         }
     }
@@ -272,7 +275,12 @@ impl<'a> GivenUp<'a> {
 
 impl Drop for GivenUp<'_> {
     fn drop(&mut self) {
-        if !self.is_over && self.bytes == 0 && self.class == Class::Fetch {
+        if self.is_over {
+            return;
+        }
+        if self.bytes > 0 {
+            self.peer.brought(self.at);
+        } else if self.class == Class::Fetch {
             self.late(Instant::now());
         }
     }

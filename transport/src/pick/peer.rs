@@ -31,7 +31,7 @@ impl Silence {
         let counted = self.until.map_or(since, |until| until.max(since));
         self.sum += now.saturating_duration_since(counted);
         self.until = Some(now);
-        let is_long = self.sum.max(now.saturating_duration_since(since)) >= SILENCE_MIN;
+        let is_long = self.sum >= SILENCE_MIN;
         if is_long {
             self.sum = Duration::ZERO;
         }

@@ -115,16 +115,57 @@ async fn a_node_that_is_late_and_says_so_keeps_its_way() {
 /// One moment of silence is one, however many fetches meet it.
 #[tokio::test(start_paused = true)]
 async fn fetches_that_wait_for_little_leave_a_way_only_together() {
+    for millis in [20, 150] {
+        let near = Near::new(&holding(2));
+        let path = near.dial().await;
+        near.shm.meet(Meets::Silence);
+        let mut all = tokio::task::JoinSet::new();
+        for _ in 0..50 {
+            let path = Arc::clone(&path);
+            all.spawn(async move { fetch_within(&*path, millis).await });
+        }
+        while let Some(ended) = all.join_next().await {
+            assert_eq!(ended.unwrap(), too_late());
+        }
+        assert!(!near.report().paths[0].is_left_alone, "{}", near.report());
+    }
+}
+
+/// What is not waited for stands behind others at this end too.
+#[tokio::test(start_paused = true)]
+async fn what_goes_behind_others_leaves_no_way_alone() {
     let near = Near::new(&holding(2));
     let path = near.dial().await;
     near.shm.meet(Meets::Silence);
-    let mut all = tokio::task::JoinSet::new();
-    for _ in 0..50 {
-        let path = Arc::clone(&path);
-        all.spawn(async move { fetch_within(&*path, 20).await });
+    for _ in 0..20 {
+        let mut request = FetchRequest { deadline: Duration::from_millis(300), ..fetch_request(&hashes(2)) };
+        request.asker.class = Some(Class::Prefetch);
+        assert_eq!(suite::fetch(&*path, request).await.unwrap(), too_late());
     }
-    while let Some(ended) = all.join_next().await {
-        assert_eq!(ended.unwrap(), too_late());
+    assert!(!near.report().paths[0].is_left_alone, "{}", near.report());
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_came_of_a_fetch_that_is_given_up_was_heard() {
+    let service = holding(2);
+    let near = Near::new(&service);
+    let path = near.dial().await;
+    for _ in 0..10 {
+        near.shm.meet(Meets::Silence);
+        for _ in 0..2 {
+            assert_eq!(fetch_within(&*path, 150).await, too_late());
+        }
+        near.shm.meet(Meets::Nothing);
+        service.set_gate(1);
+        let (came, mut is_there) = tokio::sync::watch::channel(false);
+        let mut sink = |_| {
+            came.send_replace(true);
+        };
+        tokio::select! {
+            ended = path.fetch(fetch_request(&hashes(2)), &mut sink) => panic!("{ended:?}"),
+            _ = is_there.wait_for(|is_there| *is_there) => {}
+        }
+        service.set_gate(100);
     }
     assert!(!near.report().paths[0].is_left_alone, "{}", near.report());
 }
