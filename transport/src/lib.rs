@@ -19,6 +19,7 @@ use kv_core::id::{
 };
 use kvfleet_proto::frame::{Frame, SliceLayout, Unsettled};
 
+mod accepting;
 mod ask;
 mod dial;
 mod frames;

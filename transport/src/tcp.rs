@@ -39,7 +39,8 @@ pub use server::{BindError, TcpServer};
 #[cfg(feature = "rdma")]
 pub(crate) use stream::CLOSED;
 
-/// Connections a server keeps. One client has up to [`CONNECTIONS_PER_PEER`] and one more; above, new ones are reset.
+/// Connections a server keeps, and half of the files that the process may have open at most. One client has up to
+/// [`CONNECTIONS_PER_PEER`] and one more; above, new ones are reset.
 pub const CONNECTIONS_MAX: usize = 4096;
 
 /// Operations one path has under way at once, each on a connection of its own. Further ones wait, within their

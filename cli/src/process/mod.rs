@@ -3,6 +3,7 @@
 //!
 //! Not here: the services themselves (`kvfleet-router`, `kvfleet-node`, `crate::instance`).
 
+mod files;
 mod metrics;
 mod ready;
 mod signals;

@@ -108,6 +108,7 @@ async fn serve<T>(
 ) -> anyhow::Result<()> {
     let stop = Stop::of_service(args.follow_parent)?;
     let telemetry = telemetry::install(&settings.process, &format!("kvfleet-{}", role.name()))?;
+    super::files::raise_limit();
     let registry = Registry::new();
     let metrics = super::metrics::serve(&settings.process.metrics_listen, registry.clone()).await?;
     let (service, mut addresses) = tokio::select! {

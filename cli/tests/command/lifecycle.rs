@@ -258,9 +258,8 @@ fn children_do_not_outlive_a_killed_parent() {
     until("every process is gone", || place.processes().is_empty());
 }
 
-#[test]
-fn a_process_stops_at_ctrl_c() {
-    let place = Place::new();
+/// What to say to run a node alone.
+fn node_words(place: &Place) -> Vec<String> {
     let files = Authority::open(&place.path("tls")).unwrap().issue("node-1").unwrap();
     let keys = [
         format!("tls.ca={}", files.ca.display()),
@@ -269,12 +268,40 @@ fn a_process_stops_at_ctrl_c() {
         "dram_bytes=1048576".to_owned(),
         "block_bytes=4096".to_owned(),
     ];
-    let words: Vec<&str> =
-        std::iter::once("node").chain(keys.iter().flat_map(|key| ["--set", key.as_str()])).collect();
-    let mut child = place.command(&words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    std::iter::once("node".to_owned()).chain(keys.into_iter().map(|key| format!("--set={key}"))).collect()
+}
+
+/// Starts it and waits until it serves.
+fn serving(command: &mut Command) -> Child {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
     assert!(line.starts_with("READY "), "{line}");
+    child
+}
+
+#[test]
+fn a_process_takes_as_many_open_files_as_it_may() {
+    let place = Place::new();
+    let words = node_words(&place);
+    let node = place.command(&words.iter().map(String::as_str).collect::<Vec<_>>());
+    // A shell lowers its limits and becomes the node.
+    let mut command = place.command_of("sh");
+    command.args(["-c", "ulimit -Sn 200 && ulimit -Hn 900 && exec \"$0\" \"$@\""]);
+    let mut child = serving(command.arg(node.get_program()).args(node.get_args()));
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", child.id())).unwrap();
+    let files = limits.lines().find(|line| line.starts_with("Max open files")).unwrap();
+    let numbers: Vec<&str> = files.split_whitespace().filter(|word| word.parse::<u64>().is_ok()).collect();
+    assert_eq!(numbers, ["900", "900"]);
+    signal(&child, Signal::INT);
+    assert!(child.wait().unwrap().success());
+}
+
+#[test]
+fn a_process_stops_at_ctrl_c() {
+    let place = Place::new();
+    let words = node_words(&place);
+    let mut child = serving(&mut place.command(&words.iter().map(String::as_str).collect::<Vec<_>>()));
     signal(&child, Signal::INT);
     assert!(child.wait().unwrap().success());
     let mut log = String::new();

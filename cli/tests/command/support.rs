@@ -1,6 +1,7 @@
 //! Running the binary in a directory of its own, so that tests do not meet and leftovers are seen.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
@@ -33,12 +34,19 @@ impl Place {
     }
 
     pub(crate) fn command(&self, words: &[&str]) -> Command {
-        let mut command = Command::new(binary());
+        let mut command = self.command_of(binary());
+        command.args(words);
+        command
+    }
+
+    /// Another program, run in the same way.
+    pub(crate) fn command_of(&self, program: impl AsRef<OsStr>) -> Command {
+        let mut command = Command::new(program);
         // What steers the tests is no configuration of the program.
         for (variable, _) in std::env::vars().filter(|(variable, _)| variable.starts_with("KVFLEET_")) {
             command.env_remove(variable);
         }
-        command.args(words).current_dir(self.dir.path()).env("TMPDIR", self.temporary());
+        command.current_dir(self.dir.path()).env("TMPDIR", self.temporary());
         command
     }
 

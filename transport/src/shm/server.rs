@@ -22,6 +22,7 @@ use super::packet::{Closing, ToClient, ToNode, Welcome};
 use super::seqpacket::{Got, Peer, Seqpacket};
 use super::serving::Serving;
 use super::{CONNECTIONS_MAX, CONNECTIONS_OF_ONE_MAX, PACKET_BYTES_MAX, tray_part_bytes};
+use crate::accepting::Refused;
 use crate::{Admission, BlockService, Caller, SharedArena};
 
 /// How long a client may take to say hello.
@@ -235,10 +236,10 @@ async fn accept(listener: Seqpacket, shared: Arc<Shared>, mut closes: watch::Rec
         Ok(listener) => listener,
         Err(error) => return tracing::error!(%error, "clients of this host cannot be served"),
     };
-    let mut connections = JoinSet::new();
+    let (mut connections, mut refused) = (JoinSet::new(), Refused::default());
     for number in 0_u64.. {
         let socket = tokio::select! {
-            accepted = next(&listener) => accepted,
+            accepted = next(&listener, &mut refused) => accepted,
             _ = closes.wait_for(|closes| *closes) => break,
         };
         while connections.try_join_next().is_some() {}
@@ -266,14 +267,16 @@ async fn accept(listener: Seqpacket, shared: Arc<Shared>, mut closes: watch::Rec
     connections.detach_all();
 }
 
-async fn next(listener: &AsyncFd<Seqpacket>) -> Seqpacket {
+async fn next(listener: &AsyncFd<Seqpacket>, refused: &mut Refused) -> Seqpacket {
     loop {
         let Ok(mut ready) = listener.readable().await else { return std::future::pending().await };
         match ready.get_inner().accept() {
             Ok(Some(socket)) => return socket,
             Ok(None) => ready.clear_ready(),
             Err(error) => {
-                tracing::warn!(%error, "a client of this host cannot be accepted");
+                if refused.is_to_be_said() {
+                    tracing::warn!(%error, "a client of this host cannot be accepted");
+                }
                 tokio::time::sleep(ACCEPT_PAUSE).await;
             }
         }

@@ -19,6 +19,7 @@ use super::handshake;
 use super::socket::listen;
 use super::stream::{Ends, TlsStream};
 use crate::BlockService;
+use crate::accepting::{Refused, connections_within};
 use crate::room::{Carried, FRAME_BYTES_GUESS, Room};
 use crate::serve::{Admitted, Limits, Operations, ServeError, TIMES, Times, admit};
 
@@ -54,6 +55,8 @@ struct Shared {
     tls: Arc<ServerConfig>,
     ends: Ends,
     config: TcpConfig,
+    /// Of those in the settings, what the files of the process allow.
+    connections_max: usize,
     #[cfg(feature = "rdma")]
     offer: Option<Arc<crate::rdma::RdmaOffer>>,
 }
@@ -176,6 +179,7 @@ impl TcpServer {
             tls: Arc::new(identity.tcp_server()),
             ends: Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Small },
             config: config.clone(),
+            connections_max: connections_within(config.connections_max),
             #[cfg(feature = "rdma")]
             offer: terms.offer.clone(),
         };
@@ -209,18 +213,20 @@ impl Drop for TcpServer {
 }
 
 async fn accept(listener: TcpListener, shared: Arc<Shared>) {
-    let mut connections = JoinSet::new();
+    let (mut connections, mut refused) = (JoinSet::new(), Refused::default());
     loop {
         let socket = match listener.accept().await {
             Ok((socket, _)) => socket,
             Err(error) => {
-                tracing::warn!(%error, "no connection could be accepted");
+                if refused.is_to_be_said() {
+                    tracing::warn!(%error, "no connection could be accepted; raise the limit of open files if there are too many");
+                }
                 sleep(ACCEPT_PAUSE).await;
                 continue;
             }
         };
         while connections.try_join_next().is_some() {}
-        if connections.len() >= shared.config.connections_max {
+        if connections.len() >= shared.connections_max {
             let _ = socket.set_zero_linger(); // the peer is told by a reset, and nothing of it is left here
             continue;
         }

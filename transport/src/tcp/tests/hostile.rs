@@ -2,6 +2,7 @@
 
 use kv_core::pipeline::Arrive;
 use kvfleet_proto::data;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustls::client::ResolvesClientCert;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
@@ -450,4 +451,39 @@ async fn an_oversized_request_is_refused_before_it_is_sent() {
     let pair = pair(holding(0)).await;
     let error = suite::fetch(pair.path.as_ref(), fetch_request(&hashes(70_000))).await.unwrap_err();
     assert!(matches!(error, PathError::TooLarge { .. }), "{error}");
+}
+
+/// Set in the process that [`connections_are_half_of_the_files_at_most`] starts: the limit is of a whole process.
+const FEW_FILES: &str = "KVFLEET_FEW_FILES";
+
+#[tokio::test]
+async fn connections_are_half_of_the_files_at_most() {
+    if std::env::var_os(FEW_FILES).is_some() {
+        return strangers_at_a_server_with_few_files().await;
+    }
+    let name = "tcp::tests::hostile::connections_are_half_of_the_files_at_most";
+    let mut child = tokio::process::Command::new(std::env::current_exe().unwrap());
+    let said = child.args(["--exact", name, "--nocapture"]).env(FEW_FILES, "1").output().await.unwrap();
+    let text = String::from_utf8_lossy(&[said.stdout, said.stderr].concat()).into_owned();
+    assert!(said.status.success() && text.contains("1 passed"), "{text}");
+}
+
+async fn strangers_at_a_server_with_few_files() {
+    let usual = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: Some(64), ..usual }).unwrap();
+    let config = TcpConfig { dial_timeout: LONG, ..TcpConfig::default() };
+    let server = TcpServer::bind_with(ANY, &Authority::new().member(), &config, holding(0)).unwrap();
+    // Of both ends, which are in one process here.
+    setrlimit(Resource::Nofile, usual).unwrap();
+    let mut strangers = Vec::new();
+    for _ in 0..33 {
+        strangers.push(TcpStream::connect(server.local_addr()).await.unwrap());
+    }
+    let mut last = strangers.pop().unwrap();
+    let read = tokio::time::timeout(PATIENCE, last.read(&mut [0])).await.expect("one too many is kept");
+    assert!(matches!(read, Ok(0) | Err(_)), "{read:?}");
+    let is_kept = |stranger: &TcpStream| {
+        stranger.try_read(&mut [0]).is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
+    };
+    assert!(strangers.iter().all(is_kept), "the others");
 }
