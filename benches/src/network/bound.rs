@@ -93,7 +93,7 @@ fn watched(registry: &Registry, load: impl FnOnce() -> anyhow::Result<()>) -> an
 fn under_way(registry: &Registry) -> f64 {
     let families = registry.gather();
     let of = families.iter().filter(|family| family.name() == "kvfleet_node_class_under_way_bytes");
-    of.flat_map(|family| family.get_metric()).map(|metric| metric.get_gauge().value()).sum()
+    of.flat_map(|family| family.get_metric()).map(|metric| metric.get_gauge().get_value()).sum()
 }
 
 /// Many fetches at a time; those that are told to come again do.

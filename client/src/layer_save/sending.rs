@@ -213,13 +213,13 @@ async fn save_whole(
         client.save_in_turn(call).await
     };
     match timeout_at(until, again).await {
-        Ok(Ok(SaveAnswer::Done(again))) => Some(Ok(SaveAnswer::Done(both(&done, again)))),
+        Ok(Ok(SaveAnswer::Done(again))) => Some(Ok(SaveAnswer::Done(both(&done, &again)))),
         _ => Some(saved),
     }
 }
 
 /// What two saves of the same blocks came to: what the first stored was present for the second.
-fn both(first: &SaveDone, second: SaveDone) -> SaveDone {
+fn both(first: &SaveDone, second: &SaveDone) -> SaveDone {
     SaveDone {
         stored_blocks: first.stored_blocks + second.stored_blocks,
         present_blocks: second.present_blocks.saturating_sub(first.stored_blocks),
@@ -308,7 +308,7 @@ mod tests {
             stored_bytes: 20,
             ..SaveDone::default()
         };
-        let (told, blocks) = (both(&first, second), 8);
+        let (told, blocks) = (both(&first, &second), 8);
         assert_eq!((told.stored_blocks, told.present_blocks, told.refused_blocks), (7, 0, 1));
         assert_eq!(
             (told.stored_blocks + told.present_blocks + told.refused_blocks, told.stored_bytes),
