@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use super::super::lane::{Besides, Lane, Lanes};
 use super::super::words;
 use super::hostile::{pass, say};
-use super::rails::{NODE, Rails, both_help, interrupted, never, rails_of};
+use super::rails::{NODE, Rails, both_help, interrupted, never, rails_of, these_help};
 use super::*;
 use crate::stream::read_message;
 use crate::suite::{Rooms, frame_of};
@@ -117,8 +117,11 @@ async fn a_rail_that_fails_while_it_helps_costs_a_fetch_no_other() {
     assert!(failed[0] == 0 && failed[1] > 0 && failed[2] == 0, "{failed:?}");
     let frames: Vec<u64> =
         rails.read().iter().zip(before).map(|(after, before)| (after - before) / 4000).collect();
-    assert!(frames[0] >= 60 && frames[2] >= 60, "{frames:?}");
+    // All but what came before it failed.
+    assert!(frames[1] < 60 && frames[0] + frames[2] >= 300 - 60, "{frames:?}");
     assert_eq!(rails.world.server.carried().sent_bytes(), 0);
+    // How they shared that one hangs on whose thread ran; the next ones are read over both.
+    these_help(&rails, &[0, 2], whole).await;
     let before = rails.read();
     suite::fetch(path.as_ref(), fetch_request(&hashes(5))).await.unwrap();
     assert!(rails.read()[0] > before[0], "the lane that was asked is in use");
