@@ -365,18 +365,18 @@ async fn warm(rails: &Rails) -> Arc<dyn crate::Path> {
 /// Fetches until what is fetched was read over all rails.
 pub(super) async fn both_help(rails: &Rails, fetch: impl AsyncFnMut()) {
     let all: Vec<usize> = (0..rails.clients.len()).collect();
-    these_help(rails, &all, fetch).await;
+    // A link is tried with less.
+    these_help(rails, &all, 40_001, fetch).await;
 }
 
-/// The same over these.
-pub(super) async fn these_help(rails: &Rails, these: &[usize], mut fetch: impl AsyncFnMut()) {
+/// The same over these, so many bytes at least over each.
+pub(super) async fn these_help(rails: &Rails, these: &[usize], bytes_min: u64, mut fetch: impl AsyncFnMut()) {
     let help = async {
         loop {
             let before = rails.read();
             fetch().await;
             let after = rails.read();
-            // A link is tried with less.
-            if these.iter().all(|at| after[*at] - before[*at] > 40_000) {
+            if these.iter().all(|at| after[*at] - before[*at] >= bytes_min) {
                 return;
             }
         }
