@@ -94,8 +94,8 @@ impl Asks for QuicPath {
         self.saves_frames.seems();
     }
 
-    fn over(&self, stream: QuicStream) {
-        drop(stream);
+    fn over(&self, mut stream: QuicStream) {
+        stream.see_end();
     }
 }
 

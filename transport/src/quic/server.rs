@@ -2,8 +2,11 @@
 //!
 //! Not here: what is done with a stream (`serve.rs`).
 
+use std::future::poll_fn;
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use kvfleet_proto::tls::Identity;
@@ -178,7 +181,7 @@ async fn serve_connection(connection: Connection, shared: Arc<Shared>) {
     while let Ok(accepted) = connection.accept_bi().await {
         while streams.try_join_next().is_some() {}
         let (shared, service, mates) = (Arc::clone(&shared), Arc::clone(&service), mates.clone());
-        streams.spawn(async move {
+        let mut operation = Box::pin(async move {
             let mut stream = QuicStream::accepted(accepted, &mates);
             match shared.operations.serve(service.as_ref(), &mut stream).await {
                 Ok(()) => stream.leave().await,
@@ -188,7 +191,23 @@ async fn serve_connection(connection: Connection, shared: Arc<Shared>) {
                 }
             }
         });
+        // Most fetches of what is in DRAM wait for nothing. One that became a task at once would wake another thread, which then
+        // writes to the connection while this one sends.
+        if poll_once(operation.as_mut()).await.is_none() {
+            streams.spawn(operation);
+        }
     }
+}
+
+/// What it gives if it waits for nothing.
+async fn poll_once<F: Future>(mut work: Pin<&mut F>) -> Option<F::Output> {
+    poll_fn(|cx| {
+        Poll::Ready(match work.as_mut().poll(cx) {
+            Poll::Ready(done) => Some(done),
+            Poll::Pending => None,
+        })
+    })
+    .await
 }
 
 /// The certificate that the peer proved to be its own.

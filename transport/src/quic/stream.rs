@@ -6,8 +6,10 @@
 //! connection write as the last class, where each has its turn. What was written before goes first, which is a window at
 //! most. Not here: what the bytes are (`crate::stream`).
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Waker};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -137,6 +139,13 @@ impl QuicStream {
             }
         }
         Ok(())
+    }
+
+    /// Takes note of the peer's end if it came with its last bytes, as it does most often: of a stream whose end was not seen quinn tells the
+    /// peer to stop, in a packet more.
+    pub(super) fn see_end(&mut self) {
+        let mut context = Context::from_waker(Waker::noop());
+        let _ = pin!(self.recv.read_chunk(1, true)).poll(&mut context);
     }
 
     /// Tells the peer that its operation is not served.
