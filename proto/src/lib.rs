@@ -4,6 +4,7 @@
 //! Not here: sockets, connections and streams (`transport/`, and the processes that serve or call).
 //! This crate depends on `kv-core` and never the other way round: the pure types know of no wire.
 
+pub mod accepting;
 pub mod channel;
 pub mod codec;
 pub mod content;

@@ -19,7 +19,6 @@ use kv_core::id::{
 };
 use kvfleet_proto::frame::{Frame, SliceLayout, Unsettled};
 
-mod accepting;
 mod ask;
 mod dial;
 mod frames;

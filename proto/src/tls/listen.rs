@@ -10,7 +10,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use rustix::process::{Resource, getrlimit};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
@@ -19,6 +18,7 @@ use tokio_rustls::server::TlsStream;
 use tonic::codegen::tokio_stream::Stream;
 
 use super::Identity;
+use crate::accepting::{Refused, connections_within};
 
 /// Bounds of what callers cost before they have said who they are.
 #[derive(Clone, Copy, Debug)]
@@ -35,9 +35,8 @@ pub(super) struct Bounds {
 
 impl Default for Bounds {
     fn default() -> Self {
-        let files = getrlimit(Resource::Nofile).current.and_then(|files| usize::try_from(files).ok());
         Bounds {
-            handshakes_max: HANDSHAKES_MAX.min(files.map_or(HANDSHAKES_MAX, |files| files / SHARE_OF_FILES)),
+            handshakes_max: connections_within(HANDSHAKES_MAX, SHARE_OF_FILES),
             handshake_max: Duration::from_secs(5),
             undisturbed: Duration::from_secs(1),
         }
@@ -55,9 +54,6 @@ const SILENT_PART: u32 = 10;
 
 /// Pause after a connection could not be taken, for want of descriptors, say.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-
-/// How often it is said that connections cannot be taken: strangers may bring that about at will.
-const SAID_EVERY: Duration = Duration::from_secs(60);
 
 /// A connection whose caller showed a certificate of the cluster.
 pub type Called = TlsStream<TcpStream>;
@@ -78,7 +74,7 @@ pub(super) fn incoming_within(
 ) -> impl Stream<Item = io::Result<Called>> + Send + Unpin + use<> {
     let acceptor = TlsAcceptor::from(Arc::new(identity.grpc_server()));
     let handshakes = Handshakes { bounds, begun: 0, running: JoinSet::new(), by_age: BTreeMap::new() };
-    let incoming = Incoming { listener, acceptor, handshakes, said: None };
+    let incoming = Incoming { listener, acceptor, handshakes, refused: Refused::default() };
     Box::pin(futures_util::stream::unfold(incoming, |mut incoming| async {
         let called = incoming.next().await;
         Some((Ok(called), incoming))
@@ -89,8 +85,7 @@ struct Incoming {
     listener: TcpListener,
     acceptor: TlsAcceptor,
     handshakes: Handshakes,
-    /// When it was last said that nothing can be accepted.
-    said: Option<Instant>,
+    refused: Refused,
 }
 
 impl Incoming {
@@ -117,8 +112,7 @@ impl Incoming {
 
     /// Nothing can be accepted, most often for want of descriptors.
     async fn refused(&mut self, error: &io::Error) {
-        if self.said.is_none_or(|said| said.elapsed() >= SAID_EVERY) {
-            self.said = Some(Instant::now());
+        if self.refused.is_to_be_said() {
             tracing::warn!(%error, "no connection for control calls could be accepted; raise the limit of open files if there are too many");
         }
         self.handshakes.halve();

@@ -293,7 +293,7 @@ async fn process_with_few_descriptors() {
     // What the caller needs it has.
     let caller = tokio::net::TcpSocket::new_v4().unwrap();
     let limit = rustix::process::Rlimit { current: Some(64), maximum: Some(64) };
-    rustix::process::setrlimit(Resource::Nofile, limit).unwrap();
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
     println!("serves {address}");
     io::stdout().flush().unwrap();
     let told = tokio::task::spawn_blocking(|| io::stdin().lock().read_line(&mut String::new()));

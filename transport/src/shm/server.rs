@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
+use kvfleet_proto::accepting::Refused;
 use tokio::io::unix::AsyncFd;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -22,7 +23,6 @@ use super::packet::{Closing, ToClient, ToNode, Welcome};
 use super::seqpacket::{Got, Peer, Seqpacket};
 use super::serving::Serving;
 use super::{CONNECTIONS_MAX, CONNECTIONS_OF_ONE_MAX, PACKET_BYTES_MAX, tray_part_bytes};
-use crate::accepting::Refused;
 use crate::{Admission, BlockService, Caller, SharedArena};
 
 /// How long a client may take to say hello.

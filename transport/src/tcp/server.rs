@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvfleet_proto::accepting::{Refused, connections_within};
 use kvfleet_proto::data::{self, data_request::Op};
 use kvfleet_proto::tls::Identity;
 use rustls::ServerConfig;
@@ -19,13 +20,16 @@ use super::handshake;
 use super::socket::listen;
 use super::stream::{Ends, TlsStream};
 use crate::BlockService;
-use crate::accepting::{Refused, connections_within};
 use crate::room::{Carried, FRAME_BYTES_GUESS, Room};
 use crate::serve::{Admitted, Limits, Operations, ServeError, TIMES, Times, admit};
 
 /// Wait after the system gave no connection: it is out of descriptors or memory, and asking at once gives nothing
 /// either.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// Of the files that the process may have open, connections get this part at most: control calls come to the same process, and a
+/// tier has files too.
+const SHARE_OF_FILES: usize = 2;
 
 /// Number of `Attached.outcome`: there is no RDMA, and the connection goes on without.
 pub(crate) const RDMA_REFUSED: u32 = 3;
@@ -179,7 +183,7 @@ impl TcpServer {
             tls: Arc::new(identity.tcp_server()),
             ends: Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Small },
             config: config.clone(),
-            connections_max: connections_within(config.connections_max),
+            connections_max: connections_within(config.connections_max, SHARE_OF_FILES),
             #[cfg(feature = "rdma")]
             offer: terms.offer.clone(),
         };

@@ -1,35 +1,32 @@
 //! What servers know of the files that their process may have open: how many connections that allows, and how often it
 //! is said that the system gives none.
 //!
-//! Not here: the servers (`tcp/server.rs`, `shm/server.rs`), and callers of control calls (`proto/src/tls/listen.rs`).
+//! Not here: the servers (`tls/listen.rs`, and those of blocks in `kvfleet-transport`).
 
 use std::time::Duration;
 
 use rustix::process::{Resource, getrlimit};
 use tokio::time::Instant;
 
-/// Of the files that the process may have open, connections of a path get this part at most: control calls come to the
-/// same process, and a tier has files too.
-const SHARE_OF_FILES: usize = 2;
-
 /// How often it is said that the system gives no connections: whoever connects may bring that about at will.
 const SAID_EVERY: Duration = Duration::from_secs(60);
 
-/// Connections that a server keeps, of those that it may, by the files that the process may have open now.
-pub(crate) fn connections_within(connections_max: usize) -> usize {
+/// Connections that a server keeps, of those that it may, where they get one `share`th of the files that the process may have open now.
+#[must_use]
+pub fn connections_within(connections_max: usize, share: usize) -> usize {
     let files = getrlimit(Resource::Nofile).current.and_then(|files| usize::try_from(files).ok());
-    files.map_or(connections_max, |files| connections_max.min(files / SHARE_OF_FILES))
+    files.map_or(connections_max, |files| connections_max.min(files / share))
 }
 
 /// When it was last said that the system gives no connections.
 #[derive(Debug, Default)]
-pub(crate) struct Refused {
+pub struct Refused {
     said: Option<Instant>,
 }
 
 impl Refused {
     /// Whether it is to be said again, which then counts as done.
-    pub(crate) fn is_to_be_said(&mut self) -> bool {
+    pub fn is_to_be_said(&mut self) -> bool {
         let is_due = self.said.is_none_or(|said| said.elapsed() >= SAID_EVERY);
         if is_due {
             self.said = Some(Instant::now());
