@@ -78,7 +78,8 @@ impl LayerSaveHandle {
         }
         let save = state.save.take().ok_or(Failure::Finished)?;
         let _inside = runtime.enter();
-        Ok(save.finish()?)
+        save.finish()?;
+        Ok(())
     }
 
     /// Gives it up, in a forked process by leaving it alone.

@@ -14,10 +14,10 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use kv_core::id::{BlockHash, Epoch};
 use kvfleet_proto::frame::{FrameError, KeyForm, SliceLayout, copies};
-use kvfleet_transport::Asker;
+use kvfleet_transport::{Asker, SaveAnswer};
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
-use crate::{Client, HeldLease, SaveBusy};
+use crate::{Client, HeldLease, SaveBusy, SaveError};
 
 mod sending;
 
@@ -90,6 +90,31 @@ pub struct LayerSave {
     /// Kept here until the end, so that it is free at once where the save is dropped.
     room: [OwnedSemaphorePermit; 2],
     finished: oneshot::Sender<[OwnedSemaphorePermit; 2]>,
+    answered: oneshot::Receiver<Result<LayersAnswer, SaveError>>,
+}
+
+/// What became of a save whose layers were all put.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayersAnswer {
+    /// What the node says, of all its blocks.
+    pub answer: SaveAnswer,
+    /// How many were stored from slices that left as they came; others were stored from whole frames behind the last layer.
+    pub streamed_blocks: u32,
+}
+
+/// A save that was put to its end and goes on in the background, whether this is kept or not.
+#[derive(Debug)]
+pub struct LayersSaved(oneshot::Receiver<Result<LayersAnswer, SaveError>>);
+
+impl LayersSaved {
+    /// Waits for the commit: the answer says from which announce batch on the blocks are visible. Its own lease and those that were to
+    /// end with it may be released a little later.
+    ///
+    /// # Errors
+    /// When the node is lost on the way, the deadline passes, or the runtime ends first.
+    pub async fn answer(self) -> Result<LayersAnswer, SaveError> {
+        self.0.await.unwrap_or(Err(SaveError::Stopped))
+    }
 }
 
 impl Client {
@@ -105,9 +130,10 @@ impl Client {
         // Without a bound of its own: what is put is within the room.
         let (puts, came) = mpsc::unbounded_channel();
         let (finished, is_finished) = oneshot::channel();
+        let (told, answered) = oneshot::channel();
         let layers = Layers::new(&call, layout.clone(), came);
-        tokio::spawn(send(self.clone(), call, layers, is_finished));
-        Ok(LayerSave { layout, blocks, layer: 0, puts, room, finished })
+        tokio::spawn(send(self.clone(), call, layers, (is_finished, told)));
+        Ok(LayerSave { layout, blocks, layer: 0, puts, room, finished, answered })
     }
 }
 
@@ -154,11 +180,12 @@ impl LayerSave {
         Ok(expected)
     }
 
-    /// All layers were put: what is not on its way yet goes out in the background, and leases are released then.
+    /// All layers were put: what is not on its way yet goes out in the background, and leases are released then. What becomes of it
+    /// is told to whoever wants to know.
     ///
     /// # Errors
     /// When layers are missing; nothing is saved.
-    pub fn finish(self) -> Result<(), LayerSaveError> {
+    pub fn finish(self) -> Result<LayersSaved, LayerSaveError> {
         let expected = self.layout.slice_bytes().len();
         if self.layer != expected {
             return Err(LayerSaveError::Layers { expected, got: self.layer });
@@ -166,7 +193,7 @@ impl LayerSave {
         // As above.
         let _ = self.finished.send(self.room);
         let _ = self.puts.send(Put::End);
-        Ok(())
+        Ok(LayersSaved(self.answered))
     }
 }
 

@@ -37,7 +37,7 @@ pub use completions::{
 };
 pub use control::ControlError;
 pub use fetch::{FetchCall, FetchError, FetchOutcome, FetchedBlock, HeldLease, SourceMiss};
-pub use layer_save::{LayerSave, LayerSaveCall, LayerSaveError};
+pub use layer_save::{LayerSave, LayerSaveCall, LayerSaveError, LayersAnswer, LayersSaved};
 pub use layers::{BlockRoom, LayerEvent, LayerFetch, LayersCall, RoomBack, RoomsLeft, SourceEnd};
 pub use links::LinkReader;
 pub use members::{GroupMembers, Members, MembersError, Step};

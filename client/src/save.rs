@@ -115,6 +115,9 @@ pub enum SaveError {
     /// The node could not be reached or broke off; what it had not committed is gone.
     #[error(transparent)]
     Path(#[from] PathError),
+    /// The runtime that saves in the background ended before the save did.
+    #[error("the client was stopped before the save was over: what the node had not committed is not saved")]
+    Stopped,
 }
 
 /// The background queue is full: [`SAVE_QUEUE_CALLS_MAX`] or [`SAVE_QUEUE_BYTES_MAX`] is reached.

@@ -14,7 +14,7 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep, timeout_at};
 
-use super::LayerSaveCall;
+use super::{LayerSaveCall, LayersAnswer};
 use crate::paths::Found;
 use crate::save::{deadline_of, said, too_late};
 use crate::{Client, SaveCall, SaveError};
@@ -148,8 +148,13 @@ impl LayerSource for Layers {
 /// The room of a save, which says that it was put to its end.
 type Finished = oneshot::Receiver<[OwnedSemaphorePermit; 2]>;
 
-/// Sends what is put; returns when that was answered and its leases are released, or at once when it is given up.
-pub(super) async fn send(client: Client, call: LayerSaveCall, mut layers: Layers, mut finished: Finished) {
+/// Sends what is put, and tells what was answered; returns when its leases are released, or at once when it is given up.
+pub(super) async fn send(
+    client: Client,
+    call: LayerSaveCall,
+    mut layers: Layers,
+    (mut finished, told): (Finished, oneshot::Sender<Result<LayersAnswer, SaveError>>),
+) {
     let mut streaming = Box::pin(stream(&client, &call, &mut layers));
     let early = tokio::select! {
         biased;
@@ -169,6 +174,10 @@ pub(super) async fn send(client: Client, call: LayerSaveCall, mut layers: Layers
         }
         None => timeout_at(until, streaming).await,
     };
+    let streamed_blocks = match &streamed {
+        Ok(Streamed::Answered(SaveAnswer::Done(done))) => done.stored_blocks,
+        _ => 0,
+    };
     let answered = match streamed {
         Ok(Streamed::Answered(answer)) if is_all_stored(&answer, &call) => {
             // Before its room: the memory counts until it is free, and may be the caller's.
@@ -177,7 +186,8 @@ pub(super) async fn send(client: Client, call: LayerSaveCall, mut layers: Layers
         }
         Ok(streamed) => {
             let call = whole(&call, layers).await;
-            save_whole(&client, &call, &streamed, until).await.unwrap_or(Err(late))
+            let saved = save_whole(&client, &call, &streamed, until).await.unwrap_or(Err(late));
+            behind(streamed, saved)
         }
         Err(_) => {
             drop(layers);
@@ -185,6 +195,8 @@ pub(super) async fn send(client: Client, call: LayerSaveCall, mut layers: Layers
         }
     };
     said(&call.address, &answered);
+    // Whoever does not want to know has dropped its end.
+    let _ = told.send(answered.map(|answer| LayersAnswer { answer, streamed_blocks }));
     client.release_after(call.asker.lease, &call.address, call.then_release).await;
     drop(room);
 }
@@ -215,6 +227,18 @@ async fn save_whole(
     match timeout_at(until, again).await {
         Ok(Ok(SaveAnswer::Done(again))) => Some(Ok(SaveAnswer::Done(both(&done, &again)))),
         _ => Some(saved),
+    }
+}
+
+/// What a save came to whose blocks were offered once more as whole frames.
+fn behind(streamed: Streamed, saved: Result<SaveAnswer, SaveError>) -> Result<SaveAnswer, SaveError> {
+    match (streamed, saved) {
+        (Streamed::Answered(SaveAnswer::Done(first)), Ok(SaveAnswer::Done(again))) => {
+            Ok(SaveAnswer::Done(both(&first, &again)))
+        }
+        // What was answered first stands.
+        (Streamed::Answered(first @ SaveAnswer::Done(_)), _) => Ok(first),
+        (_, saved) => saved,
     }
 }
 
@@ -314,6 +338,21 @@ mod tests {
             (told.stored_blocks + told.present_blocks + told.refused_blocks, told.stored_bytes),
             (blocks, 70)
         );
+    }
+
+    #[test]
+    fn what_was_answered_of_slices_counts_whatever_becomes_of_the_frames_behind_them() {
+        let some = SaveDone { stored_blocks: 5, present_blocks: 3, stored_bytes: 50, ..SaveDone::default() };
+        let none = SaveDone { present_blocks: 8, ..SaveDone::default() };
+        let streamed = || Streamed::Answered(SaveAnswer::Done(some.clone()));
+        let told = |streamed, saved| match behind(streamed, saved) {
+            Ok(SaveAnswer::Done(done)) => Some((done.stored_blocks, done.present_blocks)),
+            _ => None,
+        };
+        assert_eq!(told(streamed(), Ok(SaveAnswer::Done(none.clone()))), Some((5, 3)));
+        assert_eq!(told(streamed(), Err(SaveError::Stopped)), Some((5, 3)));
+        assert_eq!(told(Streamed::Left, Ok(SaveAnswer::Done(none))), Some((0, 8)));
+        assert_eq!(told(Streamed::Left, Err(SaveError::Stopped)), None);
     }
 
     #[test]
