@@ -9,6 +9,7 @@ pub mod channel;
 pub mod codec;
 pub mod content;
 pub mod convert;
+pub mod engine_events;
 pub mod frame;
 pub mod tls;
 pub mod trace_context;

@@ -1,0 +1,460 @@
+//! KV events as engines publish them: which blocks an engine stored, removed, or dropped altogether, in msgpack.
+//!
+//! vLLM and SGLang send the same events in two shapes, positional arrays before and maps since vLLM 0.24 and SGLang 0.5.20, and add fields
+//! from release to release. So nothing here asks for one shape, one order of keys or a complete set of them: what is known is taken,
+//! everything else is passed over, and an event of an unknown kind is counted. What a value must not be (a text for a hash, a length beyond
+//! the payload) is an error that names the field.
+//!
+//! Which messages count, by their numbers, is in `engine_events/feed.rs`. Not here: what carries them (ZMQ), and what becomes of the blocks.
+
+use xxhash_rust::xxh3::xxh3_128;
+
+pub use feed::{Feed, Heard, Replayed};
+use reader::{Kind, Reader};
+
+mod feed;
+mod reader;
+#[cfg(test)]
+mod tests;
+
+/// Most events of one batch: a scheduler step stores or removes some hundred.
+pub const EVENTS_MAX: usize = 65_536;
+
+/// Whose events they are: the order of trailing fields in positional arrays differs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dialect {
+    /// vLLM.
+    Vllm,
+    /// SGLang.
+    Sglang,
+}
+
+/// A block's hash as its engine makes it: a number of 64 bits, signed or not, or bytes. It means something to this engine only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct EngineHash(u128);
+
+impl EngineHash {
+    /// Set where the hash was bytes, so that none is taken for a number.
+    const BYTES: u128 = 1 << 127;
+
+    /// A number; one that is negative by its bits, as an engine has one kind of them only.
+    #[must_use]
+    pub fn of_number(number: u64) -> EngineHash {
+        EngineHash(number.into())
+    }
+
+    /// Bytes, of any length.
+    #[must_use]
+    pub fn of_bytes(bytes: &[u8]) -> EngineHash {
+        EngineHash(xxh3_128(bytes) | EngineHash::BYTES)
+    }
+}
+
+/// Where an engine has a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Medium {
+    /// GPU memory, or not said, as releases that know no other.
+    Gpu,
+    /// Memory of the host.
+    Cpu,
+    /// A disk, or a store elsewhere.
+    Storage,
+    /// A word that this release does not know.
+    Other,
+}
+
+impl Medium {
+    fn of(word: &[u8]) -> Medium {
+        match word {
+            b"GPU" | b"gpu" => Medium::Gpu,
+            b"CPU" | b"CPU_PINNED" | b"cpu" => Medium::Cpu,
+            b"STORAGE" | b"DISK" | b"EXTERNAL" => Medium::Storage,
+            _ => Medium::Other,
+        }
+    }
+}
+
+/// What a batch says, in its order.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct EventBatch {
+    /// When the engine made it, in seconds since 1970 by its clock.
+    pub at_s: f64,
+    /// The events.
+    pub events: Vec<EngineEvent>,
+    /// Which data-parallel rank it is of.
+    pub rank: Option<u32>,
+    /// Events of kinds that this release does not know.
+    pub unknown_events: u32,
+}
+
+/// One event.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum EngineEvent {
+    /// Blocks are there.
+    Stored(Stored),
+    /// Blocks are not there any more.
+    Removed(Removed),
+    /// Nothing is.
+    Cleared,
+}
+
+/// Blocks that an engine stored, one behind the other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stored {
+    /// In prefix order.
+    pub hashes: Vec<EngineHash>,
+    /// The block before the first; nothing at the start of a prefix.
+    pub parent: Option<EngineHash>,
+    /// Tokens from the first block on. There may be more than those of the blocks, where some of them are left out, and none where
+    /// blocks only went to another medium.
+    pub tokens: Tokens,
+    /// Tokens of a block.
+    pub block_tokens: u32,
+    /// Where they are.
+    pub medium: Medium,
+    /// The adapter's name, or its number where it has no name.
+    pub adapter: Option<String>,
+    /// What else their hashes cover.
+    pub extra: Extra,
+    /// Which group of layers they are of.
+    pub group: Option<u32>,
+    /// Whether that group needs the whole prefix; so it is where nothing is said.
+    pub is_full_attention: bool,
+}
+
+/// Tokens of an event.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Tokens {
+    /// Their ids.
+    Ids(Vec<u32>),
+    /// Something that is no list of ids, such as pairs of them: such blocks have no hash of ours.
+    Other,
+}
+
+/// What the hashes of blocks cover besides tokens and adapter.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Extra {
+    /// The request's salt.
+    pub salt: Option<String>,
+    /// Of the blocks, those before this one cover nothing that is not told here. An image in a prompt, say, is in the hash of its block
+    /// and of all behind it.
+    pub plain_blocks: Option<usize>,
+}
+
+/// Blocks that an engine removed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Removed {
+    /// In no order.
+    pub hashes: Vec<EngineHash>,
+    /// From where.
+    pub medium: Medium,
+    /// Which group of layers they are of.
+    pub group: Option<u32>,
+}
+
+/// Why a payload is no batch of events.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum EventError {
+    /// It ends, or a length in it points behind its end.
+    #[error("the payload ends in {field}")]
+    Cut {
+        /// In what.
+        field: &'static str,
+    },
+    /// Something else stands there.
+    #[error("{field} is {got}: this release reads the events of vLLM and SGLang in arrays and in maps")]
+    Kind {
+        /// What was to be read.
+        field: &'static str,
+        /// What is there.
+        got: &'static str,
+    },
+    /// There is more than anybody sends.
+    #[error("{count} events in one batch, the limit is {EVENTS_MAX}")]
+    TooMany {
+        /// How many.
+        count: usize,
+    },
+    /// Something is missing.
+    #[error("{field} is missing")]
+    Missing {
+        /// What.
+        field: &'static str,
+    },
+}
+
+/// Reads the payload of one message.
+///
+/// # Errors
+/// When it is no batch of events, with what is wrong with it.
+pub fn decode(payload: &[u8], dialect: Dialect) -> Result<EventBatch, EventError> {
+    let mut reader = Reader::new(payload);
+    let mut batch = EventBatch::default();
+    let mut has_events = false;
+    reader.fields("the batch", &["ts", "events", "data_parallel_rank"], |reader, name| {
+        match name {
+            "ts" => batch.at_s = reader.number("ts")?,
+            "events" => {
+                has_events = true;
+                read_events(reader, dialect, &mut batch)?;
+            }
+            // SGLang's name for the same.
+            "data_parallel_rank" | "attn_dp_rank" => batch.rank = reader.optional_u32("the rank")?,
+            _ => reader.skip()?,
+        }
+        Ok(())
+    })?;
+    if has_events { Ok(batch) } else { Err(EventError::Missing { field: "events" }) }
+}
+
+fn read_events(reader: &mut Reader<'_>, dialect: Dialect, batch: &mut EventBatch) -> Result<(), EventError> {
+    let count = reader.array("events")?;
+    if count > EVENTS_MAX {
+        return Err(EventError::TooMany { count });
+    }
+    for _ in 0..count {
+        match read_event(reader, dialect)? {
+            Some(event) => batch.events.push(event),
+            None => batch.unknown_events += 1,
+        }
+    }
+    Ok(())
+}
+
+/// Positional fields behind the name of the event.
+const STORED_VLLM: [&str; 11] = [
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+];
+const STORED_SGLANG: [&str; 9] = [
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "cache_salt",
+    "session_id",
+    "lora_name",
+];
+const REMOVED: [&str; 3] = ["block_hashes", "medium", "group_idx"];
+
+/// One event; nothing of a kind that is not known.
+fn read_event(reader: &mut Reader<'_>, dialect: Dialect) -> Result<Option<EngineEvent>, EventError> {
+    let stored: &[&str] = match dialect {
+        Dialect::Vllm => &STORED_VLLM,
+        Dialect::Sglang => &STORED_SGLANG,
+    };
+    match reader.kind("an event")? {
+        Kind::Array => {
+            let mut body = reader.whole("an event")?;
+            let fields = body.array("an event")?;
+            if fields == 0 {
+                return Err(EventError::Missing { field: "the name of an event" });
+            }
+            let name = body.text("the name of an event")?;
+            let left = fields - 1;
+            match name {
+                b"BlockStored" => Partial::positional(&mut body, left, stored)?.stored().map(Some),
+                b"BlockRemoved" => Partial::positional(&mut body, left, &REMOVED)?.removed().map(Some),
+                b"AllBlocksCleared" => Ok(Some(EngineEvent::Cleared)),
+                _ => Ok(None),
+            }
+        }
+        Kind::Map => {
+            let whole = reader.whole("an event")?;
+            // The name may stand anywhere, and says how the others are read.
+            let partial = Partial::named(&mut whole.clone())?;
+            match partial.name {
+                b"BlockStored" => partial.stored().map(Some),
+                b"BlockRemoved" => partial.removed().map(Some),
+                b"AllBlocksCleared" => Ok(Some(EngineEvent::Cleared)),
+                b"" => Err(EventError::Missing { field: "the type of an event" }),
+                _ => Ok(None),
+            }
+        }
+        other => Err(EventError::Kind { field: "an event", got: other.name() }),
+    }
+}
+
+/// What was read of an event so far.
+#[derive(Default)]
+struct Partial<'a> {
+    name: &'a [u8],
+    hashes: Option<Vec<EngineHash>>,
+    parent: Option<EngineHash>,
+    tokens: Option<Tokens>,
+    block_tokens: Option<u32>,
+    medium: Option<Medium>,
+    lora_id: Option<u32>,
+    lora_name: Option<String>,
+    salt: Option<String>,
+    extra_keys: Option<ExtraKeys>,
+    group: Option<u32>,
+    spec_kind: Option<&'a [u8]>,
+    /// Tokens behind a block are in its hash.
+    looks_ahead: bool,
+}
+
+/// The extra keys of an event's blocks, as they came.
+struct ExtraKeys {
+    /// Texts of the first block.
+    first: Vec<String>,
+    /// The first block with a key that is no text, or with any behind the first block.
+    odd: Option<usize>,
+}
+
+impl<'a> Partial<'a> {
+    fn positional(reader: &mut Reader<'a>, count: usize, names: &[&'static str]) -> Result<Self, EventError> {
+        let mut partial = Partial::default();
+        for at in 0..count {
+            match names.get(at) {
+                Some(name) => partial.field(reader, name.as_bytes())?,
+                None => reader.skip()?,
+            }
+        }
+        Ok(partial)
+    }
+
+    fn named(reader: &mut Reader<'a>) -> Result<Self, EventError> {
+        let mut partial = Partial::default();
+        for _ in 0..reader.map("an event")? {
+            let name = reader.text("a field's name")?;
+            partial.field(reader, name)?;
+        }
+        Ok(partial)
+    }
+
+    fn field(&mut self, reader: &mut Reader<'a>, name: &[u8]) -> Result<(), EventError> {
+        match name {
+            b"type" => self.name = reader.text("the type of an event")?,
+            b"block_hashes" => self.hashes = Some(read_hashes(reader)?),
+            b"parent_block_hash" => self.parent = read_optional_hash(reader)?,
+            b"token_ids" => self.tokens = Some(read_tokens(reader)?),
+            b"block_size" => self.block_tokens = reader.optional_u32("block_size")?,
+            b"medium" => self.medium = reader.optional_text("medium")?.map(Medium::of),
+            b"lora_id" => self.lora_id = reader.optional_u32("lora_id")?,
+            b"lora_name" => self.lora_name = reader.optional_string("lora_name")?,
+            b"cache_salt" => self.salt = reader.optional_string("cache_salt")?,
+            b"extra_keys" => self.extra_keys = read_extra_keys(reader)?,
+            b"group_idx" => self.group = reader.optional_u32("group_idx")?,
+            b"kv_cache_spec_kind" => self.spec_kind = reader.optional_text("kv_cache_spec_kind")?,
+            b"lookahead_token_ids" => {
+                self.looks_ahead = reader.kind("lookahead_token_ids")? != Kind::Nil;
+                reader.skip()?;
+            }
+            _ => reader.skip()?,
+        }
+        Ok(())
+    }
+
+    fn stored(self) -> Result<EngineEvent, EventError> {
+        let adapter = self.lora_name.or_else(|| self.lora_id.map(|number| number.to_string()));
+        let (mut salt, mut odd) = (self.salt, None);
+        if let Some(keys) = self.extra_keys {
+            odd = keys.odd;
+            let named = |text: &String| Some(text) == adapter.as_ref();
+            let mut others = keys.first.into_iter().filter(|text| !named(text));
+            salt = salt.or_else(|| others.next());
+            if others.next().is_some() {
+                odd = Some(0);
+            }
+        }
+        if self.looks_ahead {
+            odd = Some(0);
+        }
+        Ok(EngineEvent::Stored(Stored {
+            hashes: self.hashes.ok_or(EventError::Missing { field: "block_hashes" })?,
+            parent: self.parent,
+            tokens: self.tokens.unwrap_or(Tokens::Ids(Vec::new())),
+            block_tokens: self.block_tokens.ok_or(EventError::Missing { field: "block_size" })?,
+            medium: self.medium.unwrap_or(Medium::Gpu),
+            adapter,
+            extra: Extra { salt, plain_blocks: odd },
+            group: self.group,
+            is_full_attention: self.spec_kind.is_none_or(|kind| kind == b"full_attention"),
+        }))
+    }
+
+    fn removed(self) -> Result<EngineEvent, EventError> {
+        Ok(EngineEvent::Removed(Removed {
+            hashes: self.hashes.ok_or(EventError::Missing { field: "block_hashes" })?,
+            medium: self.medium.unwrap_or(Medium::Gpu),
+            group: self.group,
+        }))
+    }
+}
+
+fn read_hashes(reader: &mut Reader<'_>) -> Result<Vec<EngineHash>, EventError> {
+    let count = reader.array("block_hashes")?;
+    let mut hashes = Vec::with_capacity(reader.plausible(count));
+    for _ in 0..count {
+        hashes.push(read_hash(reader)?);
+    }
+    Ok(hashes)
+}
+
+fn read_hash(reader: &mut Reader<'_>) -> Result<EngineHash, EventError> {
+    match reader.kind("a block hash")? {
+        Kind::Integer => Ok(EngineHash::of_number(reader.bits("a block hash")?)),
+        Kind::Bytes => Ok(EngineHash::of_bytes(reader.bytes("a block hash")?)),
+        other => Err(EventError::Kind { field: "a block hash", got: other.name() }),
+    }
+}
+
+fn read_optional_hash(reader: &mut Reader<'_>) -> Result<Option<EngineHash>, EventError> {
+    if reader.nil("parent_block_hash")? { Ok(None) } else { read_hash(reader).map(Some) }
+}
+
+fn read_tokens(reader: &mut Reader<'_>) -> Result<Tokens, EventError> {
+    let before = reader.clone();
+    let count = reader.array("token_ids")?;
+    let mut ids = Vec::with_capacity(reader.plausible(count));
+    for _ in 0..count {
+        match reader.token() {
+            Some(id) => ids.push(id),
+            None => {
+                *reader = before;
+                reader.skip()?;
+                return Ok(Tokens::Other);
+            }
+        }
+    }
+    Ok(Tokens::Ids(ids))
+}
+
+/// One entry for each block: nothing, or what its hash covers besides.
+fn read_extra_keys(reader: &mut Reader<'_>) -> Result<Option<ExtraKeys>, EventError> {
+    if reader.nil("extra_keys")? {
+        return Ok(None);
+    }
+    let mut keys = ExtraKeys { first: Vec::new(), odd: None };
+    for block in 0..reader.array("extra_keys")? {
+        if reader.nil("extra_keys")? {
+            continue;
+        }
+        for _ in 0..reader.array("extra keys of a block")? {
+            let text = match reader.kind("an extra key")? {
+                Kind::Text => reader.optional_string("an extra key")?,
+                _ => {
+                    reader.skip()?;
+                    None
+                }
+            };
+            match text {
+                Some(text) if block == 0 => keys.first.push(text),
+                _ => keys.odd = keys.odd.or(Some(block)),
+            }
+        }
+    }
+    Ok(Some(keys))
+}

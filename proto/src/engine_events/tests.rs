@@ -1,0 +1,185 @@
+//! Payloads in every shape that engines send, torn and hostile ones among them. The good ones are made by the encoder that vLLM and SGLang
+//! use (msgspec), from the fields that their releases have.
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+
+const VLLM_MAPS: &str = "93cb41da4909ca200000948ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657392cffedcba987654321011b1706172656e74\
+    5f626c6f636b5f68617368c0a9746f6b656e5f696473dc00406465666768696a6b6c6d6e6f707172737475767778797a7b7c7d7e7fcc80cc81cc82cc\
+    83cc84cc85cc86cc87cc88cc89cc8acc8bcc8ccc8dcc8ecc8fcc90cc91cc92cc93cc94cc95cc96cc97cc98cc99cc9acc9bcc9ccc9dcc9ecc9fcca0cc\
+    a1cca2cca3aa626c6f636b5f73697a6520a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c0aa65787472615f6b65797392\
+    91a774656e616e7441c0a967726f75705f69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6e8aa4747970\
+    65ab426c6f636b53746f726564ac626c6f636b5f6861736865739112b1706172656e745f626c6f636b5f6861736811a9746f6b656e5f696473dc0020\
+    ce00011170ce00011171ce00011172ce00011173ce00011174ce00011175ce00011176ce00011177ce00011178ce00011179ce0001117ace0001117b\
+    ce0001117cce0001117dce0001117ece0001117fce00011180ce00011181ce00011182ce00011183ce00011184ce00011185ce00011186ce00011187\
+    ce00011188ce00011189ce0001118ace0001118bce0001118cce0001118dce0001118ece0001118faa626c6f636b5f73697a6520a76c6f72615f6964\
+    c0a66d656469756da3475055a96c6f72615f6e616d65c0a967726f75705f69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f61\
+    7474656e74696f6e84a474797065ac426c6f636b52656d6f766564ac626c6f636b5f6861736865739111a66d656469756da3475055a967726f75705f\
+    6964780081a474797065b0416c6c426c6f636b73436c656172656403";
+const BATCH_MAP: &str = "83a27473cb41da4909ca200000a66576656e74739184a474797065ac426c6f636b52656d6f766564ac626c6f636b5f6861736865739111a66d656469\
+    756da3475055a967726f75705f69647800b2646174615f706172616c6c656c5f72616e6b01";
+const VLLM_BYTES: &str = "93cb41da4909ca200000918ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391c420010101010101010101010101010101\
+    0101010101010101010101010101010101b1706172656e745f626c6f636b5f68617368c4200202020202020202020202020202020202020202020202\
+    020202020202020202a9746f6b656e5f696473dc0010000102030405060708090a0b0c0d0e0faa626c6f636b5f73697a6510a76c6f72615f696407a6\
+    6d656469756da3475055a96c6f72615f6e616d65a9616461707465722d78aa65787472615f6b6579739191a9616461707465722d78b26b765f636163\
+    68655f737065635f6b696e64ae736c6964696e675f77696e646f77bc6b765f63616368655f737065635f736c6964696e675f77696e646f77cd1000c0";
+const VLLM_ARRAYS: &str = "93cb41da4909ca2000009398ab426c6f636b53746f72656492050604dc0020000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c\
+    1d1e1f10c0a3475055c093ac426c6f636b52656d6f7665649105c091b0416c6c426c6f636b73436c6561726564c0";
+const SGLANG_ARRAYS: &str = "93cb41da4909ca200000929aab426c6f636b53746f72656492fe09c0940001020302c0aa4350555f50494e4e4544a774656e616e7442c0a961646170\
+    7465722d799aab426c6f636b53746f72656491fdfe9292010292030402c0a3475055c0c0c001";
+
+fn bytes(hex: &str) -> Vec<u8> {
+    let digits: Vec<u8> =
+        hex.chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit as u8).collect();
+    digits.as_chunks().0.iter().map(|[high, low]| high << 4 | low).collect()
+}
+
+fn stored(event: &EngineEvent) -> &Stored {
+    match event {
+        EngineEvent::Stored(stored) => stored,
+        other => panic!("{other:?} is no store"),
+    }
+}
+
+fn number(number: u64) -> EngineHash {
+    EngineHash::of_number(number)
+}
+
+#[test]
+fn maps_of_vllm_with_a_salt_and_a_chain() {
+    let batch = decode(&bytes(VLLM_MAPS), Dialect::Vllm).unwrap();
+    assert_eq!((batch.at_s, batch.rank, batch.unknown_events), (1_763_977_000.5, Some(3), 0));
+    let [salted, chained, removed, cleared] = &batch.events[..] else { panic!("{batch:?}") };
+    let salted = stored(salted);
+    assert_eq!(salted.hashes, [number(0xfedc_ba98_7654_3210), number(17)]);
+    assert_eq!((salted.parent, salted.block_tokens, salted.medium), (None, 32, Medium::Gpu));
+    assert_eq!(salted.tokens, Tokens::Ids((100..164).collect()));
+    assert_eq!(salted.extra, Extra { salt: Some("tenantA".to_owned()), plain_blocks: None });
+    assert_eq!((salted.group, salted.is_full_attention), (Some(0), true));
+    let chained = stored(chained);
+    assert_eq!((chained.parent, &chained.hashes[..]), (Some(number(17)), &[number(18)][..]));
+    assert_eq!(chained.tokens, Tokens::Ids((70_000..70_032).collect()));
+    assert_eq!(chained.extra, Extra::default());
+    let gone = Removed { hashes: vec![number(17)], medium: Medium::Gpu, group: Some(0) };
+    assert_eq!((removed, cleared), (&EngineEvent::Removed(gone), &EngineEvent::Cleared));
+}
+
+#[test]
+fn a_batch_that_is_a_map_itself() {
+    let batch = decode(&bytes(BATCH_MAP), Dialect::Vllm).unwrap();
+    assert_eq!((batch.rank, batch.events.len()), (Some(1), 1));
+}
+
+#[test]
+fn hashes_of_bytes_an_adapter_and_a_group_with_a_window() {
+    let batch = decode(&bytes(VLLM_BYTES), Dialect::Vllm).unwrap();
+    let stored = stored(&batch.events[0]);
+    assert_eq!(stored.hashes, [EngineHash::of_bytes(&[1; 32])]);
+    assert_eq!(stored.parent, Some(EngineHash::of_bytes(&[2; 32])));
+    assert_eq!(stored.adapter.as_deref(), Some("adapter-x"), "a name comes before a number");
+    assert_eq!(stored.extra, Extra::default(), "the adapter's name among the extra keys says nothing new");
+    assert!(!stored.is_full_attention);
+}
+
+#[test]
+fn arrays_of_older_releases() {
+    let batch = decode(&bytes(VLLM_ARRAYS), Dialect::Vllm).unwrap();
+    let [first, removed, cleared] = &batch.events[..] else { panic!("{batch:?}") };
+    let first = stored(first);
+    assert_eq!((first.parent, &first.hashes[..]), (Some(number(4)), &[number(5), number(6)][..]));
+    assert!(first.is_full_attention && first.group.is_none());
+    assert!(matches!(removed, EngineEvent::Removed(removed) if removed.hashes == [number(5)]));
+    assert_eq!(cleared, &EngineEvent::Cleared);
+}
+
+#[test]
+fn arrays_of_sglang_with_signed_hashes_a_salt_and_pairs_of_tokens() {
+    let batch = decode(&bytes(SGLANG_ARRAYS), Dialect::Sglang).unwrap();
+    let [salted, pairs] = &batch.events[..] else { panic!("{batch:?}") };
+    let salted = stored(salted);
+    assert_eq!(salted.hashes, [number((-2i64).cast_unsigned()), number(9)]);
+    assert_eq!((salted.medium, salted.extra.salt.as_deref()), (Medium::Cpu, Some("tenantB")));
+    assert_eq!(salted.adapter.as_deref(), Some("adapter-y"));
+    let pairs = stored(pairs);
+    assert_eq!((pairs.parent, &pairs.tokens), (Some(number((-2i64).cast_unsigned())), &Tokens::Other));
+    assert_eq!(batch.rank, Some(1));
+    // Read as the other engine's, an adapter stands where extra keys should.
+    let misread = decode(&bytes(SGLANG_ARRAYS), Dialect::Vllm);
+    assert!(misread.is_err(), "{misread:?}");
+}
+
+#[test]
+fn fields_and_events_of_later_releases_are_passed_over() {
+    // [0, [{"type": "BlockMoved", "x": [[1, {2: 3}]]}, {"block_hashes": [1], "later": {"a": [1]}, "block_size": 4, "type": "BlockStored"}]]
+    let mut payload = vec![0x92, 0x00, 0x92];
+    payload.extend(b"\x82\xa4type\xaaBlockMoved\xa1x\x91\x92\x01\x81\x02\x03");
+    payload.extend(
+        b"\x84\xacblock_hashes\x91\x01\xa5later\x81\xa1a\x91\x01\xaablock_size\x04\xa4type\xabBlockStored",
+    );
+    let batch = decode(&payload, Dialect::Vllm).unwrap();
+    assert_eq!((batch.unknown_events, batch.events.len()), (1, 1));
+    let stored = stored(&batch.events[0]);
+    assert_eq!((&stored.hashes[..], &stored.tokens), (&[number(1)][..], &Tokens::Ids(Vec::new())));
+}
+
+/// One block stored with these extra keys, in msgpack.
+fn with_extra_keys(keys: &[u8]) -> Extra {
+    let mut payload = vec![0x92, 0x00, 0x91];
+    payload.extend(b"\x84\xa4type\xabBlockStored\xacblock_hashes\x91\x01\xaablock_size\x04\xaaextra_keys");
+    payload.extend(keys);
+    let batch = decode(&payload, Dialect::Vllm).unwrap();
+    stored(&batch.events[0]).extra.clone()
+}
+
+#[test]
+fn a_block_whose_hash_covers_what_is_not_told_is_no_plain_one() {
+    assert_eq!(with_extra_keys(b"\x92\xc0\xc0"), Extra::default());
+    // An image's hash with its place, behind a salt.
+    let image = with_extra_keys(b"\x92\x91\xa1s\x91\x92\xa2h1\x05");
+    assert_eq!(image, Extra { salt: Some("s".to_owned()), plain_blocks: Some(1) });
+    // Two texts that nobody can tell apart.
+    let two = with_extra_keys(b"\x91\x92\xa1s\xa1t");
+    assert_eq!(two.plain_blocks, Some(0));
+}
+
+#[test]
+fn every_torn_payload_is_an_error() {
+    for whole in [VLLM_MAPS, VLLM_BYTES, VLLM_ARRAYS, SGLANG_ARRAYS, BATCH_MAP].map(bytes) {
+        for end in 0..whole.len() - 1 {
+            let torn = decode(&whole[..end], Dialect::Vllm);
+            // Without its last fields, the batch of an array still says how many there are.
+            assert!(torn.is_err(), "{end} of {} bytes: {torn:?}", whole.len());
+        }
+    }
+}
+
+#[test]
+fn no_single_byte_does_more_than_change_what_is_read() {
+    for whole in [VLLM_MAPS, VLLM_BYTES, VLLM_ARRAYS, SGLANG_ARRAYS].map(bytes) {
+        for at in 0..whole.len() {
+            for to in [0, 0x7f, 0x80, 0x9f, 0xc0, 0xc1, 0xc6, 0xc9, 0xd9, 0xdb, 0xdd, 0xdf, 0xff] {
+                let mut changed = whole.clone();
+                changed[at] = to;
+                let _ = decode(&changed, Dialect::Sglang);
+            }
+        }
+    }
+}
+
+#[test]
+fn lengths_and_nesting_that_nobody_sends_cost_nothing() {
+    // Four thousand million hashes in six bytes.
+    let many = b"\x92\x00\x91\x82\xa4type\xacBlockRemoved\xacblock_hashes\xdd\xff\xff\xff\xff\x01";
+    assert_eq!(decode(many, Dialect::Vllm), Err(EventError::Cut { field: "an event" }));
+    assert_eq!(
+        decode(b"\x92\x00\xdd\xff\xff\xff\xff", Dialect::Vllm),
+        Err(EventError::TooMany { count: 0xffff_ffff })
+    );
+    // Arrays in arrays, a million deep.
+    let deep = [&[0x92][..], &vec![0x91; 1 << 20][..]].concat();
+    assert!(decode(&deep, Dialect::Vllm).is_err());
+    let (text, nothing) = (decode(b"\xa2no", Dialect::Vllm), decode(b"", Dialect::Vllm));
+    assert_eq!(text, Err(EventError::Kind { field: "the batch", got: "a text" }));
+    assert_eq!(nothing, Err(EventError::Cut { field: "the batch" }));
+    assert_eq!(decode(b"\x91\x00", Dialect::Vllm), Err(EventError::Missing { field: "events" }));
+}
