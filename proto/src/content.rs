@@ -31,9 +31,22 @@ fn key(hash: BlockHash) -> (u64, u64) {
 
 /// Fills `bytes` with the content of block `hash`. A longer buffer continues a shorter one.
 pub fn fill(hash: BlockHash, bytes: &mut [u8]) {
+    fill_from(key(hash), 0, bytes);
+}
+
+/// Fills `bytes` with what the content of block `hash` has from byte `start` on, as a slice of it does.
+pub fn fill_at(hash: BlockHash, start: usize, bytes: &mut [u8]) {
     let key = key(hash);
+    let (first, within) = ((start / STRIDE) as u64, start % STRIDE);
+    let (head, rest) = bytes.split_at_mut(bytes.len().min((STRIDE - within) % STRIDE));
+    head.copy_from_slice(&word(key, first).to_le_bytes()[within..][..head.len()]);
+    fill_from(key, first + u64::from(within > 0), rest);
+}
+
+/// Fills `bytes` with the words of the stream from this position on.
+fn fill_from(key: (u64, u64), first: u64, bytes: &mut [u8]) {
     let (words, tail) = bytes.as_chunks_mut::<STRIDE>();
-    let mut position = 0;
+    let mut position = first;
     for chunk in words {
         *chunk = word(key, position).to_le_bytes();
         position += 1;
@@ -95,6 +108,9 @@ mod tests {
         for (start, end) in (0..40).flat_map(|start| (start..40).map(move |end| (start, end))) {
             let mut part = whole[start..end].to_vec();
             assert!(matches_at(hash, start, &part), "{start}..{end}");
+            let mut filled = vec![0; part.len()];
+            fill_at(hash, start, &mut filled);
+            assert_eq!(filled, part, "{start}..{end}");
             // Neighbouring bytes may be equal by themselves; words of them are not.
             assert!(part.len() < STRIDE || !matches_at(hash, start + 1, &part), "{start}..{end} elsewhere");
             for at in 0..part.len() {

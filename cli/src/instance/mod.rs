@@ -10,6 +10,7 @@ mod metrics;
 mod prefill;
 mod report;
 mod request;
+mod saving;
 mod serve;
 mod shares;
 mod start;

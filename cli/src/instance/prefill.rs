@@ -1,7 +1,8 @@
-//! A prefill that takes its time: one request's at a time, layer by layer beside its load, and every slice compared as it comes.
+//! A prefill that takes its time: one request's at a time, layer by layer beside its load, and every slice compared as it comes. What is
+//! computed leaves for its node while the next layer is.
 //!
 //! What the engine does next [`Prefill`] says; here its layers take the time that the profile says they take. Not here: what is
-//! done where compute takes no time, and saving (`serve.rs`).
+//! done where compute takes no time, and saving what is left behind it (`serve.rs`).
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -13,11 +14,13 @@ use kv_core::id::{BlockHash, Tier};
 use kv_core::pipeline::{Costs, Next};
 use kvfleet_client::{BlockRoom, FetchCall, HeldLease, Prefill, PrefillCall, PrefillEnd};
 use kvfleet_proto::{content, pb};
+use kvfleet_transport::Asker;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep_until};
 
 use super::blocks::BlockShape;
 use super::request::Job;
+use super::saving::Saving;
 use super::serve::{Engine, blocks_u32, micros};
 
 /// How much later than it was due compute may wake up and go on as if it had not: timers have a grain of a millisecond.
@@ -89,13 +92,15 @@ impl BlockRoom for CheckedRoom {
 }
 
 impl Engine {
-    /// Loads and computes side by side once it is the request's turn. Answers where leases may be held now.
+    /// Loads, computes and saves side by side once it is the request's turn. Answers where leases may be held now, and what is being
+    /// saved.
     pub(super) async fn prefill(
         &self,
         job: &Job,
-        call: FetchCall,
+        asker: &Asker,
         reply: &mut pb::RunReply,
-    ) -> BTreeSet<HeldLease> {
+    ) -> (BTreeSet<HeldLease>, Option<Saving>) {
+        let call = self.call(job, asker);
         let asked = Instant::now();
         let sources = call.sources.clone();
         let (seen, rooms) = self.rooms(&call);
@@ -115,7 +120,7 @@ impl Engine {
             Ok(prefill) => prefill,
             Err(error) => {
                 reply.misses.push(error.to_string());
-                return BTreeSet::new();
+                return (BTreeSet::new(), None);
             }
         };
         let read_buffer_bytes = prefill.read_buffer_bytes();
@@ -127,7 +132,8 @@ impl Engine {
         let begun = Instant::now();
         prefill.begin();
         drop(buffer);
-        run(&mut prefill, &costs).await;
+        let mut saving = self.saving(job, asker, sources.iter().map(|source| source.len_blocks).sum());
+        run(&mut prefill, &costs, saving.as_mut()).await;
         drop(turn);
         let took = begun.elapsed();
         let end = prefill.end();
@@ -138,9 +144,10 @@ impl Engine {
             recompute_us,
             computed_blocks: blocks_u32(end.computed.len()),
             read_buffer_bytes,
+            streamed_blocks: 0,
         });
         count(&end, &sources, &seen, self.blocks.payload_bytes(), reply);
-        end.leases.into_iter().collect()
+        (end.leases.into_iter().collect(), saving)
     }
 
     /// Bytes a second that the profile says of a source.
@@ -178,22 +185,22 @@ impl Engine {
     }
 }
 
-/// Computes what is said, each layer as long as it costs.
-async fn run(prefill: &mut Prefill<CheckedRoom>, costs: &Costs) {
+/// Computes what is said, each layer as long as it costs, and puts what is new of it.
+async fn run(prefill: &mut Prefill<CheckedRoom>, costs: &Costs, mut saving: Option<&mut Saving>) {
     let mut due = Instant::now();
     loop {
         let asked = Instant::now();
         let next = prefill.next().await;
         // Only what its own timer is late is made up for.
         due += asked.elapsed();
-        let ns = match next {
+        let ns = match &next {
             Next::Layer { .. } => {
                 let of = |block: u32| costs.block_layer_ns.get(block as usize).copied().unwrap_or_default();
                 prefill.pass().map(of).fold(costs.new_layer_ns, u64::saturating_add)
             }
             Next::CatchUp { blocks, layers } => {
                 let of = |block: &u32| costs.block_layer_ns.get(*block as usize).copied().unwrap_or_default();
-                blocks.iter().map(of).fold(0, u64::saturating_add).saturating_mul(layers.into())
+                blocks.iter().map(of).fold(0, u64::saturating_add).saturating_mul((*layers).into())
             }
             Next::Done | Next::Wait { .. } => return,
         };
@@ -203,6 +210,9 @@ async fn run(prefill: &mut Prefill<CheckedRoom>, costs: &Costs) {
         }
         due += Duration::from_nanos(ns);
         sleep_until(due).await;
+        if let (Next::Layer { .. }, Some(saving)) = (&next, saving.as_deref_mut()) {
+            saving.put();
+        }
     }
 }
 

@@ -2,9 +2,10 @@
 //! save the new blocks, end the lease.
 //!
 //! Not here: making and checking blocks (`blocks.rs`), the wire form of requests (`request.rs`), and
-//! what moves the bytes (`kvfleet-client`).
+//! what moves the bytes (`kvfleet-client`). Where compute takes time, `prefill.rs` and `saving.rs` fetch and save beside it.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,7 @@ use kv_core::id::{BlockHash, Epoch, IdentityDigest, LeaseId, Tier};
 use kv_core::schedule::HardwareProfile;
 use kvfleet_client::{
     Asker, Client, FetchCall, FetchOutcome, HeldLease, SAVE_DEADLINE, SaveAnswer, SaveCall, SaveDone,
-    SaveRefusal,
+    SaveError, SaveRefusal,
 };
 use kvfleet_proto::pb;
 
@@ -21,6 +22,7 @@ use super::config::InstanceConfig;
 use super::load::{Running, Working};
 use super::prefill::Accelerator;
 use super::request::Job;
+use super::saving::Saving;
 
 /// Most time a fetch is given, however long recomputing would take under the profile: behind a node that
 /// died without a word, a request must end while somebody still waits for it.
@@ -49,23 +51,20 @@ impl Engine {
         let mut reply =
             pb::RunReply { asked_blocks: blocks_u32(job.hashes.len()), ..pb::RunReply::default() };
         let asker = self.asker(&job, lease);
-        let call = self.call(&job, &asker);
-        let mut leases = if self.config.time_scale > 0.0 {
-            self.prefill(&job, call, &mut reply).await
-        } else if call.sources.is_empty() {
-            BTreeSet::new()
+        let (mut leases, saving) = if self.config.time_scale > 0.0 {
+            self.prefill(&job, &asker, &mut reply).await
         } else {
-            self.fetch(call, &mut reply).await
+            (self.fetch(self.call(&job, &asker), &mut reply).await, None)
         };
         self.account(&job, &mut reply);
         running.prefilled();
         if job.wait_save {
-            leases.extend(self.save(&job, &asker, &mut reply).await);
+            leases.extend(self.save(&job, &asker, saving, &mut reply).await);
             self.release(leases).await;
         } else {
             tokio::spawn(async move {
                 let mut ignored = pb::RunReply { hit_blocks: reply.hit_blocks, ..pb::RunReply::default() };
-                leases.extend(self.save(&job, &asker, &mut ignored).await);
+                leases.extend(self.save(&job, &asker, saving, &mut ignored).await);
                 self.release(leases).await;
                 drop(running);
             });
@@ -86,7 +85,7 @@ impl Engine {
     }
 
     /// What the decision says is fetched. Without GPU memory, what it counts on there is computed, and with it all that lies behind.
-    fn call(&self, job: &Job, asker: &Asker) -> FetchCall {
+    pub(super) fn call(&self, job: &Job, asker: &Asker) -> FetchCall {
         let sources = if job.resident_blocks > 0 { Vec::new() } else { job.sources.clone() };
         FetchCall {
             lease: asker.lease,
@@ -104,6 +103,9 @@ impl Engine {
 
     /// Fetches all of it and compares every byte. Answers where leases may be held now.
     async fn fetch(&self, call: FetchCall, reply: &mut pb::RunReply) -> BTreeSet<HeldLease> {
+        if call.sources.is_empty() {
+            return BTreeSet::new();
+        }
         let begun = Instant::now();
         let (request, hashes) = (call.request, call.hashes.clone());
         let outcome = self.client.fetch(call).await;
@@ -143,56 +145,78 @@ impl Engine {
         reply.modelled_prefill_uncached_us = micros(modelled_prefill(&self.profile, job, 0));
     }
 
-    /// Saves what was not a hit. Answers where a lease may be held now.
-    async fn save(&self, job: &Job, asker: &Asker, reply: &mut pb::RunReply) -> Option<HeldLease> {
+    /// Saves what was not a hit, as far as it is not on its way already. Answers where a lease may be held now.
+    async fn save(
+        &self,
+        job: &Job,
+        asker: &Asker,
+        saving: Option<Saving>,
+        reply: &mut pb::RunReply,
+    ) -> Option<HeldLease> {
         let hits = (reply.hit_blocks as usize).min(job.hashes.len());
-        let (known, new) = job.hashes.split_at(hits);
-        if new.is_empty() {
+        let streamed_from = saving.as_ref().map_or(job.hashes.len(), |saving| saving.first_block as usize);
+        let new = hits..streamed_from.max(hits);
+        if new.is_empty() && saving.is_none() {
             return None;
         }
         let Some(node) = &job.save_to else {
             reply.refused_blocks += blocks_u32(new.len());
             return None;
         };
-        let call = SaveCall {
+        let begun = Instant::now();
+        let lease = HeldLease { address: node.address.clone(), lease: asker.lease };
+        let streamed = saving.map(|saving| (job.hashes.len() - streamed_from, saving.finish()));
+        if !new.is_empty() {
+            let call = self.whole(job, asker, node, new.clone());
+            self.count(self.offer(&call).await, new.len(), reply);
+        }
+        if let Some((blocks, saved)) = streamed {
+            let saved = match saved {
+                Some(saved) => saved.answer().await,
+                None => Err(SaveError::Stopped),
+            };
+            if let (Ok(saved), Some(timed)) = (&saved, &mut reply.timed) {
+                timed.streamed_blocks += saved.streamed_blocks;
+            }
+            self.count(done(saved.map(|saved| saved.answer), &node.address), blocks, reply);
+        }
+        reply.save_us = micros(begun.elapsed());
+        Some(lease)
+    }
+
+    /// These blocks of a job as whole frames.
+    fn whole(&self, job: &Job, asker: &Asker, node: &pb::Holder, new: Range<usize>) -> SaveCall {
+        let (known, hashes) = (&job.hashes[..new.start], job.hashes[new].to_vec());
+        SaveCall {
             asker: asker.clone(),
             address: node.address.clone(),
             epoch: Epoch(node.epoch),
             parent: known.last().copied(),
             first_offset_blocks: blocks_u32(known.len()),
-            hashes: new.to_vec(),
+            hashes: hashes.clone(),
             frame_bytes: self.blocks.frame_bytes(),
             frame: {
-                let (blocks, hashes) = (Arc::clone(&self.blocks), new.to_vec());
+                let blocks = Arc::clone(&self.blocks);
                 Arc::new(move |position| blocks.make(hashes[position]))
             },
             deadline: SAVE_DEADLINE,
-        };
-        let begun = Instant::now();
-        match self.offer(&call).await {
-            Some(done) => count_saved(&done, self.blocks.payload_bytes(), reply),
-            None => reply.refused_blocks += blocks_u32(new.len()),
         }
-        reply.save_us = micros(begun.elapsed());
-        Some(call.lease())
+    }
+
+    /// Counts what became of a save of so many blocks.
+    fn count(&self, saved: Option<SaveDone>, blocks: usize, reply: &mut pb::RunReply) {
+        match saved {
+            Some(done) => count_saved(&done, self.blocks.payload_bytes(), reply),
+            None => reply.refused_blocks += blocks_u32(blocks),
+        }
     }
 
     /// Offers until the node takes or refuses it, or has been busy too often.
     async fn offer(&self, call: &SaveCall) -> Option<SaveDone> {
         for _ in 0..SAVE_OFFERS_MAX {
             match self.client.save(call).await {
-                Ok(SaveAnswer::Done(done)) => return Some(done),
                 Ok(SaveAnswer::Busy { retry_after }) => tokio::time::sleep(retry_after).await,
-                // The node has better use for the room.
-                Ok(SaveAnswer::Refused(SaveRefusal::Worth)) => return None,
-                Ok(SaveAnswer::Refused(why)) => {
-                    tracing::warn!(node = call.address, ?why, "a node refused a save");
-                    return None;
-                }
-                Err(cause) => {
-                    tracing::warn!(node = call.address, %cause, "a save failed");
-                    return None;
-                }
+                answered => return done(answered, &call.address),
             }
         }
         tracing::warn!(node = call.address, "a node stayed busy: blocks stay unsaved");
@@ -205,6 +229,19 @@ impl Engine {
             tracing::debug!(%error, address = held.address, "lease left to expire");
         }
     }
+}
+
+/// What was saved; else it is said why nothing was.
+fn done(answered: Result<SaveAnswer, SaveError>, node: &str) -> Option<SaveDone> {
+    match answered {
+        Ok(SaveAnswer::Done(done)) => return Some(done),
+        // The node has better use for the room.
+        Ok(SaveAnswer::Refused(SaveRefusal::Worth)) => {}
+        Ok(SaveAnswer::Refused(why)) => tracing::warn!(node, ?why, "a node refused a save"),
+        Ok(SaveAnswer::Busy { .. }) => tracing::warn!(node, "a node stayed busy: blocks stay unsaved"),
+        Err(cause) => tracing::warn!(node, %cause, "a save failed"),
+    }
+    None
 }
 
 /// Counts what arrived by what became of it, and leading right blocks as hits. A wrong block ends them: it

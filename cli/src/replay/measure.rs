@@ -67,6 +67,8 @@ pub struct TimedPrefill {
     pub computed_blocks: u32,
     /// Bytes that were loaded before its turn.
     pub read_buffer_bytes: u64,
+    /// Blocks stored from slices that left while later layers were computed.
+    pub streamed_blocks: u32,
 }
 
 /// Blocks by tier.

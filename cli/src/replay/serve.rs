@@ -247,6 +247,7 @@ fn sample(reply: &pb::RunReply, routed: &Routed) -> Sample {
             recompute_us: timed.recompute_us,
             computed_blocks: timed.computed_blocks,
             read_buffer_bytes: timed.read_buffer_bytes,
+            streamed_blocks: timed.streamed_blocks,
         }),
         modelled: ModelledSample {
             transfer_us: routed.transfer_us,

@@ -175,6 +175,8 @@ pub struct Prefill {
     pub computed_blocks: u64,
     /// Bytes that were loaded before their request's turn.
     pub read_buffer_bytes: u64,
+    /// Blocks stored from slices that left while later layers were computed.
+    pub streamed_blocks: u64,
 }
 
 /// Below this, a timer that wakes a millisecond late is a share of the time that says nothing of waiting.
@@ -194,6 +196,7 @@ impl Prefill {
             idle_share: ratio(sum(|one| one.idle_us), sum(|one| one.prefill_us)),
             computed_blocks: sum(|one| one.computed_blocks.into()),
             read_buffer_bytes: sum(|one| one.read_buffer_bytes),
+            streamed_blocks: sum(|one| one.streamed_blocks.into()),
         })
     }
 }

@@ -144,11 +144,12 @@ fn prefill(out: &mut String, report: &Report) {
     row(out, "prefill", &times_of(prefill.prefill_us));
     let worst = prefill.over_recompute_max.map_or(String::new(), |worst| format!(", {worst:.2} at worst"));
     let text = format!(
-        "{:.2} of computing all{worst}; compute idle {:.1} %, {} blocks computed in place of waiting, {} ahead",
+        "{:.2} of computing all{worst}; compute idle {:.1} %, {} blocks computed in place of waiting, {} ahead; {} blocks saved layer by layer",
         prefill.over_recompute,
         100.0 * prefill.idle_share,
         prefill.computed_blocks,
-        human_bytes(prefill.read_buffer_bytes)
+        human_bytes(prefill.read_buffer_bytes),
+        prefill.streamed_blocks
     );
     row(out, "  beside its load", &text);
     row(out, "  behind others", &times_of(prefill.queue_us));

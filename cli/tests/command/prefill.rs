@@ -26,6 +26,10 @@ fn what_a_prefill_loads_is_what_was_saved_over_every_transport() {
         assert!(report["block_hits"].as_u64().unwrap() > 0, "{report:#}");
         assert!(report["verified_bytes"].as_u64().unwrap() > 0, "{report:#}");
         assert!(prefill["over_recompute"].as_f64().unwrap() > 0.0, "{report:#}");
+        assert!(
+            prefill["streamed_blocks"].as_u64().unwrap() > 0,
+            "nothing left while it was computed: {report:#}"
+        );
         assert_eq!(report["fetch_us"]["count"], 0, "no fetch is timed by itself: {report:#}");
     }
     assert!(replay(&place, &[])["prefill"].is_null(), "where compute takes no time, nothing is timed");
