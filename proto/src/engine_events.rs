@@ -272,8 +272,11 @@ fn read_event(reader: &mut Reader<'_>, dialect: Dialect) -> Result<Option<Engine
         }
         Kind::Map => {
             let whole = reader.whole("an event")?;
-            // The name may stand anywhere, and says how the others are read.
-            let partial = Partial::named(&mut whole.clone())?;
+            let partial = match Partial::named(&mut whole.clone()) {
+                // What another kind has under a name that we know may be something else.
+                Err(_) if is_unknown(&mut whole.clone())? => return Ok(None),
+                partial => partial?,
+            };
             match partial.name {
                 b"BlockStored" => partial.stored().map(Some),
                 b"BlockRemoved" => partial.removed().map(Some),
@@ -284,6 +287,18 @@ fn read_event(reader: &mut Reader<'_>, dialect: Dialect) -> Result<Option<Engine
         }
         other => Err(EventError::Kind { field: "an event", got: other.name() }),
     }
+}
+
+/// Whether an event in a map is of a kind that is not known. Its name may stand anywhere.
+fn is_unknown(reader: &mut Reader<'_>) -> Result<bool, EventError> {
+    for _ in 0..reader.map("an event")? {
+        if reader.text("a field's name")? == b"type" {
+            let name = reader.text("the type of an event")?;
+            return Ok(![&b"BlockStored"[..], b"BlockRemoved", b"AllBlocksCleared"].contains(&name));
+        }
+        reader.skip()?;
+    }
+    Ok(false)
 }
 
 /// What was read of an event so far.

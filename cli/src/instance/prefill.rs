@@ -209,9 +209,13 @@ async fn run(prefill: &mut Prefill<CheckedRoom>, costs: &Costs, mut saving: Opti
             due = now;
         }
         due += Duration::from_nanos(ns);
+        let is_layer = matches!(next, Next::Layer { .. });
+        let mut saving = saving.as_deref_mut().filter(|_| is_layer);
+        // Made within the layer's own time: an engine has it at the end of that.
+        let made = saving.as_deref().map(Saving::next);
         sleep_until(due).await;
-        if let (Next::Layer { .. }, Some(saving)) = (&next, saving.as_deref_mut()) {
-            saving.put();
+        if let (Some(saving), Some(made)) = (&mut saving, made) {
+            saving.put(made);
         }
     }
 }

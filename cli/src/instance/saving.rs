@@ -62,15 +62,19 @@ impl Engine {
 }
 
 impl Saving {
-    /// The next layer is computed.
-    pub(super) fn put(&mut self) {
+    /// The slices of the next layer; none behind the last.
+    pub(super) fn next(&self) -> Vec<Bytes> {
         let lengths = self.shape.slice_bytes();
-        let Some(&bytes) = lengths.get(self.layer) else { return };
-        let (bytes, start) =
-            (bytes as usize, lengths[..self.layer].iter().map(|bytes| *bytes as usize).sum());
+        let Some(&bytes) = lengths.get(self.layer) else { return Vec::new() };
+        let start = lengths[..self.layer].iter().map(|bytes| *bytes as usize).sum();
+        computed(&self.hashes, start, bytes as usize)
+    }
+
+    /// That layer is computed.
+    pub(super) fn put(&mut self, slices: Vec<Bytes>) {
         self.layer += 1;
-        // Fails only with slices of another length, and then the end says what is missing.
-        let _ = self.save.put_shared(computed(&self.hashes, start, bytes));
+        // Fails only with slices of another length, or one layer too many, and then the end says what is wrong.
+        let _ = self.save.put_shared(slices);
     }
 
     /// All layers are put; nothing when some are missing.

@@ -122,6 +122,14 @@ fn fields_and_events_of_later_releases_are_passed_over() {
     assert_eq!((&stored.hashes[..], &stored.tokens), (&[number(1)][..], &Tokens::Ids(Vec::new())));
 }
 
+#[test]
+fn a_kind_that_is_not_known_may_have_something_else_under_a_name_that_is() {
+    let moved = b"\x92\x00\x91\x82\xacblock_hashes\xa2no\xa4type\xaaBlockMoved";
+    assert_eq!(decode(moved, Dialect::Vllm).unwrap().unknown_events, 1);
+    let stored = b"\x92\x00\x91\x82\xacblock_hashes\xa2no\xa4type\xabBlockStored";
+    assert_eq!(decode(stored, Dialect::Vllm), Err(EventError::Kind { field: "block_hashes", got: "a text" }));
+}
+
 /// One block stored with these extra keys, in msgpack.
 fn with_extra_keys(keys: &[u8]) -> Extra {
     let mut payload = vec![0x92, 0x00, 0x91];

@@ -4,6 +4,7 @@
 
 use std::future::poll_fn;
 use std::net::SocketAddr;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
@@ -193,19 +194,17 @@ async fn serve_connection(connection: Connection, shared: Arc<Shared>) {
         });
         // Most fetches of what is in DRAM wait for nothing. One that became a task at once would wake another thread, which then
         // writes to the connection while this one sends.
-        if poll_once(operation.as_mut()).await.is_none() {
+        if poll_once(operation.as_mut()).await.is_pending() {
             streams.spawn(operation);
         }
     }
 }
 
-/// What it gives if it waits for nothing.
-async fn poll_once<F: Future>(mut work: Pin<&mut F>) -> Option<F::Output> {
-    poll_fn(|cx| {
-        Poll::Ready(match work.as_mut().poll(cx) {
-            Poll::Ready(done) => Some(done),
-            Poll::Pending => None,
-        })
+/// Begins `work`. As in a task of its own, what breaks in it ends nothing else.
+async fn poll_once(mut work: Pin<&mut (impl Future<Output = ()> + Send)>) -> Poll<()> {
+    poll_fn(|context| {
+        let polled = catch_unwind(AssertUnwindSafe(|| work.as_mut().poll(context)));
+        Poll::Ready(polled.unwrap_or(Poll::Ready(())))
     })
     .await
 }
