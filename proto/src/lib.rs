@@ -13,6 +13,7 @@ pub mod engine_events;
 pub mod frame;
 pub mod tls;
 pub mod trace_context;
+pub mod zmtp;
 
 /// Control calls: router, node and stand-in instance (`kvfleet.v1`).
 pub mod pb {

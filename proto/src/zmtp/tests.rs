@@ -1,0 +1,152 @@
+//! What peers say that are no publishers, old ones, torn ones and hostile ones, byte by byte.
+#![allow(clippy::unwrap_used)]
+
+use kvfleet_errors_doc::says;
+use tokio::io::{DuplexStream, duplex};
+
+use super::*;
+
+/// What libzmq 4.3 says first.
+fn greeting() -> Vec<u8> {
+    let mut greeting = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 1];
+    greeting.extend(b"NULL");
+    greeting.resize(64, 0);
+    greeting
+}
+
+fn ready(socket: &str) -> Vec<u8> {
+    let mut body = b"\x05READY\x0bSocket-Type\0\0\0".to_vec();
+    body.push(socket.len() as u8);
+    body.extend(socket.as_bytes());
+    body.extend(b"\x08Identity\0\0\0\0");
+    [&[4, body.len() as u8], &body[..]].concat()
+}
+
+/// What becomes of a subscriber to whom this is said, so many bytes at a time.
+async fn told(bytes: &[u8], at_once: usize) -> (Result<Connection<DuplexStream>, ZmtpError>, DuplexStream) {
+    let (ours, mut theirs) = duplex(1 << 20);
+    let said = async {
+        for piece in bytes.chunks(at_once) {
+            theirs.write_all(piece).await.unwrap();
+            tokio::task::yield_now().await;
+        }
+    };
+    let (connection, ()) = tokio::join!(Connection::greet(ours, Role::Subscriber), said);
+    (connection, theirs)
+}
+
+async fn connected() -> (Connection<DuplexStream>, DuplexStream) {
+    let (connection, mut theirs) = told(&[greeting(), ready("PUB")].concat(), 1 << 20).await;
+    let mut first = vec![0; 64 + 2 + 25];
+    theirs.read_exact(&mut first).await.unwrap();
+    (connection.unwrap(), theirs)
+}
+
+#[tokio::test]
+async fn a_greeting_may_come_in_any_pieces() {
+    for at_once in [1, 3, 64, 1_000] {
+        let (connection, mut theirs) = told(&[greeting(), ready("XPUB")].concat(), at_once).await;
+        let mut connection = connection.unwrap();
+        connection.subscribe(b"kv@").await.unwrap();
+        let mut heard = vec![0; 64 + 2 + 25 + 2 + 4];
+        theirs.read_exact(&mut heard).await.unwrap();
+        assert_eq!(heard[..12], [0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0]);
+        assert_eq!(&heard[64..91], b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03SUB");
+        assert_eq!(&heard[91..], b"\0\x04\x01kv@");
+    }
+}
+
+#[tokio::test]
+async fn who_is_no_publisher_is_told_apart() {
+    let (http, _peer) = told(b"HTTP/1.1 400 Bad Request\r\n\r\n", 1_000).await;
+    says("an engine's port that speaks something else", &http.unwrap_err(), &[]);
+    let mut old = greeting();
+    old[10] = 1;
+    let (old, _peer) = told(&old, 1_000).await;
+    says("an engine with an old ZeroMQ", &old.unwrap_err(), &[]);
+    let mut curve = greeting();
+    curve[12..17].copy_from_slice(b"CURVE");
+    let (curve, _peer) = told(&curve, 1_000).await;
+    says("an engine that wants to know who asks", &curve.unwrap_err(), &[]);
+    let (router, _peer) = told(&[greeting(), ready("ROUTER")].concat(), 1_000).await;
+    says("an engine's port of replays given for that of events", &router.unwrap_err(), &[]);
+    let (refused, _peer) = told(&[greeting(), b"\x04\x09\x05ERROR\x02no".to_vec()].concat(), 1_000).await;
+    assert!(matches!(refused, Err(ZmtpError::Refused { reason }) if reason == "no"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_says_nothing_is_not_waited_for() {
+    let (silent, _peer) = told(b"", 1).await;
+    assert!(matches!(silent, Err(ZmtpError::Late)));
+    let (halfway, _peer) = told(&greeting()[..20], 1).await;
+    assert!(matches!(halfway, Err(ZmtpError::Late)));
+}
+
+#[tokio::test]
+async fn messages_of_short_and_long_frames_and_pings_between() {
+    let (mut connection, mut theirs) = connected().await;
+    let long = vec![7; 300];
+    let mut said = b"\x01\x02kv\x01\x08\0\0\0\0\0\0\0\x05".to_vec();
+    // Between the frames of a message too, as the protocol allows it for none: who reads must not lose the message.
+    said.extend(b"\x04\x09\x04PING\0\x0aab");
+    said.extend(b"\x02\0\0\0\0\0\0\x01\x2c");
+    said.extend(&long);
+    for (at, piece) in said.chunks(100).enumerate() {
+        let heard = tokio::time::timeout(Duration::from_millis(1), connection.receive()).await;
+        assert!(heard.is_err(), "message before piece {at}: {heard:?}");
+        theirs.write_all(piece).await.unwrap();
+    }
+    let frames = connection.receive().await.unwrap();
+    assert_eq!(frames, [&b"kv"[..], &5u64.to_be_bytes(), &long[..]]);
+    drop(tokio::time::timeout(Duration::from_millis(1), connection.receive()).await);
+    let mut pong = vec![0; 9];
+    theirs.read_exact(&mut pong).await.unwrap();
+    assert_eq!(pong, b"\x04\x07\x04PONGab");
+}
+
+#[tokio::test]
+async fn what_nobody_sends_ends_the_connection_and_takes_no_memory() {
+    let tests: [(&str, &[u8]); 6] = [
+        ("an engine's frame of petabytes", b"\x02\0\x03\xff\xff\xff\xff\xff\xff"),
+        ("an engine's frame with unknown flags", b"\x42\x01a"),
+        ("an engine's command of megabytes", b"\x06\0\0\0\0\0\x10\0\0"),
+        ("an engine's command that is cut", b"\x04\x02\x05P"),
+        ("an engine's message of nine frames", b"\x01\0\x01\0\x01\0\x01\0\x01\0\x01\0\x01\0\x01\0\0\0"),
+        ("an engine's connection that ends in a frame", b"\0\x05ab"),
+    ];
+    for (input, bytes) in tests {
+        let (mut connection, mut theirs) = connected().await;
+        theirs.write_all(bytes).await.unwrap();
+        drop(theirs);
+        says(input, &connection.receive().await.unwrap_err(), &[]);
+        assert!(connection.incoming.capacity() < 4 * READ_BYTES, "{}", connection.incoming.capacity());
+    }
+}
+
+#[tokio::test]
+async fn a_message_has_a_bound_over_all_of_its_frames() {
+    let (mut connection, mut theirs) = connected().await;
+    let half = vec![0; MESSAGE_BYTES_MAX / 2 + 1];
+    let (heard, ()) = tokio::join!(connection.receive(), async {
+        for flags in [3u8, 2] {
+            theirs.write_all(&[flags]).await.unwrap();
+            theirs.write_all(&(half.len() as u64).to_be_bytes()).await.unwrap();
+            // The second half is refused by its length.
+            let _ = theirs.write_all(if flags == 3 { &half } else { &half[..0] }).await;
+        }
+    });
+    assert!(matches!(heard, Err(ZmtpError::TooLong { .. })), "{heard:?}");
+}
+
+#[test]
+fn endpoints_are_those_that_can_be_dialed() {
+    let endpoint: Endpoint = "tcp://engine-0.engines:5557".parse().unwrap();
+    assert_eq!(endpoint.further(3).unwrap().to_string(), "tcp://engine-0.engines:5560");
+    assert_eq!("tcp://[fe80::1]:5557".parse::<Endpoint>().unwrap().host, "fe80::1");
+    assert_eq!("tcp://a:65535".parse::<Endpoint>().unwrap().further(1), None);
+    for wrong in ["", "tcp://*:5557", "ipc:///tmp/a", "tcp://a", "tcp://a:0", "tcp://a:70000", "tcp://:5557"]
+    {
+        assert!(wrong.parse::<Endpoint>().is_err(), "{wrong}");
+    }
+    says("an endpoint that cannot be dialed", &"tcp://*:5557".parse::<Endpoint>().unwrap_err(), &[]);
+}
