@@ -6,9 +6,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use kv_core::evict;
-use kv_core::prefix::{IdentityManifest, KeyForm, ManifestError};
+use kv_core::prefix::ManifestError;
 use kv_core::tier::{Capacity, TierLimits};
 use kvfleet_proto::frame::{HEADER_FIXED_BYTES, PAYLOAD_BYTES_MAX, SLICES_MAX};
+use kvfleet_proto::identity::IdentitySection;
 use kvfleet_transport::quic::save_bytes_in_flight;
 use serde::{Deserialize, Serialize};
 
@@ -103,26 +104,6 @@ pub struct NodeConfig {
     pub rdma: RdmaSection,
 }
 
-/// The identity manifest as written in a file; fields as in [`IdentityManifest`].
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-#[allow(missing_docs)]
-pub struct IdentitySection {
-    pub model: String,
-    pub weights_digest: String,
-    pub dtype: String,
-    pub layout: String,
-    pub layers: u32,
-    pub tp: u32,
-    pub pp: u32,
-    pub rank: u32,
-    pub block_tokens: u32,
-    pub rope: String,
-    /// Keys are stored before the rotary embedding.
-    pub raw_keys: bool,
-    pub adapter: String,
-}
-
 /// PEM files of this process.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -182,54 +163,6 @@ impl Default for NodeConfig {
             quotas: Vec::new(),
             shm: ShmSection::default(),
             rdma: RdmaSection::default(),
-        }
-    }
-}
-
-impl Default for IdentitySection {
-    fn default() -> Self {
-        IdentitySection::from(&IdentityManifest::default())
-    }
-}
-
-impl From<&IdentityManifest> for IdentitySection {
-    fn from(manifest: &IdentityManifest) -> Self {
-        let manifest = manifest.clone();
-        IdentitySection {
-            model: manifest.model,
-            weights_digest: manifest.weights_digest,
-            dtype: manifest.dtype,
-            layout: manifest.layout,
-            layers: manifest.layers,
-            tp: manifest.tp,
-            pp: manifest.pp,
-            rank: manifest.rank,
-            block_tokens: manifest.block_tokens,
-            rope: manifest.rope,
-            raw_keys: manifest.key_form == KeyForm::Raw,
-            adapter: manifest.adapter,
-        }
-    }
-}
-
-impl IdentitySection {
-    /// The manifest this describes.
-    #[must_use]
-    pub fn manifest(&self) -> IdentityManifest {
-        let own = self.clone();
-        IdentityManifest {
-            model: own.model,
-            weights_digest: own.weights_digest,
-            dtype: own.dtype,
-            layout: own.layout,
-            layers: own.layers,
-            tp: own.tp,
-            pp: own.pp,
-            rank: own.rank,
-            block_tokens: own.block_tokens,
-            rope: own.rope,
-            key_form: if own.raw_keys { KeyForm::Raw } else { KeyForm::Rotated },
-            adapter: own.adapter,
         }
     }
 }
@@ -427,7 +360,6 @@ mod tests {
     #[test]
     fn the_default_is_valid() {
         assert_eq!(NodeConfig::default().validate(), Ok(()));
-        assert_eq!(IdentitySection::default().manifest(), IdentityManifest::default());
     }
 
     #[test]

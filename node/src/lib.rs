@@ -25,8 +25,7 @@ mod test_log;
 pub mod tiers;
 
 pub use config::{
-    ConfigError, IdentitySection, NodeConfig, QuotaSection, RdmaSection, ShmPeerSection, ShmSection,
-    TlsSection,
+    ConfigError, NodeConfig, QuotaSection, RdmaSection, ShmPeerSection, ShmSection, TlsSection,
 };
 pub use listen::ListenError;
 pub use serve::{FETCH_TIME_MAX, REQUEST_BLOCKS_MAX, SAVE_ROOM_WAIT};

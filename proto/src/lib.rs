@@ -11,6 +11,7 @@ pub mod content;
 pub mod convert;
 pub mod engine_events;
 pub mod frame;
+pub mod identity;
 pub mod tls;
 pub mod trace_context;
 pub mod zmtp;

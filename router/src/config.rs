@@ -10,6 +10,10 @@ use std::time::Duration;
 use kv_core::schedule::{HardwareProfile, PROFILES};
 use serde::{Deserialize, Serialize};
 
+pub use engines::{DialectConfig, EngineConfig, EngineTenantConfig, EnginesConfig};
+
+mod engines;
+
 /// Configuration of one router. Every field has a default except that voters, data directory and
 /// certificate files must be given for the config to be valid.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -51,6 +55,8 @@ pub struct RouterConfig {
     pub snapshot_every_entries: u64,
     /// (node, block) pairs the index may hold. The same on every router.
     pub index_copies_max: u64,
+    /// Engines whose KV events are heard.
+    pub engines: EnginesConfig,
 }
 
 /// One voter.
@@ -133,6 +139,7 @@ impl Default for RouterConfig {
             price_links: true,
             snapshot_every_entries: 5_000,
             index_copies_max: kv_core::index::COPIES_MAX,
+            engines: EnginesConfig::default(),
         }
     }
 }
@@ -227,6 +234,7 @@ impl RouterConfig {
         self.timings.check()?;
         self.announce.check()?;
         self.truth.check()?;
+        self.engines.check()?;
         self.check_rest()
     }
 

@@ -3,6 +3,7 @@
 //! Not here: errors of single calls; those are answered to the caller.
 
 use std::io;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use crate::config::ConfigError;
@@ -33,6 +34,14 @@ pub enum StartError {
     Listen {
         /// The address.
         listen: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A port for engines that dial cannot be had.
+    #[error("cannot listen on {address} for engines: {source}; choose another `engines.listen`")]
+    EnginesListen {
+        /// The address.
+        address: SocketAddr,
         /// What the system said.
         source: io::Error,
     },

@@ -10,6 +10,7 @@ mod balance;
 mod clock;
 pub mod config;
 mod directives;
+mod engines;
 mod error;
 mod groups;
 mod ingest;
@@ -37,7 +38,8 @@ mod harness;
 mod ports;
 
 pub use config::{
-    AnnounceConfig, ConfigError, RouterConfig, TimingsConfig, TlsConfig, TruthConfig, VoterConfig,
+    AnnounceConfig, ConfigError, DialectConfig, EngineConfig, EngineTenantConfig, EnginesConfig,
+    RouterConfig, TimingsConfig, TlsConfig, TruthConfig, VoterConfig,
 };
 pub use error::StartError;
 pub use raft::log::LogError;

@@ -26,6 +26,8 @@ use crate::balance;
 use crate::clock::{Clock, UnixClock};
 use crate::config::RouterConfig;
 use crate::directives;
+use crate::engines::metrics::EngineMetrics;
+use crate::engines::{self, Engines};
 use crate::error::StartError;
 use crate::groups::{Group, Groups};
 use crate::ingest::{Gather, Ingest};
@@ -90,6 +92,8 @@ impl Router {
             .local_addr()
             .map_err(|source| StartError::Listen { listen: config.listen.clone(), source })?;
         let metrics = Metrics::register(registry)?;
+        let engine_metrics = EngineMetrics::register(registry)?;
+        let prepared = engines::prepare(&config.engines).await?;
         make_durably(&config.data_dir)
             .map_err(|source| StartError::DataDir { path: config.data_dir.clone(), source })?;
         let booted = boot::boot(&config, identity.clone()).await?;
@@ -106,6 +110,14 @@ impl Router {
         );
         let parts = Parts { config: &config, groups: &groups, metrics, comes_late, stop: &stop };
         let shared = parts.assemble(cluster, peers);
+        Engines {
+            residency: Arc::clone(&shared.residency),
+            clock: shared.clock,
+            unix: shared.unix.clone(),
+            metrics: engine_metrics,
+            stop: stop.clone(),
+        }
+        .start(prepared);
         let serving = serve(listener, &identity, RouterService::new(shared), raft_service, stop.clone());
         let (renewal, stopped) = (Renewal::new(identity, files), stop.clone());
         tokio::spawn(async move {

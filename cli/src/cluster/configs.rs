@@ -6,8 +6,9 @@
 use std::path::PathBuf;
 
 use kvfleet_client::Transport;
+use kvfleet_node::NodeConfig;
 use kvfleet_node::memory::MemoryBound;
-use kvfleet_node::{IdentitySection, NodeConfig};
+use kvfleet_proto::identity::IdentitySection;
 use kvfleet_router::{RouterConfig, VoterConfig};
 use kvfleet_transport::pick::PathKind;
 

@@ -4,7 +4,9 @@ use kv_core::prefix::IdentityManifest;
 use kvfleet_proto::frame::{PAYLOAD_BYTES_MAX, encoded_len};
 
 use super::*;
-use crate::config::{IdentitySection, NodeConfig};
+use kvfleet_proto::identity::IdentitySection;
+
+use crate::config::NodeConfig;
 
 /// One component group of a model, on one rank.
 struct Group {

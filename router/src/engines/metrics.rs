@@ -1,0 +1,140 @@
+//! What a router counts of the events of engines.
+//!
+//! Not here: what instances say of themselves, and how many blocks they have in the end (`crate::metrics`).
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use kv_core::id::InstanceId;
+use prometheus::{Gauge, GaugeVec, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
+
+use super::aliases::LeftOut;
+
+/// Handles; clones share them.
+#[derive(Clone)]
+pub(crate) struct EngineMetrics {
+    messages: IntCounterVec,
+    gaps: IntCounterVec,
+    restarts: IntCounterVec,
+    unknown_events: IntCounterVec,
+    left_out: IntCounterVec,
+    connected: IntGaugeVec,
+    lag: GaugeVec,
+}
+
+impl EngineMetrics {
+    /// Registers all of them.
+    pub(crate) fn register(registry: &Registry) -> prometheus::Result<EngineMetrics> {
+        let counter = |name: &str, help: &str, labels: &[&str]| {
+            let counter = IntCounterVec::new(Opts::new(name, help), labels)?;
+            registry.register(Box::new(counter.clone()))?;
+            Ok::<_, prometheus::Error>(counter)
+        };
+        let connected = IntGaugeVec::new(
+            Opts::new("kvfleet_engine_connected", "1 while the events of an engine are heard"),
+            &["instance"],
+        )?;
+        registry.register(Box::new(connected.clone()))?;
+        let lag = GaugeVec::new(
+            Opts::new(
+                "kvfleet_engine_lag_seconds",
+                "Time from when an engine made its last message, by its clock, until it was read here",
+            ),
+            &["instance"],
+        )?;
+        registry.register(Box::new(lag.clone()))?;
+        let instance_and = |label| ["instance", label];
+        Ok(EngineMetrics {
+            messages: counter(
+                "kvfleet_engine_messages_total",
+                "Messages of an engine by what became of them",
+                &instance_and("outcome"),
+            )?,
+            gaps: counter(
+                "kvfleet_engine_gaps_total",
+                "Times that messages of an engine were missing, by whether a replay brought them",
+                &instance_and("outcome"),
+            )?,
+            restarts: counter(
+                "kvfleet_engine_restarts_total",
+                "Times that an engine was found to be another process, and what it had said to be void",
+                &["instance"],
+            )?,
+            unknown_events: counter(
+                "kvfleet_engine_unknown_events_total",
+                "Events of kinds that this release does not know",
+                &["instance"],
+            )?,
+            left_out: counter(
+                "kvfleet_engine_left_out_blocks_total",
+                "Blocks of an engine that have no place in the index, by reason",
+                &instance_and("reason"),
+            )?,
+            connected,
+            lag,
+        })
+    }
+
+    /// Those of one rank.
+    pub(super) fn of(&self, instance: InstanceId) -> RankMetrics {
+        let name = instance.0.to_string();
+        let (connected, lag) =
+            (self.connected.with_label_values(&[&name]), self.lag.with_label_values(&[&name]));
+        RankMetrics { all: self.clone(), connected, lag, name }
+    }
+}
+
+/// Handles for one rank.
+#[derive(Clone)]
+pub(super) struct RankMetrics {
+    all: EngineMetrics,
+    connected: IntGauge,
+    lag: Gauge,
+    name: String,
+}
+
+impl RankMetrics {
+    pub(super) fn message(&self, outcome: &str) {
+        self.all.messages.with_label_values(&[&self.name, outcome]).inc();
+    }
+
+    pub(super) fn gap(&self, outcome: &str) {
+        self.all.gaps.with_label_values(&[&self.name, outcome]).inc();
+    }
+
+    pub(super) fn restarted(&self) {
+        self.all.restarts.with_label_values(&[&self.name]).inc();
+    }
+
+    pub(super) fn unknown_events(&self, count: u32) {
+        if count > 0 {
+            self.all.unknown_events.with_label_values(&[&self.name]).inc_by(count.into());
+        }
+    }
+
+    pub(super) fn left_out(&self, left_out: LeftOut) {
+        let LeftOut { orphans, opaque, odd_size, other_group, unknown_salt, over_limit } = left_out;
+        let reasons = [
+            ("orphan", orphans),
+            ("opaque", opaque),
+            ("odd_size", odd_size),
+            ("other_group", other_group),
+            ("unknown_salt", unknown_salt),
+            ("over_limit", over_limit),
+        ];
+        for (reason, blocks) in reasons.into_iter().filter(|(_, blocks)| *blocks > 0) {
+            self.all.left_out.with_label_values(&[&self.name, reason]).inc_by(blocks);
+        }
+    }
+
+    pub(super) fn connected(&self, is_connected: bool) {
+        self.connected.set(is_connected.into());
+    }
+
+    /// When the message just read was made, in seconds since 1970 by the engine's clock.
+    pub(super) fn made_at(&self, at_s: f64) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        if at_s.is_finite() {
+            self.lag.set(now.as_secs_f64() - at_s);
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! Numbers, gaps, restarts and lies, against what the soft plane answers afterwards.
+#![allow(clippy::unwrap_used)]
+
+use std::sync::Arc;
+
+use kv_core::id::{BlockHash, InstanceId};
+use kv_core::prefix::{IdentityManifest, PrefixHasher};
+use parking_lot::RwLock;
+use prometheus::Registry;
+
+use super::*;
+use crate::clock::{Clock, UnixClock};
+use crate::engines::metrics::EngineMetrics;
+use crate::engines::tenants::Tenants;
+use crate::engines::tests::{batch, cleared, removed, stored};
+use crate::view::residency::Residency;
+
+const INSTANCE: InstanceId = InstanceId(7);
+
+struct Bench {
+    rank: Rank,
+    residency: Arc<RwLock<Residency>>,
+    registry: Registry,
+    clock: Clock,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        let (clock, registry) = (Clock::start(), Registry::new());
+        let residency = Arc::new(RwLock::new(Residency::new(1_000, clock.now())));
+        let manifest = IdentityManifest { block_tokens: 16, ..IdentityManifest::default() };
+        let tenants = Tenants { manifest, by_salt: [].into(), without_salt: [0; 32] };
+        let metrics = EngineMetrics::register(&registry).unwrap().of(INSTANCE);
+        let teller = Teller::new(Arc::clone(&residency), INSTANCE, clock, UnixClock::start());
+        let rank = Rank::new((Dialect::Vllm, 0), Aliases::new(Arc::new(tenants)), teller, metrics);
+        Bench { rank, residency, registry, clock }
+    }
+
+    fn hear_blocks(&mut self, count: u64) {
+        for number in 0..count {
+            assert_eq!(self.rank.hear(&block(number)), Wants::Nothing);
+        }
+    }
+
+    /// Of the blocks of tokens 0 to 159, how many the plane says are there.
+    fn resident(&self) -> u64 {
+        let standings = self.residency.read().resident(&ten_blocks(), self.clock.now());
+        standings.first().map_or(0, |standing| standing.blocks)
+    }
+
+    fn count(&self, name: &str, label: &str) -> f64 {
+        let families = self.registry.gather();
+        let family = families.iter().find(|family| family.name() == name);
+        let metrics = family.into_iter().flat_map(|family| family.get_metric());
+        let has = |metric: &&prometheus::proto::Metric| {
+            label.is_empty() || metric.get_label().iter().any(|pair| pair.value() == label)
+        };
+        metrics.filter(has).map(|metric| metric.get_counter().get_value()).sum()
+    }
+}
+
+fn ten_blocks() -> Vec<BlockHash> {
+    let manifest = IdentityManifest { block_tokens: 16, ..IdentityManifest::default() };
+    PrefixHasher::new(&manifest, &[0; 32]).blocks(&(0..160).collect::<Vec<_>>())
+}
+
+/// The message that stores the block of this number, from 0.
+fn block(number: u64) -> Message {
+    let tokens: Vec<u32> = (16 * number as u32..16 * (number as u32 + 1)).collect();
+    let parent = number.checked_sub(1);
+    message(number, &batch(0, &[stored(&[number], parent, &tokens)]))
+}
+
+fn message(number: u64, payload: &[u8]) -> Message {
+    Message { number, payload: payload.to_vec().into() }
+}
+
+#[test]
+fn messages_in_order_are_what_the_plane_answers() {
+    let mut bench = Bench::new();
+    for number in 0..10 {
+        assert_eq!(bench.rank.hear(&block(number)), Wants::Nothing);
+        assert_eq!(bench.resident(), number + 1);
+    }
+    assert_eq!(bench.rank.hear(&block(9)), Wants::Nothing, "said twice");
+    bench.rank.hear(&message(10, &batch(0, &[removed(&[3])])));
+    assert_eq!(bench.resident(), 3);
+    bench.rank.hear(&message(11, &batch(0, &[cleared()])));
+    assert_eq!(bench.resident(), 0);
+    assert_eq!(bench.count("kvfleet_engine_messages_total", "applied"), 12.0);
+}
+
+#[test]
+fn a_gap_that_a_replay_fills_loses_nothing() {
+    let mut bench = Bench::new();
+    bench.hear_blocks(3);
+    assert_eq!(bench.rank.hear(&block(6)), Wants::Replay { from: 2 });
+    assert_eq!(bench.resident(), 3, "what was said goes on counting");
+    bench.rank.replay_begins();
+    (2..7).for_each(|number| bench.rank.replay(&block(number)));
+    bench.rank.replay_ends();
+    bench.rank.hear_after_replay(&block(6));
+    assert_eq!(bench.resident(), 7);
+    assert_eq!(bench.count("kvfleet_engine_gaps_total", "filled"), 1.0);
+}
+
+#[test]
+fn a_gap_that_nothing_fills_voids_what_was_said() {
+    let mut bench = Bench::new();
+    bench.hear_blocks(3);
+    let mut again = block(0);
+    again.number = 9;
+    bench.rank.hear(&again);
+    bench.rank.hear_after_replay(&again);
+    assert_eq!(bench.resident(), 1, "only the message behind the gap counts");
+    assert_eq!(bench.count("kvfleet_engine_gaps_total", "lost"), 1.0);
+    let mut next = block(1);
+    next.number = 10;
+    assert_eq!(bench.rank.hear(&next), Wants::Nothing);
+    assert_eq!(bench.resident(), 2);
+}
+
+#[test]
+fn a_replay_that_begins_behind_the_gap_voids_what_was_said() {
+    let mut bench = Bench::new();
+    bench.hear_blocks(3);
+    bench.rank.hear(&block(8));
+    bench.rank.replay_begins();
+    let mut first_kept = block(0);
+    first_kept.number = 7;
+    bench.rank.replay(&first_kept);
+    bench.rank.replay_ends();
+    bench.rank.hear_after_replay(&block(8));
+    assert_eq!(bench.resident(), 1);
+}
+
+#[test]
+fn an_engine_that_began_anew_has_what_it_says_from_then_on() {
+    let mut bench = Bench::new();
+    bench.hear_blocks(5);
+    // Its first message is another one under a number that was here.
+    let other = message(0, &batch(0, &[stored(&[1], None, &(500..516).collect::<Vec<_>>())]));
+    assert_eq!(bench.rank.hear(&other), Wants::Nothing);
+    assert_eq!(bench.resident(), 0);
+    assert_eq!(bench.count("kvfleet_engine_restarts_total", ""), 1.0);
+    let mut back = block(0);
+    back.number = 1;
+    bench.rank.hear(&back);
+    assert_eq!(bench.resident(), 1);
+}
+
+#[test]
+fn a_restart_shows_in_a_replay_that_does_not_know_our_last_message() {
+    for replayed in [None, Some(message(4, &batch(0, &[cleared()])))] {
+        let mut bench = Bench::new();
+        bench.hear_blocks(5);
+        bench.rank.replay_begins();
+        replayed.iter().for_each(|other| bench.rank.replay(other));
+        bench.rank.replay_ends();
+        assert_eq!((bench.resident(), bench.rank.last()), (0, replayed.map(|_| 4)));
+        assert_eq!(bench.count("kvfleet_engine_restarts_total", ""), 1.0);
+    }
+    let mut bench = Bench::new();
+    bench.hear_blocks(5);
+    bench.rank.replay_begins();
+    bench.rank.replay(&block(4));
+    bench.rank.replay_ends();
+    assert_eq!(
+        (bench.resident(), bench.rank.last()),
+        (5, Some(4)),
+        "the same process has said nothing since"
+    );
+}
+
+#[test]
+fn what_cannot_be_read_voids_what_was_said_and_ends_nothing() {
+    let mut bench = Bench::new();
+    bench.hear_blocks(3);
+    for (number, payload) in [(3, &b""[..]), (4, b"\xc1"), (5, b"\x93\x00\xdd\xff\xff\xff\xff\x00")] {
+        assert_eq!(bench.rank.hear(&message(number, payload)), Wants::Nothing);
+        assert_eq!(bench.resident(), 0);
+    }
+    let mut next = block(0);
+    next.number = 6;
+    bench.rank.hear(&next);
+    assert_eq!(bench.resident(), 1);
+    assert_eq!(bench.count("kvfleet_engine_messages_total", "unreadable"), 3.0);
+}
+
+#[test]
+fn a_message_of_another_rank_is_not_ours() {
+    let mut bench = Bench::new();
+    bench.rank.hear(&message(0, &batch(1, &[stored(&[0], None, &(0..16).collect::<Vec<_>>())])));
+    assert_eq!(bench.resident(), 0);
+    assert_eq!(bench.count("kvfleet_engine_messages_total", "other_rank"), 1.0);
+}
+
+#[test]
+fn what_the_plane_voids_is_told_again() {
+    let mut bench = Bench::new();
+    bench.hear_blocks(5);
+    // A load report says that the instance started since: what was told is void there.
+    let later = UnixClock::start().now_ms() * 1_000 + 60_000_000;
+    bench.residency.write().started(INSTANCE, later, bench.clock.now());
+    assert_eq!(bench.resident(), 0);
+    bench.rank.is_there();
+    assert_eq!(bench.resident(), 5);
+    // So it is when the next thing heard of is a message.
+    bench.residency.write().started(INSTANCE, later + 1, bench.clock.now());
+    bench.rank.hear(&block(5));
+    assert_eq!(bench.resident(), 6);
+}
+
+#[test]
+fn more_blocks_than_the_plane_takes_of_one_instance_are_told_in_batches() {
+    let mut bench = Bench::new();
+    let blocks = 10_000u64;
+    let tokens: Vec<u32> = (0..16 * blocks as u32).collect();
+    let hashes: Vec<u64> = (0..blocks).collect();
+    let payload = batch(0, &[stored(&hashes, None, &tokens)]);
+    bench.residency = Arc::new(RwLock::new(Residency::new(20_000, bench.clock.now())));
+    let teller = Teller::new(Arc::clone(&bench.residency), INSTANCE, bench.clock, UnixClock::start());
+    bench.rank.teller = teller;
+    bench.rank.hear(&message(0, &payload));
+    let standing = bench.residency.read().standing(INSTANCE, bench.clock.now()).unwrap();
+    assert_eq!((standing.blocks, standing.seq, standing.uncertain), (blocks, 3, false));
+}

@@ -1,0 +1,123 @@
+//! Whose hashes the prefixes of engines have: manifest, adapter and tenant, by what events tell of them.
+//!
+//! Pure, but for the files that hold secrets, which are read at start. Not here: hashing (`kv_core::prefix`).
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use kv_core::prefix::{IdentityManifest, PrefixHasher};
+
+use crate::config::{ConfigError, EnginesConfig};
+
+/// Adapters and salts, taken together, that one engine has prefixes of. Each costs a table of keys, and names come from requests.
+const HASHERS_MAX: usize = 1_024;
+
+/// Bytes of a tenant's secret.
+const SECRET_BYTES: usize = 32;
+
+/// Whose hashes an engine's prefixes have.
+pub(super) struct Tenants {
+    /// The model that the engines run, without an adapter.
+    pub(super) manifest: IdentityManifest,
+    /// What a request's `cache_salt` stands for: the secret of its tenant.
+    pub(super) by_salt: HashMap<String, [u8; SECRET_BYTES]>,
+    /// Whose requests without one are.
+    pub(super) without_salt: [u8; SECRET_BYTES],
+}
+
+impl fmt::Debug for Tenants {
+    /// Leaves the secrets out: logs are no place for them.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tenants").field("salts", &self.by_salt.len()).finish_non_exhaustive()
+    }
+}
+
+impl Tenants {
+    /// Reads the secrets.
+    pub(super) fn load(config: &EnginesConfig) -> Result<Tenants, ConfigError> {
+        let mut by_salt = HashMap::new();
+        for tenant in &config.tenants {
+            let secret = secret("engines.tenants", &tenant.secret_file)?;
+            if by_salt.insert(tenant.salt.clone(), secret).is_some() {
+                let problem = format!("has the salt {:?} twice; give each tenant its own", tenant.salt);
+                return Err(ConfigError { key: "engines.tenants", problem });
+            }
+        }
+        let without_salt = match config.secret_file.as_os_str().is_empty() {
+            true => [0; SECRET_BYTES],
+            false => secret("engines.secret_file", &config.secret_file)?,
+        };
+        Ok(Tenants { manifest: config.identity.manifest(), by_salt, without_salt })
+    }
+}
+
+/// A secret, as 64 hexadecimal digits in a file of its own.
+fn secret(key: &'static str, path: &Path) -> Result<[u8; SECRET_BYTES], ConfigError> {
+    let refuse = |problem: String| Err(ConfigError { key, problem });
+    let text = match std::fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(error) => {
+            return refuse(format!(
+                "cannot read {}: {error}; name a file that this process may read",
+                path.display()
+            ));
+        }
+    };
+    let digits: Option<Vec<u8>> = text.trim().chars().map(|digit| Some(digit.to_digit(16)? as u8)).collect();
+    let digits = digits.filter(|digits| digits.len() == 2 * SECRET_BYTES);
+    let Some(digits) = digits else {
+        return refuse(format!(
+            "{} does not hold {} hexadecimal digits; make one with: openssl rand -hex {SECRET_BYTES}",
+            path.display(),
+            2 * SECRET_BYTES
+        ));
+    };
+    Ok(std::array::from_fn(|at| digits[2 * at] << 4 | digits[2 * at + 1]))
+}
+
+/// Who hashes prefixes of one engine, by adapter and salt; made when one is first heard of.
+#[derive(Debug)]
+pub(super) struct Hashers {
+    tenants: Arc<Tenants>,
+    list: Vec<PrefixHasher>,
+    by_names: HashMap<(Option<String>, Option<String>), u32>,
+}
+
+impl Hashers {
+    pub(super) fn new(tenants: Arc<Tenants>) -> Hashers {
+        Hashers { tenants, list: Vec::new(), by_names: HashMap::new() }
+    }
+
+    /// Tokens of one of our blocks.
+    pub(super) fn block_tokens(&self) -> usize {
+        self.tenants.manifest.block_tokens.max(1) as usize
+    }
+
+    /// One that [`Hashers::of`] named.
+    pub(super) fn hasher(&self, number: u32) -> &PrefixHasher {
+        &self.list[number as usize]
+    }
+
+    /// Who hashes prefixes of this adapter and salt; nobody where no tenant has the salt, or when there are too many.
+    pub(super) fn of(&mut self, adapter: Option<&str>, salt: Option<&str>) -> Option<u32> {
+        let names = (adapter.map(str::to_owned), salt.map(str::to_owned));
+        if let Some(number) = self.by_names.get(&names) {
+            return Some(*number);
+        }
+        if self.list.len() >= HASHERS_MAX {
+            return None;
+        }
+        let secret = match salt {
+            Some(salt) => self.tenants.by_salt.get(salt)?,
+            None => &self.tenants.without_salt,
+        };
+        let mut manifest = self.tenants.manifest.clone();
+        manifest.adapter = adapter.unwrap_or(&manifest.adapter).to_owned();
+        self.list.push(PrefixHasher::new(&manifest, secret));
+        let number = self.list.len() as u32 - 1;
+        self.by_names.insert(names, number);
+        Some(number)
+    }
+}

@@ -1,0 +1,413 @@
+//! A whole follower against an engine that is not ours: publisher and router of another implementation of ZeroMQ. The engine loses
+//! messages, restarts, keeps too few of them, lies in its replay, and dials.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kv_core::id::InstanceId;
+use kv_core::prefix::{IdentityManifest, PrefixHasher};
+use kvfleet_proto::identity::IdentitySection;
+use prometheus::Registry;
+use tokio::task::JoinHandle;
+use zeromq::{PubSocket, RouterSocket, Socket, SocketRecv, SocketSend, ZmqMessage};
+
+use super::*;
+use crate::config::{DialectConfig, EngineTenantConfig};
+
+/// One event, in msgpack.
+type Event = Vec<u8>;
+
+fn number(out: &mut Vec<u8>, number: u64) {
+    out.push(0xcf);
+    out.extend(number.to_be_bytes());
+}
+
+fn list<T: Copy>(out: &mut Vec<u8>, items: &[T], put: impl Fn(&mut Vec<u8>, T)) {
+    out.push(0xdd);
+    out.extend((items.len() as u32).to_be_bytes());
+    items.iter().for_each(|item| put(out, *item));
+}
+
+fn text(out: &mut Vec<u8>, text: &str) {
+    out.push(0xd9);
+    out.push(text.len() as u8);
+    out.extend(text.as_bytes());
+}
+
+/// Blocks of sixteen tokens.
+pub(super) fn stored(hashes: &[u64], parent: Option<u64>, tokens: &[u32]) -> Event {
+    let mut out = vec![0x86];
+    text(&mut out, "type");
+    text(&mut out, "BlockStored");
+    text(&mut out, "block_hashes");
+    list(&mut out, hashes, number);
+    text(&mut out, "parent_block_hash");
+    match parent {
+        Some(parent) => number(&mut out, parent),
+        None => out.push(0xc0),
+    }
+    text(&mut out, "token_ids");
+    list(&mut out, tokens, |out, token| number(out, token.into()));
+    text(&mut out, "block_size");
+    out.push(16);
+    text(&mut out, "medium");
+    text(&mut out, "GPU");
+    out
+}
+
+pub(super) fn removed(hashes: &[u64]) -> Event {
+    let mut out = vec![0x83];
+    text(&mut out, "type");
+    text(&mut out, "BlockRemoved");
+    text(&mut out, "block_hashes");
+    list(&mut out, hashes, number);
+    text(&mut out, "medium");
+    text(&mut out, "GPU");
+    out
+}
+
+pub(super) fn cleared() -> Event {
+    let mut out = vec![0x81];
+    text(&mut out, "type");
+    text(&mut out, "AllBlocksCleared");
+    out
+}
+
+/// A batch of one rank.
+pub(super) fn batch(rank: u8, events: &[Event]) -> Vec<u8> {
+    let mut out = vec![0x93, 0x00, 0x90 | events.len() as u8];
+    out.extend(events.concat());
+    out.push(rank);
+    out
+}
+
+fn manifest() -> IdentityManifest {
+    IdentityManifest { block_tokens: 16, ..IdentityManifest::default() }
+}
+
+fn tokens(block: u64) -> Vec<u32> {
+    (16 * block as u32..16 * (block as u32 + 1)).collect()
+}
+
+/// An engine with a publisher and a log of what it said.
+struct Engine {
+    publisher: PubSocket,
+    topic: String,
+    rank: u8,
+    log: Arc<RwLock<VecDeque<(u64, Bytes)>>>,
+    next: u64,
+    replaying: Option<JoinHandle<()>>,
+}
+
+impl Engine {
+    /// One that listens at these ports, or takes free ones.
+    async fn listening(events: u16, replay: u16) -> (Engine, u16, u16) {
+        let mut publisher = PubSocket::new();
+        let events = port_of(&publisher.bind(&format!("tcp://127.0.0.1:{events}")).await.unwrap());
+        let mut router = RouterSocket::new();
+        let replay = port_of(&router.bind(&format!("tcp://127.0.0.1:{replay}")).await.unwrap());
+        let log = Arc::<RwLock<VecDeque<_>>>::default();
+        let replaying = Some(tokio::spawn(serve_replays(router, Arc::clone(&log))));
+        (Engine { publisher, topic: "kv".into(), rank: 0, log, next: 0, replaying }, events, replay)
+    }
+
+    /// Says that a block is there, unless the message is lost on its way.
+    async fn store(&mut self, block: u64, is_lost: bool) {
+        let event = stored(&[block], block.checked_sub(1), &tokens(block));
+        self.say(&batch(self.rank, &[event]), is_lost).await;
+    }
+
+    async fn say(&mut self, payload: &[u8], is_lost: bool) {
+        let payload = Bytes::copy_from_slice(payload);
+        let number = self.next;
+        self.next += 1;
+        self.log.write().push_back((number, payload.clone()));
+        if !is_lost {
+            let mut message = ZmqMessage::from(self.topic.clone());
+            message.push_back(Bytes::copy_from_slice(&number.to_be_bytes()));
+            message.push_back(payload);
+            self.publisher.send(message).await.unwrap();
+        }
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.replaying.iter().for_each(JoinHandle::abort);
+    }
+}
+
+fn port_of(endpoint: &zeromq::Endpoint) -> u16 {
+    match endpoint {
+        zeromq::Endpoint::Tcp(_, port) => *port,
+        other => panic!("{other}"),
+    }
+}
+
+async fn serve_replays(mut router: RouterSocket, log: Arc<RwLock<VecDeque<(u64, Bytes)>>>) {
+    while let Ok(asked) = router.recv().await {
+        let frames = asked.into_vec();
+        let [who, delimiter, from] = &frames[..] else { panic!("{frames:?}") };
+        let from = u64::from_be_bytes(from[..].try_into().unwrap());
+        let kept: Vec<_> = log.read().iter().filter(|(number, _)| *number >= from).cloned().collect();
+        for (number, payload) in kept.into_iter().chain([(u64::MAX, Bytes::new())]) {
+            let mut message = ZmqMessage::from(who.clone());
+            let number = Bytes::copy_from_slice(&number.to_be_bytes());
+            [delimiter.clone(), Bytes::from_static(b"kv"), number, payload]
+                .into_iter()
+                .for_each(|frame| message.push_back(frame));
+            if router.send(message).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// What a router knows of these engines.
+struct Following {
+    residency: Arc<RwLock<Residency>>,
+    clock: Clock,
+    registry: Registry,
+    stop: CancellationToken,
+}
+
+impl Following {
+    async fn new(config: EnginesConfig) -> Following {
+        let (clock, registry, stop) = (Clock::start(), Registry::new(), CancellationToken::new());
+        let residency = Arc::new(RwLock::new(Residency::new(10_000, clock.now())));
+        let engines = Engines {
+            residency: Arc::clone(&residency),
+            clock,
+            unix: UnixClock::start(),
+            metrics: EngineMetrics::register(&registry).unwrap(),
+            stop: stop.clone(),
+        };
+        engines.start(prepare(&config).await.unwrap());
+        Following { residency, clock, registry, stop }
+    }
+
+    /// Leading blocks of tokens from 0 on that the instance has.
+    fn resident(&self, instance: u32) -> u64 {
+        let all: Vec<u32> = (0..40).flat_map(tokens).collect();
+        let hashes = PrefixHasher::new(&manifest(), &[0; 32]).blocks(&all);
+        let standings = self.residency.read().resident(&hashes, self.clock.now());
+        standings.iter().find(|one| one.instance == InstanceId(instance)).map_or(0, |one| one.blocks)
+    }
+
+    async fn until(&self, instance: u32, blocks: u64) {
+        let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
+        while self.resident(instance) != blocks {
+            let got = self.resident(instance);
+            assert!(
+                tokio::time::Instant::now() < deadline,
+                "{got} blocks of instance {instance}, expected {blocks}"
+            );
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    fn count(&self, name: &str, label: &str) -> f64 {
+        let families = self.registry.gather();
+        let metrics =
+            families.iter().filter(|family| family.name() == name).flat_map(|family| family.get_metric());
+        let has =
+            |metric: &&prometheus::proto::Metric| metric.get_label().iter().any(|pair| pair.value() == label);
+        metrics
+            .filter(has)
+            .map(|metric| metric.get_counter().get_value() + metric.get_gauge().get_value())
+            .sum()
+    }
+}
+
+impl Drop for Following {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+fn config(list: Vec<EngineConfig>) -> EnginesConfig {
+    EnginesConfig { identity: IdentitySection::from(&manifest()), list, ..EnginesConfig::default() }
+}
+
+fn dialed(instance: u32, events: u16, replay: Option<u16>) -> EngineConfig {
+    let at = |port| format!("tcp://127.0.0.1:{port}");
+    EngineConfig {
+        instance,
+        events: at(events),
+        replay: replay.map(at).unwrap_or_default(),
+        topic: "kv".into(),
+        dialect: DialectConfig::Vllm,
+        ranks: 1,
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_said_before_the_router_came_is_replayed_and_lost_messages_are_too() {
+    let (mut engine, events, replay) = Engine::listening(0, 0).await;
+    for block in 0..5 {
+        engine.store(block, false).await;
+    }
+    let following = Following::new(config(vec![dialed(7, events, Some(replay))])).await;
+    following.until(7, 5).await;
+    engine.store(5, true).await;
+    engine.store(6, true).await;
+    engine.store(7, false).await;
+    following.until(7, 8).await;
+    assert_eq!(following.count("kvfleet_engine_gaps_total", "filled"), 1.0);
+    assert_eq!(following.count("kvfleet_engine_connected", "7"), 1.0);
+    // The last message is lost, and nothing follows it.
+    engine.store(8, true).await;
+    following.until(7, 9).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_that_is_idle_keeps_its_blocks_and_one_that_is_gone_does_not() {
+    let (mut engine, events, replay) = Engine::listening(0, 0).await;
+    let following = Following::new(config(vec![dialed(7, events, Some(replay))])).await;
+    engine.store(0, false).await;
+    following.until(7, 1).await;
+    // Longer than the silence that ends what an instance says.
+    tokio::time::sleep(Duration::from_millis(2_500)).await;
+    assert_eq!(following.resident(7), 1);
+    drop(engine);
+    following.until(7, 0).await;
+    assert_eq!(following.count("kvfleet_engine_connected", "7"), 0.0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_that_restarts_has_what_the_new_process_says() {
+    let (mut engine, events, replay) = Engine::listening(0, 0).await;
+    let following = Following::new(config(vec![dialed(7, events, Some(replay))])).await;
+    for block in 0..5 {
+        engine.store(block, false).await;
+    }
+    following.until(7, 5).await;
+    drop(engine);
+    let mut again = None;
+    while again.is_none() {
+        // Its ports are free when the router has closed its side.
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        again = tokio::spawn(Engine::listening(events, replay)).await.ok();
+    }
+    let (mut engine, ..) = again.unwrap();
+    for block in 0..3 {
+        engine.store(block, true).await;
+    }
+    following.until(7, 3).await;
+    engine.store(3, false).await;
+    following.until(7, 4).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_replay_that_keeps_too_little_voids_what_was_said() {
+    let (mut engine, events, replay) = Engine::listening(0, 0).await;
+    let following = Following::new(config(vec![dialed(7, events, Some(replay))])).await;
+    for block in 0..5 {
+        engine.store(block, false).await;
+    }
+    following.until(7, 5).await;
+    for block in 5..9 {
+        engine.store(block, true).await;
+    }
+    engine.log.write().clear();
+    engine.say(&batch(0, &[stored(&[0], None, &tokens(0))]), false).await;
+    following.until(7, 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_a_replay_a_gap_voids_what_was_said() {
+    let (mut engine, events, _) = Engine::listening(0, 0).await;
+    let following = Following::new(config(vec![dialed(7, events, None)])).await;
+    // Nothing is said before somebody hears it.
+    while following.count("kvfleet_engine_connected", "7") == 0.0 {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    engine.store(0, false).await;
+    engine.store(1, false).await;
+    following.until(7, 2).await;
+    engine.store(2, true).await;
+    engine.say(&batch(0, &[stored(&[0], None, &tokens(0))]), false).await;
+    following.until(7, 1).await;
+    assert_eq!(following.count("kvfleet_engine_gaps_total", "lost"), 1.0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn engines_that_dial_are_known_by_their_topic_and_ranks_by_their_batches() {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let of = |instance, topic: &str, ranks| EngineConfig {
+        instance,
+        topic: topic.into(),
+        ranks,
+        ..EngineConfig::default()
+    };
+    let listen = free.to_string();
+    let following = Following::new(EnginesConfig {
+        listen: listen.clone(),
+        ..config(vec![of(7, "a", 1), of(20, "b", 2)])
+    })
+    .await;
+    let dial = async |topic: &str, rank| {
+        let mut publisher = PubSocket::new();
+        publisher.connect(&format!("tcp://{listen}")).await.unwrap();
+        Engine { publisher, topic: topic.into(), rank, log: Arc::default(), next: 0, replaying: None }
+    };
+    let mut engines = [dial("a", 0).await, dial("b", 1).await, dial("b", 0).await, dial("nobody", 0).await];
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    for (at, engine) in engines.iter_mut().enumerate() {
+        for block in 0..=at as u64 {
+            engine.store(block, false).await;
+        }
+    }
+    following.until(7, 1).await;
+    following.until(21, 2).await;
+    following.until(20, 3).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_peer_that_is_no_engine_ends_nothing() {
+    use tokio::io::AsyncWriteExt;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let following = Following::new(config(vec![dialed(7, port, Some(port))])).await;
+    let mut greeting = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0];
+    greeting.extend(b"NULL");
+    greeting.resize(64, 0);
+    greeting.extend(b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB");
+    let lies: [&[u8]; 4] =
+        [b"\x02\x40\0\0\0\0\0\0\0", b"\0\x01a", b"\x01\x02kv\x01\x07\0\0\0\0\0\0\0\0\0", b"garbage"];
+    for lie in lies {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        stream.write_all(&[&greeting[..], lie].concat()).await.unwrap();
+        drop(stream);
+    }
+    // It dials again all the same.
+    drop(listener.accept().await.unwrap());
+    assert_eq!(following.resident(7), 0);
+}
+
+#[tokio::test]
+async fn secrets_are_read_and_refused_by_name() {
+    use kvfleet_errors_doc::says;
+    let folder = tempfile::TempDir::new().unwrap();
+    let path = folder.path().join("secret");
+    let with = |secret_file: &std::path::Path, salts: &[&str]| EnginesConfig {
+        secret_file: secret_file.to_path_buf(),
+        tenants: salts
+            .iter()
+            .map(|salt| EngineTenantConfig { salt: (*salt).into(), secret_file: path.clone() })
+            .collect(),
+        ..config(vec![])
+    };
+    let varying = folder.path().display().to_string();
+    let refused = |config: &EnginesConfig| Tenants::load(config).unwrap_err();
+    says("an engine's secret that is not there", &refused(&with(&path, &[])), &[&varying]);
+    std::fs::write(&path, "abc").unwrap();
+    says("an engine's secret that is none", &refused(&with(&path, &[])), &[&varying]);
+    std::fs::write(&path, format!("{}\n", "0a".repeat(32))).unwrap();
+    says("a salt of two tenants", &refused(&with(&path, &["a", "a"])), &[&varying]);
+    let tenants = Tenants::load(&with(&path, &["a"])).unwrap();
+    assert_eq!((tenants.without_salt, tenants.by_salt["a"]), ([10; 32], [10; 32]));
+}
