@@ -45,6 +45,44 @@ fn number(number: u64) -> EngineHash {
     EngineHash::of_number(number)
 }
 
+/// What a real vLLM said: two prompts with a salt of which one continues the other, two without, removals, a reset.
+#[test]
+fn recorded_payloads_of_vllm() {
+    let recorded =
+        include_str!("../../testdata/vllm-0.32.0.txt").lines().filter(|line| !line.starts_with('#'));
+    let batches: Vec<_> = recorded.map(|line| decode(&bytes(line), Dialect::Vllm).unwrap()).collect();
+    assert!(
+        batches.iter().all(|batch| (batch.rank, batch.unknown_events) == (Some(0), 0) && batch.at_s > 1.7e9)
+    );
+    let events: Vec<_> = batches.iter().map(|batch| &batch.events[..]).collect();
+    let [[first], [second], [plain], [evicted @ .., last], [EngineEvent::Cleared, after]] = &events[..]
+    else {
+        panic!("{events:?}")
+    };
+    let (first, second) = (stored(first), stored(second));
+    assert_eq!(
+        (first.hashes.len(), first.parent, first.block_tokens, first.medium),
+        (2, None, 32, Medium::Gpu)
+    );
+    assert_eq!(first.tokens, Tokens::Ids((100..164).collect()));
+    assert_eq!(first.extra, Extra { salt: Some("tenant-a".to_owned()), plain_blocks: None });
+    assert_eq!((second.parent, second.hashes.len()), (first.hashes.last().copied(), 1));
+    assert_eq!((&second.tokens, &second.extra), (&Tokens::Ids((164..196).collect()), &Extra::default()));
+    let plain = stored(plain);
+    assert_eq!((plain.hashes.len(), &plain.extra, plain.is_full_attention), (4, &Extra::default(), true));
+    let removed = |event: &EngineEvent| match event {
+        EngineEvent::Removed(removed) => removed.hashes.clone(),
+        other => panic!("{other:?}"),
+    };
+    let gone: Vec<_> = evicted.iter().flat_map(removed).collect();
+    assert!(
+        gone.starts_with(&[second.hashes[0], first.hashes[1], first.hashes[0]]),
+        "the last block of a prefix goes first"
+    );
+    assert_eq!(stored(last).tokens, Tokens::Ids((500..692).collect()));
+    assert_eq!(stored(after).hashes, plain.hashes[..1], "the same prefix has the same hash");
+}
+
 #[test]
 fn maps_of_vllm_with_a_salt_and_a_chain() {
     let batch = decode(&bytes(VLLM_MAPS), Dialect::Vllm).unwrap();

@@ -3,6 +3,7 @@
 
 mod agreement;
 mod bad_input;
+mod engines;
 mod harness;
 mod links;
 mod nodes;
