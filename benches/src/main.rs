@@ -4,6 +4,7 @@
 //! Not here: the harness (`lib.rs`) and what each bench does (one file each beside this one).
 
 mod choose;
+mod events;
 mod evict;
 mod frame;
 mod get;
@@ -66,6 +67,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "frame", about: frame::ABOUT, run: frame::run },
     Bench { name: "get", about: get::ABOUT, run: get::run },
     Bench { name: "choose", about: choose::ABOUT, run: choose::run },
+    Bench { name: "events", about: events::ABOUT, run: events::run },
     Bench { name: "ssd", about: ssd::ABOUT, run: ssd::run },
     Bench { name: "start", about: start::ABOUT, run: start::run },
     Bench { name: "evict", about: evict::ABOUT, run: evict::run },

@@ -41,6 +41,8 @@ pub use config::{
     AnnounceConfig, ConfigError, DialectConfig, EngineConfig, EngineTenantConfig, EnginesConfig,
     RouterConfig, TimingsConfig, TlsConfig, TruthConfig, VoterConfig,
 };
+#[cfg(feature = "probe")]
+pub use engines::probe::Listener;
 pub use error::StartError;
 pub use raft::log::LogError;
 #[cfg(feature = "probe")]

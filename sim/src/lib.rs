@@ -5,9 +5,11 @@
 //! command has those).
 
 pub mod cache;
+pub mod fleet;
 pub mod generate;
 mod ids;
 pub mod policies;
+pub mod routers;
 pub mod stats;
 pub mod tiers;
 pub mod trace;

@@ -1,4 +1,4 @@
-//! `cargo xtask`: the repository's own rules, its benchmark tables, the tables of its eviction policies, and its
+//! `cargo xtask`: the repository's own rules, its benchmark tables, the tables of its eviction policies and routers, and its
 //! fuzz targets.
 //!
 //! Not here: what a rule says (`tidy/`, one file per rule, each run as a test), what a benchmark
@@ -7,7 +7,7 @@
 mod bench;
 mod fuzz;
 mod plot;
-mod policies;
+mod replays;
 mod tidy;
 
 use std::process::ExitCode;
@@ -25,7 +25,9 @@ enum Task {
     /// Run the fuzz targets of the index for a while.
     Fuzz(fuzz::FuzzArgs),
     /// Replay every eviction policy on every trace, into docs/POLICIES.md with plots.
-    Policies(policies::PoliciesArgs),
+    Policies(replays::ReplaysArgs),
+    /// Serve every trace on fleets in virtual time by every router, into docs/ROUTERS.md.
+    Routers(replays::ReplaysArgs),
 }
 
 fn main() -> ExitCode {
@@ -33,7 +35,8 @@ fn main() -> ExitCode {
         Task::Tidy => tidy::report(),
         Task::Bench(args) => bench::run(args),
         Task::Fuzz(args) => fuzz::run(&args),
-        Task::Policies(args) => policies::run(&args),
+        Task::Policies(args) => replays::run("policies", &args),
+        Task::Routers(args) => replays::run("routers", &args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,7 +1,7 @@
-//! `cargo xtask policies`: every eviction policy on every trace, into `docs/POLICIES.md` with plots.
+//! `cargo xtask policies` and `cargo xtask routers`: every eviction policy and every router on every trace, into `docs/POLICIES.md` with plots and
+//! `docs/ROUTERS.md`.
 //!
-//! Not here: the replays (`kvfleet trace policies`, which this runs) and how fast a policy decides (`cargo xtask bench
-//! evict`).
+//! Not here: the replays (`kvfleet trace policies` and `trace routers`, which this runs) and how fast one of them decides (`cargo xtask bench`).
 
 use std::path::PathBuf;
 
@@ -15,8 +15,8 @@ const TRACE: &str = "mooncake_conversation_trace.jsonl";
 
 /// What to replay.
 #[derive(Args, Debug)]
-pub(crate) struct PoliciesArgs {
-    /// Options of `kvfleet trace policies`, such as `--json`, `--seeds 1` or `--judge lru`; behind `--`.
+pub(crate) struct ReplaysArgs {
+    /// Options of `kvfleet trace policies` or `trace routers`, such as `--json`; behind `--`.
     #[arg(last = true)]
     options: Vec<String>,
 }
@@ -25,14 +25,14 @@ pub(crate) struct PoliciesArgs {
 ///
 /// # Errors
 /// When the command does not build or fails.
-pub(crate) fn run(args: &PoliciesArgs) -> anyhow::Result<()> {
+pub(crate) fn run(what: &str, args: &ReplaysArgs) -> anyhow::Result<()> {
     let folder =
         std::env::var_os("KVFLEET_TRACES").map_or_else(|| root().join("../shared/traces"), PathBuf::from);
     let trace = std::path::absolute(folder.join(TRACE))?;
     let mut command = cargo();
     // The profile of the tests: who has run them has it built, and the figures do not depend on it.
     command.args(["run", "--quiet", "--profile", "chaos", "--package", "kvfleet", "--bin", "kvfleet", "--"]);
-    command.args(["trace", "policies", "--out", "docs"]);
+    command.args(["trace", what, "--out", "docs"]);
     if trace.exists() {
         command.arg(trace);
     } else {

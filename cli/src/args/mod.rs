@@ -20,7 +20,7 @@ pub use faults::{Fault, FaultKind, Target};
 pub use process::{InspectArgs, NodeArgs, NodeCommand, ProcessArgs, RouterArgs};
 pub use replay::{DemoArgs, ReplayArgs, Speed};
 pub use sizes::{Capacity, Watermarks, parse_bytes};
-pub use trace::{GenArgs, PoliciesArgs, StatsArgs, TraceCommand, TraceFormat};
+pub use trace::{GenArgs, PoliciesArgs, RoutersArgs, StatsArgs, TraceCommand, TraceFormat};
 
 use clap::{Parser, Subcommand};
 

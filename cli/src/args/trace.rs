@@ -1,4 +1,4 @@
-//! Arguments of `trace stats`, `trace gen` and `trace policies`.
+//! Arguments of `trace stats`, `trace gen`, `trace policies` and `trace routers`.
 
 use std::path::PathBuf;
 
@@ -13,6 +13,8 @@ pub enum TraceCommand {
     Gen(GenArgs),
     /// Replay every eviction policy on traces and on generated traffic, at many capacities.
     Policies(PoliciesArgs),
+    /// Serve traces on fleets in virtual time, by the production scheduler and by others.
+    Routers(RoutersArgs),
 }
 
 /// A trace's format.
@@ -107,4 +109,46 @@ pub struct PoliciesArgs {
     /// Write the document and its plots into this folder instead of printing tables.
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
+}
+
+/// `kvfleet trace routers`.
+#[derive(Clone, Debug, Args)]
+pub struct RoutersArgs {
+    /// Traces to serve beside the generated traffic.
+    #[arg(value_name = "FILE")]
+    pub files: Vec<PathBuf>,
+    /// Only the first N requests of each trace.
+    #[arg(long, value_name = "N")]
+    pub limit: Option<usize>,
+    /// Requests of each generated trace; 0 for none.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub requests: u64,
+    /// Tokens per block of generated traffic.
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=512))]
+    pub block_tokens: u32,
+    /// Sizes of the fleet; a trace is served in one copy for every four instances.
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "4,16", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub instances: Vec<u32>,
+    /// Loads, as shares of what the fleet gets through.
+    #[arg(long, value_name = "SHARE,…", value_delimiter = ',', default_value = "0.5,0.8,0.95", value_parser = share)]
+    pub loads: Vec<f64>,
+    /// Hardware profile of the instances.
+    #[arg(long, default_value = "h100-8b")]
+    pub profile: String,
+    /// Seed of generated traffic and of routers that draw.
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Print one JSON object a line for every fleet, traffic and load.
+    #[arg(long)]
+    pub json: bool,
+    /// Write the document into this folder instead of printing it.
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(share) if (0.01..=10.0).contains(&share) => Ok(share),
+        _ => Err(format!("`{text}` is no load: expected a number like 0.8, from 0.01 to 10")),
+    }
 }

@@ -1,10 +1,11 @@
-//! `kvfleet trace stats`, `kvfleet trace gen` and `kvfleet trace policies`, and how every command opens a trace.
+//! `kvfleet trace stats`, `gen`, `policies` and `routers`, and how every command opens a trace.
 //!
 //! Not here: the formats, the statistics and the generator (`kvfleet-sim`).
 
 mod generate;
 mod plots;
 mod policies;
+mod routers;
 mod stats;
 
 pub(crate) use generate::write_generated;
@@ -21,6 +22,7 @@ pub fn run(command: &TraceCommand) -> anyhow::Result<()> {
         TraceCommand::Stats(args) => stats::run(args),
         TraceCommand::Gen(args) => generate::run(args),
         TraceCommand::Policies(args) => policies::run(args),
+        TraceCommand::Routers(args) => routers::run(args),
     }
 }
 

@@ -33,6 +33,8 @@ mod dial;
 mod follow;
 mod listen;
 pub(crate) mod metrics;
+#[cfg(feature = "probe")]
+pub(crate) mod probe;
 mod rank;
 mod teller;
 mod tenants;

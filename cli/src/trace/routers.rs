@@ -1,0 +1,175 @@
+//! `kvfleet trace routers`: the production scheduler and others on equal fleets in virtual time, as JSON lines and as a document with tables.
+//!
+//! Not here: the fleet and the routers (`kvfleet_sim::fleet`, `kvfleet_sim::routers`).
+
+use std::fmt::Write;
+use std::fs::File;
+use std::io::BufReader;
+use std::path::Path;
+
+use kv_core::schedule::{HardwareProfile, PROFILES};
+use kvfleet_sim::fleet::{Setup, Workload};
+use kvfleet_sim::generate::{Generator, Kind, Spec};
+use kvfleet_sim::routers::{BASELINES, Comparison, Point, capacity, compare};
+use kvfleet_sim::trace::Request;
+use serde::Serialize;
+
+use super::open_trace;
+use crate::args::{RoutersArgs, TraceFormat};
+
+/// Name of the document.
+const DOCUMENT: &str = "ROUTERS.md";
+
+/// Instances for each copy of a trace: a recorded trace of an hour is what a few of them get through.
+const INSTANCES_PER_COPY: u32 = 4;
+
+/// One fleet under one traffic at one load.
+#[derive(Serialize)]
+struct Row {
+    traffic: String,
+    instances: u32,
+    capacity_per_s: f64,
+    #[serde(flatten)]
+    compared: Comparison,
+}
+
+/// Runs everything that was asked for and says what came out.
+pub(super) fn run(args: &RoutersArgs) -> anyhow::Result<()> {
+    let Some(profile) = HardwareProfile::by_name(&args.profile) else {
+        let known: Vec<_> = PROFILES.iter().map(|profile| profile.name).collect();
+        anyhow::bail!("profile {} is unknown: choose one of {}", args.profile, known.join(", "));
+    };
+    let mut rows = Vec::new();
+    for (name, trace) in traffic(args)? {
+        for instances in &args.instances {
+            let workload = Workload::new(&trace, u64::from(instances.div_ceil(INSTANCES_PER_COPY)));
+            let setup = Setup::new(*instances, profile, workload.block_tokens);
+            let capacity_per_s = capacity(&workload, &setup, args.seed);
+            for load in &args.loads {
+                eprintln!(
+                    "{name}: {instances} instances at {:.0} % of {capacity_per_s:.1} requests/s",
+                    load * 100.0
+                );
+                let compared = compare(&workload, &setup, (*load, capacity_per_s), args.seed);
+                let row = Row { traffic: name.clone(), instances: *instances, capacity_per_s, compared };
+                if args.json {
+                    println!("{}", serde_json::to_string(&row)?);
+                }
+                rows.push(row);
+            }
+        }
+    }
+    let text = document(&rows, args);
+    match &args.out {
+        Some(folder) => {
+            let path = folder.join(DOCUMENT);
+            std::fs::write(&path, text)
+                .map_err(|cause| anyhow::anyhow!("cannot write {}: {cause}", path.display()))?;
+            eprintln!("wrote {}", path.display());
+        }
+        None if !args.json => print!("{text}"),
+        None => {}
+    }
+    Ok(())
+}
+
+fn traffic(args: &RoutersArgs) -> anyhow::Result<Vec<(String, Vec<Request>)>> {
+    let mut all = Vec::new();
+    for path in &args.files {
+        let name =
+            path.file_stem().map_or_else(|| "trace".to_owned(), |stem| stem.to_string_lossy().into_owned());
+        let mut trace = read(path)?;
+        trace.truncate(args.limit.unwrap_or(usize::MAX));
+        all.push((name, trace));
+    }
+    if args.requests > 0 {
+        for kind in Kind::ALL {
+            let spec = Spec { block_tokens: args.block_tokens, ..Spec::new(kind, args.seed, args.requests) };
+            all.push((kind.name().to_owned(), Generator::new(spec).collect()));
+        }
+    }
+    if all.is_empty() {
+        anyhow::bail!("nothing to serve: give a trace, or --requests for generated ones");
+    }
+    Ok(all)
+}
+
+fn read(path: &Path) -> anyhow::Result<Vec<Request>> {
+    let shown = path.display();
+    let file = File::open(path)
+        .map_err(|cause| anyhow::anyhow!("cannot read {shown}: {cause}; give the path of a trace"))?;
+    let requests = open_trace(BufReader::new(file), TraceFormat::Auto, false).collect::<Result<_, _>>();
+    requests.map_err(|error| anyhow::anyhow!("{shown}: {error}"))
+}
+
+const HEAD: &str = "# Routers
+
+Written by `cargo xtask routers`; do not edit. The production scheduler and ten others, each after its published description
+(`sim/src/routers/`), on equal fleets in virtual time (`sim/src/fleet/`): continuous batching with chunked prefill, GPU memory with a prefix
+cache, nodes with production tiers and policies, lanes with queues, word of all of it as late as it comes. Whoever routes, what the chosen
+instance fetches and computes is planned by the production planner, so a pool of KV is everybody's here. Nothing below is measured on a GPU.
+
+Load is a share of what the fleet gets through when all requests are there at once and the least loaded instance takes each.
+";
+
+fn document(rows: &[Row], args: &RoutersArgs) -> String {
+    let mut text = HEAD.to_owned();
+    let _ = writeln!(
+        text,
+        "\nProfile `{}`, seed {}, baselines: {}.\n",
+        args.profile,
+        args.seed,
+        BASELINES.join(", ")
+    );
+    text += "## Against the best of the others at each point\n\nTTFT of the production scheduler over the least of the ten, for the mean and for P90.\n\n";
+    text += "| traffic | instances | load | mean | best other | ratio | P90 | ratio of P90 | computed tokens saved | best other saves |\n";
+    text += "| --- | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |\n";
+    for row in rows {
+        let Comparison { load, production, baselines } = &row.compared;
+        let (mean, p90) = row.compared.ratios();
+        let best = baselines.first();
+        let (name, best_mean) = best.map_or(("none", 0.0), |best| (best.router.as_str(), best.ttft.mean_ms));
+        let most = baselines.iter().map(|point| point.saved).fold(0.0, f64::max);
+        let _ = writeln!(
+            text,
+            "| {} | {} | {:.0} % | {:.0} ms | {name} {best_mean:.0} ms | {mean:.2} | {:.0} ms | {p90:.2} | {:.1} % | {:.1} % |",
+            row.traffic,
+            row.instances,
+            load * 100.0,
+            production.ttft.mean_ms,
+            production.ttft.p90_ms,
+            production.saved * 100.0,
+            most * 100.0,
+        );
+    }
+    for row in rows {
+        let title =
+            format!("{}, {} instances, {:.0} % load", row.traffic, row.instances, row.compared.load * 100.0);
+        let _ = writeln!(
+            text,
+            "\n## {title}\n\n{:.2} requests/s are all that the fleet gets through.\n",
+            row.capacity_per_s
+        );
+        text += "| router | mean | P50 | P90 | P99 | TBT | saved | fetched blocks | error of prediction | bias |\n";
+        text += "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n";
+        for point in std::iter::once(&row.compared.production).chain(&row.compared.baselines) {
+            line(&mut text, point);
+        }
+    }
+    text
+}
+
+fn line(text: &mut String, point: &Point) {
+    let Point { router, ttft, tbt_ms, saved, fetched_blocks, prediction: (error, bias), .. } = point;
+    let _ = writeln!(
+        text,
+        "| {router} | {:.0} ms | {:.0} ms | {:.0} ms | {:.0} ms | {tbt_ms:.1} ms | {:.1} % | {fetched_blocks} | {:.0} % | {:+.0} % |",
+        ttft.mean_ms,
+        ttft.p50_ms,
+        ttft.p90_ms,
+        ttft.p99_ms,
+        saved * 100.0,
+        error * 100.0,
+        bias * 100.0,
+    );
+}

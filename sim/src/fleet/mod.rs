@@ -1,0 +1,323 @@
+//! A fleet in virtual time: instances with continuous batching under a named hardware profile, nodes with tiers and lanes, and a router
+//! that knows what has reached it. The production scheduler and any other run on the same fleet.
+//!
+//! Equal arguments give equal reports, byte for byte. Every router's choice of an instance gets the same data plane: what that instance
+//! fetches and computes is planned by the production planner, so that routers differ by where they send and nothing else. Not here: the
+//! routers (`crate::routers`), traces (`crate::trace`), and a real fleet (`kvfleet replay`).
+
+mod engine;
+mod memory;
+mod report;
+mod store;
+mod view;
+mod workload;
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use kv_core::id::{InstanceId, NodeId, RequestId, TenantId, Timestamp};
+use kv_core::index::command::Change;
+use kv_core::schedule::{Decision, HardwareProfile, Load, RouteRequest};
+
+pub use engine::Batch;
+pub use report::{Report, Served, Spread};
+pub use view::{Ask, Seen, View};
+pub use workload::Workload;
+
+use crate::routers::{Route, Router};
+use engine::{Ended, Engine, Job};
+use memory::Memory;
+use store::Store;
+
+/// What the fleet is made of. Node n is the own node of instance n.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// How many instances.
+    pub instances: u32,
+    /// Their speeds, which routers know too.
+    pub profile: HardwareProfile,
+    /// Of each instance.
+    pub batch: Batch,
+    /// KV blocks in GPU memory of each.
+    pub gpu_blocks: usize,
+    /// Blocks in DRAM and on SSD of each node.
+    pub node_blocks: (u64, u64),
+    /// Which policy evicts from nodes.
+    pub policy: String,
+    /// Between two load reports of an instance.
+    pub report_every_ns: u64,
+    /// From a change at a node until routers know of it.
+    pub announce_ns: u64,
+    /// The same of GPU memory.
+    pub events_ns: u64,
+}
+
+impl Setup {
+    /// Instances of this profile as they are deployed for a model of eight billion parameters: 48 GiB of KV in GPU memory, 256 GiB in DRAM of
+    /// each node and 1 TiB on SSD, reports five times a second.
+    #[must_use]
+    pub fn new(instances: u32, profile: HardwareProfile, block_tokens: u32) -> Setup {
+        let block_bytes = profile.kv_bytes_per_token * u64::from(block_tokens);
+        let blocks = |gib: u64| (gib << 30) / block_bytes.max(1);
+        Setup {
+            instances,
+            profile,
+            batch: Batch { requests_max: 256, chunk_tokens: 4_096 },
+            gpu_blocks: blocks(48) as usize,
+            node_blocks: (blocks(256), blocks(1_024)),
+            policy: kv_core::evict::DEFAULT.to_owned(),
+            report_every_ns: 200_000_000,
+            announce_ns: 20_000_000,
+            events_ns: 5_000_000,
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Event {
+    Arrives(usize),
+    StepEnds(u32),
+    /// Something that an instance waits for has come.
+    Wakes(u32),
+    Reports(u32),
+    Announced(NodeId, Vec<Change>),
+    Told(InstanceId, Vec<Change>),
+}
+
+/// An event at its time; events of one time are in the order in which they were made.
+struct Due {
+    at_ns: u64,
+    nth: u64,
+    event: Event,
+}
+
+impl PartialEq for Due {
+    fn eq(&self, other: &Due) -> bool {
+        (self.at_ns, self.nth) == (other.at_ns, other.nth)
+    }
+}
+
+impl Eq for Due {}
+
+impl PartialOrd for Due {
+    fn partial_cmp(&self, other: &Due) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Due {
+    fn cmp(&self, other: &Due) -> std::cmp::Ordering {
+        (self.at_ns, self.nth).cmp(&(other.at_ns, other.nth))
+    }
+}
+
+/// A request that was sent.
+struct Sent {
+    instance: u32,
+    save_to: Option<NodeId>,
+    predicted_ns: u64,
+}
+
+struct Fleet<'a> {
+    setup: &'a Setup,
+    workload: &'a Workload,
+    engines: Vec<Engine>,
+    store: Store,
+    view: View,
+    due: BinaryHeap<Reverse<Due>>,
+    made: u64,
+    sent: Vec<Option<Sent>>,
+    /// Requests that have neither ended nor been rejected.
+    open: usize,
+    report: Report,
+}
+
+/// Serves a workload.
+#[must_use]
+pub fn run(workload: &Workload, setup: &Setup, router: &mut dyn Router) -> Report {
+    let mut fleet = Fleet::new(workload, setup);
+    while let Some(Reverse(Due { at_ns, event, .. })) = fleet.due.pop() {
+        match event {
+            Event::Arrives(nth) => fleet.arrives(nth, at_ns, router),
+            Event::StepEnds(instance) => fleet.step_ends(instance, at_ns),
+            Event::Wakes(instance) => fleet.poke(instance, at_ns),
+            Event::Reports(instance) => fleet.reports(instance, at_ns),
+            Event::Announced(node, changes) => fleet.view.announced(node, changes),
+            Event::Told(instance, changes) => fleet.view.told(instance, changes),
+        }
+    }
+    fleet.finish()
+}
+
+impl<'a> Fleet<'a> {
+    fn new(workload: &'a Workload, setup: &'a Setup) -> Fleet<'a> {
+        let memory = || Memory::new(workload.block_tokens, setup.gpu_blocks, workload.prompts());
+        let engine = |_| Engine::new(setup.profile, setup.batch, memory());
+        let mut fleet = Fleet {
+            setup,
+            workload,
+            engines: (0..setup.instances).map(engine).collect(),
+            store: Store::new(setup.instances, setup.node_blocks, &setup.policy, setup.profile),
+            view: View::new(setup.instances, setup.profile),
+            due: BinaryHeap::new(),
+            made: 0,
+            sent: workload.requests.iter().map(|_| None).collect(),
+            open: workload.requests.len(),
+            report: Report::default(),
+        };
+        for (nth, request) in workload.requests.iter().enumerate() {
+            fleet.at(request.arrival_ns, Event::Arrives(nth));
+        }
+        for instance in 0..setup.instances {
+            // They do not all speak at once.
+            let first = setup.report_every_ns * u64::from(instance) / u64::from(setup.instances);
+            fleet.at(first, Event::Reports(instance));
+        }
+        fleet
+    }
+
+    fn at(&mut self, at_ns: u64, event: Event) {
+        self.made += 1;
+        self.due.push(Reverse(Due { at_ns, nth: self.made, event }));
+    }
+
+    fn arrives(&mut self, nth: usize, now_ns: u64, router: &mut dyn Router) {
+        let request = &self.workload.requests[nth];
+        let prompt = self.workload.prompt(nth);
+        let (matched, resident) = self.view.look_up(prompt);
+        let asked = RouteRequest {
+            request: RequestId(nth as u64),
+            tenant: TenantId(0),
+            category: request.category,
+            blocks: request.input_tokens.div_ceil(self.workload.block_tokens),
+            first_block: prompt.first().copied(),
+            block_tokens: self.workload.block_tokens,
+            input_tokens: request.input_tokens,
+            output_tokens: request.output_tokens,
+        };
+        let now = Timestamp(now_ns / 1_000);
+        let ask = Ask { request: asked, matched: &matched, resident: &resident, now };
+        match router.route(&ask, &self.view) {
+            Route::To(decision) => self.send(nth, &decision, now_ns),
+            Route::Reject => {
+                self.open -= 1;
+                self.report.rejected += 1;
+            }
+        }
+    }
+
+    fn send(&mut self, nth: usize, decision: &Decision, now_ns: u64) {
+        let request = &self.workload.requests[nth];
+        let block_tokens = self.workload.block_tokens;
+        let instance = decision.instance;
+        let own = NodeId(instance.0);
+        let prompt = self.workload.prompt(nth);
+        let fetched =
+            self.store.fetch(&decision.sources, prompt, (own, block_tokens, request.category), now_ns);
+        decision.sources.iter().for_each(|source| self.node_changed(source.node, now_ns));
+        let tokens = |blocks: u32| (blocks * block_tokens).min(request.input_tokens);
+        let job = Job {
+            nth,
+            input_tokens: request.input_tokens,
+            output_tokens: request.output_tokens,
+            fetched_tokens: tokens(decision.resident_blocks + fetched.blocks),
+            resident_tokens: tokens(decision.resident_blocks),
+            ready_ns: fetched.ready_ns,
+        };
+        self.report.fetched_blocks += u64::from(fetched.blocks);
+        self.view.sent(instance, decision.recompute_tokens.into(), request.input_tokens.into());
+        let predicted_ns = decision.predicted.ttft_us() * 1_000;
+        let save_to = decision.save_to.as_ref().map(|holder| holder.node);
+        self.sent[nth] = Some(Sent { instance: instance.0, save_to, predicted_ns });
+        self.engines[instance.0 as usize].put(job);
+        if fetched.ready_ns > now_ns {
+            self.at(fetched.ready_ns, Event::Wakes(instance.0));
+        }
+        self.poke(instance.0, now_ns);
+    }
+
+    /// Lets an instance begin what it can.
+    fn poke(&mut self, instance: u32, now_ns: u64) {
+        let engine = &mut self.engines[instance as usize];
+        if let Some(end_ns) = engine.interrupt(now_ns).or_else(|| engine.begin(now_ns)) {
+            self.at(end_ns, Event::StepEnds(instance));
+        }
+        self.memory_changed(instance, now_ns);
+    }
+
+    fn step_ends(&mut self, instance: u32, now_ns: u64) {
+        let mut ended = Vec::new();
+        self.engines[instance as usize].end(now_ns, &mut ended);
+        for one in ended {
+            match one {
+                Ended::First { nth, computed_tokens } => self.first_token(nth, computed_tokens, now_ns),
+                Ended::Last { nth } => {
+                    self.open -= 1;
+                    self.report.ended_ns = now_ns;
+                    self.view.ended(InstanceId(instance), self.workload.requests[nth].input_tokens.into());
+                }
+            }
+        }
+        self.poke(instance, now_ns);
+    }
+
+    fn first_token(&mut self, nth: usize, computed_tokens: u32, now_ns: u64) {
+        let request = &self.workload.requests[nth];
+        let Some(sent) = &self.sent[nth] else { return };
+        let Sent { instance, save_to, predicted_ns } = *sent;
+        self.report.served.push(Served {
+            nth,
+            instance,
+            ttft_ns: now_ns - request.arrival_ns,
+            predicted_ns,
+            input_tokens: request.input_tokens,
+            computed_tokens,
+        });
+        if let Some(node) = save_to {
+            self.store.save(node, self.workload.prompt(nth), request.category, now_ns);
+            self.node_changed(node, now_ns);
+        }
+    }
+
+    fn reports(&mut self, instance: u32, now_ns: u64) {
+        if self.open == 0 {
+            return;
+        }
+        let engine = &self.engines[instance as usize];
+        let (waiting, running) = engine.requests();
+        let load = Load::reported(engine.queue_tokens(), running, waiting);
+        let in_use = engine.memory.in_use();
+        self.view.reported(InstanceId(instance), load, in_use, Timestamp(now_ns / 1_000));
+        if instance == 0 {
+            let Fleet { view, store, .. } = self;
+            view.counted(|node| store.blocks(node));
+        }
+        self.at(now_ns + self.setup.report_every_ns, Event::Reports(instance));
+    }
+
+    fn node_changed(&mut self, node: NodeId, now_ns: u64) {
+        let changes = self.store.take_changes(node);
+        if !changes.is_empty() {
+            self.at(now_ns + self.setup.announce_ns, Event::Announced(node, changes));
+        }
+    }
+
+    fn memory_changed(&mut self, instance: u32, now_ns: u64) {
+        let changes = self.engines[instance as usize].memory.take_changes();
+        if !changes.is_empty() {
+            self.at(now_ns + self.setup.events_ns, Event::Told(InstanceId(instance), changes));
+        }
+    }
+
+    fn finish(mut self) -> Report {
+        self.report.busy_ns = self.engines.iter().map(|engine| engine.busy_ns).collect();
+        for engine in &self.engines {
+            self.report.between_tokens += engine.between.tokens;
+            self.report.between_ns += engine.between.ns;
+        }
+        self.report
+    }
+}
+
+#[cfg(test)]
+mod tests;

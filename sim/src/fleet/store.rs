@@ -1,0 +1,176 @@
+//! The nodes: what each holds, by the production tier book and policies, and how long bytes take from there.
+//!
+//! Moves between tiers take no time; what is read waits for what is read before it over the same lane. Not here: who is asked for what (the
+//! decision), and when routers hear of changes (`mod.rs`).
+
+use std::time::Duration;
+
+use kv_core::evict;
+use kv_core::id::{BlockHash, CallerId, Category, LeaseId, NodeId, TenantId, Tier, Timestamp};
+use kv_core::index::command::Change;
+use kv_core::schedule::{HardwareProfile, Source};
+use kv_core::tier::{Action, Asker, Book, Capacity, Charge, Limits, Offer, Offered, Room, TierLimits};
+
+const CHARGE: Charge = Charge { frame: 1, dram: 1, ssd: 1 };
+const ROOM: Room = Room { dram: true, ssd: true, prefetch: true, gpu_read: true, lower: true, lift: true };
+const REFIT_EVERY_US: u64 = 1_000_000;
+
+/// A node.
+struct Node {
+    book: Book,
+    refitted_us: u64,
+    /// When its lane to others is free, and that to its own instance.
+    afar_free_ns: u64,
+    near_free_ns: u64,
+}
+
+/// All nodes; node n is the own one of instance n.
+pub(super) struct Store {
+    nodes: Vec<Node>,
+    profile: HardwareProfile,
+    leases: u64,
+}
+
+/// What a fetch comes to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Fetched {
+    /// Blocks that come, in prefix order from the first asked for.
+    pub(super) blocks: u32,
+    pub(super) ready_ns: u64,
+}
+
+impl Store {
+    pub(super) fn new(
+        count: u32,
+        (dram_blocks, ssd_blocks): (u64, u64),
+        policy: &str,
+        profile: HardwareProfile,
+    ) -> Store {
+        let node = |seed: u32| {
+            let limits = Limits {
+                dram: TierLimits::exact(Capacity::Blocks(dram_blocks)),
+                ssd: TierLimits::exact(Capacity::Blocks(ssd_blocks)),
+                lease: Duration::MAX,
+                leases_max: 1,
+                seed: seed.into(),
+            };
+            let policy = || evict::by_name(policy, seed.into()).or_else(|| evict::by_name(evict::DEFAULT, 0));
+            let (Some(dram), Some(ssd)) = (policy(), policy()) else {
+                unreachable!("the default policy has a name")
+            };
+            Node { book: Book::new(&limits, dram, ssd), refitted_us: 0, afar_free_ns: 0, near_free_ns: 0 }
+        };
+        Store { nodes: (0..count).map(node).collect(), profile, leases: 0 }
+    }
+
+    /// Fetches blocks of a prompt from the sources of a decision, for the instance with this own node.
+    pub(super) fn fetch(
+        &mut self,
+        sources: &[Source],
+        hashes: &[BlockHash],
+        (own, block_tokens, category): (NodeId, u32, Category),
+        now_ns: u64,
+    ) -> Fetched {
+        let mut fetched = Fetched { blocks: 0, ready_ns: now_ns };
+        for source in sources {
+            let range = source.start_blocks as usize..(source.start_blocks + source.len_blocks) as usize;
+            let Some(wanted) = hashes.get(range.start..range.end.min(hashes.len())) else { break };
+            let reached = self.read(source.node, wanted, (own, block_tokens, category), now_ns);
+            fetched.blocks += reached.blocks;
+            fetched.ready_ns = fetched.ready_ns.max(reached.ready_ns);
+            if reached.blocks < source.len_blocks {
+                break;
+            }
+        }
+        fetched
+    }
+
+    fn read(
+        &mut self,
+        from: NodeId,
+        wanted: &[BlockHash],
+        (own, block_tokens, category): (NodeId, u32, Category),
+        now_ns: u64,
+    ) -> Fetched {
+        let asker = self.asker(category);
+        let Some(node) = self.nodes.get_mut(from.0 as usize) else { return Fetched::default() };
+        let now = refit(node, now_ns);
+        let reached = node.book.fetch(asker, wanted, now).unwrap_or_default();
+        act(&mut node.book);
+        node.book.release(asker.lease, now);
+        act(&mut node.book);
+        let mut ready_ns = now_ns;
+        for reach in &reached {
+            let lane = self.profile.tier(reach.tier);
+            let lane = if from == own { lane } else { lane.through(self.profile.network) };
+            let free_ns = if from == own { &mut node.near_free_ns } else { &mut node.afar_free_ns };
+            *free_ns = (*free_ns).max(now_ns) + self.profile.stream_ns(lane, block_tokens.into());
+            ready_ns = ready_ns.max(*free_ns + lane.latency_ns);
+        }
+        Fetched { blocks: reached.len() as u32, ready_ns }
+    }
+
+    /// Offers what was computed of a prompt to a node.
+    pub(super) fn save(&mut self, to: NodeId, hashes: &[BlockHash], category: Category, now_ns: u64) {
+        let asker = self.asker(category);
+        let Some(node) = self.nodes.get_mut(to.0 as usize) else { return };
+        let now = refit(node, now_ns);
+        let known = node.book.fetch(asker, hashes, now).unwrap_or_default().len();
+        act(&mut node.book);
+        if known < hashes.len() {
+            let (before, new) = hashes.split_at(known);
+            let offer = Offer {
+                parent: before.last().copied(),
+                first_offset_blocks: known as u32,
+                hashes: new,
+                charge: CHARGE,
+            };
+            let offered = node.book.offer(asker, offer, now).unwrap_or_default();
+            act(&mut node.book);
+            for answer in offered {
+                if let Offered::Wanted(key) = answer {
+                    node.book.commit(key, CHARGE, now);
+                }
+            }
+        }
+        node.book.release(asker.lease, now);
+        act(&mut node.book);
+    }
+
+    fn asker(&mut self, category: Category) -> Asker {
+        self.leases += 1;
+        Asker { lease: LeaseId(self.leases), caller: CallerId(0), tenant: TenantId(0), category }
+    }
+
+    /// What changed at a node since the last call.
+    pub(super) fn take_changes(&mut self, node: NodeId) -> Vec<Change> {
+        self.nodes.get_mut(node.0 as usize).map(|node| node.book.take_changes()).unwrap_or_default()
+    }
+
+    /// Blocks that a node has.
+    pub(super) fn blocks(&self, node: NodeId) -> u64 {
+        let blocks = |book: &Book| [Tier::Dram, Tier::Ssd].map(|tier| book.stats(tier).blocks).iter().sum();
+        self.nodes.get(node.0 as usize).map_or(0, |node| blocks(&node.book))
+    }
+}
+
+fn refit(node: &mut Node, now_ns: u64) -> Timestamp {
+    let now = Timestamp(now_ns / 1_000);
+    if now.0 >= node.refitted_us + REFIT_EVERY_US {
+        node.refitted_us = now.0;
+        node.book.refit(now);
+    }
+    now
+}
+
+/// Every move ends at once.
+fn act(book: &mut Book) {
+    while let Some(action) = book.next_action(ROOM) {
+        match action {
+            Action::Demote { key, .. } => book.on_moved(key, Tier::Ssd),
+            Action::Promote { key, .. } | Action::Lower { key, .. } => book.on_moved(key, Tier::Dram),
+            Action::Lift { key, .. } => book.on_moved(key, Tier::Gpu),
+            Action::DropDram { .. } | Action::DropSsd { .. } | Action::DropGpu { .. } => {}
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! One instance by hand, equal runs, and what every request gets whoever routes.
+#![allow(clippy::unwrap_used)]
+
+use kv_core::schedule::PROFILES;
+
+use super::*;
+use crate::generate::{Generator, Kind, Spec};
+use crate::routers::{BASELINES, PRODUCTION, by_name, capacity, compare};
+use crate::trace::Request;
+
+const H100: HardwareProfile = PROFILES[0];
+
+fn request(arrival_us: u64, blocks: &[u64], input_tokens: u32, output_tokens: u32) -> Request {
+    Request {
+        arrival_us,
+        input_tokens,
+        output_tokens,
+        block_tokens: 512,
+        blocks: blocks.to_vec(),
+        ..Request::default()
+    }
+}
+
+fn served(trace: &[Request], instances: u32, router: &str) -> Report {
+    let setup = Setup::new(instances, H100, 512);
+    run(&Workload::new(trace, 1), &setup, by_name(router, 1).unwrap().as_mut())
+}
+
+fn generated(requests: u64) -> Workload {
+    let spec = Spec { block_tokens: 512, ..Spec::new(Kind::ALL[0], 3, requests) };
+    Workload::new(&Generator::new(spec).collect::<Vec<_>>(), 1)
+}
+
+#[test]
+fn one_request_takes_its_prefill_and_its_steps() {
+    let report = served(&[request(0, &[1, 2], 1_000, 3)], 1, PRODUCTION);
+    let ttft_ns = H100.step_ns + H100.prefill_ns(0, 1_000);
+    assert_eq!((report.served[0].ttft_ns, report.served[0].computed_tokens), (ttft_ns, 1_000));
+    let decode_ns = H100.step_ns + H100.step_ns_per_running;
+    assert_eq!((report.ended_ns, report.between_tokens), (ttft_ns + 2 * decode_ns, 2));
+    assert_eq!(report.between_ns, 2 * decode_ns);
+}
+
+#[test]
+fn a_long_prompt_is_computed_in_chunks_beside_what_decodes() {
+    let long = request(0, &(0..20).collect::<Vec<_>>(), 10_000, 1);
+    let chunks = [(0, 4_096), (4_096, 4_096), (8_192, 1_808)];
+    let alone: u64 = chunks.iter().map(|(context, new)| H100.step_ns + H100.prefill_ns(*context, *new)).sum();
+    assert_eq!(served(std::slice::from_ref(&long), 1, PRODUCTION).served[0].ttft_ns, alone);
+    // Another has its first token out and decodes: each chunk takes longer by what it adds.
+    let first = request(0, &[100], 400, 1_000);
+    let late = Request { arrival_us: 100_000, ..long };
+    let report = served(&[first, late], 1, PRODUCTION);
+    let beside = report.served.iter().find(|served| served.nth == 1).unwrap().ttft_ns;
+    let least = alone + 3 * H100.step_ns_per_running;
+    let step_ns = H100.step_ns + H100.step_ns_per_running;
+    assert!((least..=least + step_ns).contains(&beside), "{beside} is not {least} and a part of a step");
+}
+
+#[test]
+fn a_prefix_in_gpu_memory_is_not_computed_again() {
+    let again = request(2_000_000, &[1, 2, 3], 1_500, 1);
+    let report = served(&[request(0, &[1, 2], 1_024, 1), again], 1, PRODUCTION);
+    assert_eq!(report.served[1].computed_tokens, 1_500 - 1_024);
+    assert_eq!(report.fetched_blocks, 0);
+    assert_eq!(report.served[1].ttft_ns, H100.step_ns + H100.prefill_ns(1_024, 476));
+    // Known before it was sent, so predicted.
+    assert_eq!(report.served[1].predicted_ns / 1_000, report.served[1].ttft_ns.div_ceil(1_000));
+}
+
+#[test]
+fn a_prefix_at_another_node_is_fetched_or_computed_whichever_is_faster() {
+    let blocks: Vec<u64> = (0..40).collect();
+    let trace = [request(0, &blocks, 20_480, 1), request(5_000_000, &blocks, 20_480, 1)];
+    let report = served(&trace, 2, "round-robin");
+    let [first, second] = &report.served[..] else { panic!("{report:?}") };
+    assert_eq!((first.instance, second.instance, report.fetched_blocks), (0, 1, 40));
+    assert_eq!(second.computed_tokens, 1, "the last token is always computed");
+    let lane = H100.dram.through(H100.network);
+    let moved = H100.stream_ns(lane, 512) * 40 + lane.latency_ns;
+    assert_eq!(second.ttft_ns, moved + H100.step_ns + H100.prefill_ns(20_479, 1));
+    assert!(second.ttft_ns < first.ttft_ns / 5);
+    // The production scheduler sends it to where it is.
+    assert_eq!(served(&trace, 2, PRODUCTION).fetched_blocks, 0);
+}
+
+#[test]
+fn memory_keeps_what_runs_and_drops_what_was_used_longest_ago() {
+    let prompt = |ids: &[u8]| ids.iter().map(|id| kv_core::id::BlockHash([*id; 16])).collect();
+    let prompts: Vec<std::sync::Arc<[_]>> = vec![prompt(&[1, 2]), prompt(&[1, 3]), prompt(&[4, 5, 6])];
+    let mut memory = Memory::new(512, 4, prompts.into());
+    assert_eq!(memory.admit(0, 1_024, 1), Some(0), "two blocks and one for what it says");
+    memory.computed(0);
+    assert_eq!(memory.admit(1, 1_024, 1), None, "two of four are needed, one is left");
+    memory.ended(0);
+    assert_eq!(memory.admit(1, 1_024, 1), Some(512));
+    memory.computed(1);
+    memory.take_changes();
+    memory.ended(1);
+    assert_eq!((memory.admit(2, 1_536, 1), memory.in_use()), (Some(0), 1.0));
+    let gone = memory.take_changes();
+    let of = |id: u8| kv_core::id::BlockHash([id; 16]);
+    // The tail of a prefix goes before its head, and the older prefix first.
+    assert_eq!(gone, [Change::Dropped { blocks: vec![of(2), of(3), of(1)], tier: kv_core::id::Tier::Gpu }]);
+    // Larger than all of it: alone, it runs.
+    memory.ended(2);
+    assert_eq!(memory.admit(0, 1_024, 9_000), Some(0));
+    memory.computed(0);
+    memory.ended(0);
+    assert_eq!(memory.in_use(), 0.0);
+}
+
+#[test]
+fn equal_arguments_give_equal_reports_and_every_request_is_served_once() {
+    let workload = generated(600);
+    let setup = Setup::new(4, H100, 512);
+    for name in BASELINES.iter().chain([&PRODUCTION]) {
+        let once = run(&workload, &setup, by_name(name, 7).unwrap().as_mut());
+        let again = run(&workload, &setup, by_name(name, 7).unwrap().as_mut());
+        assert_eq!(once, again, "{name}");
+        let mut served: Vec<_> = once.served.iter().map(|served| served.nth).collect();
+        served.sort_unstable();
+        assert!(
+            served.iter().copied().eq(0..workload.len()),
+            "{name} served {} of {}",
+            served.len(),
+            workload.len()
+        );
+        assert!(
+            once.served
+                .iter()
+                .all(|served| served.computed_tokens >= 1 && served.computed_tokens <= served.input_tokens)
+        );
+    }
+}
+
+#[test]
+fn a_point_is_the_same_for_all_but_who_routes() {
+    let workload = generated(400);
+    let setup = Setup::new(2, H100, 512);
+    let capacity = capacity(&workload, &setup, 1);
+    let compared = compare(&workload, &setup, (0.5, capacity), 1);
+    assert_eq!(compared.baselines.len(), BASELINES.len());
+    let (mean, p90) = compared.ratios();
+    assert!(mean > 0.0 && mean.is_finite() && p90 > 0.0 && p90.is_finite());
+    assert!(compared.baselines.is_sorted_by(|one, other| one.ttft.mean_ms <= other.ttft.mean_ms));
+}

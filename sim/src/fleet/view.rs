@@ -1,0 +1,204 @@
+//! What a router knows: the production index of what nodes hold, the same of what instances have in GPU memory, and loads as last
+//! reported. Everything in it is as old as the way it came.
+//!
+//! Not here: when word arrives (`mod.rs`), and what is made of it (`routers/`).
+
+use kv_core::id::{BlockHash, IdentityDigest, InstanceId, NodeId, Timestamp};
+use kv_core::index::command::{Announcement, Change, Command, NodeRecord};
+use kv_core::index::{Index, PrefixMatch};
+use kv_core::schedule::{
+    Fleet, HardwareProfile, Held, Instance, Limits, LiveNode, Load, Resident, RouteRequest,
+};
+
+/// What is known of one instance besides its [`Load`].
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Seen {
+    /// Share of GPU memory that running requests have taken, as reported, 0 to 1.
+    pub memory_in_use: f64,
+    /// Requests sent there that have not ended, which whoever sends them knows.
+    pub in_flight: u32,
+    /// Prompt tokens of these.
+    pub in_flight_tokens: u64,
+}
+
+/// The view.
+pub struct View {
+    /// All instances, with loads.
+    pub fleet: Fleet,
+    /// Each alone, for what one instance would do.
+    singles: Vec<Fleet>,
+    /// By instance.
+    pub seen: Vec<Seen>,
+    held: Index,
+    resident: Index,
+    live: Vec<LiveNode>,
+}
+
+/// One request, as a router is asked.
+pub struct Ask<'a> {
+    /// What is known of it.
+    pub request: RouteRequest,
+    /// Who has its leading blocks.
+    pub matched: &'a PrefixMatch,
+    /// Instances that have leading blocks in GPU memory.
+    pub resident: &'a [Resident],
+    /// Now, on the simulation's clock.
+    pub now: Timestamp,
+}
+
+impl Ask<'_> {
+    /// The two planes, as the production scheduler takes them.
+    #[must_use]
+    pub fn held(&self) -> Held<'_> {
+        Held { matched: self.matched, resident: self.resident }
+    }
+
+    /// Leading blocks that an instance has in GPU memory.
+    #[must_use]
+    pub fn resident_blocks(&self, instance: InstanceId) -> u32 {
+        self.resident.iter().find(|one| one.instance == instance).map_or(0, |one| one.blocks)
+    }
+
+    /// Leading blocks that an instance and its own node have.
+    #[must_use]
+    pub fn local_blocks(&self, instance: InstanceId) -> u32 {
+        self.resident_blocks(instance).max(self.matched.per_node(NodeId(instance.0))).min(self.request.blocks)
+    }
+}
+
+impl View {
+    pub(super) fn new(instances: u32, profile: HardwareProfile) -> View {
+        let live: Vec<LiveNode> = (0..instances).map(|id| live(id, 0)).collect();
+        let mut view = View {
+            fleet: Fleet::new(profile),
+            singles: Vec::new(),
+            seen: vec![Seen::default(); instances as usize],
+            held: Index::default(),
+            resident: Index::default(),
+            live: live.clone(),
+        };
+        view.fleet.set_nodes(live.clone());
+        for id in 0..instances {
+            let instance = Instance {
+                id: InstanceId(id),
+                node: Some(NodeId(id)),
+                load: Load::default(),
+                reported_at: Timestamp(0),
+            };
+            view.fleet.put_instance(instance);
+            let limits = Limits { queue_tokens_max: u64::MAX, ..Limits::default() };
+            let mut single = Fleet::new(profile);
+            single.limits = limits;
+            single.set_nodes(live.clone());
+            single.put_instance(instance);
+            view.singles.push(single);
+            for index in [&mut view.held, &mut view.resident] {
+                index.apply(&Command::Join(record(NodeId(id))));
+            }
+        }
+        let epochs: Vec<_> = view.held.nodes().map(|state| (state.record.node, state.epoch)).collect();
+        for live in &mut view.live {
+            let epoch = epochs.iter().find(|(node, _)| *node == live.node);
+            live.epoch = epoch.map_or(live.epoch, |(_, epoch)| *epoch);
+        }
+        view.tell_nodes();
+        view
+    }
+
+    /// Word of what nodes hold.
+    pub(super) fn announced(&mut self, node: NodeId, changes: Vec<Change>) {
+        announce(&mut self.held, node, changes);
+    }
+
+    /// Word of what an instance has in GPU memory.
+    pub(super) fn told(&mut self, instance: InstanceId, changes: Vec<Change>) {
+        announce(&mut self.resident, NodeId(instance.0), changes);
+    }
+
+    /// Word of an instance's load, and of the blocks that its node holds.
+    pub(super) fn reported(&mut self, instance: InstanceId, load: Load, memory_in_use: f64, now: Timestamp) {
+        let reported = Instance { id: instance, node: Some(NodeId(instance.0)), load, reported_at: now };
+        self.fleet.put_instance(reported);
+        self.singles[instance.0 as usize].put_instance(reported);
+        self.seen[instance.0 as usize].memory_in_use = memory_in_use;
+    }
+
+    /// Word of how many blocks each node holds.
+    pub(super) fn counted(&mut self, blocks: impl Fn(NodeId) -> u64) {
+        self.live.iter_mut().for_each(|live| live.blocks = blocks(live.node));
+        self.tell_nodes();
+    }
+
+    fn tell_nodes(&mut self) {
+        self.fleet.set_nodes(self.live.clone());
+        self.singles.iter_mut().for_each(|single| single.set_nodes(self.live.clone()));
+    }
+
+    /// Notes that a decision was sent.
+    pub(super) fn sent(&mut self, instance: InstanceId, computes_tokens: u64, input_tokens: u64) {
+        let at = instance.0 as usize;
+        for fleet in [&mut self.fleet, &mut self.singles[at]] {
+            if let Some(load) = fleet.load_mut(instance) {
+                load.routed_tokens += computes_tokens;
+                load.routed += 1;
+            }
+        }
+        self.seen[at].in_flight += 1;
+        self.seen[at].in_flight_tokens += input_tokens;
+    }
+
+    /// Notes that a request ended.
+    pub(super) fn ended(&mut self, instance: InstanceId, input_tokens: u64) {
+        let seen = &mut self.seen[instance.0 as usize];
+        seen.in_flight = seen.in_flight.saturating_sub(1);
+        seen.in_flight_tokens = seen.in_flight_tokens.saturating_sub(input_tokens);
+    }
+
+    /// What one instance would do for a request.
+    #[must_use]
+    pub fn single(&self, instance: InstanceId) -> &Fleet {
+        &self.singles[instance.0 as usize]
+    }
+
+    /// All instances.
+    pub fn instances(&self) -> impl Iterator<Item = InstanceId> + '_ {
+        self.fleet.instances().iter().map(|instance| instance.id)
+    }
+
+    /// The load of an instance, as last reported, and what was routed there since.
+    #[must_use]
+    pub fn load(&self, instance: InstanceId) -> Load {
+        self.fleet.instance(instance).map_or_else(Load::default, |instance| instance.load)
+    }
+
+    /// Who has the leading blocks of a prompt.
+    pub(super) fn look_up(&self, hashes: &[BlockHash]) -> (PrefixMatch, Vec<Resident>) {
+        let resident = self.resident.longest_prefix(hashes);
+        let of = |node: NodeId| Resident { instance: InstanceId(node.0), blocks: resident.per_node(node) };
+        (self.held.longest_prefix(hashes), resident.nodes().map(of).collect())
+    }
+}
+
+fn announce(index: &mut Index, node: NodeId, changes: Vec<Change>) {
+    if !changes.is_empty()
+        && let Some((epoch, seq)) = index.next_seq(node)
+    {
+        index.apply(&Command::Announce(vec![Announcement { node, epoch, seq, changes }]));
+    }
+}
+
+fn live(id: u32, blocks: u64) -> LiveNode {
+    LiveNode { node: NodeId(id), epoch: Default::default(), weight: 1, blocks, afar: None, near: None }
+}
+
+fn record(node: NodeId) -> NodeRecord {
+    NodeRecord {
+        node,
+        data_address: String::new(),
+        control_address: String::new(),
+        host: String::new(),
+        instance: None,
+        identity: IdentityDigest::default(),
+        block_bytes: 0,
+    }
+}

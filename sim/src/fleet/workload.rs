@@ -1,0 +1,101 @@
+//! The requests that a fleet serves: a trace with hashes, at a pace, in as many copies as the fleet is large.
+//!
+//! Not here: reading traces (`crate::trace`).
+
+use std::sync::Arc;
+
+use kv_core::id::{BlockHash, Category};
+use kv_core::prefix::{IdentityManifest, PrefixHasher};
+
+use crate::trace::Request;
+
+/// Offset in time between two copies of a trace: none of its patterns is this long.
+const COPY_OFFSET_NS: u64 = 37_000_000_000;
+
+/// Copies begin within this span, so that the whole is not much longer than the trace.
+const COPY_SPAN_NS: u64 = 300_000_000_000;
+
+/// One request.
+#[derive(Clone, Debug)]
+pub(super) struct Item {
+    pub(super) arrival_ns: u64,
+    pub(super) input_tokens: u32,
+    pub(super) output_tokens: u32,
+    pub(super) category: Category,
+}
+
+/// Requests by arrival.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    /// Tokens of a block.
+    pub block_tokens: u32,
+    pub(super) requests: Vec<Item>,
+    /// Hashes of the whole blocks of each.
+    prompts: Arc<[Arc<[BlockHash]>]>,
+}
+
+impl Workload {
+    /// `copies` of a trace whose blocks have nothing in common, each a while after the one before.
+    #[must_use]
+    pub fn new(trace: &[Request], copies: u64) -> Workload {
+        let block_tokens = trace.first().map_or(512, |request| request.block_tokens).max(1);
+        let hasher = PrefixHasher::new(&IdentityManifest::default(), &[0; 32]);
+        let mut all = Vec::with_capacity(trace.len() * copies as usize);
+        for copy in 0..copies {
+            let offset_ns = copy * COPY_OFFSET_NS % COPY_SPAN_NS;
+            for request in trace {
+                let whole = (request.input_tokens / block_tokens) as usize;
+                let ids: Vec<u64> = request.blocks.iter().take(whole).map(|id| id * copies + copy).collect();
+                let item = Item {
+                    arrival_ns: request.arrival_us * 1_000 + offset_ns,
+                    input_tokens: request.input_tokens.max(1),
+                    output_tokens: request.output_tokens.max(1),
+                    category: request.category,
+                };
+                all.push((item, Arc::<[BlockHash]>::from(hasher.chain_ids(&ids))));
+            }
+        }
+        all.sort_by_key(|(item, _)| item.arrival_ns);
+        let (requests, prompts): (Vec<_>, Vec<_>) = all.into_iter().unzip();
+        Workload { block_tokens, requests, prompts: prompts.into() }
+    }
+
+    /// The same requests, so many times as far apart; 0 for all at once.
+    #[must_use]
+    pub fn paced(&self, factor: f64) -> Workload {
+        let mut paced = self.clone();
+        for request in &mut paced.requests {
+            request.arrival_ns = (request.arrival_ns as f64 * factor) as u64;
+        }
+        paced
+    }
+
+    /// How many.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
+    /// From the first arrival to the last.
+    #[must_use]
+    pub fn span_ns(&self) -> u64 {
+        match (self.requests.first(), self.requests.last()) {
+            (Some(first), Some(last)) => last.arrival_ns - first.arrival_ns,
+            _ => 0,
+        }
+    }
+
+    pub(super) fn prompts(&self) -> Arc<[Arc<[BlockHash]>]> {
+        Arc::clone(&self.prompts)
+    }
+
+    pub(super) fn prompt(&self, nth: usize) -> &[BlockHash] {
+        &self.prompts[nth]
+    }
+}

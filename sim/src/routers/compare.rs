@@ -1,0 +1,93 @@
+//! Many routers on equal fleets at equal loads.
+//!
+//! A load is a share of what the fleet gets through when every request is there at once and the least loaded instance takes each: a measure that
+//! favours none of those compared by their caches. Not here: what one run is (`crate::fleet`).
+
+use serde::Serialize;
+
+use super::{BASELINES, PRODUCTION, by_name};
+use crate::fleet::{Report, Setup, Spread, Workload, run};
+
+/// Requests that are not judged for prediction: what a router has to learn first.
+const WARM: usize = 200;
+
+/// What one router came to at one load.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Point {
+    /// Its name.
+    pub router: String,
+    /// Share of the fleet's capacity that is offered.
+    pub load: f64,
+    /// Times to first token.
+    pub ttft: Spread,
+    /// Mean time between tokens, in milliseconds.
+    pub tbt_ms: f64,
+    /// Share of the prompts' tokens that were not computed.
+    pub saved: f64,
+    /// Blocks that came from nodes.
+    pub fetched_blocks: u64,
+    /// Median error of the predicted TTFT, as a share of the observed one, and bias of their sums.
+    pub prediction: (f64, f64),
+    /// Requests that were turned away.
+    pub rejected: u64,
+}
+
+/// All of one load.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Comparison {
+    /// Of which.
+    pub load: f64,
+    /// The production scheduler.
+    pub production: Point,
+    /// The others, by mean TTFT.
+    pub baselines: Vec<Point>,
+}
+
+impl Comparison {
+    /// Mean and P90 of the production scheduler over the best of the others, each.
+    #[must_use]
+    pub fn ratios(&self) -> (f64, f64) {
+        let best = |of: fn(&Spread) -> f64| {
+            self.baselines.iter().map(|point| of(&point.ttft)).fold(f64::INFINITY, f64::min)
+        };
+        let own = &self.production.ttft;
+        (own.mean_ms / best(|spread| spread.mean_ms), own.p90_ms / best(|spread| spread.p90_ms))
+    }
+}
+
+/// Requests a second that the fleet gets through.
+#[must_use]
+pub fn capacity(workload: &Workload, setup: &Setup, seed: u64) -> f64 {
+    let Some(mut router) = by_name("least-loaded", seed) else { return 0.0 };
+    let report = run(&workload.paced(0.0), setup, router.as_mut());
+    workload.len() as f64 / (report.ended_ns.max(1) as f64 / 1e9)
+}
+
+/// Runs all routers at one share of `capacity`, in requests a second.
+#[must_use]
+pub fn compare(workload: &Workload, setup: &Setup, (load, capacity): (f64, f64), seed: u64) -> Comparison {
+    let wanted_span_s = workload.len() as f64 / (load * capacity).max(f64::MIN_POSITIVE);
+    let paced = workload.paced(wanted_span_s * 1e9 / workload.span_ns().max(1) as f64);
+    let point = |name: &str| {
+        let report =
+            by_name(name, seed).map(|mut router| run(&paced, setup, router.as_mut())).unwrap_or_default();
+        point(name, load, &report)
+    };
+    let production = point(PRODUCTION);
+    let mut baselines: Vec<Point> = BASELINES.iter().map(|name| point(name)).collect();
+    baselines.sort_by(|one, other| one.ttft.mean_ms.total_cmp(&other.ttft.mean_ms));
+    Comparison { load, production, baselines }
+}
+
+fn point(name: &str, load: f64, report: &Report) -> Point {
+    Point {
+        router: name.to_owned(),
+        load,
+        ttft: report.ttft(),
+        tbt_ms: report.tbt_ms(),
+        saved: report.saved(),
+        fetched_blocks: report.fetched_blocks,
+        prediction: report.prediction_error(WARM),
+        rejected: report.rejected,
+    }
+}

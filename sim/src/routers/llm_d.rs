@@ -1,0 +1,42 @@
+//! The weighted scorers of llm-d's inference scheduler, each from 0 to 1, and the highest sum is taken: share of the prompt in the cache (3),
+//! shortness of the queue (2), free KV memory (2), as its guide for intelligent inference scheduling has them. Blocks in the host's memory
+//! count 0.8 of one in GPU memory (llm-d-kv-cache).
+
+use kv_core::id::{InstanceId, NodeId};
+
+use super::{Route, Router, cheapest, in_flight, to};
+use crate::fleet::{Ask, View};
+
+const PREFIX_WEIGHT: f64 = 3.0;
+const QUEUE_WEIGHT: f64 = 2.0;
+const MEMORY_WEIGHT: f64 = 2.0;
+const HOST_CREDIT: f64 = 0.8;
+
+/// See the file.
+pub(super) struct LlmD;
+
+impl Router for LlmD {
+    fn name(&self) -> &'static str {
+        "llm-d"
+    }
+
+    fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
+        let waiting = |instance| view.load(instance).requests_ahead();
+        let longest = view.instances().map(waiting).max().unwrap_or(0);
+        let shortest = view.instances().map(waiting).min().unwrap_or(0);
+        let cost = |instance: InstanceId| {
+            let queue = match longest - shortest {
+                0 => 1.0,
+                spread => (longest - waiting(instance)) as f64 / spread as f64,
+            };
+            let resident = f64::from(ask.resident_blocks(instance));
+            let host = f64::from(ask.matched.per_node(NodeId(instance.0)));
+            let prefix =
+                (resident + HOST_CREDIT * (host - resident).max(0.0)) / f64::from(ask.request.blocks.max(1));
+            let memory = 1.0 - view.seen[instance.0 as usize].memory_in_use;
+            let score = PREFIX_WEIGHT * prefix + QUEUE_WEIGHT * queue + MEMORY_WEIGHT * memory;
+            in_flight(view, instance) / 1e6 - score
+        };
+        to(ask, view, cheapest(view, cost))
+    }
+}

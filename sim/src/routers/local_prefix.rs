@@ -1,0 +1,18 @@
+//! The longest prefix in the instance's own memory and node; of equal ones the least loaded. No regard to load otherwise.
+
+use super::{Route, Router, cheapest, in_flight, to};
+use crate::fleet::{Ask, View};
+
+/// See the file.
+pub(super) struct LocalPrefix;
+
+impl Router for LocalPrefix {
+    fn name(&self) -> &'static str {
+        "local-prefix"
+    }
+
+    fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
+        let cost = |instance| in_flight(view, instance) / 1e6 - f64::from(ask.local_blocks(instance));
+        to(ask, view, cheapest(view, cost))
+    }
+}

@@ -1,0 +1,32 @@
+//! Of two instances drawn by chance the one with fewer requests under way (Mitzenmacher, "The power of two choices in randomized load
+//! balancing", IEEE TPDS 2001).
+
+use kv_core::id::InstanceId;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::{Route, Router, in_flight, to};
+use crate::fleet::{Ask, View};
+
+/// See the file.
+pub(super) struct PowerOfTwo(ChaCha8Rng);
+
+impl PowerOfTwo {
+    pub(super) fn new(seed: u64) -> PowerOfTwo {
+        PowerOfTwo(ChaCha8Rng::seed_from_u64(seed))
+    }
+}
+
+impl Router for PowerOfTwo {
+    fn name(&self) -> &'static str {
+        "power-of-two"
+    }
+
+    fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
+        let count = view.seen.len().max(1) as u32;
+        let first = InstanceId(self.0.random_range(0..count));
+        let other = InstanceId((first.0 + self.0.random_range(0..count.max(2) - 1) + 1) % count);
+        let is_first = in_flight(view, first) <= in_flight(view, other);
+        to(ask, view, Some(if is_first { first } else { other }))
+    }
+}
