@@ -310,23 +310,37 @@ struct Partial<'a> {
     tokens: Option<Tokens>,
     block_tokens: Option<u32>,
     medium: Option<Medium>,
-    lora_id: Option<u32>,
+    lora_id: Option<u64>,
     lora_name: Option<String>,
     salt: Option<String>,
-    extra_keys: Option<ExtraKeys>,
+    extra_keys: Vec<BlockKeys<'a>>,
     group: Option<u32>,
     spec_kind: Option<&'a [u8]>,
     /// Tokens behind a block are in its hash.
     looks_ahead: bool,
 }
 
-/// The extra keys of an event's blocks, as they came.
-struct ExtraKeys {
-    /// Texts of the first block.
-    first: Vec<String>,
-    /// The first block with a key that is no text, or with any behind the first block.
-    odd: Option<usize>,
+/// What the hash of one block covers besides its tokens, as it came.
+#[derive(Default)]
+struct BlockKeys<'a> {
+    /// Texts, and the names of adapters.
+    texts: Vec<&'a [u8]>,
+    /// There is something else.
+    is_odd: bool,
 }
+
+impl<'a> BlockKeys<'a> {
+    /// Without the adapter's name, which stands first in every block of a request with one.
+    fn besides(&self, adapter: Option<&str>) -> &[&'a [u8]] {
+        match self.texts.split_first() {
+            Some((first, others)) if adapter.is_some_and(|adapter| adapter.as_bytes() == *first) => others,
+            _ => &self.texts,
+        }
+    }
+}
+
+/// Groups of layers whose blocks need the whole prefix before them.
+const NEED_ALL: [&[u8]; 3] = [b"full_attention", b"mla_attention", b"sink_full_attention"];
 
 impl<'a> Partial<'a> {
     fn positional(reader: &mut Reader<'a>, count: usize, names: &[&'static str]) -> Result<Self, EventError> {
@@ -357,7 +371,7 @@ impl<'a> Partial<'a> {
             b"token_ids" => self.tokens = Some(read_tokens(reader)?),
             b"block_size" => self.block_tokens = reader.optional_u32("block_size")?,
             b"medium" => self.medium = reader.optional_text("medium")?.map(Medium::of),
-            b"lora_id" => self.lora_id = reader.optional_u32("lora_id")?,
+            b"lora_id" => self.lora_id = read_number_or_pass(reader)?,
             b"lora_name" => self.lora_name = reader.optional_string("lora_name")?,
             b"cache_salt" => self.salt = reader.optional_string("cache_salt")?,
             b"extra_keys" => self.extra_keys = read_extra_keys(reader)?,
@@ -374,14 +388,18 @@ impl<'a> Partial<'a> {
 
     fn stored(self) -> Result<EngineEvent, EventError> {
         let adapter = self.lora_name.or_else(|| self.lora_id.map(|number| number.to_string()));
-        let (mut salt, mut odd) = (self.salt, None);
-        if let Some(keys) = self.extra_keys {
-            odd = keys.odd;
-            let named = |text: &String| Some(text) == adapter.as_ref();
-            let mut others = keys.first.into_iter().filter(|text| !named(text));
-            salt = salt.or_else(|| others.next());
-            if others.next().is_some() {
-                odd = Some(0);
+        let name = adapter.as_deref();
+        let besides = |keys: &BlockKeys<'a>| !keys.besides(name).is_empty() || keys.is_odd;
+        let mut salt = self.salt;
+        let mut odd = self.extra_keys.iter().skip(1).position(besides).map(|at| at + 1);
+        if let Some(keys) = self.extra_keys.first() {
+            match keys.besides(name) {
+                [] if !keys.is_odd => {}
+                // A salt is said with the first block of a prefix.
+                [text] if !keys.is_odd && salt.is_none() && self.parent.is_none() => {
+                    salt = Some(String::from_utf8_lossy(text).into_owned());
+                }
+                _ => odd = Some(0),
             }
         }
         if self.looks_ahead {
@@ -396,7 +414,7 @@ impl<'a> Partial<'a> {
             adapter,
             extra: Extra { salt, plain_blocks: odd },
             group: self.group,
-            is_full_attention: self.spec_kind.is_none_or(|kind| kind == b"full_attention"),
+            is_full_attention: self.spec_kind.is_none_or(|kind| NEED_ALL.contains(&kind)),
         }))
     }
 
@@ -447,29 +465,45 @@ fn read_tokens(reader: &mut Reader<'_>) -> Result<Tokens, EventError> {
     Ok(Tokens::Ids(ids))
 }
 
-/// One entry for each block: nothing, or what its hash covers besides.
-fn read_extra_keys(reader: &mut Reader<'_>) -> Result<Option<ExtraKeys>, EventError> {
-    if reader.nil("extra_keys")? {
-        return Ok(None);
+/// A number of any size; nothing where there is none, or something else. For fields that decide nothing by themselves.
+fn read_number_or_pass(reader: &mut Reader<'_>) -> Result<Option<u64>, EventError> {
+    match reader.kind("a number")? {
+        Kind::Integer => reader.bits("a number").map(Some),
+        _ => reader.skip().map(|()| None),
     }
-    let mut keys = ExtraKeys { first: Vec::new(), odd: None };
-    for block in 0..reader.array("extra_keys")? {
-        if reader.nil("extra_keys")? {
-            continue;
-        }
-        for _ in 0..reader.array("extra keys of a block")? {
-            let text = match reader.kind("an extra key")? {
-                Kind::Text => reader.optional_string("an extra key")?,
-                _ => {
-                    reader.skip()?;
-                    None
+}
+
+/// One entry for each block: nothing, or what its hash covers besides.
+fn read_extra_keys<'a>(reader: &mut Reader<'a>) -> Result<Vec<BlockKeys<'a>>, EventError> {
+    if reader.nil("extra_keys")? {
+        return Ok(Vec::new());
+    }
+    let count = reader.array("extra_keys")?;
+    let mut blocks = Vec::with_capacity(reader.plausible(count).min(EVENTS_MAX));
+    for _ in 0..count {
+        let mut keys = BlockKeys::default();
+        if !reader.nil("extra_keys")? {
+            for _ in 0..reader.array("extra keys of a block")? {
+                match reader.kind("an extra key")? {
+                    Kind::Text => keys.texts.push(reader.text("an extra key")?),
+                    Kind::Array => match read_adapter(&mut reader.whole("an extra key")?) {
+                        Some(name) => keys.texts.push(name),
+                        None => keys.is_odd = true,
+                    },
+                    _ => {
+                        reader.skip()?;
+                        keys.is_odd = true;
+                    }
                 }
-            };
-            match text {
-                Some(text) if block == 0 => keys.first.push(text),
-                _ => keys.odd = keys.odd.or(Some(block)),
             }
         }
+        blocks.push(keys);
     }
-    Ok(Some(keys))
+    Ok(blocks)
+}
+
+/// The name of an adapter, as later releases say it: with the word `lora` before and its path behind.
+fn read_adapter<'a>(reader: &mut Reader<'a>) -> Option<&'a [u8]> {
+    let is_adapter = reader.array("an adapter").ok()? == 3 && reader.text("an adapter").ok()? == b"lora";
+    if is_adapter { reader.text("an adapter").ok() } else { None }
 }

@@ -188,6 +188,54 @@ fn a_block_whose_hash_covers_what_is_not_told_is_no_plain_one() {
     assert_eq!(two.plain_blocks, Some(0));
 }
 
+/// The blocks of this many events' bytes, with what they say besides.
+fn stored_with(blocks: u8, fields: &[u8], fields_count: u8) -> Stored {
+    let mut payload = vec![0x92, 0x00, 0x91, 0x83 + fields_count];
+    payload.extend(b"\xa4type\xabBlockStored\xacblock_hashes");
+    payload.push(0x90 | blocks);
+    payload.extend(1..=blocks);
+    payload.extend(b"\xaablock_size\x04");
+    payload.extend(fields);
+    let batch = decode(&payload, Dialect::Vllm).unwrap();
+    stored(&batch.events[0]).clone()
+}
+
+#[test]
+fn an_adapter_among_the_extra_keys_of_every_block_makes_none_of_them_odd() {
+    // By its name alone, and with word and path around it; the salt is with the first block of a prefix.
+    let plain = b"\xa9lora_name\xa3sql\xaaextra_keys\x93\x92\xa3sql\xa4salt\x91\xa3sql\x91\xa3sql";
+    let told = stored_with(3, plain, 2);
+    assert_eq!(
+        (told.adapter.as_deref(), told.extra),
+        (Some("sql"), Extra { salt: Some("salt".into()), plain_blocks: None })
+    );
+    let tuples =
+        b"\xaaextra_keys\x92\x91\x93\xa4lora\xa3sql\xa2/a\x91\x93\xa4lora\xa3sql\xa2/a\xa9lora_name\xa3sql";
+    assert_eq!(stored_with(2, tuples, 2).extra, Extra::default());
+    // A salt that is called as the adapter is one all the same.
+    let alike = b"\xa9lora_name\xa3sql\xaaextra_keys\x91\x92\xa3sql\xa3sql";
+    assert_eq!(stored_with(1, alike, 2).extra, Extra { salt: Some("sql".into()), plain_blocks: None });
+    // Another adapter's name is what nobody can tell.
+    let other = b"\xa9lora_name\xa3sql\xaaextra_keys\x92\xc0\x91\x93\xa4lora\xa3abc\xa2/a";
+    assert_eq!(stored_with(2, other, 2).extra.plain_blocks, Some(1));
+    // Behind a parent no salt is said.
+    let behind = b"\xb1parent_block_hash\x07\xaaextra_keys\x91\x91\xa4salt";
+    assert_eq!(stored_with(1, behind, 2).extra, Extra { salt: None, plain_blocks: Some(0) });
+}
+
+#[test]
+fn every_kind_of_layers_that_needs_all_counts_and_no_old_field_fails_a_batch() {
+    let kind = |name: &[u8]| {
+        let fields = [b"\xb2kv_cache_spec_kind\xd9", &[name.len() as u8][..], name].concat();
+        stored_with(1, &fields, 1).is_full_attention
+    };
+    assert!(kind(b"full_attention") && kind(b"mla_attention") && kind(b"sink_full_attention"));
+    assert!(!kind(b"sliding_window") && !kind(b"mamba") && !kind(b"unknown"));
+    let huge = b"\xa7lora_id\xcf\x7f\xff\xff\xff\xff\xff\xff\xff";
+    assert_eq!(stored_with(1, huge, 1).adapter.as_deref(), Some("9223372036854775807"));
+    assert_eq!(stored_with(1, b"\xa7lora_id\xa1x", 1).adapter, None);
+}
+
 #[test]
 fn every_torn_payload_is_an_error() {
     for whole in [VLLM_MAPS, VLLM_BYTES, VLLM_ARRAYS, SGLANG_ARRAYS, BATCH_MAP].map(bytes) {

@@ -70,10 +70,12 @@ impl From<DialectConfig> for Dialect {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct EngineConfig {
-    /// Instance that its rank 0 is; rank r is `instance` + r.
+    /// Instance that its first rank is; the one after it is `instance` + 1, and so on.
     pub instance: u32,
     /// Data-parallel ranks, each with a publisher of its own.
     pub ranks: u16,
+    /// Number of the first of them, where a host has the later ranks of an engine: it publishes at port + `first_rank`.
+    pub first_rank: u32,
     /// Whose events they are.
     pub dialect: DialectConfig,
     /// Where its rank 0 publishes, `tcp://host:port`; rank r at port + r. Empty: it dials `listen`.
@@ -89,6 +91,7 @@ impl Default for EngineConfig {
         EngineConfig {
             instance: 0,
             ranks: 1,
+            first_rank: 0,
             dialect: DialectConfig::default(),
             events: String::new(),
             replay: String::new(),
@@ -98,6 +101,11 @@ impl Default for EngineConfig {
 }
 
 impl EngineConfig {
+    /// Ports from that of its rank 0 on.
+    pub(crate) fn ports(&self) -> u16 {
+        u16::try_from(self.first_rank).unwrap_or(u16::MAX).saturating_add(self.ranks)
+    }
+
     /// Whether it dials us.
     pub(crate) fn dials(&self) -> bool {
         self.events.is_empty()
@@ -111,15 +119,25 @@ impl EngineConfig {
                 format!("{whose} has {} ranks; 1 to {RANKS_MAX} are allowed", self.ranks),
             );
         }
+        let mut ranges = Vec::new();
         for endpoint in [&self.events, &self.replay].into_iter().filter(|endpoint| !endpoint.is_empty()) {
             let first = endpoint.parse::<Endpoint>();
             let first = first.or_else(|error| refuse("engines.list", format!("{whose}: {error}")))?;
-            if first.further(self.ranks - 1).is_none() {
-                return refuse(
-                    "engines.list",
-                    format!("{whose}: {endpoint} has no port for its last rank; choose a lower one"),
-                );
-            }
+            let Some(last) = first.further(self.ports() - 1) else {
+                let text = format!("{whose}: {endpoint} has no port for its last rank; choose a lower one");
+                return refuse("engines.list", text);
+            };
+            ranges.push((first.host, first.port..=last.port));
+        }
+        if let [(host, events), (other, replay)] = &ranges[..]
+            && host == other
+            && events.start() <= replay.end()
+            && replay.start() <= events.end()
+        {
+            let text = format!(
+                "{whose}: the ports of its ranks' events and of their replays meet; take them further apart"
+            );
+            return refuse("engines.list", text);
         }
         Ok(())
     }
@@ -167,7 +185,7 @@ impl EnginesConfig {
             return Ok(());
         }
         let ports =
-            self.list.iter().filter(|engine| engine.dials()).map(|engine| engine.ranks).max().unwrap_or(1);
+            self.list.iter().filter(|engine| engine.dials()).map(EngineConfig::ports).max().unwrap_or(1);
         match self.listen.parse::<SocketAddr>() {
             Ok(address) if address.port() > 0 && address.port().checked_add(ports - 1).is_some() => Ok(()),
             _ => refuse(
@@ -207,6 +225,11 @@ mod tests {
         let last =
             refused(|config| (config.list[1].events, config.list[1].ranks) = ("tcp://a:65535".into(), 2));
         says("an engine's ports behind the last one", &last, &[]);
+        let near = refused(|config| {
+            let engine = &mut config.list[1];
+            (engine.replay, engine.ranks) = ("tcp://engine-2:5558".into(), 2);
+        });
+        says("an engine's ports of events and replays that meet", &near, &[]);
         says("an engine that is another's rank", &refused(|config| config.list[0].ranks = 2), &[]);
         let dials = |config: &mut EnginesConfig| {
             config.listen = "127.0.0.1:5557".into();

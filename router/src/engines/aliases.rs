@@ -6,6 +6,9 @@
 //! request would be (an image in the prompt, a parent that was never heard of, blocks that end beside ours) is left out and counted: a
 //! block that is not listed is computed again, one that is listed wrongly draws requests to where nothing is.
 //!
+//! A name stays true as long as the process lives, also when nobody knows any more what is resident. An engine does not say again what a
+//! request found there; but it stores a block only behind blocks that the request holds, so that all blocks before it are there.
+//!
 //! Pure. Not here: numbers of messages and gaps (`rank.rs`), payloads (`kvfleet_proto::engine_events`).
 
 use std::collections::{HashMap, VecDeque};
@@ -18,11 +21,15 @@ use kvfleet_proto::engine_events::{EngineEvent, EngineHash, Medium, Removed, Sto
 
 use super::tenants::{Hashers, Tenants};
 
-/// Blocks that left GPU memory whose alias is kept: one that comes back from the host's memory does so without tokens.
-const DEPARTED_MAX: usize = 262_144;
+/// Blocks that left GPU memory whose alias is kept, at least: one that comes back from the host's memory does so without tokens, and one that
+/// was never gone is known by what is stored behind it. As many as were ever resident are kept, if that is more.
+const DEPARTED_MIN: usize = if cfg!(test) { 8 } else { 16_384 };
 
-/// Blocks of one rank that are known in all: thirty million tokens in blocks of sixteen.
-const KNOWN_MAX: usize = 2_097_152;
+/// Blocks of one rank that are known in all, and blocks of ours in them: thirty million tokens in blocks of sixteen.
+const KNOWN_MAX: usize = if cfg!(test) { 512 } else { 2_097_152 };
+
+/// Tokens of an engine's block: far more than any has. It is what one word of two bytes may do to the plane.
+const ENGINE_BLOCK_TOKENS_MAX: usize = 8_192;
 
 /// Which blocks of events have no place in the index, by why.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -35,7 +42,7 @@ pub(crate) struct LeftOut {
     pub(crate) odd_size: u64,
     /// Of layers that do not need the whole prefix.
     pub(crate) other_group: u64,
-    /// Of a salt that no tenant has, or of too many salts and adapters.
+    /// Of a salt that no tenant has, of an adapter whose name is too long, or of too many of both.
     pub(crate) unknown_salt: u64,
     /// There are as many as are kept.
     pub(crate) over_limit: u64,
@@ -50,22 +57,75 @@ pub(super) struct Aliases {
     wholes: HashMap<BlockHash, Whole>,
     /// Of blocks of ours that are parts of engine blocks, in how many that are resident: some begin alike.
     shared: HashMap<BlockHash, u32>,
-    /// In the order in which they left; those that came back are still in it.
-    departed: VecDeque<EngineHash>,
-    /// The group of layers that counts: the first one heard of that needs the whole prefix.
+    /// In the order in which they left, with the number of their departure; those that came back are still in it.
+    departed: VecDeque<(EngineHash, u64)>,
+    departures: u64,
+    /// Blocks that are resident, and the most that ever were.
+    resident: usize,
+    most_resident: usize,
+    /// Blocks of ours in all that is known, and parts of ours.
+    ours: usize,
+    /// The group of layers that counts: the first one that needs the whole prefix and stored something in GPU memory.
     group: Option<Option<u32>>,
     /// Number of the next alias.
     next: u64,
     left_out: LeftOut,
 }
 
+/// What changes for the plane.
+#[derive(Debug, Default)]
+pub(super) struct Changes {
+    list: Vec<Change>,
+    /// Blocks in it.
+    blocks: usize,
+}
+
+impl Changes {
+    /// Blocks in it.
+    pub(super) fn blocks(&self) -> usize {
+        self.blocks
+    }
+
+    /// Hands out what was collected.
+    pub(super) fn take(&mut self) -> Vec<Change> {
+        self.blocks = 0;
+        std::mem::take(&mut self.list)
+    }
+
+    fn push(&mut self, is_stored: bool, before: Option<BlockHash>, new: &[BlockHash]) {
+        self.blocks += new.len();
+        match self.list.last_mut() {
+            _ if new.is_empty() => {}
+            Some(Change::Stored { blocks, .. })
+                if is_stored && before.is_some() && blocks.last().copied() == before =>
+            {
+                blocks.extend_from_slice(new);
+            }
+            Some(Change::Dropped { blocks, .. }) if !is_stored => blocks.extend_from_slice(new),
+            _ if is_stored => {
+                self.list.push(Change::Stored { parent: before, blocks: new.into(), tier: Tier::Gpu });
+            }
+            _ => self.list.push(Change::Dropped { blocks: new.into(), tier: Tier::Gpu }),
+        }
+    }
+
+    /// Nothing before it matters.
+    fn clear(&mut self) {
+        (self.list, self.blocks) = (vec![Change::Cleared], 1);
+    }
+}
+
 /// A block of an engine.
 #[derive(Debug)]
 struct Alias {
+    /// The block before it.
+    parent: Option<EngineHash>,
     /// A parent's is below its children's.
     nth: u64,
     hasher: u32,
     is_resident: bool,
+    /// Which departure its last one was.
+    left: u64,
     /// Behind the last block of ours that ends in it or before it.
     chain: Chain,
     /// The block of ours before the first that it has a part of.
@@ -84,8 +144,6 @@ enum Ours {
 /// A block of an engine that is smaller than ours.
 #[derive(Debug)]
 struct Part {
-    /// The part before it; nothing where ours begins.
-    earlier: Option<EngineHash>,
     tokens: Box<[u32]>,
     /// Tokens of our block up to the end of this part.
     filled: usize,
@@ -97,6 +155,8 @@ struct Part {
 #[derive(Debug)]
 struct Whole {
     before: Option<BlockHash>,
+    /// The part that made it whole.
+    last: EngineHash,
     /// Parts that are not resident.
     missing: u32,
 }
@@ -108,9 +168,10 @@ struct Place {
     chain: Chain,
     /// The block of ours before it.
     before: Option<BlockHash>,
-    /// Tokens between that one's end and here, and the part that they end with.
+    /// Tokens between that one's end and here.
     filled: usize,
-    earlier: Option<EngineHash>,
+    /// The engine's block before it.
+    parent: Option<EngineHash>,
 }
 
 impl Alias {
@@ -122,14 +183,21 @@ impl Alias {
             Ours::Part(part) if part.filled == block_tokens => (part.of.first().copied(), 0),
             Ours::Part(part) => (self.before, part.filled),
         };
-        let earlier = (filled > 0).then_some(hash);
-        Place { hasher: self.hasher, chain: self.chain, before, filled, earlier }
+        Place { hasher: self.hasher, chain: self.chain, before, filled, parent: Some(hash) }
     }
 
     fn part(&self) -> Option<&Part> {
         match &self.ours {
             Ours::Part(part) => Some(part),
             Ours::One(_) | Ours::Several(_) => None,
+        }
+    }
+
+    /// Blocks of ours in it, for the limit.
+    fn weight(&self) -> usize {
+        match &self.ours {
+            Ours::Several(blocks) => blocks.len(),
+            Ours::One(_) | Ours::Part(_) => 1,
         }
     }
 }
@@ -142,6 +210,10 @@ impl Aliases {
             wholes: HashMap::new(),
             shared: HashMap::new(),
             departed: VecDeque::new(),
+            departures: 0,
+            resident: 0,
+            most_resident: 0,
+            ours: 0,
             group: None,
             next: 0,
             left_out: LeftOut::default(),
@@ -154,35 +226,52 @@ impl Aliases {
     }
 
     /// Appends what an event changes.
-    pub(super) fn take(&mut self, event: &EngineEvent, changes: &mut Vec<Change>) {
+    pub(super) fn take(&mut self, event: &EngineEvent, changes: &mut Changes) {
         match event {
             EngineEvent::Stored(stored) => self.stored(stored, changes),
             EngineEvent::Removed(removed) => self.removed(removed, changes),
             EngineEvent::Cleared => {
-                self.forget();
-                changes.push(Change::Cleared);
+                self.forget_resident();
+                changes.clear();
             }
         }
     }
 
-    /// Everything the engine said is void.
+    /// It is another process: names and all else it said are void.
     pub(super) fn forget(&mut self) {
         self.known.clear();
         self.wholes.clear();
         self.shared.clear();
         self.departed.clear();
+        self.hashers.forget();
+        (self.resident, self.most_resident, self.ours) = (0, 0, 0);
         self.group = None;
+    }
+
+    /// What is resident is not known any more; names are.
+    pub(super) fn forget_resident(&mut self) {
+        let mut left: Vec<_> = self.known.iter().filter(|(_, alias)| alias.is_resident).collect();
+        // Children are forgotten before their parents.
+        left.sort_unstable_by_key(|(_, alias)| std::cmp::Reverse(alias.nth));
+        let left: Vec<EngineHash> = left.into_iter().map(|(hash, _)| *hash).collect();
+        let mut unsaid = Changes::default();
+        for hash in left {
+            self.set_resident(hash, false, &mut unsaid);
+            unsaid.take();
+        }
+        self.bound_departed();
     }
 
     /// All that is resident, parents first, as changes from nothing.
     pub(super) fn all(&self) -> Vec<Change> {
         let mut resident: Vec<&Alias> = self.known.values().filter(|alias| alias.is_resident).collect();
         resident.sort_unstable_by_key(|alias| alias.nth);
-        let mut changes = vec![Change::Cleared];
+        let mut changes = Changes::default();
+        changes.clear();
         for alias in resident {
             match &alias.ours {
-                Ours::One(block) => push_stored(&mut changes, alias.before, &[*block]),
-                Ours::Several(blocks) => push_stored(&mut changes, alias.before, blocks),
+                Ours::One(block) => changes.push(true, alias.before, &[*block]),
+                Ours::Several(blocks) => changes.push(true, alias.before, blocks),
                 // The last part tells of all of them.
                 Ours::Part(part) if part.filled == self.hashers.block_tokens() => {
                     let is_there =
@@ -190,21 +279,22 @@ impl Aliases {
                     part.of
                         .iter()
                         .filter(is_there)
-                        .for_each(|block| push_stored(&mut changes, alias.before, &[*block]));
+                        .for_each(|block| changes.push(true, alias.before, &[*block]));
                 }
                 Ours::Part(_) => {}
             }
         }
-        changes
+        changes.take()
     }
 
-    fn stored(&mut self, stored: &Stored, changes: &mut Vec<Change>) {
+    fn stored(&mut self, stored: &Stored, changes: &mut Changes) {
         let count = stored.hashes.len() as u64;
-        if !stored.is_full_attention || *self.group.get_or_insert(stored.group) != stored.group {
-            self.left_out.other_group += count;
+        // Word of other memories comes from others too, who know of no groups.
+        if stored.medium != Medium::Gpu {
             return;
         }
-        if stored.medium != Medium::Gpu {
+        if !stored.is_full_attention || self.group.is_some_and(|group| group != stored.group) {
+            self.left_out.other_group += count;
             return;
         }
         let Tokens::Ids(tokens) = &stored.tokens else {
@@ -221,7 +311,11 @@ impl Aliases {
         } else if theirs == 0 || tokens.len() != theirs * stored.hashes.len() {
             // With blocks of the range left out, nothing says which.
             self.left_out.opaque += count;
+        } else if theirs > ENGINE_BLOCK_TOKENS_MAX {
+            self.left_out.odd_size += count;
         } else if let Some(place) = self.place(stored) {
+            self.group.get_or_insert(stored.group);
+            self.prove(stored.parent, changes);
             self.hashed(stored, tokens.chunks_exact(theirs), place, changes);
         }
     }
@@ -236,7 +330,7 @@ impl Aliases {
                 return None;
             };
             let chain = self.hashers.hasher(hasher).start();
-            return Some(Place { hasher, chain, before: None, filled: 0, earlier: None });
+            return Some(Place { hasher, chain, before: None, filled: 0, parent: None });
         };
         let place = self.behind(parent);
         self.left_out.orphans += if place.is_none() { count } else { 0 };
@@ -247,19 +341,37 @@ impl Aliases {
         Some(self.known.get(&hash)?.behind(hash, self.hashers.block_tokens()))
     }
 
+    /// A block is stored behind this one, so this one and all before it are there, whatever was heard of them.
+    fn prove(&mut self, parent: Option<EngineHash>, changes: &mut Changes) {
+        let mut unheard = Vec::new();
+        // A name that was forgotten and told again elsewhere is no parent of those before it, and could be one in a circle.
+        let (mut at, mut below) = (parent, u64::MAX);
+        while let Some((hash, alias)) = at.and_then(|hash| Some((hash, self.known.get(&hash)?)))
+            && !alias.is_resident
+            && alias.nth < below
+        {
+            unheard.push(hash);
+            (at, below) = (alias.parent, alias.nth);
+        }
+        for hash in unheard.into_iter().rev() {
+            self.set_resident(hash, true, changes);
+        }
+    }
+
     /// Blocks with their tokens, one behind the other.
     fn hashed<'a>(
         &mut self,
         stored: &Stored,
         blocks: impl Iterator<Item = &'a [u32]>,
         mut place: Place,
-        changes: &mut Vec<Change>,
+        changes: &mut Changes,
     ) {
         let count = stored.hashes.len();
         let plain = stored.extra.plain_blocks.unwrap_or(count).min(count);
         self.left_out.opaque += (count - plain) as u64;
         for (at, (hash, tokens)) in stored.hashes.iter().zip(blocks).take(plain).enumerate() {
-            // A hit says again what is there. The same hash is the same tokens behind the same parent.
+            self.forget_unmade(*hash);
+            // Some say again what is there. The same hash is the same tokens behind the same parent.
             let is_known = self.set_resident(*hash, true, changes);
             let next = match self.behind(*hash) {
                 Some(next) if is_known => Ok(next),
@@ -275,16 +387,28 @@ impl Aliases {
         }
     }
 
+    /// Forgets a last part whose block of ours went with an earlier part: with its tokens it is made again.
+    fn forget_unmade(&mut self, hash: EngineHash) {
+        let ours = self.hashers.block_tokens();
+        let is_unmade =
+            |alias: &&Alias| alias.part().is_some_and(|part| part.filled == ours && part.of.is_empty());
+        if let Some(alias) = self.known.get(&hash).filter(is_unmade) {
+            self.ours -= alias.weight();
+            self.resident -= usize::from(alias.is_resident);
+            self.known.remove(&hash);
+        }
+    }
+
     /// Learns of a block that was not heard of, and answers where the next one begins; or why it has no place.
     fn learn(
         &mut self,
         hash: EngineHash,
         tokens: &[u32],
         place: Place,
-        changes: &mut Vec<Change>,
+        changes: &mut Changes,
     ) -> Result<Place, Why> {
         let ours = self.hashers.block_tokens();
-        if self.known.len() >= KNOWN_MAX {
+        if self.ours + (tokens.len() / ours).max(1) > KNOWN_MAX && !self.make_room() {
             return Err(|left_out| &mut left_out.over_limit);
         }
         if place.filled == 0 && tokens.len().is_multiple_of(ours) {
@@ -304,7 +428,7 @@ impl Aliases {
         hash: EngineHash,
         tokens: &[u32],
         place: Place,
-        changes: &mut Vec<Change>,
+        changes: &mut Changes,
     ) -> Place {
         let mut chain = place.chain;
         let mut blocks = Vec::with_capacity(tokens.len() / self.hashers.block_tokens());
@@ -312,7 +436,7 @@ impl Aliases {
         let before = blocks.last().copied();
         let ours = match blocks[..] {
             [block] => {
-                push_stored(changes, place.before, &blocks);
+                changes.push(true, place.before, &blocks);
                 Ours::One(block)
             }
             _ => {
@@ -321,14 +445,14 @@ impl Aliases {
             }
         };
         self.insert(hash, place, chain, ours);
-        Place { chain, before, ..place }
+        Place { chain, before, parent: Some(hash), ..place }
     }
 
     fn learn_part(&mut self, hash: EngineHash, tokens: &[u32], place: Place) -> Place {
         let filled = place.filled + tokens.len();
-        let part = Part { earlier: place.earlier, tokens: tokens.into(), filled, of: Vec::new() };
+        let part = Part { tokens: tokens.into(), filled, of: Vec::new() };
         self.insert(hash, place, place.chain, Ours::Part(Box::new(part)));
-        Place { filled, earlier: Some(hash), ..place }
+        Place { filled, parent: Some(hash), ..place }
     }
 
     /// The part that makes one of our blocks whole.
@@ -337,30 +461,28 @@ impl Aliases {
         hash: EngineHash,
         tokens: &[u32],
         place: Place,
-        changes: &mut Vec<Change>,
+        changes: &mut Changes,
     ) -> Result<Place, Why> {
         let ours = self.hashers.block_tokens();
         let mut all = vec![0; ours];
         all[place.filled..].copy_from_slice(tokens);
-        let mut earlier = Vec::new();
-        let (mut at, mut end, mut missing) = (place.earlier, place.filled, 0);
-        while end > 0 {
-            let part = at.and_then(|at| self.known.get(&at));
-            let part = part.and_then(|alias| Some((alias.is_resident, alias.part()?)));
-            // One that was forgotten and told again, of another length, is no part of this.
-            let part = part.filter(|(_, part)| part.filled == end && part.tokens.len() <= end);
-            let Some((is_resident, part)) = part else { return Err(|left_out| &mut left_out.orphans) };
+        let earlier = self.parts_up_to(place.parent, place.filled);
+        let mut end = place.filled;
+        for (_, part) in &earlier {
             let start = end - part.tokens.len();
             all[start..end].copy_from_slice(&part.tokens);
-            missing += u32::from(!is_resident);
-            earlier.extend(at);
-            (at, end) = (part.earlier, start);
+            end = start;
         }
+        if end > 0 {
+            return Err(|left_out| &mut left_out.orphans);
+        }
+        let missing = earlier.iter().filter(|(hash, _)| !self.known[hash].is_resident).count() as u32;
+        let earlier: Vec<EngineHash> = earlier.into_iter().map(|(hash, _)| hash).collect();
         let mut chain = place.chain;
         let mut block = Vec::with_capacity(1);
         self.hashers.hasher(place.hasher).extend(&mut chain, &all, &mut block);
         if missing == 0 {
-            push_stored(changes, place.before, &block);
+            changes.push(true, place.before, &block);
         }
         for part in earlier {
             if let Some(Ours::Part(part)) = self.known.get_mut(&part).map(|alias| &mut alias.ours) {
@@ -368,29 +490,56 @@ impl Aliases {
             }
         }
         let before = block.first().copied();
-        self.wholes.extend(before.map(|block| (block, Whole { before: place.before, missing })));
-        let part = Part { earlier: place.earlier, tokens: tokens.into(), filled: ours, of: block };
+        self.wholes.extend(before.map(|block| (block, Whole { before: place.before, last: hash, missing })));
+        let part = Part { tokens: tokens.into(), filled: ours, of: block };
         self.insert(hash, place, chain, Ours::Part(Box::new(part)));
-        Ok(Place { chain, before, filled: 0, earlier: None, ..place })
+        Ok(Place { chain, before, filled: 0, parent: Some(hash), ..place })
+    }
+
+    /// The parts of one of our blocks, from the one that ends with so many tokens back to the first; fewer where one is forgotten.
+    fn parts_up_to(&self, last: Option<EngineHash>, filled: usize) -> Vec<(EngineHash, &Part)> {
+        let mut parts = Vec::new();
+        let (mut at, mut end) = (last, filled);
+        while end > 0 {
+            let Some((hash, alias)) = at.and_then(|hash| Some((hash, self.known.get(&hash)?))) else { break };
+            // One that was forgotten and told again, of another length, is no part of this.
+            let Some(part) = alias.part().filter(|part| part.filled == end && part.tokens.len() <= end)
+            else {
+                break;
+            };
+            parts.push((hash, part));
+            (at, end) = (alias.parent, end - part.tokens.len());
+        }
+        parts
     }
 
     fn insert(&mut self, hash: EngineHash, place: Place, chain: Chain, ours: Ours) {
-        let Place { hasher, before, .. } = place;
-        self.known.insert(hash, Alias { nth: self.next, hasher, is_resident: true, chain, before, ours });
+        let Place { hasher, before, parent, .. } = place;
+        let alias = Alias { parent, nth: self.next, hasher, is_resident: true, left: 0, chain, before, ours };
         self.next += 1;
+        self.ours += alias.weight();
+        self.resident += 1;
+        self.most_resident = self.most_resident.max(self.resident);
+        self.known.insert(hash, alias);
     }
 
     /// Notes that a block came or went; whether it is known.
-    fn set_resident(&mut self, hash: EngineHash, to: bool, changes: &mut Vec<Change>) -> bool {
+    fn set_resident(&mut self, hash: EngineHash, to: bool, changes: &mut Changes) -> bool {
         let Some(alias) = self.known.get_mut(&hash) else { return false };
         if std::mem::replace(&mut alias.is_resident, to) == to {
             return true;
         }
-        if !to {
-            self.departed.push_back(hash);
+        if to {
+            self.resident += 1;
+            self.most_resident = self.most_resident.max(self.resident);
+        } else {
+            self.resident -= 1;
+            self.departures += 1;
+            alias.left = self.departures;
+            self.departed.push_back((hash, alias.left));
         }
         match &alias.ours {
-            Ours::One(block) => push(changes, to, alias.before, &[*block]),
+            Ours::One(block) => changes.push(to, alias.before, &[*block]),
             Ours::Several(blocks) => share(&mut self.shared, to, (alias.before, blocks), changes),
             Ours::Part(part) => {
                 for block in &part.of {
@@ -398,7 +547,7 @@ impl Aliases {
                     let was_there = whole.missing == 0;
                     whole.missing = if to { whole.missing.saturating_sub(1) } else { whole.missing + 1 };
                     if was_there != (whole.missing == 0) {
-                        push(changes, to, whole.before, &[*block]);
+                        changes.push(to, whole.before, &[*block]);
                     }
                 }
             }
@@ -406,21 +555,58 @@ impl Aliases {
         true
     }
 
-    fn removed(&mut self, removed: &Removed, changes: &mut Vec<Change>) {
-        if removed.medium != Medium::Gpu || self.group.is_some_and(|group| group != removed.group) {
+    fn removed(&mut self, removed: &Removed, changes: &mut Changes) {
+        // Who does not say which group it is of may mean ours.
+        let of_another =
+            matches!((self.group, removed.group), (Some(Some(ours)), Some(theirs)) if ours != theirs);
+        if removed.medium != Medium::Gpu || of_another {
             return;
         }
         for hash in &removed.hashes {
             self.set_resident(*hash, false, changes);
         }
-        while self.departed.len() > DEPARTED_MAX {
+        self.bound_departed();
+    }
+
+    /// Forgets the names of blocks that left longest ago.
+    fn bound_departed(&mut self) {
+        while self.departed.len() > DEPARTED_MIN.max(self.most_resident) {
             let Some(oldest) = self.departed.pop_front() else { break };
-            if self.known.get(&oldest).is_some_and(|alias| !alias.is_resident) {
-                let forgotten = self.known.remove(&oldest);
-                // They are not whole, and without this part will not be.
-                for block in forgotten.as_ref().and_then(Alias::part).into_iter().flat_map(|part| &part.of) {
-                    self.wholes.remove(block);
-                }
+            self.forget_departed(oldest);
+        }
+    }
+
+    /// Forgets the name of one that left, for another to have its place.
+    fn make_room(&mut self) -> bool {
+        let before = self.ours;
+        while self.ours == before
+            && let Some(oldest) = self.departed.pop_front()
+        {
+            self.forget_departed(oldest);
+        }
+        self.ours < before
+    }
+
+    fn forget_departed(&mut self, (hash, left): (EngineHash, u64)) {
+        // One that came back has left again since, or not.
+        let has_left = |alias: &&Alias| !alias.is_resident && alias.left == left;
+        let Some(alias) = self.known.get(&hash).filter(has_left) else { return };
+        self.ours -= alias.weight();
+        // They are not whole, and without this part will not be.
+        let of = alias.part().map(|part| part.of.clone()).unwrap_or_default();
+        of.into_iter().for_each(|block| self.forget_whole(block));
+        self.known.remove(&hash);
+    }
+
+    /// Forgets that parts make one of our blocks.
+    fn forget_whole(&mut self, block: BlockHash) {
+        let Some(whole) = self.wholes.remove(&block) else { return };
+        let parts = self.parts_up_to(Some(whole.last), self.hashers.block_tokens());
+        for hash in parts.into_iter().map(|(hash, _)| hash).collect::<Vec<_>>() {
+            if let Some(Ours::Part(part)) = self.known.get_mut(&hash).map(|alias| &mut alias.ours)
+                && let Some(at) = part.of.iter().position(|of| *of == block)
+            {
+                part.of.swap_remove(at);
             }
         }
     }
@@ -431,7 +617,7 @@ fn share(
     shared: &mut HashMap<BlockHash, u32>,
     is_stored: bool,
     (mut before, blocks): (Option<BlockHash>, &[BlockHash]),
-    changes: &mut Vec<Change>,
+    changes: &mut Changes,
 ) {
     for block in blocks {
         let holders = shared.entry(*block).or_default();
@@ -442,7 +628,7 @@ fn share(
             shared.remove(block);
         }
         if was_there != is_there {
-            push(changes, is_stored, before, &[*block]);
+            changes.push(is_stored, before, &[*block]);
         }
         before = Some(*block);
     }
@@ -450,25 +636,6 @@ fn share(
 
 /// Where something left out is counted.
 type Why = fn(&mut LeftOut) -> &mut u64;
-
-fn push(changes: &mut Vec<Change>, is_stored: bool, before: Option<BlockHash>, blocks: &[BlockHash]) {
-    match changes.last_mut() {
-        _ if is_stored => push_stored(changes, before, blocks),
-        Some(Change::Dropped { blocks: gone, .. }) => gone.extend_from_slice(blocks),
-        _ => changes.push(Change::Dropped { blocks: blocks.into(), tier: Tier::Gpu }),
-    }
-}
-
-/// Appends blocks that are there, to the change before if they go on where it ends.
-fn push_stored(changes: &mut Vec<Change>, before: Option<BlockHash>, new: &[BlockHash]) {
-    match changes.last_mut() {
-        Some(Change::Stored { blocks, .. }) if before.is_some() && blocks.last().copied() == before => {
-            blocks.extend_from_slice(new);
-        }
-        _ if new.is_empty() => {}
-        _ => changes.push(Change::Stored { parent: before, blocks: new.into(), tier: Tier::Gpu }),
-    }
-}
 
 #[cfg(test)]
 mod tests;

@@ -2,14 +2,14 @@
 //!
 //! Not here: engines that dial (`listen.rs`), and what is heard (`follow.rs`).
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvfleet_proto::zmtp::{Connection, Endpoint, Role, ZmtpError};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use super::follow::{Brought, live};
+use super::follow::{Brought, What, live};
 use super::metrics::RankMetrics;
 use super::rank::Message;
 
@@ -29,15 +29,23 @@ pub(super) async fn run(
 ) {
     let mut again = AGAIN_MIN;
     let mut said = None;
-    while !brought.is_closed() {
+    for nth in 1.. {
         let heard = async {
             let mut connection = Connection::dial(&endpoint, Role::Subscriber).await?;
             connection.subscribe(topic.as_bytes()).await?;
-            tracing::info!(%endpoint, "the events of an engine are heard");
-            (again, said) = (AGAIN_MIN, None);
-            Ok(relay(connection, None, &brought, &metrics).await)
+            tracing::debug!(%endpoint, "the events of an engine are heard");
+            let since = Instant::now();
+            let ended = relay((nth, connection), None, &brought, &metrics).await;
+            // One that is closed at once is no better than none.
+            if since.elapsed() >= AGAIN_MAX {
+                (again, said) = (AGAIN_MIN, None);
+            }
+            Ok(ended)
         };
         let Some(ended) = stop.run_until_cancelled(heard).await else { return };
+        if brought.is_closed() {
+            return;
+        }
         let error = ended.unwrap_or_else(|error: ZmtpError| error).to_string();
         if said.as_ref() != Some(&error) {
             tracing::warn!(%endpoint, error, "the events of an engine are not heard; dialing again");
@@ -52,13 +60,14 @@ pub(super) async fn run(
 
 /// Hands on what a connection brings until it is over, after what it has brought, and answers why it is.
 pub(super) async fn relay(
-    mut connection: Connection<TcpStream>,
+    (nth, mut connection): (u64, Connection<TcpStream>),
     first: Option<Message>,
     brought: &mpsc::Sender<Brought>,
     metrics: &RankMetrics,
 ) -> ZmtpError {
-    for next in [Some(Brought::Up), first.map(Brought::Message)].into_iter().flatten() {
-        if brought.send(next).await.is_err() {
+    let send = async |what| brought.send(Brought { connection: nth, what }).await;
+    for what in [Some(What::Up), first.map(What::Message)].into_iter().flatten() {
+        if send(what).await.is_err() {
             return ZmtpError::Closed;
         }
     }
@@ -71,12 +80,12 @@ pub(super) async fn relay(
             // Its number is missing then, and asked for.
             None => metrics.message("malformed"),
             Some(message) => {
-                if brought.send(Brought::Message(message)).await.is_err() {
+                if send(What::Message(message)).await.is_err() {
                     return ZmtpError::Closed;
                 }
             }
         }
     };
-    drop(brought.send(Brought::Down).await);
+    let _ = send(What::Down).await; // nobody listens when all ends
     ended
 }

@@ -11,6 +11,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use kvfleet_proto::engine_events::{Dialect, decode};
 use kvfleet_proto::zmtp::{Connection, Role, ZmtpError};
+use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
@@ -18,9 +19,13 @@ use tokio_util::sync::CancellationToken;
 use super::dial::relay;
 use super::follow::{Brought, live};
 use super::metrics::RankMetrics;
+use crate::config::EngineConfig;
 
-/// Connections at once: as many as instances.
-const CONNECTIONS_MAX: usize = 4_096;
+/// Connections at once besides two for each rank: of strangers, who have said nothing yet, and of those that dial again.
+const CONNECTIONS_MORE: usize = 16;
+
+/// Of a topic that nobody has, what is shown.
+const TOPIC_SHOWN_MAX: usize = 128;
 
 /// After a failure to accept, such as for want of file descriptors.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
@@ -33,21 +38,45 @@ pub(super) struct Directory {
 
 struct Engine {
     dialect: Dialect,
-    ranks: Vec<(mpsc::Sender<Brought>, RankMetrics)>,
+    first_rank: u32,
+    ranks: Vec<Followed>,
+}
+
+/// One rank that is followed here.
+struct Followed {
+    brought: mpsc::Sender<Brought>,
+    metrics: RankMetrics,
+    /// The newest connection of it: how many there were, and what ends it.
+    newest: Mutex<(u64, CancellationToken)>,
+}
+
+impl Followed {
+    /// Another connection takes over. The one before ends: an engine dials again when it is over, and two processes with one topic would speak
+    /// in turn.
+    fn take_over(&self) -> (u64, CancellationToken) {
+        let mut newest = self.newest.lock();
+        newest.1.cancel();
+        *newest = (newest.0 + 1, CancellationToken::new());
+        newest.clone()
+    }
 }
 
 impl Directory {
-    /// Adds the next rank of the engine with this topic.
+    /// Adds the next rank of an engine that dials.
     pub(super) fn add(
         &mut self,
-        topic: &str,
-        dialect: Dialect,
+        engine: &EngineConfig,
         brought: mpsc::Sender<Brought>,
         metrics: RankMetrics,
     ) {
-        let engine = self.by_topic.entry(topic.to_owned());
-        let engine = engine.or_insert_with(|| Engine { dialect, ranks: Vec::new() });
-        engine.ranks.push((brought, metrics));
+        let entry = self.by_topic.entry(engine.topic.clone());
+        let (dialect, first_rank) = (engine.dialect.into(), engine.first_rank);
+        let engine = entry.or_insert_with(|| Engine { dialect, first_rank, ranks: Vec::new() });
+        engine.ranks.push(Followed { brought, metrics, newest: Mutex::default() });
+    }
+
+    fn ranks(&self) -> usize {
+        self.by_topic.values().map(|engine| engine.ranks.len()).sum()
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -55,19 +84,22 @@ impl Directory {
     }
 
     /// Whose first message this is.
-    fn of(&self, frames: &[Bytes]) -> Result<&(mpsc::Sender<Brought>, RankMetrics), Unknown> {
+    fn of(&self, frames: &[Bytes]) -> Result<&Followed, Unknown> {
         let message = live(frames).ok_or(Unknown::Frames)?;
         let topic =
             frames.first().map(|topic| String::from_utf8_lossy(topic).into_owned()).unwrap_or_default();
-        let Some(engine) = self.by_topic.get(&topic) else { return Err(Unknown::Topic { topic }) };
-        let rank = match &engine.ranks[..] {
-            [_] => 0,
-            _ => decode(&message.payload, engine.dialect)
-                .ok()
-                .and_then(|batch| batch.rank)
-                .ok_or(Unknown::NoRank)?,
+        let Some(engine) = self.by_topic.get(&topic) else {
+            let topic = topic.chars().take(TOPIC_SHOWN_MAX).collect();
+            return Err(Unknown::Topic { topic });
         };
-        engine.ranks.get(rank as usize).ok_or(Unknown::Rank { topic, rank, ranks: engine.ranks.len() })
+        if let [followed] = &engine.ranks[..] {
+            return Ok(followed);
+        }
+        let rank = decode(&message.payload, engine.dialect).ok().and_then(|batch| batch.rank);
+        let rank = rank.ok_or(Unknown::NoRank)?;
+        let at = rank.checked_sub(engine.first_rank).map(|at| at as usize);
+        let ranks = engine.ranks.len();
+        at.and_then(|at| engine.ranks.get(at)).ok_or(Unknown::Rank { topic, rank, ranks })
     }
 }
 
@@ -85,16 +117,20 @@ enum Unknown {
     )]
     NoRank,
     #[error(
-        "rank {rank} of the engine with topic {topic:?}, which has {ranks} in engines.list: correct `ranks`"
+        "rank {rank} of the engine with topic {topic:?}, which has {ranks} in engines.list: correct `first_rank` and `ranks`"
     )]
     Rank { topic: String, rank: u32, ranks: usize },
+    #[error(
+        "another connection has its topic and rank since: give each engine its own topic, unless it dialed again"
+    )]
+    TakenOver,
     #[error(transparent)]
     Socket(#[from] ZmtpError),
 }
 
 /// Takes connections until cancelled.
 pub(super) async fn run(listener: TcpListener, directory: Arc<Directory>, stop: CancellationToken) {
-    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let places = Arc::new(Semaphore::new(2 * directory.ranks() + CONNECTIONS_MORE));
     loop {
         let place = Arc::clone(&places).acquire_owned();
         let Some(Ok(place)) = stop.run_until_cancelled(place).await else { return };
@@ -125,8 +161,10 @@ async fn follow(stream: TcpStream, directory: &Directory) -> Result<(), Unknown>
     let mut connection = Connection::over(stream, Role::Subscriber).await?;
     connection.subscribe(b"").await?;
     let first = connection.receive().await?;
-    let (brought, metrics) = directory.of(&first)?;
-    let ended = relay(connection, live(&first), brought, metrics).await;
+    let followed = directory.of(&first)?;
+    let (nth, over) = followed.take_over();
+    let relayed = relay((nth, connection), live(&first), &followed.brought, &followed.metrics);
+    let Some(ended) = over.run_until_cancelled(relayed).await else { return Err(Unknown::TakenOver) };
     tracing::info!(error = %ended, "an engine that dialed is gone");
     Ok(())
 }

@@ -37,7 +37,7 @@ impl EngineMetrics {
         let lag = GaugeVec::new(
             Opts::new(
                 "kvfleet_engine_lag_seconds",
-                "Time from when an engine made its last message, by its clock, until it was read here",
+                "Time from when an engine made the last message that came live, by its clock, until it was read here",
             ),
             &["instance"],
         )?;
@@ -56,7 +56,7 @@ impl EngineMetrics {
             )?,
             restarts: counter(
                 "kvfleet_engine_restarts_total",
-                "Times that an engine was found to be another process, and what it had said to be void",
+                "Times that an engine was, or may have been, another process, and what it had said became void",
                 &["instance"],
             )?,
             unknown_events: counter(
@@ -123,6 +123,12 @@ impl RankMetrics {
         ];
         for (reason, blocks) in reasons.into_iter().filter(|(_, blocks)| *blocks > 0) {
             self.all.left_out.with_label_values(&[&self.name, reason]).inc_by(blocks);
+        }
+    }
+
+    pub(super) fn no_room(&self, blocks: u64) {
+        if blocks > 0 {
+            self.all.left_out.with_label_values(&[&self.name, "no_room"]).inc_by(blocks);
         }
     }
 

@@ -102,9 +102,11 @@ impl Engines {
         let teller = Teller::new(Arc::clone(&self.residency), instance, self.clock, self.unix.clone());
         let aliases = Aliases::new(Arc::clone(tenants));
         let dialect = engine.dialect.into();
-        let at = |text: &str| text.parse::<Endpoint>().ok().and_then(|endpoint| endpoint.further(rank));
+        let number = engine.first_rank + u32::from(rank);
+        let further = u16::try_from(number).unwrap_or(u16::MAX);
+        let at = |text: &str| text.parse::<Endpoint>().ok().and_then(|endpoint| endpoint.further(further));
         let follower = Follower {
-            rank: Rank::new((dialect, rank.into()), aliases, teller, metrics.clone()),
+            rank: Rank::new((dialect, number), aliases, teller, metrics.clone()),
             replay: at(&engine.replay),
             metrics: metrics.clone(),
             said: None,
@@ -116,7 +118,7 @@ impl Engines {
                 let topic = engine.topic.clone();
                 drop(tokio::spawn(dial::run(endpoint, topic, sender, metrics, self.stop.clone())));
             }
-            None => directory.add(&engine.topic, dialect, sender, metrics),
+            None => directory.add(engine, sender, metrics),
         }
     }
 }

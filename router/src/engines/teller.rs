@@ -10,17 +10,21 @@ use kv_core::index::command::Change;
 use parking_lot::{RwLock, RwLockWriteGuard};
 
 use crate::clock::{Clock, UnixClock};
-use crate::view::residency::{BATCH_BLOCKS_MAX, Batch, Residency, Taken};
+use crate::view::residency::{BATCH_BLOCKS_MAX, Batch, Refused, Residency, Taken};
 
 /// What became of what was told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Told {
-    /// It counts.
-    Counts,
+    /// It counts, but for so many blocks that found no room.
+    Counts { unlisted: u64 },
     /// What was told before does not count any more: everything is to be told again.
     Lost,
+    /// Somebody else says that the instance started since: what was told may be of the process before.
+    Outdated,
     /// There is more than the plane takes of one instance: nothing counts.
     TooMuch,
+    /// The plane has no place for another instance just now.
+    NoPlace,
 }
 
 /// The voice of one instance.
@@ -30,6 +34,8 @@ pub(super) struct Teller {
     /// The start of the engine, as far as is known here.
     epoch: u64,
     seq: u64,
+    /// That the plane refuses it is said once.
+    is_refused: bool,
     clock: Clock,
     unix: UnixClock,
 }
@@ -42,17 +48,18 @@ impl Teller {
         unix: UnixClock,
     ) -> Teller {
         let epoch = unix.now_ms() * 1_000;
-        Teller { residency, instance, epoch, seq: 0, clock, unix }
+        Teller { residency, instance, epoch, seq: 0, is_refused: false, clock, unix }
     }
 
     /// The engine began anew: what was told before is void, and a late word of it too.
     pub(super) fn begin_anew(&mut self) {
         (self.epoch, self.seq) = (self.epoch.max(self.unix.now_ms() * 1_000) + 1, 0);
-        let _ = self.tell(vec![Change::Cleared]); // a first word is never lost
+        let _ = self.tell(vec![Change::Cleared]); // what becomes of it is heard with the next word
     }
 
     /// Tells changes.
     pub(super) fn tell(&mut self, changes: Vec<Change>) -> Told {
+        let mut all_unlisted = 0;
         for changes in batches(changes, BATCH_BLOCKS_MAX) {
             self.seq += 1;
             let batch = Batch { seq: self.seq, changes };
@@ -60,32 +67,41 @@ impl Teller {
             let taken = residency.take(self.instance, self.epoch, batch, self.clock.now());
             RwLockWriteGuard::unlock_fair(residency);
             match taken {
-                Ok(Taken::Applied { .. }) => {}
-                Ok(Taken::Outdated { epoch }) => {
-                    self.epoch = epoch;
-                    return Told::Lost;
-                }
+                Ok(Taken::Applied { unlisted }) => all_unlisted += unlisted,
+                Ok(Taken::Outdated { epoch }) => return self.outdated(epoch),
                 Ok(Taken::Gap | Taken::Duplicate) => return Told::Lost,
-                Err(error) => {
-                    tracing::warn!(%error, "what an engine has in GPU memory is not listed");
-                    return Told::TooMuch;
-                }
+                Err(refused) => return self.refused(refused),
             }
         }
-        Told::Counts
+        Told::Counts { unlisted: all_unlisted }
     }
 
     /// Says that the engine is there and has said nothing since.
     pub(super) fn is_there(&mut self) -> Told {
         let now = self.clock.now();
-        match self.residency.write().conclude(self.instance, self.epoch, self.seq, now) {
-            Ok(Some(standing)) if standing.epoch > self.epoch => {
-                self.epoch = standing.epoch;
-                Told::Lost
-            }
+        let concluded = self.residency.write().conclude(self.instance, self.epoch, self.seq, now);
+        match concluded {
+            Ok(Some(standing)) if standing.epoch > self.epoch => self.outdated(standing.epoch),
             Ok(Some(standing)) if standing.uncertain => Told::Lost,
-            Ok(_) => Told::Counts,
-            Err(_) => Told::TooMuch,
+            Ok(_) => Told::Counts { unlisted: 0 },
+            Err(refused) => self.refused(refused),
+        }
+    }
+
+    fn outdated(&mut self, epoch: u64) -> Told {
+        self.epoch = epoch;
+        Told::Outdated
+    }
+
+    fn refused(&mut self, refused: Refused) -> Told {
+        if std::mem::replace(&mut self.is_refused, true) {
+            tracing::debug!(%refused, "still");
+        } else {
+            tracing::warn!(%refused, "what an engine has in GPU memory is not listed");
+        }
+        match refused {
+            Refused::Blocks { .. } => Told::TooMuch,
+            Refused::Instances => Told::NoPlace,
         }
     }
 }

@@ -14,6 +14,9 @@ use crate::config::{ConfigError, EnginesConfig};
 /// Adapters and salts, taken together, that one engine has prefixes of. Each costs a table of keys, and names come from requests.
 const HASHERS_MAX: usize = 1_024;
 
+/// Longest name of an adapter.
+const ADAPTER_BYTES_MAX: usize = 256;
+
 /// Bytes of a tenant's secret.
 const SECRET_BYTES: usize = 32;
 
@@ -37,18 +40,25 @@ impl fmt::Debug for Tenants {
 impl Tenants {
     /// Reads the secrets.
     pub(super) fn load(config: &EnginesConfig) -> Result<Tenants, ConfigError> {
-        let mut by_salt = HashMap::new();
-        for tenant in &config.tenants {
-            let secret = secret("engines.tenants", &tenant.secret_file)?;
-            if by_salt.insert(tenant.salt.clone(), secret).is_some() {
-                let problem = format!("has the salt {:?} twice; give each tenant its own", tenant.salt);
-                return Err(ConfigError { key: "engines.tenants", problem });
-            }
-        }
         let without_salt = match config.secret_file.as_os_str().is_empty() {
             true => [0; SECRET_BYTES],
             false => secret("engines.secret_file", &config.secret_file)?,
         };
+        let mut by_salt = HashMap::new();
+        for tenant in &config.tenants {
+            let secret = secret("engines.tenants", &tenant.secret_file)?;
+            if by_salt.contains_key(&tenant.salt) {
+                let problem = format!("has the salt {:?} twice; give each tenant its own", tenant.salt);
+                return Err(ConfigError { key: "engines.tenants", problem });
+            }
+            // The engine keeps their prefixes apart, and we would not.
+            if secret == without_salt || by_salt.values().any(|other| *other == secret) {
+                let problem =
+                    format!("the secret of the salt {:?} is another's too; give each its own", tenant.salt);
+                return Err(ConfigError { key: "engines.tenants", problem });
+            }
+            by_salt.insert(tenant.salt.clone(), secret);
+        }
         Ok(Tenants { manifest: config.identity.manifest(), by_salt, without_salt })
     }
 }
@@ -100,13 +110,20 @@ impl Hashers {
         &self.list[number as usize]
     }
 
-    /// Who hashes prefixes of this adapter and salt; nobody where no tenant has the salt, or when there are too many.
+    /// It is another process: it has prefixes of other adapters and salts.
+    pub(super) fn forget(&mut self) {
+        self.list.clear();
+        self.by_names.clear();
+    }
+
+    /// Who hashes prefixes of this adapter and salt; nobody where no tenant has the salt, the adapter's name is none, or there are too many.
     pub(super) fn of(&mut self, adapter: Option<&str>, salt: Option<&str>) -> Option<u32> {
         let names = (adapter.map(str::to_owned), salt.map(str::to_owned));
         if let Some(number) = self.by_names.get(&names) {
             return Some(*number);
         }
-        if self.list.len() >= HASHERS_MAX {
+        if self.list.len() >= HASHERS_MAX || adapter.is_some_and(|adapter| adapter.len() > ADAPTER_BYTES_MAX)
+        {
             return None;
         }
         let secret = match salt {

@@ -139,6 +139,17 @@ impl Drop for Engine {
     }
 }
 
+/// Another process at the same ports.
+async fn listening_again(events: u16, replay: u16) -> Engine {
+    loop {
+        // They are free when the router has closed its side.
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        if let Ok((engine, ..)) = tokio::spawn(Engine::listening(events, replay)).await {
+            return engine;
+        }
+    }
+}
+
 fn port_of(endpoint: &zeromq::Endpoint) -> u16 {
     match endpoint {
         zeromq::Endpoint::Tcp(_, port) => *port,
@@ -208,6 +219,14 @@ impl Following {
         }
     }
 
+    async fn until_connected(&self, is_connected: bool) {
+        let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
+        while (self.count("kvfleet_engine_connected", "7") == 1.0) != is_connected {
+            assert!(tokio::time::Instant::now() < deadline, "connected is not {is_connected}");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
     fn count(&self, name: &str, label: &str) -> f64 {
         let families = self.registry.gather();
         let metrics =
@@ -239,7 +258,7 @@ fn dialed(instance: u32, events: u16, replay: Option<u16>) -> EngineConfig {
         replay: replay.map(at).unwrap_or_default(),
         topic: "kv".into(),
         dialect: DialectConfig::Vllm,
-        ranks: 1,
+        ..EngineConfig::default()
     }
 }
 
@@ -285,19 +304,29 @@ async fn an_engine_that_restarts_has_what_the_new_process_says() {
     }
     following.until(7, 5).await;
     drop(engine);
-    let mut again = None;
-    while again.is_none() {
-        // Its ports are free when the router has closed its side.
-        tokio::time::sleep(Duration::from_millis(50)).await;
-        again = tokio::spawn(Engine::listening(events, replay)).await.ok();
-    }
-    let (mut engine, ..) = again.unwrap();
+    let mut engine = listening_again(events, replay).await;
     for block in 0..3 {
         engine.store(block, true).await;
     }
     following.until(7, 3).await;
     engine.store(3, false).await;
     following.until(7, 4).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_busy_engine_is_not_taken_for_another_process() {
+    let (mut engine, events, replay) = Engine::listening(0, 0).await;
+    let following = Following::new(config(vec![dialed(7, events, Some(replay))])).await;
+    // Messages are lost now and then, and others are on their way while replays bring them too.
+    for block in 0..40 {
+        engine.store(block, block % 7 == 3).await;
+        if block % 5 == 0 {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+    following.until(7, 40).await;
+    assert_eq!(following.count("kvfleet_engine_restarts_total", "7"), 0.0);
+    assert_eq!(following.count("kvfleet_engine_gaps_total", "lost"), 0.0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -317,21 +346,29 @@ async fn a_replay_that_keeps_too_little_voids_what_was_said() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_a_replay_a_gap_voids_what_was_said() {
+async fn without_a_replay_a_gap_leaves_what_is_proved_and_another_connection_nothing() {
     let (mut engine, events, _) = Engine::listening(0, 0).await;
     let following = Following::new(config(vec![dialed(7, events, None)])).await;
-    // Nothing is said before somebody hears it.
-    while following.count("kvfleet_engine_connected", "7") == 0.0 {
-        tokio::time::sleep(Duration::from_millis(10)).await;
+    following.until_connected(true).await;
+    // Whether a subscription has come, a publisher does not say.
+    while following.resident(7) == 0 {
+        engine.say(&batch(0, &[stored(&[0], None, &tokens(0))]), false).await;
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    tokio::time::sleep(Duration::from_millis(200)).await;
-    engine.store(0, false).await;
-    engine.store(1, false).await;
-    following.until(7, 2).await;
-    engine.store(2, true).await;
-    engine.say(&batch(0, &[stored(&[0], None, &tokens(0))]), false).await;
-    following.until(7, 1).await;
+    for block in 1..5 {
+        engine.store(block, false).await;
+    }
+    following.until(7, 5).await;
+    engine.store(5, true).await;
+    engine.say(&batch(0, &[stored(&[2], Some(1), &tokens(2))]), false).await;
+    following.until(7, 3).await;
     assert_eq!(following.count("kvfleet_engine_gaps_total", "lost"), 1.0);
+    drop(engine);
+    following.until_connected(false).await;
+    let _engine = listening_again(events, 0).await;
+    following.until_connected(true).await;
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert_eq!(following.resident(7), 0, "the blocks of the process before");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -364,6 +401,19 @@ async fn engines_that_dial_are_known_by_their_topic_and_ranks_by_their_batches()
     following.until(7, 1).await;
     following.until(21, 2).await;
     following.until(20, 3).await;
+    // Somebody else with the topic takes over, and the engine dials again and takes it back.
+    let mut other = dial("a", 0).await;
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    other.say(&batch(0, &[cleared()]), false).await;
+    following.until(7, 0).await;
+    drop(other);
+    let mut engine = dial("a", 0).await;
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    engine.store(0, false).await;
+    engine.store(1, false).await;
+    following.until(7, 2).await;
+    tokio::time::sleep(Duration::from_millis(2_500)).await;
+    assert_eq!(following.resident(7), 2, "it is heard to be there");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -407,7 +457,11 @@ async fn secrets_are_read_and_refused_by_name() {
     std::fs::write(&path, "abc").unwrap();
     says("an engine's secret that is none", &refused(&with(&path, &[])), &[&varying]);
     std::fs::write(&path, format!("{}\n", "0a".repeat(32))).unwrap();
-    says("a salt of two tenants", &refused(&with(&path, &["a", "a"])), &[&varying]);
-    let tenants = Tenants::load(&with(&path, &["a"])).unwrap();
-    assert_eq!((tenants.without_salt, tenants.by_salt["a"]), ([10; 32], [10; 32]));
+    let twice = EnginesConfig { tenants: with(&path, &["a", "a"]).tenants, ..config(vec![]) };
+    says("a salt of two tenants", &refused(&twice), &[&varying]);
+    says("two salts with one secret", &refused(&with(&path, &["a"])), &[]);
+    let other = folder.path().join("other");
+    std::fs::write(&other, "0b".repeat(32)).unwrap();
+    let tenants = Tenants::load(&with(&other, &["a"])).unwrap();
+    assert_eq!((tenants.without_salt, tenants.by_salt["a"]), ([11; 32], [10; 32]));
 }

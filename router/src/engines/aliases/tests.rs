@@ -56,9 +56,9 @@ fn remove(hashes: &[u64]) -> EngineEvent {
 }
 
 fn take(aliases: &mut Aliases, event: impl Into<EngineEvent>) -> Vec<Change> {
-    let mut changes = Vec::new();
+    let mut changes = Changes::default();
     aliases.take(&event.into(), &mut changes);
-    changes
+    changes.take()
 }
 
 /// What changes come to, with the parent that each block was told behind.
@@ -194,12 +194,125 @@ fn a_block_of_ours_is_there_while_all_of_its_parts_are() {
     assert_eq!(take(&mut aliases, remove(&[1])), both);
 }
 
+#[test]
+fn the_name_of_a_block_outlives_what_is_known_of_it() {
+    let tokens: Vec<u32> = (0..64).collect();
+    let ours = asked(16, &[0; 32], &tokens);
+    let mut aliases = aliases(16);
+    take(&mut aliases, EngineEvent::Stored(store(&[1, 2, 3], None, &tokens[..48], 16)));
+    aliases.forget_resident();
+    assert_eq!(aliases.all(), [Change::Cleared]);
+    // A block behind the second proves both before it, and not the third.
+    let proved = take(&mut aliases, EngineEvent::Stored(store(&[9], Some(2), &[7; 16], 16)));
+    let mut listed = BTreeMap::new();
+    apply(&mut listed, &proved);
+    assert!(listed.contains_key(&ours[0]) && listed.contains_key(&ours[1]) && !listed.contains_key(&ours[2]));
+    assert_eq!(listed.len(), 3);
+    // Another process gives names of its own.
+    aliases.forget();
+    assert_eq!(take(&mut aliases, EngineEvent::Stored(store(&[9], Some(2), &[7; 16], 16))), []);
+    assert_eq!(aliases.take_left_out().orphans, 1);
+}
+
+#[test]
+fn word_of_other_memories_and_groups_does_not_choose_the_group() {
+    let tokens: Vec<u32> = (0..16).collect();
+    let mut aliases = aliases(16);
+    let offloaded = Stored { medium: Medium::Cpu, ..store(&[5], None, &tokens, 16) };
+    take(&mut aliases, EngineEvent::Stored(offloaded));
+    let empty = Stored { group: Some(2), ..store(&[6], None, &[], 16) };
+    take(&mut aliases, EngineEvent::Stored(empty));
+    let of_group = Stored { group: Some(0), ..store(&[1], None, &tokens, 16) };
+    assert_eq!(take(&mut aliases, EngineEvent::Stored(of_group)).len(), 1);
+    // Who says no group when something goes may mean ours.
+    assert_eq!(take(&mut aliases, remove(&[1])).len(), 1);
+}
+
+#[test]
+fn names_are_bounded_and_those_that_left_longest_ago_go_first() {
+    let (mut many, mut hostile) = (aliases(16), aliases(1));
+    let prompt = |number: u64| [number as u32; 16];
+    for number in 0..2 * KNOWN_MAX as u64 {
+        let stored = take(&mut many, EngineEvent::Stored(store(&[number], None, &prompt(number), 16)));
+        if number < KNOWN_MAX as u64 {
+            assert_eq!(stored.len(), 1);
+            if number % 2 == 1 {
+                take(&mut many, remove(&[number]));
+            }
+        }
+    }
+    assert_eq!(many.known.len(), KNOWN_MAX);
+    assert!(many.take_left_out().over_limit > 0 && many.departed.is_empty());
+    // One that holds half of all that there is, a thousand times: still no more is kept.
+    let long: Vec<u32> = (0..KNOWN_MAX as u32 / 2).collect();
+    for number in 0..1_000 {
+        let stored = store(&[number], None, &long, KNOWN_MAX as u32 / 2);
+        take(&mut hostile, EngineEvent::Stored(stored));
+        take(&mut hostile, remove(&[number]));
+    }
+    assert!(hostile.ours <= KNOWN_MAX && hostile.known.len() <= 2, "{} of ours", hostile.ours);
+}
+
+#[test]
+fn parts_that_many_prefixes_share_keep_nothing_of_those_that_are_forgotten() {
+    let mut aliases = aliases(64);
+    let shared: Vec<u32> = (0..48).collect();
+    take(&mut aliases, EngineEvent::Stored(store(&[1, 2, 3], None, &shared, 16)));
+    for number in 0..400u64 {
+        let changes = take(
+            &mut aliases,
+            EngineEvent::Stored(store(&[100 + number], Some(3), &[number as u32 + 1_000; 16], 16)),
+        );
+        assert_eq!(changes.len(), 1, "prompt {number}");
+        take(&mut aliases, remove(&[100 + number]));
+    }
+    let of = aliases.known[&number(2)].part().unwrap().of.len();
+    assert!(of <= DEPARTED_MIN + 1 && of == aliases.wholes.len(), "{of} blocks of ours of one part");
+    assert!(aliases.known.len() <= DEPARTED_MIN + 4);
+    // One that was forgotten and comes back is there once.
+    take(&mut aliases, EngineEvent::Stored(store(&[100], Some(3), &[1_000; 16], 16)));
+    assert_eq!(take(&mut aliases, remove(&[1])).len(), 1);
+    assert_eq!(take(&mut aliases, remove(&[2])), []);
+    assert_eq!(
+        take(&mut aliases, EngineEvent::Stored(store(&[1], None, &[], 16))),
+        [],
+        "its second part is still missing"
+    );
+}
+
+#[test]
+fn a_name_that_is_given_twice_makes_no_circle() {
+    let mut aliases = aliases(16);
+    take(&mut aliases, EngineEvent::Stored(store(&[1, 2], None, &[5; 32], 16)));
+    take(&mut aliases, remove(&[1, 2]));
+    for other in 0..2 * DEPARTED_MIN as u64 {
+        take(&mut aliases, EngineEvent::Stored(store(&[100 + other], None, &[other as u32; 16], 16)));
+        if !aliases.known.contains_key(&number(1)) {
+            break;
+        }
+        take(&mut aliases, remove(&[100 + other]));
+    }
+    // The first is forgotten, and then told as a child of its own child.
+    if aliases.known.contains_key(&number(2)) {
+        take(&mut aliases, EngineEvent::Stored(store(&[1], Some(2), &[9; 16], 16)));
+    }
+    aliases.forget_resident();
+    take(&mut aliases, EngineEvent::Stored(store(&[50], Some(2), &[8; 16], 16)));
+    take(&mut aliases, EngineEvent::Stored(store(&[51], Some(1), &[8; 16], 16)));
+}
+
 /// An engine that says what comes to its mind about prefixes of a small tree of tokens.
 #[derive(Clone, Debug)]
 enum Step {
     /// The first blocks of one of the prompts are there.
     Store {
         prompt: usize,
+        blocks: usize,
+    },
+    /// Further blocks of one are there, if those before them are.
+    Continue {
+        prompt: usize,
+        from: usize,
         blocks: usize,
     },
     /// A block of one is not.
@@ -213,6 +326,7 @@ enum Step {
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let one = prop_oneof![
         8 => (0..3usize, 1..=16usize).prop_map(|(prompt, blocks)| Step::Store { prompt, blocks }),
+        4 => (0..3usize, 1..12usize, 1..6usize).prop_map(|(prompt, from, blocks)| Step::Continue { prompt, from, blocks }),
         8 => (0..3usize, 0..16usize).prop_map(|(prompt, block)| Step::Remove { prompt, block }),
         1 => Just(Step::Clear),
     ];
@@ -249,6 +363,20 @@ proptest! {
                     let hashes: Vec<u64> = ends.clone().map(|end| name(&tokens[..end])).collect();
                     resident.extend(ends.map(|end| tokens[..end].to_vec()));
                     EngineEvent::Stored(store(&hashes, None, tokens, theirs))
+                }
+                Step::Continue { prompt: which, from, blocks } => {
+                    let tokens = prompt(which);
+                    let start = tokens.len().min(from * theirs_usize);
+                    let tokens = &tokens[..tokens.len().min(start + blocks * theirs_usize)];
+                    let before = (1..=start / theirs_usize).map(|end| end * theirs_usize);
+                    if !before.into_iter().all(|end| resident.contains(&tokens[..end])) {
+                        continue;
+                    }
+                    let ends = (start / theirs_usize + 1..=tokens.len() / theirs_usize).map(|end| end * theirs_usize);
+                    let hashes: Vec<u64> = ends.clone().map(|end| name(&tokens[..end])).collect();
+                    resident.extend(ends.map(|end| tokens[..end].to_vec()));
+                    let parent = name(&tokens[..start]);
+                    EngineEvent::Stored(store(&hashes, Some(parent), &tokens[start..], theirs))
                 }
                 Step::Remove { prompt: which, block } => {
                     let tokens = prompt(which);

@@ -91,45 +91,64 @@ fn messages_in_order_are_what_the_plane_answers() {
 }
 
 #[test]
-fn a_gap_that_a_replay_fills_loses_nothing() {
+fn a_gap_that_a_replay_fills_loses_nothing_though_it_overtakes_what_is_on_its_way() {
     let mut bench = Bench::new();
     bench.hear_blocks(3);
     assert_eq!(bench.rank.hear(&block(6)), Wants::Replay { from: 2 });
     assert_eq!(bench.resident(), 3, "what was said goes on counting");
     bench.rank.replay_begins();
-    (2..7).for_each(|number| bench.rank.replay(&block(number)));
-    bench.rank.replay_ends();
+    (2..10).for_each(|number| assert_eq!(bench.rank.replay(&block(number)), Goes::On));
+    assert_eq!(bench.rank.replay_ends(), Goes::On);
     bench.rank.hear_after_replay(&block(6));
-    assert_eq!(bench.resident(), 7);
+    (7..10).for_each(|number| assert_eq!(bench.rank.hear(&block(number)), Wants::Nothing));
+    assert_eq!(bench.resident(), 10);
     assert_eq!(bench.count("kvfleet_engine_gaps_total", "filled"), 1.0);
+    assert_eq!(bench.count("kvfleet_engine_restarts_total", ""), 0.0);
 }
 
 #[test]
-fn a_gap_that_nothing_fills_voids_what_was_said() {
+fn a_replay_with_a_hole_is_asked_for_again_from_what_counts() {
     let mut bench = Bench::new();
     bench.hear_blocks(3);
-    let mut again = block(0);
-    again.number = 9;
-    bench.rank.hear(&again);
-    bench.rank.hear_after_replay(&again);
-    assert_eq!(bench.resident(), 1, "only the message behind the gap counts");
-    assert_eq!(bench.count("kvfleet_engine_gaps_total", "lost"), 1.0);
-    let mut next = block(1);
-    next.number = 10;
-    assert_eq!(bench.rank.hear(&next), Wants::Nothing);
-    assert_eq!(bench.resident(), 2);
+    bench.rank.replay_begins();
+    assert_eq!([2, 3].map(|number| bench.rank.replay(&block(number))), [Goes::On; 2]);
+    assert_eq!(bench.rank.replay(&block(7)), Goes::Again);
+    assert_eq!((bench.resident(), bench.rank.last()), (4, Some(3)));
+    bench.rank.replay_begins();
+    (3..8).for_each(|number| assert_eq!(bench.rank.replay(&block(number)), Goes::On));
+    assert_eq!(bench.resident(), 8);
 }
 
 #[test]
-fn a_replay_that_begins_behind_the_gap_voids_what_was_said() {
+fn a_gap_that_nothing_fills_leaves_what_is_said_and_proved_again() {
+    let mut bench = Bench::new();
+    bench.hear_blocks(5);
+    let mut behind_the_third = block(3);
+    behind_the_third.number = 9;
+    bench.rank.hear(&behind_the_third);
+    bench.rank.hear_after_replay(&behind_the_third);
+    assert_eq!(bench.resident(), 4, "the first three are before it");
+    assert_eq!(bench.count("kvfleet_engine_gaps_total", "lost"), 1.0);
+    let mut next = block(5);
+    next.number = 10;
+    assert_eq!(bench.rank.hear(&next), Wants::Nothing);
+    assert_eq!(bench.resident(), 6);
+    assert_eq!(bench.count("kvfleet_engine_restarts_total", ""), 0.0);
+}
+
+#[test]
+fn a_replay_that_begins_behind_the_gap_cannot_tell_whose_it_is() {
     let mut bench = Bench::new();
     bench.hear_blocks(3);
     bench.rank.hear(&block(8));
     bench.rank.replay_begins();
     let mut first_kept = block(0);
     first_kept.number = 7;
-    bench.rank.replay(&first_kept);
-    bench.rank.replay_ends();
+    assert_eq!(bench.rank.replay(&first_kept), Goes::FromStart);
+    assert_eq!((bench.resident(), bench.rank.last()), (0, None));
+    bench.rank.replay_begins();
+    assert_eq!(bench.rank.replay(&first_kept), Goes::On);
+    assert_eq!(bench.rank.replay(&block(8)), Goes::On);
     bench.rank.hear_after_replay(&block(8));
     assert_eq!(bench.resident(), 1);
 }
@@ -138,7 +157,10 @@ fn a_replay_that_begins_behind_the_gap_voids_what_was_said() {
 fn an_engine_that_began_anew_has_what_it_says_from_then_on() {
     let mut bench = Bench::new();
     bench.hear_blocks(5);
-    // Its first message is another one under a number that was here.
+    // Another connection, and no replay shows whose it is.
+    bench.rank.connected();
+    bench.rank.asked(false);
+    assert_eq!(bench.resident(), 0);
     let other = message(0, &batch(0, &[stored(&[1], None, &(500..516).collect::<Vec<_>>())]));
     assert_eq!(bench.rank.hear(&other), Wants::Nothing);
     assert_eq!(bench.resident(), 0);
@@ -150,21 +172,34 @@ fn an_engine_that_began_anew_has_what_it_says_from_then_on() {
 }
 
 #[test]
+fn numbers_that_go_back_are_another_process() {
+    let mut bench = Bench::new();
+    bench.hear_blocks(5);
+    let other = message(0, &batch(0, &[cleared()]));
+    assert_eq!(bench.rank.hear(&other), Wants::Nothing);
+    assert_eq!((bench.resident(), bench.rank.last()), (0, Some(0)));
+}
+
+#[test]
 fn a_restart_shows_in_a_replay_that_does_not_know_our_last_message() {
-    for replayed in [None, Some(message(4, &batch(0, &[cleared()])))] {
+    for other in [None, Some(message(4, &batch(0, &[cleared()])))] {
         let mut bench = Bench::new();
         bench.hear_blocks(5);
         bench.rank.replay_begins();
-        replayed.iter().for_each(|other| bench.rank.replay(other));
-        bench.rank.replay_ends();
-        assert_eq!((bench.resident(), bench.rank.last()), (0, replayed.map(|_| 4)));
+        let goes = match &other {
+            Some(other) => bench.rank.replay(other),
+            None => bench.rank.replay_ends(),
+        };
+        assert_eq!((goes, bench.resident(), bench.rank.last()), (Goes::FromStart, 0, None));
         assert_eq!(bench.count("kvfleet_engine_restarts_total", ""), 1.0);
     }
     let mut bench = Bench::new();
     bench.hear_blocks(5);
+    bench.rank.connected();
     bench.rank.replay_begins();
     bench.rank.replay(&block(4));
-    bench.rank.replay_ends();
+    assert_eq!(bench.rank.replay_ends(), Goes::On);
+    bench.rank.asked(true);
     assert_eq!(
         (bench.resident(), bench.rank.last()),
         (5, Some(4)),
@@ -196,32 +231,57 @@ fn a_message_of_another_rank_is_not_ours() {
 }
 
 #[test]
-fn what_the_plane_voids_is_told_again() {
+fn a_start_that_somebody_else_tells_of_is_believed_until_a_replay_shows_the_same_process() {
     let mut bench = Bench::new();
     bench.hear_blocks(5);
     // A load report says that the instance started since: what was told is void there.
     let later = UnixClock::start().now_ms() * 1_000 + 60_000_000;
     bench.residency.write().started(INSTANCE, later, bench.clock.now());
-    assert_eq!(bench.resident(), 0);
+    for _ in 0..2 {
+        bench.rank.is_there();
+        assert_eq!((bench.resident(), bench.rank.is_doubted()), (0, true));
+    }
+    bench.rank.replay_begins();
+    bench.rank.replay(&block(4));
+    bench.rank.replay_ends();
+    bench.rank.asked(true);
+    assert_eq!((bench.resident(), bench.rank.is_doubted()), (5, false));
+    // And with the next message as the first word.
+    bench.residency.write().started(INSTANCE, later + 1, bench.clock.now());
+    bench.rank.hear(&block(5));
+    assert_eq!((bench.resident(), bench.rank.is_doubted()), (0, true));
+    bench.rank.asked(false);
+    assert_eq!((bench.resident(), bench.rank.is_doubted()), (0, false));
+}
+
+#[test]
+fn what_the_plane_lost_is_told_again() {
+    let mut bench = Bench::new();
+    bench.hear_blocks(5);
+    *bench.residency.write() = Residency::new(1_000, bench.clock.now());
     bench.rank.is_there();
     assert_eq!(bench.resident(), 5);
-    // So it is when the next thing heard of is a message.
-    bench.residency.write().started(INSTANCE, later + 1, bench.clock.now());
+    *bench.residency.write() = Residency::new(1_000, bench.clock.now());
     bench.rank.hear(&block(5));
     assert_eq!(bench.resident(), 6);
 }
 
 #[test]
-fn more_blocks_than_the_plane_takes_of_one_instance_are_told_in_batches() {
+fn blocks_without_room_in_the_plane_are_counted() {
     let mut bench = Bench::new();
-    let blocks = 10_000u64;
-    let tokens: Vec<u32> = (0..16 * blocks as u32).collect();
-    let hashes: Vec<u64> = (0..blocks).collect();
-    let payload = batch(0, &[stored(&hashes, None, &tokens)]);
-    bench.residency = Arc::new(RwLock::new(Residency::new(20_000, bench.clock.now())));
-    let teller = Teller::new(Arc::clone(&bench.residency), INSTANCE, bench.clock, UnixClock::start());
-    bench.rank.teller = teller;
-    bench.rank.hear(&message(0, &payload));
-    let standing = bench.residency.read().standing(INSTANCE, bench.clock.now()).unwrap();
-    assert_eq!((standing.blocks, standing.seq, standing.uncertain), (blocks, 3, false));
+    *bench.residency.write() = Residency::new(3, bench.clock.now());
+    bench.hear_blocks(5);
+    assert_eq!((bench.resident(), bench.count("kvfleet_engine_left_out_blocks_total", "no_room")), (3, 2.0));
+}
+
+#[test]
+fn blocks_that_come_and_go_in_one_message_are_told_bit_by_bit() {
+    let mut bench = Bench::new();
+    let mut events = Vec::new();
+    for _ in 0..7 {
+        events.push(stored(&[1], None, &(0..16).collect::<Vec<_>>()));
+        events.push(removed(&[1]));
+    }
+    bench.rank.hear(&message(0, &batch(0, &events)));
+    assert_eq!(bench.resident(), 0);
 }
