@@ -11,13 +11,17 @@
 //!
 //! Pure. Not here: numbers of messages and gaps (`rank.rs`), payloads (`kvfleet_proto::engine_events`).
 
+use std::collections::hash_map::{Entry, RandomState};
 use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
 
 use kv_core::id::{BlockHash, Tier};
 use kv_core::index::command::Change;
 use kv_core::prefix::Chain;
 use kvfleet_proto::engine_events::{EngineEvent, EngineHash, Medium, Removed, Stored, Tokens};
+
+use smallvec::SmallVec;
 
 use super::tenants::{Hashers, Tenants};
 
@@ -52,7 +56,7 @@ pub(crate) struct LeftOut {
 #[derive(Debug)]
 pub(super) struct Aliases {
     hashers: Hashers,
-    known: HashMap<EngineHash, Alias>,
+    known: HashMap<EngineHash, Alias, Spread>,
     /// Blocks of ours that engine blocks are parts of.
     wholes: HashMap<BlockHash, Whole>,
     /// Of blocks of ours that are parts of engine blocks, in how many that are resident: some begin alike.
@@ -112,6 +116,57 @@ impl Changes {
     /// Nothing before it matters.
     fn clear(&mut self) {
         (self.list, self.blocks) = (vec![Change::Cleared], 1);
+    }
+}
+
+/// Spreads hashes of engines over a table. They are hashes already, but of somebody else's making: a secret of this process is mixed in.
+#[derive(Clone, Debug)]
+struct Spread {
+    secret: [u64; 2],
+}
+
+impl Default for Spread {
+    fn default() -> Self {
+        let drawn = RandomState::new();
+        Spread { secret: [drawn.hash_one(0), drawn.hash_one(1)] }
+    }
+}
+
+impl BuildHasher for Spread {
+    type Hasher = Spreader;
+
+    fn build_hasher(&self) -> Spreader {
+        Spreader { secret: self.secret, spread: 0 }
+    }
+}
+
+/// See [`Spread`].
+struct Spreader {
+    secret: [u64; 2],
+    spread: u64,
+}
+
+impl Hasher for Spreader {
+    fn write(&mut self, bytes: &[u8]) {
+        for word in bytes.chunks(16) {
+            let mut padded = [0; 16];
+            padded[..word.len()].copy_from_slice(word);
+            self.write_u128(u128::from_le_bytes(padded));
+        }
+    }
+
+    fn write_u128(&mut self, number: u128) {
+        let [low, high] =
+            [number as u64 ^ self.secret[0], (number >> 64) as u64 ^ self.secret[1] ^ self.spread];
+        // Twice, for a product alone leaves its low bits to the low bits of the number.
+        let product = u128::from(low) * u128::from(high | 1);
+        let folded = product as u64 ^ (product >> 64) as u64;
+        let product = u128::from(folded ^ self.secret[1]) * u128::from(self.secret[0] | 1);
+        self.spread = product as u64 ^ (product >> 64) as u64;
+    }
+
+    fn finish(&self) -> u64 {
+        self.spread
     }
 }
 
@@ -206,7 +261,7 @@ impl Aliases {
     pub(super) fn new(tenants: Arc<Tenants>) -> Aliases {
         Aliases {
             hashers: Hashers::new(tenants),
-            known: HashMap::new(),
+            known: HashMap::default(),
             wholes: HashMap::new(),
             shared: HashMap::new(),
             departed: VecDeque::new(),
@@ -370,12 +425,14 @@ impl Aliases {
         let plain = stored.extra.plain_blocks.unwrap_or(count).min(count);
         self.left_out.opaque += (count - plain) as u64;
         for (at, (hash, tokens)) in stored.hashes.iter().zip(blocks).take(plain).enumerate() {
-            self.forget_unmade(*hash);
             // Some say again what is there. The same hash is the same tokens behind the same parent.
-            let is_known = self.set_resident(*hash, true, changes);
-            let next = match self.behind(*hash) {
-                Some(next) if is_known => Ok(next),
-                _ => self.learn(*hash, tokens, place, changes),
+            let next = match self.heard_of(*hash) {
+                Some((next, true)) => Ok(next),
+                Some((next, false)) => {
+                    self.set_resident(*hash, true, changes);
+                    Ok(next)
+                }
+                None => self.learn(*hash, tokens, place, changes),
             };
             match next {
                 Ok(next) => place = next,
@@ -387,16 +444,18 @@ impl Aliases {
         }
     }
 
-    /// Forgets a last part whose block of ours went with an earlier part: with its tokens it is made again.
-    fn forget_unmade(&mut self, hash: EngineHash) {
+    /// Where the next block behind a known one begins, and whether that one is resident. A last part whose block of ours went with an
+    /// earlier part is not known any more: with its tokens it is made again.
+    fn heard_of(&mut self, hash: EngineHash) -> Option<(Place, bool)> {
         let ours = self.hashers.block_tokens();
-        let is_unmade =
-            |alias: &&Alias| alias.part().is_some_and(|part| part.filled == ours && part.of.is_empty());
-        if let Some(alias) = self.known.get(&hash).filter(is_unmade) {
+        let alias = self.known.get(&hash)?;
+        if alias.part().is_some_and(|part| part.filled == ours && part.of.is_empty()) {
             self.ours -= alias.weight();
             self.resident -= usize::from(alias.is_resident);
             self.known.remove(&hash);
+            return None;
         }
+        Some((alias.behind(hash, ours), alias.is_resident))
     }
 
     /// Learns of a block that was not heard of, and answers where the next one begins; or why it has no place.
@@ -466,18 +525,18 @@ impl Aliases {
         let ours = self.hashers.block_tokens();
         let mut all = vec![0; ours];
         all[place.filled..].copy_from_slice(tokens);
-        let earlier = self.parts_up_to(place.parent, place.filled);
-        let mut end = place.filled;
-        for (_, part) in &earlier {
+        let (mut end, mut missing) = (place.filled, 0);
+        let mut earlier = SmallVec::<[EngineHash; 32]>::new();
+        for (hash, alias, part) in self.parts_up_to(place.parent, place.filled) {
             let start = end - part.tokens.len();
             all[start..end].copy_from_slice(&part.tokens);
+            missing += u32::from(!alias.is_resident);
+            earlier.push(hash);
             end = start;
         }
         if end > 0 {
             return Err(|left_out| &mut left_out.orphans);
         }
-        let missing = earlier.iter().filter(|(hash, _)| !self.known[hash].is_resident).count() as u32;
-        let earlier: Vec<EngineHash> = earlier.into_iter().map(|(hash, _)| hash).collect();
         let mut chain = place.chain;
         let mut block = Vec::with_capacity(1);
         self.hashers.hasher(place.hasher).extend(&mut chain, &all, &mut block);
@@ -497,20 +556,20 @@ impl Aliases {
     }
 
     /// The parts of one of our blocks, from the one that ends with so many tokens back to the first; fewer where one is forgotten.
-    fn parts_up_to(&self, last: Option<EngineHash>, filled: usize) -> Vec<(EngineHash, &Part)> {
-        let mut parts = Vec::new();
+    fn parts_up_to(
+        &self,
+        last: Option<EngineHash>,
+        filled: usize,
+    ) -> impl Iterator<Item = (EngineHash, &Alias, &Part)> {
         let (mut at, mut end) = (last, filled);
-        while end > 0 {
-            let Some((hash, alias)) = at.and_then(|hash| Some((hash, self.known.get(&hash)?))) else { break };
+        std::iter::from_fn(move || {
+            let hash = at.filter(|_| end > 0)?;
+            let alias = self.known.get(&hash)?;
             // One that was forgotten and told again, of another length, is no part of this.
-            let Some(part) = alias.part().filter(|part| part.filled == end && part.tokens.len() <= end)
-            else {
-                break;
-            };
-            parts.push((hash, part));
+            let part = alias.part().filter(|part| part.filled == end && part.tokens.len() <= end)?;
             (at, end) = (alias.parent, end - part.tokens.len());
-        }
-        parts
+            Some((hash, alias, part))
+        })
     }
 
     fn insert(&mut self, hash: EngineHash, place: Place, chain: Chain, ours: Ours) {
@@ -590,10 +649,19 @@ impl Aliases {
     fn forget_departed(&mut self, (hash, left): (EngineHash, u64)) {
         // One that came back has left again since, or not.
         let has_left = |alias: &&Alias| !alias.is_resident && alias.left == left;
-        let Some(alias) = self.known.get(&hash).filter(has_left) else { return };
-        self.ours -= alias.weight();
+        let Entry::Occupied(entry) = self.known.entry(hash) else { return };
+        if !has_left(&entry.get()) {
+            return;
+        }
+        self.ours -= entry.get().weight();
+        let of = match entry.get().part() {
+            Some(part) if !part.of.is_empty() => part.of.clone(),
+            _ => {
+                entry.remove();
+                return;
+            }
+        };
         // They are not whole, and without this part will not be.
-        let of = alias.part().map(|part| part.of.clone()).unwrap_or_default();
         of.into_iter().for_each(|block| self.forget_whole(block));
         self.known.remove(&hash);
     }
@@ -602,7 +670,8 @@ impl Aliases {
     fn forget_whole(&mut self, block: BlockHash) {
         let Some(whole) = self.wholes.remove(&block) else { return };
         let parts = self.parts_up_to(Some(whole.last), self.hashers.block_tokens());
-        for hash in parts.into_iter().map(|(hash, _)| hash).collect::<Vec<_>>() {
+        let parts: SmallVec<[EngineHash; 32]> = parts.map(|(hash, ..)| hash).collect();
+        for hash in parts {
             if let Some(Ours::Part(part)) = self.known.get_mut(&hash).map(|alias| &mut alias.ours)
                 && let Some(at) = part.of.iter().position(|of| *of == block)
             {
