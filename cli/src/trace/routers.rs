@@ -10,7 +10,7 @@ use std::path::Path;
 use kv_core::schedule::{HardwareProfile, PROFILES};
 use kvfleet_sim::fleet::{Setup, Workload};
 use kvfleet_sim::generate::{Generator, Kind, Spec};
-use kvfleet_sim::routers::{BASELINES, Comparison, Point, capacity, compare};
+use kvfleet_sim::routers::{BASELINES, Comparison, Plane, Point, capacity, compare};
 use kvfleet_sim::trace::Request;
 use serde::Serialize;
 
@@ -28,6 +28,8 @@ const INSTANCES_PER_COPY: u32 = 4;
 struct Row {
     traffic: String,
     instances: u32,
+    /// From where instances fetch under the others.
+    plane: Plane,
     capacity_per_s: f64,
     #[serde(flatten)]
     compared: Comparison,
@@ -45,13 +47,16 @@ pub(super) fn run(args: &RoutersArgs) -> anyhow::Result<()> {
             let workload = Workload::new(&trace, u64::from(instances.div_ceil(INSTANCES_PER_COPY)));
             let setup = Setup::new(*instances, profile, workload.block_tokens);
             let capacity_per_s = capacity(&workload, &setup, args.seed);
-            for load in &args.loads {
+            let planes = [Plane::Own, Plane::Pool].into_iter();
+            for (plane, load) in planes.flat_map(|plane| args.loads.iter().map(move |load| (plane, *load))) {
+                let share = load * 100.0;
                 eprintln!(
-                    "{name}: {instances} instances at {:.0} % of {capacity_per_s:.1} requests/s",
-                    load * 100.0
+                    "{name}: {instances} instances at {share:.0} % of {capacity_per_s:.1} requests/s, {plane:?}"
                 );
-                let compared = compare(&workload, &setup, (*load, capacity_per_s), args.seed);
-                let row = Row { traffic: name.clone(), instances: *instances, capacity_per_s, compared };
+                let setup = Setup { plane, ..setup.clone() };
+                let compared = compare(&workload, &setup, (load, capacity_per_s), args.seed);
+                let row =
+                    Row { traffic: name.clone(), instances: *instances, plane, capacity_per_s, compared };
                 if args.json {
                     println!("{}", serde_json::to_string(&row)?);
                 }
@@ -106,10 +111,12 @@ const HEAD: &str = "# Routers
 
 Written by `cargo xtask routers`; do not edit. The production scheduler and ten others, each after its published description
 (`sim/src/routers/`), on equal fleets in virtual time (`sim/src/fleet/`): continuous batching with chunked prefill, GPU memory with a prefix
-cache, nodes with production tiers and policies, lanes with queues, word of all of it as late as it comes. Whoever routes, what the chosen
-instance fetches and computes is planned by the production planner, so a pool of KV is everybody's here. Nothing below is measured on a GPU.
+cache, nodes with production tiers and policies, lanes with queues, word of all of it as late as it comes. Nothing below is measured on a GPU.
 
-Load is a share of what the fleet gets through when all requests are there at once and the least loaded instance takes each.
+The others fetch from their *own* node, as engines with a tier in their host's memory do (Mooncake's moves the longest prefix where it is worth it), or
+from a *pool* of all nodes, as the production scheduler does, so that routers differ by where they send and nothing else. In either case how much an
+instance fetches is planned by the production planner. Load is a share of what the fleet with a pool gets through when all requests are there
+at once and the least loaded instance takes each.
 ";
 
 fn document(rows: &[Row], args: &RoutersArgs) -> String {
@@ -122,19 +129,24 @@ fn document(rows: &[Row], args: &RoutersArgs) -> String {
         BASELINES.join(", ")
     );
     text += "## Against the best of the others at each point\n\nTTFT of the production scheduler over the least of the ten, for the mean and for P90.\n\n";
-    text += "| traffic | instances | load | mean | best other | ratio | P90 | ratio of P90 | computed tokens saved | best other saves |\n";
-    text += "| --- | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |\n";
+    text += "| traffic | instances | others fetch from | load | mean | best other | ratio | next best | ratio | P90 | ratio of P90 | prompt tokens not computed | the most of others |\n";
+    text += "| --- | ---: | --- | ---: | ---: | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |\n";
     for row in rows {
         let Comparison { load, production, baselines } = &row.compared;
         let (mean, p90) = row.compared.ratios();
         let best = baselines.first();
         let (name, best_mean) = best.map_or(("none", 0.0), |best| (best.router.as_str(), best.ttft.mean_ms));
+        let own_mean = production.ttft.mean_ms;
+        let second = baselines.get(1).map_or_else(String::new, |second| {
+            format!("{} {:.0} ms | {:.2}", second.router, second.ttft.mean_ms, own_mean / second.ttft.mean_ms)
+        });
         let most = baselines.iter().map(|point| point.saved).fold(0.0, f64::max);
         let _ = writeln!(
             text,
-            "| {} | {} | {:.0} % | {:.0} ms | {name} {best_mean:.0} ms | {mean:.2} | {:.0} ms | {p90:.2} | {:.1} % | {:.1} % |",
+            "| {} | {} | {} | {:.0} % | {:.0} ms | {name} {best_mean:.0} ms | {mean:.2} | {second} | {:.0} ms | {p90:.2} | {:.1} % | {:.1} % |",
             row.traffic,
             row.instances,
+            plane(row.plane),
             load * 100.0,
             production.ttft.mean_ms,
             production.ttft.p90_ms,
@@ -157,6 +169,13 @@ fn document(rows: &[Row], args: &RoutersArgs) -> String {
         }
     }
     text
+}
+
+fn plane(plane: Plane) -> &'static str {
+    match plane {
+        Plane::Own => "own",
+        Plane::Pool => "pool",
+    }
 }
 
 fn line(text: &mut String, point: &Point) {

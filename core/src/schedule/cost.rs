@@ -54,12 +54,21 @@ pub(super) struct Asking<'a> {
 }
 
 /// Time until the work ahead of a new request is done: its prefill, one step per request, and what the
-/// running requests add to the new one's own step.
+/// running requests add to each of these steps and to the new one's own. Prefill is that of the requests sent there last, which are those that wait; of
+/// an instance to which nothing was sent, as of tokens without context.
 pub(super) fn queue_us(profile: &HardwareProfile, load: &Load) -> u64 {
-    let prefill = load.tokens_ahead().saturating_mul(profile.prefill_ns_per_token);
     let steps = load.requests_ahead().saturating_mul(profile.step_ns);
     let running = u64::from(load.running).saturating_mul(profile.step_ns_per_running);
-    prefill.saturating_add(steps).saturating_add(running) / NS_PER_US
+    let running = running.saturating_mul(load.requests_ahead().saturating_add(1));
+    let tokens = load.tokens_ahead();
+    match load.sent.prefill_us(tokens) {
+        // Their steps are in it.
+        Some(us) => us.saturating_add(running / NS_PER_US),
+        None => {
+            let prefill = tokens.saturating_mul(profile.prefill_ns_per_token);
+            prefill.saturating_add(steps).saturating_add(running) / NS_PER_US
+        }
+    }
 }
 
 const NS_PER_US: u64 = 1_000;

@@ -127,10 +127,13 @@ impl Fleet {
         Self { profile, ..Self::default() }
     }
 
-    /// Adds an instance, or replaces what was known of it.
+    /// Adds an instance, or replaces what was known of it but for what was sent there.
     pub fn put_instance(&mut self, instance: Instance) {
         match self.instances.binary_search_by_key(&instance.id, |known| known.id) {
-            Ok(rank) => self.instances[rank] = instance,
+            Ok(rank) => {
+                let known = &mut self.instances[rank];
+                *known = Instance { load: instance.load.after(&known.load), ..instance };
+            }
             Err(rank) => {
                 self.instances.insert(rank, instance);
                 self.paths.insert(rank, InstancePaths::default());

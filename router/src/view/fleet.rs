@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use kv_core::id::{Epoch, InstanceId, NodeId, TenantId, Timestamp};
-use kv_core::schedule::{Decision, Fleet, HardwareProfile, Instance, LiveNode, Load, record};
+use kv_core::schedule::{Decision, Fleet, HardwareProfile, Instance, LiveNode, Load, Prediction, record};
 use parking_lot::RwLock;
 
 use super::links::{LinkRate, Links, Measured, NodeLanes};
@@ -182,7 +182,13 @@ fn note(soft: &mut Soft, share: Option<TenantId>, decision: &Decision) {
         Some(None) => {}
         Some(Some(tokens)) if tokens == decision.recompute_tokens => record(load, decision),
         Some(Some(tokens)) => {
-            record(load, &Decision { recompute_tokens: tokens, candidates: Vec::new(), ..decision.clone() });
+            let Prediction { prefill_us, .. } = decision.predicted;
+            let share =
+                u128::from(prefill_us) * u128::from(tokens) / u128::from(decision.recompute_tokens.max(1));
+            let predicted = Prediction { prefill_us: share as u64, ..decision.predicted };
+            let counted =
+                Decision { recompute_tokens: tokens, predicted, candidates: Vec::new(), ..decision.clone() };
+            record(load, &counted);
         }
     }
 }

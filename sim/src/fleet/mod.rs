@@ -1,9 +1,8 @@
 //! A fleet in virtual time: instances with continuous batching under a named hardware profile, nodes with tiers and lanes, and a router
 //! that knows what has reached it. The production scheduler and any other run on the same fleet.
 //!
-//! Equal arguments give equal reports, byte for byte. Every router's choice of an instance gets the same data plane: what that instance
-//! fetches and computes is planned by the production planner, so that routers differ by where they send and nothing else. Not here: the
-//! routers (`crate::routers`), traces (`crate::trace`), and a real fleet (`kvfleet replay`).
+//! Equal arguments give equal reports, byte for byte. Not here: the routers (`crate::routers`), traces (`crate::trace`), and a real fleet
+//! (`kvfleet replay`).
 
 mod engine;
 mod memory;
@@ -24,7 +23,7 @@ pub use report::{Report, Served, Spread};
 pub use view::{Ask, Seen, View};
 pub use workload::Workload;
 
-use crate::routers::{Route, Router};
+use crate::routers::{Plane, Route, Router};
 use engine::{Ended, Engine, Job};
 use memory::Memory;
 use store::Store;
@@ -44,6 +43,8 @@ pub struct Setup {
     pub node_blocks: (u64, u64),
     /// Which policy evicts from nodes.
     pub policy: String,
+    /// From where instances may fetch under a router that is not the production scheduler.
+    pub plane: Plane,
     /// Between two load reports of an instance.
     pub report_every_ns: u64,
     /// From a change at a node until routers know of it.
@@ -66,6 +67,7 @@ impl Setup {
             gpu_blocks: blocks(48) as usize,
             node_blocks: (blocks(256), blocks(1_024)),
             policy: kv_core::evict::DEFAULT.to_owned(),
+            plane: Plane::default(),
             report_every_ns: 200_000_000,
             announce_ns: 20_000_000,
             events_ns: 5_000_000,
@@ -158,7 +160,7 @@ impl<'a> Fleet<'a> {
             workload,
             engines: (0..setup.instances).map(engine).collect(),
             store: Store::new(setup.instances, setup.node_blocks, &setup.policy, setup.profile),
-            view: View::new(setup.instances, setup.profile),
+            view: View::new(setup.instances, setup.profile, setup.plane),
             due: BinaryHeap::new(),
             made: 0,
             sent: workload.requests.iter().map(|_| None).collect(),
@@ -225,7 +227,7 @@ impl<'a> Fleet<'a> {
             ready_ns: fetched.ready_ns,
         };
         self.report.fetched_blocks += u64::from(fetched.blocks);
-        self.view.sent(instance, decision.recompute_tokens.into(), request.input_tokens.into());
+        self.view.sent(decision, request.input_tokens.into());
         let predicted_ns = decision.predicted.ttft_us() * 1_000;
         let save_to = decision.save_to.as_ref().map(|holder| holder.node);
         self.sent[nth] = Some(Sent { instance: instance.0, save_to, predicted_ns });

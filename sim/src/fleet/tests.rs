@@ -22,7 +22,7 @@ fn request(arrival_us: u64, blocks: &[u64], input_tokens: u32, output_tokens: u3
 }
 
 fn served(trace: &[Request], instances: u32, router: &str) -> Report {
-    let setup = Setup::new(instances, H100, 512);
+    let setup = Setup { plane: Plane::Pool, ..Setup::new(instances, H100, 512) };
     run(&Workload::new(trace, 1), &setup, by_name(router, 1).unwrap().as_mut())
 }
 
@@ -82,6 +82,32 @@ fn a_prefix_at_another_node_is_fetched_or_computed_whichever_is_faster() {
     assert!(second.ttft_ns < first.ttft_ns / 5);
     // The production scheduler sends it to where it is.
     assert_eq!(served(&trace, 2, PRODUCTION).fetched_blocks, 0);
+}
+
+#[test]
+fn without_a_pool_an_instance_has_what_its_own_node_has() {
+    let blocks: Vec<u64> = (0..40).collect();
+    let trace = [0, 5_000_000, 10_000_000].map(|at| request(at, &blocks, 20_480, 1));
+    let own = |router: &str| {
+        run(&Workload::new(&trace, 1), &Setup::new(2, H100, 512), by_name(router, 1).unwrap().as_mut())
+    };
+    let computed =
+        |report: Report| report.served.iter().map(|served| served.computed_tokens).collect::<Vec<_>>();
+    assert_eq!(computed(own("round-robin")), [20_480, 20_480, 1]);
+    assert_eq!(computed(own("local-prefix")), [20_480, 1, 1]);
+    assert_eq!(computed(own(PRODUCTION)), [20_480, 1, 1]);
+    // Mooncake's moves the longest prefix to where it is not.
+    let busy = [
+        request(0, &blocks, 20_480, 1),
+        request(1_000_000, &[90], 500, 1),
+        request(5_000_000, &blocks, 20_480, 1),
+    ];
+    assert_eq!(
+        run(&Workload::new(&busy, 1), &Setup::new(2, H100, 512), by_name("mooncake", 1).unwrap().as_mut())
+            .served[2]
+            .computed_tokens,
+        1
+    );
 }
 
 #[test]

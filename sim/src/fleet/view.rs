@@ -7,8 +7,10 @@ use kv_core::id::{BlockHash, IdentityDigest, InstanceId, NodeId, Timestamp};
 use kv_core::index::command::{Announcement, Change, Command, NodeRecord};
 use kv_core::index::{Index, PrefixMatch};
 use kv_core::schedule::{
-    Fleet, HardwareProfile, Held, Instance, Limits, LiveNode, Load, Resident, RouteRequest,
+    self, Decision, Fleet, HardwareProfile, Held, Instance, Limits, LiveNode, Load, Resident, RouteRequest,
 };
+
+use crate::routers::Plane;
 
 /// What is known of one instance besides its [`Load`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -29,6 +31,8 @@ pub struct View {
     singles: Vec<Fleet>,
     /// By instance.
     pub seen: Vec<Seen>,
+    /// From where instances may fetch under a router that is not the production scheduler.
+    pub plane: Plane,
     held: Index,
     resident: Index,
     live: Vec<LiveNode>,
@@ -67,12 +71,13 @@ impl Ask<'_> {
 }
 
 impl View {
-    pub(super) fn new(instances: u32, profile: HardwareProfile) -> View {
+    pub(super) fn new(instances: u32, profile: HardwareProfile, plane: Plane) -> View {
         let live: Vec<LiveNode> = (0..instances).map(|id| live(id, 0)).collect();
         let mut view = View {
             fleet: Fleet::new(profile),
             singles: Vec::new(),
             seen: vec![Seen::default(); instances as usize],
+            plane,
             held: Index::default(),
             resident: Index::default(),
             live: live.clone(),
@@ -135,12 +140,11 @@ impl View {
     }
 
     /// Notes that a decision was sent.
-    pub(super) fn sent(&mut self, instance: InstanceId, computes_tokens: u64, input_tokens: u64) {
-        let at = instance.0 as usize;
+    pub(super) fn sent(&mut self, decision: &Decision, input_tokens: u64) {
+        let at = decision.instance.0 as usize;
         for fleet in [&mut self.fleet, &mut self.singles[at]] {
-            if let Some(load) = fleet.load_mut(instance) {
-                load.routed_tokens += computes_tokens;
-                load.routed += 1;
+            if let Some(load) = fleet.load_mut(decision.instance) {
+                schedule::record(load, decision);
             }
         }
         self.seen[at].in_flight += 1;

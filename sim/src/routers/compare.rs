@@ -5,7 +5,7 @@
 
 use serde::Serialize;
 
-use super::{BASELINES, PRODUCTION, by_name};
+use super::{BASELINES, PRODUCTION, Plane, by_name};
 use crate::fleet::{Report, Setup, Spread, Workload, run};
 
 /// Requests that are not judged for prediction: what a router has to learn first.
@@ -55,11 +55,12 @@ impl Comparison {
     }
 }
 
-/// Requests a second that the fleet gets through.
+/// Requests a second that the fleet gets through, with a pool of KV.
 #[must_use]
 pub fn capacity(workload: &Workload, setup: &Setup, seed: u64) -> f64 {
     let Some(mut router) = by_name("least-loaded", seed) else { return 0.0 };
-    let report = run(&workload.paced(0.0), setup, router.as_mut());
+    let setup = Setup { plane: Plane::Pool, ..setup.clone() };
+    let report = run(&workload.paced(0.0), &setup, router.as_mut());
     workload.len() as f64 / (report.ended_ns.max(1) as f64 / 1e9)
 }
 

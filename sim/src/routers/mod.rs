@@ -1,8 +1,7 @@
 //! Routers that the production scheduler is held against, each after its published description, in a file of its own.
 //!
-//! A router chooses an instance. What that instance fetches, computes and saves is planned by the production planner for all of them, which
-//! gives most of them more than they have: only Mooncake's moves blocks between nodes by itself. Not here: the fleet they choose in
-//! (`crate::fleet`).
+//! A router chooses an instance. What that instance fetches, computes and saves is planned by the production planner for all of them, out of
+//! what the router's own system has ([`Plane`]). Not here: the fleet they choose in (`crate::fleet`).
 
 mod compare;
 mod dynamo;
@@ -17,8 +16,9 @@ mod round_robin;
 mod sglang;
 mod sticky;
 
-use kv_core::id::InstanceId;
-use kv_core::schedule::{Decision, choose};
+use kv_core::id::{InstanceId, NodeId};
+use kv_core::index::PrefixMatch;
+use kv_core::schedule::{Decision, Held, choose};
 
 pub use compare::{Comparison, Point, capacity, compare};
 
@@ -78,13 +78,43 @@ pub fn by_name(name: &str, seed: u64) -> Option<Box<dyn Router>> {
     })
 }
 
-/// A request goes to this instance, whatever it costs there.
+/// From where an instance may fetch under a router that is not the production scheduler.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub enum Plane {
+    /// Its own node, as engines with a tier of their host's memory have it; of Mooncake's, also the node with the longest prefix.
+    #[default]
+    Own,
+    /// Every node, so that routers differ by where they send and nothing else.
+    Pool,
+}
+
+/// A request goes to this instance, whatever it costs there, which fetches from its own node.
 fn to(ask: &Ask<'_>, view: &View, instance: Option<InstanceId>) -> Route {
-    let planned = instance.map(|instance| choose(&ask.request, ask.held(), view.single(instance), ask.now));
-    match planned {
-        Some(Ok(decision)) => Route::To(decision),
-        _ => Route::Reject,
-    }
+    let Some(instance) = instance else { return Route::Reject };
+    to_with(ask, view, instance, &[NodeId(instance.0)])
+}
+
+/// The same, fetching from these nodes.
+fn to_with(ask: &Ask<'_>, view: &View, instance: InstanceId, nodes: &[NodeId]) -> Route {
+    let few;
+    let matched = match view.plane {
+        Plane::Pool => ask.matched,
+        Plane::Own => {
+            few = held_by(ask.matched, nodes);
+            &few
+        }
+    };
+    let held = Held { matched, resident: ask.resident };
+    choose(&ask.request, held, view.single(instance), ask.now).map_or(Route::Reject, Route::To)
+}
+
+/// What these nodes hold of a prefix.
+fn held_by(matched: &PrefixMatch, nodes: &[NodeId]) -> PrefixMatch {
+    let mut runs = matched.runs.clone();
+    runs.iter_mut().for_each(|run| run.holders.retain(|holder| nodes.contains(&holder.node)));
+    // A run that nobody has is no end: what is in GPU memory may reach behind it.
+    runs.retain(|run| !run.holders.is_empty());
+    PrefixMatch { runs }
 }
 
 /// The instance of least cost; of equal ones that with the lower number.

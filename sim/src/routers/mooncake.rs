@@ -2,9 +2,9 @@
 //! prefill; the prefix of the instance that has the longest is transferred where that is longer than the own one by more than a
 //! balancing threshold.
 
-use kv_core::id::InstanceId;
+use kv_core::id::{InstanceId, NodeId};
 
-use super::{Route, Router, cheapest, to};
+use super::{Route, Router, cheapest, to_with};
 use crate::fleet::{Ask, View};
 
 /// The paper names a threshold and not its value.
@@ -19,9 +19,22 @@ impl Router for Mooncake {
     }
 
     fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
-        let best = view.instances().map(|instance| ask.local_blocks(instance)).max().unwrap_or(0);
-        to(ask, view, cheapest(view, |instance| ttft_ns(ask, view, instance, best)))
+        let longest = cheapest(view, |instance| -f64::from(ask.local_blocks(instance)));
+        let best = longest.map_or(0, |instance| ask.local_blocks(instance));
+        let Some(chosen) = cheapest(view, |instance| ttft_ns(ask, view, instance, best)) else {
+            return Route::Reject;
+        };
+        let mut nodes = vec![NodeId(chosen.0)];
+        if is_moved(ask, chosen, best) {
+            nodes.extend(longest.map(|instance| NodeId(instance.0)));
+        }
+        to_with(ask, view, chosen, &nodes)
     }
+}
+
+/// Whether the longest prefix is transferred to an instance.
+fn is_moved(ask: &Ask<'_>, instance: InstanceId, best: u32) -> bool {
+    f64::from(best) > BALANCING_THRESHOLD * f64::from(ask.local_blocks(instance))
 }
 
 fn ttft_ns(ask: &Ask<'_>, view: &View, instance: InstanceId, best: u32) -> f64 {
@@ -29,8 +42,7 @@ fn ttft_ns(ask: &Ask<'_>, view: &View, instance: InstanceId, best: u32) -> f64 {
     let tokens =
         |blocks: u32| u64::from(blocks.saturating_mul(request.block_tokens).min(request.input_tokens));
     let own = ask.local_blocks(instance);
-    let is_moved = f64::from(best) > BALANCING_THRESHOLD * f64::from(own);
-    let prefix = if is_moved { best } else { own };
+    let prefix = if is_moved(ask, instance, best) { best } else { own };
     let moved_tokens = tokens(prefix) - tokens(own);
     let transfer = profile.stream_ns(profile.dram.through(profile.network), moved_tokens);
     let queue = view.load(instance).tokens_ahead() * profile.prefill_ns_per_token;

@@ -11,13 +11,14 @@ fn waiting_time_is_prefill_steps_and_running_requests() {
         waiting,
         routed_tokens,
         routed,
+        ..Load::default()
     };
     for (load, us) in [
         (Load::default(), 0),
         (load(10, 0, 0, 0, 0), 1_000),
         (load(10, 0, 2, 0, 0), 3_000),
-        (load(10, 5, 2, 0, 0), 3_050),
-        (load(10, 5, 2, 10, 1), 5_050),
+        (load(10, 5, 2, 0, 0), 3_150),
+        (load(10, 5, 2, 10, 1), 5_200),
         (load(u64::MAX, u32::MAX, u32::MAX, u64::MAX, u32::MAX), u64::MAX / 1_000),
     ] {
         assert_eq!(queue_us(&ROUND, &load), us, "{load:?}");
@@ -31,7 +32,7 @@ fn recording_counts_what_must_be_computed_and_nothing_else() {
     let mut load = Load::reported(100, 2, 3);
     record(&mut load, &decision);
     record(&mut load, &decision);
-    assert_eq!(load, Load { routed_tokens: 20, routed: 2, ..Load::reported(100, 2, 3) });
+    assert_eq!(load, Load { routed_tokens: 20, routed: 2, ..Load::reported(100, 2, 3).after(&load) });
     let mut full = Load { routed: u32::MAX, routed_tokens: u64::MAX, ..Load::default() };
     record(&mut full, &decision);
     assert_eq!((full.routed, full.routed_tokens), (u32::MAX, u64::MAX));
@@ -66,4 +67,57 @@ fn a_report_replaces_what_was_routed() {
     assert_ne!(chosen(&request(40), &PrefixMatch::default(), &fleet).instance, decision.instance);
     *fleet.load_mut(decision.instance).unwrap() = Load::reported(0, 0, 0);
     assert_eq!(chosen(&request(40), &PrefixMatch::default(), &fleet).instance, decision.instance);
+}
+
+/// A decision by which so many tokens are computed in this time.
+fn computing(recompute_tokens: u32, prefill_us: u64) -> Decision {
+    let decision = chosen(&request(4), &PrefixMatch::default(), &fleet(1));
+    let predicted = Prediction { prefill_us, ..decision.predicted };
+    Decision { recompute_tokens, predicted, ..decision }
+}
+
+#[test]
+fn tokens_that_wait_take_what_was_predicted_for_the_requests_sent_last() {
+    let mut load = Load::default();
+    for (tokens, us) in [(1_000, 100_000), (100_000, 50_000_000), (2_000, 300_000)] {
+        record(&mut load, &computing(tokens, us));
+    }
+    let reported = |tokens| Load::reported(tokens, 0, 0).after(&load);
+    for (tokens, us) in [
+        (0, 0),
+        (1_000, 150_000),
+        (2_000, 300_000),
+        // The long one is half done.
+        (52_000, 300_000 + 25_000_000),
+        (103_000, 300_000 + 50_000_000 + 100_000),
+        // Others send there too: their prompts are taken for like ours.
+        (206_000, 2 * (300_000 + 50_000_000 + 100_000)),
+    ] {
+        assert_eq!(queue_us(&ROUND, &reported(tokens)), us, "{tokens} tokens");
+    }
+    // Until the next report, what is routed waits too.
+    record(&mut load, &computing(500, 70_000));
+    assert_eq!(load.tokens_ahead(), 103_500);
+    let since = Load { routed_tokens: 500, routed: 1, ..Load::reported(2_000, 0, 0).after(&load) };
+    assert_eq!(queue_us(&ROUND, &since), 370_000);
+}
+
+#[test]
+fn requests_that_compute_nothing_do_not_push_out_those_that_do() {
+    let mut load = Load::default();
+    record(&mut load, &computing(1_000, 500_000));
+    (0..100).for_each(|_| record(&mut load, &computing(0, 1_000)));
+    assert_eq!(queue_us(&ROUND, &Load::reported(1_000, 0, 0).after(&load)), 500_000);
+    (0..100).for_each(|_| record(&mut load, &computing(u32::MAX, u64::MAX)));
+    let most = queue_us(&ROUND, &Load::reported(u64::MAX, u32::MAX, u32::MAX).after(&load));
+    assert!(most > u64::MAX / 2_000, "{most}");
+}
+
+#[test]
+fn a_report_keeps_what_was_sent() {
+    let mut fleet = fleet(1);
+    let instance = *fleet.instance(InstanceId(1)).unwrap();
+    record(fleet.load_mut(InstanceId(1)).unwrap(), &computing(1_000, 500_000));
+    fleet.put_instance(Instance { load: Load::reported(1_000, 0, 0), ..instance });
+    assert_eq!(queue_us(&ROUND, &fleet.instance(InstanceId(1)).unwrap().load), 500_000);
 }

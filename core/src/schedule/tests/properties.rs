@@ -37,6 +37,7 @@ fn loads() -> impl Strategy<Value = Load> {
             waiting,
             routed_tokens,
             routed,
+            ..Load::default()
         },
     )
 }
