@@ -10,9 +10,11 @@ mod stats;
 
 pub(crate) use generate::write_generated;
 
-use std::io::BufRead;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
 
-use kvfleet_sim::trace::{Format, Reader, Skipped, Strictness, read};
+use kvfleet_sim::trace::{Format, Reader, Request, Skipped, Strictness, read};
 
 use crate::args::{TraceCommand, TraceFormat};
 
@@ -34,6 +36,15 @@ pub(crate) fn open_trace<R: BufRead>(input: R, format: TraceFormat, lenient: boo
         TraceFormat::Bailian => Format::Bailian,
     };
     read(input, format, if lenient { Strictness::Lenient } else { Strictness::Strict })
+}
+
+/// All requests of a trace, in whichever format it is.
+fn read_trace(path: &Path) -> anyhow::Result<Vec<Request>> {
+    let shown = path.display();
+    let file = File::open(path)
+        .map_err(|cause| anyhow::anyhow!("cannot read {shown}: {cause}; give the path of a trace"))?;
+    let requests = open_trace(BufReader::new(file), TraceFormat::Auto, false).collect::<Result<_, _>>();
+    requests.map_err(|error| anyhow::anyhow!("{shown}: {error}"))
 }
 
 /// What a lenient reader left out, for a person: `3 (2 malformed JSON, 1 unsorted timestamp)`.

@@ -3,9 +3,6 @@
 //! Not here: the fleet and the routers (`kvfleet_sim::fleet`, `kvfleet_sim::routers`).
 
 use std::fmt::Write;
-use std::fs::File;
-use std::io::BufReader;
-use std::path::Path;
 
 use kv_core::schedule::{HardwareProfile, PROFILES};
 use kvfleet_sim::fleet::{Setup, Workload};
@@ -14,8 +11,8 @@ use kvfleet_sim::routers::{BASELINES, Comparison, Plane, Point, capacity, compar
 use kvfleet_sim::trace::Request;
 use serde::Serialize;
 
-use super::open_trace;
-use crate::args::{RoutersArgs, TraceFormat};
+use super::read_trace;
+use crate::args::RoutersArgs;
 
 /// Name of the document.
 const DOCUMENT: &str = "ROUTERS.md";
@@ -83,7 +80,7 @@ fn traffic(args: &RoutersArgs) -> anyhow::Result<Vec<(String, Vec<Request>)>> {
     for path in &args.files {
         let name =
             path.file_stem().map_or_else(|| "trace".to_owned(), |stem| stem.to_string_lossy().into_owned());
-        let mut trace = read(path)?;
+        let mut trace = read_trace(path)?;
         trace.truncate(args.limit.unwrap_or(usize::MAX));
         all.push((name, trace));
     }
@@ -97,14 +94,6 @@ fn traffic(args: &RoutersArgs) -> anyhow::Result<Vec<(String, Vec<Request>)>> {
         anyhow::bail!("nothing to serve: give a trace, or --requests for generated ones");
     }
     Ok(all)
-}
-
-fn read(path: &Path) -> anyhow::Result<Vec<Request>> {
-    let shown = path.display();
-    let file = File::open(path)
-        .map_err(|cause| anyhow::anyhow!("cannot read {shown}: {cause}; give the path of a trace"))?;
-    let requests = open_trace(BufReader::new(file), TraceFormat::Auto, false).collect::<Result<_, _>>();
-    requests.map_err(|error| anyhow::anyhow!("{shown}: {error}"))
 }
 
 const HEAD: &str = "# Routers

@@ -6,18 +6,15 @@
 mod document;
 mod plot;
 
-use std::fs::File;
-use std::io::BufReader;
 use std::path::{Path, PathBuf};
 
 use kv_core::evict;
 use kvfleet_sim::generate::{Kind, Spec};
 use kvfleet_sim::policies::{KNOWABLE, SHARES, Traffic, Trial, judge, replay_all};
 use kvfleet_sim::stats::curve::OPTIMAL;
-use kvfleet_sim::trace::Request;
 
-use super::open_trace;
-use crate::args::{PoliciesArgs, TraceFormat};
+use super::read_trace;
+use crate::args::PoliciesArgs;
 
 /// Name of the document, and of the folder with its plots.
 const DOCUMENT: &str = "POLICIES.md";
@@ -69,7 +66,7 @@ fn evaluate(args: &PoliciesArgs) -> anyhow::Result<Evaluation> {
     for path in &args.files {
         let name =
             path.file_stem().map_or_else(|| "trace".to_owned(), |stem| stem.to_string_lossy().into_owned());
-        evaluation.add(&Traffic::recorded(&name, read(path)?), args);
+        evaluation.add(&Traffic::recorded(&name, read_trace(path)?), args);
     }
     for kind in Kind::ALL {
         for seed in 1..=args.seeds {
@@ -97,14 +94,6 @@ impl Evaluation {
             }),
         }
     }
-}
-
-fn read(path: &Path) -> anyhow::Result<Vec<Request>> {
-    let shown = path.display();
-    let file = File::open(path)
-        .map_err(|cause| anyhow::anyhow!("cannot read {shown}: {cause}; give the path of a trace"))?;
-    let requests = open_trace(BufReader::new(file), TraceFormat::Auto, false).collect::<Result<_, _>>();
-    requests.map_err(|error| anyhow::anyhow!("{shown}: {error}"))
 }
 
 fn write(directory: &Path, evaluation: &Evaluation) -> anyhow::Result<Vec<PathBuf>> {
