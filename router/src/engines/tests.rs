@@ -219,6 +219,22 @@ impl Following {
         }
     }
 
+    /// Says so many blocks until they are heard: whether a subscription has come, a publisher does not know.
+    async fn until_said(&self, engine: &mut Engine, instance: u32, blocks: u64) {
+        let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
+        while self.resident(instance) != blocks {
+            assert!(
+                tokio::time::Instant::now() < deadline,
+                "{} blocks of {instance}",
+                self.resident(instance)
+            );
+            for block in 0..blocks {
+                engine.store(block, false).await;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
     async fn until_connected(&self, is_connected: bool) {
         let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
         while (self.count("kvfleet_engine_connected", "7") == 1.0) != is_connected {
@@ -289,7 +305,7 @@ async fn an_engine_that_is_idle_keeps_its_blocks_and_one_that_is_gone_does_not()
     following.until(7, 1).await;
     // Longer than the silence that ends what an instance says.
     tokio::time::sleep(Duration::from_millis(2_500)).await;
-    assert_eq!(following.resident(7), 1);
+    following.until(7, 1).await;
     drop(engine);
     following.until(7, 0).await;
     assert_eq!(following.count("kvfleet_engine_connected", "7"), 0.0);
@@ -392,28 +408,19 @@ async fn engines_that_dial_are_known_by_their_topic_and_ranks_by_their_batches()
         Engine { publisher, topic: topic.into(), rank, log: Arc::default(), next: 0, replaying: None }
     };
     let mut engines = [dial("a", 0).await, dial("b", 1).await, dial("b", 0).await, dial("nobody", 0).await];
-    tokio::time::sleep(Duration::from_millis(200)).await;
-    for (at, engine) in engines.iter_mut().enumerate() {
-        for block in 0..=at as u64 {
-            engine.store(block, false).await;
-        }
+    for (engine, instance, blocks) in [(0, 7, 1), (1, 21, 2), (2, 20, 3)] {
+        following.until_said(&mut engines[engine], instance, blocks).await;
     }
-    following.until(7, 1).await;
-    following.until(21, 2).await;
-    following.until(20, 3).await;
+    engines[3].store(0, false).await;
     // Somebody else with the topic takes over, and the engine dials again and takes it back.
     let mut other = dial("a", 0).await;
-    tokio::time::sleep(Duration::from_millis(200)).await;
-    other.say(&batch(0, &[cleared()]), false).await;
-    following.until(7, 0).await;
+    following.until_said(&mut other, 7, 4).await;
     drop(other);
     let mut engine = dial("a", 0).await;
-    tokio::time::sleep(Duration::from_millis(200)).await;
-    engine.store(0, false).await;
-    engine.store(1, false).await;
-    following.until(7, 2).await;
+    following.until_said(&mut engine, 7, 2).await;
+    // Longer than the silence that ends what an instance says.
     tokio::time::sleep(Duration::from_millis(2_500)).await;
-    assert_eq!(following.resident(7), 2, "it is heard to be there");
+    following.until(7, 2).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
