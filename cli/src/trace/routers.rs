@@ -144,8 +144,9 @@ fn document(rows: &[Row], args: &RoutersArgs) -> String {
         );
     }
     for row in rows {
-        let title =
-            format!("{}, {} instances, {:.0} % load", row.traffic, row.instances, row.compared.load * 100.0);
+        let Row { traffic, instances, plane: from, compared, .. } = row;
+        let (share, from) = (compared.load * 100.0, plane(*from));
+        let title = format!("{traffic}, {instances} instances, {share:.0} % load, others fetch from {from}");
         let _ = writeln!(
             text,
             "\n## {title}\n\n{:.2} requests/s are all that the fleet gets through.\n",
