@@ -467,7 +467,7 @@ impl Aliases {
         changes: &mut Changes,
     ) -> Result<Place, Why> {
         let ours = self.hashers.block_tokens();
-        if self.ours + (tokens.len() / ours).max(1) > KNOWN_MAX && !self.make_room() {
+        if !self.make_room((tokens.len() / ours).max(1)) {
             return Err(|left_out| &mut left_out.over_limit);
         }
         if place.filled == 0 && tokens.len().is_multiple_of(ours) {
@@ -635,15 +635,13 @@ impl Aliases {
         }
     }
 
-    /// Forgets the name of one that left, for another to have its place.
-    fn make_room(&mut self) -> bool {
-        let before = self.ours;
-        while self.ours == before
-            && let Some(oldest) = self.departed.pop_front()
-        {
+    /// Forgets names of blocks that left, until so many blocks of ours have a place; whether they have.
+    fn make_room(&mut self, wanted: usize) -> bool {
+        while self.ours + wanted > KNOWN_MAX {
+            let Some(oldest) = self.departed.pop_front() else { return false };
             self.forget_departed(oldest);
         }
-        self.ours < before
+        true
     }
 
     fn forget_departed(&mut self, (hash, left): (EngineHash, u64)) {

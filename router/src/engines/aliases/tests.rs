@@ -251,6 +251,16 @@ fn names_are_bounded_and_those_that_left_longest_ago_go_first() {
         take(&mut hostile, remove(&[number]));
     }
     assert!(hostile.ours <= KNOWN_MAX && hostile.known.len() <= 2, "{} of ours", hostile.ours);
+    // Small ones that left do not make room for large ones, one for one.
+    let mut uneven = aliases(1);
+    for number in 0..KNOWN_MAX as u64 {
+        take(&mut uneven, EngineEvent::Stored(store(&[number], None, &[number as u32], 1)));
+    }
+    take(&mut uneven, remove(&(0..KNOWN_MAX as u64).collect::<Vec<_>>()));
+    for number in 10_000..10_020 {
+        take(&mut uneven, EngineEvent::Stored(store(&[number], None, &long, KNOWN_MAX as u32 / 2)));
+        assert!(uneven.ours <= KNOWN_MAX, "{} of ours", uneven.ours);
+    }
 }
 
 #[test]
