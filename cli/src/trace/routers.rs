@@ -65,6 +65,9 @@ pub(super) fn run(args: &RoutersArgs) -> anyhow::Result<()> {
     match &args.out {
         Some(folder) => {
             let path = folder.join(DOCUMENT);
+            std::fs::create_dir_all(folder).map_err(|cause| {
+                anyhow::anyhow!("cannot make {}: {cause}; choose another --out", folder.display())
+            })?;
             std::fs::write(&path, text)
                 .map_err(|cause| anyhow::anyhow!("cannot write {}: {cause}", path.display()))?;
             eprintln!("wrote {}", path.display());

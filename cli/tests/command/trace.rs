@@ -55,3 +55,25 @@ fn all_policies_are_replayed_into_a_document_with_plots_or_json_lines() {
     assert_eq!(lines.lines().count(), (kv_core::evict::NAMES.len() + 1) * 9 * 4 + 9 * 3);
     place.run(&["trace", "policies", "--judge", "magic"]).refused(&["magic", "workload"]);
 }
+
+#[test]
+fn all_routers_serve_a_trace_into_a_document_or_json_lines() {
+    let place = Place::new();
+    place.trace(60);
+    let few = ["trace", "routers", "trace.jsonl", "--instances", "2", "--loads", "0.5,0.9"];
+    place.run(&[&few[..], &["--out", "docs"]].concat()).ok();
+    let document = std::fs::read_to_string(place.path("docs").join("ROUTERS.md")).unwrap();
+    for from in ["own", "pool"] {
+        let title = format!("## trace, 2 instances, 90 % load, others fetch from {from}\n");
+        assert!(document.contains(&title), "{title}: {document}");
+    }
+    let lines = place.run(&[&few[..], &["--json"]].concat()).ok();
+    assert_eq!(lines.lines().count(), 4);
+    for line in lines.lines() {
+        let row: serde_json::Value = serde_json::from_str(line).unwrap();
+        assert_eq!(row["baselines"].as_array().unwrap().len(), 10);
+        assert!(row["production"]["ttft"]["mean_ms"].as_f64().unwrap() > 0.0);
+    }
+    place.run(&["trace", "routers", "--profile", "abacus"]).refused(&["abacus", "h100-8b"]);
+    place.run(&["trace", "routers"]).refused(&["nothing to serve"]);
+}
