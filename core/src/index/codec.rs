@@ -6,11 +6,13 @@
 //! what commands mean, and whether they are within limits ([`super::IndexLimits`]).
 
 use super::bytes::{CodecError, Reader, invalid, put_number, put_option, put_text, tier};
-use super::command::{Announcement, Change, Command, NodeRecord, Pin, PinKind};
+use super::command::{Announcement, Change, Command, DropCause, NodeRecord, Pin, PinKind};
 use crate::id::{BlockHash, Epoch, GroupId, InstanceId, NodeId, PinId, Seq, TenantId, Tier};
 
-/// Format of the records this release writes and reads. 2: pins with a kind and an end.
-const FORMAT: u8 = 2;
+/// Format of the records this release writes. 3: drops with a cause.
+const FORMAT: u8 = 3;
+/// The format before, which it reads too: without causes. 2: pins with a kind and an end.
+const FORMAT_BEFORE: u8 = 2;
 /// Longest record: four times what the default limits of an announce come to.
 pub const COMMAND_BYTES_MAX: usize = 16 * 1024 * 1024;
 /// Announcements and changes in one record. A head takes a byte or two and 64 bytes in memory, so this
@@ -27,7 +29,7 @@ const SET_QUOTA: u8 = 7;
 const SET_TTL: u8 = 8;
 const ADMIT: u8 = 9;
 
-/// Lowest two bits of a change's head: its kind. Then two bits of tier, two of the tier it goes to.
+/// Lowest two bits of a change's head: its kind. Then two bits of tier, two of the tier it goes to, or of the cause of a drop.
 const CLEARED: u8 = 0;
 const STORED: u8 = 1;
 const MOVED: u8 = 2;
@@ -84,7 +86,7 @@ impl Command {
         }
         let mut reader = Reader::new(bytes);
         let format = reader.byte()?;
-        if format != FORMAT {
+        if format != FORMAT && format != FORMAT_BEFORE {
             return Err(CodecError::Format { got: format.into(), known: FORMAT.into() });
         }
         let command = read_body(&mut reader)?;
@@ -229,7 +231,9 @@ fn put_change(out: &mut Vec<u8>, column: &mut Vec<u8>, change: &Change) {
             (head, blocks)
         }
         Change::Moved { blocks, from, to } => (MOVED | (*from as u8) << 2 | (*to as u8) << 4, blocks),
-        Change::Dropped { blocks, tier } => (DROPPED | (*tier as u8) << 2, blocks),
+        Change::Dropped { blocks, tier, cause } => {
+            (DROPPED | (*tier as u8) << 2 | (*cause as u8) << 4, blocks)
+        }
     };
     out.push(head);
     put_number(out, blocks.len() as u64);
@@ -328,8 +332,9 @@ impl Column<'_> {
                 Ok(Change::Moved { blocks: self.hashes(blocks)?, from: first, to })
             }
             DROPPED => {
-                plain(3 | 3 << 2)?;
-                Ok(Change::Dropped { blocks: self.hashes(blocks)?, tier: first })
+                plain(3 | 3 << 2 | 3 << 4)?;
+                let cause = DropCause::from_number((bits >> 4 & 3).into()).unwrap_or_default();
+                Ok(Change::Dropped { blocks: self.hashes(blocks)?, tier: first, cause })
             }
             _ => plain(0).map(|()| Change::Cleared),
         }

@@ -125,9 +125,36 @@ pub enum Change {
         blocks: Vec<BlockHash>,
         /// Where they were.
         tier: Tier,
+        /// Why. It changes nothing in the index; a router that is asked why a block is missing tells it.
+        cause: DropCause,
     },
     /// Everything this node announced before is void (start of a full re-announcement).
     Cleared,
+}
+
+/// Why a node dropped the last copy of blocks. Closed: two bits of a log record.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum DropCause {
+    /// Room was needed, and the policy or the shares of tenants chose them.
+    #[default]
+    Room = 0,
+    /// Their tenant's quota.
+    Quota = 1,
+    /// The time to live of their group was over.
+    Ttl = 2,
+    /// Their bytes could not be read or written.
+    Failed = 3,
+}
+
+impl DropCause {
+    /// Every cause, in the order of its number.
+    pub const ALL: [DropCause; 4] = [DropCause::Room, DropCause::Quota, DropCause::Ttl, DropCause::Failed];
+
+    /// The cause of this number.
+    #[must_use]
+    pub fn from_number(number: u32) -> Option<DropCause> {
+        DropCause::ALL.get(number as usize).copied()
+    }
 }
 
 /// A hold on blocks, with an owner, kept by every node that has them.

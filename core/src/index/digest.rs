@@ -31,7 +31,7 @@ pub fn after(before: u128, change: &Change) -> u128 {
         Change::Moved { blocks, from, to } => {
             before.wrapping_add(sum(blocks, *to)).wrapping_sub(sum(blocks, *from))
         }
-        Change::Dropped { blocks, tier } => before.wrapping_sub(sum(blocks, *tier)),
+        Change::Dropped { blocks, tier, .. } => before.wrapping_sub(sum(blocks, *tier)),
         Change::Cleared => 0,
     }
 }

@@ -22,6 +22,13 @@ pub struct Holder {
     pub tier: Tier,
 }
 
+/// A node that held a block under an epoch that is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lost {
+    /// Which, while it is fenced; one that has left or joined again is not told.
+    pub node: Option<NodeId>,
+}
+
 /// Consecutive blocks with the same holders in the same tiers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HolderRun {
@@ -170,6 +177,21 @@ impl Index {
         let mut holders: SmallVec<[Holder; 4]> = holds.filter_map(|hold| self.nodes.holder(hold)).collect();
         holders.sort_unstable();
         holders
+    }
+
+    /// Somebody who held a block under an epoch that is over, until its blocks are swept: nobody where there is none, or a live node holds it.
+    #[must_use]
+    pub fn lost_holder(&self, block: BlockHash) -> Option<Lost> {
+        let at = self.store.find(block)?;
+        let holds = self.store.runs.get(at.run).holds().iter();
+        let mut lost = None;
+        for hold in holds.filter(|hold| hold.covers(at.offset)) {
+            if self.nodes.holder(hold).is_some() {
+                return None;
+            }
+            lost = Some(Lost { node: self.nodes.fenced(hold.slot) });
+        }
+        lost
     }
 
     /// Follows the runs of a prefix from its last block to its first. Answers whether they are one

@@ -44,7 +44,7 @@ pub use limits::{
     ANNOUNCE_BLOCKS_MAX, ANNOUNCE_CHANGES_MAX, COPIES_MAX, IndexLimits, NODES_MAX, PIN_BLOCKS_MAX,
     PINNED_BLOCKS_MAX, PINS_MAX, QUOTAS_MAX, TEXT_BYTES_MAX, TTLS_MAX,
 };
-pub use lookup::{Holder, HolderRun, PrefixMatch};
+pub use lookup::{Holder, HolderRun, Lost, PrefixMatch};
 pub use nodes::NodeState;
 pub use restore::Restore;
 pub use snapshot::{
@@ -417,7 +417,7 @@ fn named(change: &Change) -> Option<(Named<'_>, Tiers)> {
         Change::Moved { blocks, from, to } => {
             (Named::Loose(blocks), TierSet::only(*from), TierSet::only(*to))
         }
-        Change::Dropped { blocks, tier } => (Named::Loose(blocks), TierSet::only(*tier), TierSet::NONE),
+        Change::Dropped { blocks, tier, .. } => (Named::Loose(blocks), TierSet::only(*tier), TierSet::NONE),
         Change::Cleared => return None,
     };
     Some((named, Tiers { gone, added }))

@@ -159,6 +159,11 @@ impl Nodes {
         Some(Holder { node, epoch, tier: hold.tiers.fastest()? })
     }
 
+    /// The node of a slot that was fenced and has not come back.
+    pub(super) fn fenced(&self, slot: u16) -> Option<NodeId> {
+        self.state(slot).filter(|state| !state.live).map(|state| state.record.node)
+    }
+
     /// Takes a node in under its next epoch.
     pub(super) fn join(&mut self, record: NodeRecord) -> (Epoch, Exhausted) {
         let node = record.node;

@@ -49,6 +49,8 @@ pub(super) struct Plan {
 pub(super) struct Asking<'a> {
     /// The instance's own node.
     pub own: Option<NodeId>,
+    /// Whether it can fetch at all.
+    pub fetches: bool,
     /// The paths it takes.
     pub paths: &'a InstancePaths,
 }
@@ -259,7 +261,7 @@ impl Behind<'_> {
         let (mut fetched_to, mut overlap_to, mut held_blocks) =
             (resident_blocks, resident_blocks, resident_blocks);
         let mut transfer_ns = 0u64;
-        for (run, nearest) in self.runs() {
+        for (run, nearest) in self.runs().take_while(|_| asking.fetches) {
             let leg = self.leg((run, nearest), asking, sources.last());
             if overlap_to == run.start_blocks && own.is_some_and(|node| run.held_by(node).is_some()) {
                 overlap_to = run.end_blocks;

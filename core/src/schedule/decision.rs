@@ -71,6 +71,8 @@ pub enum Filtered {
         /// How many.
         tokens: u64,
     },
+    /// Whoever asked left it out.
+    Ineligible,
 }
 
 impl fmt::Display for Filtered {
@@ -78,6 +80,7 @@ impl fmt::Display for Filtered {
         match self {
             Filtered::Stale { age } => write!(f, "no report for {} ms", age.as_millis()),
             Filtered::QueueFull { tokens } => write!(f, "{tokens} tokens are queued"),
+            Filtered::Ineligible => write!(f, "left out by whoever asked"),
         }
     }
 }
@@ -155,6 +158,8 @@ pub enum Reason {
     },
     /// No live node holds the first block, and it is not in the instance's GPU memory.
     NothingHeld,
+    /// Nodes may hold more, and its engine cannot fetch.
+    FetchesNothing,
     /// The index names more blocks, from one on whose holders are not live.
     HolderGone {
         /// How many, that one included.
@@ -173,6 +178,8 @@ pub enum Reason {
         stale: u32,
         /// Those with a full queue.
         full: u32,
+        /// Those that whoever asked left out.
+        ineligible: u32,
     },
 }
 
@@ -199,13 +206,18 @@ impl fmt::Display for Reason {
                 write!(f, " at {rate} B/s after {us} us, {measure}: {fate}")
             }
             Reason::NothingHeld => write!(f, "no live node holds the first block"),
+            Reason::FetchesNothing => write!(f, "its engine fetches nothing from nodes"),
             Reason::HolderGone { blocks } => {
                 write!(f, "{blocks} blocks lie from one on whose holders are not live")
             }
             Reason::SavedByRing { node } => write!(f, "new blocks go to {node} by the ring"),
             Reason::NowhereToSave => write!(f, "no live node takes new blocks"),
-            Reason::Filtered { stale, full } => {
-                write!(f, "left out {stale} instances without a fresh report and {full} with a full queue")
+            Reason::Filtered { stale, full, ineligible } => {
+                write!(f, "left out {stale} instances without a fresh report and {full} with a full queue")?;
+                if *ineligible > 0 {
+                    write!(f, ", and {ineligible} by whoever asked")?;
+                }
+                Ok(())
             }
         }
     }
@@ -269,5 +281,34 @@ pub enum RejectReason {
         instances: u32,
         /// Tokens in the shortest queue.
         tokens: u64,
+    },
+    /// Wherever it ran, the first token would come after its limit.
+    #[error("the first token would come after {} ms, and its limit is {} ms", ttft.as_millis(), limit.as_millis())]
+    TooLate {
+        /// On the best instance.
+        ttft: Duration,
+        /// What was asked for.
+        limit: Duration,
+    },
+    /// More is offered than can be served in time, and others go before this one.
+    #[error(
+        "the first token would come after {} ms, within its limit of {} ms, and more is asked for than can be served: beyond {} ms others go before",
+        ttft.as_millis(),
+        limit.as_millis(),
+        within.as_millis()
+    )]
+    Crowded {
+        /// On the best instance.
+        ttft: Duration,
+        /// Up to when it would be let in now.
+        within: Duration,
+        /// What was asked for.
+        limit: Duration,
+    },
+    /// Instances are known, and whoever asked left all of them out.
+    #[error("none of {instances} instances is among those that may be chosen")]
+    NoneEligible {
+        /// How many are known.
+        instances: u32,
     },
 }

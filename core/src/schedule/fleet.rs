@@ -42,6 +42,8 @@ pub struct Instance {
     pub id: InstanceId,
     /// The node it uses as its own (same host, no network between), if any.
     pub node: Option<NodeId>,
+    /// Whether it can fetch from nodes and save to them. An engine that links no client of ours has what is in its GPU memory only.
+    pub fetches: bool,
     /// Its work.
     pub load: Load,
     /// When the report came in, on the clock of `now`.

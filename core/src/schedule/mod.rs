@@ -5,12 +5,14 @@
 //! what is done with the decision (the client). TTFT = transfer + queue + prefill, after Algorithm 1 of
 //! Mooncake (FAST '25); `cost.rs` says how each part is predicted.
 
+mod admit;
 mod cost;
 mod decision;
 mod fleet;
 mod lanes;
 mod link;
 mod load;
+mod missing;
 mod planners;
 mod profile;
 mod reasons;
@@ -24,6 +26,7 @@ use crate::id::{BlockHash, Category, InstanceId, NodeId, RequestId, TenantId, Ti
 use crate::index::{Holder, PrefixMatch};
 use crate::place::LOAD_BOUND;
 
+pub use admit::{Admission, Offer};
 use cost::{Asking, Plan, Planner};
 pub use decision::{
     Candidate, Decision, Fate, Filtered, Prediction, Reason, RejectReason, Rejection, Source,
@@ -33,6 +36,7 @@ pub use fleet::{Fleet, Instance, Limits, LiveNode, QUEUE_TOKENS_MAX, REPORT_STAL
 pub use lanes::{LinkKey, LinkLanes, LinkPath, Measure, Price, Reader};
 pub use link::{LINK_AGED_AFTER, LinkEstimate, LinkSample, RATE_MIN};
 pub use load::{Load, record};
+pub use missing::{Found, Missing, Told, Why, missing};
 use planners::{Planners, asking};
 pub use profile::{HardwareProfile, Lane, PROFILES};
 
@@ -99,6 +103,22 @@ impl<'a> From<&'a PrefixMatch> for Held<'a> {
     }
 }
 
+/// Which instances may be chosen, as whoever asks says.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Eligible<'a> {
+    /// Only these, by ascending number; without a list, all.
+    pub among: Option<&'a [InstanceId]>,
+    /// Not these, by ascending number, though they are among those: the request failed there, say.
+    pub without: &'a [InstanceId],
+}
+
+impl Eligible<'_> {
+    fn has(&self, instance: InstanceId) -> bool {
+        let is_in = |list: &[InstanceId]| list.binary_search(&instance).is_ok();
+        self.among.is_none_or(is_in) && !is_in(self.without)
+    }
+}
+
 /// Chooses the instance with the least predicted TTFT and says how it gets the KV. Equal arguments give
 /// equal answers.
 ///
@@ -110,9 +130,23 @@ pub fn choose<'a>(
     fleet: &Fleet,
     now: Timestamp,
 ) -> Result<Decision, Rejection> {
+    choose_among(request, held, Eligible::default(), fleet, now)
+}
+
+/// The same among some instances.
+///
+/// # Errors
+/// [`Rejection`] when none of them has a fresh report and room in its queue.
+pub fn choose_among<'a>(
+    request: &RouteRequest,
+    held: impl Into<Held<'a>>,
+    eligible: Eligible<'_>,
+    fleet: &Fleet,
+    now: Timestamp,
+) -> Result<Decision, Rejection> {
     let held = held.into();
     let mut planners = Planners::new(request, held.matched, fleet);
-    let mut candidates = price(held, &mut planners, fleet, now);
+    let mut candidates = price(held, &mut planners, eligible, (fleet, now));
     candidates.sort_unstable_by_key(rank);
     let open = candidates.partition_point(|candidate| candidate.filtered.is_none());
     if open == 0 {
@@ -129,18 +163,24 @@ pub fn choose<'a>(
 }
 
 /// Cost of every instance, in the order of the fleet.
-fn price(held: Held<'_>, planners: &mut Planners<'_>, fleet: &Fleet, now: Timestamp) -> Vec<Candidate> {
+fn price(
+    held: Held<'_>,
+    planners: &mut Planners<'_>,
+    eligible: Eligible<'_>,
+    (fleet, now): (&Fleet, Timestamp),
+) -> Vec<Candidate> {
     // Instances whose node holds nothing of the prefix share one plan with those that take the same paths.
     let mut afar: SmallVec<[Option<Plan>; 4]> = SmallVec::new();
     let cost = |known: (&Instance, &InstancePaths)| {
         let (instance, asking) = (known.0, asking(known));
-        if let Some(filtered) = filter(instance, &fleet.limits, now) {
+        let ineligible = (!eligible.has(instance.id)).then_some(Filtered::Ineligible);
+        if let Some(filtered) = ineligible.or_else(|| filter(instance, &fleet.limits, now)) {
             return filtered_out(instance, filtered);
         }
         let place = planners.place(asking);
         let planner = planners.at(place);
         let resident_blocks = held.resident_blocks(instance.id);
-        if resident_blocks > 0 {
+        if resident_blocks > 0 || !asking.fetches {
             let plan = planner.behind(resident_blocks).plan(asking);
             return costed(instance, &plan, &fleet.profile);
         }
@@ -215,7 +255,7 @@ fn decide(choice: &Choice<'_>, candidates: Vec<Candidate>) -> Decision {
     let Choice { request, planner, asking, fleet, .. } = *choice;
     let chosen = candidates[0];
     let plan = planner.behind(chosen.resident_blocks).plan(asking);
-    let save_to = save_to(request, fleet, asking.own);
+    let save_to = asking.fetches.then(|| save_to(request, fleet, asking.own)).flatten();
     let reasons = reasons::of(choice, &candidates, &plan, save_to);
     Decision {
         request: request.request,
@@ -258,8 +298,12 @@ fn rejection(fleet: &Fleet, candidates: &[Candidate]) -> Rejection {
         return Rejection { reason, retry_after: time_to_drain(fleet, tokens) };
     }
     let reason = match candidates.iter().filter_map(stale).min() {
-        None => RejectReason::NoInstance,
-        Some(youngest) => RejectReason::AllStale { instances: candidates.len() as u32, youngest },
+        None if candidates.is_empty() => RejectReason::NoInstance,
+        None => RejectReason::NoneEligible { instances: candidates.len() as u32 },
+        Some(youngest) => {
+            let instances = candidates.iter().filter_map(stale).count() as u32;
+            RejectReason::AllStale { instances, youngest }
+        }
     };
     Rejection { reason, retry_after: RETRY_UNREPORTED }
 }

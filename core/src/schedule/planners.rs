@@ -59,7 +59,7 @@ impl<'a> Planners<'a> {
     }
 
     /// What of an instance's paths its plans depend on, its own node left out: nothing is fetched from that one from afar.
-    fn paths_that_matter(&self, Asking { own, paths }: Asking<'_>) -> Paths {
+    fn paths_that_matter(&self, Asking { own, paths, .. }: Asking<'_>) -> Paths {
         let InstancePaths { usual, other } = paths;
         let mut matter = Paths { usual: *usual, ..Paths::default() };
         if other.is_empty() {
@@ -76,5 +76,5 @@ impl<'a> Planners<'a> {
 
 /// Whose plan it is.
 pub(super) fn asking<'a>((instance, paths): (&Instance, &'a InstancePaths)) -> Asking<'a> {
-    Asking { own: instance.node, paths }
+    Asking { own: instance.node, fetches: instance.fetches, paths }
 }

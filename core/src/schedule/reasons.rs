@@ -25,14 +25,17 @@ pub(super) fn of(
     reasons.extend(why_sources(choice, plan));
     reasons.extend(prices(choice, plan));
     match save_to {
+        None if !choice.asking.fetches => {}
         None => reasons.push(Reason::NowhereToSave),
         Some(holder) if own != Some(holder.node) => reasons.push(Reason::SavedByRing { node: holder.node }),
         Some(_) => {}
     }
     let stale = candidates.iter().filter(|c| matches!(c.filtered, Some(Filtered::Stale { .. }))).count();
-    let full = candidates.len() - choice.open - stale;
-    if stale + full > 0 {
-        reasons.push(Reason::Filtered { stale: stale as u32, full: full as u32 });
+    let ineligible = candidates.iter().filter(|c| matches!(c.filtered, Some(Filtered::Ineligible))).count();
+    let full = candidates.len() - choice.open - stale - ineligible;
+    if stale + full + ineligible > 0 {
+        let [stale, full, ineligible] = [stale, full, ineligible].map(|count| count as u32);
+        reasons.push(Reason::Filtered { stale, full, ineligible });
     }
     reasons.into_vec()
 }
@@ -62,12 +65,14 @@ fn why_sources(choice: &Choice<'_>, plan: &Plan) -> SmallVec<[Reason; 4]> {
             reasons.push(reason);
         }
     };
-    say(plan.held_blocks == 0, Reason::NothingHeld);
+    let fetches = choice.asking.fetches;
+    say(plan.held_blocks == 0 && fetches, Reason::NothingHeld);
+    say(!fetches, Reason::FetchesNothing);
     say(plan.resident_blocks > 0, Reason::Resident { blocks: plan.resident_blocks });
     say(plan.overlap_blocks > 0, Reason::OwnOverlap { blocks: plan.overlap_blocks });
     say(remote > 0, Reason::RemoteFetch { blocks: remote });
     say(cut > 0, Reason::RecomputeCheaper { blocks: cut });
-    say(gone > 0, Reason::HolderGone { blocks: gone });
+    say(gone > 0 && fetches, Reason::HolderGone { blocks: gone });
     reasons
 }
 

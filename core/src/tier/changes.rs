@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use crate::id::{BlockHash, Tier};
-use crate::index::command::Change;
+use crate::index::command::{Change, DropCause};
 
 /// Collects changes in order. Only the newest one grows, so the order of events is kept.
 #[derive(Debug, Default)]
@@ -39,14 +39,14 @@ impl ChangeLog {
     }
 
     /// A block's copy is gone.
-    pub fn dropped(&mut self, block: BlockHash, tier: Tier) {
-        if let Some(Change::Dropped { blocks, tier: last_tier }) = self.changes.last_mut()
-            && *last_tier == tier
+    pub fn dropped(&mut self, block: BlockHash, tier: Tier, cause: DropCause) {
+        if let Some(Change::Dropped { blocks, tier: last_tier, cause: last_cause }) = self.changes.last_mut()
+            && (*last_tier, *last_cause) == (tier, cause)
         {
             blocks.push(block);
             return;
         }
-        self.changes.push(Change::Dropped { blocks: vec![block], tier });
+        self.changes.push(Change::Dropped { blocks: vec![block], tier, cause });
     }
 
     /// Whether nothing was collected since the last [`Self::take`].
@@ -133,9 +133,9 @@ mod tests {
     #[test]
     fn an_event_between_keeps_the_order() {
         let mut log = ChangeLog::default();
-        log.dropped(hash(1), Tier::Ssd);
+        log.dropped(hash(1), Tier::Ssd, DropCause::Room);
         log.stored(None, hash(1), Tier::Ssd);
-        log.dropped(hash(1), Tier::Ssd);
+        log.dropped(hash(1), Tier::Ssd, DropCause::Room);
         log.moved(hash(2), Tier::Dram, Tier::Ssd);
         log.moved(hash(3), Tier::Dram, Tier::Ssd);
         log.moved(hash(3), Tier::Ssd, Tier::Dram);

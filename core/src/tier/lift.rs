@@ -13,6 +13,7 @@ use super::order::Told;
 use super::pressure::Claim;
 use crate::evict::{BlockKey, BlockTraits, Policy};
 use crate::id::{Tier, Timestamp};
+use crate::index::command::DropCause;
 
 /// Blocks on their way up to the GPU at once: enough to keep a link busy, few for a reader to stand behind, and few whose
 /// bytes lie in DRAM beside those that have their place there. As many may wait to leave the GPU: its memory has slots for
@@ -124,7 +125,8 @@ impl Book {
         self.gpu.numbers.left(category, why, (why != Left::Failed).then_some(age_us));
         let Some((to, _)) = to else {
             self.gpu.stats.dropped_blocks += 1;
-            return self.drop_block(key);
+            let cause = if why == Left::Failed { DropCause::Failed } else { DropCause::Room };
+            return self.drop_block(key, cause);
         };
         self.gpu.stats.demoted_blocks += u64::from(why == Left::Demoted);
         self.charge(key, to);
@@ -165,7 +167,7 @@ impl Book {
         if is_there {
             self.count_left(key, Left::Failed);
             // Its copy goes with the block.
-            return self.drop_block(key);
+            return self.drop_block(key, DropCause::Failed);
         }
         if std::mem::take(&mut entry.copies.gpu) {
             self.drops.push_back(Action::DropGpu { key, hash: entry.meta.hash });

@@ -10,6 +10,7 @@ use super::numbers::Left;
 use super::order::Told;
 use crate::evict::BlockKey;
 use crate::id::{BlockHash, Tier, Timestamp};
+use crate::index::command::DropCause;
 
 /// Something to do with bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -247,7 +248,7 @@ impl Book {
         if !entry.copies.any() && entry.place.is_some() {
             // What was to be moved was lost meanwhile.
             self.count_left(key, Left::Failed);
-            return self.drop_block(key);
+            return self.drop_block(key, DropCause::Failed);
         }
         self.settle(key);
     }
@@ -264,7 +265,7 @@ impl Book {
         }
         if to == Tier::Dram && place.is_some() {
             self.count_left(key, Left::Failed);
-            self.drop_block(key);
+            self.drop_block(key, DropCause::Failed);
         } else if to == Tier::Gpu && place == Some(Tier::Gpu) {
             self.lower(key, Left::Failed, now);
         } else if to == Tier::Ssd && place == Some(Tier::Ssd) {
@@ -315,7 +316,7 @@ impl Book {
             return self.settle(key);
         }
         self.count_left(key, Left::Failed);
-        self.drop_block(key);
+        self.drop_block(key, DropCause::Failed);
     }
 
     /// A write to SSD is not even tried, since that is slow and has enough to do: the block leaves as if there were none.
@@ -329,7 +330,7 @@ impl Book {
         entry.moving = None;
         self.dram.stats.unwritten_blocks += 1;
         self.count_left(key, Left::Dropped);
-        self.drop_block(key);
+        self.drop_block(key, DropCause::Room);
     }
 
     /// A block on SSD is to be written there once more, or its room could not be made free: it goes instead, if it is not
@@ -342,7 +343,7 @@ impl Book {
         if is_there && is_full && self.ssd.policy.prospect_of(key, now) < self.reuse_min {
             self.ssd.stats.dropped_blocks += 1;
             self.count_evicted(key, Left::Dropped, now);
-            self.drop_block(key);
+            self.drop_block(key, DropCause::Room);
         }
     }
 
@@ -354,7 +355,7 @@ impl Book {
         let welcome = held || self.dram.limits.goal(self.dram.used, cost).is_none();
         if !welcome || !self.promote(key, now) {
             self.count_left(key, Left::Failed);
-            self.drop_block(key);
+            self.drop_block(key, DropCause::Failed);
         } else if self.slab.get(key).is_some_and(|entry| entry.leases == 0) {
             self.tell(key, Told::MovedIn, now);
         }

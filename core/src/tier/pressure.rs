@@ -10,6 +10,7 @@ use super::order::Told;
 use super::save::RefusedBy;
 use crate::evict::{BlockKey, BlockTraits};
 use crate::id::{TenantId, Tier, Timestamp};
+use crate::index::command::DropCause;
 
 /// The place of every block that is pinned softly among those of waiting requests: behind all of them, and before what
 /// neither is.
@@ -152,7 +153,7 @@ impl Book {
             stats.dropped_blocks += 1;
             stats.unwritten_blocks += u64::from(is_above);
             self.count_evicted(victim, Left::Dropped, now);
-            self.drop_block(victim);
+            self.drop_block(victim, DropCause::Room);
         }
     }
 
@@ -214,7 +215,7 @@ impl Book {
             self.settle(key);
         } else {
             self.dram.stats.dropped_blocks += 1;
-            self.drop_block(key);
+            self.drop_block(key, DropCause::Room);
         }
     }
 
@@ -264,12 +265,12 @@ impl Book {
     }
 
     /// Ends a block: out of the accounts, unknown to readers, its copies dropped.
-    pub(super) fn drop_block(&mut self, key: BlockKey) {
+    pub(super) fn drop_block(&mut self, key: BlockKey, cause: DropCause) {
         self.discharge(key);
         let Some(entry) = self.slab.get_mut(key) else { return };
         let meta = entry.meta;
         if let Some(tier) = entry.announced.take() {
-            self.changes.dropped(meta.hash, tier);
+            self.changes.dropped(meta.hash, tier, cause);
         }
         self.discharge_tenant(meta.tenant, meta.charge.frame);
         self.slab.forget_hash(key);

@@ -10,6 +10,7 @@ use super::book::Book;
 use super::numbers::Left;
 use crate::evict::BlockKey;
 use crate::id::{TenantId, Tier};
+use crate::index::command::DropCause;
 
 /// Unheld blocks of one tenant, by the stamp of their last use.
 #[derive(Debug, Default)]
@@ -167,7 +168,7 @@ impl Book {
                 let Some(victim) = row.and_then(|row| row.of(kind).values().next().copied()) else { break };
                 self.shelf_mut(tier).stats.dropped_blocks += 1;
                 self.count_left(victim, Left::Quota);
-                self.drop_block(victim);
+                self.drop_block(victim, DropCause::Quota);
                 dropped += 1;
             }
         }

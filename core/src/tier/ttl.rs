@@ -11,6 +11,7 @@ use super::book::Book;
 use super::numbers::Left;
 use crate::evict::BlockKey;
 use crate::id::{GroupId, Timestamp};
+use crate::index::command::DropCause;
 
 /// Blocks dropped in one call at most: less than a millisecond of the task that owns the book. Called every 20 ms, that is
 /// 51,200 blocks a second.
@@ -118,6 +119,6 @@ impl Book {
             self.shelf_mut(tier).stats.expired_blocks += 1;
         }
         self.count_left(key, Left::Ttl);
-        self.drop_block(key);
+        self.drop_block(key, DropCause::Ttl);
     }
 }

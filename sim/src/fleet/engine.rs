@@ -39,8 +39,8 @@ pub(super) struct Job {
 pub(super) enum Ended {
     /// The first token is out, and so many tokens were computed for it.
     First { nth: usize, computed_tokens: u32 },
-    /// The last token is out.
-    Last { nth: usize },
+    /// The last token is out; so many came behind the first, in this time.
+    Last { nth: usize, between: Between },
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -55,6 +55,7 @@ struct Prefill {
 struct Decoding {
     nth: usize,
     left_tokens: u32,
+    between: Between,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -216,8 +217,11 @@ impl Engine {
         self.memory.computed(job.nth);
         ended.push(Ended::First { nth: job.nth, computed_tokens });
         match job.output_tokens {
-            0 | 1 => self.last(job.nth, ended),
-            more => self.decoding.push(Decoding { nth: job.nth, left_tokens: more - 1 }),
+            0 | 1 => self.last(job.nth, Between::default(), ended),
+            more => {
+                let between = Between::default();
+                self.decoding.push(Decoding { nth: job.nth, left_tokens: more - 1, between });
+            }
         }
     }
 
@@ -229,16 +233,18 @@ impl Engine {
         let mut done = Vec::new();
         self.decoding.retain_mut(|one| {
             one.left_tokens = one.left_tokens.saturating_sub(steps);
+            one.between.tokens += u64::from(steps);
+            one.between.ns += u64::from(steps) * each_ns;
             if one.left_tokens == 0 {
-                done.push(one.nth);
+                done.push((one.nth, one.between));
             }
             one.left_tokens > 0
         });
-        done.into_iter().for_each(|nth| self.last(nth, ended));
+        done.into_iter().for_each(|(nth, between)| self.last(nth, between, ended));
     }
 
-    fn last(&mut self, nth: usize, ended: &mut Vec<Ended>) {
+    fn last(&mut self, nth: usize, between: Between, ended: &mut Vec<Ended>) {
         self.memory.ended(nth);
-        ended.push(Ended::Last { nth });
+        ended.push(Ended::Last { nth, between });
     }
 }

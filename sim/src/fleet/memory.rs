@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use kv_core::id::{BlockHash, Tier};
-use kv_core::index::command::Change;
+use kv_core::index::command::{Change, DropCause};
 use kv_core::tier::ChangeLog;
 
 /// GPU memory of one instance.
@@ -80,7 +80,7 @@ impl Memory {
             let Some((_, block)) = self.idle.pop_first() else { break };
             self.resident.remove(&block);
             self.taken_blocks -= 1;
-            self.changes.dropped(block, Tier::Gpu);
+            self.changes.dropped(block, Tier::Gpu, DropCause::Room);
         }
         let unnamed_blocks = unnamed_blocks.min(self.capacity_blocks - self.taken_blocks);
         self.taken_blocks += unnamed_blocks;

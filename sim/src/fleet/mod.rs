@@ -253,8 +253,10 @@ impl<'a> Fleet<'a> {
         for one in ended {
             match one {
                 Ended::First { nth, computed_tokens } => self.first_token(nth, computed_tokens, now_ns),
-                Ended::Last { nth } => {
+                Ended::Last { nth, between } => {
                     self.open -= 1;
+                    let tbt_ns = between.ns.checked_div(between.tokens).unwrap_or_default();
+                    self.report.ended.push((nth, tbt_ns));
                     self.report.ended_ns = now_ns;
                     self.view.ended(InstanceId(instance), self.workload.requests[nth].input_tokens.into());
                 }

@@ -26,6 +26,8 @@ pub struct Served {
 pub struct Report {
     /// In the order of their first tokens.
     pub served: Vec<Served>,
+    /// Requests that got their last token, with the mean time between two of their tokens, in nanoseconds.
+    pub ended: Vec<(usize, u64)>,
     /// Requests that were turned away.
     pub rejected: u64,
     /// Blocks that came from nodes.
@@ -85,6 +87,17 @@ impl Report {
     #[must_use]
     pub fn tbt_ms(&self) -> f64 {
         self.between_ns as f64 / self.between_tokens.max(1) as f64 / 1e6
+    }
+
+    /// Which requests those are whose first token came within `ttft_ns` and whose others came `tbt_ns` apart at most, on average.
+    #[must_use]
+    pub fn in_time(&self, ttft_ns: u64, tbt_ns: u64) -> Vec<usize> {
+        let mut slow: Vec<usize> =
+            self.ended.iter().filter(|(_, between_ns)| *between_ns > tbt_ns).map(|(nth, _)| *nth).collect();
+        slow.sort_unstable();
+        let is_good =
+            |served: &&Served| served.ttft_ns <= ttft_ns && slow.binary_search(&served.nth).is_err();
+        self.served.iter().filter(is_good).map(|served| served.nth).collect()
     }
 
     /// Median of |predicted - observed| / observed over all requests but the first `warm`, and the mean of (predicted - observed) over the

@@ -127,7 +127,14 @@ fn memory_keeps_what_runs_and_drops_what_was_used_longest_ago() {
     let gone = memory.take_changes();
     let of = |id: u8| kv_core::id::BlockHash([id; 16]);
     // The tail of a prefix goes before its head, and the older prefix first.
-    assert_eq!(gone, [Change::Dropped { blocks: vec![of(2), of(3), of(1)], tier: kv_core::id::Tier::Gpu }]);
+    assert_eq!(
+        gone,
+        [Change::Dropped {
+            blocks: vec![of(2), of(3), of(1)],
+            tier: kv_core::id::Tier::Gpu,
+            cause: Default::default()
+        }]
+    );
     // Larger than all of it: alone, it runs.
     memory.ended(2);
     assert_eq!(memory.admit(0, 1_024, 9_000), Some(0));

@@ -87,6 +87,7 @@ impl View {
             let instance = Instance {
                 id: InstanceId(id),
                 node: Some(NodeId(id)),
+                fetches: true,
                 load: Load::default(),
                 reported_at: Timestamp(0),
             };
@@ -122,7 +123,8 @@ impl View {
 
     /// Word of an instance's load, and of the blocks that its node holds.
     pub(super) fn reported(&mut self, instance: InstanceId, load: Load, memory_in_use: f64, now: Timestamp) {
-        let reported = Instance { id: instance, node: Some(NodeId(instance.0)), load, reported_at: now };
+        let reported =
+            Instance { id: instance, node: Some(NodeId(instance.0)), fetches: true, load, reported_at: now };
         self.fleet.put_instance(reported);
         self.singles[instance.0 as usize].put_instance(reported);
         self.seen[instance.0 as usize].memory_in_use = memory_in_use;

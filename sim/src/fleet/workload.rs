@@ -70,6 +70,23 @@ impl Workload {
         paced
     }
 
+    /// The same requests, so many a second on average.
+    #[must_use]
+    pub fn at_rate(&self, per_s: f64) -> Workload {
+        let wanted_span_s = self.len() as f64 / per_s.max(f64::MIN_POSITIVE);
+        self.paced(wanted_span_s * 1e9 / self.span_ns().max(1) as f64)
+    }
+
+    /// This share of the requests: those with the longest prompts, in ascending order.
+    #[must_use]
+    pub fn longest(&self, share: f64) -> Vec<usize> {
+        let mut all: Vec<usize> = (0..self.len()).collect();
+        all.sort_by_key(|nth| (std::cmp::Reverse(self.requests[*nth].input_tokens), *nth));
+        all.truncate((self.len() as f64 * share) as usize);
+        all.sort_unstable();
+        all
+    }
+
     /// How many.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -89,6 +106,12 @@ impl Workload {
             (Some(first), Some(last)) => last.arrival_ns - first.arrival_ns,
             _ => 0,
         }
+    }
+
+    /// When the last one arrives.
+    #[must_use]
+    pub fn last_ns(&self) -> u64 {
+        self.requests.last().map_or(0, |last| last.arrival_ns)
     }
 
     pub(super) fn prompts(&self) -> Arc<[Arc<[BlockHash]>]> {

@@ -1,7 +1,7 @@
 //! Many routers on equal fleets at equal loads.
 //!
-//! A load is a share of what the fleet gets through when every request is there at once and the least loaded instance takes each: a measure that
-//! favours none of those compared by their caches. Not here: what one run is (`crate::fleet`).
+//! A load is a share of what the fleet keeps up with when the least loaded instance takes each request: a measure that favours none of those
+//! compared by their caches. Not here: what one run is (`crate::fleet`).
 
 use serde::Serialize;
 
@@ -55,20 +55,38 @@ impl Comparison {
     }
 }
 
-/// Requests a second that the fleet gets through, with a pool of KV.
+/// Share of the time of a workload that a fleet may need behind its last arrival and have kept up with it.
+const BEHIND: f64 = 0.03;
+
+/// Halvings of the span in which the capacity lies.
+const HALVINGS: u32 = 6;
+
+/// Requests a second that the fleet keeps up with, with a pool of KV: the most at which it has answered all of them soon behind the last arrival.
+/// That all of them are there at once would tell less, for nothing of an earlier request can be known yet when the next one is sent.
 #[must_use]
 pub fn capacity(workload: &Workload, setup: &Setup, seed: u64) -> f64 {
-    let Some(mut router) = by_name("least-loaded", seed) else { return 0.0 };
     let setup = Setup { plane: Plane::Pool, ..setup.clone() };
-    let report = run(&workload.paced(0.0), &setup, router.as_mut());
-    workload.len() as f64 / (report.ended_ns.max(1) as f64 / 1e9)
+    let keeps_up = |per_s: f64| {
+        let paced = workload.at_rate(per_s);
+        let report = by_name("least-loaded", seed).map(|mut router| run(&paced, &setup, router.as_mut()));
+        report.is_some_and(|report| report.ended_ns as f64 <= paced.last_ns() as f64 * (1.0 + BEHIND))
+    };
+    let report =
+        by_name("least-loaded", seed).map(|mut router| run(&workload.paced(0.0), &setup, router.as_mut()));
+    let at_once = workload.len() as f64 / (report.map_or(1, |report| report.ended_ns.max(1)) as f64 / 1e9);
+    let (mut low, mut high) = (at_once / 2.0, at_once * 4.0);
+    for _ in 0..HALVINGS {
+        // Halves the ratio: it is shares of the capacity that matter.
+        let middle = (low * high).sqrt();
+        if keeps_up(middle) { low = middle } else { high = middle }
+    }
+    low
 }
 
 /// Runs all routers at one share of `capacity`, in requests a second.
 #[must_use]
 pub fn compare(workload: &Workload, setup: &Setup, (load, capacity): (f64, f64), seed: u64) -> Comparison {
-    let wanted_span_s = workload.len() as f64 / (load * capacity).max(f64::MIN_POSITIVE);
-    let paced = workload.paced(wanted_span_s * 1e9 / workload.span_ns().max(1) as f64);
+    let paced = workload.at_rate(load * capacity);
     let point = |name: &str| {
         let report =
             by_name(name, seed).map(|mut router| run(&paced, setup, router.as_mut())).unwrap_or_default();

@@ -3,8 +3,10 @@
 //! A router chooses an instance. What that instance fetches, computes and saves is planned by the production planner for all of them, out of
 //! what the router's own system has ([`Plane`]). Not here: the fleet they choose in (`crate::fleet`).
 
+mod admitting;
 mod compare;
 mod dynamo;
+mod goodput;
 mod least_loaded;
 mod llm_d;
 mod local_prefix;
@@ -21,6 +23,7 @@ use kv_core::index::PrefixMatch;
 use kv_core::schedule::{Decision, Held, choose};
 
 pub use compare::{Comparison, Point, capacity, compare};
+pub use goodput::{Good, Goodput, Limits, goodput};
 
 use crate::fleet::{Ask, View};
 

@@ -136,7 +136,7 @@ fn stored(numbers: impl IntoIterator<Item = u64>, tier: Tier) -> Change {
 }
 
 fn dropped(numbers: impl IntoIterator<Item = u64>, tier: Tier) -> Change {
-    Change::Dropped { blocks: blocks(numbers), tier }
+    Change::Dropped { blocks: blocks(numbers), tier, cause: Default::default() }
 }
 
 fn moved(numbers: impl IntoIterator<Item = u64>, from: Tier, to: Tier) -> Change {

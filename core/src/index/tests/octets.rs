@@ -15,7 +15,7 @@ fn alone(block: BlockHash) -> Change {
 }
 
 fn gone(block: BlockHash) -> Change {
-    Change::Dropped { blocks: vec![block], tier: D }
+    Change::Dropped { blocks: vec![block], tier: D, cause: Default::default() }
 }
 
 impl Fixture {
@@ -141,7 +141,13 @@ fn many_prompts_that_go_off_in_the_middle_of_an_octet_cost_an_entry_a_block() {
     }
     assert_eq!(index.0.longest_prefix(&whole(PROMPTS)).union_blocks(), 21);
     // The system prompt goes, and all that follows stays; then all goes.
-    index.say(1, vec![Change::Dropped { blocks: prompt(0), tier: D }, dropped((0..21).rev(), D)]);
+    index.say(
+        1,
+        vec![
+            Change::Dropped { blocks: prompt(0), tier: D, cause: Default::default() },
+            dropped((0..21).rev(), D),
+        ],
+    );
     assert!(index.is_held(prompt(7)[0]) && index.is_held(prompt(PROMPTS - 1)[12]));
     for prompts in (0..PROMPTS).collect::<Vec<_>>().chunks(1_000) {
         index.say(1, prompts.iter().flat_map(|number| prompt(*number)).rev().map(gone).collect());

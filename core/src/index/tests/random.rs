@@ -172,7 +172,7 @@ fn change(who: Speakers) -> impl Strategy<Value = Change> {
             .prop_map(|((parent, blocks), tier)| Change::Stored { parent, blocks, tier }),
         2 => (some_blocks(), tier(), tier())
             .prop_map(|(blocks, from, to)| Change::Moved { blocks, from, to }),
-        3 => (some_blocks(), tier()).prop_map(|(blocks, tier)| Change::Dropped { blocks, tier }),
+        3 => (some_blocks(), tier()).prop_map(|(blocks, tier)| Change::Dropped { blocks, tier, cause: Default::default() }),
         1 => Just(Change::Cleared),
     ]
 }
@@ -252,7 +252,8 @@ pub(super) fn any_command() -> impl Strategy<Value = Command> {
             tier
         }),
         (hashes(), tier(), tier()).prop_map(|(blocks, from, to)| Change::Moved { blocks, from, to }),
-        (hashes(), tier()).prop_map(|(blocks, tier)| Change::Dropped { blocks, tier }),
+        (hashes(), tier(), prop::sample::select(DropCause::ALL.to_vec()))
+            .prop_map(|(blocks, tier, cause)| Change::Dropped { blocks, tier, cause }),
         Just(Change::Cleared),
     ];
     let one = (any::<u32>(), any::<u64>(), any::<u64>(), prop::collection::vec(change, 0..5))

@@ -327,7 +327,7 @@ impl ReferenceNode {
                     }
                 }
             }
-            Change::Dropped { blocks, tier } => {
+            Change::Dropped { blocks, tier, .. } => {
                 for hash in blocks {
                     self.blocks.entry(*hash).or_default().remove(tier);
                 }
@@ -348,7 +348,11 @@ impl ReferenceNode {
                 changes.push(Change::Stored { parent: Some(hash), blocks: blocks(), tier });
             }
             if !tiers.contains(&Tier::Gpu) {
-                changes.push(Change::Dropped { blocks: blocks(), tier: Tier::Gpu });
+                changes.push(Change::Dropped {
+                    blocks: blocks(),
+                    tier: Tier::Gpu,
+                    cause: Default::default(),
+                });
             }
         }
         for seq in 1..self.next {

@@ -68,7 +68,13 @@ pub(super) fn prefix(runs: &[(u32, &[(u32, Tier)])]) -> PrefixMatch {
 
 /// Instance `n` whose own node is `n`, idle and just reported.
 pub(super) fn instance(n: u32) -> Instance {
-    Instance { id: InstanceId(n), node: Some(NodeId(n)), load: Load::default(), reported_at: NOW }
+    Instance {
+        id: InstanceId(n),
+        node: Some(NodeId(n)),
+        fetches: true,
+        load: Load::default(),
+        reported_at: NOW,
+    }
 }
 
 pub(super) fn live(node: u32) -> LiveNode {

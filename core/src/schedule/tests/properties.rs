@@ -48,6 +48,7 @@ fn instances() -> impl Strategy<Value = Vec<Instance>> {
         let made = |(id, node, load, reported_at): (u32, Option<u32>, Load, u64)| Instance {
             id: InstanceId(id),
             node: node.map(NodeId),
+            fetches: true,
             load,
             // Two in three are fresh.
             reported_at: if reported_at % 3 == 0 { Timestamp(reported_at) } else { NOW },

@@ -335,7 +335,11 @@ fn a_time_to_live_ends_a_block_on_the_gpu() {
     book.set_ttls([(hash(1).group(), Duration::from_micros(100))]);
     assert_eq!(book.expire_blocks(Timestamp(109)), 0, "it counts from its last use");
     assert_eq!(book.expire_blocks(Timestamp(110)), 1);
-    let dropped = Change::Dropped { blocks: vec![hash(1)], tier: Tier::Gpu };
+    let dropped = Change::Dropped {
+        blocks: vec![hash(1)],
+        tier: Tier::Gpu,
+        cause: crate::index::command::DropCause::Ttl,
+    };
     assert_eq!(book.take_changes(), vec![dropped]);
     assert!(matches!(book.next_action(ALL_ROOM), Some(Action::DropGpu { .. })));
     assert_eq!(book.stats(Tier::Gpu).expired_blocks, 1);
@@ -395,7 +399,11 @@ fn a_gpu_that_is_lost_takes_what_was_only_there() {
     let lifting = key(until(&mut book, is_lift));
     book.take_changes();
     assert!(!book.lose_gpu(Timestamp(20)));
-    let dropped = |number| Change::Dropped { blocks: vec![hash(number)], tier: Tier::Gpu };
+    let dropped = |number| Change::Dropped {
+        blocks: vec![hash(number)],
+        tier: Tier::Gpu,
+        cause: crate::index::command::DropCause::Failed,
+    };
     assert_eq!(book.take_changes(), vec![dropped(1)]);
     assert_eq!(places(&book, 1..=5), [vec![2], vec![3, 4, 5], vec![]]);
     // The moves that were under way end, badly.

@@ -574,7 +574,7 @@ fn apply(index: &mut BTreeMap<BlockHash, Tier>, change: Change) {
                 assert_eq!(index.insert(block, to), Some(from));
             }
         }
-        Change::Dropped { blocks, tier } => {
+        Change::Dropped { blocks, tier, .. } => {
             for block in blocks {
                 assert_eq!(index.remove(&block), Some(tier));
             }

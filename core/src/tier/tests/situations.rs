@@ -176,7 +176,11 @@ fn a_failed_read_drops_the_block_and_says_so() {
     let promoted = std::iter::from_fn(|| book.next_action(Room { ssd: false, ..ALL_ROOM }))
         .find_map(|action| if let Action::Promote { key, .. } = action { Some(key) } else { None });
     book.on_move_failed(promoted.unwrap(), Tier::Dram, Timestamp(4));
-    let dropped = Change::Dropped { blocks: vec![hash(1)], tier: Tier::Ssd };
+    let dropped = Change::Dropped {
+        blocks: vec![hash(1)],
+        tier: Tier::Ssd,
+        cause: crate::index::command::DropCause::Failed,
+    };
     assert!(book.take_changes().contains(&dropped));
     assert!(book.fetch(asker(4), &[hash(1)], Timestamp(5)).unwrap().is_empty());
     book.release(LeaseId(3), Timestamp(6));
@@ -522,7 +526,11 @@ fn a_block_whose_ssd_copy_is_lost_is_taken_back_before_anybody_asks() {
     book.take_changes();
     book.on_lost(key);
     assert_eq!(book.tier_of(&hash(1)), None);
-    let dropped = Change::Dropped { blocks: vec![hash(1)], tier: Tier::Ssd };
+    let dropped = Change::Dropped {
+        blocks: vec![hash(1)],
+        tier: Tier::Ssd,
+        cause: crate::index::command::DropCause::Failed,
+    };
     assert_eq!(book.take_changes(), vec![dropped]);
     assert_eq!(book.stats(Tier::Ssd).blocks, 0);
 }
@@ -556,7 +564,14 @@ fn a_copy_that_is_lost_before_its_read_begins_is_gone() {
     book.on_lost(key);
     book.on_move_delayed(key, Tier::Dram);
     assert_eq!(book.tier_of(&hash(1)), None);
-    assert_eq!(book.take_changes(), vec![Change::Dropped { blocks: vec![hash(1)], tier: Tier::Ssd }]);
+    assert_eq!(
+        book.take_changes(),
+        vec![Change::Dropped {
+            blocks: vec![hash(1)],
+            tier: Tier::Ssd,
+            cause: crate::index::command::DropCause::Failed
+        }]
+    );
     assert_eq!(book.next_action(ALL_ROOM), None);
     book.release(LeaseId(101), Timestamp(5));
     assert_eq!(book.stats(Tier::Ssd).blocks, 0);

@@ -125,7 +125,7 @@ impl Record {
         match self.kind % 16 {
             0..=8 => Change::Stored { parent, blocks, tier: tier(self.flags) },
             9..=10 => Change::Moved { blocks, from: tier(self.flags), to: tier(self.flags >> 2) },
-            11..=14 => Change::Dropped { blocks, tier: tier(self.flags) },
+            11..=14 => Change::Dropped { blocks, tier: tier(self.flags), cause: Default::default() },
             _ => Change::Cleared,
         }
     }
