@@ -3,7 +3,8 @@
 use std::error::Error;
 
 /// Everything that is compiled; imports are found beside them.
-const FILES: [&str; 4] = ["router.proto", "node.proto", "instance.proto", "data.proto"];
+const FILES: [&str; 6] =
+    ["router.proto", "node.proto", "instance.proto", "data.proto", "ext_proc.proto", "health.proto"];
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo:rerun-if-changed=proto");
@@ -13,6 +14,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         .codec_path("crate::codec::SizedCodec")
         // Commands of the log go from the wire to the disk as they came.
         .bytes(".kvfleet.v1.RaftFrame")
+        // Bodies of requests go back to Envoy as they came.
+        .bytes(".envoy.service.ext_proc.v3")
         .compile_fds(descriptors)?;
     Ok(())
 }

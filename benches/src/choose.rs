@@ -73,7 +73,13 @@ fn fleet(instances: u32) -> Fleet {
     for n in 0..instances {
         let load = Load::reported(u64::from(n * 7_919 % 10_007), n % 13, n % 3);
         let reported_at = Timestamp(NOW.0 - Duration::from_millis(u64::from(n % 200)).as_micros() as u64);
-        fleet.put_instance(Instance { id: InstanceId(n), node: Some(NodeId(n)), load, reported_at });
+        fleet.put_instance(Instance {
+            id: InstanceId(n),
+            node: Some(NodeId(n)),
+            fetches: true,
+            load,
+            reported_at,
+        });
     }
     fleet
 }

@@ -16,6 +16,7 @@ mod network;
 mod overlap;
 mod overload;
 mod prefill;
+mod proxy;
 mod serving;
 mod snapshot;
 mod ssd;
@@ -80,6 +81,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "transport", about: transport::ABOUT, run: transport::run },
     Bench { name: "host", about: host::ABOUT, run: host::run },
     Bench { name: "network", about: network::ABOUT, run: network::run },
+    Bench { name: "proxy", about: proxy::ABOUT, run: proxy::run },
     Bench { name: "tuning", about: tuning::ABOUT, run: tuning::run },
 ];
 

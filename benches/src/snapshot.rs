@@ -167,7 +167,7 @@ impl Load {
                 let chain = random.random_range(0..chains.len());
                 chains[chain].pop()
             });
-            Some(Change::Dropped { blocks: ends.collect(), tier: Tier::Dram })
+            Some(Change::Dropped { blocks: ends.collect(), tier: Tier::Dram, cause: Default::default() })
         })
     }
 

@@ -304,7 +304,11 @@ impl Speaker {
             std::cmp::Ordering::Greater => Some(stored(&blocks, held, len)),
             std::cmp::Ordering::Less => {
                 self.oracle.lock().falls_to(self.node, number, len as u32);
-                Some(Change::Dropped { blocks: blocks[len..held].to_vec(), tier: Tier::Dram })
+                Some(Change::Dropped {
+                    blocks: blocks[len..held].to_vec(),
+                    tier: Tier::Dram,
+                    cause: Default::default(),
+                })
             }
             std::cmp::Ordering::Equal => None,
         }

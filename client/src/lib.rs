@@ -23,6 +23,7 @@ mod layer_save;
 mod layers;
 mod links;
 mod members;
+mod outcomes;
 mod paths;
 mod prefill;
 mod report;
@@ -41,6 +42,7 @@ pub use layer_save::{LayerSave, LayerSaveCall, LayerSaveError, LayersAnswer, Lay
 pub use layers::{BlockRoom, LayerEvent, LayerFetch, LayersCall, RoomBack, RoomsLeft, SourceEnd};
 pub use links::LinkReader;
 pub use members::{GroupMembers, Members, MembersError, Step};
+pub use outcomes::RequestOutcome;
 pub use prefill::{Prefill, PrefillCall, PrefillEnd};
 pub use report::{InstanceLoad, Reporter, ReporterConfig};
 pub use retry::RouterError;
@@ -54,6 +56,7 @@ pub use transport::{NoTransport, RdmaSettings, Transport};
 pub use kvfleet_transport::{Asker, MissReason, SaveAnswer, SaveDone, SaveRefusal, VisibleAt};
 
 use links::Links;
+use outcomes::Outcomes;
 use paths::{COOL_DOWN, Paths};
 use retry::Routers;
 use save::SaveQueue;
@@ -130,6 +133,7 @@ pub struct Client {
     picks: Option<Arc<PickDialer>>,
     saves: Arc<SaveQueue>,
     links: Links,
+    outcomes: Outcomes,
     identity: Identity,
 }
 
@@ -140,6 +144,11 @@ impl std::fmt::Debug for Client {
 }
 
 impl Client {
+    /// Tells routers with the next reports what became of a request, which is what `kvfleet why` knows of it. Bounded, and never waits.
+    pub fn tell(&self, outcome: &RequestOutcome) {
+        self.outcomes.add(outcome);
+    }
+
     /// A client over the transport that is configured. Connects when first used. Needs a tokio runtime.
     ///
     /// # Errors
@@ -168,6 +177,7 @@ impl Client {
             picks: None,
             saves: Arc::new(SaveQueue::default()),
             links: Links::default(),
+            outcomes: Outcomes::default(),
             identity: config.identity,
         })
     }

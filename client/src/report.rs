@@ -19,6 +19,7 @@ use tonic::transport::Channel;
 
 use crate::Client;
 use crate::links::LinkReader;
+use crate::outcomes::Outcomes;
 
 /// Least time a router has to take a report; longer when reports are rarer than that.
 const REPORT_TIMEOUT_MIN: Duration = Duration::from_millis(500);
@@ -117,6 +118,8 @@ impl Client {
                 load: Arc::clone(&load),
                 // What was long before says nothing of links now, and was told by a reporter before this one.
                 links: config.links.then(|| LinkReader::from_now(self.links.clone())),
+                outcomes: self.outcomes.clone(),
+                told_outcomes: 0,
                 heard: Instant::now(),
                 is_reachable: true,
                 is_known: true,
@@ -137,6 +140,9 @@ struct OneRouter {
     every: Duration,
     load: Arc<Load>,
     links: Option<LinkReader>,
+    outcomes: Outcomes,
+    /// Outcomes that this router has heard of.
+    told_outcomes: u64,
     /// When it took a report last.
     heard: Instant,
     is_reachable: bool,
@@ -170,7 +176,9 @@ impl OneRouter {
         let InstanceLoad { queue_tokens, running, waiting } = load;
         let looked = self.links.as_ref().filter(|_| !leaving).map(LinkReader::look);
         let (links, told) = looked.map_or((Vec::new(), None), |(links, told)| (links, Some(told)));
+        let (outcomes, told_to) = self.outcomes.from(self.told_outcomes);
         let report = pb::ReportRequest {
+            outcomes,
             queue_tokens,
             running,
             waiting,
@@ -187,6 +195,7 @@ impl OneRouter {
             Err(_) => Err(tonic::Status::deadline_exceeded("no answer in time")),
         };
         if sent.is_ok() {
+            self.told_outcomes = told_to;
             self.heard = Instant::now();
         }
         if let (Some(links), Some(told)) = (&mut self.links, told)

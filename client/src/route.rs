@@ -81,6 +81,10 @@ impl Client {
             output_tokens: call.output_tokens,
             identity: call.identity.0.to_vec(),
             after: call.after,
+            among: None,
+            without: Vec::new(),
+            ttft_max_ms: 0,
+            priority: 0,
             fresh: call.fresh,
             traceparent: current_traceparent(),
         };

@@ -17,6 +17,7 @@ mod rdma;
 mod scope;
 mod serve;
 pub mod server;
+mod standing;
 mod start;
 pub mod store;
 #[cfg(test)]
@@ -29,4 +30,5 @@ pub use config::{
 };
 pub use listen::ListenError;
 pub use serve::{FETCH_TIME_MAX, REQUEST_BLOCKS_MAX, SAVE_ROOM_WAIT};
+pub use standing::Standing;
 pub use start::{Node, NodeFailed, StartError};

@@ -34,6 +34,7 @@ use crate::rdma;
 use crate::scope::Scope;
 use crate::serve::{Keeps, Service, Terms};
 use crate::server::Control;
+use crate::standing::Standing;
 use crate::store::{
     Capacities, GPU_JOBS_MAX, GPU_READS_MAX, GPU_RETRY, Gpu, LoadBudget, Parts, Shared, SlotSizes, Store,
     StoreHandle,
@@ -133,6 +134,7 @@ pub struct Node {
     quick: Option<QuickThread>,
     data_addr: SocketAddr,
     control_addr: SocketAddr,
+    standing: Standing,
     tasks: Vec<JoinHandle<()>>,
     stop: CancellationToken,
     failed: CancellationToken,
@@ -202,10 +204,24 @@ impl Node {
             let renewing = keep_renewed(Renewal::new(identity.clone(), files), renew);
             tasks.push(tokio::spawn(until_stopped(stop.clone(), renewing)));
         }
-        let link = Link { record, routers: config.routers, identity, store };
-        tasks.push(tokio::spawn(link.run(stop.clone())));
+        let (standing, life, leaving, left) = Standing::new(!config.routers.is_empty());
+        let link = Link { record, routers: config.routers, identity, store, life, leaving };
+        tasks.push(tokio::spawn(until_left(link.run(stop.clone()), left)));
         tracing::info!(node = config.id, %data_addr, %control_addr, "node serves");
-        Ok(Node { service, data, host, quick, data_addr, control_addr, tasks, stop, failed, _guard: guard })
+        let _guard = guard;
+        Ok(Node {
+            service,
+            data,
+            host,
+            quick,
+            data_addr,
+            control_addr,
+            standing,
+            tasks,
+            stop,
+            failed,
+            _guard,
+        })
     }
 
     /// Block bytes for whoever shares this process: what peers get over the network, by reference. What the network's end
@@ -225,6 +241,12 @@ impl Node {
     #[must_use]
     pub fn control_addr(&self) -> SocketAddr {
         self.control_addr
+    }
+
+    /// Its standing in the cluster, for whoever asks while it serves.
+    #[must_use]
+    pub fn standing(&self) -> Standing {
+        self.standing.clone()
     }
 
     /// Returns once the node cannot go on, after it said why in the log and left the cluster; never while
@@ -258,6 +280,12 @@ impl Node {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the node failed: the task that owns its blocks ended; its log says why. Start it again")]
 pub struct NodeFailed;
+
+/// Tells whoever waits that the node has left the cluster, or never was in one.
+async fn until_left(linked: impl Future<Output = ()>, left: CancellationToken) {
+    linked.await;
+    left.cancel();
+}
 
 /// Waits for the store's task. Without it nothing can be fetched or saved, so a node that lost it must not
 /// go on telling the routers that it is there.

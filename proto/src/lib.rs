@@ -10,6 +10,7 @@ pub mod codec;
 pub mod content;
 pub mod convert;
 pub mod engine_events;
+pub mod envoy;
 pub mod frame;
 pub mod identity;
 pub mod tls;
@@ -21,6 +22,12 @@ pub mod pb {
     #![allow(missing_docs, unreachable_pub, unused_qualifications, clippy::all, clippy::pedantic)]
     #![allow(clippy::unwrap_used)]
     tonic::include_proto!("kvfleet.v1");
+}
+
+/// Whether a server takes calls (`grpc.health.v1`).
+pub mod health {
+    #![allow(missing_docs, unreachable_pub, unused_qualifications, clippy::all, clippy::pedantic)]
+    tonic::include_proto!("grpc.health.v1");
 }
 
 /// Messages of the block path (`kvfleet.data.v1`).

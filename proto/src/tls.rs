@@ -397,6 +397,20 @@ impl Identity {
         self.server(provider(), ALPN_GRPC)
     }
 
+    /// The same for callers who are asked for no certificate, and may be of TLS 1.2.
+    #[must_use]
+    pub fn grpc_server_of_anyone(&self) -> rustls::ServerConfig {
+        let mut config = rustls::ServerConfig::builder_with_details(provider(), Arc::clone(&self.clock))
+            .with_safe_default_protocol_versions()
+            .expect("ring supports TLS 1.2 and 1.3")
+            .with_no_client_auth()
+            .with_cert_resolver(Arc::clone(&self.shown) as Arc<dyn rustls::server::ResolvesServerCert>);
+        config.send_tls13_tickets = 0;
+        config.session_storage = Arc::new(rustls::server::NoServerSessionStorage {});
+        config.alpn_protocols = vec![ALPN_GRPC.to_vec()];
+        config
+    }
+
     /// For the client end of control calls: TLS 1.3, mutual, [`ALPN_GRPC`]; connect to [`SERVER_NAME`].
     #[must_use]
     pub fn grpc_client(&self) -> rustls::ClientConfig {

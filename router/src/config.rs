@@ -7,9 +7,11 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kv_core::schedule::{HardwareProfile, PROFILES};
+use kv_core::id::TenantId;
+use kv_core::schedule::{Admission, HardwareProfile, PROFILES};
 use serde::{Deserialize, Serialize};
 
+pub(crate) use engines::check_identity;
 pub use engines::{DialectConfig, EngineConfig, EngineTenantConfig, EnginesConfig};
 
 mod engines;
@@ -51,12 +53,54 @@ pub struct RouterConfig {
     /// Whether decisions price by what instances measured of their links, where they report any; else by the profile alone,
     /// and what they report is shown only.
     pub price_links: bool,
+    /// Who is turned away when not all requests can be served in time.
+    pub admission: AdmissionConfig,
     /// Log entries between two snapshots.
     pub snapshot_every_entries: u64,
     /// (node, block) pairs the index may hold. The same on every router.
     pub index_copies_max: u64,
     /// Engines whose KV events are heard.
     pub engines: EnginesConfig,
+}
+
+/// Limits of requests, and tenants' shares of what is got through.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct AdmissionConfig {
+    /// Until when the first token of a request must be out that says nothing of it, milliseconds; 0 for no limit: then nothing is turned
+    /// away before queues are full.
+    pub ttft_max_ms: u64,
+    /// Tenants with another weight than 1.
+    pub weights: Vec<TenantWeightConfig>,
+}
+
+/// Weight of one tenant.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TenantWeightConfig {
+    /// The tenant.
+    pub tenant: u32,
+    /// Its share against those of others.
+    pub weight: f64,
+}
+
+impl AdmissionConfig {
+    /// Nobody was let in yet.
+    pub(crate) fn start(&self) -> Admission {
+        Admission::with_weights(self.weights.iter().map(|of| (TenantId(of.tenant), of.weight)))
+    }
+
+    fn check(&self) -> Result<(), ConfigError> {
+        for TenantWeightConfig { tenant, weight } in &self.weights {
+            if !weight.is_finite() || !(0.001..=1_000.0).contains(weight) {
+                let text = format!(
+                    "tenant {tenant} has weight {weight}; 0.001 to 1000 are allowed, and 1 is what others have"
+                );
+                return refuse("admission.weights", text);
+            }
+        }
+        Ok(())
+    }
 }
 
 /// One voter.
@@ -137,6 +181,7 @@ impl Default for RouterConfig {
             truth: TruthConfig::default(),
             profile: HardwareProfile::default().name.into(),
             price_links: true,
+            admission: AdmissionConfig::default(),
             snapshot_every_entries: 5_000,
             index_copies_max: kv_core::index::COPIES_MAX,
             engines: EnginesConfig::default(),
@@ -235,6 +280,7 @@ impl RouterConfig {
         self.announce.check()?;
         self.truth.check()?;
         self.engines.check()?;
+        self.admission.check()?;
         self.check_rest()
     }
 
@@ -494,6 +540,19 @@ mod tests {
             data_dir: "/data".into(),
             tls: TlsConfig { ca: "ca".into(), cert: "cert".into(), key: "key".into() },
             ..RouterConfig::default()
+        }
+    }
+
+    #[test]
+    fn a_weight_must_be_one() {
+        let weighted = |weight| {
+            refused(move |config| {
+                config.admission.weights = vec![TenantWeightConfig { tenant: 3, weight }];
+            })
+        };
+        says("a tenant's weight that is none", &weighted(-1.0), &[]);
+        for weight in [0.0, f64::NAN, f64::INFINITY, 1e9] {
+            assert!(weighted(weight).contains("admission.weights"), "{weight}");
         }
     }
 

@@ -94,6 +94,7 @@ impl Group {
     /// The replica has applied what was committed a moment ago.
     pub(crate) fn is_level(&self) {
         self.was_level.store(true, Ordering::Relaxed);
+        self.published.is_level();
     }
 
     /// Its number.

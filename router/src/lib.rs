@@ -9,6 +9,7 @@ mod background;
 mod balance;
 mod clock;
 pub mod config;
+mod desk;
 mod directives;
 mod engines;
 mod error;
@@ -38,11 +39,14 @@ mod harness;
 mod ports;
 
 pub use config::{
-    AnnounceConfig, ConfigError, DialectConfig, EngineConfig, EngineTenantConfig, EnginesConfig,
-    RouterConfig, TimingsConfig, TlsConfig, TruthConfig, VoterConfig,
+    AdmissionConfig, AnnounceConfig, ConfigError, DialectConfig, EngineConfig, EngineTenantConfig,
+    EnginesConfig, RouterConfig, TenantWeightConfig, TimingsConfig, TlsConfig, TruthConfig, VoterConfig,
 };
+pub use desk::Desk;
+pub use engines::FollowError;
 #[cfg(feature = "probe")]
 pub use engines::probe::Listener;
+pub use engines::tenants::Tenants;
 pub use error::StartError;
 pub use raft::log::LogError;
 #[cfg(feature = "probe")]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kv_core::id::{NodeId, Tier};
 use kv_core::index::command::AnnounceOutcome;
-use kv_core::schedule::LinkPath;
+use kv_core::schedule::{LinkPath, Missing};
 use prometheus::{
     GaugeVec, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
     exponential_buckets,
@@ -36,6 +36,8 @@ pub(crate) struct Metrics {
     log_bytes: IntGauge,
     index_copies: IntGauge,
     truth: TruthMetrics,
+    missing: IntCounterVec,
+    ttft_error: Histogram,
     soft: SoftMetrics,
 }
 
@@ -174,6 +176,16 @@ pub(crate) enum Routed {
     Invalid,
 }
 
+/// How far off predictions are.
+fn ttft_error(registry: &Registry) -> prometheus::Result<Histogram> {
+    let buckets = vec![-0.8, -0.4, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2];
+    let help = "Predicted time to first token over the one that instances told, less 1";
+    let opts = HistogramOpts::new("kvfleet_ttft_prediction_error", help).buckets(buckets);
+    let histogram = Histogram::with_opts(opts)?;
+    registry.register(Box::new(histogram.clone()))?;
+    Ok(histogram)
+}
+
 impl Metrics {
     /// Makes and registers everything.
     ///
@@ -235,6 +247,13 @@ impl Metrics {
             log_bytes: gauge(registry, "kvfleet_log_bytes", "Bytes of log entries held in memory")?,
             index_copies: gauge(registry, "kvfleet_index_copies", "(node, block) pairs of live nodes")?,
             truth: TruthMetrics::register(registry)?,
+            missing: labelled(
+                registry,
+                "kvfleet_missing_blocks_total",
+                "Blocks of routed prompts that were not served from the cache, by reason",
+                "reason",
+            )?,
+            ttft_error: ttft_error(registry)?,
             soft: SoftMetrics::register(registry)?,
         })
     }
@@ -247,6 +266,19 @@ impl Metrics {
         };
         self.decisions.with_label_values(&[label]).inc();
         self.route_seconds.observe(took.as_secs_f64());
+    }
+
+    pub(crate) fn missing(&self, missing: &[Missing]) {
+        for one in missing {
+            self.missing.with_label_values(&[one.why.name()]).inc_by(one.len_blocks.into());
+        }
+    }
+
+    /// What was predicted until the first token, and what an instance told.
+    #[allow(clippy::cast_precision_loss)]
+    pub(crate) fn observed(&self, predicted_us: u64, ttft_us: u64) {
+        // What an instance tells is not to spoil the sum for good.
+        self.ttft_error.observe((predicted_us as f64 / ttft_us.max(1) as f64 - 1.0).min(100.0));
     }
 
     pub(crate) fn looked_up(&self) {

@@ -25,6 +25,7 @@ use crate::background::Background;
 use crate::balance;
 use crate::clock::{Clock, UnixClock};
 use crate::config::RouterConfig;
+use crate::desk::Desk;
 use crate::directives;
 use crate::engines::metrics::EngineMetrics;
 use crate::engines::{self, Engines};
@@ -68,6 +69,7 @@ const CLOSE_MAX: Duration = Duration::from_secs(10);
 pub struct Router {
     local_addr: SocketAddr,
     pub(crate) groups: Groups,
+    desk: Desk,
     stop: CancellationToken,
     serving: JoinHandle<()>,
     guard: LogGuard,
@@ -110,7 +112,7 @@ impl Router {
         );
         let parts = Parts { config: &config, groups: &groups, metrics, comes_late, stop: &stop };
         let shared = parts.assemble(cluster, peers);
-        Engines {
+        let following = Engines {
             residency: Arc::clone(&shared.residency),
             clock: shared.clock,
             unix: shared.unix.clone(),
@@ -118,13 +120,14 @@ impl Router {
             stop: stop.clone(),
         }
         .start(prepared);
+        let desk = Desk::new(Arc::clone(&shared), following, identity.clone());
         let serving = serve(listener, &identity, RouterService::new(shared), raft_service, stop.clone());
         let (renewal, stopped) = (Renewal::new(identity, files), stop.clone());
         tokio::spawn(async move {
             let _ = stopped.run_until_cancelled(keep_renewed(renewal, RENEW_EVERY)).await; // stopped, as asked
         });
         groups.all().iter().for_each(|group| group.consensus.raft().run());
-        let router = Router { local_addr, groups, stop, serving, guard };
+        let router = Router { local_addr, groups, desk, stop, serving, guard };
         if let Err(error) = boot::initialize(&router.groups, &withheld, &config).await {
             router.halt().await;
             return Err(error);
@@ -138,6 +141,12 @@ impl Router {
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.local_addr
+    }
+
+    /// Calls made within this process.
+    #[must_use]
+    pub fn desk(&self) -> Desk {
+        self.desk.clone()
     }
 
     /// Whether this router leads the control group, as far as it knows.
@@ -177,13 +186,13 @@ impl Router {
                 tracing::error!(group = group.number(), %error, "consensus ended badly");
             }
         }
-        let Router { groups, mut serving, guard, .. } = self;
+        let Router { groups, desk, mut serving, guard, .. } = self;
         if tokio::time::timeout(DRAIN_MAX, &mut serving).await.is_err() {
             tracing::warn!("calls under way were cut off");
             serving.abort();
             drop(serving.await);
         }
-        drop(groups);
+        drop((groups, desk));
         let closed = tokio::task::spawn_blocking(move || guard.join());
         if tokio::time::timeout(CLOSE_MAX, closed).await.is_err() {
             tracing::error!("the raft log was not closed in time");
@@ -237,7 +246,7 @@ impl Parts<'_> {
     fn assemble(&self, cluster: Arc<Cluster>, peers: Peers) -> Arc<Shared> {
         let clock = Clock::start();
         let control = self.groups.control();
-        let fleet = Arc::new(FleetView::new(self.config.hardware()));
+        let fleet = Arc::new(FleetView::new(self.config.hardware(), self.config.admission.start()));
         let residency = Arc::new(RwLock::new(Residency::new(RESIDENT_BLOCKS_MAX, clock.now())));
         let silence = Arc::new(Mutex::new(Silence::new(self.config.timings.silence())));
         tokio::spawn(liveness::run(
@@ -281,6 +290,8 @@ impl Parts<'_> {
             residency,
             silence,
             ingests: self.groups.shards().iter().map(|shard| self.ingest(shard, clock)).collect(),
+            ttft_max_ms: self.config.admission.ttft_max_ms,
+            recall: Mutex::default(),
             fresh_shares: Mutex::default(),
             directives: directives::start(Arc::clone(&control.published), self.stop.clone()),
             metrics: self.metrics.clone(),

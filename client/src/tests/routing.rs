@@ -71,6 +71,9 @@ impl Router for Fake {
     async fn report_residency(&self, _: Request<pb::ResidencyRequest>) -> Answer<pb::ResidencyReply> {
         absent()
     }
+    async fn why(&self, _: Request<pb::WhyRequest>) -> Answer<pb::WhyReply> {
+        absent()
+    }
     async fn status(&self, _: Request<pb::StatusRequest>) -> Answer<pb::StatusReply> {
         Ok(Response::new(pb::StatusReply { term: 4, ..pb::StatusReply::default() }))
     }
@@ -206,7 +209,7 @@ async fn answers_that_another_router_would_repeat_end_the_call() {
 #[tokio::test]
 async fn rejections_and_empty_answers_are_told_apart() {
     let authority = Authority::new();
-    let rejected = pb::Rejected { reason: "no instance".into(), retry_after_ms: 30 };
+    let rejected = pb::Rejected { reason: "no instance".into(), retry_after_ms: 30, nobody: true };
     let reply = pb::RouteReply { answer: Some(pb::route_reply::Answer::Rejected(rejected)), freshness: None };
     let (address, _, _serving) = serve(&authority.member(), Ok(reply)).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();

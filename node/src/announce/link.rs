@@ -41,13 +41,23 @@ pub(crate) struct Link {
     pub(crate) routers: Vec<String>,
     pub(crate) identity: tls::Identity,
     pub(crate) store: StoreHandle,
+    /// The epoch that the routers gave and did not end.
+    pub(crate) life: watch::Sender<Option<Life>>,
+    /// Cancelled when the node is to leave the cluster before it stops.
+    pub(crate) leaving: CancellationToken,
 }
+
+/// Longest that one router is asked to let this node go.
+const LEAVE_TRY: Duration = Duration::from_secs(1);
+
+/// Rounds over all routers in which it is asked: a leader that is just being elected is found in the second one.
+const LEAVE_ROUNDS: usize = 3;
 
 /// An epoch of this node, and the shards it announces to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Life {
-    pub(super) epoch: Epoch,
-    pub(super) shards: u16,
+pub(crate) struct Life {
+    pub(crate) epoch: Epoch,
+    pub(crate) shards: u16,
 }
 
 /// Registration and stream state between connections.
@@ -64,16 +74,22 @@ struct Session {
 }
 
 impl Link {
-    /// Runs until `stop`.
+    /// Runs until `stop`, or until the node has left.
     pub(crate) async fn run(self, stop: CancellationToken) {
+        let (leaving, life) = (self.leaving.clone(), self.life.clone());
         let link = Arc::new(self);
         let seek = Seek::new(&link.routers);
         let (to_fence, fences) = mpsc::channel(FENCES_MAX);
-        let (life, shards) = (watch::Sender::new(None), JoinSet::new());
+        let shards = JoinSet::new();
         let mut session =
             Session { link, seek, life, directives_version: 0, joined: None, fences, to_fence, shards };
         tokio::select! {
             () = stop.cancelled() => {}
+            () = leaving.cancelled() => {
+                // Nothing is announced beside it: a shard would answer that the epoch is over, and the node join again.
+                session.shards.abort_all();
+                let _ = stop.run_until_cancelled(session.leave()).await; // stopped, which says it more slowly
+            }
             () = session.run() => {}
         }
     }
@@ -266,6 +282,32 @@ impl Session {
                 },
             }
         }
+    }
+
+    /// Says goodbye to whoever leads the control group, so that nothing is routed here any more. Without an answer the routers
+    /// notice by the silence.
+    async fn leave(&mut self) {
+        let Some(epoch) = self.epoch() else { return };
+        for _ in 0..LEAVE_ROUNDS * self.link.routers.len().max(1) {
+            let Some((address, wait)) = self.seek.next() else { break };
+            sleep(wait).await;
+            match timeout(LEAVE_TRY, self.leave_by(&address, epoch)).await {
+                Ok(Ok(())) => {
+                    tracing::info!(%epoch, "left the cluster");
+                    self.life.send_replace(None);
+                    return;
+                }
+                Ok(Err(Ended::Leader(leader))) => self.seek.leader_is(&leader),
+                Ok(Err(_)) | Err(_) => {}
+            }
+        }
+        tracing::warn!(%epoch, "no router took the goodbye; they will notice by the silence");
+    }
+
+    async fn leave_by(&self, address: &str, epoch: Epoch) -> Result<(), Ended> {
+        let mut client = connect(address, &self.link.identity).await.map_err(Ended::Lost)?;
+        let request = pb::LeaveRequest { node: self.link.record.node.0, epoch: epoch.0 };
+        client.leave(request).await.map(drop).map_err(|status| ended(&status))
     }
 
     fn heartbeat(&self, epoch: Epoch) -> pb::AnnounceRequest {

@@ -261,9 +261,9 @@ fn split(change: Change, room: usize) -> (Change, Option<Change>) {
             let (blocks, later) = cut(blocks);
             (Change::Moved { blocks, from, to }, Some(Change::Moved { blocks: later, from, to }))
         }
-        Change::Dropped { blocks, tier } => {
+        Change::Dropped { blocks, tier, cause } => {
             let (blocks, later) = cut(blocks);
-            (Change::Dropped { blocks, tier }, Some(Change::Dropped { blocks: later, tier }))
+            (Change::Dropped { blocks, tier, cause }, Some(Change::Dropped { blocks: later, tier, cause }))
         }
         Change::Cleared => (Change::Cleared, None),
     }

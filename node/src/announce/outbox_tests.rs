@@ -213,7 +213,7 @@ proptest! {
             match op {
                 Op::Store(number) if held.insert(number) => outbox.push(vec![stored(number..number + 1)]),
                 Op::Drop(number) if held.remove(&number) => outbox.push(vec![Change::Dropped {
-                    blocks: vec![hash(number)], tier: Tier::Dram }]),
+                    blocks: vec![hash(number)], tier: Tier::Dram, cause: Default::default() }]),
                 Op::Send => if let Some(batch) = outbox.next_batch() {
                     replica.apply(&batch, &mut outbox, &held);
                 },

@@ -129,7 +129,7 @@ fn part(change: Change, shards: u16, parts: &mut [Vec<Change>]) {
         let change = match &change {
             Change::Stored { tier, .. } => Change::Stored { parent, blocks, tier: *tier },
             Change::Moved { from, to, .. } => Change::Moved { blocks, from: *from, to: *to },
-            Change::Dropped { tier, .. } => Change::Dropped { blocks, tier: *tier },
+            Change::Dropped { tier, cause, .. } => Change::Dropped { blocks, tier: *tier, cause: *cause },
             Change::Cleared => Change::Cleared,
         };
         parts[usize::from(run[0].shard(shards)) - 1].push(change);
@@ -158,10 +158,14 @@ mod tests {
         outboxes.joined(Epoch(1), 4, vec![stored(vec![block(0, 1), block(0, 2)])]);
         outboxes.push(vec![
             stored(vec![block(200, 1)]),
-            Change::Dropped { blocks: vec![block(0, 1), block(200, 1), block(0, 2)], tier: Tier::Dram },
+            Change::Dropped {
+                blocks: vec![block(0, 1), block(200, 1), block(0, 2)],
+                tier: Tier::Dram,
+                cause: Default::default(),
+            },
         ]);
         let batch = outboxes.shard(1).unwrap().next_batch().unwrap();
-        let dropped = |blocks| Change::Dropped { blocks, tier: Tier::Dram };
+        let dropped = |blocks| Change::Dropped { blocks, tier: Tier::Dram, cause: Default::default() };
         let first = vec![
             stored(vec![block(0, 1), block(0, 2)]),
             dropped(vec![block(0, 1)]),

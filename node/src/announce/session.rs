@@ -91,7 +91,10 @@ pub(super) async fn connect(
 pub(super) fn ended(status: &Status) -> Ended {
     match status.metadata().get(LEADER_KEY).and_then(|value| value.to_str().ok()) {
         Some(leader) if !leader.is_empty() => Ended::Leader(leader.to_owned()),
-        _ if status.code() == Code::PermissionDenied => Ended::Refused(status.message().to_owned()),
+        // Of another identity, or with the number of another node.
+        _ if matches!(status.code(), Code::PermissionDenied | Code::AlreadyExists) => {
+            Ended::Refused(status.message().to_owned())
+        }
         _ => Ended::Lost(format!("{}: {}", status.code(), status.message())),
     }
 }

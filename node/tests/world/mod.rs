@@ -394,6 +394,10 @@ impl Router for FakeRouter {
         Err(Status::unimplemented("not part of these tests"))
     }
 
+    async fn why(&self, _: Request<pb::WhyRequest>) -> Result<Response<pb::WhyReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
     async fn pin(&self, _: Request<pb::PinRequest>) -> Result<Response<pb::AdminReply>, Status> {
         Err(Status::unimplemented("not part of these tests"))
     }

@@ -3,7 +3,7 @@
 //! Not here: what the index does with them (`kv_core::index`) and their bytes in the log (its codec).
 
 use kv_core::id::{BlockHash, Epoch, IdentityDigest, InstanceId, NodeId, Seq, Tier};
-use kv_core::index::command::{Announcement, Change, NodeRecord};
+use kv_core::index::command::{Announcement, Change, DropCause, NodeRecord};
 
 use super::{ConvertError, HASH_BYTES};
 use crate::pb;
@@ -108,6 +108,8 @@ pub fn change_from_pb(change: &pb::Change) -> Result<Change, ConvertError> {
         Wire::Dropped(dropped) => Ok(Change::Dropped {
             blocks: hashes_from_bytes("dropped.blocks", &dropped.blocks)?,
             tier: tier_field("dropped.tier", dropped.tier)?,
+            // What a later release calls by another number counts for the usual one.
+            cause: DropCause::from_number(dropped.cause).unwrap_or_default(),
         }),
         Wire::Cleared(pb::Cleared {}) => Ok(Change::Cleared),
     }
@@ -134,9 +136,11 @@ pub fn change_to_pb(change: &Change) -> pb::Change {
         Change::Moved { blocks, from, to } => {
             Wire::Moved(pb::Moved { blocks: hashes_to_bytes(blocks), from: *from as u32, to: *to as u32 })
         }
-        Change::Dropped { blocks, tier } => {
-            Wire::Dropped(pb::Dropped { blocks: hashes_to_bytes(blocks), tier: *tier as u32 })
-        }
+        Change::Dropped { blocks, tier, cause } => Wire::Dropped(pb::Dropped {
+            blocks: hashes_to_bytes(blocks),
+            tier: *tier as u32,
+            cause: *cause as u32,
+        }),
         Change::Cleared => Wire::Cleared(pb::Cleared {}),
     };
     pb::Change { change: Some(wire) }
@@ -225,7 +229,8 @@ mod tests {
             (prop::option::of(any::<[u8; 16]>().prop_map(BlockHash)), hashes(), tier())
                 .prop_map(|(parent, blocks, tier)| Change::Stored { parent, blocks, tier }),
             (hashes(), tier(), tier()).prop_map(|(blocks, from, to)| Change::Moved { blocks, from, to }),
-            (hashes(), tier()).prop_map(|(blocks, tier)| Change::Dropped { blocks, tier }),
+            (hashes(), tier(), prop::sample::select(DropCause::ALL.to_vec()))
+                .prop_map(|(blocks, tier, cause)| Change::Dropped { blocks, tier, cause }),
             Just(Change::Cleared),
         ]
     }
@@ -259,7 +264,7 @@ mod tests {
         let bad = pb::Stored { parent: vec![1], blocks: vec![], tier: 0 };
         let bad = pb::Change { change: Some(pb::change::Change::Stored(bad)) };
         assert_eq!(change_from_pb(&bad).unwrap_err().to_string(), "stored.parent has 1 bytes, expected 16");
-        let bad = pb::Dropped { blocks: vec![], tier: 7 };
+        let bad = pb::Dropped { blocks: vec![], tier: 7, cause: 0 };
         let bad = pb::Change { change: Some(pb::change::Change::Dropped(bad)) };
         assert!(change_from_pb(&bad).unwrap_err().to_string().starts_with("dropped.tier is 7"));
         assert_eq!(

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
@@ -67,12 +68,28 @@ pub fn incoming(
     incoming_within(listener, identity, Bounds::default())
 }
 
+/// The same for callers who need not say who they are: for what strangers may ask.
+pub fn incoming_of_anyone(
+    listener: TcpListener,
+    identity: &Identity,
+) -> impl Stream<Item = io::Result<Called>> + Send + Unpin + use<> {
+    within(listener, identity.grpc_server_of_anyone(), Bounds::default())
+}
+
 pub(super) fn incoming_within(
     listener: TcpListener,
     identity: &Identity,
     bounds: Bounds,
 ) -> impl Stream<Item = io::Result<Called>> + Send + Unpin + use<> {
-    let acceptor = TlsAcceptor::from(Arc::new(identity.grpc_server()));
+    within(listener, identity.grpc_server(), bounds)
+}
+
+fn within(
+    listener: TcpListener,
+    config: ServerConfig,
+    bounds: Bounds,
+) -> impl Stream<Item = io::Result<Called>> + Send + Unpin + use<> {
+    let acceptor = TlsAcceptor::from(Arc::new(config));
     let handshakes = Handshakes { bounds, begun: 0, running: JoinSet::new(), by_age: BTreeMap::new() };
     let incoming = Incoming { listener, acceptor, handshakes, refused: Refused::default() };
     Box::pin(futures_util::stream::unfold(incoming, |mut incoming| async {

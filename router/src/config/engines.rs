@@ -111,13 +111,23 @@ impl EngineConfig {
         self.events.is_empty()
     }
 
-    fn check(&self) -> Result<(), ConfigError> {
+    /// Whether the instances of two engines meet.
+    pub(crate) fn meets(&self, other: &EngineConfig) -> bool {
+        let last = |engine: &EngineConfig| engine.instance.saturating_add(u32::from(engine.ranks) - 1);
+        self.instance <= last(other) && other.instance <= last(self)
+    }
+
+    pub(crate) fn check(&self) -> Result<(), ConfigError> {
         let whose = format!("instance {}", self.instance);
         if !(1..=RANKS_MAX).contains(&self.ranks) {
             return refuse(
                 "engines.list",
                 format!("{whose} has {} ranks; 1 to {RANKS_MAX} are allowed", self.ranks),
             );
+        }
+        if self.instance.checked_add(u32::from(self.ranks) - 1).is_none() {
+            let text = format!("{whose} has no number for its last rank; rank r is `instance` + r");
+            return refuse("engines.list", text);
         }
         let mut ranges = Vec::new();
         for endpoint in [&self.events, &self.replay].into_iter().filter(|endpoint| !endpoint.is_empty()) {
@@ -143,14 +153,17 @@ impl EngineConfig {
     }
 }
 
+/// Whether hashes can be made under it.
+pub(crate) fn check_identity(identity: &IdentitySection) -> Result<(), ConfigError> {
+    identity.manifest().validate().or_else(|error| refuse("engines.identity", error.to_string()))
+}
+
 impl EnginesConfig {
     pub(super) fn check(&self) -> Result<(), ConfigError> {
         if self.list.is_empty() {
             return Ok(());
         }
-        if let Err(error) = self.identity.manifest().validate() {
-            return refuse("engines.identity", error.to_string());
-        }
+        check_identity(&self.identity)?;
         let mut instances = HashSet::new();
         let mut topics = HashSet::new();
         for engine in &self.list {

@@ -109,7 +109,11 @@ impl Changes {
             _ if is_stored => {
                 self.list.push(Change::Stored { parent: before, blocks: new.into(), tier: Tier::Gpu });
             }
-            _ => self.list.push(Change::Dropped { blocks: new.into(), tier: Tier::Gpu }),
+            _ => self.list.push(Change::Dropped {
+                blocks: new.into(),
+                tier: Tier::Gpu,
+                cause: Default::default(),
+            }),
         }
     }
 

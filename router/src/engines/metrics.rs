@@ -9,6 +9,16 @@ use prometheus::{Gauge, GaugeVec, IntCounterVec, IntGauge, IntGaugeVec, Opts, Re
 
 use super::aliases::LeftOut;
 
+/// What becomes of a message.
+const OUTCOMES: &[&str] = &["applied", "before", "malformed", "unreadable", "other_rank"];
+
+/// What becomes of a gap.
+const GAP_OUTCOMES: &[&str] = &["filled", "lost"];
+
+/// Why a block has no place.
+const LEFT_OUT_REASONS: &[&str] =
+    &["orphan", "opaque", "odd_size", "other_group", "unknown_salt", "over_limit", "no_room"];
+
 /// Handles; clones share them.
 #[derive(Clone)]
 pub(crate) struct EngineMetrics {
@@ -72,6 +82,23 @@ impl EngineMetrics {
             connected,
             lag,
         })
+    }
+
+    /// Shows those of one rank no more.
+    pub(super) fn forget(&self, instance: InstanceId) {
+        let name = instance.0.to_string();
+        let EngineMetrics { messages, gaps, restarts, unknown_events, left_out, connected, lag } = self;
+        // What was never counted is not there.
+        for (counter, values) in [(messages, OUTCOMES), (gaps, GAP_OUTCOMES), (left_out, LEFT_OUT_REASONS)] {
+            for value in values {
+                let _ = counter.remove_label_values(&[&name, *value]);
+            }
+        }
+        for counter in [restarts, unknown_events] {
+            let _ = counter.remove_label_values(&[&name]);
+        }
+        let _ = connected.remove_label_values(&[&name]);
+        let _ = lag.remove_label_values(&[&name]);
     }
 
     /// Those of one rank.

@@ -142,8 +142,8 @@ fn pieces(change: Change, most: usize) -> Vec<Change> {
         Change::Stored { parent, blocks, tier } if blocks.len() > most => starts(&blocks)
             .map(|at| Change::Stored { parent: behind(parent, &blocks, at), blocks: cut(&blocks, at), tier })
             .collect(),
-        Change::Dropped { blocks, tier } if blocks.len() > most => {
-            starts(&blocks).map(|at| Change::Dropped { blocks: cut(&blocks, at), tier }).collect()
+        Change::Dropped { blocks, tier, cause } if blocks.len() > most => {
+            starts(&blocks).map(|at| Change::Dropped { blocks: cut(&blocks, at), tier, cause }).collect()
         }
         other => vec![other],
     }
@@ -169,6 +169,7 @@ mod tests {
         let dropped = |blocks: std::ops::Range<u8>| Change::Dropped {
             blocks: blocks.map(hash).collect(),
             tier: Tier::Gpu,
+            cause: Default::default(),
         };
         let all = vec![Change::Cleared, stored(None, 0..2), stored(Some(9), 10..19), dropped(20..25)];
         let expected = vec![

@@ -20,14 +20,14 @@ const ADAPTER_BYTES_MAX: usize = 256;
 /// Bytes of a tenant's secret.
 const SECRET_BYTES: usize = 32;
 
-/// Whose hashes an engine's prefixes have.
-pub(super) struct Tenants {
+/// Whose hashes the prefixes of engines have: of events, and of requests that come by the doors.
+pub struct Tenants {
     /// The model that the engines run, without an adapter.
-    pub(super) manifest: IdentityManifest,
+    pub(crate) manifest: IdentityManifest,
     /// What a request's `cache_salt` stands for: the secret of its tenant.
-    pub(super) by_salt: HashMap<String, [u8; SECRET_BYTES]>,
+    pub(crate) by_salt: HashMap<String, [u8; SECRET_BYTES]>,
     /// Whose requests without one are.
-    pub(super) without_salt: [u8; SECRET_BYTES],
+    pub(crate) without_salt: [u8; SECRET_BYTES],
 }
 
 impl fmt::Debug for Tenants {
@@ -39,7 +39,10 @@ impl fmt::Debug for Tenants {
 
 impl Tenants {
     /// Reads the secrets.
-    pub(super) fn load(config: &EnginesConfig) -> Result<Tenants, ConfigError> {
+    ///
+    /// # Errors
+    /// A file that cannot be read or holds no secret, and two tenants of one salt or one secret.
+    pub fn load(config: &EnginesConfig) -> Result<Tenants, ConfigError> {
         let without_salt = match config.secret_file.as_os_str().is_empty() {
             true => [0; SECRET_BYTES],
             false => secret("engines.secret_file", &config.secret_file)?,
@@ -59,7 +62,32 @@ impl Tenants {
             }
             by_salt.insert(tenant.salt.clone(), secret);
         }
-        Ok(Tenants { manifest: config.identity.manifest(), by_salt, without_salt })
+        let mut manifest = config.identity.manifest();
+        // Whoever cuts blocks and whoever hashes them must mean the same length.
+        manifest.block_tokens = manifest.block_tokens.max(1);
+        Ok(Tenants { manifest, by_salt, without_salt })
+    }
+
+    /// Tokens of a block.
+    #[must_use]
+    pub fn block_tokens(&self) -> u32 {
+        self.manifest.block_tokens
+    }
+
+    /// Who hashes prefixes of this adapter and salt; making one costs a table of keys. Nobody where no tenant has the salt, or the adapter's
+    /// name is none.
+    #[must_use]
+    pub fn hasher(&self, adapter: Option<&str>, salt: Option<&str>) -> Option<PrefixHasher> {
+        if adapter.is_some_and(|adapter| adapter.len() > ADAPTER_BYTES_MAX) {
+            return None;
+        }
+        let secret = match salt {
+            Some(salt) => self.by_salt.get(salt)?,
+            None => &self.without_salt,
+        };
+        let mut manifest = self.manifest.clone();
+        manifest.adapter = adapter.unwrap_or(&manifest.adapter).to_owned();
+        Some(PrefixHasher::new(&manifest, secret))
     }
 }
 
@@ -102,7 +130,7 @@ impl Hashers {
 
     /// Tokens of one of our blocks.
     pub(super) fn block_tokens(&self) -> usize {
-        self.tenants.manifest.block_tokens.max(1) as usize
+        self.tenants.block_tokens() as usize
     }
 
     /// One that [`Hashers::of`] named.
@@ -122,17 +150,10 @@ impl Hashers {
         if let Some(number) = self.by_names.get(&names) {
             return Some(*number);
         }
-        if self.list.len() >= HASHERS_MAX || adapter.is_some_and(|adapter| adapter.len() > ADAPTER_BYTES_MAX)
-        {
+        if self.list.len() >= HASHERS_MAX {
             return None;
         }
-        let secret = match salt {
-            Some(salt) => self.tenants.by_salt.get(salt)?,
-            None => &self.tenants.without_salt,
-        };
-        let mut manifest = self.tenants.manifest.clone();
-        manifest.adapter = adapter.unwrap_or(&manifest.adapter).to_owned();
-        self.list.push(PrefixHasher::new(&manifest, secret));
+        self.list.push(self.tenants.hasher(adapter, salt)?);
         let number = self.list.len() as u32 - 1;
         self.by_names.insert(names, number);
         Some(number)

@@ -241,6 +241,16 @@ impl Consensus {
         }
     }
 
+    /// Campaigns no more: this router is about to go.
+    pub(crate) fn stand_aside(&self) {
+        self.raft.runtime_config().elect(false);
+    }
+
+    /// Whether another router could lead instead.
+    pub(crate) fn has_heir(&self) -> bool {
+        self.standing().members.iter().any(|(id, _, learns)| *id != self.id() && !learns)
+    }
+
     /// Gives leadership to the voter that is furthest, and waits until it is gone.
     pub(crate) async fn hand_over(&self) {
         let standing = self.standing();

@@ -22,6 +22,7 @@ use super::making::Making;
 use super::repair::Entries;
 use super::snapshot_file::{self, ChunkError, SnapshotFileError, Stored, Written};
 use super::{Answer, Entry, LogId, Payload, Proposal, Snapshot, SnapshotMeta, StoredMembership, TypeConfig};
+use crate::view::departed::Departed;
 use crate::view::published::{Published, Replica, Writing};
 
 /// Entries handed to a blocking thread at once: bounds how long a proposer waits for entries behind its own.
@@ -306,7 +307,14 @@ impl Step {
                 None
             }
             What::Command(command) => {
+                let dropped = match &command {
+                    Command::Announce(batch) => Departed::of(batch),
+                    _ => Vec::new(),
+                };
                 let answer = apply_command(&writing, command);
+                if let Applied::Announced(outcomes) = &answer {
+                    published.note_departed(&dropped, outcomes);
+                }
                 writing.slice(|replica| replica.applied = applied);
                 Some(answer)
             }

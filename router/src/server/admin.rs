@@ -4,15 +4,19 @@
 //! Not here: what the command does (`kv_core::index`), and how nodes hear of it (`crate::directives`).
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use kv_core::id::{Epoch, GROUPS, GroupId, NodeId, PinId, TenantId};
-use kv_core::index::command::{Applied, Command, Pin, PinKind, Refusal};
+use kv_core::index::command::{Applied, Command, NodeRecord, Pin, PinKind, Refusal};
 use kvfleet_proto::{convert, pb};
 use tonic::Status;
 
 use super::{Shared, check, leader_only, not_proposed};
 use crate::directives::told_at;
 use crate::pin_ends;
+
+/// A node that was heard this lately is there: a few of its heartbeats.
+const RIVAL_HEARD: Duration = Duration::from_millis(400);
 
 /// Proposes a checked command on the leader of the control group and gives its log index and answer.
 async fn commit(shared: &Shared, command: Command) -> Result<(u64, Applied), Status> {
@@ -48,6 +52,10 @@ fn refused(refusal: &Refusal) -> Status {
 pub(super) async fn join(shared: &Arc<Shared>, request: &pb::JoinRequest) -> Result<pb::JoinReply, Status> {
     let record = convert::node_record_from_pb(request).map_err(check::invalid)?;
     let node = record.node;
+    leader_only(shared.control())?;
+    if let Some(refusal) = rival(shared, &record) {
+        return Err(refusal);
+    }
     let (_, applied) = commit(shared, Command::Join(record)).await?;
     match applied {
         Applied::Joined(epoch) => {
@@ -60,6 +68,24 @@ pub(super) async fn join(shared: &Arc<Shared>, request: &pb::JoinRequest) -> Res
         Applied::Refused(refusal) => Err(refused(&refusal)),
         other => Err(Status::internal(format!("a join was answered by {other:?}"))),
     }
+}
+
+/// Whether another host has a node of this number that was heard just now. Without this the two would end each other's epochs;
+/// and where numbers are made from names, two hosts may get one. A node that moved is let in once its old self is silent.
+fn rival(shared: &Shared, record: &NodeRecord) -> Option<Status> {
+    let (state_host, epoch) = {
+        let reading = shared.control().published.read();
+        let state =
+            reading.index.node(record.node).filter(|state| state.live && state.record.host != record.host)?;
+        (state.record.host.clone(), state.epoch)
+    };
+    let silent = shared.silence.lock().silent(record.node, epoch, shared.clock.now())?;
+    (silent < RIVAL_HEARD).then(|| {
+        Status::already_exists(format!(
+            "{} serves on host {state_host:?} already, and this process says that it is on {:?}: give each node an id of its own",
+            record.node, record.host
+        ))
+    })
 }
 
 /// A node says goodbye.

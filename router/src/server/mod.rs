@@ -11,8 +11,9 @@ mod fresh;
 mod lookup;
 mod members;
 mod residency;
-mod route;
+pub(crate) mod route;
 mod status;
+mod why;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -38,6 +39,7 @@ use crate::raft::network::Peers;
 use crate::shares::FreshShares;
 use crate::truth::Truth;
 use crate::view::fleet::FleetView;
+use crate::view::recall::Recall;
 use crate::view::residency::Residency;
 
 /// Metadata key that carries the leader's address in a "not the leader" answer.
@@ -62,6 +64,10 @@ pub(crate) struct Shared {
     pub(crate) unix: UnixClock,
     /// From when on a lack of instances is one of the cluster, and not of a router that has just come back to it.
     pub(crate) reported_by: Timestamp,
+    /// Until when the first token of a request must be out that says nothing of it; 0 for no limit.
+    pub(crate) ttft_max_ms: u64,
+    /// What was decided lately.
+    pub(crate) recall: Mutex<Recall>,
     /// What tenants read afresh.
     pub(crate) fresh_shares: Mutex<FreshShares>,
     /// What every node must respect, newest version.
@@ -185,6 +191,10 @@ impl pb::router_server::Router for RouterService {
 
     async fn report_residency(&self, request: Request<pb::ResidencyRequest>) -> Answer<pb::ResidencyReply> {
         residency::report(&self.shared, request.get_ref()).map(Response::new)
+    }
+
+    async fn why(&self, request: Request<pb::WhyRequest>) -> Answer<pb::WhyReply> {
+        Ok(Response::new(why::why(&self.shared, request.get_ref())))
     }
 
     async fn status(&self, _: Request<pb::StatusRequest>) -> Answer<pb::StatusReply> {

@@ -7,8 +7,8 @@ use std::time::Duration;
 use kv_core::id::{Epoch, InstanceId, NodeId, RequestId, TenantId, Tier};
 use kv_core::index::Index;
 use kv_core::schedule::{
-    self, Candidate, Decision, Held, LinkKey, LinkPath, LinkSample, Load, Prediction, RejectReason,
-    Rejection, Resident, RouteRequest, Source,
+    self, Candidate, Decision, Eligible, Fleet, Held, LinkKey, LinkPath, LinkSample, Load, Prediction,
+    RejectReason, Rejection, Resident, RouteRequest, Source,
 };
 use kvfleet_proto::tls::callers::Caller;
 use kvfleet_proto::{convert, pb, trace_context};
@@ -16,15 +16,16 @@ use tonic::Status;
 use tracing::Instrument;
 
 use super::lookup::{data_address, freshness, holder_to_pb, ready, resident};
+use super::why::{self, Known};
 use super::{Shared, check, fresh, millis};
 use crate::metrics::Routed;
-use crate::view::fleet::{INSTANCES_MAX, Receipt, Report};
+use crate::view::fleet::{Claim, INSTANCES_MAX, Receipt, Report};
 use crate::view::holders;
 use crate::view::links::{Measured, SAMPLES_MAX};
 use crate::view::residency::Standing;
 
 /// Answers a route call, under a span that continues the caller's trace.
-pub(super) async fn route(
+pub(crate) async fn route(
     shared: &Shared,
     caller: &Caller,
     request: pb::RouteRequest,
@@ -42,6 +43,7 @@ async fn decide(
 ) -> Result<pb::RouteReply, Status> {
     let hashes = check::hashes("hashes", &request.hashes)?;
     let asked = asked(&request, &hashes)?;
+    may_narrow(caller, &request)?;
     fresh::may(shared, caller, request.fresh)?;
     ready(shared, &hashes, &request.after, request.fresh).await?;
     let control = shared.control().published.read();
@@ -50,7 +52,16 @@ async fn decide(
     let now = shared.clock.now();
     let resident: Vec<_> = resident(shared, &hashes).iter().map(of_instance).collect();
     let held = Held { matched: &matched, resident: &resident };
-    let chosen = shared.fleet.decide(caller.share(), |fleet| schedule::choose(&asked, held, fleet, now));
+    let (among, without) = eligible(&request);
+    let eligible = Eligible { among: among.as_deref(), without: &without };
+    let choose = |fleet: &Fleet| schedule::choose_among(&asked, held, eligible, fleet, now);
+    let chosen = shared.fleet.decide(claim(shared, caller, &request), now, choose);
+    let held_blocks = holders::end_blocks(&matched);
+    why::remember(
+        shared,
+        &Known { request: &asked, hashes: &hashes, control: &control.index, held_blocks },
+        &chosen,
+    );
     let answer = match chosen {
         Ok((decision, address)) => {
             let mut decision = decision_to_pb(&control.index, &decision, address);
@@ -70,13 +81,51 @@ async fn decide(
     Ok(pb::RouteReply { answer: Some(answer), freshness: Some(freshness(shared, &hashes, applied)) })
 }
 
+/// What is asked for a request. A tenant's holder puts its requests before nobody's.
+fn claim(shared: &Shared, caller: &Caller, request: &pb::RouteRequest) -> Claim {
+    let share = caller.share();
+    let priority = if share.is_some() { request.priority.min(0) } else { request.priority };
+    // A request may ask for less time than the router allows, and not for more.
+    let limits = [request.ttft_max_ms, shared.ttft_max_ms].into_iter().filter(|limit| *limit > 0);
+    let limit_ms = limits.min().unwrap_or_default();
+    let ttft_max_us = (limit_ms > 0).then(|| limit_ms.saturating_mul(1_000));
+    // More names on one certificate are no more shares.
+    Claim { share, tenant: share.unwrap_or(TenantId(request.tenant)), priority, ttft_max_us }
+}
+
+/// Instances that a tenant's request may leave out: where it failed, and tried again.
+const TENANT_WITHOUT_MAX: usize = 8;
+
+/// Whoever names one instance after the other is told how busy each is, which is not for tenants.
+fn may_narrow(caller: &Caller, request: &pb::RouteRequest) -> Result<(), Status> {
+    if caller.share().is_none() {
+        return Ok(());
+    }
+    if request.among.is_some() {
+        return Err(Status::permission_denied(
+            "`among` is for the cluster's own processes: leave it out, or use a certificate with the subject alternative name \"kvfleet\"",
+        ));
+    }
+    check::at_most("number of instances in `without`", request.without.len(), TENANT_WITHOUT_MAX)
+}
+
+/// Which instances may be chosen, and which of them not, in order.
+fn eligible(request: &pb::RouteRequest) -> (Option<Vec<InstanceId>>, Vec<InstanceId>) {
+    let all = |numbers: &[u32]| {
+        let mut all: Vec<_> = numbers.iter().copied().map(InstanceId).collect();
+        all.sort_unstable();
+        all
+    };
+    (request.among.as_ref().map(|among| all(&among.instances)), all(&request.without))
+}
+
 /// What is uncertain counts here: most of it is right, and what is not is computed again.
 fn of_instance(standing: &Standing) -> Resident {
     Resident { instance: standing.instance, blocks: u32::try_from(standing.blocks).unwrap_or(u32::MAX) }
 }
 
 /// How a call ended, for the metrics.
-pub(super) fn outcome(answer: &Result<pb::RouteReply, Status>) -> Routed {
+pub(crate) fn outcome(answer: &Result<pb::RouteReply, Status>) -> Routed {
     match answer.as_ref().map(|reply| &reply.answer) {
         Ok(Some(pb::route_reply::Answer::Decision(_))) => Routed::Chosen,
         Ok(_) => Routed::Rejected,
@@ -90,6 +139,9 @@ fn asked(request: &pb::RouteRequest, hashes: &[kv_core::id::BlockHash]) -> Resul
         return Err(check::invalid(format!("block_tokens is {got}, expected 1 to {limit}")));
     }
     check::input_tokens(request.input_tokens)?;
+    let among = request.among.as_ref().map_or(0, |among| among.instances.len());
+    check::at_most("number of instances in `among`", among, INSTANCES_MAX)?;
+    check::at_most("number of instances in `without`", request.without.len(), INSTANCES_MAX)?;
     let blocks = u32::try_from(hashes.len()).map_err(check::invalid)?;
     Ok(RouteRequest {
         request: RequestId(request.request),
@@ -149,7 +201,7 @@ fn source_to_pb(index: &Index, source: &Source) -> pb::Source {
     }
 }
 
-fn prediction_to_pb(predicted: &Prediction) -> pb::Prediction {
+pub(super) fn prediction_to_pb(predicted: &Prediction) -> pb::Prediction {
     let Prediction { queue_us, transfer_us, prefill_us } = *predicted;
     pb::Prediction { queue_us, transfer_us, prefill_us }
 }
@@ -165,11 +217,16 @@ fn candidate_to_pb(candidate: &Candidate) -> pb::Candidate {
 }
 
 fn rejection_to_pb(rejection: &Rejection) -> pb::Rejected {
-    pb::Rejected { reason: rejection.reason.to_string(), retry_after_ms: millis(rejection.retry_after) }
+    use RejectReason::{AllStale, NoInstance, NoneEligible};
+    pb::Rejected {
+        reason: rejection.reason.to_string(),
+        retry_after_ms: millis(rejection.retry_after),
+        nobody: matches!(rejection.reason, NoInstance | AllStale { .. } | NoneEligible { .. }),
+    }
 }
 
 /// Takes a load report.
-pub(super) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::ReportReply, Status> {
+pub(crate) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::ReportReply, Status> {
     check::at_most("length of address", request.address.len(), check::TEXT_BYTES_MAX)?;
     if request.address.is_empty() && !request.leaving {
         return Err(check::invalid("address is empty: say where the instance takes requests, host:port"));
@@ -182,6 +239,7 @@ pub(super) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::
         instance,
         address: request.address,
         node: request.has_node.then_some(NodeId(request.node)),
+        fetches: !request.fetches_nothing,
         load: Load::reported(request.queue_tokens, request.running, request.waiting),
         sequence: request.sequence,
         started_us: request.started_us,
@@ -195,6 +253,7 @@ pub(super) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::
             )));
         }
         Receipt::Accepted => {
+            why::came(shared, instance, &request.outcomes);
             let standing = shared.residency.read().standing(instance, now);
             if standing.is_some_and(|standing| standing.epoch < counts_from) {
                 shared.residency.write().started(instance, counts_from, now);

@@ -8,7 +8,10 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use kv_core::id::{Epoch, InstanceId, NodeId, TenantId, Timestamp};
-use kv_core::schedule::{Decision, Fleet, HardwareProfile, Instance, LiveNode, Load, Prediction, record};
+use kv_core::schedule::{
+    Admission, Decision, Fleet, HardwareProfile, Instance, LiveNode, Load, Offer, Prediction, Rejection,
+    record,
+};
 use parking_lot::RwLock;
 
 use super::links::{LinkRate, Links, Measured, NodeLanes};
@@ -27,6 +30,7 @@ pub(crate) struct Report {
     pub(crate) instance: InstanceId,
     pub(crate) address: String,
     pub(crate) node: Option<NodeId>,
+    pub(crate) fetches: bool,
     pub(crate) load: Load,
     pub(crate) sequence: u64,
     pub(crate) started_us: u64,
@@ -58,6 +62,20 @@ struct Soft {
     known: BTreeMap<InstanceId, Known>,
     links: Links,
     shares: QueueShares,
+    admission: Admission,
+}
+
+/// Whose request it is, and what is asked for it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Claim {
+    /// On whose share of the queues it counts; a member's on none.
+    pub(crate) share: Option<TenantId>,
+    /// Whose it is.
+    pub(crate) tenant: TenantId,
+    /// Above 0 before others, below behind them.
+    pub(crate) priority: i32,
+    /// Until when its first token must be out, if that matters.
+    pub(crate) ttft_max_us: Option<u64>,
 }
 
 impl Soft {
@@ -88,8 +106,9 @@ pub(crate) struct InstanceStanding {
 }
 
 impl FleetView {
-    pub(crate) fn new(profile: HardwareProfile) -> FleetView {
-        FleetView { soft: RwLock::new(Soft { fleet: Fleet::new(profile), ..Soft::default() }) }
+    pub(crate) fn new(profile: HardwareProfile, admission: Admission) -> FleetView {
+        let fleet = Fleet::new(profile);
+        FleetView { soft: RwLock::new(Soft { fleet, admission, ..Soft::default() }) }
     }
 
     /// Takes a report, unless a newer one was seen.
@@ -112,8 +131,8 @@ impl FleetView {
             soft.fleet.remove_instance(report.instance);
             soft.links.forget(report.instance);
         } else {
-            let Report { instance, node, load, .. } = report;
-            soft.fleet.put_instance(Instance { id: instance, node, load, reported_at: now });
+            let Report { instance, node, fetches, load, .. } = report;
+            soft.fleet.put_instance(Instance { id: instance, node, fetches, load, reported_at: now });
             soft.links.measured((instance, node), &report.links, now);
             let paths = soft.links.paths(instance, now);
             soft.fleet.set_paths(instance, &paths);
@@ -121,6 +140,11 @@ impl FleetView {
         let Report { instance, address, sequence, started_us, .. } = report;
         soft.known.insert(instance, Known { address, sequence, started_us, heard: now });
         Receipt::Accepted
+    }
+
+    /// Whether an instance fetches from nodes.
+    pub(crate) fn fetches(&self, instance: InstanceId) -> bool {
+        self.soft.read().fleet.instance(instance).is_none_or(|instance| instance.fetches)
     }
 
     /// When an instance started, as its last report said.
@@ -149,15 +173,25 @@ impl FleetView {
         self.soft.write().fleet.set_nodes(nodes);
     }
 
-    /// Runs a choice on the fleet, notes it as far as whoever asked has a share, and adds the address of the chosen instance.
-    pub(crate) fn decide<E>(
+    /// Runs a choice on the fleet, turns it away where others have a better claim, else notes it as far as whoever asked has a share, and adds
+    /// the address of the chosen instance.
+    pub(crate) fn decide(
         &self,
-        share: Option<TenantId>,
-        choose: impl FnOnce(&Fleet) -> Result<Decision, E>,
-    ) -> Result<(Decision, String), E> {
+        claim: Claim,
+        now: Timestamp,
+        choose: impl FnOnce(&Fleet) -> Result<Decision, Rejection>,
+    ) -> Result<(Decision, String), Rejection> {
         let decision = choose(&self.soft.read().fleet)?;
         let mut soft = self.soft.write();
-        note(&mut soft, share, &decision);
+        let offer = Offer {
+            tenant: claim.tenant,
+            priority: claim.priority,
+            cost_us: decision.predicted.prefill_us,
+            ttft_us: decision.predicted.ttft_us(),
+            ttft_max_us: claim.ttft_max_us,
+        };
+        soft.admission.admit(&offer, now)?;
+        note(&mut soft, claim.share, &decision);
         let address = soft.known.get(&decision.instance).map(|known| known.address.clone());
         Ok((decision, address.unwrap_or_default()))
     }
@@ -195,17 +229,20 @@ fn note(soft: &mut Soft, share: Option<TenantId>, decision: &Decision) {
 
 #[cfg(test)]
 mod tests {
+    use kvfleet_errors_doc::says;
+
     use super::*;
     use crate::shares::TENANT_ROUTED_TOKENS_MAX;
     use kv_core::id::{Category, RequestId, Tier};
     use kv_core::index::PrefixMatch;
-    use kv_core::schedule::{self, LinkKey, LinkPath, LinkSample, Measure, Reader, RouteRequest};
+    use kv_core::schedule::{self, Eligible, LinkKey, LinkPath, LinkSample, Measure, Reader, RouteRequest};
 
     fn report(sequence: u64, started_us: u64, queue_tokens: u64) -> Report {
         Report {
             instance: InstanceId(1),
             address: "i:1".into(),
             node: None,
+            fetches: true,
             load: Load::reported(queue_tokens, 0, 0),
             sequence,
             started_us,
@@ -220,7 +257,7 @@ mod tests {
 
     #[test]
     fn older_reports_are_ignored() {
-        let view = FleetView::new(HardwareProfile::default());
+        let view = FleetView::new(HardwareProfile::default(), Admission::default());
         assert_eq!(view.report(report(2, 10, 200), Timestamp(1)), Receipt::Accepted);
         assert_eq!(view.report(report(1, 10, 100), Timestamp(2)), Receipt::Old);
         assert_eq!(view.report(report(2, 10, 300), Timestamp(3)), Receipt::Old);
@@ -229,7 +266,7 @@ mod tests {
 
     #[test]
     fn a_restart_begins_anew() {
-        let view = FleetView::new(HardwareProfile::default());
+        let view = FleetView::new(HardwareProfile::default(), Admission::default());
         assert_eq!(view.report(report(900, 10, 900), Timestamp(1)), Receipt::Accepted);
         assert_eq!(view.report(report(1, 20, 100), Timestamp(2)), Receipt::Accepted);
         assert_eq!(view.report(report(901, 10, 901), Timestamp(3)), Receipt::Old, "the dead process");
@@ -238,7 +275,7 @@ mod tests {
 
     #[test]
     fn a_leaving_instance_stays_away_until_it_starts_again() {
-        let view = FleetView::new(HardwareProfile::default());
+        let view = FleetView::new(HardwareProfile::default(), Admission::default());
         assert_eq!(view.report(report(1, 10, 1), Timestamp(1)), Receipt::Accepted);
         assert_eq!(
             view.report(Report { leaving: true, ..report(2, 10, 1) }, Timestamp(2)),
@@ -252,7 +289,7 @@ mod tests {
 
     #[test]
     fn links_come_with_the_load_and_end_with_the_process_that_measured() {
-        let view = FleetView::new(HardwareProfile::default());
+        let view = FleetView::new(HardwareProfile::default(), Admission::default());
         let (bytes, stream) = (100_000_000, Duration::from_millis(100));
         let sample = LinkSample { fetches: 1, bytes, stream, latency: Duration::ZERO };
         let link = |node, path| {
@@ -290,7 +327,7 @@ mod tests {
     }
 
     /// Decides on so many tokens to compute, for a member or on a tenant's share.
-    fn decide(view: &FleetView, share: Option<u32>, input_tokens: u32) -> Result<(), schedule::Rejection> {
+    fn decide(view: &FleetView, share: Option<u32>, input_tokens: u32) -> Result<(), Rejection> {
         let request = RouteRequest {
             request: RequestId(1),
             tenant: TenantId(3),
@@ -303,12 +340,52 @@ mod tests {
         };
         let matched = PrefixMatch::default();
         let choose = |fleet: &Fleet| schedule::choose(&request, &matched, fleet, Timestamp(2));
-        view.decide(share.map(TenantId), choose).map(drop)
+        let claim = Claim { share: share.map(TenantId), tenant: TenantId(3), priority: 0, ttft_max_us: None };
+        view.decide(claim, Timestamp(2), choose).map(drop)
+    }
+
+    #[test]
+    fn who_is_turned_away_is_told_why_and_fills_no_queue() {
+        let view = FleetView::new(HardwareProfile::default(), Admission::default());
+        view.report(report(1, 10, 0), Timestamp(1));
+        let decide = |input_tokens, limit_s: u64, among: Option<&[InstanceId]>| {
+            let request = RouteRequest {
+                request: RequestId(1),
+                tenant: TenantId(3),
+                category: Category::default(),
+                blocks: 0,
+                first_block: None,
+                block_tokens: 16,
+                input_tokens,
+                output_tokens: 0,
+            };
+            let matched = PrefixMatch::default();
+            let eligible = Eligible { among, without: &[] };
+            let choose =
+                |fleet: &Fleet| schedule::choose_among(&request, &matched, eligible, fleet, Timestamp(2));
+            let ttft_max_us = Some(limit_s * 1_000_000);
+            let claim = Claim { share: None, tenant: TenantId(3), priority: 0, ttft_max_us };
+            view.decide(claim, Timestamp(2), choose).map(drop).map_err(|error| error.to_string())
+        };
+        let routed = || view.instances()[0].instance.load.routed;
+        let late = decide(5_000, 2, None).expect_err("turned away");
+        says("a request that would come too late", &late, &[]);
+        says(
+            "a request of which no instance may be chosen",
+            &decide(1, 2, Some(&[])).expect_err("turned away"),
+            &[],
+        );
+        assert_eq!(routed(), 0);
+        for _ in 0..3 {
+            decide(1_000, 10, None).expect("let in");
+        }
+        says("a request that others go before", &decide(1_000, 10, None).expect_err("turned away"), &[]);
+        assert_eq!(routed(), 3);
     }
 
     #[test]
     fn a_tenants_decisions_fill_no_queue_and_a_members_do() {
-        let view = FleetView::new(HardwareProfile::default());
+        let view = FleetView::new(HardwareProfile::default(), Admission::default());
         let routed = || view.instances()[0].instance.load;
         view.report(report(1, 10, 5), Timestamp(1));
         for round in 2..5 {
@@ -331,7 +408,7 @@ mod tests {
 
     #[test]
     fn instances_are_bounded() {
-        let view = FleetView::new(HardwareProfile::default());
+        let view = FleetView::new(HardwareProfile::default(), Admission::default());
         for number in 0..INSTANCES_MAX {
             let instance = InstanceId(u32::try_from(number).expect("a small number"));
             assert_eq!(view.report(Report { instance, ..report(1, 1, 1) }, Timestamp(1)), Receipt::Accepted);

@@ -36,6 +36,34 @@ pub(crate) fn longest_prefix(groups: &Groups, control: &Index, hashes: &[BlockHa
     (of_the_living(matched, control), applied)
 }
 
+/// Up to where nodes that are not live had blocks of a prefix, from `from` on, and one of them if that is certain.
+pub(crate) fn lost(
+    groups: &Groups,
+    control: &Index,
+    hashes: &[BlockHash],
+    from: u32,
+) -> Option<(u32, Option<NodeId>)> {
+    let hashes = looked_up(groups, hashes);
+    let behind = hashes.get(from as usize..)?;
+    let shard = groups.of_block(*hashes.first()?).published.read();
+    let of = |block: &BlockHash| {
+        // Either the shard knows, or it has not heard yet what control says.
+        let holders = shard.index.holders_of(*block);
+        match holders.iter().find(|holder| !is_live(control, holder.node, holder.epoch)) {
+            Some(holder) => Some(Some(holder.node)),
+            None => shard.index.lost_holder(*block).map(|lost| lost.node),
+        }
+    };
+    let node = of(behind.first()?)?;
+    let known = behind.partition_point(|block| of(block).is_some());
+    Some((from.saturating_add(u32::try_from(known).unwrap_or(u32::MAX)), node))
+}
+
+/// Offset behind the last block that anybody holds.
+pub(crate) fn end_blocks(matched: &PrefixMatch) -> u32 {
+    matched.runs.last().map_or(0, |run| run.start_blocks.saturating_add(run.len_blocks))
+}
+
 /// Whether this epoch of a node is the one that counts.
 pub(crate) fn is_live(control: &Index, node: NodeId, epoch: Epoch) -> bool {
     control.node(node).is_some_and(|state| state.live && state.epoch == epoch)

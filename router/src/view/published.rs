@@ -7,13 +7,19 @@
 //! Not here: what a slice is (`crate::raft::state_machine`).
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
+use kv_core::id::{BlockHash, NodeId};
 use kv_core::index::Index;
+use kv_core::index::command::{AnnounceOutcome, DropCause};
 use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use tokio::sync::watch;
 
+use crate::clock::Clock;
 use crate::raft::{LogId, StoredMembership};
 use crate::truth::digests::Mark;
+use crate::view::departed::{Departed, Drops};
 
 /// Entries between two marks that are kept for comparing replicas. A digest costs what nodes and pins cost to walk.
 const MARK_EVERY: u64 = 256;
@@ -49,6 +55,10 @@ pub(crate) struct Published {
     /// Held over a whole entry, however many slices it has.
     entry: Mutex<()>,
     marks: Mutex<VecDeque<Mark>>,
+    departed: Mutex<Departed>,
+    is_level: AtomicBool,
+    /// Times what left.
+    clock: Clock,
     /// Counts published entries; waiters for an applied state wake on it.
     changes: watch::Sender<u64>,
     /// Counts changes of membership, pins, quotas or TTLs.
@@ -62,6 +72,9 @@ impl Published {
             replica: RwLock::new(replica),
             entry: Mutex::new(()),
             marks: Mutex::default(),
+            departed: Mutex::default(),
+            is_level: AtomicBool::new(false),
+            clock: Clock::start(),
             changes: watch::Sender::new(0),
             rules: watch::Sender::new(0),
         }
@@ -97,6 +110,24 @@ impl Published {
     pub(crate) fn marks(&self) -> Vec<Mark> {
         let now = self.whole(Replica::mark);
         self.marks.lock().iter().copied().chain([now]).collect()
+    }
+
+    /// Notes what announcements that were applied dropped.
+    pub(crate) fn note_departed(&self, dropped: &[Drops], outcomes: &[AnnounceOutcome]) {
+        // What was applied before the replica was level with its leader left at some time that nobody knows.
+        if !dropped.is_empty() && self.is_level.load(Ordering::Relaxed) {
+            self.departed.lock().note(dropped, outcomes, self.clock.now());
+        }
+    }
+
+    /// The replica has what was committed a moment ago: from here on times are those at which things happen.
+    pub(crate) fn is_level(&self) {
+        self.is_level.store(true, Ordering::Relaxed);
+    }
+
+    /// Who dropped a block lately, why, and how long ago.
+    pub(crate) fn left(&self, block: BlockHash) -> Option<(NodeId, DropCause, Duration)> {
+        self.departed.lock().get(block, self.clock.now())
     }
 
     /// Begins to change the replica by one entry.

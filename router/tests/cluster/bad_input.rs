@@ -7,7 +7,7 @@ use kvfleet_router::{StartError, TlsConfig};
 use tempfile::TempDir;
 use tonic::Code;
 
-use crate::harness::{Cluster, HANG, certificates, channel, join_request, prefix, start, stored};
+use crate::harness::{Cluster, HANG, certificates, channel, join_request, prefix, start, stored, until};
 use crate::ports::unused_address;
 
 fn route_request() -> pb::RouteRequest {
@@ -117,6 +117,26 @@ async fn a_node_of_another_identity_is_refused() {
     let status = cluster.client(1).join(other).await.unwrap_err();
     assert_eq!(status.code(), Code::PermissionDenied);
     says("a node of another identity", &status.message(), &[&"08".repeat(16), &"07".repeat(16)]);
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_with_the_number_of_another_host_is_refused_until_that_one_is_silent() {
+    let cluster = Cluster::start(1, |_| {}).await;
+    let node = cluster.node(1).await;
+    let other = pb::JoinRequest { host: "there".into(), ..join_request(1) };
+    let status = cluster.client(1).join(other.clone()).await.unwrap_err();
+    assert_eq!(status.code(), Code::AlreadyExists);
+    says("a node with another host's number", &status.message(), &[]);
+    let again = cluster.join(1).await;
+    assert!(again > node.epoch, "the same host may always come back");
+    drop(node);
+    // Nobody speaks for it now: it moved.
+    let moved = until("the other host is let in", || async {
+        let reply = cluster.client(1).join(other.clone()).await.ok()?;
+        Some(reply.into_inner().epoch)
+    });
+    assert!(moved.await > again);
     cluster.shutdown().await;
 }
 

@@ -8,6 +8,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::Duration;
 
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
+use kvfleet_errors_doc::says;
 use kvfleet_proto::identity::IdentitySection;
 use kvfleet_proto::pb;
 use kvfleet_router::{EngineConfig, EngineTenantConfig, EnginesConfig};
@@ -124,6 +125,71 @@ async fn what_a_vllm_said_draws_requests_to_it() {
         let (_, resident) = routed(&cluster, &mut sequence, gone).await;
         assert_eq!(resident, 0);
     }
+    cluster.shutdown().await;
+}
+
+/// What is listed as resident of these blocks, without regard to load.
+async fn resident(cluster: &Cluster, sequence: &mut u64, hashes: &[[u8; 16]]) -> u32 {
+    routed(cluster, sequence, hashes).await.1
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn engines_are_followed_and_left_while_the_router_runs() {
+    let (address, silent) = (unused_address(), unused_address());
+    let mut publisher = PubSocket::new();
+    publisher.bind(&format!("tcp://{address}")).await.unwrap();
+    let cluster = cluster(&silent, "").await;
+    let desk = cluster.routers[0].as_ref().unwrap().desk();
+    let engine = |instance, events: &str| EngineConfig {
+        instance,
+        events: events.to_owned(),
+        topic: "kv".into(),
+        ..EngineConfig::default()
+    };
+    let events = format!("tcp://{address}");
+    let first = RECORDED.lines().find(|line| !line.starts_with('#')).unwrap().as_bytes();
+    let payload: Vec<u8> = first
+        .chunks(2)
+        .map(|two| u8::from_str_radix(std::str::from_utf8(two).unwrap(), 16).unwrap())
+        .collect();
+    let say = async |publisher: &mut PubSocket, number: u64| {
+        let mut message = ZmqMessage::from("kv");
+        message.push_back(number.to_be_bytes().to_vec().into());
+        message.push_back(payload.clone().into());
+        publisher.send(message).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    let (salted, mut sequence, mut number) = (hashes(&SECRET, 100..198), 0, 0);
+    assert!(!desk.unfollow(8), "nobody follows it yet");
+    // Followed, left, and followed again under the same number.
+    for round in 0..2 {
+        assert_eq!(desk.follow(engine(8, &events)), Ok(()), "round {round}");
+        assert_eq!(desk.follow(engine(8, &events)), Ok(()), "the same again");
+        while routed(&cluster, &mut sequence, &salted).await != (8, 2) {
+            assert!(sequence < 6_000, "round {round}: not heard");
+            say(&mut publisher, number).await;
+            number += 1;
+        }
+        assert!(desk.unfollow(8));
+        until("what it said to be forgotten", || async {
+            let mut next = sequence;
+            (resident(&cluster, &mut next, &salted).await == 0).then_some(())
+        })
+        .await;
+        sequence += 1_000;
+        assert!(!desk.unfollow(8), "once");
+    }
+    assert!(!desk.unfollow(7), "what the configuration names goes on");
+    let refused = |engine: EngineConfig| desk.follow(engine).unwrap_err().to_string();
+    let ranks = |instance, ranks| EngineConfig { ranks, ..engine(instance, &events) };
+    says("an engine that comes with another's number", &refused(ranks(6, 2)), &[]);
+    says("an engine that comes and would have to dial", &refused(engine(9, "")), &[]);
+    assert!(refused(engine(9, "tcp://*:1")).contains("instance 9"));
+    assert!(refused(ranks(u32::MAX, 2)).contains("no number"));
+    for instance in 0..15 {
+        assert_eq!(desk.follow(ranks(1_000 + 256 * instance, 256)), Ok(()));
+    }
+    says("an engine that comes when there are too many", &refused(ranks(9_000, 256)), &[]);
     cluster.shutdown().await;
 }
 

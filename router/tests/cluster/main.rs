@@ -13,3 +13,4 @@ mod restarts;
 mod shards;
 mod tenants;
 mod truth;
+mod why;

@@ -282,7 +282,7 @@ async fn reports_that_make_no_sense_are_refused_whole() {
 
     // Parents and blocks that nobody ever heard of are no error: an engine may have lost what was before them.
     let stray = pb::Stored { parent: vec![9; 16], blocks: blocks.concat(), tier: 2 };
-    let gone = pb::Dropped { blocks: prefix(78, 9).concat(), tier: 2 };
+    let gone = pb::Dropped { blocks: prefix(78, 9).concat(), tier: 2, cause: 0 };
     let changes = [pb::change::Change::Stored(stray), pb::change::Change::Dropped(gone)];
     let changes = changes.map(|change| pb::Change { change: Some(change) }).to_vec();
     assert_eq!(report(&cluster, 1, &request(1, vec![batch(1, changes)])).await.body, ack(1));

@@ -55,6 +55,10 @@ async fn a_tenants_certificate_routes_for_its_tenants_only() {
     }
     let status = tenant.route(route_request(4)).await.unwrap_err();
     says("a route for a tenant that the certificate does not name", &status.message(), &[]);
+    let narrowed = pb::RouteRequest { among: Some(pb::Among { instances: vec![6] }), ..route_request(3) };
+    let status = tenant.route(narrowed).await.unwrap_err();
+    assert_eq!(status.code(), Code::PermissionDenied);
+    says("instances named by a tenant", &status.message(), &[]);
     let lookup = pb::LookupRequest { hashes: prefix(51, 2).concat(), ..Default::default() };
     tenant.lookup(lookup).await.unwrap();
     cluster.shutdown().await;

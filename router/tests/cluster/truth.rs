@@ -193,7 +193,7 @@ async fn an_honest_node_under_load_is_never_called_wrong() {
             if number >= 10 {
                 let old = prefix(1_000 + number - 10, 8);
                 holdings.blocks.retain(|block| !old.contains(block));
-                let dropped = pb::Dropped { blocks: old.concat(), tier: 1 };
+                let dropped = pb::Dropped { blocks: old.concat(), tier: 1, cause: 0 };
                 changes.push(pb::Change { change: Some(pb::change::Change::Dropped(dropped)) });
             }
             holdings.seq = node.seq;

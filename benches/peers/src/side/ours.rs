@@ -78,7 +78,7 @@ fn change(chains: &Chains, action: Action, event: &Event) -> Change {
     let (blocks, tier) = (event.of(hashes), Tier::Dram);
     match action {
         Action::Store => Change::Stored { parent: event.parent(hashes), blocks: blocks.to_vec(), tier },
-        Action::Remove => Change::Dropped { blocks: blocks.iter().rev().copied().collect(), tier },
+        Action::Remove => Change::Dropped { blocks: blocks.iter().rev().copied().collect(), tier, cause: Default::default() },
     }
 }
 

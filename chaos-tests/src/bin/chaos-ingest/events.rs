@@ -42,8 +42,11 @@ impl Events {
         let first = event * EVENT_BLOCKS;
         let parent = (!event.is_multiple_of(CHAIN_EVENTS)).then(|| self.hash(first - 1));
         let stored = Change::Stored { parent, blocks: self.hashes(event), tier: Tier::Dram };
-        let dropped =
-            dropped_by(event).map(|gone| Change::Dropped { blocks: self.hashes(gone), tier: Tier::Dram });
+        let dropped = dropped_by(event).map(|gone| Change::Dropped {
+            blocks: self.hashes(gone),
+            tier: Tier::Dram,
+            cause: Default::default(),
+        });
         std::iter::once(stored).chain(dropped)
     }
 

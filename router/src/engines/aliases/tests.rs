@@ -94,7 +94,8 @@ fn blocks_of_the_same_size_have_the_hashes_of_requests() {
     assert_eq!(next, [Change::Stored { parent: Some(ours[1]), blocks: ours[2..].into(), tier: Tier::Gpu }]);
     // Said again, as after a hit, and taken away twice.
     assert_eq!(take(&mut aliases, EngineEvent::Stored(store(&[1, 2], None, &tokens[..32], 16))), []);
-    let gone = [Change::Dropped { blocks: vec![ours[3], ours[2]], tier: Tier::Gpu }];
+    let gone =
+        [Change::Dropped { blocks: vec![ours[3], ours[2]], tier: Tier::Gpu, cause: Default::default() }];
     assert_eq!(take(&mut aliases, remove(&[4, 3])), gone);
     assert_eq!(take(&mut aliases, remove(&[4, 3])), []);
     // Back from the host's memory, without tokens.
@@ -180,7 +181,7 @@ fn a_block_of_ours_is_there_while_all_of_its_parts_are() {
     let there = [Change::Stored { parent: None, blocks: ours.clone(), tier: Tier::Gpu }];
     assert_eq!(take(&mut aliases, EngineEvent::Stored(store(&[4], Some(3), &tokens[48..], 16))), there);
     assert_eq!(aliases.all()[1..], there);
-    let gone = [Change::Dropped { blocks: ours.clone(), tier: Tier::Gpu }];
+    let gone = [Change::Dropped { blocks: ours.clone(), tier: Tier::Gpu, cause: Default::default() }];
     assert_eq!(take(&mut aliases, remove(&[2, 4])), gone);
     assert_eq!(aliases.all(), [Change::Cleared]);
     assert_eq!(take(&mut aliases, EngineEvent::Stored(store(&[2], Some(1), &tokens[16..32], 16))), []);
@@ -190,7 +191,11 @@ fn a_block_of_ours_is_there_while_all_of_its_parts_are() {
     let other_there = asked(64, &[0; 32], &other);
     let changes = take(&mut aliases, EngineEvent::Stored(store(&[13, 14], Some(2), &other[32..], 16)));
     assert_eq!(changes, [Change::Stored { parent: None, blocks: other_there.clone(), tier: Tier::Gpu }]);
-    let both = [Change::Dropped { blocks: vec![ours[0], other_there[0]], tier: Tier::Gpu }];
+    let both = [Change::Dropped {
+        blocks: vec![ours[0], other_there[0]],
+        tier: Tier::Gpu,
+        cause: Default::default(),
+    }];
     assert_eq!(take(&mut aliases, remove(&[1])), both);
 }
 

@@ -29,7 +29,7 @@ pub(super) fn stored(number: u8, blocks: std::ops::Range<u8>) -> Change {
 }
 
 pub(super) fn dropped(number: u8, blocks: std::ops::Range<u8>) -> Change {
-    Change::Dropped { blocks: chain(number, blocks), tier: Tier::Gpu }
+    Change::Dropped { blocks: chain(number, blocks), tier: Tier::Gpu, cause: Default::default() }
 }
 
 /// One instance of the naive model.

@@ -1,0 +1,128 @@
+//! Why a request ran where it did and what it missed; and what instances tell of the requests they served.
+//!
+//! Not here: the reasons (`kv_core::schedule::missing`) and what is remembered (`crate::view::recall`).
+
+use std::time::Duration;
+
+use kv_core::id::{BlockHash, InstanceId, NodeId};
+use kv_core::index::Index;
+use kv_core::schedule::{Decision, Found, Missing, Rejection, RouteRequest, Told, missing};
+use kvfleet_proto::pb;
+
+use super::{Shared, millis};
+use crate::view::holders;
+use crate::view::recall::{Answer, Decided, Outcome, Sent};
+
+/// Outcomes of one report, and misses of one outcome, that are read.
+const OUTCOMES_MAX: usize = 256;
+
+/// What was known when a request was decided.
+pub(super) struct Known<'a> {
+    pub(super) request: &'a RouteRequest,
+    pub(super) hashes: &'a [BlockHash],
+    /// Which nodes live.
+    pub(super) control: &'a Index,
+    /// Blocks that live nodes hold, from the first on.
+    pub(super) held_blocks: u32,
+}
+
+/// Remembers what was decided, and counts what is missing.
+pub(super) fn remember(shared: &Shared, known: &Known<'_>, chosen: &Result<(Decision, String), Rejection>) {
+    let (answer, missing) = match chosen {
+        Err(rejection) => (Answer::Rejected(rejection.to_string()), Vec::new()),
+        Ok((decision, _)) => {
+            let missing = missing_of(shared, known, decision);
+            shared.metrics.missing(&missing);
+            let sent = Sent {
+                instance: decision.instance,
+                resident_blocks: decision.resident_blocks,
+                fetch_blocks: decision.fetch_blocks,
+                predicted: decision.predicted,
+                reasons: decision.reasons.clone(),
+            };
+            (Answer::Sent(sent), missing)
+        }
+    };
+    let RouteRequest { request, tenant, blocks, .. } = *known.request;
+    let (request, at) = (request.0, shared.clock.now());
+    shared.recall.lock().decided(Decided { request, tenant, at, blocks, answer, missing, outcome: None });
+}
+
+fn missing_of(shared: &Shared, known: &Known<'_>, decision: &Decision) -> Vec<Missing> {
+    let fetches = shared.fleet.fetches(decision.instance);
+    let found = Found {
+        served_blocks: decision.resident_blocks + decision.fetch_blocks,
+        held_blocks: known.held_blocks,
+        blocks: known.hashes.len() as u32,
+        fetches,
+    };
+    let there = found.held_blocks.max(found.served_blocks);
+    if found.served_blocks >= found.blocks {
+        return Vec::new();
+    }
+    let lost = holders::lost(&shared.groups, known.control, known.hashes, there);
+    let group = holders::answering(&shared.groups, known.hashes);
+    let left = |block: u32| group.published.left(*known.hashes.get(block as usize)?);
+    missing(found, lost, left)
+}
+
+/// Takes what an instance tells of requests that it served.
+pub(super) fn came(shared: &Shared, instance: InstanceId, outcomes: &[pb::Outcome]) {
+    for told in outcomes.iter().take(OUTCOMES_MAX) {
+        let misses =
+            told.misses.iter().take(OUTCOMES_MAX).filter_map(|miss| {
+                Some((NodeId(miss.node), miss.start_blocks, Told::from_number(miss.reason)?))
+            });
+        let outcome =
+            Outcome { hit_blocks: told.hit_blocks, ttft_us: told.ttft_us, misses: misses.collect() };
+        let ttft_us = outcome.ttft_us;
+        let came = shared.recall.lock().came(told.request, instance, outcome);
+        if let Some((predicted, missing)) = came {
+            shared.metrics.missing(&missing);
+            if ttft_us > 0 {
+                shared.metrics.observed(predicted.ttft_us(), ttft_us);
+            }
+        }
+    }
+}
+
+/// Tells the story of a request.
+pub(super) fn why(shared: &Shared, request: &pb::WhyRequest) -> pb::WhyReply {
+    let known = shared.recall.lock().of(request.request).cloned();
+    let Some(decided) = known else { return pb::WhyReply::default() };
+    let age: Duration = shared.clock.now().since(decided.at);
+    let reply = pb::WhyReply {
+        known: true,
+        tenant: decided.tenant.0,
+        age_ms: millis(age),
+        blocks: decided.blocks,
+        missing: decided.missing.iter().map(missing_to_pb).collect(),
+        ..pb::WhyReply::default()
+    };
+    let reply = match &decided.answer {
+        Answer::Rejected(reason) => pb::WhyReply { rejected: reason.clone(), ..reply },
+        Answer::Sent(sent) => pb::WhyReply {
+            instance: sent.instance.0,
+            resident_blocks: sent.resident_blocks,
+            fetch_blocks: sent.fetch_blocks,
+            predicted: Some(super::route::prediction_to_pb(&sent.predicted)),
+            reasons: sent.reasons.iter().map(ToString::to_string).collect(),
+            ..reply
+        },
+    };
+    match &decided.outcome {
+        None => reply,
+        Some(outcome) => {
+            pb::WhyReply { came: true, hit_blocks: outcome.hit_blocks, ttft_us: outcome.ttft_us, ..reply }
+        }
+    }
+}
+
+fn missing_to_pb(missing: &Missing) -> pb::MissingBlocks {
+    pb::MissingBlocks {
+        start_blocks: missing.start_blocks,
+        len_blocks: missing.len_blocks,
+        reason: missing.why.name().to_owned(),
+        text: missing.why.to_string(),
+    }
+}

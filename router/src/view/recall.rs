@@ -1,0 +1,191 @@
+//! What was decided for the last requests, and what became of them: what `kvfleet why` tells.
+//!
+//! The requests decided last, as many as a bound says; older ones are forgotten. Not here: the reasons themselves (`kv_core::schedule::missing`).
+
+use std::collections::{HashMap, VecDeque};
+
+use kv_core::id::{InstanceId, NodeId, TenantId, Timestamp};
+use kv_core::schedule::{Missing, Prediction, Reason, Told, Why};
+
+/// Requests remembered: half a minute at a hundred and more a second, in a few megabytes.
+const REQUESTS_MAX: usize = 4_096;
+
+/// Requests that were turned away, of those remembered besides.
+const REJECTED_MAX: usize = 1_024;
+
+/// What was decided for one request.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Decided {
+    pub(crate) request: u64,
+    pub(crate) tenant: TenantId,
+    pub(crate) at: Timestamp,
+    /// Blocks of its prompt.
+    pub(crate) blocks: u32,
+    pub(crate) answer: Answer,
+    /// Why blocks are missing, by what was known when it was decided, and then by what the instance told.
+    pub(crate) missing: Vec<Missing>,
+    /// What came of it, once its instance has told.
+    pub(crate) outcome: Option<Outcome>,
+}
+
+/// What was answered.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Answer {
+    /// An instance.
+    Sent(Sent),
+    /// None, and why.
+    Rejected(String),
+}
+
+/// Where a request was sent, and with what.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Sent {
+    pub(crate) instance: InstanceId,
+    pub(crate) resident_blocks: u32,
+    pub(crate) fetch_blocks: u32,
+    pub(crate) predicted: Prediction,
+    pub(crate) reasons: Vec<Reason>,
+}
+
+/// What an instance told of a request that it served.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Outcome {
+    /// Blocks that came, of those that were to be fetched.
+    pub(crate) hit_blocks: u32,
+    /// Until its first token; 0 where that was not measured.
+    pub(crate) ttft_us: u64,
+    /// Whose blocks did not come, from which on, and why.
+    pub(crate) misses: Vec<(NodeId, u32, Told)>,
+}
+
+/// The requests decided last.
+#[derive(Default)]
+pub(crate) struct Recall {
+    by_request: HashMap<u64, Decided>,
+    order: VecDeque<u64>,
+    rejected: VecDeque<u64>,
+}
+
+impl Recall {
+    /// Remembers a decision. One more for the same request takes the place of the one before.
+    pub(crate) fn decided(&mut self, decided: Decided) {
+        let request = decided.request;
+        let is_rejected = matches!(decided.answer, Answer::Rejected(_));
+        match self.by_request.get_mut(&request) {
+            // Numbers are their callers' to give; another tenant's stays.
+            Some(known) if known.tenant != decided.tenant => return,
+            Some(known) => {
+                *known = decided;
+                return;
+            }
+            None => drop(self.by_request.insert(request, decided)),
+        }
+        // Those that were turned away have places of their own: where many are, those that were served are asked about.
+        let (order, most) = match is_rejected {
+            true => (&mut self.rejected, REJECTED_MAX),
+            false => (&mut self.order, REQUESTS_MAX),
+        };
+        order.push_back(request);
+        if order.len() > most
+            && let Some(oldest) = order.pop_front()
+        {
+            self.by_request.remove(&oldest);
+        }
+    }
+
+    /// Adds what came of a request. What was predicted for it and the reasons that this adds, once; nothing for one that is not known or has
+    /// an outcome already.
+    pub(crate) fn came(
+        &mut self,
+        request: u64,
+        instance: InstanceId,
+        outcome: Outcome,
+    ) -> Option<(Prediction, Vec<Missing>)> {
+        let known = self.by_request.get_mut(&request).filter(|known| known.outcome.is_none())?;
+        let Answer::Sent(sent) = &known.answer else { return None };
+        if sent.instance != instance {
+            return None;
+        }
+        let promised = sent.resident_blocks.saturating_add(sent.fetch_blocks).min(known.blocks);
+        let added = fell_short(&outcome, sent.resident_blocks, promised);
+        let predicted = sent.predicted;
+        known.missing.splice(0..0, added.iter().copied());
+        known.outcome = Some(outcome);
+        Some((predicted, added))
+    }
+
+    /// What is remembered of a request.
+    pub(crate) fn of(&self, request: u64) -> Option<&Decided> {
+        self.by_request.get(&request)
+    }
+}
+
+/// The stretches that were promised and did not come: each source's from its first missing block to the next one's. What lies behind the first that
+/// is missing is of no use to the request, whether or not it came.
+fn fell_short(outcome: &Outcome, resident_blocks: u32, promised_blocks: u32) -> Vec<Missing> {
+    let mut misses: Vec<_> = outcome
+        .misses
+        .iter()
+        .copied()
+        .filter(|(_, start, _)| (resident_blocks..promised_blocks).contains(start))
+        .collect();
+    misses.sort_by_key(|(_, start, _)| *start);
+    let ends = misses.iter().skip(1).map(|(_, start, _)| *start).chain([promised_blocks]);
+    let stretch = |(&(node, start_blocks, told), end): (&(NodeId, u32, Told), u32)| Missing {
+        start_blocks,
+        len_blocks: end - start_blocks,
+        why: Why::NotFetched { node, told },
+    };
+    let ends: Vec<u32> = ends.collect();
+    misses.iter().zip(ends).map(stretch).filter(|missing| missing.len_blocks > 0).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn decided(request: u64) -> Decided {
+        let sent = Sent {
+            instance: InstanceId(4),
+            resident_blocks: 1,
+            fetch_blocks: 5,
+            predicted: Prediction { queue_us: 1, transfer_us: 2, prefill_us: 3 },
+            reasons: vec![],
+        };
+        let missing = vec![Missing { start_blocks: 6, len_blocks: 4, why: Why::NeverSeen }];
+        let answer = Answer::Sent(sent);
+        Decided { request, tenant: TenantId(0), at: Timestamp(1), blocks: 10, answer, missing, outcome: None }
+    }
+
+    fn outcome(misses: Vec<(NodeId, u32, Told)>) -> Outcome {
+        Outcome { hit_blocks: 2, ttft_us: 7, misses }
+    }
+
+    #[test]
+    fn an_outcome_counts_once_and_from_who_was_chosen() {
+        let mut recall = Recall::default();
+        recall.decided(decided(9));
+        let misses =
+            vec![(NodeId(2), 5, Told::Busy), (NodeId(1), 3, Told::NotHeld), (NodeId(7), 6, Told::Corrupt)];
+        assert_eq!(recall.came(8, InstanceId(4), outcome(misses.clone())), None);
+        assert_eq!(recall.came(9, InstanceId(5), outcome(misses.clone())), None, "another instance says so");
+        let (predicted, added) = recall.came(9, InstanceId(4), outcome(misses.clone())).expect("known");
+        assert_eq!(predicted.ttft_us(), 6);
+        let told: Vec<_> =
+            added.iter().map(|one| (one.start_blocks, one.len_blocks, one.why.name())).collect();
+        assert_eq!(told, [(3, 2, "not_held"), (5, 1, "busy")], "behind what was promised nothing fell short");
+        assert_eq!(recall.came(9, InstanceId(4), outcome(misses)), None, "twice");
+        assert_eq!(recall.of(9).expect("known").missing.len(), 3);
+    }
+
+    #[test]
+    fn the_oldest_are_forgotten() {
+        let mut recall = Recall::default();
+        for request in 0..REQUESTS_MAX as u64 + 10 {
+            recall.decided(decided(request));
+            recall.decided(decided(request));
+        }
+        assert_eq!((recall.by_request.len(), recall.order.len()), (REQUESTS_MAX, REQUESTS_MAX));
+        assert!(recall.of(9).is_none() && recall.of(10).is_some());
+    }
+}
