@@ -1,0 +1,197 @@
+//! The one question that every door asks: where does this prompt run, and where else if that fails?
+//!
+//! Not here: the answer (`kvfleet_router::Desk`, and `kv_core::schedule` behind it).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kv_core::id::InstanceId;
+use kvfleet_proto::pb;
+use kvfleet_router::Desk;
+
+use crate::endpoints::{Endpoint, Endpoints};
+use crate::prompt::Prompt;
+
+/// Asks the router, and knows where its instances take requests.
+#[derive(Clone, Debug)]
+pub(crate) struct Decider {
+    desk: Desk,
+    endpoints: Endpoints,
+    objectives: Arc<BTreeMap<String, i32>>,
+}
+
+/// Under what a request is sent.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Terms {
+    /// Its number, unique for a while: it is what `kvfleet why` is asked by.
+    pub(crate) request: u64,
+    /// Whose it is.
+    pub(crate) tenant: u32,
+    /// Only these may be chosen; none given: all.
+    pub(crate) among: Option<Vec<InstanceId>>,
+    /// None of these: it failed there.
+    pub(crate) without: Vec<InstanceId>,
+    /// Trace that the caller began.
+    pub(crate) traceparent: String,
+    /// What the caller wishes for it.
+    pub(crate) wishes: Wishes,
+}
+
+/// What a caller wishes for a request, in the words of the Inference Extension.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Wishes {
+    /// How much it matters, by the name of an objective; empty for none.
+    pub(crate) objective: String,
+    /// Among whom the fleet is shared fairly; empty for nobody in particular.
+    pub(crate) fairness: String,
+    /// Until its first token.
+    pub(crate) ttft: Option<Duration>,
+    /// For each token after that: read, and nothing is chosen by it.
+    pub(crate) tpot: Option<Duration>,
+}
+
+impl Terms {
+    /// Whose it is: a fairness id stands for a tenant of its own, above those that have numbers.
+    fn tenant(&self) -> u32 {
+        if self.wishes.fairness.is_empty() {
+            return self.tenant;
+        }
+        let mut number = 0x811c_9dc5_u32;
+        self.wishes
+            .fairness
+            .bytes()
+            .for_each(|byte| number = (number ^ u32::from(byte)).wrapping_mul(0x0100_0193));
+        number | 1 << 31
+    }
+}
+
+/// Where a request goes.
+#[derive(Clone, Debug)]
+pub(crate) struct Chosen {
+    /// The best endpoint.
+    pub(crate) endpoint: Arc<Endpoint>,
+    /// The others that could take it, best first.
+    pub(crate) fallbacks: Vec<Arc<Endpoint>>,
+}
+
+/// Why a request goes nowhere.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Refusal {
+    /// Not now: 429.
+    #[error("{reason}")]
+    Busy {
+        /// Why.
+        reason: String,
+        /// When to ask again.
+        retry_after: Duration,
+    },
+    /// Nobody is there to take it: 503.
+    #[error("{reason}")]
+    Nobody {
+        /// Why.
+        reason: String,
+        /// When to ask again.
+        retry_after: Duration,
+    },
+    /// The request makes no sense: 400.
+    #[error("{0}")]
+    Invalid(String),
+}
+
+impl Decider {
+    pub(crate) fn new(desk: Desk, endpoints: Endpoints) -> Decider {
+        Decider { desk, endpoints, objectives: Arc::default() }
+    }
+
+    /// The same with priorities for these objectives.
+    pub(crate) fn with_objectives(self, objectives: impl IntoIterator<Item = (String, i32)>) -> Decider {
+        Decider { objectives: Arc::new(objectives.into_iter().collect()), ..self }
+    }
+
+    /// What an objective is worth; one that nobody set is worth as much as none.
+    fn priority(&self, objective: &str) -> i32 {
+        self.objectives.get(objective).copied().unwrap_or_default()
+    }
+
+    pub(crate) fn endpoints(&self) -> &Endpoints {
+        &self.endpoints
+    }
+
+    pub(crate) fn desk(&self) -> &Desk {
+        &self.desk
+    }
+
+    /// Decides where a prompt runs.
+    pub(crate) async fn decide(&self, prompt: &Prompt, terms: &Terms) -> Result<Chosen, Refusal> {
+        let open = self.open(terms);
+        if open.is_empty() {
+            let reason = match self.endpoints.list().len() {
+                0 => "no engine is known that takes requests".to_owned(),
+                known => format!("none of the {known} engines that are known may take this request"),
+            };
+            return Err(Refusal::Nobody { reason, retry_after: Duration::from_secs(1) });
+        }
+        let request = pb::RouteRequest {
+            request: terms.request,
+            tenant: terms.tenant(),
+            ttft_max_ms: terms
+                .wishes
+                .ttft
+                .map_or(0, |ttft| u64::try_from(ttft.as_millis()).unwrap_or(u64::MAX)),
+            priority: self.priority(&terms.wishes.objective),
+            hashes: prompt.hashes.iter().flat_map(|hash| hash.0).collect(),
+            block_tokens: prompt.block_tokens,
+            input_tokens: prompt.input_tokens,
+            output_tokens: prompt.output_tokens,
+            traceparent: terms.traceparent.clone(),
+            among: Some(pb::Among { instances: open.iter().map(|endpoint| endpoint.instance.0).collect() }),
+            ..pb::RouteRequest::default()
+        };
+        let reply = self.desk.route(request).await.map_err(|status| match status.code() {
+            tonic::Code::InvalidArgument => Refusal::Invalid(status.message().to_owned()),
+            _ => Refusal::Nobody { reason: status.message().to_owned(), retry_after: Duration::from_secs(1) },
+        })?;
+        match reply.answer {
+            Some(pb::route_reply::Answer::Decision(decision)) => self.chosen(&decision),
+            Some(pb::route_reply::Answer::Rejected(rejected)) => {
+                let pb::Rejected { reason, retry_after_ms, nobody } = rejected;
+                let retry_after = Duration::from_millis(retry_after_ms);
+                if nobody {
+                    return Err(Refusal::Nobody { reason, retry_after });
+                }
+                Err(Refusal::Busy { reason, retry_after })
+            }
+            None => Err(Refusal::Nobody {
+                reason: "the router gave no answer".into(),
+                retry_after: Duration::from_secs(1),
+            }),
+        }
+    }
+
+    /// Endpoints that may be chosen.
+    pub(crate) fn open(&self, terms: &Terms) -> Vec<Arc<Endpoint>> {
+        let may = |endpoint: &Arc<Endpoint>| {
+            let instance = &endpoint.instance;
+            self.endpoints.is_open(*instance)
+                && terms.among.as_ref().is_none_or(|among| among.contains(instance))
+                && !terms.without.contains(instance)
+        };
+        self.endpoints.list().into_iter().filter(may).collect()
+    }
+
+    fn chosen(&self, decision: &pb::Decision) -> Result<Chosen, Refusal> {
+        // The chosen one is the first of the candidates.
+        let open = decision.candidates.iter().filter(|candidate| candidate.filtered.is_empty());
+        let mut at = open.filter_map(|candidate| self.endpoints.get(InstanceId(candidate.instance)));
+        let endpoint = at.next();
+        let fallbacks = at.collect();
+        match endpoint {
+            Some(endpoint) => Ok(Chosen { endpoint, fallbacks }),
+            None => Err(Refusal::Nobody {
+                reason: format!("instance {} was chosen, and has just left", decision.instance),
+                retry_after: Duration::from_millis(100),
+            }),
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! Metrics as engines write them, and as nobody should.
+
+use kvfleet_errors_doc::says;
+
+use super::*;
+
+/// As a vLLM of two ranks says it.
+const VLLM_TEXT: &str = r#"# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.75
+vllm:prompt_tokens_total{engine="0",model_name="m"} 9000.0
+vllm:request_prompt_tokens_bucket{engine="0",le="1.0",model_name="m"} 0.0
+vllm:request_prompt_tokens_count{engine="0",model_name="m"} 4.0
+vllm:request_prompt_tokens_sum{engine="0",model_name="m"} 2000.0
+process_start_time_seconds 1.7e+09
+"#;
+
+const SGLANG_TEXT: &str = "sglang:num_running_reqs{model_name=\"m\"} 1.0\nsglang:num_queue_reqs{model_name=\"m\"} 3.0\n\
+                           sglang:token_usage{model_name=\"m\"} 0.5\nsglang:prompt_tokens_total 900.0\nsglang:num_requests_total 3.0\n";
+
+fn read_text(text: &str) -> Result<Reading, ReadingError> {
+    read(text.as_bytes(), 1_000)
+}
+
+fn with(name: &str, value: &str) -> Result<Reading, ReadingError> {
+    let lines = VLLM_TEXT.lines().filter(|line| !line.starts_with(name));
+    read_text(&(lines.collect::<Vec<_>>().join("\n") + &format!("\n{name} {value}\n")))
+}
+
+#[test]
+fn the_load_of_each_make_is_read() {
+    let reading = read_text(VLLM_TEXT).expect("a vLLM");
+    let heard = Heard { running: 7, waiting: 2, queue_tokens: 1_000, usage: Some(0.75) };
+    assert_eq!((reading.make, reading.heard), (Make::Vllm, heard));
+    assert_eq!((reading.started_us, reading.ended), (Some(1_700_000_000_000_000), Some(4.0)));
+    let reading = read_text(SGLANG_TEXT).expect("an SGLang");
+    let heard = Heard { running: 1, waiting: 3, queue_tokens: 900, usage: Some(0.5) };
+    assert_eq!((reading.make, reading.heard, reading.started_us), (Make::Sglang, heard, None));
+}
+
+#[test]
+fn until_a_request_ended_prompts_are_taken_to_be_as_long_as_configured() {
+    let queued = |name, value| with(name, value).expect("is read").heard.queue_tokens;
+    assert_eq!(queued("vllm:request_prompt_tokens_count", "0"), 2_000);
+    let bare = "vllm:num_requests_running 0\nvllm:num_requests_waiting 5\n";
+    let reading = read_text(bare).expect("is enough");
+    assert_eq!((reading.heard.queue_tokens, reading.ended, reading.heard.usage), (5_000, None, None));
+    assert_eq!(queued("vllm:num_requests_waiting", "1e6"), 500_000_000);
+}
+
+#[test]
+fn numbers_that_cannot_be_are_not_believed() {
+    for name in [VLLM.running, VLLM.waiting, STARTED, VLLM.prompts[0][0], VLLM.prompts[0][1]] {
+        for value in ["NaN", "-1", "1e300", "+Inf", "-Inf", "-1e-9"] {
+            assert!(matches!(with(name, value), Err(ReadingError::Nonsense { .. })), "{name} {value}");
+        }
+    }
+    assert!(matches!(with(VLLM.running, "1000001"), Err(ReadingError::Nonsense { .. })));
+    assert!(
+        matches!(with(VLLM.prompts[0][0], "1e9"), Err(ReadingError::Nonsense { .. })),
+        "prompts of 250 million"
+    );
+    let many = "vllm:num_requests_running 999999\nvllm:num_requests_running 2\nvllm:num_requests_waiting 0\n";
+    assert!(matches!(read_text(many), Err(ReadingError::Nonsense { .. })), "together too many");
+}
+
+#[test]
+fn a_share_that_cannot_be_takes_nothing_else_with_it() {
+    for value in ["NaN", "-1", "+Inf", "-1e-9", "1.01", "85.5"] {
+        let reading =
+            read_text(&format!("{SGLANG_TEXT}sglang:token_usage {value}\n")).expect("the rest is read");
+        assert_eq!((reading.heard.running, reading.heard.usage), (1, Some(0.5)), "{value}");
+    }
+    let only = "vllm:num_requests_running 3\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc NaN\n";
+    let heard = read_text(only).expect("the rest is read").heard;
+    assert_eq!((heard.running, heard.usage), (3, None));
+}
+
+#[test]
+fn what_is_wrong_with_metrics_is_said() {
+    let said = |read: Result<Reading, ReadingError>| read.expect_err("is refused").to_string();
+    says("an engine's load that cannot be", &said(with(VLLM.waiting, "NaN")), &[]);
+    says("an engine's metrics of something else", &said(read_text("go_goroutines 7\n")), &[]);
+    says("an engine's metrics without how many wait", &said(read_text("vllm:num_requests_running 1\n")), &[]);
+    says("an engine's metrics that are a page", &said(read_text("<html><body>404</body></html>")), &[]);
+    says("an engine's metrics that are no text", &said(read(b"a 1\n\x00\xff\xfe\n", 1)), &[]);
+    says(
+        "an engine's metrics with a line cut short",
+        &said(read_text("vllm:num_requests_running{engine=\"0")),
+        &[],
+    );
+}
+
+fn reading(started_us: Option<u64>, ended: Option<f64>) -> Reading {
+    Reading { started_us, ended, ..read_text(SGLANG_TEXT).expect("is read") }
+}
+
+#[test]
+fn a_start_that_is_told_counts_and_never_goes_back() {
+    let mut life = Life::default();
+    let mut hear = |started, ended| (life.hear(&reading(started, ended), 900), life.started_us());
+    assert_eq!(hear(Some(100), Some(5.0)), (false, 100), "the first is no restart");
+    assert_eq!(hear(Some(100), Some(6.0)), (false, 100));
+    assert_eq!(hear(Some(200), Some(0.0)), (true, 200));
+    assert_eq!(hear(Some(150), Some(1.0)), (false, 200), "a start before the last is no start");
+}
+
+#[test]
+fn counts_that_fell_are_another_process() {
+    let mut life = Life::default();
+    let mut hear = |ended, now| (life.hear(&reading(None, ended), now), life.started_us());
+    assert_eq!(hear(Some(5.0), 700), (false, 0), "nobody knows since when");
+    assert_eq!(hear(None, 701), (false, 0));
+    assert_eq!(hear(Some(4.0), 800), (true, 800));
+    assert_eq!(hear(Some(0.0), 800), (true, 801), "however soon");
+    assert_eq!(hear(Some(0.0), 900), (false, 801));
+}
+
+#[test]
+fn whoever_follows_started_later() {
+    let mut life = Life::default();
+    life.hear(&reading(Some(1_000), Some(9.0)), 0);
+    let mut next = life.next();
+    assert!(!next.hear(&reading(Some(500), Some(0.0)), 0), "the first of it");
+    assert_eq!(next.started_us(), 1_001);
+}

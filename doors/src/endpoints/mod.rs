@@ -1,0 +1,240 @@
+//! Engines that take requests, by instance: where they are, who said so, and whether they are to be sent anything.
+//!
+//! Who says so: the configuration (`fixed.rs`), a call (`calls/`), Kubernetes (`kubernetes/`). How busy they are, and whether they are there at
+//! all, is asked of each (`load/`). Not here: what they have in GPU memory, and the choice among them (the router).
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use kv_core::id::InstanceId;
+use parking_lot::RwLock;
+use tokio::sync::watch;
+
+pub(crate) mod address;
+pub(crate) mod calls;
+pub(crate) mod config;
+#[cfg(feature = "kubernetes")]
+pub(crate) mod events;
+pub(crate) mod fixed;
+#[cfg(feature = "kubernetes")]
+pub(crate) mod kubernetes;
+pub(crate) mod load;
+mod open;
+
+pub use open::OpenError;
+pub(crate) use open::{Opened, open};
+
+/// Who named an endpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) enum Origin {
+    /// The configuration.
+    Configured,
+    /// A call.
+    Called,
+    /// Kubernetes.
+    Discovered,
+}
+
+impl Origin {
+    /// All of them.
+    pub(crate) const ALL: [Origin; 3] = [Origin::Configured, Origin::Called, Origin::Discovered];
+
+    /// As lists and metrics show it.
+    #[must_use]
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Origin::Configured => "configured",
+            Origin::Called => "called",
+            Origin::Discovered => "discovered",
+        }
+    }
+}
+
+/// One engine that takes requests.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Endpoint {
+    /// The instance that it is.
+    pub(crate) instance: InstanceId,
+    /// `host:port`, without a scheme: what Envoy is told, and what is dialed.
+    pub(crate) authority: String,
+    /// Whether its engine links our client, and so can fetch from nodes.
+    pub(crate) fetches: bool,
+    /// Whether it is to be sent nothing more, while it ends what it has.
+    pub(crate) draining: bool,
+    /// Who named it.
+    pub(crate) origin: Origin,
+}
+
+/// What was heard of an endpoint lately.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Standing {
+    /// Addresses that its host has, as it was resolved last; empty before that.
+    pub(crate) addresses: Vec<SocketAddr>,
+    /// Whether it is known to be gone or to fail; nobody is to be sent there.
+    pub(crate) is_unwell: bool,
+    /// What is wrong with it.
+    pub(crate) problem: Option<String>,
+    /// What it said last of its load, and when; none where it reports itself, or said nothing yet.
+    pub(crate) load: Option<(Heard, Instant)>,
+}
+
+/// What an engine says of its load.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Heard {
+    /// Requests that are computed.
+    pub(crate) running: u32,
+    /// Requests that wait.
+    pub(crate) waiting: u32,
+    /// Prompt tokens of those that wait: as many requests as wait, each as long as its prompts are on average. A guess.
+    pub(crate) queue_tokens: u64,
+    /// Part of its KV memory that is taken, where it says so: 0 to 1.
+    pub(crate) usage: Option<f64>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    endpoint: Arc<Endpoint>,
+    /// Whether it tells routers its load by itself.
+    reports_itself: bool,
+    standing: Standing,
+}
+
+/// All of them. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Endpoints {
+    all: Arc<RwLock<BTreeMap<InstanceId, Entry>>>,
+    /// Counts what was put and removed.
+    changes: watch::Sender<u64>,
+}
+
+impl Endpoints {
+    /// The endpoint that an instance is.
+    #[must_use]
+    pub(crate) fn get(&self, instance: InstanceId) -> Option<Arc<Endpoint>> {
+        self.all.read().get(&instance).map(|entry| Arc::clone(&entry.endpoint))
+    }
+
+    /// The one at this address, as it was named or as it was resolved.
+    #[must_use]
+    pub(crate) fn at(&self, authority: &str) -> Option<Arc<Endpoint>> {
+        let all = self.all.read();
+        let named = all.values().find(|entry| entry.endpoint.authority == authority);
+        let resolved = || {
+            let address = authority.parse().ok()?;
+            all.values().find(|entry| entry.standing.addresses.contains(&address))
+        };
+        named.or_else(resolved).map(|entry| Arc::clone(&entry.endpoint))
+    }
+
+    /// All, by ascending instance.
+    #[must_use]
+    pub(crate) fn list(&self) -> Vec<Arc<Endpoint>> {
+        self.all.read().values().map(|entry| Arc::clone(&entry.endpoint)).collect()
+    }
+
+    /// Adds one, or replaces what was known of its instance.
+    #[cfg(test)]
+    pub(crate) fn put(&self, endpoint: Endpoint) {
+        let reports_itself = self.reports_itself(endpoint.instance);
+        self.put_that_reports(endpoint, reports_itself);
+    }
+
+    /// Likewise, of one that tells routers its load by itself, or does not.
+    pub(crate) fn put_that_reports(&self, endpoint: Endpoint, reports_itself: bool) {
+        let Ok(()) = self.put_where(endpoint, reports_itself, |_, _| Ok::<_, std::convert::Infallible>(()));
+    }
+
+    /// Forgets one.
+    pub(crate) fn remove(&self, instance: InstanceId) -> Option<Arc<Endpoint>> {
+        let removed = self.all.write().remove(&instance);
+        self.changes.send_modify(|changes| *changes += 1);
+        removed.map(|entry| entry.endpoint)
+    }
+
+    /// Changes one that is known, in one go: one that was removed meanwhile stays so, and what others changed meanwhile is kept. What it is then.
+    pub(crate) fn update(
+        &self,
+        instance: InstanceId,
+        change: impl FnOnce(&mut Endpoint),
+    ) -> Option<Arc<Endpoint>> {
+        let mut all = self.all.write();
+        let entry = all.get_mut(&instance)?;
+        let mut endpoint = Endpoint::clone(&entry.endpoint);
+        change(&mut endpoint);
+        if endpoint.authority != entry.endpoint.authority {
+            entry.standing = Standing::default();
+        }
+        entry.endpoint = Arc::new(endpoint);
+        let endpoint = Arc::clone(&entry.endpoint);
+        drop(all);
+        self.changes.send_modify(|changes| *changes += 1);
+        Some(endpoint)
+    }
+
+    /// Adds one, or replaces it, if what is known of its instance may be replaced, in one go.
+    pub(crate) fn put_where<E>(
+        &self,
+        endpoint: Endpoint,
+        reports_itself: bool,
+        may: impl FnOnce(Option<&Endpoint>, usize) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut all = self.all.write();
+        may(all.get(&endpoint.instance).map(|entry| &*entry.endpoint), all.len())?;
+        let standing = match all.remove(&endpoint.instance) {
+            Some(entry) if entry.endpoint.authority == endpoint.authority => entry.standing,
+            _ => Standing::default(),
+        };
+        all.insert(endpoint.instance, Entry { endpoint: Arc::new(endpoint), reports_itself, standing });
+        drop(all);
+        self.changes.send_modify(|changes| *changes += 1);
+        Ok(())
+    }
+
+    /// Sends one nothing more; whether it is known.
+    pub(crate) fn drain(&self, instance: InstanceId) -> bool {
+        self.update(instance, |endpoint| endpoint.draining = true).is_some()
+    }
+
+    /// Where an instance can be dialed by number, as it was resolved last. What was given stays as it is in [`Endpoint::authority`].
+    #[must_use]
+    pub(crate) fn addresses(&self, instance: InstanceId) -> Vec<SocketAddr> {
+        self.all.read().get(&instance).map(|entry| entry.standing.addresses.clone()).unwrap_or_default()
+    }
+
+    /// Whether nothing speaks against sending it a request. The router knows how busy it is.
+    #[must_use]
+    pub(crate) fn is_open(&self, instance: InstanceId) -> bool {
+        self.all
+            .read()
+            .get(&instance)
+            .is_some_and(|entry| !entry.endpoint.draining && !entry.standing.is_unwell)
+    }
+
+    /// What was heard of it lately.
+    #[must_use]
+    pub(crate) fn standing(&self, instance: InstanceId) -> Option<Standing> {
+        self.all.read().get(&instance).map(|entry| entry.standing.clone())
+    }
+
+    /// Told whenever something is put or removed.
+    pub(crate) fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
+    }
+
+    fn reports_itself(&self, instance: InstanceId) -> bool {
+        self.all.read().get(&instance).is_some_and(|entry| entry.reports_itself)
+    }
+
+    /// Notes something of an instance that is still at this address.
+    fn note(&self, instance: InstanceId, authority: &str, note: impl FnOnce(&mut Standing)) {
+        let mut all = self.all.write();
+        if let Some(entry) = all.get_mut(&instance).filter(|entry| entry.endpoint.authority == authority) {
+            note(&mut entry.standing);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

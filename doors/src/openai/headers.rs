@@ -1,0 +1,121 @@
+//! Which headers go on, in both directions, and which are ours.
+//!
+//! Pure. Not here: where a request goes (`forward.rs`).
+
+use axum::http::header::{
+    CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderName, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE,
+    TRAILER, TRANSFER_ENCODING, UPGRADE,
+};
+use axum::http::{HeaderMap, HeaderValue};
+
+/// Number by which a caller knows a request again.
+pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// The trace that a caller began.
+pub(super) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
+
+/// Which instance answered.
+pub(super) const INSTANCE: HeaderName = HeaderName::from_static("x-kvfleet-instance");
+
+/// Under which number the router was asked.
+pub(super) const REQUEST: HeaderName = HeaderName::from_static("x-kvfleet-request");
+
+/// Of one connection, not of the request.
+const HOP: [HeaderName; 7] =
+    [CONNECTION, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE];
+
+/// The same, without names of their own in the library.
+const HOP_OLD: [HeaderName; 2] =
+    [HeaderName::from_static("keep-alive"), HeaderName::from_static("proxy-connection")];
+
+/// Longest request id that is taken over.
+const REQUEST_ID_BYTES_MAX: usize = 256;
+
+/// Removes what belongs to one connection.
+fn without_hops(headers: &mut HeaderMap) {
+    let named: Vec<HeaderName> = headers
+        .get_all(CONNECTION)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(','))
+        .filter_map(|name| name.trim().parse().ok())
+        .collect();
+    for name in HOP.iter().chain(&HOP_OLD).chain(&named) {
+        headers.remove(name);
+    }
+}
+
+/// Headers of a request as the engine gets them.
+pub(super) fn onward(mut headers: HeaderMap, request_id: &HeaderValue, traceparent: &str) -> HeaderMap {
+    without_hops(&mut headers);
+    for name in [HOST, CONTENT_LENGTH, EXPECT] {
+        headers.remove(name);
+    }
+    headers.insert(REQUEST_ID, request_id.clone());
+    if let Ok(value) = HeaderValue::from_str(traceparent)
+        && !traceparent.is_empty()
+    {
+        headers.insert(TRACEPARENT, value);
+    }
+    headers
+}
+
+/// Headers of an answer as the caller gets them.
+pub(super) fn back(headers: &mut HeaderMap) {
+    without_hops(headers);
+}
+
+/// The id that a request has, or one of its own made of `random`.
+pub(super) fn request_id(headers: &HeaderMap, random: u128) -> HeaderValue {
+    match headers.get(REQUEST_ID) {
+        Some(id) if (1..=REQUEST_ID_BYTES_MAX).contains(&id.len()) => id.clone(),
+        _ => HeaderValue::from_str(&format!("{random:032x}")).unwrap_or(HeaderValue::from_static("none")),
+    }
+}
+
+/// The trace that a request has; empty for none.
+pub(super) fn traceparent(headers: &HeaderMap) -> &str {
+    headers.get(TRACEPARENT).and_then(|value| value.to_str().ok()).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(pairs: &[(&'static str, &'static str)]) -> HeaderMap {
+        let pair = |(name, value): &(&'static str, &'static str)| {
+            (HeaderName::from_static(name), HeaderValue::from_static(value))
+        };
+        pairs.iter().map(pair).collect()
+    }
+
+    #[test]
+    fn what_belongs_to_a_connection_stays_and_the_rest_goes_on() {
+        let came = headers(&[
+            ("authorization", "Bearer secret"),
+            ("connection", "close, X-Mine"),
+            ("x-mine", "1"),
+            ("keep-alive", "5"),
+            ("transfer-encoding", "chunked"),
+            ("te", "trailers"),
+            ("host", "door"),
+            ("content-length", "7"),
+            ("x-data-parallel-rank", "3"),
+        ]);
+        let id = HeaderValue::from_static("a");
+        let sent = onward(came, &id, "00-t-s-01");
+        let expected = headers(&[
+            ("authorization", "Bearer secret"),
+            ("x-data-parallel-rank", "3"),
+            ("x-request-id", "a"),
+            ("traceparent", "00-t-s-01"),
+        ]);
+        assert_eq!(sent, expected);
+    }
+
+    #[test]
+    fn an_id_is_kept_and_made_where_there_is_none() {
+        assert_eq!(request_id(&headers(&[("x-request-id", "mine")]), 1), "mine");
+        assert_eq!(request_id(&headers(&[("x-request-id", "")]), 255), format!("{:032x}", 255).as_str());
+    }
+}

@@ -1,0 +1,193 @@
+//! An engine's answer on its way to the caller: every piece as it came, at once.
+//!
+//! Nothing of it is kept. Dropped before its end, because the caller left, it drops the connection to the engine, which ends the request there. Not here: what
+//! happens before the first byte (`forward.rs`).
+
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::Sleep;
+
+use super::breaker::Claim;
+use super::upstream::causes;
+use super::usage::Usage;
+use crate::metrics::{Metrics, Outcome};
+
+/// A request that is under way, as it is counted.
+#[derive(Debug)]
+pub(super) struct Running {
+    metrics: Metrics,
+    outcome: Outcome,
+    /// Its place among those that may be.
+    _place: OwnedSemaphorePermit,
+}
+
+impl Running {
+    pub(super) fn new(metrics: Metrics, place: OwnedSemaphorePermit) -> Running {
+        metrics.began();
+        Running { metrics, outcome: Outcome::Left, _place: place }
+    }
+
+    /// How it ends, unless it ends otherwise.
+    pub(super) fn ends(&mut self, outcome: Outcome) {
+        self.outcome = outcome;
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.metrics.ended(self.outcome);
+    }
+}
+
+/// Why an answer that had begun does not go on.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Cut {
+    /// The engine broke off.
+    #[error("the engine broke off: {0}")]
+    Broken(String),
+    /// It stood still.
+    #[error("the engine sent nothing for {} ms", .0.as_millis())]
+    Idle(Duration),
+}
+
+/// The body of an answer.
+#[derive(Debug)]
+pub(super) struct Relay {
+    /// What was awaited before the answer began.
+    pub(super) first: Option<Frame<Bytes>>,
+    pub(super) rest: Incoming,
+    pub(super) still: Still,
+    pub(super) usage: Usage,
+    /// Tokens that we counted in the prompt, where the engine must have as many.
+    pub(super) tokens: Option<u32>,
+    pub(super) claim: Option<Claim>,
+    pub(super) running: Running,
+}
+
+/// How long nothing came.
+#[derive(Debug)]
+pub(super) struct Still {
+    limit: Duration,
+    timer: Pin<Box<Sleep>>,
+    is_set: bool,
+}
+
+impl Still {
+    pub(super) fn new(limit: Duration) -> Still {
+        Still { limit, timer: Box::pin(tokio::time::sleep(limit)), is_set: false }
+    }
+
+    /// Ready when nothing came for too long.
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Duration> {
+        if !self.is_set {
+            self.timer.as_mut().reset(tokio::time::Instant::now() + self.limit);
+            self.is_set = true;
+        }
+        self.timer.as_mut().poll(context).map(|()| self.limit)
+    }
+}
+
+impl Relay {
+    /// The same, at its end if nothing is to come: such a body is not asked for its pieces.
+    pub(super) fn begun(mut self) -> Relay {
+        if self.is_end_stream() {
+            self.end();
+        }
+        self
+    }
+
+    fn see(&mut self, frame: &Frame<Bytes>) {
+        self.still.is_set = false;
+        if self.tokens.is_some()
+            && let Some(data) = frame.data_ref()
+        {
+            self.usage.see(data);
+        }
+    }
+
+    fn end(&mut self) {
+        if let Some(claim) = self.claim.take() {
+            claim.ended();
+        }
+        if let (Some(ours), Some(theirs)) = (self.tokens.take(), self.usage.found()) {
+            self.running.metrics.compared(ours == theirs);
+            if ours != theirs {
+                tracing::debug!(
+                    ours,
+                    theirs,
+                    "the engine counts other tokens in a prompt than its tokenizer.json here"
+                );
+            }
+        }
+        if self.running.outcome == Outcome::Left {
+            self.running.ends(Outcome::Answered);
+        }
+    }
+
+    fn cut(&mut self, cut: Cut) -> Cut {
+        if let Some(claim) = self.claim.take() {
+            claim.failed(Instant::now());
+        }
+        self.running.ends(Outcome::Cut);
+        tracing::debug!(%cut, "an answer that had begun does not go on");
+        cut
+    }
+}
+
+impl Body for Relay {
+    type Data = Bytes;
+    type Error = Cut;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+        if let Some(first) = self.first.take() {
+            self.see(&first);
+            if self.rest.is_end_stream() {
+                self.end();
+            }
+            return Poll::Ready(Some(Ok(first)));
+        }
+        let Poll::Ready(next) = Pin::new(&mut self.rest).poll_frame(context) else {
+            let limit = ready!(self.still.poll(context));
+            return Poll::Ready(Some(Err(self.cut(Cut::Idle(limit)))));
+        };
+        Poll::Ready(match next {
+            Some(Ok(frame)) => {
+                self.see(&frame);
+                // A body whose length is known is not polled once more.
+                if self.rest.is_end_stream() {
+                    self.end();
+                }
+                Some(Ok(frame))
+            }
+            Some(Err(error)) => Some(Err(self.cut(Cut::Broken(causes(&error))))),
+            None => {
+                self.end();
+                None
+            }
+        })
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.first.is_none() && self.rest.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let first = self.first.as_ref().and_then(Frame::data_ref).map_or(0, |data| data.len() as u64);
+        let rest = self.rest.size_hint();
+        let mut hint = SizeHint::new();
+        hint.set_lower(rest.lower() + first);
+        if let Some(upper) = rest.upper() {
+            hint.set_upper(upper + first);
+        }
+        hint
+    }
+}

@@ -1,0 +1,440 @@
+//! What Envoy is answered, message by message, and what it may not say.
+#![allow(clippy::unwrap_used)]
+
+use bytes::Bytes;
+use kvfleet_proto::envoy::base::{HeaderMap, HeaderValue, Metadata};
+use kvfleet_proto::envoy::ext_proc::processing_request::Request;
+use kvfleet_proto::envoy::ext_proc::processing_response::Response;
+use kvfleet_proto::envoy::ext_proc::{
+    HttpBody, HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse, ProtocolConfiguration,
+    StreamedBodyResponse, body_mutation::Mutation,
+};
+use kvfleet_proto::envoy::mode::processing_mode::BodySendMode;
+use kvfleet_proto::envoy::well_known::{ListValue, Struct, Value, value::Kind};
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+
+use super::exchange::{Exchange, Fault, Heard, Rules};
+use super::words::{PIECE_BYTES_MAX, Refused};
+
+const RULES: Rules = Rules { body_bytes_max: 200_000, conformance: false };
+
+fn said(request: Request) -> ProcessingRequest {
+    ProcessingRequest { request: Some(request), ..ProcessingRequest::default() }
+}
+
+fn map(pairs: &[(&str, &str)]) -> HeaderMap {
+    let header = |(key, value): &(&str, &str)| HeaderValue {
+        key: (*key).to_owned(),
+        value: String::new(),
+        raw_value: value.as_bytes().to_vec(),
+    };
+    HeaderMap { headers: pairs.iter().map(header).collect() }
+}
+
+fn headers(pairs: &[(&str, &str)], end_of_stream: bool) -> Request {
+    Request::RequestHeaders(HttpHeaders { headers: Some(map(pairs)), end_of_stream })
+}
+
+fn body(bytes: impl Into<Bytes>, end_of_stream: bool) -> ProcessingRequest {
+    said(Request::RequestBody(HttpBody { body: bytes.into(), end_of_stream }))
+}
+
+fn trailers() -> ProcessingRequest {
+    said(Request::RequestTrailers(HttpTrailers { trailers: Some(map(&[("a", "b")])) }))
+}
+
+fn back(end_of_stream: bool) -> ProcessingRequest {
+    said(Request::ResponseHeaders(HttpHeaders { headers: Some(map(&[(":status", "200")])), end_of_stream }))
+}
+
+fn back_body(bytes: impl Into<Bytes>, end_of_stream: bool) -> ProcessingRequest {
+    said(Request::ResponseBody(HttpBody { body: bytes.into(), end_of_stream }))
+}
+
+fn back_trailers() -> ProcessingRequest {
+    said(Request::ResponseTrailers(HttpTrailers::default()))
+}
+
+/// Begins as Envoy does that sends bodies so.
+fn begun(rules: Rules, modes: [BodySendMode; 2], request: Request) -> (Exchange, Result<Heard, Fault>) {
+    let config = ProtocolConfiguration {
+        request_body_mode: modes[0].into(),
+        response_body_mode: modes[1].into(),
+        send_body_without_waiting_for_header_response: false,
+    };
+    let mut exchange = Exchange::new(rules);
+    let heard = exchange.hear(ProcessingRequest { protocol_config: Some(config), ..said(request) });
+    (exchange, heard)
+}
+
+const DUPLEX: [BodySendMode; 2] = [BodySendMode::FullDuplexStreamed, BodySendMode::None];
+
+fn post() -> Request {
+    headers(&[(":method", "POST"), (":path", "/v1/completions?x=1")], false)
+}
+
+/// The header and the metadata that say where a request goes.
+fn destination(answer: &ProcessingResponse) -> Option<(String, String, bool)> {
+    let common = match answer.response.as_ref()? {
+        Response::RequestHeaders(headers) => headers.response.as_ref()?,
+        Response::RequestBody(body) => body.response.as_ref()?,
+        _ => return None,
+    };
+    let set = &common.header_mutation.as_ref()?.set_headers[0];
+    let header = set.header.as_ref()?;
+    assert_eq!(header.key, "x-gateway-destination-endpoint");
+    assert_eq!(set.append_action, 2, "it takes the place of what a client wrote there");
+    let Some(Kind::StructValue(fields)) = &answer.dynamic_metadata.as_ref()?.fields["envoy.lb"].kind else {
+        return None;
+    };
+    let Some(Kind::StringValue(text)) = &fields.fields["x-gateway-destination-endpoint"].kind else {
+        return None;
+    };
+    Some((String::from_utf8(header.raw_value.clone()).unwrap(), text.clone(), common.clear_route_cache))
+}
+
+fn streamed(answer: &ProcessingResponse) -> Option<&StreamedBodyResponse> {
+    let body = match answer.response.as_ref()? {
+        Response::RequestBody(body) | Response::ResponseBody(body) => body,
+        _ => return None,
+    };
+    match body.response.as_ref()?.body_mutation.as_ref()?.mutation.as_ref()? {
+        Mutation::StreamedResponse(streamed) => Some(streamed),
+        _ => None,
+    }
+}
+
+/// What a body came to: its bytes, and whether its end was said with the last piece and no other.
+fn echo(answers: &[ProcessingResponse]) -> (Vec<u8>, bool) {
+    let pieces: Vec<_> = answers.iter().filter_map(streamed).collect();
+    assert!(pieces.iter().all(|piece| piece.body.len() <= PIECE_BYTES_MAX));
+    let early = pieces.iter().rev().skip(1).any(|piece| piece.end_of_stream);
+    assert!(!early, "an end in the middle");
+    let whole = pieces.iter().flat_map(|piece| piece.body.to_vec()).collect();
+    (whole, pieces.last().is_some_and(|piece| piece.end_of_stream))
+}
+
+fn status(heard: &Heard) -> i32 {
+    match heard.answers[0].response.as_ref().unwrap() {
+        Response::ImmediateResponse(immediate) => immediate.status.as_ref().unwrap().code,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn headers_are_answered_when_the_body_is_there_and_all_of_it_comes_back() {
+    let bytes: Vec<u8> = (0..180_013_u32).map(|at| at as u8).collect();
+    let (mut exchange, first) = begun(RULES, DUPLEX, post());
+    assert_eq!(first.unwrap(), Heard::default());
+    for piece in bytes[..131_072].chunks(16_384) {
+        assert_eq!(exchange.hear(body(piece.to_vec(), false)).unwrap(), Heard::default());
+    }
+    assert!(exchange.is_arriving());
+    let asked = exchange.hear(body(bytes[131_072..].to_vec(), true)).unwrap();
+    assert!(asked.answers.is_empty());
+    let question = asked.ask.unwrap();
+    assert_eq!(question.head.path, "/v1/completions");
+    assert_eq!(question.body.unwrap(), bytes);
+    assert_eq!(exchange.held_bytes(), bytes.len());
+    let answers = exchange.picked("10.0.0.1:8000,10.0.0.2:8000");
+    let both = "10.0.0.1:8000,10.0.0.2:8000".to_owned();
+    assert_eq!(destination(&answers[0]).unwrap(), (both.clone(), both, true));
+    assert_eq!(answers.len(), 1 + 3, "headers, and pieces of 62,000 bytes");
+    assert_eq!(echo(&answers), (bytes, true));
+    assert_eq!(exchange.held_bytes(), 0);
+    assert!(exchange.may_end());
+}
+
+#[test]
+fn a_body_may_be_empty_or_end_with_nothing_or_with_trailers() {
+    // Nothing at all but its end.
+    let (mut exchange, _) = begun(RULES, DUPLEX, post());
+    let asked = exchange.hear(body("", true)).unwrap();
+    assert_eq!(asked.ask.unwrap().body, None);
+    assert_eq!(echo(&exchange.picked("a:1")), (vec![], true));
+    // Its end on its own.
+    let (mut exchange, _) = begun(RULES, DUPLEX, post());
+    exchange.hear(body("some", false)).unwrap();
+    assert_eq!(exchange.hear(body("", true)).unwrap().ask.unwrap().body.unwrap(), "some");
+    assert_eq!(echo(&exchange.picked("a:1")), (b"some".to_vec(), true));
+    // Trailers in place of an end.
+    let (mut exchange, _) = begun(RULES, DUPLEX, post());
+    exchange.hear(body("some", false)).unwrap();
+    assert_eq!(exchange.hear(trailers()).unwrap().ask.unwrap().body.unwrap(), "some");
+    let answers = exchange.picked("a:1");
+    assert_eq!(echo(&answers), (b"some".to_vec(), false));
+    assert!(matches!(answers.last().unwrap().response, Some(Response::RequestTrailers(_))));
+    assert_eq!(exchange.hear(trailers()), Err(Fault::Late("request_trailers")));
+    // Neither body nor end.
+    let (mut exchange, heard) = begun(RULES, DUPLEX, headers(&[(":path", "/v1/models")], true));
+    assert_eq!(heard.unwrap().ask.unwrap().body, None);
+    let answers = exchange.picked("a:1");
+    assert_eq!((answers.len(), destination(&answers[0]).is_some()), (1, true));
+}
+
+#[test]
+fn a_body_in_one_piece_is_answered_with_where_it_goes_and_is_not_sent_back() {
+    let modes = [BodySendMode::Buffered, BodySendMode::None];
+    let (mut exchange, heard) = begun(RULES, modes, post());
+    let answers = heard.unwrap().answers;
+    assert!(matches!(&answers[..], [one] if matches!(one.response, Some(Response::RequestHeaders(_)))));
+    assert!(answers[0].dynamic_metadata.is_none());
+    assert_eq!(exchange.hear(body("whole", false)).unwrap().ask.unwrap().body.unwrap(), "whole");
+    let answers = exchange.picked("a:1");
+    assert!(matches!(&answers[..], [one] if matches!(one.response, Some(Response::RequestBody(_)))));
+    assert!(destination(&answers[0]).is_some() && streamed(&answers[0]).is_none());
+    let heard = exchange.hear(trailers()).unwrap();
+    assert!(matches!(heard.answers[0].response, Some(Response::RequestTrailers(_))));
+    assert_eq!(exchange.hear(body("more", true)), Err(Fault::Late("request_body")));
+    // Trailers and no body: its headers have gone, so that it cannot be sent anywhere.
+    let (mut exchange, _) = begun(RULES, modes, post());
+    assert_eq!(status(&exchange.hear(trailers()).unwrap()), 400);
+    // A body that Envoy does not send.
+    let (mut exchange, heard) = begun(RULES, [BodySendMode::None; 2], post());
+    assert_eq!(heard.unwrap().ask.unwrap().body, None);
+    assert_eq!(exchange.picked("a:1").len(), 1);
+}
+
+#[test]
+fn a_body_beyond_the_limit_is_refused_at_once_and_the_rest_of_it_counts_for_nothing() {
+    for pieces in [vec![200_001], vec![150_000, 50_001]] {
+        let (mut exchange, _) = begun(RULES, DUPLEX, post());
+        let mut last = Heard::default();
+        for length in pieces {
+            last = exchange.hear(body(vec![b' '; length], false)).unwrap();
+        }
+        assert_eq!(status(&last), 413);
+        assert!(exchange.is_refused());
+        assert_eq!(exchange.held_bytes(), 0);
+        assert_eq!(exchange.hear(body("more", true)), Ok(Heard::default()));
+    }
+    let (mut exchange, _) = begun(RULES, DUPLEX, post());
+    assert!(exchange.hear(body(vec![b' '; 200_000], true)).unwrap().ask.is_some());
+}
+
+#[test]
+fn headers_beyond_all_measure_are_refused() {
+    let many: Vec<(String, String)> = (0..1_025).map(|at| (format!("h{at}"), String::new())).collect();
+    let many: Vec<_> = many.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
+    let long = "x".repeat((1 << 20) + 1);
+    for pairs in [many, vec![("a", long.as_str())]] {
+        let (_, heard) = begun(RULES, DUPLEX, headers(&pairs, false));
+        assert_eq!(status(&heard.unwrap()), 431);
+    }
+}
+
+#[test]
+fn a_refusal_says_why_and_when_to_come_again() {
+    let (mut exchange, _) = begun(RULES, DUPLEX, post());
+    exchange.hear(body("{}", true)).unwrap();
+    let wait = Some(std::time::Duration::from_millis(1_200));
+    let refused = Refused { retry_after: wait, ..Refused::new(429, "busy", "every engine is \"full\"") };
+    let heard = exchange.refuse(&refused);
+    let Some(Response::ImmediateResponse(immediate)) = &heard.answers[0].response else {
+        panic!("{heard:?}")
+    };
+    let set = &immediate.headers.as_ref().unwrap().set_headers;
+    let set: Vec<_> = set.iter().map(|one| one.header.clone().unwrap()).collect();
+    let has = |name: &str, value: &str| {
+        set.iter().any(|header| header.key == name && header.raw_value == value.as_bytes())
+    };
+    assert!(has("retry-after", "2") && has("x-llm-d-request-dropped-reason", "busy"), "{set:?}");
+    let body: serde_json::Value = serde_json::from_slice(&immediate.body).unwrap();
+    assert_eq!(body["error"]["message"], "every engine is \"full\"");
+    assert_eq!((immediate.status.as_ref().unwrap().code, &*immediate.details), (429, "kvfleet_busy"));
+}
+
+fn namespaced(namespace: &str, key: &str, kind: Kind) -> Metadata {
+    let fields = [(key.to_owned(), Value { kind: Some(kind) })].into();
+    Metadata { filter_metadata: [(namespace.to_owned(), Struct { fields })].into() }
+}
+
+#[test]
+fn a_subset_is_a_list_or_a_text_with_commas_and_what_is_neither_allows_nothing() {
+    let text = |text: &str| Kind::StringValue(text.to_owned());
+    let list = |texts: &[&str]| {
+        let values = texts.iter().map(|one| Value { kind: Some(text(one)) }).collect();
+        Kind::ListValue(ListValue { values })
+    };
+    let cases: Vec<(Kind, &[&str])> = vec![
+        (text("10.0.0.1:1, 10.0.0.2:2,"), &["10.0.0.1:1", "10.0.0.2:2"]),
+        (list(&["10.0.0.1:1", "10.0.0.2:2"]), &["10.0.0.1:1", "10.0.0.2:2"]),
+        (text(""), &[]),
+        (list(&[]), &[]),
+        (Kind::NumberValue(1.0), &[]),
+    ];
+    for (kind, expected) in cases {
+        let metadata =
+            namespaced("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset", kind.clone());
+        let mut exchange = Exchange::new(RULES);
+        let message = ProcessingRequest { metadata_context: Some(metadata), ..said(headers(&[], true)) };
+        let asked = exchange.hear(message).unwrap().ask.unwrap();
+        assert_eq!(asked.head.subset.unwrap(), expected, "{kind:?}");
+    }
+    let asked = Exchange::new(RULES).hear(said(headers(&[], true))).unwrap().ask.unwrap();
+    assert_eq!(asked.head.subset, None);
+}
+
+#[test]
+fn headers_of_the_protocol_are_read_and_a_selection_only_in_conformance_tests() {
+    let pairs = [
+        ("X-Gateway-Inference-Objective", "old"),
+        ("x-llm-d-inference-objective", "fast"),
+        ("x-gateway-inference-fairness-id", "team"),
+        ("x-llm-d-slo-ttft-ms", "250"),
+        ("x-llm-d-slo-tpot-ms", "soon"),
+        ("x-gateway-model-name-rewrite", "other"),
+        ("test-epp-endpoint-selection", "10.0.0.1:1,10.0.0.2"),
+        ("traceparent", "00-1"),
+    ];
+    for conformance in [false, true] {
+        let mut exchange = Exchange::new(Rules { conformance, ..RULES });
+        let head = exchange.hear(said(headers(&pairs, true))).unwrap().ask.unwrap().head;
+        assert_eq!(head.wishes.objective, "fast");
+        assert_eq!(head.wishes.fairness, "team");
+        assert_eq!(head.wishes.ttft.unwrap().as_millis(), 250);
+        assert_eq!(head.wishes.tpot, None);
+        assert_eq!((head.model.as_deref(), &*head.traceparent), (Some("other"), "00-1"));
+        let selection = conformance.then(|| vec!["10.0.0.1:1".to_owned(), "10.0.0.2".to_owned()]);
+        assert_eq!(head.selection, selection);
+    }
+}
+
+#[test]
+fn who_answered_is_said_by_metadata_or_else_by_an_attribute() {
+    let text = |text: &str| Kind::StringValue(text.to_owned());
+    let metadata = namespaced("envoy.lb", "x-gateway-destination-endpoint-served", text("10.0.0.1:1"));
+    let fields = [("upstream.address".to_owned(), Value { kind: Some(text("10.0.0.2:2")) })].into();
+    let attributes = [("envoy.filters.http.ext_proc".to_owned(), Struct { fields })];
+    let both =
+        ProcessingRequest { metadata_context: Some(metadata), attributes: attributes.into(), ..back(false) };
+    let second = ProcessingRequest { metadata_context: None, ..both.clone() };
+    for (message, expected) in [(both, "10.0.0.1:1"), (second, "10.0.0.2:2")] {
+        for conformance in [false, true] {
+            let heard = Exchange::new(Rules { conformance, ..RULES }).hear(message.clone()).unwrap();
+            assert_eq!(heard.served.as_deref(), Some(expected));
+            let Some(Response::ResponseHeaders(headers)) = &heard.answers[0].response else { panic!() };
+            let mutation = &headers.response.as_ref().unwrap().header_mutation;
+            let set = mutation.as_ref().map(|mutation| mutation.set_headers[0].header.clone().unwrap());
+            assert_eq!(set.is_some(), conformance);
+            assert!(
+                set.is_none_or(|set| set.key == "x-conformance-test-served-endpoint"
+                    && set.raw_value == expected.as_bytes())
+            );
+        }
+    }
+}
+
+#[test]
+fn a_response_that_passes_through_comes_back_as_it_was() {
+    let modes = [BodySendMode::FullDuplexStreamed; 2];
+    let (mut exchange, _) = begun(RULES, modes, headers(&[], true));
+    exchange.picked("a:1");
+    assert!(!exchange.may_end(), "its response passes through here");
+    exchange.hear(back(false)).unwrap();
+    let first = exchange.hear(back_body("data: 1\n\n", false)).unwrap().answers;
+    assert_eq!(echo(&first), (b"data: 1\n\n".to_vec(), false));
+    let long = vec![b'x'; 130_000];
+    let last = exchange.hear(back_body(long.clone(), true)).unwrap().answers;
+    assert_eq!((last.len(), echo(&last)), (3, (long, true)));
+    assert_eq!(exchange.hear(back_trailers()), Err(Fault::Late("response_trailers")));
+    // Where Envoy waits for a word only, it gets one.
+    for mode in [BodySendMode::Streamed, BodySendMode::Buffered, BodySendMode::BufferedPartial] {
+        let (mut exchange, _) = begun(RULES, [BodySendMode::None, mode], headers(&[], true));
+        exchange.picked("a:1");
+        exchange.hear(back(false)).unwrap();
+        let answers = exchange.hear(back_body("x", false)).unwrap().answers;
+        assert!(matches!(&answers[..], [one] if streamed(one).is_none()));
+        assert_eq!(exchange.hear(back_trailers()).unwrap().answers.len(), 1);
+    }
+}
+
+#[test]
+fn what_does_not_belong_where_it_comes_ends_the_stream_and_says_what_it_was() {
+    let headed = || begun(RULES, DUPLEX, post()).0;
+    let ended = || {
+        let mut exchange = begun(RULES, DUPLEX, headers(&[], true)).0;
+        exchange.picked("a:1");
+        exchange
+    };
+    let answered = || {
+        let mut exchange = ended();
+        exchange.hear(back(true)).unwrap();
+        exchange
+    };
+    let cases = [
+        (Exchange::new(RULES), body("x", true), Fault::Early("request_body")),
+        (Exchange::new(RULES), trailers(), Fault::Early("request_trailers")),
+        (Exchange::new(RULES), back_body("x", true), Fault::Early("response_body")),
+        (Exchange::new(RULES), back_trailers(), Fault::Early("response_trailers")),
+        (headed(), said(post()), Fault::Twice("request_headers")),
+        (ended(), body("x", true), Fault::Late("request_body")),
+        (ended(), trailers(), Fault::Late("request_trailers")),
+        (answered(), back(true), Fault::Twice("response_headers")),
+        (answered(), back_body("", true), Fault::Late("response_body")),
+        (answered(), back_trailers(), Fault::Late("response_trailers")),
+        (headed(), ProcessingRequest { observability_mode: true, ..body("x", true) }, Fault::Observing),
+    ];
+    for (mut exchange, message, fault) in cases {
+        assert_eq!(exchange.hear(message), Err(fault));
+    }
+    let odd = [
+        ([BodySendMode::Streamed, BodySendMode::None], Fault::RequestMode("STREAMED")),
+        ([BodySendMode::BufferedPartial, BodySendMode::None], Fault::RequestMode("BUFFERED_PARTIAL")),
+        ([BodySendMode::Grpc, BodySendMode::None], Fault::RequestMode("GRPC")),
+        ([BodySendMode::FullDuplexStreamed, BodySendMode::Grpc], Fault::ResponseMode("GRPC")),
+    ];
+    for (modes, fault) in odd {
+        assert_eq!(begun(RULES, modes, post()).1, Err(fault));
+    }
+}
+
+#[test]
+fn messages_in_any_order_hold_no_more_than_the_limit_and_a_body_is_echoed_whole_or_not_at_all() {
+    let seed = 41;
+    println!("seed {seed}");
+    let mut random = rand::rngs::StdRng::seed_from_u64(seed);
+    let modes = [BodySendMode::None, BodySendMode::Buffered, BodySendMode::FullDuplexStreamed];
+    let rules = Rules { body_bytes_max: 300, conformance: true };
+    let (mut picks, mut faults, mut refusals) = (0, 0, 0);
+    for _ in 0..20_000 {
+        let chosen = [*modes.choose(&mut random).unwrap(), *modes.choose(&mut random).unwrap()];
+        let first = headers(&[], random.random_bool(0.1));
+        let (mut exchange, mut heard) = begun(rules, chosen, first);
+        let mut sent = Vec::new();
+        for _ in 0..random.random_range(0..12) {
+            match &heard {
+                Err(_) => break,
+                Ok(Heard { ask: Some(question), .. }) => {
+                    assert_eq!(question.body.as_deref().unwrap_or_default(), sent);
+                    let answers = exchange.picked("a:1");
+                    if chosen[0] == BodySendMode::FullDuplexStreamed {
+                        assert_eq!(echo(&answers).0, sent);
+                    }
+                    picks += 1;
+                }
+                Ok(_) => {}
+            }
+            let piece = vec![random.random(); random.random_range(0..90)];
+            let end = random.random_bool(0.2);
+            let message = match random.random_range(0..20) {
+                0 => said(headers(&[], end)),
+                1 => trailers(),
+                2 => back(end),
+                3 => back_body(piece, end),
+                4 => back_trailers(),
+                5 => ProcessingRequest::default(),
+                _ => {
+                    sent.extend_from_slice(&piece);
+                    body(piece, end)
+                }
+            };
+            heard = exchange.hear(message);
+            assert!(exchange.held_bytes() <= 300);
+        }
+        faults += u32::from(heard.is_err());
+        refusals += u32::from(exchange.is_refused());
+    }
+    assert!(picks > 1_000 && faults > 1_000 && refusals > 100, "{picks} {faults} {refusals}");
+}

@@ -1,0 +1,77 @@
+//! Which prompt a request has: its tokens as the engine will see them, and the hashes of its blocks.
+//!
+//! `body.rs` takes a request apart, `messages.rs` and `template.rs` turn a conversation into the text that the engine makes of it
+//! (`python.rs` has how Python writes values), `tokens.rs` cuts text into tokens, `reader.rs` puts it together. Not here: what is done
+//! with it (`crate::decide`).
+
+mod body;
+mod messages;
+mod python;
+mod reader;
+mod remembered;
+mod template;
+#[cfg(test)]
+mod tests;
+mod tokens;
+mod unreadable;
+
+use kv_core::id::BlockHash;
+
+pub(crate) use reader::Reader;
+pub(crate) use unreadable::Unreadable;
+
+/// What of a request decides where it runs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Prompt {
+    /// Hashes of its whole blocks, in prefix order.
+    pub(crate) hashes: Vec<BlockHash>,
+    /// Tokens of a full block.
+    pub(crate) block_tokens: u32,
+    /// Tokens of the whole prompt.
+    pub(crate) input_tokens: u32,
+    /// Tokens that may be generated; 0 when unknown.
+    pub(crate) output_tokens: u32,
+}
+
+/// A request, as far as a door has to know it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Asked {
+    /// What it has as `model`.
+    pub(crate) model: String,
+    /// Its first prompt: where that is, the others are welcome.
+    pub(crate) prompt: Prompt,
+    /// Its `cache_salt`.
+    pub(crate) salt: Option<String>,
+    /// Whether the answer comes in pieces.
+    pub(crate) stream: bool,
+    /// How its prompt was read.
+    pub(crate) reading: Reading,
+    /// How many prompts it has; the engine counts the tokens of all of them.
+    pub(crate) prompts: usize,
+}
+
+impl Asked {
+    /// Tokens that the engine must have counted, if we read what it read.
+    pub(crate) fn countable(&self) -> Option<u32> {
+        (self.reading == Reading::Tokens && self.prompts == 1).then_some(self.prompt.input_tokens)
+    }
+}
+
+/// How a prompt was read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) enum Reading {
+    /// As the tokens that the engine makes of it.
+    Tokens,
+    /// As pieces of its text: equal texts are told, and no engine's blocks are known by it.
+    Text,
+}
+
+impl Reading {
+    /// As metrics call it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Reading::Tokens => "tokens",
+            Reading::Text => "text",
+        }
+    }
+}

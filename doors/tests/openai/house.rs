@@ -1,0 +1,255 @@
+//! One router with its door open and some engines behind it, and callers of the door.
+//!
+//! Not here: what engines answer (`engine.rs`).
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use hyper::{HeaderMap, Request, Response};
+use hyper_util::rt::TokioIo;
+use kv_core::id::BlockHash;
+use kvfleet_doors::{Doors, DoorsConfig, EndpointConfig, ModelConfig};
+use kvfleet_proto::pb;
+use kvfleet_router::{EnginesConfig, Tenants};
+use parking_lot::Mutex;
+use prometheus::Registry;
+use serde::Deserialize;
+use tokio::net::TcpStream;
+use tokio::task::JoinHandle;
+
+use crate::engine::Engine;
+use crate::harness::{Cluster, until};
+
+pub const BLOCK_TOKENS: u32 = 4;
+
+/// When instances started, as they report.
+pub const STARTED_US: u64 = 1_000;
+
+/// What a caller asks, with the tokens that its prompt has.
+pub const CHAT: &str = "/v1/chat/completions";
+
+/// A router, its door, and engines.
+pub struct House {
+    pub cluster: Cluster,
+    pub doors: Option<Doors>,
+    pub address: SocketAddr,
+    pub registry: Registry,
+    pub loads: Arc<Mutex<Vec<(u32, u64)>>>,
+    reporting: JoinHandle<()>,
+}
+
+/// An answer to its end.
+#[derive(Debug)]
+pub struct Answer {
+    pub status: u16,
+    pub headers: HeaderMap,
+    pub body: Bytes,
+    pub is_whole: bool,
+}
+
+impl Answer {
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.headers.get(name).map(|value| value.to_str().unwrap())
+    }
+
+    /// `error.message` and `error.code` of an answer in OpenAI's shape.
+    pub fn problem(&self) -> (String, Option<String>) {
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Envelope {
+            error: Problem,
+        }
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Problem {
+            message: String,
+            r#type: String,
+            param: Option<String>,
+            code: Option<String>,
+        }
+        let Envelope { error } = serde_json::from_slice(&self.body).unwrap();
+        assert!(!error.r#type.is_empty() && error.param.is_none());
+        (error.message, error.code)
+    }
+}
+
+pub fn testdata(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata").join(name)
+}
+
+/// What Python made of a request.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Golden {
+    pub path: String,
+    pub body: String,
+    pub tokens: Vec<u32>,
+}
+
+pub fn golden(number: usize) -> Golden {
+    let text = std::fs::read_to_string(testdata("prompts.jsonl")).unwrap();
+    serde_json::from_str(text.lines().nth(number).unwrap()).unwrap()
+}
+
+pub fn engines_config() -> EnginesConfig {
+    let mut engines = EnginesConfig::default();
+    engines.identity.block_tokens = BLOCK_TOKENS;
+    engines
+}
+
+/// Hashes of the whole blocks of these tokens.
+pub fn hashes(tokens: &[u32]) -> Vec<BlockHash> {
+    let hasher = Tenants::load(&engines_config()).unwrap().hasher(None, None).unwrap();
+    let mut hashes = vec![];
+    hasher.extend(&mut hasher.start(), tokens, &mut hashes);
+    hashes
+}
+
+impl House {
+    /// Instances are numbered from 1, and the first ones have least to do.
+    pub async fn open(engines: &[&Engine], change: impl FnOnce(&mut DoorsConfig)) -> House {
+        let addresses: Vec<_> = engines.iter().map(|engine| engine.address).collect();
+        House::open_at(&addresses, change).await
+    }
+
+    pub async fn open_at(engines: &[SocketAddr], change: impl FnOnce(&mut DoorsConfig)) -> House {
+        let cluster = Cluster::start(1, |_| {}).await;
+        let desk = cluster.routers[0].as_ref().unwrap().desk();
+        let mut config = DoorsConfig {
+            models: vec![ModelConfig {
+                name: "m".into(),
+                tokenizer: testdata("tokenizer.json"),
+                context_tokens: 4_000,
+                ..ModelConfig::default()
+            }],
+            ..DoorsConfig::default()
+        };
+        config.openai.listen = "127.0.0.1:0".into();
+        (config.openai.retry.first_ms, config.openai.retry.max_ms) = (1, 5);
+        let at = |(instance, address): (u32, &SocketAddr)| EndpointConfig {
+            instance,
+            url: format!("http://{address}"),
+            reports_itself: true,
+            ..EndpointConfig::default()
+        };
+        // Asked once whether they are there; what they fail at later is the door's to find out.
+        config.load.health_every_ms = 60_000;
+        config.endpoints = (1..).zip(engines).map(at).collect();
+        change(&mut config);
+        let registry = Registry::new();
+        let doors = Doors::open(&config, &engines_config(), desk.clone(), &registry).await.unwrap();
+        let [("openai", address)] = doors.addresses()[..] else { panic!("one door is open") };
+        let loads: Vec<_> =
+            (1..).zip(engines).map(|(number, _)| (number, 2_000 * u64::from(number))).collect();
+        let loads = Arc::new(Mutex::new(loads));
+        let reported = loads.clone();
+        let ready = desk.clone();
+        until("the router to be ready", || async { ready.ready().ok() }).await;
+        let reporting = tokio::spawn(async move {
+            for sequence in 1.. {
+                for (instance, queue_tokens) in reported.lock().clone() {
+                    let address = format!("i:{instance}");
+                    let report = pb::ReportRequest {
+                        instance,
+                        address,
+                        sequence,
+                        queue_tokens,
+                        started_us: STARTED_US,
+                        ..Default::default()
+                    };
+                    desk.report(report).unwrap();
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        });
+        let house = House { cluster, doors: Some(doors), address, registry, loads, reporting };
+        let status = || async {
+            house.cluster.status(1).await.filter(|status| status.instances.len() == engines.len())
+        };
+        until("reports of all engines", status).await;
+        house
+    }
+
+    /// Sends a request, and waits for the head of its answer.
+    pub async fn begin(
+        &self,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &str,
+    ) -> (Response<Incoming>, JoinHandle<()>) {
+        let method = if path == "/v1/models" || !path.starts_with("/v1") { "GET" } else { "POST" };
+        let mut request = Request::builder().method(method).uri(path).header("host", "door");
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let request = request.body(Full::new(Bytes::from(body.to_owned()))).unwrap();
+        let stream = TcpStream::connect(self.address).await.unwrap();
+        let (mut sender, connection) =
+            hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.unwrap();
+        let connection = tokio::spawn(async move { drop(connection.await) });
+        let response = tokio::time::timeout(crate::harness::HANG, sender.send_request(request)).await;
+        (response.expect("an answer in time").unwrap(), connection)
+    }
+
+    pub async fn ask(&self, path: &str, headers: &[(&str, &str)], body: &str) -> Answer {
+        let (response, _connection) = self.begin(path, headers, body).await;
+        whole(response).await
+    }
+
+    /// The golden chat.
+    pub async fn chat(&self) -> Answer {
+        let Golden { path, body, .. } = golden(1);
+        self.ask(&path, &[], &body).await
+    }
+
+    /// A figure, by name and label.
+    pub fn figure(&self, name: &str, label: &str) -> u64 {
+        let families = self.registry.gather();
+        let metrics =
+            families.iter().filter(|family| family.name() == name).flat_map(|family| family.get_metric());
+        let of = |metric: &&prometheus::proto::Metric| {
+            label.is_empty() || metric.get_label().iter().any(|pair| pair.value() == label)
+        };
+        metrics
+            .filter(of)
+            .map(|metric| (metric.get_counter().get_value() + metric.get_gauge().get_value()) as u64)
+            .sum()
+    }
+
+    /// Waits for a figure.
+    pub async fn until_figure(&self, name: &str, label: &str, value: u64) {
+        until(&format!("{name} {label} {value}"), || async {
+            (self.figure(name, label) == value).then_some(())
+        })
+        .await;
+    }
+
+    pub async fn close(mut self) {
+        if let Some(doors) = self.doors.take() {
+            doors.shutdown().await;
+        }
+        self.reporting.abort();
+        self.cluster.shutdown().await;
+    }
+}
+
+/// Reads an answer to its end, or to where it breaks off.
+pub async fn whole(response: Response<Incoming>) -> Answer {
+    let (parts, mut body) = response.into_parts();
+    let mut bytes = vec![];
+    let mut is_whole = true;
+    while let Some(frame) = body.frame().await {
+        match frame {
+            Ok(frame) => bytes.extend(frame.into_data().unwrap_or_default()),
+            Err(_) => {
+                is_whole = false;
+                break;
+            }
+        }
+    }
+    Answer { status: parts.status.as_u16(), headers: parts.headers, body: bytes.into(), is_whole }
+}

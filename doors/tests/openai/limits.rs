@@ -1,0 +1,180 @@
+//! What is refused: requests that cannot be read, that are too long, and more than there is room for.
+
+use kvfleet_errors_doc::says;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use crate::engine::{Engine, Step, end, piece, plain, stream_head};
+use crate::harness::until;
+use crate::house::{CHAT, House, golden, whole};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_cannot_be_read_is_answered_in_the_shape_of_openai() {
+    let engine = Engine::start(plain(200, "{}")).await;
+    let house = House::open(&[&engine], |config| config.openai.body_bytes_max = 5_000).await;
+    let cases = [
+        (CHAT, "{", 400, None),
+        (CHAT, "", 400, None),
+        (CHAT, "[]", 400, None),
+        (CHAT, r#"{"model":"m"}"#, 400, None),
+        (CHAT, r#"{"model":"other","messages":[]}"#, 404, Some("model_not_found")),
+        ("/v1/completions", r#"{"model":"m","prompt":-1}"#, 400, None),
+        ("/v1/nothing", "{}", 404, None),
+    ];
+    for (path, body, status, code) in cases {
+        let answer = house.ask(path, &[("x-request-id", "q")], body).await;
+        assert_eq!((answer.status, answer.problem().1.as_deref()), (status, code), "{path} {body}");
+        assert_eq!(answer.header("content-type"), Some("application/json"));
+        assert!(path == "/v1/nothing" || answer.header("x-request-id") == Some("q"));
+    }
+    let long = format!(r#"{{"model":"m","prompt":[{}1]}}"#, "1,".repeat(2_400));
+    assert_eq!(house.ask("/v1/completions", &[], &long).await.status, 200);
+    let context = format!(r#"{{"model":"m","prompt":"{}"}}"#, "x ".repeat(2_300));
+    let answer = house.ask("/v1/completions", &[], &context).await;
+    assert_eq!((answer.status, answer.problem().1.as_deref()), (400, Some("context_length_exceeded")));
+    assert_eq!(engine.received().len(), 1);
+    house.until_figure("kvfleet_doors_requests_total", "refused", 7).await;
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bodies_that_are_too_long_are_refused_with_and_without_a_length() {
+    let engine = Engine::start(plain(200, "{}")).await;
+    let house = House::open(&[&engine], |config| config.openai.body_bytes_max = 1_000).await;
+    let answer = house.ask(CHAT, &[], &"x".repeat(1_001)).await;
+    assert_eq!(answer.status, 413);
+    says("a body that is too long", &answer.problem().0, &[]);
+    let mut stream = tokio::net::TcpStream::connect(house.address).await.unwrap();
+    let head = format!("POST {CHAT} HTTP/1.1\r\nhost: d\r\ntransfer-encoding: chunked\r\n\r\n");
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let mut answer = vec![];
+    let mut buffer = [0; 1_024];
+    while !answer.starts_with(b"HTTP/1.1 413") {
+        let _ = stream.write_all(format!("100\r\n{}\r\n", "x".repeat(256)).as_bytes()).await;
+        let _ = tokio::time::timeout(std::time::Duration::from_millis(10), async {
+            let read = stream.read(&mut buffer).await.unwrap_or(0);
+            answer.extend_from_slice(&buffer[..read]);
+        })
+        .await;
+    }
+    assert!(engine.received().is_empty());
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn more_requests_than_were_allowed_are_refused_and_let_in_again() {
+    let engine = Engine::start(vec![stream_head(), piece("data: 1\n\n"), Step::Gate, end()]).await;
+    let house = House::open(&[&engine], |config| config.openai.requests_max = 1).await;
+    let asked = golden(1);
+    let (response, _connection) = house.begin(&asked.path, &[], &asked.body).await;
+    let answer = house.chat().await;
+    assert_eq!((answer.status, answer.header("retry-after")), (503, Some("1")));
+    says("more requests than are taken", &answer.problem().0, &[]);
+    assert_eq!(house.figure("kvfleet_doors_requests_total", "nobody"), 1);
+    engine.go_on();
+    assert!(whole(response).await.is_whole);
+    house.until_figure("kvfleet_doors_requests_running", "", 0).await;
+    engine.go_on();
+    assert_eq!(house.chat().await.status, 200);
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bodies_for_which_there_is_no_room_are_refused() {
+    let engine = Engine::start(plain(200, "{}")).await;
+    let house = House::open(&[&engine], |config| {
+        (config.openai.body_bytes_max, config.openai.bodies_bytes_max) = (2_000, 2_000);
+    })
+    .await;
+    // One that has sent half of its body.
+    let mut stream = tokio::net::TcpStream::connect(house.address).await.unwrap();
+    let head =
+        format!("POST {CHAT} HTTP/1.1\r\nhost: d\r\ncontent-length: 2000\r\n\r\n{}", "x".repeat(1_900));
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let body = format!(r#"{{"model":"m","prompt":"{}"}}"#, "x".repeat(300));
+    let refusal = async || {
+        let answer = house.ask("/v1/completions", &[], &body).await;
+        (answer.status == 503).then_some(answer)
+    };
+    let answer = until("a refusal", refusal).await;
+    says("more bytes of bodies than are taken", &answer.problem().0, &[]);
+    drop(stream);
+    until("room", || async { (house.ask("/v1/completions", &[], &body).await.status == 200).then_some(()) })
+        .await;
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_body_that_takes_too_long_to_come_is_refused() {
+    let engine = Engine::start(plain(200, "{}")).await;
+    let house = House::open(&[&engine], |config| config.openai.body_ms = 200).await;
+    let mut stream = tokio::net::TcpStream::connect(house.address).await.unwrap();
+    let head =
+        format!("POST {CHAT} HTTP/1.1\r\nhost: d\r\nconnection: close\r\ncontent-length: 2000\r\n\r\n{{");
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.1 408"), "{answer}");
+    let (_, body) = answer.split_once("\r\n\r\n").unwrap();
+    let body: serde_json::Value = serde_json::from_str(body).unwrap();
+    says("a body that takes too long to come", &body["error"]["message"].as_str().unwrap(), &[]);
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_caller_that_does_not_read_its_answer_is_let_go() {
+    let large = "x".repeat(64 << 20);
+    let engine = Engine::start(vec![stream_head(), piece(&large), end()]).await;
+    let house = House::open(&[&engine], |config| config.openai.idle_ms = 300).await;
+    let mut stream = tokio::net::TcpStream::connect(house.address).await.unwrap();
+    let body = golden(1).body;
+    let head = format!("POST {CHAT} HTTP/1.1\r\nhost: d\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+    stream.write_all(head.as_bytes()).await.unwrap();
+    house.until_figure("kvfleet_doors_requests_total", "left", 1).await;
+    assert_eq!(house.figure("kvfleet_doors_requests_running", ""), 0);
+    drop(stream);
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn doors_under_an_identity_that_cannot_be_do_not_open() {
+    let engine = Engine::start(vec![]).await;
+    let house = House::open(&[&engine], |_| {}).await;
+    let mut config = kvfleet_doors::DoorsConfig::default();
+    config.openai.listen = "127.0.0.1:0".into();
+    let desk = house.cluster.routers[0].as_ref().unwrap().desk();
+    let mut engines = crate::house::engines_config();
+    engines.identity.block_tokens = 0;
+    let registry = prometheus::Registry::new();
+    let opened = kvfleet_doors::Doors::open(&config, &engines, desk, &registry).await;
+    says("doors under an identity that is none", &opened.expect_err("must be refused"), &[]);
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_door_where_somebody_listens_does_not_open() {
+    let engine = Engine::start(vec![]).await;
+    let house = House::open(&[&engine], |_| {}).await;
+    let mut config = kvfleet_doors::DoorsConfig::default();
+    config.openai.listen = engine.address.to_string();
+    let desk = house.cluster.routers[0].as_ref().unwrap().desk();
+    let (engines, registry) = (crate::house::engines_config(), prometheus::Registry::new());
+    let opened = kvfleet_doors::Doors::open(&config, &engines, desk, &registry).await;
+    let error = opened.expect_err("must be refused");
+    says("a port of the OpenAI door in use", &error, &[&engine.address.to_string()]);
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn models_and_health_are_told() {
+    let engine = Engine::start(vec![]).await;
+    let house = House::open(&[&engine], |_| {}).await;
+    for path in ["/health", "/livez", "/readyz"] {
+        let answer = house.ask(path, &[], "").await;
+        assert_eq!((answer.status, &answer.body[..]), (200, &b"ok\n"[..]), "{path}");
+    }
+    let answer = house.ask("/v1/models", &[], "").await;
+    let text = std::str::from_utf8(&answer.body).unwrap();
+    assert!(text.starts_with(r#"{"object":"list","data":[{"id":"m","object":"model","created":1"#), "{text}");
+    assert!(text.ends_with(r#""owned_by":"kvfleet","max_model_len":4000}]}"#), "{text}");
+    house.close().await;
+}

@@ -1,0 +1,37 @@
+//! Prompts on their way to the router: the hashes that engines' blocks have, so that a request goes where its prefix is.
+
+use kvfleet_proto::pb;
+
+use crate::engine::{Engine, events, streamed};
+use crate::harness::{resident, until};
+use crate::house::{House, STARTED_US, golden, hashes};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_goes_where_its_tokens_are_in_gpu_memory() {
+    let (one, two) = (Engine::start(streamed(&events(1))).await, Engine::start(streamed(&events(1))).await);
+    let house = House::open(&[&one, &two], |_| {}).await;
+    assert_eq!(house.chat().await.header("x-kvfleet-instance"), Some("1"));
+    // Both idle from now on; the second has the blocks, as Python cut their tokens.
+    house.loads.lock().iter_mut().for_each(|(_, tokens)| *tokens = 0);
+    let blocks: Vec<_> = hashes(&golden(1).tokens).iter().map(|hash| hash.0).collect();
+    assert!(blocks.len() > 10);
+    let told = pb::ResidencyRequest {
+        instance: 2,
+        epoch: STARTED_US,
+        batches: vec![pb::Batch { seq: 1, changes: vec![resident(&blocks)], digest: vec![] }],
+        last_seq: 1,
+    };
+    let beat = pb::ResidencyRequest { batches: vec![], ..told.clone() };
+    house.cluster.client(1).report_residency(told).await.unwrap();
+    // Its heartbeats go on, as an engine's do.
+    until("the request to follow its prefix", || async {
+        house.cluster.client(1).report_residency(beat.clone()).await.unwrap();
+        (house.chat().await.header("x-kvfleet-instance") == Some("2")).then_some(())
+    })
+    .await;
+    for _ in 0..5 {
+        house.cluster.client(1).report_residency(beat.clone()).await.unwrap();
+        assert_eq!(house.chat().await.header("x-kvfleet-instance"), Some("2"));
+    }
+    house.close().await;
+}

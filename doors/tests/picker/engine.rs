@@ -1,0 +1,54 @@
+//! A stand-in for an engine: it answers with its number and the length of what it got, in one piece or as server-sent events.
+
+use tokio::net::TcpListener;
+use tokio::task::{JoinHandle, JoinSet};
+
+use crate::http::Http;
+
+pub struct Engine {
+    pub address: String,
+    serving: JoinHandle<()>,
+}
+
+impl Engine {
+    pub async fn start(number: u32) -> Engine {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let serving = tokio::spawn(async move {
+            let mut clients = JoinSet::new();
+            while let Ok((stream, _)) = listener.accept().await {
+                clients.spawn(serve(number, Http::new(stream)));
+            }
+        });
+        Engine { address, serving }
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.serving.abort();
+    }
+}
+
+async fn serve(number: u32, mut client: Http) {
+    while let Some(request) = client.read().await {
+        let sum: u64 = request.body.iter().map(|byte| u64::from(*byte)).sum();
+        let said = format!("{{\"engine\": {number}, \"bytes\": {}, \"sum\": {sum}}}", request.body.len());
+        if !request.text().contains("\"stream\": true") {
+            let head =
+                format!("HTTP/1.1 200 OK\r\nx-engine: {number}\r\ncontent-length: {}\r\n\r\n", said.len());
+            client.write(format!("{head}{said}").as_bytes()).await;
+            continue;
+        }
+        let head = format!(
+            "HTTP/1.1 200 OK\r\nx-engine: {number}\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        );
+        client.write(head.as_bytes()).await;
+        for event in [said.as_str(), "2", "3", "[DONE]"] {
+            let event = format!("data: {event}\n\n");
+            client.write(format!("{:x}\r\n{event}\r\n", event.len()).as_bytes()).await;
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+        client.write(b"0\r\n\r\n").await;
+    }
+}

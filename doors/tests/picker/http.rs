@@ -1,0 +1,97 @@
+//! As much of HTTP/1.1 as a stand-in for an engine and its clients need.
+
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::TcpStream;
+
+/// A request or an answer, whole.
+#[derive(Clone, Debug, Default)]
+pub struct Message {
+    pub first: String,
+    pub headers: Vec<(String, String)>,
+    pub body: Vec<u8>,
+    /// How its body came, if in chunks.
+    pub chunks: usize,
+}
+
+impl Message {
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.headers.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
+    }
+
+    pub fn status(&self) -> u16 {
+        self.first.split(' ').nth(1).unwrap().parse().unwrap()
+    }
+
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.body).into_owned()
+    }
+}
+
+pub struct Http {
+    stream: BufReader<TcpStream>,
+}
+
+impl Http {
+    pub fn new(stream: TcpStream) -> Http {
+        stream.set_nodelay(true).unwrap();
+        Http { stream: BufReader::new(stream) }
+    }
+
+    pub async fn connect(address: &str) -> Http {
+        Http::new(TcpStream::connect(address).await.unwrap())
+    }
+
+    async fn line(&mut self) -> Option<String> {
+        let mut line = String::new();
+        let read = self.stream.read_line(&mut line).await.ok()?;
+        (read > 0).then(|| line.trim_end().to_owned())
+    }
+
+    /// The next message; nothing at the end.
+    pub async fn read(&mut self) -> Option<Message> {
+        let mut message = Message { first: self.line().await?, ..Message::default() };
+        loop {
+            let line = self.line().await?;
+            let Some((key, value)) = line.split_once(':') else { break };
+            message.headers.push((key.to_ascii_lowercase(), value.trim().to_owned()));
+        }
+        if message.header("transfer-encoding") == Some("chunked") {
+            loop {
+                let length = usize::from_str_radix(&self.line().await?, 16).unwrap();
+                let mut chunk = vec![0; length + 2];
+                self.stream.read_exact(&mut chunk).await.ok()?;
+                if length == 0 {
+                    break;
+                }
+                message.body.extend_from_slice(&chunk[..length]);
+                message.chunks += 1;
+            }
+        } else if let Some(length) = message.header("content-length") {
+            message.body = vec![0; length.parse().unwrap()];
+            self.stream.read_exact(&mut message.body).await.ok()?;
+        }
+        Some(message)
+    }
+
+    pub async fn write(&mut self, bytes: &[u8]) {
+        let _ = self.stream.get_mut().write_all(bytes).await; // the other end may have had enough
+    }
+
+    /// Asks, and waits for the whole answer.
+    pub async fn ask(&mut self, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Message {
+        let mut text = format!("{method} {path} HTTP/1.1\r\nhost: engines\r\n");
+        for (key, value) in headers {
+            text.push_str(&format!("{key}: {value}\r\n"));
+        }
+        if !body.is_empty() {
+            text.push_str(&format!("content-type: application/json\r\ncontent-length: {}\r\n", body.len()));
+        }
+        self.write(format!("{text}\r\n{body}").as_bytes()).await;
+        self.read().await.expect("an answer")
+    }
+}
+
+/// Asks once, on a connection of its own.
+pub async fn ask(address: &str, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Message {
+    Http::connect(address).await.ask(method, path, headers, body).await
+}

@@ -1,0 +1,147 @@
+//! What a real Envoy said (`doors/testdata/envoy-1.40.0.txt`, written by `envoy.rs`), said again to a picker.
+//!
+//! Engines are others than at the recording: what was drawn to the second goes to the second of these.
+
+use kvfleet_proto::envoy::ext_proc::ProcessingRequest;
+use kvfleet_proto::envoy::ext_proc::body_mutation::Mutation;
+use kvfleet_proto::envoy::ext_proc::processing_request::Request;
+use kvfleet_proto::envoy::ext_proc::processing_response::Response;
+use kvfleet_proto::envoy::mode::processing_mode::BodySendMode;
+use prost::Message;
+
+use crate::streams::{Call, ENDPOINTS, destination, door};
+
+const RECORDED: &str = include_str!("../../testdata/envoy-1.40.0.txt");
+
+/// The messages of a stream, by its name.
+fn recorded(name: &str) -> Vec<ProcessingRequest> {
+    let title = format!("# {name}");
+    let lines = RECORDED.lines().skip_while(|line| *line != title).skip(1);
+    let bytes = |line: &str| -> Vec<u8> {
+        let digits = line.as_bytes().chunks(2).map(|two| std::str::from_utf8(two).unwrap());
+        digits.map(|two| u8::from_str_radix(two, 16).unwrap()).collect()
+    };
+    let messages: Vec<_> = lines
+        .take_while(|line| !line.starts_with('#'))
+        .map(|line| ProcessingRequest::decode(bytes(line).as_slice()).unwrap())
+        .collect();
+    assert!(!messages.is_empty(), "{name}");
+    messages
+}
+
+/// What a stream of Envoy's came to.
+#[derive(Debug, Default, PartialEq)]
+struct Outcome {
+    destination: String,
+    /// Of the request, as it came back.
+    body: Vec<u8>,
+    ended: bool,
+    refused: i32,
+    /// Answers to headers of the response.
+    responses: usize,
+}
+
+/// Says what Envoy said, and its last word when it had an answer to what came before.
+async fn replayed(opened: &crate::door::Opened, name: &str) -> Outcome {
+    let mut call = Call::open(opened).await.unwrap();
+    let (mut messages, mut outcome) = (recorded(name), Outcome::default());
+    let is_response =
+        |message: &ProcessingRequest| matches!(message.request, Some(Request::ResponseHeaders(_)));
+    let last = messages.iter().position(is_response).map(|at| messages.split_off(at)).unwrap_or_default();
+    for message in messages {
+        call.say(message).await;
+    }
+    let mut last = Some(last);
+    while let Some(answer) = call.next().await.unwrap() {
+        let is_chosen = answer.dynamic_metadata.is_some();
+        match answer.response.clone().unwrap() {
+            Response::RequestHeaders(_) if is_chosen => outcome.destination = destination(&answer),
+            Response::RequestHeaders(_) => {}
+            Response::RequestBody(body) => {
+                let common = body.response.unwrap();
+                if let Some(mutation) = &common.header_mutation {
+                    let header = mutation.set_headers[0].header.as_ref().unwrap();
+                    outcome.destination = String::from_utf8(header.raw_value.clone()).unwrap();
+                }
+                let mutation = common.body_mutation.and_then(|mutation| mutation.mutation);
+                if let Some(Mutation::StreamedResponse(piece)) = mutation {
+                    outcome.body.extend_from_slice(&piece.body);
+                    outcome.ended = piece.end_of_stream;
+                }
+            }
+            Response::ResponseHeaders(_) => {
+                outcome.responses += 1;
+                return outcome;
+            }
+            Response::ImmediateResponse(immediate) => outcome.refused = immediate.status.unwrap().code,
+            other => panic!("{other:?}"),
+        }
+        if is_chosen {
+            for message in last.take().unwrap_or_default() {
+                call.say(message).await;
+            }
+        }
+    }
+    outcome
+}
+
+/// The body that Envoy sent.
+fn sent(name: &str) -> Vec<u8> {
+    let bodies = recorded(name).into_iter().filter_map(|message| match message.request {
+        Some(Request::RequestBody(body)) => Some(body.body.to_vec()),
+        _ => None,
+    });
+    bodies.flatten().collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_an_envoy_said_is_answered_as_it_needs() {
+    let mut door = door().await;
+    // The subset that was recorded names an engine of that day: this one has its address.
+    let subset = recorded("a subset")
+        .iter()
+        .find_map(|message| {
+            let fields =
+                &message.metadata_context.as_ref()?.filter_metadata.get("envoy.lb.subset_hint")?.fields;
+            match fields["x-gateway-destination-endpoint-subset"].kind.clone()? {
+                kvfleet_proto::envoy::well_known::value::Kind::StringValue(text) => Some(text),
+                _ => None,
+            }
+        })
+        .expect("Envoy sends the subset");
+    door.endpoints = [subset.clone(), ENDPOINTS[1].to_owned()];
+    let opened = door.open(|config| config.endpoints_max = 1).await;
+    for name in ["a prompt", "several pieces"] {
+        let expected = Outcome {
+            destination: ENDPOINTS[1].into(),
+            body: sent(name),
+            ended: true,
+            refused: 0,
+            responses: 1,
+        };
+        assert_eq!(replayed(&opened, name).await, expected, "{name}");
+    }
+    assert!(recorded("several pieces").len() > 4, "headers, pieces, a response");
+    let inside = replayed(&opened, "a subset").await;
+    assert_eq!((inside.destination, inside.body), (subset.clone(), sent("a subset")));
+    let outside = replayed(&opened, "a subset of strangers").await;
+    assert_eq!(outside, Outcome { refused: 503, ..Outcome::default() });
+    let without = replayed(&opened, "no body").await;
+    assert!(!without.destination.is_empty() && without.body.is_empty() && without.responses == 1);
+    // Nothing of it is sent back: Envoy has it.
+    let whole = replayed(&opened, "in one piece").await;
+    let expected = Outcome { destination: ENDPOINTS[1].into(), responses: 1, ..Outcome::default() };
+    assert_eq!(whole, expected);
+    // Who answered was said with each response, as an attribute; on that day these were other engines.
+    assert_eq!(opened.counted("kvfleet_doors_picker_picked_total"), 5);
+    assert!(opened.counted("kvfleet_doors_picker_served_elsewhere_total") >= 3);
+    opened.doors.shutdown().await;
+    door.shutdown().await;
+}
+
+#[test]
+fn an_envoy_says_at_first_how_it_sends_bodies() {
+    let mode = |name: &str| recorded(name)[0].protocol_config.as_ref().unwrap().request_body_mode();
+    assert_eq!(mode("a prompt"), BodySendMode::FullDuplexStreamed);
+    assert_eq!(mode("in one piece"), BodySendMode::Buffered);
+}
