@@ -59,6 +59,12 @@ impl RouterCalls {
         self.client.clone().status(limited(pb::StatusRequest {})).await.map(tonic::Response::into_inner)
     }
 
+    /// Why a request ran where it did, if this router decided it of late.
+    pub async fn why(&self, request: u64) -> Result<pb::WhyReply, Status> {
+        let request = limited(pb::WhyRequest { request });
+        self.client.clone().why(request).await.map(tonic::Response::into_inner)
+    }
+
     /// Who holds which part of a prefix.
     pub async fn lookup(&self, request: pb::LookupRequest) -> Result<pb::LookupReply, Status> {
         self.client.clone().lookup(limited(request)).await.map(tonic::Response::into_inner)

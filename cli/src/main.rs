@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Parser;
 use kvfleet::args::{Args, Command, NodeArgs, NodeCommand};
 use kvfleet::process::{Role, Stop, run as run_process};
-use kvfleet::{admin, demo, inspect, members, replay, report, status, trace, up};
+use kvfleet::{admin, demo, inspect, members, probe, replay, report, status, trace, up, why};
 
 /// How long work that cannot be cancelled, such as reading a trace, may hold up the end.
 const LAST_WORK: Duration = Duration::from_secs(1);
@@ -42,6 +42,7 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
             })
             .await
         }
+        Command::Why(args) => why::run(&args).await.map(|()| ExitCode::SUCCESS),
         Command::Status(args) => status::run(&args).await.map(|()| ExitCode::SUCCESS),
         Command::Trace(command) => trace::run(&command).map(|()| ExitCode::SUCCESS),
         Command::Pin(args) => admin::pin(&args).await.map(|()| ExitCode::SUCCESS),
@@ -55,8 +56,10 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
         Command::Node(NodeArgs { command: Some(NodeCommand::Inspect(args)), .. }) => {
             inspect::run(&args).await.map(|()| ExitCode::SUCCESS)
         }
-        Command::Node(args) => run_process(Role::Node, &args.process).await.map(|()| ExitCode::SUCCESS),
+        Command::Node(args) => run_process(Role::Node, &args.settings()).await.map(|()| ExitCode::SUCCESS),
         Command::Instance(args) => run_process(Role::Instance, &args).await.map(|()| ExitCode::SUCCESS),
+        Command::Probe(args) => probe::probe(&args).await,
+        Command::Drain(args) => probe::drain(&args).await,
     }
 }
 

@@ -52,6 +52,19 @@ pub struct StatusArgs {
     pub json: bool,
 }
 
+/// `kvfleet why`.
+#[derive(Clone, Debug, Args)]
+pub struct WhyArgs {
+    /// The cluster.
+    #[command(flatten)]
+    pub connect: ConnectArgs,
+    /// Number of the request, as its frontend gave it; through a door, the header `x-kvfleet-request`.
+    pub request: u64,
+    /// Print one JSON object.
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// `kvfleet pin`.
 #[derive(Clone, Debug, Args)]
 pub struct PinArgs {

@@ -5,6 +5,8 @@
 mod admin;
 mod cluster;
 mod faults;
+mod numbers;
+mod probe;
 mod process;
 mod replay;
 mod sizes;
@@ -13,10 +15,11 @@ mod trace;
 
 pub use admin::{
     AddMemberArgs, ConnectArgs, GroupChoice, MembersCommand, PinArgs, QuotaArgs, RemoveMemberArgs,
-    StatusArgs, TargetArgs, TransferArgs, TtlArgs, UnpinArgs,
+    StatusArgs, TargetArgs, TransferArgs, TtlArgs, UnpinArgs, WhyArgs,
 };
 pub use cluster::{ShapeArgs, UpArgs};
 pub use faults::{Fault, FaultKind, Target};
+pub use probe::{DrainArgs, ProbeArgs, Question};
 pub use process::{InspectArgs, NodeArgs, NodeCommand, ProcessArgs, RouterArgs};
 pub use replay::{DemoArgs, ReplayArgs, Speed};
 pub use sizes::{Capacity, Watermarks, parse_bytes};
@@ -56,6 +59,8 @@ pub enum Command {
     Replay(Box<ReplayArgs>),
     /// Show routers, nodes, instances and the index of a running cluster.
     Status(StatusArgs),
+    /// Why a request ran where it did, and why blocks of its prompt were missing.
+    Why(WhyArgs),
     /// Characterise or generate request traces.
     #[command(subcommand)]
     Trace(TraceCommand),
@@ -76,4 +81,9 @@ pub enum Command {
     Node(NodeArgs),
     /// Run one stand-in instance in the foreground.
     Instance(ProcessArgs),
+    /// Ask a process of this machine whether it lives or is ready: 0 yes, 2 no, 1 no answer.
+    Probe(ProbeArgs),
+    /// Ask a process of this machine to let go of its work before it is stopped, and wait until it has: 0 done, 2 not in time,
+    /// 1 no answer.
+    Drain(DrainArgs),
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::ConnectArgs;
+use super::{ConnectArgs, numbers};
 use crate::config::{Override, parse_override};
 
 /// `kvfleet router|node|instance`.
@@ -28,6 +28,12 @@ pub struct ProcessArgs {
     /// Log as JSON, one object a line.
     #[arg(long)]
     pub log_json: bool,
+    /// Address of the loopback where a request to drain is taken; "" for none.
+    #[arg(long, value_name = "HOST:PORT")]
+    pub drain_listen: Option<String>,
+    /// Only say whether the configuration is valid, and end.
+    #[arg(long)]
+    pub check: bool,
     /// Stop when standard input ends, which it does when the parent process is gone.
     #[arg(long, hide = true)]
     pub follow_parent: bool,
@@ -39,6 +45,7 @@ impl ProcessArgs {
     pub fn flags(&self) -> Vec<Override> {
         let named = [
             ("--metrics-listen", "process.metrics_listen", self.metrics_listen.clone()),
+            ("--drain-listen", "process.drain_listen", self.drain_listen.clone()),
             ("--otlp", "process.otlp", self.otlp.clone()),
             ("--log", "process.log", self.log.clone()),
             ("--log-json", "process.log_json", self.log_json.then(|| "true".to_owned())),
@@ -58,6 +65,27 @@ pub struct NodeArgs {
     /// As for every process.
     #[command(flatten)]
     pub process: ProcessArgs,
+    /// Name of the host, from which the number of this node is made: the same on every start, and another one on every host.
+    /// Sets `host` and `id`.
+    #[arg(long, value_name = "NAME", value_parser = host_and_number)]
+    pub id_from_host: Option<(String, u32)>,
+}
+
+fn host_and_number(name: &str) -> Result<(String, u32), String> {
+    Ok((name.to_owned(), numbers::of_host(name)?))
+}
+
+impl NodeArgs {
+    /// The arguments that every process has, with those of a node among their settings.
+    #[must_use]
+    pub fn settings(&self) -> ProcessArgs {
+        let mut args = self.process.clone();
+        for (host, number) in self.id_from_host.iter() {
+            let set = |key, text| Override::flag("--id-from-host", key, text);
+            args.overrides.extend([set("host", host.clone()), set("id", number.to_string())]);
+        }
+        args
+    }
 }
 
 /// `kvfleet node …`.
@@ -91,14 +119,19 @@ pub struct RouterArgs {
     /// Start without a cluster and wait to be added to one with `kvfleet members add`.
     #[arg(long)]
     pub join: bool,
+    /// Name of this router among those that are counted from 0, such as kvfleet-router-0: its number is one more. Sets `id`.
+    #[arg(long, value_name = "NAME", value_parser = numbers::after_ordinal)]
+    pub id_from_ordinal: Option<u64>,
 }
 
 impl RouterArgs {
-    /// The arguments that every process has, with this one among its settings.
+    /// The arguments that every process has, with those of a router among their settings.
     #[must_use]
     pub fn settings(&self) -> ProcessArgs {
         let mut args = self.process.clone();
         args.overrides.extend(self.join.then(|| Override::flag("--join", "join", "true".to_owned())));
+        let number = self.id_from_ordinal.map(|id| Override::flag("--id-from-ordinal", "id", id.to_string()));
+        args.overrides.extend(number);
         args
     }
 }

@@ -132,6 +132,18 @@ pub struct RoutersArgs {
     /// Loads, as shares of what the fleet gets through.
     #[arg(long, value_name = "SHARE,…", value_delimiter = ',', default_value = "0.5,0.8,0.95", value_parser = share)]
     pub loads: Vec<f64>,
+    /// Loads above what the fleet gets through, at which requests are turned away and those in time are counted; none for none.
+    #[arg(long, value_name = "SHARE,…", value_delimiter = ',', value_parser = share)]
+    pub overloads: Vec<f64>,
+    /// What is in time there: until the first token, in milliseconds.
+    #[arg(long, value_name = "MS", default_value_t = 30_000)]
+    pub ttft_ms: u64,
+    /// And between two others, on average, in milliseconds.
+    #[arg(long, value_name = "MS", default_value_t = 100)]
+    pub tbt_ms: u64,
+    /// Tokens of prompts in one step there.
+    #[arg(long, value_name = "N", default_value_t = 1_024, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub chunk_tokens: u32,
     /// Hardware profile of the instances.
     #[arg(long, default_value = "h100-8b")]
     pub profile: String,

@@ -7,6 +7,7 @@
 mod keys;
 mod layers;
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
@@ -69,6 +70,8 @@ pub enum ConfigError {
 pub struct ProcessConfig {
     /// `host:port` of the Prometheus text endpoint; empty for none, port 0 for any free one.
     pub metrics_listen: String,
+    /// `host:port` of the loopback where a request to drain is taken; empty for none, port 0 for any free one.
+    pub drain_listen: String,
     /// OTLP gRPC collector (`http://host:4317`); empty for no export.
     pub otlp: String,
     /// Log filter in the syntax of `RUST_LOG`.
@@ -81,10 +84,29 @@ impl Default for ProcessConfig {
     fn default() -> Self {
         Self {
             metrics_listen: "127.0.0.1:0".to_owned(),
+            drain_listen: String::new(),
             otlp: String::new(),
             log: "info".to_owned(),
             log_json: false,
         }
+    }
+}
+
+impl ProcessConfig {
+    /// Checks what can be checked without listening.
+    ///
+    /// # Errors
+    /// Whoever reaches that address ends the work of this process, and nothing says who it is: so it is on the loopback.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let at = self.drain_listen.parse::<SocketAddr>();
+        if self.drain_listen.is_empty() || at.is_ok_and(|at| at.ip().is_loopback()) {
+            return Ok(());
+        }
+        let cause = format!(
+            "{:?} is no address of the loopback: give one, as in 127.0.0.1:7409, or \"\" for none",
+            self.drain_listen
+        );
+        Err(ConfigError::Value { origin: "process.drain_listen".to_owned(), cause })
     }
 }
 

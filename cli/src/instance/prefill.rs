@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use kv_core::id::{BlockHash, Tier};
 use kv_core::pipeline::{Costs, Next};
-use kvfleet_client::{BlockRoom, FetchCall, HeldLease, Prefill, PrefillCall, PrefillEnd};
+use kvfleet_client::{BlockRoom, FetchCall, HeldLease, Prefill, PrefillCall, PrefillEnd, SourceMiss};
 use kvfleet_proto::{content, pb};
 use kvfleet_transport::Asker;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -99,6 +99,7 @@ impl Engine {
         job: &Job,
         asker: &Asker,
         reply: &mut pb::RunReply,
+        misses: &mut Vec<SourceMiss>,
     ) -> (BTreeSet<HeldLease>, Option<Saving>) {
         let call = self.call(job, asker);
         let asked = Instant::now();
@@ -147,6 +148,7 @@ impl Engine {
             streamed_blocks: 0,
         });
         count(&end, &sources, &seen, self.blocks.payload_bytes(), reply);
+        misses.clone_from(&end.misses);
         (end.leases.into_iter().collect(), saving)
     }
 

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use kv_core::id::{BlockHash, Epoch, IdentityDigest, LeaseId, Tier};
 use kv_core::schedule::HardwareProfile;
 use kvfleet_client::{
-    Asker, Client, FetchCall, FetchOutcome, HeldLease, SAVE_DEADLINE, SaveAnswer, SaveCall, SaveDone,
-    SaveError, SaveRefusal,
+    Asker, Client, FetchCall, FetchOutcome, HeldLease, RequestOutcome, SAVE_DEADLINE, SaveAnswer, SaveCall,
+    SaveDone, SaveError, SaveRefusal, SourceMiss,
 };
 use kvfleet_proto::pb;
 
@@ -51,13 +51,15 @@ impl Engine {
         let mut reply =
             pb::RunReply { asked_blocks: blocks_u32(job.hashes.len()), ..pb::RunReply::default() };
         let asker = self.asker(&job, lease);
+        let mut misses = Vec::new();
         let (mut leases, saving) = if self.config.time_scale > 0.0 {
-            self.prefill(&job, &asker, &mut reply).await
+            self.prefill(&job, &asker, &mut reply, &mut misses).await
         } else {
-            (self.fetch(self.call(&job, &asker), &mut reply).await, None)
+            (self.fetch(self.call(&job, &asker), &mut reply, &mut misses).await, None)
         };
         self.account(&job, &mut reply);
         running.prefilled();
+        self.tell(&job, &reply, misses);
         if job.wait_save {
             leases.extend(self.save(&job, &asker, saving, &mut reply).await);
             self.release(leases).await;
@@ -70,6 +72,16 @@ impl Engine {
             });
         }
         reply
+    }
+
+    /// What routers are told of the request. Where compute is only accounted for, no time was measured.
+    fn tell(&self, job: &Job, reply: &pb::RunReply, misses: Vec<SourceMiss>) {
+        // In the time of the profile, by which routers predict.
+        let ttft = reply.timed.as_ref().map(|timed| {
+            Duration::from_micros(timed.queue_us + timed.prefill_us).div_f64(self.config.time_scale)
+        });
+        let (request, hit_blocks) = (job.request, reply.hit_blocks);
+        self.client.tell(&RequestOutcome { request, hit_blocks, ttft, misses });
     }
 
     fn asker(&self, job: &Job, lease: LeaseId) -> Asker {
@@ -102,7 +114,12 @@ impl Engine {
     }
 
     /// Fetches all of it and compares every byte. Answers where leases may be held now.
-    async fn fetch(&self, call: FetchCall, reply: &mut pb::RunReply) -> BTreeSet<HeldLease> {
+    async fn fetch(
+        &self,
+        call: FetchCall,
+        reply: &mut pb::RunReply,
+        misses: &mut Vec<SourceMiss>,
+    ) -> BTreeSet<HeldLease> {
         if call.sources.is_empty() {
             return BTreeSet::new();
         }
@@ -122,6 +139,7 @@ impl Engine {
             tracing::error!(%request, bytes = reply.wrong_bytes, "fetched bytes are not what they must be");
         }
         reply.misses = outcome.misses.iter().map(|miss| miss.reason.name().to_owned()).collect();
+        *misses = outcome.misses;
         outcome.leases.into_iter().collect()
     }
 

@@ -1,19 +1,26 @@
-//! Prometheus text over HTTP: `/metrics`, and `/healthz` that answers as long as the process serves.
+//! Prometheus text over HTTP: `/metrics`; `/livez` (and `/healthz`) that answers as long as the process does; `/readyz`.
 //!
-//! Not here: what is counted (each service registers its own) and security: this endpoint shows
-//! numbers only, so it speaks plain HTTP and listens on the loopback unless configured otherwise.
+//! Not here: what is counted (each service registers its own), what ready is (`health.rs`), and security: this endpoint shows
+//! numbers and one line only, so it speaks plain HTTP and listens on the loopback unless configured otherwise.
 
 use std::net::SocketAddr;
 
 use axum::Router;
+use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::IntoResponse;
 use axum::routing::get;
 use prometheus::{Encoder, Registry, TextEncoder};
 use tokio::net::TcpListener;
 
+use super::health::Health;
+
 /// Binds and serves in the background until the runtime ends; `None` when `listen` is empty.
-pub(super) async fn serve(listen: &str, registry: Registry) -> anyhow::Result<Option<SocketAddr>> {
+pub(super) async fn serve(
+    listen: &str,
+    registry: Registry,
+    health: Health,
+) -> anyhow::Result<Option<SocketAddr>> {
     if listen.is_empty() {
         return Ok(None);
     }
@@ -23,13 +30,22 @@ pub(super) async fn serve(listen: &str, registry: Registry) -> anyhow::Result<Op
     let bound = listener.local_addr()?;
     let app = Router::new()
         .route("/metrics", get(move || std::future::ready(render(&registry))))
-        .route("/healthz", get(|| std::future::ready("ok\n")));
+        .route("/healthz", get(|| std::future::ready("ok\n")))
+        .route("/livez", get(|| std::future::ready("ok\n")))
+        .route("/readyz", get(move || std::future::ready(readiness(&health))));
     tokio::spawn(async move {
         if let Err(cause) = axum::serve(listener, app).await {
             tracing::warn!(%cause, "metrics endpoint stopped");
         }
     });
     Ok(Some(bound))
+}
+
+fn readiness(health: &Health) -> (StatusCode, String) {
+    match health.ready() {
+        Ok(()) => (StatusCode::OK, "ready\n".to_owned()),
+        Err(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("not ready: {why}\n")),
+    }
 }
 
 fn render(registry: &Registry) -> impl IntoResponse + use<> {

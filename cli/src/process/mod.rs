@@ -3,7 +3,9 @@
 //!
 //! Not here: the services themselves (`kvfleet-router`, `kvfleet-node`, `crate::instance`).
 
+mod drain;
 mod files;
+mod health;
 mod metrics;
 mod ready;
 mod signals;

@@ -18,7 +18,7 @@ pub struct Ready {
     pub number: u64,
     /// Process number of the system.
     pub pid: u32,
-    /// Bound addresses by purpose: `grpc`, `data`, `control`, `metrics`.
+    /// Bound addresses by purpose: `grpc`, `data`, `control`, `metrics`, `drain`.
     pub addresses: BTreeMap<String, String>,
 }
 

@@ -3,8 +3,12 @@
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
+use kvfleet_doors::{Doors, DoorsConfig};
+use kvfleet_router::RouterConfig;
 use prometheus::Registry;
+use serde::{Deserialize, Serialize};
 
+use super::health::{Health, Subject};
 use super::{Ready, Stop, telemetry};
 use crate::args::ProcessArgs;
 use crate::config::{Settings, environment_overrides, load};
@@ -33,18 +37,38 @@ impl Role {
     }
 }
 
+/// What a router's process reads: the router's own keys, and its doors.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+struct RouterProcessConfig {
+    /// The router's own.
+    #[serde(flatten)]
+    router: RouterConfig,
+    /// Doors for frontends.
+    doors: DoorsConfig,
+}
+
 /// A service that runs, with what it needs to stop.
 enum Service {
-    Router(kvfleet_router::Router),
+    Router(Box<(kvfleet_router::Router, Doors)>),
     Node(Box<kvfleet_node::Node>),
     Instance(Instance),
 }
 
 impl Service {
+    /// Whom to ask whether it is ready.
+    fn subject(&self) -> Subject {
+        match self {
+            Service::Router(parts) => Subject::Router(parts.0.desk()),
+            Service::Node(node) => Subject::Node(node.standing()),
+            Service::Instance(_) => Subject::Instance,
+        }
+    }
+
     /// Why it cannot go on; never returns while it serves.
     async fn failed(&self) -> anyhow::Error {
         match self {
-            Service::Router(router) => anyhow::anyhow!("the router failed: {}", router.failed().await),
+            Service::Router(parts) => anyhow::anyhow!("the router failed: {}", parts.0.failed().await),
             Service::Node(node) => node.failed().await.into(),
             Service::Instance(_) => std::future::pending().await,
         }
@@ -55,13 +79,25 @@ impl Service {
 pub async fn run(role: Role, args: &ProcessArgs) -> anyhow::Result<()> {
     match role {
         Role::Router => {
-            let settings = settings::<kvfleet_router::RouterConfig>(args)?;
-            settings.service.validate()?;
-            let number = settings.service.id;
+            let settings = settings::<RouterProcessConfig>(args)?;
+            settings.service.router.validate()?;
+            settings.service.doors.validate()?;
+            let number = settings.service.router.id;
             serve(role, number, args, settings, async |config, registry| {
+                let RouterProcessConfig { router: config, doors } = config;
+                let engines = config.engines.clone();
                 let router = kvfleet_router::Router::start(config, registry).await?;
-                let addresses = vec![("grpc", router.local_addr())];
-                Ok((Service::Router(router), addresses))
+                let mut addresses = vec![("grpc", router.local_addr())];
+                match Doors::open(&doors, &engines, router.desk(), registry).await {
+                    Ok(doors) => {
+                        addresses.extend(doors.addresses());
+                        Ok((Service::Router(Box::new((router, doors))), addresses))
+                    }
+                    Err(error) => {
+                        router.shutdown().await;
+                        Err(error.into())
+                    }
+                }
             })
             .await
         }
@@ -92,11 +128,13 @@ pub async fn run(role: Role, args: &ProcessArgs) -> anyhow::Result<()> {
 
 fn settings<T>(args: &ProcessArgs) -> anyhow::Result<Settings<T>>
 where
-    T: Default + serde::Serialize + serde::de::DeserializeOwned,
+    T: Default + Serialize + serde::de::DeserializeOwned,
 {
     let mut layers = environment_overrides(std::env::vars());
     layers.extend(args.flags());
-    Ok(load(args.config.as_deref(), &layers)?)
+    let settings = load::<T>(args.config.as_deref(), &layers)?;
+    settings.process.validate()?;
+    Ok(settings)
 }
 
 async fn serve<T>(
@@ -106,11 +144,17 @@ async fn serve<T>(
     settings: Settings<T>,
     start: impl AsyncFnOnce(T, &Registry) -> anyhow::Result<(Service, Vec<(&'static str, SocketAddr)>)>,
 ) -> anyhow::Result<()> {
+    if args.check {
+        println!("{} {number}: the configuration is valid", role.name());
+        return Ok(());
+    }
     let stop = Stop::of_service(args.follow_parent)?;
     let telemetry = telemetry::install(&settings.process, &format!("kvfleet-{}", role.name()))?;
     super::files::raise_limit();
     let registry = Registry::new();
-    let metrics = super::metrics::serve(&settings.process.metrics_listen, registry.clone()).await?;
+    let (process, health) = (&settings.process, Health::default());
+    let metrics = super::metrics::serve(&process.metrics_listen, registry.clone(), health.clone()).await?;
+    let drain = super::drain::serve(&process.drain_listen, health.clone()).await?;
     let (service, mut addresses) = tokio::select! {
         started = start(settings.service, &registry) => started?,
         why = stop.requested() => {
@@ -120,6 +164,8 @@ async fn serve<T>(
         }
     };
     addresses.extend(metrics.map(|address| ("metrics", address)));
+    addresses.extend(drain.map(|address| ("drain", address)));
+    health.serves(service.subject());
     announce(role, number, &addresses)?;
     let failure = tokio::select! {
         why = stop.requested() => {
@@ -131,8 +177,13 @@ async fn serve<T>(
             Some(failure)
         }
     };
+    health.stops();
     match service {
-        Service::Router(router) => router.shutdown().await,
+        Service::Router(parts) => {
+            let (router, doors) = *parts;
+            doors.shutdown().await;
+            router.shutdown().await;
+        }
         Service::Node(node) => node.shutdown().await,
         Service::Instance(instance) => instance.shutdown().await,
     }

@@ -5,9 +5,11 @@
 use std::fmt::Write;
 
 use kv_core::schedule::{HardwareProfile, PROFILES};
-use kvfleet_sim::fleet::{Setup, Workload};
+use kvfleet_sim::fleet::{Batch, Setup, Workload};
 use kvfleet_sim::generate::{Generator, Kind, Spec};
-use kvfleet_sim::routers::{BASELINES, Comparison, Plane, Point, capacity, compare};
+use kvfleet_sim::routers::{
+    BASELINES, Comparison, Good, Goodput, Limits, Plane, Point, capacity, compare, goodput,
+};
 use kvfleet_sim::trace::Request;
 use serde::Serialize;
 
@@ -61,7 +63,7 @@ pub(super) fn run(args: &RoutersArgs) -> anyhow::Result<()> {
             }
         }
     }
-    let text = document(&rows, args);
+    let text = document(&rows, args) + &in_time_text(&overloads(args)?);
     match &args.out {
         Some(folder) => {
             let path = folder.join(DOCUMENT);
@@ -99,6 +101,76 @@ fn traffic(args: &RoutersArgs) -> anyhow::Result<Vec<(String, Vec<Request>)>> {
     Ok(all)
 }
 
+/// One fleet with more offered than it gets through.
+#[derive(Serialize)]
+struct Overload {
+    traffic: String,
+    instances: u32,
+    #[serde(flatten)]
+    goodput: Goodput,
+}
+
+/// Runs all routers where more is offered than the fleet gets through, each with what it turns away.
+fn overloads(args: &RoutersArgs) -> anyhow::Result<Vec<Overload>> {
+    let profile = HardwareProfile::by_name(&args.profile).unwrap_or_default();
+    let limits = Limits { ttft_ms: args.ttft_ms, tbt_ms: args.tbt_ms };
+    let mut all = Vec::new();
+    if args.overloads.is_empty() {
+        return Ok(all);
+    }
+    for (traffic, trace) in traffic(args)? {
+        for instances in &args.instances {
+            let workload = Workload::new(&trace, u64::from(instances.div_ceil(INSTANCES_PER_COPY)));
+            let setup = Setup::new(*instances, profile, workload.block_tokens);
+            let batch = Batch { chunk_tokens: args.chunk_tokens, ..setup.batch };
+            let setup = Setup { batch, plane: Plane::Pool, ..setup };
+            let capacity_per_s = capacity(&workload, &setup, args.seed);
+            for load in &args.overloads {
+                eprintln!(
+                    "{traffic}: {instances} instances at {:.0} % of {capacity_per_s:.1} requests/s",
+                    load * 100.0
+                );
+                let goodput = goodput(&workload, &setup, (*load, capacity_per_s), limits, args.seed);
+                let row = Overload { traffic: traffic.clone(), instances: *instances, goodput };
+                if args.json {
+                    println!("{}", serde_json::to_string(&row)?);
+                }
+                all.push(row);
+            }
+        }
+    }
+    Ok(all)
+}
+
+fn in_time_text(all: &[Overload]) -> String {
+    let mut text = String::new();
+    for Overload { traffic, instances, goodput } in all {
+        let Limits { ttft_ms, tbt_ms } = goodput.limits;
+        let _ = writeln!(
+            text,
+            "\n## {traffic}, {instances} instances, {:.0} % load: requests in time\n\nIn time: the first token within {ttft_ms} ms, the others {tbt_ms} ms apart on average. The others turn away              what is predicted above a share of the limit, the best of six for this load. {:.3} of the best of them.\n",
+            goodput.load * 100.0,
+            goodput.ratio(),
+        );
+        text += "| router | turns away above | in time | turned away | mean TTFT | P99 | longest tenth in time |\n";
+        text += "| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n";
+        for good in std::iter::once(&goodput.production).chain(&goodput.baselines) {
+            let Good { router, threshold, in_time, rejected, ttft, long_in_time } = good;
+            let share = threshold.map_or_else(|| "-".to_owned(), |share| format!("{share}"));
+            let _ = writeln!(
+                text,
+                "| {router} | {share} | {:.2} % | {:.2} % | {:.0} ms | {:.0} ms | {:.1} % |",
+                in_time * 100.0,
+                rejected * 100.0,
+                ttft.mean_ms,
+                ttft.p99_ms,
+                long_in_time * 100.0,
+            );
+        }
+    }
+    text
+}
+
 const HEAD: &str = "# Routers
 
 Written by `cargo xtask routers`; do not edit. The production scheduler and ten others, each after its published description
@@ -107,8 +179,8 @@ cache, nodes with production tiers and policies, lanes with queues, word of all 
 
 The others fetch from their *own* node, as engines with a tier in their host's memory do (Mooncake's moves the longest prefix where it is worth it), or
 from a *pool* of all nodes, as the production scheduler does, so that routers differ by where they send and nothing else. In either case how much an
-instance fetches is planned by the production planner. Load is a share of what the fleet with a pool gets through when all requests are there
-at once and the least loaded instance takes each.
+instance fetches is planned by the production planner. Load is a share of what the fleet with a pool keeps up with when the least
+loaded instance takes each request.
 ";
 
 fn document(rows: &[Row], args: &RoutersArgs) -> String {

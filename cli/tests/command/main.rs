@@ -6,6 +6,7 @@ mod bad_input;
 mod lifecycle;
 mod links;
 mod prefill;
+mod probes;
 mod replay;
 mod restart;
 mod support;

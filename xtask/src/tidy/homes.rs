@@ -17,7 +17,12 @@ const HOMES: &[(&str, &[&str])] = &[
     ("opentelemetry_otlp", &["cli/src/"]),
     ("plotters", &["cli/src/", "sim/src/"]),
     ("indicatif", &["cli/src/"]),
-    ("axum", &["cli/src/"]),
+    ("axum", &["cli/src/", "doors/", "benches/src/proxy"]),
+    ("kube", &["doors/src/endpoints/kubernetes/"]),
+    ("k8s_openapi", &["doors/src/endpoints/kubernetes/"]),
+    ("tokenizers", &["doors/src/prompt/"]),
+    ("minijinja", &["doors/src/prompt/"]),
+    ("minijinja_contrib", &["doors/src/prompt/"]),
 ];
 
 /// Finds uses elsewhere.

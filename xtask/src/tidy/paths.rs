@@ -9,7 +9,7 @@ const DOCUMENTS: [&str; 5] =
     ["README.md", "docs/ARCHITECTURE.md", "docs/PAPERS.md", "docs/GLOSSARY.md", "docs/ERRORS.md"];
 
 /// Folders whose files documents speak of; other words with a slash are no paths of ours.
-const FOLDERS: [&str; 18] = [
+const FOLDERS: [&str; 19] = [
     "core",
     "proto",
     "transport",
@@ -24,6 +24,7 @@ const FOLDERS: [&str; 18] = [
     "xtask",
     "errors-doc",
     "docs",
+    "deploy",
     "scripts",
     ".ci",
     ".config",

@@ -1,0 +1,160 @@
+//! What whoever runs processes asks of them: whether they live, whether they are ready, and to drain before they are stopped.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Stdio};
+
+use kvfleet_errors_doc::says;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::support::{Place, Ran, until};
+
+/// A cluster whose processes may be asked to drain.
+fn up(place: &Place) -> (Child, Value) {
+    let free = ["router.process.drain_listen=127.0.0.1:0", "node.process.drain_listen=127.0.0.1:0"];
+    let words = ["up", "--json", "--nodes", "2", "--instances", "1", "--dram", "8MiB"];
+    let words = [&words[..], &["--set", free[0], "--set", free[1]]].concat();
+    let mut child = place.command(&words).stdout(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    (child, serde_json::from_str(&line).unwrap())
+}
+
+fn down(mut child: Child) {
+    kill_process(Pid::from_raw(child.id().cast_signed()).unwrap(), Signal::TERM).unwrap();
+    assert!(child.wait().unwrap().success());
+}
+
+fn processes<'said>(said: &'said Value, role: &str) -> Vec<&'said Value> {
+    let all = said["processes"].as_array().unwrap().iter();
+    all.filter(|process| process["role"] == role).collect()
+}
+
+fn address<'said>(process: &'said Value, purpose: &str) -> &'said str {
+    process["addresses"][purpose].as_str().unwrap_or_else(|| panic!("no {purpose} in {process:#}"))
+}
+
+fn probe(place: &Place, what: &str, process: &Value) -> Ran {
+    place.run(&["probe", what, "--address", address(process, "metrics")])
+}
+
+fn drain(place: &Place, process: &Value) -> Ran {
+    place.run(&["drain", "--address", address(process, "drain"), "--within", "20s", "--linger", "1ms"])
+}
+
+fn status(place: &Place, said: &Value) -> Value {
+    let routers: Vec<_> =
+        said["routers"].as_array().unwrap().iter().map(|one| one.as_str().unwrap()).collect();
+    let tls = said["tls_dir"].as_str().unwrap();
+    let text = place.run(&["status", "--cluster", &routers.join(","), "--tls-dir", tls, "--json"]).ok();
+    serde_json::from_str(&text).unwrap()
+}
+
+/// The router that leads the control group, as the others say.
+fn leader(status: &Value) -> u64 {
+    let lines = status["routers"].as_array().unwrap().iter();
+    lines.map(|router| router["leader"].as_u64().unwrap()).max().unwrap()
+}
+
+#[test]
+fn a_router_that_drains_hands_over_what_it_leads_and_is_not_ready_any_more() {
+    let place = Place::new();
+    let (child, said) = up(&place);
+    for process in said["processes"].as_array().unwrap() {
+        assert!(probe(&place, "live", process).ok().contains("ok"));
+        until("every process is ready", || probe(&place, "ready", process).code == Some(0));
+    }
+    until("somebody leads", || leader(&status(&place, &said)) > 0);
+    let old = leader(&status(&place, &said));
+    let routers = processes(&said, "router");
+    let of = |number: u64| *routers.iter().find(|process| process["number"] == number).unwrap();
+    assert!(drain(&place, of(old)).ok().contains("leads nothing"));
+    let ran = probe(&place, "ready", of(old));
+    assert_eq!(ran.code, Some(2), "{}", ran.all());
+    says("a probe of a router that drains", &ran.refused(&[]), &[]);
+    probe(&place, "live", of(old)).ok();
+    // Nobody elects it again, and the others are ready under the new one.
+    until("another leads", || ![0, old].contains(&leader(&status(&place, &said))));
+    for other in routers.iter().filter(|process| process["number"] != old) {
+        until("the others are ready", || probe(&place, "ready", other).code == Some(0));
+    }
+    assert!(drain(&place, of(old)).ok().contains("leads nothing"), "may be said again");
+    down(child);
+}
+
+#[test]
+fn a_node_that_drains_leaves_the_cluster_and_lives_until_it_is_stopped() {
+    let place = Place::new();
+    let (child, said) = up(&place);
+    let nodes = processes(&said, "node");
+    for node in &nodes {
+        until("every node is ready", || probe(&place, "ready", node).code == Some(0));
+    }
+    let listed = || status(&place, &said)["nodes"].as_array().unwrap().clone();
+    assert_eq!(listed().len(), 2);
+    assert!(drain(&place, nodes[0]).ok().contains("has left"));
+    let number = nodes[0]["number"].as_u64().unwrap();
+    let gone = |line: &Value| line["node"].as_u64() != Some(number);
+    until("no router lists it", || listed().len() == 1 && listed().iter().all(gone));
+    assert_eq!(probe(&place, "ready", nodes[0]).code, Some(2));
+    probe(&place, "live", nodes[0]).ok();
+    probe(&place, "ready", nodes[1]).ok();
+    down(child);
+}
+
+#[test]
+fn nobody_there_is_no_answer() {
+    let place = Place::new();
+    let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let ran = place.run(&["probe", "ready", "--address", &closed]);
+    assert_eq!(ran.code, Some(1), "{}", ran.all());
+    says("a probe of nobody", &ran.refused(&[]), &[&closed]);
+    let ran = place.run(&["drain", "--address", &closed]);
+    assert_eq!(ran.code, Some(1), "{}", ran.all());
+}
+
+#[test]
+fn whoever_answers_something_else_is_no_process_of_ours() {
+    let place = Place::new();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let other = std::thread::spawn(move || {
+        use std::io::Write;
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut line = String::new();
+        BufReader::new(stream.try_clone().unwrap()).read_line(&mut line).unwrap();
+        stream.write_all(b"\xff\xfe what?\r\n\r\n").unwrap();
+    });
+    let ran = place.run(&["probe", "live", "--address", &address]);
+    says("a probe of something else", &ran.refused(&[]), &[&address]);
+    other.join().unwrap();
+}
+
+#[test]
+fn a_configuration_is_checked_without_starting_anything() {
+    let place = Place::new();
+    let valid = "data_dir = \"d\"\n[[voters]]\nid = 2\naddress = \"r:1\"\n[tls]\nca = \"a\"\ncert = \"b\"\nkey = \"c\"\n";
+    std::fs::write(place.path("router.toml"), valid).unwrap();
+    let check = ["router", "--check", "--config", "router.toml", "--id-from-ordinal"];
+    let said = place.run(&[&check[..], &["kvfleet-router-1"]].concat()).ok();
+    assert_eq!(said.trim(), "router 2: the configuration is valid");
+    assert!(!place.path("d").exists(), "nothing was made");
+    place.run(&[&check[..], &["kvfleet-router-2"]].concat()).refused(&["voters", "id 3"]);
+    let ran = place.run(&[&check[..], &["kvfleet"]].concat());
+    says("a router's name without a number", &ran.refused(&[]), &[]);
+    let said = place.run(&["node", "--check", "--id-from-host", "worker-0"]).ok();
+    assert_eq!(said.trim(), "node 1493537201: the configuration is valid");
+    let said = place.run(&["instance", "--check", "--set", "routers=[\"r:1\"]"]).ok();
+    assert!(said.contains("instance 1"), "{said}");
+}
+
+#[test]
+fn a_request_to_drain_is_taken_on_the_loopback_only() {
+    let place = Place::new();
+    let ran = place.run(&["node", "--check", "--drain-listen", "0.0.0.0:7419"]);
+    says("draining for everybody", &ran.refused(&[]), &[]);
+    place.run(&["node", "--check", "--drain-listen", "here"]).refused(&["process.drain_listen"]);
+    for fine in ["127.0.0.1:7419", "[::1]:7419", ""] {
+        place.run(&["node", "--check", "--drain-listen", fine]).ok();
+    }
+}
