@@ -9,10 +9,8 @@ use super::bytes::{CodecError, Reader, invalid, put_number, put_option, put_text
 use super::command::{Announcement, Change, Command, DropCause, NodeRecord, Pin, PinKind};
 use crate::id::{BlockHash, Epoch, GroupId, InstanceId, NodeId, PinId, Seq, TenantId, Tier};
 
-/// Format of the records this release writes. 3: drops with a cause.
+/// Format of the records this release writes and reads. 2: pins with a kind and an end. 3: drops with a cause.
 const FORMAT: u8 = 3;
-/// The format before, which it reads too: without causes. 2: pins with a kind and an end.
-const FORMAT_BEFORE: u8 = 2;
 /// Longest record: four times what the default limits of an announce come to.
 pub const COMMAND_BYTES_MAX: usize = 16 * 1024 * 1024;
 /// Announcements and changes in one record. A head takes a byte or two and 64 bytes in memory, so this
@@ -86,7 +84,7 @@ impl Command {
         }
         let mut reader = Reader::new(bytes);
         let format = reader.byte()?;
-        if format != FORMAT && format != FORMAT_BEFORE {
+        if format != FORMAT {
             return Err(CodecError::Format { got: format.into(), known: FORMAT.into() });
         }
         let command = read_body(&mut reader)?;
