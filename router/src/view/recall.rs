@@ -74,6 +74,7 @@ impl Recall {
         match self.by_request.get_mut(&request) {
             // Numbers are their callers' to give; another tenant's stays.
             Some(known) if known.tenant != decided.tenant => return,
+            // Where it stands in line stays as it is, also if it was turned away before.
             Some(known) => {
                 *known = decided;
                 return;
