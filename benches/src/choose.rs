@@ -77,6 +77,7 @@ fn fleet(instances: u32) -> Fleet {
             id: InstanceId(n),
             node: Some(NodeId(n)),
             fetches: true,
+            orders: false,
             load,
             reported_at,
         });

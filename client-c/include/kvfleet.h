@@ -463,6 +463,7 @@ typedef struct kvf_decision {
     uint32_t recompute_blocks;
     uint32_t resident_blocks;
     uint32_t sources;            /* see kvf_result_source */
+    uint64_t turn_ms;            /* Unix time in milliseconds: of what waits at an instance that keeps an order, the earliest goes first */
 } kvf_decision;
 
 /* Of a fetch that ended KVF_OK or KVF_MISSED. */
@@ -596,7 +597,7 @@ typedef struct kvf_reporter_config {
     uint32_t without_links;      /* 1 to leave out how fast it read from nodes */
     uint32_t silent_after_ms;    /* when a load with requests that run or wait was not said for so long, nothing is reported until
                                   * it is: an engine that stands still gets no more. every_ms or more, an hour at most; 0 for 10000 */
-    uint32_t reserved;
+    uint32_t keeps_order;        /* 1 if it begins what waits in the order of the decisions' `turn_ms`; 0: in that of coming */
 } kvf_reporter_config;
 
 /* What an instance is doing. */

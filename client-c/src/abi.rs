@@ -252,6 +252,7 @@ structs! {
         recompute_blocks: u32,
         resident_blocks: u32,
         sources: u32,
+        turn_ms: u64,
     }
 
     Fetched as "kvf_fetched" {
@@ -324,7 +325,7 @@ structs! {
         every_ms: u32,
         without_links: u32,
         silent_after_ms: u32,
-        reserved: u32,
+        keeps_order: u32,
     }
 
     Load as "kvf_load" { size: u32, running: u32, waiting: u32, reserved: u32, queue_tokens: u64, }

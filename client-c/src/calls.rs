@@ -563,7 +563,6 @@ pub(crate) unsafe fn reporter(
         0 => REPORT_MS,
         said => said,
     };
-    within(config.reserved, 0, 0, "reporter_config.reserved")?;
     let silent_after_ms = match within(config.silent_after_ms, 0, SILENT_AFTER_MS_MAX, "silent_after_ms")? {
         0 => SILENT_AFTER_MS,
         // Shorter than that it would be silent most of the time, however often the load is said.
@@ -583,6 +582,7 @@ pub(crate) unsafe fn reporter(
         node: has_node.then_some(NodeId(config.node)),
         every: Duration::from_millis(every_ms.into()),
         links: within(config.without_links, 0, 1, "without_links")? == 0,
+        keeps_order: within(config.keeps_order, 0, 1, "keeps_order")? == 1,
     };
     Ok((reporter, Duration::from_millis(silent_after_ms.into())))
 }

@@ -153,6 +153,7 @@ impl ResultHandle {
             save_tier: save_to.tier,
             fetch_blocks: decision.fetch_blocks,
             recompute_blocks: decision.recompute_blocks,
+            turn_ms: decision.turn_ms,
             resident_blocks: decision.resident_blocks,
             sources: count(source_addresses.len()),
         })

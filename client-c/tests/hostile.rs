@@ -398,7 +398,7 @@ fn reporter_config(address: *const c_char) -> abi::ReporterConfig {
         every_ms: 1,
         without_links: 0,
         silent_after_ms: 0,
-        reserved: 0,
+        keeps_order: 0,
     }
 }
 
@@ -426,11 +426,7 @@ fn a_reporter_that_makes_no_sense_is_refused_and_one_without_routers_ends() {
     says("C: a reporter that is silent between its reports", &sentence(), &[]);
     let usual = abi::ReporterConfig { every_ms: 0, silent_after_ms: 199, ..good };
     refused(open(usual), status::INVALID, "silent_after_ms is 199, expected every_ms, 200, or more");
-    refused(
-        open(abi::ReporterConfig { reserved: 1, ..good }),
-        status::INVALID,
-        "reporter_config.reserved is 1",
-    );
+    refused(open(abi::ReporterConfig { keeps_order: 2, ..good }), status::INVALID, "keeps_order is 2");
     assert_eq!(open(good), status::OK);
     let size = u32::try_from(size_of::<abi::Load>()).unwrap();
     let load = abi::Load { size, running: 1, waiting: 2, reserved: 0, queue_tokens: 3 };

@@ -46,6 +46,8 @@ pub struct ReporterConfig {
     pub every: Duration,
     /// Whether what the client's fetches came to is told too.
     pub links: bool,
+    /// Whether it begins what waits in the order of the turns that decisions have.
+    pub keeps_order: bool,
 }
 
 /// What an instance is doing right now.
@@ -104,6 +106,7 @@ impl Client {
             host: config.host.clone(),
             node: config.node.unwrap_or_default().0,
             has_node: config.node.is_some(),
+            keeps_order: config.keeps_order,
             started_us: u64::try_from(started.as_micros()).unwrap_or(u64::MAX),
             ..pb::ReportRequest::default()
         };

@@ -83,6 +83,7 @@ impl Background {
         }
         self.fleet.forget_aged_links(now);
         self.metrics.link_rates(&self.fleet.link_rates(now));
+        self.metrics.learnt(self.fleet.learnt());
         let standings = self.residency.read().standings(now);
         self.metrics.resident(&standings);
     }

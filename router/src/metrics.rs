@@ -47,6 +47,7 @@ struct SoftMetrics {
     blocks: IntGaugeVec,
     rates: IntGaugeVec,
     latencies: IntGaugeVec,
+    factors: GaugeVec,
     batches: IntCounterVec,
     replays: IntCounter,
     ended: IntCounterVec,
@@ -68,10 +69,15 @@ impl SoftMetrics {
             "How long instances waited of late for the first block from a node, out of a tier over a path";
         let latencies = IntGaugeVec::new(Opts::new(name, help), labels)?;
         registry.register(Box::new(latencies.clone()))?;
+        let name = "kvfleet_ttft_prediction_factor";
+        let help = "By what predicted waiting, transfer and prefill are multiplied, as first tokens taught";
+        let factors = GaugeVec::new(Opts::new(name, help), &["part"])?;
+        registry.register(Box::new(factors.clone()))?;
         Ok(SoftMetrics {
             blocks,
             rates,
             latencies,
+            factors,
             batches: labelled(
                 registry,
                 "kvfleet_residency_batches_total",
@@ -370,6 +376,13 @@ impl Metrics {
     }
 
     /// Shows how fast nodes were read from of late, and nothing of those that were not.
+    /// By what factors waiting, transfer and prefill turned out to be off.
+    pub(crate) fn learnt(&self, factors: [f64; 3]) {
+        for (part, factor) in ["queue", "transfer", "prefill"].iter().zip(factors) {
+            self.soft.factors.with_label_values(&[part]).set(factor);
+        }
+    }
+
     pub(crate) fn link_rates(&self, all: &[LinkRate]) {
         self.soft.rates.reset();
         self.soft.latencies.reset();

@@ -14,6 +14,7 @@ mod saving;
 mod serve;
 mod shares;
 mod start;
+mod turns;
 
 pub use config::{InstanceConfig, RdmaSection, ShmSection, TlsPaths};
 pub use start::{Instance, StartError};

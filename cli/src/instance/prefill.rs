@@ -22,6 +22,7 @@ use super::blocks::BlockShape;
 use super::request::Job;
 use super::saving::Saving;
 use super::serve::{Engine, blocks_u32, micros};
+use super::turns::Turns;
 
 /// How much later than it was due compute may wake up and go on as if it had not: timers have a grain of a millisecond.
 const LATE_MAX: Duration = Duration::from_millis(2);
@@ -32,8 +33,7 @@ const BUFFER_UNIT_BYTES: u64 = 1024;
 /// What requests wait for: the one accelerator, and the read buffer that they share.
 #[derive(Debug)]
 pub(super) struct Accelerator {
-    /// In the order in which they came.
-    turn: Semaphore,
+    turns: Turns,
     buffer: Arc<Semaphore>,
 }
 
@@ -41,7 +41,7 @@ impl Accelerator {
     pub(super) fn new(read_buffer_bytes: u64) -> Accelerator {
         let units = usize::try_from(read_buffer_bytes / BUFFER_UNIT_BYTES).unwrap_or(usize::MAX);
         let buffer = Semaphore::new(units.min(Semaphore::MAX_PERMITS).min(u32::MAX as usize));
-        Accelerator { turn: Semaphore::new(1), buffer: Arc::new(buffer) }
+        Accelerator { turns: Turns::default(), buffer: Arc::new(buffer) }
     }
 
     /// All of the buffer that is free.
@@ -128,8 +128,7 @@ impl Engine {
         let buffer = buffer.and_then(|mut free| {
             free.split(usize::try_from(read_buffer_bytes.div_ceil(BUFFER_UNIT_BYTES)).unwrap_or(usize::MAX))
         });
-        // Closed by nobody.
-        let turn = self.accelerator.turn.acquire().await;
+        let turn = self.accelerator.turns.take(job.turn_ms).await;
         let begun = Instant::now();
         prefill.begin();
         drop(buffer);

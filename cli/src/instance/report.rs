@@ -27,6 +27,8 @@ pub(super) fn begin(
         node: config.own_node().map(NodeId),
         every: Duration::from_millis(config.report_ms),
         links: config.report_links,
+        // Where compute takes no time, nobody waits.
+        keeps_order: config.time_scale > 0.0,
     };
     let (working, metrics) = (Arc::clone(working), metrics.clone());
     client.reporter(&reporter, move || {

@@ -43,11 +43,20 @@ pub(super) struct Job {
     pub(super) block_tokens: u32,
     pub(super) input_tokens: u32,
     pub(super) resident_blocks: u32,
+    pub(super) turn_ms: u64,
     pub(super) sources: Vec<pb::Source>,
     pub(super) save_to: Option<pb::Holder>,
     pub(super) wait_save: bool,
     /// Its part of what a tenant may have under way, until it is saved.
     pub(super) share: Option<Share>,
+}
+
+impl Job {
+    /// Tokens of its prompt that nothing is fetched of.
+    pub(super) fn tokens_to_compute(&self) -> u64 {
+        let fetched = self.sources.iter().map(|source| u64::from(source.len_blocks)).sum::<u64>();
+        u64::from(self.input_tokens).saturating_sub(fetched.saturating_mul(self.block_tokens.into()))
+    }
 }
 
 /// The service.
@@ -141,6 +150,7 @@ fn read(request: pb::RunRequest) -> Result<Job, Status> {
         block_tokens: request.block_tokens,
         input_tokens: request.input_tokens,
         resident_blocks: decision.resident_blocks,
+        turn_ms: decision.turn_ms,
         sources: decision.sources,
         save_to: decision.save_to,
         wait_save: request.wait_save,

@@ -47,7 +47,7 @@ impl Engine {
     /// Serves `job` under `lease`. Never fails as a whole: what does not come is computed, what is not
     /// taken stays unsaved.
     pub(super) async fn serve(self: Arc<Self>, job: Job, lease: LeaseId) -> pb::RunReply {
-        let mut running = Running::begin(&self.working, job.input_tokens.into());
+        let mut running = Running::begin(&self.working, job.tokens_to_compute());
         let mut reply =
             pb::RunReply { asked_blocks: blocks_u32(job.hashes.len()), ..pb::RunReply::default() };
         let asker = self.asker(&job, lease);
@@ -409,6 +409,7 @@ mod tests {
             block_tokens: 512,
             input_tokens: 1000,
             resident_blocks: 0,
+            turn_ms: 0,
             sources: vec![],
             save_to: None,
             wait_save: true,

@@ -20,6 +20,7 @@ fn reporter_config(links: bool) -> ReporterConfig {
         node: Some(NodeId(7)),
         every: Duration::from_millis(2),
         links,
+        keeps_order: false,
     }
 }
 

@@ -22,7 +22,7 @@ use super::fleet::{Fleet, InstancePaths, LiveNode};
 use super::lanes::{LinkPath, Measure, Price, Reader};
 use super::load::Load;
 use super::profile::{HardwareProfile, Lane};
-use crate::id::NodeId;
+use crate::id::{NodeId, Timestamp};
 use crate::index::{Holder, HolderRun, PrefixMatch};
 
 /// What an instance would do for a request, and how long that takes, its queue left out.
@@ -55,22 +55,35 @@ pub(super) struct Asking<'a> {
     pub paths: &'a InstancePaths,
 }
 
+/// What stands between a new request of this turn and its own prefill, and what it keeps waiting.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Wait {
+    /// Time until the work ahead of it is done.
+    pub us: u64,
+    /// Requests that it passes.
+    pub passed: u64,
+}
+
 /// Time until the work ahead of a new request is done: its prefill, one step per request, and what the
-/// running requests add to each of these steps and to the new one's own. Prefill is that of the requests sent there last, which are those that wait; of
+/// running requests add to each of these steps and to the new one's own. Prefill is that of the requests sent there whose turn comes before; of
 /// an instance to which nothing was sent, as of tokens without context.
-pub(super) fn queue_us(profile: &HardwareProfile, load: &Load) -> u64 {
-    let steps = load.requests_ahead().saturating_mul(profile.step_ns);
-    let running = u64::from(load.running).saturating_mul(profile.step_ns_per_running);
-    let running = running.saturating_mul(load.requests_ahead().saturating_add(1));
+pub(super) fn wait(profile: &HardwareProfile, load: &Load, turn: Timestamp) -> Wait {
     let tokens = load.tokens_ahead();
-    match load.sent.prefill_us(tokens) {
+    let ahead = load.sent.ahead(tokens, turn);
+    let passed = ahead.map_or(0, |ahead| ahead.behind);
+    let requests = load.requests_ahead().saturating_sub(passed);
+    let running = u64::from(load.running).saturating_mul(profile.step_ns_per_running);
+    let running = running.saturating_mul(requests.saturating_add(1));
+    let us = match ahead {
         // Their steps are in it.
-        Some(us) => us.saturating_add(running / NS_PER_US),
-        None => {
+        Some(ahead) if tokens > 0 => ahead.prefill_us.saturating_add(running / NS_PER_US),
+        _ => {
+            let steps = requests.saturating_mul(profile.step_ns);
             let prefill = tokens.saturating_mul(profile.prefill_ns_per_token);
             prefill.saturating_add(steps).saturating_add(running) / NS_PER_US
         }
-    }
+    };
+    Wait { us, passed }
 }
 
 const NS_PER_US: u64 = 1_000;

@@ -6,7 +6,7 @@ use std::fmt;
 use std::time::Duration;
 
 use super::lanes::{LinkPath, Price};
-use crate::id::{Epoch, InstanceId, NodeId, RequestId, Tier};
+use crate::id::{Epoch, InstanceId, NodeId, RequestId, Tier, Timestamp};
 use crate::index::Holder;
 
 /// Predicted time to first token, by part. Modelled under the fleet's profile, in microseconds.
@@ -48,14 +48,26 @@ pub struct Source {
 pub struct Candidate {
     /// The instance.
     pub instance: InstanceId,
+    /// What the request would cost there by profile and measured links alone.
+    pub parts: Prediction,
     /// What the request would cost there; zero when it was filtered.
     pub predicted: Prediction,
+    /// What it would add to the waiting of all requests that it would pass, in microseconds.
+    pub delays_us: u64,
     /// Leading blocks that it has in GPU memory, as far as it said; 0 when it was filtered.
     pub resident_blocks: u32,
     /// Blocks that its own node holds, from the first that is not resident on; 0 when it was filtered.
     pub overlap_blocks: u32,
     /// Why it was not considered, if so.
     pub filtered: Option<Filtered>,
+}
+
+impl Candidate {
+    /// What the request costs there, its own waiting and that of others: what is least is best for all together.
+    #[must_use]
+    pub fn cost_us(&self) -> u64 {
+        self.predicted.ttft_us().saturating_add(self.delays_us)
+    }
 }
 
 /// Why an instance was not considered. Closed.
@@ -242,9 +254,13 @@ pub struct Decision {
     pub recompute_tokens: u32,
     /// Where new blocks are best saved, in DRAM; nothing when no live node takes any.
     pub save_to: Option<Holder>,
+    /// What the request will cost there by profile and measured links alone: what [`Learnt`](super::Learnt) learns by.
+    pub parts: Prediction,
     /// What the request will cost there.
     pub predicted: Prediction,
-    /// Every instance looked at: the chosen one first, then by TTFT, then the filtered ones.
+    /// When its turn is: of what waits at an instance that keeps an order, the earliest goes first.
+    pub turn: Timestamp,
+    /// Every instance looked at: the chosen one first, then by cost, then the filtered ones.
     pub candidates: Vec<Candidate>,
     /// Why.
     pub reasons: Vec<Reason>,

@@ -6,8 +6,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::decision::Decision;
 use super::lanes::{LinkLanes, LinkPath, Price, Reader};
+use super::learnt::Learnt;
 use super::load::Load;
+use super::passing::Passing;
 use super::profile::HardwareProfile;
 use crate::id::{Epoch, InstanceId, NodeId, Tier, Timestamp};
 use crate::place::Ring;
@@ -44,6 +47,8 @@ pub struct Instance {
     pub node: Option<NodeId>,
     /// Whether it can fetch from nodes and save to them. An engine that links no client of ours has what is in its GPU memory only.
     pub fetches: bool,
+    /// Whether it begins what waits in the order of turns ([`turn_of`](super::turn_of)); else in the order in which it came.
+    pub orders: bool,
     /// Its work.
     pub load: Load,
     /// When the report came in, on the clock of `now`.
@@ -86,11 +91,14 @@ pub struct Fleet {
     pub profile: HardwareProfile,
     /// What filters an instance out.
     pub limits: Limits,
+    /// What first tokens taught.
+    pub learnt: Learnt,
     instances: Vec<Instance>,
     /// Of the instances, in their order.
     paths: Vec<InstancePaths>,
     nodes: Vec<LiveNode>,
     ring: Ring,
+    passing: Passing,
 }
 
 /// The paths that an instance took lately.
@@ -169,8 +177,23 @@ impl Fleet {
         Some((&self.instances[rank], &self.paths[rank]))
     }
 
-    /// The load of an instance, to [`record`](super::record) a decision in.
-    pub fn load_mut(&mut self, id: InstanceId) -> Option<&mut Load> {
+    /// Counts a decision that was sent to its instance into that instance's load. The second half of routing:
+    /// [`choose`](super::choose) changes nothing, so a decision that is not sent leaves no trace.
+    pub fn record(&mut self, decision: &Decision, now: Timestamp) {
+        let count = self.instances.len();
+        if let Ok(rank) = self.instances.binary_search_by_key(&decision.instance, |known| known.id) {
+            self.instances[rank].load.record(decision);
+            self.passing.sent(decision.parts.prefill_us, count, now);
+        }
+    }
+
+    pub(super) fn passing(&self) -> &Passing {
+        &self.passing
+    }
+
+    /// The load of an instance, as tests set it.
+    #[cfg(test)]
+    pub(super) fn load_mut(&mut self, id: InstanceId) -> Option<&mut Load> {
         let rank = self.instances.binary_search_by_key(&id, |known| known.id).ok()?;
         Some(&mut self.instances[rank].load)
     }

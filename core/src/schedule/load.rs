@@ -4,6 +4,7 @@
 //! a router that starts has none until the first reports.
 
 use super::decision::Decision;
+use crate::id::Timestamp;
 
 /// Queued and running work of one instance.
 ///
@@ -22,48 +23,103 @@ pub struct Load {
     pub routed_tokens: u64,
     /// Requests routed there since the report.
     pub routed: u32,
-    /// The last ones routed there, whether or not a report came since.
+    /// Those routed there that are not computed yet, whether or not a report came since.
     pub(super) sent: Sent,
 }
 
-/// Requests kept by [`Sent`]; those before them are taken for as costly as these on average.
-const SENT_MAX: usize = 16;
+/// Requests kept by [`Sent`]; those besides are taken for as costly as these on average.
+const SENT_MAX: usize = 32;
 
-/// What the last requests that were sent to an instance have to compute, newest first: tokens, and the time that was predicted for them.
+/// A request that was sent to an instance and has something to compute there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct One {
+    turn: Timestamp,
+    tokens: u32,
+    /// Predicted for these tokens.
+    prefill_us: u32,
+}
+
+/// What of the requests sent to an instance is not computed yet, in the order in which it will be.
 ///
-/// A report says how many tokens wait, and not of which prompts. Prompts are computed in the order in which they came, so the tokens that wait are those of
-/// the requests sent last. A token of a long prompt costs several times one of a short prompt.
+/// A report says how many tokens wait, and not of which prompts: what was computed since the report before is what came first in this order. A token of a
+/// long prompt costs several times one of a short prompt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Sent {
-    last: [(u32, u32); SENT_MAX],
+    /// By turn, but for the first one: an instance is never idle while something waits, so that one is begun, and nothing passes it.
+    waiting: [One; SENT_MAX],
+    len: usize,
+}
+
+/// What is computed before a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Ahead {
+    /// Time that was predicted for it.
+    pub(super) prefill_us: u64,
+    /// Requests that come behind it.
+    pub(super) behind: u64,
 }
 
 impl Sent {
-    fn push(&mut self, tokens: u32, prefill_us: u64) {
-        if tokens > 0 {
-            self.last.copy_within(..SENT_MAX - 1, 1);
-            self.last[0] = (tokens, u32::try_from(prefill_us).unwrap_or(u32::MAX));
+    fn all(&self) -> &[One] {
+        &self.waiting[..self.len]
+    }
+
+    fn tokens(&self) -> u64 {
+        self.all().iter().map(|one| u64::from(one.tokens)).sum()
+    }
+
+    fn push(&mut self, turn: Timestamp, tokens: u32, prefill_us: u64) {
+        if tokens == 0 {
+            return;
+        }
+        if self.len == SENT_MAX {
+            self.pop();
+        }
+        let fixed = self.len.min(1);
+        let at = fixed + self.all()[fixed..].partition_point(|one| one.turn <= turn);
+        self.waiting.copy_within(at..self.len, at + 1);
+        self.waiting[at] = One { turn, tokens, prefill_us: u32::try_from(prefill_us).unwrap_or(u32::MAX) };
+        self.len += 1;
+    }
+
+    fn pop(&mut self) {
+        self.waiting.copy_within(1..self.len, 0);
+        self.len -= 1;
+    }
+
+    /// So many tokens are left.
+    fn shrink_to(&mut self, tokens: u64) {
+        let mut done = self.tokens().saturating_sub(tokens);
+        while done > 0 {
+            let first = &mut self.waiting[0];
+            let all = u64::from(first.tokens);
+            if all <= done {
+                done -= all;
+                self.pop();
+                continue;
+            }
+            // All of its tokens are taken for alike.
+            first.prefill_us = (u64::from(first.prefill_us) * (all - done) / all) as u32;
+            first.tokens = (all - done) as u32;
+            return;
         }
     }
 
-    /// Time for so many tokens of the requests sent last; nothing when none is known.
-    pub(super) fn prefill_us(&self, tokens: u64) -> Option<u64> {
-        let (mut left, mut us) = (tokens, 0);
-        for (tokens, prefill_us) in self.last.map(|(tokens, us)| (u64::from(tokens), u64::from(us))) {
-            if left == 0 || tokens == 0 {
-                break;
-            }
-            // Of the oldest, a part is done; all of its tokens are taken for alike.
-            let counted = left.min(tokens);
-            us += prefill_us * counted / tokens;
-            left -= counted;
+    /// What is computed before a request of this turn, of `tokens` that wait; nothing when nothing is known of them.
+    pub(super) fn ahead(&self, tokens: u64, turn: Timestamp) -> Option<Ahead> {
+        let fixed = self.len.min(1);
+        let before = fixed + self.all()[fixed..].partition_point(|one| one.turn <= turn);
+        let us = |all: &[One]| all.iter().map(|one| u64::from(one.prefill_us)).sum::<u64>();
+        let known = self.tokens();
+        let more = tokens.saturating_sub(known);
+        if known == 0 {
+            return (more == 0).then(Ahead::default);
         }
-        if left == 0 || left == tokens {
-            return (left < tokens).then_some(us);
-        }
-        let known = u128::from(tokens - left);
-        let more = u128::from(us) * u128::from(left) / known;
-        Some(us.saturating_add(u64::try_from(more).unwrap_or(u64::MAX)))
+        // What is known of nobody may come before.
+        let unknown_us = u128::from(us(self.all())) * u128::from(more) / u128::from(known);
+        let unknown_us = u64::try_from(unknown_us).unwrap_or(u64::MAX);
+        let prefill_us = us(&self.all()[..before]).saturating_add(unknown_us);
+        Some(Ahead { prefill_us, behind: (self.len - before) as u64 })
     }
 }
 
@@ -74,10 +130,12 @@ impl Load {
         Self { queue_tokens, running, waiting, ..Self::default() }
     }
 
-    /// The same, of an instance that is known by an earlier load: what was sent there is remembered.
+    /// The same, of an instance that is known by an earlier load: of what was sent there, what is left is remembered.
     #[must_use]
     pub fn after(self, before: &Load) -> Self {
-        Self { sent: before.sent, ..self }
+        let mut sent = before.sent;
+        sent.shrink_to(self.tokens_ahead());
+        Self { sent, ..self }
     }
 
     /// Tokens that are prefilled before a request that comes now.
@@ -91,12 +149,11 @@ impl Load {
     pub fn requests_ahead(&self) -> u64 {
         u64::from(self.waiting) + u64::from(self.routed)
     }
-}
 
-/// Counts a decision that was sent to its instance into that instance's load. The second half of routing:
-/// [`choose`](super::choose) changes nothing, so a decision that is not sent leaves no trace.
-pub fn record(load: &mut Load, decision: &Decision) {
-    load.routed_tokens = load.routed_tokens.saturating_add(u64::from(decision.recompute_tokens));
-    load.routed = load.routed.saturating_add(1);
-    load.sent.push(decision.recompute_tokens, decision.predicted.prefill_us);
+    /// Counts a decision that was sent here.
+    pub(super) fn record(&mut self, decision: &Decision) {
+        self.routed_tokens = self.routed_tokens.saturating_add(u64::from(decision.recompute_tokens));
+        self.routed = self.routed.saturating_add(1);
+        self.sent.push(decision.turn, decision.recompute_tokens, decision.parts.prefill_us);
+    }
 }

@@ -1,5 +1,5 @@
 //! How a request is sent to an instance: filter, then cost, then choose. `choose` changes nothing and
-//! reads no clock; sending a decision is noted by a second call, [`record`].
+//! reads no clock; sending a decision is noted by a second call, [`Fleet::record`].
 //!
 //! Not here: who holds the prefix (`index/`), how loads and links are learnt (the router's view), and
 //! what is done with the decision (the client). TTFT = transfer + queue + prefill, after Algorithm 1 of
@@ -10,12 +10,15 @@ mod cost;
 mod decision;
 mod fleet;
 mod lanes;
+mod learnt;
 mod link;
 mod load;
 mod missing;
+mod passing;
 mod planners;
 mod profile;
 mod reasons;
+mod turn;
 
 use std::time::Duration;
 
@@ -34,11 +37,13 @@ pub use decision::{
 use fleet::InstancePaths;
 pub use fleet::{Fleet, Instance, Limits, LiveNode, QUEUE_TOKENS_MAX, REPORT_STALE_AFTER};
 pub use lanes::{LinkKey, LinkLanes, LinkPath, Measure, Price, Reader};
+pub use learnt::Learnt;
 pub use link::{LINK_AGED_AFTER, LinkEstimate, LinkSample, RATE_MIN};
-pub use load::{Load, record};
+pub use load::Load;
 pub use missing::{Found, Missing, Told, Why, missing};
 use planners::{Planners, asking};
 pub use profile::{HardwareProfile, Lane, PROFILES};
+pub use turn::turn_of;
 
 /// When no instance has a fresh report: one report interval (five a second) from now there may be one.
 pub const RETRY_UNREPORTED: Duration = Duration::from_millis(200);
@@ -152,14 +157,15 @@ pub fn choose_among<'a>(
     if open == 0 {
         return Err(rejection(fleet, &candidates));
     }
-    let best_us = candidates[0].predicted.ttft_us();
-    let tied = candidates[..open].partition_point(|candidate| candidate.predicted.ttft_us() == best_us);
+    let best_us = candidates[0].cost_us();
+    let tied = candidates[..open].partition_point(|candidate| candidate.cost_us() == best_us);
     candidates[..tied].rotate_left(turn(request.request, tied));
     let chosen = fleet.with_paths(candidates[0].instance).expect("candidates are instances of the fleet");
     let asking = asking(chosen);
     let place = planners.place(asking);
     let planner = planners.at(place);
-    Ok(decide(&Choice { request, held, planner, asking, fleet, open, tied }, candidates))
+    let turn = turn_of(chosen.0, candidates[0].parts.prefill_us, now);
+    Ok(decide(&Choice { request, held, planner, asking, fleet, open, tied, turn }, candidates))
 }
 
 /// Cost of every instance, in the order of the fleet.
@@ -182,17 +188,17 @@ fn price(
         let resident_blocks = held.resident_blocks(instance.id);
         if resident_blocks > 0 || !asking.fetches {
             let plan = planner.behind(resident_blocks).plan(asking);
-            return costed(instance, &plan, &fleet.profile);
+            return costed(instance, &plan, (fleet, now));
         }
         let whole = planner.behind(0);
         if instance.node.is_some_and(|node| whole.holds_any(node)) {
-            return costed(instance, &whole.plan(asking), &fleet.profile);
+            return costed(instance, &whole.plan(asking), (fleet, now));
         }
         if afar.len() <= place {
             afar.resize_with(place + 1, || None);
         }
         let plan = afar[place].get_or_insert_with(|| whole.plan(Asking { own: None, ..asking }));
-        costed(instance, plan, &fleet.profile)
+        costed(instance, plan, (fleet, now))
     };
     fleet.instances_with_paths().map(cost).collect()
 }
@@ -209,26 +215,38 @@ fn filter(instance: &Instance, limits: &Limits, now: Timestamp) -> Option<Filter
 fn filtered_out(instance: &Instance, filtered: Filtered) -> Candidate {
     Candidate {
         instance: instance.id,
+        parts: Prediction::default(),
         predicted: Prediction::default(),
+        delays_us: 0,
         resident_blocks: 0,
         overlap_blocks: 0,
         filtered: Some(filtered),
     }
 }
 
-fn costed(instance: &Instance, plan: &Plan, profile: &HardwareProfile) -> Candidate {
-    let predicted = Prediction {
-        queue_us: cost::queue_us(profile, &instance.load),
-        transfer_us: plan.transfer_us,
-        prefill_us: plan.prefill_us,
-    };
+fn costed(instance: &Instance, plan: &Plan, (fleet, now): (&Fleet, Timestamp)) -> Candidate {
+    let turn = turn_of(instance, plan.prefill_us, now);
+    let wait = cost::wait(&fleet.profile, &instance.load, turn);
+    let queue_us =
+        if instance.orders { fleet.passing().lengthened_us(wait.us, plan.prefill_us) } else { wait.us };
+    let parts = Prediction { queue_us, transfer_us: plan.transfer_us, prefill_us: plan.prefill_us };
+    let predicted = fleet.learnt.apply(&parts);
     let Plan { resident_blocks, overlap_blocks, .. } = *plan;
-    Candidate { instance: instance.id, predicted, resident_blocks, overlap_blocks, filtered: None }
+    let delays_us = wait.passed.saturating_mul(plan.prefill_us);
+    Candidate {
+        instance: instance.id,
+        parts,
+        predicted,
+        delays_us,
+        resident_blocks,
+        overlap_blocks,
+        filtered: None,
+    }
 }
 
-/// Open candidates first, by TTFT; ids make the order total.
+/// Open candidates first, by cost; ids make the order total.
 fn rank(candidate: &Candidate) -> (bool, u64, u32) {
-    (candidate.filtered.is_some(), candidate.predicted.ttft_us(), candidate.instance.0)
+    (candidate.filtered.is_some(), candidate.cost_us(), candidate.instance.0)
 }
 
 /// Which of `among` equal candidates a request takes.
@@ -249,6 +267,8 @@ struct Choice<'a> {
     open: usize,
     /// Of those, the ones as good as the best.
     tied: usize,
+    /// On the chosen instance.
+    turn: Timestamp,
 }
 
 fn decide(choice: &Choice<'_>, candidates: Vec<Candidate>) -> Decision {
@@ -266,7 +286,9 @@ fn decide(choice: &Choice<'_>, candidates: Vec<Candidate>) -> Decision {
         recompute_tokens: plan.recompute_tokens,
         sources: plan.sources.into_vec(),
         save_to,
+        parts: chosen.parts,
         predicted: chosen.predicted,
+        turn: choice.turn,
         candidates,
         reasons,
     }

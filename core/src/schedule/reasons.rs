@@ -44,7 +44,7 @@ fn why_instance(choice: &Choice<'_>, candidates: &[Candidate]) -> Reason {
     match (choice.open, choice.tied) {
         (1, _) => Reason::OnlyCandidate,
         (open, 1) => {
-            let margin_us = candidates[1].predicted.ttft_us() - candidates[0].predicted.ttft_us();
+            let margin_us = candidates[1].cost_us() - candidates[0].cost_us();
             Reason::LeastTtft { others: open as u32 - 1, margin_us }
         }
         (_, tied) => Reason::Tie { among: tied as u32 },

@@ -5,6 +5,7 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -40,6 +41,8 @@ pub struct House {
     pub address: SocketAddr,
     pub registry: Registry,
     pub loads: Arc<Mutex<Vec<(u32, u64)>>>,
+    /// Rounds of reports so far: each tells all loads anew, and what was routed since the one before counts no more.
+    rounds: Arc<AtomicU64>,
     reporting: JoinHandle<()>,
 }
 
@@ -147,6 +150,8 @@ impl House {
             (1..).zip(engines).map(|(number, _)| (number, 2_000 * u64::from(number))).collect();
         let loads = Arc::new(Mutex::new(loads));
         let reported = loads.clone();
+        let rounds = Arc::new(AtomicU64::new(0));
+        let round = rounds.clone();
         let ready = desk.clone();
         until("the router to be ready", || async { ready.ready().ok() }).await;
         let reporting = tokio::spawn(async move {
@@ -163,15 +168,25 @@ impl House {
                     };
                     desk.report(report).unwrap();
                 }
+                round.store(sequence, Ordering::Relaxed);
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         });
-        let house = House { cluster, doors: Some(doors), address, registry, loads, reporting };
+        let house = House { cluster, doors: Some(doors), address, registry, loads, rounds, reporting };
         let status = || async {
             house.cluster.status(1).await.filter(|status| status.instances.len() == engines.len())
         };
         until("reports of all engines", status).await;
         house
+    }
+
+    /// Waits until all loads were told anew.
+    pub async fn reported(&self) {
+        let all = self.rounds.load(Ordering::Relaxed) + 2;
+        until("reports of all engines", || async {
+            (self.rounds.load(Ordering::Relaxed) >= all).then_some(())
+        })
+        .await;
     }
 
     /// Sends a request, and waits for the head of its answer.

@@ -30,6 +30,8 @@ async fn a_request_goes_where_its_tokens_are_in_gpu_memory() {
     })
     .await;
     for _ in 0..5 {
+        // Several at once would queue, and the other engine be as good a place.
+        house.reported().await;
         house.cluster.client(1).report_residency(beat.clone()).await.unwrap();
         assert_eq!(house.chat().await.header("x-kvfleet-instance"), Some("2"));
     }

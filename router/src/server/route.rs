@@ -64,7 +64,8 @@ async fn decide(
     );
     let answer = match chosen {
         Ok((decision, address)) => {
-            let mut decision = decision_to_pb(&control.index, &decision, address);
+            let turn_ms = shared.unix.now_ms() + millis(decision.turn.since(now));
+            let mut decision = decision_to_pb(&control.index, &decision, (address, turn_ms));
             if caller.share().is_some() {
                 own_only(&mut decision);
             }
@@ -169,7 +170,11 @@ fn check_identity(index: &Index, identity: &[u8]) -> Result<(), Status> {
     }
 }
 
-fn decision_to_pb(index: &Index, decision: &Decision, instance_address: String) -> pb::Decision {
+fn decision_to_pb(
+    index: &Index,
+    decision: &Decision,
+    (instance_address, turn_ms): (String, u64),
+) -> pb::Decision {
     pb::Decision {
         instance: decision.instance.0,
         instance_address,
@@ -181,6 +186,7 @@ fn decision_to_pb(index: &Index, decision: &Decision, instance_address: String) 
         candidates: decision.candidates.iter().map(candidate_to_pb).collect(),
         reasons: decision.reasons.iter().map(ToString::to_string).collect(),
         resident_blocks: decision.resident_blocks,
+        turn_ms,
     }
 }
 
@@ -240,6 +246,7 @@ pub(crate) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::
         address: request.address,
         node: request.has_node.then_some(NodeId(request.node)),
         fetches: !request.fetches_nothing,
+        orders: request.keeps_order,
         load: Load::reported(request.queue_tokens, request.running, request.waiting),
         sequence: request.sequence,
         started_us: request.started_us,

@@ -11,7 +11,7 @@ use kvfleet_proto::pb;
 
 use super::{Shared, millis};
 use crate::view::holders;
-use crate::view::recall::{Answer, Decided, Outcome, Sent};
+use crate::view::recall::{Answer, Came, Decided, Outcome, Sent};
 
 /// Outcomes of one report, and misses of one outcome, that are read.
 const OUTCOMES_MAX: usize = 256;
@@ -38,6 +38,7 @@ pub(super) fn remember(shared: &Shared, known: &Known<'_>, chosen: &Result<(Deci
                 resident_blocks: decision.resident_blocks,
                 fetch_blocks: decision.fetch_blocks,
                 predicted: decision.predicted,
+                parts: decision.parts,
                 reasons: decision.reasons.clone(),
             };
             (Answer::Sent(sent), missing)
@@ -77,10 +78,11 @@ pub(super) fn came(shared: &Shared, instance: InstanceId, outcomes: &[pb::Outcom
             Outcome { hit_blocks: told.hit_blocks, ttft_us: told.ttft_us, misses: misses.collect() };
         let ttft_us = outcome.ttft_us;
         let came = shared.recall.lock().came(told.request, instance, outcome);
-        if let Some((predicted, missing)) = came {
-            shared.metrics.missing(&missing);
+        if let Some(Came { predicted, parts, added }) = came {
+            shared.metrics.missing(&added);
             if ttft_us > 0 {
                 shared.metrics.observed(predicted.ttft_us(), ttft_us);
+                shared.fleet.first_token(&parts, ttft_us);
             }
         }
     }

@@ -10,7 +10,6 @@ use std::time::Duration;
 use kv_core::id::{Epoch, InstanceId, NodeId, TenantId, Timestamp};
 use kv_core::schedule::{
     Admission, Decision, Fleet, HardwareProfile, Instance, LiveNode, Load, Offer, Prediction, Rejection,
-    record,
 };
 use parking_lot::RwLock;
 
@@ -31,6 +30,7 @@ pub(crate) struct Report {
     pub(crate) address: String,
     pub(crate) node: Option<NodeId>,
     pub(crate) fetches: bool,
+    pub(crate) orders: bool,
     pub(crate) load: Load,
     pub(crate) sequence: u64,
     pub(crate) started_us: u64,
@@ -131,8 +131,8 @@ impl FleetView {
             soft.fleet.remove_instance(report.instance);
             soft.links.forget(report.instance);
         } else {
-            let Report { instance, node, fetches, load, .. } = report;
-            soft.fleet.put_instance(Instance { id: instance, node, fetches, load, reported_at: now });
+            let Report { instance, node, fetches, orders, load, .. } = report;
+            soft.fleet.put_instance(Instance { id: instance, node, fetches, orders, load, reported_at: now });
             soft.links.measured((instance, node), &report.links, now);
             let paths = soft.links.paths(instance, now);
             soft.fleet.set_paths(instance, &paths);
@@ -191,9 +191,19 @@ impl FleetView {
             ttft_max_us: claim.ttft_max_us,
         };
         soft.admission.admit(&offer, now)?;
-        note(&mut soft, claim.share, &decision);
+        note(&mut soft, claim.share, &decision, now);
         let address = soft.known.get(&decision.instance).map(|known| known.address.clone());
         Ok((decision, address.unwrap_or_default()))
+    }
+
+    /// A first token came after so long; `parts` is what was predicted of it before what was learnt.
+    pub(crate) fn first_token(&self, parts: &Prediction, ttft_us: u64) {
+        self.soft.write().fleet.learnt.observe(parts, ttft_us);
+    }
+
+    /// By what factors waiting, transfer and prefill turned out to be off.
+    pub(crate) fn learnt(&self) -> [f64; 3] {
+        self.soft.read().fleet.learnt.factors()
     }
 
     /// Every known instance that has not left, by ascending number.
@@ -208,21 +218,23 @@ impl FleetView {
 }
 
 /// Counts a decision into the load of its instance; a tenant's until its share of the queue is taken.
-fn note(soft: &mut Soft, share: Option<TenantId>, decision: &Decision) {
+fn note(soft: &mut Soft, share: Option<TenantId>, decision: &Decision, now: Timestamp) {
     let Soft { fleet, shares, .. } = soft;
-    let Some(load) = fleet.load_mut(decision.instance) else { return };
+    if fleet.instance(decision.instance).is_none() {
+        return;
+    }
     match share.map(|tenant| shares.take(decision.instance, tenant, decision.recompute_tokens)) {
-        None => record(load, decision),
+        None => fleet.record(decision, now),
         Some(None) => {}
-        Some(Some(tokens)) if tokens == decision.recompute_tokens => record(load, decision),
+        Some(Some(tokens)) if tokens == decision.recompute_tokens => fleet.record(decision, now),
         Some(Some(tokens)) => {
-            let Prediction { prefill_us, .. } = decision.predicted;
+            let Prediction { prefill_us, .. } = decision.parts;
             let share =
                 u128::from(prefill_us) * u128::from(tokens) / u128::from(decision.recompute_tokens.max(1));
-            let predicted = Prediction { prefill_us: share as u64, ..decision.predicted };
+            let parts = Prediction { prefill_us: share as u64, ..decision.parts };
             let counted =
-                Decision { recompute_tokens: tokens, predicted, candidates: Vec::new(), ..decision.clone() };
-            record(load, &counted);
+                Decision { recompute_tokens: tokens, parts, candidates: Vec::new(), ..decision.clone() };
+            fleet.record(&counted, now);
         }
     }
 }
@@ -243,6 +255,7 @@ mod tests {
             address: "i:1".into(),
             node: None,
             fetches: true,
+            orders: false,
             load: Load::reported(queue_tokens, 0, 0),
             sequence,
             started_us,

@@ -44,7 +44,18 @@ pub(crate) struct Sent {
     pub(crate) resident_blocks: u32,
     pub(crate) fetch_blocks: u32,
     pub(crate) predicted: Prediction,
+    /// The same by profile and measured links alone.
+    pub(crate) parts: Prediction,
     pub(crate) reasons: Vec<Reason>,
+}
+
+/// What an outcome adds to what is known of its request.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Came {
+    pub(crate) predicted: Prediction,
+    pub(crate) parts: Prediction,
+    /// Reasons besides those known before.
+    pub(crate) added: Vec<Missing>,
 }
 
 /// What an instance told of a request that it served.
@@ -96,12 +107,7 @@ impl Recall {
 
     /// Adds what came of a request. What was predicted for it and the reasons that this adds, once; nothing for one that is not known or has
     /// an outcome already.
-    pub(crate) fn came(
-        &mut self,
-        request: u64,
-        instance: InstanceId,
-        outcome: Outcome,
-    ) -> Option<(Prediction, Vec<Missing>)> {
+    pub(crate) fn came(&mut self, request: u64, instance: InstanceId, outcome: Outcome) -> Option<Came> {
         let known = self.by_request.get_mut(&request).filter(|known| known.outcome.is_none())?;
         let Answer::Sent(sent) = &known.answer else { return None };
         if sent.instance != instance {
@@ -109,10 +115,10 @@ impl Recall {
         }
         let promised = sent.resident_blocks.saturating_add(sent.fetch_blocks).min(known.blocks);
         let added = fell_short(&outcome, sent.resident_blocks, promised);
-        let predicted = sent.predicted;
+        let (predicted, parts) = (sent.predicted, sent.parts);
         known.missing.splice(0..0, added.iter().copied());
         known.outcome = Some(outcome);
-        Some((predicted, added))
+        Some(Came { predicted, parts, added })
     }
 
     /// What is remembered of a request.
@@ -151,6 +157,7 @@ mod tests {
             resident_blocks: 1,
             fetch_blocks: 5,
             predicted: Prediction { queue_us: 1, transfer_us: 2, prefill_us: 3 },
+            parts: Prediction::default(),
             reasons: vec![],
         };
         let missing = vec![Missing { start_blocks: 6, len_blocks: 4, why: Why::NeverSeen }];
@@ -170,7 +177,8 @@ mod tests {
             vec![(NodeId(2), 5, Told::Busy), (NodeId(1), 3, Told::NotHeld), (NodeId(7), 6, Told::Corrupt)];
         assert_eq!(recall.came(8, InstanceId(4), outcome(misses.clone())), None);
         assert_eq!(recall.came(9, InstanceId(5), outcome(misses.clone())), None, "another instance says so");
-        let (predicted, added) = recall.came(9, InstanceId(4), outcome(misses.clone())).expect("known");
+        let Came { predicted, added, .. } =
+            recall.came(9, InstanceId(4), outcome(misses.clone())).expect("known");
         assert_eq!(predicted.ttft_us(), 6);
         let told: Vec<_> =
             added.iter().map(|one| (one.start_blocks, one.len_blocks, one.why.name())).collect();

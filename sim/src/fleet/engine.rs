@@ -6,6 +6,7 @@
 
 use std::collections::VecDeque;
 
+use kv_core::id::Timestamp;
 use kv_core::schedule::HardwareProfile;
 
 use super::memory::Memory;
@@ -32,6 +33,8 @@ pub(super) struct Job {
     pub(super) resident_tokens: u32,
     /// When the last of them is there.
     pub(super) ready_ns: u64,
+    /// The earliest goes first.
+    pub(super) turn: Timestamp,
 }
 
 /// What became of requests in a step.
@@ -138,12 +141,13 @@ impl Engine {
         Some(end_ns)
     }
 
-    /// The first that is ready and has room is next.
+    /// Of those that are ready, the one whose turn is earliest is next, if it has room; of equal ones that which came first.
     fn admit(&mut self, now_ns: u64) {
         if self.decoding.len() >= self.batch.requests_max {
             return;
         }
-        let Some(at) = self.waiting.iter().position(|job| job.ready_ns <= now_ns) else { return };
+        let ready = self.waiting.iter().enumerate().filter(|(_, job)| job.ready_ns <= now_ns);
+        let Some((at, _)) = ready.min_by_key(|(_, job)| job.turn) else { return };
         let job = self.waiting[at];
         let Some(own_tokens) = self.memory.admit(job.nth, job.input_tokens, job.output_tokens) else {
             return;

@@ -16,7 +16,7 @@ use std::collections::BinaryHeap;
 
 use kv_core::id::{InstanceId, NodeId, RequestId, TenantId, Timestamp};
 use kv_core::index::command::Change;
-use kv_core::schedule::{Decision, HardwareProfile, Load, RouteRequest};
+use kv_core::schedule::{Decision, HardwareProfile, Load, Prediction, RouteRequest};
 
 pub use engine::Batch;
 pub use report::{Report, Served, Spread};
@@ -45,6 +45,8 @@ pub struct Setup {
     pub policy: String,
     /// From where instances may fetch under a router that is not the production scheduler.
     pub plane: Plane,
+    /// Whether instances begin what waits in the order of the production scheduler's turns. The others have none, and theirs is that of coming.
+    pub orders: bool,
     /// Between two load reports of an instance.
     pub report_every_ns: u64,
     /// From a change at a node until routers know of it.
@@ -68,6 +70,7 @@ impl Setup {
             node_blocks: (blocks(256), blocks(1_024)),
             policy: kv_core::evict::DEFAULT.to_owned(),
             plane: Plane::default(),
+            orders: true,
             report_every_ns: 200_000_000,
             announce_ns: 20_000_000,
             events_ns: 5_000_000,
@@ -118,6 +121,7 @@ struct Sent {
     instance: u32,
     save_to: Option<NodeId>,
     predicted_ns: u64,
+    parts: Prediction,
 }
 
 struct Fleet<'a> {
@@ -160,7 +164,7 @@ impl<'a> Fleet<'a> {
             workload,
             engines: (0..setup.instances).map(engine).collect(),
             store: Store::new(setup.instances, setup.node_blocks, &setup.policy, setup.profile),
-            view: View::new(setup.instances, setup.profile, setup.plane),
+            view: View::new(setup),
             due: BinaryHeap::new(),
             made: 0,
             sent: workload.requests.iter().map(|_| None).collect(),
@@ -225,12 +229,13 @@ impl<'a> Fleet<'a> {
             fetched_tokens: tokens(decision.resident_blocks + fetched.blocks),
             resident_tokens: tokens(decision.resident_blocks),
             ready_ns: fetched.ready_ns,
+            turn: decision.turn,
         };
         self.report.fetched_blocks += u64::from(fetched.blocks);
-        self.view.sent(decision, request.input_tokens.into());
+        self.view.sent(decision, request.input_tokens.into(), Timestamp(now_ns / 1_000));
         let predicted_ns = decision.predicted.ttft_us() * 1_000;
         let save_to = decision.save_to.as_ref().map(|holder| holder.node);
-        self.sent[nth] = Some(Sent { instance: instance.0, save_to, predicted_ns });
+        self.sent[nth] = Some(Sent { instance: instance.0, save_to, predicted_ns, parts: decision.parts });
         self.engines[instance.0 as usize].put(job);
         if fetched.ready_ns > now_ns {
             self.at(fetched.ready_ns, Event::Wakes(instance.0));
@@ -268,7 +273,8 @@ impl<'a> Fleet<'a> {
     fn first_token(&mut self, nth: usize, computed_tokens: u32, now_ns: u64) {
         let request = &self.workload.requests[nth];
         let Some(sent) = &self.sent[nth] else { return };
-        let Sent { instance, save_to, predicted_ns } = *sent;
+        let Sent { instance, save_to, predicted_ns, parts } = *sent;
+        self.view.first_token(&parts, now_ns - request.arrival_ns);
         self.report.served.push(Served {
             nth,
             instance,

@@ -57,6 +57,30 @@ fn a_long_prompt_is_computed_in_chunks_beside_what_decodes() {
     assert!((least..=least + step_ns).contains(&beside), "{beside} is not {least} and a part of a step");
 }
 
+/// Prompts behind a long one: a longer and then a shorter.
+fn behind_a_long_one() -> [Request; 3] {
+    let prompt = |arrival_us, first: u64, blocks: u64| {
+        let ids: Vec<u64> = (first..first + blocks).collect();
+        request(arrival_us, &ids, blocks as u32 * 512, 1)
+    };
+    [prompt(0, 0, 40), prompt(1_000, 100, 40), prompt(2_000, 200, 2)]
+}
+
+#[test]
+fn the_shorter_of_those_that_wait_is_begun_first_and_in_order_of_coming_where_no_order_is_kept() {
+    let workload = Workload::new(&behind_a_long_one(), 1);
+    let order = |orders: bool, router: &str| {
+        let setup = Setup { orders, plane: Plane::Pool, ..Setup::new(1, H100, 512) };
+        let report = run(&workload, &setup, by_name(router, 1).unwrap().as_mut());
+        report.served.iter().map(|served| served.nth).collect::<Vec<_>>()
+    };
+    assert_eq!(order(true, PRODUCTION), [0, 2, 1]);
+    assert_eq!(order(false, PRODUCTION), [0, 1, 2]);
+    for router in BASELINES {
+        assert_eq!(order(true, router), [0, 1, 2], "{router} has no order of its own");
+    }
+}
+
 #[test]
 fn a_prefix_in_gpu_memory_is_not_computed_again() {
     let again = request(2_000_000, &[1, 2, 3], 1_500, 1);

@@ -7,9 +7,10 @@ use kv_core::id::{BlockHash, IdentityDigest, InstanceId, NodeId, Timestamp};
 use kv_core::index::command::{Announcement, Change, Command, NodeRecord};
 use kv_core::index::{Index, PrefixMatch};
 use kv_core::schedule::{
-    self, Decision, Fleet, HardwareProfile, Held, Instance, Limits, LiveNode, Load, Resident, RouteRequest,
+    Decision, Fleet, Held, Instance, Limits, LiveNode, Load, Prediction, Resident, RouteRequest,
 };
 
+use super::Setup;
 use crate::routers::Plane;
 
 /// What is known of one instance besides its [`Load`].
@@ -71,7 +72,8 @@ impl Ask<'_> {
 }
 
 impl View {
-    pub(super) fn new(instances: u32, profile: HardwareProfile, plane: Plane) -> View {
+    pub(super) fn new(setup: &Setup) -> View {
+        let Setup { instances, profile, plane, .. } = *setup;
         let live: Vec<LiveNode> = (0..instances).map(|id| live(id, 0)).collect();
         let mut view = View {
             fleet: Fleet::new(profile),
@@ -88,6 +90,7 @@ impl View {
                 id: InstanceId(id),
                 node: Some(NodeId(id)),
                 fetches: true,
+                orders: setup.orders,
                 load: Load::default(),
                 reported_at: Timestamp(0),
             };
@@ -96,7 +99,7 @@ impl View {
             let mut single = Fleet::new(profile);
             single.limits = limits;
             single.set_nodes(live.clone());
-            single.put_instance(instance);
+            single.put_instance(Instance { orders: false, ..instance });
             view.singles.push(single);
             for index in [&mut view.held, &mut view.resident] {
                 index.apply(&Command::Join(record(NodeId(id))));
@@ -123,10 +126,12 @@ impl View {
 
     /// Word of an instance's load, and of the blocks that its node holds.
     pub(super) fn reported(&mut self, instance: InstanceId, load: Load, memory_in_use: f64, now: Timestamp) {
-        let reported =
-            Instance { id: instance, node: Some(NodeId(instance.0)), fetches: true, load, reported_at: now };
-        self.fleet.put_instance(reported);
-        self.singles[instance.0 as usize].put_instance(reported);
+        let at = instance.0 as usize;
+        for fleet in [&mut self.fleet, &mut self.singles[at]] {
+            if let Some(known) = fleet.instance(instance).copied() {
+                fleet.put_instance(Instance { load, reported_at: now, ..known });
+            }
+        }
         self.seen[instance.0 as usize].memory_in_use = memory_in_use;
     }
 
@@ -142,15 +147,18 @@ impl View {
     }
 
     /// Notes that a decision was sent.
-    pub(super) fn sent(&mut self, decision: &Decision, input_tokens: u64) {
+    pub(super) fn sent(&mut self, decision: &Decision, input_tokens: u64, now: Timestamp) {
         let at = decision.instance.0 as usize;
         for fleet in [&mut self.fleet, &mut self.singles[at]] {
-            if let Some(load) = fleet.load_mut(decision.instance) {
-                schedule::record(load, decision);
-            }
+            fleet.record(decision, now);
         }
         self.seen[at].in_flight += 1;
         self.seen[at].in_flight_tokens += input_tokens;
+    }
+
+    /// Word of a first token. The fleets of one instance each keep to the profile: by them the routers that others describe are judged.
+    pub(super) fn first_token(&mut self, parts: &Prediction, ttft_ns: u64) {
+        self.fleet.learnt.observe(parts, ttft_ns / 1_000);
     }
 
     /// Notes that a request ended.

@@ -39,6 +39,8 @@ pub struct Comparison {
     pub load: f64,
     /// The production scheduler.
     pub production: Point,
+    /// The same where instances begin what waits in the order in which it came, as under the others.
+    pub in_order_of_coming: Point,
     /// The others, by mean TTFT.
     pub baselines: Vec<Point>,
 }
@@ -91,15 +93,18 @@ pub fn capacity(workload: &Workload, setup: &Setup, seed: u64) -> f64 {
 #[must_use]
 pub fn compare(workload: &Workload, setup: &Setup, (load, capacity): (f64, f64), seed: u64) -> Comparison {
     let paced = workload.at_rate(load * capacity);
-    let point = |name: &str| {
+    let point = |name: &str, setup: &Setup| {
         let report =
             by_name(name, seed).map(|mut router| run(&paced, setup, router.as_mut())).unwrap_or_default();
         point(name, load, &report)
     };
-    let production = point(PRODUCTION);
-    let mut baselines: Vec<Point> = BASELINES.iter().map(|name| point(name)).collect();
+    let production = point(PRODUCTION, setup);
+    let in_order_of_coming = point(PRODUCTION, &Setup { orders: false, ..setup.clone() });
+    let mut baselines: Vec<Point> = BASELINES.iter().map(|name| point(name, setup)).collect();
     baselines.sort_by(|one, other| one.ttft.mean_ms.total_cmp(&other.ttft.mean_ms));
-    Comparison { load, production, baselines }
+    let in_order_of_coming =
+        Point { router: format!("{PRODUCTION}, in order of coming"), ..in_order_of_coming };
+    Comparison { load, production, in_order_of_coming, baselines }
 }
 
 fn point(name: &str, load: f64, report: &Report) -> Point {

@@ -1,7 +1,12 @@
 //! Waiting time, and what recording a decision does.
 
 use super::*;
-use crate::schedule::cost::queue_us;
+use crate::schedule::cost::wait;
+
+/// Until work that is ahead of a request that comes now is done.
+fn queue_us(profile: &HardwareProfile, load: &Load) -> u64 {
+    wait(profile, load, NOW).us
+}
 
 #[test]
 fn waiting_time_is_prefill_steps_and_running_requests() {
@@ -30,11 +35,11 @@ fn recording_counts_what_must_be_computed_and_nothing_else() {
     let fleet = fleet(1);
     let decision = chosen(&request(4), &prefix(&[(3, &[(1, Tier::Dram)])]), &fleet);
     let mut load = Load::reported(100, 2, 3);
-    record(&mut load, &decision);
-    record(&mut load, &decision);
+    load.record(&decision);
+    load.record(&decision);
     assert_eq!(load, Load { routed_tokens: 20, routed: 2, ..Load::reported(100, 2, 3).after(&load) });
     let mut full = Load { routed: u32::MAX, routed_tokens: u64::MAX, ..Load::default() };
-    record(&mut full, &decision);
+    full.record(&decision);
     assert_eq!((full.routed, full.routed_tokens), (u32::MAX, u64::MAX));
 }
 
@@ -54,7 +59,7 @@ fn recorded_requests_spread_over_equal_instances() {
         let request = RouteRequest { request: RequestId(id), ..request(4) };
         let decision = chosen(&request, &PrefixMatch::default(), &fleet);
         count[decision.instance.0 as usize] += 1;
-        record(fleet.load_mut(decision.instance).unwrap(), &decision);
+        fleet.record(&decision, NOW);
     }
     assert_eq!(count, [0, 10, 10, 10, 10]);
 }
@@ -63,7 +68,7 @@ fn recorded_requests_spread_over_equal_instances() {
 fn a_report_replaces_what_was_routed() {
     let mut fleet = fleet(2);
     let decision = chosen(&request(40), &PrefixMatch::default(), &fleet);
-    record(fleet.load_mut(decision.instance).unwrap(), &decision);
+    fleet.record(&decision, NOW);
     assert_ne!(chosen(&request(40), &PrefixMatch::default(), &fleet).instance, decision.instance);
     *fleet.load_mut(decision.instance).unwrap() = Load::reported(0, 0, 0);
     assert_eq!(chosen(&request(40), &PrefixMatch::default(), &fleet).instance, decision.instance);
@@ -72,15 +77,15 @@ fn a_report_replaces_what_was_routed() {
 /// A decision by which so many tokens are computed in this time.
 fn computing(recompute_tokens: u32, prefill_us: u64) -> Decision {
     let decision = chosen(&request(4), &PrefixMatch::default(), &fleet(1));
-    let predicted = Prediction { prefill_us, ..decision.predicted };
-    Decision { recompute_tokens, predicted, ..decision }
+    let parts = Prediction { prefill_us, ..decision.parts };
+    Decision { recompute_tokens, parts, ..decision }
 }
 
 #[test]
 fn tokens_that_wait_take_what_was_predicted_for_the_requests_sent_last() {
     let mut load = Load::default();
     for (tokens, us) in [(1_000, 100_000), (100_000, 50_000_000), (2_000, 300_000)] {
-        record(&mut load, &computing(tokens, us));
+        load.record(&computing(tokens, us));
     }
     let reported = |tokens| Load::reported(tokens, 0, 0).after(&load);
     for (tokens, us) in [
@@ -96,19 +101,19 @@ fn tokens_that_wait_take_what_was_predicted_for_the_requests_sent_last() {
         assert_eq!(queue_us(&ROUND, &reported(tokens)), us, "{tokens} tokens");
     }
     // Until the next report, what is routed waits too.
-    record(&mut load, &computing(500, 70_000));
-    assert_eq!(load.tokens_ahead(), 103_500);
-    let since = Load { routed_tokens: 500, routed: 1, ..Load::reported(2_000, 0, 0).after(&load) };
+    let mut since = reported(2_000);
+    since.record(&computing(500, 70_000));
+    assert_eq!(since.tokens_ahead(), 2_500);
     assert_eq!(queue_us(&ROUND, &since), 370_000);
 }
 
 #[test]
 fn requests_that_compute_nothing_do_not_push_out_those_that_do() {
     let mut load = Load::default();
-    record(&mut load, &computing(1_000, 500_000));
-    (0..100).for_each(|_| record(&mut load, &computing(0, 1_000)));
+    load.record(&computing(1_000, 500_000));
+    (0..100).for_each(|_| load.record(&computing(0, 1_000)));
     assert_eq!(queue_us(&ROUND, &Load::reported(1_000, 0, 0).after(&load)), 500_000);
-    (0..100).for_each(|_| record(&mut load, &computing(u32::MAX, u64::MAX)));
+    (0..100).for_each(|_| load.record(&computing(u32::MAX, u64::MAX)));
     let most = queue_us(&ROUND, &Load::reported(u64::MAX, u32::MAX, u32::MAX).after(&load));
     assert!(most > u64::MAX / 2_000, "{most}");
 }
@@ -117,7 +122,7 @@ fn requests_that_compute_nothing_do_not_push_out_those_that_do() {
 fn a_report_keeps_what_was_sent() {
     let mut fleet = fleet(1);
     let instance = *fleet.instance(InstanceId(1)).unwrap();
-    record(fleet.load_mut(InstanceId(1)).unwrap(), &computing(1_000, 500_000));
+    fleet.record(&computing(1_000, 500_000), NOW);
     fleet.put_instance(Instance { load: Load::reported(1_000, 0, 0), ..instance });
     assert_eq!(queue_us(&ROUND, &fleet.instance(InstanceId(1)).unwrap().load), 500_000);
 }

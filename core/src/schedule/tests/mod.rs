@@ -10,6 +10,7 @@ mod profiles;
 mod properties;
 mod resident;
 mod ties;
+mod turns;
 
 use std::sync::Arc;
 
@@ -72,6 +73,7 @@ pub(super) fn instance(n: u32) -> Instance {
         id: InstanceId(n),
         node: Some(NodeId(n)),
         fetches: true,
+        orders: false,
         load: Load::default(),
         reported_at: NOW,
     }

@@ -49,6 +49,7 @@ fn instances() -> impl Strategy<Value = Vec<Instance>> {
             id: InstanceId(id),
             node: node.map(NodeId),
             fetches: true,
+            orders: id % 2 == 0,
             load,
             // Two in three are fresh.
             reported_at: if reported_at % 3 == 0 { Timestamp(reported_at) } else { NOW },

@@ -1,0 +1,161 @@
+//! The order of what waits: who passes whom, what that adds to a wait, and what first tokens teach.
+
+use super::*;
+use crate::schedule::cost::wait;
+use crate::schedule::learnt::Learnt;
+use crate::schedule::passing::Passing;
+use crate::schedule::turn::STRETCH;
+
+/// A decision with this turn, by which so many tokens are computed in as many milliseconds.
+fn sent(turn_ms: u64, tokens: u32) -> Decision {
+    let decision = chosen(&request(4), &PrefixMatch::default(), &fleet(1));
+    let parts = Prediction { prefill_us: u64::from(tokens) * 1_000, ..decision.parts };
+    Decision { turn: Timestamp(turn_ms * 1_000), recompute_tokens: tokens, parts, ..decision }
+}
+
+/// How long a request of this turn waits, in milliseconds, and how many it passes.
+fn waits(load: &Load, turn_ms: u64) -> (u64, u64) {
+    let wait = wait(&ROUND, load, Timestamp(turn_ms * 1_000));
+    (wait.us / 1_000, wait.passed)
+}
+
+fn with_order(mut fleet: Fleet) -> Fleet {
+    for instance in fleet.instances().to_vec() {
+        fleet.put_instance(Instance { orders: true, ..instance });
+    }
+    fleet
+}
+
+#[test]
+fn a_request_waits_for_earlier_turns_and_for_what_is_begun() {
+    let mut load = Load::default();
+    for (turn_ms, tokens) in [(900, 300), (500, 100), (100, 20)] {
+        load.record(&sent(turn_ms, tokens));
+    }
+    // The first to come is begun, whatever its turn is.
+    assert_eq!(
+        [50, 100, 600, 1_000].map(|turn| waits(&load, turn)),
+        [(300, 2), (320, 1), (420, 0), (420, 0)]
+    );
+    // Of that a hundred tokens are left: those that come behind it in the order are whole.
+    let load = Load::reported(220, 0, 0).after(&load);
+    assert_eq!([50, 600].map(|turn| waits(&load, turn)), [(100, 2), (220, 0)]);
+    // It is done, and the next in the order is begun.
+    let load = Load::reported(110, 0, 0).after(&load);
+    assert_eq!([50, 200, 600].map(|turn| waits(&load, turn)), [(10, 1), (10, 1), (110, 0)]);
+    let load = Load::reported(0, 0, 0).after(&load);
+    assert_eq!(waits(&load, 1), (0, 0));
+}
+
+#[test]
+fn what_nobody_sent_from_here_may_come_before() {
+    let mut load = Load::default();
+    load.record(&sent(500, 100));
+    load.record(&sent(900, 100));
+    // As many tokens again of others, as dear as these.
+    let load = Load::reported(400, 0, 0).after(&load);
+    assert_eq!(waits(&load, 600), (100 + 200, 1));
+    let mut full = Load::default();
+    (0..1_000).for_each(|turn| full.record(&sent(turn, 10)));
+    assert_eq!(full.tokens_ahead(), 10_000);
+    assert_eq!(waits(&full, 5_000), (10_000, 0), "those that are not remembered count");
+}
+
+#[test]
+fn a_shorter_prompt_has_the_earlier_turn_until_the_longer_has_waited_long_enough() {
+    let fleet = with_order(fleet(1));
+    let turn = |blocks: u32, at: Timestamp| {
+        let fleet = &mut fleet.clone();
+        let instance = *fleet.instance(InstanceId(1)).unwrap();
+        fleet.put_instance(Instance { reported_at: at, ..instance });
+        choose(&request(blocks), &PrefixMatch::default(), fleet, at).unwrap().turn
+    };
+    let (long, short) = (turn(1_000, NOW), turn(10, NOW));
+    assert!(short < long);
+    // Their prefill differs by 990 blocks of a millisecond.
+    let meanwhile = |ms: u64| NOW.after(Duration::from_millis(ms));
+    let difference_ms = 990 * u64::from(STRETCH);
+    assert!(turn(10, meanwhile(difference_ms - 1)) < long);
+    assert!(turn(10, meanwhile(difference_ms + 1)) > long, "nothing that comes later passes it");
+    let in_order_of_coming = choose(&request(1_000), &PrefixMatch::default(), &super::fleet(1), NOW).unwrap();
+    assert_eq!(in_order_of_coming.turn, NOW);
+}
+
+#[test]
+fn whom_a_request_would_pass_counts_against_an_instance() {
+    // On the first, two long ones wait that it would pass; on the second a short one is before it.
+    let mut fleet = with_order(fleet(2));
+    let at = |instance: u32, decision: Decision| Decision { instance: InstanceId(instance), ..decision };
+    for turn_ms in [1, 1_000_000, 2_000_000] {
+        fleet.record(&at(1, sent(turn_ms, 1)), NOW);
+    }
+    fleet.record(&at(2, sent(1, 40)), NOW);
+    let decision = chosen(&request(3), &PrefixMatch::default(), &fleet);
+    let candidate = |id: u32| *decision.candidates.iter().find(|one| one.instance == InstanceId(id)).unwrap();
+    let (one, two) = (candidate(1), candidate(2));
+    let prefill_us = one.parts.prefill_us;
+    assert_eq!((one.delays_us, two.delays_us), (2 * prefill_us, 0));
+    assert!(one.predicted.ttft_us() < two.predicted.ttft_us());
+    assert_eq!(decision.instance == InstanceId(1), one.cost_us() <= two.cost_us());
+    // With less before it, the second is better for all together.
+    let mut fleet = fleet;
+    let instance = *fleet.instance(InstanceId(2)).unwrap();
+    fleet.put_instance(Instance { load: Load::reported(5, 0, 0), ..instance });
+    assert_eq!(chosen(&request(3), &PrefixMatch::default(), &fleet).instance, InstanceId(2));
+}
+
+#[test]
+fn a_wait_is_longer_by_the_share_of_those_who_pass() {
+    let mut passing = Passing::default();
+    assert_eq!(passing.lengthened_us(1_000_000, 5_000_000), 1_000_000, "nothing is known yet");
+    // A request of 100 ms each 200 ms on one instance: half of its time.
+    for nth in 0..3_000u64 {
+        passing.sent(100_000, 1, Timestamp(nth * 200_000));
+    }
+    let long = passing.lengthened_us(1_000_000, 5_000_000);
+    assert!((1_900_000..2_100_000).contains(&long), "{long}");
+    assert_eq!(passing.lengthened_us(1_000_000, 10_000), 1_000_000, "shorter ones than these do not come");
+    // It is passed only by those that come before its turn.
+    let most = 1_000_000 + 200_000 * u64::from(STRETCH) / 2;
+    let bound = passing.lengthened_us(1_000_000, 200_000);
+    assert!((most * 9 / 10..=most * 11 / 10).contains(&bound), "{bound} of {most}");
+    passing.sent(100_000, 4, Timestamp(3_000 * 200_000));
+    assert!(passing.lengthened_us(1_000_000, 5_000_000) < long, "four share it");
+}
+
+#[test]
+fn first_tokens_teach_by_what_each_part_is_off() {
+    let mut learnt = Learnt::default();
+    let parts = |at: u64| Prediction {
+        queue_us: at % 7 * 300_000,
+        transfer_us: at % 5 * 20_000,
+        prefill_us: 50_000 + at % 11 * 100_000,
+    };
+    let came = |parts: &Prediction| 2 * parts.queue_us + 3 * parts.transfer_us + parts.prefill_us / 2;
+    (0..2_000).for_each(|at| learnt.observe(&parts(at), came(&parts(at))));
+    let (mut told, mut seen) = (0, 0);
+    for at in 2_000..2_385 {
+        told += learnt.apply(&parts(at)).ttft_us();
+        seen += came(&parts(at));
+    }
+    assert!(told.abs_diff(seen) * 50 < seen, "{told} for {seen}");
+    let [queue, transfer, prefill] = learnt.factors();
+    assert!((1.9..2.1).contains(&queue) && (0.4..0.7).contains(&prefill), "{:?}", learnt.factors());
+    // Of which little comes, the belief in the profile counts longest.
+    assert!((1.2..3.0).contains(&transfer), "{transfer}");
+}
+
+#[test]
+fn a_few_first_tokens_teach_little_and_nonsense_not_more() {
+    let mut learnt = Learnt::default();
+    let parts = Prediction { queue_us: 10_000, transfer_us: 0, prefill_us: 20_000 };
+    learnt.observe(&parts, 60_000);
+    assert!(learnt.factors().iter().all(|factor| (1.0..1.1).contains(factor)), "{:?}", learnt.factors());
+    for _ in 0..1_000 {
+        learnt.observe(&parts, u64::MAX);
+        learnt.observe(&Prediction::default(), 1);
+        learnt.observe(&Prediction { queue_us: u64::MAX, ..parts }, 1);
+        learnt.observe(&parts, 0);
+    }
+    assert!(learnt.factors().iter().all(|factor| (0.25..=4.0).contains(factor)), "{:?}", learnt.factors());
+}
