@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::endpoints::address::authority;
 use crate::endpoints::calls::AdminConfig;
 use crate::endpoints::config::{KubernetesConfig, LoadConfig};
-use crate::openai::OpenAiConfig;
+use crate::openai::{OpenAiConfig, Priorities};
 use crate::picker::PickerConfig;
 
 /// Endpoints written in a file; discovery finds as many as the router knows instances.
@@ -26,6 +26,8 @@ pub struct DoorsConfig {
     pub endpoints: Vec<EndpointConfig>,
     /// What objectives are worth that requests name (`x-llm-d-inference-objective`).
     pub objectives: Vec<ObjectiveConfig>,
+    /// Which requests engines begin first: `none` where it is those that came first, `lower-first`, `higher-first`.
+    pub priorities: Priorities,
     /// How they are asked for their load.
     pub load: LoadConfig,
     /// Where calls name more of them.

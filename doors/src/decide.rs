@@ -73,6 +73,8 @@ pub(crate) struct Chosen {
     pub(crate) endpoint: Arc<Endpoint>,
     /// The others that could take it, best first.
     pub(crate) fallbacks: Vec<Arc<Endpoint>>,
+    /// Its turn, of what waits at an engine that keeps an order.
+    pub(crate) turn_ms: u64,
 }
 
 /// Why a request goes nowhere.
@@ -187,7 +189,7 @@ impl Decider {
         let endpoint = at.next();
         let fallbacks = at.collect();
         match endpoint {
-            Some(endpoint) => Ok(Chosen { endpoint, fallbacks }),
+            Some(endpoint) => Ok(Chosen { endpoint, fallbacks, turn_ms: decision.turn_ms }),
             None => Err(Refusal::Nobody {
                 reason: format!("instance {} was chosen, and has just left", decision.instance),
                 retry_after: Duration::from_millis(100),

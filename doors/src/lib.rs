@@ -29,6 +29,6 @@ pub use endpoints::calls::{AdminConfig, AdminError};
 pub use endpoints::config::{DiscoveredKind, KubernetesConfig, LoadConfig};
 #[cfg(feature = "kubernetes")]
 pub use endpoints::kubernetes::KubernetesError;
-pub use openai::{BreakerConfig, OpenAiConfig, RetryConfig};
+pub use openai::{BreakerConfig, OpenAiConfig, Priorities, RetryConfig};
 pub use picker::{OpenError as PickerError, PickerConfig};
 pub use start::{Doors, StartError};

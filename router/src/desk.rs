@@ -6,6 +6,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kv_core::id::InstanceId;
 use kvfleet_proto::pb;
 use kvfleet_proto::tls::Identity;
 use kvfleet_proto::tls::callers::Caller;
@@ -14,7 +15,7 @@ use tonic::Status;
 use crate::config::EngineConfig;
 use crate::engines::{FollowError, Following};
 use crate::groups::Group;
-use crate::server::{Shared, route};
+use crate::server::{Shared, route, why};
 
 /// Longest silence of a leader with which a replica still counts as near it: some elections long.
 const NEAR_LEADER: Duration = Duration::from_secs(3);
@@ -75,6 +76,12 @@ impl Desk {
         let answer = answering.await;
         self.shared.metrics.routed(route::outcome(&answer), started.elapsed());
         answer
+    }
+
+    /// The first token of a request came from an instance, so long after it was chosen: by this predictions are corrected. Of a request that is not known,
+    /// was sent elsewhere, or of which an instance told, it says nothing.
+    pub fn first_token(&self, request: u64, instance: InstanceId, after: Duration) {
+        why::first_token(&self.shared, request, instance, after);
     }
 
     /// Takes the load of an instance that does not report itself.

@@ -55,6 +55,7 @@ pub(crate) async fn open(
     fixed::enter(&endpoints, &config.endpoints)?;
     let metrics = EndpointMetrics::register(registry)?;
     let keeper = Keeper::new(&config.load, &endpoints, desk.clone(), metrics);
+    let keeper = keeper.of_engines_that_keep_order(config.priorities.keep_order());
     #[cfg(feature = "kubernetes")]
     if config.kubernetes.enabled {
         let metrics = super::kubernetes::DiscoveryMetrics::register(registry)?;

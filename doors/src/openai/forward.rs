@@ -20,6 +20,7 @@ use rand::{Rng, SeedableRng};
 
 use super::breaker::{Breakers, Claim};
 use super::config::OpenAiConfig;
+use super::priority::Priorities;
 use super::relay::{Relay, Running, Still};
 use super::upstream::{Failure, Upstream};
 use super::usage::Usage;
@@ -46,6 +47,7 @@ pub(super) struct Forward {
     upstream: Upstream,
     breakers: Arc<Breakers>,
     config: OpenAiConfig,
+    priorities: Priorities,
     metrics: Metrics,
     chance: Mutex<StdRng>,
 }
@@ -60,6 +62,8 @@ pub(super) struct Sending {
     pub(super) prompt: Prompt,
     /// Whether the answer comes in pieces. Otherwise its first byte comes when all of it is made.
     pub(super) stream: bool,
+    /// Whether its caller gave it a priority, which stays.
+    pub(super) has_priority: bool,
     /// Tokens that the engine must count in it.
     pub(super) tokens: Option<u32>,
     pub(super) terms: Terms,
@@ -67,7 +71,19 @@ pub(super) struct Sending {
 }
 
 /// Where one goes, and that it may.
-type Place = (Arc<Endpoint>, Claim);
+struct Place {
+    endpoint: Arc<Endpoint>,
+    claim: Claim,
+}
+
+/// Who could take a request besides, best first, and its turn wherever it goes.
+#[derive(Default)]
+struct Others {
+    endpoints: VecDeque<Arc<Endpoint>>,
+    turn_ms: u64,
+    /// When the router was asked last.
+    chosen: Option<Instant>,
+}
 
 /// An answer that began.
 struct Begun {
@@ -83,12 +99,18 @@ impl Begun {
 }
 
 impl Forward {
-    pub(super) fn new(decider: Decider, config: OpenAiConfig, metrics: Metrics, seed: u64) -> Forward {
+    pub(super) fn new(
+        decider: Decider,
+        (config, priorities): (OpenAiConfig, Priorities),
+        metrics: Metrics,
+        seed: u64,
+    ) -> Forward {
         Forward {
             decider,
             upstream: Upstream::new(config.connect()),
             breakers: Arc::new(Breakers::new(config.breaker.clone(), metrics.clone())),
             config,
+            priorities,
             metrics,
             chance: Mutex::new(StdRng::seed_from_u64(seed)),
         }
@@ -101,7 +123,7 @@ impl Forward {
 
     /// Sends it, until somebody answers or nobody is left.
     pub(super) async fn forward(&self, mut sending: Sending, mut running: Running) -> Response<Body> {
-        let mut others = VecDeque::new();
+        let mut others = Others::default();
         let mut place = match self.choose(&sending, &mut others).await {
             Ok(place) => place,
             Err(refusal) => {
@@ -116,8 +138,8 @@ impl Forward {
         self.metrics.sent(sending.started.elapsed());
         let (mut tries, mut faults) = (1, 0);
         loop {
-            let (endpoint, claim) = place;
-            let tried = self.attempt(&endpoint, claim, &sending).await;
+            let Place { endpoint, claim } = place;
+            let tried = self.attempt(&endpoint, claim, (&sending, others.turn_ms)).await;
             let cause = match &tried {
                 Ok(begun) if !RETRYABLE.contains(&begun.status()) => None,
                 Ok(_) => Some("status"),
@@ -140,6 +162,7 @@ impl Forward {
                     self.metrics.exhausted();
                     running.ends(Outcome::Failed);
                 }
+                self.tell(&tried, (&endpoint, tries), &sending, &others);
                 return self.answer(tried, &endpoint, &sending, running);
             };
             // Nobody waits for this one any more.
@@ -152,11 +175,7 @@ impl Forward {
     }
 
     /// Asks the router, and notes who else could take it.
-    async fn choose(
-        &self,
-        sending: &Sending,
-        others: &mut VecDeque<Arc<Endpoint>>,
-    ) -> Result<Place, Refusal> {
+    async fn choose(&self, sending: &Sending, others: &mut Others) -> Result<Place, Refusal> {
         let now = Instant::now();
         let mut terms = sending.terms.clone();
         terms.without.extend(self.breakers.closed_to(now));
@@ -168,24 +187,23 @@ impl Forward {
             terms.among = self.breakers.first_opened(&left_alone).map(|first| vec![first]);
         }
         let chosen = self.decider.decide(&sending.prompt, &terms).await?;
-        *others = chosen.fallbacks.into();
-        others.push_front(chosen.endpoint.clone());
+        *others = Others {
+            endpoints: chosen.fallbacks.into(),
+            turn_ms: chosen.turn_ms,
+            chosen: Some(Instant::now()),
+        };
+        others.endpoints.push_front(chosen.endpoint.clone());
         // Another request may have begun to try the only one meanwhile.
         let place = self.first_free(others, &sending.terms, now);
         Ok(place.unwrap_or_else(|| {
             let claim = self.breakers.claim_closed(chosen.endpoint.instance);
-            (chosen.endpoint, claim)
+            Place { endpoint: chosen.endpoint, claim }
         }))
     }
 
     /// Another one, after a while: of those that were named before, or else the router is asked again. Chosen when it is needed: it may have been
     /// told to drain, or have failed, in that while.
-    async fn next(
-        &self,
-        sending: &Sending,
-        others: &mut VecDeque<Arc<Endpoint>>,
-        tries: u32,
-    ) -> Option<Place> {
+    async fn next(&self, sending: &Sending, others: &mut Others, tries: u32) -> Option<Place> {
         if self.decider.open(&sending.terms).is_empty() {
             return None;
         }
@@ -197,8 +215,8 @@ impl Forward {
         self.choose(sending, others).await.ok()
     }
 
-    fn first_free(&self, others: &mut VecDeque<Arc<Endpoint>>, terms: &Terms, now: Instant) -> Option<Place> {
-        while let Some(endpoint) = others.pop_front() {
+    fn first_free(&self, others: &mut Others, terms: &Terms, now: Instant) -> Option<Place> {
+        while let Some(endpoint) = others.endpoints.pop_front() {
             // It may have been told to drain since it was named, or be gone.
             let endpoints = self.decider.endpoints();
             let current = endpoints.get(endpoint.instance);
@@ -209,15 +227,20 @@ impl Forward {
                 continue;
             }
             if let Some(claim) = self.breakers.claim(current.instance, now) {
-                return Some((current, claim));
+                return Some(Place { endpoint: current, claim });
             }
         }
         None
     }
 
     /// Sends it to one engine, and waits for the first byte of the answer's body.
-    async fn attempt(&self, endpoint: &Endpoint, claim: Claim, sending: &Sending) -> Result<Begun, Failure> {
-        let (response, first) = match self.sent(endpoint, sending).await {
+    async fn attempt(
+        &self,
+        endpoint: &Endpoint,
+        claim: Claim,
+        (sending, turn_ms): (&Sending, u64),
+    ) -> Result<Begun, Failure> {
+        let (response, first) = match self.sent(endpoint, sending, turn_ms).await {
             Ok(begun) => begun,
             Err(failure) => {
                 tracing::debug!(instance = endpoint.instance.0, %failure, "an engine failed before it answered");
@@ -244,19 +267,40 @@ impl Forward {
         &self,
         endpoint: &Endpoint,
         sending: &Sending,
+        turn_ms: u64,
     ) -> Result<(Response<Incoming>, Option<Frame<Bytes>>), Failure> {
+        let body = match sending.has_priority {
+            true => sending.body.clone(),
+            false => self.priorities.put(&sending.body, turn_ms),
+        };
         let mut request = Upstream::request(
             sending.method.clone(),
             &endpoint.authority,
             &sending.path_and_query,
             sending.headers.clone(),
-            sending.body.clone(),
+            body,
         )?;
         let connection = capture_connection(&mut request);
         let sent = async { first(self.upstream.send(request).await?).await };
         let after = self.config.first_byte();
         let late = || Failure::Late { after, had_it: connection.connection_metadata().is_some() };
         tokio::time::timeout(after, pin!(sent)).await.unwrap_or_else(|_| Err(late()))
+    }
+
+    /// Tells the router when the first piece of an answer came from the engine that it chose. An answer in one piece says nothing of its first token, and
+    /// one behind a failure little of the engine.
+    fn tell(
+        &self,
+        tried: &Result<Begun, Failure>,
+        (endpoint, tries): (&Endpoint, u32),
+        sending: &Sending,
+        others: &Others,
+    ) {
+        let is_first = tries == 1 && sending.stream;
+        let began = tried.as_ref().is_ok_and(|begun| begun.first.is_some());
+        if let Some(chosen) = others.chosen.filter(|_| is_first && began) {
+            self.decider.desk().first_token(sending.terms.request, endpoint.instance, chosen.elapsed());
+        }
     }
 
     /// What the caller gets of the last try.

@@ -9,6 +9,7 @@ mod breaker;
 mod config;
 mod forward;
 mod headers;
+mod priority;
 mod relay;
 mod routes;
 mod upstream;
@@ -22,6 +23,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::net::TcpListener;
 
 pub use config::{BreakerConfig, OpenAiConfig, RetryConfig};
+pub use priority::Priorities;
 
 use crate::config::DoorsConfig;
 use crate::decide::Decider;
@@ -64,7 +66,7 @@ impl OpenAi {
         let seed = || RandomState::new().hash_one(address);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let first_number = seed() >> (u64::BITS - FIRST_NUMBER_BITS);
-        let forward = Forward::new(decider, own.clone(), metrics.clone(), seed());
+        let forward = Forward::new(decider, (own.clone(), config.priorities), metrics.clone(), seed());
         let door = Arc::new(Door::new(config, forward, reader, metrics, first_number, created));
         let orders = Orders::default();
         let limits = Limits { connections: own.connections_max, head: HEAD, unread: own.idle() };

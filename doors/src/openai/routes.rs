@@ -209,6 +209,7 @@ async fn asked(
         body,
         tokens: asked.countable(),
         stream: asked.stream,
+        has_priority: asked.has_priority,
         prompt: asked.prompt,
         terms: Terms { request: number, traceparent, ..Terms::default() },
         started,

@@ -4,6 +4,7 @@
 
 use minijinja::Value;
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 
 use super::Unreadable;
 
@@ -13,6 +14,7 @@ use super::Unreadable;
 pub(super) struct Body {
     pub(super) model: Option<String>,
     pub(super) stream: Option<bool>,
+    pub(super) priority: Option<IgnoredAny>,
     pub(super) cache_salt: Option<String>,
     pub(super) max_tokens: Option<u32>,
     pub(super) max_completion_tokens: Option<u32>,

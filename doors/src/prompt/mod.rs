@@ -44,6 +44,8 @@ pub(crate) struct Asked {
     pub(crate) salt: Option<String>,
     /// Whether the answer comes in pieces.
     pub(crate) stream: bool,
+    /// Whether it has a `priority`.
+    pub(crate) has_priority: bool,
     /// How its prompt was read.
     pub(crate) reading: Reading,
     /// How many prompts it has; the engine counts the tokens of all of them.

@@ -168,7 +168,8 @@ impl Reader {
         self.metrics.read(reading, hashes.is_empty());
         let block_tokens = self.tenants.block_tokens();
         let prompt = Prompt { hashes, block_tokens, input_tokens, output_tokens: body.output_tokens() };
-        Ok(Asked { model: name, prompt, salt, stream: body.stream.unwrap_or(false), reading, prompts })
+        let (stream, has_priority) = (body.stream.unwrap_or(false), body.priority.is_some());
+        Ok(Asked { model: name, prompt, salt, stream, has_priority, reading, prompts })
     }
 
     /// Who hashes these; nobody where no tenant has the salt: such prompts have nothing in common with others that we know of.

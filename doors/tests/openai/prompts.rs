@@ -1,6 +1,8 @@
 //! Prompts on their way to the router: the hashes that engines' blocks have, so that a request goes where its prefix is.
 
+use kvfleet_doors::Priorities;
 use kvfleet_proto::pb;
+use serde_json::Value;
 
 use crate::engine::{Engine, events, streamed};
 use crate::harness::{resident, until};
@@ -35,5 +37,29 @@ async fn a_request_goes_where_its_tokens_are_in_gpu_memory() {
         house.cluster.client(1).report_residency(beat.clone()).await.unwrap();
         assert_eq!(house.chat().await.header("x-kvfleet-instance"), Some("2"));
     }
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_engine_that_keeps_an_order_is_told_each_requests_turn() {
+    let engine = Engine::start(streamed(&events(1))).await;
+    let house = House::open(&[&engine], |config| config.priorities = Priorities::LowerFirst).await;
+    let body: Value = serde_json::from_str(&golden(1).body).unwrap();
+    let path = golden(1).path;
+    let own = {
+        let mut own = body.clone();
+        own["priority"] = 3.into();
+        own.to_string()
+    };
+    for asked in [&golden(1).body, &own] {
+        assert_eq!(house.ask(&path, &[], asked).await.status, 200);
+    }
+    let now_ms = std::time::UNIX_EPOCH.elapsed().unwrap().as_millis() as i64;
+    let [told, kept] = &engine.received()[..] else { panic!("two requests came") };
+    let mut told: Value = serde_json::from_slice(&told.body).unwrap();
+    let turn_ms = told.as_object_mut().unwrap().remove("priority").and_then(|turn| turn.as_i64()).unwrap();
+    assert!((now_ms - 60_000..now_ms + 60_000).contains(&turn_ms), "{turn_ms} is about {now_ms}");
+    assert_eq!(told, body, "nothing else is changed");
+    assert_eq!(kept.body, own.as_bytes(), "a caller's own priority stays");
     house.close().await;
 }

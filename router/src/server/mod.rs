@@ -13,7 +13,7 @@ mod members;
 mod residency;
 pub(crate) mod route;
 mod status;
-mod why;
+pub(crate) mod why;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

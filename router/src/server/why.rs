@@ -46,7 +46,16 @@ pub(super) fn remember(shared: &Shared, known: &Known<'_>, chosen: &Result<(Deci
     };
     let RouteRequest { request, tenant, blocks, .. } = *known.request;
     let (request, at) = (request.0, shared.clock.now());
-    shared.recall.lock().decided(Decided { request, tenant, at, blocks, answer, missing, outcome: None });
+    shared.recall.lock().decided(Decided {
+        request,
+        tenant,
+        at,
+        blocks,
+        answer,
+        missing,
+        outcome: None,
+        is_timed: false,
+    });
 }
 
 fn missing_of(shared: &Shared, known: &Known<'_>, decision: &Decision) -> Vec<Missing> {
@@ -78,13 +87,23 @@ pub(super) fn came(shared: &Shared, instance: InstanceId, outcomes: &[pb::Outcom
             Outcome { hit_blocks: told.hit_blocks, ttft_us: told.ttft_us, misses: misses.collect() };
         let ttft_us = outcome.ttft_us;
         let came = shared.recall.lock().came(told.request, instance, outcome);
-        if let Some(Came { predicted, parts, added }) = came {
+        if let Some(Came { predicted, added }) = came {
             shared.metrics.missing(&added);
-            if ttft_us > 0 {
+            if let Some((predicted, parts)) = predicted.filter(|_| ttft_us > 0) {
                 shared.metrics.observed(predicted.ttft_us(), ttft_us);
                 shared.fleet.first_token(&parts, ttft_us);
             }
         }
+    }
+}
+
+/// Takes when the first token of a request came, from who saw it pass.
+pub(crate) fn first_token(shared: &Shared, request: u64, instance: InstanceId, after: Duration) {
+    let timed = shared.recall.lock().timed(request, instance);
+    if let Some((predicted, parts)) = timed {
+        let ttft_us = u64::try_from(after.as_micros()).unwrap_or(u64::MAX).max(1);
+        shared.metrics.observed(predicted.ttft_us(), ttft_us);
+        shared.fleet.first_token(&parts, ttft_us);
     }
 }
 

@@ -26,6 +26,8 @@ pub(crate) struct Decided {
     pub(crate) missing: Vec<Missing>,
     /// What came of it, once its instance has told.
     pub(crate) outcome: Option<Outcome>,
+    /// Whether its first token was seen: each counts once.
+    pub(crate) is_timed: bool,
 }
 
 /// What was answered.
@@ -52,8 +54,8 @@ pub(crate) struct Sent {
 /// What an outcome adds to what is known of its request.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Came {
-    pub(crate) predicted: Prediction,
-    pub(crate) parts: Prediction,
+    /// What was predicted, and by profile and measured links alone, if its first token is news.
+    pub(crate) predicted: Option<(Prediction, Prediction)>,
     /// Reasons besides those known before.
     pub(crate) added: Vec<Missing>,
 }
@@ -115,10 +117,23 @@ impl Recall {
         }
         let promised = sent.resident_blocks.saturating_add(sent.fetch_blocks).min(known.blocks);
         let added = fell_short(&outcome, sent.resident_blocks, promised);
-        let (predicted, parts) = (sent.predicted, sent.parts);
+        let is_news = outcome.ttft_us > 0 && !known.is_timed;
+        let predicted = is_news.then_some((sent.predicted, sent.parts));
+        known.is_timed |= is_news;
         known.missing.splice(0..0, added.iter().copied());
         known.outcome = Some(outcome);
-        Some(Came { predicted, parts, added })
+        Some(Came { predicted, added })
+    }
+
+    /// The first token of a request came from this instance: what was predicted, and by profile and measured links alone, if that is news.
+    pub(crate) fn timed(&mut self, request: u64, instance: InstanceId) -> Option<(Prediction, Prediction)> {
+        let known = self.by_request.get_mut(&request).filter(|known| !known.is_timed)?;
+        let Answer::Sent(sent) = &known.answer else { return None };
+        if sent.instance != instance {
+            return None;
+        }
+        known.is_timed = true;
+        Some((sent.predicted, sent.parts))
     }
 
     /// What is remembered of a request.
@@ -162,7 +177,17 @@ mod tests {
         };
         let missing = vec![Missing { start_blocks: 6, len_blocks: 4, why: Why::NeverSeen }];
         let answer = Answer::Sent(sent);
-        Decided { request, tenant: TenantId(0), at: Timestamp(1), blocks: 10, answer, missing, outcome: None }
+        let at = Timestamp(1);
+        Decided {
+            request,
+            tenant: TenantId(0),
+            at,
+            blocks: 10,
+            answer,
+            missing,
+            outcome: None,
+            is_timed: false,
+        }
     }
 
     fn outcome(misses: Vec<(NodeId, u32, Told)>) -> Outcome {
@@ -177,9 +202,10 @@ mod tests {
             vec![(NodeId(2), 5, Told::Busy), (NodeId(1), 3, Told::NotHeld), (NodeId(7), 6, Told::Corrupt)];
         assert_eq!(recall.came(8, InstanceId(4), outcome(misses.clone())), None);
         assert_eq!(recall.came(9, InstanceId(5), outcome(misses.clone())), None, "another instance says so");
-        let Came { predicted, added, .. } =
+        let Came { predicted, added } =
             recall.came(9, InstanceId(4), outcome(misses.clone())).expect("known");
-        assert_eq!(predicted.ttft_us(), 6);
+        assert_eq!(predicted.map(|(predicted, _)| predicted.ttft_us()), Some(6));
+        assert_eq!(recall.timed(9, InstanceId(4)), None, "it was told");
         let told: Vec<_> =
             added.iter().map(|one| (one.start_blocks, one.len_blocks, one.why.name())).collect();
         assert_eq!(told, [(3, 2, "not_held"), (5, 1, "busy")], "behind what was promised nothing fell short");

@@ -28,6 +28,8 @@ const AGAIN_MAX: Duration = Duration::from_secs(2);
 #[derive(Clone)]
 pub(super) struct Means {
     pub(super) config: LoadConfig,
+    /// Whether engines begin what waits by priority.
+    pub(super) keeps_order: bool,
     pub(super) endpoints: Endpoints,
     pub(super) desk: Desk,
     /// Number of the last report, of all instances together.
@@ -299,6 +301,7 @@ impl Care {
             running: heard.running,
             waiting: heard.waiting,
             fetches_nothing: !fetches,
+            keeps_order: self.means.keeps_order,
             ..self.blank()
         };
         self.means.desk.report(report).map_err(|status| status.message().to_owned())

@@ -51,8 +51,15 @@ impl Keeper {
         metrics: EndpointMetrics,
     ) -> Keeper {
         let (config, endpoints) = (config.clone(), endpoints.clone());
-        let means = Means { config, endpoints, desk, reports: Arc::new(AtomicU64::new(0)) };
+        let means =
+            Means { config, keeps_order: false, endpoints, desk, reports: Arc::new(AtomicU64::new(0)) };
         Keeper { means, metrics, tasks: BTreeMap::new(), gone: BTreeMap::new() }
+    }
+
+    /// The same of engines that begin what waits by priority, or not.
+    pub(crate) fn of_engines_that_keep_order(mut self, keeps_order: bool) -> Keeper {
+        self.means.keeps_order = keeps_order;
+        self
     }
 
     /// Runs until stopped.
