@@ -292,6 +292,7 @@ impl Parts<'_> {
             ingests: self.groups.shards().iter().map(|shard| self.ingest(shard, clock)).collect(),
             ttft_max_ms: self.config.admission.ttft_max_ms,
             recall: Mutex::default(),
+            sent: Mutex::default(),
             fresh_shares: Mutex::default(),
             directives: directives::start(Arc::clone(&control.published), self.stop.clone()),
             metrics: self.metrics.clone(),

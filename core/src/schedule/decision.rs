@@ -54,8 +54,12 @@ pub struct Candidate {
     pub predicted: Prediction,
     /// What it would add to the waiting of all requests that it would pass, in microseconds.
     pub delays_us: u64,
+    /// When its turn there would be.
+    pub turn: Timestamp,
     /// Leading blocks that it has in GPU memory, as far as it said; 0 when it was filtered.
     pub resident_blocks: u32,
+    /// Whether some of these are still being computed there, for a request whose turn is before.
+    pub is_coming: bool,
     /// Blocks that its own node holds, from the first that is not resident on; 0 when it was filtered.
     pub overlap_blocks: u32,
     /// Why it was not considered, if so.
@@ -140,6 +144,8 @@ pub enum Reason {
         /// How many.
         blocks: u32,
     },
+    /// It computes some of the leading blocks for a request that goes before.
+    Coming,
     /// Its own node holds the leading blocks, those in GPU memory left out.
     OwnOverlap {
         /// How many.
@@ -203,6 +209,9 @@ impl fmt::Display for Reason {
             }
             Reason::Tie { among } => write!(f, "equal TTFT on {among} instances, spread by request"),
             Reason::OnlyCandidate => write!(f, "only instance that can take it"),
+            Reason::Coming => {
+                write!(f, "some of them are being computed there for a request that goes before")
+            }
             Reason::Resident { blocks } => write!(f, "the first {blocks} blocks are in its GPU memory"),
             Reason::OwnOverlap { blocks } => write!(f, "own node holds the first {blocks} blocks to fetch"),
             Reason::RemoteFetch { blocks } => write!(f, "{blocks} blocks come from other nodes"),

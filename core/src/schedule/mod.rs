@@ -6,6 +6,7 @@
 //! Mooncake (FAST '25); `cost.rs` says how each part is predicted.
 
 mod admit;
+mod coming;
 mod cost;
 mod decision;
 mod fleet;
@@ -30,6 +31,7 @@ use crate::index::{Holder, PrefixMatch};
 use crate::place::LOAD_BOUND;
 
 pub use admit::{Admission, Offer};
+pub use coming::{Coming, SentPrefixes};
 use cost::{Asking, Plan, Planner};
 pub use decision::{
     Candidate, Decision, Fate, Filtered, Prediction, Reason, RejectReason, Rejection, Source,
@@ -91,6 +93,8 @@ pub struct Held<'a> {
     pub matched: &'a PrefixMatch,
     /// Instances, by ascending number; those without a block are left out.
     pub resident: &'a [Resident],
+    /// Instances that will have blocks before the request's turn, by ascending number.
+    pub coming: &'a [Coming],
 }
 
 impl Held<'_> {
@@ -99,12 +103,18 @@ impl Held<'_> {
         let rank = self.resident.binary_search_by_key(&instance, |resident| resident.instance);
         rank.map_or(0, |rank| self.resident[rank].blocks)
     }
+
+    /// What an instance will have before the request's turn, where that is more than it has.
+    fn coming(&self, instance: InstanceId, resident_blocks: u32) -> Option<Coming> {
+        let rank = self.coming.binary_search_by_key(&instance, |coming| coming.instance);
+        rank.ok().map(|rank| self.coming[rank]).filter(|coming| coming.blocks > resident_blocks)
+    }
 }
 
 impl<'a> From<&'a PrefixMatch> for Held<'a> {
     /// What nodes hold, with nothing resident.
     fn from(matched: &'a PrefixMatch) -> Self {
-        Held { matched, resident: &[] }
+        Held { matched, resident: &[], coming: &[] }
     }
 }
 
@@ -164,8 +174,7 @@ pub fn choose_among<'a>(
     let asking = asking(chosen);
     let place = planners.place(asking);
     let planner = planners.at(place);
-    let turn = turn_of(chosen.0, candidates[0].parts.prefill_us, now);
-    Ok(decide(&Choice { request, held, planner, asking, fleet, open, tied, turn }, candidates))
+    Ok(decide(&Choice { request, held, planner, asking, fleet, open, tied }, candidates))
 }
 
 /// Cost of every instance, in the order of the fleet.
@@ -186,19 +195,24 @@ fn price(
         let place = planners.place(asking);
         let planner = planners.at(place);
         let resident_blocks = held.resident_blocks(instance.id);
-        if resident_blocks > 0 || !asking.fetches {
-            let plan = planner.behind(resident_blocks).plan(asking);
-            return costed(instance, &plan, (fleet, now));
+        let coming = held.coming(instance.id, resident_blocks);
+        if resident_blocks > 0 || coming.is_some() || !asking.fetches {
+            let of =
+                |blocks, behind| costed(instance, &planner.behind(blocks).plan(asking), behind, (fleet, now));
+            let there = of(resident_blocks, None);
+            let later = coming.map(|coming| of(coming.blocks, Some(coming.turn)));
+            // To wait for what another request brings may take longer than to compute it.
+            return later.filter(|later| later.cost_us() < there.cost_us()).unwrap_or(there);
         }
         let whole = planner.behind(0);
         if instance.node.is_some_and(|node| whole.holds_any(node)) {
-            return costed(instance, &whole.plan(asking), (fleet, now));
+            return costed(instance, &whole.plan(asking), None, (fleet, now));
         }
         if afar.len() <= place {
             afar.resize_with(place + 1, || None);
         }
         let plan = afar[place].get_or_insert_with(|| whole.plan(Asking { own: None, ..asking }));
-        costed(instance, plan, (fleet, now))
+        costed(instance, plan, None, (fleet, now))
     };
     fleet.instances_with_paths().map(cost).collect()
 }
@@ -218,14 +232,23 @@ fn filtered_out(instance: &Instance, filtered: Filtered) -> Candidate {
         parts: Prediction::default(),
         predicted: Prediction::default(),
         delays_us: 0,
+        turn: Timestamp::default(),
         resident_blocks: 0,
+        is_coming: false,
         overlap_blocks: 0,
         filtered: Some(filtered),
     }
 }
 
-fn costed(instance: &Instance, plan: &Plan, (fleet, now): (&Fleet, Timestamp)) -> Candidate {
+/// What a plan costs; behind the request of another turn, if it needs what that one brings.
+fn costed(
+    instance: &Instance,
+    plan: &Plan,
+    behind: Option<Timestamp>,
+    (fleet, now): (&Fleet, Timestamp),
+) -> Candidate {
     let turn = turn_of(instance, plan.prefill_us, now);
+    let turn = behind.map_or(turn, |before| turn.max(before.after(Duration::from_micros(1))));
     let wait = cost::wait(&fleet.profile, &instance.load, turn);
     let queue_us =
         if instance.orders { fleet.passing().lengthened_us(wait.us, plan.prefill_us) } else { wait.us };
@@ -238,7 +261,9 @@ fn costed(instance: &Instance, plan: &Plan, (fleet, now): (&Fleet, Timestamp)) -
         parts,
         predicted,
         delays_us,
+        turn,
         resident_blocks,
+        is_coming: behind.is_some(),
         overlap_blocks,
         filtered: None,
     }
@@ -267,8 +292,6 @@ struct Choice<'a> {
     open: usize,
     /// Of those, the ones as good as the best.
     tied: usize,
-    /// On the chosen instance.
-    turn: Timestamp,
 }
 
 fn decide(choice: &Choice<'_>, candidates: Vec<Candidate>) -> Decision {
@@ -288,7 +311,7 @@ fn decide(choice: &Choice<'_>, candidates: Vec<Candidate>) -> Decision {
         save_to,
         parts: chosen.parts,
         predicted: chosen.predicted,
-        turn: choice.turn,
+        turn: chosen.turn,
         candidates,
         reasons,
     }

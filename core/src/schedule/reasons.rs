@@ -23,6 +23,7 @@ pub(super) fn of(
     let mut reasons = SmallVec::<[Reason; 8]>::new();
     reasons.push(why_instance(choice, candidates));
     reasons.extend(why_sources(choice, plan));
+    reasons.extend(candidates[0].is_coming.then_some(Reason::Coming));
     reasons.extend(prices(choice, plan));
     match save_to {
         None if !choice.asking.fetches => {}

@@ -41,6 +41,7 @@ use crate::truth::Truth;
 use crate::view::fleet::FleetView;
 use crate::view::recall::Recall;
 use crate::view::residency::Residency;
+use kv_core::schedule::SentPrefixes;
 
 /// Metadata key that carries the leader's address in a "not the leader" answer.
 pub(crate) const LEADER_KEY: &str = "kvfleet-leader";
@@ -68,6 +69,8 @@ pub(crate) struct Shared {
     pub(crate) ttft_max_ms: u64,
     /// What was decided lately.
     pub(crate) recall: Mutex<Recall>,
+    /// Prefixes that instances compute and told nothing of yet.
+    pub(crate) sent: Mutex<SentPrefixes>,
     /// What tenants read afresh.
     pub(crate) fresh_shares: Mutex<FreshShares>,
     /// What every node must respect, newest version.

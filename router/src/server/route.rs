@@ -4,14 +4,15 @@
 
 use std::time::Duration;
 
-use kv_core::id::{Epoch, InstanceId, NodeId, RequestId, TenantId, Tier};
+use kv_core::id::{BlockHash, Epoch, InstanceId, NodeId, RequestId, TenantId, Tier, Timestamp};
 use kv_core::index::Index;
 use kv_core::schedule::{
-    self, Candidate, Decision, Eligible, Fleet, Held, LinkKey, LinkPath, LinkSample, Load, Prediction,
-    RejectReason, Rejection, Resident, RouteRequest, Source,
+    self, Candidate, Coming, Decision, Eligible, Fleet, Held, LinkKey, LinkPath, LinkSample, Load,
+    Prediction, RejectReason, Rejection, Resident, RouteRequest, Source,
 };
 use kvfleet_proto::tls::callers::Caller;
 use kvfleet_proto::{convert, pb, trace_context};
+use smallvec::SmallVec;
 use tonic::Status;
 use tracing::Instrument;
 
@@ -51,11 +52,17 @@ async fn decide(
     let (matched, applied) = holders::longest_prefix(&shared.groups, &control.index, &hashes);
     let now = shared.clock.now();
     let resident: Vec<_> = resident(shared, &hashes).iter().map(of_instance).collect();
-    let held = Held { matched: &matched, resident: &resident };
+    let coming = coming(shared, &asked, &hashes, now);
+    let held = Held { matched: &matched, resident: &resident, coming: &coming };
     let (among, without) = eligible(&request);
     let eligible = Eligible { among: among.as_deref(), without: &without };
     let choose = |fleet: &Fleet| schedule::choose_among(&asked, held, eligible, fleet, now);
     let chosen = shared.fleet.decide(claim(shared, caller, &request), now, choose);
+    if let Ok((decision, _)) = &chosen
+        && keeps_prefixes(shared, decision.instance, now)
+    {
+        shared.sent.lock().sent(&asked, &hashes, decision, now);
+    }
     let held_blocks = holders::end_blocks(&matched);
     why::remember(
         shared,
@@ -80,6 +87,23 @@ async fn decide(
     };
     drop(control);
     Ok(pb::RouteReply { answer: Some(answer), freshness: Some(freshness(shared, &hashes, applied)) })
+}
+
+/// Whether an instance tells what it has in GPU memory. Of one that does not, nobody knows that it keeps anything there.
+fn keeps_prefixes(shared: &Shared, instance: InstanceId, now: Timestamp) -> bool {
+    shared.residency.read().standing(instance, now).is_some()
+}
+
+/// Instances that compute leading blocks of the request for others.
+fn coming(
+    shared: &Shared,
+    asked: &RouteRequest,
+    hashes: &[BlockHash],
+    now: Timestamp,
+) -> SmallVec<[Coming; 4]> {
+    let mut all = shared.sent.lock().of(asked, hashes, now);
+    all.retain(|coming| keeps_prefixes(shared, coming.instance, now));
+    all
 }
 
 /// What is asked for a request. A tenant's holder puts its requests before nobody's.
@@ -134,7 +158,7 @@ pub(crate) fn outcome(answer: &Result<pb::RouteReply, Status>) -> Routed {
     }
 }
 
-fn asked(request: &pb::RouteRequest, hashes: &[kv_core::id::BlockHash]) -> Result<RouteRequest, Status> {
+fn asked(request: &pb::RouteRequest, hashes: &[BlockHash]) -> Result<RouteRequest, Status> {
     if !(1..=check::BLOCK_TOKENS_MAX).contains(&request.block_tokens) {
         let (got, limit) = (request.block_tokens, check::BLOCK_TOKENS_MAX);
         return Err(check::invalid(format!("block_tokens is {got}, expected 1 to {limit}")));

@@ -202,9 +202,10 @@ impl<'a> Fleet<'a> {
             output_tokens: request.output_tokens,
         };
         let now = Timestamp(now_ns / 1_000);
-        let ask = Ask { request: asked, matched: &matched, resident: &resident, now };
+        let coming = self.view.coming(&asked, prompt, now);
+        let ask = Ask { request: asked, matched: &matched, resident: &resident, coming: &coming, now };
         match router.route(&ask, &self.view) {
-            Route::To(decision) => self.send(nth, &decision, now_ns),
+            Route::To(decision) => self.send(nth, &asked, &decision, now_ns),
             Route::Reject => {
                 self.open -= 1;
                 self.report.rejected += 1;
@@ -212,7 +213,7 @@ impl<'a> Fleet<'a> {
         }
     }
 
-    fn send(&mut self, nth: usize, decision: &Decision, now_ns: u64) {
+    fn send(&mut self, nth: usize, asked: &RouteRequest, decision: &Decision, now_ns: u64) {
         let request = &self.workload.requests[nth];
         let block_tokens = self.workload.block_tokens;
         let instance = decision.instance;
@@ -232,7 +233,7 @@ impl<'a> Fleet<'a> {
             turn: decision.turn,
         };
         self.report.fetched_blocks += u64::from(fetched.blocks);
-        self.view.sent(decision, request.input_tokens.into(), Timestamp(now_ns / 1_000));
+        self.view.sent((asked, prompt), decision, Timestamp(now_ns / 1_000));
         let predicted_ns = decision.predicted.ttft_us() * 1_000;
         let save_to = decision.save_to.as_ref().map(|holder| holder.node);
         self.sent[nth] = Some(Sent { instance: instance.0, save_to, predicted_ns, parts: decision.parts });

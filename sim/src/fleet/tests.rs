@@ -82,6 +82,25 @@ fn the_shorter_of_those_that_wait_is_begun_first_and_in_order_of_coming_where_no
 }
 
 #[test]
+fn a_burst_of_prompts_that_begin_alike_computes_their_prefix_a_few_times_and_not_for_each() {
+    let shared: Vec<u64> = (0..20).collect();
+    let prompt = |nth: u64| {
+        let ids: Vec<u64> = shared.iter().copied().chain([1_000 + nth]).collect();
+        request(nth * 500, &ids, 21 * 512, 1)
+    };
+    let burst: Vec<Request> = (0..32).map(prompt).collect();
+    let computed = |router: &str| {
+        let report = served(&burst, 8, router);
+        report.served.iter().map(|served| u64::from(served.computed_tokens)).sum::<u64>()
+    };
+    let (whole, own) = (21 * 512, 512);
+    // At most once on each instance; nodes have nothing before the first of them is done.
+    let most = 8 * whole + 24 * own;
+    assert!(computed(PRODUCTION) <= most, "{} tokens of {most}", computed(PRODUCTION));
+    assert!(computed("least-loaded") >= most, "who knows nothing of it computes it as often");
+}
+
+#[test]
 fn a_prefix_in_gpu_memory_is_not_computed_again() {
     let again = request(2_000_000, &[1, 2, 3], 1_500, 1);
     let report = served(&[request(0, &[1, 2], 1_024, 1), again], 1, PRODUCTION);

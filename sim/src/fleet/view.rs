@@ -7,7 +7,8 @@ use kv_core::id::{BlockHash, IdentityDigest, InstanceId, NodeId, Timestamp};
 use kv_core::index::command::{Announcement, Change, Command, NodeRecord};
 use kv_core::index::{Index, PrefixMatch};
 use kv_core::schedule::{
-    Decision, Fleet, Held, Instance, Limits, LiveNode, Load, Prediction, Resident, RouteRequest,
+    Coming, Decision, Fleet, Held, Instance, Limits, LiveNode, Load, Prediction, Resident, RouteRequest,
+    SentPrefixes,
 };
 
 use super::Setup;
@@ -36,6 +37,7 @@ pub struct View {
     pub plane: Plane,
     held: Index,
     resident: Index,
+    sent: SentPrefixes,
     live: Vec<LiveNode>,
 }
 
@@ -47,6 +49,8 @@ pub struct Ask<'a> {
     pub matched: &'a PrefixMatch,
     /// Instances that have leading blocks in GPU memory.
     pub resident: &'a [Resident],
+    /// Instances that compute leading blocks for others, for the production scheduler.
+    pub coming: &'a [Coming],
     /// Now, on the simulation's clock.
     pub now: Timestamp,
 }
@@ -55,7 +59,7 @@ impl Ask<'_> {
     /// The two planes, as the production scheduler takes them.
     #[must_use]
     pub fn held(&self) -> Held<'_> {
-        Held { matched: self.matched, resident: self.resident }
+        Held { matched: self.matched, resident: self.resident, coming: self.coming }
     }
 
     /// Leading blocks that an instance has in GPU memory.
@@ -81,6 +85,7 @@ impl View {
             seen: vec![Seen::default(); instances as usize],
             plane,
             held: Index::default(),
+            sent: SentPrefixes::default(),
             resident: Index::default(),
             live: live.clone(),
         };
@@ -147,13 +152,19 @@ impl View {
     }
 
     /// Notes that a decision was sent.
-    pub(super) fn sent(&mut self, decision: &Decision, input_tokens: u64, now: Timestamp) {
+    pub(super) fn sent(
+        &mut self,
+        (request, hashes): (&RouteRequest, &[BlockHash]),
+        decision: &Decision,
+        now: Timestamp,
+    ) {
         let at = decision.instance.0 as usize;
         for fleet in [&mut self.fleet, &mut self.singles[at]] {
             fleet.record(decision, now);
         }
+        self.sent.sent(request, hashes, decision, now);
         self.seen[at].in_flight += 1;
-        self.seen[at].in_flight_tokens += input_tokens;
+        self.seen[at].in_flight_tokens += u64::from(request.input_tokens);
     }
 
     /// Word of a first token. The fleets of one instance each keep to the profile: by them the routers that others describe are judged.
@@ -183,6 +194,11 @@ impl View {
     #[must_use]
     pub fn load(&self, instance: InstanceId) -> Load {
         self.fleet.instance(instance).map_or_else(Load::default, |instance| instance.load)
+    }
+
+    /// Who computes leading blocks of a prompt for others.
+    pub(super) fn coming(&self, request: &RouteRequest, hashes: &[BlockHash], now: Timestamp) -> Vec<Coming> {
+        self.sent.of(request, hashes, now).into_vec()
     }
 
     /// Who has the leading blocks of a prompt.

@@ -107,7 +107,7 @@ fn to_with(ask: &Ask<'_>, view: &View, instance: InstanceId, nodes: &[NodeId]) -
             &few
         }
     };
-    let held = Held { matched, resident: ask.resident };
+    let held = Held { matched, resident: ask.resident, coming: &[] };
     choose(&ask.request, held, view.single(instance), ask.now).map_or(Route::Reject, Route::To)
 }
 

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod brute;
+mod coming;
 mod filter;
 mod loads;
 mod measured;

@@ -10,7 +10,7 @@ fn resident(all: &[(u32, u32)]) -> Vec<Resident> {
 }
 
 fn decided(request: &RouteRequest, matched: &PrefixMatch, at: &[(u32, u32)], fleet: &Fleet) -> Decision {
-    choose(request, Held { matched, resident: &resident(at) }, fleet, NOW).unwrap()
+    choose(request, Held { matched, resident: &resident(at), coming: &[] }, fleet, NOW).unwrap()
 }
 
 #[test]
@@ -65,7 +65,7 @@ proptest! {
     ) {
         let Ok(bare) = choose(&request, &matched, &fleet, NOW) else { return Ok(()) };
         let resident = resident(&at.into_iter().collect::<Vec<_>>());
-        let decision = choose(&request, Held { matched: &matched, resident: &resident }, &fleet, NOW).unwrap();
+        let decision = choose(&request, Held { matched: &matched, resident: &resident, coming: &[] }, &fleet, NOW).unwrap();
         prop_assert!(decision.predicted.ttft_us() <= bare.predicted.ttft_us());
         let mut next = decision.resident_blocks;
         for source in &decision.sources {
@@ -91,7 +91,7 @@ proptest! {
         at in prop::collection::btree_map(0u32..12, 1u32..300, 0..6),
     ) {
         let resident = resident(&at.into_iter().collect::<Vec<_>>());
-        let Ok(together) = choose(&request, Held { matched: &matched, resident: &resident }, &fleet, NOW) else {
+        let Ok(together) = choose(&request, Held { matched: &matched, resident: &resident, coming: &[] }, &fleet, NOW) else {
             return Ok(());
         };
         for one in &resident {
@@ -100,7 +100,7 @@ proptest! {
                 continue;
             };
             let behind = PrefixMatch { runs: matched.runs.iter().filter_map(|run| cut(run, one.blocks)).collect() };
-            let held = Held { matched: &behind, resident: std::slice::from_ref(one) };
+            let held = Held { matched: &behind, resident: std::slice::from_ref(one), coming: &[] };
             if let Ok(decision) = choose(&request, held, &alone(&fleet, *instance), NOW) {
                 prop_assert_eq!(&decision.candidates[0], candidate);
             }

@@ -98,7 +98,6 @@ fn whom_a_request_would_pass_counts_against_an_instance() {
     assert!(one.predicted.ttft_us() < two.predicted.ttft_us());
     assert_eq!(decision.instance == InstanceId(1), one.cost_us() <= two.cost_us());
     // With less before it, the second is better for all together.
-    let mut fleet = fleet;
     let instance = *fleet.instance(InstanceId(2)).unwrap();
     fleet.put_instance(Instance { load: Load::reported(5, 0, 0), ..instance });
     assert_eq!(chosen(&request(3), &PrefixMatch::default(), &fleet).instance, InstanceId(2));
