@@ -71,7 +71,7 @@ fn what_word_must_have_come_of_is_forgotten_and_so_is_what_is_too_much() {
     };
     let until_us = first.predicted.ttft_us() + 500_000;
     assert_eq!((of(&sent, until_us), of(&sent, until_us + 1)), (1, 0));
-    for id in 2..8_000u64 {
+    for id in 2..20_000u64 {
         let hashes: Vec<BlockHash> = (0..120).map(|nth| hash(id as u32 * 1_000 + nth)).collect();
         sent.sent(&request(120), &hashes, &first, NOW);
     }
