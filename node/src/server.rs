@@ -4,7 +4,7 @@
 use std::cmp::Ordering;
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, Seq};
+use kv_core::id::Seq;
 use kv_core::tier::{WINDOW_BLOCKS_MAX, WINDOW_REQUESTS_MAX, WINDOW_SPAN};
 use kvfleet_proto::convert;
 use kvfleet_proto::pb::node_control_server::NodeControl;
@@ -17,7 +17,7 @@ use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
 use crate::announce::outboxes::Point;
-use crate::store::{Ask, StoreHandle};
+use crate::store::{self, Ask, StoreHandle};
 
 /// Longest time `Settle` waits, whatever is asked.
 pub const SETTLE_MAX: Duration = Duration::from_secs(60);
@@ -64,16 +64,16 @@ impl NodeControl for Control {
         &self,
         request: Request<SetWindowRequest>,
     ) -> Result<Response<SetWindowReply>, Status> {
-        // It orders what leaves for everybody, and whoever speaks last counts.
+        // It orders what leaves for everybody.
         if !request.peer_certs().is_some_and(|chain| self.identity.is_router(&chain)) {
             return Err(Status::permission_denied(format!(
                 "only routers say what waiting requests need, and this certificate names none: a router's carries the \
                  subject alternative name \"{ROUTER_NAME}\""
             )));
         }
-        let waiting = waiting(&request.into_inner().waiting)
-            .map_err(|error| Status::invalid_argument(error.to_string()))?;
-        let taken = self.store.set_window(waiting).await;
+        let SetWindowRequest { waiting: requests, router } = request.into_inner();
+        let waiting = waiting(&requests).map_err(|error| Status::invalid_argument(error.to_string()))?;
+        let taken = self.store.set_window(router, waiting).await;
         let taken = taken.map_err(|_| Status::resource_exhausted("the node is busy: ask again"))?;
         let count = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
         Ok(Response::new(SetWindowReply {
@@ -113,13 +113,14 @@ impl NodeControl for Control {
 }
 
 /// The blocks of each waiting request, as far as they may count.
-fn waiting(requests: &[WaitingRequest]) -> Result<Vec<Vec<BlockHash>>, convert::ConvertError> {
+fn waiting(requests: &[WaitingRequest]) -> Result<Vec<store::WaitingRequest>, convert::ConvertError> {
     let mut room = WINDOW_BLOCKS_MAX;
     let mut waiting = Vec::new();
     for request in requests.iter().take(WINDOW_REQUESTS_MAX) {
         let blocks = convert::hashes_from_bytes("waiting.blocks", &request.blocks)?;
         room = room.saturating_sub(blocks.len());
-        waiting.push(blocks);
+        let starts_after = Duration::from_millis(request.starts_after_ms);
+        waiting.push(store::WaitingRequest { starts_after, blocks });
         if room == 0 {
             break;
         }

@@ -15,8 +15,9 @@ use world::*;
 fn window(waiting: &[std::ops::Range<u64>]) -> pb::SetWindowRequest {
     let request = |numbers: &std::ops::Range<u64>| pb::WaitingRequest {
         blocks: convert::hashes_to_bytes(&hashes(numbers.clone())),
+        starts_after_ms: 0,
     };
-    pb::SetWindowRequest { waiting: waiting.iter().map(request).collect() }
+    pb::SetWindowRequest { router: 1, waiting: waiting.iter().map(request).collect() }
 }
 
 async fn status(world: &World, node: &Node) -> pb::NodeStatusReply {
@@ -60,7 +61,10 @@ async fn a_window_brings_up_what_waits_and_ends_by_itself() {
         (status(&world, &node).await.window_blocks == 0).then_some(())
     })
     .await;
-    let cut = pb::SetWindowRequest { waiting: vec![pb::WaitingRequest { blocks: vec![0; 15] }] };
+    let cut = pb::SetWindowRequest {
+        router: 1,
+        waiting: vec![pb::WaitingRequest { blocks: vec![0; 15], starts_after_ms: 0 }],
+    };
     says("a window whose hashes are cut", &control.set_window(cut).await.unwrap_err().message(), &[]);
     // A node, an instance or a person of the same cluster.
     let mut other = world.control(node.control_addr()).await;

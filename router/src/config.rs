@@ -53,6 +53,8 @@ pub struct RouterConfig {
     /// Whether decisions price by what instances measured of their links, where they report any; else by the profile alone,
     /// and what they report is shown only.
     pub price_links: bool,
+    /// Whether nodes are told which blocks waiting requests will read, so that they bring them up in time.
+    pub windows: bool,
     /// Who is turned away when not all requests can be served in time.
     pub admission: AdmissionConfig,
     /// Log entries between two snapshots.
@@ -181,6 +183,7 @@ impl Default for RouterConfig {
             truth: TruthConfig::default(),
             profile: HardwareProfile::default().name.into(),
             price_links: true,
+            windows: true,
             admission: AdmissionConfig::default(),
             snapshot_every_entries: 5_000,
             index_copies_max: kv_core::index::COPIES_MAX,

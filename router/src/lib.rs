@@ -25,6 +25,7 @@ mod shares;
 mod start;
 mod truth;
 mod view;
+mod windows;
 
 // Tests that must reach into a running router use the cluster of the tests that do not.
 #[cfg(test)]

@@ -52,6 +52,8 @@ struct SoftMetrics {
     replays: IntCounter,
     ended: IntCounterVec,
     unlisted: IntCounter,
+    windows: IntCounterVec,
+    window_blocks: IntCounter,
 }
 
 impl SoftMetrics {
@@ -94,6 +96,17 @@ impl SoftMetrics {
                 "kvfleet_residency_ended_total",
                 "Times that what an instance said of its GPU memory became void, by reason",
                 "reason",
+            )?,
+            windows: labelled(
+                registry,
+                "kvfleet_windows_told_total",
+                "Times that a node was told what waiting requests need, by whether it answered",
+                "outcome",
+            )?,
+            window_blocks: counter(
+                registry,
+                "kvfleet_window_blocks_told_total",
+                "Blocks that nodes were told of, each time they were",
             )?,
             unlisted: counter(
                 registry,
@@ -376,6 +389,12 @@ impl Metrics {
     }
 
     /// Shows how fast nodes were read from of late, and nothing of those that were not.
+    /// A node was told a window of so many blocks, or could not be.
+    pub(crate) fn window_told(&self, answered: bool, blocks: usize) {
+        self.soft.windows.with_label_values(&[if answered { "taken" } else { "failed" }]).inc();
+        self.soft.window_blocks.inc_by(blocks as u64);
+    }
+
     /// By what factors waiting, transfer and prefill turned out to be off.
     pub(crate) fn learnt(&self, factors: [f64; 3]) {
         for (part, factor) in ["queue", "transfer", "prefill"].iter().zip(factors) {

@@ -46,6 +46,8 @@ use crate::truth::Truth;
 use crate::truth::run::Meter;
 use crate::view::fleet::FleetView;
 use crate::view::residency::{RESIDENT_BLOCKS_MAX, Residency};
+use crate::windows::Waits;
+use crate::windows::tell::Teller;
 
 /// Longest a stopping leader waits for another router to take over; an idle transfer takes under a
 /// millisecond, and without it the others elect within their timeout anyway.
@@ -281,6 +283,7 @@ impl Parts<'_> {
             config: self.config.truth.clone(),
         };
         tokio::spawn(meter.run(self.stop.clone()));
+        let waits = self.tell_windows(&peers, clock);
         Arc::new(Shared {
             truth,
             cluster,
@@ -293,6 +296,7 @@ impl Parts<'_> {
             ttft_max_ms: self.config.admission.ttft_max_ms,
             recall: Mutex::default(),
             sent: Mutex::default(),
+            waits,
             fresh_shares: Mutex::default(),
             directives: directives::start(Arc::clone(&control.published), self.stop.clone()),
             metrics: self.metrics.clone(),
@@ -302,6 +306,21 @@ impl Parts<'_> {
             announce_blocks_max: self.config.announce.blocks_max,
             stop: self.stop.clone(),
         })
+    }
+
+    /// What waits, which nodes are told unless that is switched off.
+    fn tell_windows(&self, peers: &Peers, clock: Clock) -> Option<Arc<Mutex<Waits>>> {
+        let waits = self.config.windows.then(Arc::<Mutex<Waits>>::default)?;
+        let teller = Teller {
+            router: self.config.id,
+            waits: Arc::clone(&waits),
+            groups: self.groups.clone(),
+            peers: peers.clone(),
+            clock,
+            metrics: self.metrics.clone(),
+        };
+        tokio::spawn(teller.run(self.stop.clone()));
+        Some(waits)
     }
 
     fn ingest(&self, shard: &Group, clock: Clock) -> Ingest {

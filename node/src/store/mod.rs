@@ -35,6 +35,7 @@ pub use fetching::{FetchPlan, Planned, PlannedBytes};
 pub(crate) use gpu::{GPU_JOBS_MAX, GPU_READS_MAX, GPU_RETRY, Gpu};
 pub(crate) use saving::SlotSizes;
 pub use saving::{OfferPlan, Reserved};
+pub use windows::WaitingRequest;
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
@@ -354,7 +355,7 @@ impl Store {
                 self.parts.book.set_ttls(ttls);
             }
             Ask::SetWindow => {
-                let waiting = self.parts.shared.windows.take();
+                let waiting = self.parts.shared.windows.take(Instant::now());
                 let now = self.now();
                 let taken = self.parts.book.set_window(waiting.newest.iter().map(Vec::as_slice), now);
                 for caller in waiting.callers {

@@ -553,22 +553,27 @@ async fn a_window_has_no_block_dropped_when_no_more_may_be_written() {
     assert_eq!(blocks(&bench.status().await), (10, 5));
     // The first five were written; each of them would have another block leave, and that one may not be written.
     let waiting: Vec<BlockHash> = (0..5).map(hash).collect();
-    assert_eq!(bench.store.set_window(vec![waiting]).await.unwrap().ssd_blocks, 5);
+    assert_eq!(bench.store.set_window(1, vec![soon(waiting)]).await.unwrap().ssd_blocks, 5);
     let status = bench.status().await;
     assert_eq!((blocks(&status), status.window_blocks, status.prefetched_blocks), ((10, 5), 5, 0));
     bench.close().await;
+}
+
+/// A request that starts at once.
+fn soon(blocks: Vec<BlockHash>) -> WaitingRequest {
+    WaitingRequest { starts_after: Duration::ZERO, blocks }
 }
 
 #[tokio::test]
 async fn of_windows_that_wait_only_the_newest_is_applied() {
     let dir = tempfile::tempdir().unwrap();
     let bench = open(&config(dir.path(), 4, 0)).await;
-    let window = |blocks: u64| vec![(0..blocks).map(hash).collect::<Vec<BlockHash>>()];
+    let window = |blocks: u64| vec![soon((0..blocks).map(hash).collect())];
     // All three are there before the task is on again, on this one thread.
     let (first, second, third) = tokio::join!(
-        bench.store.set_window(window(1)),
-        bench.store.set_window(window(2)),
-        bench.store.set_window(window(3)),
+        bench.store.set_window(1, window(1)),
+        bench.store.set_window(1, window(2)),
+        bench.store.set_window(1, window(3)),
     );
     assert_eq!([first, second, third].map(|taken| taken.unwrap().blocks), [3, 3, 3]);
     assert_eq!(bench.status().await.window_blocks, 3);

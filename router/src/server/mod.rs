@@ -41,6 +41,7 @@ use crate::truth::Truth;
 use crate::view::fleet::FleetView;
 use crate::view::recall::Recall;
 use crate::view::residency::Residency;
+use crate::windows::Waits;
 use kv_core::schedule::SentPrefixes;
 
 /// Metadata key that carries the leader's address in a "not the leader" answer.
@@ -71,6 +72,8 @@ pub(crate) struct Shared {
     pub(crate) recall: Mutex<Recall>,
     /// Prefixes that instances compute and told nothing of yet.
     pub(crate) sent: Mutex<SentPrefixes>,
+    /// Requests that wait at instances, where nodes are told of them.
+    pub(crate) waits: Option<Arc<Mutex<Waits>>>,
     /// What tenants read afresh.
     pub(crate) fresh_shares: Mutex<FreshShares>,
     /// What every node must respect, newest version.

@@ -87,6 +87,9 @@ pub(super) fn came(shared: &Shared, instance: InstanceId, outcomes: &[pb::Outcom
             Outcome { hit_blocks: told.hit_blocks, ttft_us: told.ttft_us, misses: misses.collect() };
         let ttft_us = outcome.ttft_us;
         let came = shared.recall.lock().came(told.request, instance, outcome);
+        if let (true, Some(waits)) = (came.is_some(), &shared.waits) {
+            waits.lock().begun(told.request);
+        }
         if let Some(Came { predicted, added }) = came {
             shared.metrics.missing(&added);
             if let Some((predicted, parts)) = predicted.filter(|_| ttft_us > 0) {
@@ -101,6 +104,9 @@ pub(super) fn came(shared: &Shared, instance: InstanceId, outcomes: &[pb::Outcom
 pub(crate) fn first_token(shared: &Shared, request: u64, instance: InstanceId, after: Duration) {
     let timed = shared.recall.lock().timed(request, instance);
     if let Some((predicted, parts)) = timed {
+        if let Some(waits) = &shared.waits {
+            waits.lock().begun(request);
+        }
         let ttft_us = u64::try_from(after.as_micros()).unwrap_or(u64::MAX).max(1);
         shared.metrics.observed(predicted.ttft_us(), ttft_us);
         shared.fleet.first_token(&parts, ttft_us);

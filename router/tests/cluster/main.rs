@@ -14,3 +14,4 @@ mod shards;
 mod tenants;
 mod truth;
 mod why;
+mod windows;

@@ -1,0 +1,116 @@
+//! What nodes are told of waiting requests: their blocks, in time, and that they wait no more.
+
+use std::sync::Arc;
+
+use kvfleet_proto::pb;
+use kvfleet_proto::pb::node_control_server::{NodeControl, NodeControlServer};
+use kvfleet_proto::tls::TlsFiles;
+use kvfleet_proto::tls::listen::incoming;
+use parking_lot::Mutex;
+use tonic::transport::Server;
+use tonic::{Request, Response, Status};
+
+use crate::harness::{Cluster, Node, join_request, prefix, until};
+use crate::residency::load;
+
+/// A stand-in node that notes what it is told.
+#[derive(Clone, Default)]
+struct Listener {
+    windows: Arc<Mutex<Vec<pb::SetWindowRequest>>>,
+}
+
+#[tonic::async_trait]
+impl NodeControl for Listener {
+    async fn node_status(
+        &self,
+        _: Request<pb::NodeStatusRequest>,
+    ) -> Result<Response<pb::NodeStatusReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
+    async fn settle(&self, _: Request<pb::SettleRequest>) -> Result<Response<pb::SettleReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
+    async fn set_window(
+        &self,
+        request: Request<pb::SetWindowRequest>,
+    ) -> Result<Response<pb::SetWindowReply>, Status> {
+        self.windows.lock().push(request.into_inner());
+        Ok(Response::new(pb::SetWindowReply::default()))
+    }
+
+    async fn audit(&self, _: Request<pb::AuditRequest>) -> Result<Response<pb::AuditReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+}
+
+impl Listener {
+    async fn last(&self, what: &str, is_it: impl Fn(&pb::SetWindowRequest) -> bool) -> pb::SetWindowRequest {
+        until(what, || async { self.windows.lock().last().filter(|window| is_it(window)).cloned() }).await
+    }
+}
+
+/// One router, and one node that listens.
+async fn world() -> (Cluster, Listener, Node) {
+    let cluster = Cluster::start(1, |_| {}).await;
+    let listener = Listener::default();
+    let tls = &cluster.configs[0].tls;
+    let files = TlsFiles { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() };
+    let socket = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let control_address = socket.local_addr().unwrap().to_string();
+    let served = Server::builder().add_service(NodeControlServer::new(listener.clone()));
+    tokio::spawn(served.serve_with_incoming(incoming(socket, &files.load().unwrap())));
+    let request = pb::JoinRequest { control_address, ..join_request(1) };
+    let joined = cluster.on_leader(|mut client| {
+        let request = request.clone();
+        async move { client.join(request).await }
+    });
+    let epoch = joined.await.epoch;
+    let node = cluster.reconnect(1, epoch, 1).await;
+    (cluster, listener, node)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_is_told_what_a_waiting_request_reads_and_when_it_waits_no_more() {
+    let (cluster, listener, mut node) = world().await;
+    let held = prefix(5, 8);
+    node.store(&held).await;
+    // Four seconds of work are ahead.
+    let busy = pb::ReportRequest { queue_tokens: 4_000, node: 1, has_node: true, ..load(1, 1) };
+    cluster.client(1).report(busy.clone()).await.unwrap();
+    let route = async |request: u64| {
+        let asked = pb::RouteRequest {
+            request,
+            hashes: held.concat(),
+            block_tokens: 16,
+            input_tokens: 16 * 8 + 3,
+            ..Default::default()
+        };
+        let reply = cluster.client(1).route(asked).await.unwrap().into_inner();
+        let Some(pb::route_reply::Answer::Decision(decision)) = reply.answer else { panic!("{reply:?}") };
+        assert_eq!(decision.fetch_blocks, 8);
+    };
+    until("what is held is known", || async {
+        let lookup = pb::LookupRequest { hashes: held.concat(), ..Default::default() };
+        let reply = cluster.client(1).lookup(lookup).await.unwrap().into_inner();
+        (!reply.runs.is_empty()).then_some(())
+    })
+    .await;
+    route(7).await;
+    let window = listener.last("the window", |window| !window.waiting.is_empty()).await;
+    assert_eq!((window.router, window.waiting.len()), (1, 1));
+    assert_eq!(window.waiting[0].blocks, held.concat());
+    assert!((3_000..=4_200).contains(&window.waiting[0].starts_after_ms), "{:?}", window.waiting[0]);
+    route(8).await;
+    listener.last("both requests", |window| window.waiting.len() == 2).await;
+    // It is said again while it waits: a node forgets.
+    let said = listener.windows.lock().len();
+    until("it is said again", || async { (listener.windows.lock().len() > said).then_some(()) }).await;
+    let outcomes = [7, 8].map(|request| pb::Outcome { request, ttft_us: 1_000, ..pb::Outcome::default() });
+    let begun =
+        pb::ReportRequest { outcomes: outcomes.to_vec(), ..pb::ReportRequest { sequence: 2, ..busy } };
+    cluster.client(1).report(begun).await.unwrap();
+    listener.last("nobody waits", |window| window.waiting.is_empty()).await;
+    cluster.shutdown().await;
+}
