@@ -5,7 +5,7 @@ use kv_core::schedule::PROFILES;
 
 use super::*;
 use crate::generate::{Generator, Kind, Spec};
-use crate::routers::{BASELINES, PRODUCTION, by_name, capacity, compare};
+use crate::routers::{BASELINES, Limits, PRODUCTION, by_name, capacity, compare, goodput};
 use crate::trace::Request;
 
 const H100: HardwareProfile = PROFILES[0];
@@ -220,4 +220,22 @@ fn a_point_is_the_same_for_all_but_who_routes() {
     let (mean, p90) = compared.ratios();
     assert!(mean > 0.0 && mean.is_finite() && p90 > 0.0 && p90.is_finite());
     assert!(compared.baselines.is_sorted_by(|one, other| one.ttft.mean_ms <= other.ttft.mean_ms));
+}
+
+#[test]
+fn where_more_is_offered_than_is_served_requests_are_turned_away_and_the_others_are_in_time() {
+    let workload = generated(300);
+    let setup = Setup { plane: Plane::Pool, ..Setup::new(2, H100, 512) };
+    let capacity = capacity(&workload, &setup, 1);
+    let limits = Limits { ttft_ms: 2_000, tbt_ms: 100 };
+    let goodput = goodput(&workload, &setup, (3.0, capacity), limits, 1);
+    let production = &goodput.production;
+    assert!(production.rejected > 0.0, "{production:?}");
+    assert!(production.in_time + production.rejected > 0.97, "what is let in is in time: {production:?}");
+    assert!(production.long_in_time > 0.0, "long prompts have their part: {production:?}");
+    assert_eq!(goodput.baselines.len(), BASELINES.len());
+    let best = &goodput.baselines[0];
+    assert!(goodput.baselines.iter().all(|one| one.in_time <= best.in_time), "the best is first");
+    assert!((goodput.ratio() - production.in_time / best.in_time).abs() < 1e-9);
+    assert!(goodput.ratio() > 0.9, "{production:?} against {best:?}");
 }
