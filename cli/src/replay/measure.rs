@@ -46,6 +46,8 @@ pub struct Sample {
     pub total_us: u64,
     /// The instance that served it.
     pub instance: u32,
+    /// Predicted until its first token, in the time of the profile.
+    pub predicted_ttft_us: u64,
     /// The prefill, where instances let compute take time.
     pub timed: Option<TimedPrefill>,
     /// Modelled, not measured.

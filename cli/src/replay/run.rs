@@ -269,6 +269,7 @@ fn subject(args: &ReplayArgs, workload: &Workload, shape: Option<&Shape>, measur
         concurrency: concurrency(args) as u64,
         sequential: is_sequential(args),
         speed: args.speed.to_string(),
+        time_scale: if own { args.shape.time_scale } else { 0.0 },
         transport: known(args.shape.transport.to_string()),
         tenant: args.tenant,
         kill: texts(&args.kill),

@@ -145,10 +145,12 @@ impl Server {
         let decision = self.route(number, request, after).await?;
         let route_us = micros(begun.elapsed());
         self.watch.decided(&decision);
-        let transfer_us = decision.predicted.map(|predicted| predicted.transfer_us).unwrap_or_default();
+        let predicted = decision.predicted.unwrap_or_default();
+        let transfer_us = predicted.transfer_us;
+        let predicted_ttft_us = predicted.queue_us + predicted.transfer_us + predicted.prefill_us;
         let instance = decision.instance;
         let reply = self.run(number, request, decision).await?;
-        let sample = sample(&reply, &Routed { route_us, transfer_us, instance });
+        let sample = sample(&reply, &Routed { route_us, transfer_us, predicted_ttft_us, instance });
         Ok((sample, reply))
     }
 
@@ -240,6 +242,7 @@ fn sample(reply: &pb::RunReply, routed: &Routed) -> Sample {
         save_us: tried(reply.save_us),
         total_us: 0,
         instance: routed.instance,
+        predicted_ttft_us: routed.predicted_ttft_us,
         timed: reply.timed.map(|timed| TimedPrefill {
             queue_us: timed.queue_us,
             prefill_us: timed.prefill_us,
@@ -261,6 +264,7 @@ fn sample(reply: &pb::RunReply, routed: &Routed) -> Sample {
 struct Routed {
     route_us: u64,
     transfer_us: u64,
+    predicted_ttft_us: u64,
     instance: u32,
 }
 

@@ -49,6 +49,8 @@ pub struct Config {
     pub sequential: bool,
     /// Speed.
     pub speed: String,
+    /// Share of the modelled compute time that computing took; 0 for none, or when the cluster was someone else's.
+    pub time_scale: f64,
     /// Paths that block bytes were to take; empty when the cluster was someone else's.
     pub transport: String,
     /// Tenant.
@@ -153,6 +155,8 @@ pub struct Report {
     /// Prefills beside their load; absent where compute took no time (`--time-scale 0`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prefill: Option<Prefill>,
+    /// How far predicted times to first token were off, where compute takes time.
+    pub prediction: Option<PredictionError>,
     /// What a hardware profile says, never measured.
     pub modelled: Modelled,
 }
@@ -198,6 +202,43 @@ impl Prefill {
             read_buffer_bytes: sum(|one| one.read_buffer_bytes),
             streamed_blocks: sum(|one| one.streamed_blocks.into()),
         })
+    }
+}
+
+/// Predicted against observed times to first token, behind the requests by which routers learn.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct PredictionError {
+    /// Requests that were judged.
+    pub requests: u64,
+    /// Median of |predicted − observed| / observed.
+    pub median: f64,
+    /// Mean of what was predicted over the mean of what was observed, less 1.
+    pub bias: f64,
+}
+
+/// Requests that are not judged: what a router has to learn first.
+const LEARNING: usize = 200;
+
+impl PredictionError {
+    /// `time_scale` is by how much the time of instances is that of the profile, by which routers predict.
+    #[expect(clippy::cast_precision_loss)]
+    fn of(samples: &[Sample], time_scale: f64) -> Option<PredictionError> {
+        if time_scale <= 0.0 {
+            return None;
+        }
+        let pair = |sample: &Sample| {
+            let timed = sample.timed?;
+            let observed = (timed.queue_us + timed.prefill_us) as f64 / time_scale;
+            Some((sample.predicted_ttft_us as f64, observed.max(1.0)))
+        };
+        let pairs: Vec<(f64, f64)> = samples.iter().skip(LEARNING).filter_map(pair).collect();
+        let mut relative: Vec<f64> =
+            pairs.iter().map(|(predicted, observed)| (predicted - observed).abs() / observed).collect();
+        relative.sort_by(f64::total_cmp);
+        let median = *relative.get(relative.len() / 2)?;
+        let (predicted, observed) =
+            pairs.iter().fold((0.0, 0.0), |sums, pair| (sums.0 + pair.0, sums.1 + pair.1));
+        Some(PredictionError { requests: pairs.len() as u64, median, bias: predicted / observed - 1.0 })
     }
 }
 
@@ -411,6 +452,7 @@ impl Report {
             refused: measured.refused.clone(),
             seed: subject.seed,
             prefill: Prefill::of(&measured.samples),
+            prediction: PredictionError::of(&measured.samples, subject.config.time_scale),
             modelled: Modelled::new(subject.profile, measured),
             config: subject.config,
         }
@@ -526,5 +568,22 @@ mod tests {
         let outside =
             json.as_object().unwrap().keys().filter(|key| key.contains("ttft") || key.contains("prefill"));
         assert_eq!(outside.count(), 0);
+    }
+
+    #[test]
+    fn predictions_are_judged_behind_what_routers_learn_from_and_in_the_time_of_the_profile() {
+        let sample = |predicted_ttft_us, queue_us, prefill_us| Sample {
+            predicted_ttft_us,
+            timed: Some(TimedPrefill { queue_us, prefill_us, ..TimedPrefill::default() }),
+            ..Sample::default()
+        };
+        let mut samples = vec![sample(9_000, 1, 1); LEARNING];
+        // Half the time of the profile: 200, 400 and 400 there.
+        samples.extend([sample(220, 60, 40), sample(300, 100, 100), sample(440, 0, 200)]);
+        let error = PredictionError::of(&samples, 0.5).unwrap();
+        assert_eq!(error.requests, 3);
+        assert!((error.median - 0.1).abs() < 1e-9 && (error.bias + 0.04).abs() < 1e-9, "{error:?}");
+        assert_eq!(PredictionError::of(&samples, 0.0), None, "compute takes no time");
+        assert_eq!(PredictionError::of(&samples[..LEARNING], 0.5), None);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::json::{Fault, Latency, Memory, PathTraffic, Report};
+use super::json::{Fault, Latency, Memory, PathTraffic, PredictionError, Report};
 use super::plots::human_bytes;
 use crate::trace::skipped_text;
 
@@ -153,6 +153,14 @@ fn prefill(out: &mut String, report: &Report) {
     );
     row(out, "  beside its load", &text);
     row(out, "  behind others", &times_of(prefill.queue_us));
+    if let Some(PredictionError { requests, median, bias }) = report.prediction {
+        let text = format!(
+            "off by {:.1} % at the median, {:+.1} % in sum, over {requests} requests behind the first 200",
+            100.0 * median,
+            100.0 * bias
+        );
+        row(out, "  predicted TTFT", &text);
+    }
 }
 
 fn times_of(latency: Latency) -> String {
