@@ -291,7 +291,7 @@ mod tests {
 
     #[test]
     fn a_fetch_or_a_save_that_brought_nothing_took_its_time_all_the_same() {
-        let routed = Routed { route_us: 1, transfer_us: 2, instance: 3 };
+        let routed = Routed { route_us: 1, transfer_us: 2, predicted_ttft_us: 0, instance: 3 };
         let slow = pb::RunReply { fetch_us: 9_000_000, save_us: 7_000_000, ..pb::RunReply::default() };
         let sampled = sample(&slow, &routed);
         assert_eq!((sampled.fetch_us, sampled.save_us), (Some(9_000_000), Some(7_000_000)));
@@ -306,7 +306,9 @@ mod tests {
             modelled_prefill_uncached_us: 100,
             ..pb::RunReply::default()
         };
-        let modelled = sample(&reply, &Routed { route_us: 1, transfer_us: 2, instance: 3 }).modelled;
+        let modelled =
+            sample(&reply, &Routed { route_us: 1, transfer_us: 2, predicted_ttft_us: 0, instance: 3 })
+                .modelled;
         assert_eq!((modelled.prefill_us, modelled.prefill_uncached_us, modelled.ttft_us()), (40, 100, 42));
     }
 
