@@ -354,14 +354,7 @@ impl Store {
                 self.parts.book.set_quotas(quotas);
                 self.parts.book.set_ttls(ttls);
             }
-            Ask::SetWindow => {
-                let waiting = self.parts.shared.windows.take(Instant::now());
-                let now = self.now();
-                let taken = self.parts.book.set_window(waiting.newest.iter().map(Vec::as_slice), now);
-                for caller in waiting.callers {
-                    let _ = caller.send(taken);
-                }
-            }
+            Ask::SetWindow => self.apply_windows(),
             Ask::Reannounce { shard, expected, reply } => {
                 self.reannounce(shard, expected);
                 let _ = reply.send(());
@@ -411,7 +404,20 @@ impl Store {
         }
     }
 
+    /// Applies what all routers say together.
+    fn apply_windows(&mut self) {
+        let waiting = self.parts.shared.windows.take(Instant::now());
+        let now = self.now();
+        let taken = self.parts.book.set_window(waiting.newest.iter().map(Vec::as_slice), now);
+        for caller in waiting.callers {
+            let _ = caller.send(taken);
+        }
+    }
+
     fn tick(&mut self) {
+        if self.parts.shared.windows.have_ended(Instant::now()) {
+            self.apply_windows();
+        }
         let now = self.now();
         self.parts.book.expire(now);
         self.parts.book.expire_window(now);

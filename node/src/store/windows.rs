@@ -81,6 +81,13 @@ impl Windows {
         Ok(answer)
     }
 
+    /// Whether a router was silent for as long as a window counts, and others still speak: theirs are to be put together anew.
+    pub(super) fn have_ended(&self, now: Instant) -> bool {
+        let state = self.0.lock();
+        let ended = |said: &Said| now.saturating_duration_since(said.at) >= WINDOW_SPAN;
+        state.by_router.len() > 1 && state.by_router.values().any(ended)
+    }
+
     /// What waits; later ones tell the task again. Of a router that was silent for as long as a window counts, nothing does.
     pub(super) fn take(&self, now: Instant) -> Waiting {
         let mut state = self.0.lock();
@@ -158,7 +165,9 @@ mod tests {
         assert_eq!(lengths(&windows, at(300)), [1, 4, 5, 2, 3]);
         put(2, vec![starting(700, 6)], 1_900);
         assert_eq!(lengths(&windows, at(1_900)), [1, 2, 3, 6]);
+        assert_eq!([1_999, 2_000].map(|ms| windows.have_ended(at(ms))), [false, true]);
         assert_eq!(lengths(&windows, at(2_000)), [6], "the first was silent for two seconds");
+        assert!(!windows.have_ended(at(9_000)), "one alone ends by itself");
         (3..3 + ROUTERS_MAX as u64).for_each(|router| put(router, vec![starting(0, 7)], 2_001));
         assert_eq!(lengths(&windows, at(2_001)), [7; ROUTERS_MAX], "the one that spoke before is forgotten");
     }

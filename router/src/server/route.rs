@@ -64,7 +64,7 @@ async fn decide(
         shared.sent.lock().sent(&asked, &hashes, decision, now);
     }
     if let (Ok((decision, _)), Some(waits)) = (&chosen, &shared.waits) {
-        waits.lock().sent(decision, &hashes, now);
+        waits.lock().sent(asked.tenant, decision, &hashes, now);
     }
     let held_blocks = holders::end_blocks(&matched);
     why::remember(

@@ -6,10 +6,10 @@
 
 pub(crate) mod tell;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, NodeId, Timestamp};
+use kv_core::id::{BlockHash, NodeId, TenantId, Timestamp};
 use kv_core::schedule::Decision;
 use kv_core::tier::{WINDOW_BLOCKS_MAX, WINDOW_REQUESTS_MAX};
 
@@ -37,6 +37,7 @@ pub(crate) struct Wanted {
 
 #[derive(Debug)]
 struct Waiting {
+    tenant: TenantId,
     until: Timestamp,
     by_node: Vec<(NodeId, Wanted)>,
 }
@@ -45,21 +46,34 @@ struct Waiting {
 #[derive(Debug, Default)]
 pub(crate) struct Waits {
     by_request: BTreeMap<u64, Waiting>,
-    order: VecDeque<u64>,
     blocks: usize,
     /// Changes of what nodes would be told.
     version: u64,
 }
 
 impl Waits {
-    /// A request was sent by this decision: `hashes` are those of its prompt.
-    pub(crate) fn sent(&mut self, decision: &Decision, hashes: &[BlockHash], now: Timestamp) {
+    /// A request of a tenant was sent by this decision: `hashes` are those of its prompt. Where as many wait as are remembered, it is not: those before it
+    /// are nearer to their turns.
+    pub(crate) fn sent(
+        &mut self,
+        tenant: TenantId,
+        decision: &Decision,
+        hashes: &[BlockHash],
+        now: Timestamp,
+    ) {
         let wait = Duration::from_micros(decision.predicted.queue_us);
         if wait < WAIT_MIN || decision.sources.is_empty() {
             return;
         }
         let request = decision.request.0;
+        // Numbers are their callers' to give; another tenant's stays.
+        if self.by_request.get(&request).is_some_and(|known| known.tenant != tenant) {
+            return;
+        }
         self.begun(request);
+        if self.by_request.len() >= REQUESTS_MAX || self.blocks >= BLOCKS_MAX {
+            return;
+        }
         let starts = now.after(wait);
         let mut by_node: Vec<(NodeId, Wanted)> = Vec::new();
         for source in &decision.sources {
@@ -72,14 +86,8 @@ impl Waits {
         }
         self.blocks += count(&by_node);
         let until = now.after(wait.saturating_mul(LATE_FACTOR).saturating_add(LATE_MORE));
-        self.by_request.insert(request, Waiting { until, by_node });
-        self.order.push_back(request);
+        self.by_request.insert(request, Waiting { tenant, until, by_node });
         self.version += 1;
-        while self.order.len() > REQUESTS_MAX || self.blocks > BLOCKS_MAX {
-            // Whoever came first is nearest to its turn, or has begun.
-            let Some(oldest) = self.order.pop_front() else { break };
-            self.begun(oldest);
-        }
     }
 
     /// A request waits no more.
@@ -95,8 +103,6 @@ impl Waits {
         let over: Vec<u64> =
             self.by_request.iter().filter(|(_, one)| one.until < now).map(|(number, _)| *number).collect();
         over.into_iter().for_each(|request| self.begun(request));
-        let known = &self.by_request;
-        self.order.retain(|request| known.contains_key(request));
         let mut windows: BTreeMap<NodeId, Vec<Wanted>> = BTreeMap::new();
         for (node, wanted) in self.by_request.values().flat_map(|one| &one.by_node) {
             windows.entry(*node).or_default().push(wanted.clone());
@@ -180,8 +186,8 @@ mod tests {
     #[test]
     fn nodes_are_told_of_their_own_blocks_the_next_request_first() {
         let mut waits = Waits::default();
-        waits.sent(&decision(1, 900, &[(4, 0, 3), (5, 3, 2), (4, 5, 1)]), &hashes(6), at(0));
-        waits.sent(&decision(2, 300, &[(4, 1, 2)]), &hashes(6), at(100));
+        waits.sent(TenantId(0), &decision(1, 900, &[(4, 0, 3), (5, 3, 2), (4, 5, 1)]), &hashes(6), at(0));
+        waits.sent(TenantId(0), &decision(2, 300, &[(4, 1, 2)]), &hashes(6), at(100));
         assert_eq!(told(&mut waits, 100), [(4, vec![(400, 2), (900, 4)]), (5, vec![(900, 2)])]);
         let (windows, version) = waits.windows(at(100));
         assert_eq!(windows[&NodeId(4)][0].blocks, hashes(3)[1..]);
@@ -195,20 +201,25 @@ mod tests {
     #[test]
     fn a_request_of_which_nothing_is_heard_counts_as_begun_in_the_end() {
         let mut waits = Waits::default();
-        waits.sent(&decision(1, 900, &[(4, 0, 3)]), &hashes(6), at(0));
+        waits.sent(TenantId(0), &decision(1, 900, &[(4, 0, 3)]), &hashes(6), at(0));
         assert_eq!(told(&mut waits, 2_300).len(), 1);
         assert!(told(&mut waits, 2_301).is_empty() && waits.is_empty());
-        assert_eq!((waits.blocks, waits.order.len()), (0, 0));
+        assert_eq!(waits.blocks, 0);
     }
 
     #[test]
     fn what_a_node_can_do_nothing_for_is_not_told() {
         let mut waits = Waits::default();
-        waits.sent(&decision(1, 19, &[(4, 0, 3)]), &hashes(6), at(0));
-        waits.sent(&decision(2, 900, &[]), &hashes(6), at(0));
+        waits.sent(TenantId(0), &decision(1, 19, &[(4, 0, 3)]), &hashes(6), at(0));
+        waits.sent(TenantId(0), &decision(2, 900, &[]), &hashes(6), at(0));
         assert!(waits.is_empty());
         // Sources behind the hashes are nobody's blocks.
-        waits.sent(&decision(3, 900, &[(4, 5, 9), (5, 7, 1), (6, u32::MAX, u32::MAX)]), &hashes(6), at(0));
+        waits.sent(
+            TenantId(0),
+            &decision(3, 900, &[(4, 5, 9), (5, 7, 1), (6, u32::MAX, u32::MAX)]),
+            &hashes(6),
+            at(0),
+        );
         assert_eq!(told(&mut waits, 0)[0], (4, vec![(900, 1)]));
     }
 
@@ -217,14 +228,21 @@ mod tests {
         let mut waits = Waits::default();
         let all = hashes(200);
         for request in 0..30_000 {
-            waits.sent(&decision(request, 1_000_000, &[(4, 0, 200)]), &all, at(request));
+            waits.sent(TenantId(0), &decision(request, 1_000_000, &[(4, 0, 200)]), &all, at(request));
         }
-        assert!(waits.blocks <= BLOCKS_MAX && waits.by_request.len() <= REQUESTS_MAX, "{}", waits.blocks);
+        assert!(
+            waits.blocks < BLOCKS_MAX + 200 && waits.by_request.len() <= REQUESTS_MAX,
+            "{}",
+            waits.blocks
+        );
+        assert!(waits.by_request.contains_key(&0), "those before are nearer to their turns");
         let (windows, _) = waits.windows(at(30_000));
         let blocks: usize = windows[&NodeId(4)].iter().map(|wanted| wanted.blocks.len()).sum();
         assert!((WINDOW_BLOCKS_MAX..WINDOW_BLOCKS_MAX + 200).contains(&blocks), "{blocks}");
         // The same request again takes its own place.
-        waits.sent(&decision(29_999, 500, &[(4, 0, 1)]), &all, at(30_000));
-        assert_eq!(waits.by_request[&29_999].by_node[0].1.blocks.len(), 1);
+        waits.sent(TenantId(0), &decision(5, 500, &[(4, 0, 1)]), &all, at(30_000));
+        assert_eq!(waits.by_request[&5].by_node[0].1.blocks.len(), 1);
+        waits.sent(TenantId(1), &decision(5, 500, &[(4, 0, 2)]), &all, at(30_000));
+        assert_eq!(waits.by_request[&5].by_node[0].1.blocks.len(), 1, "another tenant has the number");
     }
 }

@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::Request;
+use tonic::transport::Channel;
 
 use super::{Waits, Wanted};
 use crate::clock::Clock;
@@ -40,13 +41,23 @@ pub(crate) struct Teller {
 }
 
 /// What one node was told.
-#[derive(Default)]
 struct Told {
     at: Option<Instant>,
     version: u64,
     is_empty: bool,
-    /// Whether a call is on its way.
-    busy: Arc<Mutex<bool>>,
+    /// Where it is called, over one connection as long as that stays the same.
+    address: String,
+    channel: Channel,
+    call: Arc<Mutex<Call>>,
+}
+
+/// Whether a call is on its way, and whether the one before failed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Call {
+    #[default]
+    Answered,
+    Open,
+    Failed,
 }
 
 impl Teller {
@@ -68,22 +79,40 @@ impl Teller {
         let (mut windows, version) = self.waits.lock().windows(now);
         // Of whom nothing is wanted any more hears so once, and is forgotten.
         told.retain(|node, told| windows.contains_key(node) || !told.is_empty);
-        for node in
-            told.keys().copied().chain(windows.keys().copied().collect::<Vec<_>>()).collect::<Vec<_>>()
-        {
-            windows.entry(node).or_default();
+        for node in told.keys() {
+            windows.entry(*node).or_default();
         }
         let addresses = self.addresses();
         for (node, window) in windows {
-            let Some(address) = addresses.get(&node) else { continue };
-            let told = told.entry(node).or_default();
-            let is_news = told.version != version || told.at.is_none_or(|at| at.elapsed() >= AGAIN_AFTER);
-            if !is_news || std::mem::replace(&mut *told.busy.lock(), true) {
+            let Some(address) = addresses.get(&node) else {
+                told.remove(&node);
+                continue;
+            };
+            let Some(told) = self.entry(told, node, address) else { continue };
+            let call = *told.call.lock();
+            let is_old = told.at.is_none_or(|at| at.elapsed() >= AGAIN_AFTER);
+            let is_news = told.version != version || call == Call::Failed || is_old;
+            if !is_news || call == Call::Open {
                 continue;
             }
             (told.at, told.version, told.is_empty) = (Some(Instant::now()), version, window.is_empty());
-            self.tell(address, message(self.router, &window, now), Arc::clone(&told.busy));
+            self.tell(told, message(self.router, &window, now));
         }
+    }
+
+    /// What a node was told, with a connection to where it is now.
+    fn entry<'a>(
+        &self,
+        told: &'a mut BTreeMap<NodeId, Told>,
+        node: NodeId,
+        address: &str,
+    ) -> Option<&'a mut Told> {
+        if told.get(&node).is_none_or(|known| known.address != address) {
+            let channel = self.peers.channel(address).ok()?;
+            let (address, call) = (address.to_owned(), Arc::default());
+            told.insert(node, Told { at: None, version: 0, is_empty: true, address, channel, call });
+        }
+        told.get_mut(&node)
     }
 
     /// Where live nodes are called.
@@ -93,21 +122,19 @@ impl Teller {
         live.map(|state| (state.record.node, state.record.control_address.clone())).collect()
     }
 
-    fn tell(&self, address: &str, window: pb::SetWindowRequest, busy: Arc<Mutex<bool>>) {
-        let channel = self.peers.channel(address);
-        let metrics = self.metrics.clone();
+    fn tell(&self, told: &Told, window: pb::SetWindowRequest) {
+        let (channel, call, metrics) = (told.channel.clone(), Arc::clone(&told.call), self.metrics.clone());
+        *call.lock() = Call::Open;
         let blocks: usize = window.waiting.iter().map(|one| one.blocks.len() / 16).sum();
         tokio::spawn(async move {
-            let answered = match channel {
-                Ok(channel) => {
-                    let mut request = Request::new(window);
-                    request.set_timeout(ANSWER_MAX);
-                    NodeControlClient::new(channel).set_window(request).await.is_ok()
-                }
-                Err(_) => false,
-            };
+            let mut request = Request::new(window);
+            request.set_timeout(ANSWER_MAX);
+            let mut node = NodeControlClient::new(channel);
+            let asked = node.set_window(request);
+            // A connection that does not come about has no time of its own.
+            let answered = tokio::time::timeout(ANSWER_MAX, asked).await.is_ok_and(|answer| answer.is_ok());
             metrics.window_told(answered, blocks);
-            *busy.lock() = false;
+            *call.lock() = if answered { Call::Answered } else { Call::Failed };
         });
     }
 }
