@@ -72,6 +72,8 @@ fn router(cluster: &Cluster, number: u64, files: CertificateFiles) -> RouterConf
         profile: cluster.shape().profile.clone(),
         // Stand-ins model their computing under the profile: what this machine moves is not to be weighed against that.
         price_links: false,
+        // Where compute takes no time nobody waits, and no block is kept for who is predicted to.
+        windows: cluster.shape().time_scale > 0.0,
         ..RouterConfig::default()
     }
 }
