@@ -16,7 +16,7 @@ pub(super) struct Working {
 /// A point in time of [`Working`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Snapshot {
-    /// Prompt tokens of requests under way, as long as they are not accounted.
+    /// Prompt tokens to compute of requests under way, as long as they are not accounted.
     pub(super) queue_tokens: u64,
     /// Requests under way.
     pub(super) running: u32,

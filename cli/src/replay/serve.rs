@@ -147,7 +147,8 @@ impl Server {
         self.watch.decided(&decision);
         let predicted = decision.predicted.unwrap_or_default();
         let transfer_us = predicted.transfer_us;
-        let predicted_ttft_us = predicted.queue_us + predicted.transfer_us + predicted.prefill_us;
+        let predicted_ttft_us =
+            predicted.queue_us.saturating_add(predicted.transfer_us).saturating_add(predicted.prefill_us);
         let instance = decision.instance;
         let reply = self.run(number, request, decision).await?;
         let sample = sample(&reply, &Routed { route_us, transfer_us, predicted_ttft_us, instance });
