@@ -169,8 +169,7 @@ impl Connection {
         let lending = self.serving.lending.clone();
         self.operations.shutdown().await;
         if let Some(why) = why {
-            lending.close();
-            lending.post(&ToClient::Closing(why));
+            lending.close(&ToClient::Closing(why));
             lending.flush();
             lending.socket().get_ref().end_sending();
             drop(closes);

@@ -157,6 +157,8 @@ struct State {
     posted_since: Option<Instant>,
     /// Why nothing can be sent any more.
     failed: Option<io::Error>,
+    /// The client was told that the connection closes: nothing is said after that.
+    is_closing: bool,
     /// The client is gone: nothing that was lent is read any more.
     is_over: bool,
 }
@@ -194,6 +196,7 @@ impl Lending {
             posted: VecDeque::new(),
             posted_since: None,
             failed: None,
+            is_closing: false,
             is_over: false,
         };
         Ok(Arc::new(Lending {
@@ -367,11 +370,13 @@ impl Lending {
         lender.tick(self.now(), effects);
     }
 
-    /// Nothing new is lent. What is out stays out.
-    pub(super) fn close(&self) {
+    /// Nothing new is lent, and this is the last that the client hears: copies that go on elsewhere answer nobody. What is out stays out.
+    pub(super) fn close(&self, last: &ToClient) {
         let mut state = self.state();
         let State { lender, effects, .. } = &mut *state;
         lender.close(effects);
+        self.post_in(&mut state, last.encode());
+        state.is_closing = true;
     }
 
     /// The client is gone, and with it all that it read.
@@ -421,6 +426,9 @@ impl Lending {
     }
 
     fn post_in(&self, state: &mut State, packet: Vec<u8>) {
+        if state.is_closing {
+            return;
+        }
         if state.posted.is_empty() && self.send(state, &packet) {
             return;
         }
@@ -531,15 +539,22 @@ impl Drop for Begun {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::shm::PACKET_BYTES_MAX;
     use crate::shm::map::memory_file;
+    use crate::shm::packet::Closing;
+    use crate::shm::seqpacket::Got;
     use std::time::Duration;
 
     const PART: u64 = 1 << 16;
 
     fn lending() -> Arc<Lending> {
+        lending_and_client().0
+    }
+
+    fn lending_and_client() -> (Arc<Lending>, Seqpacket) {
         let dir = tempfile::tempdir().unwrap();
         let listener = Seqpacket::listen(&dir.path().join("s")).unwrap();
-        let _client = Seqpacket::connect(&dir.path().join("s")).unwrap();
+        let client = Seqpacket::connect(&dir.path().join("s")).unwrap();
         let stock = Stock {
             tray: Arc::new(Mapping::to_write(&memory_file(2 * PART).unwrap(), 2 * PART).unwrap()),
             tray_out_at: PART,
@@ -552,7 +567,23 @@ mod tests {
             lease: Duration::from_secs(60),
             since: Instant::now(),
         };
-        Lending::new(listener.accept().unwrap().unwrap(), stock).unwrap()
+        (Lending::new(listener.accept().unwrap().unwrap(), stock).unwrap(), client)
+    }
+
+    #[tokio::test]
+    async fn a_copy_that_ends_as_the_connection_closes_says_nothing() {
+        let (lending, client) = lending_and_client();
+        lending.post(&ToClient::Taken { op: 1, frames: 1 });
+        lending.close(&ToClient::Closing(Closing::Protocol));
+        lending.post(&ToClient::Taken { op: 1, frames: 1 });
+        let mut buffer = [0; PACKET_BYTES_MAX];
+        let mut heard = || match client.recv(&mut buffer).unwrap() {
+            Got::Packet(len, _) => Some(ToClient::decode(&buffer[..len]).unwrap()),
+            Got::Ended | Got::Later => None,
+        };
+        assert_eq!(heard(), Some(ToClient::Taken { op: 1, frames: 1 }));
+        assert_eq!(heard(), Some(ToClient::Closing(Closing::Protocol)));
+        assert_eq!(heard(), None);
     }
 
     #[tokio::test]
