@@ -1,10 +1,8 @@
 //! A node and a router that records: what it hears, in which order, through losses of every kind.
-#![allow(clippy::unwrap_used)]
-
-mod world;
 
 use std::os::unix::fs::FileExt;
 
+use crate::world::*;
 use kv_core::id::{IdentityDigest, LeaseId, TenantId, Tier};
 use kv_core::index::command::Refusal;
 use kvfleet_errors_doc::says;
@@ -12,7 +10,6 @@ use kvfleet_node::{Node, NodeConfig};
 use kvfleet_proto::convert;
 use kvfleet_proto::pb::{self, announce_reply};
 use kvfleet_transport::{FetchAnswer, MissReason, SaveAnswer, SaveRefusal};
-use world::*;
 
 async fn settle(world: &World, node: &Node) -> pb::SettleReply {
     let mut control = world.control(node.control_addr()).await;

@@ -3,15 +3,13 @@
 //!
 //! The other process is this program once more, told what it is by its environment. Not here: ends that are dropped in order
 //! (`shm.rs`).
-#![allow(clippy::unwrap_used)]
-
-mod world;
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::world::*;
 use kv_core::id::{Epoch, Tier};
 use kvfleet_node::{Node, NodeConfig, ShmSection};
 use kvfleet_proto::frame::Frame;
@@ -20,7 +18,6 @@ use kvfleet_transport::shm::{ShmConfig, ShmDialer};
 use kvfleet_transport::{Dialer, FetchAnswer, Path, PathError};
 use prometheus::Registry;
 use rustix::process::{Pid, Signal, kill_process};
-use world::*;
 
 /// What the other process is to be: `client DIRECTORY ADDRESS`, or `node DIRECTORY ADDRESS`.
 const ROLE: &str = "KVFLEET_TEST_ROLE";
@@ -39,7 +36,7 @@ struct Other {
 impl Other {
     fn start(role: &str, world: &World, address: &str) -> Other {
         let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", "the_other_process", "--nocapture"]);
+        child.args(["--exact", "killed::the_other_process", "--nocapture"]);
         child.env(ROLE, format!("{role}\n{}\n{address}", world.dir.path().display()));
         let mut child = child.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let input = child.stdin.take().unwrap();

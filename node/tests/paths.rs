@@ -1,12 +1,10 @@
 //! A node over both network paths: one service, one caller, one bound, and an end of both.
-#![allow(clippy::unwrap_used)]
-
-mod world;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::world::*;
 use kv_core::id::{LeaseId, Tier};
 use kvfleet_errors_doc::says;
 use kvfleet_node::{Node, NodeConfig, TlsSection};
@@ -18,7 +16,6 @@ use prometheus::Registry;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, date_time_ymd};
 use rustls::pki_types::UnixTime;
 use rustls::time_provider::TimeProvider;
-use world::*;
 
 async fn dial_tcp(world: &World, address: SocketAddr) -> Arc<dyn Path> {
     TcpDialer::new(&world.identity, TcpConfig::default()).dial(address.to_string()).await.unwrap()

@@ -1,11 +1,9 @@
 //! A node over real QUIC: saving, fetching, refusing, limits, and errors at start.
-#![allow(clippy::unwrap_used)]
-
-mod world;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use crate::world::*;
 use kv_core::id::{Epoch, IdentityDigest, LeaseId, TenantId, Tier};
 use kvfleet_errors_doc::says;
 use kvfleet_node::tiers::ssd::SsdFaults;
@@ -14,7 +12,6 @@ use kvfleet_proto::frame::{Frame, KeyForm, seal};
 use kvfleet_proto::pb;
 use kvfleet_transport::{FetchAnswer, MissReason, Path, SaveAnswer, SaveRefusal};
 use prometheus::Registry;
-use world::*;
 
 #[tokio::test]
 async fn what_was_saved_is_fetched_without_any_router() {

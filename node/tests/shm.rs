@@ -1,11 +1,9 @@
 //! A node and the processes of its host: who is served and how, what is lent and for how long, and bad directories.
-#![allow(clippy::unwrap_used)]
-
-mod world;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use crate::world::*;
 use kv_core::id::{Epoch, LeaseId, TenantId, Tier};
 use kvfleet_errors_doc::says;
 use kvfleet_node::{Node, NodeConfig, ShmPeerSection, ShmSection};
@@ -13,7 +11,6 @@ use kvfleet_proto::frame::Frame;
 use kvfleet_transport::shm::{ShmConfig, ShmDialer, socket_path};
 use kvfleet_transport::{Dialer, FetchAnswer, MissReason, Path, PathError, SaveAnswer};
 use prometheus::Registry;
-use world::*;
 
 fn sockets(world: &World) -> PathBuf {
     world.dir.path().join("sockets")

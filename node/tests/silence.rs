@@ -1,15 +1,12 @@
 //! A node whose router goes silent without closing anything: it must be somewhere else soon.
-#![allow(clippy::unwrap_used)]
-
-mod world;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::world::*;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use world::*;
 
 /// Far below the quarter of an hour after which TCP itself gives up, far above the link's own limits.
 const SOON: Duration = Duration::from_secs(20);

@@ -1,10 +1,8 @@
 //! Callers whose certificates name tenants, at a whole node: over both network paths, and at its control calls.
-#![allow(clippy::unwrap_used)]
-
-mod world;
 
 use std::sync::Arc;
 
+use crate::world::*;
 use kv_core::id::{Epoch, TenantId, Tier};
 use kvfleet_errors_doc::says;
 use kvfleet_node::{Node, NodeConfig};
@@ -14,7 +12,6 @@ use kvfleet_transport::tcp::{TcpConfig, TcpDialer};
 use kvfleet_transport::{Dialer, FetchAnswer, MissReason, Path, SaveAnswer, SaveRefusal};
 use prometheus::Registry;
 use tonic::Code;
-use world::*;
 
 async fn saved(path: &dyn Path, tenant: u32, numbers: std::ops::Range<u64>) -> SaveAnswer {
     let (first, all) = (numbers.start, hashes(numbers));

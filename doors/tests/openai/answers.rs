@@ -2,9 +2,9 @@
 
 use http_body_util::BodyExt;
 
-use crate::engine::{Engine, Step, end, events, piece, plain, stream_head, streamed};
+use super::engine::{Engine, Step, end, events, piece, plain, stream_head, streamed};
+use super::house::{CHAT, House, golden, whole};
 use crate::harness::until;
-use crate::house::{CHAT, House, golden, whole};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stream_goes_by_byte_for_byte_and_each_piece_at_once() {

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use kvfleet_errors_doc::says;
 
-use crate::engine::{Engine, Step, events, piece, plain, stream_head, streamed};
-use crate::house::{House, golden};
+use super::engine::{Engine, Step, events, piece, plain, stream_head, streamed};
+use super::house::{House, golden};
 
 fn good() -> Vec<Step> {
     streamed(&events(3))
@@ -268,6 +268,6 @@ async fn an_idle_connection_that_the_engine_closed_costs_no_request() {
         assert_eq!((answer.status, answer.is_whole), (200, true));
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
-    assert_eq!(golden(1).path, crate::house::CHAT);
+    assert_eq!(golden(1).path, super::house::CHAT);
     house.close().await;
 }

@@ -23,7 +23,7 @@ use serde::Deserialize;
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 
-use crate::engine::Engine;
+use super::engine::Engine;
 use crate::harness::{Cluster, until};
 
 pub const BLOCK_TOKENS: u32 = 4;

@@ -3,9 +3,9 @@
 use kvfleet_errors_doc::says;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use crate::engine::{Engine, Step, end, piece, plain, stream_head};
+use super::engine::{Engine, Step, end, piece, plain, stream_head};
+use super::house::{CHAT, House, golden, whole};
 use crate::harness::until;
-use crate::house::{CHAT, House, golden, whole};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_cannot_be_read_is_answered_in_the_shape_of_openai() {
@@ -142,7 +142,7 @@ async fn doors_under_an_identity_that_cannot_be_do_not_open() {
     let mut config = kvfleet_doors::DoorsConfig::default();
     config.openai.listen = "127.0.0.1:0".into();
     let desk = house.cluster.routers[0].as_ref().unwrap().desk();
-    let mut engines = crate::house::engines_config();
+    let mut engines = super::house::engines_config();
     engines.identity.block_tokens = 0;
     let registry = prometheus::Registry::new();
     let opened = kvfleet_doors::Doors::open(&config, &engines, desk, &registry).await;
@@ -157,7 +157,7 @@ async fn a_door_where_somebody_listens_does_not_open() {
     let mut config = kvfleet_doors::DoorsConfig::default();
     config.openai.listen = engine.address.to_string();
     let desk = house.cluster.routers[0].as_ref().unwrap().desk();
-    let (engines, registry) = (crate::house::engines_config(), prometheus::Registry::new());
+    let (engines, registry) = (super::house::engines_config(), prometheus::Registry::new());
     let opened = kvfleet_doors::Doors::open(&config, &engines, desk, &registry).await;
     let error = opened.expect_err("must be refused");
     says("a port of the OpenAI door in use", &error, &[&engine.address.to_string()]);

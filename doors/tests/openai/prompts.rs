@@ -4,9 +4,9 @@ use kvfleet_doors::Priorities;
 use kvfleet_proto::pb;
 use serde_json::Value;
 
-use crate::engine::{Engine, events, streamed};
+use super::engine::{Engine, events, streamed};
+use super::house::{House, STARTED_US, golden, hashes};
 use crate::harness::{resident, until};
-use crate::house::{House, STARTED_US, golden, hashes};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_request_goes_where_its_tokens_are_in_gpu_memory() {

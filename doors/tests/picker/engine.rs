@@ -3,7 +3,7 @@
 use tokio::net::TcpListener;
 use tokio::task::{JoinHandle, JoinSet};
 
-use crate::http::Http;
+use super::http::Http;
 
 pub struct Engine {
     pub address: String,

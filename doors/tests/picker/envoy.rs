@@ -7,12 +7,12 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::door::{DRAWN, Door, completion};
-use crate::engine::Engine;
+use super::door::{DRAWN, Door, completion};
+use super::engine::Engine;
+use super::http::{Http, Message, ask};
+use super::tap::Tap;
 use crate::harness::until;
-use crate::http::{Http, Message, ask};
 use crate::ports::unused_address;
-use crate::tap::Tap;
 
 /// Ways into Envoy: a name, the cluster of its picker, where it sends what was picked, how bodies go, and whether it goes on without a picker.
 const WAYS: [(&str, &str, &str, &str, &str); 7] = [

@@ -9,7 +9,7 @@ use kvfleet_proto::envoy::ext_proc::processing_response::Response;
 use kvfleet_proto::envoy::mode::processing_mode::BodySendMode;
 use prost::Message;
 
-use crate::streams::{Call, ENDPOINTS, destination, door};
+use super::streams::{Call, ENDPOINTS, destination, door};
 
 const RECORDED: &str = include_str!("../../testdata/envoy-1.40.0.txt");
 
@@ -42,7 +42,7 @@ struct Outcome {
 }
 
 /// Says what Envoy said, and its last word when it had an answer to what came before.
-async fn replayed(opened: &crate::door::Opened, name: &str) -> Outcome {
+async fn replayed(opened: &super::door::Opened, name: &str) -> Outcome {
     let mut call = Call::open(opened).await.unwrap();
     let (mut messages, mut outcome) = (recorded(name), Outcome::default());
     let is_response =

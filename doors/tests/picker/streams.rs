@@ -17,7 +17,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming};
 
-use crate::door::{DRAWN, Door, Opened, completion};
+use super::door::{DRAWN, Door, Opened, completion};
 use crate::harness::{HANG, until};
 
 pub const ENDPOINTS: [&str; 2] = ["127.0.0.1:18001", "127.0.0.1:18002"];

@@ -1,5 +1,4 @@
 //! What the node's tests stand in: a certificate authority, a router that records, and a client.
-#![allow(clippy::unwrap_used, unreachable_pub, dead_code)]
 
 mod log;
 
@@ -264,10 +263,6 @@ impl FakeRouter {
 
     pub async fn holds(&self, what: &str, test: impl Fn(&Recorded) -> bool) {
         eventually(what, async || test(&self.state.lock()).then_some(())).await;
-    }
-
-    pub fn in_tier(&self, tier: Tier) -> usize {
-        self.state.lock().blocks.values().filter(|held| **held == tier).count()
     }
 
     fn moved_on(&self) -> Option<Status> {

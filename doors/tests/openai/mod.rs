@@ -1,0 +1,8 @@
+//! The OpenAI-compatible door: engines of our own that answer as a test says, and callers.
+
+mod answers;
+mod engine;
+mod failures;
+mod house;
+mod limits;
+mod prompts;

@@ -1,0 +1,9 @@
+//! The door of Envoy: what an Envoy said, hostile streams, and, where one is at hand, Envoy itself.
+
+mod door;
+mod engine;
+mod envoy;
+mod http;
+mod recorded;
+mod streams;
+mod tap;
