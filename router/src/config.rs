@@ -50,6 +50,9 @@ pub struct RouterConfig {
     pub truth: TruthConfig,
     /// Named hardware profile that predicts TTFT (see `kv_core::schedule::PROFILES`).
     pub profile: String,
+    /// How much of the profile's time everything takes: 1 but for stand-in instances that compute faster or slower than it (their own
+    /// `time_scale`).
+    pub time_scale: f64,
     /// Whether decisions price by what instances measured of their links, where they report any; else by the profile alone,
     /// and what they report is shown only.
     pub price_links: bool,
@@ -182,6 +185,7 @@ impl Default for RouterConfig {
             announce: AnnounceConfig::default(),
             truth: TruthConfig::default(),
             profile: HardwareProfile::default().name.into(),
+            time_scale: 1.0,
             price_links: true,
             windows: true,
             admission: AdmissionConfig::default(),
@@ -238,6 +242,9 @@ impl Default for AnnounceConfig {
 /// ten small calls a second; one group fills a core with applying. Four let three routers lead at least one
 /// each, and are enough for the routers to become limited by their network instead.
 const SHARDS: u16 = 4;
+
+/// Of the profile's time; what stand-in instances can keep.
+const TIME_SCALES: std::ops::RangeInclusive<f64> = 0.001..=1000.0;
 
 /// Most shards: at 64 heartbeats alone take some hundreds of calls a second on each router.
 const SHARDS_MAX: u16 = 64;
@@ -415,6 +422,13 @@ impl RouterConfig {
                 format!("{:?} is not known; choose one of {}", self.profile, known.join(", ")),
             );
         }
+        if !TIME_SCALES.contains(&self.time_scale) {
+            let (least, most) = (TIME_SCALES.start(), TIME_SCALES.end());
+            return refuse(
+                "time_scale",
+                format!("{} is outside {least} to {most}; 1 is the profile's own time", self.time_scale),
+            );
+        }
         if !(100..=1_000_000).contains(&self.snapshot_every_entries) {
             return refuse(
                 "snapshot_every_entries",
@@ -433,9 +447,9 @@ impl RouterConfig {
         listed.map_or(&self.advertise, |voter| &voter.address)
     }
 
-    /// The profile named, or the default one when the config was not validated.
+    /// The profile named, or the default one when the config was not validated, in the time of this cluster.
     pub(crate) fn hardware(&self) -> HardwareProfile {
-        HardwareProfile::by_name(&self.profile).unwrap_or_default()
+        HardwareProfile::by_name(&self.profile).unwrap_or_default().scaled(self.time_scale)
     }
 }
 
@@ -605,6 +619,7 @@ mod tests {
         says("a router: digests_ms", &refused(|config| config.truth.digests_ms = 1), &[]);
         says("a router: audit_ms", &refused(|config| config.truth.audit_ms = 10_000_000), &[]);
         says("a router: audit_blocks", &refused(|config| config.truth.audit_blocks = 0), &[]);
+        says("a router: time_scale", &refused(|config| config.time_scale = f64::NAN), &[]);
         says("a router: profile", &refused(|config| config.profile = "abacus".into()), &[]);
         says("a router: snapshot_every_entries", &refused(|config| config.snapshot_every_entries = 1), &[]);
         says("a router: index_copies_max", &refused(|config| config.index_copies_max = 0), &[]);

@@ -70,6 +70,7 @@ fn router(cluster: &Cluster, number: u64, files: CertificateFiles) -> RouterConf
         data_dir: cluster.directory().join(name((Role::Router, number))),
         tls: kvfleet_router::TlsConfig { ca: files.ca, cert: files.cert, key: files.key },
         profile: cluster.shape().profile.clone(),
+        time_scale: cluster.shape().predicted_time_scale(),
         // Stand-ins model their computing under the profile: what this machine moves is not to be weighed against that.
         price_links: false,
         // Where compute takes no time nobody waits, and no block is kept for who is predicted to.

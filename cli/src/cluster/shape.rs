@@ -89,6 +89,12 @@ impl Shape {
         }
     }
 
+    /// How much of the profile's time routers predict. Where compute takes no time, what they say is the profile's own.
+    #[must_use]
+    pub fn predicted_time_scale(&self) -> f64 {
+        if self.time_scale > 0.0 { self.time_scale } else { 1.0 }
+    }
+
     /// The identity that every process of this cluster serves.
     #[must_use]
     pub fn manifest(&self) -> IdentityManifest {

@@ -76,10 +76,7 @@ impl Engine {
 
     /// What routers are told of the request. Where compute is only accounted for, no time was measured.
     fn tell(&self, job: &Job, reply: &pb::RunReply, misses: Vec<SourceMiss>) {
-        // In the time of the profile, by which routers predict.
-        let ttft = reply.timed.as_ref().map(|timed| {
-            Duration::from_micros(timed.queue_us + timed.prefill_us).div_f64(self.config.time_scale)
-        });
+        let ttft = reply.timed.as_ref().map(|timed| Duration::from_micros(timed.queue_us + timed.prefill_us));
         let (request, hit_blocks) = (job.request, reply.hit_blocks);
         self.client.tell(&RequestOutcome { request, hit_blocks, ttft, misses });
     }

@@ -245,6 +245,7 @@ mod tests {
             tenant: TenantId(0),
             block_tokens: 512,
             watch: Arc::new(Watch::default()),
+            time_scale: 1.0,
             instances: parking_lot::Mutex::default(),
         };
         let request = Prepared {

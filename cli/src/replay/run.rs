@@ -188,6 +188,7 @@ async fn drive(
         tenant: TenantId(args.tenant),
         block_tokens: workload.block_tokens,
         watch: Arc::clone(&watch),
+        time_scale: cluster.as_ref().map_or(1.0, |cluster| cluster.shape().predicted_time_scale()),
         instances: parking_lot::Mutex::default(),
     };
     let drive = Drive {

@@ -36,6 +36,8 @@ pub(super) struct Server {
     pub(super) tenant: TenantId,
     pub(super) block_tokens: u32,
     pub(super) watch: Arc<Watch>,
+    /// How much of the profile's time everything takes that routers predict.
+    pub(super) time_scale: f64,
     /// Channels by instance address; few, and never removed.
     pub(super) instances: Mutex<HashMap<String, Channel>>,
 }
@@ -146,7 +148,7 @@ impl Server {
         let route_us = micros(begun.elapsed());
         self.watch.decided(&decision);
         let predicted = decision.predicted.unwrap_or_default();
-        let transfer_us = predicted.transfer_us;
+        let transfer_us = in_profile_time(predicted.transfer_us, self.time_scale);
         let predicted_ttft_us =
             predicted.queue_us.saturating_add(predicted.transfer_us).saturating_add(predicted.prefill_us);
         let instance = decision.instance;
@@ -269,6 +271,12 @@ struct Routed {
     instance: u32,
 }
 
+/// What is called modelled is in the profile's own time.
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
+fn in_profile_time(us: u64, time_scale: f64) -> u64 {
+    (us as f64 / time_scale).round() as u64
+}
+
 fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
@@ -298,6 +306,14 @@ mod tests {
         assert_eq!((sampled.fetch_us, sampled.save_us), (Some(9_000_000), Some(7_000_000)));
         let idle = sample(&pb::RunReply::default(), &routed);
         assert_eq!((idle.fetch_us, idle.save_us), (None, None), "nothing was tried");
+    }
+
+    #[test]
+    fn what_is_modelled_is_in_the_time_of_the_profile() {
+        assert_eq!(
+            [in_profile_time(30, 1.0), in_profile_time(30, 0.02), in_profile_time(0, 0.5)],
+            [30, 1500, 0]
+        );
     }
 
     #[test]

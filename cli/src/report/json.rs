@@ -220,15 +220,11 @@ pub struct PredictionError {
 const LEARNING: usize = 200;
 
 impl PredictionError {
-    /// `time_scale` is by how much the time of instances is that of the profile, by which routers predict.
     #[expect(clippy::cast_precision_loss)]
-    fn of(samples: &[Sample], time_scale: f64) -> Option<PredictionError> {
-        if time_scale <= 0.0 {
-            return None;
-        }
+    fn of(samples: &[Sample]) -> Option<PredictionError> {
         let pair = |sample: &Sample| {
             let timed = sample.timed?;
-            let observed = (timed.queue_us + timed.prefill_us) as f64 / time_scale;
+            let observed = (timed.queue_us + timed.prefill_us) as f64;
             Some((sample.predicted_ttft_us as f64, observed.max(1.0)))
         };
         let pairs: Vec<(f64, f64)> = samples.iter().skip(LEARNING).filter_map(pair).collect();
@@ -452,7 +448,7 @@ impl Report {
             refused: measured.refused.clone(),
             seed: subject.seed,
             prefill: Prefill::of(&measured.samples),
-            prediction: PredictionError::of(&measured.samples, subject.config.time_scale),
+            prediction: PredictionError::of(&measured.samples),
             modelled: Modelled::new(subject.profile, measured),
             config: subject.config,
         }
@@ -571,19 +567,19 @@ mod tests {
     }
 
     #[test]
-    fn predictions_are_judged_behind_what_routers_learn_from_and_in_the_time_of_the_profile() {
+    fn predictions_are_judged_behind_what_routers_learn_from() {
         let sample = |predicted_ttft_us, queue_us, prefill_us| Sample {
             predicted_ttft_us,
             timed: Some(TimedPrefill { queue_us, prefill_us, ..TimedPrefill::default() }),
             ..Sample::default()
         };
         let mut samples = vec![sample(9_000, 1, 1); LEARNING];
-        // Half the time of the profile: 200, 400 and 400 there.
-        samples.extend([sample(220, 60, 40), sample(300, 100, 100), sample(440, 0, 200)]);
-        let error = PredictionError::of(&samples, 0.5).unwrap();
+        samples.extend([sample(220, 120, 80), sample(300, 200, 200), sample(440, 0, 400)]);
+        let error = PredictionError::of(&samples).unwrap();
         assert_eq!(error.requests, 3);
         assert!((error.median - 0.1).abs() < 1e-9 && (error.bias + 0.04).abs() < 1e-9, "{error:?}");
-        assert_eq!(PredictionError::of(&samples, 0.0), None, "compute takes no time");
-        assert_eq!(PredictionError::of(&samples[..LEARNING], 0.5), None);
+        assert_eq!(PredictionError::of(&samples[..LEARNING]), None);
+        let untimed = vec![Sample { predicted_ttft_us: 1, ..Sample::default() }; LEARNING + 1];
+        assert_eq!(PredictionError::of(&untimed), None, "compute takes no time");
     }
 }

@@ -128,6 +128,30 @@ impl HardwareProfile {
         }
     }
 
+    /// The same machines with `times` as much time for all that they do, and as many times fewer bytes a second: for stand-ins that take a
+    /// share of the time that the profile says. A lane through which something comes never comes to stand still.
+    #[must_use]
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
+    pub fn scaled(&self, times: f64) -> HardwareProfile {
+        // Casts to integers saturate.
+        let time = |value: u64| (value as f64 * times).round() as u64;
+        let lane = |lane: Lane| Lane {
+            latency_ns: time(lane.latency_ns),
+            bytes_per_s: ((lane.bytes_per_s as f64 / times).round() as u64).max(lane.bytes_per_s.min(1)),
+        };
+        HardwareProfile {
+            prefill_ns_per_token: time(self.prefill_ns_per_token),
+            prefill_ps_per_token_context: time(self.prefill_ps_per_token_context),
+            step_ns: time(self.step_ns),
+            step_ns_per_running: time(self.step_ns_per_running),
+            gpu: lane(self.gpu),
+            dram: lane(self.dram),
+            ssd: lane(self.ssd),
+            network: lane(self.network),
+            ..*self
+        }
+    }
+
     /// Prefill of `new_tokens` behind `context_tokens` that are there already, in nanoseconds, with the
     /// step itself left out: a·n + b·(c·n + n²/2).
     #[must_use]

@@ -107,3 +107,17 @@ fn a_lane_through_another_adds_latency_and_takes_the_narrower_rate() {
     assert_eq!(a.through(b), Lane { latency_ns: 3, bytes_per_s: 5 });
     assert_eq!(b.through(a), a.through(b));
 }
+
+#[test]
+fn machines_of_another_time_decide_alike_and_take_as_much_more() {
+    for profile in PROFILES {
+        assert_eq!(profile.scaled(1.0), *profile);
+        let slow = profile.scaled(10.0);
+        assert_eq!(slow.prefill_ns(100, 33), 10 * profile.prefill_ns(100, 33));
+        assert_eq!(slow.ssd.latency_ns, 10 * profile.ssd.latency_ns);
+        assert_eq!(slow.stream_ns(slow.network, 512).div_ceil(10), profile.stream_ns(profile.network, 512));
+        assert_eq!(slow.kv_bytes_per_token, profile.kv_bytes_per_token);
+        let slowest = profile.scaled(1e30);
+        assert_eq!((slowest.dram.bytes_per_s, slowest.step_ns), (1, u64::MAX), "something comes through");
+    }
+}
