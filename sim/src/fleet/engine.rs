@@ -104,6 +104,31 @@ impl Engine {
         }
     }
 
+    /// A copy, to see what would come.
+    pub(super) fn copy(&self) -> Engine {
+        Engine {
+            memory: self.memory.copy(),
+            waiting: self.waiting.clone(),
+            decoding: self.decoding.clone(),
+            ..*self
+        }
+    }
+
+    /// When the step that runs ends.
+    pub(super) fn step_ends_ns(&self) -> Option<u64> {
+        self.step.map(|(_, end_ns)| end_ns)
+    }
+
+    /// When the first of what waits has come that has not come yet.
+    pub(super) fn wakes_ns(&self, now_ns: u64) -> Option<u64> {
+        self.waiting.iter().map(|job| job.ready_ns).filter(|ready_ns| *ready_ns > now_ns).min()
+    }
+
+    /// Requests whose first token is not out.
+    pub(super) fn without_first(&self) -> usize {
+        self.waiting.len() + usize::from(self.prefill.is_some())
+    }
+
     /// A request comes.
     pub(super) fn put(&mut self, job: Job) {
         self.waiting.push_back(job);

@@ -27,12 +27,14 @@ pub(super) struct Memory {
     changes: ChangeLog,
 }
 
+#[derive(Clone, Copy)]
 struct Resident {
     users: u32,
     /// In `idle`, while nobody uses it.
     used: u64,
 }
 
+#[derive(Clone, Copy)]
 struct Running {
     /// Of the prompt, those that were there when it came.
     held: usize,
@@ -52,6 +54,18 @@ impl Memory {
             taken_blocks: 0,
             clock: 0,
             changes: ChangeLog::default(),
+        }
+    }
+
+    /// A copy; what came and went before it is left out.
+    pub(super) fn copy(&self) -> Memory {
+        Memory {
+            prompts: Arc::clone(&self.prompts),
+            resident: self.resident.clone(),
+            idle: self.idle.clone(),
+            running: self.running.clone(),
+            changes: ChangeLog::default(),
+            ..*self
         }
     }
 

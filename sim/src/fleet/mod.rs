@@ -4,8 +4,10 @@
 //! Equal arguments give equal reports, byte for byte. Not here: the routers (`crate::routers`), traces (`crate::trace`), and a real fleet
 //! (`kvfleet replay`).
 
+mod ahead;
 mod engine;
 mod memory;
+mod oracle;
 mod report;
 mod store;
 mod view;
@@ -26,7 +28,8 @@ pub use workload::Workload;
 use crate::routers::{Plane, Route, Router};
 use engine::{Ended, Engine, Job};
 use memory::Memory;
-use store::Store;
+use oracle::Oracle;
+use store::{Fetched, Store};
 
 /// What the fleet is made of. Node n is the own node of instance n.
 #[derive(Clone, Debug)]
@@ -47,9 +50,9 @@ pub struct Setup {
     pub plane: Plane,
     /// Whether instances begin what waits in the order of the production scheduler's turns. The others have none, and theirs is that of coming.
     pub orders: bool,
-    /// Between two load reports of an instance.
+    /// Between two load reports of an instance; 0 where each decision reads the loads as they are.
     pub report_every_ns: u64,
-    /// From a change at a node until routers know of it.
+    /// From a change at a node until routers know of it; 0 where they know at once.
     pub announce_ns: u64,
     /// The same of GPU memory.
     pub events_ns: u64,
@@ -76,6 +79,18 @@ impl Setup {
             events_ns: 5_000_000,
         }
     }
+
+    /// The same where nothing that a router knows is old.
+    #[must_use]
+    pub fn fresh(self) -> Setup {
+        Setup { report_every_ns: 0, announce_ns: 0, events_ns: 0, ..self }
+    }
+}
+
+/// Who decides where requests go.
+enum Decider<'a> {
+    Router(&'a mut dyn Router),
+    Oracle(Oracle),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -141,10 +156,22 @@ struct Fleet<'a> {
 /// Serves a workload.
 #[must_use]
 pub fn run(workload: &Workload, setup: &Setup, router: &mut dyn Router) -> Report {
+    serve(workload, setup, &mut Decider::Router(router))
+}
+
+/// Serves a workload by plans of the production scheduler, each at the instance where the engines themselves say that it is best for all
+/// requests that are there, and for the next `window` ones, which it knows. Nothing that it knows is old.
+#[must_use]
+pub fn run_knowing(workload: &Workload, setup: &Setup, window: usize) -> Report {
+    let setup = setup.clone().fresh();
+    serve(workload, &setup, &mut Decider::Oracle(Oracle::new(workload, setup.instances, window)))
+}
+
+fn serve(workload: &Workload, setup: &Setup, decider: &mut Decider<'_>) -> Report {
     let mut fleet = Fleet::new(workload, setup);
     while let Some(Reverse(Due { at_ns, event, .. })) = fleet.due.pop() {
         match event {
-            Event::Arrives(nth) => fleet.arrives(nth, at_ns, router),
+            Event::Arrives(nth) => fleet.arrives(nth, at_ns, decider),
             Event::StepEnds(instance) => fleet.step_ends(instance, at_ns),
             Event::Wakes(instance) => fleet.poke(instance, at_ns),
             Event::Reports(instance) => fleet.reports(instance, at_ns),
@@ -174,7 +201,7 @@ impl<'a> Fleet<'a> {
         for (nth, request) in workload.requests.iter().enumerate() {
             fleet.at(request.arrival_ns, Event::Arrives(nth));
         }
-        for instance in 0..setup.instances {
+        for instance in (0..setup.instances).filter(|_| setup.report_every_ns > 0) {
             // They do not all speak at once.
             let first = setup.report_every_ns * u64::from(instance) / u64::from(setup.instances);
             fleet.at(first, Event::Reports(instance));
@@ -187,7 +214,10 @@ impl<'a> Fleet<'a> {
         self.due.push(Reverse(Due { at_ns, nth: self.made, event }));
     }
 
-    fn arrives(&mut self, nth: usize, now_ns: u64, router: &mut dyn Router) {
+    fn arrives(&mut self, nth: usize, now_ns: u64, decider: &mut Decider<'_>) {
+        if self.setup.report_every_ns == 0 {
+            (0..self.setup.instances).for_each(|instance| self.tell_load(instance, now_ns));
+        }
         let request = &self.workload.requests[nth];
         let prompt = self.workload.prompt(nth);
         let (matched, resident) = self.view.look_up(prompt);
@@ -204,7 +234,11 @@ impl<'a> Fleet<'a> {
         let now = Timestamp(now_ns / 1_000);
         let coming = self.view.coming(&asked, prompt, now);
         let ask = Ask { request: asked, matched: &matched, resident: &resident, coming: &coming, now };
-        match router.route(&ask, &self.view) {
+        let route = match decider {
+            Decider::Router(router) => router.route(&ask, &self.view),
+            Decider::Oracle(oracle) => oracle.route(nth, &ask, self, now_ns),
+        };
+        match route {
             Route::To(decision) => self.send(nth, &asked, &decision, now_ns),
             Route::Reject => {
                 self.open -= 1;
@@ -222,16 +256,7 @@ impl<'a> Fleet<'a> {
         let fetched =
             self.store.fetch(&decision.sources, prompt, (own, block_tokens, request.category), now_ns);
         decision.sources.iter().for_each(|source| self.node_changed(source.node, now_ns));
-        let tokens = |blocks: u32| (blocks * block_tokens).min(request.input_tokens);
-        let job = Job {
-            nth,
-            input_tokens: request.input_tokens,
-            output_tokens: request.output_tokens,
-            fetched_tokens: tokens(decision.resident_blocks + fetched.blocks),
-            resident_tokens: tokens(decision.resident_blocks),
-            ready_ns: fetched.ready_ns,
-            turn: decision.turn,
-        };
+        let job = self.job(nth, decision, fetched);
         self.report.fetched_blocks += u64::from(fetched.blocks);
         self.view.sent((asked, prompt), decision, Timestamp(now_ns / 1_000));
         let predicted_ns = decision.predicted.ttft_us() * 1_000;
@@ -242,6 +267,21 @@ impl<'a> Fleet<'a> {
             self.at(fetched.ready_ns, Event::Wakes(instance.0));
         }
         self.poke(instance.0, now_ns);
+    }
+
+    /// A request as it comes to the instance of a decision, whose blocks come so.
+    fn job(&self, nth: usize, decision: &Decision, fetched: Fetched) -> Job {
+        let request = &self.workload.requests[nth];
+        let tokens = |blocks: u32| (blocks * self.workload.block_tokens).min(request.input_tokens);
+        Job {
+            nth,
+            input_tokens: request.input_tokens,
+            output_tokens: request.output_tokens,
+            fetched_tokens: tokens(decision.resident_blocks + fetched.blocks),
+            resident_tokens: tokens(decision.resident_blocks),
+            ready_ns: fetched.ready_ns,
+            turn: decision.turn,
+        }
     }
 
     /// Lets an instance begin what it can.
@@ -294,6 +334,12 @@ impl<'a> Fleet<'a> {
         if self.open == 0 {
             return;
         }
+        self.tell_load(instance, now_ns);
+        self.at(now_ns + self.setup.report_every_ns, Event::Reports(instance));
+    }
+
+    /// Word of an instance's load, and with that of the first of how much nodes have.
+    fn tell_load(&mut self, instance: u32, now_ns: u64) {
         let engine = &self.engines[instance as usize];
         let (waiting, running) = engine.requests();
         let load = Load::reported(engine.queue_tokens(), running, waiting);
@@ -303,20 +349,23 @@ impl<'a> Fleet<'a> {
             let Fleet { view, store, .. } = self;
             view.counted(|node| store.blocks(node));
         }
-        self.at(now_ns + self.setup.report_every_ns, Event::Reports(instance));
     }
 
     fn node_changed(&mut self, node: NodeId, now_ns: u64) {
         let changes = self.store.take_changes(node);
-        if !changes.is_empty() {
-            self.at(now_ns + self.setup.announce_ns, Event::Announced(node, changes));
+        match self.setup.announce_ns {
+            _ if changes.is_empty() => {}
+            0 => self.view.announced(node, changes),
+            later => self.at(now_ns + later, Event::Announced(node, changes)),
         }
     }
 
     fn memory_changed(&mut self, instance: u32, now_ns: u64) {
         let changes = self.engines[instance as usize].memory.take_changes();
-        if !changes.is_empty() {
-            self.at(now_ns + self.setup.events_ns, Event::Told(InstanceId(instance), changes));
+        match self.setup.events_ns {
+            _ if changes.is_empty() => {}
+            0 => self.view.told(InstanceId(instance), changes),
+            later => self.at(now_ns + later, Event::Told(InstanceId(instance), changes)),
         }
     }
 

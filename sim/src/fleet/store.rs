@@ -8,7 +8,7 @@ use std::time::Duration;
 use kv_core::evict;
 use kv_core::id::{BlockHash, CallerId, Category, LeaseId, NodeId, TenantId, Tier, Timestamp};
 use kv_core::index::command::Change;
-use kv_core::schedule::{HardwareProfile, Source};
+use kv_core::schedule::{HardwareProfile, Lane, Source};
 use kv_core::tier::{Action, Asker, Book, Capacity, Charge, Limits, Offer, Offered, Room, TierLimits};
 
 const CHARGE: Charge = Charge { frame: 1, dram: 1, ssd: 1 };
@@ -93,6 +93,8 @@ impl Store {
         now_ns: u64,
     ) -> Fetched {
         let asker = self.asker(category);
+        let is_own = from == own;
+        let lanes = Tier::ALL.map(|tier| self.lane(tier, is_own));
         let Some(node) = self.nodes.get_mut(from.0 as usize) else { return Fetched::default() };
         let now = refit(node, now_ns);
         let reached = node.book.fetch(asker, wanted, now).unwrap_or_default();
@@ -101,13 +103,45 @@ impl Store {
         act(&mut node.book);
         let mut ready_ns = now_ns;
         for reach in &reached {
-            let lane = self.profile.tier(reach.tier);
-            let lane = if from == own { lane } else { lane.through(self.profile.network) };
-            let free_ns = if from == own { &mut node.near_free_ns } else { &mut node.afar_free_ns };
+            let lane = lanes[reach.tier as usize];
+            let free_ns = if is_own { &mut node.near_free_ns } else { &mut node.afar_free_ns };
             *free_ns = (*free_ns).max(now_ns) + self.profile.stream_ns(lane, block_tokens.into());
             ready_ns = ready_ns.max(*free_ns + lane.latency_ns);
         }
         Fetched { blocks: reached.len() as u32, ready_ns }
+    }
+
+    /// What [`Store::fetch`] would come to if it were called now and the nodes have what the sources say.
+    pub(super) fn would_fetch(
+        &self,
+        sources: &[Source],
+        own: NodeId,
+        block_tokens: u32,
+        now_ns: u64,
+    ) -> Fetched {
+        let mut fetched = Fetched { blocks: 0, ready_ns: now_ns };
+        let mut busy: Vec<(NodeId, u64)> = Vec::new();
+        for source in sources {
+            let Some(node) = self.nodes.get(source.node.0 as usize) else { break };
+            let is_own = source.node == own;
+            let free_ns = if is_own { node.near_free_ns } else { node.afar_free_ns };
+            // The lane may be taken by the source before.
+            let before = busy.iter().rev().find(|(node, _)| *node == source.node);
+            let from_ns = before.map_or(free_ns, |(_, until_ns)| *until_ns).max(now_ns);
+            let lane = self.lane(source.tier, is_own);
+            let until_ns =
+                from_ns + self.profile.stream_ns(lane, block_tokens.into()) * u64::from(source.len_blocks);
+            busy.push((source.node, until_ns));
+            fetched.blocks += source.len_blocks;
+            fetched.ready_ns = fetched.ready_ns.max(until_ns + lane.latency_ns);
+        }
+        fetched
+    }
+
+    /// Out of a tier, to the node's own instance or to others.
+    fn lane(&self, tier: Tier, is_own: bool) -> Lane {
+        let lane = self.profile.tier(tier);
+        if is_own { lane } else { lane.through(self.profile.network) }
     }
 
     /// Offers what was computed of a prompt to a node.

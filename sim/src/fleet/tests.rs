@@ -5,7 +5,7 @@ use kv_core::schedule::PROFILES;
 
 use super::*;
 use crate::generate::{Generator, Kind, Spec};
-use crate::routers::{BASELINES, Limits, PRODUCTION, by_name, capacity, compare, goodput};
+use crate::routers::{BASELINES, Knowledge, Limits, PRODUCTION, by_name, capacity, compare, goodput, regret};
 use crate::trace::Request;
 
 const H100: HardwareProfile = PROFILES[0];
@@ -238,4 +238,54 @@ fn where_more_is_offered_than_is_served_requests_are_turned_away_and_the_others_
     assert!(goodput.baselines.iter().all(|one| one.in_time <= best.in_time), "the best is first");
     assert!((goodput.ratio() - production.in_time / best.in_time).abs() < 1e-9);
     assert!(goodput.ratio() > 0.9, "{production:?} against {best:?}");
+}
+
+#[test]
+fn what_is_foreseen_of_an_instance_is_what_comes() {
+    let workload = generated(60);
+    let setup = Setup { gpu_blocks: 200, ..Setup::new(1, H100, 512) };
+    let memory = Memory::new(workload.block_tokens, setup.gpu_blocks, workload.prompts());
+    let engine = Engine::new(H100, setup.batch, memory);
+    // Nodes hold nothing and nobody keeps an order, so that a request is all that there is to know.
+    let setup = Setup { node_blocks: (0, 0), orders: false, ..setup };
+    let mut router = by_name(PRODUCTION, 1).unwrap();
+    let report = run(&workload, &setup, router.as_mut());
+    let come = workload.requests.iter().enumerate().map(|(nth, request)| {
+        let job = Job {
+            nth,
+            input_tokens: request.input_tokens,
+            output_tokens: request.output_tokens,
+            fetched_tokens: 0,
+            resident_tokens: 0,
+            ready_ns: request.arrival_ns,
+            turn: Timestamp(request.arrival_ns / 1_000),
+        };
+        (request.arrival_ns, job)
+    });
+    let mut foreseen = Vec::new();
+    ahead::firsts(&engine, &come.collect::<Vec<_>>(), 0, |nth, at_ns| foreseen.push((nth, at_ns)));
+    let observed: Vec<_> = report
+        .served
+        .iter()
+        .map(|served| (served.nth, workload.requests[served.nth].arrival_ns + served.ttft_ns))
+        .collect();
+    assert_eq!(report.fetched_blocks, 0);
+    assert_eq!(foreseen, observed);
+}
+
+#[test]
+fn better_knowledge_is_told_apart_and_is_the_same_each_time() {
+    let workload = generated(300);
+    let setup = Setup::new(2, H100, 512);
+    let capacity = capacity(&workload, &setup, 1);
+    let once = regret(&workload, &setup, (0.9, capacity), 8, 1);
+    assert_eq!(once, regret(&workload, &setup, (0.9, capacity), 8, 1));
+    assert_eq!(once.knowing.iter().map(|one| one.knowledge).collect::<Vec<_>>(), Knowledge::ALL);
+    let [first, .., last] = &once.knowing[..] else { panic!("{once:?}") };
+    let lost = once.lost.staleness + once.lost.prediction + once.lost.greed;
+    assert!((lost - (1.0 - last.ttft.mean_ms / first.ttft.mean_ms)).abs() < 1e-9, "{once:?}");
+    // Where nothing is old as it is, staleness costs nothing, and without a window there is nothing to come.
+    let fresh = regret(&workload, &setup.fresh(), (0.9, capacity), 0, 1);
+    assert_eq!((fresh.lost.staleness, fresh.lost.greed), (0.0, 0.0));
+    assert!(fresh.knowing[0].ttft.mean_ms > 0.0);
 }

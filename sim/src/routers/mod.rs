@@ -14,6 +14,7 @@ mod mooncake;
 mod power_of_two;
 mod production;
 mod random;
+mod regret;
 mod round_robin;
 mod sglang;
 mod sticky;
@@ -24,6 +25,7 @@ use kv_core::schedule::{Decision, Held, choose};
 
 pub use compare::{Comparison, Point, capacity, compare};
 pub use goodput::{Good, Goodput, Limits, goodput};
+pub use regret::{Knowing, Knowledge, Regret, Shares, regret};
 
 use crate::fleet::{Ask, View};
 
