@@ -1,4 +1,4 @@
-//! Arguments of `trace stats`, `trace gen`, `trace policies` and `trace routers`.
+//! Arguments of `trace stats`, `trace gen`, `trace policies`, `trace routers` and `trace regret`.
 
 use std::path::PathBuf;
 
@@ -15,6 +15,8 @@ pub enum TraceCommand {
     Policies(PoliciesArgs),
     /// Serve traces on fleets in virtual time, by the production scheduler and by others.
     Routers(RoutersArgs),
+    /// Serve a trace by the production scheduler under better and better knowledge, and tell what each would be worth.
+    Regret(RegretArgs),
 }
 
 /// A trace's format.
@@ -156,6 +158,35 @@ pub struct RoutersArgs {
     /// Write the document into this folder instead of printing it.
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
+}
+
+/// `kvfleet trace regret FILE`.
+#[derive(Clone, Debug, Args)]
+pub struct RegretArgs {
+    /// The trace.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+    /// Only its first N requests: a search looks at each of them many times.
+    #[arg(long, value_name = "N", default_value_t = 2_000)]
+    pub limit: usize,
+    /// Instances of the fleet.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub instances: u32,
+    /// Loads, as shares of what the fleet gets through.
+    #[arg(long, value_name = "SHARE,…", value_delimiter = ',', default_value = "0.8,0.95", value_parser = share)]
+    pub loads: Vec<f64>,
+    /// Requests to come that are known in the last of four runs.
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(..=256))]
+    pub window: u32,
+    /// Hardware profile of the instances.
+    #[arg(long, default_value = "h100-8b")]
+    pub profile: String,
+    /// Seed of routers that draw.
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Print one JSON object a line for every load.
+    #[arg(long)]
+    pub json: bool,
 }
 
 fn share(text: &str) -> Result<f64, String> {

@@ -1,10 +1,11 @@
-//! `kvfleet trace stats`, `gen`, `policies` and `routers`, and how every command opens a trace.
+//! `kvfleet trace stats`, `gen`, `policies`, `routers` and `regret`, and how every command opens a trace.
 //!
 //! Not here: the formats, the statistics and the generator (`kvfleet-sim`).
 
 mod generate;
 mod plots;
 mod policies;
+mod regret;
 mod routers;
 mod stats;
 
@@ -25,6 +26,7 @@ pub fn run(command: &TraceCommand) -> anyhow::Result<()> {
         TraceCommand::Gen(args) => generate::run(args),
         TraceCommand::Policies(args) => policies::run(args),
         TraceCommand::Routers(args) => routers::run(args),
+        TraceCommand::Regret(args) => regret::run(args),
     }
 }
 
