@@ -5,6 +5,7 @@ mod agreement;
 mod bad_input;
 mod engines;
 mod harness;
+mod learnt;
 mod links;
 mod nodes;
 mod ports;

@@ -1,0 +1,95 @@
+//! What reports teach a live router: first tokens correct its predictions, and an instance that keeps an order gets turns.
+//!
+//! Not here: how factors are found and what a turn is (`kv_core::schedule`).
+
+use kvfleet_proto::pb;
+use kvfleet_router::Router;
+use prometheus::Registry;
+
+use crate::harness::{Cluster, until};
+use crate::residency::load;
+
+/// One router with an idle instance of a known profile, and its figures.
+async fn world() -> (Cluster, Registry) {
+    let mut cluster = Cluster::start(1, |config| config.profile = "h100-8b".into()).await;
+    cluster.take(1).shutdown().await;
+    let registry = Registry::new();
+    cluster.routers[0] = Some(Router::start(cluster.configs[0].clone(), &registry).await.unwrap());
+    cluster.leader().await;
+    (cluster, registry)
+}
+
+/// Where a prompt goes of which nobody has anything.
+async fn route(cluster: &Cluster, request: u64) -> pb::Decision {
+    let asked = pb::RouteRequest { request, block_tokens: 16, input_tokens: 20_000, ..Default::default() };
+    let reply = cluster.client(1).route(asked).await.unwrap().into_inner();
+    match reply.answer {
+        Some(pb::route_reply::Answer::Decision(decision)) => decision,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn prefill_us(decision: &pb::Decision) -> u64 {
+    decision.predicted.unwrap().prefill_us
+}
+
+/// The factor of a part, as the router shows it.
+fn factor(registry: &Registry, part: &str) -> Option<f64> {
+    let families = registry.gather();
+    let family = families.iter().find(|family| family.name() == "kvfleet_ttft_prediction_factor")?;
+    let is_it = |one: &&prometheus::proto::Metric| one.get_label().iter().any(|label| label.value() == part);
+    Some(family.get_metric().iter().find(is_it)?.get_gauge().get_value())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn first_tokens_that_come_late_lengthen_what_is_predicted() {
+    let (cluster, registry) = world().await;
+    let mut client = cluster.client(1);
+    client.report(load(1, 1)).await.unwrap();
+    let before = prefill_us(&route(&cluster, 1).await);
+    let late = |request| pb::Outcome { request, ttft_us: 2 * before, ..Default::default() };
+    // Who did not serve a request teaches nothing of it.
+    let other = pb::ReportRequest { outcomes: vec![late(1); 200], ..load(2, 1) };
+    client.report(other).await.unwrap();
+    client.report(pb::ReportRequest { leaving: true, ..load(2, 2) }).await.unwrap();
+    client.report(load(1, 2)).await.unwrap();
+    assert_eq!(prefill_us(&route(&cluster, 2).await), before);
+    for request in 3..103 {
+        // The report empties the queue that decisions fill, so that waiting is no part of what is predicted.
+        client.report(load(1, 2 * request)).await.unwrap();
+        route(&cluster, request).await;
+        let told = pb::ReportRequest { outcomes: vec![late(request)], ..load(1, 2 * request + 1) };
+        client.report(told).await.unwrap();
+    }
+    let after = prefill_us(&route(&cluster, 103).await);
+    assert!((before * 3 / 2..=before * 2).contains(&after), "{before} µs became {after} µs");
+    let ratio = after as f64 / before as f64;
+    until("the factor to be shown that is applied", || async {
+        factor(&registry, "prefill").filter(|shown| (shown / ratio - 1.0).abs() < 0.01)
+    })
+    .await;
+    assert_eq!(factor(&registry, "transfer"), Some(1.0), "nothing was transferred");
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_instance_that_keeps_an_order_gets_turns_behind_what_may_pass() {
+    let (cluster, _registry) = world().await;
+    let mut client = cluster.client(1);
+    let now_ms = || {
+        let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+        u64::try_from(since.as_millis()).unwrap()
+    };
+    for keeps_order in [false, true] {
+        let sequence = 1 + u64::from(keeps_order);
+        client.report(pb::ReportRequest { keeps_order, ..load(1, sequence) }).await.unwrap();
+        let asked = now_ms();
+        let decision = route(&cluster, sequence).await;
+        let answered = now_ms();
+        let stretch = if keeps_order { 4 * prefill_us(&decision) / 1_000 } else { 0 };
+        // Whole milliseconds are cut off at either end.
+        let expected = (asked + stretch).saturating_sub(2)..=answered + stretch + 2;
+        assert!(expected.contains(&decision.turn_ms), "{} is not in {expected:?}", decision.turn_ms);
+    }
+    cluster.shutdown().await;
+}
