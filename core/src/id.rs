@@ -52,6 +52,10 @@ number!(
     /// A hold without a time limit, with a named owner, ended by release.
     PinId(u64), "pin-");
 number!(
+    /// Which weights of one model blocks were computed with, counted from 0 by those who load them. Part of the
+    /// [`IdentityDigest`] that a request or a frame names, and of no block's hash.
+    Generation(u32), "generation-");
+number!(
     /// Prefixes with a time to live of their own: all whose first block has one root tag. Below [`GROUPS`].
     GroupId(u32), "group-");
 number!(
@@ -127,6 +131,30 @@ digest!(
     /// Digest of an identity manifest (weights, dtype, layout, geometry, RoPE, adapter …).
     IdentityDigest
 );
+
+impl IdentityDigest {
+    /// The identity of the same manifest under these weights, if `self` is that of generation 0: the last four bytes are
+    /// those with the generation, little endian, in them. So generation 0 changes nothing, and whoever knows one of the two
+    /// can tell the other from it.
+    #[must_use]
+    pub fn of_generation(mut self, generation: Generation) -> Self {
+        let [.., a, b, c, d] = &mut self.0;
+        for (byte, with) in [a, b, c, d].into_iter().zip(generation.0.to_le_bytes()) {
+            *byte ^= with;
+        }
+        self
+    }
+
+    /// The generation of this identity, if it is one of the manifest with the digest `manifest`; else they differ by
+    /// more.
+    #[must_use]
+    pub fn generation_over(self, manifest: IdentityDigest) -> Option<Generation> {
+        let (ours, own) = self.0.split_last_chunk::<4>()?;
+        let (theirs, base) = manifest.0.split_last_chunk::<4>()?;
+        let number = u32::from_le_bytes(*own) ^ u32::from_le_bytes(*base);
+        (ours == theirs).then_some(Generation(number))
+    }
+}
 
 /// Groups there are: one for each root tag.
 pub const GROUPS: u32 = 256;
@@ -325,4 +353,36 @@ pub struct Category {
     pub kind: RequestKind,
     /// Turn of the conversation, counted from 1; 0 when unknown. Saturates at 255.
     pub turn: u8,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MANIFEST: IdentityDigest = IdentityDigest([0xa5; 16]);
+
+    #[test]
+    fn a_generation_is_told_from_its_identity_and_0_changes_nothing() {
+        assert_eq!(MANIFEST.of_generation(Generation(0)), MANIFEST);
+        for number in [0, 1, 255, 256, 0x0102_0304, u32::MAX] {
+            let identity = MANIFEST.of_generation(Generation(number));
+            assert_eq!(identity.generation_over(MANIFEST), Some(Generation(number)));
+            assert_eq!(identity.of_generation(Generation(number)), MANIFEST, "the way back is the same");
+        }
+        let next = MANIFEST.of_generation(Generation(1));
+        assert_eq!(
+            (next.0[11], next.0[12], next.0[13]),
+            (0xa5, 0xa4, 0xa5),
+            "little endian, in the last four bytes"
+        );
+    }
+
+    #[test]
+    fn another_manifest_is_no_generation_of_this_one() {
+        for byte in 0..12 {
+            let mut other = MANIFEST;
+            other.0[byte] ^= 1;
+            assert_eq!(other.generation_over(MANIFEST), None, "byte {byte}");
+        }
+    }
 }

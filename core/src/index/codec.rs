@@ -7,10 +7,11 @@
 
 use super::bytes::{CodecError, Reader, invalid, put_number, put_option, put_text, tier};
 use super::command::{Announcement, Change, Command, DropCause, NodeRecord, Pin, PinKind};
-use crate::id::{BlockHash, Epoch, GroupId, InstanceId, NodeId, PinId, Seq, TenantId, Tier};
+use crate::id::{BlockHash, Epoch, Generation, GroupId, InstanceId, NodeId, PinId, Seq, TenantId, Tier};
 
 /// Format of the records this release writes and reads. 2: pins with a kind and an end. 3: drops with a cause.
-const FORMAT: u8 = 3;
+/// 4: generations of weights.
+const FORMAT: u8 = 4;
 /// Longest record: four times what the default limits of an announce come to.
 pub const COMMAND_BYTES_MAX: usize = 16 * 1024 * 1024;
 /// Announcements and changes in one record. A head takes a byte or two and 64 bytes in memory, so this
@@ -26,6 +27,7 @@ const UNPIN: u8 = 6;
 const SET_QUOTA: u8 = 7;
 const SET_TTL: u8 = 8;
 const ADMIT: u8 = 9;
+const SET_GENERATION: u8 = 10;
 
 /// Lowest two bits of a change's head: its kind. Then two bits of tier, two of the tier it goes to, or of the cause of a drop.
 const CLEARED: u8 = 0;
@@ -70,6 +72,10 @@ impl Command {
             }
             Command::SetQuota { tenant, bytes } => put_setting(&mut out, SET_QUOTA, tenant.0, *bytes),
             Command::SetTtl { group, ttl_ms } => put_setting(&mut out, SET_TTL, group.0, *ttl_ms),
+            Command::SetGeneration(to) => {
+                out.push(SET_GENERATION);
+                put_number(&mut out, to.0.into());
+            }
         }
         out
     }
@@ -125,6 +131,7 @@ fn read_body(reader: &mut Reader<'_>) -> Result<Command, CodecError> {
             group: GroupId(reader.number_u32("group")?),
             ttl_ms: reader.option("time to live")?,
         },
+        SET_GENERATION => Command::SetGeneration(Generation(reader.number_u32("generation")?)),
         other => return Err(invalid("command tag", at, other.into())),
     })
 }

@@ -3,7 +3,7 @@
 //! Not here: what a command does (`index/mod.rs`) and its bytes (`index/codec.rs`). Load and heat
 //! never appear in this list: they are soft state of a router.
 
-use crate::id::{BlockHash, Epoch, GroupId, InstanceId, NodeId, PinId, Seq, TenantId, Tier};
+use crate::id::{BlockHash, Epoch, Generation, GroupId, InstanceId, NodeId, PinId, Seq, TenantId, Tier};
 
 /// Everything that can be written to the log. Each command is deterministic: equal logs give equal
 /// indexes on every replica.
@@ -63,6 +63,10 @@ pub enum Command {
         /// Time to live in milliseconds.
         ttl_ms: Option<u64>,
     },
+    /// The instances have loaded other weights: what was computed with those before is void on every node, in O(nodes).
+    /// Every node's epoch ends, and each learns of it as it joins again. Refused unless it is the generation that follows
+    /// the one in force; that one itself changes nothing, so that a caller may repeat a lost call.
+    SetGeneration(Generation),
 }
 
 /// What the cluster knows about a node that joined.
@@ -231,6 +235,17 @@ pub enum Refusal {
     /// A pin with this number exists with other contents.
     #[error("{0} exists with other blocks or another owner: choose another number")]
     PinExists(PinId),
+    /// Generations follow each other one by one.
+    #[error(
+        "{to} does not follow {now}, which is in force: look which weights the instances have loaded, and name the \
+         generation that follows the one they had"
+    )]
+    Generation {
+        /// The generation in force.
+        now: Generation,
+        /// The one that was asked for.
+        to: Generation,
+    },
     /// A named limit of the index was exceeded.
     #[error("{what} is {got}, the limit is {limit}: send less")]
     OverLimit {

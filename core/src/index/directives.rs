@@ -1,4 +1,4 @@
-//! What the operators ask of every node: pins, quotas, times to live.
+//! What the operators ask of every node: pins, quotas, times to live, and of which weights its blocks are to be.
 //!
 //! Not here: how a node follows them.
 
@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 
 use super::command::{Applied, Pin, Refusal};
 use super::limits::{IndexLimits, within};
-use crate::id::{GroupId, PinId, TenantId};
+use crate::id::{Generation, GroupId, PinId, TenantId};
 
-/// Pins, quotas and times to live in force, each in the order of its number.
+/// Pins, quotas and times to live in force, each in the order of its number; and the generation of the weights.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Directives {
     pub(super) pins: BTreeMap<PinId, Pin>,
@@ -18,6 +18,7 @@ pub(super) struct Directives {
     pub(super) ttls: BTreeMap<GroupId, u64>,
     /// Blocks of all pins, counted as often as pinned.
     pub(super) pinned_blocks: u64,
+    pub(super) generation: Generation,
 }
 
 impl Directives {
@@ -62,6 +63,19 @@ impl Directives {
         }
         self.pinned_blocks -= known.blocks.len() as u64;
         self.pins.remove(&pin);
+        Ok(Applied::Done)
+    }
+
+    /// Goes on to the generation that follows. `Ignored` when that is the one in force.
+    pub(super) fn set_generation(&mut self, to: Generation) -> Result<Applied, Refusal> {
+        let now = self.generation;
+        if to == now {
+            return Ok(Applied::Ignored);
+        }
+        if now.0.checked_add(1) != Some(to.0) {
+            return Err(Refusal::Generation { now, to });
+        }
+        self.generation = to;
         Ok(Applied::Done)
     }
 

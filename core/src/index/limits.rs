@@ -86,7 +86,8 @@ impl IndexLimits {
             Command::Fence { .. }
             | Command::Leave { .. }
             | Command::SetQuota { .. }
-            | Command::SetTtl { .. } => Ok(()),
+            | Command::SetTtl { .. }
+            | Command::SetGeneration(_) => Ok(()),
         }
     }
 

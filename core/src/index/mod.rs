@@ -59,7 +59,7 @@ use limits::{added_blocks, within};
 use nodes::{Exhausted, Nodes, SLOTS_MAX};
 use store::{Depth, Named, Store, Who};
 
-use crate::id::{BlockHash, Epoch, GroupId, NodeId, Seq, TenantId};
+use crate::id::{BlockHash, Epoch, Generation, GroupId, NodeId, Seq, TenantId};
 
 /// Blocks the sweep visits after a command that names no block: some tens of microseconds, so that ten
 /// million stale holds are gone after ten thousand commands. One in tests, so that readers meet them.
@@ -128,6 +128,7 @@ impl Index {
             Command::Unpin { pin, owner, ends_ms } => self.directives.unpin(*pin, owner, *ends_ms),
             Command::SetQuota { tenant, bytes } => self.directives.set_quota(*tenant, *bytes, &self.limits),
             Command::SetTtl { group, ttl_ms } => self.directives.set_ttl(*group, *ttl_ms, &self.limits),
+            Command::SetGeneration(to) => self.set_generation(*to),
         }
     }
 
@@ -176,6 +177,18 @@ impl Index {
         let exhausted = self.nodes.void(slot);
         self.recycle(exhausted);
         Applied::Done
+    }
+
+    /// Ends the epoch of every node. What they announced stops counting with that, and late announcements are refused;
+    /// its memory is swept as that of a node that was fenced.
+    fn set_generation(&mut self, to: Generation) -> Result<Applied, Refusal> {
+        let applied = self.directives.set_generation(to)?;
+        if applied == Applied::Done {
+            let live = self.nodes.iter().filter(|state| state.live);
+            let live: Vec<(NodeId, Epoch)> = live.map(|state| (state.record.node, state.epoch)).collect();
+            live.into_iter().for_each(|(node, epoch)| drop(self.fence(node, epoch)));
+        }
+        Ok(applied)
     }
 
     fn leave(&mut self, node: NodeId, epoch: Epoch) -> Applied {
@@ -348,6 +361,13 @@ impl Index {
     #[must_use]
     pub fn identity(&self) -> Option<crate::id::IdentityDigest> {
         self.nodes.identity()
+    }
+
+    /// The generation of the weights, which counts from 0: the identity that requests and frames must have is
+    /// [`Self::identity`] of this generation.
+    #[must_use]
+    pub fn generation(&self) -> Generation {
+        self.directives.generation
     }
 
     /// Pins in force, by ascending number.

@@ -19,7 +19,7 @@ use super::run::{Before, Hold, RUN_BLOCKS_MAX, Run};
 use super::snapshot::{CHECK_BYTES, END, HEAD, OCTET_BYTES, RUNS, STUBS, SnapshotError, is_whole_chunk};
 use super::store::{At, Store};
 use super::{Index, IndexLimits};
-use crate::id::{BlockHash, Epoch, GroupId, NodeId, Seq, TenantId};
+use crate::id::{BlockHash, Epoch, Generation, GroupId, NodeId, Seq, TenantId};
 
 /// A page of a run.
 #[derive(Clone, Debug)]
@@ -332,6 +332,7 @@ fn read_directives(directives: &mut Directives, reader: &mut Reader<'_>) -> Resu
         before = Some(pin.pin);
         directives.insert_pin(pin);
     }
+    directives.generation = Generation(reader.number_u32("generation")?);
     Ok(())
 }
 

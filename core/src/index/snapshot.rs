@@ -25,9 +25,9 @@ use super::nodes::{NodeState, Nodes};
 use super::pages::{PAGE_BLOCKS, Page, Pages};
 use super::run::{Before, Run};
 
-/// Format of the chunks that this release writes and reads; whoever keeps them keeps this number with them. 7: pins with
-/// a kind and an end.
-pub const SNAPSHOT_FORMAT: u32 = 7;
+/// Format of the chunks that this release writes and reads; whoever keeps them keeps this number with them. 8: the
+/// generation of the weights.
+pub const SNAPSHOT_FORMAT: u32 = 8;
 /// A chunk of runs ends when it has this many bytes: a message that no transport minds, encoded in a tenth of a
 /// millisecond or two, for which a writer may have to wait. A run is never cut in two, so one that thousands of nodes
 /// hold in many stretches makes a longer chunk, and a longer wait; so may pins and nodes, for which nobody waits.
@@ -331,6 +331,7 @@ fn put_directives(directives: &Directives, out: &mut Vec<u8>) {
     for pin in directives.pins.values() {
         put_pin(out, pin);
     }
+    put_number(out, directives.generation.0.into());
 }
 
 fn put_head(cursor: &SnapshotCursor, out: &mut Vec<u8>) {

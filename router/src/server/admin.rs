@@ -44,6 +44,7 @@ fn refused(refusal: &Refusal) -> Status {
         Refusal::Identity { .. } => Status::permission_denied(text),
         Refusal::NotOwner { .. } => Status::permission_denied(text),
         Refusal::PinExists(_) => Status::already_exists(text),
+        Refusal::Generation { .. } => Status::invalid_argument(text),
         Refusal::OverLimit { .. } => Status::resource_exhausted(text),
     }
 }

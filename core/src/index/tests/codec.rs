@@ -78,7 +78,7 @@ fn the_format_is_pinned() {
         ),
         announcement(1, 1, 1, vec![moved([3], Tier::Dram, Tier::Ssd), dropped([4], Tier::Gpu)]),
     ]);
-    let heads = "0304".to_owned()
+    let heads = "0404".to_owned()
         + "02"
         + "ac020201"
         + "04"
@@ -93,16 +93,17 @@ fn the_format_is_pinned() {
     assert_eq!(hex(&command.encode()), heads + &hashes);
     let unpin = |ends_ms| Command::Unpin { pin: PinId(9), owner: "ops".to_owned(), ends_ms };
     let small = [
-        (fence(5, 128), "0302058001"),
-        (leave(0, 1), "03030001"),
-        (Command::SetQuota { tenant: TenantId(1), bytes: Some(0) }, "0307010100"),
-        (Command::SetTtl { group: GroupId(1), ttl_ms: None }, "03080100"),
-        (unpin(None), "030609036f707300"),
-        (unpin(Some(300)), "030609036f707301ac02"),
-        (Command::Pin(pin(9, "", [])), "03050900000000"),
+        (fence(5, 128), "0402058001"),
+        (leave(0, 1), "04030001"),
+        (Command::SetQuota { tenant: TenantId(1), bytes: Some(0) }, "0407010100"),
+        (Command::SetTtl { group: GroupId(1), ttl_ms: None }, "04080100"),
+        (Command::SetGeneration(Generation(300)), "040aac02"),
+        (unpin(None), "040609036f707300"),
+        (unpin(Some(300)), "040609036f707301ac02"),
+        (Command::Pin(pin(9, "", [])), "04050900000000"),
         (
             Command::Pin(Pin { kind: PinKind::Soft, ends_ms: Some(300), ..pin(9, "", []) }),
-            "030509000101ac0200",
+            "040509000101ac0200",
         ),
     ];
     for (command, expected) in small {
@@ -126,12 +127,12 @@ fn a_run_costs_little_more_than_its_hashes() {
 fn errors_say_where_and_why() {
     let text = |bytes: &[u8]| decode_error(bytes).to_string();
     assert_eq!(text(&[]), "ends at byte 0, but 1 more bytes must follow");
-    assert_eq!(text(&[1, 1]), "format 1 is not known here, only 3: use the release that wrote it");
-    assert_eq!(text(&[3, 99]), "command tag at byte 1 is 99, which is not valid");
-    assert_eq!(text(&[3, 2, 5]), "ends at byte 3, but 1 more bytes must follow");
-    assert_eq!(text(&[3, 2, 5, 1, 0, 0]), "ends at byte 4, but 2 more bytes follow");
-    assert_eq!(text(&[3, 8, 1, 7]), "time to live at byte 3 is 7, which is not valid");
-    assert_eq!(text(&[3, 6, 1, 2, b'a', 0xff]), "owner at byte 5 is 255, which is not valid");
+    assert_eq!(text(&[1, 1]), "format 1 is not known here, only 4: use the release that wrote it");
+    assert_eq!(text(&[4, 99]), "command tag at byte 1 is 99, which is not valid");
+    assert_eq!(text(&[4, 2, 5]), "ends at byte 3, but 1 more bytes must follow");
+    assert_eq!(text(&[4, 2, 5, 1, 0, 0]), "ends at byte 4, but 2 more bytes follow");
+    assert_eq!(text(&[4, 8, 1, 7]), "time to live at byte 3 is 7, which is not valid");
+    assert_eq!(text(&[4, 6, 1, 2, b'a', 0xff]), "owner at byte 5 is 255, which is not valid");
     let long = vec![1; COMMAND_BYTES_MAX + 1];
     assert_eq!(decode_error(&long), CodecError::TooLong { got: 16_777_217, limit: 16_777_216 });
 }
@@ -139,7 +140,7 @@ fn errors_say_where_and_why() {
 #[test]
 fn numbers_have_one_form() {
     // 5 as two bytes, a number above 64 bits, and one that never ends.
-    let longer = |number: &[u8]| [&[3, 2, 1], number].concat();
+    let longer = |number: &[u8]| [&[4, 2, 1], number].concat();
     assert_eq!(decode_error(&longer(&[0x85, 0])), CodecError::Invalid { what: "epoch", at: 3, got: 5 });
     let above = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x02];
     assert!(matches!(decode_error(&longer(&above)), CodecError::Invalid { what: "epoch", at: 3, .. }));
@@ -147,7 +148,7 @@ fn numbers_have_one_form() {
     let most = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x01];
     assert_eq!(Command::decode(&longer(&most)), Ok(fence(1, u64::MAX)));
     // A node number above 32 bits.
-    let node = [3, 2, 0xff, 0xff, 0xff, 0xff, 0x1f, 1];
+    let node = [4, 2, 0xff, 0xff, 0xff, 0xff, 0x1f, 1];
     assert_eq!(decode_error(&node), CodecError::Invalid { what: "node", at: 2, got: (1 << 33) - 1 });
 }
 
@@ -156,11 +157,11 @@ fn counts_reserve_nothing() {
     // Each claims far more than there is; reserving on its word would end the process.
     let huge = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f];
     let claims: [(&str, Vec<u8>); 5] = [
-        ("announcements", vec![3, 4]),
-        ("changes", vec![3, 4, 1, 1, 1, 1]),
-        ("blocks", vec![3, 4, 1, 1, 1, 1, 1, 1]),
-        ("pinned blocks", vec![3, 5, 1, 0, 0, 0]),
-        ("text", vec![3, 6, 1]),
+        ("announcements", vec![4, 4]),
+        ("changes", vec![4, 4, 1, 1, 1, 1]),
+        ("blocks", vec![4, 4, 1, 1, 1, 1, 1, 1]),
+        ("pinned blocks", vec![4, 5, 1, 0, 0, 0]),
+        ("text", vec![4, 6, 1]),
     ];
     for (what, start) in claims {
         let error = decode_error(&[start, huge.to_vec()].concat());
@@ -171,7 +172,7 @@ fn counts_reserve_nothing() {
 #[test]
 fn heads_in_one_record_are_bounded() {
     // A change takes one byte here and sixty in memory.
-    let mut record = vec![3, 4, 1, 1, 1, 1, 0x81, 0x80, 0x40];
+    let mut record = vec![4, 4, 1, 1, 1, 1, 0x81, 0x80, 0x40];
     record.resize(record.len() + (1 << 20) + 1, 0);
     assert!(matches!(decode_error(&record), CodecError::Invalid { what: "changes", .. }));
 }
@@ -179,7 +180,7 @@ fn heads_in_one_record_are_bounded() {
 #[test]
 fn changes_have_one_form() {
     let change = |head: u8, rest: &[u8]| {
-        let record = [&[3, 4, 1, 1, 1, 1, 1, head], rest].concat();
+        let record = [&[4, 4, 1, 1, 1, 1, 1, head], rest].concat();
         Command::decode(&record).map(|_| ())
     };
     let invalid = |what, got| Err(CodecError::Invalid { what, at: 7, got });
@@ -195,6 +196,6 @@ fn changes_have_one_form() {
     assert_eq!(change(1 | 3 << 6, &[0]), invalid("parent", 192), "two parents");
     // A parent written out though it is the hash before: the short form is the only one.
     let a = block(1).0;
-    let twice = [&[3, 4, 1, 1, 1, 1, 2, 1, 1, 1 | 1 << 6, 0][..], &a, &a].concat();
+    let twice = [&[4, 4, 1, 1, 1, 1, 2, 1, 1, 1 | 1 << 6, 0][..], &a, &a].concat();
     assert_eq!(decode_error(&twice), CodecError::Invalid { what: "parent", at: 9, got: 64 });
 }

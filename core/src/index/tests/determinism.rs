@@ -250,18 +250,20 @@ fn random_lives_meet_what_they_should() {
     use proptest::strategy::{Strategy as _, ValueTree as _};
     let mut runner = proptest::test_runner::TestRunner::deterministic();
     let mut met: BTreeMap<&str, u32> = BTreeMap::new();
-    for _ in 0..200 {
+    for _ in 0..300 {
         let intents = intents(Speakers::Honest).new_tree(&mut runner).unwrap().current();
         let mut reference = Reference::new(tight());
         let mut index = Index::new(tight());
         for intent in intents {
             let command = intent.command(&reference);
             let pins: Vec<u64> = index.pins().map(|pin| pin.pin.0).collect();
+            let copies = index.copies();
             reference.apply(&command);
             let kind = match index.apply(&command) {
                 Applied::Joined(_) => "joined",
                 Applied::Done => match &command {
                     Command::Pin(pin) if pins.contains(&pin.pin.0) => "pin changed",
+                    Command::SetGeneration(_) if index.copies() < copies => "other weights",
                     _ => "done",
                 },
                 Applied::Ignored => match &command {
@@ -272,6 +274,7 @@ fn random_lives_meet_what_they_should() {
                 Applied::Refused(Refusal::Identity { .. }) => "identity",
                 Applied::Refused(Refusal::NotOwner { .. }) => "not owner",
                 Applied::Refused(Refusal::PinExists(_)) => "pin exists",
+                Applied::Refused(Refusal::Generation { .. }) => "another generation",
                 Applied::Announced(outcomes) => match outcomes[0] {
                     AnnounceOutcome::Applied { unlisted: 0, .. } => "applied",
                     AnnounceOutcome::Applied { .. } => "unlisted",
@@ -298,6 +301,8 @@ fn random_lives_meet_what_they_should() {
         "identity",
         "not owner",
         "pin exists",
+        "another generation",
+        "other weights",
         "pin changed",
         "pin renewed meanwhile",
         "applied",

@@ -19,6 +19,8 @@ mod determinism;
 mod digest;
 pub mod fuzzing;
 #[cfg(test)]
+mod generations;
+#[cfg(test)]
 mod limits;
 #[cfg(test)]
 mod lookup;
@@ -40,7 +42,7 @@ mod sweep;
 
 use super::command::*;
 use super::*;
-use crate::id::{BlockHash, IdentityDigest, InstanceId, PinId, Tier};
+use crate::id::{BlockHash, Generation, IdentityDigest, InstanceId, PinId, Tier};
 
 /// First bytes of a snapshot in one piece, as these tests pin it.
 const MAGIC: [u8; 8] = *b"kvfindex";

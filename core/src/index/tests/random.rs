@@ -39,6 +39,7 @@ pub(super) enum Intent {
     Unpin { pin: u64, owner: String, ends_ms: Option<u64> },
     SetQuota { tenant: u32, bytes: Option<u64> },
     SetTtl { group: u32, ttl_ms: Option<u64> },
+    SetGeneration { ahead: u32 },
 }
 
 /// One announcement, relative to what is expected of the node.
@@ -85,6 +86,7 @@ impl Intent {
             Intent::Unpin { pin, owner, ends_ms } => Command::Unpin { pin: PinId(pin), owner, ends_ms },
             Intent::SetQuota { tenant, bytes } => Command::SetQuota { tenant: TenantId(tenant), bytes },
             Intent::SetTtl { group, ttl_ms } => Command::SetTtl { group: GroupId(group), ttl_ms },
+            Intent::SetGeneration { ahead } => Command::SetGeneration(Generation(now.generation + ahead)),
         }
     }
 }
@@ -218,10 +220,11 @@ fn intent(who: Speakers) -> impl Strategy<Value = Intent> {
         1 => (0..NODES, late()).prop_map(|(node, late)| Intent::Fence { node, late }),
         2 => (0..NODES, late()).prop_map(|(node, late)| Intent::Leave { node, late }),
         16 => prop::collection::vec(said(who), 1..4).prop_map(Intent::Announce),
-        2 => pin,
+        3 => pin,
         2 => (0..5u64, owner(), end()).prop_map(|(pin, owner, ends_ms)| Intent::Unpin { pin, owner, ends_ms }),
         1 => (0..4u32, value()).prop_map(|(tenant, bytes)| Intent::SetQuota { tenant, bytes }),
         1 => (0..4u32, value()).prop_map(|(group, ttl_ms)| Intent::SetTtl { group, ttl_ms }),
+        1 => (0..3u32).prop_map(|ahead| Intent::SetGeneration { ahead }),
     ]
 }
 
@@ -289,6 +292,7 @@ pub(super) fn any_command() -> impl Strategy<Value = Command> {
             .prop_map(|(tenant, bytes)| Command::SetQuota { tenant: TenantId(tenant), bytes }),
         1 => (any::<u32>(), value())
             .prop_map(|(group, ttl_ms)| Command::SetTtl { group: GroupId(group), ttl_ms }),
+        1 => any::<u32>().prop_map(|to| Command::SetGeneration(Generation(to))),
     ]
 }
 

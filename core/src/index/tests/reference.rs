@@ -26,6 +26,7 @@ pub(super) struct Reference {
     pub(super) pins: BTreeMap<u64, Pin>,
     pub(super) quotas: BTreeMap<u32, u64>,
     pub(super) ttls: BTreeMap<u32, u64>,
+    pub(super) generation: u32,
 }
 
 type Answer = Result<Applied, Refusal>;
@@ -61,6 +62,7 @@ impl Reference {
             pins: BTreeMap::new(),
             quotas: BTreeMap::new(),
             ttls: BTreeMap::new(),
+            generation: 0,
         }
     }
 
@@ -95,6 +97,15 @@ impl Reference {
             }
             Command::SetTtl { group, ttl_ms } => {
                 set(&mut self.ttls, group.0, *ttl_ms, "groups with a time to live", limits.ttls_max)
+            }
+            Command::SetGeneration(to) if to.0 == self.generation => Ok(Applied::Ignored),
+            Command::SetGeneration(to) if u64::from(to.0) == u64::from(self.generation) + 1 => {
+                self.generation = to.0;
+                self.nodes.values_mut().for_each(ReferenceNode::end);
+                Ok(Applied::Done)
+            }
+            Command::SetGeneration(to) => {
+                Err(Refusal::Generation { now: Generation(self.generation), to: *to })
             }
         }
     }
@@ -142,8 +153,7 @@ impl Reference {
     fn fence(&mut self, id: u32, epoch: u64) -> Applied {
         match self.nodes.get_mut(&id) {
             Some(node) if node.live && node.epoch == epoch => {
-                node.live = false;
-                node.blocks.clear();
+                node.end();
                 Applied::Done
             }
             _ => Applied::Ignored,
@@ -267,8 +277,8 @@ impl Reference {
 
     /// The logical state as text: equal exactly when two states are.
     pub(super) fn state(&self) -> String {
-        let Self { limits: _, nodes, departed, floor, pins, quotas, ttls } = self;
-        format!("{nodes:?} {departed:?} {floor} {pins:?} {quotas:?} {ttls:?}")
+        let Self { limits: _, nodes, departed, floor, pins, quotas, ttls, generation } = self;
+        format!("{nodes:?} {departed:?} {floor} {pins:?} {quotas:?} {ttls:?} {generation}")
     }
 
     /// Another history that ends in the same state: nodes join in reverse order, every block is said
@@ -278,7 +288,8 @@ impl Reference {
         if self.floor > 0 {
             return None;
         }
-        let mut log = Vec::new();
+        let mut log: Vec<Command> =
+            (1..=self.generation).map(|to| Command::SetGeneration(Generation(to))).collect();
         let ghost = |node: u32| NodeRecord { node: NodeId(node), ..self.any_record() };
         for (&node, &epoch) in self.departed.iter().rev() {
             log.extend((0..epoch).map(|_| Command::Join(ghost(node))));
@@ -303,6 +314,11 @@ impl Reference {
 }
 
 impl ReferenceNode {
+    fn end(&mut self) {
+        self.live = false;
+        self.blocks.clear();
+    }
+
     /// Answers how many blocks found no room.
     fn change(&mut self, change: &Change, room: usize) -> u64 {
         let mut unlisted = 0;

@@ -160,6 +160,9 @@ impl Record {
                 }
                 1 => Command::Unpin { pin: PinId(number), owner: owner.into(), ends_ms: value },
                 2 => Command::SetQuota { tenant: TenantId(node), bytes: value },
+                _ if self.kind % 8 == 7 => {
+                    Command::SetGeneration(Generation(now.generation + u32::from(self.len % 3)))
+                }
                 _ => Command::SetTtl { group: GroupId(node), ttl_ms: value },
             },
         }

@@ -37,6 +37,7 @@ pub(super) fn codec_seeds() -> Vec<Vec<u8>> {
         Command::Unpin { pin: PinId(9), owner: "ops".to_owned(), ends_ms: Some(1_700_000_000_000) },
         Command::SetQuota { tenant: TenantId(1), bytes: Some(1 << 40) },
         Command::SetTtl { group: GroupId(1), ttl_ms: None },
+        Command::SetGeneration(Generation(300)),
     ];
     all.iter().map(Command::encode).collect()
 }
@@ -126,6 +127,7 @@ pub(super) fn snapshot_seeds() -> Vec<Vec<u8>> {
         Command::SetQuota { tenant: TenantId(4), bytes: Some(1) },
         Command::SetTtl { group: GroupId(1), ttl_ms: Some(60_000) },
         Command::SetTtl { group: GroupId(2), ttl_ms: Some(60_001) },
+        Command::SetGeneration(Generation(1)),
     ];
     for command in &rest {
         index.apply(command);
