@@ -307,3 +307,37 @@ pub(crate) fn name_of(status: Status) -> *const c_char {
     let named = status::NAMES.iter().find(|(number, _)| *number == status);
     named.map_or("unknown\0", |(_, name)| name).as_ptr().cast()
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    /// Fields that stand beside each other in C are of one type: none is another's.
+    #[test]
+    fn a_decision_comes_to_c_field_by_field() {
+        let decision = pb::Decision {
+            instance: 1,
+            fetch_blocks: 2,
+            recompute_blocks: 3,
+            resident_blocks: 4,
+            turn_ms: 5,
+            save_to: Some(pb::Holder { node: 6, epoch: 7, tier: 1, ..pb::Holder::default() }),
+            sources: vec![pb::Source { node: 8, epoch: 9, ..pb::Source::default() }],
+            ..pb::Decision::default()
+        };
+        let handle = ResultHandle {
+            status: status::OK,
+            message: String::new(),
+            retry_after: Duration::ZERO,
+            part: Part::Decided(Box::new(Decided::of(decision))),
+            leases: Vec::new(),
+        };
+        let seen = handle.decision().unwrap();
+        assert_eq!(
+            [seen.instance, seen.fetch_blocks, seen.recompute_blocks, seen.resident_blocks],
+            [1, 2, 3, 4]
+        );
+        assert_eq!((seen.turn_ms, seen.save_node, seen.save_epoch, seen.sources), (5, 6, 7, 1));
+    }
+}

@@ -388,7 +388,6 @@ impl Metrics {
         }
     }
 
-    /// Shows how fast nodes were read from of late, and nothing of those that were not.
     /// A node was told a window of so many blocks, or could not be.
     pub(crate) fn window_told(&self, answered: bool, blocks: usize) {
         self.soft.windows.with_label_values(&[if answered { "taken" } else { "failed" }]).inc();
@@ -402,6 +401,7 @@ impl Metrics {
         }
     }
 
+    /// Shows how fast nodes were read from of late, and nothing of those that were not.
     pub(crate) fn link_rates(&self, all: &[LinkRate]) {
         self.soft.rates.reset();
         self.soft.latencies.reset();

@@ -60,7 +60,6 @@ fn show(regret: &Regret, args: &RegretArgs, capacity_per_s: f64) {
     }
     let [staleness, prediction, greed] =
         [regret.lost.staleness, regret.lost.prediction, regret.lost.greed].map(|share| share * 100.0);
-    println!(
-        "lost of the mean: staleness {staleness:.1} %, prediction {prediction:.1} %, greed {greed:.1} % at least\n"
-    );
+    let greed = if greed > 0.0 { format!("{greed:.1} % at least") } else { "none was found".to_owned() };
+    println!("lost of the mean: staleness {staleness:.1} %, prediction {prediction:.1} %, greed: {greed}\n");
 }

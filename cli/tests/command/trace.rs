@@ -77,3 +77,24 @@ fn all_routers_serve_a_trace_into_a_document_or_json_lines() {
     place.run(&["trace", "routers", "--profile", "abacus"]).refused(&["abacus", "h100-8b"]);
     place.run(&["trace", "routers"]).refused(&["nothing to serve"]);
 }
+
+#[test]
+fn what_better_knowledge_is_worth_is_told_as_a_table_or_json_lines() {
+    let place = Place::new();
+    place.trace(60);
+    let few = ["trace", "regret", "trace.jsonl", "--limit", "40", "--instances", "2", "--loads", "0.5,0.9"];
+    let tables = place.run(&few).ok();
+    assert_eq!(tables.matches("| and true times |").count(), 2, "{tables}");
+    let lines = place.run(&[&few[..], &["--json"]].concat()).ok();
+    assert_eq!(lines, place.run(&[&few[..], &["--json"]].concat()).ok(), "the same seed says the same");
+    for line in lines.lines() {
+        let row: serde_json::Value = serde_json::from_str(line).unwrap();
+        assert_eq!((&row["requests"], row["knowing"].as_array().unwrap().len()), (&40.into(), 4), "{row}");
+        let mean = |at: usize| row["knowing"][at]["ttft"]["mean_ms"].as_f64().unwrap();
+        let lost: f64 =
+            ["staleness", "prediction", "greed"].map(|of| row["lost"][of].as_f64().unwrap()).iter().sum();
+        assert!((lost - (1.0 - mean(3) / mean(0))).abs() < 1e-9, "{row}");
+    }
+    place.run(&["trace", "regret", "trace.jsonl", "--profile", "abacus"]).refused(&["abacus", "h100-8b"]);
+    place.run(&["trace", "regret", "trace.jsonl", "--limit", "0"]).refused(&["nothing to serve"]);
+}
