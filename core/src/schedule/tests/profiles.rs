@@ -113,7 +113,7 @@ fn machines_of_another_time_decide_alike_and_take_as_much_more() {
     for profile in PROFILES {
         assert_eq!(profile.scaled(1.0), *profile);
         let slow = profile.scaled(10.0);
-        assert_eq!(slow.prefill_ns(100, 33), 10 * profile.prefill_ns(100, 33));
+        assert_eq!(slow.prefill_ns(100, 33) / 10, profile.prefill_ns(100, 33), "rounded down");
         assert_eq!(slow.ssd.latency_ns, 10 * profile.ssd.latency_ns);
         assert_eq!(slow.stream_ns(slow.network, 512).div_ceil(10), profile.stream_ns(profile.network, 512));
         assert_eq!(slow.kv_bytes_per_token, profile.kv_bytes_per_token);
