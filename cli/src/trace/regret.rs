@@ -58,8 +58,8 @@ fn show(regret: &Regret, args: &RegretArgs, capacity_per_s: f64) {
             ttft.mean_ms, ttft.p50_ms, ttft.p90_ms, ttft.p99_ms,
         );
     }
-    let [staleness, prediction, greed] =
-        [regret.lost.staleness, regret.lost.prediction, regret.lost.greed].map(|share| share * 100.0);
+    let [delay, prediction, greed] =
+        [regret.lost.delay, regret.lost.prediction, regret.lost.greed].map(|share| share * 100.0);
     let greed = if greed > 0.0 { format!("{greed:.1} % at least") } else { "none was found".to_owned() };
-    println!("lost of the mean: staleness {staleness:.1} %, prediction {prediction:.1} %, greed: {greed}\n");
+    println!("lost of the mean: staleness {delay:.1} %, prediction {prediction:.1} %, greed: {greed}\n");
 }

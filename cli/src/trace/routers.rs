@@ -148,7 +148,7 @@ fn in_time_text(all: &[Overload]) -> String {
         let Limits { ttft_ms, tbt_ms } = goodput.limits;
         let _ = writeln!(
             text,
-            "\n## {traffic}, {instances} instances, {:.0} % load: requests in time\n\nIn time: the first token within {ttft_ms} ms, the others {tbt_ms} ms apart on average. The others turn away              what is predicted above a share of the limit, the best of six for this load. {:.3} of the best of them.\n",
+            "\n## {traffic}, {instances} instances, {:.0} % load: requests in time\n\nIn time: the first token within {ttft_ms} ms, the others {tbt_ms} ms apart on average. The others turn away what is predicted above a share of the limit, the best of six for this load. {:.3} of the best of them.\n",
             goodput.load * 100.0,
             goodput.ratio(),
         );

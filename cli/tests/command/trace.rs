@@ -92,7 +92,7 @@ fn what_better_knowledge_is_worth_is_told_as_a_table_or_json_lines() {
         assert_eq!((&row["requests"], row["knowing"].as_array().unwrap().len()), (&40.into(), 4), "{row}");
         let mean = |at: usize| row["knowing"][at]["ttft"]["mean_ms"].as_f64().unwrap();
         let lost: f64 =
-            ["staleness", "prediction", "greed"].map(|of| row["lost"][of].as_f64().unwrap()).iter().sum();
+            ["delay", "prediction", "greed"].map(|of| row["lost"][of].as_f64().unwrap()).iter().sum();
         assert!((lost - (1.0 - mean(3) / mean(0))).abs() < 1e-9, "{row}");
     }
     place.run(&["trace", "regret", "trace.jsonl", "--profile", "abacus"]).refused(&["abacus", "h100-8b"]);

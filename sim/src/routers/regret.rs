@@ -43,7 +43,7 @@ pub struct Knowing {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Shares {
     /// Word that is late.
-    pub staleness: f64,
+    pub delay: f64,
     /// Predictions that are not what engines come to.
     pub prediction: f64,
     /// Choosing without what is to come: what a search found, and no bound from below.
@@ -90,7 +90,7 @@ pub fn regret(
     let [as_it_comes, fresh, true_times, to_come] = [0, 1, 2, 3].map(|at| knowing[at].ttft.mean_ms);
     let share = |ms: f64| if as_it_comes > 0.0 { ms / as_it_comes } else { 0.0 };
     let lost = Shares {
-        staleness: share(as_it_comes - fresh),
+        delay: share(as_it_comes - fresh),
         prediction: share(fresh - true_times),
         greed: share(true_times - to_come),
     };
