@@ -36,17 +36,13 @@ async fn a_window_brings_up_what_waits_and_ends_by_itself() {
     .await;
     let mut control = control_as(&world.router, node.control_addr()).await;
     let reply = control.set_window(window(&[0..4, 90..92, 2..6])).await.unwrap().into_inner();
-    assert_eq!((reply.requests, reply.blocks, reply.dram_blocks + reply.ssd_blocks), (3, 8, 6));
-    // A lease that ended late may have kept one of the first where it was.
-    let left = reply.ssd_blocks;
-    assert!(left > 0);
+    assert_eq!((reply.requests, reply.blocks, reply.dram_blocks, reply.ssd_blocks), (3, 8, 0, 6));
     assert_eq!(u128::from(reply.ends_after_ms), WINDOW_SPAN.as_millis());
     eventually("all that waits is in DRAM, and nobody asked for it", async || {
         // Said again, as a router does: how long this machine takes is not what is tested.
         let reply = control.set_window(window(&[0..4, 90..92, 2..6])).await.unwrap().into_inner();
         let status = status(&world, &node).await;
-        let is_there = reply.dram_blocks == 6 && status.prefetched_blocks >= u64::from(left);
-        (is_there && status.window_blocks == 8).then_some(())
+        (reply.dram_blocks == 6 && status.prefetched_blocks >= 6 && status.window_blocks == 8).then_some(())
     })
     .await;
     // The bytes follow the place; a reader hears of DRAM once they are there.
