@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, Category, IdentityDigest, RequestId, TenantId};
+use kv_core::id::{BlockHash, Category, IdentityDigest, InstanceId, RequestId, TenantId};
 use kvfleet_proto::convert::{category_to_pb, hashes_to_bytes};
 use kvfleet_proto::pb;
 use kvfleet_proto::trace_context::current_traceparent;
@@ -65,29 +65,55 @@ pub enum RouteError {
     Empty,
 }
 
+fn message(call: RouteCall) -> pb::RouteRequest {
+    pb::RouteRequest {
+        request: call.request.0,
+        tenant: call.tenant.0,
+        category: Some(category_to_pb(call.category)),
+        hashes: hashes_to_bytes(&call.hashes),
+        block_tokens: call.block_tokens,
+        input_tokens: call.input_tokens,
+        output_tokens: call.output_tokens,
+        identity: call.identity.0.to_vec(),
+        after: call.after,
+        among: None,
+        without: Vec::new(),
+        ttft_max_ms: 0,
+        priority: 0,
+        runs_there: false,
+        sent_there: false,
+        fresh: call.fresh,
+        traceparent: current_traceparent(),
+    }
+}
+
 impl Client {
     /// Asks where a request should run.
     ///
     /// # Errors
     /// When no router answers, or one refuses the call as wrong.
     pub async fn route(&self, call: RouteCall) -> Result<RouteAnswer, RouteError> {
-        let message = pb::RouteRequest {
-            request: call.request.0,
-            tenant: call.tenant.0,
-            category: Some(category_to_pb(call.category)),
-            hashes: hashes_to_bytes(&call.hashes),
-            block_tokens: call.block_tokens,
-            input_tokens: call.input_tokens,
-            output_tokens: call.output_tokens,
-            identity: call.identity.0.to_vec(),
-            after: call.after,
-            among: None,
-            without: Vec::new(),
-            ttft_max_ms: 0,
-            priority: 0,
-            fresh: call.fresh,
-            traceparent: current_traceparent(),
-        };
+        self.ask_route(message(call)).await
+    }
+
+    /// Asks how the KV of a request gets to an instance where it runs already: for engines that are sent requests by a door, which
+    /// tells them nothing of that. It is not turned away, and counts where it was sent. `sent_by_router` where a router of this cluster
+    /// chose the instance under the request's number, which a door gives engines in a header: it has the request's story then. For
+    /// certificates of the cluster's own.
+    ///
+    /// # Errors
+    /// When no router answers, or one refuses the call as wrong.
+    pub async fn plan(
+        &self,
+        call: RouteCall,
+        (instance, sent_by_router): (InstanceId, bool),
+    ) -> Result<RouteAnswer, RouteError> {
+        let among = Some(pb::Among { instances: vec![instance.0] });
+        let sent_there = sent_by_router;
+        self.ask_route(pb::RouteRequest { among, runs_there: true, sent_there, ..message(call) }).await
+    }
+
+    async fn ask_route(&self, message: pb::RouteRequest) -> Result<RouteAnswer, RouteError> {
         let ask = |mut router: RouterOf, message| async move { router.route(message).await };
         let reply: pb::RouteReply = self.routers.call(&message, ask).await?;
         match reply.answer.ok_or(RouteError::Empty)? {

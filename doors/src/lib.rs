@@ -13,6 +13,9 @@ mod prompt;
 mod serve;
 mod start;
 
+/// Header by which engines get the number that the router knows a request by, and callers with the answer.
+pub const REQUEST_HEADER: &str = "x-kvfleet-request";
+
 // A whole router, as the tests of its own start it.
 #[cfg(test)]
 #[path = "../../router/tests/cluster/harness.rs"]
@@ -31,4 +34,5 @@ pub use endpoints::config::{DiscoveredKind, KubernetesConfig, LoadConfig};
 pub use endpoints::kubernetes::KubernetesError;
 pub use openai::{BreakerConfig, OpenAiConfig, Priorities, RetryConfig};
 pub use picker::{OpenError as PickerError, PickerConfig};
+pub use prompt::public::{PromptReader, ReadPrompt, UnreadablePrompt};
 pub use start::{Doors, StartError};

@@ -125,6 +125,8 @@ pub struct Eligible<'a> {
     pub among: Option<&'a [InstanceId]>,
     /// Not these, by ascending number, though they are among those: the request failed there, say.
     pub without: &'a [InstanceId],
+    /// It runs at one of them already, and asks how its KV gets there: neither a full queue nor old reports keep it away.
+    pub runs_there: bool,
 }
 
 impl Eligible<'_> {
@@ -189,7 +191,8 @@ fn price(
     let cost = |known: (&Instance, &InstancePaths)| {
         let (instance, asking) = (known.0, asking(known));
         let ineligible = (!eligible.has(instance.id)).then_some(Filtered::Ineligible);
-        if let Some(filtered) = ineligible.or_else(|| filter(instance, &fleet.limits, now)) {
+        let closed = || (!eligible.runs_there).then(|| filter(instance, &fleet.limits, now)).flatten();
+        if let Some(filtered) = ineligible.or_else(closed) {
             return filtered_out(instance, filtered);
         }
         let place = planners.place(asking);

@@ -18,7 +18,7 @@ pub(super) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent"
 pub(super) const INSTANCE: HeaderName = HeaderName::from_static("x-kvfleet-instance");
 
 /// Under which number the router was asked.
-pub(super) const REQUEST: HeaderName = HeaderName::from_static("x-kvfleet-request");
+pub(super) const REQUEST: HeaderName = HeaderName::from_static(crate::REQUEST_HEADER);
 
 /// Of one connection, not of the request.
 const HOP: [HeaderName; 7] =
@@ -45,13 +45,18 @@ fn without_hops(headers: &mut HeaderMap) {
     }
 }
 
-/// Headers of a request as the engine gets them.
-pub(super) fn onward(mut headers: HeaderMap, request_id: &HeaderValue, traceparent: &str) -> HeaderMap {
+/// Headers of a request as the engine gets them. `number` is the request's at the router, which engines that ask it name.
+pub(super) fn onward(
+    mut headers: HeaderMap,
+    (request_id, number): (&HeaderValue, u64),
+    traceparent: &str,
+) -> HeaderMap {
     without_hops(&mut headers);
     for name in [HOST, CONTENT_LENGTH, EXPECT] {
         headers.remove(name);
     }
     headers.insert(REQUEST_ID, request_id.clone());
+    headers.insert(REQUEST, HeaderValue::from(number));
     if let Ok(value) = HeaderValue::from_str(traceparent)
         && !traceparent.is_empty()
     {
@@ -101,13 +106,15 @@ mod tests {
             ("host", "door"),
             ("content-length", "7"),
             ("x-data-parallel-rank", "3"),
+            ("x-kvfleet-request", "of a caller"),
         ]);
         let id = HeaderValue::from_static("a");
-        let sent = onward(came, &id, "00-t-s-01");
+        let sent = onward(came, (&id, 7), "00-t-s-01");
         let expected = headers(&[
             ("authorization", "Bearer secret"),
             ("x-data-parallel-rank", "3"),
             ("x-request-id", "a"),
+            ("x-kvfleet-request", "7"),
             ("traceparent", "00-t-s-01"),
         ]);
         assert_eq!(sent, expected);

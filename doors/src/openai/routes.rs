@@ -203,7 +203,7 @@ async fn asked(
     let own = trace_context::current_traceparent();
     let traceparent = if own.is_empty() { came } else { own };
     let sending = Sending {
-        headers: headers::onward(parts.headers, id, &traceparent),
+        headers: headers::onward(parts.headers, (id, number), &traceparent),
         method: parts.method,
         path_and_query: parts.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned(),
         body,

@@ -287,12 +287,12 @@ impl Exchange {
     }
 
     /// It goes there: `ip:port`, and after commas where else if that fails.
-    pub(crate) fn picked(&mut self, destination: &str) -> Vec<ProcessingResponse> {
+    pub(crate) fn picked(&mut self, destination: &str, request: u64) -> Vec<ProcessingResponse> {
         let Phase::Asked(ending) = self.phase else { return Vec::new() };
         let is_ended = !matches!(ending, Ending::Unsent | Ending::Whole { is_ended: false });
         self.phase = Phase::Sent { is_ended };
         let whole = std::mem::take(&mut self.whole);
-        let sent_to = words::sent_to(destination);
+        let sent_to = words::sent_to(destination, request);
         let mut first = match ending {
             Ending::Whole { .. } => words::body(Side::Request, sent_to),
             _ => words::headers(Side::Request, sent_to),

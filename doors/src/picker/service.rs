@@ -217,7 +217,7 @@ impl Call {
         match picked {
             Ok(picked) => {
                 self.shared.metrics.picked.inc();
-                self.outgoing.extend(self.exchange.picked(&picked.destination()));
+                self.outgoing.extend(self.exchange.picked(&picked.destination(), picked.request));
                 self.picked = Some(picked);
             }
             Err(refused) => self.refuse(&refused),

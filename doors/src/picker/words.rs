@@ -15,6 +15,7 @@ use kvfleet_proto::envoy::status::HttpStatus;
 use kvfleet_proto::envoy::well_known::{Struct, Value, value::Kind};
 
 use super::head::{DESTINATION, DROPPED, NAMESPACE};
+use crate::REQUEST_HEADER as REQUEST;
 
 /// Most of a body that one message carries: some builds of Envoy take no message above 64 KiB, its own words included.
 pub(crate) const PIECE_BYTES_MAX: usize = 62_000;
@@ -100,9 +101,12 @@ pub(crate) fn one_header(name: &str, value: &str) -> CommonResponse {
     CommonResponse { header_mutation: Some(mutation), ..CommonResponse::default() }
 }
 
-/// Where the request goes, as Envoy is told in its headers; [`destination`] says the same in metadata.
-pub(crate) fn sent_to(destination: &str) -> CommonResponse {
-    CommonResponse { clear_route_cache: true, ..one_header(DESTINATION, destination) }
+/// Where the request goes, as Envoy is told in its headers; [`destination`] says the same in metadata. The engine gets the number that the
+/// router knows it by.
+pub(crate) fn sent_to(destination: &str, request: u64) -> CommonResponse {
+    let set_headers = vec![set(DESTINATION, destination), set(REQUEST, request.to_string())];
+    let mutation = HeaderMutation { set_headers, remove_headers: Vec::new() };
+    CommonResponse { clear_route_cache: true, header_mutation: Some(mutation), ..CommonResponse::default() }
 }
 
 /// Where the request goes, as metadata.

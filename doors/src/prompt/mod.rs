@@ -1,11 +1,12 @@
 //! Which prompt a request has: its tokens as the engine will see them, and the hashes of its blocks.
 //!
 //! `body.rs` takes a request apart, `messages.rs` and `template.rs` turn a conversation into the text that the engine makes of it
-//! (`python.rs` has how Python writes values), `tokens.rs` cuts text into tokens, `reader.rs` puts it together. Not here: what is done
+//! (`python.rs` has how Python writes values), `tokens.rs` cuts text into tokens, `reader.rs` puts it together, `public.rs` is for engines. Not here: what is done
 //! with it (`crate::decide`).
 
 mod body;
 mod messages;
+pub(crate) mod public;
 mod python;
 mod reader;
 mod remembered;

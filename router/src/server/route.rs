@@ -55,23 +55,23 @@ async fn decide(
     let coming = coming(shared, &asked, &hashes, now);
     let held = Held { matched: &matched, resident: &resident, coming: &coming };
     let (among, without) = eligible(&request);
-    let eligible = Eligible { among: among.as_deref(), without: &without };
+    let eligible = Eligible { among: among.as_deref(), without: &without, runs_there: request.runs_there };
     let choose = |fleet: &Fleet| schedule::choose_among(&asked, held, eligible, fleet, now);
-    let chosen = shared.fleet.decide(claim(shared, caller, &request), now, choose);
+    let chosen = match request.runs_there {
+        true => shared.fleet.plan(choose),
+        false => shared.fleet.decide(claim(shared, caller, &request), now, choose),
+    };
     if let Ok((decision, _)) = &chosen
-        && keeps_prefixes(shared, decision.instance, now)
+        && !request.runs_there
     {
-        shared.sent.lock().sent(&asked, &hashes, decision, now);
-    }
-    if let (Ok((decision, _)), Some(waits)) = (&chosen, &shared.waits) {
-        waits.lock().sent(asked.tenant, decision, &hashes, now);
+        sent(shared, (&asked, &hashes), decision, now);
     }
     let held_blocks = holders::end_blocks(&matched);
-    why::remember(
-        shared,
-        &Known { request: &asked, hashes: &hashes, control: &control.index, held_blocks },
-        &chosen,
-    );
+    let known = Known { request: &asked, hashes: &hashes, control: &control.index, held_blocks };
+    // Whoever sent it has the story of that, and of who else could have taken it.
+    if !(request.runs_there && request.sent_there) {
+        why::remember(shared, &known, &chosen);
+    }
     let answer = match chosen {
         Ok((decision, address)) => {
             let turn_ms = shared.unix.now_ms() + millis(decision.turn.since(now));
@@ -90,6 +90,21 @@ async fn decide(
     };
     drop(control);
     Ok(pb::RouteReply { answer: Some(answer), freshness: Some(freshness(shared, &hashes, applied)) })
+}
+
+/// Counts for those that follow: what its instance will have, and who waits there.
+fn sent(
+    shared: &Shared,
+    (asked, hashes): (&RouteRequest, &[BlockHash]),
+    decision: &Decision,
+    now: Timestamp,
+) {
+    if keeps_prefixes(shared, decision.instance, now) {
+        shared.sent.lock().sent(asked, hashes, decision, now);
+    }
+    if let Some(waits) = &shared.waits {
+        waits.lock().sent(asked.tenant, decision, hashes, now);
+    }
 }
 
 /// Whether an instance tells what it has in GPU memory. Of one that does not, nobody knows that it keeps anything there.
@@ -168,6 +183,11 @@ fn asked(request: &pb::RouteRequest, hashes: &[BlockHash]) -> Result<RouteReques
     }
     check::input_tokens(request.input_tokens)?;
     let among = request.among.as_ref().map_or(0, |among| among.instances.len());
+    if request.runs_there && among != 1 {
+        return Err(check::invalid(format!(
+            "`runs_there` with {among} instances in `among`: name the one where the request runs"
+        )));
+    }
     check::at_most("number of instances in `among`", among, INSTANCES_MAX)?;
     check::at_most("number of instances in `without`", request.without.len(), INSTANCES_MAX)?;
     let blocks = u32::try_from(hashes.len()).map_err(check::invalid)?;

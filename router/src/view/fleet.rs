@@ -196,6 +196,17 @@ impl FleetView {
         Ok((decision, address.unwrap_or_default()))
     }
 
+    /// Runs a choice for a request that runs already: it is let in, and counted where it was sent.
+    pub(crate) fn plan(
+        &self,
+        choose: impl FnOnce(&Fleet) -> Result<Decision, Rejection>,
+    ) -> Result<(Decision, String), Rejection> {
+        let soft = self.soft.read();
+        let decision = choose(&soft.fleet)?;
+        let address = soft.known.get(&decision.instance).map(|known| known.address.clone());
+        Ok((decision, address.unwrap_or_default()))
+    }
+
     /// A first token came after so long; `parts` is what was predicted of it before what was learnt.
     pub(crate) fn first_token(&self, parts: &Prediction, ttft_us: u64) {
         self.soft.write().fleet.learnt.observe(parts, ttft_us);
@@ -373,7 +384,7 @@ mod tests {
                 output_tokens: 0,
             };
             let matched = PrefixMatch::default();
-            let eligible = Eligible { among, without: &[] };
+            let eligible = Eligible { among, ..Eligible::default() };
             let choose =
                 |fleet: &Fleet| schedule::choose_among(&request, &matched, eligible, fleet, Timestamp(2));
             let ttft_max_us = Some(limit_s * 1_000_000);

@@ -11,6 +11,7 @@ mod nodes;
 mod ports;
 mod residency;
 mod restarts;
+mod runs_there;
 mod shards;
 mod tenants;
 mod truth;
