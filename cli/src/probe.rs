@@ -53,12 +53,13 @@ fn told(answered: &Answered) -> ExitCode {
 
 /// What a process said.
 #[derive(Debug, PartialEq, Eq)]
-struct Answered {
-    is_good: bool,
-    text: String,
+pub(crate) struct Answered {
+    pub(crate) is_good: bool,
+    pub(crate) text: String,
 }
 
-async fn ask(address: &str, verb: &str, path: &str, within: Duration) -> anyhow::Result<Answered> {
+/// Asks a process of this machine over HTTP.
+pub(crate) async fn ask(address: &str, verb: &str, path: &str, within: Duration) -> anyhow::Result<Answered> {
     let asking = async {
         let mut stream = TcpStream::connect(address).await?;
         // HTTP/1.0: the answer ends with the connection.

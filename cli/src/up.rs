@@ -1,16 +1,21 @@
 //! `kvfleet up`: a cluster on this machine until Ctrl-C.
 
 use kv_core::id::TenantId;
+use kvfleet_doors::ModelConfig;
 use serde::Serialize;
 
 use crate::args::{Capacity, UpArgs};
 use crate::certificates::Authority;
-use crate::cluster::{Cluster, NodeCapacity, Shape, name};
+use crate::cluster::{Cluster, NodeCapacity, OpenAiShape, Shape, name};
 use crate::instance::InstanceConfig;
 use crate::process::{Role, Stop};
 
 /// DRAM of each node when nothing else is said: small enough for a laptop, large enough to see hits.
 const DRAM_DEFAULT: Capacity = Capacity::Bytes(256 << 20);
+
+/// Tokens of a block when nothing else is said: those of Mooncake's traces, and those of vLLM.
+const BLOCK_TOKENS_OF_TRACES: u32 = 512;
+const BLOCK_TOKENS_OF_ENGINES: u32 = 16;
 
 /// What is ready, for scripts.
 #[derive(Debug, Serialize)]
@@ -62,11 +67,28 @@ fn shape(args: &UpArgs) -> anyhow::Result<Shape> {
         capacity,
         watermarks: args.shape.watermarks.map(|marks| (marks.high, marks.low)),
         base_port: args.base_port,
-        block_tokens: args.block_tokens,
+        block_tokens: args.block_tokens.unwrap_or(if args.openai.is_some() {
+            BLOCK_TOKENS_OF_ENGINES
+        } else {
+            BLOCK_TOKENS_OF_TRACES
+        }),
+        openai: args.openai.map(|port| openai(args, port)).transpose()?,
         // What an instance waits for when nothing else is said; a replay that counts hits waits longer.
         fetch_floor_ms: InstanceConfig::default().fetch_floor_ms,
         ..shape
     })
+}
+
+fn openai(args: &UpArgs, port: u16) -> anyhow::Result<OpenAiShape> {
+    let (Some(tokenizer), Some(name)) = (&args.tokenizer, &args.model) else {
+        return Ok(OpenAiShape { port, models: Vec::new() });
+    };
+    // The processes are started elsewhere.
+    let tokenizer = tokenizer.canonicalize().map_err(|cause| {
+        anyhow::anyhow!("cannot read {}: {cause}; give the tokenizer.json of a model", tokenizer.display())
+    })?;
+    let model = ModelConfig { name: name.clone(), tokenizer, ..ModelConfig::default() };
+    Ok(OpenAiShape { port, models: vec![model] })
 }
 
 async fn first_crash(cluster: &mut Cluster) -> String {
@@ -111,6 +133,14 @@ fn print(args: &UpArgs, cluster: &Cluster, tenants: Vec<String>) -> anyhow::Resu
     for certificate in &reply.tenants {
         println!("  tenant       {certificate}");
     }
+    let doors = reply.processes.iter().filter(|ready| ready.role == Role::Router.name());
+    let door = doors.flat_map(|ready| &ready.addresses).find(|(purpose, _)| *purpose == "openai");
+    if let Some((_, address)) = door {
+        let model = args.model.as_deref().unwrap_or("any");
+        println!(
+            "ask it with\n  curl -s http://{address}/v1/completions -d '{{\"model\":\"{model}\",\"prompt\":\"…\"}}'"
+        );
+    }
     println!("data and logs in {}", reply.data_dir);
     println!(
         "look at it with\n  kvfleet status --cluster {} --tls-dir {}",
@@ -125,6 +155,7 @@ fn print(args: &UpArgs, cluster: &Cluster, tenants: Vec<String>) -> anyhow::Resu
 mod tests {
     #![allow(clippy::unwrap_used)]
     use clap::Parser;
+    use kvfleet_errors_doc::says;
 
     use super::*;
     use crate::args::{Args, Command};
@@ -137,5 +168,28 @@ mod tests {
         assert_eq!((shape.block_tokens, shape.base_port), (16, Some(30_000)));
         assert_eq!(args.tenants, [3, 5]);
         assert_eq!(shape.fetch_floor_ms, InstanceConfig::default().fetch_floor_ms);
+    }
+
+    #[test]
+    fn doors_are_what_the_flags_say() {
+        let up = |words: &[&str]| match Args::try_parse_from([&["kvfleet", "up"], words].concat())
+            .unwrap()
+            .command
+        {
+            Command::Up(args) => shape(&args),
+            _ => panic!("not up"),
+        };
+        let (without, with) = (up(&[]).unwrap(), up(&["--openai", "8000"]).unwrap());
+        assert_eq!((without.block_tokens, without.openai), (512, None));
+        assert_eq!((with.block_tokens, with.openai.unwrap().port), (16, 8000));
+        let missing = up(&["--openai", "8000", "--model", "m", "--tokenizer", "nowhere.json"]).unwrap_err();
+        says("a tokenizer of `up` that is not there", &missing, &[]);
+        for half in [
+            &["--model", "m"][..],
+            &["--openai", "1", "--tokenizer", "t"],
+            &["--openai", "1", "--model", "m"],
+        ] {
+            assert!(Args::try_parse_from([&["kvfleet", "up"], half].concat()).is_err(), "{half:?}");
+        }
     }
 }

@@ -66,9 +66,19 @@ pub struct UpArgs {
     #[command(flatten)]
     pub shape: ShapeArgs,
     /// Tokens of one block, part of the identity of the KV: a replay on this cluster must use the same
-    /// (512 in Mooncake traces, 16 in Bailian's).
-    #[arg(long, value_name = "N", default_value_t = 512, value_parser = block_tokens())]
-    pub block_tokens: u32,
+    /// (512 in Mooncake traces, 16 in Bailian's). Without it 512, and 16 with --openai.
+    #[arg(long, value_name = "N", value_parser = block_tokens())]
+    pub block_tokens: Option<u32>,
+    /// Take requests as OpenAI's clients send them: router 1 at this port, and router N at the one N - 1 above; 0 for any free ones. What is
+    /// answered is no model's.
+    #[arg(long, value_name = "PORT")]
+    pub openai: Option<u16>,
+    /// A tokenizer.json by which prompts are read, with its chat template beside it. Without it, text is told apart by its text.
+    #[arg(long, value_name = "FILE", requires = "openai", requires = "model")]
+    pub tokenizer: Option<PathBuf>,
+    /// Name that requests have as their model. Without it any is taken.
+    #[arg(long, value_name = "NAME", requires = "tokenizer")]
+    pub model: Option<String>,
     /// First port: routers listen there and above. Without it, free ports are chosen.
     #[arg(long, value_name = "PORT")]
     pub base_port: Option<u16>,

@@ -6,17 +6,18 @@
 use std::path::PathBuf;
 
 use kvfleet_client::Transport;
+use kvfleet_doors::{AdminConfig, DoorsConfig, EndpointConfig, OpenAiConfig};
 use kvfleet_node::NodeConfig;
 use kvfleet_node::memory::MemoryBound;
 use kvfleet_proto::identity::IdentitySection;
-use kvfleet_router::{RouterConfig, VoterConfig};
+use kvfleet_router::{EnginesConfig, RouterConfig, VoterConfig};
 use kvfleet_transport::pick::PathKind;
 
 use super::{ChildId, Cluster, name};
 use crate::certificates::{Authority, CertificateFiles};
 use crate::config::{ProcessConfig, Settings, load, parse_override, to_toml};
-use crate::instance::{InstanceConfig, TlsPaths};
-use crate::process::Role;
+use crate::instance::{InstanceConfig, OpenAiSection, TlsPaths};
+use crate::process::{Role, RouterProcessConfig};
 
 /// What a child may take with the configuration that was written for it, in bytes; only nodes have such a bound.
 pub(super) fn memory_bytes_max(cluster: &Cluster, id: ChildId) -> anyhow::Result<Option<u64>> {
@@ -36,7 +37,13 @@ pub(super) fn write(cluster: &Cluster, id: ChildId) -> anyhow::Result<PathBuf> {
     let certificate = Authority::open(&cluster.certificates())?.issue(&name(id))?;
     let number = u32::try_from(id.1)?;
     let text = match id.0 {
-        Role::Router => to_toml(&settings(cluster, router(cluster, id.1, certificate)))?,
+        Role::Router => {
+            let service = RouterProcessConfig {
+                router: router(cluster, id.1, certificate),
+                doors: doors(cluster, id.1)?,
+            };
+            to_toml(&settings(cluster, service))?
+        }
         Role::Node => to_toml(&settings(cluster, node(cluster, number, certificate)))?,
         Role::Instance => to_toml(&settings(cluster, instance(cluster, number, certificate)))?,
     };
@@ -75,8 +82,37 @@ fn router(cluster: &Cluster, number: u64, files: CertificateFiles) -> RouterConf
         price_links: false,
         // Where compute takes no time nobody waits, and no block is kept for who is predicted to.
         windows: cluster.shape().time_scale > 0.0,
+        engines: EnginesConfig {
+            identity: IdentitySection::from(&cluster.shape().manifest()),
+            ..EnginesConfig::default()
+        },
         ..RouterConfig::default()
     }
+}
+
+/// Port of a router's door, counted from that of the first.
+fn door_port(first: u16, number: u64) -> anyhow::Result<u16> {
+    let port = if first == 0 { 0 } else { u64::from(first) + number - 1 };
+    u16::try_from(port).map_err(|_| {
+        anyhow::anyhow!("--openai {first} leaves no room for the door of router {number}: give a lower port")
+    })
+}
+
+/// Doors of a router, if there are to be any.
+fn doors(cluster: &Cluster, number: u64) -> anyhow::Result<DoorsConfig> {
+    let Some(shape) = &cluster.shape().openai else { return Ok(DoorsConfig::default()) };
+    let port = door_port(shape.port, number)?;
+    let endpoint = |(instance, port): (u32, &u16)| EndpointConfig {
+        instance,
+        url: format!("http://127.0.0.1:{port}"),
+        fetches: true,
+        reports_itself: true,
+    };
+    // Who waits until engines may be sent requests asks there.
+    let admin = AdminConfig { listen: "127.0.0.1:0".to_owned(), ..AdminConfig::default() };
+    let openai = OpenAiConfig { listen: format!("127.0.0.1:{port}"), ..OpenAiConfig::default() };
+    let endpoints = (1..).zip(&cluster.engine_ports).map(endpoint).collect();
+    Ok(DoorsConfig { openai, admin, endpoints, models: shape.models.clone(), ..DoorsConfig::default() })
 }
 
 fn node(cluster: &Cluster, number: u32, files: CertificateFiles) -> NodeConfig {
@@ -139,7 +175,22 @@ fn instance(cluster: &Cluster, number: u32, files: CertificateFiles) -> Instance
         time_scale: shape.time_scale,
         transport: shape.transport.to_string(),
         shm: crate::instance::ShmSection { dir: sockets(cluster), ..Default::default() },
+        openai: openai(cluster, number),
         ..InstanceConfig::default()
+    }
+}
+
+/// Where an instance takes requests from the doors, if there are any.
+fn openai(cluster: &Cluster, number: u32) -> OpenAiSection {
+    let shape = cluster.shape();
+    let (Some(doors), Some(port)) = (&shape.openai, cluster.engine_ports.get(number as usize - 1)) else {
+        return OpenAiSection::default();
+    };
+    OpenAiSection {
+        listen: format!("127.0.0.1:{port}"),
+        models: doors.models.clone(),
+        manifest: IdentitySection::from(&shape.manifest()),
+        ..OpenAiSection::default()
     }
 }
 
@@ -156,7 +207,7 @@ fn apply_overrides(cluster: &Cluster, role: Role, path: &std::path::Path) -> any
         return Ok(());
     }
     let text = match role {
-        Role::Router => to_toml(&load::<RouterConfig>(Some(path), &layers)?)?,
+        Role::Router => to_toml(&load::<RouterProcessConfig>(Some(path), &layers)?)?,
         Role::Node => to_toml(&load::<NodeConfig>(Some(path), &layers)?)?,
         Role::Instance => to_toml(&load::<InstanceConfig>(Some(path), &layers)?)?,
     };
@@ -175,7 +226,16 @@ fn split_role(text: &str) -> anyhow::Result<(Role, &str)> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use kvfleet_errors_doc::says;
+
     use super::*;
+
+    #[test]
+    fn doors_beyond_the_last_port_are_refused() {
+        assert_eq!((door_port(0, 3).unwrap(), door_port(65_533, 3).unwrap()), (0, 65_535));
+        let refused = door_port(65_533, 4).unwrap_err().to_string();
+        says("a port of doors too near the last one", &refused, &[]);
+    }
 
     #[test]
     fn a_set_flag_names_its_role() {

@@ -23,7 +23,7 @@ use crate::process::Role;
 pub(crate) use child::cpu_time_of;
 pub use child::{Child, ChildError};
 pub use faults::{Killed, Leader};
-pub use shape::{LAYERS, NodeCapacity, Shape, manifest};
+pub use shape::{LAYERS, NodeCapacity, OpenAiShape, Shape, manifest};
 
 /// How long children get to stop after SIGTERM before they are killed.
 const STOP_GRACE: Duration = Duration::from_secs(5);
@@ -42,6 +42,8 @@ pub type ChildId = (Role, u64);
 pub struct Cluster {
     shape: Shape,
     routers: BTreeMap<u64, String>,
+    /// Where the instances take requests of OpenAI's clients, if there are doors for those; an instance that starts again has the same.
+    engine_ports: Vec<u16>,
     children: BTreeMap<ChildId, Child>,
     // Behind the children, because fields are dropped in order: nobody writes there any more.
     directory: Directory,
@@ -114,9 +116,14 @@ impl Cluster {
             None => Directory::Temporary(tempfile::Builder::new().prefix("kvfleet-").tempdir()?),
         };
         let routers = ports::router_addresses(&shape, directory.path())?;
+        let engine_ports = match &shape.openai {
+            Some(_) => ports::beside(&routers, shape.instances)?,
+            None => Vec::new(),
+        };
         let mut cluster = Self {
             shape,
             routers,
+            engine_ports,
             children: BTreeMap::new(),
             directory,
             leader_killed: None,

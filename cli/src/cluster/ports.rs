@@ -105,6 +105,14 @@ fn from_base(base: u16, count: u32) -> anyhow::Result<Vec<u16>> {
         .collect()
 }
 
+/// So many free ports that no router has, as routers do not listen yet.
+pub(super) fn beside(routers: &BTreeMap<u64, String>, count: u32) -> anyhow::Result<Vec<u16>> {
+    let is_a_routers = |port: &u16| routers.values().any(|address| address.ends_with(&format!(":{port}")));
+    let more = count.saturating_add(u32::try_from(routers.len()).unwrap_or(u32::MAX));
+    let free = free_ports(more)?;
+    Ok(free.into_iter().filter(|port| !is_a_routers(port)).take(count as usize).collect())
+}
+
 fn free_ports(count: u32) -> anyhow::Result<Vec<u16>> {
     let range = u32::from(PORT_END - PORT_MIN);
     // Starting at a place of its own, two clusters started together rarely meet.

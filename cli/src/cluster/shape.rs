@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use kv_core::prefix::IdentityManifest;
 use kvfleet_client::Transport;
+use kvfleet_doors::ModelConfig;
 
 use crate::args::{ShapeArgs, Target};
 
@@ -60,6 +61,17 @@ pub struct Shape {
     pub log: String,
     /// Further keys, as `role.key=value`.
     pub overrides: Vec<String>,
+    /// Doors for OpenAI's clients; none without.
+    pub openai: Option<OpenAiShape>,
+}
+
+/// Doors for OpenAI's clients, and how prompts are read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OpenAiShape {
+    /// Port of router 1's door; router N has the one N - 1 above. 0 for any free ones.
+    pub port: u16,
+    /// Models with their tokenizers; without one every name is taken.
+    pub models: Vec<ModelConfig>,
 }
 
 impl Shape {
@@ -86,6 +98,7 @@ impl Shape {
             otlp: String::new(),
             log: "info".to_owned(),
             overrides: vec![],
+            openai: None,
         }
     }
 

@@ -5,11 +5,13 @@ use std::time::Duration;
 
 use kvfleet_client::Transport;
 use kvfleet_proto::pb;
+use serde::Deserialize;
 use tokio::time::Instant;
 
 use super::{Child, Cluster};
 use crate::calls::RouterCalls;
 use crate::connect::client;
+use crate::probe::ask;
 use crate::process::Role;
 
 /// How long a started cluster may take until it serves.
@@ -65,6 +67,31 @@ async fn missing(cluster: &Cluster, routers: &[RouterCalls]) -> Option<String> {
         };
         if let Some(what) = missing_in(cluster, &status) {
             return Some(format!("router {} {what}", status.router));
+        }
+    }
+    if cluster.shape().openai.is_some() {
+        return missing_at_doors(cluster).await;
+    }
+    None
+}
+
+/// An instance that the door of a router, which looks for itself, sends no requests yet.
+async fn missing_at_doors(cluster: &Cluster) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Shown {
+        instance: u64,
+        open: bool,
+    }
+    for number in cluster.wanted(Role::Router) {
+        let ready = cluster.child((Role::Router, number)).and_then(Child::ready);
+        let address = ready.map(|ready| ready.address("admin")).unwrap_or_default();
+        let shown: Vec<Shown> = match ask(&address, "GET", "/instances", SERVING_TIMEOUT).await {
+            Ok(answered) => serde_json::from_str(&answered.text).unwrap_or_default(),
+            Err(cause) => return Some(format!("the door of router {number} does not answer: {cause}")),
+        };
+        let is_open = |wanted: &u64| shown.iter().any(|shown| shown.instance == *wanted && shown.open);
+        if let Some(closed) = cluster.wanted(Role::Instance).find(|wanted| !is_open(wanted)) {
+            return Some(format!("router {number} sends no requests to instance {closed}"));
         }
     }
     None

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 
 use kv_core::schedule::{HardwareProfile, PROFILES};
 use kvfleet_client::{NoTransport, RdmaSettings, Transport};
+use kvfleet_doors::ModelConfig;
 use kvfleet_proto::frame::{KeyForm, PAYLOAD_BYTES_MAX};
+use kvfleet_proto::identity::IdentitySection;
 use kvfleet_proto::tls::TlsFiles;
 use kvfleet_transport::shm::ShmConfig;
 use serde::{Deserialize, Serialize};
@@ -57,6 +59,22 @@ pub struct InstanceConfig {
     pub shm: ShmSection,
     /// RDMA with nodes that offer it.
     pub rdma: RdmaSection,
+    /// Requests as OpenAI's clients send them.
+    pub openai: OpenAiSection,
+}
+
+/// Where requests are taken as OpenAI's clients send them, and whose hashes their prompts have.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct OpenAiSection {
+    /// `host:port`, plain HTTP; empty for nowhere.
+    pub listen: String,
+    /// Models with their tokenizers, as the routers' `doors.models`; without one every name is taken, and text is told apart by its text.
+    pub models: Vec<ModelConfig>,
+    /// The manifest whose digest `identity` is, as the routers' `engines.identity`.
+    pub manifest: IdentitySection,
+    /// File with the secret of prompts, as the routers' `engines.secret_file`.
+    pub secret_file: PathBuf,
 }
 
 /// By which network cards nodes are reached with RDMA.
@@ -137,6 +155,7 @@ impl Default for InstanceConfig {
             transport: Transport::default().to_string(),
             shm: ShmSection::default(),
             rdma: RdmaSection::default(),
+            openai: OpenAiSection::default(),
         }
     }
 }
@@ -197,6 +216,14 @@ impl InstanceConfig {
                 "rdma.memory_bytes is {}: expected at least {}",
                 self.rdma.memory_bytes,
                 RdmaSettings::MEMORY_BYTES_MIN
+            ));
+        }
+        let OpenAiSection { listen, manifest, .. } = &self.openai;
+        let theirs = manifest.manifest().digest().to_string();
+        if !listen.is_empty() && theirs != self.identity {
+            return Err(format!(
+                "openai.manifest has the digest {theirs}, and identity is {}: prompts would be hashed as no block is; write the manifest of the nodes",
+                self.identity
             ));
         }
         self.transport().map(|_| ())
@@ -283,6 +310,9 @@ mod tests {
         least.validate().unwrap();
         says("an instance: report_ms", &wrong(|config| config.report_ms = 0), &[]);
         says("an instance: rdma.memory_bytes", &wrong(|config| config.rdma.memory_bytes = 5), &[]);
+        let hashes = |config: &mut InstanceConfig| config.openai.listen = "127.0.0.1:0".into();
+        let digest = IdentitySection::default().manifest().digest().to_string();
+        says("an instance: the manifest of its prompts", &wrong(hashes), &[&digest]);
         says("an instance: transport", &wrong(|config| config.transport = "udp".into()), &[]);
     }
 }

@@ -7,6 +7,7 @@ mod blocks;
 mod config;
 mod load;
 mod metrics;
+mod openai;
 mod prefill;
 mod report;
 mod request;
@@ -16,5 +17,5 @@ mod shares;
 mod start;
 mod turns;
 
-pub use config::{InstanceConfig, RdmaSection, ShmSection, TlsPaths};
+pub use config::{InstanceConfig, OpenAiSection, RdmaSection, ShmSection, TlsPaths};
 pub use start::{Instance, StartError};

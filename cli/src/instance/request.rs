@@ -59,6 +59,26 @@ impl Job {
     }
 }
 
+/// Numbers of leases and of requests that come without one.
+#[derive(Debug)]
+pub(super) struct Numbers(AtomicU64);
+
+impl Numbers {
+    pub(super) fn new(instance: u32) -> Numbers {
+        let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let counter_mask = (1u64 << LEASE_COUNTER_BITS) - 1;
+        // Counting on from the microsecond of the start: an instance that starts again does not meet the
+        // leases it had, because it makes far fewer than one a microsecond.
+        let first = u64::try_from(started.as_micros()).unwrap_or_default() & counter_mask;
+        let instance = u64::from(instance) << LEASE_COUNTER_BITS;
+        Numbers(AtomicU64::new(instance.wrapping_add(first)))
+    }
+
+    pub(super) fn next(&self) -> u64 {
+        self.0.fetch_add(1, Ordering::Relaxed)
+    }
+}
+
 /// The service.
 pub(super) struct Service {
     engine: Arc<Engine>,
@@ -67,25 +87,14 @@ pub(super) struct Service {
     tenants_engine: Arc<Engine>,
     shares: Shares,
     metrics: Metrics,
-    next_lease: AtomicU64,
+    numbers: Arc<Numbers>,
 }
 
 impl Service {
-    pub(super) fn new(engine: Engine, metrics: Metrics) -> Self {
-        let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let counter_mask = (1u64 << LEASE_COUNTER_BITS) - 1;
-        // Counting on from the microsecond of the start: an instance that starts again does not meet the
-        // leases it had, because it makes far fewer than one a microsecond.
-        let first = u64::try_from(started.as_micros()).unwrap_or_default() & counter_mask;
-        let instance = u64::from(engine.config.instance) << LEASE_COUNTER_BITS;
-        let tenants_engine = Arc::new(Engine { client: engine.client.with_links_apart(), ..engine.clone() });
-        Self {
-            engine: Arc::new(engine),
-            tenants_engine,
-            shares: Shares::default(),
-            metrics,
-            next_lease: AtomicU64::new(instance.wrapping_add(first)),
-        }
+    pub(super) fn new(engine: Arc<Engine>, numbers: Arc<Numbers>, metrics: Metrics) -> Self {
+        let tenants_engine =
+            Arc::new(Engine { client: engine.client.with_links_apart(), ..Engine::clone(&engine) });
+        Self { engine, tenants_engine, shares: Shares::default(), metrics, numbers }
     }
 
     /// Who serves a job of this caller, with its part of what is bounded.
@@ -107,7 +116,7 @@ impl Instance for Service {
         kvfleet_proto::trace_context::set_parent(&span, &request.traceparent);
         let mut job = read(request)?;
         let engine = self.engine_for(&caller, &mut job)?;
-        let lease = LeaseId(self.next_lease.fetch_add(1, Ordering::Relaxed));
+        let lease = LeaseId(self.numbers.next());
         // By itself, so that who stops waiting for the answer does not leave leases behind.
         let served = tokio::spawn(engine.serve(job, lease).instrument(span));
         let reply = served.await.map_err(|cause| Status::internal(format!("the request broke: {cause}")))?;
@@ -216,7 +225,8 @@ mod tests {
             accelerator: Arc::new(Accelerator::new(0)),
             config: InstanceConfig::default(),
         };
-        Service::new(engine, Metrics::register(&prometheus::Registry::new()).unwrap())
+        let numbers = Arc::new(Numbers::new(1));
+        Service::new(Arc::new(engine), numbers, Metrics::register(&prometheus::Registry::new()).unwrap())
     }
 
     #[tokio::test]

@@ -22,9 +22,10 @@ use super::blocks::BlockShape;
 use super::config::InstanceConfig;
 use super::load::Working;
 use super::metrics::{self, Metrics};
+use super::openai::OpenAi;
 use super::prefill::Accelerator;
 use super::report;
-use super::request::{FOR_TENANTS, Service};
+use super::request::{FOR_TENANTS, Numbers, Service};
 use super::serve::Engine;
 
 /// How long calls under way get to end when the instance stops.
@@ -43,8 +44,10 @@ pub enum StartError {
     #[error(transparent)]
     Tls(#[from] TlsError),
     /// The address is taken or not ours.
-    #[error("cannot listen on {address}: {cause}; choose another `listen`, or stop what uses it")]
+    #[error("cannot listen on {address}: {cause}; choose another `{key}`, or stop what uses it")]
     Listen {
+        /// Which key.
+        key: &'static str,
         /// The address asked for.
         address: String,
         /// What the system said.
@@ -59,6 +62,7 @@ pub enum StartError {
 #[derive(Debug)]
 pub struct Instance {
     address: SocketAddr,
+    openai: Option<SocketAddr>,
     stop: CancellationToken,
     reporter: Reporter,
     tasks: Vec<JoinHandle<()>>,
@@ -73,7 +77,7 @@ impl Instance {
         })?;
         let files = TlsFiles::from(&config.tls);
         let identity = files.load_server()?;
-        let listener = listen(&config.listen).await?;
+        let listener = listen(&config.listen, "listen").await?;
         let address = listener.local_addr().map_err(|cause| set_up(&cause))?;
         let metrics = Metrics::register(registry).map_err(|cause| set_up(&cause))?;
         let working = Arc::new(Working::default());
@@ -85,21 +89,37 @@ impl Instance {
         let reporter = report::begin(&client, &config, address.to_string(), &working, &metrics);
         let (profile, accelerator) =
             (config.hardware(), Arc::new(Accelerator::new(config.read_buffer_bytes)));
-        let engine = Engine { client, digest, blocks, profile, working, accelerator, config };
+        let section = config.openai.clone();
+        let numbers = Arc::new(Numbers::new(config.instance));
+        let engine = Arc::new(Engine { client, digest, blocks, profile, working, accelerator, config });
         let stop = CancellationToken::new();
         let mut tasks = Vec::new();
+        let mut openai = None;
+        if !section.listen.is_empty() {
+            let serving = OpenAi::load(&section, Arc::clone(&engine), Arc::clone(&numbers), registry)
+                .map_err(|cause| set_up(&cause))?;
+            let listener = listen(&section.listen, "openai.listen").await?;
+            openai = Some(listener.local_addr().map_err(|cause| set_up(&cause))?);
+            tasks.push(tokio::spawn(serving.serve(listener, stop.clone())));
+        }
         let (renewal, stopped) = (Renewal::new(identity.clone(), files), stop.clone());
         tasks.push(tokio::spawn(async move {
             let _ = stopped.run_until_cancelled(keep_renewed(renewal, RENEW_EVERY)).await; // stopped, as asked
         }));
-        let service =
-            InstanceServer::new(Service::new(engine, metrics)).max_decoding_message_size(REQUEST_BYTES_MAX);
+        let service = InstanceServer::new(Service::new(engine, numbers, metrics))
+            .max_decoding_message_size(REQUEST_BYTES_MAX);
         tasks.push(tokio::spawn(serve(
             MembersUnless::new(service, FOR_TENANTS),
             incoming(listener, &identity),
             stop.clone(),
         )));
-        Ok(Self { address, stop, reporter, tasks })
+        Ok(Self { address, openai, stop, reporter, tasks })
+    }
+
+    /// Where it takes requests of OpenAI's clients, if it does.
+    #[must_use]
+    pub fn openai_addr(&self) -> Option<SocketAddr> {
+        self.openai
     }
 
     /// Where it serves.
@@ -132,10 +152,12 @@ fn client(config: &InstanceConfig, identity: &kvfleet_proto::tls::Identity) -> R
     Client::new(client).map_err(|cause| set_up(&cause))
 }
 
-async fn listen(address: &str) -> Result<TcpListener, StartError> {
-    TcpListener::bind(address)
-        .await
-        .map_err(|cause| StartError::Listen { address: address.to_owned(), cause })
+async fn listen(address: &str, key: &'static str) -> Result<TcpListener, StartError> {
+    TcpListener::bind(address).await.map_err(|cause| StartError::Listen {
+        key,
+        address: address.to_owned(),
+        cause,
+    })
 }
 
 fn set_up(cause: &dyn std::fmt::Display) -> StartError {

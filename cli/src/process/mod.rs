@@ -14,4 +14,5 @@ mod telemetry;
 
 pub use ready::{Ready, ReadyError};
 pub use signals::{Stop, StopSignal};
+pub(crate) use start::RouterProcessConfig;
 pub use start::{Role, run};

@@ -40,12 +40,12 @@ impl Role {
 /// What a router's process reads: the router's own keys, and its doors.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
-struct RouterProcessConfig {
+pub(crate) struct RouterProcessConfig {
     /// The router's own.
     #[serde(flatten)]
-    router: RouterConfig,
+    pub(crate) router: RouterConfig,
     /// Doors for frontends.
-    doors: DoorsConfig,
+    pub(crate) doors: DoorsConfig,
 }
 
 /// A service that runs, with what it needs to stop.
@@ -118,7 +118,8 @@ pub async fn run(role: Role, args: &ProcessArgs) -> anyhow::Result<()> {
             let number = u64::from(settings.service.instance);
             serve(role, number, args, settings, async |config, registry| {
                 let instance = Instance::start(config, registry).await?;
-                let addresses = vec![("grpc", instance.local_addr())];
+                let openai = instance.openai_addr().map(|address| ("openai", address));
+                let addresses = std::iter::once(("grpc", instance.local_addr())).chain(openai).collect();
                 Ok((Service::Instance(instance), addresses))
             })
             .await

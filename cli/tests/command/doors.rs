@@ -1,0 +1,225 @@
+//! Requests of OpenAI's clients through a whole cluster: hits of what others asked, and an instance that dies under load.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use kvfleet::cluster::{Cluster, NodeCapacity, OpenAiShape, Shape};
+use kvfleet::process::Role;
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use crate::support::{Place, shape};
+
+/// Longest a request may take here; far above what it takes.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// An answer as far as it came.
+#[derive(Debug)]
+struct Answer {
+    status: u16,
+    instance: u64,
+    request: u64,
+    body: String,
+    /// The body has its end.
+    is_whole: bool,
+}
+
+impl Answer {
+    fn read(bytes: &[u8]) -> Option<Answer> {
+        let text = String::from_utf8_lossy(bytes).into_owned();
+        let (head, body) = text.split_once("\r\n\r\n")?;
+        let header = |name: &str| {
+            let line = head.lines().find(|line| line.to_lowercase().starts_with(name))?;
+            line.split_once(':')?.1.trim().parse::<u64>().ok()
+        };
+        let is_whole = match header("content-length") {
+            Some(length) => body.len() as u64 == length,
+            None => body.ends_with("0\r\n\r\n"),
+        };
+        Some(Answer {
+            status: head.split(' ').nth(1)?.parse().ok()?,
+            instance: header("x-kvfleet-instance").unwrap_or_default(),
+            request: header("x-kvfleet-request").unwrap_or_default(),
+            body: body.to_owned(),
+            is_whole,
+        })
+    }
+
+    fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap_or_else(|cause| panic!("{cause}: {self:?}"))
+    }
+}
+
+/// Asks a door, and reads what comes until nothing more does.
+async fn ask(door: SocketAddr, path: &str, body: &Value) -> Answer {
+    let body = body.to_string();
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nhost: door\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    let asked = async {
+        let mut stream = TcpStream::connect(door).await.unwrap();
+        stream.write_all((head + &body).as_bytes()).await.unwrap();
+        let mut bytes = Vec::new();
+        // A connection that is cut has said what it said.
+        let _ = stream.read_to_end(&mut bytes).await;
+        Answer::read(&bytes).unwrap_or_else(|| panic!("no answer: {:?}", String::from_utf8_lossy(&bytes)))
+    };
+    tokio::time::timeout(PATIENCE, asked).await.expect("no request hangs")
+}
+
+fn door(cluster: &Cluster, router: u64) -> SocketAddr {
+    let ready = cluster.child((Role::Router, router)).unwrap().ready().unwrap();
+    ready.addresses["openai"].parse().unwrap()
+}
+
+async fn cluster(place: &Place, change: impl FnOnce(&mut Shape)) -> Cluster {
+    let capacity = NodeCapacity { dram_blocks: 10_000, ssd_blocks: 0 };
+    let openai = Some(OpenAiShape { port: 0, models: vec![] });
+    let mut shape = Shape { block_tokens: 16, openai, ..shape(place, capacity) };
+    change(&mut shape);
+    Cluster::start(shape).await.unwrap()
+}
+
+fn chat(question: &str) -> Value {
+    let system = "You are a helpful assistant. ".repeat(100);
+    json!({"model": "any", "max_tokens": 3, "messages": [
+        {"role": "system", "content": system}, {"role": "user", "content": question}
+    ]})
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prompt_that_begins_as_another_is_fetched_and_why_tells_it() {
+    let place = Place::new();
+    let cluster = cluster(&place, |_| {}).await;
+    let first = ask(door(&cluster, 1), "/v1/chat/completions", &chat("One?")).await;
+    assert_eq!((first.status, first.is_whole), (200, true), "{first:?}");
+    let usage = first.json()["usage"].clone();
+    assert_eq!(usage["prompt_tokens_details"]["cached_tokens"], 0);
+    let tokens = usage["prompt_tokens"].as_u64().unwrap();
+    assert!(tokens > 600, "the prompt has {tokens} tokens");
+    // The blocks are saved behind the answer and announced behind that; another door knows of them as well.
+    let until = Instant::now() + PATIENCE;
+    let second = loop {
+        let second = ask(door(&cluster, 2), "/v1/chat/completions", &chat("Another question?")).await;
+        let cached = second.json()["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+        // All whole blocks but the last, which has the question in it.
+        if cached > tokens - 3 * 16 {
+            break second;
+        }
+        assert!(Instant::now() < until, "{second:?}");
+    };
+    let routers = cluster.router_addresses().join(",");
+    let tls = cluster.certificates();
+    let why = |request: u64| {
+        let request = request.to_string();
+        let words = ["why", &request, "--json", "--cluster", &routers, "--tls-dir", tls.to_str().unwrap()];
+        serde_json::from_str::<Value>(&tokio::task::block_in_place(|| place.run(&words)).ok()).unwrap()
+    };
+    // The door's router has the story, and hears of the hits with the instance's next report.
+    let story = loop {
+        let story = why(second.request);
+        if !story["hit_blocks"].is_null() {
+            break story;
+        }
+        assert!(Instant::now() < until, "{story:#}");
+    };
+    assert_eq!(story["instance"], second.instance);
+    assert!(story["hit_blocks"].as_u64().unwrap() * 16 > tokens - 3 * 16, "{story:#}");
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn when_an_instance_dies_under_load_others_answer_and_nobody_hangs() {
+    let place = Place::new();
+    // Requests take about a tenth of a second, so that some are under way at every instance at any time.
+    let mut cluster = cluster(&place, |shape| {
+        shape.instances = 3;
+        shape.time_scale = 0.2;
+    })
+    .await;
+    let (door, is_over) = (door(&cluster, 1), Arc::new(AtomicBool::new(false)));
+    let answers = Arc::new(Mutex::new(Vec::new()));
+    let asking = (0..12).map(|worker| {
+        let (is_over, seen) = (Arc::clone(&is_over), Arc::clone(&answers));
+        tokio::spawn(async move {
+            let mut answers = Vec::new();
+            for number in 0.. {
+                let mut body = chat(&format!("{worker} {number}?"));
+                body["messages"][0]["content"] = format!("{worker} {number} {}", "words ".repeat(200)).into();
+                body["stream"] = true.into();
+                let begun = Instant::now();
+                let answer = ask(door, "/v1/chat/completions", &body).await;
+                seen.lock().push(answer.instance);
+                answers.push((begun, answer));
+                if is_over.load(Ordering::Relaxed) {
+                    return answers;
+                }
+            }
+            answers
+        })
+    });
+    let asking: Vec<_> = asking.collect();
+    let metrics = cluster.child((Role::Router, 1)).unwrap().ready().unwrap().addresses["metrics"].clone();
+    let figure = async |name: &str| metric(&metrics, name).await;
+    // The one that dies has work.
+    answered(&answers, |seen| (1..=3).all(|instance| seen.contains(&instance))).await;
+    cluster.kill((Role::Instance, 2)).await.unwrap();
+    let killed = Instant::now();
+    while figure("kvfleet_doors_endpoint_up{instance=\"2\"}").await > 0.0 {
+        assert!(killed.elapsed() < PATIENCE, "instance 2 is dead");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let unrouted = killed.elapsed();
+    // And some more that are sent after it was left out.
+    let so_far = answers.lock().len();
+    answered(&answers, |seen| seen.len() >= so_far + 50).await;
+    is_over.store(true, Ordering::Relaxed);
+    let (mut whole, mut cut, mut of_dead) = (0, 0, 0);
+    for worker in asking {
+        for (begun, answer) in worker.await.unwrap() {
+            assert_eq!(answer.status, 200, "before its first byte it goes elsewhere: {answer:?}");
+            of_dead += usize::from(answer.instance == 2);
+            if answer.is_whole {
+                whole += 1;
+                assert!(answer.body.contains("data: [DONE]"), "{answer:?}");
+            } else {
+                cut += 1;
+                assert_eq!(answer.instance, 2, "only what it had begun to answer breaks off: {answer:?}");
+                assert!(begun < killed, "it was asked while it lived");
+            }
+        }
+    }
+    let retried = figure("kvfleet_doors_retries_total{cause=\"broken\"}").await
+        + figure("kvfleet_doors_retries_total{cause=\"connect\"}").await;
+    println!(
+        "unrouted after {} ms; {whole} answers whole, {of_dead} of instance 2, {cut} cut, {retried} tried elsewhere",
+        unrouted.as_millis()
+    );
+    assert!(of_dead > 0, "it had work before it died");
+    assert!(retried > 0.0 || cut > 0, "it had work when it died");
+    cluster.stop().await;
+}
+
+/// Waits until instances have answered as `enough` says; it is given the instance of each answer so far.
+async fn answered(answers: &Mutex<Vec<u64>>, enough: impl Fn(&[u64]) -> bool) {
+    let until = Instant::now() + PATIENCE;
+    while !enough(&answers.lock()) {
+        assert!(Instant::now() < until, "{:?}", answers.lock());
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// A figure of a process; 0 where it is not there.
+async fn metric(address: &str, name: &str) -> f64 {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await.unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).await.unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix(name));
+    line.map_or(0.0, |value| value.trim().parse().unwrap())
+}
