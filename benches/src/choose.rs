@@ -18,7 +18,7 @@ use crate::Effort;
 pub(crate) const ABOUT: &str = "one routing decision (filter, plan of sources for every instance, candidates, reasons) for a prompt of \
      500 blocks of 16 tokens, against a scan for the instance with the fewest tokens ahead, which knows nothing of the prefix";
 
-const NOW: Timestamp = Timestamp(1_000_000);
+pub(crate) const NOW: Timestamp = Timestamp(1_000_000);
 const BLOCKS: u32 = 500;
 const PEER: &str = "least-loaded scan";
 
@@ -65,7 +65,7 @@ fn scan(fleet: &Fleet) {
 }
 
 /// Every instance with its own node, and with a load of its own.
-fn fleet(instances: u32) -> Fleet {
+pub(crate) fn fleet(instances: u32) -> Fleet {
     let mut fleet = Fleet::new(HardwareProfile::by_name("h100-8b").unwrap_or_default());
     let epoch = Epoch(1);
     let node = |n| LiveNode { node: NodeId(n), epoch, weight: 1, blocks: 0, afar: None, near: None };

@@ -4,6 +4,7 @@
 //! Not here: the harness (`lib.rs`) and what each bench does (one file each beside this one).
 
 mod choose;
+mod decide;
 mod events;
 mod evict;
 mod frame;
@@ -68,6 +69,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "frame", about: frame::ABOUT, run: frame::run },
     Bench { name: "get", about: get::ABOUT, run: get::run },
     Bench { name: "choose", about: choose::ABOUT, run: choose::run },
+    Bench { name: "decide", about: decide::ABOUT, run: decide::run },
     Bench { name: "events", about: events::ABOUT, run: events::run },
     Bench { name: "ssd", about: ssd::ABOUT, run: ssd::run },
     Bench { name: "start", about: start::ABOUT, run: start::run },
