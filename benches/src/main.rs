@@ -18,6 +18,7 @@ mod overlap;
 mod overload;
 mod prefill;
 mod proxy;
+mod routing;
 mod serving;
 mod snapshot;
 mod ssd;
@@ -84,6 +85,7 @@ const BENCHES: &[Bench] = &[
     Bench { name: "host", about: host::ABOUT, run: host::run },
     Bench { name: "network", about: network::ABOUT, run: network::run },
     Bench { name: "proxy", about: proxy::ABOUT, run: proxy::run },
+    Bench { name: "routing", about: routing::ABOUT, run: routing::run },
     Bench { name: "tuning", about: tuning::ABOUT, run: tuning::run },
 ];
 

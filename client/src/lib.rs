@@ -2,7 +2,7 @@
 //!
 //! [`Client`] holds the routers of a cluster and a path to every node it was sent to. Where the verbs
 //! live: `route.rs` (with lookup, status and report), `fetch.rs`, `save.rs`, both for engines that compute layer by layer in `layers.rs` and `layer_save.rs`, a whole prefill beside its load in `prefill.rs`, `control.rs` (a node's own
-//! calls); all of them for threads without a runtime in `completions.rs`; reports to them again and again in `report.rs`; how routers are tried in turn is `retry.rs`, how paths are kept is `paths.rs`.
+//! calls); all of them for threads without a runtime in `completions.rs`; reports to them again and again in `report.rs`; how routers are tried in turn is `retry.rs`, and how route calls share a stream `stream.rs`; how paths are kept is `paths.rs`.
 //!
 //! Not here: choosing (the router does), computing, and what a block's bytes mean. The client proves
 //! that a frame is the block asked; everything doubtful is a miss with a reason, never a wrong byte.
@@ -30,6 +30,7 @@ mod report;
 mod retry;
 mod route;
 mod save;
+mod stream;
 mod transport;
 
 pub use completions::{
@@ -70,6 +71,9 @@ pub struct ClientConfig {
     pub identity: Identity,
     /// Seed of the jitter between retries; give each process its own.
     pub seed: u64,
+    /// Whether route calls to a router share one stream that stays open; each is a call of its own otherwise, as it is to a router that
+    /// takes no streams.
+    pub route_streams: bool,
     /// Which paths are taken to nodes.
     pub transport: Transport,
     /// Settings of QUIC.
@@ -90,6 +94,7 @@ impl ClientConfig {
             routers,
             identity,
             seed: u64::from(std::process::id()),
+            route_streams: true,
             transport: Transport::default(),
             quic: QuicConfig::default(),
             tcp: TcpConfig::default(),
@@ -172,7 +177,12 @@ impl Client {
     /// As [`Client::new`].
     pub fn with_dialer(config: ClientConfig, dialer: Arc<dyn Dialer>) -> Result<Client, ClientError> {
         Ok(Client {
-            routers: Arc::new(Routers::new(&config.routers, &config.identity, config.seed)?),
+            routers: Arc::new(Routers::new(
+                &config.routers,
+                &config.identity,
+                config.seed,
+                config.route_streams,
+            )?),
             paths: Paths::new(dialer, COOL_DOWN),
             picks: None,
             saves: Arc::new(SaveQueue::default()),

@@ -1,26 +1,28 @@
 //! Which router is asked: the last one that answered, then the others in turn, then all again after a
 //! pause that grows and is jittered.
 //!
-//! Not here: what is asked (`route.rs`). Only failures that another router could cure are tried again.
+//! Not here: what is asked (`route.rs`), and the streams of route calls (`stream.rs`). Only failures that another router could cure
+//! are tried again.
 
-use std::sync::Mutex;
-use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use kvfleet_proto::channel::{connect_lazily, endpoint};
+use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_client::RouterClient;
 use kvfleet_proto::tls::Identity;
 use tonic::transport::Channel;
 use tonic::{Code, Request, Response, Status};
 
 use crate::ClientError;
+use crate::stream::{NoAnswer, Place, RouteStream};
 
 /// Time for a connection. Routers are near; a longer wait means a dead one.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Time for one answer: a replica waits at most a second for what it has not applied yet.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
+pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Times the whole list is tried before giving up.
 const ROUNDS_MAX: u32 = 4;
@@ -56,35 +58,68 @@ pub enum RouterError {
 struct Router {
     address: String,
     client: RouterClient<Channel>,
+    /// For route calls; without one each is a call of its own.
+    stream: Option<RouteStream>,
+}
+
+impl Router {
+    async fn route(&self, message: &pb::RouteRequest) -> Result<pb::RouteReply, Status> {
+        if let Some(stream) = &self.stream {
+            match stream.ask(message).await {
+                Ok(reply) => return Ok(reply),
+                Err(NoAnswer::Failed(status)) => return Err(status),
+                Err(NoAnswer::Alone) => {}
+            }
+        }
+        self.client.clone().route(limited(message.clone())).await.map(Response::into_inner)
+    }
 }
 
 /// The routers of a cluster.
 pub(crate) struct Routers {
     routers: Vec<Router>,
     /// The one that answered last.
-    sticky: AtomicUsize,
+    sticky: Arc<AtomicUsize>,
     jitter: Mutex<Jitter>,
 }
 
 impl Routers {
-    pub(crate) fn new(addresses: &[String], identity: &Identity, seed: u64) -> Result<Routers, ClientError> {
+    /// `with_streams`: whether route calls to a router share a stream.
+    pub(crate) fn new(
+        addresses: &[String],
+        identity: &Identity,
+        seed: u64,
+        with_streams: bool,
+    ) -> Result<Routers, ClientError> {
         if addresses.is_empty() {
             return Err(ClientError::NoRouters);
         }
-        let router = |address: &String| {
+        let (sticky, count) = (Arc::new(AtomicUsize::new(0)), addresses.len());
+        let router = |(position, address): (usize, &String)| {
             let channel = channel(address, identity)?;
             let client = RouterClient::new(channel).max_decoding_message_size(ANSWER_BYTES_MAX);
-            Ok(Router { address: address.clone(), client })
+            let place = Place { sticky: Arc::clone(&sticky), position, count };
+            let stream = with_streams.then(|| RouteStream::new(client.clone(), place));
+            Ok(Router { address: address.clone(), client, stream })
         };
-        Ok(Routers {
-            routers: addresses.iter().map(router).collect::<Result<_, _>>()?,
-            sticky: AtomicUsize::new(0),
-            jitter: Mutex::new(Jitter(seed)),
-        })
+        let routers = addresses.iter().enumerate().map(router).collect::<Result<_, _>>()?;
+        Ok(Routers { routers, sticky, jitter: Mutex::new(Jitter(seed)) })
     }
 
     pub(crate) fn addresses(&self) -> Vec<String> {
         self.routers.iter().map(|router| router.address.clone()).collect()
+    }
+
+    /// The router that is asked first.
+    #[cfg(test)]
+    pub(crate) fn first(&self) -> usize {
+        self.sticky.load(Ordering::Relaxed)
+    }
+
+    /// Questions that wait for an answer over a stream.
+    #[cfg(test)]
+    pub(crate) fn waiting(&self) -> usize {
+        self.routers.iter().filter_map(|router| router.stream.as_ref()).map(RouteStream::waiting).sum()
     }
 
     /// A handle to each router, for what all of them must hear.
@@ -101,6 +136,22 @@ impl Routers {
     where
         Called: Future<Output = Result<Response<T>, Status>>,
     {
+        let ask = |router: &Router| {
+            let called = call(router.client.clone(), limited(message.clone()));
+            async move { called.await.map(Response::into_inner) }
+        };
+        self.in_turn(ask).await
+    }
+
+    /// Asks one router after the other where a request should run, over their streams where they take any.
+    pub(crate) async fn route(&self, message: &pb::RouteRequest) -> Result<pb::RouteReply, RouterError> {
+        self.in_turn(|router| router.route(message)).await
+    }
+
+    async fn in_turn<'a, T, Asked>(&'a self, ask: impl Fn(&'a Router) -> Asked) -> Result<T, RouterError>
+    where
+        Asked: Future<Output = Result<T, Status>>,
+    {
         let mut last = Status::unavailable("no router was tried");
         for round in 0..ROUNDS_MAX {
             if round > 0 {
@@ -110,10 +161,10 @@ impl Routers {
             for turn in 0..self.routers.len() {
                 let position = (first + turn) % self.routers.len();
                 let router = &self.routers[position];
-                match call(router.client.clone(), limited(message.clone())).await {
+                match ask(router).await {
                     Ok(answer) => {
                         self.sticky.store(position, Ordering::Relaxed);
-                        return Ok(answer.into_inner());
+                        return Ok(answer);
                     }
                     Err(status) if may_differ_elsewhere(status.code()) => last = status,
                     Err(status) => {
@@ -146,7 +197,7 @@ pub(crate) fn channel(address: &str, identity: &Identity) -> Result<Channel, Cli
 }
 
 /// Whether another router may answer differently: it is gone, late, full, or not ready.
-fn may_differ_elsewhere(code: Code) -> bool {
+pub(crate) fn may_differ_elsewhere(code: Code) -> bool {
     matches!(
         code,
         Code::Unavailable

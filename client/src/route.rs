@@ -1,6 +1,6 @@
 //! The calls that routers answer: route, lookup, status, report.
 //!
-//! Not here: which router (`retry.rs`), and what is done with a decision (`fetch.rs`, `save.rs`).
+//! Not here: which router (`retry.rs`), how route calls travel (`stream.rs`), and what is done with a decision (`fetch.rs`, `save.rs`).
 
 use std::time::Duration;
 
@@ -84,11 +84,13 @@ fn message(call: RouteCall) -> pb::RouteRequest {
         sent_there: false,
         fresh: call.fresh,
         traceparent: current_traceparent(),
+        call: 0,
     }
 }
 
 impl Client {
-    /// Asks where a request should run.
+    /// Asks where a request should run. All that ask at the same time share a stream to the router, unless
+    /// [`ClientConfig::route_streams`](crate::ClientConfig) is off.
     ///
     /// # Errors
     /// When no router answers, or one refuses the call as wrong.
@@ -114,8 +116,7 @@ impl Client {
     }
 
     async fn ask_route(&self, message: pb::RouteRequest) -> Result<RouteAnswer, RouteError> {
-        let ask = |mut router: RouterOf, message| async move { router.route(message).await };
-        let reply: pb::RouteReply = self.routers.call(&message, ask).await?;
+        let reply = self.routers.route(&message).await?;
         match reply.answer.ok_or(RouteError::Empty)? {
             pb::route_reply::Answer::Decision(decision) => Ok(RouteAnswer::Decided(decision)),
             pb::route_reply::Answer::Rejected(rejected) => Ok(RouteAnswer::Rejected {

@@ -11,4 +11,5 @@ mod reporting;
 mod routing;
 mod saving;
 mod slices;
+mod streams;
 mod transport;

@@ -93,10 +93,11 @@ impl Desk {
     }
 
     /// Hands over every group that this router leads, as often as it takes, and campaigns for none from here on: whoever asks is
-    /// about to end the process. Answers with the groups that it still leads after that long, none where all went well. A group
+    /// about to end the process. Streams of route calls end behind the answers under way, so that callers open them elsewhere. Answers with the groups that it still leads after that long, none where all went well. A group
     /// that has no other voter stays here, and is none of them.
     pub async fn hand_over(&self, within: Duration) -> Vec<u16> {
         let begun = Instant::now();
+        self.shared.draining.cancel();
         let all = self.shared.groups.all();
         all.iter().for_each(|group| group.consensus.stand_aside());
         loop {

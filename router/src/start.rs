@@ -304,6 +304,7 @@ impl Parts<'_> {
             unix,
             reported_by: clock.now().after(if self.comes_late { REPORTS_WITHIN } else { Duration::ZERO }),
             announce_blocks_max: self.config.announce.blocks_max,
+            draining: self.stop.child_token(),
             stop: self.stop.clone(),
         })
     }

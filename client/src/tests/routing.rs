@@ -1,6 +1,7 @@
-//! Route with failover, against fake routers over mutual TLS.
+//! Route with failover, against fake routers over mutual TLS. What is of streams alone: `streams.rs`.
 
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -10,17 +11,63 @@ use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_server::{Router, RouterServer};
 use kvfleet_proto::tls::Identity;
 use kvfleet_transport::suite::hashes;
-use tokio_stream::wrappers::ReceiverStream;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::{ReceiverStream, UnboundedReceiverStream};
+use tokio_stream::{Stream, StreamExt};
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::authority::{Authority, config};
 use crate::{Client, ClientError, RouteAnswer, RouteCall, RouteError, RouterError};
 
+/// What a fake does with streams of route calls.
+#[derive(Clone, Default)]
+pub(super) enum Streams {
+    /// Answers as it does calls.
+    #[default]
+    Taken,
+    /// Refuses them, as earlier releases do.
+    Refused(Code),
+    /// Hands them to the test.
+    ByHand(mpsc::UnboundedSender<Conversation>),
+}
+
+/// One stream, at the router's end.
+pub(super) struct Conversation {
+    pub(super) questions: Streaming<pb::RouteRequest>,
+    pub(super) answers: mpsc::UnboundedSender<Result<pb::RouteStreamReply, Status>>,
+}
+
+impl Conversation {
+    pub(super) async fn question(&mut self) -> pb::RouteRequest {
+        self.questions.message().await.unwrap().expect("a question")
+    }
+
+    /// Answers a question with an instance.
+    pub(super) fn answer(&self, call: u64, instance: u32) {
+        let answer = pb::route_stream_reply::Answer::Reply(decision(instance));
+        self.say(call, answer);
+    }
+
+    pub(super) fn refuse(&self, call: u64, code: Code) {
+        let refused = pb::Refused { code: code.into(), message: "as told".into() };
+        self.say(call, pb::route_stream_reply::Answer::Refused(refused));
+    }
+
+    fn say(&self, call: u64, answer: pb::route_stream_reply::Answer) {
+        let reply = pb::RouteStreamReply { request: 1, call, answer: Some(answer) };
+        // Whoever asked may be gone.
+        drop(self.answers.send(Ok(reply)));
+    }
+}
+
 /// Answers every route call the same way, counts, and keeps the reports that it took.
 #[derive(Clone)]
 pub(super) struct Fake {
     answer: Result<pb::RouteReply, Code>,
-    calls: Arc<AtomicU32>,
+    pub(super) streams: Streams,
+    /// Streams that were asked for.
+    pub(super) opened: Arc<AtomicU32>,
+    pub(super) calls: Arc<AtomicU32>,
     pub(super) reports: Arc<Mutex<Vec<pb::ReportRequest>>>,
     pub(super) refused_reports: Arc<AtomicU32>,
     pub(super) refuses_reports: Arc<AtomicBool>,
@@ -30,6 +77,8 @@ impl Fake {
     pub(super) fn new(answer: Result<pb::RouteReply, Code>) -> Fake {
         Fake {
             answer,
+            streams: Streams::default(),
+            opened: Arc::default(),
             calls: Arc::default(),
             reports: Arc::default(),
             refused_reports: Arc::default(),
@@ -37,6 +86,18 @@ impl Fake {
         }
     }
 }
+
+impl Fake {
+    /// The answer to a route call, however it came.
+    fn answered(&self, request: &pb::RouteRequest) -> Result<pb::RouteReply, Status> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        assert!(matches!(request.hashes.len(), 48 | TOO_LONG_BYTES), "{}", request.hashes.len());
+        self.answer.clone().map_err(|code| Status::new(code, "as told"))
+    }
+}
+
+/// Hashes of a prompt that is too long for a stream.
+pub(super) const TOO_LONG_BYTES: usize = (1 << 20) + 16;
 
 type Answer<T> = Result<Response<T>, Status>;
 
@@ -47,11 +108,42 @@ fn absent<T>() -> Answer<T> {
 #[tonic::async_trait]
 impl Router for Fake {
     type AnnounceStream = ReceiverStream<Result<pb::AnnounceReply, Status>>;
+    type RouteStreamStream = Pin<Box<dyn Stream<Item = Result<pb::RouteStreamReply, Status>> + Send>>;
 
     async fn route(&self, request: Request<pb::RouteRequest>) -> Answer<pb::RouteReply> {
-        self.calls.fetch_add(1, Ordering::Relaxed);
-        assert_eq!(request.get_ref().hashes.len(), 48);
-        self.answer.clone().map(Response::new).map_err(|code| Status::new(code, "as told"))
+        self.answered(request.get_ref()).map(Response::new)
+    }
+    async fn route_stream(
+        &self,
+        request: Request<Streaming<pb::RouteRequest>>,
+    ) -> Answer<Self::RouteStreamStream> {
+        self.opened.fetch_add(1, Ordering::Relaxed);
+        assert_eq!(request.metadata().get("grpc-timeout"), None, "it would bound the stream");
+        let questions = request.into_inner();
+        match &self.streams {
+            Streams::Refused(code) => Err(Status::new(*code, "as told")),
+            Streams::ByHand(test) => {
+                let (answers, said) = mpsc::unbounded_channel();
+                drop(test.send(Conversation { questions, answers }));
+                Ok(Response::new(Box::pin(UnboundedReceiverStream::new(said))))
+            }
+            Streams::Taken => {
+                let fake = self.clone();
+                let answers = questions.map(move |question| {
+                    let question = question?;
+                    let answer = match fake.answered(&question) {
+                        Ok(reply) => pb::route_stream_reply::Answer::Reply(reply),
+                        Err(status) => pb::route_stream_reply::Answer::Refused(pb::Refused {
+                            code: status.code().into(),
+                            message: status.message().into(),
+                        }),
+                    };
+                    let (request, call) = (question.request, question.call);
+                    Ok(pb::RouteStreamReply { request, call, answer: Some(answer) })
+                });
+                Ok(Response::new(Box::pin(answers)))
+            }
+        }
     }
     async fn lookup(&self, request: Request<pb::LookupRequest>) -> Answer<pb::LookupReply> {
         let len_blocks = u32::try_from(request.get_ref().hashes.len() / 16).unwrap();
@@ -141,7 +233,7 @@ pub(super) fn nobody() -> String {
     held.local_addr().unwrap().to_string()
 }
 
-fn route_call() -> RouteCall {
+pub(super) fn route_call() -> RouteCall {
     RouteCall {
         request: RequestId(1),
         tenant: TenantId(0),
@@ -156,7 +248,7 @@ fn route_call() -> RouteCall {
     }
 }
 
-fn instance(answer: RouteAnswer) -> u32 {
+pub(super) fn instance(answer: RouteAnswer) -> u32 {
     match answer {
         RouteAnswer::Decided(decision) => decision.instance,
         other => panic!("expected a decision, got {other:?}"),

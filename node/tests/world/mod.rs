@@ -327,6 +327,7 @@ impl Recorded {
 #[tonic::async_trait]
 impl Router for FakeRouter {
     type AnnounceStream = Pin<Box<dyn Stream<Item = Result<pb::AnnounceReply, Status>> + Send>>;
+    type RouteStreamStream = ReceiverStream<Result<pb::RouteStreamReply, Status>>;
 
     async fn join(&self, request: Request<pb::JoinRequest>) -> Result<Response<pb::JoinReply>, Status> {
         if let Some(status) = self.moved_on() {
@@ -367,6 +368,13 @@ impl Router for FakeRouter {
     }
 
     async fn route(&self, _: Request<pb::RouteRequest>) -> Result<Response<pb::RouteReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
+    async fn route_stream(
+        &self,
+        _: Request<Streaming<pb::RouteRequest>>,
+    ) -> Result<Response<Self::RouteStreamStream>, Status> {
         Err(Status::unimplemented("not part of these tests"))
     }
 

@@ -1,6 +1,6 @@
 //! The router's control calls: checks what comes in, asks view and consensus, words what goes out.
 //!
-//! One file per situation: `route`, `lookup` and `residency` (any replica), `announce` (a node's stream, leader only),
+//! One file per situation: `route`, `stream`, `lookup` and `residency` (any replica), `announce` (a node's stream, leader only),
 //! `admin` and `members` (leader only), `status`. Not here: decisions (`kv_core`) and the Raft calls
 //! (`crate::raft::service`).
 
@@ -13,6 +13,7 @@ mod members;
 mod residency;
 pub(crate) mod route;
 mod status;
+mod stream;
 pub(crate) mod why;
 
 use std::sync::Arc;
@@ -80,6 +81,8 @@ pub(crate) struct Shared {
     pub(crate) directives: watch::Receiver<Arc<pb::Directives>>,
     /// Most blocks one announcement may hold.
     pub(crate) announce_blocks_max: usize,
+    /// Ends what callers keep open and may open elsewhere: before `stop`, and at the latest with it.
+    pub(crate) draining: CancellationToken,
     pub(crate) stop: CancellationToken,
 }
 
@@ -146,7 +149,8 @@ fn not_proposed(error: ProposeError) -> Status {
 
 /// Calls that are for tenants too, and see to it themselves who makes them. All others are for members, those too that are added
 /// later.
-const FOR_TENANTS: &[&str] = &["/kvfleet.v1.Router/Route", "/kvfleet.v1.Router/Lookup"];
+const FOR_TENANTS: &[&str] =
+    &["/kvfleet.v1.Router/Route", "/kvfleet.v1.Router/RouteStream", "/kvfleet.v1.Router/Lookup"];
 
 /// The service tonic calls: a line for each call that makes it.
 #[derive(Clone)]
@@ -174,6 +178,7 @@ type Answer<T> = Result<Response<T>, Status>;
 #[tonic::async_trait]
 impl pb::router_server::Router for RouterService {
     type AnnounceStream = ReceiverStream<Result<pb::AnnounceReply, Status>>;
+    type RouteStreamStream = stream::Answers<Streaming<pb::RouteRequest>, stream::Towards>;
 
     async fn route(&self, request: Request<pb::RouteRequest>) -> Answer<pb::RouteReply> {
         let started = Instant::now();
@@ -183,6 +188,14 @@ impl pb::router_server::Router for RouterService {
         };
         self.shared.metrics.routed(route::outcome(&answer), started.elapsed());
         answer.map(Response::new)
+    }
+
+    async fn route_stream(
+        &self,
+        request: Request<Streaming<pb::RouteRequest>>,
+    ) -> Answer<Self::RouteStreamStream> {
+        let caller = Caller::of(request.extensions())?;
+        Ok(Response::new(stream::open(&self.shared, caller, request.into_inner())))
     }
 
     async fn lookup(&self, request: Request<pb::LookupRequest>) -> Answer<pb::LookupReply> {

@@ -13,6 +13,7 @@ mod residency;
 mod restarts;
 mod runs_there;
 mod shards;
+mod streams;
 mod tenants;
 mod truth;
 mod why;
