@@ -11,9 +11,12 @@ use tonic::Code;
 
 use super::*;
 
+/// How a question is to be answered.
+type Told = oneshot::Sender<Result<(), Code>>;
+
 /// Answers when it is told to.
 #[derive(Clone, Default)]
-struct ByHand(Arc<Mutex<BTreeMap<u64, oneshot::Sender<Result<(), Code>>>>>);
+struct ByHand(Arc<Mutex<BTreeMap<u64, Told>>>);
 
 impl ByHand {
     fn answers(&self, call: u64, how: Result<(), Code>) {
