@@ -22,7 +22,7 @@ use tonic::Status;
 use super::{Shared, route};
 
 /// Questions of one stream under way. Most are answered as they are read; those that wait do so for what a save caused (a second at
-/// most) or for the leader, and a frontend that asks 99 times a second has two hundred of them then.
+/// most) or for the leader, and a frontend that asks 99 times a second has two hundred of them then. A connection has 200 calls under way.
 const QUESTIONS_MAX: usize = 256;
 
 /// Bytes of them: sixteen of the longest prompts. The one above it is let in, so that none is too large for an empty stream.
