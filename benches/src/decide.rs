@@ -170,10 +170,10 @@ impl Router {
 /// Tokens that begin as those of others do, and go on as no others.
 fn tokens(chain: u64, count: u32) -> Vec<u32> {
     let token = |of: u64, at: u32| {
-        let mixed = (of << 20 ^ u64::from(at)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        (mixed ^ mixed >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) as u32 >> 15
+        let mixed = ((of << 20) ^ u64::from(at)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        (mixed ^ (mixed >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9) as u32 >> 15
     };
-    let shared = chain / SHARED_BY | 1 << 40;
+    let shared = (chain / SHARED_BY) | 1 << 40;
     (0..count).map(|at| token(if at < SHARED_TOKENS { shared } else { chain }, at)).collect()
 }
 

@@ -182,6 +182,11 @@ fn asked(request: &pb::RouteRequest, hashes: &[BlockHash]) -> Result<RouteReques
         return Err(check::invalid(format!("block_tokens is {got}, expected 1 to {limit}")));
     }
     check::input_tokens(request.input_tokens)?;
+    // It may have to wait from here on, with all that is in it.
+    check::at_most("length of traceparent", request.traceparent.len(), check::TEXT_BYTES_MAX)?;
+    if !request.identity.is_empty() {
+        convert::identity_field("identity", &request.identity).map_err(check::invalid)?;
+    }
     let among = request.among.as_ref().map_or(0, |among| among.instances.len());
     if request.runs_there && among != 1 {
         return Err(check::invalid(format!(

@@ -44,6 +44,8 @@ async fn malformed_calls_are_answered_with_the_limit() {
     says("blocks of too many tokens", &refused(request).await, &[]);
     let request = pb::RouteRequest { identity: vec![1; 3], ..route_request() };
     says("an identity that is cut", &refused(request).await, &[]);
+    let request = pb::RouteRequest { traceparent: "0".repeat(513), ..route_request() };
+    says("a trace's name without end", &refused(request).await, &[]);
     let request = pb::RouteRequest { after: vec![pb::Seen::default(); 4_097], ..route_request() };
     says("more points to wait for than a call may name", &refused(request).await, &[]);
 
