@@ -142,7 +142,8 @@ impl Fleet {
         match self.instances.binary_search_by_key(&instance.id, |known| known.id) {
             Ok(rank) => {
                 let known = &mut self.instances[rank];
-                *known = Instance { load: instance.load.after(&known.load), ..instance };
+                *known =
+                    Instance { load: instance.load.after(&known.load, instance.reported_at), ..instance };
             }
             Err(rank) => {
                 self.instances.insert(rank, instance);
@@ -182,7 +183,7 @@ impl Fleet {
     pub fn record(&mut self, decision: &Decision, now: Timestamp) {
         let count = self.instances.len();
         if let Ok(rank) = self.instances.binary_search_by_key(&decision.instance, |known| known.id) {
-            self.instances[rank].load.record(decision);
+            self.instances[rank].load.record(decision, now);
             self.passing.sent(decision.parts.prefill_us, count, now);
         }
     }

@@ -42,6 +42,7 @@ pub use lanes::{LinkKey, LinkLanes, LinkPath, Measure, Price, Reader};
 pub use learnt::Learnt;
 pub use link::{LINK_AGED_AFTER, LinkEstimate, LinkSample, RATE_MIN};
 pub use load::Load;
+use load::Newcomer;
 pub use missing::{Found, Missing, Told, Why, missing};
 use planners::{Planners, asking};
 pub use profile::{HardwareProfile, Lane, PROFILES};
@@ -252,13 +253,22 @@ fn costed(
 ) -> Candidate {
     let turn = turn_of(instance, plan.prefill_us, now);
     let turn = behind.map_or(turn, |before| turn.max(before.after(Duration::from_micros(1))));
-    let wait = cost::wait(&fleet.profile, &instance.load, turn);
-    let queue_us =
-        if instance.orders { fleet.passing().lengthened_us(wait.us, plan.prefill_us) } else { wait.us };
-    let parts = Prediction { queue_us, transfer_us: plan.transfer_us, prefill_us: plan.prefill_us };
+    let wait = cost::wait(
+        &fleet.profile,
+        &instance.load,
+        &Newcomer { turn, transfer_us: plan.transfer_us, prefill_us: plan.prefill_us },
+        now,
+    );
+    let passed_us =
+        if instance.orders { fleet.passing().lengthening_us(wait.work_us, plan.prefill_us) } else { 0 };
+    // Both go on at once: of the wait counts what is left when the blocks are there. For those that come later, an instance with less to do is the
+    // better one all the same.
+    let queue_us = wait.us.saturating_sub(plan.transfer_us);
+    let delays_us = wait.delays_us.saturating_add(wait.work_us.min(plan.transfer_us));
+    let parts =
+        Prediction { queue_us, transfer_us: plan.transfer_us, prefill_us: plan.prefill_us, passed_us };
     let predicted = fleet.learnt.apply(&parts);
     let Plan { resident_blocks, overlap_blocks, .. } = *plan;
-    let delays_us = wait.passed.saturating_mul(plan.prefill_us);
     Candidate {
         instance: instance.id,
         parts,

@@ -213,7 +213,7 @@ impl FleetView {
     }
 
     /// By what factors waiting, transfer and prefill turned out to be off.
-    pub(crate) fn learnt(&self) -> [f64; 3] {
+    pub(crate) fn learnt(&self) -> [f64; 4] {
         self.soft.read().fleet.learnt.factors()
     }
 

@@ -2,10 +2,11 @@
 
 use super::*;
 use crate::schedule::cost::wait;
+use crate::schedule::load::Newcomer;
 
 /// Until work that is ahead of a request that comes now is done.
 fn queue_us(profile: &HardwareProfile, load: &Load) -> u64 {
-    wait(profile, load, NOW).us
+    wait(profile, load, &Newcomer { turn: NOW, transfer_us: 0, prefill_us: 0 }, NOW).us
 }
 
 #[test]
@@ -35,11 +36,11 @@ fn recording_counts_what_must_be_computed_and_nothing_else() {
     let fleet = fleet(1);
     let decision = chosen(&request(4), &prefix(&[(3, &[(1, Tier::Dram)])]), &fleet);
     let mut load = Load::reported(100, 2, 3);
-    load.record(&decision);
-    load.record(&decision);
-    assert_eq!(load, Load { routed_tokens: 20, routed: 2, ..Load::reported(100, 2, 3).after(&load) });
+    load.record(&decision, NOW);
+    load.record(&decision, NOW);
+    assert_eq!(load, Load { routed_tokens: 20, routed: 2, ..Load::reported(100, 2, 3).after(&load, NOW) });
     let mut full = Load { routed: u32::MAX, routed_tokens: u64::MAX, ..Load::default() };
-    full.record(&decision);
+    full.record(&decision, NOW);
     assert_eq!((full.routed, full.routed_tokens), (u32::MAX, u64::MAX));
 }
 
@@ -85,9 +86,9 @@ fn computing(recompute_tokens: u32, prefill_us: u64) -> Decision {
 fn tokens_that_wait_take_what_was_predicted_for_the_requests_sent_last() {
     let mut load = Load::default();
     for (tokens, us) in [(1_000, 100_000), (100_000, 50_000_000), (2_000, 300_000)] {
-        load.record(&computing(tokens, us));
+        load.record(&computing(tokens, us), NOW);
     }
-    let reported = |tokens| Load::reported(tokens, 0, 0).after(&load);
+    let reported = |tokens| Load::reported(tokens, 0, 0).after(&load, NOW);
     for (tokens, us) in [
         (0, 0),
         (1_000, 150_000),
@@ -102,7 +103,7 @@ fn tokens_that_wait_take_what_was_predicted_for_the_requests_sent_last() {
     }
     // Until the next report, what is routed waits too.
     let mut since = reported(2_000);
-    since.record(&computing(500, 70_000));
+    since.record(&computing(500, 70_000), NOW);
     assert_eq!(since.tokens_ahead(), 2_500);
     assert_eq!(queue_us(&ROUND, &since), 370_000);
 }
@@ -110,11 +111,11 @@ fn tokens_that_wait_take_what_was_predicted_for_the_requests_sent_last() {
 #[test]
 fn requests_that_compute_nothing_do_not_push_out_those_that_do() {
     let mut load = Load::default();
-    load.record(&computing(1_000, 500_000));
-    (0..100).for_each(|_| load.record(&computing(0, 1_000)));
-    assert_eq!(queue_us(&ROUND, &Load::reported(1_000, 0, 0).after(&load)), 500_000);
-    (0..100).for_each(|_| load.record(&computing(u32::MAX, u64::MAX)));
-    let most = queue_us(&ROUND, &Load::reported(u64::MAX, u32::MAX, u32::MAX).after(&load));
+    load.record(&computing(1_000, 500_000), NOW);
+    (0..100).for_each(|_| load.record(&computing(0, 1_000), NOW));
+    assert_eq!(queue_us(&ROUND, &Load::reported(1_000, 0, 0).after(&load, NOW)), 500_000);
+    (0..100).for_each(|_| load.record(&computing(u32::MAX, u64::MAX), NOW));
+    let most = queue_us(&ROUND, &Load::reported(u64::MAX, u32::MAX, u32::MAX).after(&load, NOW));
     assert!(most > u64::MAX / 2_000, "{most}");
 }
 
