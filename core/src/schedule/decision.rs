@@ -59,6 +59,8 @@ pub struct Candidate {
     /// What it would add to the waiting of others, in microseconds: of all requests that it would pass, and of those to come by as much of its own wait as
     /// its transfer hides.
     pub delays_us: u64,
+    /// What is added to its cost since it joined of late and is given less than others, in microseconds.
+    pub ramp_us: u64,
     /// When its turn there would be.
     pub turn: Timestamp,
     /// Leading blocks that it has in GPU memory, as far as it said; 0 when it was filtered.
@@ -72,10 +74,10 @@ pub struct Candidate {
 }
 
 impl Candidate {
-    /// What the request costs there, its own waiting and that of others: what is least is best for all together.
+    /// What the request costs there, its own waiting and that of others, and more where the instance joined of late: what is least is best for all together.
     #[must_use]
     pub fn cost_us(&self) -> u64 {
-        self.predicted.ttft_us().saturating_add(self.delays_us)
+        self.predicted.ttft_us().saturating_add(self.delays_us).saturating_add(self.ramp_us)
     }
 }
 

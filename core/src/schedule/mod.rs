@@ -10,6 +10,7 @@ mod coming;
 mod cost;
 mod decision;
 mod fleet;
+mod joining;
 mod lanes;
 mod learnt;
 mod link;
@@ -38,6 +39,7 @@ pub use decision::{
 };
 use fleet::InstancePaths;
 pub use fleet::{Fleet, Instance, Limits, LiveNode, QUEUE_TOKENS_MAX, REPORT_STALE_AFTER};
+pub use joining::SLOW_START;
 pub use lanes::{LinkKey, LinkLanes, LinkPath, Measure, Price, Reader};
 pub use learnt::Learnt;
 pub use link::{LINK_AGED_AFTER, LinkEstimate, LinkSample, RATE_MIN};
@@ -189,7 +191,11 @@ fn price(
 ) -> Vec<Candidate> {
     // Instances whose node holds nothing of the prefix share one plan with those that take the same paths.
     let mut afar: SmallVec<[Option<Plan>; 4]> = SmallVec::new();
-    let cost = |known: (&Instance, &InstancePaths)| {
+    // Beside instances that are there for longer, those that joined of late are given less.
+    let slow_start = fleet.limits.slow_start;
+    let share = |instance: &Instance| joining::share(instance.joined_at, now, slow_start);
+    let is_settled = fleet.instances().iter().any(|instance| share(instance) >= 1.0);
+    let mut cost = |known: (&Instance, &InstancePaths)| {
         let (instance, asking) = (known.0, asking(known));
         let ineligible = (!eligible.has(instance.id)).then_some(Filtered::Ineligible);
         let closed = || (!eligible.runs_there).then(|| filter(instance, &fleet.limits, now)).flatten();
@@ -218,7 +224,13 @@ fn price(
         let plan = afar[place].get_or_insert_with(|| whole.plan(Asking { own: None, ..asking }));
         costed(instance, plan, None, (fleet, now))
     };
-    fleet.instances_with_paths().map(cost).collect()
+    let ramped = |known: (&Instance, &InstancePaths)| {
+        let share = if is_settled { share(known.0) } else { 1.0 };
+        let mut candidate = cost(known);
+        candidate.ramp_us = joining::added_us(candidate.predicted.ttft_us(), share);
+        candidate
+    };
+    fleet.instances_with_paths().map(ramped).collect()
 }
 
 fn filter(instance: &Instance, limits: &Limits, now: Timestamp) -> Option<Filtered> {
@@ -236,6 +248,7 @@ fn filtered_out(instance: &Instance, filtered: Filtered) -> Candidate {
         parts: Prediction::default(),
         predicted: Prediction::default(),
         delays_us: 0,
+        ramp_us: 0,
         turn: Timestamp::default(),
         resident_blocks: 0,
         is_coming: false,
@@ -274,6 +287,7 @@ fn costed(
         parts,
         predicted,
         delays_us,
+        ramp_us: 0,
         turn,
         resident_blocks,
         is_coming: behind.is_some(),

@@ -127,3 +127,49 @@ fn a_report_keeps_what_was_sent() {
     fleet.put_instance(Instance { load: Load::reported(1_000, 0, 0), ..instance });
     assert_eq!(queue_us(&ROUND, &fleet.instance(InstanceId(1)).unwrap().load), 500_000);
 }
+
+/// What instance 1 has in hand at most, over what instance 2 has, while so many requests come at once, when 1 joined at this time.
+fn taken_by_a_joiner(joined_at: Option<Timestamp>, count: u64) -> f64 {
+    let mut fleet = fleet(3);
+    fleet.put_instance(Instance { joined_at, ..instance(1) });
+    let mut taken = [0u32; 4];
+    for id in 0..count {
+        let request = RouteRequest { request: RequestId(id), ..request(40) };
+        let decision = chosen(&request, &PrefixMatch::default(), &fleet);
+        taken[decision.instance.0 as usize] += decision.recompute_tokens;
+        fleet.record(&decision, NOW);
+    }
+    f64::from(taken[1]) / f64::from(taken[2])
+}
+
+#[test]
+fn a_burst_does_not_bury_who_has_just_joined() {
+    let ago = |ms: u64| Some(Timestamp(NOW.0 - ms * 1_000));
+    let [new, half, settled, old] =
+        [ago(0), ago(5_000), ago(10_000), None].map(|joined_at| taken_by_a_joiner(joined_at, 90));
+    assert!(new <= 0.15, "{new}");
+    assert!((0.35..0.6).contains(&half), "{half}");
+    assert!((0.9..1.1).contains(&settled) && settled == old, "{settled} {old}");
+}
+
+#[test]
+fn where_all_join_at_once_and_for_those_that_are_there_nothing_changes() {
+    let mut all = fleet(3);
+    (1..=3).for_each(|n| all.put_instance(Instance { joined_at: Some(NOW), ..instance(n) }));
+    let request = request(4);
+    assert_eq!(
+        chosen(&request, &PrefixMatch::default(), &all),
+        chosen(&request, &PrefixMatch::default(), &fleet(3))
+    );
+    // One starts again: what is sent to it starts anew, and the others cost what they cost.
+    let mut fleet = fleet(3);
+    fleet.record(&Decision { instance: InstanceId(1), ..computing(1_000, 500_000) }, NOW);
+    let before = chosen(&request, &PrefixMatch::default(), &fleet);
+    fleet.put_instance(Instance { joined_at: Some(NOW), ..instance(1) });
+    let after = chosen(&request, &PrefixMatch::default(), &fleet);
+    for id in [2, 3].map(InstanceId) {
+        let of = |decision: &Decision| *decision.candidates.iter().find(|one| one.instance == id).unwrap();
+        assert_eq!(of(&before), of(&after));
+    }
+    assert_eq!(queue_us(&ROUND, &fleet.instance(InstanceId(1)).unwrap().load), 0);
+}
