@@ -175,7 +175,7 @@ fn few_that_are_passed_make_no_other_look_late_and_count_in_sum() {
     // Each tenth waits another five times as long; all others come as predicted.
     let came = |at: u64| {
         let alone = Prediction { passed_us: 0, ..parts(at) };
-        if at % 10 == 0 { 6 * alone.ttft_us() } else { alone.ttft_us() }
+        if at.is_multiple_of(10) { 6 * alone.ttft_us() } else { alone.ttft_us() }
     };
     (0..4_000).for_each(|at| learnt.observe(&parts(at), came(at)));
     let [queue, _, prefill, passed] = learnt.factors();
@@ -192,7 +192,9 @@ fn between_two_reports_an_instance_goes_on() {
         (wait.us / 1_000, wait.delays_us)
     };
     let mut load = Load::default();
-    [(900, 300), (500, 100), (700, 50)].map(|(turn, tokens)| load.record(&sent(turn, tokens), NOW));
+    for (turn_ms, tokens) in [(900, 300), (500, 100), (700, 50)] {
+        load.record(&sent(turn_ms, tokens), NOW);
+    }
     assert_eq!([0, 200, 299].map(|ms| waits(&load, 1, ms)), [(300, 2), (100, 2), (1, 2)]);
     // The first is over and the second begun, which nobody passes any more.
     assert_eq!([301, 399].map(|ms| waits(&load, 1, ms)), [(99, 1), (1, 1)]);
