@@ -80,6 +80,7 @@ pub(crate) fn fleet(instances: u32) -> Fleet {
             orders: false,
             load,
             reported_at,
+            joined_at: None,
         });
     }
     fleet

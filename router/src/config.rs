@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use kv_core::id::TenantId;
-use kv_core::schedule::{Admission, HardwareProfile, PROFILES};
+use kv_core::schedule::{Admission, HardwareProfile, Limits, PROFILES, SLOW_START};
 use serde::{Deserialize, Serialize};
 
 pub(crate) use engines::check_identity;
@@ -53,6 +53,8 @@ pub struct RouterConfig {
     /// How much of the profile's time everything takes: 1 but for stand-in instances that compute faster or slower than it (their own
     /// `time_scale`).
     pub time_scale: f64,
+    /// For how long an instance that joins is given less than others, milliseconds; 0 for no such time.
+    pub slow_start_ms: u64,
     /// Whether decisions price by what instances measured of their links, where they report any; else by the profile alone,
     /// and what they report is shown only.
     pub price_links: bool,
@@ -186,6 +188,7 @@ impl Default for RouterConfig {
             truth: TruthConfig::default(),
             profile: HardwareProfile::default().name.into(),
             time_scale: 1.0,
+            slow_start_ms: u64::try_from(SLOW_START.as_millis()).unwrap_or(u64::MAX),
             price_links: true,
             windows: true,
             admission: AdmissionConfig::default(),
@@ -450,6 +453,11 @@ impl RouterConfig {
     /// The profile named, or the default one when the config was not validated, in the time of this cluster.
     pub(crate) fn hardware(&self) -> HardwareProfile {
         HardwareProfile::by_name(&self.profile).unwrap_or_default().scaled(self.time_scale)
+    }
+
+    /// What filters instances out and slows down who joins.
+    pub(crate) fn limits(&self) -> Limits {
+        Limits { slow_start: Duration::from_millis(self.slow_start_ms), ..Limits::default() }
     }
 }
 

@@ -72,7 +72,7 @@ impl SoftMetrics {
         let latencies = IntGaugeVec::new(Opts::new(name, help), labels)?;
         registry.register(Box::new(latencies.clone()))?;
         let name = "kvfleet_ttft_prediction_factor";
-        let help = "By what predicted waiting, transfer and prefill are multiplied, as first tokens taught";
+        let help = "By what predicted waiting, transfer, prefill and those who come later and go before are multiplied, as first tokens taught";
         let factors = GaugeVec::new(Opts::new(name, help), &["part"])?;
         registry.register(Box::new(factors.clone()))?;
         Ok(SoftMetrics {
@@ -395,8 +395,8 @@ impl Metrics {
     }
 
     /// By what factors waiting, transfer and prefill turned out to be off.
-    pub(crate) fn learnt(&self, factors: [f64; 3]) {
-        for (part, factor) in ["queue", "transfer", "prefill"].iter().zip(factors) {
+    pub(crate) fn learnt(&self, factors: [f64; 4]) {
+        for (part, factor) in ["queue", "transfer", "prefill", "passed"].iter().zip(factors) {
             self.soft.factors.with_label_values(&[part]).set(factor);
         }
     }

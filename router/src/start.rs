@@ -248,7 +248,11 @@ impl Parts<'_> {
     fn assemble(&self, cluster: Arc<Cluster>, peers: Peers) -> Arc<Shared> {
         let clock = Clock::start();
         let control = self.groups.control();
-        let fleet = Arc::new(FleetView::new(self.config.hardware(), self.config.admission.start()));
+        let fleet = Arc::new(FleetView::new(
+            self.config.hardware(),
+            self.config.limits(),
+            self.config.admission.start(),
+        ));
         let residency = Arc::new(RwLock::new(Residency::new(RESIDENT_BLOCKS_MAX, clock.now())));
         let silence = Arc::new(Mutex::new(Silence::new(self.config.timings.silence())));
         tokio::spawn(liveness::run(

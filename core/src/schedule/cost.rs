@@ -20,7 +20,7 @@ use super::RouteRequest;
 use super::decision::Source;
 use super::fleet::{Fleet, InstancePaths, LiveNode};
 use super::lanes::{LinkPath, Measure, Price, Reader};
-use super::load::Load;
+use super::load::{Ahead, Load, Newcomer};
 use super::profile::{HardwareProfile, Lane};
 use crate::id::{NodeId, Timestamp};
 use crate::index::{Holder, HolderRun, PrefixMatch};
@@ -55,35 +55,41 @@ pub(super) struct Asking<'a> {
     pub paths: &'a InstancePaths,
 }
 
-/// What stands between a new request of this turn and its own prefill, and what it keeps waiting.
+/// What stands between a newcomer and its own prefill, and what it keeps waiting.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Wait {
-    /// Time until the work ahead of it is done.
+    /// Time until it begins; its blocks may be there later.
     pub us: u64,
-    /// Requests that it passes.
-    pub passed: u64,
+    /// Time that the work ahead of it takes.
+    pub work_us: u64,
+    /// What it adds to the waiting of those that come behind it.
+    pub delays_us: u64,
 }
 
 /// Time until the work ahead of a new request is done: its prefill, one step per request, and what the
 /// running requests add to each of these steps and to the new one's own. Prefill is that of the requests sent there whose turn comes before; of
 /// an instance to which nothing was sent, as of tokens without context.
-pub(super) fn wait(profile: &HardwareProfile, load: &Load, turn: Timestamp) -> Wait {
+pub(super) fn wait(profile: &HardwareProfile, load: &Load, newcomer: &Newcomer, now: Timestamp) -> Wait {
     let tokens = load.tokens_ahead();
-    let ahead = load.sent.ahead(tokens, turn);
-    let passed = ahead.map_or(0, |ahead| ahead.behind);
-    let requests = load.requests_ahead().saturating_sub(passed);
+    let ahead = load.ahead(newcomer, now);
+    let behind = ahead.map_or(0, |ahead| ahead.behind);
+    let requests = load.requests_ahead().saturating_sub(behind);
     let running = u64::from(load.running).saturating_mul(profile.step_ns_per_running);
     let running = running.saturating_mul(requests.saturating_add(1));
-    let us = match ahead {
+    let delays_us = ahead.map_or(0, |ahead| ahead.delays_us);
+    match ahead {
         // Their steps are in it.
-        Some(ahead) if tokens > 0 => ahead.prefill_us.saturating_add(running / NS_PER_US),
+        Some(Ahead { wait_us, work_us, .. }) if tokens > 0 => {
+            let with = |us: u64| us.saturating_add(running / NS_PER_US);
+            Wait { us: with(wait_us), work_us: with(work_us), delays_us }
+        }
         _ => {
             let steps = requests.saturating_mul(profile.step_ns);
             let prefill = tokens.saturating_mul(profile.prefill_ns_per_token);
-            prefill.saturating_add(steps).saturating_add(running) / NS_PER_US
+            let us = prefill.saturating_add(steps).saturating_add(running) / NS_PER_US;
+            Wait { us, work_us: us, delays_us }
         }
-    };
-    Wait { us, passed }
+    }
 }
 
 const NS_PER_US: u64 = 1_000;

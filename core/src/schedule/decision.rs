@@ -12,19 +12,23 @@ use crate::index::Holder;
 /// Predicted time to first token, by part. Modelled under the fleet's profile, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Prediction {
-    /// Until the work ahead is done.
+    /// Until the work ahead is done, from when the fetched KV is there: both go on at once.
     pub queue_us: u64,
     /// Until the fetched KV is there.
     pub transfer_us: u64,
     /// Until the rest is computed and the first token is out.
     pub prefill_us: u64,
+    /// By how much those lengthen the wait that are still to come and go before it.
+    pub passed_us: u64,
 }
 
 impl Prediction {
-    /// Time to first token: transfer + queue + prefill (Mooncake, FAST '25, Algorithm 1).
+    /// Time to first token: transfer + queue + prefill (Mooncake, FAST '25, Algorithm 1), and what those take who come later and go before.
     #[must_use]
     pub fn ttft_us(&self) -> u64 {
-        self.queue_us.saturating_add(self.transfer_us).saturating_add(self.prefill_us)
+        [self.transfer_us, self.prefill_us, self.passed_us]
+            .into_iter()
+            .fold(self.queue_us, u64::saturating_add)
     }
 }
 
@@ -52,8 +56,11 @@ pub struct Candidate {
     pub parts: Prediction,
     /// What the request would cost there; zero when it was filtered.
     pub predicted: Prediction,
-    /// What it would add to the waiting of all requests that it would pass, in microseconds.
+    /// What it would add to the waiting of others, in microseconds: of all requests that it would pass, and of those to come by as much of its own wait as
+    /// its transfer hides.
     pub delays_us: u64,
+    /// What is added to its cost since it joined of late and is given less than others, in microseconds.
+    pub ramp_us: u64,
     /// When its turn there would be.
     pub turn: Timestamp,
     /// Leading blocks that it has in GPU memory, as far as it said; 0 when it was filtered.
@@ -67,10 +74,10 @@ pub struct Candidate {
 }
 
 impl Candidate {
-    /// What the request costs there, its own waiting and that of others: what is least is best for all together.
+    /// What the request costs there, its own waiting and that of others, and more where the instance joined of late: what is least is best for all together.
     #[must_use]
     pub fn cost_us(&self) -> u64 {
-        self.predicted.ttft_us().saturating_add(self.delays_us)
+        self.predicted.ttft_us().saturating_add(self.delays_us).saturating_add(self.ramp_us)
     }
 }
 

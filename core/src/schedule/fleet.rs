@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::decision::Decision;
+use super::joining::SLOW_START;
 use super::lanes::{LinkLanes, LinkPath, Price, Reader};
 use super::learnt::Learnt;
 use super::load::Load;
@@ -30,11 +31,17 @@ pub struct Limits {
     pub report_stale_after: Duration,
     /// Most prompt tokens ahead of a new request.
     pub queue_tokens_max: u64,
+    /// For how long an instance that joins is given less than others.
+    pub slow_start: Duration,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { report_stale_after: REPORT_STALE_AFTER, queue_tokens_max: QUEUE_TOKENS_MAX }
+        Self {
+            report_stale_after: REPORT_STALE_AFTER,
+            queue_tokens_max: QUEUE_TOKENS_MAX,
+            slow_start: SLOW_START,
+        }
     }
 }
 
@@ -53,6 +60,8 @@ pub struct Instance {
     pub load: Load,
     /// When the report came in, on the clock of `now`.
     pub reported_at: Timestamp,
+    /// When it joined, on the same clock; nothing where it is there for longer than anybody knows.
+    pub joined_at: Option<Timestamp>,
 }
 
 /// A node that serves, in the epoch that counts. A node that is not listed is dead to a decision.
@@ -142,7 +151,14 @@ impl Fleet {
         match self.instances.binary_search_by_key(&instance.id, |known| known.id) {
             Ok(rank) => {
                 let known = &mut self.instances[rank];
-                *known = Instance { load: instance.load.after(&known.load), ..instance };
+                // Another process has nothing of what was sent to the one before.
+                let is_other = known.joined_at != instance.joined_at;
+                let load = if is_other {
+                    instance.load
+                } else {
+                    instance.load.after(&known.load, instance.reported_at)
+                };
+                *known = Instance { load, ..instance };
             }
             Err(rank) => {
                 self.instances.insert(rank, instance);
@@ -182,7 +198,7 @@ impl Fleet {
     pub fn record(&mut self, decision: &Decision, now: Timestamp) {
         let count = self.instances.len();
         if let Ok(rank) = self.instances.binary_search_by_key(&decision.instance, |known| known.id) {
-            self.instances[rank].load.record(decision);
+            self.instances[rank].load.record(decision, now);
             self.passing.sent(decision.parts.prefill_us, count, now);
         }
     }

@@ -1,9 +1,11 @@
 //! What observed times to first token teach about predicted ones.
 //!
-//! A prediction is a sum: waiting, transfer, prefill. Each part is as right as what it is made of (a hardware profile, reports that are a moment old, lanes
-//! that others use too), and is off by a factor that changes slowly. The three factors are found by least squares over the requests whose first token was
-//! seen, the older counting less, drawn towards 1 as long as few were seen. Requests count by what was predicted for them, so that a factor is
-//! right in sum, not for the longest alone. Not here: the prediction (`cost.rs`), and who sees first tokens (whoever serves them).
+//! A prediction is a sum: waiting, transfer, prefill, and what those take who come later and go before. Each of the first three is as right as what it is made
+//! of (a hardware profile, reports that are a moment old, lanes that others use too), and is off by a factor that changes slowly. These factors are found by
+//! least squares over the requests whose first token was seen, the older counting less, drawn towards 1 as long as few were seen, and no request
+//! counting as further off than most are: half of all requests are passed by nobody, and a few wait many times as long as was predicted. What those few
+//! add is in the fourth factor, by which predictions are right in sum. Not here: the prediction (`cost.rs`, `passing.rs`), and who sees first tokens (whoever
+//! serves them).
 
 use super::decision::Prediction;
 
@@ -16,6 +18,19 @@ const PRIOR_MS: f64 = 2_000.0;
 /// A part is off by no more than this factor, or something else is wrong.
 const FACTOR_MAX: f64 = 4.0;
 
+/// One observation counts as no further off than this share of what predictions are off by on average: what is learnt is right for most requests, and the
+/// few that are passed again and again do not make all others look late.
+const SPREADS: f64 = 0.5;
+
+/// Least such bound, as a share of what was predicted.
+const SPREAD_MIN: f64 = 0.05;
+
+/// Requests after which one counts half for what predictions are off by.
+const SPREAD_HALF_LIFE: f64 = 64.0;
+
+/// How much the belief is worth that those who pass take what is predicted of them: so many milliseconds that came as predicted.
+const PASSED_PRIOR_MS: f64 = 20_000.0;
+
 /// Factors of a prediction's parts, learnt from what was observed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Learnt {
@@ -24,34 +39,56 @@ pub struct Learnt {
     /// The same of parts with what was observed.
     observed: [f64; 3],
     factors: [f64; 3],
+    /// Mean of what predictions are off by, as a share of them.
+    spread: f64,
+    /// What was predicted for those who pass, and what was observed beyond the rest, in milliseconds.
+    passed: [f64; 2],
 }
 
 impl Default for Learnt {
     fn default() -> Self {
-        Learnt { products: [[0.0; 3]; 3], observed: [0.0; 3], factors: [1.0; 3] }
+        Learnt {
+            products: [[0.0; 3]; 3],
+            observed: [0.0; 3],
+            factors: [1.0; 3],
+            spread: 1.0,
+            passed: [0.0; 2],
+        }
     }
 }
 
 impl Learnt {
     /// A request's first token came after so long. `parts` is what was predicted before factors: [`Learnt::apply`] was given it.
     pub fn observe(&mut self, parts: &Prediction, ttft_us: u64) {
-        let [queue, transfer, prefill] =
-            [parts.queue_us, parts.transfer_us, parts.prefill_us].map(|us| us as f64 / 1e3);
-        let x = [queue, transfer, prefill];
-        let all = queue + transfer + prefill;
+        let x = [parts.queue_us, parts.transfer_us, parts.prefill_us].map(|us| us as f64 / 1e3);
+        let all: f64 = x.iter().sum();
         if all <= 0.0 || ttft_us == 0 {
             return;
         }
         // One that hung for an hour says nothing of the others.
         let observed = (ttft_us as f64 / 1e3).min(all * FACTOR_MAX * FACTOR_MAX);
         let kept = (-1.0 / HALF_LIFE).exp2();
+        let expected: f64 = (0..3).map(|part| x[part] * self.factors[part]).sum();
+        let off = (observed - expected) / expected;
+        let most = (SPREADS * self.spread).max(SPREAD_MIN);
+        self.spread += (off.abs().min(1.0) - self.spread) * (1.0 - (-1.0 / SPREAD_HALF_LIFE).exp2());
+        let usual = expected * (1.0 + off.clamp(-most, most));
         for row in 0..3 {
             for column in 0..3 {
                 self.products[row][column] = self.products[row][column] * kept + x[row] * x[column] / all;
             }
-            self.observed[row] = self.observed[row] * kept + x[row] * observed / all;
+            self.observed[row] = self.observed[row] * kept + x[row] * usual / all;
         }
         self.factors = self.solved();
+        self.passed[0] = self.passed[0] * kept + parts.passed_us as f64 / 1e3;
+        self.passed[1] = self.passed[1] * kept + observed - expected;
+    }
+
+    /// How many times as long as is predicted those take who come later and go before: what all others together make of the rest, so that predictions are
+    /// right in sum.
+    fn passed(&self) -> f64 {
+        let [predicted, seen] = self.passed;
+        ((seen + PASSED_PRIOR_MS) / (predicted + PASSED_PRIOR_MS)).clamp(0.0, FACTOR_MAX)
     }
 
     /// (products + prior) · factors = observed + prior, by Gauss-Seidel from the factors before: they hardly move.
@@ -79,12 +116,14 @@ impl Learnt {
             queue_us: scaled(parts.queue_us, queue),
             transfer_us: scaled(parts.transfer_us, transfer),
             prefill_us: scaled(parts.prefill_us, prefill),
+            passed_us: scaled(parts.passed_us, self.passed()),
         }
     }
 
-    /// Of waiting, transfer and prefill.
+    /// Of waiting, transfer and prefill, and of those who come later and go before.
     #[must_use]
-    pub fn factors(&self) -> [f64; 3] {
-        self.factors
+    pub fn factors(&self) -> [f64; 4] {
+        let [queue, transfer, prefill] = self.factors;
+        [queue, transfer, prefill, self.passed()]
     }
 }

@@ -3,7 +3,9 @@
 //! Not here: how load becomes waiting time (`cost.rs`). Load is soft state: it never enters the log, and
 //! a router that starts has none until the first reports.
 
-use super::decision::Decision;
+use std::time::Duration;
+
+use super::decision::{Decision, Prediction};
 use crate::id::Timestamp;
 
 /// Queued and running work of one instance.
@@ -30,10 +32,15 @@ pub struct Load {
 /// Requests kept by [`Sent`]; those besides are taken for as costly as these on average.
 const SENT_MAX: usize = 32;
 
+/// By how much what is begun may be further than a report says: engines tell of whole steps, and a step with a part of a prompt in it takes as long.
+const UNTOLD_MAX_US: u64 = 100_000;
+
 /// A request that was sent to an instance and has something to compute there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct One {
     turn: Timestamp,
+    /// When what it fetches is there: others go first until then.
+    ready: Timestamp,
     tokens: u32,
     /// Predicted for these tokens.
     prefill_us: u32,
@@ -42,85 +49,200 @@ struct One {
 /// What of the requests sent to an instance is not computed yet, in the order in which it will be.
 ///
 /// A report says how many tokens wait, and not of which prompts: what was computed since the report before is what came first in this order. A token of a
-/// long prompt costs several times one of a short prompt.
+/// long prompt costs several times one of a short prompt. Between two reports the instance is taken to go on as predicted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Sent {
-    /// By turn, but for the first one: an instance is never idle while something waits, so that one is begun, and nothing passes it.
-    waiting: [One; SENT_MAX],
+    /// What was begun, in that order, and what waits, by turn.
+    all: [One; SENT_MAX],
     len: usize,
+    /// Of these, how many were begun: nothing passes them.
+    begun: usize,
+    /// Of the time predicted for what was begun, how much has passed.
+    done_us: u64,
+    /// When that was.
+    as_of: Timestamp,
 }
 
 /// What is computed before a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Ahead {
-    /// Time that was predicted for it.
-    pub(super) prefill_us: u64,
+    /// Time until it begins, when its blocks are there at the earliest.
+    pub(super) wait_us: u64,
+    /// Time that what goes before it takes.
+    pub(super) work_us: u64,
     /// Requests that come behind it.
     pub(super) behind: u64,
+    /// What it adds to the waiting of these.
+    pub(super) delays_us: u64,
+}
+
+/// A request that may come.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Newcomer {
+    pub(super) turn: Timestamp,
+    /// From now until what it fetches is there.
+    pub(super) transfer_us: u64,
+    pub(super) prefill_us: u64,
 }
 
 impl Sent {
     fn all(&self) -> &[One] {
-        &self.waiting[..self.len]
+        &self.all[..self.len]
+    }
+
+    fn waiting(&self) -> &[One] {
+        &self.all[self.begun..self.len]
     }
 
     fn tokens(&self) -> u64 {
         self.all().iter().map(|one| u64::from(one.tokens)).sum()
     }
 
-    fn push(&mut self, turn: Timestamp, tokens: u32, prefill_us: u64) {
-        if tokens == 0 {
+    /// Until all that was begun is over.
+    fn busy_us(&self) -> u64 {
+        sum_us(&self.all[..self.begun]).saturating_sub(self.done_us)
+    }
+
+    /// Goes on to this time: what is begun is computed, and of what is there by then, the earliest turn is begun.
+    fn advance(&mut self, now: Timestamp) {
+        let mut at = self.as_of;
+        self.as_of = at.max(now);
+        loop {
+            let left_us = micros(now.since(at));
+            let busy_us = self.busy_us();
+            self.done_us = self.done_us.saturating_add(busy_us.min(left_us));
+            if busy_us > left_us {
+                return;
+            }
+            at = at.after(Duration::from_micros(busy_us));
+            let Some((next, ready)) = first_ready(self.waiting(), at).filter(|(_, ready)| *ready <= now)
+            else {
+                return;
+            };
+            at = at.max(ready);
+            self.all[self.begun..=self.begun + next].rotate_right(1);
+            self.begun += 1;
+        }
+    }
+
+    fn push(&mut self, one: One) {
+        if one.tokens == 0 {
             return;
         }
         if self.len == SENT_MAX {
             self.pop();
         }
-        let fixed = self.len.min(1);
-        let at = fixed + self.all()[fixed..].partition_point(|one| one.turn <= turn);
-        self.waiting.copy_within(at..self.len, at + 1);
-        self.waiting[at] = One { turn, tokens, prefill_us: u32::try_from(prefill_us).unwrap_or(u32::MAX) };
+        let at = self.begun + self.waiting().partition_point(|other| other.turn <= one.turn);
+        self.all.copy_within(at..self.len, at + 1);
+        self.all[at] = one;
         self.len += 1;
     }
 
     fn pop(&mut self) {
-        self.waiting.copy_within(1..self.len, 0);
+        self.done_us = self.done_us.saturating_sub(self.all[0].prefill_us.into());
+        self.all.copy_within(1..self.len, 0);
         self.len -= 1;
+        self.begun = self.begun.saturating_sub(1);
     }
 
     /// So many tokens are left.
     fn shrink_to(&mut self, tokens: u64) {
         let mut done = self.tokens().saturating_sub(tokens);
+        let mut gone_us = 0;
+        let done_us = self.done_us;
         while done > 0 {
-            let first = &mut self.waiting[0];
-            let all = u64::from(first.tokens);
+            let first = &mut self.all[0];
+            let (all, us) = (u64::from(first.tokens), u64::from(first.prefill_us));
             if all <= done {
                 done -= all;
+                gone_us += us;
                 self.pop();
                 continue;
             }
             // All of its tokens are taken for alike.
-            first.prefill_us = (u64::from(first.prefill_us) * (all - done) / all) as u32;
+            first.prefill_us = (us * (all - done) / all) as u32;
             first.tokens = (all - done) as u32;
-            return;
+            gone_us += us - u64::from(first.prefill_us);
+            self.begun = self.begun.max(1);
+            break;
         }
+        // Engines tell of whole steps: what is begun may be further than the report says, and by no more than one of these.
+        self.begun = self.begun.min(1);
+        let first_us = sum_us(&self.all[..self.begun]);
+        self.done_us = done_us.saturating_sub(gone_us).min(UNTOLD_MAX_US).min(first_us);
     }
 
-    /// What is computed before a request of this turn, of `tokens` that wait; nothing when nothing is known of them.
-    pub(super) fn ahead(&self, tokens: u64, turn: Timestamp) -> Option<Ahead> {
-        let fixed = self.len.min(1);
-        let before = fixed + self.all()[fixed..].partition_point(|one| one.turn <= turn);
-        let us = |all: &[One]| all.iter().map(|one| u64::from(one.prefill_us)).sum::<u64>();
-        let known = self.tokens();
-        let more = tokens.saturating_sub(known);
-        if known == 0 {
-            return (more == 0).then(Ahead::default);
+    /// What becomes of a newcomer.
+    fn ahead(&self, newcomer: &Newcomer, now: Timestamp) -> Ahead {
+        let busy_us = self.busy_us();
+        let ready = now.after(Duration::from_micros(newcomer.transfer_us));
+        let free = now.after(Duration::from_micros(busy_us));
+        let waiting = self.waiting();
+        let before = waiting.partition_point(|one| one.turn <= newcomer.turn);
+        let work_us = busy_us.saturating_add(sum_us(&waiting[..before]));
+        if ready <= free && waiting.iter().all(|one| one.ready <= free) {
+            let behind = (waiting.len() - before) as u64;
+            let delays_us = behind.saturating_mul(newcomer.prefill_us);
+            return Ahead { wait_us: work_us, work_us, behind, delays_us };
         }
-        // What is known of nobody may come before.
-        let unknown_us = u128::from(us(self.all())) * u128::from(more) / u128::from(known);
-        let unknown_us = u64::try_from(unknown_us).unwrap_or(u64::MAX);
-        let prefill_us = us(&self.all()[..before]).saturating_add(unknown_us);
-        Some(Ahead { prefill_us, behind: (self.len - before) as u64 })
+        let prefill_us = u32::try_from(newcomer.prefill_us).unwrap_or(u32::MAX);
+        // None of those that wait computes nothing: by that it is told from them.
+        let new = One { turn: newcomer.turn, ready, tokens: 0, prefill_us };
+        let mut with = [One::default(); SENT_MAX + 1];
+        with[..before].copy_from_slice(&waiting[..before]);
+        with[before] = new;
+        with[before + 1..=waiting.len()].copy_from_slice(&waiting[before..]);
+        let with = Begins::of(&mut with[..=waiting.len()], free);
+        let mut without = self.all;
+        let without = Begins::of(&mut without[self.begun..self.len], free);
+        let wait_us = micros(with.newcomer.since(now));
+        Ahead { wait_us, work_us, behind: with.behind, delays_us: with.sum_us.saturating_sub(without.sum_us) }
     }
+}
+
+fn sum_us(all: &[One]) -> u64 {
+    all.iter().map(|one| u64::from(one.prefill_us)).sum()
+}
+
+/// Of these, in the order of turns, the first that is there by then; if none is, which is there first; and when.
+fn first_ready(waiting: &[One], at: Timestamp) -> Option<(usize, Timestamp)> {
+    let now = waiting.iter().position(|one| one.ready <= at);
+    let next = now.or_else(|| (0..waiting.len()).min_by_key(|nth| waiting[*nth].ready))?;
+    Some((next, waiting[next].ready))
+}
+
+/// When those that wait begin on an instance that is free from some time on.
+struct Begins {
+    /// Of all but the newcomer, from then, summed up.
+    sum_us: u64,
+    newcomer: Timestamp,
+    /// Those that begin behind the newcomer.
+    behind: u64,
+}
+
+impl Begins {
+    /// Leaves them in the order in which they begin.
+    fn of(waiting: &mut [One], free: Timestamp) -> Begins {
+        let mut begins = Begins { sum_us: 0, newcomer: free, behind: 0 };
+        let mut at = free;
+        for begun in 0..waiting.len() {
+            let Some((next, ready)) = first_ready(&waiting[begun..], at) else { break };
+            at = at.max(ready);
+            waiting[begun..=begun + next].rotate_right(1);
+            if waiting[begun].tokens == 0 {
+                begins.newcomer = at;
+                begins.behind = (waiting.len() - begun - 1) as u64;
+            } else {
+                begins.sum_us = begins.sum_us.saturating_add(micros(at.since(free)));
+            }
+            at = at.after(Duration::from_micros(waiting[begun].prefill_us.into()));
+        }
+        begins
+    }
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 impl Load {
@@ -132,10 +254,28 @@ impl Load {
 
     /// The same, of an instance that is known by an earlier load: of what was sent there, what is left is remembered.
     #[must_use]
-    pub fn after(self, before: &Load) -> Self {
+    pub fn after(self, before: &Load, now: Timestamp) -> Self {
         let mut sent = before.sent;
+        sent.advance(now);
         sent.shrink_to(self.tokens_ahead());
         Self { sent, ..self }
+    }
+
+    /// What is computed before a newcomer; nothing where nothing is known of what waits.
+    pub(super) fn ahead(&self, newcomer: &Newcomer, now: Timestamp) -> Option<Ahead> {
+        let known = self.sent.tokens();
+        let more = self.tokens_ahead().saturating_sub(known);
+        if known == 0 {
+            return (more == 0).then(Ahead::default);
+        }
+        let mut sent = self.sent;
+        sent.advance(now);
+        let ahead = sent.ahead(newcomer, now);
+        // What is known of nobody may come before.
+        let unknown_us = u128::from(sum_us(sent.all())) * u128::from(more) / u128::from(known);
+        let unknown_us = u64::try_from(unknown_us).unwrap_or(u64::MAX);
+        let more = |us: u64| us.saturating_add(unknown_us);
+        Some(Ahead { wait_us: more(ahead.wait_us), work_us: more(ahead.work_us), ..ahead })
     }
 
     /// Tokens that are prefilled before a request that comes now.
@@ -151,9 +291,17 @@ impl Load {
     }
 
     /// Counts a decision that was sent here.
-    pub(super) fn record(&mut self, decision: &Decision) {
+    pub(super) fn record(&mut self, decision: &Decision, now: Timestamp) {
         self.routed_tokens = self.routed_tokens.saturating_add(u64::from(decision.recompute_tokens));
         self.routed = self.routed.saturating_add(1);
-        self.sent.push(decision.turn, decision.recompute_tokens, decision.parts.prefill_us);
+        self.sent.advance(now);
+        let Prediction { transfer_us, prefill_us, .. } = decision.parts;
+        self.sent.push(One {
+            turn: decision.turn,
+            ready: now.after(Duration::from_micros(transfer_us)),
+            tokens: decision.recompute_tokens,
+            prefill_us: u32::try_from(prefill_us).unwrap_or(u32::MAX),
+        });
+        self.sent.advance(now);
     }
 }

@@ -10,6 +10,7 @@ mod coming;
 mod cost;
 mod decision;
 mod fleet;
+mod joining;
 mod lanes;
 mod learnt;
 mod link;
@@ -38,10 +39,12 @@ pub use decision::{
 };
 use fleet::InstancePaths;
 pub use fleet::{Fleet, Instance, Limits, LiveNode, QUEUE_TOKENS_MAX, REPORT_STALE_AFTER};
+pub use joining::SLOW_START;
 pub use lanes::{LinkKey, LinkLanes, LinkPath, Measure, Price, Reader};
 pub use learnt::Learnt;
 pub use link::{LINK_AGED_AFTER, LinkEstimate, LinkSample, RATE_MIN};
 pub use load::Load;
+use load::Newcomer;
 pub use missing::{Found, Missing, Told, Why, missing};
 use planners::{Planners, asking};
 pub use profile::{HardwareProfile, Lane, PROFILES};
@@ -188,7 +191,11 @@ fn price(
 ) -> Vec<Candidate> {
     // Instances whose node holds nothing of the prefix share one plan with those that take the same paths.
     let mut afar: SmallVec<[Option<Plan>; 4]> = SmallVec::new();
-    let cost = |known: (&Instance, &InstancePaths)| {
+    // Beside instances that are there for longer, those that joined of late are given less.
+    let slow_start = fleet.limits.slow_start;
+    let share = |instance: &Instance| joining::share(instance.joined_at, now, slow_start);
+    let is_settled = fleet.instances().iter().any(|instance| share(instance) >= 1.0);
+    let mut cost = |known: (&Instance, &InstancePaths)| {
         let (instance, asking) = (known.0, asking(known));
         let ineligible = (!eligible.has(instance.id)).then_some(Filtered::Ineligible);
         let closed = || (!eligible.runs_there).then(|| filter(instance, &fleet.limits, now)).flatten();
@@ -217,7 +224,13 @@ fn price(
         let plan = afar[place].get_or_insert_with(|| whole.plan(Asking { own: None, ..asking }));
         costed(instance, plan, None, (fleet, now))
     };
-    fleet.instances_with_paths().map(cost).collect()
+    let ramped = |known: (&Instance, &InstancePaths)| {
+        let share = if is_settled { share(known.0) } else { 1.0 };
+        let mut candidate = cost(known);
+        candidate.ramp_us = joining::added_us(candidate.predicted.ttft_us(), share);
+        candidate
+    };
+    fleet.instances_with_paths().map(ramped).collect()
 }
 
 fn filter(instance: &Instance, limits: &Limits, now: Timestamp) -> Option<Filtered> {
@@ -235,6 +248,7 @@ fn filtered_out(instance: &Instance, filtered: Filtered) -> Candidate {
         parts: Prediction::default(),
         predicted: Prediction::default(),
         delays_us: 0,
+        ramp_us: 0,
         turn: Timestamp::default(),
         resident_blocks: 0,
         is_coming: false,
@@ -252,18 +266,28 @@ fn costed(
 ) -> Candidate {
     let turn = turn_of(instance, plan.prefill_us, now);
     let turn = behind.map_or(turn, |before| turn.max(before.after(Duration::from_micros(1))));
-    let wait = cost::wait(&fleet.profile, &instance.load, turn);
-    let queue_us =
-        if instance.orders { fleet.passing().lengthened_us(wait.us, plan.prefill_us) } else { wait.us };
-    let parts = Prediction { queue_us, transfer_us: plan.transfer_us, prefill_us: plan.prefill_us };
+    let wait = cost::wait(
+        &fleet.profile,
+        &instance.load,
+        &Newcomer { turn, transfer_us: plan.transfer_us, prefill_us: plan.prefill_us },
+        now,
+    );
+    let passed_us =
+        if instance.orders { fleet.passing().lengthening_us(wait.work_us, plan.prefill_us) } else { 0 };
+    // Both go on at once: of the wait counts what is left when the blocks are there. For those that come later, an instance with less to do is the
+    // better one all the same.
+    let queue_us = wait.us.saturating_sub(plan.transfer_us);
+    let delays_us = wait.delays_us.saturating_add(wait.work_us.min(plan.transfer_us));
+    let parts =
+        Prediction { queue_us, transfer_us: plan.transfer_us, prefill_us: plan.prefill_us, passed_us };
     let predicted = fleet.learnt.apply(&parts);
     let Plan { resident_blocks, overlap_blocks, .. } = *plan;
-    let delays_us = wait.passed.saturating_mul(plan.prefill_us);
     Candidate {
         instance: instance.id,
         parts,
         predicted,
         delays_us,
+        ramp_us: 0,
         turn,
         resident_blocks,
         is_coming: behind.is_some(),

@@ -53,12 +53,11 @@ impl Passing {
         }
     }
 
-    /// How long a request of this size waits that would wait so long if nobody came any more.
-    pub(super) fn lengthened_us(&self, wait_us: u64, prefill_us: u64) -> u64 {
+    /// By how much they lengthen the wait of a request of this size that would wait so long if nobody came any more.
+    pub(super) fn lengthening_us(&self, wait_us: u64, prefill_us: u64) -> u64 {
         let share = self.below[size_of(prefill_us)];
-        let wait = wait_us as f64;
         // Who comes later than its turn does not pass it.
-        let most = wait + share * prefill_us as f64 * f64::from(STRETCH);
-        (wait / (1.0 - share)).min(most) as u64
+        let most = share * prefill_us as f64 * f64::from(STRETCH);
+        (wait_us as f64 * share / (1.0 - share)).min(most) as u64
     }
 }

@@ -260,8 +260,8 @@ fn source_to_pb(index: &Index, source: &Source) -> pb::Source {
 }
 
 pub(super) fn prediction_to_pb(predicted: &Prediction) -> pb::Prediction {
-    let Prediction { queue_us, transfer_us, prefill_us } = *predicted;
-    pb::Prediction { queue_us, transfer_us, prefill_us }
+    let Prediction { queue_us, transfer_us, prefill_us, passed_us } = *predicted;
+    pb::Prediction { queue_us: queue_us.saturating_add(passed_us), transfer_us, prefill_us }
 }
 
 fn candidate_to_pb(candidate: &Candidate) -> pb::Candidate {

@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use kv_core::id::{Epoch, InstanceId, NodeId, TenantId, Timestamp};
 use kv_core::schedule::{
-    Admission, Decision, Fleet, HardwareProfile, Instance, LiveNode, Load, Offer, Prediction, Rejection,
+    Admission, Decision, Fleet, HardwareProfile, Instance, Limits, LiveNode, Load, Offer, Prediction,
+    Rejection,
 };
 use parking_lot::RwLock;
 
@@ -53,6 +54,7 @@ struct Known {
     address: String,
     sequence: u64,
     started_us: u64,
+    joined: Timestamp,
     heard: Timestamp,
 }
 
@@ -106,8 +108,9 @@ pub(crate) struct InstanceStanding {
 }
 
 impl FleetView {
-    pub(crate) fn new(profile: HardwareProfile, admission: Admission) -> FleetView {
-        let fleet = Fleet::new(profile);
+    pub(crate) fn new(profile: HardwareProfile, limits: Limits, admission: Admission) -> FleetView {
+        let mut fleet = Fleet::new(profile);
+        fleet.limits = limits;
         FleetView { soft: RwLock::new(Soft { fleet, admission, ..Soft::default() }) }
     }
 
@@ -118,6 +121,9 @@ impl FleetView {
             soft.forget_silent(now);
         }
         let count = soft.known.len();
+        // One that was heard of is the same as long as its process is.
+        let same = soft.known.get(&report.instance).filter(|known| known.started_us == report.started_us);
+        let joined = same.map_or(now, |known| known.joined);
         match soft.known.get(&report.instance) {
             Some(known) if (report.started_us, report.sequence) <= (known.started_us, known.sequence) => {
                 return Receipt::Old;
@@ -132,13 +138,16 @@ impl FleetView {
             soft.links.forget(report.instance);
         } else {
             let Report { instance, node, fetches, orders, load, .. } = report;
-            soft.fleet.put_instance(Instance { id: instance, node, fetches, orders, load, reported_at: now });
+            let joined_at = Some(joined);
+            let instance_now =
+                Instance { id: instance, node, fetches, orders, load, reported_at: now, joined_at };
+            soft.fleet.put_instance(instance_now);
             soft.links.measured((instance, node), &report.links, now);
             let paths = soft.links.paths(instance, now);
             soft.fleet.set_paths(instance, &paths);
         }
         let Report { instance, address, sequence, started_us, .. } = report;
-        soft.known.insert(instance, Known { address, sequence, started_us, heard: now });
+        soft.known.insert(instance, Known { address, sequence, started_us, joined, heard: now });
         Receipt::Accepted
     }
 
@@ -213,7 +222,7 @@ impl FleetView {
     }
 
     /// By what factors waiting, transfer and prefill turned out to be off.
-    pub(crate) fn learnt(&self) -> [f64; 3] {
+    pub(crate) fn learnt(&self) -> [f64; 4] {
         self.soft.read().fleet.learnt.factors()
     }
 
@@ -281,7 +290,7 @@ mod tests {
 
     #[test]
     fn older_reports_are_ignored() {
-        let view = FleetView::new(HardwareProfile::default(), Admission::default());
+        let view = FleetView::new(HardwareProfile::default(), Limits::default(), Admission::default());
         assert_eq!(view.report(report(2, 10, 200), Timestamp(1)), Receipt::Accepted);
         assert_eq!(view.report(report(1, 10, 100), Timestamp(2)), Receipt::Old);
         assert_eq!(view.report(report(2, 10, 300), Timestamp(3)), Receipt::Old);
@@ -290,7 +299,7 @@ mod tests {
 
     #[test]
     fn a_restart_begins_anew() {
-        let view = FleetView::new(HardwareProfile::default(), Admission::default());
+        let view = FleetView::new(HardwareProfile::default(), Limits::default(), Admission::default());
         assert_eq!(view.report(report(900, 10, 900), Timestamp(1)), Receipt::Accepted);
         assert_eq!(view.report(report(1, 20, 100), Timestamp(2)), Receipt::Accepted);
         assert_eq!(view.report(report(901, 10, 901), Timestamp(3)), Receipt::Old, "the dead process");
@@ -298,8 +307,25 @@ mod tests {
     }
 
     #[test]
+    fn an_instance_joins_with_each_start_and_with_nothing_else() {
+        let view = FleetView::new(HardwareProfile::default(), Limits::default(), Admission::default());
+        let joined = || view.instances().iter().map(|one| one.instance.joined_at).collect::<Vec<_>>();
+        view.report(report(1, 10, 0), Timestamp(5));
+        view.report(report(2, 10, 0), Timestamp(90));
+        assert_eq!(joined(), [Some(Timestamp(5))]);
+        view.report(report(1, 20, 0), Timestamp(100));
+        view.report(report(3, 10, 0), Timestamp(200));
+        view.report(report(2, 20, 0), Timestamp(300));
+        assert_eq!(
+            joined(),
+            [Some(Timestamp(100))],
+            "its next start, and not what is left of the one before"
+        );
+    }
+
+    #[test]
     fn a_leaving_instance_stays_away_until_it_starts_again() {
-        let view = FleetView::new(HardwareProfile::default(), Admission::default());
+        let view = FleetView::new(HardwareProfile::default(), Limits::default(), Admission::default());
         assert_eq!(view.report(report(1, 10, 1), Timestamp(1)), Receipt::Accepted);
         assert_eq!(
             view.report(Report { leaving: true, ..report(2, 10, 1) }, Timestamp(2)),
@@ -313,7 +339,7 @@ mod tests {
 
     #[test]
     fn links_come_with_the_load_and_end_with_the_process_that_measured() {
-        let view = FleetView::new(HardwareProfile::default(), Admission::default());
+        let view = FleetView::new(HardwareProfile::default(), Limits::default(), Admission::default());
         let (bytes, stream) = (100_000_000, Duration::from_millis(100));
         let sample = LinkSample { fetches: 1, bytes, stream, latency: Duration::ZERO };
         let link = |node, path| {
@@ -370,7 +396,7 @@ mod tests {
 
     #[test]
     fn who_is_turned_away_is_told_why_and_fills_no_queue() {
-        let view = FleetView::new(HardwareProfile::default(), Admission::default());
+        let view = FleetView::new(HardwareProfile::default(), Limits::default(), Admission::default());
         view.report(report(1, 10, 0), Timestamp(1));
         let decide = |input_tokens, limit_s: u64, among: Option<&[InstanceId]>| {
             let request = RouteRequest {
@@ -409,7 +435,7 @@ mod tests {
 
     #[test]
     fn a_tenants_decisions_fill_no_queue_and_a_members_do() {
-        let view = FleetView::new(HardwareProfile::default(), Admission::default());
+        let view = FleetView::new(HardwareProfile::default(), Limits::default(), Admission::default());
         let routed = || view.instances()[0].instance.load;
         view.report(report(1, 10, 5), Timestamp(1));
         for round in 2..5 {
@@ -432,7 +458,7 @@ mod tests {
 
     #[test]
     fn instances_are_bounded() {
-        let view = FleetView::new(HardwareProfile::default(), Admission::default());
+        let view = FleetView::new(HardwareProfile::default(), Limits::default(), Admission::default());
         for number in 0..INSTANCES_MAX {
             let instance = InstanceId(u32::try_from(number).expect("a small number"));
             assert_eq!(view.report(Report { instance, ..report(1, 1, 1) }, Timestamp(1)), Receipt::Accepted);

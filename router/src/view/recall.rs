@@ -171,7 +171,7 @@ mod tests {
             instance: InstanceId(4),
             resident_blocks: 1,
             fetch_blocks: 5,
-            predicted: Prediction { queue_us: 1, transfer_us: 2, prefill_us: 3 },
+            predicted: Prediction { queue_us: 1, transfer_us: 2, prefill_us: 3, passed_us: 0 },
             parts: Prediction::default(),
             reasons: vec![],
         };

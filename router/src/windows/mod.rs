@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use kv_core::id::{BlockHash, NodeId, TenantId, Timestamp};
-use kv_core::schedule::Decision;
+use kv_core::schedule::{Decision, Prediction};
 use kv_core::tier::{WINDOW_BLOCKS_MAX, WINDOW_REQUESTS_MAX};
 
 /// A request that is begun sooner reads its blocks before a node could have done anything for it.
@@ -61,7 +61,10 @@ impl Waits {
         hashes: &[BlockHash],
         now: Timestamp,
     ) {
-        let wait = Duration::from_micros(decision.predicted.queue_us);
+        let Prediction { queue_us, transfer_us, passed_us, .. } = decision.predicted;
+        // Who waits no longer than its blocks take to come reads them at once.
+        let turn_us = if queue_us == 0 { 0 } else { queue_us.saturating_add(transfer_us) };
+        let wait = Duration::from_micros(turn_us.saturating_add(passed_us));
         if wait < WAIT_MIN || decision.sources.is_empty() {
             return;
         }
@@ -137,7 +140,7 @@ fn cut(window: &mut Vec<Wanted>) {
 #[cfg(test)]
 mod tests {
     use kv_core::id::{Epoch, InstanceId, RequestId, Tier};
-    use kv_core::schedule::{Prediction, Source};
+    use kv_core::schedule::Source;
 
     use super::*;
 

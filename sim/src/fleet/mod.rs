@@ -52,6 +52,8 @@ pub struct Setup {
     pub orders: bool,
     /// Between two load reports of an instance; 0 where each decision reads the loads as they are.
     pub report_every_ns: u64,
+    /// Instances that are not there at first, and when they join.
+    pub joins: Vec<(u32, u64)>,
     /// From a change at a node until routers know of it; 0 where they know at once.
     pub announce_ns: u64,
     /// The same of GPU memory.
@@ -75,9 +77,15 @@ impl Setup {
             plane: Plane::default(),
             orders: true,
             report_every_ns: 200_000_000,
+            joins: Vec::new(),
             announce_ns: 20_000_000,
             events_ns: 5_000_000,
         }
+    }
+
+    /// When an instance joins that is not there at first.
+    fn joins_ns(&self, instance: u32) -> Option<u64> {
+        self.joins.iter().find(|(late, _)| *late == instance).map(|(_, at_ns)| *at_ns)
     }
 
     /// The same where nothing that a router knows is old.
@@ -204,7 +212,7 @@ impl<'a> Fleet<'a> {
         for instance in (0..setup.instances).filter(|_| setup.report_every_ns > 0) {
             // They do not all speak at once.
             let first = setup.report_every_ns * u64::from(instance) / u64::from(setup.instances);
-            fleet.at(first, Event::Reports(instance));
+            fleet.at(setup.joins_ns(instance).unwrap_or(first), Event::Reports(instance));
         }
         fleet
     }
@@ -216,7 +224,8 @@ impl<'a> Fleet<'a> {
 
     fn arrives(&mut self, nth: usize, now_ns: u64, decider: &mut Decider<'_>) {
         if self.setup.report_every_ns == 0 {
-            (0..self.setup.instances).for_each(|instance| self.tell_load(instance, now_ns));
+            let there = |instance: &u32| self.setup.joins_ns(*instance).is_none_or(|at_ns| at_ns <= now_ns);
+            (0..self.setup.instances).filter(there).for_each(|instance| self.tell_load(instance, now_ns));
         }
         let request = &self.workload.requests[nth];
         let prompt = self.workload.prompt(nth);

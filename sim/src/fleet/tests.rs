@@ -289,3 +289,26 @@ fn better_knowledge_is_told_apart_and_is_the_same_each_time() {
     assert_eq!((fresh.lost.delay, fresh.lost.greed), (0.0, 0.0));
     assert!(fresh.knowing[0].ttft.mean_ms > 0.0);
 }
+
+#[test]
+fn who_joins_in_mid_run_is_given_a_growing_share_and_all_of_it_in_the_end() {
+    // A prompt of 0.22 s each 80 ms: three instances are busy with that, and then a fourth joins.
+    let trace: Vec<Request> = (0..480).map(|nth| request(nth * 80_000, &[], 5_000, 1)).collect();
+    let workload = Workload::new(&trace, 1);
+    let join_ns = 10_000_000_000;
+    let setup = Setup { joins: vec![(3, join_ns)], ..Setup::new(4, H100, 512) };
+    let report = run(&workload, &setup, by_name(PRODUCTION, 1).unwrap().as_mut());
+    assert_eq!(report.served.len(), trace.len());
+    // Of what came in a span of seconds since it joined, the share that the joiner served.
+    let share = |from_s: u64, to_s: u64| {
+        let at = |served: &&Served| workload.requests[served.nth].arrival_ns;
+        let span = join_ns + from_s * 1_000_000_000..join_ns + to_s * 1_000_000_000;
+        let all: Vec<_> = report.served.iter().filter(|served| span.contains(&at(served))).collect();
+        all.iter().filter(|served| served.instance == 3).count() as f64 / all.len() as f64
+    };
+    let before = report.served.iter().filter(|one| workload.requests[one.nth].arrival_ns < join_ns);
+    assert_eq!(before.filter(|one| one.instance == 3).count(), 0);
+    let [first, second, after] = [share(0, 3), share(3, 10), share(10, 20)];
+    assert!(first < 0.2 && first <= second && second <= after + 0.02, "{first} {second} {after}");
+    assert!((0.2..0.3).contains(&after), "{after}");
+}

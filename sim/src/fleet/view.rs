@@ -35,6 +35,8 @@ pub struct View {
     pub seen: Vec<Seen>,
     /// From where instances may fetch under a router that is not the production scheduler.
     pub plane: Plane,
+    /// Whether instances begin what waits in the order of turns.
+    orders: bool,
     held: Index,
     resident: Index,
     sent: SentPrefixes,
@@ -84,6 +86,7 @@ impl View {
             singles: Vec::new(),
             seen: vec![Seen::default(); instances as usize],
             plane,
+            orders: setup.orders,
             held: Index::default(),
             sent: SentPrefixes::default(),
             resident: Index::default(),
@@ -98,8 +101,11 @@ impl View {
                 orders: setup.orders,
                 load: Load::default(),
                 reported_at: Timestamp(0),
+                joined_at: None,
             };
-            view.fleet.put_instance(instance);
+            if setup.joins_ns(id).is_none() {
+                view.fleet.put_instance(instance);
+            }
             let limits = Limits { queue_tokens_max: u64::MAX, ..Limits::default() };
             let mut single = Fleet::new(profile);
             single.limits = limits;
@@ -132,6 +138,11 @@ impl View {
     /// Word of an instance's load, and of the blocks that its node holds.
     pub(super) fn reported(&mut self, instance: InstanceId, load: Load, memory_in_use: f64, now: Timestamp) {
         let at = instance.0 as usize;
+        if self.fleet.instance(instance).is_none()
+            && let Some(known) = self.singles[at].instance(instance).copied()
+        {
+            self.fleet.put_instance(Instance { orders: self.orders, joined_at: Some(now), ..known });
+        }
         for fleet in [&mut self.fleet, &mut self.singles[at]] {
             if let Some(known) = fleet.instance(instance).copied() {
                 fleet.put_instance(Instance { load, reported_at: now, ..known });

@@ -2,10 +2,11 @@
 
 use super::*;
 use crate::schedule::cost::wait;
+use crate::schedule::load::Newcomer;
 
 /// Until work that is ahead of a request that comes now is done.
 fn queue_us(profile: &HardwareProfile, load: &Load) -> u64 {
-    wait(profile, load, NOW).us
+    wait(profile, load, &Newcomer { turn: NOW, transfer_us: 0, prefill_us: 0 }, NOW).us
 }
 
 #[test]
@@ -35,11 +36,11 @@ fn recording_counts_what_must_be_computed_and_nothing_else() {
     let fleet = fleet(1);
     let decision = chosen(&request(4), &prefix(&[(3, &[(1, Tier::Dram)])]), &fleet);
     let mut load = Load::reported(100, 2, 3);
-    load.record(&decision);
-    load.record(&decision);
-    assert_eq!(load, Load { routed_tokens: 20, routed: 2, ..Load::reported(100, 2, 3).after(&load) });
+    load.record(&decision, NOW);
+    load.record(&decision, NOW);
+    assert_eq!(load, Load { routed_tokens: 20, routed: 2, ..Load::reported(100, 2, 3).after(&load, NOW) });
     let mut full = Load { routed: u32::MAX, routed_tokens: u64::MAX, ..Load::default() };
-    full.record(&decision);
+    full.record(&decision, NOW);
     assert_eq!((full.routed, full.routed_tokens), (u32::MAX, u64::MAX));
 }
 
@@ -85,9 +86,9 @@ fn computing(recompute_tokens: u32, prefill_us: u64) -> Decision {
 fn tokens_that_wait_take_what_was_predicted_for_the_requests_sent_last() {
     let mut load = Load::default();
     for (tokens, us) in [(1_000, 100_000), (100_000, 50_000_000), (2_000, 300_000)] {
-        load.record(&computing(tokens, us));
+        load.record(&computing(tokens, us), NOW);
     }
-    let reported = |tokens| Load::reported(tokens, 0, 0).after(&load);
+    let reported = |tokens| Load::reported(tokens, 0, 0).after(&load, NOW);
     for (tokens, us) in [
         (0, 0),
         (1_000, 150_000),
@@ -102,7 +103,7 @@ fn tokens_that_wait_take_what_was_predicted_for_the_requests_sent_last() {
     }
     // Until the next report, what is routed waits too.
     let mut since = reported(2_000);
-    since.record(&computing(500, 70_000));
+    since.record(&computing(500, 70_000), NOW);
     assert_eq!(since.tokens_ahead(), 2_500);
     assert_eq!(queue_us(&ROUND, &since), 370_000);
 }
@@ -110,11 +111,11 @@ fn tokens_that_wait_take_what_was_predicted_for_the_requests_sent_last() {
 #[test]
 fn requests_that_compute_nothing_do_not_push_out_those_that_do() {
     let mut load = Load::default();
-    load.record(&computing(1_000, 500_000));
-    (0..100).for_each(|_| load.record(&computing(0, 1_000)));
-    assert_eq!(queue_us(&ROUND, &Load::reported(1_000, 0, 0).after(&load)), 500_000);
-    (0..100).for_each(|_| load.record(&computing(u32::MAX, u64::MAX)));
-    let most = queue_us(&ROUND, &Load::reported(u64::MAX, u32::MAX, u32::MAX).after(&load));
+    load.record(&computing(1_000, 500_000), NOW);
+    (0..100).for_each(|_| load.record(&computing(0, 1_000), NOW));
+    assert_eq!(queue_us(&ROUND, &Load::reported(1_000, 0, 0).after(&load, NOW)), 500_000);
+    (0..100).for_each(|_| load.record(&computing(u32::MAX, u64::MAX), NOW));
+    let most = queue_us(&ROUND, &Load::reported(u64::MAX, u32::MAX, u32::MAX).after(&load, NOW));
     assert!(most > u64::MAX / 2_000, "{most}");
 }
 
@@ -125,4 +126,50 @@ fn a_report_keeps_what_was_sent() {
     fleet.record(&computing(1_000, 500_000), NOW);
     fleet.put_instance(Instance { load: Load::reported(1_000, 0, 0), ..instance });
     assert_eq!(queue_us(&ROUND, &fleet.instance(InstanceId(1)).unwrap().load), 500_000);
+}
+
+/// What instance 1 has in hand at most, over what instance 2 has, while so many requests come at once, when 1 joined at this time.
+fn taken_by_a_joiner(joined_at: Option<Timestamp>, count: u64) -> f64 {
+    let mut fleet = fleet(3);
+    fleet.put_instance(Instance { joined_at, ..instance(1) });
+    let mut taken = [0u32; 4];
+    for id in 0..count {
+        let request = RouteRequest { request: RequestId(id), ..request(40) };
+        let decision = chosen(&request, &PrefixMatch::default(), &fleet);
+        taken[decision.instance.0 as usize] += decision.recompute_tokens;
+        fleet.record(&decision, NOW);
+    }
+    f64::from(taken[1]) / f64::from(taken[2])
+}
+
+#[test]
+fn a_burst_does_not_bury_who_has_just_joined() {
+    let ago = |ms: u64| Some(Timestamp(NOW.0 - ms * 1_000));
+    let [new, half, settled, old] =
+        [ago(0), ago(5_000), ago(10_000), None].map(|joined_at| taken_by_a_joiner(joined_at, 90));
+    assert!(new <= 0.15, "{new}");
+    assert!((0.35..0.6).contains(&half), "{half}");
+    assert!((0.9..1.1).contains(&settled) && settled == old, "{settled} {old}");
+}
+
+#[test]
+fn where_all_join_at_once_and_for_those_that_are_there_nothing_changes() {
+    let mut all = fleet(3);
+    (1..=3).for_each(|n| all.put_instance(Instance { joined_at: Some(NOW), ..instance(n) }));
+    let request = request(4);
+    assert_eq!(
+        chosen(&request, &PrefixMatch::default(), &all),
+        chosen(&request, &PrefixMatch::default(), &fleet(3))
+    );
+    // One starts again: what is sent to it starts anew, and the others cost what they cost.
+    let mut fleet = fleet(3);
+    fleet.record(&Decision { instance: InstanceId(1), ..computing(1_000, 500_000) }, NOW);
+    let before = chosen(&request, &PrefixMatch::default(), &fleet);
+    fleet.put_instance(Instance { joined_at: Some(NOW), ..instance(1) });
+    let after = chosen(&request, &PrefixMatch::default(), &fleet);
+    for id in [2, 3].map(InstanceId) {
+        let of = |decision: &Decision| *decision.candidates.iter().find(|one| one.instance == id).unwrap();
+        assert_eq!(of(&before), of(&after));
+    }
+    assert_eq!(queue_us(&ROUND, &fleet.instance(InstanceId(1)).unwrap().load), 0);
 }

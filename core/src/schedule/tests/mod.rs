@@ -77,6 +77,7 @@ pub(super) fn instance(n: u32) -> Instance {
         orders: false,
         load: Load::default(),
         reported_at: NOW,
+        joined_at: None,
     }
 }
 

@@ -21,7 +21,10 @@ fn the_instance_that_has_the_prefix_is_taken_and_moves_nothing() {
     assert_eq!((decision.fetch_blocks, decision.recompute_blocks, decision.recompute_tokens), (0, 0, 0));
     assert_eq!(sources(&decision), []);
     // A step is what a full hit costs; instance 1 would read 410 us from its own node.
-    assert_eq!(decision.predicted, Prediction { queue_us: 0, transfer_us: 0, prefill_us: 1_000 });
+    assert_eq!(
+        decision.predicted,
+        Prediction { queue_us: 0, transfer_us: 0, prefill_us: 1_000, passed_us: 0 }
+    );
     assert_eq!(decision.candidates[1].predicted.ttft_us(), 1_410);
     let why: Vec<_> = decision.reasons.iter().map(ToString::to_string).collect();
     assert!(why.contains(&"the first 4 blocks are in its GPU memory".to_owned()), "{why:?}");
@@ -37,7 +40,10 @@ fn the_rest_is_fetched_from_the_first_block_that_is_not_resident() {
     assert_eq!(sources(&decision), [(1, 2, 1), (2, 3, 3)]);
     assert_eq!((decision.resident_blocks, decision.fetch_blocks, decision.recompute_blocks), (2, 4, 2));
     // Own DRAM 10 + 10 x 10, then node 2 over the network 30 + 30 x 20.
-    assert_eq!(decision.predicted, Prediction { queue_us: 0, transfer_us: 740, prefill_us: 3_000 });
+    assert_eq!(
+        decision.predicted,
+        Prediction { queue_us: 0, transfer_us: 740, prefill_us: 3_000, passed_us: 0 }
+    );
     assert_eq!(decision.candidates[0].overlap_blocks, 1);
 }
 
@@ -66,7 +72,7 @@ proptest! {
         let Ok(bare) = choose(&request, &matched, &fleet, NOW) else { return Ok(()) };
         let resident = resident(&at.into_iter().collect::<Vec<_>>());
         let decision = choose(&request, Held { matched: &matched, resident: &resident, coming: &[] }, &fleet, NOW).unwrap();
-        prop_assert!(decision.predicted.ttft_us() <= bare.predicted.ttft_us());
+        prop_assert!(decision.candidates[0].cost_us() <= bare.candidates[0].cost_us());
         let mut next = decision.resident_blocks;
         for source in &decision.sources {
             prop_assert_eq!(source.start_blocks, next);
