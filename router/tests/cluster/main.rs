@@ -15,5 +15,6 @@ mod runs_there;
 mod shards;
 mod tenants;
 mod truth;
+mod weights;
 mod why;
 mod windows;
