@@ -10,7 +10,7 @@ use std::sync::Arc;
 use anyhow::{Context, bail, ensure};
 use bytes::Bytes;
 use kv_core::evict::BlockTraits;
-use kv_core::id::{BlockHash, IdentityDigest, TenantId};
+use kv_core::id::{BlockHash, Generation, IdentityDigest, TenantId};
 use kv_core::tier::Capacity;
 use kvfleet_node::arena::{Arena, ArenaShape, Purpose};
 use kvfleet_node::tiers::ssd::{Depth, Done, RecordHeader, Report, Ssd, SsdConfig, SsdRecord};
@@ -171,7 +171,7 @@ impl SsdTier {
                 let Some(&(record, number)) = self.stock.get(nth) else { bail!("nothing is there") };
                 let Some((header, frame)) = self.frames.get(number) else { bail!("no frames") };
                 let into = self.arena.take(frame.len(), Purpose::Load).context("no slot")?;
-                self.ssd.read(0, record, header.hash, into)?;
+                self.ssd.read(0, record, (header.hash, header.generation), into)?;
                 (open, left) = (open + 1, left - 1);
             }
             match self.done()? {
@@ -196,5 +196,15 @@ fn frame(number: u64, block_bytes: u32) -> anyhow::Result<(RecordHeader, Bytes)>
     let sealed = seal(IDENTITY, hash, KeyForm::Rotated, &slices, &payload)?;
     let bytes = u32::try_from(sealed.bytes.len())?;
     let traits = BlockTraits { bytes, fingerprint: hash.fingerprint(), ..BlockTraits::default() };
-    Ok((RecordHeader { hash, parent: None, tenant: TenantId(1), traits, sequence: 0 }, sealed.bytes))
+    Ok((
+        RecordHeader {
+            hash,
+            parent: None,
+            tenant: TenantId(1),
+            traits,
+            generation: Generation(0),
+            sequence: 0,
+        },
+        sealed.bytes,
+    ))
 }

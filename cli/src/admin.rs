@@ -98,7 +98,7 @@ fn parse_blocks(texts: &[String]) -> anyhow::Result<Vec<u8>> {
 }
 
 /// Tries the named routers until one takes the write as leader.
-async fn at_leader(
+pub(crate) async fn at_leader(
     connect: &ConnectArgs,
     write: impl AsyncFn(&RouterCalls) -> Result<pb::AdminReply, Status>,
 ) -> anyhow::Result<pb::AdminReply> {

@@ -97,6 +97,12 @@ impl RouterCalls {
     pub async fn set_ttl(&self, request: pb::SetTtlRequest) -> Result<pb::AdminReply, Status> {
         self.client.clone().set_ttl(limited(request)).await.map(tonic::Response::into_inner)
     }
+
+    /// Goes on to the next generation of weights.
+    pub async fn set_generation(&self, generation: u32) -> Result<pb::AdminReply, Status> {
+        let request = limited(pb::SetGenerationRequest { generation });
+        self.client.clone().set_generation(request).await.map(tonic::Response::into_inner)
+    }
 }
 
 /// Runs one request on the instance behind `channel`.

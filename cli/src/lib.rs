@@ -21,4 +21,5 @@ pub mod report;
 pub mod status;
 pub mod trace;
 pub mod up;
+pub mod weights;
 pub mod why;

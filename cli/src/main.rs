@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Parser;
 use kvfleet::args::{Args, Command, NodeArgs, NodeCommand};
 use kvfleet::process::{Role, Stop, run as run_process};
-use kvfleet::{admin, demo, inspect, members, probe, replay, report, status, trace, up, why};
+use kvfleet::{admin, demo, inspect, members, probe, replay, report, status, trace, up, weights, why};
 
 /// How long work that cannot be cancelled, such as reading a trace, may hold up the end.
 const LAST_WORK: Duration = Duration::from_secs(1);
@@ -49,6 +49,7 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
         Command::Unpin(args) => admin::unpin(&args).await.map(|()| ExitCode::SUCCESS),
         Command::Quota(args) => admin::quota(&args).await.map(|()| ExitCode::SUCCESS),
         Command::Ttl(args) => admin::ttl(&args).await.map(|()| ExitCode::SUCCESS),
+        Command::Weights(args) => weights::run(&args).await.map(|()| ExitCode::SUCCESS),
         Command::Members(command) => members::run(&command).await.map(|()| ExitCode::SUCCESS),
         Command::Router(args) => {
             run_process(Role::Router, &args.settings()).await.map(|()| ExitCode::SUCCESS)

@@ -135,6 +135,14 @@ kvf_status kvf_hasher_open(const kvf_model *model, const uint8_t *tenant_salt, k
 /* The model in 16 bytes, as nodes and routers compare it. */
 kvf_status kvf_hasher_identity(const kvf_hasher *hasher, kvf_hash *identity);
 
+/* The same model with weights of this generation, which `kvfleet weights` counts from 0: to be named by fetches and saves of
+ * an engine that has those loaded. Nodes tell one that names another what it misses by reason 9. Other weights leave the hashes
+ * of blocks as they are. */
+static inline kvf_hash kvf_identity_of_generation(kvf_hash identity, uint32_t generation) {
+    for (int at = 0; at < 4; at++) identity.bytes[12 + at] ^= (uint8_t)(generation >> (8 * at));
+    return identity;
+}
+
 /* Hashes of all blocks of a prompt, in order; the last one may be partly filled. `count` is how many there are, also
  * where `hashes_count` is less, which is KVF_TOO_LARGE and writes none. */
 kvf_status kvf_hasher_blocks(const kvf_hasher *hasher, const uint32_t *tokens, size_t tokens_count,
@@ -496,7 +504,8 @@ typedef struct kvf_miss {
     uint32_t node;
     const char *address;
     uint32_t first_missing_block;
-    uint32_t reason; /* 1 not held, 2 stale epoch, 3 other identity, 4 corrupt, 5 too late, 6 node lost, 7 busy, 8 medium */
+    uint32_t reason; /* 1 not held, 2 stale epoch, 3 other identity, 4 corrupt, 5 too late, 6 node lost, 7 busy, 8 medium,
+                        9 other weights of this identity */
 } kvf_miss;
 
 /* Of a save that ended KVF_OK. */

@@ -20,6 +20,7 @@ pub(crate) struct Metrics {
     dropped: IntGaugeVec,
     turned_away: IntGaugeVec,
     expired: IntGaugeVec,
+    void: IntGaugeVec,
     admitting: IntGaugeVec,
     hits: [IntCounter; Tier::ALL.len()],
     saved_bytes: IntCounter,
@@ -156,6 +157,10 @@ impl Metrics {
                 "kvfleet_node_expired_blocks",
                 "Blocks dropped since start because their group's time to live was over",
             )?,
+            void: by_tier(
+                "kvfleet_node_void_blocks",
+                "Blocks dropped since start because they were computed with earlier weights",
+            )?,
             admitting: by_tier("kvfleet_node_admitting", "1 while the tier takes new blocks")?,
             hits: hits(registry)?,
             saved_bytes: counter("kvfleet_node_saved_bytes_total", "Encoded bytes committed")?,
@@ -238,6 +243,7 @@ impl Metrics {
         set(&self.dropped.with_label_values(label), stats.dropped_blocks);
         set(&self.turned_away.with_label_values(label), stats.turned_away_blocks);
         set(&self.expired.with_label_values(label), stats.expired_blocks);
+        set(&self.void.with_label_values(label), stats.void_blocks);
         set(&self.admitting.with_label_values(label), u64::from(stats.admitting));
     }
 

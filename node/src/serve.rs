@@ -47,7 +47,7 @@ const ROOM_POLL: Duration = Duration::from_millis(5);
 /// The frames that a node keeps: those of one manifest, and no longer ones than it has room for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Keeps {
-    /// Digest of the manifest.
+    /// Digest of the manifest: the identity under weights of generation 0.
     pub(crate) identity: IdentityDigest,
     /// Form of the keys by the manifest. The digest says it too, but nobody can read it there.
     pub(crate) key_form: KeyForm,
@@ -126,9 +126,15 @@ impl Service {
         let deadline = Instant::now() + request.deadline.min(FETCH_TIME_MAX);
         let asked = request.hashes.len();
         let hashes = request.hashes;
-        let identity = self.keeps.identity;
+        let identity = request.asker.identity;
+        let Some(generation) = identity.generation_over(self.keeps.identity) else {
+            return self.without_frames(FetchAnswer::Miss { reason: MissReason::IdentityDiffers });
+        };
         let held = hashes.clone();
-        match self.store.try_ask(|reply| Ask::Fetch { asker, hashes, reply }).await {
+        match self.store.try_ask(|reply| Ask::Fetch { asker, generation, hashes, reply }).await {
+            Ok(FetchPlan::OtherWeights) => {
+                self.without_frames(FetchAnswer::Miss { reason: MissReason::GenerationDiffers })
+            }
             Ok(FetchPlan::Blocks { blocks, .. }) if blocks.is_empty() => {
                 self.without_frames(FetchAnswer::Miss { reason: MissReason::NotHeld })
             }
@@ -148,16 +154,26 @@ impl Service {
     }
 
     fn refuse_fetch(&self, request: &FetchRequest) -> Option<MissReason> {
-        if request.asker.identity != self.keeps.identity {
+        let generation = request.asker.identity.generation_over(self.keeps.identity);
+        if generation.is_none() {
             return Some(MissReason::IdentityDiffers);
         }
         if !self.may_name(request.asker.tenant) {
             return Some(MissReason::NotHeld);
         }
+        // Before the epoch, which other weights end too: what is wrong is the identity.
+        if generation != Some(self.store.shared.generation()) {
+            return Some(MissReason::GenerationDiffers);
+        }
         if request.epoch != self.store.shared.epoch() {
             return Some(MissReason::StaleEpoch);
         }
         (request.hashes.len() > REQUEST_BLOCKS_MAX).then_some(MissReason::NotHeld)
+    }
+
+    /// Whether this is the identity under the weights in force.
+    fn is_now(&self, identity: IdentityDigest) -> bool {
+        identity == self.keeps.identity.of_generation(self.store.shared.generation())
     }
 
     /// Whether the tenant is one of this caller's.
@@ -190,9 +206,11 @@ impl Service {
     }
 
     async fn answer_save(&self, request: SaveRequest) -> (SaveOffer, Option<Box<dyn SaveSession>>) {
-        if request.asker.identity != self.keeps.identity || !self.may_name(request.asker.tenant) {
+        let generation = request.asker.identity.generation_over(self.keeps.identity);
+        let generation = generation.filter(|_| self.may_name(request.asker.tenant));
+        let Some(generation) = generation else {
             return (SaveOffer::Refused(SaveRefusal::IdentityDiffers), None);
-        }
+        };
         let frame_bytes = match u32::try_from(request.frame_bytes) {
             Ok(bytes) if bytes > 0 && bytes as usize <= self.keeps.frame_bytes_max => bytes,
             _ => return (SaveOffer::Refused(SaveRefusal::FrameSize), None),
@@ -204,9 +222,11 @@ impl Service {
         }
         let (asker, hashes) = (self.asker(&request.asker), request.hashes.clone());
         let (parent, first_offset_blocks) = (request.parent, request.first_offset_blocks);
-        let ask = |reply| Ask::Offer { asker, parent, first_offset_blocks, hashes, frame_bytes, reply };
+        let ask =
+            |reply| Ask::Offer { asker, generation, parent, first_offset_blocks, hashes, frame_bytes, reply };
         match self.store.try_ask(ask).await {
             Ok(OfferPlan::Blocks(reserved)) => self.open_session(&request, frame_bytes, reserved),
+            Ok(OfferPlan::OtherWeights) => (SaveOffer::Refused(SaveRefusal::GenerationDiffers), None),
             Ok(OfferPlan::Busy) | Err(_) => (SaveOffer::Busy { retry_after: BUSY_RETRY }, None),
         }
     }
@@ -233,6 +253,7 @@ impl Service {
         let session = Session {
             service: self.clone(),
             lease: self.scope.lease(request.asker.lease),
+            identity: request.asker.identity,
             frame_bytes: frame_bytes as usize,
             has_dram,
             root: request.hashes.first().copied().unwrap_or_default(),
@@ -391,6 +412,8 @@ struct Session {
     service: Service,
     /// The book's name for it.
     lease: LeaseId,
+    /// The frames', under the weights of the offer.
+    identity: IdentityDigest,
     frame_bytes: usize,
     /// Whether all that is wanted has its room in DRAM. The few slots through which the rest passes on its way to SSD are not for
     /// what is still computed.
@@ -418,7 +441,9 @@ impl Session {
 
     /// Puts what was kept of a block, or refuses it.
     async fn end(&mut self, mut pending: Pending, key: BlockKey, kept: Option<Bytes>) {
-        match kept {
+        // The store keeps nothing that was offered under earlier weights, and who saves is not to count it.
+        let is_now = || self.service.is_now(self.identity);
+        match kept.filter(|_| is_now()) {
             Some(bytes) => {
                 let (lease, len) = (self.lease, bytes.len() as u64);
                 if self.service.store.tell(Ask::Put { lease, key, bytes }).await.is_ok() {
@@ -446,8 +471,7 @@ impl Session {
         }
         let waiting = tokio::time::timeout(SAVE_ROOM_WAIT, self.room(len));
         let mut slot = waiting.await.ok()?;
-        let Keeps { identity, key_form, .. } = self.service.keeps;
-        match settle(frame, identity, key_form, hash, &mut slot) {
+        match settle(frame, self.identity, self.service.keeps.key_form, hash, &mut slot) {
             Ok(()) => Some(slot.freeze()),
             Err(cause) => self.refused(hash, cause),
         }
@@ -520,7 +544,7 @@ impl LayerRoom for Session {
             let pending = Pending { store: self.service.store.clone(), key: Some(key) };
             let filled = self.filling.slots.get_mut(self.filling.heads).and_then(Option::take);
             self.filling.heads += 1;
-            let Keeps { identity, key_form, .. } = self.service.keeps;
+            let (identity, key_form) = (self.identity, self.service.keeps.key_form);
             let kept = filled.and_then(|(mut slot, comes)| {
                 match comes.finish(&head, identity, key_form, hash, &mut slot) {
                     Ok(()) => Some(slot.freeze()),

@@ -374,9 +374,9 @@ pub(crate) async fn open_parts(
     faults: Arc<SsdFaults>,
 ) -> Result<Parts, StartError> {
     let started = Instant::now();
-    let mut book = book(config);
     let (send, reports) = mpsc::unbounded_channel();
     let (mut ssd, report) = open_ssd(config, send, arena.clone(), faults).await?;
+    let mut book = book(config).of_generation(report.generation);
     let frame_bytes_max = config.frame_bytes_max();
     let slots = SlotSizes::new(&config.frame_bytes());
     let rows = restore(&mut book, ssd.as_mut(), &report.blocks, config.ssd_capacity(), &slots);
@@ -384,7 +384,9 @@ pub(crate) async fn open_parts(
     book.set_quotas(quotas);
     if ssd.is_some() {
         let (blocks, damaged, torn) = (rows.len(), report.damaged, report.torn);
-        tracing::info!(blocks, damaged, torn, quarantined = report.quarantined.len(), "SSD tier read");
+        let (generation, void) = (report.generation, report.void);
+        let quarantined = report.quarantined.len();
+        tracing::info!(blocks, %generation, void, damaged, torn, quarantined, "SSD tier read");
     }
     let memory = MemoryBound::of(config);
     tracing::info!(total = memory.total(), ?memory, "memory that this node may take, in bytes");

@@ -11,5 +11,6 @@ mod serving;
 mod shm;
 mod silence;
 mod tenants;
+mod weights;
 mod windows;
 mod world;

@@ -149,11 +149,13 @@ pub enum MissReason {
     Busy = 7,
     /// The medium failed to give the bytes.
     MediumFailed = 8,
+    /// The node serves the same identity under other weights ([`kv_core::id::Generation`]): either side is behind.
+    GenerationDiffers = 9,
 }
 
 impl MissReason {
     /// Every reason, in the order of its number.
-    pub const ALL: [MissReason; 8] = [
+    pub const ALL: [MissReason; 9] = [
         MissReason::NotHeld,
         MissReason::StaleEpoch,
         MissReason::IdentityDiffers,
@@ -162,6 +164,7 @@ impl MissReason {
         MissReason::NodeLost,
         MissReason::Busy,
         MissReason::MediumFailed,
+        MissReason::GenerationDiffers,
     ];
 
     /// Lower-case name as used in metrics and reports.
@@ -176,6 +179,7 @@ impl MissReason {
             MissReason::NodeLost => "node_lost",
             MissReason::Busy => "busy",
             MissReason::MediumFailed => "medium_failed",
+            MissReason::GenerationDiffers => "generation_differs",
         }
     }
 }
@@ -260,16 +264,19 @@ pub enum SaveRefusal {
     Full = 4,
     /// What would have to leave is worth more to the node: nothing is wrong, and nothing is to be done.
     Worth = 5,
+    /// The node serves the same identity under other weights: either side is behind.
+    GenerationDiffers = 6,
 }
 
 impl SaveRefusal {
     /// Every refusal, in the order of its number.
-    pub const ALL: [SaveRefusal; 5] = [
+    pub const ALL: [SaveRefusal; 6] = [
         SaveRefusal::Quota,
         SaveRefusal::IdentityDiffers,
         SaveRefusal::FrameSize,
         SaveRefusal::Full,
         SaveRefusal::Worth,
+        SaveRefusal::GenerationDiffers,
     ];
 }
 

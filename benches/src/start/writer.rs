@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, bail, ensure};
 use kv_core::evict::BlockTraits;
-use kv_core::id::TenantId;
+use kv_core::id::{BlockHash, Generation, TenantId};
 use kvfleet_node::tiers::ssd::{Depth, Done, RecordHeader, Ssd, SsdConfig, SsdRecord};
 use kvfleet_proto::frame::{KeyForm, seal};
 use tokio::sync::mpsc::unbounded_channel;
@@ -102,10 +102,7 @@ pub(crate) fn serve(dir: &Path, blocks: u64) -> anyhow::Result<()> {
         }
         while !stops && open < in_flight {
             let frame = seal(identity, hash(number + 1), KeyForm::Rotated, &[slice, slice], &payload)?;
-            let bytes = u32::try_from(frame.bytes.len())?;
-            let hash = hash(number + 1);
-            let traits = BlockTraits { bytes, fingerprint: hash.fingerprint(), ..BlockTraits::default() };
-            let header = RecordHeader { hash, parent: None, tenant: TenantId(0), traits, sequence: 0 };
+            let header = header(hash(number + 1), u32::try_from(frame.bytes.len())?);
             let Some(record) = ssd.write(number + 1, 0, header, &frame.bytes)? else { break };
             (number, open) = (number + 1, open + 1);
             stock.push_back(record);
@@ -129,4 +126,10 @@ pub(crate) fn serve(dir: &Path, blocks: u64) -> anyhow::Result<()> {
             Some(other) => bail!("unexpected: {other:?}"),
         }
     }
+}
+
+fn header(hash: BlockHash, bytes: u32) -> RecordHeader {
+    let traits = BlockTraits { bytes, fingerprint: hash.fingerprint(), ..BlockTraits::default() };
+    let (parent, tenant, generation) = (None, TenantId(0), Generation(0));
+    RecordHeader { hash, parent, tenant, traits, generation, sequence: 0 }
 }

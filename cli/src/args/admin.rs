@@ -141,6 +141,18 @@ pub struct TtlArgs {
     pub lift: bool,
 }
 
+/// `kvfleet weights`.
+#[derive(Clone, Debug, Args)]
+pub struct WeightsArgs {
+    /// The cluster.
+    #[command(flatten)]
+    pub connect: ConnectArgs,
+    /// Go on to this generation, which must be the one that follows the one in force: what was computed with earlier weights is
+    /// void on every node at once. Said again it changes nothing. Without, show which one is in force.
+    #[arg(long, value_name = "GENERATION")]
+    pub next: Option<u32>,
+}
+
 /// `kvfleet members`.
 #[derive(Debug, Subcommand)]
 pub enum MembersCommand {

@@ -15,7 +15,7 @@ mod trace;
 
 pub use admin::{
     AddMemberArgs, ConnectArgs, GroupChoice, MembersCommand, PinArgs, QuotaArgs, RemoveMemberArgs,
-    StatusArgs, TargetArgs, TransferArgs, TtlArgs, UnpinArgs, WhyArgs,
+    StatusArgs, TargetArgs, TransferArgs, TtlArgs, UnpinArgs, WeightsArgs, WhyArgs,
 };
 pub use cluster::{ShapeArgs, UpArgs};
 pub use faults::{Fault, FaultKind, Target};
@@ -72,6 +72,8 @@ pub enum Command {
     Quota(QuotaArgs),
     /// Set or lift the time after its last use when a block of a group of prefixes leaves every node.
     Ttl(TtlArgs),
+    /// Show which generation of weights is in force, or go on to the next: after instances were given other weights.
+    Weights(WeightsArgs),
     /// Show or change which routers the cluster has, who votes and who leads.
     #[command(subcommand)]
     Members(MembersCommand),

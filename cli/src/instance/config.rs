@@ -32,6 +32,9 @@ pub struct InstanceConfig {
     pub profile: String,
     /// Identity of the KV it makes: 32 hexadecimal digits, the same as the nodes'.
     pub identity: String,
+    /// Generation of the weights that it has loaded, as `kvfleet weights` shows the one in force: under another one nodes give
+    /// it nothing and keep nothing of it.
+    pub generation: u32,
     /// Whether that identity's keys are stored before rotation, as the nodes' `identity.raw_keys` says: they keep no others.
     pub raw_keys: bool,
     /// Payload of one block in bytes, all layers together.
@@ -143,6 +146,7 @@ impl Default for InstanceConfig {
             tls: TlsPaths::default(),
             profile: HardwareProfile::default().name.to_owned(),
             identity: String::new(),
+            generation: 0,
             raw_keys: false,
             block_bytes: 16 * 1024,
             layers: 4,

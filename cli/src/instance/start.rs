@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::id::IdentityDigest;
+use kv_core::id::{Generation, IdentityDigest};
 use kvfleet_client::{Client, ClientConfig, Reporter};
 use kvfleet_proto::pb::instance_server::InstanceServer;
 use kvfleet_proto::tls::callers::MembersUnless;
@@ -75,6 +75,7 @@ impl Instance {
         let digest = IdentityDigest::from_hex(&config.identity).ok_or_else(|| {
             StartError::Config(format!("identity {:?} is not 32 hexadecimal digits", config.identity))
         })?;
+        let digest = digest.of_generation(Generation(config.generation));
         let files = TlsFiles::from(&config.tls);
         let identity = files.load_server()?;
         let listener = listen(&config.listen, "listen").await?;

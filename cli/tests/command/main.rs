@@ -13,3 +13,4 @@ mod restart;
 mod support;
 mod trace;
 mod transport;
+mod weights;

@@ -187,6 +187,9 @@ impl Router for Fake {
     async fn set_ttl(&self, _: Request<pb::SetTtlRequest>) -> Answer<pb::AdminReply> {
         absent()
     }
+    async fn set_generation(&self, _: Request<pb::SetGenerationRequest>) -> Answer<pb::AdminReply> {
+        absent()
+    }
     async fn leave(&self, _: Request<pb::LeaveRequest>) -> Answer<pb::AdminReply> {
         absent()
     }

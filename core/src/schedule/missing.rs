@@ -60,11 +60,13 @@ pub enum Told {
     Busy = 7,
     /// The node could not read them.
     MediumFailed = 8,
+    /// The node serves the same identity under other weights.
+    GenerationDiffers = 9,
 }
 
 impl Told {
     /// Every one, in the order of its number.
-    pub const ALL: [Told; 8] = [
+    pub const ALL: [Told; 9] = [
         Told::NotHeld,
         Told::StaleEpoch,
         Told::IdentityDiffers,
@@ -73,6 +75,7 @@ impl Told {
         Told::Unreachable,
         Told::Busy,
         Told::MediumFailed,
+        Told::GenerationDiffers,
     ];
 
     /// The one of this number.
@@ -84,7 +87,7 @@ impl Told {
 
 impl Why {
     /// Names for metrics, one for each that [`Why::name`] gives.
-    pub const NAMES: [&'static str; 16] = [
+    pub const NAMES: [&'static str; 17] = [
         "never_seen",
         "evicted_room",
         "evicted_quota",
@@ -101,6 +104,7 @@ impl Why {
         "unreachable",
         "busy",
         "medium_failed",
+        "generation_differs",
     ];
 
     /// Lower-case name, for metrics.
@@ -147,6 +151,9 @@ impl fmt::Display for Why {
                     Told::Unreachable => "could not be reached",
                     Told::Busy => "was busy",
                     Told::MediumFailed => "could not read them from its medium",
+                    Told::GenerationDiffers => {
+                        "serves another generation of weights: compare `kvfleet weights` with what the instance was told"
+                    }
                 };
                 write!(f, "{node} {what}")
             }
@@ -270,6 +277,6 @@ mod tests {
         for (number, told) in (1..).zip(Told::ALL) {
             assert_eq!((Told::from_number(number), told as u32), (Some(told), number));
         }
-        assert_eq!((Told::from_number(0), Told::from_number(9)), (None, None));
+        assert_eq!((Told::from_number(0), Told::from_number(10)), (None, None));
     }
 }

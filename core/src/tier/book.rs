@@ -83,6 +83,8 @@ pub struct TierStats {
     pub unwritten_blocks: u64,
     /// Blocks dropped since the start because their group's time to live was over.
     pub expired_blocks: u64,
+    /// Blocks dropped since the start because they were computed with earlier weights.
+    pub void_blocks: u64,
     /// Whether new blocks may come in.
     pub admitting: bool,
 }
@@ -118,6 +120,8 @@ pub struct Book {
     pub(super) over_quota: BTreeSet<TenantId>,
     /// Where in the slab listing for new quotas and times to live goes on, and how many places are left of its round.
     pub(super) listing: Option<(usize, usize)>,
+    /// Where in the slab the search for blocks of earlier weights goes on, and where it ends.
+    pub(super) voiding: Option<(usize, usize)>,
     pub(super) stamp: u64,
     pub(super) pins: Pins,
     pub(super) changes: ChangeLog,
@@ -163,6 +167,7 @@ impl Book {
             quota_rows: QuotaRows::default(),
             over_quota: BTreeSet::new(),
             listing: None,
+            voiding: None,
             stamp: 0,
             pins: Pins::new(limits.seed),
             changes: ChangeLog::default(),
@@ -245,12 +250,16 @@ impl Book {
     /// Everything readable as `Stored` runs, parents first; pending changes are void after it.
     pub fn announce_all(&mut self) -> Vec<Change> {
         self.changes.take();
-        let standing = self.slab.iter().filter_map(|(_, entry)| {
+        // With other weights nothing is there yet that could be told.
+        if self.slab.is_all_void() {
+            return Vec::new();
+        }
+        let standing = self.slab.iter().filter_map(|(key, entry)| {
             Some(Standing {
                 hash: entry.meta.hash,
                 parent: entry.meta.parent,
                 offset_blocks: entry.meta.traits.offset_blocks,
-                tier: entry.announced?,
+                tier: entry.announced.filter(|_| !self.slab.is_void(key))?,
             })
         });
         changes::full(standing.collect())
@@ -260,8 +269,9 @@ impl Book {
     pub fn sample(&self, seed: u64, count: usize, wanted: impl Fn(&BlockHash) -> bool) -> Vec<BlockHash> {
         /// Places looked at for each block that is asked for: most are in use, and some are not wanted.
         const LOOKS: usize = 64;
-        let readable = self.slab.from(seed).take(count.saturating_mul(LOOKS));
-        let hashes = readable.filter(|entry| entry.announced.is_some()).map(|entry| entry.meta.hash);
+        let looked_at = self.slab.from(seed).take(count.saturating_mul(LOOKS));
+        let readable = looked_at.filter(|entry| self.tier_of(&entry.meta.hash).is_some());
+        let hashes = readable.map(|entry| entry.meta.hash);
         hashes.filter(wanted).take(count).collect()
     }
 

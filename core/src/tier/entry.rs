@@ -9,7 +9,7 @@ use hashbrown::HashMap;
 use super::Charge;
 use super::moves::Line;
 use crate::evict::{BlockKey, BlockTraits};
-use crate::id::{BlockHash, LeaseId, TenantId, Tier, Timestamp};
+use crate::id::{BlockHash, Generation, LeaseId, TenantId, Tier, Timestamp};
 use crate::index::command::PinKind;
 
 /// What a block is, apart from where it is.
@@ -68,6 +68,8 @@ pub(super) struct Entry {
     pub(super) meta: Meta,
     /// Distinguishes two blocks that had the same key one after the other.
     pub(super) serial: u64,
+    /// The weights it was computed with.
+    pub(super) generation: Generation,
     /// Where it should be and is charged; `None` once it is on its way out.
     pub(super) place: Option<Tier>,
     /// Where its bytes are.
@@ -178,17 +180,49 @@ pub(super) struct Slab {
     free: Vec<BlockKey>,
     by_hash: HashMap<BlockHash, BlockKey, Fold>,
     serial: u64,
+    /// That of entries which are added.
+    generation: Generation,
+    /// Entries with no higher serial number are of earlier weights.
+    void_until: u64,
     pinned: PinnedBlocks,
 }
 
 impl Slab {
     pub(super) fn new(seed: u64) -> Slab {
         let by_hash = HashMap::with_hasher(Fold { seed });
-        Slab { entries: Vec::new(), free: Vec::new(), by_hash, serial: 0, pinned: PinnedBlocks::default() }
+        let (entries, free, serial, generation, void_until, pinned) = Default::default();
+        Slab { entries, free, by_hash, serial, generation, void_until, pinned }
     }
 
+    /// The block of this hash, under the weights of now.
     pub(super) fn find(&self, hash: &BlockHash) -> Option<BlockKey> {
-        self.by_hash.get(hash).copied()
+        self.by_hash.get(hash).copied().filter(|key| !self.is_void(*key))
+    }
+
+    /// That of entries which are added.
+    pub(super) fn generation(&self) -> Generation {
+        self.generation
+    }
+
+    /// Entries that are added from now on are of this generation.
+    pub(super) fn set_generation(&mut self, generation: Generation) {
+        self.generation = generation;
+    }
+
+    /// Every entry that is there is of earlier weights from now on, and found no more.
+    pub(super) fn void_all(&mut self) {
+        self.void_until = self.serial;
+        self.pinned = PinnedBlocks::default();
+    }
+
+    /// Whether nothing was added since everything became void.
+    pub(super) fn is_all_void(&self) -> bool {
+        self.serial == self.void_until
+    }
+
+    /// Whether an entry is of earlier weights.
+    pub(super) fn is_void(&self, key: BlockKey) -> bool {
+        self.void_until > 0 && self.get(key).is_some_and(|entry| entry.serial <= self.void_until)
     }
 
     pub(super) fn get(&self, key: BlockKey) -> Option<&Entry> {
@@ -205,6 +239,7 @@ impl Slab {
         let entry = Entry {
             meta,
             serial: self.serial,
+            generation: self.generation,
             place: Some(place),
             copies: Copies::default(),
             moving: None,
@@ -254,15 +289,16 @@ impl Slab {
     /// Blocks that can be found.
     #[cfg(test)]
     pub(super) fn found_len(&self) -> usize {
-        self.by_hash.len()
+        self.by_hash.values().filter(|key| !self.is_void(**key)).count()
     }
 
     /// Makes the hash unknown; the entry stays until its bytes are gone.
     pub(super) fn forget_hash(&mut self, key: BlockKey) {
         let Some((hash, pin)) = self.get(key).map(|entry| (entry.meta.hash, entry.pin)) else { return };
         if self.by_hash.get(&hash) == Some(&key) {
+            let is_counted = !self.is_void(key);
             self.by_hash.remove(&hash);
-            self.count_pinned(pin, -1);
+            self.count_pinned(pin, if is_counted { -1 } else { 0 });
         }
     }
 

@@ -297,7 +297,11 @@ impl Book {
     fn let_go(&mut self, hold: Hold) -> Option<BlockKey> {
         let entry = self.slab.get_mut(hold.key).filter(|entry| entry.serial == hold.serial)?;
         entry.leases -= 1;
-        (!entry.writing && entry.place.is_some()).then_some(hold.key)
+        let is_used = !entry.writing && entry.place.is_some();
+        let is_void = self.slab.is_void(hold.key);
+        // That a block of earlier weights was read is no use of it: nobody will ask for it again.
+        self.drop_if_void(hold.key);
+        (is_used && !is_void).then_some(hold.key)
     }
 
     /// A request used these blocks, tail first: newest in their tier's policy, and up to DRAM if they are below.

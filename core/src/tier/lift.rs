@@ -113,6 +113,9 @@ impl Book {
 
     /// GPU to DRAM; to SSD when nothing in DRAM may give way, and dropped when nothing there may either.
     pub(super) fn lower(&mut self, key: BlockKey, why: Left, now: Timestamp) {
+        if self.drop_if_void(key) {
+            return;
+        }
         let Some(entry) = self.slab.get(key) else { return };
         let claim = Claim::demoted(entry.meta.tenant, entry.order());
         let (charge, category, age_us) = (entry.meta.charge, entry.meta.traits.category, entry.age_us(now));
@@ -170,7 +173,8 @@ impl Book {
             return self.drop_block(key, DropCause::Failed);
         }
         if std::mem::take(&mut entry.copies.gpu) {
-            self.drops.push_back(Action::DropGpu { key, hash: entry.meta.hash });
+            let (hash, generation) = (entry.meta.hash, entry.generation);
+            self.drops.push_back(Action::DropGpu { key, hash, generation });
         }
     }
 }

@@ -27,6 +27,7 @@ mod share;
 #[cfg(test)]
 mod tests;
 mod ttl;
+mod void;
 mod watermark;
 mod window;
 
@@ -46,6 +47,7 @@ pub use quota::QUOTA_DROPS_MAX;
 pub use save::{Offer, Offered, RefusedBy};
 pub use share::TENANTS_MAX;
 pub use ttl::EXPIRED_BLOCKS_MAX;
+pub use void::{VOID_BLOCKS_MAX, VOID_PLACES_MAX};
 pub use watermark::{Capacity, TierLimits};
 pub use window::{
     PREFETCH_SHARE_MAX, PREFETCHES_MAX, WINDOW_BLOCKS_MAX, WINDOW_REQUESTS_MAX, WINDOW_SPAN, WindowTaken,

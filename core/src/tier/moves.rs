@@ -9,7 +9,7 @@ use super::book::Book;
 use super::numbers::Left;
 use super::order::Told;
 use crate::evict::BlockKey;
-use crate::id::{BlockHash, Tier, Timestamp};
+use crate::id::{BlockHash, Generation, Tier, Timestamp};
 use crate::index::command::DropCause;
 
 /// Something to do with bytes.
@@ -54,6 +54,8 @@ pub enum Action {
         key: BlockKey,
         /// Its hash: whoever still waits for its bytes gets none.
         hash: BlockHash,
+        /// The weights it is of: there may be another of this hash.
+        generation: Generation,
     },
     /// Free the block's GPU memory. Needs no answer.
     DropGpu {
@@ -61,6 +63,8 @@ pub enum Action {
         key: BlockKey,
         /// Its hash: whoever still waits for its bytes gets none.
         hash: BlockHash,
+        /// The weights it is of: there may be another of this hash.
+        generation: Generation,
     },
 }
 
@@ -103,10 +107,17 @@ impl Book {
     /// The next thing to do: drops first, then loads (someone waits), then demotions, then loads that nobody waits for
     /// yet; and last what leaves a GPU, and what comes to it.
     pub fn next_action(&mut self, room: Room) -> Option<Action> {
-        if let Some(action) = self.drops.pop_front() {
-            self.on_gpu -= usize::from(matches!(action, Action::DropGpu { .. }));
-            return Some(action);
-        }
+        // What stood in line and is of earlier weights goes instead.
+        self.next_drop().or_else(|| self.next_move(room)).or_else(|| self.next_drop())
+    }
+
+    fn next_drop(&mut self) -> Option<Action> {
+        let action = self.drops.pop_front()?;
+        self.on_gpu -= usize::from(matches!(action, Action::DropGpu { .. }));
+        Some(action)
+    }
+
+    fn next_move(&mut self, room: Room) -> Option<Action> {
         if room.dram
             && let Some(key) = self.next_due(Line::Promotes)
         {
@@ -147,6 +158,9 @@ impl Book {
                 continue;
             };
             entry.queued = None;
+            if self.drop_if_void(key) {
+                continue;
+            }
             if self.due_line(key) == Some(line) {
                 return Some(key);
             }
@@ -337,6 +351,9 @@ impl Book {
     /// likely enough to be used ([`Book::with_ssd_reuse_min`]) and nobody holds, pinned or waits for it.
     pub fn on_rewrite(&mut self, key: BlockKey, now: Timestamp) {
         let is_asked = self.reuse_min > 0.0 && !self.pins.is_beginning();
+        if self.drop_if_void(key) {
+            return;
+        }
         let Some(entry) = self.slab.get(key).filter(|entry| is_asked && !entry.parked()) else { return };
         let is_there = entry.place == Some(Tier::Ssd) && entry.copies.ssd && entry.moving.is_none();
         let is_full = self.ssd.shares.has_most(entry.share);
@@ -363,24 +380,29 @@ impl Book {
 
     /// Brings what exists in line with what should: drops surplus copies, announces, queues a move.
     pub(super) fn settle(&mut self, key: BlockKey) {
+        let is_void = self.slab.is_void(key);
         let Some(entry) = self.slab.get_mut(key) else { return };
         if entry.moving.is_some() || entry.writing {
             return;
         }
         let Some(place) = entry.place else { return self.clear_out(key) };
+        if is_void && entry.leases == 0 {
+            return self.drop_void(key);
+        }
         if place != Tier::Gpu && entry.copies.dram && std::mem::take(&mut entry.copies.gpu) {
             // Its bytes are out of the GPU, wherever they go from here.
-            self.drops.push_back(drop_action(key, entry.meta.hash, Tier::Gpu));
+            self.drops.push_back(drop_action(key, entry.meta.hash, entry.generation, Tier::Gpu));
         }
         if !entry.copies.has(place) || (entry.awaited && !entry.copies.dram) {
             return self.enqueue(key);
         }
-        let (hash, announced) = (entry.meta.hash, entry.announced.replace(place));
+        let (hash, generation) = (entry.meta.hash, entry.generation);
+        let announced = entry.announced.replace(place).filter(|_| !is_void);
         entry.awaited = false;
         for other in Tier::ALL {
             if other != place && entry.copies.has(other) {
                 entry.copies.set(other, false);
-                self.drops.push_back(drop_action(key, hash, other));
+                self.drops.push_back(drop_action(key, hash, generation, other));
             }
         }
         if let Some(from) = announced.filter(|&from| from != place) {
@@ -391,20 +413,21 @@ impl Book {
     /// The block is over: free its copies, then its key.
     fn clear_out(&mut self, key: BlockKey) {
         let Some(entry) = self.slab.get_mut(key) else { return };
-        let (copies, hash) = (std::mem::take(&mut entry.copies), entry.meta.hash);
+        let (copies, hash, generation) =
+            (std::mem::take(&mut entry.copies), entry.meta.hash, entry.generation);
         for tier in [Tier::Dram, Tier::Ssd, Tier::Gpu] {
             if copies.has(tier) {
-                self.drops.push_back(drop_action(key, hash, tier));
+                self.drops.push_back(drop_action(key, hash, generation, tier));
             }
         }
         self.slab.remove(key);
     }
 }
 
-fn drop_action(key: BlockKey, hash: BlockHash, tier: Tier) -> Action {
+fn drop_action(key: BlockKey, hash: BlockHash, generation: Generation, tier: Tier) -> Action {
     match tier {
         Tier::Dram => Action::DropDram { key },
-        Tier::Ssd => Action::DropSsd { key, hash },
-        Tier::Gpu => Action::DropGpu { key, hash },
+        Tier::Ssd => Action::DropSsd { key, hash, generation },
+        Tier::Gpu => Action::DropGpu { key, hash, generation },
     }
 }

@@ -91,6 +91,7 @@ impl Book {
             return Err(RefusedBy::Full);
         }
         if let Some(goal) = limits.goal(shelf.used, cost) {
+            self.sweep_void(|book| book.shelf(tier).used.saturating_add(cost) <= goal);
             let mut evicted = 0;
             loop {
                 let used = self.shelf(tier).used;
@@ -145,6 +146,9 @@ impl Book {
     }
 
     fn evict(&mut self, tier: Tier, victim: BlockKey, now: Timestamp) {
+        if self.drop_if_void(victim) {
+            return;
+        }
         let is_above = tier == Tier::Dram && self.open(Tier::Ssd);
         if is_above && self.ssd_takes() {
             self.demote(victim, true, now);
@@ -190,6 +194,9 @@ impl Book {
 
     /// DRAM to SSD; dropped when nothing there may give way, or, where that is weighed, it is not worth being written.
     pub(super) fn demote(&mut self, key: BlockKey, weighs: bool, now: Timestamp) {
+        if self.drop_if_void(key) {
+            return;
+        }
         let Some(entry) = self.slab.get(key) else { return };
         let (order, traits, tenant) = (entry.order(), entry.meta.traits, entry.meta.tenant);
         let claim = Claim::demoted(tenant, order);
@@ -267,9 +274,11 @@ impl Book {
     /// Ends a block: out of the accounts, unknown to readers, its copies dropped.
     pub(super) fn drop_block(&mut self, key: BlockKey, cause: DropCause) {
         self.discharge(key);
+        let is_void = self.slab.is_void(key);
         let Some(entry) = self.slab.get_mut(key) else { return };
         let meta = entry.meta;
-        if let Some(tier) = entry.announced.take() {
+        // What is announced of the hash is a block of other weights, if there is one.
+        if let Some(tier) = entry.announced.take().filter(|_| !is_void) {
             self.changes.dropped(meta.hash, tier, cause);
         }
         self.discharge_tenant(meta.tenant, meta.charge.frame);

@@ -153,6 +153,7 @@ impl Book {
         if coming > quota {
             return false;
         }
+        self.sweep_void(|book| book.tenant_bytes(tenant).saturating_add(coming) <= quota);
         if !self.pins.is_beginning() {
             self.shrink(tenant, quota, coming, QUOTA_DROPS_MAX);
         }

@@ -165,12 +165,22 @@ impl Book {
 
     /// The bytes of a wanted block are in DRAM and verified: from now on it is readable. `charge` is what
     /// it really costs, at most what was offered; the difference is free again.
+    ///
+    /// Of a block that was offered under earlier weights nothing is kept: its bytes are dropped at once.
     pub fn commit(&mut self, key: BlockKey, charge: Charge, now: Timestamp) {
+        let is_void = self.slab.is_void(key);
+        if is_void {
+            self.unhold(key);
+        }
         let Some(entry) = self.slab.get_mut(key) else { return };
         if !std::mem::take(&mut entry.writing) {
             return;
         }
         entry.writer = None;
+        if is_void {
+            entry.copies.dram = true;
+            return self.drop_void(key);
+        }
         self.recharge(key, charge);
         let Some(entry) = self.slab.get_mut(key) else { return };
         entry.copies.dram = true;

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, Epoch, GROUPS, GroupId, PinId, TenantId};
+use kv_core::id::{BlockHash, Epoch, GROUPS, Generation, GroupId, PinId, TenantId};
 use kv_core::index::command::{NodeRecord, PinKind};
 use kv_core::tier::{PinEnd, PinOrder};
 use kvfleet_proto::pb::router_client::RouterClient;
@@ -224,10 +224,12 @@ impl Session {
         };
         let epoch = Epoch(reply.epoch);
         let shards = u16::try_from(reply.shards).unwrap_or(u16::MAX).max(1);
-        tracing::info!(%epoch, shards, "joined the cluster");
+        let generation = Generation(reply.generation);
+        tracing::info!(%epoch, shards, %generation, "joined the cluster");
         self.joined = Some(Instant::now());
         let stopped = || Ended::Lost("the node is stopping".to_owned());
-        self.link.store.ask(|reply| Ask::Joined { epoch, shards, reply }).await.map_err(|_| stopped())?;
+        let joined = |reply| Ask::Joined { epoch, shards, generation, reply };
+        self.link.store.ask(joined).await.map_err(|_| stopped())?;
         if let Some(directives) = reply.directives {
             self.obey(directives).await;
         }

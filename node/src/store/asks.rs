@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kv_core::evict::BlockKey;
-use kv_core::id::{BlockHash, Epoch, GroupId, LeaseId, Seq, TenantId};
+use kv_core::id::{BlockHash, Epoch, Generation, GroupId, LeaseId, Seq, TenantId};
 use kv_core::tier::{Asker, PinOrder};
 use kvfleet_proto::pb;
 use kvfleet_transport::VisibleAt;
@@ -22,6 +22,8 @@ pub enum Ask {
     Fetch {
         /// Who asks.
         asker: Asker,
+        /// The weights under which it was let in.
+        generation: Generation,
         /// The blocks.
         hashes: Vec<BlockHash>,
         /// The answer.
@@ -31,6 +33,8 @@ pub enum Ask {
     Offer {
         /// Who asks.
         asker: Asker,
+        /// The weights under which it was let in.
+        generation: Generation,
         /// Hash before the first one.
         parent: Option<BlockHash>,
         /// Offset of the first one.
@@ -86,6 +90,8 @@ pub enum Ask {
         epoch: Epoch,
         /// Shards of the index.
         shards: u16,
+        /// The weights in force.
+        generation: Generation,
         /// Note taken: the outboxes announce everything.
         reply: oneshot::Sender<()>,
     },

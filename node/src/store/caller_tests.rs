@@ -5,7 +5,7 @@
 use std::sync::atomic::AtomicUsize;
 
 use bytes::Bytes;
-use kv_core::id::{CallerId, LeaseId, TenantId, Tier};
+use kv_core::id::{CallerId, Generation, LeaseId, TenantId, Tier};
 use kv_core::tier::{Asker, Offer, Offered};
 use kvfleet_errors_doc::says;
 use kvfleet_proto::frame::{Copies, Unsettled};
@@ -327,7 +327,7 @@ async fn bytes_that_were_loaded_go_to_their_tenants_readers_only() {
     let [Offered::Wanted(key)] = offered[..] else { panic!("{offered:?}") };
     let mut waiting = [TenantId(1), TenantId(2)].map(|tenant| {
         let (tell, told) = oneshot::channel();
-        store.loads.entry(hash(0)).or_default().waiting.push((tenant, tell));
+        store.loads.entry((hash(0), Generation(0))).or_default().waiting.push((tenant, tell));
         told
     });
     let slot = store.parts.arena.take(100, Purpose::Load).unwrap();

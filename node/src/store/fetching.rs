@@ -39,6 +39,8 @@ impl LoadBudget {
 pub enum FetchPlan {
     /// Too many leases, or too much being loaded. Nothing is leased.
     Busy,
+    /// Other weights are in force than those it was let in for. Nothing is leased.
+    OtherWeights,
     /// What there is.
     Blocks {
         /// The leading blocks that are held; empty for none.
@@ -100,7 +102,8 @@ impl Store {
             (Tier::Dram, Some(held)) => PlannedBytes::Ready(held.lend()),
             _ => {
                 let (tell, told) = oneshot::channel();
-                self.loads.entry(hash).or_default().waiting.push((tenant, tell));
+                let block = (hash, self.parts.book.generation());
+                self.loads.entry(block).or_default().waiting.push((tenant, tell));
                 PlannedBytes::Loading(told)
             }
         };

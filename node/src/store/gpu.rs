@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kv_core::evict::BlockKey;
-use kv_core::id::{BlockHash, Tier};
+use kv_core::id::{BlockHash, Generation, Tier};
 use kv_core::tier::LIFTS_MAX;
 use kvfleet_transport::MissReason;
 
@@ -178,7 +178,7 @@ impl Store {
 
     /// GPU to DRAM.
     pub(super) fn lower(&mut self, key: BlockKey, hash: BlockHash) {
-        let is_read = self.loads.contains_key(&hash);
+        let is_read = self.loads.contains_key(&(hash, self.generation_of(key)));
         let record = self.row(key).gpu;
         let len = self.parts.book.meta(key).map(|meta| meta.traits.bytes as usize);
         let is_ready = self.parts.gpu.as_ref().is_some_and(|gpu| gpu.phase == Phase::Ready);
@@ -209,13 +209,21 @@ impl Store {
         is_sent
     }
 
-    pub(super) fn drop_gpu(&mut self, key: BlockKey, hash: BlockHash) {
+    pub(super) fn drop_gpu(&mut self, key: BlockKey, block: (BlockHash, Generation)) {
         if let (Some(record), Some(gpu)) = (self.row(key).gpu.take(), &self.parts.gpu) {
             gpu.thread.send(Job::Free { record });
         }
         // Who waits for a block that is over must hear that it will not come; one that goes on elsewhere comes still.
-        if self.parts.book.tier_of(&hash).is_none() {
-            self.tell_waiting(hash, &Err(MissReason::NotHeld));
+        let (hash, generation) = block;
+        let goes_on = if generation == self.parts.book.generation() {
+            self.parts.book.tier_of(&hash).is_some()
+        } else {
+            // Nothing comes any more under weights that are over, so it is still this block if it is there.
+            let is_this = self.parts.book.meta(key).is_some_and(|meta| meta.hash == hash);
+            is_this && self.parts.book.generation_of(key) == Some(generation)
+        };
+        if !goes_on {
+            self.tell_waiting(block, &Err(MissReason::NotHeld));
         }
     }
 

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use kv_core::id::{LeaseId, Tier};
+use kv_core::id::{Generation, LeaseId, Tier};
 use kvfleet_errors_doc::says;
 use kvfleet_proto::frame::Frame;
 use kvfleet_proto::pb;
@@ -76,7 +76,11 @@ pub(super) async fn read(
 ) -> (Tier, oneshot::Receiver<Result<Bytes, MissReason>>) {
     let asker = bench.service.asker(&asker(lease));
     let hashes = vec![hash(number)];
-    let plan = bench.store.ask(|reply| Ask::Fetch { asker, hashes, reply }).await.unwrap();
+    let plan = bench
+        .store
+        .ask(|reply| Ask::Fetch { asker, generation: Generation(0), hashes, reply })
+        .await
+        .unwrap();
     let FetchPlan::Blocks { mut blocks, .. } = plan else { panic!("{plan:?}") };
     let Planned { tier, bytes, .. } = blocks.remove(0);
     match bytes {
@@ -302,7 +306,11 @@ async fn blocks_on_the_gpu_are_told_of_as_such() {
     let dir = tempfile::tempdir().unwrap();
     let config = three(dir.path(), 2, 4, 0);
     let (bench, hand) = open(&config).await;
-    bench.store.ask(|reply| Ask::Joined { epoch: Epoch(1), shards: 1, reply }).await.unwrap();
+    bench
+        .store
+        .ask(|reply| Ask::Joined { epoch: Epoch(1), shards: 1, generation: Generation(0), reply })
+        .await
+        .unwrap();
     bench.saved(1, 0..1).await;
     let _ = read(&bench, 2, 0).await;
     bench.service.release(LeaseId(2)).await;

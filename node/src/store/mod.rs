@@ -26,6 +26,8 @@ mod slots;
 mod status;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod weights_tests;
 mod windows;
 
 pub use asks::Ask;
@@ -39,12 +41,12 @@ pub use windows::WaitingRequest;
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use kv_core::evict::BlockKey;
-use kv_core::id::{BlockHash, Epoch, NodeId, Seq, Timestamp};
+use kv_core::id::{BlockHash, Epoch, Generation, NodeId, Seq, Timestamp};
 use kv_core::tier::Book;
 use kvfleet_transport::VisibleAt;
 use parking_lot::Mutex;
@@ -91,6 +93,7 @@ pub struct Shared {
     /// Last acknowledged announcement of each shard.
     pub acked: watch::Sender<Point>,
     windows: Windows,
+    generation: AtomicU32,
     epoch: AtomicU64,
     /// The same, for whoever waits for another.
     pub(crate) joined: watch::Sender<Epoch>,
@@ -108,6 +111,7 @@ impl Shared {
             filled: watch::Sender::new(0),
             acked: watch::Sender::new(Point::default()),
             windows: Windows::default(),
+            generation: AtomicU32::new(0),
             epoch: AtomicU64::new(0),
             joined: watch::Sender::new(Epoch(0)),
             dram_bytes: AtomicU64::new(0),
@@ -124,6 +128,12 @@ impl Shared {
     #[must_use]
     pub fn epoch(&self) -> Epoch {
         Epoch(self.epoch.load(Ordering::Acquire))
+    }
+
+    /// The weights in force, as far as this node heard: those of what it found at start, before the first join.
+    #[must_use]
+    pub fn generation(&self) -> Generation {
+        Generation(self.generation.load(Ordering::Acquire))
     }
 
     /// Bytes in use in DRAM and on SSD, for heartbeats.
@@ -201,8 +211,9 @@ pub(crate) struct Store {
     moves: HashMap<u64, Move>,
     slots: Slots,
     next_token: u64,
-    /// By hash and not by key: a key is given out again, and what was read is checked against the hash.
-    loads: HashMap<BlockHash, Load>,
+    /// By hash and not by key: a key is given out again, and what was read is checked against the hash. And by generation: of
+    /// a hash there may be a block of earlier weights, which somebody reads still, and one of now.
+    loads: HashMap<(BlockHash, Generation), Load>,
     trouble: Option<Trouble>,
     /// The SSD failed and has written nothing since: how long it was left alone.
     probation: Option<Duration>,
@@ -243,6 +254,7 @@ impl Store {
         let queue = Queue::new(asks, Weak::clone(desk));
         let weak = queue.downgrade();
         let handle = StoreHandle { queue, shared: Arc::clone(&parts.shared) };
+        parts.shared.generation.store(parts.book.generation().0, Ordering::Release);
         let found = std::mem::take(&mut parts.rows);
         let mut store = Store {
             refitted: parts.started,
@@ -328,10 +340,15 @@ impl Store {
     fn answer(&mut self, ask: Ask) {
         // A caller that went away drops its end; what it asked for is done anyway.
         match ask {
-            Ask::Fetch { asker, hashes, reply } => drop(reply.send(self.fetch(asker, &hashes))),
-            Ask::Offer { asker, parent, first_offset_blocks, hashes, frame_bytes, reply } => {
-                let plan = self.offer(asker, parent, first_offset_blocks, &hashes, frame_bytes);
-                drop(reply.send(plan));
+            Ask::Fetch { asker, generation, hashes, reply } => {
+                // Looked at before and again here, in one step with what is found: other weights may have come between.
+                let is_now = generation == self.parts.book.generation();
+                drop(reply.send(if is_now { self.fetch(asker, &hashes) } else { FetchPlan::OtherWeights }));
+            }
+            Ask::Offer { asker, generation, parent, first_offset_blocks, hashes, frame_bytes, reply } => {
+                let is_now = generation == self.parts.book.generation();
+                let mut offer = || self.offer(asker, parent, first_offset_blocks, &hashes, frame_bytes);
+                drop(reply.send(if is_now { offer() } else { OfferPlan::OtherWeights }));
             }
             Ask::Put { lease, key, bytes } => self.put(lease, key, bytes),
             Ask::Abort { keys } => keys.into_iter().for_each(|key| self.parts.book.abort(key)),
@@ -345,8 +362,8 @@ impl Store {
                 let _ = reply.send(());
             }
             Ask::Renew { lease } => self.parts.book.renew(lease, self.now()),
-            Ask::Joined { epoch, shards, reply } => {
-                self.joined(epoch, shards);
+            Ask::Joined { epoch, shards, generation, reply } => {
+                self.joined(epoch, shards, generation);
                 let _ = reply.send(());
             }
             Ask::Directives { pins, quotas, ttls } => {
@@ -366,7 +383,12 @@ impl Store {
         }
     }
 
-    fn joined(&mut self, epoch: Epoch, shards: u16) {
+    fn joined(&mut self, epoch: Epoch, shards: u16, generation: Generation) {
+        let before = self.parts.book.generation();
+        if self.parts.book.set_generation(generation, self.now()) {
+            tracing::info!(%before, now = %generation, "other weights are in force: what was computed with earlier ones is void");
+            self.parts.shared.generation.store(generation.0, Ordering::Release);
+        }
         let everything = self.parts.book.announce_all();
         self.parts.shared.outboxes.lock().joined(epoch, shards, everything);
         self.parts.shared.epoch.store(epoch.0, Ordering::Release);
@@ -424,6 +446,7 @@ impl Store {
         self.parts.book.expire_pins(now);
         self.parts.book.expire_blocks(now);
         self.parts.book.list_more();
+        self.parts.book.drop_void_blocks();
         self.parts.book.enforce_quotas();
         if self.refitted.elapsed() >= REFIT {
             self.refitted = Instant::now();

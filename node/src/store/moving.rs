@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kv_core::evict::BlockKey;
-use kv_core::id::{BlockHash, TenantId, Tier, Timestamp};
+use kv_core::id::{BlockHash, Generation, TenantId, Tier, Timestamp};
 use kv_core::tier::{Action, Room};
 use kvfleet_transport::MissReason;
 use tokio::sync::oneshot;
@@ -82,10 +82,10 @@ impl Store {
                 Action::Demote { key, hash } => self.demote(key, hash),
                 Action::Promote { key, hash } => self.promote(key, hash),
                 Action::DropDram { key } => self.row(key).dram = None,
-                Action::DropSsd { key, hash } => self.drop_ssd(key, hash),
+                Action::DropSsd { key, hash, generation } => self.drop_ssd(key, (hash, generation)),
                 Action::Lift { key, hash } => self.lift(key, hash),
                 Action::Lower { key, hash } => self.lower(key, hash),
-                Action::DropGpu { key, hash } => self.drop_gpu(key, hash),
+                Action::DropGpu { key, hash, generation } => self.drop_gpu(key, (hash, generation)),
             }
         }
     }
@@ -150,10 +150,12 @@ impl Store {
         }
         let frame = self.row(key).dram.as_ref().map(Held::lend).ok_or(io::ErrorKind::NotFound)?;
         let meta = self.parts.book.meta(key).ok_or(io::ErrorKind::NotFound)?;
+        let generation = self.generation_of(key);
         let mut traits = meta.traits;
         traits.bytes = u32::try_from(frame.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
         let ssd = self.parts.ssd.as_mut().ok_or(io::ErrorKind::NotFound)?;
-        let header = RecordHeader { hash, parent: meta.parent, tenant: meta.tenant, traits, sequence: 0 };
+        let header =
+            RecordHeader { hash, parent: meta.parent, tenant: meta.tenant, traits, generation, sequence: 0 };
         self.next_token += 1;
         let Some(record) = ssd.write(self.next_token, key.0, header, &frame)? else { return Ok(false) };
         self.begin(Move { key, hash, record, is_load: false });
@@ -175,7 +177,7 @@ impl Store {
     fn promote(&mut self, key: BlockKey, hash: BlockHash) {
         if !self.may_promote(key, hash) {
             self.parts.metrics.ssd_behind(1);
-            self.tell_waiting(hash, &Err(MissReason::Busy));
+            self.tell_waiting((hash, self.generation_of(key)), &Err(MissReason::Busy));
             return self.parts.book.on_load_refused(key, self.now());
         }
         match self.try_promote(key, hash) {
@@ -190,7 +192,8 @@ impl Store {
 
     /// Whether the block would not stand behind others on a slow device, where whoever waits rather computes it.
     fn may_promote(&mut self, key: BlockKey, hash: BlockHash) -> bool {
-        let (record, is_awaited) = (self.row(key).ssd, self.loads.contains_key(&hash));
+        let is_awaited = self.loads.contains_key(&(hash, self.generation_of(key)));
+        let record = self.row(key).ssd;
         let ssd = self.parts.ssd.as_ref();
         record.zip(ssd).is_none_or(|(record, ssd)| ssd.may_read(record, is_awaited))
     }
@@ -199,6 +202,7 @@ impl Store {
     fn try_promote(&mut self, key: BlockKey, hash: BlockHash) -> io::Result<bool> {
         let record = self.row(key).ssd.ok_or(io::ErrorKind::NotFound)?;
         let meta = self.parts.book.meta(key).ok_or(io::ErrorKind::NotFound)?;
+        let generation = self.generation_of(key);
         let len = meta.traits.bytes as usize;
         if len > self.parts.frame_bytes_max {
             return Err(io::ErrorKind::InvalidData.into());
@@ -206,19 +210,19 @@ impl Store {
         let Some(into) = self.parts.arena.take(len, Purpose::Load) else { return Ok(false) };
         let ssd = self.parts.ssd.as_mut().ok_or(io::ErrorKind::NotFound)?;
         self.next_token += 1;
-        ssd.read(self.next_token, record, hash, into)?;
+        ssd.read(self.next_token, record, (hash, generation), into)?;
         self.begin(Move { key, hash, record, is_load: true });
         Ok(true)
     }
 
-    fn drop_ssd(&mut self, key: BlockKey, hash: BlockHash) {
+    fn drop_ssd(&mut self, key: BlockKey, block: (BlockHash, Generation)) {
         if let Some(record) = self.row(key).ssd.take()
             && let Some(ssd) = self.parts.ssd.as_mut()
         {
             ssd.free(record);
         }
         // A block may go before its load began; whoever waits for it must hear that it will not come.
-        self.tell_waiting(hash, &Err(MissReason::NotHeld));
+        self.tell_waiting(block, &Err(MissReason::NotHeld));
     }
 
     pub(super) fn on_report(&mut self, report: Report) {
@@ -318,18 +322,28 @@ impl Store {
         self.keep(key, bytes);
         let readable = self.row(key).dram.as_ref().map(Held::lend);
         let owner = self.parts.book.meta(key).map(|meta| meta.tenant);
-        self.tell_waiting(hash, &readable.zip(owner).ok_or(MissReason::NotHeld));
+        let block = (hash, self.generation_of(key));
+        self.tell_waiting(block, &readable.zip(owner).ok_or(MissReason::NotHeld));
         self.parts.book.on_moved(key, Tier::Dram);
     }
 
     pub(super) fn load_failed(&mut self, key: BlockKey, hash: BlockHash, reason: MissReason) {
-        self.tell_waiting(hash, &Err(reason));
+        self.tell_waiting((hash, self.generation_of(key)), &Err(reason));
         self.parts.book.on_move_failed(key, Tier::Dram, self.now());
     }
 
+    /// The weights of a block that moves: the book knows its key until the move ends.
+    pub(super) fn generation_of(&self, key: BlockKey) -> Generation {
+        self.parts.book.generation_of(key).unwrap_or_default()
+    }
+
     /// What became of a load: the bytes and whose they are.
-    pub(super) fn tell_waiting(&mut self, hash: BlockHash, result: &Result<(Bytes, TenantId), MissReason>) {
-        for (tenant, waiting) in self.loads.remove(&hash).unwrap_or_default().waiting {
+    pub(super) fn tell_waiting(
+        &mut self,
+        block: (BlockHash, Generation),
+        result: &Result<(Bytes, TenantId), MissReason>,
+    ) {
+        for (tenant, waiting) in self.loads.remove(&block).unwrap_or_default().waiting {
             let told = match result {
                 Ok((bytes, owner)) if *owner == tenant => Ok(bytes.clone()),
                 // A block that was over before its load ended, whose hash another tenant took meanwhile.

@@ -15,6 +15,8 @@ use crate::tiers::ssd::format;
 pub enum OfferPlan {
     /// Too many leases.
     Busy,
+    /// Other weights are in force than those it was let in for. Nothing is reserved.
+    OtherWeights,
     /// One answer per block.
     Blocks(Reserved),
 }

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use kv_core::id::{CallerId, Category, IdentityDigest, LeaseId, RequestId, TenantId, Tier};
+use kv_core::id::{CallerId, Category, Generation, IdentityDigest, LeaseId, RequestId, TenantId, Tier};
 use kvfleet_proto::frame::{Frame, KeyForm, seal};
 use kvfleet_proto::pb;
 use kvfleet_transport::{
@@ -75,7 +75,7 @@ pub(super) fn open_of(config: &NodeConfig, mut parts: Parts, change: impl FnOnce
     Bench { store, service, arena, metrics, stop, task }
 }
 
-fn identity() -> IdentityDigest {
+pub(super) fn identity() -> IdentityDigest {
     NodeConfig::default().identity.manifest().digest()
 }
 
@@ -377,7 +377,13 @@ async fn slow_readers_all_over_dram_leave_small_blocks_their_place() {
             category: Category::default(),
         };
         let hashes = vec![hash(number)];
-        readers.push(bench.store.ask(|reply| Ask::Fetch { asker, hashes, reply }).await.unwrap());
+        readers.push(
+            bench
+                .store
+                .ask(|reply| Ask::Fetch { asker, generation: Generation(0), hashes, reply })
+                .await
+                .unwrap(),
+        );
     }
     let mut stored = Vec::new();
     for number in 1000..1037 {

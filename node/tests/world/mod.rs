@@ -223,6 +223,8 @@ pub async fn eventually<T>(what: &str, mut test: impl AsyncFnMut() -> Option<T>)
 pub struct Recorded {
     pub joins: Vec<pb::JoinRequest>,
     pub epoch: u64,
+    /// The weights that joins are told.
+    pub generation: u32,
     pub next: u64,
     pub blocks: BTreeMap<BlockHash, Tier>,
     pub heartbeats: u64,
@@ -341,7 +343,8 @@ impl Router for FakeRouter {
         state.epoch += 1;
         state.next = 1;
         state.blocks.clear();
-        Ok(Response::new(pb::JoinReply { epoch: state.epoch, directives: None, shards: 1 }))
+        let generation = state.generation;
+        Ok(Response::new(pb::JoinReply { epoch: state.epoch, directives: None, shards: 1, generation }))
     }
 
     async fn announce(
@@ -414,6 +417,13 @@ impl Router for FakeRouter {
     }
 
     async fn set_ttl(&self, _: Request<pb::SetTtlRequest>) -> Result<Response<pb::AdminReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
+    async fn set_generation(
+        &self,
+        _: Request<pb::SetGenerationRequest>,
+    ) -> Result<Response<pb::AdminReply>, Status> {
         Err(Status::unimplemented("not part of these tests"))
     }
 

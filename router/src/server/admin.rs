@@ -1,4 +1,4 @@
-//! Join, leave, pins, quotas, TTLs: one command each in the control group, answered after commit, on its
+//! Join, leave, pins, quotas, TTLs, weights: one command each in the control group, answered after commit, on its
 //! leader.
 //!
 //! Not here: what the command does (`kv_core::index`), and how nodes hear of it (`crate::directives`).
@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::id::{Epoch, GROUPS, GroupId, NodeId, PinId, TenantId};
+use kv_core::id::{Epoch, GROUPS, Generation, GroupId, NodeId, PinId, TenantId};
 use kv_core::index::command::{Applied, Command, NodeRecord, Pin, PinKind, Refusal};
 use kvfleet_proto::{convert, pb};
 use tonic::Status;
@@ -64,7 +64,9 @@ pub(super) async fn join(shared: &Arc<Shared>, request: &pb::JoinRequest) -> Res
             shared.silence.lock().heard(node, epoch, shared.clock.now());
             let directives = told_at(&shared.directives.borrow(), shared.unix.now_ms());
             let shards = shared.cluster.shards.into();
-            Ok(pb::JoinReply { epoch: epoch.0, directives: Some(directives), shards })
+            // Of a later state than the join's, perhaps: then its epoch is over, and the node joins again.
+            let generation = shared.control().published.read().index.generation().0;
+            Ok(pb::JoinReply { epoch: epoch.0, directives: Some(directives), shards, generation })
         }
         Applied::Refused(refusal) => Err(refused(&refusal)),
         other => Err(Status::internal(format!("a join was answered by {other:?}"))),
@@ -151,4 +153,16 @@ pub(super) async fn set_ttl(shared: &Shared, request: &pb::SetTtlRequest) -> Res
         return Err(check::invalid(text));
     }
     admin(shared, Command::SetTtl { group: GroupId(request.group), ttl_ms }).await
+}
+
+/// Other weights: every node's epoch ends with it, and each hears of the generation as it joins again.
+pub(super) async fn set_generation(
+    shared: &Shared,
+    request: pb::SetGenerationRequest,
+) -> Result<pb::AdminReply, Status> {
+    let reply = admin(shared, Command::SetGeneration(Generation(request.generation))).await?;
+    if reply.changed {
+        tracing::warn!(generation = request.generation, "other weights are in force: every node joins again");
+    }
+    Ok(reply)
 }

@@ -247,6 +247,10 @@ impl pb::router_server::Router for RouterService {
         admin::set_ttl(&self.shared, &request.into_inner()).await.map(Response::new)
     }
 
+    async fn set_generation(&self, request: Request<pb::SetGenerationRequest>) -> Answer<pb::AdminReply> {
+        admin::set_generation(&self.shared, *request.get_ref()).await.map(Response::new)
+    }
+
     async fn leave(&self, request: Request<pb::LeaveRequest>) -> Answer<pb::AdminReply> {
         admin::leave(&self.shared, &request.into_inner()).await.map(Response::new)
     }

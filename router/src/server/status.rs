@@ -22,13 +22,15 @@ pub(super) async fn status(shared: &Arc<Shared>) -> Result<pb::StatusReply, Stat
         let groups: Vec<pb::GroupStatus> =
             here.groups.all().iter().map(|group| group_status(&here, group)).collect();
         let now_ms = here.unix.now_ms();
-        let (nodes, pins) = here.control().published.whole(|replica| {
-            (replica.index.nodes().cloned().collect::<Vec<_>>(), pins(&replica.index, now_ms))
+        let (nodes, pins, generation) = here.control().published.whole(|replica| {
+            let index = &replica.index;
+            (index.nodes().cloned().collect::<Vec<_>>(), pins(index, now_ms), index.generation())
         });
         let nodes = nodes.iter().map(|node| node_status(&here, node)).collect::<Vec<_>>();
-        (groups, nodes, pins)
+        (groups, nodes, pins, generation)
     });
-    let (groups, nodes, pins) = looked.await.map_err(|error| Status::internal(error.to_string()))?;
+    let (groups, nodes, pins, generation) =
+        looked.await.map_err(|error| Status::internal(error.to_string()))?;
     let control = groups.first().cloned().unwrap_or_default();
     Ok(pb::StatusReply {
         router: shared.control().consensus.id(),
@@ -50,6 +52,7 @@ pub(super) async fn status(shared: &Arc<Shared>) -> Result<pb::StatusReply, Stat
         groups,
         cluster: shared.cluster.name.clone(),
         links: links(shared),
+        generation: generation.0,
     })
 }
 

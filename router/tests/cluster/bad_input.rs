@@ -105,6 +105,10 @@ async fn routing_rejects_without_instances_and_chooses_with_one() {
     assert_eq!((save_to.node, save_to.epoch, save_to.address.as_str()), (4, node.epoch, "127.0.0.1:9004"));
     assert!(!decision.reasons.is_empty() && decision.candidates.len() == 1);
 
+    let mut other_weights = vec![7; 16];
+    other_weights[12] ^= 1;
+    let request = pb::RouteRequest { identity: other_weights, ..route_request() };
+    assert!(client.route(request).await.is_ok(), "which weights of it are loaded is for nodes to ask");
     let foreign = pb::RouteRequest { identity: vec![8; 16], ..route_request() };
     let status = client.route(foreign).await.unwrap_err();
     says("a request of another identity", &status.message(), &[&"08".repeat(16), &"07".repeat(16)]);

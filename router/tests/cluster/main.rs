@@ -16,5 +16,6 @@ mod shards;
 mod streams;
 mod tenants;
 mod truth;
+mod weights;
 mod why;
 mod windows;

@@ -138,6 +138,7 @@ async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
             router.set_quota(pb::SetQuotaRequest { tenant: 3, lift: true, bytes: 0 }).await.map(drop),
         ),
         ("set_ttl", router.set_ttl(pb::SetTtlRequest::default()).await.map(drop)),
+        ("set_generation", router.set_generation(pb::SetGenerationRequest { generation: 1 }).await.map(drop)),
         ("leave", router.leave(pb::LeaveRequest::default()).await.map(drop)),
         ("change_member", router.change_member(pb::ChangeMemberRequest::default()).await.map(drop)),
         ("transfer_lead", router.transfer_lead(pb::TransferLeadRequest::default()).await.map(drop)),

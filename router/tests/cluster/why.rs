@@ -102,6 +102,7 @@ async fn each_reason_for_missing_blocks_is_told() {
         "unreachable",
         "busy",
         "medium_failed",
+        "generation_differs",
     ];
     for (reason, name) in (1..).zip(promised) {
         let request = fresh();

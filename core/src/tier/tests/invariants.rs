@@ -34,6 +34,8 @@ enum Op {
     ExpireBlocks { late: u64 },
     Rewrite { number: u64 },
     Refit,
+    NewWeights,
+    DropVoid,
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -66,6 +68,8 @@ fn op() -> impl Strategy<Value = Op> {
         2 => (0u64..20_000).prop_map(|late| Op::ExpireBlocks { late }),
         2 => (0u64..25).prop_map(|number| Op::Rewrite { number }),
         1 => Just(Op::Refit),
+        2 => Just(Op::NewWeights),
+        2 => Just(Op::DropVoid),
     ]
 }
 
@@ -149,10 +153,9 @@ impl World {
                     self.book.on_rewrite(key, now);
                 }
             }
-            Op::Refit => {
-                self.now += 60_000_000;
-                self.book.refit(Timestamp(self.now));
-            }
+            Op::NewWeights => self.new_weights(),
+            Op::DropVoid => self.drop_void(),
+            Op::Refit => self.refit(),
             Op::Window { waiting } => {
                 let waiting: Vec<Vec<BlockHash>> = waiting.iter().map(|numbers| hashes(numbers)).collect();
                 self.book.set_window(waiting.iter().map(Vec::as_slice), now);
@@ -173,6 +176,50 @@ impl World {
         self.drop_bytes();
     }
 
+    fn refit(&mut self) {
+        self.now += 60_000_000;
+        self.book.refit(Timestamp(self.now));
+    }
+
+    fn drop_void(&mut self) {
+        assert!(self.book.drop_void_blocks() <= VOID_BLOCKS_MAX);
+    }
+
+    /// Nothing is found any more and nothing is announced, and no block was touched for it.
+    fn new_weights(&mut self) {
+        let next = Generation(self.book.generation().0 + 1);
+        let of_blocks = |book: &Book| Tier::ALL.map(|tier| book.stats(tier));
+        let (before, waiting) = (of_blocks(&self.book), self.book.window_blocks());
+        assert!(self.book.set_generation(next, Timestamp(self.now)));
+        assert!(!self.book.set_generation(next, Timestamp(self.now)), "it is in force");
+        if waiting == 0 {
+            assert_eq!(of_blocks(&self.book), before);
+        }
+        assert_eq!((self.book.slab.found_len(), self.book.announce_all()), (0, Vec::new()));
+        assert_eq!(self.book.pinned_blocks(), PinnedBlocks::default());
+        self.index.clear();
+    }
+
+    /// Void blocks are found nowhere, and stay only while they are held or the search for them has not come by.
+    fn check_void(&self) {
+        let slab = &self.book.slab;
+        for (key, entry) in slab.iter() {
+            let is_void = slab.is_void(key);
+            assert_eq!(is_void, entry.generation != self.book.generation());
+            assert!(!is_void || slab.find(&entry.meta.hash) != Some(key));
+            let is_idle = entry.leases == 0 && !entry.writing && entry.place.is_some();
+            let is_due = |(from, end)| (from..end).contains(&(key.0 as usize));
+            assert!(!(is_void && is_idle) || self.book.voiding.is_some_and(is_due), "{key:?} is left");
+        }
+    }
+
+    /// What leases hold of earlier weights, by serial number.
+    fn leased_void(&self) -> BTreeSet<u64> {
+        let slab = &self.book.slab;
+        let held = slab.iter().filter(|(key, e)| slab.is_void(*key) && e.leases > 0 && e.place.is_some());
+        held.filter(|(_, entry)| !entry.writing).map(|(_, entry)| entry.serial).collect()
+    }
+
     /// Reaches the tenant's own leading blocks, and holds those and no others.
     fn fetch(&mut self, lease: u64, first: u64, count: u64, tenant: u32) {
         let all: Vec<BlockHash> = (first..first + count).map(hash).collect();
@@ -182,6 +229,7 @@ impl World {
             .book
             .slab
             .iter()
+            .filter(|(key, _)| !self.book.slab.is_void(*key))
             .filter(|(_, entry)| entry.place.is_some() && !entry.writing && entry.meta.tenant == who.tenant)
             .map(|(key, entry)| (entry.meta.hash, key))
             .collect();
@@ -367,6 +415,7 @@ impl World {
             .book
             .slab
             .iter()
+            .filter(|(key, _)| !self.book.slab.is_void(*key))
             .filter_map(|(_, entry)| Some((entry.meta.hash, entry.announced?)))
             .collect();
         assert_eq!(self.index, told, "the index and the book disagree");
@@ -384,6 +433,7 @@ impl World {
         self.check_lines();
         self.check_pins();
         self.check_quota_rows();
+        self.check_void();
         for (key, entry) in self.book.slab.iter() {
             assert_eq!(self.bytes.contains(&(key, Tier::Dram)), entry.copies.dram);
             assert_eq!(self.bytes.contains(&(key, Tier::Ssd)), entry.copies.ssd);
@@ -408,7 +458,7 @@ impl World {
         self.book
             .slab
             .iter()
-            .filter(|(_, e)| e.held() && e.place.is_some())
+            .filter(|(key, e)| e.held() && e.place.is_some() && !self.book.slab.is_void(*key))
             .map(|(_, e)| e.meta.hash)
             .collect()
     }
@@ -418,7 +468,8 @@ impl World {
             .book
             .slab
             .iter()
-            .filter(|(_, e)| (e.leases > 0 || e.pin == Some(PinKind::Hard)) && e.place.is_some());
+            .filter(|(_, e)| (e.leases > 0 || e.pin == Some(PinKind::Hard)) && e.place.is_some())
+            .filter(|(key, _)| !self.book.slab.is_void(*key));
         slab.map(|(_, e)| e.meta.hash).collect()
     }
 
@@ -436,7 +487,8 @@ impl World {
         let book = &self.book;
         let mut listed = 0;
         for (key, entry) in book.slab.iter().filter(|(_, entry)| entry.place.is_some()) {
-            assert_eq!(entry.near, book.window.near(&entry.meta.hash));
+            let is_void = book.slab.is_void(key);
+            assert_eq!(entry.near, book.window.near(&entry.meta.hash).filter(|_| !is_void));
             assert!(
                 !entry.prefetch || (entry.place == Some(Tier::Dram) && !entry.copies.dram && !entry.awaited)
             );
@@ -445,7 +497,7 @@ impl World {
             let shelf = book.shelf(entry.place.unwrap());
             assert_eq!(entry.near.and_then(|near| shelf.window.get(&near).copied()), in_window.map(|_| key));
             listed += usize::from(in_window.is_some());
-            assert_eq!(entry.pin, book.pins.kind(&entry.meta.hash));
+            assert!(is_void || entry.pin == book.pins.kind(&entry.meta.hash));
             let may_expire = is_free
                 && entry.near.is_none()
                 && entry.pin.is_none()
@@ -649,6 +701,7 @@ fn balance(mut world: World, ops: &[Op]) -> Result<(), TestCaseError> {
     for op in ops {
         // The end of its write ends what a write alone held.
         let held = if matches!(op, Op::CommitOldest { .. }) { world.leased() } else { world.held() };
+        let leased_void = world.leased_void();
         world.run(op);
         world.check();
         // Only a failed medium or the end of the hold takes a held block away.
@@ -669,6 +722,11 @@ fn balance(mut world: World, ops: &[Op]) -> Result<(), TestCaseError> {
                 held.iter().all(|hash| world.book.slab.find(hash).is_some()),
                 "{op:?} took a held block"
             );
+        }
+        // Nor is a read under way cut short by weights.
+        if !matches!(op, Op::Release { .. } | Op::Expire { .. } | Op::Finish { .. } | Op::Delay | Op::LoseGpu)
+        {
+            prop_assert!(leased_void.is_subset(&world.leased_void()), "{op:?} took what a lease reads");
         }
     }
     let full = world.book.announce_all();

@@ -14,6 +14,7 @@ mod slow;
 mod steps;
 mod tenants;
 mod ttls;
+mod void;
 mod windows;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,7 +22,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::evict::{BlockTraits, Policy};
-use crate::id::{BlockHash, CallerId, PinId, Tier, Timestamp};
+use crate::id::{BlockHash, CallerId, Generation, PinId, Tier, Timestamp};
 use crate::index::command::PinKind;
 
 /// Order of last use, kept the simplest way there is.

@@ -147,7 +147,10 @@ fn a_block_read_while_it_is_demoted_is_served_from_dram_and_stays() {
     book.abort(keys[0]);
     assert_eq!(book.fetch(asker(3), &[hash(1)], Timestamp(3)).unwrap()[0].tier, Tier::Dram);
     book.on_moved(key, Tier::Ssd);
-    assert_eq!(book.next_action(ALL_ROOM), Some(Action::DropSsd { key, hash: hash(1) }));
+    assert_eq!(
+        book.next_action(ALL_ROOM),
+        Some(Action::DropSsd { key, hash: hash(1), generation: Generation(0) })
+    );
     assert_eq!(book.tier_of(&hash(1)), Some(Tier::Dram));
 }
 

@@ -158,5 +158,8 @@ fn a_block_that_is_moving_leaves_when_its_move_ends() {
     while let Some(action) = book.next_action(ALL_ROOM) {
         dropped.push(action);
     }
-    assert_eq!(dropped, [Action::DropDram { key }, Action::DropSsd { key, hash: hash(1) }]);
+    assert_eq!(
+        dropped,
+        [Action::DropDram { key }, Action::DropSsd { key, hash: hash(1), generation: Generation(0) }]
+    );
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
 
 use bytes::Bytes;
-use kv_core::id::{BlockHash, IdentityDigest};
+use kv_core::id::{BlockHash, Generation, IdentityDigest};
 use kvfleet_proto::frame::Arriving;
 use parking_lot::Mutex;
 use tokio::sync::mpsc::UnboundedSender;
@@ -54,7 +54,7 @@ pub(crate) enum Job {
     /// Read a record for nobody, to see whether it is whole.
     Check { job: u64, spot: Spot, at: u64 },
     /// Read a frame.
-    Read { job: u64, at: u64, hash: BlockHash, into: SlotMut },
+    Read { job: u64, at: u64, hash: BlockHash, generation: Generation, into: SlotMut },
 }
 
 /// A job's end, on its way to [`super::Ssd::take_in`].
@@ -191,7 +191,7 @@ struct Reading {
 /// What a read is for.
 #[derive(Clone, Copy)]
 enum Wish {
-    Block { job: u64, hash: BlockHash },
+    Block { job: u64, hash: BlockHash, generation: Generation },
     Rescue { job: u64, from: Spot, to: Spot, to_at: u64 },
     Check { job: u64, spot: Spot },
 }
@@ -244,10 +244,10 @@ impl Engine {
 
     fn start(&mut self, job: Job) {
         match job {
-            Job::Read { job, at, hash, into } => {
+            Job::Read { job, at, hash, generation, into } => {
                 let frame_bytes = into.len();
                 let landing = Landing::new(LandingOwner::Slot(into));
-                self.read(landing, at, frame_bytes, Wish::Block { job, hash });
+                self.read(landing, at, frame_bytes, Wish::Block { job, hash, generation });
             }
             Job::Rescue { job, from, from_at, to, to_at } => {
                 self.read_record(from, from_at, Wish::Rescue { job, from, to, to_at });
@@ -361,8 +361,8 @@ impl Engine {
 
     fn got(&mut self, result: io::Result<Arriving>, owner: Option<LandingOwner>, wish: Wish) {
         match wish {
-            Wish::Block { job, hash } => {
-                let identity = self.parts.identity;
+            Wish::Block { job, hash, generation } => {
+                let identity = self.parts.identity.of_generation(generation);
                 let checked = result.map_err(ReadFault::from).and_then(|arriving| match owner {
                     Some(LandingOwner::Slot(slot)) => finish(arriving, slot.freeze(), identity, hash),
                     _ => Err(ReadFault::Corrupt("nothing was read".to_owned())),
@@ -460,5 +460,6 @@ pub(super) fn check_record(
         return Err(ReadFault::Corrupt("the record has another length".to_owned()));
     }
     let frame = Bytes::from_owner(pages).slice(..spot.frame_bytes as usize);
+    let identity = identity.of_generation(header.generation);
     Ok((header, finish(Arriving::default(), frame, identity, header.hash)?))
 }

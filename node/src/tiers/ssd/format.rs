@@ -4,7 +4,7 @@
 //! The whole picture is in `docs/adr/0022-ssd-segments.md`. Not here: reading and writing.
 
 use kv_core::evict::BlockTraits;
-use kv_core::id::{BlockHash, Category, IdentityDigest, RequestKind, TenantId};
+use kv_core::id::{BlockHash, Category, Generation, IdentityDigest, RequestKind, TenantId};
 
 /// Unit of direct I/O in bytes; everything begins at a multiple of it.
 pub(crate) const PAGE_BYTES: usize = 4096;
@@ -127,6 +127,8 @@ pub struct RecordHeader {
     pub tenant: TenantId,
     /// Category and offset; `bytes` is the encoded frame's length.
     pub traits: BlockTraits,
+    /// The weights it was computed with; its frame has the identity of these.
+    pub generation: Generation,
     /// Order of writing; of two records with one hash the later counts.
     pub sequence: u64,
 }
@@ -150,6 +152,7 @@ impl RecordHeader {
         out[8..12].copy_from_slice(&self.tenant.0.to_le_bytes());
         out[12..16].copy_from_slice(&self.traits.offset_blocks.to_le_bytes());
         out[16..20].copy_from_slice(&self.traits.bytes.to_le_bytes());
+        out[20..24].copy_from_slice(&self.generation.0.to_le_bytes());
         out[24..32].copy_from_slice(&self.sequence.to_le_bytes());
         out[32..48].copy_from_slice(&self.hash.0);
         out[48..64].copy_from_slice(&self.parent.unwrap_or_default().0);
@@ -172,19 +175,18 @@ impl RecordHeader {
         if found != (place.head.nonce, place.head.segment, place.page) {
             return Err("record is of another time or place");
         }
-        Ok(header_of(head, 4, 32, 48, u32_at(head, 8), u32_at(head, 12), u32_at(head, 16), u64_at(head, 24)))
+        let numbers = [u32_at(head, 8), u32_at(head, 12), u32_at(head, 16), u32_at(head, 20)];
+        Ok(header_of(head, 4, 32, 48, numbers, u64_at(head, 24)))
     }
 }
 
-#[allow(clippy::too_many_arguments)] // two layouts of the same fields
+/// Two layouts of the same fields; `numbers` are tenant, offset, length and generation.
 fn header_of(
     bytes: &[u8],
     kind_at: usize,
     hash_at: usize,
     parent_at: usize,
-    tenant: u32,
-    offset_blocks: u32,
-    frame_bytes: u32,
+    [tenant, offset_blocks, frame_bytes, generation]: [u32; 4],
     sequence: u64,
 ) -> RecordHeader {
     let category = Category { kind: RequestKind::from_u8(bytes[kind_at]), turn: bytes[kind_at + 1] };
@@ -192,7 +194,8 @@ fn header_of(
     let fingerprint = hash.fingerprint();
     let traits = BlockTraits { category, offset_blocks, bytes: frame_bytes, is_partial: false, fingerprint };
     let parent = (bytes[kind_at + 2] == 1).then(|| BlockHash(array_at(bytes, parent_at)));
-    RecordHeader { hash, parent, tenant: TenantId(tenant), traits, sequence }
+    let (tenant, generation) = (TenantId(tenant), Generation(generation));
+    RecordHeader { hash, parent, tenant, traits, generation, sequence }
 }
 
 /// A line of a footer.
@@ -220,6 +223,7 @@ pub(crate) fn footer(head: SegmentHead, entries: &[Entry]) -> Vec<u8> {
         line[56] = header.traits.category.kind as u8;
         line[57] = header.traits.category.turn;
         line[58] = u8::from(header.parent.is_some());
+        line[60..64].copy_from_slice(&header.generation.0.to_le_bytes());
     }
     let table = crc32c::crc32c(&bytes[..entries.len() * ENTRY_BYTES]);
     let at = bytes.len() - ENTRY_BYTES;
@@ -264,8 +268,8 @@ impl FooterEnd {
         let (lines, _) = table.as_chunks::<ENTRY_BYTES>();
         let entry = |line: &[u8; ENTRY_BYTES]| {
             let sequence = u64_at(line, 32);
-            let (tenant, offset, bytes) = (u32_at(line, 40), u32_at(line, 44), u32_at(line, 48));
-            let header = header_of(line, 56, 0, 16, tenant, offset, bytes, sequence);
+            let numbers = [u32_at(line, 40), u32_at(line, 44), u32_at(line, 48), u32_at(line, 60)];
+            let header = header_of(line, 56, 0, 16, numbers, sequence);
             Entry { header, page: u32_at(line, 52) }
         };
         Some(lines.iter().map(entry).collect())
@@ -306,6 +310,7 @@ mod tests {
                 is_partial: false,
                 fingerprint: BlockHash([3; 16]).fingerprint(),
             },
+            generation: Generation(0x0102_0304),
             sequence: 88,
         }
     }

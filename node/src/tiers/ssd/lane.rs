@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use bytes::Bytes;
-use kv_core::id::BlockHash;
+use kv_core::id::{BlockHash, Generation};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::book::{Member, Purpose, RecordId, Rescue, RescueEnd, SegmentBook};
@@ -230,7 +230,7 @@ impl Lane {
         &mut self,
         token: u64,
         record: RecordId,
-        hash: BlockHash,
+        (hash, generation): (BlockHash, Generation),
         into: SlotMut,
     ) -> io::Result<()> {
         self.admit_job()?;
@@ -243,7 +243,13 @@ impl Lane {
         self.book.read_began(segment);
         let bytes = spot.frame_bytes;
         self.reading.begin(bytes);
-        self.send(Pending::Read { token, segment, bytes }, |job| Job::Read { job, at, hash, into });
+        self.send(Pending::Read { token, segment, bytes }, |job| Job::Read {
+            job,
+            at,
+            hash,
+            generation,
+            into,
+        });
         Ok(())
     }
 

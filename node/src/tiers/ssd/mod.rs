@@ -34,7 +34,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use kv_core::id::{BlockHash, IdentityDigest};
+use kv_core::id::{BlockHash, Generation, IdentityDigest};
 use kv_core::tier::Capacity;
 use parking_lot::Mutex;
 use tokio::sync::mpsc::UnboundedSender;
@@ -77,7 +77,7 @@ pub(crate) fn memory_bytes_max(capacity: Capacity, frame_bytes_max: usize) -> u6
 pub struct SsdConfig {
     /// Directories, each best on a device of its own; made if absent. The capacity is spread evenly.
     pub dirs: Vec<PathBuf>,
-    /// Identity of every block in it.
+    /// Identity of every block in it, under weights of generation 0.
     pub identity: IdentityDigest,
     /// Size of all of them together.
     pub capacity: Capacity,
@@ -129,8 +129,12 @@ pub struct FoundBlock {
 /// What a start found.
 #[derive(Debug, Default)]
 pub struct ScanReport {
-    /// Blocks, oldest first.
+    /// Blocks, oldest first: those of the highest generation that was found.
     pub blocks: Vec<FoundBlock>,
+    /// That generation.
+    pub generation: Generation,
+    /// Blocks of earlier ones, which are left out and free.
+    pub void: u64,
     /// Records and segments skipped: damaged, unreadable, or too long for this node.
     pub damaged: u64,
     /// Writes that a crash cut short; nobody was told of them.
@@ -228,8 +232,24 @@ impl Ssd {
         // A record that was being moved may be at both places, with one number: rather the one that was read. Runs that
         // are in order already, as most segments are, are only put together.
         report.blocks.sort_by_key(|found| (found.header.sequence, found.is_verified));
-        self.keep_newest(&mut report.blocks);
         self.sequence = report.blocks.last().map_or(0, |found| found.header.sequence);
+        self.keep_last_weights(report);
+        self.keep_newest(&mut report.blocks);
+    }
+
+    /// What was computed with earlier weights is not brought back: nobody may read it.
+    fn keep_last_weights(&mut self, report: &mut ScanReport) {
+        let newest = report.blocks.iter().map(|found| found.header.generation).max().unwrap_or_default();
+        report.generation = newest;
+        let found = report.blocks.len();
+        report.blocks.retain(|found| {
+            let keep = found.header.generation == newest;
+            if !keep {
+                self.free(found.record);
+            }
+            keep
+        });
+        report.void = (found - report.blocks.len()) as u64;
     }
 
     fn open_dir(
@@ -344,9 +364,15 @@ impl Ssd {
     ///
     /// # Errors
     /// When [`JOBS_MAX`] are open, or the record is not there.
-    pub fn read(&mut self, token: u64, record: SsdRecord, hash: BlockHash, into: SlotMut) -> io::Result<()> {
+    pub fn read(
+        &mut self,
+        token: u64,
+        record: SsdRecord,
+        block: (BlockHash, Generation),
+        into: SlotMut,
+    ) -> io::Result<()> {
         let lane = self.lanes.get_mut(usize::from(record.lane)).ok_or(io::ErrorKind::NotFound)?;
-        lane.read(token, record.id, hash, into)
+        lane.read(token, record.id, block, into)
     }
 
     /// Begins to check the next record that nobody asked for, on a device that nobody waits for;

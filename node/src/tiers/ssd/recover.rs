@@ -44,6 +44,7 @@ pub(super) struct Skipped {
 pub(super) struct Recovery<'a> {
     pub(super) device: &'a dyn Device,
     pub(super) shape: Shape,
+    /// That of generation 0.
     pub(super) identity: IdentityDigest,
     pub(super) faults: &'a SsdFaults,
     /// For the log.
@@ -244,7 +245,7 @@ impl Reader<'_> {
             return None;
         }
         let frame = Frame::parse(segment.slice(start..start + frame_bytes)).ok()?;
-        if frame.verify(self.from.identity, header.hash).is_err() {
+        if frame.verify(self.from.identity.of_generation(header.generation), header.hash).is_err() {
             self.skipped.torn += 1;
             return None;
         }

@@ -5,7 +5,7 @@
 //! version stays: a change of the layout takes a new `FILE_VERSION`, and the file of version 1 stays as it is, to be set
 //! aside. Not here: damage of any kind (the parent module, `crashes`).
 
-use kv_core::id::{Category, RequestKind};
+use kv_core::id::{Category, Generation, RequestKind};
 
 use super::*;
 
@@ -42,7 +42,14 @@ fn golden_header(number: u8) -> RecordHeader {
     let traits = BlockTraits { category, offset_blocks, bytes, is_partial: false, fingerprint };
     let parent = (number > 1).then(|| hash(number - 1));
     let tenant = TenantId(0x0a0b_0c00 + u32::from(number));
-    RecordHeader { hash: hash(number), parent, tenant, traits, sequence: u64::from(number) }
+    RecordHeader {
+        hash: hash(number),
+        parent,
+        tenant,
+        traits,
+        generation: Generation(0),
+        sequence: u64::from(number),
+    }
 }
 
 /// The bytes of the committed file.

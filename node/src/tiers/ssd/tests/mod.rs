@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use kv_core::evict::BlockTraits;
-use kv_core::id::TenantId;
+use kv_core::id::{Generation, TenantId};
 use kvfleet_errors_doc::says;
 use kvfleet_proto::frame::{KeyForm, seal};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
@@ -81,7 +81,14 @@ fn header(number: u8) -> RecordHeader {
     let bytes = u32::try_from(frame(number).len()).unwrap();
     let (offset_blocks, fingerprint) = (u32::from(number), hash(number).fingerprint());
     let traits = BlockTraits { offset_blocks, bytes, fingerprint, ..BlockTraits::default() };
-    RecordHeader { hash: hash(number), parent: None, tenant: TenantId(1), traits, sequence: 0 }
+    RecordHeader {
+        hash: hash(number),
+        parent: None,
+        tenant: TenantId(1),
+        traits,
+        generation: Generation(0),
+        sequence: 0,
+    }
 }
 
 impl Bench {
@@ -132,7 +139,7 @@ impl Bench {
     /// The same of a frame with so many bytes.
     fn load_of(&mut self, number: u8, record: SsdRecord, bytes: usize) -> Result<Bytes, ReadFault> {
         let into = self.arena.take(bytes, Purpose::Load).unwrap();
-        self.ssd.read(1, record, hash(number), into).unwrap();
+        self.ssd.read(1, record, (hash(number), Generation(0)), into).unwrap();
         match self.done() {
             Done::Read { result, .. } => result,
             other => panic!("{other:?}"),
@@ -486,6 +493,52 @@ fn a_file_that_a_crash_left_without_its_head_is_begun_anew() {
     assert_eq!(open(&config(dir.path(), true)).report.quarantined.len(), 1);
 }
 
+/// Sealed segments say it in their footers, and the last one only in its records.
+#[test]
+fn a_start_brings_back_blocks_of_the_last_weights_and_frees_the_room_of_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), true);
+    let mut bench = open(&config);
+    let weights = |generation: u32, number: u8| {
+        let generation = Generation(generation);
+        let (identity, payload) = (IDENTITY.of_generation(generation), vec![number; 6000]);
+        let sealed = seal(identity, hash(number), KeyForm::Rotated, &[3000, 3000], &payload).unwrap();
+        (RecordHeader { generation, ..header(number) }, sealed.bytes)
+    };
+    let save = |bench: &mut Bench, generation: u32, number: u8| {
+        let (header, frame) = weights(generation, number);
+        let record = bench.ssd.write(1, 0, header, &frame).unwrap().unwrap();
+        assert!(matches!(bench.done(), Done::Written { result: Ok(()), .. }));
+        record
+    };
+    for number in 0..6 {
+        save(&mut bench, 0, number);
+    }
+    let of_now: Vec<SsdRecord> = (3..9).map(|number| save(&mut bench, 7, number)).collect();
+    let read = |bench: &mut Bench, record, number: u8, generation| {
+        let into = bench.arena.take(frame(number).len(), Purpose::Load).unwrap();
+        bench.ssd.read(1, record, (hash(number), Generation(generation)), into).unwrap();
+        match bench.done() {
+            Done::Read { result, .. } => result.ok(),
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(read(&mut bench, of_now[0], 3, 7), Some(weights(7, 3).1));
+    assert_eq!(read(&mut bench, of_now[0], 3, 0), None, "its bytes are not those of other weights");
+    drop(bench);
+    let mut bench = open(&config);
+    assert_eq!(bench.found(), [3, 4, 5, 6, 7, 8]);
+    assert_eq!((bench.report.generation, bench.report.void, bench.report.torn), (Generation(7), 6, 0));
+    for found in bench.report.blocks.clone() {
+        let number = found.header.hash.0[0];
+        assert_eq!(read(&mut bench, found.record, number, 7), Some(weights(7, number).1));
+    }
+    // Of sixteen six are taken.
+    for number in 20..30 {
+        save(&mut bench, 7, number);
+    }
+}
+
 #[test]
 fn blocks_of_another_identity_are_set_aside() {
     let dir = tempfile::tempdir().unwrap();
@@ -601,7 +654,7 @@ fn checks_wait_for_readers_and_spare_what_the_medium_does_not_give_once() {
     let mut bench = open(&config);
     let record = bench.save(1).unwrap();
     let into = bench.arena.take(frame(1).len(), Purpose::Load).unwrap();
-    bench.ssd.read(1, record, hash(1), into).unwrap();
+    bench.ssd.read(1, record, (hash(1), Generation(0)), into).unwrap();
     assert_eq!(bench.ssd.check_next(1), None, "somebody waits for the device");
     assert!(matches!(bench.done(), Done::Read { result: Ok(_), .. }));
     config.faults.read_errno.store(libc::EIO, Ordering::Relaxed);
@@ -617,7 +670,7 @@ fn while_a_reader_waits_few_records_are_moved_unless_there_is_no_room_to_write()
     let record = bench.save(1).unwrap();
     assert_eq!(bench.ssd.lanes[0].rescues_max(), RESCUES_MAX);
     let into = bench.arena.take(frame(1).len(), Purpose::Load).unwrap();
-    bench.ssd.read(1, record, hash(1), into).unwrap();
+    bench.ssd.read(1, record, (hash(1), Generation(0)), into).unwrap();
     assert_eq!(bench.ssd.lanes[0].rescues_max(), RESCUES_BESIDE_READERS_MAX);
     // What is written meanwhile takes all room there is; nothing that ended is taken in, so none comes back.
     let mut number = 1;

@@ -129,7 +129,7 @@ fn where_all_are_slow_nobody_waits_for_what_they_cannot_do() {
         for _ in 0..GIVEN {
             assert!(run.bench.ssd.may_read(kept, true));
             let slot = into(&run);
-            run.bench.ssd.read(9, kept, hash(3), slot).unwrap();
+            run.bench.ssd.read(9, kept, (hash(3), Generation(0)), slot).unwrap();
         }
         assert!(!run.bench.ssd.may_read(kept, true));
         assert_eq!(run.bench.ssd.slow_moves(), (0, GIVEN));
