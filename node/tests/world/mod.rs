@@ -340,7 +340,7 @@ impl Router for FakeRouter {
         state.epoch += 1;
         state.next = 1;
         state.blocks.clear();
-        Ok(Response::new(pb::JoinReply { epoch: state.epoch, directives: None, shards: 1 }))
+        Ok(Response::new(pb::JoinReply { epoch: state.epoch, directives: None, shards: 1, fleet: None }))
     }
 
     async fn announce(

@@ -64,7 +64,9 @@ pub(super) async fn join(shared: &Arc<Shared>, request: &pb::JoinRequest) -> Res
             shared.silence.lock().heard(node, epoch, shared.clock.now());
             let directives = told_at(&shared.directives.borrow(), shared.unix.now_ms());
             let shards = shared.cluster.shards.into();
-            Ok(pb::JoinReply { epoch: epoch.0, directives: Some(directives), shards })
+            // Before it evicts anything: what it holds came after this.
+            let fleet = shared.fits.told.borrow().as_deref().cloned();
+            Ok(pb::JoinReply { epoch: epoch.0, directives: Some(directives), shards, fleet })
         }
         Applied::Refused(refusal) => Err(refused(&refusal)),
         other => Err(Status::internal(format!("a join was answered by {other:?}"))),
