@@ -260,7 +260,7 @@ impl Speaker {
             Reply::Busy(_) => Some(End::Ordered),
             Reply::Fenced(_) => Some(End::Fenced),
             Reply::NotLeader(_) => Some(End::Elsewhere),
-            Reply::Directives(_) => None,
+            Reply::Directives(_) | Reply::Fleet(_) => None,
         }
     }
 
@@ -339,7 +339,7 @@ async fn beat_at(contacts: &Contacts, position: usize, node: u32, epoch: u64) ->
     loop {
         tokio::select! {
             _ = beat.tick() => words.send(word()).await.ok()?,
-            reply = next_reply(&mut replies) => if !matches!(reply?, Reply::Directives(_)) {
+            reply = next_reply(&mut replies) => if !matches!(reply?, Reply::Directives(_) | Reply::Fleet(_)) {
                 return None;
             },
         }

@@ -13,6 +13,7 @@ mod desk;
 mod directives;
 mod engines;
 mod error;
+mod fits;
 mod groups;
 mod ingest;
 mod liveness;

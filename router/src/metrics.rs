@@ -12,6 +12,7 @@ use prometheus::{
     exponential_buckets,
 };
 
+use crate::fits::Took;
 use crate::truth::audit::Score;
 use crate::view::links::LinkRate;
 use crate::view::residency::Standing;
@@ -54,6 +55,44 @@ struct SoftMetrics {
     unlisted: IntCounter,
     windows: IntCounterVec,
     window_blocks: IntCounter,
+    fits: FitsMetrics,
+}
+
+/// What nodes saw of categories, and what they are told of it.
+#[derive(Clone)]
+struct FitsMetrics {
+    heard: IntCounterVec,
+    told: IntCounter,
+    nodes: IntGauge,
+    categories: IntGauge,
+}
+
+impl FitsMetrics {
+    fn register(registry: &Registry) -> prometheus::Result<FitsMetrics> {
+        let gauge = |name: &str, help: &str| -> prometheus::Result<IntGauge> {
+            let gauge = IntGauge::new(name, help)?;
+            registry.register(Box::new(gauge.clone()))?;
+            Ok(gauge)
+        };
+        Ok(FitsMetrics {
+            heard: labelled(
+                registry,
+                "kvfleet_fits_heard_total",
+                "Times that a node said what it saw of categories of blocks, by what became of it",
+                "outcome",
+            )?,
+            told: counter(
+                registry,
+                "kvfleet_fits_told_total",
+                "Times that what the fleet saw had changed enough to be told to all nodes",
+            )?,
+            nodes: gauge(
+                "kvfleet_fits_nodes",
+                "Nodes whose sums are known, those that left of late among them",
+            )?,
+            categories: gauge("kvfleet_fits_categories", "Categories of which the fleet saw something")?,
+        })
+    }
 }
 
 impl SoftMetrics {
@@ -103,6 +142,7 @@ impl SoftMetrics {
                 "Times that a node was told what waiting requests need, by whether it answered",
                 "outcome",
             )?,
+            fits: FitsMetrics::register(registry)?,
             window_blocks: counter(
                 registry,
                 "kvfleet_window_blocks_told_total",
@@ -392,6 +432,22 @@ impl Metrics {
     pub(crate) fn window_told(&self, answered: bool, blocks: usize) {
         self.soft.windows.with_label_values(&[if answered { "taken" } else { "failed" }]).inc();
         self.soft.window_blocks.inc_by(blocks as u64);
+    }
+
+    /// A node said what it saw.
+    pub(crate) fn fits_heard(&self, took: Took) {
+        self.soft.fits.heard.with_label_values(&[took.name()]).inc();
+    }
+
+    /// Nodes are told anew what the fleet saw.
+    pub(crate) fn fits_told(&self) {
+        self.soft.fits.told.inc();
+    }
+
+    /// So many nodes said what they saw, of so many categories.
+    pub(crate) fn fits(&self, nodes: usize, categories: usize) {
+        self.soft.fits.nodes.set(gauge_value(nodes as u64));
+        self.soft.fits.categories.set(gauge_value(categories as u64));
     }
 
     /// By what factors waiting, transfer and prefill turned out to be off.

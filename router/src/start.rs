@@ -30,6 +30,7 @@ use crate::directives;
 use crate::engines::metrics::EngineMetrics;
 use crate::engines::{self, Engines};
 use crate::error::StartError;
+use crate::fits;
 use crate::groups::{Group, Groups};
 use crate::ingest::{Gather, Ingest};
 use crate::liveness::{self, Silence};
@@ -302,6 +303,7 @@ impl Parts<'_> {
             sent: Mutex::default(),
             waits,
             fresh_shares: Mutex::default(),
+            fits: fits::start(Arc::clone(control), clock, self.metrics.clone(), self.stop.clone()),
             directives: directives::start(Arc::clone(&control.published), self.stop.clone()),
             metrics: self.metrics.clone(),
             clock,

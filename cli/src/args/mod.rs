@@ -23,7 +23,9 @@ pub use probe::{DrainArgs, ProbeArgs, Question};
 pub use process::{InspectArgs, NodeArgs, NodeCommand, ProcessArgs, RouterArgs};
 pub use replay::{DemoArgs, ReplayArgs, Speed};
 pub use sizes::{Capacity, Watermarks, parse_bytes};
-pub use trace::{GenArgs, PoliciesArgs, RegretArgs, RoutersArgs, StatsArgs, TraceCommand, TraceFormat};
+pub use trace::{
+    GenArgs, JoinsArgs, PoliciesArgs, RegretArgs, RoutersArgs, StatsArgs, TraceCommand, TraceFormat,
+};
 
 use clap::{Parser, Subcommand};
 

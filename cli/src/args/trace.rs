@@ -1,4 +1,4 @@
-//! Arguments of `trace stats`, `trace gen`, `trace policies`, `trace routers` and `trace regret`.
+//! Arguments of `trace stats`, `trace gen`, `trace policies`, `trace joins`, `trace routers` and `trace regret`.
 
 use std::path::PathBuf;
 
@@ -13,6 +13,8 @@ pub enum TraceCommand {
     Gen(GenArgs),
     /// Replay every eviction policy on traces and on generated traffic, at many capacities.
     Policies(PoliciesArgs),
+    /// Have a node join a fleet in the middle of a trace, blind and told what the others saw of categories.
+    Joins(JoinsArgs),
     /// Serve traces on fleets in virtual time, by the production scheduler and by others.
     Routers(RoutersArgs),
     /// Serve a trace by the production scheduler under better and better knowledge, and tell what each would be worth.
@@ -113,6 +115,41 @@ pub struct PoliciesArgs {
     pub out: Option<PathBuf>,
 }
 
+/// `kvfleet trace joins`.
+#[derive(Clone, Debug, Args)]
+pub struct JoinsArgs {
+    /// Traces to replay beside the generated traffic.
+    #[arg(value_name = "FILE")]
+    pub files: Vec<PathBuf>,
+    /// Requests of each generated trace.
+    #[arg(long, value_name = "N", default_value_t = 10_000)]
+    pub requests: u64,
+    /// Generate each kind with seeds 1 to N; 0 for none.
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    pub seeds: u64,
+    /// Tokens per block of generated traffic.
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    pub block_tokens: u32,
+    /// Policy of all nodes.
+    #[arg(long, value_name = "POLICY", default_value = kv_core::evict::DEFAULT)]
+    pub policy: String,
+    /// Nodes before the join.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub nodes: u32,
+    /// Blocks of all nodes together, as shares of the different blocks of a trace.
+    #[arg(long, value_name = "SHARE,…", value_delimiter = ',', default_value = "0.005,0.02,0.1", value_parser = capacity)]
+    pub capacities: Vec<f64>,
+    /// Count the joiner's hits over so many of its first requests, each apart.
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "50,100,200,500,1000")]
+    pub first: Vec<u64>,
+    /// Print one JSON object a line for every trace, seed and capacity instead of tables.
+    #[arg(long)]
+    pub json: bool,
+    /// Write these lines into this file beside what is printed.
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+}
+
 /// `kvfleet trace routers`.
 #[derive(Clone, Debug, Args)]
 pub struct RoutersArgs {
@@ -193,5 +230,14 @@ fn share(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(share) if (0.01..=10.0).contains(&share) => Ok(share),
         _ => Err(format!("`{text}` is no load: expected a number like 0.8, from 0.01 to 10")),
+    }
+}
+
+fn capacity(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(share) if (1e-6..=1.0).contains(&share) => Ok(share),
+        _ => Err(format!(
+            "`{text}` is no share of the blocks: expected a number like 0.02, from 0.000001 to 1"
+        )),
     }
 }

@@ -1,8 +1,9 @@
-//! `kvfleet trace stats`, `gen`, `policies`, `routers` and `regret`, and how every command opens a trace.
+//! `kvfleet trace stats`, `gen`, `policies`, `joins`, `routers` and `regret`, and how every command opens a trace.
 //!
 //! Not here: the formats, the statistics and the generator (`kvfleet-sim`).
 
 mod generate;
+mod joins;
 mod plots;
 mod policies;
 mod regret;
@@ -25,6 +26,7 @@ pub fn run(command: &TraceCommand) -> anyhow::Result<()> {
         TraceCommand::Stats(args) => stats::run(args),
         TraceCommand::Gen(args) => generate::run(args),
         TraceCommand::Policies(args) => policies::run(args),
+        TraceCommand::Joins(args) => joins::run(args),
         TraceCommand::Routers(args) => routers::run(args),
         TraceCommand::Regret(args) => regret::run(args),
     }

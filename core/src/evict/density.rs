@@ -7,7 +7,6 @@
 //! rises with age first, the newest. Not here: how large a tier should be.
 
 mod alive;
-mod bands;
 mod classes;
 mod ghosts;
 mod hazard;
@@ -17,7 +16,9 @@ mod resident;
 mod run;
 
 use super::ahead::Trail;
+use super::bands;
 use super::queue::{Links, Queue};
+use super::statistics::Statistics;
 use super::{BlockKey, BlockTraits, Policy};
 use crate::id::Timestamp;
 use alive::Alive;
@@ -430,6 +431,21 @@ impl Policy for Density {
             self.fit();
             self.evidence.fade((-since.as_secs_f64() / MEMORY.as_secs_f64()).exp());
         }
+    }
+
+    fn statistics(&mut self, now: Timestamp) -> Statistics {
+        self.close_run();
+        self.catch_up();
+        self.advance(now);
+        self.evidence.statistics(&self.classes)
+    }
+
+    fn inform(&mut self, fleet: &Statistics, now: Timestamp) {
+        self.close_run();
+        self.catch_up();
+        self.advance(now);
+        self.evidence.inform(fleet);
+        self.fit();
     }
 
     fn len(&self) -> usize {

@@ -5,6 +5,7 @@
 
 mod ahead;
 pub mod arc;
+mod bands;
 pub mod density;
 mod departed;
 pub mod fifo;
@@ -17,6 +18,7 @@ mod ranked;
 pub mod reuse_prob;
 pub mod s3fifo;
 mod sketch;
+pub mod statistics;
 pub mod tinylfu;
 pub mod workload;
 
@@ -24,6 +26,7 @@ pub mod workload;
 mod suite;
 
 use crate::id::{Category, Timestamp};
+use statistics::Statistics;
 
 /// Dense number of a resident block, given by the tier book: small, reused after removal, so that a
 /// policy can keep its links in plain vectors. The two largest numbers are not allowed.
@@ -113,6 +116,16 @@ pub trait Policy: Send {
 
     /// Background work: refit curves, age counters. Called about once a second.
     fn refit(&mut self, _now: Timestamp) {}
+
+    /// What was seen of each category, for the fleet: own observations only, none that it was told of. Nothing from a
+    /// policy that does not learn.
+    fn statistics(&mut self, _now: Timestamp) -> Statistics {
+        Statistics::default()
+    }
+
+    /// What the whole fleet saw, in place of what was said before: it stands in for own observations, which prevail as
+    /// they come ([`statistics::TOLD_REQUESTS`]). A policy that does not learn has no use for it.
+    fn inform(&mut self, _fleet: &Statistics, _now: Timestamp) {}
 
     /// Number of resident blocks.
     fn len(&self) -> usize;

@@ -3,6 +3,8 @@
 //! A [`ReuseCurve`] is the fitted answer, [`Observed`] the sliding sample it is fitted from. Not here:
 //! which block leaves ([`super::workload`]) and the numbers of the fit ([`crate::math::exponential`]).
 
+use super::bands;
+use super::statistics::CategorySums;
 use crate::id::RequestKind;
 use crate::math::exponential::Exponential;
 
@@ -169,6 +171,19 @@ pub struct Observed {
     uses: f64,
     reuses: f64,
     curve: ReuseCurve,
+    told: Told,
+}
+
+/// What the fleet saw of the category, as so many uses as count here.
+#[derive(Clone, Copy, Debug, Default)]
+struct Told {
+    uses: f64,
+    reuses: f64,
+    /// Sum of the intervals before the reuses.
+    interval_us: f64,
+    /// Whether it saw enough uses and reuses itself: it counts for few, but what it says is of many.
+    knows_uses: bool,
+    knows_reuses: bool,
 }
 
 impl Observed {
@@ -176,7 +191,7 @@ impl Observed {
     #[must_use]
     pub fn nothing(kind: RequestKind) -> Option<Self> {
         let curve = ReuseCurve::assumed(kind)?;
-        Some(Observed { intervals: Window::default(), uses: 0.0, reuses: 0.0, curve })
+        Some(Observed { intervals: Window::default(), uses: 0.0, reuses: 0.0, curve, told: Told::default() })
     }
 
     /// A block was used by a request of the category.
@@ -196,16 +211,45 @@ impl Observed {
     /// Fits the curve to what was seen lately; what was seen too rarely is taken from `wider`, the curve of a
     /// wider population (all categories together).
     pub fn refit(&mut self, wider: &ReuseCurve) {
-        let enough_intervals = self.intervals.values.len() >= SAMPLES_MIN;
-        let fitted = Exponential::fit(self.intervals.values.iter().copied()).filter(|_| enough_intervals);
-        let interval = fitted.unwrap_or(wider.interval);
-        let enough_uses = self.uses >= SAMPLES_MIN as f64;
-        let used_again = (self.reuses / self.uses).min(1.0);
+        let own = &self.intervals.values;
+        let (sum, count) = (own.iter().sum::<f64>(), own.len() as f64);
+        let told = self.told;
+        let mean = (sum + told.interval_us) / (count + told.reuses);
+        let enough_intervals = told.knows_reuses || count + told.reuses >= SAMPLES_MIN as f64;
+        let interval = Exponential::with_mean(mean).filter(|_| enough_intervals).unwrap_or(wider.interval);
+        let uses = self.uses + told.uses;
+        let enough_uses = told.knows_uses || uses >= SAMPLES_MIN as f64;
+        let used_again = ((self.reuses + told.reuses) / uses).min(1.0);
         let life_us = if enough_uses { used_again * interval.mean() } else { wider.life_us };
         let share = if enough_uses { used_again } else { wider.share };
         self.curve = ReuseCurve::new(interval, life_us).with_share(share);
         self.uses *= COUNTS_KEPT;
         self.reuses *= COUNTS_KEPT;
+    }
+
+    /// What was seen, for the fleet: reuses in the ages of the sample.
+    #[must_use]
+    pub fn sums(&self) -> CategorySums {
+        let mut sums = CategorySums { uses: self.uses, ..CategorySums::default() };
+        let sampled = &self.intervals.values;
+        let each = self.reuses.min(self.uses) / sampled.len().max(1) as f64;
+        sampled.iter().for_each(|&interval_us| sums.reuses[bands::band(interval_us as u64)] += each);
+        sums
+    }
+
+    /// What the fleet saw, in place of what was said before; nothing if it saw nothing. It counts from the next fit on.
+    pub fn inform(&mut self, fleet: Option<&CategorySums>) {
+        self.told = fleet.map_or_else(Told::default, |sums| {
+            let weight = sums.weight();
+            let reuses = sums.reused() * weight;
+            Told {
+                uses: sums.uses * weight,
+                reuses,
+                interval_us: reuses * sums.interval_us().unwrap_or(0.0),
+                knows_uses: sums.uses >= SAMPLES_MIN as f64,
+                knows_reuses: sums.reused() >= SAMPLES_MIN as f64,
+            }
+        });
     }
 
     /// The curve in force.

@@ -12,6 +12,7 @@ use super::ahead::{Ahead, NamesAhead, Trail};
 use super::heads::{CATEGORIES, Heads, Offer, micros};
 use super::queue::{Links, Queue};
 use super::reuse_prob::{Form, Observed, ReuseCurve};
+use super::statistics::{CategorySums, Role, Statistics};
 use super::{BlockKey, BlockTraits, Policy};
 use crate::id::{Category, RequestKind, Timestamp};
 use std::cmp::Ordering;
@@ -173,6 +174,15 @@ impl Workload {
         Some(self.links.about(key))
     }
 
+    fn fit(&mut self) {
+        let Some(all) = &mut self.all else { return };
+        let before = *all.curve();
+        all.refit(&before);
+        let wider = *all.curve();
+        self.observed.iter_mut().for_each(|observed| observed.refit(&wider));
+        self.heads.renew_curves(self.observed.iter().map(Observed::curve));
+    }
+
     fn count_use(&mut self, category: Category) {
         self.observed[position(category)].used();
         if let Some(all) = &mut self.all {
@@ -229,6 +239,12 @@ fn place(links: &mut Links<Resident>, queue: &mut Queue, start: BlockKey, key: B
         at = warmer;
     }
     links.insert_warmer_than(queue, key, at);
+}
+
+/// What the categories are called on every node, in the order of their queues.
+fn roles() -> impl Iterator<Item = Role> {
+    let of_kind = |kind| (0..TURNS_DISTINCT_MAX).map(move |turn| Role::Paper(kind, turn as u8));
+    RequestKind::ALL.into_iter().flat_map(of_kind)
 }
 
 /// The queue of a category.
@@ -313,12 +329,34 @@ impl Policy for Workload {
         let now = self.advance(now);
         if now.since(self.fitted) >= REFIT_EVERY {
             self.fitted = now;
-            let Some(all) = &mut self.all else { return };
-            let before = *all.curve();
-            all.refit(&before);
-            let wider = *all.curve();
-            self.observed.iter_mut().for_each(|observed| observed.refit(&wider));
-            self.heads.renew_curves(self.observed.iter().map(Observed::curve));
+            self.fit();
+        }
+    }
+
+    fn statistics(&mut self, _now: Timestamp) -> Statistics {
+        let mut all = Statistics::default();
+        for (role, observed) in roles().zip(&self.observed) {
+            let sums = observed.sums();
+            if sums.uses >= 1.0 {
+                all.add(role, &sums);
+            }
+        }
+        all
+    }
+
+    fn inform(&mut self, fleet: &Statistics, _now: Timestamp) {
+        let mut together = CategorySums::default();
+        for (role, observed) in roles().zip(&mut self.observed) {
+            let sums = fleet.of(role);
+            observed.inform(sums);
+            together.add(sums.unwrap_or(&CategorySums::default()));
+        }
+        if let Some(all) = &mut self.all {
+            all.inform(Some(&together));
+        }
+        // A curve in force is replaced at the next fit; who has made none has no better one.
+        if self.fitted == Timestamp(0) {
+            self.fit();
         }
     }
 

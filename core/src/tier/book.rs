@@ -20,6 +20,7 @@ use super::share::Shares;
 use super::ttl::TtlRows;
 use super::watermark::{Capacity, TierLimits};
 use super::window::Window;
+use crate::evict::statistics::Statistics;
 use crate::evict::{BlockKey, Policy};
 use crate::id::{BlockHash, CallerId, LeaseId, TenantId, Tier, Timestamp};
 use crate::index::command::Change;
@@ -296,6 +297,22 @@ impl Book {
     /// Bytes per tenant, with the quota where there is one.
     pub fn tenants(&self) -> impl Iterator<Item = (TenantId, u64, Option<u64>)> {
         self.tenants.iter().map(|(&tenant, &bytes)| (tenant, bytes, self.quotas.get(&tenant).copied()))
+    }
+
+    /// What was seen of each category of blocks, for the fleet: by the policy of the lowest tier there is, which remembers
+    /// most of what left.
+    #[must_use]
+    pub fn statistics(&mut self, now: Timestamp) -> Statistics {
+        let has_ssd = self.ssd.limits.capacity.amount() > 0;
+        let shelf = if has_ssd { &mut self.ssd } else { &mut self.dram };
+        shelf.policy.statistics(now)
+    }
+
+    /// Tells the policies of all tiers what the whole fleet saw.
+    pub fn inform(&mut self, fleet: &Statistics, now: Timestamp) {
+        for shelf in [&mut self.dram, &mut self.ssd, &mut self.gpu] {
+            shelf.policy.inform(fleet, now);
+        }
     }
 
     /// Background work of the policies; about once a second.

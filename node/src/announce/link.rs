@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kv_core::evict::statistics::Statistics;
 use kv_core::id::{BlockHash, Epoch, GROUPS, Generation, GroupId, PinId, TenantId};
 use kv_core::index::command::{NodeRecord, PinKind};
 use kv_core::tier::{PinEnd, PinOrder};
@@ -66,6 +67,11 @@ struct Session {
     seek: Seek,
     life: watch::Sender<Option<Life>>,
     directives_version: u64,
+    /// What is to be said of what this node saw; each time it says all of it, under a number of its own.
+    seen: watch::Receiver<Arc<Statistics>>,
+    seen_seq: u64,
+    /// First epoch of this process.
+    born: Option<Epoch>,
     joined: Option<Instant>,
     /// Epochs that a shard's leader called over.
     fences: mpsc::Receiver<Epoch>,
@@ -81,8 +87,20 @@ impl Link {
         let seek = Seek::new(&link.routers);
         let (to_fence, fences) = mpsc::channel(FENCES_MAX);
         let shards = JoinSet::new();
-        let mut session =
-            Session { link, seek, life, directives_version: 0, joined: None, fences, to_fence, shards };
+        let seen = link.shared().seen.subscribe();
+        let mut session = Session {
+            link,
+            seek,
+            life,
+            directives_version: 0,
+            seen,
+            seen_seq: 0,
+            born: None,
+            joined: None,
+            fences,
+            to_fence,
+            shards,
+        };
         tokio::select! {
             () = stop.cancelled() => {}
             () = leaving.cancelled() => {
@@ -127,6 +145,15 @@ impl Link {
         // Refused only while the node stops.
         let _ = self.store.tell(Ask::Directives { pins, quotas, ttls }).await;
         directives.version
+    }
+
+    /// Takes over what the whole fleet saw. A router of another release may say it in a way that is not understood here.
+    async fn learn(&self, fleet: &pb::Statistics) {
+        match convert::statistics_from_pb(fleet) {
+            // Refused only while the node stops.
+            Ok(fleet) => drop(self.store.tell(Ask::Inform { fleet }).await),
+            Err(cause) => tracing::debug!(%cause, "what the fleet saw is not taken"),
+        }
     }
 }
 
@@ -204,6 +231,8 @@ impl Session {
             },
         };
         let (send, stream) = mpsc::channel(STREAM_AHEAD);
+        // Whoever hears it may never have heard of this node.
+        self.seen.mark_changed();
         // The first message says who this is, so that the leader need not wait for news to know.
         if send.try_send(self.heartbeat(epoch)).is_err() {
             return Ended::Lost("own stream closed".to_owned());
@@ -227,6 +256,11 @@ impl Session {
         let generation = Generation(reply.generation);
         tracing::info!(%epoch, shards, %generation, "joined the cluster");
         self.joined = Some(Instant::now());
+        self.born.get_or_insert(epoch);
+        // Before all else that follows: whoever begins to evict knows it.
+        if let Some(fleet) = &reply.fleet {
+            self.link.learn(fleet).await;
+        }
         let stopped = || Ended::Lost("the node is stopping".to_owned());
         let joined = |reply| Ask::Joined { epoch, shards, generation, reply };
         self.link.store.ask(joined).await.map_err(|_| stopped())?;
@@ -274,6 +308,7 @@ impl Session {
                         self.seek.worked(address);
                         self.obey(directives).await;
                     }
+                    Ok(Some(Some(announce_reply::Body::Fleet(fleet)))) => self.link.learn(&fleet).await,
                     Ok(Some(Some(announce_reply::Body::Fenced(_)))) => return Ended::Fenced,
                     Ok(Some(Some(announce_reply::Body::NotLeader(other)))) => {
                         return Ended::Leader(other.address);
@@ -312,10 +347,28 @@ impl Session {
         client.leave(request).await.map(drop).map_err(|status| ended(&status))
     }
 
-    fn heartbeat(&self, epoch: Epoch) -> pb::AnnounceRequest {
+    /// What this node saw, if that is news to whoever hears it.
+    fn seen(&mut self) -> Option<pb::NodeStatistics> {
+        if !self.seen.has_changed().unwrap_or(false) {
+            return None;
+        }
+        let seen = Arc::clone(&self.seen.borrow_and_update());
+        // A policy that does not learn has nothing to say; one that forgot everything says so.
+        if seen.is_empty() && self.seen_seq == 0 {
+            return None;
+        }
+        self.seen_seq += 1;
+        let life = self.born.unwrap_or_default().0;
+        let statistics = Some(convert::statistics_to_pb(&seen));
+        Some(pb::NodeStatistics { life, seq: self.seen_seq, statistics })
+    }
+
+    fn heartbeat(&mut self, epoch: Epoch) -> pb::AnnounceRequest {
         let (dram_bytes, ssd_bytes) = self.link.shared().used_bytes();
         let directives_version = self.directives_version;
-        let beat = pb::Heartbeat { dram_bytes, ssd_bytes, directives_version, ..pb::Heartbeat::default() };
+        let seen = self.seen();
+        let beat =
+            pb::Heartbeat { dram_bytes, ssd_bytes, directives_version, seen, ..pb::Heartbeat::default() };
         self.link.request(CONTROL, epoch, announce_request::Body::Heartbeat(beat))
     }
 }

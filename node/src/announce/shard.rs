@@ -203,7 +203,8 @@ impl ShardStream {
                 self.outbox(|outbox| outbox.again_from(Seq(busy.seq)));
                 return Ok(Some(Duration::from_millis(busy.retry_after_ms.clamp(1, 1000))));
             }
-            None => {}
+            // Of all nodes only the control group speaks.
+            Some(announce_reply::Body::Fleet(_)) | None => {}
         }
         Ok(None)
     }

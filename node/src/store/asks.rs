@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kv_core::evict::BlockKey;
+use kv_core::evict::statistics::Statistics;
 use kv_core::id::{BlockHash, Epoch, Generation, GroupId, LeaseId, Seq, TenantId};
 use kv_core::tier::{Asker, PinOrder};
 use kvfleet_proto::pb;
@@ -103,6 +104,11 @@ pub enum Ask {
         quotas: Vec<(TenantId, u64)>,
         /// Times to live.
         ttls: Vec<(GroupId, Duration)>,
+    },
+    /// What the whole fleet saw of categories of blocks.
+    Inform {
+        /// Merged sums, in place of what was said before.
+        fleet: Statistics,
     },
     /// Waiting requests need what the newest window says (`windows`).
     SetWindow,

@@ -46,6 +46,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use kv_core::evict::BlockKey;
+use kv_core::evict::statistics::Statistics;
 use kv_core::id::{BlockHash, Epoch, Generation, NodeId, Seq, Timestamp};
 use kv_core::tier::Book;
 use kvfleet_transport::VisibleAt;
@@ -78,6 +79,8 @@ pub const BUSY_RETRY: Duration = Duration::from_millis(20);
 /// Housekeeping interval: leases, retries, gauges.
 const TICK: Duration = Duration::from_millis(20);
 
+/// Time between two words to the routers of what was seen: half an hour is remembered, so seconds are soon.
+const SAY_EVERY: Duration = Duration::from_secs(5);
 /// Interval of the policies' background work.
 const REFIT: Duration = Duration::from_secs(1);
 
@@ -92,6 +95,8 @@ pub struct Shared {
     pub filled: watch::Sender<u64>,
     /// Last acknowledged announcement of each shard.
     pub acked: watch::Sender<Point>,
+    /// What this node saw of categories of blocks, some seconds ago.
+    pub(crate) seen: watch::Sender<Arc<Statistics>>,
     windows: Windows,
     generation: AtomicU32,
     epoch: AtomicU64,
@@ -110,6 +115,7 @@ impl Shared {
             outboxes: Mutex::new(Outboxes::default()),
             filled: watch::Sender::new(0),
             acked: watch::Sender::new(Point::default()),
+            seen: watch::Sender::new(Arc::default()),
             windows: Windows::default(),
             generation: AtomicU32::new(0),
             epoch: AtomicU64::new(0),
@@ -222,6 +228,10 @@ pub(crate) struct Store {
     /// Bytes written again that the budget has taken in.
     rescued_bytes: u64,
     refitted: Instant,
+    /// When what was seen was said last.
+    said: Instant,
+    /// Categories of which it was told what the fleet saw.
+    fleet_categories: usize,
 }
 
 impl Store {
@@ -258,6 +268,8 @@ impl Store {
         let found = std::mem::take(&mut parts.rows);
         let mut store = Store {
             refitted: parts.started,
+            said: parts.started,
+            fleet_categories: 0,
             slots: Slots::new(Depth::of(parts.frame_bytes_max)),
             parts,
             queue: weak,
@@ -371,6 +383,10 @@ impl Store {
                 self.parts.book.set_quotas(quotas);
                 self.parts.book.set_ttls(ttls);
             }
+            Ask::Inform { fleet } => {
+                self.fleet_categories = fleet.categories().count();
+                self.parts.book.inform(&fleet, self.now());
+            }
             Ask::SetWindow => self.apply_windows(),
             Ask::Reannounce { shard, expected, reply } => {
                 self.reannounce(shard, expected);
@@ -451,6 +467,10 @@ impl Store {
         if self.refitted.elapsed() >= REFIT {
             self.refitted = Instant::now();
             self.parts.book.refit(now);
+        }
+        if self.said.elapsed() >= SAY_EVERY {
+            self.said = Instant::now();
+            self.parts.shared.seen.send_replace(Arc::new(self.parts.book.statistics(now)));
         }
         self.retry_ssd();
         self.look_at_ssds();

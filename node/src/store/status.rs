@@ -85,6 +85,8 @@ impl Store {
             prefetched_blocks: self.parts.book.prefetched_blocks(),
             ttl_groups: self.parts.book.ttl_groups() as u64,
             memory_bytes_max: self.parts.memory_bytes_max,
+            seen_categories: self.parts.shared.seen.borrow().categories().count() as u64,
+            fleet_categories: self.fleet_categories as u64,
             memory_peak_bytes: crate::memory::peak_bytes("self").unwrap_or(0),
         }
     }

@@ -344,7 +344,8 @@ impl Router for FakeRouter {
         state.next = 1;
         state.blocks.clear();
         let generation = state.generation;
-        Ok(Response::new(pb::JoinReply { epoch: state.epoch, directives: None, shards: 1, generation }))
+        let (epoch, directives, shards) = (state.epoch, None, 1);
+        Ok(Response::new(pb::JoinReply { epoch, directives, shards, generation, fleet: None }))
     }
 
     async fn announce(

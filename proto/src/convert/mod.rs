@@ -1,10 +1,12 @@
 //! Conversions between wire types and `kv-core` types, and the one error they share.
 //!
-//! One file per subject: `index` (what goes into the replicated index) and `schedule` (what surrounds
-//! a route call). Not here: meaning. A message that converts may still be refused by whoever gets it.
+//! One file per subject: `index` (what goes into the replicated index), `schedule` (what surrounds
+//! a route call) and `statistics` (what nodes saw of categories). Not here: meaning. A message that converts may still
+//! be refused by whoever gets it.
 
 mod index;
 mod schedule;
+mod statistics;
 
 pub use index::{
     announcement_from_pb, announcement_to_pb, change_from_pb, change_to_pb, changes_from_pb, hash_field,
@@ -12,6 +14,9 @@ pub use index::{
     node_digest_to_bytes, node_record_from_pb, parent_from_bytes, parent_to_bytes, tier_field,
 };
 pub use schedule::{category_from_parts, category_from_pb, category_to_parts, category_to_pb, holder_tier};
+pub use statistics::{statistics_from_pb, statistics_to_pb};
+
+use kv_core::evict::statistics::Unsound;
 
 /// Bytes of one hash on the wire.
 pub const HASH_BYTES: usize = 16;
@@ -67,4 +72,7 @@ pub enum ConvertError {
         /// The number.
         number: u32,
     },
+    /// Statistics that cannot have been counted.
+    #[error("statistics: {0}")]
+    Unsound(#[from] Unsound),
 }

@@ -66,7 +66,9 @@ pub(super) async fn join(shared: &Arc<Shared>, request: &pb::JoinRequest) -> Res
             let shards = shared.cluster.shards.into();
             // Of a later state than the join's, perhaps: then its epoch is over, and the node joins again.
             let generation = shared.control().published.read().index.generation().0;
-            Ok(pb::JoinReply { epoch: epoch.0, directives: Some(directives), shards, generation })
+            // Before it evicts anything: what it holds came after this.
+            let fleet = shared.fits.told.borrow().as_deref().cloned();
+            Ok(pb::JoinReply { epoch: epoch.0, directives: Some(directives), shards, generation, fleet })
         }
         Applied::Refused(refusal) => Err(refused(&refusal)),
         other => Err(Status::internal(format!("a join was answered by {other:?}"))),

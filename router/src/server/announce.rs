@@ -130,6 +130,8 @@ impl NodeStream {
         }
         let mut directives = self.shared.directives.clone();
         directives.mark_changed();
+        let mut fleet = self.shared.fits.told.clone();
+        fleet.mark_changed();
         let mut look = tokio::time::interval(LOOK_EVERY);
         let is_control = self.ingest().is_none();
         loop {
@@ -142,6 +144,13 @@ impl NodeStream {
                     let now_ms = self.shared.unix.now_ms();
                     let newest = told_at(&directives.borrow_and_update(), now_ms);
                     self.say(Reply::Directives(newest)).await
+                }
+                Ok(()) = fleet.changed(), if is_control => {
+                    let newest = fleet.borrow_and_update().as_deref().cloned();
+                    match newest {
+                        Some(newest) => self.say(Reply::Fleet(newest)).await,
+                        None => Ok(()),
+                    }
                 }
                 _ = look.tick() => match self.still_leads().and_then(|()| self.still_live()) {
                     Ok(()) => self.ask_for_all().await,
@@ -253,6 +262,11 @@ impl NodeStream {
             Some(Word::Heartbeat(beat)) => {
                 if self.group.number() == CONTROL {
                     self.shared.silence.lock().heard(speaker.node, speaker.epoch, self.shared.clock.now());
+                    // What is not taken is no reason to hear the node no more: it may be of another release.
+                    if let Some(seen) = &beat.seen {
+                        let took = self.shared.fits.heard.lock().heard(speaker.node, speaker.epoch, seen);
+                        self.shared.metrics.fits_heard(took);
+                    }
                 } else {
                     let digest = own_digest(&beat.digest)?;
                     let group = self.group.number();

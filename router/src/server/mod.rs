@@ -30,6 +30,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::clock::{Clock, UnixClock};
+use crate::fits::FleetFits;
 use crate::groups::{Group, Groups};
 use crate::ingest::Ingest;
 use crate::liveness::Silence;
@@ -79,6 +80,8 @@ pub(crate) struct Shared {
     pub(crate) fresh_shares: Mutex<FreshShares>,
     /// What every node must respect, newest version.
     pub(crate) directives: watch::Receiver<Arc<pb::Directives>>,
+    /// What nodes saw, and what they are told of it.
+    pub(crate) fits: FleetFits,
     /// Most blocks one announcement may hold.
     pub(crate) announce_blocks_max: usize,
     /// Ends what callers keep open and may open elsewhere: before `stop`, and at the latest with it.

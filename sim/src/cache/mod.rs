@@ -10,6 +10,7 @@ pub mod optimal;
 
 use crate::ids::{IdMap, mixed};
 use crate::trace::Request;
+use kv_core::evict::statistics::Statistics;
 use kv_core::evict::{BlockKey, BlockTraits, Policy};
 use kv_core::id::Timestamp;
 use serde::Serialize;
@@ -166,6 +167,17 @@ impl Cache {
     #[must_use]
     pub fn outcome(&self) -> Outcome {
         self.outcome
+    }
+
+    /// What its policy saw of each category.
+    #[must_use]
+    pub fn statistics(&mut self, now: Timestamp) -> Statistics {
+        self.policy.statistics(now)
+    }
+
+    /// Tells its policy what others saw.
+    pub fn inform(&mut self, fleet: &Statistics, now: Timestamp) {
+        self.policy.inform(fleet, now);
     }
 
     /// Blocks resident now.

@@ -53,6 +53,12 @@ impl Traffic {
         Traffic { name: name.to_owned(), seed: None, spec: None, requests, unique_blocks: unique.len() }
     }
 
+    /// All requests, in order of arrival.
+    #[must_use]
+    pub fn all(&self) -> &[Request] {
+        &self.requests
+    }
+
     /// Number of requests.
     #[must_use]
     pub fn requests(&self) -> usize {

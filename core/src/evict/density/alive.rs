@@ -107,7 +107,7 @@ fn add(sums: &mut Waiting, more: &Waiting) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::bands;
+    use super::super::super::bands;
     use super::*;
 
     #[test]

@@ -3,6 +3,7 @@
 //! Every class has one queue, one set of hazards and one table, so their number bounds the cost of a victim.
 //! Not here: what is known of a class ([`super::hazard`]) and who finds out a block's role ([`super`]).
 
+use crate::evict::statistics::Role;
 use crate::id::RequestKind;
 
 /// Number of classes, used or not. A victim compares the heads of all.
@@ -60,6 +61,33 @@ pub(super) enum Meaning {
     Session(usize, usize, Option<usize>),
     /// Pace bucket.
     Shared(usize),
+}
+
+impl Meaning {
+    /// What it is called on every node; nothing for what has no meaning of its own.
+    pub(super) fn role(self) -> Option<Role> {
+        match self {
+            Meaning::Partial => Some(Role::Partial),
+            Meaning::Arriving => None,
+            Meaning::Shared(pace) => Some(Role::Shared(pace as u8)),
+            Meaning::Session(kind, turn, finer) => {
+                let kind = *RequestKind::ALL.get(kind)?;
+                Some(Role::Session(kind, turn as u8, finer.map(|finer| finer as u8)))
+            }
+        }
+    }
+
+    /// What a role of the fleet is here.
+    pub(super) fn of(role: Role) -> Option<Meaning> {
+        match role {
+            Role::Partial => Some(Meaning::Partial),
+            Role::Shared(pace) => Some(Meaning::Shared(usize::from(pace))),
+            Role::Session(kind, turn, finer) => {
+                Some(Meaning::Session(kind as usize, usize::from(turn), finer.map(usize::from)))
+            }
+            Role::Paper(..) => None,
+        }
+    }
 }
 
 /// What a request says of the session it belongs to.

@@ -5,9 +5,10 @@
 //! population by `κ` observations; an observation is a request, not a block (see [`Evidence::fit`]). Not here: who
 //! counts exposure of what lives ([`super::alive`]).
 
+use super::super::bands::{self, BANDS};
 use super::alive::Waiting;
-use super::bands::{self, BANDS};
 use super::classes::{CLASSES, Class, Classes, KINDS, Meaning, SHARED_AT, TURNS};
+use crate::evict::statistics::{CategorySums, Statistics};
 
 /// A sum per band.
 pub(super) type Sums = [f64; BANDS];
@@ -77,6 +78,8 @@ const SHAPE_REQUESTS: f64 = 15.0;
 const SHAPE_REACH: usize = 1;
 /// Hazard assumed of partly filled tails, as a share of that of other blocks.
 const PARTIAL_WORTH: f64 = 0.05;
+/// What was seen of fewer blocks than this is not worth telling.
+const SEEN_MIN: f64 = 1.0;
 /// Populations that stand for themselves: partly filled tails, blocks of one session, shared blocks.
 const PARTIAL: usize = 0;
 const SESSIONS: usize = 1;
@@ -90,6 +93,16 @@ pub(super) struct Evidence {
     exposure_s: Vec<[f64; CLASSES]>,
     /// Sum of the sizes of clusters, and of their squares: blocks of one class used by one request.
     clusters: [(f64, f64); CLASSES],
+    /// What the fleet saw, in requests; not faded here.
+    told: Vec<(Meaning, Told)>,
+}
+
+/// What others saw of a population. Counted in requests, so that how many blocks their requests have says nothing of ours.
+#[derive(Clone, Copy, Debug)]
+struct Told {
+    is_any: bool,
+    reuses: Sums,
+    exposure_s: Sums,
 }
 
 /// A population: a class, or some that are estimated together.
@@ -99,6 +112,7 @@ struct Population {
     reuses: Sums,
     exposure_s: Sums,
     clusters: (f64, f64),
+    told: Told,
 }
 
 impl Evidence {
@@ -107,7 +121,34 @@ impl Evidence {
             reuses: vec![[0.0; CLASSES]; BANDS],
             exposure_s: vec![[0.0; CLASSES]; BANDS],
             clusters: [(0.0, 0.0); CLASSES],
+            told: Vec::new(),
         }
+    }
+
+    /// Takes what the fleet saw in place of what it was said to have seen before.
+    pub(super) fn inform(&mut self, fleet: &Statistics) {
+        let known = fleet.roles().filter_map(|(role, sums)| Some((Meaning::of(role)?, Told::of(sums))));
+        self.told = known.collect();
+    }
+
+    /// What was seen here, by what it means everywhere.
+    pub(super) fn statistics(&self, classes: &Classes) -> Statistics {
+        let mut all = Statistics::default();
+        for (class, meaning) in classes.meanings().into_iter().enumerate() {
+            let Some(role) = meaning.role() else { continue };
+            let of = |sums: &[[f64; CLASSES]], band: usize| sums[band][class];
+            let sums = CategorySums {
+                // Every wait begins at the first age.
+                uses: of(&self.exposure_s, 0) / width_s(0),
+                reuses: std::array::from_fn(|band| of(&self.reuses, band)),
+                exposure_s: std::array::from_fn(|band| of(&self.exposure_s, band)),
+                clusters: self.clusters[class],
+            };
+            if sums.blocks() >= SEEN_MIN {
+                all.add(role, &sums);
+            }
+        }
+        all
     }
 
     /// A block was used again at this age.
@@ -200,6 +241,7 @@ impl Evidence {
             reuses: [0.0; BANDS],
             exposure_s: [0.0; BANDS],
             clusters: (0.0, 0.0),
+            told: Told::NOTHING,
         };
         let mut all: Vec<Population> = vec![fresh(None); 3];
         all.extend((0..TURNS).map(|_| fresh(Some(SESSIONS))));
@@ -211,6 +253,17 @@ impl Evidence {
                 Meaning::Shared(_) => SHARED,
                 Meaning::Session(kind, turn, _) => by_kind + kind * TURNS + turn,
             })));
+        }
+        for (meaning, told) in &self.told {
+            // What is not told apart here is of its kind and turn.
+            let class = meanings.iter().position(|known| known == meaning).map(|class| first + class);
+            let wider = match meaning {
+                Meaning::Session(kind, turn, _) => Some(by_kind + kind * TURNS + turn),
+                _ => None,
+            };
+            if let Some(at) = class.or(wider) {
+                all[at].told.add(told);
+            }
         }
         for at in (0..all.len()).rev() {
             if let Some(class) = at.checked_sub(first) {
@@ -230,6 +283,25 @@ impl Evidence {
     }
 }
 
+impl Told {
+    const NOTHING: Told = Told { is_any: false, reuses: [0.0; BANDS], exposure_s: [0.0; BANDS] };
+
+    fn of(sums: &CategorySums) -> Told {
+        let weight = sums.weight();
+        let weighed = |sums: &Sums| sums.map(|sum| sum * weight);
+        Told { is_any: true, reuses: weighed(&sums.reuses), exposure_s: weighed(&sums.exposure_s) }
+    }
+
+    fn add(&mut self, other: &Told) {
+        if !other.is_any {
+            return;
+        }
+        self.is_any = true;
+        self.reuses.iter_mut().zip(other.reuses).for_each(|(sum, more)| *sum += more);
+        self.exposure_s.iter_mut().zip(other.exposure_s).for_each(|(sum, more)| *sum += more);
+    }
+}
+
 impl Population {
     fn add(&mut self, other: &Population) {
         for band in 0..BANDS {
@@ -238,6 +310,7 @@ impl Population {
         }
         self.clusters.0 += other.clusters.0;
         self.clusters.1 += other.clusters.1;
+        self.told.add(&other.told);
     }
 
     /// Mean size of the cluster a reused block is in, with one more cluster of the size usual in the wider
@@ -252,18 +325,22 @@ impl Population {
     }
 
     fn drawn(&self, prior: &Sums, cluster: f64, reach: usize, k: f64) -> Sums {
-        let expected: Sums = std::array::from_fn(|band| self.exposure_s[band] * prior[band]);
+        let due_of =
+            |exposure_s: &Sums| -> Sums { std::array::from_fn(|band| exposure_s[band] * prior[band]) };
+        let (expected, told_expected) = (due_of(&self.exposure_s), due_of(&self.told.exposure_s));
         std::array::from_fn(|band| {
             let (from, to) = (band.saturating_sub(reach), (band + reach).min(BANDS - 1));
-            let (mut seen, mut due) = (0.0, 0.0);
-            for (near, (reuses, expected)) in
-                self.reuses.iter().zip(&expected).enumerate().take(to + 1).skip(from)
-            {
-                let weight = 1.0 - near.abs_diff(band) as f64 / (reach + 1) as f64;
-                seen += weight * reuses;
-                due += weight * expected;
-            }
-            prior[band] * (seen / cluster + k) / (due / cluster + k)
+            let near = |sums: &Sums| {
+                let weighed =
+                    |near: usize| (1.0 - near.abs_diff(band) as f64 / (reach + 1) as f64) * sums[near];
+                (from..=to).map(weighed).sum::<f64>()
+            };
+            // Own blocks become requests here; what was told is in requests already.
+            let of = |own: &Sums, told: &Sums| {
+                near(own) / cluster + if self.told.is_any { near(told) } else { 0.0 }
+            };
+            let (seen, due) = (of(&self.reuses, &self.told.reuses), of(&expected, &told_expected));
+            prior[band] * (seen + k) / (due + k)
         })
     }
 }

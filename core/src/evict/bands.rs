@@ -1,14 +1,14 @@
 //! Ages on a logarithmic scale: four bands an octave from 16 ms to hours.
 //!
-//! Not here: what is counted per band ([`super::hazard`]).
+//! Not here: what is counted per band ([`super::density`], [`super::statistics`]).
 
 /// Number of bands. The last is open: 4.5 hours and more.
-pub(super) const BANDS: usize = 82;
+pub(crate) const BANDS: usize = 82;
 /// Ages below 2^14 µs are one band.
 const FIRST_BITS: u32 = 14;
 
 /// The band of an age.
-pub(super) fn band(age_us: u64) -> usize {
+pub(crate) fn band(age_us: u64) -> usize {
     // Whatever is younger is taken for the last of the first band, so that nothing has to be decided.
     let age_us = age_us.max((1 << FIRST_BITS) - 1);
     let octave = 63 - age_us.leading_zeros();
@@ -17,7 +17,7 @@ pub(super) fn band(age_us: u64) -> usize {
 }
 
 /// The age at which a band begins, in microseconds. That of `BANDS` is the end of time.
-pub(super) fn start_us(band: usize) -> u64 {
+pub(crate) fn start_us(band: usize) -> u64 {
     match band {
         0 => 0,
         1..BANDS => (4 + (band as u64 - 1) % 4) << (FIRST_BITS as usize + (band - 1) / 4 - 2),

@@ -1,0 +1,175 @@
+//! What one node learnt another has before it lets anything go: through a real router, with two real nodes.
+//!
+//! Not here: how sums add up and what they are worth (`kv_core::evict::statistics`), and what a node hits for it
+//! (`kvfleet trace joins`).
+#![allow(clippy::unwrap_used)]
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use chaos_tests::certificates;
+use chaos_tests::ports::unused_address;
+use chaos_tests::waiting::until;
+use kv_core::id::{BlockHash, Category, LeaseId, RequestId, RequestKind, TenantId};
+use kvfleet_node::{Node, NodeConfig, TlsSection};
+use kvfleet_proto::content;
+use kvfleet_proto::frame::{Frame, KeyForm, seal};
+use kvfleet_proto::pb::node_control_client::NodeControlClient;
+use kvfleet_proto::pb::{NodeStatusReply, NodeStatusRequest};
+use kvfleet_proto::tls::{Identity, TlsFiles};
+use kvfleet_router::{Router, RouterConfig, TlsConfig, VoterConfig};
+use kvfleet_transport::quic::{QuicConfig, QuicDialer};
+use kvfleet_transport::{Asker, Dialer, FetchAnswer, FetchRequest, Path as Way, Progress, SaveRequest};
+use prometheus::Registry;
+use tonic::transport::Endpoint;
+
+const BLOCK_BYTES: usize = 2048;
+
+/// Blocks that a node has room for.
+const ROOM: u64 = 16;
+
+async fn router(place: &Path, files: &TlsFiles, metrics: &Registry) -> (Router, String) {
+    let address = unused_address();
+    let TlsFiles { ca, cert, key } = files.clone();
+    let config = RouterConfig {
+        id: 1,
+        listen: address.clone(),
+        voters: vec![VoterConfig { id: 1, address: address.clone() }],
+        data_dir: place.join("router"),
+        tls: TlsConfig { ca, cert, key },
+        shards: 1,
+        ..RouterConfig::default()
+    };
+    (Router::start(config, metrics).await.unwrap(), address)
+}
+
+async fn node(place: &Path, files: &TlsFiles, router: &str, id: u32) -> Node {
+    let TlsFiles { ca, cert, key } = files.clone();
+    let config = NodeConfig {
+        id,
+        routers: vec![router.to_owned()],
+        data_dir: place.join(format!("node-{id}")),
+        dram_blocks: Some(ROOM),
+        ssd_blocks: Some(0),
+        block_bytes: BLOCK_BYTES as u64,
+        policy: "density".to_owned(),
+        watermark_high: 1.0,
+        watermark_low: 1.0,
+        tls: TlsSection { ca, cert, key },
+        ..NodeConfig::default()
+    };
+    Node::start(config, &Registry::new()).await.unwrap()
+}
+
+async fn status(identity: &Identity, node: &Node) -> NodeStatusReply {
+    let endpoint = Endpoint::from_shared(format!("https://{}", node.control_addr())).unwrap();
+    let channel = endpoint.tls_config(identity.client_tls()).unwrap().connect().await.unwrap();
+    NodeControlClient::new(channel).node_status(NodeStatusRequest {}).await.unwrap().into_inner()
+}
+
+fn hash(number: u64) -> BlockHash {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&number.to_le_bytes());
+    bytes[8..].copy_from_slice(&number.to_le_bytes());
+    BlockHash(bytes)
+}
+
+fn frame(hash: BlockHash) -> Frame {
+    let mut payload = vec![0; BLOCK_BYTES];
+    content::fill(hash, &mut payload);
+    let identity = NodeConfig::default().identity.manifest().digest();
+    seal(identity, hash, KeyForm::Rotated, &[BLOCK_BYTES as u32], &payload).unwrap()
+}
+
+fn asker(lease: u64, turn: u8) -> Asker {
+    Asker {
+        lease: LeaseId(lease),
+        request: RequestId(lease),
+        tenant: TenantId(0),
+        category: Category { kind: RequestKind::Agent, turn },
+        identity: NodeConfig::default().identity.manifest().digest(),
+        traceparent: String::new(),
+        class: None,
+    }
+}
+
+/// A request that saves two blocks and one that reads them again.
+async fn session(way: &Arc<dyn Way>, number: u64) {
+    let hashes: Vec<BlockHash> = (2 * number..2 * number + 2).map(hash).collect();
+    let save = SaveRequest {
+        asker: asker(2 * number + 1, 1),
+        parent: None,
+        first_offset_blocks: 0,
+        hashes: hashes.clone(),
+        frame_bytes: frame(hashes[0]).bytes.len() as u64,
+    };
+    way.save(save, &|position| frame(hashes[position])).await.unwrap();
+    way.release(LeaseId(2 * number + 1)).await.unwrap();
+    let fetch = FetchRequest {
+        asker: asker(2 * number + 2, 2),
+        epoch: Default::default(),
+        first_offset_blocks: 0,
+        hashes,
+        deadline: Duration::from_secs(20),
+        progress: Progress::default(),
+    };
+    let answer = way.fetch(fetch, &mut |_| {}).await.unwrap();
+    assert!(matches!(answer, FetchAnswer::Hit { .. } | FetchAnswer::Miss { .. }), "{answer:?}");
+    way.release(LeaseId(2 * number + 2)).await.unwrap();
+}
+
+fn left(status: &NodeStatusReply) -> u64 {
+    status.classes.iter().map(|class| class.demoted + class.dropped).sum()
+}
+
+fn counted(metrics: &Registry, name: &str, outcome: &str) -> f64 {
+    let families = metrics.gather();
+    let family = families.iter().find(|family| family.name() == name);
+    let rows = family.into_iter().flat_map(|family| family.get_metric());
+    let of = rows.filter(|row| row.get_label().iter().all(|label| label.value() == outcome));
+    of.map(|row| row.get_counter().get_value()).sum()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_joins_later_has_the_fit_before_its_first_eviction() {
+    let place = tempfile::tempdir().unwrap();
+    let files = certificates::make(place.path()).unwrap();
+    let identity = files.load().unwrap();
+    let metrics = Registry::new();
+    let (router, address) = router(place.path(), &files, &metrics).await;
+    let first = node(place.path(), &files, &address, 7).await;
+    let way =
+        QuicDialer::new(&identity, QuicConfig::default()).dial(first.data_addr().to_string()).await.unwrap();
+    let of_first = status(&identity, &first).await;
+    assert_eq!((of_first.seen_categories, of_first.fleet_categories), (0, 0), "nobody knows anything yet");
+    for number in 0..40 {
+        session(&way, number).await;
+    }
+    // The router says it to all, so to whoever it came from as well.
+    until("the first node's sums came round by the router", || async {
+        (status(&identity, &first).await.fleet_categories > 0).then_some(())
+    })
+    .await;
+    let of_first = status(&identity, &first).await;
+    assert!(of_first.seen_categories > 0 && left(&of_first) > 0, "{of_first:?}");
+    assert!(counted(&metrics, "kvfleet_fits_heard_total", "taken") >= 1.0);
+    assert_eq!(counted(&metrics, "kvfleet_fits_heard_total", "refused"), 0.0);
+
+    let second = node(place.path(), &files, &address, 8).await;
+    let joined = until("the second node has joined", || async {
+        Some(status(&identity, &second).await).filter(|status| status.epoch > 0)
+    })
+    .await;
+    assert!(joined.fleet_categories > 0, "it is told as it joins: {joined:?}");
+    assert_eq!((joined.seen_categories, left(&joined)), (0, 0), "and saw and let go nothing itself");
+    let way =
+        QuicDialer::new(&identity, QuicConfig::default()).dial(second.data_addr().to_string()).await.unwrap();
+    for number in 0..40 {
+        session(&way, number).await;
+    }
+    assert!(left(&status(&identity, &second).await) > 0);
+    first.shutdown().await;
+    second.shutdown().await;
+    router.shutdown().await;
+}

@@ -1,0 +1,144 @@
+//! `kvfleet trace joins`: what a node hits that joins in the middle of a trace, blind and told what the fleet saw.
+//!
+//! Not here: the fleets (`kvfleet_sim::joining`).
+
+use std::fmt::Write;
+
+use kv_core::evict;
+use kvfleet_sim::generate::{Kind, Spec};
+use kvfleet_sim::joining::{Joining, Plan, join};
+use kvfleet_sim::policies::Traffic;
+
+use super::read_trace;
+use crate::args::JoinsArgs;
+
+/// Has a node join every trace at every capacity, and says what came out.
+pub(super) fn run(args: &JoinsArgs) -> anyhow::Result<()> {
+    if !evict::NAMES.contains(&args.policy.as_str()) {
+        anyhow::bail!("policy {} is unknown: choose one of {}", args.policy, evict::NAMES.join(", "));
+    }
+    let mut all = Vec::new();
+    for path in &args.files {
+        let name =
+            path.file_stem().map_or_else(|| "trace".to_owned(), |stem| stem.to_string_lossy().into_owned());
+        all.push(joined(&[Traffic::recorded(&name, read_trace(path)?)], args));
+    }
+    for kind in Kind::ALL.into_iter().filter(|_| args.seeds > 0) {
+        let of = |seed| Spec { block_tokens: args.block_tokens, ..Spec::new(kind, seed, args.requests) };
+        let traffic: Vec<Traffic> = (1..=args.seeds).map(|seed| Traffic::generated(of(seed))).collect();
+        all.push(joined(&traffic, args));
+    }
+    if all.is_empty() {
+        anyhow::bail!("nothing to replay: name a trace, or generate some with --seeds 1");
+    }
+    let mut lines = String::new();
+    for joining in all.iter().flatten().flatten() {
+        let _ = writeln!(lines, "{}", serde_json::to_string(joining)?);
+    }
+    if let Some(path) = &args.out {
+        std::fs::write(path, &lines).map_err(|cause| {
+            anyhow::anyhow!("cannot write {}: {cause}; choose another --out", path.display())
+        })?;
+    }
+    print!("{}", if args.json { lines } else { tables(&all, args) });
+    Ok(())
+}
+
+/// Per capacity, what came of each seed.
+fn joined(traffic: &[Traffic], args: &JoinsArgs) -> Vec<Vec<Joining>> {
+    let at = |&capacity_share: &f64| {
+        let plan = Plan { policy: &args.policy, nodes: args.nodes, capacity_share, first: &args.first };
+        traffic.iter().filter_map(|traffic| join(traffic, &plan)).collect()
+    };
+    args.capacities.iter().map(at).collect()
+}
+
+/// Mean, least and greatest of a quantity over seeds, in points.
+fn spread(seeds: &[Joining], of: impl Fn(&Joining) -> f64) -> (f64, f64, f64) {
+    let points: Vec<f64> = seeds.iter().map(|joining| 100.0 * of(joining)).collect();
+    let mean = points.iter().sum::<f64>() / points.len().max(1) as f64;
+    let (least, most) = (points.iter().copied().reduce(f64::min), points.iter().copied().reduce(f64::max));
+    (mean, least.unwrap_or(mean), most.unwrap_or(mean))
+}
+
+fn gain_text((mean, least, most): (f64, f64, f64)) -> String {
+    format!("{mean:+.2} ({least:+.2} to {most:+.2})")
+}
+
+fn tables(all: &[Vec<Vec<Joining>>], args: &JoinsArgs) -> String {
+    let mut out = format!(
+        "{} nodes of policy {}, and one that joins in the middle; hit rates in points, gains with the least and the greatest of any seed\n\n",
+        args.nodes, args.policy
+    );
+    out.push_str("| traffic | capacity | its first requests | blind | told | gain |\n");
+    out.push_str("| --- | ---: | ---: | ---: | ---: | ---: |\n");
+    let places: Vec<&Vec<Joining>> = all.iter().flatten().filter(|seeds| !seeds.is_empty()).collect();
+    for seeds in &places {
+        for at in 0..args.first.len() {
+            let requests = seeds.iter().map(|joining| joining.first[at].requests).max().unwrap_or(0);
+            let (blind, told) = (
+                spread(seeds, |joining| joining.first[at].blind).0,
+                spread(seeds, |joining| joining.first[at].told).0,
+            );
+            let gain = gain_text(spread(seeds, |joining| joining.first[at].told - joining.first[at].blind));
+            let (traffic, share) = (&seeds[0].traffic, 100.0 * seeds[0].capacity_share);
+            let _ = writeln!(out, "| {traffic} | {share} % | {requests} | {blind:.2} | {told:.2} | {gain} |");
+        }
+    }
+    out.push_str(
+        "\n| traffic | capacity | all nodes over the whole trace, nobody told | all told | gain |\n",
+    );
+    out.push_str("| --- | ---: | ---: | ---: | ---: |\n");
+    for seeds in &places {
+        let [alone, told] = [0, 1].map(|at| spread(seeds, |joining| joining.fleet[at]).0);
+        let gain = gain_text(spread(seeds, |joining| joining.fleet[1] - joining.fleet[0]));
+        let (traffic, share) = (&seeds[0].traffic, 100.0 * seeds[0].capacity_share);
+        let _ = writeln!(out, "| {traffic} | {share} % | {alone:.2} | {told:.2} | {gain} |");
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::args::{Args, Command, TraceCommand};
+    use clap::Parser;
+
+    fn args(words: &[&str]) -> JoinsArgs {
+        let words = [&["kvfleet", "trace", "joins"], words].concat();
+        match Args::try_parse_from(words).unwrap().command {
+            Command::Trace(TraceCommand::Joins(args)) => args,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_table_shows_what_the_lines_say() {
+        let place = tempfile::tempdir().unwrap();
+        let out = place.path().join("joins.jsonl");
+        let mut args =
+            args(&["--requests", "200", "--seeds", "1", "--capacities", "0.02", "--first", "5,10"]);
+        args.out = Some(out.clone());
+        run(&args).unwrap();
+        let lines = std::fs::read_to_string(&out).unwrap();
+        assert_eq!(lines.lines().count(), 3, "a line for each kind");
+        let seed = |kind| Traffic::generated(Spec { block_tokens: 64, ..Spec::new(kind, 1, 200) });
+        let all: Vec<_> = Kind::ALL.into_iter().map(|kind| joined(&[seed(kind)], &args)).collect();
+        let same = all.iter().flatten().flatten().map(|joining| serde_json::to_string(joining).unwrap());
+        assert!(same.eq(lines.lines()), "the same arguments give the same figures");
+        let text = tables(&all, &args);
+        let told = 100.0 * all[1][0][0].first[1].told;
+        assert!(text.contains("| business | 2 % | 10 | ") && text.contains(&format!("| {told:.2} |")));
+    }
+
+    #[test]
+    fn what_cannot_be_done_is_said() {
+        let mut unknown = args(&["--seeds", "0"]);
+        assert!(run(&unknown).unwrap_err().to_string().contains("name a trace"));
+        unknown.policy = "clairvoyant".into();
+        assert!(run(&unknown).unwrap_err().to_string().contains("choose one of fifo"));
+        assert!(Args::try_parse_from(["kvfleet", "trace", "joins", "--capacities", "0"]).is_err());
+        assert!(Args::try_parse_from(["kvfleet", "trace", "joins", "--nodes", "0"]).is_err());
+    }
+}

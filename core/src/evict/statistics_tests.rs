@@ -1,0 +1,239 @@
+//! Sums of many nodes are those of one, whoever adds them in whatever order; and what cannot have been seen is not
+//! taken.
+
+#![allow(clippy::unwrap_used)]
+use super::*;
+use crate::evict::{BlockKey, BlockTraits, by_name};
+use crate::id::{Category, Timestamp};
+use proptest::prelude::*;
+
+/// Sums are of floating-point numbers, which add up in every order to within this share.
+const TOLERANCE: f64 = 1e-9;
+
+fn sums() -> impl Strategy<Value = CategorySums> {
+    let sum = || prop_oneof![Just(0.0), 0.0..10.0_f64, 0.0..1e12_f64];
+    let ages = || prop::collection::vec(sum(), AGES).prop_map(|ages| ages.try_into().unwrap());
+    (sum(), ages(), ages(), (sum(), sum())).prop_map(|(uses, reuses, exposure_s, clusters)| CategorySums {
+        uses,
+        reuses,
+        exposure_s,
+        clusters,
+    })
+}
+
+fn statistics() -> impl Strategy<Value = Statistics> {
+    let categories = prop::collection::btree_map(0..CATEGORIES_MAX as u32, sums(), 0..6);
+    categories.prop_map(|categories| {
+        let mut all = Statistics::default();
+        categories.into_iter().for_each(|(number, sums)| all.add_told(number, sums).unwrap());
+        all
+    })
+}
+
+fn merged<'a>(parts: impl IntoIterator<Item = &'a Statistics>) -> Statistics {
+    let mut all = Statistics::default();
+    parts.into_iter().for_each(|part| all.merge(part));
+    all
+}
+
+fn is_close(left: &Statistics, right: &Statistics) -> bool {
+    let near = |(a, b): (f64, f64)| (a - b).abs() <= TOLERANCE * a.max(b);
+    let all_near = |(a, b): (&CategorySums, &CategorySums)| a.numbers().zip(b.numbers()).all(near);
+    left.by_category.keys().eq(right.by_category.keys())
+        && left.by_category.values().zip(right.by_category.values()).all(all_near)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn it_does_not_matter_who_adds_what_first(a in statistics(), b in statistics(), c in statistics()) {
+        prop_assert_eq!(merged([&a, &b]), merged([&b, &a]));
+        prop_assert!(is_close(&merged([&merged([&a, &b]), &c]), &merged([&a, &merged([&b, &c])])));
+        prop_assert_eq!(merged([&a]), a);
+    }
+
+    #[test]
+    fn whatever_is_claimed_counts_for_so_many_requests_at_most(sums in sums()) {
+        let weight = sums.weight();
+        prop_assert!(weight > 0.0 && weight <= 1.0);
+        prop_assert!(sums.reused() * weight <= TOLD_REQUESTS * (1.0 + TOLERANCE));
+        for (band, seconds) in sums.exposure_s.iter().enumerate() {
+            prop_assert!(seconds * weight <= width_s(band) * TOLD_REQUESTS * (1.0 + TOLERANCE));
+        }
+    }
+
+    #[test]
+    fn what_cannot_have_been_seen_is_not_taken(sums in sums(), at in 0..2 * AGES + 3, bad in 0..4_usize) {
+        let mut unsound = sums.clone();
+        *unsound.numbers_mut().nth(at).unwrap() = [f64::NAN, f64::INFINITY, -1e-30, SUM_MAX * 1.001][bad];
+        let mut all = Statistics::default();
+        prop_assert_eq!(all.add_told(3, unsound), Err(Unsound::Sum { category: 3 }));
+        prop_assert!(all.is_empty());
+        prop_assert_eq!(all.add_told(3, sums.clone()), Ok(()));
+        prop_assert_eq!(all.add_told(3, sums.clone()), Err(Unsound::Twice { category: 3 }));
+        let none = CATEGORIES_MAX as u32;
+        prop_assert_eq!(all.add_told(none, sums.clone()), Err(Unsound::Category { number: none }));
+        prop_assert_eq!(all.add_told(u32::MAX, sums), Err(Unsound::Category { number: u32::MAX }));
+    }
+
+    #[test]
+    fn sums_stay_numbers_however_many_are_added(sums in sums()) {
+        let mut all = Statistics::default();
+        let most = CategorySums { uses: SUM_MAX, ..sums };
+        (0..100).for_each(|_| all.add(Role::Partial, &most));
+        prop_assert!(all.of(Role::Partial).unwrap().numbers().all(|sum| (0.0..=SUM_MAX).contains(&sum)));
+    }
+}
+
+#[test]
+fn every_number_is_one_role_and_every_role_one_number() {
+    let roles: Vec<Role> =
+        (0..CATEGORIES_MAX as u16).map(|number| Role::of_number(number).unwrap()).collect();
+    assert!(roles.iter().enumerate().all(|(number, role)| usize::from(role.number()) == number));
+    assert_eq!(Role::of_number(CATEGORIES_MAX as u16), None);
+    assert_eq!(Role::of_number(u16::MAX), None);
+}
+
+#[test]
+fn the_distance_is_of_what_counts() {
+    let of = |uses: f64, band: usize| {
+        let mut sums = CategorySums { uses, ..CategorySums::default() };
+        sums.reuses[band] = uses / 2.0;
+        let mut all = Statistics::default();
+        all.add(Role::Shared(2), &sums);
+        all
+    };
+    assert_eq!(of(50.0, 7).distance(&of(50.0, 7)), 0.0);
+    assert!(of(1e6, 7).distance(&of(2e6, 7)) < 1e-9, "more of the same is nothing new");
+    assert!((of(1e6, 7).distance(&of(1e6, 9)) - 2.0).abs() < 1e-9);
+    assert!(of(50.0, 7).distance(&Statistics::default()) > 1.0);
+    assert!(of(0.01, 7).distance(&Statistics::default()) < 0.1, "less than a request is nothing yet");
+}
+
+#[test]
+fn what_is_long_ago_is_forgotten() {
+    let mut all = Statistics::default();
+    all.add(Role::Shared(2), &CategorySums { uses: 64.0, ..CategorySums::default() });
+    (0..6).for_each(|_| all.fade(0.5));
+    assert_eq!(all.of(Role::Shared(2)).map(|sums| sums.uses), Some(1.0));
+    all.fade(f64::MAX);
+    assert!(!all.is_empty());
+    all.fade(0.4);
+    assert!(all.is_empty());
+}
+
+/// Serves sessions with numbers from `from` on, in steps: after 20 s each comes back, but not those of the other
+/// kind.
+fn serve(policy: &mut dyn crate::evict::Policy, from: u64, step: usize, sessions: u64) {
+    let traits = |block: u64, kind: RequestKind, turn: u8, offset: u32| BlockTraits {
+        category: Category { kind, turn },
+        offset_blocks: offset,
+        bytes: 1,
+        is_partial: false,
+        fingerprint: (block + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15),
+    };
+    let key = |block: u64| BlockKey(u32::try_from(block).unwrap());
+    for at in (from..sessions).step_by(step) {
+        let now = Timestamp((at + 1) * 1_000_000);
+        policy.refit(now);
+        for (offset, block) in [(1, 4 * at + 1), (0, 4 * at)] {
+            policy.insert(key(block), traits(block, RequestKind::Text, 1, offset), now);
+            policy.settle(key(block), traits(block, RequestKind::Text, 1, offset), now);
+        }
+        let other = Timestamp(now.0 + 300_000);
+        policy.insert(key(4 * at + 2), traits(4 * at + 2, RequestKind::File, 1, 0), other);
+        policy.settle(key(4 * at + 2), traits(4 * at + 2, RequestKind::File, 1, 0), other);
+        // The one before it in the same steps whose time has come.
+        let back = (20_u64).next_multiple_of(step as u64);
+        if let Some(before) = at.checked_sub(back).filter(|before| *before >= from) {
+            let now = Timestamp(now.0 + 600_000);
+            for (offset, block) in [(1, 4 * before + 1), (0, 4 * before)] {
+                policy.access(key(block), traits(block, RequestKind::Text, 2, offset), now);
+            }
+        }
+    }
+}
+
+/// Merged sums of nodes that each saw every second or third session are those of one that saw all of them, to within
+/// 15 %: nodes see other neighbours in time, so slots of waits fall otherwise and forgetting goes by other steps.
+#[test]
+fn merged_sums_of_shards_are_those_of_the_whole() {
+    for name in ["density", "workload"] {
+        let end = Timestamp(700_000_000);
+        let of = |from, step| {
+            let mut policy = by_name(name, 0).unwrap();
+            serve(policy.as_mut(), from, step, 600);
+            policy.refit(end);
+            policy.statistics(end)
+        };
+        let (whole, shards) = (of(0, 1), [of(0, 2), of(1, 2)]);
+        let together = merged(&shards);
+        let reused = |all: &Statistics| all.categories().map(|(_, sums)| sums.reused()).sum::<f64>();
+        let blocks = |all: &Statistics| all.categories().map(|(_, sums)| sums.blocks()).sum::<f64>();
+        for (what, of) in [("reused", &reused as &dyn Fn(&Statistics) -> f64), ("seen", &blocks)] {
+            let (whole, together) = (of(&whole), of(&together));
+            assert!(
+                whole > 100.0 && (together / whole - 1.0).abs() < 0.15,
+                "{name}: {what} {together} of {whole}"
+            );
+        }
+    }
+}
+
+/// A fresh policy that is told what another learnt lets the same leave: what is not asked for again, though it came
+/// later.
+#[test]
+fn who_is_told_lets_leave_what_who_learnt_it_would() {
+    for name in ["density", "workload"] {
+        let end = Timestamp(700_000_000);
+        let mut learnt = by_name(name, 0).unwrap();
+        serve(learnt.as_mut(), 0, 1, 600);
+        let fleet = learnt.statistics(end);
+        let category_of_victim = |told: bool| {
+            let mut fresh = by_name(name, 0).unwrap();
+            if told {
+                fresh.inform(&fleet, Timestamp(0));
+            }
+            // Both a second old or less; the one of which nobody comes back is the newer one.
+            serve(fresh.as_mut(), 0, 1, 1);
+            fresh.victim(Timestamp(2_000_000), &|_| false).unwrap()
+        };
+        assert_ne!(category_of_victim(false), BlockKey(2), "{name}: a fresh one goes by the last use");
+        assert_eq!(category_of_victim(true), BlockKey(2), "{name}");
+        assert!(by_name("lru", 0).unwrap().statistics(end).is_empty());
+    }
+}
+
+/// Somebody has the fleet say the contrary of what a node sees: the node's own requests prevail.
+#[test]
+fn own_observations_prevail_over_what_was_told() {
+    for name in ["density", "workload"] {
+        let end = Timestamp(700_000_000);
+        let mut honest = by_name(name, 0).unwrap();
+        serve(honest.as_mut(), 0, 1, 600);
+        let mut lies = Statistics::default();
+        for (role, sums) in honest.statistics(end).roles() {
+            let is_file =
+                matches!(role, Role::Session(RequestKind::File, ..) | Role::Paper(RequestKind::File, _));
+            let mut lie = CategorySums { uses: 1e15, ..CategorySums::default() };
+            match is_file {
+                true => lie.reuses[10] = 1e15,
+                false => lie.exposure_s = sums.exposure_s.map(|seconds| seconds * 1e9),
+            }
+            lies.add(role, &lie);
+        }
+        let victim = |requests: u64| {
+            let mut policy = by_name(name, 0).unwrap();
+            policy.inform(&lies, Timestamp(0));
+            serve(policy.as_mut(), 0, 1, requests);
+            let now = Timestamp((requests + 1) * 1_000_000);
+            policy.refit(now);
+            // Of the newest session alone: the last but two is of the kind that does not come back.
+            let newest = 4 * (requests - 1);
+            policy.victim(now, &|key| u64::from(key.0) < newest).unwrap().0 - newest as u32
+        };
+        assert_ne!(victim(1), 2, "{name}: at first it believes what it is told");
+        assert_eq!(victim(3_000), 2, "{name}: in the end what it sees");
+    }
+}
