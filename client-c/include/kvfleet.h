@@ -137,10 +137,10 @@ kvf_status kvf_hasher_identity(const kvf_hasher *hasher, kvf_hash *identity);
 
 /* The same model with weights of this generation, which `kvfleet weights` counts from 0: to be named by fetches and saves of
  * an engine that has those loaded. Nodes tell one that names another what it misses by reason 9. Other weights leave the hashes
- * of blocks as they are. */
-static inline kvf_hash kvf_identity_of_generation(kvf_hash identity, uint32_t generation) {
-    for (int at = 0; at < 4; at++) identity.bytes[12 + at] ^= (uint8_t)(generation >> (8 * at));
-    return identity;
+ * of blocks as they are. `manifest` is what kvf_hasher_identity gives, never what this returned before. */
+static inline kvf_hash kvf_identity_of_generation(kvf_hash manifest, uint32_t generation) {
+    for (int at = 0; at < 4; at++) manifest.bytes[12 + at] ^= (uint8_t)(generation >> (8 * at));
+    return manifest;
 }
 
 /* Hashes of all blocks of a prompt, in order; the last one may be partly filled. `count` is how many there are, also

@@ -18,6 +18,7 @@ use super::pins::Pins;
 use super::quota::QuotaRows;
 use super::share::Shares;
 use super::ttl::TtlRows;
+use super::void::VoidLooks;
 use super::watermark::{Capacity, TierLimits};
 use super::window::Window;
 use crate::evict::statistics::Statistics;
@@ -123,6 +124,7 @@ pub struct Book {
     pub(super) listing: Option<(usize, usize)>,
     /// Where in the slab the search for blocks of earlier weights goes on, and where it ends.
     pub(super) voiding: Option<(usize, usize)>,
+    pub(super) void_looks: VoidLooks,
     pub(super) stamp: u64,
     pub(super) pins: Pins,
     pub(super) changes: ChangeLog,
@@ -169,6 +171,7 @@ impl Book {
             over_quota: BTreeSet::new(),
             listing: None,
             voiding: None,
+            void_looks: VoidLooks::default(),
             stamp: 0,
             pins: Pins::new(limits.seed),
             changes: ChangeLog::default(),

@@ -92,6 +92,9 @@ impl Book {
         }
         if let Some(goal) = limits.goal(shelf.used, cost) {
             self.sweep_void(|book| book.shelf(tier).used.saturating_add(cost) <= goal);
+        }
+        // What was void may have been enough.
+        if let Some(goal) = limits.goal(self.shelf(tier).used, cost) {
             let mut evicted = 0;
             loop {
                 let used = self.shelf(tier).used;
@@ -128,6 +131,9 @@ impl Book {
         weighed: Weighed,
         now: Timestamp,
     ) -> bool {
+        if self.slab.is_void(victim) {
+            return true;
+        }
         let Some(entry) = self.slab.get(victim) else { return true };
         let (order, share) = (entry.order(), entry.share);
         let shelf = self.shelf_mut(tier);

@@ -16,6 +16,13 @@ pub const VOID_PLACES_MAX: usize = 16_384;
 /// Blocks that one step drops: less than a millisecond of that task. A step every 20 ms drops 51,200 blocks a second.
 pub const VOID_BLOCKS_MAX: usize = 1024;
 
+/// What was looked at and dropped since the last step that nobody asked for.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct VoidLooks {
+    places: usize,
+    blocks: usize,
+}
+
 impl Book {
     /// The same book, whose blocks are of this generation. For one that is empty.
     #[must_use]
@@ -52,9 +59,13 @@ impl Book {
         true
     }
 
-    /// Drops void blocks that nothing holds, at most [`VOID_BLOCKS_MAX`] of them. Returns how many.
+    /// Drops void blocks that nothing holds, at most [`VOID_BLOCKS_MAX`] of them, and lets whoever needs room drop as many until it is called again. Returns
+    /// how many it dropped.
     pub fn drop_void_blocks(&mut self) -> usize {
-        self.sweep_void(|_| false)
+        self.void_looks = VoidLooks::default();
+        let dropped = self.sweep_void(|_| false);
+        self.void_looks = VoidLooks::default();
+        dropped
     }
 
     /// Whether there may be void blocks that nothing holds.
@@ -63,21 +74,24 @@ impl Book {
         self.voiding.is_some()
     }
 
-    /// One step of the search for them, until it is enough.
+    /// One step of the search for them, until it is enough. One request may ask for room thousands of times: what is looked at and dropped for all of that
+    /// between two calls of [`Self::drop_void_blocks`] is bounded as one step is.
     pub(super) fn sweep_void(&mut self, is_enough: impl Fn(&Book) -> bool) -> usize {
-        let (mut looked_at, mut dropped) = (0, 0);
+        let mut dropped = 0;
         while let Some((place, end)) = self.voiding {
             if place >= end {
                 self.voiding = None;
                 break;
             }
-            if looked_at >= VOID_PLACES_MAX || dropped >= VOID_BLOCKS_MAX || is_enough(self) {
+            let VoidLooks { places, blocks } = self.void_looks;
+            if places >= VOID_PLACES_MAX || blocks >= VOID_BLOCKS_MAX || is_enough(self) {
                 break;
             }
             self.voiding = Some((place + 1, end));
-            looked_at += 1;
             // What is held goes when that ends.
-            dropped += usize::from(self.drop_if_void(BlockKey(u32::try_from(place).unwrap_or(u32::MAX))));
+            let goes = self.drop_if_void(BlockKey(u32::try_from(place).unwrap_or(u32::MAX)));
+            dropped += usize::from(goes);
+            self.void_looks = VoidLooks { places: places + 1, blocks: blocks + usize::from(goes) };
         }
         dropped
     }

@@ -263,7 +263,7 @@ impl Session {
         }
         let stopped = || Ended::Lost("the node is stopping".to_owned());
         let joined = |reply| Ask::Joined { epoch, shards, generation, reply };
-        self.link.store.ask(joined).await.map_err(|_| stopped())?;
+        self.link.store.ask(joined).await.map_err(|_| stopped())?.map_err(Ended::Lost)?;
         if let Some(directives) = reply.directives {
             self.obey(directives).await;
         }

@@ -93,8 +93,8 @@ pub enum Ask {
         shards: u16,
         /// The weights in force.
         generation: Generation,
-        /// Note taken: the outboxes announce everything.
-        reply: oneshot::Sender<()>,
+        /// Note taken: the outboxes announce everything. Or why not, and nothing has changed.
+        reply: oneshot::Sender<Result<(), String>>,
     },
     /// The routers' directives.
     Directives {

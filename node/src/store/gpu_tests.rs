@@ -310,6 +310,7 @@ async fn blocks_on_the_gpu_are_told_of_as_such() {
         .store
         .ask(|reply| Ask::Joined { epoch: Epoch(1), shards: 1, generation: Generation(0), reply })
         .await
+        .unwrap()
         .unwrap();
     bench.saved(1, 0..1).await;
     let _ = read(&bench, 2, 0).await;

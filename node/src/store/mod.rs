@@ -375,8 +375,8 @@ impl Store {
             }
             Ask::Renew { lease } => self.parts.book.renew(lease, self.now()),
             Ask::Joined { epoch, shards, generation, reply } => {
-                self.joined(epoch, shards, generation);
-                let _ = reply.send(());
+                let joined = self.joined(epoch, shards, generation);
+                let _ = reply.send(joined);
             }
             Ask::Directives { pins, quotas, ttls } => {
                 self.parts.book.set_pins(pins, self.now());
@@ -399,10 +399,23 @@ impl Store {
         }
     }
 
-    fn joined(&mut self, epoch: Epoch, shards: u16, generation: Generation) {
+    /// Others weights take force here before anything is announced under them, and are noted on SSD before that: a small file on each device, for which
+    /// everybody waits, once for each change.
+    fn joined(&mut self, epoch: Epoch, shards: u16, generation: Generation) -> Result<(), String> {
         let before = self.parts.book.generation();
+        if let Some(ssd) = self.parts.ssd.as_ref().filter(|_| generation != before) {
+            ssd.note_weights(generation).map_err(|cause| {
+                format!(
+                    "generation {generation} of the weights cannot be noted on SSD ({cause}): mend or empty its directory, or start the node without SSD"
+                )
+            })?;
+        }
         if self.parts.book.set_generation(generation, self.now()) {
-            tracing::info!(%before, now = %generation, "other weights are in force: what was computed with earlier ones is void");
+            if generation < before {
+                tracing::warn!(%before, now = %generation, "the routers count generations of weights anew, having lost their state: what this node has is void; tell instances the number that `kvfleet weights` shows");
+            } else {
+                tracing::info!(%before, now = %generation, "other weights are in force: what was computed with earlier ones is void");
+            }
             self.parts.shared.generation.store(generation.0, Ordering::Release);
         }
         let everything = self.parts.book.announce_all();
@@ -410,6 +423,7 @@ impl Store {
         self.parts.shared.epoch.store(epoch.0, Ordering::Release);
         self.parts.shared.joined.send_replace(epoch);
         self.parts.shared.filled();
+        Ok(())
     }
 
     fn reannounce(&mut self, shard: u16, expected: Option<Seq>) {

@@ -16,7 +16,7 @@ fn who(lease: u64) -> Asker {
 
 async fn join(bench: &Bench, epoch: u64, generation: u32) {
     let (epoch, generation) = (Epoch(epoch), Generation(generation));
-    bench.store.ask(|reply| Ask::Joined { epoch, shards: 1, generation, reply }).await.unwrap();
+    bench.store.ask(|reply| Ask::Joined { epoch, shards: 1, generation, reply }).await.unwrap().unwrap();
 }
 
 #[tokio::test]

@@ -75,6 +75,19 @@ fn one_step_is_bounded() {
 }
 
 #[test]
+fn who_needs_room_a_thousand_times_sweeps_as_much_as_one_step() {
+    let count = 2 * VOID_BLOCKS_MAX as u64;
+    let mut book = blocks(count, 0);
+    request(&mut book, &(0..count).collect::<Vec<_>>(), 1);
+    set(&mut book, 1, 2);
+    let dropped: usize = (0..1_000).map(|_| book.sweep_void(|_| false)).sum();
+    assert_eq!(dropped, VOID_BLOCKS_MAX);
+    // And what nobody asked for goes on beside it.
+    assert_eq!(book.drop_void_blocks(), VOID_BLOCKS_MAX);
+    assert_eq!(book.stats(Tier::Dram).blocks, 0);
+}
+
+#[test]
 fn a_lease_from_before_reads_on_and_the_block_goes_with_it() {
     let mut book = blocks(2, 0);
     request(&mut book, &[1, 2], 1);
@@ -165,9 +178,15 @@ fn what_waited_to_be_written_to_ssd_is_not() {
     let keys = wanted(&offer(&mut book, 2, &[3, 4], 2));
     assert_eq!(keys.len(), 2, "two are to leave for them");
     set(&mut book, 1, 3);
+    while book.has_void_blocks() {
+        book.drop_void_blocks();
+    }
+    let mut dropped = 0;
     while let Some(action) = book.next_action(ALL_ROOM) {
         assert!(matches!(action, Action::DropDram { .. }), "{action:?}");
+        dropped += 1;
     }
+    assert_eq!((dropped, book.stats(Tier::Ssd).blocks), (2, 0), "both of those that were to leave");
 }
 
 #[test]

@@ -23,6 +23,7 @@ pub mod shape;
 mod slow;
 #[cfg(test)]
 mod tests;
+mod weights;
 mod writing;
 
 pub use depth::Depth;
@@ -50,6 +51,7 @@ use mailbox::Mailbox;
 use recover::Recovery;
 use ring::Ring;
 use shape::Shape;
+use weights::Noted;
 
 /// Jobs handed to a device and not yet reported; callers are told to come again above it.
 pub const JOBS_MAX: usize = 1024;
@@ -129,11 +131,11 @@ pub struct FoundBlock {
 /// What a start found.
 #[derive(Debug, Default)]
 pub struct ScanReport {
-    /// Blocks, oldest first: those of the highest generation that was found.
+    /// Blocks, oldest first: those of the generation that the node was told last, written since.
     pub blocks: Vec<FoundBlock>,
     /// That generation.
     pub generation: Generation,
-    /// Blocks of earlier ones, which are left out and free.
+    /// All others, which are left out and free.
     pub void: u64,
     /// Records and segments skipped: damaged, unreadable, or too long for this node.
     pub damaged: u64,
@@ -200,7 +202,7 @@ pub struct Ssd {
     scrub_turn: usize,
     sequence: u64,
     /// Held as long as this handle.
-    _dirs: Vec<Directory>,
+    dirs: Vec<Directory>,
 }
 
 impl Ssd {
@@ -219,37 +221,88 @@ impl Ssd {
             let opened = ssd.open_dir(config, dir, reports.clone(), &mut report);
             opened.map_err(|cause| SsdError { dir: dir.clone(), cause })?;
         }
-        ssd.order(&mut report);
+        let noted = ssd.noted(&report)?;
+        ssd.order(noted, &mut report);
         Ok((ssd, report))
     }
 
     fn empty() -> Ssd {
-        Ssd { lanes: Vec::new(), turn: 0, scrub_turn: 0, sequence: 0, _dirs: Vec::new() }
+        Ssd { lanes: Vec::new(), turn: 0, scrub_turn: 0, sequence: 0, dirs: Vec::new() }
     }
 
     /// Brings what all devices hold into one order.
-    fn order(&mut self, report: &mut ScanReport) {
+    fn order(&mut self, noted: Noted, report: &mut ScanReport) {
         // A record that was being moved may be at both places, with one number: rather the one that was read. Runs that
         // are in order already, as most segments are, are only put together.
         report.blocks.sort_by_key(|found| (found.header.sequence, found.is_verified));
         self.sequence = report.blocks.last().map_or(0, |found| found.header.sequence);
-        self.keep_last_weights(report);
+        self.keep_these_weights(noted, report);
         self.keep_newest(&mut report.blocks);
     }
 
-    /// What was computed with earlier weights is not brought back: nobody may read it.
-    fn keep_last_weights(&mut self, report: &mut ScanReport) {
-        let newest = report.blocks.iter().map(|found| found.header.generation).max().unwrap_or_default();
-        report.generation = newest;
+    /// What the node was told last of its weights. Where that cannot be read nothing is brought back, and it is noted anew.
+    fn noted(&self, report: &ScanReport) -> Result<Noted, SsdError> {
+        let (mut noted, mut is_known) = (Noted::default(), true);
+        for dir in &self.dirs {
+            match weights::read(&dir.path) {
+                // A device that was away while others were told knows less than they.
+                Ok(found) => {
+                    noted = [noted, found.unwrap_or_default()]
+                        .into_iter()
+                        .max_by_key(|noted| noted.after)
+                        .unwrap_or_default()
+                }
+                Err(cause) => {
+                    tracing::error!(dir = %dir.path.display(), %cause, "of which weights the SSD blocks are cannot be read: none of them is served, and it is noted anew; look at the device");
+                    is_known = false;
+                }
+            }
+        }
+        if is_known {
+            return Ok(noted);
+        }
+        let last = report.blocks.iter().map(|found| found.header.sequence).max().unwrap_or_default();
+        let anew = Noted { generation: noted.generation, after: noted.after.max(last) };
+        for dir in &self.dirs {
+            weights::write(&dir.path, anew).map_err(|cause| SsdError { dir: dir.path.clone(), cause })?;
+        }
+        Ok(anew)
+    }
+
+    /// What was written before the node was told of these weights is not brought back, nor is what is of others.
+    fn keep_these_weights(&mut self, noted: Noted, report: &mut ScanReport) {
+        report.generation = noted.generation;
+        self.sequence = self.sequence.max(noted.after);
         let found = report.blocks.len();
         report.blocks.retain(|found| {
-            let keep = found.header.generation == newest;
+            let RecordHeader { generation, sequence, .. } = found.header;
+            let keep = generation == noted.generation && sequence > noted.after;
             if !keep {
                 self.free(found.record);
             }
             keep
         });
         report.void = (found - report.blocks.len()) as u64;
+    }
+
+    /// Notes that other weights are in force from here on, before anything is written under them.
+    ///
+    /// # Errors
+    /// When no directory takes the note: after a restart nobody would know.
+    pub fn note_weights(&self, generation: Generation) -> io::Result<()> {
+        let noted = Noted { generation, after: self.sequence };
+        let mut failed = None;
+        let mut is_noted = self.dirs.is_empty();
+        for dir in &self.dirs {
+            match weights::write(&dir.path, noted) {
+                Ok(()) => is_noted = true,
+                Err(cause) => {
+                    tracing::error!(dir = %dir.path.display(), %cause, "which weights are in force cannot be noted");
+                    failed = Some(cause);
+                }
+            }
+        }
+        failed.filter(|_| !is_noted).map_or(Ok(()), Err)
     }
 
     fn open_dir(
@@ -279,7 +332,7 @@ impl Ssd {
         };
         report.quarantined.append(&mut directory.quarantined);
         self.open_device(config, device, shape, directory.file().display().to_string(), reports, report)?;
-        self._dirs.push(directory);
+        self.dirs.push(directory);
         Ok(())
     }
 

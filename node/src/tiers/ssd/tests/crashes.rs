@@ -74,7 +74,7 @@ fn open_with(device: Arc<FaultyDevice>, segments: u32) -> Run {
     let (mut report, mut ssd) = (ScanReport::default(), Ssd::empty());
     let theirs: Arc<dyn Device> = Arc::<FaultyDevice>::clone(&device);
     ssd.open_device(&config, theirs, shape, "faulty".to_owned(), send, &mut report).unwrap();
-    ssd.order(&mut report);
+    ssd.order(Noted::default(), &mut report);
     let arena = Arena::new(ArenaShape::equal(frame_bytes_max, 4, 0)).unwrap();
     let bench = Bench { ssd, reports, report, arena };
     Run { bench, device, committed: BTreeMap::new(), writing: BTreeMap::new(), token: 0, loads: 0 }

@@ -514,6 +514,7 @@ fn a_start_brings_back_blocks_of_the_last_weights_and_frees_the_room_of_others()
     for number in 0..6 {
         save(&mut bench, 0, number);
     }
+    bench.ssd.note_weights(Generation(7)).unwrap();
     let of_now: Vec<SsdRecord> = (3..9).map(|number| save(&mut bench, 7, number)).collect();
     let read = |bench: &mut Bench, record, number: u8, generation| {
         let into = bench.arena.take(frame(number).len(), Purpose::Load).unwrap();
@@ -537,6 +538,61 @@ fn a_start_brings_back_blocks_of_the_last_weights_and_frees_the_room_of_others()
     for number in 20..30 {
         save(&mut bench, 7, number);
     }
+}
+
+/// Routers that lost their state count anew: a number then stands for other weights than before.
+#[test]
+fn a_number_that_is_told_again_brings_nothing_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), true);
+    let mut bench = open(&config);
+    (1..=4).for_each(|number| assert!(bench.save(number).is_ok()));
+    for generation in [1, 0] {
+        bench.ssd.note_weights(Generation(generation)).unwrap();
+        drop(bench);
+        bench = open(&config);
+        assert!(bench.found().is_empty(), "what is of generation 0 is of the weights before");
+        assert_eq!(bench.report.generation, Generation(generation));
+    }
+    (5..=6).for_each(|number| assert!(bench.save(number).is_ok()));
+    drop(bench);
+    for _ in 0..2 {
+        let bench = open(&config);
+        assert_eq!(bench.found(), [5, 6], "what was written since, at every start");
+    }
+}
+
+#[test]
+fn where_the_note_of_weights_is_torn_nothing_is_served_and_what_comes_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), true);
+    let mut bench = open(&config);
+    bench.save(1).unwrap();
+    drop(bench);
+    std::fs::write(dir.path().join("weights.kvs"), b"torn").unwrap();
+    let log = Log::start();
+    let mut bench = open(&config);
+    says("a torn note of weights", &log.line("of which weights"), &[&dir.path().display().to_string()]);
+    assert!(bench.found().is_empty());
+    bench.save(2).unwrap();
+    drop(bench);
+    assert_eq!(open(&config).found(), [2]);
+}
+
+#[test]
+fn weights_that_no_device_notes_do_not_take_force() {
+    let dir = tempfile::tempdir().unwrap();
+    let dirs = vec![dir.path().join("a"), dir.path().join("b")];
+    let config = SsdConfig { dirs: dirs.clone(), ..config(dir.path(), true) };
+    let mut bench = open(&config);
+    (1..=2).for_each(|number| assert!(bench.save(number).is_ok()));
+    // Where the new file would be is a folder: it cannot be made.
+    std::fs::create_dir(dirs[0].join("weights.kvs.new")).unwrap();
+    bench.ssd.note_weights(Generation(1)).unwrap();
+    std::fs::create_dir(dirs[1].join("weights.kvs.new")).unwrap();
+    bench.ssd.note_weights(Generation(2)).unwrap_err();
+    drop(bench);
+    assert_eq!(open(&config).report.generation, Generation(1), "the device that could tells it");
 }
 
 #[test]
@@ -596,7 +652,7 @@ fn of_two_records_with_one_number_the_one_that_was_read_stays() {
         if !read_first {
             report.blocks.reverse();
         }
-        bench.ssd.order(&mut report);
+        bench.ssd.order(Noted::default(), &mut report);
         assert_eq!(report.blocks, [found(read, true)]);
     }
 }
