@@ -53,7 +53,7 @@ pub struct RouterConfig {
     /// How much of the profile's time everything takes: 1 but for stand-in instances that compute faster or slower than it (their own
     /// `time_scale`).
     pub time_scale: f64,
-    /// For how long an instance that joins is given less than others, milliseconds; 0 for no such time.
+    /// For how long an instance that joins is given less than others, milliseconds, up to 600000; 0 for no such time.
     pub slow_start_ms: u64,
     /// Whether decisions price by what instances measured of their links, where they report any; else by the profile alone,
     /// and what they report is shown only.
@@ -246,6 +246,9 @@ impl Default for AnnounceConfig {
 /// each, and are enough for the routers to become limited by their network instead.
 const SHARDS: u16 = 4;
 
+/// What is not warm after ten minutes never will be.
+const SLOW_STARTS_MS: std::ops::RangeInclusive<u64> = 0..=600_000;
+
 /// Of the profile's time; what stand-in instances can keep.
 const TIME_SCALES: std::ops::RangeInclusive<f64> = 0.001..=1000.0;
 
@@ -430,6 +433,16 @@ impl RouterConfig {
             return refuse(
                 "time_scale",
                 format!("{} is outside {least} to {most}; 1 is the profile's own time", self.time_scale),
+            );
+        }
+        if !SLOW_STARTS_MS.contains(&self.slow_start_ms) {
+            return refuse(
+                "slow_start_ms",
+                format!(
+                    "{} is outside 0 to {}; 10000 is usual, and 0 is never",
+                    self.slow_start_ms,
+                    SLOW_STARTS_MS.end()
+                ),
             );
         }
         if !(100..=1_000_000).contains(&self.snapshot_every_entries) {
@@ -628,6 +641,7 @@ mod tests {
         says("a router: audit_ms", &refused(|config| config.truth.audit_ms = 10_000_000), &[]);
         says("a router: audit_blocks", &refused(|config| config.truth.audit_blocks = 0), &[]);
         says("a router: time_scale", &refused(|config| config.time_scale = f64::NAN), &[]);
+        says("a router: slow_start_ms", &refused(|config| config.slow_start_ms = 600_001), &[]);
         says("a router: profile", &refused(|config| config.profile = "abacus".into()), &[]);
         says("a router: snapshot_every_entries", &refused(|config| config.snapshot_every_entries = 1), &[]);
         says("a router: index_copies_max", &refused(|config| config.index_copies_max = 0), &[]);

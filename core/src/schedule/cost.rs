@@ -20,9 +20,9 @@ use super::RouteRequest;
 use super::decision::Source;
 use super::fleet::{Fleet, InstancePaths, LiveNode};
 use super::lanes::{LinkPath, Measure, Price, Reader};
-use super::load::{Ahead, Load, Newcomer};
+use super::load::{Ahead, Load, Moment, Newcomer};
 use super::profile::{HardwareProfile, Lane};
-use crate::id::{NodeId, Timestamp};
+use crate::id::NodeId;
 use crate::index::{Holder, HolderRun, PrefixMatch};
 
 /// What an instance would do for a request, and how long that takes, its queue left out.
@@ -69,9 +69,9 @@ pub(super) struct Wait {
 /// Time until the work ahead of a new request is done: its prefill, one step per request, and what the
 /// running requests add to each of these steps and to the new one's own. Prefill is that of the requests sent there whose turn comes before; of
 /// an instance to which nothing was sent, as of tokens without context.
-pub(super) fn wait(profile: &HardwareProfile, load: &Load, newcomer: &Newcomer, now: Timestamp) -> Wait {
+pub(super) fn wait(profile: &HardwareProfile, load: &Load, newcomer: &Newcomer, at: Moment) -> Wait {
     let tokens = load.tokens_ahead();
-    let ahead = load.ahead(newcomer, now);
+    let ahead = load.ahead(newcomer, at);
     let behind = ahead.map_or(0, |ahead| ahead.behind);
     let requests = load.requests_ahead().saturating_sub(behind);
     let running = u64::from(load.running).saturating_mul(profile.step_ns_per_running);

@@ -139,10 +139,35 @@ pub enum Reason {
         /// How much later the next best would have been, in microseconds.
         margin_us: u64,
     },
-    /// Several instances were equally good; the request's number chose among them.
+    /// The chosen instance had the least cost, and TTFT alone would say something else: what others wait longer counts too, and that one
+    /// joined of late.
+    LeastCost {
+        /// Candidates it was compared with.
+        others: u32,
+        /// How much more the next best would have cost, in microseconds.
+        margin_us: u64,
+    },
+    /// Several instances had the same least TTFT; the request's number chose among them.
     Tie {
         /// How many, the chosen one included.
         among: u32,
+    },
+    /// Several instances had the same least cost, and TTFT alone would say something else; the request's number chose among them.
+    CostTie {
+        /// How many, the chosen one included.
+        among: u32,
+    },
+    /// The chosen instance joined of late, and that counts against it.
+    Joined {
+        /// By how much, in microseconds.
+        ramp_us: u64,
+    },
+    /// Another one would have been chosen, and joined of late.
+    JoinerSpared {
+        /// Which; of several, the one that would have cost least.
+        instance: InstanceId,
+        /// How much counts against it, in microseconds.
+        ramp_us: u64,
     },
     /// No other instance could take it.
     OnlyCandidate,
@@ -208,13 +233,26 @@ pub enum Reason {
     },
 }
 
+/// What counts in a choice.
+const COSTS: &str = "TTFT, what others wait longer, slow starts";
+
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Reason::LeastTtft { others, margin_us } => {
                 write!(f, "least predicted TTFT of {} instances, next best {margin_us} us later", others + 1)
             }
+            Reason::LeastCost { others, margin_us } => {
+                write!(f, "least cost of {} instances ({COSTS}), next best {margin_us} us more", others + 1)
+            }
             Reason::Tie { among } => write!(f, "equal TTFT on {among} instances, spread by request"),
+            Reason::CostTie { among } => {
+                write!(f, "equal cost on {among} instances ({COSTS}), spread by request")
+            }
+            Reason::Joined { ramp_us } => write!(f, "it joined of late: {ramp_us} us count against it"),
+            Reason::JoinerSpared { instance, ramp_us } => {
+                write!(f, "{instance} would cost less and joined of late: {ramp_us} us count against it")
+            }
             Reason::OnlyCandidate => write!(f, "only instance that can take it"),
             Reason::Coming => {
                 write!(f, "some of them are being computed there for a request that goes before")

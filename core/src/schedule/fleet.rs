@@ -10,7 +10,7 @@ use super::decision::Decision;
 use super::joining::SLOW_START;
 use super::lanes::{LinkLanes, LinkPath, Price, Reader};
 use super::learnt::Learnt;
-use super::load::Load;
+use super::load::{Load, Moment};
 use super::passing::Passing;
 use super::profile::HardwareProfile;
 use crate::id::{Epoch, InstanceId, NodeId, Tier, Timestamp};
@@ -198,7 +198,8 @@ impl Fleet {
     pub fn record(&mut self, decision: &Decision, now: Timestamp) {
         let count = self.instances.len();
         if let Ok(rank) = self.instances.binary_search_by_key(&decision.instance, |known| known.id) {
-            self.instances[rank].load.record(decision, now);
+            let known = &mut self.instances[rank];
+            known.load.record(decision, Moment { now, reported_at: known.reported_at });
             self.passing.sent(decision.parts.prefill_us, count, now);
         }
     }

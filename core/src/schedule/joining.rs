@@ -2,7 +2,7 @@
 //!
 //! Its queue is empty, so that a burst would all go there; its cache is empty too, its kernels may be cold, and of its speed nothing was seen. For a while after it
 //! joined, what a request would take there counts as that of an instance with a part of the speed: its queue stays as much shorter than those
-//! of others, and nothing goes there from idle ones. Where nobody is there for longer, all are alike. Not here: since when an instance is there (whoever hears of it).
+//! of others, and nothing goes there from idle ones. Where nobody that could be chosen is there for longer, all are alike. Not here: since when an instance is there (whoever hears of it).
 
 use std::time::Duration;
 

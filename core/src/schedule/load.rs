@@ -35,6 +35,25 @@ const SENT_MAX: usize = 32;
 /// By how much what is begun may be further than a report says: engines tell of whole steps, and a step with a part of a prompt in it takes as long.
 const UNTOLD_MAX_US: u64 = 100_000;
 
+/// For so long after its last report an instance is taken to go on: two report intervals (five a second), so that one that is late makes no difference. One that
+/// is silent for longer may have died, and would look the better the longer it is dead.
+pub(super) const GOES_ON_MAX: Duration = Duration::from_millis(400);
+
+/// When a load is looked at.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Moment {
+    pub(super) now: Timestamp,
+    /// Of the instance's last report.
+    pub(super) reported_at: Timestamp,
+}
+
+impl Moment {
+    /// Up to when the instance is taken to have gone on.
+    fn goes_on_to(self) -> Timestamp {
+        self.now.min(self.reported_at.after(GOES_ON_MAX))
+    }
+}
+
 /// A request that was sent to an instance and has something to compute there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct One {
@@ -168,6 +187,8 @@ impl Sent {
         }
         // Engines tell of whole steps: what is begun may be further than the report says, and by no more than one of these.
         self.begun = self.begun.min(1);
+        // What waits again was begun as its blocks came.
+        self.all[self.begun..self.len].sort_by_key(|one| one.turn);
         let first_us = sum_us(&self.all[..self.begun]);
         self.done_us = done_us.saturating_sub(gone_us).min(UNTOLD_MAX_US).min(first_us);
     }
@@ -262,15 +283,15 @@ impl Load {
     }
 
     /// What is computed before a newcomer; nothing where nothing is known of what waits.
-    pub(super) fn ahead(&self, newcomer: &Newcomer, now: Timestamp) -> Option<Ahead> {
+    pub(super) fn ahead(&self, newcomer: &Newcomer, at: Moment) -> Option<Ahead> {
         let known = self.sent.tokens();
         let more = self.tokens_ahead().saturating_sub(known);
         if known == 0 {
             return (more == 0).then(Ahead::default);
         }
         let mut sent = self.sent;
-        sent.advance(now);
-        let ahead = sent.ahead(newcomer, now);
+        sent.advance(at.goes_on_to());
+        let ahead = sent.ahead(newcomer, at.now);
         // What is known of nobody may come before.
         let unknown_us = u128::from(sum_us(sent.all())) * u128::from(more) / u128::from(known);
         let unknown_us = u64::try_from(unknown_us).unwrap_or(u64::MAX);
@@ -291,17 +312,17 @@ impl Load {
     }
 
     /// Counts a decision that was sent here.
-    pub(super) fn record(&mut self, decision: &Decision, now: Timestamp) {
+    pub(super) fn record(&mut self, decision: &Decision, at: Moment) {
         self.routed_tokens = self.routed_tokens.saturating_add(u64::from(decision.recompute_tokens));
         self.routed = self.routed.saturating_add(1);
-        self.sent.advance(now);
+        self.sent.advance(at.goes_on_to());
         let Prediction { transfer_us, prefill_us, .. } = decision.parts;
         self.sent.push(One {
             turn: decision.turn,
-            ready: now.after(Duration::from_micros(transfer_us)),
+            ready: at.now.after(Duration::from_micros(transfer_us)),
             tokens: decision.recompute_tokens,
             prefill_us: u32::try_from(prefill_us).unwrap_or(u32::MAX),
         });
-        self.sent.advance(now);
+        self.sent.advance(at.goes_on_to());
     }
 }

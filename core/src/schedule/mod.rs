@@ -44,7 +44,7 @@ pub use lanes::{LinkKey, LinkLanes, LinkPath, Measure, Price, Reader};
 pub use learnt::Learnt;
 pub use link::{LINK_AGED_AFTER, LinkEstimate, LinkSample, RATE_MIN};
 pub use load::Load;
-use load::Newcomer;
+use load::{Moment, Newcomer};
 pub use missing::{Found, Missing, Told, Why, missing};
 use planners::{Planners, asking};
 pub use profile::{HardwareProfile, Lane, PROFILES};
@@ -139,8 +139,8 @@ impl Eligible<'_> {
     }
 }
 
-/// Chooses the instance with the least predicted TTFT and says how it gets the KV. Equal arguments give
-/// equal answers.
+/// Chooses the instance with the least cost ([`Candidate::cost_us`]: predicted TTFT, what others wait longer, and more where it joined of
+/// late) and says how it gets the KV. Equal arguments give equal answers.
 ///
 /// # Errors
 /// [`Rejection`] when no instance has a fresh report and room in its queue.
@@ -191,15 +191,19 @@ fn price(
 ) -> Vec<Candidate> {
     // Instances whose node holds nothing of the prefix share one plan with those that take the same paths.
     let mut afar: SmallVec<[Option<Plan>; 4]> = SmallVec::new();
-    // Beside instances that are there for longer, those that joined of late are given less.
-    let slow_start = fleet.limits.slow_start;
-    let share = |instance: &Instance| joining::share(instance.joined_at, now, slow_start);
-    let is_settled = fleet.instances().iter().any(|instance| share(instance) >= 1.0);
-    let mut cost = |known: (&Instance, &InstancePaths)| {
-        let (instance, asking) = (known.0, asking(known));
+    let filtered = |instance: &Instance| {
         let ineligible = (!eligible.has(instance.id)).then_some(Filtered::Ineligible);
         let closed = || (!eligible.runs_there).then(|| filter(instance, &fleet.limits, now)).flatten();
-        if let Some(filtered) = ineligible.or_else(closed) {
+        ineligible.or_else(closed)
+    };
+    // Beside instances that are there for longer and could be chosen, those that joined of late are given less.
+    let slow_start = fleet.limits.slow_start;
+    let share = |instance: &Instance| joining::share(instance.joined_at, now, slow_start);
+    let is_settled =
+        fleet.instances().iter().any(|instance| share(instance) >= 1.0 && filtered(instance).is_none());
+    let mut cost = |known: (&Instance, &InstancePaths)| {
+        let (instance, asking) = (known.0, asking(known));
+        if let Some(filtered) = filtered(instance) {
             return filtered_out(instance, filtered);
         }
         let place = planners.place(asking);
@@ -270,7 +274,7 @@ fn costed(
         &fleet.profile,
         &instance.load,
         &Newcomer { turn, transfer_us: plan.transfer_us, prefill_us: plan.prefill_us },
-        now,
+        Moment { now, reported_at: instance.reported_at },
     );
     let passed_us =
         if instance.orders { fleet.passing().lengthening_us(wait.work_us, plan.prefill_us) } else { 0 };

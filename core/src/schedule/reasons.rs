@@ -22,6 +22,7 @@ pub(super) fn of(
     let own = choice.asking.own;
     let mut reasons = SmallVec::<[Reason; 8]>::new();
     reasons.push(why_instance(choice, candidates));
+    reasons.extend(why_joiner(&candidates[..choice.open]).into_iter().flatten());
     reasons.extend(why_sources(choice, plan));
     reasons.extend(candidates[0].is_coming.then_some(Reason::Coming));
     reasons.extend(prices(choice, plan));
@@ -46,10 +47,44 @@ fn why_instance(choice: &Choice<'_>, candidates: &[Candidate]) -> Reason {
         (1, _) => Reason::OnlyCandidate,
         (open, 1) => {
             let margin_us = candidates[1].cost_us() - candidates[0].cost_us();
-            Reason::LeastTtft { others: open as u32 - 1, margin_us }
+            let others = open as u32 - 1;
+            if ttft_margin_us(&candidates[..open], 1) == Some(margin_us) {
+                Reason::LeastTtft { others, margin_us }
+            } else {
+                Reason::LeastCost { others, margin_us }
+            }
         }
-        (_, tied) => Reason::Tie { among: tied as u32 },
+        (open, tied) => {
+            let among = tied as u32;
+            let is_ttft = ttft_margin_us(&candidates[..open], tied).is_some();
+            if is_ttft { Reason::Tie { among } } else { Reason::CostTie { among } }
+        }
     }
+}
+
+/// How much later than these that cost the same the first of all others would be, by TTFT alone; nothing where that would choose others, or fewer or more.
+fn ttft_margin_us(open: &[Candidate], tied: usize) -> Option<u64> {
+    let ttft_us = |candidate: &Candidate| candidate.predicted.ttft_us();
+    let (tied, others) = open.split_at(tied);
+    let best_us = ttft_us(&open[0]);
+    if tied.iter().any(|candidate| ttft_us(candidate) != best_us) {
+        return None;
+    }
+    let next_us = others.iter().map(ttft_us).min().unwrap_or(u64::MAX);
+    next_us.checked_sub(best_us).filter(|margin_us| *margin_us > 0)
+}
+
+/// What came of it that instances joined of late: for the chosen one, and for one that would be chosen else.
+fn why_joiner(open: &[Candidate]) -> [Option<Reason>; 2] {
+    let chosen = &open[0];
+    let joined = (chosen.ramp_us > 0).then_some(Reason::Joined { ramp_us: chosen.ramp_us });
+    let settled_us = |candidate: &Candidate| Candidate { ramp_us: 0, ..*candidate }.cost_us();
+    let joiners = open[1..].iter().filter(|candidate| candidate.ramp_us > 0);
+    let first = joiners.min_by_key(|candidate| (settled_us(candidate), candidate.instance));
+    let spared = first.filter(|candidate| settled_us(candidate) < chosen.cost_us());
+    let spared =
+        spared.map(|&Candidate { instance, ramp_us, .. }| Reason::JoinerSpared { instance, ramp_us });
+    [joined, spared]
 }
 
 fn why_sources(choice: &Choice<'_>, plan: &Plan) -> SmallVec<[Reason; 4]> {

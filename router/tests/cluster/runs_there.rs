@@ -71,12 +71,14 @@ async fn who_runs_somewhere_counts_where_it_was_sent() {
     let cluster = Cluster::start(1, |config| config.profile = "h100-8b".into()).await;
     cluster.leader().await;
     cluster.client(1).report(load(1, 1)).await.unwrap();
+    // Seconds of prefill each: an instance goes on while the test does.
+    let long = |number| request(number, &prefix(number, 4_096));
     let waits = async |request| decided(&cluster, request).await.predicted.unwrap().queue_us;
     for number in 1..4 {
-        assert_eq!(waits(runs_at(1, request(number, &prefix(number, 64)))).await, 0);
+        assert_eq!(waits(runs_at(1, long(number))).await, 0);
     }
-    assert_eq!(waits(request(4, &prefix(4, 64))).await, 0);
-    assert!(waits(runs_at(1, request(5, &prefix(5, 64)))).await > 0, "behind the one that was sent");
+    assert_eq!(waits(long(4)).await, 0);
+    assert!(waits(runs_at(1, long(5))).await > 0, "behind the one that was sent");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -6,7 +6,7 @@ use crate::schedule::load::Newcomer;
 
 /// Until work that is ahead of a request that comes now is done.
 fn queue_us(profile: &HardwareProfile, load: &Load) -> u64 {
-    wait(profile, load, &Newcomer { turn: NOW, transfer_us: 0, prefill_us: 0 }, NOW).us
+    wait(profile, load, &Newcomer { turn: NOW, transfer_us: 0, prefill_us: 0 }, TOLD).us
 }
 
 #[test]
@@ -36,11 +36,11 @@ fn recording_counts_what_must_be_computed_and_nothing_else() {
     let fleet = fleet(1);
     let decision = chosen(&request(4), &prefix(&[(3, &[(1, Tier::Dram)])]), &fleet);
     let mut load = Load::reported(100, 2, 3);
-    load.record(&decision, NOW);
-    load.record(&decision, NOW);
+    load.record(&decision, TOLD);
+    load.record(&decision, TOLD);
     assert_eq!(load, Load { routed_tokens: 20, routed: 2, ..Load::reported(100, 2, 3).after(&load, NOW) });
     let mut full = Load { routed: u32::MAX, routed_tokens: u64::MAX, ..Load::default() };
-    full.record(&decision, NOW);
+    full.record(&decision, TOLD);
     assert_eq!((full.routed, full.routed_tokens), (u32::MAX, u64::MAX));
 }
 
@@ -86,7 +86,7 @@ fn computing(recompute_tokens: u32, prefill_us: u64) -> Decision {
 fn tokens_that_wait_take_what_was_predicted_for_the_requests_sent_last() {
     let mut load = Load::default();
     for (tokens, us) in [(1_000, 100_000), (100_000, 50_000_000), (2_000, 300_000)] {
-        load.record(&computing(tokens, us), NOW);
+        load.record(&computing(tokens, us), TOLD);
     }
     let reported = |tokens| Load::reported(tokens, 0, 0).after(&load, NOW);
     for (tokens, us) in [
@@ -103,7 +103,7 @@ fn tokens_that_wait_take_what_was_predicted_for_the_requests_sent_last() {
     }
     // Until the next report, what is routed waits too.
     let mut since = reported(2_000);
-    since.record(&computing(500, 70_000), NOW);
+    since.record(&computing(500, 70_000), TOLD);
     assert_eq!(since.tokens_ahead(), 2_500);
     assert_eq!(queue_us(&ROUND, &since), 370_000);
 }
@@ -111,10 +111,10 @@ fn tokens_that_wait_take_what_was_predicted_for_the_requests_sent_last() {
 #[test]
 fn requests_that_compute_nothing_do_not_push_out_those_that_do() {
     let mut load = Load::default();
-    load.record(&computing(1_000, 500_000), NOW);
-    (0..100).for_each(|_| load.record(&computing(0, 1_000), NOW));
+    load.record(&computing(1_000, 500_000), TOLD);
+    (0..100).for_each(|_| load.record(&computing(0, 1_000), TOLD));
     assert_eq!(queue_us(&ROUND, &Load::reported(1_000, 0, 0).after(&load, NOW)), 500_000);
-    (0..100).for_each(|_| load.record(&computing(u32::MAX, u64::MAX), NOW));
+    (0..100).for_each(|_| load.record(&computing(u32::MAX, u64::MAX), TOLD));
     let most = queue_us(&ROUND, &Load::reported(u64::MAX, u32::MAX, u32::MAX).after(&load, NOW));
     assert!(most > u64::MAX / 2_000, "{most}");
 }
@@ -172,4 +172,54 @@ fn where_all_join_at_once_and_for_those_that_are_there_nothing_changes() {
         assert_eq!(of(&before), of(&after));
     }
     assert_eq!(queue_us(&ROUND, &fleet.instance(InstanceId(1)).unwrap().load), 0);
+}
+
+#[test]
+fn who_cannot_be_chosen_is_no_instance_that_is_there_for_longer() {
+    let ramps = |first: Instance, eligible: Eligible<'_>| {
+        let mut fleet = fleet(3);
+        fleet.put_instance(first);
+        (2..=3).for_each(|n| fleet.put_instance(Instance { joined_at: Some(NOW), ..instance(n) }));
+        let decision = choose_among(&request(4), &PrefixMatch::default(), eligible, &fleet, NOW).unwrap();
+        decision.candidates.iter().filter(|one| one.ramp_us > 0).count()
+    };
+    let all = Eligible::default();
+    assert_eq!(ramps(instance(1), all), 2, "it is there for longer, and open");
+    assert_eq!(ramps(Instance { reported_at: Timestamp(0), ..instance(1) }, all), 0, "it fell silent");
+    let full = Load::reported(QUEUE_TOKENS_MAX + 1, 0, 0);
+    assert_eq!(ramps(Instance { load: full, ..instance(1) }, all), 0, "its queue is full");
+    let without = Eligible { without: &[InstanceId(1)], ..all };
+    assert_eq!(ramps(instance(1), without), 0, "it is left out");
+}
+
+#[test]
+fn what_counts_against_a_joiner_is_told_where_it_mattered() {
+    let reasons = |tokens: [u64; 2]| {
+        let mut fleet = fleet(3);
+        fleet.put_instance(Instance { joined_at: Some(NOW), ..instance(1) });
+        let fleet = with_load(
+            with_load(fleet, 2, Load::reported(tokens[0], 0, 0)),
+            3,
+            Load::reported(tokens[1], 0, 0),
+        );
+        let decision = chosen(&request(4), &PrefixMatch::default(), &fleet);
+        let said = decision.reasons[..2].iter().map(Reason::to_string).collect::<Vec<_>>();
+        (decision.instance.0, said)
+    };
+    let least = |margin_us: u64| {
+        format!(
+            "least cost of 3 instances (TTFT, what others wait longer, slow starts), next best {margin_us} us more"
+        )
+    };
+    // It would take 5 ms there, and counts as ten times as much.
+    let spared = "instance-1 would cost less and joined of late: 45000 us count against it";
+    assert_eq!(reasons([10, 20]), (2, vec![least(1_000), spared.to_owned()]));
+    let joined = "it joined of late: 45000 us count against it";
+    assert_eq!(reasons([1_000, 2_000]), (1, vec![least(55_000), joined.to_owned()]));
+    let equal = "equal cost on 2 instances (TTFT, what others wait longer, slow starts), spread by request";
+    let (chosen, said) = reasons([10, 10]);
+    assert_ne!(chosen, 1);
+    assert_eq!(said, [equal, spared]);
+    // Where it would not be chosen all the same, nothing is told of it.
+    assert_eq!(reasons([0, 1_000]).1[1], "no live node holds the first block");
 }

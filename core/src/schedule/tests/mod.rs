@@ -36,6 +36,8 @@ pub(super) const ROUND: HardwareProfile = HardwareProfile {
 };
 
 pub(super) const NOW: Timestamp = Timestamp(10_000_000);
+/// Now, just after a report.
+pub(super) const TOLD: Moment = Moment { now: NOW, reported_at: NOW };
 pub(super) const BLOCK_TOKENS: u32 = 10;
 
 /// A request of `blocks` full blocks.

@@ -3,7 +3,7 @@
 use super::*;
 use crate::schedule::cost::wait;
 use crate::schedule::learnt::Learnt;
-use crate::schedule::load::Newcomer;
+use crate::schedule::load::{GOES_ON_MAX, Moment, Newcomer};
 use crate::schedule::passing::Passing;
 use crate::schedule::turn::STRETCH;
 
@@ -18,7 +18,7 @@ fn sent(turn_ms: u64, tokens: u32) -> Decision {
 fn waits(load: &Load, turn_ms: u64) -> (u64, u64) {
     // It adds its own prefill, a microsecond, to the waiting of each.
     let newcomer = Newcomer { turn: Timestamp(turn_ms * 1_000), transfer_us: 0, prefill_us: 1 };
-    let wait = wait(&ROUND, load, &newcomer, NOW);
+    let wait = wait(&ROUND, load, &newcomer, TOLD);
     (wait.us / 1_000, wait.delays_us)
 }
 
@@ -33,7 +33,7 @@ fn with_order(mut fleet: Fleet) -> Fleet {
 fn a_request_waits_for_earlier_turns_and_for_what_is_begun() {
     let mut load = Load::default();
     for (turn_ms, tokens) in [(900, 300), (500, 100), (100, 20)] {
-        load.record(&sent(turn_ms, tokens), NOW);
+        load.record(&sent(turn_ms, tokens), TOLD);
     }
     // The first to come is begun, whatever its turn is.
     assert_eq!(
@@ -53,13 +53,13 @@ fn a_request_waits_for_earlier_turns_and_for_what_is_begun() {
 #[test]
 fn what_nobody_sent_from_here_may_come_before() {
     let mut load = Load::default();
-    load.record(&sent(500, 100), NOW);
-    load.record(&sent(900, 100), NOW);
+    load.record(&sent(500, 100), TOLD);
+    load.record(&sent(900, 100), TOLD);
     // As many tokens again of others, as dear as these.
     let load = Load::reported(400, 0, 0).after(&load, NOW);
     assert_eq!(waits(&load, 600), (100 + 200, 1));
     let mut full = Load::default();
-    (0..1_000).for_each(|turn| full.record(&sent(turn, 10), NOW));
+    (0..1_000).for_each(|turn| full.record(&sent(turn, 10), TOLD));
     assert_eq!(full.tokens_ahead(), 10_000);
     assert_eq!(waits(&full, 5_000), (10_000, 0), "those that are not remembered count");
 }
@@ -188,12 +188,12 @@ fn between_two_reports_an_instance_goes_on() {
     let later = |ms: u64| NOW.after(Duration::from_millis(ms));
     let waits = |load: &Load, turn_ms: u64, ms: u64| {
         let newcomer = Newcomer { turn: Timestamp(turn_ms * 1_000), transfer_us: 0, prefill_us: 1 };
-        let wait = wait(&ROUND, load, &newcomer, later(ms));
+        let wait = wait(&ROUND, load, &newcomer, Moment { now: later(ms), reported_at: later(ms) });
         (wait.us / 1_000, wait.delays_us)
     };
     let mut load = Load::default();
     for (turn_ms, tokens) in [(900, 300), (500, 100), (700, 50)] {
-        load.record(&sent(turn_ms, tokens), NOW);
+        load.record(&sent(turn_ms, tokens), TOLD);
     }
     assert_eq!([0, 200, 299].map(|ms| waits(&load, 1, ms)), [(300, 2), (100, 2), (1, 2)]);
     // The first is over and the second begun, which nobody passes any more.
@@ -214,11 +214,11 @@ fn who_waits_for_blocks_lets_others_go_first() {
         let parts = Prediction { transfer_us: transfer_ms * 1_000, ..decision.parts };
         Decision { parts, ..decision }
     };
-    load.record(&fetching(1, 10, 50), NOW);
+    load.record(&fetching(1, 10, 50), TOLD);
     let ahead = |transfer_ms: u64, prefill_ms: u64, turn_ms: u64| {
         let (transfer_us, prefill_us) = (transfer_ms * 1_000, prefill_ms * 1_000);
         let turn = Timestamp(turn_ms * 1_000);
-        let wait = wait(&ROUND, &load, &Newcomer { turn, transfer_us, prefill_us }, NOW);
+        let wait = wait(&ROUND, &load, &Newcomer { turn, transfer_us, prefill_us }, TOLD);
         (wait.us / 1_000, wait.delays_us / 1_000)
     };
     // Whatever its turn is, who needs nothing begins at once, and the first waits for what is left of it.
@@ -228,4 +228,73 @@ fn who_waits_for_blocks_lets_others_go_first() {
     // Later, and nothing is begun by then but the first.
     assert_eq!(ahead(55, 80, 0), (60, 0));
     assert_eq!(ahead(100, 80, 0), (100, 0));
+}
+
+#[test]
+fn who_falls_silent_goes_on_for_two_reports_and_no_longer() {
+    let mut fleet = fleet(2);
+    let later = |ms: u64| NOW.after(Duration::from_millis(ms));
+    let to = |instance| Decision { instance: InstanceId(instance), ..sent(1, 5_000) };
+    let queue_ms = |fleet: &Fleet, ms: u64| {
+        let decision = choose(&request(4), &PrefixMatch::default(), fleet, later(ms)).unwrap();
+        [1, 2].map(|id| {
+            let one = decision.candidates.iter().find(|one| one.instance == InstanceId(id)).unwrap();
+            one.parts.queue_us / 1_000
+        })
+    };
+    (1..=2).for_each(|id| fleet.record(&to(id), NOW));
+    let most_ms = GOES_ON_MAX.as_millis() as u64;
+    assert_eq!(queue_ms(&fleet, most_ms), [5_000 - most_ms; 2]);
+    // The second goes on telling; of what is sent to the first, nothing is begun that late.
+    let second = *fleet.instance(InstanceId(2)).unwrap();
+    fleet.put_instance(Instance { load: Load::reported(3_500, 0, 0), reported_at: later(1_500), ..second });
+    fleet.record(&to(1), later(1_600));
+    assert_eq!(queue_ms(&fleet, 1_800), [10_000 - most_ms, 3_200]);
+    // With the next report it is believed again.
+    let first = *fleet.instance(InstanceId(1)).unwrap();
+    fleet.put_instance(Instance { load: Load::reported(8_100, 0, 0), reported_at: later(1_900), ..first });
+    assert_eq!(queue_ms(&fleet, 1_900)[0], 8_100);
+    assert_eq!(queue_ms(&fleet, 2_000)[0], 8_000);
+}
+
+#[test]
+fn what_was_begun_as_blocks_came_waits_by_turn_after_a_report_that_nothing_is_done() {
+    let mut load = Load::default();
+    for (turn_ms, transfer_ms, tokens) in [(100, 0, 200), (50, 5, 10), (20, 205, 10)] {
+        let decision = sent(turn_ms, tokens);
+        let parts = Prediction { transfer_us: transfer_ms * 1_000, ..decision.parts };
+        load.record(&Decision { parts, ..decision }, TOLD);
+    }
+    // All three are begun by then, by their blocks: 100, 50, 20.
+    let later = NOW.after(Duration::from_millis(215));
+    let told = Load::reported(220, 0, 0).after(&load, later);
+    let waits = |turn_ms: u64| {
+        let newcomer = Newcomer { turn: Timestamp(turn_ms * 1_000), transfer_us: 0, prefill_us: 1 };
+        let wait = wait(&ROUND, &told, &newcomer, Moment { now: later, reported_at: later });
+        (wait.us / 1_000, wait.delays_us)
+    };
+    assert_eq!([10, 30, 60].map(waits), [(100, 2), (110, 1), (120, 0)]);
+}
+
+#[test]
+fn a_choice_that_ttft_would_not_have_made_says_so() {
+    // On the first, two long ones wait that it would pass; on the second a short one is before it.
+    let mut fleet = with_order(fleet(2));
+    let at = |instance: u32, decision: Decision| Decision { instance: InstanceId(instance), ..decision };
+    for turn_ms in [1, 1_000_000, 2_000_000] {
+        fleet.record(&at(1, sent(turn_ms, 1)), NOW);
+    }
+    fleet.record(&at(2, sent(1, 3)), NOW);
+    let decision = chosen(&request(3), &PrefixMatch::default(), &fleet);
+    let [best, next] = [0, 1].map(|nth| decision.candidates[nth]);
+    assert_eq!(best.instance, InstanceId(2));
+    assert!(best.predicted.ttft_us() > next.predicted.ttft_us());
+    let margin_us = next.cost_us() - best.cost_us();
+    assert_eq!(decision.reasons[0], Reason::LeastCost { others: 1, margin_us });
+    assert_eq!(
+        decision.reasons[0].to_string(),
+        format!(
+            "least cost of 2 instances (TTFT, what others wait longer, slow starts), next best {margin_us} us more"
+        )
+    );
 }
