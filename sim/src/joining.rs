@@ -11,7 +11,7 @@ use crate::ids::{IdMap, mixed};
 use crate::policies::Traffic;
 use crate::trace::Request;
 use kv_core::evict;
-use kv_core::evict::statistics::Statistics;
+use kv_core::evict::statistics::{NODE_REQUESTS, Statistics};
 use kv_core::id::Timestamp;
 use serde::Serialize;
 
@@ -138,7 +138,7 @@ impl Fleet {
         }
         let mut all = Statistics::default();
         for node in &mut self.nodes {
-            all.merge(&node.statistics(Timestamp(now_us)));
+            all.merge_at_most(&node.statistics(Timestamp(now_us)).in_requests(), NODE_REQUESTS);
         }
         for node in &mut self.nodes {
             node.inform(&all, Timestamp(now_us));

@@ -4,7 +4,7 @@
 //! which block leaves ([`super::workload`]) and the numbers of the fit ([`crate::math::exponential`]).
 
 use super::bands;
-use super::statistics::CategorySums;
+use super::statistics::{CategorySums, TOLD_REQUESTS};
 use crate::id::RequestKind;
 use crate::math::exponential::Exponential;
 
@@ -179,7 +179,10 @@ pub struct Observed {
 struct Told {
     uses: f64,
     reuses: f64,
-    /// Sum of the intervals before the reuses.
+    /// Intervals that count beside those seen here. They have a weight of their own: where few of many uses are followed
+    /// by another, next to nothing is left of the reuses beside the uses, but what is known of them is of many.
+    intervals: f64,
+    /// Sum of these intervals.
     interval_us: f64,
     /// Whether it saw enough uses and reuses itself: it counts for few, but what it says is of many.
     knows_uses: bool,
@@ -214,8 +217,8 @@ impl Observed {
         let own = &self.intervals.values;
         let (sum, count) = (own.iter().sum::<f64>(), own.len() as f64);
         let told = self.told;
-        let mean = (sum + told.interval_us) / (count + told.reuses);
-        let enough_intervals = told.knows_reuses || count + told.reuses >= SAMPLES_MIN as f64;
+        let mean = (sum + told.interval_us) / (count + told.intervals);
+        let enough_intervals = told.knows_reuses || count + told.intervals >= SAMPLES_MIN as f64;
         let interval = Exponential::with_mean(mean).filter(|_| enough_intervals).unwrap_or(wider.interval);
         let uses = self.uses + told.uses;
         let enough_uses = told.knows_uses || uses >= SAMPLES_MIN as f64;
@@ -241,11 +244,12 @@ impl Observed {
     pub fn inform(&mut self, fleet: Option<&CategorySums>) {
         self.told = fleet.map_or_else(Told::default, |sums| {
             let weight = sums.weight();
-            let reuses = sums.reused() * weight;
+            let intervals = (sums.reused() / sums.cluster_blocks()).min(TOLD_REQUESTS);
             Told {
                 uses: sums.uses * weight,
-                reuses,
-                interval_us: reuses * sums.interval_us().unwrap_or(0.0),
+                reuses: sums.reused() * weight,
+                intervals,
+                interval_us: intervals * sums.interval_us().unwrap_or(0.0),
                 knows_uses: sums.uses >= SAMPLES_MIN as f64,
                 knows_reuses: sums.reused() >= SAMPLES_MIN as f64,
             }
@@ -287,6 +291,26 @@ mod tests {
         seen.reused(SECOND, true);
         seen.refit(all.curve());
         assert_eq!(seen.curve(), all.curve());
+    }
+
+    /// The fleet saw 40 reuses of 100,000 uses: next to the uses that is nothing, but no single own reuse refutes it.
+    #[test]
+    fn what_was_told_of_intervals_counts_though_few_uses_are_followed() {
+        let mut sums = CategorySums { uses: 100_000.0, ..CategorySums::default() };
+        sums.reuses[bands::band(100 * SECOND)] = 40.0;
+        let told = sums.interval_us().unwrap();
+        let mut seen = observed();
+        seen.inform(Some(&sums));
+        refit(&mut seen);
+        assert!((seen.curve().interval_us() / told - 1.0).abs() < 1e-9);
+        seen.used();
+        seen.reused(SECOND, true);
+        refit(&mut seen);
+        let expected = (TOLD_REQUESTS * told + 1e6) / (TOLD_REQUESTS + 1.0);
+        assert!((seen.curve().interval_us() / expected - 1.0).abs() < 1e-9, "{}", seen.curve().interval_us());
+        (0..SAMPLES_MAX).for_each(|_| seen.reused(SECOND, true));
+        refit(&mut seen);
+        assert!(seen.curve().interval_us() < 5e6, "its own prevail as they come");
     }
 
     #[test]

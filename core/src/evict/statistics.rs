@@ -2,9 +2,11 @@
 //! of it.
 //!
 //! Fits are made from sums and never averaged from fits: the sums of two nodes added are those of one node that saw
-//! the traffic of both, so it does not matter who adds what first. Whoever learns from them counts a category at most
-//! as so many requests of his own ([`CategorySums::weight`]), whatever they claim. Not here: what a policy makes of
-//! them ([`super::density`], [`super::workload`]), and how they travel.
+//! the traffic of both, so it does not matter who adds what first. A node counts blocks; what nodes saw is added up in
+//! requests, each node's by its own sizes of clusters ([`Statistics::in_requests`]), and of one node as so many at most
+//! ([`Statistics::merge_at_most`]). Whoever learns from them counts a category at most as so many requests of his own
+//! ([`CategorySums::weight`]), whatever they claim. Not here: what a policy makes of them ([`super::density`],
+//! [`super::workload`]), and how they travel.
 
 use super::bands::{BANDS, start_us};
 use crate::id::RequestKind;
@@ -18,6 +20,13 @@ pub const AGES: usize = BANDS;
 pub const SUM_MAX: f64 = 1e17;
 /// Requests that the fleet's sums of a category count for at most. See ADR 0065 for what was tried.
 pub const TOLD_REQUESTS: f64 = 30.0;
+/// Requests of a category that count of one node: some hundred times what the sums count for where they are told. So a
+/// node that somebody floods is one of many.
+pub const NODE_REQUESTS: f64 = 10_000.0;
+/// Blocks of the largest cluster that there can be: sixteen times the longest request that a node takes.
+pub const CLUSTER_MAX: f64 = 1_048_576.0;
+/// Size of a cluster where nothing is known of it.
+pub(super) const CLUSTER_BLOCKS: f64 = 16.0;
 
 /// Turns told apart by `density`, and finer classes of each beside the one that is not finer.
 const TURNS: u16 = 4;
@@ -116,6 +125,11 @@ pub enum Unsound {
         /// The category.
         category: u16,
     },
+    /// Sizes of clusters that no blocks have: their squares are less than they, or more than those of the largest.
+    Clusters {
+        /// The category.
+        category: u16,
+    },
     /// A category that nobody knows.
     Category {
         /// Its number.
@@ -140,6 +154,12 @@ impl std::fmt::Display for Unsound {
                 write!(
                     out,
                     "a sum of category {category} is not one that was counted: expected 0 to {SUM_MAX:e}"
+                )
+            }
+            Unsound::Clusters { category } => {
+                write!(
+                    out,
+                    "the clusters of category {category} are not of blocks: expected squares of 1 to {CLUSTER_MAX} times their sum"
                 )
             }
             Unsound::Category { number } => {
@@ -172,6 +192,18 @@ impl CategorySums {
         let (clusters, squares) = &mut self.clusters;
         let ages = self.reuses.iter_mut().chain(&mut self.exposure_s);
         [&mut self.uses, clusters, squares].into_iter().chain(ages)
+    }
+
+    /// Whether clusters of 1 to [`CLUSTER_MAX`] blocks can add up to these. Sums that fade are weighted ones, `Σw·n` and
+    /// `Σw·n²`, so squares may well be more than the square of the sum: one cluster that is nearly forgotten. What is
+    /// rounded on the wire still keeps its order, and is off by a ten-millionth or by next to nothing.
+    fn has_sound_clusters(&self) -> bool {
+        let (sum, squares) = self.clusters;
+        squares >= sum && squares <= sum * CLUSTER_MAX * (1.0 + 1e-6) + 1e-30
+    }
+
+    fn scale(&mut self, share: f64) {
+        self.numbers_mut().for_each(|sum| *sum *= share);
     }
 
     /// Blocks used again, at any age.
@@ -221,7 +253,8 @@ impl CategorySums {
     }
 
     /// How far apart two are once both count as whoever is told of them counts them: 0 for the same, 2 where they
-    /// have nothing in common.
+    /// have nothing in common and one counts for all that it can. Of few requests it is less in proportion: what one
+    /// more changes is nothing yet.
     fn distance(&self, other: &CategorySums) -> f64 {
         let (left, right) = (self.weight(), other.weight());
         let parts = [(&self.reuses, &other.reuses), (&self.exposure_s, &other.exposure_s)];
@@ -229,10 +262,10 @@ impl CategorySums {
             let gap: f64 =
                 ours.iter().zip(theirs).map(|(our, their)| (our * left - their * right).abs()).sum();
             let all: f64 = ours.iter().sum::<f64>() * left + theirs.iter().sum::<f64>() * right;
-            // What is less than a request is nothing yet.
-            2.0 * gap / all.max(1.0)
+            if all > 0.0 { 2.0 * gap / all } else { 0.0 }
         };
-        parts.into_iter().map(apart).fold(0.0, f64::max)
+        let requests = self.requests().max(other.requests()).min(TOLD_REQUESTS);
+        parts.into_iter().map(apart).fold(0.0, f64::max) * requests / TOLD_REQUESTS
     }
 }
 
@@ -268,6 +301,9 @@ impl Statistics {
         if !sums.numbers().all(|sum| (0.0..=SUM_MAX).contains(&sum)) {
             return Err(Unsound::Sum { category });
         }
+        if !sums.has_sound_clusters() {
+            return Err(Unsound::Clusters { category });
+        }
         if self.by_category.contains_key(&category) {
             return Err(Unsound::Twice { category });
         }
@@ -282,13 +318,40 @@ impl Statistics {
         }
     }
 
-    /// Adds what another saw, of each category as much as so many requests at most: so that no node outweighs all
+    /// What one node saw, in requests instead of blocks: by its own sizes of clusters, so that what one node says of
+    /// its own has no power over what others saw. Where it saw none, by the size that is usual of its other categories.
+    /// What comes out has no clusters, and is not to be turned into requests again.
+    #[must_use]
+    pub fn in_requests(&self) -> Statistics {
+        let usual = self.usual_cluster_blocks();
+        let of = |(&category, sums): (&u16, &CategorySums)| {
+            let blocks = match Role::of_number(category) {
+                _ if sums.clusters.0 > 0.0 => sums.cluster_blocks(),
+                Some(Role::Session(..) | Role::Shared(_)) => usual,
+                // One of a request; or the paper's, which counts blocks as requests.
+                Some(Role::Partial | Role::Paper(..)) | None => 1.0,
+            };
+            let mut sums = CategorySums { clusters: (0.0, 0.0), ..sums.clone() };
+            sums.scale(1.0 / blocks);
+            (category, sums)
+        };
+        Statistics { by_category: self.by_category.iter().map(of).collect() }
+    }
+
+    /// The middle one of the sizes of clusters that are known: one category of huge prompts says nothing of the others.
+    fn usual_cluster_blocks(&self) -> f64 {
+        let known = self.by_category.values().filter(|sums| sums.clusters.0 > 0.0);
+        let mut sizes: Vec<f64> = known.map(CategorySums::cluster_blocks).collect();
+        sizes.sort_by(f64::total_cmp);
+        sizes.get(sizes.len() / 2).copied().unwrap_or(CLUSTER_BLOCKS)
+    }
+
+    /// Adds what one node saw in requests, of each category so many of them at most: so that no node outweighs all
     /// others by its numbers.
-    pub fn merge_at_most(&mut self, other: &Statistics, requests: f64) {
-        for (category, sums) in &other.by_category {
-            let mut sums = sums.clone();
-            let kept = (requests / sums.requests().max(requests)).clamp(0.0, 1.0);
-            sums.numbers_mut().for_each(|sum| *sum *= kept);
+    pub fn merge_at_most(&mut self, node: &Statistics, requests: f64) {
+        for (category, sums) in &node.by_category {
+            let mut sums = CategorySums { clusters: (0.0, 0.0), ..sums.clone() };
+            sums.scale((requests / sums.blocks().max(requests)).clamp(0.0, 1.0));
             self.by_category.entry(*category).or_default().add(&sums);
         }
     }
@@ -297,7 +360,7 @@ impl Statistics {
     /// left.
     pub fn fade(&mut self, kept: f64) {
         let kept = kept.clamp(0.0, 1.0);
-        self.by_category.values_mut().flat_map(CategorySums::numbers_mut).for_each(|sum| *sum *= kept);
+        self.by_category.values_mut().for_each(|sums| sums.scale(kept));
         self.by_category.retain(|_, sums| sums.blocks() >= 0.5);
     }
 

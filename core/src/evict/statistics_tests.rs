@@ -13,7 +13,8 @@ const TOLERANCE: f64 = 1e-9;
 fn sums() -> impl Strategy<Value = CategorySums> {
     let sum = || prop_oneof![Just(0.0), 0.0..10.0_f64, 0.0..1e12_f64];
     let ages = || prop::collection::vec(sum(), AGES).prop_map(|ages| ages.try_into().unwrap());
-    (sum(), ages(), ages(), (sum(), sum())).prop_map(|(uses, reuses, exposure_s, clusters)| CategorySums {
+    let clusters = (sum(), 1.0..1e5_f64).prop_map(|(sum, blocks)| (sum, sum * blocks));
+    (sum(), ages(), ages(), clusters).prop_map(|(uses, reuses, exposure_s, clusters)| CategorySums {
         uses,
         reuses,
         exposure_s,
@@ -77,6 +78,47 @@ proptest! {
         prop_assert_eq!(all.add_told(u32::MAX, sums), Err(Unsound::Category { number: u32::MAX }));
     }
 
+    /// Clusters of requests that come and are forgotten are taken by whoever is told of them, rounded as on the wire.
+    #[test]
+    fn clusters_that_were_seen_are_taken_however_long_ago(
+        seen in prop::collection::vec((1..=65_536_u32, 0.0..1.0_f64), 1..50),
+        passed in 0.0..120.0_f64,
+    ) {
+        let mut clusters = (0.0, 0.0);
+        let fade = |clusters: &mut (f64, f64), kept: f64| *clusters = (clusters.0 * kept, clusters.1 * kept);
+        for (blocks, kept) in seen {
+            fade(&mut clusters, kept);
+            clusters = (clusters.0 + f64::from(blocks), clusters.1 + f64::from(blocks).powi(2));
+        }
+        fade(&mut clusters, (-passed).exp());
+        let clusters = (f64::from(clusters.0 as f32), f64::from(clusters.1 as f32));
+        let sums = CategorySums { uses: 1.0, clusters, ..CategorySums::default() };
+        prop_assert_eq!(Statistics::default().add_told(3, sums), Ok(()));
+    }
+
+    /// Whatever one node says of itself, clusters too, what others saw stays and is not outweighed.
+    #[test]
+    fn one_node_is_one_of_many(lie in sums(), most in 1.0..1e4_f64) {
+        let mut honest = CategorySums { uses: 5.0, clusters: (8.0, 64.0), ..CategorySums::default() };
+        honest.reuses[7] = 5.0;
+        let of = |sums: &CategorySums| {
+            let mut all = Statistics::default();
+            all.add(Role::Shared(2), sums);
+            all.in_requests()
+        };
+        let (mut before, mut after) = (Statistics::default(), Statistics::default());
+        before.merge_at_most(&of(&honest), most);
+        after.merge_at_most(&of(&honest), most);
+        after.merge_at_most(&of(&lie), most);
+        let (before, after) = (before.of(Role::Shared(2)).unwrap(), after.of(Role::Shared(2)).unwrap());
+        prop_assert!(after.reuses[7] >= before.reuses[7]);
+        prop_assert!(after.requests() <= before.requests() + most * (1.0 + TOLERANCE));
+        prop_assert!(after.reused() <= before.reused() + most * (1.0 + TOLERANCE));
+        // What the others saw keeps the share that their requests have.
+        let others = TOLD_REQUESTS * before.requests() / (before.requests() + most).max(TOLD_REQUESTS);
+        prop_assert!(before.requests() * after.weight() >= others * (1.0 - TOLERANCE));
+    }
+
     #[test]
     fn sums_stay_numbers_however_many_are_added(sums in sums()) {
         let mut all = Statistics::default();
@@ -108,7 +150,51 @@ fn the_distance_is_of_what_counts() {
     assert!(of(1e6, 7).distance(&of(2e6, 7)) < 1e-9, "more of the same is nothing new");
     assert!((of(1e6, 7).distance(&of(1e6, 9)) - 2.0).abs() < 1e-9);
     assert!(of(50.0, 7).distance(&Statistics::default()) > 1.0);
-    assert!(of(0.01, 7).distance(&Statistics::default()) < 0.1, "less than a request is nothing yet");
+    let tenth = TOLD_REQUESTS / 10.0;
+    assert!(of(tenth, 7).distance(&Statistics::default()) > 0.1);
+    for seen in 0..100 {
+        let (before, after) = (of(f64::from(seen), 7), of(f64::from(seen + 1), 7));
+        assert!(after.distance(&before) < 0.1, "one more than {seen} is nothing yet");
+    }
+}
+
+/// One node reads a prompt of 65,536 blocks again a hundred times, fifty have 10,000 requests of 8 blocks: what counts
+/// is requests.
+#[test]
+fn huge_prompts_of_one_node_do_not_outweigh_the_requests_of_others() {
+    let node = |requests: f64, blocks: f64, band: usize| {
+        let mut sums = CategorySums {
+            clusters: (requests * blocks, requests * blocks * blocks),
+            ..CategorySums::default()
+        };
+        sums.reuses[band] = requests * blocks;
+        let mut all = Statistics::default();
+        all.add(Role::Shared(2), &sums);
+        all.in_requests()
+    };
+    let mut all = Statistics::default();
+    all.merge_at_most(&node(100.0, 65_536.0, 10), NODE_REQUESTS);
+    (0..50).for_each(|_| all.merge_at_most(&node(10_000.0, 8.0, 20), NODE_REQUESTS));
+    let sums = all.of(Role::Shared(2)).unwrap();
+    assert!((sums.reuses[10] - 100.0).abs() < 1e-6, "{}", sums.reuses[10]);
+    assert!((sums.reuses[20] - 500_000.0).abs() < 1e-3, "{}", sums.reuses[20]);
+    assert!((sums.reused() * sums.weight() - TOLD_REQUESTS).abs() < 1e-9);
+}
+
+/// Who never saw a category used again does not take each of its blocks for a request.
+#[test]
+fn where_no_cluster_was_seen_the_usual_size_stands_in() {
+    let waits = |clusters: (f64, f64)| CategorySums { uses: 1600.0, clusters, ..CategorySums::default() };
+    let (unseen, seen) = (Role::Shared(1), Role::Session(RequestKind::Text, 0, None));
+    let mut all = Statistics::default();
+    all.add(unseen, &waits((0.0, 0.0)));
+    all.add(Role::Partial, &waits((0.0, 0.0)));
+    let uses = |all: &Statistics, role: Role| all.in_requests().of(role).unwrap().uses;
+    assert_eq!((uses(&all, unseen), uses(&all, Role::Partial)), (1600.0 / CLUSTER_BLOCKS, 1600.0));
+    all.add(seen, &waits((8.0, 64.0)));
+    all.add(Role::Shared(2), &waits((8.0, 64.0)));
+    all.add(Role::Shared(3), &waits((65_536.0, 65_536.0 * 65_536.0)));
+    assert_eq!((uses(&all, unseen), uses(&all, seen)), (200.0, 200.0));
 }
 
 #[test]

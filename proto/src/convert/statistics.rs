@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     fn statistics_survive_the_wire_within_its_precision_and_bounds() {
-        let mut sums = CategorySums { uses: 1.0, clusters: (1e6, 1.0 / 3.0), ..CategorySums::default() };
+        let mut sums = CategorySums { uses: 1.0, clusters: (1.0 / 3.0, 1e3), ..CategorySums::default() };
         (sums.reuses[4], sums.exposure_s[AGES - 1]) = (1e12 / 7.0, 0.3);
         let mut one = Statistics::default();
         one.add(Role::Partial, &sums);
@@ -114,6 +114,15 @@ mod tests {
             says(
                 "statistics with a sum that cannot be",
                 &refusal(&|all| all.categories[2].cluster_squares = sum),
+                &[],
+            );
+        }
+        for (sum, squares) in [(7.0, 6.9), (0.0, 1.0), (1.0, 1e17)] {
+            says(
+                "statistics of clusters that cannot be",
+                &refusal(&|all| {
+                    (all.categories[2].cluster_blocks, all.categories[2].cluster_squares) = (sum, squares);
+                }),
                 &[],
             );
         }

@@ -8,7 +8,7 @@
 use super::super::bands::{self, BANDS};
 use super::alive::Waiting;
 use super::classes::{CLASSES, Class, Classes, KINDS, Meaning, SHARED_AT, TURNS};
-use crate::evict::statistics::{CategorySums, Statistics};
+use crate::evict::statistics::{CLUSTER_BLOCKS, CategorySums, Statistics};
 
 /// A sum per band.
 pub(super) type Sums = [f64; BANDS];
@@ -68,8 +68,6 @@ fn uses_by(uses: &Uses, age_us: u64) -> f64 {
     f64::from(uses[band]) + inside * f64::from(uses[band + 1] - uses[band])
 }
 
-/// Cluster size assumed before anything was seen.
-const CLUSTER_BLOCKS: f64 = 16.0;
 /// Requests the wider population counts for as to how high a hazard is within this many bands (three octaves).
 const LEVEL_REQUESTS: f64 = 3.0;
 const LEVEL_REACH: usize = 12;
