@@ -163,7 +163,10 @@ impl Routers {
                 let router = &self.routers[position];
                 match ask(router).await {
                     Ok(answer) => {
-                        self.sticky.store(position, Ordering::Relaxed);
+                        // Who was asked first stays first, unless it has ended what it had meanwhile: its stream says so behind its last answers.
+                        if turn > 0 {
+                            self.sticky.store(position, Ordering::Relaxed);
+                        }
                         return Ok(answer);
                     }
                     Err(status) if may_differ_elsewhere(status.code()) => last = status,

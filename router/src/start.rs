@@ -339,6 +339,11 @@ impl Parts<'_> {
     }
 }
 
+/// What of one stream may come unread, and of all of a connection: a stream of questions that is at its bound is not read, and the other calls of its connection
+/// have room beside it.
+const STREAM_WINDOW_BYTES: u32 = 1 << 20;
+const CONNECTION_WINDOW_BYTES: u32 = 8 << 20;
+
 /// Serves control and Raft calls on one port until `stop`.
 fn serve(
     listener: TcpListener,
@@ -354,6 +359,8 @@ fn serve(
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         .add_service(router.served())
         .add_service(raft);
     let incoming = incoming(listener, identity);

@@ -52,7 +52,11 @@ async fn decide(
     let (matched, applied) = holders::longest_prefix(&shared.groups, &control.index, &hashes);
     let now = shared.clock.now();
     let resident: Vec<_> = resident(shared, &hashes).iter().map(of_instance).collect();
-    let coming = coming(shared, &asked, &hashes, now);
+    // What comes to where it runs may be what it brings itself.
+    let coming = match request.runs_there {
+        true => SmallVec::new(),
+        false => coming(shared, &asked, &hashes, now),
+    };
     let held = Held { matched: &matched, resident: &resident, coming: &coming };
     let (among, without) = eligible(&request);
     let eligible = Eligible { among: among.as_deref(), without: &without, runs_there: request.runs_there };

@@ -81,6 +81,31 @@ async fn who_runs_somewhere_counts_where_it_was_sent() {
     assert!(waits(runs_at(1, long(5))).await > 0, "behind the one that was sent");
 }
 
+/// Where an instance tells what it has in GPU memory, what it was sent counts as what it will have: for others, and not for the one that was sent.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_request_brings_itself_is_not_there_for_it() {
+    let cluster = Cluster::start(1, |config| config.profile = "h100-8b".into()).await;
+    cluster.leader().await;
+    let mut node = cluster.node(1).await;
+    let held = prefix(3, 64);
+    node.store(&held).await;
+    let near = pb::ReportRequest { node: 1, has_node: true, ..load(1, 1) };
+    cluster.client(1).report(near).await.unwrap();
+    let tells = pb::ResidencyRequest { instance: 1, epoch: load(1, 1).started_us, ..Default::default() };
+    cluster.client(1).report_residency(tells).await.unwrap();
+    let sent = until("the blocks to be known", || async {
+        let decision = decided(&cluster, request(7, &held)).await;
+        (decision.fetch_blocks == 64).then_some(decision)
+    })
+    .await;
+    let again = pb::RouteRequest { sent_there: true, ..runs_at(sent.instance, request(7, &held)) };
+    let plan = decided(&cluster, again).await;
+    assert_eq!((plan.resident_blocks, plan.fetch_blocks), (0, 64));
+    assert_eq!(plan.sources, sent.sources);
+    let other = decided(&cluster, request(8, &held)).await;
+    assert_eq!(other.resident_blocks, 64, "for others they come");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_story_of_a_request_is_with_who_sent_it() {
     let cluster = Cluster::start(1, |config| config.profile = "h100-8b".into()).await;
