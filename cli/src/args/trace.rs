@@ -189,10 +189,13 @@ pub struct RoutersArgs {
     /// Seed of generated traffic and of routers that draw.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
+    /// Lines that earlier runs printed with --json, of the same profile and seed: the document has them too. May be repeated.
+    #[arg(long, value_name = "FILE")]
+    pub rows: Vec<PathBuf>,
     /// Print one JSON object a line for every fleet, traffic and load.
     #[arg(long)]
     pub json: bool,
-    /// Write the document into this folder instead of printing it.
+    /// Write the document and its plots into this folder instead of printing it.
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
 }

@@ -74,6 +74,17 @@ fn all_routers_serve_a_trace_into_a_document_or_json_lines() {
         assert_eq!(row["baselines"].as_array().unwrap().len(), 10);
         assert!(row["production"]["ttft"]["mean_ms"].as_f64().unwrap() > 0.0);
     }
+    for name in ["trace-2-own.svg", "trace-2-pool.svg"] {
+        let plot = std::fs::read_to_string(place.path("docs").join("routers").join(name)).unwrap();
+        assert!(plot.contains("</svg>") && document.contains(&format!("](routers/{name})")), "{name}");
+    }
+    // What took long is not run again for the document.
+    std::fs::write(place.path("rows.jsonl"), &lines).unwrap();
+    place.run(&["trace", "routers", "--rows", "rows.jsonl", "--out", "again"]).ok();
+    assert_eq!(std::fs::read_to_string(place.path("again").join("ROUTERS.md")).unwrap(), document);
+    let other = ["trace", "routers", "--rows", "rows.jsonl", "--seed", "2"];
+    place.run(&other).refused(&["rows.jsonl line 1", "--seed 1"]);
+    place.run(&["trace", "routers", "--rows", "trace.jsonl"]).refused(&["trace.jsonl line 1", "--json"]);
     place.run(&["trace", "routers", "--profile", "abacus"]).refused(&["abacus", "h100-8b"]);
     place.run(&["trace", "routers"]).refused(&["nothing to serve"]);
 }

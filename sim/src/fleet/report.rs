@@ -2,7 +2,7 @@
 //!
 //! Not here: comparing routers (`crate::routers::compare`).
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// One request that got its first token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -43,7 +43,7 @@ pub struct Report {
 }
 
 /// Mean and percentiles, in milliseconds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Spread {
     /// Mean.
     pub mean_ms: f64,

@@ -3,7 +3,7 @@
 //! A load is a share of what the fleet keeps up with when the least loaded instance takes each request: a measure that favours none of those
 //! compared by their caches. Not here: what one run is (`crate::fleet`).
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::{BASELINES, PRODUCTION, Plane, by_name};
 use crate::fleet::{Report, Setup, Spread, Workload, run};
@@ -12,7 +12,7 @@ use crate::fleet::{Report, Setup, Spread, Workload, run};
 const WARM: usize = 200;
 
 /// What one router came to at one load.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Point {
     /// Its name.
     pub router: String,
@@ -33,7 +33,7 @@ pub struct Point {
 }
 
 /// All of one load.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Comparison {
     /// Of which.
     pub load: f64,

@@ -3,14 +3,14 @@
 //! The production scheduler runs with its admission; each of the others with the best of several thresholds for this very load, which nobody
 //! could know beforehand. Not here: what one run is (`crate::fleet`).
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::admitting::{Admitting, Threshold};
 use super::{BASELINES, PRODUCTION, Router, by_name};
 use crate::fleet::{Report, Setup, Spread, Workload, run};
 
 /// What counts as in time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
     /// Until the first token.
     pub ttft_ms: u64,
@@ -22,7 +22,7 @@ pub struct Limits {
 const THRESHOLDS: [f64; 6] = [0.125, 0.25, 0.5, 0.75, 1.0, f64::INFINITY];
 
 /// What one router came to.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Good {
     /// Its name.
     pub router: String,
@@ -39,7 +39,7 @@ pub struct Good {
 }
 
 /// All of one load.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Goodput {
     /// Share of the fleet's capacity that is offered.
     pub load: f64,

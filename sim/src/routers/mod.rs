@@ -84,7 +84,7 @@ pub fn by_name(name: &str, seed: u64) -> Option<Box<dyn Router>> {
 }
 
 /// From where an instance may fetch under a router that is not the production scheduler.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Plane {
     /// Its own node, as engines with a tier of their host's memory have it; of Mooncake's, also the node with the longest prefix.
     #[default]
