@@ -394,11 +394,10 @@ mod tests {
             assert_eq!(hear(&mut fits, TWO, &reuses(6, seq, 1e17, clusters)), Took::Refused, "{clusters:?}");
         }
         for (seq, clusters) in (9..).zip([(1.0, 1.0), (1.0, 1e6), (1e11, 1e17), (0.0, 0.0)]) {
-            let before = uses(&fits);
             assert_eq!(hear(&mut fits, TWO, &reuses(6, seq, 1e17, clusters)), Took::Taken);
             let all = merged(&fits.snapshot());
             let sums = all.of(Role::Partial).unwrap();
-            assert_eq!(sums.uses, 10.0, "what others said stays, {before} before");
+            assert_eq!(sums.uses, 10.0, "what others said stays");
             assert!((sums.reused() - NODE_REQUESTS).abs() < 1e-6, "{clusters:?}: {}", sums.reused());
             assert!(sums.weight() >= 30.0 / (NODE_REQUESTS + 10.0), "{clusters:?}: {}", sums.weight());
         }
