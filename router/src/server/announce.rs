@@ -264,7 +264,7 @@ impl NodeStream {
                     self.shared.silence.lock().heard(speaker.node, speaker.epoch, self.shared.clock.now());
                     // What is not taken is no reason to hear the node no more: it may be of another release.
                     if let Some(seen) = &beat.seen {
-                        let took = self.shared.fits.heard.lock().heard(speaker.node, speaker.epoch, seen);
+                        let took = self.shared.fits.heard(speaker.node, speaker.epoch, seen);
                         self.shared.metrics.fits_heard(took);
                     }
                 } else {
