@@ -247,10 +247,8 @@ impl Ssd {
             match weights::read(&dir.path) {
                 // A device that was away while others were told knows less than they.
                 Ok(found) => {
-                    noted = [noted, found.unwrap_or_default()]
-                        .into_iter()
-                        .max_by_key(|noted| noted.after)
-                        .unwrap_or_default()
+                    let both = [noted, found.unwrap_or_default()].into_iter();
+                    noted = both.max_by_key(|noted| noted.after).unwrap_or_default();
                 }
                 Err(cause) => {
                     tracing::error!(dir = %dir.path.display(), %cause, "of which weights the SSD blocks are cannot be read: none of them is served, and it is noted anew; look at the device");
