@@ -17,6 +17,9 @@ const OURS: RGBColor = RGBColor(190, 0, 0);
 /// How many of the others are drawn at most: as many as there are colours for.
 const OTHERS_MAX: usize = PALETTE.len();
 
+/// A router, its colour, and loads with what it came to.
+type Line<'a> = (&'a str, RGBColor, Vec<(f64, f64)>);
+
 /// Rows of one fleet under one traffic, with the name of their plot, in the order in which they were measured.
 pub(super) fn groups(rows: &[Row]) -> Vec<(String, Vec<&Row>)> {
     let mut all: Vec<(String, Vec<&Row>)> = Vec::new();
@@ -52,7 +55,7 @@ pub(super) fn draw(path: &Path, rows: &[&Row]) -> anyhow::Result<()> {
         all.into_iter().find(|point| point.router == of).map(|point| (one.load * 100.0, point.ttft.mean_ms))
     };
     let lines = std::iter::once((PRODUCTION, OURS)).chain(others.iter().copied().zip(PALETTE));
-    let lines: Vec<(&str, RGBColor, Vec<(f64, f64)>)> = lines
+    let lines: Vec<Line<'_>> = lines
         .map(|(router, color)| (router, color, compared.iter().filter_map(|one| mean(router, one)).collect()))
         .collect();
     let heights = || lines.iter().flat_map(|(.., points)| points.iter().map(|point| point.1));
