@@ -53,10 +53,10 @@ fleet with a pool keeps up with when the least loaded instance takes each reques
 ";
 
 /// All of it.
-pub(super) fn render(rows: &[Row], overloaded: &[Overload], terms: &Terms) -> String {
+pub(super) fn render(rows: &[Row], beyond: &[Overload], terms: &Terms) -> String {
     let mut text = summary(rows, terms);
     tables(&mut text, rows);
-    text + &in_time_text(overloaded)
+    text + &in_time_text(beyond)
 }
 
 fn summary(rows: &[Row], terms: &Terms) -> String {

@@ -36,7 +36,7 @@ struct Terms {
 #[serde(untagged)]
 enum Line {
     Compared(Row),
-    Overloaded(Overload),
+    Beyond(Overload),
 }
 
 /// One fleet under one traffic at one load.
@@ -60,7 +60,7 @@ pub(super) fn run(args: &RoutersArgs) -> anyhow::Result<()> {
         anyhow::bail!("profile {} is unknown: choose one of {}", args.profile, known.join(", "));
     };
     let terms = Terms { profile: args.profile.clone(), seed: args.seed };
-    let (mut rows, mut overloaded) = earlier(args, &terms)?;
+    let (mut rows, mut beyond) = earlier(args, &terms)?;
     for (name, trace) in traffic(args)? {
         for instances in &args.instances {
             let workload = Workload::new(&trace, u64::from(instances.div_ceil(INSTANCES_PER_COPY)));
@@ -83,10 +83,10 @@ pub(super) fn run(args: &RoutersArgs) -> anyhow::Result<()> {
             }
         }
     }
-    overloaded.extend(overloads(args, &terms)?);
+    beyond.extend(overloads(args, &terms)?);
     match &args.out {
-        Some(folder) => write(folder, &rows, &overloaded, &terms)?,
-        None if !args.json => print!("{}", document::render(&rows, &overloaded, &terms)),
+        Some(folder) => write(folder, &rows, &beyond, &terms)?,
+        None if !args.json => print!("{}", document::render(&rows, &beyond, &terms)),
         None => {}
     }
     Ok(())
@@ -94,7 +94,7 @@ pub(super) fn run(args: &RoutersArgs) -> anyhow::Result<()> {
 
 /// What earlier runs printed, which takes long and comes out the same.
 fn earlier(args: &RoutersArgs, terms: &Terms) -> anyhow::Result<(Vec<Row>, Vec<Overload>)> {
-    let (mut rows, mut overloaded) = (Vec::new(), Vec::new());
+    let (mut rows, mut beyond) = (Vec::new(), Vec::new());
     for path in &args.rows {
         let text = std::fs::read_to_string(path)
             .map_err(|cause| anyhow::anyhow!("cannot read {}: {cause}", path.display()))?;
@@ -104,7 +104,7 @@ fn earlier(args: &RoutersArgs, terms: &Terms) -> anyhow::Result<(Vec<Row>, Vec<O
                 .map_err(|_| anyhow::anyhow!("{}: no row of `kvfleet trace routers --json`", at()))?;
             let theirs = match &line {
                 Line::Compared(row) => &row.terms,
-                Line::Overloaded(row) => &row.terms,
+                Line::Beyond(row) => &row.terms,
             };
             anyhow::ensure!(
                 theirs == terms,
@@ -115,15 +115,15 @@ fn earlier(args: &RoutersArgs, terms: &Terms) -> anyhow::Result<(Vec<Row>, Vec<O
             );
             match line {
                 Line::Compared(row) => rows.push(row),
-                Line::Overloaded(row) => overloaded.push(row),
+                Line::Beyond(row) => beyond.push(row),
             }
         }
     }
-    Ok((rows, overloaded))
+    Ok((rows, beyond))
 }
 
 /// The document with its plots, in this folder.
-fn write(folder: &Path, rows: &[Row], overloaded: &[Overload], terms: &Terms) -> anyhow::Result<()> {
+fn write(folder: &Path, rows: &[Row], beyond: &[Overload], terms: &Terms) -> anyhow::Result<()> {
     let plots = folder.join(PLOTS);
     std::fs::create_dir_all(&plots)
         .map_err(|cause| anyhow::anyhow!("cannot make {}: {cause}; choose another --out", plots.display()))?;
@@ -131,7 +131,7 @@ fn write(folder: &Path, rows: &[Row], overloaded: &[Overload], terms: &Terms) ->
         plot::draw(&plots.join(format!("{name}.svg")), &rows)?;
     }
     let path = folder.join(DOCUMENT);
-    std::fs::write(&path, document::render(rows, overloaded, terms))
+    std::fs::write(&path, document::render(rows, beyond, terms))
         .map_err(|cause| anyhow::anyhow!("cannot write {}: {cause}", path.display()))?;
     eprintln!("wrote {} and {}", path.display(), plots.display());
     Ok(())
