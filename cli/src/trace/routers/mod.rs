@@ -96,12 +96,17 @@ pub(super) fn run(args: &RoutersArgs) -> anyhow::Result<()> {
 fn earlier(args: &RoutersArgs, terms: &Terms) -> anyhow::Result<(Vec<Row>, Vec<Overload>)> {
     let (mut rows, mut beyond) = (Vec::new(), Vec::new());
     for path in &args.rows {
-        let text = std::fs::read_to_string(path)
-            .map_err(|cause| anyhow::anyhow!("cannot read {}: {cause}", path.display()))?;
+        let text = std::fs::read_to_string(path).map_err(|cause| {
+            anyhow::anyhow!(
+                "cannot read {}: {cause}; give what `kvfleet trace routers --json` printed",
+                path.display()
+            )
+        })?;
         for (number, line) in (1..).zip(text.lines()) {
             let at = || format!("{} line {number}", path.display());
-            let line: Line = serde_json::from_str(line)
-                .map_err(|_| anyhow::anyhow!("{}: no row of `kvfleet trace routers --json`", at()))?;
+            let line: Line = serde_json::from_str(line).map_err(|_| {
+                anyhow::anyhow!("{}: no row of `kvfleet trace routers --json`; leave the line out", at())
+            })?;
             let theirs = match &line {
                 Line::Compared(row) => &row.terms,
                 Line::Beyond(row) => &row.terms,
