@@ -16,7 +16,7 @@ use crate::Effort;
 use crate::choose::{NOW, fleet};
 
 pub(crate) const ABOUT: &str = "a routing decision from tokens to instance on one thread, hashing included: 64 instances with a node each, an index of 10 M \
-     entries in chains of which 16 share their first 1,024 tokens; every second prompt is held whole, of the others nothing is. Each call by itself, by \
+     entries in chains of which 16 share their first 1,024 tokens; every prompt is held whole, which takes longest. Each call by itself, by \
      the clock on the wall and by the thread's CPU time (which takes a microsecond to read); and the processors that 99 prompts of 100,000 tokens a second need";
 
 /// Entries of the index.
@@ -134,7 +134,7 @@ impl Router {
             let blocks = router.hasher.blocks(&router.prompt(number));
             let found =
                 router.index.longest_prefix(&blocks).runs.iter().map(|run| run.len_blocks).sum::<u32>();
-            let expected = if number % 2 == 0 { prompt_tokens / BLOCK_TOKENS } else { 0 };
+            let expected = prompt_tokens / BLOCK_TOKENS;
             anyhow::ensure!(
                 found == expected,
                 "of prompt {number} {found} blocks are found, and not {expected}"
@@ -143,11 +143,9 @@ impl Router {
         Ok(router)
     }
 
-    /// The tokens of a prompt: of the even ones all is held, far from the one before.
+    /// The tokens of a prompt that is held whole, far from the one before.
     fn prompt(&self, number: u64) -> Vec<u32> {
-        let far = number.wrapping_mul(7_919) % self.chains.max(1);
-        let chain = if number.is_multiple_of(2) { far } else { self.chains * SHARED_BY + far };
-        tokens(chain, self.prompt_tokens)
+        tokens(number.wrapping_mul(7_919) % self.chains.max(1), self.prompt_tokens)
     }
 
     fn route(&self, tokens: &[u32], hashes: &mut Vec<BlockHash>) {
