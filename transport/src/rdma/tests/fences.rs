@@ -92,12 +92,13 @@ async fn cut_off(is_refused: bool) -> Vec<String> {
     let ours = Arc::downgrade(&local);
     drop(local);
     fabric.hold();
+    if is_refused {
+        // Before the cut: both ends begin to end their queue pairs with it, each on a thread of its own.
+        fabric.refuse_end();
+    }
     let request = FetchRequest { deadline: Duration::from_millis(300), ..fetch_request(&hashes(1)) };
     let cut = suite::fetch(&path, request).await.unwrap();
     assert_eq!(cut, FetchAnswer::Miss { reason: MissReason::TooLate });
-    if is_refused {
-        fabric.refuse_end();
-    }
     drop(path);
     drop(server);
     let over = async {
