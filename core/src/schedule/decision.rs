@@ -6,6 +6,7 @@ use std::fmt;
 use std::time::Duration;
 
 use super::lanes::{LinkPath, Price};
+use super::pairs::Handover;
 use crate::id::{Epoch, InstanceId, NodeId, RequestId, Tier, Timestamp};
 use crate::index::Holder;
 
@@ -69,15 +70,23 @@ pub struct Candidate {
     pub is_coming: bool,
     /// Blocks that its own node holds, from the first that is not resident on; 0 when it was filtered.
     pub overlap_blocks: u32,
+    /// Who would go on, where it computes prompts only.
+    pub handover: Option<Handover>,
     /// Why it was not considered, if so.
     pub filtered: Option<Filtered>,
 }
 
 impl Candidate {
+    /// Predicted time to first token, with the way to who goes on, in microseconds.
+    #[must_use]
+    pub fn ttft_us(&self) -> u64 {
+        self.predicted.ttft_us().saturating_add(self.handover.map_or(0, |handover| handover.us))
+    }
+
     /// What the request costs there, its own waiting and that of others, and more where the instance joined of late: what is least is best for all together.
     #[must_use]
     pub fn cost_us(&self) -> u64 {
-        self.predicted.ttft_us().saturating_add(self.delays_us).saturating_add(self.ramp_us)
+        self.ttft_us().saturating_add(self.delays_us).saturating_add(self.ramp_us)
     }
 }
 
@@ -96,6 +105,10 @@ pub enum Filtered {
     },
     /// Whoever asked left it out.
     Ineligible,
+    /// It goes on where others computed the prompt, and computes none.
+    Decodes,
+    /// It computes prompts, and none that goes on from there may be chosen and is near enough.
+    Alone,
 }
 
 impl fmt::Display for Filtered {
@@ -104,6 +117,8 @@ impl fmt::Display for Filtered {
             Filtered::Stale { age } => write!(f, "no report for {} ms", age.as_millis()),
             Filtered::QueueFull { tokens } => write!(f, "{tokens} tokens are queued"),
             Filtered::Ineligible => write!(f, "left out by whoever asked"),
+            Filtered::Decodes => write!(f, "it computes no prompts"),
+            Filtered::Alone => write!(f, "no instance that may go on from there is near enough"),
         }
     }
 }
@@ -222,6 +237,18 @@ pub enum Reason {
     },
     /// No live node can take new blocks.
     NowhereToSave,
+    /// It computes the prompt, and another goes on.
+    Pair {
+        /// Which, how soon, and beside how many.
+        handover: Handover,
+    },
+    /// Instances were left out for what they do.
+    Roles {
+        /// Those that compute no prompts.
+        decode: u32,
+        /// Those that compute prompts, and have nobody to go on.
+        alone: u32,
+    },
     /// Instances were left out.
     Filtered {
         /// Those without a fresh report.
@@ -278,6 +305,17 @@ impl fmt::Display for Reason {
             }
             Reason::SavedByRing { node } => write!(f, "new blocks go to {node} by the ring"),
             Reason::NowhereToSave => write!(f, "no live node takes new blocks"),
+            Reason::Pair { handover: Handover { instance, us, running, others } } => {
+                write!(
+                    f,
+                    "{instance} goes on from there {us} us later beside {running} requests, the best of {}",
+                    others + 1
+                )
+            }
+            Reason::Roles { decode, alone } => write!(
+                f,
+                "left out {decode} instances that compute no prompts, and {alone} that have nobody to go on from there"
+            ),
             Reason::Filtered { stale, full, ineligible } => {
                 write!(f, "left out {stale} instances without a fresh report and {full} with a full queue")?;
                 if *ineligible > 0 {
@@ -312,6 +350,8 @@ pub struct Decision {
     pub parts: Prediction,
     /// What the request will cost there.
     pub predicted: Prediction,
+    /// Who goes on when the prompt is computed, where that is another instance.
+    pub handover: Option<Handover>,
     /// When its turn is: of what waits at an instance that keeps an order, the earliest goes first.
     pub turn: Timestamp,
     /// Every instance looked at: the chosen one first, then by cost, then the filtered ones.
@@ -374,6 +414,16 @@ pub enum RejectReason {
         within: Duration,
         /// What was asked for.
         limit: Duration,
+    },
+    /// Of those that could compute the prompt none has another that may go on, or all that are left compute no prompts.
+    #[error(
+        "of {instances} instances {decode} compute no prompts, and the others have nobody that reports and is near enough to go on: start one with the role \"both\", or one of the kind that is missing"
+    )]
+    NoPair {
+        /// How many are known.
+        instances: u32,
+        /// Of these, how many compute no prompts.
+        decode: u32,
     },
     /// Instances are known, and whoever asked left all of them out.
     #[error("none of {instances} instances is among those that may be chosen")]

@@ -11,6 +11,7 @@ use super::joining::SLOW_START;
 use super::lanes::{LinkLanes, LinkPath, Price, Reader};
 use super::learnt::Learnt;
 use super::load::{Load, Moment};
+use super::pairs::{Part, Role};
 use super::passing::Passing;
 use super::profile::HardwareProfile;
 use crate::id::{Epoch, InstanceId, NodeId, Tier, Timestamp};
@@ -33,6 +34,8 @@ pub struct Limits {
     pub queue_tokens_max: u64,
     /// For how long an instance that joins is given less than others.
     pub slow_start: Duration,
+    /// How many names of their places an instance that computes a prompt and one that goes on must share, the largest first: 0 for none.
+    pub pair_within: u8,
 }
 
 impl Default for Limits {
@@ -41,6 +44,7 @@ impl Default for Limits {
             report_stale_after: REPORT_STALE_AFTER,
             queue_tokens_max: QUEUE_TOKENS_MAX,
             slow_start: SLOW_START,
+            pair_within: 0,
         }
     }
 }
@@ -105,6 +109,8 @@ pub struct Fleet {
     instances: Vec<Instance>,
     /// Of the instances, in their order.
     paths: Vec<InstancePaths>,
+    /// The same.
+    parts: Vec<Part>,
     nodes: Vec<LiveNode>,
     ring: Ring,
     passing: Passing,
@@ -163,6 +169,7 @@ impl Fleet {
             Err(rank) => {
                 self.instances.insert(rank, instance);
                 self.paths.insert(rank, InstancePaths::default());
+                self.parts.insert(rank, Part::default());
             }
         }
     }
@@ -171,6 +178,7 @@ impl Fleet {
     pub fn remove_instance(&mut self, id: InstanceId) -> Option<Instance> {
         let rank = self.instances.binary_search_by_key(&id, |known| known.id).ok()?;
         self.paths.remove(rank);
+        self.parts.remove(rank);
         Some(self.instances.remove(rank))
     }
 
@@ -180,6 +188,31 @@ impl Fleet {
         if let Ok(rank) = self.instances.binary_search_by_key(&id, |known| known.id) {
             self.paths[rank] = InstancePaths::of(taken);
         }
+    }
+
+    /// Says what an instance does of a request, and where it stands; who is not said does all, and stands nowhere. Nothing when the instance is not known.
+    pub fn set_part(&mut self, id: InstanceId, part: Part) {
+        if let Ok(rank) = self.instances.binary_search_by_key(&id, |known| known.id) {
+            self.parts[rank] = part;
+        }
+    }
+
+    /// What an instance does of a request, and where it stands.
+    #[must_use]
+    pub fn part(&self, id: InstanceId) -> Part {
+        let rank = self.instances.binary_search_by_key(&id, |known| known.id);
+        rank.map_or_else(|_| Part::default(), |rank| self.parts[rank])
+    }
+
+    /// Whether some instance does not do all of a request.
+    pub(super) fn has_roles(&self) -> bool {
+        self.parts.iter().any(|part| part.role != Role::Both)
+    }
+
+    /// Every instance with its paths and its part.
+    pub(super) fn instances_with_parts(&self) -> impl Iterator<Item = (&Instance, &InstancePaths, Part)> {
+        let all = self.instances.iter().zip(&self.paths).zip(&self.parts);
+        all.map(|((instance, paths), part)| (instance, paths, *part))
     }
 
     /// Every instance with the paths that it takes, as far as they are known.
@@ -201,6 +234,13 @@ impl Fleet {
             let known = &mut self.instances[rank];
             known.load.record(decision, Moment { now, reported_at: known.reported_at });
             self.passing.sent(decision.parts.prefill_us, count, now);
+        }
+        // Who goes on has nothing to compute, and one more that runs.
+        let partner = decision.handover.map(|handover| handover.instance);
+        let rank = partner.map(|partner| self.instances.binary_search_by_key(&partner, |known| known.id));
+        if let Some(Ok(rank)) = rank {
+            let load = &mut self.instances[rank].load;
+            load.routed = load.routed.saturating_add(1);
         }
     }
 

@@ -16,6 +16,7 @@ mod learnt;
 mod link;
 mod load;
 mod missing;
+mod pairs;
 mod passing;
 mod planners;
 mod profile;
@@ -46,6 +47,8 @@ pub use link::{LINK_AGED_AFTER, LinkEstimate, LinkSample, RATE_MIN};
 pub use load::Load;
 use load::{Moment, Newcomer};
 pub use missing::{Found, Missing, Told, Why, missing};
+use pairs::Partners;
+pub use pairs::{DOMAIN_LEVELS, Domain, DomainError, Handover, Part, Role};
 use planners::{Planners, asking};
 pub use profile::{HardwareProfile, Lane, PROFILES};
 pub use turn::turn_of;
@@ -196,6 +199,14 @@ fn price(
         let closed = || (!eligible.runs_there).then(|| filter(instance, &fleet.limits, now)).flatten();
         ineligible.or_else(closed)
     };
+    // What runs somewhere stays there.
+    let pairs = (!eligible.runs_there).then_some(planners.request());
+    let pairs =
+        pairs.and_then(|request| Partners::of(request, held, fleet, |instance| filtered(instance).is_none()));
+    let filtered = |instance: &Instance| {
+        let decodes = || pairs.is_some() && fleet.part(instance.id).role == Role::Decode;
+        filtered(instance).or_else(|| decodes().then_some(Filtered::Decodes))
+    };
     // Beside instances that are there for longer and could be chosen, those that joined of late are given less.
     let slow_start = fleet.limits.slow_start;
     let share = |instance: &Instance| joining::share(instance.joined_at, now, slow_start);
@@ -231,10 +242,27 @@ fn price(
     let ramped = |known: (&Instance, &InstancePaths)| {
         let share = if is_settled { share(known.0) } else { 1.0 };
         let mut candidate = cost(known);
-        candidate.ramp_us = joining::added_us(candidate.predicted.ttft_us(), share);
+        if let Some(pairs) = pairs.as_ref().filter(|_| candidate.filtered.is_none()) {
+            candidate = paired(candidate, known.0, pairs, fleet.part(known.0.id));
+        }
+        candidate.ramp_us = joining::added_us(candidate.ttft_us(), share);
         candidate
     };
     fleet.instances_with_paths().map(ramped).collect()
+}
+
+/// With whoever would go on, if it does not do so itself, and with what it means to others where it is decoded.
+fn paired(candidate: Candidate, instance: &Instance, pairs: &Partners<'_>, part: Part) -> Candidate {
+    let handover = match part.role {
+        Role::Prefill => match pairs.best(instance, part.domain) {
+            None => return filtered_out(instance, Filtered::Alone),
+            found => found,
+        },
+        Role::Both | Role::Decode => None,
+    };
+    let running = handover.map_or_else(|| pairs::running(&instance.load), |handover| handover.running);
+    let delays_us = candidate.delays_us.saturating_add(pairs.pressure_us(running));
+    Candidate { handover, delays_us, ..candidate }
 }
 
 fn filter(instance: &Instance, limits: &Limits, now: Timestamp) -> Option<Filtered> {
@@ -257,6 +285,7 @@ fn filtered_out(instance: &Instance, filtered: Filtered) -> Candidate {
         resident_blocks: 0,
         is_coming: false,
         overlap_blocks: 0,
+        handover: None,
         filtered: Some(filtered),
     }
 }
@@ -296,6 +325,7 @@ fn costed(
         resident_blocks,
         is_coming: behind.is_some(),
         overlap_blocks,
+        handover: None,
         filtered: None,
     }
 }
@@ -342,6 +372,7 @@ fn decide(choice: &Choice<'_>, candidates: Vec<Candidate>) -> Decision {
         save_to,
         parts: chosen.parts,
         predicted: chosen.predicted,
+        handover: chosen.handover,
         turn: chosen.turn,
         candidates,
         reasons,
@@ -373,8 +404,12 @@ fn rejection(fleet: &Fleet, candidates: &[Candidate]) -> Rejection {
         let reason = RejectReason::AllFull { instances, tokens };
         return Rejection { reason, retry_after: time_to_drain(fleet, tokens) };
     }
+    let decode = candidates.iter().filter(|one| one.filtered == Some(Filtered::Decodes)).count() as u32;
+    let is_alone = candidates.iter().any(|one| one.filtered == Some(Filtered::Alone));
     let reason = match candidates.iter().filter_map(stale).min() {
         None if candidates.is_empty() => RejectReason::NoInstance,
+        _ if is_alone => RejectReason::NoPair { instances: candidates.len() as u32, decode },
+        None if decode > 0 => RejectReason::NoPair { instances: candidates.len() as u32, decode },
         None => RejectReason::NoneEligible { instances: candidates.len() as u32 },
         Some(youngest) => {
             let instances = candidates.iter().filter_map(stale).count() as u32;

@@ -49,6 +49,11 @@ impl<'a> Planners<'a> {
         })
     }
 
+    /// Whose plans they are.
+    pub(super) fn request(&self) -> &'a RouteRequest {
+        self.request
+    }
+
     /// The planner at a place that [`Planners::place`] gave.
     pub(super) fn at(&self, place: usize) -> &Planner<'a> {
         &self.made[place]

@@ -34,7 +34,13 @@ pub(super) fn of(
     }
     let stale = candidates.iter().filter(|c| matches!(c.filtered, Some(Filtered::Stale { .. }))).count();
     let ineligible = candidates.iter().filter(|c| matches!(c.filtered, Some(Filtered::Ineligible))).count();
-    let full = candidates.len() - choice.open - stale - ineligible;
+    let of = |filtered| candidates.iter().filter(|one| one.filtered == Some(filtered)).count();
+    let (decode, alone) = (of(Filtered::Decodes), of(Filtered::Alone));
+    let full = candidates.len() - choice.open - stale - ineligible - decode - alone;
+    reasons.extend(candidates[0].handover.map(|handover| Reason::Pair { handover }));
+    if decode + alone > 0 {
+        reasons.push(Reason::Roles { decode: decode as u32, alone: alone as u32 });
+    }
     if stale + full + ineligible > 0 {
         let [stale, full, ineligible] = [stale, full, ineligible].map(|count| count as u32);
         reasons.push(Reason::Filtered { stale, full, ineligible });
@@ -64,7 +70,7 @@ fn why_instance(choice: &Choice<'_>, candidates: &[Candidate]) -> Reason {
 
 /// How much later than these that cost the same the first of all others would be, by TTFT alone; nothing where that would choose others, or fewer or more.
 fn ttft_margin_us(open: &[Candidate], tied: usize) -> Option<u64> {
-    let ttft_us = |candidate: &Candidate| candidate.predicted.ttft_us();
+    let ttft_us = |candidate: &Candidate| candidate.ttft_us();
     let (tied, others) = open.split_at(tied);
     let best_us = ttft_us(&open[0]);
     if tied.iter().any(|candidate| ttft_us(candidate) != best_us) {

@@ -6,6 +6,7 @@ mod coming;
 mod filter;
 mod loads;
 mod measured;
+mod pairs;
 mod plans;
 mod profiles;
 mod properties;
