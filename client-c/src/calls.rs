@@ -582,6 +582,8 @@ pub(crate) unsafe fn reporter(
         node: has_node.then_some(NodeId(config.node)),
         every: Duration::from_millis(every_ms.into()),
         links: within(config.without_links, 0, 1, "without_links")? == 0,
+        role: kv_core::schedule::Role::Both,
+        place: String::new(),
         keeps_order: within(config.keeps_order, 0, 1, "keeps_order")? == 1,
     };
     Ok((reporter, Duration::from_millis(silent_after_ms.into())))

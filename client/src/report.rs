@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use kv_core::id::{InstanceId, NodeId};
+use kv_core::schedule::Role;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_client::RouterClient;
 use tokio::sync::watch;
@@ -48,6 +49,10 @@ pub struct ReporterConfig {
     pub links: bool,
     /// Whether it begins what waits in the order of the turns that decisions have.
     pub keeps_order: bool,
+    /// What it does of a request.
+    pub role: Role,
+    /// Where it stands, the largest first, as in `zone-a/rack-7/host-3`; up to four names. Routers refuse reports with another.
+    pub place: String,
 }
 
 /// What an instance is doing right now.
@@ -107,6 +112,8 @@ impl Client {
             node: config.node.unwrap_or_default().0,
             has_node: config.node.is_some(),
             keeps_order: config.keeps_order,
+            role: config.role as u32,
+            place: config.place.clone(),
             started_us: u64::try_from(started.as_micros()).unwrap_or(u64::MAX),
             ..pb::ReportRequest::default()
         };

@@ -7,6 +7,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use kv_core::schedule::{Domain, Role};
+
 use crate::endpoints::address::authority;
 use crate::endpoints::calls::AdminConfig;
 use crate::endpoints::config::{KubernetesConfig, LoadConfig};
@@ -78,6 +80,21 @@ pub struct EndpointConfig {
     pub fetches: bool,
     /// Whether it tells routers its load by itself, through our client; then it is not asked.
     pub reports_itself: bool,
+    /// What it does of a request: `both`, or empty; `prefill`: it computes prompts, and another goes on; `decode`: it goes on.
+    pub role: String,
+    /// Where it stands, the largest first, as in `zone-a/rack-7/host-3`; empty: nowhere in particular.
+    pub place: String,
+}
+
+/// What an engine does, by its name; one without does all. Nothing for a name that is none.
+pub(crate) fn role(name: &str) -> Option<Role> {
+    if name.is_empty() { Some(Role::Both) } else { Role::by_name(name) }
+}
+
+impl EndpointConfig {
+    pub(crate) fn role(&self) -> Option<Role> {
+        role(&self.role)
+    }
 }
 
 /// A value that is refused.
@@ -122,6 +139,18 @@ impl DoorsConfig {
             }
             if let Err(error) = authority(&endpoint.url) {
                 return refuse("endpoints", format!("instance {}: {error}", endpoint.instance));
+            }
+            if endpoint.role().is_none() {
+                let problem = format!(
+                    "instance {} has the role {:?}; there are both, prefill and decode",
+                    endpoint.instance, endpoint.role
+                );
+                return refuse("endpoints", problem);
+            }
+            if let Err(error) = Domain::parse(&endpoint.place) {
+                let problem =
+                    format!("instance {} has the place {:?}: {error}", endpoint.instance, endpoint.place);
+                return refuse("endpoints", problem);
             }
         }
         self.load.check()?;

@@ -66,13 +66,36 @@ impl Terms {
     }
 }
 
+/// One way for a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Way {
+    /// Where its prompt is computed.
+    pub(crate) endpoint: Arc<Endpoint>,
+    /// Who goes on from there; nobody else where none is named.
+    pub(crate) partner: Option<Arc<Endpoint>>,
+}
+
+impl Way {
+    /// Who answers.
+    pub(crate) fn answers(&self) -> &Arc<Endpoint> {
+        self.partner.as_ref().unwrap_or(&self.endpoint)
+    }
+
+    /// Whether it goes by way of one of these.
+    pub(crate) fn is_by(&self, instances: &[InstanceId]) -> bool {
+        let partner = self.partner.as_ref().map(|partner| partner.instance);
+        instances.contains(&self.endpoint.instance)
+            || partner.is_some_and(|partner| instances.contains(&partner))
+    }
+}
+
 /// Where a request goes.
 #[derive(Clone, Debug)]
 pub(crate) struct Chosen {
-    /// The best endpoint.
-    pub(crate) endpoint: Arc<Endpoint>,
-    /// The others that could take it, best first.
-    pub(crate) fallbacks: Vec<Arc<Endpoint>>,
+    /// The best way.
+    pub(crate) way: Way,
+    /// The others that it could take, best first.
+    pub(crate) fallbacks: Vec<Way>,
     /// Its turn, of what waits at an engine that keeps an order.
     pub(crate) turn_ms: u64,
 }
@@ -185,11 +208,19 @@ impl Decider {
     fn chosen(&self, decision: &pb::Decision) -> Result<Chosen, Refusal> {
         // The chosen one is the first of the candidates.
         let open = decision.candidates.iter().filter(|candidate| candidate.filtered.is_empty());
-        let mut at = open.filter_map(|candidate| self.endpoints.get(InstanceId(candidate.instance)));
-        let endpoint = at.next();
+        let get = |instance| self.endpoints.get(InstanceId(instance));
+        let mut at = open.filter_map(|candidate| {
+            let partner = match &candidate.handover {
+                // One of a pair alone is of no use.
+                Some(handover) => Some(get(handover.instance)?),
+                None => None,
+            };
+            Some(Way { endpoint: get(candidate.instance)?, partner })
+        });
+        let way = at.next();
         let fallbacks = at.collect();
-        match endpoint {
-            Some(endpoint) => Ok(Chosen { endpoint, fallbacks, turn_ms: decision.turn_ms }),
+        match way {
+            Some(way) => Ok(Chosen { way, fallbacks, turn_ms: decision.turn_ms }),
             None => Err(Refusal::Nobody {
                 reason: format!("instance {} was chosen, and has just left", decision.instance),
                 retry_after: Duration::from_millis(100),

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use kv_core::id::TenantId;
-use kv_core::schedule::{Admission, HardwareProfile, Limits, PROFILES, SLOW_START};
+use kv_core::schedule::{Admission, DOMAIN_LEVELS, HardwareProfile, Limits, PROFILES, SLOW_START};
 use serde::{Deserialize, Serialize};
 
 pub(crate) use engines::check_identity;
@@ -55,6 +55,9 @@ pub struct RouterConfig {
     pub time_scale: f64,
     /// For how long an instance that joins is given less than others, milliseconds, up to 600000; 0 for no such time.
     pub slow_start_ms: u64,
+    /// How many names of their places (zone/rack/host, the largest first) an instance that computes a prompt and one that goes on must share, up to
+    /// 4; 0 where any two may.
+    pub pair_within: u8,
     /// Whether decisions price by what instances measured of their links, where they report any; else by the profile alone,
     /// and what they report is shown only.
     pub price_links: bool,
@@ -189,6 +192,7 @@ impl Default for RouterConfig {
             profile: HardwareProfile::default().name.into(),
             time_scale: 1.0,
             slow_start_ms: u64::try_from(SLOW_START.as_millis()).unwrap_or(u64::MAX),
+            pair_within: 0,
             price_links: true,
             windows: true,
             admission: AdmissionConfig::default(),
@@ -445,6 +449,12 @@ impl RouterConfig {
                 ),
             );
         }
+        if usize::from(self.pair_within) > DOMAIN_LEVELS {
+            return refuse(
+                "pair_within",
+                format!("{} is outside 0 to {DOMAIN_LEVELS}; 0 pairs any two", self.pair_within),
+            );
+        }
         if !(100..=1_000_000).contains(&self.snapshot_every_entries) {
             return refuse(
                 "snapshot_every_entries",
@@ -470,7 +480,11 @@ impl RouterConfig {
 
     /// What filters instances out and slows down who joins.
     pub(crate) fn limits(&self) -> Limits {
-        Limits { slow_start: Duration::from_millis(self.slow_start_ms), ..Limits::default() }
+        Limits {
+            slow_start: Duration::from_millis(self.slow_start_ms),
+            pair_within: self.pair_within,
+            ..Limits::default()
+        }
     }
 }
 
@@ -642,6 +656,7 @@ mod tests {
         says("a router: audit_blocks", &refused(|config| config.truth.audit_blocks = 0), &[]);
         says("a router: time_scale", &refused(|config| config.time_scale = f64::NAN), &[]);
         says("a router: slow_start_ms", &refused(|config| config.slow_start_ms = 600_001), &[]);
+        says("a router: pair_within", &refused(|config| config.pair_within = 5), &[]);
         says("a router: profile", &refused(|config| config.profile = "abacus".into()), &[]);
         says("a router: snapshot_every_entries", &refused(|config| config.snapshot_every_entries = 1), &[]);
         says("a router: index_copies_max", &refused(|config| config.index_copies_max = 0), &[]);

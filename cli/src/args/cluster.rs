@@ -42,6 +42,9 @@ pub struct ShapeArgs {
     /// takes none.
     #[arg(long, default_value_t = 0.0)]
     pub time_scale: f64,
+    /// The first N instances compute prompts only, and the others only go on where these did: such requests are served by pairs. 0: all do both.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub prefill_instances: u32,
     /// Paths that block bytes take: quic, tcp (TLS 1.3), shm (shared memory), rdma, or auto for the best there is.
     #[arg(long, default_value_t = Transport::default())]
     pub transport: Transport,

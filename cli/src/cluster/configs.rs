@@ -5,6 +5,7 @@
 
 use std::path::PathBuf;
 
+use kv_core::schedule::Role as InstanceRole;
 use kvfleet_client::Transport;
 use kvfleet_doors::{AdminConfig, DoorsConfig, EndpointConfig, OpenAiConfig};
 use kvfleet_node::NodeConfig;
@@ -13,7 +14,7 @@ use kvfleet_proto::identity::IdentitySection;
 use kvfleet_router::{EnginesConfig, RouterConfig, VoterConfig};
 use kvfleet_transport::pick::PathKind;
 
-use super::{ChildId, Cluster, name};
+use super::{ChildId, Cluster, Shape, name};
 use crate::certificates::{Authority, CertificateFiles};
 use crate::config::{ProcessConfig, Settings, load, parse_override, to_toml};
 use crate::instance::{InstanceConfig, OpenAiSection, TlsPaths};
@@ -107,6 +108,7 @@ fn doors(cluster: &Cluster, number: u64) -> anyhow::Result<DoorsConfig> {
         url: format!("http://127.0.0.1:{port}"),
         fetches: true,
         reports_itself: true,
+        ..EndpointConfig::default()
     };
     // Who waits until engines may be sent requests asks there.
     let admin = AdminConfig { listen: "127.0.0.1:0".to_owned(), ..AdminConfig::default() };
@@ -172,11 +174,20 @@ fn instance(cluster: &Cluster, number: u32, files: CertificateFiles) -> Instance
         block_bytes: shape.block_bytes,
         layers: shape.layers,
         fetch_floor_ms: shape.fetch_floor_ms,
+        role: role(shape, number).name().to_owned(),
         time_scale: shape.time_scale,
         transport: shape.transport.to_string(),
         shm: crate::instance::ShmSection { dir: sockets(cluster), ..Default::default() },
         openai: openai(cluster, number),
         ..InstanceConfig::default()
+    }
+}
+
+fn role(shape: &Shape, number: u32) -> InstanceRole {
+    match shape.prefill_instances {
+        0 => InstanceRole::Both,
+        prefill if number <= prefill => InstanceRole::Prefill,
+        _ => InstanceRole::Decode,
     }
 }
 

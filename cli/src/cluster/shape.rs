@@ -45,6 +45,8 @@ pub struct Shape {
     pub watermarks: Option<(f64, f64)>,
     /// Hardware profile for modelled compute.
     pub profile: String,
+    /// Instances that compute prompts only, from the first on; the others only go on then. 0: all do both.
+    pub prefill_instances: u32,
     /// Share of the modelled compute that is waited for.
     pub time_scale: f64,
     /// Least time a fetch is given, in milliseconds.
@@ -90,6 +92,7 @@ impl Shape {
             policy: "lru".to_owned(),
             watermarks: Some((1.0, 1.0)),
             profile: kv_core::schedule::HardwareProfile::default().name.to_owned(),
+            prefill_instances: 0,
             time_scale: 0.0,
             fetch_floor_ms: 10_000,
             transport: Transport::Quic,
@@ -115,6 +118,17 @@ impl Shape {
     }
 }
 
+/// How many compute prompts only: some must be left to go on.
+fn prefill_instances(args: &ShapeArgs) -> anyhow::Result<u32> {
+    let ShapeArgs { prefill_instances, instances, .. } = *args;
+    anyhow::ensure!(
+        prefill_instances == 0 || prefill_instances < instances,
+        "--prefill-instances is {prefill_instances} of {instances} instances: leave one at least to go on, or give --instances {}",
+        u64::from(prefill_instances) + 1
+    );
+    Ok(prefill_instances)
+}
+
 /// The emulated model with this block geometry.
 #[must_use]
 pub fn manifest(block_tokens: u32, layers: u32) -> IdentityManifest {
@@ -136,6 +150,7 @@ impl Shape {
             policy: args.policy.clone(),
             watermarks: args.watermarks.map(|marks| (marks.high, marks.low)),
             profile: args.profile.clone(),
+            prefill_instances: prefill_instances(args)?,
             time_scale: args.time_scale,
             transport: args.transport,
             data_dir: args.data_dir.clone(),

@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 use std::path::PathBuf;
 
-use kv_core::schedule::{HardwareProfile, PROFILES};
+use kv_core::schedule::{Domain, HardwareProfile, PROFILES, Role};
 use kvfleet_client::{NoTransport, RdmaSettings, Transport};
 use kvfleet_doors::ModelConfig;
 use kvfleet_proto::frame::{KeyForm, PAYLOAD_BYTES_MAX};
@@ -51,6 +51,10 @@ pub struct InstanceConfig {
     pub read_buffer_bytes: u64,
     /// Bytes of one request of which something is asked for and not there, at most, where compute takes time.
     pub in_flight_bytes: u64,
+    /// What it does of a request: both, prefill or decode.
+    pub role: String,
+    /// Where it stands, the largest first, as in `zone-a/rack-7/host-3`; empty for nowhere in particular.
+    pub place: String,
     /// Time between load reports, in milliseconds.
     pub report_ms: u64,
     /// Whether the reports tell how fast it read from nodes, too.
@@ -154,6 +158,8 @@ impl Default for InstanceConfig {
             time_scale: 0.0,
             read_buffer_bytes: 64 << 20,
             in_flight_bytes: 64 << 20,
+            role: Role::Both.name().to_owned(),
+            place: String::new(),
             report_ms: 200,
             report_links: true,
             transport: Transport::default().to_string(),
@@ -212,6 +218,13 @@ impl InstanceConfig {
                 self.in_flight_bytes, self.block_bytes
             ));
         }
+        if self.role().is_none() {
+            let known = Role::ALL.map(Role::name);
+            return Err(format!("role {:?} is unknown; choose one of {}", self.role, known.join(", ")));
+        }
+        if let Err(error) = Domain::parse(&self.place) {
+            return Err(format!("place {:?}: {error}", self.place));
+        }
         if self.report_ms == 0 {
             return Err("report_ms is 0: expected at least 1".to_owned());
         }
@@ -231,6 +244,12 @@ impl InstanceConfig {
             ));
         }
         self.transport().map(|_| ())
+    }
+
+    /// What it does of a request, if `role` is known.
+    #[must_use]
+    pub fn role(&self) -> Option<Role> {
+        Role::by_name(&self.role)
     }
 
     /// Form of the keys of the blocks it makes.
@@ -312,6 +331,8 @@ mod tests {
         says("an instance: in_flight_bytes", &wrong(|config| config.in_flight_bytes = 0), &[]);
         let least = InstanceConfig { in_flight_bytes: valid().block_bytes, ..valid() };
         least.validate().unwrap();
+        says("an instance: role", &wrong(|config| config.role = "prefil".into()), &[]);
+        says("an instance: place", &wrong(|config| config.place = "a/b/c/d/e".into()), &[]);
         says("an instance: report_ms", &wrong(|config| config.report_ms = 0), &[]);
         says("an instance: rdma.memory_bytes", &wrong(|config| config.rdma.memory_bytes = 5), &[]);
         let hashes = |config: &mut InstanceConfig| config.openai.listen = "127.0.0.1:0".into();

@@ -19,7 +19,7 @@ use kvfleet_doors::{PromptReader, REQUEST_HEADER, ReadPrompt, StartError as Read
 use kvfleet_proto::pb;
 use kvfleet_router::EnginesConfig;
 use prometheus::Registry;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -61,7 +61,40 @@ pub(super) struct OpenAi {
 #[serde(default)]
 struct Wishes {
     stream_options: StreamOptions,
+    kv_transfer_params: Option<Transfer>,
 }
+
+/// What passes between the two engines of a pair, as doors carry it: whether another goes on, and where what was saved for it is seen.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Transfer {
+    do_remote_decode: bool,
+    kvfleet_saved_at: Vec<SavedAt>,
+}
+
+/// A point in what a node announces.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
+struct SavedAt {
+    node: u32,
+    epoch: u64,
+    seq: u64,
+    shard: u32,
+}
+
+impl From<&SavedAt> for pb::Seen {
+    fn from(&SavedAt { node, epoch, seq, shard }: &SavedAt) -> Self {
+        pb::Seen { node, epoch, seq, shard }
+    }
+}
+
+impl From<&pb::Seen> for SavedAt {
+    fn from(&pb::Seen { node, epoch, seq, shard }: &pb::Seen) -> Self {
+        SavedAt { node, epoch, seq, shard }
+    }
+}
+
+/// Points that are waited for: as many as shards of a few nodes.
+const SAVED_AT_MAX: usize = 64;
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
@@ -110,7 +143,12 @@ impl OpenAi {
     }
 
     /// How the KV of a request gets here. Without a router all of it is computed, and nothing is saved.
-    async fn plan(&self, prompt: &ReadPrompt, request: u64, is_sent: bool) -> pb::Decision {
+    async fn plan(
+        &self,
+        prompt: &ReadPrompt,
+        (request, is_sent): (u64, bool),
+        transfer: &Transfer,
+    ) -> pb::Decision {
         let call = RouteCall {
             request: RequestId(request),
             tenant: TenantId(0),
@@ -120,7 +158,7 @@ impl OpenAi {
             input_tokens: prompt.input_tokens,
             output_tokens: prompt.output_tokens,
             identity: self.engine.digest,
-            after: Vec::new(),
+            after: transfer.kvfleet_saved_at.iter().take(SAVED_AT_MAX).map(pb::Seen::from).collect(),
             fresh: false,
         };
         let here = InstanceId(self.engine.config.instance);
@@ -138,8 +176,13 @@ impl OpenAi {
     }
 
     /// Serves a prompt as all requests are served. By itself, so that a caller who leaves leaves no leases behind.
-    async fn served(&self, prompt: &ReadPrompt, request: u64, is_sent: bool) -> Option<pb::RunReply> {
-        let decision = self.plan(prompt, request, is_sent).await;
+    async fn served(
+        &self,
+        prompt: &ReadPrompt,
+        (request, is_sent): (u64, bool),
+        transfer: &Transfer,
+    ) -> Option<pb::RunReply> {
+        let decision = self.plan(prompt, (request, is_sent), transfer).await;
         let job = Job {
             request: RequestId(request),
             tenant: TenantId(0),
@@ -151,7 +194,8 @@ impl OpenAi {
             turn_ms: decision.turn_ms,
             sources: decision.sources,
             save_to: decision.save_to,
-            wait_save: false,
+            // Who goes on has nothing to fetch before that.
+            wait_save: transfer.do_remote_decode,
             share: None,
         };
         let lease = LeaseId(self.numbers.next());
@@ -181,7 +225,9 @@ async fn ask(State(door): State<Arc<OpenAi>>, request: Request) -> Response<Body
     };
     let sent = number(&parts.headers);
     let number = sent.unwrap_or_else(|| door.numbers.next());
-    let Some(reply) = door.served(&prompt, number, sent.is_some()).await else {
+    let wishes: Wishes = serde_json::from_slice(&body).unwrap_or_default();
+    let transfer = wishes.kv_transfer_params.unwrap_or_default();
+    let Some(reply) = door.served(&prompt, (number, sent.is_some()), &transfer).await else {
         return problem(StatusCode::INTERNAL_SERVER_ERROR, "the request broke: the log has why");
     };
     let tokens = if prompt.output_tokens == 0 { TOKENS_DEFAULT } else { prompt.output_tokens };
@@ -201,13 +247,17 @@ async fn ask(State(door): State<Arc<OpenAi>>, request: Request) -> Response<Body
         }),
     };
     if prompt.stream {
-        let wishes: Wishes = serde_json::from_slice(&body).unwrap_or_default();
         return streamed(&door, answer, wishes.stream_options.include_usage);
     }
     let running = Running::begin(&door.engine.working, 0);
     tokio::time::sleep(door.step() * tokens).await;
     drop(running);
-    json_response(StatusCode::OK, &answer.whole())
+    let mut whole = answer.whole();
+    if transfer.do_remote_decode {
+        let saved_at: Vec<_> = reply.saved_at.iter().map(SavedAt::from).collect();
+        whole["kv_transfer_params"] = json!({ "do_remote_prefill": true, "kvfleet_saved_at": saved_at });
+    }
+    json_response(StatusCode::OK, &whole)
 }
 
 /// The number by which the router knows the request, if it came by a door of ours.

@@ -29,6 +29,8 @@ pub(super) fn begin(
         links: config.report_links,
         // Where compute takes no time, nobody waits.
         keeps_order: config.time_scale > 0.0,
+        role: config.role().unwrap_or_default(),
+        place: config.place.clone(),
     };
     let (working, metrics) = (Arc::clone(working), metrics.clone());
     client.reporter(&reporter, move || {

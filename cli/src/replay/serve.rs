@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kv_core::id::{IdentityDigest, RequestId, TenantId};
+use kv_core::id::{IdentityDigest, InstanceId, RequestId, TenantId};
 use kvfleet_client::{Client, RouteAnswer, RouteCall, RouteError, RouterError};
 use kvfleet_proto::convert::category_to_pb;
 use kvfleet_proto::pb::{self, Seen};
@@ -152,18 +152,22 @@ impl Server {
         let predicted_ttft_us =
             predicted.queue_us.saturating_add(predicted.transfer_us).saturating_add(predicted.prefill_us);
         let instance = decision.instance;
-        let reply = self.run(number, request, decision).await?;
+        let handover = decision.handover.clone();
+        let mut reply = self.run(number, request, decision).await?;
+        if let Some(handover) = handover {
+            let went_on = self.go_on(number, request, (&handover, &reply)).await?;
+            reply.fetched_bytes += went_on.fetched_bytes;
+            reply.verified_bytes += went_on.verified_bytes;
+            reply.wrong_bytes += went_on.wrong_bytes;
+            reply.unused_bytes += went_on.unused_bytes;
+            reply.wrong_blocks += went_on.wrong_blocks;
+        }
         let sample = sample(&reply, &Routed { route_us, transfer_us, predicted_ttft_us, instance });
         Ok((sample, reply))
     }
 
-    async fn route(
-        &self,
-        number: usize,
-        request: &Prepared,
-        after: Vec<Seen>,
-    ) -> Result<pb::Decision, Failed> {
-        let call = RouteCall {
+    fn call(&self, number: usize, request: &Prepared, after: Vec<Seen>) -> RouteCall {
+        RouteCall {
             request: RequestId(number as u64),
             tenant: self.tenant,
             category: request.category,
@@ -174,8 +178,37 @@ impl Server {
             identity: self.digest,
             after,
             fresh: false,
+        }
+    }
+
+    /// The other of a pair fetches what was computed for it. Hits are those of the first, which are what was not computed.
+    async fn go_on(
+        &self,
+        number: usize,
+        request: &Prepared,
+        (handover, before): (&pb::Handover, &pb::RunReply),
+    ) -> Result<pb::RunReply, Failed> {
+        let call = self.call(number, request, before.saved_at.clone());
+        let there = (InstanceId(handover.instance), true);
+        let mut decision = match self.client.plan(call, there).await {
+            Ok(RouteAnswer::Decided(decision)) => decision,
+            Ok(RouteAnswer::Rejected { reason, retry_after }) => {
+                let kind = format!("route rejected: {}", kind_of(&reason));
+                return Err(Failed::Once { kind, after: retry_after.max(RETRY_EVERY) });
+            }
+            Err(error) => return Err(Failed::of_route(&error, self.block_tokens)),
         };
-        match self.client.route(call).await {
+        decision.instance_address.clone_from(&handover.address);
+        self.run(number, request, decision).await
+    }
+
+    async fn route(
+        &self,
+        number: usize,
+        request: &Prepared,
+        after: Vec<Seen>,
+    ) -> Result<pb::Decision, Failed> {
+        match self.client.route(self.call(number, request, after)).await {
             Ok(RouteAnswer::Decided(decision)) => Ok(decision),
             Ok(RouteAnswer::Rejected { reason, retry_after }) => Err(Failed::Once {
                 kind: format!("route rejected: {}", kind_of(&reason)),

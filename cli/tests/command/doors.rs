@@ -22,6 +22,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 struct Answer {
     status: u16,
     instance: u64,
+    /// Who computed the prompt, where another answered.
+    prefill: u64,
     request: u64,
     body: String,
     /// The body has its end.
@@ -43,6 +45,7 @@ impl Answer {
         Some(Answer {
             status: head.split(' ').nth(1)?.parse().ok()?,
             instance: header("x-kvfleet-instance").unwrap_or_default(),
+            prefill: header("x-kvfleet-prefill-instance").unwrap_or_default(),
             request: header("x-kvfleet-request").unwrap_or_default(),
             body: body.to_owned(),
             is_whole,
@@ -130,6 +133,55 @@ async fn a_prompt_that_begins_as_another_is_fetched_and_why_tells_it() {
     };
     assert_eq!(story["instance"], second.instance);
     assert!(story["hit_blocks"].as_u64().unwrap() * 16 > tokens - 3 * 16, "{story:#}");
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_computes_and_another_answers_with_what_it_fetched() {
+    let place = Place::new();
+    let mut cluster = cluster(&place, |shape| {
+        (shape.nodes, shape.instances, shape.prefill_instances) = (3, 3, 1);
+    })
+    .await;
+    let door = door(&cluster, 1);
+    for (number, stream) in [(1, false), (2, true), (3, false)] {
+        let mut body = chat(&format!("{number}?"));
+        body["messages"][0]["content"] = format!("{number} {}", "words of its own ".repeat(100)).into();
+        body["stream"] = stream.into();
+        body["stream_options"] = json!({"include_usage": true});
+        let answer = ask(door, "/v1/chat/completions", &body).await;
+        assert_eq!((answer.status, answer.is_whole, answer.prefill), (200, true, 1), "{answer:?}");
+        assert!([2, 3].contains(&answer.instance), "{answer:?}");
+        let usage = match stream {
+            false => answer.json()["usage"].clone(),
+            true => answer
+                .body
+                .lines()
+                .filter_map(|line| serde_json::from_str::<Value>(line.strip_prefix("data: ")?).ok())
+                .find_map(|piece| piece.get("usage").cloned().filter(Value::is_object))
+                .unwrap_or_else(|| panic!("no usage: {answer:?}")),
+        };
+        let [cached, tokens] = ["/prompt_tokens_details/cached_tokens", "/prompt_tokens"]
+            .map(|path| usage.pointer(path).and_then(Value::as_u64).unwrap());
+        assert!(tokens > 400 && cached + 2 * 16 > tokens, "it computes no block again: {usage}");
+        assert_eq!(usage["completion_tokens"], 3, "and says all that was asked for");
+        if number == 2 {
+            cluster.kill((Role::Instance, 2)).await.unwrap();
+        }
+    }
+    // Nobody is left to go on.
+    cluster.kill((Role::Instance, 3)).await.unwrap();
+    let until = Instant::now() + PATIENCE;
+    let refused = loop {
+        let refused = ask(door, "/v1/chat/completions", &chat("Anybody?")).await;
+        assert!(refused.status >= 500, "{refused:?}");
+        if refused.body.contains("nobody that reports and is near enough to go on") {
+            break refused;
+        }
+        assert!(Instant::now() < until, "{refused:?}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    };
+    assert_eq!(refused.status, 503, "{refused:?}");
     cluster.stop().await;
 }
 

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kv_core::id::{InstanceId, NodeId};
+use kv_core::schedule::Role;
 use kvfleet_proto::pb;
 
 use super::authority::{Authority, config, network};
@@ -21,6 +22,8 @@ fn reporter_config(links: bool) -> ReporterConfig {
         every: Duration::from_millis(2),
         links,
         keeps_order: false,
+        role: Role::Both,
+        place: String::new(),
     }
 }
 

@@ -360,6 +360,14 @@ pub struct Decision {
     pub reasons: Vec<Reason>,
 }
 
+impl Decision {
+    /// Predicted time to first token, with the way to who goes on, in microseconds.
+    #[must_use]
+    pub fn ttft_us(&self) -> u64 {
+        self.predicted.ttft_us().saturating_add(self.handover.map_or(0, |handover| handover.us))
+    }
+}
+
 /// No instance can take the request now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{reason}; ask again in {} ms", retry_after.as_millis())]

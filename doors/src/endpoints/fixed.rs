@@ -18,6 +18,8 @@ pub(crate) fn enter(endpoints: &Endpoints, configured: &[EndpointConfig]) -> Res
             instance: InstanceId(one.instance),
             authority: authority(&one.url)?,
             fetches: one.fetches,
+            role: one.role().unwrap_or_default(),
+            place: one.place.clone(),
             draining: false,
             origin: Origin::Configured,
         };

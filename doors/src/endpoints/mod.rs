@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kv_core::id::InstanceId;
+use kv_core::schedule::Role;
 use parking_lot::RwLock;
 use tokio::sync::watch;
 
@@ -61,6 +62,10 @@ pub(crate) struct Endpoint {
     pub(crate) authority: String,
     /// Whether its engine links our client, and so can fetch from nodes.
     pub(crate) fetches: bool,
+    /// What it does of a request.
+    pub(crate) role: Role,
+    /// Where it stands, `zone/rack/host`; empty: nobody said.
+    pub(crate) place: String,
     /// Whether it is to be sent nothing more, while it ends what it has.
     pub(crate) draining: bool,
     /// Who named it.

@@ -5,7 +5,15 @@ use super::*;
 fn endpoint(instance: u32, authority: &str) -> Endpoint {
     let authority = authority.to_owned();
     let instance = InstanceId(instance);
-    Endpoint { instance, authority, fetches: false, draining: false, origin: Origin::Called }
+    Endpoint {
+        instance,
+        authority,
+        fetches: false,
+        role: Role::Both,
+        place: String::new(),
+        draining: false,
+        origin: Origin::Called,
+    }
 }
 
 #[test]

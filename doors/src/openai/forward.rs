@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderValue, Method, Response, StatusCode, Version};
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use http_body::{Body as _, Frame};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
@@ -24,8 +24,8 @@ use super::priority::Priorities;
 use super::relay::{Relay, Running, Still};
 use super::upstream::{Failure, Upstream};
 use super::usage::Usage;
-use super::{answer, backoff, headers};
-use crate::decide::{Decider, Refusal, Terms};
+use super::{answer, backoff, headers, pair};
+use crate::decide::{Decider, Refusal, Terms, Way};
 use crate::endpoints::Endpoint;
 use crate::metrics::{Metrics, Outcome};
 use crate::prompt::Prompt;
@@ -70,16 +70,27 @@ pub(super) struct Sending {
     pub(super) started: Instant,
 }
 
+/// Largest answer that is read of an engine that another goes on after.
+const FIRST_BYTES_MAX: usize = 4 << 20;
+
 /// Where one goes, and that it may.
 struct Place {
-    endpoint: Arc<Endpoint>,
+    way: Way,
     claim: Claim,
+}
+
+/// What came of a try, and whose it is.
+struct Tried {
+    begun: Result<Begun, Failure>,
+    by: Arc<Endpoint>,
+    /// Who computed the prompt before that, if another did.
+    prefill: Option<Arc<Endpoint>>,
 }
 
 /// Who could take a request besides, best first, and its turn wherever it goes.
 #[derive(Default)]
 struct Others {
-    endpoints: VecDeque<Arc<Endpoint>>,
+    ways: VecDeque<Way>,
     turn_ms: u64,
     /// When the router was asked last.
     chosen: Option<Instant>,
@@ -138,19 +149,18 @@ impl Forward {
         self.metrics.sent(sending.started.elapsed());
         let (mut tries, mut faults) = (1, 0);
         loop {
-            let Place { endpoint, claim } = place;
-            let tried = self.attempt(&endpoint, claim, (&sending, others.turn_ms)).await;
-            let cause = match &tried {
+            let tried = self.tried(place, &sending, (&others, tries)).await;
+            let cause = match &tried.begun {
                 Ok(begun) if !RETRYABLE.contains(&begun.status()) => None,
                 Ok(_) => Some("status"),
                 Err(failure) => Some(failure.cause()),
             };
-            faults += u32::from(matches!(&tried, Ok(begun) if begun.status() == OF_REQUEST));
-            let again = match &tried {
+            faults += u32::from(matches!(&tried.begun, Ok(begun) if begun.status() == OF_REQUEST));
+            let again = match &tried.begun {
                 Ok(_) => faults < 2,
                 Err(failure) => speaks_against(failure, sending.stream),
             };
-            sending.terms.without.push(endpoint.instance);
+            sending.terms.without.push(tried.by.instance);
             let next = match cause {
                 Some(_) if again && tries < self.config.retry.attempts => {
                     self.next(&sending, &mut others, tries).await
@@ -162,13 +172,13 @@ impl Forward {
                     self.metrics.exhausted();
                     running.ends(Outcome::Failed);
                 }
-                self.tell(&tried, (&endpoint, tries), &sending, &others);
-                return self.answer(tried, &endpoint, &sending, running);
+                self.tell(&tried, tries, &sending, &others);
+                return self.answer(tried, &sending, running);
             };
             // Nobody waits for this one any more.
+            tracing::debug!(instance = tried.by.instance.0, cause, "another engine is tried");
             drop(tried);
             self.metrics.retried(cause);
-            tracing::debug!(instance = endpoint.instance.0, cause, "another engine is tried");
             tries += 1;
             place = next;
         }
@@ -187,17 +197,14 @@ impl Forward {
             terms.among = self.breakers.first_opened(&left_alone).map(|first| vec![first]);
         }
         let chosen = self.decider.decide(&sending.prompt, &terms).await?;
-        *others = Others {
-            endpoints: chosen.fallbacks.into(),
-            turn_ms: chosen.turn_ms,
-            chosen: Some(Instant::now()),
-        };
-        others.endpoints.push_front(chosen.endpoint.clone());
+        *others =
+            Others { ways: chosen.fallbacks.into(), turn_ms: chosen.turn_ms, chosen: Some(Instant::now()) };
+        others.ways.push_front(chosen.way.clone());
         // Another request may have begun to try the only one meanwhile.
         let place = self.first_free(others, &sending.terms, now);
         Ok(place.unwrap_or_else(|| {
-            let claim = self.breakers.claim_closed(chosen.endpoint.instance);
-            Place { endpoint: chosen.endpoint, claim }
+            let claim = self.breakers.claim_closed(chosen.way.endpoint.instance);
+            Place { way: chosen.way, claim }
         }))
     }
 
@@ -216,21 +223,81 @@ impl Forward {
     }
 
     fn first_free(&self, others: &mut Others, terms: &Terms, now: Instant) -> Option<Place> {
-        while let Some(endpoint) = others.endpoints.pop_front() {
-            // It may have been told to drain since it was named, or be gone.
-            let endpoints = self.decider.endpoints();
-            let current = endpoints.get(endpoint.instance);
-            let Some(current) = current.filter(|current| endpoints.is_open(current.instance)) else {
-                continue;
-            };
-            if terms.without.contains(&current.instance) {
+        let endpoints = self.decider.endpoints();
+        // It may have been told to drain since it was named, or be gone.
+        let current = |named: &Endpoint| {
+            endpoints.get(named.instance).filter(|current| endpoints.is_open(current.instance))
+        };
+        while let Some(named) = others.ways.pop_front() {
+            let Some(endpoint) = current(&named.endpoint) else { continue };
+            let partner = named.partner.as_deref().map(current);
+            if partner.as_ref().is_some_and(Option::is_none) {
                 continue;
             }
-            if let Some(claim) = self.breakers.claim(current.instance, now) {
-                return Some(Place { endpoint: current, claim });
+            let way = Way { endpoint, partner: partner.flatten() };
+            if way.is_by(&terms.without) {
+                continue;
+            }
+            if let Some(claim) = self.breakers.claim(way.endpoint.instance, now) {
+                return Some(Place { way, claim });
             }
         }
         None
+    }
+
+    /// Sends it one way.
+    async fn tried(&self, place: Place, sending: &Sending, (others, tries): (&Others, u32)) -> Tried {
+        let Place { way: Way { endpoint, partner }, claim } = place;
+        // Embeddings are the prompt's own: nobody goes on.
+        let partner = partner.filter(|_| !sending.path_and_query.starts_with("/v1/embeddings"));
+        let whole = (&sending.body, sending.stream);
+        let Some(partner) = partner else {
+            let begun = self.attempt(&endpoint, claim, (sending, others.turn_ms, whole)).await;
+            return Tried { begun, by: endpoint, prefill: None };
+        };
+        let is_chat = sending.path_and_query.starts_with("/v1/chat/");
+        // A body that is no object has no prompt, and no way; the engine says so.
+        let first = pair::first(&sending.body, is_chat).unwrap_or_else(|_| sending.body.clone());
+        let begun = self.attempt(&endpoint, claim, (sending, others.turn_ms, (&first, false))).await;
+        let begun = match begun {
+            Ok(begun) if begun.response.status().is_success() => begun,
+            other => return Tried { begun: other, by: endpoint, prefill: None },
+        };
+        let second = match self.read(begun).await.map(|answer| pair::second(&sending.body, &answer)) {
+            Ok(Ok(second)) => second,
+            Ok(Err(pair::NoObject)) => {
+                let failure = Failure::Broken("its answer is no JSON object".to_owned());
+                return Tried { begun: Err(failure), by: endpoint, prefill: None };
+            }
+            Err(failure) => return Tried { begun: Err(failure), by: endpoint, prefill: None },
+        };
+        // Its one token is the first of them; what follows is the other's.
+        if let Some(chosen) = others.chosen.filter(|_| tries == 1) {
+            self.decider.desk().first_token(sending.terms.request, endpoint.instance, chosen.elapsed());
+        }
+        let claim = self.breakers.claim(partner.instance, Instant::now());
+        let claim = claim.unwrap_or_else(|| self.breakers.claim_closed(partner.instance));
+        let begun = self.attempt(&partner, claim, (sending, others.turn_ms, (&second, sending.stream))).await;
+        Tried { begun, by: partner, prefill: Some(endpoint) }
+    }
+
+    /// All of an answer that another goes on after.
+    async fn read(&self, begun: Begun) -> Result<Bytes, Failure> {
+        let Begun { response, first, .. } = begun;
+        let mut all = BytesMut::from(&first.and_then(|frame| frame.into_data().ok()).unwrap_or_default()[..]);
+        let mut body = response.into_body();
+        let after = self.config.idle();
+        loop {
+            let next = tokio::time::timeout(after, body.frame()).await;
+            let next = next.map_err(|_| Failure::Late { after, had_it: true })?;
+            let Some(frame) = next else { return Ok(all.freeze()) };
+            let frame = frame.map_err(|error| Failure::Broken(super::upstream::causes(&error)))?;
+            all.extend_from_slice(&frame.into_data().unwrap_or_default());
+            if all.len() > FIRST_BYTES_MAX {
+                let text = format!("its answer with one token has more than {FIRST_BYTES_MAX} bytes");
+                return Err(Failure::Broken(text));
+            }
+        }
     }
 
     /// Sends it to one engine, and waits for the first byte of the answer's body.
@@ -238,13 +305,13 @@ impl Forward {
         &self,
         endpoint: &Endpoint,
         claim: Claim,
-        (sending, turn_ms): (&Sending, u64),
+        (sending, turn_ms, (body, stream)): (&Sending, u64, (&Bytes, bool)),
     ) -> Result<Begun, Failure> {
-        let (response, first) = match self.sent(endpoint, sending, turn_ms).await {
+        let (response, first) = match self.sent(endpoint, (sending, body), turn_ms).await {
             Ok(begun) => begun,
             Err(failure) => {
                 tracing::debug!(instance = endpoint.instance.0, %failure, "an engine failed before it answered");
-                if speaks_against(&failure, sending.stream) {
+                if speaks_against(&failure, stream) {
                     claim.failed(Instant::now());
                 }
                 return Err(failure);
@@ -266,12 +333,12 @@ impl Forward {
     async fn sent(
         &self,
         endpoint: &Endpoint,
-        sending: &Sending,
+        (sending, body): (&Sending, &Bytes),
         turn_ms: u64,
     ) -> Result<(Response<Incoming>, Option<Frame<Bytes>>), Failure> {
         let body = match sending.has_priority {
-            true => sending.body.clone(),
-            false => self.priorities.put(&sending.body, turn_ms),
+            true => body.clone(),
+            false => self.priorities.put(body, turn_ms),
         };
         let mut request = Upstream::request(
             sending.method.clone(),
@@ -289,31 +356,21 @@ impl Forward {
 
     /// Tells the router when the first piece of an answer came from the engine that it chose. An answer in one piece says nothing of its first token, and
     /// one behind a failure little of the engine.
-    fn tell(
-        &self,
-        tried: &Result<Begun, Failure>,
-        (endpoint, tries): (&Endpoint, u32),
-        sending: &Sending,
-        others: &Others,
-    ) {
-        let is_first = tries == 1 && sending.stream;
-        let began = tried.as_ref().is_ok_and(|begun| begun.first.is_some());
+    fn tell(&self, tried: &Tried, tries: u32, sending: &Sending, others: &Others) {
+        // That of a pair was told when the prompt was computed.
+        let is_first = tries == 1 && sending.stream && tried.prefill.is_none();
+        let began = tried.begun.as_ref().is_ok_and(|begun| begun.first.is_some());
         if let Some(chosen) = others.chosen.filter(|_| is_first && began) {
-            self.decider.desk().first_token(sending.terms.request, endpoint.instance, chosen.elapsed());
+            self.decider.desk().first_token(sending.terms.request, tried.by.instance, chosen.elapsed());
         }
     }
 
     /// What the caller gets of the last try.
-    fn answer(
-        &self,
-        tried: Result<Begun, Failure>,
-        endpoint: &Endpoint,
-        sending: &Sending,
-        running: Running,
-    ) -> Response<Body> {
+    fn answer(&self, tried: Tried, sending: &Sending, running: Running) -> Response<Body> {
+        let Tried { begun, by, prefill } = tried;
         self.breakers
             .keep(&self.decider.endpoints().list().iter().map(|known| known.instance).collect::<Vec<_>>());
-        let mut response = match tried {
+        let mut response = match begun {
             Ok(Begun { response, first, claim }) => {
                 self.metrics.first_byte(sending.started.elapsed());
                 let (mut parts, rest) = response.into_parts();
@@ -329,14 +386,15 @@ impl Forward {
                     Failure::Late { .. } => StatusCode::GATEWAY_TIMEOUT,
                     Failure::Connect(_) | Failure::Broken(_) => StatusCode::BAD_GATEWAY,
                 };
-                let text = format!(
-                    "instance {} did not answer, and no other is left: {failure}",
-                    endpoint.instance.0
-                );
+                let text =
+                    format!("instance {} did not answer, and no other is left: {failure}", by.instance.0);
                 answer::problem(status, &text, Some("engine_failed"))
             }
         };
-        response.headers_mut().insert(headers::INSTANCE, HeaderValue::from(endpoint.instance.0));
+        response.headers_mut().insert(headers::INSTANCE, HeaderValue::from(by.instance.0));
+        if let Some(prefill) = prefill {
+            response.headers_mut().insert(headers::PREFILL_INSTANCE, HeaderValue::from(prefill.instance.0));
+        }
         response
     }
 }

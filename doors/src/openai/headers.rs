@@ -17,6 +17,9 @@ pub(super) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent"
 /// Which instance answered.
 pub(super) const INSTANCE: HeaderName = HeaderName::from_static("x-kvfleet-instance");
 
+/// Which instance computed the prompt, where another answered.
+pub(super) const PREFILL_INSTANCE: HeaderName = HeaderName::from_static("x-kvfleet-prefill-instance");
+
 /// Under which number the router was asked.
 pub(super) const REQUEST: HeaderName = HeaderName::from_static(crate::REQUEST_HEADER);
 

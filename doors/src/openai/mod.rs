@@ -9,6 +9,7 @@ mod breaker;
 mod config;
 mod forward;
 mod headers;
+mod pair;
 mod priority;
 mod relay;
 mod routes;

@@ -286,13 +286,17 @@ impl Exchange {
         }
     }
 
-    /// It goes there: `ip:port`, and after commas where else if that fails.
-    pub(crate) fn picked(&mut self, destination: &str, request: u64) -> Vec<ProcessingResponse> {
+    /// It goes there: `ip:port`, and after commas where else if that fails; and who computes its prompt before that, where it is another.
+    pub(crate) fn picked(
+        &mut self,
+        (destination, prefill): (&str, Option<&str>),
+        request: u64,
+    ) -> Vec<ProcessingResponse> {
         let Phase::Asked(ending) = self.phase else { return Vec::new() };
         let is_ended = !matches!(ending, Ending::Unsent | Ending::Whole { is_ended: false });
         self.phase = Phase::Sent { is_ended };
         let whole = std::mem::take(&mut self.whole);
-        let sent_to = words::sent_to(destination, request);
+        let sent_to = words::sent_to(destination, prefill, request);
         let mut first = match ending {
             Ending::Whole { .. } => words::body(Side::Request, sent_to),
             _ => words::headers(Side::Request, sent_to),

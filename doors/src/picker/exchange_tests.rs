@@ -139,7 +139,7 @@ fn headers_are_answered_when_the_body_is_there_and_all_of_it_comes_back() {
     assert_eq!(question.head.path, "/v1/completions");
     assert_eq!(question.body.unwrap(), bytes);
     assert_eq!(exchange.held_bytes(), bytes.len());
-    let answers = exchange.picked("10.0.0.1:8000,10.0.0.2:8000", 7);
+    let answers = exchange.picked(("10.0.0.1:8000,10.0.0.2:8000", None), 7);
     let both = "10.0.0.1:8000,10.0.0.2:8000".to_owned();
     assert_eq!(destination(&answers[0]).unwrap(), (both.clone(), both, true));
     assert_eq!(answers.len(), 1 + 3, "headers, and pieces of 62,000 bytes");
@@ -154,24 +154,24 @@ fn a_body_may_be_empty_or_end_with_nothing_or_with_trailers() {
     let (mut exchange, _) = begun(RULES, DUPLEX, post());
     let asked = exchange.hear(body("", true)).unwrap();
     assert_eq!(asked.ask.unwrap().body, None);
-    assert_eq!(echo(&exchange.picked("a:1", 7)), (vec![], true));
+    assert_eq!(echo(&exchange.picked(("a:1", None), 7)), (vec![], true));
     // Its end on its own.
     let (mut exchange, _) = begun(RULES, DUPLEX, post());
     exchange.hear(body("some", false)).unwrap();
     assert_eq!(exchange.hear(body("", true)).unwrap().ask.unwrap().body.unwrap(), "some");
-    assert_eq!(echo(&exchange.picked("a:1", 7)), (b"some".to_vec(), true));
+    assert_eq!(echo(&exchange.picked(("a:1", None), 7)), (b"some".to_vec(), true));
     // Trailers in place of an end.
     let (mut exchange, _) = begun(RULES, DUPLEX, post());
     exchange.hear(body("some", false)).unwrap();
     assert_eq!(exchange.hear(trailers()).unwrap().ask.unwrap().body.unwrap(), "some");
-    let answers = exchange.picked("a:1", 7);
+    let answers = exchange.picked(("a:1", None), 7);
     assert_eq!(echo(&answers), (b"some".to_vec(), false));
     assert!(matches!(answers.last().unwrap().response, Some(Response::RequestTrailers(_))));
     assert_eq!(exchange.hear(trailers()), Err(Fault::Late("request_trailers")));
     // Neither body nor end.
     let (mut exchange, heard) = begun(RULES, DUPLEX, headers(&[(":path", "/v1/models")], true));
     assert_eq!(heard.unwrap().ask.unwrap().body, None);
-    let answers = exchange.picked("a:1", 7);
+    let answers = exchange.picked(("a:1", None), 7);
     assert_eq!((answers.len(), destination(&answers[0]).is_some()), (1, true));
 }
 
@@ -183,7 +183,7 @@ fn a_body_in_one_piece_is_answered_with_where_it_goes_and_is_not_sent_back() {
     assert!(matches!(&answers[..], [one] if matches!(one.response, Some(Response::RequestHeaders(_)))));
     assert!(answers[0].dynamic_metadata.is_none());
     assert_eq!(exchange.hear(body("whole", false)).unwrap().ask.unwrap().body.unwrap(), "whole");
-    let answers = exchange.picked("a:1", 7);
+    let answers = exchange.picked(("a:1", None), 7);
     assert!(matches!(&answers[..], [one] if matches!(one.response, Some(Response::RequestBody(_)))));
     assert!(destination(&answers[0]).is_some() && streamed(&answers[0]).is_none());
     let heard = exchange.hear(trailers()).unwrap();
@@ -195,7 +195,7 @@ fn a_body_in_one_piece_is_answered_with_where_it_goes_and_is_not_sent_back() {
     // A body that Envoy does not send.
     let (mut exchange, heard) = begun(RULES, [BodySendMode::None; 2], post());
     assert_eq!(heard.unwrap().ask.unwrap().body, None);
-    assert_eq!(exchange.picked("a:1", 7).len(), 1);
+    assert_eq!(exchange.picked(("a:1", None), 7).len(), 1);
 }
 
 #[test]
@@ -332,7 +332,7 @@ fn who_answered_is_said_by_metadata_or_else_by_an_attribute() {
 fn a_response_that_passes_through_comes_back_as_it_was() {
     let modes = [BodySendMode::FullDuplexStreamed; 2];
     let (mut exchange, _) = begun(RULES, modes, headers(&[], true));
-    exchange.picked("a:1", 7);
+    exchange.picked(("a:1", None), 7);
     assert!(!exchange.may_end(), "its response passes through here");
     exchange.hear(back(false)).unwrap();
     let first = exchange.hear(back_body("data: 1\n\n", false)).unwrap().answers;
@@ -344,7 +344,7 @@ fn a_response_that_passes_through_comes_back_as_it_was() {
     // Where Envoy waits for a word only, it gets one.
     for mode in [BodySendMode::Streamed, BodySendMode::Buffered, BodySendMode::BufferedPartial] {
         let (mut exchange, _) = begun(RULES, [BodySendMode::None, mode], headers(&[], true));
-        exchange.picked("a:1", 7);
+        exchange.picked(("a:1", None), 7);
         exchange.hear(back(false)).unwrap();
         let answers = exchange.hear(back_body("x", false)).unwrap().answers;
         assert!(matches!(&answers[..], [one] if streamed(one).is_none()));
@@ -357,7 +357,7 @@ fn what_does_not_belong_where_it_comes_ends_the_stream_and_says_what_it_was() {
     let headed = || begun(RULES, DUPLEX, post()).0;
     let ended = || {
         let mut exchange = begun(RULES, DUPLEX, headers(&[], true)).0;
-        exchange.picked("a:1", 7);
+        exchange.picked(("a:1", None), 7);
         exchange
     };
     let answered = || {
@@ -410,7 +410,7 @@ fn messages_in_any_order_hold_no_more_than_the_limit_and_a_body_is_echoed_whole_
                 Err(_) => break,
                 Ok(Heard { ask: Some(question), .. }) => {
                     assert_eq!(question.body.as_deref().unwrap_or_default(), sent);
-                    let answers = exchange.picked("a:1", 7);
+                    let answers = exchange.picked(("a:1", None), 7);
                     if chosen[0] == BodySendMode::FullDuplexStreamed {
                         assert_eq!(echo(&answers).0, sent);
                     }

@@ -12,6 +12,8 @@ use crate::decide::Wishes;
 
 /// Header and key of the metadata by which Envoy is told where a request goes.
 pub(crate) const DESTINATION: &str = "x-gateway-destination-endpoint";
+/// Header by which whoever answers is told who computes the prompt before, as llm-d has it.
+pub(crate) const PREFILL: &str = "x-prefiller-host-port";
 /// Namespace of the metadata about endpoints.
 pub(crate) const NAMESPACE: &str = "envoy.lb";
 /// Response header of the conformance tests: who answered.

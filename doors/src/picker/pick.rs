@@ -37,6 +37,8 @@ pub(crate) struct Picked {
     pub(crate) request: u64,
     /// Best first; never empty.
     pub(crate) endpoints: Vec<Arc<Endpoint>>,
+    /// Who computes the prompt before that, where it is another.
+    pub(crate) prefill: Option<Arc<Endpoint>>,
 }
 
 impl Picked {
@@ -70,7 +72,7 @@ impl Picks {
         let among = self.among(head)?;
         if let Some(selection) = &head.selection {
             let endpoints = self.selected(selection, &among)?;
-            return Ok(Picked { request, endpoints });
+            return Ok(Picked { request, endpoints, prefill: None });
         }
         // A request that has no prompt that we know of still goes somewhere.
         let prompt = match body {
@@ -85,14 +87,22 @@ impl Picks {
             ..Terms::default()
         };
         let chosen = self.decider.decide(&prompt, &terms).await.map_err(refused)?;
-        let Chosen { endpoint, fallbacks, .. } = chosen;
-        let endpoints = std::iter::once(endpoint).chain(fallbacks).filter_map(|one| self.dialable(&one));
+        let Chosen { way, fallbacks, .. } = chosen;
+        let first = way.endpoint.instance;
+        let is_pair = way.partner.is_some();
+        // One header says who computes, whichever of these answers: others of its kind only.
+        let alike = fallbacks.into_iter().filter(|other| {
+            other.partner.is_some() == is_pair && (!is_pair || other.endpoint.instance == first)
+        });
+        let prefill = if is_pair { self.dialable(&way.endpoint) } else { None };
+        let answering = std::iter::once(way).chain(alike);
+        let endpoints = answering.filter_map(|way| self.dialable(way.answers()));
         let endpoints: Vec<_> = endpoints.take(self.named_max).collect();
-        if endpoints.is_empty() {
+        if endpoints.is_empty() || is_pair != prefill.is_some() {
             let reason = "the engines that were chosen have just lost their addresses; ask again";
             return Err(Refused::new(503, "no_endpoint", reason));
         }
-        Ok(Picked { request, endpoints })
+        Ok(Picked { request, endpoints, prefill })
     }
 
     /// Which instances may be chosen: Envoy sends to addresses and to no names, and may have its own bounds.

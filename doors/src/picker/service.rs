@@ -217,7 +217,9 @@ impl Call {
         match picked {
             Ok(picked) => {
                 self.shared.metrics.picked.inc();
-                self.outgoing.extend(self.exchange.picked(&picked.destination(), picked.request));
+                let (destination, prefill) = (picked.destination(), picked.prefill.as_deref());
+                let to = (destination.as_str(), prefill.map(|one| one.authority.as_str()));
+                self.outgoing.extend(self.exchange.picked(to, picked.request));
                 self.picked = Some(picked);
             }
             Err(refused) => self.refuse(&refused),

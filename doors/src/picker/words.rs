@@ -14,7 +14,7 @@ use kvfleet_proto::envoy::ext_proc::{
 use kvfleet_proto::envoy::status::HttpStatus;
 use kvfleet_proto::envoy::well_known::{Struct, Value, value::Kind};
 
-use super::head::{DESTINATION, DROPPED, NAMESPACE};
+use super::head::{DESTINATION, DROPPED, NAMESPACE, PREFILL};
 use crate::REQUEST_HEADER as REQUEST;
 
 /// Most of a body that one message carries: some builds of Envoy take no message above 64 KiB, its own words included.
@@ -103,9 +103,12 @@ pub(crate) fn one_header(name: &str, value: &str) -> CommonResponse {
 
 /// Where the request goes, as Envoy is told in its headers; [`destination`] says the same in metadata. The engine gets the number that the
 /// router knows it by.
-pub(crate) fn sent_to(destination: &str, request: u64) -> CommonResponse {
-    let set_headers = vec![set(DESTINATION, destination), set(REQUEST, request.to_string())];
-    let mutation = HeaderMutation { set_headers, remove_headers: Vec::new() };
+pub(crate) fn sent_to(destination: &str, prefill: Option<&str>, request: u64) -> CommonResponse {
+    let mut set_headers = vec![set(DESTINATION, destination), set(REQUEST, request.to_string())];
+    set_headers.extend(prefill.map(|authority| set(PREFILL, authority)));
+    // Who sends a request is not to say who computes it.
+    let remove_headers = if prefill.is_none() { vec![PREFILL.to_owned()] } else { Vec::new() };
+    let mutation = HeaderMutation { set_headers, remove_headers };
     CommonResponse { clear_route_cache: true, header_mutation: Some(mutation), ..CommonResponse::default() }
 }
 

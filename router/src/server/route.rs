@@ -7,8 +7,8 @@ use std::time::Duration;
 use kv_core::id::{BlockHash, Epoch, InstanceId, NodeId, RequestId, TenantId, Tier, Timestamp};
 use kv_core::index::Index;
 use kv_core::schedule::{
-    self, Candidate, Coming, Decision, Eligible, Fleet, Held, LinkKey, LinkPath, LinkSample, Load,
-    Prediction, RejectReason, Rejection, Resident, RouteRequest, Source,
+    self, Candidate, Coming, Decision, Domain, Eligible, Fleet, Handover, Held, LinkKey, LinkPath,
+    LinkSample, Load, Part, Prediction, RejectReason, Rejection, Resident, Role, RouteRequest, Source,
 };
 use kvfleet_proto::tls::callers::Caller;
 use kvfleet_proto::{convert, pb, trace_context};
@@ -20,7 +20,7 @@ use super::lookup::{data_address, freshness, holder_to_pb, ready, resident};
 use super::why::{self, Known};
 use super::{Shared, check, fresh, millis};
 use crate::metrics::Routed;
-use crate::view::fleet::{Claim, INSTANCES_MAX, Receipt, Report};
+use crate::view::fleet::{Addresses, Claim, INSTANCES_MAX, Receipt, Report};
 use crate::view::holders;
 use crate::view::links::{Measured, SAMPLES_MAX};
 use crate::view::residency::Standing;
@@ -77,9 +77,9 @@ async fn decide(
         why::remember(shared, &known, &chosen);
     }
     let answer = match chosen {
-        Ok((decision, address)) => {
+        Ok((decision, addresses)) => {
             let turn_ms = shared.unix.now_ms() + millis(decision.turn.since(now));
-            let mut decision = decision_to_pb(&control.index, &decision, (address, turn_ms));
+            let mut decision = decision_to_pb(&control.index, &decision, (addresses, turn_ms));
             if caller.share().is_some() {
                 own_only(&mut decision);
             }
@@ -230,7 +230,7 @@ fn check_identity(index: &Index, identity: &[u8]) -> Result<(), Status> {
 fn decision_to_pb(
     index: &Index,
     decision: &Decision,
-    (instance_address, turn_ms): (String, u64),
+    (Addresses { instance: instance_address, partner }, turn_ms): (Addresses, u64),
 ) -> pb::Decision {
     pb::Decision {
         instance: decision.instance.0,
@@ -244,6 +244,9 @@ fn decision_to_pb(
         reasons: decision.reasons.iter().map(ToString::to_string).collect(),
         resident_blocks: decision.resident_blocks,
         turn_ms,
+        handover: decision
+            .handover
+            .map(|handover| pb::Handover { address: partner, ..handover_to_pb(&handover) }),
     }
 }
 
@@ -269,22 +272,30 @@ pub(super) fn prediction_to_pb(predicted: &Prediction) -> pb::Prediction {
     pb::Prediction { queue_us: queue_us.saturating_add(passed_us), transfer_us, prefill_us }
 }
 
+fn handover_to_pb(handover: &Handover) -> pb::Handover {
+    pb::Handover { instance: handover.instance.0, address: String::new(), us: handover.us }
+}
+
 fn candidate_to_pb(candidate: &Candidate) -> pb::Candidate {
     pb::Candidate {
         instance: candidate.instance.0,
         predicted: Some(prediction_to_pb(&candidate.predicted)),
         overlap_blocks: candidate.overlap_blocks,
         resident_blocks: candidate.resident_blocks,
+        handover: candidate.handover.as_ref().map(handover_to_pb),
         filtered: candidate.filtered.map(|why| why.to_string()).unwrap_or_default(),
     }
 }
 
 fn rejection_to_pb(rejection: &Rejection) -> pb::Rejected {
-    use RejectReason::{AllStale, NoInstance, NoneEligible};
+    use RejectReason::{AllStale, NoInstance, NoPair, NoneEligible};
     pb::Rejected {
         reason: rejection.reason.to_string(),
         retry_after_ms: millis(rejection.retry_after),
-        nobody: matches!(rejection.reason, NoInstance | AllStale { .. } | NoneEligible { .. }),
+        nobody: matches!(
+            rejection.reason,
+            NoInstance | AllStale { .. } | NoneEligible { .. } | NoPair { .. }
+        ),
     }
 }
 
@@ -294,6 +305,7 @@ pub(crate) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::
     if request.address.is_empty() && !request.leaving {
         return Err(check::invalid("address is empty: say where the instance takes requests, host:port"));
     }
+    let part = part(&request)?;
     check::at_most("number of link samples", request.links.len(), SAMPLES_MAX)?;
     let (instance, now) = (InstanceId(request.instance), shared.clock.now());
     // An instance that leaves has ended what it said in this life.
@@ -304,6 +316,7 @@ pub(crate) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::
         node: request.has_node.then_some(NodeId(request.node)),
         fetches: !request.fetches_nothing,
         orders: request.keeps_order,
+        part,
         load: Load::reported(request.queue_tokens, request.running, request.waiting),
         sequence: request.sequence,
         started_us: request.started_us,
@@ -326,6 +339,16 @@ pub(crate) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::
         Receipt::Old => {}
     }
     Ok(pb::ReportReply { freshness: Some(freshness(shared, &[], 0)) })
+}
+
+/// What an instance does, and where it stands.
+fn part(report: &pb::ReportRequest) -> Result<Part, Status> {
+    let role = Role::from_number(report.role).ok_or_else(|| {
+        check::invalid(format!("role is {}: 0 is all of a request, 1 prefill, 2 decode", report.role))
+    })?;
+    check::at_most("length of place", report.place.len(), check::TEXT_BYTES_MAX)?;
+    let wrong = |error| check::invalid(format!("place {:?}: {error}", report.place));
+    Ok(Part { role, domain: Domain::parse(&report.place).map_err(wrong)? })
 }
 
 fn measured_from_pb(link: &pb::LinkSample) -> Measured {

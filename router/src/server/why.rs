@@ -10,6 +10,7 @@ use kv_core::schedule::{Decision, Found, Missing, Rejection, RouteRequest, Told,
 use kvfleet_proto::pb;
 
 use super::{Shared, millis};
+use crate::view::fleet::Addresses;
 use crate::view::holders;
 use crate::view::recall::{Answer, Came, Decided, Outcome, Sent};
 
@@ -27,7 +28,11 @@ pub(super) struct Known<'a> {
 }
 
 /// Remembers what was decided, and counts what is missing.
-pub(super) fn remember(shared: &Shared, known: &Known<'_>, chosen: &Result<(Decision, String), Rejection>) {
+pub(super) fn remember(
+    shared: &Shared,
+    known: &Known<'_>,
+    chosen: &Result<(Decision, Addresses), Rejection>,
+) {
     let (answer, missing) = match chosen {
         Err(rejection) => (Answer::Rejected(rejection.to_string()), Vec::new()),
         Ok((decision, _)) => {

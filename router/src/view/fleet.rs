@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use kv_core::id::{Epoch, InstanceId, NodeId, TenantId, Timestamp};
 use kv_core::schedule::{
-    Admission, Decision, Fleet, HardwareProfile, Instance, Limits, LiveNode, Load, Offer, Prediction,
+    Admission, Decision, Fleet, HardwareProfile, Instance, Limits, LiveNode, Load, Offer, Part, Prediction,
     Rejection,
 };
 use parking_lot::RwLock;
@@ -32,6 +32,7 @@ pub(crate) struct Report {
     pub(crate) node: Option<NodeId>,
     pub(crate) fetches: bool,
     pub(crate) orders: bool,
+    pub(crate) part: Part,
     pub(crate) load: Load,
     pub(crate) sequence: u64,
     pub(crate) started_us: u64,
@@ -81,6 +82,12 @@ pub(crate) struct Claim {
 }
 
 impl Soft {
+    fn addresses(&self, decision: &Decision) -> Addresses {
+        let of = |instance| self.known.get(&instance).map(|known| known.address.clone()).unwrap_or_default();
+        let partner = decision.handover.map(|handover| of(handover.instance)).unwrap_or_default();
+        Addresses { instance: of(decision.instance), partner }
+    }
+
     /// Makes room: forgets instances that left or fell silent long ago.
     fn forget_silent(&mut self, now: Timestamp) {
         let Soft { fleet, known, shares, .. } = self;
@@ -93,6 +100,15 @@ impl Soft {
             stays
         });
     }
+}
+
+/// Where the instances of a decision take requests.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Addresses {
+    /// The one that was chosen.
+    pub(crate) instance: String,
+    /// The one that goes on; empty where that is the same.
+    pub(crate) partner: String,
 }
 
 /// Instances and live nodes, as routing sees them.
@@ -137,11 +153,12 @@ impl FleetView {
             soft.fleet.remove_instance(report.instance);
             soft.links.forget(report.instance);
         } else {
-            let Report { instance, node, fetches, orders, load, .. } = report;
+            let Report { instance, node, fetches, orders, part, load, .. } = report;
             let joined_at = Some(joined);
             let instance_now =
                 Instance { id: instance, node, fetches, orders, load, reported_at: now, joined_at };
             soft.fleet.put_instance(instance_now);
+            soft.fleet.set_part(instance, part);
             soft.links.measured((instance, node), &report.links, now);
             let paths = soft.links.paths(instance, now);
             soft.fleet.set_paths(instance, &paths);
@@ -189,31 +206,31 @@ impl FleetView {
         claim: Claim,
         now: Timestamp,
         choose: impl FnOnce(&Fleet) -> Result<Decision, Rejection>,
-    ) -> Result<(Decision, String), Rejection> {
+    ) -> Result<(Decision, Addresses), Rejection> {
         let decision = choose(&self.soft.read().fleet)?;
         let mut soft = self.soft.write();
         let offer = Offer {
             tenant: claim.tenant,
             priority: claim.priority,
             cost_us: decision.predicted.prefill_us,
-            ttft_us: decision.predicted.ttft_us(),
+            ttft_us: decision.ttft_us(),
             ttft_max_us: claim.ttft_max_us,
         };
         soft.admission.admit(&offer, now)?;
         note(&mut soft, claim.share, &decision, now);
-        let address = soft.known.get(&decision.instance).map(|known| known.address.clone());
-        Ok((decision, address.unwrap_or_default()))
+        let addresses = soft.addresses(&decision);
+        Ok((decision, addresses))
     }
 
     /// Runs a choice for a request that runs already: it is let in, and counted where it was sent.
     pub(crate) fn plan(
         &self,
         choose: impl FnOnce(&Fleet) -> Result<Decision, Rejection>,
-    ) -> Result<(Decision, String), Rejection> {
+    ) -> Result<(Decision, Addresses), Rejection> {
         let soft = self.soft.read();
         let decision = choose(&soft.fleet)?;
-        let address = soft.known.get(&decision.instance).map(|known| known.address.clone());
-        Ok((decision, address.unwrap_or_default()))
+        let addresses = soft.addresses(&decision);
+        Ok((decision, addresses))
     }
 
     /// A first token came after so long; `parts` is what was predicted of it before what was learnt.
@@ -276,6 +293,7 @@ mod tests {
             node: None,
             fetches: true,
             orders: false,
+            part: Part::default(),
             load: Load::reported(queue_tokens, 0, 0),
             sequence,
             started_us,

@@ -169,6 +169,7 @@ mod tests {
             save_to: None,
             parts: predicted,
             predicted,
+            handover: None,
             turn: Timestamp(0),
             candidates: vec![],
             reasons: vec![],

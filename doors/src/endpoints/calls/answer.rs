@@ -11,11 +11,12 @@ use axum::http::header::{AUTHORIZATION, CONTENT_TYPE};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use kv_core::id::InstanceId;
+use kv_core::schedule::{Domain, DomainError};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::removals::Removals;
-use crate::config::ENDPOINTS_MAX;
+use crate::config::{ENDPOINTS_MAX, role};
 use crate::endpoints::address::authority;
 use crate::endpoints::{Endpoint, Endpoints, Origin};
 
@@ -60,6 +61,10 @@ pub(super) enum Wrong {
     Long,
     #[error("the body does not come within {} s", BODY_WITHIN.as_secs())]
     Late,
+    #[error("{0:?} is no role; there are both, prefill and decode")]
+    Role(String),
+    #[error("the place {place:?}: {error}")]
+    Place { place: String, error: DomainError },
     #[error("{0}")]
     Url(#[from] crate::endpoints::address::UrlError),
     #[error("{0:?} is not drain_s=N with N from 0 to {DRAIN_S_MAX} seconds")]
@@ -77,7 +82,12 @@ impl Wrong {
         match self {
             Wrong::Stranger => StatusCode::UNAUTHORIZED,
             Wrong::Nothing | Wrong::Unknown(_) => StatusCode::NOT_FOUND,
-            Wrong::Number(_) | Wrong::Body(_) | Wrong::Url(_) | Wrong::Query(_) => StatusCode::BAD_REQUEST,
+            Wrong::Number(_)
+            | Wrong::Body(_)
+            | Wrong::Role(_)
+            | Wrong::Place { .. }
+            | Wrong::Url(_)
+            | Wrong::Query(_) => StatusCode::BAD_REQUEST,
             Wrong::Long => StatusCode::PAYLOAD_TOO_LARGE,
             Wrong::Late => StatusCode::REQUEST_TIMEOUT,
             Wrong::Configured(_) | Wrong::Discovered(_) => StatusCode::CONFLICT,
@@ -106,6 +116,10 @@ struct Named {
     fetches: bool,
     #[serde(default)]
     reports_itself: bool,
+    #[serde(default)]
+    role: String,
+    #[serde(default)]
+    place: String,
 }
 
 impl Door {
@@ -142,6 +156,8 @@ impl Door {
             "url": format!("http://{}", endpoint.authority),
             "addresses": standing.addresses,
             "fetches": endpoint.fetches,
+            "role": endpoint.role.name(),
+            "place": endpoint.place,
             "reports_itself": self.endpoints.reports_itself(endpoint.instance),
             "origin": endpoint.origin.name(),
             "draining": endpoint.draining,
@@ -186,10 +202,15 @@ pub(super) async fn add(State(door): Asked, headers: HeaderMap, body: Body) -> A
     let body = body.map_err(|_| Wrong::Late)?.map_err(|_| Wrong::Long)?;
     let named: Named = serde_json::from_slice(&body).map_err(|error| Wrong::Body(error.to_string()))?;
     let instance = InstanceId(named.instance);
+    let shown = |text: &str| text.chars().take(64).collect::<String>();
+    let role = role(&named.role).ok_or_else(|| Wrong::Role(shown(&named.role)))?;
+    Domain::parse(&named.place).map_err(|error| Wrong::Place { place: shown(&named.place), error })?;
     let endpoint = Endpoint {
         instance,
         authority: authority(&named.url)?,
         fetches: named.fetches,
+        role,
+        place: named.place,
         draining: false,
         origin: Origin::Called,
     };

@@ -85,7 +85,15 @@ mod tests {
         let (idle, busy, kept) = (InstanceId(1), InstanceId(2), InstanceId(3));
         for (instance, running) in [(idle, 0), (busy, 1), (kept, 0)] {
             let (authority, origin) = ("a:1".to_owned(), Origin::Called);
-            removals.endpoints.put(Endpoint { instance, authority, fetches: false, draining: false, origin });
+            removals.endpoints.put(Endpoint {
+                instance,
+                authority,
+                fetches: false,
+                role: kv_core::schedule::Role::Both,
+                place: String::new(),
+                draining: false,
+                origin,
+            });
             let heard = Heard { running, ..Heard::default() };
             let now = std::time::Instant::now();
             removals.endpoints.note(instance, "a:1", |standing| standing.load = Some((heard, now)));

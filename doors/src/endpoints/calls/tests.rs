@@ -156,7 +156,15 @@ async fn calls_that_make_no_sense_are_told_why() {
     let scene = scene(None).await;
     for (instance, origin) in [(1, Origin::Configured), (2, Origin::Discovered)] {
         let (instance, authority) = (InstanceId(instance), "a:1".to_owned());
-        scene.endpoints.put(Endpoint { instance, authority, fetches: false, draining: false, origin });
+        scene.endpoints.put(Endpoint {
+            instance,
+            authority,
+            fetches: false,
+            role: kv_core::schedule::Role::Both,
+            place: String::new(),
+            draining: false,
+            origin,
+        });
     }
     let named = |instance: &str, url: &str| format!(r#"{{"instance": {instance}, "url": "{url}"}}"#);
     let refused = async |body: &str, status| scene.refused("POST /instances", body, status).await;
@@ -210,7 +218,15 @@ async fn there_is_a_limit_to_engines() {
     for instance in 0..4_096 {
         let (instance, authority) = (InstanceId(instance), format!("a:{}", instance + 1));
         let origin = Origin::Called;
-        scene.endpoints.put(Endpoint { instance, authority, fetches: false, draining: false, origin });
+        scene.endpoints.put(Endpoint {
+            instance,
+            authority,
+            fetches: false,
+            role: kv_core::schedule::Role::Both,
+            place: String::new(),
+            draining: false,
+            origin,
+        });
     }
     let body = r#"{"instance": 9000, "url": "http://a:1"}"#;
     says("a call that names an engine too many", &scene.refused("POST /instances", body, 507).await, &[]);

@@ -8,6 +8,7 @@ use std::net::{IpAddr, SocketAddr};
 use k8s_openapi::api::core::v1::{Pod, PodSpec, PodStatus};
 use k8s_openapi::api::discovery::v1::{Endpoint as SliceEndpoint, EndpointSlice};
 use kube::ResourceExt;
+use kv_core::schedule::{Domain, Role};
 use kvfleet_router::{DialectConfig, EngineConfig};
 
 use super::number;
@@ -16,6 +17,11 @@ use crate::endpoints::config::KubernetesConfig;
 /// Whether Pods of engines link our client; `reports-itself`, whether they tell their load by themselves.
 const FETCHES: &str = "kvfleet.io/fetches";
 const REPORTS_ITSELF: &str = "kvfleet.io/reports-itself";
+
+/// What an engine does of a request, `both`, `prefill` or `decode`, and where it stands; llm-d says the former in a label.
+const ROLE: &str = "kvfleet.io/role";
+const PLACE: &str = "kvfleet.io/place";
+const ROLE_LABEL: &str = "llm-d.ai/role";
 
 /// Where they publish events, and how.
 const EVENTS_PORT: &str = "kvfleet.io/events-port";
@@ -58,6 +64,8 @@ pub(super) struct Engine {
     pub(super) authority: String,
     pub(super) stands: Stands,
     pub(super) fetches: bool,
+    pub(super) role: Role,
+    pub(super) place: String,
     pub(super) reports_itself: bool,
     /// Its events, where it says where they are.
     pub(super) events: Option<EngineConfig>,
@@ -106,6 +114,8 @@ fn engine_of(
         authority: SocketAddr::new(address, port).to_string(),
         stands,
         fetches: yes_or_no(name, notes, FETCHES)?.unwrap_or(config.fetches),
+        role: role_of(object, name)?,
+        place: place_of(name, notes)?,
         reports_itself: yes_or_no(name, notes, REPORTS_ITSELF)?.unwrap_or(false),
         events: events(name, notes, instance, address)?,
     })
@@ -123,6 +133,23 @@ fn instance_of(object: &Pod, config: &KubernetesConfig, name: &str) -> Result<u3
     let is_of_set = object.owner_references().iter().any(|owner| owner.kind == "StatefulSet");
     let counted = if is_of_set { number::ordinal(&object.name_any(), config.instance_base) } else { None };
     counted.unwrap_or_else(|| Ok(number::hashed(&object.uid().unwrap_or_else(|| name.to_owned()))))
+}
+
+/// Labels of llm-d that mean something else to it than these three are left alone.
+fn role_of(object: &Pod, name: &str) -> Result<Role, String> {
+    if let Some(said) = object.annotations().get(ROLE) {
+        return Role::by_name(said)
+            .ok_or_else(|| wrong(name, ROLE, said, "\"both\", \"prefill\" or \"decode\""));
+    }
+    let label = object.labels().get(ROLE_LABEL).and_then(|said| Role::by_name(said));
+    Ok(label.unwrap_or_default())
+}
+
+fn place_of(name: &str, notes: &BTreeMap<String, String>) -> Result<String, String> {
+    let place = notes.get(PLACE).cloned().unwrap_or_default();
+    let expected = "names with one slash between two, such as \"zone/rack/host\", four at most,";
+    Domain::parse(&place).map_err(|_| wrong(name, PLACE, &place, expected))?;
+    Ok(place)
 }
 
 fn yes_or_no(name: &str, notes: &BTreeMap<String, String>, key: &str) -> Result<Option<bool>, String> {
@@ -219,6 +246,8 @@ fn of_endpoint(
         authority: SocketAddr::new(address, port).to_string(),
         stands,
         fetches: config.fetches,
+        role: Role::Both,
+        place: String::new(),
         reports_itself: false,
         events: None,
     })

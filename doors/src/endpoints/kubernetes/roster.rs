@@ -145,6 +145,8 @@ impl Roster {
                     instance,
                     authority: engine.authority.clone(),
                     fetches: engine.fetches,
+                    role: engine.role,
+                    place: engine.place.clone(),
                     draining: engine.stands == Stands::Ends,
                     origin: Origin::Discovered,
                 };

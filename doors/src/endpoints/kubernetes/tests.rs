@@ -315,6 +315,8 @@ async fn numbers_come_from_annotations_sets_and_identifiers_and_no_two_are_the_s
             instance,
             authority,
             fetches: false,
+            role: kv_core::schedule::Role::Both,
+            place: String::new(),
             draining: false,
             origin: super::super::Origin::Called,
         });

@@ -19,7 +19,7 @@ use super::metrics::OneMetrics;
 use super::reading::{Life, Make, Reading, ReadingError, read};
 use crate::endpoints::address::resolve;
 use crate::endpoints::config::LoadConfig;
-use crate::endpoints::{Endpoints, Heard};
+use crate::endpoints::{Endpoint, Endpoints, Heard};
 
 /// Longest between two questions to an engine that does not answer.
 const AGAIN_MAX: Duration = Duration::from_secs(2);
@@ -272,7 +272,7 @@ impl Care {
         if is_unwell || endpoint.draining {
             self.leave();
         } else if let Some(reading) = reading
-            && let Err(error) = self.report(reading.heard, endpoint.fetches)
+            && let Err(error) = self.report(reading.heard, &endpoint)
         {
             problem = problem.or(Some(error));
         }
@@ -294,13 +294,15 @@ impl Care {
         self.note(|standing| (standing.is_unwell, standing.problem) = (is_unwell, problem));
     }
 
-    fn report(&mut self, heard: Heard, fetches: bool) -> Result<(), String> {
+    fn report(&mut self, heard: Heard, endpoint: &Endpoint) -> Result<(), String> {
         self.has_left = false;
         let report = pb::ReportRequest {
             queue_tokens: heard.queue_tokens,
             running: heard.running,
             waiting: heard.waiting,
-            fetches_nothing: !fetches,
+            fetches_nothing: !endpoint.fetches,
+            role: endpoint.role as u32,
+            place: endpoint.place.clone(),
             keeps_order: self.means.keeps_order,
             ..self.blank()
         };

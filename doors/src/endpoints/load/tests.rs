@@ -132,6 +132,8 @@ impl Scene {
             instance: INSTANCE,
             authority: authority.to_owned(),
             fetches: false,
+            role: kv_core::schedule::Role::Both,
+            place: String::new(),
             draining: false,
             origin: Origin::Configured,
         });
