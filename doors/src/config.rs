@@ -160,3 +160,26 @@ impl DoorsConfig {
         self.openai.check()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use kvfleet_errors_doc::says;
+
+    use super::*;
+
+    #[test]
+    fn what_an_engine_does_and_where_it_stands_is_known_or_refused() {
+        let config = |role: &str, place: &str| {
+            let (role, place) = (role.to_owned(), place.to_owned());
+            let url = "http://engine-3:8000".to_owned();
+            let endpoint = EndpointConfig { instance: 3, url, role, place, ..EndpointConfig::default() };
+            DoorsConfig { endpoints: vec![endpoint], ..DoorsConfig::default() }.validate()
+        };
+        for role in ["", "both", "prefill", "decode"] {
+            assert_eq!(config(role, "zone-a/rack-7/host-3"), Ok(()));
+        }
+        let refused = |role, place| config(role, place).expect_err("must be refused").to_string();
+        says("an engine with a role that is none", &refused("Prefill", ""), &[]);
+        says("an engine at a place that is none", &refused("", "zone-a/"), &[]);
+    }
+}

@@ -178,3 +178,28 @@ impl Shape {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use clap::Parser;
+    use kvfleet_errors_doc::says;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: ShapeArgs,
+    }
+
+    #[test]
+    fn some_are_left_to_go_on() {
+        let shape = |count: &str| {
+            let cli = Cli::parse_from(["up", "--instances", "3", "--prefill-instances", count]);
+            Shape::from_args(&cli.args)
+        };
+        assert_eq!(["0", "2"].map(|count| shape(count).unwrap().prefill_instances), [0, 2]);
+        says("pairs of which nobody goes on", &shape("3").unwrap_err(), &[]);
+    }
+}

@@ -149,6 +149,22 @@ fn headers_are_answered_when_the_body_is_there_and_all_of_it_comes_back() {
 }
 
 #[test]
+fn who_computes_the_prompt_is_named_beside_who_answers_and_no_client_names_it() {
+    for prefill in [Some("p:1"), None] {
+        let (mut exchange, _) = begun(RULES, DUPLEX, post());
+        exchange.hear(body("", true)).unwrap();
+        let answers = exchange.picked(("a:1", prefill), 7);
+        let Some(Response::RequestHeaders(headers)) = &answers[0].response else { panic!("{answers:?}") };
+        let mutation = headers.response.as_ref().unwrap().header_mutation.as_ref().unwrap();
+        let set = mutation.set_headers.iter().filter_map(|set| set.header.as_ref());
+        let set: Vec<_> = set.filter(|header| header.key == "x-prefiller-host-port").collect();
+        let named: Vec<_> = set.iter().map(|header| header.raw_value.as_slice()).collect();
+        assert_eq!(named, prefill.iter().map(|one| one.as_bytes()).collect::<Vec<_>>());
+        assert_eq!(mutation.remove_headers.is_empty(), prefill.is_some());
+    }
+}
+
+#[test]
 fn a_body_may_be_empty_or_end_with_nothing_or_with_trailers() {
     // Nothing at all but its end.
     let (mut exchange, _) = begun(RULES, DUPLEX, post());

@@ -2,6 +2,7 @@
 //!
 //! Not here: what engines answer (`engine.rs`).
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,6 +15,7 @@ use hyper::body::Incoming;
 use hyper::{HeaderMap, Request, Response};
 use hyper_util::rt::TokioIo;
 use kv_core::id::BlockHash;
+use kv_core::schedule::Role;
 use kvfleet_doors::{Doors, DoorsConfig, EndpointConfig, ModelConfig};
 use kvfleet_proto::pb;
 use kvfleet_router::{EnginesConfig, Tenants};
@@ -143,6 +145,9 @@ impl House {
         config.load.health_every_ms = 60_000;
         config.endpoints = (1..).zip(engines).map(at).collect();
         change(&mut config);
+        let role = |endpoint: &EndpointConfig| Role::by_name(&endpoint.role).unwrap_or_default() as u32;
+        let roles: BTreeMap<_, _> =
+            config.endpoints.iter().map(|endpoint| (endpoint.instance, role(endpoint))).collect();
         let registry = Registry::new();
         let doors = Doors::open(&config, &engines_config(), desk.clone(), &registry).await.unwrap();
         let [("openai", address)] = doors.addresses()[..] else { panic!("one door is open") };
@@ -164,6 +169,7 @@ impl House {
                         sequence,
                         queue_tokens,
                         started_us: STARTED_US,
+                        role: roles.get(&instance).copied().unwrap_or_default(),
                         ..Default::default()
                     };
                     desk.report(report).unwrap();

@@ -5,4 +5,5 @@ mod engine;
 mod failures;
 mod house;
 mod limits;
+mod pairs;
 mod prompts;

@@ -79,6 +79,15 @@ async fn malformed_calls_are_answered_with_the_limit() {
     let status = client.report(nameless).await.unwrap_err();
     assert_eq!(status.code(), Code::InvalidArgument);
     says("an instance without an address", &status.message(), &[]);
+    let other = [
+        ("an instance with a role that is none", pb::ReportRequest { role: 3, ..report(1, 1) }),
+        ("an instance at a place that is none", pb::ReportRequest { place: "a//b".into(), ..report(1, 1) }),
+    ];
+    for (input, report) in other {
+        let status = client.report(report).await.unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument);
+        says(input, &status.message(), &[]);
+    }
     cluster.shutdown().await;
 }
 
@@ -104,6 +113,20 @@ async fn routing_rejects_without_instances_and_chooses_with_one() {
     let save_to = decision.save_to.unwrap();
     assert_eq!((save_to.node, save_to.epoch, save_to.address.as_str()), (4, node.epoch, "127.0.0.1:9004"));
     assert!(!decision.reasons.is_empty() && decision.candidates.len() == 1);
+
+    // Those that are left compute no prompts.
+    let going_on = pb::ReportRequest { role: 2, node: 4, has_node: true, ..report(4, 2) };
+    client.report(going_on).await.unwrap();
+    let reply = client.route(route_request()).await.unwrap().into_inner();
+    let Some(pb::route_reply::Answer::Rejected(rejected)) = reply.answer else { panic!("{reply:?}") };
+    assert!(rejected.nobody);
+    says("a request where nobody computes prompts", &rejected.reason, &[]);
+    client.report(pb::ReportRequest { role: 1, place: "z/r".into(), ..report(5, 1) }).await.unwrap();
+    let reply = client.route(route_request()).await.unwrap().into_inner();
+    let Some(pb::route_reply::Answer::Decision(decision)) = reply.answer else { panic!("{reply:?}") };
+    let handover = decision.handover.unwrap();
+    assert_eq!((decision.instance, handover.instance, handover.address.as_str()), (5, 4, "i:1"));
+    assert!(handover.us > 0);
 
     let mut other_weights = vec![7; 16];
     other_weights[12] ^= 1;

@@ -174,6 +174,11 @@ async fn calls_that_make_no_sense_are_told_why() {
         &refused(r#"{"instance": 3, "url": "", "weight": 1}"#, 400).await,
         &[],
     );
+    let parted = |part: &str| format!(r#"{{"instance": 3, "url": "http://a:1", {part}}}"#);
+    let refusal = refused(&parted(r#""role": "prefiller""#), 400).await;
+    says("a call with a role that is none", &refusal, &[]);
+    let refusal = refused(&parted(r#""place": "a/b/c/d/e""#), 400).await;
+    says("a call with a place that is none", &refusal, &[]);
     says("a call with a URL that is none", &refused(&named("3", "engine-3"), 400).await, &[]);
     says("a call that changes what is configured", &refused(&named("1", "http://a:1"), 409).await, &[]);
     says("a call that changes what was found", &refused(&named("2", "http://a:1"), 409).await, &[]);

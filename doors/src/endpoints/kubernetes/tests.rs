@@ -384,6 +384,8 @@ async fn what_is_wrong_with_an_object_is_said() {
     says("a Pod with an instance that is no number", &problem(&[noted("kvfleet.io/instance", "first")]), &[]);
     says("a Pod with a port that is none", &problem(&[noted("kvfleet.io/events-port", "0")]), &[]);
     says("a Pod with a word for yes", &problem(&[noted("kvfleet.io/fetches", "yes")]), &[]);
+    says("a Pod with a role that is none", &problem(&[noted("kvfleet.io/role", "prefiller")]), &[]);
+    says("a Pod at a place that is none", &problem(&[noted("kvfleet.io/place", "a//b")]), &[]);
     says("a Pod with an unknown dialect", &problem(&[noted("kvfleet.io/dialect", "trtllm")]), &[]);
     let unnamed = with(made("vllm-0", "10.0.0.1"), "/spec/containers/0/ports/0/name", json!("web"));
     says("a Pod without the port", &problem(&[unnamed]), &[]);
