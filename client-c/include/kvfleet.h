@@ -472,6 +472,10 @@ typedef struct kvf_decision {
     uint32_t resident_blocks;
     uint32_t sources;            /* see kvf_result_source */
     uint64_t turn_ms;            /* Unix time in milliseconds: of what waits at an instance that keeps an order, the earliest goes first */
+    const char *handover_address; /* of who goes on when `instance` has computed the prompt; null where that is the same */
+    uint64_t handover_us;        /* how much later the first token is out for that, as predicted */
+    uint32_t handover_instance;
+    uint32_t reserved;
 } kvf_decision;
 
 /* Of a fetch that ended KVF_OK or KVF_MISSED. */
@@ -607,6 +611,9 @@ typedef struct kvf_reporter_config {
     uint32_t silent_after_ms;    /* when a load with requests that run or wait was not said for so long, nothing is reported until
                                   * it is: an engine that stands still gets no more. every_ms or more, an hour at most; 0 for 10000 */
     uint32_t keeps_order;        /* 1 if it begins what waits in the order of the decisions' `turn_ms`; 0: in that of coming */
+    const char *place;           /* what it stands in, the largest first, as in "zone-a/rack-7/host-3"; four names at most. Null for none */
+    uint32_t role;               /* 0: it does all of a request, 1: it computes prompts, and another goes on, 2: it goes on */
+    uint32_t reserved;
 } kvf_reporter_config;
 
 /* What an instance is doing. */

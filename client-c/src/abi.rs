@@ -253,6 +253,10 @@ structs! {
         resident_blocks: u32,
         sources: u32,
         turn_ms: u64,
+        handover_address: *const c_char,
+        handover_us: u64,
+        handover_instance: u32,
+        reserved: u32,
     }
 
     Fetched as "kvf_fetched" {
@@ -326,6 +330,9 @@ structs! {
         without_links: u32,
         silent_after_ms: u32,
         keeps_order: u32,
+        place: *const c_char,
+        role: u32,
+        reserved: u32,
     }
 
     Load as "kvf_load" { size: u32, running: u32, waiting: u32, reserved: u32, queue_tokens: u64, }

@@ -14,6 +14,7 @@ use kv_core::id::{
 };
 use kv_core::pipeline::{Arrive, Costs};
 use kv_core::prefix::{IdentityManifest, KeyForm as ManifestForm};
+use kv_core::schedule::{Domain, Role};
 use kvfleet_client::{
     Asker, ClientConfig, FetchCall, HeldLease, InstanceLoad, LayerSaveCall, LayersCall, LayersOperation,
     Operation, PrefillCall, QueueLimits, RdmaSettings, ReporterConfig, RouteCall, SAVE_DEADLINE,
@@ -551,9 +552,15 @@ pub(crate) unsafe fn reporter(
     config: *const abi::ReporterConfig,
 ) -> Result<(ReporterConfig, Duration), Failure> {
     // SAFETY: what the caller promised.
-    let (config, address, host) = unsafe {
+    let (config, address, host, place) = unsafe {
         let config = sized(config, "reporter_config")?;
-        (config, text(config.address, "address")?, text_if_any(config.host, "host")?)
+        let host = text_if_any(config.host, "host")?;
+        (
+            config,
+            text(config.address, "address")?,
+            host,
+            text_if_any(config.place, "place")?.unwrap_or_default(),
+        )
     };
     let has_node = within(config.has_node, 0, 1, "has_node")? == 1;
     if !has_node {
@@ -575,6 +582,12 @@ pub(crate) unsafe fn reporter(
     if address.is_empty() {
         return Err(Failure::Failed("address is empty: say where the instance takes requests".to_owned()));
     }
+    within(config.reserved, 0, 0, "reporter_config.reserved")?;
+    let role = within(config.role, 0, Role::Decode as u32, "role")?;
+    let role = Role::from_number(role).unwrap_or_default();
+    if let Err(error) = Domain::parse(&place) {
+        return Err(Failure::Failed(format!("place {place:?}: {error}")));
+    }
     let reporter = ReporterConfig {
         instance: InstanceId(config.instance),
         address,
@@ -582,8 +595,8 @@ pub(crate) unsafe fn reporter(
         node: has_node.then_some(NodeId(config.node)),
         every: Duration::from_millis(every_ms.into()),
         links: within(config.without_links, 0, 1, "without_links")? == 0,
-        role: kv_core::schedule::Role::Both,
-        place: String::new(),
+        role,
+        place,
         keeps_order: within(config.keeps_order, 0, 1, "keeps_order")? == 1,
     };
     Ok((reporter, Duration::from_millis(silent_after_ms.into())))

@@ -42,6 +42,7 @@ struct Decided {
     decision: pb::Decision,
     instance_address: CString,
     save_address: CString,
+    handover_address: CString,
     source_addresses: Vec<CString>,
 }
 
@@ -141,8 +142,10 @@ impl ResultHandle {
 
     pub(crate) fn decision(&self) -> Result<abi::Decision, Failure> {
         let Part::Decided(decided) = &self.part else { return Err(Failure::NotFound { what: "decision" }) };
-        let Decided { decision, instance_address, save_address, source_addresses } = &**decided;
+        let Decided { decision, instance_address, save_address, handover_address, source_addresses } =
+            &**decided;
         let save_to = decision.save_to.clone().unwrap_or_default();
+        let handover = decision.handover.as_ref();
         Ok(abi::Decision {
             size: size_of_u32::<abi::Decision>(),
             instance: decision.instance,
@@ -156,6 +159,10 @@ impl ResultHandle {
             turn_ms: decision.turn_ms,
             resident_blocks: decision.resident_blocks,
             sources: count(source_addresses.len()),
+            handover_address: if handover.is_some() { handover_address.as_ptr() } else { null() },
+            handover_us: handover.map_or(0, |handover| handover.us),
+            handover_instance: handover.map_or(0, |handover| handover.instance),
+            reserved: 0,
         })
     }
 
@@ -248,6 +255,7 @@ impl Decided {
         Decided {
             instance_address: c_text(&decision.instance_address),
             save_address: c_text(decision.save_to.as_ref().map_or("", |holder| &holder.address)),
+            handover_address: c_text(decision.handover.as_ref().map_or("", |handover| &handover.address)),
             source_addresses: decision.sources.iter().map(|source| c_text(&source.address)).collect(),
             decision,
         }
@@ -324,6 +332,7 @@ mod tests {
             turn_ms: 5,
             save_to: Some(pb::Holder { node: 6, epoch: 7, tier: 1, ..pb::Holder::default() }),
             sources: vec![pb::Source { node: 8, epoch: 9, ..pb::Source::default() }],
+            handover: Some(pb::Handover { instance: 10, us: 11, address: "i:12".to_owned() }),
             ..pb::Decision::default()
         };
         let handle = ResultHandle {
@@ -338,6 +347,10 @@ mod tests {
             [seen.instance, seen.fetch_blocks, seen.recompute_blocks, seen.resident_blocks],
             [1, 2, 3, 4]
         );
+        let Part::Decided(decided) = &handle.part else { panic!("a decision") };
+        assert_eq!((seen.handover_instance, seen.handover_us), (10, 11));
+        assert_eq!(decided.handover_address.as_c_str(), c"i:12");
+        assert_eq!(seen.handover_address, decided.handover_address.as_ptr());
         assert_eq!((seen.turn_ms, seen.save_node, seen.save_epoch, seen.sources), (5, 6, 7, 1));
     }
 }

@@ -399,6 +399,9 @@ fn reporter_config(address: *const c_char) -> abi::ReporterConfig {
         without_links: 0,
         silent_after_ms: 0,
         keeps_order: 0,
+        place: null(),
+        role: 0,
+        reserved: 0,
     }
 }
 
@@ -427,6 +430,15 @@ fn a_reporter_that_makes_no_sense_is_refused_and_one_without_routers_ends() {
     let usual = abi::ReporterConfig { every_ms: 0, silent_after_ms: 199, ..good };
     refused(open(usual), status::INVALID, "silent_after_ms is 199, expected every_ms, 200, or more");
     refused(open(abi::ReporterConfig { keeps_order: 2, ..good }), status::INVALID, "keeps_order is 2");
+    refused(open(abi::ReporterConfig { role: 3, ..good }), status::INVALID, "role is 3, expected 0 to 2");
+    refused(
+        open(abi::ReporterConfig { reserved: 1, ..good }),
+        status::INVALID,
+        "reporter_config.reserved is 1",
+    );
+    let nowhere = abi::ReporterConfig { place: c"a//b".as_ptr(), ..good };
+    refused(open(nowhere), status::FAILED, "place \"a//b\"");
+    says("C: a reporter at a place that is none", &sentence(), &[]);
     assert_eq!(open(good), status::OK);
     let size = u32::try_from(size_of::<abi::Load>()).unwrap();
     let load = abi::Load { size, running: 1, waiting: 2, reserved: 0, queue_tokens: 3 };
