@@ -8,6 +8,7 @@ mod compare;
 mod dynamo;
 mod goodput;
 mod least_loaded;
+mod led;
 mod llm_d;
 mod local_prefix;
 mod mooncake;
@@ -25,6 +26,7 @@ use kv_core::schedule::{Decision, Held, choose};
 
 pub use compare::{Comparison, Point, capacity, compare};
 pub use goodput::{Good, Goodput, Limits, goodput};
+pub use led::Led;
 pub use regret::{Knowing, Knowledge, Regret, Shares, regret};
 
 use crate::fleet::{Ask, View};

@@ -1,0 +1,117 @@
+//! A crosscheck as text: the two sides beside each other, and how far decisions agree.
+//!
+//! Not here: the comparison (`compare.rs`).
+
+use std::fmt::Write;
+
+use super::compare::{Agreement, Compared, POINTS_MAX, Why};
+
+/// One run.
+pub(super) fn run(compared: &Compared) -> String {
+    let Compared { traffic, seed, requests, instances, nodes, routers, .. } = compared;
+    let mut text = format!(
+        "{traffic}, seed {seed}, {requests} requests; {routers} routers, {nodes} nodes, {instances} instances, profile {}",
+        compared.profile
+    );
+    let _ = match (compared.load, compared.per_s) {
+        (Some(load), Some(per_s)) => writeln!(
+            text,
+            " at {} times its time, {:.0} % load ({per_s:.1} requests/s, sent {:.1} ms late at most)",
+            compared.time_scale,
+            load * 100.0,
+            compared.late_ms
+        ),
+        _ => writeln!(text, ", in lockstep"),
+    };
+    let _ = writeln!(
+        text,
+        "{:<22} {:>9} {:>13} {:>11}",
+        "tokens of prompts", "real", "virtual time", "difference"
+    );
+    for ((name, here), (_, there)) in compared.real.all().into_iter().zip(compared.virtual_time.all()) {
+        let _ = writeln!(text, "  {name:<20} {here:>7.2} % {there:>11.2} % {:>+11.2}", here - there);
+    }
+    if let Some([here, there]) = compared.ttft {
+        let _ = writeln!(text, "  {:<20} {:>6.1} ms {:>10.1} ms", "mean TTFT", here.mean_ms, there.mean_ms);
+        let percent = |share: f64| share * 100.0;
+        let _ = writeln!(
+            text,
+            "  {:<20} {:>7.1} % {:>11.1} %\n  {:<20} {:>+7.1} % {:>+11.1} %",
+            "predictions off by",
+            percent(here.error),
+            percent(there.error),
+            "and in sum by",
+            percent(here.bias),
+            percent(there.bias)
+        );
+    }
+    text += &agreement("decisions of the fleet in virtual time", &compared.alone);
+    if !compared.lockstep || compared.alone != compared.led {
+        text += &agreement("led by the real one", &compared.led);
+    }
+    if compared.unserved != [0, 0] {
+        let [here, there] = compared.unserved;
+        let _ = writeln!(text, "not served: {here} really, {there} in virtual time");
+    }
+    for trouble in &compared.troubles {
+        let _ = writeln!(text, "in the real fleet: {trouble}");
+    }
+    let verdict = if compared.is_good() { "alike" } else { "not alike" };
+    let _ = writeln!(
+        text,
+        "{verdict}: the share that differs most does by {:.2} points (at most {POINTS_MAX} is alike)\n",
+        compared.points
+    );
+    text
+}
+
+fn agreement(whose: &str, agreement: &Agreement) -> String {
+    let Agreement { decided, instance, whole, why } = *agreement;
+    let mut text = format!(
+        "{whose}: {instance} of {decided} send to the same instance ({:.1} %), of {whole} all is the same\n",
+        percent(instance, decided)
+    );
+    let Why { left_out, blocks, tie, predicted } = why;
+    if instance < decided {
+        let _ = writeln!(
+            text,
+            "  others: {predicted} since other times were predicted, {blocks} since other blocks were known, {tie} were ties, {left_out} since instances were left out"
+        );
+    }
+    text
+}
+
+fn percent(part: usize, whole: usize) -> f64 {
+    100.0 * part as f64 / whole.max(1) as f64
+}
+
+/// What differs over all runs: mean, least and greatest.
+pub(super) fn spread(all: &[Compared]) -> String {
+    let mut text = format!("{} runs: mean, least and greatest\n", all.len());
+    for (at, (name, _)) in all[0].real.all().into_iter().enumerate() {
+        let of = |compared: &Compared| compared.real.all()[at].1 - compared.virtual_time.all()[at].1;
+        let _ = writeln!(text, "  {name:<20} {} points", line(all, of));
+    }
+    let instance = |of: fn(&Compared) -> &Agreement| {
+        move |compared: &Compared| percent(of(compared).instance, of(compared).decided)
+    };
+    let _ =
+        writeln!(text, "  {:<20} {} % of decisions", "same instance", line(all, instance(|one| &one.alone)));
+    let _ = writeln!(
+        text,
+        "  {:<20} {} % of decisions",
+        "led by the real one",
+        line(all, instance(|one| &one.led))
+    );
+    let good = all.iter().filter(|compared| compared.is_good()).count();
+    let _ = writeln!(text, "{good} of {} are alike", all.len());
+    text
+}
+
+fn line(all: &[Compared], of: impl Fn(&Compared) -> f64) -> String {
+    let values: Vec<f64> = all.iter().map(of).collect();
+    let mean = values.iter().sum::<f64>() / values.len().max(1) as f64;
+    let least = values.iter().copied().fold(f64::INFINITY, f64::min);
+    let most = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    format!("{mean:+.2} ({least:+.2} to {most:+.2})")
+}
