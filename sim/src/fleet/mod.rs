@@ -212,6 +212,8 @@ struct Sent {
     instance: u32,
     save_to: Option<NodeId>,
     fetched: Fetched,
+    /// Nodes from which that came.
+    sources: Vec<NodeId>,
     predicted_ns: u64,
     parts: Prediction,
 }
@@ -350,7 +352,8 @@ impl<'a> Fleet<'a> {
         let predicted_ns = decision.predicted.ttft_us() * 1_000;
         let save_to = decision.save_to.as_ref().map(|holder| holder.node);
         let parts = decision.parts;
-        self.sent[nth] = Some(Sent { instance: instance.0, save_to, fetched, predicted_ns, parts });
+        let sources = decision.sources.iter().map(|source| source.node).collect();
+        self.sent[nth] = Some(Sent { instance: instance.0, save_to, fetched, sources, predicted_ns, parts });
         self.engines[instance.0 as usize].put(job);
         if fetched.ready_ns > now_ns {
             self.at(fetched.ready_ns, Event::Wakes(instance.0));
@@ -402,8 +405,8 @@ impl<'a> Fleet<'a> {
 
     fn first_token(&mut self, nth: usize, computed_tokens: u32, now_ns: u64) {
         let request = &self.workload.requests[nth];
-        let Some(sent) = &self.sent[nth] else { return };
-        let Sent { instance, save_to, fetched, predicted_ns, parts } = *sent;
+        let Some(sent) = self.sent[nth].take() else { return };
+        let Sent { instance, save_to, fetched, sources, predicted_ns, parts } = sent;
         let ttft_ns = now_ns - request.arrival_ns;
         match self.setup.engines {
             Engines::Batching => self.view.first_token(&parts, ttft_ns),
@@ -419,10 +422,14 @@ impl<'a> Fleet<'a> {
             input_tokens: request.input_tokens,
             computed_tokens,
         });
+        let behind = if self.setup.is_batching() { None } else { Some(&fetched) };
         if let Some(node) = save_to {
-            let from = if self.setup.is_batching() { None } else { Some(fetched.blocks) };
-            self.store.save(node, (self.workload.prompt(nth), from), request.category, now_ns);
+            self.store.save(node, (self.workload.prompt(nth), behind), request.category, now_ns);
             self.node_changed(node, now_ns);
+        }
+        if behind.is_some() {
+            self.store.give_back(&fetched, sources.iter().copied(), now_ns);
+            sources.into_iter().for_each(|node| self.node_changed(node, now_ns));
         }
     }
 

@@ -31,6 +31,8 @@ pub(super) struct Store {
     nodes: Vec<Node>,
     profile: HardwareProfile,
     leases: u64,
+    /// Whether what a request fetched is held until its own blocks are saved.
+    holds: bool,
 }
 
 /// What a fetch comes to.
@@ -41,6 +43,8 @@ pub(super) struct Fetched {
     pub(super) ready_ns: u64,
     /// Of these blocks, those of its own node and those of others, by tier.
     pub(super) from: [[u32; 3]; 2],
+    /// Under which they are held until they are given back, if they are.
+    pub(super) lease: LeaseId,
 }
 
 impl Store {
@@ -55,7 +59,7 @@ impl Store {
                 dram: tier(dram_blocks),
                 ssd: tier(ssd_blocks),
                 lease: Duration::MAX,
-                leases_max: 1,
+                leases_max: if setup.is_batching() { 1 } else { usize::MAX },
                 seed: seed.into(),
             };
             // Nodes as they are leave nothing to chance.
@@ -68,7 +72,12 @@ impl Store {
             Node { book, refitted_us: 0, afar_free_ns: 0, near_free_ns: 0 }
         };
         // None has a number below the first.
-        Store { nodes: (0..setup.first + setup.nodes).map(node).collect(), profile, leases: 0 }
+        Store {
+            nodes: (0..setup.first + setup.nodes).map(node).collect(),
+            profile,
+            leases: 0,
+            holds: !setup.is_batching(),
+        }
     }
 
     /// Fetches blocks of a prompt from the sources of a decision, for the instance with this own node.
@@ -79,11 +88,12 @@ impl Store {
         (own, block_tokens, category): (NodeId, u32, Category),
         now_ns: u64,
     ) -> Fetched {
-        let mut fetched = Fetched { ready_ns: now_ns, ..Fetched::default() };
+        let asker = self.asker(category);
+        let mut fetched = Fetched { ready_ns: now_ns, lease: asker.lease, ..Fetched::default() };
         for source in sources {
             let range = source.start_blocks as usize..(source.start_blocks + source.len_blocks) as usize;
             let Some(wanted) = hashes.get(range.start..range.end.min(hashes.len())) else { break };
-            let reached = self.read(source.node, wanted, (own, block_tokens, category), now_ns);
+            let reached = self.read(source.node, wanted, (own, block_tokens, asker), now_ns);
             fetched.blocks += reached.blocks;
             fetched.ready_ns = fetched.ready_ns.max(reached.ready_ns);
             let sums = fetched.from.iter_mut().flatten();
@@ -99,18 +109,19 @@ impl Store {
         &mut self,
         from: NodeId,
         wanted: &[BlockHash],
-        (own, block_tokens, category): (NodeId, u32, Category),
+        (own, block_tokens, asker): (NodeId, u32, Asker),
         now_ns: u64,
     ) -> Fetched {
-        let asker = self.asker(category);
         let is_own = from == own;
         let lanes = Tier::ALL.map(|tier| self.lane(tier, is_own));
         let Some(node) = self.nodes.get_mut(from.0 as usize) else { return Fetched::default() };
         let now = refit(node, now_ns);
         let reached = node.book.fetch(asker, wanted, now).unwrap_or_default();
         act(&mut node.book);
-        node.book.release(asker.lease, now);
-        act(&mut node.book);
+        if !self.holds {
+            node.book.release(asker.lease, now);
+            act(&mut node.book);
+        }
         let mut ready_ns = now_ns;
         let mut from = [[0; 3]; 2];
         for reach in &reached {
@@ -120,7 +131,7 @@ impl Store {
             *free_ns = (*free_ns).max(now_ns) + self.profile.stream_ns(lane, block_tokens.into());
             ready_ns = ready_ns.max(*free_ns + lane.latency_ns);
         }
-        Fetched { blocks: reached.len() as u32, ready_ns, from }
+        Fetched { blocks: reached.len() as u32, ready_ns, from, lease: asker.lease }
     }
 
     /// What [`Store::fetch`] would come to if it were called now and the nodes have what the sources say.
@@ -157,19 +168,31 @@ impl Store {
         if is_own { lane } else { lane.through(self.profile.network) }
     }
 
-    /// Offers a prompt to a node: what it has not, or the blocks from a given one on.
+    /// Gives back what was fetched from these nodes and is held.
+    pub(super) fn give_back(&mut self, fetched: &Fetched, nodes: impl Iterator<Item = NodeId>, now_ns: u64) {
+        for node in nodes {
+            if let Some(node) = self.nodes.get_mut(node.0 as usize) {
+                let now = refit(node, now_ns);
+                node.book.release(fetched.lease, now);
+                act(&mut node.book);
+            }
+        }
+    }
+
+    /// Offers a prompt to a node: what it has not, or the blocks behind those that were fetched and are held.
     pub(super) fn save(
         &mut self,
         to: NodeId,
-        (hashes, from): (&[BlockHash], Option<u32>),
+        (hashes, behind): (&[BlockHash], Option<&Fetched>),
         category: Category,
         now_ns: u64,
     ) {
-        let asker = self.asker(category);
+        let mut asker = self.asker(category);
+        asker.lease = behind.map_or(asker.lease, |fetched| fetched.lease);
         let Some(node) = self.nodes.get_mut(to.0 as usize) else { return };
         let now = refit(node, now_ns);
-        let known = match from {
-            Some(from) => (from as usize).min(hashes.len()),
+        let known = match behind {
+            Some(fetched) => (fetched.blocks as usize).min(hashes.len()),
             None => node.book.fetch(asker, hashes, now).unwrap_or_default().len(),
         };
         act(&mut node.book);

@@ -88,7 +88,7 @@ impl Shares {
 }
 
 /// In how many requests two fleets agree, and why not in the others.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(super) struct Agreement {
     /// Requests that both decided.
     pub(super) decided: usize,
@@ -97,6 +97,8 @@ pub(super) struct Agreement {
     /// Those of which all is the same: sources, where to save, and what came.
     pub(super) whole: usize,
     pub(super) why: Why,
+    /// The first request of which something differs, and what the two decided and got.
+    pub(super) first: Option<String>,
 }
 
 /// Requests of another instance, by the first of these that holds.
@@ -267,6 +269,10 @@ fn agreement(real: &[Option<(One, Vec<Weighed>)>], course: &Course) -> Agreement
         let (Some((here, weighed)), Some(decided)) = (real, decided) else { continue };
         let (there, theirs) = virtual_one(decided, came[nth].unwrap_or_default());
         sum.decided += 1;
+        if *here != there {
+            sum.first
+                .get_or_insert_with(|| format!("request {nth}: {here:?} really, {there:?} in virtual time"));
+        }
         if here.instance == there.instance {
             sum.instance += 1;
             sum.whole += usize::from(*here == there);

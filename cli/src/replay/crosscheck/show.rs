@@ -66,7 +66,7 @@ pub(super) fn run(compared: &Compared) -> String {
 }
 
 fn agreement(whose: &str, agreement: &Agreement) -> String {
-    let Agreement { decided, instance, whole, why } = *agreement;
+    let &Agreement { decided, instance, whole, why, ref first } = agreement;
     let mut text = format!(
         "{whose}: {instance} of {decided} send to the same instance ({:.1} %), of {whole} all is the same\n",
         percent(instance, decided)
@@ -77,6 +77,9 @@ fn agreement(whose: &str, agreement: &Agreement) -> String {
             text,
             "  others: {predicted} since other times were predicted, {blocks} since other blocks were known, {tie} were ties, {left_out} since instances were left out"
         );
+    }
+    if let Some(first) = first {
+        let _ = writeln!(text, "  first: {first}");
     }
     text
 }
