@@ -77,6 +77,8 @@ pub struct Setup {
     pub orders: bool,
     /// Between two load reports of an instance; 0 where each decision reads the loads as they are.
     pub report_every_ns: u64,
+    /// When the first report of each instance comes, by number; spread evenly over the time between two where nothing is said.
+    pub first_reports_ns: Vec<u64>,
     /// Instances that are not there at first, and when they join.
     pub joins: Vec<(u32, u64)>,
     /// From a change at a node until routers know of it; 0 where they know at once.
@@ -107,6 +109,7 @@ impl Setup {
             plane: Plane::default(),
             orders: true,
             report_every_ns: 200_000_000,
+            first_reports_ns: Vec::new(),
             joins: Vec::new(),
             announce_ns: 20_000_000,
             events_ns: 5_000_000,
@@ -291,8 +294,9 @@ impl<'a> Fleet<'a> {
         }
         for instance in setup.numbers().filter(|_| setup.report_every_ns > 0) {
             // They do not all speak at once.
-            let nth = u64::from(instance - setup.first);
-            let first = setup.report_every_ns * nth / u64::from(setup.instances);
+            let nth = instance - setup.first;
+            let even = setup.report_every_ns * u64::from(nth) / u64::from(setup.instances);
+            let first = setup.first_reports_ns.get(nth as usize).copied().unwrap_or(even);
             fleet.at(setup.joins_ns(instance).unwrap_or(first), Event::Reports(instance));
         }
         fleet

@@ -43,6 +43,8 @@ pub(super) struct Recorded {
     pub(super) went: Vec<Went>,
     /// By how much requests were sent later than they were to be, at most.
     pub(super) late: Duration,
+    /// How old the last report of each instance was when the first request was sent, by number.
+    pub(super) report_ages: Vec<Duration>,
 }
 
 /// Sends requests.
@@ -92,9 +94,9 @@ impl Driver {
 
     /// Each at its time, with so many a second on average.
     pub(super) async fn timed(&self, per_s: f64, stop: &CancellationToken) -> anyhow::Result<Recorded> {
-        let begun = Instant::now();
         let mut under_way: JoinSet<(usize, Duration, Served)> = JoinSet::new();
-        let mut recorded = Recorded::default();
+        let mut recorded = Recorded { report_ages: self.report_ages().await?, ..Recorded::default() };
+        let begun = Instant::now();
         for (number, due) in arrivals(&self.requests, per_s).into_iter().enumerate() {
             tokio::select! {
                 () = tokio::time::sleep_until((begun + due).into()) => {}
@@ -120,16 +122,9 @@ impl Driver {
         }
     }
 
-    /// Returns when routers have taken in what nodes announced, and have heard from every instance since then that it does nothing.
+    /// Returns when routers have heard from every instance since then that it does nothing, and have taken in what nodes announced.
     async fn until_known(&self, since: Instant) -> anyhow::Result<()> {
-        for node in &self.nodes {
-            let settled = settle(node.clone(), QUIET_TIMEOUT).await;
-            let is_settled = settled.map_err(|status| anyhow::anyhow!("a node does not answer: {status}"))?;
-            anyhow::ensure!(
-                is_settled,
-                "after {QUIET_TIMEOUT:?} routers have not taken in what a node announced"
-            );
-        }
+        self.until_settled().await?;
         for router in &self.routers {
             while !self.is_idle(router, since).await? {
                 anyhow::ensure!(
@@ -140,7 +135,32 @@ impl Driver {
                 tokio::time::sleep(LOOK_EVERY).await;
             }
         }
+        // Moves to SSD go on behind the answer, and are announced when they are done: most are by now.
+        self.until_settled().await
+    }
+
+    async fn until_settled(&self) -> anyhow::Result<()> {
+        for node in &self.nodes {
+            let settled = settle(node.clone(), QUIET_TIMEOUT).await;
+            let is_settled = settled.map_err(|status| anyhow::anyhow!("a node does not answer: {status}"))?;
+            anyhow::ensure!(
+                is_settled,
+                "after {QUIET_TIMEOUT:?} routers have not taken in what a node announced"
+            );
+        }
         Ok(())
+    }
+
+    /// By number, of the first router, which is asked for routes as long as it answers.
+    async fn report_ages(&self) -> anyhow::Result<Vec<Duration>> {
+        let Some(router) = self.routers.first() else { return Ok(Vec::new()) };
+        let status = router.status().await;
+        let status =
+            status.map_err(|status| anyhow::anyhow!("{} does not answer: {status}", router.address))?;
+        let mut ages: Vec<_> =
+            status.instances.iter().map(|instance| (instance.instance, instance.report_age_ms)).collect();
+        ages.sort_unstable();
+        Ok(ages.into_iter().map(|(_, age_ms)| Duration::from_millis(age_ms)).collect())
     }
 
     async fn is_idle(&self, router: &RouterCalls, since: Instant) -> anyhow::Result<bool> {

@@ -101,8 +101,14 @@ pub(super) fn serve(workload: &Workload, setup: &Setup, real: Recorded) -> Twins
     let traffic = traffic(workload, at_ns);
     let sent = real.went.iter().map(|went| Some(InstanceId(went.decision.as_ref()?.instance)));
     let sent: Vec<_> = sent.collect();
+    // Instances report in the same rhythm.
+    let every_ns = setup.report_every_ns;
+    let first = |age: &std::time::Duration| {
+        every_ns.saturating_sub(u64::try_from(age.as_nanos()).unwrap_or(u64::MAX))
+    };
+    let setup = Setup { first_reports_ns: real.report_ages.iter().map(first).collect(), ..setup.clone() };
     let course = |mut router: Led| {
-        let report = run(&traffic, setup, &mut router);
+        let report = run(&traffic, &setup, &mut router);
         Course { decided: router.decided, report }
     };
     let (alone, led) = (course(Led::alone()), course(Led::to(sent)));
