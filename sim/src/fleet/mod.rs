@@ -61,8 +61,10 @@ pub struct Setup {
     pub ssd_reuse_min: f64,
     /// How many instances.
     pub instances: u32,
-    /// Their speeds, which routers know too.
+    /// Their speeds, as routers know them.
     pub profile: HardwareProfile,
+    /// The same as they are.
+    pub actual: HardwareProfile,
     /// Of each instance.
     pub batch: Batch,
     /// KV blocks in GPU memory of each.
@@ -102,6 +104,7 @@ impl Setup {
             ssd_reuse_min: 0.0,
             instances,
             profile,
+            actual: profile,
             batch: Batch { requests_max: 256, chunk_tokens: 4_096 },
             gpu_blocks: blocks(48) as usize,
             node_blocks: (blocks(256), blocks(1_024)),
@@ -126,6 +129,7 @@ impl Setup {
     ) -> Setup {
         Setup {
             engines: Engines::StandIns { takes_time },
+            actual: if takes_time { profile } else { profile.timeless() },
             nodes,
             batch: Batch { requests_max: usize::MAX, chunk_tokens: u32::MAX },
             gpu_blocks: usize::MAX,
@@ -144,14 +148,6 @@ impl Setup {
     /// Whether instances are engines of a model.
     fn is_batching(&self) -> bool {
         self.engines == Engines::Batching
-    }
-
-    /// How fast instances and nodes are, which need not be what routers think.
-    fn real_profile(&self) -> HardwareProfile {
-        match self.engines {
-            Engines::StandIns { takes_time: false } => self.profile.timeless(),
-            _ => self.profile,
-        }
     }
 
     /// When an instance joins that is not there at first.
@@ -272,15 +268,14 @@ impl<'a> Fleet<'a> {
             let memory = Memory::new(workload.block_tokens, setup.gpu_blocks, workload.prompts());
             if setup.is_batching() { memory } else { memory.keeping_nothing() }
         };
-        let profile = setup.real_profile();
-        let engine = |_| Engine::new(profile, setup.batch, memory());
+        let engine = |_| Engine::new(setup.actual, setup.batch, memory());
         // None has a number below the first.
         let places = setup.numbers().end;
         let mut fleet = Fleet {
             setup,
             workload,
             engines: (0..places).map(engine).collect(),
-            store: Store::new(setup, profile),
+            store: Store::new(setup),
             view: View::new(setup),
             due: BinaryHeap::new(),
             made: 0,

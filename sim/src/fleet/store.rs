@@ -48,8 +48,9 @@ pub(super) struct Fetched {
 }
 
 impl Store {
-    /// The nodes of a fleet, as fast as this profile says.
-    pub(super) fn new(setup: &Setup, profile: HardwareProfile) -> Store {
+    /// The nodes of a fleet.
+    pub(super) fn new(setup: &Setup) -> Store {
+        let profile = setup.actual;
         let (dram_blocks, ssd_blocks) = setup.node_blocks;
         let policy = setup.policy.as_str();
         let (watermark_high, watermark_low) = setup.watermarks;

@@ -52,8 +52,11 @@ pub(super) struct Compared {
     pub(super) led: Agreement,
     /// Attempts that failed and sources that fell short in the real fleet.
     pub(super) troubles: Vec<String>,
-    /// Mean time to first token in milliseconds, and how far predictions are off: median, and bias of the sums. Nothing where compute takes no time.
-    pub(super) ttft: Option<[Timing; 2]>,
+    /// How many times as long as the profile says prefills took in the real fleet, which is how slow the machine was; the other fleet's take as long.
+    pub(super) slower: f64,
+    /// Mean time to first token in milliseconds, and how far predictions are off: median, and bias of the sums; in the real fleet, in the one in virtual
+    /// time, and in the one that is led. Nothing where compute takes no time.
+    pub(super) ttft: Option<[Timing; 3]>,
 }
 
 /// Times to first token of one side.
@@ -182,6 +185,7 @@ impl Compared {
             alone: agreement(&real, &twins.alone),
             led: agreement(&real, &twins.led),
             troubles: troubles.into_iter().take(8).cloned().collect(),
+            slower: twins.slower,
             ttft: (!args.lockstep).then(|| timings(twins)),
         }
     }
@@ -342,14 +346,16 @@ fn shares(came: &[Option<Came>], input_tokens: &[u32], block_tokens: u32) -> Sha
 }
 
 /// Times to first token as instances measured them, and those in virtual time.
-fn timings(twins: &Twins) -> [Timing; 2] {
+fn timings(twins: &Twins) -> [Timing; 3] {
     let real = twins.real.went.iter().enumerate().filter_map(|(nth, went)| {
         let timed = went.sample.timed?;
         Some((nth, went.sample.predicted_ttft_us * 1_000, (timed.queue_us + timed.prefill_us) * 1_000))
     });
-    let there = twins.alone.report.served.iter();
-    let there = there.map(|served| (served.nth, served.predicted_ns, served.ttft_ns));
-    [timing(real.collect()), timing(there.collect())]
+    let there = |course: &Course| {
+        let served = course.report.served.iter();
+        timing(served.map(|served| (served.nth, served.predicted_ns, served.ttft_ns)).collect())
+    };
+    [timing(real.collect()), there(&twins.alone), there(&twins.led)]
 }
 
 /// Of (number, predicted, observed).

@@ -4,7 +4,7 @@
 
 use std::fmt::Write;
 
-use super::compare::{Agreement, Compared, POINTS_MAX, Why};
+use super::compare::{Agreement, Compared, POINTS_MAX, Timing, Why};
 
 /// One run.
 pub(super) fn run(compared: &Compared) -> String {
@@ -31,19 +31,8 @@ pub(super) fn run(compared: &Compared) -> String {
     for ((name, here), (_, there)) in compared.real.all().into_iter().zip(compared.virtual_time.all()) {
         let _ = writeln!(text, "  {name:<20} {here:>7.2} % {there:>11.2} % {:>+11.2}", here - there);
     }
-    if let Some([here, there]) = compared.ttft {
-        let _ = writeln!(text, "  {:<20} {:>6.1} ms {:>10.1} ms", "mean TTFT", here.mean_ms, there.mean_ms);
-        let percent = |share: f64| share * 100.0;
-        let _ = writeln!(
-            text,
-            "  {:<20} {:>7.1} % {:>11.1} %\n  {:<20} {:>+7.1} % {:>+11.1} %",
-            "predictions off by",
-            percent(here.error),
-            percent(there.error),
-            "and in sum by",
-            percent(here.bias),
-            percent(there.bias)
-        );
+    if let Some(sides) = compared.ttft {
+        text += &timings(&sides, compared.slower);
     }
     text += &agreement("decisions of the fleet in virtual time", &compared.alone);
     if !compared.lockstep || compared.alone != compared.led {
@@ -61,6 +50,23 @@ pub(super) fn run(compared: &Compared) -> String {
         text,
         "{verdict}: the share that differs most does by {:.2} points (at most {POINTS_MAX} is alike)\n",
         compared.points
+    );
+    text
+}
+
+fn timings(sides: &[Timing; 3], slower: f64) -> String {
+    let percent = |share: f64| format!("{:+.1} %", share * 100.0);
+    let rows: [(&str, fn(&Timing) -> f64); 2] =
+        [("predictions off by", |side| side.error), ("and in sum by", |side| side.bias)];
+    let [here, there, led] = sides.map(|side| format!("{:.1} ms", side.mean_ms));
+    let mut text = format!("  {:<20} {here:>9} {there:>13} {led:>11} led\n", "mean TTFT");
+    for (name, of) in rows {
+        let [here, there, led] = sides.map(|side| percent(of(&side)));
+        let _ = writeln!(text, "  {name:<20} {here:>9} {there:>13} {led:>11} led");
+    }
+    let _ = writeln!(
+        text,
+        "  prefills took {slower:.2} times what the profile says in the real fleet, and so they do in the other"
     );
     text
 }

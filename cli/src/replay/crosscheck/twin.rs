@@ -24,6 +24,8 @@ pub(super) struct Twins {
     pub(super) alone: Course,
     /// Of the one that is led by the real one.
     pub(super) led: Course,
+    /// How many times as long as the profile says prefills took.
+    pub(super) slower: f64,
     /// Tokens of each prompt.
     pub(super) input_tokens: Vec<u32>,
     /// Instances with an own node: those up to this number.
@@ -106,14 +108,31 @@ pub(super) fn serve(workload: &Workload, setup: &Setup, real: Recorded) -> Twins
     let first = |age: &std::time::Duration| {
         every_ns.saturating_sub(u64::try_from(age.as_nanos()).unwrap_or(u64::MAX))
     };
-    let setup = Setup { first_reports_ns: real.report_ages.iter().map(first).collect(), ..setup.clone() };
+    // And compute as fast as they turned out to on this machine, of which routers know nothing.
+    let slower = slower(&real, setup);
+    let actual = setup.actual.scaled(slower);
+    let first_reports_ns = real.report_ages.iter().map(first).collect();
+    let setup = Setup { first_reports_ns, actual, ..setup.clone() };
     let course = |mut router: Led| {
         let report = run(&traffic, &setup, &mut router);
         Course { decided: router.decided, report }
     };
     let (alone, led) = (course(Led::alone()), course(Led::to(sent)));
     let input_tokens = workload.requests.iter().map(|request| request.input_tokens).collect();
-    Twins { real, alone, led, input_tokens, nodes: setup.nodes }
+    Twins { real, alone, led, slower, input_tokens, nodes: setup.nodes }
+}
+
+/// How many times as long as the profile says prefills took, all together; 1 where none was timed.
+fn slower(real: &Recorded, setup: &Setup) -> f64 {
+    // What is modelled is in the profile's own time.
+    let own = HardwareProfile::by_name(setup.profile.name).unwrap_or_default();
+    let scale = setup.profile.prefill_ns_per_token as f64 / own.prefill_ns_per_token as f64;
+    let timed = real.went.iter().filter_map(|went| Some((went.sample.timed?, went.sample.modelled)));
+    let (took, modelled) = timed.fold((0.0, 0.0), |(took, modelled), (timed, of)| {
+        let computed_us = timed.prefill_us.saturating_sub(timed.idle_us);
+        (took + computed_us as f64, modelled + of.prefill_us as f64 * scale)
+    });
+    if took > 0.0 && modelled > 0.0 { took / modelled } else { 1.0 }
 }
 
 fn traffic(workload: &Workload, at_ns: impl Fn(usize) -> u64) -> Traffic {
