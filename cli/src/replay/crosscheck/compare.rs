@@ -274,8 +274,19 @@ fn agreement(real: &[Option<(One, Vec<Weighed>)>], course: &Course) -> Agreement
         let (there, theirs) = virtual_one(decided, came[nth].unwrap_or_default());
         sum.decided += 1;
         if *here != there {
-            sum.first
-                .get_or_insert_with(|| format!("request {nth}: {here:?} really, {there:?} in virtual time"));
+            let of = |one: &One, all: &[Weighed]| {
+                let all: Vec<_> =
+                    all.iter().map(|one| (one.instance, one.ttft_us, one.overlap_blocks)).collect();
+                format!("{one:?} of (instance, us, blocks there) {all:?}")
+            };
+            let say = || {
+                format!(
+                    "request {nth}: {} really, {} in virtual time",
+                    of(here, weighed),
+                    of(&there, &theirs)
+                )
+            };
+            sum.first.get_or_insert_with(say);
         }
         if here.instance == there.instance {
             sum.instance += 1;
