@@ -79,6 +79,8 @@ pub struct Setup {
     pub orders: bool,
     /// Between two load reports of an instance; 0 where each decision reads the loads as they are.
     pub report_every_ns: u64,
+    /// From a decision until its request is at the instance; TTFT counts from there.
+    pub delivery_ns: u64,
     /// When the first report of each instance comes, by number; spread evenly over the time between two where nothing is said.
     pub first_reports_ns: Vec<u64>,
     /// Instances that are not there at first, and when they join.
@@ -112,6 +114,7 @@ impl Setup {
             plane: Plane::default(),
             orders: true,
             report_every_ns: 200_000_000,
+            delivery_ns: 0,
             first_reports_ns: Vec::new(),
             joins: Vec::new(),
             announce_ns: 20_000_000,
@@ -345,7 +348,8 @@ impl<'a> Fleet<'a> {
         let fetched =
             self.store.fetch(&decision.sources, prompt, (own, block_tokens, request.category), now_ns);
         decision.sources.iter().for_each(|source| self.node_changed(source.node, now_ns));
-        let job = self.job(nth, decision, fetched);
+        let there_ns = fetched.ready_ns.max(now_ns + self.setup.delivery_ns);
+        let job = Job { ready_ns: there_ns, ..self.job(nth, decision, fetched) };
         self.report.fetched_blocks += u64::from(fetched.blocks);
         self.view.sent((asked, prompt), decision, Timestamp(now_ns / 1_000));
         let predicted_ns = decision.predicted.ttft_us() * 1_000;
@@ -354,8 +358,8 @@ impl<'a> Fleet<'a> {
         let sources = decision.sources.iter().map(|source| source.node).collect();
         self.sent[nth] = Some(Sent { instance: instance.0, save_to, fetched, sources, predicted_ns, parts });
         self.engines[instance.0 as usize].put(job);
-        if fetched.ready_ns > now_ns {
-            self.at(fetched.ready_ns, Event::Wakes(instance.0));
+        if there_ns > now_ns {
+            self.at(there_ns, Event::Wakes(instance.0));
         }
         self.poke(instance.0, now_ns);
     }
@@ -406,7 +410,7 @@ impl<'a> Fleet<'a> {
         let request = &self.workload.requests[nth];
         let Some(sent) = self.sent[nth].take() else { return };
         let Sent { instance, save_to, fetched, sources, predicted_ns, parts } = sent;
-        let ttft_ns = now_ns - request.arrival_ns;
+        let ttft_ns = now_ns - request.arrival_ns - self.setup.delivery_ns;
         match self.setup.engines {
             Engines::Batching => self.view.first_token(&parts, ttft_ns),
             Engines::StandIns { takes_time: true } => self.to_tell[instance as usize].push((parts, ttft_ns)),

@@ -42,10 +42,15 @@ pub async fn run(args: &CrosscheckArgs, stop: &Stop) -> anyhow::Result<bool> {
         }
         all.push(compared);
     }
-    if all.len() > 1 && !args.json {
-        print!("{}", show::spread(&all));
+    if !args.json {
+        print!("{}", show::verdict(&all));
     }
-    Ok(all.iter().all(Compared::is_good))
+    Ok(is_alike(&all))
+}
+
+/// Whether hit rates are within a point of each other, and all else is as it must be.
+fn is_alike(all: &[Compared]) -> bool {
+    all.iter().all(Compared::is_sound) && compare::points(all) <= compare::POINTS_MAX
 }
 
 /// What makes no sense together.

@@ -4,7 +4,7 @@
 
 use std::fmt::Write;
 
-use super::compare::{Agreement, Compared, POINTS_MAX, Timing, Why};
+use super::compare::{Agreement, Compared, POINTS_MAX, Timing, Why, points};
 
 /// One run.
 pub(super) fn run(compared: &Compared) -> String {
@@ -25,14 +25,16 @@ pub(super) fn run(compared: &Compared) -> String {
     };
     let _ = writeln!(
         text,
-        "{:<22} {:>9} {:>13} {:>11}",
-        "tokens of prompts", "real", "virtual time", "difference"
+        "{:<22} {:>9} {:>13} {:>11} {:>9}",
+        "tokens of prompts", "real", "virtual time", "difference", "led"
     );
-    for ((name, here), (_, there)) in compared.real.all().into_iter().zip(compared.virtual_time.all()) {
-        let _ = writeln!(text, "  {name:<20} {here:>7.2} % {there:>11.2} % {:>+11.2}", here - there);
+    let shares = compared.real.all().into_iter().zip(compared.virtual_time.all());
+    for (((name, here), (_, there)), (_, led)) in shares.zip(compared.led_shares.all()) {
+        let _ =
+            writeln!(text, "  {name:<20} {here:>7.2} % {there:>11.2} % {:>+11.2} {led:>7.2} %", here - there);
     }
     if let Some(sides) = compared.ttft {
-        text += &timings(&sides, compared.slower);
+        text += &timings(&sides, compared.slower, compared.beside_ms);
     }
     text += &agreement("decisions of the fleet in virtual time", &compared.alone);
     if !compared.lockstep || compared.alone != compared.led {
@@ -45,16 +47,11 @@ pub(super) fn run(compared: &Compared) -> String {
     for trouble in &compared.troubles {
         let _ = writeln!(text, "in the real fleet: {trouble}");
     }
-    let verdict = if compared.is_good() { "alike" } else { "not alike" };
-    let _ = writeln!(
-        text,
-        "{verdict}: the share that differs most does by {:.2} points (at most {POINTS_MAX} is alike)\n",
-        compared.points
-    );
+    let _ = writeln!(text, "the share that differs most does by {:.2} points\n", compared.points);
     text
 }
 
-fn timings(sides: &[Timing; 3], slower: f64) -> String {
+fn timings(sides: &[Timing; 3], slower: f64, beside_ms: f64) -> String {
     let percent = |share: f64| format!("{:+.1} %", share * 100.0);
     let rows: [(&str, fn(&Timing) -> f64); 2] =
         [("predictions off by", |side| side.error), ("and in sum by", |side| side.bias)];
@@ -66,7 +63,7 @@ fn timings(sides: &[Timing; 3], slower: f64) -> String {
     }
     let _ = writeln!(
         text,
-        "  prefills took {slower:.2} times what the profile says in the real fleet, and so they do in the other"
+        "  in the real fleet prefills took {slower:.2} times what the profile says, and requests {beside_ms:.1} ms beside them; so they do in the other"
     );
     text
 }
@@ -94,26 +91,31 @@ fn percent(part: usize, whole: usize) -> f64 {
     100.0 * part as f64 / whole.max(1) as f64
 }
 
-/// What differs over all runs: mean, least and greatest.
-pub(super) fn spread(all: &[Compared]) -> String {
-    let mut text = format!("{} runs: mean, least and greatest\n", all.len());
-    for (at, (name, _)) in all[0].real.all().into_iter().enumerate() {
-        let of = |compared: &Compared| compared.real.all()[at].1 - compared.virtual_time.all()[at].1;
-        let _ = writeln!(text, "  {name:<20} {} points", line(all, of));
+/// What differs over all runs, and whether that is little enough.
+pub(super) fn verdict(all: &[Compared]) -> String {
+    let mut text = String::new();
+    if all.len() > 1 {
+        let _ = writeln!(text, "{} runs: mean, least and greatest", all.len());
+        for at in 0..all[0].real.all().len() {
+            let of = |compared: &Compared| compared.real.differences(&compared.virtual_time)[at].1;
+            let _ = writeln!(text, "  {:<20} {} points", all[0].real.all()[at].0, line(all, of));
+        }
+        let alone = |compared: &Compared| percent(compared.alone.instance, compared.alone.decided);
+        let led = |compared: &Compared| percent(compared.led.instance, compared.led.decided);
+        let _ = writeln!(text, "  {:<20} {} % of decisions", "same instance", line(all, alone));
+        let _ = writeln!(text, "  {:<20} {} % of decisions", "led by the real one", line(all, led));
     }
-    let instance = |of: fn(&Compared) -> &Agreement| {
-        move |compared: &Compared| percent(of(compared).instance, of(compared).decided)
-    };
-    let _ =
-        writeln!(text, "  {:<20} {} % of decisions", "same instance", line(all, instance(|one| &one.alone)));
     let _ = writeln!(
         text,
-        "  {:<20} {} % of decisions",
-        "led by the real one",
-        line(all, instance(|one| &one.led))
+        "{}: the share that differs most does by {:.2} points, and {POINTS_MAX} is the limit{}",
+        if super::is_alike(all) { "alike" } else { "not alike" },
+        points(all),
+        if all.iter().all(Compared::is_sound) {
+            ""
+        } else {
+            "; not all was served, or decided alike without time"
+        },
     );
-    let good = all.iter().filter(|compared| compared.is_good()).count();
-    let _ = writeln!(text, "{good} of {} are alike", all.len());
     text
 }
 
@@ -122,5 +124,5 @@ fn line(all: &[Compared], of: impl Fn(&Compared) -> f64) -> String {
     let mean = values.iter().sum::<f64>() / values.len().max(1) as f64;
     let least = values.iter().copied().fold(f64::INFINITY, f64::min);
     let most = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    format!("{mean:+.2} ({least:+.2} to {most:+.2})")
+    format!("{mean:.2} ({least:.2} to {most:.2})")
 }

@@ -3,6 +3,8 @@
 //!
 //! What such a fleet has no counterpart of is refused. Not here: the fleet itself (`kvfleet_sim::fleet`).
 
+use std::time::Duration;
+
 use kv_core::id::InstanceId;
 use kv_core::schedule::{Decision, HardwareProfile};
 use kv_core::tier::Capacity;
@@ -11,6 +13,7 @@ use kvfleet_router::RouterConfig;
 use kvfleet_sim::fleet::{Hashed, Report, Setup, Workload as Traffic, run};
 use kvfleet_sim::routers::{self, Led};
 
+use super::super::measure::Percentiles;
 use super::super::prepare::Workload;
 use super::real::Recorded;
 use crate::cluster::Cluster;
@@ -24,8 +27,9 @@ pub(super) struct Twins {
     pub(super) alone: Course,
     /// Of the one that is led by the real one.
     pub(super) led: Course,
-    /// How many times as long as the profile says prefills took.
+    /// How many times as long as the profile says prefills took, and how long it took beside a prefill until a request was answered.
     pub(super) slower: f64,
+    pub(super) beside: Duration,
     /// Tokens of each prompt.
     pub(super) input_tokens: Vec<u32>,
     /// Instances with an own node: those up to this number.
@@ -105,21 +109,31 @@ pub(super) fn serve(workload: &Workload, setup: &Setup, real: Recorded) -> Twins
     let sent: Vec<_> = sent.collect();
     // Instances report in the same rhythm.
     let every_ns = setup.report_every_ns;
-    let first = |age: &std::time::Duration| {
-        every_ns.saturating_sub(u64::try_from(age.as_nanos()).unwrap_or(u64::MAX))
-    };
+    let first = |age: &Duration| every_ns.saturating_sub(u64::try_from(age.as_nanos()).unwrap_or(u64::MAX));
     // And compute as fast as they turned out to on this machine, of which routers know nothing.
-    let slower = slower(&real, setup);
+    let (slower, beside) = (slower(&real, setup), beside(&real));
+    let delivery_ns = u64::try_from(beside.as_nanos()).unwrap_or(u64::MAX);
     let actual = setup.actual.scaled(slower);
     let first_reports_ns = real.report_ages.iter().map(first).collect();
-    let setup = Setup { first_reports_ns, actual, ..setup.clone() };
+    let setup = Setup { first_reports_ns, actual, delivery_ns, ..setup.clone() };
     let course = |mut router: Led| {
         let report = run(&traffic, &setup, &mut router);
         Course { decided: router.decided, report }
     };
     let (alone, led) = (course(Led::alone()), course(Led::to(sent)));
     let input_tokens = workload.requests.iter().map(|request| request.input_tokens).collect();
-    Twins { real, alone, led, slower, input_tokens, nodes: setup.nodes }
+    Twins { real, alone, led, slower, beside, input_tokens, nodes: setup.nodes }
+}
+
+/// What it takes until a request is routed and at its instance, and until its answer is back, at the median; nothing where no prefill was timed.
+fn beside(real: &Recorded) -> Duration {
+    let beside_us = |went: &super::real::Went| {
+        let timed = went.sample.timed?;
+        let inside_us = timed.queue_us + timed.prefill_us + went.sample.save_us.unwrap_or_default();
+        Some(went.sample.total_us.saturating_sub(inside_us))
+    };
+    let all: Percentiles = real.went.iter().filter_map(beside_us).collect();
+    Duration::from_micros(all.at(0.5))
 }
 
 /// How many times as long as the profile says prefills took, all together; 1 where none was timed.
