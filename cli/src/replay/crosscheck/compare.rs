@@ -103,7 +103,7 @@ impl Shares {
 }
 
 /// In how many requests two fleets agree, and why not in the others.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub(super) struct Agreement {
     /// Requests that both decided.
     pub(super) decided: usize,
@@ -112,6 +112,10 @@ pub(super) struct Agreement {
     /// Those of which all is the same: sources, where to save, and what came.
     pub(super) whole: usize,
     pub(super) why: Why,
+    /// How much later the first token would come really than in virtual time, in milliseconds, as predicted at all instances: the mean, and without regard
+    /// to which is the later.
+    pub(super) later_ms: f64,
+    pub(super) apart_ms: f64,
     /// The first request of which something differs, and what the two decided and got.
     pub(super) first: Option<String>,
 }
@@ -290,11 +294,17 @@ fn came(course: &Course, requests: usize) -> Vec<Option<Came>> {
 fn agreement(real: &[Option<(One, Vec<Weighed>)>], course: &Course) -> Agreement {
     let came = came(course, real.len());
     let mut sum = Agreement::default();
+    let mut weighed_count = 0usize;
     for (nth, real) in real.iter().enumerate() {
         let decided = course.decided.get(nth).and_then(Option::as_ref);
         let (Some((here, weighed)), Some(decided)) = (real, decided) else { continue };
         let (there, theirs) = virtual_one(decided, came[nth].unwrap_or_default());
         sum.decided += 1;
+        for later_ms in later_ms(weighed, &theirs) {
+            weighed_count += 1;
+            sum.later_ms += later_ms;
+            sum.apart_ms += later_ms.abs();
+        }
         if *here != there {
             let of = |one: &One, all: &[Weighed]| {
                 let all: Vec<_> =
@@ -323,7 +333,17 @@ fn agreement(real: &[Option<(One, Vec<Weighed>)>], course: &Course) -> Agreement
             Reason::Predicted => &mut why.predicted,
         } += 1;
     }
+    sum.later_ms /= weighed_count.max(1) as f64;
+    sum.apart_ms /= weighed_count.max(1) as f64;
     sum
+}
+
+/// How much later the first token would come on one side than on the other, at each instance that both weighed.
+fn later_ms<'a>(here: &'a [Weighed], there: &'a [Weighed]) -> impl Iterator<Item = f64> + 'a {
+    here.iter().filter(|one| one.is_open).filter_map(|one| {
+        let other = there.iter().find(|other| other.instance == one.instance && other.is_open)?;
+        Some((one.ttft_us as f64 - other.ttft_us as f64) / 1e3)
+    })
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

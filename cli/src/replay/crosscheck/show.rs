@@ -69,7 +69,7 @@ fn timings(sides: &[Timing; 3], slower: f64, beside_ms: f64) -> String {
 }
 
 fn agreement(whose: &str, agreement: &Agreement) -> String {
-    let &Agreement { decided, instance, whole, why, ref first } = agreement;
+    let &Agreement { decided, instance, whole, why, later_ms, apart_ms, ref first } = agreement;
     let mut text = format!(
         "{whose}: {instance} of {decided} send to the same instance ({:.1} %), of {whole} all is the same\n",
         percent(instance, decided)
@@ -79,6 +79,10 @@ fn agreement(whose: &str, agreement: &Agreement) -> String {
         let _ = writeln!(
             text,
             "  others: {predicted} since other times were predicted, {blocks} since other blocks were known, {tie} were ties, {left_out} since instances were left out"
+        );
+        let _ = writeln!(
+            text,
+            "  first tokens were predicted {later_ms:+.1} ms later really, and {apart_ms:.1} ms apart, over all instances"
         );
     }
     if let Some(first) = first {
