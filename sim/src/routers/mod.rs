@@ -33,6 +33,8 @@ use crate::fleet::{Ask, View};
 
 /// Where a request goes.
 #[derive(Clone, Debug)]
+// There is one at a time.
+#[expect(clippy::large_enum_variant)]
 pub enum Route {
     /// To an instance, with its plan.
     To(Decision),

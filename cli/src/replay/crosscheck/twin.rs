@@ -66,6 +66,7 @@ fn made_of(
             (router.time_scale - scale).abs() <= f64::EPSILON,
             "router.time_scale differs from instance.time_scale",
         ),
+        (instance.role() == Some(kv_core::schedule::Role::Both), "instances have roles"),
         (!router.price_links, "router.price_links is on"),
         (!router.windows, "router.windows is on"),
         (router.admission.ttft_max_ms == 0, "router.admission.ttft_max_ms turns requests away"),
