@@ -53,14 +53,14 @@ pub(super) fn run(compared: &Compared) -> String {
 
 fn timings(sides: &[Timing; 3], slower: f64, beside_ms: f64) -> String {
     let percent = |share: f64| format!("{:+.1} %", share * 100.0);
-    let rows: [(&str, fn(&Timing) -> f64); 2] =
-        [("predictions off by", |side| side.error), ("and in sum by", |side| side.bias)];
     let [here, there, led] = sides.map(|side| format!("{:.1} ms", side.mean_ms));
     let mut text = format!("  {:<20} {here:>9} {there:>13} {led:>11} led\n", "mean TTFT");
-    for (name, of) in rows {
-        let [here, there, led] = sides.map(|side| percent(of(&side)));
+    let mut row = |name: &str, of: [f64; 3]| {
+        let [here, there, led] = of.map(percent);
         let _ = writeln!(text, "  {name:<20} {here:>9} {there:>13} {led:>11} led");
-    }
+    };
+    row("predictions off by", sides.map(|side| side.error));
+    row("and in sum by", sides.map(|side| side.bias));
     let _ = writeln!(
         text,
         "  in the real fleet prefills took {slower:.2} times what the profile says, and requests {beside_ms:.1} ms beside them; so they do in the other"
