@@ -85,7 +85,8 @@ async fn once(args: &CrosscheckArgs, seed: u64, stop: &CancellationToken) -> any
 /// What is to be the same on both sides though it is not what a cluster usually has.
 fn with_settings(mut shape: Shape, lockstep: bool) -> Shape {
     // First, so that what was asked for by flags goes before, and is refused where it cannot be had in virtual time.
-    let mut settings = vec!["router.windows=false".to_owned()];
+    // In virtual time all instances are there from the start; here one is ten seconds old before the others, and would be preferred for a moment.
+    let mut settings = vec!["router.windows=false".to_owned(), "router.slow_start_ms=0".to_owned()];
     if lockstep {
         settings.push(format!("instance.report_ms={LOCKSTEP_REPORT_MS}"));
     }
@@ -173,6 +174,6 @@ mod tests {
         let shape = Shape { overrides: vec!["instance.report_ms=50".into()], ..Shape::small("".into()) };
         let set = with_settings(shape, true).overrides;
         assert_eq!(set.last().unwrap(), "instance.report_ms=50");
-        assert_eq!(set.len(), 3);
+        assert_eq!(set.len(), 4);
     }
 }

@@ -69,6 +69,7 @@ fn made_of(
         (instance.role() == Some(kv_core::schedule::Role::Both), "instances have roles"),
         (!router.price_links, "router.price_links is on"),
         (!router.windows, "router.windows is on"),
+        (router.slow_start_ms == 0, "router.slow_start_ms has instances start slowly"),
         (router.admission.ttft_max_ms == 0, "router.admission.ttft_max_ms turns requests away"),
         (node.gpu_bytes == 0, "node.gpu_bytes gives nodes a GPU tier"),
         (node.quotas.is_empty(), "node.quotas bounds tenants"),
