@@ -170,8 +170,13 @@ mod tests {
     use super::*;
 
     fn configured() -> (RouterConfig, NodeConfig, InstanceConfig) {
-        let router =
-            RouterConfig { price_links: false, windows: false, time_scale: 0.25, ..RouterConfig::default() };
+        let router = RouterConfig {
+            price_links: false,
+            windows: false,
+            slow_start_ms: 0,
+            time_scale: 0.25,
+            ..RouterConfig::default()
+        };
         let node = NodeConfig { dram_blocks: Some(7), ssd_blocks: Some(5), ..NodeConfig::default() };
         (router, node, InstanceConfig { time_scale: 0.25, ..InstanceConfig::default() })
     }
