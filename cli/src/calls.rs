@@ -8,6 +8,7 @@ use std::time::Duration;
 use kvfleet_proto::channel::{connect_lazily, endpoint};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::instance_client::InstanceClient;
+use kvfleet_proto::pb::node_control_client::NodeControlClient;
 use kvfleet_proto::pb::router_client::RouterClient;
 use kvfleet_proto::tls::Identity;
 use tonic::transport::Channel;
@@ -111,6 +112,14 @@ pub async fn run_on_instance(channel: Channel, request: pb::RunRequest) -> Resul
     request.set_timeout(RUN_TIMEOUT);
     let mut client = InstanceClient::new(channel).max_decoding_message_size(REPLY_BYTES_MAX);
     client.run(request).await.map(tonic::Response::into_inner)
+}
+
+/// Waits until routers have taken in all that the node behind `channel` announced; whether they have in that time.
+pub async fn settle(channel: Channel, timeout: Duration) -> Result<bool, Status> {
+    let timeout_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
+    let mut request = Request::new(pb::SettleRequest { timeout_ms });
+    request.set_timeout(timeout.saturating_add(CALL_TIMEOUT));
+    Ok(NodeControlClient::new(channel).settle(request).await?.into_inner().settled)
 }
 
 /// What the instance behind `channel` says of itself.

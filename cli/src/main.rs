@@ -42,6 +42,9 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
             })
             .await
         }
+        Command::Crosscheck(args) => {
+            until_insisted(async |stop| Ok(exit_code(replay::crosscheck(&args, stop).await?))).await
+        }
         Command::Why(args) => why::run(&args).await.map(|()| ExitCode::SUCCESS),
         Command::Status(args) => status::run(&args).await.map(|()| ExitCode::SUCCESS),
         Command::Trace(command) => trace::run(&command).map(|()| ExitCode::SUCCESS),

@@ -4,6 +4,7 @@
 
 mod admin;
 mod cluster;
+mod crosscheck;
 mod faults;
 mod numbers;
 mod probe;
@@ -18,6 +19,7 @@ pub use admin::{
     StatusArgs, TargetArgs, TransferArgs, TtlArgs, UnpinArgs, WeightsArgs, WhyArgs,
 };
 pub use cluster::{ShapeArgs, UpArgs};
+pub use crosscheck::CrosscheckArgs;
 pub use faults::{Fault, FaultKind, Target};
 pub use probe::{DrainArgs, ProbeArgs, Question};
 pub use process::{InspectArgs, NodeArgs, NodeCommand, ProcessArgs, RouterArgs};
@@ -36,7 +38,8 @@ Exit status:
   1    refused, or could not be done; the message says what to do
   2    replay and demo: there is a report, and something in it is not as it must be: wrong bytes, a
        request that failed, a process that crashed, a fault that was not carried out or whose cost
-       could not be measured, or an interruption; also a command line that cannot be read
+       could not be measured, or an interruption; crosscheck: the real fleet and the one in
+       virtual time differ; also a command line that cannot be read
   130  stopped at once by a second Ctrl-C";
 
 /// A cluster-wide KV cache for LLM inference with a replicated index.
@@ -59,6 +62,10 @@ pub enum Command {
     /// Serve a request trace: route, fetch, account compute, save; then report.
     #[command(after_help = EXIT_STATUSES)]
     Replay(Box<ReplayArgs>),
+    /// Serve the same requests on a cluster of real processes and on a fleet in virtual time made of the same configuration, and hold the decisions and
+    /// hit rates against each other.
+    #[command(after_help = EXIT_STATUSES)]
+    Crosscheck(Box<CrosscheckArgs>),
     /// Show routers, nodes, instances and the index of a running cluster.
     Status(StatusArgs),
     /// Why a request ran where it did, and why blocks of its prompt were missing.

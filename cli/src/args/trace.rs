@@ -229,7 +229,7 @@ pub struct RegretArgs {
     pub json: bool,
 }
 
-fn share(text: &str) -> Result<f64, String> {
+pub(super) fn share(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(share) if (0.01..=10.0).contains(&share) => Ok(share),
         _ => Err(format!("`{text}` is no load: expected a number like 0.8, from 0.01 to 10")),

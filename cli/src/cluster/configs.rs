@@ -13,6 +13,8 @@ use kvfleet_node::memory::MemoryBound;
 use kvfleet_proto::identity::IdentitySection;
 use kvfleet_router::{EnginesConfig, RouterConfig, VoterConfig};
 use kvfleet_transport::pick::PathKind;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use super::{ChildId, Cluster, Shape, name};
 use crate::certificates::{Authority, CertificateFiles};
@@ -27,6 +29,14 @@ pub(super) fn memory_bytes_max(cluster: &Cluster, id: ChildId) -> anyhow::Result
     }
     let settings = load::<NodeConfig>(Some(&path(cluster, id)), &[])?;
     Ok(Some(MemoryBound::of(&settings.service).total()))
+}
+
+/// The configuration that was written for a child.
+pub(super) fn read<T>(cluster: &Cluster, id: ChildId) -> anyhow::Result<T>
+where
+    T: Default + Serialize + DeserializeOwned,
+{
+    Ok(load::<T>(Some(&path(cluster, id)), &[])?.service)
 }
 
 fn path(cluster: &Cluster, id: ChildId) -> PathBuf {

@@ -16,6 +16,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kvfleet_proto::tls::{Identity, TlsFiles};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use crate::certificates::{Authority, CertificateFiles, files};
 use crate::process::Role;
@@ -208,6 +210,14 @@ impl Cluster {
     pub fn identity(&self) -> anyhow::Result<Identity> {
         let files = self.certificate_files(ADMIN_ROLE);
         Ok(TlsFiles { ca: files.ca, cert: files.cert, key: files.key }.load()?)
+    }
+
+    /// The configuration with which a child was started, whatever was set besides.
+    pub(crate) fn configuration<T>(&self, id: ChildId) -> anyhow::Result<T>
+    where
+        T: Default + Serialize + DeserializeOwned,
+    {
+        configs::read(self, id)
     }
 
     /// The child with this role and number, running or killed.

@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 #[derive(Debug, Default)]
 pub(super) struct Working {
     tokens: AtomicU64,
-    running: AtomicU32,
+    under_way: AtomicU32,
+    waiting: AtomicU32,
     served: AtomicU64,
 }
 
@@ -18,17 +19,21 @@ pub(super) struct Working {
 pub(super) struct Snapshot {
     /// Prompt tokens to compute of requests under way, as long as they are not accounted.
     pub(super) queue_tokens: u64,
-    /// Requests under way.
+    /// Requests under way that wait for nobody.
     pub(super) running: u32,
+    /// Requests under way that wait for the accelerator.
+    pub(super) waiting: u32,
     /// Requests ended.
     pub(super) served: u64,
 }
 
 impl Working {
     pub(super) fn snapshot(&self) -> Snapshot {
+        let waiting = self.waiting.load(Ordering::Relaxed);
         Snapshot {
             queue_tokens: self.tokens.load(Ordering::Relaxed),
-            running: self.running.load(Ordering::Relaxed),
+            running: self.under_way.load(Ordering::Relaxed).saturating_sub(waiting),
+            waiting,
             served: self.served.load(Ordering::Relaxed),
         }
     }
@@ -44,7 +49,7 @@ pub(super) struct Running {
 impl Running {
     pub(super) fn begin(working: &Arc<Working>, tokens: u64) -> Self {
         working.tokens.fetch_add(tokens, Ordering::Relaxed);
-        working.running.fetch_add(1, Ordering::Relaxed);
+        working.under_way.fetch_add(1, Ordering::Relaxed);
         Self { working: Arc::clone(working), tokens }
     }
 
@@ -57,8 +62,27 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.prefilled();
-        self.working.running.fetch_sub(1, Ordering::Relaxed);
+        self.working.under_way.fetch_sub(1, Ordering::Relaxed);
         self.working.served.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// A request under way waits for the accelerator until this is dropped.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    working: Arc<Working>,
+}
+
+impl Waiting {
+    pub(super) fn begin(working: &Arc<Working>) -> Self {
+        working.waiting.fetch_add(1, Ordering::Relaxed);
+        Self { working: Arc::clone(working) }
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.working.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -71,10 +95,13 @@ mod tests {
         let working = Arc::new(Working::default());
         let first = Running::begin(&working, 100);
         let mut second = Running::begin(&working, 50);
-        assert_eq!(working.snapshot(), Snapshot { queue_tokens: 150, running: 2, served: 0 });
+        assert_eq!(working.snapshot(), Snapshot { queue_tokens: 150, running: 2, waiting: 0, served: 0 });
+        let waits = Waiting::begin(&working);
+        assert_eq!((working.snapshot().running, working.snapshot().waiting), (1, 1), "one of the two waits");
+        drop(waits);
         second.prefilled();
         assert_eq!(working.snapshot().queue_tokens, 100);
         drop((first, second));
-        assert_eq!(working.snapshot(), Snapshot { queue_tokens: 0, running: 0, served: 2 });
+        assert_eq!(working.snapshot(), Snapshot { queue_tokens: 0, running: 0, waiting: 0, served: 2 });
     }
 }

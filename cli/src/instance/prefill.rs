@@ -19,6 +19,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep_until};
 
 use super::blocks::BlockShape;
+use super::load::Waiting;
 use super::request::Job;
 use super::saving::Saving;
 use super::serve::{Engine, blocks_u32, micros};
@@ -128,7 +129,9 @@ impl Engine {
         let buffer = buffer.and_then(|mut free| {
             free.split(usize::try_from(read_buffer_bytes.div_ceil(BUFFER_UNIT_BYTES)).unwrap_or(usize::MAX))
         });
+        let waits = Waiting::begin(&self.working);
         let turn = self.accelerator.turns.take(job.turn_ms).await;
+        drop(waits);
         let begun = Instant::now();
         prefill.begin();
         drop(buffer);

@@ -36,7 +36,6 @@ pub(super) fn begin(
     client.reporter(&reporter, move || {
         let now = working.snapshot();
         metrics.running(now.running);
-        // Whoever came is being served.
-        InstanceLoad { queue_tokens: now.queue_tokens, running: now.running, waiting: 0 }
+        InstanceLoad { queue_tokens: now.queue_tokens, running: now.running, waiting: now.waiting }
     })
 }

@@ -196,7 +196,7 @@ impl Drive {
             return;
         };
         state.measured.wall = state.measured.wall.max(ended.at);
-        let Served { sample, saved_at, hit_blocks, errors, misses, refused, profile } = ended.served;
+        let Served { sample, saved_at, hit_blocks, errors, misses, refused, profile, .. } = ended.served;
         errors.into_iter().for_each(|error| count(&mut state.measured.errors, error, 1));
         misses.into_iter().for_each(|miss| count(&mut state.measured.misses, miss, 1));
         if let Some(refused) = refused {

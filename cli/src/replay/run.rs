@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use kv_core::id::TenantId;
-use kvfleet_client::{Client, ClientConfig};
 use kvfleet_proto::tls::Identity;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -17,9 +16,9 @@ use super::prepare::{Reading, Workload, prepare};
 use super::progress::Progress;
 use super::serve::Server;
 use super::watch::Watch;
-use crate::args::{Capacity, Fault, ReplayArgs};
+use crate::args::{Capacity, Fault, ReplayArgs, ShapeArgs};
 use crate::calls::{RouterCalls, explain};
-use crate::cluster::{Cluster, LAYERS, NodeCapacity, Shape, manifest};
+use crate::cluster::{Cluster, LAYERS, NodeCapacity, Shape};
 use crate::connect::Connection;
 use crate::process::Stop;
 use crate::report::{self, Config, Report, Subject};
@@ -156,7 +155,7 @@ async fn on_own_cluster(
     workload: &Workload,
     stop: &CancellationToken,
 ) -> anyhow::Result<(Measured, Option<Shape>)> {
-    let shape = shape(args, workload)?;
+    let shape = shape(&args.shape, args.fetch_floor_ms, workload)?;
     let mut cluster = tokio::select! {
         cluster = Cluster::start(shape.clone()) => cluster?,
         () = stop.cancelled() => return Ok((Measured { interrupted: true, ..Measured::default() }, Some(shape))),
@@ -177,20 +176,9 @@ async fn drive(
     stop: &CancellationToken,
 ) -> anyhow::Result<Measured> {
     let watch = Arc::new(Watch::default());
-    let server = Server {
-        // It only routes: settings of the block path do not matter here.
-        client: Client::new(ClientConfig {
-            seed: args.seed,
-            ..ClientConfig::new(routers, identity.clone())
-        })?,
-        identity,
-        digest: manifest(workload.block_tokens, LAYERS).digest(),
-        tenant: TenantId(args.tenant),
-        block_tokens: workload.block_tokens,
-        watch: Arc::clone(&watch),
-        time_scale: cluster.as_ref().map_or(1.0, |cluster| cluster.shape().predicted_time_scale()),
-        instances: parking_lot::Mutex::default(),
-    };
+    let time_scale = cluster.as_ref().map_or(1.0, |cluster| cluster.shape().predicted_time_scale());
+    let of = (args.seed, TenantId(args.tenant), workload.block_tokens);
+    let server = Server::new((routers, identity), of, Arc::clone(&watch), time_scale)?;
     let drive = Drive {
         requests: Arc::clone(&workload.requests),
         server: Arc::new(server),
@@ -204,7 +192,7 @@ async fn drive(
 
 /// Bounded capacity makes what is evicted depend on the order, so the trace's own order is kept there.
 fn is_sequential(args: &ReplayArgs) -> bool {
-    let bounded = args.target.connect().is_none() && dram(args) != Capacity::Unbounded;
+    let bounded = args.target.connect().is_none() && dram(&args.shape) != Capacity::Unbounded;
     args.sequential || (bounded && !args.no_sequential)
 }
 
@@ -213,18 +201,18 @@ fn concurrency(args: &ReplayArgs) -> usize {
 }
 
 /// Unbounded unless said otherwise; with only an SSD size given, DRAM is still unbounded.
-fn dram(args: &ReplayArgs) -> Capacity {
-    args.shape.dram.unwrap_or(Capacity::Unbounded)
+fn dram(args: &ShapeArgs) -> Capacity {
+    args.dram.unwrap_or(Capacity::Unbounded)
 }
 
-fn capacity(args: &ReplayArgs, workload: &Workload) -> anyhow::Result<NodeCapacity> {
+fn capacity(args: &ShapeArgs, workload: &Workload) -> anyhow::Result<NodeCapacity> {
     let blocks = |capacity: Capacity| {
         let spare = if capacity == Capacity::Unbounded { UNBOUNDED_SPARE_BLOCKS } else { 0 };
-        spare + capacity.blocks_per_node(workload.unique_blocks, args.shape.nodes, args.shape.block_bytes)
+        spare + capacity.blocks_per_node(workload.unique_blocks, args.nodes, args.block_bytes)
     };
     let capacity = NodeCapacity {
         dram_blocks: blocks(dram(args)),
-        ssd_blocks: blocks(args.shape.ssd.unwrap_or(Capacity::None)),
+        ssd_blocks: blocks(args.ssd.unwrap_or(Capacity::None)),
     };
     if capacity.dram_blocks == 0 {
         anyhow::bail!("--dram {} leaves no room for one block per node: give more", dram(args));
@@ -232,15 +220,16 @@ fn capacity(args: &ReplayArgs, workload: &Workload) -> anyhow::Result<NodeCapaci
     Ok(capacity)
 }
 
-fn shape(args: &ReplayArgs, workload: &Workload) -> anyhow::Result<Shape> {
-    let watermarks = args.shape.watermarks.map_or((1.0, 1.0), |marks| (marks.high, marks.low));
+/// The cluster that serves a workload.
+pub(super) fn shape(args: &ShapeArgs, fetch_floor_ms: u64, workload: &Workload) -> anyhow::Result<Shape> {
+    let watermarks = args.watermarks.map_or((1.0, 1.0), |marks| (marks.high, marks.low));
     Ok(Shape {
         block_tokens: workload.block_tokens,
         layers: LAYERS,
         capacity: capacity(args, workload)?,
         watermarks: Some(watermarks),
-        fetch_floor_ms: args.fetch_floor_ms,
-        ..Shape::from_args(&args.shape)?
+        fetch_floor_ms,
+        ..Shape::from_args(args)?
     })
 }
 
@@ -261,7 +250,7 @@ fn subject(args: &ReplayArgs, workload: &Workload, shape: Option<&Shape>, measur
         routers: if own { args.shape.routers } else { 0 },
         nodes: if own { args.shape.nodes } else { 0 },
         instances: if own { args.shape.instances } else { 0 },
-        dram: known(dram(args).to_string()),
+        dram: known(dram(&args.shape).to_string()),
         ssd: known(args.shape.ssd.unwrap_or(Capacity::None).to_string()),
         dram_blocks_per_node: capacity.map_or(0, |capacity| capacity.dram_blocks),
         ssd_blocks_per_node: capacity.map_or(0, |capacity| capacity.ssd_blocks),

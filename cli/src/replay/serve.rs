@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kv_core::id::{IdentityDigest, InstanceId, RequestId, TenantId};
-use kvfleet_client::{Client, RouteAnswer, RouteCall, RouteError, RouterError};
+use kvfleet_client::{Client, ClientConfig, RouteAnswer, RouteCall, RouteError, RouterError};
 use kvfleet_proto::convert::category_to_pb;
 use kvfleet_proto::pb::{self, Seen};
 use kvfleet_proto::tls::Identity;
@@ -20,6 +20,7 @@ use super::measure::{ModelledSample, Sample, TierBlocks, TimedPrefill};
 use super::prepare::Prepared;
 use super::watch::Watch;
 use crate::calls::{channel, run_on_instance};
+use crate::cluster::{LAYERS, manifest};
 
 /// How long a request is tried before it counts as failed. A cluster heals within seconds; a request
 /// that cannot be served for this long points at something that will not heal.
@@ -68,6 +69,8 @@ pub(super) struct Served {
     pub(super) refused: Option<String>,
     /// Profile under which the instance modelled its compute.
     pub(super) profile: String,
+    /// By which decision it was served in the end.
+    pub(super) decision: Option<pb::Decision>,
 }
 
 /// Why an attempt failed.
@@ -108,6 +111,27 @@ fn explain_refusal(error: &str, block_tokens: u32) -> String {
 }
 
 impl Server {
+    /// What requests of this tenant are served with that have blocks of so many tokens. `time_scale` as in the field.
+    pub(super) fn new(
+        (routers, identity): (Vec<String>, Identity),
+        (seed, tenant, block_tokens): (u64, TenantId, u32),
+        watch: Arc<Watch>,
+        time_scale: f64,
+    ) -> anyhow::Result<Server> {
+        // It only routes: settings of the block path do not matter here.
+        let config = ClientConfig { seed, ..ClientConfig::new(routers, identity.clone()) };
+        Ok(Server {
+            client: Client::new(config)?,
+            identity,
+            digest: manifest(block_tokens, LAYERS).digest(),
+            tenant,
+            block_tokens,
+            watch,
+            time_scale,
+            instances: Mutex::default(),
+        })
+    }
+
     /// Serves request `number`, visible saves of which `after` lists.
     pub(super) async fn serve(&self, number: usize, request: &Prepared, after: Vec<Seen>) -> Served {
         let begun = Instant::now();
@@ -115,12 +139,13 @@ impl Server {
         while begun.elapsed() < GIVE_UP_AFTER {
             let span = tracing::info_span!("request", number);
             match self.attempt(number, request, after.clone()).instrument(span).await {
-                Ok((mut sample, reply)) => {
+                Ok((mut sample, reply, decision)) => {
                     sample.total_us = micros(begun.elapsed());
                     served.hit_blocks = reply.hit_blocks as usize;
                     served.saved_at = reply.saved_at;
                     served.misses = reply.misses;
                     served.profile = reply.modelled_profile;
+                    served.decision = Some(decision);
                     served.sample = Some(sample);
                     return served;
                 }
@@ -142,7 +167,7 @@ impl Server {
         number: usize,
         request: &Prepared,
         after: Vec<Seen>,
-    ) -> Result<(Sample, pb::RunReply), Failed> {
+    ) -> Result<(Sample, pb::RunReply, pb::Decision), Failed> {
         let begun = Instant::now();
         let decision = self.route(number, request, after).await?;
         let route_us = micros(begun.elapsed());
@@ -153,7 +178,7 @@ impl Server {
             predicted.queue_us.saturating_add(predicted.transfer_us).saturating_add(predicted.prefill_us);
         let instance = decision.instance;
         let handover = decision.handover.clone();
-        let mut reply = self.run(number, request, decision).await?;
+        let mut reply = self.run(number, request, decision.clone()).await?;
         if let Some(handover) = handover {
             let went_on = self.go_on(number, request, (&handover, &reply)).await?;
             reply.fetched_bytes += went_on.fetched_bytes;
@@ -163,7 +188,7 @@ impl Server {
             reply.wrong_blocks += went_on.wrong_blocks;
         }
         let sample = sample(&reply, &Routed { route_us, transfer_us, predicted_ttft_us, instance });
-        Ok((sample, reply))
+        Ok((sample, reply, decision))
     }
 
     fn call(&self, number: usize, request: &Prepared, after: Vec<Seen>) -> RouteCall {

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod bad_input;
+mod crosscheck;
 mod doors;
 mod lifecycle;
 mod links;

@@ -152,6 +152,24 @@ impl HardwareProfile {
         }
     }
 
+    /// Machines that take no time for anything: stand-ins that account for what they would take.
+    #[must_use]
+    pub fn timeless(&self) -> HardwareProfile {
+        let lane = Lane { latency_ns: 0, bytes_per_s: u64::MAX };
+        HardwareProfile {
+            prefill_ns_per_token: 0,
+            prefill_ps_per_token_context: 0,
+            step_ns: 0,
+            step_ns_per_running: 0,
+            kv_bytes_per_token: 0,
+            gpu: lane,
+            dram: lane,
+            ssd: lane,
+            network: lane,
+            ..*self
+        }
+    }
+
     /// Prefill of `new_tokens` behind `context_tokens` that are there already, in nanoseconds, with the
     /// step itself left out: a·n + b·(c·n + n²/2).
     #[must_use]

@@ -15,6 +15,8 @@ use kv_core::tier::ChangeLog;
 pub(super) struct Memory {
     block_tokens: u32,
     capacity_blocks: usize,
+    /// Whether blocks of prompts stay behind their requests, to be found by others.
+    keeps: bool,
     /// Of every request of the trace.
     prompts: Arc<[Arc<[BlockHash]>]>,
     resident: HashMap<BlockHash, Resident>,
@@ -47,6 +49,7 @@ impl Memory {
         Memory {
             block_tokens,
             capacity_blocks,
+            keeps: true,
             prompts,
             resident: HashMap::new(),
             idle: BTreeMap::new(),
@@ -55,6 +58,11 @@ impl Memory {
             clock: 0,
             changes: ChangeLog::default(),
         }
+    }
+
+    /// The same where nothing stays behind a request.
+    pub(super) fn keeping_nothing(self) -> Memory {
+        Memory { keeps: false, ..self }
     }
 
     /// A copy; what came and went before it is left out.
@@ -104,6 +112,9 @@ impl Memory {
 
     /// The prompt of a request is computed: its blocks have names.
     pub(super) fn computed(&mut self, nth: usize) {
+        if !self.keeps {
+            return;
+        }
         let prompts = Arc::clone(&self.prompts);
         let blocks = &prompts[nth];
         let Some(mut running) = self.running.remove(&nth) else { return };

@@ -23,7 +23,7 @@ use kv_core::schedule::{Decision, HardwareProfile, Load, Prediction, RouteReques
 pub use engine::Batch;
 pub use report::{Report, Served, Spread};
 pub use view::{Ask, Seen, View};
-pub use workload::Workload;
+pub use workload::{Hashed, Workload};
 
 use crate::routers::{Plane, Route, Router};
 use engine::{Ended, Engine, Job};
@@ -31,13 +31,40 @@ use memory::Memory;
 use oracle::Oracle;
 use store::{Fetched, Store};
 
+/// What instances are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Engines {
+    /// Engines of a model: continuous batching, and a prefix cache in GPU memory of which routers hear. First tokens are seen as they pass, and what an
+    /// instance fetched from elsewhere is saved to its node as well.
+    #[default]
+    Batching,
+    /// Stand-ins as `kvfleet replay` runs them: one prompt at a time and in one step, nothing behind the first token, nothing kept in GPU memory. What was
+    /// computed is saved and no more, and of first tokens they tell with their next report.
+    StandIns {
+        /// Whether computing takes the profile's time; else it takes none, and of no first token is told.
+        takes_time: bool,
+    },
+}
+
 /// What the fleet is made of. Node n is the own node of instance n.
 #[derive(Clone, Debug)]
 pub struct Setup {
+    /// What they are.
+    pub engines: Engines,
+    /// Number of the first instance, and of the first node.
+    pub first: u32,
+    /// How many nodes; the last instances have none of their own if these are fewer.
+    pub nodes: u32,
+    /// High and low fill level of each tier of a node.
+    pub watermarks: (f64, f64),
+    /// Least chance that a block is used before it would leave an SSD at which it is written to one.
+    pub ssd_reuse_min: f64,
     /// How many instances.
     pub instances: u32,
-    /// Their speeds, which routers know too.
+    /// Their speeds, as routers know them.
     pub profile: HardwareProfile,
+    /// The same as they are.
+    pub actual: HardwareProfile,
     /// Of each instance.
     pub batch: Batch,
     /// KV blocks in GPU memory of each.
@@ -52,6 +79,10 @@ pub struct Setup {
     pub orders: bool,
     /// Between two load reports of an instance; 0 where each decision reads the loads as they are.
     pub report_every_ns: u64,
+    /// From a decision until its request is at the instance; TTFT counts from there.
+    pub delivery_ns: u64,
+    /// When the first report of each instance comes, by number; spread evenly over the time between two where nothing is said.
+    pub first_reports_ns: Vec<u64>,
     /// Instances that are not there at first, and when they join.
     pub joins: Vec<(u32, u64)>,
     /// From a change at a node until routers know of it; 0 where they know at once.
@@ -68,8 +99,14 @@ impl Setup {
         let block_bytes = profile.kv_bytes_per_token * u64::from(block_tokens);
         let blocks = |gib: u64| (gib << 30) / block_bytes.max(1);
         Setup {
+            engines: Engines::default(),
+            first: 0,
+            nodes: instances,
+            watermarks: (1.0, 1.0),
+            ssd_reuse_min: 0.0,
             instances,
             profile,
+            actual: profile,
             batch: Batch { requests_max: 256, chunk_tokens: 4_096 },
             gpu_blocks: blocks(48) as usize,
             node_blocks: (blocks(256), blocks(1_024)),
@@ -77,10 +114,43 @@ impl Setup {
             plane: Plane::default(),
             orders: true,
             report_every_ns: 200_000_000,
+            delivery_ns: 0,
+            first_reports_ns: Vec::new(),
             joins: Vec::new(),
             announce_ns: 20_000_000,
             events_ns: 5_000_000,
         }
+    }
+
+    /// Stand-ins under this profile, each node with so many blocks in DRAM and on SSD.
+    #[must_use]
+    pub fn stand_ins(
+        (instances, nodes): (u32, u32),
+        profile: HardwareProfile,
+        takes_time: bool,
+        node_blocks: (u64, u64),
+    ) -> Setup {
+        Setup {
+            engines: Engines::StandIns { takes_time },
+            actual: if takes_time { profile } else { profile.timeless() },
+            nodes,
+            batch: Batch { requests_max: usize::MAX, chunk_tokens: u32::MAX },
+            gpu_blocks: usize::MAX,
+            node_blocks,
+            // Where compute takes no time nobody waits.
+            orders: takes_time,
+            ..Setup::new(instances, profile, 1)
+        }
+    }
+
+    /// The numbers of all instances.
+    fn numbers(&self) -> std::ops::Range<u32> {
+        self.first..self.first + self.instances
+    }
+
+    /// Whether instances are engines of a model.
+    fn is_batching(&self) -> bool {
+        self.engines == Engines::Batching
     }
 
     /// When an instance joins that is not there at first.
@@ -143,6 +213,9 @@ impl Ord for Due {
 struct Sent {
     instance: u32,
     save_to: Option<NodeId>,
+    fetched: Fetched,
+    /// Nodes from which that came.
+    sources: Vec<NodeId>,
     predicted_ns: u64,
     parts: Prediction,
 }
@@ -156,6 +229,8 @@ struct Fleet<'a> {
     due: BinaryHeap<Reverse<Due>>,
     made: u64,
     sent: Vec<Option<Sent>>,
+    /// First tokens of which an instance tells with its next report, by instance.
+    to_tell: Vec<Vec<(Prediction, u64)>>,
     /// Requests that have neither ended nor been rejected.
     open: usize,
     report: Report,
@@ -192,26 +267,34 @@ fn serve(workload: &Workload, setup: &Setup, decider: &mut Decider<'_>) -> Repor
 
 impl<'a> Fleet<'a> {
     fn new(workload: &'a Workload, setup: &'a Setup) -> Fleet<'a> {
-        let memory = || Memory::new(workload.block_tokens, setup.gpu_blocks, workload.prompts());
-        let engine = |_| Engine::new(setup.profile, setup.batch, memory());
+        let memory = || {
+            let memory = Memory::new(workload.block_tokens, setup.gpu_blocks, workload.prompts());
+            if setup.is_batching() { memory } else { memory.keeping_nothing() }
+        };
+        let engine = |_| Engine::new(setup.actual, setup.batch, memory());
+        // None has a number below the first.
+        let places = setup.numbers().end;
         let mut fleet = Fleet {
             setup,
             workload,
-            engines: (0..setup.instances).map(engine).collect(),
-            store: Store::new(setup.instances, setup.node_blocks, &setup.policy, setup.profile),
+            engines: (0..places).map(engine).collect(),
+            store: Store::new(setup),
             view: View::new(setup),
             due: BinaryHeap::new(),
             made: 0,
             sent: workload.requests.iter().map(|_| None).collect(),
+            to_tell: vec![Vec::new(); places as usize],
             open: workload.requests.len(),
             report: Report::default(),
         };
         for (nth, request) in workload.requests.iter().enumerate() {
             fleet.at(request.arrival_ns, Event::Arrives(nth));
         }
-        for instance in (0..setup.instances).filter(|_| setup.report_every_ns > 0) {
+        for instance in setup.numbers().filter(|_| setup.report_every_ns > 0) {
             // They do not all speak at once.
-            let first = setup.report_every_ns * u64::from(instance) / u64::from(setup.instances);
+            let nth = instance - setup.first;
+            let even = setup.report_every_ns * u64::from(nth) / u64::from(setup.instances);
+            let first = setup.first_reports_ns.get(nth as usize).copied().unwrap_or(even);
             fleet.at(setup.joins_ns(instance).unwrap_or(first), Event::Reports(instance));
         }
         fleet
@@ -225,7 +308,7 @@ impl<'a> Fleet<'a> {
     fn arrives(&mut self, nth: usize, now_ns: u64, decider: &mut Decider<'_>) {
         if self.setup.report_every_ns == 0 {
             let there = |instance: &u32| self.setup.joins_ns(*instance).is_none_or(|at_ns| at_ns <= now_ns);
-            (0..self.setup.instances).filter(there).for_each(|instance| self.tell_load(instance, now_ns));
+            self.setup.numbers().filter(there).for_each(|instance| self.tell_load(instance, now_ns));
         }
         let request = &self.workload.requests[nth];
         let prompt = self.workload.prompt(nth);
@@ -234,7 +317,7 @@ impl<'a> Fleet<'a> {
             request: RequestId(nth as u64),
             tenant: TenantId(0),
             category: request.category,
-            blocks: request.input_tokens.div_ceil(self.workload.block_tokens),
+            blocks: request.blocks,
             first_block: prompt.first().copied(),
             block_tokens: self.workload.block_tokens,
             input_tokens: request.input_tokens,
@@ -265,15 +348,18 @@ impl<'a> Fleet<'a> {
         let fetched =
             self.store.fetch(&decision.sources, prompt, (own, block_tokens, request.category), now_ns);
         decision.sources.iter().for_each(|source| self.node_changed(source.node, now_ns));
-        let job = self.job(nth, decision, fetched);
+        let there_ns = fetched.ready_ns.max(now_ns + self.setup.delivery_ns);
+        let job = Job { ready_ns: there_ns, ..self.job(nth, decision, fetched) };
         self.report.fetched_blocks += u64::from(fetched.blocks);
         self.view.sent((asked, prompt), decision, Timestamp(now_ns / 1_000));
         let predicted_ns = decision.predicted.ttft_us() * 1_000;
         let save_to = decision.save_to.as_ref().map(|holder| holder.node);
-        self.sent[nth] = Some(Sent { instance: instance.0, save_to, predicted_ns, parts: decision.parts });
+        let parts = decision.parts;
+        let sources = decision.sources.iter().map(|source| source.node).collect();
+        self.sent[nth] = Some(Sent { instance: instance.0, save_to, fetched, sources, predicted_ns, parts });
         self.engines[instance.0 as usize].put(job);
-        if fetched.ready_ns > now_ns {
-            self.at(fetched.ready_ns, Event::Wakes(instance.0));
+        if there_ns > now_ns {
+            self.at(there_ns, Event::Wakes(instance.0));
         }
         self.poke(instance.0, now_ns);
     }
@@ -285,7 +371,7 @@ impl<'a> Fleet<'a> {
         Job {
             nth,
             input_tokens: request.input_tokens,
-            output_tokens: request.output_tokens,
+            output_tokens: if self.setup.is_batching() { request.output_tokens } else { 1 },
             fetched_tokens: tokens(decision.resident_blocks + fetched.blocks),
             resident_tokens: tokens(decision.resident_blocks),
             ready_ns: fetched.ready_ns,
@@ -322,20 +408,31 @@ impl<'a> Fleet<'a> {
 
     fn first_token(&mut self, nth: usize, computed_tokens: u32, now_ns: u64) {
         let request = &self.workload.requests[nth];
-        let Some(sent) = &self.sent[nth] else { return };
-        let Sent { instance, save_to, predicted_ns, parts } = *sent;
-        self.view.first_token(&parts, now_ns - request.arrival_ns);
+        let Some(sent) = self.sent[nth].take() else { return };
+        let Sent { instance, save_to, fetched, sources, predicted_ns, parts } = sent;
+        let ttft_ns = now_ns - request.arrival_ns - self.setup.delivery_ns;
+        match self.setup.engines {
+            Engines::Batching => self.view.first_token(&parts, ttft_ns),
+            Engines::StandIns { takes_time: true } => self.to_tell[instance as usize].push((parts, ttft_ns)),
+            Engines::StandIns { takes_time: false } => {}
+        }
         self.report.served.push(Served {
             nth,
             instance,
-            ttft_ns: now_ns - request.arrival_ns,
+            ttft_ns,
             predicted_ns,
+            fetched: fetched.from,
             input_tokens: request.input_tokens,
             computed_tokens,
         });
+        let behind = if self.setup.is_batching() { None } else { Some(&fetched) };
         if let Some(node) = save_to {
-            self.store.save(node, self.workload.prompt(nth), request.category, now_ns);
+            self.store.save(node, (self.workload.prompt(nth), behind), request.category, now_ns);
             self.node_changed(node, now_ns);
+        }
+        if behind.is_some() {
+            self.store.give_back(&fetched, sources.iter().copied(), now_ns);
+            sources.into_iter().for_each(|node| self.node_changed(node, now_ns));
         }
     }
 
@@ -354,7 +451,10 @@ impl<'a> Fleet<'a> {
         let load = Load::reported(engine.queue_tokens(), running, waiting);
         let in_use = engine.memory.in_use();
         self.view.reported(InstanceId(instance), load, in_use, Timestamp(now_ns / 1_000));
-        if instance == 0 {
+        for (parts, ttft_ns) in std::mem::take(&mut self.to_tell[instance as usize]) {
+            self.view.first_token(&parts, ttft_ns);
+        }
+        if instance == self.setup.first {
             let Fleet { view, store, .. } = self;
             view.counted(|node| store.blocks(node));
         }

@@ -19,6 +19,8 @@ pub struct Served {
     pub input_tokens: u32,
     /// Of these, how many were computed.
     pub computed_tokens: u32,
+    /// Blocks that came from its own node and from others, each by tier.
+    pub fetched: [[u32; 3]; 2],
 }
 
 /// What was counted.

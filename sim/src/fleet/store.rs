@@ -11,6 +11,8 @@ use kv_core::index::command::Change;
 use kv_core::schedule::{HardwareProfile, Lane, Source};
 use kv_core::tier::{Action, Asker, Book, Capacity, Charge, Limits, Offer, Offered, Room, TierLimits};
 
+use super::Setup;
+
 const CHARGE: Charge = Charge { frame: 1, dram: 1, ssd: 1 };
 const ROOM: Room = Room { dram: true, ssd: true, prefetch: true, gpu_read: true, lower: true, lift: true };
 const REFIT_EVERY_US: u64 = 1_000_000;
@@ -29,6 +31,8 @@ pub(super) struct Store {
     nodes: Vec<Node>,
     profile: HardwareProfile,
     leases: u64,
+    /// Whether what a request fetched is held until its own blocks are saved.
+    holds: bool,
 }
 
 /// What a fetch comes to.
@@ -37,30 +41,44 @@ pub(super) struct Fetched {
     /// Blocks that come, in prefix order from the first asked for.
     pub(super) blocks: u32,
     pub(super) ready_ns: u64,
+    /// Of these blocks, those of its own node and those of others, by tier.
+    pub(super) from: [[u32; 3]; 2],
+    /// Under which they are held until they are given back, if they are.
+    pub(super) lease: LeaseId,
 }
 
 impl Store {
-    pub(super) fn new(
-        count: u32,
-        (dram_blocks, ssd_blocks): (u64, u64),
-        policy: &str,
-        profile: HardwareProfile,
-    ) -> Store {
+    /// The nodes of a fleet.
+    pub(super) fn new(setup: &Setup) -> Store {
+        let profile = setup.actual;
+        let (dram_blocks, ssd_blocks) = setup.node_blocks;
+        let policy = setup.policy.as_str();
+        let (watermark_high, watermark_low) = setup.watermarks;
+        let tier = |blocks| TierLimits { capacity: Capacity::Blocks(blocks), watermark_high, watermark_low };
         let node = |seed: u32| {
             let limits = Limits {
-                dram: TierLimits::exact(Capacity::Blocks(dram_blocks)),
-                ssd: TierLimits::exact(Capacity::Blocks(ssd_blocks)),
+                dram: tier(dram_blocks),
+                ssd: tier(ssd_blocks),
                 lease: Duration::MAX,
-                leases_max: 1,
+                leases_max: if setup.is_batching() { 1 } else { usize::MAX },
                 seed: seed.into(),
             };
-            let policy = || evict::by_name(policy, seed.into()).or_else(|| evict::by_name(evict::DEFAULT, 0));
+            // Nodes as they are leave nothing to chance.
+            let chance = if setup.is_batching() { seed.into() } else { 0 };
+            let policy = || evict::by_name(policy, chance).or_else(|| evict::by_name(evict::DEFAULT, 0));
             let (Some(dram), Some(ssd)) = (policy(), policy()) else {
                 unreachable!("the default policy has a name")
             };
-            Node { book: Book::new(&limits, dram, ssd), refitted_us: 0, afar_free_ns: 0, near_free_ns: 0 }
+            let book = Book::new(&limits, dram, ssd).with_ssd_reuse_min(setup.ssd_reuse_min);
+            Node { book, refitted_us: 0, afar_free_ns: 0, near_free_ns: 0 }
         };
-        Store { nodes: (0..count).map(node).collect(), profile, leases: 0 }
+        // None has a number below the first.
+        Store {
+            nodes: (0..setup.first + setup.nodes).map(node).collect(),
+            profile,
+            leases: 0,
+            holds: !setup.is_batching(),
+        }
     }
 
     /// Fetches blocks of a prompt from the sources of a decision, for the instance with this own node.
@@ -71,13 +89,16 @@ impl Store {
         (own, block_tokens, category): (NodeId, u32, Category),
         now_ns: u64,
     ) -> Fetched {
-        let mut fetched = Fetched { blocks: 0, ready_ns: now_ns };
+        let asker = self.asker(category);
+        let mut fetched = Fetched { ready_ns: now_ns, lease: asker.lease, ..Fetched::default() };
         for source in sources {
             let range = source.start_blocks as usize..(source.start_blocks + source.len_blocks) as usize;
             let Some(wanted) = hashes.get(range.start..range.end.min(hashes.len())) else { break };
-            let reached = self.read(source.node, wanted, (own, block_tokens, category), now_ns);
+            let reached = self.read(source.node, wanted, (own, block_tokens, asker), now_ns);
             fetched.blocks += reached.blocks;
             fetched.ready_ns = fetched.ready_ns.max(reached.ready_ns);
+            let sums = fetched.from.iter_mut().flatten();
+            sums.zip(reached.from.iter().flatten()).for_each(|(sum, blocks)| *sum += blocks);
             if reached.blocks < source.len_blocks {
                 break;
             }
@@ -89,26 +110,29 @@ impl Store {
         &mut self,
         from: NodeId,
         wanted: &[BlockHash],
-        (own, block_tokens, category): (NodeId, u32, Category),
+        (own, block_tokens, asker): (NodeId, u32, Asker),
         now_ns: u64,
     ) -> Fetched {
-        let asker = self.asker(category);
         let is_own = from == own;
         let lanes = Tier::ALL.map(|tier| self.lane(tier, is_own));
         let Some(node) = self.nodes.get_mut(from.0 as usize) else { return Fetched::default() };
         let now = refit(node, now_ns);
         let reached = node.book.fetch(asker, wanted, now).unwrap_or_default();
         act(&mut node.book);
-        node.book.release(asker.lease, now);
-        act(&mut node.book);
+        if !self.holds {
+            node.book.release(asker.lease, now);
+            act(&mut node.book);
+        }
         let mut ready_ns = now_ns;
+        let mut from = [[0; 3]; 2];
         for reach in &reached {
+            from[usize::from(!is_own)][reach.tier as usize] += 1;
             let lane = lanes[reach.tier as usize];
             let free_ns = if is_own { &mut node.near_free_ns } else { &mut node.afar_free_ns };
             *free_ns = (*free_ns).max(now_ns) + self.profile.stream_ns(lane, block_tokens.into());
             ready_ns = ready_ns.max(*free_ns + lane.latency_ns);
         }
-        Fetched { blocks: reached.len() as u32, ready_ns }
+        Fetched { blocks: reached.len() as u32, ready_ns, from, lease: asker.lease }
     }
 
     /// What [`Store::fetch`] would come to if it were called now and the nodes have what the sources say.
@@ -119,7 +143,7 @@ impl Store {
         block_tokens: u32,
         now_ns: u64,
     ) -> Fetched {
-        let mut fetched = Fetched { blocks: 0, ready_ns: now_ns };
+        let mut fetched = Fetched { ready_ns: now_ns, ..Fetched::default() };
         let mut busy: Vec<(NodeId, u64)> = Vec::new();
         for source in sources {
             let Some(node) = self.nodes.get(source.node.0 as usize) else { break };
@@ -133,6 +157,7 @@ impl Store {
                 from_ns + self.profile.stream_ns(lane, block_tokens.into()) * u64::from(source.len_blocks);
             busy.push((source.node, until_ns));
             fetched.blocks += source.len_blocks;
+            fetched.from[usize::from(!is_own)][source.tier as usize] += source.len_blocks;
             fetched.ready_ns = fetched.ready_ns.max(until_ns + lane.latency_ns);
         }
         fetched
@@ -144,12 +169,33 @@ impl Store {
         if is_own { lane } else { lane.through(self.profile.network) }
     }
 
-    /// Offers what was computed of a prompt to a node.
-    pub(super) fn save(&mut self, to: NodeId, hashes: &[BlockHash], category: Category, now_ns: u64) {
-        let asker = self.asker(category);
+    /// Gives back what was fetched from these nodes and is held.
+    pub(super) fn give_back(&mut self, fetched: &Fetched, nodes: impl Iterator<Item = NodeId>, now_ns: u64) {
+        for node in nodes {
+            if let Some(node) = self.nodes.get_mut(node.0 as usize) {
+                let now = refit(node, now_ns);
+                node.book.release(fetched.lease, now);
+                act(&mut node.book);
+            }
+        }
+    }
+
+    /// Offers a prompt to a node: what it has not, or the blocks behind those that were fetched and are held.
+    pub(super) fn save(
+        &mut self,
+        to: NodeId,
+        (hashes, behind): (&[BlockHash], Option<&Fetched>),
+        category: Category,
+        now_ns: u64,
+    ) {
+        let mut asker = self.asker(category);
+        asker.lease = behind.map_or(asker.lease, |fetched| fetched.lease);
         let Some(node) = self.nodes.get_mut(to.0 as usize) else { return };
         let now = refit(node, now_ns);
-        let known = node.book.fetch(asker, hashes, now).unwrap_or_default().len();
+        let known = match behind {
+            Some(fetched) => (fetched.blocks as usize).min(hashes.len()),
+            None => node.book.fetch(asker, hashes, now).unwrap_or_default().len(),
+        };
         act(&mut node.book);
         if known < hashes.len() {
             let (before, new) = hashes.split_at(known);

@@ -5,7 +5,9 @@ use kv_core::schedule::PROFILES;
 
 use super::*;
 use crate::generate::{Generator, Kind, Spec};
-use crate::routers::{BASELINES, Knowledge, Limits, PRODUCTION, by_name, capacity, compare, goodput, regret};
+use crate::routers::{
+    BASELINES, Knowledge, Led, Limits, PRODUCTION, by_name, capacity, compare, goodput, regret,
+};
 use crate::trace::Request;
 
 const H100: HardwareProfile = PROFILES[0];
@@ -311,4 +313,69 @@ fn who_joins_in_mid_run_is_given_a_growing_share_and_all_of_it_in_the_end() {
     let [first, second, after] = [share(0, 3), share(3, 10), share(10, 20)];
     assert!(first < 0.2 && first <= second && second <= after + 0.02, "{first} {second} {after}");
     assert!((0.2..0.3).contains(&after), "{after}");
+}
+
+fn led_run(trace: &[Request], setup: &Setup) -> (Report, Led) {
+    let mut router = Led::alone();
+    let report = run(&Workload::new(trace, 1), setup, &mut router);
+    (report, router)
+}
+
+#[test]
+fn stand_ins_keep_nothing_in_gpu_memory_say_one_token_and_save_what_they_computed() {
+    let blocks: Vec<u64> = (0..8).collect();
+    let prompt =
+        |arrival_us, more: u64| request(arrival_us, &[&blocks[..], &[100 + more]].concat(), 9 * 512, 400);
+    let trace = [prompt(0, 0), prompt(60_000_000, 1), prompt(120_000_000, 2)];
+    let setup = Setup { first: 1, ..Setup::stand_ins((2, 2), H100, true, (1_000, 0)) };
+    let (report, router) = led_run(&trace, &setup);
+    assert_eq!(report.between_tokens, 0, "nothing is said behind the first token");
+    let decided: Vec<&Decision> = router.decided.iter().flatten().collect();
+    assert!(decided.iter().all(|decision| decision.resident_blocks == 0 && decision.instance.0 >= 1));
+    let [first, second, third] = &report.served[..] else { panic!("{report:?}") };
+    assert_eq!((first.fetched, second.instance), ([[0; 3]; 2], first.instance));
+    let dram = kv_core::id::Tier::Dram as usize;
+    assert_eq!(
+        (second.fetched[0][dram], third.fetched[0][dram]),
+        (8, 8),
+        "the common blocks, from their own node"
+    );
+    // Sent elsewhere, it fetches from the other's node and leaves no copy of that at its own.
+    let elsewhere = InstanceId(3 - first.instance);
+    let mut led = Led::to(vec![None, Some(elsewhere), Some(elsewhere)]);
+    let report = run(&Workload::new(&trace, 1), &setup, &mut led);
+    let others: Vec<u32> = report.served.iter().map(|served| served.fetched[1][dram]).collect();
+    assert_eq!(others, [0, 8, 8]);
+    let own = led.decided[1].as_ref().unwrap().instance;
+    assert_eq!(own.0, first.instance, "it says where it would have gone");
+}
+
+#[test]
+fn compute_that_takes_no_time_teaches_nothing_and_what_takes_time_does_with_the_next_report() {
+    let trace: Vec<Request> = (0..40).map(|nth| request(nth * 50_000, &[nth], 400, 1)).collect();
+    let predicted = |takes_time: bool, report_every_ns: u64| {
+        let setup = Setup { report_every_ns, ..Setup::stand_ins((1, 1), H100, takes_time, (100, 0)) };
+        let (report, router) = led_run(&trace, &setup);
+        assert_eq!(report.served.len(), 40);
+        let last = router.decided[39].clone().unwrap();
+        (last.parts.prefill_us, last.predicted.prefill_us, report.served[0].ttft_ns)
+    };
+    let (parts, learnt, ttft_ns) = predicted(false, 1_000_000);
+    assert_eq!((learnt, ttft_ns), (parts, 0));
+    let (.., ttft_ns) = predicted(true, 1_000_000);
+    assert_eq!(ttft_ns, H100.step_ns + H100.prefill_ns(0, 400));
+}
+
+#[test]
+fn instances_without_a_node_of_their_own_save_at_others() {
+    let trace: Vec<Request> = (0..30).map(|nth| request(nth * 1_000_000, &[nth], 512, 1)).collect();
+    let setup = Setup { first: 1, ..Setup::stand_ins((3, 2), H100, false, (1_000, 0)) }.fresh();
+    let (report, router) = led_run(&trace, &setup);
+    assert_eq!(report.served.len(), 30);
+    for decision in router.decided.iter().flatten() {
+        let save_to = decision.save_to.unwrap().node.0;
+        assert!((1..=2).contains(&save_to), "{decision:?}");
+        assert!(decision.instance.0 == 3 || save_to == decision.instance.0, "{decision:?}");
+    }
+    assert!(report.served.iter().any(|served| served.instance == 3));
 }

@@ -37,6 +37,8 @@ pub struct View {
     pub plane: Plane,
     /// Whether instances begin what waits in the order of turns.
     orders: bool,
+    /// Whether they tell what they have in GPU memory: of one that does not, nobody waits for what it computes for others.
+    tells: bool,
     held: Index,
     resident: Index,
     sent: SentPrefixes,
@@ -79,24 +81,30 @@ impl Ask<'_> {
 
 impl View {
     pub(super) fn new(setup: &Setup) -> View {
-        let Setup { instances, profile, plane, .. } = *setup;
-        let live: Vec<LiveNode> = (0..instances).map(|id| live(id, 0)).collect();
+        let Setup { first, nodes, profile, plane, .. } = *setup;
+        let live: Vec<LiveNode> = (first..first + nodes).map(|id| live(id, 0)).collect();
+        let places = setup.numbers().end as usize;
         let mut view = View {
             fleet: Fleet::new(profile),
-            singles: Vec::new(),
-            seen: vec![Seen::default(); instances as usize],
+            // None has a number below the first.
+            singles: vec![Fleet::new(profile); places],
+            seen: vec![Seen::default(); places],
             plane,
             orders: setup.orders,
+            tells: setup.is_batching(),
             held: Index::default(),
             sent: SentPrefixes::default(),
             resident: Index::default(),
             live: live.clone(),
         };
         view.fleet.set_nodes(live.clone());
-        for id in 0..instances {
+        for node in &live {
+            view.held.apply(&Command::Join(record(node.node)));
+        }
+        for id in setup.numbers() {
             let instance = Instance {
                 id: InstanceId(id),
-                node: Some(NodeId(id)),
+                node: (id - first < nodes).then_some(NodeId(id)),
                 fetches: true,
                 orders: setup.orders,
                 load: Load::default(),
@@ -107,14 +115,11 @@ impl View {
                 view.fleet.put_instance(instance);
             }
             let limits = Limits { queue_tokens_max: u64::MAX, ..Limits::default() };
-            let mut single = Fleet::new(profile);
+            let single = &mut view.singles[id as usize];
             single.limits = limits;
             single.set_nodes(live.clone());
             single.put_instance(Instance { orders: false, ..instance });
-            view.singles.push(single);
-            for index in [&mut view.held, &mut view.resident] {
-                index.apply(&Command::Join(record(NodeId(id))));
-            }
+            view.resident.apply(&Command::Join(record(NodeId(id))));
         }
         let epochs: Vec<_> = view.held.nodes().map(|state| (state.record.node, state.epoch)).collect();
         for live in &mut view.live {
@@ -173,7 +178,9 @@ impl View {
         for fleet in [&mut self.fleet, &mut self.singles[at]] {
             fleet.record(decision, now);
         }
-        self.sent.sent(request, hashes, decision, now);
+        if self.tells {
+            self.sent.sent(request, hashes, decision, now);
+        }
         self.seen[at].in_flight += 1;
         self.seen[at].in_flight_tokens += u64::from(request.input_tokens);
     }

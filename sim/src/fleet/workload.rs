@@ -22,6 +22,23 @@ pub(super) struct Item {
     pub(super) input_tokens: u32,
     pub(super) output_tokens: u32,
     pub(super) category: Category,
+    /// Blocks of its prompt, a partly filled last one counted.
+    pub(super) blocks: u32,
+}
+
+/// A request whose blocks are hashed already: what a real fleet is asked, too.
+#[derive(Clone, Debug)]
+pub struct Hashed {
+    /// When it comes, since the first.
+    pub arrival_ns: u64,
+    /// Tokens of its prompt.
+    pub input_tokens: u32,
+    /// Tokens that it generates.
+    pub output_tokens: u32,
+    /// Its category.
+    pub category: Category,
+    /// Its blocks, in prefix order; a partly filled last one counts where it has a hash.
+    pub hashes: Vec<BlockHash>,
 }
 
 /// Requests by arrival.
@@ -51,6 +68,7 @@ impl Workload {
                     input_tokens: request.input_tokens.max(1),
                     output_tokens: request.output_tokens.max(1),
                     category: request.category,
+                    blocks: request.input_tokens.max(1).div_ceil(block_tokens),
                 };
                 all.push((item, Arc::<[BlockHash]>::from(hasher.chain_ids(&ids))));
             }
@@ -58,6 +76,23 @@ impl Workload {
         all.sort_by_key(|(item, _)| item.arrival_ns);
         let (requests, prompts): (Vec<_>, Vec<_>) = all.into_iter().unzip();
         Workload { block_tokens, requests, prompts: prompts.into() }
+    }
+
+    /// Requests in the order in which they come, with blocks of so many tokens.
+    #[must_use]
+    pub fn hashed(block_tokens: u32, requests: impl IntoIterator<Item = Hashed>) -> Workload {
+        let item = |hashed: Hashed| {
+            let item = Item {
+                arrival_ns: hashed.arrival_ns,
+                input_tokens: hashed.input_tokens.max(1),
+                output_tokens: hashed.output_tokens.max(1),
+                category: hashed.category,
+                blocks: hashed.hashes.len() as u32,
+            };
+            (item, Arc::<[BlockHash]>::from(hashed.hashes))
+        };
+        let (requests, prompts): (Vec<_>, Vec<_>) = requests.into_iter().map(item).unzip();
+        Workload { block_tokens: block_tokens.max(1), requests, prompts: prompts.into() }
     }
 
     /// The same requests, so many times as far apart; 0 for all at once.

@@ -8,6 +8,7 @@ mod compare;
 mod dynamo;
 mod goodput;
 mod least_loaded;
+mod led;
 mod llm_d;
 mod local_prefix;
 mod mooncake;
@@ -25,12 +26,15 @@ use kv_core::schedule::{Decision, Held, choose};
 
 pub use compare::{Comparison, Point, capacity, compare};
 pub use goodput::{Good, Goodput, Limits, goodput};
+pub use led::Led;
 pub use regret::{Knowing, Knowledge, Regret, Shares, regret};
 
 use crate::fleet::{Ask, View};
 
 /// Where a request goes.
 #[derive(Clone, Debug)]
+// There is one at a time.
+#[expect(clippy::large_enum_variant)]
 pub enum Route {
     /// To an instance, with its plan.
     To(Decision),

@@ -43,6 +43,7 @@ const HEAD: &str = "# Routers
 Written by `cargo xtask routers`; do not edit. The production scheduler and ten others, each after its published description
 (`sim/src/routers/`), on equal fleets in virtual time (`sim/src/fleet/`): continuous batching with chunked prefill, GPU memory with a prefix
 cache, nodes with production tiers and policies, lanes with queues, word of all of it as late as it comes. Nothing below is measured on a GPU.
+That such a fleet decides as real processes do, and hits as much, `kvfleet crosscheck` shows (`docs/adr/0069-held-against-real-processes.md`).
 Traffic that is called by its kind is generated (`kvfleet trace gen`).
 
 The others fetch from their *own* node, as engines with a tier in their host's memory do (Mooncake's moves the longest prefix where it is worth it), or
