@@ -136,6 +136,7 @@ fn question(lane: u64) -> RouteCall {
         block_tokens: BLOCK_TOKENS,
         input_tokens: PROMPT_BLOCKS * BLOCK_TOKENS,
         output_tokens: 128,
+        tbt_max_us: 0,
         identity: IdentityDigest([7; 16]),
         after: Vec::new(),
         fresh: false,

@@ -24,6 +24,10 @@ struct Story {
     resident_blocks: u32,
     fetch_blocks: u32,
     predicted_ttft_us: u64,
+    /// Of that, waiting for room in GPU memory.
+    predicted_room_us: u64,
+    predicted_tbt_us: u64,
+    observed_tbt_us: Option<u64>,
     observed_ttft_us: Option<u64>,
     hit_blocks: Option<u32>,
     reasons: Vec<String>,
@@ -90,6 +94,9 @@ fn story(request: u64, router: String, reply: pb::WhyReply) -> Story {
         resident_blocks: reply.resident_blocks,
         fetch_blocks: reply.fetch_blocks,
         predicted_ttft_us: predicted.queue_us + predicted.transfer_us + predicted.prefill_us,
+        predicted_room_us: predicted.room_us,
+        predicted_tbt_us: predicted.tbt_us,
+        observed_tbt_us: (reply.tbt_us > 0).then_some(reply.tbt_us),
         observed_ttft_us: (reply.came && reply.ttft_us > 0).then_some(reply.ttft_us),
         hit_blocks: reply.came.then_some(reply.hit_blocks),
         reasons: reply.reasons,
@@ -123,6 +130,22 @@ fn render(story: &Story) -> String {
         story.predicted_ttft_us as f64 / 1e3,
         observed.unwrap_or_default()
     );
+    if story.predicted_room_us > 0 {
+        let _ = writeln!(
+            text,
+            "  of that, {:.1} ms were to be waiting for room in GPU memory",
+            story.predicted_room_us as f64 / 1e3
+        );
+    }
+    if story.predicted_tbt_us > 0 {
+        let observed = story.observed_tbt_us.map(|us| format!(", and came {:.1} ms apart", us as f64 / 1e3));
+        let _ = writeln!(
+            text,
+            "  other tokens predicted {:.1} ms apart{}",
+            story.predicted_tbt_us as f64 / 1e3,
+            observed.unwrap_or_default()
+        );
+    }
     match story.hit_blocks {
         Some(hit) => {
             let _ = writeln!(text, "  {hit} of the blocks to be fetched came");
@@ -157,7 +180,12 @@ mod tests {
             instance: 3,
             resident_blocks: 2,
             fetch_blocks: 4,
-            predicted: Some(pb::Prediction { queue_us: 1_000, transfer_us: 500, prefill_us: 2_000 }),
+            predicted: Some(pb::Prediction {
+                queue_us: 1_000,
+                transfer_us: 500,
+                prefill_us: 2_000,
+                ..pb::Prediction::default()
+            }),
             reasons: vec!["only instance that can take it".into()],
             missing: vec![missing],
             ..pb::WhyReply::default()
@@ -174,6 +202,15 @@ mod tests {
              missing  blocks 6..=9: never seen here (never_seen)\n"
         );
         let came = pb::WhyReply { came: true, hit_blocks: 3, ttft_us: 4_000, ..reply() };
+        let predicted =
+            pb::Prediction { room_us: 700, tbt_us: 9_000, ..reply().predicted.unwrap_or_default() };
+        let ended = pb::WhyReply { predicted: Some(predicted), tbt_us: 9_500, ..came.clone() };
+        let text = render(&story(9, "r:1".into(), ended));
+        assert!(
+            text.contains("3.5 ms, and came after 4.0 ms\n  of that, 0.7 ms were to be waiting for room"),
+            "{text}"
+        );
+        assert!(text.contains("other tokens predicted 9.0 ms apart, and came 9.5 ms apart\n"), "{text}");
         let text = render(&story(9, "r:1".into(), came));
         assert!(text.contains("predicted after 3.5 ms, and came after 4.0 ms\n  3 of the blocks"), "{text}");
     }

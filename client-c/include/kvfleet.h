@@ -205,8 +205,9 @@ typedef struct kvf_route_call {
     size_t after_count;
     uint32_t block_tokens;
     uint32_t input_tokens;       /* of the whole prompt */
-    uint32_t output_tokens;      /* expected; 0 when unknown */
-    uint32_t reserved;
+    uint32_t output_tokens;      /* at most; 0 when unknown */
+    uint32_t tbt_max_us;         /* how far apart these may come, on average; where that cannot be, the call is rejected. 0: as the
+                                  * router is set */
 } kvf_route_call;
 
 enum {
@@ -621,8 +622,12 @@ typedef struct kvf_load {
     uint32_t size;
     uint32_t running;            /* requests being served */
     uint32_t waiting;            /* requests that wait */
-    uint32_t reserved;
+    uint32_t tbt_us;             /* mean time of late between two tokens of a request; 0 when unknown, as with all below */
     uint64_t queue_tokens;       /* prompt tokens that wait for prefill */
+    uint64_t kv_tokens_max;      /* tokens whose KV GPU memory can hold */
+    uint64_t kv_tokens;          /* of these, those held for requests that run */
+    uint32_t chunk_tokens;       /* tokens of prompts in one step, at most */
+    uint32_t reserved;
 } kvf_load;
 
 /* Begins with a load of nothing. */

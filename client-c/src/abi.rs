@@ -132,7 +132,7 @@ structs! {
         block_tokens: u32,
         input_tokens: u32,
         output_tokens: u32,
-        reserved: u32,
+        tbt_max_us: u32,
     }
 
     FetchCall as "kvf_fetch_call" {
@@ -335,5 +335,15 @@ structs! {
         reserved: u32,
     }
 
-    Load as "kvf_load" { size: u32, running: u32, waiting: u32, reserved: u32, queue_tokens: u64, }
+    Load as "kvf_load" {
+        size: u32,
+        running: u32,
+        waiting: u32,
+        tbt_us: u32,
+        queue_tokens: u64,
+        kv_tokens_max: u64,
+        kv_tokens: u64,
+        chunk_tokens: u32,
+        reserved: u32,
+    }
 }

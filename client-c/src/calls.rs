@@ -215,7 +215,6 @@ unsafe fn route(call: *const abi::RouteCall) -> Result<Operation<Room>, Failure>
     // SAFETY: what the caller promised.
     let (call, hashes, after) = unsafe {
         let call = sized(call, "route_call")?;
-        within(call.reserved, 0, 0, "route_call.reserved")?;
         within(call.asker.qos, 0, 0, "asker.qos")?;
         let after = several(call.after, call.after_count, BLOCKS_MAX, "after")?;
         (call, hashes(call.hashes, call.hashes_count)?, after)
@@ -230,6 +229,7 @@ unsafe fn route(call: *const abi::RouteCall) -> Result<Operation<Room>, Failure>
         block_tokens: call.block_tokens,
         input_tokens: call.input_tokens,
         output_tokens: call.output_tokens,
+        tbt_max_us: call.tbt_max_us.into(),
         identity: IdentityDigest(call.asker.identity.bytes),
         after: after.iter().map(seen).collect(),
         fresh: within(call.fresh, 0, 1, "fresh")? == 1,
@@ -606,9 +606,15 @@ pub(crate) unsafe fn reporter(
 /// As the header says of `kvf_load`.
 pub(crate) unsafe fn load(load: *const abi::Load) -> Result<InstanceLoad, Failure> {
     // SAFETY: what the caller promised.
-    let abi::Load { running, waiting, reserved, queue_tokens, .. } = *unsafe { sized(load, "load")? };
-    within(reserved, 0, 0, "load.reserved")?;
-    Ok(InstanceLoad { queue_tokens, running, waiting })
+    let load = unsafe { sized(load, "load")? };
+    within(load.reserved, 0, 0, "load.reserved")?;
+    if load.kv_tokens > load.kv_tokens_max {
+        let expected = format!("kv_tokens_max, {}, at most", load.kv_tokens_max);
+        return Err(Failure::Range { what: "load.kv_tokens", got: load.kv_tokens, expected });
+    }
+    let abi::Load { running, waiting, queue_tokens, kv_tokens_max, kv_tokens, tbt_us, chunk_tokens, .. } =
+        *load;
+    Ok(InstanceLoad { queue_tokens, running, waiting, kv_tokens_max, kv_tokens, tbt_us, chunk_tokens })
 }
 
 fn key_form(number: u32) -> Result<KeyForm, Failure> {

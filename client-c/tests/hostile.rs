@@ -274,7 +274,8 @@ fn a_forked_process_is_told_so_and_does_not_hang_when_it_frees() {
     let status = unsafe { kvf_save_layers_begin(opened.client, &raw const layers, &raw mut save) };
     assert_eq!(status, status::OK);
     let size = u32::try_from(size_of::<abi::Load>()).unwrap();
-    let load = abi::Load { size, running: 0, waiting: 0, reserved: 0, queue_tokens: 0 };
+    // SAFETY: zeroes are a load of nothing.
+    let load = abi::Load { size, ..unsafe { std::mem::zeroed() } };
     // SAFETY: the child calls the library, which leaves it alone, and ends without returning.
     unsafe {
         let child = fork();
@@ -338,10 +339,6 @@ fn what_is_reserved_is_0_and_limits_that_are_0_are_those_of_the_library() {
     let size_of_release = size(size_of::<abi::ReleaseCall>());
     let release = abi::ReleaseCall { size: size_of_release, reserved: 1, leases: null(), leases_count: 0 };
     refuses(operation(abi::RELEASE, 1, &release), "release_call.reserved is 1");
-    // SAFETY: zeroes are a call of nothing.
-    let route: abi::RouteCall = unsafe { std::mem::zeroed() };
-    let route = abi::RouteCall { size: size(size_of::<abi::RouteCall>()), reserved: 1, ..route };
-    refuses(operation(abi::ROUTE, 1, &route), "route_call.reserved is 1");
     let later = abi::QueueLimits { reserved: 1, ..limits };
     let (mut queue, mut hasher) = (null_mut(), null_mut());
     let model = abi::Model { reserved: 1, ..model() };
@@ -441,12 +438,17 @@ fn a_reporter_that_makes_no_sense_is_refused_and_one_without_routers_ends() {
     says("C: a reporter at a place that is none", &sentence(), &[]);
     assert_eq!(open(good), status::OK);
     let size = u32::try_from(size_of::<abi::Load>()).unwrap();
-    let load = abi::Load { size, running: 1, waiting: 2, reserved: 0, queue_tokens: 3 };
+    // SAFETY: zeroes are a load of nothing.
+    let load: abi::Load = unsafe { std::mem::zeroed() };
+    let load = abi::Load { size, running: 1, waiting: 2, queue_tokens: 3, ..load };
     // SAFETY: what is pointed to lives until after the calls, and the reporter is freed once.
     unsafe {
         assert_eq!(kvf_reporter_load(reporter, &raw const load), status::OK);
         let later = abi::Load { reserved: 1, ..load };
         refused(kvf_reporter_load(reporter, &raw const later), status::INVALID, "load.reserved is 1");
+        let full = abi::Load { kv_tokens: 7, kv_tokens_max: 6, ..load };
+        let status = kvf_reporter_load(reporter, &raw const full);
+        refused(status, status::INVALID, "load.kv_tokens is 7, expected kv_tokens_max, 6, at most");
         refused(kvf_reporter_load(reporter, null()), status::INVALID, "load is null");
         // Nobody hears the goodbye; that ends all the same.
         kvf_reporter_free(reporter);

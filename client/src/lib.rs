@@ -47,7 +47,7 @@ pub use outcomes::RequestOutcome;
 pub use prefill::{Prefill, PrefillCall, PrefillEnd};
 pub use report::{InstanceLoad, Reporter, ReporterConfig};
 pub use retry::RouterError;
-pub use route::{RouteAnswer, RouteCall, RouteError};
+pub use route::{MayDecode, RouteAnswer, RouteCall, RouteError};
 pub use save::{
     BackgroundSave, FrameSource, SAVE_DEADLINE, SAVE_QUEUE_BYTES_MAX, SAVE_QUEUE_CALLS_MAX, SaveBusy,
     SaveCall, SaveError,

@@ -31,6 +31,22 @@ pub struct RequestOutcome {
     pub ttft: Option<Duration>,
     /// Sources that fell short.
     pub misses: Vec<SourceMiss>,
+    /// Tokens that it said; 0 until it has ended. What came before may be told in an outcome of its own.
+    pub output_tokens: u32,
+    /// Mean time between two of these; nothing where that was not measured.
+    pub tbt: Option<Duration>,
+}
+
+impl RequestOutcome {
+    /// A request ended, of which all else was told before.
+    #[must_use]
+    pub fn ended(request: RequestId, output_tokens: u32, tbt: Option<Duration>) -> RequestOutcome {
+        RequestOutcome { request, hit_blocks: 0, ttft: None, misses: Vec::new(), output_tokens, tbt }
+    }
+}
+
+fn micros(time: Option<Duration>) -> u64 {
+    time.map_or(0, |time| u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
 }
 
 #[derive(Debug, Default)]
@@ -61,8 +77,10 @@ impl Outcomes {
         let told = pb::Outcome {
             request: outcome.request.0,
             hit_blocks: outcome.hit_blocks,
-            ttft_us: outcome.ttft.map_or(0, |ttft| u64::try_from(ttft.as_micros()).unwrap_or(u64::MAX)),
+            ttft_us: micros(outcome.ttft),
             misses: outcome.misses.iter().take(MISSES_MAX).map(miss).collect(),
+            tbt_us: micros(outcome.tbt),
+            output_tokens: outcome.output_tokens,
         };
         let mut kept = self.kept();
         kept.list.push_back(told);
@@ -88,7 +106,7 @@ mod tests {
     use super::*;
 
     fn outcome(request: u64) -> RequestOutcome {
-        RequestOutcome { request: RequestId(request), hit_blocks: 1, ttft: None, misses: vec![] }
+        RequestOutcome { hit_blocks: 1, ..RequestOutcome::ended(RequestId(request), 0, None) }
     }
 
     #[test]

@@ -64,6 +64,14 @@ pub struct InstanceLoad {
     pub running: u32,
     /// Requests that wait.
     pub waiting: u32,
+    /// Tokens whose KV its GPU memory can hold; 0 when unknown, as with all that follows.
+    pub kv_tokens_max: u64,
+    /// Of these, those held for requests that run.
+    pub kv_tokens: u64,
+    /// Mean time of late between two tokens of a request, in microseconds.
+    pub tbt_us: u32,
+    /// Tokens of prompts in one step, at most.
+    pub chunk_tokens: u32,
 }
 
 /// Reports that go on until they are stopped. Dropping it stops them too, with a goodbye while the runtime lives.
@@ -183,7 +191,8 @@ impl OneRouter {
     }
 
     async fn send(&mut self, sequence: u64, load: InstanceLoad, leaving: bool) {
-        let InstanceLoad { queue_tokens, running, waiting } = load;
+        let InstanceLoad { queue_tokens, running, waiting, kv_tokens_max, kv_tokens, tbt_us, chunk_tokens } =
+            load;
         let looked = self.links.as_ref().filter(|_| !leaving).map(LinkReader::look);
         let (links, told) = looked.map_or((Vec::new(), None), |(links, told)| (links, Some(told)));
         let (outcomes, told_to) = self.outcomes.from(self.told_outcomes);
@@ -192,6 +201,10 @@ impl OneRouter {
             queue_tokens,
             running,
             waiting,
+            kv_tokens_max,
+            kv_tokens,
+            tbt_us,
+            chunk_tokens,
             sequence,
             leaving,
             links,

@@ -15,6 +15,9 @@ use crate::{Client, RouterError};
 /// Time for one load report: the next one follows anyway.
 const REPORT_TIMEOUT: Duration = Duration::from_millis(500);
 
+/// Longest that a first token waits for whether it may be said.
+const MAY_DECODE_TIMEOUT: Duration = Duration::from_millis(100);
+
 /// Where should this request run?
 #[derive(Clone, Debug)]
 pub struct RouteCall {
@@ -30,8 +33,10 @@ pub struct RouteCall {
     pub block_tokens: u32,
     /// Tokens of the whole prompt; the last block may be partly filled.
     pub input_tokens: u32,
-    /// Expected answer in tokens; 0 when unknown.
+    /// Tokens of the answer, at most; 0 when unknown.
     pub output_tokens: u32,
+    /// How far apart these may come, the mean of those behind the first, in microseconds; where that cannot be, the call is rejected. 0: as the router is set.
+    pub tbt_max_us: u64,
     /// Identity of the KV.
     pub identity: IdentityDigest,
     /// Saves whose effect the answer must have seen.
@@ -42,11 +47,26 @@ pub struct RouteCall {
 
 /// What a router says to a route call.
 #[derive(Clone, Debug, PartialEq)]
+#[allow(clippy::large_enum_variant)] // one of them is made for each call, and decisions are the usual ones
 pub enum RouteAnswer {
     /// An instance, with the sources of its KV.
     Decided(pb::Decision),
     /// No instance can take it now.
     Rejected {
+        /// Why.
+        reason: String,
+        /// When asking again makes sense.
+        retry_after: Duration,
+    },
+}
+
+/// Whether a request may begin to decode.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MayDecode {
+    /// It may.
+    Begins,
+    /// Its tokens would come too far apart.
+    Ends {
         /// Why.
         reason: String,
         /// When asking again makes sense.
@@ -79,6 +99,7 @@ fn message(call: RouteCall) -> pb::RouteRequest {
         among: None,
         without: Vec::new(),
         ttft_max_ms: 0,
+        tbt_max_us: call.tbt_max_us,
         priority: 0,
         runs_there: false,
         sent_there: false,
@@ -123,6 +144,21 @@ impl Client {
                 reason: rejected.reason,
                 retry_after: Duration::from_millis(rejected.retry_after_ms),
             }),
+        }
+    }
+
+    /// Asks whether a request whose prompt is computed may begin to decode at its instance, by what decodes there now. One that may not is to be ended as
+    /// one that was turned away, with the reason and the time to come again. Where no router answers in time, it may.
+    pub async fn may_decode(&self, request: RequestId, instance: InstanceId, tbt_max_us: u64) -> MayDecode {
+        let message = pb::MayDecodeRequest { request: request.0, instance: instance.0, tbt_max_us };
+        let asked = self
+            .routers
+            .call(&message, |mut router: RouterOf, message| async move { router.may_decode(message).await });
+        match tokio::time::timeout(MAY_DECODE_TIMEOUT, asked).await {
+            Ok(Ok(pb::MayDecodeReply { may: false, reason, retry_after_ms, .. })) => {
+                MayDecode::Ends { reason, retry_after: Duration::from_millis(retry_after_ms) }
+            }
+            _ => MayDecode::Begins,
         }
     }
 

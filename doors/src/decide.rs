@@ -47,8 +47,27 @@ pub(crate) struct Wishes {
     pub(crate) fairness: String,
     /// Until its first token.
     pub(crate) ttft: Option<Duration>,
-    /// For each token after that: read, and nothing is chosen by it.
+    /// For each token after that.
     pub(crate) tpot: Option<Duration>,
+}
+
+impl Wishes {
+    /// Takes a limit that a header asks for, by its name in lower case; whether it is one. A time that is none is left out, as if it were not there.
+    pub(crate) fn limit(&mut self, name: &str, text: &str) -> bool {
+        let milliseconds = || text.parse().ok().map(Duration::from_millis);
+        match name {
+            "x-llm-d-slo-ttft-ms" => self.ttft = milliseconds(),
+            // Tokens of small models are less than a millisecond apart.
+            "x-llm-d-slo-tpot-ms" => self.tpot = text.parse().ok().and_then(fraction),
+            _ => return false,
+        }
+        true
+    }
+}
+
+/// Milliseconds that need not be whole.
+fn fraction(ms: f64) -> Option<Duration> {
+    (ms.is_finite() && ms > 0.0).then(|| Duration::try_from_secs_f64(ms / 1e3).ok()).flatten()
 }
 
 impl Terms {
@@ -164,6 +183,10 @@ impl Decider {
                 .wishes
                 .ttft
                 .map_or(0, |ttft| u64::try_from(ttft.as_millis()).unwrap_or(u64::MAX)),
+            tbt_max_us: terms
+                .wishes
+                .tpot
+                .map_or(0, |tpot| u64::try_from(tpot.as_micros()).unwrap_or(u64::MAX)),
             priority: self.priority(&terms.wishes.objective),
             hashes: prompt.hashes.iter().flat_map(|hash| hash.0).collect(),
             block_tokens: prompt.block_tokens,

@@ -80,6 +80,8 @@ pub struct AdmissionConfig {
     /// Until when the first token of a request must be out that says nothing of it, milliseconds; 0 for no limit: then nothing is turned
     /// away before queues are full.
     pub ttft_max_ms: u64,
+    /// How far apart the tokens of such a one may come, microseconds, the mean of a request; 0 for no limit.
+    pub tbt_max_us: u64,
     /// Tenants with another weight than 1.
     pub weights: Vec<TenantWeightConfig>,
 }

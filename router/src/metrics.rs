@@ -39,6 +39,7 @@ pub(crate) struct Metrics {
     truth: TruthMetrics,
     missing: IntCounterVec,
     ttft_error: Histogram,
+    pace: PaceMetrics,
     soft: SoftMetrics,
 }
 
@@ -235,11 +236,45 @@ pub(crate) enum Routed {
     Invalid,
 }
 
-/// How far off predictions are.
+/// Times between tokens.
+#[derive(Clone)]
+struct PaceMetrics {
+    error: Histogram,
+    factors: GaugeVec,
+    decodes: IntCounterVec,
+}
+
+impl PaceMetrics {
+    fn register(registry: &Registry) -> prometheus::Result<PaceMetrics> {
+        let help = "By what predicted times between tokens are multiplied, and those of a step and of each request in it";
+        let factors = GaugeVec::new(Opts::new("kvfleet_tbt_prediction_factor", help), &["part"])?;
+        registry.register(Box::new(factors.clone()))?;
+        Ok(PaceMetrics {
+            factors,
+            error: prediction_error(
+                registry,
+                "kvfleet_tbt_prediction_error",
+                "Predicted time between tokens over the one that instances told, less 1",
+            )?,
+            decodes: labelled(
+                registry,
+                "kvfleet_decodes_asked_total",
+                "Times that an instance asked whether a request may begin to decode, by whether it begins or ends",
+                "answer",
+            )?,
+        })
+    }
+}
+
 fn ttft_error(registry: &Registry) -> prometheus::Result<Histogram> {
-    let buckets = vec![-0.8, -0.4, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2];
     let help = "Predicted time to first token over the one that instances told, less 1";
-    let opts = HistogramOpts::new("kvfleet_ttft_prediction_error", help).buckets(buckets);
+    prediction_error(registry, "kvfleet_ttft_prediction_error", help)
+}
+
+/// How far off predictions are.
+fn prediction_error(registry: &Registry, name: &str, help: &str) -> prometheus::Result<Histogram> {
+    let buckets = vec![-0.8, -0.4, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2];
+    let opts = HistogramOpts::new(name, help).buckets(buckets);
     let histogram = Histogram::with_opts(opts)?;
     registry.register(Box::new(histogram.clone()))?;
     Ok(histogram)
@@ -313,6 +348,7 @@ impl Metrics {
                 "reason",
             )?,
             ttft_error: ttft_error(registry)?,
+            pace: PaceMetrics::register(registry)?,
             soft: SoftMetrics::register(registry)?,
         })
     }
@@ -338,6 +374,17 @@ impl Metrics {
     pub(crate) fn observed(&self, predicted_us: u64, ttft_us: u64) {
         // What an instance tells is not to spoil the sum for good.
         self.ttft_error.observe((predicted_us as f64 / ttft_us.max(1) as f64 - 1.0).min(100.0));
+    }
+
+    /// What was predicted between tokens, and what an instance told.
+    #[allow(clippy::cast_precision_loss)]
+    pub(crate) fn paced(&self, predicted_us: u64, tbt_us: u64) {
+        self.pace.error.observe((predicted_us as f64 / tbt_us.max(1) as f64 - 1.0).min(100.0));
+    }
+
+    /// An instance asked whether a request may begin to decode.
+    pub(crate) fn decode_asked(&self, may: bool) {
+        self.pace.decodes.with_label_values(&[if may { "begins" } else { "ends" }]).inc();
     }
 
     pub(crate) fn looked_up(&self) {
@@ -448,6 +495,13 @@ impl Metrics {
     pub(crate) fn fits(&self, nodes: usize, categories: usize) {
         self.soft.fits.nodes.set(gauge_value(nodes as u64));
         self.soft.fits.categories.set(gauge_value(categories as u64));
+    }
+
+    /// By what factors times between tokens turned out to be off.
+    pub(crate) fn pace_learnt(&self, factors: [f64; 3]) {
+        for (part, factor) in ["all", "step", "running"].iter().zip(factors) {
+            self.pace.factors.with_label_values(&[part]).set(factor);
+        }
     }
 
     /// By what factors waiting, transfer and prefill turned out to be off.

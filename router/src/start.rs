@@ -299,6 +299,7 @@ impl Parts<'_> {
             silence,
             ingests: self.groups.shards().iter().map(|shard| self.ingest(shard, clock)).collect(),
             ttft_max_ms: self.config.admission.ttft_max_ms,
+            tbt_max_us: self.config.admission.tbt_max_us,
             recall: Mutex::default(),
             sent: Mutex::default(),
             waits,

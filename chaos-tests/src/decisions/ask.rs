@@ -193,6 +193,7 @@ impl Decider {
             block_tokens: BLOCK_TOKENS,
             input_tokens: CHAIN_BLOCKS * BLOCK_TOKENS,
             output_tokens: 0,
+            tbt_max_us: 0,
             identity: IdentityDigest([7; 16]),
             after: Vec::new(),
             fresh: question.is_new && self.fresh,

@@ -57,6 +57,10 @@ pub struct InstanceConfig {
     pub place: String,
     /// Time between load reports, in milliseconds.
     pub report_ms: u64,
+    /// Tokens whose KV it is taken to have room for in GPU memory, as its reports say; 0 for not told.
+    pub kv_tokens_max: u64,
+    /// Whether it asks a router, once a prompt is computed, if the request may begin to decode, and answers 429 where it may not.
+    pub asks_to_decode: bool,
     /// Whether the reports tell how fast it read from nodes, too.
     pub report_links: bool,
     /// Paths that block bytes take: quic, tcp, shm (nodes of this host), rdma (nodes that offer it), or
@@ -161,6 +165,8 @@ impl Default for InstanceConfig {
             role: Role::Both.name().to_owned(),
             place: String::new(),
             report_ms: 200,
+            kv_tokens_max: 0,
+            asks_to_decode: false,
             report_links: true,
             transport: Transport::default().to_string(),
             shm: ShmSection::default(),

@@ -1,9 +1,13 @@
-//! What an instance is doing right now: requests under way and their tokens.
+//! What an instance is doing right now: requests under way, their tokens, and how far apart those come that they say.
 //!
 //! Not here: sending it to the routers (`report.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Tokens whose times the mean of late is of, about.
+const TBT_COUNTS: u32 = 32;
 
 /// Counters shared by every call.
 #[derive(Debug, Default)]
@@ -12,10 +16,13 @@ pub(super) struct Working {
     under_way: AtomicU32,
     waiting: AtomicU32,
     served: AtomicU64,
+    kv_tokens: AtomicU64,
+    decoding: AtomicU32,
+    tbt_us: AtomicU32,
 }
 
 /// A point in time of [`Working`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Snapshot {
     /// Prompt tokens to compute of requests under way, as long as they are not accounted.
     pub(super) queue_tokens: u64,
@@ -25,6 +32,10 @@ pub(super) struct Snapshot {
     pub(super) waiting: u32,
     /// Requests ended.
     pub(super) served: u64,
+    /// Tokens whose KV is held for requests under way.
+    pub(super) kv_tokens: u64,
+    /// Mean time of late between two tokens of a request, in microseconds; 0 before the first.
+    pub(super) tbt_us: u32,
 }
 
 impl Working {
@@ -35,7 +46,14 @@ impl Working {
             running: self.under_way.load(Ordering::Relaxed).saturating_sub(waiting),
             waiting,
             served: self.served.load(Ordering::Relaxed),
+            kv_tokens: self.kv_tokens.load(Ordering::Relaxed),
+            tbt_us: self.tbt_us.load(Ordering::Relaxed),
         }
+    }
+
+    /// Requests that say tokens.
+    pub(super) fn decoding(&self) -> u32 {
+        self.decoding.load(Ordering::Relaxed)
     }
 }
 
@@ -44,13 +62,39 @@ impl Working {
 pub(super) struct Running {
     working: Arc<Working>,
     tokens: u64,
+    kv_tokens: u64,
+    is_decoding: bool,
 }
 
 impl Running {
     pub(super) fn begin(working: &Arc<Working>, tokens: u64) -> Self {
         working.tokens.fetch_add(tokens, Ordering::Relaxed);
         working.under_way.fetch_add(1, Ordering::Relaxed);
-        Self { working: Arc::clone(working), tokens }
+        Self { working: Arc::clone(working), tokens, kv_tokens: 0, is_decoding: false }
+    }
+
+    /// The same of one that holds the KV of so many tokens as long as it is under way.
+    pub(super) fn holding(mut self, kv_tokens: u64) -> Self {
+        self.working.kv_tokens.fetch_add(kv_tokens, Ordering::Relaxed);
+        self.kv_tokens += kv_tokens;
+        self
+    }
+
+    /// One that says tokens, and holds so many.
+    pub(super) fn decoding(working: &Arc<Working>, kv_tokens: u64) -> Self {
+        working.decoding.fetch_add(1, Ordering::Relaxed);
+        let mut running = Running::begin(working, 0).holding(kv_tokens);
+        running.is_decoding = true;
+        running
+    }
+
+    /// A token came so long after the one before.
+    pub(super) fn said(&self, since: Duration) {
+        let us = u32::try_from(since.as_micros()).unwrap_or(u32::MAX);
+        let before = self.working.tbt_us.load(Ordering::Relaxed);
+        // Another one that says a token at the same time may be lost: it is a mean of many.
+        let after = if before == 0 { us } else { before - before / TBT_COUNTS + us / TBT_COUNTS };
+        self.working.tbt_us.store(after, Ordering::Relaxed);
     }
 
     /// Its prefill is over: it still runs, and no longer stands in the queue.
@@ -62,6 +106,8 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.prefilled();
+        self.working.kv_tokens.fetch_sub(self.kv_tokens, Ordering::Relaxed);
+        self.working.decoding.fetch_sub(self.is_decoding.into(), Ordering::Relaxed);
         self.working.under_way.fetch_sub(1, Ordering::Relaxed);
         self.working.served.fetch_add(1, Ordering::Relaxed);
     }
@@ -95,13 +141,26 @@ mod tests {
         let working = Arc::new(Working::default());
         let first = Running::begin(&working, 100);
         let mut second = Running::begin(&working, 50);
-        assert_eq!(working.snapshot(), Snapshot { queue_tokens: 150, running: 2, waiting: 0, served: 0 });
+        assert_eq!(working.snapshot(), Snapshot { queue_tokens: 150, running: 2, ..Snapshot::default() });
         let waits = Waiting::begin(&working);
         assert_eq!((working.snapshot().running, working.snapshot().waiting), (1, 1), "one of the two waits");
         drop(waits);
         second.prefilled();
         assert_eq!(working.snapshot().queue_tokens, 100);
         drop((first, second));
-        assert_eq!(working.snapshot(), Snapshot { queue_tokens: 0, running: 0, waiting: 0, served: 2 });
+        assert_eq!(working.snapshot(), Snapshot { served: 2, ..Snapshot::default() });
+    }
+
+    #[test]
+    fn what_decodes_holds_tokens_until_it_ends_and_tells_how_far_apart_they_come() {
+        let working = Arc::new(Working::default());
+        let (one, other) = (Running::decoding(&working, 100), Running::begin(&working, 5).holding(7));
+        assert_eq!((working.decoding(), working.snapshot().kv_tokens), (1, 107));
+        (0..1_000).for_each(|_| one.said(Duration::from_millis(20)));
+        assert!((19_000..=20_000).contains(&working.snapshot().tbt_us));
+        (0..1_000).for_each(|_| one.said(Duration::from_millis(40)));
+        assert!((38_000..=40_000).contains(&working.snapshot().tbt_us));
+        drop((one, other));
+        assert_eq!((working.decoding(), working.snapshot().kv_tokens), (0, 0));
     }
 }

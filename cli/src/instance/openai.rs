@@ -5,16 +5,16 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::body::{Body, Bytes, to_bytes};
 use axum::extract::{Request, State};
-use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
+use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER};
 use axum::http::{HeaderMap, HeaderValue, Response, StatusCode};
 use axum::routing::{get, post};
 use kv_core::id::{Category, InstanceId, LeaseId, RequestId, TenantId};
-use kvfleet_client::{RouteAnswer, RouteCall};
+use kvfleet_client::{MayDecode, RequestOutcome, RouteAnswer, RouteCall};
 use kvfleet_doors::{PromptReader, REQUEST_HEADER, ReadPrompt, StartError as ReadError};
 use kvfleet_proto::pb;
 use kvfleet_router::EnginesConfig;
@@ -110,6 +110,8 @@ struct Answer {
     created: u64,
     model: String,
     tokens: u32,
+    /// Of prompt and answer.
+    kv_tokens: u64,
     usage: Value,
 }
 
@@ -157,6 +159,7 @@ impl OpenAi {
             block_tokens: prompt.block_tokens,
             input_tokens: prompt.input_tokens,
             output_tokens: prompt.output_tokens,
+            tbt_max_us: 0,
             identity: self.engine.digest,
             after: transfer.kvfleet_saved_at.iter().take(SAVED_AT_MAX).map(pb::Seen::from).collect(),
             fresh: false,
@@ -203,9 +206,29 @@ impl OpenAi {
         tokio::spawn(Arc::clone(&self.engine).serve(job, lease).instrument(span)).await.ok()
     }
 
-    /// Time between two tokens, in that of this instance.
+    /// Time between two tokens with what says some now, in that of this instance.
     fn step(&self) -> Duration {
-        Duration::from_nanos(self.engine.profile.step_ns).mul_f64(self.engine.config.time_scale)
+        let profile = &self.engine.profile;
+        let each = profile.step_ns_per_running * u64::from(self.engine.working.decoding());
+        Duration::from_nanos(profile.step_ns + each).mul_f64(self.engine.config.time_scale)
+    }
+
+    /// Why a request that is computed is not to say a token, and when to come again, if a router says so.
+    async fn ends(&self, request: u64) -> Option<(String, Duration)> {
+        if !self.engine.config.asks_to_decode {
+            return None;
+        }
+        let here = InstanceId(self.engine.config.instance);
+        match self.engine.client.may_decode(RequestId(request), here, 0).await {
+            MayDecode::Begins => None,
+            MayDecode::Ends { reason, retry_after } => Some((reason, retry_after)),
+        }
+    }
+
+    /// Says that a request ended, with so many tokens in this time.
+    fn ended(&self, request: u64, tokens: u32, took: Duration) {
+        let tbt = tokens.checked_sub(1).filter(|more| *more > 0).map(|more| took / more);
+        self.engine.client.tell(&RequestOutcome::ended(RequestId(request), tokens, tbt));
     }
 }
 
@@ -230,6 +253,14 @@ async fn ask(State(door): State<Arc<OpenAi>>, request: Request) -> Response<Body
     let Some(reply) = door.served(&prompt, (number, sent.is_some()), &transfer).await else {
         return problem(StatusCode::INTERNAL_SERVER_ERROR, "the request broke: the log has why");
     };
+    // Of a pair, it is asked by whoever goes on.
+    let ends = if transfer.do_remote_decode { None } else { door.ends(number).await };
+    if let Some((reason, retry_after)) = ends {
+        let mut refusal = problem(StatusCode::TOO_MANY_REQUESTS, &reason);
+        let seconds = HeaderValue::from(retry_after.as_millis().div_ceil(1_000) as u64);
+        refusal.headers_mut().insert(RETRY_AFTER, seconds);
+        return refusal;
+    }
     let tokens = if prompt.output_tokens == 0 { TOKENS_DEFAULT } else { prompt.output_tokens };
     let tokens = tokens.min(TOKENS_MAX);
     let cached = u64::from(reply.hit_blocks) * u64::from(prompt.block_tokens);
@@ -238,6 +269,7 @@ async fn ask(State(door): State<Arc<OpenAi>>, request: Request) -> Response<Body
         number,
         created: std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs()),
         model: prompt.model,
+        kv_tokens: u64::from(prompt.input_tokens) + u64::from(tokens),
         tokens,
         usage: json!({
             "prompt_tokens": prompt.input_tokens,
@@ -249,15 +281,27 @@ async fn ask(State(door): State<Arc<OpenAi>>, request: Request) -> Response<Body
     if prompt.stream {
         return streamed(&door, answer, wishes.stream_options.include_usage);
     }
-    let running = Running::begin(&door.engine.working, 0);
-    tokio::time::sleep(door.step() * tokens).await;
+    let (running, begun) = (Running::decoding(&door.engine.working, answer.kv_tokens), Instant::now());
+    for _ in 1..tokens {
+        next(&door, &running).await;
+    }
     drop(running);
+    if !transfer.do_remote_decode {
+        door.ended(number, tokens, begun.elapsed());
+    }
     let mut whole = answer.whole();
     if transfer.do_remote_decode {
         let saved_at: Vec<_> = reply.saved_at.iter().map(SavedAt::from).collect();
         whole["kv_transfer_params"] = json!({ "do_remote_prefill": true, "kvfleet_saved_at": saved_at });
     }
     json_response(StatusCode::OK, &whole)
+}
+
+/// Until the next token is there.
+async fn next(door: &OpenAi, running: &Running) {
+    let step = door.step();
+    tokio::time::sleep(step).await;
+    running.said(step);
 }
 
 /// The number by which the router knows the request, if it came by a door of ours.
@@ -268,19 +312,21 @@ fn number(headers: &HeaderMap) -> Option<u64> {
 /// The answer piece by piece, each when its token would be there.
 fn streamed(door: &Arc<OpenAi>, answer: Answer, with_usage: bool) -> Response<Body> {
     let (pieces, taken) = mpsc::channel::<String>(PIECES_WAITING_MAX);
-    let (running, step) = (Running::begin(&door.engine.working, 0), door.step());
+    let (running, door) = (Running::decoding(&door.engine.working, answer.kv_tokens), Arc::clone(door));
     tokio::spawn(async move {
-        let _running = running;
+        let begun = Instant::now();
         let last = answer.tokens.saturating_sub(1);
         for at in 0..answer.tokens {
             if at > 0 {
-                tokio::time::sleep(step).await;
+                next(&door, &running).await;
             }
             // Who left is not written for.
             if pieces.send(answer.piece(at, at == last)).await.is_err() {
                 return;
             }
         }
+        drop(running);
+        door.ended(answer.number, answer.tokens, begun.elapsed());
         if with_usage && pieces.send(answer.usage_piece()).await.is_err() {
             return;
         }
@@ -368,7 +414,7 @@ mod tests {
 
     fn answer(is_chat: bool) -> Answer {
         let usage = json!({"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}});
-        Answer { is_chat, number: 7, created: 1, model: "m".to_owned(), tokens: 14, usage }
+        Answer { is_chat, number: 7, created: 1, model: "m".to_owned(), tokens: 14, kv_tokens: 17, usage }
     }
 
     /// The JSON of one event.

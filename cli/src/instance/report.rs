@@ -32,10 +32,20 @@ pub(super) fn begin(
         role: config.role().unwrap_or_default(),
         place: config.place.clone(),
     };
+    // Without a capacity nobody can tell what of it is taken.
+    let kv_tokens_max = config.kv_tokens_max;
     let (working, metrics) = (Arc::clone(working), metrics.clone());
     client.reporter(&reporter, move || {
         let now = working.snapshot();
         metrics.running(now.running);
-        InstanceLoad { queue_tokens: now.queue_tokens, running: now.running, waiting: now.waiting }
+        InstanceLoad {
+            queue_tokens: now.queue_tokens,
+            running: now.running,
+            waiting: now.waiting,
+            kv_tokens_max,
+            kv_tokens: now.kv_tokens.min(kv_tokens_max),
+            tbt_us: now.tbt_us,
+            ..InstanceLoad::default()
+        }
     })
 }

@@ -47,7 +47,8 @@ impl Engine {
     /// Serves `job` under `lease`. Never fails as a whole: what does not come is computed, what is not
     /// taken stays unsaved.
     pub(super) async fn serve(self: Arc<Self>, job: Job, lease: LeaseId) -> pb::RunReply {
-        let mut running = Running::begin(&self.working, job.tokens_to_compute());
+        let mut running =
+            Running::begin(&self.working, job.tokens_to_compute()).holding(job.input_tokens.into());
         let mut reply =
             pb::RunReply { asked_blocks: blocks_u32(job.hashes.len()), ..pb::RunReply::default() };
         let asker = self.asker(&job, lease);
@@ -78,7 +79,12 @@ impl Engine {
     fn tell(&self, job: &Job, reply: &pb::RunReply, misses: Vec<SourceMiss>) {
         let ttft = reply.timed.as_ref().map(|timed| Duration::from_micros(timed.queue_us + timed.prefill_us));
         let (request, hit_blocks) = (job.request, reply.hit_blocks);
-        self.client.tell(&RequestOutcome { request, hit_blocks, ttft, misses });
+        self.client.tell(&RequestOutcome {
+            hit_blocks,
+            ttft,
+            misses,
+            ..RequestOutcome::ended(request, 0, None)
+        });
     }
 
     fn asker(&self, job: &Job, lease: LeaseId) -> Asker {

@@ -200,6 +200,7 @@ impl Server {
             block_tokens: self.block_tokens,
             input_tokens: request.input_tokens,
             output_tokens: request.output_tokens,
+            tbt_max_us: 0,
             identity: self.digest,
             after,
             fresh: false,

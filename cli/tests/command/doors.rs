@@ -132,6 +132,7 @@ async fn a_prompt_that_begins_as_another_is_fetched_and_why_tells_it() {
         assert!(Instant::now() < until, "{story:#}");
     };
     assert_eq!(story["instance"], second.instance);
+    assert!(story["predicted_tbt_us"].as_u64().unwrap() > 0, "{story:#}");
     assert!(story["hit_blocks"].as_u64().unwrap() * 16 > tokens - 3 * 16, "{story:#}");
     cluster.stop().await;
 }

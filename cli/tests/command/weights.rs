@@ -187,6 +187,7 @@ async fn asks_in_vain(place: &Place, cluster: &Cluster, request: u64) {
         block_tokens: 512,
         input_tokens: tokens,
         output_tokens: 1,
+        tbt_max_us: 0,
         identity: cluster.shape().manifest().digest(),
         after: Vec::new(),
         fresh: true,

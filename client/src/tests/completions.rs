@@ -92,6 +92,7 @@ fn route_call() -> RouteCall {
         block_tokens: 16,
         input_tokens: 32,
         output_tokens: 0,
+        tbt_max_us: 0,
         identity: IDENTITY,
         after: Vec::new(),
         fresh: false,

@@ -63,9 +63,21 @@ async fn what_fetches_came_to_is_told_to_every_router_once_and_to_one_that_was_a
         queue_tokens: 100,
         running: seen.load(Ordering::Relaxed),
         waiting: 2,
+        kv_tokens_max: 1_000,
+        kv_tokens: 900,
+        tbt_us: 9_000,
+        chunk_tokens: 512,
     });
     let fetch = || async { client.fetch(call(6, vec![source(0, 0, 6)])).await.unwrap() };
     fetch().await;
+    until("what decodes to be told", || {
+        let reports = steady.reports.lock().unwrap();
+        let of = |report: &pb::ReportRequest| {
+            (report.kv_tokens_max, report.kv_tokens, report.tbt_us, report.chunk_tokens)
+        };
+        reports.iter().any(|report| of(report) == (1_000, 900, 9_000, 512))
+    })
+    .await;
     // Loopback is no kind of path; all of it came out of DRAM.
     let key = vec![(0, 0, 2)];
     until("both to hear of it", || told(&steady) == (1, key.clone()) && told(&away) == (1, key.clone()))

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use kv_core::id::{Category, IdentityDigest, RequestId, TenantId};
+use kv_core::id::{Category, IdentityDigest, InstanceId, RequestId, TenantId};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_server::{Router, RouterServer};
 use kvfleet_proto::tls::Identity;
@@ -17,7 +17,7 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::authority::{Authority, config};
-use crate::{Client, ClientError, RouteAnswer, RouteCall, RouteError, RouterError};
+use crate::{Client, ClientError, MayDecode, RouteAnswer, RouteCall, RouteError, RouterError};
 
 /// What a fake does with streams of route calls.
 #[derive(Clone, Default)]
@@ -163,6 +163,12 @@ impl Router for Fake {
     async fn report_residency(&self, _: Request<pb::ResidencyRequest>) -> Answer<pb::ResidencyReply> {
         absent()
     }
+    async fn may_decode(&self, asked: Request<pb::MayDecodeRequest>) -> Answer<pb::MayDecodeReply> {
+        let asked = asked.into_inner();
+        let (may, reason) =
+            (asked.tbt_max_us != 1, format!("request {} of {}", asked.request, asked.instance));
+        Ok(Response::new(pb::MayDecodeReply { may, reason, retry_after_ms: 30, tbt_us: 2 }))
+    }
     async fn why(&self, _: Request<pb::WhyRequest>) -> Answer<pb::WhyReply> {
         absent()
     }
@@ -245,6 +251,7 @@ pub(super) fn route_call() -> RouteCall {
         block_tokens: 16,
         input_tokens: 48,
         output_tokens: 0,
+        tbt_max_us: 0,
         identity: IdentityDigest([1; 16]),
         after: vec![],
         fresh: false,
@@ -333,6 +340,20 @@ async fn a_router_of_another_authority_is_not_believed() {
     let client = Client::new(config(vec![address], Authority::new().member())).unwrap();
     assert!(client.route(route_call()).await.is_err());
     assert_eq!(calls.load(Ordering::Relaxed), 0);
+}
+
+#[tokio::test]
+async fn whether_a_request_may_decode_is_asked_and_without_an_answer_it_may() {
+    let authority = Authority::new();
+    let (address, _, _serving) = serve(&authority.member(), Ok(decision(1))).await;
+    let client = Client::new(config(vec![address], authority.member())).unwrap();
+    let ask =
+        async |client: &Client, limit_us| client.may_decode(RequestId(7), InstanceId(2), limit_us).await;
+    assert_eq!(ask(&client, 9_000).await, MayDecode::Begins);
+    let ends = MayDecode::Ends { reason: "request 7 of 2".into(), retry_after: Duration::from_millis(30) };
+    assert_eq!(ask(&client, 1).await, ends);
+    let alone = Client::new(config(vec![nobody()], authority.member())).unwrap();
+    assert_eq!(ask(&alone, 1).await, MayDecode::Begins, "nobody answers");
 }
 
 #[tokio::test]

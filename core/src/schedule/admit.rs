@@ -7,13 +7,17 @@
 //! first that cost least, by which most are served; some of what a tenant is let in with is kept for dear ones, so that a long prompt waits
 //! its turn and is not refused for ever.
 //!
+//! The same of the time between tokens: what would come too far apart wherever it ran is turned away, and so is what would make those that decode break their
+//! limits. Of the room up to a limit some is kept for tenants that have less than their share. There it is room itself that is shared, and not a queue: what nobody is let into stands idle.
+//!
 //! Mooncake (FAST '25, Algorithm 1) turns away by the predicted TTFT, all alike and at the limit. A shorter queue serves more: what was planned when a request
 //! came is still true when its turn comes. Not here: the prediction (`cost.rs`), and what a caller does who is turned away.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::decision::{RejectReason, Rejection};
+use super::decision::{Decision, RejectReason, Rejection};
+use super::decoding::Pacing;
 use crate::id::{TenantId, Timestamp};
 
 /// Part of the limit within which a tenant with just its share is let in.
@@ -24,6 +28,19 @@ const PART_MIN: f64 = 0.15;
 
 /// Part of the limit that a queue may have and nobody be turned away: who comes then keeps nobody waiting for long.
 const CALM: f64 = 0.05;
+
+/// Of the room between the time that a token takes alone and its limit, what a tenant has that was let in with no more than its share. How many decode moves about what
+/// it was when a request came: of those that are let in at the limit itself half would break it.
+const PACE_PART: f64 = 0.9;
+
+/// What tenants have that were let in with more: what is between is for those with less.
+const PACE_PART_OVER: f64 = 0.8;
+
+/// What those have that go behind all others.
+const PACE_PART_LAST: f64 = 0.7;
+
+/// So much more than its share is still just that: shares move with each request.
+const JUST: f64 = 1.1;
 
 /// Of what a tenant is let in with, how much dear requests get besides.
 const SPARED: f64 = 0.05;
@@ -53,6 +70,33 @@ pub struct Offer {
     pub ttft_us: u64,
     /// Until when its first token must be out, in microseconds; nothing where that does not matter.
     pub ttft_max_us: Option<u64>,
+    /// Of the best candidate: time between two of its tokens, in microseconds.
+    pub tbt_us: u64,
+    /// What was predicted of its decoding there.
+    pub pacing: Pacing,
+}
+
+impl Offer {
+    /// What was decided, for this tenant.
+    #[must_use]
+    pub fn of(decision: &Decision, (tenant, priority): (TenantId, i32), ttft_max_us: Option<u64>) -> Offer {
+        Offer {
+            tenant,
+            priority,
+            cost_us: decision.predicted.prefill_us,
+            ttft_us: decision.ttft_us(),
+            ttft_max_us,
+            tbt_us: decision.predicted.tbt_us,
+            pacing: decision.pacing,
+        }
+    }
+
+    /// Turns it away, until what decodes is down from `tbt_us` to `within_us`: as much of it ends in that share of the time that a request decodes.
+    fn beyond_pace(&self, reason: RejectReason, (tbt_us, within_us): (u64, u64)) -> Rejection {
+        let share = 1.0 - within_us as f64 / tbt_us.max(1) as f64;
+        let retry_after = Duration::from_micros(self.pacing.decode_us).mul_f64(share.clamp(0.0, 1.0));
+        Rejection { reason, retry_after: retry_after.clamp(RETRY_MIN, RETRY_MAX) }
+    }
 }
 
 /// What one tenant was let in with lately.
@@ -89,31 +133,28 @@ impl Admission {
     /// Lets a request in, or says why not and when to come again.
     ///
     /// # Errors
-    /// [`Rejection`] with [`RejectReason::TooLate`] or [`RejectReason::Crowded`].
+    /// [`Rejection`] with [`RejectReason::TooLate`], [`RejectReason::Crowded`], [`RejectReason::TooSlow`], [`RejectReason::Slows`] or
+    /// [`RejectReason::CrowdedPace`].
     pub fn admit(&mut self, offer: &Offer, now: Timestamp) -> Result<(), Rejection> {
         self.decay(now);
         let cost_us = offer.cost_us.max(1) as f64;
-        let Some(limit_us) = offer.ttft_max_us.filter(|limit| *limit > 0) else {
+        let ttft_max_us = offer.ttft_max_us.filter(|limit| *limit > 0);
+        if ttft_max_us.is_none() && offer.pacing.limit_us == 0 {
             self.charge(offer.tenant, cost_us);
             return Ok(());
-        };
-        let (ttft, limit) = (Duration::from_micros(offer.ttft_us), Duration::from_micros(limit_us));
-        if ttft > limit {
-            let retry_after = (ttft - limit).clamp(RETRY_MIN, RETRY_MAX);
-            return Err(Rejection { reason: RejectReason::TooLate { ttft, limit }, retry_after });
         }
+        possible(offer, ttft_max_us)?;
         let fair_us = self.cost_us / self.weight.max(f64::MIN_POSITIVE);
         let tenant = self.tenant(offer.tenant);
-        let within = limit.mul_f64(tenant.part(fair_us, offer.priority));
-        // Where hardly anybody waits, nobody goes before a long prompt.
-        let queue = ttft.saturating_sub(Duration::from_micros(offer.cost_us));
-        let is_beyond = ttft > within && queue > limit.mul_f64(CALM);
-        let is_spared = tenant.is_dear(cost_us) && offer.priority >= 0 && tenant.spared_us >= cost_us;
-        if is_beyond && !is_spared {
-            let retry_after = (ttft - within).clamp(RETRY_MIN, RETRY_MAX);
-            return Err(Rejection { reason: RejectReason::Crowded { ttft, within, limit }, retry_after });
-        }
-        if is_beyond {
+        let claim = tenant.claim(fair_us);
+        let beyond = ttft_max_us
+            .and_then(|limit_us| crowded(offer, limit_us, claim))
+            .or_else(|| crowded_pace(offer, claim));
+        if let Some(rejection) = beyond {
+            let is_spared = tenant.is_dear(cost_us) && offer.priority >= 0 && tenant.spared_us >= cost_us;
+            if !is_spared {
+                return Err(rejection);
+            }
             tenant.spared_us -= cost_us;
         }
         self.charge(offer.tenant, cost_us);
@@ -160,22 +201,81 @@ impl Admission {
     }
 }
 
+/// Whether it could keep its limits at all.
+fn possible(offer: &Offer, ttft_max_us: Option<u64>) -> Result<(), Rejection> {
+    if let Some(limit_us) = ttft_max_us {
+        let (ttft, limit) = (Duration::from_micros(offer.ttft_us), Duration::from_micros(limit_us));
+        if ttft > limit {
+            let retry_after = (ttft - limit).clamp(RETRY_MIN, RETRY_MAX);
+            return Err(Rejection { reason: RejectReason::TooLate { ttft, limit }, retry_after });
+        }
+    }
+    let (tbt_us, limit_us) = (offer.tbt_us, offer.pacing.limit_us);
+    if limit_us > 0 && tbt_us > limit_us {
+        let (tbt, limit) = (Duration::from_micros(tbt_us), Duration::from_micros(limit_us));
+        return Err(offer.beyond_pace(RejectReason::TooSlow { tbt, limit }, (tbt_us, limit_us)));
+    }
+    Ok(())
+}
+
+/// Why others go before it by the time until its first token, if they do.
+fn crowded(offer: &Offer, limit_us: u64, claim: f64) -> Option<Rejection> {
+    let (ttft, limit) = (Duration::from_micros(offer.ttft_us), Duration::from_micros(limit_us));
+    let within = limit.mul_f64(part(claim, offer.priority));
+    // Where hardly anybody waits, nobody goes before a long prompt.
+    let queue = ttft.saturating_sub(Duration::from_micros(offer.cost_us));
+    (ttft > within && queue > limit.mul_f64(CALM)).then(|| {
+        let retry_after = (ttft - within).clamp(RETRY_MIN, RETRY_MAX);
+        Rejection { reason: RejectReason::Crowded { ttft, within, limit }, retry_after }
+    })
+}
+
+/// The same by the time between tokens: its own, and that of those that decode beside it.
+fn crowded_pace(offer: &Offer, claim: f64) -> Option<Rejection> {
+    let Pacing { limit_us, alone_us, others_us, .. } = offer.pacing;
+    if let Some((tbt_us, limit_us)) = others_us.filter(|(tbt_us, limit_us)| tbt_us > limit_us) {
+        let (tbt, limit) = (Duration::from_micros(tbt_us), Duration::from_micros(limit_us));
+        return Some(offer.beyond_pace(RejectReason::Slows { tbt, limit }, (tbt_us, limit_us)));
+    }
+    if limit_us == 0 {
+        return None;
+    }
+    let room_us = limit_us.saturating_sub(alone_us) as f64 * pace_part(claim, offer.priority);
+    let within_us = limit_us.min(alone_us).saturating_add(room_us as u64);
+    let [tbt, within, limit] = [offer.tbt_us, within_us, limit_us].map(Duration::from_micros);
+    let reason = RejectReason::CrowdedPace { tbt, within, limit };
+    (tbt > within).then(|| offer.beyond_pace(reason, (offer.tbt_us, within_us)))
+}
+
+/// Within which part of its limit the first token of a request must come that is of a tenant with such a claim.
+fn part(claim: f64, priority: i32) -> f64 {
+    if priority > 0 {
+        return 1.0;
+    }
+    let part = (PART / claim.max(f64::MIN_POSITIVE)).clamp(PART_MIN, 1.0);
+    if priority < 0 { part / 2.0 } else { part }
+}
+
+/// The same of the room that decoding has.
+fn pace_part(claim: f64, priority: i32) -> f64 {
+    match priority {
+        1.. => 1.0,
+        0 if claim <= JUST => PACE_PART,
+        0 => PACE_PART_OVER,
+        _ => PACE_PART_LAST,
+    }
+}
+
 impl Tenant {
     /// Whether a request costs more than twice as much as those that were let in.
     fn is_dear(&self, cost_us: f64) -> bool {
         cost_us * self.requests > 2.0 * self.cost_us
     }
 
-    /// Within which part of its limit a request is let in, where `fair_us` is what each weight of 1 was let in with.
-    fn part(&self, fair_us: f64, priority: i32) -> f64 {
-        if priority > 0 {
-            return 1.0;
-        }
-        let used = self.cost_us / (fair_us * self.weight).max(f64::MIN_POSITIVE);
+    /// What it was let in with, as a part of its share, where `fair_us` is that of a weight of 1.
+    fn claim(&self, fair_us: f64) -> f64 {
         // One that was let in with nothing of late is taken for one that has its share, or a new name for each request would be a claim.
-        let used = if self.cost_us > 0.0 { used } else { 1.0 };
-        let part = (PART / used.max(f64::MIN_POSITIVE)).clamp(PART_MIN, 1.0);
-        if priority < 0 { part / 2.0 } else { part }
+        if self.cost_us > 0.0 { self.cost_us / (fair_us * self.weight).max(f64::MIN_POSITIVE) } else { 1.0 }
     }
 }
 
@@ -186,7 +286,15 @@ mod tests {
     const LIMIT_US: u64 = 10_000_000;
 
     fn offer(tenant: u32, cost_us: u64, ttft_us: u64) -> Offer {
-        Offer { tenant: TenantId(tenant), priority: 0, cost_us, ttft_us, ttft_max_us: Some(LIMIT_US) }
+        Offer {
+            tenant: TenantId(tenant),
+            priority: 0,
+            cost_us,
+            ttft_us,
+            ttft_max_us: Some(LIMIT_US),
+            tbt_us: 0,
+            pacing: Pacing::default(),
+        }
     }
 
     fn at(ms: u64) -> Timestamp {
@@ -315,6 +423,73 @@ mod tests {
         // Where nobody waits, what is asked for is no matter.
         let idle = Offer { priority: -1, ..offer(1, 9_000_000, 9_400_000) };
         assert_eq!(admission.admit(&idle, at(0)), Ok(()));
+    }
+
+    /// One that decodes so, of requests that may take 20 ms a token and take 10 alone.
+    fn decodes(tenant: u32, tbt_us: u64) -> Offer {
+        let pacing = Pacing { limit_us: 20_000, alone_us: 10_000, decode_us: 8_000_000, ..Pacing::default() };
+        Offer { ttft_max_us: None, tbt_us, pacing, ..offer(tenant, 1_000, 1_000) }
+    }
+
+    #[test]
+    fn who_would_be_too_slow_or_make_others_so_is_told_when_to_come_again() {
+        let mut admission = Admission::default();
+        assert_eq!(admission.admit(&decodes(1, 19_000), at(0)), Ok(()));
+        let slow =
+            admission.admit(&Offer { priority: 9, ..decodes(1, 40_000) }, at(0)).expect_err("it is slow");
+        assert!(matches!(slow.reason, RejectReason::TooSlow { .. }), "{slow}");
+        assert_eq!(
+            slow.retry_after,
+            Duration::from_secs(4),
+            "half of what decodes has to end, which takes it 8 s"
+        );
+        let pacing = Pacing { others_us: Some((16_000, 12_000)), ..decodes(1, 0).pacing };
+        let slows =
+            admission.admit(&Offer { pacing, ..decodes(1, 11_000) }, at(0)).expect_err("it slows others");
+        assert!(matches!(slows.reason, RejectReason::Slows { .. }), "{slows}");
+        assert_eq!(slows.retry_after, Duration::from_secs(2));
+        let pacing = Pacing { limit_us: 0, ..pacing };
+        assert_eq!(
+            admission.admit(&Offer { pacing, ..decodes(1, 11_000) }, at(0)),
+            Ok(()),
+            "it asks for nothing"
+        );
+    }
+
+    #[test]
+    fn room_to_decode_is_shared_and_one_alone_has_all_of_it() {
+        let mut admission = Admission::default();
+        assert_eq!(admission.admit(&decodes(1, 19_000), at(0)), Ok(()), "alone");
+        assert!(admission.admit(&decodes(1, 19_500), at(0)).is_err(), "what comes meanwhile has room");
+        (0..10).for_each(|_| assert_eq!(admission.admit(&decodes(1, 15_000), at(0)), Ok(())));
+        assert_eq!(admission.admit(&decodes(2, 19_000), at(0)), Ok(()), "with less than its share");
+        let more = admission.admit(&decodes(1, 18_500), at(0)).expect_err("with more");
+        assert!(matches!(more.reason, RejectReason::CrowdedPace { .. }), "{more}");
+        assert!(more.retry_after >= RETRY_MIN);
+        assert_eq!(admission.admit(&decodes(1, 18_000), at(0)), Ok(()));
+        let last = |tbt_us| Offer { priority: -1, ..decodes(2, tbt_us) };
+        assert!(admission.admit(&last(17_500), at(0)).is_err());
+        assert_eq!(admission.admit(&last(17_000), at(0)), Ok(()));
+        assert_eq!(admission.admit(&Offer { priority: 1, ..decodes(1, 20_000) }, at(0)), Ok(()));
+    }
+
+    #[test]
+    fn who_floods_what_decodes_gets_what_the_others_leave() {
+        // One that decodes adds 0.1 ms to each step and lasts 10 s, so that ninety have room, and eighty of a tenant with more than its share.
+        let (mut admission, mut runs, mut sums) = (Admission::default(), Vec::new(), [0_u64; 3]);
+        for ms in 0..600_000_u64 {
+            runs.retain(|until| *until > ms);
+            for (tenant, every_ms) in [(1, 250), (2, 10)] {
+                let tbt_us = 10_000 + 100 * (runs.len() as u64 + 1);
+                if ms % every_ms == 0 && admission.admit(&decodes(tenant, tbt_us), at(ms)).is_ok() {
+                    runs.push(ms + 10_000);
+                    sums[tenant as usize] += 1;
+                }
+            }
+        }
+        let [_, modest, flood] = sums.map(|sum| sum as f64 / 600.0);
+        assert!(modest > 3.8, "all of its four a second: {modest}");
+        assert!(flood > 3.8, "nothing is left idle but what is kept: {flood}");
     }
 
     #[test]

@@ -64,6 +64,13 @@ pub(super) struct Wait {
     pub work_us: u64,
     /// What it adds to the waiting of those that come behind it.
     pub delays_us: u64,
+    /// Requests that begin before it.
+    pub requests: u64,
+    /// The same work, of what comes behind it.
+    pub behind_us: u64,
+    /// Of those that begin before it, how many are known, and what room in GPU memory these will take.
+    pub known: u64,
+    pub kv_tokens: u64,
 }
 
 /// Time until the work ahead of a new request is done: its prefill, one step per request, and what the
@@ -76,18 +83,19 @@ pub(super) fn wait(profile: &HardwareProfile, load: &Load, newcomer: &Newcomer, 
     let requests = load.requests_ahead().saturating_sub(behind);
     let running = u64::from(load.running).saturating_mul(profile.step_ns_per_running);
     let running = running.saturating_mul(requests.saturating_add(1));
-    let delays_us = ahead.map_or(0, |ahead| ahead.delays_us);
+    let Ahead { delays_us, behind_us, known, kv_tokens, .. } = ahead.unwrap_or_default();
+    let wait = Wait { delays_us, requests, behind_us, known, kv_tokens, ..Wait::default() };
     match ahead {
         // Their steps are in it.
         Some(Ahead { wait_us, work_us, .. }) if tokens > 0 => {
             let with = |us: u64| us.saturating_add(running / NS_PER_US);
-            Wait { us: with(wait_us), work_us: with(work_us), delays_us }
+            Wait { us: with(wait_us), work_us: with(work_us), ..wait }
         }
         _ => {
             let steps = requests.saturating_mul(profile.step_ns);
             let prefill = tokens.saturating_mul(profile.prefill_ns_per_token);
             let us = prefill.saturating_add(steps).saturating_add(running) / NS_PER_US;
-            Wait { us, work_us: us, delays_us }
+            Wait { us, work_us: us, ..wait }
         }
     }
 }

@@ -5,6 +5,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use super::decoding::{Breaks, Pacing};
 use super::lanes::{LinkPath, Price};
 use super::pairs::Handover;
 use crate::id::{Epoch, InstanceId, NodeId, RequestId, Tier, Timestamp};
@@ -21,13 +22,17 @@ pub struct Prediction {
     pub prefill_us: u64,
     /// By how much those lengthen the wait that are still to come and go before it.
     pub passed_us: u64,
+    /// Until there is room for it in GPU memory, from when the work ahead is done.
+    pub room_us: u64,
+    /// Time between two of its tokens after the first; no part of the time to that one.
+    pub tbt_us: u64,
 }
 
 impl Prediction {
-    /// Time to first token: transfer + queue + prefill (Mooncake, FAST '25, Algorithm 1), and what those take who come later and go before.
+    /// Time to first token: transfer + queue + prefill (Mooncake, FAST '25, Algorithm 1), room in GPU memory, and what those take who come later and go before.
     #[must_use]
     pub fn ttft_us(&self) -> u64 {
-        [self.transfer_us, self.prefill_us, self.passed_us]
+        [self.transfer_us, self.prefill_us, self.passed_us, self.room_us]
             .into_iter()
             .fold(self.queue_us, u64::saturating_add)
     }
@@ -60,6 +65,10 @@ pub struct Candidate {
     /// What it would add to the waiting of others, in microseconds: of all requests that it would pass, and of those to come by as much of its own wait as
     /// its transfer hides.
     pub delays_us: u64,
+    /// Time between two tokens of those that decode there, in microseconds; 0 where nobody does.
+    pub others_tbt_us: u64,
+    /// Whose limit between two tokens would be broken there, if any.
+    pub breaks: Option<Breaks>,
     /// What is added to its cost since it joined of late and is given less than others, in microseconds.
     pub ramp_us: u64,
     /// When its turn there would be.
@@ -186,6 +195,18 @@ pub enum Reason {
     },
     /// No other instance could take it.
     OnlyCandidate,
+    /// A limit between two tokens counted: instances where none is broken come first.
+    Paced {
+        /// Instances behind the chosen one where its own limit would be broken.
+        own: u32,
+        /// Those where that of requests that decode there would be.
+        others: u32,
+    },
+    /// It has to wait for room in GPU memory.
+    WaitsForRoom {
+        /// For so long behind the work ahead, in microseconds.
+        room_us: u64,
+    },
     /// It has the leading blocks in GPU memory.
     Resident {
         /// How many.
@@ -281,6 +302,13 @@ impl fmt::Display for Reason {
                 write!(f, "{instance} would cost less and joined of late: {ramp_us} us count against it")
             }
             Reason::OnlyCandidate => write!(f, "only instance that can take it"),
+            Reason::Paced { own, others } => write!(
+                f,
+                "on {own} instances its tokens would come too far apart, on {others} those of requests that decode there"
+            ),
+            Reason::WaitsForRoom { room_us } => {
+                write!(f, "it waits {room_us} us for room in GPU memory, behind the work ahead")
+            }
             Reason::Coming => {
                 write!(f, "some of them are being computed there for a request that goes before")
             }
@@ -352,6 +380,8 @@ pub struct Decision {
     pub predicted: Prediction,
     /// Who goes on when the prompt is computed, where that is another instance.
     pub handover: Option<Handover>,
+    /// What was predicted of its decoding.
+    pub pacing: Pacing,
     /// When its turn is: of what waits at an instance that keeps an order, the earliest goes first.
     pub turn: Timestamp,
     /// Every instance looked at: the chosen one first, then by cost, then the filtered ones.
@@ -432,6 +462,41 @@ pub enum RejectReason {
         instances: u32,
         /// Of these, how many compute no prompts.
         decode: u32,
+    },
+    /// Wherever it ran, its tokens would come further apart than they may.
+    #[error("its tokens would come {} us apart, and its limit is {} us", tbt.as_micros(), limit.as_micros())]
+    TooSlow {
+        /// On the best instance.
+        tbt: Duration,
+        /// What was asked for.
+        limit: Duration,
+    },
+    /// Wherever it ran, tokens of requests that decode there would come further apart than they may.
+    #[error(
+        "tokens of requests that decode would come {} us apart, and the limit of one is {} us",
+        tbt.as_micros(),
+        limit.as_micros()
+    )]
+    Slows {
+        /// On the best instance.
+        tbt: Duration,
+        /// The least that was asked for one of them.
+        limit: Duration,
+    },
+    /// As many decode as can within its limit but for what is kept for others, and others go before this one.
+    #[error(
+        "its tokens would come {} us apart, within its limit of {} us, and more is asked for than can be served: beyond {} us others go before",
+        tbt.as_micros(),
+        limit.as_micros(),
+        within.as_micros()
+    )]
+    CrowdedPace {
+        /// On the best instance.
+        tbt: Duration,
+        /// Up to when it would be let in now.
+        within: Duration,
+        /// What was asked for.
+        limit: Duration,
     },
     /// Instances are known, and whoever asked left all of them out.
     #[error("none of {instances} instances is among those that may be chosen")]

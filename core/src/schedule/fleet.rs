@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::decision::Decision;
+use super::decision::{Decision, Prediction};
 use super::joining::SLOW_START;
 use super::lanes::{LinkLanes, LinkPath, Price, Reader};
 use super::learnt::Learnt;
@@ -14,7 +14,8 @@ use super::load::{Load, Moment};
 use super::pairs::{Part, Role};
 use super::passing::Passing;
 use super::profile::HardwareProfile;
-use crate::id::{Epoch, InstanceId, NodeId, Tier, Timestamp};
+use super::steps::{Lengths, Steps, Told};
+use crate::id::{Category, Epoch, InstanceId, NodeId, Tier, Timestamp};
 use crate::place::Ring;
 
 /// An instance whose last report is older is left out. Reports come five times a second: ten missed in
@@ -114,6 +115,8 @@ pub struct Fleet {
     nodes: Vec<LiveNode>,
     ring: Ring,
     passing: Passing,
+    steps: Steps,
+    lengths: Lengths,
 }
 
 /// The paths that an instance took lately.
@@ -164,7 +167,11 @@ impl Fleet {
                 } else {
                     instance.load.after(&known.load, instance.reported_at)
                 };
+                let since = (known.load, known.reported_at);
                 *known = Instance { load, ..instance };
+                if !is_other {
+                    heard(&mut self.steps, &self.profile, known, &since);
+                }
             }
             Err(rank) => {
                 self.instances.insert(rank, instance);
@@ -234,6 +241,8 @@ impl Fleet {
             let known = &mut self.instances[rank];
             known.load.record(decision, Moment { now, reported_at: known.reported_at });
             self.passing.sent(decision.parts.prefill_us, count, now);
+            let prompt = (decision.recompute_tokens, decision.parts.prefill_us);
+            self.lengths.sent(decision.pacing.kv_tokens, prompt);
         }
         // Who goes on has nothing to compute, and one more that runs.
         let partner = decision.handover.map(|handover| handover.instance);
@@ -241,7 +250,31 @@ impl Fleet {
         if let Some(Ok(rank)) = rank {
             let load = &mut self.instances[rank].load;
             load.routed = load.routed.saturating_add(1);
+            load.strictest.sent(decision, now);
         }
+    }
+
+    /// A request of this category ended with so many tokens said, so far apart. `parts` is what was predicted before factors; without a time nothing
+    /// is learnt of that.
+    pub fn ended(&mut self, category: Category, output_tokens: u32, (parts, tbt_us): (&Prediction, u64)) {
+        if output_tokens > 0 {
+            self.lengths.ended(category, output_tokens);
+        }
+        self.learnt.observe_tbt(parts, tbt_us);
+    }
+
+    pub(super) fn steps(&self) -> &Steps {
+        &self.steps
+    }
+
+    pub(super) fn lengths(&self) -> &Lengths {
+        &self.lengths
+    }
+
+    /// How many times as long as the profile says a step takes by itself, and what each request that decodes adds to it.
+    #[must_use]
+    pub fn step_factors(&self) -> [f64; 2] {
+        self.steps.factors()
     }
 
     pub(super) fn passing(&self) -> &Passing {
@@ -294,5 +327,25 @@ impl Fleet {
     #[must_use]
     pub fn ring(&self) -> &Ring {
         &self.ring
+    }
+}
+
+/// Learns from what an instance says of its steps since the report before.
+fn heard(
+    steps: &mut Steps,
+    profile: &HardwareProfile,
+    known: &mut Instance,
+    (before, at): &(Load, Timestamp),
+) {
+    let now = known.reported_at;
+    let (tbt_us, took_us) = (known.load.decoding.tbt_us, now.since(*at).as_micros() as f64);
+    if tbt_us == 0 || took_us <= 0.0 {
+        return;
+    }
+    let computed_us = before.computed_us(&known.load, profile.prefill_ns_per_token) as f64;
+    let running = (f64::from(before.running) + f64::from(known.load.running)) / 2.0;
+    let told = Told { running, tbt_us, prompts: (computed_us / took_us).min(1.0) };
+    if let Some(ratio) = steps.observe(profile, told, now) {
+        known.load.pace.observe(ratio, now);
     }
 }

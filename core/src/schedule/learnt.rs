@@ -31,6 +31,9 @@ const SPREAD_HALF_LIFE: f64 = 64.0;
 /// How much the belief is worth that those who pass take what is predicted of them: so many milliseconds that came as predicted.
 const PASSED_PRIOR_MS: f64 = 20_000.0;
 
+/// How much the belief in predicted times between tokens is worth: that of so many requests that came as predicted.
+const TBT_PRIOR: f64 = 16.0;
+
 /// Factors of a prediction's parts, learnt from what was observed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Learnt {
@@ -43,6 +46,8 @@ pub struct Learnt {
     spread: f64,
     /// What was predicted for those who pass, and what was observed beyond the rest, in milliseconds.
     passed: [f64; 2],
+    /// Times between tokens as predicted and as observed, in milliseconds, and of how many requests.
+    tbt: [f64; 3],
 }
 
 impl Default for Learnt {
@@ -53,6 +58,7 @@ impl Default for Learnt {
             factors: [1.0; 3],
             spread: 1.0,
             passed: [0.0; 2],
+            tbt: [0.0; 3],
         }
     }
 }
@@ -60,7 +66,8 @@ impl Default for Learnt {
 impl Learnt {
     /// A request's first token came after so long. `parts` is what was predicted before factors: [`Learnt::apply`] was given it.
     pub fn observe(&mut self, parts: &Prediction, ttft_us: u64) {
-        let x = [parts.queue_us, parts.transfer_us, parts.prefill_us].map(|us| us as f64 / 1e3);
+        let waits_us = parts.queue_us.saturating_add(parts.room_us);
+        let x = [waits_us, parts.transfer_us, parts.prefill_us].map(|us| us as f64 / 1e3);
         let all: f64 = x.iter().sum();
         if all <= 0.0 || ttft_us == 0 {
             return;
@@ -82,6 +89,34 @@ impl Learnt {
         self.factors = self.solved();
         self.passed[0] = self.passed[0] * kept + parts.passed_us as f64 / 1e3;
         self.passed[1] = self.passed[1] * kept + observed - expected;
+    }
+
+    /// The tokens of a request came so far apart. `parts` is what was predicted before factors.
+    pub fn observe_tbt(&mut self, parts: &Prediction, tbt_us: u64) {
+        if parts.tbt_us == 0 || tbt_us == 0 {
+            return;
+        }
+        let predicted = parts.tbt_us as f64 / 1e3;
+        let observed = (tbt_us as f64 / 1e3).clamp(predicted / FACTOR_MAX, predicted * FACTOR_MAX);
+        let kept = (-1.0 / HALF_LIFE).exp2();
+        let [before, seen, count] = self.tbt;
+        self.tbt = [before * kept + predicted, seen * kept + observed, count * kept + 1.0];
+    }
+
+    /// How many times as long as predicted tokens are apart, in sum.
+    #[must_use]
+    pub fn tbt_factor(&self) -> f64 {
+        let [predicted, observed, count] = self.tbt;
+        if count <= 0.0 {
+            return 1.0;
+        }
+        let prior = TBT_PRIOR * predicted / count;
+        ((observed + prior) / (predicted + prior)).clamp(1.0 / FACTOR_MAX, FACTOR_MAX)
+    }
+
+    /// A time between tokens with its factor.
+    pub(super) fn tbt_us(&self, us: u64) -> u64 {
+        (us as f64 * self.tbt_factor()).round() as u64
     }
 
     /// How many times as long as is predicted those take who come later and go before: what all others together make of the rest, so that predictions are
@@ -117,6 +152,9 @@ impl Learnt {
             transfer_us: scaled(parts.transfer_us, transfer),
             prefill_us: scaled(parts.prefill_us, prefill),
             passed_us: scaled(parts.passed_us, self.passed()),
+            // It is a wait as the other one is.
+            room_us: scaled(parts.room_us, queue),
+            tbt_us: self.tbt_us(parts.tbt_us),
         }
     }
 

@@ -6,6 +6,8 @@
 use std::time::Duration;
 
 use super::decision::{Decision, Prediction};
+use super::decoding::{Decoding, Strictest};
+use super::steps::Pace;
 use crate::id::Timestamp;
 
 /// Queued and running work of one instance.
@@ -25,6 +27,12 @@ pub struct Load {
     pub routed_tokens: u64,
     /// Requests routed there since the report.
     pub routed: u32,
+    /// What decodes there, and room in GPU memory, as reported.
+    pub decoding: Decoding,
+    /// How fast its steps are beside those of others.
+    pub(super) pace: Pace,
+    /// The least limit between two tokens of requests that were sent there.
+    pub(super) strictest: Strictest,
     /// Those routed there that are not computed yet, whether or not a report came since.
     pub(super) sent: Sent,
 }
@@ -63,6 +71,8 @@ struct One {
     tokens: u32,
     /// Predicted for these tokens.
     prefill_us: u32,
+    /// Room that it will take in GPU memory; 0 once a report counts it among what is taken.
+    kv_tokens: u32,
 }
 
 /// What of the requests sent to an instance is not computed yet, in the order in which it will be.
@@ -93,6 +103,11 @@ pub(super) struct Ahead {
     pub(super) behind: u64,
     /// What it adds to the waiting of these.
     pub(super) delays_us: u64,
+    /// Prompts that are computed behind it, which takes so long.
+    pub(super) behind_us: u64,
+    /// Of those that go before it, how many are known, and what room in GPU memory these will take.
+    pub(super) known: u64,
+    pub(super) kv_tokens: u64,
 }
 
 /// A request that may come.
@@ -191,6 +206,13 @@ impl Sent {
         self.all[self.begun..self.len].sort_by_key(|one| one.turn);
         let first_us = sum_us(&self.all[..self.begun]);
         self.done_us = done_us.saturating_sub(gone_us).min(UNTOLD_MAX_US).min(first_us);
+        // What runs has its room, and the report says how much.
+        self.all[..self.begun].iter_mut().for_each(|one| one.kv_tokens = 0);
+    }
+
+    /// Until all of it is computed.
+    fn left_us(&self) -> u64 {
+        sum_us(self.all()).saturating_sub(self.done_us)
     }
 
     /// What becomes of a newcomer.
@@ -201,14 +223,19 @@ impl Sent {
         let waiting = self.waiting();
         let before = waiting.partition_point(|one| one.turn <= newcomer.turn);
         let work_us = busy_us.saturating_add(sum_us(&waiting[..before]));
+        let behind_us = sum_us(&waiting[before..]);
+        let first = &self.all[..self.begun + before];
+        let (known, kv_tokens) =
+            (first.len() as u64, first.iter().map(|one| u64::from(one.kv_tokens)).sum::<u64>());
+        let ahead = Ahead { work_us, behind_us, known, kv_tokens, ..Ahead::default() };
         if ready <= free && waiting.iter().all(|one| one.ready <= free) {
             let behind = (waiting.len() - before) as u64;
             let delays_us = behind.saturating_mul(newcomer.prefill_us);
-            return Ahead { wait_us: work_us, work_us, behind, delays_us };
+            return Ahead { wait_us: work_us, behind, delays_us, ..ahead };
         }
         let prefill_us = u32::try_from(newcomer.prefill_us).unwrap_or(u32::MAX);
         // None of those that wait computes nothing: by that it is told from them.
-        let new = One { turn: newcomer.turn, ready, tokens: 0, prefill_us };
+        let new = One { turn: newcomer.turn, ready, tokens: 0, prefill_us, kv_tokens: 0 };
         let mut with = [One::default(); SENT_MAX + 1];
         with[..before].copy_from_slice(&waiting[..before]);
         with[before] = new;
@@ -217,7 +244,8 @@ impl Sent {
         let mut without = self.all;
         let without = Begins::of(&mut without[self.begun..self.len], free);
         let wait_us = micros(with.newcomer.since(now));
-        Ahead { wait_us, work_us, behind: with.behind, delays_us: with.sum_us.saturating_sub(without.sum_us) }
+        let delays_us = with.sum_us.saturating_sub(without.sum_us);
+        Ahead { wait_us, behind: with.behind, delays_us, ..ahead }
     }
 }
 
@@ -273,13 +301,27 @@ impl Load {
         Self { queue_tokens, running, waiting, ..Self::default() }
     }
 
+    /// The same with what it says of decoding and of GPU memory.
+    #[must_use]
+    pub fn with_decoding(self, decoding: Decoding) -> Self {
+        Self { decoding: decoding.believed(), ..self }
+    }
+
     /// The same, of an instance that is known by an earlier load: of what was sent there, what is left is remembered.
     #[must_use]
     pub fn after(self, before: &Load, now: Timestamp) -> Self {
         let mut sent = before.sent;
         sent.advance(now);
         sent.shrink_to(self.tokens_ahead());
-        Self { sent, ..self }
+        Self { sent, pace: before.pace, strictest: before.strictest, ..self }
+    }
+
+    /// For how long prompts were computed between a load and the report that follows it, as far as is known: that of what was sent by what is left of it, else
+    /// of the tokens that are gone.
+    pub(super) fn computed_us(&self, after: &Load, ns_per_token: u64) -> u64 {
+        let known = self.sent.left_us().saturating_sub(after.sent.left_us());
+        let gone = self.tokens_ahead().saturating_sub(after.queue_tokens);
+        known.max(if self.sent.len == 0 { gone.saturating_mul(ns_per_token) / 1_000 } else { 0 })
     }
 
     /// What is computed before a newcomer; nothing where nothing is known of what waits.
@@ -297,6 +339,13 @@ impl Load {
         let unknown_us = u64::try_from(unknown_us).unwrap_or(u64::MAX);
         let more = |us: u64| us.saturating_add(unknown_us);
         Some(Ahead { wait_us: more(ahead.wait_us), work_us: more(ahead.work_us), ..ahead })
+    }
+
+    /// For how long prompts that were sent there are computed from now on.
+    pub(super) fn prompts_us(&self, at: Moment) -> u64 {
+        let mut sent = self.sent;
+        sent.advance(at.goes_on_to());
+        sent.left_us()
     }
 
     /// Tokens that are prefilled before a request that comes now.
@@ -322,7 +371,11 @@ impl Load {
             ready: at.now.after(Duration::from_micros(transfer_us)),
             tokens: decision.recompute_tokens,
             prefill_us: u32::try_from(prefill_us).unwrap_or(u32::MAX),
+            kv_tokens: decision.pacing.kv_tokens,
         });
         self.sent.advance(at.goes_on_to());
+        if decision.handover.is_none() {
+            self.strictest.sent(decision, at.now);
+        }
     }
 }

@@ -9,6 +9,7 @@ mod admit;
 mod coming;
 mod cost;
 mod decision;
+mod decoding;
 mod fleet;
 mod joining;
 mod lanes;
@@ -21,6 +22,7 @@ mod passing;
 mod planners;
 mod profile;
 mod reasons;
+mod steps;
 mod turn;
 
 use std::time::Duration;
@@ -38,6 +40,8 @@ use cost::{Asking, Plan, Planner};
 pub use decision::{
     Candidate, Decision, Fate, Filtered, Prediction, Reason, RejectReason, Rejection, Source,
 };
+use decoding::Climate;
+pub use decoding::{Breaks, Decoding, Pacing};
 use fleet::InstancePaths;
 pub use fleet::{Fleet, Instance, Limits, LiveNode, QUEUE_TOKENS_MAX, REPORT_STALE_AFTER};
 pub use joining::SLOW_START;
@@ -79,8 +83,10 @@ pub struct RouteRequest {
     pub block_tokens: u32,
     /// Tokens of the whole prompt.
     pub input_tokens: u32,
-    /// Tokens expected to be generated; 0 when unknown.
+    /// Tokens that may be generated; 0 when unknown.
     pub output_tokens: u32,
+    /// How far apart its tokens may come, the mean of those behind the first, in microseconds; 0 where that does not matter.
+    pub tbt_max_us: u64,
 }
 
 /// Leading blocks of the request that an instance has in GPU memory.
@@ -143,7 +149,7 @@ impl Eligible<'_> {
 }
 
 /// Chooses the instance with the least cost ([`Candidate::cost_us`]: predicted TTFT, what others wait longer, and more where it joined of
-/// late) and says how it gets the KV. Equal arguments give equal answers.
+/// late), of those first where no limit between two tokens is predicted to be broken, and says how it gets the KV. Equal arguments give equal answers.
 ///
 /// # Errors
 /// [`Rejection`] when no instance has a fresh report and room in its queue.
@@ -168,21 +174,23 @@ pub fn choose_among<'a>(
     now: Timestamp,
 ) -> Result<Decision, Rejection> {
     let held = held.into();
+    let climate = Climate::of(request, fleet, now);
     let mut planners = Planners::new(request, held.matched, fleet);
-    let mut candidates = price(held, &mut planners, eligible, (fleet, now));
+    let mut candidates = price(held, &mut planners, eligible, (fleet, &climate, now));
     candidates.sort_unstable_by_key(rank);
     let open = candidates.partition_point(|candidate| candidate.filtered.is_none());
     if open == 0 {
         return Err(rejection(fleet, &candidates));
     }
-    let best_us = candidates[0].cost_us();
-    let tied = candidates[..open].partition_point(|candidate| candidate.cost_us() == best_us);
+    let (best_us, breaks) = (candidates[0].cost_us(), candidates[0].breaks);
+    let alike = candidates[..open].partition_point(|candidate| candidate.breaks == breaks);
+    let tied = candidates[..alike].partition_point(|candidate| candidate.cost_us() == best_us);
     candidates[..tied].rotate_left(turn(request.request, tied));
     let chosen = fleet.with_paths(candidates[0].instance).expect("candidates are instances of the fleet");
     let asking = asking(chosen);
     let place = planners.place(asking);
     let planner = planners.at(place);
-    Ok(decide(&Choice { request, held, planner, asking, fleet, open, tied }, candidates))
+    Ok(decide(&Choice { request, held, planner, asking, fleet, climate, open, alike, tied }, candidates))
 }
 
 /// Cost of every instance, in the order of the fleet.
@@ -190,7 +198,7 @@ fn price(
     held: Held<'_>,
     planners: &mut Planners<'_>,
     eligible: Eligible<'_>,
-    (fleet, now): (&Fleet, Timestamp),
+    (fleet, climate, now): (&Fleet, &Climate, Timestamp),
 ) -> Vec<Candidate> {
     // Instances whose node holds nothing of the prefix share one plan with those that take the same paths.
     let mut afar: SmallVec<[Option<Plan>; 4]> = SmallVec::new();
@@ -222,8 +230,9 @@ fn price(
         let resident_blocks = held.resident_blocks(instance.id);
         let coming = held.coming(instance.id, resident_blocks);
         if resident_blocks > 0 || coming.is_some() || !asking.fetches {
-            let of =
-                |blocks, behind| costed(instance, &planner.behind(blocks).plan(asking), behind, (fleet, now));
+            let of = |blocks, behind| {
+                costed(instance, &planner.behind(blocks).plan(asking), behind, (fleet, climate, now))
+            };
             let there = of(resident_blocks, None);
             let later = coming.map(|coming| of(coming.blocks, Some(coming.turn)));
             // To wait for what another request brings may take longer than to compute it.
@@ -231,19 +240,20 @@ fn price(
         }
         let whole = planner.behind(0);
         if instance.node.is_some_and(|node| whole.holds_any(node)) {
-            return costed(instance, &whole.plan(asking), None, (fleet, now));
+            return costed(instance, &whole.plan(asking), None, (fleet, climate, now));
         }
         if afar.len() <= place {
             afar.resize_with(place + 1, || None);
         }
         let plan = afar[place].get_or_insert_with(|| whole.plan(Asking { own: None, ..asking }));
-        costed(instance, plan, None, (fleet, now))
+        costed(instance, plan, None, (fleet, climate, now))
     };
     let ramped = |known: (&Instance, &InstancePaths)| {
         let share = if is_settled { share(known.0) } else { 1.0 };
         let mut candidate = cost(known);
         if let Some(pairs) = pairs.as_ref().filter(|_| candidate.filtered.is_none()) {
             candidate = paired(candidate, known.0, pairs, fleet.part(known.0.id));
+            candidate = decoded_by_partner(candidate, fleet, climate);
         }
         candidate.ramp_us = joining::added_us(candidate.ttft_us(), share);
         candidate
@@ -265,6 +275,22 @@ fn paired(candidate: Candidate, instance: &Instance, pairs: &Partners<'_>, part:
     Candidate { handover, delays_us, ..candidate }
 }
 
+/// What is predicted of decoding by whoever goes on, if another does: room for it is there, and so are those that it slows.
+fn decoded_by_partner(candidate: Candidate, fleet: &Fleet, climate: &Climate) -> Candidate {
+    let partner = candidate.handover.and_then(|handover| fleet.instance(handover.instance));
+    let Some(partner) = partner else { return candidate };
+    let forecast = climate.at_partner(fleet, partner);
+    let Prediction { queue_us, transfer_us, prefill_us, .. } = candidate.parts;
+    // Its room comes free while the prompt is computed.
+    let there_us = queue_us.saturating_add(transfer_us).saturating_add(prefill_us);
+    let room_us = forecast.room_us.saturating_sub(there_us);
+    let parts = Prediction { room_us, tbt_us: forecast.tbt_us, ..candidate.parts };
+    let predicted = fleet.learnt.apply(&parts);
+    let others_tbt_us = fleet.learnt.tbt_us(forecast.others_us);
+    let breaks = climate.breaks(partner, predicted.tbt_us, others_tbt_us);
+    Candidate { parts, predicted, others_tbt_us, breaks, ..candidate }
+}
+
 fn filter(instance: &Instance, limits: &Limits, now: Timestamp) -> Option<Filtered> {
     let age = now.since(instance.reported_at);
     if age > limits.report_stale_after {
@@ -280,6 +306,8 @@ fn filtered_out(instance: &Instance, filtered: Filtered) -> Candidate {
         parts: Prediction::default(),
         predicted: Prediction::default(),
         delays_us: 0,
+        others_tbt_us: 0,
+        breaks: None,
         ramp_us: 0,
         turn: Timestamp::default(),
         resident_blocks: 0,
@@ -295,7 +323,7 @@ fn costed(
     instance: &Instance,
     plan: &Plan,
     behind: Option<Timestamp>,
-    (fleet, now): (&Fleet, Timestamp),
+    (fleet, climate, now): (&Fleet, &Climate, Timestamp),
 ) -> Candidate {
     let turn = turn_of(instance, plan.prefill_us, now);
     let turn = behind.map_or(turn, |before| turn.max(before.after(Duration::from_micros(1))));
@@ -311,15 +339,22 @@ fn costed(
     // better one all the same.
     let queue_us = wait.us.saturating_sub(plan.transfer_us);
     let delays_us = wait.delays_us.saturating_add(wait.work_us.min(plan.transfer_us));
-    let parts =
-        Prediction { queue_us, transfer_us: plan.transfer_us, prefill_us: plan.prefill_us, passed_us };
+    let Plan { transfer_us, prefill_us, .. } = *plan;
+    let forecast = climate.at(fleet, instance, &wait, prefill_us);
+    // Room comes free while the work ahead is done and blocks come.
+    let room_us = forecast.room_us.saturating_sub(wait.us.max(transfer_us));
+    let tbt_us = forecast.tbt_us;
+    let parts = Prediction { queue_us, transfer_us, prefill_us, passed_us, room_us, tbt_us };
     let predicted = fleet.learnt.apply(&parts);
+    let others_tbt_us = fleet.learnt.tbt_us(forecast.others_us);
     let Plan { resident_blocks, overlap_blocks, .. } = *plan;
     Candidate {
         instance: instance.id,
         parts,
         predicted,
         delays_us,
+        others_tbt_us,
+        breaks: climate.breaks(instance, predicted.tbt_us, others_tbt_us),
         ramp_us: 0,
         turn,
         resident_blocks,
@@ -330,9 +365,9 @@ fn costed(
     }
 }
 
-/// Open candidates first, by cost; ids make the order total.
-fn rank(candidate: &Candidate) -> (bool, u64, u32) {
-    (candidate.filtered.is_some(), candidate.cost_us(), candidate.instance.0)
+/// Open candidates first, then those where no limit between tokens is broken, by cost; ids make the order total.
+fn rank(candidate: &Candidate) -> (bool, Option<Breaks>, u64, u32) {
+    (candidate.filtered.is_some(), candidate.breaks, candidate.cost_us(), candidate.instance.0)
 }
 
 /// Which of `among` equal candidates a request takes.
@@ -349,8 +384,11 @@ struct Choice<'a> {
     planner: &'a Planner<'a>,
     asking: Asking<'a>,
     fleet: &'a Fleet,
+    climate: Climate,
     /// Candidates that were not filtered.
     open: usize,
+    /// Of those, the ones that break the limits of as few as the best.
+    alike: usize,
     /// Of those, the ones as good as the best.
     tied: usize,
 }
@@ -373,9 +411,28 @@ fn decide(choice: &Choice<'_>, candidates: Vec<Candidate>) -> Decision {
         parts: chosen.parts,
         predicted: chosen.predicted,
         handover: chosen.handover,
+        pacing: pacing(choice, &chosen),
         turn: chosen.turn,
         candidates,
         reasons,
+    }
+}
+
+/// What was predicted of decoding at the chosen instance.
+fn pacing(choice: &Choice<'_>, chosen: &Candidate) -> Pacing {
+    let Choice { climate, fleet, .. } = choice;
+    // Where it decodes.
+    let goes_on = chosen.handover.map_or(chosen.instance, |handover| handover.instance);
+    let instance = fleet.instance(goes_on);
+    let alone_us = instance.map_or(0, |instance| climate.alone_us(fleet, instance));
+    let limit_us = instance.and_then(|instance| climate.strictest_us(instance));
+    Pacing {
+        output_tokens: climate.output_tokens,
+        kv_tokens: climate.kv_tokens,
+        limit_us: climate.limit_us,
+        alone_us: fleet.learnt.tbt_us(alone_us),
+        decode_us: chosen.predicted.tbt_us.saturating_mul(climate.output_tokens.into()),
+        others_us: limit_us.map(|limit_us| (chosen.others_tbt_us, limit_us)),
     }
 }
 

@@ -28,6 +28,8 @@ pub(super) struct Passing {
     at: Option<Timestamp>,
     /// Of all instances' time, the share that requests below each size take.
     below: [f64; SIZES],
+    /// All of what was sent, and the time of all instances in which it was.
+    all: [f64; 2],
 }
 
 fn size_of(prefill_us: u64) -> usize {
@@ -51,6 +53,18 @@ impl Passing {
             *below = ((sum_us + sent / 2.0) / whole_us).min(SHARE_MAX);
             sum_us += sent;
         }
+        self.all = [sum_us, whole_us];
+    }
+
+    /// Of an instance's time, the share that prompts took lately: less, the longer none was sent.
+    pub(super) fn share(&self, now: Timestamp) -> f64 {
+        let [sent_us, whole_us] = self.all;
+        if sent_us <= 0.0 {
+            return 0.0;
+        }
+        let since_us = self.at.map_or(0.0, |at| now.since(at).as_micros() as f64);
+        let kept = (-since_us / HALF_LIFE.as_micros() as f64).exp2();
+        (sent_us / whole_us * kept).min(SHARE_MAX)
     }
 
     /// By how much they lengthen the wait of a request of this size that would wait so long if nobody came any more.

@@ -7,6 +7,7 @@ use smallvec::SmallVec;
 use super::Choice;
 use super::cost::Plan;
 use super::decision::{Candidate, Fate, Filtered, Reason, Source};
+use super::decoding::Breaks;
 use super::lanes::Measure;
 use crate::index::Holder;
 
@@ -22,7 +23,10 @@ pub(super) fn of(
     let own = choice.asking.own;
     let mut reasons = SmallVec::<[Reason; 8]>::new();
     reasons.push(why_instance(choice, candidates));
-    reasons.extend(why_joiner(&candidates[..choice.open]).into_iter().flatten());
+    reasons.extend(why_joiner(&candidates[..choice.alike]).into_iter().flatten());
+    reasons.extend(why_pace(&candidates[..choice.open]));
+    let room_us = candidates[0].predicted.room_us;
+    reasons.extend((room_us > 0).then_some(Reason::WaitsForRoom { room_us }));
     reasons.extend(why_sources(choice, plan));
     reasons.extend(candidates[0].is_coming.then_some(Reason::Coming));
     reasons.extend(prices(choice, plan));
@@ -49,7 +53,7 @@ pub(super) fn of(
 }
 
 fn why_instance(choice: &Choice<'_>, candidates: &[Candidate]) -> Reason {
-    match (choice.open, choice.tied) {
+    match (choice.alike, choice.tied) {
         (1, _) => Reason::OnlyCandidate,
         (open, 1) => {
             let margin_us = candidates[1].cost_us() - candidates[0].cost_us();
@@ -78,6 +82,14 @@ fn ttft_margin_us(open: &[Candidate], tied: usize) -> Option<u64> {
     }
     let next_us = others.iter().map(ttft_us).min().unwrap_or(u64::MAX);
     next_us.checked_sub(best_us).filter(|margin_us| *margin_us > 0)
+}
+
+/// Where limits between two tokens would be broken, if that kept the request from there.
+fn why_pace(open: &[Candidate]) -> Option<Reason> {
+    let count = |whose| open.iter().filter(|candidate| candidate.breaks == Some(whose)).count() as u32;
+    let [own, others] = [Breaks::Own, Breaks::Others].map(count);
+    let is_kept = open.iter().any(|candidate| candidate.breaks > open[0].breaks);
+    is_kept.then_some(Reason::Paced { own, others })
 }
 
 /// What came of it that instances joined of late: for the chosen one, and for one that would be chosen else.

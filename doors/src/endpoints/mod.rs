@@ -96,6 +96,15 @@ pub(crate) struct Heard {
     pub(crate) queue_tokens: u64,
     /// Part of its KV memory that is taken, where it says so: 0 to 1.
     pub(crate) usage: Option<f64>,
+    /// Tokens whose KV that memory can hold; 0 where it does not say.
+    pub(crate) kv_tokens_max: u64,
+}
+
+impl Heard {
+    /// Tokens whose KV it holds for what runs, as far as that is known.
+    pub(crate) fn kv_tokens(&self) -> u64 {
+        (self.kv_tokens_max as f64 * self.usage.unwrap_or_default()).round() as u64
+    }
 }
 
 #[derive(Debug)]

@@ -8,6 +8,8 @@ use axum::http::header::{
 };
 use axum::http::{HeaderMap, HeaderValue};
 
+use crate::decide::Wishes;
+
 /// Number by which a caller knows a request again.
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
@@ -22,6 +24,9 @@ pub(super) const PREFILL_INSTANCE: HeaderName = HeaderName::from_static("x-kvfle
 
 /// Under which number the router was asked.
 pub(super) const REQUEST: HeaderName = HeaderName::from_static(crate::REQUEST_HEADER);
+
+/// Limits of time that callers ask for.
+const LIMITS: [&str; 2] = ["x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"];
 
 /// Of one connection, not of the request.
 const HOP: [HeaderName; 7] =
@@ -81,6 +86,18 @@ pub(super) fn request_id(headers: &HeaderMap, random: u128) -> HeaderValue {
     }
 }
 
+/// What its caller wishes for a request: limits of time, in the words of the Inference Extension. Who it is for and how much it matters are not for callers
+/// to say here.
+pub(super) fn wishes(headers: &HeaderMap) -> Wishes {
+    let mut wishes = Wishes::default();
+    for name in LIMITS {
+        if let Some(text) = headers.get(name).and_then(|value| value.to_str().ok()) {
+            wishes.limit(name, text.trim());
+        }
+    }
+    wishes
+}
+
 /// The trace that a request has; empty for none.
 pub(super) fn traceparent(headers: &HeaderMap) -> &str {
     headers.get(TRACEPARENT).and_then(|value| value.to_str().ok()).unwrap_or_default()
@@ -127,5 +144,22 @@ mod tests {
     fn an_id_is_kept_and_made_where_there_is_none() {
         assert_eq!(request_id(&headers(&[("x-request-id", "mine")]), 1), "mine");
         assert_eq!(request_id(&headers(&[("x-request-id", "")]), 255), format!("{:032x}", 255).as_str());
+    }
+
+    #[test]
+    fn limits_are_read_and_nonsense_is_no_limit() {
+        let of = |ttft: &'static str, tpot: &'static str| {
+            let pairs = LIMITS.into_iter().zip([ttft, tpot]);
+            let headers =
+                pairs.map(|(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value)));
+            let Wishes { ttft, tpot, fairness, .. } = wishes(&headers.collect());
+            assert!(fairness.is_empty());
+            [ttft, tpot].map(|limit| limit.map(|limit| limit.as_micros()))
+        };
+        assert_eq!(of("250", " 12.5 "), [Some(250_000), Some(12_500)]);
+        for nonsense in ["", "soon", "-1", "NaN", "inf", "1e300"] {
+            assert_eq!(of(nonsense, nonsense), [None, None], "{nonsense}");
+        }
+        assert_eq!(of("1", "0"), [Some(1_000), None]);
     }
 }

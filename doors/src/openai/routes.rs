@@ -202,6 +202,7 @@ async fn asked(
     };
     let own = trace_context::current_traceparent();
     let traceparent = if own.is_empty() { came } else { own };
+    let wishes = headers::wishes(&parts.headers);
     let sending = Sending {
         headers: headers::onward(parts.headers, (id, number), &traceparent),
         method: parts.method,
@@ -211,7 +212,7 @@ async fn asked(
         stream: asked.stream,
         has_priority: asked.has_priority,
         prompt: asked.prompt,
-        terms: Terms { request: number, traceparent, ..Terms::default() },
+        terms: Terms { request: number, traceparent, wishes, ..Terms::default() },
         started,
     };
     let response = door.forward.forward(sending, running).await;

@@ -3,8 +3,6 @@
 //! Everything here comes from outside: values that make no sense count as absent, unless they say where a request may go. Not here: what
 //! is done with it (`exchange.rs`, `pick.rs`).
 
-use std::time::Duration;
-
 use kvfleet_proto::envoy::base::{HeaderMap, Metadata};
 use kvfleet_proto::envoy::well_known::{Struct, Value, value::Kind};
 
@@ -88,15 +86,15 @@ impl Head {
         if text.is_empty() || text.len() > VALUE_BYTES_MAX {
             return;
         }
-        let milliseconds = || text.parse().ok().map(Duration::from_millis);
+        if self.wishes.limit(name, text) {
+            return;
+        }
         match name {
             "traceparent" => text.clone_into(&mut self.traceparent),
             "x-gateway-inference-objective" | "x-llm-d-inference-objective" => {
                 text.clone_into(&mut self.wishes.objective);
             }
             "x-gateway-inference-fairness-id" => text.clone_into(&mut self.wishes.fairness),
-            "x-llm-d-slo-ttft-ms" => self.wishes.ttft = milliseconds(),
-            "x-llm-d-slo-tpot-ms" => self.wishes.tpot = milliseconds(),
             MODEL_REWRITE => self.model = Some(text.to_owned()),
             _ => {}
         }

@@ -37,6 +37,28 @@ async fn what_cannot_be_read_is_answered_in_the_shape_of_openai() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_that_cannot_be_in_time_is_told_when_to_come_again() {
+    let engine = Engine::start(plain(200, "{}")).await;
+    let house = House::open(&[&engine], |_| {}).await;
+    let body = r#"{"model":"m","messages":[{"role":"user","content":"a"}]}"#;
+    // A step alone takes twenty milliseconds under the profile of the house.
+    for (name, limit, status) in [
+        ("x-llm-d-slo-tpot-ms", "0.5", 429),
+        ("x-llm-d-slo-tpot-ms", "5000", 200),
+        ("x-llm-d-slo-tpot-ms", "soon", 200),
+        ("x-llm-d-slo-ttft-ms", "1", 429),
+        ("x-llm-d-slo-ttft-ms", "600000", 200),
+    ] {
+        let answer = house.ask(CHAT, &[(name, limit)], body).await;
+        assert_eq!(answer.status, status, "{name} {limit}");
+        assert_eq!(answer.header("retry-after").is_some(), status == 429, "{name} {limit}");
+    }
+    assert_eq!(engine.received().len(), 3);
+    house.until_figure("kvfleet_doors_requests_total", "busy", 2).await;
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bodies_that_are_too_long_are_refused_with_and_without_a_length() {
     let engine = Engine::start(plain(200, "{}")).await;
     let house = House::open(&[&engine], |config| config.openai.body_bytes_max = 1_000).await;

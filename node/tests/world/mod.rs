@@ -401,6 +401,12 @@ impl Router for FakeRouter {
         Err(Status::unimplemented("not part of these tests"))
     }
 
+    async fn may_decode(
+        &self,
+        _: Request<pb::MayDecodeRequest>,
+    ) -> Result<Response<pb::MayDecodeReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
     async fn why(&self, _: Request<pb::WhyRequest>) -> Result<Response<pb::WhyReply>, Status> {
         Err(Status::unimplemented("not part of these tests"))
     }

@@ -7,6 +7,7 @@
 mod admin;
 mod announce;
 mod check;
+mod decode;
 mod fresh;
 mod lookup;
 mod members;
@@ -70,6 +71,8 @@ pub(crate) struct Shared {
     pub(crate) reported_by: Timestamp,
     /// Until when the first token of a request must be out that says nothing of it; 0 for no limit.
     pub(crate) ttft_max_ms: u64,
+    /// How far apart the tokens of such a one may come; 0 for no limit.
+    pub(crate) tbt_max_us: u64,
     /// What was decided lately.
     pub(crate) recall: Mutex<Recall>,
     /// Prefixes that instances compute and told nothing of yet.
@@ -213,6 +216,10 @@ impl pb::router_server::Router for RouterService {
 
     async fn report_residency(&self, request: Request<pb::ResidencyRequest>) -> Answer<pb::ResidencyReply> {
         residency::report(&self.shared, request.get_ref()).map(Response::new)
+    }
+
+    async fn may_decode(&self, request: Request<pb::MayDecodeRequest>) -> Answer<pb::MayDecodeReply> {
+        Ok(Response::new(decode::may(&self.shared, *request.get_ref())))
     }
 
     async fn why(&self, request: Request<pb::WhyRequest>) -> Answer<pb::WhyReply> {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use kv_core::id::{BlockHash, Epoch, InstanceId, NodeId, RequestId, TenantId, Tier, Timestamp};
 use kv_core::index::Index;
 use kv_core::schedule::{
-    self, Candidate, Coming, Decision, Domain, Eligible, Fleet, Handover, Held, LinkKey, LinkPath,
+    self, Candidate, Coming, Decision, Decoding, Domain, Eligible, Fleet, Handover, Held, LinkKey, LinkPath,
     LinkSample, Load, Part, Prediction, RejectReason, Rejection, Resident, Role, RouteRequest, Source,
 };
 use kvfleet_proto::tls::callers::Caller;
@@ -43,7 +43,7 @@ async fn decide(
     request: pb::RouteRequest,
 ) -> Result<pb::RouteReply, Status> {
     let hashes = check::hashes("hashes", &request.hashes)?;
-    let asked = asked(&request, &hashes)?;
+    let asked = RouteRequest { tbt_max_us: tbt_max_us(shared, &request), ..asked(&request, &hashes)? };
     may_narrow(caller, &request)?;
     fresh::may(shared, caller, request.fresh)?;
     ready(shared, &hashes, &request.after, request.fresh).await?;
@@ -140,6 +140,12 @@ fn claim(shared: &Shared, caller: &Caller, request: &pb::RouteRequest) -> Claim 
     Claim { share, tenant: share.unwrap_or(TenantId(request.tenant)), priority, ttft_max_us }
 }
 
+/// The same of the time between tokens, which counts in the choice too.
+fn tbt_max_us(shared: &Shared, request: &pb::RouteRequest) -> u64 {
+    let limits = [request.tbt_max_us, shared.tbt_max_us].into_iter().filter(|limit| *limit > 0);
+    limits.min().unwrap_or_default()
+}
+
 /// Instances that a tenant's request may leave out: where it failed, and tried again.
 const TENANT_WITHOUT_MAX: usize = 8;
 
@@ -209,6 +215,7 @@ fn asked(request: &pb::RouteRequest, hashes: &[BlockHash]) -> Result<RouteReques
         block_tokens: request.block_tokens,
         input_tokens: request.input_tokens,
         output_tokens: request.output_tokens,
+        tbt_max_us: request.tbt_max_us,
     })
 }
 
@@ -268,8 +275,9 @@ fn source_to_pb(index: &Index, source: &Source) -> pb::Source {
 }
 
 pub(super) fn prediction_to_pb(predicted: &Prediction) -> pb::Prediction {
-    let Prediction { queue_us, transfer_us, prefill_us, passed_us } = *predicted;
-    pb::Prediction { queue_us: queue_us.saturating_add(passed_us), transfer_us, prefill_us }
+    let Prediction { queue_us, transfer_us, prefill_us, passed_us, room_us, tbt_us } = *predicted;
+    let queue_us = queue_us.saturating_add(passed_us).saturating_add(room_us);
+    pb::Prediction { queue_us, transfer_us, prefill_us, room_us, tbt_us }
 }
 
 fn handover_to_pb(handover: &Handover) -> pb::Handover {
@@ -317,7 +325,14 @@ pub(crate) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::
         fetches: !request.fetches_nothing,
         orders: request.keeps_order,
         part,
-        load: Load::reported(request.queue_tokens, request.running, request.waiting),
+        load: Load::reported(request.queue_tokens, request.running, request.waiting).with_decoding(
+            Decoding {
+                kv_tokens_max: request.kv_tokens_max,
+                kv_tokens: request.kv_tokens,
+                tbt_us: request.tbt_us,
+                chunk_tokens: request.chunk_tokens,
+            },
+        ),
         sequence: request.sequence,
         started_us: request.started_us,
         leaving: request.leaving,

@@ -12,7 +12,7 @@ use kvfleet_proto::pb;
 use super::{Shared, millis};
 use crate::view::fleet::Addresses;
 use crate::view::holders;
-use crate::view::recall::{Answer, Came, Decided, Outcome, Sent};
+use crate::view::recall::{Answer, Came, Decided, Outcome, Said, Sent};
 
 /// Outcomes of one report, and misses of one outcome, that are read.
 const OUTCOMES_MAX: usize = 256;
@@ -40,6 +40,7 @@ pub(super) fn remember(
             shared.metrics.missing(&missing);
             let sent = Sent {
                 instance: decision.instance,
+                goes_on: decision.handover.map(|handover| handover.instance),
                 resident_blocks: decision.resident_blocks,
                 fetch_blocks: decision.fetch_blocks,
                 predicted: decision.predicted,
@@ -49,17 +50,20 @@ pub(super) fn remember(
             (Answer::Sent(sent), missing)
         }
     };
-    let RouteRequest { request, tenant, blocks, .. } = *known.request;
+    let RouteRequest { request, tenant, category, blocks, tbt_max_us, .. } = *known.request;
     let (request, at) = (request.0, shared.clock.now());
     shared.recall.lock().decided(Decided {
         request,
         tenant,
+        category,
+        tbt_max_us,
         at,
         blocks,
         answer,
         missing,
         outcome: None,
         is_timed: false,
+        said: None,
     });
 }
 
@@ -91,6 +95,11 @@ pub(super) fn came(shared: &Shared, instance: InstanceId, outcomes: &[pb::Outcom
         let outcome =
             Outcome { hit_blocks: told.hit_blocks, ttft_us: told.ttft_us, misses: misses.collect() };
         let ttft_us = outcome.ttft_us;
+        ended(
+            shared,
+            (told.request, instance),
+            Said { output_tokens: told.output_tokens, tbt_us: told.tbt_us },
+        );
         let came = shared.recall.lock().came(told.request, instance, outcome);
         if let (true, Some(waits)) = (came.is_some(), &shared.waits) {
             waits.lock().begun(told.request);
@@ -102,6 +111,17 @@ pub(super) fn came(shared: &Shared, instance: InstanceId, outcomes: &[pb::Outcom
                 shared.fleet.first_token(&parts, ttft_us);
             }
         }
+    }
+}
+
+/// Takes how much a request said, and how fast.
+pub(crate) fn ended(shared: &Shared, (request, instance): (u64, InstanceId), said: Said) {
+    let known = shared.recall.lock().ended(request, instance, said);
+    if let Some((category, predicted, parts)) = known {
+        if said.tbt_us > 0 {
+            shared.metrics.paced(predicted.tbt_us, said.tbt_us);
+        }
+        shared.fleet.ended(category, said.output_tokens, (&parts, said.tbt_us));
     }
 }
 
@@ -142,6 +162,8 @@ pub(super) fn why(shared: &Shared, request: &pb::WhyRequest) -> pb::WhyReply {
             ..reply
         },
     };
+    let Said { output_tokens, tbt_us } = decided.said.unwrap_or_default();
+    let reply = pb::WhyReply { output_tokens, tbt_us, ..reply };
     match &decided.outcome {
         None => reply,
         Some(outcome) => {

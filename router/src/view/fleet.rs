@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use kv_core::id::{Epoch, InstanceId, NodeId, TenantId, Timestamp};
+use kv_core::id::{Category, Epoch, InstanceId, NodeId, TenantId, Timestamp};
 use kv_core::schedule::{
     Admission, Decision, Fleet, HardwareProfile, Instance, Limits, LiveNode, Load, Offer, Part, Prediction,
     Rejection,
@@ -209,13 +209,7 @@ impl FleetView {
     ) -> Result<(Decision, Addresses), Rejection> {
         let decision = choose(&self.soft.read().fleet)?;
         let mut soft = self.soft.write();
-        let offer = Offer {
-            tenant: claim.tenant,
-            priority: claim.priority,
-            cost_us: decision.predicted.prefill_us,
-            ttft_us: decision.ttft_us(),
-            ttft_max_us: claim.ttft_max_us,
-        };
+        let offer = Offer::of(&decision, (claim.tenant, claim.priority), claim.ttft_max_us);
         soft.admission.admit(&offer, now)?;
         note(&mut soft, claim.share, &decision, now);
         let addresses = soft.addresses(&decision);
@@ -236,6 +230,28 @@ impl FleetView {
     /// A first token came after so long; `parts` is what was predicted of it before what was learnt.
     pub(crate) fn first_token(&self, parts: &Prediction, ttft_us: u64) {
         self.soft.write().fleet.learnt.observe(parts, ttft_us);
+    }
+
+    /// A request of this category ended that said so many tokens, so far apart; `parts` as above.
+    pub(crate) fn ended(&self, category: Category, output_tokens: u32, told: (&Prediction, u64)) {
+        self.soft.write().fleet.ended(category, output_tokens, told);
+    }
+
+    /// How far apart tokens come of a request that begins to decode there now, or with that, why it should not. Where the instance is not known, 0.
+    pub(crate) fn may_decode(
+        &self,
+        instance: InstanceId,
+        limit_us: u64,
+        now: Timestamp,
+    ) -> Result<u64, (u64, Rejection)> {
+        self.soft.read().fleet.may_decode(instance, limit_us, now)
+    }
+
+    /// How many times as long as predicted tokens are apart, and steps take by themselves and for each request in them.
+    pub(crate) fn pace_learnt(&self) -> [f64; 3] {
+        let fleet = &self.soft.read().fleet;
+        let [step, each] = fleet.step_factors();
+        [fleet.learnt.tbt_factor(), step, each]
     }
 
     /// By what factors waiting, transfer and prefill turned out to be off.
@@ -282,7 +298,7 @@ mod tests {
 
     use super::*;
     use crate::shares::TENANT_ROUTED_TOKENS_MAX;
-    use kv_core::id::{Category, RequestId, Tier};
+    use kv_core::id::{RequestId, Tier};
     use kv_core::index::PrefixMatch;
     use kv_core::schedule::{self, Eligible, LinkKey, LinkPath, LinkSample, Measure, Reader, RouteRequest};
 
@@ -405,6 +421,7 @@ mod tests {
             block_tokens: 16,
             input_tokens,
             output_tokens: 0,
+            tbt_max_us: 0,
         };
         let matched = PrefixMatch::default();
         let choose = |fleet: &Fleet| schedule::choose(&request, &matched, fleet, Timestamp(2));
@@ -426,6 +443,7 @@ mod tests {
                 block_tokens: 16,
                 input_tokens,
                 output_tokens: 0,
+                tbt_max_us: 0,
             };
             let matched = PrefixMatch::default();
             let eligible = Eligible { among, ..Eligible::default() };

@@ -4,7 +4,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use kv_core::id::{InstanceId, NodeId, TenantId, Timestamp};
+use kv_core::id::{Category, InstanceId, NodeId, TenantId, Timestamp};
 use kv_core::schedule::{Missing, Prediction, Reason, Told, Why};
 
 /// Requests remembered: half a minute at a hundred and more a second, in a few megabytes.
@@ -18,6 +18,9 @@ const REJECTED_MAX: usize = 1_024;
 pub(crate) struct Decided {
     pub(crate) request: u64,
     pub(crate) tenant: TenantId,
+    pub(crate) category: Category,
+    /// How far apart its tokens may come; 0 where that does not matter.
+    pub(crate) tbt_max_us: u64,
     pub(crate) at: Timestamp,
     /// Blocks of its prompt.
     pub(crate) blocks: u32,
@@ -28,6 +31,16 @@ pub(crate) struct Decided {
     pub(crate) outcome: Option<Outcome>,
     /// Whether its first token was seen: each counts once.
     pub(crate) is_timed: bool,
+    /// How many tokens it said, and how far apart, once it has ended.
+    pub(crate) said: Option<Said>,
+}
+
+/// What was said of a request's tokens when it had ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Said {
+    pub(crate) output_tokens: u32,
+    /// Mean time between two of them; 0 where that was not measured.
+    pub(crate) tbt_us: u64,
 }
 
 /// What was answered.
@@ -43,6 +56,8 @@ pub(crate) enum Answer {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Sent {
     pub(crate) instance: InstanceId,
+    /// Who goes on when the prompt is computed, where that is another one.
+    pub(crate) goes_on: Option<InstanceId>,
     pub(crate) resident_blocks: u32,
     pub(crate) fetch_blocks: u32,
     pub(crate) predicted: Prediction,
@@ -136,6 +151,28 @@ impl Recall {
         Some((sent.predicted, sent.parts))
     }
 
+    /// A request ended at this instance. Its category, what was predicted of it, and that by profile and measured links alone, if this is news.
+    pub(crate) fn ended(
+        &mut self,
+        request: u64,
+        instance: InstanceId,
+        said: Said,
+    ) -> Option<(Category, Prediction, Prediction)> {
+        let known = self.by_request.get_mut(&request).filter(|known| known.said.is_none())?;
+        let Answer::Sent(sent) = &known.answer else { return None };
+        let decodes = sent.goes_on.unwrap_or(sent.instance);
+        if decodes != instance || said == Said::default() {
+            return None;
+        }
+        known.said = Some(said);
+        Some((known.category, sent.predicted, sent.parts))
+    }
+
+    /// How far apart the tokens of a request may come; 0 where that does not matter, or it is not known.
+    pub(crate) fn limit_us(&self, request: u64) -> u64 {
+        self.by_request.get(&request).map_or(0, |known| known.tbt_max_us)
+    }
+
     /// What is remembered of a request.
     pub(crate) fn of(&self, request: u64) -> Option<&Decided> {
         self.by_request.get(&request)
@@ -169,9 +206,16 @@ mod tests {
     fn decided(request: u64) -> Decided {
         let sent = Sent {
             instance: InstanceId(4),
+            goes_on: None,
             resident_blocks: 1,
             fetch_blocks: 5,
-            predicted: Prediction { queue_us: 1, transfer_us: 2, prefill_us: 3, passed_us: 0 },
+            predicted: Prediction {
+                queue_us: 1,
+                transfer_us: 2,
+                prefill_us: 3,
+                passed_us: 0,
+                ..Prediction::default()
+            },
             parts: Prediction::default(),
             reasons: vec![],
         };
@@ -181,12 +225,15 @@ mod tests {
         Decided {
             request,
             tenant: TenantId(0),
+            category: Category::default(),
+            tbt_max_us: 0,
             at,
             blocks: 10,
             answer,
             missing,
             outcome: None,
             is_timed: false,
+            said: None,
         }
     }
 
@@ -211,6 +258,24 @@ mod tests {
         assert_eq!(told, [(3, 2, "not_held"), (5, 1, "busy")], "behind what was promised nothing fell short");
         assert_eq!(recall.came(9, InstanceId(4), outcome(misses)), None, "twice");
         assert_eq!(recall.of(9).expect("known").missing.len(), 3);
+    }
+
+    #[test]
+    fn the_end_of_a_request_counts_once_and_from_who_was_chosen() {
+        let mut recall = Recall::default();
+        recall.decided(decided(9));
+        let said = Said { output_tokens: 40, tbt_us: 9_000 };
+        assert_eq!(recall.ended(8, InstanceId(4), said), None, "not known");
+        assert_eq!(recall.ended(9, InstanceId(5), said), None, "another instance says so");
+        assert_eq!(recall.ended(9, InstanceId(4), Said::default()), None, "nothing was said");
+        assert!(recall.ended(9, InstanceId(4), said).is_some());
+        assert_eq!(recall.ended(9, InstanceId(4), said), None, "twice");
+        let mut pair = decided(10);
+        let Answer::Sent(sent) = &mut pair.answer else { panic!("it was sent") };
+        sent.goes_on = Some(InstanceId(6));
+        recall.decided(pair);
+        assert_eq!(recall.ended(10, InstanceId(4), said), None, "it computed the prompt only");
+        assert!(recall.ended(10, InstanceId(6), said).is_some());
     }
 
     #[test]

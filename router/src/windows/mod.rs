@@ -140,7 +140,7 @@ fn cut(window: &mut Vec<Wanted>) {
 #[cfg(test)]
 mod tests {
     use kv_core::id::{Epoch, InstanceId, RequestId, Tier};
-    use kv_core::schedule::Source;
+    use kv_core::schedule::{Pacing, Source};
 
     use super::*;
 
@@ -170,6 +170,7 @@ mod tests {
             parts: predicted,
             predicted,
             handover: None,
+            pacing: Pacing::default(),
             turn: Timestamp(0),
             candidates: vec![],
             reasons: vec![],

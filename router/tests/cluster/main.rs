@@ -8,6 +8,7 @@ mod harness;
 mod learnt;
 mod links;
 mod nodes;
+mod pace;
 mod ports;
 mod residency;
 mod restarts;

@@ -109,7 +109,8 @@ async fn each_reason_for_missing_blocks_is_told() {
         route(&cluster, request, &held, 1).await;
         assert_eq!(why(&cluster, request).await.fetch_blocks, 6);
         let miss = pb::SourceMiss { node: 1, start_blocks: 4, reason };
-        let outcome = pb::Outcome { request, hit_blocks: 4, ttft_us: 1_000, misses: vec![miss] };
+        let outcome =
+            pb::Outcome { request, hit_blocks: 4, ttft_us: 1_000, misses: vec![miss], ..Default::default() };
         report(vec![outcome], vec![]).await;
         let reply = why(&cluster, request).await;
         assert_eq!(told(&reply), [(4, 2, name), (6, 2, "never_seen")]);

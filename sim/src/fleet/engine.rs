@@ -148,6 +148,14 @@ impl Engine {
         (self.waiting.len() as u32, running as u32)
     }
 
+    /// Tokens behind the first of a request so far, those of a run of steps that goes on among them.
+    pub(super) fn between_by(&self, now_ns: u64) -> Between {
+        let Some((Step::Decode { steps, each_ns, from_ns }, _)) = self.step else { return self.between };
+        let done = (now_ns.saturating_sub(from_ns) / each_ns.max(1)).min(steps.into());
+        let tokens = self.decoding.len() as u64 * done;
+        Between { tokens: self.between.tokens + tokens, ns: self.between.ns + tokens * each_ns }
+    }
+
     /// Begins a step, if there is something to do and none runs; answers when it ends.
     pub(super) fn begin(&mut self, now_ns: u64) -> Option<u64> {
         if self.step.is_some() {

@@ -82,6 +82,12 @@ impl Memory {
         (self.taken_blocks - self.idle.len()) as f64 / self.capacity_blocks.max(1) as f64
     }
 
+    /// Tokens that it holds at most, and those of requests that run.
+    pub(super) fn tokens(&self) -> (u64, u64) {
+        let tokens = |blocks: usize| blocks as u64 * u64::from(self.block_tokens);
+        (tokens(self.capacity_blocks), tokens(self.taken_blocks - self.idle.len()))
+    }
+
     /// Takes room for a request; answers how many leading tokens of its prompt are there, or nothing while there is no room.
     pub(super) fn admit(&mut self, nth: usize, input_tokens: u32, output_tokens: u32) -> Option<u32> {
         let prompts = Arc::clone(&self.prompts);

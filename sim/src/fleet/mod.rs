@@ -18,7 +18,7 @@ use std::collections::BinaryHeap;
 
 use kv_core::id::{InstanceId, NodeId, RequestId, TenantId, Timestamp};
 use kv_core::index::command::Change;
-use kv_core::schedule::{Decision, HardwareProfile, Load, Prediction, RouteRequest};
+use kv_core::schedule::{Decision, Decoding, HardwareProfile, Load, Prediction, RouteRequest};
 
 pub use engine::Batch;
 pub use report::{Report, Served, Spread};
@@ -26,7 +26,7 @@ pub use view::{Ask, Seen, View};
 pub use workload::{Hashed, Workload};
 
 use crate::routers::{Plane, Route, Router};
-use engine::{Ended, Engine, Job};
+use engine::{Between, Ended, Engine, Job};
 use memory::Memory;
 use oracle::Oracle;
 use store::{Fetched, Store};
@@ -231,6 +231,10 @@ struct Fleet<'a> {
     sent: Vec<Option<Sent>>,
     /// First tokens of which an instance tells with its next report, by instance.
     to_tell: Vec<Vec<(Prediction, u64)>>,
+    /// Of each instance, what its last report told of times between tokens.
+    told: Vec<Between>,
+    /// Of each request that was sent, what was predicted of its decoding: time between tokens in nanoseconds, and all of it before factors.
+    paced: Vec<(u64, Prediction)>,
     /// Requests that have neither ended nor been rejected.
     open: usize,
     report: Report,
@@ -284,6 +288,8 @@ impl<'a> Fleet<'a> {
             made: 0,
             sent: workload.requests.iter().map(|_| None).collect(),
             to_tell: vec![Vec::new(); places as usize],
+            told: vec![Between::default(); places as usize],
+            paced: vec![(0, Prediction::default()); workload.requests.len()],
             open: workload.requests.len(),
             report: Report::default(),
         };
@@ -321,7 +327,9 @@ impl<'a> Fleet<'a> {
             first_block: prompt.first().copied(),
             block_tokens: self.workload.block_tokens,
             input_tokens: request.input_tokens,
-            output_tokens: request.output_tokens,
+            // Nobody knows beforehand how much a model will say.
+            output_tokens: 0,
+            tbt_max_us: 0,
         };
         let now = Timestamp(now_ns / 1_000);
         let coming = self.view.coming(&asked, prompt, now);
@@ -357,6 +365,7 @@ impl<'a> Fleet<'a> {
         let parts = decision.parts;
         let sources = decision.sources.iter().map(|source| source.node).collect();
         self.sent[nth] = Some(Sent { instance: instance.0, save_to, fetched, sources, predicted_ns, parts });
+        self.paced[nth] = (decision.predicted.tbt_us * 1_000, parts);
         self.engines[instance.0 as usize].put(job);
         if there_ns > now_ns {
             self.at(there_ns, Event::Wakes(instance.0));
@@ -399,7 +408,11 @@ impl<'a> Fleet<'a> {
                     let tbt_ns = between.ns.checked_div(between.tokens).unwrap_or_default();
                     self.report.ended.push((nth, tbt_ns));
                     self.report.ended_ns = now_ns;
-                    self.view.ended(InstanceId(instance), self.workload.requests[nth].input_tokens.into());
+                    let request = &self.workload.requests[nth];
+                    self.view.ended(InstanceId(instance), request.input_tokens.into());
+                    let (predicted_ns, parts) = &self.paced[nth];
+                    self.view.said((request.category, request.output_tokens), (parts, tbt_ns));
+                    self.report.paced.push((*predicted_ns, tbt_ns));
                 }
             }
         }
@@ -448,7 +461,19 @@ impl<'a> Fleet<'a> {
     fn tell_load(&mut self, instance: u32, now_ns: u64) {
         let engine = &self.engines[instance as usize];
         let (waiting, running) = engine.requests();
-        let load = Load::reported(engine.queue_tokens(), running, waiting);
+        let between = engine.between_by(now_ns);
+        let told = std::mem::replace(&mut self.told[instance as usize], between);
+        let apart_ns = (between.ns - told.ns).checked_div(between.tokens - told.tokens).unwrap_or_default();
+        let (kv_tokens_max, kv_tokens) = engine.memory.tokens();
+        let decoding = Decoding {
+            kv_tokens_max,
+            kv_tokens,
+            tbt_us: u32::try_from(apart_ns / 1_000).unwrap_or(u32::MAX),
+            chunk_tokens: self.setup.batch.chunk_tokens,
+        };
+        // Stand-ins without a GPU memory tell nothing of one.
+        let decoding = if self.setup.engines == Engines::Batching { decoding } else { Decoding::default() };
+        let load = Load::reported(engine.queue_tokens(), running, waiting).with_decoding(decoding);
         let in_use = engine.memory.in_use();
         self.view.reported(InstanceId(instance), load, in_use, Timestamp(now_ns / 1_000));
         for (parts, ttft_ns) in std::mem::take(&mut self.to_tell[instance as usize]) {

@@ -30,6 +30,8 @@ pub struct Report {
     pub served: Vec<Served>,
     /// Requests that got their last token, with the mean time between two of their tokens, in nanoseconds.
     pub ended: Vec<(usize, u64)>,
+    /// Of requests that ended, the time between tokens as predicted when they were routed, and as it was, in nanoseconds.
+    pub paced: Vec<(u64, u64)>,
     /// Requests that were turned away.
     pub rejected: u64,
     /// Blocks that came from nodes.
@@ -100,6 +102,19 @@ impl Report {
         let is_good =
             |served: &&Served| served.ttft_ns <= ttft_ns && slow.binary_search(&served.nth).is_err();
         self.served.iter().filter(is_good).map(|served| served.nth).collect()
+    }
+
+    /// The same of times between tokens, over those requests that said more than one but the first `warm` to end.
+    #[must_use]
+    pub fn pace_error(&self, warm: usize) -> (f64, f64) {
+        let judged = self.paced.iter().skip(warm).filter(|(_, tbt_ns)| *tbt_ns > 0);
+        let judged: Vec<_> = judged.map(|(predicted, tbt)| (*predicted as f64, *tbt as f64)).collect();
+        let mut relative: Vec<f64> =
+            judged.iter().map(|(predicted, tbt)| (predicted - tbt).abs() / tbt).collect();
+        relative.sort_by(f64::total_cmp);
+        let sums = judged.iter().fold((0.0, 0.0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+        let median = relative.get(relative.len() / 2).copied().unwrap_or_default();
+        (median, if sums.1 > 0.0 { sums.0 / sums.1 - 1.0 } else { 0.0 })
     }
 
     /// Median of |predicted - observed| / observed over all requests but the first `warm`, and the mean of (predicted - observed) over the

@@ -5,6 +5,7 @@ use kv_core::schedule::PROFILES;
 
 use super::*;
 use crate::generate::{Generator, Kind, Spec};
+use crate::routers::admitting::{Admitting, Threshold};
 use crate::routers::{
     BASELINES, Knowledge, Led, Limits, PRODUCTION, by_name, capacity, compare, goodput, regret,
 };
@@ -378,4 +379,47 @@ fn instances_without_a_node_of_their_own_save_at_others() {
         assert!(decision.instance.0 == 3 || save_to == decision.instance.0, "{decision:?}");
     }
     assert!(report.served.iter().any(|served| served.instance == 3));
+/// Long answers to prompts of two thousand tokens, more than an instance can say in time at once.
+fn talkative(requests: u64) -> Workload {
+    let spec = Spec { block_tokens: 512, ..Spec::new(Kind::ALL[0], 3, requests) };
+    let longer = |request: Request| Request { output_tokens: request.output_tokens * 8, ..request };
+    Workload::new(&Generator::new(spec).map(longer).collect::<Vec<_>>(), 1)
+}
+
+#[test]
+fn times_between_tokens_and_waits_for_room_are_predicted() {
+    let workload = talkative(600);
+    // Half of what decodes at once at this rate has room.
+    let setup = Setup { plane: Plane::Pool, gpu_blocks: 200, ..Setup::new(2, H100, 512) };
+    let report = run(&workload.at_rate(2.5), &setup, by_name(PRODUCTION, 1).unwrap().as_mut());
+    let (median, bias) = report.pace_error(100);
+    assert!(median < 0.15 && bias.abs() < 0.15, "times between tokens: {median} {bias}");
+    let (median, bias) = report.prediction_error(100);
+    assert!(report.ttft().mean_ms > 1_000.0, "room is waited for: {:?}", report.ttft());
+    assert!(median < 0.6 && bias.abs() < 0.4, "first tokens: {median} {bias}");
+}
+
+#[test]
+fn where_decoding_is_what_binds_limits_between_tokens_are_kept_by_turning_away() {
+    let workload = talkative(400).at_rate(7.0);
+    let setup = Setup { plane: Plane::Pool, ..Setup::new(2, H100, 512) };
+    let setup = Setup { batch: Batch { chunk_tokens: 512, ..setup.batch }, ..setup };
+    // As many as that are apart where some sixty decode at once; twice as many have room.
+    let (ttft_max_us, tbt_max_us) = (10_000_000, 12_000);
+    let in_time = |router: &mut dyn Router| {
+        let report = run(&workload, &setup, router);
+        let slow = report.ended.iter().filter(|(_, tbt_ns)| *tbt_ns > tbt_max_us * 1_000).count();
+        let in_time = report.in_time(ttft_max_us * 1_000, tbt_max_us * 1_000).len();
+        (in_time, slow as f64 / report.ended.len() as f64, report.rejected)
+    };
+    let [(kept, slow, rejected), (ignored, ..)] =
+        [tbt_max_us, 0].map(|tbt_max_us| in_time(&mut Admitting::new(ttft_max_us, tbt_max_us)));
+    assert!(rejected > 40 && slow < 0.15, "{rejected} turned away, {slow} too slow");
+    assert!(kept * 10 > ignored * 11, "{kept} in time, and {ignored} without a limit between tokens");
+    // The same counts for another router that looks at what this one predicts, and not at less.
+    let other =
+        |tbt_max_us| Threshold { inner: by_name("least-loaded", 1).unwrap(), ttft_max_us, tbt_max_us };
+    let [(paced, ..), (others, ..)] =
+        [tbt_max_us, u64::MAX].map(|tbt_max_us| in_time(&mut other(tbt_max_us)));
+    assert!(kept * 10 > others * 11 && paced * 10 > others * 11, "{kept} and {paced}, and {others} without");
 }

@@ -3,7 +3,7 @@
 //!
 //! Not here: when word arrives (`mod.rs`), and what is made of it (`routers/`).
 
-use kv_core::id::{BlockHash, IdentityDigest, InstanceId, NodeId, Timestamp};
+use kv_core::id::{BlockHash, Category, IdentityDigest, InstanceId, NodeId, Timestamp};
 use kv_core::index::command::{Announcement, Change, Command, NodeRecord};
 use kv_core::index::{Index, PrefixMatch};
 use kv_core::schedule::{
@@ -188,6 +188,15 @@ impl View {
     /// Word of a first token. The fleets of one instance each keep to the profile: by them the routers that others describe are judged.
     pub(super) fn first_token(&mut self, parts: &Prediction, ttft_ns: u64) {
         self.fleet.learnt.observe(parts, ttft_ns / 1_000);
+    }
+
+    /// Word of how much a request said, and how fast, when it has ended.
+    pub(super) fn said(
+        &mut self,
+        (category, output_tokens): (Category, u32),
+        (parts, tbt_ns): (&Prediction, u64),
+    ) {
+        self.fleet.ended(category, output_tokens, (parts, tbt_ns / 1_000));
     }
 
     /// Notes that a request ended.

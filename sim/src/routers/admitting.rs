@@ -3,20 +3,22 @@
 //!
 //! Not here: the admission (`kv_core::schedule::Admission`), and how the threshold of another is found (`goodput.rs`).
 
-use kv_core::schedule::{Admission, Offer, choose};
+use kv_core::schedule::{Admission, Offer, RouteRequest, choose};
 
 use super::{PRODUCTION, Route, Router};
 use crate::fleet::{Ask, View};
 
 /// The production scheduler as routers run it where requests have a limit.
-pub(super) struct Admitting {
+pub(crate) struct Admitting {
     admission: Admission,
     ttft_max_us: u64,
+    tbt_max_us: u64,
 }
 
 impl Admitting {
-    pub(super) fn new(ttft_max_us: u64) -> Admitting {
-        Admitting { admission: Admission::default(), ttft_max_us }
+    /// With these limits; a time between tokens of 0 is none.
+    pub(crate) fn new(ttft_max_us: u64, tbt_max_us: u64) -> Admitting {
+        Admitting { admission: Admission::default(), ttft_max_us, tbt_max_us }
     }
 }
 
@@ -26,16 +28,11 @@ impl Router for Admitting {
     }
 
     fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
-        let Ok(decision) = choose(&ask.request, ask.held(), &view.fleet, ask.now) else {
+        let request = RouteRequest { tbt_max_us: self.tbt_max_us, ..ask.request };
+        let Ok(decision) = choose(&request, ask.held(), &view.fleet, ask.now) else {
             return Route::Reject;
         };
-        let offer = Offer {
-            tenant: ask.request.tenant,
-            priority: 0,
-            cost_us: decision.predicted.prefill_us,
-            ttft_us: decision.predicted.ttft_us(),
-            ttft_max_us: Some(self.ttft_max_us),
-        };
+        let offer = Offer::of(&decision, (request.tenant, 0), Some(self.ttft_max_us));
         match self.admission.admit(&offer, ask.now) {
             Ok(()) => Route::To(decision),
             Err(_) => Route::Reject,
@@ -43,11 +40,12 @@ impl Router for Admitting {
     }
 }
 
-/// Another router, which turns away what it would send where more than this is predicted: until the first token, as the production scheduler
-/// predicts it of that instance.
-pub(super) struct Threshold {
-    pub(super) inner: Box<dyn Router>,
-    pub(super) ttft_max_us: u64,
+/// Another router, which turns away what it would send where more than this is predicted: until the first token and between two of the others, as the
+/// production scheduler predicts it of that instance.
+pub(crate) struct Threshold {
+    pub(crate) inner: Box<dyn Router>,
+    pub(crate) ttft_max_us: u64,
+    pub(crate) tbt_max_us: u64,
 }
 
 impl Router for Threshold {
@@ -57,7 +55,12 @@ impl Router for Threshold {
 
     fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
         match self.inner.route(ask, view) {
-            Route::To(decision) if decision.predicted.ttft_us() <= self.ttft_max_us => Route::To(decision),
+            Route::To(decision)
+                if decision.predicted.ttft_us() <= self.ttft_max_us
+                    && decision.predicted.tbt_us <= self.tbt_max_us =>
+            {
+                Route::To(decision)
+            }
             _ => Route::Reject,
         }
     }

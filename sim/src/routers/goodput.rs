@@ -1,6 +1,6 @@
 //! Requests served in time where more are offered than a fleet gets through.
 //!
-//! The production scheduler runs with its admission; each of the others with the best of several thresholds for this very load, which nobody
+//! The production scheduler runs with its admission; each of the others with the best of several thresholds on either time for this very load, which nobody
 //! could know beforehand. Not here: what one run is (`crate::fleet`).
 
 use serde::{Deserialize, Serialize};
@@ -18,8 +18,14 @@ pub struct Limits {
     pub tbt_ms: u64,
 }
 
-/// Thresholds that the others are tried with, as shares of the limit; the last one lets everything in.
+/// Thresholds that the others are tried with, as shares of the limit until the first token; the last one lets everything in.
 const THRESHOLDS: [f64; 6] = [0.125, 0.25, 0.5, 0.75, 1.0, f64::INFINITY];
+
+/// The same of the time between tokens, each of those with each of these where more than [`SLOW_MIN`] of what is served has tokens too far apart without.
+const PACES: [f64; 2] = [0.8, 1.0];
+
+/// See [`PACES`].
+const SLOW_MIN: f64 = 0.01;
 
 /// What one router came to.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -28,12 +34,18 @@ pub struct Good {
     pub router: String,
     /// Share of the limit above which it turned requests away; nothing for the production scheduler, and where it turned none away.
     pub threshold: Option<f64>,
+    /// The same of the time between tokens.
+    #[serde(default)]
+    pub pace: Option<f64>,
     /// Requests served in time, of all that were offered.
     pub in_time: f64,
     /// Requests turned away, of all.
     pub rejected: f64,
     /// Of those that were served, in time or not.
     pub ttft: Spread,
+    /// Of those that ended, the share whose tokens came too far apart.
+    #[serde(default)]
+    pub slow: f64,
     /// Of the dearest tenth of what was offered by prompt length: those served in time.
     pub long_in_time: f64,
 }
@@ -49,9 +61,19 @@ pub struct Goodput {
     pub production: Good,
     /// The others, the best first, each with its best threshold.
     pub baselines: Vec<Good>,
+    /// The best of the others with thresholds on the time until the first token alone, which is what they have themselves.
+    #[serde(default)]
+    pub by_ttft: Option<Good>,
 }
 
 impl Goodput {
+    /// The same over the most of the others with thresholds on the time until the first token alone.
+    #[must_use]
+    pub fn ratio_by_ttft(&self) -> Option<f64> {
+        let best = self.by_ttft.as_ref().map(|good| good.in_time.max(f64::MIN_POSITIVE))?;
+        Some(self.production.in_time / best)
+    }
+
     /// Requests in time of the production scheduler over the most of the others.
     #[must_use]
     pub fn ratio(&self) -> f64 {
@@ -70,43 +92,61 @@ pub fn goodput(
     seed: u64,
 ) -> Goodput {
     let paced = workload.at_rate(load * capacity);
-    let ttft_max_us = limits.ttft_ms * 1_000;
-    let judged = |router: &mut dyn Router, threshold: Option<f64>| {
+    let (ttft_max_us, tbt_max_us) = (limits.ttft_ms * 1_000, limits.tbt_ms * 1_000);
+    let judged = |router: &mut dyn Router, threshold: [Option<f64>; 2]| {
         let report = run(&paced, setup, router);
         good(router.name(), &report, &paced, (limits, threshold))
     };
-    let production = judged(&mut Admitting::new(ttft_max_us), None);
+    let production = judged(&mut Admitting::new(ttft_max_us, tbt_max_us), [None; 2]);
     debug_assert_eq!(production.router, PRODUCTION);
-    let mut baselines = Vec::new();
+    let (mut baselines, mut by_ttft) = (Vec::new(), Vec::new());
     for name in BASELINES {
-        let tried = THRESHOLDS.iter().filter_map(|share| {
+        let tried = |shares: [f64; 2]| {
             let inner = by_name(name, seed)?;
-            let ttft_max_us = if share.is_finite() { (ttft_max_us as f64 * share) as u64 } else { u64::MAX };
-            Some(judged(&mut Threshold { inner, ttft_max_us }, share.is_finite().then_some(*share)))
-        });
-        baselines.extend(tried.max_by(|one, other| one.in_time.total_cmp(&other.in_time)));
+            // Casts saturate.
+            let of = |limit_us: u64, share: f64| (limit_us as f64 * share) as u64;
+            let [ttft_max_us, tbt_max_us] = [of(ttft_max_us, shares[0]), of(tbt_max_us, shares[1])];
+            let told = shares.map(|share| share.is_finite().then_some(share));
+            Some(judged(&mut Threshold { inner, ttft_max_us, tbt_max_us }, told))
+        };
+        let alone: Vec<Good> = THRESHOLDS.iter().filter_map(|share| tried([*share, f64::INFINITY])).collect();
+        // Where tokens come in time anyway, nothing is won by turning away for them.
+        let slow = THRESHOLDS.iter().zip(&alone).filter(|(_, good)| good.slow > SLOW_MIN);
+        let pairs = slow.flat_map(|(share, _)| PACES.iter().map(|pace| [*share, *pace]));
+        let paced: Vec<Good> = pairs.filter_map(tried).collect();
+        by_ttft.extend(best(alone.iter()));
+        baselines.extend(best(alone.iter().chain(&paced)));
     }
+    let by_ttft = best(by_ttft.iter());
     baselines.sort_by(|one, other| other.in_time.total_cmp(&one.in_time));
-    Goodput { load, limits, production, baselines }
+    Goodput { load, limits, production, baselines, by_ttft }
+}
+
+/// The one with the most in time.
+fn best<'a>(all: impl Iterator<Item = &'a Good>) -> Option<Good> {
+    all.max_by(|one, other| one.in_time.total_cmp(&other.in_time)).cloned()
 }
 
 fn good(
     name: &str,
     report: &Report,
     workload: &Workload,
-    (limits, threshold): (Limits, Option<f64>),
+    (limits, [threshold, pace]): (Limits, [Option<f64>; 2]),
 ) -> Good {
     let (ttft_ns, tbt_ns) = (limits.ttft_ms * 1_000_000, limits.tbt_ms * 1_000_000);
     let offered = workload.len().max(1) as f64;
     let in_time = report.in_time(ttft_ns, tbt_ns);
+    let slow = report.ended.iter().filter(|(_, between_ns)| *between_ns > tbt_ns).count();
     let long = workload.longest(0.1);
     let long_in_time = in_time.iter().filter(|nth| long.binary_search(nth).is_ok()).count();
     Good {
         router: name.to_owned(),
         threshold,
+        pace,
         in_time: in_time.len() as f64 / offered,
         rejected: report.rejected as f64 / offered,
         ttft: report.ttft(),
+        slow: slow as f64 / report.ended.len().max(1) as f64,
         long_in_time: long_in_time as f64 / long.len().max(1) as f64,
     }
 }

@@ -3,7 +3,7 @@
 //! A router chooses an instance. What that instance fetches, computes and saves is planned by the production planner for all of them, out of
 //! what the router's own system has ([`Plane`]). Not here: the fleet they choose in (`crate::fleet`).
 
-mod admitting;
+pub(crate) mod admitting;
 mod compare;
 mod dynamo;
 mod goodput;

@@ -15,22 +15,25 @@ fn in_time_text(all: &[Overload]) -> String {
         let Limits { ttft_ms, tbt_ms } = goodput.limits;
         let _ = writeln!(
             text,
-            "\n## {traffic}, {instances} instances, {:.0} % load: requests in time\n\nIn time: the first token within {ttft_ms} ms, the others {tbt_ms} ms apart on average. The others turn away what is predicted above a share of the limit, the best of six for this load. {:.3} of the best of them.\n",
+            "\n## {traffic}, {instances} instances, {:.0} % load: requests in time\n\nIn time: the first token within {ttft_ms} ms, the others {tbt_ms} ms apart on average. The others turn away what is predicted above a share of either limit, the best of eighteen pairs for this load. {:.3} of the best of them, and {:.3} of the best of those that look at first tokens alone.\n",
             goodput.load * 100.0,
             goodput.ratio(),
+            goodput.ratio_by_ttft().unwrap_or_default(),
         );
-        text += "| router | turns away above | in time | turned away | mean TTFT | P99 | longest tenth in time |\n";
-        text += "| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n";
+        text += "| router | turns away above | between tokens | in time | turned away | mean TTFT | P99 | tokens too far apart | longest tenth in time |\n";
+        text += "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n";
         for good in std::iter::once(&goodput.production).chain(&goodput.baselines) {
-            let Good { router, threshold, in_time, rejected, ttft, long_in_time } = good;
-            let share = threshold.map_or_else(|| "-".to_owned(), |share| format!("{share}"));
+            let Good { router, threshold, pace, in_time, rejected, ttft, slow, long_in_time } = good;
+            let [share, pace] = [threshold, pace]
+                .map(|share| share.map_or_else(|| "-".to_owned(), |share| format!("{share}")));
             let _ = writeln!(
                 text,
-                "| {router} | {share} | {:.2} % | {:.2} % | {:.0} ms | {:.0} ms | {:.1} % |",
+                "| {router} | {share} | {pace} | {:.2} % | {:.2} % | {:.0} ms | {:.0} ms | {:.2} % | {:.1} % |",
                 in_time * 100.0,
                 rejected * 100.0,
                 ttft.mean_ms,
                 ttft.p99_ms,
+                slow * 100.0,
                 long_in_time * 100.0,
             );
         }

@@ -23,7 +23,14 @@ fn the_instance_that_has_the_prefix_is_taken_and_moves_nothing() {
     // A step is what a full hit costs; instance 1 would read 410 us from its own node.
     assert_eq!(
         decision.predicted,
-        Prediction { queue_us: 0, transfer_us: 0, prefill_us: 1_000, passed_us: 0 }
+        Prediction {
+            queue_us: 0,
+            transfer_us: 0,
+            prefill_us: 1_000,
+            passed_us: 0,
+            tbt_us: 1_010,
+            ..Prediction::default()
+        }
     );
     assert_eq!(decision.candidates[1].predicted.ttft_us(), 1_410);
     let why: Vec<_> = decision.reasons.iter().map(ToString::to_string).collect();
@@ -42,7 +49,14 @@ fn the_rest_is_fetched_from_the_first_block_that_is_not_resident() {
     // Own DRAM 10 + 10 x 10, then node 2 over the network 30 + 30 x 20.
     assert_eq!(
         decision.predicted,
-        Prediction { queue_us: 0, transfer_us: 740, prefill_us: 3_000, passed_us: 0 }
+        Prediction {
+            queue_us: 0,
+            transfer_us: 740,
+            prefill_us: 3_000,
+            passed_us: 0,
+            tbt_us: 1_010,
+            ..Prediction::default()
+        }
     );
     assert_eq!(decision.candidates[0].overlap_blocks, 1);
 }

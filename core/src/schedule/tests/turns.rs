@@ -133,6 +133,7 @@ fn first_tokens_teach_by_what_each_part_is_off() {
         transfer_us: at % 5 * 20_000,
         prefill_us: 50_000 + at % 11 * 100_000,
         passed_us: 0,
+        ..Prediction::default()
     };
     let came = |parts: &Prediction| 2 * parts.queue_us + 3 * parts.transfer_us + parts.prefill_us / 2;
     (0..2_000).for_each(|at| learnt.observe(&parts(at), came(&parts(at))));
@@ -151,7 +152,13 @@ fn first_tokens_teach_by_what_each_part_is_off() {
 #[test]
 fn a_few_first_tokens_teach_little_and_nonsense_not_more() {
     let mut learnt = Learnt::default();
-    let parts = Prediction { queue_us: 10_000, transfer_us: 0, prefill_us: 20_000, passed_us: 0 };
+    let parts = Prediction {
+        queue_us: 10_000,
+        transfer_us: 0,
+        prefill_us: 20_000,
+        passed_us: 0,
+        ..Prediction::default()
+    };
     learnt.observe(&parts, 60_000);
     assert!(learnt.factors().iter().all(|factor| (1.0..1.1).contains(factor)), "{:?}", learnt.factors());
     for _ in 0..1_000 {
@@ -171,6 +178,7 @@ fn few_that_are_passed_make_no_other_look_late_and_count_in_sum() {
         transfer_us: 0,
         prefill_us: 50_000 + at % 11 * 100_000,
         passed_us: at % 11 * 10_000,
+        ..Prediction::default()
     };
     // Each tenth waits another five times as long; all others come as predicted.
     let came = |at: u64| {

@@ -83,7 +83,7 @@ async fn engines_are_added_listed_drained_and_removed() {
         (known.authority.as_str(), known.origin, known.draining),
         ("10.0.0.3:8000", Origin::Called, false)
     );
-    let heard = Heard { running: 2, waiting: 1, queue_tokens: 9, usage: None };
+    let heard = Heard { running: 2, waiting: 1, queue_tokens: 9, ..Heard::default() };
     scene
         .endpoints
         .note(InstanceId(3), "10.0.0.3:8000", |standing| standing.load = Some((heard, Instant::now())));

@@ -19,7 +19,7 @@ use super::metrics::OneMetrics;
 use super::reading::{Life, Make, Reading, ReadingError, read};
 use crate::endpoints::address::resolve;
 use crate::endpoints::config::LoadConfig;
-use crate::endpoints::{Endpoint, Endpoints, Heard};
+use crate::endpoints::{Endpoint, Endpoints};
 
 /// Longest between two questions to an engine that does not answer.
 const AGAIN_MAX: Duration = Duration::from_secs(2);
@@ -46,6 +46,8 @@ pub(super) struct Care {
     pub(super) metrics: OneMetrics,
     asker: Asker,
     failures: Failures,
+    /// What it had said of times between tokens when it was asked last.
+    paces: Option<[f64; 2]>,
     /// As which process it was asked where its events are.
     asked_as: Option<u64>,
     /// Whether its events are followed because it said where they are.
@@ -110,6 +112,7 @@ impl Care {
             metrics,
             asker,
             failures: Failures::default(),
+            paces: None,
             asked_as: None,
             is_followed: false,
             has_left: false,
@@ -272,7 +275,7 @@ impl Care {
         if is_unwell || endpoint.draining {
             self.leave();
         } else if let Some(reading) = reading
-            && let Err(error) = self.report(reading.heard, &endpoint)
+            && let Err(error) = self.report(&reading, &endpoint)
         {
             problem = problem.or(Some(error));
         }
@@ -294,8 +297,10 @@ impl Care {
         self.note(|standing| (standing.is_unwell, standing.problem) = (is_unwell, problem));
     }
 
-    fn report(&mut self, heard: Heard, endpoint: &Endpoint) -> Result<(), String> {
+    fn report(&mut self, reading: &Reading, endpoint: &Endpoint) -> Result<(), String> {
         self.has_left = false;
+        let (heard, tbt_us) = (reading.heard, reading.tbt_us(self.paces));
+        self.paces = reading.paces;
         let report = pb::ReportRequest {
             queue_tokens: heard.queue_tokens,
             running: heard.running,
@@ -303,6 +308,9 @@ impl Care {
             fetches_nothing: !endpoint.fetches,
             role: endpoint.role as u32,
             place: endpoint.place.clone(),
+            kv_tokens_max: heard.kv_tokens_max,
+            kv_tokens: heard.kv_tokens(),
+            tbt_us,
             keeps_order: self.means.keeps_order,
             ..self.blank()
         };

@@ -32,6 +32,10 @@ struct Names {
     running: &'static str,
     waiting: &'static str,
     usage: &'static str,
+    /// Tokens that its KV memory holds, where one number says it.
+    kv_tokens_max: Option<&'static str>,
+    /// Seconds between two tokens, summed up, and how many such times: the first pair that is there.
+    paces: [[&'static str; 2]; 2],
     /// Prompt tokens of all requests so far, and how many requests those were: the first pair that is there.
     prompts: [[&'static str; 2]; 2],
 }
@@ -41,6 +45,11 @@ const VLLM: Names = Names {
     running: "vllm:num_requests_running",
     waiting: "vllm:num_requests_waiting",
     usage: "vllm:kv_cache_usage_perc",
+    kv_tokens_max: None,
+    paces: [
+        ["vllm:inter_token_latency_seconds_sum", "vllm:inter_token_latency_seconds_count"],
+        ["vllm:time_per_output_token_seconds_sum", "vllm:time_per_output_token_seconds_count"],
+    ],
     prompts: [
         ["vllm:request_prompt_tokens_sum", "vllm:request_prompt_tokens_count"],
         ["vllm:prompt_tokens_total", "vllm:request_success_total"],
@@ -52,6 +61,11 @@ const SGLANG: Names = Names {
     running: "sglang:num_running_reqs",
     waiting: "sglang:num_queue_reqs",
     usage: "sglang:token_usage",
+    kv_tokens_max: Some("sglang:max_total_num_tokens"),
+    paces: [
+        ["sglang:inter_token_latency_seconds_sum", "sglang:inter_token_latency_seconds_count"],
+        ["sglang:time_per_output_token_seconds_sum", "sglang:time_per_output_token_seconds_count"],
+    ],
     prompts: [
         ["sglang:prompt_tokens_histogram_sum", "sglang:prompt_tokens_histogram_count"],
         ["sglang:prompt_tokens_total", "sglang:num_requests_total"],
@@ -60,6 +74,12 @@ const SGLANG: Names = Names {
 
 /// Of every process that the usual client library measures.
 const STARTED: &str = "process_start_time_seconds";
+
+/// A vLLM says the size of its KV memory in labels of this, in blocks.
+const VLLM_CACHE: &str = "vllm:cache_config_info";
+
+/// More tokens than any KV memory holds.
+const KV_TOKENS_MAX: u64 = 1 << 40;
 
 /// Why a load is not believed.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -99,6 +119,18 @@ pub(crate) struct Reading {
     started_us: Option<u64>,
     /// Requests that ended so far: this never falls within one process.
     ended: Option<f64>,
+    /// Seconds between two tokens so far, summed up, and how many such times.
+    pub(crate) paces: Option<[f64; 2]>,
+}
+
+impl Reading {
+    /// Mean time between two tokens since an earlier reading, in microseconds; 0 where none came, or that cannot be told.
+    pub(crate) fn tbt_us(&self, before: Option<[f64; 2]>) -> u32 {
+        let (Some([sum, count]), Some([sum_before, count_before])) = (self.paces, before) else { return 0 };
+        let (seconds, tokens) = (sum - sum_before, count - count_before);
+        // Whoever started anew counts from nothing.
+        if tokens <= 0.0 || seconds < 0.0 { 0 } else { (seconds / tokens * 1e6) as u32 }
+    }
 }
 
 /// Sums of what has several lines, one for each rank or model; of shares the largest.
@@ -109,6 +141,7 @@ impl Sums {
     fn add(&mut self, name: &'static str, value: f64) -> Result<(), ReadingError> {
         let nonsense = |expected| ReadingError::Nonsense { name, value, expected };
         let is_share = [VLLM.usage, SGLANG.usage].contains(&name);
+        let is_besides = is_besides(name);
         let (most, expected) = if is_share {
             (1.0, "")
         } else if name == STARTED {
@@ -118,9 +151,9 @@ impl Sums {
         } else {
             (COUNT_MAX, "a count")
         };
-        // Not a number is in no range. The load is known without the share.
+        // Not a number is in no range. The load is known without the share, and without what is of decoding.
         if !(0.0..=most).contains(&value) {
-            if is_share {
+            if is_share || is_besides {
                 return Ok(());
             }
             return Err(nonsense(expected));
@@ -130,7 +163,7 @@ impl Sums {
             return Ok(());
         };
         *sum = if is_share || name == STARTED { sum.max(value) } else { *sum + value };
-        if *sum > most { Err(nonsense(expected)) } else { Ok(()) }
+        if *sum > most && !is_besides { Err(nonsense(expected)) } else { Ok(()) }
     }
 
     fn get(&self, name: &str) -> Option<f64> {
@@ -138,11 +171,32 @@ impl Sums {
     }
 }
 
+/// Whether a load is known without what has this name.
+fn is_besides(name: &str) -> bool {
+    [&VLLM, &SGLANG]
+        .iter()
+        .any(|names| names.kv_tokens_max == Some(name) || names.paces.as_flattened().contains(&name))
+}
+
+/// Tokens that the KV memory of a vLLM holds, of all ranks together: blocks times their size, as labels say; 0 where they do not.
+fn cache_tokens(body: &[u8]) -> u64 {
+    let lines = body.split(|byte| *byte == b'\n').filter_map(|line| std::str::from_utf8(line).ok());
+    let infos = lines.filter_map(|line| line.trim_start().strip_prefix(VLLM_CACHE)?.strip_prefix('{'));
+    let label = |labels: &str, name: &str| {
+        let (_, behind) = labels.split_once(&format!("{name}=\""))?;
+        behind.split_once('"')?.0.parse::<u64>().ok()
+    };
+    let tokens = |labels: &str| label(labels, "num_gpu_blocks")?.checked_mul(label(labels, "block_size")?);
+    infos.filter_map(tokens).fold(0, u64::saturating_add)
+}
+
 /// Reads what an engine answers at `/metrics`. Until it has ended a request, its prompts count as `prompt_tokens` long.
 pub(crate) fn read(body: &[u8], prompt_tokens: u32) -> Result<Reading, ReadingError> {
     let mut wanted = vec![STARTED];
     for names in [&VLLM, &SGLANG] {
         wanted.extend([names.running, names.waiting, names.usage]);
+        wanted.extend(names.kv_tokens_max);
+        wanted.extend(names.paces.as_flattened());
         wanted.extend(names.prompts.as_flattened());
     }
     let (mut sums, mut wrong) = (Sums::default(), Ok(()));
@@ -172,9 +226,21 @@ pub(crate) fn read(body: &[u8], prompt_tokens: u32) -> Result<Reading, ReadingEr
         waiting: waiting as u32,
         queue_tokens: (waiting * mean).round() as u64,
         usage: sums.get(names.usage),
+        kv_tokens_max: match names.kv_tokens_max {
+            Some(name) => sums.get(name).map_or(0, |tokens| tokens as u64),
+            None => cache_tokens(body),
+        }
+        .min(KV_TOKENS_MAX),
     };
+    let paces = names.paces.into_iter().find_map(|[sum, count]| Some([sums.get(sum)?, sums.get(count)?]));
     let started_us = sums.get(STARTED).map(|seconds| (seconds * 1e6) as u64).filter(|started| *started > 0);
-    Ok(Reading { make: names.make, heard, started_us, ended: prompts.map(|(_, _, requests)| requests) })
+    Ok(Reading {
+        make: names.make,
+        heard,
+        started_us,
+        ended: prompts.map(|(_, _, requests)| requests),
+        paces,
+    })
 }
 
 /// Which process an instance is, as far as its metrics tell: what reports are numbered under.

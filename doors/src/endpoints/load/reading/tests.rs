@@ -35,11 +35,11 @@ fn with(name: &str, value: &str) -> Result<Reading, ReadingError> {
 #[test]
 fn the_load_of_each_make_is_read() {
     let reading = read_text(VLLM_TEXT).expect("a vLLM");
-    let heard = Heard { running: 7, waiting: 2, queue_tokens: 1_000, usage: Some(0.75) };
+    let heard = Heard { running: 7, waiting: 2, queue_tokens: 1_000, usage: Some(0.75), ..Heard::default() };
     assert_eq!((reading.make, reading.heard), (Make::Vllm, heard));
     assert_eq!((reading.started_us, reading.ended), (Some(1_700_000_000_000_000), Some(4.0)));
     let reading = read_text(SGLANG_TEXT).expect("an SGLang");
-    let heard = Heard { running: 1, waiting: 3, queue_tokens: 900, usage: Some(0.5) };
+    let heard = Heard { running: 1, waiting: 3, queue_tokens: 900, usage: Some(0.5), ..Heard::default() };
     assert_eq!((reading.make, reading.heard, reading.started_us), (Make::Sglang, heard, None));
 }
 
@@ -128,4 +128,33 @@ fn whoever_follows_started_later() {
     let mut next = life.next();
     assert!(!next.hear(&reading(Some(500), Some(0.0)), 0), "the first of it");
     assert_eq!(next.started_us(), 1_001);
+}
+
+#[test]
+fn memory_and_times_between_tokens_are_read_where_they_are_said() {
+    let with_more = |text: &str, more: &str| read_text(&format!("{text}{more}")).expect("the load is known");
+    let cache = "vllm:cache_config_info{block_size=\"16\",engine=\"0\",num_gpu_blocks=\"1000\"} 1.0\n\
+                 vllm:cache_config_info{block_size=\"16\",engine=\"1\",num_gpu_blocks=\"500\"} 1.0\n";
+    let vllm = with_more(VLLM_TEXT, cache).heard;
+    assert_eq!((vllm.kv_tokens_max, vllm.kv_tokens()), (24_000, 18_000));
+    for nonsense in ["", "{", "{num_gpu_blocks=\"9\"} 1\n", "{block_size=\"x\",num_gpu_blocks=\"-1\"} 1\n"] {
+        let text = format!("vllm:cache_config_info{nonsense}");
+        assert_eq!(with_more(VLLM_TEXT, &text).heard.kv_tokens_max, 0, "{nonsense}");
+    }
+    let sglang = with_more(SGLANG_TEXT, "sglang:max_total_num_tokens{tp_rank=\"0\"} 5000\n");
+    assert_eq!((sglang.heard.kv_tokens_max, sglang.heard.kv_tokens(), sglang.paces), (5_000, 2_500, None));
+    let paced = |sum: &str, count: &str| {
+        let name = "vllm:inter_token_latency_seconds";
+        with_more(VLLM_TEXT, &format!("{name}_sum {sum}\n{name}_count {count}\n"))
+    };
+    let before = paced("1.0", "100").paces;
+    assert_eq!(paced("1.5", "120").tbt_us(before), 25_000);
+    assert_eq!(
+        (paced("1.5", "100").tbt_us(before), paced("0.5", "20").tbt_us(before)),
+        (0, 0),
+        "none, or anew"
+    );
+    assert_eq!((paced("NaN", "120").tbt_us(before), paced("1.5", "120").tbt_us(None)), (0, 0));
+    let older = "vllm:time_per_output_token_seconds_sum 3\nvllm:time_per_output_token_seconds_count 9\n";
+    assert_eq!(with_more(VLLM_TEXT, older).paces, Some([3.0, 9.0]));
 }

@@ -1,0 +1,274 @@
+//! What decodes at an instance, and what is predicted of it: how long a request waits for room in GPU memory, and how far apart tokens come, its own and those
+//! of the requests that decode beside it.
+//!
+//! **Room.** Requests hold room for as long as they run, so that room comes free at a rate of all of it in the time that a request runs (Little's law). A
+//! newcomer waits for what those before it and it itself need beyond what is free.
+//!
+//! **Time between tokens.** Each step gives every request that decodes a token. It takes its own time, more for each of them, and that of the part of a prompt
+//! that is in it, which is bounded by what a step may hold. How many steps have one follows from the prompts that are computed while the request
+//! decodes: those known to come behind it, and as many as came lately.
+//!
+//! Not here: learning these times (`steps.rs`), and who is turned away by them (`admit.rs`). After the second half of Mooncake's early rejection
+//! (FAST '25, §7).
+
+use std::time::Duration;
+
+use super::cost::Wait;
+use super::decision::{Decision, RejectReason, Rejection};
+use super::fleet::{Fleet, Instance};
+use super::load::Moment;
+use super::pairs::Role;
+use crate::id::{InstanceId, Timestamp};
+
+/// Tokens of prompts in a step of an engine that does not say: what engines are set to where memory is plenty.
+const CHUNK_TOKENS: u32 = 8_192;
+
+/// Its prompt is computed by then: a request is ended only if its limit is broken by more than this share of it.
+const DECODE_SLACK: f64 = 0.1;
+
+/// Shortest and longest that a request which may not decode is told to stay away.
+const RETRY: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(30)];
+
+/// No step takes longer; what is said to is nonsense.
+const TBT_US_MAX: u32 = 60_000_000;
+
+/// Most tokens that any GPU memory is believed to hold: a thousand prompts of a million.
+const KV_TOKENS_MAX: u64 = 1 << 30;
+
+/// What an instance says of its decoding and of its GPU memory; zero where it says nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Decoding {
+    /// Tokens whose KV its GPU memory can hold.
+    pub kv_tokens_max: u64,
+    /// Of these, those held for requests that run.
+    pub kv_tokens: u64,
+    /// Mean time between two tokens of a request since the report before, in microseconds.
+    pub tbt_us: u32,
+    /// Tokens of prompts in a step, at most.
+    pub chunk_tokens: u32,
+}
+
+impl Decoding {
+    /// The same within bounds: of what cannot be, what is nearest to it.
+    #[must_use]
+    pub fn believed(self) -> Decoding {
+        let kv_tokens_max = self.kv_tokens_max.min(KV_TOKENS_MAX);
+        Decoding {
+            kv_tokens_max,
+            kv_tokens: self.kv_tokens.min(kv_tokens_max),
+            tbt_us: self.tbt_us.min(TBT_US_MAX),
+            chunk_tokens: self.chunk_tokens,
+        }
+    }
+}
+
+/// The least limit between two tokens of the requests that were sent to an instance, as long as one of those is predicted to run. Those with more time are not
+/// remembered beside it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Strictest {
+    tbt_us: u32,
+    until: Timestamp,
+}
+
+impl Strictest {
+    pub(super) fn sent(&mut self, decision: &Decision, now: Timestamp) {
+        let Pacing { limit_us, decode_us, .. } = decision.pacing;
+        if limit_us == 0 {
+            return;
+        }
+        let tbt_us = u32::try_from(limit_us).unwrap_or(u32::MAX);
+        let runs_us = decision.predicted.ttft_us().saturating_add(decode_us);
+        let until = now.after(Duration::from_micros(runs_us));
+        match self.at(now) {
+            Some(known) if known < tbt_us => {}
+            Some(known) if known == tbt_us => self.until = self.until.max(until),
+            _ => *self = Strictest { tbt_us, until },
+        }
+    }
+
+    /// The limit, if there is one.
+    pub(super) fn at(self, now: Timestamp) -> Option<u32> {
+        (self.tbt_us > 0 && now < self.until).then_some(self.tbt_us)
+    }
+}
+
+/// Whose limit between two tokens is predicted to be broken at an instance. Closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Breaks {
+    /// Of requests that decode there.
+    Others,
+    /// The request's own.
+    Own,
+}
+
+/// What was predicted of a request's decoding at the instance that was chosen for it, for whoever lets it in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pacing {
+    /// Tokens that it is expected to say.
+    pub output_tokens: u32,
+    /// Room that it takes in GPU memory, in tokens.
+    pub kv_tokens: u32,
+    /// Its limit between two tokens, in microseconds; 0 for none.
+    pub limit_us: u64,
+    /// Time between its tokens if it were there alone, in microseconds.
+    pub alone_us: u64,
+    /// For how long it decodes.
+    pub decode_us: u64,
+    /// Time between the tokens of those that decode beside it, and the least limit of these; nothing where nobody has one.
+    pub others_us: Option<(u64, u64)>,
+}
+
+/// What is the same for all instances: worked out once for a request.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Climate {
+    /// Tokens that the request is expected to say.
+    pub(super) output_tokens: u32,
+    /// What requests say on average, at least one token.
+    mean_output: f64,
+    /// Room that one takes on average.
+    mean_kv: f64,
+    /// Room that this one takes.
+    pub(super) kv_tokens: u32,
+    /// Its own limit; 0 for none.
+    pub(super) limit_us: u64,
+    /// Of an instance's time, the share that prompts take.
+    prompts: f64,
+    prompt_us_per_token: f64,
+    now: Timestamp,
+}
+
+/// What is predicted at one instance, in microseconds, before what was learnt of sums.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Forecast {
+    /// Until there is room for it.
+    pub(super) room_us: u64,
+    pub(super) tbt_us: u64,
+    pub(super) others_us: u64,
+}
+
+impl Climate {
+    pub(super) fn of(request: &super::RouteRequest, fleet: &Fleet, now: Timestamp) -> Climate {
+        let lengths = fleet.lengths();
+        let output_tokens = lengths.expected(request.category, request.output_tokens);
+        let kv_tokens = request.input_tokens.saturating_add(output_tokens);
+        Climate {
+            output_tokens,
+            mean_output: lengths.mean().max(1.0),
+            mean_kv: lengths.held().unwrap_or(kv_tokens.into()).max(1.0),
+            kv_tokens,
+            limit_us: request.tbt_max_us,
+            prompts: fleet.passing().share(now),
+            prompt_us_per_token: lengths.prompt_us_per_token(&fleet.profile),
+            now,
+        }
+    }
+
+    /// The same for one that takes its room already and says as much as others do.
+    fn decoding(fleet: &Fleet, limit_us: u64, now: Timestamp) -> Climate {
+        let (lengths, mean_output) = (fleet.lengths(), fleet.lengths().mean().max(1.0));
+        Climate {
+            output_tokens: mean_output.round() as u32,
+            mean_output,
+            mean_kv: lengths.held().unwrap_or(1.0).max(1.0),
+            kv_tokens: 0,
+            limit_us,
+            prompts: fleet.passing().share(now),
+            prompt_us_per_token: lengths.prompt_us_per_token(&fleet.profile),
+            now,
+        }
+    }
+
+    /// What comes of it at an instance where it waits so, and takes so long to compute.
+    pub(super) fn at(&self, fleet: &Fleet, instance: &Instance, wait: &Wait, prefill_us: u64) -> Forecast {
+        let load = &instance.load;
+        let Decoding { kv_tokens_max, kv_tokens, chunk_tokens, .. } = load.decoding;
+        let pace = load.pace.at(self.now);
+        let step_us = |running: f64| fleet.steps().step_us(&fleet.profile, running) * pace;
+        let before = f64::from(load.running) + wait.requests as f64;
+        // No more decode at once than have room.
+        let most = if kv_tokens_max == 0 {
+            f64::MAX
+        } else {
+            (kv_tokens_max as f64 / self.mean_kv).max(load.running.into())
+        };
+        let step = step_us(before.min(most) + 1.0);
+        let chunk_tokens = if chunk_tokens == 0 { CHUNK_TOKENS } else { chunk_tokens };
+        let chunk_us = f64::from(chunk_tokens) * self.prompt_us_per_token;
+        // While it decodes, as many prompts come as came lately; those that wait are among them.
+        let later_us = step * self.prompts / (1.0 - self.prompts);
+        let own_us = wait.behind_us as f64 / f64::from(self.output_tokens.max(1));
+        let tbt_us = step + chunk_us.min(later_us.max(own_us));
+        // Its own prompt is one more than those that come anyway: others have all of it.
+        let waits_us = wait.work_us as f64 + wait.behind_us as f64;
+        let known_us = later_us.max(waits_us / self.mean_output) + prefill_us as f64 / self.mean_output;
+        let others_us = if before > 0.0 { step + chunk_us.min(known_us) } else { 0.0 };
+        let ahead = wait.kv_tokens as f64 + wait.requests.saturating_sub(wait.known) as f64 * self.mean_kv;
+        let wanted = ahead + f64::from(self.kv_tokens) + kv_tokens as f64 - kv_tokens_max as f64;
+        // What is larger than all of it waits for all that runs.
+        let missing = wanted.min(ahead + kv_tokens as f64).max(0.0);
+        let room_us =
+            if kv_tokens_max == 0 { 0.0 } else { missing / kv_tokens_max as f64 * self.mean_output * tbt_us };
+        let [room_us, tbt_us, others_us] = [room_us, tbt_us, others_us].map(|us| us.round() as u64);
+        Forecast { room_us, tbt_us, others_us }
+    }
+
+    /// What comes of it at an instance where it goes on, its prompt computed elsewhere. Those that only go on have no prompts in their steps.
+    pub(super) fn at_partner(&self, fleet: &Fleet, partner: &Instance) -> Forecast {
+        let wait = Wait { requests: partner.load.requests_ahead(), ..Wait::default() };
+        self.of_role(fleet, partner.id).at(fleet, partner, &wait, 0)
+    }
+
+    /// The same for an instance with such prompts as it computes by its role.
+    fn of_role(&self, fleet: &Fleet, id: InstanceId) -> Climate {
+        let prompts = if fleet.part(id).role == Role::Decode { 0.0 } else { self.prompts };
+        Climate { prompts, ..*self }
+    }
+
+    /// Time between its tokens if it were alone there.
+    pub(super) fn alone_us(&self, fleet: &Fleet, instance: &Instance) -> u64 {
+        let pace = instance.load.pace.at(self.now);
+        (fleet.steps().step_us(&fleet.profile, 1.0) * pace).round() as u64
+    }
+
+    /// The least limit of requests that decode there.
+    pub(super) fn strictest_us(&self, instance: &Instance) -> Option<u64> {
+        instance.load.strictest.at(self.now).map(u64::from)
+    }
+
+    /// Whose limit is broken where tokens come so far apart.
+    pub(super) fn breaks(&self, instance: &Instance, tbt_us: u64, others_us: u64) -> Option<Breaks> {
+        if self.limit_us > 0 && tbt_us > self.limit_us {
+            return Some(Breaks::Own);
+        }
+        let limit = instance.load.strictest.at(self.now);
+        limit.is_some_and(|limit| others_us > limit.into()).then_some(Breaks::Others)
+    }
+}
+
+impl Fleet {
+    /// Whether a request whose prompt is computed may begin to decode at its instance, by what decodes and waits there now: how far apart its tokens come, in
+    /// microseconds, or with that, why not. It may where that is not known (0) or does not matter (a limit of 0).
+    ///
+    /// # Errors
+    /// [`RejectReason::TooSlow`], with when to come again.
+    pub fn may_decode(&self, id: InstanceId, limit_us: u64, now: Timestamp) -> Result<u64, (u64, Rejection)> {
+        let known = self
+            .instance(id)
+            .filter(|instance| now.since(instance.reported_at) <= self.limits.report_stale_after);
+        let Some(instance) = known else { return Ok(0) };
+        let climate = Climate::decoding(self, limit_us, now).of_role(self, id);
+        let prompts_us = instance.load.prompts_us(Moment { now, reported_at: instance.reported_at });
+        // It is among those that run.
+        let load = super::Load { running: instance.load.running.saturating_sub(1), ..instance.load };
+        let wait = Wait { behind_us: prompts_us, ..Wait::default() };
+        let forecast = climate.at(self, &Instance { load, ..*instance }, &wait, 0);
+        let tbt_us = self.learnt.tbt_us(forecast.tbt_us);
+        if limit_us == 0 || tbt_us as f64 <= limit_us as f64 * (1.0 + DECODE_SLACK) {
+            return Ok(tbt_us);
+        }
+        let (tbt, limit) = (Duration::from_micros(tbt_us), Duration::from_micros(limit_us));
+        let share = 1.0 - limit_us as f64 / tbt_us as f64;
+        let retry_after = (tbt.mul_f64(climate.mean_output).mul_f64(share)).clamp(RETRY[0], RETRY[1]);
+        Err((tbt_us, Rejection { reason: RejectReason::TooSlow { tbt, limit }, retry_after }))
+    }
+}

@@ -1,0 +1,27 @@
+//! Whether a request may begin to decode, asked once its prompt is computed.
+//!
+//! Not here: the prediction (`kv_core::schedule`), and who is turned away when it comes (`route.rs`).
+
+use kv_core::id::InstanceId;
+use kvfleet_proto::pb;
+
+use super::{Shared, millis};
+
+/// Answers for an instance; where nobody asked for a limit or nothing is known of what decodes there, it may.
+pub(super) fn may(shared: &Shared, asked: pb::MayDecodeRequest) -> pb::MayDecodeReply {
+    let pb::MayDecodeRequest { request, instance, tbt_max_us } = asked;
+    let decided = || shared.recall.lock().limit_us(request);
+    let limits = [tbt_max_us, decided(), shared.tbt_max_us];
+    let limit_us = limits.into_iter().find(|limit_us| *limit_us > 0).unwrap_or_default();
+    let answer = shared.fleet.may_decode(InstanceId(instance), limit_us, shared.clock.now());
+    shared.metrics.decode_asked(answer.is_ok());
+    match answer {
+        Ok(tbt_us) => pb::MayDecodeReply { may: true, tbt_us, ..pb::MayDecodeReply::default() },
+        Err((tbt_us, rejection)) => pb::MayDecodeReply {
+            may: false,
+            tbt_us,
+            reason: rejection.reason.to_string(),
+            retry_after_ms: millis(rejection.retry_after),
+        },
+    }
+}

@@ -1,0 +1,115 @@
+//! Limits between two tokens: where a request goes, who is turned away, and whether it may begin to decode.
+
+use kvfleet_proto::pb;
+
+use crate::harness::Cluster;
+use crate::residency::load;
+
+/// How far apart tokens may come here: an engine with two hundred requests takes 20 ms for each, one with none 8 ms.
+const LIMIT_US: u64 = 15_000;
+
+async fn cluster(tbt_max_us: u64) -> Cluster {
+    let cluster = Cluster::start(1, |config| {
+        config.profile = "h100-8b".into();
+        config.admission.tbt_max_us = tbt_max_us;
+    })
+    .await;
+    cluster.leader().await;
+    cluster.client(1).report(pb::ReportRequest { running: 200, ..load(1, 1) }).await.unwrap();
+    let full =
+        pb::ReportRequest { queue_tokens: 2_000, kv_tokens_max: 10_000, kv_tokens: 10_000, ..load(2, 1) };
+    cluster.client(1).report(full).await.unwrap();
+    cluster
+}
+
+async fn route(cluster: &Cluster, request: u64, tbt_max_us: u64, among: &[u32]) -> pb::RouteReply {
+    let among = (!among.is_empty()).then(|| pb::Among { instances: among.to_vec() });
+    let (block_tokens, input_tokens) = (16, 160);
+    let request =
+        pb::RouteRequest { request, block_tokens, input_tokens, tbt_max_us, among, ..Default::default() };
+    cluster.client(1).route(request).await.unwrap().into_inner()
+}
+
+fn decision(reply: pb::RouteReply) -> pb::Decision {
+    match reply.answer {
+        Some(pb::route_reply::Answer::Decision(decision)) => decision,
+        other => panic!("{other:?}"),
+    }
+}
+
+async fn why(cluster: &Cluster, request: u64) -> pb::WhyReply {
+    cluster.client(1).why(pb::WhyRequest { request }).await.unwrap().into_inner()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_goes_where_its_tokens_come_in_time_or_is_turned_away() {
+    let cluster = cluster(0).await;
+    let kept = decision(route(&cluster, 1, LIMIT_US, &[]).await);
+    let predicted = kept.predicted.unwrap();
+    assert_eq!(kept.instance, 2);
+    assert!(predicted.tbt_us < LIMIT_US && predicted.room_us > 0, "{predicted:?}");
+    assert!(predicted.queue_us >= predicted.room_us, "it is a part of the queue");
+    let slow = decision(route(&cluster, 2, 0, &[1]).await).predicted.unwrap();
+    assert!(slow.tbt_us > 20_000 && slow.room_us == 0, "{slow:?}");
+    let reply = route(&cluster, 3, LIMIT_US, &[1]).await;
+    let Some(pb::route_reply::Answer::Rejected(rejected)) = reply.answer else { panic!("{reply:?}") };
+    assert!(!rejected.nobody && rejected.retry_after_ms > 0, "{rejected:?}");
+    assert!(why(&cluster, 3).await.rejected.contains("its limit is 15000 us"));
+
+    // It ends, and what was seen is told beside what was predicted; once.
+    for (sequence, tbt_us) in [(2, 9_000), (3, 1)] {
+        let outcomes = vec![pb::Outcome { request: 1, output_tokens: 70, tbt_us, ..Default::default() }];
+        cluster.client(1).report(pb::ReportRequest { outcomes, ..load(2, sequence) }).await.unwrap();
+        let told = why(&cluster, 1).await;
+        assert_eq!((told.tbt_us, told.output_tokens, told.predicted), (9_000, 70, Some(predicted)));
+    }
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_that_is_computed_begins_where_its_limit_is_kept() {
+    let cluster = cluster(LIMIT_US).await;
+    let ask = async |request, instance, tbt_max_us| {
+        let asked = pb::MayDecodeRequest { request, instance, tbt_max_us };
+        cluster.client(1).may_decode(asked).await.unwrap().into_inner()
+    };
+    let begins = ask(1, 2, 0).await;
+    assert!(begins.may && (8_000..LIMIT_US).contains(&begins.tbt_us), "{begins:?}");
+    let ends = ask(1, 1, 0).await;
+    assert!(
+        !ends.may && ends.tbt_us > LIMIT_US && ends.retry_after_ms > 0,
+        "the router's own limit: {ends:?}"
+    );
+    assert!(ends.reason.contains("its limit is 15000 us"), "{ends:?}");
+    assert!(ask(1, 1, 30_000).await.may, "it says what its limit is");
+    assert_eq!(
+        ask(1, 99, 0).await,
+        pb::MayDecodeReply { may: true, ..Default::default() },
+        "nobody knows it"
+    );
+    // What was asked for it when it was decided counts before what the router is set to.
+    assert_eq!(decision(route(&cluster, 5, 9_000, &[]).await).instance, 2);
+    assert!(ask(5, 1, 0).await.reason.contains("its limit is 9000 us"));
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nonsense_of_decoding_is_bounded() {
+    let cluster = cluster(0).await;
+    let most = pb::ReportRequest {
+        running: u32::MAX,
+        kv_tokens_max: u64::MAX,
+        kv_tokens: u64::MAX,
+        tbt_us: u32::MAX,
+        chunk_tokens: u32::MAX,
+        ..load(2, 2)
+    };
+    cluster.client(1).report(most).await.unwrap();
+    let outcomes =
+        vec![pb::Outcome { request: 1, output_tokens: u32::MAX, tbt_us: u64::MAX, ..Default::default() }];
+    decision(route(&cluster, 1, u64::MAX, &[]).await);
+    cluster.client(1).report(pb::ReportRequest { outcomes, ..load(1, 2) }).await.unwrap();
+    let idle = decision(route(&cluster, 2, LIMIT_US, &[1]).await).predicted.unwrap();
+    assert!(idle.tbt_us < LIMIT_US, "one outcome of nonsense moves little: {idle:?}");
+    cluster.shutdown().await;
+}
