@@ -101,3 +101,25 @@ fn a_save_evicts_a_bounded_stretch_and_what_it_needs() {
     assert!(matches!(book.offer(asker(9), large, Timestamp(5)).unwrap()[..], [Offered::Wanted(_)]));
     assert_eq!(book.stats(Tier::Dram).dropped_blocks, u64::from(blocks));
 }
+
+#[test]
+fn what_is_held_is_named_in_steps_with_what_it_is_worth_and_nothing_else_is() {
+    let mut book = blocks(8_000, 8_000);
+    for number in 0..6_000 {
+        request(&mut book, &[number], number + 1);
+    }
+    // On its way in, and not readable yet.
+    offer(&mut book, 9_000, &[7_000], 9_000);
+    let (mut from, mut steps, mut found) = (Some(0), 0, BTreeMap::new());
+    while let Some(place) = from {
+        let step = book.holdings(place, Timestamp(9_001));
+        assert!(step.blocks.len() <= HOLDINGS_MAX);
+        found.extend(step.blocks.iter().map(|one| (one.hash, *one)));
+        (from, steps) = (step.next, steps + 1);
+    }
+    assert_eq!((found.len(), steps), (6_000, 2));
+    assert!(found[&hash(5)].stamp < found[&hash(6)].stamp, "later uses are told apart");
+    assert!(found.values().all(|one| one.worth == 1.0), "a policy that does not know takes all for certain");
+    book.set_generation(Generation(1), Timestamp(9_002));
+    assert!(book.holdings(0, Timestamp(9_003)).blocks.is_empty(), "what other weights made is void");
+}
