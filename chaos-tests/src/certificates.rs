@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use kvfleet_proto::tls::{SERVER_NAME, TlsFiles};
+use kvfleet_proto::tls::{ROUTER_NAME, SERVER_NAME, TlsFiles};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 
 /// Writes an authority and one certificate under it into `folder`.
@@ -18,7 +18,9 @@ pub fn make(folder: &Path) -> Result<TlsFiles, Box<dyn std::error::Error>> {
     let authority_pem = authority.self_signed(&authority_key)?.pem();
     let issuer = Issuer::new(authority, authority_key);
     let key = KeyPair::generate()?;
-    let certificate = CertificateParams::new(vec![SERVER_NAME.to_owned()])?.signed_by(&key, &issuer)?;
+    // Routers are among them, and nodes obey those alone.
+    let names = vec![SERVER_NAME.to_owned(), ROUTER_NAME.to_owned()];
+    let certificate = CertificateParams::new(names)?.signed_by(&key, &issuer)?;
     let files =
         TlsFiles { ca: folder.join("ca.pem"), cert: folder.join("cert.pem"), key: folder.join("key.pem") };
     std::fs::write(&files.ca, authority_pem)?;

@@ -13,6 +13,11 @@ WORKLOADS = ("StatefulSet", "DaemonSet", "Deployment")
 STOPS_WITHIN = 10
 ANSWERS_WITHIN = 5
 
+# How long a node that drains gives away what it holds where its configuration does not say (`drain_ms` in node/src/config.rs), and
+# what it needs beside that to leave, in seconds.
+GIVES_WITHIN = 20
+LEAVES_WITHIN = 5
+
 # How long `kvfleet probe` waits where it is not told (`--timeout`), in seconds.
 PROBES_WITHIN = 2
 
@@ -190,7 +195,12 @@ def grace_is_long_enough(objects):
     for one, _, spec in workloads(objects):
         for container in spec["containers"]:
             command = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
-            within = seconds(option(command, "--within", "20s")) + ANSWERS_WITHIN
+            asked = seconds(option(command, "--within", "20s"))
+            config = config_of(objects, spec) or {}
+            gives = config.get("drain_ms", GIVES_WITHIN * 1000) / 1000 + LEAVES_WITHIN
+            if "data_listen" in config and asked < gives:
+                yield f"{name(one)}: preStop waits {asked:g} s, and must wait {gives:g}: the node gives away what it holds, then it leaves"
+            within = asked + ANSWERS_WITHIN
             needed = max(within, seconds(option(command, "--linger", "0s"))) + STOPS_WITHIN
             if spec.get("terminationGracePeriodSeconds", 30) < needed:
                 yield f"{name(one)}: terminationGracePeriodSeconds must be at least {needed:g}: preStop, then the stop"

@@ -22,6 +22,12 @@ use crate::tiers::ssd::DEVICES_MAX;
 pub use rdma::RdmaSection;
 pub use shm::{ShmPeerSection, ShmSection};
 
+/// Copies from other nodes under way at once, whatever is configured.
+const COPIES_MAX: u32 = 64;
+
+/// Longest that draining may be configured to go on, in milliseconds: as long as it may be asked to.
+const DRAIN_MS_MAX: u64 = 3_600_000;
+
 /// Configuration of a node. Every field has a default except the certificates and the routers, which
 /// have none that would work.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -88,6 +94,13 @@ pub struct NodeConfig {
     pub fetch_inflight_bytes: u64,
     /// Bytes of saves that are arriving at once, over all connections; above it savers are told `Busy`.
     pub save_inflight_bytes: u64,
+    /// Copies from other nodes that routers may have under way here at once; 0 takes none.
+    pub copies: u32,
+    /// Longest that a node which is asked to drain goes on giving to others what it alone holds, in milliseconds; 0 leaves at once. No
+    /// longer than whoever asks waits.
+    pub drain_ms: u64,
+    /// Most that it gives to others, in bytes.
+    pub drain_bytes: u64,
     /// Use io_uring for the SSD tier where the kernel permits it.
     pub io_uring: bool,
     /// What the blocks are blocks of.
@@ -156,6 +169,9 @@ impl Default for NodeConfig {
             lease_ms: 10_000,
             fetch_inflight_bytes: 1 << 30,
             save_inflight_bytes: 512 << 20,
+            copies: 2,
+            drain_ms: 20_000,
+            drain_bytes: 64 << 30,
             io_uring: true,
             identity: IdentitySection::default(),
             tls: TlsSection::default(),
@@ -215,10 +231,24 @@ impl NodeConfig {
             let remedy = format!("what one save may have under way must fit, give at least {one_save}");
             return wrong("save_inflight_bytes", &self.save_inflight_bytes, remedy);
         }
+        self.validate_copies()?;
         self.validate_gpu()?;
         self.validate_shm()?;
         self.validate_rdma()?;
         self.validate_capacity()
+    }
+
+    fn validate_copies(&self) -> Result<(), ConfigError> {
+        if self.copies > COPIES_MAX {
+            let remedy = format!("each keeps some megabytes open, give at most {COPIES_MAX}, or 0 for none");
+            return wrong("copies", &self.copies, remedy);
+        }
+        if self.drain_ms > DRAIN_MS_MAX {
+            let remedy =
+                format!("whoever asks a node to drain waits for it, give at most {DRAIN_MS_MAX}, or 0");
+            return wrong("drain_ms", &self.drain_ms, remedy);
+        }
+        Ok(())
     }
 
     fn validate_gpu(&self) -> Result<(), ConfigError> {
@@ -381,6 +411,8 @@ mod tests {
         says("a node: lease_ms", &refused(|config| config.lease_ms = 0), &[]);
         says("a node: fetch_inflight_bytes", &refused(|config| config.fetch_inflight_bytes = 5), &[]);
         says("a node: save_inflight_bytes", &refused(|config| config.save_inflight_bytes = 5), &[]);
+        says("a node: copies", &refused(|config| config.copies = 65), &[]);
+        says("a node: drain_ms", &refused(|config| config.drain_ms = 3_600_001), &[]);
         let many = |config: &mut NodeConfig| config.more_data_dirs = vec![PathBuf::new(); 64];
         says("a node: more_data_dirs", &refused(many), &[]);
         #[cfg(not(feature = "gpu"))]

@@ -1,12 +1,15 @@
 //! A storage node: serves and saves KV blocks from DRAM and SSD, and tells the routers what it holds.
 //!
 //! [`Node::start`] puts the parts together: `store` (the one task that owns the tier book) over `arena`
-//! (DRAM) and `tiers` (SSD), `serve` (block path), `server` (control calls), `announce` (the routers).
+//! (DRAM) and `tiers` (SSD), `serve` (block path), `server` (control calls), `announce` (the routers), `copies` and `evacuate`
+//! (other nodes).
 //! Not here: decisions (`kv_core::tier`), and anything that votes.
 
 pub mod announce;
 pub mod arena;
 pub mod config;
+pub mod copies;
+mod evacuate;
 mod host;
 mod layered;
 mod listen;
@@ -28,6 +31,7 @@ pub mod tiers;
 pub use config::{
     ConfigError, NodeConfig, QuotaSection, RdmaSection, ShmPeerSection, ShmSection, TlsSection,
 };
+pub use evacuate::Evacuated;
 pub use listen::ListenError;
 pub use serve::{FETCH_TIME_MAX, REQUEST_BLOCKS_MAX, SAVE_ROOM_WAIT};
 pub use standing::Standing;

@@ -7,6 +7,8 @@
 use kv_core::tier::{BLOCK_BYTES_MAX, Capacity};
 
 use crate::config::NodeConfig;
+use crate::copies;
+use crate::evacuate;
 use crate::start::{arena_shape, gpu_shape};
 use crate::store::{ROW_BYTES_MAX, SlotSizes};
 use crate::tiers::ssd;
@@ -32,6 +34,8 @@ pub struct MemoryBound {
     pub trays: u64,
     /// Trays of clients that are served by RDMA.
     pub rdma: u64,
+    /// Copies from other nodes that are under way, and what is known of each block while the node drains.
+    pub copies: u64,
     /// Everything that does not grow with the configuration.
     pub base: u64,
 }
@@ -65,6 +69,8 @@ impl MemoryBound {
             books: blocks.saturating_mul(BLOCK_BYTES_MAX + ROW_BYTES_MAX),
             trays: config.shm.tray_bytes_max(),
             rdma: config.rdma.memory_bytes_max(),
+            copies: copies::memory_bytes_max(config.copies, config.frame_bytes_max())
+                .saturating_add(evacuate::memory_bytes_max(config, blocks)),
             base: BASE_BYTES,
         }
     }
@@ -72,9 +78,9 @@ impl MemoryBound {
     /// All of it.
     #[must_use]
     pub fn total(&self) -> u64 {
-        let parts =
-            [self.arena, self.saves, self.ssd, self.gpu, self.books, self.trays, self.rdma, self.base];
-        parts.into_iter().fold(0, u64::saturating_add)
+        let tiers = [self.arena, self.saves, self.ssd, self.gpu, self.books];
+        let others = [self.trays, self.rdma, self.copies, self.base];
+        tiers.into_iter().chain(others).fold(0, u64::saturating_add)
     }
 }
 

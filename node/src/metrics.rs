@@ -1,6 +1,7 @@
 //! Prometheus figures of a node. Wrappers only: nothing here decides anything.
 
 use kv_core::id::{Class, Tier};
+use kv_core::place::copies::CopyEnd;
 use kv_core::tier::TierStats;
 use kvfleet_transport::shm::ShmNumbers;
 use kvfleet_transport::{Carried, Room};
@@ -32,6 +33,28 @@ pub(crate) struct Metrics {
     window: IntGauge,
     prefetched: IntGauge,
     host: HostMetrics,
+    copies: CopyMetrics,
+}
+
+/// Those of copies from other nodes.
+#[derive(Clone, Debug)]
+struct CopyMetrics {
+    ended: IntCounterVec,
+    blocks: IntCounter,
+    bytes: IntCounter,
+}
+
+impl CopyMetrics {
+    fn new(registry: &Registry) -> Result<CopyMetrics, prometheus::Error> {
+        let help = "Copies from other nodes that a router asked for, by how they ended";
+        let ended = IntCounterVec::new(Opts::new("kvfleet_node_copies_total", help), &["end"])?;
+        registry.register(Box::new(ended.clone()))?;
+        Ok(CopyMetrics {
+            ended,
+            blocks: counter(registry, "kvfleet_node_copied_blocks_total", "Blocks kept of those copies")?,
+            bytes: counter(registry, "kvfleet_node_copied_bytes_total", "Bytes of those blocks")?,
+        })
+    }
 }
 
 /// Those of clients on the same host.
@@ -177,6 +200,7 @@ impl Metrics {
                 "kvfleet_node_prefetched_blocks",
                 "Blocks promoted since start because a waiting request needed them",
             )?,
+            copies: CopyMetrics::new(registry)?,
             host: HostMetrics::new(registry)?,
         })
     }
@@ -245,6 +269,12 @@ impl Metrics {
         set(&self.expired.with_label_values(label), stats.expired_blocks);
         set(&self.void.with_label_values(label), stats.void_blocks);
         set(&self.admitting.with_label_values(label), u64::from(stats.admitting));
+    }
+
+    pub(crate) fn copied(&self, end: CopyEnd, blocks: u32, bytes: u64) {
+        self.copies.ended.with_label_values(&[end.name()]).inc();
+        self.copies.blocks.inc_by(blocks.into());
+        self.copies.bytes.inc_by(bytes);
     }
 
     pub(crate) fn leases(&self, count: usize) {

@@ -173,7 +173,7 @@ impl Service {
 
     /// Whether this is the identity under the weights in force.
     fn is_now(&self, identity: IdentityDigest) -> bool {
-        identity == self.keeps.identity.of_generation(self.store.shared.generation())
+        identity == self.identity()
     }
 
     /// Whether the tenant is one of this caller's.
@@ -206,28 +206,42 @@ impl Service {
     }
 
     async fn answer_save(&self, request: SaveRequest) -> (SaveOffer, Option<Box<dyn SaveSession>>) {
+        let (answers, session) = match self.reserve(&request).await {
+            Ok(reserved) => reserved,
+            Err(offer) => return (offer, None),
+        };
+        if let Some(refusal) = all_refused(&answers) {
+            return (SaveOffer::Refused(refusal), None);
+        }
+        let marks = answers.iter().map(|answer| matches!(answer, Offered::Wanted(_))).collect();
+        (SaveOffer::Wanted(marks), Some(Box::new(session)))
+    }
+
+    /// What of a save is wanted, block by block, and the session that takes it.
+    ///
+    /// # Errors
+    /// What is answered where nothing of it can be looked at.
+    pub(crate) async fn reserve(&self, request: &SaveRequest) -> Result<(Vec<Offered>, Session), SaveOffer> {
         let generation = request.asker.identity.generation_over(self.keeps.identity);
         let generation = generation.filter(|_| self.may_name(request.asker.tenant));
-        let Some(generation) = generation else {
-            return (SaveOffer::Refused(SaveRefusal::IdentityDiffers), None);
-        };
+        let generation = generation.ok_or(SaveOffer::Refused(SaveRefusal::IdentityDiffers))?;
         let frame_bytes = match u32::try_from(request.frame_bytes) {
             Ok(bytes) if bytes > 0 && bytes as usize <= self.keeps.frame_bytes_max => bytes,
-            _ => return (SaveOffer::Refused(SaveRefusal::FrameSize), None),
+            _ => return Err(SaveOffer::Refused(SaveRefusal::FrameSize)),
         };
         let offsets_end = u32::try_from(request.hashes.len()).ok();
         let offsets_end = offsets_end.and_then(|blocks| request.first_offset_blocks.checked_add(blocks));
         if request.hashes.is_empty() || request.hashes.len() > REQUEST_BLOCKS_MAX || offsets_end.is_none() {
-            return (SaveOffer::Refused(SaveRefusal::FrameSize), None);
+            return Err(SaveOffer::Refused(SaveRefusal::FrameSize));
         }
         let (asker, hashes) = (self.asker(&request.asker), request.hashes.clone());
         let (parent, first_offset_blocks) = (request.parent, request.first_offset_blocks);
         let ask =
             |reply| Ask::Offer { asker, generation, parent, first_offset_blocks, hashes, frame_bytes, reply };
         match self.store.try_ask(ask).await {
-            Ok(OfferPlan::Blocks(reserved)) => self.open_session(&request, frame_bytes, reserved),
-            Ok(OfferPlan::OtherWeights) => (SaveOffer::Refused(SaveRefusal::GenerationDiffers), None),
-            Ok(OfferPlan::Busy) | Err(_) => (SaveOffer::Busy { retry_after: BUSY_RETRY }, None),
+            Ok(OfferPlan::Blocks(reserved)) => Ok(self.open_session(request, frame_bytes, reserved)),
+            Ok(OfferPlan::OtherWeights) => Err(SaveOffer::Refused(SaveRefusal::GenerationDiffers)),
+            Ok(OfferPlan::Busy) | Err(_) => Err(SaveOffer::Busy { retry_after: BUSY_RETRY }),
         }
     }
 
@@ -236,13 +250,10 @@ impl Service {
         request: &SaveRequest,
         frame_bytes: u32,
         reserved: Reserved,
-    ) -> (SaveOffer, Option<Box<dyn SaveSession>>) {
+    ) -> (Vec<Offered>, Session) {
         // No await between here and the session: it answers for the reserved blocks from now on.
         let has_dram = reserved.has_dram();
         let answers = reserved.into_answers();
-        if let Some(refusal) = all_refused(&answers) {
-            return (SaveOffer::Refused(refusal), None);
-        }
         let count = |kind: fn(&Offered) -> bool| u32::try_from(answers.iter().filter(|a| kind(a)).count());
         let wanted = answers.iter().zip(&request.hashes).filter_map(|(answer, hash)| match answer {
             Offered::Wanted(key) => Some((*key, *hash)),
@@ -265,8 +276,22 @@ impl Service {
                 ..SaveDone::default()
             },
         };
-        let marks = answers.iter().map(|answer| matches!(answer, Offered::Wanted(_))).collect();
-        (SaveOffer::Wanted(marks), Some(Box::new(session)))
+        (answers, session)
+    }
+
+    /// The identity of what is kept now.
+    pub(crate) fn identity(&self) -> IdentityDigest {
+        self.keeps.identity.of_generation(self.store.shared.generation())
+    }
+
+    /// The identity of what is kept under weights of generation 0.
+    pub(crate) fn manifest(&self) -> IdentityDigest {
+        self.keeps.identity
+    }
+
+    /// Length of the longest frame that is kept, in bytes.
+    pub(crate) fn frame_bytes_max(&self) -> usize {
+        self.keeps.frame_bytes_max
     }
 }
 
@@ -408,7 +433,7 @@ impl BlockService for Service {
 
 /// A save under way. Each block that was put is whole and verified, and stays when the save ends early;
 /// only what did not come is given back.
-struct Session {
+pub(crate) struct Session {
     service: Service,
     /// The book's name for it.
     lease: LeaseId,
@@ -428,6 +453,11 @@ struct Session {
 }
 
 impl Session {
+    /// Blocks that were put.
+    pub(crate) fn stored_blocks(&self) -> u32 {
+        self.done.stored_blocks
+    }
+
     async fn take(&mut self, frame: &dyn Unsettled) {
         let Some((key, hash)) = self.wanted.pop() else {
             self.done.refused_blocks += 1;

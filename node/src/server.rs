@@ -1,22 +1,25 @@
-//! Control calls of a node over gRPC with mutual TLS: status, audits, windows, and waiting for announcements to arrive.
+//! Control calls of a node over gRPC with mutual TLS: status, audits, windows, copies, and waiting for announcements to arrive.
 //! They are for the cluster's own processes: callers whose certificates name tenants are refused before (`start.rs`).
 
 use std::cmp::Ordering;
+use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::id::Seq;
+use kv_core::id::{Epoch, Seq};
 use kv_core::tier::{WINDOW_BLOCKS_MAX, WINDOW_REQUESTS_MAX, WINDOW_SPAN};
 use kvfleet_proto::convert;
 use kvfleet_proto::pb::node_control_server::NodeControl;
 use kvfleet_proto::pb::{
-    AuditReply, AuditRequest, NodeStatusReply, NodeStatusRequest, SetWindowReply, SetWindowRequest,
-    SettleReply, SettleRequest, WaitingRequest,
+    AuditReply, AuditRequest, CopyBlocksReply, CopyBlocksRequest, NodeStatusReply, NodeStatusRequest, Seen,
+    SetWindowReply, SetWindowRequest, SettleReply, SettleRequest, WaitingRequest,
 };
 use kvfleet_proto::tls::{Identity, ROUTER_NAME};
+use kvfleet_transport::VisibleAt;
 use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
 use crate::announce::outboxes::Point;
+use crate::copies::{COPY_BLOCKS_MAX, Copier, CopyOrder};
 use crate::store::{self, Ask, StoreHandle};
 
 /// Longest time `Settle` waits, whatever is asked.
@@ -31,6 +34,20 @@ pub(crate) struct Control {
     pub(crate) store: StoreHandle,
     /// Tells who calls.
     pub(crate) identity: Identity,
+    pub(crate) copier: Arc<Copier>,
+}
+
+impl Control {
+    /// Passes on routers only; `what` is what they alone do.
+    fn routers_only<T>(&self, request: &Request<T>, what: &str) -> Result<(), Status> {
+        if request.peer_certs().is_some_and(|chain| self.identity.is_router(&chain)) {
+            return Ok(());
+        }
+        Err(Status::permission_denied(format!(
+            "only routers say {what}, and this certificate names none: a router's carries the \
+             subject alternative name \"{ROUTER_NAME}\""
+        )))
+    }
 }
 
 #[tonic::async_trait]
@@ -65,12 +82,7 @@ impl NodeControl for Control {
         request: Request<SetWindowRequest>,
     ) -> Result<Response<SetWindowReply>, Status> {
         // It orders what leaves for everybody.
-        if !request.peer_certs().is_some_and(|chain| self.identity.is_router(&chain)) {
-            return Err(Status::permission_denied(format!(
-                "only routers say what waiting requests need, and this certificate names none: a router's carries the \
-                 subject alternative name \"{ROUTER_NAME}\""
-            )));
-        }
+        self.routers_only(&request, "what waiting requests need")?;
         let SetWindowRequest { waiting: requests, router } = request.into_inner();
         let waiting = waiting(&requests).map_err(|error| Status::invalid_argument(error.to_string()))?;
         let taken = self.store.set_window(router, waiting).await;
@@ -82,6 +94,29 @@ impl NodeControl for Control {
             dram_blocks: count(taken.dram_blocks),
             ssd_blocks: count(taken.ssd_blocks),
             ends_after_ms: u64::try_from(WINDOW_SPAN.as_millis()).unwrap_or(u64::MAX),
+        }))
+    }
+
+    async fn copy_blocks(
+        &self,
+        request: Request<CopyBlocksRequest>,
+    ) -> Result<Response<CopyBlocksReply>, Status> {
+        // It says whom this node connects to and what it keeps.
+        self.routers_only(&request, "which blocks are copied")?;
+        let order = copy_order(&request.into_inner())?;
+        let copied = self.copier.copy(&order).await;
+        let seen = |at: VisibleAt| Seen {
+            node: at.node.0,
+            epoch: at.epoch.0,
+            seq: at.seq.0,
+            shard: at.shard.into(),
+        };
+        Ok(Response::new(CopyBlocksReply {
+            end: copied.end as u32,
+            stored_blocks: copied.stored_blocks,
+            present_blocks: copied.present_blocks,
+            stored_bytes: copied.stored_bytes,
+            visible_at: copied.visible_at.map(seen),
         }))
     }
 
@@ -110,6 +145,26 @@ impl NodeControl for Control {
         let acknowledged_seq = acked.seqs.iter().map(|seq| seq.0).sum();
         Ok(Response::new(SettleReply { epoch: acked.epoch.0, acknowledged_seq, settled }))
     }
+}
+
+fn copy_order(request: &CopyBlocksRequest) -> Result<CopyOrder, Status> {
+    let invalid = |error: convert::ConvertError| Status::invalid_argument(error.to_string());
+    let run = request.run.as_ref().ok_or_else(|| invalid(convert::ConvertError::Absent { field: "run" }))?;
+    let run = convert::run_from_pb(run).map_err(invalid)?;
+    let blocks = run.hashes.len();
+    if blocks > COPY_BLOCKS_MAX {
+        return Err(Status::invalid_argument(format!(
+            "a copy of {blocks} blocks, the limit is {COPY_BLOCKS_MAX}: ask for less"
+        )));
+    }
+    Ok(CopyOrder {
+        run,
+        source_address: request.source_address.clone(),
+        source_epoch: Epoch(request.source_epoch),
+        identity: convert::identity_field("identity", &request.identity).map_err(invalid)?,
+        bytes_max: request.bytes_max,
+        within: Duration::from_millis(request.within_ms),
+    })
 }
 
 /// The blocks of each waiting request, as far as they may count.

@@ -2,31 +2,47 @@
 //!
 //! Not here: how it joins and stays known (`crate::announce`).
 
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::announce::link::Life;
+use crate::evacuate::{Evacuated, Evacuator};
+
+/// What of the time for draining is for leaving, which takes a router that answers.
+const LEAVES_WITHIN: Duration = Duration::from_secs(3);
 
 /// The standing of one node, which outlives no node: after its end it answers that it is not there.
 #[derive(Clone, Debug)]
 pub struct Standing {
-    has_routers: bool,
     life: watch::Receiver<Option<Life>>,
     leaving: CancellationToken,
     left: CancellationToken,
+    evacuator: Arc<Evacuator>,
+}
+
+/// What the link reports to a standing.
+pub(crate) struct Reports {
+    /// The epoch.
+    pub(crate) life: watch::Sender<Option<Life>>,
+    /// Whether to leave.
+    pub(crate) leaving: CancellationToken,
+    /// Its end.
+    pub(crate) left: CancellationToken,
 }
 
 impl Standing {
-    /// A standing, and what the link reports to it: the epoch, whether to leave, and its end.
+    /// A standing, and what the link reports to it. `evacuator` makes what gives away the node's blocks.
     pub(crate) fn new(
-        has_routers: bool,
-    ) -> (Standing, watch::Sender<Option<Life>>, CancellationToken, CancellationToken) {
+        evacuator: impl FnOnce(watch::Receiver<Option<Life>>) -> Evacuator,
+    ) -> (Standing, Reports) {
         let (tell, life) = watch::channel(None);
         let (leaving, left) = (CancellationToken::new(), CancellationToken::new());
-        let standing = Standing { has_routers, life, leaving: leaving.clone(), left: left.clone() };
-        (standing, tell, leaving, left)
+        let evacuator = Arc::new(evacuator(life.clone()));
+        let standing = Standing { life, leaving: leaving.clone(), left: left.clone(), evacuator };
+        (standing, Reports { life: tell, leaving, left })
     }
 
     /// Whether the routers count on this node; if not, why. One that has no routers serves whoever knows it. While no router
@@ -38,18 +54,25 @@ impl Standing {
         if self.leaving.is_cancelled() {
             return Err("the node is leaving the cluster".to_owned());
         }
-        if self.has_routers && self.life.borrow().is_none() {
+        if self.evacuator.has_routers() && self.life.borrow().is_none() {
             return Err("the node has not joined: no router has given it an epoch that holds".to_owned());
         }
         Ok(())
     }
 
-    /// Leaves the cluster and goes on answering readers: routers name it no more. Whether a router took that within
-    /// this time; if none did, they will notice by the silence. Whoever asks is about to end the process: a node that left does not join again.
-    pub async fn leave(&self, within: Duration) -> bool {
+    /// Takes nothing new any more, gives what this node alone holds to others, as far as there is time, and leaves the cluster; goes on
+    /// answering readers all the while. What it gave away, and whether a router took it that it left; if none did, they will
+    /// notice by the silence. Whoever asks is about to end the process: a node that left does not join again.
+    pub async fn drain(&self, within: Duration) -> (Evacuated, bool) {
+        let begun = Instant::now();
+        let saying = self.evacuator.say().await;
+        let for_others = within.saturating_sub(LEAVES_WITHIN.min(within / 2));
+        let given = self.evacuator.give_away(for_others.saturating_sub(begun.elapsed())).await;
         self.leaving.cancel();
-        let is_over = tokio::time::timeout(within, self.left.cancelled()).await.is_ok();
+        let is_over =
+            tokio::time::timeout(within.saturating_sub(begun.elapsed()), self.left.cancelled()).await.is_ok();
+        drop(saying);
         // An epoch that nobody took back still stands.
-        is_over && self.life.borrow().is_none()
+        (given, is_over && self.life.borrow().is_none())
     }
 }

@@ -25,6 +25,8 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use crate::announce::link::Link;
 use crate::arena::{Arena, ArenaShape, SizeClasses};
 use crate::config::{ConfigError, NodeConfig};
+use crate::copies::{self, Copier};
+use crate::evacuate::Evacuator;
 use crate::host;
 use crate::listen::{DataServers, ListenError};
 use crate::memory::MemoryBound;
@@ -34,7 +36,7 @@ use crate::rdma;
 use crate::scope::Scope;
 use crate::serve::{Keeps, Service, Terms};
 use crate::server::Control;
-use crate::standing::Standing;
+use crate::standing::{Reports, Standing};
 use crate::store::{
     Capacities, GPU_JOBS_MAX, GPU_READS_MAX, GPU_RETRY, Gpu, LoadBudget, Parts, Shared, SlotSizes, Store,
     StoreHandle,
@@ -184,14 +186,14 @@ impl Node {
         let data = DataServers::bind(data_listen, &identity, &config, &blocks, offer.clone())?;
         metrics::watch_paths(registry, data.carried())?;
         metrics::watch_classes(registry, data.room())?;
-        let data_addr = data.local_addr();
-        let failed = CancellationToken::new();
+        let (data_addr, failed) = (data.local_addr(), CancellationToken::new());
         let mut tasks = vec![tokio::spawn(watch(store_task, stop.clone(), failed.clone()))];
         if let Some(offer) = offer {
             let epochs = rdma::tell_epochs(offer, store.shared.joined.subscribe());
             tasks.push(tokio::spawn(until_stopped(stop.clone(), epochs)));
         }
-        tasks.push(serve_control(control, &identity, store.clone(), &stop));
+        let calls = control_calls(&config, &service, &store, &identity, &metrics);
+        tasks.push(serve_control(control, calls, &stop));
         let record = record(&config, data_addr, control_addr);
         let host =
             quick.as_ref().map(|quick| host::serve(&config, &record.data_address, arena, blocks, quick));
@@ -204,7 +206,8 @@ impl Node {
             let renewing = keep_renewed(Renewal::new(identity.clone(), files), renew);
             tasks.push(tokio::spawn(until_stopped(stop.clone(), renewing)));
         }
-        let (standing, life, leaving, left) = Standing::new(!config.routers.is_empty());
+        let evacuator = |life| Evacuator::new(&config, identity.clone(), store.clone(), life);
+        let (standing, Reports { life, leaving, left }) = Standing::new(evacuator);
         let link = Link { record, routers: config.routers, identity, store, life, leaving };
         tasks.push(tokio::spawn(until_left(link.run(stop.clone()), left)));
         tracing::info!(node = config.id, %data_addr, %control_addr, "node serves");
@@ -538,17 +541,23 @@ pub(crate) fn service(config: &NodeConfig, store: StoreHandle, arena: Arena, met
     service.lending_in_place(config.rdma.enabled && config.rdma.in_place)
 }
 
-fn serve_control(
-    listener: TcpListener,
+fn control_calls(
+    config: &NodeConfig,
+    service: &Arc<Service>,
+    store: &StoreHandle,
     identity: &Identity,
-    store: StoreHandle,
-    stop: &CancellationToken,
-) -> JoinHandle<()> {
+    metrics: &Metrics,
+) -> Control {
+    let dialer = copies::dialer(identity);
+    let copier = Arc::new(Copier::new(Arc::clone(service), dialer, config.copies, metrics.clone()));
+    Control { store: store.clone(), identity: identity.clone(), copier }
+}
+
+fn serve_control(listener: TcpListener, control: Control, stop: &CancellationToken) -> JoinHandle<()> {
     let mut server = tonic::transport::Server::builder();
-    let control = Control { store, identity: identity.clone() };
+    let incoming = incoming(listener, &control.identity);
     let control = NodeControlServer::with_interceptor(control, members_only);
-    let router = server.add_service(control);
-    let (incoming, stop) = (incoming(listener, identity), stop.clone());
+    let (router, stop) = (server.add_service(control), stop.clone());
     tokio::spawn(async move {
         let ended = router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned()).await;
         if let Err(cause) = ended {

@@ -5,6 +5,8 @@
 #![allow(clippy::unwrap_used, unreachable_pub)]
 
 mod announcing;
+mod copies;
+mod draining;
 mod killed;
 mod paths;
 mod serving;

@@ -11,6 +11,7 @@ use parking_lot::RwLock;
 use tokio_util::sync::CancellationToken;
 
 use crate::clock::Clock;
+use crate::copies::Copies;
 use crate::groups::Groups;
 use crate::metrics::Metrics;
 use crate::view::fleet::FleetView;
@@ -25,13 +26,14 @@ const REFRESH_EVERY: Duration = residency::LOOK_EVERY;
 /// megabyte each, and the whole log since the last purge is in memory.
 const LOG_BYTES_MAX: u64 = 256 << 20;
 
-/// Weight of a node in the ring; all alike until nodes announce a size.
+/// Weight of a node in the ring; all alike until nodes announce a size. One that drains has none.
 const NODE_WEIGHT: u32 = 1;
 
 /// What the jobs work on.
 pub(crate) struct Background {
     pub(crate) groups: Groups,
     pub(crate) fleet: Arc<FleetView>,
+    pub(crate) copies: Arc<Copies>,
     pub(crate) residency: Arc<RwLock<Residency>>,
     pub(crate) clock: Clock,
     pub(crate) metrics: Metrics,
@@ -64,7 +66,8 @@ impl Background {
             let priced = self.price_links.then(|| self.fleet.lanes(node, epoch, now));
             let NodeLanes { afar, near } = priced.unwrap_or_default();
             let blocks = holders::blocks_of(&self.groups, state);
-            LiveNode { node, epoch, weight: NODE_WEIGHT, blocks, afar, near }
+            let drains = self.copies.draining.lock().has(node, epoch, now);
+            LiveNode { node, epoch, weight: if drains { 0 } else { NODE_WEIGHT }, blocks, afar, near }
         });
         self.fleet.set_nodes(live.collect());
     }

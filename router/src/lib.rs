@@ -9,6 +9,7 @@ mod background;
 mod balance;
 mod clock;
 pub mod config;
+mod copies;
 mod desk;
 mod directives;
 mod engines;

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use kv_core::id::{NodeId, Tier};
 use kv_core::index::command::AnnounceOutcome;
+use kv_core::place::copies::CopyEnd;
 use kv_core::schedule::{LinkPath, Missing};
 use prometheus::{
     GaugeVec, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
@@ -41,6 +42,24 @@ pub(crate) struct Metrics {
     ttft_error: Histogram,
     pace: PaceMetrics,
     soft: SoftMetrics,
+    copies: CopyMetrics,
+}
+
+/// Copies between nodes by this router's word.
+#[derive(Clone)]
+struct CopyMetrics {
+    ended: IntCounterVec,
+    bytes: IntCounter,
+}
+
+impl CopyMetrics {
+    fn register(registry: &Registry) -> prometheus::Result<CopyMetrics> {
+        let help = "Copies between nodes that this router asked for, by how they ended";
+        Ok(CopyMetrics {
+            ended: labelled(registry, "kvfleet_copies_ended_total", help, "end")?,
+            bytes: counter(registry, "kvfleet_copies_bytes_total", "Bytes that those copies stored")?,
+        })
+    }
 }
 
 /// What instances say they have in GPU memory.
@@ -350,6 +369,7 @@ impl Metrics {
             ttft_error: ttft_error(registry)?,
             pace: PaceMetrics::register(registry)?,
             soft: SoftMetrics::register(registry)?,
+            copies: CopyMetrics::register(registry)?,
         })
     }
 
@@ -479,6 +499,12 @@ impl Metrics {
     pub(crate) fn window_told(&self, answered: bool, blocks: usize) {
         self.soft.windows.with_label_values(&[if answered { "taken" } else { "failed" }]).inc();
         self.soft.window_blocks.inc_by(blocks as u64);
+    }
+
+    /// A copy between nodes ended.
+    pub(crate) fn copied(&self, end: CopyEnd, bytes: u64) {
+        self.copies.ended.with_label_values(&[end.name()]).inc();
+        self.copies.bytes.inc_by(bytes);
     }
 
     /// A node said what it saw.

@@ -25,6 +25,7 @@ use crate::background::Background;
 use crate::balance;
 use crate::clock::{Clock, UnixClock};
 use crate::config::RouterConfig;
+use crate::copies::Copies;
 use crate::desk::Desk;
 use crate::directives;
 use crate::engines::metrics::EngineMetrics;
@@ -269,15 +270,8 @@ impl Parts<'_> {
         if let Some(every) = self.config.timings.balance() {
             tokio::spawn(balance::run(self.groups.clone(), every, clock, self.stop.clone()));
         }
-        let background = Background {
-            groups: self.groups.clone(),
-            fleet: Arc::clone(&fleet),
-            residency: Arc::clone(&residency),
-            clock,
-            metrics: self.metrics.clone(),
-            price_links: self.config.price_links,
-        };
-        tokio::spawn(background.run(self.stop.clone()));
+        let copies = Arc::new(Copies::new(peers.clone(), self.metrics.clone()));
+        self.run_background((&fleet, &residency, &copies), clock);
         let truth = Arc::new(Truth::new(self.config.id << 32 ^ u64::from(std::process::id())));
         let meter = Meter {
             groups: self.groups.clone(),
@@ -303,6 +297,7 @@ impl Parts<'_> {
             recall: Mutex::default(),
             sent: Mutex::default(),
             waits,
+            copies,
             fresh_shares: Mutex::default(),
             fits: fits::start(Arc::clone(control), clock, self.metrics.clone(), self.stop.clone()),
             directives: directives::start(Arc::clone(&control.published), self.stop.clone()),
@@ -314,6 +309,23 @@ impl Parts<'_> {
             draining: self.stop.child_token(),
             stop: self.stop.clone(),
         })
+    }
+
+    fn run_background(
+        &self,
+        (fleet, residency, copies): (&Arc<FleetView>, &Arc<RwLock<Residency>>, &Arc<Copies>),
+        clock: Clock,
+    ) {
+        let background = Background {
+            groups: self.groups.clone(),
+            fleet: Arc::clone(fleet),
+            copies: Arc::clone(copies),
+            residency: Arc::clone(residency),
+            clock,
+            metrics: self.metrics.clone(),
+            price_links: self.config.price_links,
+        };
+        tokio::spawn(background.run(self.stop.clone()));
     }
 
     /// What waits, which nodes are told unless that is switched off.

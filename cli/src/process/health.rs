@@ -55,7 +55,7 @@ impl Health {
     }
 
     /// Is not ready from here on, lets go of what others would wait for, and serves on until the process is ended: a router
-    /// hands over what it leads, a node leaves the cluster.
+    /// hands over what it leads, a node gives what it holds to others and leaves the cluster.
     ///
     /// # Errors
     /// What it still has after that long.
@@ -63,27 +63,27 @@ impl Health {
         self.draining.cancel();
         let begun = Instant::now();
         let done = match self.subject.get() {
-            None => "it had not begun to serve",
+            None => "it had not begun to serve".to_owned(),
             Some(Subject::Router(desk)) => match desk.hand_over(within).await {
-                led if led.is_empty() => "this router leads nothing that another could lead",
+                led if led.is_empty() => "this router leads nothing that another could lead".to_owned(),
                 led => {
                     return Err(format!(
                         "this router still leads groups {led:?} after {within:?}: no other voter took over; the others will elect once it is gone"
                     ));
                 }
             },
-            Some(Subject::Node(standing)) => {
-                if !standing.leave(within).await {
+            Some(Subject::Node(standing)) => match standing.drain(within).await {
+                (given, true) => format!("this node has left the cluster, or has none: {given}"),
+                (given, false) => {
                     return Err(format!(
-                        "this node has not left the cluster after {within:?}: no router answered; they will notice its silence"
+                        "this node has not left the cluster after {within:?}: no router answered; they will notice its silence. Of what it held: {given}"
                     ));
                 }
-                "this node has left the cluster, or has none"
-            }
-            Some(Subject::Instance) => "an instance has nothing to hand over",
+            },
+            Some(Subject::Instance) => "an instance has nothing to hand over".to_owned(),
         };
         tracing::info!(done, took = ?begun.elapsed(), "drained");
-        Ok(done.to_owned())
+        Ok(done)
     }
 }
 

@@ -92,7 +92,8 @@ fn a_node_that_drains_leaves_the_cluster_and_lives_until_it_is_stopped() {
     }
     let listed = || status(&place, &said)["nodes"].as_array().unwrap().clone();
     assert_eq!(listed().len(), 2);
-    assert!(drain(&place, nodes[0]).ok().contains("has left"));
+    let said = drain(&place, nodes[0]).ok();
+    assert!(said.contains("has left") && said.contains("are left behind"), "{said}");
     let number = nodes[0]["number"].as_u64().unwrap();
     let gone = |line: &Value| line["node"].as_u64() != Some(number);
     until("no router lists it", || listed().len() == 1 && listed().iter().all(gone));

@@ -199,6 +199,9 @@ impl Router for Fake {
     async fn leave(&self, _: Request<pb::LeaveRequest>) -> Answer<pb::AdminReply> {
         absent()
     }
+    async fn evacuate(&self, _: Request<pb::EvacuateRequest>) -> Answer<pb::EvacuateReply> {
+        absent()
+    }
     async fn change_member(&self, _: Request<pb::ChangeMemberRequest>) -> Answer<pb::ChangeMemberReply> {
         absent()
     }

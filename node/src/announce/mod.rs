@@ -5,5 +5,5 @@ pub(crate) mod link;
 pub mod outbox;
 pub mod outboxes;
 pub(crate) mod seek;
-mod session;
+pub(crate) mod session;
 mod shard;

@@ -75,16 +75,29 @@ pub(super) async fn connect(
     address: &str,
     identity: &tls::Identity,
 ) -> Result<RouterClient<Channel>, String> {
+    let endpoint = endpoint(address, identity)?;
+    let channel = timeout(CALL_TIMEOUT, endpoint.connect()).await.map_err(|late| late.to_string())?;
+    channel.map(RouterClient::new).map_err(|cause| chain(&cause))
+}
+
+/// A connection to a router that is made when it is first used, and again where it broke.
+pub(crate) fn connect_lazily(
+    address: &str,
+    identity: &tls::Identity,
+) -> Result<RouterClient<Channel>, String> {
+    Ok(RouterClient::new(endpoint(address, identity)?.connect_lazy()))
+}
+
+fn endpoint(address: &str, identity: &tls::Identity) -> Result<Endpoint, String> {
     let endpoint = Endpoint::from_shared(format!("https://{address}"))
         .and_then(|endpoint| endpoint.tls_config(identity.client_tls()))
-        .map_err(|cause| cause.to_string())?
+        .map_err(|cause| cause.to_string())?;
+    Ok(endpoint
         .connect_timeout(CALL_TIMEOUT)
         .http2_keep_alive_interval(KEEPALIVE)
         .keep_alive_timeout(KEEPALIVE_TIMEOUT)
         .keep_alive_while_idle(true)
-        .tcp_nodelay(true);
-    let channel = timeout(CALL_TIMEOUT, endpoint.connect()).await.map_err(|late| late.to_string())?;
-    channel.map(RouterClient::new).map_err(|cause| chain(&cause))
+        .tcp_nodelay(true))
 }
 
 /// What a refused call means.

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use kv_core::evict::BlockKey;
 use kv_core::evict::statistics::Statistics;
 use kv_core::id::{BlockHash, Epoch, Generation, GroupId, LeaseId, Seq, TenantId};
-use kv_core::tier::{Asker, PinOrder};
+use kv_core::tier::{Asker, Holdings, PinOrder};
 use kvfleet_proto::pb;
 use kvfleet_transport::VisibleAt;
 use tokio::sync::oneshot;
@@ -133,6 +133,13 @@ pub enum Ask {
         seed: u64,
         /// The answer; none before the first join.
         reply: oneshot::Sender<Option<pb::AuditReply>>,
+    },
+    /// A step through what is held and what it is worth (`Book::holdings`).
+    Holdings {
+        /// Where the step begins.
+        from: usize,
+        /// The answer.
+        reply: oneshot::Sender<Holdings>,
     },
     /// Everything there is to know.
     Status {

@@ -395,6 +395,7 @@ impl Store {
             Ask::Audit { shard, blocks, sample, seed, reply } => {
                 drop(reply.send(self.audit(shard, &blocks, sample, seed)));
             }
+            Ask::Holdings { from, reply } => drop(reply.send(self.parts.book.holdings(from, self.now()))),
             Ask::Status { reply } => drop(reply.send(self.status())),
         }
     }

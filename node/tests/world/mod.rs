@@ -232,6 +232,12 @@ pub struct Recorded {
     pub refusal: Option<String>,
     /// Joins and streams are answered with this leader's address.
     pub leader_elsewhere: Option<String>,
+    /// The epoch that a node left.
+    pub left: Option<u64>,
+    /// What becomes of a run of so many blocks that a draining node offers.
+    pub evacuating: Option<fn(u32) -> pb::EvacuateReply>,
+    /// What draining nodes said.
+    pub evacuated: Vec<pb::EvacuateRequest>,
     /// Answers that go out in place of the next acknowledgements.
     pub scripted: Vec<announce_reply::Body>,
     pub directives: Option<pb::Directives>,
@@ -448,7 +454,23 @@ impl Router for FakeRouter {
         Err(Status::unimplemented("not part of these tests"))
     }
 
-    async fn leave(&self, _: Request<pb::LeaveRequest>) -> Result<Response<pb::AdminReply>, Status> {
-        Err(Status::unimplemented("not part of these tests"))
+    async fn leave(&self, request: Request<pb::LeaveRequest>) -> Result<Response<pb::AdminReply>, Status> {
+        self.state.lock().left = Some(request.into_inner().epoch);
+        Ok(Response::new(pb::AdminReply::default()))
+    }
+
+    async fn evacuate(
+        &self,
+        request: Request<pb::EvacuateRequest>,
+    ) -> Result<Response<pb::EvacuateReply>, Status> {
+        let request = request.into_inner();
+        let mut state = self.state.lock();
+        let blocks = request.run.as_ref().map_or(0, |run| run.blocks.len() / 16);
+        let reply = match state.evacuating {
+            Some(evacuating) => evacuating(u32::try_from(blocks).unwrap()),
+            None => return Err(Status::unimplemented("not part of these tests")),
+        };
+        state.evacuated.push(request);
+        Ok(Response::new(reply))
     }
 }

@@ -1,13 +1,15 @@
 //! Conversions between wire types and `kv-core` types, and the one error they share.
 //!
 //! One file per subject: `index` (what goes into the replicated index), `schedule` (what surrounds
-//! a route call) and `statistics` (what nodes saw of categories). Not here: meaning. A message that converts may still
+//! a route call), `copies` (what nodes copy) and `statistics` (what nodes saw of categories). Not here: meaning. A message that converts may still
 //! be refused by whoever gets it.
 
+mod copies;
 mod index;
 mod schedule;
 mod statistics;
 
+pub use copies::{run_from_pb, run_to_pb};
 pub use index::{
     announcement_from_pb, announcement_to_pb, change_from_pb, change_to_pb, changes_from_pb, hash_field,
     hashes_from_bytes, hashes_to_bytes, identity_field, join_to_pb, node_digest_from_bytes,

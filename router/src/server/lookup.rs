@@ -86,7 +86,7 @@ pub(super) fn data_address(index: &Index, node: NodeId) -> String {
 
 /// Waits, up to [`SEEN_WAIT_MAX`], until this router has applied every point in `after`. Then the answer is
 /// given from what there is: its freshness says how far that is.
-async fn wait_seen(shared: &Shared, after: &[pb::Seen]) -> Result<(), Status> {
+pub(super) async fn wait_seen(shared: &Shared, after: &[pb::Seen]) -> Result<(), Status> {
     check::seen(after)?;
     if after.is_empty() {
         return Ok(());

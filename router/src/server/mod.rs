@@ -1,6 +1,6 @@
 //! The router's control calls: checks what comes in, asks view and consensus, words what goes out.
 //!
-//! One file per situation: `route`, `stream`, `lookup` and `residency` (any replica), `announce` (a node's stream, leader only),
+//! One file per situation: `route`, `stream`, `lookup` and `residency` and `evacuate` (any replica), `announce` (a node's stream, leader only),
 //! `admin` and `members` (leader only), `status`. Not here: decisions (`kv_core`) and the Raft calls
 //! (`crate::raft::service`).
 
@@ -8,6 +8,7 @@ mod admin;
 mod announce;
 mod check;
 mod decode;
+mod evacuate;
 mod fresh;
 mod lookup;
 mod members;
@@ -31,6 +32,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::clock::{Clock, UnixClock};
+use crate::copies::Copies;
 use crate::fits::FleetFits;
 use crate::groups::{Group, Groups};
 use crate::ingest::Ingest;
@@ -79,6 +81,8 @@ pub(crate) struct Shared {
     pub(crate) sent: Mutex<SentPrefixes>,
     /// Requests that wait at instances, where nodes are told of them.
     pub(crate) waits: Option<Arc<Mutex<Waits>>>,
+    /// Copies between nodes, and nodes that drain.
+    pub(crate) copies: Arc<Copies>,
     /// What tenants read afresh.
     pub(crate) fresh_shares: Mutex<FreshShares>,
     /// What every node must respect, newest version.
@@ -263,6 +267,10 @@ impl pb::router_server::Router for RouterService {
 
     async fn leave(&self, request: Request<pb::LeaveRequest>) -> Answer<pb::AdminReply> {
         admin::leave(&self.shared, &request.into_inner()).await.map(Response::new)
+    }
+
+    async fn evacuate(&self, request: Request<pb::EvacuateRequest>) -> Answer<pb::EvacuateReply> {
+        evacuate::evacuate(&self.shared, request.get_ref()).await.map(Response::new)
     }
 
     async fn change_member(

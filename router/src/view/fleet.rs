@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use kv_core::id::{Category, Epoch, InstanceId, NodeId, TenantId, Timestamp};
+use kv_core::place::LOAD_BOUND;
 use kv_core::schedule::{
     Admission, Decision, Fleet, HardwareProfile, Instance, Limits, LiveNode, Load, Offer, Part, Prediction,
     Rejection,
@@ -192,6 +193,27 @@ impl FleetView {
     /// Forgets links that nobody used lately.
     pub(crate) fn forget_aged_links(&self, now: Timestamp) {
         self.soft.write().links.forget_aged(now);
+    }
+
+    /// Chooses a node for nothing new, until the live nodes are replaced.
+    pub(crate) fn stop_saving(&self, node: NodeId) {
+        let mut soft = self.soft.write();
+        let weighed = |live: &LiveNode| match live.node == node {
+            true => LiveNode { weight: 0, ..live.clone() },
+            false => live.clone(),
+        };
+        let nodes = soft.fleet.nodes().iter().map(weighed).collect();
+        soft.fleet.set_nodes(nodes);
+    }
+
+    /// Nodes that take new blocks, those of a prefix with this head first where they go under bounded load.
+    pub(crate) fn places(&self, root: &[u8]) -> Vec<NodeId> {
+        let soft = self.soft.read();
+        let fleet = &soft.fleet;
+        let blocks = |node| fleet.live(node).map_or(0, |live| live.blocks);
+        let first = fleet.ring().place(root, blocks, LOAD_BOUND);
+        let others = fleet.ring().walk(root).filter(|node| Some(*node) != first);
+        first.into_iter().chain(others).collect()
     }
 
     /// Replaces the live nodes.

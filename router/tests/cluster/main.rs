@@ -3,6 +3,7 @@
 
 mod agreement;
 mod bad_input;
+mod copies;
 mod engines;
 mod harness;
 mod learnt;

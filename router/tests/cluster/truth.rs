@@ -56,6 +56,13 @@ impl NodeControl for Witness {
         Err(Status::unimplemented("not part of these tests"))
     }
 
+    async fn copy_blocks(
+        &self,
+        _: Request<pb::CopyBlocksRequest>,
+    ) -> Result<Response<pb::CopyBlocksReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
     async fn audit(&self, request: Request<pb::AuditRequest>) -> Result<Response<pb::AuditReply>, Status> {
         let request = request.into_inner();
         let holdings = self.holdings.lock();

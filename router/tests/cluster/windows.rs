@@ -40,6 +40,13 @@ impl NodeControl for Listener {
         Ok(Response::new(pb::SetWindowReply::default()))
     }
 
+    async fn copy_blocks(
+        &self,
+        _: Request<pb::CopyBlocksRequest>,
+    ) -> Result<Response<pb::CopyBlocksReply>, Status> {
+        Err(Status::unimplemented("not part of these tests"))
+    }
+
     async fn audit(&self, _: Request<pb::AuditRequest>) -> Result<Response<pb::AuditReply>, Status> {
         Err(Status::unimplemented("not part of these tests"))
     }

@@ -1,0 +1,194 @@
+//! A node of a running cluster drains: what it alone held is served by others, with the right bytes, and it served until it had left.
+//!
+//! Not here: in which order it gives it away (`kvfleet-node`), and who is asked to take it (`kvfleet-router`).
+#![allow(clippy::unwrap_used)]
+
+use std::path::Path;
+use std::time::Duration;
+
+use chaos_tests::certificates;
+use chaos_tests::ports::unused_address;
+use chaos_tests::waiting::until;
+use kv_core::id::{BlockHash, Category, Epoch, LeaseId, RequestId, TenantId};
+use kvfleet_node::{Node, NodeConfig, TlsSection};
+use kvfleet_proto::frame::{Frame, KeyForm, seal};
+use kvfleet_proto::pb::router_client::RouterClient;
+use kvfleet_proto::tls::{Identity, TlsFiles};
+use kvfleet_proto::{content, convert, pb};
+use kvfleet_router::{Router, RouterConfig, TlsConfig, VoterConfig};
+use kvfleet_transport::quic::{QuicConfig, QuicDialer};
+use kvfleet_transport::{Asker, Dialer, FetchRequest, Progress, SaveRequest};
+use prometheus::Registry;
+use tonic::transport::{Channel, Endpoint};
+
+const BLOCK_BYTES: usize = 2048;
+
+/// Conversations that the node holds, and blocks of each.
+const CHAINS: u64 = 12;
+const CHAIN_BLOCKS: u64 = 5;
+
+async fn router(place: &Path, files: &TlsFiles) -> (Router, String) {
+    let address = unused_address();
+    let TlsFiles { ca, cert, key } = files.clone();
+    let config = RouterConfig {
+        id: 1,
+        listen: address.clone(),
+        voters: vec![VoterConfig { id: 1, address: address.clone() }],
+        data_dir: place.join("router"),
+        tls: TlsConfig { ca, cert, key },
+        ..RouterConfig::default()
+    };
+    (Router::start(config, &Registry::new()).await.unwrap(), address)
+}
+
+async fn node(place: &Path, files: &TlsFiles, router: &str, id: u32) -> Node {
+    let TlsFiles { ca, cert, key } = files.clone();
+    let config = NodeConfig {
+        id,
+        routers: vec![router.to_owned()],
+        data_dir: place.join(format!("node-{id}")),
+        // Some of it lies on SSD.
+        dram_blocks: Some(40),
+        ssd_blocks: Some(200),
+        block_bytes: BLOCK_BYTES as u64,
+        policy: "lru".to_owned(),
+        tls: TlsSection { ca, cert, key },
+        ..NodeConfig::default()
+    };
+    Node::start(config, &Registry::new()).await.unwrap()
+}
+
+/// A block of a conversation; all of one have the same tag.
+fn hash(chain: u64, offset: u64) -> BlockHash {
+    let mut bytes = [0; 16];
+    bytes[0] = chain as u8;
+    bytes[8..].copy_from_slice(&(1 + offset).to_le_bytes());
+    BlockHash(bytes)
+}
+
+fn chain(number: u64) -> Vec<BlockHash> {
+    (0..CHAIN_BLOCKS).map(|offset| hash(number, offset)).collect()
+}
+
+fn frame(hash: BlockHash) -> Frame {
+    let mut payload = vec![0; BLOCK_BYTES];
+    content::fill(hash, &mut payload);
+    let identity = NodeConfig::default().identity.manifest().digest();
+    seal(identity, hash, KeyForm::Rotated, &[BLOCK_BYTES as u32], &payload).unwrap()
+}
+
+fn asker(lease: u64) -> Asker {
+    Asker {
+        lease: LeaseId(lease),
+        request: RequestId(lease),
+        tenant: TenantId(0),
+        category: Category::default(),
+        identity: NodeConfig::default().identity.manifest().digest(),
+        traceparent: String::new(),
+        class: None,
+    }
+}
+
+async fn save(identity: &Identity, node: &Node, number: u64) {
+    let way =
+        QuicDialer::new(identity, QuicConfig::default()).dial(node.data_addr().to_string()).await.unwrap();
+    let hashes = chain(number);
+    let save = SaveRequest {
+        asker: asker(number + 1),
+        parent: None,
+        first_offset_blocks: 0,
+        hashes: hashes.clone(),
+        frame_bytes: frame(hashes[0]).bytes.len() as u64,
+    };
+    way.save(save, &|position| frame(hashes[position])).await.unwrap();
+    way.release(LeaseId(number + 1)).await.unwrap();
+}
+
+/// Blocks of a run that its holder serves with the right bytes.
+async fn fetched(identity: &Identity, holder: &pb::Holder, hashes: &[BlockHash]) -> usize {
+    let way = QuicDialer::new(identity, QuicConfig::default()).dial(holder.address.clone()).await.unwrap();
+    let request = FetchRequest {
+        asker: asker(999),
+        epoch: Epoch(holder.epoch),
+        first_offset_blocks: 0,
+        hashes: hashes.to_vec(),
+        deadline: Duration::from_secs(20),
+        progress: Progress::default(),
+    };
+    let mut frames = Vec::new();
+    way.fetch(request, &mut |frame| frames.push(frame)).await.unwrap();
+    way.release(LeaseId(999)).await.unwrap();
+    let ours = NodeConfig::default().identity.manifest().digest();
+    let right = frames.iter().zip(hashes).filter(|(frame, hash)| {
+        frame.verify(ours, **hash).is_ok() && content::matches(**hash, &frame.payload())
+    });
+    right.count()
+}
+
+async fn lookup(client: &mut RouterClient<Channel>, number: u64) -> Vec<pb::HolderRun> {
+    let request =
+        pb::LookupRequest { hashes: convert::hashes_to_bytes(&chain(number)), ..Default::default() };
+    client.lookup(request).await.unwrap().into_inner().runs
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_draining_node_held_alone_is_served_by_others_with_the_right_bytes() {
+    let place = tempfile::tempdir().unwrap();
+    let files = certificates::make(place.path()).unwrap();
+    let identity = files.load().unwrap();
+    let (router, address) = router(place.path(), &files).await;
+    let leaver = node(place.path(), &files, &address, 1).await;
+    let others =
+        [node(place.path(), &files, &address, 2).await, node(place.path(), &files, &address, 3).await];
+    let endpoint = Endpoint::from_shared(format!("https://{address}")).unwrap();
+    let mut client = RouterClient::new(endpoint.tls_config(identity.client_tls()).unwrap().connect_lazy());
+    until("all nodes have joined", || {
+        let mut client = client.clone();
+        async move {
+            let status = client.status(pb::StatusRequest {}).await.ok()?.into_inner();
+            (status.nodes.iter().filter(|node| node.live).count() == 3).then_some(())
+        }
+    })
+    .await;
+    for number in 0..CHAINS {
+        save(&identity, &leaver, number).await;
+    }
+    // One of them is somewhere else too.
+    save(&identity, &others[0], 0).await;
+    for number in 0..CHAINS {
+        until("what was saved is listed", || {
+            let mut client = client.clone();
+            async move {
+                let runs = lookup(&mut client, number).await;
+                let known: u32 = runs.iter().map(|run| run.len_blocks).sum();
+                let twice = number > 0 || runs.iter().all(|run| run.holders.len() == 2);
+                (u64::from(known) == CHAIN_BLOCKS && twice).then_some(())
+            }
+        })
+        .await;
+    }
+    let (given, has_left) = leaver.standing().drain(Duration::from_secs(60)).await;
+    assert!(has_left, "{given}");
+    assert_eq!((given.copied_blocks, given.elsewhere_blocks), ((CHAINS - 1) * CHAIN_BLOCKS, CHAIN_BLOCKS));
+    assert_eq!((given.left_blocks, given.left_bytes, given.left_share), (0, 0, 0.0), "{given}");
+    // It has left, and at once everything is where the index says.
+    let mut holders = std::collections::BTreeSet::new();
+    for number in 0..CHAINS {
+        let runs = lookup(&mut client, number).await;
+        let known: u64 = runs.iter().map(|run| u64::from(run.len_blocks)).sum();
+        assert_eq!(known, CHAIN_BLOCKS, "chain {number}: {runs:?}");
+        for run in &runs {
+            let (start, len) = (run.start_blocks as usize, run.len_blocks as usize);
+            let holder = run.holders.first().unwrap();
+            assert_ne!(holder.node, 1, "{runs:?}");
+            holders.insert(holder.node);
+            assert_eq!(fetched(&identity, holder, &chain(number)[start..start + len]).await, len);
+        }
+    }
+    assert_eq!(holders.into_iter().collect::<Vec<u32>>(), [2, 3], "not all to one of them");
+    leaver.shutdown().await;
+    for node in others {
+        node.shutdown().await;
+    }
+    router.shutdown().await;
+}
