@@ -84,7 +84,7 @@ impl Memory {
 
     /// Tokens that it holds at most, and those of requests that run.
     pub(super) fn tokens(&self) -> (u64, u64) {
-        let tokens = |blocks: usize| blocks as u64 * u64::from(self.block_tokens);
+        let tokens = |blocks: usize| (blocks as u64).saturating_mul(self.block_tokens.into());
         (tokens(self.capacity_blocks), tokens(self.taken_blocks - self.idle.len()))
     }
 

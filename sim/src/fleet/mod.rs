@@ -411,7 +411,9 @@ impl<'a> Fleet<'a> {
                     let request = &self.workload.requests[nth];
                     self.view.ended(InstanceId(instance), request.input_tokens.into());
                     let (predicted_ns, parts) = &self.paced[nth];
-                    self.view.said((request.category, request.output_tokens), (parts, tbt_ns));
+                    if self.setup.engines == Engines::Batching {
+                        self.view.said((request.category, request.output_tokens), (parts, tbt_ns));
+                    }
                     self.report.paced.push((*predicted_ns, tbt_ns));
                 }
             }

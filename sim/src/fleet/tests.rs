@@ -379,6 +379,8 @@ fn instances_without_a_node_of_their_own_save_at_others() {
         assert!(decision.instance.0 == 3 || save_to == decision.instance.0, "{decision:?}");
     }
     assert!(report.served.iter().any(|served| served.instance == 3));
+}
+
 /// Long answers to prompts of two thousand tokens, more than an instance can say in time at once.
 fn talkative(requests: u64) -> Workload {
     let spec = Spec { block_tokens: 512, ..Spec::new(Kind::ALL[0], 3, requests) };

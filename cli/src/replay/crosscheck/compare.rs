@@ -245,7 +245,8 @@ fn real_one(went: &Went, nodes: u32) -> Option<(One, Vec<Weighed>)> {
         came,
     };
     let weighed = |candidate: &pb::Candidate| {
-        let pb::Prediction { queue_us, transfer_us, prefill_us } = candidate.predicted.unwrap_or_default();
+        let pb::Prediction { queue_us, transfer_us, prefill_us, .. } =
+            candidate.predicted.unwrap_or_default();
         Weighed {
             instance: candidate.instance,
             ttft_us: queue_us.saturating_add(transfer_us).saturating_add(prefill_us),
