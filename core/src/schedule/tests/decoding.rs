@@ -113,7 +113,7 @@ fn a_long_prompt_goes_where_nobody_decodes_who_has_a_limit() {
     // When it has ended by what was predicted, nobody has a limit there any more.
     let later = NOW.after(Duration::from_secs(10));
     (1..=2).for_each(|n| {
-        fleet.put_instance(Instance { reported_at: later, ..*fleet.instance(InstanceId(n)).unwrap() })
+        fleet.put_instance(Instance { reported_at: later, ..*fleet.instance(InstanceId(n)).unwrap() });
     });
     let long = choose(&asking(1_000, 10, 0), &PrefixMatch::default(), &fleet, later).unwrap();
     assert_eq!(long.instance, InstanceId(1));
