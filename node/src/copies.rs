@@ -25,6 +25,7 @@ use kvfleet_transport::{
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout_at};
+use tokio_util::sync::CancellationToken;
 
 use crate::metrics::Metrics;
 use crate::serve::Service;
@@ -108,6 +109,8 @@ pub(crate) struct Copier {
     leases: RandomState,
     next_lease: AtomicU64,
     metrics: Metrics,
+    /// Whether nothing is copied here any more: what came now would go with this node.
+    is_closed: CancellationToken,
 }
 
 impl std::fmt::Debug for Copier {
@@ -126,12 +129,13 @@ pub(crate) fn dialer(identity: &Identity) -> Arc<dyn Dialer> {
 }
 
 impl Copier {
-    /// Does so many copies at once; with 0 none.
+    /// Does so many copies at once; with 0 none. Those under way end once it `is_closed`.
     pub(crate) fn new(
         service: Arc<Service>,
         dialer: Arc<dyn Dialer>,
         copies: u32,
         metrics: Metrics,
+        is_closed: CancellationToken,
     ) -> Copier {
         let copies = copies as usize;
         let places = if copies == 0 { 0 } else { copies + COPIES_WAITING_MAX };
@@ -144,12 +148,14 @@ impl Copier {
             leases: RandomState::new(),
             next_lease: AtomicU64::new(0),
             metrics,
+            is_closed,
         }
     }
 
     /// Copies a run. Whoever asks and does not wait for the end ends it.
     pub(crate) async fn copy(&self, order: &CopyOrder) -> Copied {
-        let copied = self.queued(order).await;
+        let lost = Copied::nothing(CopyEnd::TargetLost);
+        let copied = self.is_closed.run_until_cancelled(self.queued(order)).await.unwrap_or(lost);
         self.metrics.copied(copied.end, copied.stored_blocks, copied.stored_bytes);
         tracing::debug!(
             source = order.source_address,
@@ -240,7 +246,7 @@ impl Copier {
         let is_wanted = |(answer, _): &(&Offered, &BlockHash)| matches!(answer, Offered::Wanted(_));
         let wanted = answers.iter().zip(&part.hashes).take(taken).filter(is_wanted);
         let wanted: Vec<BlockHash> = wanted.map(|(_, hash)| *hash).collect();
-        let fetched = self.fetch(order, asker, &wanted, until).await;
+        let fetched = self.fetch(order, asker, (&wanted, part.frame_bytes), until).await;
         let (frames, reason) = match fetched {
             Fetched::Came { frames, reason } => (frames, reason),
             Fetched::Again(wait) => {
@@ -250,7 +256,12 @@ impl Copier {
         };
         let came = frames.len();
         for frame in frames {
+            let before = session.stored_blocks();
             session.put(frame).await;
+            // What is behind a block that is not kept is of no use, and would be counted in its place.
+            if session.stored_blocks() == before {
+                break;
+            }
         }
         let (stored, is_short) = (session.stored_blocks(), came > session.stored_blocks() as usize);
         let done = Box::new(session).finish().await;
@@ -280,7 +291,13 @@ impl Copier {
     }
 
     /// The leading blocks that come in time and are what was asked for; and why no more came.
-    async fn fetch(&self, order: &CopyOrder, asker: Asker, hashes: &[BlockHash], until: Instant) -> Fetched {
+    async fn fetch(
+        &self,
+        order: &CopyOrder,
+        asker: Asker,
+        (hashes, frame_bytes): (&[BlockHash], u64),
+        until: Instant,
+    ) -> Fetched {
         let ended = |end| Fetched::Came { frames: Vec::new(), reason: Some(end) };
         if hashes.is_empty() {
             return Fetched::Came { frames: Vec::new(), reason: None };
@@ -295,10 +312,11 @@ impl Copier {
             deadline: until.saturating_duration_since(Instant::now()),
             progress: Progress::default(),
         };
-        let mut came = Vec::new();
-        // A source that sends more than was asked for is not listened to.
+        let (mut came, mut is_large) = (Vec::new(), false);
+        // A source that sends more than was asked for is not listened to, nor one whose frames are larger than there is memory for.
         let mut take = |frame: Frame| {
-            if came.len() < hashes.len() {
+            is_large |= frame.bytes.len() as u64 > frame_bytes;
+            if came.len() < hashes.len() && !is_large {
                 came.push(frame);
             }
         };
@@ -310,7 +328,7 @@ impl Copier {
             frame.bytes.len() <= self.service.frame_bytes_max() && frame.verify(identity, **hash).is_ok()
         });
         let right = right.count();
-        let is_wrong = right < came.len();
+        let is_wrong = right < came.len() || is_large;
         came.truncate(right);
         let short = came.len() < hashes.len();
         let reason = match answer {

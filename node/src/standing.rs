@@ -21,6 +21,8 @@ pub struct Standing {
     leaving: CancellationToken,
     left: CancellationToken,
     evacuator: Arc<Evacuator>,
+    /// Ends copies from other nodes.
+    takes_no_copies: CancellationToken,
 }
 
 /// What the link reports to a standing.
@@ -34,14 +36,17 @@ pub(crate) struct Reports {
 }
 
 impl Standing {
-    /// A standing, and what the link reports to it. `evacuator` makes what gives away the node's blocks.
+    /// A standing, and what the link reports to it. `evacuator` makes what gives away the node's blocks; a drain says by `takes_no_copies` that
+    /// others give it none.
     pub(crate) fn new(
         evacuator: impl FnOnce(watch::Receiver<Option<Life>>) -> Evacuator,
+        takes_no_copies: CancellationToken,
     ) -> (Standing, Reports) {
         let (tell, life) = watch::channel(None);
         let (leaving, left) = (CancellationToken::new(), CancellationToken::new());
         let evacuator = Arc::new(evacuator(life.clone()));
-        let standing = Standing { life, leaving: leaving.clone(), left: left.clone(), evacuator };
+        let standing =
+            Standing { life, leaving: leaving.clone(), left: left.clone(), evacuator, takes_no_copies };
         (standing, Reports { life: tell, leaving, left })
     }
 
@@ -65,6 +70,8 @@ impl Standing {
     /// notice by the silence. Whoever asks is about to end the process: a node that left does not join again.
     pub async fn drain(&self, within: Duration) -> (Evacuated, bool) {
         let begun = Instant::now();
+        // Before it looks what it has: who gives it blocks now, and leaves as well, would lose them.
+        self.takes_no_copies.cancel();
         let saying = self.evacuator.say().await;
         let for_others = within.saturating_sub(LEAVES_WITHIN.min(within / 2));
         let given = self.evacuator.give_away(for_others.saturating_sub(begun.elapsed())).await;

@@ -192,7 +192,8 @@ impl Node {
             let epochs = rdma::tell_epochs(offer, store.shared.joined.subscribe());
             tasks.push(tokio::spawn(until_stopped(stop.clone(), epochs)));
         }
-        let calls = control_calls(&config, &service, &store, &identity, &metrics);
+        let takes_no_copies = stop.child_token();
+        let calls = control_calls(&config, &service, (&store, &identity), &metrics, &takes_no_copies);
         tasks.push(serve_control(control, calls, &stop));
         let record = record(&config, data_addr, control_addr);
         let host =
@@ -207,7 +208,7 @@ impl Node {
             tasks.push(tokio::spawn(until_stopped(stop.clone(), renewing)));
         }
         let evacuator = |life| Evacuator::new(&config, identity.clone(), store.clone(), life);
-        let (standing, Reports { life, leaving, left }) = Standing::new(evacuator);
+        let (standing, Reports { life, leaving, left }) = Standing::new(evacuator, takes_no_copies);
         let link = Link { record, routers: config.routers, identity, store, life, leaving };
         tasks.push(tokio::spawn(until_left(link.run(stop.clone()), left)));
         tracing::info!(node = config.id, %data_addr, %control_addr, "node serves");
@@ -544,12 +545,13 @@ pub(crate) fn service(config: &NodeConfig, store: StoreHandle, arena: Arena, met
 fn control_calls(
     config: &NodeConfig,
     service: &Arc<Service>,
-    store: &StoreHandle,
-    identity: &Identity,
+    (store, identity): (&StoreHandle, &Identity),
     metrics: &Metrics,
+    takes_no_copies: &CancellationToken,
 ) -> Control {
     let dialer = copies::dialer(identity);
-    let copier = Arc::new(Copier::new(Arc::clone(service), dialer, config.copies, metrics.clone()));
+    let (service, is_closed) = (Arc::clone(service), takes_no_copies.clone());
+    let copier = Arc::new(Copier::new(service, dialer, config.copies, metrics.clone(), is_closed));
     Control { store: store.clone(), identity: identity.clone(), copier }
 }
 

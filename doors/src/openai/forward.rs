@@ -5,9 +5,10 @@
 use std::collections::VecDeque;
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::body::Body;
+use axum::http::header::ACCEPT_ENCODING;
 use axum::http::{HeaderMap, HeaderValue, Method, Response, StatusCode, Version};
 use bytes::{Bytes, BytesMut};
 use http_body::{Body as _, Frame};
@@ -77,6 +78,17 @@ const FIRST_BYTES_MAX: usize = 4 << 20;
 struct Place {
     way: Way,
     claim: Claim,
+    /// On who goes on.
+    partner: Option<Claim>,
+}
+
+/// What of a request goes to one engine.
+#[derive(Clone, Copy)]
+struct Share<'a> {
+    body: &'a Bytes,
+    stream: bool,
+    /// Whether the answer is read here.
+    is_read: bool,
 }
 
 /// What came of a try, and whose it is.
@@ -85,6 +97,8 @@ struct Tried {
     by: Arc<Endpoint>,
     /// Who computed the prompt before that, if another did.
     prefill: Option<Arc<Endpoint>>,
+    /// Whether it was asked for one token only.
+    is_of_pair: bool,
 }
 
 /// Who could take a request besides, best first, and its turn wherever it goes.
@@ -158,7 +172,7 @@ impl Forward {
             faults += u32::from(matches!(&tried.begun, Ok(begun) if begun.status() == OF_REQUEST));
             let again = match &tried.begun {
                 Ok(_) => faults < 2,
-                Err(failure) => speaks_against(failure, sending.stream),
+                Err(failure) => speaks_against(failure, sending.stream || tried.is_of_pair),
             };
             sending.terms.without.push(tried.by.instance);
             let next = match cause {
@@ -196,7 +210,13 @@ impl Forward {
             terms = sending.terms.clone();
             terms.among = self.breakers.first_opened(&left_alone).map(|first| vec![first]);
         }
-        let chosen = self.decider.decide(&sending.prompt, &terms).await?;
+        let chosen = match self.decider.decide(&sending.prompt, &terms).await {
+            // Those of one kind may all be left alone, and the others are of no use without.
+            Err(Refusal::Nobody { .. }) if terms.without.len() > sending.terms.without.len() => {
+                self.decider.decide(&sending.prompt, &sending.terms).await?
+            }
+            chosen => chosen?,
+        };
         *others =
             Others { ways: chosen.fallbacks.into(), turn_ms: chosen.turn_ms, chosen: Some(Instant::now()) };
         others.ways.push_front(chosen.way.clone());
@@ -204,7 +224,9 @@ impl Forward {
         let place = self.first_free(others, &sending.terms, now);
         Ok(place.unwrap_or_else(|| {
             let claim = self.breakers.claim_closed(chosen.way.endpoint.instance);
-            Place { way: chosen.way, claim }
+            let partner = chosen.way.partner.as_ref();
+            let partner = partner.map(|partner| self.breakers.claim_closed(partner.instance));
+            Place { way: chosen.way, claim, partner }
         }))
     }
 
@@ -238,8 +260,11 @@ impl Forward {
             if way.is_by(&terms.without) {
                 continue;
             }
-            if let Some(claim) = self.breakers.claim(way.endpoint.instance, now) {
-                return Some(Place { way, claim });
+            let Some(claim) = self.breakers.claim(way.endpoint.instance, now) else { continue };
+            let Some(partner) = &way.partner else { return Some(Place { way, claim, partner: None }) };
+            // Both, before either is asked: nobody computes for one that is left alone.
+            if let Some(partner) = self.breakers.claim(partner.instance, now) {
+                return Some(Place { way, claim, partner: Some(partner) });
             }
         }
         None
@@ -247,57 +272,57 @@ impl Forward {
 
     /// Sends it one way.
     async fn tried(&self, place: Place, sending: &Sending, (others, tries): (&Others, u32)) -> Tried {
-        let Place { way: Way { endpoint, partner }, claim } = place;
+        let Place { way: Way { endpoint, partner }, claim, partner: partner_claim } = place;
         // Embeddings are the prompt's own: nobody goes on.
         let partner = partner.filter(|_| !sending.path_and_query.starts_with("/v1/embeddings"));
-        let whole = (&sending.body, sending.stream);
-        let Some(partner) = partner else {
+        let whole = Share { body: &sending.body, stream: sending.stream, is_read: false };
+        let Some((partner, partner_claim)) = partner.zip(partner_claim) else {
             let begun = self.attempt(&endpoint, claim, (sending, others.turn_ms, whole)).await;
-            return Tried { begun, by: endpoint, prefill: None };
+            return Tried { begun, by: endpoint, prefill: None, is_of_pair: false };
         };
         let is_chat = sending.path_and_query.starts_with("/v1/chat/");
         // A body that is no object has no prompt, and no way; the engine says so.
         let first = pair::first(&sending.body, is_chat).unwrap_or_else(|_| sending.body.clone());
-        let begun = self.attempt(&endpoint, claim, (sending, others.turn_ms, (&first, false))).await;
+        let first = Share { body: &first, stream: true, is_read: true };
+        // One token takes no longer than the first of a stream: silence is a failure of its own.
+        let begun = self.attempt(&endpoint, claim, (sending, others.turn_ms, first)).await;
         let begun = match begun {
             Ok(begun) if begun.response.status().is_success() => begun,
-            other => return Tried { begun: other, by: endpoint, prefill: None },
+            other => return Tried { begun: other, by: endpoint, prefill: None, is_of_pair: true },
         };
         let second = match self.read(begun).await.map(|answer| pair::second(&sending.body, &answer)) {
             Ok(Ok(second)) => second,
             Ok(Err(pair::NoObject)) => {
                 let failure = Failure::Broken("its answer is no JSON object".to_owned());
-                return Tried { begun: Err(failure), by: endpoint, prefill: None };
+                return Tried { begun: Err(failure), by: endpoint, prefill: None, is_of_pair: true };
             }
-            Err(failure) => return Tried { begun: Err(failure), by: endpoint, prefill: None },
+            Err(failure) => {
+                return Tried { begun: Err(failure), by: endpoint, prefill: None, is_of_pair: true };
+            }
         };
         // Its one token is the first of them; what follows is the other's.
         if let Some(chosen) = others.chosen.filter(|_| tries == 1) {
             self.decider.desk().first_token(sending.terms.request, endpoint.instance, chosen.elapsed());
         }
-        let claim = self.breakers.claim(partner.instance, Instant::now());
-        let claim = claim.unwrap_or_else(|| self.breakers.claim_closed(partner.instance));
-        let begun = self.attempt(&partner, claim, (sending, others.turn_ms, (&second, sending.stream))).await;
-        Tried { begun, by: partner, prefill: Some(endpoint) }
+        let second = Share { body: &second, ..whole };
+        let begun = self.attempt(&partner, partner_claim, (sending, others.turn_ms, second)).await;
+        Tried { begun, by: partner, prefill: Some(endpoint), is_of_pair: false }
     }
 
     /// All of an answer that another goes on after.
     async fn read(&self, begun: Begun) -> Result<Bytes, Failure> {
-        let Begun { response, first, .. } = begun;
+        let Begun { response, first, claim } = begun;
         let mut all = BytesMut::from(&first.and_then(|frame| frame.into_data().ok()).unwrap_or_default()[..]);
         let mut body = response.into_body();
-        let after = self.config.idle();
-        loop {
-            let next = tokio::time::timeout(after, body.frame()).await;
-            let next = next.map_err(|_| Failure::Late { after, had_it: true })?;
-            let Some(frame) = next else { return Ok(all.freeze()) };
-            let frame = frame.map_err(|error| Failure::Broken(super::upstream::causes(&error)))?;
-            all.extend_from_slice(&frame.into_data().unwrap_or_default());
-            if all.len() > FIRST_BYTES_MAX {
-                let text = format!("its answer with one token has more than {FIRST_BYTES_MAX} bytes");
-                return Err(Failure::Broken(text));
+        let read = rest(&mut all, &mut body, self.config.idle()).await;
+        // How that ended is its engine's, as with an answer that goes to a caller.
+        if let Some(claim) = claim {
+            match &read {
+                Ok(()) => claim.ended(),
+                Err(_) => claim.failed(Instant::now()),
             }
         }
+        read.map(|()| all.freeze())
     }
 
     /// Sends it to one engine, and waits for the first byte of the answer's body.
@@ -305,13 +330,13 @@ impl Forward {
         &self,
         endpoint: &Endpoint,
         claim: Claim,
-        (sending, turn_ms, (body, stream)): (&Sending, u64, (&Bytes, bool)),
+        (sending, turn_ms, share): (&Sending, u64, Share<'_>),
     ) -> Result<Begun, Failure> {
-        let (response, first) = match self.sent(endpoint, (sending, body), turn_ms).await {
+        let (response, first) = match self.sent(endpoint, (sending, share), turn_ms).await {
             Ok(begun) => begun,
             Err(failure) => {
                 tracing::debug!(instance = endpoint.instance.0, %failure, "an engine failed before it answered");
-                if speaks_against(&failure, stream) {
+                if speaks_against(&failure, share.stream) {
                     claim.failed(Instant::now());
                 }
                 return Err(failure);
@@ -333,18 +358,22 @@ impl Forward {
     async fn sent(
         &self,
         endpoint: &Endpoint,
-        (sending, body): (&Sending, &Bytes),
+        (sending, share): (&Sending, Share<'_>),
         turn_ms: u64,
     ) -> Result<(Response<Incoming>, Option<Frame<Bytes>>), Failure> {
         let body = match sending.has_priority {
-            true => body.clone(),
-            false => self.priorities.put(body, turn_ms),
+            true => share.body.clone(),
+            false => self.priorities.put(share.body, turn_ms),
         };
+        let mut headers = sending.headers.clone();
+        if share.is_read {
+            headers.remove(ACCEPT_ENCODING);
+        }
         let mut request = Upstream::request(
             sending.method.clone(),
             &endpoint.authority,
             &sending.path_and_query,
-            sending.headers.clone(),
+            headers,
             body,
         )?;
         let connection = capture_connection(&mut request);
@@ -367,7 +396,7 @@ impl Forward {
 
     /// What the caller gets of the last try.
     fn answer(&self, tried: Tried, sending: &Sending, running: Running) -> Response<Body> {
-        let Tried { begun, by, prefill } = tried;
+        let Tried { begun, by, prefill, .. } = tried;
         self.breakers
             .keep(&self.decider.endpoints().list().iter().map(|known| known.instance).collect::<Vec<_>>());
         let mut response = match begun {
@@ -396,6 +425,21 @@ impl Forward {
             response.headers_mut().insert(headers::PREFILL_INSTANCE, HeaderValue::from(prefill.instance.0));
         }
         response
+    }
+}
+
+/// Reads what is left of the answer of the first of a pair.
+async fn rest(all: &mut BytesMut, body: &mut Incoming, after: Duration) -> Result<(), Failure> {
+    loop {
+        let next = tokio::time::timeout(after, body.frame()).await;
+        let next = next.map_err(|_| Failure::Late { after, had_it: true })?;
+        let Some(frame) = next else { return Ok(()) };
+        let frame = frame.map_err(|error| Failure::Broken(super::upstream::causes(&error)))?;
+        all.extend_from_slice(&frame.into_data().unwrap_or_default());
+        if all.len() > FIRST_BYTES_MAX {
+            let text = format!("its answer with one token has more than {FIRST_BYTES_MAX} bytes");
+            return Err(Failure::Broken(text));
+        }
     }
 }
 

@@ -22,6 +22,9 @@ pub(super) const INSTANCE: HeaderName = HeaderName::from_static("x-kvfleet-insta
 /// Which instance computed the prompt, where another answered.
 pub(super) const PREFILL_INSTANCE: HeaderName = HeaderName::from_static("x-kvfleet-prefill-instance");
 
+/// By which sidecars before engines are told who computes the prompt.
+const PREFILLER: HeaderName = HeaderName::from_static("x-prefiller-host-port");
+
 /// Under which number the router was asked.
 pub(super) const REQUEST: HeaderName = HeaderName::from_static(crate::REQUEST_HEADER);
 
@@ -60,7 +63,8 @@ pub(super) fn onward(
     traceparent: &str,
 ) -> HeaderMap {
     without_hops(&mut headers);
-    for name in [HOST, CONTENT_LENGTH, EXPECT] {
+    // Who computes is the router's to say.
+    for name in [HOST, CONTENT_LENGTH, EXPECT, PREFILLER] {
         headers.remove(name);
     }
     headers.insert(REQUEST_ID, request_id.clone());
@@ -126,6 +130,7 @@ mod tests {
             ("host", "door"),
             ("content-length", "7"),
             ("x-data-parallel-rank", "3"),
+            ("x-prefiller-host-port", "of a caller:1"),
             ("x-kvfleet-request", "of a caller"),
         ]);
         let id = HeaderValue::from_static("a");

@@ -75,11 +75,14 @@ pub(super) fn first(body: &[u8], is_chat: bool) -> Result<Bytes, NoObject> {
 /// [`NoObject`].
 pub(super) fn second(body: &Bytes, answer: &[u8]) -> Result<Bytes, NoObject> {
     let said = fields(answer)?;
-    let Some(params) = said.get(PARAMS).filter(|params| params.get() != "null") else {
-        return Ok(body.clone());
-    };
+    let params = said.get(PARAMS).filter(|params| params.get() != "null");
     let mut all = fields(body)?;
-    all.insert(PARAMS.into(), params);
+    // A caller's own would have the second fetch what the first did not give it.
+    let own = all.remove(PARAMS);
+    if own.is_none() && params.is_none() {
+        return Ok(body.clone());
+    }
+    all.extend(params.map(|params| (PARAMS.to_owned(), *params)));
     Ok(written(&all))
 }
 
@@ -132,7 +135,10 @@ mod tests {
         );
         assert!(text.contains(r#""stream":true"#) && !text.contains(r#""a":1"#), "{text}");
         for none in [&b"{}"[..], br#"{"kv_transfer_params":null}"#] {
-            assert_eq!(super::second(&body, none).unwrap(), body, "as the caller wrote it");
+            let plain = Bytes::from_static(br#"{"stream":true, "prompt":[1,2]}"#);
+            assert_eq!(super::second(&plain, none).unwrap(), plain, "as the caller wrote it");
+            let without = super::second(&body, none).unwrap();
+            assert_eq!(without, br#"{"prompt":[1,2],"stream":true}"#[..], "but for what is not its to say");
         }
     }
 

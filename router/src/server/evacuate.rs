@@ -79,7 +79,7 @@ impl Leaver<'_> {
             }
             let (copied, bytes, last) = self.copy(&run.part(at, end)).await;
             reply.copied_blocks += count(copied);
-            reply.copied_bytes += bytes;
+            reply.copied_bytes = reply.copied_bytes.saturating_add(bytes);
             reply.end = last.map_or(0, |end| end as u32);
             at += copied;
             if at < end {
@@ -114,12 +114,20 @@ impl Leaver<'_> {
             let left = self.until.saturating_duration_since(tokio::time::Instant::now());
             let Some(order) = self.order(run.part(done, run.hashes.len()), target, left) else { break };
             let copied = self.shared.copies.copy(&order).await;
-            (done, bytes, last) = (done + copied.blocks, bytes + copied.stored_bytes, copied.end);
             // What the node hears to be elsewhere can be found there: it leaves upon it.
             if let Some(seen) = copied.visible_at
                 && lookup::wait_seen(self.shared, &[seen]).await.is_err()
             {
                 tracing::debug!(node = %order.target, "a node says of a copy that it is in no shard that there is");
+            }
+            // Nobody is believed on a word: what is only being written may be given up, and a node that was left out meanwhile has nothing.
+            let took = &run.hashes[done..][..copied.blocks.min(run.hashes.len() - done)];
+            let there = took.iter().take_while(|hash| self.is_elsewhere(**hash)).count();
+            done += there;
+            bytes = u64::saturating_add(bytes, copied.stored_bytes);
+            last = copied.end;
+            if there < took.len() {
+                break;
             }
             if done >= run.hashes.len() || !copied.end.is_some_and(CopyEnd::is_of_target) {
                 break;

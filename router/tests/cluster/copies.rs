@@ -22,6 +22,8 @@ struct Taker {
     takes: u32,
     end: CopyEnd,
     asked: Arc<Mutex<Vec<pb::CopyBlocksRequest>>>,
+    /// Announces what is copied; without it, it only says that it took it.
+    node: Arc<tokio::sync::Mutex<Option<Node>>>,
 }
 
 #[tonic::async_trait]
@@ -53,14 +55,22 @@ impl NodeControl for Taker {
         request: Request<pb::CopyBlocksRequest>,
     ) -> Result<Response<pb::CopyBlocksReply>, Status> {
         let request = request.into_inner();
-        let blocks = u32::try_from(request.run.as_ref().unwrap().blocks.len() / 16).unwrap();
+        let hashes = request.run.as_ref().unwrap().blocks.clone();
+        let blocks = u32::try_from(hashes.len() / 16).unwrap();
         self.asked.lock().push(request);
         let stored_blocks = blocks.min(self.takes);
+        let taken: Vec<[u8; 16]> =
+            hashes.chunks(16).take(stored_blocks as usize).map(|hash| hash.try_into().unwrap()).collect();
+        let visible_at = match &mut *self.node.lock().await {
+            Some(node) if !taken.is_empty() => Some(node.store(&taken).await),
+            _ => None,
+        };
         let end = if stored_blocks < blocks { self.end } else { CopyEnd::Copied };
         Ok(Response::new(pb::CopyBlocksReply {
             end: end as u32,
             stored_blocks,
             stored_bytes: 100 * u64::from(stored_blocks),
+            visible_at,
             ..pb::CopyBlocksReply::default()
         }))
     }
@@ -68,7 +78,12 @@ impl NodeControl for Taker {
 
 impl Taker {
     fn new(takes: u32, end: CopyEnd) -> Taker {
-        Taker { takes, end, asked: Arc::default() }
+        Taker { takes, end, asked: Arc::default(), node: Arc::default() }
+    }
+
+    /// From now on it announces what it takes.
+    async fn announces(&self, node: Node) {
+        *self.node.lock().await = Some(node);
     }
 
     /// Of each copy: the offset of the first block and how many there are.
@@ -162,6 +177,8 @@ async fn what_nobody_else_holds_goes_on_behind_its_prefix_and_then_to_whoever_ha
     let held = prefix(5, 8);
     let seen = [leaver.store(&held).await, holder.store(&held[..3]).await, other.store(&prefix(6, 1)).await];
     cluster.lookup(1, &held, seen.to_vec()).await;
+    two.announces(holder).await;
+    all.announces(other).await;
     let reply = evacuate(&cluster, &leaver, Some(run(&held))).await.unwrap();
     assert_eq!((reply.elsewhere_blocks, reply.copied_blocks, reply.copied_bytes), (3, 5, 500));
     assert_eq!(reply.end, CopyEnd::Copied as u32);
@@ -179,9 +196,26 @@ async fn what_nobody_else_holds_goes_on_behind_its_prefix_and_then_to_whoever_ha
     let mut late = join(&cluster, 4, &fresh).await;
     let seen = late.store(&gone[..1]).await;
     cluster.lookup(1, &gone, vec![seen]).await;
+    fresh.announces(late).await;
     let reply = evacuate(&cluster, &leaver, Some(run(&gone))).await.unwrap();
     assert_eq!((reply.elsewhere_blocks, reply.copied_blocks), (1, 1));
     assert_eq!((reply.end, all.asked().len()), (CopyEnd::NotHeld as u32, 1));
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_node_says_that_it_took_counts_when_it_is_in_the_index() {
+    let cluster = Cluster::start(1, |_| {}).await;
+    // As one does where another only writes these blocks, or that was left out while it copied.
+    let (none, says_so) = (Taker::new(0, CopyEnd::Full), Taker::new(u32::MAX, CopyEnd::Copied));
+    let mut leaver = join(&cluster, 1, &none).await;
+    let _other = join(&cluster, 2, &says_so).await;
+    let held = prefix(5, 4);
+    let seen = leaver.store(&held).await;
+    cluster.lookup(1, &held, vec![seen]).await;
+    let reply = evacuate(&cluster, &leaver, Some(run(&held))).await.unwrap();
+    assert_eq!((reply.elsewhere_blocks, reply.copied_blocks), (0, 0), "{reply:?}");
+    assert_eq!(says_so.asked(), [(0, 4)]);
     cluster.shutdown().await;
 }
 
