@@ -209,8 +209,9 @@ fn price(
     };
     // What runs somewhere stays there.
     let pairs = (!eligible.runs_there).then_some(planners.request());
-    let pairs =
-        pairs.and_then(|request| Partners::of(request, held, fleet, |instance| filtered(instance).is_none()));
+    let pairs = pairs.and_then(|request| {
+        Partners::of(request, held, (fleet, climate), |instance| filtered(instance).is_none())
+    });
     let filtered = |instance: &Instance| {
         let decodes = || pairs.is_some() && fleet.part(instance.id).role == Role::Decode;
         filtered(instance).or_else(|| decodes().then_some(Filtered::Decodes))
@@ -261,10 +262,15 @@ fn price(
     fleet.instances_with_paths().map(ramped).collect()
 }
 
+/// Until a prompt is computed where it is computed.
+fn until_computed_us(parts: &Prediction) -> u64 {
+    parts.queue_us.saturating_add(parts.transfer_us).saturating_add(parts.prefill_us)
+}
+
 /// With whoever would go on, if it does not do so itself, and with what it means to others where it is decoded.
 fn paired(candidate: Candidate, instance: &Instance, pairs: &Partners<'_>, part: Part) -> Candidate {
     let handover = match part.role {
-        Role::Prefill => match pairs.best(instance, part.domain) {
+        Role::Prefill => match pairs.best(instance, part.domain, until_computed_us(&candidate.parts)) {
             None => return filtered_out(instance, Filtered::Alone),
             found => found,
         },
@@ -280,10 +286,8 @@ fn decoded_by_partner(candidate: Candidate, fleet: &Fleet, climate: &Climate) ->
     let partner = candidate.handover.and_then(|handover| fleet.instance(handover.instance));
     let Some(partner) = partner else { return candidate };
     let forecast = climate.at_partner(fleet, partner);
-    let Prediction { queue_us, transfer_us, prefill_us, .. } = candidate.parts;
     // Its room comes free while the prompt is computed.
-    let there_us = queue_us.saturating_add(transfer_us).saturating_add(prefill_us);
-    let room_us = forecast.room_us.saturating_sub(there_us);
+    let room_us = forecast.room_us.saturating_sub(until_computed_us(&candidate.parts));
     let parts = Prediction { room_us, tbt_us: forecast.tbt_us, ..candidate.parts };
     let predicted = fleet.learnt.apply(&parts);
     let others_tbt_us = fleet.learnt.tbt_us(forecast.others_us);
@@ -433,6 +437,7 @@ fn pacing(choice: &Choice<'_>, chosen: &Candidate) -> Pacing {
         alone_us: fleet.learnt.tbt_us(alone_us),
         decode_us: chosen.predicted.tbt_us.saturating_mul(climate.output_tokens.into()),
         others_us: limit_us.map(|limit_us| (chosen.others_tbt_us, limit_us)),
+        is_idle: instance.is_some_and(|instance| instance.load.is_idle()),
     }
 }
 

@@ -2,13 +2,14 @@
 //!
 //! Fleets are split so that long prompts do not hold up who is in the middle of an answer (DistServe, OSDI '24; Splitwise, ISCA '24; Mooncake, FAST '25 §3).
 //! What that costs is the way of the KV from one to the other, and a fleet has instances of each kind, of both, and such as stand too far apart. Who computes and who
-//! goes on is one choice here: for each that could compute, the partner that has the KV soonest and the least to do, among those that its place allows;
+//! goes on is one choice here: for each that could compute, the partner by whose limits it keeps there, then that has the KV soonest, room and the least to do, among those that its place allows;
 //! the pair then stands beside instances that do both by the same cost. Not here: that choice (`mod.rs`), and how KV gets from one to the other (nodes, or the
 //! engines' own way).
 
 use smallvec::SmallVec;
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::decoding::{Breaks, Climate};
 use super::fleet::{Fleet, Instance, InstancePaths};
 use super::lanes::{Price, Reader};
 use super::load::Load;
@@ -144,6 +145,10 @@ struct Partner<'a> {
     /// Prompt tokens that it lacks.
     lacks_tokens: u64,
     running: u64,
+    /// Until there is room for it.
+    room_us: u64,
+    /// Whose limit between tokens it would break there.
+    breaks: Option<Breaks>,
 }
 
 /// Those that could go on with a request, whoever computes its prompt.
@@ -158,7 +163,7 @@ impl<'a> Partners<'a> {
     pub(super) fn of(
         request: &'a RouteRequest,
         held: Held<'_>,
-        fleet: &'a Fleet,
+        (fleet, climate): (&'a Fleet, &Climate),
         is_open: impl Fn(&Instance) -> bool,
     ) -> Option<Partners<'a>> {
         if !fleet.has_roles() {
@@ -167,7 +172,12 @@ impl<'a> Partners<'a> {
         let partner = |(instance, paths, part): (&Instance, &'a InstancePaths, Part)| {
             let goes_on = part.role != Role::Prefill && is_open(instance);
             let there = held.resident_blocks(instance.id).saturating_mul(request.block_tokens);
-            goes_on.then(|| Partner {
+            if !goes_on {
+                return None;
+            }
+            let forecast = climate.at_partner(fleet, instance);
+            let [tbt_us, others_us] = [forecast.tbt_us, forecast.others_us].map(|us| fleet.learnt.tbt_us(us));
+            Some(Partner {
                 id: instance.id,
                 domain: part.domain,
                 own: instance.node,
@@ -175,14 +185,16 @@ impl<'a> Partners<'a> {
                 fetches: instance.fetches,
                 lacks_tokens: request.input_tokens.saturating_sub(there).into(),
                 running: running(&instance.load),
+                room_us: forecast.room_us,
+                breaks: climate.breaks(instance, tbt_us, others_us),
             })
         };
         let all = fleet.instances_with_parts().filter_map(partner).collect();
         Some(Partners { request, fleet, all })
     }
 
-    /// The best for the one that computes the prompt.
-    pub(super) fn best(&self, from: &Instance, domain: Domain) -> Option<Handover> {
+    /// The best for the one that computes the prompt, which takes so long until it has.
+    pub(super) fn best(&self, from: &Instance, domain: Domain, there_us: u64) -> Option<Handover> {
         let node = from.fetches.then(|| save_to(self.request, self.fleet, from.node)).flatten();
         let node = node.and_then(|holder| self.fleet.live(holder.node));
         let within = usize::from(self.fleet.limits.pair_within);
@@ -212,9 +224,12 @@ impl<'a> Partners<'a> {
         let all = near.map(|partner| {
             count += 1;
             let us = handover(partner);
-            (us.saturating_add(self.pressure_us(partner.running)), us, partner)
+            // Its room comes free while the prompt is computed.
+            let room_us = partner.room_us.saturating_sub(there_us);
+            let cost_us = us.saturating_add(room_us).saturating_add(self.pressure_us(partner.running));
+            (cost_us, us, partner)
         });
-        let (_, us, best) = all.min_by_key(|(cost_us, _, partner)| (*cost_us, partner.id))?;
+        let (_, us, best) = all.min_by_key(|(cost_us, _, partner)| (partner.breaks, *cost_us, partner.id))?;
         Some(Handover { instance: best.id, us, running: best.running, others: count - 1 })
     }
 

@@ -143,23 +143,27 @@ fn places_are_read_or_refused() {
     assert_eq!((Role::by_name("Both"), Role::from_number(3)), (None, None));
 }
 
-fn roles() -> impl Strategy<Value = Vec<(u32, u8, u32, u64)>> {
-    proptest::collection::vec((0..3u32, 0..3u8, 0..300u32, 0..20_000u64), 1..12)
+fn roles() -> impl Strategy<Value = Vec<(u32, u8, u32, u64, u64)>> {
+    proptest::collection::vec((0..3u32, 0..3u8, 0..300u32, 0..20_000u64, 0..4u64), 1..12)
 }
 
 proptest! {
     /// The pair that is chosen costs no more than any other that may be.
     #[test]
-    fn no_other_pair_costs_less(all in roles(), within in 0..2u8, blocks in 1..60u32) {
+    fn no_other_pair_costs_less(all in roles(), within in 0..2u8, blocks in 1..60u32, limit_us in 0..6_000u64) {
         let name = |place: u8| ["", "a", "b"][usize::from(place)];
         let parts: Vec<_> = all.iter().map(|one| (Role::from_number(one.0).unwrap(), name(one.1))).collect();
         let mut fleet = of(&parts);
         fleet.limits.pair_within = within;
         for (id, one) in (1..).zip(&all) {
-            fleet.put_instance(Instance { load: Load::reported(one.3, one.2, 0), ..instance(id) });
+            let decoding = Decoding { kv_tokens_max: 10_000, kv_tokens: 3_000 * one.4, ..Decoding::default() };
+            let load = Load { decoding, ..Load::reported(one.3, one.2, 0) };
+            fleet.put_instance(Instance { load, ..instance(id) });
         }
-        let best = choose(&request(blocks), &prefix(&[]), &fleet, NOW);
-        let mut least: Option<u64> = None;
+        let asked = RouteRequest { tbt_max_us: limit_us, ..request(blocks) };
+        let of = |decision: &Decision| (decision.candidates[0].breaks, decision.candidates[0].cost_us());
+        let best = choose(&asked, &prefix(&[]), &fleet, NOW);
+        let mut least: Option<(Option<Breaks>, u64)> = None;
         // Each that could compute beside each that could go on, alone in the world.
         for (one, computes) in parts.iter().enumerate().filter(|(_, part)| part.0 != DECODE) {
             let id = |at: usize| InstanceId(at as u32 + 1);
@@ -171,10 +175,10 @@ proptest! {
                 let mut alone: Vec<_> = [one].into_iter().chain(pair).map(id).collect();
                 alone.sort_unstable();
                 let among = Eligible { among: Some(&alone), ..Eligible::default() };
-                let Ok(decision) = choose_among(&request(blocks), &prefix(&[]), among, &fleet, NOW) else { continue };
-                least = least.into_iter().chain([decision.candidates[0].cost_us()]).min();
+                let Ok(decision) = choose_among(&asked, &prefix(&[]), among, &fleet, NOW) else { continue };
+                least = least.into_iter().chain([of(&decision)]).min();
             }
         }
-        prop_assert_eq!(best.ok().map(|decision| decision.candidates[0].cost_us()), least);
+        prop_assert_eq!(best.ok().map(|decision| of(&decision)), least);
     }
 }
