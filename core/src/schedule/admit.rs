@@ -9,6 +9,7 @@
 //!
 //! The same of the time between tokens: what would come too far apart wherever it ran is turned away, and so is what would make those that decode break their
 //! limits. Of the room up to a limit some is kept for tenants that have less than their share. There it is room itself that is shared, and not a queue: what nobody is let into stands idle.
+//! Where nobody runs or waits none of this is asked: what was learnt may be wrong by now, and is learnt anew only from who is let in.
 //!
 //! Mooncake (FAST '25, Algorithm 1) turns away by the predicted TTFT, all alike and at the limit. A shorter queue serves more: what was planned when a request
 //! came is still true when its turn comes. Not here: the prediction (`cost.rs`), and what a caller does who is turned away.
@@ -211,7 +212,8 @@ fn possible(offer: &Offer, ttft_max_us: Option<u64>) -> Result<(), Rejection> {
         }
     }
     let (tbt_us, limit_us) = (offer.tbt_us, offer.pacing.limit_us);
-    if limit_us > 0 && tbt_us > limit_us {
+    // Where nobody is, only what was learnt speaks against it, and without anybody let in nothing else would ever be learnt.
+    if limit_us > 0 && tbt_us > limit_us && !offer.pacing.is_idle {
         let (tbt, limit) = (Duration::from_micros(tbt_us), Duration::from_micros(limit_us));
         return Err(offer.beyond_pace(RejectReason::TooSlow { tbt, limit }, (tbt_us, limit_us)));
     }
@@ -232,13 +234,15 @@ fn crowded(offer: &Offer, limit_us: u64, claim: f64) -> Option<Rejection> {
 
 /// The same by the time between tokens: its own, and that of those that decode beside it.
 fn crowded_pace(offer: &Offer, claim: f64) -> Option<Rejection> {
-    let Pacing { limit_us, alone_us, others_us, .. } = offer.pacing;
-    if let Some((tbt_us, limit_us)) = others_us.filter(|(tbt_us, limit_us)| tbt_us > limit_us) {
+    let Pacing { limit_us, alone_us, others_us, is_idle, .. } = offer.pacing;
+    if limit_us == 0 || is_idle {
+        return None;
+    }
+    // Who goes before others may slow them.
+    let slowed = others_us.filter(|(tbt_us, limit_us)| tbt_us > limit_us && offer.priority <= 0);
+    if let Some((tbt_us, limit_us)) = slowed {
         let (tbt, limit) = (Duration::from_micros(tbt_us), Duration::from_micros(limit_us));
         return Some(offer.beyond_pace(RejectReason::Slows { tbt, limit }, (tbt_us, limit_us)));
-    }
-    if limit_us == 0 {
-        return None;
     }
     let room_us = limit_us.saturating_sub(alone_us) as f64 * pace_part(claim, offer.priority);
     let within_us = limit_us.min(alone_us).saturating_add(room_us as u64);
@@ -448,12 +452,30 @@ mod tests {
             admission.admit(&Offer { pacing, ..decodes(1, 11_000) }, at(0)).expect_err("it slows others");
         assert!(matches!(slows.reason, RejectReason::Slows { .. }), "{slows}");
         assert_eq!(slows.retry_after, Duration::from_secs(2));
+        let first = Offer { pacing, priority: 1, ..decodes(1, 11_000) };
+        assert_eq!(admission.admit(&first, at(0)), Ok(()), "it goes before them");
         let pacing = Pacing { limit_us: 0, ..pacing };
-        assert_eq!(
-            admission.admit(&Offer { pacing, ..decodes(1, 11_000) }, at(0)),
-            Ok(()),
-            "it asks for nothing"
-        );
+        for ttft_max_us in [None, Some(LIMIT_US)] {
+            let free = Offer { pacing, ttft_max_us, ..decodes(1, 11_000) };
+            assert_eq!(admission.admit(&free, at(0)), Ok(()), "it has no limit of that kind");
+        }
+    }
+
+    #[test]
+    fn where_nobody_is_one_is_let_in_whatever_was_learnt() {
+        for (tbt_us, others_us) in [(40_000, None), (19_500, None), (11_000, Some((16_000, 12_000)))] {
+            let offer = |is_idle| {
+                let pacing = Pacing { others_us, is_idle, ..decodes(1, 0).pacing };
+                Offer { pacing, priority: -1, ..decodes(1, tbt_us) }
+            };
+            let mut admission = Admission::default();
+            assert!(admission.admit(&offer(false), at(0)).is_err(), "{tbt_us}");
+            assert_eq!(admission.admit(&offer(true), at(0)), Ok(()), "{tbt_us}");
+        }
+        let late = Offer { ttft_us: LIMIT_US + 1, ttft_max_us: Some(LIMIT_US), ..decodes(1, 1) };
+        let pacing = Pacing { is_idle: true, ..late.pacing };
+        let late = Admission::default().admit(&Offer { pacing, ..late }, at(0));
+        assert!(late.is_err(), "its first token has a limit as ever");
     }
 
     #[test]

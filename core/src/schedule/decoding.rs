@@ -18,6 +18,7 @@ use super::decision::{Decision, RejectReason, Rejection};
 use super::fleet::{Fleet, Instance};
 use super::load::Moment;
 use super::pairs::Role;
+use super::steps::step_us;
 use crate::id::{InstanceId, Timestamp};
 
 /// Tokens of prompts in a step of an engine that does not say: what engines are set to where memory is plenty.
@@ -27,7 +28,10 @@ const CHUNK_TOKENS: u32 = 8_192;
 const DECODE_SLACK: f64 = 0.1;
 
 /// Shortest and longest that a request which may not decode is told to stay away.
-const RETRY: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(30)];
+const RETRY_S: [f64; 2] = [0.1, 30.0];
+
+/// A request is believed to run no longer than that: what is so far ahead is guesswork, and a limit keeps others away for as long.
+const RUNS_US_MAX: u64 = 3_600_000_000;
 
 /// No step takes longer; what is said to is nonsense.
 const TBT_US_MAX: u32 = 60_000_000;
@@ -77,7 +81,7 @@ impl Strictest {
             return;
         }
         let tbt_us = u32::try_from(limit_us).unwrap_or(u32::MAX);
-        let runs_us = decision.predicted.ttft_us().saturating_add(decode_us);
+        let runs_us = decision.predicted.ttft_us().saturating_add(decode_us).min(RUNS_US_MAX);
         let until = now.after(Duration::from_micros(runs_us));
         match self.at(now) {
             Some(known) if known < tbt_us => {}
@@ -116,6 +120,8 @@ pub struct Pacing {
     pub decode_us: u64,
     /// Time between the tokens of those that decode beside it, and the least limit of these; nothing where nobody has one.
     pub others_us: Option<(u64, u64)>,
+    /// Whether nobody runs or waits where it decodes.
+    pub is_idle: bool,
 }
 
 /// What is the same for all instances: worked out once for a request.
@@ -134,6 +140,8 @@ pub(super) struct Climate {
     /// Of an instance's time, the share that prompts take.
     prompts: f64,
     prompt_us_per_token: f64,
+    /// Factors of step times, as old as they are.
+    steps: [f64; 2],
     now: Timestamp,
 }
 
@@ -159,6 +167,7 @@ impl Climate {
             limit_us: request.tbt_max_us,
             prompts: fleet.passing().share(now),
             prompt_us_per_token: lengths.prompt_us_per_token(&fleet.profile),
+            steps: fleet.steps().at(now),
             now,
         }
     }
@@ -174,6 +183,7 @@ impl Climate {
             limit_us,
             prompts: fleet.passing().share(now),
             prompt_us_per_token: lengths.prompt_us_per_token(&fleet.profile),
+            steps: fleet.steps().at(now),
             now,
         }
     }
@@ -183,7 +193,7 @@ impl Climate {
         let load = &instance.load;
         let Decoding { kv_tokens_max, kv_tokens, chunk_tokens, .. } = load.decoding;
         let pace = load.pace.at(self.now);
-        let step_us = |running: f64| fleet.steps().step_us(&fleet.profile, running) * pace;
+        let step_of = |running: f64| step_us(&fleet.profile, self.steps, running) * pace;
         let before = f64::from(load.running) + wait.requests as f64;
         // No more decode at once than have room.
         let most = if kv_tokens_max == 0 {
@@ -191,7 +201,7 @@ impl Climate {
         } else {
             (kv_tokens_max as f64 / self.mean_kv).max(load.running.into())
         };
-        let step = step_us(before.min(most) + 1.0);
+        let step = step_of(before.min(most) + 1.0);
         let chunk_tokens = if chunk_tokens == 0 { CHUNK_TOKENS } else { chunk_tokens };
         let chunk_us = f64::from(chunk_tokens) * self.prompt_us_per_token;
         // While it decodes, as many prompts come as came lately; those that wait are among them.
@@ -227,7 +237,7 @@ impl Climate {
     /// Time between its tokens if it were alone there.
     pub(super) fn alone_us(&self, fleet: &Fleet, instance: &Instance) -> u64 {
         let pace = instance.load.pace.at(self.now);
-        (fleet.steps().step_us(&fleet.profile, 1.0) * pace).round() as u64
+        (step_us(&fleet.profile, self.steps, 1.0) * pace).round() as u64
     }
 
     /// The least limit of requests that decode there.
@@ -268,7 +278,8 @@ impl Fleet {
         }
         let (tbt, limit) = (Duration::from_micros(tbt_us), Duration::from_micros(limit_us));
         let share = 1.0 - limit_us as f64 / tbt_us as f64;
-        let retry_after = (tbt.mul_f64(climate.mean_output).mul_f64(share)).clamp(RETRY[0], RETRY[1]);
+        let retry_s = tbt.as_secs_f64() * climate.mean_output * share;
+        let retry_after = Duration::from_secs_f64(retry_s.clamp(RETRY_S[0], RETRY_S[1]));
         Err((tbt_us, Rejection { reason: RejectReason::TooSlow { tbt, limit }, retry_after }))
     }
 }

@@ -360,6 +360,11 @@ impl Load {
         u64::from(self.waiting) + u64::from(self.routed)
     }
 
+    /// Whether nobody runs or waits there.
+    pub(super) fn is_idle(&self) -> bool {
+        self.running == 0 && self.requests_ahead() == 0 && self.tokens_ahead() == 0
+    }
+
     /// Counts a decision that was sent here.
     pub(super) fn record(&mut self, decision: &Decision, at: Moment) {
         self.routed_tokens = self.routed_tokens.saturating_add(u64::from(decision.recompute_tokens));

@@ -42,6 +42,13 @@ const LENGTH_HALF_LIFE: f64 = 512.0;
 /// What is believed before anything was seen, and how many requests that is worth: the mean of a chat.
 const LENGTH_PRIOR: (f64, f64) = (256.0, 8.0);
 
+/// One request counts as having said no more than so many times what others do, and so many tokens besides, or a single wild word would be in the mean of
+/// thousands: long answers of a fleet that says little are believed, and what is more is learnt from several.
+const LENGTH_OUTLIER: (f64, f64) = (8.0, 4_096.0);
+
+/// No answer is believed to be longer.
+const LENGTH_MAX: f64 = (1 << 20) as f64;
+
 /// Factors of the profile's step times.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Steps {
@@ -70,10 +77,11 @@ pub(super) struct Told {
 }
 
 impl Steps {
-    /// A step with so many requests that decode and no prompt, in microseconds.
-    pub(super) fn step_us(&self, profile: &HardwareProfile, running: f64) -> f64 {
-        let [step, each] = parts(profile, running);
-        (step * self.factors[0] + each * self.factors[1]) * 1e3
+    /// The factors, nearer to 1 the longer nothing was said: a fleet that is not used may have become another.
+    pub(super) fn at(&self, now: Timestamp) -> [f64; 2] {
+        let silent = self.at.map_or(Duration::ZERO, |at| now.since(at));
+        let fresh = (-silent.as_secs_f64() / SILENT_HALF_LIFE.as_secs_f64()).exp2();
+        self.factors.map(|factor| 1.0 + (factor - 1.0) * fresh)
     }
 
     /// Takes what an instance said; answers how many times as long as predicted its steps took, if that can be told.
@@ -89,7 +97,7 @@ impl Steps {
             return None;
         }
         let step_ms = step_ms.clamp(all / FACTOR_MAX, all * FACTOR_MAX);
-        let ratio = step_ms * 1e3 / self.step_us(profile, told.running).max(f64::MIN_POSITIVE);
+        let ratio = step_ms * 1e3 / step_us(profile, self.at(now), told.running).max(f64::MIN_POSITIVE);
         let silent = self.at.map_or(Duration::ZERO, |at| now.since(at));
         self.at = Some(self.at.map_or(now, |at| at.max(now)));
         let x = x.map(|part| part / all);
@@ -118,6 +126,12 @@ impl Steps {
     pub(super) fn factors(&self) -> [f64; 2] {
         self.factors
     }
+}
+
+/// A step with so many requests that decode and no prompt, in microseconds, by these factors.
+pub(super) fn step_us(profile: &HardwareProfile, factors: [f64; 2], running: f64) -> f64 {
+    let [step, each] = parts(profile, running);
+    (step * factors[0] + each * factors[1]) * 1e3
 }
 
 /// What the profile says of a step by itself and of those in it, in milliseconds.
@@ -172,8 +186,12 @@ pub(super) struct Lengths {
 impl Lengths {
     /// A request of this category said so much.
     pub(super) fn ended(&mut self, category: Category, output_tokens: u32) {
+        let (times, besides) = LENGTH_OUTLIER;
+        // Of a kind that says much, one that does is none.
+        let usual = self.mean().max(self.of_kind(category));
+        let tokens = f64::from(output_tokens).min(usual * times + besides).min(LENGTH_MAX);
         for sums in [&mut self.said[kind(category)], &mut self.all] {
-            *sums = decayed(*sums, output_tokens.into());
+            *sums = decayed(*sums, tokens);
         }
     }
 
@@ -193,15 +211,19 @@ impl Lengths {
 
     /// How much a request of this category will say: as much as others of its kind did, and no more than it may.
     pub(super) fn expected(&self, category: Category, at_most: u32) -> u32 {
-        let (tokens, requests) = self.said[kind(category)];
-        let (prior, worth) = LENGTH_PRIOR;
-        let known = (tokens + self.mean() * worth) / (requests + worth);
+        let (known, (prior, _)) = (self.of_kind(category), LENGTH_PRIOR);
         // Where nothing was seen, what is asked for is the best guess.
         match at_most {
             0 => known.round() as u32,
             most if self.all.1 < 1.0 => most.min((prior * FACTOR_MAX) as u32),
             most => most.min(known.round() as u32),
         }
+    }
+
+    /// Of its kind: that of all as long as few of it were seen.
+    fn of_kind(&self, category: Category) -> f64 {
+        let ((tokens, requests), (_, worth)) = (self.said[kind(category)], LENGTH_PRIOR);
+        (tokens + self.mean() * worth) / (requests + worth)
     }
 
     /// Of all that were seen.
@@ -243,13 +265,13 @@ mod tests {
     #[test]
     fn step_times_are_learnt_whatever_prompts_do_beside_them() {
         let mut steps = Steps::default();
-        assert!((steps.step_us(&ROUND, 10.0) - 1_100.0).abs() < 1e-6, "the profile, at first");
+        assert!((step_us(&ROUND, steps.at(at(0)), 10.0) - 1_100.0).abs() < 1e-6, "the profile, at first");
         for nth in 0..4_000_u64 {
             let told = told((nth * 37 % 200 + 1) as f64, (nth % 5) as f64 / 10.0);
             steps.observe(&ROUND, told, at(nth));
         }
         for running in [1.0, 50.0, 200.0] {
-            let is = steps.step_us(&ROUND, running);
+            let is = step_us(&ROUND, steps.at(at(4_000)), running);
             let right = 2_000.0 + 30.0 * running;
             assert!((is / right - 1.0).abs() < 0.12, "{running}: {is}, not {right}");
         }
@@ -267,6 +289,16 @@ mod tests {
             steps.observe(&ROUND, Told { running: 1.0, tbt_us: 1, prompts: 0.0 }, at(2));
         }
         assert!(steps.factors.iter().all(|factor| (0.25..=4.0).contains(factor)), "{steps:?}");
+    }
+
+    #[test]
+    fn what_was_learnt_of_steps_is_forgotten_while_nothing_is_said() {
+        let mut steps = Steps::default();
+        (0..1_000).for_each(|nth| assert!(steps.observe(&ROUND, told(10.0, 0.0), at(nth)).is_some()));
+        let off = |s| step_us(&ROUND, steps.at(at(s)), 10.0) / 1_100.0 - 1.0;
+        assert!(off(999) > 1.0, "{}", off(999));
+        let [soon, later, much_later] = [0, 300, 3_000].map(|s| off(999 + s) / off(999));
+        assert!(soon > 0.99 && (0.49..0.51).contains(&later) && much_later < 0.01, "{later} {much_later}");
     }
 
     #[test]
@@ -297,5 +329,23 @@ mod tests {
         lengths.sent(500, (100, 20_000));
         assert_eq!(lengths.held(), Some(500.0));
         assert!((lengths.prompt_us_per_token(&ROUND) - 200.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn one_wild_word_moves_little_and_long_answers_are_learnt() {
+        let of = |kind| Category { kind, turn: 1 };
+        let mut lengths = Lengths::default();
+        (0..500).for_each(|_| lengths.ended(of(RequestKind::Text), 300));
+        let before = lengths.mean();
+        lengths.ended(of(RequestKind::Text), u32::MAX);
+        assert!(lengths.mean() < before * 1.1, "{before} {}", lengths.mean());
+        let mut first = Lengths::default();
+        first.ended(of(RequestKind::Text), u32::MAX);
+        assert!(first.mean() < 1_024.0 && first.expected(of(RequestKind::Text), 0) < 2_048, "{first:?}");
+        (0..2_000).for_each(|_| lengths.ended(of(RequestKind::Thinking), 60_000));
+        let thinking = lengths.expected(of(RequestKind::Thinking), 0);
+        assert!((55_000..=60_000).contains(&thinking), "{thinking}");
+        (0..20_000).for_each(|_| lengths.ended(of(RequestKind::Text), u32::MAX));
+        assert!(lengths.mean() <= LENGTH_MAX);
     }
 }

@@ -159,6 +159,30 @@ fn observed_times_between_tokens_correct_predictions() {
 }
 
 #[test]
+fn a_fleet_that_was_too_slow_lets_in_again_and_learns_that_it_is_not() {
+    let (mut fleet, request) = (fleet(1), asking(1, 10, 2_000));
+    let parts = on(Load::default(), &request).parts;
+    // For an hour everything took four times as long; then nobody came for a while.
+    (0..2_000).for_each(|_| fleet.ended(Category::default(), 40, (&parts, 4 * parts.tbt_us)));
+    let decide = |fleet: &Fleet| chosen(&request, &PrefixMatch::default(), fleet);
+    let admit =
+        |decision: &Decision| Admission::default().admit(&Offer::of(decision, (TenantId(1), 0), None), NOW);
+    let mut needed = 0;
+    while decide(&fleet).predicted.tbt_us > 2_000 {
+        let slow = decide(&fleet);
+        assert_eq!(admit(&slow), Ok(()), "nobody is there");
+        fleet.record(&slow, NOW);
+        assert!(admit(&decide(&fleet)).is_err(), "one at a time");
+        // It ends, and was as fast as the profile says.
+        fleet.ended(Category::default(), 40, (&slow.parts, slow.parts.tbt_us));
+        fleet.put_instance(instance(1));
+        needed += 1;
+        assert!(needed < 1_000);
+    }
+    assert!(needed > 10, "{needed}");
+}
+
+#[test]
 fn a_request_may_decode_where_its_limit_is_kept_or_nothing_is_known() {
     let fleet = with_load(fleet(2), 1, busy(200, 0));
     let ask = |n, limit_us, now| fleet.may_decode(InstanceId(n), limit_us, now);
@@ -239,7 +263,7 @@ proptest! {
         // One that goes before others has all of its limit.
         let offer = Offer::of(&decision, (TenantId(1), 1), None);
         match Admission::default().admit(&offer, NOW) {
-            Ok(()) => prop_assert!(keeps),
+            Ok(()) => prop_assert!(keeps || decision.pacing.is_idle),
             Err(Rejection { reason, retry_after }) => {
                 prop_assert!(!keeps && matches!(reason, RejectReason::TooSlow { .. }), "{reason}");
                 prop_assert!(retry_after >= Duration::from_millis(100), "it says when to come again");
