@@ -41,6 +41,9 @@ const SAY_EVERY: Duration = Duration::from_secs(1);
 /// Longest that one router is waited for, beyond what the copy itself may take.
 const ANSWER_MAX: Duration = Duration::from_secs(2);
 
+/// So long a node may take to list what it holds, also where no time is left to give it away.
+const LISTED_WITHIN: Duration = Duration::from_secs(1);
+
 /// Rounds over what found no place: others may have made room meanwhile, and a busy source is one no more.
 const ROUNDS_MAX: usize = 3;
 
@@ -140,29 +143,33 @@ impl Evacuator {
             return done;
         }
         let until = Instant::now() + within.min(self.drain);
-        let given = self.rounds(until).await;
+        // Without an epoch or time nothing can be given, and it may be asked again.
+        let can_give = self.life.borrow().is_some() && Instant::now() < until;
+        let given = self.rounds(until, can_give).await;
         tracing::info!(%given, "what this node held alone was given to others");
-        *done.insert(given)
+        if can_give {
+            *done = Some(given);
+        }
+        given
     }
 
-    async fn rounds(&self, until: Instant) -> Evacuated {
+    async fn rounds(&self, until: Instant, can_give: bool) -> Evacuated {
         let mut given = Evacuated::default();
-        if self.life.borrow().is_none() || Instant::now() >= until {
-            return given;
-        }
-        let held = self.held(until).await;
-        let all: f64 = held.iter().map(|holding| holding.worth).sum();
+        // What is left is said in any case.
+        let (held, beyond) = self.held(until.max(Instant::now() + LISTED_WITHIN)).await;
+        let all = beyond.worth + held.iter().map(|holding| holding.worth).sum::<f64>();
         let sorted = tokio::task::spawn_blocking(move || runs_by_worth(&held, RUN)).await;
         let mut waiting = sorted.unwrap_or_default();
         let routers: Arc<[RouterClient<Channel>]> = self.clients().into();
-        for _ in 0..ROUNDS_MAX {
+        for _ in 0..if can_give { ROUNDS_MAX } else { 0 } {
             let before = given.copied_blocks;
             waiting = self.round(&routers, waiting, until, &mut given).await;
             if waiting.is_empty() || Instant::now() >= until || given.copied_blocks == before {
                 break;
             }
         }
-        let mut worth = 0.0;
+        let mut worth = beyond.worth;
+        (given.left_blocks, given.left_bytes) = (beyond.blocks, beyond.bytes);
         for run in &waiting {
             given.left_blocks += run.run.hashes.len() as u64;
             given.left_bytes += run.bytes;
@@ -206,19 +213,19 @@ impl Evacuator {
         left
     }
 
-    /// The most valuable of what is held.
-    async fn held(&self, until: Instant) -> Vec<Holding> {
-        let (mut held, mut from) = (Vec::new(), Some(0));
+    /// The most valuable of what is held, and what there is beyond.
+    async fn held(&self, until: Instant) -> (Vec<Holding>, Beyond) {
+        let (mut held, mut from, mut beyond) = (Vec::new(), Some(0), Beyond::default());
         while let Some(place) = from.filter(|_| Instant::now() < until) {
             let Ok(step) = self.store.ask(|reply| Ask::Holdings { from: place, reply }).await else { break };
             held.extend(step.blocks);
             from = step.next;
             if held.len() >= 2 * HELD_MAX - kv_core::tier::HOLDINGS_MAX {
-                keep_best(&mut held);
+                keep_best(&mut held, &mut beyond);
             }
         }
-        keep_best(&mut held);
-        held
+        keep_best(&mut held, &mut beyond);
+        (held, beyond)
     }
 
     fn request(&self, run: Option<&LeavingRun>, within: Duration) -> Option<pb::EvacuateRequest> {
@@ -288,12 +295,24 @@ fn rest(run: &LeavingRun, reply: &pb::EvacuateReply) -> Option<LeavingRun> {
     })
 }
 
-fn keep_best(held: &mut Vec<Holding>) {
+/// What is held beyond what is looked at.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Beyond {
+    blocks: u64,
+    bytes: u64,
+    worth: f64,
+}
+
+fn keep_best(held: &mut Vec<Holding>, beyond: &mut Beyond) {
     if held.len() > HELD_MAX {
         held.select_nth_unstable_by(HELD_MAX, |left, right| {
             right.worth.total_cmp(&left.worth).then(right.stamp.cmp(&left.stamp))
         });
-        held.truncate(HELD_MAX);
+        for left in held.drain(HELD_MAX..) {
+            beyond.blocks += 1;
+            beyond.bytes += u64::from(left.traits.bytes);
+            beyond.worth += left.worth;
+        }
     }
 }
 
@@ -319,12 +338,17 @@ mod tests {
     #[test]
     fn of_more_than_are_looked_at_the_most_valuable_are() {
         let mut all = held(2 * HELD_MAX);
-        keep_best(&mut all);
+        let mut beyond = Beyond::default();
+        let worth = |all: &[Holding]| all.iter().map(|one| one.worth).sum::<f64>();
+        let before = worth(&all);
+        keep_best(&mut all, &mut beyond);
         assert_eq!(all.len(), HELD_MAX);
+        assert_eq!((beyond.blocks, beyond.bytes), (HELD_MAX as u64, 10 * HELD_MAX as u64));
+        assert!((worth(&all) + beyond.worth - before).abs() < 1e-3, "nothing is forgotten");
         assert!(all.iter().all(|one| one.worth >= 4.0));
         let few = held(3);
         let mut kept = few.clone();
-        keep_best(&mut kept);
+        keep_best(&mut kept, &mut beyond);
         assert_eq!(kept, few);
     }
 

@@ -140,7 +140,8 @@ impl Leaver<'_> {
     fn targets(&self, run: &BlockRun) -> Vec<Target> {
         let control = self.shared.control().published.read();
         let mut nodes: Vec<NodeId> = match run.parent {
-            Some(parent) => self.stayers(&control.index, parent).collect(),
+            // One of them: where all are full, others have room.
+            Some(parent) => self.stayers(&control.index, parent).take(1).collect(),
             None => Vec::new(),
         };
         nodes.extend(self.shared.fleet.places(&self.root.0));
