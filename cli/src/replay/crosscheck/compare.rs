@@ -215,14 +215,15 @@ impl Compared {
     }
 }
 
-/// By how many points the share differs most that does, in the mean over all runs: one run is one draw.
+/// By how many points the share differs most that does, in the mean over all runs: one run is one draw. Runs that differ in opposite directions
+/// do not make up for each other.
 pub(super) fn points(all: &[Compared]) -> f64 {
     let mut sums = [0.0; 5];
     for compared in all {
         let differences = compared.real.differences(&compared.virtual_time);
-        sums.iter_mut().zip(differences).for_each(|(sum, (_, points))| *sum += points);
+        sums.iter_mut().zip(differences).for_each(|(sum, (_, points))| *sum += f64::abs(points));
     }
-    sums.into_iter().map(|sum: f64| sum.abs() / all.len().max(1) as f64).fold(0.0, f64::max)
+    sums.into_iter().map(|sum: f64| sum / all.len().max(1) as f64).fold(0.0, f64::max)
 }
 
 fn real_one(went: &Went, nodes: u32) -> Option<(One, Vec<Weighed>)> {
