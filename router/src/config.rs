@@ -485,6 +485,8 @@ impl RouterConfig {
         Limits {
             slow_start: Duration::from_millis(self.slow_start_ms),
             pair_within: self.pair_within,
+            // Tighter ones are their callers' own matter: others are not refused for them.
+            tbt_kept_us: self.admission.tbt_max_us,
             ..Limits::default()
         }
     }

@@ -75,12 +75,13 @@ pub(super) struct Strictest {
 }
 
 impl Strictest {
-    pub(super) fn sent(&mut self, decision: &Decision, now: Timestamp) {
+    /// A request was sent there; it keeps others away by no tighter limit than `least_us`.
+    pub(super) fn sent(&mut self, decision: &Decision, least_us: u64, now: Timestamp) {
         let Pacing { limit_us, decode_us, .. } = decision.pacing;
         if limit_us == 0 {
             return;
         }
-        let tbt_us = u32::try_from(limit_us).unwrap_or(u32::MAX);
+        let tbt_us = u32::try_from(limit_us.max(least_us)).unwrap_or(u32::MAX);
         let runs_us = decision.predicted.ttft_us().saturating_add(decode_us).min(RUNS_US_MAX);
         let until = now.after(Duration::from_micros(runs_us));
         match self.at(now) {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::decision::{Decision, Prediction};
+use super::decoding::Pacing;
 use super::joining::SLOW_START;
 use super::lanes::{LinkLanes, LinkPath, Price, Reader};
 use super::learnt::Learnt;
@@ -37,6 +38,8 @@ pub struct Limits {
     pub slow_start: Duration,
     /// How many names of their places an instance that computes a prompt and one that goes on must share, the largest first: 0 for none.
     pub pair_within: u8,
+    /// No request keeps others away from its instance by a tighter limit between two of its tokens than this, in microseconds; 0 where each counts as it is.
+    pub tbt_kept_us: u64,
 }
 
 impl Default for Limits {
@@ -46,6 +49,7 @@ impl Default for Limits {
             queue_tokens_max: QUEUE_TOKENS_MAX,
             slow_start: SLOW_START,
             pair_within: 0,
+            tbt_kept_us: 0,
         }
     }
 }
@@ -236,12 +240,20 @@ impl Fleet {
     /// Counts a decision that was sent to its instance into that instance's load. The second half of routing:
     /// [`choose`](super::choose) changes nothing, so a decision that is not sent leaves no trace.
     pub fn record(&mut self, decision: &Decision, now: Timestamp) {
+        self.count(decision, decision.parts.prefill_us, now);
+    }
+
+    /// Counts it; of prompts in general is learnt that its own takes so long.
+    fn count(&mut self, decision: &Decision, prefill_us: u64, now: Timestamp) {
         let count = self.instances.len();
         if let Ok(rank) = self.instances.binary_search_by_key(&decision.instance, |known| known.id) {
             let known = &mut self.instances[rank];
             known.load.record(decision, Moment { now, reported_at: known.reported_at });
-            self.passing.sent(decision.parts.prefill_us, count, now);
-            let prompt = (decision.recompute_tokens, decision.parts.prefill_us);
+            if decision.handover.is_none() {
+                known.load.strictest.sent(decision, self.limits.tbt_kept_us, now);
+            }
+            self.passing.sent(prefill_us, count, now);
+            let prompt = (decision.recompute_tokens, prefill_us);
             self.lengths.sent(decision.pacing.kv_tokens, prompt);
         }
         // Who goes on has nothing to compute, and one more that runs.
@@ -250,8 +262,26 @@ impl Fleet {
         if let Some(Ok(rank)) = rank {
             let load = &mut self.instances[rank].load;
             load.routed = load.routed.saturating_add(1);
-            load.strictest.sent(decision, now);
+            load.strictest.sent(decision, self.limits.tbt_kept_us, now);
         }
+    }
+
+    /// The same of a decision of which only so many tokens to compute are believed: what it says besides counts as that share of it, its limit keeps nobody away, and
+    /// prompts in general take no longer for it than the profile says of so many.
+    pub fn record_part(&mut self, decision: &Decision, tokens: u32, now: Timestamp) {
+        let (all, tokens) = (decision.recompute_tokens, tokens.min(decision.recompute_tokens));
+        let share = |value: u64| match all {
+            0 => value,
+            all => (u128::from(value) * u128::from(tokens) / u128::from(all)) as u64,
+        };
+        let prefill_us = share(decision.parts.prefill_us);
+        let parts = Prediction { prefill_us, ..decision.parts };
+        let kv_tokens = share(decision.pacing.kv_tokens.into()) as u32;
+        let pacing = Pacing { kv_tokens, limit_us: 0, ..decision.pacing };
+        let candidates = Vec::new();
+        let counted = Decision { recompute_tokens: tokens, parts, pacing, candidates, ..decision.clone() };
+        let alone_us = self.profile.prefill_ns(0, tokens.into()) / 1_000;
+        self.count(&counted, prefill_us.min(alone_us), now);
     }
 
     /// A request of this category ended with so many tokens said, so far apart. `parts` is what was predicted before factors; without a time nothing

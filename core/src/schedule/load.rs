@@ -379,8 +379,5 @@ impl Load {
             kv_tokens: decision.pacing.kv_tokens,
         });
         self.sent.advance(at.goes_on_to());
-        if decision.handover.is_none() {
-            self.strictest.sent(decision, at.now);
-        }
     }
 }

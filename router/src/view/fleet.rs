@@ -301,16 +301,7 @@ fn note(soft: &mut Soft, share: Option<TenantId>, decision: &Decision, now: Time
     match share.map(|tenant| shares.take(decision.instance, tenant, decision.recompute_tokens)) {
         None => fleet.record(decision, now),
         Some(None) => {}
-        Some(Some(tokens)) if tokens == decision.recompute_tokens => fleet.record(decision, now),
-        Some(Some(tokens)) => {
-            let Prediction { prefill_us, .. } = decision.parts;
-            let share =
-                u128::from(prefill_us) * u128::from(tokens) / u128::from(decision.recompute_tokens.max(1));
-            let parts = Prediction { prefill_us: share as u64, ..decision.parts };
-            let counted =
-                Decision { recompute_tokens: tokens, parts, candidates: Vec::new(), ..decision.clone() };
-            fleet.record(&counted, now);
-        }
+        Some(Some(tokens)) => fleet.record_part(decision, tokens, now),
     }
 }
 

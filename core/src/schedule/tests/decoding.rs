@@ -219,6 +219,44 @@ fn of_a_pair_limits_count_where_it_goes_on() {
     assert_eq!([limited(1), limited(2)], [None, Some(2_500)], "where it decodes");
 }
 
+#[test]
+fn no_callers_limit_keeps_others_away_by_more_than_the_routers_own() {
+    let kept = |tbt_kept_us, limit_us| {
+        let mut fleet = fleet(1);
+        fleet.limits.tbt_kept_us = tbt_kept_us;
+        fleet.record(&chosen(&asking(4, 100, limit_us), &PrefixMatch::default(), &fleet), NOW);
+        fleet.instance(InstanceId(1)).unwrap().load.strictest.at(NOW)
+    };
+    assert_eq!([kept(0, 0), kept(0, 1), kept(0, 1_500)], [None, Some(1), Some(1_500)]);
+    assert_eq!([kept(2_000, 0), kept(2_000, 1), kept(2_000, 3_000)], [None, Some(2_000), Some(3_000)]);
+}
+
+#[test]
+fn of_a_decision_that_is_believed_in_part_nothing_counts_for_more() {
+    // Ten tokens of which it has four thousand million; what they take is of no profile.
+    let told = chosen(&asking(4, 100, 1), &PrefixMatch::default(), &fleet(1));
+    let parts = Prediction { prefill_us: 1_000 * u64::from(u32::MAX), ..told.parts };
+    let pacing = Pacing { kv_tokens: u32::MAX, ..told.pacing };
+    let told = Decision { recompute_tokens: u32::MAX, parts, pacing, ..told };
+    let mut fleet = fleet(1);
+    fleet.record_part(&told, 10, NOW);
+    let load = fleet.instance(InstanceId(1)).unwrap().load;
+    assert_eq!((load.routed, load.routed_tokens, load.strictest.at(NOW)), (1, 10, None));
+    assert_eq!(fleet.lengths().held(), Some(10.0));
+    let per_token_us = fleet.lengths().prompt_us_per_token(&ROUND);
+    assert!((per_token_us - 100.0).abs() < 1e-6, "{per_token_us}");
+    assert!(fleet.passing().share(NOW) < 1e-3, "{}", fleet.passing().share(NOW));
+    let next = chosen(&asking(4, 100, 0), &PrefixMatch::default(), &fleet);
+    assert!(next.parts.queue_us <= 10_000, "{:?}", next.parts);
+    // An honest one counts as it is, but for its limit.
+    let honest = chosen(&asking(4, 100, 1_500), &PrefixMatch::default(), &fleet);
+    let [mut part, mut whole] = [fleet.clone(), fleet];
+    part.record_part(&honest, honest.recompute_tokens, NOW);
+    whole.record(&Decision { pacing: Pacing { limit_us: 0, ..honest.pacing }, ..honest }, NOW);
+    assert_eq!(part.instances(), whole.instances());
+    assert_eq!(part.lengths().held(), whole.lengths().held());
+}
+
 fn decodings() -> impl Strategy<Value = Load> {
     let decoding = (0u64..400_000, 0u64..500_000, 0u32..20_000);
     (decoding, 0u32..300, 0u32..50, 0u64..100_000).prop_map(
