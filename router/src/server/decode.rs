@@ -10,10 +10,13 @@ use super::{Shared, millis};
 /// Answers for an instance; where nobody asked for a limit or nothing is known of what decodes there, it may.
 pub(super) fn may(shared: &Shared, asked: pb::MayDecodeRequest) -> pb::MayDecodeReply {
     let pb::MayDecodeRequest { request, instance, tbt_max_us } = asked;
-    let decided = || shared.recall.lock().limit_us(request);
-    let limits = [tbt_max_us, decided(), shared.tbt_max_us];
-    let limit_us = limits.into_iter().find(|limit_us| *limit_us > 0).unwrap_or_default();
-    let answer = shared.fleet.may_decode(InstanceId(instance), limit_us, shared.clock.now());
+    let instance = InstanceId(instance);
+    // What the router is set to was counted when it was decided; of a request that is not known nothing was promised.
+    let limit_us = match tbt_max_us {
+        0 => shared.recall.lock().limit_us(request, instance),
+        said => said,
+    };
+    let answer = shared.fleet.may_decode(instance, limit_us, shared.clock.now());
     shared.metrics.decode_asked(answer.is_ok());
     match answer {
         Ok(tbt_us) => pb::MayDecodeReply { may: true, tbt_us, ..pb::MayDecodeReply::default() },

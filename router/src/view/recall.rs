@@ -168,9 +168,15 @@ impl Recall {
         Some((known.category, sent.predicted, sent.parts))
     }
 
-    /// How far apart the tokens of a request may come; 0 where that does not matter, or it is not known.
-    pub(crate) fn limit_us(&self, request: u64) -> u64 {
-        self.by_request.get(&request).map_or(0, |known| known.tbt_max_us)
+    /// How far apart the tokens of a request may come that was sent to this instance, or goes on there; 0 where that does not matter, or it is not known.
+    pub(crate) fn limit_us(&self, request: u64, instance: InstanceId) -> u64 {
+        let Some(known) = self.by_request.get(&request) else { return 0 };
+        match &known.answer {
+            Answer::Sent(sent) if sent.instance == instance || sent.goes_on == Some(instance) => {
+                known.tbt_max_us
+            }
+            _ => 0,
+        }
     }
 
     /// What is remembered of a request.
@@ -276,6 +282,20 @@ mod tests {
         recall.decided(pair);
         assert_eq!(recall.ended(10, InstanceId(4), said), None, "it computed the prompt only");
         assert!(recall.ended(10, InstanceId(6), said).is_some());
+    }
+
+    #[test]
+    fn a_limit_is_told_to_whom_its_request_was_sent() {
+        let mut recall = Recall::default();
+        let mut pair = Decided { tbt_max_us: 9_000, ..decided(9) };
+        recall.decided(Decided { tbt_max_us: 7_000, ..decided(8) });
+        let Answer::Sent(sent) = &mut pair.answer else { panic!("it was sent") };
+        sent.goes_on = Some(InstanceId(6));
+        recall.decided(pair);
+        let rejected = Answer::Rejected(String::new());
+        recall.decided(Decided { tbt_max_us: 5_000, answer: rejected, ..decided(7) });
+        let asks = |request| [4, 5, 6].map(|instance| recall.limit_us(request, InstanceId(instance)));
+        assert_eq!([7, 8, 9, 10].map(asks), [[0; 3], [7_000, 0, 0], [9_000, 0, 9_000], [0; 3]]);
     }
 
     #[test]

@@ -73,23 +73,23 @@ async fn a_request_that_is_computed_begins_where_its_limit_is_kept() {
         let asked = pb::MayDecodeRequest { request, instance, tbt_max_us };
         cluster.client(1).may_decode(asked).await.unwrap().into_inner()
     };
+    for (request, tbt_max_us) in [(5, 9_000), (1, 0)] {
+        assert_eq!(decision(route(&cluster, request, tbt_max_us, &[]).await).instance, 2);
+    }
     let begins = ask(1, 2, 0).await;
     assert!(begins.may && (8_000..LIMIT_US).contains(&begins.tbt_us), "{begins:?}");
-    let ends = ask(1, 1, 0).await;
-    assert!(
-        !ends.may && ends.tbt_us > LIMIT_US && ends.retry_after_ms > 0,
-        "the router's own limit: {ends:?}"
-    );
-    assert!(ends.reason.contains("its limit is 15000 us"), "{ends:?}");
-    assert!(ask(1, 1, 30_000).await.may, "it says what its limit is");
-    assert_eq!(
-        ask(1, 99, 0).await,
-        pb::MayDecodeReply { may: true, ..Default::default() },
-        "nobody knows it"
-    );
-    // What was asked for it when it was decided counts before what the router is set to.
-    assert_eq!(decision(route(&cluster, 5, 9_000, &[]).await).instance, 2);
-    assert!(ask(5, 1, 0).await.reason.contains("its limit is 9000 us"));
+    assert!(ask(1, 1, 0).await.may, "it was not sent there");
+    assert!(ask(7, 1, 0).await.may, "nobody knows it");
+    assert_eq!(ask(1, 99, 0).await, pb::MayDecodeReply { may: true, ..Default::default() }, "nor that one");
+    let ends = ask(7, 1, LIMIT_US).await;
+    assert!(!ends.may && ends.tbt_us > LIMIT_US && ends.retry_after_ms > 0, "whose limit is said: {ends:?}");
+    // What was asked for it when it was decided counts before what the router is set to, and that where nothing was asked.
+    cluster.client(1).report(pb::ReportRequest { running: 200, ..load(2, 2) }).await.unwrap();
+    for (request, limit_us) in [(1, LIMIT_US), (5, 9_000)] {
+        let ends = ask(request, 2, 0).await;
+        assert!(!ends.may && ends.reason.contains(&format!("its limit is {limit_us} us")), "{ends:?}");
+        assert!(ask(request, 2, 30_000).await.may, "it says what its limit is");
+    }
     cluster.shutdown().await;
 }
 
@@ -107,9 +107,13 @@ async fn nonsense_of_decoding_is_bounded() {
     cluster.client(1).report(most).await.unwrap();
     let outcomes =
         vec![pb::Outcome { request: 1, output_tokens: u32::MAX, tbt_us: u64::MAX, ..Default::default() }];
-    decision(route(&cluster, 1, u64::MAX, &[]).await);
-    cluster.client(1).report(pb::ReportRequest { outcomes, ..load(1, 2) }).await.unwrap();
-    let idle = decision(route(&cluster, 2, LIMIT_US, &[1]).await).predicted.unwrap();
-    assert!(idle.tbt_us < LIMIT_US, "one outcome of nonsense moves little: {idle:?}");
+    decision(route(&cluster, 1, u64::MAX, &[1]).await);
+    let full = pb::ReportRequest { kv_tokens_max: 10_000, kv_tokens: 10_000, outcomes, ..load(1, 2) };
+    cluster.client(1).report(full).await.unwrap();
+    let told = why(&cluster, 1).await;
+    assert_eq!((told.output_tokens, told.tbt_us), (u32::MAX, u64::MAX), "it was heard");
+    let next = decision(route(&cluster, 2, LIMIT_US, &[1]).await).predicted.unwrap();
+    assert!(next.tbt_us < LIMIT_US, "one outcome of nonsense moves little: {next:?}");
+    assert!(next.room_us > 0 && next.queue_us < 10_000_000, "nor does it keep others waiting: {next:?}");
     cluster.shutdown().await;
 }
