@@ -625,7 +625,7 @@ typedef struct kvf_load {
     uint32_t tbt_us;             /* mean time of late between two tokens of a request; 0 when unknown, as with all below */
     uint64_t queue_tokens;       /* prompt tokens that wait for prefill */
     uint64_t kv_tokens_max;      /* tokens whose KV GPU memory can hold */
-    uint64_t kv_tokens;          /* of these, those held for requests that run */
+    uint64_t kv_tokens;          /* of these, those held for requests that run; more counts as all of them */
     uint32_t chunk_tokens;       /* tokens of prompts in one step, at most */
     uint32_t reserved;
 } kvf_load;

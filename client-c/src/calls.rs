@@ -608,12 +608,10 @@ pub(crate) unsafe fn load(load: *const abi::Load) -> Result<InstanceLoad, Failur
     // SAFETY: what the caller promised.
     let load = unsafe { sized(load, "load")? };
     within(load.reserved, 0, 0, "load.reserved")?;
-    if load.kv_tokens > load.kv_tokens_max {
-        let expected = format!("kv_tokens_max, {}, at most", load.kv_tokens_max);
-        return Err(Failure::Range { what: "load.kv_tokens", got: load.kv_tokens, expected });
-    }
     let abi::Load { running, waiting, queue_tokens, kv_tokens_max, kv_tokens, tbt_us, chunk_tokens, .. } =
         *load;
+    // An engine may count blocks that several requests share for each of them: that is no reason to go unheard.
+    let kv_tokens = kv_tokens.min(kv_tokens_max);
     Ok(InstanceLoad { queue_tokens, running, waiting, kv_tokens_max, kv_tokens, tbt_us, chunk_tokens })
 }
 

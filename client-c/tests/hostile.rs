@@ -446,9 +446,14 @@ fn a_reporter_that_makes_no_sense_is_refused_and_one_without_routers_ends() {
         assert_eq!(kvf_reporter_load(reporter, &raw const load), status::OK);
         let later = abi::Load { reserved: 1, ..load };
         refused(kvf_reporter_load(reporter, &raw const later), status::INVALID, "load.reserved is 1");
-        let full = abi::Load { kv_tokens: 7, kv_tokens_max: 6, ..load };
-        let status = kvf_reporter_load(reporter, &raw const full);
-        refused(status, status::INVALID, "load.kv_tokens is 7, expected kv_tokens_max, 6, at most");
+        for (kv_tokens, kv_tokens_max) in [(7, 6), (7, 0), (u64::MAX, u64::MAX)] {
+            let full = abi::Load { kv_tokens, kv_tokens_max, ..load };
+            assert_eq!(
+                kvf_reporter_load(reporter, &raw const full),
+                status::OK,
+                "more than there is room for"
+            );
+        }
         refused(kvf_reporter_load(reporter, null()), status::INVALID, "load is null");
         // Nobody hears the goodbye; that ends all the same.
         kvf_reporter_free(reporter);
