@@ -4,10 +4,9 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// Tokens whose times the mean of late is of, about.
-const TBT_COUNTS: u32 = 32;
+use parking_lot::Mutex;
 
 /// Counters shared by every call.
 #[derive(Debug, Default)]
@@ -18,7 +17,18 @@ pub(super) struct Working {
     served: AtomicU64,
     kv_tokens: AtomicU64,
     decoding: AtomicU32,
-    tbt_us: AtomicU32,
+    said: Mutex<Said>,
+}
+
+/// How far apart tokens come.
+#[derive(Debug, Default)]
+struct Said {
+    /// Tokens since then, and the times from each one before, summed up.
+    tokens: u64,
+    all: Duration,
+    since: Option<Instant>,
+    /// Mean time of those before that, in microseconds; 0 where none was said.
+    before_us: u32,
 }
 
 /// A point in time of [`Working`].
@@ -34,8 +44,6 @@ pub(super) struct Snapshot {
     pub(super) served: u64,
     /// Tokens whose KV is held for requests under way.
     pub(super) kv_tokens: u64,
-    /// Mean time of late between two tokens of a request, in microseconds; 0 before the first.
-    pub(super) tbt_us: u32,
 }
 
 impl Working {
@@ -47,8 +55,19 @@ impl Working {
             waiting,
             served: self.served.load(Ordering::Relaxed),
             kv_tokens: self.kv_tokens.load(Ordering::Relaxed),
-            tbt_us: self.tbt_us.load(Ordering::Relaxed),
         }
+    }
+
+    /// Mean time between two tokens of a request since the report before, in microseconds; 0 where none was said. All reports within so long have the
+    /// same, as each router has its own.
+    pub(super) fn tbt_us(&self, now: Instant, within: Duration) -> u32 {
+        let mut said = self.said.lock();
+        if said.since.is_none_or(|since| now.saturating_duration_since(since) >= within) {
+            let mean_us = said.all.as_micros() / u128::from(said.tokens.max(1));
+            let before_us = u32::try_from(mean_us).unwrap_or(u32::MAX);
+            *said = Said { since: Some(now), before_us, ..Said::default() };
+        }
+        said.before_us
     }
 
     /// Requests that say tokens.
@@ -90,11 +109,9 @@ impl Running {
 
     /// A token came so long after the one before.
     pub(super) fn said(&self, since: Duration) {
-        let us = u32::try_from(since.as_micros()).unwrap_or(u32::MAX);
-        let before = self.working.tbt_us.load(Ordering::Relaxed);
-        // Another one that says a token at the same time may be lost: it is a mean of many.
-        let after = if before == 0 { us } else { before - before / TBT_COUNTS + us / TBT_COUNTS };
-        self.working.tbt_us.store(after, Ordering::Relaxed);
+        let mut said = self.working.said.lock();
+        said.tokens += 1;
+        said.all = said.all.saturating_add(since);
     }
 
     /// Its prefill is over: it still runs, and no longer stands in the queue.
@@ -156,10 +173,15 @@ mod tests {
         let working = Arc::new(Working::default());
         let (one, other) = (Running::decoding(&working, 100), Running::begin(&working, 5).holding(7));
         assert_eq!((working.decoding(), working.snapshot().kv_tokens), (1, 107));
+        let begun = Instant::now();
+        let told = |ms| working.tbt_us(begun + Duration::from_millis(ms), Duration::from_millis(100));
+        assert_eq!(told(0), 0, "before the first");
         (0..1_000).for_each(|_| one.said(Duration::from_millis(20)));
-        assert!((19_000..=20_000).contains(&working.snapshot().tbt_us));
-        (0..1_000).for_each(|_| one.said(Duration::from_millis(40)));
-        assert!((38_000..=40_000).contains(&working.snapshot().tbt_us));
+        assert_eq!((told(200), told(201), told(299)), (20_000, 20_000, 20_000), "to each router");
+        (0..10).for_each(|_| one.said(Duration::from_millis(40)));
+        (0..10).for_each(|_| one.said(Duration::from_millis(60)));
+        assert_eq!(told(400), 50_000, "since the report before");
+        assert_eq!(told(600), 0, "nothing was said since");
         drop((one, other));
         assert_eq!((working.decoding(), working.snapshot().kv_tokens), (0, 0));
     }

@@ -3,7 +3,7 @@
 //! Not here: the telling ([`kvfleet_client::Reporter`]), and the counting (`load.rs`).
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kv_core::id::{InstanceId, NodeId};
 use kvfleet_client::{Client, InstanceLoad, Reporter, ReporterConfig};
@@ -34,6 +34,8 @@ pub(super) fn begin(
     };
     // Without a capacity nobody can tell what of it is taken.
     let kv_tokens_max = config.kv_tokens_max;
+    // Reports to several routers go at about the same time.
+    let within = reporter.every / 2;
     let (working, metrics) = (Arc::clone(working), metrics.clone());
     client.reporter(&reporter, move || {
         let now = working.snapshot();
@@ -44,7 +46,7 @@ pub(super) fn begin(
             waiting: now.waiting,
             kv_tokens_max,
             kv_tokens: now.kv_tokens.min(kv_tokens_max),
-            tbt_us: now.tbt_us,
+            tbt_us: working.tbt_us(Instant::now(), within),
             ..InstanceLoad::default()
         }
     })
