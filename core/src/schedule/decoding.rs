@@ -258,7 +258,7 @@ impl Climate {
 
 impl Fleet {
     /// Whether a request whose prompt is computed may begin to decode at its instance, by what decodes and waits there now: how far apart its tokens come, in
-    /// microseconds, or with that, why not. It may where that is not known (0) or does not matter (a limit of 0).
+    /// microseconds, or with that, why not. It may where that is not known (0) or does not matter (a limit of 0), and alone.
     ///
     /// # Errors
     /// [`RejectReason::TooSlow`], with when to come again.
@@ -274,7 +274,9 @@ impl Fleet {
         let wait = Wait { behind_us: prompts_us, ..Wait::default() };
         let forecast = climate.at(self, &Instance { load, ..*instance }, &wait, 0);
         let tbt_us = self.learnt.tbt_us(forecast.tbt_us);
-        if limit_us == 0 || tbt_us as f64 <= limit_us as f64 * (1.0 + DECODE_SLACK) {
+        // Alone it may, as it was let in: what is predicted may be wrong, and is learnt anew only from who decodes.
+        let is_alone = u64::from(instance.load.running) + instance.load.requests_ahead() <= 1;
+        if limit_us == 0 || is_alone || tbt_us as f64 <= limit_us as f64 * (1.0 + DECODE_SLACK) {
             return Ok(tbt_us);
         }
         let (tbt, limit) = (Duration::from_micros(tbt_us), Duration::from_micros(limit_us));

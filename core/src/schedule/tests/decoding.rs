@@ -192,6 +192,9 @@ fn a_request_may_decode_where_its_limit_is_kept_or_nothing_is_known() {
     assert!(tbt_us == 3_000 && matches!(no.reason, RejectReason::TooSlow { .. }), "{no}");
     assert_eq!(no.retry_after, Duration::from_millis(384), "half of what decodes has to end");
     assert_eq!((ask(9, 1, NOW), ask(1, 1, NOW.after(Duration::from_secs(9)))), (Ok(0), Ok(0)));
+    assert_eq!(ask(2, 1, NOW), Ok(1_010), "alone");
+    let one_more = with_load(fleet, 2, Load { waiting: 1, ..busy(1, 0) });
+    assert!(one_more.may_decode(InstanceId(2), 1, NOW).is_err());
 }
 
 #[test]
