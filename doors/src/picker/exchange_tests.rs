@@ -314,8 +314,8 @@ fn headers_of_the_protocol_are_read_and_a_selection_only_in_conformance_tests() 
         assert_eq!(head.wishes.ttft.unwrap().as_millis(), 250);
         assert_eq!(head.wishes.tpot, None);
         let timed = [("X-LLM-D-SLO-TPOT-MS", "12.5")];
-        let head = Exchange::new(RULES).hear(said(headers(&timed, true))).unwrap().ask.unwrap().head;
-        assert_eq!(head.wishes.tpot.unwrap().as_micros(), 12_500);
+        let other = Exchange::new(RULES).hear(said(headers(&timed, true))).unwrap().ask.unwrap().head;
+        assert_eq!(other.wishes.tpot.unwrap().as_micros(), 12_500);
         assert_eq!((head.model.as_deref(), &*head.traceparent), (Some("other"), "00-1"));
         let selection = conformance.then(|| vec!["10.0.0.1:1".to_owned(), "10.0.0.2".to_owned()]);
         assert_eq!(head.selection, selection);

@@ -186,6 +186,10 @@ struct Following {
 
 impl Following {
     async fn new(config: EnginesConfig) -> Following {
+        Following::of(prepare(&config).await.unwrap())
+    }
+
+    fn of(prepared: Prepared) -> Following {
         let (clock, registry, stop) = (Clock::start(), Registry::new(), CancellationToken::new());
         let residency = Arc::new(RwLock::new(Residency::new(10_000, clock.now())));
         let engines = Engines {
@@ -195,7 +199,7 @@ impl Following {
             metrics: EngineMetrics::register(&registry).unwrap(),
             stop: stop.clone(),
         };
-        engines.start(prepare(&config).await.unwrap());
+        engines.start(prepared);
         Following { residency, clock, registry, stop }
     }
 
@@ -389,19 +393,25 @@ async fn without_a_replay_a_gap_leaves_what_is_proved_and_another_connection_not
 
 #[tokio::test(flavor = "multi_thread")]
 async fn engines_that_dial_are_known_by_their_topic_and_ranks_by_their_batches() {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let of = |instance, topic: &str, ranks| EngineConfig {
         instance,
         topic: topic.into(),
         ranks,
         ..EngineConfig::default()
     };
-    let listen = free.to_string();
-    let following = Following::new(EnginesConfig {
-        listen: listen.clone(),
-        ..config(vec![of(7, "a", 1), of(20, "b", 2)])
-    })
-    .await;
+    // A port that was free a moment ago may be somebody's by now.
+    let (listen, prepared) = loop {
+        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let config =
+            EnginesConfig { listen: free.to_string(), ..config(vec![of(7, "a", 1), of(20, "b", 2)]) };
+        match prepare(&config).await {
+            Ok(prepared) => break (config.listen, prepared),
+            Err(StartError::EnginesListen { source, .. })
+                if source.kind() == std::io::ErrorKind::AddrInUse => {}
+            Err(other) => panic!("{other}"),
+        }
+    };
+    let following = Following::of(prepared);
     let dial = async |topic: &str, rank| {
         let mut publisher = PubSocket::new();
         publisher.connect(&format!("tcp://{listen}")).await.unwrap();

@@ -127,6 +127,7 @@ async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
     let answers = [
         ("report", router.report(report()).await.map(drop)),
         ("report_residency", router.report_residency(pb::ResidencyRequest::default()).await.map(drop)),
+        ("evacuate", router.evacuate(pb::EvacuateRequest::default()).await.map(drop)),
         ("may_decode", router.may_decode(pb::MayDecodeRequest::default()).await.map(drop)),
         ("why", router.why(pb::WhyRequest::default()).await.map(drop)),
         ("status", router.status(pb::StatusRequest {}).await.map(drop)),
