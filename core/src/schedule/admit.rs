@@ -212,8 +212,8 @@ fn possible(offer: &Offer, ttft_max_us: Option<u64>) -> Result<(), Rejection> {
         }
     }
     let (tbt_us, limit_us) = (offer.tbt_us, offer.pacing.limit_us);
-    // Where nobody is, only what was learnt speaks against it, and without anybody let in nothing else would ever be learnt.
-    if limit_us > 0 && tbt_us > limit_us && !offer.pacing.is_idle {
+    // Where nobody is, only what was learnt speaks against it, and with nobody let in nothing else would ever be learnt.
+    if limit_us > 0 && tbt_us > limit_us && !offer.pacing.is_trial {
         let (tbt, limit) = (Duration::from_micros(tbt_us), Duration::from_micros(limit_us));
         return Err(offer.beyond_pace(RejectReason::TooSlow { tbt, limit }, (tbt_us, limit_us)));
     }
@@ -234,8 +234,8 @@ fn crowded(offer: &Offer, limit_us: u64, claim: f64) -> Option<Rejection> {
 
 /// The same by the time between tokens: its own, and that of those that decode beside it.
 fn crowded_pace(offer: &Offer, claim: f64) -> Option<Rejection> {
-    let Pacing { limit_us, alone_us, others_us, is_idle, .. } = offer.pacing;
-    if limit_us == 0 || is_idle {
+    let Pacing { limit_us, alone_us, others_us, is_trial, .. } = offer.pacing;
+    if limit_us == 0 || is_trial {
         return None;
     }
     // Who goes before others may slow them.
@@ -464,8 +464,8 @@ mod tests {
     #[test]
     fn where_nobody_is_one_is_let_in_whatever_was_learnt() {
         for (tbt_us, others_us) in [(40_000, None), (19_500, None), (11_000, Some((16_000, 12_000)))] {
-            let offer = |is_idle| {
-                let pacing = Pacing { others_us, is_idle, ..decodes(1, 0).pacing };
+            let offer = |is_trial| {
+                let pacing = Pacing { others_us, is_trial, ..decodes(1, 0).pacing };
                 Offer { pacing, priority: -1, ..decodes(1, tbt_us) }
             };
             let mut admission = Admission::default();
@@ -473,7 +473,7 @@ mod tests {
             assert_eq!(admission.admit(&offer(true), at(0)), Ok(()), "{tbt_us}");
         }
         let late = Offer { ttft_us: LIMIT_US + 1, ttft_max_us: Some(LIMIT_US), ..decodes(1, 1) };
-        let pacing = Pacing { is_idle: true, ..late.pacing };
+        let pacing = Pacing { is_trial: true, ..late.pacing };
         let late = Admission::default().admit(&Offer { pacing, ..late }, at(0));
         assert!(late.is_err(), "its first token has a limit as ever");
     }

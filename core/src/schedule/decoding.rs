@@ -16,9 +16,11 @@ use std::time::Duration;
 use super::cost::Wait;
 use super::decision::{Decision, RejectReason, Rejection};
 use super::fleet::{Fleet, Instance};
+use super::learnt;
 use super::load::Moment;
 use super::pairs::Role;
-use super::steps::step_us;
+use super::profile::HardwareProfile;
+use super::steps::{FACTOR_MAX, step_us};
 use crate::id::{InstanceId, Timestamp};
 
 /// Tokens of prompts in a step of an engine that does not say: what engines are set to where memory is plenty.
@@ -29,6 +31,11 @@ const DECODE_SLACK: f64 = 0.1;
 
 /// Shortest and longest that a request which may not decode is told to stay away.
 const RETRY_S: [f64; 2] = [0.1, 30.0];
+
+/// The shortest time between two tokens that could be learnt, of one that is alone: by factors of steps, and of predictions made with them.
+fn least_us(profile: &HardwareProfile) -> f64 {
+    step_us(profile, [1.0 / FACTOR_MAX; 2], 1.0) / learnt::FACTOR_MAX
+}
 
 /// A request is believed to run no longer than that: what is so far ahead is guesswork, and a limit keeps others away for as long.
 const RUNS_US_MAX: u64 = 3_600_000_000;
@@ -121,8 +128,8 @@ pub struct Pacing {
     pub decode_us: u64,
     /// Time between the tokens of those that decode beside it, and the least limit of these; nothing where nobody has one.
     pub others_us: Option<(u64, u64)>,
-    /// Whether nobody runs or waits where it decodes.
-    pub is_idle: bool,
+    /// Whether it may show what is right, whatever is predicted of it: nobody runs or waits where it decodes, and there are times to learn that keep its limit.
+    pub is_trial: bool,
 }
 
 /// What is the same for all instances: worked out once for a request.
@@ -241,6 +248,11 @@ impl Climate {
         (step_us(&fleet.profile, self.steps, 1.0) * pace).round() as u64
     }
 
+    /// Whether nobody runs or waits there, and its limit is not below all that could be learnt.
+    pub(super) fn is_trial(&self, fleet: &Fleet, instance: &Instance) -> bool {
+        instance.load.is_idle() && self.limit_us as f64 >= least_us(&fleet.profile)
+    }
+
     /// The least limit of requests that decode there.
     pub(super) fn strictest_us(&self, instance: &Instance) -> Option<u64> {
         instance.load.strictest.at(self.now).map(u64::from)
@@ -258,7 +270,8 @@ impl Climate {
 
 impl Fleet {
     /// Whether a request whose prompt is computed may begin to decode at its instance, by what decodes and waits there now: how far apart its tokens come, in
-    /// microseconds, or with that, why not. It may where that is not known (0) or does not matter (a limit of 0), and alone.
+    /// microseconds, or with that, why not. It may where that is not known (0) or does not matter (a limit of 0), and alone if there
+    /// are times to learn that keep its limit.
     ///
     /// # Errors
     /// [`RejectReason::TooSlow`], with when to come again.
@@ -276,7 +289,8 @@ impl Fleet {
         let tbt_us = self.learnt.tbt_us(forecast.tbt_us);
         // Alone it may, as it was let in: what is predicted may be wrong, and is learnt anew only from who decodes.
         let is_alone = u64::from(instance.load.running) + instance.load.requests_ahead() <= 1;
-        if limit_us == 0 || is_alone || tbt_us as f64 <= limit_us as f64 * (1.0 + DECODE_SLACK) {
+        let is_trial = is_alone && limit_us as f64 >= least_us(&self.profile);
+        if limit_us == 0 || is_trial || tbt_us as f64 <= limit_us as f64 * (1.0 + DECODE_SLACK) {
             return Ok(tbt_us);
         }
         let (tbt, limit) = (Duration::from_micros(tbt_us), Duration::from_micros(limit_us));

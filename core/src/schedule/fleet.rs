@@ -266,8 +266,8 @@ impl Fleet {
         }
     }
 
-    /// The same of a decision of which only so many tokens to compute are believed: what it says besides counts as that share of it, its limit keeps nobody away, and
-    /// prompts in general take no longer for it than the profile says of so many.
+    /// The same of a decision of which only so many tokens to compute are believed: what it says besides counts as that share of it, its limit keeps nobody away,
+    /// and prompts in general take no longer for it than the profile says of so many.
     pub fn record_part(&mut self, decision: &Decision, tokens: u32, now: Timestamp) {
         let (all, tokens) = (decision.recompute_tokens, tokens.min(decision.recompute_tokens));
         let share = |value: u64| match all {

@@ -16,7 +16,7 @@ const HALF_LIFE: f64 = 256.0;
 const PRIOR_MS: f64 = 2_000.0;
 
 /// A part is off by no more than this factor, or something else is wrong.
-const FACTOR_MAX: f64 = 4.0;
+pub(super) const FACTOR_MAX: f64 = 4.0;
 
 /// One observation counts as no further off than this share of what predictions are off by on average: what is learnt is right for most requests, and the
 /// few that are passed again and again do not make all others look late.

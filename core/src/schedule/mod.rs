@@ -437,7 +437,7 @@ fn pacing(choice: &Choice<'_>, chosen: &Candidate) -> Pacing {
         alone_us: fleet.learnt.tbt_us(alone_us),
         decode_us: chosen.predicted.tbt_us.saturating_mul(climate.output_tokens.into()),
         others_us: limit_us.map(|limit_us| (chosen.others_tbt_us, limit_us)),
-        is_idle: instance.is_some_and(|instance| instance.load.is_idle()),
+        is_trial: instance.is_some_and(|instance| climate.is_trial(fleet, instance)),
     }
 }
 

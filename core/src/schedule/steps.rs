@@ -19,7 +19,7 @@ const SILENT_HALF_LIFE: Duration = Duration::from_secs(300);
 const PRIOR: f64 = 2.0;
 
 /// A part is off by no more than this factor, or something else is wrong.
-const FACTOR_MAX: f64 = 4.0;
+pub(super) const FACTOR_MAX: f64 = 4.0;
 
 /// Reports in which prompts took more of the time than this say too little of steps without one.
 const PROMPTS_MAX: f64 = 0.5;

@@ -180,6 +180,8 @@ fn a_fleet_that_was_too_slow_lets_in_again_and_learns_that_it_is_not() {
         assert!(needed < 1_000);
     }
     assert!(needed > 10, "{needed}");
+    let hopeless = chosen(&asking(1, 10, 60), &PrefixMatch::default(), &fleet);
+    assert!(admit(&hopeless).is_err(), "nothing that could be learnt keeps that limit");
 }
 
 #[test]
@@ -192,9 +194,10 @@ fn a_request_may_decode_where_its_limit_is_kept_or_nothing_is_known() {
     assert!(tbt_us == 3_000 && matches!(no.reason, RejectReason::TooSlow { .. }), "{no}");
     assert_eq!(no.retry_after, Duration::from_millis(384), "half of what decodes has to end");
     assert_eq!((ask(9, 1, NOW), ask(1, 1, NOW.after(Duration::from_secs(9)))), (Ok(0), Ok(0)));
-    assert_eq!(ask(2, 1, NOW), Ok(1_010), "alone");
+    assert_eq!(ask(2, 100, NOW), Ok(1_010), "alone");
+    assert!(ask(2, 60, NOW).is_err(), "less than a sixteenth of what the profile says");
     let one_more = with_load(fleet, 2, Load { waiting: 1, ..busy(1, 0) });
-    assert!(one_more.may_decode(InstanceId(2), 1, NOW).is_err());
+    assert!(one_more.may_decode(InstanceId(2), 100, NOW).is_err());
 }
 
 #[test]
@@ -304,7 +307,7 @@ proptest! {
         // One that goes before others has all of its limit.
         let offer = Offer::of(&decision, (TenantId(1), 1), None);
         match Admission::default().admit(&offer, NOW) {
-            Ok(()) => prop_assert!(keeps || decision.pacing.is_idle),
+            Ok(()) => prop_assert!(keeps || decision.pacing.is_trial),
             Err(Rejection { reason, retry_after }) => {
                 prop_assert!(!keeps && matches!(reason, RejectReason::TooSlow { .. }), "{reason}");
                 prop_assert!(retry_after >= Duration::from_millis(100), "it says when to come again");
