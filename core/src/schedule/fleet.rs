@@ -369,7 +369,10 @@ fn heard(
 ) {
     let now = known.reported_at;
     let (tbt_us, took_us) = (known.load.decoding.tbt_us, now.since(*at).as_micros() as f64);
-    if tbt_us == 0 || took_us <= 0.0 {
+    // A prompt that is in the middle at either end takes its time in one interval and is counted in the other: what is left of the first would look
+    // like long steps.
+    let is_whole = before.queue_tokens == 0 && known.load.queue_tokens == 0;
+    if tbt_us == 0 || took_us <= 0.0 || !is_whole {
         return;
     }
     let computed_us = before.computed_us(&known.load, profile.prefill_ns_per_token) as f64;
