@@ -28,7 +28,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use crate::metrics::Metrics;
-use crate::serve::Service;
+use crate::serve::{Service, Session};
 
 /// Copies that wait behind those under way: more than that, and whoever asks does better elsewhere.
 pub const COPIES_WAITING_MAX: usize = 16;
@@ -116,6 +116,17 @@ pub(crate) struct Copier {
 impl std::fmt::Debug for Copier {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Copier").finish_non_exhaustive()
+    }
+}
+
+/// Puts frames up to the first that is not kept: what is behind it is of no use, and would be counted in its place.
+async fn keep_leading(session: &mut Session, frames: Vec<Frame>) {
+    for frame in frames {
+        let before = session.stored_blocks();
+        session.put(frame).await;
+        if session.stored_blocks() == before {
+            break;
+        }
     }
 }
 
@@ -255,14 +266,7 @@ impl Copier {
             }
         };
         let came = frames.len();
-        for frame in frames {
-            let before = session.stored_blocks();
-            session.put(frame).await;
-            // What is behind a block that is not kept is of no use, and would be counted in its place.
-            if session.stored_blocks() == before {
-                break;
-            }
-        }
+        keep_leading(&mut session, frames).await;
         let (stored, is_short) = (session.stored_blocks(), came > session.stored_blocks() as usize);
         let done = Box::new(session).finish().await;
         self.service.release(lease).await;

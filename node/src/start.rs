@@ -212,7 +212,6 @@ impl Node {
         let link = Link { record, routers: config.routers, identity, store, life, leaving };
         tasks.push(tokio::spawn(until_left(link.run(stop.clone()), left)));
         tracing::info!(node = config.id, %data_addr, %control_addr, "node serves");
-        let _guard = guard;
         Ok(Node {
             service,
             data,
@@ -224,7 +223,7 @@ impl Node {
             tasks,
             stop,
             failed,
-            _guard,
+            _guard: guard,
         })
     }
 
