@@ -8,7 +8,6 @@
 //! Beside it: how copies between nodes end, and what a node that leaves gives to others first.
 
 pub mod copies;
-pub mod hot;
 pub mod leaving;
 
 use std::cmp::Reverse;

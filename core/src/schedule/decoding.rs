@@ -139,6 +139,8 @@ pub(super) struct Climate {
     pub(super) output_tokens: u32,
     /// What requests say on average, at least one token.
     mean_output: f64,
+    /// The same, each weighed by the room that it holds.
+    output_by_room: f64,
     /// Room that one takes on average.
     mean_kv: f64,
     /// Room that this one takes.
@@ -170,6 +172,7 @@ impl Climate {
         Climate {
             output_tokens,
             mean_output: lengths.mean().max(1.0),
+            output_by_room: lengths.by_room(),
             mean_kv: lengths.held().unwrap_or(kv_tokens.into()).max(1.0),
             kv_tokens,
             limit_us: request.tbt_max_us,
@@ -186,6 +189,7 @@ impl Climate {
         Climate {
             output_tokens: mean_output.round() as u32,
             mean_output,
+            output_by_room: lengths.by_room(),
             mean_kv: lengths.held().unwrap_or(1.0).max(1.0),
             kv_tokens: 0,
             limit_us,
@@ -224,8 +228,11 @@ impl Climate {
         let wanted = ahead + f64::from(self.kv_tokens) + kv_tokens as f64 - kv_tokens_max as f64;
         // What is larger than all of it waits for all that runs.
         let missing = wanted.min(ahead + kv_tokens as f64).max(0.0);
-        let room_us =
-            if kv_tokens_max == 0 { 0.0 } else { missing / kv_tokens_max as f64 * self.mean_output * tbt_us };
+        let room_us = if kv_tokens_max == 0 {
+            0.0
+        } else {
+            missing / kv_tokens_max as f64 * self.output_by_room * tbt_us
+        };
         let [room_us, tbt_us, others_us] = [room_us, tbt_us, others_us].map(|us| us.round() as u64);
         Forecast { room_us, tbt_us, others_us }
     }

@@ -177,6 +177,8 @@ pub(super) struct Lengths {
     /// Tokens and requests, decayed.
     said: [(f64, f64); KINDS],
     all: (f64, f64),
+    /// Squares of tokens, decayed alike.
+    squares: f64,
     /// Tokens of room and requests, decayed.
     held: (f64, f64),
     /// Microseconds and tokens of prompts that were to be computed, decayed.
@@ -190,6 +192,7 @@ impl Lengths {
         // Of a kind that says much, one that does is none.
         let usual = self.mean().max(self.of_kind(category));
         let tokens = f64::from(output_tokens).min(usual * times + besides).min(LENGTH_MAX);
+        self.squares = decayed((self.squares, 0.0), tokens * tokens).0;
         for sums in [&mut self.said[kind(category)], &mut self.all] {
             *sums = decayed(*sums, tokens);
         }
@@ -230,6 +233,16 @@ impl Lengths {
     pub(super) fn mean(&self) -> f64 {
         let ((tokens, requests), (prior, worth)) = (self.all, LENGTH_PRIOR);
         (tokens + prior * worth) / (requests + worth)
+    }
+
+    /// What requests say, each weighed by the room that it holds: who says much holds more of it, and for longer, so that room comes free
+    /// more slowly than by what they say on average.
+    pub(super) fn by_room(&self) -> f64 {
+        let (prior, worth) = LENGTH_PRIOR;
+        let mean = self.mean();
+        let square = (self.squares + prior * prior * worth) / (self.all.1 + worth);
+        let input = (self.held().unwrap_or(mean) - mean).max(0.0);
+        (input * mean + square) / (input + mean).max(1.0)
     }
 
     /// Room that one takes in GPU memory, in tokens, if any was sent.

@@ -398,8 +398,7 @@ fn times_between_tokens_and_waits_for_room_are_predicted() {
     assert!(median < 0.15 && bias.abs() < 0.15, "times between tokens: {median} {bias}");
     let (median, bias) = report.prediction_error(100);
     assert!(report.ttft().mean_ms > 1_000.0, "room is waited for: {:?}", report.ttft());
-    // Most are right, and the few that wait longest for room are told too short a time.
-    assert!(median < 0.15 && bias.abs() < 0.5, "first tokens: {median} {bias}");
+    assert!(median < 0.15 && bias.abs() < 0.4, "first tokens: {median} {bias}");
 }
 
 #[test]
