@@ -180,6 +180,9 @@ pub struct RoutersArgs {
     /// And between two others, on average, in milliseconds.
     #[arg(long, value_name = "MS", default_value_t = 100)]
     pub tbt_ms: u64,
+    /// In place of both: so many times what a request takes that is alone on an instance without anything of its prompt.
+    #[arg(long, value_name = "TTFT,TBT", value_parser = times, conflicts_with_all = ["ttft_ms", "tbt_ms"])]
+    pub times_alone: Option<(f64, f64)>,
     /// Tokens of prompts in one step there.
     #[arg(long, value_name = "N", default_value_t = 1_024, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub chunk_tokens: u32,
@@ -234,6 +237,15 @@ pub(super) fn share(text: &str) -> Result<f64, String> {
         Ok(share) if (0.01..=10.0).contains(&share) => Ok(share),
         _ => Err(format!("`{text}` is no load: expected a number like 0.8, from 0.01 to 10")),
     }
+}
+
+/// Reads `10,5`.
+fn times(text: &str) -> Result<(f64, f64), String> {
+    let number = |text: &str| text.trim().parse::<f64>().ok().filter(|times| (1.0..=1e6).contains(times));
+    let both = text.split_once(',').and_then(|(ttft, tbt)| Some((number(ttft)?, number(tbt)?)));
+    both.ok_or_else(|| {
+        format!("`{text}` is no pair of limits: expected two numbers like 10,5, from 1 to 1000000")
+    })
 }
 
 fn capacity(text: &str) -> Result<f64, String> {

@@ -29,13 +29,13 @@ use crate::routers::{Plane, Route, Router};
 use engine::{Between, Ended, Engine, Job};
 use memory::Memory;
 use oracle::Oracle;
-use store::{Fetched, Store};
+use store::{Fetched, Leaves, Store};
 
 /// What instances are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Engines {
-    /// Engines of a model: continuous batching, and a prefix cache in GPU memory of which routers hear. First tokens are seen as they pass, and what an
-    /// instance fetched from elsewhere is saved to its node as well.
+    /// Engines of a model: continuous batching, and a prefix cache in GPU memory of which routers hear. First tokens are seen as they pass. What was
+    /// computed is saved, and what was fetched where a router has it so ([`Router::keeps_fetched`]).
     #[default]
     Batching,
     /// Stand-ins as `kvfleet replay` runs them: one prompt at a time and in one step, nothing behind the first token, nothing kept in GPU memory. What was
@@ -93,7 +93,7 @@ pub struct Setup {
 
 impl Setup {
     /// Instances of this profile as they are deployed for a model of eight billion parameters: 48 GiB of KV in GPU memory, 256 GiB in DRAM of
-    /// each node and 1 TiB on SSD, reports five times a second.
+    /// each node and 1 TiB on SSD, reports five times a second; nodes are configured as they are by default.
     #[must_use]
     pub fn new(instances: u32, profile: HardwareProfile, block_tokens: u32) -> Setup {
         let block_bytes = profile.kv_bytes_per_token * u64::from(block_tokens);
@@ -102,8 +102,8 @@ impl Setup {
             engines: Engines::default(),
             first: 0,
             nodes: instances,
-            watermarks: (1.0, 1.0),
-            ssd_reuse_min: 0.0,
+            watermarks: (0.95, 0.90),
+            ssd_reuse_min: 0.02,
             instances,
             profile,
             actual: profile,
@@ -218,6 +218,8 @@ struct Sent {
     sources: Vec<NodeId>,
     predicted_ns: u64,
     parts: Prediction,
+    /// Whether that is saved as well.
+    keeps_fetched: bool,
 }
 
 struct Fleet<'a> {
@@ -334,12 +336,12 @@ impl<'a> Fleet<'a> {
         let now = Timestamp(now_ns / 1_000);
         let coming = self.view.coming(&asked, prompt, now);
         let ask = Ask { request: asked, matched: &matched, resident: &resident, coming: &coming, now };
-        let route = match decider {
-            Decider::Router(router) => router.route(&ask, &self.view),
-            Decider::Oracle(oracle) => oracle.route(nth, &ask, self, now_ns),
+        let (route, keeps_fetched) = match decider {
+            Decider::Router(router) => (router.route(&ask, &self.view), router.keeps_fetched()),
+            Decider::Oracle(oracle) => (oracle.route(nth, &ask, self, now_ns), false),
         };
         match route {
-            Route::To(decision) => self.send(nth, &asked, &decision, now_ns),
+            Route::To(decision) => self.send(nth, &asked, (&decision, keeps_fetched), now_ns),
             Route::Reject => {
                 self.open -= 1;
                 self.report.rejected += 1;
@@ -347,7 +349,13 @@ impl<'a> Fleet<'a> {
         }
     }
 
-    fn send(&mut self, nth: usize, asked: &RouteRequest, decision: &Decision, now_ns: u64) {
+    fn send(
+        &mut self,
+        nth: usize,
+        asked: &RouteRequest,
+        (decision, keeps_fetched): (&Decision, bool),
+        now_ns: u64,
+    ) {
         let request = &self.workload.requests[nth];
         let block_tokens = self.workload.block_tokens;
         let instance = decision.instance;
@@ -364,7 +372,15 @@ impl<'a> Fleet<'a> {
         let save_to = decision.save_to.as_ref().map(|holder| holder.node);
         let parts = decision.parts;
         let sources = decision.sources.iter().map(|source| source.node).collect();
-        self.sent[nth] = Some(Sent { instance: instance.0, save_to, fetched, sources, predicted_ns, parts });
+        self.sent[nth] = Some(Sent {
+            instance: instance.0,
+            save_to,
+            fetched,
+            sources,
+            predicted_ns,
+            parts,
+            keeps_fetched,
+        });
         self.paced[nth] = (decision.predicted.tbt_us * 1_000, parts);
         self.engines[instance.0 as usize].put(job);
         if there_ns > now_ns {
@@ -424,7 +440,7 @@ impl<'a> Fleet<'a> {
     fn first_token(&mut self, nth: usize, computed_tokens: u32, now_ns: u64) {
         let request = &self.workload.requests[nth];
         let Some(sent) = self.sent[nth].take() else { return };
-        let Sent { instance, save_to, fetched, sources, predicted_ns, parts } = sent;
+        let Sent { instance, save_to, fetched, sources, predicted_ns, parts, keeps_fetched } = sent;
         let ttft_ns = now_ns - request.arrival_ns - self.setup.delivery_ns;
         match self.setup.engines {
             Engines::Batching => self.view.first_token(&parts, ttft_ns),
@@ -440,12 +456,20 @@ impl<'a> Fleet<'a> {
             input_tokens: request.input_tokens,
             computed_tokens,
         });
-        let behind = if self.setup.is_batching() { None } else { Some(&fetched) };
+        let held = !self.setup.is_batching();
+        let there = (request.input_tokens - computed_tokens) / self.workload.block_tokens;
+        let leaves = if held {
+            Leaves::Held(&fetched)
+        } else if keeps_fetched {
+            Leaves::Known
+        } else {
+            Leaves::Blocks(there)
+        };
         if let Some(node) = save_to {
-            self.store.save(node, (self.workload.prompt(nth), behind), request.category, now_ns);
+            self.store.save(node, (self.workload.prompt(nth), leaves), request.category, now_ns);
             self.node_changed(node, now_ns);
         }
-        if behind.is_some() {
+        if held {
             self.store.give_back(&fetched, sources.iter().copied(), now_ns);
             sources.into_iter().for_each(|node| self.node_changed(node, now_ns));
         }

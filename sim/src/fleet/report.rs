@@ -93,14 +93,17 @@ impl Report {
         self.between_ns as f64 / self.between_tokens.max(1) as f64 / 1e6
     }
 
-    /// Which requests those are whose first token came within `ttft_ns` and whose others came `tbt_ns` apart at most, on average.
+    /// Which requests those are whose first token came within their limit and whose others came no further apart than theirs on average. A request
+    /// has these two, in microseconds.
     #[must_use]
-    pub fn in_time(&self, ttft_ns: u64, tbt_ns: u64) -> Vec<usize> {
-        let mut slow: Vec<usize> =
-            self.ended.iter().filter(|(_, between_ns)| *between_ns > tbt_ns).map(|(nth, _)| *nth).collect();
+    pub fn in_time(&self, limits_us: impl Fn(usize) -> (u64, u64)) -> Vec<usize> {
+        let is_slow = |ended: &&(usize, u64)| ended.1 > limits_us(ended.0).1.saturating_mul(1_000);
+        let mut slow: Vec<usize> = self.ended.iter().filter(is_slow).map(|(nth, _)| *nth).collect();
         slow.sort_unstable();
-        let is_good =
-            |served: &&Served| served.ttft_ns <= ttft_ns && slow.binary_search(&served.nth).is_err();
+        let is_good = |served: &&Served| {
+            served.ttft_ns <= limits_us(served.nth).0.saturating_mul(1_000)
+                && slow.binary_search(&served.nth).is_err()
+        };
         self.served.iter().filter(is_good).map(|served| served.nth).collect()
     }
 

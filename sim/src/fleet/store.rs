@@ -35,6 +35,17 @@ pub(super) struct Store {
     holds: bool,
 }
 
+/// Of a prompt that is saved, the leading blocks that are left out.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Leaves<'a> {
+    /// Those that came from elsewhere and are held until now.
+    Held(&'a Fetched),
+    /// So many: what was not computed.
+    Blocks(u32),
+    /// Those that the node has: what came from elsewhere is saved there as well.
+    Known,
+}
+
 /// What a fetch comes to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Fetched {
@@ -180,22 +191,26 @@ impl Store {
         }
     }
 
-    /// Offers a prompt to a node: what it has not, or the blocks behind those that were fetched and are held.
+    /// Offers a prompt to a node, less some of its leading blocks.
     pub(super) fn save(
         &mut self,
         to: NodeId,
-        (hashes, behind): (&[BlockHash], Option<&Fetched>),
+        (hashes, leaves): (&[BlockHash], Leaves<'_>),
         category: Category,
         now_ns: u64,
     ) {
         let mut asker = self.asker(category);
-        asker.lease = behind.map_or(asker.lease, |fetched| fetched.lease);
+        if let Leaves::Held(fetched) = leaves {
+            asker.lease = fetched.lease;
+        }
         let Some(node) = self.nodes.get_mut(to.0 as usize) else { return };
         let now = refit(node, now_ns);
-        let known = match behind {
-            Some(fetched) => (fetched.blocks as usize).min(hashes.len()),
-            None => node.book.fetch(asker, hashes, now).unwrap_or_default().len(),
+        let known = match leaves {
+            Leaves::Held(fetched) => fetched.blocks as usize,
+            Leaves::Blocks(blocks) => blocks as usize,
+            Leaves::Known => node.book.fetch(asker, hashes, now).unwrap_or_default().len(),
         };
+        let known = known.min(hashes.len());
         act(&mut node.book);
         if known < hashes.len() {
             let (before, new) = hashes.split_at(known);

@@ -230,7 +230,7 @@ fn where_more_is_offered_than_is_served_requests_are_turned_away_and_the_others_
     let workload = generated(300);
     let setup = Setup { plane: Plane::Pool, ..Setup::new(2, H100, 512) };
     let capacity = capacity(&workload, &setup, 1);
-    let limits = Limits { ttft_ms: 2_000, tbt_ms: 100 };
+    let limits = Limits::Equal { ttft_ms: 2_000, tbt_ms: 100 };
     let goodput = goodput(&workload, &setup, (3.0, capacity), limits, 1);
     let production = &goodput.production;
     assert!(production.rejected > 0.0, "{production:?}");
@@ -411,17 +411,20 @@ fn where_decoding_is_what_binds_limits_between_tokens_are_kept_by_turning_away()
     let in_time = |router: &mut dyn Router| {
         let report = run(&workload, &setup, router);
         let slow = report.ended.iter().filter(|(_, tbt_ns)| *tbt_ns > tbt_max_us * 1_000).count();
-        let in_time = report.in_time(ttft_max_us * 1_000, tbt_max_us * 1_000).len();
+        let in_time = report.in_time(|_| (ttft_max_us, tbt_max_us)).len();
         (in_time, slow as f64 / report.ended.len() as f64, report.rejected)
     };
+    let of_all = |tbt_max_us| std::sync::Arc::from(vec![(ttft_max_us, tbt_max_us); workload.len()]);
     let [(kept, slow, rejected), (ignored, ..)] =
-        [tbt_max_us, 0].map(|tbt_max_us| in_time(&mut Admitting::new(ttft_max_us, tbt_max_us)));
+        [tbt_max_us, 0].map(|tbt_max_us| in_time(&mut Admitting::new(of_all(tbt_max_us))));
     assert!(rejected > 40 && slow < 0.15, "{rejected} turned away, {slow} too slow");
     assert!(kept * 10 > ignored * 11, "{kept} in time, and {ignored} without a limit between tokens");
     // The same counts for another router that looks at what this one predicts, and not at less.
-    let other =
-        |tbt_max_us| Threshold { inner: by_name("least-loaded", 1).unwrap(), ttft_max_us, tbt_max_us };
-    let [(paced, ..), (others, ..)] =
-        [tbt_max_us, u64::MAX].map(|tbt_max_us| in_time(&mut other(tbt_max_us)));
+    let other = |pace: f64| Threshold {
+        inner: by_name("least-loaded", 1).unwrap(),
+        limits: of_all(tbt_max_us),
+        shares: [1.0, pace],
+    };
+    let [(paced, ..), (others, ..)] = [1.0, f64::INFINITY].map(|pace| in_time(&mut other(pace)));
     assert!(kept * 10 > others * 11 && paced * 10 > others * 11, "{kept} and {paced}, and {others} without");
 }

@@ -17,13 +17,13 @@ const COPY_SPAN_NS: u64 = 300_000_000_000;
 
 /// One request.
 #[derive(Clone, Debug)]
-pub(super) struct Item {
-    pub(super) arrival_ns: u64,
-    pub(super) input_tokens: u32,
-    pub(super) output_tokens: u32,
-    pub(super) category: Category,
+pub(crate) struct Item {
+    pub(crate) arrival_ns: u64,
+    pub(crate) input_tokens: u32,
+    pub(crate) output_tokens: u32,
+    pub(crate) category: Category,
     /// Blocks of its prompt, a partly filled last one counted.
-    pub(super) blocks: u32,
+    pub(crate) blocks: u32,
 }
 
 /// A request whose blocks are hashed already: what a real fleet is asked, too.
@@ -46,7 +46,7 @@ pub struct Hashed {
 pub struct Workload {
     /// Tokens of a block.
     pub block_tokens: u32,
-    pub(super) requests: Vec<Item>,
+    pub(crate) requests: Vec<Item>,
     /// Hashes of the whole blocks of each.
     prompts: Arc<[Arc<[BlockHash]>]>,
 }

@@ -3,6 +3,8 @@
 //!
 //! Not here: the admission (`kv_core::schedule::Admission`), and how the threshold of another is found (`goodput.rs`).
 
+use std::sync::Arc;
+
 use kv_core::schedule::{Admission, Offer, RouteRequest, choose};
 
 use super::{PRODUCTION, Route, Router};
@@ -11,15 +13,20 @@ use crate::fleet::{Ask, View};
 /// The production scheduler as routers run it where requests have a limit.
 pub(crate) struct Admitting {
     admission: Admission,
-    ttft_max_us: u64,
-    tbt_max_us: u64,
+    limits: Arc<[(u64, u64)]>,
 }
 
 impl Admitting {
-    /// With these limits; a time between tokens of 0 is none.
-    pub(crate) fn new(ttft_max_us: u64, tbt_max_us: u64) -> Admitting {
-        Admitting { admission: Admission::default(), ttft_max_us, tbt_max_us }
+    /// Each request with its limits: until the first token and between two of the others, in microseconds; a time between tokens of 0 is none.
+    pub(crate) fn new(limits: Arc<[(u64, u64)]>) -> Admitting {
+        Admitting { admission: Admission::default(), limits }
     }
+}
+
+/// The limits of the request that is asked for.
+fn limits_of(limits: &[(u64, u64)], ask: &Ask<'_>) -> (u64, u64) {
+    let nth = usize::try_from(ask.request.request.0).unwrap_or(usize::MAX);
+    limits.get(nth).copied().unwrap_or((u64::MAX, 0))
 }
 
 impl Router for Admitting {
@@ -28,11 +35,12 @@ impl Router for Admitting {
     }
 
     fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
-        let request = RouteRequest { tbt_max_us: self.tbt_max_us, ..ask.request };
+        let (ttft_max_us, tbt_max_us) = limits_of(&self.limits, ask);
+        let request = RouteRequest { tbt_max_us, ..ask.request };
         let Ok(decision) = choose(&request, ask.held(), &view.fleet, ask.now) else {
             return Route::Reject;
         };
-        let offer = Offer::of(&decision, (request.tenant, 0), Some(self.ttft_max_us));
+        let offer = Offer::of(&decision, (request.tenant, 0), Some(ttft_max_us));
         match self.admission.admit(&offer, ask.now) {
             Ok(()) => Route::To(decision),
             Err(_) => Route::Reject,
@@ -40,12 +48,14 @@ impl Router for Admitting {
     }
 }
 
-/// Another router, which turns away what it would send where more than this is predicted: until the first token and between two of the others, as the
-/// production scheduler predicts it of that instance.
+/// Another router, which turns away what it would send where more than a share of either limit is predicted, as the production scheduler predicts it of
+/// that instance.
 pub(crate) struct Threshold {
     pub(crate) inner: Box<dyn Router>,
-    pub(crate) ttft_max_us: u64,
-    pub(crate) tbt_max_us: u64,
+    /// See [`Admitting::new`].
+    pub(crate) limits: Arc<[(u64, u64)]>,
+    /// Of the time until the first token, and of that between two of the others.
+    pub(crate) shares: [f64; 2],
 }
 
 impl Router for Threshold {
@@ -54,14 +64,20 @@ impl Router for Threshold {
     }
 
     fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
+        let (ttft_max_us, tbt_max_us) = limits_of(&self.limits, ask);
+        let is_within = |us: u64, limit_us: u64, share: f64| us as f64 <= limit_us as f64 * share;
         match self.inner.route(ask, view) {
             Route::To(decision)
-                if decision.predicted.ttft_us() <= self.ttft_max_us
-                    && decision.predicted.tbt_us <= self.tbt_max_us =>
+                if is_within(decision.predicted.ttft_us(), ttft_max_us, self.shares[0])
+                    && is_within(decision.predicted.tbt_us, tbt_max_us, self.shares[1]) =>
             {
                 Route::To(decision)
             }
             _ => Route::Reject,
         }
+    }
+
+    fn keeps_fetched(&self) -> bool {
+        self.inner.keeps_fetched()
     }
 }

@@ -3,6 +3,8 @@
 //! The production scheduler runs with its admission; each of the others with the best of several thresholds on either time for this very load, which nobody
 //! could know beforehand. Not here: what one run is (`crate::fleet`).
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use super::admitting::{Admitting, Threshold};
@@ -10,15 +12,44 @@ use super::{BASELINES, PRODUCTION, Router, by_name};
 use crate::fleet::{Report, Setup, Spread, Workload, run};
 
 /// What counts as in time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Limits {
-    /// Until the first token.
-    pub ttft_ms: u64,
-    /// Between two of the others, the mean of a request.
-    pub tbt_ms: u64,
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Limits {
+    /// The same for every request.
+    Equal {
+        /// Until the first token.
+        ttft_ms: u64,
+        /// Between two of the others, the mean of a request.
+        tbt_ms: u64,
+    },
+    /// So many times what a request takes that is alone on an instance which has nothing of its prompt, as in the evaluation of "Mooncake".
+    Alone {
+        /// Until the first token.
+        ttft: f64,
+        /// Between two of the others, the mean of a request.
+        tbt: f64,
+    },
 }
 
-/// Thresholds that the others are tried with, as shares of the limit until the first token; the last one lets everything in.
+impl Limits {
+    /// Those of a request with a prompt of this many tokens: until its first token, and between two of the others, in microseconds.
+    pub(crate) fn of(self, input_tokens: u32, setup: &Setup) -> (u64, u64) {
+        let (profile, chunk_tokens) = (&setup.profile, setup.batch.chunk_tokens.max(1));
+        match self {
+            Limits::Equal { ttft_ms, tbt_ms } => (ttft_ms * 1_000, tbt_ms * 1_000),
+            Limits::Alone { ttft, tbt } => {
+                let steps = u64::from(input_tokens.div_ceil(chunk_tokens));
+                let first_ns = profile.prefill_ns(0, input_tokens.into()) + steps * profile.step_ns;
+                let between_ns = profile.step_ns + profile.step_ns_per_running;
+                // Casts saturate.
+                let us = |ns: u64, times: f64| (ns as f64 * times / 1_000.0) as u64;
+                (us(first_ns, ttft), us(between_ns, tbt))
+            }
+        }
+    }
+}
+
+/// Thresholds that the others are tried with, as shares of a request's limit until the first token; the last one lets everything in.
 const THRESHOLDS: [f64; 6] = [0.125, 0.25, 0.5, 0.75, 1.0, f64::INFINITY];
 
 /// The same of the time between tokens, each of those with each of these where more than [`SLOW_MIN`] of what is served has tokens too far apart without.
@@ -92,22 +123,21 @@ pub fn goodput(
     seed: u64,
 ) -> Goodput {
     let paced = workload.at_rate(load * capacity);
-    let (ttft_max_us, tbt_max_us) = (limits.ttft_ms * 1_000, limits.tbt_ms * 1_000);
+    let of: Vec<(u64, u64)> =
+        paced.requests.iter().map(|request| limits.of(request.input_tokens, setup)).collect();
+    let of: Arc<[(u64, u64)]> = of.into();
     let judged = |router: &mut dyn Router, threshold: [Option<f64>; 2]| {
         let report = run(&paced, setup, router);
-        good(router.name(), &report, &paced, (limits, threshold))
+        good(router.name(), &report, &paced, (&of, threshold))
     };
-    let production = judged(&mut Admitting::new(ttft_max_us, tbt_max_us), [None; 2]);
+    let production = judged(&mut Admitting::new(of.clone()), [None; 2]);
     debug_assert_eq!(production.router, PRODUCTION);
     let (mut baselines, mut by_ttft) = (Vec::new(), Vec::new());
     for name in BASELINES {
         let tried = |shares: [f64; 2]| {
             let inner = by_name(name, seed)?;
-            // Casts saturate.
-            let of = |limit_us: u64, share: f64| (limit_us as f64 * share) as u64;
-            let [ttft_max_us, tbt_max_us] = [of(ttft_max_us, shares[0]), of(tbt_max_us, shares[1])];
             let told = shares.map(|share| share.is_finite().then_some(share));
-            Some(judged(&mut Threshold { inner, ttft_max_us, tbt_max_us }, told))
+            Some(judged(&mut Threshold { inner, limits: of.clone(), shares }, told))
         };
         let alone: Vec<Good> = THRESHOLDS.iter().filter_map(|share| tried([*share, f64::INFINITY])).collect();
         // Where tokens come in time anyway, nothing is won by turning away for them.
@@ -131,12 +161,11 @@ fn good(
     name: &str,
     report: &Report,
     workload: &Workload,
-    (limits, [threshold, pace]): (Limits, [Option<f64>; 2]),
+    (limits, [threshold, pace]): (&[(u64, u64)], [Option<f64>; 2]),
 ) -> Good {
-    let (ttft_ns, tbt_ns) = (limits.ttft_ms * 1_000_000, limits.tbt_ms * 1_000_000);
     let offered = workload.len().max(1) as f64;
-    let in_time = report.in_time(ttft_ns, tbt_ns);
-    let slow = report.ended.iter().filter(|(_, between_ns)| *between_ns > tbt_ns).count();
+    let in_time = report.in_time(|nth| limits[nth]);
+    let slow = report.ended.iter().filter(|(nth, between_ns)| *between_ns > limits[*nth].1 * 1_000).count();
     let long = workload.longest(0.1);
     let long_in_time = in_time.iter().filter(|nth| long.binary_search(nth).is_ok()).count();
     Good {

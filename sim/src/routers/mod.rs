@@ -49,6 +49,11 @@ pub trait Router {
 
     /// Routes one request.
     fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route;
+
+    /// Whether an instance saves to its own node what it fetched from another one as well, and not only what it computed.
+    fn keeps_fetched(&self) -> bool {
+        false
+    }
 }
 
 /// The production scheduler.

@@ -30,6 +30,11 @@ impl Router for Mooncake {
         }
         to_with(ask, view, chosen, &nodes)
     }
+
+    /// What is transferred stays there: so hot prefixes spread.
+    fn keeps_fetched(&self) -> bool {
+        true
+    }
 }
 
 /// Whether the longest prefix is transferred to an instance.

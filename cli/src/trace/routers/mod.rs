@@ -45,6 +45,8 @@ struct Row {
     #[serde(flatten)]
     terms: Terms,
     traffic: String,
+    /// Of all copies.
+    requests: usize,
     instances: u32,
     /// From where instances fetch under the others.
     plane: Plane,
@@ -75,7 +77,8 @@ pub(super) fn run(args: &RoutersArgs) -> anyhow::Result<()> {
                 let setup = Setup { plane, ..setup.clone() };
                 let compared = compare(&workload, &setup, (load, capacity_per_s), args.seed);
                 let (terms, traffic, instances) = (terms.clone(), name.clone(), *instances);
-                let row = Row { terms, traffic, instances, plane, capacity_per_s, compared };
+                let requests = workload.len();
+                let row = Row { terms, traffic, requests, instances, plane, capacity_per_s, compared };
                 if args.json {
                     println!("{}", serde_json::to_string(&row)?);
                 }
@@ -169,6 +172,8 @@ struct Overload {
     #[serde(flatten)]
     terms: Terms,
     traffic: String,
+    /// Of all copies.
+    requests: usize,
     instances: u32,
     #[serde(flatten)]
     goodput: Goodput,
@@ -177,7 +182,10 @@ struct Overload {
 /// Runs all routers where more is offered than the fleet gets through, each with what it turns away.
 fn overloads(args: &RoutersArgs, terms: &Terms) -> anyhow::Result<Vec<Overload>> {
     let profile = HardwareProfile::by_name(&args.profile).unwrap_or_default();
-    let limits = Limits { ttft_ms: args.ttft_ms, tbt_ms: args.tbt_ms };
+    let limits = match args.times_alone {
+        Some((ttft, tbt)) => Limits::Alone { ttft, tbt },
+        None => Limits::Equal { ttft_ms: args.ttft_ms, tbt_ms: args.tbt_ms },
+    };
     let mut all = Vec::new();
     if args.overloads.is_empty() {
         return Ok(all);
@@ -196,7 +204,8 @@ fn overloads(args: &RoutersArgs, terms: &Terms) -> anyhow::Result<Vec<Overload>>
                 );
                 let goodput = goodput(&workload, &setup, (*load, capacity_per_s), limits, args.seed);
                 let (terms, traffic) = (terms.clone(), traffic.clone());
-                let row = Overload { terms, traffic, instances: *instances, goodput };
+                let requests = workload.len();
+                let row = Overload { terms, traffic, requests, instances: *instances, goodput };
                 if args.json {
                     println!("{}", serde_json::to_string(&row)?);
                 }
