@@ -33,6 +33,10 @@ use std::path::PathBuf;
 use benches::{RUNS_MIN, Row, table};
 use clap::Parser;
 
+/// As the program has it.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// A bench that can be run.
 struct Bench {
     name: &'static str,

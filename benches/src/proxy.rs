@@ -21,7 +21,8 @@ use crate::get::certificates;
 use engine::Caller;
 
 pub(crate) const ABOUT: &str = "the OpenAI-compatible door of a router, on one thread, between callers and an engine that streams: the time until the first byte of an answer \
-     behind it (a prompt of 500 tokens rendered, cut, hashed and routed) over that of the engine itself, medians of requests one after the other; \
+     behind it (a prompt of 500 tokens rendered, cut, hashed and routed) over that of the engine itself, medians of requests one after the other, \
+     also against what a mere relay of bytes adds in its place, as most of that is threads that wake each other; \
      and events that go by for each CPU-second of the door, 64 streams of one event each 5 ms";
 
 /// What the door may add, in microseconds.
@@ -45,14 +46,17 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
     let engine = listener.local_addr()?;
     ends.spawn(engine::serve(listener, PACE));
     let door = Door::open(dir.path(), engine)?;
+    let relay = relay(engine)?;
     let body = body();
     let mut rows = Vec::new();
-    let (mut added, mut both) = (Vec::new(), Vec::new());
+    let (mut added, mut beside, mut both) = (Vec::new(), Vec::new(), Vec::new());
     for run in 0..=effort.runs {
-        let (through, direct) =
-            ends.block_on(first_bytes(door.address, engine, &body, effort.scaled(REQUESTS)))?;
+        let places = [door.address, relay, engine];
+        let [through, relayed, direct] =
+            ends.block_on(first_bytes(places, &body, effort.scaled(REQUESTS)))?;
         if run > 0 {
             added.push((through - direct, ADDED_US));
+            beside.push((through - direct, relayed - direct));
             both.push((through, direct));
         }
     }
@@ -60,6 +64,8 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
         Row::new("proxy", name, unit, peer, better, outcome(pairs))
     };
     rows.push(row("added until the first byte", "µs", "limit: 150 µs", Better::Lower, &added));
+    let peer = "a relay of bytes on a thread of its own";
+    rows.push(row("added until the first byte", "µs", peer, Better::Lower, &beside));
     rows.push(row("until the first byte", "µs", "the engine itself", Better::Lower, &both));
     let mut rates = Vec::new();
     for run in 0..=effort.runs {
@@ -82,21 +88,44 @@ fn body() -> String {
     format!("{{\"model\":\"m\",\"stream\":true,\"messages\":[{},{}]}}", message("system"), message("user"))
 }
 
-/// Medians through the door and without it, in microseconds; requests alternate.
-async fn first_bytes(
-    door: SocketAddr,
-    engine: SocketAddr,
+/// What being between costs by itself: a thread that hands on what it reads, in both directions, as long as the process lives.
+fn relay(engine: SocketAddr) -> anyhow::Result<SocketAddr> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let address = listener.local_addr()?;
+    listener.set_nonblocking(true)?;
+    let runtime = Builder::new_current_thread().enable_all().build()?;
+    std::thread::spawn(move || {
+        runtime.block_on(async {
+            let listener = tokio::net::TcpListener::from_std(listener)?;
+            while let Ok((mut caller, _)) = listener.accept().await {
+                let mut onward = tokio::net::TcpStream::connect(engine).await?;
+                (caller.set_nodelay(true)?, onward.set_nodelay(true)?);
+                // Who calls ends it.
+                tokio::spawn(async move { tokio::io::copy_bidirectional(&mut caller, &mut onward).await });
+            }
+            std::io::Result::Ok(())
+        })
+    });
+    Ok(address)
+}
+
+/// Medians of the time until the first byte at each of these places, in microseconds; requests alternate.
+async fn first_bytes<const N: usize>(
+    places: [SocketAddr; N],
     body: &str,
     requests: u64,
-) -> anyhow::Result<(f64, f64)> {
-    let (mut through, mut direct) =
-        (Caller::connect(door, body).await?, Caller::connect(engine, body).await?);
-    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
-    for _ in 0..requests {
-        ours.push(through.ask(1).await?.as_secs_f64() * 1e6);
-        theirs.push(direct.ask(1).await?.as_secs_f64() * 1e6);
+) -> anyhow::Result<[f64; N]> {
+    let mut callers = Vec::new();
+    for place in places {
+        callers.push((Caller::connect(place, body).await?, Vec::new()));
     }
-    Ok((median(&sorted(ours.into_iter())), median(&sorted(theirs.into_iter()))))
+    for _ in 0..requests {
+        for (caller, times) in &mut callers {
+            times.push(caller.ask(1).await?.as_secs_f64() * 1e6);
+        }
+    }
+    let mut medians = callers.into_iter().map(|(_, times)| median(&sorted(times.into_iter())));
+    Ok(std::array::from_fn(|_| medians.next().unwrap_or(f64::NAN)))
 }
 
 async fn streams(door: SocketAddr, body: &str, events: u64) -> anyhow::Result<()> {
@@ -190,6 +219,8 @@ fn serve(
             endpoints: vec![EndpointConfig {
                 instance: INSTANCE,
                 url: format!("http://{engine}"),
+                // Below; it has no metrics.
+                reports_itself: true,
                 ..EndpointConfig::default()
             }],
             ..DoorsConfig::default()

@@ -16,6 +16,9 @@ const PIECES: &str = "x-pieces";
 
 const HEAD: &str = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
 
+/// What it says to whoever asks for its health, or for its metrics, of which it has none.
+const WELL: &[u8] = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n";
+
 /// Serves until the runtime ends.
 pub(super) async fn serve(listener: TcpListener, pace: Duration) {
     while let Ok((stream, _)) = listener.accept().await {
@@ -31,7 +34,10 @@ async fn answer(mut stream: TcpStream, pace: Duration) -> anyhow::Result<()> {
     let mut buffer = vec![];
     let piece = format!("{:x}\r\n{EVENT}\r\n", EVENT.len());
     loop {
-        let pieces = request(&mut stream, &mut buffer).await?;
+        let Some(pieces) = request(&mut stream, &mut buffer).await? else {
+            stream.write_all(WELL).await?;
+            continue;
+        };
         stream.write_all(format!("{HEAD}{piece}").as_bytes()).await?;
         if pieces > 1 {
             let mut ticks = tokio::time::interval(pace);
@@ -44,11 +50,15 @@ async fn answer(mut stream: TcpStream, pace: Duration) -> anyhow::Result<()> {
     }
 }
 
-/// Reads a request, and says how many events it wants.
-async fn request(stream: &mut TcpStream, buffer: &mut Vec<u8>) -> anyhow::Result<u64> {
+/// Reads a request, and says how many events it wants; a question how the engine is wants none.
+async fn request(stream: &mut TcpStream, buffer: &mut Vec<u8>) -> anyhow::Result<Option<u64>> {
     loop {
         if let Some(end) = position(buffer, b"\r\n\r\n") {
             let head = std::str::from_utf8(&buffer[..end])?.to_ascii_lowercase();
+            if head.starts_with("get ") {
+                buffer.drain(..end + 4);
+                return Ok(None);
+            }
             let number = |name: &str| -> anyhow::Result<u64> {
                 let line = head.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
                 Ok(line.with_context(|| format!("no {name}"))?.trim().parse()?)
@@ -56,7 +66,7 @@ async fn request(stream: &mut TcpStream, buffer: &mut Vec<u8>) -> anyhow::Result
             let (length, pieces) = (number("content-length")? as usize, number(PIECES)?);
             if buffer.len() >= end + 4 + length {
                 buffer.drain(..end + 4 + length);
-                return Ok(pieces);
+                return Ok(Some(pieces));
             }
         }
         ensure!(stream.read_buf(buffer).await? > 0, "the caller has gone");
@@ -95,10 +105,15 @@ impl Caller {
         let started = Instant::now();
         self.stream.write_all(&self.request).await?;
         let mut first = None;
+        let mut is_good = false;
         let mut events = 0;
         loop {
             ensure!(self.stream.read_buf(&mut self.buffer).await? > 0, "the answer broke off");
-            first.get_or_insert_with(|| started.elapsed());
+            first.get_or_insert_with(|| {
+                is_good = self.buffer.starts_with(b"HTTP/1.1 200");
+                started.elapsed()
+            });
+            ensure!(is_good, "no answer: {}", String::from_utf8_lossy(&self.buffer));
             // Whole events are counted and forgotten, so that long answers are not searched again and again.
             while let Some(end) = position(&self.buffer, b"}\n\n") {
                 self.buffer.drain(..end + 3);

@@ -17,7 +17,7 @@ use super::remembered::Remembered;
 const REMEMBERED_BYTES: usize = 64 << 20;
 
 /// Texts shorter than this are cut as fast as they are found.
-const REMEMBERED_TEXT_BYTES_MIN: usize = 64;
+const REMEMBERED_TEXT_BYTES_MIN: usize = 8;
 
 /// Special tokens that are tried as cuts; each is held against all others at start, and templates have a few.
 const CUTS_MAX: usize = 512;
