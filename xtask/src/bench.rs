@@ -32,6 +32,9 @@ pub(crate) struct BenchArgs {
     /// Run every bench and write docs/BENCHMARKS.md.
     #[arg(long, conflicts_with = "quick")]
     all: bool,
+    /// Put what this bench says into docs/BENCHMARKS.md, in place of what it said there before.
+    #[arg(long, requires = "name", conflicts_with_all = ["peers", "json", "quick"])]
+    write: bool,
     /// Runs of both sides per row, at least five.
     #[arg(long)]
     runs: Option<usize>,
@@ -51,6 +54,9 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
     let mut options: Vec<String> = args.runs.iter().map(|runs| format!("--runs={runs}")).collect();
     if args.all {
         return write_all(&options);
+    }
+    if let Some(name) = args.name.as_deref().filter(|_| args.write) {
+        return write_one(name, &options);
     }
     options.extend(args.json.then(|| "--json".to_owned()));
     options.extend(args.quick.then(|| "--quick".to_owned()));
@@ -166,27 +172,70 @@ fn write_all(options: &[String]) -> anyhow::Result<()> {
     // Without it the rows against fio are left out, which the bench says; the script says why.
     Command::new(root().join("scripts/setup")).arg("bench").status().context("cannot run scripts/setup")?;
     build_release(&["kvfleet"])?;
-    let mut sections = Vec::new();
-    for line in output(&[])?.lines() {
+    let sections: Vec<Section> =
+        listed()?.into_iter().map(|bench| section(bench, options)).collect::<anyhow::Result<_>>()?;
+    let texts: Vec<String> = sections.iter().map(Section::text).collect();
+    write(INTRO, &texts, &sections)
+}
+
+/// Runs one bench; the others keep in the document what they said before.
+fn write_one(name: &str, options: &[String]) -> anyhow::Result<()> {
+    let listed = listed()?;
+    let Some(bench) = listed.iter().find(|(listed, _)| listed == name) else {
+        bail!("no bench is called {name:?}: `cargo xtask bench` lists them");
+    };
+    let section = section(bench.clone(), options)?;
+    let path = root().join("docs").join(DOCUMENT);
+    let before =
+        std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let names: Vec<&str> = listed.iter().map(|(name, _)| &name[..]).collect();
+    write(INTRO, &replaced(&before, &section, &names), &[section])
+}
+
+/// The sections of a document with one in its place among `names`, whether or not it was there before.
+fn replaced(before: &str, section: &Section, names: &[&str]) -> Vec<String> {
+    let kept = before.split("\n## ").skip(1).filter_map(|text| {
+        let name = text.lines().next()?;
+        (name != section.name).then(|| (name, format!("\n## {}\n", text.trim_end_matches('\n'))))
+    });
+    let mut all: Vec<(&str, String)> = kept.chain([(&section.name[..], section.text())]).collect();
+    all.sort_by_key(|(name, _)| names.iter().position(|listed| listed == name));
+    all.into_iter().map(|(_, text)| text).collect()
+}
+
+/// All benches: name and what it compares.
+fn listed() -> anyhow::Result<Vec<(String, String)>> {
+    let pair = |line: &str| {
         let (name, about) = line.split_once('\t').context("the list of benches has a line without a tab")?;
-        eprintln!("running {name}");
-        let own = [name.to_owned(), "--json".to_owned()];
-        let rows = rows(&output(&[&own[..], options].concat())?)?;
-        sections.push(Section { name: name.to_owned(), about: about.to_owned(), rows });
-    }
+        Ok((name.to_owned(), about.to_owned()))
+    };
+    output(&[])?.lines().map(pair).collect()
+}
+
+/// Runs a bench.
+fn section((name, about): (String, String), options: &[String]) -> anyhow::Result<Section> {
+    eprintln!("running {name}");
+    let own = [name.clone(), "--json".to_owned()];
+    let rows = rows(&output(&[&own[..], options].concat())?)?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
-    let text = document(&sections, &Machine::read(), &date(now.as_secs() / 86_400));
+    Ok(Section { name, about, rows, measured: measured(&date(now.as_secs() / 86_400), &Machine::read()) })
+}
+
+/// Writes the document, and the picture if what it is drawn from was measured now.
+fn write(intro: &str, texts: &[String], measured: &[Section]) -> anyhow::Result<()> {
     let write = |file: &str, text: &str| {
         let path = root().join("docs").join(file);
         std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
     };
-    write("BENCHMARKS.md", &text)?;
-    for section in sections.iter().filter(|section| section.name == DRAWN) {
+    write(DOCUMENT, &(intro.to_owned() + &texts.concat()))?;
+    for section in measured.iter().filter(|section| section.name == DRAWN) {
         write(&picture_of(&section.name), &picture(section))?;
     }
-    eprintln!("wrote docs/BENCHMARKS.md and docs/{}", picture_of(DRAWN));
+    eprintln!("wrote docs/{DOCUMENT}");
     Ok(())
 }
+
+const DOCUMENT: &str = "BENCHMARKS.md";
 
 /// The bench whose ratios are drawn too.
 const DRAWN: &str = "overlap";
@@ -238,6 +287,22 @@ struct Section {
     name: String,
     about: String,
     rows: Vec<Row>,
+    /// When, and on what.
+    measured: String,
+}
+
+impl Section {
+    fn text(&self) -> String {
+        let mut text =
+            format!("\n## {}\n\n{}.\n\n{}\n\n", self.name, capitalised(&self.about), self.measured);
+        if self.name == DRAWN {
+            let _ = write!(text, "![The rows below]({})\n\n", picture_of(DRAWN));
+        }
+        text.push_str("| row | unit | ours | theirs | peer | ratio | better | runs |\n");
+        text.push_str("| --- | --- | ---: | ---: | --- | ---: | --- | ---: |\n");
+        self.rows.iter().for_each(|row| text.push_str(&line(row)));
+        text
+    }
 }
 
 fn rows(text: &str) -> anyhow::Result<Vec<Row>> {
@@ -294,7 +359,7 @@ fn date(days: u64) -> String {
 const INTRO: &str = "\
 # Benchmarks
 
-Written by `cargo xtask bench --all`; do not edit. Both sides of a row run in the same process in alternating
+Written by `cargo xtask bench --all`, or one section by `cargo xtask bench NAME --write`; do not edit. Both sides of a row run in the same process in alternating
 order. *ours* and *theirs* are medians; the ratio (ours over theirs) is the median over runs, with the least
 and the greatest run in brackets. On a shared machine only the ratios mean something.
 
@@ -302,20 +367,9 @@ Not here: the indexes and caches of others and etcd. `cargo xtask bench --peers`
 judges each row by what it has to reach.
 ";
 
-fn document(sections: &[Section], machine: &Machine, date: &str) -> String {
+fn measured(date: &str, machine: &Machine) -> String {
     let Machine { cpu, cores, memory_gib, kernel } = machine;
-    let mut text =
-        format!("{INTRO}\n{date}, {cpu}, {cores} cores, {memory_gib:.1} GiB of memory, Linux {kernel}.\n");
-    for section in sections {
-        let _ = write!(text, "\n## {}\n\n{}.\n\n", section.name, capitalised(&section.about));
-        if section.name == DRAWN {
-            let _ = write!(text, "![The rows below]({})\n\n", picture_of(DRAWN));
-        }
-        text.push_str("| row | unit | ours | theirs | peer | ratio | better | runs |\n");
-        text.push_str("| --- | --- | ---: | ---: | --- | ---: | --- | ---: |\n");
-        section.rows.iter().for_each(|row| text.push_str(&line(row)));
-    }
-    text
+    format!("{date}, {cpu}, {cores} cores, {memory_gib:.1} GiB of memory, Linux {kernel}.")
 }
 
 fn line(row: &Row) -> String {
@@ -368,23 +422,38 @@ mod tests {
         }
     }
 
-    #[test]
-    fn the_document_states_machine_date_and_rows() -> anyhow::Result<()> {
-        let section = Section { name: "index".into(), about: "one replica".into(), rows: rows(LINE)? };
+    fn section(name: &str) -> anyhow::Result<Section> {
         let machine = Machine { cpu: "CPU X".into(), cores: 2, memory_gib: 23.5, kernel: "6.1".into() };
-        let text = document(&[section], &machine, "2026-01-02");
-        let expected = "
-2026-01-02, CPU X, 2 cores, 23.5 GiB of memory, Linux 6.1.
+        let measured = measured("2026-01-02", &machine);
+        Ok(Section { name: name.into(), about: "one replica".into(), rows: rows(LINE)?, measured })
+    }
 
+    #[test]
+    fn a_section_states_machine_date_and_rows() -> anyhow::Result<()> {
+        let expected = "
 ## index
 
 One replica.
+
+2026-01-02, CPU X, 2 cores, 23.5 GiB of memory, Linux 6.1.
 
 | row | unit | ours | theirs | peer | ratio | better | runs |
 | --- | --- | ---: | ---: | --- | ---: | --- | ---: |
 | lookup | µs CPU | 4.50 | 9.00 | naive | 0.50 (0.40–0.60) | lower | 7 |
 ";
-        assert_eq!(text.strip_prefix(INTRO), Some(expected));
+        assert_eq!(section("index")?.text(), expected);
+        Ok(())
+    }
+
+    #[test]
+    fn one_section_is_put_in_its_place_and_the_others_stay_as_they_were() -> anyhow::Result<()> {
+        let names = ["index", "hash", "get"];
+        let of = |name: &str, say: &str| format!("\n## {name}\n\n{say}\n");
+        let before = format!("{INTRO}{}{}", of("index", "An old one."), of("get", "Stays."));
+        let put = |name: &str| anyhow::Ok(replaced(&before, &section(name)?, &names));
+        let (index, hash) = (section("index")?.text(), section("hash")?.text());
+        assert_eq!(put("index")?, [index, of("get", "Stays.")]);
+        assert_eq!(put("hash")?, [of("index", "An old one."), hash, of("get", "Stays.")]);
         Ok(())
     }
 
