@@ -79,10 +79,12 @@ pub struct Setup {
     pub orders: bool,
     /// Between two load reports of an instance; 0 where each decision reads the loads as they are.
     pub report_every_ns: u64,
-    /// From a decision until its request is at the instance; TTFT counts from there.
+    /// From a decision until its request is at the instance; TTFT counts from there. A report that leaves meanwhile says nothing of it, and routers take it for
+    /// one that does.
     pub delivery_ns: u64,
-    /// When the first report of each instance comes, by number; spread evenly over the time between two where nothing is said.
-    pub first_reports_ns: Vec<u64>,
+    /// When reports of each instance come, by number and ascending; behind the last of these they are as far apart as usual. Where nothing is said, the first
+    /// ones are spread evenly over the time between two.
+    pub reports_ns: Vec<Vec<u64>>,
     /// Instances that are not there at first, and when they join.
     pub joins: Vec<(u32, u64)>,
     /// From a change at a node until routers know of it; 0 where they know at once.
@@ -115,7 +117,7 @@ impl Setup {
             orders: true,
             report_every_ns: 200_000_000,
             delivery_ns: 0,
-            first_reports_ns: Vec::new(),
+            reports_ns: Vec::new(),
             joins: Vec::new(),
             announce_ns: 20_000_000,
             events_ns: 5_000_000,
@@ -158,6 +160,12 @@ impl Setup {
         self.joins.iter().find(|(late, _)| *late == instance).map(|(_, at_ns)| *at_ns)
     }
 
+    /// When the next report of an instance comes from some time on, if that is said.
+    fn report_from(&self, instance: u32, from_ns: u64) -> Option<u64> {
+        let all = self.reports_ns.get((instance - self.first) as usize)?;
+        all.get(all.partition_point(|at_ns| *at_ns < from_ns)).copied()
+    }
+
     /// The same where nothing that a router knows is old.
     #[must_use]
     pub fn fresh(self) -> Setup {
@@ -174,6 +182,8 @@ enum Decider<'a> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Event {
     Arrives(usize),
+    /// A request is at the instance that it was sent to.
+    Comes(u32, Job),
     StepEnds(u32),
     /// Something that an instance waits for has come.
     Wakes(u32),
@@ -261,6 +271,7 @@ fn serve(workload: &Workload, setup: &Setup, decider: &mut Decider<'_>) -> Repor
     while let Some(Reverse(Due { at_ns, event, .. })) = fleet.due.pop() {
         match event {
             Event::Arrives(nth) => fleet.arrives(nth, at_ns, decider),
+            Event::Comes(instance, job) => fleet.comes(instance, job, at_ns),
             Event::StepEnds(instance) => fleet.step_ends(instance, at_ns),
             Event::Wakes(instance) => fleet.poke(instance, at_ns),
             Event::Reports(instance) => fleet.reports(instance, at_ns),
@@ -302,7 +313,7 @@ impl<'a> Fleet<'a> {
             // They do not all speak at once.
             let nth = instance - setup.first;
             let even = setup.report_every_ns * u64::from(nth) / u64::from(setup.instances);
-            let first = setup.first_reports_ns.get(nth as usize).copied().unwrap_or(even);
+            let first = setup.report_from(instance, 0).unwrap_or(even);
             fleet.at(setup.joins_ns(instance).unwrap_or(first), Event::Reports(instance));
         }
         fleet
@@ -364,8 +375,7 @@ impl<'a> Fleet<'a> {
         let fetched =
             self.store.fetch(&decision.sources, prompt, (own, block_tokens, request.category), now_ns);
         decision.sources.iter().for_each(|source| self.node_changed(source.node, now_ns));
-        let there_ns = fetched.ready_ns.max(now_ns + self.setup.delivery_ns);
-        let job = Job { ready_ns: there_ns, ..self.job(nth, decision, fetched) };
+        let job = self.job(nth, decision, fetched);
         self.report.fetched_blocks += u64::from(fetched.blocks);
         self.view.sent((asked, prompt), decision, Timestamp(now_ns / 1_000));
         let predicted_ns = decision.predicted.ttft_us() * 1_000;
@@ -382,11 +392,19 @@ impl<'a> Fleet<'a> {
             keeps_fetched,
         });
         self.paced[nth] = (decision.predicted.tbt_us * 1_000, parts);
-        self.engines[instance.0 as usize].put(job);
-        if there_ns > now_ns {
-            self.at(there_ns, Event::Wakes(instance.0));
+        match self.setup.delivery_ns {
+            0 => self.comes(instance.0, job, now_ns),
+            later => self.at(now_ns + later, Event::Comes(instance.0, job)),
         }
-        self.poke(instance.0, now_ns);
+    }
+
+    /// A request is there; what it fetches may still be on its way.
+    fn comes(&mut self, instance: u32, job: Job, now_ns: u64) {
+        self.engines[instance as usize].put(job);
+        if job.ready_ns > now_ns {
+            self.at(job.ready_ns, Event::Wakes(instance));
+        }
+        self.poke(instance, now_ns);
     }
 
     /// A request as it comes to the instance of a decision, whose blocks come so.
@@ -480,7 +498,8 @@ impl<'a> Fleet<'a> {
             return;
         }
         self.tell_load(instance, now_ns);
-        self.at(now_ns + self.setup.report_every_ns, Event::Reports(instance));
+        let next_ns = self.setup.report_from(instance, now_ns + 1);
+        self.at(next_ns.unwrap_or(now_ns + self.setup.report_every_ns), Event::Reports(instance));
     }
 
     /// Word of an instance's load, and with that of the first of how much nodes have.

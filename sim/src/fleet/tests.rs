@@ -60,6 +60,40 @@ fn a_long_prompt_is_computed_in_chunks_beside_what_decodes() {
     assert!((least..=least + step_ns).contains(&beside), "{beside} is not {least} and a part of a step");
 }
 
+/// The production scheduler, with what it knew of the first instance's load at each request.
+#[derive(Default)]
+struct Watching(Led, Vec<(u64, u64)>);
+
+impl Router for Watching {
+    fn name(&self) -> &'static str {
+        PRODUCTION
+    }
+
+    fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
+        let load = view.load(InstanceId(0));
+        self.1.push((load.queue_tokens, load.routed_tokens));
+        self.0.route(ask, view)
+    }
+}
+
+#[test]
+fn a_report_says_nothing_of_a_request_that_is_on_its_way_and_comes_when_it_is_said_to() {
+    let prompt = |at_ms: u64, tokens: u32| request(at_ms * 1_000, &[at_ms], tokens, 1);
+    let workload = Workload::new(&[prompt(0, 20_000), prompt(100, 700), prompt(200, 300)], 1);
+    let known = |report_ms: u64| {
+        let reports_ns = vec![vec![report_ms * 1_000_000]];
+        let setup = Setup::stand_ins((1, 1), H100, true, (1_000, 0));
+        let setup = Setup { reports_ns, delivery_ns: 50_000_000, ..setup };
+        let mut router = Watching::default();
+        assert_eq!(run(&workload, &setup, &mut router).served.len(), 3);
+        router.1
+    };
+    // The long one takes a second, and is told of until its end.
+    assert_eq!(known(120), [(0, 0), (0, 20_000), (20_000, 0)], "the second is not there before 150 ms");
+    assert_eq!(known(160), [(0, 0), (0, 20_000), (20_700, 0)]);
+    assert_eq!(known(210), [(0, 0), (0, 20_000), (0, 20_700)]);
+}
+
 /// Prompts behind a long one: a longer and then a shorter.
 fn behind_a_long_one() -> [Request; 3] {
     let prompt = |arrival_us, first: u64, blocks: u64| {

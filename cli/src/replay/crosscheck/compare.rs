@@ -3,7 +3,7 @@
 //! Not here: how it is said (`show.rs`).
 
 use kv_core::id::Tier;
-use kv_core::schedule::Decision;
+use kv_core::schedule::{Decision, Prediction};
 use kvfleet_proto::pb;
 use kvfleet_sim::fleet::Served;
 use serde::Serialize;
@@ -56,8 +56,8 @@ pub(super) struct Compared {
     pub(super) troubles: Vec<String>,
     /// How many times as long as the profile says prefills took in the real fleet, which is how slow the machine was; the other fleet's take as long.
     pub(super) slower: f64,
-    /// And how long it took beside a prefill until a request was answered, at the median.
-    pub(super) beside_ms: f64,
+    /// And how long requests were on their way from a decision to the instance, in the mean.
+    pub(super) delivery_ms: f64,
     /// Mean time to first token in milliseconds, and how far predictions are off: median, and bias of the sums; in the real fleet, in the one in virtual
     /// time, and in the one that is led. Nothing where compute takes no time.
     pub(super) ttft: Option<[Timing; 3]>,
@@ -116,8 +116,18 @@ pub(super) struct Agreement {
     /// to which is the later.
     pub(super) later_ms: f64,
     pub(super) apart_ms: f64,
+    /// The mean by part.
+    pub(super) later: Parts,
     /// The first request of which something differs, and what the two decided and got.
     pub(super) first: Option<String>,
+}
+
+/// Parts of a predicted time to first token, in milliseconds. Waiting has those in it who come later and go before.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub(super) struct Parts {
+    pub(super) queue: f64,
+    pub(super) transfer: f64,
+    pub(super) prefill: f64,
 }
 
 /// Requests of another instance, by the first of these that holds.
@@ -156,9 +166,16 @@ struct Came {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Weighed {
     instance: u32,
-    ttft_us: u64,
+    /// Waiting, transfer and prefill.
+    parts_us: [u64; 3],
     overlap_blocks: u32,
     is_open: bool,
+}
+
+impl Weighed {
+    fn ttft_us(&self) -> u64 {
+        self.parts_us.iter().fold(0, |sum, part| sum.saturating_add(*part))
+    }
 }
 
 impl Compared {
@@ -203,7 +220,7 @@ impl Compared {
             led: agreement(&real, &twins.led),
             troubles: troubles.into_iter().take(8).cloned().collect(),
             slower: twins.slower,
-            beside_ms: twins.beside.as_secs_f64() * 1e3,
+            delivery_ms: twins.delivery.as_secs_f64() * 1e3,
             ttft: (!args.lockstep).then(|| timings(twins)),
         }
     }
@@ -250,7 +267,7 @@ fn real_one(went: &Went, nodes: u32) -> Option<(One, Vec<Weighed>)> {
             candidate.predicted.unwrap_or_default();
         Weighed {
             instance: candidate.instance,
-            ttft_us: queue_us.saturating_add(transfer_us).saturating_add(prefill_us),
+            parts_us: [queue_us, transfer_us, prefill_us],
             overlap_blocks: candidate.overlap_blocks,
             is_open: candidate.filtered.is_empty(),
         }
@@ -268,11 +285,15 @@ fn virtual_one(decision: &Decision, came: Came) -> (One, Vec<Weighed>) {
         save_to: decision.save_to.as_ref().map(|holder| holder.node.0),
         came,
     };
-    let weighed = |candidate: &kv_core::schedule::Candidate| Weighed {
-        instance: candidate.instance.0,
-        ttft_us: candidate.predicted.ttft_us(),
-        overlap_blocks: candidate.overlap_blocks,
-        is_open: candidate.filtered.is_none(),
+    let weighed = |candidate: &kv_core::schedule::Candidate| {
+        let Prediction { transfer_us, prefill_us, .. } = candidate.predicted;
+        let waits_us = candidate.predicted.ttft_us().saturating_sub(transfer_us).saturating_sub(prefill_us);
+        Weighed {
+            instance: candidate.instance.0,
+            parts_us: [waits_us, transfer_us, prefill_us],
+            overlap_blocks: candidate.overlap_blocks,
+            is_open: candidate.filtered.is_none(),
+        }
     };
     (one, decision.candidates.iter().map(weighed).collect())
 }
@@ -302,15 +323,19 @@ fn agreement(real: &[Option<(One, Vec<Weighed>)>], course: &Course) -> Agreement
         let (Some((here, weighed)), Some(decided)) = (real, decided) else { continue };
         let (there, theirs) = virtual_one(decided, came[nth].unwrap_or_default());
         sum.decided += 1;
-        for later_ms in later_ms(weighed, &theirs) {
+        for [queue, transfer, prefill] in later_ms(weighed, &theirs) {
             weighed_count += 1;
+            let later_ms = queue + transfer + prefill;
             sum.later_ms += later_ms;
             sum.apart_ms += later_ms.abs();
+            sum.later.queue += queue;
+            sum.later.transfer += transfer;
+            sum.later.prefill += prefill;
         }
         if *here != there {
             let of = |one: &One, all: &[Weighed]| {
                 let all: Vec<_> =
-                    all.iter().map(|one| (one.instance, one.ttft_us, one.overlap_blocks)).collect();
+                    all.iter().map(|one| (one.instance, one.ttft_us(), one.overlap_blocks)).collect();
                 format!("{one:?} of (instance, us, blocks there) {all:?}")
             };
             let say = || {
@@ -335,16 +360,19 @@ fn agreement(real: &[Option<(One, Vec<Weighed>)>], course: &Course) -> Agreement
             Reason::Predicted => &mut why.predicted,
         } += 1;
     }
-    sum.later_ms /= weighed_count.max(1) as f64;
-    sum.apart_ms /= weighed_count.max(1) as f64;
+    let Agreement { later_ms, apart_ms, later: Parts { queue, transfer, prefill }, .. } = &mut sum;
+    for sum in [later_ms, apart_ms, queue, transfer, prefill] {
+        *sum /= weighed_count.max(1) as f64;
+    }
     sum
 }
 
-/// How much later the first token would come on one side than on the other, at each instance that both weighed.
-fn later_ms<'a>(here: &'a [Weighed], there: &'a [Weighed]) -> impl Iterator<Item = f64> + 'a {
+/// How much later the first token would come on one side than on the other, by part, at each instance that both weighed.
+fn later_ms<'a>(here: &'a [Weighed], there: &'a [Weighed]) -> impl Iterator<Item = [f64; 3]> + 'a {
     here.iter().filter(|one| one.is_open).filter_map(|one| {
         let other = there.iter().find(|other| other.instance == one.instance && other.is_open)?;
-        Some((one.ttft_us as f64 - other.ttft_us as f64) / 1e3)
+        let later_ms = |part: usize| (one.parts_us[part] as f64 - other.parts_us[part] as f64) / 1e3;
+        Some([0, 1, 2].map(later_ms))
     })
 }
 
@@ -368,7 +396,7 @@ fn reason(sides: [&Vec<Weighed>; 2], chosen: [u32; 2]) -> Reason {
     if differ(|one| one.overlap_blocks) {
         return Reason::Blocks;
     }
-    let ttft_us = |side, instance| of(side, instance).map(|one| one.ttft_us);
+    let ttft_us = |side, instance| of(side, instance).map(Weighed::ttft_us);
     if (0..2).any(|side| ttft_us(side, chosen[0]) == ttft_us(side, chosen[1])) {
         return Reason::Tie;
     }
@@ -449,7 +477,7 @@ mod tests {
     fn weighed(all: &[(u32, u64, u32, bool)]) -> Vec<Weighed> {
         let one = |&(instance, ttft_us, overlap_blocks, is_open)| Weighed {
             instance,
-            ttft_us,
+            parts_us: [ttft_us, 0, 0],
             overlap_blocks,
             is_open,
         };

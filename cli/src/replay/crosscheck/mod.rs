@@ -10,6 +10,7 @@ mod show;
 mod twin;
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
@@ -86,7 +87,10 @@ async fn once(args: &CrosscheckArgs, seed: u64, stop: &CancellationToken) -> any
 fn with_settings(mut shape: Shape, lockstep: bool) -> Shape {
     // First, so that what was asked for by flags goes before, and is refused where it cannot be had in virtual time.
     // In virtual time all instances are there from the start; here one is ten seconds old before the others, and would be preferred for a moment.
-    let mut settings = vec!["router.windows=false".to_owned(), "router.slow_start_ms=0".to_owned()];
+    // And all processes here are on one host, whose memory routers would know for the way from any node as soon as an instance took it: no node would be
+    // nearer than another.
+    let off = ["router.windows=false", "router.slow_start_ms=0", "instance.report_links=false"];
+    let mut settings: Vec<String> = off.map(str::to_owned).into();
     if lockstep {
         settings.push(format!("instance.report_ms={LOCKSTEP_REPORT_MS}"));
     }
@@ -109,7 +113,8 @@ async fn serve(
     let (of, sized) = (workload.clone(), setup.clone());
     let capacity = tokio::task::spawn_blocking(move || twin::capacity(&of, &sized, seed)).await?;
     let per_s = args.load * capacity;
-    Ok((setup, driver.timed(per_s, stop).await?, Some(per_s)))
+    let report_every = Duration::from_nanos(setup.report_every_ns);
+    Ok((setup, driver.timed((per_s, report_every), stop).await?, Some(per_s)))
 }
 
 /// The requests of one run, and what to call them.
@@ -174,6 +179,6 @@ mod tests {
         let shape = Shape { overrides: vec!["instance.report_ms=50".into()], ..Shape::small("".into()) };
         let set = with_settings(shape, true).overrides;
         assert_eq!(set.last().unwrap(), "instance.report_ms=50");
-        assert_eq!(set.len(), 4);
+        assert_eq!(set.len(), 5);
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! Not here: serving one request (`super::super::serve`) and what is made of it (`compare.rs`).
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -24,6 +25,9 @@ const QUIET_TIMEOUT: Duration = Duration::from_secs(30);
 /// Between two looks at what routers have heard.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
+/// Looks at reports between two of one instance.
+const LOOKS_A_REPORT: u32 = 4;
+
 /// One request as it went.
 #[derive(Debug, Default)]
 pub(super) struct Went {
@@ -43,8 +47,8 @@ pub(super) struct Recorded {
     pub(super) went: Vec<Went>,
     /// By how much requests were sent later than they were to be, at most.
     pub(super) late: Duration,
-    /// How old the last report of each instance was when the first request was sent, by number.
-    pub(super) report_ages: Vec<Duration>,
+    /// When reports of each instance came, by number, since the first request.
+    pub(super) reports: Vec<Vec<Duration>>,
 }
 
 /// Sends requests.
@@ -92,11 +96,28 @@ impl Driver {
         Ok(recorded)
     }
 
-    /// Each at its time, with so many a second on average.
-    pub(super) async fn timed(&self, per_s: f64, stop: &CancellationToken) -> anyhow::Result<Recorded> {
-        let mut under_way: JoinSet<(usize, Duration, Served)> = JoinSet::new();
-        let mut recorded = Recorded { report_ages: self.report_ages().await?, ..Recorded::default() };
+    /// Each at its time, with so many a second on average; instances report every so often.
+    pub(super) async fn timed(
+        &self,
+        (per_s, report_every): (f64, Duration),
+        stop: &CancellationToken,
+    ) -> anyhow::Result<Recorded> {
         let begun = Instant::now();
+        let mut reports = BTreeMap::new();
+        let sent = tokio::select! {
+            sent = self.send_all((per_s, begun), stop) => sent?,
+            broken = self.watch_reports((begun, report_every), &mut reports) => return Err(broken),
+        };
+        Ok(Recorded { reports: reports.into_values().collect(), ..sent })
+    }
+
+    async fn send_all(
+        &self,
+        (per_s, begun): (f64, Instant),
+        stop: &CancellationToken,
+    ) -> anyhow::Result<Recorded> {
+        let mut under_way: JoinSet<(usize, Duration, Served)> = JoinSet::new();
+        let mut recorded = Recorded::default();
         for (number, due) in arrivals(&self.requests, per_s).into_iter().enumerate() {
             tokio::select! {
                 () = tokio::time::sleep_until((begun + due).into()) => {}
@@ -151,16 +172,28 @@ impl Driver {
         Ok(())
     }
 
-    /// By number, of the first router, which is asked for routes as long as it answers.
-    async fn report_ages(&self) -> anyhow::Result<Vec<Duration>> {
-        let Some(router) = self.routers.first() else { return Ok(Vec::new()) };
-        let status = router.status().await;
-        let status =
-            status.map_err(|status| anyhow::anyhow!("{} does not answer: {status}", router.address))?;
-        let mut ages: Vec<_> =
-            status.instances.iter().map(|instance| (instance.instance, instance.report_age_ms)).collect();
-        ages.sort_unstable();
-        Ok(ages.into_iter().map(|(_, age_ms)| Duration::from_millis(age_ms)).collect())
+    /// Notes when reports come to the first router, which is asked for routes as long as it answers. Ends only where that is over.
+    async fn watch_reports(
+        &self,
+        (begun, every): (Instant, Duration),
+        reports: &mut BTreeMap<u32, Vec<Duration>>,
+    ) -> anyhow::Error {
+        let Some(router) = self.routers.first() else { return anyhow::anyhow!("there is no router") };
+        loop {
+            let asked = begun.elapsed();
+            let status = match router.status().await {
+                Ok(status) => status,
+                Err(status) => return anyhow::anyhow!("{} does not answer: {status}", router.address),
+            };
+            // A call takes as long there as back.
+            let at = asked + begun.elapsed().saturating_sub(asked) / 2;
+            for instance in &status.instances {
+                let all = reports.entry(instance.instance).or_default();
+                let age = Duration::from_millis(instance.report_age_ms);
+                note_report(all, (at, age), every);
+            }
+            tokio::time::sleep(every / LOOKS_A_REPORT).await;
+        }
     }
 
     async fn is_idle(&self, router: &RouterCalls, since: Instant) -> anyhow::Result<bool> {
@@ -173,6 +206,14 @@ impl Driver {
             instance.report_age_ms + 1 < elapsed_ms && instance.queue_tokens == 0 && instance.running == 0
         };
         Ok(status.instances.iter().filter(is_idle).count() == self.instances)
+    }
+}
+
+/// Notes a report that was so old when it was looked at, if it is another one than the last: ages are known to some milliseconds, and reports come no closer.
+fn note_report(all: &mut Vec<Duration>, (at, age): (Duration, Duration), every: Duration) {
+    let Some(came) = at.checked_sub(age) else { return };
+    if all.last().is_none_or(|last| came.saturating_sub(*last) > every / 2) {
+        all.push(came);
     }
 }
 
@@ -200,6 +241,16 @@ fn went(at: Duration, served: Served) -> anyhow::Result<Went> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_report_is_noted_once_and_those_before_the_first_request_are_not() {
+        let ms = Duration::from_millis;
+        let mut all = Vec::new();
+        for (at, age) in [(20, 30), (70, 80), (120, 10), (170, 62), (220, 109), (340, 31)] {
+            note_report(&mut all, (ms(at), ms(age)), ms(200));
+        }
+        assert_eq!(all, [110, 309].map(ms));
+    }
 
     #[test]
     fn requests_come_in_the_traces_own_rhythm_and_so_many_a_second() {

@@ -34,7 +34,7 @@ pub(super) fn run(compared: &Compared) -> String {
             writeln!(text, "  {name:<20} {here:>7.2} % {there:>11.2} % {:>+11.2} {led:>7.2} %", here - there);
     }
     if let Some(sides) = compared.ttft {
-        text += &timings(&sides, compared.slower, compared.beside_ms);
+        text += &timings(&sides, compared.slower, compared.delivery_ms);
     }
     text += &agreement("decisions of the fleet in virtual time", &compared.alone);
     if !compared.lockstep || compared.alone != compared.led {
@@ -51,7 +51,7 @@ pub(super) fn run(compared: &Compared) -> String {
     text
 }
 
-fn timings(sides: &[Timing; 3], slower: f64, beside_ms: f64) -> String {
+fn timings(sides: &[Timing; 3], slower: f64, delivery_ms: f64) -> String {
     let percent = |share: f64| format!("{:+.1} %", share * 100.0);
     let [here, there, led] = sides.map(|side| format!("{:.1} ms", side.mean_ms));
     let mut text = format!("  {:<20} {here:>9} {there:>13} {led:>11} led\n", "mean TTFT");
@@ -63,13 +63,13 @@ fn timings(sides: &[Timing; 3], slower: f64, beside_ms: f64) -> String {
     row("and in sum by", sides.map(|side| side.bias));
     let _ = writeln!(
         text,
-        "  in the real fleet prefills took {slower:.2} times what the profile says, and requests {beside_ms:.1} ms beside them; so they do in the other"
+        "  in the real fleet prefills took {slower:.2} times what the profile says, and requests {delivery_ms:.1} ms from a decision to the instance; so they do in the other"
     );
     text
 }
 
 fn agreement(whose: &str, agreement: &Agreement) -> String {
-    let &Agreement { decided, instance, whole, why, later_ms, apart_ms, ref first } = agreement;
+    let &Agreement { decided, instance, whole, why, later_ms, apart_ms, later, ref first } = agreement;
     let mut text = format!(
         "{whose}: {instance} of {decided} send to the same instance ({:.1} %), of {whole} all is the same\n",
         percent(instance, decided)
@@ -82,7 +82,8 @@ fn agreement(whose: &str, agreement: &Agreement) -> String {
         );
         let _ = writeln!(
             text,
-            "  first tokens were predicted {later_ms:+.1} ms later really, and {apart_ms:.1} ms apart, over all instances"
+            "  first tokens were predicted {later_ms:+.1} ms later really ({:+.1} waiting, {:+.1} transfer, {:+.1} prefill), and {apart_ms:.1} ms apart, over all instances",
+            later.queue, later.transfer, later.prefill
         );
     }
     if let Some(first) = first {

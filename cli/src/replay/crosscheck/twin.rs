@@ -13,9 +13,8 @@ use kvfleet_router::RouterConfig;
 use kvfleet_sim::fleet::{Hashed, Report, Setup, Workload as Traffic, run};
 use kvfleet_sim::routers::{self, Led};
 
-use super::super::measure::Percentiles;
 use super::super::prepare::Workload;
-use super::real::Recorded;
+use super::real::{Recorded, Went};
 use crate::cluster::Cluster;
 use crate::instance::InstanceConfig;
 use crate::process::{Role, RouterProcessConfig};
@@ -27,9 +26,9 @@ pub(super) struct Twins {
     pub(super) alone: Course,
     /// Of the one that is led by the real one.
     pub(super) led: Course,
-    /// How many times as long as the profile says prefills took, and how long it took beside a prefill until a request was answered.
+    /// How many times as long as the profile says prefills took, and how long requests were on their way from a decision to the instance.
     pub(super) slower: f64,
-    pub(super) beside: Duration,
+    pub(super) delivery: Duration,
     /// Tokens of each prompt.
     pub(super) input_tokens: Vec<u32>,
     /// Instances with an own node: those up to this number.
@@ -68,6 +67,7 @@ fn made_of(
         ),
         (instance.role() == Some(kv_core::schedule::Role::Both), "instances have roles"),
         (!router.price_links, "router.price_links is on"),
+        (!instance.report_links, "instance.report_links tells routers by which paths blocks came"),
         (!router.windows, "router.windows is on"),
         (router.slow_start_ms == 0, "router.slow_start_ms has instances start slowly"),
         (router.admission.ttft_max_ms == 0, "router.admission.ttft_max_ms turns requests away"),
@@ -106,39 +106,46 @@ pub(super) fn capacity(workload: &Workload, setup: &Setup, seed: u64) -> f64 {
     routers::capacity(&traffic(workload, at_ns), setup, seed)
 }
 
-/// Serves what the real fleet was sent, each request at the moment at which it was.
+/// Serves what the real fleet was sent, each request at the moment at which it was decided there.
 pub(super) fn serve(workload: &Workload, setup: &Setup, real: Recorded) -> Twins {
-    let at_ns = |nth: usize| u64::try_from(real.went[nth].at.as_nanos()).unwrap_or(u64::MAX);
-    let traffic = traffic(workload, at_ns);
+    let traffic = traffic(workload, |nth| decided_ns(&real.went[nth]));
     let sent = real.went.iter().map(|went| Some(InstanceId(went.decision.as_ref()?.instance)));
     let sent: Vec<_> = sent.collect();
-    // Instances report in the same rhythm.
-    let every_ns = setup.report_every_ns;
-    let first = |age: &Duration| every_ns.saturating_sub(u64::try_from(age.as_nanos()).unwrap_or(u64::MAX));
+    // Instances report when they did: who has just said that it is idle is chosen, and it matters who that is.
+    let reports_ns = real.reports.iter().map(|all| all.iter().map(ns).collect()).collect();
     // And compute as fast as they turned out to on this machine, of which routers know nothing.
-    let (slower, beside) = (slower(&real, setup), beside(&real));
-    let delivery_ns = u64::try_from(beside.as_nanos()).unwrap_or(u64::MAX);
+    let (slower, delivery) = (slower(&real, setup), delivery(&real));
+    let delivery_ns = ns(&delivery);
     let actual = setup.actual.scaled(slower);
-    let first_reports_ns = real.report_ages.iter().map(first).collect();
-    let setup = Setup { first_reports_ns, actual, delivery_ns, ..setup.clone() };
+    let setup = Setup { reports_ns, actual, delivery_ns, ..setup.clone() };
     let course = |mut router: Led| {
         let report = run(&traffic, &setup, &mut router);
         Course { decided: router.decided, report }
     };
     let (alone, led) = (course(Led::alone()), course(Led::to(sent)));
     let input_tokens = workload.requests.iter().map(|request| request.input_tokens).collect();
-    Twins { real, alone, led, slower, beside, input_tokens, nodes: setup.nodes }
+    Twins { real, alone, led, slower, delivery, input_tokens, nodes: setup.nodes }
 }
 
-/// What it takes until a request is routed and at its instance, and until its answer is back, at the median; nothing where no prefill was timed.
-fn beside(real: &Recorded) -> Duration {
-    let beside_us = |went: &super::real::Went| {
+fn ns(time: &Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// When a router decided: a call takes as long there as back.
+fn decided_ns(went: &Went) -> u64 {
+    ns(&went.at.saturating_add(Duration::from_micros(went.sample.route_us / 2)))
+}
+
+/// From a decision until its request is at the instance: half of what routing and running took beside what goes on at the instance. The mean, as it is in
+/// proportion to that how many requests are on their way when their instance reports. Nothing where no prefill was timed.
+fn delivery(real: &Recorded) -> Duration {
+    let on_its_way_us = |went: &Went| {
         let timed = went.sample.timed?;
         let inside_us = timed.queue_us + timed.prefill_us + went.sample.save_us.unwrap_or_default();
-        Some(went.sample.total_us.saturating_sub(inside_us))
+        Some(went.sample.total_us.saturating_sub(inside_us) / 2)
     };
-    let all: Percentiles = real.went.iter().filter_map(beside_us).collect();
-    Duration::from_micros(all.at(0.5))
+    let all: Vec<u64> = real.went.iter().filter_map(on_its_way_us).collect();
+    Duration::from_micros(all.iter().sum::<u64>() / all.len().max(1) as u64)
 }
 
 /// How many times as long as the profile says prefills took, all together; 1 where none was timed.
@@ -181,7 +188,8 @@ mod tests {
             ..RouterConfig::default()
         };
         let node = NodeConfig { dram_blocks: Some(7), ssd_blocks: Some(5), ..NodeConfig::default() };
-        (router, node, InstanceConfig { time_scale: 0.25, ..InstanceConfig::default() })
+        let instance = InstanceConfig { time_scale: 0.25, report_links: false, ..InstanceConfig::default() };
+        (router, node, instance)
     }
 
     #[test]
