@@ -12,6 +12,8 @@ mod picker;
 mod prompt;
 mod serve;
 mod start;
+mod tally;
+mod under_way;
 
 /// Header by which engines get the number that the router knows a request by, and callers with the answer.
 pub const REQUEST_HEADER: &str = "x-kvfleet-request";

@@ -16,6 +16,7 @@ use crate::config::EngineConfig;
 use crate::engines::{FollowError, Following};
 use crate::groups::Group;
 use crate::server::{Shared, route, why};
+use crate::view::recall::Said;
 
 /// Longest silence of a leader with which a replica still counts as near it: some elections long.
 const NEAR_LEADER: Duration = Duration::from_secs(3);
@@ -82,6 +83,19 @@ impl Desk {
     /// was sent elsewhere, or of which an instance told, it says nothing.
     pub fn first_token(&self, request: u64, instance: InstanceId, after: Duration) {
         why::first_token(&self.shared, request, instance, after);
+    }
+
+    /// The answer to a request ended, which came from this instance: how many tokens it had, 0 where nobody knows, and how far apart they came, where that was seen. Of a
+    /// request that is not known or was sent elsewhere it says nothing, and what its instance told before counts and not this.
+    pub fn ended(&self, request: u64, instance: InstanceId, output_tokens: u32, tbt: Option<Duration>) {
+        let tbt_us = tbt.map_or(0, |tbt| u64::try_from(tbt.as_micros()).unwrap_or(u64::MAX));
+        why::ended(&self.shared, (request, instance), Said { output_tokens, tbt_us });
+        why::over(&self.shared, request);
+    }
+
+    /// A request is over before its answer was: its caller left, or its engine failed. It waits no more, and nobody learns from it how much is said.
+    pub fn left(&self, request: u64) {
+        why::left(&self.shared, request);
     }
 
     /// Takes the load of an instance that does not report itself.

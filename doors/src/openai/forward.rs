@@ -8,13 +8,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::body::Body;
-use axum::http::header::ACCEPT_ENCODING;
-use axum::http::{HeaderMap, HeaderValue, Method, Response, StatusCode, Version};
+use axum::http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_TYPE};
+use axum::http::{HeaderMap, HeaderValue, Method, Response, StatusCode, Version, response};
 use bytes::{Bytes, BytesMut};
 use http_body::{Body as _, Frame};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use hyper_util::client::legacy::connect::capture_connection;
+use kv_core::id::InstanceId;
 use parking_lot::Mutex;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -22,14 +23,15 @@ use rand::{Rng, SeedableRng};
 use super::breaker::{Breakers, Claim};
 use super::config::OpenAiConfig;
 use super::priority::Priorities;
-use super::relay::{Relay, Running, Still};
+use super::relay::{Relay, Running, Seen, Still};
 use super::upstream::{Failure, Upstream};
-use super::usage::Usage;
 use super::{answer, backoff, headers, pair};
 use crate::decide::{Decider, Refusal, Terms, Way};
 use crate::endpoints::Endpoint;
 use crate::metrics::{Metrics, Outcome};
 use crate::prompt::Prompt;
+use crate::tally::Tally;
+use crate::under_way::UnderWay;
 
 /// Statuses after which another engine may do better.
 const RETRYABLE: [u16; 6] = [408, 429, 500, 502, 503, 504];
@@ -69,6 +71,13 @@ pub(super) struct Sending {
     pub(super) tokens: Option<u32>,
     pub(super) terms: Terms,
     pub(super) started: Instant,
+}
+
+impl Sending {
+    /// Whether it asks for nothing that a model would say.
+    fn is_embedding(&self) -> bool {
+        self.path_and_query.starts_with("/v1/embeddings")
+    }
 }
 
 /// Largest answer that is read of an engine that another goes on after.
@@ -161,6 +170,7 @@ impl Forward {
             }
         };
         self.metrics.sent(sending.started.elapsed());
+        let under_way = UnderWay::new(self.decider.desk(), sending.terms.request);
         let (mut tries, mut faults) = (1, 0);
         loop {
             let tried = self.tried(place, &sending, (&others, tries)).await;
@@ -187,7 +197,7 @@ impl Forward {
                     running.ends(Outcome::Failed);
                 }
                 self.tell(&tried, tries, &sending, &others);
-                return self.answer(tried, &sending, running);
+                return self.answer(tried, &sending, (running, under_way));
             };
             // Nobody waits for this one any more.
             tracing::debug!(instance = tried.by.instance.0, cause, "another engine is tried");
@@ -274,7 +284,7 @@ impl Forward {
     async fn tried(&self, place: Place, sending: &Sending, (others, tries): (&Others, u32)) -> Tried {
         let Place { way: Way { endpoint, partner }, claim, partner: partner_claim } = place;
         // Embeddings are the prompt's own: nobody goes on.
-        let partner = partner.filter(|_| !sending.path_and_query.starts_with("/v1/embeddings"));
+        let partner = partner.filter(|_| !sending.is_embedding());
         let whole = Share { body: &sending.body, stream: sending.stream, is_read: false };
         let Some((partner, partner_claim)) = partner.zip(partner_claim) else {
             let begun = self.attempt(&endpoint, claim, (sending, others.turn_ms, whole)).await;
@@ -395,7 +405,12 @@ impl Forward {
     }
 
     /// What the caller gets of the last try.
-    fn answer(&self, tried: Tried, sending: &Sending, running: Running) -> Response<Body> {
+    fn answer(
+        &self,
+        tried: Tried,
+        sending: &Sending,
+        (running, under_way): (Running, UnderWay),
+    ) -> Response<Body> {
         let Tried { begun, by, prefill, .. } = tried;
         self.breakers
             .keep(&self.decider.endpoints().list().iter().map(|known| known.instance).collect::<Vec<_>>());
@@ -405,9 +420,9 @@ impl Forward {
                 let (mut parts, rest) = response.into_parts();
                 headers::back(&mut parts.headers);
                 parts.version = Version::HTTP_11;
-                let tokens = sending.tokens.filter(|_| parts.status.is_success());
-                let (still, usage) = (Still::new(self.config.idle()), Usage::default());
-                let relay = Relay { first, rest, still, usage, tokens, claim, running };
+                let seen = seen(&parts, sending, (under_way, by.instance));
+                let still = Still::new(self.config.idle());
+                let relay = Relay { first, rest, still, seen, claim, running };
                 Response::from_parts(parts, Body::new(relay.begun()))
             }
             Err(failure) => {
@@ -426,6 +441,20 @@ impl Forward {
         }
         response
     }
+}
+
+/// What is looked at of an answer with this head. One that is none says nothing, and its request is over.
+fn seen(head: &response::Parts, sending: &Sending, sent: (UnderWay, InstanceId)) -> Seen {
+    if !head.status.is_success() {
+        return Seen { tally: None, is_awaited: false, tokens: None, under_way: None };
+    }
+    // Of embeddings nothing else is told.
+    let is_told = sending.tokens.is_some() || !sending.is_embedding();
+    let is_text = !head.headers.contains_key(CONTENT_ENCODING);
+    let kind = head.headers.get(CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
+    let tally = (is_told && is_text).then(|| Tally::of(kind));
+    // Its first piece was waited for.
+    Seen { tally, is_awaited: true, tokens: sending.tokens, under_way: Some(sent) }
 }
 
 /// Reads what is left of the answer of the first of a pair.

@@ -14,7 +14,6 @@ mod priority;
 mod relay;
 mod routes;
 mod upstream;
-mod usage;
 
 use std::hash::{BuildHasher, RandomState};
 use std::net::SocketAddr;

@@ -1,7 +1,7 @@
 //! An engine's answer on its way to the caller: every piece as it came, at once.
 //!
-//! Nothing of it is kept. Dropped before its end, because the caller left, it drops the connection to the engine, which ends the request there. Not here: what
-//! happens before the first byte (`forward.rs`).
+//! Nothing of it is kept but what it says of tokens (`crate::tally`). Dropped before its end, because the caller left, it drops the connection to the engine, which ends the request
+//! there. Not here: what happens before the first byte (`forward.rs`).
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -10,13 +10,15 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
+use kv_core::id::InstanceId;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Sleep;
 
 use super::breaker::Claim;
 use super::upstream::causes;
-use super::usage::Usage;
 use crate::metrics::{Metrics, Outcome};
+use crate::tally::{self, Said, Tally};
+use crate::under_way::UnderWay;
 
 /// A request that is under way, as it is counted.
 #[derive(Debug)]
@@ -63,11 +65,49 @@ pub(super) struct Relay {
     pub(super) first: Option<Frame<Bytes>>,
     pub(super) rest: Incoming,
     pub(super) still: Still,
-    pub(super) usage: Usage,
-    /// Tokens that we counted in the prompt, where the engine must have as many.
-    pub(super) tokens: Option<u32>,
+    pub(super) seen: Seen,
     pub(super) claim: Option<Claim>,
     pub(super) running: Running,
+}
+
+/// What of an answer is looked at as it goes by.
+#[derive(Debug)]
+pub(super) struct Seen {
+    /// Nothing of one that is no text, or says nothing of tokens.
+    pub(super) tally: Option<Tally>,
+    /// Whether what comes next was waited for.
+    pub(super) is_awaited: bool,
+    /// Tokens that we counted in the prompt, where the engine must have as many.
+    pub(super) tokens: Option<u32>,
+    /// The request, if this is its answer, and who gives it.
+    pub(super) under_way: Option<(UnderWay, InstanceId)>,
+}
+
+impl Seen {
+    fn see(&mut self, data: &[u8]) {
+        let came = std::mem::take(&mut self.is_awaited).then(Instant::now);
+        if let Some(tally) = &mut self.tally {
+            tally.see(data, came);
+        }
+    }
+
+    /// All of it has gone by. Twice is once.
+    fn end(&mut self, metrics: &Metrics) {
+        let theirs = self.tally.as_ref().and_then(Tally::prompt_tokens);
+        if let (Some(ours), Some(theirs)) = (self.tokens.take(), theirs) {
+            metrics.compared(ours == theirs);
+            if ours != theirs {
+                tracing::debug!(
+                    ours,
+                    theirs,
+                    "the engine counts other tokens in a prompt than its tokenizer.json here"
+                );
+            }
+        }
+        if let Some((under_way, by)) = self.under_way.take() {
+            under_way.ended(by, self.tally.as_ref().map_or_else(Said::default, Tally::said));
+        }
+    }
 }
 
 /// How long nothing came.
@@ -104,10 +144,11 @@ impl Relay {
 
     fn see(&mut self, frame: &Frame<Bytes>) {
         self.still.is_set = false;
-        if self.tokens.is_some()
-            && let Some(data) = frame.data_ref()
-        {
-            self.usage.see(data);
+        if let Some(data) = frame.data_ref() {
+            self.seen.see(data);
+            if tally::is_last(data) {
+                self.seen.end(&self.running.metrics);
+            }
         }
     }
 
@@ -115,16 +156,7 @@ impl Relay {
         if let Some(claim) = self.claim.take() {
             claim.ended();
         }
-        if let (Some(ours), Some(theirs)) = (self.tokens.take(), self.usage.found()) {
-            self.running.metrics.compared(ours == theirs);
-            if ours != theirs {
-                tracing::debug!(
-                    ours,
-                    theirs,
-                    "the engine counts other tokens in a prompt than its tokenizer.json here"
-                );
-            }
-        }
+        self.seen.end(&self.running.metrics);
         if self.running.outcome == Outcome::Left {
             self.running.ends(Outcome::Answered);
         }
@@ -156,6 +188,7 @@ impl Body for Relay {
             return Poll::Ready(Some(Ok(first)));
         }
         let Poll::Ready(next) = Pin::new(&mut self.rest).poll_frame(context) else {
+            self.seen.is_awaited = true;
             let limit = ready!(self.still.poll(context));
             return Poll::Ready(Some(Err(self.cut(Cut::Idle(limit)))));
         };

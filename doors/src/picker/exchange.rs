@@ -135,6 +135,11 @@ impl Exchange {
         matches!(self.phase, Phase::Sent { .. }) && self.response_mode != BodySendMode::FullDuplexStreamed
     }
 
+    /// Whether Envoy sends the body of the response, so that its end is seen.
+    pub(crate) fn sees_answer(&self) -> bool {
+        self.response_mode != BodySendMode::None
+    }
+
     /// Whether it was refused: the stream ends when that is said.
     pub(crate) fn is_refused(&self) -> bool {
         self.phase == Phase::Refused

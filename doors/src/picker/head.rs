@@ -3,7 +3,7 @@
 //! Everything here comes from outside: values that make no sense count as absent, unless they say where a request may go. Not here: what
 //! is done with it (`exchange.rs`, `pick.rs`).
 
-use kvfleet_proto::envoy::base::{HeaderMap, Metadata};
+use kvfleet_proto::envoy::base::{HeaderMap, HeaderValue, Metadata};
 use kvfleet_proto::envoy::well_known::{Struct, Value, value::Kind};
 
 use crate::decide::Wishes;
@@ -64,11 +64,7 @@ impl Head {
         }
         let mut head = Head { subset: metadata.and_then(subset), ..Head::default() };
         for header in &headers.headers {
-            let raw = match header.raw_value.is_empty() {
-                true => header.value.as_bytes(),
-                false => &header.raw_value,
-            };
-            let Ok(text) = std::str::from_utf8(raw) else { continue };
+            let Ok(text) = std::str::from_utf8(raw(header)) else { continue };
             head.take(&header.key.to_ascii_lowercase(), text.trim());
         }
         Some(head)
@@ -110,6 +106,17 @@ pub(crate) fn served(
         .and_then(|metadata| metadata.filter_metadata.get(NAMESPACE))
         .and_then(|fields| text(fields.fields.get(SERVED)?));
     said.or_else(|| text(attributes.get(ATTRIBUTES)?.fields.get("upstream.address")?))
+}
+
+/// The value of a header of a response, by its name in lower case.
+pub(crate) fn value<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
+    let header = headers.headers.iter().find(|header| header.key.eq_ignore_ascii_case(name))?;
+    std::str::from_utf8(raw(header)).ok()
+}
+
+/// Newer Envoys say values as bytes.
+fn raw(header: &HeaderValue) -> &[u8] {
+    if header.raw_value.is_empty() { header.value.as_bytes() } else { &header.raw_value }
 }
 
 /// Where a request may go. The key is there and says nothing of use: nowhere.

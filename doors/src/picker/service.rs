@@ -17,10 +17,13 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
+use super::answer::Answer;
 use super::exchange::{Exchange, Heard, Question, Rules};
 use super::metrics::Metrics;
 use super::pick::{Picked, Picks};
 use super::words::Refused;
+use crate::tally::Said;
+use crate::under_way::UnderWay;
 
 /// Another engine answered than the one that was chosen.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -87,6 +90,9 @@ struct Call {
     exchange: Exchange,
     outgoing: VecDeque<ProcessingResponse>,
     picked: Option<Picked>,
+    answer: Answer,
+    /// The request, where the end of its answer is seen, and who answers, if it is known.
+    under_way: Option<(UnderWay, Option<InstanceId>)>,
     held: Held,
     arrives_by: tokio::time::Instant,
     is_over: bool,
@@ -122,6 +128,8 @@ impl Call {
             incoming,
             outgoing: VecDeque::new(),
             picked: None,
+            answer: Answer::default(),
+            under_way: None,
             arrives_by,
             is_over: false,
             _place: place,
@@ -185,6 +193,7 @@ impl Call {
     }
 
     async fn take(&mut self, message: ProcessingRequest) -> Result<(), Status> {
+        let said = message.request.as_ref().and_then(|request| self.answer.hear(request, Instant::now()));
         let Heard { answers, ask, served } = self.exchange.hear(message).map_err(|fault| {
             self.shared.metrics.faults.inc();
             Status::invalid_argument(fault.to_string())
@@ -207,7 +216,17 @@ impl Call {
         if let Some(served) = served {
             self.served(&served);
         }
+        if let Some(said) = said {
+            self.ended(said);
+        }
         Ok(())
+    }
+
+    /// The answer has gone by.
+    fn ended(&mut self, said: Said) {
+        if let Some((under_way, Some(by))) = self.under_way.take() {
+            under_way.ended(by, said);
+        }
     }
 
     async fn answer(&mut self, question: &Question) {
@@ -220,6 +239,11 @@ impl Call {
                 let (destination, prefill) = (picked.destination(), picked.prefill.as_deref());
                 let to = (destination.as_str(), prefill.map(|one| one.authority.as_str()));
                 self.outgoing.extend(self.exchange.picked(to, picked.request));
+                // Where the body of an answer does not come through here, nobody here knows how it ends.
+                self.under_way = self.exchange.sees_answer().then(|| {
+                    let by = picked.endpoints.first().map(|endpoint| endpoint.instance);
+                    (UnderWay::new(self.shared.picks.decider().desk(), picked.request), by)
+                });
                 self.picked = Some(picked);
             }
             Err(refused) => self.refuse(&refused),
@@ -244,7 +268,7 @@ impl Call {
         }
     }
 
-    fn served(&self, authority: &str) {
+    fn served(&mut self, authority: &str) {
         let Some(picked) = &self.picked else { return };
         let Some(chosen) = picked.endpoints.first() else { return };
         if chosen.authority == authority {
@@ -252,6 +276,9 @@ impl Call {
         }
         self.shared.metrics.served_elsewhere.inc();
         let by = self.shared.picks.decider().endpoints().at(authority).map(|endpoint| endpoint.instance);
+        if let Some((_, answers)) = &mut self.under_way {
+            *answers = by;
+        }
         (self.shared.correct)(&Served { request: picked.request, chosen: chosen.instance, by });
     }
 }

@@ -43,6 +43,8 @@ pub struct House {
     pub address: SocketAddr,
     pub registry: Registry,
     pub loads: Arc<Mutex<Vec<(u32, u64)>>>,
+    /// What the first instance tells with its next report.
+    pub outcomes: Arc<Mutex<Vec<pb::Outcome>>>,
     /// Rounds of reports so far: each tells all loads anew, and what was routed since the one before counts no more.
     rounds: Arc<AtomicU64>,
     reporting: JoinHandle<()>,
@@ -155,6 +157,8 @@ impl House {
             (1..).zip(engines).map(|(number, _)| (number, 2_000 * u64::from(number))).collect();
         let loads = Arc::new(Mutex::new(loads));
         let reported = loads.clone();
+        let outcomes = Arc::<Mutex<Vec<pb::Outcome>>>::default();
+        let told = outcomes.clone();
         let rounds = Arc::new(AtomicU64::new(0));
         let round = rounds.clone();
         let ready = desk.clone();
@@ -169,6 +173,7 @@ impl House {
                         sequence,
                         queue_tokens,
                         started_us: STARTED_US,
+                        outcomes: if instance == 1 { std::mem::take(&mut *told.lock()) } else { vec![] },
                         role: roles.get(&instance).copied().unwrap_or_default(),
                         ..Default::default()
                     };
@@ -178,7 +183,8 @@ impl House {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         });
-        let house = House { cluster, doors: Some(doors), address, registry, loads, rounds, reporting };
+        let doors = Some(doors);
+        let house = House { cluster, doors, address, registry, loads, outcomes, rounds, reporting };
         let status = || async {
             house.cluster.status(1).await.filter(|status| status.instances.len() == engines.len())
         };

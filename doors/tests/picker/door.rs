@@ -13,6 +13,7 @@ use kvfleet_proto::envoy::ext_proc::external_processor_client::ExternalProcessor
 use kvfleet_proto::identity::IdentitySection;
 use kvfleet_proto::pb;
 use kvfleet_router::{Desk, EnginesConfig};
+use parking_lot::Mutex;
 use prometheus::Registry;
 use tonic::transport::{Channel, Endpoint};
 
@@ -29,6 +30,8 @@ pub struct Door {
     pub endpoints: [String; 2],
     /// Tokens that wait at each engine.
     pub waiting: Arc<AtomicU64>,
+    /// What the second engine tells with its next report.
+    pub outcomes: Arc<Mutex<Vec<pb::Outcome>>>,
     reports: tokio::task::JoinHandle<()>,
 }
 
@@ -49,7 +52,8 @@ impl Door {
         let desk = cluster.routers[0].as_ref().unwrap().desk();
         until("a router that is ready", || async { desk.ready().ok() }).await;
         let (waiting, sequence) = (Arc::<AtomicU64>::default(), Arc::<AtomicU64>::default());
-        report(&desk, &sequence, &waiting);
+        let outcomes = Arc::<Mutex<Vec<pb::Outcome>>>::default();
+        report(&desk, &sequence, &waiting, vec![]);
         let hasher = PrefixHasher::new(&manifest, &[0; 32]);
         let blocks: Vec<_> = hasher.blocks(&DRAWN.collect::<Vec<_>>()).iter().map(|block| block.0).collect();
         let batch = pb::Batch { seq: 1, changes: vec![resident(&blocks)], digest: vec![] };
@@ -57,15 +61,16 @@ impl Door {
         let request = pb::ResidencyRequest { instance: 2, epoch: EPOCH, batches: vec![batch], last_seq: 1 };
         client.report_residency(request).await.unwrap();
         let (told, counted) = (Arc::clone(&waiting), Arc::clone(&sequence));
+        let ended = Arc::clone(&outcomes);
         let reports = tokio::spawn(async move {
             loop {
                 tokio::time::sleep(Duration::from_millis(100)).await;
-                report(&desk, &counted, &told);
+                report(&desk, &counted, &told, std::mem::take(&mut *ended.lock()));
                 let alive = pb::ResidencyRequest { instance: 2, epoch: EPOCH, batches: vec![], last_seq: 1 };
                 let _ = client.report_residency(alive).await; // the router may be stopping
             }
         });
-        Door { cluster, engines, endpoints, waiting, reports }
+        Door { cluster, engines, endpoints, waiting, outcomes, reports }
     }
 
     /// Opens a door; `change` changes its configuration.
@@ -132,14 +137,15 @@ impl Opened {
     }
 }
 
-fn report(desk: &Desk, sequence: &AtomicU64, waiting: &AtomicU64) {
-    for instance in [1, 2] {
+fn report(desk: &Desk, sequence: &AtomicU64, waiting: &AtomicU64, outcomes: Vec<pb::Outcome>) {
+    for (instance, outcomes) in [(1, vec![]), (2, outcomes)] {
         let report = pb::ReportRequest {
             instance,
             address: format!("i:{instance}"),
             sequence: sequence.fetch_add(1, Ordering::Relaxed) + 1,
             started_us: EPOCH,
             queue_tokens: waiting.load(Ordering::Relaxed),
+            outcomes,
             ..pb::ReportRequest::default()
         };
         desk.report(report).unwrap();

@@ -58,21 +58,24 @@ pub fn said(request: Request) -> ProcessingRequest {
     ProcessingRequest { request: Some(request), ..ProcessingRequest::default() }
 }
 
-fn headers(pairs: &[(&str, &str)], end_of_stream: bool) -> ProcessingRequest {
+pub fn map(pairs: &[(&str, &str)]) -> HeaderMap {
     let header = |(key, value): &(&str, &str)| HeaderValue {
         key: (*key).to_owned(),
         value: String::new(),
         raw_value: value.as_bytes().to_vec(),
     };
-    let headers = Some(HeaderMap { headers: pairs.iter().map(header).collect() });
-    said(Request::RequestHeaders(HttpHeaders { headers, end_of_stream }))
+    HeaderMap { headers: pairs.iter().map(header).collect() }
 }
 
-fn post() -> ProcessingRequest {
+fn headers(pairs: &[(&str, &str)], end_of_stream: bool) -> ProcessingRequest {
+    said(Request::RequestHeaders(HttpHeaders { headers: Some(map(pairs)), end_of_stream }))
+}
+
+pub fn post() -> ProcessingRequest {
     headers(&[(":method", "POST"), (":path", "/v1/completions")], false)
 }
 
-fn body(bytes: impl Into<Bytes>, end_of_stream: bool) -> ProcessingRequest {
+pub fn body(bytes: impl Into<Bytes>, end_of_stream: bool) -> ProcessingRequest {
     said(Request::RequestBody(HttpBody { body: bytes.into(), end_of_stream }))
 }
 

@@ -12,7 +12,7 @@ use kvfleet_proto::pb;
 use super::{Shared, millis};
 use crate::view::fleet::Addresses;
 use crate::view::holders;
-use crate::view::recall::{Answer, Came, Decided, Outcome, Said, Sent};
+use crate::view::recall::{Answer, Came, Decided, Ended, Outcome, Said, Sent};
 
 /// Outcomes of one report, and misses of one outcome, that are read.
 const OUTCOMES_MAX: usize = 256;
@@ -63,7 +63,8 @@ pub(super) fn remember(
         missing,
         outcome: None,
         is_timed: false,
-        said: None,
+        said: Said::default(),
+        is_left: false,
     });
 }
 
@@ -101,8 +102,8 @@ pub(super) fn came(shared: &Shared, instance: InstanceId, outcomes: &[pb::Outcom
             Said { output_tokens: told.output_tokens, tbt_us: told.tbt_us },
         );
         let came = shared.recall.lock().came(told.request, instance, outcome);
-        if let (true, Some(waits)) = (came.is_some(), &shared.waits) {
-            waits.lock().begun(told.request);
+        if came.is_some() {
+            over(shared, told.request);
         }
         if let Some(Came { predicted, added }) = came {
             shared.metrics.missing(&added);
@@ -114,14 +115,27 @@ pub(super) fn came(shared: &Shared, instance: InstanceId, outcomes: &[pb::Outcom
     }
 }
 
-/// Takes how much a request said, and how fast.
+/// Takes how much a request said, and how fast, from its instance or from who saw its answer pass.
 pub(crate) fn ended(shared: &Shared, (request, instance): (u64, InstanceId), said: Said) {
-    let known = shared.recall.lock().ended(request, instance, said);
-    if let Some((category, predicted, parts)) = known {
-        if said.tbt_us > 0 {
-            shared.metrics.paced(predicted.tbt_us, said.tbt_us);
+    let ended = shared.recall.lock().ended(request, instance, said);
+    if let Some(Ended { category, predicted, parts, news }) = ended {
+        if news.tbt_us > 0 {
+            shared.metrics.paced(predicted.tbt_us, news.tbt_us);
         }
-        shared.fleet.ended(category, said.output_tokens, (&parts, said.tbt_us));
+        shared.fleet.ended(category, news.output_tokens, (&parts, news.tbt_us));
+    }
+}
+
+/// A request is over before its answer was: how much it said is not how much it would have said.
+pub(crate) fn left(shared: &Shared, request: u64) {
+    shared.recall.lock().left(request);
+    over(shared, request);
+}
+
+/// A request waits nowhere any more, wherever it was.
+pub(crate) fn over(shared: &Shared, request: u64) {
+    if let Some(waits) = &shared.waits {
+        waits.lock().begun(request);
     }
 }
 
@@ -129,9 +143,7 @@ pub(crate) fn ended(shared: &Shared, (request, instance): (u64, InstanceId), sai
 pub(crate) fn first_token(shared: &Shared, request: u64, instance: InstanceId, after: Duration) {
     let timed = shared.recall.lock().timed(request, instance);
     if let Some((predicted, parts)) = timed {
-        if let Some(waits) = &shared.waits {
-            waits.lock().begun(request);
-        }
+        over(shared, request);
         let ttft_us = u64::try_from(after.as_micros()).unwrap_or(u64::MAX).max(1);
         shared.metrics.observed(predicted.ttft_us(), ttft_us);
         shared.fleet.first_token(&parts, ttft_us);
@@ -162,7 +174,7 @@ pub(super) fn why(shared: &Shared, request: &pb::WhyRequest) -> pb::WhyReply {
             ..reply
         },
     };
-    let Said { output_tokens, tbt_us } = decided.said.unwrap_or_default();
+    let Said { output_tokens, tbt_us } = decided.said;
     let reply = pb::WhyReply { output_tokens, tbt_us, ..reply };
     match &decided.outcome {
         None => reply,

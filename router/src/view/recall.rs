@@ -31,13 +31,16 @@ pub(crate) struct Decided {
     pub(crate) outcome: Option<Outcome>,
     /// Whether its first token was seen: each counts once.
     pub(crate) is_timed: bool,
-    /// How many tokens it said, and how far apart, once it has ended.
-    pub(crate) said: Option<Said>,
+    /// How many tokens it said, and how far apart, as far as anybody told.
+    pub(crate) said: Said,
+    /// Whether it is over before its answer was: what it said is not what it would have said.
+    pub(crate) is_left: bool,
 }
 
-/// What was said of a request's tokens when it had ended.
+/// What was told of a request's tokens when it had ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Said {
+    /// How many; 0 where that is not known.
     pub(crate) output_tokens: u32,
     /// Mean time between two of them; 0 where that was not measured.
     pub(crate) tbt_us: u64,
@@ -73,6 +76,18 @@ pub(crate) struct Came {
     pub(crate) predicted: Option<(Prediction, Prediction)>,
     /// Reasons besides those known before.
     pub(crate) added: Vec<Missing>,
+}
+
+/// What the end of a request adds to what is known of it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Ended {
+    pub(crate) category: Category,
+    /// What was predicted of it.
+    pub(crate) predicted: Prediction,
+    /// The same by profile and measured links alone.
+    pub(crate) parts: Prediction,
+    /// What of its tokens was not told before.
+    pub(crate) news: Said,
 }
 
 /// What an instance told of a request that it served.
@@ -151,21 +166,33 @@ impl Recall {
         Some((sent.predicted, sent.parts))
     }
 
-    /// A request ended at this instance. Its category, what was predicted of it, and that by profile and measured links alone, if this is news.
-    pub(crate) fn ended(
-        &mut self,
-        request: u64,
-        instance: InstanceId,
-        said: Said,
-    ) -> Option<(Category, Prediction, Prediction)> {
-        let known = self.by_request.get_mut(&request).filter(|known| known.said.is_none())?;
+    /// A request ended at this instance: what that adds, if it adds anything. Its instance may tell, and a door that saw its answer pass; how much it said counts once, and so
+    /// does how fast, whoever tells it first.
+    pub(crate) fn ended(&mut self, request: u64, instance: InstanceId, said: Said) -> Option<Ended> {
+        let known = self.by_request.get_mut(&request)?;
         let Answer::Sent(sent) = &known.answer else { return None };
-        let decodes = sent.goes_on.unwrap_or(sent.instance);
-        if decodes != instance || said == Said::default() {
+        if sent.goes_on.unwrap_or(sent.instance) != instance {
             return None;
         }
-        known.said = Some(said);
-        Some((known.category, sent.predicted, sent.parts))
+        let before = &mut known.said;
+        let is_whole = before.output_tokens == 0 && !known.is_left;
+        let news = Said {
+            output_tokens: if is_whole { said.output_tokens } else { 0 },
+            tbt_us: if before.tbt_us == 0 { said.tbt_us } else { 0 },
+        };
+        if news == Said::default() {
+            return None;
+        }
+        before.output_tokens += news.output_tokens;
+        before.tbt_us += news.tbt_us;
+        Some(Ended { category: known.category, predicted: sent.predicted, parts: sent.parts, news })
+    }
+
+    /// A request is over before its answer was.
+    pub(crate) fn left(&mut self, request: u64) {
+        if let Some(known) = self.by_request.get_mut(&request) {
+            known.is_left = true;
+        }
     }
 
     /// How far apart the tokens of a request may come that was sent to this instance, or goes on there; 0 where that does not matter, or it is not known.
@@ -239,7 +266,8 @@ mod tests {
             missing,
             outcome: None,
             is_timed: false,
-            said: None,
+            said: Said::default(),
+            is_left: false,
         }
     }
 
@@ -282,6 +310,40 @@ mod tests {
         recall.decided(pair);
         assert_eq!(recall.ended(10, InstanceId(4), said), None, "it computed the prompt only");
         assert!(recall.ended(10, InstanceId(6), said).is_some());
+    }
+
+    #[test]
+    fn of_two_that_tell_how_a_request_ended_the_first_counts_for_each_number() {
+        let told = |words: &[(u32, u64)]| {
+            let mut recall = Recall::default();
+            recall.decided(decided(9));
+            let tell = |&(output_tokens, tbt_us): &(u32, u64)| {
+                let ended = recall.ended(9, InstanceId(4), Said { output_tokens, tbt_us });
+                ended.map_or((0, 0), |ended| (ended.news.output_tokens, ended.news.tbt_us))
+            };
+            words.iter().map(tell).collect::<Vec<_>>()
+        };
+        assert_eq!(told(&[(40, 9_000), (41, 9_100)]), [(40, 9_000), (0, 0)]);
+        assert_eq!(told(&[(40, 0), (41, 9_100), (7, 1)]), [(40, 0), (0, 9_100), (0, 0)], "one saw no pieces");
+        assert_eq!(told(&[(0, 9_000), (41, 9_100)]), [(0, 9_000), (41, 0)]);
+        assert_eq!(told(&[(u32::MAX, u64::MAX), (u32::MAX, u64::MAX)])[1], (0, 0));
+    }
+
+    #[test]
+    fn of_a_request_that_was_left_nobody_tells_how_much_it_would_have_said() {
+        let mut recall = Recall::default();
+        recall.left(9);
+        recall.decided(decided(9));
+        recall.left(9);
+        let said = Said { output_tokens: 3, tbt_us: 9_000 };
+        let ended = recall.ended(9, InstanceId(4), said).expect("how fast it was");
+        assert_eq!(ended.news, Said { output_tokens: 0, ..said });
+        assert_eq!(recall.ended(9, InstanceId(4), said), None);
+        // What was told before stays told, and a decision after it is another request's.
+        recall.decided(decided(9));
+        assert!(recall.ended(9, InstanceId(4), said).is_some_and(|ended| ended.news == said));
+        recall.left(9);
+        assert_eq!(recall.of(9).expect("known").said, said);
     }
 
     #[test]

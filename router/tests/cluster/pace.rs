@@ -1,5 +1,8 @@
 //! Limits between two tokens: where a request goes, who is turned away, and whether it may begin to decode.
 
+use std::time::Duration;
+
+use kv_core::id::InstanceId;
 use kvfleet_proto::pb;
 
 use crate::harness::Cluster;
@@ -64,6 +67,81 @@ async fn a_request_goes_where_its_tokens_come_in_time_or_is_turned_away() {
         assert_eq!((told.tbt_us, told.output_tokens, told.predicted), (9_000, 70, Some(predicted)));
     }
     cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn how_an_answer_ended_counts_once_whether_a_door_tells_it_or_its_instance() {
+    let cluster = cluster(0).await;
+    let desk = cluster.routers[0].as_ref().unwrap().desk();
+    let outcome =
+        |request, output_tokens, tbt_us| pb::Outcome { request, output_tokens, tbt_us, ..Default::default() };
+    let tell = async |sequence, outcomes| {
+        let report = pb::ReportRequest { outcomes, ..load(1, sequence) };
+        cluster.client(1).report(report).await.unwrap();
+    };
+    let told = async |request| {
+        let told = why(&cluster, request).await;
+        (told.output_tokens, told.tbt_us)
+    };
+    let sent = async |request| assert_eq!(decision(route(&cluster, request, 0, &[1]).await).instance, 1);
+    assert_eq!(believed(&cluster, 100).await, 256);
+    for request in 1..41 {
+        tell(1 + request, vec![]).await;
+        sent(request).await;
+        desk.ended(request, InstanceId(2), 7, None);
+        assert_eq!(told(request).await, (0, 0), "it was not sent there");
+        desk.ended(request, InstanceId(1), 20, Some(Duration::from_millis(9)));
+        assert_eq!(told(request).await, (20, 9_000));
+    }
+    let after = believed(&cluster, 200).await;
+    assert!((20..35).contains(&after), "{after} tokens");
+    // Who tells the same for the second time teaches nothing by it, whoever was first.
+    tell(50, (1..41).map(|request| outcome(request, 2_000, 1)).collect()).await;
+    assert_eq!(told(40).await, (20, 9_000));
+    let again = believed(&cluster, 300).await;
+    assert!(again.abs_diff(after) <= 2, "{after} tokens became {again}");
+    sent(41).await;
+    tell(51, vec![outcome(41, 30, 0)]).await;
+    desk.ended(41, InstanceId(1), 31, Some(Duration::from_millis(8)));
+    assert_eq!(told(41).await, (30, 8_000), "how fast it was, nobody had told");
+    // Who leaves has not heard all of it, and what came by then may have been as fast as ever.
+    for request in 42..82 {
+        tell(10 + request, vec![]).await;
+        sent(request).await;
+        desk.left(request);
+    }
+    tell(100, (42..82).map(|request| outcome(request, 2_000, 7_000)).collect()).await;
+    assert_eq!(told(42).await, (0, 7_000));
+    let left = believed(&cluster, 400).await;
+    assert!(left.abs_diff(after) <= 2, "{after} tokens became {left}");
+    // A wild word is one of many.
+    sent(90).await;
+    desk.ended(90, InstanceId(1), u32::MAX, Some(Duration::MAX));
+    let wild = believed(&cluster, 500).await;
+    assert!(wild < 256, "{wild} tokens");
+    cluster.shutdown().await;
+}
+
+/// How many tokens the router believes that a request says: by how much longer it waits for room than one that says a single token.
+async fn believed(cluster: &Cluster, first: u64) -> u64 {
+    let input_tokens = 16;
+    let room_us = async |nth: u64, output_tokens| {
+        let full = pb::ReportRequest { kv_tokens_max: 10_000, kv_tokens: 10_000, ..load(2, first + nth) };
+        cluster.client(1).report(full).await.unwrap();
+        let (request, among) = (first + nth, Some(pb::Among { instances: vec![2] }));
+        let asked = pb::RouteRequest {
+            request,
+            block_tokens: 16,
+            input_tokens,
+            output_tokens,
+            among,
+            ..Default::default()
+        };
+        let reply = cluster.client(1).route(asked).await.unwrap().into_inner();
+        decision(reply).predicted.unwrap().room_us as f64
+    };
+    let [one, all] = [room_us(0, 1).await, room_us(1, 0).await];
+    ((f64::from(input_tokens) + 1.0) * all / one - f64::from(input_tokens)).round() as u64
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use kv_core::id::InstanceId;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::node_control_server::{NodeControl, NodeControlServer};
 use kvfleet_proto::tls::TlsFiles;
@@ -119,5 +120,16 @@ async fn a_node_is_told_what_a_waiting_request_reads_and_when_it_waits_no_more()
         pb::ReportRequest { outcomes: outcomes.to_vec(), ..pb::ReportRequest { sequence: 2, ..busy } };
     cluster.client(1).report(begun).await.unwrap();
     listener.last("nobody waits", |window| window.waiting.is_empty()).await;
+    // Nor does who left, nor who has had his answer, as a door tells.
+    let desk = cluster.routers[0].as_ref().unwrap().desk();
+    for (request, is_left) in [(9, true), (10, false)] {
+        route(request).await;
+        listener.last("one that waits", |window| window.waiting.len() == 1).await;
+        match is_left {
+            true => desk.left(request),
+            false => desk.ended(request, InstanceId(1), 0, None),
+        }
+        listener.last("nobody waits", |window| window.waiting.is_empty()).await;
+    }
     cluster.shutdown().await;
 }
