@@ -87,7 +87,7 @@ impl Background {
         self.fleet.forget_aged_links(now);
         self.metrics.link_rates(&self.fleet.link_rates(now));
         self.metrics.learnt(self.fleet.learnt());
-        self.metrics.pace_learnt(self.fleet.pace_learnt());
+        self.metrics.pace_learnt(self.fleet.pace_learnt(now));
         let standings = self.residency.read().standings(now);
         self.metrics.resident(&standings);
     }

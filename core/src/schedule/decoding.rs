@@ -152,7 +152,7 @@ pub(super) struct Climate {
     prompt_us_per_token: f64,
     /// Factors of step times, as old as they are.
     steps: [f64; 2],
-    now: Timestamp,
+    pub(super) now: Timestamp,
 }
 
 /// What is predicted at one instance, in microseconds, before what was learnt of sums.
@@ -293,7 +293,7 @@ impl Fleet {
         let load = super::Load { running: instance.load.running.saturating_sub(1), ..instance.load };
         let wait = Wait { behind_us: prompts_us, ..Wait::default() };
         let forecast = climate.at(self, &Instance { load, ..*instance }, &wait, 0);
-        let tbt_us = self.learnt.tbt_us(forecast.tbt_us);
+        let tbt_us = self.learnt.tbt_us(forecast.tbt_us, now);
         // Alone it may, as it was let in: what is predicted may be wrong, and is learnt anew only from who decodes.
         let is_alone = u64::from(instance.load.running) + instance.load.requests_ahead() <= 1;
         let is_trial = is_alone && limit_us as f64 >= least_us(&self.profile);

@@ -286,11 +286,17 @@ impl Fleet {
 
     /// A request of this category ended with so many tokens said, so far apart. `parts` is what was predicted before factors; without a time nothing
     /// is learnt of that.
-    pub fn ended(&mut self, category: Category, output_tokens: u32, (parts, tbt_us): (&Prediction, u64)) {
+    pub fn ended(
+        &mut self,
+        category: Category,
+        output_tokens: u32,
+        (parts, tbt_us): (&Prediction, u64),
+        now: Timestamp,
+    ) {
         if output_tokens > 0 {
             self.lengths.ended(category, output_tokens);
         }
-        self.learnt.observe_tbt(parts, tbt_us);
+        self.learnt.observe_tbt(parts, tbt_us, now);
     }
 
     pub(super) fn steps(&self) -> &Steps {
@@ -303,8 +309,8 @@ impl Fleet {
 
     /// How many times as long as the profile says a step takes by itself, and what each request that decodes adds to it.
     #[must_use]
-    pub fn step_factors(&self) -> [f64; 2] {
-        self.steps.factors()
+    pub fn step_factors(&self, now: Timestamp) -> [f64; 2] {
+        self.steps.at(now)
     }
 
     pub(super) fn passing(&self) -> &Passing {

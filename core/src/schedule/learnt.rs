@@ -8,6 +8,8 @@
 //! serves them).
 
 use super::decision::Prediction;
+use super::steps::fresh;
+use crate::id::Timestamp;
 
 /// Requests after which one counts half.
 const HALF_LIFE: f64 = 256.0;
@@ -48,6 +50,8 @@ pub struct Learnt {
     passed: [f64; 2],
     /// Times between tokens as predicted and as observed, in milliseconds, and of how many requests.
     tbt: [f64; 3],
+    /// When the last of these ended.
+    tbt_at: Option<Timestamp>,
 }
 
 impl Default for Learnt {
@@ -59,6 +63,7 @@ impl Default for Learnt {
             spread: 1.0,
             passed: [0.0; 2],
             tbt: [0.0; 3],
+            tbt_at: None,
         }
     }
 }
@@ -92,31 +97,33 @@ impl Learnt {
     }
 
     /// The tokens of a request came so far apart. `parts` is what was predicted before factors.
-    pub fn observe_tbt(&mut self, parts: &Prediction, tbt_us: u64) {
+    pub fn observe_tbt(&mut self, parts: &Prediction, tbt_us: u64, now: Timestamp) {
         if parts.tbt_us == 0 || tbt_us == 0 {
             return;
         }
         let predicted = parts.tbt_us as f64 / 1e3;
         let observed = (tbt_us as f64 / 1e3).clamp(predicted / FACTOR_MAX, predicted * FACTOR_MAX);
-        let kept = (-1.0 / HALF_LIFE).exp2();
+        let kept = (-1.0 / HALF_LIFE).exp2() * fresh(self.tbt_at, now);
+        self.tbt_at = Some(self.tbt_at.map_or(now, |at| at.max(now)));
         let [before, seen, count] = self.tbt;
         self.tbt = [before * kept + predicted, seen * kept + observed, count * kept + 1.0];
     }
 
-    /// How many times as long as predicted tokens are apart, in sum.
+    /// How many times as long as predicted tokens are apart, in sum; nearer to 1 the longer no request ended.
     #[must_use]
-    pub fn tbt_factor(&self) -> f64 {
+    pub fn tbt_factor(&self, now: Timestamp) -> f64 {
         let [predicted, observed, count] = self.tbt;
         if count <= 0.0 {
             return 1.0;
         }
         let prior = TBT_PRIOR * predicted / count;
-        ((observed + prior) / (predicted + prior)).clamp(1.0 / FACTOR_MAX, FACTOR_MAX)
+        let factor = ((observed + prior) / (predicted + prior)).clamp(1.0 / FACTOR_MAX, FACTOR_MAX);
+        1.0 + (factor - 1.0) * fresh(self.tbt_at, now)
     }
 
     /// A time between tokens with its factor.
-    pub(super) fn tbt_us(&self, us: u64) -> u64 {
-        (us as f64 * self.tbt_factor()).round() as u64
+    pub(super) fn tbt_us(&self, us: u64, now: Timestamp) -> u64 {
+        (us as f64 * self.tbt_factor(now)).round() as u64
     }
 
     /// How many times as long as is predicted those take who come later and go before: what all others together make of the rest, so that predictions are
@@ -144,7 +151,7 @@ impl Learnt {
 
     /// A prediction with the factors.
     #[must_use]
-    pub fn apply(&self, parts: &Prediction) -> Prediction {
+    pub fn apply(&self, parts: &Prediction, now: Timestamp) -> Prediction {
         let scaled = |us: u64, factor: f64| (us as f64 * factor).round() as u64;
         let [queue, transfer, prefill] = self.factors;
         Prediction {
@@ -154,7 +161,7 @@ impl Learnt {
             passed_us: scaled(parts.passed_us, self.passed()),
             // It is a wait as the other one is.
             room_us: scaled(parts.room_us, queue),
-            tbt_us: self.tbt_us(parts.tbt_us),
+            tbt_us: self.tbt_us(parts.tbt_us, now),
         }
     }
 

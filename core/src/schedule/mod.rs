@@ -289,8 +289,8 @@ fn decoded_by_partner(candidate: Candidate, fleet: &Fleet, climate: &Climate) ->
     // Its room comes free while the prompt is computed.
     let room_us = forecast.room_us.saturating_sub(until_computed_us(&candidate.parts));
     let parts = Prediction { room_us, tbt_us: forecast.tbt_us, ..candidate.parts };
-    let predicted = fleet.learnt.apply(&parts);
-    let others_tbt_us = fleet.learnt.tbt_us(forecast.others_us);
+    let predicted = fleet.learnt.apply(&parts, climate.now);
+    let others_tbt_us = fleet.learnt.tbt_us(forecast.others_us, climate.now);
     let breaks = climate.breaks(partner, predicted.tbt_us, others_tbt_us);
     Candidate { parts, predicted, others_tbt_us, breaks, ..candidate }
 }
@@ -349,8 +349,8 @@ fn costed(
     let room_us = forecast.room_us.saturating_sub(wait.us.max(transfer_us));
     let tbt_us = forecast.tbt_us;
     let parts = Prediction { queue_us, transfer_us, prefill_us, passed_us, room_us, tbt_us };
-    let predicted = fleet.learnt.apply(&parts);
-    let others_tbt_us = fleet.learnt.tbt_us(forecast.others_us);
+    let predicted = fleet.learnt.apply(&parts, now);
+    let others_tbt_us = fleet.learnt.tbt_us(forecast.others_us, now);
     let Plan { resident_blocks, overlap_blocks, .. } = *plan;
     Candidate {
         instance: instance.id,
@@ -434,7 +434,7 @@ fn pacing(choice: &Choice<'_>, chosen: &Candidate) -> Pacing {
         output_tokens: climate.output_tokens,
         kv_tokens: climate.kv_tokens,
         limit_us: climate.limit_us,
-        alone_us: fleet.learnt.tbt_us(alone_us),
+        alone_us: fleet.learnt.tbt_us(alone_us, climate.now),
         decode_us: chosen.predicted.tbt_us.saturating_mul(climate.output_tokens.into()),
         others_us: limit_us.map(|limit_us| (chosen.others_tbt_us, limit_us)),
         is_trial: instance.is_some_and(|instance| climate.is_trial(fleet, instance)),

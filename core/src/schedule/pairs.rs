@@ -176,7 +176,8 @@ impl<'a> Partners<'a> {
                 return None;
             }
             let forecast = climate.at_partner(fleet, instance);
-            let [tbt_us, others_us] = [forecast.tbt_us, forecast.others_us].map(|us| fleet.learnt.tbt_us(us));
+            let learnt = |us| fleet.learnt.tbt_us(us, climate.now);
+            let [tbt_us, others_us] = [forecast.tbt_us, forecast.others_us].map(learnt);
             Some(Partner {
                 id: instance.id,
                 domain: part.domain,

@@ -77,10 +77,9 @@ pub(super) struct Told {
 }
 
 impl Steps {
-    /// The factors, nearer to 1 the longer nothing was said: a fleet that is not used may have become another.
+    /// The factors, nearer to 1 the longer nothing was said.
     pub(super) fn at(&self, now: Timestamp) -> [f64; 2] {
-        let silent = self.at.map_or(Duration::ZERO, |at| now.since(at));
-        let fresh = (-silent.as_secs_f64() / SILENT_HALF_LIFE.as_secs_f64()).exp2();
+        let fresh = fresh(self.at, now);
         self.factors.map(|factor| 1.0 + (factor - 1.0) * fresh)
     }
 
@@ -98,10 +97,9 @@ impl Steps {
         }
         let step_ms = step_ms.clamp(all / FACTOR_MAX, all * FACTOR_MAX);
         let ratio = step_ms * 1e3 / step_us(profile, self.at(now), told.running).max(f64::MIN_POSITIVE);
-        let silent = self.at.map_or(Duration::ZERO, |at| now.since(at));
-        self.at = Some(self.at.map_or(now, |at| at.max(now)));
         let x = x.map(|part| part / all);
-        let kept = (-1.0 / HALF_LIFE - silent.as_secs_f64() / SILENT_HALF_LIFE.as_secs_f64()).exp2();
+        let kept = (-1.0 / HALF_LIFE).exp2() * fresh(self.at, now);
+        self.at = Some(self.at.map_or(now, |at| at.max(now)));
         for row in 0..2 {
             for column in 0..2 {
                 self.products[row][column] = self.products[row][column] * kept + x[row] * x[column];
@@ -122,10 +120,12 @@ impl Steps {
             }
         }
     }
+}
 
-    pub(super) fn factors(&self) -> [f64; 2] {
-        self.factors
-    }
+/// What is left of something that was learnt, the last of it at that time: a fleet that is not used may have become another.
+pub(super) fn fresh(at: Option<Timestamp>, now: Timestamp) -> f64 {
+    let silent = at.map_or(Duration::ZERO, |at| now.since(at));
+    (-silent.as_secs_f64() / SILENT_HALF_LIFE.as_secs_f64()).exp2()
 }
 
 /// A step with so many requests that decode and no prompt, in microseconds, by these factors.

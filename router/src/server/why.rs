@@ -122,7 +122,8 @@ pub(crate) fn ended(shared: &Shared, (request, instance): (u64, InstanceId), sai
         if news.tbt_us > 0 {
             shared.metrics.paced(predicted.tbt_us, news.tbt_us);
         }
-        shared.fleet.ended(category, news.output_tokens, (&parts, news.tbt_us));
+        let told = (&parts, news.tbt_us);
+        shared.fleet.ended(category, news.output_tokens, told, shared.clock.now());
     }
 }
 

@@ -255,8 +255,14 @@ impl FleetView {
     }
 
     /// A request of this category ended that said so many tokens, so far apart; `parts` as above.
-    pub(crate) fn ended(&self, category: Category, output_tokens: u32, told: (&Prediction, u64)) {
-        self.soft.write().fleet.ended(category, output_tokens, told);
+    pub(crate) fn ended(
+        &self,
+        category: Category,
+        output_tokens: u32,
+        told: (&Prediction, u64),
+        now: Timestamp,
+    ) {
+        self.soft.write().fleet.ended(category, output_tokens, told, now);
     }
 
     /// How far apart tokens come of a request that begins to decode there now, or with that, why it should not. Where the instance is not known, 0.
@@ -270,10 +276,10 @@ impl FleetView {
     }
 
     /// How many times as long as predicted tokens are apart, and steps take by themselves and for each request in them.
-    pub(crate) fn pace_learnt(&self) -> [f64; 3] {
+    pub(crate) fn pace_learnt(&self, now: Timestamp) -> [f64; 3] {
         let fleet = &self.soft.read().fleet;
-        let [step, each] = fleet.step_factors();
-        [fleet.learnt.tbt_factor(), step, each]
+        let [step, each] = fleet.step_factors(now);
+        [fleet.learnt.tbt_factor(now), step, each]
     }
 
     /// By what factors waiting, transfer and prefill turned out to be off.

@@ -446,7 +446,9 @@ impl<'a> Fleet<'a> {
                     self.view.ended(InstanceId(instance), request.input_tokens.into());
                     let (predicted_ns, parts) = &self.paced[nth];
                     if self.setup.engines == Engines::Batching {
-                        self.view.said((request.category, request.output_tokens), (parts, tbt_ns));
+                        let (said, now) =
+                            ((request.category, request.output_tokens), Timestamp(now_ns / 1_000));
+                        self.view.said(said, (parts, tbt_ns), now);
                     }
                     self.report.paced.push((*predicted_ns, tbt_ns));
                 }

@@ -195,8 +195,9 @@ impl View {
         &mut self,
         (category, output_tokens): (Category, u32),
         (parts, tbt_ns): (&Prediction, u64),
+        now: Timestamp,
     ) {
-        self.fleet.ended(category, output_tokens, (parts, tbt_ns / 1_000));
+        self.fleet.ended(category, output_tokens, (parts, tbt_ns / 1_000), now);
     }
 
     /// Notes that a request ended.

@@ -144,18 +144,43 @@ fn reported_step_times_correct_what_the_profile_says() {
     assert!((3_000..3_500).contains(&slow) && (1_000..1_250).contains(&fast), "{slow} {fast}");
     let [slow, fast] = of(now.after(Duration::from_secs(120)));
     assert_eq!(slow, fast, "long silent, they are taken for like all others");
-    assert!(fleet.step_factors()[0] > 1.2);
+    assert!(fleet.step_factors(now)[0] > 1.2);
 }
 
 #[test]
 fn observed_times_between_tokens_correct_predictions() {
     let mut fleet = fleet(1);
     let parts = on(Load::default(), &asking(1, 10, 0)).parts;
-    (0..2_000).for_each(|_| fleet.ended(Category::default(), 40, (&parts, 2 * parts.tbt_us)));
+    (0..2_000).for_each(|_| fleet.ended(Category::default(), 40, (&parts, 2 * parts.tbt_us), NOW));
     let decision = chosen(&asking(1, 0, 0), &PrefixMatch::default(), &fleet);
-    assert!((1.6..=2.0).contains(&fleet.learnt.tbt_factor()), "{}", fleet.learnt.tbt_factor());
+    assert!((1.6..=2.0).contains(&fleet.learnt.tbt_factor(NOW)), "{}", fleet.learnt.tbt_factor(NOW));
     assert!(decision.predicted.tbt_us > decision.parts.tbt_us * 8 / 5);
     assert!((40..48).contains(&decision.pacing.output_tokens), "{:?}", decision.pacing);
+}
+
+#[test]
+fn what_was_learnt_of_times_between_tokens_is_forgotten_while_no_request_ends() {
+    let parts = Prediction { tbt_us: 10_000, ..Prediction::default() };
+    let at = |s| NOW.after(Duration::from_secs(s));
+    for (times, twice) in [(2, 20_000), (4, 40_000)] {
+        let mut learnt = Learnt::default();
+        (0..2_000).for_each(|_| learnt.observe_tbt(&parts, twice, NOW));
+        let off = |learnt: &Learnt, s| learnt.tbt_factor(at(s)) - 1.0;
+        let fresh = off(&learnt, 0);
+        assert!(fresh > 0.9 * f64::from(times - 1), "{fresh}");
+        let [soon, later, much_later] = [1, 300, 3_000].map(|s| off(&learnt, s) / fresh);
+        assert!(soon > 0.99 && (0.49..0.51).contains(&later) && much_later < 0.01, "{later} {much_later}");
+        assert!((off(&learnt, 0) - fresh).abs() < 1e-9, "a clock that stands still forgets nothing");
+        let applied = learnt.apply(&parts, at(300)).tbt_us as f64;
+        assert!((applied / 1e4 - 1.0 - fresh / 2.0).abs() < 0.01, "{applied}");
+        // One that ends as predicted after an hour counts for more than all before it.
+        let mut again = learnt;
+        (0..20).for_each(|_| again.observe_tbt(&parts, 10_000, at(3_600)));
+        assert!(off(&again, 3_600).abs() < 0.01, "{}", off(&again, 3_600));
+        // One of an earlier time takes nothing back, nor does it make what was learnt any older.
+        learnt.observe_tbt(&parts, twice, Timestamp(0));
+        assert!((off(&learnt, 0) - fresh).abs() < 0.01);
+    }
 }
 
 #[test]
@@ -163,7 +188,7 @@ fn a_fleet_that_was_too_slow_lets_in_again_and_learns_that_it_is_not() {
     let (mut fleet, request) = (fleet(1), asking(1, 10, 2_000));
     let parts = on(Load::default(), &request).parts;
     // For an hour everything took four times as long; then nobody came for a while.
-    (0..2_000).for_each(|_| fleet.ended(Category::default(), 40, (&parts, 4 * parts.tbt_us)));
+    (0..2_000).for_each(|_| fleet.ended(Category::default(), 40, (&parts, 4 * parts.tbt_us), NOW));
     let decide = |fleet: &Fleet| chosen(&request, &PrefixMatch::default(), fleet);
     let admit =
         |decision: &Decision| Admission::default().admit(&Offer::of(decision, (TenantId(1), 0), None), NOW);
@@ -174,7 +199,7 @@ fn a_fleet_that_was_too_slow_lets_in_again_and_learns_that_it_is_not() {
         fleet.record(&slow, NOW);
         assert!(admit(&decide(&fleet)).is_err(), "one at a time");
         // It ends, and was as fast as the profile says.
-        fleet.ended(Category::default(), 40, (&slow.parts, slow.parts.tbt_us));
+        fleet.ended(Category::default(), 40, (&slow.parts, slow.parts.tbt_us), NOW);
         fleet.put_instance(instance(1));
         needed += 1;
         assert!(needed < 1_000);

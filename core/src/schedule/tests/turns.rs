@@ -139,7 +139,7 @@ fn first_tokens_teach_by_what_each_part_is_off() {
     (0..2_000).for_each(|at| learnt.observe(&parts(at), came(&parts(at))));
     let (mut told, mut seen) = (0, 0);
     for at in 2_000..2_385 {
-        told += learnt.apply(&parts(at)).ttft_us();
+        told += learnt.apply(&parts(at), NOW).ttft_us();
         seen += came(&parts(at));
     }
     assert!(told.abs_diff(seen) * 50 < seen, "{told} for {seen}");
