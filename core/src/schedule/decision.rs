@@ -36,6 +36,11 @@ impl Prediction {
             .into_iter()
             .fold(self.queue_us, u64::saturating_add)
     }
+
+    /// The same with the way to who goes on, if another does.
+    fn ttft_by_us(&self, handover: Option<Handover>) -> u64 {
+        self.ttft_us().saturating_add(handover.map_or(0, |handover| handover.us))
+    }
 }
 
 /// Consecutive blocks to fetch from one tier of one node.
@@ -89,7 +94,7 @@ impl Candidate {
     /// Predicted time to first token, with the way to who goes on, in microseconds.
     #[must_use]
     pub fn ttft_us(&self) -> u64 {
-        self.predicted.ttft_us().saturating_add(self.handover.map_or(0, |handover| handover.us))
+        self.predicted.ttft_by_us(self.handover)
     }
 
     /// What the request costs there, its own waiting and that of others, and more where the instance joined of late: what is least is best for all together.
@@ -394,7 +399,7 @@ impl Decision {
     /// Predicted time to first token, with the way to who goes on, in microseconds.
     #[must_use]
     pub fn ttft_us(&self) -> u64 {
-        self.predicted.ttft_us().saturating_add(self.handover.map_or(0, |handover| handover.us))
+        self.predicted.ttft_by_us(self.handover)
     }
 }
 
