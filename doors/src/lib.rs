@@ -3,6 +3,7 @@
 //! Every door does three things: it reads which prompt a request has, asks the router in the same process (`decide.rs`), and sends the
 //! request, or says where it is to be sent. Not here: the choice (`kv_core::schedule`), and what the router knows (`kvfleet_router`).
 
+pub mod answer;
 mod config;
 mod decide;
 mod endpoints;

@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 use axum::Router;
 use axum::body::{Body, Bytes, to_bytes};
 use axum::extract::{Request, State};
-use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER};
+use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::http::{HeaderMap, HeaderValue, Response, StatusCode};
 use axum::routing::{get, post};
 use kv_core::id::{Category, InstanceId, LeaseId, RequestId, TenantId};
 use kvfleet_client::{MayDecode, RequestOutcome, RouteAnswer, RouteCall};
-use kvfleet_doors::{PromptReader, REQUEST_HEADER, ReadPrompt, StartError as ReadError};
+use kvfleet_doors::{PromptReader, REQUEST_HEADER, ReadPrompt, StartError as ReadError, answer};
 use kvfleet_proto::pb;
 use kvfleet_router::EnginesConfig;
 use prometheus::Registry;
@@ -237,13 +237,13 @@ async fn ask(State(door): State<Arc<OpenAi>>, request: Request) -> Response<Body
     let path = parts.uri.path().to_owned();
     let Ok(body) = to_bytes(body, BODY_BYTES_MAX).await else {
         let text = format!("the body broke off, or is longer than {BODY_BYTES_MAX} bytes");
-        return problem(StatusCode::PAYLOAD_TOO_LARGE, &text);
+        return answer::problem(StatusCode::PAYLOAD_TOO_LARGE, &text, None);
     };
     let prompt = match door.reader.read(&path, body.clone()).await {
         Ok(prompt) => prompt,
         Err(error) => {
             let status = StatusCode::from_u16(error.status).unwrap_or(StatusCode::BAD_REQUEST);
-            return problem(status, &error.message);
+            return answer::problem(status, &error.message, None);
         }
     };
     let sent = number(&parts.headers);
@@ -251,15 +251,16 @@ async fn ask(State(door): State<Arc<OpenAi>>, request: Request) -> Response<Body
     let wishes: Wishes = serde_json::from_slice(&body).unwrap_or_default();
     let transfer = wishes.kv_transfer_params.unwrap_or_default();
     let Some(reply) = door.served(&prompt, (number, sent.is_some()), &transfer).await else {
-        return problem(StatusCode::INTERNAL_SERVER_ERROR, "the request broke: the log has why");
+        return answer::problem(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "the request broke: the log has why",
+            None,
+        );
     };
     // Of a pair, it is asked by whoever goes on.
     let ends = if transfer.do_remote_decode { None } else { door.ends(number).await };
     if let Some((reason, retry_after)) = ends {
-        let mut refusal = problem(StatusCode::TOO_MANY_REQUESTS, &reason);
-        let seconds = HeaderValue::from(retry_after.as_millis().div_ceil(1_000) as u64);
-        refusal.headers_mut().insert(RETRY_AFTER, seconds);
-        return refusal;
+        return answer::later(StatusCode::TOO_MANY_REQUESTS, &reason, "rate_limit_exceeded", retry_after);
     }
     let tokens = if prompt.output_tokens == 0 { TOKENS_DEFAULT } else { prompt.output_tokens };
     let tokens = tokens.min(TOKENS_MAX);
@@ -294,7 +295,7 @@ async fn ask(State(door): State<Arc<OpenAi>>, request: Request) -> Response<Body
         let saved_at: Vec<_> = reply.saved_at.iter().map(SavedAt::from).collect();
         whole["kv_transfer_params"] = json!({ "do_remote_prefill": true, "kvfleet_saved_at": saved_at });
     }
-    json_response(StatusCode::OK, &whole)
+    answer::json(StatusCode::OK, &whole)
 }
 
 /// Until the next token is there.
@@ -392,19 +393,6 @@ impl Answer {
         piece["usage"] = self.usage.clone();
         format!("data: {piece}\n\n")
     }
-}
-
-fn json_response(status: StatusCode, value: &Value) -> Response<Body> {
-    let mut response = Response::new(Body::from(value.to_string()));
-    *response.status_mut() = status;
-    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    response
-}
-
-/// A refusal, in the shape that OpenAI's clients read.
-fn problem(status: StatusCode, message: &str) -> Response<Body> {
-    let kind = if status.is_server_error() { "server_error" } else { "invalid_request_error" };
-    json_response(status, &json!({"error": {"message": message, "type": kind, "param": null, "code": null}}))
 }
 
 #[cfg(test)]

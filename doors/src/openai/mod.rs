@@ -3,7 +3,6 @@
 //! `routes.rs` has the paths, `forward.rs` the way of a request, `relay.rs` that of its answer, `breaker.rs` and `backoff.rs` what happens when engines
 //! fail. Not here: the prompt (`crate::prompt`), the choice (`crate::decide`).
 
-mod answer;
 mod backoff;
 mod breaker;
 mod config;

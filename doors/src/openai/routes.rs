@@ -20,8 +20,9 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tracing::Instrument;
 
 use super::forward::{Forward, Sending};
+use super::headers;
 use super::relay::Running;
-use super::{answer, headers};
+use crate::answer;
 use crate::config::DoorsConfig;
 use crate::decide::Terms;
 use crate::metrics::{Metrics, Outcome};

@@ -122,20 +122,14 @@ pub(crate) fn destination(destination: &str) -> Struct {
 
 /// The answer that the sender gets in place of an engine's.
 pub(crate) fn refusal(refused: &Refused) -> ProcessingResponse {
-    let kind = if refused.status < 500 { "invalid_request_error" } else { "server_error" };
-    let error = serde_json::json!({
-        "error": { "message": refused.reason, "type": kind, "param": null, "code": refused.code }
-    });
     let mut set_headers = vec![set("content-type", "application/json"), set(DROPPED, refused.code)];
     if let Some(wait) = refused.retry_after {
-        // Whole seconds, and never none: who is told 0 asks again at once.
-        let seconds = wait.as_millis().div_ceil(1_000).max(1);
-        set_headers.push(set("retry-after", seconds.to_string()));
+        set_headers.push(set("retry-after", crate::answer::seconds(wait).to_string()));
     }
     answer(Response::ImmediateResponse(ImmediateResponse {
         status: Some(HttpStatus { code: i32::from(refused.status) }),
         headers: Some(HeaderMutation { set_headers, remove_headers: Vec::new() }),
-        body: Bytes::from(error.to_string()),
+        body: crate::answer::text(refused.status, &refused.reason, Some(refused.code)).into(),
         details: format!("kvfleet_{}", refused.code),
     }))
 }
