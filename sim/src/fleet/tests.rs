@@ -94,6 +94,29 @@ fn a_report_says_nothing_of_a_request_that_is_on_its_way_and_comes_when_it_is_sa
     assert_eq!(known(210), [(0, 0), (0, 20_000), (0, 20_700)]);
 }
 
+#[test]
+fn a_long_prompt_slows_those_that_decode_by_all_of_it_in_whatever_chunks_it_is_computed() {
+    let (tokens, decoders) = (400, 10);
+    let decoding = |nth: u64| request(nth * 1_000, &[100 + nth], 400, tokens);
+    let all: Vec<_> = (0..decoders).map(decoding).collect();
+    let long = request(1_000_000, &(0..20).collect::<Vec<_>>(), 10_000, 1);
+    let with: Vec<_> = all.iter().cloned().chain([long]).collect();
+    let whole_ns = H100.prefill_ns(0, 10_000) as f64;
+    for chunk_tokens in [128, 512, 2_048, 8_192] {
+        let mean_ns = |trace: &[Request]| {
+            let setup = Setup { plane: Plane::Pool, ..Setup::new(1, H100, 512) };
+            let setup = Setup { batch: Batch { chunk_tokens, ..setup.batch }, ..setup };
+            let report = run(&Workload::new(trace, 1), &setup, by_name(PRODUCTION, 1).unwrap().as_mut());
+            let theirs = report.ended.iter().filter(|(nth, _)| (*nth as u64) < decoders);
+            theirs.map(|(_, tbt_ns)| *tbt_ns as f64).sum::<f64>() / decoders as f64
+        };
+        // Each of their tokens but the first comes by so much later, on the mean of a request: what a limit is about.
+        let slower_ns = mean_ns(&with) - mean_ns(&all);
+        let foreseen_ns = whole_ns / f64::from(tokens);
+        assert!((slower_ns / foreseen_ns - 1.0).abs() < 0.1, "{chunk_tokens}: {slower_ns} for {foreseen_ns}");
+    }
+}
+
 /// Prompts behind a long one: a longer and then a shorter.
 fn behind_a_long_one() -> [Request; 3] {
     let prompt = |arrival_us, first: u64, blocks: u64| {
