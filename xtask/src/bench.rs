@@ -186,8 +186,7 @@ fn write_one(name: &str, options: &[String]) -> anyhow::Result<()> {
     };
     let section = section(bench.clone(), options)?;
     let path = root().join("docs").join(DOCUMENT);
-    let before =
-        std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let before = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let names: Vec<&str> = listed.iter().map(|(name, _)| &name[..]).collect();
     write(INTRO, &replaced(&before, &section, &names), &[section])
 }
