@@ -7,6 +7,8 @@
 //!
 //! Which messages count, by their numbers, is in `engine_events/feed.rs`. Not here: what carries them (ZMQ), and what becomes of the blocks.
 
+use std::num::NonZeroU128;
+
 use xxhash_rust::xxh3::xxh3_128;
 
 pub use feed::{Feed, Heard, Replayed};
@@ -30,8 +32,10 @@ pub enum Dialect {
 }
 
 /// A block's hash as its engine makes it: a number of 64 bits, signed or not, or bytes. It means something to this engine only.
+///
+/// None is zero, so that where there may be none it takes no more memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct EngineHash(u128);
+pub struct EngineHash(NonZeroU128);
 
 impl EngineHash {
     /// Set where the hash was bytes, so that none is taken for a number.
@@ -39,14 +43,15 @@ impl EngineHash {
 
     /// A number; one that is negative by its bits, as an engine has one kind of them only.
     #[must_use]
+    #[inline]
     pub fn of_number(number: u64) -> EngineHash {
-        EngineHash(number.into())
+        EngineHash(NonZeroU128::MIN | u128::from(number) << 1)
     }
 
     /// Bytes, of any length.
     #[must_use]
     pub fn of_bytes(bytes: &[u8]) -> EngineHash {
-        EngineHash(xxh3_128(bytes) | EngineHash::BYTES)
+        EngineHash(NonZeroU128::MIN | (xxh3_128(bytes) | EngineHash::BYTES))
     }
 }
 
@@ -248,34 +253,24 @@ const STORED_SGLANG: [&str; 9] = [
 ];
 const REMOVED: [&str; 3] = ["block_hashes", "medium", "group_idx"];
 
-/// One event; nothing of a kind that is not known.
+/// One event; nothing of a kind that is not known. It is read where it stands, and only one that cannot be read so is looked at again.
 fn read_event(reader: &mut Reader<'_>, dialect: Dialect) -> Result<Option<EngineEvent>, EventError> {
-    let stored: &[&str] = match dialect {
-        Dialect::Vllm => &STORED_VLLM,
-        Dialect::Sglang => &STORED_SGLANG,
-    };
+    let before = reader.clone();
     match reader.kind("an event")? {
-        Kind::Array => {
-            let mut body = reader.whole("an event")?;
-            let fields = body.array("an event")?;
-            if fields == 0 {
-                return Err(EventError::Missing { field: "the name of an event" });
-            }
-            let name = body.text("the name of an event")?;
-            let left = fields - 1;
-            match name {
-                b"BlockStored" => Partial::positional(&mut body, left, stored)?.stored().map(Some),
-                b"BlockRemoved" => Partial::positional(&mut body, left, &REMOVED)?.removed().map(Some),
-                b"AllBlocksCleared" => Ok(Some(EngineEvent::Cleared)),
-                _ => Ok(None),
-            }
-        }
+        Kind::Array => read_positional(reader, dialect).or_else(|error| {
+            // One that is torn is nothing else besides.
+            before.clone().whole("an event")?;
+            Err(error)
+        }),
         Kind::Map => {
-            let whole = reader.whole("an event")?;
-            let partial = match Partial::named(&mut whole.clone()) {
-                // What another kind has under a name that we know may be something else.
-                Err(_) if is_unknown(&mut whole.clone())? => return Ok(None),
-                partial => partial?,
+            let partial = match Partial::named(reader) {
+                Ok(partial) => partial,
+                Err(error) => {
+                    *reader = before;
+                    let whole = reader.whole("an event")?;
+                    // What another kind has under a name that we know may be something else.
+                    return if is_unknown(&mut whole.clone())? { Ok(None) } else { Err(error) };
+                }
             };
             match partial.name {
                 b"BlockStored" => partial.stored().map(Some),
@@ -286,6 +281,30 @@ fn read_event(reader: &mut Reader<'_>, dialect: Dialect) -> Result<Option<Engine
             }
         }
         other => Err(EventError::Kind { field: "an event", got: other.name() }),
+    }
+}
+
+/// An event in an array, its name first.
+fn read_positional(reader: &mut Reader<'_>, dialect: Dialect) -> Result<Option<EngineEvent>, EventError> {
+    let stored: &[&str] = match dialect {
+        Dialect::Vllm => &STORED_VLLM,
+        Dialect::Sglang => &STORED_SGLANG,
+    };
+    let fields = reader.array("an event")?;
+    if fields == 0 {
+        return Err(EventError::Missing { field: "the name of an event" });
+    }
+    let name = reader.text("the name of an event")?;
+    let left = fields - 1;
+    match name {
+        b"BlockStored" => Partial::positional(reader, left, stored)?.stored().map(Some),
+        b"BlockRemoved" => Partial::positional(reader, left, &REMOVED)?.removed().map(Some),
+        _ => {
+            for _ in 0..left {
+                reader.skip()?;
+            }
+            Ok((name == b"AllBlocksCleared").then_some(EngineEvent::Cleared))
+        }
     }
 }
 
@@ -313,6 +332,7 @@ struct Partial<'a> {
     lora_id: Option<u64>,
     lora_name: Option<String>,
     salt: Option<String>,
+    /// Of the blocks that have any.
     extra_keys: Vec<BlockKeys<'a>>,
     group: Option<u32>,
     spec_kind: Option<&'a [u8]>,
@@ -323,19 +343,27 @@ struct Partial<'a> {
 /// What the hash of one block covers besides its tokens, as it came.
 #[derive(Default)]
 struct BlockKeys<'a> {
-    /// Texts, and the names of adapters.
-    texts: Vec<&'a [u8]>,
+    /// Which block of the event it is.
+    at: usize,
+    /// Texts, and the names of adapters: mostly there is one.
+    first: Option<&'a [u8]>,
+    others: Vec<&'a [u8]>,
     /// There is something else.
     is_odd: bool,
 }
 
 impl<'a> BlockKeys<'a> {
-    /// Without the adapter's name, which stands first in every block of a request with one.
-    fn besides(&self, adapter: Option<&str>) -> &[&'a [u8]] {
-        match self.texts.split_first() {
-            Some((first, others)) if adapter.is_some_and(|adapter| adapter.as_bytes() == *first) => others,
-            _ => &self.texts,
+    fn push(&mut self, text: &'a [u8]) {
+        match self.first {
+            None => self.first = Some(text),
+            Some(_) => self.others.push(text),
         }
+    }
+
+    /// Without the adapter's name, which stands first in every block of a request with one.
+    fn besides(&self, adapter: Option<&str>) -> impl Iterator<Item = &'a [u8]> {
+        let is_adapter = |text: &&[u8]| adapter.is_some_and(|adapter| adapter.as_bytes() == *text);
+        self.first.filter(|text| !is_adapter(text)).into_iter().chain(self.others.iter().copied())
     }
 }
 
@@ -389,17 +417,22 @@ impl<'a> Partial<'a> {
     fn stored(self) -> Result<EngineEvent, EventError> {
         let adapter = self.lora_name.or_else(|| self.lora_id.map(|number| number.to_string()));
         let name = adapter.as_deref();
-        let besides = |keys: &BlockKeys<'a>| !keys.besides(name).is_empty() || keys.is_odd;
         let mut salt = self.salt;
-        let mut odd = self.extra_keys.iter().skip(1).position(besides).map(|at| at + 1);
-        if let Some(keys) = self.extra_keys.first() {
-            match keys.besides(name) {
-                [] if !keys.is_odd => {}
+        let mut odd = None;
+        for keys in &self.extra_keys {
+            let mut besides = keys.besides(name);
+            match (besides.next(), besides.next()) {
+                (None, _) if !keys.is_odd => continue,
                 // A salt is said with the first block of a prefix.
-                [text] if !keys.is_odd && salt.is_none() && self.parent.is_none() => {
+                (Some(text), None)
+                    if keys.at == 0 && !keys.is_odd && salt.is_none() && self.parent.is_none() =>
+                {
                     salt = Some(String::from_utf8_lossy(text).into_owned());
                 }
-                _ => odd = Some(0),
+                _ => {
+                    odd = Some(keys.at);
+                    break;
+                }
             }
         }
         if self.looks_ahead {
@@ -431,7 +464,11 @@ fn read_hashes(reader: &mut Reader<'_>) -> Result<Vec<EngineHash>, EventError> {
     let count = reader.array("block_hashes")?;
     let mut hashes = Vec::with_capacity(reader.plausible(count));
     for _ in 0..count {
-        hashes.push(read_hash(reader)?);
+        let hash = match reader.long() {
+            Some(number) => EngineHash::of_number(number),
+            None => read_hash(reader)?,
+        };
+        hashes.push(hash);
     }
     Ok(hashes)
 }
@@ -451,18 +488,12 @@ fn read_optional_hash(reader: &mut Reader<'_>) -> Result<Option<EngineHash>, Eve
 fn read_tokens(reader: &mut Reader<'_>) -> Result<Tokens, EventError> {
     let before = reader.clone();
     let count = reader.array("token_ids")?;
-    let mut ids = Vec::with_capacity(reader.plausible(count));
-    for _ in 0..count {
-        match reader.token() {
-            Some(id) => ids.push(id),
-            None => {
-                *reader = before;
-                reader.skip()?;
-                return Ok(Tokens::Other);
-            }
-        }
+    if let Some(ids) = reader.tokens(count) {
+        return Ok(Tokens::Ids(ids));
     }
-    Ok(Tokens::Ids(ids))
+    *reader = before;
+    reader.skip()?;
+    Ok(Tokens::Other)
 }
 
 /// A number of any size; nothing where there is none, or something else. For fields that decide nothing by themselves.
@@ -475,29 +506,31 @@ fn read_number_or_pass(reader: &mut Reader<'_>) -> Result<Option<u64>, EventErro
 
 /// One entry for each block: nothing, or what its hash covers besides.
 fn read_extra_keys<'a>(reader: &mut Reader<'a>) -> Result<Vec<BlockKeys<'a>>, EventError> {
+    let mut blocks = Vec::new();
     if reader.nil("extra_keys")? {
-        return Ok(Vec::new());
+        return Ok(blocks);
     }
-    let count = reader.array("extra_keys")?;
-    let mut blocks = Vec::with_capacity(reader.plausible(count).min(EVENTS_MAX));
-    for _ in 0..count {
-        let mut keys = BlockKeys::default();
-        if !reader.nil("extra_keys")? {
-            for _ in 0..reader.array("extra keys of a block")? {
-                match reader.kind("an extra key")? {
-                    Kind::Text => keys.texts.push(reader.text("an extra key")?),
-                    Kind::Array => match read_adapter(&mut reader.whole("an extra key")?) {
-                        Some(name) => keys.texts.push(name),
-                        None => keys.is_odd = true,
-                    },
-                    _ => {
-                        reader.skip()?;
-                        keys.is_odd = true;
-                    }
+    for at in 0..reader.array("extra_keys")? {
+        if reader.nil("extra_keys")? {
+            continue;
+        }
+        let mut keys = BlockKeys { at, ..BlockKeys::default() };
+        for _ in 0..reader.array("extra keys of a block")? {
+            match reader.kind("an extra key")? {
+                Kind::Text => keys.push(reader.text("an extra key")?),
+                Kind::Array => match read_adapter(&mut reader.whole("an extra key")?) {
+                    Some(name) => keys.push(name),
+                    None => keys.is_odd = true,
+                },
+                _ => {
+                    reader.skip()?;
+                    keys.is_odd = true;
                 }
             }
         }
-        blocks.push(keys);
+        if keys.first.is_some() || keys.is_odd {
+            blocks.push(keys);
+        }
     }
     Ok(blocks)
 }

@@ -7,6 +7,12 @@ use rmp::decode::{read_array_len, read_bin_len, read_int, read_map_len, read_str
 
 use super::EventError;
 
+/// First bytes of numbers that are not negative, by their length.
+const U8: u8 = 0xcc;
+const U16: u8 = 0xcd;
+const U32: u8 = 0xce;
+const U64: u8 = 0xcf;
+
 /// What a value is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -155,8 +161,35 @@ impl<'a> Reader<'a> {
         Ok(number.cast_unsigned())
     }
 
-    /// A token's id; nothing where something else stands, which is not read then.
+    /// A number of 64 bits in full length, as nearly all hashes are; nothing where something else stands, which is not read then.
     #[inline]
+    pub(super) fn long(&mut self) -> Option<u64> {
+        let (&[U64, a, b, c, d, e, f, g, h], rest) = self.left.split_first_chunk()? else { return None };
+        self.left = rest;
+        Some(u64::from_be_bytes([a, b, c, d, e, f, g, h]))
+    }
+
+    /// Ids of so many tokens; nothing where something else stands among them, and then nobody knows how far was read.
+    pub(super) fn tokens(&mut self, count: usize) -> Option<Vec<u32>> {
+        // Each is a byte at least.
+        if count > self.left.len() {
+            return None;
+        }
+        let mut ids = vec![0; count];
+        for id in &mut ids {
+            let (token, rest) = match *self.left {
+                [byte @ 0..=0x7f, ref rest @ ..] => (byte.into(), rest),
+                [U16, a, b, ref rest @ ..] => (u16::from_be_bytes([a, b]).into(), rest),
+                [U32, a, b, c, d, ref rest @ ..] => (u32::from_be_bytes([a, b, c, d]), rest),
+                [U8, byte, ref rest @ ..] => (byte.into(), rest),
+                _ => (self.token()?, self.left),
+            };
+            (*id, self.left) = (token, rest);
+        }
+        Some(ids)
+    }
+
+    /// A token's id; nothing where something else stands, which is not read then.
     pub(super) fn token(&mut self) -> Option<u32> {
         let mut left = self.left;
         let id = read_int::<u32, _>(&mut left).ok()?;

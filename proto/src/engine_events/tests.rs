@@ -168,6 +168,50 @@ fn a_kind_that_is_not_known_may_have_something_else_under_a_name_that_is() {
     assert_eq!(decode(stored, Dialect::Vllm), Err(EventError::Kind { field: "block_hashes", got: "a text" }));
 }
 
+#[test]
+fn what_is_torn_is_an_error_whatever_kind_it_is_of() {
+    let torn = |event: &[u8]| decode(&[b"\x92\x00\x92", event].concat(), Dialect::Vllm);
+    let cut = Err(EventError::Cut { field: "an event" });
+    for event in
+        [&b"\x93\xaaBlockMoved\x01"[..], b"\x92\xb0AllBlocksCleared", b"\x94\xacBlockRemoved\x92\x01"]
+    {
+        assert_eq!(torn(event), cut, "{event:x?}");
+    }
+    assert_eq!(torn(b"\x82\xacblock_hashes\xa2no\xa4type\xaaBlockMo"), cut);
+    assert_eq!(torn(b"\x82\xa4type\xaaBlockMoved\xa1x\x93\x01"), cut);
+    // Behind kinds that are not known, whole ones are read.
+    let arrays = torn(b"\x94\xaaBlockMoved\x91\x01\xc0\xa1x\x93\xb0AllBlocksCleared\x01\x91\xc0").unwrap();
+    assert_eq!((arrays.unknown_events, &arrays.events[..]), (1, &[EngineEvent::Cleared][..]));
+    let maps =
+        torn(b"\x82\xa9token_ids\x05\xa4type\xa1x\x82\xacblock_hashes\x91\x07\xa4type\xacBlockRemoved");
+    let removed = Removed { hashes: vec![number(7)], medium: Medium::Gpu, group: None };
+    assert_eq!(maps.unwrap().events, [EngineEvent::Removed(removed)]);
+}
+
+#[test]
+fn numbers_have_any_length() {
+    let ids = b"\xa9token_ids\xdc\x00\x0c\x00\x7f\xcc\x80\xcd\x01\x00\xce\x00\x01\x00\x00\xcf\x00\x00\x00\x00\xff\xff\xff\xff\xcc\x05\xd0\x05\
+        \xd1\x00\x05\xd2\x00\x00\x00\x05\xd3\x00\x00\x00\x00\x00\x00\x00\x05\xcd\xff\xff";
+    let expected = vec![0, 127, 128, 256, 65_536, u32::MAX, 5, 5, 5, 5, 5, 65_535];
+    assert_eq!(stored_with(1, ids, 1).tokens, Tokens::Ids(expected));
+    for other in [
+        &b"\xff"[..],
+        b"\xc0",
+        b"\xcf\x00\x00\x00\x01\x00\x00\x00\x00",
+        b"\xd0\xff",
+        b"\xca\x00\x00\x00\x00",
+        b"\xa1x",
+    ] {
+        let fields = [b"\xa9token_ids\x92\x01", other].concat();
+        assert_eq!(stored_with(1, &fields, 1).tokens, Tokens::Other, "{other:x?}");
+    }
+    let hashes = b"\x92\x00\x91\x92\xacBlockRemoved\x95\xcf\x80\x00\x00\x00\x00\x00\x00\x01\x07\xcd\x01\x00\xff\xc4\x01\x07";
+    let batch = decode(hashes, Dialect::Vllm).unwrap();
+    let [EngineEvent::Removed(removed)] = &batch.events[..] else { panic!("{batch:?}") };
+    let bytes = EngineHash::of_bytes(&[7]);
+    assert_eq!(removed.hashes, [number(1 << 63 | 1), number(7), number(256), number(u64::MAX), bytes]);
+}
+
 /// One block stored with these extra keys, in msgpack.
 fn with_extra_keys(keys: &[u8]) -> Extra {
     let mut payload = vec![0x92, 0x00, 0x91];
@@ -183,6 +227,8 @@ fn a_block_whose_hash_covers_what_is_not_told_is_no_plain_one() {
     // An image's hash with its place, behind a salt.
     let image = with_extra_keys(b"\x92\x91\xa1s\x91\x92\xa2h1\x05");
     assert_eq!(image, Extra { salt: Some("s".to_owned()), plain_blocks: Some(1) });
+    let late = with_extra_keys(b"\x96\xc0\x90\xc0\xc0\x91\x07\x91\xa1s");
+    assert_eq!(late, Extra { salt: None, plain_blocks: Some(4) });
     // Two texts that nobody can tell apart.
     let two = with_extra_keys(b"\x91\x92\xa1s\xa1t");
     assert_eq!(two.plain_blocks, Some(0));
