@@ -8,7 +8,7 @@
 /// Starts to load the cache line at the start of `place`. A hint: nothing depends on it.
 #[inline(always)]
 #[allow(unsafe_code)]
-pub(crate) fn prefetch<T>(place: &T) {
+pub fn prefetch<T>(place: &T) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     // SAFETY: a prefetch neither reads nor writes anything the program can see and never faults; the
     // address is that of a live reference besides.

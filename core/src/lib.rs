@@ -4,7 +4,7 @@
 //! Not here: anything that can wait, fail for a reason outside the program, or be observed.
 
 pub mod classes;
-mod cpu;
+pub mod cpu;
 pub mod evict;
 pub mod id;
 pub mod index;

@@ -16,6 +16,9 @@ const NTH_ONE: u64 = 1 << 8;
 /// The bits of the octet's first block.
 const OCTET: u64 = ((1 << (8 * OPENING_BYTES)) - 1) & !(TAG | NTH);
 
+/// Set in the first block of a chain, whose tag means nothing yet.
+const ROOT: u64 = 1 << 63;
+
 /// A prefix of whole blocks, as far as hashing needs to know it: what a longer prefix continues from.
 ///
 /// Belongs to the hasher that made it, and is as secret as its key: a hash says nothing of the state, but
@@ -39,7 +42,7 @@ impl std::fmt::Debug for Chain {
 impl Chain {
     /// Before the first block.
     pub(super) fn new(state: u128) -> Self {
-        let place = Place { opening: 0, is_root: true };
+        let place = Place { opening: ROOT };
         Self { state: state.to_le_bytes(), place, in_segment: 0 }
     }
 }
@@ -47,10 +50,8 @@ impl Chain {
 /// Where in its chain a block is, as its hash says it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Place {
-    /// What the hash begins with. If it is the first of an octet, the octet bits mean nothing yet.
+    /// What the hash begins with. If it is the first of an octet, the octet bits mean nothing yet. Above them is [`ROOT`].
     opening: u64,
-    /// Whether it is the first block of the chain, so that the tag means nothing yet.
-    is_root: bool,
 }
 
 impl Place {
@@ -67,8 +68,8 @@ impl Place {
         if let (0, Some(first)) = (self.opening & NTH, images.first()) {
             let [a, b, c, d, e, ..] = first.0;
             let image = u64::from_le_bytes([a, b, c, d, e, 0, 0, 0]);
-            let own = if self.is_root { OCTET | TAG } else { OCTET };
-            *self = Self { opening: self.opening & TAG & !own | image & own, is_root: false };
+            let own = if self.opening & ROOT == 0 { OCTET } else { OCTET | TAG };
+            *self = Self { opening: self.opening & TAG & !own | image & own };
         }
         for image in images {
             let opening = self.opening.to_le_bytes();

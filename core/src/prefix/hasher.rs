@@ -78,6 +78,20 @@ impl PrefixHasher {
         rest
     }
 
+    /// As [`extend`](Self::extend), and appends the chain behind each block too: for who may have to go on from any of them.
+    pub fn extend_each(
+        &self,
+        mut chain: Chain,
+        tokens: &[u32],
+        hashes: &mut Vec<BlockHash>,
+        chains: &mut Vec<Chain>,
+    ) {
+        for block in tokens.chunks_exact(self.block_tokens) {
+            self.extend(&mut chain, block, hashes);
+            chains.push(chain);
+        }
+    }
+
     /// Hash of a partly filled block after `chain`: the last one of a prefix, since nothing follows a block
     /// that still grows. Nothing when there are no tokens, or a whole block of them.
     #[must_use]

@@ -387,6 +387,30 @@ proptest! {
         }
     }
 
+    #[test]
+    fn a_chain_goes_on_from_behind_each_of_its_blocks(
+        tokens in prop::collection::vec(any::<u32>(), 0..300),
+        more in prop::collection::vec(any::<u32>(), 1..40),
+        size in 0u32..7,
+    ) {
+        for hasher in levels(&blocks_of(1 << size)) {
+            let (mut hashes, mut chains) = (Vec::new(), Vec::new());
+            hasher.extend_each(hasher.start(), &tokens, &mut hashes, &mut chains);
+            let mut whole = Vec::new();
+            hasher.extend(&mut hasher.start(), &tokens, &mut whole);
+            prop_assert_eq!(&hashes, &whole);
+            prop_assert_eq!(chains.len(), hashes.len());
+            for (at, mut chain) in chains.into_iter().enumerate() {
+                let before = &tokens[..(at + 1) << size];
+                let mut behind = Vec::new();
+                hasher.extend(&mut chain, &more, &mut behind);
+                let mut all = Vec::new();
+                hasher.extend(&mut hasher.start(), &[before, &more].concat(), &mut all);
+                prop_assert_eq!(&all[at + 1..], &behind[..]);
+            }
+        }
+    }
+
     /// Another salt gives other hashes.
     #[test]
     fn salt_matters(tokens in tokens(), bit in 0usize..256) {
