@@ -4,7 +4,7 @@
 
 use std::hint::black_box;
 
-use benches::{Better, Row, side_by_side, spend};
+use benches::{Better, Row, Spent, outcome, side_by_side, spend};
 use bytes::Bytes;
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
 use kvfleet_proto::engine_events::{Dialect, EngineEvent, Tokens, decode};
@@ -13,8 +13,8 @@ use kvfleet_router::Listener;
 use crate::Effort;
 
 pub(crate) const ABOUT: &str = "messages of an engine that stores prompts of 64 blocks behind a prefix that all share, and from the 1,024th prompt on removes as many as it \
-     stores: read, hashed, kept as aliases and listed in the soft plane; against reading and hashing alone. Blocks stored count, \
-     those removed come on top";
+     stores: read, hashed, kept as aliases and listed in the soft plane; against reading all and hashing what is stored. Each block that is \
+     stored is an operation, and each that is removed another";
 
 const BLOCK_TOKENS: u32 = 16;
 
@@ -29,15 +29,24 @@ const PROMPTS_EACH: u64 = 4;
 
 const PEER: &str = "limit: decode and hash";
 
+const UNIT: &str = "M block operations/CPU-s";
+
+/// Operations that a router is to do in a second of one core, in millions.
+const LIMIT: f64 = 3.0;
+
 pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
     let prompts = effort.scaled(16_384);
     let payloads: Vec<Bytes> = (0..prompts / PROMPTS_EACH).map(message).collect();
-    let blocks = payloads.len() as u64 * PROMPTS_EACH * PROMPT_BLOCKS;
+    let stored = payloads.len() as u64 * PROMPTS_EACH * PROMPT_BLOCKS;
+    let held = stored.min(PROMPTS_HELD * PROMPT_BLOCKS);
+    let operations = stored + (stored - held);
+    let rate = |spent: Spent| 1e-6 * operations as f64 / spent.cpu.as_secs_f64();
     let mut rows = Vec::new();
     for (name, ours_tokens) in
         [("blocks of 16 tokens, as the fleet's", 16), ("blocks of 16 tokens, the fleet's of 64", 64)]
     {
-        let expected = blocks.min(PROMPTS_HELD * PROMPT_BLOCKS) * 16 / u64::from(ours_tokens);
+        let expected = held * u64::from(BLOCK_TOKENS) / u64::from(ours_tokens);
+        let mut figures = Vec::new();
         let ours = || {
             let mut listener = Listener::new(ours_tokens).expect("metrics of its own");
             let (_, spent) = spend(|| {
@@ -46,15 +55,19 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
                 }
             });
             assert_eq!(listener.blocks(), expected, "blocks are listed");
-            1e-6 * blocks as f64 / spent.cpu.as_secs_f64()
+            figures.push(rate(spent));
+            rate(spent)
         };
         let theirs = || {
             let (_, spent) =
                 spend(|| payloads.iter().for_each(|payload| decode_and_hash(payload, ours_tokens)));
-            1e-6 * blocks as f64 / spent.cpu.as_secs_f64()
+            rate(spent)
         };
         let compared = side_by_side(effort.runs, ours, theirs);
-        rows.push(Row::new("events", name, "M blocks/CPU-s", PEER, Better::Higher, compared));
+        // The first run does not count there either.
+        let limits: Vec<_> = figures.iter().skip(1).map(|figure| (*figure, LIMIT)).collect();
+        let row = |peer, outcome| Row::new("events", name, UNIT, peer, Better::Higher, outcome);
+        rows.extend([row("limit: 3 M", outcome(&limits)), row(PEER, compared)]);
     }
     Ok(rows)
 }
