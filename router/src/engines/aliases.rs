@@ -9,21 +9,27 @@
 //! A name stays true as long as the process lives, also when nobody knows any more what is resident. An engine does not say again what a
 //! request found there; but it stores a block only behind blocks that the request holds, so that all blocks before it are there.
 //!
-//! Pure. Not here: numbers of messages and gaps (`rank.rs`), payloads (`kvfleet_proto::engine_events`).
+//! Pure. Not here: numbers of messages and gaps (`rank.rs`), payloads (`kvfleet_proto::engine_events`), and how names are found
+//! (`aliases/names.rs`).
 
-use std::collections::hash_map::{Entry, RandomState};
 use std::collections::{HashMap, VecDeque};
-use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
 
-use kv_core::id::{BlockHash, Tier};
+use kv_core::id::BlockHash;
 use kv_core::index::command::Change;
 use kv_core::prefix::Chain;
 use kvfleet_proto::engine_events::{EngineEvent, EngineHash, Medium, Removed, Stored, Tokens};
-
 use smallvec::SmallVec;
 
+use block::{Alias, Ours, Part, Place, Whole, WholeId, Wholes};
+pub(super) use changes::Changes;
+use names::{Names, Slot, Spread, TOGETHER, Tag};
+
 use super::tenants::{Hashers, Tenants};
+
+mod block;
+mod changes;
+mod names;
 
 /// Blocks that left GPU memory whose alias is kept, at least: one that comes back from the host's memory does so without tokens, and one that
 /// was never gone is known by what is stored behind it. As many as were ever resident are kept, if that is more.
@@ -56,13 +62,13 @@ pub(crate) struct LeftOut {
 #[derive(Debug)]
 pub(super) struct Aliases {
     hashers: Hashers,
-    known: HashMap<EngineHash, Alias, Spread>,
-    /// Blocks of ours that engine blocks are parts of.
-    wholes: HashMap<BlockHash, Whole>,
+    known: Names<Alias>,
+    wholes: Wholes,
     /// Of blocks of ours that are parts of engine blocks, in how many that are resident: some begin alike.
-    shared: HashMap<BlockHash, u32>,
-    /// In the order in which they left, with the number of their departure; those that came back are still in it.
-    departed: VecDeque<(EngineHash, u64)>,
+    shared: HashMap<BlockHash, u32, Spread>,
+    /// In the order in which they left, one for each departure; those that came back are still in it.
+    departed: VecDeque<Slot>,
+    /// Departures so far: the number of the last in the list.
     departures: u64,
     /// Blocks that are resident, and the most that ever were.
     resident: usize,
@@ -74,200 +80,26 @@ pub(super) struct Aliases {
     /// Number of the next alias.
     next: u64,
     left_out: LeftOut,
+    /// Memory that serves again.
+    scratch: Scratch,
 }
 
-/// What changes for the plane.
+/// What one step has no use for after it.
 #[derive(Debug, Default)]
-pub(super) struct Changes {
-    list: Vec<Change>,
-    /// Blocks in it.
-    blocks: usize,
-}
-
-impl Changes {
-    /// Blocks in it.
-    pub(super) fn blocks(&self) -> usize {
-        self.blocks
-    }
-
-    /// Hands out what was collected.
-    pub(super) fn take(&mut self) -> Vec<Change> {
-        self.blocks = 0;
-        std::mem::take(&mut self.list)
-    }
-
-    fn push(&mut self, is_stored: bool, before: Option<BlockHash>, new: &[BlockHash]) {
-        self.blocks += new.len();
-        match self.list.last_mut() {
-            _ if new.is_empty() => {}
-            Some(Change::Stored { blocks, .. })
-                if is_stored && before.is_some() && blocks.last().copied() == before =>
-            {
-                blocks.extend_from_slice(new);
-            }
-            Some(Change::Dropped { blocks, .. }) if !is_stored => blocks.extend_from_slice(new),
-            _ if is_stored => {
-                self.list.push(Change::Stored { parent: before, blocks: new.into(), tier: Tier::Gpu });
-            }
-            _ => self.list.push(Change::Dropped {
-                blocks: new.into(),
-                tier: Tier::Gpu,
-                cause: Default::default(),
-            }),
-        }
-    }
-
-    /// Nothing before it matters.
-    fn clear(&mut self) {
-        (self.list, self.blocks) = (vec![Change::Cleared], 1);
-    }
-}
-
-/// Spreads hashes of engines over a table. They are hashes already, but of somebody else's making: a secret of this process is mixed in.
-#[derive(Clone, Debug)]
-struct Spread {
-    secret: [u64; 2],
-}
-
-impl Default for Spread {
-    fn default() -> Self {
-        let drawn = RandomState::new();
-        Spread { secret: [drawn.hash_one(0), drawn.hash_one(1)] }
-    }
-}
-
-impl BuildHasher for Spread {
-    type Hasher = Spreader;
-
-    fn build_hasher(&self) -> Spreader {
-        Spreader { secret: self.secret, spread: 0 }
-    }
-}
-
-/// See [`Spread`].
-struct Spreader {
-    secret: [u64; 2],
-    spread: u64,
-}
-
-impl Hasher for Spreader {
-    fn write(&mut self, bytes: &[u8]) {
-        for word in bytes.chunks(16) {
-            let mut padded = [0; 16];
-            padded[..word.len()].copy_from_slice(word);
-            self.write_u128(u128::from_le_bytes(padded));
-        }
-    }
-
-    fn write_u128(&mut self, number: u128) {
-        let [low, high] =
-            [number as u64 ^ self.secret[0], (number >> 64) as u64 ^ self.secret[1] ^ self.spread];
-        // Twice, for a product alone leaves its low bits to the low bits of the number.
-        let product = u128::from(low) * u128::from(high | 1);
-        let folded = product as u64 ^ (product >> 64) as u64;
-        let product = u128::from(folded ^ self.secret[1]) * u128::from(self.secret[0] | 1);
-        self.spread = product as u64 ^ (product >> 64) as u64;
-    }
-
-    fn finish(&self) -> u64 {
-        self.spread
-    }
-}
-
-/// A block of an engine.
-#[derive(Debug)]
-struct Alias {
-    /// The block before it.
-    parent: Option<EngineHash>,
-    /// A parent's is below its children's.
-    nth: u64,
-    hasher: u32,
-    is_resident: bool,
-    /// Which departure its last one was.
-    left: u64,
-    /// Behind the last block of ours that ends in it or before it.
-    chain: Chain,
-    /// The block of ours before the first that it has a part of.
-    before: Option<BlockHash>,
-    ours: Ours,
-}
-
-/// Which of our blocks an engine's block is.
-#[derive(Debug)]
-enum Ours {
-    One(BlockHash),
-    Several(Box<[BlockHash]>),
-    Part(Box<Part>),
-}
-
-/// A block of an engine that is smaller than ours.
-#[derive(Debug)]
-struct Part {
-    tokens: Box<[u32]>,
-    /// Tokens of our block up to the end of this part.
-    filled: usize,
-    /// Our blocks that it is a part of: one for each way to go on from here to the end of ours, one alone for the last part.
-    of: Vec<BlockHash>,
-}
-
-/// A block of ours in parts.
-#[derive(Debug)]
-struct Whole {
-    before: Option<BlockHash>,
-    /// The part that made it whole.
-    last: EngineHash,
-    /// Parts that are not resident.
-    missing: u32,
-}
-
-/// Where a block of an engine begins.
-#[derive(Clone, Copy)]
-struct Place {
-    hasher: u32,
-    chain: Chain,
-    /// The block of ours before it.
-    before: Option<BlockHash>,
-    /// Tokens between that one's end and here.
-    filled: usize,
-    /// The engine's block before it.
-    parent: Option<EngineHash>,
-}
-
-impl Alias {
-    /// Where the block behind it begins, in a fleet whose blocks have so many tokens.
-    fn behind(&self, hash: EngineHash, block_tokens: usize) -> Place {
-        let (before, filled) = match &self.ours {
-            Ours::One(block) => (Some(*block), 0),
-            Ours::Several(blocks) => (blocks.last().copied(), 0),
-            Ours::Part(part) if part.filled == block_tokens => (part.of.first().copied(), 0),
-            Ours::Part(part) => (self.before, part.filled),
-        };
-        Place { hasher: self.hasher, chain: self.chain, before, filled, parent: Some(hash) }
-    }
-
-    fn part(&self) -> Option<&Part> {
-        match &self.ours {
-            Ours::Part(part) => Some(part),
-            Ours::One(_) | Ours::Several(_) => None,
-        }
-    }
-
-    /// Blocks of ours in it, for the limit.
-    fn weight(&self) -> usize {
-        match &self.ours {
-            Ours::Several(blocks) => blocks.len(),
-            Ours::One(_) | Ours::Part(_) => 1,
-        }
-    }
+struct Scratch {
+    tags: Vec<Tag>,
+    tokens: Vec<u32>,
+    blocks: Vec<BlockHash>,
+    chains: Vec<Chain>,
 }
 
 impl Aliases {
     pub(super) fn new(tenants: Arc<Tenants>) -> Aliases {
         Aliases {
             hashers: Hashers::new(tenants),
-            known: HashMap::default(),
-            wholes: HashMap::new(),
-            shared: HashMap::new(),
+            known: Names::default(),
+            wholes: Wholes::default(),
+            shared: HashMap::default(),
             departed: VecDeque::new(),
             departures: 0,
             resident: 0,
@@ -276,6 +108,7 @@ impl Aliases {
             group: None,
             next: 0,
             left_out: LeftOut::default(),
+            scratch: Scratch::default(),
         }
     }
 
@@ -309,13 +142,13 @@ impl Aliases {
 
     /// What is resident is not known any more; names are.
     pub(super) fn forget_resident(&mut self) {
-        let mut left: Vec<_> = self.known.iter().filter(|(_, alias)| alias.is_resident).collect();
+        let resident = self.known.iter().filter(|(_, alias)| alias.is_resident);
+        let mut left: Vec<_> = resident.map(|(slot, alias)| (alias.nth, slot)).collect();
         // Children are forgotten before their parents.
-        left.sort_unstable_by_key(|(_, alias)| std::cmp::Reverse(alias.nth));
-        let left: Vec<EngineHash> = left.into_iter().map(|(hash, _)| *hash).collect();
+        left.sort_unstable_by_key(|(nth, _)| std::cmp::Reverse(*nth));
         let mut unsaid = Changes::default();
-        for hash in left {
-            self.set_resident(hash, false, &mut unsaid);
+        for (_, slot) in left {
+            self.set_resident(slot, false, &mut unsaid);
             unsaid.take();
         }
         self.bound_departed();
@@ -323,22 +156,21 @@ impl Aliases {
 
     /// All that is resident, parents first, as changes from nothing.
     pub(super) fn all(&self) -> Vec<Change> {
-        let mut resident: Vec<&Alias> = self.known.values().filter(|alias| alias.is_resident).collect();
+        let all = self.known.iter().map(|(_, alias)| alias);
+        let mut resident: Vec<&Alias> = all.filter(|alias| alias.is_resident).collect();
         resident.sort_unstable_by_key(|alias| alias.nth);
         let mut changes = Changes::default();
         changes.clear();
         for alias in resident {
             match &alias.ours {
-                Ours::One(block) => changes.push(true, alias.before, &[*block]),
-                Ours::Several(blocks) => changes.push(true, alias.before, blocks),
+                Ours::One(block) => changes.push(true, alias.before(), &[*block]),
+                Ours::Several(blocks) => changes.push(true, alias.before(), blocks),
                 // The last part tells of all of them.
-                Ours::Part(part) if part.filled == self.hashers.block_tokens() => {
-                    let is_there =
-                        |block: &&BlockHash| self.wholes.get(*block).is_some_and(|whole| whole.missing == 0);
-                    part.of
-                        .iter()
-                        .filter(is_there)
-                        .for_each(|block| changes.push(true, alias.before, &[*block]));
+                Ours::Part(part) if usize::from(part.filled) == self.hashers.block_tokens() => {
+                    let wholes = part.of().iter().filter_map(|whole| self.wholes.get(*whole));
+                    wholes
+                        .filter(|whole| whole.missing == 0)
+                        .for_each(|whole| changes.push(true, whole.before, &[whole.block]));
                 }
                 Ours::Part(_) => {}
             }
@@ -362,11 +194,7 @@ impl Aliases {
         };
         let theirs = stored.block_tokens as usize;
         if tokens.is_empty() {
-            for hash in &stored.hashes {
-                if !self.set_resident(*hash, true, changes) {
-                    self.left_out.orphans += 1;
-                }
-            }
+            self.came_or_went(&stored.hashes, true, changes);
         } else if theirs == 0 || tokens.len() != theirs * stored.hashes.len() {
             // With blocks of the range left out, nothing says which.
             self.left_out.opaque += count;
@@ -375,7 +203,7 @@ impl Aliases {
         } else if let Some(place) = self.place(stored) {
             self.group.get_or_insert(stored.group);
             self.prove(stored.parent, changes);
-            self.hashed(stored, tokens.chunks_exact(theirs), place, changes);
+            self.hashed(stored, tokens, place, changes);
         }
     }
 
@@ -389,83 +217,166 @@ impl Aliases {
                 return None;
             };
             let chain = self.hashers.hasher(hasher).start();
-            return Some(Place { hasher, chain, before: None, filled: 0, parent: None });
+            let (before, parent, parent_slot) = (None, None, Slot::NONE);
+            return Some(Place { hasher, chain, before, filled: 0, parent, parent_slot });
         };
-        let place = self.behind(parent);
+        let place = self.known.find(parent).and_then(|slot| self.behind(slot));
         self.left_out.orphans += if place.is_none() { count } else { 0 };
         place
     }
 
-    fn behind(&self, hash: EngineHash) -> Option<Place> {
-        Some(self.known.get(&hash)?.behind(hash, self.hashers.block_tokens()))
+    /// Where the block behind a known one begins.
+    fn behind(&self, slot: Slot) -> Option<Place> {
+        let alias = self.known.get(slot)?;
+        let (before, filled) = match &alias.ours {
+            Ours::One(block) => (Some(*block), 0),
+            Ours::Several(blocks) => (blocks.last().copied(), 0),
+            Ours::Part(part) if usize::from(part.filled) == self.hashers.block_tokens() => {
+                (part.of().first().and_then(|whole| Some(self.wholes.get(*whole)?.block)), 0)
+            }
+            Ours::Part(part) => (alias.before(), part.filled.into()),
+        };
+        let Alias { hasher, chain, name, .. } = *alias;
+        Some(Place { hasher, chain, before, filled, parent: Some(name), parent_slot: slot })
     }
 
     /// A block is stored behind this one, so this one and all before it are there, whatever was heard of them.
     fn prove(&mut self, parent: Option<EngineHash>, changes: &mut Changes) {
         let mut unheard = Vec::new();
         // A name that was forgotten and told again elsewhere is no parent of those before it, and could be one in a circle.
-        let (mut at, mut below) = (parent, u64::MAX);
-        while let Some((hash, alias)) = at.and_then(|hash| Some((hash, self.known.get(&hash)?)))
+        let (mut at, mut below) = (parent.and_then(|parent| self.known.find(parent)), u64::MAX);
+        while let Some((slot, alias)) = at.and_then(|slot| Some((slot, self.known.get(slot)?)))
             && !alias.is_resident
             && alias.nth < below
         {
-            unheard.push(hash);
-            (at, below) = (alias.parent, alias.nth);
+            unheard.push(slot);
+            (at, below) = (self.parent_of(alias), alias.nth);
         }
-        for hash in unheard.into_iter().rev() {
-            self.set_resident(hash, true, changes);
+        for slot in unheard.into_iter().rev() {
+            self.set_resident(slot, true, changes);
         }
+    }
+
+    fn parent_of(&self, alias: &Alias) -> Option<Slot> {
+        self.named(alias.parent?, alias.parent_slot)
+    }
+
+    /// Where a block is that was there before. It may have been forgotten and told again since.
+    fn named(&self, name: EngineHash, was: Slot) -> Option<Slot> {
+        let is_there = self.known.get(was).is_some_and(|alias| alias.name == name);
+        if is_there { Some(was) } else { self.known.find(name) }
     }
 
     /// Blocks with their tokens, one behind the other.
-    fn hashed<'a>(
-        &mut self,
-        stored: &Stored,
-        blocks: impl Iterator<Item = &'a [u32]>,
-        mut place: Place,
-        changes: &mut Changes,
-    ) {
-        let count = stored.hashes.len();
+    fn hashed(&mut self, stored: &Stored, tokens: &[u32], mut place: Place, changes: &mut Changes) {
+        let (count, theirs) = (stored.hashes.len(), stored.block_tokens as usize);
         let plain = stored.extra.plain_blocks.unwrap_or(count).min(count);
         self.left_out.opaque += (count - plain) as u64;
-        for (at, (hash, tokens)) in stored.hashes.iter().zip(blocks).take(plain).enumerate() {
-            // Some say again what is there. The same hash is the same tokens behind the same parent.
-            let next = match self.heard_of(*hash) {
-                Some((next, true)) => Ok(next),
-                Some((next, false)) => {
-                    self.set_resident(*hash, true, changes);
-                    Ok(next)
-                }
-                None => self.learn(*hash, tokens, place, changes),
-            };
-            match next {
+        let mut tags = std::mem::take(&mut self.scratch.tags);
+        let (names, tokens) = (&stored.hashes[..plain], &tokens[..plain * theirs]);
+        let mut left = plain;
+        for (names, tokens) in names.chunks(TOGETHER).zip(tokens.chunks(TOGETHER * theirs)) {
+            self.known.expect(names, &mut tags);
+            match self.hashed_together(names, &tags, tokens, place, changes) {
                 Ok(next) => place = next,
-                Err(why) => {
-                    *why(&mut self.left_out) += (plain - at) as u64;
-                    return;
+                Err((at, why)) => {
+                    *why(&mut self.left_out) += (left - at) as u64;
+                    break;
                 }
             }
+            left -= names.len();
         }
+        self.scratch.tags = tags;
     }
 
-    /// Where the next block behind a known one begins, and whether that one is resident. A last part whose block of ours went with an
-    /// earlier part is not known any more: with its tokens it is made again.
-    fn heard_of(&mut self, hash: EngineHash) -> Option<(Place, bool)> {
-        let ours = self.hashers.block_tokens();
-        let alias = self.known.get(&hash)?;
-        if alias.part().is_some_and(|part| part.filled == ours && part.of.is_empty()) {
+    /// The same of blocks that were looked up together; or how many of them have a place, and why the next has none.
+    fn hashed_together(
+        &mut self,
+        names: &[EngineHash],
+        tags: &[Tag],
+        tokens: &[u32],
+        mut place: Place,
+        changes: &mut Changes,
+    ) -> Result<Place, (usize, Why)> {
+        let theirs = tokens.len() / names.len().max(1);
+        let mut at = 0;
+        while at < names.len() {
+            // Some say again what is there. The same hash is the same tokens behind the same parent.
+            if let Some((slot, next)) = self.heard_of(names[at], tags[at]) {
+                self.set_resident(slot, true, changes);
+                place = next;
+                at += 1;
+            } else if place.filled == 0 && theirs == self.hashers.block_tokens() {
+                let (learned, next) =
+                    self.learn_run(&names[at..], &tags[at..], &tokens[at * theirs..], place, changes);
+                at += learned;
+                place = next.map_err(|why| (at, why))?;
+            } else {
+                let tokens = &tokens[at * theirs..][..theirs];
+                place = self.learn((names[at], tags[at]), tokens, place, changes).map_err(|why| (at, why))?;
+                at += 1;
+            }
+        }
+        Ok(place)
+    }
+
+    /// Where a known block is, and where the next one behind it begins. A last part whose block of ours went with an earlier part is not
+    /// known any more: with its tokens it is made again.
+    #[inline]
+    fn heard_of(&mut self, name: EngineHash, tag: Tag) -> Option<(Slot, Place)> {
+        let slot = self.known.find_tagged(name, tag)?;
+        let alias = self.known.get(slot)?;
+        let is_last = |part: &Part| usize::from(part.filled) == self.hashers.block_tokens();
+        if alias.part().is_some_and(|part| is_last(part) && part.of().is_empty()) {
             self.ours -= alias.weight();
             self.resident -= usize::from(alias.is_resident);
-            self.known.remove(&hash);
+            self.known.remove(slot);
             return None;
         }
-        Some((alias.behind(hash, ours), alias.is_resident))
+        Some((slot, self.behind(slot)?))
+    }
+
+    /// Learns of blocks that are as ours, from one that was not heard of up to the next that was, and answers of how many, and where the one
+    /// behind them begins; or why it has no place.
+    fn learn_run(
+        &mut self,
+        names: &[EngineHash],
+        tags: &[Tag],
+        tokens: &[u32],
+        mut place: Place,
+        changes: &mut Changes,
+    ) -> (usize, Result<Place, Why>) {
+        let all = names.iter().zip(tags);
+        let others = all.clone().skip(1);
+        let run =
+            1 + others.take_while(|(name, tag)| self.known.find_tagged(**name, **tag).is_none()).count();
+        let mut blocks = std::mem::take(&mut self.scratch.blocks);
+        let mut chains = std::mem::take(&mut self.scratch.chains);
+        blocks.clear();
+        chains.clear();
+        let tokens = &tokens[..run * self.hashers.block_tokens()];
+        self.hashers.hasher(place.hasher).extend_each(place.chain, tokens, &mut blocks, &mut chains);
+        let (before, mut learned, mut why) = (place.before, 0, None);
+        for ((name, tag), (block, chain)) in all.zip(blocks.iter().zip(&chains)) {
+            if !self.make_room(1) {
+                why = Some::<Why>(|left_out| &mut left_out.over_limit);
+                break;
+            }
+            // One that is named twice is known by now.
+            let Some(slot) = self.insert((*name, *tag), place, *chain, Ours::One(*block)) else { break };
+            (place.chain, place.before) = (*chain, Some(*block));
+            (place.parent, place.parent_slot) = (Some(*name), slot);
+            learned += 1;
+        }
+        changes.push(true, before, &blocks[..learned]);
+        (self.scratch.blocks, self.scratch.chains) = (blocks, chains);
+        (learned, why.map_or(Ok(place), Err))
     }
 
     /// Learns of a block that was not heard of, and answers where the next one begins; or why it has no place.
     fn learn(
         &mut self,
-        hash: EngineHash,
+        name: (EngineHash, Tag),
         tokens: &[u32],
         place: Place,
         changes: &mut Changes,
@@ -475,20 +386,20 @@ impl Aliases {
             return Err(|left_out| &mut left_out.over_limit);
         }
         if place.filled == 0 && tokens.len().is_multiple_of(ours) {
-            Ok(self.learn_whole(hash, tokens, place, changes))
+            Ok(self.learn_several(name, tokens, place, changes))
         } else if place.filled + tokens.len() < ours {
-            Ok(self.learn_part(hash, tokens, place))
+            Ok(self.learn_part(name, tokens, place))
         } else if place.filled + tokens.len() == ours {
-            self.learn_last_part(hash, tokens, place, changes)
+            self.learn_last_part(name, tokens, place, changes)
         } else {
             Err(|left_out| &mut left_out.odd_size)
         }
     }
 
-    /// A block of the engine that is one of ours, or several.
-    fn learn_whole(
+    /// A block of the engine that is several of ours.
+    fn learn_several(
         &mut self,
-        hash: EngineHash,
+        name: (EngineHash, Tag),
         tokens: &[u32],
         place: Place,
         changes: &mut Changes,
@@ -497,100 +408,108 @@ impl Aliases {
         let mut blocks = Vec::with_capacity(tokens.len() / self.hashers.block_tokens());
         self.hashers.hasher(place.hasher).extend(&mut chain, tokens, &mut blocks);
         let before = blocks.last().copied();
-        let ours = match blocks[..] {
-            [block] => {
-                changes.push(true, place.before, &blocks);
-                Ours::One(block)
-            }
-            _ => {
-                share(&mut self.shared, true, (place.before, &blocks), changes);
-                Ours::Several(blocks.into())
-            }
-        };
-        self.insert(hash, place, chain, ours);
-        Place { chain, before, parent: Some(hash), ..place }
+        share(&mut self.shared, true, (place.before, &blocks), changes);
+        let slot = self.insert(name, place, chain, Ours::Several(blocks.into()));
+        Place { chain, before, parent: Some(name.0), parent_slot: slot.unwrap_or(Slot::NONE), ..place }
     }
 
-    fn learn_part(&mut self, hash: EngineHash, tokens: &[u32], place: Place) -> Place {
+    fn learn_part(&mut self, name: (EngineHash, Tag), tokens: &[u32], place: Place) -> Place {
         let filled = place.filled + tokens.len();
-        let part = Part { tokens: tokens.into(), filled, of: Vec::new() };
-        self.insert(hash, place, place.chain, Ours::Part(Box::new(part)));
-        Place { filled, parent: Some(hash), ..place }
+        let slot = self.insert(name, place, place.chain, Ours::Part(Part::early(tokens, filled)));
+        Place { filled, parent: Some(name.0), parent_slot: slot.unwrap_or(Slot::NONE), ..place }
     }
 
     /// The part that makes one of our blocks whole.
     fn learn_last_part(
         &mut self,
-        hash: EngineHash,
+        name: (EngineHash, Tag),
         tokens: &[u32],
         place: Place,
         changes: &mut Changes,
     ) -> Result<Place, Why> {
         let ours = self.hashers.block_tokens();
-        let mut all = vec![0; ours];
+        let mut all = std::mem::take(&mut self.scratch.tokens);
+        all.resize(ours, 0);
         all[place.filled..].copy_from_slice(tokens);
         let (mut end, mut missing) = (place.filled, 0);
-        let mut earlier = SmallVec::<[EngineHash; 32]>::new();
-        for (hash, alias, part) in self.parts_up_to(place.parent, place.filled) {
-            let start = end - part.tokens.len();
-            all[start..end].copy_from_slice(&part.tokens);
+        let mut earlier = SmallVec::<[Slot; 32]>::new();
+        for (slot, alias, part) in self.parts_up_to(self.parent_at(&place), place.filled) {
+            let start = end - part.tokens().len();
+            all[start..end].copy_from_slice(part.tokens());
             missing += u32::from(!alias.is_resident);
-            earlier.push(hash);
+            earlier.push(slot);
             end = start;
         }
-        if end > 0 {
-            return Err(|left_out| &mut left_out.orphans);
-        }
         let mut chain = place.chain;
-        let mut block = Vec::with_capacity(1);
-        self.hashers.hasher(place.hasher).extend(&mut chain, &all, &mut block);
-        if missing == 0 {
-            changes.push(true, place.before, &block);
+        let mut blocks = std::mem::take(&mut self.scratch.blocks);
+        blocks.clear();
+        if end == 0 {
+            self.hashers.hasher(place.hasher).extend(&mut chain, &all, &mut blocks);
         }
+        let made = blocks.first().copied();
+        (self.scratch.tokens, self.scratch.blocks) = (all, blocks);
+        let Some(block) = made else { return Err(|left_out| &mut left_out.orphans) };
+        if missing == 0 {
+            changes.push(true, place.before, &[block]);
+        }
+        let whole = Whole { block, before: place.before, last: Slot::NONE, missing };
+        let whole = self.wholes.insert(whole);
         for part in earlier {
-            if let Some(Ours::Part(part)) = self.known.get_mut(&part).map(|alias| &mut alias.ours) {
-                part.of.extend_from_slice(&block);
+            if let Some(part) = self.known.get_mut(part).and_then(Alias::part_mut) {
+                part.push(whole);
             }
         }
-        let before = block.first().copied();
-        self.wholes.extend(before.map(|block| (block, Whole { before: place.before, last: hash, missing })));
-        let part = Part { tokens: tokens.into(), filled: ours, of: block };
-        self.insert(hash, place, chain, Ours::Part(Box::new(part)));
-        Ok(Place { chain, before, filled: 0, parent: Some(hash), ..place })
+        let part = Part::last(tokens.len(), ours, whole);
+        let slot = self.insert(name, place, chain, Ours::Part(part)).unwrap_or(Slot::NONE);
+        if let Some(whole) = self.wholes.get_mut(whole) {
+            whole.last = slot;
+        }
+        Ok(Place { chain, before: made, filled: 0, parent: Some(name.0), parent_slot: slot, ..place })
+    }
+
+    fn parent_at(&self, place: &Place) -> Option<Slot> {
+        self.named(place.parent?, place.parent_slot)
     }
 
     /// The parts of one of our blocks, from the one that ends with so many tokens back to the first; fewer where one is forgotten.
-    fn parts_up_to(
-        &self,
-        last: Option<EngineHash>,
-        filled: usize,
-    ) -> impl Iterator<Item = (EngineHash, &Alias, &Part)> {
+    fn parts_up_to(&self, last: Option<Slot>, filled: usize) -> impl Iterator<Item = (Slot, &Alias, &Part)> {
         let (mut at, mut end) = (last, filled);
         std::iter::from_fn(move || {
-            let hash = at.filter(|_| end > 0)?;
-            let alias = self.known.get(&hash)?;
+            let slot = at.filter(|_| end > 0)?;
+            let alias = self.known.get(slot)?;
             // One that was forgotten and told again, of another length, is no part of this.
-            let part = alias.part().filter(|part| part.filled == end && part.tokens.len() <= end)?;
-            (at, end) = (alias.parent, end - part.tokens.len());
-            Some((hash, alias, part))
+            let part = alias.part().filter(|part| usize::from(part.filled) == end)?;
+            let start = end.checked_sub(part.count.into())?;
+            (at, end) = (self.parent_of(alias), start);
+            Some((slot, alias, part))
         })
     }
 
-    fn insert(&mut self, hash: EngineHash, place: Place, chain: Chain, ours: Ours) {
-        let Place { hasher, before, parent, .. } = place;
-        let alias = Alias { parent, nth: self.next, hasher, is_resident: true, left: 0, chain, before, ours };
+    /// Keeps a block that is there from now on, and answers where; not if its name is known.
+    #[inline]
+    fn insert(
+        &mut self,
+        (name, tag): (EngineHash, Tag),
+        place: Place,
+        chain: Chain,
+        ours: Ours,
+    ) -> Option<Slot> {
+        let alias = Alias::new(name, self.next, place, chain, ours);
+        let weight = alias.weight();
+        let slot = self.known.insert(alias, tag).ok()?;
         self.next += 1;
-        self.ours += alias.weight();
+        self.ours += weight;
         self.resident += 1;
         self.most_resident = self.most_resident.max(self.resident);
-        self.known.insert(hash, alias);
+        Some(slot)
     }
 
-    /// Notes that a block came or went; whether it is known.
-    fn set_resident(&mut self, hash: EngineHash, to: bool, changes: &mut Changes) -> bool {
-        let Some(alias) = self.known.get_mut(&hash) else { return false };
+    /// Notes that a block came or went.
+    #[inline]
+    fn set_resident(&mut self, slot: Slot, to: bool, changes: &mut Changes) {
+        let Some(alias) = self.known.get_mut(slot) else { return };
         if std::mem::replace(&mut alias.is_resident, to) == to {
-            return true;
+            return;
         }
         if to {
             self.resident += 1;
@@ -599,23 +518,23 @@ impl Aliases {
             self.resident -= 1;
             self.departures += 1;
             alias.left = self.departures;
-            self.departed.push_back((hash, alias.left));
+            self.departed.push_back(slot);
         }
         match &alias.ours {
-            Ours::One(block) => changes.push(to, alias.before, &[*block]),
-            Ours::Several(blocks) => share(&mut self.shared, to, (alias.before, blocks), changes),
+            // Where it was is of no interest when it goes, and in the other half of what is kept.
+            Ours::One(block) => changes.push(to, if to { alias.before() } else { None }, &[*block]),
+            Ours::Several(blocks) => share(&mut self.shared, to, (alias.before(), blocks), changes),
             Ours::Part(part) => {
-                for block in &part.of {
-                    let Some(whole) = self.wholes.get_mut(block) else { continue };
+                for whole in part.of() {
+                    let Some(whole) = self.wholes.get_mut(*whole) else { continue };
                     let was_there = whole.missing == 0;
                     whole.missing = if to { whole.missing.saturating_sub(1) } else { whole.missing + 1 };
                     if was_there != (whole.missing == 0) {
-                        changes.push(to, whole.before, &[*block]);
+                        changes.push(to, whole.before, &[whole.block]);
                     }
                 }
             }
         }
-        true
     }
 
     fn removed(&mut self, removed: &Removed, changes: &mut Changes) {
@@ -625,59 +544,76 @@ impl Aliases {
         if removed.medium != Medium::Gpu || of_another {
             return;
         }
-        for hash in &removed.hashes {
-            self.set_resident(*hash, false, changes);
-        }
+        self.came_or_went(&removed.hashes, false, changes);
         self.bound_departed();
+    }
+
+    /// Blocks that are known, if they are.
+    fn came_or_went(&mut self, names: &[EngineHash], to: bool, changes: &mut Changes) {
+        let mut tags = std::mem::take(&mut self.scratch.tags);
+        for names in names.chunks(TOGETHER) {
+            self.known.expect(names, &mut tags);
+            for (name, tag) in names.iter().zip(&tags) {
+                match self.known.find_tagged(*name, *tag) {
+                    Some(slot) => self.set_resident(slot, to, changes),
+                    None => self.left_out.orphans += u64::from(to),
+                }
+            }
+        }
+        self.scratch.tags = tags;
     }
 
     /// Forgets the names of blocks that left longest ago.
     fn bound_departed(&mut self) {
-        while self.departed.len() > DEPARTED_MIN.max(self.most_resident) {
-            let Some(oldest) = self.departed.pop_front() else { break };
-            self.forget_departed(oldest);
+        let most = DEPARTED_MIN.max(self.most_resident);
+        while let over @ 1.. = self.departed.len().saturating_sub(most) {
+            let over = over.min(TOGETHER);
+            self.departed.range(..over).for_each(|slot| self.known.expect_at(*slot));
+            self.departed.range(..over).for_each(|slot| self.known.expect_removal(*slot));
+            for _ in 0..over {
+                self.forget_oldest();
+            }
         }
     }
 
     /// Forgets names of blocks that left, until so many blocks of ours have a place; whether they have.
+    #[inline]
     fn make_room(&mut self, wanted: usize) -> bool {
         while self.ours + wanted > KNOWN_MAX {
-            let Some(oldest) = self.departed.pop_front() else { return false };
-            self.forget_departed(oldest);
+            if !self.forget_oldest() {
+                return false;
+            }
         }
         true
     }
 
-    fn forget_departed(&mut self, (hash, left): (EngineHash, u64)) {
-        // One that came back has left again since, or not.
-        let has_left = |alias: &&Alias| !alias.is_resident && alias.left == left;
-        let Entry::Occupied(entry) = self.known.entry(hash) else { return };
-        if !has_left(&entry.get()) {
-            return;
+    /// Forgets the block that left longest ago, unless it came back; whether there is one.
+    fn forget_oldest(&mut self) -> bool {
+        // Each departure is one in the list, so the last ones are as many as are in it.
+        let left = self.departures + 1 - self.departed.len() as u64;
+        let Some(slot) = self.departed.pop_front() else { return false };
+        // One that came back has left again since, or not; and where it was another one may be.
+        if let Some(alias) = self.known.get(slot)
+            && !alias.is_resident
+            && alias.left == left
+        {
+            self.ours -= alias.weight();
+            // They are not whole, and without this part will not be.
+            let of: SmallVec<[WholeId; 4]> = alias.part().map_or(&[][..], Part::of).into();
+            of.into_iter().for_each(|whole| self.forget_whole(whole));
+            self.known.remove(slot);
         }
-        self.ours -= entry.get().weight();
-        let of = match entry.get().part() {
-            Some(part) if !part.of.is_empty() => part.of.clone(),
-            _ => {
-                entry.remove();
-                return;
-            }
-        };
-        // They are not whole, and without this part will not be.
-        of.into_iter().for_each(|block| self.forget_whole(block));
-        self.known.remove(&hash);
+        true
     }
 
     /// Forgets that parts make one of our blocks.
-    fn forget_whole(&mut self, block: BlockHash) {
-        let Some(whole) = self.wholes.remove(&block) else { return };
+    fn forget_whole(&mut self, id: WholeId) {
+        let Some(whole) = self.wholes.remove(id) else { return };
         let parts = self.parts_up_to(Some(whole.last), self.hashers.block_tokens());
-        let parts: SmallVec<[EngineHash; 32]> = parts.map(|(hash, ..)| hash).collect();
-        for hash in parts {
-            if let Some(Ours::Part(part)) = self.known.get_mut(&hash).map(|alias| &mut alias.ours)
-                && let Some(at) = part.of.iter().position(|of| *of == block)
-            {
-                part.of.swap_remove(at);
+        let parts: SmallVec<[Slot; 32]> = parts.map(|(slot, ..)| slot).collect();
+        for part in parts {
+            if let Some(part) = self.known.get_mut(part).and_then(Alias::part_mut) {
+                part.forget(id);
             }
         }
     }
@@ -685,7 +621,7 @@ impl Aliases {
 
 /// Counts blocks that another block of the engine may have too, and appends what that changes.
 fn share(
-    shared: &mut HashMap<BlockHash, u32>,
+    shared: &mut HashMap<BlockHash, u32, Spread>,
     is_stored: bool,
     (mut before, blocks): (Option<BlockHash>, &[BlockHash]),
     changes: &mut Changes,

@@ -120,7 +120,7 @@ fn secret(key: &'static str, path: &Path) -> Result<[u8; SECRET_BYTES], ConfigEr
 pub(super) struct Hashers {
     tenants: Arc<Tenants>,
     list: Vec<PrefixHasher>,
-    by_names: HashMap<(Option<String>, Option<String>), u32>,
+    by_names: HashMap<(Option<String>, Option<String>), u16>,
 }
 
 impl Hashers {
@@ -134,8 +134,8 @@ impl Hashers {
     }
 
     /// One that [`Hashers::of`] named.
-    pub(super) fn hasher(&self, number: u32) -> &PrefixHasher {
-        &self.list[number as usize]
+    pub(super) fn hasher(&self, number: u16) -> &PrefixHasher {
+        &self.list[usize::from(number)]
     }
 
     /// It is another process: it has prefixes of other adapters and salts.
@@ -145,7 +145,7 @@ impl Hashers {
     }
 
     /// Who hashes prefixes of this adapter and salt; nobody where no tenant has the salt, the adapter's name is none, or there are too many.
-    pub(super) fn of(&mut self, adapter: Option<&str>, salt: Option<&str>) -> Option<u32> {
+    pub(super) fn of(&mut self, adapter: Option<&str>, salt: Option<&str>) -> Option<u16> {
         let names = (adapter.map(str::to_owned), salt.map(str::to_owned));
         if let Some(number) = self.by_names.get(&names) {
             return Some(*number);
@@ -154,7 +154,7 @@ impl Hashers {
             return None;
         }
         self.list.push(self.tenants.hasher(adapter, salt)?);
-        let number = self.list.len() as u32 - 1;
+        let number = self.list.len() as u16 - 1;
         self.by_names.insert(names, number);
         Some(number)
     }

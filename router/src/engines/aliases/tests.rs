@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use kv_core::id::Tier;
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
 use kvfleet_proto::engine_events::Extra;
 use proptest::prelude::*;
@@ -281,7 +282,8 @@ fn parts_that_many_prefixes_share_keep_nothing_of_those_that_are_forgotten() {
         assert_eq!(changes.len(), 1, "prompt {number}");
         take(&mut aliases, remove(&[100 + number]));
     }
-    let of = aliases.known[&number(2)].part().unwrap().of.len();
+    let second = aliases.known.find(number(2)).unwrap();
+    let of = aliases.known.get(second).unwrap().part().unwrap().of().len();
     assert!(of <= DEPARTED_MIN + 1 && of == aliases.wholes.len(), "{of} blocks of ours of one part");
     assert!(aliases.known.len() <= DEPARTED_MIN + 4);
     // One that was forgotten and comes back is there once.
@@ -302,18 +304,48 @@ fn a_name_that_is_given_twice_makes_no_circle() {
     take(&mut aliases, remove(&[1, 2]));
     for other in 0..2 * DEPARTED_MIN as u64 {
         take(&mut aliases, EngineEvent::Stored(store(&[100 + other], None, &[other as u32; 16], 16)));
-        if !aliases.known.contains_key(&number(1)) {
+        if aliases.known.find(number(1)).is_none() {
             break;
         }
         take(&mut aliases, remove(&[100 + other]));
     }
     // The first is forgotten, and then told as a child of its own child.
-    if aliases.known.contains_key(&number(2)) {
+    if aliases.known.find(number(2)).is_some() {
         take(&mut aliases, EngineEvent::Stored(store(&[1], Some(2), &[9; 16], 16)));
     }
     aliases.forget_resident();
     take(&mut aliases, EngineEvent::Stored(store(&[50], Some(2), &[8; 16], 16)));
     take(&mut aliases, EngineEvent::Stored(store(&[51], Some(1), &[8; 16], 16)));
+}
+
+/// Of a long event with names that are said twice, near each other and far apart, and some that are known already.
+#[test]
+fn an_event_says_what_its_blocks_say_one_by_one() {
+    for (ours, theirs) in [(16, 16), (64, 16), (16, 32)] {
+        let tokens: Vec<u32> = (0..200 * theirs).map(|token| token * 7 % 1_000).collect();
+        let mut names: Vec<u64> = (1_000..1_200).collect();
+        (names[70], names[130], names[131], names[190]) = (names[69], names[3], names[4], names[191]);
+        let (mut at_once, mut single) = (aliases(ours), aliases(ours));
+        let known = store(&names[100..140], None, &tokens[..40 * theirs as usize], theirs);
+        for aliases in [&mut at_once, &mut single] {
+            take(aliases, EngineEvent::Stored(known.clone()));
+            take(aliases, remove(&names[110..120]));
+        }
+        take(&mut at_once, EngineEvent::Stored(store(&names, None, &tokens, theirs)));
+        for (at, tokens) in tokens.chunks(theirs as usize).enumerate() {
+            let parent = at.checked_sub(1).map(|before| names[before]);
+            take(&mut single, EngineEvent::Stored(store(&names[at..=at], parent, tokens, theirs)));
+        }
+        assert!(at_once.all().len() > 1, "{ours} and {theirs}");
+        assert_eq!(at_once.all(), single.all(), "{ours} and {theirs}");
+        assert_eq!(at_once.take_left_out(), single.take_left_out());
+        assert_eq!(at_once.known.len(), single.known.len());
+        let gone: Vec<u64> = names.iter().rev().step_by(3).copied().collect();
+        for aliases in [&mut at_once, &mut single] {
+            take(aliases, remove(&gone));
+        }
+        assert_eq!(at_once.all(), single.all());
+    }
 }
 
 /// An engine that says what comes to its mind about prefixes of a small tree of tokens.
