@@ -5,9 +5,10 @@
 //!
 //! Bounded load is that of Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads"
 //! (SODA 2018): walk on from a node that carries more than `bound` times its fair share.
-//! Beside it: how copies between nodes end, and what a node that leaves gives to others first.
+//! Beside it: how copies between nodes end, what is worth another one, and what a node that leaves gives to others first.
 
 pub mod copies;
+pub mod hot;
 pub mod leaving;
 
 use std::cmp::Reverse;

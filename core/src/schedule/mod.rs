@@ -17,6 +17,7 @@ mod learnt;
 mod link;
 mod load;
 mod missing;
+mod nearer;
 mod pairs;
 mod passing;
 mod planners;
