@@ -13,8 +13,10 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use engines::check_identity;
 pub use engines::{DialectConfig, EngineConfig, EngineTenantConfig, EnginesConfig};
+pub use hot::HotCopiesConfig;
 
 mod engines;
+mod hot;
 
 /// Configuration of one router. Every field has a default except that voters, data directory and
 /// certificate files must be given for the config to be valid.
@@ -63,6 +65,8 @@ pub struct RouterConfig {
     pub price_links: bool,
     /// Whether nodes are told which blocks waiting requests will read, so that they bring them up in time.
     pub windows: bool,
+    /// Whether prefixes that are read from afar again and again are copied to where that is.
+    pub hot_copies: HotCopiesConfig,
     /// Who is turned away when not all requests can be served in time.
     pub admission: AdmissionConfig,
     /// Log entries between two snapshots.
@@ -197,6 +201,7 @@ impl Default for RouterConfig {
             pair_within: 0,
             price_links: true,
             windows: true,
+            hot_copies: HotCopiesConfig::default(),
             admission: AdmissionConfig::default(),
             snapshot_every_entries: 5_000,
             index_copies_max: kv_core::index::COPIES_MAX,
@@ -303,6 +308,7 @@ impl RouterConfig {
         self.truth.check()?;
         self.engines.check()?;
         self.admission.check()?;
+        self.hot_copies.check()?;
         self.check_rest()
     }
 
@@ -661,6 +667,14 @@ mod tests {
         says("a router: time_scale", &refused(|config| config.time_scale = f64::NAN), &[]);
         says("a router: slow_start_ms", &refused(|config| config.slow_start_ms = 600_001), &[]);
         says("a router: pair_within", &refused(|config| config.pair_within = 5), &[]);
+        says(
+            "a router: hot_copies.bytes_per_second",
+            &refused(|config| config.hot_copies.bytes_per_second = u64::MAX),
+            &[],
+        );
+        says("a router: hot_copies.burst_bytes", &refused(|config| config.hot_copies.burst_bytes = 0), &[]);
+        says("a router: hot_copies.decay_ms", &refused(|config| config.hot_copies.decay_ms = 999), &[]);
+        says("a router: hot_copies.copies_max", &refused(|config| config.hot_copies.copies_max = 33), &[]);
         says("a router: profile", &refused(|config| config.profile = "abacus".into()), &[]);
         says("a router: snapshot_every_entries", &refused(|config| config.snapshot_every_entries = 1), &[]);
         says("a router: index_copies_max", &refused(|config| config.index_copies_max = 0), &[]);

@@ -43,7 +43,8 @@ mod ports;
 
 pub use config::{
     AdmissionConfig, AnnounceConfig, ConfigError, DialectConfig, EngineConfig, EngineTenantConfig,
-    EnginesConfig, RouterConfig, TenantWeightConfig, TimingsConfig, TlsConfig, TruthConfig, VoterConfig,
+    EnginesConfig, HotCopiesConfig, RouterConfig, TenantWeightConfig, TimingsConfig, TlsConfig, TruthConfig,
+    VoterConfig,
 };
 pub use desk::Desk;
 pub use engines::FollowError;

@@ -39,6 +39,8 @@ pub(crate) struct Metrics {
     index_copies: IntGauge,
     truth: TruthMetrics,
     missing: IntCounterVec,
+    /// From own nodes, and from others.
+    to_fetch: [IntCounter; 2],
     ttft_error: Histogram,
     pace: PaceMetrics,
     soft: SoftMetrics,
@@ -50,6 +52,51 @@ pub(crate) struct Metrics {
 struct CopyMetrics {
     ended: IntCounterVec,
     bytes: IntCounter,
+    hot: HotMetrics,
+}
+
+/// Those of them that are made because requests were read from afar.
+#[derive(Clone)]
+struct HotMetrics {
+    uses: IntCounterVec,
+    proposed: IntCounter,
+    ended: IntCounterVec,
+    bytes: IntCounter,
+    segments: IntGauge,
+}
+
+/// What became of a decision that reads from afar.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum HotUse {
+    Counted,
+    /// As many waited as may.
+    Dropped,
+}
+
+impl HotMetrics {
+    fn register(registry: &Registry) -> prometheus::Result<HotMetrics> {
+        Ok(HotMetrics {
+            uses: labelled(
+                registry,
+                "kvfleet_hot_uses_total",
+                "Decisions that read or compute what a node further away holds, by whether they were counted or dropped",
+                "outcome",
+            )?,
+            proposed: counter(
+                registry,
+                "kvfleet_hot_copies_proposed_total",
+                "Copies of hot prefixes that this router began",
+            )?,
+            ended: labelled(
+                registry,
+                "kvfleet_hot_copies_ended_total",
+                "Copies of hot prefixes by how they ended",
+                "end",
+            )?,
+            bytes: counter(registry, "kvfleet_hot_copies_bytes_total", "Bytes that those copies stored")?,
+            segments: gauge(registry, "kvfleet_hot_segments", "Parts of prefixes whose heat is remembered")?,
+        })
+    }
 }
 
 impl CopyMetrics {
@@ -58,6 +105,7 @@ impl CopyMetrics {
         Ok(CopyMetrics {
             ended: labelled(registry, "kvfleet_copies_ended_total", help, "end")?,
             bytes: counter(registry, "kvfleet_copies_bytes_total", "Bytes that those copies stored")?,
+            hot: HotMetrics::register(registry)?,
         })
     }
 }
@@ -285,6 +333,13 @@ impl PaceMetrics {
     }
 }
 
+fn to_fetch(registry: &Registry) -> prometheus::Result<[IntCounter; 2]> {
+    let help =
+        "Blocks that requests were sent to fetch, from the own nodes of their instances and from others";
+    let counters = labelled(registry, "kvfleet_fetch_blocks_total", help, "node")?;
+    Ok([true, false].map(|is_own| counters.with_label_values(&[reader_name(is_own)])))
+}
+
 fn ttft_error(registry: &Registry) -> prometheus::Result<Histogram> {
     let help = "Predicted time to first token over the one that instances told, less 1";
     prediction_error(registry, "kvfleet_ttft_prediction_error", help)
@@ -366,6 +421,7 @@ impl Metrics {
                 "Blocks of routed prompts that were not served from the cache, by reason",
                 "reason",
             )?,
+            to_fetch: to_fetch(registry)?,
             ttft_error: ttft_error(registry)?,
             pace: PaceMetrics::register(registry)?,
             soft: SoftMetrics::register(registry)?,
@@ -381,6 +437,13 @@ impl Metrics {
         };
         self.decisions.with_label_values(&[label]).inc();
         self.route_seconds.observe(took.as_secs_f64());
+    }
+
+    /// A request was sent that fetches so many blocks from its instance's own node, and so many from others.
+    pub(crate) fn to_fetch(&self, own_blocks: u32, other_blocks: u32) {
+        for (counter, blocks) in self.to_fetch.iter().zip([own_blocks, other_blocks]) {
+            counter.inc_by(blocks.into());
+        }
     }
 
     pub(crate) fn missing(&self, missing: &[Missing]) {
@@ -505,6 +568,31 @@ impl Metrics {
     pub(crate) fn copied(&self, end: CopyEnd, bytes: u64) {
         self.copies.ended.with_label_values(&[end.name()]).inc();
         self.copies.bytes.inc_by(bytes);
+    }
+
+    /// A decision reads from afar.
+    pub(crate) fn hot_use(&self, outcome: HotUse) {
+        let label = match outcome {
+            HotUse::Counted => "counted",
+            HotUse::Dropped => "dropped",
+        };
+        self.copies.hot.uses.with_label_values(&[label]).inc();
+    }
+
+    /// A copy of a hot prefix begins.
+    pub(crate) fn hot_proposed(&self) {
+        self.copies.hot.proposed.inc();
+    }
+
+    /// One ended.
+    pub(crate) fn hot_copied(&self, end: CopyEnd, bytes: u64) {
+        self.copies.hot.ended.with_label_values(&[end.name()]).inc();
+        self.copies.hot.bytes.inc_by(bytes);
+    }
+
+    /// The heat of so many parts of prefixes is remembered.
+    pub(crate) fn hot_segments(&self, segments: usize) {
+        self.copies.hot.segments.set(gauge_value(segments as u64));
     }
 
     /// A node said what it saw.

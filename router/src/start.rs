@@ -26,6 +26,7 @@ use crate::balance;
 use crate::clock::{Clock, UnixClock};
 use crate::config::RouterConfig;
 use crate::copies::Copies;
+use crate::copies::hot::{HotCopier, Uses};
 use crate::desk::Desk;
 use crate::directives;
 use crate::engines::metrics::EngineMetrics;
@@ -283,6 +284,7 @@ impl Parts<'_> {
         };
         tokio::spawn(meter.run(self.stop.clone()));
         let waits = self.tell_windows(&peers, clock);
+        let hot = self.copy_hot((&fleet, &copies), clock);
         Arc::new(Shared {
             truth,
             cluster,
@@ -298,6 +300,7 @@ impl Parts<'_> {
             sent: Mutex::default(),
             waits,
             copies,
+            hot,
             fresh_shares: Mutex::default(),
             fits: fits::start(Arc::clone(control), clock, self.metrics.clone(), self.stop.clone()),
             directives: directives::start(Arc::clone(&control.published), self.stop.clone()),
@@ -326,6 +329,18 @@ impl Parts<'_> {
             price_links: self.config.price_links,
         };
         tokio::spawn(background.run(self.stop.clone()));
+    }
+
+    /// What is hot, which is copied where there is a budget for it.
+    fn copy_hot(&self, (fleet, copies): (&Arc<FleetView>, &Arc<Copies>), clock: Clock) -> Option<Uses> {
+        let copier = HotCopier {
+            groups: self.groups.clone(),
+            fleet: Arc::clone(fleet),
+            copies: Arc::clone(copies),
+            clock,
+            metrics: self.metrics.clone(),
+        };
+        copier.start(&self.config.hot_copies, self.stop.clone())
     }
 
     /// What waits, which nodes are told unless that is switched off.

@@ -1,14 +1,16 @@
-//! Copies between nodes by this router's word: which nodes drain, and telling one node to copy from another.
+//! Copies between nodes by this router's word: which nodes drain, what is hot, and telling one node to copy from another.
 //!
 //! Soft state: a router that starts knows of no node that drains before that says so again. Not here: where a run goes
 //! (`crate::server::evacuate`), and what a node does with it (`kvfleet-node`).
 
 pub(crate) mod draining;
+pub(crate) mod hot;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use kv_core::id::{Epoch, IdentityDigest, NodeId};
+use kv_core::index::Index;
 use kv_core::place::copies::{BlockRun, CopyEnd};
 use kvfleet_proto::pb::node_control_client::NodeControlClient;
 use kvfleet_proto::{convert, pb};
@@ -40,6 +42,28 @@ pub(crate) struct Order {
     pub(crate) identity: IdentityDigest,
     pub(crate) bytes_max: u64,
     pub(crate) within: Duration,
+}
+
+impl Order {
+    /// What a node is to copy from another, under the weights in force; nothing while either is not known, or before the first node joined.
+    pub(crate) fn new(
+        control: &Index,
+        run: BlockRun,
+        source: (NodeId, Epoch),
+        target: NodeId,
+        (bytes_max, within): (u64, Duration),
+    ) -> Option<Order> {
+        Some(Order {
+            run,
+            source,
+            source_address: control.node(source.0)?.record.data_address.clone(),
+            target,
+            target_address: control.node(target)?.record.control_address.clone(),
+            identity: control.identity()?.of_generation(control.generation()),
+            bytes_max,
+            within,
+        })
+    }
 }
 
 /// What came of it: blocks are the first of the run.

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, Epoch, IdentityDigest, NodeId};
+use kv_core::id::{BlockHash, Epoch, NodeId};
 use kv_core::index::Index;
 use kv_core::place::copies::{BlockRun, CopyEnd};
 use kvfleet_proto::{convert, pb};
@@ -55,12 +55,6 @@ struct Leaver<'a> {
     epoch: Epoch,
     root: BlockHash,
     until: tokio::time::Instant,
-}
-
-/// A node that may take blocks.
-struct Target {
-    node: NodeId,
-    address: String,
 }
 
 impl Leaver<'_> {
@@ -137,7 +131,7 @@ impl Leaver<'_> {
     }
 
     /// Who may take a run, the best first: whoever has the block before it, then where new blocks of the prefix would go.
-    fn targets(&self, run: &BlockRun) -> Vec<Target> {
+    fn targets(&self, run: &BlockRun) -> Vec<NodeId> {
         let control = self.shared.control().published.read();
         let mut nodes: Vec<NodeId> = match run.parent {
             // One of them: where all are full, others have room.
@@ -145,36 +139,21 @@ impl Leaver<'_> {
             None => Vec::new(),
         };
         nodes.extend(self.shared.fleet.places(&self.root.0));
-        let mut targets: Vec<Target> = Vec::new();
+        let mut targets: Vec<NodeId> = Vec::new();
         for node in nodes {
-            let Some(state) = control.index.node(node).filter(|state| state.live) else { continue };
-            if node == self.node || targets.iter().any(|target| target.node == node) {
-                continue;
+            let is_live = control.index.node(node).is_some_and(|state| state.live);
+            if is_live && node != self.node && !targets.contains(&node) {
+                targets.push(node);
             }
-            targets.push(Target { node, address: state.record.control_address.clone() });
         }
         targets.truncate(TARGETS_MAX);
         targets
     }
 
-    fn order(&self, run: BlockRun, target: Target, within: Duration) -> Option<Order> {
+    fn order(&self, run: BlockRun, target: NodeId, within: Duration) -> Option<Order> {
         let control = self.shared.control().published.read();
-        Some(Order {
-            run,
-            source: (self.node, self.epoch),
-            source_address: lookup::data_address(&control.index, self.node),
-            target: target.node,
-            target_address: target.address,
-            identity: identity(&control.index)?,
-            bytes_max: u64::MAX,
-            within,
-        })
+        Order::new(&control.index, run, (self.node, self.epoch), target, (u64::MAX, within))
     }
-}
-
-/// The identity of what nodes keep under the weights in force; nothing before the first node joined.
-fn identity(control: &Index) -> Option<IdentityDigest> {
-    control.identity().map(|identity| identity.of_generation(control.generation()))
 }
 
 fn count(blocks: usize) -> u32 {

@@ -33,6 +33,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::clock::{Clock, UnixClock};
 use crate::copies::Copies;
+use crate::copies::hot::Uses;
 use crate::fits::FleetFits;
 use crate::groups::{Group, Groups};
 use crate::ingest::Ingest;
@@ -83,6 +84,8 @@ pub(crate) struct Shared {
     pub(crate) waits: Option<Arc<Mutex<Waits>>>,
     /// Copies between nodes, and nodes that drain.
     pub(crate) copies: Arc<Copies>,
+    /// What decisions read from afar, where that is copied.
+    pub(crate) hot: Option<Uses>,
     /// What tenants read afresh.
     pub(crate) fresh_shares: Mutex<FreshShares>,
     /// What every node must respect, newest version.

@@ -65,12 +65,12 @@ async fn decide(
         true => shared.fleet.plan(choose),
         false => shared.fleet.decide(claim(shared, caller, &request), now, choose),
     };
+    let held_blocks = holders::end_blocks(&matched);
     if let Ok((decision, _)) = &chosen
         && !request.runs_there
     {
-        sent(shared, (&asked, &hashes), decision, now);
+        sent(shared, (&asked, &hashes, held_blocks), decision, now);
     }
-    let held_blocks = holders::end_blocks(&matched);
     let known = Known { request: &asked, hashes: &hashes, control: &control.index, held_blocks };
     // Whoever sent it has the story of that, and of who else could have taken it.
     if !(request.runs_there && request.sent_there) {
@@ -96,18 +96,23 @@ async fn decide(
     Ok(pb::RouteReply { answer: Some(answer), freshness: Some(freshness(shared, &hashes, applied)) })
 }
 
-/// Counts for those that follow: what its instance will have, and who waits there.
+/// Counts for those that follow: what its instance will have, who waits there, and what it reads from afar.
 fn sent(
     shared: &Shared,
-    (asked, hashes): (&RouteRequest, &[BlockHash]),
+    (asked, hashes, held_blocks): (&RouteRequest, &[BlockHash], u32),
     decision: &Decision,
     now: Timestamp,
 ) {
+    let own_blocks = decision.overlap_blocks().min(decision.fetch_blocks);
+    shared.metrics.to_fetch(own_blocks, decision.fetch_blocks - own_blocks);
     if keeps_prefixes(shared, decision.instance, now) {
         shared.sent.lock().sent(asked, hashes, decision, now);
     }
     if let Some(waits) = &shared.waits {
         waits.lock().sent(asked.tenant, decision, hashes, now);
+    }
+    if let Some(hot) = &shared.hot {
+        hot.sent(asked, hashes, decision, held_blocks);
     }
 }
 

@@ -169,6 +169,11 @@ impl FleetView {
         Receipt::Accepted
     }
 
+    /// Asks the fleet as it is now.
+    pub(crate) fn ask<T>(&self, ask: impl FnOnce(&Fleet) -> T) -> T {
+        ask(&self.soft.read().fleet)
+    }
+
     /// Whether an instance fetches from nodes.
     pub(crate) fn fetches(&self, instance: InstanceId) -> bool {
         self.soft.read().fleet.instance(instance).is_none_or(|instance| instance.fetches)

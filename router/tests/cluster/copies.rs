@@ -18,9 +18,11 @@ use crate::residency::load;
 
 /// A stand-in node that takes so many blocks of each copy, notes what it was asked, and says how it ended.
 #[derive(Clone)]
-struct Taker {
+pub struct Taker {
     takes: u32,
     end: CopyEnd,
+    /// What a block counts as.
+    pub block_bytes: u64,
     asked: Arc<Mutex<Vec<pb::CopyBlocksRequest>>>,
     /// Announces what is copied; without it, it only says that it took it.
     node: Arc<tokio::sync::Mutex<Option<Node>>>,
@@ -69,7 +71,7 @@ impl NodeControl for Taker {
         Ok(Response::new(pb::CopyBlocksReply {
             end: end as u32,
             stored_blocks,
-            stored_bytes: 100 * u64::from(stored_blocks),
+            stored_bytes: self.block_bytes * u64::from(stored_blocks),
             visible_at,
             ..pb::CopyBlocksReply::default()
         }))
@@ -77,17 +79,22 @@ impl NodeControl for Taker {
 }
 
 impl Taker {
-    fn new(takes: u32, end: CopyEnd) -> Taker {
-        Taker { takes, end, asked: Arc::default(), node: Arc::default() }
+    pub fn new(takes: u32, end: CopyEnd) -> Taker {
+        Taker { takes, end, block_bytes: 100, asked: Arc::default(), node: Arc::default() }
     }
 
     /// From now on it announces what it takes.
-    async fn announces(&self, node: Node) {
+    pub async fn announces(&self, node: Node) {
         *self.node.lock().await = Some(node);
     }
 
+    /// The first block of each copy.
+    pub fn heads(&self) -> Vec<Vec<u8>> {
+        self.asked.lock().iter().map(|request| request.run.as_ref().unwrap().blocks[..16].to_vec()).collect()
+    }
+
     /// Of each copy: the offset of the first block and how many there are.
-    fn asked(&self) -> Vec<(u32, usize)> {
+    pub fn asked(&self) -> Vec<(u32, usize)> {
         let of = |request: &pb::CopyBlocksRequest| {
             let run = request.run.as_ref().unwrap();
             (run.first_offset_blocks, run.blocks.len() / 16)
@@ -97,7 +104,7 @@ impl Taker {
 }
 
 /// Joins a stand-in node that serves its control calls.
-async fn join(cluster: &Cluster, node: u32, taker: &Taker) -> Node {
+pub async fn join(cluster: &Cluster, node: u32, taker: &Taker) -> Node {
     let tls = &cluster.configs[0].tls;
     let files = TlsFiles { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() };
     let socket = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -117,7 +124,7 @@ fn run(blocks: &[[u8; 16]]) -> pb::BlockRun {
     pb::BlockRun { blocks: blocks.concat(), frame_bytes: 100, ..pb::BlockRun::default() }
 }
 
-async fn evacuate(
+pub async fn evacuate(
     cluster: &Cluster,
     node: &Node,
     run: Option<pb::BlockRun>,

@@ -6,6 +6,7 @@ mod bad_input;
 mod copies;
 mod engines;
 mod harness;
+mod hot;
 mod learnt;
 mod links;
 mod nodes;

@@ -69,6 +69,7 @@ fn made_of(
         (!router.price_links, "router.price_links is on"),
         (!instance.report_links, "instance.report_links tells routers by which paths blocks came"),
         (!router.windows, "router.windows is on"),
+        (router.hot_copies.bytes_per_second == 0, "router.hot_copies copies hot prefixes"),
         (router.slow_start_ms == 0, "router.slow_start_ms has instances start slowly"),
         (router.admission.ttft_max_ms == 0, "router.admission.ttft_max_ms turns requests away"),
         (router.admission.tbt_max_us == 0, "router.admission.tbt_max_us turns requests away"),
@@ -219,6 +220,7 @@ mod tests {
         says("a crosscheck of two time scales", &refused(|router, _| router.time_scale = 1.0), &[]);
         says("a crosscheck with nodes in bytes", &refused(|_, node| node.dram_blocks = None), &[]);
         assert!(refused(|router, _| router.price_links = true).contains("price_links"));
+        assert!(refused(|router, _| router.hot_copies.bytes_per_second = 1).contains("router.hot_copies"));
         assert!(refused(|router, _| router.profile = "h100-8b".into()).contains("router.profile"));
     }
 }
