@@ -201,7 +201,10 @@ impl Decider {
             _ => Refusal::Nobody { reason: status.message().to_owned(), retry_after: Duration::from_secs(1) },
         })?;
         match reply.answer {
-            Some(pb::route_reply::Answer::Decision(decision)) => self.chosen(&decision),
+            Some(pb::route_reply::Answer::Decision(decision)) => {
+                // It counts as sent, and goes nowhere if that one has just left.
+                self.chosen(&decision).inspect_err(|_| self.desk.left(terms.request))
+            }
             Some(pb::route_reply::Answer::Rejected(rejected)) => {
                 let pb::Rejected { reason, retry_after_ms, nobody } = rejected;
                 let retry_after = Duration::from_millis(retry_after_ms);

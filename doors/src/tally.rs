@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 /// Keys that count.
-const KEYS: [(&[u8], Key); 8] = [
+const KEYS: [(&[u8], Key); 9] = [
     (b"prompt_tokens", Key::Prompt),
     (b"completion_tokens", Key::Completion),
     (b"index", Key::Choice),
@@ -15,10 +15,11 @@ const KEYS: [(&[u8], Key); 8] = [
     (b"reasoning_content", Key::Text),
     (b"reasoning", Key::Text),
     (b"arguments", Key::Text),
+    (b"error", Key::Error),
 ];
 
 /// Of each byte, which keys begin with it, a bit for each: most words begin with another one.
-const FIRST: [u8; 256] = {
+const FIRST: [u16; 256] = {
     let mut first = [0; 256];
     let mut nth = 0;
     while nth < KEYS.len() {
@@ -39,6 +40,8 @@ enum Key {
     Choice,
     /// What a model wrote.
     Text,
+    /// What went wrong: engines say it in a stream that had begun, and end that as if it were whole.
+    Error,
 }
 
 /// How far it has come.
@@ -47,7 +50,7 @@ enum At {
     /// In nothing that counts.
     Nowhere,
     /// So many bytes behind a quote, and which keys begin with these, a bit for each.
-    Word { bytes: usize, like: u8 },
+    Word { bytes: usize, like: u16 },
     /// Behind a key.
     Colon(Key),
     /// Behind its colon.
@@ -85,6 +88,8 @@ pub(crate) struct Tally {
     completion: Option<u32>,
     /// Whether there is more than one answer in it: they come beside one another.
     is_several: bool,
+    /// Whether an engine said that something went wrong.
+    is_failed: bool,
     /// Events in which a model wrote something.
     pieces: u32,
     /// Whether this one is counted.
@@ -102,6 +107,7 @@ impl Tally {
             prompt: None,
             completion: None,
             is_several: false,
+            is_failed: false,
             pieces: 0,
             is_counted: false,
             times: None,
@@ -139,8 +145,11 @@ impl Tally {
         self.found(Key::Prompt, self.prompt)
     }
 
-    /// What was said, once all of it has gone by.
+    /// What was said, once all of it has gone by; nothing of an answer that went wrong, which is not as long as it would have been.
     pub(crate) fn said(&self) -> Said {
+        if self.is_failed {
+            return Said::default();
+        }
         let pieces = if self.is_stream { self.pieces } else { 0 };
         let tokens = self.found(Key::Completion, self.completion).unwrap_or(pieces);
         let Some([(first, before), (last, by_then)]) = self.times.filter(|_| !self.is_several) else {
@@ -178,6 +187,10 @@ impl Tally {
             At::Colon(_) | At::Value(_) if matches!(byte, b' ' | b'\t' | b'\n' | b'\r') => self.at,
             At::Colon(key) if byte == b':' => At::Value(key),
             At::Value(Key::Text) if byte == b'"' => At::Quote,
+            At::Value(Key::Error) if matches!(byte, b'{' | b'"') => {
+                self.is_failed = true;
+                begin(byte)
+            }
             At::Value(key) if byte.is_ascii_digit() && key != Key::Text => {
                 At::Number(key, u32::from(byte - b'0'))
             }
@@ -189,7 +202,7 @@ impl Tally {
                     Key::Prompt => self.prompt = Some(number),
                     Key::Completion => self.completion = Some(number),
                     Key::Choice => self.is_several |= number > 0,
-                    Key::Text => {}
+                    Key::Text | Key::Error => {}
                 }
                 begin(byte)
             }
@@ -206,7 +219,7 @@ impl Tally {
 }
 
 /// Of these keys, which have this byte there.
-fn going_on(like: u8, at: usize, byte: u8) -> u8 {
+fn going_on(like: u16, at: usize, byte: u8) -> u16 {
     if at == 0 {
         return FIRST[usize::from(byte)];
     }
@@ -223,7 +236,7 @@ fn going_on(like: u8, at: usize, byte: u8) -> u8 {
 
 /// A quote may begin a key.
 fn begin(byte: u8) -> At {
-    if byte == b'"' { At::Word { bytes: 0, like: u8::MAX } } else { At::Nowhere }
+    if byte == b'"' { At::Word { bytes: 0, like: u16::MAX } } else { At::Nowhere }
 }
 
 #[cfg(test)]
@@ -298,6 +311,16 @@ mod tests {
         assert_eq!(tally("application/json", &[unsaid]).said(), Said::default(), "it is not known");
         let cut = whole.trim_end_matches('}');
         assert_eq!(tally("application/json", &[cut]).said().tokens, 31, "a number that nothing ends");
+    }
+
+    #[test]
+    fn of_an_answer_that_went_wrong_nothing_is_told() {
+        let event = "data: {\"choices\":[{\"delta\":{\"content\":\"a\"}}]}\n\n";
+        let wrong = "data: {\"error\": {\"message\":\"out of memory\",\"code\":500}}\n\n";
+        let said = |pieces: &[&str]| tally("text/event-stream", pieces).said();
+        assert_eq!(said(&[event, event, wrong, "data: [DONE]\n\n"]), Said::default());
+        let well = "data: {\"error\":null,\"choices\":[{\"delta\":{\"content\":\"\\\"error\\\": {\"}}]}\n\n";
+        assert_eq!(said(&[event, well, "data: [DONE]\n\n"]).tokens, 2);
     }
 
     #[test]

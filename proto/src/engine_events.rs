@@ -39,19 +39,29 @@ pub struct EngineHash(NonZeroU128);
 
 impl EngineHash {
     /// Set where the hash was bytes, so that none is taken for a number.
-    const BYTES: u128 = 1 << 127;
+    const BYTES: NonZeroU128 = bit(127);
+
+    /// Set where it was a number, all of which is below.
+    const NUMBER: NonZeroU128 = bit(64);
 
     /// A number; one that is negative by its bits, as an engine has one kind of them only.
     #[must_use]
     #[inline]
     pub fn of_number(number: u64) -> EngineHash {
-        EngineHash(NonZeroU128::MIN | u128::from(number) << 1)
+        EngineHash(EngineHash::NUMBER | u128::from(number))
     }
 
     /// Bytes, of any length.
     #[must_use]
     pub fn of_bytes(bytes: &[u8]) -> EngineHash {
-        EngineHash(NonZeroU128::MIN | (xxh3_128(bytes) | EngineHash::BYTES))
+        EngineHash(EngineHash::BYTES | xxh3_128(bytes))
+    }
+}
+
+const fn bit(number: u32) -> NonZeroU128 {
+    match NonZeroU128::new(1 << number) {
+        Some(bit) => bit,
+        None => NonZeroU128::MIN,
     }
 }
 

@@ -71,6 +71,8 @@ pub(crate) enum HotUse {
     Counted,
     /// As many waited as may.
     Dropped,
+    /// Nothing of it would be there sooner.
+    SavesNothing,
 }
 
 impl HotMetrics {
@@ -79,7 +81,7 @@ impl HotMetrics {
             uses: labelled(
                 registry,
                 "kvfleet_hot_uses_total",
-                "Decisions that read or compute what a node further away holds, by whether they were counted or dropped",
+                "Decisions that read or compute what a node further away holds: counted, dropped as too many waited, or of no gain if it were nearer",
                 "outcome",
             )?,
             proposed: counter(
@@ -575,6 +577,7 @@ impl Metrics {
         let label = match outcome {
             HotUse::Counted => "counted",
             HotUse::Dropped => "dropped",
+            HotUse::SavesNothing => "saves_nothing",
         };
         self.copies.hot.uses.with_label_values(&[label]).inc();
     }

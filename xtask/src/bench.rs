@@ -168,10 +168,15 @@ fn output(options: &[String]) -> anyhow::Result<String> {
     String::from_utf8(output.stdout).context("a bench printed bytes that are no text")
 }
 
-fn write_all(options: &[String]) -> anyhow::Result<()> {
+/// What benches need that is no part of them.
+fn prepare() -> anyhow::Result<()> {
     // Without it the rows against fio are left out, which the bench says; the script says why.
     Command::new(root().join("scripts/setup")).arg("bench").status().context("cannot run scripts/setup")?;
-    build_release(&["kvfleet"])?;
+    build_release(&["kvfleet"])
+}
+
+fn write_all(options: &[String]) -> anyhow::Result<()> {
+    prepare()?;
     let sections: Vec<Section> =
         listed()?.into_iter().map(|bench| section(bench, options)).collect::<anyhow::Result<_>>()?;
     let texts: Vec<String> = sections.iter().map(Section::text).collect();
@@ -184,6 +189,10 @@ fn write_one(name: &str, options: &[String]) -> anyhow::Result<()> {
     let Some(bench) = listed.iter().find(|(listed, _)| listed == name) else {
         bail!("no bench is called {name:?}: `cargo xtask bench` lists them");
     };
+    // Those that need more than what they are built of.
+    if ["ssd", "overload"].contains(&name) {
+        prepare()?;
+    }
     let section = section(bench.clone(), options)?;
     let path = root().join("docs").join(DOCUMENT);
     let before = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -195,7 +204,9 @@ fn write_one(name: &str, options: &[String]) -> anyhow::Result<()> {
 fn replaced(before: &str, section: &Section, names: &[&str]) -> Vec<String> {
     let kept = before.split("\n## ").skip(1).filter_map(|text| {
         let name = text.lines().next()?;
-        (name != section.name).then(|| (name, format!("\n## {}\n", text.trim_end_matches('\n'))))
+        // One that is no bench any more goes.
+        (name != section.name && names.contains(&name))
+            .then(|| (name, format!("\n## {}\n", text.trim_end_matches('\n'))))
     });
     let mut all: Vec<(&str, String)> = kept.chain([(&section.name[..], section.text())]).collect();
     all.sort_by_key(|(name, _)| names.iter().position(|listed| listed == name));

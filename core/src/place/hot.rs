@@ -24,6 +24,9 @@ const SEGMENT_BLOCKS_MAX: u32 = 16;
 /// Destinations that are counted of one segment: the hottest.
 const DESTINATIONS_MAX: usize = 8;
 
+/// Time until the index has what was copied, with much to spare.
+const SHOWN_WITHIN: Duration = Duration::from_secs(5);
+
 /// Segments of one proposal.
 const RUN_SEGMENTS_MAX: usize = 32;
 
@@ -206,7 +209,7 @@ impl Hot {
         });
         // Who cuts the same prompt in other blocks is mistaken, and says nothing of these.
         if segment.hashes.as_ref() == hashes {
-            segment.category = used.category;
+            (segment.tenant, segment.category) = (used.tenant, used.category);
             segment.warm(used.destination, saved_us, self.rules.decay, now);
         }
     }
@@ -221,8 +224,14 @@ impl Hot {
             return proposals;
         }
         let mut chances = self.chances(places, now);
+        let mut known = BTreeMap::new();
+        // Behind a gap nobody reads it.
+        let mut holds = |node: NodeId, parent: BlockHash| {
+            let ask = || places.holders(parent).iter().any(|holder| holder.node == node);
+            *known.entry((node, parent)).or_insert_with(ask)
+        };
         while proposals.len() < most
-            && let Some((destination, keys)) = self.best_run(&chances, places)
+            && let Some((destination, keys)) = self.best_run(&chances, &mut holds)
         {
             let taken: Vec<Chance> =
                 keys.iter().filter_map(|key| chances.remove(&(destination, *key))).collect();
@@ -262,14 +271,17 @@ impl Hot {
 
     /// The segment and destination with the highest gain, of those that may begin a run there, and what follows it in the same prefix as far as
     /// that is worth it by itself. Of equal ones, what a single node holds: it is lost with that node.
-    fn best_run(&self, chances: &Chances, places: &impl Places) -> Option<(NodeId, Vec<BlockHash>)> {
+    fn best_run(
+        &self,
+        chances: &Chances,
+        holds: &mut impl FnMut(NodeId, BlockHash) -> bool,
+    ) -> Option<(NodeId, Vec<BlockHash>)> {
         let rank = |chance: &Chance| (chance.gain_us, chance.holders.len() == 1);
         let mut best: Option<(&(NodeId, BlockHash), &Chance)> = None;
         for (place, chance) in chances {
             let is_better = best.is_none_or(|(_, most)| rank(chance) > rank(most));
-            // Behind a gap nobody reads it.
-            let holds = |parent| places.holders(parent).iter().any(|holder| holder.node == place.0);
-            if is_better && self.affords(chance.bytes) && chance.parent.is_none_or(holds) {
+            let may_begin = |parent| holds(place.0, parent);
+            if is_better && self.affords(chance.bytes) && chance.parent.is_none_or(may_begin) {
                 best = Some((place, chance));
             }
         }
@@ -330,8 +342,8 @@ impl Hot {
         Some(Proposal { source, destination, run, bytes, gain_us, keys })
     }
 
-    /// A proposal ended with so many of its first blocks at the destination, of which so many bytes came. Nothing of it is looked at again for half the
-    /// time constant: what was copied by then is in the index, and what was not may be possible.
+    /// A proposal ended with so many of its first blocks at the destination, of which so many bytes came. What did not come is not looked at again for half
+    /// the time constant.
     pub fn ended(
         &mut self,
         proposal: &Proposal,
@@ -341,7 +353,9 @@ impl Hot {
     ) {
         let left = self.budget_bytes + proposal.bytes as f64 - bytes as f64;
         self.budget_bytes = left.min(self.rules.burst_bytes as f64);
-        let not_before = now.after(self.rules.decay / 2);
+        let half = self.rules.decay / 2;
+        // What was copied is soon in the index, which says more than this; it may leave there soon, too.
+        let not_before = now.after(if end == CopyEnd::Copied { half.min(SHOWN_WITHIN) } else { half });
         // These are of the node, and not of what it was to take.
         if matches!(end, CopyEnd::Full | CopyEnd::Queue | CopyEnd::TargetLost) {
             self.resting.insert(proposal.destination, not_before);
@@ -394,6 +408,8 @@ impl Segment {
         let coldest = self
             .heats
             .iter_mut()
+            // Or what is under way, or was refused, would be tried again at once.
+            .filter(|heat| heat.not_before <= now)
             .min_by(|left, right| faded(left, decay, now).total_cmp(&faded(right, decay, now)));
         if let Some(coldest) = coldest.filter(|coldest| faded(coldest, decay, now) < us) {
             *coldest = fresh;

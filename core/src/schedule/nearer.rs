@@ -5,6 +5,8 @@
 
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
 use super::decision::{Decision, Source};
 use super::fleet::{Fleet, LiveNode};
 use super::lanes::Reader;
@@ -51,15 +53,20 @@ impl Fleet {
             us(self.profile.stream_ns(price.lane, block_tokens.into()))
         };
         let near_us = stream_us(own, Tier::Dram, true);
+        // Once for each source: this is asked beside decisions. What the own node has behind a gap is as near as it gets, and of a node that has gone
+        // meanwhile nothing is known.
+        let far_us = |source: &Source| match self.live(source.node).filter(|live| live.node != own.node) {
+            Some(live) => stream_us(live, source.tier, false),
+            None => 0.0,
+        };
+        let priced: SmallVec<[(&Source, f64); 8]> =
+            sources.iter().map(|source| (source, far_us(source))).collect();
         let far_us = |block: u32| {
-            let covers = |source: &&Source| {
+            let covers = |source: &Source| {
                 block.checked_sub(source.start_blocks).is_some_and(|at| at < source.len_blocks)
             };
-            match sources.iter().find(covers) {
-                // One that has gone meanwhile says nothing.
-                Some(source) => {
-                    self.live(source.node).map_or(0.0, |live| stream_us(live, source.tier, false))
-                }
+            match priced.iter().find(|(source, _)| covers(source)) {
+                Some((_, us)) => *us,
                 None => {
                     let context = u64::from(block) * u64::from(block_tokens);
                     us(self.profile.prefill_ns(context, block_tokens.into()))
@@ -113,8 +120,8 @@ mod tests {
     #[test]
     fn what_is_read_from_afar_saves_the_network_and_what_is_computed_the_computing() {
         let own = fleet(1, true, Some(NodeId(2)));
-        let sources = [source(1, 1, 2), source(9, 3, 1)];
-        let saved = own.nearer_us(InstanceId(7), 1..5, TOKENS, &sources).unwrap();
+        let sources = [source(1, 1, 2), source(9, 3, 1), source(2, 5, 1)];
+        let saved = own.nearer_us(InstanceId(7), 1..6, TOKENS, &sources).unwrap();
         let bytes = 131_072.0 * f64::from(TOKENS);
         let (near_us, far_us) = (bytes / 55e9 * 1e6, bytes / 45e9 * 1e6);
         let is_near = |got: f64, expected: f64| (got - expected).abs() < 0.01;
@@ -122,6 +129,7 @@ mod tests {
         assert_eq!(saved[2], 0.0, "nobody knows its source any more");
         let computed_us = own.profile.prefill_ns(4 * 256, 256) as f64 / 1e3;
         assert!(is_near(saved[3], computed_us - near_us) && saved[3] > 10_000.0 - near_us, "{saved:?}");
+        assert_eq!(saved[4], 0.0, "it holds that one itself, behind a gap");
     }
 
     #[test]

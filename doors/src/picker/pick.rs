@@ -99,6 +99,8 @@ impl Picks {
         let endpoints = answering.filter_map(|way| self.dialable(way.answers()));
         let endpoints: Vec<_> = endpoints.take(self.named_max).collect();
         if endpoints.is_empty() || is_pair != prefill.is_some() {
+            // It counts as sent.
+            self.decider.desk().left(request);
             let reason = "the engines that were chosen have just lost their addresses; ask again";
             return Err(Refused::new(503, "no_endpoint", reason));
         }

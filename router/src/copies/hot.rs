@@ -118,9 +118,10 @@ impl Uses {
         }
         let own = self.fleet.ask(|fleet| fleet.own_node(decision.instance));
         let afar = own.and_then(|own| Afar::of(own, asked, hashes, decision, missing));
-        if let Some(afar) = afar {
-            let is_taken = self.sender.try_send(afar).is_ok();
-            self.metrics.hot_use(if is_taken { HotUse::Counted } else { HotUse::Dropped });
+        if let Some(afar) = afar
+            && self.sender.try_send(afar).is_err()
+        {
+            self.metrics.hot_use(HotUse::Dropped);
         }
     }
 }
@@ -184,10 +185,13 @@ impl HotCopier {
             saved_us: &saved_us,
         };
         hot.used(&used, self.clock.now());
+        let saves = saved_us.iter().any(|us| *us > 0.0);
+        self.metrics.hot_use(if saves { HotUse::Counted } else { HotUse::SavesNothing });
     }
 
     fn look(&self, hot: &mut Hot, copies_max: usize, under_way: &mut JoinSet<(Proposal, Copied)>) {
-        let room = copies_max.saturating_sub(under_way.len());
+        // What is full at this router is no node's fault.
+        let room = copies_max.saturating_sub(under_way.len()).min(self.copies.places_left());
         if room > 0 && !hot.is_empty() {
             let places = Seen::of(&self.groups, &self.fleet);
             for proposal in hot.propose(&places, room, self.clock.now()) {
@@ -209,7 +213,7 @@ impl HotCopier {
             Order::new(&control.index, run.clone(), from, destination, (bytes_max, WITHIN))
         };
         let Some(order) = order else {
-            let lost = Copied { end: Some(CopyEnd::TargetLost), ..Copied::default() };
+            let lost = Copied { end: Some(CopyEnd::SourceLost), ..Copied::default() };
             return self.ended(hot, &proposal, &lost);
         };
         let copies = Arc::clone(&self.copies);

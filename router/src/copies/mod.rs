@@ -90,6 +90,11 @@ impl Copies {
         Copies { peers, metrics, channels: Mutex::default(), under_way, draining: Mutex::default() }
     }
 
+    /// How many more may be under way now.
+    pub(crate) fn places_left(&self) -> usize {
+        self.under_way.available_permits()
+    }
+
     /// Has a run copied and waits for what came of it. Whoever does not wait ends it.
     pub(crate) async fn copy(&self, order: &Order) -> Copied {
         let copied = match self.under_way.try_acquire() {

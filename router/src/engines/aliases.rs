@@ -13,6 +13,7 @@
 //! (`aliases/names.rs`).
 
 use std::collections::{HashMap, VecDeque};
+use std::fmt;
 use std::sync::Arc;
 
 use kv_core::id::BlockHash;
@@ -85,12 +86,19 @@ pub(super) struct Aliases {
 }
 
 /// What one step has no use for after it.
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Scratch {
     tags: Vec<Tag>,
     tokens: Vec<u32>,
     blocks: Vec<BlockHash>,
     chains: Vec<Chain>,
+}
+
+impl fmt::Debug for Scratch {
+    /// Leaves out what prompts say.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Scratch").finish_non_exhaustive()
+    }
 }
 
 impl Aliases {
@@ -142,6 +150,10 @@ impl Aliases {
 
     /// What is resident is not known any more; names are.
     pub(super) fn forget_resident(&mut self) {
+        // One that is told again and again costs no look at all names.
+        if self.resident == 0 {
+            return self.bound_departed();
+        }
         let resident = self.known.iter().filter(|(_, alias)| alias.is_resident);
         let mut left: Vec<_> = resident.map(|(slot, alias)| (alias.nth, slot)).collect();
         // Children are forgotten before their parents.
@@ -232,7 +244,8 @@ impl Aliases {
             Ours::One(block) => (Some(*block), 0),
             Ours::Several(blocks) => (blocks.last().copied(), 0),
             Ours::Part(part) if usize::from(part.filled) == self.hashers.block_tokens() => {
-                (part.of().first().and_then(|whole| Some(self.wholes.get(*whole)?.block)), 0)
+                // What it made whole may have been forgotten with another part; then nothing says what is before the next.
+                (Some(self.wholes.get(*part.of().first()?)?.block), 0)
             }
             Ours::Part(part) => (alias.before(), part.filled.into()),
         };
@@ -347,9 +360,11 @@ impl Aliases {
         changes: &mut Changes,
     ) -> (usize, Result<Place, Why>) {
         let all = names.iter().zip(tags);
-        let others = all.clone().skip(1);
-        let run =
-            1 + others.take_while(|(name, tag)| self.known.find_tagged(**name, **tag).is_none()).count();
+        // One that is named twice is known when its turn comes again.
+        let is_new = |(before, (name, tag)): &(usize, (&EngineHash, &Tag))| {
+            !tags[..=*before].contains(tag) && self.known.find_tagged(**name, **tag).is_none()
+        };
+        let run = 1 + all.clone().skip(1).enumerate().take_while(is_new).count();
         let mut blocks = std::mem::take(&mut self.scratch.blocks);
         let mut chains = std::mem::take(&mut self.scratch.chains);
         blocks.clear();
@@ -362,7 +377,6 @@ impl Aliases {
                 why = Some::<Why>(|left_out| &mut left_out.over_limit);
                 break;
             }
-            // One that is named twice is known by now.
             let Some(slot) = self.insert((*name, *tag), place, *chain, Ours::One(*block)) else { break };
             (place.chain, place.before) = (*chain, Some(*block));
             (place.parent, place.parent_slot) = (Some(*name), slot);
@@ -600,7 +614,8 @@ impl Aliases {
             self.ours -= alias.weight();
             // They are not whole, and without this part will not be.
             let of: SmallVec<[WholeId; 4]> = alias.part().map_or(&[][..], Part::of).into();
-            of.into_iter().for_each(|whole| self.forget_whole(whole));
+            // The last one first: each is then the last that this part has.
+            of.into_iter().rev().for_each(|whole| self.forget_whole(whole));
             self.known.remove(slot);
         }
         true

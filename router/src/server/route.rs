@@ -103,8 +103,10 @@ fn sent(
     decision: &Decision,
     now: Timestamp,
 ) {
-    let own_blocks = decision.overlap_blocks().min(decision.fetch_blocks);
-    shared.metrics.to_fetch(own_blocks, decision.fetch_blocks - own_blocks);
+    let own = shared.fleet.ask(|fleet| fleet.own_node(decision.instance));
+    let from_own = decision.sources.iter().filter(|source| Some(source.node) == own);
+    let own_blocks = from_own.map(|source| source.len_blocks).sum::<u32>();
+    shared.metrics.to_fetch(own_blocks, decision.fetch_blocks.saturating_sub(own_blocks));
     if keeps_prefixes(shared, decision.instance, now) {
         shared.sent.lock().sent(asked, hashes, decision, now);
     }

@@ -10,6 +10,9 @@ use kv_core::schedule::{Missing, Prediction, Reason, Told, Why};
 /// Requests remembered: half a minute at a hundred and more a second, in a few megabytes.
 const REQUESTS_MAX: usize = 4_096;
 
+/// Of those that are forgotten, how many are known as far as their ends teach: else only short answers would, where many requests come. Some ten megabytes.
+const LATE_MAX: usize = 65_536;
+
 /// Requests that were turned away, of those remembered besides.
 const REJECTED_MAX: usize = 1_024;
 
@@ -69,6 +72,27 @@ pub(crate) struct Sent {
     pub(crate) reasons: Vec<Reason>,
 }
 
+impl Sent {
+    /// Who says its tokens.
+    fn decodes(&self) -> InstanceId {
+        self.goes_on.unwrap_or(self.instance)
+    }
+}
+
+impl Said {
+    /// What of a later word is news: how much a request said counts once, and so does how fast. One that was left would have said more.
+    fn add(&mut self, said: Said, is_left: bool) -> Option<Said> {
+        let is_whole = self.output_tokens == 0 && !is_left;
+        let news = Said {
+            output_tokens: if is_whole { said.output_tokens } else { 0 },
+            tbt_us: if self.tbt_us == 0 { said.tbt_us } else { 0 },
+        };
+        self.output_tokens += news.output_tokens;
+        self.tbt_us += news.tbt_us;
+        (news != Said::default()).then_some(news)
+    }
+}
+
 /// What an outcome adds to what is known of its request.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Came {
@@ -90,6 +114,28 @@ pub(crate) struct Ended {
     pub(crate) news: Said,
 }
 
+/// What is kept of a request that is forgotten and has not ended.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Late {
+    decodes: InstanceId,
+    category: Category,
+    predicted: Prediction,
+    parts: Prediction,
+    said: Said,
+    is_left: bool,
+}
+
+impl Late {
+    /// Nothing of one that went nowhere, or has ended.
+    fn of(decided: &Decided) -> Option<Late> {
+        let Answer::Sent(sent) = &decided.answer else { return None };
+        let Decided { category, said, is_left, .. } = *decided;
+        let Sent { predicted, parts, .. } = *sent;
+        let late = Late { decodes: sent.decodes(), category, predicted, parts, said, is_left };
+        (said.output_tokens == 0 && !is_left).then_some(late)
+    }
+}
+
 /// What an instance told of a request that it served.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Outcome {
@@ -107,6 +153,8 @@ pub(crate) struct Recall {
     by_request: HashMap<u64, Decided>,
     order: VecDeque<u64>,
     rejected: VecDeque<u64>,
+    late: HashMap<u64, Late>,
+    late_order: VecDeque<u64>,
 }
 
 impl Recall {
@@ -132,8 +180,15 @@ impl Recall {
         order.push_back(request);
         if order.len() > most
             && let Some(oldest) = order.pop_front()
+            && let Some(late) = self.by_request.remove(&oldest).as_ref().and_then(Late::of)
+            && self.late.insert(oldest, late).is_none()
         {
-            self.by_request.remove(&oldest);
+            self.late_order.push_back(oldest);
+            if self.late_order.len() > LATE_MAX
+                && let Some(oldest) = self.late_order.pop_front()
+            {
+                self.late.remove(&oldest);
+            }
         }
     }
 
@@ -169,29 +224,30 @@ impl Recall {
     /// A request ended at this instance: what that adds, if it adds anything. Its instance may tell, and a door that saw its answer pass; how much it said counts once, and so
     /// does how fast, whoever tells it first.
     pub(crate) fn ended(&mut self, request: u64, instance: InstanceId, said: Said) -> Option<Ended> {
-        let known = self.by_request.get_mut(&request)?;
-        let Answer::Sent(sent) = &known.answer else { return None };
-        if sent.goes_on.unwrap_or(sent.instance) != instance {
-            return None;
+        if let Some(known) = self.by_request.get_mut(&request) {
+            let Answer::Sent(sent) = &known.answer else { return None };
+            if sent.decodes() != instance {
+                return None;
+            }
+            let news = known.said.add(said, known.is_left)?;
+            return Some(Ended {
+                category: known.category,
+                predicted: sent.predicted,
+                parts: sent.parts,
+                news,
+            });
         }
-        let before = &mut known.said;
-        let is_whole = before.output_tokens == 0 && !known.is_left;
-        let news = Said {
-            output_tokens: if is_whole { said.output_tokens } else { 0 },
-            tbt_us: if before.tbt_us == 0 { said.tbt_us } else { 0 },
-        };
-        if news == Said::default() {
-            return None;
-        }
-        before.output_tokens += news.output_tokens;
-        before.tbt_us += news.tbt_us;
-        Some(Ended { category: known.category, predicted: sent.predicted, parts: sent.parts, news })
+        let late = self.late.get_mut(&request).filter(|late| late.decodes == instance)?;
+        let news = late.said.add(said, late.is_left)?;
+        Some(Ended { category: late.category, predicted: late.predicted, parts: late.parts, news })
     }
 
     /// A request is over before its answer was.
     pub(crate) fn left(&mut self, request: u64) {
         if let Some(known) = self.by_request.get_mut(&request) {
             known.is_left = true;
+        } else if let Some(late) = self.late.get_mut(&request) {
+            late.is_left = true;
         }
     }
 
@@ -344,6 +400,22 @@ mod tests {
         assert!(recall.ended(9, InstanceId(4), said).is_some_and(|ended| ended.news == said));
         recall.left(9);
         assert_eq!(recall.of(9).expect("known").said, said);
+    }
+
+    #[test]
+    fn long_answers_teach_also_where_their_requests_are_forgotten() {
+        let mut recall = Recall::default();
+        let all = (REQUESTS_MAX + LATE_MAX) as u64;
+        (0..all + 3).for_each(|request| recall.decided(decided(request)));
+        assert_eq!((recall.by_request.len(), recall.late.len()), (REQUESTS_MAX, LATE_MAX));
+        let said = Said { output_tokens: 3_000, tbt_us: 9_000 };
+        let mut ended = |request, instance| recall.ended(request, InstanceId(instance), said).is_some();
+        assert!(!ended(2, 4) && !ended(3, 5), "one is forgotten, one was elsewhere");
+        assert!(ended(3, 4) && !ended(3, 4) && ended(all, 4), "once");
+        assert!(recall.of(3).is_none(), "there is no story of it any more");
+        // One that was left teaches how fast alone.
+        recall.left(5);
+        assert_eq!(recall.ended(5, InstanceId(4), said).map(|ended| ended.news.output_tokens), Some(0));
     }
 
     #[test]

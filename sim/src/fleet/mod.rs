@@ -18,7 +18,7 @@ use std::collections::BinaryHeap;
 
 use kv_core::id::{InstanceId, NodeId, RequestId, TenantId, Timestamp};
 use kv_core::index::command::Change;
-use kv_core::schedule::{Decision, Decoding, HardwareProfile, Load, Prediction, RouteRequest};
+use kv_core::schedule::{Decision, Decoding, HardwareProfile, Load, Prediction, RouteRequest, Source};
 
 pub use engine::Batch;
 pub use report::{Report, Served, Spread};
@@ -183,7 +183,7 @@ enum Decider<'a> {
 enum Event {
     Arrives(usize),
     /// A request is at the instance that it was sent to.
-    Comes(u32, Job),
+    Comes(usize),
     StepEnds(u32),
     /// Something that an instance waits for has come.
     Wakes(u32),
@@ -223,13 +223,32 @@ impl Ord for Due {
 struct Sent {
     instance: u32,
     save_to: Option<NodeId>,
+    /// What it fetched, once it is at its instance.
     fetched: Fetched,
-    /// Nodes from which that came.
-    sources: Vec<NodeId>,
+    plan: Plan,
+    /// From where it is to fetch.
+    sources: Vec<Source>,
     predicted_ns: u64,
     parts: Prediction,
     /// Whether that is saved as well.
     keeps_fetched: bool,
+}
+
+/// What an instance is told of a request beside its sources.
+#[derive(Clone, Copy)]
+struct Plan {
+    resident_blocks: u32,
+    turn: Timestamp,
+}
+
+impl Plan {
+    fn of(decision: &Decision) -> Plan {
+        Plan { resident_blocks: decision.resident_blocks, turn: decision.turn }
+    }
+}
+
+fn nodes_of(sources: &[Source]) -> Vec<NodeId> {
+    sources.iter().map(|source| source.node).collect()
 }
 
 struct Fleet<'a> {
@@ -271,7 +290,7 @@ fn serve(workload: &Workload, setup: &Setup, decider: &mut Decider<'_>) -> Repor
     while let Some(Reverse(Due { at_ns, event, .. })) = fleet.due.pop() {
         match event {
             Event::Arrives(nth) => fleet.arrives(nth, at_ns, decider),
-            Event::Comes(instance, job) => fleet.comes(instance, job, at_ns),
+            Event::Comes(nth) => fleet.comes(nth, at_ns),
             Event::StepEnds(instance) => fleet.step_ends(instance, at_ns),
             Event::Wakes(instance) => fleet.poke(instance, at_ns),
             Event::Reports(instance) => fleet.reports(instance, at_ns),
@@ -367,39 +386,35 @@ impl<'a> Fleet<'a> {
         (decision, keeps_fetched): (&Decision, bool),
         now_ns: u64,
     ) {
-        let request = &self.workload.requests[nth];
-        let block_tokens = self.workload.block_tokens;
-        let instance = decision.instance;
-        let own = NodeId(instance.0);
-        let prompt = self.workload.prompt(nth);
-        let fetched =
-            self.store.fetch(&decision.sources, prompt, (own, block_tokens, request.category), now_ns);
-        decision.sources.iter().for_each(|source| self.node_changed(source.node, now_ns));
-        let job = self.job(nth, decision, fetched);
-        self.report.fetched_blocks += u64::from(fetched.blocks);
-        self.view.sent((asked, prompt), decision, Timestamp(now_ns / 1_000));
-        let predicted_ns = decision.predicted.ttft_us() * 1_000;
-        let save_to = decision.save_to.as_ref().map(|holder| holder.node);
-        let parts = decision.parts;
-        let sources = decision.sources.iter().map(|source| source.node).collect();
+        self.view.sent((asked, self.workload.prompt(nth)), decision, Timestamp(now_ns / 1_000));
         self.sent[nth] = Some(Sent {
-            instance: instance.0,
-            save_to,
-            fetched,
-            sources,
-            predicted_ns,
-            parts,
+            instance: decision.instance.0,
+            save_to: decision.save_to.as_ref().map(|holder| holder.node),
+            fetched: Fetched::default(),
+            plan: Plan::of(decision),
+            sources: decision.sources.clone(),
+            predicted_ns: decision.predicted.ttft_us() * 1_000,
+            parts: decision.parts,
             keeps_fetched,
         });
-        self.paced[nth] = (decision.predicted.tbt_us * 1_000, parts);
+        self.paced[nth] = (decision.predicted.tbt_us * 1_000, decision.parts);
         match self.setup.delivery_ns {
-            0 => self.comes(instance.0, job, now_ns),
-            later => self.at(now_ns + later, Event::Comes(instance.0, job)),
+            0 => self.comes(nth, now_ns),
+            later => self.at(now_ns + later, Event::Comes(nth)),
         }
     }
 
-    /// A request is there; what it fetches may still be on its way.
-    fn comes(&mut self, instance: u32, job: Job, now_ns: u64) {
+    /// A request is at its instance, which fetches what it was told to.
+    fn comes(&mut self, nth: usize, now_ns: u64) {
+        let Some(sent) = &mut self.sent[nth] else { return };
+        let instance = sent.instance;
+        let whose = (NodeId(instance), self.workload.block_tokens, self.workload.requests[nth].category);
+        let fetched = self.store.fetch(&sent.sources, self.workload.prompt(nth), whose, now_ns);
+        sent.fetched = fetched;
+        let (plan, nodes) = (sent.plan, nodes_of(&sent.sources));
+        nodes.into_iter().for_each(|node| self.node_changed(node, now_ns));
+        let job = self.job(nth, plan, fetched);
+        self.report.fetched_blocks += u64::from(fetched.blocks);
         self.engines[instance as usize].put(job);
         if job.ready_ns > now_ns {
             self.at(job.ready_ns, Event::Wakes(instance));
@@ -408,17 +423,17 @@ impl<'a> Fleet<'a> {
     }
 
     /// A request as it comes to the instance of a decision, whose blocks come so.
-    fn job(&self, nth: usize, decision: &Decision, fetched: Fetched) -> Job {
+    fn job(&self, nth: usize, plan: Plan, fetched: Fetched) -> Job {
         let request = &self.workload.requests[nth];
         let tokens = |blocks: u32| (blocks * self.workload.block_tokens).min(request.input_tokens);
         Job {
             nth,
             input_tokens: request.input_tokens,
             output_tokens: if self.setup.is_batching() { request.output_tokens } else { 1 },
-            fetched_tokens: tokens(decision.resident_blocks + fetched.blocks),
-            resident_tokens: tokens(decision.resident_blocks),
+            fetched_tokens: tokens(plan.resident_blocks + fetched.blocks),
+            resident_tokens: tokens(plan.resident_blocks),
             ready_ns: fetched.ready_ns,
-            turn: decision.turn,
+            turn: plan.turn,
         }
     }
 
@@ -460,7 +475,7 @@ impl<'a> Fleet<'a> {
     fn first_token(&mut self, nth: usize, computed_tokens: u32, now_ns: u64) {
         let request = &self.workload.requests[nth];
         let Some(sent) = self.sent[nth].take() else { return };
-        let Sent { instance, save_to, fetched, sources, predicted_ns, parts, keeps_fetched } = sent;
+        let Sent { instance, save_to, fetched, sources, predicted_ns, parts, keeps_fetched, .. } = sent;
         let ttft_ns = now_ns - request.arrival_ns - self.setup.delivery_ns;
         match self.setup.engines {
             Engines::Batching => self.view.first_token(&parts, ttft_ns),
@@ -490,8 +505,9 @@ impl<'a> Fleet<'a> {
             self.node_changed(node, now_ns);
         }
         if held {
-            self.store.give_back(&fetched, sources.iter().copied(), now_ns);
-            sources.into_iter().for_each(|node| self.node_changed(node, now_ns));
+            let nodes = nodes_of(&sources);
+            self.store.give_back(&fetched, nodes.iter().copied(), now_ns);
+            nodes.into_iter().for_each(|node| self.node_changed(node, now_ns));
         }
     }
 

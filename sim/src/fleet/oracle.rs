@@ -12,7 +12,7 @@ use kv_core::schedule::{Decision, Eligible, Held, choose, choose_among, turn_of}
 
 use super::engine::Job;
 use super::store::Fetched;
-use super::{Ask, Fleet, Workload, ahead};
+use super::{Ask, Fleet, Plan, Workload, ahead};
 use crate::routers::Route;
 
 /// Of the requests to come, how many are tried elsewhere each time that one comes.
@@ -171,7 +171,7 @@ fn options(nth: usize, ask: &Ask<'_>, fleet: &Fleet<'_>, now_ns: u64) -> Vec<Cho
             let InstanceId(own) = decision.instance;
             let fetched: Fetched =
                 fleet.store.would_fetch(&decision.sources, NodeId(own), fleet.workload.block_tokens, now_ns);
-            let job = fleet.job(nth, &decision, fetched);
+            let job = fleet.job(nth, Plan::of(&decision), fetched);
             all.push(Choice { decision, job });
         }
     }

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use super::names::{Named, Slot};
 
-/// A block of an engine. Two lines of a cache, of which the first has all that its coming and going takes.
+/// A block of an engine. Two lines of a cache, of which the first has all that the going of one block of ours takes, or of a part.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(super) struct Alias {
@@ -204,7 +204,7 @@ impl Part {
         if self.of == whole {
             self.of = WholeId::NONE;
         } else if let (WholeId::SEVERAL, Some(more)) = (self.of, &mut self.more)
-            && let Some(at) = more.of.iter().position(|of| *of == whole)
+            && let Some(at) = more.of.iter().rposition(|of| *of == whole)
         {
             more.of.swap_remove(at);
             if more.of.is_empty() {

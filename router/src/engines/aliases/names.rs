@@ -9,6 +9,7 @@
 
 use std::collections::VecDeque;
 use std::collections::hash_map::RandomState;
+use std::fmt;
 use std::hash::{BuildHasher, Hasher};
 
 use kv_core::cpu::prefetch;
@@ -197,8 +198,8 @@ impl<E: Named> Names<E> {
 
     #[inline]
     fn home(&self, tag: Tag) -> usize {
-        // Of no buckets there is none, and the shift would be by all bits.
-        tag.0.unbounded_shr(self.shift) as usize
+        // Where there are no buckets this is none of them.
+        (tag.0 >> self.shift) as usize
     }
 
     /// The bucket of the entry with this tag that is the one, and the entry's place; or else the empty bucket where it would be.
@@ -271,7 +272,7 @@ impl<E: Named> Names<E> {
 }
 
 /// Spreads hashes over a table. They are hashes already, but of somebody else's making: a secret of this process is mixed in.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(super) struct Spread {
     secret: [u64; 2],
 }
@@ -280,6 +281,13 @@ impl Default for Spread {
     fn default() -> Self {
         let drawn = RandomState::new();
         Spread { secret: [drawn.hash_one(0), drawn.hash_one(1)] }
+    }
+}
+
+impl fmt::Debug for Spread {
+    /// Leaves the secret out.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Spread").finish_non_exhaustive()
     }
 }
 
