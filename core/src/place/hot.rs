@@ -24,9 +24,6 @@ const SEGMENT_BLOCKS_MAX: u32 = 16;
 /// Destinations that are counted of one segment: the hottest.
 const DESTINATIONS_MAX: usize = 8;
 
-/// Time until the index has what was copied, with much to spare.
-const SHOWN_WITHIN: Duration = Duration::from_secs(5);
-
 /// Segments of one proposal.
 const RUN_SEGMENTS_MAX: usize = 32;
 
@@ -342,8 +339,8 @@ impl Hot {
         Some(Proposal { source, destination, run, bytes, gain_us, keys })
     }
 
-    /// A proposal ended with so many of its first blocks at the destination, of which so many bytes came. What did not come is not looked at again for half
-    /// the time constant.
+    /// A proposal ended with so many of its first blocks at the destination, of which so many bytes came. Nothing of it is looked at again for half the
+    /// time constant: what was copied by then is in the index, and what was not may be possible.
     pub fn ended(
         &mut self,
         proposal: &Proposal,
@@ -353,9 +350,7 @@ impl Hot {
     ) {
         let left = self.budget_bytes + proposal.bytes as f64 - bytes as f64;
         self.budget_bytes = left.min(self.rules.burst_bytes as f64);
-        let half = self.rules.decay / 2;
-        // What was copied is soon in the index, which says more than this; it may leave there soon, too.
-        let not_before = now.after(if end == CopyEnd::Copied { half.min(SHOWN_WITHIN) } else { half });
+        let not_before = now.after(self.rules.decay / 2);
         // These are of the node, and not of what it was to take.
         if matches!(end, CopyEnd::Full | CopyEnd::Queue | CopyEnd::TargetLost) {
             self.resting.insert(proposal.destination, not_before);
