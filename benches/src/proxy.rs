@@ -99,7 +99,8 @@ fn relay(engine: SocketAddr) -> anyhow::Result<SocketAddr> {
             let listener = tokio::net::TcpListener::from_std(listener)?;
             while let Ok((mut caller, _)) = listener.accept().await {
                 let mut onward = tokio::net::TcpStream::connect(engine).await?;
-                (caller.set_nodelay(true)?, onward.set_nodelay(true)?);
+                caller.set_nodelay(true)?;
+                onward.set_nodelay(true)?;
                 // Who calls ends it.
                 tokio::spawn(async move { tokio::io::copy_bidirectional(&mut caller, &mut onward).await });
             }
