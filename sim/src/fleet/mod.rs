@@ -35,7 +35,7 @@ use store::{Fetched, Leaves, Store};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Engines {
     /// Engines of a model: continuous batching, and a prefix cache in GPU memory of which routers hear. First tokens are seen as they pass. What was
-    /// computed is saved, and what was fetched where a router has it so ([`Router::keeps_fetched`]).
+    /// computed or was in GPU memory is offered to a node, which keeps what it has not, and what was fetched where a router has it so ([`Router::keeps_fetched`]).
     #[default]
     Batching,
     /// Stand-ins as `kvfleet replay` runs them: one prompt at a time and in one step, nothing behind the first token, nothing kept in GPU memory. What was
@@ -475,7 +475,7 @@ impl<'a> Fleet<'a> {
     fn first_token(&mut self, nth: usize, computed_tokens: u32, now_ns: u64) {
         let request = &self.workload.requests[nth];
         let Some(sent) = self.sent[nth].take() else { return };
-        let Sent { instance, save_to, fetched, sources, predicted_ns, parts, keeps_fetched, .. } = sent;
+        let Sent { instance, save_to, fetched, plan, sources, predicted_ns, parts, keeps_fetched } = sent;
         let ttft_ns = now_ns - request.arrival_ns - self.setup.delivery_ns;
         match self.setup.engines {
             Engines::Batching => self.view.first_token(&parts, ttft_ns),
@@ -492,13 +492,12 @@ impl<'a> Fleet<'a> {
             computed_tokens,
         });
         let held = !self.setup.is_batching();
-        let there = (request.input_tokens - computed_tokens) / self.workload.block_tokens;
         let leaves = if held {
             Leaves::Held(&fetched)
         } else if keeps_fetched {
             Leaves::Known
         } else {
-            Leaves::Blocks(there)
+            Leaves::Fetched(plan.resident_blocks, fetched.blocks)
         };
         if let Some(node) = save_to {
             self.store.save(node, (self.workload.prompt(nth), leaves), request.category, now_ns);

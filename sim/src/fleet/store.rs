@@ -35,13 +35,13 @@ pub(super) struct Store {
     holds: bool,
 }
 
-/// Of a prompt that is saved, the leading blocks that are left out.
+/// Of a prompt that is saved, the blocks that are left out.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Leaves<'a> {
-    /// Those that came from elsewhere and are held until now.
+    /// Leading ones that came from elsewhere and are held until now.
     Held(&'a Fetched),
-    /// So many: what was not computed.
-    Blocks(u32),
+    /// From so many on, so many: those that came from nodes.
+    Fetched(u32, u32),
     /// Those that the node has: what came from elsewhere is saved there as well.
     Known,
 }
@@ -205,18 +205,18 @@ impl Store {
         }
         let Some(node) = self.nodes.get_mut(to.0 as usize) else { return };
         let now = refit(node, now_ns);
-        let known = match leaves {
-            Leaves::Held(fetched) => fetched.blocks as usize,
-            Leaves::Blocks(blocks) => blocks as usize,
-            Leaves::Known => node.book.fetch(asker, hashes, now).unwrap_or_default().len(),
+        let (start, end) = match leaves {
+            Leaves::Held(fetched) => (0, fetched.blocks as usize),
+            Leaves::Fetched(start, blocks) => (start as usize, start as usize + blocks as usize),
+            Leaves::Known => (0, node.book.fetch(asker, hashes, now).unwrap_or_default().len()),
         };
-        let known = known.min(hashes.len());
         act(&mut node.book);
-        if known < hashes.len() {
-            let (before, new) = hashes.split_at(known);
+        let (start, end) = (start.min(hashes.len()), end.min(hashes.len()));
+        for range in [0..start, end..hashes.len()].into_iter().filter(|range| !range.is_empty()) {
+            let (before, new) = hashes[..range.end].split_at(range.start);
             let offer = Offer {
                 parent: before.last().copied(),
-                first_offset_blocks: known as u32,
+                first_offset_blocks: range.start as u32,
                 hashes: new,
                 charge: CHARGE,
             };
