@@ -192,6 +192,10 @@ pub struct RoutersArgs {
     /// Seed of generated traffic and of routers that draw.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
+    /// Runs at each load, at rates within a hundredth of it and with other seeds of the routers: of the first one all is told, and how the ratios
+    /// of all of them spread.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub draws: u32,
     /// Lines that earlier runs printed with --json, of the same profile and seed: the document has them too. May be repeated.
     #[arg(long, value_name = "FILE")]
     pub rows: Vec<PathBuf>,
@@ -254,5 +258,30 @@ fn capacity(text: &str) -> Result<f64, String> {
         _ => Err(format!(
             "`{text}` is no share of the blocks: expected a number like 0.02, from 0.000001 to 1"
         )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_as_multiples_are_two_numbers_of_one_or_more() {
+        assert_eq!(times("10,5"), Ok((10.0, 5.0)));
+        assert_eq!(times(" 1.5 , 1 "), Ok((1.5, 1.0)));
+        for wrong in
+            ["", "10", "10,", ",5", "10;5", "10,5,2", "0.9,5", "10,0", "NaN,5", "inf,5", "-1,5", "1e7,5"]
+        {
+            let said = times(wrong).unwrap_err();
+            assert!(said.contains("expected two numbers like 10,5"), "{wrong:?}: {said}");
+        }
+    }
+
+    #[test]
+    fn a_load_is_a_number_near_one() {
+        assert_eq!(share("0.95"), Ok(0.95));
+        for wrong in ["", "0", "-1", "NaN", "11", "80%"] {
+            assert!(share(wrong).unwrap_err().contains("is no load"), "{wrong:?}");
+        }
     }
 }

@@ -7,7 +7,7 @@ use super::*;
 use crate::generate::{Generator, Kind, Spec};
 use crate::routers::admitting::{Admitting, Threshold};
 use crate::routers::{
-    BASELINES, Knowledge, Led, Limits, PRODUCTION, by_name, capacity, compare, goodput, regret,
+    BASELINES, Draw, Knowledge, Led, Limits, PRODUCTION, by_name, capacity, compare, goodput, regret,
 };
 use crate::trace::Request;
 
@@ -275,11 +275,16 @@ fn a_point_is_the_same_for_all_but_who_routes() {
     let workload = generated(400);
     let setup = Setup::new(2, H100, 512);
     let capacity = capacity(&workload, &setup, 1);
-    let compared = compare(&workload, &setup, (0.5, capacity), 1);
+    let compared = compare(&workload, &setup, (0.5, capacity), &Draw::all(3, 1));
     assert_eq!(compared.baselines.len(), BASELINES.len());
     let (mean, p90) = compared.ratios();
     assert!(mean > 0.0 && mean.is_finite() && p90 > 0.0 && p90.is_finite());
     assert!(compared.baselines.is_sorted_by(|one, other| one.ttft.mean_ms <= other.ttft.mean_ms));
+    let all: Vec<_> = compared.all_ratios().collect();
+    assert_eq!((all.len(), all[0]), (3, compared.ratios()), "the load itself comes first");
+    assert!(all[1] != all[0] && all[2] != all[1], "other rates, other runs: {all:?}");
+    let below = [Draw { rate: 0.99, seed: 2 }];
+    assert_eq!(compare(&workload, &setup, (0.5, capacity), &below).ratios(), all[1]);
 }
 
 #[test]
@@ -288,7 +293,7 @@ fn where_more_is_offered_than_is_served_requests_are_turned_away_and_the_others_
     let setup = Setup { plane: Plane::Pool, ..Setup::new(2, H100, 512) };
     let capacity = capacity(&workload, &setup, 1);
     let limits = Limits::Equal { ttft_ms: 2_000, tbt_ms: 100 };
-    let goodput = goodput(&workload, &setup, (3.0, capacity), limits, 1);
+    let goodput = goodput(&workload, &setup, (3.0, capacity), limits, &Draw::all(2, 1)).unwrap();
     let production = &goodput.production;
     assert!(production.rejected > 0.0, "{production:?}");
     assert!(production.in_time + production.rejected > 0.97, "what is let in is in time: {production:?}");
@@ -298,6 +303,9 @@ fn where_more_is_offered_than_is_served_requests_are_turned_away_and_the_others_
     assert!(goodput.baselines.iter().all(|one| one.in_time <= best.in_time), "the best is first");
     assert!((goodput.ratio() - production.in_time / best.in_time).abs() < 1e-9);
     assert!(goodput.ratio() > 0.9, "{production:?} against {best:?}");
+    let all: Vec<_> = goodput.all_ratios().collect();
+    assert_eq!((all.len(), all[0].0), (2, goodput.ratio()));
+    assert!(all[1].0 > 0.9 && all[1] != all[0], "{all:?}");
 }
 
 #[test]

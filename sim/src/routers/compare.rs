@@ -12,7 +12,7 @@ use crate::fleet::{Report, Setup, Spread, Workload, run};
 const WARM: usize = 200;
 
 /// What one router came to at one load.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Point {
     /// Its name.
     pub router: String,
@@ -33,7 +33,7 @@ pub struct Point {
 }
 
 /// All of one load.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Comparison {
     /// Of which.
     pub load: f64,
@@ -43,9 +43,57 @@ pub struct Comparison {
     pub in_order_of_coming: Point,
     /// The others, by mean TTFT.
     pub baselines: Vec<Point>,
+    /// Mean and P90 of the production scheduler over the best of the others, each, at rates beside the load's ([`Draw`]).
+    #[serde(default)]
+    pub drawn: Vec<(f64, f64)>,
+}
+
+/// One of several runs at a load: a rate within a hundredth of the load's, and a seed of its own. One run is one draw, since every
+/// choice that differs makes all later ones other ones.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Draw {
+    /// By which the rate is multiplied.
+    pub rate: f64,
+    /// Of routers that leave something to chance.
+    pub seed: u64,
+}
+
+impl Draw {
+    /// How far the rates are from the load's, at most.
+    const SPAN: f64 = 0.01;
+
+    /// The load itself, and then as many more as make `draws` of them, from below to above it.
+    #[must_use]
+    pub fn all(draws: u32, seed: u64) -> Vec<Draw> {
+        let others = draws.saturating_sub(1);
+        let step = |nth: u32| match others {
+            1 => 1.0,
+            _ => 2.0 * f64::from(nth) / f64::from(others - 1) - 1.0,
+        };
+        let beside = (0..others).map(|nth| Draw {
+            rate: 1.0 + Draw::SPAN * step(nth),
+            seed: seed.wrapping_add(1 + u64::from(nth)),
+        });
+        std::iter::once(Draw { rate: 1.0, seed }).chain(beside).collect()
+    }
+}
+
+/// Median, least and greatest of the same ratio in several draws.
+#[must_use]
+pub fn spread(ratios: impl Iterator<Item = f64>) -> [f64; 3] {
+    let mut all: Vec<f64> = ratios.collect();
+    all.sort_by(f64::total_cmp);
+    let (Some(least), Some(greatest)) = (all.first(), all.last()) else { return [f64::NAN; 3] };
+    let (low, high) = (all[(all.len() - 1) / 2], all[all.len() / 2]);
+    [f64::midpoint(low, high), *least, *greatest]
 }
 
 impl Comparison {
+    /// [`Comparison::ratios`] of all draws, that of the load itself first.
+    pub fn all_ratios(&self) -> impl Iterator<Item = (f64, f64)> + '_ {
+        std::iter::once(self.ratios()).chain(self.drawn.iter().copied())
+    }
+
     /// Mean and P90 of the production scheduler over the best of the others, each.
     #[must_use]
     pub fn ratios(&self) -> (f64, f64) {
@@ -89,22 +137,37 @@ pub fn capacity(workload: &Workload, setup: &Setup, seed: u64) -> f64 {
     low
 }
 
-/// Runs all routers at one share of `capacity`, in requests a second.
+/// Runs all routers at one share of `capacity`, in requests a second, in each of these draws. Of the first all is told, and the ratios of the others.
 #[must_use]
-pub fn compare(workload: &Workload, setup: &Setup, (load, capacity): (f64, f64), seed: u64) -> Comparison {
-    let paced = workload.at_rate(load * capacity);
-    let point = |name: &str, setup: &Setup| {
-        let report =
-            by_name(name, seed).map(|mut router| run(&paced, setup, router.as_mut())).unwrap_or_default();
-        point(name, load, &report)
+pub fn compare(
+    workload: &Workload,
+    setup: &Setup,
+    (load, capacity): (f64, f64),
+    draws: &[Draw],
+) -> Comparison {
+    let mut all = draws.iter().map(|draw| drawn(workload, setup, (load, capacity), *draw));
+    let Some(first) = all.next() else { return Comparison { load, ..Comparison::default() } };
+    let drawn = all.map(|comparison| comparison.ratios()).collect();
+    let paced = workload.at_rate(load * capacity * draws.first().map_or(1.0, |draw| draw.rate));
+    let in_order_of_coming = by_name(PRODUCTION, 0)
+        .map(|mut router| run(&paced, &Setup { orders: false, ..setup.clone() }, router.as_mut()));
+    let in_order_of_coming = Point {
+        router: format!("{PRODUCTION}, in order of coming"),
+        ..point(PRODUCTION, load, &in_order_of_coming.unwrap_or_default())
     };
-    let production = point(PRODUCTION, setup);
-    let in_order_of_coming = point(PRODUCTION, &Setup { orders: false, ..setup.clone() });
-    let mut baselines: Vec<Point> = BASELINES.iter().map(|name| point(name, setup)).collect();
+    Comparison { in_order_of_coming, drawn, ..first }
+}
+
+fn drawn(workload: &Workload, setup: &Setup, (load, capacity): (f64, f64), draw: Draw) -> Comparison {
+    let paced = workload.at_rate(load * capacity * draw.rate);
+    let point = |name: &str| {
+        let report = by_name(name, draw.seed).map(|mut router| run(&paced, setup, router.as_mut()));
+        point(name, load, &report.unwrap_or_default())
+    };
+    let production = point(PRODUCTION);
+    let mut baselines: Vec<Point> = BASELINES.iter().map(|name| point(name)).collect();
     baselines.sort_by(|one, other| one.ttft.mean_ms.total_cmp(&other.ttft.mean_ms));
-    let in_order_of_coming =
-        Point { router: format!("{PRODUCTION}, in order of coming"), ..in_order_of_coming };
-    Comparison { load, production, in_order_of_coming, baselines }
+    Comparison { load, production, baselines, ..Comparison::default() }
 }
 
 fn point(name: &str, load: f64, report: &Report) -> Point {
@@ -117,5 +180,28 @@ fn point(name: &str, load: f64, report: &Report) -> Point {
         fetched_blocks: report.fetched_blocks,
         prediction: report.prediction_error(WARM),
         rejected: report.rejected,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn draws_begin_with_the_load_itself_and_lie_evenly_about_it() {
+        let rates = |draws| Draw::all(draws, 7).iter().map(|draw| draw.rate).collect::<Vec<_>>();
+        assert_eq!(rates(1), [1.0]);
+        assert_eq!(rates(2), [1.0, 1.01]);
+        assert_eq!(rates(3), [1.0, 0.99, 1.01]);
+        assert_eq!(rates(4), [1.0, 0.99, 1.0, 1.01]);
+        let seeds: Vec<_> = Draw::all(3, u64::MAX).iter().map(|draw| draw.seed).collect();
+        assert_eq!(seeds, [u64::MAX, 0, 1]);
+    }
+
+    #[test]
+    fn a_spread_is_the_middle_and_both_ends() {
+        assert_eq!(spread([3.0, 1.0, 2.0].into_iter()), [2.0, 1.0, 3.0]);
+        assert_eq!(spread([4.0, 1.0, 2.0, 3.0].into_iter()), [2.5, 1.0, 4.0]);
+        assert!(spread(std::iter::empty()).iter().all(|one| one.is_nan()));
     }
 }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::admitting::{Admitting, Threshold};
+use super::compare::Draw;
 use super::{BASELINES, PRODUCTION, Router, by_name};
 use crate::fleet::{Report, Setup, Spread, Workload, run};
 
@@ -95,6 +96,9 @@ pub struct Goodput {
     /// The best of the others with thresholds on the time until the first token alone, which is what they have themselves.
     #[serde(default)]
     pub by_ttft: Option<Good>,
+    /// Both ratios at rates beside the load's ([`Draw`]).
+    #[serde(default)]
+    pub drawn: Vec<(f64, f64)>,
 }
 
 impl Goodput {
@@ -111,18 +115,38 @@ impl Goodput {
         let best = self.baselines.iter().map(|good| good.in_time).fold(f64::MIN_POSITIVE, f64::max);
         self.production.in_time / best
     }
+
+    /// [`Goodput::ratio`] and [`Goodput::ratio_by_ttft`] of all draws, those of the load itself first.
+    pub fn all_ratios(&self) -> impl Iterator<Item = (f64, f64)> + '_ {
+        let own = (self.ratio(), self.ratio_by_ttft().unwrap_or_default());
+        std::iter::once(own).chain(self.drawn.iter().copied())
+    }
 }
 
-/// Runs all routers at one share of `capacity`, in requests a second.
+/// Runs all routers at one share of `capacity`, in requests a second, in each of these draws. Of the first all is told, and the ratios of the others;
+/// none without a draw.
 #[must_use]
 pub fn goodput(
     workload: &Workload,
     setup: &Setup,
     (load, capacity): (f64, f64),
     limits: Limits,
-    seed: u64,
+    draws: &[Draw],
+) -> Option<Goodput> {
+    let mut all = draws.iter().map(|draw| drawn(workload, setup, (load, capacity), limits, *draw));
+    let first = all.next()?;
+    let drawn = all.flat_map(|goodput| goodput.all_ratios().next()).collect();
+    Some(Goodput { drawn, ..first })
+}
+
+fn drawn(
+    workload: &Workload,
+    setup: &Setup,
+    (load, capacity): (f64, f64),
+    limits: Limits,
+    Draw { rate, seed }: Draw,
 ) -> Goodput {
-    let paced = workload.at_rate(load * capacity);
+    let paced = workload.at_rate(load * capacity * rate);
     let of: Vec<(u64, u64)> =
         paced.requests.iter().map(|request| limits.of(request.input_tokens, setup)).collect();
     let of: Arc<[(u64, u64)]> = of.into();
@@ -149,7 +173,7 @@ pub fn goodput(
     }
     let by_ttft = best(by_ttft.iter());
     baselines.sort_by(|one, other| other.in_time.total_cmp(&one.in_time));
-    Goodput { load, limits, production, baselines, by_ttft }
+    Goodput { load, limits, production, baselines, by_ttft, drawn: Vec::new() }
 }
 
 /// The one with the most in time.

@@ -24,7 +24,7 @@ use kv_core::id::{InstanceId, NodeId};
 use kv_core::index::PrefixMatch;
 use kv_core::schedule::{Decision, Held, choose};
 
-pub use compare::{Comparison, Point, capacity, compare};
+pub use compare::{Comparison, Draw, Point, capacity, compare, spread};
 pub use goodput::{Good, Goodput, Limits, goodput};
 pub use led::Led;
 pub use regret::{Knowing, Knowledge, Regret, Shares, regret};

@@ -4,7 +4,7 @@
 
 use std::fmt::Write;
 
-use kvfleet_sim::routers::{BASELINES, Comparison, Good, Limits, Plane, Point};
+use kvfleet_sim::routers::{BASELINES, Comparison, Good, Limits, Plane, Point, spread};
 
 use super::plot::{groups, title};
 use super::{Overload, PLOTS, Row, Terms};
@@ -22,10 +22,10 @@ fn in_time_text(all: &[Overload]) -> String {
         };
         let _ = writeln!(
             text,
-            "\n## {traffic}, {requests} requests, {instances} instances, {:.0} % load: requests in time\n\nIn time: {limits}. The others turn away what is predicted above a share of either limit, the best of eighteen pairs for this load. {:.3} of the best of them, and {:.3} of the best of those that look at first tokens alone.\n",
+            "\n## {traffic}, {requests} requests, {instances} instances, {:.0} % load: requests in time\n\nIn time: {limits}. The others turn away what is predicted above a share of either limit, the best of eighteen pairs for this load. {} of the best of them, and {} of the best of those that look at first tokens alone.\n",
             goodput.load * 100.0,
-            goodput.ratio(),
-            goodput.ratio_by_ttft().unwrap_or_default(),
+            ratio(goodput.all_ratios().map(|of| of.0), 3),
+            ratio(goodput.all_ratios().map(|of| of.1), 3),
         );
         text += "| router | turns away above | between tokens | in time | turned away | mean TTFT | P99 | tokens too far apart | longest tenth in time |\n";
         text += "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n";
@@ -64,6 +64,16 @@ fleet with a pool keeps up with when the least loaded instance takes each reques
 where fewer requests are named than it has (12,031), each copy is of its first ones.
 ";
 
+/// Of several draws the median with the least and the greatest, or the only one.
+fn ratio(all: impl Iterator<Item = f64>, places: usize) -> String {
+    let all: Vec<f64> = all.collect();
+    let [median, least, greatest] = spread(all.iter().copied());
+    match all.len() {
+        1 => format!("{median:.places$}"),
+        _ => format!("{median:.places$} ({least:.places$}–{greatest:.places$})"),
+    }
+}
+
 /// All of it.
 pub(super) fn render(rows: &[Row], beyond: &[Overload], terms: &Terms) -> String {
     let mut text = summary(rows, terms);
@@ -80,12 +90,13 @@ fn summary(rows: &[Row], terms: &Terms) -> String {
         terms.seed,
         BASELINES.join(", ")
     );
-    text += "## Against the best of the others at each point\n\nTTFT of the production scheduler over the least of the ten, for the mean and for P90.\n\n";
+    text += "## Against the best of the others at each point\n\nTTFT of the production scheduler over the least of the ten, for the mean and for P90. One run is one draw: where a ratio has two more in brackets it is the median of several, with the least and the greatest, at rates within a hundredth of the load and with other seeds of routers that draw. Times are of the load itself.\n\n";
     text += "| traffic | requests | instances | others fetch from | load | mean | best other | ratio | next best | ratio | P90 | ratio of P90 | mean in order of coming | P99 | least P99 of others | prompt tokens not computed | the most of others |\n";
     text += "| --- | ---: | ---: | --- | ---: | ---: | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n";
     for row in rows {
         let Comparison { load, production, in_order_of_coming, baselines } = &row.compared;
-        let (mean, p90) = row.compared.ratios();
+        let mean = ratio(row.compared.all_ratios().map(|of| of.0), 2);
+        let p90 = ratio(row.compared.all_ratios().map(|of| of.1), 2);
         let best = baselines.first();
         let (name, best_mean) = best.map_or(("none", 0.0), |best| (best.router.as_str(), best.ttft.mean_ms));
         let own_mean = production.ttft.mean_ms;
@@ -96,7 +107,7 @@ fn summary(rows: &[Row], terms: &Terms) -> String {
         let most = baselines.iter().map(|point| point.saved).fold(0.0, f64::max);
         let _ = writeln!(
             text,
-            "| {} | {} | {} | {} | {:.0} % | {:.0} ms | {name} {best_mean:.0} ms | {mean:.2} | {second} | {:.0} ms | {p90:.2} | {:.0} ms | {:.0} ms | {least_p99:.0} ms | {:.1} % | {:.1} % |",
+            "| {} | {} | {} | {} | {:.0} % | {:.0} ms | {name} {best_mean:.0} ms | {mean} | {second} | {:.0} ms | {p90} | {:.0} ms | {:.0} ms | {least_p99:.0} ms | {:.1} % | {:.1} % |",
             row.traffic,
             row.requests,
             row.instances,

@@ -10,7 +10,7 @@ use std::path::Path;
 use kv_core::schedule::{HardwareProfile, PROFILES};
 use kvfleet_sim::fleet::{Batch, Setup, Workload};
 use kvfleet_sim::generate::{Generator, Kind, Spec};
-use kvfleet_sim::routers::{Comparison, Goodput, Limits, Plane, capacity, compare, goodput};
+use kvfleet_sim::routers::{Comparison, Draw, Goodput, Limits, Plane, capacity, compare, goodput};
 use kvfleet_sim::trace::Request;
 use serde::{Deserialize, Serialize};
 
@@ -63,6 +63,7 @@ pub(super) fn run(args: &RoutersArgs) -> anyhow::Result<()> {
     };
     let terms = Terms { profile: args.profile.clone(), seed: args.seed };
     let (mut rows, mut beyond) = earlier(args, &terms)?;
+    let draws = Draw::all(args.draws, args.seed);
     for (name, trace) in traffic(args)? {
         for instances in &args.instances {
             let workload = Workload::new(&trace, u64::from(instances.div_ceil(INSTANCES_PER_COPY)));
@@ -75,7 +76,7 @@ pub(super) fn run(args: &RoutersArgs) -> anyhow::Result<()> {
                     "{name}: {instances} instances at {share:.0} % of {capacity_per_s:.1} requests/s, {plane:?}"
                 );
                 let setup = Setup { plane, ..setup.clone() };
-                let compared = compare(&workload, &setup, (load, capacity_per_s), args.seed);
+                let compared = compare(&workload, &setup, (load, capacity_per_s), &draws);
                 let (terms, traffic, instances) = (terms.clone(), name.clone(), *instances);
                 let requests = workload.len();
                 let row = Row { terms, traffic, requests, instances, plane, capacity_per_s, compared };
@@ -186,6 +187,7 @@ fn overloads(args: &RoutersArgs, terms: &Terms) -> anyhow::Result<Vec<Overload>>
         Some((ttft, tbt)) => Limits::Alone { ttft, tbt },
         None => Limits::Equal { ttft_ms: args.ttft_ms, tbt_ms: args.tbt_ms },
     };
+    let draws = Draw::all(args.draws, args.seed);
     let mut all = Vec::new();
     if args.overloads.is_empty() {
         return Ok(all);
@@ -202,7 +204,10 @@ fn overloads(args: &RoutersArgs, terms: &Terms) -> anyhow::Result<Vec<Overload>>
                     "{traffic}: {instances} instances at {:.0} % of {capacity_per_s:.1} requests/s",
                     load * 100.0
                 );
-                let goodput = goodput(&workload, &setup, (*load, capacity_per_s), limits, args.seed);
+                let Some(goodput) = goodput(&workload, &setup, (*load, capacity_per_s), limits, &draws)
+                else {
+                    continue;
+                };
                 let (terms, traffic) = (terms.clone(), traffic.clone());
                 let requests = workload.len();
                 let row = Overload { terms, traffic, requests, instances: *instances, goodput };
