@@ -68,7 +68,7 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
     let program = std::env::current_exe()?.with_file_name("kvfleet");
     ensure!(
         program.exists(),
-        "{} is missing: run `cargo build --release -p kvfleet --bin kvfleet`, or this bench by `cargo xtask bench overload`",
+        "{} is missing: run `cargo build --profile dist -p kvfleet --bin kvfleet`, or this bench by `cargo xtask bench overload`",
         program.display()
     );
     let (mut memory, mut answered, mut carried) = (Vec::new(), Vec::new(), Vec::new());

@@ -274,7 +274,7 @@ class Image(unittest.TestCase):
             ("--locked", "", "lock file"),
             ('ARG FEATURES=""', 'ARG FEATURES="rdma,magic"', "magic is no feature"),
             ("--bin kvfleet", "--bin fleet", "lock file"),
-            ("target/release/kvfleet /out/usr", "target/release/kvfleet /other/usr", "is not copied"),
+            ("target/dist/kvfleet /out/usr", "target/dist/kvfleet /other/usr", "is not copied"),
             ("COPY --from=build /out", "ADD /out", "ADD takes"),
         ]:
             with self.subTest(old=old, new=new):

@@ -1,4 +1,4 @@
-//! `cargo xtask bench`: builds the benches for release, runs one and shows what it says, or runs all and
+//! `cargo xtask bench`: builds the benches as the program is shipped, runs one and shows what it says, or runs all and
 //! writes `docs/BENCHMARKS.md` from their JSON lines. With `--peers`, it builds and runs the package with the
 //! peers of others instead.
 //!
@@ -14,6 +14,9 @@ use clap::Args;
 use serde::Deserialize;
 
 use crate::plot::{self, Dot};
+
+/// Profile of what is shipped.
+const PROFILE: &str = "dist";
 
 /// What to run.
 #[derive(Args, Debug)]
@@ -97,7 +100,7 @@ fn show(command: &mut Command) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The benches with these arguments, built for release if need be.
+/// The benches with these arguments, built as the program is shipped if need be.
 fn benches(options: &[String]) -> Command {
     let mut command = release_run();
     command.args(["--quiet", "--package", "benches", "--"]).args(options);
@@ -114,18 +117,27 @@ fn peers(options: &[String]) -> Command {
     command
 }
 
-/// Builds our routers and the load on them for release; the options that name them.
+/// Builds our routers and the load on them as the program is shipped; the options that name them.
 fn build_routers() -> anyhow::Result<[String; 2]> {
     build_release(&["kvfleet", "chaos-ingest"])?;
-    let program = |name: &str| std::path::absolute(target().join("release").join(name));
+    let program = |name: &str| std::path::absolute(target().join(PROFILE).join(name));
     let option = |name, program: PathBuf| format!("--{name}={}", program.display());
     Ok([option("router", program("kvfleet")?), option("ingest", program("chaos-ingest")?)])
 }
 
-/// Builds programs of ours for release.
+/// Builds programs of ours as the program is shipped.
 fn build_release(programs: &[&str]) -> anyhow::Result<()> {
     let mut command = cargo();
-    command.args(["build", "--release", "--quiet", "--package", "kvfleet", "--package", "chaos-tests"]);
+    command.args([
+        "build",
+        "--profile",
+        PROFILE,
+        "--quiet",
+        "--package",
+        "kvfleet",
+        "--package",
+        "chaos-tests",
+    ]);
     for program in programs {
         command.args(["--bin", program]);
     }
@@ -143,7 +155,7 @@ pub(crate) fn target() -> PathBuf {
 
 fn release_run() -> Command {
     let mut command = cargo();
-    command.args(["run", "--release"]);
+    command.args(["run", "--profile", PROFILE]);
     command
 }
 
