@@ -16,7 +16,7 @@ use serde::Deserialize;
 use crate::plot::{self, Dot};
 
 /// Profile of what is shipped.
-const PROFILE: &str = "dist";
+pub(crate) const PROFILE: &str = "dist";
 
 /// What to run.
 #[derive(Args, Debug)]
@@ -126,7 +126,7 @@ fn build_routers() -> anyhow::Result<[String; 2]> {
 }
 
 /// Builds programs of ours as the program is shipped.
-fn build_release(programs: &[&str]) -> anyhow::Result<()> {
+pub(crate) fn build_release(programs: &[&str]) -> anyhow::Result<()> {
     let mut command = cargo();
     command.args([
         "build",

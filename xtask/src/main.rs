@@ -25,9 +25,9 @@ enum Task {
     /// Run the fuzz targets of the index for a while.
     Fuzz(fuzz::FuzzArgs),
     /// Replay every eviction policy on every trace, into docs/POLICIES.md with plots.
-    Policies(replays::ReplaysArgs),
+    Policies(replays::PoliciesArgs),
     /// Serve every trace on fleets in virtual time by every router, into docs/ROUTERS.md.
-    Routers(replays::ReplaysArgs),
+    Routers(replays::RoutersArgs),
 }
 
 fn main() -> ExitCode {
@@ -35,8 +35,8 @@ fn main() -> ExitCode {
         Task::Tidy => tidy::report(),
         Task::Bench(args) => bench::run(args),
         Task::Fuzz(args) => fuzz::run(&args),
-        Task::Policies(args) => replays::run("policies", &args),
-        Task::Routers(args) => replays::run("routers", &args),
+        Task::Policies(args) => replays::policies(&args),
+        Task::Routers(args) => replays::routers(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

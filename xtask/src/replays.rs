@@ -1,46 +1,184 @@
-//! `cargo xtask policies` and `cargo xtask routers`: every eviction policy and every router on every trace, into `docs/POLICIES.md` with plots and
-//! `docs/ROUTERS.md`.
+//! `cargo xtask policies` and `cargo xtask routers`: every eviction policy and every router on every trace, into `docs/POLICIES.md` and `docs/ROUTERS.md`
+//! with plots.
 //!
 //! Not here: the replays (`kvfleet trace policies` and `trace routers`, which this runs) and how fast one of them decides (`cargo xtask bench`).
 
-use std::path::PathBuf;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
 
 use anyhow::{Context, bail};
 use clap::Args;
 
-use crate::bench::{cargo, root};
+use crate::bench::{PROFILE, build_release, cargo, root, target};
 
 /// The recorded trace; without it only generated traffic is replayed.
 const TRACE: &str = "mooncake_conversation_trace.jsonl";
 
 /// What to replay.
 #[derive(Args, Debug)]
-pub(crate) struct ReplaysArgs {
-    /// Options of `kvfleet trace policies` or `trace routers`, such as `--json`; behind `--`.
+pub(crate) struct PoliciesArgs {
+    /// Options of `kvfleet trace policies`, such as `--json`; behind `--`.
     #[arg(last = true)]
     options: Vec<String>,
 }
 
-/// Replays and writes.
+/// How to run what makes the document of routers.
+#[derive(Args, Debug)]
+pub(crate) struct RoutersArgs {
+    /// Parts at once; by default as many as there are processors. All of them take some hours of one.
+    #[arg(long)]
+    jobs: Option<usize>,
+    /// Takes the parts that an earlier call finished as they are. They are of the program as it was then.
+    #[arg(long)]
+    resume: bool,
+}
+
+/// One call of `kvfleet trace routers`.
+struct Part {
+    name: &'static str,
+    /// Whether it serves the recorded trace, and is left out without it.
+    is_recorded: bool,
+    options: &'static [&'static str],
+}
+
+const fn recorded(name: &'static str, options: &'static [&'static str]) -> Part {
+    Part { name, is_recorded: true, options }
+}
+
+const fn generated(name: &'static str, options: &'static [&'static str]) -> Part {
+    Part { name, is_recorded: false, options }
+}
+
+/// In the order of the document. A trace is served in one copy for every four instances, so larger fleets get fewer requests of each; some sixteen
+/// thousand are a quarter of an hour of one processor at each load.
+const PARTS: [Part; 12] = [
+    recorded("conversation-4", &["--instances", "4", "--draws", "3"]),
+    recorded("conversation-16", &["--instances", "16", "--limit", "4000", "--draws", "3"]),
+    recorded("conversation-64", &["--instances", "64", "--limit", "1000", "--draws", "3"]),
+    generated("generated-4", &["--instances", "4", "--requests", "4000", "--draws", "3"]),
+    generated("generated-16", &["--instances", "16", "--requests", "2000", "--draws", "3"]),
+    generated("generated-64", &["--instances", "64", "--requests", "500", "--draws", "3"]),
+    recorded(
+        "beyond-4",
+        &[
+            "--instances",
+            "4",
+            "--limit",
+            "2000",
+            "--overloads",
+            "1.1,1.3,1.5",
+            "--times-alone",
+            "10,5",
+            "--draws",
+            "3",
+        ],
+    ),
+    recorded(
+        "beyond-16",
+        &["--instances", "16", "--limit", "1000", "--overloads", "1.1,1.3,1.5", "--times-alone", "10,5"],
+    ),
+    generated(
+        "beyond-generated-4",
+        &["--instances", "4", "--requests", "2000", "--overloads", "1.1,1.3,1.5", "--times-alone", "10,5"],
+    ),
+    recorded("beyond-equal-4", &["--instances", "4", "--limit", "2000", "--overloads", "1.1,1.3,1.5"]),
+    recorded("beyond-equal-16", &["--instances", "16", "--limit", "1000", "--overloads", "1.3"]),
+    generated("beyond-equal-generated-4", &["--instances", "4", "--requests", "2000", "--overloads", "1.3"]),
+];
+
+/// Replays policies and writes.
 ///
 /// # Errors
 /// When the command does not build or fails.
-pub(crate) fn run(what: &str, args: &ReplaysArgs) -> anyhow::Result<()> {
-    let folder =
-        std::env::var_os("KVFLEET_TRACES").map_or_else(|| root().join("../shared/traces"), PathBuf::from);
-    let trace = std::path::absolute(folder.join(TRACE))?;
+pub(crate) fn policies(args: &PoliciesArgs) -> anyhow::Result<()> {
+    let trace = trace()?;
     let mut command = cargo();
     // The profile of the tests: who has run them has it built, and the figures do not depend on it.
     command.args(["run", "--quiet", "--profile", "chaos", "--package", "kvfleet", "--bin", "kvfleet", "--"]);
-    command.args(["trace", what, "--out", "docs"]);
-    if trace.exists() {
-        command.arg(trace);
-    } else {
-        eprintln!("SKIPPED: {} is absent; put the trace there or set KVFLEET_TRACES", trace.display());
-    }
+    command.args(["trace", "policies", "--out", "docs"]).args(trace);
     let status = command.args(&args.options).status().context("cannot start cargo")?;
     if !status.success() {
         bail!("the replays ended with {status}; what they said is above");
     }
     Ok(())
+}
+
+/// Runs routers, part by part, and writes what all of them gave.
+///
+/// # Errors
+/// When the command does not build, or a part fails.
+pub(crate) fn routers(args: &RoutersArgs) -> anyhow::Result<()> {
+    let trace = trace()?;
+    build_release(&["kvfleet"])?;
+    let program = target().join(PROFILE).join("kvfleet");
+    let folder = target().join("routers");
+    std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let parts: Vec<&Part> = PARTS.iter().filter(|part| trace.is_some() || !part.is_recorded).collect();
+    let left = Mutex::new(parts.iter());
+    let next = || left.lock().ok()?.next();
+    let jobs = args.jobs.or_else(|| std::thread::available_parallelism().ok().map(usize::from)).unwrap_or(1);
+    let work = || {
+        while let Some(part) = next() {
+            measure(part, (&program, trace.as_deref()), &folder, args.resume)?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..jobs.max(1)).map(|_| scope.spawn(work)).collect();
+        let mut ends = workers.into_iter().map(|worker| worker.join());
+        ends.try_for_each(|end| end.unwrap_or_else(|_| bail!("a part broke down; what it said is above")))
+    })?;
+    let mut command = Command::new(&program);
+    command.current_dir(root()).args(["trace", "routers", "--out", "docs"]);
+    for part in parts {
+        command.arg("--rows").arg(std::path::absolute(lines(&folder, part))?);
+    }
+    let status = command.status().with_context(|| format!("cannot start {}", program.display()))?;
+    if !status.success() {
+        bail!("the document was not written: {status}; what was said is above");
+    }
+    Ok(())
+}
+
+/// Where a part's lines are.
+fn lines(folder: &Path, part: &Part) -> PathBuf {
+    folder.join(format!("{}.jsonl", part.name))
+}
+
+fn measure(
+    part: &Part,
+    (program, trace): (&Path, Option<&Path>),
+    folder: &Path,
+    resumes: bool,
+) -> anyhow::Result<()> {
+    let path = lines(folder, part);
+    if resumes && path.exists() {
+        eprintln!("{}: taken as it is in {}", part.name, path.display());
+        return Ok(());
+    }
+    // Half of a part is none: it gets its name at its end.
+    let begun = path.with_extension("begun");
+    let file = File::create(&begun).with_context(|| format!("cannot write {}", begun.display()))?;
+    let mut command = Command::new(program);
+    command.args(["trace", "routers", "--json"]).args(trace.filter(|_| part.is_recorded)).args(part.options);
+    let status = command.stdin(Stdio::null()).stdout(file).status();
+    let status = status.with_context(|| format!("cannot start {}", program.display()))?;
+    if !status.success() {
+        bail!("{} ended with {status}; what it said is above", part.name);
+    }
+    std::fs::rename(&begun, &path).with_context(|| format!("cannot rename {}", begun.display()))
+}
+
+/// The recorded trace, if it is there.
+fn trace() -> anyhow::Result<Option<PathBuf>> {
+    let folder =
+        std::env::var_os("KVFLEET_TRACES").map_or_else(|| root().join("../shared/traces"), PathBuf::from);
+    let trace = std::path::absolute(folder.join(TRACE))?;
+    if !trace.exists() {
+        eprintln!("SKIPPED: {} is absent; put the trace there or set KVFLEET_TRACES", trace.display());
+        return Ok(None);
+    }
+    Ok(Some(trace))
 }

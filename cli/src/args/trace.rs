@@ -168,8 +168,15 @@ pub struct RoutersArgs {
     /// Sizes of the fleet; a trace is served in one copy for every four instances.
     #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "4,16", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub instances: Vec<u32>,
-    /// Loads, as shares of what the fleet gets through.
-    #[arg(long, value_name = "SHARE,…", value_delimiter = ',', default_value = "0.5,0.8,0.95", value_parser = share)]
+    /// Loads, as shares of what the fleet gets through; none where there are overloads and these are not given.
+    #[arg(
+        long,
+        value_name = "SHARE,…",
+        value_delimiter = ',',
+        default_value = "0.5,0.8,0.95",
+        default_value_if("overloads", clap::builder::ArgPredicate::IsPresent, None),
+        value_parser = share
+    )]
     pub loads: Vec<f64>,
     /// Loads above what the fleet gets through, at which requests are turned away and those in time are counted; none for none.
     #[arg(long, value_name = "SHARE,…", value_delimiter = ',', value_parser = share)]
@@ -231,6 +238,9 @@ pub struct RegretArgs {
     /// Seed of routers that draw.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
+    /// Runs at each load, at rates within a hundredth of it: of the first one all is told, and how the shares of all of them spread.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub draws: u32,
     /// Print one JSON object a line for every load.
     #[arg(long)]
     pub json: bool,
@@ -275,6 +285,23 @@ mod tests {
             let said = times(wrong).unwrap_err();
             assert!(said.contains("expected two numbers like 10,5"), "{wrong:?}: {said}");
         }
+    }
+
+    #[test]
+    fn loads_are_the_usual_ones_unless_others_are_asked_for() {
+        #[derive(clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            args: RoutersArgs,
+        }
+        let loads = |words: &[&str]| {
+            let args = <Line as clap::Parser>::parse_from(["routers"].iter().chain(words)).args;
+            (args.loads, args.overloads)
+        };
+        assert_eq!(loads(&[]), (vec![0.5, 0.8, 0.95], vec![]));
+        assert_eq!(loads(&["--loads", "0.9"]), (vec![0.9], vec![]));
+        assert_eq!(loads(&["--overloads", "1.1,1.3"]), (vec![], vec![1.1, 1.3]));
+        assert_eq!(loads(&["--overloads", "1.1", "--loads", "0.5"]), (vec![0.5], vec![1.1]));
     }
 
     #[test]

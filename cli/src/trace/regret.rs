@@ -4,7 +4,7 @@
 
 use kv_core::schedule::{HardwareProfile, PROFILES};
 use kvfleet_sim::fleet::{Setup, Workload};
-use kvfleet_sim::routers::{Knowledge, Regret, capacity, regret};
+use kvfleet_sim::routers::{Draw, Knowledge, Regret, Shares, capacity, regret};
 
 use super::read_trace;
 use crate::args::RegretArgs;
@@ -26,8 +26,10 @@ pub(super) fn run(args: &RegretArgs) -> anyhow::Result<()> {
     let workload = Workload::new(&trace, u64::from(args.instances.div_ceil(INSTANCES_PER_COPY)));
     let setup = Setup::new(args.instances, profile, workload.block_tokens);
     let capacity_per_s = capacity(&workload, &setup, args.seed);
+    let draws = Draw::all(args.draws, args.seed);
     for load in &args.loads {
-        let regret = regret(&workload, &setup, (*load, capacity_per_s), args.window as usize, args.seed);
+        let load = (*load, capacity_per_s);
+        let Some(regret) = regret(&workload, &setup, load, args.window as usize, &draws) else { continue };
         if args.json {
             println!("{}", serde_json::to_string(&regret)?);
         } else {
@@ -58,8 +60,16 @@ fn show(regret: &Regret, args: &RegretArgs, capacity_per_s: f64) {
             ttft.mean_ms, ttft.p50_ms, ttft.p90_ms, ttft.p99_ms,
         );
     }
-    let [delay, prediction, greed] =
-        [regret.lost.delay, regret.lost.prediction, regret.lost.greed].map(|share| share * 100.0);
-    let greed = if greed > 0.0 { format!("{greed:.1} % at least") } else { "none was found".to_owned() };
-    println!("lost of the mean: staleness {delay:.1} %, prediction {prediction:.1} %, greed: {greed}\n");
+    let of = |share: fn(&Shares) -> f64| {
+        let [median, least, greatest] = regret.spread(share).map(|share| share * 100.0);
+        match regret.drawn.len() {
+            0 => format!("{median:.1} %"),
+            _ => format!("{median:.1} % ({least:.1} to {greatest:.1})"),
+        }
+    };
+    let [delay, prediction] = [of(|lost| lost.delay), of(|lost| lost.prediction)];
+    let greed = of(|lost| lost.greed);
+    println!(
+        "lost of the mean: staleness {delay}, prediction {prediction}, greed as far as the search found any: {greed}\n"
+    );
 }

@@ -346,14 +346,16 @@ fn better_knowledge_is_told_apart_and_is_the_same_each_time() {
     let workload = generated(300);
     let setup = Setup::new(2, H100, 512);
     let capacity = capacity(&workload, &setup, 1);
-    let once = regret(&workload, &setup, (0.9, capacity), 8, 1);
-    assert_eq!(once, regret(&workload, &setup, (0.9, capacity), 8, 1));
+    let draws = Draw::all(2, 1);
+    let once = regret(&workload, &setup, (0.9, capacity), 8, &draws).unwrap();
+    assert_eq!(Some(&once), regret(&workload, &setup, (0.9, capacity), 8, &draws).as_ref());
+    assert_eq!(once.drawn.len(), 1);
     assert_eq!(once.knowing.iter().map(|one| one.knowledge).collect::<Vec<_>>(), Knowledge::ALL);
     let [first, .., last] = &once.knowing[..] else { panic!("{once:?}") };
     let lost = once.lost.delay + once.lost.prediction + once.lost.greed;
     assert!((lost - (1.0 - last.ttft.mean_ms / first.ttft.mean_ms)).abs() < 1e-9, "{once:?}");
     // Where nothing is old as it is, staleness costs nothing, and without a window there is nothing to come.
-    let fresh = regret(&workload, &setup.fresh(), (0.9, capacity), 0, 1);
+    let fresh = regret(&workload, &setup.fresh(), (0.9, capacity), 0, &draws[..1]).unwrap();
     assert_eq!((fresh.lost.delay, fresh.lost.greed), (0.0, 0.0));
     assert!(fresh.knowing[0].ttft.mean_ms > 0.0);
 }

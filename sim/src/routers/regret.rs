@@ -5,6 +5,7 @@
 
 use serde::Serialize;
 
+use super::compare::{Draw, spread};
 use super::{PRODUCTION, by_name};
 use crate::fleet::{Report, Setup, Spread, Workload, run, run_knowing};
 
@@ -63,18 +64,41 @@ pub struct Regret {
     pub knowing: Vec<Knowing>,
     /// The differences of the means.
     pub lost: Shares,
+    /// The same at rates beside the load's ([`Draw`]).
+    pub drawn: Vec<Shares>,
 }
 
-/// Runs the production scheduler under each kind of knowledge at one share of `capacity`, in requests a second.
+impl Regret {
+    /// Median, least and greatest of one of the shares, of all draws.
+    #[must_use]
+    pub fn spread(&self, of: fn(&Shares) -> f64) -> [f64; 3] {
+        spread(std::iter::once(&self.lost).chain(&self.drawn).map(of))
+    }
+}
+
+/// Runs the production scheduler under each kind of knowledge at one share of `capacity`, in requests a second, in each of these draws. Of the first
+/// all is told, and the shares of the others; none without a draw.
 #[must_use]
 pub fn regret(
     workload: &Workload,
     setup: &Setup,
     (load, capacity): (f64, f64),
     window: usize,
-    seed: u64,
+    draws: &[Draw],
+) -> Option<Regret> {
+    let mut all = draws.iter().map(|draw| drawn(workload, setup, (load, capacity), window, *draw));
+    let first = all.next()?;
+    Some(Regret { drawn: all.map(|regret| regret.lost).collect(), ..first })
+}
+
+fn drawn(
+    workload: &Workload,
+    setup: &Setup,
+    (load, capacity): (f64, f64),
+    window: usize,
+    Draw { rate, seed }: Draw,
 ) -> Regret {
-    let paced = workload.at_rate(load * capacity);
+    let paced = workload.at_rate(load * capacity * rate);
     let routed = |setup: &Setup| {
         by_name(PRODUCTION, seed).map(|mut router| run(&paced, setup, router.as_mut())).unwrap_or_default()
     };
@@ -94,5 +118,5 @@ pub fn regret(
         prediction: share(fresh - true_times),
         greed: share(true_times - to_come),
     };
-    Regret { load, requests: paced.len(), window, knowing: knowing.into(), lost }
+    Regret { load, requests: paced.len(), window, knowing: knowing.into(), lost, drawn: Vec::new() }
 }

@@ -94,7 +94,7 @@ fn summary(rows: &[Row], terms: &Terms) -> String {
     text += "| traffic | requests | instances | others fetch from | load | mean | best other | ratio | next best | ratio | P90 | ratio of P90 | mean in order of coming | P99 | least P99 of others | prompt tokens not computed | the most of others |\n";
     text += "| --- | ---: | ---: | --- | ---: | ---: | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n";
     for row in rows {
-        let Comparison { load, production, in_order_of_coming, baselines } = &row.compared;
+        let Comparison { load, production, in_order_of_coming, baselines, .. } = &row.compared;
         let mean = ratio(row.compared.all_ratios().map(|of| of.0), 2);
         let p90 = ratio(row.compared.all_ratios().map(|of| of.1), 2);
         let best = baselines.first();
