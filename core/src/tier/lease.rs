@@ -161,8 +161,8 @@ impl Book {
         self.hold_each(id, keys, |holds, hold, is_new| holds.unused.remove(&hold) || is_new)
     }
 
-    /// Holds blocks for an open lease that would have brought them. That they were here is no use of them: it may ask for them
-    /// yet.
+    /// Holds blocks for an open lease that would have brought them. That they were here is no hit, for it may ask for them yet; policies hear of it
+    /// when the lease ends, as of any other use.
     pub(super) fn hold_found(&mut self, id: LeaseId, keys: &[BlockKey]) {
         self.hold_each(id, keys, |holds, hold, is_new| is_new && holds.unused.insert(hold));
     }

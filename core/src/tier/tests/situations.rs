@@ -668,6 +668,10 @@ fn a_request_that_ends_is_told_whole_from_its_tail_on() {
     // What comes up from SSD is used, and comes into this tier.
     assert_eq!(request(&mut book, &[1, 2, 3], 4), 3);
     assert_eq!(seen(), [('i', 2), ('s', 2), ('u', 1), ('u', 0)]);
+    // So is what an engine had in its own memory and offers: nothing is read, but it was wanted again.
+    assert_eq!(offer(&mut book, 50, &[1, 2], 5), [Offered::Present; 2]);
+    book.release(LeaseId(50), Timestamp(6));
+    assert_eq!(seen(), [('u', 1), ('u', 0)]);
 }
 
 #[test]
