@@ -54,6 +54,7 @@ fn decide(id: u64, matched: &PrefixMatch, fleet: &Fleet) {
         block_tokens: 16,
         input_tokens: BLOCKS * 16,
         output_tokens: 0,
+        ttft_max_us: 0,
         tbt_max_us: 0,
     };
     let _ = black_box(choose(black_box(&request), black_box(matched), black_box(fleet), NOW));

@@ -160,6 +160,7 @@ impl Router {
             block_tokens: BLOCK_TOKENS,
             input_tokens: tokens.len() as u32,
             output_tokens: 0,
+            ttft_max_us: 0,
             tbt_max_us: 0,
         };
         let _ = black_box(choose(&request, &matched, &self.fleet, NOW));

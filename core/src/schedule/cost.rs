@@ -19,7 +19,8 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::RouteRequest;
 use super::decision::Source;
 use super::fleet::{Fleet, InstancePaths, LiveNode};
-use super::lanes::{LinkPath, Measure, Price, Reader};
+use super::lanes::{LinkPath, Price, Reader};
+use super::legs::{Hold, Legs, Near, Run, Way};
 use super::load::{Ahead, Load, Moment, Newcomer};
 use super::profile::{HardwareProfile, Lane};
 use crate::id::NodeId;
@@ -151,6 +152,12 @@ impl<'a> Planner<'a> {
             planner.runs.push(planner.resolve(run, named_blocks, end_blocks));
             named_blocks = end_blocks;
         }
+        for at in 1..planner.runs.len() {
+            let (before, next) = planner.runs.split_at_mut(at);
+            if let (Some(run), next) = (before.last_mut(), next.first()) {
+                run.put_before(next);
+            }
+        }
         planner
     }
 
@@ -166,7 +173,9 @@ impl<'a> Planner<'a> {
         let behind = &self.runs[before..];
         match behind.split_first() {
             Some((cut, rest)) if cut.start_blocks < resident_blocks => {
-                Behind { planner: self, resident_blocks, first: Some(self.cut(cut, resident_blocks)), rest }
+                let mut first = self.cut(cut, resident_blocks);
+                first.put_before(rest.first());
+                Behind { planner: self, resident_blocks, first: Some(first), rest }
             }
             _ => Behind { planner: self, resident_blocks, first: None, rest: behind },
         }
@@ -202,11 +211,13 @@ impl<'a> Planner<'a> {
         Way { latency_ns: lane.latency_ns, stream_ns: self.fleet.profile.stream_ns(lane, tokens) }
     }
 
-    /// The way of a run from the asking instance's own node, and of what it was measured.
-    fn near(&self, run: &Run, hold: &Hold, asking: Asking<'_>) -> (Way, Measure) {
+    /// What the asking instance's own node holds of a run.
+    fn near<'r>(&self, run: &Run, hold: &'r Hold, asking: Asking<'_>) -> Near<'r> {
         let tokens = self.tokens_between(run.start_blocks, run.end_blocks);
         let price = self.price(&hold.holder, asking);
-        price.map_or((hold.far, hold.measure), |Price { lane, measure }| (self.way(lane, tokens), measure))
+        let (way, measure) = price
+            .map_or((hold.far, hold.measure), |Price { lane, measure }| (self.way(lane, tokens), measure));
+        Near { hold, way, measure }
     }
 
     /// As what the asking instance reads from a node is priced here.
@@ -268,14 +279,13 @@ pub(super) struct Behind<'p> {
 
 impl Behind<'_> {
     /// Up to the first that nobody live holds.
-    fn runs(&self) -> impl Iterator<Item = (&Run, &Hold)> {
-        let all = self.first.iter().chain(self.rest);
-        all.map_while(|run| run.nearest.as_ref().map(|nearest| (run, nearest)))
+    fn runs(&self) -> impl Iterator<Item = &Run> {
+        self.first.iter().chain(self.rest).take_while(|run| run.nearest.is_some())
     }
 
     /// Whether a plan for an instance at this node could differ from one for an instance without a node.
     pub(super) fn holds_any(&self, node: NodeId) -> bool {
-        self.runs().any(|(run, _)| run.held_by(node).is_some())
+        self.runs().any(|run| run.held_by(node).is_some())
     }
 
     /// The plan of least transfer and prefill.
@@ -283,30 +293,30 @@ impl Behind<'_> {
         let own = asking.own;
         let Self { planner, resident_blocks, .. } = *self;
         let mut best = Plan { prefill_us: planner.prefill_us(resident_blocks), ..Plan::default() };
-        let mut sources = SmallVec::<[Source; 4]>::new();
         // Ends of what is fetched, of what the own node holds and of what is held, as offsets in the request.
         let (mut fetched_to, mut overlap_to, mut held_blocks) =
             (resident_blocks, resident_blocks, resident_blocks);
-        let mut transfer_ns = 0u64;
-        for (run, nearest) in self.runs().take_while(|_| asking.fetches) {
-            let leg = self.leg((run, nearest), asking, sources.last());
-            if overlap_to == run.start_blocks && own.is_some_and(|node| run.held_by(node).is_some()) {
+        let mut legs = Legs::default();
+        let (mut end, mut left) = (None, None);
+        for run in self.runs().take_while(|_| asking.fetches) {
+            let own_hold = own.and_then(|node| run.held_by(node));
+            if overlap_to == run.start_blocks && own_hold.is_some() {
                 overlap_to = run.end_blocks;
             }
-            extend(&mut sources, &leg, run);
-            transfer_ns = transfer_ns.saturating_add(leg.ns);
+            legs.push(run, own_hold.map(|hold| planner.near(run, hold, asking)).as_ref());
             held_blocks = run.end_blocks;
+            let Some(here) = legs.end() else { break };
             let (transfer_us, prefill_us) =
-                (transfer_ns.div_ceil(NS_PER_US), planner.prefill_us(run.end_blocks));
+                (legs.ns(here).div_ceil(NS_PER_US), planner.prefill_us(run.end_blocks));
             // At equal time fetch: it leaves the instance free for others.
             if transfer_us.saturating_add(prefill_us) <= best.transfer_us.saturating_add(best.prefill_us) {
-                fetched_to = run.end_blocks;
+                (fetched_to, end, left) = (run.end_blocks, Some(here), None);
                 best = Plan { transfer_us, prefill_us, ..best };
+            } else {
+                left = left.or_else(|| Some(legs.holder(here)));
             }
         }
-        let left = sources.iter().find(|source| source.start_blocks + source.len_blocks > fetched_to);
-        let left = left.map(|&Source { node, epoch, tier, .. }| Holder { node, epoch, tier });
-        truncate(&mut sources, fetched_to);
+        let sources = end.map(|end| legs.sources(end)).unwrap_or_default();
         Plan {
             left,
             resident_blocks,
@@ -319,134 +329,10 @@ impl Behind<'_> {
         }
     }
 
-    /// The best source of a run: the own node when it holds it, which spares the network, unless that tier of it was measured to be
-    /// clearly slower than that of another; else the holder with the least time. Equal holders take turns by request, so that none
-    /// serves everyone.
-    fn leg(&self, (run, nearest): (&Run, &Hold), asking: Asking<'_>, last: Option<&Source>) -> Leg {
-        let goes_on = |hold: &Hold| last.is_some_and(|last| continues(last, &hold.holder));
-        if let Some(hold) = asking.own.and_then(|node| run.held_by(node)) {
-            let (way, measure) = self.planner.near(run, hold, asking);
-            let own = Leg::new(hold, way, goes_on(hold));
-            let others = run.holds.iter().filter(|other| other.holder.node != hold.holder.node);
-            let others = others.filter(|other| is_of_tier(measure) && is_of_tier(other.measure));
-            let rank = |other: &&Hold| other.rank(if goes_on(other) { 0 } else { other.far.latency_ns });
-            let other = others.min_by_key(rank).map(|other| Leg::new(other, other.far, goes_on(other)));
-            return other.filter(|other| is_clearly_less(other.ns, own.ns)).unwrap_or(own);
-        }
-        // Going on with the source before spares its latency, so it may beat the nearest.
-        let same = last.and_then(|last| run.held_by(last.node)).filter(|hold| goes_on(hold));
-        match same {
-            Some(same) if same.rank(0) <= nearest.rank(nearest.far.latency_ns) => {
-                Leg::new(same, same.far, true)
-            }
-            _ => Leg::new(nearest, nearest.far, false),
-        }
-    }
-
     /// Who else holds the blocks that this source begins with, the best of them.
     pub(super) fn instead_of(&self, source: &Source) -> Option<Holder> {
-        let (run, _) = self.runs().find(|(run, _)| run.start_blocks == source.start_blocks)?;
+        let run = self.runs().find(|run| run.start_blocks == source.start_blocks)?;
         let others = run.holds.iter().filter(|hold| hold.holder.node != source.node);
         others.min_by_key(|hold| hold.rank(hold.far.latency_ns)).map(|hold| hold.holder)
-    }
-}
-
-/// Consecutive blocks with the live nodes that hold all of them.
-struct Run {
-    start_blocks: u32,
-    end_blocks: u32,
-    /// By ascending node.
-    holds: SmallVec<[Hold; 4]>,
-    /// The best of them for an instance at no node; none where there is none.
-    nearest: Option<Hold>,
-}
-
-impl Run {
-    fn new(start_blocks: u32, end_blocks: u32, mut holds: SmallVec<[Hold; 4]>) -> Run {
-        holds.sort_unstable_by_key(|hold| hold.holder.node);
-        let nearest = holds.iter().min_by_key(|hold| hold.rank(hold.far.latency_ns)).copied();
-        Run { start_blocks, end_blocks, holds, nearest }
-    }
-
-    fn of_nobody(start_blocks: u32, end_blocks: u32) -> Run {
-        Run::new(start_blocks, end_blocks, SmallVec::new())
-    }
-
-    fn held_by(&self, node: NodeId) -> Option<&Hold> {
-        self.holds.binary_search_by_key(&node, |hold| hold.holder.node).ok().map(|rank| &self.holds[rank])
-    }
-}
-
-/// One live node that holds a run, and how long the run takes from there.
-#[derive(Clone, Copy)]
-struct Hold {
-    holder: Holder,
-    /// To an instance that is not at the same node.
-    far: Way,
-    /// Of what that was measured.
-    measure: Measure,
-    /// Orders equally good holders, another way for every request.
-    turn: u64,
-}
-
-impl Hold {
-    /// Orders holders from afar: by time, then by turn.
-    fn rank(&self, latency_ns: u64) -> (u64, u64, NodeId) {
-        (latency_ns.saturating_add(self.far.stream_ns), self.turn, self.holder.node)
-    }
-}
-
-/// A lane with the time a run takes through it.
-#[derive(Clone, Copy)]
-struct Way {
-    latency_ns: u64,
-    stream_ns: u64,
-}
-
-/// One run from one holder.
-struct Leg {
-    holder: Holder,
-    /// Whether the source before is the same, so that its latency was paid.
-    extends: bool,
-    ns: u64,
-}
-
-impl Leg {
-    fn new(hold: &Hold, way: Way, extends: bool) -> Self {
-        let latency_ns = if extends { 0 } else { way.latency_ns };
-        Self { holder: hold.holder, extends, ns: latency_ns.saturating_add(way.stream_ns) }
-    }
-}
-
-/// Whether the tier itself was measured. A price through other tiers is in part the profile's guess of the medium.
-fn is_of_tier(measure: Measure) -> bool {
-    matches!(measure, Measure::TierOverPath | Measure::Tier)
-}
-
-/// Below four fifths. Two estimates that are about the same change places with every report, and requests would with them.
-fn is_clearly_less(ns: u64, than_ns: u64) -> bool {
-    ns < than_ns - than_ns / 5
-}
-
-fn continues(last: &Source, holder: &Holder) -> bool {
-    (last.node, last.epoch, last.tier) == (holder.node, holder.epoch, holder.tier)
-}
-
-fn extend(sources: &mut SmallVec<[Source; 4]>, leg: &Leg, run: &Run) {
-    let len_blocks = run.end_blocks - run.start_blocks;
-    match sources.last_mut() {
-        Some(last) if leg.extends => last.len_blocks += len_blocks,
-        _ => {
-            let Holder { node, epoch, tier } = leg.holder;
-            sources.push(Source { node, epoch, tier, start_blocks: run.start_blocks, len_blocks });
-        }
-    }
-}
-
-/// Cuts the sources back to the first `blocks` blocks.
-fn truncate(sources: &mut SmallVec<[Source; 4]>, blocks: u32) {
-    sources.retain(|source| source.start_blocks < blocks);
-    if let Some(last) = sources.last_mut() {
-        last.len_blocks = last.len_blocks.min(blocks - last.start_blocks);
     }
 }

@@ -72,6 +72,8 @@ pub struct Candidate {
     pub delays_us: u64,
     /// Time between two tokens of those that decode there, in microseconds; 0 where nobody does.
     pub others_tbt_us: u64,
+    /// Whether its first token would be later than it may be.
+    pub is_late: bool,
     /// Whose limit between two tokens would be broken there, if any.
     pub breaks: Option<Breaks>,
     /// What is added to its cost since it joined of late and is given less than others, in microseconds.
@@ -207,6 +209,11 @@ pub enum Reason {
         /// Those where that of requests that decode there would be.
         others: u32,
     },
+    /// The limit until its first token counted: instances where it is kept come first.
+    InTime {
+        /// Instances that would cost less, and be too late.
+        late: u32,
+    },
     /// It has to wait for room in GPU memory.
     WaitsForRoom {
         /// For so long behind the work ahead, in microseconds.
@@ -311,6 +318,12 @@ impl fmt::Display for Reason {
                 f,
                 "on {own} instances its tokens would come too far apart, on {others} those of requests that decode there"
             ),
+            Reason::InTime { late } => {
+                write!(
+                    f,
+                    "on {late} instances that would cost less ({COSTS}) its first token would be too late"
+                )
+            }
             Reason::WaitsForRoom { room_us } => {
                 write!(f, "it waits {room_us} us for room in GPU memory, behind the work ahead")
             }

@@ -14,6 +14,7 @@ mod fleet;
 mod joining;
 mod lanes;
 mod learnt;
+mod legs;
 mod link;
 mod load;
 mod missing;
@@ -86,6 +87,8 @@ pub struct RouteRequest {
     pub input_tokens: u32,
     /// Tokens that may be generated; 0 when unknown.
     pub output_tokens: u32,
+    /// Until when its first token must be out, in microseconds; 0 where that does not matter.
+    pub ttft_max_us: u64,
     /// How far apart its tokens may come, the mean of those behind the first, in microseconds; 0 where that does not matter.
     pub tbt_max_us: u64,
 }
@@ -150,7 +153,8 @@ impl Eligible<'_> {
 }
 
 /// Chooses the instance with the least cost ([`Candidate::cost_us`]: predicted TTFT, what others wait longer, and more where it joined of
-/// late), of those first where no limit between two tokens is predicted to be broken, and says how it gets the KV. Equal arguments give equal answers.
+/// late), of those first that are in time and where no limit between two tokens is predicted to be broken, and says how it gets the KV. Equal
+/// arguments give equal answers.
 ///
 /// # Errors
 /// [`Rejection`] when no instance has a fresh report and room in its queue.
@@ -183,8 +187,10 @@ pub fn choose_among<'a>(
     if open == 0 {
         return Err(rejection(fleet, &candidates));
     }
-    let (best_us, breaks) = (candidates[0].cost_us(), candidates[0].breaks);
-    let alike = candidates[..open].partition_point(|candidate| candidate.breaks == breaks);
+    let best_us = candidates[0].cost_us();
+    let limits = |candidate: &Candidate| (candidate.is_late, candidate.breaks);
+    let best = limits(&candidates[0]);
+    let alike = candidates[..open].partition_point(|candidate| limits(candidate) == best);
     let tied = candidates[..alike].partition_point(|candidate| candidate.cost_us() == best_us);
     candidates[..tied].rotate_left(turn(request.request, tied));
     let chosen = fleet.with_paths(candidates[0].instance).expect("candidates are instances of the fleet");
@@ -217,6 +223,7 @@ fn price(
         let decodes = || pairs.is_some() && fleet.part(instance.id).role == Role::Decode;
         filtered(instance).or_else(|| decodes().then_some(Filtered::Decodes))
     };
+    let ttft_max_us = planners.request().ttft_max_us;
     // Beside instances that are there for longer and could be chosen, those that joined of late are given less.
     let slow_start = fleet.limits.slow_start;
     let share = |instance: &Instance| joining::share(instance.joined_at, now, slow_start);
@@ -258,6 +265,9 @@ fn price(
             candidate = decoded_by_partner(candidate, fleet, climate);
         }
         candidate.ramp_us = joining::added_us(candidate.ttft_us(), share);
+        // What it costs others, or that it joined of late, does not make it late.
+        candidate.is_late =
+            ttft_max_us > 0 && candidate.filtered.is_none() && candidate.ttft_us() > ttft_max_us;
         candidate
     };
     fleet.instances_with_paths().map(ramped).collect()
@@ -312,6 +322,7 @@ fn filtered_out(instance: &Instance, filtered: Filtered) -> Candidate {
         predicted: Prediction::default(),
         delays_us: 0,
         others_tbt_us: 0,
+        is_late: false,
         breaks: None,
         ramp_us: 0,
         turn: Timestamp::default(),
@@ -359,6 +370,7 @@ fn costed(
         predicted,
         delays_us,
         others_tbt_us,
+        is_late: false,
         breaks: climate.breaks(instance, predicted.tbt_us, others_tbt_us),
         ramp_us: 0,
         turn,
@@ -370,9 +382,10 @@ fn costed(
     }
 }
 
-/// Open candidates first, then those where no limit between tokens is broken, by cost; ids make the order total.
-fn rank(candidate: &Candidate) -> (bool, Option<Breaks>, u64, u32) {
-    (candidate.filtered.is_some(), candidate.breaks, candidate.cost_us(), candidate.instance.0)
+/// Open candidates first, of them those in time and then those where no limit between tokens is broken, by cost; ids make the order total.
+fn rank(candidate: &Candidate) -> (bool, bool, Option<Breaks>, u64, u32) {
+    let Candidate { is_late, breaks, instance, .. } = *candidate;
+    (candidate.filtered.is_some(), is_late, breaks, candidate.cost_us(), instance.0)
 }
 
 /// Which of `among` equal candidates a request takes.
@@ -392,7 +405,7 @@ struct Choice<'a> {
     climate: Climate,
     /// Candidates that were not filtered.
     open: usize,
-    /// Of those, the ones that break the limits of as few as the best.
+    /// Of those, the ones that are in time if the best is, and break the limits of as few.
     alike: usize,
     /// Of those, the ones as good as the best.
     tied: usize,

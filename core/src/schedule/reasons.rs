@@ -25,6 +25,7 @@ pub(super) fn of(
     reasons.push(why_instance(choice, candidates));
     reasons.extend(why_joiner(&candidates[..choice.alike]).into_iter().flatten());
     reasons.extend(why_pace(&candidates[..choice.open]));
+    reasons.extend(why_in_time(&candidates[..choice.open]));
     let room_us = candidates[0].predicted.room_us;
     reasons.extend((room_us > 0).then_some(Reason::WaitsForRoom { room_us }));
     reasons.extend(why_sources(choice, plan));
@@ -90,6 +91,15 @@ fn why_pace(open: &[Candidate]) -> Option<Reason> {
     let [own, others] = [Breaks::Own, Breaks::Others].map(count);
     let is_kept = open.iter().any(|candidate| candidate.breaks > open[0].breaks);
     is_kept.then_some(Reason::Paced { own, others })
+}
+
+/// Where its first token would be late, if that kept the request from there.
+fn why_in_time(open: &[Candidate]) -> Option<Reason> {
+    let (chosen, others) = open.split_first()?;
+    let would_be =
+        |other: &&Candidate| other.is_late && !chosen.is_late && other.cost_us() < chosen.cost_us();
+    let late = others.iter().filter(would_be).count() as u32;
+    (late > 0).then_some(Reason::InTime { late })
 }
 
 /// What came of it that instances joined of late: for the chosen one, and for one that would be chosen else.

@@ -43,7 +43,8 @@ async fn decide(
     request: pb::RouteRequest,
 ) -> Result<pb::RouteReply, Status> {
     let hashes = check::hashes("hashes", &request.hashes)?;
-    let asked = RouteRequest { tbt_max_us: tbt_max_us(shared, &request), ..asked(&request, &hashes)? };
+    let (ttft_max_us, tbt_max_us) = (ttft_max_us(shared, &request), tbt_max_us(shared, &request));
+    let asked = RouteRequest { ttft_max_us, tbt_max_us, ..asked(&request, &hashes)? };
     may_narrow(caller, &request)?;
     fresh::may(shared, caller, request.fresh)?;
     ready(shared, &hashes, &request.after, request.fresh).await?;
@@ -63,7 +64,7 @@ async fn decide(
     let choose = |fleet: &Fleet| schedule::choose_among(&asked, held, eligible, fleet, now);
     let chosen = match request.runs_there {
         true => shared.fleet.plan(choose),
-        false => shared.fleet.decide(claim(shared, caller, &request), now, choose),
+        false => shared.fleet.decide(claim(caller, &request, ttft_max_us), now, choose),
     };
     let held_blocks = holders::end_blocks(&matched);
     if let Ok((decision, _)) = &chosen
@@ -136,18 +137,21 @@ fn coming(
 }
 
 /// What is asked for a request. A tenant's holder puts its requests before nobody's.
-fn claim(shared: &Shared, caller: &Caller, request: &pb::RouteRequest) -> Claim {
+fn claim(caller: &Caller, request: &pb::RouteRequest, ttft_max_us: u64) -> Claim {
     let share = caller.share();
     let priority = if share.is_some() { request.priority.min(0) } else { request.priority };
-    // A request may ask for less time than the router allows, and not for more.
-    let limits = [request.ttft_max_ms, shared.ttft_max_ms].into_iter().filter(|limit| *limit > 0);
-    let limit_ms = limits.min().unwrap_or_default();
-    let ttft_max_us = (limit_ms > 0).then(|| limit_ms.saturating_mul(1_000));
+    let ttft_max_us = (ttft_max_us > 0).then_some(ttft_max_us);
     // More names on one certificate are no more shares.
     Claim { share, tenant: share.unwrap_or(TenantId(request.tenant)), priority, ttft_max_us }
 }
 
-/// The same of the time between tokens, which counts in the choice too.
+/// Until when a first token must be out. A request may ask for less time than the router allows, and not for more.
+fn ttft_max_us(shared: &Shared, request: &pb::RouteRequest) -> u64 {
+    let limits = [request.ttft_max_ms, shared.ttft_max_ms].into_iter().filter(|limit| *limit > 0);
+    limits.min().unwrap_or_default().saturating_mul(1_000)
+}
+
+/// The same of the time between tokens.
 fn tbt_max_us(shared: &Shared, request: &pb::RouteRequest) -> u64 {
     let limits = [request.tbt_max_us, shared.tbt_max_us].into_iter().filter(|limit| *limit > 0);
     limits.min().unwrap_or_default()
@@ -222,6 +226,7 @@ fn asked(request: &pb::RouteRequest, hashes: &[BlockHash]) -> Result<RouteReques
         block_tokens: request.block_tokens,
         input_tokens: request.input_tokens,
         output_tokens: request.output_tokens,
+        ttft_max_us: 0,
         tbt_max_us: request.tbt_max_us,
     })
 }

@@ -445,6 +445,7 @@ mod tests {
             block_tokens: 16,
             input_tokens,
             output_tokens: 0,
+            ttft_max_us: 0,
             tbt_max_us: 0,
         };
         let matched = PrefixMatch::default();
@@ -467,6 +468,7 @@ mod tests {
                 block_tokens: 16,
                 input_tokens,
                 output_tokens: 0,
+                ttft_max_us: 0,
                 tbt_max_us: 0,
             };
             let matched = PrefixMatch::default();

@@ -361,6 +361,7 @@ impl<'a> Fleet<'a> {
             input_tokens: request.input_tokens,
             // Nobody knows beforehand how much a model will say.
             output_tokens: 0,
+            ttft_max_us: 0,
             tbt_max_us: 0,
         };
         let now = Timestamp(now_ns / 1_000);

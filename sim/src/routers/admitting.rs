@@ -36,7 +36,7 @@ impl Router for Admitting {
 
     fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
         let (ttft_max_us, tbt_max_us) = limits_of(&self.limits, ask);
-        let request = RouteRequest { tbt_max_us, ..ask.request };
+        let request = RouteRequest { ttft_max_us, tbt_max_us, ..ask.request };
         let Ok(decision) = choose(&request, ask.held(), &view.fleet, ask.now) else {
             return Route::Reject;
         };

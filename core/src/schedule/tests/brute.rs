@@ -43,6 +43,24 @@ fn ways() -> impl Strategy<Value = Lane> {
         .prop_map(|(latency_ns, bytes_per_s)| Lane { latency_ns, bytes_per_s })
 }
 
+/// Least time in ns to the end of these runs over all choices of one holder for each, worked out by trying them all.
+fn least_ns(runs: &[(u32, Vec<(u32, Tier)>)], profile: &HardwareProfile, links: &[Lane; 4]) -> f64 {
+    let mut all: Vec<(Option<(u32, Tier)>, f64)> = vec![(None, 0.0)];
+    for (len, holders) in runs {
+        let tokens = u64::from(len * BLOCK_TOKENS);
+        let further = all.iter().flat_map(|&(last, ns)| {
+            holders.iter().map(move |&(node, tier)| {
+                let lane = way(profile, tier, links[node as usize - 1]);
+                let stream = (tokens * profile.kv_bytes_per_token) as f64 * 1e9 / lane.bytes_per_s as f64;
+                let latency = if last == Some((node, tier)) { 0 } else { lane.latency_ns };
+                (Some((node, tier)), ns + latency as f64 + stream)
+            })
+        });
+        all = further.collect();
+    }
+    all.into_iter().map(|(_, ns)| ns).fold(f64::INFINITY, f64::min)
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
@@ -83,5 +101,50 @@ proptest! {
         }
         let planned = cost_of_cut(&request, &profile, &legs, u64::from(decision.fetch_blocks * BLOCK_TOKENS));
         prop_assert!((ours - planned).abs() <= 2.1, "predicted {ours} µs, worked out {planned} µs");
+    }
+
+    /// Each run is held by some of four nodes; no instance has a node.
+    #[test]
+    fn no_choice_of_sources_beats_the_plan(
+        runs in prop::collection::vec(
+            (1u32..6, prop::collection::btree_map(1u32..5, prop::sample::select(Tier::ALL.to_vec()), 1..5)), 0..5),
+        links in prop::array::uniform4(ways()),
+        tail in 0u32..25,
+        linear in 1_000u64..200_000,
+        number in any::<u64>(),
+    ) {
+        let profile = HardwareProfile { prefill_ns_per_token: linear, ..ROUND };
+        let runs: Vec<(u32, Vec<(u32, Tier)>)> =
+            runs.into_iter().map(|(len, holders)| (len, holders.into_iter().collect())).collect();
+        let mut fleet = Fleet::new(profile);
+        fleet.put_instance(Instance { node: None, ..instance(1) });
+        let node = |n: u32| LiveNode { afar: lanes(Some(links[n as usize - 1]), [None; 3]), ..live(n) };
+        fleet.set_nodes((1..=4).map(node).collect());
+        let matched = prefix(&runs.iter().map(|(len, at)| (*len, at.as_slice())).collect::<Vec<_>>());
+        let held: u32 = runs.iter().map(|run| run.0).sum();
+        let input_tokens = held * BLOCK_TOKENS + tail;
+        let blocks = held + tail.div_ceil(BLOCK_TOKENS);
+        let request = RouteRequest { input_tokens, request: RequestId(number), ..request(blocks) };
+        let decision = chosen(&request, &matched, &fleet);
+        let ours = decision.predicted.ttft_us() as f64;
+        for end in 0..=runs.len() {
+            let there: u32 = runs[..end].iter().map(|run| run.0).sum();
+            let prefill_ns = (input_tokens - there * BLOCK_TOKENS) as f64 * linear as f64 + profile.step_ns as f64;
+            let theirs = (least_ns(&runs[..end], &profile, &links) + prefill_ns) / 1e3;
+            prop_assert!(ours <= theirs + 2.1, "to the end of {end} runs: {theirs} µs, planned {ours} µs");
+        }
+        // What is predicted is what the sources come to, each of them once.
+        let mut fetched = 0;
+        let mut transfer_ns = 0.0;
+        for source in &decision.sources {
+            prop_assert_eq!(source.start_blocks, fetched);
+            fetched += source.len_blocks;
+            let lane = way(&profile, source.tier, links[source.node.0 as usize - 1]);
+            let bytes = u64::from(source.len_blocks * BLOCK_TOKENS) * profile.kv_bytes_per_token;
+            transfer_ns += lane.latency_ns as f64 + bytes as f64 * 1e9 / lane.bytes_per_s as f64;
+        }
+        prop_assert_eq!(fetched, decision.fetch_blocks);
+        let transfer = decision.predicted.transfer_us as f64;
+        prop_assert!((transfer - transfer_ns / 1e3).abs() <= 1.1, "{transfer} µs, worked out {transfer_ns} ns");
     }
 }

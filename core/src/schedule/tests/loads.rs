@@ -223,3 +223,21 @@ fn what_counts_against_a_joiner_is_told_where_it_mattered() {
     // Where it would not be chosen all the same, nothing is told of it.
     assert_eq!(reasons([0, 1_000]).1[1], "no live node holds the first block");
 }
+
+#[test]
+fn who_is_in_time_goes_before_who_costs_less() {
+    // Alone it takes 5 ms at either. Instance 1 joined of late, which counts against it; at instance 2 there are 20 ms of work.
+    let mut fleet = with_load(fleet(2), 2, Load::reported(200, 0, 0));
+    fleet.put_instance(Instance { joined_at: Some(NOW), ..instance(1) });
+    let nothing = prefix(&[]);
+    let within = |ttft_max_us| chosen(&RouteRequest { ttft_max_us, ..request(4) }, &nothing, &fleet);
+    let late = |decision: &Decision| {
+        let late = |reason: &Reason| matches!(reason, Reason::InTime { .. }).then_some(*reason);
+        (decision.instance.0, decision.reasons.iter().find_map(late))
+    };
+    assert_eq!(late(&within(0)), (2, None));
+    assert_eq!(late(&within(25_000)), (2, None), "it is in time there");
+    assert_eq!(late(&within(10_000)), (1, Some(Reason::InTime { late: 1 })));
+    assert_eq!(late(&within(1_000)), (2, None), "nobody is, and it is told so");
+    assert!(within(1_000).candidates.iter().all(|candidate| candidate.is_late));
+}

@@ -53,6 +53,7 @@ pub(super) fn request(blocks: u32) -> RouteRequest {
         block_tokens: BLOCK_TOKENS,
         input_tokens: blocks * BLOCK_TOKENS,
         output_tokens: 0,
+        ttft_max_us: 0,
         tbt_max_us: 0,
     }
 }
