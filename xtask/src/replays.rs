@@ -51,15 +51,15 @@ const fn generated(name: &'static str, options: &'static [&'static str]) -> Part
     Part { name, is_recorded: false, options }
 }
 
-/// In the order of the document. A trace is served in one copy for every four instances, so larger fleets get fewer requests of each; some sixteen
-/// thousand are a quarter of an hour of one processor at each load.
-const PARTS: [Part; 12] = [
+/// In the order of the document. A trace is served in one copy for every four instances, so larger fleets get fewer requests of each: some sixteen
+/// thousand are ten minutes of one processor for three loads, at 64 instances half an hour.
+const PARTS: [Part; 11] = [
     recorded("conversation-4", &["--instances", "4", "--draws", "3"]),
     recorded("conversation-16", &["--instances", "16", "--limit", "4000", "--draws", "3"]),
-    recorded("conversation-64", &["--instances", "64", "--limit", "1000", "--draws", "3"]),
+    recorded("conversation-64", &["--instances", "64", "--limit", "1000"]),
     generated("generated-4", &["--instances", "4", "--requests", "4000", "--draws", "3"]),
-    generated("generated-16", &["--instances", "16", "--requests", "2000", "--draws", "3"]),
-    generated("generated-64", &["--instances", "64", "--requests", "500", "--draws", "3"]),
+    generated("generated-16", &["--instances", "16", "--requests", "2000"]),
+    generated("generated-64", &["--instances", "64", "--requests", "500"]),
     recorded(
         "beyond-4",
         &[
@@ -68,7 +68,7 @@ const PARTS: [Part; 12] = [
             "--limit",
             "2000",
             "--overloads",
-            "1.1,1.3,1.5",
+            LOADS,
             "--times-alone",
             "10,5",
             "--draws",
@@ -77,16 +77,21 @@ const PARTS: [Part; 12] = [
     ),
     recorded(
         "beyond-16",
-        &["--instances", "16", "--limit", "1000", "--overloads", "1.1,1.3,1.5", "--times-alone", "10,5"],
+        &["--instances", "16", "--limit", "1000", "--overloads", LOADS, "--times-alone", "10,5"],
     ),
     generated(
         "beyond-generated-4",
-        &["--instances", "4", "--requests", "2000", "--overloads", "1.1,1.3,1.5", "--times-alone", "10,5"],
+        &["--instances", "4", "--requests", "2000", "--overloads", LOADS, "--times-alone", "10,5"],
     ),
-    recorded("beyond-equal-4", &["--instances", "4", "--limit", "2000", "--overloads", "1.1,1.3,1.5"]),
-    recorded("beyond-equal-16", &["--instances", "16", "--limit", "1000", "--overloads", "1.3"]),
-    generated("beyond-equal-generated-4", &["--instances", "4", "--requests", "2000", "--overloads", "1.3"]),
+    recorded(
+        "beyond-short-4",
+        &["--instances", "4", "--limit", "2000", "--overloads", LOADS, "--ttft-ms", "5000"],
+    ),
+    recorded("beyond-long-4", &["--instances", "4", "--overloads", LOADS]),
 ];
+
+/// Loads above what a fleet gets through.
+const LOADS: &str = "1.1,1.3,1.5";
 
 /// Replays policies and writes.
 ///
