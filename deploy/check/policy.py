@@ -13,6 +13,11 @@ WORKLOADS = ("StatefulSet", "DaemonSet", "Deployment")
 STOPS_WITHIN = 10
 ANSWERS_WITHIN = 5
 
+# How long requests under way at the OpenAI door may take after that where its configuration does not say (`drain_notice_ms` and
+# `drain_ms` in doors/src/openai/config.rs), in seconds.
+NOTICES_WITHIN = 0
+ANSWERS_END_WITHIN = 30
+
 # How long a node that drains gives away what it holds where its configuration does not say (`drain_ms` in node/src/config.rs), and
 # what it needs beside that to leave, in seconds.
 GIVES_WITHIN = 20
@@ -202,8 +207,12 @@ def grace_is_long_enough(objects):
                 yield f"{name(one)}: preStop waits {asked:g} s, and must wait {gives:g}: the node gives away what it holds, then it leaves"
             within = asked + ANSWERS_WITHIN
             needed = max(within, seconds(option(command, "--linger", "0s"))) + STOPS_WITHIN
+            if "doors.openai.listen" in listens(config, container):
+                door = config.get("doors", {}).get("openai", {})
+                needed += door.get("drain_notice_ms", NOTICES_WITHIN * 1000) / 1000
+                needed += door.get("drain_ms", ANSWERS_END_WITHIN * 1000) / 1000
             if spec.get("terminationGracePeriodSeconds", 30) < needed:
-                yield f"{name(one)}: terminationGracePeriodSeconds must be at least {needed:g}: preStop, then the stop"
+                yield f"{name(one)}: terminationGracePeriodSeconds must be at least {needed:g}: preStop, then the stop with what the door has under way"
 
 
 def ports_are_listened_on(objects):

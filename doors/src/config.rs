@@ -4,6 +4,7 @@
 
 use std::collections::HashSet;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -112,6 +113,14 @@ pub(crate) fn refuse<T>(key: &'static str, problem: impl Into<String>) -> Result
 }
 
 impl DoorsConfig {
+    /// How long requests that are under way when the process is asked to stop may take.
+    #[must_use]
+    pub fn ends_within(&self) -> Duration {
+        let own = &self.openai;
+        let ms = if own.is_open() { own.drain_notice_ms.saturating_add(own.drain_ms) } else { 0 };
+        Duration::from_millis(ms)
+    }
+
     /// Checks everything that can be checked without touching the disk or the network.
     ///
     /// # Errors
@@ -181,5 +190,14 @@ mod tests {
         let refused = |role, place| config(role, place).expect_err("must be refused").to_string();
         says("an engine with a role that is none", &refused("Prefill", ""), &[]);
         says("an engine at a place that is none", &refused("", "zone-a/"), &[]);
+    }
+
+    #[test]
+    fn what_is_under_way_has_as_long_as_an_open_door_gives_it() {
+        let mut config = DoorsConfig::default();
+        (config.openai.drain_notice_ms, config.openai.drain_ms) = (2_000, 40_000);
+        assert_eq!(config.ends_within(), Duration::ZERO, "nobody asks here");
+        config.openai.listen = "0.0.0.0:8000".into();
+        assert_eq!(config.ends_within(), Duration::from_secs(42));
     }
 }

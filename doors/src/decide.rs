@@ -193,6 +193,7 @@ impl Decider {
             input_tokens: prompt.input_tokens,
             output_tokens: prompt.output_tokens,
             traceparent: terms.traceparent.clone(),
+            text: prompt.is_text,
             among: Some(pb::Among { instances: open.iter().map(|endpoint| endpoint.instance.0).collect() }),
             ..pb::RouteRequest::default()
         };

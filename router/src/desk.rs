@@ -15,7 +15,7 @@ use tonic::Status;
 use crate::config::EngineConfig;
 use crate::engines::{FollowError, Following};
 use crate::groups::Group;
-use crate::server::{Shared, route, why};
+use crate::server::{Shared, decode, route, why};
 use crate::view::recall::Said;
 
 /// Longest silence of a leader with which a replica still counts as near it: some elections long.
@@ -106,6 +106,13 @@ impl Desk {
         route::report(&self.shared, request).map(drop)
     }
 
+    /// Whether a request that was decided here may begin to decode at an instance now, under the limit that it was decided with.
+    #[must_use]
+    pub fn may_decode(&self, request: u64, instance: InstanceId) -> pb::MayDecodeReply {
+        let asked = pb::MayDecodeRequest { request, instance: instance.0, tbt_max_us: 0 };
+        decode::may(&self.shared, asked)
+    }
+
     /// Hands over every group that this router leads, as often as it takes, and campaigns for none from here on: whoever asks is
     /// about to end the process. Streams of route calls end behind the answers under way, so that callers open them elsewhere. Answers with the groups that it still leads after that long, none where all went well. A group
     /// that has no other voter stays here, and is none of them.
@@ -134,6 +141,10 @@ impl Desk {
     /// # Errors
     /// A line for a person.
     pub fn ready(&self) -> Result<(), String> {
+        // Before the process is told to stop, so that whoever sends requests here has time to hear of it.
+        if self.shared.draining.is_cancelled() {
+            return Err("this router is draining: it was asked to let go of its work".to_owned());
+        }
         for group in self.shared.groups.all() {
             let (number, consensus) = (group.number(), &group.consensus);
             if group.has_diverged() {

@@ -298,6 +298,7 @@ impl Parts<'_> {
             tbt_max_us: self.config.admission.tbt_max_us,
             recall: Mutex::default(),
             sent: Mutex::default(),
+            guessed: Mutex::default(),
             waits,
             copies,
             hot,

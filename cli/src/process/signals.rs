@@ -10,8 +10,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-/// How long a service gets from the request to stop until its process ends whatever still holds it up.
-/// Longer than any service takes, and than whoever started it waits before SIGKILL.
+/// How long a service gets from the request to stop until its process ends whatever still holds it up, beside what requests under way may
+/// take. Longer than any service takes for itself.
 const FORCE_EXIT_AFTER: Duration = Duration::from_secs(10);
 
 /// Exit status of a process that did not stop in time.
@@ -49,13 +49,14 @@ impl Stop {
         Ok(stop)
     }
 
-    /// For a service: once asked to stop it ends within `FORCE_EXIT_AFTER`, by force if need be. With
+    /// For a service: once asked to stop it ends within `FORCE_EXIT_AFTER` and what requests under way may take, by force if need be. With
     /// `follow_parent`, the end of standard input counts as a request: the parent holds the other end of
     /// that pipe and cannot go, however it dies, without closing it.
-    pub fn of_service(follow_parent: bool) -> std::io::Result<Self> {
+    pub fn of_service(follow_parent: bool, under_way: Duration) -> std::io::Result<Self> {
         let stop = Self::default();
-        tokio::spawn(stop.clone().listen(Heard::new(follow_parent)?, |_| {
-            std::thread::spawn(force_exit);
+        let after = FORCE_EXIT_AFTER.saturating_add(under_way);
+        tokio::spawn(stop.clone().listen(Heard::new(follow_parent)?, move |_| {
+            std::thread::spawn(move || force_exit(after));
         }));
         Ok(stop)
     }
@@ -131,16 +132,16 @@ fn watch_parent(follow: bool) -> mpsc::Receiver<()> {
             let _ = gone.blocking_send(());
             // From here and not from the listener: nobody is left to kill this process, even if its runtime
             // is too busy to listen.
-            force_exit();
+            force_exit(FORCE_EXIT_AFTER);
         });
     }
     parent
 }
 
 /// Ends the process after a grace, from a thread that nothing else can hold up.
-fn force_exit() {
-    std::thread::sleep(FORCE_EXIT_AFTER);
-    say(&format!("did not stop within {FORCE_EXIT_AFTER:?}: ended by force"));
+fn force_exit(after: Duration) {
+    std::thread::sleep(after);
+    say(&format!("did not stop within {after:?}: ended by force"));
     std::process::exit(EXIT_FORCED);
 }
 

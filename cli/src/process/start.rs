@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use kvfleet_doors::{Doors, DoorsConfig};
 use kvfleet_router::RouterConfig;
@@ -83,7 +84,8 @@ pub async fn run(role: Role, args: &ProcessArgs) -> anyhow::Result<()> {
             settings.service.router.validate()?;
             settings.service.doors.validate()?;
             let number = settings.service.router.id;
-            serve(role, number, args, settings, async |config, registry| {
+            let under_way = settings.service.doors.ends_within();
+            serve(role, number, args, (settings, under_way), async |config, registry| {
                 let RouterProcessConfig { router: config, doors } = config;
                 let engines = config.engines.clone();
                 let router = kvfleet_router::Router::start(config, registry).await?;
@@ -105,7 +107,7 @@ pub async fn run(role: Role, args: &ProcessArgs) -> anyhow::Result<()> {
             let settings = settings::<kvfleet_node::NodeConfig>(args)?;
             settings.service.validate()?;
             let number = u64::from(settings.service.id);
-            serve(role, number, args, settings, async |config, registry| {
+            serve(role, number, args, (settings, Duration::ZERO), async |config, registry| {
                 let node = kvfleet_node::Node::start(config, registry).await?;
                 let addresses = vec![("data", node.data_addr()), ("control", node.control_addr())];
                 Ok((Service::Node(Box::new(node)), addresses))
@@ -116,7 +118,7 @@ pub async fn run(role: Role, args: &ProcessArgs) -> anyhow::Result<()> {
             let settings = settings::<InstanceConfig>(args)?;
             settings.service.validate().map_err(anyhow::Error::msg)?;
             let number = u64::from(settings.service.instance);
-            serve(role, number, args, settings, async |config, registry| {
+            serve(role, number, args, (settings, Duration::ZERO), async |config, registry| {
                 let instance = Instance::start(config, registry).await?;
                 let openai = instance.openai_addr().map(|address| ("openai", address));
                 let addresses = std::iter::once(("grpc", instance.local_addr())).chain(openai).collect();
@@ -138,18 +140,19 @@ where
     Ok(settings)
 }
 
+/// Serves until asked to stop. Requests that are `under_way` then may take so long.
 async fn serve<T>(
     role: Role,
     number: u64,
     args: &ProcessArgs,
-    settings: Settings<T>,
+    (settings, under_way): (Settings<T>, Duration),
     start: impl AsyncFnOnce(T, &Registry) -> anyhow::Result<(Service, Vec<(&'static str, SocketAddr)>)>,
 ) -> anyhow::Result<()> {
     if args.check {
         println!("{} {number}: the configuration is valid", role.name());
         return Ok(());
     }
-    let stop = Stop::of_service(args.follow_parent)?;
+    let stop = Stop::of_service(args.follow_parent, under_way)?;
     let telemetry = telemetry::install(&settings.process, &format!("kvfleet-{}", role.name()))?;
     super::files::raise_limit();
     let registry = Registry::new();

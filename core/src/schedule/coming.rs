@@ -56,7 +56,10 @@ pub struct SentPrefixes {
 }
 
 /// Numbers of blocks after which a prompt has a place, the longest first.
-fn places(request: &RouteRequest, hashes: usize) -> impl DoubleEndedIterator<Item = usize> + use<> {
+pub(super) fn places(
+    request: &RouteRequest,
+    hashes: usize,
+) -> impl DoubleEndedIterator<Item = usize> + use<> {
     let block_tokens = request.block_tokens.max(1);
     let step = (PLACE_TOKENS / block_tokens).max(1) as usize;
     let whole = (request.input_tokens / block_tokens) as usize;

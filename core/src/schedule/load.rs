@@ -307,6 +307,12 @@ impl Load {
         Self { decoding: decoding.believed(), ..self }
     }
 
+    /// Tokens whose KV the instance has room for in GPU memory; 0 where that is not known.
+    #[must_use]
+    pub fn kv_tokens_max(&self) -> u64 {
+        self.decoding.kv_tokens_max
+    }
+
     /// The same, of an instance that is known by an earlier load: of what was sent there, what is left is remembered.
     #[must_use]
     pub fn after(self, before: &Load, now: Timestamp) -> Self {

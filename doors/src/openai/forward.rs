@@ -16,6 +16,7 @@ use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use hyper_util::client::legacy::connect::capture_connection;
 use kv_core::id::InstanceId;
+use kvfleet_proto::pb;
 use parking_lot::Mutex;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -193,9 +194,13 @@ impl Forward {
                 _ => None,
             };
             let (Some(cause), Some(next)) = (cause, next) else {
-                if cause.is_some() {
-                    self.metrics.exhausted();
-                    running.ends(Outcome::Failed);
+                match &tried.begun {
+                    Err(Failure::Paced { .. }) => running.ends(Outcome::Busy),
+                    _ if cause.is_some() => {
+                        self.metrics.exhausted();
+                        running.ends(Outcome::Failed);
+                    }
+                    _ => {}
                 }
                 self.tell(&tried, tries, &sending, &others);
                 return self.answer(tried, &sending, (running, under_way));
@@ -315,9 +320,20 @@ impl Forward {
         if let Some(chosen) = others.chosen.filter(|_| tries == 1) {
             self.decider.desk().first_token(sending.terms.request, endpoint.instance, chosen.elapsed());
         }
+        // While the prompt was computed others began to decode there. To compute it once more for another pair would take longer than to come again.
+        if let Some(failure) = self.paced(sending, partner.instance) {
+            return Tried { begun: Err(failure), by: partner, prefill: Some(endpoint), is_of_pair: false };
+        }
         let second = Share { body: &second, ..whole };
         let begun = self.attempt(&partner, partner_claim, (sending, others.turn_ms, second)).await;
         Tried { begun, by: partner, prefill: Some(endpoint), is_of_pair: false }
+    }
+
+    /// Why a request should not begin to decode there now, if it should not.
+    fn paced(&self, sending: &Sending, instance: InstanceId) -> Option<Failure> {
+        let pb::MayDecodeReply { may, reason, retry_after_ms, .. } =
+            self.decider.desk().may_decode(sending.terms.request, instance);
+        (!may).then(|| Failure::Paced { reason, retry_after: Duration::from_millis(retry_after_ms) })
     }
 
     /// All of an answer that another goes on after.
@@ -426,10 +442,13 @@ impl Forward {
                 let relay = Relay { first, rest, still, seen, claim, running };
                 Response::from_parts(parts, Body::new(relay.begun()))
             }
+            Err(Failure::Paced { reason, retry_after }) => {
+                answer::refusal(&Refusal::Busy { reason, retry_after })
+            }
             Err(failure) => {
                 let status = match failure {
                     Failure::Late { .. } => StatusCode::GATEWAY_TIMEOUT,
-                    Failure::Connect(_) | Failure::Broken(_) => StatusCode::BAD_GATEWAY,
+                    _ => StatusCode::BAD_GATEWAY,
                 };
                 let text =
                     format!("instance {} did not answer, and no other is left: {failure}", by.instance.0);
@@ -476,6 +495,9 @@ async fn rest(all: &mut BytesMut, body: &mut Incoming, after: Duration) -> Resul
 /// Whether a failure is the engine's. One that makes an answer in one piece is silent for as long as that takes, which is no failure of its own, and another
 /// one takes as long.
 fn speaks_against(failure: &Failure, stream: bool) -> bool {
+    if matches!(failure, Failure::Paced { .. }) {
+        return false;
+    }
     stream || !matches!(failure, Failure::Late { had_it: true, .. })
 }
 

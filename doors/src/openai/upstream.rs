@@ -41,6 +41,14 @@ pub(super) enum Failure {
     /// The connection broke before the answer began.
     #[error("it broke off before its answer began: {0}")]
     Broken(String),
+    /// Who would go on has more to decode by now than the request allows. It is no engine's failure.
+    #[error("{reason}")]
+    Paced {
+        /// What would come too slowly.
+        reason: String,
+        /// When to ask again.
+        retry_after: Duration,
+    },
 }
 
 impl Failure {
@@ -50,6 +58,7 @@ impl Failure {
             Failure::Connect(_) => "connect",
             Failure::Late { .. } => "late",
             Failure::Broken(_) => "broken",
+            Failure::Paced { .. } => "paced",
         }
     }
 }

@@ -32,6 +32,8 @@ pub(crate) struct Prompt {
     pub(crate) input_tokens: u32,
     /// Tokens that may be generated; 0 when unknown.
     pub(crate) output_tokens: u32,
+    /// Whether tokens are pieces of its text.
+    pub(crate) is_text: bool,
 }
 
 /// A request, as far as a door has to know it.
@@ -65,7 +67,7 @@ impl Asked {
 pub(crate) enum Reading {
     /// As the tokens that the engine makes of it.
     Tokens,
-    /// As pieces of its text: equal texts are told, and no engine's blocks are known by it.
+    /// As pieces of its text: equal texts are told, and what was sent where counts, for no engine tells of such blocks.
     Text,
 }
 

@@ -167,7 +167,8 @@ impl Reader {
         };
         self.metrics.read(reading, hashes.is_empty());
         let block_tokens = self.tenants.block_tokens();
-        let prompt = Prompt { hashes, block_tokens, input_tokens, output_tokens: body.output_tokens() };
+        let (output_tokens, is_text) = (body.output_tokens(), reading == Reading::Text);
+        let prompt = Prompt { hashes, block_tokens, input_tokens, output_tokens, is_text };
         let (stream, has_priority) = (body.stream.unwrap_or(false), body.priority.is_some());
         Ok(Asked { model: name, prompt, salt, stream, has_priority, reading, prompts })
     }

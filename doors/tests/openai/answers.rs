@@ -1,5 +1,7 @@
 //! Answers as they go by: byte for byte, piece by piece, with their headers, and ended when the caller leaves.
 
+use std::time::Duration;
+
 use http_body_util::BodyExt;
 
 use super::engine::{Engine, Step, end, events, piece, plain, stream_head, streamed};
@@ -179,5 +181,19 @@ async fn what_does_not_end_is_ended_when_stopping_took_too_long() {
     let answer = whole(response).await;
     assert!(!answer.is_whole);
     until("the engine to see it", || async { (engine.left() == 1).then_some(()) }).await;
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_router_that_drains_is_not_ready_and_still_answers() {
+    let engine = Engine::start(streamed(&events(1))).await;
+    let house = House::open(&[&engine], |_| {}).await;
+    assert_eq!(house.ask("/readyz", &[], "").await.status, 200);
+    let desk = house.cluster.routers[0].as_ref().unwrap().desk();
+    assert!(desk.hand_over(Duration::from_secs(1)).await.is_empty());
+    let answer = house.ask("/readyz", &[], "").await;
+    assert_eq!(answer.status, 503);
+    assert!(String::from_utf8_lossy(&answer.body).contains("draining"), "{answer:?}");
+    assert_eq!(house.chat().await.status, 200, "whoever comes all the same is served");
     house.close().await;
 }

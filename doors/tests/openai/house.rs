@@ -45,6 +45,8 @@ pub struct House {
     pub loads: Arc<Mutex<Vec<(u32, u64)>>>,
     /// What the first instance tells with its next report.
     pub outcomes: Arc<Mutex<Vec<pb::Outcome>>>,
+    /// How many requests an instance says that it decodes, and how far apart tokens come, in microseconds.
+    pub decodes: Arc<Mutex<BTreeMap<u32, (u32, u32)>>>,
     /// Rounds of reports so far: each tells all loads anew, and what was routed since the one before counts no more.
     rounds: Arc<AtomicU64>,
     reporting: JoinHandle<()>,
@@ -159,6 +161,8 @@ impl House {
         let reported = loads.clone();
         let outcomes = Arc::<Mutex<Vec<pb::Outcome>>>::default();
         let told = outcomes.clone();
+        let decodes = Arc::<Mutex<BTreeMap<u32, (u32, u32)>>>::default();
+        let decoding = decodes.clone();
         let rounds = Arc::new(AtomicU64::new(0));
         let round = rounds.clone();
         let ready = desk.clone();
@@ -167,11 +171,14 @@ impl House {
             for sequence in 1.. {
                 for (instance, queue_tokens) in reported.lock().clone() {
                     let address = format!("i:{instance}");
+                    let (running, tbt_us) = decoding.lock().get(&instance).copied().unwrap_or_default();
                     let report = pb::ReportRequest {
                         instance,
                         address,
                         sequence,
                         queue_tokens,
+                        running,
+                        tbt_us,
                         started_us: STARTED_US,
                         outcomes: if instance == 1 { std::mem::take(&mut *told.lock()) } else { vec![] },
                         role: roles.get(&instance).copied().unwrap_or_default(),
@@ -184,7 +191,7 @@ impl House {
             }
         });
         let doors = Some(doors);
-        let house = House { cluster, doors, address, registry, loads, outcomes, rounds, reporting };
+        let house = House { cluster, doors, address, registry, loads, outcomes, decodes, rounds, reporting };
         let status = || async {
             house.cluster.status(1).await.filter(|status| status.instances.len() == engines.len())
         };

@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 
 use super::engine::{Engine, Step, events, plain, streamed};
 use super::house::{House, golden};
+use crate::harness::until;
 
 /// What the first of a pair says.
 fn computed() -> Vec<Step> {
@@ -116,5 +117,33 @@ async fn what_the_first_refuses_is_the_answer_and_embeddings_are_its_own() {
     assert_eq!((said.status, &said.body[..]), (200, &b"{\"data\": []}"[..]));
     assert_eq!(json(&engines[0].received()[1].body), json!({"model": "m", "input": "a"}));
     assert!(engines[2].received().is_empty() && engines[3].received().is_empty());
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_decodes_more_by_now_than_the_request_allows_is_not_sent_it() {
+    let mut steps = vec![Step::Gate];
+    steps.extend(computed());
+    let (first, second) = (Engine::start(steps).await, Engine::start(answer()).await);
+    let house = House::open(&[&first, &second], |config| {
+        config.endpoints[0].role = "prefill".to_owned();
+        config.endpoints[1].role = "decode".to_owned();
+    })
+    .await;
+    let asked = golden(1);
+    let ask = async || house.ask(&asked.path, &[("x-llm-d-slo-tpot-ms", "60")], &asked.body).await;
+    let busy = async {
+        until("the prompt to be computed", || async { (!first.received().is_empty()).then_some(()) }).await;
+        house.decodes.lock().insert(2, (2_000, 900_000));
+        house.reported().await;
+        first.go_on();
+    };
+    let (said, ()) = tokio::join!(ask(), busy);
+    assert_eq!(said.status, 429, "{said:?}");
+    assert!(said.header("retry-after").is_some(), "{said:?}");
+    let (problem, _) = said.problem();
+    assert!(problem.contains("apart"), "{problem}");
+    assert_eq!(second.received().len(), 0, "it was not asked");
+    assert_eq!(first.received().len(), 1, "nor was the prompt computed again");
     house.close().await;
 }

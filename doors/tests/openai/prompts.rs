@@ -5,7 +5,7 @@ use kvfleet_proto::pb;
 use serde_json::Value;
 
 use super::engine::{Engine, events, streamed};
-use super::house::{House, STARTED_US, golden, hashes};
+use super::house::{CHAT, House, STARTED_US, golden, hashes};
 use crate::harness::{resident, until};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -61,5 +61,34 @@ async fn an_engine_that_keeps_an_order_is_told_each_requests_turn() {
     assert!((now_ms - 60_000..now_ms + 60_000).contains(&turn_ms), "{turn_ms} is about {now_ms}");
     assert_eq!(told, body, "nothing else is changed");
     assert_eq!(kept.body, own.as_bytes(), "a caller's own priority stays");
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_a_tokenizer_a_conversation_goes_where_it_was_sent_before() {
+    let (one, two) = (Engine::start(streamed(&events(1))).await, Engine::start(streamed(&events(1))).await);
+    let house = House::open(&[&one, &two], |config| config.models.clear()).await;
+    house.loads.lock().iter_mut().for_each(|(_, tokens)| *tokens = 0);
+    let ask = async |messages: &[Value]| {
+        let body = serde_json::json!({ "model": "any", "stream": true, "messages": messages }).to_string();
+        let answer = house.ask(CHAT, &[], &body).await;
+        assert_eq!(answer.status, 200, "{answer:?}");
+        answer.header("x-kvfleet-instance").unwrap().to_owned()
+    };
+    let said = |who: &str, text: String| serde_json::json!({ "role": who, "content": text });
+    for conversation in 0..4 {
+        let mut messages = vec![said("user", format!("{conversation} asks for a story. ").repeat(200))];
+        let first = ask(&messages).await;
+        // What is not computed yet is waited for, where nobody else is idle.
+        for _ in 0..10 {
+            house.reported().await;
+        }
+        for turn in 0..4 {
+            messages.push(said("assistant", format!("Answer {turn}.")));
+            messages.push(said("user", format!("And then, {turn}?")));
+            assert_eq!(ask(&messages).await, first, "conversation {conversation}, turn {turn}");
+            house.reported().await;
+        }
+    }
     house.close().await;
 }

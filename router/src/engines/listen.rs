@@ -3,7 +3,7 @@
 //! Which engine it is says the topic of its first message, and the batch in it which rank. Not here: engines that are dialed (`dial.rs`),
 //! and what is heard (`follow.rs`).
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -124,23 +124,59 @@ enum Unknown {
         "another connection has its topic and rank since: give each engine its own topic, unless it dialed again"
     )]
     TakenOver,
+    #[error("it said nothing for longer than all others, and another one dialed where no place was left")]
+    Silent,
     #[error(transparent)]
     Socket(#[from] ZmtpError),
+}
+
+/// Connections that have said nothing yet. An engine may say nothing for hours, so none is ended for that; but where all places are taken, the one
+/// that has been silent for longest makes room, or whoever dials and says nothing would keep engines out.
+#[derive(Debug, Default)]
+struct Silent {
+    since: Mutex<BTreeMap<u64, CancellationToken>>,
+}
+
+impl Silent {
+    /// Waits for the first message, or until another one needs the place.
+    async fn until_heard<T>(
+        &self,
+        number: u64,
+        heard: impl Future<Output = Result<T, Unknown>>,
+    ) -> Result<T, Unknown> {
+        let token = CancellationToken::new();
+        self.since.lock().insert(number, token.clone());
+        let heard = token.run_until_cancelled(heard).await;
+        self.since.lock().remove(&number);
+        heard.unwrap_or(Err(Unknown::Silent))
+    }
+
+    /// Ends the one that came first.
+    fn give_way(&self) {
+        if let Some((_, token)) = self.since.lock().pop_first() {
+            token.cancel();
+        }
+    }
 }
 
 /// Takes connections until cancelled.
 pub(super) async fn run(listener: TcpListener, directory: Arc<Directory>, stop: CancellationToken) {
     let places = Arc::new(Semaphore::new(2 * directory.ranks() + CONNECTIONS_MORE));
-    loop {
-        let place = Arc::clone(&places).acquire_owned();
-        let Some(Ok(place)) = stop.run_until_cancelled(place).await else { return };
+    let silent = Arc::new(Silent::default());
+    for number in 0.. {
         match stop.run_until_cancelled(listener.accept()).await {
             None => return,
             Some(Ok((stream, peer))) => {
-                let (directory, stop) = (Arc::clone(&directory), stop.clone());
+                if places.available_permits() == 0 {
+                    silent.give_way();
+                }
+                let place = Arc::clone(&places).acquire_owned();
+                let Some(Ok(place)) = stop.run_until_cancelled(place).await else { return };
+                let (directory, silent, stop) = (Arc::clone(&directory), Arc::clone(&silent), stop.clone());
                 tokio::spawn(async move {
                     let _place = place;
-                    let _ = stop.run_until_cancelled(serve(stream, peer, &directory)).await; // stopped, as asked
+                    let served = serve((stream, peer, number), &directory, &silent);
+                    let _ = stop.run_until_cancelled(served).await; // stopped, as asked
                 });
             }
             Some(Err(error)) => {
@@ -151,19 +187,30 @@ pub(super) async fn run(listener: TcpListener, directory: Arc<Directory>, stop: 
     }
 }
 
-async fn serve(stream: TcpStream, peer: SocketAddr, directory: &Directory) {
-    if let Err(error) = follow(stream, directory).await {
+async fn serve((stream, peer, number): (TcpStream, SocketAddr, u64), directory: &Directory, silent: &Silent) {
+    let first = async {
+        let mut connection = Connection::over(stream, Role::Subscriber).await?;
+        connection.subscribe(b"").await?;
+        let first = connection.receive().await?;
+        Ok((connection, first))
+    };
+    let followed = match silent.until_heard(number, first).await {
+        Ok((connection, first)) => follow(connection, &first, directory).await,
+        Err(error) => Err(error),
+    };
+    if let Err(error) = followed {
         tracing::warn!(%peer, %error, "an engine that dialed is not heard");
     }
 }
 
-async fn follow(stream: TcpStream, directory: &Directory) -> Result<(), Unknown> {
-    let mut connection = Connection::over(stream, Role::Subscriber).await?;
-    connection.subscribe(b"").await?;
-    let first = connection.receive().await?;
-    let followed = directory.of(&first)?;
+async fn follow(
+    connection: Connection<TcpStream>,
+    first: &[Bytes],
+    directory: &Directory,
+) -> Result<(), Unknown> {
+    let followed = directory.of(first)?;
     let (nth, over) = followed.take_over();
-    let relayed = relay((nth, connection), live(&first), &followed.brought, &followed.metrics);
+    let relayed = relay((nth, connection), live(first), &followed.brought, &followed.metrics);
     let Some(ended) = over.run_until_cancelled(relayed).await else { return Err(Unknown::TakenOver) };
     tracing::info!(error = %ended, "an engine that dialed is gone");
     Ok(())

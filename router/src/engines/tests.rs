@@ -391,32 +391,56 @@ async fn without_a_replay_a_gap_leaves_what_is_proved_and_another_connection_not
     assert_eq!(following.resident(7), 0, "the blocks of the process before");
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn engines_that_dial_are_known_by_their_topic_and_ranks_by_their_batches() {
-    let of = |instance, topic: &str, ranks| EngineConfig {
+/// Where engines dial that are expected, by instance, topic and number of ranks.
+async fn listening_for(engines: &[(u32, &str, u16)]) -> (String, Following) {
+    let of = |&(instance, topic, ranks): &(u32, &str, u16)| EngineConfig {
         instance,
         topic: topic.into(),
         ranks,
         ..EngineConfig::default()
     };
     // A port that was free a moment ago may be somebody's by now.
-    let (listen, prepared) = loop {
+    loop {
         let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        let config =
-            EnginesConfig { listen: free.to_string(), ..config(vec![of(7, "a", 1), of(20, "b", 2)]) };
+        let config = EnginesConfig { listen: free.to_string(), ..config(engines.iter().map(of).collect()) };
         match prepare(&config).await {
-            Ok(prepared) => break (config.listen, prepared),
+            Ok(prepared) => break (config.listen, Following::of(prepared)),
             Err(StartError::EnginesListen { source, .. })
                 if source.kind() == std::io::ErrorKind::AddrInUse => {}
             Err(other) => panic!("{other}"),
         }
-    };
-    let following = Following::of(prepared);
-    let dial = async |topic: &str, rank| {
-        let mut publisher = PubSocket::new();
-        publisher.connect(&format!("tcp://{listen}")).await.unwrap();
-        Engine { publisher, topic: topic.into(), rank, log: Arc::default(), next: 0, replaying: None }
-    };
+    }
+}
+
+async fn dialing(listen: &str, topic: &str, rank: u8) -> Engine {
+    let mut publisher = PubSocket::new();
+    publisher.connect(&format!("tcp://{listen}")).await.unwrap();
+    Engine { publisher, topic: topic.into(), rank, log: Arc::default(), next: 0, replaying: None }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_dials_and_says_nothing_keeps_no_engine_out() {
+    let (listen, following) = listening_for(&[(7, "a", 1)]).await;
+    let mut silent = Vec::new();
+    // More than there are places; the first of them have made room for the last.
+    for _ in 0..40 {
+        let stream = tokio::net::TcpStream::connect(&listen).await.unwrap();
+        silent.push(stream);
+    }
+    let mut engine = dialing(&listen, "a", 0).await;
+    following.until_said(&mut engine, 7, 1).await;
+    for _ in 0..40 {
+        silent.push(tokio::net::TcpStream::connect(&listen).await.unwrap());
+    }
+    // One that has spoken stays.
+    engine.store(1, false).await;
+    following.until(7, 2).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn engines_that_dial_are_known_by_their_topic_and_ranks_by_their_batches() {
+    let (listen, following) = listening_for(&[(7, "a", 1), (20, "b", 2)]).await;
+    let dial = |topic, rank| dialing(&listen, topic, rank);
     let mut engines = [dial("a", 0).await, dial("b", 1).await, dial("b", 0).await, dial("nobody", 0).await];
     for (engine, instance, blocks) in [(0, 7, 1), (1, 21, 2), (2, 20, 3)] {
         following.until_said(&mut engines[engine], instance, blocks).await;

@@ -8,7 +8,7 @@ use kvfleet_proto::pb;
 use super::{Shared, millis};
 
 /// Answers for an instance; where nobody asked for a limit or nothing is known of what decodes there, it may.
-pub(super) fn may(shared: &Shared, asked: pb::MayDecodeRequest) -> pb::MayDecodeReply {
+pub(crate) fn may(shared: &Shared, asked: pb::MayDecodeRequest) -> pb::MayDecodeReply {
     let pb::MayDecodeRequest { request, instance, tbt_max_us } = asked;
     let instance = InstanceId(instance);
     // What the router is set to was counted when it was decided; of a request that is not known nothing was promised.

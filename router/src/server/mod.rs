@@ -7,7 +7,7 @@
 mod admin;
 mod announce;
 mod check;
-mod decode;
+pub(crate) mod decode;
 mod evacuate;
 mod fresh;
 mod lookup;
@@ -48,7 +48,7 @@ use crate::view::fleet::FleetView;
 use crate::view::recall::Recall;
 use crate::view::residency::Residency;
 use crate::windows::Waits;
-use kv_core::schedule::SentPrefixes;
+use kv_core::schedule::{GuessedPrefixes, SentPrefixes};
 
 /// Metadata key that carries the leader's address in a "not the leader" answer.
 pub(crate) const LEADER_KEY: &str = "kvfleet-leader";
@@ -80,6 +80,8 @@ pub(crate) struct Shared {
     pub(crate) recall: Mutex<Recall>,
     /// Prefixes that instances compute and told nothing of yet.
     pub(crate) sent: Mutex<SentPrefixes>,
+    /// What instances were sent that they will never tell of.
+    pub(crate) guessed: Mutex<GuessedPrefixes>,
     /// Requests that wait at instances, where nodes are told of them.
     pub(crate) waits: Option<Arc<Mutex<Waits>>>,
     /// Copies between nodes, and nodes that drain.

@@ -52,11 +52,14 @@ async fn decide(
     check_identity(&control.index, &request.identity)?;
     let (matched, applied) = holders::longest_prefix(&shared.groups, &control.index, &hashes);
     let now = shared.clock.now();
-    let resident: Vec<_> = resident(shared, &hashes).iter().map(of_instance).collect();
+    let resident = match request.text {
+        true => guessed(shared, &asked, &hashes, now),
+        false => resident(shared, &hashes).iter().map(of_instance).collect(),
+    };
     // What comes to where it runs may be what it brings itself.
     let coming = match request.runs_there {
         true => SmallVec::new(),
-        false => coming(shared, &asked, &hashes, now),
+        false => coming(shared, (&asked, request.text), &hashes, now),
     };
     let held = Held { matched: &matched, resident: &resident, coming: &coming };
     let (among, without) = eligible(&request);
@@ -70,7 +73,7 @@ async fn decide(
     if let Ok((decision, _)) = &chosen
         && !request.runs_there
     {
-        sent(shared, (&asked, &hashes, held_blocks), decision, now);
+        sent(shared, (&asked, &hashes, held_blocks), request.text, decision, now);
     }
     let known = Known { request: &asked, hashes: &hashes, control: &control.index, held_blocks };
     // Whoever sent it has the story of that, and of who else could have taken it.
@@ -101,9 +104,15 @@ async fn decide(
 fn sent(
     shared: &Shared,
     (asked, hashes, held_blocks): (&RouteRequest, &[BlockHash], u32),
+    is_text: bool,
     decision: &Decision,
     now: Timestamp,
 ) {
+    if is_text {
+        // No node has blocks of text.
+        shared.sent.lock().sent(asked, hashes, decision, now);
+        return shared.guessed.lock().sent(asked, hashes, decision, now);
+    }
     let own = shared.fleet.ask(|fleet| fleet.own_node(decision.instance));
     let from_own = decision.sources.iter().filter(|source| Some(source.node) == own);
     let own_blocks = from_own.map(|source| source.len_blocks).sum::<u32>();
@@ -127,13 +136,21 @@ fn keeps_prefixes(shared: &Shared, instance: InstanceId, now: Timestamp) -> bool
 /// Instances that compute leading blocks of the request for others.
 fn coming(
     shared: &Shared,
-    asked: &RouteRequest,
+    (asked, is_text): (&RouteRequest, bool),
     hashes: &[BlockHash],
     now: Timestamp,
 ) -> SmallVec<[Coming; 4]> {
     let mut all = shared.sent.lock().of(asked, hashes, now);
-    all.retain(|coming| keeps_prefixes(shared, coming.instance, now));
+    all.retain(|coming| is_text || keeps_prefixes(shared, coming.instance, now));
     all
+}
+
+/// What instances probably have in GPU memory of a prompt that was read as text.
+fn guessed(shared: &Shared, asked: &RouteRequest, hashes: &[BlockHash], now: Timestamp) -> Vec<Resident> {
+    let room_tokens = |instance| {
+        shared.fleet.ask(|fleet| fleet.instance(instance).map_or(0, |instance| instance.load.kv_tokens_max()))
+    };
+    shared.guessed.lock().of(asked, hashes, room_tokens, now)
 }
 
 /// What is asked for a request. A tenant's holder puts its requests before nobody's.
@@ -357,6 +374,7 @@ pub(crate) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::
             )));
         }
         Receipt::Accepted => {
+            shared.guessed.lock().lives(instance, counts_from, now);
             why::came(shared, instance, &request.outcomes);
             let standing = shared.residency.read().standing(instance, now);
             if standing.is_some_and(|standing| standing.epoch < counts_from) {

@@ -129,7 +129,7 @@ proptest! {
         let ours = decision.predicted.ttft_us() as f64;
         for end in 0..=runs.len() {
             let there: u32 = runs[..end].iter().map(|run| run.0).sum();
-            let prefill_ns = (input_tokens - there * BLOCK_TOKENS) as f64 * linear as f64 + profile.step_ns as f64;
+            let prefill_ns = f64::from(input_tokens - there * BLOCK_TOKENS) * linear as f64 + profile.step_ns as f64;
             let theirs = (least_ns(&runs[..end], &profile, &links) + prefill_ns) / 1e3;
             prop_assert!(ours <= theirs + 2.1, "to the end of {end} runs: {theirs} µs, planned {ours} µs");
         }

@@ -5,6 +5,7 @@ mod brute;
 mod coming;
 mod decoding;
 mod filter;
+mod guessed;
 mod loads;
 mod measured;
 mod pairs;

@@ -21,15 +21,16 @@ pub(super) fn annotated(name: &str, annotation: &str, value: &str) -> Result<u32
     })
 }
 
-/// The number of a Pod of a StatefulSet.
+/// The number of a Pod of a StatefulSet, each of which has so many ranks: the numbers behind it are theirs.
 ///
 /// # Errors
 /// A line for a person.
-pub(super) fn ordinal(name: &str, base: u32) -> Option<Result<u32, String>> {
+pub(super) fn ordinal(name: &str, base: u32, ranks: u16) -> Option<Result<u32, String>> {
     let (_, digits) = name.rsplit_once('-')?;
     let ordinal: u32 = digits.parse().ok().filter(|_| digits.bytes().all(|byte| byte.is_ascii_digit()))?;
-    Some(base.checked_add(ordinal).ok_or_else(|| {
-        format!("{name} would be instance {base} + {ordinal}, which is no number: lower doors.kubernetes.instance_base")
+    let number = ordinal.checked_mul(ranks.into()).and_then(|ordinal| base.checked_add(ordinal));
+    Some(number.ok_or_else(|| {
+        format!("{name} would be instance {base} + {ordinal} x {ranks}, which is no number: lower doors.kubernetes.instance_base")
     }))
 }
 
@@ -44,14 +45,16 @@ mod tests {
 
     #[test]
     fn names_of_a_stateful_set_are_counted_from_the_base() {
-        assert_eq!(ordinal("vllm-0", 10), Some(Ok(10)));
-        assert_eq!(ordinal("llama-3-70b-12", 10), Some(Ok(22)));
+        assert_eq!(ordinal("vllm-0", 10, 1), Some(Ok(10)));
+        assert_eq!(ordinal("llama-3-70b-12", 10, 1), Some(Ok(22)));
         assert_eq!(
-            [ordinal("vllm", 0), ordinal("vllm-", 0), ordinal("vllm-+1", 0), ordinal("a-x1", 0)],
-            [const { None }; 4]
+            [0, 1, 2].map(|nth| ordinal(&format!("dp-{nth}"), 10, 8)),
+            [10, 18, 26].map(|n| Some(Ok(n)))
         );
-        assert!(ordinal("vllm-1", u32::MAX).is_some_and(|number| number.is_err()));
-        assert!(ordinal("vllm-4294967296", 0).is_none());
+        assert!(ordinal("dp-1073741824", 0, 4).is_some_and(|number| number.is_err()));
+        assert_eq!(["vllm", "vllm-", "vllm-+1", "a-x1"].map(|name| ordinal(name, 0, 1)), [const { None }; 4]);
+        assert!(ordinal("vllm-1", u32::MAX, 1).is_some_and(|number| number.is_err()));
+        assert!(ordinal("vllm-4294967296", 0, 1).is_none());
     }
 
     #[test]

@@ -131,8 +131,18 @@ fn instance_of(object: &Pod, config: &KubernetesConfig, name: &str) -> Result<u3
         return number::annotated(name, &config.instance_annotation, value);
     }
     let is_of_set = object.owner_references().iter().any(|owner| owner.kind == "StatefulSet");
-    let counted = if is_of_set { number::ordinal(&object.name_any(), config.instance_base) } else { None };
+    let ranks = ranks_of(object.annotations(), name)?;
+    let counted =
+        if is_of_set { number::ordinal(&object.name_any(), config.instance_base, ranks) } else { None };
     counted.unwrap_or_else(|| Ok(number::hashed(&object.uid().unwrap_or_else(|| name.to_owned()))))
+}
+
+fn ranks_of(notes: &BTreeMap<String, String>, name: &str) -> Result<u16, String> {
+    let Some(text) = notes.get(RANKS) else { return Ok(1) };
+    match text.parse() {
+        Ok(ranks @ 1_u16..) => Ok(ranks),
+        _ => Err(wrong(name, RANKS, text, "a number of ranks from 1")),
+    }
 }
 
 /// Labels of llm-d that mean something else to it than these three are left alone.
@@ -186,13 +196,7 @@ fn events(
         Some("sglang") => DialectConfig::Sglang,
         Some(other) => return Err(wrong(name, DIALECT, other, "\"vllm\" or \"sglang\"")),
     };
-    let ranks = match notes.get(RANKS) {
-        None => 1,
-        Some(text) => match text.parse() {
-            Ok(ranks @ 1_u16..) => ranks,
-            _ => return Err(wrong(name, RANKS, text, "a number of ranks from 1")),
-        },
-    };
+    let ranks = ranks_of(notes, name)?;
     let Some(events) = events else { return Ok(None) };
     let topic = notes.get(TOPIC).cloned().unwrap_or_default();
     let replay = replay.unwrap_or_default();
@@ -233,7 +237,8 @@ fn of_endpoint(
         )
     })?;
     // Only Pods of a StatefulSet have one there.
-    let counted = endpoint.hostname.as_deref().and_then(|host| number::ordinal(host, config.instance_base));
+    let counted =
+        endpoint.hostname.as_deref().and_then(|host| number::ordinal(host, config.instance_base, 1));
     let instance = counted.unwrap_or_else(|| Ok(number::hashed(identifier)))?;
     let conditions = endpoint.conditions.clone().unwrap_or_default();
     let stands = match (conditions.terminating, conditions.ready) {

@@ -349,19 +349,19 @@ async fn events_of_engines_are_followed_while_they_are_there() {
     let engine = annotated(made("vllm-4", "127.0.0.1"), notes);
     let scene = Scene::start(vec![engine.clone()], |_, _, _| {}).await;
     let desk = scene.cluster.routers[0].as_ref().expect("it runs").desk();
-    until("its events", || async { desk.follows(4).then_some(()) }).await;
+    until("its events", || async { desk.follows(8).then_some(()) }).await;
     scene.event("MODIFIED", &with(engine.clone(), "/status/conditions/0/status", json!("False"))).await;
     scene.comes_to(&[]).await;
-    assert!(desk.follows(4), "it is there, though not ready");
-    let other = annotated(made("vllm-5", "127.0.0.1"), json!({ "kvfleet.io/events-port": "5557" }));
+    assert!(desk.follows(8), "it is there, though not ready");
+    let other = annotated(made("vllm-9", "127.0.0.1"), json!({ "kvfleet.io/events-port": "5557" }));
     scene.event("ADDED", &other).await;
     until("a number that is a rank's", || async {
         (scene.count("kvfleet_doors_discovery_left_out") == 1.0).then_some(())
     })
     .await;
-    assert!(!desk.follows(5));
+    assert!(!desk.follows(9));
     scene.event("DELETED", &engine).await;
-    until("the other's events", || async { (desk.follows(5) && !desk.follows(4)).then_some(()) }).await;
+    until("the other's events", || async { (desk.follows(9) && !desk.follows(8)).then_some(()) }).await;
     scene.end().await;
 }
 
