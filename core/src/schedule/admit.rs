@@ -22,7 +22,7 @@ use super::decoding::Pacing;
 use crate::id::{TenantId, Timestamp};
 
 /// Part of the limit within which a tenant with just its share is let in.
-const PART: f64 = 0.4;
+const PART: f64 = 0.6;
 
 /// The least such part: below it instances would run out of work between two requests.
 const PART_MIN: f64 = 0.15;
@@ -322,7 +322,7 @@ mod tests {
         assert_eq!(rejection.retry_after, Duration::from_secs(2));
         assert!(matches!(rejection.reason, RejectReason::TooLate { .. }), "{rejection}");
         assert_eq!(admission.admit(&offer(1, 1_000, LIMIT_US), at(0)).map_err(|no| no.retry_after), {
-            Err(Duration::from_secs(6))
+            Err(Duration::from_secs(4))
         });
     }
 
@@ -408,7 +408,7 @@ mod tests {
         let mut admission = Admission::default();
         (0..50).for_each(|_| assert_eq!(admission.admit(&offer(1, 100_000, 100_000), at(0)), Ok(())));
         for name in 100..200 {
-            assert!(admission.admit(&offer(name, 100_000, 4_100_000), at(0)).is_err(), "{name}");
+            assert!(admission.admit(&offer(name, 100_000, 6_100_000), at(0)).is_err(), "{name}");
         }
     }
 
@@ -423,7 +423,7 @@ mod tests {
             };
             (0..=100).rev().find(|tenth| within(tenth * 100_000)).expect("some")
         });
-        assert_eq!((first, usual, last), (100, 40, 20));
+        assert_eq!((first, usual, last), (100, 60, 30));
         // Where nobody waits, what is asked for is no matter.
         let idle = Offer { priority: -1, ..offer(1, 9_000_000, 9_400_000) };
         assert_eq!(admission.admit(&idle, at(0)), Ok(()));
