@@ -106,6 +106,7 @@ fn message(call: RouteCall) -> pb::RouteRequest {
         fresh: call.fresh,
         traceparent: current_traceparent(),
         call: 0,
+        text: false,
     }
 }
 

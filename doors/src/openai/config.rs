@@ -44,6 +44,8 @@ pub struct OpenAiConfig {
     pub drain_notice_ms: u64,
     /// How long requests under way may still take then.
     pub drain_ms: u64,
+    /// Whether callers may say for whom a request is and how much it matters, as they may to a picker: for doors that only a proxy of one's own reaches.
+    pub trusts_callers: bool,
     /// Other engines, when one fails before its answer began.
     pub retry: RetryConfig,
     /// When an engine that fails is left alone.
@@ -64,6 +66,7 @@ impl Default for OpenAiConfig {
             idle_ms: 300_000,
             drain_notice_ms: 0,
             drain_ms: 30_000,
+            trusts_callers: false,
             retry: RetryConfig::default(),
             breaker: BreakerConfig::default(),
         }

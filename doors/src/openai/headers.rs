@@ -31,6 +31,13 @@ pub(super) const REQUEST: HeaderName = HeaderName::from_static(crate::REQUEST_HE
 /// Limits of time that callers ask for.
 const LIMITS: [&str; 2] = ["x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"];
 
+/// How much a request matters, by the name of an objective; and among whom the fleet is shared.
+const OBJECTIVE: [&str; 2] = ["x-gateway-inference-objective", "x-llm-d-inference-objective"];
+const FAIRNESS: [&str; 1] = ["x-gateway-inference-fairness-id"];
+
+/// Longest name of either.
+const NAME_BYTES_MAX: usize = 256;
+
 /// Of one connection, not of the request.
 const HOP: [HeaderName; 7] =
     [CONNECTION, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE];
@@ -90,14 +97,23 @@ pub(super) fn request_id(headers: &HeaderMap, random: u128) -> HeaderValue {
     }
 }
 
-/// What its caller wishes for a request: limits of time, in the words of the Inference Extension. Who it is for and how much it matters are not for callers
-/// to say here.
-pub(super) fn wishes(headers: &HeaderMap) -> Wishes {
+/// What its caller wishes for a request, in the words of the Inference Extension: limits of time, and where callers are trusted, who it is for and how much it
+/// matters.
+pub(super) fn wishes(headers: &HeaderMap, are_trusted: bool) -> Wishes {
     let mut wishes = Wishes::default();
+    let text = |name| headers.get(name).and_then(|value| value.to_str().ok()).map(str::trim);
     for name in LIMITS {
-        if let Some(text) = headers.get(name).and_then(|value| value.to_str().ok()) {
-            wishes.limit(name, text.trim());
+        if let Some(text) = text(name) {
+            wishes.limit(name, text);
         }
+    }
+    if are_trusted {
+        let named = |names: &[&'static str]| {
+            let mut said = names.iter().filter_map(|name| text(name));
+            said.find(|text| (1..=NAME_BYTES_MAX).contains(&text.len())).unwrap_or_default().to_owned()
+        };
+        wishes.objective = named(&OBJECTIVE);
+        wishes.fairness = named(&FAIRNESS);
     }
     wishes
 }
@@ -157,7 +173,7 @@ mod tests {
             let pairs = LIMITS.into_iter().zip([ttft, tpot]);
             let headers =
                 pairs.map(|(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value)));
-            let Wishes { ttft, tpot, fairness, .. } = wishes(&headers.collect());
+            let Wishes { ttft, tpot, fairness, .. } = wishes(&headers.collect(), true);
             assert!(fairness.is_empty());
             [ttft, tpot].map(|limit| limit.map(|limit| limit.as_micros()))
         };
@@ -166,5 +182,21 @@ mod tests {
             assert_eq!(of(nonsense, nonsense), [None, None], "{nonsense}");
         }
         assert_eq!(of("1", "0"), [Some(1_000), None]);
+    }
+
+    #[test]
+    fn who_it_is_for_and_how_much_it_matters_is_for_trusted_callers_to_say() {
+        let said = headers(&[
+            ("x-llm-d-inference-objective", " interactive "),
+            ("x-gateway-inference-fairness-id", "team-a"),
+            ("x-llm-d-slo-ttft-ms", "250"),
+        ]);
+        let of = |are_trusted| {
+            let Wishes { objective, fairness, ttft, .. } = wishes(&said, are_trusted);
+            assert_eq!(ttft, Some(std::time::Duration::from_millis(250)));
+            (objective, fairness)
+        };
+        assert_eq!(of(false), (String::new(), String::new()));
+        assert_eq!(of(true), ("interactive".to_owned(), "team-a".to_owned()));
     }
 }

@@ -41,6 +41,8 @@ pub(super) struct Door {
     places: Arc<Semaphore>,
     room: Arc<Semaphore>,
     numbers: AtomicU64,
+    /// Whether callers may say for whom a request is.
+    trusts_callers: bool,
     is_draining: AtomicBool,
 }
 
@@ -90,6 +92,7 @@ impl Door {
             room: Arc::new(Semaphore::new(config.openai.bodies_bytes_max.min(Semaphore::MAX_PERMITS))),
             numbers: AtomicU64::new(first_number),
             is_draining: AtomicBool::new(false),
+            trusts_callers: config.openai.trusts_callers,
         }
     }
 
@@ -203,7 +206,7 @@ async fn asked(
     };
     let own = trace_context::current_traceparent();
     let traceparent = if own.is_empty() { came } else { own };
-    let wishes = headers::wishes(&parts.headers);
+    let wishes = headers::wishes(&parts.headers, door.trusts_callers);
     let sending = Sending {
         headers: headers::onward(parts.headers, (id, number), &traceparent),
         method: parts.method,
