@@ -54,12 +54,12 @@ const fn generated(name: &'static str, options: &'static [&'static str]) -> Part
 /// In the order of the document. A trace is served in one copy for every four instances, so larger fleets get fewer requests of each: some sixteen
 /// thousand are ten minutes of one processor for three loads, at 64 instances half an hour.
 const PARTS: [Part; 11] = [
-    recorded("conversation-4", &["--instances", "4", "--draws", "3"]),
-    recorded("conversation-16", &["--instances", "16", "--limit", "4000", "--draws", "3"]),
-    recorded("conversation-64", &["--instances", "64", "--limit", "1000"]),
-    generated("generated-4", &["--instances", "4", "--requests", "4000", "--draws", "3"]),
-    generated("generated-16", &["--instances", "16", "--requests", "2000"]),
-    generated("generated-64", &["--instances", "64", "--requests", "500"]),
+    recorded("conversation-4", &["--instances", "4", "--loads", BELOW, "--draws", "3"]),
+    recorded("conversation-16", &["--instances", "16", "--limit", "4000", "--loads", BELOW, "--draws", "3"]),
+    recorded("conversation-64", &["--instances", "64", "--limit", "1000", "--loads", BELOW]),
+    generated("generated-4", &["--instances", "4", "--requests", "4000", "--loads", BELOW, "--draws", "3"]),
+    generated("generated-16", &["--instances", "16", "--requests", "2000", "--loads", BELOW]),
+    generated("generated-64", &["--instances", "64", "--requests", "500", "--loads", BELOW]),
     recorded(
         "beyond-4",
         &[
@@ -68,7 +68,7 @@ const PARTS: [Part; 11] = [
             "--limit",
             "2000",
             "--overloads",
-            LOADS,
+            ABOVE,
             "--times-alone",
             "10,5",
             "--draws",
@@ -77,21 +77,24 @@ const PARTS: [Part; 11] = [
     ),
     recorded(
         "beyond-16",
-        &["--instances", "16", "--limit", "1000", "--overloads", LOADS, "--times-alone", "10,5"],
+        &["--instances", "16", "--limit", "1000", "--overloads", ABOVE, "--times-alone", "10,5"],
     ),
     generated(
         "beyond-generated-4",
-        &["--instances", "4", "--requests", "2000", "--overloads", LOADS, "--times-alone", "10,5"],
+        &["--instances", "4", "--requests", "2000", "--overloads", ABOVE, "--times-alone", "10,5"],
     ),
     recorded(
         "beyond-short-4",
-        &["--instances", "4", "--limit", "2000", "--overloads", LOADS, "--ttft-ms", "5000"],
+        &["--instances", "4", "--limit", "2000", "--overloads", ABOVE, "--ttft-ms", "5000"],
     ),
-    recorded("beyond-long-4", &["--instances", "4", "--overloads", LOADS]),
+    recorded("beyond-long-4", &["--instances", "4", "--overloads", ABOVE]),
 ];
 
-/// Loads above what a fleet gets through.
-const LOADS: &str = "1.1,1.3,1.5";
+/// Loads below what a fleet gets through. At the least of them nobody waits: what is left is computing.
+const BELOW: &str = "0.05,0.5,0.8,0.95";
+
+/// Loads above it.
+const ABOVE: &str = "1.1,1.3,1.5";
 
 /// Replays policies and writes.
 ///
