@@ -224,6 +224,11 @@ pub enum Reason {
         /// How many.
         blocks: u32,
     },
+    /// It was sent the leading blocks before, as text of which no instance tells.
+    Guessed {
+        /// How many.
+        blocks: u32,
+    },
     /// It computes some of the leading blocks for a request that goes before.
     Coming,
     /// Its own node holds the leading blocks, those in GPU memory left out.
@@ -331,6 +336,12 @@ impl fmt::Display for Reason {
                 write!(f, "some of them are being computed there for a request that goes before")
             }
             Reason::Resident { blocks } => write!(f, "the first {blocks} blocks are in its GPU memory"),
+            Reason::Guessed { blocks } => {
+                write!(
+                    f,
+                    "it was sent the first {blocks} blocks of text before, and probably has them in GPU memory"
+                )
+            }
             Reason::OwnOverlap { blocks } => write!(f, "own node holds the first {blocks} blocks to fetch"),
             Reason::RemoteFetch { blocks } => write!(f, "{blocks} blocks come from other nodes"),
             Reason::RecomputeCheaper { blocks } => {
@@ -413,6 +424,17 @@ impl Decision {
     #[must_use]
     pub fn ttft_us(&self) -> u64 {
         self.predicted.ttft_by_us(self.handover)
+    }
+
+    /// The same of a prompt that was read as text: what is resident is a guess.
+    #[must_use]
+    pub fn of_text(mut self) -> Decision {
+        for reason in &mut self.reasons {
+            if let Reason::Resident { blocks } = *reason {
+                *reason = Reason::Guessed { blocks };
+            }
+        }
+        self
     }
 }
 

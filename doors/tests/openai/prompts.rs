@@ -73,12 +73,13 @@ async fn without_a_tokenizer_a_conversation_goes_where_it_was_sent_before() {
         let body = serde_json::json!({ "model": "any", "stream": true, "messages": messages }).to_string();
         let answer = house.ask(CHAT, &[], &body).await;
         assert_eq!(answer.status, 200, "{answer:?}");
-        answer.header("x-kvfleet-instance").unwrap().to_owned()
+        let header = |name| answer.header(name).unwrap().to_owned();
+        (header("x-kvfleet-instance"), header("x-kvfleet-request").parse::<u64>().unwrap())
     };
     let said = |who: &str, text: String| serde_json::json!({ "role": who, "content": text });
     for conversation in 0..4 {
         let mut messages = vec![said("user", format!("{conversation} asks for a story. ").repeat(200))];
-        let first = ask(&messages).await;
+        let (first, _) = ask(&messages).await;
         // What is not computed yet is waited for, where nobody else is idle.
         for _ in 0..10 {
             house.reported().await;
@@ -86,9 +87,14 @@ async fn without_a_tokenizer_a_conversation_goes_where_it_was_sent_before() {
         for turn in 0..4 {
             messages.push(said("assistant", format!("Answer {turn}.")));
             messages.push(said("user", format!("And then, {turn}?")));
-            assert_eq!(ask(&messages).await, first, "conversation {conversation}, turn {turn}");
+            assert_eq!(ask(&messages).await.0, first, "conversation {conversation}, turn {turn}");
             house.reported().await;
         }
+        let (_, request) = ask(&messages).await;
+        let story = house.cluster.client(1).why(pb::WhyRequest { request }).await.unwrap().into_inner();
+        let reasons = story.reasons.join("; ");
+        assert!(reasons.contains("blocks of text before"), "{story:?}");
+        assert_eq!(story.missing, [], "nobody misses blocks of text");
     }
     house.close().await;
 }

@@ -64,7 +64,10 @@ async fn decide(
     let held = Held { matched: &matched, resident: &resident, coming: &coming };
     let (among, without) = eligible(&request);
     let eligible = Eligible { among: among.as_deref(), without: &without, runs_there: request.runs_there };
-    let choose = |fleet: &Fleet| schedule::choose_among(&asked, held, eligible, fleet, now);
+    let choose = |fleet: &Fleet| {
+        let chosen = schedule::choose_among(&asked, held, eligible, fleet, now);
+        if request.text { chosen.map(Decision::of_text) } else { chosen }
+    };
     let chosen = match request.runs_there {
         true => shared.fleet.plan(choose),
         false => shared.fleet.decide(claim(caller, &request, ttft_max_us), now, choose),
@@ -75,7 +78,8 @@ async fn decide(
     {
         sent(shared, (&asked, &hashes, held_blocks), request.text, decision, now);
     }
-    let known = Known { request: &asked, hashes: &hashes, control: &control.index, held_blocks };
+    let (control_index, is_text) = (&control.index, request.text);
+    let known = Known { request: &asked, hashes: &hashes, control: control_index, held_blocks, is_text };
     // Whoever sent it has the story of that, and of who else could have taken it.
     if !(request.runs_there && request.sent_there) {
         why::remember(shared, &known, &chosen);

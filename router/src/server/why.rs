@@ -25,6 +25,8 @@ pub(super) struct Known<'a> {
     pub(super) control: &'a Index,
     /// Blocks that live nodes hold, from the first on.
     pub(super) held_blocks: u32,
+    /// Whether its blocks are pieces of text, which nobody holds and nobody misses.
+    pub(super) is_text: bool,
 }
 
 /// Remembers what was decided, and counts what is missing.
@@ -36,7 +38,7 @@ pub(super) fn remember(
     let (answer, missing) = match chosen {
         Err(rejection) => (Answer::Rejected(rejection.to_string()), Vec::new()),
         Ok((decision, _)) => {
-            let missing = missing_of(shared, known, decision);
+            let missing = if known.is_text { Vec::new() } else { missing_of(shared, known, decision) };
             shared.metrics.missing(&missing);
             let sent = Sent {
                 instance: decision.instance,
