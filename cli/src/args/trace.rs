@@ -282,7 +282,7 @@ mod tests {
         for wrong in
             ["", "10", "10,", ",5", "10;5", "10,5,2", "0.9,5", "10,0", "NaN,5", "inf,5", "-1,5", "1e7,5"]
         {
-            let said = times(wrong).unwrap_err();
+            let said = times(wrong).expect_err("it is none");
             assert!(said.contains("expected two numbers like 10,5"), "{wrong:?}: {said}");
         }
     }
@@ -308,7 +308,7 @@ mod tests {
     fn a_load_is_a_number_near_one() {
         assert_eq!(share("0.95"), Ok(0.95));
         for wrong in ["", "0", "-1", "NaN", "11", "80%"] {
-            assert!(share(wrong).unwrap_err().contains("is no load"), "{wrong:?}");
+            assert!(share(wrong).expect_err("it is none").contains("is no load"), "{wrong:?}");
         }
     }
 }

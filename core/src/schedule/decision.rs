@@ -332,6 +332,44 @@ impl fmt::Display for Reason {
             Reason::WaitsForRoom { room_us } => {
                 write!(f, "it waits {room_us} us for room in GPU memory, behind the work ahead")
             }
+            Reason::Pair { handover: Handover { instance, us, running, others } } => {
+                write!(
+                    f,
+                    "{instance} goes on from there {us} us later beside {running} requests, the best of {}",
+                    others + 1
+                )
+            }
+            Reason::Roles { decode, alone } => write!(
+                f,
+                "left out {decode} instances that compute no prompts, and {alone} that have nobody to go on from there"
+            ),
+            Reason::Filtered { stale, full, ineligible } => {
+                write!(f, "left out {stale} instances without a fresh report and {full} with a full queue")?;
+                if *ineligible > 0 {
+                    write!(f, ", and {ineligible} by whoever asked")?;
+                }
+                Ok(())
+            }
+            Reason::Coming
+            | Reason::Resident { .. }
+            | Reason::Guessed { .. }
+            | Reason::OwnOverlap { .. }
+            | Reason::RemoteFetch { .. }
+            | Reason::RecomputeCheaper { .. }
+            | Reason::Priced { .. }
+            | Reason::NothingHeld
+            | Reason::FetchesNothing
+            | Reason::HolderGone { .. }
+            | Reason::SavedByRing { .. }
+            | Reason::NowhereToSave => self.say_of_blocks(f),
+        }
+    }
+}
+
+impl Reason {
+    /// Says where blocks come from and go to.
+    fn say_of_blocks(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
             Reason::Coming => {
                 write!(f, "some of them are being computed there for a request that goes before")
             }
@@ -362,24 +400,8 @@ impl fmt::Display for Reason {
             }
             Reason::SavedByRing { node } => write!(f, "new blocks go to {node} by the ring"),
             Reason::NowhereToSave => write!(f, "no live node takes new blocks"),
-            Reason::Pair { handover: Handover { instance, us, running, others } } => {
-                write!(
-                    f,
-                    "{instance} goes on from there {us} us later beside {running} requests, the best of {}",
-                    others + 1
-                )
-            }
-            Reason::Roles { decode, alone } => write!(
-                f,
-                "left out {decode} instances that compute no prompts, and {alone} that have nobody to go on from there"
-            ),
-            Reason::Filtered { stale, full, ineligible } => {
-                write!(f, "left out {stale} instances without a fresh report and {full} with a full queue")?;
-                if *ineligible > 0 {
-                    write!(f, ", and {ineligible} by whoever asked")?;
-                }
-                Ok(())
-            }
+            // The others are said above.
+            _ => Ok(()),
         }
     }
 }

@@ -267,7 +267,6 @@ fn price(
             candidate = decoded_by_partner(candidate, fleet, climate);
         }
         candidate.ramp_us = joining::added_us(candidate.ttft_us(), share);
-        // What it costs others, or that it joined of late, does not make it late.
         candidate.is_late =
             ttft_max_us > 0 && candidate.filtered.is_none() && candidate.ttft_us() > ttft_max_us;
         candidate
