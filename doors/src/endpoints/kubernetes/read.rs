@@ -28,6 +28,8 @@ const EVENTS_PORT: &str = "kvfleet.io/events-port";
 const REPLAY_PORT: &str = "kvfleet.io/replay-port";
 const DIALECT: &str = "kvfleet.io/dialect";
 const RANKS: &str = "kvfleet.io/ranks";
+/// Whether each of its ranks takes requests at a port of its own, rank r at the port + r.
+const RANK_PORTS: &str = "kvfleet.io/rank-ports";
 const TOPIC: &str = "kvfleet.io/topic";
 
 /// Engines of one object that are read.
@@ -82,7 +84,40 @@ pub(super) fn single(object: &Pod, config: &KubernetesConfig) -> Vec<Found> {
     let made_s = object.creation_timestamp().map_or(i64::MAX, |made| made.0.as_second());
     let identifier = object.uid().unwrap_or_else(|| name.clone());
     let engine = engine_of(object, config, (&name, &spec, &status, ip));
-    vec![Found { identifier, name, made_s, engine }]
+    let others = match &engine {
+        Ok(engine) => others_of(engine, object.annotations(), &name),
+        Err(_) => Vec::new(),
+    };
+    let others = (1..).zip(others).map(|(rank, engine)| Found {
+        identifier: format!("{identifier}/{rank}"),
+        name: format!("rank {rank} of {name}"),
+        made_s,
+        engine,
+    });
+    let others: Vec<Found> = others.collect();
+    std::iter::once(Found { identifier, name, made_s, engine }).chain(others).collect()
+}
+
+/// Ranks behind the first that take requests themselves. Their events come with the first one's.
+fn others_of(first: &Engine, notes: &BTreeMap<String, String>, name: &str) -> Vec<Result<Engine, String>> {
+    let have_ports = match yes_or_no(name, notes, RANK_PORTS) {
+        Ok(said) => said.unwrap_or_default(),
+        Err(problem) => return vec![Err(problem)],
+    };
+    let ranks = ranks_of(notes, name).unwrap_or(1);
+    if !have_ports {
+        return Vec::new();
+    }
+    let of = |rank: u16| {
+        let address: Option<SocketAddr> = first.authority.parse().ok();
+        let at = address.and_then(|at| Some(SocketAddr::new(at.ip(), at.port().checked_add(rank)?)));
+        let instance = first.instance.checked_add(rank.into());
+        let (at, instance) = at.zip(instance).ok_or_else(|| {
+            format!("rank {rank} of {name} would have no port or no instance number: lower the first one's")
+        })?;
+        Ok(Engine { instance, authority: at.to_string(), events: None, ..first.clone() })
+    };
+    (1..ranks).take(OF_ONE_MAX).map(of).collect()
 }
 
 fn engine_of(

@@ -343,6 +343,32 @@ async fn numbers_come_from_annotations_sets_and_identifiers_and_no_two_are_the_s
     scene.end().await;
 }
 
+#[test]
+fn ranks_with_ports_of_their_own_are_engines_of_their_own() {
+    let read = |notes: Value| {
+        let object: Pod =
+            serde_json::from_value(annotated(made("vllm-3", "10.0.0.1"), notes)).expect("a Pod");
+        let found = read::single(&object, &KubernetesConfig::default());
+        found.into_iter().map(|found| (found.name, found.engine)).collect::<Vec<_>>()
+    };
+    let all = read(
+        json!({ "kvfleet.io/events-port": "5557", "kvfleet.io/ranks": "3", "kvfleet.io/rank-ports": "true" }),
+    );
+    let at = |engine: &Result<read::Engine, String>| {
+        let engine = engine.as_ref().expect("it is as it should be");
+        (engine.instance, engine.authority.clone(), engine.events.as_ref().map(|events| events.ranks))
+    };
+    let at: Vec<_> = all.iter().map(|(_, engine)| at(engine)).collect();
+    let expected = [(9, "10.0.0.1:8000", Some(3)), (10, "10.0.0.1:8001", None), (11, "10.0.0.1:8002", None)];
+    assert_eq!(at, expected.map(|(instance, at, ranks)| (instance, at.to_owned(), ranks)));
+    assert!(all[1].0.starts_with("rank 1 of Pod "), "{all:?}");
+    assert_eq!(read(json!({ "kvfleet.io/ranks": "3" })).len(), 1, "one port takes requests for all of them");
+    let wrong = read(json!({ "kvfleet.io/ranks": "3", "kvfleet.io/rank-ports": "maybe" }));
+    assert!(wrong[0].1.is_ok() && wrong[1].1.is_err(), "{wrong:?}");
+    let many = read(json!({ "kvfleet.io/ranks": "65000", "kvfleet.io/rank-ports": "true" }));
+    assert!(many.len() <= 1_025 && many.iter().all(|(_, engine)| engine.is_ok()));
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn events_of_engines_are_followed_while_they_are_there() {
     let notes = json!({ "kvfleet.io/events-port": "5557", "kvfleet.io/replay-port": "5657", "kvfleet.io/ranks": "2" });
