@@ -208,7 +208,11 @@ def grace_is_long_enough(objects):
             within = asked + ANSWERS_WITHIN
             needed = max(within, seconds(option(command, "--linger", "0s"))) + STOPS_WITHIN
             if "doors.openai.listen" in listens(config, container):
-                door = config.get("doors", {}).get("openai", {})
+                door = dict(config.get("doors", {}).get("openai", {}))
+                for variable in container.get("env", []):
+                    key = variable["name"].removeprefix("KVFLEET_DOORS__OPENAI__").lower()
+                    if key in ("drain_ms", "drain_notice_ms"):
+                        door[key] = int(variable["value"])
                 needed += door.get("drain_notice_ms", NOTICES_WITHIN * 1000) / 1000
                 needed += door.get("drain_ms", ANSWERS_END_WITHIN * 1000) / 1000
             if spec.get("terminationGracePeriodSeconds", 30) < needed:

@@ -94,6 +94,8 @@ BROKEN = [
      lambda all: replaced(container(router(all))["lifecycle"]["preStop"]["exec"]["command"], "20s", "115s")),
     ("grace_is_long_enough", "must be at least 100: preStop, then the stop with what the door has under way",
      lambda all: template(router(all)).update(terminationGracePeriodSeconds=99)),
+    ("grace_is_long_enough", "must be at least 130: preStop, then the stop with what the door has under way",
+     lambda all: container(router(all))["env"].append({"name": "KVFLEET_DOORS__OPENAI__DRAIN_MS", "value": "60000"})),
     ("grace_is_long_enough", "must be at least 340",
      lambda all: replaced(container(router(all))["lifecycle"]["preStop"]["exec"]["command"], "60s", "5m")),
     ("ports_are_listened_on", "is in no ConfigMap", lambda all: without(all, "ConfigMap", "kvfleet-node")),

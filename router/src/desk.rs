@@ -106,11 +106,10 @@ impl Desk {
         route::report(&self.shared, request).map(drop)
     }
 
-    /// Whether a request that was decided here may begin to decode at an instance now, under the limit that it was decided with.
+    /// Whether a request that was decided here may be sent to an instance to decode, under the limit that it was decided with.
     #[must_use]
     pub fn may_decode(&self, request: u64, instance: InstanceId) -> pb::MayDecodeReply {
-        let asked = pb::MayDecodeRequest { request, instance: instance.0, tbt_max_us: 0 };
-        decode::may(&self.shared, asked)
+        decode::may_there(&self.shared, request, instance)
     }
 
     /// Hands over every group that this router leads, as often as it takes, and campaigns for none from here on: whoever asks is

@@ -43,7 +43,7 @@ impl Stop {
     /// For a command that a person typed.
     pub fn of_command() -> std::io::Result<Self> {
         let stop = Self::default();
-        tokio::spawn(stop.clone().listen(Heard::new(false)?, |_| {
+        tokio::spawn(stop.clone().listen(Heard::new(false, FORCE_EXIT_AFTER)?, |_| {
             say("stopping (again to stop at once)");
         }));
         Ok(stop)
@@ -55,7 +55,7 @@ impl Stop {
     pub fn of_service(follow_parent: bool, under_way: Duration) -> std::io::Result<Self> {
         let stop = Self::default();
         let after = FORCE_EXIT_AFTER.saturating_add(under_way);
-        tokio::spawn(stop.clone().listen(Heard::new(follow_parent)?, move |_| {
+        tokio::spawn(stop.clone().listen(Heard::new(follow_parent, after)?, move |_| {
             std::thread::spawn(move || force_exit(after));
         }));
         Ok(stop)
@@ -102,12 +102,12 @@ struct Heard {
 }
 
 impl Heard {
-    fn new(follow_parent: bool) -> std::io::Result<Self> {
+    fn new(follow_parent: bool, after: Duration) -> std::io::Result<Self> {
         Ok(Self {
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,
             hang_up: signal(SignalKind::hangup())?,
-            parent: watch_parent(follow_parent),
+            parent: watch_parent(follow_parent, after),
         })
     }
 
@@ -122,7 +122,7 @@ impl Heard {
 }
 
 /// A plain thread, because a read of standard input cannot be cancelled and must not hold up a runtime.
-fn watch_parent(follow: bool) -> mpsc::Receiver<()> {
+fn watch_parent(follow: bool, after: Duration) -> mpsc::Receiver<()> {
     let (gone, parent) = mpsc::channel(1);
     if follow {
         std::thread::spawn(move || {
@@ -132,7 +132,7 @@ fn watch_parent(follow: bool) -> mpsc::Receiver<()> {
             let _ = gone.blocking_send(());
             // From here and not from the listener: nobody is left to kill this process, even if its runtime
             // is too busy to listen.
-            force_exit(FORCE_EXIT_AFTER);
+            force_exit(after);
         });
     }
     parent

@@ -278,24 +278,31 @@ impl Climate {
 impl Fleet {
     /// Whether a request whose prompt is computed may begin to decode at its instance, by what decodes and waits there now: how far apart its tokens come, in
     /// microseconds, or with that, why not. It may where that is not known (0) or does not matter (a limit of 0), and alone if there
-    /// are times to learn that keep its limit.
+    /// are times to learn that keep its limit. Of one that `runs_there` the report tells already.
     ///
     /// # Errors
     /// [`RejectReason::TooSlow`], with when to come again.
-    pub fn may_decode(&self, id: InstanceId, limit_us: u64, now: Timestamp) -> Result<u64, (u64, Rejection)> {
+    pub fn may_decode(
+        &self,
+        (id, runs_there): (InstanceId, bool),
+        limit_us: u64,
+        now: Timestamp,
+    ) -> Result<u64, (u64, Rejection)> {
         let known = self
             .instance(id)
             .filter(|instance| now.since(instance.reported_at) <= self.limits.report_stale_after);
         let Some(instance) = known else { return Ok(0) };
         let climate = Climate::decoding(self, limit_us, now).of_role(self, id);
         let prompts_us = instance.load.prompts_us(Moment { now, reported_at: instance.reported_at });
-        // It is among those that run.
-        let load = super::Load { running: instance.load.running.saturating_sub(1), ..instance.load };
+        let itself = u32::from(runs_there);
+        let load = super::Load { running: instance.load.running.saturating_sub(itself), ..instance.load };
         let wait = Wait { behind_us: prompts_us, ..Wait::default() };
         let forecast = climate.at(self, &Instance { load, ..*instance }, &wait, 0);
         let tbt_us = self.learnt.tbt_us(forecast.tbt_us, now);
         // Alone it may, as it was let in: what is predicted may be wrong, and is learnt anew only from who decodes.
-        let is_alone = u64::from(instance.load.running) + instance.load.requests_ahead() <= 1;
+        // Until the next report it is one of those that are ahead.
+        let is_alone =
+            load.running == 0 && u64::from(instance.load.running) + instance.load.requests_ahead() <= 1;
         let is_trial = is_alone && limit_us as f64 >= least_us(&self.profile);
         if limit_us == 0 || is_trial || tbt_us as f64 <= limit_us as f64 * (1.0 + DECODE_SLACK) {
             return Ok(tbt_us);

@@ -5,7 +5,7 @@
 //! until first tokens, which corrects predictions. Not here: blocks that engines tell of (the soft plane), and prompts that are not computed yet
 //! (`coming.rs`).
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use smallvec::SmallVec;
@@ -21,8 +21,20 @@ pub(super) const KEPT_FOR: Duration = Duration::from_secs(600);
 /// Places remembered at once, one for each 256 tokens: 64 million tokens of text, in some thirty megabytes.
 const PLACES_MAX: usize = 1 << 18;
 
+/// Places of one prompt: of a longer one the first million tokens count, so that one request does not put out what all others were sent.
+const OF_PROMPT_MAX: usize = 1 << 12;
+
+/// Places that are let go in one call where their time is over. More is entered than that in no call but those of the longest prompts.
+const DROPPED_MAX: usize = 2 * OF_PROMPT_MAX;
+
+/// A place is entered anew when it was used after so much of its time: what orders places has most of them once.
+const ENTERED_AGAIN: Duration = Duration::from_secs(60);
+
 /// Instances remembered at one place; of more, the last ones count.
 const INSTANCES_MAX: usize = 8;
+
+/// Instances that are known before those are forgotten that nothing was sent to.
+const KNOWN_MAX: usize = 1 << 14;
 
 /// Places of a prompt that are looked at behind the longest that somebody has: more than that shorter is worth little beside it.
 const SHORTER_MAX: usize = 64;
@@ -30,6 +42,8 @@ const SHORTER_MAX: usize = 64;
 #[derive(Clone, Copy, Debug)]
 struct Kept {
     instance: InstanceId,
+    sent: Timestamp,
+    /// When its first token is to be out.
     from: Timestamp,
     until: Timestamp,
     /// What had been computed there by then.
@@ -60,6 +74,12 @@ pub struct GuessedPrefixes {
 impl GuessedPrefixes {
     /// An instance lives since `life`, a number above 0 that grows from one start to the next. What it was sent before it was started is gone.
     pub fn lives(&mut self, instance: InstanceId, life: u64, now: Timestamp) {
+        if self.instances.len() >= KNOWN_MAX {
+            // Of those that nothing was sent to of late nothing is kept.
+            let are_in_use: BTreeSet<InstanceId> =
+                self.places.values().flatten().map(|kept| kept.instance).collect();
+            self.instances.retain(|instance, _| are_in_use.contains(instance));
+        }
         let known = self.instances.entry(instance).or_default();
         // Of the first that is heard nothing was sent before.
         let since = if known.life == 0 { known.since } else { now };
@@ -68,29 +88,42 @@ impl GuessedPrefixes {
         }
     }
 
-    /// A request with these hashes was sent by this decision.
+    /// A request with these hashes was sent by this decision, to an instance whose memory holds `room_tokens` tokens, 0 where that is not known.
     pub fn sent(
         &mut self,
         request: &RouteRequest,
         hashes: &[BlockHash],
-        decision: &Decision,
+        (decision, room_tokens): (&Decision, u64),
         now: Timestamp,
     ) {
-        while self.order.front().is_some_and(|(_, until)| *until < now) {
+        let over =
+            |order: &VecDeque<(BlockHash, Timestamp)>| order.front().is_some_and(|(_, until)| *until < now);
+        for _ in 0..DROPPED_MAX {
+            if !over(&self.order) {
+                break;
+            }
             self.drop_oldest();
         }
-        let known = self.instances.entry(decision.instance).or_default();
+        let instance = decision.instance;
+        let known = self.instances.entry(instance).or_default();
         known.computed_tokens = known.computed_tokens.saturating_add(decision.recompute_tokens.into());
         let from = now.after(Duration::from_micros(decision.ttft_us()));
-        let (instance, since, computed_tokens) = (decision.instance, known.since, known.computed_tokens);
-        let kept = Kept { instance, from, until: now.after(KEPT_FOR), computed_tokens };
-        for blocks in places(request, hashes.len()).rev() {
-            let place = hashes[blocks - 1];
+        let computed_tokens = known.computed_tokens;
+        let kept = Kept { instance, sent: now, from, until: now.after(KEPT_FOR), computed_tokens };
+        let all = places(request, hashes.len()).rev().take(OF_PROMPT_MAX);
+        for place in all.map(|blocks| hashes[blocks - 1]) {
+            let before =
+                self.places.get(&place).and_then(|all| all.iter().find(|one| one.instance == instance));
+            // What is there now stays there.
+            let since =
+                before.filter(|before| self.is_there(before, room_tokens, now)).map(|before| before.from);
+            let entered = before.map_or(Timestamp::default(), |before| before.until);
+            let kept = Kept { from: since.map_or(kept.from, |since| since.min(kept.from)), ..kept };
             let all = self.places.entry(place).or_default();
             match all.iter_mut().find(|known| known.instance == instance) {
-                // What was there in this life is there until then, too.
-                Some(known) if known.from >= since => {
-                    *known = Kept { from: known.from.min(kept.from), ..kept };
+                Some(known) if kept.until.since(entered) < ENTERED_AGAIN => {
+                    *known = Kept { until: entered, ..kept };
+                    continue;
                 }
                 Some(known) => *known = kept,
                 None => {
@@ -136,12 +169,18 @@ impl GuessedPrefixes {
         found
     }
 
+    /// How many times places were entered, for tests of what it costs.
+    #[cfg(test)]
+    pub(super) fn entered(&self) -> usize {
+        self.order.len()
+    }
+
     fn is_there(&self, kept: &Kept, room_tokens: u64, now: Timestamp) -> bool {
         let Some(known) = self.instances.get(&kept.instance) else { return false };
         let since = known.computed_tokens.saturating_sub(kept.computed_tokens);
         kept.from <= now
             && now < kept.until
-            && kept.from >= known.since
+            && kept.sent >= known.since
             && (room_tokens == 0 || since <= room_tokens)
     }
 

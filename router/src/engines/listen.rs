@@ -13,7 +13,7 @@ use kvfleet_proto::engine_events::{Dialect, decode};
 use kvfleet_proto::zmtp::{Connection, Role, ZmtpError};
 use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 
 use super::dial::relay;
@@ -26,6 +26,9 @@ const CONNECTIONS_MORE: usize = 16;
 
 /// Of a topic that nobody has, what is shown.
 const TOPIC_SHOWN_MAX: usize = 128;
+
+/// Until another connection is asked to make room, where the last one did not.
+const ROOM_AGAIN: Duration = Duration::from_millis(100);
 
 /// After a failure to accept, such as for want of file descriptors.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
@@ -138,23 +141,37 @@ struct Silent {
 }
 
 impl Silent {
+    /// One more has a place. It is known from here on, before its task is begun.
+    fn enter(&self, number: u64) -> CancellationToken {
+        let token = CancellationToken::new();
+        self.since.lock().insert(number, token.clone());
+        token
+    }
+
     /// Waits for the first message, or until another one needs the place.
     async fn until_heard<T>(
         &self,
-        number: u64,
+        (number, token): (u64, CancellationToken),
         heard: impl Future<Output = Result<T, Unknown>>,
     ) -> Result<T, Unknown> {
-        let token = CancellationToken::new();
-        self.since.lock().insert(number, token.clone());
         let heard = token.run_until_cancelled(heard).await;
         self.since.lock().remove(&number);
         heard.unwrap_or(Err(Unknown::Silent))
     }
 
-    /// Ends the one that came first.
-    fn give_way(&self) {
-        if let Some((_, token)) = self.since.lock().pop_first() {
-            token.cancel();
+    /// A place, of the one that came first if there is no other. Again and again: that one may just have been heard, and keep it.
+    async fn make_room(&self, places: &Arc<Semaphore>) -> Option<OwnedSemaphorePermit> {
+        loop {
+            if let Ok(place) = Arc::clone(places).try_acquire_owned() {
+                return Some(place);
+            }
+            if let Some((_, token)) = self.since.lock().pop_first() {
+                token.cancel();
+            }
+            let place = Arc::clone(places).acquire_owned();
+            if let Ok(place) = tokio::time::timeout(ROOM_AGAIN, place).await {
+                return place.ok();
+            }
         }
     }
 }
@@ -167,15 +184,13 @@ pub(super) async fn run(listener: TcpListener, directory: Arc<Directory>, stop: 
         match stop.run_until_cancelled(listener.accept()).await {
             None => return,
             Some(Ok((stream, peer))) => {
-                if places.available_permits() == 0 {
-                    silent.give_way();
-                }
-                let place = Arc::clone(&places).acquire_owned();
-                let Some(Ok(place)) = stop.run_until_cancelled(place).await else { return };
+                let place = stop.run_until_cancelled(silent.make_room(&places)).await;
+                let Some(Some(place)) = place else { return };
+                let known = (number, silent.enter(number));
                 let (directory, silent, stop) = (Arc::clone(&directory), Arc::clone(&silent), stop.clone());
                 tokio::spawn(async move {
                     let _place = place;
-                    let served = serve((stream, peer, number), &directory, &silent);
+                    let served = serve((stream, peer), known, &directory, &silent);
                     let _ = stop.run_until_cancelled(served).await; // stopped, as asked
                 });
             }
@@ -187,14 +202,19 @@ pub(super) async fn run(listener: TcpListener, directory: Arc<Directory>, stop: 
     }
 }
 
-async fn serve((stream, peer, number): (TcpStream, SocketAddr, u64), directory: &Directory, silent: &Silent) {
+async fn serve(
+    (stream, peer): (TcpStream, SocketAddr),
+    known: (u64, CancellationToken),
+    directory: &Directory,
+    silent: &Silent,
+) {
     let first = async {
         let mut connection = Connection::over(stream, Role::Subscriber).await?;
         connection.subscribe(b"").await?;
         let first = connection.receive().await?;
         Ok((connection, first))
     };
-    let followed = match silent.until_heard(number, first).await {
+    let followed = match silent.until_heard(known, first).await {
         Ok((connection, first)) => follow(connection, &first, directory).await,
         Err(error) => Err(error),
     };

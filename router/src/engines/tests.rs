@@ -418,7 +418,7 @@ async fn dialing(listen: &str, topic: &str, rank: u8) -> Engine {
     Engine { publisher, topic: topic.into(), rank, log: Arc::default(), next: 0, replaying: None }
 }
 
-#[tokio::test(flavor = "multi_thread")]
+#[tokio::test]
 async fn who_dials_and_says_nothing_keeps_no_engine_out() {
     let (listen, following) = listening_for(&[(7, "a", 1)]).await;
     let mut silent = Vec::new();

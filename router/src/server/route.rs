@@ -115,7 +115,8 @@ fn sent(
     if is_text {
         // No node has blocks of text.
         shared.sent.lock().sent(asked, hashes, decision, now);
-        return shared.guessed.lock().sent(asked, hashes, decision, now);
+        let told = (decision, room_tokens(shared, decision.instance));
+        return shared.guessed.lock().sent(asked, hashes, told, now);
     }
     let own = shared.fleet.ask(|fleet| fleet.own_node(decision.instance));
     let from_own = decision.sources.iter().filter(|source| Some(source.node) == own);
@@ -151,10 +152,12 @@ fn coming(
 
 /// What instances probably have in GPU memory of a prompt that was read as text.
 fn guessed(shared: &Shared, asked: &RouteRequest, hashes: &[BlockHash], now: Timestamp) -> Vec<Resident> {
-    let room_tokens = |instance| {
-        shared.fleet.ask(|fleet| fleet.instance(instance).map_or(0, |instance| instance.load.kv_tokens_max()))
-    };
-    shared.guessed.lock().of(asked, hashes, room_tokens, now)
+    shared.guessed.lock().of(asked, hashes, |instance| room_tokens(shared, instance), now)
+}
+
+/// Tokens that an instance's GPU memory holds; 0 where that is not known.
+fn room_tokens(shared: &Shared, instance: InstanceId) -> u64 {
+    shared.fleet.ask(|fleet| fleet.instance(instance).map_or(0, |instance| instance.load.kv_tokens_max()))
 }
 
 /// What is asked for a request. A tenant's holder puts its requests before nobody's.

@@ -273,11 +273,11 @@ impl FleetView {
     /// How far apart tokens come of a request that begins to decode there now, or with that, why it should not. Where the instance is not known, 0.
     pub(crate) fn may_decode(
         &self,
-        instance: InstanceId,
+        (instance, runs_there): (InstanceId, bool),
         limit_us: u64,
         now: Timestamp,
     ) -> Result<u64, (u64, Rejection)> {
-        self.soft.read().fleet.may_decode(instance, limit_us, now)
+        self.soft.read().fleet.may_decode((instance, runs_there), limit_us, now)
     }
 
     /// How many times as long as predicted tokens are apart, and steps take by themselves and for each request in them.

@@ -212,7 +212,7 @@ fn a_fleet_that_was_too_slow_lets_in_again_and_learns_that_it_is_not() {
 #[test]
 fn a_request_may_decode_where_its_limit_is_kept_or_nothing_is_known() {
     let fleet = with_load(fleet(2), 1, busy(200, 0));
-    let ask = |n, limit_us, now| fleet.may_decode(InstanceId(n), limit_us, now);
+    let ask = |n, limit_us, now| fleet.may_decode((InstanceId(n), true), limit_us, now);
     assert_eq!((ask(1, 0, NOW), ask(1, 3_000, NOW), ask(2, 1_010, NOW)), (Ok(3_000), Ok(3_000), Ok(1_010)));
     assert_eq!(ask(1, 2_800, NOW), Ok(3_000), "computed already: a little too slow is better than nothing");
     let (tbt_us, no) = ask(1, 1_500, NOW).unwrap_err();
@@ -222,7 +222,7 @@ fn a_request_may_decode_where_its_limit_is_kept_or_nothing_is_known() {
     assert_eq!(ask(2, 100, NOW), Ok(1_010), "alone");
     assert!(ask(2, 60, NOW).is_err(), "less than a sixteenth of what the profile says");
     let one_more = with_load(fleet, 2, Load { waiting: 1, ..busy(1, 0) });
-    assert!(one_more.may_decode(InstanceId(2), 100, NOW).is_err());
+    assert!(one_more.may_decode((InstanceId(2), true), 100, NOW).is_err());
 }
 
 #[test]

@@ -24,7 +24,7 @@ fn send(
     let resident = guessed.of(&asked, hashes, |_| room_tokens, now);
     let held = Held { matched: &PrefixMatch::default(), resident: &resident, coming: &[] };
     let decision = choose(&asked, held, fleet, NOW).unwrap();
-    guessed.sent(&asked, hashes, &decision, now);
+    guessed.sent(&asked, hashes, (&decision, room_tokens), now);
     (decision.instance.0, decision.resident_blocks)
 }
 
@@ -74,4 +74,40 @@ fn it_is_gone_after_a_while_after_a_start_and_when_its_room_is_taken() {
     assert_eq!(had(&guessed, 0, later(5)), 0, "another one");
     send(&mut guessed, &fleet, (&one, 7), 0, later(6));
     assert_eq!(had(&guessed, 0, later(7)), 50);
+}
+
+#[test]
+fn what_was_under_way_at_a_start_is_gone_and_what_gave_way_is_not_there_before_it_is_computed_anew() {
+    let (fleet, long) = (fleet(1), hashes(0, 77, 2_000));
+    let had = |guessed: &GuessedPrefixes, hashes: &[BlockHash], room, at| {
+        guessed.of(&asked(hashes, 9), hashes, |_| room, at).first().map_or(0, |resident| resident.blocks)
+    };
+    let mut guessed = GuessedPrefixes::default();
+    guessed.lives(InstanceId(1), 5, NOW);
+    // Two seconds to compute, and it is started again after one.
+    send(&mut guessed, &fleet, (&long, 1), 0, later(1));
+    guessed.lives(InstanceId(1), 6, later(2));
+    assert_eq!(had(&guessed, &long, 0, later(10)), 0);
+    let short = hashes(0, 1, 50);
+    send(&mut guessed, &fleet, (&short, 2), 5_000, later(20));
+    assert_eq!(had(&guessed, &short, 5_000, later(21)), 50);
+    send(&mut guessed, &fleet, (&long, 3), 5_000, later(22));
+    assert_eq!(had(&guessed, &short, 5_000, later(30)), 0, "the long one took its room");
+    send(&mut guessed, &fleet, (&short, 4), 5_000, later(30));
+    assert_eq!([30, 31].map(|at| had(&guessed, &short, 5_000, later(at))), [0, 50]);
+}
+
+#[test]
+fn a_conversation_that_goes_on_takes_no_more_places_than_it_has() {
+    let (mut guessed, fleet) = (GuessedPrefixes::default(), fleet(1));
+    let conversation = hashes(0, 1, 1_000);
+    for nth in 0..200 {
+        send(&mut guessed, &fleet, (&conversation, nth), 0, later(nth));
+    }
+    // Forty places, and each once a minute.
+    assert!(guessed.entered() <= 4 * 40, "{}", guessed.entered());
+    // One request, however long, enters a part of what there is room for.
+    let longest = hashes(0, 2, 200_000);
+    send(&mut guessed, &fleet, (&longest, 999), 0, later(200));
+    assert!(guessed.entered() <= 4 * 40 + 4_096, "{}", guessed.entered());
 }
