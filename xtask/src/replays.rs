@@ -53,13 +53,12 @@ const fn generated(name: &'static str, options: &'static [&'static str]) -> Part
 
 /// In the order of the document. A trace is served in one copy for every four instances, so larger fleets get fewer requests of each: some sixteen
 /// thousand are ten minutes of one processor for three loads, at 64 instances half an hour.
-const PARTS: [Part; 11] = [
+const PARTS: [Part; 10] = [
     recorded("conversation-4", &["--instances", "4", "--loads", BELOW, "--draws", "3"]),
     recorded("conversation-16", &["--instances", "16", "--limit", "4000", "--loads", BELOW, "--draws", "3"]),
     recorded("conversation-64", &["--instances", "64", "--limit", "1000", "--loads", BELOW]),
     generated("generated-4", &["--instances", "4", "--requests", "4000", "--loads", BELOW, "--draws", "3"]),
     generated("generated-16", &["--instances", "16", "--requests", "2000", "--loads", BELOW]),
-    generated("generated-64", &["--instances", "64", "--requests", "500", "--loads", BELOW]),
     recorded(
         "beyond-4",
         &[
