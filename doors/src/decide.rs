@@ -63,6 +63,18 @@ impl Wishes {
         }
         true
     }
+
+    /// Takes how much it matters, or among whom the fleet is shared, by the name of a header in lower case; whether it is one.
+    pub(crate) fn whose(&mut self, name: &str, text: &str) -> bool {
+        match name {
+            "x-gateway-inference-objective" | "x-llm-d-inference-objective" => {
+                text.clone_into(&mut self.objective);
+            }
+            "x-gateway-inference-fairness-id" => text.clone_into(&mut self.fairness),
+            _ => return false,
+        }
+        true
+    }
 }
 
 /// Milliseconds that need not be whole.

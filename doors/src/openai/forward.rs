@@ -448,7 +448,9 @@ impl Forward {
             Err(failure) => {
                 let status = match failure {
                     Failure::Late { .. } => StatusCode::GATEWAY_TIMEOUT,
-                    _ => StatusCode::BAD_GATEWAY,
+                    Failure::Connect(_) | Failure::Broken(_) | Failure::Paced { .. } => {
+                        StatusCode::BAD_GATEWAY
+                    }
                 };
                 let text =
                     format!("instance {} did not answer, and no other is left: {failure}", by.instance.0);

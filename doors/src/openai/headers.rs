@@ -32,8 +32,8 @@ pub(super) const REQUEST: HeaderName = HeaderName::from_static(crate::REQUEST_HE
 const LIMITS: [&str; 2] = ["x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"];
 
 /// How much a request matters, by the name of an objective; and among whom the fleet is shared.
-const OBJECTIVE: [&str; 2] = ["x-gateway-inference-objective", "x-llm-d-inference-objective"];
-const FAIRNESS: [&str; 1] = ["x-gateway-inference-fairness-id"];
+const WHOSE: [&str; 3] =
+    ["x-gateway-inference-objective", "x-llm-d-inference-objective", "x-gateway-inference-fairness-id"];
 
 /// Longest name of either.
 const NAME_BYTES_MAX: usize = 256;
@@ -108,12 +108,11 @@ pub(super) fn wishes(headers: &HeaderMap, are_trusted: bool) -> Wishes {
         }
     }
     if are_trusted {
-        let named = |names: &[&'static str]| {
-            let mut said = names.iter().filter_map(|name| text(name));
-            said.find(|text| (1..=NAME_BYTES_MAX).contains(&text.len())).unwrap_or_default().to_owned()
-        };
-        wishes.objective = named(&OBJECTIVE);
-        wishes.fairness = named(&FAIRNESS);
+        for name in WHOSE {
+            if let Some(text) = text(name).filter(|text| (1..=NAME_BYTES_MAX).contains(&text.len())) {
+                wishes.whose(name, text);
+            }
+        }
     }
     wishes
 }

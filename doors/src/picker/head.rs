@@ -82,15 +82,11 @@ impl Head {
         if text.is_empty() || text.len() > VALUE_BYTES_MAX {
             return;
         }
-        if self.wishes.limit(name, text) {
+        if self.wishes.limit(name, text) || self.wishes.whose(name, text) {
             return;
         }
         match name {
             "traceparent" => text.clone_into(&mut self.traceparent),
-            "x-gateway-inference-objective" | "x-llm-d-inference-objective" => {
-                text.clone_into(&mut self.wishes.objective);
-            }
-            "x-gateway-inference-fairness-id" => text.clone_into(&mut self.wishes.fairness),
             MODEL_REWRITE => self.model = Some(text.to_owned()),
             _ => {}
         }
