@@ -27,12 +27,12 @@ pub(crate) struct PoliciesArgs {
 /// How to run what makes the document of routers.
 #[derive(Args, Debug)]
 pub(crate) struct RoutersArgs {
-    /// Parts at once; by default as many as there are processors. All of them take some hours of one.
+    /// Parts to run; by default all, which takes some hours of one processor. The document has the others as they are in docs/routers/rows.
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = PARTS.map(|part| part.name))]
+    parts: Vec<String>,
+    /// Parts at once; by default as many as there are processors.
     #[arg(long)]
     jobs: Option<usize>,
-    /// Takes the parts that an earlier call finished as they are. They are of the program as it was then.
-    #[arg(long)]
-    resume: bool,
 }
 
 /// One call of `kvfleet trace routers`.
@@ -51,14 +51,15 @@ const fn generated(name: &'static str, options: &'static [&'static str]) -> Part
     Part { name, is_recorded: false, options }
 }
 
-/// In the order of the document. A trace is served in one copy for every four instances, so larger fleets get fewer requests of each: some sixteen
-/// thousand are ten minutes of one processor for three loads, at 64 instances half an hour.
-const PARTS: [Part; 10] = [
+/// In the order of the document. A trace is served in one copy for every four instances, so larger fleets get fewer requests of each. Where more is offered
+/// than a fleet gets through, traffic goes on for some minutes: in the time of a few answers nothing fills up.
+const PARTS: [Part; 12] = [
     recorded("conversation-4", &["--instances", "4", "--loads", BELOW, "--draws", "3"]),
     recorded("conversation-16", &["--instances", "16", "--limit", "4000", "--loads", BELOW, "--draws", "3"]),
     recorded("conversation-64", &["--instances", "64", "--limit", "1000", "--loads", BELOW]),
     generated("generated-4", &["--instances", "4", "--requests", "4000", "--loads", BELOW, "--draws", "3"]),
     generated("generated-16", &["--instances", "16", "--requests", "2000", "--loads", BELOW]),
+    generated("generated-64", &["--instances", "64", "--requests", "500", "--loads", BELOW]),
     recorded(
         "beyond-4",
         &[
@@ -79,8 +80,34 @@ const PARTS: [Part; 10] = [
         &["--instances", "16", "--limit", "1000", "--overloads", ABOVE, "--times-alone", "10,5"],
     ),
     generated(
-        "beyond-generated-4",
-        &["--instances", "4", "--requests", "2000", "--overloads", ABOVE, "--times-alone", "10,5"],
+        "beyond-chat-4",
+        &[
+            "--instances",
+            "4",
+            "--kinds",
+            "consumer,business",
+            "--requests",
+            "10000",
+            "--overloads",
+            ABOVE,
+            "--times-alone",
+            "10,5",
+        ],
+    ),
+    generated(
+        "beyond-agent-4",
+        &[
+            "--instances",
+            "4",
+            "--kinds",
+            "agent",
+            "--requests",
+            "3000",
+            "--overloads",
+            ABOVE,
+            "--times-alone",
+            "10,5",
+        ],
     ),
     recorded(
         "beyond-short-4",
@@ -88,6 +115,9 @@ const PARTS: [Part; 10] = [
     ),
     recorded("beyond-long-4", &["--instances", "4", "--overloads", ABOVE]),
 ];
+
+/// Where the lines of parts are kept, so that one can be run again without the others.
+const ROWS: &str = "docs/routers/rows";
 
 /// Loads below what a fleet gets through. At the least of them nobody waits: what is left is computing.
 const BELOW: &str = "0.05,0.5,0.8,0.95";
@@ -112,7 +142,7 @@ pub(crate) fn policies(args: &PoliciesArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs routers, part by part, and writes what all of them gave.
+/// Runs routers, part by part, and writes what all of them gave, these and those that were run before.
 ///
 /// # Errors
 /// When the command does not build, or a part fails.
@@ -120,15 +150,17 @@ pub(crate) fn routers(args: &RoutersArgs) -> anyhow::Result<()> {
     let trace = trace()?;
     build_release(&["kvfleet"])?;
     let program = target().join(PROFILE).join("kvfleet");
-    let folder = target().join("routers");
+    let folder = std::path::absolute(root().join(ROWS))?;
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    let parts: Vec<&Part> = PARTS.iter().filter(|part| trace.is_some() || !part.is_recorded).collect();
+    let is_wanted = |part: &&Part| args.parts.is_empty() || args.parts.iter().any(|name| name == part.name);
+    let is_there = |part: &&Part| trace.is_some() || !part.is_recorded;
+    let parts: Vec<&Part> = PARTS.iter().filter(is_wanted).filter(is_there).collect();
     let left = Mutex::new(parts.iter());
     let next = || left.lock().ok()?.next();
     let jobs = args.jobs.or_else(|| std::thread::available_parallelism().ok().map(usize::from)).unwrap_or(1);
     let work = || {
         while let Some(part) = next() {
-            measure(part, (&program, trace.as_deref()), &folder, args.resume)?;
+            measure(part, (&program, trace.as_deref()), &folder)?;
         }
         Ok(())
     };
@@ -139,8 +171,8 @@ pub(crate) fn routers(args: &RoutersArgs) -> anyhow::Result<()> {
     })?;
     let mut command = Command::new(&program);
     command.current_dir(root()).args(["trace", "routers", "--out", "docs"]);
-    for part in parts {
-        command.arg("--rows").arg(std::path::absolute(lines(&folder, part))?);
+    for path in PARTS.iter().map(|part| lines(&folder, part)).filter(|path| path.exists()) {
+        command.arg("--rows").arg(path);
     }
     let status = command.status().with_context(|| format!("cannot start {}", program.display()))?;
     if !status.success() {
@@ -154,19 +186,10 @@ fn lines(folder: &Path, part: &Part) -> PathBuf {
     folder.join(format!("{}.jsonl", part.name))
 }
 
-fn measure(
-    part: &Part,
-    (program, trace): (&Path, Option<&Path>),
-    folder: &Path,
-    resumes: bool,
-) -> anyhow::Result<()> {
+fn measure(part: &Part, (program, trace): (&Path, Option<&Path>), folder: &Path) -> anyhow::Result<()> {
     let path = lines(folder, part);
-    if resumes && path.exists() {
-        eprintln!("{}: taken as it is in {}", part.name, path.display());
-        return Ok(());
-    }
-    // Half of a part is none: it gets its name at its end.
-    let begun = path.with_extension("begun");
+    // Half of a part is none: it gets its name at its end. Of two calls each writes its own.
+    let begun = path.with_extension(format!("{}.begun", std::process::id()));
     let file = File::create(&begun).with_context(|| format!("cannot write {}", begun.display()))?;
     let mut command = Command::new(program);
     command.args(["trace", "routers", "--json"]).args(trace.filter(|_| part.is_recorded)).args(part.options);

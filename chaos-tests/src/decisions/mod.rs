@@ -34,6 +34,10 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// since then nobody could tell what was lost from what was ended.
 const SILENCE_MS: u64 = 60_000;
 
+/// Pins in force before the first strike: what was never given cannot be lost. The owners race for one at a time, so all of these but one stay until the
+/// end.
+const PINS_MIN: usize = 4;
+
 /// Control and the shards.
 const GROUPS_COUNT: u64 = SHARDS_COUNT as u64 + 1;
 
@@ -129,18 +133,21 @@ struct Strikes {
 }
 
 impl Strikes {
-    /// Strikes at even distances, counted in decisions and not in time; between two strikes what died comes back.
+    /// Strikes at even distances, counted in decisions and not in time; between two strikes what died comes back. Decisions from before there are pins
+    /// are counted besides.
     async fn run(&mut self, Experiment { fault, decisions, .. }: Experiment) -> Result<(), Trouble> {
+        self.until_pinned().await?;
         let rounds = fault.rounds();
+        let first = self.shared.decided.load(Ordering::Relaxed);
         for round in 0..rounds {
-            let at = |eighths: u64| (8 * round + eighths) * decisions / (8 * rounds);
+            let at = |eighths: u64| first + (8 * round + eighths) * decisions / (8 * rounds);
             self.until_decided(at(1)).await?;
             let struck = self.strike(fault, round).await?;
             self.shared.row.lock().faults += 1;
             self.until_decided(at(if fault == Fault::MinorityLoss { 7 } else { 4 })).await?;
             struck.into_iter().try_for_each(|position| self.cluster.start_router(position))?;
         }
-        self.until_decided(decisions).await
+        self.until_decided(first + decisions).await
     }
 
     /// Strikes once; gives who is to be started again later.
@@ -163,7 +170,6 @@ impl Strikes {
                 Ok(Some(turn))
             }
             Fault::Forget => {
-                self.until_pinned().await?;
                 (0..ROUTERS_COUNT).try_for_each(|position| self.cluster.kill(position))?;
                 (0..ROUTERS_COUNT).try_for_each(|position| self.cluster.forget(position))?;
                 (0..ROUTERS_COUNT).try_for_each(|position| self.cluster.start_router(position))?;
@@ -173,13 +179,12 @@ impl Strikes {
         }
     }
 
-    /// Waits until pins are in force: what was never given cannot be lost. The owners race for one at a time, so of
-    /// two one stays.
+    /// Waits until there is something to lose.
     async fn until_pinned(&self) -> Result<(), Trouble> {
         let deadline = Instant::now() + HANG;
-        while self.shared.oracle.lock().pins.len() < 2 {
+        while self.shared.oracle.lock().pins.len() < PINS_MIN {
             if Instant::now() > deadline {
-                return Err(format!("fewer than two pins in force for {HANG:?}").into());
+                return Err(format!("fewer than {PINS_MIN} pins in force for {HANG:?}").into());
             }
             sleep(LOOK_EVERY).await;
         }

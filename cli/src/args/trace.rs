@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
+use kvfleet_sim::generate::Kind;
 
 /// `kvfleet trace …`.
 #[derive(Clone, Debug, Subcommand)]
@@ -162,6 +163,9 @@ pub struct RoutersArgs {
     /// Requests of each generated trace; 0 for none.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub requests: u64,
+    /// Kinds of generated traffic: consumer, business, agent.
+    #[arg(long, value_name = "KIND,…", value_delimiter = ',', default_value = "consumer,business,agent", value_parser = kind)]
+    pub kinds: Vec<Kind>,
     /// Tokens per block of generated traffic.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=512))]
     pub block_tokens: u32,
@@ -260,6 +264,11 @@ fn times(text: &str) -> Result<(f64, f64), String> {
     both.ok_or_else(|| {
         format!("`{text}` is no pair of limits: expected two numbers like 10,5, from 1 to 1000000")
     })
+}
+
+fn kind(text: &str) -> Result<Kind, String> {
+    let known = || Kind::ALL.map(Kind::name).join(", ");
+    Kind::by_name(text).ok_or_else(|| format!("`{text}` is no kind of traffic: choose of {}", known()))
 }
 
 fn capacity(text: &str) -> Result<f64, String> {

@@ -533,15 +533,18 @@ pub enum RejectReason {
         /// What was asked for.
         limit: Duration,
     },
-    /// Wherever it ran, tokens of requests that decode there would come further apart than they may.
+    /// Wherever it ran, tokens of requests that decode there would come so far apart that some would break their limit.
     #[error(
-        "tokens of requests that decode would come {} us apart, and the limit of one is {} us",
+        "tokens of requests that decode would come {} us apart, and beyond {} us those might break their limit whose own is {} us",
         tbt.as_micros(),
+        within.as_micros(),
         limit.as_micros()
     )]
     Slows {
         /// On the best instance.
         tbt: Duration,
+        /// Up to which it would be let in.
+        within: Duration,
         /// The least that was asked for one of them.
         limit: Duration,
     },

@@ -6,7 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{BASELINES, PRODUCTION, Plane, by_name};
-use crate::fleet::{Report, Setup, Spread, Workload, run};
+use crate::fleet::{Served, Report, Setup, Spread, Workload, run};
 
 /// Requests that are not judged for prediction: what a router has to learn first.
 const WARM: usize = 200;
@@ -111,22 +111,25 @@ const BEHIND: f64 = 0.03;
 /// Halvings of the span in which the capacity lies.
 const HALVINGS: u32 = 6;
 
-/// Requests a second that the fleet keeps up with, with a pool of KV: the most at which it has answered all of them soon behind the last arrival.
-/// That all of them are there at once would tell less, for nothing of an earlier request can be known yet when the next one is sent.
+/// Requests a second that the fleet keeps up with, with a pool of KV: the most at which all have their first token soon behind the last arrival. How long
+/// the last answers take says nothing of that, and where many decode beside one another it is long. That all of them are there at once would tell less, for
+/// nothing of an earlier request can be known yet when the next one is sent.
 #[must_use]
 pub fn capacity(workload: &Workload, setup: &Setup, seed: u64) -> f64 {
     let setup = Setup { plane: Plane::Pool, ..setup.clone() };
     let keeps_up = |per_s: f64| {
         let paced = workload.at_rate(per_s);
         let report = by_name("least-loaded", seed).map(|mut router| run(&paced, &setup, router.as_mut()));
-        report.is_some_and(|report| report.ended_ns as f64 <= paced.last_ns() as f64 * (1.0 + BEHIND))
+        let first_ns = |served: &Served| paced.requests[served.nth].arrival_ns + served.ttft_ns;
+        let last_ns = report.map(|report| report.served.iter().map(first_ns).max().unwrap_or_default());
+        last_ns.is_some_and(|last_ns| last_ns as f64 <= paced.last_ns() as f64 * (1.0 + BEHIND))
     };
     let report =
         by_name("least-loaded", seed).map(|mut router| run(&workload.paced(0.0), &setup, router.as_mut()));
     let at_once = workload.len() as f64 / (report.map_or(1, |report| report.ended_ns.max(1)) as f64 / 1e9);
     let (mut low, mut high) = (at_once / 2.0, at_once * 4.0);
     if !keeps_up(low) {
-        // A trace so short that its last answers alone take longer.
+        // A trace so short that its last prompts alone take longer.
         return at_once;
     }
     for _ in 0..HALVINGS {

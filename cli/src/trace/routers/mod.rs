@@ -9,7 +9,7 @@ use std::path::Path;
 
 use kv_core::schedule::{HardwareProfile, PROFILES};
 use kvfleet_sim::fleet::{Batch, Setup, Workload};
-use kvfleet_sim::generate::{Generator, Kind, Spec};
+use kvfleet_sim::generate::{Generator, Spec};
 use kvfleet_sim::routers::{Comparison, Draw, Goodput, Limits, Plane, capacity, compare, goodput};
 use kvfleet_sim::trace::Request;
 use serde::{Deserialize, Serialize};
@@ -156,8 +156,8 @@ fn traffic(args: &RoutersArgs) -> anyhow::Result<Vec<(String, Vec<Request>)>> {
         all.push((name, trace));
     }
     if args.requests > 0 {
-        for kind in Kind::ALL {
-            let spec = Spec { block_tokens: args.block_tokens, ..Spec::new(kind, args.seed, args.requests) };
+        for kind in &args.kinds {
+            let spec = Spec { block_tokens: args.block_tokens, ..Spec::new(*kind, args.seed, args.requests) };
             all.push((kind.name().to_owned(), Generator::new(spec).collect()));
         }
     }
