@@ -488,11 +488,11 @@ mod tests {
             &[],
         );
         assert_eq!(routed(), 0);
-        for _ in 0..5 {
+        for _ in 0..6 {
             decide(1_000, 10, None).expect("let in");
         }
         says("a request that others go before", &decide(1_000, 10, None).expect_err("turned away"), &[]);
-        assert_eq!(routed(), 5);
+        assert_eq!(routed(), 6);
     }
 
     #[test]

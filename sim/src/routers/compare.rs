@@ -6,7 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{BASELINES, PRODUCTION, Plane, by_name};
-use crate::fleet::{Served, Report, Setup, Spread, Workload, run};
+use crate::fleet::{Report, Served, Setup, Spread, Workload, run};
 
 /// Requests that are not judged for prediction: what a router has to learn first.
 const WARM: usize = 200;
