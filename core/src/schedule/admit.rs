@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::decision::{Decision, RejectReason, Rejection};
-use super::decoding::Pacing;
+use super::decoding::{Beside, Pacing};
 use crate::id::{TenantId, Timestamp};
 
 /// Of the time that a request's own prefill leaves of its limit, the part that others may take where its tenant has just its share.
@@ -33,10 +33,6 @@ const CALM: f64 = 0.05;
 /// Of the room between the time that a token takes alone and its limit, what tenants have that were let in with more than their share. Others have all
 /// of it: what is kept from one that is alone stands idle.
 const PACE_PART_OVER: f64 = 0.8;
-
-/// Part of their least limit up to which those that decode at an instance are slowed by who comes besides. What is predicted of them is a mean over answers, some of which are short,
-/// and over a time in which others come and go: at the limit itself half of them would break it. What this turns away are long prompts, the ones that slow others most.
-const KEPT_PART: f64 = 0.9;
 
 /// What those have that go behind all others.
 const PACE_PART_LAST: f64 = 0.7;
@@ -237,14 +233,13 @@ fn crowded(offer: &Offer, limit_us: u64, claim: f64) -> Option<Rejection> {
 
 /// The same by the time between tokens: its own, and that of those that decode beside it.
 fn crowded_pace(offer: &Offer, claim: f64) -> Option<Rejection> {
-    let Pacing { limit_us, alone_us, others_us, is_trial, .. } = offer.pacing;
+    let Pacing { limit_us, alone_us, beside, is_trial, .. } = offer.pacing;
     if limit_us == 0 || is_trial {
         return None;
     }
     // Who goes before others may slow them.
-    let others = others_us.filter(|_| offer.priority <= 0);
-    let within = others.map(|(tbt_us, limit_us)| (tbt_us, (limit_us as f64 * KEPT_PART) as u64, limit_us));
-    if let Some((tbt_us, within_us, limit_us)) = within.filter(|(tbt_us, within_us, _)| tbt_us > within_us) {
+    let slowed = beside.filter(|beside| offer.priority <= 0 && beside.tbt_us > beside.within_us);
+    if let Some(Beside { tbt_us, within_us, limit_us }) = slowed {
         let [tbt, within, limit] = [tbt_us, within_us, limit_us].map(Duration::from_micros);
         let reason = RejectReason::Slows { tbt, within, limit };
         return Some(offer.beyond_pace(reason, (tbt_us, within_us)));
@@ -439,6 +434,11 @@ mod tests {
         Offer { ttft_max_us: None, tbt_us, pacing, ..offer(tenant, 1_000, 1_000) }
     }
 
+    /// Those that would have so much between tokens, and may have 10.8 ms of the 12 that are their limit.
+    fn beside(tbt_us: u64) -> Option<Beside> {
+        Some(Beside { tbt_us, within_us: 10_800, limit_us: 12_000 })
+    }
+
     #[test]
     fn who_would_be_too_slow_or_make_others_so_is_told_when_to_come_again() {
         let mut admission = Admission::default();
@@ -451,16 +451,16 @@ mod tests {
             Duration::from_secs(4),
             "half of what decodes has to end, which takes it 8 s"
         );
-        let pacing = Pacing { others_us: Some((16_000, 12_000)), ..decodes(1, 0).pacing };
+        let pacing = Pacing { beside: beside(16_000), ..decodes(1, 0).pacing };
         let slows =
             admission.admit(&Offer { pacing, ..decodes(1, 11_000) }, at(0)).expect_err("it slows others");
         assert!(matches!(slows.reason, RejectReason::Slows { .. }), "{slows}");
         assert_eq!(slows.retry_after, Duration::from_millis(2_600), "down to nine tenths of 12 ms");
-        let pacing = Pacing { others_us: Some((10_801, 12_000)), ..pacing };
+        let pacing = Pacing { beside: beside(10_801), ..pacing };
         assert!(admission.admit(&Offer { pacing, ..decodes(1, 11_000) }, at(0)).is_err());
-        let pacing = Pacing { others_us: Some((10_800, 12_000)), ..pacing };
+        let pacing = Pacing { beside: beside(10_800), ..pacing };
         assert_eq!(admission.admit(&Offer { pacing, ..decodes(1, 11_000) }, at(0)), Ok(()));
-        let pacing = Pacing { others_us: Some((16_000, 12_000)), ..pacing };
+        let pacing = Pacing { beside: beside(16_000), ..pacing };
         let first = Offer { pacing, priority: 1, ..decodes(1, 11_000) };
         assert_eq!(admission.admit(&first, at(0)), Ok(()), "it goes before them");
         let pacing = Pacing { limit_us: 0, ..pacing };
@@ -472,9 +472,9 @@ mod tests {
 
     #[test]
     fn where_nobody_is_one_is_let_in_whatever_was_learnt() {
-        for (tbt_us, others_us) in [(40_000, None), (19_500, None), (11_000, Some((16_000, 12_000)))] {
+        for (tbt_us, beside) in [(40_000, None), (19_500, None), (11_000, beside(16_000))] {
             let offer = |is_trial| {
-                let pacing = Pacing { others_us, is_trial, ..decodes(1, 0).pacing };
+                let pacing = Pacing { beside, is_trial, ..decodes(1, 0).pacing };
                 Offer { pacing, priority: -1, ..decodes(1, tbt_us) }
             };
             let mut admission = Admission::default();

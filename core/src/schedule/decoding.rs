@@ -14,7 +14,7 @@
 use std::time::Duration;
 
 use super::cost::Wait;
-use super::decision::{Decision, RejectReason, Rejection};
+use super::decision::{Decision, Prediction, RejectReason, Rejection};
 use super::fleet::{Fleet, Instance};
 use super::learnt;
 use super::load::Moment;
@@ -113,6 +113,28 @@ pub enum Breaks {
     Own,
 }
 
+/// What was predicted of requests that decode beside a newcomer, in microseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Beside {
+    /// Time between their tokens.
+    pub tbt_us: u64,
+    /// Up to which they may be slowed: a part of the limit, as learnt from answers.
+    pub within_us: u64,
+    /// The least limit of one of them.
+    pub limit_us: u64,
+}
+
+/// How fast a request said what it said.
+#[derive(Clone, Copy, Debug)]
+pub struct Paced<'a> {
+    /// What was predicted, before factors.
+    pub parts: &'a Prediction,
+    /// Mean time between two of its tokens, in microseconds; 0 where nobody knows.
+    pub tbt_us: u64,
+    /// Its limit; 0 for none.
+    pub limit_us: u64,
+}
+
 /// What was predicted of a request's decoding at the instance that was chosen for it, for whoever lets it in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pacing {
@@ -126,8 +148,8 @@ pub struct Pacing {
     pub alone_us: u64,
     /// For how long it decodes.
     pub decode_us: u64,
-    /// Time between the tokens of those that decode beside it, and the least limit of these; nothing where nobody has one.
-    pub others_us: Option<(u64, u64)>,
+    /// Those that decode beside it; nothing where nobody of them has a limit.
+    pub beside: Option<Beside>,
     /// Whether it may show what is right, whatever is predicted of it: nobody runs or waits where it decodes, and there are times to learn that keep its limit.
     pub is_trial: bool,
 }

@@ -7,11 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::decision::{Decision, Prediction};
-use super::decoding::Pacing;
+use super::decoding::{Paced, Pacing};
 use super::joining::SLOW_START;
 use super::lanes::{LinkLanes, LinkPath, Price, Reader};
 use super::learnt::Learnt;
 use super::load::{Load, Moment};
+use super::margin::Margin;
 use super::pairs::{Part, Role};
 use super::passing::Passing;
 use super::profile::HardwareProfile;
@@ -119,6 +120,7 @@ pub struct Fleet {
     nodes: Vec<LiveNode>,
     ring: Ring,
     passing: Passing,
+    margin: Margin,
     steps: Steps,
     lengths: Lengths,
 }
@@ -284,19 +286,21 @@ impl Fleet {
         self.count(&counted, prefill_us.min(alone_us), now);
     }
 
-    /// A request of this category ended with so many tokens said, so far apart. `parts` is what was predicted before factors; without a time nothing
-    /// is learnt of that.
-    pub fn ended(
-        &mut self,
-        category: Category,
-        output_tokens: u32,
-        (parts, tbt_us): (&Prediction, u64),
-        now: Timestamp,
-    ) {
+    /// A request of this category ended with so many tokens said, so far apart; without a time nothing is learnt of that.
+    pub fn ended(&mut self, category: Category, output_tokens: u32, paced: Paced<'_>, now: Timestamp) {
+        let Paced { parts, tbt_us, limit_us } = paced;
         if output_tokens > 0 {
             self.lengths.ended(category, output_tokens);
         }
+        // What was let in although it was predicted to break its limit says nothing of the others.
+        if tbt_us > 0 && limit_us > 0 && self.learnt.tbt_us(parts.tbt_us, now) <= limit_us {
+            self.margin.ended(tbt_us > limit_us, now);
+        }
         self.learnt.observe_tbt(parts, tbt_us, now);
+    }
+
+    pub(super) fn margin(&self) -> &Margin {
+        &self.margin
     }
 
     pub(super) fn steps(&self) -> &Steps {

@@ -18,6 +18,7 @@ mod learnt;
 mod legs;
 mod link;
 mod load;
+mod margin;
 mod missing;
 mod nearer;
 mod pairs;
@@ -44,7 +45,7 @@ pub use decision::{
     Candidate, Decision, Fate, Filtered, Prediction, Reason, RejectReason, Rejection, Source,
 };
 use decoding::Climate;
-pub use decoding::{Breaks, Decoding, Pacing};
+pub use decoding::{Beside, Breaks, Decoding, Paced, Pacing};
 use fleet::InstancePaths;
 pub use fleet::{Fleet, Instance, Limits, LiveNode, QUEUE_TOKENS_MAX, REPORT_STALE_AFTER};
 pub use guessed::GuessedPrefixes;
@@ -451,7 +452,11 @@ fn pacing(choice: &Choice<'_>, chosen: &Candidate) -> Pacing {
         limit_us: climate.limit_us,
         alone_us: fleet.learnt.tbt_us(alone_us, climate.now),
         decode_us: chosen.predicted.tbt_us.saturating_mul(climate.output_tokens.into()),
-        others_us: limit_us.map(|limit_us| (chosen.others_tbt_us, limit_us)),
+        beside: limit_us.map(|limit_us| Beside {
+            tbt_us: chosen.others_tbt_us,
+            within_us: fleet.margin().within_us(limit_us, climate.now),
+            limit_us,
+        }),
         is_trial: instance.is_some_and(|instance| climate.is_trial(fleet, instance)),
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kv_core::id::{BlockHash, InstanceId, NodeId};
 use kv_core::index::Index;
-use kv_core::schedule::{Decision, Found, Missing, Rejection, RouteRequest, Told, missing};
+use kv_core::schedule::{Decision, Found, Missing, Paced, Rejection, RouteRequest, Told, missing};
 use kvfleet_proto::pb;
 
 use super::{Shared, millis};
@@ -120,12 +120,12 @@ pub(super) fn came(shared: &Shared, instance: InstanceId, outcomes: &[pb::Outcom
 /// Takes how much a request said, and how fast, from its instance or from who saw its answer pass.
 pub(crate) fn ended(shared: &Shared, (request, instance): (u64, InstanceId), said: Said) {
     let ended = shared.recall.lock().ended(request, instance, said);
-    if let Some(Ended { category, predicted, parts, news }) = ended {
+    if let Some(Ended { category, predicted, parts, limit_us, news }) = ended {
         if news.tbt_us > 0 {
             shared.metrics.paced(predicted.tbt_us, news.tbt_us);
         }
-        let told = (&parts, news.tbt_us);
-        shared.fleet.ended(category, news.output_tokens, told, shared.clock.now());
+        let paced = Paced { parts: &parts, tbt_us: news.tbt_us, limit_us };
+        shared.fleet.ended(category, news.output_tokens, paced, shared.clock.now());
     }
 }
 

@@ -10,8 +10,8 @@ use std::time::Duration;
 use kv_core::id::{Category, Epoch, InstanceId, NodeId, TenantId, Timestamp};
 use kv_core::place::LOAD_BOUND;
 use kv_core::schedule::{
-    Admission, Decision, Fleet, HardwareProfile, Instance, Limits, LiveNode, Load, Offer, Part, Prediction,
-    Rejection,
+    Admission, Decision, Fleet, HardwareProfile, Instance, Limits, LiveNode, Load, Offer, Paced, Part,
+    Prediction, Rejection,
 };
 use parking_lot::RwLock;
 
@@ -260,14 +260,8 @@ impl FleetView {
     }
 
     /// A request of this category ended that said so many tokens, so far apart; `parts` as above.
-    pub(crate) fn ended(
-        &self,
-        category: Category,
-        output_tokens: u32,
-        told: (&Prediction, u64),
-        now: Timestamp,
-    ) {
-        self.soft.write().fleet.ended(category, output_tokens, told, now);
+    pub(crate) fn ended(&self, category: Category, output_tokens: u32, paced: Paced<'_>, now: Timestamp) {
+        self.soft.write().fleet.ended(category, output_tokens, paced, now);
     }
 
     /// How far apart tokens come of a request that begins to decode there now, or with that, why it should not. Where the instance is not known, 0.

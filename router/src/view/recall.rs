@@ -110,6 +110,8 @@ pub(crate) struct Ended {
     pub(crate) predicted: Prediction,
     /// The same by profile and measured links alone.
     pub(crate) parts: Prediction,
+    /// How far apart its tokens could come; 0 where that did not matter.
+    pub(crate) limit_us: u64,
     /// What of its tokens was not told before.
     pub(crate) news: Said,
 }
@@ -121,6 +123,7 @@ struct Late {
     category: Category,
     predicted: Prediction,
     parts: Prediction,
+    limit_us: u64,
     said: Said,
     is_left: bool,
 }
@@ -129,9 +132,9 @@ impl Late {
     /// Nothing of one that went nowhere, or has ended.
     fn of(decided: &Decided) -> Option<Late> {
         let Answer::Sent(sent) = &decided.answer else { return None };
-        let Decided { category, said, is_left, .. } = *decided;
+        let Decided { category, said, is_left, tbt_max_us: limit_us, .. } = *decided;
         let Sent { predicted, parts, .. } = *sent;
-        let late = Late { decodes: sent.decodes(), category, predicted, parts, said, is_left };
+        let late = Late { decodes: sent.decodes(), category, predicted, parts, limit_us, said, is_left };
         (said.output_tokens == 0 && !is_left).then_some(late)
     }
 }
@@ -234,12 +237,19 @@ impl Recall {
                 category: known.category,
                 predicted: sent.predicted,
                 parts: sent.parts,
+                limit_us: known.tbt_max_us,
                 news,
             });
         }
         let late = self.late.get_mut(&request).filter(|late| late.decodes == instance)?;
         let news = late.said.add(said, late.is_left)?;
-        Some(Ended { category: late.category, predicted: late.predicted, parts: late.parts, news })
+        Some(Ended {
+            category: late.category,
+            predicted: late.predicted,
+            parts: late.parts,
+            limit_us: late.limit_us,
+            news,
+        })
     }
 
     /// A request is over before its answer was.
@@ -430,6 +440,12 @@ mod tests {
         recall.decided(Decided { tbt_max_us: 5_000, answer: rejected, ..decided(7) });
         let asks = |request| [4, 5, 6].map(|instance| recall.limit_us(request, InstanceId(instance)));
         assert_eq!([7, 8, 9, 10].map(asks), [[0; 3], [7_000, 0, 0], [9_000, 0, 9_000], [0; 3]]);
+        let said = Said { output_tokens: 3, tbt_us: 8_000 };
+        let limit = |ended: Option<Ended>| ended.map(|ended| ended.limit_us);
+        assert_eq!(limit(recall.ended(9, InstanceId(6), said)), Some(9_000));
+        // It is remembered of one of which nothing else is.
+        (0..REQUESTS_MAX as u64).for_each(|request| recall.decided(decided(100 + request)));
+        assert_eq!(limit(recall.ended(8, InstanceId(4), said)), Some(7_000));
     }
 
     #[test]

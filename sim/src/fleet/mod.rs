@@ -18,7 +18,7 @@ use std::collections::BinaryHeap;
 
 use kv_core::id::{InstanceId, NodeId, RequestId, TenantId, Timestamp};
 use kv_core::index::command::Change;
-use kv_core::schedule::{Decision, Decoding, HardwareProfile, Load, Prediction, RouteRequest, Source};
+use kv_core::schedule::{Decision, Decoding, HardwareProfile, Load, Paced, Prediction, RouteRequest, Source};
 
 pub use engine::Batch;
 pub use report::{Report, Served, Spread};
@@ -264,8 +264,8 @@ struct Fleet<'a> {
     to_tell: Vec<Vec<(Prediction, u64)>>,
     /// Of each instance, what its last report told of times between tokens.
     told: Vec<Between>,
-    /// Of each request that was sent, what was predicted of its decoding: time between tokens in nanoseconds, and all of it before factors.
-    paced: Vec<(u64, Prediction)>,
+    /// Of each request that was sent, what was predicted of its decoding: time between tokens in nanoseconds, all of it before factors, and its limit between tokens in microseconds.
+    paced: Vec<(u64, Prediction, u64)>,
     /// Requests that have neither ended nor been rejected.
     open: usize,
     report: Report,
@@ -321,7 +321,7 @@ impl<'a> Fleet<'a> {
             sent: workload.requests.iter().map(|_| None).collect(),
             to_tell: vec![Vec::new(); places as usize],
             told: vec![Between::default(); places as usize],
-            paced: vec![(0, Prediction::default()); workload.requests.len()],
+            paced: vec![(0, Prediction::default(), 0); workload.requests.len()],
             open: workload.requests.len(),
             report: Report::default(),
         };
@@ -398,7 +398,7 @@ impl<'a> Fleet<'a> {
             parts: decision.parts,
             keeps_fetched,
         });
-        self.paced[nth] = (decision.predicted.tbt_us * 1_000, decision.parts);
+        self.paced[nth] = (decision.predicted.tbt_us * 1_000, decision.parts, decision.pacing.limit_us);
         match self.setup.delivery_ns {
             0 => self.comes(nth, now_ns),
             later => self.at(now_ns + later, Event::Comes(nth)),
@@ -460,11 +460,12 @@ impl<'a> Fleet<'a> {
                     self.report.ended_ns = now_ns;
                     let request = &self.workload.requests[nth];
                     self.view.ended(InstanceId(instance), request.input_tokens.into());
-                    let (predicted_ns, parts) = &self.paced[nth];
+                    let (predicted_ns, parts, limit_us) = &self.paced[nth];
                     if self.setup.engines == Engines::Batching {
                         let (said, now) =
                             ((request.category, request.output_tokens), Timestamp(now_ns / 1_000));
-                        self.view.said(said, (parts, tbt_ns), now);
+                        let paced = Paced { parts, tbt_us: tbt_ns / 1_000, limit_us: *limit_us };
+                        self.view.said(said, paced, now);
                     }
                     self.report.paced.push((*predicted_ns, tbt_ns));
                 }

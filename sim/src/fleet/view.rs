@@ -7,8 +7,8 @@ use kv_core::id::{BlockHash, Category, IdentityDigest, InstanceId, NodeId, Times
 use kv_core::index::command::{Announcement, Change, Command, NodeRecord};
 use kv_core::index::{Index, PrefixMatch};
 use kv_core::schedule::{
-    Coming, Decision, Fleet, Held, Instance, Limits, LiveNode, Load, Prediction, Resident, RouteRequest,
-    SentPrefixes,
+    Coming, Decision, Fleet, Held, Instance, Limits, LiveNode, Load, Paced, Prediction, Resident,
+    RouteRequest, SentPrefixes,
 };
 
 use super::Setup;
@@ -194,10 +194,10 @@ impl View {
     pub(super) fn said(
         &mut self,
         (category, output_tokens): (Category, u32),
-        (parts, tbt_ns): (&Prediction, u64),
+        paced: Paced<'_>,
         now: Timestamp,
     ) {
-        self.fleet.ended(category, output_tokens, (parts, tbt_ns / 1_000), now);
+        self.fleet.ended(category, output_tokens, paced, now);
     }
 
     /// Notes that a request ended.

@@ -151,11 +151,33 @@ fn reported_step_times_correct_what_the_profile_says() {
 fn observed_times_between_tokens_correct_predictions() {
     let mut fleet = fleet(1);
     let parts = on(Load::default(), &asking(1, 10, 0)).parts;
-    (0..2_000).for_each(|_| fleet.ended(Category::default(), 40, (&parts, 2 * parts.tbt_us), NOW));
+    let paced = Paced { parts: &parts, tbt_us: 2 * parts.tbt_us, limit_us: 0 };
+    (0..2_000).for_each(|_| fleet.ended(Category::default(), 40, paced, NOW));
     let decision = chosen(&asking(1, 0, 0), &PrefixMatch::default(), &fleet);
     assert!((1.6..=2.0).contains(&fleet.learnt.tbt_factor(NOW)), "{}", fleet.learnt.tbt_factor(NOW));
     assert!(decision.predicted.tbt_us > decision.parts.tbt_us * 8 / 5);
     assert!((40..48).contains(&decision.pacing.output_tokens), "{:?}", decision.pacing);
+}
+
+#[test]
+fn the_more_answers_break_their_limit_the_less_of_it_newcomers_use() {
+    let mut fleet = fleet(1);
+    let request = RouteRequest { tbt_max_us: 4_000, ..asking(1, 10, 0) };
+    let first = chosen(&request, &PrefixMatch::default(), &fleet);
+    fleet.record(&first, NOW);
+    let within = |fleet: &Fleet| chosen(&request, &PrefixMatch::default(), fleet).pacing.beside;
+    let all = within(&fleet).expect("one with a limit decodes there");
+    assert_eq!((all.within_us, all.limit_us), (4_000, 4_000));
+    let parts = first.parts;
+    let paced = |tbt_us, limit_us| Paced { parts: &parts, tbt_us, limit_us };
+    // Without a limit, or one that was not to be kept, nothing is learnt of it.
+    let nothing = [paced(4_001, 0), paced(0, 4_000), paced(4_001, parts.tbt_us / 2)];
+    nothing.into_iter().for_each(|paced| fleet.ended(Category::default(), 0, paced, NOW));
+    assert_eq!(within(&fleet).map(|beside| beside.within_us), Some(4_000));
+    (0..8).for_each(|_| fleet.ended(Category::default(), 0, paced(4_001, 4_000), NOW));
+    let less = within(&fleet).expect("as before");
+    assert!(less.within_us < 3_900, "{less:?}");
+    assert_eq!(less.limit_us, 4_000);
 }
 
 #[test]
@@ -188,7 +210,8 @@ fn a_fleet_that_was_too_slow_lets_in_again_and_learns_that_it_is_not() {
     let (mut fleet, request) = (fleet(1), asking(1, 10, 2_000));
     let parts = on(Load::default(), &request).parts;
     // For an hour everything took four times as long; then nobody came for a while.
-    (0..2_000).for_each(|_| fleet.ended(Category::default(), 40, (&parts, 4 * parts.tbt_us), NOW));
+    let paced = Paced { parts: &parts, tbt_us: 4 * parts.tbt_us, limit_us: 0 };
+    (0..2_000).for_each(|_| fleet.ended(Category::default(), 40, paced, NOW));
     let decide = |fleet: &Fleet| chosen(&request, &PrefixMatch::default(), fleet);
     let admit =
         |decision: &Decision| Admission::default().admit(&Offer::of(decision, (TenantId(1), 0), None), NOW);
@@ -199,7 +222,8 @@ fn a_fleet_that_was_too_slow_lets_in_again_and_learns_that_it_is_not() {
         fleet.record(&slow, NOW);
         assert!(admit(&decide(&fleet)).is_err(), "one at a time");
         // It ends, and was as fast as the profile says.
-        fleet.ended(Category::default(), 40, (&slow.parts, slow.parts.tbt_us), NOW);
+        let paced = Paced { parts: &slow.parts, tbt_us: slow.parts.tbt_us, limit_us: 0 };
+        fleet.ended(Category::default(), 40, paced, NOW);
         fleet.put_instance(instance(1));
         needed += 1;
         assert!(needed < 1_000);
