@@ -2,6 +2,7 @@
 //! node killed half way.
 
 use clap::Parser;
+use kvfleet_sim::generate::Kind;
 
 use crate::args::{Args, Command, DemoArgs};
 use crate::process::Stop;
@@ -18,7 +19,8 @@ pub async fn run(args: &DemoArgs, stop: &Stop) -> anyhow::Result<bool> {
     let directory = tempfile::Builder::new().prefix("kvfleet-demo-").tempdir()?;
     let trace = directory.path().join("consumer.jsonl");
     let (seed, requests, path) = (args.seed, args.requests, trace.clone());
-    let generated = tokio::task::spawn_blocking(move || write_generated("consumer", seed, requests, &path));
+    let generated =
+        tokio::task::spawn_blocking(move || write_generated(Kind::Consumer, seed, requests, &path));
     tokio::select! {
         generated = generated => generated??,
         _ = stop.requested() => anyhow::bail!("stopped before there was anything to replay"),

@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use kvfleet_sim::generate::Kind;
 
 use super::cluster::{ShapeArgs, block_tokens};
-use super::trace::TraceFormat;
+use super::trace::{TraceFormat, kind};
 
 /// `kvfleet crosscheck`.
 #[derive(Clone, Debug, Args)]
@@ -20,8 +21,8 @@ pub struct CrosscheckArgs {
     #[arg(long, value_name = "N", value_parser = block_tokens())]
     pub block_tokens: Option<u32>,
     /// Kind of the generated traces: consumer, business or agent.
-    #[arg(long, default_value = "business")]
-    pub kind: String,
+    #[arg(long, default_value = "business", value_parser = kind)]
+    pub kind: Kind,
     /// Requests of each run.
     #[arg(long, value_name = "N", default_value_t = 300, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub requests: u32,

@@ -49,8 +49,8 @@ pub struct StatsArgs {
     #[arg(long, value_name = "N")]
     pub limit: Option<usize>,
     /// Show the published numbers of this kind (consumer, business) beside those of the trace.
-    #[arg(long, value_name = "KIND")]
-    pub compare: Option<String>,
+    #[arg(long, value_name = "KIND", value_parser = kind)]
+    pub compare: Option<Kind>,
     /// Seed of policies that leave something to chance.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
@@ -66,8 +66,8 @@ pub struct StatsArgs {
 #[derive(Clone, Debug, Args)]
 pub struct GenArgs {
     /// What kind of users: consumer, business or agent.
-    #[arg(long)]
-    pub kind: String,
+    #[arg(long, value_parser = kind)]
+    pub kind: Kind,
     /// Seed.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
@@ -266,9 +266,10 @@ fn times(text: &str) -> Result<(f64, f64), String> {
     })
 }
 
-fn kind(text: &str) -> Result<Kind, String> {
+/// A kind of generated traffic, by its name.
+pub(super) fn kind(text: &str) -> Result<Kind, String> {
     let known = || Kind::ALL.map(Kind::name).join(", ");
-    Kind::by_name(text).ok_or_else(|| format!("`{text}` is no kind of traffic: choose of {}", known()))
+    Kind::by_name(text).ok_or_else(|| format!("`{text}` is no kind of traffic: choose one of {}", known()))
 }
 
 fn capacity(text: &str) -> Result<f64, String> {

@@ -13,12 +13,11 @@ use crate::args::{GenArgs, TraceFormat};
 
 /// Generates to a file or to standard output.
 pub(super) fn run(args: &GenArgs) -> anyhow::Result<()> {
-    let kind = kind(&args.kind)?;
     let format = match args.format {
         TraceFormat::Mooncake => Format::Mooncake,
         TraceFormat::Auto | TraceFormat::Bailian => Format::Bailian,
     };
-    let spec = spec(kind, args.seed, args.requests as u64, format, args.sessions_per_s)?;
+    let spec = spec(args.kind, args.seed, args.requests as u64, format, args.sessions_per_s)?;
     match &args.output {
         Some(path) => {
             write(&spec, format, create(path)?)?;
@@ -30,21 +29,13 @@ pub(super) fn run(args: &GenArgs) -> anyhow::Result<()> {
 }
 
 /// Generates a trace in Mooncake's format into `path`, as `kvfleet demo` replays it.
-pub(crate) fn write_generated(kind: &str, seed: u64, requests: usize, path: &Path) -> anyhow::Result<()> {
-    let kind = self::kind(kind)?;
+pub(crate) fn write_generated(kind: Kind, seed: u64, requests: usize, path: &Path) -> anyhow::Result<()> {
     let spec = spec(kind, seed, requests as u64, Format::Mooncake, Some(DEMO_SESSIONS_PER_S))?;
     write(&spec, Format::Mooncake, create(path)?)
 }
 
 /// New sessions a second in the demo: few enough that sessions take several turns within its requests.
 const DEMO_SESSIONS_PER_S: f64 = 0.5;
-
-pub(super) fn kind(name: &str) -> anyhow::Result<Kind> {
-    Kind::by_name(name).ok_or_else(|| {
-        let known: Vec<_> = Kind::ALL.iter().map(|kind| kind.name()).collect();
-        anyhow::anyhow!("kind {name} is unknown: choose one of {}", known.join(", "))
-    })
-}
 
 fn spec(
     kind: Kind,

@@ -6,7 +6,6 @@ use std::fmt::Write;
 use std::fs::File;
 use std::io::BufReader;
 
-use kvfleet_sim::generate::Kind;
 use kvfleet_sim::stats::curve::{CapacityPoint, OPTIMAL, SHARES, capacity_curve};
 use kvfleet_sim::stats::published::{Claim, compare};
 use kvfleet_sim::stats::{Characteristics, ReuseTimes, characterise};
@@ -33,9 +32,8 @@ pub(super) struct TraceStats {
 
 /// Reads, characterises, prints.
 pub(super) fn run(args: &StatsArgs) -> anyhow::Result<()> {
-    let kind = args.compare.as_deref().map(super::generate::kind).transpose()?;
     let (requests, skipped) = read_all(args)?;
-    let stats = gather(args, &requests, skipped, kind);
+    let stats = gather(args, &requests, skipped);
     if let Some(directory) = &args.plots {
         for file in plots::draw_all(directory, &stats)? {
             eprintln!("wrote {}", file.display());
@@ -68,7 +66,7 @@ fn read_all(args: &StatsArgs) -> anyhow::Result<(Vec<Request>, Skipped)> {
     Ok((requests, reader.skipped().clone()))
 }
 
-fn gather(args: &StatsArgs, requests: &[Request], skipped: Skipped, kind: Option<Kind>) -> TraceStats {
+fn gather(args: &StatsArgs, requests: &[Request], skipped: Skipped) -> TraceStats {
     let characteristics = characterise(requests.iter().cloned());
     let policies: Vec<&str> = kv_core::evict::NAMES.iter().copied().chain([OPTIMAL]).collect();
     TraceStats {
@@ -82,7 +80,7 @@ fn gather(args: &StatsArgs, requests: &[Request], skipped: Skipped, kind: Option
             &SHARES,
             args.seed,
         ),
-        published: kind.map(|kind| compare(kind, &characteristics)).unwrap_or_default(),
+        published: args.compare.map(|kind| compare(kind, &characteristics)).unwrap_or_default(),
         characteristics,
     }
 }

@@ -1,5 +1,7 @@
 //! `kvfleet trace`: deterministic generation, statistics, plots.
 
+use kvfleet_errors_doc::says;
+
 use crate::support::Place;
 
 #[test]
@@ -13,7 +15,22 @@ fn the_same_seed_gives_the_same_bytes() {
         assert_eq!(first, generate(kind, "3"));
         assert_ne!(first, generate(kind, "4"));
     }
-    place.run(&["trace", "gen", "--kind", "alien"]).refused(&["consumer", "business", "agent"]);
+}
+
+#[test]
+fn of_kinds_of_traffic_that_are_none_those_that_are_some_are_named() {
+    let place = Place::new();
+    let asks: [&[&str]; 4] = [
+        &["trace", "gen", "--kind"],
+        &["trace", "stats", "trace.jsonl", "--compare"],
+        &["trace", "routers", "--requests", "50", "--kinds"],
+        &["crosscheck", "--kind"],
+    ];
+    for words in asks {
+        place.run(&[words, &["alien"]].concat()).refused(&["consumer", "business", "agent"]);
+    }
+    let ran = place.run(&["trace", "gen", "--kind", "alien"]);
+    says("traffic of a kind that is none", &ran.refused(&[]), &[]);
 }
 
 #[test]

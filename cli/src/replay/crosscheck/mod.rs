@@ -131,8 +131,8 @@ async fn read(args: &CrosscheckArgs, seed: u64) -> anyhow::Result<(Workload, Str
             None => {
                 let directory = tempfile::Builder::new().prefix("kvfleet-crosscheck-").tempdir()?;
                 let path: PathBuf = directory.path().join("trace.jsonl");
-                write_generated(&args.kind, seed, args.requests as usize, &path)?;
-                Ok((prepared(&args, &path, (TraceFormat::Mooncake, limit))?, args.kind.clone()))
+                write_generated(args.kind, seed, args.requests as usize, &path)?;
+                Ok((prepared(&args, &path, (TraceFormat::Mooncake, limit))?, args.kind.name().to_owned()))
             }
         }
     });
