@@ -6,6 +6,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use futures_util::future::BoxFuture;
 use kv_core::prefix::IdentityManifest;
 use kvfleet_router::{Desk, EnginesConfig, Tenants};
 use prometheus::Registry;
@@ -89,7 +90,17 @@ impl Doors {
     ///
     /// # Errors
     /// [`StartError`]: a refused configuration, a file that cannot be read, a port in use.
-    pub async fn open(
+    // Boxed, so that all doors are compiled here, and not once more in every program and test that opens one.
+    pub fn open<'a>(
+        config: &'a DoorsConfig,
+        engines: &'a EnginesConfig,
+        desk: Desk,
+        registry: &'a Registry,
+    ) -> BoxFuture<'a, Result<Doors, StartError>> {
+        Box::pin(Doors::begin(config, engines, desk, registry))
+    }
+
+    async fn begin(
         config: &DoorsConfig,
         engines: &EnginesConfig,
         desk: Desk,
@@ -128,7 +139,11 @@ impl Doors {
     }
 
     /// Ends what is under way, for a while, and closes.
-    pub async fn shutdown(mut self) {
+    pub fn shutdown(self) -> BoxFuture<'static, ()> {
+        Box::pin(self.end())
+    }
+
+    async fn end(mut self) {
         // Requests that are under way go on to their engines until they have ended.
         if let Some(openai) = self.openai.take() {
             openai.shutdown().await;

@@ -13,9 +13,9 @@ use kvfleet_proto::pb::node_control_server::NodeControlServer;
 use kvfleet_proto::tls::callers::members_only;
 use kvfleet_proto::tls::listen::incoming;
 use kvfleet_proto::tls::{Identity, Renewal, TlsError, TlsFiles};
-use kvfleet_transport::BlockService;
 use kvfleet_transport::renew::keep_renewed;
 use kvfleet_transport::shm::{ShmBindError, ShmServer};
+use kvfleet_transport::{BlockService, BoxFuture};
 use tokio::net::TcpListener;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
@@ -148,15 +148,27 @@ impl Node {
     ///
     /// # Errors
     /// [`StartError`]; nothing is left running.
-    pub async fn start(config: NodeConfig, registry: &prometheus::Registry) -> Result<Node, StartError> {
-        Node::start_with_faults(config, registry, Arc::default()).await
+    pub fn start(
+        config: NodeConfig,
+        registry: &prometheus::Registry,
+    ) -> BoxFuture<'_, Result<Node, StartError>> {
+        Node::start_with_faults(config, registry, Arc::default())
     }
 
     /// [`Node::start`] with a hand on the SSD's faults, for tests.
     ///
     /// # Errors
     /// As [`Node::start`].
-    pub async fn start_with_faults(
+    // Boxed, so that all of a node is compiled here, and not once more in every program and test that starts one.
+    pub fn start_with_faults(
+        config: NodeConfig,
+        registry: &prometheus::Registry,
+        faults: Arc<SsdFaults>,
+    ) -> BoxFuture<'_, Result<Node, StartError>> {
+        Box::pin(Node::begin(config, registry, faults))
+    }
+
+    async fn begin(
         config: NodeConfig,
         registry: &prometheus::Registry,
         faults: Arc<SsdFaults>,
@@ -260,7 +272,11 @@ impl Node {
     }
 
     /// Stops serving, ends what is under way and waits until everything is closed.
-    pub async fn shutdown(self) {
+    pub fn shutdown(self) -> BoxFuture<'static, ()> {
+        Box::pin(self.end())
+    }
+
+    async fn end(self) {
         if let Some(host) = self.host {
             host.close().await;
         }

@@ -9,6 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::BoxFuture;
 use kvfleet_proto::pb::raft_server::RaftServer;
 use kvfleet_proto::tls::callers::members_only;
 use kvfleet_proto::tls::listen::incoming;
@@ -86,7 +87,13 @@ impl Router {
     ///
     /// # Errors
     /// [`StartError`]: an invalid config, certificates, a port in use, a log or snapshot that is corrupted.
-    pub async fn start(config: RouterConfig, registry: &Registry) -> Result<Router, StartError> {
+    // Boxed, as is all that the whole of a router hangs on: the body of an async function is compiled where it is awaited, so every program
+    // and every test that starts a router would compile consensus once more.
+    pub fn start(config: RouterConfig, registry: &Registry) -> BoxFuture<'_, Result<Router, StartError>> {
+        Box::pin(Router::begin(config, registry))
+    }
+
+    async fn begin(config: RouterConfig, registry: &Registry) -> Result<Router, StartError> {
         config.validate()?;
         let files = TlsFiles {
             ca: config.tls.ca.clone(),
@@ -162,17 +169,21 @@ impl Router {
 
     /// Resolves when consensus of any group has stopped for good on this router (its disk failed, say), with
     /// the reason. The process should end then: the router cannot serve fresh answers any more.
-    pub async fn failed(&self) -> String {
+    pub fn failed(&self) -> BoxFuture<'_, String> {
         let failed = |group: &Arc<Group>| {
             let (number, consensus) = (group.number(), group.consensus.clone());
             Box::pin(async move { format!("group {number}: {}", consensus.failed().await) })
         };
         let any = futures_util::future::select_all(self.groups.all().iter().map(failed));
-        any.await.0
+        Box::pin(async move { any.await.0 })
     }
 
     /// Hands over what this router leads, ends the calls under way, closes the log.
-    pub async fn shutdown(self) {
+    pub fn shutdown(self) -> BoxFuture<'static, ()> {
+        Box::pin(self.leave())
+    }
+
+    async fn leave(self) {
         // From here on it neither balances nor takes on anything.
         let led: Vec<_> = self.groups.all().iter().filter(|group| group.consensus.is_leader()).collect();
         let handed_over = futures_util::future::join_all(led.iter().map(|group| group.consensus.hand_over()));
@@ -184,7 +195,11 @@ impl Router {
 
     /// Stops without handing over leadership, as a process that is killed does; only the log file is closed
     /// in order. For tests of leader loss.
-    pub async fn halt(self) {
+    pub fn halt(self) -> BoxFuture<'static, ()> {
+        Box::pin(self.end())
+    }
+
+    async fn end(self) {
         self.stop.cancel();
         for group in self.groups.all() {
             if let Err(error) = group.consensus.raft().shutdown().await {
