@@ -18,9 +18,11 @@ use chaos_tests::waiting::until;
 use kvfleet_client::{Client, ClientConfig};
 use kvfleet_node::{Node, NodeConfig, TlsSection};
 use kvfleet_proto::pb;
+use kvfleet_proto::pb::router_client::RouterClient;
 use kvfleet_proto::tls::TlsFiles;
 use kvfleet_router::{Router, RouterConfig, TlsConfig, VoterConfig};
 use prometheus::Registry;
+use tonic::transport::Endpoint;
 
 /// Bytes of a layer's slice; the example's model has 32 layers.
 const SLICE_BYTES: u64 = 1024;
@@ -113,8 +115,16 @@ async fn prefills(program: PathBuf, words: &[OsString]) {
     assert_eq!(said, expected);
 }
 
-/// Runs `reports.c` and looks at what the router heard of it: its load, its link, and that it left.
-async fn an_engine_that_reports(program: PathBuf, words: &[OsString], client: &Client) {
+/// What the router knows of a request.
+async fn story(address: &str, files: &TlsFiles, request: u64) -> pb::WhyReply {
+    let endpoint = Endpoint::from_shared(format!("https://{address}")).unwrap();
+    let endpoint = endpoint.tls_config(files.load().unwrap().client_tls()).unwrap();
+    let mut router = RouterClient::new(endpoint.connect_lazy());
+    router.why(pb::WhyRequest { request }).await.unwrap().into_inner()
+}
+
+/// Runs `reports.c` and looks at what the router heard of it: its load, its link, how a request went, and that it left.
+async fn an_engine_that_reports(program: PathBuf, (words, files): (&[OsString], &TlsFiles), client: &Client) {
     let mut child =
         Command::new(program).args(words).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let instance = || async {
@@ -135,9 +145,18 @@ async fn an_engine_that_reports(program: PathBuf, words: &[OsString], client: &C
     while !said.ends_with("done\n") {
         assert!(lines.read_line(&mut said).unwrap() > 0, "{said}");
     }
-    let expected = "1 link: 40 fetches from node 7 over 4 out of 2\n0 links of what was fetched ahead\n\
+    let expected = "to decode: rejected and ok, with its time\n\
+        1 link: 40 fetches from node 7 over 4 out of 2\n0 links of what was fetched ahead\n\
         path 4, with its reason, more bytes than the blocks have\ndone\n";
     assert_eq!(said, expected);
+    let address = words[0].to_str().unwrap();
+    let story = until("the end of its request", || async {
+        let story = story(address, files, 3).await;
+        (story.output_tokens > 0).then_some(story)
+    })
+    .await;
+    assert_eq!((story.instance, story.hit_blocks, story.ttft_us), (2, 4, 5_000), "{story:?}");
+    assert_eq!((story.output_tokens, story.tbt_us), (9, 7_000), "{story:?}");
     drop(child.stdin.take());
     let ended = tokio::task::spawn_blocking(move || child.wait().unwrap()).await.unwrap();
     assert!(ended.success(), "{ended}");
@@ -161,9 +180,9 @@ async fn an_engine_in_c_gets_its_own_bytes_back_and_memory_that_ended_is_its_own
     .await;
     let words: Vec<OsString> = [
         address.into(),
-        files.ca.into(),
-        files.cert.into(),
-        files.key.into(),
+        files.ca.clone().into(),
+        files.cert.clone().into(),
+        files.key.clone().into(),
         SLICE_BYTES.to_string().into(),
     ]
     .into();
@@ -184,8 +203,12 @@ async fn an_engine_in_c_gets_its_own_bytes_back_and_memory_that_ended_is_its_own
     until("no lease is held", || async { (leases().await? == 0).then_some(()) }).await;
     prefills(program(place.path(), "tests/prefill.c"), &words).await;
     until("no lease is held", || async { (leases().await? == 0).then_some(()) }).await;
-    an_engine_that_reports(program(place.path(), "tests/reports.c"), &words, &client).await;
     reports.abort();
+    until("the other instance is silent", || async {
+        client.status().await.ok()?.instances.is_empty().then_some(())
+    })
+    .await;
+    an_engine_that_reports(program(place.path(), "tests/reports.c"), (&words, &files), &client).await;
     node.shutdown().await;
     router.shutdown().await;
 }

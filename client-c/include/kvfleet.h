@@ -258,13 +258,23 @@ typedef struct kvf_release_call {
     size_t leases_count;
 } kvf_release_call;
 
-enum { KVF_ROUTE = 1, KVF_FETCH = 2, KVF_SAVE = 3, KVF_RELEASE = 4 };
+/* Whether a request whose prompt is computed may begin to decode, by what decodes there now. It ends KVF_OK if so, and also where no router
+ * answers within a tenth of a second, or knows of it; KVF_REJECTED if its tokens would come too far apart: end the request as one that was turned
+ * away, with kvf_result_message as the reason and kvf_result_retry_after_us. What was computed may be saved, and is found when it comes again. */
+typedef struct kvf_may_decode_call {
+    uint32_t size;
+    uint32_t instance;           /* where it is to go on */
+    uint64_t request;            /* as its route call had it */
+    uint64_t tbt_max_us;         /* how far apart its tokens may come, on average; 0: as its route call had it */
+} kvf_may_decode_call;
+
+enum { KVF_ROUTE = 1, KVF_FETCH = 2, KVF_SAVE = 3, KVF_RELEASE = 4, KVF_MAY_DECODE = 5 };
 
 typedef struct kvf_operation {
     uint32_t size;
     uint32_t kind;
     uint64_t tag;                /* yours; no other operation in flight may have it */
-    const void *call;            /* kvf_route_call, kvf_fetch_call, kvf_save_call or kvf_release_call */
+    const void *call;            /* kvf_route_call, kvf_fetch_call, kvf_save_call, kvf_release_call or kvf_may_decode_call */
 } kvf_operation;
 
 /* ---- queues ---- */
@@ -636,6 +646,21 @@ kvf_status kvf_reporter_open(kvf_client *client, const kvf_reporter_config *conf
 /* What the next reports say, for `silent_after_ms` at most: say it from the loop that serves requests, also while nothing changes.
  * That none runs and none waits is told until something else is said: an engine may wait for requests. Never waits. */
 kvf_status kvf_reporter_load(kvf_reporter *reporter, const kvf_load *load);
+
+/* What became of a request: what routers predict of the next ones is learnt from it, and `kvfleet why` has it. Told once when its first token is out, with its
+ * fetch, and once when it has ended; or all at the end. Of what is told twice the first word counts. */
+typedef struct kvf_outcome {
+    uint32_t size;
+    uint32_t output_tokens;      /* that it said; 0 until it has ended */
+    uint64_t request;            /* as its route call had it */
+    uint64_t ttft_us;            /* from when it was sent until its first token; 0 where that was not measured, or was told before */
+    uint64_t tbt_us;             /* mean time between two tokens; 0 as above, and until it has ended */
+    const kvf_result *fetched;   /* of its fetch or prefill: how much came, and which sources fell short; null where it had none, or that
+                                  * was told before. Stays yours */
+} kvf_outcome;
+
+/* Told with the next reports, which routers hear that are there within seconds. Never waits. */
+kvf_status kvf_reporter_tell(kvf_reporter *reporter, const kvf_outcome *outcome);
 
 /* Says goodbye to the routers, which send no more requests then, and waits two seconds for that at most. */
 void kvf_reporter_free(kvf_reporter *reporter);

@@ -15,6 +15,7 @@ pub const ROUTE: u32 = 1;
 pub const FETCH: u32 = 2;
 pub const SAVE: u32 = 3;
 pub const RELEASE: u32 = 4;
+pub const MAY_DECODE: u32 = 5;
 
 pub const FETCH_EACH_BLOCK: u32 = 1;
 pub const FETCH_WAITS: u32 = 2;
@@ -222,6 +223,8 @@ structs! {
         leases_count: usize,
     }
 
+    MayDecodeCall as "kvf_may_decode_call" { size: u32, instance: u32, request: u64, tbt_max_us: u64, }
+
     Operation as "kvf_operation" { size: u32, kind: u32, tag: u64, call: *const c_void, }
 
     QueueLimits as "kvf_queue_limits" {
@@ -345,5 +348,14 @@ structs! {
         kv_tokens: u64,
         chunk_tokens: u32,
         reserved: u32,
+    }
+
+    Outcome as "kvf_outcome" {
+        size: u32,
+        output_tokens: u32,
+        request: u64,
+        ttft_us: u64,
+        tbt_us: u64,
+        fetched: *const ResultHandle,
     }
 }

@@ -17,8 +17,8 @@ use kv_core::prefix::{IdentityManifest, KeyForm as ManifestForm};
 use kv_core::schedule::{Domain, Role};
 use kvfleet_client::{
     Asker, ClientConfig, FetchCall, HeldLease, InstanceLoad, LayerSaveCall, LayersCall, LayersOperation,
-    Operation, PrefillCall, QueueLimits, RdmaSettings, ReporterConfig, RouteCall, SAVE_DEADLINE,
-    SAVE_QUEUE_BYTES_MAX, SaveCall, Submission, SubmitError, Transport,
+    MayDecodeCall, Operation, PrefillCall, QueueLimits, RdmaSettings, ReporterConfig, RequestOutcome,
+    RouteCall, SAVE_DEADLINE, SAVE_QUEUE_BYTES_MAX, SaveCall, Submission, SubmitError, Transport,
 };
 use kvfleet_proto::frame::{KeyForm, PAYLOAD_BYTES_MAX, SLICES_MAX, encoded_len};
 use kvfleet_proto::pb;
@@ -201,7 +201,8 @@ pub(crate) unsafe fn batch(
                     abi::FETCH => fetch(operation.call.cast())?,
                     abi::SAVE => save(operation.call.cast())?,
                     abi::RELEASE => release(operation.call.cast())?,
-                    other => return Err(range("operation.kind", other, "1 to 4")),
+                    abi::MAY_DECODE => may_decode(operation.call.cast())?,
+                    other => return Err(range("operation.kind", other, "1 to 5")),
                 }
             },
         };
@@ -424,6 +425,17 @@ unsafe fn release(call: *const abi::ReleaseCall) -> Result<Operation<Room>, Fail
     }
 }
 
+unsafe fn may_decode(call: *const abi::MayDecodeCall) -> Result<Operation<Room>, Failure> {
+    // SAFETY: what the caller promised.
+    let abi::MayDecodeCall { instance, request, tbt_max_us, .. } =
+        *unsafe { sized(call, "may_decode_call")? };
+    Ok(Operation::MayDecode(MayDecodeCall {
+        request: RequestId(request),
+        instance: InstanceId(instance),
+        tbt_max_us,
+    }))
+}
+
 unsafe fn leases(
     pointer: *const abi::Lease,
     count: usize,
@@ -613,6 +625,23 @@ pub(crate) unsafe fn load(load: *const abi::Load) -> Result<InstanceLoad, Failur
     // An engine may count blocks that several requests share for each of them: that is no reason to go unheard.
     let kv_tokens = kv_tokens.min(kv_tokens_max);
     Ok(InstanceLoad { queue_tokens, running, waiting, kv_tokens_max, kv_tokens, tbt_us, chunk_tokens })
+}
+
+/// # Safety
+/// As the header says of `kvf_outcome`.
+pub(crate) unsafe fn outcome(outcome: *const abi::Outcome) -> Result<RequestOutcome, Failure> {
+    // SAFETY: what the caller promised.
+    let abi::Outcome { output_tokens, request, ttft_us, tbt_us, fetched, .. } =
+        *unsafe { sized(outcome, "outcome")? };
+    let measured = |us: u64| (us > 0).then(|| Duration::from_micros(us));
+    let ended = RequestOutcome::ended(RequestId(request), output_tokens, measured(tbt_us));
+    let (hit_blocks, misses) = if fetched.is_null() {
+        (0, Vec::new())
+    } else {
+        // SAFETY: what the caller promised.
+        unsafe { one(fetched, "outcome.fetched")? }.came()?
+    };
+    Ok(RequestOutcome { hit_blocks, misses, ttft: measured(ttft_us), ..ended })
 }
 
 fn key_form(number: u32) -> Result<KeyForm, Failure> {

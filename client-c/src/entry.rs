@@ -613,6 +613,15 @@ pub unsafe extern "C" fn kvf_reporter_load(reporter: *mut ReporterHandle, load: 
 }
 
 #[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_reporter_tell(
+    reporter: *mut ReporterHandle,
+    outcome: *const abi::Outcome,
+) -> Status {
+    // SAFETY: as the header asks.
+    guard(|| unsafe { one(reporter, "reporter")?.tell(&calls::outcome(outcome)?) })
+}
+
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_reporter_free(reporter: *mut ReporterHandle) {
     // SAFETY: as the header asks.
     guard_number(|| unsafe { take(reporter) }.into_iter().for_each(|reporter| reporter.free()));

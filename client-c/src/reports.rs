@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use kv_core::schedule::LinkPath;
-use kvfleet_client::{Client, InstanceLoad, Reporter, ReporterConfig};
+use kvfleet_client::{Client, InstanceLoad, Reporter, ReporterConfig, RequestOutcome};
 use kvfleet_proto::pb;
 use kvfleet_transport::pick::PathKind;
 use tokio::runtime::Runtime;
@@ -122,6 +122,13 @@ impl ReporterHandle {
     pub(crate) fn set_load(&self, load: InstanceLoad) -> Result<(), Failure> {
         self.threads.here()?;
         *self.said.lock().unwrap_or_else(PoisonError::into_inner) = Said::now(load);
+        Ok(())
+    }
+
+    /// What becomes of a request is told with the next reports.
+    pub(crate) fn tell(&self, outcome: &RequestOutcome) -> Result<(), Failure> {
+        let (client, _) = self.threads.here()?;
+        client.tell(outcome);
         Ok(())
     }
 

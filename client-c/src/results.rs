@@ -9,7 +9,8 @@ use std::ptr::null;
 use std::time::Duration;
 
 use kvfleet_client::{
-    Ended, HeldLease, LayersCame, Outcome, PrefillEnd, RouteAnswer, SaveAnswer, SaveDone, SourceMiss,
+    Ended, HeldLease, LayersCame, MayDecode, Outcome, PrefillEnd, RouteAnswer, SaveAnswer, SaveDone,
+    SourceMiss,
 };
 use kvfleet_proto::pb;
 
@@ -111,6 +112,10 @@ impl ResultHandle {
                 let words: Vec<_> = left.iter().map(|(_, error)| error.to_string()).collect();
                 failed(&format!("{} leases are left to expire: {}", left.len(), words.join("; ")))
             }
+            Outcome::MayDecode(MayDecode::Begins) => ok(Part::None),
+            Outcome::MayDecode(MayDecode::Ends { reason, retry_after }) => {
+                ResultHandle { retry_after, ..plain(status::REJECTED, reason, Part::None) }
+            }
             // A queue of this library has no fetch into memory of its own.
             Outcome::Fetched(_) | Outcome::Lost => {
                 plain(status::LOST, "it broke inside the library".to_owned(), Part::None)
@@ -208,6 +213,19 @@ impl ResultHandle {
             wrong_blocks: prefilled.wrong_blocks,
             reserved: 0,
         })
+    }
+
+    /// How many blocks came of a fetch or a prefill, and which sources fell short.
+    pub(crate) fn came(&self) -> Result<(u32, Vec<SourceMiss>), Failure> {
+        let blocks = |flags: &[u8], flag: u8| count(flags.iter().filter(|one| **one == flag).count());
+        let (blocks, misses) = match &self.part {
+            Part::Fetched(fetched) => (blocks(&fetched.by_block, 1), &fetched.misses),
+            Part::Prefilled(prefilled) => (blocks(&prefilled.computed, 0), &prefilled.misses),
+            Part::None | Part::Decided(_) | Part::Saved(_) => {
+                return Err(Failure::NotFound { what: "fetch or prefill" });
+            }
+        };
+        Ok((blocks, misses.0.iter().map(|(miss, _)| miss.clone()).collect()))
     }
 
     pub(crate) fn miss(&self, position: usize) -> Result<abi::Miss, Failure> {

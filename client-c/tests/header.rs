@@ -84,6 +84,7 @@ fn numbers_are_as_the_header_has_them() {
         ("FETCH", abi::FETCH),
         ("SAVE", abi::SAVE),
         ("RELEASE", abi::RELEASE),
+        ("MAY_DECODE", abi::MAY_DECODE),
         ("FETCH_EACH_BLOCK", abi::FETCH_EACH_BLOCK),
         ("FETCH_WAITS", abi::FETCH_WAITS),
         ("FETCH_EACH_LAYER", abi::FETCH_EACH_LAYER),

@@ -10,7 +10,7 @@ use std::ptr::{null, null_mut};
 use kvfleet_client::{SAVE_QUEUE_BYTES_MAX, SAVE_QUEUE_CALLS_MAX};
 use kvfleet_client_c::entry::*;
 use kvfleet_client_c::status::{self, Status};
-use kvfleet_client_c::{ClientHandle, HasherHandle, LayerSaveHandle, QueueHandle, abi};
+use kvfleet_client_c::{ClientHandle, HasherHandle, LayerSaveHandle, QueueHandle, ReporterHandle, abi};
 use kvfleet_errors_doc::says;
 
 #[path = "hostile/prefill.rs"]
@@ -179,6 +179,7 @@ fn null_is_refused_everywhere_and_freed_as_nothing() {
             kvf_client_links(null_mut(), null_mut(), 0, size_of::<abi::Link>(), count),
             kvf_reporter_open(null_mut(), null(), null_mut()),
             kvf_reporter_load(null_mut(), null()),
+            kvf_reporter_tell(null_mut(), null()),
             kvf_save_layers_begin(null_mut(), null(), null_mut()),
             kvf_save_layers_put(null_mut(), null(), 0),
             kvf_save_layers_finish(null_mut()),
@@ -455,6 +456,7 @@ fn a_reporter_that_makes_no_sense_is_refused_and_one_without_routers_ends() {
             );
         }
         refused(kvf_reporter_load(reporter, null()), status::INVALID, "load is null");
+        outcomes_that_make_no_sense(&opened, reporter);
         // Nobody hears the goodbye; that ends all the same.
         kvf_reporter_free(reporter);
     }
@@ -856,6 +858,34 @@ fn of_a_batch_that_never_fits_no_more_is_copied_than_would_fit() {
     let mut short = blocks;
     short[0].size -= 8;
     refused(submit(&opened, &short), status::INVALID, "operation.size is 16");
+}
+
+/// A decision that nobody gives lets the request begin; its result says nothing of a fetch.
+///
+/// # Safety
+/// The reporter is one.
+unsafe fn outcomes_that_make_no_sense(opened: &Opened, reporter: *mut ReporterHandle) {
+    let size = u32::try_from(size_of::<abi::MayDecodeCall>()).unwrap();
+    let call = abi::MayDecodeCall { size, instance: 1, request: 2, tbt_max_us: 3 };
+    let short = abi::MayDecodeCall { size: 8, ..call };
+    let submitted = submit(opened, &[operation(abi::MAY_DECODE, 1, &short)]);
+    refused(submitted, status::INVALID, "may_decode_call.size is 8");
+    assert_eq!(submit(opened, &[operation(abi::MAY_DECODE, 1, &call)]), status::OK);
+    let ended = waited(opened);
+    assert_eq!((ended[0].kind, ended[0].tag, ended[0].status), (abi::ENDED, 1, status::OK));
+    let size = u32::try_from(size_of::<abi::Outcome>()).unwrap();
+    let outcome = abi::Outcome { size, output_tokens: 4, request: 2, ttft_us: 5, tbt_us: 6, fetched: null() };
+    // SAFETY: what is pointed to lives until after the calls; the result is freed once.
+    unsafe {
+        let tell = |outcome: abi::Outcome| kvf_reporter_tell(reporter, &raw const outcome);
+        assert_eq!(tell(outcome), status::OK);
+        refused(kvf_reporter_tell(reporter, null()), status::INVALID, "outcome is null");
+        refused(tell(abi::Outcome { size: 8, ..outcome }), status::INVALID, "outcome.size is 8");
+        let other = abi::Outcome { fetched: ended[0].result, ..outcome };
+        refused(tell(other), status::NOT_FOUND, "no fetch or prefill");
+        says("C: an outcome with the result of something else", &sentence(), &[]);
+        kvf_result_free(ended[0].result);
+    }
 }
 
 fn waited(opened: &Opened) -> Vec<abi::Completion> {

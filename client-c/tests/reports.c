@@ -1,6 +1,6 @@
-/* An engine that says by itself that it is there: reports its load and its links, and tells over which path its blocks
- * went. chaos-tests/tests/c_engine.rs runs it against a cluster in which engine.c has saved its prompt, and looks at what the
- * router heard; it ends when its standard input does.
+/* An engine that says by itself that it is there: reports its load and its links, tells over which path its blocks
+ * went, asks whether a request may decode, and tells what became of it. chaos-tests/tests/c_engine.rs runs it against a
+ * cluster in which engine.c has saved its prompt, and looks at what the router heard; it ends when its standard input does.
  *
  *   reports ROUTER CA_FILE CERT_FILE KEY_FILE SLICE_BYTES
  */
@@ -24,8 +24,8 @@ static void check(kvf_status status, const char *what) {
     exit(1);
 }
 
-/* Submits one operation and gives its result, which is the caller's. */
-static kvf_result *run(kvf_queue *queue, uint32_t kind, const void *call) {
+/* Submits one operation and gives its end, whose result is the caller's. */
+static kvf_completion ended(kvf_queue *queue, uint32_t kind, const void *call) {
     kvf_operation operation = {sizeof operation, kind, 1, call};
     check(kvf_queue_submit(queue, &operation, 1), "submit");
     for (;;) {
@@ -33,14 +33,29 @@ static kvf_result *run(kvf_queue *queue, uint32_t kind, const void *call) {
         size_t count;
         check(kvf_queue_wait(queue, &entry, 1, sizeof entry, 30000000, &count), "wait");
         if (count == 0) exit(1);
-        if (entry.kind != KVF_ENDED) continue;
-        if (entry.status != KVF_OK) {
-            char text[512];
-            kvf_result_message(entry.result, text, sizeof text);
-            fprintf(stderr, "operation %u: %s: %s\n", (unsigned)kind, kvf_status_name(entry.status), text);
-            exit(1);
-        }
-        return entry.result;
+        if (entry.kind == KVF_ENDED) return entry;
+    }
+}
+
+/* The same of one that is done. */
+static kvf_result *run(kvf_queue *queue, uint32_t kind, const void *call) {
+    kvf_completion entry = ended(queue, kind, call);
+    if (entry.status != KVF_OK) {
+        char text[512];
+        kvf_result_message(entry.result, text, sizeof text);
+        fprintf(stderr, "operation %u: %s: %s\n", (unsigned)kind, kvf_status_name(entry.status), text);
+        exit(1);
+    }
+    return entry.result;
+}
+
+/* The same of a route, asked again until routers have heard of this instance, which is the only one. */
+static kvf_result *routed_here(kvf_queue *queue, const kvf_route_call *route) {
+    for (;;) {
+        kvf_completion entry = ended(queue, KVF_ROUTE, route);
+        if (entry.status == KVF_OK) return entry.result;
+        if (entry.status != KVF_REJECTED || kvf_result_retry_after_us(entry.result) == 0) exit(1);
+        kvf_result_free(entry.result);
     }
 }
 
@@ -80,7 +95,7 @@ int main(int argc, char **argv) {
     kvf_hasher_free(hasher);
     kvf_route_call route = {.size = sizeof route, .asker = asker, .hashes = hashes, .hashes_count = BLOCKS,
                             .block_tokens = BLOCK_TOKENS, .input_tokens = TOKENS};
-    kvf_result *routed = run(queue, KVF_ROUTE, &route);
+    kvf_result *routed = routed_here(queue, &route);
     kvf_source source;
     check(kvf_result_source(routed, 0, &source), "source");
     if (source.len_blocks != BLOCKS) return 1;
@@ -93,7 +108,23 @@ int main(int argc, char **argv) {
     kvf_fetch_call fetch = {.size = sizeof fetch, .asker = asker, .hashes = hashes, .hashes_count = BLOCKS,
                             .sources = &source, .sources_count = 1, .slice_bytes = slice_bytes, .slices = slices,
                             .slices_count = SLICES, .layers = LAYERS, .deadline_us = 20000000};
-    for (unsigned at = 0; at < FETCHES; at++) kvf_result_free(run(queue, KVF_FETCH, &fetch));
+    for (unsigned at = 1; at < FETCHES; at++) kvf_result_free(run(queue, KVF_FETCH, &fetch));
+    kvf_result *fetched = run(queue, KVF_FETCH, &fetch);
+
+    /* Its prompt is computed. With a microsecond between its tokens it could not go on beside the one that runs. */
+    kvf_may_decode_call may = {sizeof may, 2, asker.request, 1};
+    kvf_completion ends = ended(queue, KVF_MAY_DECODE, &may);
+    may.tbt_max_us = 0;
+    kvf_completion begins = ended(queue, KVF_MAY_DECODE, &may);
+    printf("to decode: %s and %s, %s\n", kvf_status_name(ends.status), kvf_status_name(begins.status),
+           kvf_result_retry_after_us(ends.result) > 0 ? "with its time" : "without a time");
+    kvf_result_free(ends.result);
+    kvf_result_free(begins.result);
+    kvf_outcome outcome = {.size = sizeof outcome, .request = asker.request, .ttft_us = 5000, .fetched = fetched};
+    check(kvf_reporter_tell(reporter, &outcome), "first token");
+    kvf_outcome end = {.size = sizeof end, .request = asker.request, .output_tokens = 9, .tbt_us = 7000};
+    check(kvf_reporter_tell(reporter, &end), "end");
+    kvf_result_free(fetched);
 
     /* What nobody waits for is slower than what somebody does, and no link is judged by it. */
     kvf_link link;

@@ -14,11 +14,12 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kv_core::id::{InstanceId, RequestId};
 use tokio::runtime::{Builder, Handle, Runtime};
 
 use crate::{
-    BlockRoom, Client, ClientError, FetchCall, FetchError, FetchOutcome, HeldLease, LayersCall, RouteAnswer,
-    RouteCall, RouteError, SaveAnswer, SaveCall, SaveError, SourceMiss,
+    BlockRoom, Client, ClientError, FetchCall, FetchError, FetchOutcome, HeldLease, LayersCall, MayDecode,
+    RouteAnswer, RouteCall, RouteError, SaveAnswer, SaveCall, SaveError, SourceMiss,
 };
 
 mod arrivals;
@@ -71,6 +72,19 @@ pub enum Operation<R> {
     Save(SaveCall),
     /// [`Client::release`].
     Release(Vec<HeldLease>),
+    /// [`Client::may_decode`].
+    MayDecode(MayDecodeCall),
+}
+
+/// What [`Client::may_decode`] is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MayDecodeCall {
+    /// The request, as its route call had it.
+    pub request: RequestId,
+    /// Where it is to go on.
+    pub instance: InstanceId,
+    /// How far apart its tokens may come, in microseconds; 0: as its route call had it.
+    pub tbt_max_us: u64,
 }
 
 /// A fetch into rooms of the caller.
@@ -159,6 +173,8 @@ pub enum Outcome {
     Saved(Result<SaveAnswer, SaveError>),
     /// A release: what could not be released expires by itself.
     Released(Vec<(HeldLease, kvfleet_transport::PathError)>),
+    /// Whether a request may decode.
+    MayDecode(MayDecode),
     /// It was cancelled, or the queue was closed. What is in rooms that were not told of is of no use.
     Cancelled,
     /// Its runtime ended, or it panicked. As with one that was cancelled.

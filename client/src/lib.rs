@@ -34,8 +34,8 @@ mod stream;
 mod transport;
 
 pub use completions::{
-    Completion, CompletionQueue, Ended, LayersCame, LayersOperation, OPERATION_BLOCKS_MAX, OPERATIONS_MAX,
-    Operation, Outcome, Progress, QueueError, QueueLimits, Refused, Submission, SubmitError,
+    Completion, CompletionQueue, Ended, LayersCame, LayersOperation, MayDecodeCall, OPERATION_BLOCKS_MAX,
+    OPERATIONS_MAX, Operation, Outcome, Progress, QueueError, QueueLimits, Refused, Submission, SubmitError,
 };
 pub use control::ControlError;
 pub use fetch::{FetchCall, FetchError, FetchOutcome, FetchedBlock, HeldLease, SourceMiss};

@@ -11,7 +11,7 @@ use kv_core::pipeline::Arrive;
 
 use super::arrivals::{Arrivals, Told};
 use super::state::{LentRoom, Operating};
-use super::{LayersCame, LayersOperation, Operation, Outcome, Progress};
+use super::{LayersCame, LayersOperation, MayDecodeCall, Operation, Outcome, Progress};
 use crate::{
     BlockRoom, Client, FetchCall, FrameSource, HeldLease, LayerEvent, LayerFetch, SaveCall, SourceEnd,
 };
@@ -23,6 +23,7 @@ pub(super) fn bind<R: BlockRoom>(operation: Operation<R>, of: &Arc<Operating<R>>
         Operation::Route(call) => Operation::Route(call),
         Operation::Fetch(call) => Operation::Fetch(call),
         Operation::Release(leases) => Operation::Release(leases),
+        Operation::MayDecode(call) => Operation::MayDecode(call),
         Operation::FetchLayers(LayersOperation { call, rooms, begins, each_block }) => {
             let first = call.fetch.resident_blocks;
             let lend = |(position, room)| LentRoom::new(first.saturating_add(position), room, Arc::clone(of));
@@ -66,6 +67,10 @@ pub(super) async fn run<R: BlockRoom>(
         Operation::Save(call) => save(&client, call, &of).await,
         Operation::Release(leases) => {
             unless_cancelled(&of, async { Outcome::Released(client.release(&leases).await) }).await
+        }
+        Operation::MayDecode(MayDecodeCall { request, instance, tbt_max_us }) => {
+            let asked = client.may_decode(request, instance, tbt_max_us);
+            unless_cancelled(&of, async { Outcome::MayDecode(asked.await) }).await
         }
     };
     of.conclude(outcome);

@@ -209,6 +209,7 @@ impl<R> Operation<R> {
             }
             Operation::Save(call) => call.hashes.len(),
             Operation::Release(leases) => leases.len(),
+            Operation::MayDecode(_) => 0,
         }
     }
 }

@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use kv_core::id::{Category, LeaseId, RequestId, TenantId};
+use kv_core::id::{Category, InstanceId, LeaseId, RequestId, TenantId};
 use kv_core::pipeline::Arrive;
 use kvfleet_errors_doc::says;
 use kvfleet_proto::{content, pb};
@@ -17,8 +17,8 @@ use kvfleet_transport::{MissReason, SaveAnswer};
 use super::authority::{CONTENT_BYTES, client_on, network};
 use crate::{
     BlockRoom, ClientError, Completion, CompletionQueue, Ended, FetchCall, HeldLease, LayersCall,
-    LayersOperation, Operation, Outcome, Progress, QueueError, QueueLimits, Refused, RouteCall,
-    SAVE_DEADLINE, SaveCall, Submission, SubmitError,
+    LayersOperation, MayDecode, MayDecodeCall, Operation, Outcome, Progress, QueueError, QueueLimits,
+    Refused, RouteCall, SAVE_DEADLINE, SaveCall, Submission, SubmitError,
 };
 
 mod seeded;
@@ -97,6 +97,10 @@ fn route_call() -> RouteCall {
         after: Vec::new(),
         fresh: false,
     }
+}
+
+fn may_decode_call() -> MayDecodeCall {
+    MayDecodeCall { request: RequestId(1), instance: InstanceId(1), tbt_max_us: 1 }
 }
 
 fn queue_with<R: BlockRoom>(network: &Loopback, limits: QueueLimits) -> CompletionQueue<R> {
@@ -216,6 +220,9 @@ fn every_verb_answers_under_its_tag() {
     submit(&queue, 4, Operation::Route(route_call()));
     let end = ended(&queue, 4);
     assert!(matches!(end.outcome, Outcome::Routed(Err(_))), "nobody answers there");
+    submit(&queue, 6, Operation::MayDecode(may_decode_call()));
+    let end = ended(&queue, 6);
+    assert!(matches!(end.outcome, Outcome::MayDecode(MayDecode::Begins)), "nobody says that it may not");
     let backwards = fetch_call(1, vec![source(0, 1, 1)]);
     submit(&queue, 5, layers(backwards, vec![room()]));
     let end = ended(&queue, 5);

@@ -51,7 +51,7 @@ fn any_fetch(random: &mut Random) -> FetchCall {
 
 fn any(random: &mut Random) -> (Operation<Room>, Known) {
     let mut known = Known { rooms: 0, frames: None };
-    let operation = match random.below(8) {
+    let operation = match random.below(9) {
         0 => Operation::Route(route_call()),
         1 => Operation::Fetch(any_fetch(random)),
         2 | 3 => {
@@ -61,6 +61,7 @@ fn any(random: &mut Random) -> (Operation<Room>, Known) {
             Operation::Save(call)
         }
         4 => Operation::Release(vec![held(random.number(4), 5), held(random.number(4), 7)]),
+        5 => Operation::MayDecode(may_decode_call()),
         _ => {
             let call = any_fetch(random);
             known.rooms = call.sources.iter().map(|source| source.len_blocks as usize).sum();
@@ -122,6 +123,7 @@ fn check(known: &Known, told: &[Progress<Room>]) -> &'static str {
         Outcome::Fetched(_) => "fetched",
         Outcome::Released(_) => "released",
         Outcome::Routed(_) => "routed",
+        Outcome::MayDecode(_) => "may decode",
     }
 }
 
