@@ -1,14 +1,14 @@
 //! Whom to turn away when not all can be served in time, before anything is computed for them.
 //!
 //! A request that would come too late wherever it ran is of no use to its caller. One that would come in time is let in if what it waits for is
-//! predicted within a part of the time that its own prefill leaves of its limit: the rest is room for those that have a better claim. The part is larger for a tenant that was let in with less than
+//! predicted within a part of the time that its own transfer and prefill leave of its limit: the rest is room for those that have a better claim. The part is larger for a tenant that was let in with less than
 //! its share of late, and smaller for one with more, so that tenants have equal shares by weight as soon as there is not enough for all of them; one
 //! alone, or one among such as ask for little, has all that they leave. Where prefill takes more of a limit less is left of it, so that within a tenant those go
 //! first that cost least, by which most are served; some of what a tenant is let in with is kept for dear ones, so that a long prompt waits
 //! its turn and is not refused for ever.
 //!
 //! The same of the time between tokens: what would come too far apart wherever it ran is turned away, and so is what would make those that decode break their
-//! limits. Of the room up to a limit some is kept for tenants that have less than their share. There it is room itself that is shared, and not a queue: what nobody is let into stands idle.
+//! limits. Of the room up to a limit as much is kept free as answers show to be needed (`margin.rs`), and some more for tenants that have less than their share. There it is room itself that is shared, and not a queue: what nobody is let into stands idle.
 //! Where nobody runs or waits none of this is asked: what was learnt may be wrong by now, and is learnt anew only from who is let in.
 //!
 //! Mooncake (FAST '25, Algorithm 1) turns away by the predicted TTFT, all alike and at the limit. A shorter queue serves more: what was planned when a request
@@ -21,7 +21,7 @@ use super::decision::{Decision, RejectReason, Rejection};
 use super::decoding::{Beside, Pacing};
 use crate::id::{TenantId, Timestamp};
 
-/// Of the time that a request's own prefill leaves of its limit, the part that others may take where its tenant has just its share.
+/// Of the time that a request's own transfer and prefill leave of its limit, the part that others may take where its tenant has just its share.
 const PART: f64 = 0.6;
 
 /// The least such part: below it instances would run out of work between two requests.
@@ -64,6 +64,8 @@ pub struct Offer {
     pub priority: i32,
     /// What it costs its instance: prefill, in microseconds.
     pub cost_us: u64,
+    /// What it waits for besides that is its own: blocks on their way, in microseconds.
+    pub transfer_us: u64,
     /// Of the best candidate: until its first token, in microseconds.
     pub ttft_us: u64,
     /// Until when its first token must be out, in microseconds; nothing where that does not matter.
@@ -82,6 +84,7 @@ impl Offer {
             tenant,
             priority,
             cost_us: decision.predicted.prefill_us,
+            transfer_us: decision.predicted.transfer_us,
             ttft_us: decision.ttft_us(),
             ttft_max_us,
             tbt_us: decision.predicted.tbt_us,
@@ -220,8 +223,8 @@ fn possible(offer: &Offer, ttft_max_us: Option<u64>) -> Result<(), Rejection> {
 /// Why others go before it by the time until its first token, if they do.
 fn crowded(offer: &Offer, limit_us: u64, claim: f64) -> Option<Rejection> {
     let (ttft, limit) = (Duration::from_micros(offer.ttft_us), Duration::from_micros(limit_us));
-    // Its own prefill is not what anybody goes before it for.
-    let own = Duration::from_micros(offer.cost_us).min(limit);
+    // Neither its own prefill nor its blocks on their way are what anybody goes before it for.
+    let own = Duration::from_micros(offer.cost_us.saturating_add(offer.transfer_us)).min(limit);
     let within = own + (limit - own).mul_f64(part(claim, offer.priority));
     // Where hardly anybody waits, nobody goes before a long prompt.
     let queue = ttft.saturating_sub(own);
@@ -233,7 +236,7 @@ fn crowded(offer: &Offer, limit_us: u64, claim: f64) -> Option<Rejection> {
 
 /// The same by the time between tokens: its own, and that of those that decode beside it.
 fn crowded_pace(offer: &Offer, claim: f64) -> Option<Rejection> {
-    let Pacing { limit_us, alone_us, beside, is_trial, .. } = offer.pacing;
+    let Pacing { limit_us, kept_us, alone_us, beside, is_trial, .. } = offer.pacing;
     if limit_us == 0 || is_trial {
         return None;
     }
@@ -244,14 +247,15 @@ fn crowded_pace(offer: &Offer, claim: f64) -> Option<Rejection> {
         let reason = RejectReason::Slows { tbt, within, limit };
         return Some(offer.beyond_pace(reason, (tbt_us, within_us)));
     }
-    let room_us = limit_us.saturating_sub(alone_us) as f64 * pace_part(claim, offer.priority);
-    let within_us = limit_us.min(alone_us).saturating_add(room_us as u64);
+    let used_us = if offer.priority > 0 { limit_us } else { limit_us.saturating_sub(kept_us) };
+    let room_us = used_us.saturating_sub(alone_us) as f64 * pace_part(claim, offer.priority);
+    let within_us = used_us.min(alone_us).saturating_add(room_us as u64);
     let [tbt, within, limit] = [offer.tbt_us, within_us, limit_us].map(Duration::from_micros);
     let reason = RejectReason::CrowdedPace { tbt, within, limit };
     (tbt > within).then(|| offer.beyond_pace(reason, (offer.tbt_us, within_us)))
 }
 
-/// Which part of what its own prefill leaves of its limit a request may wait that is of a tenant with such a claim.
+/// Which part of what its own transfer and prefill leave of its limit a request may wait that is of a tenant with such a claim.
 fn part(claim: f64, priority: i32) -> f64 {
     if priority > 0 {
         return 1.0;
@@ -293,6 +297,7 @@ mod tests {
             tenant: TenantId(tenant),
             priority: 0,
             cost_us,
+            transfer_us: 0,
             ttft_us,
             ttft_max_us: Some(LIMIT_US),
             tbt_us: 0,
@@ -485,6 +490,30 @@ mod tests {
         let pacing = Pacing { is_trial: true, ..late.pacing };
         let late = Admission::default().admit(&Offer { pacing, ..late }, at(0));
         assert!(late.is_err(), "its first token has a limit as ever");
+    }
+
+    #[test]
+    fn what_is_kept_of_a_limit_is_for_nobody_but_who_goes_before_others() {
+        let offer = |priority, tbt_us| {
+            let pacing = Pacing { kept_us: 1_500, ..decodes(1, tbt_us).pacing };
+            Offer { pacing, priority, ..decodes(1, tbt_us) }
+        };
+        let admit = |priority, tbt_us| Admission::default().admit(&offer(priority, tbt_us), at(0));
+        assert_eq!(admit(0, 18_500), Ok(()));
+        let rejection = admit(0, 18_501).expect_err("beyond what is used of its limit");
+        assert!(matches!(rejection.reason, RejectReason::CrowdedPace { .. }), "{rejection}");
+        assert_eq!(admit(1, 20_000), Ok(()));
+    }
+
+    #[test]
+    fn who_waits_for_blocks_of_its_own_waits_for_nobody() {
+        // A tenant with twice its share, of which a queue of no more than a third of the limit is let in.
+        let mut admission = Admission::default();
+        (0..2).for_each(|_| assert_eq!(admission.admit(&offer(1, 500_000, 500_000), at(0)), Ok(())));
+        assert_eq!(admission.admit(&offer(2, 100_000, 100_000), at(0)), Ok(()));
+        let fetches = |transfer_us, ttft_us| Offer { transfer_us, ..offer(1, 100_000, ttft_us) };
+        assert_eq!(admission.admit(&fetches(5_000_000, 5_100_000), at(0)), Ok(()));
+        assert!(admission.admit(&fetches(0, 5_100_000), at(0)).is_err(), "as long behind others");
     }
 
     #[test]

@@ -533,7 +533,7 @@ pub enum RejectReason {
         /// What was asked for.
         limit: Duration,
     },
-    /// Wherever it ran, tokens of requests that decode there would come so far apart that some would break their limit.
+    /// Where it is best for it to run, tokens of requests that decode there would come so far apart that some would break their limit.
     #[error(
         "tokens of requests that decode would come {} us apart, and beyond {} us those might break their limit whose own is {} us",
         tbt.as_micros(),

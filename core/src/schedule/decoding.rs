@@ -118,7 +118,7 @@ pub enum Breaks {
 pub struct Beside {
     /// Time between their tokens.
     pub tbt_us: u64,
-    /// Up to which they may be slowed: a part of the limit, as learnt from answers.
+    /// Up to which they may be slowed: the limit but for what is kept free of it, as learnt from answers.
     pub within_us: u64,
     /// The least limit of one of them.
     pub limit_us: u64,
@@ -129,9 +129,13 @@ pub struct Beside {
 pub struct Paced<'a> {
     /// What was predicted, before factors.
     pub parts: &'a Prediction,
+    /// The same of times between its tokens as it was decided by, in microseconds.
+    pub predicted_us: u64,
+    /// Tokens that it said, told now or before; 0 where nobody knows.
+    pub tokens: u32,
     /// Mean time between two of its tokens, in microseconds; 0 where nobody knows.
     pub tbt_us: u64,
-    /// Its limit; 0 for none.
+    /// The limit whose keeping it shows; 0 for none.
     pub limit_us: u64,
 }
 
@@ -144,6 +148,8 @@ pub struct Pacing {
     pub kv_tokens: u32,
     /// Its limit between two tokens, in microseconds; 0 for none.
     pub limit_us: u64,
+    /// How much of that is kept free, as learnt from answers.
+    pub kept_us: u64,
     /// Time between its tokens if it were there alone, in microseconds.
     pub alone_us: u64,
     /// For how long it decodes.

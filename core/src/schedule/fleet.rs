@@ -288,13 +288,14 @@ impl Fleet {
 
     /// A request of this category ended with so many tokens said, so far apart; without a time nothing is learnt of that.
     pub fn ended(&mut self, category: Category, output_tokens: u32, paced: Paced<'_>, now: Timestamp) {
-        let Paced { parts, tbt_us, limit_us } = paced;
+        let Paced { parts, predicted_us, tokens, tbt_us, limit_us } = paced;
         if output_tokens > 0 {
             self.lengths.ended(category, output_tokens);
         }
-        // What was let in although it was predicted to break its limit says nothing of the others.
-        if tbt_us > 0 && limit_us > 0 && self.learnt.tbt_us(parts.tbt_us, now) <= limit_us {
-            self.margin.ended(tbt_us > limit_us, now);
+        // What was let in although it was predicted to break its limit says nothing of the others. What is predicted by now is no measure of that: a rush that
+        // slows all of them is in it.
+        if tbt_us > 0 && limit_us > 0 && predicted_us <= limit_us {
+            self.margin.ended(tbt_us > limit_us, tokens, now);
         }
         self.learnt.observe_tbt(parts, tbt_us, now);
     }

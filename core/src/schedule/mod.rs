@@ -445,16 +445,19 @@ fn pacing(choice: &Choice<'_>, chosen: &Candidate) -> Pacing {
     let goes_on = chosen.handover.map_or(chosen.instance, |handover| handover.instance);
     let instance = fleet.instance(goes_on);
     let alone_us = instance.map_or(0, |instance| climate.alone_us(fleet, instance));
-    let limit_us = instance.and_then(|instance| climate.strictest_us(instance));
+    let alone_us = fleet.learnt.tbt_us(alone_us, climate.now);
+    let kept_us = |limit_us| fleet.margin().kept_us(limit_us, alone_us, climate.now);
+    let strictest_us = instance.and_then(|instance| climate.strictest_us(instance));
     Pacing {
         output_tokens: climate.output_tokens,
         kv_tokens: climate.kv_tokens,
         limit_us: climate.limit_us,
-        alone_us: fleet.learnt.tbt_us(alone_us, climate.now),
+        kept_us: kept_us(climate.limit_us),
+        alone_us,
         decode_us: chosen.predicted.tbt_us.saturating_mul(climate.output_tokens.into()),
-        beside: limit_us.map(|limit_us| Beside {
+        beside: strictest_us.map(|limit_us| Beside {
             tbt_us: chosen.others_tbt_us,
-            within_us: fleet.margin().within_us(limit_us, climate.now),
+            within_us: limit_us.saturating_sub(kept_us(limit_us)),
             limit_us,
         }),
         is_trial: instance.is_some_and(|instance| climate.is_trial(fleet, instance)),

@@ -79,7 +79,9 @@ async fn decide(
         sent(shared, (&asked, &hashes, held_blocks), request.text, decision, now);
     }
     let (control_index, is_text) = (&control.index, request.text);
-    let known = Known { request: &asked, hashes: &hashes, control: control_index, held_blocks, is_text };
+    let is_tenants = caller.share().is_some();
+    let known =
+        Known { request: &asked, hashes: &hashes, control: control_index, held_blocks, is_text, is_tenants };
     // Whoever sent it has the story of that, and of who else could have taken it.
     if !(request.runs_there && request.sent_there) {
         why::remember(shared, &known, &chosen);
@@ -88,7 +90,7 @@ async fn decide(
         Ok((decision, addresses)) => {
             let turn_ms = shared.unix.now_ms() + millis(decision.turn.since(now));
             let mut decision = decision_to_pb(&control.index, &decision, (addresses, turn_ms));
-            if caller.share().is_some() {
+            if is_tenants {
                 own_only(&mut decision);
             }
             pb::route_reply::Answer::Decision(decision)

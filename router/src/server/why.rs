@@ -27,6 +27,18 @@ pub(super) struct Known<'a> {
     pub(super) held_blocks: u32,
     /// Whether its blocks are pieces of text, which nobody holds and nobody misses.
     pub(super) is_text: bool,
+    /// Whether it comes with a certificate of its tenant's own.
+    pub(super) is_tenants: bool,
+}
+
+/// The limit between tokens whose keeping the end of a request will show, of what was asked for and the router's own. What a tenant asks for beyond that one may be what
+/// nothing can keep, and would take room from all others.
+fn taught_us(asked_us: u64, own_us: u64, is_tenants: bool) -> u64 {
+    match asked_us {
+        0 => 0,
+        _ if is_tenants && own_us == 0 => 0,
+        asked_us => asked_us.max(own_us),
+    }
 }
 
 /// Remembers what was decided, and counts what is missing.
@@ -59,6 +71,7 @@ pub(super) fn remember(
         tenant,
         category,
         tbt_max_us,
+        taught_us: taught_us(tbt_max_us, shared.tbt_max_us, known.is_tenants),
         at,
         blocks,
         answer,
@@ -120,11 +133,17 @@ pub(super) fn came(shared: &Shared, instance: InstanceId, outcomes: &[pb::Outcom
 /// Takes how much a request said, and how fast, from its instance or from who saw its answer pass.
 pub(crate) fn ended(shared: &Shared, (request, instance): (u64, InstanceId), said: Said) {
     let ended = shared.recall.lock().ended(request, instance, said);
-    if let Some(Ended { category, predicted, parts, limit_us, news }) = ended {
+    if let Some(Ended { category, predicted, parts, taught_us, tokens, news }) = ended {
         if news.tbt_us > 0 {
             shared.metrics.paced(predicted.tbt_us, news.tbt_us);
         }
-        let paced = Paced { parts: &parts, tbt_us: news.tbt_us, limit_us };
+        let paced = Paced {
+            parts: &parts,
+            predicted_us: predicted.tbt_us,
+            tokens,
+            tbt_us: news.tbt_us,
+            limit_us: taught_us,
+        };
         shared.fleet.ended(category, news.output_tokens, paced, shared.clock.now());
     }
 }
@@ -193,5 +212,20 @@ fn missing_to_pb(missing: &Missing) -> pb::MissingBlocks {
         len_blocks: missing.len_blocks,
         reason: missing.why.name().to_owned(),
         text: missing.why.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_limit_that_a_tenant_chose_teaches_what_all_others_leave_free() {
+        for is_tenants in [false, true] {
+            assert_eq!(taught_us(0, 0, is_tenants), 0);
+            assert_eq!(taught_us(8_000, 8_000, is_tenants), 8_000, "the router's own");
+            assert_eq!(taught_us(5_000, 8_000, is_tenants), 8_000, "tighter than it");
+        }
+        assert_eq!((taught_us(5_000, 0, false), taught_us(5_000, 0, true)), (5_000, 0), "its own");
     }
 }

@@ -24,6 +24,8 @@ pub(crate) struct Decided {
     pub(crate) category: Category,
     /// How far apart its tokens may come; 0 where that does not matter.
     pub(crate) tbt_max_us: u64,
+    /// The limit whose keeping its end shows: none that a tenant has chosen for itself, which may be one that nothing can keep; 0 for none.
+    pub(crate) taught_us: u64,
     pub(crate) at: Timestamp,
     /// Blocks of its prompt.
     pub(crate) blocks: u32,
@@ -110,8 +112,10 @@ pub(crate) struct Ended {
     pub(crate) predicted: Prediction,
     /// The same by profile and measured links alone.
     pub(crate) parts: Prediction,
-    /// How far apart its tokens could come; 0 where that did not matter.
-    pub(crate) limit_us: u64,
+    /// The limit whose keeping this shows; 0 for none.
+    pub(crate) taught_us: u64,
+    /// Tokens that it said, told now or before; 0 where nobody knows.
+    pub(crate) tokens: u32,
     /// What of its tokens was not told before.
     pub(crate) news: Said,
 }
@@ -123,7 +127,7 @@ struct Late {
     category: Category,
     predicted: Prediction,
     parts: Prediction,
-    limit_us: u64,
+    taught_us: u64,
     said: Said,
     is_left: bool,
 }
@@ -132,9 +136,9 @@ impl Late {
     /// Nothing of one that went nowhere, or has ended.
     fn of(decided: &Decided) -> Option<Late> {
         let Answer::Sent(sent) = &decided.answer else { return None };
-        let Decided { category, said, is_left, tbt_max_us: limit_us, .. } = *decided;
+        let Decided { category, said, is_left, taught_us, .. } = *decided;
         let Sent { predicted, parts, .. } = *sent;
-        let late = Late { decodes: sent.decodes(), category, predicted, parts, limit_us, said, is_left };
+        let late = Late { decodes: sent.decodes(), category, predicted, parts, taught_us, said, is_left };
         (said.output_tokens == 0 && !is_left).then_some(late)
     }
 }
@@ -237,7 +241,8 @@ impl Recall {
                 category: known.category,
                 predicted: sent.predicted,
                 parts: sent.parts,
-                limit_us: known.tbt_max_us,
+                taught_us: known.taught_us,
+                tokens: known.said.output_tokens,
                 news,
             });
         }
@@ -247,7 +252,8 @@ impl Recall {
             category: late.category,
             predicted: late.predicted,
             parts: late.parts,
-            limit_us: late.limit_us,
+            taught_us: late.taught_us,
+            tokens: late.said.output_tokens,
             news,
         })
     }
@@ -326,6 +332,7 @@ mod tests {
             tenant: TenantId(0),
             category: Category::default(),
             tbt_max_us: 0,
+            taught_us: 0,
             at,
             blocks: 10,
             answer,
@@ -431,8 +438,8 @@ mod tests {
     #[test]
     fn a_limit_is_told_to_whom_its_request_was_sent() {
         let mut recall = Recall::default();
-        let mut pair = Decided { tbt_max_us: 9_000, ..decided(9) };
-        recall.decided(Decided { tbt_max_us: 7_000, ..decided(8) });
+        let mut pair = Decided { tbt_max_us: 9_000, taught_us: 9_500, ..decided(9) };
+        recall.decided(Decided { tbt_max_us: 7_000, taught_us: 7_500, ..decided(8) });
         let Answer::Sent(sent) = &mut pair.answer else { panic!("it was sent") };
         sent.goes_on = Some(InstanceId(6));
         recall.decided(pair);
@@ -441,11 +448,16 @@ mod tests {
         let asks = |request| [4, 5, 6].map(|instance| recall.limit_us(request, InstanceId(instance)));
         assert_eq!([7, 8, 9, 10].map(asks), [[0; 3], [7_000, 0, 0], [9_000, 0, 9_000], [0; 3]]);
         let said = Said { output_tokens: 3, tbt_us: 8_000 };
-        let limit = |ended: Option<Ended>| ended.map(|ended| ended.limit_us);
-        assert_eq!(limit(recall.ended(9, InstanceId(6), said)), Some(9_000));
+        let taught = |ended: Option<Ended>| ended.map(|ended| (ended.taught_us, ended.tokens));
+        assert_eq!(taught(recall.ended(9, InstanceId(6), said)), Some((9_500, 3)));
+        // Who tells how fast need not be who tells how much.
+        let [much, fast] = [(5, 0), (0, 8_000)].map(|(output_tokens, tbt_us)| Said { output_tokens, tbt_us });
+        assert_eq!(taught(recall.ended(8, InstanceId(4), much)), Some((7_500, 5)));
+        assert_eq!(taught(recall.ended(8, InstanceId(4), fast)), Some((7_500, 5)));
         // It is remembered of one of which nothing else is.
+        recall.decided(Decided { taught_us: 6_500, ..decided(10) });
         (0..REQUESTS_MAX as u64).for_each(|request| recall.decided(decided(100 + request)));
-        assert_eq!(limit(recall.ended(8, InstanceId(4), said)), Some(7_000));
+        assert_eq!(taught(recall.ended(10, InstanceId(4), said)), Some((6_500, 3)));
     }
 
     #[test]

@@ -464,7 +464,13 @@ impl<'a> Fleet<'a> {
                     if self.setup.engines == Engines::Batching {
                         let (said, now) =
                             ((request.category, request.output_tokens), Timestamp(now_ns / 1_000));
-                        let paced = Paced { parts, tbt_us: tbt_ns / 1_000, limit_us: *limit_us };
+                        let paced = Paced {
+                            parts,
+                            predicted_us: predicted_ns / 1_000,
+                            tokens: request.output_tokens,
+                            tbt_us: tbt_ns / 1_000,
+                            limit_us: *limit_us,
+                        };
                         self.view.said(said, paced, now);
                     }
                     self.report.paced.push((*predicted_ns, tbt_ns));

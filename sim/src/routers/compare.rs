@@ -111,6 +111,9 @@ const BEHIND: f64 = 0.03;
 /// Halvings of the span in which the capacity lies.
 const HALVINGS: u32 = 6;
 
+/// Times that the end of that span is doubled, at most, while the fleet keeps up with it.
+const DOUBLINGS: u32 = 8;
+
 /// Requests a second that the fleet keeps up with, with a pool of KV: the most at which all have their first token soon behind the last arrival. How long
 /// the last answers take says nothing of that, and where many decode beside one another it is long. That all of them are there at once would tell less, for
 /// nothing of an earlier request can be known yet when the next one is sent.
@@ -128,6 +131,13 @@ pub fn capacity(workload: &Workload, setup: &Setup, seed: u64) -> f64 {
         by_name("least-loaded", seed).map(|mut router| run(&workload.paced(0.0), &setup, router.as_mut()));
     let at_once = workload.len() as f64 / (report.map_or(1, |report| report.ended_ns.max(1)) as f64 / 1e9);
     let (mut low, mut high) = (at_once / 2.0, at_once * 4.0);
+    // Last tokens are in the time of all at once and in no other, and may be most of it.
+    for _ in 0..DOUBLINGS {
+        if !keeps_up(high) {
+            break;
+        }
+        (low, high) = (high, high * 2.0);
+    }
     if !keeps_up(low) {
         // A trace so short that its last prompts alone take longer.
         return at_once;

@@ -147,11 +147,16 @@ fn reported_step_times_correct_what_the_profile_says() {
     assert!(fleet.step_factors(now)[0] > 1.2);
 }
 
+/// What is told of an answer for which this was predicted.
+fn told(parts: &Prediction, tbt_us: u64, limit_us: u64) -> Paced<'_> {
+    Paced { parts, predicted_us: parts.tbt_us, tokens: 0, tbt_us, limit_us }
+}
+
 #[test]
 fn observed_times_between_tokens_correct_predictions() {
     let mut fleet = fleet(1);
     let parts = on(Load::default(), &asking(1, 10, 0)).parts;
-    let paced = Paced { parts: &parts, tbt_us: 2 * parts.tbt_us, limit_us: 0 };
+    let paced = told(&parts, 2 * parts.tbt_us, 0);
     (0..2_000).for_each(|_| fleet.ended(Category::default(), 40, paced, NOW));
     let decision = chosen(&asking(1, 0, 0), &PrefixMatch::default(), &fleet);
     assert!((1.6..=2.0).contains(&fleet.learnt.tbt_factor(NOW)), "{}", fleet.learnt.tbt_factor(NOW));
@@ -169,15 +174,34 @@ fn the_more_answers_break_their_limit_the_less_of_it_newcomers_use() {
     let all = within(&fleet).expect("one with a limit decodes there");
     assert_eq!((all.within_us, all.limit_us), (4_000, 4_000));
     let parts = first.parts;
-    let paced = |tbt_us, limit_us| Paced { parts: &parts, tbt_us, limit_us };
+    let paced = |tbt_us, limit_us| told(&parts, tbt_us, limit_us);
     // Without a limit, or one that was not to be kept, nothing is learnt of it.
     let nothing = [paced(4_001, 0), paced(0, 4_000), paced(4_001, parts.tbt_us / 2)];
     nothing.into_iter().for_each(|paced| fleet.ended(Category::default(), 0, paced, NOW));
     assert_eq!(within(&fleet).map(|beside| beside.within_us), Some(4_000));
     (0..8).for_each(|_| fleet.ended(Category::default(), 0, paced(4_001, 4_000), NOW));
     let less = within(&fleet).expect("as before");
-    assert!(less.within_us < 3_900, "{less:?}");
+    assert!(less.within_us < 3_990, "{less:?}");
     assert_eq!(less.limit_us, 4_000);
+    // As much is kept of the newcomer's own.
+    assert_eq!(chosen(&request, &PrefixMatch::default(), &fleet).pacing.kept_us, 4_000 - less.within_us);
+}
+
+#[test]
+fn answers_that_a_rush_slows_teach_also_once_it_is_known_of() {
+    let mut fleet = fleet(1);
+    let parts = on(Load::default(), &asking(1, 10, 0)).parts;
+    let limit_us = 2 * parts.tbt_us;
+    // By now all that decodes is known to take nearly four times as long as it was decided by.
+    (0..2_000).for_each(|_| fleet.ended(Category::default(), 40, told(&parts, 4 * parts.tbt_us, 0), NOW));
+    assert!(fleet.learnt.tbt_us(parts.tbt_us, NOW) > limit_us);
+    fleet.ended(Category::default(), 40, told(&parts, 3 * parts.tbt_us, limit_us), NOW);
+    let part = fleet.margin().part(NOW);
+    assert!(part < 1.0, "it was decided that it would be kept");
+    // What was let in although it would not is no news.
+    let trial = Paced { predicted_us: limit_us + 1, ..told(&parts, 3 * parts.tbt_us, limit_us) };
+    fleet.ended(Category::default(), 40, trial, NOW);
+    assert!((fleet.margin().part(NOW) - part).abs() < 1e-12);
 }
 
 #[test]
@@ -210,7 +234,7 @@ fn a_fleet_that_was_too_slow_lets_in_again_and_learns_that_it_is_not() {
     let (mut fleet, request) = (fleet(1), asking(1, 10, 2_000));
     let parts = on(Load::default(), &request).parts;
     // For an hour everything took four times as long; then nobody came for a while.
-    let paced = Paced { parts: &parts, tbt_us: 4 * parts.tbt_us, limit_us: 0 };
+    let paced = told(&parts, 4 * parts.tbt_us, 0);
     (0..2_000).for_each(|_| fleet.ended(Category::default(), 40, paced, NOW));
     let decide = |fleet: &Fleet| chosen(&request, &PrefixMatch::default(), fleet);
     let admit =
@@ -222,7 +246,7 @@ fn a_fleet_that_was_too_slow_lets_in_again_and_learns_that_it_is_not() {
         fleet.record(&slow, NOW);
         assert!(admit(&decide(&fleet)).is_err(), "one at a time");
         // It ends, and was as fast as the profile says.
-        let paced = Paced { parts: &slow.parts, tbt_us: slow.parts.tbt_us, limit_us: 0 };
+        let paced = told(&slow.parts, slow.parts.tbt_us, 0);
         fleet.ended(Category::default(), 40, paced, NOW);
         fleet.put_instance(instance(1));
         needed += 1;
