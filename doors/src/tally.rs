@@ -266,6 +266,33 @@ mod tests {
     }
 
     #[test]
+    fn what_is_no_stream_of_events_is_looked_through_wherever_it_is_cut() {
+        let nines = [&b"{\"prompt_tokens\":"[..], &[b'9'; 200], b"}"].concat();
+        let cases: [(&[u8], u32, Option<u32>); 9] = [
+            (b"data: {\"content\":\"\xff\xfe\xc3(\"}\n\n", 1, None),
+            (b"{\"content\":\"a\"}\n\n: \n\n{\"content\":\"b\"}\n\n", 2, None),
+            (b"data: {\"content\":\"a\"}\r\n\r\ndata: {\"content\":\"b\"}\n\r\n\rdata: {}\r", 2, None),
+            (b"data: {\"content\":\"a\"},\"usage\":{\"prompt_tokens\":12", 1, Some(12)),
+            (b"{\"prompt_tokens\":\xff7,\"completion_tokens\":\0", 0, None),
+            (b"{\"content\":\xff\"content\":\"\xff", 1, None),
+            (b"\"\"\"\"\"\"\xff\"\"\"\\\"", 0, None),
+            (&nines, 0, Some(u32::MAX)),
+            (&[0_u8; 100], 0, None),
+        ];
+        for (bytes, tokens, prompt) in cases {
+            let shown = String::from_utf8_lossy(bytes);
+            for cut in 0..=bytes.len() {
+                let mut tally = Tally::of(Some("text/event-stream"));
+                let (first, second) = bytes.split_at(cut);
+                tally.see(first, None);
+                tally.see(second, None);
+                let said = (tally.said(), tally.prompt_tokens());
+                assert_eq!(said, (Said { tokens, tbt: None }, prompt), "{shown} cut at {cut}");
+            }
+        }
+    }
+
+    #[test]
     fn what_a_model_says_is_no_number_of_the_engine() {
         assert_eq!(found(&[r#"{"content":"\"prompt_tokens\": 5"}"#]), None);
         assert_eq!(found(&[r#"{"prompt_tokens_details":5,"x_prompt_tokens":6,"prompt_tokens":null}"#]), None);

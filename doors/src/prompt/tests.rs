@@ -375,6 +375,17 @@ fn what_cannot_be_read_is_refused_in_words() {
         &[],
     );
     says("a prompt of another shape", &bad("/v1/completions", r#"{"model":"m","prompt":{"a":1}}"#, 400), &[]);
+    says("a token id below zero", &bad("/v1/completions", r#"{"model":"m","prompt":[1,-2]}"#, 400), &[]);
+    says(
+        "a token id of more than 32 bits",
+        &bad("/v1/completions", r#"{"model":"m","prompt":[1,4294967296]}"#, 400),
+        &[],
+    );
+    says(
+        "a token id that is no whole number",
+        &bad("/v1/completions", r#"{"model":"m","prompt":[1,2.0]}"#, 400),
+        &[],
+    );
     says("no prompt", &bad("/v1/completions", r#"{"model":"m"}"#, 400), &[]);
     says("an empty list of inputs", &bad("/v1/embeddings", r#"{"model":"m","input":[]}"#, 400), &[]);
     says("a model that is not served", &bad(chat, r#"{"model":"other","messages":[]}"#, 404), &[]);

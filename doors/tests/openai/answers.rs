@@ -74,6 +74,35 @@ async fn headers_go_by_in_both_directions_and_a_request_can_be_followed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn embeddings_go_to_the_engine_that_is_chosen_and_come_back_byte_for_byte() {
+    // Spaces, an escape and the order of keys are the engine's, and bytes of numbers are no text for us.
+    let said = |by: u32| format!("{{ \"data\":[{{\"embedding\":\"AACAPw=\\u003d\"}}],\"by\" : {by}}}\n");
+    let engines = [Engine::start(plain(200, &said(1))).await, Engine::start(plain(200, &said(2))).await];
+    let house = House::open(&engines.each_ref(), |_| {}).await;
+    let bodies = [
+        "{ \"model\":\"m\",  \"input\": [\"a text\", \"\u{e9}\"], \"encoding_format\":\"base64\"}",
+        r#"{"input":[[1, 2],[3]],"model":"m"}"#,
+    ];
+    for (chosen, body) in (1..).zip(bodies) {
+        // Whoever has least to do.
+        house.loads.lock().iter_mut().for_each(|(instance, tokens)| {
+            *tokens = if *instance == chosen { 1_000 } else { 50_000 };
+        });
+        house.reported().await;
+        let answer = house.ask("/v1/embeddings", &[], body).await;
+        assert_eq!((answer.status, &answer.body[..]), (200, said(chosen).as_bytes()));
+        assert_eq!(answer.header("x-kvfleet-instance"), Some(chosen.to_string().as_str()));
+        assert_eq!(answer.header("content-type"), Some("application/json"));
+        let [received] = &engines[chosen as usize - 1].received()[..] else { panic!("one request came") };
+        assert!(received.head.starts_with("POST /v1/embeddings HTTP/1.1\r\n"), "{}", received.head);
+        assert_eq!(received.body, body.as_bytes(), "the body is as it came");
+        assert_eq!(received.header("x-kvfleet-request").as_deref(), answer.header("x-kvfleet-request"));
+    }
+    house.until_figure("kvfleet_doors_requests_total", "answered", 2).await;
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_caller_who_leaves_ends_the_request_at_the_engine() {
     let engine = Engine::start(vec![stream_head(), piece("data: 1\n\n"), Step::Hang]).await;
     let house = House::open(&[&engine], |_| {}).await;

@@ -186,7 +186,12 @@ pub fn stream_head() -> Step {
 
 /// A piece of a chunked body.
 pub fn piece(text: &str) -> Step {
-    Step::Write(format!("{:x}\r\n{text}\r\n", text.len()).into_bytes())
+    piece_of_bytes(text.as_bytes())
+}
+
+/// The same, of what need not be text.
+pub fn piece_of_bytes(bytes: &[u8]) -> Step {
+    Step::Write([format!("{:x}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat())
 }
 
 /// The end of a chunked body.

@@ -18,6 +18,8 @@ async fn what_cannot_be_read_is_answered_in_the_shape_of_openai() {
         (CHAT, r#"{"model":"m"}"#, 400, None),
         (CHAT, r#"{"model":"other","messages":[]}"#, 404, Some("model_not_found")),
         ("/v1/completions", r#"{"model":"m","prompt":-1}"#, 400, None),
+        ("/v1/completions", r#"{"model":"m","prompt":[1,-1]}"#, 400, None),
+        ("/v1/completions", r#"{"model":"m","prompt":[[1],[4294967296]]}"#, 400, None),
         ("/v1/nothing", "{}", 404, None),
     ];
     for (path, body, status, code) in cases {
@@ -32,7 +34,24 @@ async fn what_cannot_be_read_is_answered_in_the_shape_of_openai() {
     let answer = house.ask("/v1/completions", &[], &context).await;
     assert_eq!((answer.status, answer.problem().1.as_deref()), (400, Some("context_length_exceeded")));
     assert_eq!(engine.received().len(), 1);
-    house.until_figure("kvfleet_doors_requests_total", "refused", 7).await;
+    house.until_figure("kvfleet_doors_requests_total", "refused", 9).await;
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_token_that_the_vocabulary_does_not_have_is_the_engines_to_refuse() {
+    let engine = Engine::start(plain(400, r#"{"object":"error"}"#)).await;
+    let house = House::open(&[&engine], |_| {}).await;
+    // The first behind those that the tokenizer has, and the last that is a number of 32 bits.
+    for (nth, token) in (1..).zip([346, u32::MAX]) {
+        let body = format!(r#"{{"model":"m","prompt":[1,{token}]}}"#);
+        let answer = house.ask("/v1/completions", &[], &body).await;
+        assert_eq!((answer.status, &answer.body[..]), (400, &br#"{"object":"error"}"#[..]));
+        assert_eq!(answer.header("x-kvfleet-instance"), Some("1"));
+        assert_eq!(engine.received().last().map(|one| &*one.body), Some(body.as_bytes()));
+        house.until_figure("kvfleet_doors_requests_total", "answered", nth).await;
+    }
+    assert_eq!(house.figure("kvfleet_doors_requests_total", "refused"), 0);
     house.close().await;
 }
 

@@ -1,6 +1,7 @@
 //! The OpenAI-compatible door: engines of our own that answer as a test says, and callers.
 
 mod answers;
+mod broken;
 mod ends;
 mod engine;
 mod failures;
