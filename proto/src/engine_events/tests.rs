@@ -27,6 +27,21 @@ const VLLM_ARRAYS: &str = "93cb41da4909ca2000009398ab426c6f636b53746f72656492050
     1d1e1f10c0a3475055c093ac426c6f636b52656d6f7665649105c091b0416c6c426c6f636b73436c6561726564c0";
 const SGLANG_ARRAYS: &str = "93cb41da4909ca200000929aab426c6f636b53746f72656492fe09c0940001020302c0aa4350555f50494e4e4544a774656e616e7442c0a961646170\
     7465722d799aab426c6f636b53746f72656491fdfe9292010292030402c0a3475055c0c0c001";
+const SGLANG_MAPS: &str = "93cb41da4909ca2000009989a474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657392d3edcba9876543211009b1706172656e74\
+    5f626c6f636b5f68617368c0a9746f6b656e5f6964739800010203ccc8cd012cce0001117007aa626c6f636b5f73697a6504a76c6f72615f6964c0a6\
+    6d656469756da3475055aa63616368655f73616c74a774656e616e7442aa73657373696f6e5f6964a973657373696f6e2d3189a474797065ab426c6f\
+    636b53746f726564ac626c6f636b5f68617368657391feb1706172656e745f626c6f636b5f6861736809a9746f6b656e5f6964739408090a0baa626c\
+    6f636b5f73697a6504a76c6f72615f6964c0a66d656469756da3475055aa63616368655f73616c74a774656e616e7442aa73657373696f6e5f6964a9\
+    73657373696f6e2d3188a474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739115b1706172656e745f626c6f636b5f68617368\
+    c0a9746f6b656e5f6964739400010203aa626c6f636b5f73697a6504a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65a961\
+    6461707465722d7987a474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391fdb1706172656e745f626c6f636b5f68617368fe\
+    a9746f6b656e5f69647392920102920304aa626c6f636b5f73697a6502a76c6f72615f6964c0a66d656469756da347505587a474797065ab426c6f63\
+    6b53746f726564ac626c6f636b5f68617368657391d3edcba98765432110b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f69647394\
+    00010203aa626c6f636b5f73697a6504a76c6f72615f6964c0a66d656469756daa4350555f50494e4e454487a474797065ab426c6f636b53746f7265\
+    64ac626c6f636b5f68617368657391d3edcba98765432110b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f6964739400010203aa62\
+    6c6f636b5f73697a6504a76c6f72615f6964c0a66d656469756da44449534b83a474797065ac426c6f636b52656d6f766564ac626c6f636b5f686173\
+    6865739209d3edcba98765432110a66d656469756da347505583a474797065ac426c6f636b52656d6f766564ac626c6f636b5f68617368657391d3ed\
+    cba98765432110a66d656469756da845585445524e414c81a474797065b0416c6c426c6f636b73436c656172656401";
 
 fn bytes(hex: &str) -> Vec<u8> {
     let digits: Vec<u8> =
@@ -144,6 +159,59 @@ fn arrays_of_sglang_with_signed_hashes_a_salt_and_pairs_of_tokens() {
     // Read as the other engine's, an adapter stands where extra keys should.
     let misread = decode(&bytes(SGLANG_ARRAYS), Dialect::Vllm);
     assert!(misread.is_err(), "{misread:?}");
+}
+
+/// As SGLang has them since 0.5.20: what it leaves out, it leaves out by name, and hashes are signed.
+#[test]
+fn maps_of_sglang_with_signed_hashes_a_salt_a_session_and_pairs_of_tokens() {
+    let batch = decode(&bytes(SGLANG_MAPS), Dialect::Sglang).unwrap();
+    assert_eq!((batch.at_s, batch.rank, batch.unknown_events), (1_763_977_000.5, Some(1), 0));
+    let [salted, behind, adapted, pairs, on_host, on_disk, removed, elsewhere, cleared] = &batch.events[..]
+    else {
+        panic!("{batch:?}")
+    };
+    let signed = |number: i64| EngineHash::of_number(number.cast_unsigned());
+    let first = signed(-0x1234_5678_9abc_def0);
+    let plain = Stored {
+        hashes: vec![first],
+        parent: None,
+        tokens: Tokens::Ids(vec![0, 1, 2, 3]),
+        block_tokens: 4,
+        medium: Medium::Gpu,
+        adapter: None,
+        extra: Extra::default(),
+        group: None,
+        is_full_attention: true,
+    };
+    let of_tenant = Extra { salt: Some("tenantB".to_owned()), plain_blocks: None };
+    let two = Stored {
+        hashes: vec![first, number(9)],
+        tokens: Tokens::Ids(vec![0, 1, 2, 3, 200, 300, 70_000, 7]),
+        extra: of_tenant.clone(),
+        ..plain.clone()
+    };
+    assert_eq!(stored(salted), &two);
+    let third = Stored {
+        hashes: vec![signed(-2)],
+        parent: Some(number(9)),
+        tokens: Tokens::Ids(vec![8, 9, 10, 11]),
+        extra: of_tenant,
+        ..plain.clone()
+    };
+    assert_eq!(stored(behind), &third, "the salt is said with every block of a prefix");
+    let of_adapter =
+        Stored { hashes: vec![number(21)], adapter: Some("adapter-y".to_owned()), ..plain.clone() };
+    assert_eq!(stored(adapted), &of_adapter);
+    assert_eq!((stored(pairs).parent, &stored(pairs).tokens), (Some(signed(-2)), &Tokens::Other));
+    assert_eq!(stored(on_host), &Stored { medium: Medium::Cpu, ..plain.clone() });
+    assert_eq!(stored(on_disk), &Stored { medium: Medium::Storage, ..plain });
+    let gone = Removed { hashes: vec![number(9), first], medium: Medium::Gpu, group: None };
+    assert_eq!(removed, &EngineEvent::Removed(gone));
+    let gone = Removed { hashes: vec![first], medium: Medium::Storage, group: None };
+    assert_eq!(elsewhere, &EngineEvent::Removed(gone));
+    assert_eq!(cleared, &EngineEvent::Cleared);
+    // Fields have names: nobody has to know whose they are.
+    assert_eq!(decode(&bytes(SGLANG_MAPS), Dialect::Vllm), Ok(batch));
 }
 
 #[test]
@@ -284,7 +352,7 @@ fn every_kind_of_layers_that_needs_all_counts_and_no_old_field_fails_a_batch() {
 
 #[test]
 fn every_torn_payload_is_an_error() {
-    for whole in [VLLM_MAPS, VLLM_BYTES, VLLM_ARRAYS, SGLANG_ARRAYS, BATCH_MAP].map(bytes) {
+    for whole in [VLLM_MAPS, VLLM_BYTES, VLLM_ARRAYS, SGLANG_ARRAYS, SGLANG_MAPS, BATCH_MAP].map(bytes) {
         for end in 0..whole.len() - 1 {
             let torn = decode(&whole[..end], Dialect::Vllm);
             // Without its last fields, the batch of an array still says how many there are.
@@ -295,7 +363,7 @@ fn every_torn_payload_is_an_error() {
 
 #[test]
 fn no_single_byte_does_more_than_change_what_is_read() {
-    for whole in [VLLM_MAPS, VLLM_BYTES, VLLM_ARRAYS, SGLANG_ARRAYS].map(bytes) {
+    for whole in [VLLM_MAPS, VLLM_BYTES, VLLM_ARRAYS, SGLANG_ARRAYS, SGLANG_MAPS].map(bytes) {
         for at in 0..whole.len() {
             for to in [0, 0x7f, 0x80, 0x9f, 0xc0, 0xc1, 0xc6, 0xc9, 0xd9, 0xdb, 0xdd, 0xdf, 0xff] {
                 let mut changed = whole.clone();
