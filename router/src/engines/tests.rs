@@ -77,7 +77,14 @@ pub(super) fn cleared() -> Event {
 
 /// A batch of one rank.
 pub(super) fn batch(rank: u8, events: &[Event]) -> Vec<u8> {
-    let mut out = vec![0x93, 0x00, 0x90 | events.len() as u8];
+    batch_at(0.0, rank, events)
+}
+
+/// The same, made at this time in seconds since 1970.
+pub(super) fn batch_at(at_s: f64, rank: u8, events: &[Event]) -> Vec<u8> {
+    let mut out = vec![0x93, 0xcb];
+    out.extend(at_s.to_be_bytes());
+    out.push(0x90 | events.len() as u8);
     out.extend(events.concat());
     out.push(rank);
     out
@@ -123,13 +130,19 @@ impl Engine {
         let payload = Bytes::copy_from_slice(payload);
         let number = self.next;
         self.next += 1;
-        self.log.write().push_back((number, payload.clone()));
+        self.log.write().push_back((number, payload));
         if !is_lost {
-            let mut message = ZmqMessage::from(self.topic.clone());
-            message.push_back(Bytes::copy_from_slice(&number.to_be_bytes()));
-            message.push_back(payload);
-            self.publisher.send(message).await.unwrap();
+            self.publish(number).await;
         }
+    }
+
+    /// Sends a message that it keeps, whichever it sent last.
+    async fn publish(&mut self, number: u64) {
+        let kept = self.log.read().iter().find(|(known, _)| *known == number).cloned();
+        let mut message = ZmqMessage::from(self.topic.clone());
+        message.push_back(Bytes::copy_from_slice(&number.to_be_bytes()));
+        message.push_back(kept.expect("it was said").1);
+        self.publisher.send(message).await.unwrap();
     }
 }
 
@@ -240,9 +253,14 @@ impl Following {
     }
 
     async fn until_connected(&self, is_connected: bool) {
+        self.until_count("kvfleet_engine_connected", f64::from(u8::from(is_connected))).await;
+    }
+
+    /// Waits until a figure of instance 7 is this.
+    async fn until_count(&self, name: &str, value: f64) {
         let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
-        while (self.count("kvfleet_engine_connected", "7") == 1.0) != is_connected {
-            assert!(tokio::time::Instant::now() < deadline, "connected is not {is_connected}");
+        while self.count(name, "7") != value {
+            assert!(tokio::time::Instant::now() < deadline, "{name} is not {value}");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
@@ -347,6 +365,33 @@ async fn a_busy_engine_is_not_taken_for_another_process() {
     following.until(7, 40).await;
     assert_eq!(following.count("kvfleet_engine_restarts_total", "7"), 0.0);
     assert_eq!(following.count("kvfleet_engine_gaps_total", "lost"), 0.0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn messages_that_change_places_on_one_connection_are_heard_anew_and_nothing_is_lost() {
+    let (mut engine, events, replay) = Engine::listening(0, 0).await;
+    let following = Following::new(config(vec![dialed(7, events, Some(replay))])).await;
+    // Whether a subscription has come, a publisher does not say; only what comes live has a lag.
+    while following.count("kvfleet_engine_lag_seconds", "7") == 0.0 {
+        engine.store(0, false).await;
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    following.until(7, 1).await;
+    let gaps = following.count("kvfleet_engine_gaps_total", "7");
+    // One process numbers what it sends in order, so a number that goes back is taken for another one's.
+    let first = engine.next;
+    engine.store(1, true).await;
+    engine.store(2, true).await;
+    engine.publish(first + 1).await;
+    engine.publish(first).await;
+    following.until_count("kvfleet_engine_gaps_total", gaps + 2.0).await;
+    assert_eq!(following.resident(7), 3);
+    engine.say(&batch(0, &[removed(&[1])]), false).await;
+    following.until(7, 1).await;
+    engine.store(1, false).await;
+    following.until(7, 3).await;
+    assert_eq!(following.count("kvfleet_engine_gaps_total", "lost"), 0.0);
+    assert_eq!(following.count("kvfleet_engine_restarts_total", "7"), 1.0);
 }
 
 #[tokio::test(flavor = "multi_thread")]

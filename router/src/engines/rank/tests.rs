@@ -12,7 +12,7 @@ use super::*;
 use crate::clock::{Clock, UnixClock};
 use crate::engines::metrics::EngineMetrics;
 use crate::engines::tenants::Tenants;
-use crate::engines::tests::{batch, cleared, removed, stored};
+use crate::engines::tests::{batch, batch_at, cleared, removed, stored};
 use crate::view::residency::Residency;
 
 const INSTANCE: InstanceId = InstanceId(7);
@@ -55,7 +55,10 @@ impl Bench {
         let has = |metric: &&prometheus::proto::Metric| {
             label.is_empty() || metric.get_label().iter().any(|pair| pair.value() == label)
         };
-        metrics.filter(has).map(|metric| metric.get_counter().get_value()).sum()
+        metrics
+            .filter(has)
+            .map(|metric| metric.get_counter().get_value() + metric.get_gauge().get_value())
+            .sum()
     }
 }
 
@@ -178,6 +181,72 @@ fn numbers_that_go_back_are_another_process() {
     let other = message(0, &batch(0, &[cleared()]));
     assert_eq!(bench.rank.hear(&other), Wants::Nothing);
     assert_eq!((bench.resident(), bench.rank.last()), (0, Some(0)));
+}
+
+#[test]
+fn messages_that_change_places_are_heard_anew_from_a_replay() {
+    let mut bench = Bench::new();
+    let replay = |bench: &mut Bench| {
+        bench.rank.replay_begins();
+        (0..3).for_each(|number| assert_eq!(bench.rank.replay(&block(number)), Goes::On));
+        assert_eq!(bench.rank.replay_ends(), Goes::On);
+    };
+    bench.hear_blocks(1);
+    assert_eq!(bench.rank.hear(&block(2)), Wants::Replay { from: 0 });
+    replay(&mut bench);
+    bench.rank.hear_after_replay(&block(2));
+    assert_eq!(bench.resident(), 3);
+    // Numbers of one connection rise, so this is another process until a replay has told what it has.
+    assert_eq!(bench.rank.hear(&block(1)), Wants::Replay { from: 0 });
+    assert_eq!((bench.resident(), bench.rank.last()), (0, None));
+    replay(&mut bench);
+    bench.rank.hear_after_replay(&block(1));
+    assert_eq!((bench.resident(), bench.rank.last()), (3, Some(2)));
+    assert_eq!(bench.rank.hear(&block(3)), Wants::Nothing);
+    assert_eq!(bench.resident(), 4);
+    let counts = ["filled", "lost"].map(|outcome| bench.count("kvfleet_engine_gaps_total", outcome));
+    assert_eq!((counts, bench.count("kvfleet_engine_restarts_total", "")), ([2.0, 0.0], 1.0));
+}
+
+#[test]
+fn messages_that_change_places_without_a_replay_leave_what_is_said_from_then_on() {
+    let mut bench = Bench::new();
+    bench.hear_blocks(1);
+    for number in [2, 1] {
+        assert_eq!(bench.rank.hear(&block(number)), Wants::Replay { from: 0 });
+        bench.rank.hear_after_replay(&block(number));
+        assert_eq!(bench.resident(), 0, "message {number} is behind a block that nobody knows to be there");
+    }
+    assert_eq!(bench.count("kvfleet_engine_left_out_blocks_total", "orphan"), 2.0);
+    assert_eq!(bench.count("kvfleet_engine_restarts_total", ""), 1.0);
+    for (number, of) in [(2, 0), (3, 1)] {
+        let again = Message { number, ..block(of) };
+        assert_eq!(bench.rank.hear(&again), Wants::Nothing);
+        assert_eq!(bench.resident(), of + 1);
+    }
+}
+
+#[test]
+fn how_late_the_last_live_message_came_is_shown_whatever_a_replay_brings() {
+    let mut bench = Bench::new();
+    let made = |number, ago_s: f64| {
+        let now_s = std::time::UNIX_EPOCH.elapsed().unwrap().as_secs_f64();
+        message(number, &batch_at(now_s - ago_s, 0, &[cleared()]))
+    };
+    let lag = |bench: &Bench| bench.count("kvfleet_engine_lag_seconds", "7");
+    let first = made(0, 1_000.0);
+    bench.rank.hear(&first);
+    let before = lag(&bench);
+    assert!((999.9..1_060.0).contains(&before), "{before}");
+    // What a replay brings is late because it was lost.
+    bench.rank.replay_begins();
+    assert_eq!([first, made(1, 5_000.0)].map(|message| bench.rank.replay(&message)), [Goes::On; 2]);
+    assert_eq!(lag(&bench), before);
+    bench.rank.hear(&made(2, 10.0));
+    let after = lag(&bench);
+    assert!((9.9..70.0).contains(&after), "{after}");
+    bench.rank.hear(&message(3, &batch_at(f64::NAN, 0, &[cleared()])));
+    assert_eq!((lag(&bench), bench.rank.last()), (after, Some(3)), "a time that is none is no time");
 }
 
 #[test]
