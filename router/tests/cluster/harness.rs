@@ -12,6 +12,7 @@ use kvfleet_proto::pb::announce_request::Body as Word;
 use kvfleet_proto::pb::router_client::RouterClient;
 use kvfleet_proto::tls::{Identity, TlsFiles};
 use kvfleet_router::{Router, RouterConfig, StartError, TimingsConfig, TlsConfig, VoterConfig};
+use prometheus::Registry;
 use tempfile::TempDir;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -77,7 +78,7 @@ pub fn identity() -> Identity {
 }
 
 pub async fn start(config: RouterConfig) -> Result<Router, StartError> {
-    Router::start(config, &prometheus::Registry::new()).await
+    Router::start(config, &Registry::new()).await
 }
 
 /// A cluster; routers are numbered from 1.
@@ -85,6 +86,8 @@ pub struct Cluster {
     pub directory: TempDir,
     pub configs: Vec<RouterConfig>,
     pub routers: Vec<Option<Router>>,
+    /// Figures of each, as it was started here last.
+    pub registries: Vec<Registry>,
     channels: Vec<Channel>,
 }
 
@@ -114,7 +117,8 @@ impl Cluster {
             .collect();
         let channels = voters.iter().map(|voter| channel(&tls, &voter.address)).collect();
         let routers = voters.iter().map(|_| None).collect();
-        let mut cluster = Cluster { directory, configs, routers, channels };
+        let registries = voters.iter().map(|_| Registry::new()).collect();
+        let mut cluster = Cluster { directory, configs, routers, registries, channels };
         for id in 1..=count {
             cluster.start_router(id).await;
         }
@@ -123,8 +127,10 @@ impl Cluster {
 
     pub async fn start_router(&mut self, id: u64) {
         let at = usize::try_from(id - 1).unwrap();
-        let router = start(self.configs[at].clone()).await;
+        let registry = Registry::new();
+        let router = Router::start(self.configs[at].clone(), &registry).await;
         self.routers[at] = Some(router.unwrap_or_else(|error| panic!("router {id}: {error}")));
+        self.registries[at] = registry;
     }
 
     pub fn take(&mut self, id: u64) -> Router {

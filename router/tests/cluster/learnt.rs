@@ -3,7 +3,6 @@
 //! Not here: how factors are found and what a turn is (`kv_core::schedule`).
 
 use kvfleet_proto::pb;
-use kvfleet_router::Router;
 use prometheus::Registry;
 
 use crate::harness::{Cluster, until};
@@ -11,11 +10,9 @@ use crate::residency::load;
 
 /// One router with an idle instance of a known profile, and its figures.
 async fn world() -> (Cluster, Registry) {
-    let mut cluster = Cluster::start(1, |config| config.profile = "h100-8b".into()).await;
-    cluster.take(1).shutdown().await;
-    let registry = Registry::new();
-    cluster.routers[0] = Some(Router::start(cluster.configs[0].clone(), &registry).await.unwrap());
+    let cluster = Cluster::start(1, |config| config.profile = "h100-8b".into()).await;
     cluster.leader().await;
+    let registry = cluster.registries[0].clone();
     (cluster, registry)
 }
 
@@ -41,6 +38,16 @@ fn factor(registry: &Registry, part: &str) -> Option<f64> {
     Some(family.get_metric().iter().find(is_it)?.get_gauge().get_value())
 }
 
+/// How many predictions were held against what came, and how many of them were short of it by two fifths or more.
+fn errors(registry: &Registry) -> (u64, u64) {
+    let families = registry.gather();
+    let family = families.iter().find(|family| family.name() == "kvfleet_ttft_prediction_error").unwrap();
+    let [metric] = family.get_metric() else { panic!("{family:?}") };
+    let histogram = metric.get_histogram();
+    let bucket = histogram.get_bucket().iter().find(|bucket| bucket.upper_bound() == -0.4).unwrap();
+    (histogram.get_sample_count(), bucket.cumulative_count())
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn first_tokens_that_come_late_lengthen_what_is_predicted() {
     let (cluster, registry) = world().await;
@@ -54,6 +61,7 @@ async fn first_tokens_that_come_late_lengthen_what_is_predicted() {
     client.report(pb::ReportRequest { leaving: true, ..load(2, 2) }).await.unwrap();
     client.report(load(1, 2)).await.unwrap();
     assert_eq!(prefill_us(&route(&cluster, 2).await), before);
+    assert_eq!(errors(&registry), (0, 0));
     for request in 3..103 {
         // The report empties the queue that decisions fill, so that waiting is no part of what is predicted.
         client.report(load(1, 2 * request)).await.unwrap();
@@ -61,6 +69,10 @@ async fn first_tokens_that_come_late_lengthen_what_is_predicted() {
         let told = pb::ReportRequest { outcomes: vec![late(request)], ..load(1, 2 * request + 1) };
         client.report(told).await.unwrap();
     }
+    // At first half of it was predicted, and in the end about as much as came.
+    let (told, far_off) = errors(&registry);
+    assert_eq!(told, 100, "one for each request");
+    assert!((1..100).contains(&far_off), "{far_off} of them");
     let after = prefill_us(&route(&cluster, 103).await);
     assert!((before * 3 / 2..=before * 2).contains(&after), "{before} µs became {after} µs");
     let ratio = after as f64 / before as f64;

@@ -1,9 +1,11 @@
 //! Why blocks of a prompt are missing: each reason there is, as a router tells it of a request that it decided.
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 
 use kv_core::schedule::Why;
 use kvfleet_proto::pb;
+use prometheus::Registry;
 
 use crate::harness::{Cluster, Node, prefix, until};
 use crate::residency::load;
@@ -33,6 +35,19 @@ fn told(reply: &pb::WhyReply) -> Vec<(u32, u32, &str)> {
     reply.missing.iter().map(|one| (one.start_blocks, one.len_blocks, one.reason.as_str())).collect()
 }
 
+/// Blocks that were missing, by reason, as the router's figures have them.
+fn counted(registry: &Registry) -> BTreeMap<String, u64> {
+    let families = registry.gather();
+    let family = families.iter().find(|family| family.name() == "kvfleet_missing_blocks_total");
+    let metrics = family.into_iter().flat_map(|family| family.get_metric());
+    metrics
+        .map(|metric| {
+            let [reason] = metric.get_label() else { panic!("{metric:?}") };
+            (reason.value().to_owned(), metric.get_counter().get_value() as u64)
+        })
+        .collect()
+}
+
 async fn applied(node: &mut Node, change: pb::change::Change) {
     let seq = node.seq;
     node.seq += 1;
@@ -44,6 +59,7 @@ async fn applied(node: &mut Node, change: pb::change::Change) {
 async fn each_reason_for_missing_blocks_is_told() {
     let cluster = Cluster::start(1, |config| config.profile = "h100-8b".into()).await;
     cluster.leader().await;
+    let registry = &cluster.registries[0];
     // What a node had that is gone is swept bit by bit: here there is much to look at before.
     let mut other = cluster.node(2).await;
     for seed in 0..3 {
@@ -118,6 +134,16 @@ async fn each_reason_for_missing_blocks_is_told() {
         seen.push(name);
     }
 
+    // Each is counted with its blocks. Of fourteen requests the last two were never seen, and of the first all.
+    let of = |name: &&str| match *name {
+        "never_seen" => 8 + 2 * 14,
+        "fetches_nothing" => 6,
+        name if promised.contains(&name) => 2,
+        _ => 4,
+    };
+    let expected: BTreeMap<_, _> = seen.iter().map(|name| ((*name).to_owned(), of(name))).collect();
+    assert_eq!(counted(registry), expected);
+
     // Held, and a link so slow that computing is faster.
     let slow = |path| pb::LinkSample {
         node: 1,
@@ -152,6 +178,8 @@ async fn each_reason_for_missing_blocks_is_told() {
     })
     .await;
     seen.push("node_lost");
+    let counts = counted(registry);
+    assert!(counts["slower_than_recompute"] >= 6 && counts["node_lost"] >= 6, "{counts:?}");
 
     seen.sort_unstable();
     let mut all = Why::NAMES.to_vec();
