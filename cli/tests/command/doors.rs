@@ -7,10 +7,12 @@ use std::time::{Duration, Instant};
 
 use kvfleet::cluster::{Cluster, NodeCapacity, OpenAiShape, Shape};
 use kvfleet::process::Role;
+use kvfleet_doors::BreakerConfig;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tokio::task::JoinHandle;
 
 use crate::support::{Place, shape};
 
@@ -186,85 +188,137 @@ async fn one_computes_and_another_answers_with_what_it_fetched() {
     cluster.stop().await;
 }
 
+/// Who asks at once.
+const CALLERS: u32 = 12;
+
+/// Longest until an instance that died is left out. Doors ask every second whether it is well, and nobody listens there any more; more than that is what
+/// this machine takes for other work.
+const UNROUTED_MAX: Duration = Duration::from_secs(8);
+
+/// Callers of one door, each of whom asks again as soon as it has an answer.
+struct Callers {
+    is_over: Arc<AtomicBool>,
+    /// Which instance gave each answer so far.
+    seen: Arc<Mutex<Vec<u64>>>,
+    asking: Vec<JoinHandle<Vec<(Instant, Answer)>>>,
+}
+
+impl Callers {
+    fn start(door: SocketAddr) -> Callers {
+        let (is_over, seen) = (Arc::new(AtomicBool::new(false)), Arc::<Mutex<Vec<u64>>>::default());
+        let asking = (0..CALLERS).map(|caller| {
+            let (is_over, seen) = (Arc::clone(&is_over), Arc::clone(&seen));
+            tokio::spawn(async move {
+                let mut answers = Vec::new();
+                while !is_over.load(Ordering::Relaxed) {
+                    let number = answers.len();
+                    let mut body = chat(&format!("{caller} {number}?"));
+                    let words = format!("{caller} {number} {}", "words ".repeat(200));
+                    body["messages"][0]["content"] = words.into();
+                    body["stream"] = true.into();
+                    let begun = Instant::now();
+                    let answer = ask(door, "/v1/chat/completions", &body).await;
+                    seen.lock().push(answer.instance);
+                    answers.push((begun, answer));
+                }
+                answers
+            })
+        });
+        Callers { asking: asking.collect(), is_over, seen }
+    }
+
+    /// Waits until instances have answered as `enough` says; it is given the instance of each answer so far.
+    async fn answered(&self, enough: impl Fn(&[u64]) -> bool) {
+        let until = Instant::now() + PATIENCE;
+        while !enough(&self.seen.lock()) {
+            assert!(Instant::now() < until, "{:?}", self.seen.lock());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Waits for so many more answers.
+    async fn answered_more(&self, more: usize) {
+        let so_far = self.seen.lock().len();
+        self.answered(|seen| seen.len() >= so_far + more).await;
+    }
+
+    /// All answers, each with when it was asked for.
+    async fn end(self) -> Vec<(Instant, Answer)> {
+        self.is_over.store(true, Ordering::Relaxed);
+        let mut all = Vec::new();
+        for caller in self.asking {
+            all.extend(caller.await.unwrap());
+        }
+        all
+    }
+}
+
+/// Requests so far that an instance broke off before it answered them, or took no connection for.
+async fn tried_in_vain(metrics: &str) -> f64 {
+    let mut tried = 0.0;
+    for cause in ["broken", "connect"] {
+        tried += metric(metrics, &format!("kvfleet_doors_retries_total{{cause=\"{cause}\"}}")).await;
+    }
+    tried
+}
+
+/// How many answers broke off. Only what `dead` had begun to answer before it was killed may.
+fn broken_off(answers: &[(Instant, Answer)], dead: u64, killed: Instant) -> u32 {
+    let mut cut = 0;
+    for (begun, answer) in answers {
+        assert_eq!(answer.status, 200, "before its first byte it goes elsewhere: {answer:?}");
+        if answer.is_whole {
+            assert!(answer.body.contains("data: [DONE]"), "{answer:?}");
+        } else {
+            cut += 1;
+            assert_eq!(answer.instance, dead, "only what it had begun to answer breaks off: {answer:?}");
+            assert!(*begun < killed, "it was asked while it lived");
+        }
+    }
+    cut
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn when_an_instance_dies_under_load_others_answer_and_nobody_hangs() {
     let place = Place::new();
-    // Requests take about a tenth of a second, so that some are under way at every instance at any time.
+    // Requests take about a tenth of a second, nearly all of it before their first byte, so that some are under way at every instance at any time.
     let mut cluster = cluster(&place, |shape| {
         shape.instances = 3;
         shape.time_scale = 0.2;
     })
     .await;
-    let (door, is_over) = (door(&cluster, 1), Arc::new(AtomicBool::new(false)));
-    let answers = Arc::new(Mutex::new(Vec::new()));
-    let asking = (0..12).map(|worker| {
-        let (is_over, seen) = (Arc::clone(&is_over), Arc::clone(&answers));
-        tokio::spawn(async move {
-            let mut answers = Vec::new();
-            for number in 0.. {
-                let mut body = chat(&format!("{worker} {number}?"));
-                body["messages"][0]["content"] = format!("{worker} {number} {}", "words ".repeat(200)).into();
-                body["stream"] = true.into();
-                let begun = Instant::now();
-                let answer = ask(door, "/v1/chat/completions", &body).await;
-                seen.lock().push(answer.instance);
-                answers.push((begun, answer));
-                if is_over.load(Ordering::Relaxed) {
-                    return answers;
-                }
-            }
-            answers
-        })
-    });
-    let asking: Vec<_> = asking.collect();
+    let callers = Callers::start(door(&cluster, 1));
     let metrics = cluster.child((Role::Router, 1)).unwrap().ready().unwrap().addresses["metrics"].clone();
-    let figure = async |name: &str| metric(&metrics, name).await;
     // The one that dies has work.
-    answered(&answers, |seen| (1..=3).all(|instance| seen.contains(&instance))).await;
+    callers.answered(|seen| (1..=3).all(|instance| seen.contains(&instance))).await;
+    let before = tried_in_vain(&metrics).await;
     cluster.kill((Role::Instance, 2)).await.unwrap();
     let killed = Instant::now();
-    while figure("kvfleet_doors_endpoint_up{instance=\"2\"}").await > 0.0 {
-        assert!(killed.elapsed() < PATIENCE, "instance 2 is dead");
+    while metric(&metrics, "kvfleet_doors_endpoint_up{instance=\"2\"}").await > 0.0 {
+        assert!(killed.elapsed() < UNROUTED_MAX, "instance 2 is dead");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     let unrouted = killed.elapsed();
-    // And some more that are sent after it was left out.
-    let so_far = answers.lock().len();
-    answered(&answers, |seen| seen.len() >= so_far + 50).await;
-    is_over.store(true, Ordering::Relaxed);
-    let (mut whole, mut cut, mut of_dead) = (0, 0, 0);
-    for worker in asking {
-        for (begun, answer) in worker.await.unwrap() {
-            assert_eq!(answer.status, 200, "before its first byte it goes elsewhere: {answer:?}");
-            of_dead += usize::from(answer.instance == 2);
-            if answer.is_whole {
-                whole += 1;
-                assert!(answer.body.contains("data: [DONE]"), "{answer:?}");
-            } else {
-                cut += 1;
-                assert_eq!(answer.instance, 2, "only what it had begun to answer breaks off: {answer:?}");
-                assert!(begun < killed, "it was asked while it lived");
-            }
-        }
-    }
-    let retried = figure("kvfleet_doors_retries_total{cause=\"broken\"}").await
-        + figure("kvfleet_doors_retries_total{cause=\"connect\"}").await;
+    // Whoever had been sent there by then has been refused when so many others have answers; behind them, nothing goes there.
+    callers.answered_more(2 * CALLERS as usize).await;
+    let tried = tried_in_vain(&metrics).await - before;
+    callers.answered_more(50).await;
+    assert_eq!(tried_in_vain(&metrics).await - before, tried, "it was left out");
+    let answers = callers.end().await;
+    let cut = broken_off(&answers, 2, killed);
+    let of_dead = answers.iter().filter(|(_, answer)| answer.instance == 2).count();
     println!(
-        "unrouted after {} ms; {whole} answers whole, {of_dead} of instance 2, {cut} cut, {retried} tried elsewhere",
-        unrouted.as_millis()
+        "unrouted after {} ms; {} answers, {of_dead} of instance 2, {cut} cut, {tried} tried elsewhere",
+        unrouted.as_millis(),
+        answers.len()
     );
     assert!(of_dead > 0, "it had work before it died");
-    assert!(retried > 0.0 || cut > 0, "it had work when it died");
+    assert!(tried > 0.0, "what it had not begun to answer when it died was sent elsewhere");
+    // So many open its breaker, and each caller may have one under way there as it opens. It is left out no later than that.
+    let most = BreakerConfig::default().failures + CALLERS;
+    assert!(tried + f64::from(cut) <= f64::from(most), "{tried} and {cut} went to a dead instance");
+    assert_eq!(metric(&metrics, "kvfleet_doors_retries_exhausted_total").await, 0.0);
     cluster.stop().await;
-}
-
-/// Waits until instances have answered as `enough` says; it is given the instance of each answer so far.
-async fn answered(answers: &Mutex<Vec<u64>>, enough: impl Fn(&[u64]) -> bool) {
-    let until = Instant::now() + PATIENCE;
-    while !enough(&answers.lock()) {
-        assert!(Instant::now() < until, "{:?}", answers.lock());
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
 }
 
 /// A figure of a process; 0 where it is not there.
