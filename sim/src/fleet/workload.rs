@@ -9,11 +9,9 @@ use kv_core::prefix::{IdentityManifest, PrefixHasher};
 
 use crate::trace::Request;
 
-/// Offset in time between two copies of a trace: none of its patterns is this long.
-const COPY_OFFSET_NS: u64 = 37_000_000_000;
-
-/// Copies begin within this span, so that the whole is not much longer than the trace.
-const COPY_SPAN_NS: u64 = 300_000_000_000;
+/// Copies of a trace begin within this share of its time, evenly. So they do not do the same at the same moment; and yet all of them run for nearly all of the time. With offsets
+/// that add up to a third of it a load of 80 % would be one of 107 % where all run.
+const COPY_SHARE: f64 = 0.03;
 
 /// One request.
 #[derive(Clone, Debug)]
@@ -52,14 +50,18 @@ pub struct Workload {
 }
 
 impl Workload {
-    /// `copies` of a trace whose blocks have nothing in common, each a while after the one before.
+    /// `copies` of a trace whose blocks have nothing in common, each a little after the one before.
     #[must_use]
     pub fn new(trace: &[Request], copies: u64) -> Workload {
         let block_tokens = trace.first().map_or(512, |request| request.block_tokens).max(1);
         let hasher = PrefixHasher::new(&IdentityManifest::default(), &[0; 32]);
         let mut all = Vec::with_capacity(trace.len() * copies as usize);
+        let span_us = match (trace.first(), trace.last()) {
+            (Some(first), Some(last)) => last.arrival_us.saturating_sub(first.arrival_us),
+            _ => 0,
+        };
         for copy in 0..copies {
-            let offset_ns = copy * COPY_OFFSET_NS % COPY_SPAN_NS;
+            let offset_ns = (span_us as f64 * 1e3 * COPY_SHARE * copy as f64 / copies as f64) as u64;
             for request in trace {
                 let whole = (request.input_tokens / block_tokens) as usize;
                 let ids: Vec<u64> = request.blocks.iter().take(whole).map(|id| id * copies + copy).collect();
@@ -155,5 +157,29 @@ impl Workload {
 
     pub(super) fn prompt(&self, nth: usize) -> &[BlockHash] {
         &self.prompts[nth]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::generate::{Generator, Kind, Spec};
+
+    #[test]
+    fn as_much_comes_of_many_copies_at_any_time_as_of_one() {
+        let spec = Spec { block_tokens: 64, ..Spec::new(Kind::Business, 1, 1_000) };
+        let trace: Vec<Request> = Generator::new(spec).collect();
+        let one = Workload::new(&trace, 1).at_rate(1.0);
+        let many = Workload::new(&trace, 16).at_rate(16.0);
+        assert_eq!(one.len() * 16, many.len());
+        // By the time at which a tenth of the one came, and so on.
+        for tenth in 1..10 {
+            let at_ns = one.requests[one.len() * tenth / 10].arrival_ns;
+            let came = many.requests.iter().filter(|item| item.arrival_ns < at_ns).count();
+            let share = came as f64 / many.len() as f64 - tenth as f64 / 10.0;
+            assert!(share.abs() < 0.03, "{tenth} tenths and {share}");
+        }
+        let together = many.requests.windows(2).filter(|pair| pair[0].arrival_ns == pair[1].arrival_ns);
+        assert!(together.count() < many.len() / 100, "they do not come in step");
     }
 }
