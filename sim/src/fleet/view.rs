@@ -80,7 +80,7 @@ impl Ask<'_> {
 }
 
 impl View {
-    pub(super) fn new(setup: &Setup) -> View {
+    pub(crate) fn new(setup: &Setup) -> View {
         let Setup { first, nodes, profile, plane, .. } = *setup;
         let live: Vec<LiveNode> = (first..first + nodes).map(|id| live(id, 0)).collect();
         let places = setup.numbers().end as usize;
@@ -141,7 +141,7 @@ impl View {
     }
 
     /// Word of an instance's load, and of the blocks that its node holds.
-    pub(super) fn reported(&mut self, instance: InstanceId, load: Load, memory_in_use: f64, now: Timestamp) {
+    pub(crate) fn reported(&mut self, instance: InstanceId, load: Load, memory_in_use: f64, now: Timestamp) {
         let at = instance.0 as usize;
         if self.fleet.instance(instance).is_none()
             && let Some(known) = self.singles[at].instance(instance).copied()
@@ -157,7 +157,7 @@ impl View {
     }
 
     /// Word of how many blocks each node holds.
-    pub(super) fn counted(&mut self, blocks: impl Fn(NodeId) -> u64) {
+    pub(crate) fn counted(&mut self, blocks: impl Fn(NodeId) -> u64) {
         self.live.iter_mut().for_each(|live| live.blocks = blocks(live.node));
         self.tell_nodes();
     }

@@ -1,6 +1,9 @@
-//! The cost of NVIDIA Dynamo's KV router: blocks to prefill, times a weight, and blocks that decode, each with what the request would
-//! add; the least one is taken (documentation of the KV router, `kv_overlap_score_weight` 1, temperature 0; blocks in the host's memory count
-//! three quarters of one in GPU memory, on a disk a quarter).
+//! The cost of NVIDIA Dynamo's KV router: blocks to prefill, times a weight, and blocks that decode, each with what the request would add; the least one is
+//! taken (documentation, "Routing Concepts", the linear score of "Cost Calculation", commit 03037af). Defaults of "Configuration and Tuning" (v1.3.0): a
+//! weight of 1 (`prefill_load_scale`, earlier `overlap_score_weight`); a block in GPU memory counts whole, one in the host's memory three quarters, on
+//! a disk a quarter; no decay of that, and temperature 0.
+//!
+//! Not here: its queues, and the multiplicative score.
 
 use kv_core::id::{InstanceId, NodeId, Tier};
 

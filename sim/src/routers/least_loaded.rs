@@ -1,4 +1,8 @@
-//! The fewest prompt tokens ahead, as reported and routed since; then the fewest requests.
+//! The fewest prompt tokens ahead, as reported and routed since: "Dynamic" (least work remaining) of Harchol-Balter, Crovella and Murta, "On Choosing a
+//! Task Assignment Policy for a Distributed Server System" (Performance Tools '98), with tokens to prefill as the work. Of equal ones the fewest
+//! requests, which is ours.
+//!
+//! Not here: any regard to caches.
 
 use super::{Route, Router, cheapest, in_flight, to};
 use crate::fleet::{Ask, View};

@@ -1,4 +1,7 @@
-//! The longest prefix in the instance's own memory and node; of equal ones the least loaded. No regard to load otherwise.
+//! The longest prefix in the instance's own memory and node: the highest hit rate, as the vLLM Production Stack describes its routing (documentation,
+//! "KV Cache Aware Routing", commit a7d2672). Of equal ones the least loaded, which is ours.
+//!
+//! Not here: any other regard to load; later versions of that page have a least length and say what happens below it.
 
 use super::{Route, Router, cheapest, in_flight, to};
 use crate::fleet::{Ask, View};

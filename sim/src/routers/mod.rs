@@ -144,3 +144,6 @@ fn in_flight(view: &View, instance: InstanceId) -> f64 {
     let seen = view.seen[instance.0 as usize];
     f64::from(seen.in_flight) + seen.in_flight_tokens as f64 / 1e12
 }
+
+#[cfg(test)]
+mod tests;

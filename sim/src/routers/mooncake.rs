@@ -1,6 +1,8 @@
 //! Algorithm 1 of "Mooncake: Trading More Storage for Less Computation" (FAST '25): for each instance the time to transfer, to wait, and to
 //! prefill; the prefix of the instance that has the longest is transferred where that is longer than the own one by more than a
 //! balancing threshold.
+//!
+//! Not here: the choice of a decoding instance, and turning away.
 
 use kv_core::id::{InstanceId, NodeId};
 

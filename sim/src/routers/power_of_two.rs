@@ -1,5 +1,7 @@
 //! Of two instances drawn by chance the one with fewer requests under way (Mitzenmacher, "The power of two choices in randomized load
 //! balancing", IEEE TPDS 2001).
+//!
+//! Not here: any regard to caches.
 
 use kv_core::id::InstanceId;
 use rand::{Rng, SeedableRng};

@@ -1,4 +1,8 @@
-//! Each instance with equal chance.
+//! Each instance with equal chance: "Random" of Harchol-Balter, Crovella and Murta, "On Choosing a Task Assignment Policy for a Distributed Server
+//! System" (Performance Tools '98), and `random` of the SGLang Model Gateway
+//! (documentation, "Load Balancing Policies", commit 0f4513c).
+//!
+//! Not here: any regard to load or caches.
 
 use kv_core::id::InstanceId;
 use rand::{Rng, SeedableRng};

@@ -1,4 +1,8 @@
-//! One after the other.
+//! One after the other: "Round-Robin" of Harchol-Balter, Crovella and Murta, "On Choosing a Task Assignment Policy for a Distributed Server System"
+//! (Performance Tools '98), and `round_robin` of the SGLang Model Gateway
+//! (documentation, "Load Balancing Policies", commit 0f4513c).
+//!
+//! Not here: any regard to load or caches.
 
 use kv_core::id::InstanceId;
 

@@ -1,6 +1,9 @@
 //! The cache-aware policy of SGLang's router: while load is uneven (more than 64 requests and half as much again between the most and the least
 //! loaded), the least loaded; else the longest prefix, if that is more than 0.3 of the prompt; else the instance with the most room in its
-//! cache (documentation of the SGLang model gateway, defaults of `cache_aware`).
+//! cache. The order is that of the description in `cache_aware.rs` of the SGLang Model Gateway (commit 053b63f, whose code takes the least
+//! loaded for the last as well), the numbers are the defaults of its documentation ("Cache-Aware Policy Tuning", commit 0f4513c).
+//!
+//! Not here: its tree of what was sent where. What instances say they have is taken for it.
 
 use kv_core::id::{InstanceId, NodeId};
 

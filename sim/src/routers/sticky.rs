@@ -1,5 +1,7 @@
 //! Consistent hashing of the first block, with bounded load: an instance that has a quarter more than its share of the requests under way passes a
 //! request on to the next on the ring (Mirrokni, Thorup, Zadimoghaddam, "Consistent hashing with bounded loads", SODA 2018).
+//!
+//! Not here: the ring (`kv_core::place`), and any regard to caches.
 
 use kv_core::id::{InstanceId, NodeId};
 use kv_core::place::Ring;
