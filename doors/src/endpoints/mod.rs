@@ -11,7 +11,7 @@ use std::time::Instant;
 use kv_core::id::InstanceId;
 use kv_core::schedule::Role;
 use parking_lot::RwLock;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 
 pub(crate) mod address;
 pub(crate) mod calls;
@@ -113,6 +113,8 @@ struct Entry {
     /// Whether it tells routers its load by itself.
     reports_itself: bool,
     standing: Standing,
+    /// Told when a request failed there.
+    doubts: Arc<Notify>,
 }
 
 /// All of them. Clones share them.
@@ -196,11 +198,12 @@ impl Endpoints {
     ) -> Result<(), E> {
         let mut all = self.all.write();
         may(all.get(&endpoint.instance).map(|entry| &*entry.endpoint), all.len())?;
-        let standing = match all.remove(&endpoint.instance) {
-            Some(entry) if entry.endpoint.authority == endpoint.authority => entry.standing,
-            _ => Standing::default(),
+        let (standing, doubts) = match all.remove(&endpoint.instance) {
+            Some(entry) if entry.endpoint.authority == endpoint.authority => (entry.standing, entry.doubts),
+            _ => Default::default(),
         };
-        all.insert(endpoint.instance, Entry { endpoint: Arc::new(endpoint), reports_itself, standing });
+        let instance = endpoint.instance;
+        all.insert(instance, Entry { endpoint: Arc::new(endpoint), reports_itself, standing, doubts });
         drop(all);
         self.changes.send_modify(|changes| *changes += 1);
         Ok(())
@@ -224,6 +227,18 @@ impl Endpoints {
             .read()
             .get(&instance)
             .is_some_and(|entry| !entry.endpoint.draining && !entry.standing.is_unwell)
+    }
+
+    /// A request failed there: whoever looks after it asks at once how it is, and not when it is time to.
+    pub(crate) fn doubt(&self, instance: InstanceId) {
+        if let Some(doubts) = self.doubts(instance) {
+            doubts.notify_one();
+        }
+    }
+
+    /// Who is told of that.
+    fn doubts(&self, instance: InstanceId) -> Option<Arc<Notify>> {
+        self.all.read().get(&instance).map(|entry| Arc::clone(&entry.doubts))
     }
 
     /// What was heard of it lately.

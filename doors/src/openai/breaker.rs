@@ -12,6 +12,7 @@ use kv_core::id::InstanceId;
 use parking_lot::Mutex;
 
 use super::config::BreakerConfig;
+use crate::endpoints::Endpoints;
 use crate::metrics::Metrics;
 
 /// Breakers of engines that left are forgotten when there are so many more than known engines.
@@ -135,11 +136,13 @@ pub(super) struct Breakers {
     /// Number of the next request.
     next: AtomicU64,
     metrics: Metrics,
+    /// Whoever looks after an engine is told of what fails there.
+    endpoints: Endpoints,
 }
 
 impl Breakers {
-    pub(super) fn new(config: BreakerConfig, metrics: Metrics) -> Breakers {
-        Breakers { config, all: Mutex::default(), next: AtomicU64::new(0), metrics }
+    pub(super) fn new(config: BreakerConfig, metrics: Metrics, endpoints: Endpoints) -> Breakers {
+        Breakers { config, all: Mutex::default(), next: AtomicU64::new(0), metrics, endpoints }
     }
 
     /// Engines that may be sent nothing now.
@@ -207,6 +210,7 @@ impl Claim {
     pub(super) fn failed(mut self, now: Instant) {
         self.is_open = false;
         let breakers = self.breakers.clone();
+        breakers.endpoints.doubt(self.instance);
         breakers.change(self.instance, |breaker| {
             if breaker.failed(self.number, &breakers.config, now) {
                 tracing::warn!(instance = self.instance.0, "an engine failed too often and is left alone");

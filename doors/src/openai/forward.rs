@@ -141,10 +141,11 @@ impl Forward {
         metrics: Metrics,
         seed: u64,
     ) -> Forward {
+        let endpoints = decider.endpoints().clone();
         Forward {
             decider,
             upstream: Upstream::new(config.connect()),
-            breakers: Arc::new(Breakers::new(config.breaker.clone(), metrics.clone())),
+            breakers: Arc::new(Breakers::new(config.breaker.clone(), metrics.clone(), endpoints)),
             config,
             priorities,
             metrics,

@@ -24,6 +24,9 @@ use crate::endpoints::{Endpoint, Endpoints};
 /// Longest between two questions to an engine that does not answer.
 const AGAIN_MAX: Duration = Duration::from_secs(2);
 
+/// Shortest between two rounds of questions, however many requests fail there.
+const DOUBT_MIN: Duration = Duration::from_millis(20);
+
 /// What every engine is looked after with.
 #[derive(Clone)]
 pub(super) struct Means {
@@ -128,6 +131,8 @@ impl Care {
                 let began = Instant::now();
                 let config = &self.means.config;
                 let [asks_health, resolves] = [&mut health_at, &mut resolve_at].map(|at| *at <= began);
+                // One that did not answer is asked with the next round: it may be that a connection ended, and it may be that all is over.
+                let asks_health = asks_health || self.failures.health > 0;
                 if asks_health {
                     health_at = began + config.health_every();
                 }
@@ -138,13 +143,24 @@ impl Care {
                 self.round(asks_health, resolves).await;
                 let failed = self.failures.load.max(self.failures.health).min(8);
                 let again = (every * 2_u32.pow(failed)).min(AGAIN_MAX.max(every));
-                tokio::time::sleep_until(began + again).await;
+                if tokio::time::timeout_at(began + again, self.doubted()).await.is_ok() {
+                    tokio::time::sleep_until(began + DOUBT_MIN).await;
+                    health_at = Instant::now();
+                }
             }
         };
         let _ = stop.run_until_cancelled(rounds).await; // stopped, as asked
         self.leave();
         self.unfollow();
         self.life
+    }
+
+    /// A request failed there.
+    async fn doubted(&self) {
+        match self.means.endpoints.doubts(self.instance) {
+            Some(doubts) => doubts.notified().await,
+            None => std::future::pending().await,
+        }
     }
 
     /// Asks everything that is due, all at once, and concludes.

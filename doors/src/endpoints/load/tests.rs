@@ -236,6 +236,33 @@ async fn an_engine_that_is_gone_is_left_out_at_once_and_comes_back() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_engine_at_which_a_request_failed_is_asked_at_once() {
+    // When it would be time to, this test is over.
+    let rare = LoadConfig { every_ms: 600_000, health_every_ms: 600_000, ..LoadConfig::default() };
+    let scene = Scene::start(&rare).await;
+    let engine = Engine::start("127.0.0.1:0").await;
+    scene.put(&engine.address.to_string());
+    let asked = |least: f64| {
+        let scene = &scene;
+        async move {
+            let asked =
+                || async { (scene.count("kvfleet_doors_endpoint_asked_total", "ok") >= least).then_some(()) };
+            until("it to be asked", asked).await;
+        }
+    };
+    asked(1.0).await;
+    assert!(scene.endpoints.is_open(INSTANCE));
+    scene.endpoints.doubt(INSTANCE);
+    asked(2.0).await;
+    assert!(scene.endpoints.is_open(INSTANCE), "it is well");
+    drop(engine);
+    scene.endpoints.doubt(INSTANCE);
+    until("it to be known to be gone", || async { (!scene.endpoints.is_open(INSTANCE)).then_some(()) }).await;
+    scene.endpoints.doubt(InstanceId(99));
+    scene.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_engine_that_is_not_well_is_left_out_and_says_why() {
     let scene = Scene::start(&quick()).await;
     let engine = Engine::start("127.0.0.1:0").await;
